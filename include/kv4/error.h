@@ -1,0 +1,32 @@
+// Errors a caller cannot plan for: bad config, bad argument, wrong order of calls, foreign file.
+// What a caller can plan for (no room, no match) is a value, see `Shortage` in kv_cache_manager.h.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "kv4/export.h"
+
+namespace kv4 {
+
+enum class ErrorCode {
+  bad_config,     // a model config or a cache option that cannot work
+  bad_argument,   // a value, shape, type or id outside what the call accepts
+  bad_state,      // a call that is not allowed now, for example commit without a step
+  bad_file,       // a file that is truncated, foreign or damaged
+  out_of_memory,  // the machine refused the memory
+};
+
+KV4_API const char* to_string(ErrorCode code);
+
+/// The message names the value seen, the values allowed and what to change. When a call throws, the cache is unchanged.
+class KV4_API Error : public std::runtime_error {
+ public:
+  Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  ErrorCode code() const { return code_; }
+
+ private:
+  ErrorCode code_;
+};
+
+}  // namespace kv4

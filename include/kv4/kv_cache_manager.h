@@ -1,0 +1,119 @@
+// The cache of one model on one device: who is in it, what a step may write, when it counts.
+//
+//   admit -> [prepare_forward -> acquire(layer).append ... for each layer -> commit | abort]* -> release
+//
+// Threads: one thread at a time drives a cache, this header's calls and its handles' alike. Different caches are independent.
+// Ownership: the manager owns all cache memory; tensors passed in are only read or written during the call, bound weights and
+// rope tables must outlive the manager.
+// Errors: what the caller can plan for is a value (Expected with a Shortage). Everything else throws kv4::Error. Either way the
+// cache is as it was before the call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "kv4/backend.h"
+#include "kv4/export.h"
+#include "kv4/layer_cache_handle.h"
+#include "kv4/paged_kv_pool.h"
+#include "kv4/schema.h"
+#include "kv4/state_cache_pool.h"
+
+namespace kv4 {
+
+using RequestId = std::int32_t;
+constexpr RequestId kNoRequest = -1;  // a padded item
+
+/// Why there was no room. Wait for a release, or preempt somebody.
+enum class Shortage : std::uint8_t { none, requests, blocks, slots };
+
+KV4_API const char* to_string(Shortage shortage);
+
+/// A value, or the shortage that kept it from being made.
+template <class T>
+class Expected {
+ public:
+  Expected(T value) : value_(std::move(value)) {}
+  Expected(Shortage shortage) : shortage_(shortage) {}
+  explicit operator bool() const { return value_.has_value(); }
+  const T& operator*() const { return *value_; }
+  const T* operator->() const { return &*value_; }
+  const T& value() const { return value_.value(); }  // throws std::bad_optional_access
+  Shortage shortage() const { return shortage_; }
+
+ private:
+  std::optional<T> value_;
+  Shortage shortage_ = Shortage::none;
+};
+
+/// The next `count` tokens of a request: a prefill chunk, a decode or a draft. kNoRequest: `count` padded tokens.
+struct StepItem {
+  RequestId request = kNoRequest;
+  std::int32_t count = 1;
+  std::span<const std::int32_t> token_ids = {};  // [count]; may be empty for padding and for draft stages
+  std::int64_t position = -1;                     // of the first token, must be the request's length; -1: not stated
+};
+
+/// One forward of a batch; its tokens are the items' tokens in order.
+struct Step {
+  std::int64_t id = 0;
+  std::int32_t num_tokens = 0;
+  std::int32_t num_items = 0;
+  std::int32_t group = 0;
+};
+
+class KV4_API KVCacheManager {
+ public:
+  KVCacheManager(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend = make_cpu_backend());
+  ~KVCacheManager();
+  KVCacheManager(const KVCacheManager&) = delete;
+  KVCacheManager& operator=(const KVCacheManager&) = delete;
+
+  /// Constants of a layer with a compressor; needed before its first append.
+  void bind_weights(int layer, const LayerWeights& weights);
+  /// The engine's own table for CSA and HCA layers, fp32 [positions, rope_dim / 2] each, so that q and entries agree to the bit.
+  /// Without it entries are rotated by our own (build_rope_table).
+  void bind_rope_table(const TensorView& cos, const TensorView& sin);
+
+  Expected<RequestId> admit();
+  /// Reserves all that the step may write, or changes nothing. `group`: 0 = backbone, d + 1 = draft stage d. One step at a time.
+  Expected<Step> prepare_forward(std::span<const StepItem> items, int group = 0);
+  LayerCacheHandle acquire(int layer);
+  void commit(const Step& step);
+  void abort(const Step& step);
+
+  /// Forgets the tokens from `length` on, down to rewind_floor(): as if they had never been appended.
+  void rewind(RequestId request, std::int64_t length, int group = 0);
+  std::int64_t rewind_floor(RequestId request, int group = 0) const;
+  Expected<RequestId> fork(RequestId request);
+  void release(RequestId request);
+
+  std::int64_t length(RequestId request, int group = 0) const;
+  std::vector<std::int32_t> token_ids(RequestId request) const;
+  std::vector<BlockId> blocks(RequestId request) const;
+
+  /// State and entries of a request as bytes; together with the token ids all that another cache needs to go on.
+  CanonicalImage export_image(RequestId request) const;
+  std::vector<std::byte> export_blocks(RequestId request) const;  // [blocks, block_image_bytes]
+  Expected<RequestId> import_image(const CanonicalImage& image, std::span<const std::int32_t> token_ids,
+                                   std::span<const std::byte> blocks);
+
+  const CacheSchema& schema() const;
+  const BlockAllocator& allocator() const;
+  PagedKVPool& kv_pool();
+  StateCachePool& state_pool();
+  int num_requests() const;
+  /// Exactly plan_memory(schema()).total_bytes.
+  std::int64_t memory_bytes() const;
+
+ private:
+  friend class LayerCacheHandle;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv4

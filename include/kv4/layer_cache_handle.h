@@ -1,0 +1,128 @@
+// What an attention layer calls during a step.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kv4/export.h"
+#include "kv4/schema.h"
+#include "kv4/tensor.h"
+
+namespace kv4 {
+
+/// A layer's compressor constants, fp32 and dense; bound once with KVCacheManager::bind_weights, not copied.
+struct LayerWeights {
+  TensorView position_bias;        // [ratio, columns]: columns = 2 * head_dim (CSA), head_dim (HCA)
+  TensorView norm_weight;          // [head_dim]
+  TensorView index_position_bias;  // CSA: [ratio, 2 * index_dim]
+  TensorView index_norm_weight;    // CSA: [index_dim]
+};
+
+/// One row per token of the step, padding included. bf16 or fp32; fp32 window rows are rounded to bf16.
+struct AppendInputs {
+  TensorView raw_kv;      // [tokens, head_dim]: normed and rotated window rows
+  TensorView kv;          // CSA, HCA: [tokens, columns]
+  TensorView gate;        // CSA, HCA: [tokens, columns]
+  TensorView index_kv;    // CSA: [tokens, 2 * index_dim]
+  TensorView index_gate;  // CSA: [tokens, 2 * index_dim]
+};
+
+/// Entries made elsewhere: after rotation; index keys before the Hadamard transform. Row i is written iff valid[i] != 0 and
+/// token i closes an entry.
+struct FlushInputs {
+  TensorView entries;     // [tokens, head_dim]
+  TensorView index_keys;  // CSA: [tokens, index_dim]
+  TensorView valid;       // [tokens] u8; empty: all
+};
+
+/// K = V: both name the same dense tensor.
+struct KVPair {
+  TensorView k;
+  TensorView v;
+};
+
+/// Row r of block b: data + b * block_stride + r * row_stride, `row_bytes` long.
+struct PlaneView {
+  std::byte* data = nullptr;
+  std::int64_t block_stride = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t row_bytes = 0;
+};
+
+/// Views never own and hold until the step ends. Arrays are per item of the step; a padded item has slot, row or length -1 or 0.
+struct SWAView {
+  PlaneView payload;  // a "block" is a state slot, a row is position mod rows
+  PlaneView rope;     // the bf16 tail inside the payload
+  PlaneView scale;
+  std::int32_t num_items = 0;
+  std::int32_t rows = 0;
+  const std::int32_t* slots = nullptr;      // [num_items], -1: padded
+  const std::int32_t* positions = nullptr;  // [num_items, rows]: which position each row holds after the step, -1: none
+  const std::int32_t* head = nullptr;       // [num_items]: the row that the token after the step will take
+};
+
+struct ClassicalView {
+  PlaneView payload;
+  PlaneView rope;
+  PlaneView scale;
+  std::int32_t num_items = 0;
+  std::int32_t rows_per_block = 0;
+  std::int32_t blocks_per_request = 0;
+  const std::int32_t* block_table = nullptr;   // [max_requests, blocks_per_request], -1 padded
+  const std::int32_t* request_rows = nullptr;  // [num_items]: row of block_table, -1: padded
+  const std::int32_t* lens = nullptr;          // [num_items]: entries that exist after the step
+};
+
+struct IndexerView {
+  PlaneView keys;
+  PlaneView scales;
+  PlaneView global_scale;  // nvfp4: one fp32 per block; else data is null
+  std::int32_t num_items = 0;
+  std::int32_t rows_per_block = 0;
+  std::int32_t blocks_per_request = 0;
+  const std::int32_t* block_table = nullptr;
+  const std::int32_t* request_rows = nullptr;
+  const std::int32_t* lens = nullptr;
+};
+
+class KVCacheManager;
+
+/// A light value, valid for the step it was acquired in. Every call checks shapes and types before the first write; running any of
+/// them again in the same step gives the same bytes. Padded tokens are ignored and their output rows are zero.
+class KV4_API LayerCacheHandle {
+ public:
+  int layer() const;
+  int num_query_heads() const;
+  int head_dim() const;
+  const LayerCacheSchema& schema() const;
+
+  /// Window rows, pending rows and the entries and index keys that fall due, in one pass.
+  void append(const AppendInputs& inputs);
+  /// Only the window rows: raw_kv [tokens, head_dim].
+  void write_swa(const TensorView& raw_kv);
+  void flush_compression(const FlushInputs& inputs);
+
+  /// Chosen entries. indices [tokens, k] i32 (anything but a visible entry gives a zero row); out [tokens, k, head_dim] f32 or bf16;
+  /// valid [tokens, k] u8 or empty.
+  KVPair gather_compressed_kv(const TensorView& indices, const TensorView& out, const TensorView& valid = {});
+  /// All entries of each item after the step. out [items, n, head_dim], n at least the longest; lens [items] i32.
+  KVPair gather_all_compressed_kv(const TensorView& out, const TensorView& lens);
+  /// The same for index keys, as stored (transformed if Hadamard is on). out [items, n, index_dim].
+  TensorView gather_all_index_keys(const TensorView& out, const TensorView& lens);
+  /// Window rows that the step's queries see, by item: positions first[i] .. first[i] + lens[i] - 1, the last being the item's last
+  /// token; a query at t uses those in (t - window, t]. out [items, n, head_dim], n at least min(length, window - 1) + count.
+  KVPair gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first);
+
+  SWAView read_swa_view();
+  ClassicalView read_classical_view();
+  IndexerView read_indexer_view();
+
+ private:
+  friend class KVCacheManager;
+  LayerCacheHandle(KVCacheManager* manager, int index, std::int64_t step) : manager_(manager), index_(index), step_(step) {}
+  KVCacheManager* manager_;
+  int index_;          // among the owned layers
+  std::int64_t step_;
+};
+
+}  // namespace kv4

@@ -1,0 +1,88 @@
+// What a model demands of its cache: which layer keeps what. From a Hugging Face config.json or a preset.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kv4/export.h"
+
+namespace kv4 {
+
+enum class LayerKind : std::uint8_t {
+  swa,  // sliding window only
+  csa,  // window + one overlapping entry and one index key per csa_ratio tokens
+  hca,  // window + one entry per hca_ratio tokens
+};
+
+KV4_API const char* to_string(LayerKind kind);
+
+/// Rotary frequencies: theta, and YaRN scaling when `yarn` is set (without amplitude factor).
+struct RopeSpec {
+  double theta = 10000.0;
+  bool yarn = false;
+  double factor = 1.0;
+  double original_length = 65536.0;
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;
+};
+
+struct ModelConfig {
+  std::string name;
+  int num_layers = 0;       // backbone layers
+  int num_query_heads = 0;
+  int head_dim = 0;         // width of a window row and of an entry; K = V
+  int rope_dim = 0;         // its last channels, rotated and kept bf16
+  int window = 0;           // rows a query sees, itself included
+  int index_heads = 0;
+  int index_dim = 0;        // width of an index key
+  int index_topk = 0;
+  int csa_ratio = 4;
+  int hca_ratio = 128;
+  double rms_eps = 1e-6;
+  std::int64_t max_positions = 1 << 20;
+  RopeSpec rope_main;       // SWA layers
+  RopeSpec rope_compress;   // CSA and HCA layers: q, window rows and entries alike
+  std::vector<LayerKind> kinds;  // [num_layers]
+  int draft_hint = 0;       // draft stages the config lists after the backbone; never built unless asked for
+};
+
+/// Throws Error(bad_config) naming the field, what it holds and what it may hold.
+KV4_API ModelConfig parse_model_config(std::string_view json);
+KV4_API ModelConfig load_model_config(const std::string& path);
+/// Presets: "v4-flash" and "v4-pro".
+KV4_API ModelConfig model_preset(std::string_view name);
+/// Checks every range. parse and preset results pass; call it on a config built by hand.
+KV4_API void validate(const ModelConfig& config);
+
+enum class RowRole : std::uint8_t { entry, index_key };
+
+/// One kind of stored row of a layer.
+struct RowKind {
+  RowRole role = RowRole::entry;
+  int ratio = 0;         // tokens per row
+  bool overlap = false;  // pools the previous span's first-half columns too
+  int width = 0;
+  int owner_layer = 0;   // the layer whose pages hold the rows (itself, for every V4 layer)
+};
+
+/// A layer = a window + a list of row kinds: SWA none, HCA one, CSA two.
+struct LayerSpec {
+  int layer = 0;  // index in the model; draft stages follow the backbone
+  LayerKind kind = LayerKind::swa;
+  int group = 0;  // 0 = backbone; draft stage d has group d + 1: each group has its own length
+  std::vector<RowKind> rows;
+};
+
+/// All backbone layers, then `draft_layers` SWA-only draft stages.
+KV4_API std::vector<LayerSpec> layer_schedule(const ModelConfig& config, int draft_layers = 0);
+
+/// cos and sin of `count` positions first, first + step, ...: two arrays [count, rope_dim / 2], computed in double, rounded once.
+struct RopeTable {
+  std::vector<float> cos;
+  std::vector<float> sin;
+};
+KV4_API RopeTable build_rope_table(const RopeSpec& rope, int rope_dim, std::int64_t first, std::int64_t count, std::int64_t step = 1);
+
+}  // namespace kv4

@@ -1,0 +1,41 @@
+// Compressed entries and index keys of all layers behind block ids.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "kv4/backend.h"
+#include "kv4/block_allocator.h"
+#include "kv4/export.h"
+#include "kv4/schema.h"
+
+namespace kv4 {
+
+/// Owns the blocks' memory. Not thread-safe.
+class KV4_API PagedKVPool {
+ public:
+  PagedKVPool(const CacheSchema& schema, std::shared_ptr<Backend> backend);
+  ~PagedKVPool();
+  PagedKVPool(const PagedKVPool&) = delete;
+  PagedKVPool& operator=(const PagedKVPool&) = delete;
+
+  std::byte* base() const { return base_; }
+  /// Exactly num_blocks * block_bytes.
+  std::int64_t memory_bytes() const { return bytes_; }
+
+  void copy_block(BlockId from, BlockId to);
+  /// The block as it is exported: every layer's pages in model order at alignment 64, rows of the first `tokens` tokens, zeros elsewhere.
+  /// out: [block_image_bytes]
+  void save_block(BlockId block, int tokens, std::span<std::byte> out) const;
+  void load_block(BlockId block, std::span<const std::byte> image);
+
+ private:
+  const CacheSchema& schema_;
+  std::shared_ptr<Backend> backend_;
+  std::byte* base_ = nullptr;
+  std::int64_t bytes_ = 0;
+};
+
+}  // namespace kv4

@@ -1,0 +1,69 @@
+// Windows and pending rows: one fixed slot per running request, and spares for long steps.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kv4/backend.h"
+#include "kv4/export.h"
+#include "kv4/schema.h"
+#include "kv4/tensor.h"
+
+namespace kv4 {
+
+struct LayerWeights;
+
+/// What a request needs to go on, whatever wrote it: windows, then pending rows, nothing else (docs/formats.md).
+/// Independent of ring sizes, rewind length, HCA mode, arrangement, backend and history.
+struct CanonicalImage {
+  std::uint64_t layout_id = 0;
+  std::vector<std::int64_t> lengths;  // [1 + draft layers]: tokens of the backbone and of each draft stage
+  std::vector<std::byte> bytes;
+
+  bool operator==(const CanonicalImage&) const = default;
+};
+
+/// Bytes of the image of a request with these lengths.
+KV4_API std::int64_t image_bytes(const CacheSchema& schema, std::span<const std::int64_t> lengths);
+
+/// Owns the slots' memory. Not thread-safe.
+class KV4_API StateCachePool {
+ public:
+  StateCachePool(const CacheSchema& schema, std::shared_ptr<Backend> backend);
+  ~StateCachePool();
+  StateCachePool(const StateCachePool&) = delete;
+  StateCachePool& operator=(const StateCachePool&) = delete;
+
+  std::optional<std::int32_t> acquire_slot();
+  void release_slot(std::int32_t slot);
+  void reset_slot(std::int32_t slot);  // all zero: nothing of an earlier request remains
+  void copy_slot(std::int32_t from, std::int32_t to);
+
+  /// `bias`: per owned layer the compressor's position bias [ratio, width] where the image needs one (an open HCA span), else nullptr.
+  CanonicalImage save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias) const;
+  void restore(std::int32_t slot, const CanonicalImage& image);
+
+  std::byte* base() const { return base_; }
+  /// [num_slots, num_layers]: tokens below it are folded into the layer's accumulator.
+  std::int32_t* frontiers() const { return frontiers_; }
+  std::int32_t num_slots() const { return num_slots_; }
+  std::int32_t num_free() const { return static_cast<std::int32_t>(free_.size()); }
+  /// Exactly num_slots * (slot_bytes + 4 * layers).
+  std::int64_t memory_bytes() const { return bytes_; }
+
+ private:
+  const CacheSchema& schema_;
+  std::shared_ptr<Backend> backend_;
+  std::byte* base_ = nullptr;
+  std::int32_t* frontiers_ = nullptr;
+  std::int32_t num_slots_ = 0;
+  std::int64_t bytes_ = 0;
+  std::vector<std::int32_t> free_;
+  std::vector<bool> taken_;
+};
+
+}  // namespace kv4
