@@ -1,0 +1,12 @@
+# Flags every target shares. Results are bytes, so the compiler may not fuse or reorder floating point arithmetic.
+add_library(kv4_warnings INTERFACE)
+target_compile_options(kv4_warnings INTERFACE -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion -Wnon-virtual-dtor)
+add_compile_options(-ffp-contract=off -fno-fast-math)
+if(CMAKE_BUILD_TYPE STREQUAL "Release")
+  string(REPLACE "-DNDEBUG" "" CMAKE_CXX_FLAGS_RELEASE "${CMAKE_CXX_FLAGS_RELEASE}")
+  string(REPLACE "-O3" "-O2" CMAKE_CXX_FLAGS_RELEASE "${CMAKE_CXX_FLAGS_RELEASE}")
+endif()
+if(KV4_SANITIZE)
+  add_compile_options(-fsanitize=${KV4_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+  add_link_options(-fsanitize=${KV4_SANITIZE})
+endif()
