@@ -1,0 +1,16 @@
+// Who works on one row together: one lane on the CPU, a warp or a block of threads on a GPU. Row code is written once over it:
+// lanes stride over channels, `sync` separates phases that read what other lanes wrote, `max` combines a value over the lanes.
+#pragma once
+
+#include "base/host_device.h"
+
+namespace kv4 {
+
+struct OneLane {
+  KV4_HD int lane() const { return 0; }
+  KV4_HD int size() const { return 1; }
+  KV4_HD void sync() const {}
+  KV4_HD float max(float x) const { return x; }
+};
+
+}  // namespace kv4

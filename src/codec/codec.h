@@ -1,0 +1,39 @@
+// The table of all formats. A new format is one header beside this file, one line here and one table row in codec.cc.
+#pragma once
+
+#include "codec/bf16_row.h"
+#include "codec/fp8_key.h"
+#include "codec/fp8_row.h"
+#include "codec/fp8_tile64.h"
+#include "codec/mxfp4.h"
+#include "codec/nvfp4.h"
+#include "kv4/options.h"
+
+namespace kv4::codec {
+
+/// Calls f with the codec's type.
+template <class F>
+KV4_HD auto with_codec(Format format, F&& f) {
+  switch (format) {
+    case Format::fp8_tile64: return f(Fp8Tile64{});
+    case Format::fp8_row: return f(Fp8Row{});
+    case Format::mxfp4: return f(Mxfp4{});
+    case Format::nvfp4: return f(Nvfp4{});
+    case Format::fp8: return f(Fp8Key{});
+    case Format::bf16: break;
+  }
+  return f(Bf16Row{});
+}
+
+struct FormatInfo {
+  Format format;
+  const char* name;
+  bool for_rows;     // window rows and entries
+  bool for_keys;     // index keys
+  int tile;          // quantised channels must be a multiple of this
+  bool has_global;   // one fp32 per page
+};
+
+const FormatInfo& format_info(Format format);
+
+}  // namespace kv4::codec

@@ -1,0 +1,152 @@
+#include <algorithm>
+
+#include "base/check.h"
+#include "kv4/block_allocator.h"
+#include "kv4/schema.h"
+#include "schema/rope.h"
+#include "schema/table_layout.h"
+
+namespace kv4 {
+namespace {
+
+constexpr int kHeadroomPercent = 10;
+
+// What one block or one slot holds, by part.
+struct PartBytes {
+  std::int64_t csa_entries = 0, index_keys = 0, hca_entries = 0;             // of one block
+  std::int64_t windows = 0, csa_pending = 0, hca_state = 0, draft_windows = 0;  // of one slot
+};
+
+PartBytes part_bytes(const CacheSchema& schema) {
+  PartBytes out;
+  std::int64_t at = 0;
+  const auto plane = [&](std::int64_t& part, std::int64_t bytes) { part += round_up(bytes, 64, "plane"); };
+  for (const LayerCacheSchema& layer : schema.layers) {
+    std::int64_t& windows = layer.spec.group == 0 ? out.windows : out.draft_windows;
+    plane(windows, std::int64_t{layer.window.rows} * layer.window.row.payload_bytes);
+    plane(windows, std::int64_t{layer.window.rows} * layer.window.row.scale_bytes);
+    for (std::size_t k = 0; k < layer.pages.size(); ++k) {
+      const PageSchema& page = layer.pages[k];
+      const PendingSchema& pending = layer.pending[k];
+      (page.kind.role == RowRole::index_key ? out.index_keys : page.kind.overlap ? out.csa_entries : out.hca_entries) += page.page_bytes;
+      std::int64_t& part = page.kind.overlap ? out.csa_pending : out.hca_state;
+      if (pending.acc_offset >= 0) plane(part, std::int64_t{3} * page.kind.width * 4);
+      plane(part, pending.rows * pending.row_bytes);
+    }
+  }
+  at = out.windows + out.csa_pending + out.hca_state + out.draft_windows;
+  require(at == schema.slot_bytes, ErrorCode::bad_state, "state slot parts add up to {} of {} bytes: a bug in kv4, please report it", at,
+          schema.slot_bytes);
+  return out;
+}
+
+bool has_compressor(const CacheSchema& schema) {
+  return std::any_of(schema.layers.begin(), schema.layers.end(), [](const LayerCacheSchema& l) { return !l.pages.empty(); });
+}
+
+}  // namespace
+
+TableLayout table_layout(const CacheSchema& schema) {
+  const CacheOptions& o = schema.options;
+  TableLayout t;
+  t.max_items = std::int64_t{2} * o.max_requests;
+  const auto take = [&](std::int64_t count) {
+    const std::int64_t at = t.total;
+    t.total = checked_add(t.total, round_up(count, 16, "tables"), "tables");
+    return at;
+  };
+  t.token_rows = take(o.max_step_tokens);
+  t.positions = take(o.max_step_tokens);
+  t.item_rows = take(t.max_items);
+  t.item_slots = take(t.max_items);
+  t.csa_lens = take(t.max_items);
+  t.hca_lens = take(t.max_items);
+  t.ring_heads = take(t.max_items);
+  t.ring_positions = take(checked_mul(t.max_items, schema.config.window + o.max_rewind_tokens, "tables"));
+  t.read_slots = take(o.max_requests);
+  t.write_slots = take(o.max_requests);
+  t.lengths = take(o.max_requests);
+  t.counts = take(o.max_requests);
+  t.first_tokens = take(o.max_requests);
+  t.block_table = take(checked_mul(o.max_requests, schema.blocks_per_request, "block table"));
+  return t;
+}
+
+std::int64_t step_scratch_bytes(const CacheSchema& schema) {
+  std::int64_t bytes = 0;
+  for (const LayerCacheSchema& layer : schema.layers) {
+    const std::int64_t tokens = schema.options.max_step_tokens;
+    bytes = checked_add(bytes, round_up(checked_mul(tokens, layer.window.row.payload_bytes, "step scratch"), 64, "step scratch"), "step scratch");
+    bytes = checked_add(bytes, round_up(checked_mul(tokens, layer.window.row.scale_bytes, "step scratch"), 64, "step scratch"), "step scratch");
+  }
+  return bytes;
+}
+
+BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t requests, std::int64_t context) {
+  require(requests >= 1 && context >= 1, ErrorCode::bad_argument, "a budget needs at least 1 request and 1 token; got {} and {}", requests, context);
+  BlockBudget out;
+  out.blocks_per_request = ceil_div(context, schema.block_tokens);
+  const std::int64_t exact = checked_mul(requests, out.blocks_per_request, "block budget");
+  out.blocks = ceil_div(checked_mul(exact, 100 + kHeadroomPercent, "block budget"), 100);
+  const PartBytes parts = part_bytes(schema);
+  out.csa_entry_bytes = checked_mul(out.blocks, parts.csa_entries, "block budget");
+  out.index_key_bytes = checked_mul(out.blocks, parts.index_keys, "block budget");
+  out.hca_entry_bytes = checked_mul(out.blocks, parts.hca_entries, "block budget");
+  out.bytes = checked_mul(out.blocks, schema.block_bytes, "block budget");
+  return out;
+}
+
+ContextBudget compute_context_budget(const CacheSchema& schema, std::int64_t bytes, std::int64_t requests) {
+  require(bytes >= 0 && requests >= 1, ErrorCode::bad_argument, "a budget needs bytes >= 0 and at least 1 request; got {} and {}", bytes, requests);
+  // Everything but the blocks, for this many requests; a context's row of the block table grows with it and counts as block cost.
+  CacheOptions options = schema.options;
+  options.max_requests = static_cast<int>(std::min<std::int64_t>(requests, 1 << 16));
+  options.num_blocks = 1;
+  options.max_context = schema.block_tokens <= schema.config.max_positions ? schema.block_tokens : schema.config.max_positions;
+  const MemoryPlan fixed = plan_memory(build_schema(schema.config, options));
+  const std::int64_t per_block = schema.block_bytes + std::int64_t{4} * schema.block_tokens + BlockAllocator::memory_bytes(1) + 4;
+  ContextBudget out;
+  out.blocks = std::max<std::int64_t>(0, (bytes - fixed.total_bytes) / per_block);
+  out.context = out.blocks * 100 / (100 + kHeadroomPercent) / requests * schema.block_tokens;
+  out.context = std::min(out.context, schema.config.max_positions);
+  return out;
+}
+
+MemoryPlan plan_memory(const CacheSchema& schema) {
+  const CacheOptions& o = schema.options;
+  const PartBytes parts = part_bytes(schema);
+  MemoryPlan plan;
+  plan.block_bytes = schema.block_bytes;
+  plan.bytes_per_token = static_cast<double>(schema.block_bytes) / schema.block_tokens;
+  plan.state_bytes_per_request = schema.slot_bytes - parts.draft_windows;
+  plan.draft_bytes_per_request = parts.draft_windows;
+  plan.blocks = o.num_blocks;
+
+  const auto add = [&](const char* name, std::int64_t count, std::int64_t bytes, std::string note) {
+    const std::int64_t product = checked_mul(count, bytes, name);
+    if (product == 0) return;
+    plan.parts.push_back({name, product, std::move(note)});
+    plan.total_bytes = checked_add(plan.total_bytes, product, "total");
+  };
+  const std::string blocks = fmt::format("{} blocks", o.num_blocks);
+  const std::string requests = fmt::format("{} requests", o.max_requests);
+  add("CSA entries", o.num_blocks, parts.csa_entries, blocks);
+  add("index keys", o.num_blocks, parts.index_keys, blocks);
+  add("HCA entries", o.num_blocks, parts.hca_entries, blocks);
+  add("windows", o.max_requests, parts.windows, requests);
+  add("CSA pending", o.max_requests, parts.csa_pending, requests);
+  add("HCA state", o.max_requests, parts.hca_state, requests);
+  add("draft windows", o.max_requests, parts.draft_windows, fmt::format("{}, {} stages", requests, o.draft_layers));
+  add("spare slots", o.spare_slots, schema.slot_bytes, fmt::format("{} slots for steps of more than {} tokens", o.spare_slots, o.max_rewind_tokens + 1));
+  add("step workspace", 1, step_scratch_bytes(schema), fmt::format("window rows of {} tokens", o.max_step_tokens));
+  const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
+  std::int64_t tables = checked_mul(4, table_layout(schema).total, "tables");
+  tables += round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "tables"), 64, "tables");
+  tables += BlockAllocator::memory_bytes(o.num_blocks);
+  if (has_compressor(schema)) tables += 8 * rope_angle_count(schema.config.rope_dim, o.max_context);
+  add("tables", 1, tables, "block tables, positions, reference counts, rope angles");
+  add("token ids", o.num_blocks, std::int64_t{4} * schema.block_tokens, blocks);
+  return plan;
+}
+
+}  // namespace kv4

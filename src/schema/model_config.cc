@@ -1,0 +1,317 @@
+#include "kv4/model_config.h"
+
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "base/check.h"
+
+namespace kv4 {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int kMaxLayers = 4096;
+constexpr int kMaxWidth = 65536;
+constexpr int kMaxRatio = 1 << 20;
+constexpr const char* kSwaName = "sliding_attention";
+constexpr const char* kCsaName = "compressed_sparse_attention";
+constexpr const char* kHcaName = "heavily_compressed_attention";
+
+std::string shown(const Json& value) {
+  std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
+  return text.size() > 60 ? text.substr(0, 57) + "..." : text;
+}
+
+// Reads fields of one JSON object; `where` prefixes names in messages.
+class Fields {
+ public:
+  Fields(const Json& object, std::string where) : object_(object), where_(std::move(where)) {}
+
+  bool has(const char* name) const { return object_.contains(name) && !object_.at(name).is_null(); }
+
+  const Json& get(const char* name) const {
+    require(has(name), ErrorCode::bad_config, "config field '{}{}' is missing; a DeepSeek-V4 config.json has it", where_, name);
+    return object_.at(name);
+  }
+
+  std::int64_t integer(const char* name, std::int64_t low, std::int64_t high) const {
+    const Json& value = get(name);
+    const bool fits = value.is_number_unsigned() ? value.get<std::uint64_t>() <= static_cast<std::uint64_t>(INT64_MAX) : value.is_number_integer();
+    const std::int64_t number = fits ? value.get<std::int64_t>() : low - 1;
+    require(fits && number >= low && number <= high, ErrorCode::bad_config,
+            "config field '{}{}' is {}; it must be a whole number from {} to {}", where_, name, shown(value), low, high);
+    return number;
+  }
+
+  int small(const char* name, int low, int high) const { return static_cast<int>(integer(name, low, high)); }
+
+  double real(const char* name, double low, double high) const {
+    const Json& value = get(name);
+    const double number = value.is_number() ? value.get<double>() : low - 1;
+    require(value.is_number() && number >= low && number <= high, ErrorCode::bad_config,
+            "config field '{}{}' is {}; it must be a number from {} to {}", where_, name, shown(value), low, high);
+    return number;
+  }
+
+  const Json& array(const char* name) const {
+    const Json& value = get(name);
+    require(value.is_array(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be a list", where_, name, shown(value));
+    return value;
+  }
+
+  Fields object(const char* name) const {
+    const Json& value = get(name);
+    require(value.is_object(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be an object", where_, name, shown(value));
+    return Fields(value, where_ + name + ".");
+  }
+
+  std::string text(const char* name) const {
+    const Json& value = get(name);
+    require(value.is_string(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be a string", where_, name, shown(value));
+    return value.get<std::string>();
+  }
+
+ private:
+  const Json& object_;
+  std::string where_;
+};
+
+// --- layers ---------------------------------------------------------------------------------------------------------------
+
+void read_ratio_list(const Fields& f, ModelConfig& config) {
+  const Json& list = f.array("compress_ratios");
+  require(list.size() >= static_cast<std::size_t>(config.num_layers), ErrorCode::bad_config,
+          "config field 'compress_ratios' has {} entries for num_hidden_layers = {}; it needs at least one per layer", list.size(),
+          config.num_layers);
+  require(list.size() <= kMaxLayers, ErrorCode::bad_config, "config field 'compress_ratios' has {} entries; at most {} are allowed",
+          list.size(), kMaxLayers);
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const Json& value = list[i];
+    const bool known = value.is_number_integer() && (value == 0 || value == 4 || value == 128);
+    require(known, ErrorCode::bad_config,
+            "compress_ratios[{}] is {}; V4 knows 0 (SWA), 4 (CSA) and 128 (HCA). Other rates need 'layer_types' + 'compress_rates'", i,
+            shown(value));
+    if (i >= static_cast<std::size_t>(config.num_layers)) continue;  // draft stages
+    config.kinds.push_back(value == 0 ? LayerKind::swa : value == 4 ? LayerKind::csa : LayerKind::hca);
+  }
+  config.draft_hint = static_cast<int>(list.size()) - config.num_layers;
+}
+
+void read_layer_types(const Fields& f, ModelConfig& config) {
+  const Json& list = f.array("layer_types");
+  require(list.size() >= static_cast<std::size_t>(config.num_layers), ErrorCode::bad_config,
+          "config field 'layer_types' has {} entries for num_hidden_layers = {}; it needs one per layer", list.size(),
+          config.num_layers);
+  for (int i = 0; i < config.num_layers; ++i) {
+    const Json& value = list[static_cast<std::size_t>(i)];
+    const std::string name = value.is_string() ? value.get<std::string>() : "";
+    require(name == kSwaName || name == kCsaName || name == kHcaName, ErrorCode::bad_config,
+            "layer_types[{}] is {}; it must be '{}', '{}' or '{}'", i, shown(value), kSwaName, kCsaName, kHcaName);
+    config.kinds.push_back(name == kSwaName ? LayerKind::swa : name == kCsaName ? LayerKind::csa : LayerKind::hca);
+  }
+}
+
+int read_rate(const Fields& f, const char* kind, const char* flat_name) {
+  if (f.has(flat_name)) return f.small(flat_name, 1, kMaxRatio);
+  require(f.has("compress_rates"), ErrorCode::bad_config,
+          "config field 'compress_rates' is missing; with 'layer_types' it gives the tokens per entry of '{}' ('{}' also does)", kind, flat_name);
+  return f.object("compress_rates").small(kind, 1, kMaxRatio);
+}
+
+bool has_kind(const ModelConfig& config, LayerKind kind) {
+  for (LayerKind k : config.kinds)
+    if (k == kind) return true;
+  return false;
+}
+
+void read_layers(const Fields& f, ModelConfig& config) {
+  if (!f.has("layer_types")) {
+    require(f.has("compress_ratios"), ErrorCode::bad_config,
+            "config has neither 'compress_ratios' nor 'layer_types'; one of them must say which layer compresses how");
+    read_ratio_list(f, config);
+    return;
+  }
+  read_layer_types(f, config);
+  if (has_kind(config, LayerKind::csa)) config.csa_ratio = read_rate(f, kCsaName, "compress_rate_csa");
+  if (has_kind(config, LayerKind::hca)) config.hca_ratio = read_rate(f, kHcaName, "compress_rate_hca");
+  if (f.has("num_nextn_predict_layers")) config.draft_hint = f.small("num_nextn_predict_layers", 0, kMaxLayers);
+}
+
+// --- rotation -------------------------------------------------------------------------------------------------------------
+
+RopeSpec read_rope(const Fields& scaling, double theta) {
+  RopeSpec rope;
+  rope.theta = theta;
+  const char* key = scaling.has("rope_type") ? "rope_type" : "type";
+  const std::string type = scaling.has(key) ? scaling.text(key) : "default";
+  require(type == "default" || type == "yarn", ErrorCode::bad_config, "rope type is '{}'; DeepSeek-V4 uses 'default' or 'yarn'", type);
+  if (scaling.has("attention_factor")) scaling.real("attention_factor", 1.0, 1.0);
+  if (type == "default") return rope;
+  rope.yarn = true;
+  rope.factor = scaling.real("factor", 1.0, 1e6);
+  rope.original_length = scaling.real("original_max_position_embeddings", 1.0, 1e9);
+  if (scaling.has("beta_fast")) rope.beta_fast = scaling.real("beta_fast", 1e-3, 1e6);
+  if (scaling.has("beta_slow")) rope.beta_slow = scaling.real("beta_slow", 1e-3, 1e6);
+  return rope;
+}
+
+constexpr double kMinTheta = 1.0001, kMaxTheta = 1e12;
+
+void read_ropes(const Fields& f, ModelConfig& config) {
+  const bool nested = f.has("rope_parameters") && f.object("rope_parameters").has("compress");
+  if (nested) {
+    const Fields parameters = f.object("rope_parameters");
+    const Fields main = parameters.object("main"), compress = parameters.object("compress");
+    config.rope_main = read_rope(main, main.real("rope_theta", kMinTheta, kMaxTheta));
+    config.rope_compress = read_rope(compress, compress.real("rope_theta", kMinTheta, kMaxTheta));
+    return;
+  }
+  config.rope_main.theta = f.real("rope_theta", kMinTheta, kMaxTheta);
+  const double theta = f.real("compress_rope_theta", kMinTheta, kMaxTheta);
+  const char* name = f.has("rope_scaling") ? "rope_scaling" : "rope_parameters";
+  if (f.has(name)) config.rope_compress = read_rope(f.object(name), theta);
+  config.rope_compress.theta = theta;
+}
+
+int read_rope_dim(const Fields& f, int head_dim) {
+  if (f.has("qk_rope_head_dim")) return f.small("qk_rope_head_dim", 2, head_dim);
+  if (f.has("partial_rotary_factor")) return static_cast<int>(head_dim * f.real("partial_rotary_factor", 0.0, 1.0));
+  if (f.has("rope_parameters") && f.object("rope_parameters").has("main"))
+    return static_cast<int>(head_dim * f.object("rope_parameters").object("main").real("partial_rotary_factor", 0.0, 1.0));
+  fail(ErrorCode::bad_config, "config gives no rope width; it needs 'qk_rope_head_dim' or 'partial_rotary_factor'");
+}
+
+ModelConfig v4_preset(const char* name, int heads, int topk, std::vector<LayerKind> first, int pairs) {
+  ModelConfig config;
+  config.name = name;
+  config.num_query_heads = heads;
+  config.head_dim = 512;
+  config.rope_dim = 64;
+  config.window = 128;
+  config.index_heads = 64;
+  config.index_dim = 128;
+  config.index_topk = topk;
+  config.rope_compress = {.theta = 160000.0, .yarn = true, .factor = 16.0};
+  config.kinds = std::move(first);
+  for (int i = 0; i < pairs; ++i) config.kinds.insert(config.kinds.end(), {LayerKind::csa, LayerKind::hca});
+  config.kinds.push_back(LayerKind::csa);
+  config.num_layers = static_cast<int>(config.kinds.size());
+  config.draft_hint = 1;
+  validate(config);
+  return config;
+}
+
+void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
+  require(value >= low && value <= high, ErrorCode::bad_config, "{} is {}; it must be from {} to {}", name, value, low, high);
+}
+
+void check_rope(const char* name, const RopeSpec& rope) {
+  require(rope.theta >= kMinTheta && rope.theta <= kMaxTheta, ErrorCode::bad_config, "{}.theta is {}; it must be from {} to {}", name,
+          rope.theta, kMinTheta, kMaxTheta);
+  require(!rope.yarn || (rope.factor >= 1.0 && rope.original_length >= 1.0 && rope.beta_fast > 0.0 && rope.beta_slow > 0.0),
+          ErrorCode::bad_config, "{}: YaRN needs factor >= 1, original_length >= 1 and betas > 0; got {}, {}, {}, {}", name, rope.factor,
+          rope.original_length, rope.beta_fast, rope.beta_slow);
+}
+
+}  // namespace
+
+const char* to_string(LayerKind kind) {
+  switch (kind) {
+    case LayerKind::swa: return "SWA";
+    case LayerKind::csa: return "CSA";
+    case LayerKind::hca: return "HCA";
+  }
+  return "unknown";
+}
+
+void validate(const ModelConfig& config) {
+  check_range("num_layers", config.num_layers, 1, kMaxLayers);
+  require(config.kinds.size() == static_cast<std::size_t>(config.num_layers), ErrorCode::bad_config,
+          "kinds has {} entries for num_layers = {}; it needs one per layer", config.kinds.size(), config.num_layers);
+  check_range("num_query_heads", config.num_query_heads, 1, kMaxWidth);
+  check_range("head_dim", config.head_dim, 2, kMaxWidth);
+  check_range("rope_dim", config.rope_dim, 2, config.head_dim);
+  require(config.rope_dim % 2 == 0 && config.head_dim % 2 == 0, ErrorCode::bad_config,
+          "head_dim {} and rope_dim {} must be even: channels are rotated in pairs", config.head_dim, config.rope_dim);
+  check_range("window", config.window, 1, 1 << 20);
+  check_range("max_positions", config.max_positions, 1, std::int64_t{1} << 30);
+  require(config.rms_eps >= 0.0 && config.rms_eps < 1.0, ErrorCode::bad_config, "rms_eps is {}; it must be from 0 to 1", config.rms_eps);
+  check_rope("rope_main", config.rope_main);
+  check_rope("rope_compress", config.rope_compress);
+  if (has_kind(config, LayerKind::csa)) {
+    check_range("csa_ratio", config.csa_ratio, 1, kMaxRatio);
+    check_range("index_heads", config.index_heads, 1, kMaxWidth);
+    check_range("index_dim", config.index_dim, config.rope_dim, kMaxWidth);
+    check_range("index_topk", config.index_topk, 1, 1 << 20);
+  }
+  if (has_kind(config, LayerKind::hca)) check_range("hca_ratio", config.hca_ratio, 1, kMaxRatio);
+}
+
+ModelConfig parse_model_config(std::string_view text) {
+  const Json json = Json::parse(text.begin(), text.end(), nullptr, false);
+  require(!json.is_discarded(), ErrorCode::bad_config, "the config is not valid JSON ({} bytes)", text.size());
+  require(json.is_object(), ErrorCode::bad_config, "the config is {}; it must be a JSON object", shown(json));
+  const Fields f(json, "");
+  if (f.has("model_type")) {
+    const std::string type = f.text("model_type");
+    require(type == "deepseek_v4", ErrorCode::bad_config, "config field 'model_type' is '{}'; this cache holds 'deepseek_v4'", type);
+  }
+  ModelConfig config;
+  config.name = f.has("_name_or_path") && !f.text("_name_or_path").empty() ? f.text("_name_or_path") : "config";
+  config.num_layers = f.small("num_hidden_layers", 1, kMaxLayers);
+  config.num_query_heads = f.small("num_attention_heads", 1, kMaxWidth);
+  config.head_dim = f.small("head_dim", 2, kMaxWidth);
+  config.rope_dim = read_rope_dim(f, config.head_dim);
+  config.window = f.small("sliding_window", 1, 1 << 20);
+  config.rms_eps = f.real("rms_norm_eps", 0.0, 1.0);
+  if (f.has("max_position_embeddings")) config.max_positions = f.integer("max_position_embeddings", 1, std::int64_t{1} << 30);
+  read_layers(f, config);
+  if (has_kind(config, LayerKind::csa)) {
+    config.index_heads = f.small("index_n_heads", 1, kMaxWidth);
+    config.index_dim = f.small("index_head_dim", 1, kMaxWidth);
+    config.index_topk = f.small("index_topk", 1, 1 << 20);
+  }
+  read_ropes(f, config);
+  validate(config);
+  return config;
+}
+
+ModelConfig load_model_config(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  require(file.good(), ErrorCode::bad_file, "cannot open '{}'; give the path of a Hugging Face config.json", path);
+  constexpr std::size_t kMaxBytes = 16 << 20;
+  std::string text(kMaxBytes + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  require(text.size() <= kMaxBytes, ErrorCode::bad_file, "'{}' is larger than {} bytes; a config.json is not", path, kMaxBytes);
+  return parse_model_config(text);
+}
+
+ModelConfig model_preset(std::string_view name) {
+  if (name == "v4-flash") return v4_preset("v4-flash", 64, 512, {LayerKind::swa, LayerKind::swa}, 20);
+  if (name == "v4-pro") return v4_preset("v4-pro", 128, 1024, {LayerKind::hca, LayerKind::hca}, 29);
+  fail(ErrorCode::bad_argument, "model '{}' is unknown; use v4-flash or v4-pro, or give a config.json", name);
+}
+
+std::vector<LayerSpec> layer_schedule(const ModelConfig& config, int draft_layers) {
+  validate(config);
+  check_range("draft_layers", draft_layers, 0, 64);
+  std::vector<LayerSpec> layers;
+  for (int i = 0; i < config.num_layers; ++i) {
+    LayerSpec spec{.layer = i, .kind = config.kinds[static_cast<std::size_t>(i)], .group = 0, .rows = {}};
+    if (spec.kind == LayerKind::csa) {
+      spec.rows.push_back({RowRole::entry, config.csa_ratio, true, config.head_dim, i});
+      spec.rows.push_back({RowRole::index_key, config.csa_ratio, true, config.index_dim, i});
+    }
+    if (spec.kind == LayerKind::hca) spec.rows.push_back({RowRole::entry, config.hca_ratio, false, config.head_dim, i});
+    layers.push_back(std::move(spec));
+  }
+  for (int d = 0; d < draft_layers; ++d)
+    layers.push_back({.layer = config.num_layers + d, .kind = LayerKind::swa, .group = d + 1, .rows = {}});
+  return layers;
+}
+
+}  // namespace kv4
