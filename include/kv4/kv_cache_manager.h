@@ -112,6 +112,7 @@ class KV4_API KVCacheManager {
 
  private:
   friend class LayerCacheHandle;
+  friend struct HandleScope;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

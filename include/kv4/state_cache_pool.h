@@ -15,8 +15,6 @@
 
 namespace kv4 {
 
-struct LayerWeights;
-
 /// What a request needs to go on, whatever wrote it: windows, then pending rows, nothing else (docs/formats.md).
 /// Independent of ring sizes, rewind length, HCA mode, arrangement, backend and history.
 struct CanonicalImage {
@@ -46,6 +44,8 @@ class KV4_API StateCachePool {
   /// `bias`: per owned layer the compressor's position bias [ratio, width] where the image needs one (an open HCA span), else nullptr.
   CanonicalImage save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias) const;
   void restore(std::int32_t slot, const CanonicalImage& image);
+  /// Throws Error(bad_argument) if the image is not one of this cache's layout, or its size does not fit its lengths.
+  void check(const CanonicalImage& image) const;
 
   std::byte* base() const { return base_; }
   /// [num_slots, num_layers]: tokens below it are folded into the layer's accumulator.

@@ -21,6 +21,7 @@ constexpr const char* kCsaName = "compressed_sparse_attention";
 constexpr const char* kHcaName = "heavily_compressed_attention";
 
 std::string shown(const Json& value) {
+  if (value.is_structured()) return fmt::format("{} of {} elements", value.is_array() ? "a list" : "an object", value.size());
   std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
   return text.size() > 60 ? text.substr(0, 57) + "..." : text;
 }

@@ -1,0 +1,107 @@
+#include "backend/cpu/compressor.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kv4::cpu {
+namespace {
+
+constexpr int kRowsAtOnce = 64;
+
+const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column) {
+  return static_cast<const std::uint8_t*>(in.data) + static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
+}
+
+ops::RowType read_as(DType stored, DType pending) {
+  if (stored == DType::bf16) return ops::RowType::bf16;
+  return pending == DType::bf16 ? ops::RowType::f32_as_bf16 : ops::RowType::f32;
+}
+
+}  // namespace
+
+Span span_of(const ops::StepDesc& step, std::int32_t row) {
+  return {step.lengths[row], step.counts[row], step.first_tokens[row], step.read_slots[row], step.write_slots[row]};
+}
+
+void RowBuffers::fit(int width) {
+  std::size_t n = 1;
+  while (n < static_cast<std::size_t>(width)) n *= 2;
+  if (row.size() >= n) return;
+  acc.resize(3 * n);
+  row.resize(n);
+  tmp.resize(n);
+  cos.resize(n);
+  sin.resize(n);
+}
+
+RowBuffers& RowBuffers::of_this_thread() {
+  thread_local RowBuffers buffers;
+  return buffers;
+}
+
+ops::SourceRow Compressor::source(const Span& span, std::int64_t position, int column) const {
+  const ops::PendingDesc& p = kind_.pending;
+  const float* bias = kind_.bias + position % kind_.ratio * p.columns + column;
+  if (position >= span.length) {
+    const std::int64_t token = span.first_token + position - span.length;
+    return {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype)};
+  }
+  const std::size_t element = element_bytes(p.dtype);
+  const std::uint8_t* row = p.ring.at(span.read_slot, position % p.rows);
+  return {row + static_cast<std::size_t>(column) * element, row + static_cast<std::size_t>(p.columns + column) * element, bias,
+          read_as(p.dtype, p.dtype)};
+}
+
+void Compressor::fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh, float* acc) const {
+  ops::SourceRow rows[kRowsAtOnce];
+  do {
+    const int count = static_cast<int>(std::min<std::int64_t>(end - begin, kRowsAtOnce));
+    for (int i = 0; i < count; ++i) rows[i] = source(span, begin + i, column);
+    kernels_.fold(width(), rows, count, fresh, acc);
+    fresh = false;
+    begin += count;
+  } while (begin < end);
+}
+
+void Compressor::advance(const Span& span, RowBuffers& buffers) const {
+  if (!kind_.pending.online) return;
+  const std::int64_t from = frontier(span.read_slot);
+  const std::int64_t to = span.end() - kind_.pending.rows;  // rows from here on stay in the ring
+  if (to <= from) return;
+  const std::int64_t begin = to / kind_.ratio * kind_.ratio;  // of the span that `to` lies in
+  if (to > begin) {
+    const std::size_t bytes = static_cast<std::size_t>(3 * width()) * sizeof(float);
+    const bool fresh = from <= begin;
+    if (!fresh) std::memcpy(buffers.acc.data(), accumulator(span.read_slot), bytes);
+    fold(span, std::max(from, begin), to, 0, fresh, buffers.acc.data());
+    std::memcpy(accumulator(span.write_slot), buffers.acc.data(), bytes);
+  }
+  frontier(span.write_slot) = static_cast<std::int32_t>(to);
+}
+
+void Compressor::store_pending(const Span& span, std::int64_t position) const {
+  const ops::PendingDesc& p = kind_.pending;
+  if (position < span.end() - p.rows) return;
+  const std::int64_t token = span.first_token + position - span.length;
+  std::uint8_t* row = p.ring.at(span.write_slot, position % p.rows);
+  kernels_.convert(input_row(kv_, token, 0), kv_.dtype, p.columns, row, p.dtype);
+  kernels_.convert(input_row(gate_, token, 0), gate_.dtype, p.columns, row + static_cast<std::size_t>(p.columns) * element_bytes(p.dtype), p.dtype);
+}
+
+void Compressor::pool_open(const Span& span, std::int64_t end, RowBuffers& buffers) const {
+  const std::int64_t begin = (end - 1) / kind_.ratio * kind_.ratio;
+  const std::int64_t folded = frontier(span.read_slot);
+  const bool fresh = folded <= begin;
+  if (!fresh) std::memcpy(buffers.acc.data(), accumulator(span.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));
+  fold(span, std::max(begin, folded), end, 0, fresh, buffers.acc.data());
+}
+
+void Compressor::pool_entry(const Span& span, std::int64_t position, RowBuffers& buffers) const {
+  if (!kind_.overlap) return pool_open(span, position + 1, buffers);
+  const std::int64_t begin = position + 1 - kind_.ratio;
+  const bool first = begin == 0;  // no span before it
+  if (!first) fold(span, begin - kind_.ratio, begin, 0, true, buffers.acc.data());
+  fold(span, begin, position + 1, width(), first, buffers.acc.data());
+}
+
+}  // namespace kv4::cpu

@@ -1,0 +1,61 @@
+// Pooling on the CPU: finds the rows of a span, in the ring or in the step's inputs, and folds them in position order.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "backend/cpu/row_kernels.h"
+#include "ops/layer_desc.h"
+
+namespace kv4::cpu {
+
+/// One request's tokens in a step, and where its rows are read and written. count = 0: only what is stored.
+struct Span {
+  std::int64_t length = 0;  // committed; positions from here on come from the inputs
+  std::int64_t count = 0;
+  std::int64_t first_token = 0;
+  std::int32_t read_slot = -1;
+  std::int32_t write_slot = -1;
+
+  std::int64_t end() const { return length + count; }
+  bool in_place() const { return read_slot == write_slot; }
+};
+
+Span span_of(const ops::StepDesc& step, std::int32_t row);
+
+/// Buffers of one thread, grown to the widest row seen.
+struct RowBuffers {
+  std::vector<float> acc, row, tmp, cos, sin;
+  void fit(int width);
+  static RowBuffers& of_this_thread();
+};
+
+/// The compressor of one row kind.
+class Compressor {
+ public:
+  Compressor(const RowKernels& kernels, const ops::KindDesc& kind, ops::InputDesc kv, ops::InputDesc gate)
+      : kernels_(kernels), kind_(kind), kv_(kv), gate_(gate) {}
+
+  /// Folds what leaves the ring in this step into the accumulator; running it again changes nothing.
+  void advance(const Span& span, RowBuffers& buffers) const;
+  /// Writes token `position`'s row into the ring if it still belongs there after the step.
+  void store_pending(const Span& span, std::int64_t position) const;
+  /// Pools [first of the open span, end) into buffers.acc, without changing the accumulator.
+  void pool_open(const Span& span, std::int64_t end, RowBuffers& buffers) const;
+  /// Pools the entry that closes at `position` into buffers.acc.
+  void pool_entry(const Span& span, std::int64_t position, RowBuffers& buffers) const;
+
+ private:
+  ops::SourceRow source(const Span& span, std::int64_t position, int column) const;
+  // Folds [begin, end) at `column` into acc; fresh: acc is overwritten.
+  void fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh, float* acc) const;
+  float* accumulator(std::int32_t slot) const { return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0)); }
+  std::int32_t& frontier(std::int32_t slot) const { return kind_.pending.frontiers[slot * kind_.pending.frontier_stride]; }
+  int width() const { return kind_.page.shape.width; }
+
+  const RowKernels& kernels_;
+  const ops::KindDesc& kind_;
+  ops::InputDesc kv_, gate_;
+};
+
+}  // namespace kv4::cpu

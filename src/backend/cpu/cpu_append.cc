@@ -1,0 +1,143 @@
+// append and flush: what a token writes.
+#include <cstring>
+
+#include "backend/cpu/compressor.h"
+#include "backend/cpu/cpu_backend.h"
+
+namespace kv4::cpu {
+namespace {
+
+const void* input_row(const ops::InputDesc& in, std::int64_t token) {
+  return static_cast<const std::uint8_t*>(in.data) + static_cast<std::size_t>(token * in.row_stride) * element_bytes(in.dtype);
+}
+
+// The window row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
+void write_window_row(const RowKernels& kernels, const ops::WindowDesc& w, const Span& span, std::int64_t token, std::int64_t position,
+                      const ops::InputDesc& in, RowBuffers& buffers) {
+  const codec::RowShape shape = w.ring.shape;
+  const bool in_ring = position >= span.end() - w.rows;
+  kernels.load_as_bf16(input_row(in, token), in.dtype, shape.width, buffers.row.data());
+  std::uint8_t* ring_payload = w.ring.payload.at(span.write_slot, position % w.rows);
+  std::uint8_t* ring_scale = w.ring.scale.at(span.write_slot, position % w.rows);
+  if (span.in_place()) {
+    kernels.encode(w.ring.format, shape, buffers.row.data(), ring_payload, ring_scale, 1.0f);
+    return;
+  }
+  const std::uint8_t* payload = w.scratch.payload.at(0, token);
+  const std::uint8_t* scale = w.scratch.scale.at(0, token);
+  kernels.encode(w.ring.format, shape, buffers.row.data(), w.scratch.payload.at(0, token), w.scratch.scale.at(0, token), 1.0f);
+  if (!in_ring) return;
+  std::memcpy(ring_payload, payload, static_cast<std::size_t>(w.ring.payload.row_stride));
+  std::memcpy(ring_scale, scale, static_cast<std::size_t>(w.ring.scale.row_stride));
+}
+
+// Quantises a finished row of a kind into its place in the page. `row` is changed by the transform.
+void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request, std::int64_t position,
+               float* row) {
+  if (kind.hadamard) kernels.hadamard(kind.page.shape.width, row);
+  const std::int64_t block = step.block_table[std::int64_t{request} * step.blocks_per_request + position / step.block_tokens];
+  const std::int64_t slot = position % step.block_tokens / kind.ratio;
+  kernels.encode(kind.page.format, kind.page.shape, row, kind.page.payload.at(block, slot), kind.page.scale.at(block, slot),
+                 kind.global_scale);
+  if (slot == 0 && kind.page.global.data != nullptr) std::memcpy(kind.page.global.at(block, 0), &kind.global_scale, 4);
+}
+
+// The entry and the index key of a token close together and share one rotation.
+class Rotation {
+ public:
+  Rotation(const RowKernels& kernels, const ops::RopeDesc& rope, RowBuffers& buffers) : kernels_(kernels), rope_(rope), buffers_(buffers) {}
+
+  void seek(std::int64_t position) {
+    const int pairs = rope_.rope_dim / 2;
+    if (rope_.cos != nullptr) {
+      cos = rope_.cos + position * pairs;
+      sin = rope_.sin + position * pairs;
+    } else if (position != at_) {
+      kernels_.angles(rope_.angles, position, buffers_.cos.data(), buffers_.sin.data());
+      at_ = position;
+      cos = buffers_.cos.data();
+      sin = buffers_.sin.data();
+    }
+  }
+
+  const float* cos = nullptr;
+  const float* sin = nullptr;
+
+ private:
+  const RowKernels& kernels_;
+  const ops::RopeDesc& rope_;
+  RowBuffers& buffers_;
+  std::int64_t at_ = -1;
+};
+
+int widest(const ops::LayerDesc& layer) {
+  int width = layer.window.ring.shape.width;
+  for (int k = 0; k < layer.num_kinds; ++k) width = std::max(width, layer.kinds[k].page.shape.width);
+  return width;
+}
+
+}  // namespace
+
+void CpuBackend::append(const ops::AppendParams& params) {
+  const ops::LayerDesc& layer = params.layer;
+  const ops::StepDesc& step = params.step;
+  const int num_kinds = params.kv[0].data == nullptr ? 0 : layer.num_kinds;
+
+  // First, per request: rows that this step pushes out of an online ring join the accumulator.
+  for (int k = 0; k < num_kinds; ++k) {
+    if (!layer.kinds[k].pending.online) continue;
+    const Compressor compressor(kernels_, layer.kinds[k], params.kv[k], params.gate[k]);
+    pool_.run(step.num_items, 8, [&](std::int64_t begin, std::int64_t end) {
+      RowBuffers& buffers = RowBuffers::of_this_thread();
+      buffers.fit(widest(layer));
+      for (std::int64_t i = begin; i < end; ++i)
+        if (step.item_rows[i] >= 0) compressor.advance(span_of(step, step.item_rows[i]), buffers);
+    });
+  }
+
+  // Then every token by itself: nothing it reads is written by another token of the step.
+  pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end) {
+    RowBuffers& buffers = RowBuffers::of_this_thread();
+    buffers.fit(widest(layer));
+    Rotation rotation(kernels_, params.rope, buffers);
+    for (std::int64_t token = begin; token < end; ++token) {
+      const std::int32_t request = step.token_rows[token];
+      if (request < 0) continue;
+      const Span span = span_of(step, request);
+      const std::int64_t position = step.positions[token];
+      write_window_row(kernels_, layer.window, span, token, position, params.window_rows, buffers);
+      for (int k = 0; k < num_kinds; ++k) {
+        const ops::KindDesc& kind = layer.kinds[k];
+        const Compressor compressor(kernels_, kind, params.kv[k], params.gate[k]);
+        compressor.store_pending(span, position);
+        if ((position + 1) % kind.ratio != 0) continue;
+        compressor.pool_entry(span, position, buffers);
+        rotation.seek(position + 1 - kind.ratio);
+        kernels_.finish({kind.page.shape.width, buffers.acc.data(), kind.norm_weight, layer.eps, params.rope.rope_dim / 2, rotation.cos,
+                         rotation.sin, buffers.row.data(), buffers.tmp.data()});
+        store_row(kernels_, kind, step, request, position, buffers.row.data());
+      }
+    }
+  });
+}
+
+void CpuBackend::flush(const ops::FlushParams& params) {
+  const ops::StepDesc& step = params.step;
+  pool_.run(step.num_tokens, 32, [&](std::int64_t begin, std::int64_t end) {
+    RowBuffers& buffers = RowBuffers::of_this_thread();
+    buffers.fit(widest(params.layer));
+    for (std::int64_t token = begin; token < end; ++token) {
+      const std::int32_t request = step.token_rows[token];
+      if (request < 0 || (params.valid != nullptr && params.valid[token] == 0)) continue;
+      const std::int64_t position = step.positions[token];
+      for (int k = 0; k < params.layer.num_kinds; ++k) {
+        const ops::KindDesc& kind = params.layer.kinds[k];
+        if ((position + 1) % kind.ratio != 0) continue;
+        kernels_.load_as_bf16(input_row(params.rows[k], token), params.rows[k].dtype, kind.page.shape.width, buffers.row.data());
+        store_row(kernels_, kind, step, request, position, buffers.row.data());
+      }
+    }
+  });
+}
+
+}  // namespace kv4::cpu

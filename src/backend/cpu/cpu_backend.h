@@ -1,0 +1,35 @@
+// The CPU backend: index arithmetic over the step's tables, one row at a time through RowKernels, tokens shared among threads.
+#pragma once
+
+#include "backend/backend.h"
+#include "backend/cpu/row_kernels.h"
+#include "backend/cpu/thread_pool.h"
+
+namespace kv4::cpu {
+
+class CpuBackend final : public Backend {
+ public:
+  CpuBackend(int threads, const RowKernels& kernels) : kernels_(kernels), pool_(threads) {}
+
+  std::byte* allocate(std::int64_t bytes) override;
+  void deallocate(std::byte* memory, std::int64_t bytes) override;
+  void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override;
+  void clear(std::byte* memory, std::int64_t bytes) override;
+
+  void append(const ops::AppendParams& params) override;
+  void flush(const ops::FlushParams& params) override;
+  void gather_chosen(const ops::GatherParams& params) override;
+  void gather_all(const ops::GatherParams& params) override;
+  void gather_window(const ops::GatherParams& params) override;
+  void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot, std::byte* image) override;
+  void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot, const std::byte* image) override;
+
+ private:
+  const RowKernels& kernels_;
+  ThreadPool pool_;
+};
+
+/// As make_cpu_backend, on a chosen table.
+std::shared_ptr<Backend> make_cpu_backend_on(int threads, const RowKernels& kernels);
+
+}  // namespace kv4::cpu

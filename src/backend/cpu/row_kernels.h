@@ -1,0 +1,49 @@
+// What the CPU backend does to one row. The plain table runs ops/ and codec/ as they are and is the judge; the SIMD tables (one per
+// instruction set, chosen at run time) give the same bytes faster.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "codec/row_shape.h"
+#include "kv4/options.h"
+#include "kv4/tensor.h"
+#include "ops/compress_row.h"
+#include "schema/rope.h"
+
+namespace kv4::cpu {
+
+/// acc [3, width] -> row [width]; cos, sin [pairs]; tmp [width rounded up to a power of two]
+struct FinishArgs {
+  int width;
+  const float* acc;
+  const float* norm_weight;
+  float eps;
+  int pairs;
+  const float* cos;
+  const float* sin;
+  float* row;
+  float* tmp;
+};
+
+struct RowKernels {
+  const char* name;
+  /// count elements; f32 and bf16, either way; to bf16 rounds to nearest even.
+  void (*convert)(const void* from, DType from_type, std::int64_t count, void* to, DType to_type);
+  void (*load_as_bf16)(const void* from, DType type, int count, float* to);  // values rounded to bf16
+  void (*fold)(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc);
+  void (*angles)(const RopeAngles& angles, std::int64_t position, float* cos, float* sin);
+  void (*finish)(const FinishArgs& args);
+  void (*hadamard)(int width, float* row);
+  void (*encode)(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global);
+  void (*decode)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out,
+                 DType out_type);
+};
+
+const RowKernels& plain_row_kernels();
+/// The best table for this machine; the plain one where no instruction set with fused multiply-add is there.
+const RowKernels& best_row_kernels();
+/// Every table this machine can run, the plain one first.
+std::vector<const RowKernels*> runnable_row_kernels();
+
+}  // namespace kv4::cpu

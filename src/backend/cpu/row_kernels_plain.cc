@@ -1,0 +1,62 @@
+#include <cstring>
+
+#include "backend/cpu/row_kernels.h"
+#include "codec/codec.h"
+
+namespace kv4::cpu {
+namespace {
+
+void convert(const void* from, DType from_type, std::int64_t count, void* to, DType to_type) {
+  if (from_type == to_type) {
+    std::memcpy(to, from, static_cast<std::size_t>(count) * element_bytes(to_type));
+  } else if (from_type == DType::f32) {
+    for (std::int64_t i = 0; i < count; ++i) static_cast<std::uint16_t*>(to)[i] = codec::bf16_bits(static_cast<const float*>(from)[i]);
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) static_cast<float*>(to)[i] = codec::bf16_value(static_cast<const std::uint16_t*>(from)[i]);
+  }
+}
+
+void load_as_bf16(const void* from, DType type, int count, float* to) {
+  const ops::RowType row_type = type == DType::bf16 ? ops::RowType::bf16 : ops::RowType::f32_as_bf16;
+  for (int i = 0; i < count; ++i) to[i] = ops::load_element(from, row_type, i);
+}
+
+void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc) {
+  ops::fold_rows(OneLane{}, width, rows, count, fresh, acc);
+}
+
+void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
+  for (int i = 0; i < table.pairs; ++i) table.at(position, i, &cos[i], &sin[i]);
+}
+
+void finish(const FinishArgs& a) {
+  ops::finish_row(OneLane{}, a.width, a.acc, a.norm_weight, a.eps, a.pairs, a.cos, a.sin, a.row, a.tmp);
+}
+
+void hadamard(int width, float* row) { ops::hadamard_row(OneLane{}, width, row); }
+
+void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global) {
+  codec::with_codec(format, [&](auto c) { c.encode(OneLane{}, shape, x, payload, scale, global); });
+}
+
+// Values pass through a small buffer when bf16 is asked for.
+void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out,
+            DType out_type) {
+  if (out_type == DType::f32) {
+    codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, static_cast<float*>(out)); });
+    return;
+  }
+  thread_local std::vector<float> row;
+  row.resize(static_cast<std::size_t>(shape.width));
+  codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, row.data()); });
+  convert(row.data(), DType::f32, shape.width, out, DType::bf16);
+}
+
+}  // namespace
+
+const RowKernels& plain_row_kernels() {
+  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold, angles, finish, hadamard, encode, decode};
+  return kTable;
+}
+
+}  // namespace kv4::cpu

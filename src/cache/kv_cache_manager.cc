@@ -1,0 +1,491 @@
+#include "kv4/kv_cache_manager.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/check.h"
+#include "cache/manager_impl.h"
+
+namespace kv4 {
+
+const char* to_string(Shortage shortage) {
+  switch (shortage) {
+    case Shortage::none: return "none";
+    case Shortage::requests: return "requests";
+    case Shortage::blocks: return "blocks";
+    case Shortage::slots: return "slots";
+  }
+  return "unknown";
+}
+
+// --- construction ------------------------------------------------------------------------------------------------------------
+
+KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend_in)
+    : schema(build_schema(config, options)),
+      backend(std::move(backend_in)),
+      allocator(static_cast<std::int32_t>(schema.options.num_blocks)),
+      kv_pool(schema, backend),
+      state_pool(schema, backend),
+      tables(schema, backend) {
+  const std::size_t requests = static_cast<std::size_t>(schema.options.max_requests);
+  token_ids = std::make_unique_for_overwrite<std::int32_t[]>(static_cast<std::size_t>(schema.options.num_blocks) * static_cast<std::size_t>(schema.block_tokens));
+  sequences.resize(requests);
+  for (Sequence& s : sequences) s.groups.resize(static_cast<std::size_t>(schema.num_groups));
+  generations.resize(requests);
+  seen_in_step.resize(requests);
+  free_rows.reserve(requests);
+  for (std::int32_t r = schema.options.max_requests - 1; r >= 0; --r) free_rows.push_back(r);
+  open.parts.reserve(requests);
+  open.changes.reserve(requests);
+
+  bool compresses = false;
+  for (std::size_t i = 0; i < schema.layers.size(); ++i) {
+    const int index = static_cast<int>(i);
+    layers.push_back(ops::describe_layer(schema, index, {kv_pool.base(), state_pool.base(), state_pool.frontiers(), tables.scratch(index)}));
+    compresses = compresses || layers.back().num_kinds > 0;
+  }
+  rope.rope_dim = config.rope_dim;
+  if (compresses) {
+    rope_angles = build_rope_angles(config.rope_compress, config.rope_dim, schema.options.max_context);
+    rope.angles = view_rope_angles(rope_angles.data(), config.rope_dim, schema.options.max_context);
+  }
+}
+
+KVCacheManager::KVCacheManager(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend) {
+  require(backend != nullptr, ErrorCode::bad_argument, "the backend is null; pass make_cpu_backend()");
+  impl_ = std::make_unique<Impl>(config, options, std::move(backend));
+}
+
+KVCacheManager::~KVCacheManager() = default;
+
+namespace {
+
+const float* checked_constant(const TensorView& t, std::initializer_list<std::int64_t> shape, int layer, const char* name) {
+  const TensorView want(static_cast<float*>(nullptr), shape);
+  bool same = t.data != nullptr && t.dtype == DType::f32 && t.ndim == want.ndim;
+  for (int d = 0; same && d < t.ndim; ++d) same = t.shape[d] == want.shape[d] && t.strides[d] == want.strides[d];
+  std::string dims;
+  for (std::int64_t d : shape) dims += (dims.empty() ? "" : ", ") + std::to_string(d);
+  require(same, ErrorCode::bad_argument, "layer {}: {} must be a dense f32 tensor [{}]", layer, name, dims);
+  return static_cast<const float*>(t.data);
+}
+
+}  // namespace
+
+void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
+  const LayerCacheSchema& schema = impl_->schema.layer(layer);
+  require(!schema.pages.empty(), ErrorCode::bad_argument, "layer {} is {}: it has no compressor and takes no weights", layer, to_string(schema.spec.kind));
+  require(!impl_->step_open, ErrorCode::bad_state, "weights cannot change during a step; commit or abort it first");
+  const TensorView* bias[] = {&weights.position_bias, &weights.index_position_bias};
+  const TensorView* norm[] = {&weights.norm_weight, &weights.index_norm_weight};
+  const char* bias_name[] = {"position_bias", "index_position_bias"};
+  const char* norm_name[] = {"norm_weight", "index_norm_weight"};
+  const float* found[2][2] = {};
+  for (std::size_t k = 0; k < schema.pages.size(); ++k) {
+    found[k][0] = checked_constant(*bias[k], {schema.pages[k].kind.ratio, schema.pending[k].columns}, layer, bias_name[k]);
+    found[k][1] = checked_constant(*norm[k], {schema.pages[k].kind.width}, layer, norm_name[k]);
+  }
+  ops::LayerDesc& desc = impl_->layers[static_cast<std::size_t>(&schema - impl_->schema.layers.data())];
+  for (std::size_t k = 0; k < schema.pages.size(); ++k) {
+    desc.kinds[k].bias = found[k][0];
+    desc.kinds[k].norm_weight = found[k][1];
+  }
+}
+
+void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& sin) {
+  const int pairs = impl_->rope.rope_dim / 2;
+  const std::int64_t positions = impl_->schema.options.max_context;
+  require(!impl_->step_open, ErrorCode::bad_state, "the rope table cannot change during a step; commit or abort it first");
+  require(cos.ndim == 2 && sin.ndim == 2 && cos.shape[0] >= positions && sin.shape[0] == cos.shape[0], ErrorCode::bad_argument,
+          "the rope table must be two tensors [positions, {}] with at least max_context = {} positions", pairs, positions);
+  const float* c = checked_constant(cos, {cos.shape[0], pairs}, -1, "rope cos");
+  const float* s = checked_constant(sin, {sin.shape[0], pairs}, -1, "rope sin");
+  impl_->rope.cos = c;
+  impl_->rope.sin = s;
+}
+
+// --- requests ----------------------------------------------------------------------------------------------------------------
+
+std::int64_t KVCacheManager::Impl::num_blocks_of(std::int64_t length) const { return ceil_div(length, schema.block_tokens); }
+
+std::int32_t KVCacheManager::Impl::row_of(RequestId request) const {
+  const std::int32_t row = request < 0 ? -1 : request % schema.options.max_requests;
+  require(row >= 0 && sequences[static_cast<std::size_t>(row)].id == request, ErrorCode::bad_argument,
+          "request {} does not run: it was never admitted, or is released already", request);
+  return row;
+}
+
+std::int32_t KVCacheManager::Impl::idle_row_of(RequestId request, const char* what) const {
+  const std::int32_t row = row_of(request);
+  require(!sequences[static_cast<std::size_t>(row)].in_step, ErrorCode::bad_state, "request {} is in step {}; commit or abort it before {}",
+          request, open.step.id, what);
+  return row;
+}
+
+GroupProgress& KVCacheManager::Impl::progress(std::int32_t row, int group) {
+  require(group >= 0 && group < schema.num_groups, ErrorCode::bad_argument, "group is {}; this cache has 0 (backbone) to {} (draft stages)",
+          group, schema.num_groups - 1);
+  return sequences[static_cast<std::size_t>(row)].groups[static_cast<std::size_t>(group)];
+}
+
+RequestId KVCacheManager::Impl::start_row(std::int32_t slot) {
+  const std::int32_t row = free_rows.back();
+  free_rows.pop_back();
+  const std::int32_t requests = schema.options.max_requests;
+  std::int32_t& generation = generations[static_cast<std::size_t>(row)];
+  Sequence& s = sequences[static_cast<std::size_t>(row)];
+  s.id = generation * requests + row;
+  generation = generation + 1 < std::numeric_limits<std::int32_t>::max() / requests ? generation + 1 : 0;
+  s.slot = slot;
+  s.in_step = false;
+  std::fill(s.groups.begin(), s.groups.end(), GroupProgress{});
+  return s.id;
+}
+
+void KVCacheManager::Impl::copy_block(BlockId from, BlockId to) {
+  kv_pool.copy_block(from, to);
+  std::copy_n(&token_ids[std::int64_t{from} * block_tokens()], block_tokens(), &token_ids[std::int64_t{to} * block_tokens()]);
+}
+
+// Last first, so that the allocator is as it was before they were taken.
+void KVCacheManager::Impl::drop_blocks(std::int32_t row, std::int64_t keep, std::int64_t have) {
+  for (std::int64_t i = have - 1; i >= keep; --i) {
+    allocator.release(tables.block(row, i));
+    tables.block(row, i) = -1;
+  }
+}
+
+Expected<RequestId> KVCacheManager::admit() {
+  if (impl_->free_rows.empty()) return Shortage::requests;
+  const std::optional<std::int32_t> slot = impl_->state_pool.acquire_slot();
+  if (!slot) return Shortage::slots;
+  impl_->state_pool.reset_slot(*slot);
+  return impl_->start_row(*slot);
+}
+
+void KVCacheManager::release(RequestId request) {
+  const std::int32_t row = impl_->idle_row_of(request, "releasing it");
+  Sequence& s = impl_->sequences[static_cast<std::size_t>(row)];
+  impl_->drop_blocks(row, 0, impl_->num_blocks_of(s.length()));
+  impl_->state_pool.release_slot(s.slot);
+  s.id = kNoRequest;
+  s.slot = -1;
+  impl_->free_rows.push_back(row);
+}
+
+void KVCacheManager::rewind(RequestId request, std::int64_t length, int group) {
+  const std::int32_t row = impl_->idle_row_of(request, "rewinding it");
+  GroupProgress& g = impl_->progress(row, group);
+  const std::int64_t floor = rewind_floor(request, group);
+  require(length >= floor && length <= g.length, ErrorCode::bad_argument,
+          "request {} of length {} cannot be rewound to {}; allowed are {} to {} (max_rewind_tokens = {})", request, g.length, length, floor,
+          g.length, impl_->schema.options.max_rewind_tokens);
+  if (group == 0) impl_->drop_blocks(row, impl_->num_blocks_of(length), impl_->num_blocks_of(g.length));
+  g.length = length;
+}
+
+std::int64_t KVCacheManager::rewind_floor(RequestId request, int group) const {
+  const GroupProgress& g = impl_->progress(impl_->row_of(request), group);
+  return std::min(g.length, std::max({g.highest - impl_->schema.options.max_rewind_tokens, g.floor, std::int64_t{0}}));
+}
+
+Expected<RequestId> KVCacheManager::fork(RequestId request) {
+  const std::int32_t row = impl_->idle_row_of(request, "forking it");
+  const Sequence& parent = impl_->sequences[static_cast<std::size_t>(row)];
+  const std::int64_t full = parent.length() / impl_->block_tokens();
+  const bool has_open = parent.length() % impl_->block_tokens() != 0;
+  if (impl_->free_rows.empty()) return Shortage::requests;
+  if (has_open && impl_->allocator.num_available() < 1) return Shortage::blocks;
+  const std::optional<std::int32_t> slot = impl_->state_pool.acquire_slot();
+  if (!slot) return Shortage::slots;
+
+  const RequestId child_id = impl_->start_row(*slot);
+  const std::int32_t child_row = impl_->row_of(child_id);
+  impl_->sequences[static_cast<std::size_t>(child_row)].groups = parent.groups;
+  impl_->state_pool.copy_slot(parent.slot, *slot);
+  for (std::int64_t i = 0; i < full; ++i) {
+    const BlockId block = impl_->tables.block(row, i);
+    impl_->allocator.retain(block);
+    impl_->tables.block(child_row, i) = block;
+  }
+  if (has_open) {
+    const BlockId block = impl_->allocator.allocate().value();
+    impl_->copy_block(impl_->tables.block(row, full), block);
+    impl_->tables.block(child_row, full) = block;
+  }
+  return child_id;
+}
+
+// --- steps -------------------------------------------------------------------------------------------------------------------
+
+void KVCacheManager::Impl::check_items(std::span<const StepItem> items, int group) {
+  require(!step_open, ErrorCode::bad_state, "step {} is still open; commit or abort it before preparing another", open.step.id);
+  require(group >= 0 && group < schema.num_groups, ErrorCode::bad_argument, "group is {}; this cache has 0 (backbone) to {} (draft stages)",
+          group, schema.num_groups - 1);
+  const std::int64_t max_items = tables.layout().max_items;
+  require(!items.empty() && static_cast<std::int64_t>(items.size()) <= max_items, ErrorCode::bad_argument,
+          "a step has 1 to {} items (2 x max_requests); got {}", max_items, items.size());
+  const std::int64_t step_id = ++last_step_id;
+  std::int64_t tokens = 0;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const StepItem& item = items[i];
+    require(item.count >= 1, ErrorCode::bad_argument, "item {} has count {}; it must be at least 1", i, item.count);
+    tokens += item.count;
+    require(tokens <= schema.options.max_step_tokens, ErrorCode::bad_argument, "the step has {} tokens or more; max_step_tokens is {}", tokens,
+            schema.options.max_step_tokens);
+    if (item.request == kNoRequest) continue;
+    const std::int32_t row = row_of(item.request);
+    std::int64_t& seen = seen_in_step[static_cast<std::size_t>(row)];
+    require(seen != step_id, ErrorCode::bad_argument, "request {} is in the step twice; join its tokens into one item", item.request);
+    seen = step_id;
+    const std::int64_t length = progress(row, group).length;
+    require(item.position == -1 || item.position == length, ErrorCode::bad_argument,
+            "item {} starts at position {}, but request {} has {} tokens; positions must continue without a gap", i, item.position, item.request, length);
+    require(length + item.count <= schema.options.max_context, ErrorCode::bad_argument,
+            "request {} would have {} tokens; max_context is {}", item.request, length + item.count, schema.options.max_context);
+    require(item.token_ids.size() == static_cast<std::size_t>(item.count) || (group != 0 && item.token_ids.empty()), ErrorCode::bad_argument,
+            "item {} has {} token ids for {} tokens", i, item.token_ids.size(), item.count);
+  }
+}
+
+Shortage KVCacheManager::Impl::find_shortage(std::span<const StepItem> items, int group) const {
+  std::int64_t blocks = 0, slots = 0;
+  for (const StepItem& item : items) {
+    if (item.request == kNoRequest) continue;
+    const std::int32_t row = item.request % schema.options.max_requests;
+    slots += is_long(item.count);
+    if (group != 0) continue;
+    const std::int64_t length = sequences[static_cast<std::size_t>(row)].length();
+    blocks += num_blocks_of(length + item.count) - num_blocks_of(length);
+    blocks += length % block_tokens() != 0 && allocator.is_immutable(tables.block(row, length / block_tokens()));
+  }
+  if (blocks > allocator.num_available()) return Shortage::blocks;
+  if (slots > state_pool.num_free()) return Shortage::slots;
+  return Shortage::none;
+}
+
+void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
+  std::int32_t first_token = 0;
+  for (const StepItem& item : items) {
+    const std::int32_t token = first_token;
+    first_token += item.count;
+    if (item.request == kNoRequest) continue;
+    StepPart part{item.request % schema.options.max_requests, item.count, token, -1};
+    Sequence& s = sequences[static_cast<std::size_t>(part.row)];
+    s.in_step = true;
+    if (is_long(item.count)) {
+      part.spare = state_pool.acquire_slot().value();
+      state_pool.copy_slot(s.slot, part.spare);
+    }
+    open.parts.push_back(part);
+    if (group != 0) continue;
+    const std::int64_t have = num_blocks_of(s.length()), end = num_blocks_of(s.length() + item.count);
+    for (std::int64_t i = s.length() / block_tokens(); i < end; ++i) {
+      const BlockId old_block = i < have ? tables.block(part.row, i) : -1;
+      if (old_block >= 0 && !allocator.is_immutable(old_block)) continue;
+      const BlockId new_block = allocator.allocate().value();
+      if (old_block >= 0) copy_block(old_block, new_block);
+      tables.block(part.row, i) = new_block;
+      open.changes.push_back({part.row, i, old_block, new_block});
+    }
+    for (std::int32_t t = 0; t < item.count; ++t) {
+      const std::int64_t position = s.length() + t;
+      const BlockId block = tables.block(part.row, position / block_tokens());
+      token_ids[std::int64_t{block} * block_tokens() + position % block_tokens()] = item.token_ids[static_cast<std::size_t>(t)];
+    }
+  }
+}
+
+void KVCacheManager::Impl::write_tables(std::span<const StepItem> items, int group) {
+  const TableLayout& layout = tables.layout();
+  const auto array = [&](std::int64_t offset) { return tables.array(offset); };
+  const int ring_rows = schema.config.window + schema.options.max_rewind_tokens;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const bool padded = items[i].request == kNoRequest;
+    array(layout.item_rows)[i] = padded ? -1 : items[i].request % schema.options.max_requests;
+    if (padded) {
+      array(layout.item_slots)[i] = -1;
+      array(layout.csa_lens)[i] = array(layout.hca_lens)[i] = array(layout.ring_heads)[i] = 0;
+    }
+  }
+  std::fill_n(array(layout.token_rows), open.step.num_tokens, -1);
+  std::fill_n(array(layout.positions), open.step.num_tokens, 0);
+  std::size_t item = 0;
+  for (const StepPart& part : open.parts) {
+    while (array(layout.item_rows)[item] != part.row) ++item;
+    const Sequence& s = sequences[static_cast<std::size_t>(part.row)];
+    const std::int64_t length = s.groups[static_cast<std::size_t>(group)].length, end = length + part.count;
+    const std::int32_t write_slot = part.spare >= 0 ? part.spare : s.slot;
+    array(layout.item_slots)[item] = write_slot;
+    array(layout.csa_lens)[item] = static_cast<std::int32_t>(end / schema.config.csa_ratio);
+    array(layout.hca_lens)[item] = static_cast<std::int32_t>(end / schema.config.hca_ratio);
+    array(layout.ring_heads)[item] = static_cast<std::int32_t>(end % ring_rows);
+    array(layout.read_slots)[part.row] = s.slot;
+    array(layout.write_slots)[part.row] = write_slot;
+    array(layout.lengths)[part.row] = static_cast<std::int32_t>(length);
+    array(layout.counts)[part.row] = part.count;
+    array(layout.first_tokens)[part.row] = part.first_token;
+    for (std::int32_t t = 0; t < part.count; ++t) {
+      array(layout.token_rows)[part.first_token + t] = part.row;
+      array(layout.positions)[part.first_token + t] = static_cast<std::int32_t>(length + t);
+    }
+  }
+}
+
+Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, int group) {
+  Impl& m = *impl_;
+  m.check_items(items, group);
+  if (const Shortage shortage = m.find_shortage(items, group); shortage != Shortage::none) return shortage;
+  std::int32_t tokens = 0;
+  for (const StepItem& item : items) tokens += item.count;
+  m.open.step = {m.last_step_id, tokens, static_cast<std::int32_t>(items.size()), group};
+  m.open.parts.clear();
+  m.open.changes.clear();
+  m.reserve(items, group);
+  m.write_tables(items, group);
+  m.step_open = true;
+  m.step_written = false;
+  return m.open.step;
+}
+
+LayerCacheHandle KVCacheManager::acquire(int layer) {
+  const LayerCacheSchema& schema = impl_->schema.layer(layer);
+  require(impl_->step_open, ErrorCode::bad_state, "no step is open; call prepare_forward before acquire({})", layer);
+  require(schema.spec.group == impl_->open.step.group, ErrorCode::bad_state, "layer {} belongs to group {}, the open step to group {}", layer,
+          schema.spec.group, impl_->open.step.group);
+  return {this, static_cast<int>(&schema - impl_->schema.layers.data()), impl_->open.step.id};
+}
+
+void KVCacheManager::Impl::check_open(const Step& step, const char* what) const {
+  require(step_open, ErrorCode::bad_state, "no step is open; there is nothing to {}", what);
+  require(step.id == open.step.id, ErrorCode::bad_state, "step {} is not open, step {} is; {} that one", step.id, open.step.id, what);
+}
+
+void KVCacheManager::Impl::close_step() {
+  for (const StepPart& part : open.parts) sequences[static_cast<std::size_t>(part.row)].in_step = false;
+  step_open = false;
+}
+
+void KVCacheManager::commit(const Step& step) {
+  Impl& m = *impl_;
+  m.check_open(step, "commit");
+  for (const BlockChange& change : m.open.changes)
+    if (change.old_block >= 0) m.allocator.release(change.old_block);
+  for (const StepPart& part : m.open.parts) {
+    Sequence& s = m.sequences[static_cast<std::size_t>(part.row)];
+    GroupProgress& g = s.groups[static_cast<std::size_t>(m.open.step.group)];
+    g.length += part.count;
+    g.highest = std::max(g.highest, g.length);
+    if (part.spare < 0) continue;
+    m.state_pool.release_slot(s.slot);
+    s.slot = part.spare;
+  }
+  m.close_step();
+}
+
+void KVCacheManager::abort(const Step& step) {
+  Impl& m = *impl_;
+  m.check_open(step, "abort");
+  for (auto change = m.open.changes.rbegin(); change != m.open.changes.rend(); ++change) {
+    m.tables.block(change->row, change->index) = change->old_block;
+    m.allocator.release(change->new_block);
+  }
+  for (auto part = m.open.parts.rbegin(); part != m.open.parts.rend(); ++part) {
+    if (part->spare >= 0) {
+      m.state_pool.release_slot(part->spare);
+      continue;
+    }
+    // What was written in place has overwritten the oldest rows of the rings.
+    GroupProgress& g = m.sequences[static_cast<std::size_t>(part->row)].groups[static_cast<std::size_t>(m.open.step.group)];
+    if (m.step_written) g.highest = std::max(g.highest, g.length + part->count);
+  }
+  m.close_step();
+}
+
+// --- images and accessors ----------------------------------------------------------------------------------------------------
+
+std::int64_t KVCacheManager::length(RequestId request, int group) const { return impl_->progress(impl_->row_of(request), group).length; }
+
+std::vector<BlockId> KVCacheManager::blocks(RequestId request) const {
+  const std::int32_t row = impl_->row_of(request);
+  const std::int32_t* first = &impl_->tables.block(row, 0);
+  return {first, first + impl_->num_blocks_of(impl_->sequences[static_cast<std::size_t>(row)].length())};
+}
+
+std::vector<std::int32_t> KVCacheManager::token_ids(RequestId request) const {
+  std::vector<std::int32_t> out;
+  const int block_tokens = impl_->block_tokens();
+  const std::int64_t n = length(request);
+  for (BlockId block : blocks(request)) {
+    const std::int32_t* ids = &impl_->token_ids[std::int64_t{block} * block_tokens];
+    out.insert(out.end(), ids, ids + std::min<std::int64_t>(block_tokens, n - static_cast<std::int64_t>(out.size())));
+  }
+  return out;
+}
+
+CanonicalImage KVCacheManager::export_image(RequestId request) const {
+  const Sequence& s = impl_->sequences[static_cast<std::size_t>(impl_->row_of(request))];
+  std::vector<std::int64_t> lengths;
+  for (const GroupProgress& g : s.groups) lengths.push_back(g.length);
+  std::vector<const float*> bias;
+  for (const ops::LayerDesc& layer : impl_->layers) bias.push_back(layer.kinds[0].bias);
+  return impl_->state_pool.save(s.slot, lengths, bias);
+}
+
+std::vector<std::byte> KVCacheManager::export_blocks(RequestId request) const {
+  const std::vector<BlockId> ids = blocks(request);
+  const std::size_t bytes = static_cast<std::size_t>(impl_->schema.block_image_bytes);
+  std::vector<std::byte> out(ids.size() * bytes);
+  std::int64_t left = length(request);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::int64_t tokens = std::min<std::int64_t>(left, impl_->block_tokens());
+    impl_->kv_pool.save_block(ids[i], static_cast<int>(tokens), std::span(out).subspan(i * bytes, bytes));
+    left -= tokens;
+  }
+  return out;
+}
+
+Expected<RequestId> KVCacheManager::import_image(const CanonicalImage& image, std::span<const std::int32_t> token_ids,
+                                                 std::span<const std::byte> blocks) {
+  Impl& m = *impl_;
+  m.state_pool.check(image);
+  const std::int64_t n = image.lengths[0], count = m.num_blocks_of(n);
+  const std::size_t bytes = static_cast<std::size_t>(m.schema.block_image_bytes);
+  require(token_ids.size() == static_cast<std::size_t>(n), ErrorCode::bad_argument, "the image has {} tokens, token_ids {}", n, token_ids.size());
+  require(blocks.size() == static_cast<std::size_t>(count) * bytes, ErrorCode::bad_argument,
+          "{} tokens need {} block images of {} bytes; got {} bytes", n, count, bytes, blocks.size());
+  if (m.free_rows.empty()) return Shortage::requests;
+  if (count > m.allocator.num_available()) return Shortage::blocks;
+  const std::optional<std::int32_t> slot = m.state_pool.acquire_slot();
+  if (!slot) return Shortage::slots;
+
+  m.state_pool.restore(*slot, image);
+  const RequestId id = m.start_row(*slot);
+  const std::int32_t row = m.row_of(id);
+  for (std::size_t g = 0; g < image.lengths.size(); ++g) {
+    const std::int64_t length = image.lengths[g];
+    m.sequences[static_cast<std::size_t>(row)].groups[g] = {length, length, length};
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    const BlockId block = m.allocator.allocate().value();
+    m.kv_pool.load_block(block, blocks.subspan(static_cast<std::size_t>(i) * bytes, bytes));
+    m.tables.block(row, i) = block;
+    const std::int64_t first = i * m.block_tokens();
+    std::copy_n(token_ids.data() + first, std::min<std::int64_t>(m.block_tokens(), n - first), &m.token_ids[std::int64_t{block} * m.block_tokens()]);
+  }
+  return id;
+}
+
+const CacheSchema& KVCacheManager::schema() const { return impl_->schema; }
+const BlockAllocator& KVCacheManager::allocator() const { return impl_->allocator; }
+PagedKVPool& KVCacheManager::kv_pool() { return impl_->kv_pool; }
+StateCachePool& KVCacheManager::state_pool() { return impl_->state_pool; }
+int KVCacheManager::num_requests() const { return impl_->schema.options.max_requests - static_cast<int>(impl_->free_rows.size()); }
+
+std::int64_t KVCacheManager::memory_bytes() const {
+  const Impl& m = *impl_;
+  return m.kv_pool.memory_bytes() + m.state_pool.memory_bytes() + m.tables.memory_bytes() + m.allocator.memory_bytes() +
+         m.schema.options.num_blocks * m.block_tokens() * 4 + static_cast<std::int64_t>(m.rope_angles.size() * sizeof(double));
+}
+
+}  // namespace kv4

@@ -1,0 +1,116 @@
+// From pending rows to one entry: pool, norm, rotate, transform. The order of every operation is fixed, because the result is bytes:
+// the same for any split into steps, any group size, any backend.
+#pragma once
+
+#include "base/group.h"
+#include "codec/numeric.h"
+#include "kv4/tensor.h"
+
+namespace kv4::ops {
+
+/// How a compressor row is read: as it is, or fp32 rounded to the pending dtype first.
+enum class RowType : std::uint8_t { f32, bf16, f32_as_bf16 };
+
+/// One row of a pooling window, its kv and gate already at the right columns.
+struct SourceRow {
+  const void* kv;
+  const void* gate;
+  const float* bias;
+  RowType type;
+};
+
+KV4_HD float load_element(const void* row, RowType type, int c) {
+  if (type == RowType::bf16) return codec::bf16_value(static_cast<const std::uint16_t*>(row)[c]);
+  const float x = static_cast<const float*>(row)[c];
+  return type == RowType::f32 ? x : codec::round_bf16(x);
+}
+
+/// Online softmax of one channel: (max, denominator, numerator) over the rows so far.
+struct Pool {
+  float max, den, num;
+};
+
+constexpr float kGateLimit = 3.40282347e38f;  // an infinite gate counts as the largest finite one
+
+KV4_HD Pool empty_pool() { return {codec::bits_float(0xFF800000u), 0.0f, 0.0f}; }  // -inf, 0, 0
+
+/// Adds a row. One exp: of the distance between the new gate and the maximum, which scales either the past or the new row.
+KV4_HD Pool pool_add(Pool p, float gate, float kv) {
+  float g = gate;
+  if (g > kGateLimit) g = kGateLimit;
+  if (g < -kGateLimit) g = -kGateLimit;
+  const float e = codec::exp_nonpositive(-codec::magnitude(g - p.max));
+  const bool higher = g > p.max;
+  const float past = higher ? e : 1.0f;
+  const float fresh = higher ? 1.0f : e;
+  return {higher ? g : p.max, codec::fused(p.den, past, fresh), codec::fused(fresh, kv, p.num * past)};
+}
+
+/// Folds rows in order into acc [3, width]; `fresh` starts from nothing.
+template <class Group>
+KV4_HD void fold_rows(Group g, int width, const SourceRow* rows, int count, bool fresh, float* acc) {
+  for (int c = g.lane(); c < width; c += g.size()) {
+    Pool p = fresh ? empty_pool() : Pool{acc[c], acc[width + c], acc[2 * width + c]};
+    for (int r = 0; r < count; ++r)
+      p = pool_add(p, load_element(rows[r].gate, rows[r].type, c) + rows[r].bias[c], load_element(rows[r].kv, rows[r].type, c));
+    acc[c] = p.max;
+    acc[width + c] = codec::canonical_nan(p.den);
+    acc[2 * width + c] = codec::canonical_nan(p.num);
+  }
+}
+
+/// Sum of squares by neighbour pairs: s_i = x_i^2, then s_i = s_2i + s_2i+1 until one is left; missing ones are 0.
+/// tmp: [width rounded up to a power of two]. Every lane gets the result.
+template <class Group>
+KV4_HD float square_sum(Group g, const float* x, int width, float* tmp) {
+  int n = 1;
+  while (n < width) n *= 2;
+  for (int c = g.lane(); c < n; c += g.size()) tmp[c] = c < width ? x[c] * x[c] : 0.0f;
+  for (int step = 1; step < n; step *= 2) {
+    g.sync();
+    for (int i = g.lane() * 2 * step; i < n; i += g.size() * 2 * step) tmp[i] = tmp[i] + tmp[i + step];
+  }
+  g.sync();
+  return tmp[0];
+}
+
+KV4_HD float norm_factor(float sum, int width, float eps) {
+  return codec::quotient(1.0f, codec::square_root(codec::quotient(sum, static_cast<float>(width)) + eps));
+}
+
+/// Entry from its pool: mean -> bf16 -> RMS norm -> bf16 -> rotation of the last 2 * pairs channels -> bf16.
+template <class Group>
+KV4_HD void finish_row(Group g, int width, const float* acc, const float* norm_weight, float eps, int pairs, const float* cos,
+                       const float* sin, float* row, float* tmp) {
+  for (int c = g.lane(); c < width; c += g.size()) row[c] = codec::round_bf16(codec::quotient(acc[2 * width + c], acc[width + c]));
+  g.sync();
+  const float factor = norm_factor(square_sum(g, row, width, tmp), width, eps);
+  for (int c = g.lane(); c < width; c += g.size()) row[c] = codec::round_bf16(row[c] * factor * norm_weight[c]);
+  g.sync();
+  float* tail = row + width - 2 * pairs;
+  for (int i = g.lane(); i < pairs; i += g.size()) {
+    const float x0 = tail[2 * i], x1 = tail[2 * i + 1];
+    tail[2 * i] = codec::round_bf16(codec::fused(x0, cos[i], -(x1 * sin[i])));
+    tail[2 * i + 1] = codec::round_bf16(codec::fused(x1, cos[i], x0 * sin[i]));
+  }
+  g.sync();
+}
+
+/// Normalised Walsh-Hadamard transform in Sylvester order, strides 1, 2, 4, ...; width a power of two. Result bf16.
+template <class Group>
+KV4_HD void hadamard_row(Group g, int width, float* x) {
+  for (int h = 1; h < width; h *= 2) {
+    for (int i = g.lane(); i < width / 2; i += g.size()) {
+      const int at = i / h * 2 * h + i % h;
+      const float a = x[at], b = x[at + h];
+      x[at] = a + b;
+      x[at + h] = a - b;
+    }
+    g.sync();
+  }
+  const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(width)));
+  for (int c = g.lane(); c < width; c += g.size()) x[c] = codec::round_bf16(x[c] * scale);
+  g.sync();
+}
+
+}  // namespace kv4::ops

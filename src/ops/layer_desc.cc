@@ -1,0 +1,63 @@
+#include "ops/layer_desc.h"
+
+namespace kv4::ops {
+namespace {
+
+std::uint8_t* bytes(std::byte* base, std::int64_t offset) { return base == nullptr ? nullptr : reinterpret_cast<std::uint8_t*>(base) + offset; }
+
+codec::RowShape shape_of(const RowSchema& row) { return {row.width, row.tail}; }
+
+WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, const LayerMemory& memory) {
+  WindowDesc out;
+  out.rows = w.rows;
+  out.ring = {w.row.format, shape_of(w.row),
+              {bytes(memory.slots, w.payload_offset), schema.slot_bytes, w.row.payload_bytes},
+              {bytes(memory.slots, w.scale_offset), schema.slot_bytes, w.row.scale_bytes},
+              {}};
+  const std::int64_t payload_plane = (std::int64_t{schema.options.max_step_tokens} * w.row.payload_bytes + 63) / 64 * 64;
+  out.scratch = out.ring;
+  out.scratch.payload = {bytes(memory.scratch, 0), 0, w.row.payload_bytes};
+  out.scratch.scale = {bytes(memory.scratch, payload_plane), 0, w.row.scale_bytes};
+  return out;
+}
+
+PendingDesc describe_pending(const CacheSchema& schema, const PendingSchema& p, int index, const LayerMemory& memory) {
+  PendingDesc out;
+  out.ring = {bytes(memory.slots, p.ring_offset), schema.slot_bytes, p.row_bytes};
+  out.dtype = p.dtype;
+  out.columns = p.columns;
+  out.rows = p.rows;
+  out.online = p.online;
+  if (p.acc_offset >= 0) out.accumulator = {bytes(memory.slots, p.acc_offset), schema.slot_bytes, 0};
+  out.frontiers = memory.frontiers + index;
+  out.frontier_stride = static_cast<std::int64_t>(schema.layers.size());
+  return out;
+}
+
+}  // namespace
+
+LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory& memory) {
+  const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(index)];
+  LayerDesc out;
+  out.window = describe_window(schema, layer.window, memory);
+  out.window_tokens = schema.config.window;
+  out.eps = static_cast<float>(schema.config.rms_eps);
+  for (std::size_t k = 0; k < layer.pages.size(); ++k) {
+    const PageSchema& page = layer.pages[k];
+    KindDesc& kind = out.kinds[out.num_kinds++];
+    kind.page = {page.row.format, shape_of(page.row),
+                 {bytes(memory.blocks, page.offset), page.block_stride, page.row.payload_bytes},
+                 {bytes(memory.blocks, page.offset + page.scale_offset), page.block_stride, page.row.scale_bytes},
+                 {}};
+    if (page.global_offset >= 0) kind.page.global = {bytes(memory.blocks, page.offset + page.global_offset), page.block_stride, 0};
+    kind.ratio = page.kind.ratio;
+    kind.rows_per_block = page.rows_per_block;
+    kind.overlap = page.kind.overlap;
+    kind.hadamard = page.kind.role == RowRole::index_key && schema.options.hadamard;
+    kind.global_scale = schema.options.index_global_scale;
+    kind.pending = describe_pending(schema, layer.pending[k], index, memory);
+  }
+  return out;
+}
+
+}  // namespace kv4::ops

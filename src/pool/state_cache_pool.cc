@@ -1,0 +1,86 @@
+#include "kv4/state_cache_pool.h"
+
+#include "backend/backend.h"
+#include "base/check.h"
+
+namespace kv4 {
+namespace {
+
+std::int64_t frontier_bytes(const CacheSchema& schema, std::int64_t slots) {
+  return round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "frontiers"), 64, "frontiers");
+}
+
+std::vector<ops::LayerDesc> describe_all(const CacheSchema& schema, const StateCachePool& pool) {
+  std::vector<ops::LayerDesc> out;
+  for (std::size_t i = 0; i < schema.layers.size(); ++i)
+    out.push_back(ops::describe_layer(schema, static_cast<int>(i), {.blocks = nullptr, .slots = pool.base(), .frontiers = pool.frontiers(), .scratch = nullptr}));
+  return out;
+}
+
+}  // namespace
+
+StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backend> backend) : schema_(schema), backend_(std::move(backend)) {
+  num_slots_ = schema.options.max_requests + schema.options.spare_slots;
+  const std::int64_t slots = checked_mul(schema.slot_bytes, num_slots_, "state pool");
+  bytes_ = checked_add(slots, frontier_bytes(schema, num_slots_), "state pool");
+  base_ = backend_->allocate(bytes_);
+  frontiers_ = reinterpret_cast<std::int32_t*>(base_ + slots);
+  taken_.resize(static_cast<std::size_t>(num_slots_));
+  free_.reserve(static_cast<std::size_t>(num_slots_));
+  for (std::int32_t s = num_slots_ - 1; s >= 0; --s) free_.push_back(s);
+}
+
+StateCachePool::~StateCachePool() { backend_->deallocate(base_, bytes_); }
+
+std::optional<std::int32_t> StateCachePool::acquire_slot() {
+  if (free_.empty()) return std::nullopt;
+  const std::int32_t slot = free_.back();
+  free_.pop_back();
+  taken_[static_cast<std::size_t>(slot)] = true;
+  return slot;
+}
+
+void StateCachePool::release_slot(std::int32_t slot) {
+  require(slot >= 0 && slot < num_slots_ && taken_[static_cast<std::size_t>(slot)], ErrorCode::bad_argument,
+          "state slot {} is not held; slots are 0 to {}", slot, num_slots_ - 1);
+  taken_[static_cast<std::size_t>(slot)] = false;
+  free_.push_back(slot);
+}
+
+void StateCachePool::reset_slot(std::int32_t slot) {
+  const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
+  backend_->clear(base_ + slot * schema_.slot_bytes, schema_.slot_bytes);
+  backend_->clear(reinterpret_cast<std::byte*>(frontiers_ + slot * layers), 4 * layers);
+}
+
+void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
+  const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
+  backend_->copy(base_ + to * schema_.slot_bytes, base_ + from * schema_.slot_bytes, schema_.slot_bytes);
+  backend_->copy(reinterpret_cast<std::byte*>(frontiers_ + to * layers), reinterpret_cast<const std::byte*>(frontiers_ + from * layers), 4 * layers);
+}
+
+CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias) const {
+  const ImageLayout layout = image_layout(schema_, lengths);
+  std::vector<ops::LayerDesc> layers = describe_all(schema_, *this);
+  require(bias.size() == layers.size(), ErrorCode::bad_argument, "save needs one bias per owned layer: {}, got {}", layers.size(), bias.size());
+  for (std::size_t i = 0; i < layers.size(); ++i) layers[i].kinds[0].bias = bias[i];
+  CanonicalImage image{schema_.layout_id, {lengths.begin(), lengths.end()}, std::vector<std::byte>(static_cast<std::size_t>(layout.bytes))};
+  backend_->save_image(layers, layout, slot, image.bytes.data());
+  return image;
+}
+
+void StateCachePool::check(const CanonicalImage& image) const {
+  require(image.layout_id == schema_.layout_id, ErrorCode::bad_argument,
+          "the image was made for another model, layer set or format (layout {:016x}, this cache is {:016x})", image.layout_id, schema_.layout_id);
+  const std::int64_t bytes = image_layout(schema_, image.lengths).bytes;
+  require(image.bytes.size() == static_cast<std::size_t>(bytes), ErrorCode::bad_argument,
+          "the image has {} bytes; one of {} tokens has {}: it is truncated or damaged", image.bytes.size(), image.lengths[0], bytes);
+}
+
+void StateCachePool::restore(std::int32_t slot, const CanonicalImage& image) {
+  check(image);
+  reset_slot(slot);
+  backend_->restore_image(describe_all(schema_, *this), image_layout(schema_, image.lengths), slot, image.bytes.data());
+}
+
+}  // namespace kv4
