@@ -107,8 +107,9 @@ class Compressor:
         out = {"kv": self.kv, "gate": self.gate, "position_bias": self.bias, "norm_weight": self.norm,
                "entries": self.entries(rope_dim), "tail_kv": self.kv[closed:], "tail_gate": self.gate[closed:]}
         if self.overlap:
-            out["overlap_kv"] = self.kv[closed - self.ratio:closed, :self.width]
-            out["overlap_gate_biased"] = self.gate[closed - self.ratio:closed, :self.width] + self.bias[:, :self.width]
+            previous = slice(max(closed - self.ratio, 0), closed)
+            out["overlap_kv"] = self.kv[previous, :self.width]
+            out["overlap_gate_biased"] = self.gate[previous, :self.width] + self.bias[:closed, :self.width]
         return {f"{prefix}_{name}": value.astype(np.float32) for name, value in out.items()}
 
 
