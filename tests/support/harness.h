@@ -1,0 +1,264 @@
+// A model with random weights, inputs that depend only on (stream, layer, position), and a driver that runs steps through a cache.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "codec/numeric.h"
+#include "kv4/kv_cache_manager.h"
+
+namespace kv4::test {
+
+inline std::uint64_t mix(std::uint64_t x) {
+  x += 0x9E3779B97F4A7C15ull;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+/// A small generator with a stated seed.
+struct Random {
+  std::uint64_t state;
+  explicit Random(std::uint64_t seed) : state(mix(seed)) {}
+  std::uint64_t next() { return state = mix(state); }
+  std::int64_t below(std::int64_t n) { return static_cast<std::int64_t>(next() % static_cast<std::uint64_t>(n)); }
+  std::int64_t between(std::int64_t low, std::int64_t high) { return low + below(high - low + 1); }
+  float uniform() { return static_cast<float>(next() >> 40) * 0x1p-23f - 1.0f; }  // [-1, 1)
+};
+
+inline void fill_random(std::uint64_t key, float scale, float* out, std::size_t count) {
+  Random random(key);
+  for (std::size_t i = 0; i < count; i += 2) {
+    const std::uint64_t bits = random.next();
+    out[i] = scale * (static_cast<float>(bits >> 40) * 0x1p-23f - 1.0f);
+    if (i + 1 < count) out[i + 1] = scale * (static_cast<float>((bits >> 8) & 0xFFFFFF) * 0x1p-23f - 1.0f);
+  }
+}
+
+struct Model {
+  ModelConfig config;
+  struct Layer {
+    std::vector<float> bias, norm, index_bias, index_norm;
+    LayerWeights views;
+  };
+  std::vector<Layer> layers;
+
+  explicit Model(ModelConfig config_in) : config(std::move(config_in)) {
+    for (const LayerSpec& spec : layer_schedule(config)) {
+      Layer layer;
+      for (const RowKind& kind : spec.rows) {
+        const bool key = kind.role == RowRole::index_key;
+        std::vector<float>& bias = key ? layer.index_bias : layer.bias;
+        std::vector<float>& norm = key ? layer.index_norm : layer.norm;
+        const int columns = kind.overlap ? 2 * kind.width : kind.width;
+        bias.resize(static_cast<std::size_t>(kind.ratio * columns));
+        norm.resize(static_cast<std::size_t>(kind.width));
+        fill_random(mix(static_cast<std::uint64_t>(spec.layer) * 4 + key), 1.0f, bias.data(), bias.size());
+        fill_random(mix(static_cast<std::uint64_t>(spec.layer) * 4 + 2 + key), 0.5f, norm.data(), norm.size());
+        for (float& w : norm) w += 1.0f;
+      }
+      layers.push_back(std::move(layer));
+    }
+    for (const LayerSpec& spec : layer_schedule(config)) {
+      Layer& layer = layers[static_cast<std::size_t>(spec.layer)];
+      for (const RowKind& kind : spec.rows) {
+        const int columns = kind.overlap ? 2 * kind.width : kind.width;
+        const bool key = kind.role == RowRole::index_key;
+        (key ? layer.views.index_position_bias : layer.views.position_bias) = {key ? layer.index_bias.data() : layer.bias.data(), {kind.ratio, columns}};
+        (key ? layer.views.index_norm_weight : layer.views.norm_weight) = {key ? layer.index_norm.data() : layer.norm.data(), {kind.width}};
+      }
+    }
+  }
+  Model(const Model&) = delete;
+};
+
+inline ModelConfig base_config(int head, int rope, int index, int window, int csa, int hca, std::vector<LayerKind> kinds) {
+  ModelConfig c;
+  c.name = "test";
+  c.num_layers = static_cast<int>(kinds.size());
+  c.num_query_heads = 4;
+  c.head_dim = head;
+  c.rope_dim = rope;
+  c.window = window;
+  c.index_heads = 4;
+  c.index_dim = index;
+  c.index_topk = 4;
+  c.csa_ratio = csa;
+  c.hca_ratio = hca;
+  c.rope_compress = {.theta = 160000.0, .yarn = true, .factor = 16.0};
+  c.kinds = std::move(kinds);
+  return c;
+}
+
+/// Small widths that every format can tile.
+inline ModelConfig tiny_config() {
+  return base_config(80, 16, 32, 8, 4, 8, {LayerKind::swa, LayerKind::csa, LayerKind::hca, LayerKind::csa});
+}
+/// The sizes of transformers' own test models.
+inline ModelConfig transformers_tiny_config() {
+  return base_config(32, 8, 16, 8, 4, 8, {LayerKind::hca, LayerKind::csa, LayerKind::swa});
+}
+/// Real widths and ratios, one layer of each kind.
+inline ModelConfig real_config() {
+  return base_config(512, 64, 128, 128, 4, 128, {LayerKind::swa, LayerKind::csa, LayerKind::hca});
+}
+
+/// `count` more tokens of a request, with the inputs of `stream`.
+struct Work {
+  RequestId request = kNoRequest;
+  std::uint64_t stream = 0;
+  std::int32_t count = 1;
+};
+
+class Driver {
+ public:
+  Driver(const Model& model, CacheOptions options, std::shared_ptr<Backend> backend = make_cpu_backend())
+      : cache(model.config, options, std::move(backend)), model_(model), drafts_(options.draft_layers) {
+    for (const LayerCacheSchema& layer : cache.schema().layers)
+      if (!layer.pages.empty()) cache.bind_weights(layer.spec.layer, model.layers[static_cast<std::size_t>(layer.spec.layer)].views);
+  }
+
+  RequestId admit() { return cache.admit().value(); }
+
+  Expected<Step> prepare(const std::vector<Work>& work, int group = 0) {
+    work_ = work;
+    std::vector<std::vector<std::int32_t>> ids;
+    std::vector<StepItem> items;
+    starts_.clear();
+    for (const Work& w : work) {
+      const std::int64_t start = w.request == kNoRequest ? 0 : cache.length(w.request, group);
+      starts_.push_back(start);
+      std::vector<std::int32_t>& list = ids.emplace_back();
+      for (std::int32_t i = 0; i < w.count; ++i) list.push_back(token_id(w.stream, start + i));
+    }
+    for (std::size_t i = 0; i < work.size(); ++i)
+      items.push_back({work[i].request, work[i].count, work[i].request == kNoRequest ? std::span<const std::int32_t>{} : ids[i], -1});
+    return cache.prepare_forward(items, group);
+  }
+
+  /// Appends the prepared tokens in every owned layer of the group.
+  void append(const Step& step) {
+    for (const LayerCacheSchema& layer : cache.schema().layers)
+      if (layer.spec.group == step.group) append_layer(step, layer);
+  }
+
+  void append_layer(const Step& step, const LayerCacheSchema& layer) {
+    std::vector<float> raw, kv[2], gate[2];
+    const std::size_t tokens = static_cast<std::size_t>(step.num_tokens);
+    fill(layer.spec.layer, 0, model_.config.head_dim, tokens, raw);
+    AppendInputs inputs;
+    const std::int64_t t = step.num_tokens;
+    inputs.raw_kv = {raw.data(), {t, model_.config.head_dim}};
+    for (std::size_t k = 0; k < layer.pending.size(); ++k) {
+      fill(layer.spec.layer, static_cast<int>(1 + 2 * k), layer.pending[k].columns, tokens, kv[k]);
+      fill(layer.spec.layer, static_cast<int>(2 + 2 * k), layer.pending[k].columns, tokens, gate[k]);
+      (k == 0 ? inputs.kv : inputs.index_kv) = {kv[k].data(), {t, layer.pending[k].columns}};
+      (k == 0 ? inputs.gate : inputs.index_gate) = {gate[k].data(), {t, layer.pending[k].columns}};
+    }
+    cache.acquire(layer.spec.layer).append(inputs);
+  }
+
+  void run(const std::vector<Work>& work, int group = 0) {
+    const Step step = prepare(work, group).value();
+    append(step);
+    cache.commit(step);
+  }
+
+  /// One request, its next tokens in these chunks.
+  void feed(RequestId request, std::uint64_t stream, const std::vector<std::int32_t>& chunks) {
+    for (std::int32_t c : chunks) run({{request, stream, c}});
+  }
+
+  static std::int32_t token_id(std::uint64_t stream, std::int64_t position) {
+    return static_cast<std::int32_t>(mix(stream * 1000003 + static_cast<std::uint64_t>(position)) & 0x1FFFF);
+  }
+
+  KVCacheManager cache;
+
+ private:
+  void fill(int layer, int part, int width, std::size_t tokens, std::vector<float>& out) const {
+    out.assign(tokens * static_cast<std::size_t>(width), std::nanf(""));  // padded tokens must not be read
+    std::size_t token = 0;
+    for (std::size_t i = 0; i < work_.size(); ++i) {
+      for (std::int32_t c = 0; c < work_[i].count; ++c, ++token) {
+        if (work_[i].request == kNoRequest) continue;
+        const std::uint64_t key = mix(work_[i].stream) ^ mix(static_cast<std::uint64_t>(starts_[i] + c) * 64 + static_cast<std::uint64_t>(layer) * 7 + static_cast<std::uint64_t>(part) + 1);
+        const float scale = part == 0 || part % 2 == 1 ? 3.0f : 6.0f;
+        fill_random(key, scale, out.data() + token * static_cast<std::size_t>(width), static_cast<std::size_t>(width));
+      }
+    }
+  }
+
+  const Model& model_;
+  int drafts_;
+  std::vector<Work> work_;
+  std::vector<std::int64_t> starts_;
+};
+
+/// Everything of a request that must be the same however it came about.
+struct Bytes {
+  CanonicalImage image;
+  std::vector<std::byte> blocks;
+  std::vector<std::int32_t> token_ids;
+  bool operator==(const Bytes&) const = default;
+};
+
+inline Bytes bytes_of(const KVCacheManager& cache, RequestId request) {
+  return {cache.export_image(request), cache.export_blocks(request), cache.token_ids(request)};
+}
+
+inline void expect_same(const Bytes& a, const Bytes& b, const std::string& what) {
+  EXPECT_EQ(a.image.lengths, b.image.lengths) << what;
+  EXPECT_EQ(a.image.layout_id, b.image.layout_id) << what;
+  EXPECT_TRUE(a.image.bytes == b.image.bytes) << what << ": images differ";
+  EXPECT_TRUE(a.blocks == b.blocks) << what << ": blocks differ";
+  EXPECT_TRUE(a.token_ids == b.token_ids) << what << ": token ids differ";
+}
+
+/// `total` tokens in random chunks of at most `most`.
+inline std::vector<std::int32_t> random_chunks(Random& random, std::int64_t total, std::int64_t most) {
+  std::vector<std::int32_t> out;
+  while (total > 0) {
+    const std::int64_t c = random.between(1, std::min(most, total));
+    out.push_back(static_cast<std::int32_t>(c));
+    total -= c;
+  }
+  return out;
+}
+
+/// Every choice of stored formats.
+struct FormatCase {
+  Format rows;
+  Format keys;
+  bool hadamard;
+  DType pending;
+  std::string name() const {
+    return std::string(to_string(rows)) + "_" + to_string(keys) + (hadamard ? "_hadamard_" : "_plain_") + to_string(pending);
+  }
+};
+
+inline std::vector<FormatCase> format_cases() {
+  return {{Format::fp8_tile64, Format::mxfp4, true, DType::f32}, {Format::fp8_row, Format::nvfp4, true, DType::f32},
+          {Format::bf16, Format::bf16, false, DType::f32},       {Format::fp8_tile64, Format::fp8, false, DType::bf16},
+          {Format::bf16, Format::mxfp4, true, DType::bf16},      {Format::fp8_row, Format::bf16, true, DType::bf16}};
+}
+
+inline CacheOptions options_for(const FormatCase& f) {
+  CacheOptions o;
+  o.row_format = f.rows;
+  o.index_format = f.keys;
+  o.hadamard = f.hadamard;
+  o.pending_dtype = f.pending;
+  o.max_requests = 6;
+  o.spare_slots = 6;
+  o.max_context = 1024;
+  o.max_step_tokens = 1024;
+  return o;
+}
+
+}  // namespace kv4::test
