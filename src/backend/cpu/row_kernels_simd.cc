@@ -1,6 +1,54 @@
+// One table of row kernels per instruction set that has fused multiply-add; Highway compiles this file once for each and chooses at
+// run time. Where none is there (SSE, plain emulation) the plain table is used: without a fused operation the bytes would differ.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "backend/cpu/row_kernels_simd.cc"
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+
 #include "backend/cpu/row_kernels.h"
 
+#if HWY_TARGET != HWY_EMU128 && HWY_TARGET != HWY_SCALAR
+#include "backend/cpu/simd_codec-inl.h"
+#include "backend/cpu/simd_compress-inl.h"
+#define KV4_SIMD_TABLE 1
+#else
+#define KV4_SIMD_TABLE 0
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace kv4::cpu::HWY_NAMESPACE {
+
+const RowKernels* simd_table() {
+#if KV4_SIMD_TABLE
+  static const RowKernels table{hwy::TargetName(HWY_TARGET), convert, load_as_bf16, fold, angles, finish, hadamard, encode, decode};
+  return &table;
+#else
+  return &plain_row_kernels();
+#endif
+}
+
+}  // namespace kv4::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#undef KV4_SIMD_TABLE
+
+#if HWY_ONCE
 namespace kv4::cpu {
-const RowKernels& best_row_kernels() { return plain_row_kernels(); }
-std::vector<const RowKernels*> runnable_row_kernels() { return {&plain_row_kernels()}; }
+
+HWY_EXPORT(simd_table);
+
+const RowKernels& best_row_kernels() { return *HWY_DYNAMIC_DISPATCH(simd_table)(); }
+
+std::vector<const RowKernels*> runnable_row_kernels() {
+  std::vector<const RowKernels*> out{&plain_row_kernels()};
+  for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+    hwy::SetSupportedTargetsForTest(target);
+    const RowKernels* table = HWY_DYNAMIC_DISPATCH(simd_table)();
+    if (table != out[0]) out.push_back(table);
+  }
+  hwy::SetSupportedTargetsForTest(0);
+  return out;
+}
+
 }  // namespace kv4::cpu
+#endif

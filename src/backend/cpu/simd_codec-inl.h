@@ -1,0 +1,175 @@
+// Vector versions of the codecs. A format without one here runs the plain code. Included once per instruction set.
+#if defined(KV4_SIMD_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef KV4_SIMD_CODEC_INL_H_
+#undef KV4_SIMD_CODEC_INL_H_
+#else
+#define KV4_SIMD_CODEC_INL_H_
+#endif
+
+#include <cstring>
+
+#include "backend/cpu/row_kernels.h"
+#include "backend/cpu/simd_math-inl.h"
+#include "codec/codec.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kv4::cpu::HWY_NAMESPACE {
+
+void convert(const void* from, DType from_type, std::int64_t count_in, void* to, DType to_type) {
+  const std::size_t lanes = hn::Lanes(DF()), count = static_cast<std::size_t>(count_in);
+  if (from_type == to_type || count % lanes != 0) return plain_row_kernels().convert(from, from_type, count_in, to, to_type);
+  for (std::size_t c = 0; c < count; c += lanes) {
+    if (to_type == DType::bf16)
+      store_bf16_bits(round_bf16_bits(hn::LoadU(DF(), static_cast<const float*>(from) + c)), static_cast<std::uint16_t*>(to) + c);
+    else
+      hn::StoreU(load_bf16(static_cast<const std::uint16_t*>(from) + c), DF(), static_cast<float*>(to) + c);
+  }
+}
+
+void load_as_bf16(const void* from, DType type, int count_in, float* to) {
+  const std::size_t lanes = hn::Lanes(DF()), count = static_cast<std::size_t>(count_in);
+  if (count % lanes != 0) return plain_row_kernels().load_as_bf16(from, type, count_in, to);
+  const ops::RowType row_type = type == DType::bf16 ? ops::RowType::bf16 : ops::RowType::f32_as_bf16;
+  for (std::size_t c = 0; c < count; c += lanes) hn::StoreU(load_row(from, row_type, c), DF(), to + c);
+}
+
+// --- encoders ----------------------------------------------------------------------------------------------------------------
+
+HWY_INLINE void encode_e4m3_scaled(const float* x, std::size_t count, float inverse, std::uint8_t* out) {
+  const VF factor = set(inverse);
+  for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) store_bytes(e4m3_bits(hn::Mul(hn::LoadU(DF(), x + c), factor)), out + c);
+}
+
+HWY_INLINE void encode_e4m3_divided(const float* x, std::size_t count, float divisor, std::uint8_t* out) {
+  const VF by = set(divisor);
+  for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) store_bytes(e4m3_bits(hn::Div(hn::LoadU(DF(), x + c), by)), out + c);
+}
+
+HWY_INLINE void encode_bf16(const float* x, std::size_t count, std::uint8_t* out) {
+  for (std::size_t c = 0; c < count; c += hn::Lanes(DF()))
+    store_bf16_bits(round_bf16_bits(hn::LoadU(DF(), x + c)), reinterpret_cast<std::uint16_t*>(out) + c);
+}
+
+// One group of e2m1 codes, one per byte.
+template <bool kDivide>
+HWY_INLINE void encode_e2m1(const float* x, std::size_t count, float by, std::uint8_t* codes) {
+  const VF factor = set(by);
+  for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) {
+    const VF v = hn::LoadU(DF(), x + c);
+    store_bytes(e2m1_bits(kDivide ? hn::Div(v, factor) : hn::Mul(v, factor)), codes + c);
+  }
+}
+
+// Byte codes -> two per byte, the even one low.
+HWY_INLINE void pack_nibbles(const std::uint8_t* codes, std::size_t count, std::uint8_t* out) {
+  for (std::size_t i = 0; i < count / 2; ++i) out[i] = static_cast<std::uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
+constexpr std::size_t kMaxKeyWidth = 1024;  // wider keys take the plain code
+
+void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global) {
+  const std::size_t lanes = hn::Lanes(DF()), width = static_cast<std::size_t>(shape.width), tail = static_cast<std::size_t>(shape.tail);
+  const std::size_t body = width - tail;
+  const bool fits = body % lanes == 0 && tail % lanes == 0;
+  std::uint8_t codes[kMaxKeyWidth];
+  if (format == Format::fp8_tile64 && fits) {
+    constexpr std::size_t kTile = codec::Fp8Tile64::kTile;
+    for (std::size_t t = 0; t < body / kTile; ++t) {
+      const int e = codec::Fp8Tile64::scale_exponent(amax_of(x + t * kTile, kTile));
+      encode_e4m3_scaled(x + t * kTile, kTile, codec::pow2(-e), payload + t * kTile);
+      scale[t] = static_cast<std::uint8_t>(e + 127);
+    }
+    for (int t = codec::Fp8Tile64::tiles(shape); t < codec::Fp8Tile64::scale_bytes(shape); ++t) scale[t] = 0;
+    encode_bf16(x + body, tail, payload + body);
+  } else if (format == Format::fp8_row && fits) {
+    const float inverse = codec::Fp8Row::inverse_scale(amax_of(x, body));
+    encode_e4m3_divided(x, body, inverse, payload);
+    encode_bf16(x + body, tail, payload + body);
+    std::memcpy(scale, &inverse, 4);
+  } else if (format == Format::bf16 && fits) {
+    encode_bf16(x, width, payload);
+  } else if (format == Format::fp8 && fits) {
+    const int e = codec::Fp8Tile64::scale_exponent(amax_of(x, width));
+    const float value = codec::pow2(e);
+    encode_e4m3_scaled(x, width, codec::pow2(-e), payload);
+    std::memcpy(scale, &value, 4);
+  } else if (format == Format::mxfp4 && width <= kMaxKeyWidth && codec::Mxfp4::kGroup % lanes == 0) {
+    constexpr std::size_t kGroup = codec::Mxfp4::kGroup;
+    for (std::size_t t = 0; t < width / kGroup; ++t) {
+      const int e = codec::Mxfp4::scale_exponent(amax_of(x + t * kGroup, kGroup));
+      encode_e2m1<false>(x + t * kGroup, kGroup, codec::pow2(-e), codes + t * kGroup);
+      scale[t] = static_cast<std::uint8_t>(e + 127);
+    }
+    pack_nibbles(codes, width, payload);
+  } else if (format == Format::nvfp4 && width <= kMaxKeyWidth && codec::Nvfp4::kGroup % lanes == 0) {
+    constexpr std::size_t kGroup = codec::Nvfp4::kGroup;
+    for (std::size_t t = 0; t < width / kGroup; ++t) {
+      scale[t] = codec::Nvfp4::scale_byte(amax_of(x + t * kGroup, kGroup), global);
+      const float step = codec::e4m3_value(scale[t]) * global;
+      if (step == 0.0f)
+        std::memset(codes + t * kGroup, 0, kGroup);
+      else
+        encode_e2m1<true>(x + t * kGroup, kGroup, step, codes + t * kGroup);
+    }
+    pack_nibbles(codes, width, payload);
+  } else {
+    plain_row_kernels().encode(format, shape, x, payload, scale, global);
+  }
+}
+
+// --- decoders ----------------------------------------------------------------------------------------------------------------
+
+template <DType kOut>
+HWY_INLINE void store_value(VF x, void* out, std::size_t c) {
+  if constexpr (kOut == DType::f32)
+    hn::StoreU(x, DF(), static_cast<float*>(out) + c);
+  else
+    store_bf16_bits(round_bf16_bits(x), static_cast<std::uint16_t*>(out) + c);
+}
+
+template <DType kOut>
+HWY_INLINE void decode_e4m3(const std::uint8_t* payload, std::size_t first, std::size_t count, float scale, void* out) {
+  const VF factor = set(scale);
+  for (std::size_t c = first; c < first + count; c += hn::Lanes(DF()))
+    store_value<kOut>(hn::Mul(e4m3_value(hn::PromoteTo(DU(), hn::LoadU(DU8(), payload + c))), factor), out, c);
+}
+
+template <DType kOut>
+HWY_INLINE void decode_bf16(const std::uint8_t* from, std::size_t first, std::size_t count, void* out) {
+  if constexpr (kOut == DType::bf16)
+    std::memcpy(static_cast<std::uint16_t*>(out) + first, from, 2 * count);
+  else
+    for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) store_value<kOut>(load_bf16(reinterpret_cast<const std::uint16_t*>(from) + c), out, first + c);
+}
+
+template <DType kOut>
+void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out) {
+  const std::size_t lanes = hn::Lanes(DF()), width = static_cast<std::size_t>(shape.width), tail = static_cast<std::size_t>(shape.tail);
+  const std::size_t body = width - tail;
+  const bool fits = body % lanes == 0 && tail % lanes == 0;
+  if (format == Format::fp8_tile64 && fits) {
+    constexpr std::size_t kTile = codec::Fp8Tile64::kTile;
+    for (std::size_t t = 0; t < body / kTile; ++t) decode_e4m3<kOut>(payload, t * kTile, kTile, codec::ue8m0_value(scale[t]), out);
+    decode_bf16<kOut>(payload + body, body, tail, out);
+  } else if ((format == Format::fp8_row || format == Format::fp8) && fits) {
+    float factor;
+    std::memcpy(&factor, scale, 4);
+    decode_e4m3<kOut>(payload, 0, body, factor, out);
+    decode_bf16<kOut>(payload + body, body, tail, out);
+  } else if (format == Format::bf16 && fits) {
+    decode_bf16<kOut>(payload, 0, width, out);
+  } else {
+    plain_row_kernels().decode(format, shape, payload, scale, global, out, kOut);
+  }
+}
+
+void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out, DType out_type) {
+  if (out_type == DType::f32)
+    decode_as<DType::f32>(format, shape, payload, scale, global, out);
+  else
+    decode_as<DType::bf16>(format, shape, payload, scale, global, out);
+}
+
+}  // namespace kv4::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif

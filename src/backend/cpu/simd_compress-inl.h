@@ -1,0 +1,151 @@
+// Vector versions of ops/compress_row.h. Included once per instruction set.
+#if defined(KV4_SIMD_COMPRESS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef KV4_SIMD_COMPRESS_INL_H_
+#undef KV4_SIMD_COMPRESS_INL_H_
+#else
+#define KV4_SIMD_COMPRESS_INL_H_
+#endif
+
+#include "backend/cpu/row_kernels.h"
+#include "backend/cpu/simd_math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kv4::cpu::HWY_NAMESPACE {
+
+struct PoolVector {
+  VF max, den, num;
+};
+
+// Min and Max take the gate second: where one is NaN, x86 returns the second, others NaN; either way NaN stays.
+HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
+  const VF limit = set(ops::kGateLimit);
+  const VF g = hn::Max(hn::Neg(limit), hn::Min(limit, gate));
+  const VF e = exp_nonpositive(hn::Neg(hn::Abs(hn::Sub(g, p.max))));
+  const auto higher = hn::Gt(g, p.max);
+  const VF one = set(1.0f);
+  const VF past = hn::IfThenElse(higher, e, one);
+  const VF fresh = hn::IfThenElse(higher, one, e);
+  return {hn::IfThenElse(higher, g, p.max), hn::MulAdd(p.den, past, fresh), hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
+}
+
+// Folds kRows rows over all channels: rows stream, the accumulator stays in the first cache level.
+template <int kRows>
+void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float* acc) {
+  const DF d;
+  const std::size_t lanes = hn::Lanes(d);
+  for (std::size_t c = 0; c < width; c += lanes) {
+    PoolVector p{from_bits(set_bits(0xFF800000u)), hn::Zero(d), hn::Zero(d)};
+    if (!fresh) p = {hn::LoadU(d, acc + c), hn::LoadU(d, acc + width + c), hn::LoadU(d, acc + 2 * width + c)};
+    for (int r = 0; r < kRows; ++r) {
+      const VF gate = hn::Add(load_row(rows[r].gate, rows[r].type, c), hn::LoadU(d, rows[r].bias + c));
+      p = pool_add(p, gate, load_row(rows[r].kv, rows[r].type, c));
+    }
+    hn::StoreU(p.max, d, acc + c);
+    hn::StoreU(canonical_nan(p.den), d, acc + width + c);
+    hn::StoreU(canonical_nan(p.num), d, acc + 2 * width + c);
+  }
+}
+
+void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc) {
+  if (count == 0 || static_cast<std::size_t>(width) % hn::Lanes(DF()) != 0) return plain_row_kernels().fold(width, rows, count, fresh, acc);
+  const std::size_t w = static_cast<std::size_t>(width);
+  for (; count >= 4; count -= 4, rows += 4, fresh = false) fold_some<4>(w, rows, fresh, acc);
+  for (; count > 0; --count, ++rows, fresh = false) fold_some<1>(w, rows, fresh, acc);
+}
+
+void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
+  const hn::ScalableTag<double> d;
+  const hn::Rebind<float, decltype(d)> df;
+  const std::size_t pairs = static_cast<std::size_t>(table.pairs), lanes = hn::Lanes(d);
+  if (pairs % lanes != 0) return plain_row_kernels().angles(table, position, cos, sin);
+  const double* high = table.high + 2 * (position >> RopeAngles::kLowBits) * table.pairs;
+  const double* low = table.low + 2 * (position & ((1 << RopeAngles::kLowBits) - 1)) * table.pairs;
+  for (std::size_t i = 0; i < pairs; i += lanes) {
+    hn::Vec<decltype(d)> ca, sa, cb, sb;
+    hn::LoadInterleaved2(d, high + 2 * i, ca, sa);
+    hn::LoadInterleaved2(d, low + 2 * i, cb, sb);
+    hn::StoreU(hn::DemoteTo(df, hn::MulAdd(ca, cb, hn::Neg(hn::Mul(sa, sb)))), df, cos + i);
+    hn::StoreU(hn::DemoteTo(df, hn::MulAdd(sa, cb, hn::Mul(ca, sb))), df, sin + i);
+  }
+}
+
+// Sum by neighbour pairs of n = a power of two >= lanes values, in place.
+HWY_INLINE float pair_sum(float* x, std::size_t n) {
+  const DF d;
+  const std::size_t lanes = hn::Lanes(d);
+  for (; n > lanes; n /= 2)
+    for (std::size_t i = 0; i < n / 2; i += lanes) {
+      const VF low = hn::LoadU(d, x + 2 * i), high = hn::LoadU(d, x + 2 * i + lanes);
+      hn::StoreU(hn::Add(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low)), d, x + i);
+    }
+  VF v = hn::LoadU(d, x);
+  for (std::size_t left = lanes; left > 1; left /= 2) v = hn::Add(hn::ConcatEven(d, v, v), hn::ConcatOdd(d, v, v));
+  return hn::GetLane(v);
+}
+
+void finish(const FinishArgs& a) {
+  const DF d;
+  const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(a.width), pairs = static_cast<std::size_t>(a.pairs);
+  if ((width & (width - 1)) != 0 || width < lanes || pairs % lanes != 0) return plain_row_kernels().finish(a);
+  for (std::size_t c = 0; c < width; c += lanes) {
+    const VF x = round_bf16(hn::Div(hn::LoadU(d, a.acc + 2 * width + c), hn::LoadU(d, a.acc + width + c)));
+    hn::StoreU(x, d, a.row + c);
+    hn::StoreU(hn::Mul(x, x), d, a.tmp + c);
+  }
+  const VF factor = set(ops::norm_factor(pair_sum(a.tmp, width), a.width, a.eps));
+  for (std::size_t c = 0; c < width; c += lanes)
+    hn::StoreU(round_bf16(hn::Mul(hn::Mul(hn::LoadU(d, a.row + c), factor), hn::LoadU(d, a.norm_weight + c))), d, a.row + c);
+  float* tail = a.row + width - 2 * pairs;
+  for (std::size_t i = 0; i < pairs; i += lanes) {
+    VF x0, x1;
+    hn::LoadInterleaved2(d, tail + 2 * i, x0, x1);
+    const VF cos = hn::LoadU(d, a.cos + i), sin = hn::LoadU(d, a.sin + i);
+    const VF y0 = round_bf16(hn::MulAdd(x0, cos, hn::Neg(hn::Mul(x1, sin))));
+    const VF y1 = round_bf16(hn::MulAdd(x1, cos, hn::Mul(x0, sin)));
+    hn::StoreInterleaved2(y0, y1, d, tail + 2 * i);
+  }
+}
+
+// One butterfly stage at a stride below the vector length: halves of two neighbouring vectors of 2 h lanes.
+template <std::size_t h>
+HWY_INLINE void hadamard_stage(float* x, std::size_t width) {
+  const hn::FixedTag<float, 2 * h> d;
+  for (std::size_t i = 0; i < width; i += 4 * h) {
+    const auto v0 = hn::LoadU(d, x + i), v1 = hn::LoadU(d, x + i + 2 * h);
+    const auto a = hn::ConcatLowerLower(d, v1, v0), b = hn::ConcatUpperUpper(d, v1, v0);
+    const auto sum = hn::Add(a, b), difference = hn::Sub(a, b);
+    hn::StoreU(hn::ConcatLowerLower(d, difference, sum), d, x + i);
+    hn::StoreU(hn::ConcatUpperUpper(d, difference, sum), d, x + i + 2 * h);
+  }
+}
+
+void hadamard(int width_in, float* x) {
+  const DF d;
+  const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(width_in);
+  if (width < 4 * lanes || lanes > 16 || lanes < 4) return plain_row_kernels().hadamard(width_in, x);
+  for (std::size_t i = 0; i < width; i += 2 * lanes) {
+    VF a, b;
+    hn::LoadInterleaved2(d, x + i, a, b);
+    hn::StoreInterleaved2(hn::Add(a, b), hn::Sub(a, b), d, x + i);
+  }
+  if (lanes >= 4) hadamard_stage<2>(x, width);
+#if HWY_MAX_BYTES >= 32
+  if (lanes >= 8) hadamard_stage<4>(x, width);
+#endif
+#if HWY_MAX_BYTES >= 64
+  if (lanes >= 16) hadamard_stage<8>(x, width);
+#endif
+  for (std::size_t h = lanes; h < width; h *= 2)
+    for (std::size_t block = 0; block < width; block += 2 * h)
+      for (std::size_t i = block; i < block + h; i += lanes) {
+        const VF a = hn::LoadU(d, x + i), b = hn::LoadU(d, x + i + h);
+        hn::StoreU(hn::Add(a, b), d, x + i);
+        hn::StoreU(hn::Sub(a, b), d, x + i + h);
+      }
+  const VF scale = set(codec::quotient(1.0f, codec::square_root(static_cast<float>(width))));
+  for (std::size_t c = 0; c < width; c += lanes) hn::StoreU(round_bf16(hn::Mul(hn::LoadU(d, x + c), scale)), d, x + c);
+}
+
+}  // namespace kv4::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif

@@ -1,0 +1,195 @@
+// Every instruction set gives the plain row code's bytes, special values included.
+#include <limits>
+
+#include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/row_kernels.h"
+#include "codec/codec.h"
+#include "support/harness.h"
+
+namespace kv4::test {
+namespace {
+
+using cpu::RowKernels;
+
+// Mostly ordinary values, some of them ties, tiny, huge, zeros, infinities and NaN.
+float awkward(Random& random, bool special) {
+  const float x = random.uniform();
+  switch (special ? random.below(12) : 11) {
+    case 0: return std::numeric_limits<float>::quiet_NaN();
+    case 1: return random.below(2) ? INFINITY : -INFINITY;
+    case 2: return random.below(2) ? 0.0f : -0.0f;
+    case 3: return x * 1e-40f;
+    case 4: return x * 3e38f;
+    case 5: return static_cast<float>(random.between(-16, 16)) * 0.25f;
+    case 6: return x * 1e-6f;
+    default: return x * 8.0f;
+  }
+}
+
+std::vector<float> awkward_row(Random& random, std::size_t count, bool special) {
+  std::vector<float> out(count);
+  for (float& x : out) x = awkward(random, special);
+  return out;
+}
+
+template <class T>
+::testing::AssertionResult same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
+  if (a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0) return ::testing::AssertionSuccess();
+  for (std::size_t i = 0; i < a.size(); ++i)
+    if (std::memcmp(&a[i], &b[i], sizeof(T)) != 0) return ::testing::AssertionFailure() << "first difference at " << i << ": " << +a[i] << " and " << +b[i];
+  return ::testing::AssertionFailure() << "sizes differ";
+}
+
+class RowKernelsTest : public testing::TestWithParam<const RowKernels*> {
+ protected:
+  const RowKernels& fast() const { return *GetParam(); }
+  const RowKernels& plain() const { return cpu::plain_row_kernels(); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Targets, RowKernelsTest, testing::ValuesIn(cpu::runnable_row_kernels()), [](const auto& p) { return std::string(p.param->name); });
+
+TEST_P(RowKernelsTest, Encode) {
+  Random random(21);
+  struct Shape { Format format; int width, tail; };
+  const std::vector<Shape> shapes = {{Format::fp8_tile64, 512, 64}, {Format::fp8_tile64, 80, 16}, {Format::fp8_tile64, 70, 6},  {Format::fp8_row, 512, 64},
+                                     {Format::fp8_row, 32, 8},      {Format::bf16, 512, 64},      {Format::bf16, 17, 0},        {Format::mxfp4, 128, 0},
+                                     {Format::mxfp4, 32, 0},        {Format::nvfp4, 128, 0},      {Format::nvfp4, 16, 0},       {Format::fp8, 128, 0},
+                                     {Format::fp8, 20, 0},          {Format::mxfp4, 2048, 0}};
+  for (const Shape& s : shapes) {
+    const codec::RowShape shape{s.width, s.tail};
+    const auto [payload, scale] = codec::with_codec(s.format, [&](auto c) { return std::pair(c.payload_bytes(shape), c.scale_bytes(shape)); });
+    for (int round = 0; round < 300; ++round) {
+      std::vector<float> x = awkward_row(random, static_cast<std::size_t>(s.width), round % 3 == 0);
+      if (round % 5 == 0) std::fill(x.begin(), x.end(), 0.0f);
+      for (float& v : x) v = codec::round_bf16(v);
+      // 16 guard bytes behind each plane
+      std::vector<std::uint8_t> pa(static_cast<std::size_t>(payload) + 16, 0xA5), sa(static_cast<std::size_t>(scale) + 16, 0xA5), pb = pa, sb = sa;
+      const float global = round % 2 ? 1.0f : 0.37f;
+      plain().encode(s.format, shape, x.data(), pa.data(), sa.data(), global);
+      fast().encode(s.format, shape, x.data(), pb.data(), sb.data(), global);
+      ASSERT_TRUE(same_bytes(pa, pb)) << to_string(s.format) << " width " << s.width << " round " << round;
+      ASSERT_TRUE(same_bytes(sa, sb)) << to_string(s.format) << " width " << s.width << " round " << round;
+      for (DType type : {DType::f32, DType::bf16}) {
+        std::vector<std::uint8_t> oa(static_cast<std::size_t>(s.width) * element_bytes(type) + 16, 0xA5), ob = oa;
+        plain().decode(s.format, shape, pa.data(), sa.data(), global, oa.data(), type);
+        fast().decode(s.format, shape, pa.data(), sa.data(), global, ob.data(), type);
+        ASSERT_TRUE(same_bytes(oa, ob)) << "decode " << to_string(s.format) << " width " << s.width << " round " << round;
+      }
+    }
+  }
+}
+
+TEST_P(RowKernelsTest, EveryBf16ValueInEveryScalarFormat) {
+  std::vector<float> all(65536);
+  for (std::uint32_t i = 0; i < 65536; ++i) all[i] = codec::bf16_value(static_cast<std::uint16_t>(i));
+  // With amax and scale pinned by the row's first channel: all exponents meet all mantissas.
+  for (Format format : {Format::fp8, Format::mxfp4, Format::nvfp4}) {
+    const codec::RowShape shape{128, 0};
+    for (std::size_t at = 0; at < all.size(); at += 128) {
+      std::vector<std::uint8_t> pa(128), sa(16), pb(128), sb(16);
+      plain().encode(format, shape, all.data() + at, pa.data(), sa.data(), 1.0f);
+      fast().encode(format, shape, all.data() + at, pb.data(), sb.data(), 1.0f);
+      ASSERT_TRUE(same_bytes(pa, pb)) << to_string(format) << " from bits " << at;
+      ASSERT_TRUE(same_bytes(sa, sb)) << to_string(format) << " from bits " << at;
+    }
+  }
+}
+
+TEST_P(RowKernelsTest, FoldAndFinish) {
+  Random random(22);
+  for (int width : {512, 128, 80, 64, 16, 20}) {
+    const std::size_t w = static_cast<std::size_t>(width);
+    for (int round = 0; round < 60; ++round) {
+      const bool special = round % 4 == 0;
+      const int count = static_cast<int>(random.between(1, 23));
+      std::vector<std::vector<float>> kv, gate, bias;
+      std::vector<std::vector<std::uint16_t>> kv16, gate16;
+      std::vector<ops::SourceRow> rows;
+      for (int r = 0; r < count; ++r) {
+        kv.push_back(awkward_row(random, w, special));
+        gate.push_back(awkward_row(random, w, special));
+        bias.push_back(awkward_row(random, w, false));
+        for (float& g : gate.back()) g *= 10.0f;
+        std::vector<std::uint16_t>&k16 = kv16.emplace_back(), &g16 = gate16.emplace_back();
+        for (std::size_t i = 0; i < w; ++i) {
+          k16.push_back(codec::bf16_bits(kv.back()[i]));
+          g16.push_back(codec::bf16_bits(gate.back()[i]));
+        }
+      }
+      for (std::size_t r = 0; r < static_cast<std::size_t>(count); ++r) {
+        const ops::RowType type = static_cast<ops::RowType>(random.below(3));
+        const bool narrow = type == ops::RowType::bf16;
+        rows.push_back({narrow ? static_cast<const void*>(kv16[r].data()) : kv[r].data(), narrow ? static_cast<const void*>(gate16[r].data()) : gate[r].data(), bias[r].data(), type});
+      }
+      std::vector<float> a(3 * w), b(3 * w);
+      plain().fold(width, rows.data(), count, true, a.data());
+      const int split = static_cast<int>(random.between(0, count));
+      if (split > 0) fast().fold(width, rows.data(), split, true, b.data());
+      fast().fold(width, rows.data() + split, count - split, split == 0, b.data());
+      ASSERT_TRUE(same_bytes(a, b)) << "fold, width " << width << " round " << round;
+
+      const std::vector<float> norm = awkward_row(random, w, false);
+      const int pairs = width >= 64 ? 32 : 4;
+      std::vector<float> cos(static_cast<std::size_t>(pairs)), sin(cos.size()), ra(w), rb(w), tmp(1024);
+      for (std::size_t i = 0; i < cos.size(); ++i) cos[i] = random.uniform(), sin[i] = random.uniform();
+      plain().finish({width, a.data(), norm.data(), 1e-6f, pairs, cos.data(), sin.data(), ra.data(), tmp.data()});
+      fast().finish({width, a.data(), norm.data(), 1e-6f, pairs, cos.data(), sin.data(), rb.data(), tmp.data()});
+      ASSERT_TRUE(same_bytes(ra, rb)) << "finish, width " << width << " round " << round;
+      if ((width & (width - 1)) != 0) continue;
+      plain().hadamard(width, ra.data());
+      fast().hadamard(width, rb.data());
+      ASSERT_TRUE(same_bytes(ra, rb)) << "hadamard, width " << width << " round " << round;
+    }
+  }
+}
+
+TEST_P(RowKernelsTest, ConvertLoadAndAngles) {
+  Random random(23);
+  for (std::size_t n : {512, 128, 1024, 20, 7}) {
+    const std::vector<float> x = awkward_row(random, n, true);
+    std::vector<std::uint16_t> a(n), b(n);
+    plain().convert(x.data(), DType::f32, static_cast<std::int64_t>(n), a.data(), DType::bf16);
+    fast().convert(x.data(), DType::f32, static_cast<std::int64_t>(n), b.data(), DType::bf16);
+    ASSERT_TRUE(same_bytes(a, b));
+    std::vector<float> fa(n), fb(n);
+    plain().convert(a.data(), DType::bf16, static_cast<std::int64_t>(n), fa.data(), DType::f32);
+    fast().convert(a.data(), DType::bf16, static_cast<std::int64_t>(n), fb.data(), DType::f32);
+    ASSERT_TRUE(same_bytes(fa, fb));
+    for (DType type : {DType::f32, DType::bf16}) {
+      const void* from = type == DType::f32 ? static_cast<const void*>(x.data()) : a.data();
+      plain().load_as_bf16(from, type, static_cast<int>(n), fa.data());
+      fast().load_as_bf16(from, type, static_cast<int>(n), fb.data());
+      ASSERT_TRUE(same_bytes(fa, fb));
+    }
+  }
+  const RopeSpec rope{.theta = 160000.0, .yarn = true, .factor = 16.0};
+  for (int rope_dim : {64, 16, 6}) {
+    const std::vector<double> table = build_rope_angles(rope, rope_dim, 1 << 20);
+    const RopeAngles angles = view_rope_angles(table.data(), rope_dim, 1 << 20);
+    const std::size_t pairs = static_cast<std::size_t>(rope_dim / 2);
+    std::vector<float> ca(pairs), sa(pairs), cb(pairs), sb(pairs);
+    for (int i = 0; i < 2000; ++i) {
+      const std::int64_t position = random.below(1 << 20);
+      plain().angles(angles, position, ca.data(), sa.data());
+      fast().angles(angles, position, cb.data(), sb.data());
+      ASSERT_TRUE(same_bytes(ca, cb) && same_bytes(sa, sb)) << "position " << position;
+    }
+  }
+}
+
+// The whole cache on every table and on several threads: real widths, a long chunk, decodes, an image.
+TEST_P(RowKernelsTest, WholeCache) {
+  const Model model(real_config());
+  for (const FormatCase& f : format_cases()) {
+    CacheOptions o = options_for(f);
+    o.max_rewind_tokens = 2;
+    Driver a(model, o, cpu::make_cpu_backend_on(1, plain())), b(model, o, cpu::make_cpu_backend_on(3, fast()));
+    const RequestId ra = a.admit(), rb = b.admit();
+    a.feed(ra, 1, {141, 1, 3, 1});
+    b.feed(rb, 1, {141, 1, 3, 1});
+    expect_same(bytes_of(b.cache, rb), bytes_of(a.cache, ra), f.name() + " on " + fast().name);
+  }
+}
+
+}  // namespace
+}  // namespace kv4::test
