@@ -179,7 +179,9 @@ StoredTensor SafeTensors::checked(const std::string& tensor, const std::vector<S
     fail(name_, "tensor '{}' is {}, wanted {}; convert it", tensor, to_string(found.type), fmt::join(names, " or "));
   }
   if (!shape_matches(found.shape, shape)) {
-    fail(name_, "tensor '{}' has shape {}, wanted {} (-1: any); check the file's metadata", tensor, found.shape, shape);
+    const bool open = std::find(shape.begin(), shape.end(), -1) != shape.end();
+    fail(name_, "tensor '{}' has shape {}, wanted {}{}; check the file's metadata", tensor, found.shape, shape,
+         open ? " (-1: any size)" : "");
   }
   return found;
 }

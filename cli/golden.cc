@@ -1,0 +1,92 @@
+// `kv4 golden DIR`: recorded vectors through the real library.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "commands.h"
+#include "golden_checks.h"
+#include "kv4/error.h"
+#include "table.h"
+
+namespace kv4::cli {
+namespace {
+
+struct GoldenFlags {
+  std::string directory;
+  bool json = false;
+};
+
+GoldenReport run_golden(const std::string& directory) {
+  if (!std::filesystem::is_directory(directory)) {
+    throw Error(ErrorCode::bad_file,
+                directory + ": not a directory; give the one that holds hf_swa.safetensors and its companions");
+  }
+  const std::filesystem::path root(directory);
+  GoldenReport report;
+  check_codecs(load_safetensors((root / "codecs.safetensors").string()), report);
+  for (const auto& [name, kind] :
+       {std::pair("swa", LayerKind::swa), std::pair("csa", LayerKind::csa), std::pair("hca", LayerKind::hca)}) {
+    check_layer(load_safetensors((root / fmt::format("hf_{}.safetensors", name)).string()), kind, name, report);
+  }
+  return report;
+}
+
+void print_json(const GoldenReport& report) {
+  nlohmann::ordered_json checks = nlohmann::ordered_json::array();
+  for (const GoldenCheck& check : report.checks()) {
+    nlohmann::ordered_json one = {{"name", check.name}, {"error", check.error}, {"bound", nullptr}, {"ok", check.ok}};
+    if (!std::isfinite(check.error)) one["error"] = nullptr;  // JSON has no number for it
+    if (check.bound) one["bound"] = *check.bound;
+    checks.push_back(one);
+  }
+  const nlohmann::ordered_json out = {{"ok", report.failed() == 0}, {"checks", checks}};
+  fmt::print("{}\n", out.dump(2));
+}
+
+void print_table(const GoldenReport& report) {
+  Table table("lrrl", {"quantity", "largest error", "bound", "result"});
+  for (const GoldenCheck& check : report.checks()) {
+    table.row({check.name, fmt::format("{:.3g}", check.error),
+               check.bound ? fmt::format("{:g}", *check.bound) : "reported", check.ok ? "ok" : "FAIL"});
+  }
+  fmt::print("{}", table.str());
+  const int failed = report.failed();
+  if (failed == 0) {
+    fmt::print("\n{} checks, all ok\n", report.checks().size());
+  } else {
+    fmt::print("\n{} of {} checks failed\n", failed, report.checks().size());
+  }
+}
+
+}  // namespace
+}  // namespace kv4::cli
+
+void add_golden(CLI::App& app, int& exit_code) {
+  auto flags = std::make_shared<kv4::cli::GoldenFlags>();
+  CLI::App* command =
+      app.add_subcommand("golden", "Replay recorded vectors through the library and compare every quantity.");
+  command->add_option("DIR", flags->directory, "Holds codecs, hf_swa, hf_csa and hf_hca, each .safetensors")
+      ->required();
+  command->add_flag("--json", flags->json, "Print {\"ok\", \"checks\": [{\"name\", \"error\", \"bound\", \"ok\"}]}");
+  command->footer(
+      "Codec and view checks count what differs (bound 0). Entries are measured in bf16 ulps of their largest channel, "
+      "or as a share\n"
+      "of what their format may lose; scores, attention and pending rows relative to the largest. Exit code 1: a check "
+      "failed.\n"
+      "\n"
+      "Example:\n"
+      "  kv4 golden tests/reference/vectors");
+  command->callback([flags, &exit_code] {
+    const kv4::cli::GoldenReport report = kv4::cli::run_golden(flags->directory);
+    if (flags->json) {
+      kv4::cli::print_json(report);
+    } else {
+      kv4::cli::print_table(report);
+    }
+    if (report.failed() != 0) exit_code = 1;
+  });
+}

@@ -1,0 +1,258 @@
+#include <algorithm>
+#include <cmath>
+
+#include "golden_checks.h"
+#include "golden_reference.h"
+#include "golden_replay.h"
+
+namespace kv4::cli {
+namespace {
+
+constexpr double kUlps = 2;           // bf16 rounding points of an entry, in ulps of its largest channel
+constexpr double kScoreBound = 1e-2;  // of the largest, bf16 rows
+constexpr double kTopkBound = 1e-2;   // share of chosen entries that differ
+constexpr double kAttentionBound = 1e-2;
+constexpr double kSameRows = 1e-6;  // the same arithmetic on rows that must be the same
+constexpr double kFarBound = 0.05;
+
+// Steps that mix long and short; what is left goes one by one. Of recordings shorter than `kChunkTokens` each gets its
+// share.
+constexpr std::int64_t kChunkTokens = 300;
+const std::vector<int> kLongFirst = {150, 1, 1, 66, 3};  // as recorded
+const std::vector<int> kOtherSplit = {100, 3, 1, 70, 2};
+
+std::vector<int> scaled(std::vector<int> chunks, std::int64_t tokens, std::int64_t most) {
+  const std::int64_t share = std::min(tokens, kChunkTokens);
+  for (int& chunk : chunks)
+    chunk = static_cast<int>(std::min(std::max<std::int64_t>(1, chunk * share / kChunkTokens), most));
+  return chunks;
+}
+
+void check_rope(const SafeTensors& file, const Recording& recording, GoldenReport& report, const std::string& prefix) {
+  const int rope_dim = recording.config.rope_dim;
+  const std::vector<std::int32_t> far = file.ints("rope_far.positions", {-1});
+  const auto far_count = static_cast<std::int64_t>(far.size());
+  // The recorder multiplied angles in fp32, so its own error grows with the position: 0.75 * 2^-23 per token.
+  const double near_bound = std::max(3e-5, 1e-7 * static_cast<double>(recording.tokens));
+  for (const auto& [name, spec] :
+       {std::pair("main", recording.config.rope_main), std::pair("compress", recording.config.rope_compress)}) {
+    const RopeTable table = build_rope_table(spec, rope_dim, 0, recording.tokens);
+    RopeTable far_table;
+    for (std::int32_t position : far) {
+      const RopeTable one = build_rope_table(spec, rope_dim, position, 1);
+      far_table.cos.insert(far_table.cos.end(), one.cos.begin(), one.cos.end());
+      far_table.sin.insert(far_table.sin.end(), one.sin.begin(), one.sin.end());
+    }
+    const auto compare = [&](const std::string& tensor, const std::vector<float>& got, std::int64_t rows,
+                             double bound) {
+      const std::vector<float> want = file.floats(tensor, {rows, rope_dim / 2});
+      Worst worst;
+      for (std::size_t i = 0; i < want.size(); ++i)
+        worst.see(std::abs(static_cast<double>(got[i]) - static_cast<double>(want[i])));
+      report.check(prefix + tensor, worst.value(), bound);
+    };
+    compare(std::string("rope.") + name + ".cos", table.cos, recording.tokens, near_bound);
+    compare(std::string("rope.") + name + ".sin", table.sin, recording.tokens, near_bound);
+    compare(std::string("rope_far.") + name + ".cos", far_table.cos, far_count, kFarBound);
+    compare(std::string("rope_far.") + name + ".sin", far_table.sin, far_count, kFarBound);
+  }
+}
+
+double worst_ulps(const Matrix& got, const Matrix& want) {
+  Worst worst;
+  for (std::int64_t i = 0; i < want.rows; ++i) {
+    const double ulp = bf16_ulp(largest_magnitude(want.row(i)));
+    for (std::int64_t c = 0; c < want.cols; ++c) {
+      worst.see(std::abs(static_cast<double>(got.row(i)[c]) - static_cast<double>(want.row(i)[c])) / ulp);
+    }
+  }
+  return worst.value();
+}
+
+// The largest share of what each channel is allowed; `slack_ulps` of the row's largest channel, or of `floor` if that
+// is larger.
+double worst_share(const RowSchema& row, const Matrix& got, const Matrix& want, double slack_ulps,
+                   const Matrix& floor) {
+  Worst worst;
+  for (std::int64_t i = 0; i < want.rows; ++i) {
+    const double largest = std::max(largest_magnitude(want.row(i)), largest_magnitude(floor.row(i)));
+    const std::vector<double> allowed = allowed_error(row, want.row(i), slack_ulps * bf16_ulp(largest));
+    for (std::size_t c = 0; c < allowed.size(); ++c) {
+      const double difference = std::abs(static_cast<double>(got.row(i)[c]) - static_cast<double>(want.row(i)[c]));
+      worst.see(difference == 0 ? 0 : difference / allowed[c]);
+    }
+  }
+  return worst.value();
+}
+
+Matrix rounded(const Matrix& rows) {
+  Matrix out = rows;
+  for (float& x : out.values) x = nearest_bf16(x);
+  return out;
+}
+
+double differing_values(const Matrix& a, const Matrix& b) {
+  std::int64_t count = 0;
+  for (std::size_t i = 0; i < b.values.size(); ++i) count += a.values[i] == b.values[i] ? 0 : 1;
+  return static_cast<double>(count);
+}
+
+using Choice = std::vector<std::vector<std::int32_t>>;  // [tokens]: entries
+
+Choice choose(const Recording& recording, const std::vector<double>& scores) {
+  Choice chosen;
+  const auto columns = static_cast<std::size_t>(recording.tokens / recording.ratio);
+  for (std::int64_t t = 0; t < recording.tokens; ++t) {
+    const auto row = std::span(scores).subspan(static_cast<std::size_t>(t) * columns, columns);
+    chosen.push_back(top_k(row, (t + 1) / recording.ratio, recording.config.index_topk));
+  }
+  return chosen;
+}
+
+// HCA: every entry a query may use. SWA: none.
+Choice choose_all(const Recording& recording) {
+  Choice chosen(static_cast<std::size_t>(recording.tokens));
+  if (recording.ratio == 0) return chosen;
+  for (std::int64_t t = 0; t < recording.tokens; ++t) {
+    for (std::int32_t j = 0; j < (t + 1) / recording.ratio; ++j) chosen[static_cast<std::size_t>(t)].push_back(j);
+  }
+  return chosen;
+}
+
+// Share of the chosen entries that only one of the two has.
+double differing_share(const Choice& got, const Choice& want) {
+  std::size_t total = 0;
+  std::size_t shared = 0;
+  for (std::size_t t = 0; t < want.size(); ++t) {
+    total += std::max(got[t].size(), want[t].size());
+    for (std::int32_t j : want[t]) shared += std::find(got[t].begin(), got[t].end(), j) != got[t].end() ? 1 : 0;
+  }
+  return total == 0 ? 0 : 1 - static_cast<double>(shared) / static_cast<double>(total);
+}
+
+double score_error(const std::vector<double>& scores, const Matrix& recorded) {
+  std::vector<double> got;
+  std::vector<double> want;
+  for (std::size_t i = 0; i < recorded.values.size(); ++i) {
+    if (std::isnan(recorded.values[i])) continue;
+    got.push_back(scores[i]);
+    want.push_back(static_cast<double>(recorded.values[i]));
+  }
+  return relative_error(got, want);
+}
+
+std::vector<double> attend_all(const Recording& recording, const Matrix& window, const Matrix& entries,
+                               const Choice& chosen) {
+  std::vector<double> out;
+  out.reserve(recording.q.values.size());
+  std::vector<std::span<const float>> rows;
+  for (std::int64_t t = 0; t < recording.tokens; ++t) {
+    rows.clear();
+    for (std::int64_t p = std::max<std::int64_t>(0, t - recording.config.window + 1); p <= t; ++p)
+      rows.push_back(window.row(p));
+    for (std::int32_t j : chosen[static_cast<std::size_t>(t)]) rows.push_back(entries.row(j));
+    const std::vector<double> one = attend({recording.q.row(t), recording.sinks.row(0), recording.softmax_scale}, rows);
+    out.insert(out.end(), one.begin(), one.end());
+  }
+  return out;
+}
+
+std::vector<double> widened(const Matrix& rows) { return {rows.values.begin(), rows.values.end()}; }
+
+// bf16 rows and keys, no transform, HCA rows kept raw: as near to the recording as a cache of 16-bit rows can be.
+CacheOptions plain_options() {
+  CacheOptions options;
+  options.row_format = Format::bf16;
+  options.index_format = Format::bf16;
+  options.hadamard = false;
+  options.hca_mode = HcaMode::raw;
+  return options;
+}
+
+void check_gathers(const Recording& recording, const Capture& got, const std::string& prefix, GoldenReport& report) {
+  report.check(prefix + "gather.lengths", static_cast<double>(got.wrong_lengths), 0);
+  report.check(prefix + "gather.changed_rows", static_cast<double>(got.changed_rows), 0);
+  if (recording.kind != LayerKind::csa) return;
+  report.check(prefix + "gather.chosen_rows", static_cast<double>(got.wrong_chosen), 0);
+}
+
+void check_plain(const Recording& recording, const Capture& got, const std::string& prefix, GoldenReport& report) {
+  check_gathers(recording, got, prefix, report);
+  report.check(prefix + "window", differing_values(got.window, rounded(recording.swa_kv)), 0);
+  if (recording.ratio != 0) report.check(prefix + "entries", worst_ulps(got.entries, recording.main.entries), kUlps);
+  if (recording.kind == LayerKind::csa) {
+    report.check(prefix + "index_keys", worst_ulps(got.keys, recording.index.entries), kUlps);
+    const std::vector<double> scores =
+        index_scores({recording.idx_q, recording.idx_weights, recording.index_softmax_scale}, got.keys);
+    report.check(prefix + "scores", score_error(scores, recording.idx_scores), kScoreBound);
+    report.check(prefix + "topk", differing_share(choose(recording, scores), recording.idx_topk), kTopkBound);
+  }
+  // With the recorded choice, so that one near tie does not count twice.
+  const Choice chosen = recording.kind == LayerKind::csa ? recording.idx_topk : choose_all(recording);
+  report.check(prefix + "attention",
+               relative_error(attend_all(recording, got.window, got.entries, chosen), widened(recording.attn_out)),
+               kAttentionBound);
+  if (recording.main.tail_kv.rows != 0) {
+    report.check(prefix + "ring.kv", relative_error(got.ring_kv.values, recording.main.tail_kv.values), 1e-6);
+    report.check(prefix + "ring.gate", relative_error(got.ring_gate.values, recording.main.tail_gate.values), 1e-6);
+  }
+}
+
+void check_stored_rows(const Recording& recording, const Capture& got, const std::string& prefix,
+                       GoldenReport& report) {
+  const LayerCacheSchema& layer = got.schema.layers[0];
+  const Matrix window = rounded(recording.swa_kv);
+  check_gathers(recording, got, prefix, report);
+  report.check(prefix + "window", worst_share(layer.window.row, got.window, window, 0, window), 1);
+  report.check(prefix + "view.window", differing_values(got.window_view, got.window), 0);
+  if (recording.ratio == 0) return;
+  const Matrix& entries = recording.main.entries;
+  report.check(prefix + "entries", worst_share(layer.pages[0].row, got.entries, entries, kUlps, entries), 1);
+  report.check(prefix + "view.entries", differing_values(got.entries_view, got.entries), 0);
+  if (recording.kind != LayerKind::csa) return;
+  // Compared after the transform, where the key was quantised. The rounding it carries comes from before it as well.
+  const Matrix keys = hadamard(recording.index.entries, recording.config.index_dim);
+  report.check(prefix + "index_keys", worst_share(layer.pages[1].row, got.keys, keys, kUlps, recording.index.entries),
+               1);
+  report.check(prefix + "view.index_keys", differing_values(got.keys_view, got.keys), 0);
+}
+
+// Scores and attention of gathered rows against those of rows read from the views; the distance to the recording is
+// what the formats cost, and only reported.
+void check_stored(const Recording& recording, const Capture& got, const std::string& prefix, GoldenReport& report) {
+  check_stored_rows(recording, got, prefix, report);
+  Choice chosen = choose_all(recording);
+  if (recording.kind == LayerKind::csa) {
+    const Matrix q = hadamard(recording.idx_q, recording.config.index_dim);
+    const ScoreInputs inputs{q, recording.idx_weights, recording.index_softmax_scale};
+    const std::vector<double> scores = index_scores(inputs, got.keys);
+    report.check(prefix + "scores.views", relative_error(index_scores(inputs, got.keys_view), scores), kSameRows);
+    report.note(prefix + "scores.recording", score_error(scores, recording.idx_scores));
+    chosen = choose(recording, scores);
+    report.note(prefix + "topk.recording", differing_share(chosen, recording.idx_topk));
+  }
+  const std::vector<double> attention = attend_all(recording, got.window, got.entries, chosen);
+  report.check(prefix + "attention.views",
+               relative_error(attend_all(recording, got.window_view, got.entries_view, chosen), attention), kSameRows);
+  report.note(prefix + "attention.recording", relative_error(attention, widened(recording.attn_out)));
+}
+
+}  // namespace
+
+void check_layer(const SafeTensors& file, LayerKind kind, const std::string& name, GoldenReport& report) {
+  const std::string prefix = name + ".";
+  const Recording recording = load_recording(file, kind);
+  check_rope(file, recording, report, prefix);
+  const Capture plain = replay(recording, plain_options(), scaled(kLongFirst, recording.tokens, recording.tokens));
+  check_plain(recording, plain, prefix + "bf16.", report);
+  check_image(recording, plain, prefix + "bf16.", report);
+  // No step longer than the window, so that every window row lies in the ring when its step ends and the views can show
+  // it.
+  const Capture stored =
+      replay(recording, CacheOptions(), scaled(kOtherSplit, recording.tokens, recording.config.window));
+  check_stored(recording, stored, prefix + "default.", report);
+  check_image(recording, stored, prefix + "default.", report);
+  report.check(prefix + "image.pending_bytes", static_cast<double>(differing_pending_bytes(plain, stored)), 0);
+}
+
+}  // namespace kv4::cli

@@ -1,0 +1,258 @@
+#include "golden_replay.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "kv4/error.h"
+
+namespace kv4::cli {
+namespace {
+
+struct StepRange {
+  std::int64_t start = 0;
+  std::int64_t count = 0;
+  std::int64_t end() const { return start + count; }
+};
+
+std::vector<StepRange> split(std::int64_t tokens, const std::vector<int>& chunks) {
+  std::vector<StepRange> steps;
+  for (std::int64_t start = 0; start < tokens; start = steps.back().end()) {
+    const std::int64_t wanted = steps.size() < chunks.size() ? chunks[steps.size()] : 1;
+    steps.push_back({start, std::min(wanted, tokens - start)});
+  }
+  return steps;
+}
+
+TensorView slice(const Matrix& matrix, const StepRange& step) {
+  return matrix.rows == 0 ? TensorView()
+                          : TensorView(matrix.values.data() + step.start * matrix.cols, {step.count, matrix.cols});
+}
+
+TensorView whole(const Matrix& matrix) { return TensorView(matrix.values.data(), {matrix.rows, matrix.cols}); }
+TensorView flat(const Matrix& matrix) { return TensorView(matrix.values.data(), {matrix.cols}); }
+
+LayerWeights weights_of(const Recording& recording) {
+  LayerWeights weights;
+  weights.position_bias = whole(recording.main.position_bias);
+  weights.norm_weight = flat(recording.main.norm_weight);
+  if (recording.kind == LayerKind::csa) {
+    weights.index_position_bias = whole(recording.index.position_bias);
+    weights.index_norm_weight = flat(recording.index.norm_weight);
+  }
+  return weights;
+}
+
+// What a gather of one item gave: rows first .. first + count - 1.
+struct Gathered {
+  Matrix rows;
+  std::int32_t first = 0;
+  std::int32_t count = 0;
+};
+
+// Keeps what is new, compares what was there before.
+void keep(const Gathered& got, std::int64_t known, Matrix& kept, Capture& capture) {
+  for (std::int64_t i = 0; i < got.count; ++i) {
+    const std::span<const float> row = got.rows.row(i);
+    const std::span<float> place = kept.row(got.first + i);
+    if (got.first + i >= known) {
+      std::copy(row.begin(), row.end(), place.begin());
+    } else if (std::memcmp(row.data(), place.data(), row.size_bytes()) != 0) {
+      ++capture.changed_rows;
+    }
+  }
+}
+
+void gather_window(LayerCacheHandle& handle, const StepRange& step, Capture& capture) {
+  const std::int64_t rows = std::min<std::int64_t>(step.start, capture.schema.config.window - 1) + step.count;
+  Gathered got{Matrix(rows, capture.window.cols)};
+  handle.gather_swa_kv(TensorView(got.rows.values.data(), {1, rows, got.rows.cols}), TensorView(&got.count, {1}),
+                       TensorView(&got.first, {1}));
+  if (got.count != rows || got.first != step.end() - rows) {
+    ++capture.wrong_lengths;
+    return;
+  }
+  keep(got, step.start, capture.window, capture);
+}
+
+void gather_rows(LayerCacheHandle& handle, const StepRange& step, bool index, Matrix& kept, Capture& capture) {
+  const std::int64_t ratio = handle.schema().spec.rows[0].ratio;
+  const std::int64_t wanted = step.end() / ratio;
+  Gathered got{Matrix(std::max<std::int64_t>(wanted, 1), kept.cols)};
+  const TensorView out(got.rows.values.data(), {1, got.rows.rows, got.rows.cols});
+  const TensorView lens(&got.count, {1});
+  if (index) {
+    handle.gather_all_index_keys(out, lens);
+  } else {
+    handle.gather_all_compressed_kv(out, lens);
+  }
+  if (got.count != wanted) {
+    ++capture.wrong_lengths;
+    return;
+  }
+  keep(got, step.start / ratio, kept, capture);
+}
+
+// The entries each token of the step was recorded to use, one unused place at the end of each.
+void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const StepRange& step, Capture& capture) {
+  std::int64_t places = 1;
+  for (std::int64_t t = step.start; t < step.end(); ++t) {
+    places = std::max(places, static_cast<std::int64_t>(recording.idx_topk[static_cast<std::size_t>(t)].size()) + 1);
+  }
+  std::vector<std::int32_t> indices(static_cast<std::size_t>(step.count * places), -1);
+  for (std::int64_t t = step.start; t < step.end(); ++t) {
+    const std::vector<std::int32_t>& chosen = recording.idx_topk[static_cast<std::size_t>(t)];
+    std::copy(chosen.begin(), chosen.end(), indices.begin() + (t - step.start) * places);
+  }
+  Matrix rows(step.count * places, capture.entries.cols);
+  std::vector<std::uint8_t> valid(indices.size());
+  handle.gather_compressed_kv(TensorView(indices.data(), {step.count, places}),
+                              TensorView(rows.values.data(), {step.count, places, rows.cols}),
+                              TensorView(valid.data(), DType::u8, {step.count, places}));
+  const std::vector<float> zero(static_cast<std::size_t>(rows.cols));
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    const std::span<const float> want =
+        indices[i] < 0 ? std::span<const float>(zero) : std::as_const(capture.entries).row(indices[i]);
+    const bool same = std::memcmp(rows.row(static_cast<std::int64_t>(i)).data(), want.data(), want.size_bytes()) == 0;
+    capture.wrong_chosen += same && (valid[i] != 0) == (indices[i] >= 0) ? 0 : 1;
+  }
+}
+
+void read_window_view(LayerCacheHandle& handle, Matrix& kept) {
+  const SWAView view = handle.read_swa_view();
+  for (std::int32_t r = 0; r < view.rows; ++r) {
+    if (view.positions[r] < 0) continue;
+    const auto at = [&](const PlaneView& plane) {
+      return plane.data + view.slots[0] * plane.block_stride + r * plane.row_stride;
+    };
+    decode_row(handle.schema().window.row, at(view.payload), view.scale.data != nullptr ? at(view.scale) : nullptr,
+               kept.row(view.positions[r]));
+  }
+}
+
+struct PagedRows {
+  PlaneView payload;
+  PlaneView scale;
+  const std::int32_t* blocks;  // of the first item
+  std::int32_t rows_per_block;
+};
+
+void read_paged_view(const PagedRows& view, const RowSchema& row, Matrix& kept) {
+  for (std::int64_t j = 0; j < kept.rows; ++j) {
+    const std::int64_t block = view.blocks[j / view.rows_per_block];
+    const std::int64_t slot = j % view.rows_per_block;
+    const auto at = [&](const PlaneView& plane) {
+      return plane.data + block * plane.block_stride + slot * plane.row_stride;
+    };
+    decode_row(row, at(view.payload), view.scale.data != nullptr ? at(view.scale) : nullptr, kept.row(j));
+  }
+}
+
+void read_entry_views(LayerCacheHandle& handle, Capture& capture) {
+  const std::vector<PageSchema>& pages = handle.schema().pages;
+  if (!pages.empty()) {
+    const ClassicalView view = handle.read_classical_view();
+    const std::int32_t* blocks = view.block_table + std::int64_t{view.request_rows[0]} * view.blocks_per_request;
+    read_paged_view({view.payload, view.scale, blocks, view.rows_per_block}, pages[0].row, capture.entries_view);
+  }
+  if (pages.size() > 1) {
+    const IndexerView view = handle.read_indexer_view();
+    const std::int32_t* blocks = view.block_table + std::int64_t{view.request_rows[0]} * view.blocks_per_request;
+    read_paged_view({view.keys, view.scales, blocks, view.rows_per_block}, pages[1].row, capture.keys_view);
+  }
+}
+
+// Open rows of the main compressor straight from the request's state slot. Only an fp32 ring that still holds them all.
+void read_ring(KVCacheManager& manager, LayerCacheHandle& handle, std::int64_t tokens, Capture& capture) {
+  if (handle.schema().pending.empty()) return;
+  const PendingSchema& pending = handle.schema().pending[0];
+  const std::int64_t open = tokens % handle.schema().spec.rows[0].ratio;
+  if (pending.rows < open || pending.dtype != DType::f32) return;
+  capture.ring_kv = Matrix(open, pending.columns);
+  capture.ring_gate = Matrix(open, pending.columns);
+  const std::int64_t slot = handle.read_swa_view().slots[0];
+  const std::byte* ring = manager.state_pool().base() + slot * capture.schema.slot_bytes + pending.ring_offset;
+  for (std::int64_t i = 0; i < open; ++i) {
+    const std::byte* row = ring + (tokens - open + i) % pending.rows * pending.row_bytes;
+    const std::span<float> kv = capture.ring_kv.row(i);
+    const std::span<float> gate = capture.ring_gate.row(i);
+    std::memcpy(kv.data(), row, kv.size_bytes());
+    std::memcpy(gate.data(), row + kv.size_bytes(), gate.size_bytes());
+  }
+}
+
+void append(LayerCacheHandle& handle, const Recording& recording, const StepRange& step) {
+  AppendInputs inputs;
+  inputs.raw_kv = slice(recording.swa_kv, step);
+  inputs.kv = slice(recording.main.kv, step);
+  inputs.gate = slice(recording.main.gate, step);
+  inputs.index_kv = slice(recording.index.kv, step);
+  inputs.index_gate = slice(recording.index.gate, step);
+  handle.append(inputs);
+}
+
+template <class T>
+const T& expect(const Expected<T>& value, const char* what) {
+  if (!value)
+    throw Error(ErrorCode::bad_state,
+                fmt::format("golden replay: {} found no room ({})", what, to_string(value.shortage())));
+  return *value;
+}
+
+Capture make_capture(const Recording& recording, const CacheSchema& schema) {
+  Capture capture;
+  capture.schema = schema;
+  capture.window = capture.window_view = Matrix(recording.tokens, schema.config.head_dim);
+  const std::int64_t entries = recording.ratio == 0 ? 0 : recording.tokens / recording.ratio;
+  capture.entries = capture.entries_view = Matrix(entries, schema.config.head_dim);
+  capture.keys = capture.keys_view = Matrix(recording.kind == LayerKind::csa ? entries : 0, schema.config.index_dim);
+  return capture;
+}
+
+}  // namespace
+
+Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks) {
+  const std::vector<StepRange> steps = split(recording.tokens, chunks);
+  options.max_requests = 1;
+  options.max_context = recording.tokens;
+  options.max_step_tokens = 1;
+  for (const StepRange& step : steps)
+    options.max_step_tokens = std::max(options.max_step_tokens, static_cast<int>(step.count));
+
+  KVCacheManager manager(recording.config, options);
+  Capture capture = make_capture(recording, manager.schema());
+  if (recording.kind != LayerKind::swa) manager.bind_weights(0, weights_of(recording));
+  const RequestId request = expect(manager.admit(), "admit");
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(recording.tokens));
+  std::iota(ids.begin(), ids.end(), 0);
+
+  for (const StepRange& range : steps) {
+    StepItem item;
+    item.request = request;
+    item.count = static_cast<std::int32_t>(range.count);
+    item.token_ids = {ids.data() + range.start, static_cast<std::size_t>(range.count)};
+    item.position = range.start;
+    const Step step = expect(manager.prepare_forward({&item, 1}), "prepare_forward");
+    LayerCacheHandle handle = manager.acquire(0);
+    append(handle, recording, range);
+    gather_window(handle, range, capture);
+    read_window_view(handle, capture.window_view);
+    if (recording.ratio != 0) gather_rows(handle, range, false, capture.entries, capture);
+    if (recording.kind == LayerKind::csa) {
+      gather_rows(handle, range, true, capture.keys, capture);
+      gather_chosen(handle, recording, range, capture);
+    }
+    if (range.end() == recording.tokens) {
+      read_entry_views(handle, capture);
+      read_ring(manager, handle, recording.tokens, capture);
+    }
+    manager.commit(step);
+  }
+  capture.image = manager.export_image(request);
+  return capture;
+}
+
+}  // namespace kv4::cli

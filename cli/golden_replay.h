@@ -1,0 +1,29 @@
+// What the library makes of a recorded layer: the inputs go through a real one-layer cache, and everything the cache
+// gives back is kept for the checks.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "golden_recording.h"
+#include "kv4/kv_cache_manager.h"
+
+namespace kv4::cli {
+
+/// What one replay gave back. Row i of `window` is position i; a `_view` matrix is the same read from the views' bytes.
+struct Capture {
+  CacheSchema schema;
+  Matrix window, window_view;      // [tokens, head_dim]
+  Matrix entries, entries_view;    // [tokens / ratio, head_dim]
+  Matrix keys, keys_view;          // [tokens / ratio, index_dim]
+  Matrix ring_kv, ring_gate;       // [tokens % ratio, columns]: the main compressor's open rows in the state slot
+  std::int64_t changed_rows = 0;   // gathers of an earlier row that gave something else than the first one
+  std::int64_t wrong_lengths = 0;  // gathers that gave another number of rows than the model says
+  std::int64_t wrong_chosen = 0;   // rows of chosen entries that are not the entry, or not marked as what they are
+  CanonicalImage image;
+};
+
+/// Appends all tokens in steps of `chunks`, then one by one.
+Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks);
+
+}  // namespace kv4::cli
