@@ -1,0 +1,70 @@
+#include "cache_flags.h"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+
+#include "kv4/error.h"
+#include "sizes.h"
+
+namespace kv4::cli {
+namespace {
+
+constexpr int kMaxCount = 1 << 24;  // build_schema has the real limits; this one keeps the value an int
+
+DType parse_pending(const std::string& name) {
+  if (name == "fp32" || name == "f32") return DType::f32;
+  if (name == "bf16") return DType::bf16;
+  throw Error(ErrorCode::bad_argument, fmt::format("--pending '{}' is not known; it may be fp32 or bf16", name));
+}
+
+}  // namespace
+
+void add_flags(CLI::App& app, ModelFlags& flags) {
+  auto* model = app.add_option("--model", flags.model, "v4-flash or v4-pro")->capture_default_str()->type_name("NAME")->group("Model");
+  app.add_option("--config", flags.config, "a Hugging Face config.json instead")->type_name("FILE")->excludes(model)->group("Model");
+}
+
+ModelConfig read_model(const ModelFlags& flags) {
+  return flags.config.empty() ? model_preset(flags.model) : load_model_config(flags.config);
+}
+
+void add_flags(CLI::App& app, FormatFlags& flags) {
+  const std::string group = "Formats";
+  app.add_option("--rows", flags.rows, "window rows and entries: fp8_tile64, fp8_row or bf16")->capture_default_str()->type_name("NAME")->group(group);
+  app.add_option("--keys", flags.keys, "index keys: mxfp4, nvfp4, fp8 or bf16")->capture_default_str()->type_name("NAME")->group(group);
+  app.add_flag("--no-hadamard", flags.no_hadamard, "keep index keys as they are before quantising")->group(group);
+  app.add_option("--pending", flags.pending, "compressor rows that wait: fp32 or bf16")->capture_default_str()->type_name("NAME")->group(group);
+  app.add_option("--hca", flags.hca, "HCA rows that wait: online (folded) or raw")->capture_default_str()->type_name("NAME")->group(group);
+  app.add_option("--arrangement", flags.arrangement, "pages: block-major or layer-major")->capture_default_str()->type_name("NAME")->group(group);
+  app.add_option("--page-alignment", flags.page_alignment, "bytes, a multiple of 64; 576 is FlashMLA's")->capture_default_str()->type_name("N")->group(group);
+  app.add_option("--block-tokens", flags.block_tokens, "tokens of a block, a multiple of every ratio; 0: automatic")
+      ->capture_default_str()->type_name("N")->group(group);
+  app.add_option("--rewind", flags.rewind, "how many tokens a request can be rewound")->capture_default_str()->type_name("N")->group(group);
+}
+
+void apply(const FormatFlags& flags, CacheOptions& options) {
+  options.row_format = parse_format(flags.rows);
+  options.index_format = parse_format(flags.keys);
+  options.hadamard = !flags.no_hadamard;
+  options.pending_dtype = parse_pending(flags.pending);
+  options.hca_mode = parse_hca_mode(flags.hca);
+  std::string arrangement = flags.arrangement;
+  std::replace(arrangement.begin(), arrangement.end(), '-', '_');
+  options.arrangement = parse_arrangement(arrangement);
+  options.page_alignment = static_cast<int>(parse_count(flags.page_alignment, "--page-alignment", 1, kMaxCount));
+  options.block_tokens = static_cast<int>(parse_count(flags.block_tokens, "--block-tokens", 0, kMaxCount));
+  options.max_rewind_tokens = static_cast<int>(parse_count(flags.rewind, "--rewind", 0, kMaxCount));
+}
+
+std::string describe_formats(const CacheOptions& options) {
+  std::string arrangement = to_string(options.arrangement);
+  std::replace(arrangement.begin(), arrangement.end(), '_', '-');
+  return fmt::format("rows {}, index keys {}{}, pending {}, HCA {}, {}, rewind {}", to_string(options.row_format),
+                     to_string(options.index_format), options.hadamard ? " + Hadamard" : "",
+                     options.pending_dtype == DType::f32 ? "fp32" : "bf16", to_string(options.hca_mode), arrangement,
+                     options.max_rewind_tokens);
+}
+
+}  // namespace kv4::cli

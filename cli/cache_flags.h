@@ -1,0 +1,41 @@
+// Which model and which formats: flags that several commands share.
+#pragma once
+
+#include <string>
+
+#include "kv4/model_config.h"
+#include "kv4/options.h"
+
+namespace CLI {
+class App;
+}
+
+namespace kv4::cli {
+
+struct ModelFlags {
+  std::string model = "v4-flash";
+  std::string config;  // a file; wins over `model`
+};
+void add_flags(CLI::App& app, ModelFlags& flags);
+ModelConfig read_model(const ModelFlags& flags);
+
+/// What is stored and how it is laid out; sizes are the commands' own.
+struct FormatFlags {
+  std::string rows = "fp8_tile64";
+  std::string keys = "mxfp4";
+  bool no_hadamard = false;
+  std::string pending = "fp32";
+  std::string hca = "online";
+  std::string arrangement = "block-major";
+  std::string page_alignment = "64";
+  std::string block_tokens = "0";
+  std::string rewind = "0";
+};
+void add_flags(CLI::App& app, FormatFlags& flags);
+/// Throws Error(bad_argument) naming the flag's value and what it may be.
+void apply(const FormatFlags& flags, CacheOptions& options);
+
+/// "rows fp8_tile64, keys mxfp4 + Hadamard, ..."
+std::string describe_formats(const CacheOptions& options);
+
+}  // namespace kv4::cli

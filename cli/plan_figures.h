@@ -1,0 +1,65 @@
+// What `kv4 plan` shows, as numbers.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kv4/schema.h"
+
+namespace kv4::cli {
+
+/// What is wanted: context and requests, or as much of them as fits into memory.
+struct PlanWish {
+  ModelConfig config;
+  CacheOptions options;  // formats and fixed sizes; context, requests and blocks are filled in
+  std::optional<std::int64_t> context;
+  std::optional<std::int64_t> requests;
+  std::optional<std::int64_t> memory;
+};
+
+/// Stored rows of one kind in all layers of one kind.
+struct RowFigures {
+  std::string name;  // "CSA entries"
+  int layers = 0;
+  int rows_per_block = 0;
+  int row_bytes = 0;
+  std::int64_t block_bytes = 0;  // all layers
+};
+
+/// A part of the state slot in all layers of one kind.
+struct StateFigures {
+  std::string name;  // "CSA window"
+  int layers = 0;
+  std::int64_t bytes = 0;
+};
+
+/// The paper counts payload and scales of DeepSeek's own formats, without padding, blocks or compressor state.
+struct PaperCount {
+  double bytes_per_token = 0;
+  std::int64_t window_bytes_per_request = 0;
+  double bytes(std::int64_t requests, std::int64_t context) const;
+};
+
+struct Fit {
+  std::int64_t requests = 0;  // 0: not even one
+  std::int64_t context = 0;   // tokens of each
+  std::int64_t total_bytes = 0;
+};
+
+struct PlanFigures {
+  CacheSchema schema;
+  MemoryPlan plan;
+  BlockBudget budget;
+  std::vector<RowFigures> rows;
+  std::vector<StateFigures> state;
+  PaperCount paper;
+  std::optional<Fit> longest_context;  // with memory: what `requests` get each
+  std::optional<Fit> most_requests;    // with memory: how many of `context`
+};
+
+/// Throws Error where nothing fits into the memory, naming what would.
+PlanFigures compute_plan(const PlanWish& wish);
+
+}  // namespace kv4::cli
