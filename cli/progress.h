@@ -1,0 +1,32 @@
+// A progress bar on standard error: only on a terminal, only for what takes longer than two seconds.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace kv4::cli {
+
+class Progress {
+ public:
+  Progress(std::string title, std::int64_t total);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void advance(std::int64_t amount);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void draw(Clock::time_point now);
+
+  std::string title_;
+  std::int64_t total_;
+  std::int64_t done_ = 0;
+  bool terminal_;
+  bool shown_ = false;
+  Clock::time_point start_ = Clock::now();
+  Clock::time_point drawn_ = start_;
+};
+
+}  // namespace kv4::cli

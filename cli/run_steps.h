@@ -1,0 +1,54 @@
+// Feeds steps of generated tokens through all backbone layers of a cache and keeps the time they take.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "bench_copy.h"
+#include "inputs.h"
+#include "kv4/kv_cache_manager.h"
+
+namespace kv4::cli {
+
+/// Tokens of one request in a step; kNoRequest: padding.
+struct StepTokens {
+  RequestId request = kNoRequest;
+  std::vector<TokenRef> tokens;
+};
+
+struct StepTimes {
+  std::int64_t steps = 0;
+  std::int64_t touched_bytes = 0;  // that the appends must read and write
+  double append_s = 0;             // inside append
+  double control_s = 0;            // prepare_forward and commit
+  double copy_s = 0;               // memcpy of touched_bytes
+};
+
+class StepDriver {
+ public:
+  /// Buffers that all layers share are filled just before an append reads them; one buffer per layer (`copy` given: what it is timed
+  /// against) is filled before the step, so that inputs come from memory as an engine's would.
+  StepDriver(KVCacheManager& manager, const InputGenerator& generator, CopyBaseline* copy = nullptr);
+
+  /// `inspect` runs after the last layer, before commit. Throws std::runtime_error where the cache has no room: it was sized for this.
+  void step(std::span<const StepTokens> items, const std::function<void()>& inspect = {});
+  const StepTimes& times() const { return times_; }
+
+ private:
+  LayerInputs& inputs_of(std::size_t layer);
+  Step prepare(std::span<const StepTokens> items);
+  void count_bytes(std::span<const StepTokens> items);
+
+  KVCacheManager& manager_;
+  const InputGenerator& generator_;
+  CopyBaseline* copy_;
+  std::vector<std::size_t> layers_;   // owned backbone layers
+  std::vector<LayerInputs> buffers_;  // one per layer, or one per kind of layer
+  std::vector<TokenRef> tokens_;
+  std::vector<std::int32_t> token_ids_;
+  StepTimes times_;
+};
+
+}  // namespace kv4::cli
