@@ -1,0 +1,42 @@
+// The cases of `kv4 bench`. A case makes what it needs once and then does its operation again and again.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kv4/kv_cache_manager.h"
+
+namespace kv4::cli {
+
+/// One operation: how long it took and the bytes it had to touch (0: none to speak of).
+struct Sample {
+  double seconds = 0;
+  std::int64_t bytes = 0;
+  std::int64_t items = 1;  // tokens, rows, requests, ...: see Case::item
+};
+using Operation = std::function<Sample()>;
+
+struct Case {
+  std::string name;
+  std::string item;  // what Sample::items counts
+  std::function<Operation()> make;
+};
+
+struct BenchSettings {
+  ModelConfig config;
+  int threads = 1;
+};
+
+void add_append_cases(std::vector<Case>& cases, const BenchSettings& settings);
+void add_context_cases(std::vector<Case>& cases, const BenchSettings& settings);
+void add_gather_cases(std::vector<Case>& cases, const BenchSettings& settings);
+void add_snapshot_cases(std::vector<Case>& cases, const BenchSettings& settings);
+void add_control_cases(std::vector<Case>& cases, const BenchSettings& settings);
+
+/// Fills pools of at least a gigabyte and compares the process's resident memory with the plan. 0: within 2 %, else 1.
+int run_rss_check(const BenchSettings& settings, bool json);
+
+}  // namespace kv4::cli
