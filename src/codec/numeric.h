@@ -130,28 +130,24 @@ KV4_HD float larger_magnitude(float so_far, float x) {
 }
 
 // --- exp(x) for x <= 0 -------------------------------------------------------------------------------------------------------
-// x = k ln 2 + r, |r| <= ln 2 / 2; a polynomial in r (relative error below 2^-23) times 2^k. Below -87 the result is 0.
-constexpr float kExpFloor = -87.0f;
-constexpr float kLog2e = 1.44269504088896341f;
+// x log2(e) = k + r, |r| <= 1/2: a polynomial for 2^r (relative error 1.1e-7, exactly 1 at 0) times 2^k. Below -86 the result stays at
+// exp(-86) = 4.5e-38, which is nothing beside a weight of 1 and needs no denormals. NaN stays NaN.
+constexpr float kExpFloor = -86.0f;
+constexpr float kLog2e = 1.44269504f;
 constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, its low bits are that integer
-constexpr float kLn2High = 0.693359375f;
-constexpr float kLn2Low = -2.12194440e-4f;
-constexpr float kExp6 = 1.9875691500e-4f, kExp5 = 1.3981999507e-3f, kExp4 = 8.3334519073e-3f;
-constexpr float kExp3 = 4.1665795894e-2f, kExp2 = 1.6666665459e-1f, kExp1 = 5.0000001201e-1f;
+constexpr float kExp1 = 0.693147f, kExp2 = 0.24022242f, kExp3 = 0.055507336f, kExp4 = 0.009671513f, kExp5 = 0.0013264727f;
 
 KV4_HD float exp_nonpositive(float x) {
+  if (x < kExpFloor) x = kExpFloor;
   const float shifted = fused(x, kLog2e, kRoundMagic);
   const float k = shifted - kRoundMagic;
-  float r = fused(k, -kLn2High, x);
-  r = fused(k, -kLn2Low, r);
-  float p = fused(kExp6, r, kExp5);
-  p = fused(p, r, kExp4);
+  const float r = fused(x, kLog2e, -k);
+  float p = fused(kExp5, r, kExp4);
   p = fused(p, r, kExp3);
   p = fused(p, r, kExp2);
   p = fused(p, r, kExp1);
-  p = fused(p, r * r, r) + 1.0f;
-  const float scale = bits_float((float_bits(shifted) << 23) + (127u << 23));
-  return x < kExpFloor ? 0.0f : p * scale;
+  p = fused(p, r, 1.0f);
+  return p * bits_float((float_bits(shifted) << 23) + (127u << 23));
 }
 
 }  // namespace kv4::codec

@@ -30,20 +30,17 @@ struct Pool {
   float max, den, num;
 };
 
-constexpr float kGateLimit = 3.40282347e38f;  // an infinite gate counts as the largest finite one
+constexpr float kLowestGate = -3.40282347e38f;
 
-KV4_HD Pool empty_pool() { return {codec::bits_float(0xFF800000u), 0.0f, 0.0f}; }  // -inf, 0, 0
+KV4_HD Pool empty_pool() { return {kLowestGate, 0.0f, 0.0f}; }
 
 /// Adds a row. One exp: of the distance between the new gate and the maximum, which scales either the past or the new row.
 KV4_HD Pool pool_add(Pool p, float gate, float kv) {
-  float g = gate;
-  if (g > kGateLimit) g = kGateLimit;
-  if (g < -kGateLimit) g = -kGateLimit;
-  const float e = codec::exp_nonpositive(-codec::magnitude(g - p.max));
-  const bool higher = g > p.max;
+  const float e = codec::exp_nonpositive(-codec::magnitude(gate - p.max));
+  const bool higher = gate > p.max;
   const float past = higher ? e : 1.0f;
   const float fresh = higher ? 1.0f : e;
-  return {higher ? g : p.max, codec::fused(p.den, past, fresh), codec::fused(fresh, kv, p.num * past)};
+  return {higher ? gate : p.max, codec::fused(p.den, past, fresh), codec::fused(fresh, kv, p.num * past)};
 }
 
 /// Folds rows in order into acc [3, width]; `fresh` starts from nothing.

@@ -34,15 +34,31 @@ void load_as_bf16(const void* from, DType type, int count_in, float* to) {
 }
 
 // --- encoders ----------------------------------------------------------------------------------------------------------------
+// Scales are found on the bits of the largest magnitude. A row with an infinity or a NaN takes the plain code, which says how they clamp.
+
+// Exponent of pow2_ceil(amax / 448) and of pow2_ceil(amax / 6): the carry out of the mantissa says whether amax is above
+// 1.75 * 2^n (448 = 1.75 * 2^8) or 1.5 * 2^n (6 = 1.5 * 2^2).
+HWY_INLINE int exponent_over_448(std::uint32_t amax) {
+  constexpr std::uint32_t kFloor = 0x38D1B717u;  // bits of kAmaxFloor = 1e-4f
+  return static_cast<int>(((amax > kFloor ? amax : kFloor) + 0x1FFFFFu) >> 23) - (127 + 8);
+}
+HWY_INLINE int exponent_over_6(std::uint32_t amax) {
+  constexpr std::uint32_t kFloor = 0x01C00000u;  // bits of 6 * 2^-126
+  return static_cast<int>(((amax > kFloor ? amax : kFloor) + 0x3FFFFFu) >> 23) - (127 + 2);
+}
 
 HWY_INLINE void encode_e4m3_scaled(const float* x, std::size_t count, float inverse, std::uint8_t* out) {
   const VF factor = set(inverse);
   for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) store_bytes(e4m3_bits(hn::Mul(hn::LoadU(DF(), x + c), factor)), out + c);
 }
 
+// amax / (amax / 448) may round to just above 448, hence the clamp.
 HWY_INLINE void encode_e4m3_divided(const float* x, std::size_t count, float divisor, std::uint8_t* out) {
-  const VF by = set(divisor);
-  for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) store_bytes(e4m3_bits(hn::Div(hn::LoadU(DF(), x + c), by)), out + c);
+  const VF by = set(divisor), most = set(448.0f);
+  for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) {
+    const VF v = hn::Div(hn::LoadU(DF(), x + c), by);
+    store_bytes(e4m3_bits(hn::Min(hn::Max(v, hn::Neg(most)), most)), out + c);
+  }
 }
 
 HWY_INLINE void encode_bf16(const float* x, std::size_t count, std::uint8_t* out) {
@@ -65,56 +81,96 @@ HWY_INLINE void pack_nibbles(const std::uint8_t* codes, std::size_t count, std::
   for (std::size_t i = 0; i < count / 2; ++i) out[i] = static_cast<std::uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
 }
 
-constexpr std::size_t kMaxKeyWidth = 1024;  // wider keys take the plain code
+constexpr std::size_t kMaxTiles = 16;        // longer rows and wider keys take the plain code
+constexpr std::size_t kMaxKeyWidth = 1024;
+
+HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
+  constexpr std::size_t kTile = codec::Fp8Tile64::kTile;
+  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail, tiles = body / kTile;
+  std::uint32_t amax[kMaxTiles];
+  if (tiles > kMaxTiles) return false;
+  for (std::size_t t = 0; t < tiles; ++t) amax[t] = amax_bits(x + t * kTile, kTile);
+  for (std::size_t t = 0; t < tiles; ++t)
+    if (amax[t] > kFiniteBits) return false;
+  for (std::size_t t = 0; t < tiles; ++t) {
+    const int e = exponent_over_448(amax[t]);
+    encode_e4m3_scaled(x + t * kTile, kTile, codec::pow2(-e), payload + t * kTile);
+    scale[t] = static_cast<std::uint8_t>(e + 127);
+  }
+  for (int t = codec::Fp8Tile64::tiles(shape); t < codec::Fp8Tile64::scale_bytes(shape); ++t) scale[t] = 0;
+  encode_bf16(x + body, tail, payload + body);
+  return true;
+}
+
+HWY_INLINE bool encode_fp8_row(codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
+  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail;
+  const std::uint32_t amax = amax_bits(x, body);
+  if (amax > kFiniteBits) return false;
+  const float inverse = codec::Fp8Row::inverse_scale(codec::bits_float(amax));
+  encode_e4m3_divided(x, body, inverse, payload);
+  encode_bf16(x + body, tail, payload + body);
+  std::memcpy(scale, &inverse, 4);
+  return true;
+}
+
+HWY_INLINE bool encode_fp8_key(std::size_t width, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
+  const std::uint32_t amax = amax_bits(x, width);
+  if (amax > kFiniteBits) return false;
+  const int e = exponent_over_448(amax);
+  const float value = codec::pow2(e);
+  encode_e4m3_scaled(x, width, codec::pow2(-e), payload);
+  std::memcpy(scale, &value, 4);
+  return true;
+}
+
+HWY_INLINE bool encode_mxfp4(std::size_t width, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
+  constexpr std::size_t kGroup = codec::Mxfp4::kGroup;
+  std::uint8_t codes[kMaxKeyWidth];
+  for (std::size_t t = 0; t < width / kGroup; ++t) {
+    const std::uint32_t amax = amax_bits(x + t * kGroup, kGroup);
+    if (amax > kFiniteBits) return false;
+    const int e = exponent_over_6(amax);
+    encode_e2m1<false>(x + t * kGroup, kGroup, codec::pow2(-e), codes + t * kGroup);
+    scale[t] = static_cast<std::uint8_t>(e + 127);
+  }
+  pack_nibbles(codes, width, payload);
+  return true;
+}
+
+HWY_INLINE bool encode_nvfp4(std::size_t width, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global) {
+  constexpr std::size_t kGroup = codec::Nvfp4::kGroup;
+  std::uint8_t codes[kMaxKeyWidth];
+  for (std::size_t t = 0; t < width / kGroup; ++t) {
+    const std::uint32_t amax = amax_bits(x + t * kGroup, kGroup);
+    if (amax > kFiniteBits) return false;
+    scale[t] = codec::Nvfp4::scale_byte(codec::bits_float(amax), global);
+    const float step = codec::e4m3_value(scale[t]) * global;
+    if (step == 0.0f)
+      std::memset(codes + t * kGroup, 0, kGroup);
+    else
+      encode_e2m1<true>(x + t * kGroup, kGroup, step, codes + t * kGroup);
+  }
+  pack_nibbles(codes, width, payload);
+  return true;
+}
 
 void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global) {
-  const std::size_t lanes = hn::Lanes(DF()), width = static_cast<std::size_t>(shape.width), tail = static_cast<std::size_t>(shape.tail);
-  const std::size_t body = width - tail;
-  const bool fits = body % lanes == 0 && tail % lanes == 0;
-  std::uint8_t codes[kMaxKeyWidth];
-  if (format == Format::fp8_tile64 && fits) {
-    constexpr std::size_t kTile = codec::Fp8Tile64::kTile;
-    for (std::size_t t = 0; t < body / kTile; ++t) {
-      const int e = codec::Fp8Tile64::scale_exponent(amax_of(x + t * kTile, kTile));
-      encode_e4m3_scaled(x + t * kTile, kTile, codec::pow2(-e), payload + t * kTile);
-      scale[t] = static_cast<std::uint8_t>(e + 127);
-    }
-    for (int t = codec::Fp8Tile64::tiles(shape); t < codec::Fp8Tile64::scale_bytes(shape); ++t) scale[t] = 0;
-    encode_bf16(x + body, tail, payload + body);
-  } else if (format == Format::fp8_row && fits) {
-    const float inverse = codec::Fp8Row::inverse_scale(amax_of(x, body));
-    encode_e4m3_divided(x, body, inverse, payload);
-    encode_bf16(x + body, tail, payload + body);
-    std::memcpy(scale, &inverse, 4);
-  } else if (format == Format::bf16 && fits) {
-    encode_bf16(x, width, payload);
-  } else if (format == Format::fp8 && fits) {
-    const int e = codec::Fp8Tile64::scale_exponent(amax_of(x, width));
-    const float value = codec::pow2(e);
-    encode_e4m3_scaled(x, width, codec::pow2(-e), payload);
-    std::memcpy(scale, &value, 4);
-  } else if (format == Format::mxfp4 && width <= kMaxKeyWidth && codec::Mxfp4::kGroup % lanes == 0) {
-    constexpr std::size_t kGroup = codec::Mxfp4::kGroup;
-    for (std::size_t t = 0; t < width / kGroup; ++t) {
-      const int e = codec::Mxfp4::scale_exponent(amax_of(x + t * kGroup, kGroup));
-      encode_e2m1<false>(x + t * kGroup, kGroup, codec::pow2(-e), codes + t * kGroup);
-      scale[t] = static_cast<std::uint8_t>(e + 127);
-    }
-    pack_nibbles(codes, width, payload);
-  } else if (format == Format::nvfp4 && width <= kMaxKeyWidth && codec::Nvfp4::kGroup % lanes == 0) {
-    constexpr std::size_t kGroup = codec::Nvfp4::kGroup;
-    for (std::size_t t = 0; t < width / kGroup; ++t) {
-      scale[t] = codec::Nvfp4::scale_byte(amax_of(x + t * kGroup, kGroup), global);
-      const float step = codec::e4m3_value(scale[t]) * global;
-      if (step == 0.0f)
-        std::memset(codes + t * kGroup, 0, kGroup);
-      else
-        encode_e2m1<true>(x + t * kGroup, kGroup, step, codes + t * kGroup);
-    }
-    pack_nibbles(codes, width, payload);
-  } else {
-    plain_row_kernels().encode(format, shape, x, payload, scale, global);
+  const std::size_t lanes = hn::Lanes(DF()), width = static_cast<std::size_t>(shape.width);
+  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = width - tail;
+  const bool whole = body % lanes == 0 && tail % lanes == 0 && body > 0;
+  bool done = false;
+  switch (format) {
+    case Format::fp8_tile64: done = whole && encode_fp8_tile64(shape, x, payload, scale); break;
+    case Format::fp8_row: done = whole && encode_fp8_row(shape, x, payload, scale); break;
+    case Format::fp8: done = whole && encode_fp8_key(width, x, payload, scale); break;
+    case Format::mxfp4: done = width <= kMaxKeyWidth && codec::Mxfp4::kGroup % lanes == 0 && encode_mxfp4(width, x, payload, scale); break;
+    case Format::nvfp4: done = width <= kMaxKeyWidth && codec::Nvfp4::kGroup % lanes == 0 && encode_nvfp4(width, x, payload, scale, global); break;
+    case Format::bf16:
+      done = whole;
+      if (whole) encode_bf16(x, width, payload);
+      break;
   }
+  if (!done) plain_row_kernels().encode(format, shape, x, payload, scale, global);
 }
 
 // --- decoders ----------------------------------------------------------------------------------------------------------------

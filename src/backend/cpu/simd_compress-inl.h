@@ -16,16 +16,14 @@ struct PoolVector {
   VF max, den, num;
 };
 
-// Min and Max take the gate second: where one is NaN, x86 returns the second, others NaN; either way NaN stays.
 HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
-  const VF limit = set(ops::kGateLimit);
-  const VF g = hn::Max(hn::Neg(limit), hn::Min(limit, gate));
-  const VF e = exp_nonpositive(hn::Neg(hn::Abs(hn::Sub(g, p.max))));
-  const auto higher = hn::Gt(g, p.max);
+  const VF sign = from_bits(set_bits(0x80000000u));
+  const VF e = exp_nonpositive(hn::Or(hn::Sub(gate, p.max), sign));
+  const auto higher = hn::Gt(gate, p.max);
   const VF one = set(1.0f);
   const VF past = hn::IfThenElse(higher, e, one);
   const VF fresh = hn::IfThenElse(higher, one, e);
-  return {hn::IfThenElse(higher, g, p.max), hn::MulAdd(p.den, past, fresh), hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
+  return {hn::IfThenElse(higher, gate, p.max), hn::MulAdd(p.den, past, fresh), hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
 }
 
 // Folds kRows rows over all channels: rows stream, the accumulator stays in the first cache level.
@@ -34,7 +32,7 @@ void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float*
   const DF d;
   const std::size_t lanes = hn::Lanes(d);
   for (std::size_t c = 0; c < width; c += lanes) {
-    PoolVector p{from_bits(set_bits(0xFF800000u)), hn::Zero(d), hn::Zero(d)};
+    PoolVector p{set(ops::kLowestGate), hn::Zero(d), hn::Zero(d)};
     if (!fresh) p = {hn::LoadU(d, acc + c), hn::LoadU(d, acc + width + c), hn::LoadU(d, acc + 2 * width + c)};
     for (int r = 0; r < kRows; ++r) {
       const VF gate = hn::Add(load_row(rows[r].gate, rows[r].type, c), hn::LoadU(d, rows[r].bias + c));

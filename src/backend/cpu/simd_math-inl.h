@@ -54,32 +54,29 @@ HWY_INLINE VF load_row(const void* row, ops::RowType type, std::size_t c) {
   return type == ops::RowType::f32 ? x : round_bf16(x);
 }
 
-HWY_INLINE VF exp_nonpositive(VF x) {
-  const VF magic = set(codec::kRoundMagic);
-  const VF shifted = hn::MulAdd(x, set(codec::kLog2e), magic);
-  const VF k = hn::Sub(shifted, magic);
-  VF r = hn::MulAdd(k, set(-codec::kLn2High), x);
-  r = hn::MulAdd(k, set(-codec::kLn2Low), r);
-  VF p = hn::MulAdd(set(codec::kExp6), r, set(codec::kExp5));
-  p = hn::MulAdd(p, r, set(codec::kExp4));
+// Max takes x second: where it is NaN, x86 returns it and others return NaN.
+HWY_INLINE VF exp_nonpositive(VF x_in) {
+  const VF x = hn::Max(set(codec::kExpFloor), x_in);
+  const VF magic = set(codec::kRoundMagic), log2e = set(codec::kLog2e);
+  const VF shifted = hn::MulAdd(x, log2e, magic);
+  const VF r = hn::MulSub(x, log2e, hn::Sub(shifted, magic));
+  VF p = hn::MulAdd(set(codec::kExp5), r, set(codec::kExp4));
   p = hn::MulAdd(p, r, set(codec::kExp3));
   p = hn::MulAdd(p, r, set(codec::kExp2));
   p = hn::MulAdd(p, r, set(codec::kExp1));
-  p = hn::Add(hn::MulAdd(p, hn::Mul(r, r), r), set(1.0f));
-  const VF scale = from_bits(hn::Add(hn::ShiftLeft<23>(bits(shifted)), set_bits(127u << 23)));
-  return hn::IfThenZeroElse(hn::Lt(x, set(codec::kExpFloor)), hn::Mul(p, scale));
+  p = hn::MulAdd(p, r, set(1.0f));
+  return hn::Mul(p, from_bits(hn::Add(hn::ShiftLeft<23>(bits(shifted)), set_bits(127u << 23))));
 }
 
-// Codes in the low byte of each lane.
+// Codes in the low byte of each lane, for |x| <= 448 and no NaN.
 HWY_INLINE VU e4m3_bits(VF x) {
   const VU sign = hn::And(hn::ShiftRight<24>(bits(x)), set_bits(0x80));
-  const VF a = hn::Min(hn::Abs(x), set(448.0f));
+  const VF a = hn::Abs(x);
   const VU small = hn::Sub(bits(hn::Add(a, set(16384.0f))), bits(set(16384.0f)));
   const VU b = bits(a);
   const VU odd = hn::And(hn::ShiftRight<20>(b), set_bits(1));
-  const VU large = hn::Sub(hn::ShiftRight<20>(hn::Add(b, hn::Add(odd, set_bits(0x7FFFF)))), set_bits(120u << 3));
-  const VU code = hn::IfThenElse(hn::RebindMask(DU(), hn::Lt(a, set(0.015625f))), small, large);
-  return hn::IfThenElse(hn::RebindMask(DU(), is_nan(x)), set_bits(codec::kE4m3Nan), hn::Or(code, sign));
+  const VU large = hn::ShiftRight<20>(hn::Add(hn::Add(b, odd), set_bits(0x7FFFFu - (120u << 23))));
+  return hn::Or(hn::IfThenElse(hn::RebindMask(DU(), hn::Lt(a, set(0.015625f))), small, large), sign);
 }
 
 HWY_INLINE VF e4m3_value(VU byte) {
@@ -92,6 +89,7 @@ HWY_INLINE VF e4m3_value(VU byte) {
   return hn::IfThenElse(hn::RebindMask(DF(), hn::Eq(m, set_bits(0x7F))), from_bits(set_bits(codec::kNanBits)), value);
 }
 
+// For finite x.
 HWY_INLINE VU e2m1_bits(VF x) {
   const VU sign = hn::And(hn::ShiftRight<28>(bits(x)), set_bits(8));
   const VF a = hn::Min(hn::Abs(x), set(6.0f));
@@ -99,19 +97,19 @@ HWY_INLINE VU e2m1_bits(VF x) {
   const VU small = hn::Sub(bits(hn::Add(a, magic)), bits(magic));
   const VU b = bits(a);
   const VU odd = hn::And(hn::ShiftRight<22>(b), set_bits(1));
-  const VU large = hn::Sub(hn::ShiftRight<22>(hn::Add(b, hn::Add(odd, set_bits(0x1FFFFF)))), set_bits(126u << 1));
-  const VU code = hn::IfThenElse(hn::RebindMask(DU(), hn::Lt(a, set(1.0f))), small, large);
-  return hn::IfThenElse(hn::RebindMask(DU(), is_nan(x)), set_bits(codec::kE2m1Nan), hn::Or(code, sign));
+  const VU large = hn::ShiftRight<22>(hn::Add(hn::Add(b, odd), set_bits(0x1FFFFFu - (126u << 23))));
+  return hn::Or(hn::IfThenElse(hn::RebindMask(DU(), hn::Lt(a, set(1.0f))), small, large), sign);
 }
 
-// Magnitudes as codec::larger_magnitude takes them: NaN passed over, infinity as the largest bf16.
-HWY_INLINE VF scale_magnitude(VF x) { return hn::IfThenZeroElse(is_nan(x), hn::Min(hn::Abs(x), set(codec::kBf16Max))); }
+// Largest magnitude as bits. Above kFiniteBits there is an infinity or a NaN in the row.
+constexpr std::uint32_t kFiniteBits = 0x7F7FFFFFu;
+HWY_INLINE VU magnitude_bits(VF x) { return hn::And(bits(x), set_bits(0x7FFFFFFFu)); }
 
-HWY_INLINE float amax_of(const float* x, std::size_t count) {
+HWY_INLINE std::uint32_t amax_bits(const float* x, std::size_t count) {
   const std::size_t lanes = hn::Lanes(DF());
-  VF most = hn::Zero(DF());
-  for (std::size_t c = 0; c < count; c += lanes) most = hn::Max(most, scale_magnitude(hn::LoadU(DF(), x + c)));
-  return hn::GetLane(hn::MaxOfLanes(DF(), most));
+  VU most = magnitude_bits(hn::LoadU(DF(), x));
+  for (std::size_t c = lanes; c < count; c += lanes) most = hn::Max(most, magnitude_bits(hn::LoadU(DF(), x + c)));
+  return hn::GetLane(hn::MaxOfLanes(DU(), most));
 }
 
 HWY_INLINE void store_bytes(VU codes, std::uint8_t* p) { hn::StoreU(hn::DemoteTo(DU8(), hn::BitCast(DI(), codes)), DU8(), p); }
