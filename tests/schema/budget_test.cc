@@ -1,0 +1,289 @@
+// Blocks for a context, contexts for a memory, options that are refused, and the plan's arithmetic.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kv4/error.h"
+#include "kv4/schema.h"
+
+namespace {
+
+using kv4::build_schema;
+using kv4::CacheOptions;
+using kv4::CacheSchema;
+using kv4::Format;
+using kv4::LayerKind;
+using kv4::ModelConfig;
+
+constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
+
+ModelConfig narrow(std::vector<LayerKind> kinds) {
+  ModelConfig c;
+  c.name = "narrow";
+  c.num_layers = static_cast<int>(kinds.size());
+  c.kinds = std::move(kinds);
+  c.num_query_heads = 2;
+  c.head_dim = 32;
+  c.rope_dim = 8;
+  c.window = 8;
+  c.index_heads = 2;
+  c.index_dim = 16;
+  c.index_topk = 2;
+  c.hca_ratio = 8;
+  c.max_positions = 1 << 20;
+  return c;
+}
+
+CacheOptions narrow_options() {
+  CacheOptions o;
+  o.row_format = Format::fp8_row;
+  o.index_format = Format::nvfp4;
+  return o;
+}
+
+// --- blocks for a context ------------------------------------------------------------------------------------------------------
+
+TEST(BlockBudget, RoundsContextUpAndKeepsTenPercent) {
+  const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), {});
+  struct {
+    std::int64_t requests, context, per_request, blocks;
+  } const cases[] = {{1, 1, 1, 2}, {1, 128, 1, 2}, {1, 129, 2, 3}, {10, 1280, 10, 110}, {7, 1000, 8, 62}, {256, 1'048'576, 8192, 2'306'868}};
+  for (const auto& c : cases) {
+    const kv4::BlockBudget b = kv4::compute_block_budget(s, c.requests, c.context);
+    EXPECT_EQ(b.blocks_per_request, c.per_request);
+    EXPECT_EQ(b.blocks, c.blocks) << c.requests << " x " << c.context;
+    EXPECT_EQ(b.csa_entry_bytes, c.blocks * 21 * 18'688);
+    EXPECT_EQ(b.index_key_bytes, c.blocks * 21 * 2'176);
+    EXPECT_EQ(b.hca_entry_bytes, c.blocks * 20 * 640);
+    EXPECT_EQ(b.bytes, b.csa_entry_bytes + b.index_key_bytes + b.hca_entry_bytes);
+    EXPECT_EQ(b.bytes, c.blocks * s.block_bytes);
+  }
+}
+
+TEST(BlockBudget, IsWhatAutomaticBlocksAre) {
+  CacheOptions o;
+  o.max_requests = 7;
+  o.max_context = 1000;
+  EXPECT_EQ(build_schema(kv4::model_preset("v4-pro"), o).options.num_blocks, 62);
+}
+
+TEST(BlockBudget, RefusesNothingAndTooMuch) {
+  const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), {});
+  for (std::int64_t bad : {std::int64_t{0}, std::int64_t{-1}, std::numeric_limits<std::int64_t>::min()}) {
+    EXPECT_THROW(kv4::compute_block_budget(s, bad, 128), kv4::Error) << bad;
+    EXPECT_THROW(kv4::compute_block_budget(s, 1, bad), kv4::Error) << bad;
+  }
+  EXPECT_THROW(kv4::compute_block_budget(s, kHuge, kHuge), kv4::Error);
+  EXPECT_THROW(kv4::compute_block_budget(s, kHuge, 1), kv4::Error);
+  EXPECT_THROW(kv4::compute_block_budget(s, 1, kHuge), kv4::Error);
+  EXPECT_THROW(kv4::compute_block_budget(s, 1 << 20, std::int64_t{1} << 50), kv4::Error);
+}
+
+// --- and back ---------------------------------------------------------------------------------------------------------------
+
+// A cache as large as the answer fits; one with a block per request more would not, but for the rounding of one request and headroom.
+void expect_inverse(const ModelConfig& config, CacheOptions options, std::int64_t bytes, std::int64_t requests) {
+  SCOPED_TRACE(testing::Message() << config.name << ", " << requests << " requests in " << bytes << " bytes");
+  options.max_requests = static_cast<int>(requests);
+  const CacheSchema schema = build_schema(config, options);
+  const kv4::ContextBudget answer = kv4::compute_context_budget(schema, bytes, requests);
+  ASSERT_GT(answer.blocks, 0);
+  ASSERT_GT(answer.context, 0);
+  EXPECT_TRUE(answer.context % schema.block_tokens == 0 || answer.context == config.max_positions);
+  EXPECT_LE(kv4::compute_block_budget(schema, requests, answer.context).blocks, answer.blocks + 1) << "the headroom is kept";
+
+  options.num_blocks = answer.blocks;
+  options.max_context = answer.context;
+  const std::int64_t total = kv4::plan_memory(build_schema(config, options)).total_bytes;
+  EXPECT_LE(total, bytes);
+
+  if (answer.context == config.max_positions) return;
+  options.num_blocks = 0;
+  options.max_context = std::min(answer.context + 2 * schema.block_tokens, config.max_positions);
+  EXPECT_GT(kv4::plan_memory(build_schema(config, options)).total_bytes, bytes) << "more would have fitted";
+}
+
+TEST(ContextBudget, IsTheInverseForTheRealModels) {
+  for (const char* name : {"v4-flash", "v4-pro"})
+    for (std::int64_t requests : {1, 4, 32})
+      for (std::int64_t gigabytes : {1, 8, 80}) {
+        CacheOptions o;
+        o.max_step_tokens = 64;
+        if (gigabytes * 1'000'000'000 < (requests + 2) * 10'000'000) continue;
+        expect_inverse(kv4::model_preset(name), o, gigabytes * 1'000'000'000, requests);
+      }
+}
+
+TEST(ContextBudget, FitsAtTheLongestContext) {
+  // Everything that grows with the context counts, the rope angles too. Budgets around the point where 1M tokens just fit.
+  const ModelConfig flash = kv4::model_preset("v4-flash");
+  CacheOptions o;
+  o.max_requests = 1;
+  o.max_step_tokens = 16;
+  o.max_context = flash.max_positions;
+  const CacheSchema s = build_schema(flash, o);
+  const std::int64_t exact = kv4::plan_memory(s).total_bytes;
+  for (std::int64_t extra = 0; extra < 2 * s.block_bytes; extra += 50'000) {
+    expect_inverse(flash, o, exact - s.block_bytes + extra, 1);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(ContextBudget, FitsWhereBlocksAreSmall) {
+  for (const std::vector<LayerKind>& kinds : {std::vector{LayerKind::hca}, std::vector{LayerKind::csa, LayerKind::hca}})
+    for (std::int64_t requests : {1, 3, 16})
+      for (std::int64_t bytes : {3'000'000, 10'000'000, 37'000'000}) {
+        CacheOptions o = narrow_options();
+        o.max_step_tokens = 16;
+        expect_inverse(narrow(kinds), o, bytes, requests);
+      }
+}
+
+TEST(ContextBudget, TooLittleIsNothing) {
+  const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), {});
+  for (std::int64_t bytes : {0, 1, 1'000'000}) {
+    const kv4::ContextBudget b = kv4::compute_context_budget(s, bytes, 1);
+    EXPECT_EQ(b.blocks, 0);
+    EXPECT_EQ(b.context, 0);
+  }
+  EXPECT_THROW(kv4::compute_context_budget(s, -1, 1), kv4::Error);
+  EXPECT_THROW(kv4::compute_context_budget(s, 1 << 30, 0), kv4::Error);
+}
+
+TEST(ContextBudget, AbsurdAnswersCanStillBeBuiltOrAreRefused) {
+  for (std::int64_t requests : {std::int64_t{1}, std::int64_t{16}, kHuge})
+    try {
+      const CacheSchema s = build_schema(narrow({LayerKind::hca}), narrow_options());
+      const kv4::ContextBudget b = kv4::compute_context_budget(s, kHuge, requests);
+      CacheOptions o = narrow_options();
+      o.num_blocks = b.blocks;
+      o.max_context = b.context;
+      if (requests > 65536) {
+        EXPECT_EQ(b.context, 0) << "a cache has at most 65,536 requests";
+        continue;
+      }
+      o.max_requests = static_cast<int>(requests);
+      EXPECT_NO_THROW(build_schema(s.config, o)) << b.blocks << " blocks";
+    } catch (const kv4::Error&) {
+    }
+}
+
+// --- the plan ---------------------------------------------------------------------------------------------------------------
+
+TEST(MemoryPlan, PartsAddUpAndAreNamed) {
+  CacheOptions o;
+  o.draft_layers = 1;
+  o.max_requests = 4;
+  o.spare_slots = 2;
+  const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), o);
+  const kv4::MemoryPlan plan = kv4::plan_memory(s);
+  std::int64_t sum = 0;
+  for (const kv4::MemoryPart& part : plan.parts) {
+    EXPECT_GT(part.bytes, 0) << part.name;
+    EXPECT_FALSE(part.name.empty());
+    sum += part.bytes;
+  }
+  EXPECT_EQ(sum, plan.total_bytes);
+  const auto part = [&](const std::string& name) {
+    for (const kv4::MemoryPart& p : plan.parts)
+      if (p.name == name) return p.bytes;
+    return std::int64_t{-1};
+  };
+  EXPECT_EQ(part("CSA entries"), s.options.num_blocks * 21 * 18'688);
+  EXPECT_EQ(part("index keys"), s.options.num_blocks * 21 * 2'176);
+  EXPECT_EQ(part("HCA entries"), s.options.num_blocks * 20 * 640);
+  EXPECT_EQ(part("windows"), 4 * 3'214'336);
+  EXPECT_EQ(part("CSA pending"), 4 * 1'720'320);
+  EXPECT_EQ(part("HCA state"), 4 * 204'800);
+  EXPECT_EQ(part("draft windows"), 4 * 128 * 584);
+  EXPECT_EQ(part("spare slots"), 2 * s.slot_bytes);
+}
+
+// --- options that are refused ---------------------------------------------------------------------------------------------------
+
+template <class Change>
+std::string refusal(Change change) {
+  CacheOptions o = narrow_options();
+  change(o);
+  try {
+    build_schema(narrow({LayerKind::csa, LayerKind::hca}), o);
+  } catch (const kv4::Error& e) {
+    EXPECT_EQ(e.code(), kv4::ErrorCode::bad_config) << e.what();
+    return e.what();
+  }
+  return "accepted";
+}
+
+TEST(CacheOptionsRefused, NumbersOutOfRange) {
+  const std::vector<std::pair<int CacheOptions::*, const char*>> fields = {
+      {&CacheOptions::page_alignment, "page_alignment"}, {&CacheOptions::block_tokens, "block_tokens"}, {&CacheOptions::max_rewind_tokens, "max_rewind_tokens"},
+      {&CacheOptions::draft_layers, "draft_layers"},     {&CacheOptions::max_requests, "max_requests"}, {&CacheOptions::spare_slots, "spare_slots"},
+      {&CacheOptions::max_step_tokens, "max_step_tokens"}};
+  for (const auto& [field, name] : fields)
+    for (int bad : {-1, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()}) {
+      const std::string message = refusal([&, f = field](CacheOptions& o) { o.*f = bad; });
+      EXPECT_NE(message.find(name), std::string::npos) << name << " = " << bad << ": " << message;
+      EXPECT_NE(message.find(std::to_string(bad)), std::string::npos) << name << " = " << bad << ": " << message;
+    }
+  for (auto [field, name] : {std::pair{&CacheOptions::max_requests, "max_requests"}, std::pair{&CacheOptions::max_step_tokens, "max_step_tokens"}})
+    EXPECT_NE(refusal([f = field](CacheOptions& o) { o.*f = 0; }).find(name), std::string::npos) << "a pool of nothing";
+  for (auto [field, name] : {std::pair{&CacheOptions::max_context, "max_context"}, std::pair{&CacheOptions::num_blocks, "num_blocks"}})
+    for (std::int64_t bad : {std::int64_t{-1}, kHuge, std::int64_t{1} << 40}) {
+      const std::string message = refusal([&, f = field](CacheOptions& o) { o.*f = bad; });
+      EXPECT_NE(message.find(name), std::string::npos) << message;
+      EXPECT_NE(message.find(std::to_string(bad)), std::string::npos) << message;
+    }
+  EXPECT_NE(refusal([](CacheOptions& o) { o.max_context = 0; }).find("max_context"), std::string::npos);
+}
+
+TEST(CacheOptionsRefused, ValuesThatCannotWork) {
+  EXPECT_NE(refusal([](CacheOptions& o) { o.block_tokens = 12; }).find("multiple of 8"), std::string::npos);
+  EXPECT_NE(refusal([](CacheOptions& o) { o.block_tokens = 130; }).find("130"), std::string::npos);
+  EXPECT_NE(refusal([](CacheOptions& o) { o.page_alignment = 100; }).find("100"), std::string::npos);
+  EXPECT_NE(refusal([](CacheOptions& o) { o.page_alignment = 0; }).find("page_alignment"), std::string::npos);
+  EXPECT_NE(refusal([](CacheOptions& o) { o.pending_dtype = kv4::DType::u8; }).find("u8"), std::string::npos);
+  for (float bad : {0.0f, -1.0f, std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 1e-38f})
+    EXPECT_NE(refusal([&](CacheOptions& o) { o.index_global_scale = bad; }).find("index_global_scale"), std::string::npos) << bad;
+}
+
+TEST(CacheOptionsRefused, LayerLists) {
+  EXPECT_NE(refusal([](CacheOptions& o) { o.layers = {2}; }).find("layers[0] is 2"), std::string::npos);
+  EXPECT_NE(refusal([](CacheOptions& o) { o.layers = {0, -1}; }).find("-1"), std::string::npos);
+  EXPECT_NE(refusal([](CacheOptions& o) { o.layers = {1, 0}; }).find("layers[1]"), std::string::npos);
+  EXPECT_NE(refusal([](CacheOptions& o) { o.layers = {1, 1}; }).find("layers[1]"), std::string::npos);
+}
+
+TEST(CacheOptionsRefused, RatiosWithoutACommonBlock) {
+  ModelConfig c = narrow({LayerKind::csa, LayerKind::hca});
+  c.csa_ratio = 8191;
+  c.hca_ratio = 8209;
+  EXPECT_THROW(build_schema(c, narrow_options()), kv4::Error);
+}
+
+TEST(CacheOptionsRefused, SizesThatOverflow) {
+  ModelConfig c = narrow({LayerKind::csa, LayerKind::hca});
+  c.head_dim = 65536;
+  c.index_dim = 65536;
+  c.max_positions = std::int64_t{1} << 30;
+  CacheOptions o = narrow_options();
+  o.block_tokens = 1 << 24;
+  o.num_blocks = (std::int64_t{1} << 31) - 1;
+  try {
+    build_schema(c, o);
+    FAIL() << "no Error was thrown";
+  } catch (const kv4::Error& e) {
+    EXPECT_EQ(e.code(), kv4::ErrorCode::bad_config);
+    EXPECT_NE(std::string(e.what()).find("63 bits"), std::string::npos) << e.what();
+  }
+  o.block_tokens = 0;
+  o.num_blocks = 0;
+  o.max_requests = 65536;
+  o.max_context = std::int64_t{1} << 30;
+  EXPECT_THROW(build_schema(c, o), kv4::Error) << "more than 2^31 blocks";
+}
+
+}  // namespace
