@@ -81,7 +81,7 @@ struct CacheSchema {
   std::int64_t slot_bytes = 0;           // state of one request
   std::uint64_t layout_id = 0;           // equal iff exported bytes mean the same
 
-  const LayerCacheSchema& layer(int model_layer) const;  // throws if not owned
+  KV4_API const LayerCacheSchema& layer(int model_layer) const;  // throws if not owned
 };
 
 /// Throws Error(bad_config) where a width does not fit a format, a ratio does not divide the block, a size overflows, ...

@@ -56,6 +56,8 @@ class KV4_API StateCachePool {
   std::int64_t memory_bytes() const { return bytes_; }
 
  private:
+  void check_held(std::int32_t slot) const;
+
   const CacheSchema& schema_;
   std::shared_ptr<Backend> backend_;
   std::byte* base_ = nullptr;

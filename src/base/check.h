@@ -26,6 +26,6 @@ std::int64_t checked_add(std::int64_t a, std::int64_t b, const char* what);
 /// Rounds up to a multiple.
 std::int64_t round_up(std::int64_t value, std::int64_t multiple, const char* what);
 
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
 
 }  // namespace kv4

@@ -53,7 +53,12 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
 
 KVCacheManager::KVCacheManager(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend) {
   require(backend != nullptr, ErrorCode::bad_argument, "the backend is null; pass make_cpu_backend()");
-  impl_ = std::make_unique<Impl>(config, options, std::move(backend));
+  try {
+    impl_ = std::make_unique<Impl>(config, options, std::move(backend));
+  } catch (const std::bad_alloc&) {
+    fail(ErrorCode::out_of_memory, "the system refused the memory for the tables of {} blocks and {} requests; ask for fewer", options.num_blocks,
+         options.max_requests);
+  }
 }
 
 KVCacheManager::~KVCacheManager() = default;

@@ -17,6 +17,7 @@ struct SourceRow {
   const void* gate;
   const float* bias;
   RowType type;
+  std::int64_t ahead = 0;  // bytes from here to the row that will be wanted next: a hint for prefetching, never read
 };
 
 KV4_HD float load_element(const void* row, RowType type, int c) {

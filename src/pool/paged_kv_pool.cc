@@ -40,6 +40,7 @@ void PagedKVPool::copy_block(BlockId from, BlockId to) {
 void PagedKVPool::save_block(BlockId block, int tokens, std::span<std::byte> out) const {
   check_block(block, schema_.options.num_blocks);
   check_image_size(out.size(), schema_.block_image_bytes);
+  require(tokens >= 0 && tokens <= schema_.block_tokens, ErrorCode::bad_argument, "a block holds 0 to {} tokens; got {}", schema_.block_tokens, tokens);
   std::byte* to = out.data();
   for (const LayerCacheSchema& layer : schema_.layers)
     for (const PageSchema& page : layer.pages) {

@@ -40,26 +40,34 @@ std::optional<std::int32_t> StateCachePool::acquire_slot() {
   return slot;
 }
 
-void StateCachePool::release_slot(std::int32_t slot) {
+void StateCachePool::check_held(std::int32_t slot) const {
   require(slot >= 0 && slot < num_slots_ && taken_[static_cast<std::size_t>(slot)], ErrorCode::bad_argument,
           "state slot {} is not held; slots are 0 to {}", slot, num_slots_ - 1);
+}
+
+void StateCachePool::release_slot(std::int32_t slot) {
+  check_held(slot);
   taken_[static_cast<std::size_t>(slot)] = false;
   free_.push_back(slot);
 }
 
 void StateCachePool::reset_slot(std::int32_t slot) {
+  check_held(slot);
   const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
   backend_->clear(base_ + slot * schema_.slot_bytes, schema_.slot_bytes);
   backend_->clear(reinterpret_cast<std::byte*>(frontiers_ + slot * layers), 4 * layers);
 }
 
 void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
+  check_held(from);
+  check_held(to);
   const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
   backend_->copy(base_ + to * schema_.slot_bytes, base_ + from * schema_.slot_bytes, schema_.slot_bytes);
   backend_->copy(reinterpret_cast<std::byte*>(frontiers_ + to * layers), reinterpret_cast<const std::byte*>(frontiers_ + from * layers), 4 * layers);
 }
 
 CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias) const {
+  check_held(slot);
   const ImageLayout layout = image_layout(schema_, lengths);
   std::vector<ops::LayerDesc> layers = describe_all(schema_, *this);
   require(bias.size() == layers.size(), ErrorCode::bad_argument, "save needs one bias per owned layer: {}, got {}", layers.size(), bias.size());
@@ -78,6 +86,7 @@ void StateCachePool::check(const CanonicalImage& image) const {
 }
 
 void StateCachePool::restore(std::int32_t slot, const CanonicalImage& image) {
+  check_held(slot);
   check(image);
   reset_slot(slot);
   backend_->restore_image(describe_all(schema_, *this), image_layout(schema_, image.lengths), slot, image.bytes.data());

@@ -98,18 +98,28 @@ BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t request
 
 ContextBudget compute_context_budget(const CacheSchema& schema, std::int64_t bytes, std::int64_t requests) {
   require(bytes >= 0 && requests >= 1, ErrorCode::bad_argument, "a budget needs bytes >= 0 and at least 1 request; got {} and {}", bytes, requests);
-  // Everything but the blocks, for this many requests; a context's row of the block table grows with it and counts as block cost.
+  constexpr std::int64_t kMaxBlocks = (std::int64_t{1} << 31) - 1;
   CacheOptions options = schema.options;
   options.max_requests = static_cast<int>(std::min<std::int64_t>(requests, 1 << 16));
-  options.num_blocks = 1;
-  options.max_context = schema.block_tokens <= schema.config.max_positions ? schema.block_tokens : schema.config.max_positions;
-  const MemoryPlan fixed = plan_memory(build_schema(schema.config, options));
-  const std::int64_t per_block = schema.block_bytes + std::int64_t{4} * schema.block_tokens + BlockAllocator::memory_bytes(1) + 4;
-  ContextBudget out;
-  out.blocks = std::max<std::int64_t>(0, (bytes - fixed.total_bytes) / per_block);
-  out.context = out.blocks * 100 / (100 + kHeadroomPercent) / requests * schema.block_tokens;
-  out.context = std::min(out.context, schema.config.max_positions);
-  return out;
+  const auto context_of = [&](std::int64_t blocks) {
+    const std::int64_t whole = blocks * 100 / (100 + kHeadroomPercent) / requests * schema.block_tokens;
+    return std::min(whole, schema.config.max_positions);
+  };
+  // Tables grow with the context too, so the largest count that fits is searched for rather than solved for.
+  const auto fits = [&](std::int64_t blocks) {
+    options.num_blocks = blocks;
+    options.max_context = std::max<std::int64_t>(1, context_of(blocks));
+    return plan_memory(build_schema(schema.config, options)).total_bytes <= bytes;
+  };
+  std::int64_t low = 0, high = std::min(kMaxBlocks, bytes / std::max<std::int64_t>(1, schema.block_bytes));
+  while (low < high) {
+    const std::int64_t middle = low + (high - low + 1) / 2;
+    if (fits(middle))
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return {low, context_of(low)};
 }
 
 MemoryPlan plan_memory(const CacheSchema& schema) {

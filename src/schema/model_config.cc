@@ -20,10 +20,11 @@ constexpr const char* kSwaName = "sliding_attention";
 constexpr const char* kCsaName = "compressed_sparse_attention";
 constexpr const char* kHcaName = "heavily_compressed_attention";
 
+std::string clipped(const std::string& text) { return text.size() > 60 ? text.substr(0, 57) + "..." : text; }
+
 std::string shown(const Json& value) {
   if (value.is_structured()) return fmt::format("{} of {} elements", value.is_array() ? "a list" : "an object", value.size());
-  std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
-  return text.size() > 60 ? text.substr(0, 57) + "..." : text;
+  return clipped(value.dump(-1, ' ', false, Json::error_handler_t::replace));
 }
 
 // Reads fields of one JSON object; `where` prefixes names in messages.
@@ -148,7 +149,7 @@ RopeSpec read_rope(const Fields& scaling, double theta) {
   rope.theta = theta;
   const char* key = scaling.has("rope_type") ? "rope_type" : "type";
   const std::string type = scaling.has(key) ? scaling.text(key) : "default";
-  require(type == "default" || type == "yarn", ErrorCode::bad_config, "rope type is '{}'; DeepSeek-V4 uses 'default' or 'yarn'", type);
+  require(type == "default" || type == "yarn", ErrorCode::bad_config, "rope type is '{}'; DeepSeek-V4 uses 'default' or 'yarn'", clipped(type));
   if (scaling.has("attention_factor")) scaling.real("attention_factor", 1.0, 1.0);
   if (type == "default") return rope;
   rope.yarn = true;
@@ -232,23 +233,23 @@ void validate(const ModelConfig& config) {
   check_range("num_layers", config.num_layers, 1, kMaxLayers);
   require(config.kinds.size() == static_cast<std::size_t>(config.num_layers), ErrorCode::bad_config,
           "kinds has {} entries for num_layers = {}; it needs one per layer", config.kinds.size(), config.num_layers);
-  check_range("num_query_heads", config.num_query_heads, 1, kMaxWidth);
+  check_range("num_query_heads (num_attention_heads)", config.num_query_heads, 1, kMaxWidth);
   check_range("head_dim", config.head_dim, 2, kMaxWidth);
-  check_range("rope_dim", config.rope_dim, 2, config.head_dim);
+  check_range("rope_dim (qk_rope_head_dim, or head_dim x partial_rotary_factor)", config.rope_dim, 2, config.head_dim);
   require(config.rope_dim % 2 == 0 && config.head_dim % 2 == 0, ErrorCode::bad_config,
-          "head_dim {} and rope_dim {} must be even: channels are rotated in pairs", config.head_dim, config.rope_dim);
-  check_range("window", config.window, 1, 1 << 20);
+          "head_dim {} and rope_dim (qk_rope_head_dim) {} must be even: channels are rotated in pairs", config.head_dim, config.rope_dim);
+  check_range("window (sliding_window)", config.window, 1, 1 << 20);
   check_range("max_positions", config.max_positions, 1, std::int64_t{1} << 30);
-  require(config.rms_eps >= 0.0 && config.rms_eps < 1.0, ErrorCode::bad_config, "rms_eps is {}; it must be from 0 to 1", config.rms_eps);
+  require(config.rms_eps >= 0.0 && config.rms_eps < 1.0, ErrorCode::bad_config, "rms_eps (rms_norm_eps) is {}; it must be from 0 up to, not including, 1", config.rms_eps);
   check_rope("rope_main", config.rope_main);
   check_rope("rope_compress", config.rope_compress);
   if (has_kind(config, LayerKind::csa)) {
-    check_range("csa_ratio", config.csa_ratio, 1, kMaxRatio);
-    check_range("index_heads", config.index_heads, 1, kMaxWidth);
-    check_range("index_dim", config.index_dim, config.rope_dim, kMaxWidth);
+    check_range("csa_ratio (compress_rates)", config.csa_ratio, 1, kMaxRatio);
+    check_range("index_heads (index_n_heads)", config.index_heads, 1, kMaxWidth);
+    check_range("index_dim (index_head_dim, at least the rope width)", config.index_dim, config.rope_dim, kMaxWidth);
     check_range("index_topk", config.index_topk, 1, 1 << 20);
   }
-  if (has_kind(config, LayerKind::hca)) check_range("hca_ratio", config.hca_ratio, 1, kMaxRatio);
+  if (has_kind(config, LayerKind::hca)) check_range("hca_ratio (compress_rates)", config.hca_ratio, 1, kMaxRatio);
 }
 
 ModelConfig parse_model_config(std::string_view text) {
@@ -258,7 +259,7 @@ ModelConfig parse_model_config(std::string_view text) {
   const Fields f(json, "");
   if (f.has("model_type")) {
     const std::string type = f.text("model_type");
-    require(type == "deepseek_v4", ErrorCode::bad_config, "config field 'model_type' is '{}'; this cache holds 'deepseek_v4'", type);
+    require(type == "deepseek_v4", ErrorCode::bad_config, "config field 'model_type' is '{}'; this cache holds 'deepseek_v4'", clipped(type));
   }
   ModelConfig config;
   config.name = f.has("_name_or_path") && !f.text("_name_or_path").empty() ? f.text("_name_or_path") : "config";

@@ -7,6 +7,7 @@ namespace kv4::cpu {
 namespace {
 
 constexpr int kRowsAtOnce = 64;
+constexpr std::int64_t kRowsAhead = 4;
 
 const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column) {
   return static_cast<const std::uint8_t*>(in.data) + static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
@@ -39,24 +40,31 @@ RowBuffers& RowBuffers::of_this_thread() {
   return buffers;
 }
 
-ops::SourceRow Compressor::source(const Span& span, std::int64_t position, int column) const {
+void Compressor::find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const {
   const ops::PendingDesc& p = kind_.pending;
-  const float* bias = kind_.bias + position % kind_.ratio * p.columns + column;
-  if (position >= span.length) {
-    const std::int64_t token = span.first_token + position - span.length;
-    return {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype)};
+  const std::size_t stored = element_bytes(p.dtype), given = element_bytes(kv_.dtype);
+  // The next entry's rows (overlap) or the next ones folded: the hardware's own prefetch does not follow such short rows in time.
+  const std::int64_t ahead = (kind_.overlap ? kind_.ratio : kRowsAhead) * kv_.row_stride * static_cast<std::int64_t>(given);
+  std::int32_t phase = static_cast<std::int32_t>(begin % kind_.ratio), ring_row = static_cast<std::int32_t>(begin % p.rows);
+  for (int i = 0; i < count; ++i) {
+    const float* bias = kind_.bias + std::int64_t{phase} * p.columns + column;
+    const std::int64_t token = span.first_token + begin + i - span.length;
+    if (begin + i >= span.length) {
+      rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype), ahead};
+    } else {
+      const std::uint8_t* row = p.ring.at(span.read_slot, ring_row);
+      rows[i] = {row + static_cast<std::size_t>(column) * stored, row + static_cast<std::size_t>(p.columns + column) * stored, bias, read_as(p.dtype, p.dtype)};
+    }
+    if (++phase == kind_.ratio) phase = 0;
+    if (++ring_row == p.rows) ring_row = 0;
   }
-  const std::size_t element = element_bytes(p.dtype);
-  const std::uint8_t* row = p.ring.at(span.read_slot, position % p.rows);
-  return {row + static_cast<std::size_t>(column) * element, row + static_cast<std::size_t>(p.columns + column) * element, bias,
-          read_as(p.dtype, p.dtype)};
 }
 
 void Compressor::fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh, float* acc) const {
   ops::SourceRow rows[kRowsAtOnce];
   do {
     const int count = static_cast<int>(std::min<std::int64_t>(end - begin, kRowsAtOnce));
-    for (int i = 0; i < count; ++i) rows[i] = source(span, begin + i, column);
+    find_rows(span, begin, count, column, rows);
     kernels_.fold(width(), rows, count, fresh, acc);
     fresh = false;
     begin += count;

@@ -46,7 +46,8 @@ class Compressor {
   void pool_entry(const Span& span, std::int64_t position, RowBuffers& buffers) const;
 
  private:
-  ops::SourceRow source(const Span& span, std::int64_t position, int column) const;
+  // Rows of positions begin, begin + 1, ... at `column`.
+  void find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const;
   // Folds [begin, end) at `column` into acc; fresh: acc is overwritten.
   void fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh, float* acc) const;
   float* accumulator(std::int32_t slot) const { return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0)); }

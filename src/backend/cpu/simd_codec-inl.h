@@ -29,8 +29,10 @@ void convert(const void* from, DType from_type, std::int64_t count_in, void* to,
 void load_as_bf16(const void* from, DType type, int count_in, float* to) {
   const std::size_t lanes = hn::Lanes(DF()), count = static_cast<std::size_t>(count_in);
   if (count % lanes != 0) return plain_row_kernels().load_as_bf16(from, type, count_in, to);
-  const ops::RowType row_type = type == DType::bf16 ? ops::RowType::bf16 : ops::RowType::f32_as_bf16;
-  for (std::size_t c = 0; c < count; c += lanes) hn::StoreU(load_row(from, row_type, c), DF(), to + c);
+  for (std::size_t c = 0; c < count; c += lanes) {
+    const VF x = type == DType::bf16 ? load_row<ops::RowType::bf16>(from, c) : load_row<ops::RowType::f32_as_bf16>(from, c);
+    hn::StoreU(x, DF(), to + c);
+  }
 }
 
 // --- encoders ----------------------------------------------------------------------------------------------------------------

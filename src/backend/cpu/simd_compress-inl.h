@@ -6,6 +6,8 @@
 #define KV4_SIMD_COMPRESS_INL_H_
 #endif
 
+#include <hwy/cache_control.h>
+
 #include "backend/cpu/row_kernels.h"
 #include "backend/cpu/simd_math-inl.h"
 
@@ -27,16 +29,19 @@ HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
 }
 
 // Folds kRows rows over all channels: rows stream, the accumulator stays in the first cache level.
-template <int kRows>
+template <int kRows, ops::RowType kType>
 void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float* acc) {
+  constexpr std::size_t kElement = kType == ops::RowType::bf16 ? 2 : 4;
   const DF d;
   const std::size_t lanes = hn::Lanes(d);
   for (std::size_t c = 0; c < width; c += lanes) {
     PoolVector p{set(ops::kLowestGate), hn::Zero(d), hn::Zero(d)};
     if (!fresh) p = {hn::LoadU(d, acc + c), hn::LoadU(d, acc + width + c), hn::LoadU(d, acc + 2 * width + c)};
     for (int r = 0; r < kRows; ++r) {
-      const VF gate = hn::Add(load_row(rows[r].gate, rows[r].type, c), hn::LoadU(d, rows[r].bias + c));
-      p = pool_add(p, gate, load_row(rows[r].kv, rows[r].type, c));
+      hwy::Prefetch(static_cast<const std::uint8_t*>(rows[r].kv) + rows[r].ahead + c * kElement);
+      hwy::Prefetch(static_cast<const std::uint8_t*>(rows[r].gate) + rows[r].ahead + c * kElement);
+      const VF gate = hn::Add(load_row<kType>(rows[r].gate, c), hn::LoadU(d, rows[r].bias + c));
+      p = pool_add(p, gate, load_row<kType>(rows[r].kv, c));
     }
     hn::StoreU(p.max, d, acc + c);
     hn::StoreU(canonical_nan(p.den), d, acc + width + c);
@@ -44,11 +49,26 @@ void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float*
   }
 }
 
+template <int kRows>
+void fold_typed(std::size_t width, const ops::SourceRow* rows, bool fresh, float* acc) {
+  switch (rows[0].type) {
+    case ops::RowType::f32: return fold_some<kRows, ops::RowType::f32>(width, rows, fresh, acc);
+    case ops::RowType::bf16: return fold_some<kRows, ops::RowType::bf16>(width, rows, fresh, acc);
+    case ops::RowType::f32_as_bf16: return fold_some<kRows, ops::RowType::f32_as_bf16>(width, rows, fresh, acc);
+  }
+}
+
+// Rows of one type go four at a time; they change type at most once, where stored rows end and the step's own begin.
 void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc) {
   if (count == 0 || static_cast<std::size_t>(width) % hn::Lanes(DF()) != 0) return plain_row_kernels().fold(width, rows, count, fresh, acc);
   const std::size_t w = static_cast<std::size_t>(width);
-  for (; count >= 4; count -= 4, rows += 4, fresh = false) fold_some<4>(w, rows, fresh, acc);
-  for (; count > 0; --count, ++rows, fresh = false) fold_some<1>(w, rows, fresh, acc);
+  while (count > 0) {
+    const bool four = count >= 4 && rows[0].type == rows[1].type && rows[0].type == rows[2].type && rows[0].type == rows[3].type;
+    four ? fold_typed<4>(w, rows, fresh, acc) : fold_typed<1>(w, rows, fresh, acc);
+    fresh = false;
+    count -= four ? 4 : 1;
+    rows += four ? 4 : 1;
+  }
 }
 
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {

@@ -48,10 +48,11 @@ HWY_INLINE void store_bf16_bits(VU upper, std::uint16_t* p) {
   hn::StoreU(hn::DemoteTo(DU16(), hn::BitCast(DI(), hn::ShiftRight<16>(upper))), DU16(), p);
 }
 
-HWY_INLINE VF load_row(const void* row, ops::RowType type, std::size_t c) {
-  if (type == ops::RowType::bf16) return load_bf16(static_cast<const std::uint16_t*>(row) + c);
+template <ops::RowType kType>
+HWY_INLINE VF load_row(const void* row, std::size_t c) {
+  if constexpr (kType == ops::RowType::bf16) return load_bf16(static_cast<const std::uint16_t*>(row) + c);
   const VF x = hn::LoadU(DF(), static_cast<const float*>(row) + c);
-  return type == ops::RowType::f32 ? x : round_bf16(x);
+  return kType == ops::RowType::f32 ? x : round_bf16(x);
 }
 
 // Max takes x second: where it is NaN, x86 returns it and others return NaN.
