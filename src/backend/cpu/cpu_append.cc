@@ -15,18 +15,17 @@ const void* input_row(const ops::InputDesc& in, std::int64_t token) {
 void write_window_row(const RowKernels& kernels, const ops::WindowDesc& w, const Span& span, std::int64_t token, std::int64_t position,
                       const ops::InputDesc& in, RowBuffers& buffers) {
   const codec::RowShape shape = w.ring.shape;
-  const bool in_ring = position >= span.end() - w.rows;
-  kernels.load_as_bf16(input_row(in, token), in.dtype, shape.width, buffers.row.data());
+  const void* row = input_row(in, token);
   std::uint8_t* ring_payload = w.ring.payload.at(span.write_slot, position % w.rows);
   std::uint8_t* ring_scale = w.ring.scale.at(span.write_slot, position % w.rows);
   if (span.in_place()) {
-    kernels.encode(w.ring.format, shape, buffers.row.data(), ring_payload, ring_scale, 1.0f);
+    kernels.encode_input(w.ring.format, shape, row, in.dtype, ring_payload, ring_scale, buffers.row.data());
     return;
   }
-  const std::uint8_t* payload = w.scratch.payload.at(0, token);
-  const std::uint8_t* scale = w.scratch.scale.at(0, token);
-  kernels.encode(w.ring.format, shape, buffers.row.data(), w.scratch.payload.at(0, token), w.scratch.scale.at(0, token), 1.0f);
-  if (!in_ring) return;
+  std::uint8_t* payload = w.scratch.payload.at(0, token);
+  std::uint8_t* scale = w.scratch.scale.at(0, token);
+  kernels.encode_input(w.ring.format, shape, row, in.dtype, payload, scale, buffers.row.data());
+  if (position < span.end() - w.rows) return;
   std::memcpy(ring_payload, payload, static_cast<std::size_t>(w.ring.payload.row_stride));
   std::memcpy(ring_scale, scale, static_cast<std::size_t>(w.ring.scale.row_stride));
 }

@@ -35,7 +35,9 @@ struct RowKernels {
   void (*angles)(const RopeAngles& angles, std::int64_t position, float* cos, float* sin);
   void (*finish)(const FinishArgs& args);
   void (*hadamard)(int width, float* row);
-  void (*encode)(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global);
+  void (*encode)(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global);  // x: bf16 values
+  /// The same from an input row that is not rounded to bf16 yet. tmp: [width]
+  void (*encode_input)(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload, std::uint8_t* scale, float* tmp);
   void (*decode)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out,
                  DType out_type);
 };

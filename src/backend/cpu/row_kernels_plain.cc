@@ -39,6 +39,11 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
   codec::with_codec(format, [&](auto c) { c.encode(OneLane{}, shape, x, payload, scale, global); });
 }
 
+void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload, std::uint8_t* scale, float* tmp) {
+  load_as_bf16(x, type, shape.width, tmp);
+  encode(format, shape, tmp, payload, scale, 1.0f);
+}
+
 // Values pass through a small buffer when bf16 is asked for.
 void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out,
             DType out_type) {
@@ -55,7 +60,7 @@ void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, c
 }  // namespace
 
 const RowKernels& plain_row_kernels() {
-  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold, angles, finish, hadamard, encode, decode};
+  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold, angles, finish, hadamard, encode, encode_input, decode};
   return kTable;
 }
 

@@ -86,22 +86,87 @@ HWY_INLINE void pack_nibbles(const std::uint8_t* codes, std::size_t count, std::
 constexpr std::size_t kMaxTiles = 16;        // longer rows and wider keys take the plain code
 constexpr std::size_t kMaxKeyWidth = 1024;
 
-HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
+using D16 = hn::ScalableTag<std::uint16_t>;
+using DI16 = hn::ScalableTag<std::int16_t>;
+using D8Half = hn::Rebind<std::uint8_t, D16>;
+
+// Largest and smallest of 15-bit magnitudes.
+HWY_INLINE std::uint32_t largest16(hn::Vec<D16> v) {
+  const VU pair = hn::BitCast(DU(), v);
+  return hn::GetLane(hn::MaxOfLanes(DU(), hn::Max(hn::ShiftRight<16>(pair), hn::And(pair, set_bits(0xFFFF)))));
+}
+HWY_INLINE std::uint32_t smallest16(hn::Vec<D16> v) {
+  const VU pair = hn::BitCast(DU(), v);
+  return hn::GetLane(hn::MinOfLanes(DU(), hn::Min(hn::ShiftRight<16>(pair), hn::And(pair, set_bits(0xFFFF)))));
+}
+
+struct TileRange {
+  std::uint32_t most, least;
+};
+
+HWY_INLINE TileRange magnitude_range(const std::uint16_t* x, std::size_t count) {
+  const D16 d;
+  const auto magnitude = hn::Set(d, 0x7FFF);
+  auto most = hn::And(hn::LoadU(d, x), magnitude), least = most;
+  for (std::size_t c = hn::Lanes(d); c < count; c += hn::Lanes(d)) {
+    const auto m = hn::And(hn::LoadU(d, x + c), magnitude);
+    most = hn::Max(most, m);
+    least = hn::Min(least, m);
+  }
+  return {largest16(most), smallest16(least)};
+}
+
+// bf16 -> e4m3 for values that stay normal: the scale is a power of two, so only the exponent moves and the mantissa is rounded from
+// 7 to 3 bits. All in 16-bit integers. base: (120 + scale exponent) << 3.
+HWY_INLINE void encode_e4m3_normal(const std::uint16_t* x, std::size_t count, std::uint16_t base, std::uint8_t* out) {
+  const D16 d;
+  for (std::size_t c = 0; c < count; c += hn::Lanes(d)) {
+    const auto v = hn::LoadU(d, x + c);
+    const auto m = hn::And(v, hn::Set(d, 0x7FFF));
+    const auto odd = hn::And(hn::ShiftRight<4>(m), hn::Set(d, 1));
+    const auto code = hn::Sub(hn::ShiftRight<4>(hn::Add(hn::Add(m, odd), hn::Set(d, 7))), hn::Set(d, base));
+    const auto sign = hn::And(hn::ShiftRight<8>(v), hn::Set(d, 0x80));
+    hn::StoreU(hn::DemoteTo(D8Half(), hn::BitCast(DI16(), hn::Or(code, sign))), D8Half(), out + c);
+  }
+}
+
+// x: bf16 bits. False if there is an infinity or a NaN.
+HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload, std::uint8_t* scale) {
   constexpr std::size_t kTile = codec::Fp8Tile64::kTile;
   const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail, tiles = body / kTile;
-  std::uint32_t amax[kMaxTiles];
-  if (tiles > kMaxTiles) return false;
-  for (std::size_t t = 0; t < tiles; ++t) amax[t] = amax_bits(x + t * kTile, kTile);
-  for (std::size_t t = 0; t < tiles; ++t)
-    if (amax[t] > kFiniteBits) return false;
+  if (tiles > kMaxTiles || tail % hn::Lanes(D16()) != 0) return false;
+  TileRange range[kMaxTiles];
+  std::uint32_t most = tail > 0 ? magnitude_range(x + body, tail).most : 0;
   for (std::size_t t = 0; t < tiles; ++t) {
-    const int e = exponent_over_448(amax[t]);
-    encode_e4m3_scaled(x + t * kTile, kTile, codec::pow2(-e), payload + t * kTile);
+    range[t] = magnitude_range(x + t * kTile, kTile);
+    most = most > range[t].most ? most : range[t].most;
+  }
+  if (most >= 0x7F80) return false;
+  for (std::size_t t = 0; t < tiles; ++t) {
+    const std::uint16_t* tile = x + t * kTile;
+    const int e = exponent_over_448(range[t].most << 16);
     scale[t] = static_cast<std::uint8_t>(e + 127);
+    if (range[t].least >= static_cast<std::uint32_t>(121 + e) << 7) {
+      encode_e4m3_normal(tile, kTile, static_cast<std::uint16_t>((120 + e) << 3), payload + t * kTile);
+      continue;
+    }
+    const VF factor = set(codec::pow2(-e));  // some value is zero or becomes a subnormal
+    for (std::size_t c = 0; c < kTile; c += hn::Lanes(DF())) store_bytes(e4m3_bits(hn::Mul(load_bf16(tile + c), factor)), payload + t * kTile + c);
   }
   for (int t = codec::Fp8Tile64::tiles(shape); t < codec::Fp8Tile64::scale_bytes(shape); ++t) scale[t] = 0;
-  encode_bf16(x + body, tail, payload + body);
+  std::memcpy(payload + body, x + body, 2 * tail);
   return true;
+}
+
+constexpr std::size_t kMaxRowWidth = 2048;
+
+// The same from floats that hold bf16 values.
+HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
+  std::uint16_t row[kMaxRowWidth];
+  const std::size_t width = static_cast<std::size_t>(shape.width);
+  if (width > kMaxRowWidth) return false;
+  for (std::size_t c = 0; c < width; c += hn::Lanes(DF())) store_bf16_bits(bits(hn::LoadU(DF(), x + c)), row + c);
+  return encode_fp8_tile64(shape, row, payload, scale);
 }
 
 HWY_INLINE bool encode_fp8_row(codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
@@ -173,6 +238,14 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
       break;
   }
   if (!done) plain_row_kernels().encode(format, shape, x, payload, scale, global);
+}
+
+void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload, std::uint8_t* scale, float* tmp) {
+  const bool done = format == Format::fp8_tile64 && type == DType::bf16 && shape.width > shape.tail &&
+                    encode_fp8_tile64(shape, static_cast<const std::uint16_t*>(x), payload, scale);
+  if (done) return;
+  load_as_bf16(x, type, shape.width, tmp);
+  encode(format, shape, tmp, payload, scale, 1.0f);
 }
 
 // --- decoders ----------------------------------------------------------------------------------------------------------------

@@ -101,16 +101,19 @@ HWY_INLINE float pair_sum(float* x, std::size_t n) {
   return hn::GetLane(v);
 }
 
+// A row that is not finite throughout goes back to the plain code, so rounding need not look for NaN.
 void finish(const FinishArgs& a) {
   const DF d;
   const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(a.width), pairs = static_cast<std::size_t>(a.pairs);
   if ((width & (width - 1)) != 0 || width < lanes || pairs % lanes != 0) return plain_row_kernels().finish(a);
   for (std::size_t c = 0; c < width; c += lanes) {
-    const VF x = round_bf16(hn::Div(hn::LoadU(d, a.acc + 2 * width + c), hn::LoadU(d, a.acc + width + c)));
+    const VF x = round_bf16_finite(hn::Div(hn::LoadU(d, a.acc + 2 * width + c), hn::LoadU(d, a.acc + width + c)));
     hn::StoreU(x, d, a.row + c);
     hn::StoreU(hn::Mul(x, x), d, a.tmp + c);
   }
-  const VF factor = set(ops::norm_factor(pair_sum(a.tmp, width), a.width, a.eps));
+  const float sum = pair_sum(a.tmp, width);
+  if (!(sum < INFINITY)) return plain_row_kernels().finish(a);
+  const VF factor = set(ops::norm_factor(sum, a.width, a.eps));
   for (std::size_t c = 0; c < width; c += lanes)
     hn::StoreU(round_bf16(hn::Mul(hn::Mul(hn::LoadU(d, a.row + c), factor), hn::LoadU(d, a.norm_weight + c))), d, a.row + c);
   float* tail = a.row + width - 2 * pairs;
@@ -124,35 +127,33 @@ void finish(const FinishArgs& a) {
   }
 }
 
-// One butterfly stage at a stride below the vector length: halves of two neighbouring vectors of 2 h lanes.
-template <std::size_t h>
-HWY_INLINE void hadamard_stage(float* x, std::size_t width) {
-  const hn::FixedTag<float, 2 * h> d;
-  for (std::size_t i = 0; i < width; i += 4 * h) {
-    const auto v0 = hn::LoadU(d, x + i), v1 = hn::LoadU(d, x + i + 2 * h);
-    const auto a = hn::ConcatLowerLower(d, v1, v0), b = hn::ConcatUpperUpper(d, v1, v0);
-    const auto sum = hn::Add(a, b), difference = hn::Sub(a, b);
-    hn::StoreU(hn::ConcatLowerLower(d, difference, sum), d, x + i);
-    hn::StoreU(hn::ConcatUpperUpper(d, difference, sum), d, x + i + 2 * h);
+// Butterflies at strides below the vector length, in one register: lane i meets lane i ^ h, and the upper of the two is subtracted.
+struct InnerStages {
+  static constexpr std::size_t kMaxLanes = 16;
+  std::int32_t partner[4][kMaxLanes];
+  std::uint32_t sign[4][kMaxLanes];
+  InnerStages() {
+    for (std::size_t s = 0; s < 4; ++s)
+      for (std::size_t i = 0; i < kMaxLanes; ++i) {
+        partner[s][i] = static_cast<std::int32_t>((i ^ (std::size_t{1} << s)) % hn::Lanes(DF()));
+        sign[s][i] = (i >> s & 1) != 0 ? 0x80000000u : 0;
+      }
   }
-}
+};
 
 void hadamard(int width_in, float* x) {
   const DF d;
   const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(width_in);
-  if (width < 4 * lanes || lanes > 16 || lanes < 4) return plain_row_kernels().hadamard(width_in, x);
-  for (std::size_t i = 0; i < width; i += 2 * lanes) {
-    VF a, b;
-    hn::LoadInterleaved2(d, x + i, a, b);
-    hn::StoreInterleaved2(hn::Add(a, b), hn::Sub(a, b), d, x + i);
+  if (width < lanes || lanes > InnerStages::kMaxLanes) return plain_row_kernels().hadamard(width_in, x);
+  static const InnerStages stages;
+  for (std::size_t c = 0; c < width; c += lanes) {
+    VF v = hn::LoadU(d, x + c);
+    for (std::size_t s = 0; std::size_t{1} << s < lanes; ++s) {
+      const VF partner = hn::TableLookupLanes(v, hn::SetTableIndices(d, stages.partner[s]));
+      v = hn::Add(partner, hn::Xor(v, from_bits(hn::LoadU(DU(), stages.sign[s]))));
+    }
+    hn::StoreU(v, d, x + c);
   }
-  if (lanes >= 4) hadamard_stage<2>(x, width);
-#if HWY_MAX_BYTES >= 32
-  if (lanes >= 8) hadamard_stage<4>(x, width);
-#endif
-#if HWY_MAX_BYTES >= 64
-  if (lanes >= 16) hadamard_stage<8>(x, width);
-#endif
   for (std::size_t h = lanes; h < width; h *= 2)
     for (std::size_t block = 0; block < width; block += 2 * h)
       for (std::size_t i = block; i < block + h; i += lanes) {

@@ -39,6 +39,12 @@ HWY_INLINE VU round_bf16_bits(VF x) {
   const VU rounded = hn::And(hn::Add(b, hn::Add(odd, set_bits(0x7FFF))), set_bits(0xFFFF0000u));
   return bits(hn::IfThenElse(is_nan(x), from_bits(set_bits(codec::kNanBits)), from_bits(rounded)));
 }
+// For finite x.
+HWY_INLINE VF round_bf16_finite(VF x) {
+  const VU b = bits(x);
+  const VU odd = hn::And(hn::ShiftRight<16>(b), set_bits(1));
+  return from_bits(hn::And(hn::Add(b, hn::Add(odd, set_bits(0x7FFF))), set_bits(0xFFFF0000u)));
+}
 HWY_INLINE VF round_bf16(VF x) { return from_bits(round_bf16_bits(x)); }
 
 HWY_INLINE VF load_bf16(const std::uint16_t* p) { return from_bits(hn::ShiftLeft<16>(hn::PromoteTo(DU(), hn::LoadU(DU16(), p)))); }
