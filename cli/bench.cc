@@ -42,8 +42,8 @@ double median(std::vector<double>& values) {
   return *middle;
 }
 
-/// Runs one case under Google Benchmark, which decides how often. It calls with growing iteration counts; what the case made stays.
-/// Times are medians: on a shared machine a mean says more about the neighbours.
+/// Runs one case under Google Benchmark, which decides how often. It calls with growing iteration counts; what the case
+/// made stays. Times are medians: on a shared machine a mean says more about the neighbours.
 class CaseRunner {
  public:
   CaseRunner(const Case& c, CopyBaseline& copy) : case_(c), copy_(copy) {}
@@ -97,7 +97,9 @@ class QuietReporter : public benchmark::BenchmarkReporter {
 Result measure_case(const Case& c, CopyBaseline& copy, double min_time) {
   CaseRunner runner(c, copy);
   benchmark::ClearRegisteredBenchmarks();
-  benchmark::RegisterBenchmark(c.name.c_str(), [&](benchmark::State& state) { runner.run(state); })->UseManualTime()->MinTime(min_time);
+  benchmark::RegisterBenchmark(c.name.c_str(), [&](benchmark::State& state) { runner.run(state); })
+      ->UseManualTime()
+      ->MinTime(min_time);
   QuietReporter reporter;
   benchmark::RunSpecifiedBenchmarks(&reporter, ".");
   benchmark::ClearRegisteredBenchmarks();
@@ -115,19 +117,28 @@ std::vector<Case> select_cases(const BenchFlags& flags, const BenchSettings& set
   std::vector<Case> chosen;
   try {
     const std::regex filter(flags.filter);
-    std::copy_if(all.begin(), all.end(), std::back_inserter(chosen), [&](const Case& c) { return std::regex_search(c.name, filter); });
+    std::copy_if(all.begin(), all.end(), std::back_inserter(chosen),
+                 [&](const Case& c) { return std::regex_search(c.name, filter); });
   } catch (const std::regex_error& e) {
-    throw Error(ErrorCode::bad_argument, fmt::format("--filter '{}' is not a regular expression ({}); write for example 'append|gather/topk'", flags.filter, e.what()));
+    throw Error(ErrorCode::bad_argument,
+                fmt::format("--filter '{}' is not a regular expression ({}); write for example 'append|gather/topk'",
+                            flags.filter, e.what()));
   }
-  if (chosen.empty()) throw Error(ErrorCode::bad_argument, fmt::format("--filter '{}' matches no case; 'kv4 bench --list' shows all {}", flags.filter, all.size()));
+  if (chosen.empty())
+    throw Error(ErrorCode::bad_argument, fmt::format("--filter '{}' matches no case; 'kv4 bench --list' shows all {}",
+                                                     flags.filter, all.size()));
   return chosen;
 }
 
 nlohmann::ordered_json to_json(const Result& result) {
   const auto ratio = result.memcpy_ratio();
-  nlohmann::ordered_json out = {{"name", result.name}, {"bytes", result.bytes}, {"seconds", result.seconds},
+  nlohmann::ordered_json out = {{"name", result.name},
+                                {"bytes", result.bytes},
+                                {"seconds", result.seconds},
                                 {"memcpy_ratio", ratio ? nlohmann::ordered_json(*ratio) : nlohmann::ordered_json()},
-                                {"item", result.item}, {"items", result.items}, {"seconds_per_item", result.seconds / result.items}};
+                                {"item", result.item},
+                                {"items", result.items},
+                                {"seconds_per_item", result.seconds / result.items}};
   if (!result.error.empty()) out["error"] = result.error;
   return out;
 }
@@ -140,17 +151,21 @@ void print_result(const Result& result) {
     return;
   }
   const auto ratio = result.memcpy_ratio();
-  fmt::print(kLine, result.name, result.bytes > 0 ? human_bytes(static_cast<double>(result.bytes)) : "-", human_seconds(result.seconds),
+  fmt::print(kLine, result.name, result.bytes > 0 ? human_bytes(static_cast<double>(result.bytes)) : "-",
+             human_seconds(result.seconds),
              result.bytes > 0 ? human_bytes(static_cast<double>(result.bytes) / result.seconds) + "/s" : "-",
-             ratio ? fmt::format("{:.2f}", *ratio) : "-", fmt::format("{} per {}", human_seconds(result.seconds / result.items), result.item));
+             ratio ? fmt::format("{:.2f}", *ratio) : "-",
+             fmt::format("{} per {}", human_seconds(result.seconds / result.items), result.item));
   std::fflush(stdout);
 }
 
 int run_bench(const BenchFlags& flags) {
-  const BenchSettings settings{read_model(flags.model), static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024))};
+  const BenchSettings settings{read_model(flags.model),
+                               static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024))};
   if (flags.rss) return run_rss_check(settings, flags.json);
   if (!(flags.min_time > 0 && flags.min_time <= 3600)) {
-    throw Error(ErrorCode::bad_argument, fmt::format("--min-time {} is outside 0 to 3600 seconds; write for example 0.5", flags.min_time));
+    throw Error(ErrorCode::bad_argument,
+                fmt::format("--min-time {} is outside 0 to 3600 seconds; write for example 0.5", flags.min_time));
   }
   const std::vector<Case> cases = select_cases(flags, settings);
   if (flags.list) {
@@ -158,8 +173,11 @@ int run_bench(const BenchFlags& flags) {
     return 0;
   }
   if (!flags.json) {
-    fmt::print("{}, {} {}, {}. Bytes: read and written, each once. Ratio: seconds of a memcpy of as many bytes, in turn with it, over seconds.\n\n",
-               settings.config.name.empty() ? "model" : settings.config.name, settings.threads, settings.threads == 1 ? "thread" : "threads", cpu_target());
+    fmt::print(
+        "{}, {} {}, {}. Bytes: read and written, each once. Ratio: seconds of a memcpy of as many bytes, in turn with "
+        "it, over seconds.\n\n",
+        settings.config.name.empty() ? "model" : settings.config.name, settings.threads,
+        settings.threads == 1 ? "thread" : "threads", cpu_target());
     fmt::print(kLine, "name", "bytes", "seconds", "speed", "/ memcpy", "");
   }
   CopyBaseline copy(settings.threads);
@@ -167,8 +185,10 @@ int run_bench(const BenchFlags& flags) {
   bool ok = true;
   for (const Case& c : cases) {
     const Result result = measure_case(c, copy, flags.min_time);
-    if (flags.json) out.push_back(to_json(result));
-    else print_result(result);
+    if (flags.json)
+      out.push_back(to_json(result));
+    else
+      print_result(result);
     if (!result.error.empty()) {
       fmt::print(stderr, "failed: {}: {}\n", result.name, result.error);
       ok = false;
@@ -183,15 +203,22 @@ int run_bench(const BenchFlags& flags) {
 
 void add_bench(CLI::App& app, int& exit_code) {
   using namespace kv4::cli;
-  CLI::App* command = app.add_subcommand("bench", "Speed of every operation beside memcpy of the same bytes in the same run");
+  CLI::App* command =
+      app.add_subcommand("bench", "Speed of every operation beside memcpy of the same bytes in the same run");
   auto flags = std::make_shared<BenchFlags>();
   add_flags(*command, flags->model);
-  command->add_option("--filter", flags->filter, "only cases whose name matches this regular expression")->type_name("REGEX");
-  command->add_option("--min-time", flags->min_time, "seconds to spend inside each operation, at least")->capture_default_str()->type_name("SECONDS");
-  command->add_option("--threads", flags->threads, "that an operation, and memcpy beside it, uses")->capture_default_str()->type_name("N");
+  command->add_option("--filter", flags->filter, "only cases whose name matches this regular expression")
+      ->type_name("REGEX");
+  command->add_option("--min-time", flags->min_time, "seconds to spend inside each operation, at least")
+      ->capture_default_str()
+      ->type_name("SECONDS");
+  command->add_option("--threads", flags->threads, "that an operation, and memcpy beside it, uses")
+      ->capture_default_str()
+      ->type_name("N");
   command->add_flag("--list", flags->list, "names only");
   command->add_flag("--rss", flags->rss, "instead: fill pools of a gigabyte and compare resident memory with the plan");
-  command->add_flag("--json", flags->json, "a list of {name, bytes, seconds, memcpy_ratio, ...}; the ratio is null where there are no bytes");
+  command->add_flag("--json", flags->json,
+                    "a list of {name, bytes, seconds, memcpy_ratio, ...}; the ratio is null where there are no bytes");
   command->footer(
       "Examples:\n"
       "  kv4 bench                                    all cases, a few minutes\n"

@@ -1,5 +1,5 @@
-// Append: prefill chunks, decode batches, batches in which every request closes an entry, entries made elsewhere; and whether a
-// token's cost depends on the context before it.
+// Append: prefill chunks, decode batches, batches in which every request closes an entry, entries made elsewhere; and
+// whether a token's cost depends on the context before it.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -99,14 +99,17 @@ Operation make_flush(const BenchSettings& settings, const LayerCase& c) {
   for (const PageSchema& page : layer.pages) {
     bytes += c.tokens / page.kind.ratio * (2 * page.row.width + page.row.bytes());
     rows += c.tokens / page.kind.ratio;
-    for (Rows& set : *sets) (page.kind.role == RowRole::entry ? set.entries : set.keys).assign(static_cast<std::size_t>(c.tokens * page.row.width), to_bf16(0.7f));
+    for (Rows& set : *sets)
+      (page.kind.role == RowRole::entry ? set.entries : set.keys)
+          .assign(static_cast<std::size_t>(c.tokens * page.row.width), to_bf16(0.7f));
   }
   return [cache, sets, bytes, rows, tokens = c.tokens, next = std::size_t{0}]() mutable -> Sample {
     Rows& set = (*sets)[next++ % sets->size()];
     const LayerCacheSchema& schema = cache->schema().layers[0];
     FlushInputs inputs;
     inputs.entries = TensorView(set.entries.data(), DType::bf16, {tokens, schema.pages[0].row.width});
-    if (schema.pages.size() > 1) inputs.index_keys = TensorView(set.keys.data(), DType::bf16, {tokens, schema.pages[1].row.width});
+    if (schema.pages.size() > 1)
+      inputs.index_keys = TensorView(set.keys.data(), DType::bf16, {tokens, schema.pages[1].row.width});
     LayerCacheHandle handle = cache->manager().acquire(schema.spec.layer);
     const Stopwatch watch;
     handle.flush_compression(inputs);
@@ -145,10 +148,12 @@ Operation make_context(const BenchSettings& settings, const LayerCase& c, std::i
 
 using Maker = Operation (*)(const BenchSettings&, const LayerCase&);
 
-void add(std::vector<Case>& cases, const BenchSettings& settings, const std::string& group, Maker maker, const LayerCase& c) {
+void add(std::vector<Case>& cases, const BenchSettings& settings, const std::string& group, Maker maker,
+         const LayerCase& c) {
   if (!first_layer(settings.config, c.kind)) return;
   const char* item = maker == make_flush ? "row" : "token";
-  cases.push_back({fmt::format("{}/{}/{}", group, kind_name(c.kind), c.suffix), item, [=] { return maker(settings, c); }});
+  cases.push_back(
+      {fmt::format("{}/{}/{}", group, kind_name(c.kind), c.suffix), item, [=] { return maker(settings, c); }});
 }
 
 CacheOptions with_rows(Format format) {
@@ -173,11 +178,13 @@ void add_append_cases(std::vector<Case>& cases, const BenchSettings& settings) {
     }
   }
   for (const Format keys : {Format::nvfp4, Format::fp8, Format::bf16}) {
-    add(cases, settings, "append/prefill512", make_prefill, {LayerKind::csa, 512, with_keys(keys), fmt::format("keys_{}", to_string(keys))});
+    add(cases, settings, "append/prefill512", make_prefill,
+        {LayerKind::csa, 512, with_keys(keys), fmt::format("keys_{}", to_string(keys))});
   }
   for (const LayerKind kind : kKinds) add(cases, settings, "append/prefill2048", make_prefill, {kind, 2048});
   for (const int batch : {1, 64, 256}) {
-    for (const LayerKind kind : kKinds) add(cases, settings, fmt::format("append/decode{}", batch), make_decode, {kind, batch});
+    for (const LayerKind kind : kKinds)
+      add(cases, settings, fmt::format("append/decode{}", batch), make_decode, {kind, batch});
   }
   for (const Format rows : {Format::fp8_row, Format::bf16}) {
     add(cases, settings, "append/decode64", make_decode, {LayerKind::csa, 64, with_rows(rows), to_string(rows)});
@@ -192,7 +199,8 @@ void add_append_cases(std::vector<Case>& cases, const BenchSettings& settings) {
     add(cases, settings, "compress/flush4096", make_flush, {kind, 4096});
   }
   for (const Format rows : {Format::fp8_row, Format::bf16}) {
-    add(cases, settings, "compress/all_close256", make_closing, {LayerKind::csa, 256, with_rows(rows), to_string(rows)});
+    add(cases, settings, "compress/all_close256", make_closing,
+        {LayerKind::csa, 256, with_rows(rows), to_string(rows)});
   }
 }
 
@@ -200,11 +208,13 @@ void add_context_cases(std::vector<Case>& cases, const BenchSettings& settings) 
   for (const LayerKind kind : {LayerKind::swa, LayerKind::csa, LayerKind::hca}) {
     if (!first_layer(settings.config, kind)) continue;
     for (const int chunk : {1, 512}) {
-      for (const std::int64_t context : {std::int64_t{1} << 10, std::int64_t{1} << 14, std::int64_t{1} << 17, std::int64_t{1} << 20}) {
+      for (const std::int64_t context :
+           {std::int64_t{1} << 10, std::int64_t{1} << 14, std::int64_t{1} << 17, std::int64_t{1} << 20}) {
         if (context > settings.config.max_positions) continue;
         const LayerCase c{kind, chunk};
-        cases.push_back({fmt::format("context/{}/{}/{}", chunk == 1 ? "decode" : "prefill512", kind_name(kind), human_tokens(context)), "token",
-                         [=] { return make_context(settings, c, context); }});
+        cases.push_back({fmt::format("context/{}/{}/{}", chunk == 1 ? "decode" : "prefill512", kind_name(kind),
+                                     human_tokens(context)),
+                         "token", [=] { return make_context(settings, c, context); }});
       }
     }
   }

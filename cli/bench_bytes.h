@@ -7,7 +7,8 @@
 
 namespace kv4::cli {
 
-/// Append of `count` tokens to a request of `start` in one layer: inputs, window rows, pending rows, entries and index keys.
+/// Append of `count` tokens to a request of `start` in one layer: inputs, window rows, pending rows, entries and index
+/// keys.
 std::int64_t append_bytes(const LayerCacheSchema& layer, std::int64_t start, std::int64_t count);
 
 /// Gather of `rows` rows that are decoded into `element_bytes` per channel.

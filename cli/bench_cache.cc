@@ -27,9 +27,12 @@ std::optional<int> first_layer(const ModelConfig& config, LayerKind kind) {
   return static_cast<int>(found - config.kinds.begin());
 }
 
-const char* kind_name(LayerKind kind) { return kind == LayerKind::swa ? "swa" : kind == LayerKind::csa ? "csa" : "hca"; }
+const char* kind_name(LayerKind kind) {
+  return kind == LayerKind::swa ? "swa" : kind == LayerKind::csa ? "csa" : "hca";
+}
 
-BenchCache::BenchCache(const BenchSettings& settings, const CacheOptions& options) : generator_(std::make_unique<InputGenerator>(1)) {
+BenchCache::BenchCache(const BenchSettings& settings, const CacheOptions& options)
+    : generator_(std::make_unique<InputGenerator>(1)) {
   manager_ = std::make_unique<KVCacheManager>(settings.config, options, make_cpu_backend(settings.threads));
   weights_ = std::make_unique<SeededWeights>(manager_->schema(), *generator_);
   weights_->bind(*manager_);
@@ -83,7 +86,8 @@ void BenchCache::make_inputs(std::size_t layer) {
   }
 }
 
-/// Two full blocks and what is open; windows are full from the first block on, so the image has the size of any longer one.
+/// Two full blocks and what is open; windows are full from the first block on, so the image has the size of any longer
+/// one.
 const BenchCache::Donor& BenchCache::donor(std::int64_t length) {
   const std::int64_t block = schema().block_tokens, open = length % block;
   const std::int64_t shortest = (schema().config.window + block - 1) / block * block + block;

@@ -36,7 +36,8 @@ class BenchCache {
   void prefill(RequestId request, std::int64_t length);
   /// Prepares a step; the items' tokens in order.
   Step prepare(std::span<const StepSpec> items);
-  /// A request of `length` tokens without the work: the image and the blocks of a short one, imported as if they were its own.
+  /// A request of `length` tokens without the work: the image and the blocks of a short one, imported as if they were
+  /// its own.
   RequestId plant(std::int64_t length);
   void release_all();
   const std::vector<RequestId>& requests() const { return requests_; }

@@ -57,11 +57,14 @@ Operation make_prepare(const BenchSettings& settings, std::int64_t context, bool
     KVCacheManager& manager = cache->manager();
     if (manager.length(cache->requests().back()) + 1 >= options.max_context) start();
     items->clear();
-    for (std::size_t i = 0; i < cache->requests().size(); ++i) items->push_back({cache->requests()[i], 1, std::span(*ids).subspan(i, 1), -1});
+    for (std::size_t i = 0; i < cache->requests().size(); ++i)
+      items->push_back({cache->requests()[i], 1, std::span(*ids).subspan(i, 1), -1});
     const Stopwatch watch;
     const Step step = *manager.prepare_forward(*items);
-    if (commit) manager.commit(step);
-    else manager.abort(step);
+    if (commit)
+      manager.commit(step);
+    else
+      manager.abort(step);
     return {watch.seconds(), 0, kBatch};
   };
 }
@@ -87,8 +90,8 @@ void add_control_cases(std::vector<Case>& cases, const BenchSettings& settings) 
   cases.push_back({"allocator/publish_evict", "block", [] { return make_allocator(true); }});
   for (const std::int64_t context : {std::int64_t{1} << 10, std::int64_t{1} << 17}) {
     for (const bool commit : {true, false}) {
-      cases.push_back({fmt::format("step/prepare_{}256/{}", commit ? "commit" : "abort", human_tokens(context)), "request",
-                       [=] { return make_prepare(settings, context, commit); }});
+      cases.push_back({fmt::format("step/prepare_{}256/{}", commit ? "commit" : "abort", human_tokens(context)),
+                       "request", [=] { return make_prepare(settings, context, commit); }});
     }
   }
   cases.push_back({"step/admit", "request", [=] { return make_admit(settings); }});

@@ -40,12 +40,14 @@ int run_rss_check(const BenchSettings& settings, bool json) {
   KVCacheManager manager(settings.config, gigabyte_options(settings.config), make_cpu_backend(settings.threads));
   std::memset(manager.kv_pool().base(), 1, static_cast<std::size_t>(manager.kv_pool().memory_bytes()));
   const CacheSchema& schema = manager.schema();
-  std::memset(manager.state_pool().base(), 1, static_cast<std::size_t>(manager.state_pool().num_slots() * schema.slot_bytes));
+  std::memset(manager.state_pool().base(), 1,
+              static_cast<std::size_t>(manager.state_pool().num_slots() * schema.slot_bytes));
   const std::int64_t grown = resident_bytes() - before, planned = plan_memory(schema).total_bytes;
   const double difference = static_cast<double>(grown - planned) / static_cast<double>(planned);
   const bool ok = std::abs(difference) <= kAllowed;
   if (json) {
-    const nlohmann::ordered_json out = {{"ok", ok}, {"planned_bytes", planned}, {"resident_bytes", grown}, {"difference", difference}};
+    const nlohmann::ordered_json out = {
+        {"ok", ok}, {"planned_bytes", planned}, {"resident_bytes", grown}, {"difference", difference}};
     fmt::print("{}\n", out.dump(2));
   } else {
     Table table("lr", {"resident memory", "bytes"});
@@ -54,7 +56,9 @@ int run_rss_check(const BenchSettings& settings, bool json) {
     table.row({"difference", fmt::format("{:+.2f} %", difference * 100)});
     fmt::print("{}", table.str());
   }
-  if (!ok) fmt::print(stderr, "failed: resident memory differs from the plan by {:+.2f} %, allowed are 2 %\n", difference * 100);
+  if (!ok)
+    fmt::print(stderr, "failed: resident memory differs from the plan by {:+.2f} %, allowed are 2 %\n",
+               difference * 100);
   return ok ? 0 : 1;
 }
 

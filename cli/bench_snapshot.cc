@@ -88,7 +88,8 @@ Operation make_block(const BenchSettings& settings, BlockWork work, CacheOptions
   options.num_blocks = kBlocks;
   const auto schema = std::make_shared<CacheSchema>(build_schema(settings.config, options));
   const auto pool = std::make_shared<PagedKVPool>(*schema, make_cpu_backend(settings.threads));
-  auto images = std::make_shared<std::vector<std::vector<std::byte>>>(kImages, std::vector<std::byte>(static_cast<std::size_t>(schema->block_image_bytes)));
+  auto images = std::make_shared<std::vector<std::vector<std::byte>>>(
+      kImages, std::vector<std::byte>(static_cast<std::size_t>(schema->block_image_bytes)));
   for (BlockId block = 0; block < kBlocks; ++block) pool->load_block(block, (*images)[0]);
   return [schema, pool, images, work, next = 0]() mutable -> Sample {
     const BlockId from = (next * kStride) % kBlocks, to = (next * kStride + kBlocks / 2) % kBlocks;
@@ -124,8 +125,10 @@ void add_snapshot_cases(std::vector<Case>& cases, const BenchSettings& settings)
   for (const Arrangement arrangement : {Arrangement::block_major, Arrangement::layer_major}) {
     CacheOptions options;
     options.arrangement = arrangement;
-    for (const Variant& v : {Variant{"copy", BlockWork::copy}, Variant{"save", BlockWork::save}, Variant{"load", BlockWork::load}}) {
-      cases.push_back({fmt::format("block/{}/{}", v.name, to_string(arrangement)), "block", [=] { return make_block(settings, v.work, options); }});
+    for (const Variant& v :
+         {Variant{"copy", BlockWork::copy}, Variant{"save", BlockWork::save}, Variant{"load", BlockWork::load}}) {
+      cases.push_back({fmt::format("block/{}/{}", v.name, to_string(arrangement)), "block",
+                       [=] { return make_block(settings, v.work, options); }});
     }
   }
 }

@@ -22,8 +22,14 @@ DType parse_pending(const std::string& name) {
 }  // namespace
 
 void add_flags(CLI::App& app, ModelFlags& flags) {
-  auto* model = app.add_option("--model", flags.model, "v4-flash or v4-pro")->capture_default_str()->type_name("NAME")->group("Model");
-  app.add_option("--config", flags.config, "a Hugging Face config.json instead")->type_name("FILE")->excludes(model)->group("Model");
+  auto* model = app.add_option("--model", flags.model, "v4-flash or v4-pro")
+                    ->capture_default_str()
+                    ->type_name("NAME")
+                    ->group("Model");
+  app.add_option("--config", flags.config, "a Hugging Face config.json instead")
+      ->type_name("FILE")
+      ->excludes(model)
+      ->group("Model");
 }
 
 ModelConfig read_model(const ModelFlags& flags) {
@@ -32,16 +38,39 @@ ModelConfig read_model(const ModelFlags& flags) {
 
 void add_flags(CLI::App& app, FormatFlags& flags) {
   const std::string group = "Formats";
-  app.add_option("--rows", flags.rows, "window rows and entries: fp8_tile64, fp8_row or bf16")->capture_default_str()->type_name("NAME")->group(group);
-  app.add_option("--keys", flags.keys, "index keys: mxfp4, nvfp4, fp8 or bf16")->capture_default_str()->type_name("NAME")->group(group);
+  app.add_option("--rows", flags.rows, "window rows and entries: fp8_tile64, fp8_row or bf16")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->group(group);
+  app.add_option("--keys", flags.keys, "index keys: mxfp4, nvfp4, fp8 or bf16")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->group(group);
   app.add_flag("--no-hadamard", flags.no_hadamard, "keep index keys as they are before quantising")->group(group);
-  app.add_option("--pending", flags.pending, "compressor rows that wait: fp32 or bf16")->capture_default_str()->type_name("NAME")->group(group);
-  app.add_option("--hca", flags.hca, "HCA rows that wait: online (folded) or raw")->capture_default_str()->type_name("NAME")->group(group);
-  app.add_option("--arrangement", flags.arrangement, "pages: block-major or layer-major")->capture_default_str()->type_name("NAME")->group(group);
-  app.add_option("--page-alignment", flags.page_alignment, "bytes, a multiple of 64; 576 is FlashMLA's")->capture_default_str()->type_name("N")->group(group);
+  app.add_option("--pending", flags.pending, "compressor rows that wait: fp32 or bf16")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->group(group);
+  app.add_option("--hca", flags.hca, "HCA rows that wait: online (folded) or raw")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->group(group);
+  app.add_option("--arrangement", flags.arrangement, "pages: block-major or layer-major")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->group(group);
+  app.add_option("--page-alignment", flags.page_alignment, "bytes, a multiple of 64; 576 is FlashMLA's")
+      ->capture_default_str()
+      ->type_name("N")
+      ->group(group);
   app.add_option("--block-tokens", flags.block_tokens, "tokens of a block, a multiple of every ratio; 0: automatic")
-      ->capture_default_str()->type_name("N")->group(group);
-  app.add_option("--rewind", flags.rewind, "how many tokens a request can be rewound")->capture_default_str()->type_name("N")->group(group);
+      ->capture_default_str()
+      ->type_name("N")
+      ->group(group);
+  app.add_option("--rewind", flags.rewind, "how many tokens a request can be rewound")
+      ->capture_default_str()
+      ->type_name("N")
+      ->group(group);
 }
 
 void apply(const FormatFlags& flags, CacheOptions& options) {

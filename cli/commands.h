@@ -1,5 +1,5 @@
-// The commands of the kv4 tool. Each adds itself to the app; when it was chosen it runs while the app parses and leaves its exit
-// code: 0 fine, 1 a check failed. Bad input is a thrown kv4::Error (exit code 2, see main.cc).
+// The commands of the kv4 tool. Each adds itself to the app; when it was chosen it runs while the app parses and leaves
+// its exit code: 0 fine, 1 a check failed. Bad input is a thrown kv4::Error (exit code 2, see main.cc).
 #pragma once
 
 namespace CLI {

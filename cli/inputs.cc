@@ -28,11 +28,13 @@ double unit(std::uint64_t bits) { return (static_cast<double>(bits >> 11) + 0.5)
 template <class T>
 void fill_rows(std::vector<T>& out, int columns, std::span<const TokenRef> tokens, auto&& row_of) {
   for (std::size_t i = 0; i < tokens.size(); ++i) {
-    std::memcpy(out.data() + i * static_cast<std::size_t>(columns), row_of(tokens[i]), static_cast<std::size_t>(columns) * sizeof(T));
+    std::memcpy(out.data() + i * static_cast<std::size_t>(columns), row_of(tokens[i]),
+                static_cast<std::size_t>(columns) * sizeof(T));
   }
 }
 
-std::vector<float> scaled(const InputGenerator& generator, int layer, std::int64_t salt, std::int64_t rows, int columns, float base, float scale) {
+std::vector<float> scaled(const InputGenerator& generator, int layer, std::int64_t salt, std::int64_t rows, int columns,
+                          float base, float scale) {
   std::vector<float> out;
   for (std::int64_t r = 0; r < rows; ++r) {
     const float* row = generator.row({0, (salt << 20) + r}, layer, InputGenerator::Tensor::weights, columns);
@@ -59,7 +61,8 @@ TokenRef History::at(std::int64_t position) const {
 
 InputGenerator::InputGenerator(std::uint64_t seed) : seed_(mix(seed)), pool_(kPoolSize), pool_bf16_(kPoolSize) {
   for (std::size_t i = 0; i < kPoolSize; i += 2) {
-    const double radius = std::sqrt(-2 * std::log(unit(mix(seed_, i)))), angle = 2 * std::numbers::pi * unit(mix(seed_, i + 1));
+    const double radius = std::sqrt(-2 * std::log(unit(mix(seed_, i)))),
+                 angle = 2 * std::numbers::pi * unit(mix(seed_, i + 1));
     pool_[i] = static_cast<float>(radius * std::cos(angle));
     pool_[i + 1] = static_cast<float>(radius * std::sin(angle));
   }
@@ -70,7 +73,8 @@ InputGenerator::InputGenerator(std::uint64_t seed) : seed_(mix(seed)), pool_(kPo
 }
 
 std::int32_t InputGenerator::token_id(TokenRef token) const {
-  return static_cast<std::int32_t>(mix(mix(seed_, token.stream), static_cast<std::uint64_t>(token.position)) % kVocabulary);
+  return static_cast<std::int32_t>(mix(mix(seed_, token.stream), static_cast<std::uint64_t>(token.position)) %
+                                   kVocabulary);
 }
 
 std::size_t InputGenerator::offset(TokenRef token, int layer, Tensor tensor, int columns) const {
@@ -102,7 +106,8 @@ void LayerInputs::fill(const InputGenerator& generator, int layer, std::span<con
   using Tensor = InputGenerator::Tensor;
   fill_rows(raw_kv_, width_, tokens, [&](TokenRef t) { return generator.bf16_row(t, layer, Tensor::raw_kv, width_); });
   const auto fill_floats = [&](std::vector<float>& out, int columns, Tensor tensor) {
-    if (columns > 0) fill_rows(out, columns, tokens, [&](TokenRef t) { return generator.row(t, layer, tensor, columns); });
+    if (columns > 0)
+      fill_rows(out, columns, tokens, [&](TokenRef t) { return generator.row(t, layer, tensor, columns); });
   };
   fill_floats(kv_, columns_, Tensor::kv);
   fill_floats(gate_, columns_, Tensor::gate);
@@ -142,7 +147,8 @@ SeededWeights::SeededWeights(const CacheSchema& schema, const InputGenerator& ge
       std::vector<float>& norm = k == 0 ? out.norm : out.index_norm;
       bias = scaled(generator, out.layer, salt, kind.ratio, columns, 0.0f, kBiasScale);
       norm = scaled(generator, out.layer, salt + 1, 1, kind.width, 1.0f, kNormSpread);
-      (k == 0 ? out.views.position_bias : out.views.index_position_bias) = TensorView(bias.data(), {kind.ratio, columns});
+      (k == 0 ? out.views.position_bias : out.views.index_position_bias) =
+          TensorView(bias.data(), {kind.ratio, columns});
       (k == 0 ? out.views.norm_weight : out.views.index_norm_weight) = TensorView(norm.data(), {kind.width});
     }
   }

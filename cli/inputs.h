@@ -1,5 +1,6 @@
-// Seeded inputs for the cache: every row is a pure function of (seed, stream, layer, position), so any split of a request into steps
-// can be fed again. Rows are windows into one pool of random numbers, chosen by a hash: making them costs a copy.
+// Seeded inputs for the cache: every row is a pure function of (seed, stream, layer, position), so any split of a
+// request into steps can be fed again. Rows are windows into one pool of random numbers, chosen by a hash: making them
+// costs a copy.
 #pragma once
 
 #include <cstdint>
@@ -36,13 +37,14 @@ class InputGenerator {
   explicit InputGenerator(std::uint64_t seed);
   std::int32_t token_id(TokenRef token) const;
   const float* row(TokenRef token, int layer, Tensor tensor, int columns) const;
-  const std::uint16_t* bf16_row(TokenRef token, int layer, Tensor tensor, int columns) const;  // the same values rounded
+  const std::uint16_t* bf16_row(TokenRef token, int layer, Tensor tensor,
+                                int columns) const;  // the same values rounded
 
  private:
   std::size_t offset(TokenRef token, int layer, Tensor tensor, int columns) const;
 
   std::uint64_t seed_;
-  std::vector<float> pool_;            // normal, mean 0, deviation 1
+  std::vector<float> pool_;  // normal, mean 0, deviation 1
   std::vector<std::uint16_t> pool_bf16_;
   std::vector<float> nan_;
   std::vector<std::uint16_t> nan_bf16_;

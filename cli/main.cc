@@ -23,7 +23,8 @@ int fail(ExitCode code, const std::string& message) {
 std::string describe(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
   if (!app.get_subcommands().empty() || argc < 2 || argv[1][0] == '-') return error.what();
   std::string commands;
-  for (const CLI::App* command : app.get_subcommands({})) commands += (commands.empty() ? "" : ", ") + command->get_name();
+  for (const CLI::App* command : app.get_subcommands({}))
+    commands += (commands.empty() ? "" : ", ") + command->get_name();
   return std::string("there is no command '") + argv[1] + "'; there are " + commands;
 }
 
@@ -47,7 +48,8 @@ int main(int argc, char** argv) {
       "  kv4 bench --filter gather                               speed beside memcpy in the same run\n"
       "  kv4 golden DIR                                          replay recorded vectors\n"
       "\n"
-      "'kv4 COMMAND --help' explains a command. Exit codes: 0 fine, 1 a check failed, 2 bad usage or input, 3 unexpected.");
+      "'kv4 COMMAND --help' explains a command. Exit codes: 0 fine, 1 a check failed, 2 bad usage or input, 3 "
+      "unexpected.");
 
   int exit_code = kFine;
   add_plan(app, exit_code);

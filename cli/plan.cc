@@ -5,6 +5,8 @@
 #include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
 
 #include "cache_flags.h"
 #include "commands.h"
@@ -18,7 +20,7 @@ namespace {
 struct PlanFlags {
   ModelFlags model;
   FormatFlags formats;
-  std::string context, requests, memory;
+  std::optional<std::string> context, requests, memory;
   std::string draft_layers = "0", spare_slots = "1", step_tokens = "512";
   bool json = false;
 };
@@ -30,9 +32,9 @@ PlanWish read_wish(const PlanFlags& flags) {
   wish.options.draft_layers = static_cast<int>(parse_count(flags.draft_layers, "--draft-layers", 0, 1024));
   wish.options.spare_slots = static_cast<int>(parse_count(flags.spare_slots, "--spare-slots", 0, 1 << 16));
   wish.options.max_step_tokens = static_cast<int>(parse_tokens(flags.step_tokens, "--step-tokens", 1 << 24));
-  if (!flags.context.empty()) wish.context = parse_tokens(flags.context, "--context");
-  if (!flags.requests.empty()) wish.requests = parse_count(flags.requests, "--requests", 1, 1 << 16);
-  if (!flags.memory.empty()) wish.memory = parse_bytes(flags.memory, "--memory");
+  if (flags.context) wish.context = parse_tokens(*flags.context, "--context");
+  if (flags.requests) wish.requests = parse_count(*flags.requests, "--requests", 1, 1 << 16);
+  if (flags.memory) wish.memory = parse_bytes(*flags.memory, "--memory");
   return wish;
 }
 
@@ -40,7 +42,8 @@ std::string count_layers(const ModelConfig& config) {
   const auto count = [&](LayerKind kind) { return std::count(config.kinds.begin(), config.kinds.end(), kind); };
   std::string out = fmt::format("{} layers", config.num_layers);
   if (const auto n = count(LayerKind::swa)) out += fmt::format(", {} SWA", n);
-  if (const auto n = count(LayerKind::csa)) out += fmt::format(", {} CSA (an entry per {} tokens)", n, config.csa_ratio);
+  if (const auto n = count(LayerKind::csa))
+    out += fmt::format(", {} CSA (an entry per {} tokens)", n, config.csa_ratio);
   if (const auto n = count(LayerKind::hca)) out += fmt::format(", {} HCA (an entry per {})", n, config.hca_ratio);
   return out;
 }
@@ -55,7 +58,8 @@ void print_per_token(const PlanFigures& figures) {
   fmt::print("\nGrows with the context (one block = {} tokens)\n", figures.schema.block_tokens);
   Table table("lrrrrr", {"part", "layers", "rows/block", "bytes/row", "bytes/block", "bytes/token"});
   for (const RowFigures& row : figures.rows) {
-    table.row({row.name, group_digits(row.layers), group_digits(row.rows_per_block), group_digits(row.row_bytes), group_digits(row.block_bytes),
+    table.row({row.name, group_digits(row.layers), group_digits(row.rows_per_block), group_digits(row.row_bytes),
+               group_digits(row.block_bytes),
                two_places(static_cast<double>(row.block_bytes) / figures.schema.block_tokens)});
   }
   table.rule();
@@ -67,10 +71,12 @@ void print_per_token(const PlanFigures& figures) {
 void print_per_request(const PlanFigures& figures) {
   fmt::print("\nFixed for each running request\n");
   Table table("lrr", {"part", "layers", "bytes"});
-  for (const StateFigures& state : figures.state) table.row({state.name, group_digits(state.layers), group_digits(state.bytes)});
+  for (const StateFigures& state : figures.state)
+    table.row({state.name, group_digits(state.layers), group_digits(state.bytes)});
   table.rule();
   table.row({"state of a request", "", group_digits(figures.plan.state_bytes_per_request)});
-  if (figures.plan.draft_bytes_per_request > 0) table.row({"its draft stages", "", group_digits(figures.plan.draft_bytes_per_request)});
+  if (figures.plan.draft_bytes_per_request > 0)
+    table.row({"its draft stages", "", group_digits(figures.plan.draft_bytes_per_request)});
   table.row({"paper's count (windows)", "", group_digits(figures.paper.window_bytes_per_request)});
   fmt::print("{}", table.str());
 }
@@ -79,23 +85,28 @@ void print_cache(const PlanFigures& figures) {
   const CacheOptions& options = figures.schema.options;
   const std::int64_t held = std::int64_t{options.max_requests} * options.max_context;
   fmt::print("\nThe whole cache: {} {} of {} tokens, {} blocks (10 % headroom)\n", group_digits(options.max_requests),
-             options.max_requests == 1 ? "request" : "requests", group_digits(options.max_context), group_digits(figures.plan.blocks));
+             options.max_requests == 1 ? "request" : "requests", group_digits(options.max_context),
+             group_digits(figures.plan.blocks));
   const auto total = static_cast<double>(figures.plan.total_bytes);
   const int bar_width = std::clamp(terminal_width() - 50, 10, 40);
   Table table("lrrl", {"part", "bytes", "share", ""});
   for (const MemoryPart& part : figures.plan.parts) {
     const double share = static_cast<double>(part.bytes) / total;
-    table.row({part.name, group_digits(part.bytes), share < 0.0005 ? "< 0.1 %" : fmt::format("{:.1f} %", share * 100), draw_bar(share, bar_width)});
+    table.row({part.name, group_digits(part.bytes), share < 0.0005 ? "< 0.1 %" : fmt::format("{:.1f} %", share * 100),
+               draw_bar(share, bar_width)});
   }
   table.rule();
   table.row({"total", group_digits(figures.plan.total_bytes), human_bytes(total)});
   fmt::print("{}\n", table.str());
   for (const MemoryPart& part : figures.plan.parts) {
-    if (part.name == "spare slots" || part.name == "step workspace" || part.name == "tables") fmt::print("  {}: {}\n", part.name, part.note);
+    if (part.name == "spare slots" || part.name == "step workspace" || part.name == "tables")
+      fmt::print("  {}: {}\n", part.name, part.note);
   }
   const double paper = figures.paper.bytes(options.max_requests, options.max_context);
-  fmt::print("  the same {} tokens at the paper's count: {} ({} bytes a token and the windows;\n  no padding, headroom, pending rows or tables)\n",
-             group_digits(held), human_bytes(paper), two_places(figures.paper.bytes_per_token));
+  fmt::print(
+      "  the same {} tokens at the paper's count: {} ({} bytes a token and the windows;\n  no padding, headroom, "
+      "pending rows or tables)\n",
+      group_digits(held), human_bytes(paper), two_places(figures.paper.bytes_per_token));
 }
 
 void print_fit(const PlanFigures& figures, const PlanWish& wish) {
@@ -104,17 +115,23 @@ void print_fit(const PlanFigures& figures, const PlanWish& wish) {
   const CacheOptions& options = figures.schema.options;
   if (wish.context && wish.requests) {
     const bool fits = figures.plan.total_bytes <= *wish.memory;
-    fmt::print("  {} x {} tokens: {}\n", group_digits(options.max_requests), human_tokens(options.max_context),
-               fits ? "fits" : fmt::format("does not fit, it takes {}", human_bytes(static_cast<double>(figures.plan.total_bytes))));
+    fmt::print(
+        "  {} x {} tokens: {}\n", group_digits(options.max_requests), human_tokens(options.max_context),
+        fits ? "fits"
+             : fmt::format("does not fit, it takes {}", human_bytes(static_cast<double>(figures.plan.total_bytes))));
   }
-  const std::int64_t asked_requests = wish.requests.value_or(1), asked_context = wish.context.value_or(wish.config.max_positions);
+  const std::int64_t asked_requests = wish.requests.value_or(1),
+                     asked_context = wish.context.value_or(wish.config.max_positions);
   if (const auto& fit = figures.longest_context) {
     fmt::print("  {} {}: {}{}\n", group_digits(asked_requests), asked_requests == 1 ? "request" : "requests",
-               fit->requests == 0 ? "no room" : fmt::format("{} tokens{}", group_digits(fit->context), asked_requests == 1 ? "" : " each"),
+               fit->requests == 0
+                   ? "no room"
+                   : fmt::format("{} tokens{}", group_digits(fit->context), asked_requests == 1 ? "" : " each"),
                fit->context == wish.config.max_positions ? ", all that the model can address" : "");
   }
   if (const auto& fit = figures.most_requests) {
-    fmt::print("  {} tokens each: {} {}\n", group_digits(asked_context), group_digits(fit->requests), fit->requests == 1 ? "request" : "requests");
+    fmt::print("  {} tokens each: {} {}\n", group_digits(asked_context), group_digits(fit->requests),
+               fit->requests == 1 ? "request" : "requests");
   }
 }
 
@@ -126,25 +143,42 @@ nlohmann::ordered_json fit_json(const std::optional<Fit>& fit) {
 nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish) {
   const CacheSchema& schema = figures.schema;
   nlohmann::ordered_json parts = nlohmann::ordered_json::array(), rows = parts, state = parts;
-  for (const MemoryPart& part : figures.plan.parts) parts.push_back({{"name", part.name}, {"bytes", part.bytes}, {"note", part.note}});
+  for (const MemoryPart& part : figures.plan.parts)
+    parts.push_back({{"name", part.name}, {"bytes", part.bytes}, {"note", part.note}});
   for (const RowFigures& row : figures.rows) {
-    rows.push_back({{"name", row.name}, {"layers", row.layers}, {"rows_per_block", row.rows_per_block}, {"row_bytes", row.row_bytes},
-                    {"block_bytes", row.block_bytes}, {"bytes_per_token", static_cast<double>(row.block_bytes) / schema.block_tokens}});
+    rows.push_back({{"name", row.name},
+                    {"layers", row.layers},
+                    {"rows_per_block", row.rows_per_block},
+                    {"row_bytes", row.row_bytes},
+                    {"block_bytes", row.block_bytes},
+                    {"bytes_per_token", static_cast<double>(row.block_bytes) / schema.block_tokens}});
   }
-  for (const StateFigures& part : figures.state) state.push_back({{"name", part.name}, {"layers", part.layers}, {"bytes", part.bytes}});
-  nlohmann::ordered_json out = {{"model", schema.config.name}, {"layers", schema.layers.size()}, {"formats", describe_formats(schema.options)},
-          {"context", schema.options.max_context}, {"requests", schema.options.max_requests}, {"block_tokens", schema.block_tokens},
-          {"block_bytes", figures.plan.block_bytes}, {"bytes_per_token", figures.plan.bytes_per_token},
-          {"state_bytes_per_request", figures.plan.state_bytes_per_request}, {"draft_bytes_per_request", figures.plan.draft_bytes_per_request},
-          {"blocks", figures.plan.blocks}, {"blocks_per_request", figures.budget.blocks_per_request}, {"total_bytes", figures.plan.total_bytes}};
+  for (const StateFigures& part : figures.state)
+    state.push_back({{"name", part.name}, {"layers", part.layers}, {"bytes", part.bytes}});
+  nlohmann::ordered_json out = {{"model", schema.config.name},
+                                {"layers", schema.layers.size()},
+                                {"formats", describe_formats(schema.options)},
+                                {"context", schema.options.max_context},
+                                {"requests", schema.options.max_requests},
+                                {"block_tokens", schema.block_tokens},
+                                {"block_bytes", figures.plan.block_bytes},
+                                {"bytes_per_token", figures.plan.bytes_per_token},
+                                {"state_bytes_per_request", figures.plan.state_bytes_per_request},
+                                {"draft_bytes_per_request", figures.plan.draft_bytes_per_request},
+                                {"blocks", figures.plan.blocks},
+                                {"blocks_per_request", figures.budget.blocks_per_request},
+                                {"total_bytes", figures.plan.total_bytes}};
   out["parts"] = parts;
   out["rows"] = rows;
   out["state"] = state;
-  out["paper"] = {{"bytes_per_token", figures.paper.bytes_per_token}, {"window_bytes_per_request", figures.paper.window_bytes_per_request},
+  out["paper"] = {{"bytes_per_token", figures.paper.bytes_per_token},
+                  {"window_bytes_per_request", figures.paper.window_bytes_per_request},
                   {"total_bytes", figures.paper.bytes(schema.options.max_requests, schema.options.max_context)}};
   if (wish.memory) {
-    out["memory"] = {{"bytes", *wish.memory}, {"fits", figures.plan.total_bytes <= *wish.memory},
-                     {"longest_context", fit_json(figures.longest_context)}, {"most_requests", fit_json(figures.most_requests)}};
+    out["memory"] = {{"bytes", *wish.memory},
+                     {"fits", figures.plan.total_bytes <= *wish.memory},
+                     {"longest_context", fit_json(figures.longest_context)},
+                     {"most_requests", fit_json(figures.most_requests)}};
   }
   return out;
 }
@@ -156,8 +190,8 @@ void run_plan(const PlanFlags& flags) {
     fmt::print("{}\n", to_json(figures, wish).dump(2));
     return;
   }
-  fmt::print("{}: {}, window {}\n{}\n", wish.config.name.empty() ? "model" : wish.config.name, count_layers(wish.config), wish.config.window,
-             describe_formats(figures.schema.options));
+  fmt::print("{}: {}, window {}\n{}\n", wish.config.name.empty() ? "model" : wish.config.name,
+             count_layers(wish.config), wish.config.window, describe_formats(figures.schema.options));
   print_per_token(figures);
   print_per_request(figures);
   print_cache(figures);
@@ -172,13 +206,30 @@ void add_plan(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand("plan", "What a cache costs, to the byte, and what fits into a memory");
   auto flags = std::make_shared<PlanFlags>();
   add_flags(*command, flags->model);
-  command->add_option("--context", flags->context, "tokens of the longest request, for example 128K or 1M (K and M are binary); default: the model's limit")->type_name("TOKENS")
+  command
+      ->add_option(
+          "--context", flags->context,
+          "tokens of the longest request, for example 128K or 1M (K and M are binary); default: the model's limit")
+      ->type_name("TOKENS")
       ->group("Size");
-  command->add_option("--requests", flags->requests, "requests at a time; default: 1, or as many as fit into --memory")->type_name("N")->group("Size");
-  command->add_option("--memory", flags->memory, "bytes to fit into, for example 141GB or 80GiB")->type_name("BYTES")->group("Size");
-  command->add_option("--draft-layers", flags->draft_layers, "extra SWA-only draft stages")->capture_default_str()->type_name("N")->group("Size");
-  command->add_option("--spare-slots", flags->spare_slots, "requests with a long step at the same time")->capture_default_str()->type_name("N")->group("Size");
-  command->add_option("--step-tokens", flags->step_tokens, "tokens of the largest step")->capture_default_str()->type_name("TOKENS")->group("Size");
+  command->add_option("--requests", flags->requests, "requests at a time; default: 1, or as many as fit into --memory")
+      ->type_name("N")
+      ->group("Size");
+  command->add_option("--memory", flags->memory, "bytes to fit into, for example 141GB or 80GiB")
+      ->type_name("BYTES")
+      ->group("Size");
+  command->add_option("--draft-layers", flags->draft_layers, "extra SWA-only draft stages")
+      ->capture_default_str()
+      ->type_name("N")
+      ->group("Size");
+  command->add_option("--spare-slots", flags->spare_slots, "requests with a long step at the same time")
+      ->capture_default_str()
+      ->type_name("N")
+      ->group("Size");
+  command->add_option("--step-tokens", flags->step_tokens, "tokens of the largest step")
+      ->capture_default_str()
+      ->type_name("TOKENS")
+      ->group("Size");
   add_flags(*command, flags->formats);
   command->add_flag("--json", flags->json, "figures as JSON");
   command->footer(

@@ -14,7 +14,9 @@ namespace {
 constexpr std::int64_t kMaxRequests = 1 << 16;
 constexpr std::int64_t kPlaneAlignment = 64;
 
-const char* upper_name(LayerKind kind) { return kind == LayerKind::swa ? "SWA" : kind == LayerKind::csa ? "CSA" : "HCA"; }
+const char* upper_name(LayerKind kind) {
+  return kind == LayerKind::swa ? "SWA" : kind == LayerKind::csa ? "CSA" : "HCA";
+}
 
 std::int64_t aligned(std::int64_t bytes) { return (bytes + kPlaneAlignment - 1) / kPlaneAlignment * kPlaneAlignment; }
 
@@ -22,7 +24,8 @@ std::vector<RowFigures> row_figures(const CacheSchema& schema) {
   std::vector<RowFigures> out;
   for (const LayerCacheSchema& layer : schema.layers) {
     for (const PageSchema& page : layer.pages) {
-      const std::string name = fmt::format("{} {}", upper_name(layer.spec.kind), page.kind.role == RowRole::entry ? "entries" : "index keys");
+      const std::string name = fmt::format("{} {}", upper_name(layer.spec.kind),
+                                           page.kind.role == RowRole::entry ? "entries" : "index keys");
       auto found = std::find_if(out.begin(), out.end(), [&](const RowFigures& row) { return row.name == name; });
       if (found == out.end()) found = out.insert(out.end(), {name, 0, page.rows_per_block, page.row.bytes(), 0});
       ++found->layers;
@@ -43,7 +46,9 @@ std::vector<StateFigures> state_figures(const CacheSchema& schema) {
   };
   for (const LayerCacheSchema& layer : schema.layers) {
     const WindowSchema& window = layer.window;
-    add(layer, "window", aligned(std::int64_t{window.rows} * window.row.payload_bytes) + aligned(std::int64_t{window.rows} * window.row.scale_bytes));
+    add(layer, "window",
+        aligned(std::int64_t{window.rows} * window.row.payload_bytes) +
+            aligned(std::int64_t{window.rows} * window.row.scale_bytes));
   }
   for (const LayerCacheSchema& layer : schema.layers) {
     std::int64_t bytes = 0;
@@ -62,7 +67,8 @@ PaperCount count_rows(const CacheSchema& schema) {
   for (const LayerCacheSchema& layer : schema.layers) {
     if (layer.spec.group > 0) continue;
     out.window_bytes_per_request += std::int64_t{schema.config.window} * layer.window.row.bytes();
-    for (const PageSchema& page : layer.pages) out.bytes_per_token += static_cast<double>(page.row.bytes()) / page.kind.ratio;
+    for (const PageSchema& page : layer.pages)
+      out.bytes_per_token += static_cast<double>(page.row.bytes()) / page.kind.ratio;
   }
   return out;
 }
@@ -80,7 +86,8 @@ PaperCount paper_count(const ModelConfig& config, const CacheSchema& chosen) {
 
 CacheSchema sized_schema(const PlanWish& wish, std::int64_t requests, std::int64_t context) {
   if (requests > kMaxRequests) {
-    throw Error(ErrorCode::bad_argument, fmt::format("--requests {} is too many; a cache holds at most {}", requests, kMaxRequests));
+    throw Error(ErrorCode::bad_argument,
+                fmt::format("--requests {} is too many; a cache holds at most {}", requests, kMaxRequests));
   }
   CacheOptions options = wish.options;
   options.max_requests = static_cast<int>(requests);
@@ -124,23 +131,28 @@ Fit fit_requests(const PlanWish& wish, std::int64_t context) {
 std::int64_t checked_context(const PlanWish& wish) {
   const std::int64_t context = wish.context.value_or(wish.config.max_positions);
   if (context > wish.config.max_positions) {
-    throw Error(ErrorCode::bad_argument, fmt::format("--context {} is more than the {} positions of {}", group_digits(context),
-                                                     group_digits(wish.config.max_positions), wish.config.name.empty() ? "the model" : wish.config.name));
+    throw Error(ErrorCode::bad_argument, fmt::format("--context {} is more than the {} positions of {}",
+                                                     group_digits(context), group_digits(wish.config.max_positions),
+                                                     wish.config.name.empty() ? "the model" : wish.config.name));
   }
   return context;
 }
 
 [[noreturn]] void refuse_memory(const PlanWish& wish, std::int64_t requests, std::int64_t context) {
-  throw Error(ErrorCode::bad_argument,
-              fmt::format("--memory {} cannot hold {} of {} tokens: that takes {}; lower --context or --requests, or raise --memory",
-                          human_bytes(static_cast<double>(*wish.memory)), requests == 1 ? "one request" : fmt::format("{} requests", requests),
-                          group_digits(context), human_bytes(static_cast<double>(total_bytes(wish, requests, context)))));
+  throw Error(
+      ErrorCode::bad_argument,
+      fmt::format(
+          "--memory {} cannot hold {} of {} tokens: that takes {}; lower --context or --requests, or raise --memory",
+          human_bytes(static_cast<double>(*wish.memory)),
+          requests == 1 ? "one request" : fmt::format("{} requests", requests), group_digits(context),
+          human_bytes(static_cast<double>(total_bytes(wish, requests, context)))));
 }
 
 }  // namespace
 
 double PaperCount::bytes(std::int64_t requests, std::int64_t context) const {
-  return static_cast<double>(requests) * (bytes_per_token * static_cast<double>(context) + static_cast<double>(window_bytes_per_request));
+  return static_cast<double>(requests) *
+         (bytes_per_token * static_cast<double>(context) + static_cast<double>(window_bytes_per_request));
 }
 
 PlanFigures compute_plan(const PlanWish& wish) {

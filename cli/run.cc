@@ -34,7 +34,8 @@ RunSettings read_settings(const RunFlags& flags) {
   settings.threads = static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024));
   const std::int64_t least = min_tokens(settings.requests);
   if (settings.tokens < least) {
-    throw Error(ErrorCode::bad_argument, fmt::format("--tokens {} is too few for {} requests; use at least {}", settings.tokens, settings.requests, least));
+    throw Error(ErrorCode::bad_argument, fmt::format("--tokens {} is too few for {} requests; use at least {}",
+                                                     settings.tokens, settings.requests, least));
   }
   return settings;
 }
@@ -60,9 +61,10 @@ std::vector<Part> compare_parts(KVCacheManager& manager) {
   const MemoryPlan plan = plan_memory(schema);
   const std::int64_t slots = schema.options.max_requests + schema.options.spare_slots;
   const std::int64_t frontiers = (slots * 4 * static_cast<std::int64_t>(schema.layers.size()) + 63) / 64 * 64;
-  std::vector<Part> out{{"blocks", plan.blocks * plan.block_bytes, manager.kv_pool().memory_bytes()},
-                        {"state slots", slots * schema.slot_bytes + frontiers, manager.state_pool().memory_bytes()},
-                        {"block allocator", BlockAllocator::memory_bytes(plan.blocks), manager.allocator().memory_bytes()}};
+  std::vector<Part> out{
+      {"blocks", plan.blocks * plan.block_bytes, manager.kv_pool().memory_bytes()},
+      {"state slots", slots * schema.slot_bytes + frontiers, manager.state_pool().memory_bytes()},
+      {"block allocator", BlockAllocator::memory_bytes(plan.blocks), manager.allocator().memory_bytes()}};
   Part rest{"step workspace, tables, token ids", plan.total_bytes, manager.memory_bytes()};
   for (const Part& part : out) {
     rest.planned -= part.planned;
@@ -101,7 +103,8 @@ struct Speed {
 Speed speed_of(const Scenario& scenario) {
   const StepTimes& times = scenario.times();
   Speed speed;
-  speed.tokens_per_s = static_cast<double>(scenario.tokens() + scenario.rejected()) / (times.append_s + times.control_s);
+  speed.tokens_per_s =
+      static_cast<double>(scenario.tokens() + scenario.rejected()) / (times.append_s + times.control_s);
   speed.bytes_per_s = static_cast<double>(times.touched_bytes) / times.append_s;
   speed.copy_bytes_per_s = static_cast<double>(times.touched_bytes) / times.copy_s;
   speed.memcpy_share = times.copy_s / times.append_s;
@@ -112,8 +115,10 @@ void print_text(Scenario& scenario, const RunSettings& settings, const RunResult
   const StepTimes& times = scenario.times();
   const Speed speed = speed_of(scenario);
   const CacheSchema& schema = scenario.manager().schema();
-  fmt::print("{}: {} layers, {}\n{} requests and a fork, seed {}, {} {}, {}\n\n", settings.config.name.empty() ? "model" : settings.config.name, schema.layers.size(),
-             describe_formats(schema.options), settings.requests + 1, settings.seed, settings.threads, settings.threads == 1 ? "thread" : "threads", cpu_target());
+  fmt::print("{}: {} layers, {}\n{} requests and a fork, seed {}, {} {}, {}\n\n",
+             settings.config.name.empty() ? "model" : settings.config.name, schema.layers.size(),
+             describe_formats(schema.options), settings.requests + 1, settings.seed, settings.threads,
+             settings.threads == 1 ? "thread" : "threads", cpu_target());
   Table memory("lrr", {"bytes", "planned", "held"});
   for (const Part& part : result.parts) {
     if (part.name == "total") memory.rule();
@@ -122,12 +127,19 @@ void print_text(Scenario& scenario, const RunSettings& settings, const RunResult
   fmt::print("{}\n", memory.str());
 
   Table table("lrl", {"work", "", ""});
-  table.row({"tokens", group_digits(scenario.tokens()), fmt::format("and {} rewound, {} padded, in {} steps", group_digits(scenario.rejected()), scenario.padded(), times.steps)});
-  table.row({"tokens/s", fmt::format("{}", group_digits(static_cast<std::int64_t>(speed.tokens_per_s))), "through all layers, inside the cache"});
-  table.row({"append", human_seconds(times.append_s), fmt::format("{} that must be touched: {}/s", human_bytes(static_cast<double>(times.touched_bytes)), human_bytes(speed.bytes_per_s))});
-  table.row({"memcpy of as much", human_seconds(times.copy_s), fmt::format("{}/s, in the same run on as many threads", human_bytes(speed.copy_bytes_per_s))});
+  table.row({"tokens", group_digits(scenario.tokens()),
+             fmt::format("and {} rewound, {} padded, in {} steps", group_digits(scenario.rejected()), scenario.padded(),
+                         times.steps)});
+  table.row({"tokens/s", fmt::format("{}", group_digits(static_cast<std::int64_t>(speed.tokens_per_s))),
+             "through all layers, inside the cache"});
+  table.row({"append", human_seconds(times.append_s),
+             fmt::format("{} that must be touched: {}/s", human_bytes(static_cast<double>(times.touched_bytes)),
+                         human_bytes(speed.bytes_per_s))});
+  table.row({"memcpy of as much", human_seconds(times.copy_s),
+             fmt::format("{}/s, in the same run on as many threads", human_bytes(speed.copy_bytes_per_s))});
   table.row({"share of memcpy speed", fmt::format("{:.0f} %", speed.memcpy_share * 100), ""});
-  table.row({"prepare and commit", human_seconds(times.control_s), fmt::format("{} per step", human_seconds(times.control_s / static_cast<double>(times.steps)))});
+  table.row({"prepare and commit", human_seconds(times.control_s),
+             fmt::format("{} per step", human_seconds(times.control_s / static_cast<double>(times.steps)))});
   table.row({"all of it", human_seconds(result.wall_s), "with making inputs and checking"});
   fmt::print("{}\n", table.str());
 
@@ -140,13 +152,27 @@ nlohmann::ordered_json to_json(Scenario& scenario, const RunSettings& settings, 
   const Speed speed = speed_of(scenario);
   const StepTimes& times = scenario.times();
   nlohmann::ordered_json checks = nlohmann::ordered_json::array(), parts = checks;
-  for (const Check& check : result.checks) checks.push_back({{"name", check.name}, {"ok", check.ok}, {"detail", check.detail}});
-  for (const Part& part : result.parts) parts.push_back({{"name", part.name}, {"planned_bytes", part.planned}, {"bytes", part.held}});
-  nlohmann::ordered_json out = {{"ok", result.ok()}, {"model", settings.config.name}, {"layers", scenario.manager().schema().layers.size()},
-          {"formats", describe_formats(scenario.manager().schema().options)}, {"seed", settings.seed}, {"threads", settings.threads}, {"target", cpu_target()},
-          {"tokens", scenario.tokens()}, {"rewound_tokens", scenario.rejected()}, {"steps", times.steps}, {"tokens_per_s", speed.tokens_per_s},
-          {"memcpy_share", speed.memcpy_share}, {"touched_bytes", times.touched_bytes}, {"append_seconds", times.append_s},
-          {"memcpy_seconds", times.copy_s}, {"control_seconds", times.control_s}, {"wall_seconds", result.wall_s}};
+  for (const Check& check : result.checks)
+    checks.push_back({{"name", check.name}, {"ok", check.ok}, {"detail", check.detail}});
+  for (const Part& part : result.parts)
+    parts.push_back({{"name", part.name}, {"planned_bytes", part.planned}, {"bytes", part.held}});
+  nlohmann::ordered_json out = {{"ok", result.ok()},
+                                {"model", settings.config.name},
+                                {"layers", scenario.manager().schema().layers.size()},
+                                {"formats", describe_formats(scenario.manager().schema().options)},
+                                {"seed", settings.seed},
+                                {"threads", settings.threads},
+                                {"target", cpu_target()},
+                                {"tokens", scenario.tokens()},
+                                {"rewound_tokens", scenario.rejected()},
+                                {"steps", times.steps},
+                                {"tokens_per_s", speed.tokens_per_s},
+                                {"memcpy_share", speed.memcpy_share},
+                                {"touched_bytes", times.touched_bytes},
+                                {"append_seconds", times.append_s},
+                                {"memcpy_seconds", times.copy_s},
+                                {"control_seconds", times.control_s},
+                                {"wall_seconds", result.wall_s}};
   out["parts"] = parts;
   out["checks"] = checks;
   return out;
@@ -156,8 +182,10 @@ int run(const RunFlags& flags) {
   const RunSettings settings = read_settings(flags);
   Scenario scenario(settings);
   const RunResult result = play(scenario, settings);
-  if (flags.json) fmt::print("{}\n", to_json(scenario, settings, result).dump(2));
-  else print_text(scenario, settings, result);
+  if (flags.json)
+    fmt::print("{}\n", to_json(scenario, settings, result).dump(2));
+  else
+    print_text(scenario, settings, result);
   std::fflush(stdout);
   for (const Check& check : result.checks) {
     if (!check.ok) fmt::print(stderr, "failed: {}: {}\n", check.name, check.detail);
@@ -170,18 +198,30 @@ int run(const RunFlags& flags) {
 
 void add_run(CLI::App& app, int& exit_code) {
   using namespace kv4::cli;
-  CLI::App* command = app.add_subcommand("run", "Works a whole model's cache with generated inputs, checks every byte, measures");
+  CLI::App* command =
+      app.add_subcommand("run", "Works a whole model's cache with generated inputs, checks every byte, measures");
   auto flags = std::make_shared<RunFlags>();
   add_flags(*command, flags->model);
-  command->add_option("--tokens", flags->tokens, "tokens of all requests together, for example 16K")->capture_default_str()->type_name("TOKENS")->group("Work");
-  command->add_option("--requests", flags->requests, "requests beside the one that is released and the fork")->capture_default_str()->type_name("N")->group("Work");
+  command->add_option("--tokens", flags->tokens, "tokens of all requests together, for example 16K")
+      ->capture_default_str()
+      ->type_name("TOKENS")
+      ->group("Work");
+  command->add_option("--requests", flags->requests, "requests beside the one that is released and the fork")
+      ->capture_default_str()
+      ->type_name("N")
+      ->group("Work");
   command->add_option("--seed", flags->seed, "of the inputs")->capture_default_str()->type_name("N")->group("Work");
-  command->add_option("--threads", flags->threads, "that an operation uses; results do not depend on it")->capture_default_str()->type_name("N")->group("Work");
+  command->add_option("--threads", flags->threads, "that an operation uses; results do not depend on it")
+      ->capture_default_str()
+      ->type_name("N")
+      ->group("Work");
   add_flags(*command, flags->formats);
   command->add_flag("--json", flags->json, "result as JSON: ok, tokens, tokens_per_s, memcpy_share, checks and more");
   command->footer(
-      "Requests of different lengths are prefilled in chunks and decoded in mixed steps; one is drafted and rewound, one is forked, one\n"
-      "released and replaced. Then the checks: the same bytes in any split, what was rewound leaves no trace, gathers match a plain decoder.\n"
+      "Requests of different lengths are prefilled in chunks and decoded in mixed steps; one is drafted and rewound, "
+      "one is forked, one\n"
+      "released and replaced. Then the checks: the same bytes in any split, what was rewound leaves no trace, gathers "
+      "match a plain decoder.\n"
       "Exit code 1 if a check fails.\n"
       "Examples:\n"
       "  kv4 run\n"

@@ -31,8 +31,8 @@ std::string first_difference(const char* what, const Bytes& a, const Bytes& b) {
   if (a.size() != b.size()) return fmt::format("{}: {} bytes, expected {}", what, a.size(), b.size());
   const auto [at, other] = std::mismatch(a.begin(), a.end(), b.begin());
   if (at == a.end()) return "";
-  return fmt::format("{}: byte {} of {} is {:#04x}, expected {:#04x}", what, at - a.begin(), a.size(), static_cast<unsigned>(*at),
-                     static_cast<unsigned>(*other));
+  return fmt::format("{}: byte {} of {} is {:#04x}, expected {:#04x}", what, at - a.begin(), a.size(),
+                     static_cast<unsigned>(*at), static_cast<unsigned>(*other));
 }
 
 struct Exported {
@@ -55,7 +55,8 @@ std::string compare(const Exported& got, const Exported& expected) {
 CacheOptions other_layout(const CacheOptions& options, std::int64_t longest) {
   CacheOptions out = options;
   out.hca_mode = options.hca_mode == HcaMode::online ? HcaMode::raw : HcaMode::online;
-  out.arrangement = options.arrangement == Arrangement::block_major ? Arrangement::layer_major : Arrangement::block_major;
+  out.arrangement =
+      options.arrangement == Arrangement::block_major ? Arrangement::layer_major : Arrangement::block_major;
   out.page_alignment = options.page_alignment == 576 ? 64 : 576;
   out.max_rewind_tokens = 0;
   out.max_requests = 2;
@@ -65,7 +66,8 @@ CacheOptions other_layout(const CacheOptions& options, std::int64_t longest) {
   return out;
 }
 
-void append_from(StepDriver& driver, RequestId request, const History& history, std::int64_t start, std::int64_t count) {
+void append_from(StepDriver& driver, RequestId request, const History& history, std::int64_t start,
+                 std::int64_t count) {
   StepTokens item{request, {}};
   for (std::int64_t i = 0; i < count; ++i) item.tokens.push_back(history.at(start + i));
   driver.step(std::span(&item, 1));
@@ -85,8 +87,8 @@ void replay(StepDriver& driver, RequestId request, const Actor& actor, std::int6
 }
 
 /// A copy that came from the other cache and the original go on alike.
-Check check_import(KVCacheManager& manager, StepDriver& driver, RequestId original, const Actor& actor, const Exported& exported,
-                   const InputGenerator& generator) {
+Check check_import(KVCacheManager& manager, StepDriver& driver, RequestId original, const Actor& actor,
+                   const Exported& exported, const InputGenerator& generator) {
   std::vector<std::int32_t> token_ids;
   for (std::int64_t t = 0; t < actor.length; ++t) token_ids.push_back(generator.token_id(actor.history.at(t)));
   const Expected<RequestId> copy = manager.import_image(exported.image, token_ids, exported.blocks);
@@ -104,8 +106,10 @@ Check check_import(KVCacheManager& manager, StepDriver& driver, RequestId origin
 }  // namespace
 
 Check check_memory(Scenario& scenario) {
-  const std::int64_t planned = plan_memory(scenario.manager().schema()).total_bytes, held = scenario.manager().memory_bytes();
-  return {"memory == plan", planned == held, fmt::format("{} bytes, planned {}", group_digits(held), group_digits(planned))};
+  const std::int64_t planned = plan_memory(scenario.manager().schema()).total_bytes,
+                     held = scenario.manager().memory_bytes();
+  return {"memory == plan", planned == held,
+          fmt::format("{} bytes, planned {}", group_digits(held), group_digits(planned))};
 }
 
 std::vector<Check> check_replays(Scenario& scenario, const RunSettings& settings, Progress& progress) {
@@ -128,7 +132,8 @@ std::vector<Check> check_replays(Scenario& scenario, const RunSettings& settings
     const std::string difference = compare(played, export_request(manager, *request));
     for (const Role role : actor->roles) {
       const bool skipped = role == Role::rewound && settings.options.max_rewind_tokens == 0;
-      const std::string fine = skipped ? "nothing was rewound: --rewind is 0" : fmt::format("{} tokens, image and blocks", actor->length);
+      const std::string fine =
+          skipped ? "nothing was rewound: --rewind is 0" : fmt::format("{} tokens, image and blocks", actor->length);
       out.push_back({check_name(role), difference.empty(), difference.empty() ? fine : difference});
     }
     if (whole) out.push_back(check_import(manager, driver, *request, *actor, played, scenario.generator()));

@@ -17,11 +17,12 @@ struct Check {
 /// Bytes the cache holds against the plan.
 Check check_memory(Scenario& scenario);
 
-/// Inside the last step: every gather against a plain decoding of the stored bytes, and a sample of rows against what a plain
-/// computation in double precision says they should be.
+/// Inside the last step: every gather against a plain decoding of the stored bytes, and a sample of rows against what a
+/// plain computation in double precision says they should be.
 std::vector<Check> check_gathers(Scenario& scenario);
 
-/// Every live request once more, alone, in a second cache with another layout and in other chunks: the same image and blocks.
+/// Every live request once more, alone, in a second cache with another layout and in other chunks: the same image and
+/// blocks.
 std::vector<Check> check_replays(Scenario& scenario, const RunSettings& settings, Progress& progress);
 
 /// Releases everybody; nothing may stay behind.

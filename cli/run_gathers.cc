@@ -44,7 +44,8 @@ struct PagedPlanes {
   const std::int32_t *block_table = nullptr, *request_rows = nullptr, *lens = nullptr;
 
   PlainRow decode(const RowSchema& row, std::int32_t item, std::int64_t entry) const {
-    const std::int64_t block = block_table[std::int64_t{request_rows[item]} * blocks_per_request + entry / rows_per_block];
+    const std::int64_t block =
+        block_table[std::int64_t{request_rows[item]} * blocks_per_request + entry / rows_per_block];
     const std::int64_t slot = entry % rows_per_block;
     float second = 1.0f;
     if (const std::byte* at = row_at(global, block, 0)) second = *reinterpret_cast<const float*>(at);
@@ -55,7 +56,9 @@ struct PagedPlanes {
 class GatherCheck {
  public:
   GatherCheck(Scenario& scenario, std::vector<Item> items)
-      : scenario_(scenario), schema_(scenario.manager().schema()), items_(std::move(items)),
+      : scenario_(scenario),
+        schema_(scenario.manager().schema()),
+        items_(std::move(items)),
         model_(schema_, scenario.generator(), scenario.weights()) {}
 
   void check_layer(std::size_t layer) {
@@ -66,9 +69,10 @@ class GatherCheck {
     if (!schema.pages.empty()) check_chosen(handle, schema.pages[0]);
   }
   std::vector<Check> checks() const {
-    return {window_.check("equal to their bytes, within half a step of their inputs"), all_.check("equal to their bytes"),
-            chosen_.check("equal to their bytes"),
-            compressed_.check(fmt::format("within half a step, at worst {:.2f} of what is allowed", compressed_.worst).c_str())};
+    return {window_.check("equal to their bytes, within half a step of their inputs"),
+            all_.check("equal to their bytes"), chosen_.check("equal to their bytes"),
+            compressed_.check(
+                fmt::format("within half a step, at worst {:.2f} of what is allowed", compressed_.worst).c_str())};
   }
 
  private:
@@ -83,8 +87,8 @@ class GatherCheck {
   const CacheSchema& schema_;
   std::vector<Item> items_;
   PlainModel model_;
-  Tally window_{.name = "gathered window"}, all_{.name = "gathered entries and keys"}, chosen_{.name = "gathered choice"},
-      compressed_{.name = "entries and keys against double precision"};
+  Tally window_{.name = "gathered window"}, all_{.name = "gathered entries and keys"},
+      chosen_{.name = "gathered choice"}, compressed_{.name = "entries and keys against double precision"};
 };
 
 void GatherCheck::check_window(LayerCacheHandle& handle) {
@@ -100,21 +104,25 @@ void GatherCheck::check_window(LayerCacheHandle& handle) {
     const auto at = static_cast<std::size_t>(item.index);
     const std::int64_t expected = std::min<std::int64_t>(item.length, window);
     if (lens[at] != expected || first[at] != item.length - expected) {
-      window_.fail(fmt::format("layer {}: window of {} rows from {}, expected {} from {}", handle.layer(), lens[at], first[at], expected, item.length - expected));
+      window_.fail(fmt::format("layer {}: window of {} rows from {}, expected {} from {}", handle.layer(), lens[at],
+                               first[at], expected, item.length - expected));
       continue;
     }
     for (std::int64_t i = 0; i < expected; ++i) {
       const std::int64_t position = first[at] + i, ring = position % view.rows;
-      if (view.positions[std::int64_t{item.index} * view.rows + ring] != position) window_.fail(fmt::format("the ring row of position {} says otherwise", position));
-      const PlainRow plain = decode_plain(row, row_at(view.payload, view.slots[at], ring), row_at(view.scale, view.slots[at], ring), 1.0f);
+      if (view.positions[std::int64_t{item.index} * view.rows + ring] != position)
+        window_.fail(fmt::format("the ring row of position {} says otherwise", position));
+      const PlainRow plain =
+          decode_plain(row, row_at(view.payload, view.slots[at], ring), row_at(view.scale, view.slots[at], ring), 1.0f);
       const float* got = out.data() + (std::int64_t{item.index} * window + i) * width;
-      const std::uint16_t* input = scenario_.generator().bf16_row(item.actor->history.at(position), handle.layer(), InputGenerator::Tensor::raw_kv, width);
+      const std::uint16_t* input = scenario_.generator().bf16_row(item.actor->history.at(position), handle.layer(),
+                                                                  InputGenerator::Tensor::raw_kv, width);
       for (int c = 0; c < width; ++c) {
         const auto channel = static_cast<std::size_t>(c);
         const bool near = std::abs(plain.values[channel] - from_bf16(input[c])) <= plain.half_steps[channel] * 1.001f;
         if (got[c] == plain.values[channel] && near) continue;
-        window_.fail(fmt::format("layer {} position {} channel {}: gathered {}, stored {}, input {}", handle.layer(), position, c, got[c],
-                                 plain.values[channel], from_bf16(input[c])));
+        window_.fail(fmt::format("layer {} position {} channel {}: gathered {}, stored {}, input {}", handle.layer(),
+                                 position, c, got[c], plain.values[channel], from_bf16(input[c])));
       }
       ++window_.rows;
     }
@@ -124,10 +132,12 @@ void GatherCheck::check_window(LayerCacheHandle& handle) {
 PagedPlanes planes_of(LayerCacheHandle& handle, RowRole role) {
   if (role == RowRole::index_key) {
     const IndexerView view = handle.read_indexer_view();
-    return {view.keys, view.scales, view.global_scale, view.rows_per_block, view.blocks_per_request, view.block_table, view.request_rows, view.lens};
+    return {view.keys,        view.scales,       view.global_scale, view.rows_per_block, view.blocks_per_request,
+            view.block_table, view.request_rows, view.lens};
   }
   const ClassicalView view = handle.read_classical_view();
-  return {view.payload, view.scale, {}, view.rows_per_block, view.blocks_per_request, view.block_table, view.request_rows, view.lens};
+  return {view.payload,     view.scale,        {},       view.rows_per_block, view.blocks_per_request,
+          view.block_table, view.request_rows, view.lens};
 }
 
 void GatherCheck::check_rows(LayerCacheHandle& handle, std::size_t layer, std::size_t kind) {
@@ -138,36 +148,45 @@ void GatherCheck::check_rows(LayerCacheHandle& handle, std::size_t layer, std::s
   std::vector<float> out(static_cast<std::size_t>(num_items() * longest * width));
   std::vector<std::int32_t> lens(static_cast<std::size_t>(num_items()));
   const TensorView rows(out.data(), {num_items(), longest, width}), counts(lens.data(), {num_items()});
-  if (page.kind.role == RowRole::entry) handle.gather_all_compressed_kv(rows, counts);
-  else handle.gather_all_index_keys(rows, counts);
+  if (page.kind.role == RowRole::entry)
+    handle.gather_all_compressed_kv(rows, counts);
+  else
+    handle.gather_all_index_keys(rows, counts);
 
   const PagedPlanes planes = planes_of(handle, page.kind.role);
   for (const Item& item : items_) {
     const std::int64_t expected = item.length / page.kind.ratio;
     const std::int32_t seen = lens[static_cast<std::size_t>(item.index)];
-    if (seen != expected || planes.lens[item.index] != expected) all_.fail(fmt::format("layer {}: {} rows, expected {}", handle.layer(), seen, expected));
+    if (seen != expected || planes.lens[item.index] != expected)
+      all_.fail(fmt::format("layer {}: {} rows, expected {}", handle.layer(), seen, expected));
     for (std::int64_t entry = 0; entry < std::min<std::int64_t>(expected, seen); ++entry) {
       const PlainRow plain = planes.decode(page.row, item.index, entry);
       const float* got = out.data() + (item.index * longest + entry) * width;
       for (int c = 0; c < width; ++c) {
         const float stored = plain.values[static_cast<std::size_t>(c)];
-        if (got[c] != stored) all_.fail(fmt::format("layer {} row {} channel {}: gathered {}, stored {}", handle.layer(), entry, c, got[c], stored));
+        if (got[c] != stored)
+          all_.fail(fmt::format("layer {} row {} channel {}: gathered {}, stored {}", handle.layer(), entry, c, got[c],
+                                stored));
       }
       ++all_.rows;
-      const bool sampled = entry < 2 || entry + 1 == expected || (entry * 31 + item.index) % std::max<std::int64_t>(1, expected / 3) == 0;
+      const bool sampled = entry < 2 || entry + 1 == expected ||
+                           (entry * 31 + item.index) % std::max<std::int64_t>(1, expected / 3) == 0;
       if (sampled) check_compressed(item, layer, kind, entry, plain);
     }
   }
 }
 
-void GatherCheck::check_compressed(const Item& item, std::size_t layer, std::size_t kind, std::int64_t entry, const PlainRow& row) {
+void GatherCheck::check_compressed(const Item& item, std::size_t layer, std::size_t kind, std::int64_t entry,
+                                   const PlainRow& row) {
   const ReferenceRow expected = model_.compressed(item.actor->history, layer, kind, entry);
   for (std::size_t c = 0; c < row.values.size(); ++c) {
-    const double distance = std::abs(row.values[c] - expected.values[c]), allowed = row.half_steps[c] + expected.tolerance;
+    const double distance = std::abs(row.values[c] - expected.values[c]),
+                 allowed = row.half_steps[c] + expected.tolerance;
     compressed_.worst = std::max(compressed_.worst, distance / allowed);
     if (!(distance <= allowed)) {
-      compressed_.fail(fmt::format("layer {} row {} channel {}: stored {}, expected {} +- {}", schema_.layers[layer].spec.layer, entry, c,
-                                   row.values[c], expected.values[c], allowed));
+      compressed_.fail(fmt::format("layer {} row {} channel {}: stored {}, expected {} +- {}",
+                                   schema_.layers[layer].spec.layer, entry, c, row.values[c], expected.values[c],
+                                   allowed));
     }
   }
   ++compressed_.rows;
@@ -186,7 +205,8 @@ void GatherCheck::check_chosen(LayerCacheHandle& handle, const PageSchema& page)
   }
   std::vector<std::uint16_t> out(indices.size() * static_cast<std::size_t>(width), 0x7fff);
   std::vector<std::uint8_t> valid(indices.size(), 7);
-  handle.gather_compressed_kv(TensorView(indices.data(), {num_items(), kChosen}), TensorView(out.data(), DType::bf16, {num_items(), kChosen, width}),
+  handle.gather_compressed_kv(TensorView(indices.data(), {num_items(), kChosen}),
+                              TensorView(out.data(), DType::bf16, {num_items(), kChosen, width}),
                               TensorView(valid.data(), DType::u8, {num_items(), kChosen}));
   const PagedPlanes planes = planes_of(handle, RowRole::entry);
   for (std::size_t i = 0; i < indices.size(); ++i) {
@@ -194,12 +214,16 @@ void GatherCheck::check_chosen(LayerCacheHandle& handle, const PageSchema& page)
     const bool padded = item + 1 == num_items();
     const std::int64_t visible = padded ? 0 : items_[static_cast<std::size_t>(item)].length / page.kind.ratio;
     const bool exists = indices[i] >= 0 && indices[i] < visible;
-    if (valid[i] != (exists ? 1 : 0)) chosen_.fail(fmt::format("layer {} index {}: valid is {}", handle.layer(), indices[i], valid[i]));
-    const PlainRow plain = exists ? planes.decode(page.row, item, indices[i]) : PlainRow{std::vector<float>(static_cast<std::size_t>(width)), {}};
+    if (valid[i] != (exists ? 1 : 0))
+      chosen_.fail(fmt::format("layer {} index {}: valid is {}", handle.layer(), indices[i], valid[i]));
+    const PlainRow plain = exists ? planes.decode(page.row, item, indices[i])
+                                  : PlainRow{std::vector<float>(static_cast<std::size_t>(width)), {}};
     for (int c = 0; c < width; ++c) {
       const float got = from_bf16(out[i * static_cast<std::size_t>(width) + static_cast<std::size_t>(c)]);
       const float expected = from_bf16(to_bf16(plain.values[static_cast<std::size_t>(c)]));
-      if (got != expected) chosen_.fail(fmt::format("layer {} index {} channel {}: gathered {}, stored {}", handle.layer(), indices[i], c, got, expected));
+      if (got != expected)
+        chosen_.fail(fmt::format("layer {} index {} channel {}: gathered {}, stored {}", handle.layer(), indices[i], c,
+                                 got, expected));
     }
     ++chosen_.rows;
   }
@@ -209,7 +233,8 @@ void GatherCheck::check_chosen(LayerCacheHandle& handle, const PageSchema& page)
 
 std::vector<Check> check_gathers(Scenario& scenario) {
   std::vector<Item> items;
-  for (const Actor* actor : scenario.live()) items.push_back({actor, static_cast<std::int32_t>(items.size()), actor->length});
+  for (const Actor* actor : scenario.live())
+    items.push_back({actor, static_cast<std::int32_t>(items.size()), actor->length});
   GatherCheck check(scenario, std::move(items));
   const CacheSchema& schema = scenario.manager().schema();
   for (const LayerKind kind : {LayerKind::swa, LayerKind::csa, LayerKind::hca}) {

@@ -23,7 +23,8 @@ Coded read_e4m3(std::uint8_t byte) {
 }
 
 Coded read_e2m1(unsigned nibble) {
-  static constexpr Coded kMagnitudes[] = {{0, .25f}, {.5f, .25f}, {1, .25f}, {1.5f, .25f}, {2, .5f}, {3, .5f}, {4, 1}, {6, 1}};
+  static constexpr Coded kMagnitudes[] = {{0, .25f}, {.5f, .25f}, {1, .25f}, {1.5f, .25f},
+                                          {2, .5f},  {3, .5f},    {4, 1},    {6, 1}};
   Coded out = kMagnitudes[nibble & 7];
   if (nibble & 8) out.value = -out.value;
   return out;
@@ -87,7 +88,8 @@ double frequency(const RopeSpec& rope, int dim, int i) {
   const auto turn = [&](double rotations) {
     return dim * std::log(rope.original_length / (rotations * 2 * std::numbers::pi)) / (2 * std::log(rope.theta));
   };
-  const double low = std::max(std::floor(turn(rope.beta_fast)), 0.0), high = std::min(std::ceil(turn(rope.beta_slow)), dim - 1.0);
+  const double low = std::max(std::floor(turn(rope.beta_fast)), 0.0),
+               high = std::min(std::ceil(turn(rope.beta_slow)), dim - 1.0);
   const double ramp = std::clamp((i - low) / (high > low ? high - low : 0.001), 0.0, 1.0);
   return plain / rope.factor * ramp + plain * (1 - ramp);
 }
@@ -115,7 +117,8 @@ PlainRow decode_plain(const RowSchema& row, const std::byte* payload, const std:
 }
 
 /// Softmax per channel over the entry's rows, of the previous span's first-half columns too where spans overlap.
-std::vector<double> PlainModel::pooled(const History& history, std::size_t layer, std::size_t kind, std::int64_t entry) const {
+std::vector<double> PlainModel::pooled(const History& history, std::size_t layer, std::size_t kind,
+                                       std::int64_t entry) const {
   using Tensor = InputGenerator::Tensor;
   const LayerCacheSchema& schema = schema_.layers[layer];
   const RowKind& row = schema.pages[kind].kind;
@@ -123,14 +126,17 @@ std::vector<double> PlainModel::pooled(const History& history, std::size_t layer
   const LayerWeights& weights = weights_.of(layer);
   const auto* bias = static_cast<const float*>((kind == 0 ? weights.position_bias : weights.index_position_bias).data);
   const auto rounded = [&](float x) { return schema.pending[kind].dtype == DType::bf16 ? from_bf16(to_bf16(x)) : x; };
-  const std::int64_t first = std::max<std::int64_t>(0, (entry - (row.overlap ? 1 : 0)) * row.ratio), end = (entry + 1) * row.ratio;
+  const std::int64_t first = std::max<std::int64_t>(0, (entry - (row.overlap ? 1 : 0)) * row.ratio),
+                     end = (entry + 1) * row.ratio;
 
-  std::vector<double> top(static_cast<std::size_t>(width), -std::numeric_limits<double>::infinity()), sum(top.size()), out(top.size());
+  std::vector<double> top(static_cast<std::size_t>(width), -std::numeric_limits<double>::infinity()), sum(top.size()),
+      out(top.size());
   for (const bool second_pass : {false, true}) {
     for (std::int64_t t = first; t < end; ++t) {
       const TokenRef token = history.at(t);
       const float* kv = generator_.row(token, schema.spec.layer, kind == 0 ? Tensor::kv : Tensor::index_kv, columns);
-      const float* gate = generator_.row(token, schema.spec.layer, kind == 0 ? Tensor::gate : Tensor::index_gate, columns);
+      const float* gate =
+          generator_.row(token, schema.spec.layer, kind == 0 ? Tensor::gate : Tensor::index_gate, columns);
       const int shift = row.overlap && t >= entry * row.ratio ? width : 0;
       for (int c = 0; c < width; ++c) {
         const auto at = static_cast<std::size_t>(c);
@@ -160,7 +166,8 @@ void PlainModel::rotate(std::vector<double>& row, std::int64_t position) const {
   }
 }
 
-ReferenceRow PlainModel::compressed(const History& history, std::size_t layer, std::size_t kind, std::int64_t entry) const {
+ReferenceRow PlainModel::compressed(const History& history, std::size_t layer, std::size_t kind,
+                                    std::int64_t entry) const {
   const RowKind& row = schema_.layers[layer].pages[kind].kind;
   const LayerWeights& weights = weights_.of(layer);
   const auto* norm = static_cast<const float*>((kind == 0 ? weights.norm_weight : weights.index_norm_weight).data);

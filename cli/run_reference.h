@@ -1,4 +1,5 @@
-// An independent, plain reading of what the cache stores and of what it should store: double precision, no code of the library.
+// An independent, plain reading of what the cache stores and of what it should store: double precision, no code of the
+// library.
 #pragma once
 
 #include <cstddef>

@@ -11,12 +11,12 @@
 namespace kv4::cli {
 namespace {
 
-constexpr std::int64_t kDecodes = 32;        // per request, before and again after the fork
-constexpr std::int64_t kLongDraft = 40;      // a rewind after a step that needed a spare slot
+constexpr std::int64_t kDecodes = 32;    // per request, before and again after the fork
+constexpr std::int64_t kLongDraft = 40;  // a rewind after a step that needed a spare slot
 constexpr int kStepTokens = 512;
-constexpr int kSpareSlots = 2;               // two prefill chunks in one step
+constexpr int kSpareSlots = 2;  // two prefill chunks in one step
 constexpr int kPadding = 3;
-constexpr int kPaddingEvery = 5;             // steps
+constexpr int kPaddingEvery = 5;  // steps
 constexpr std::int64_t kMinPrompt = 64;
 
 template <class T>
@@ -37,7 +37,8 @@ void Scenario::plan_lengths() {
   const std::int64_t left = settings_.tokens - decoded_tokens(n);
   guest_prompt_ = std::clamp<std::int64_t>(left / 16, kMinPrompt, 777);
   const std::int64_t parts = std::int64_t{n} * (n + 1) / 2;
-  for (int i = 0; i < n; ++i) prompts_.push_back(std::max(kMinPrompt, (left - 2 * guest_prompt_) * (i + 1) / parts - 7 * i - 1));
+  for (int i = 0; i < n; ++i)
+    prompts_.push_back(std::max(kMinPrompt, (left - 2 * guest_prompt_) * (i + 1) / parts - 7 * i - 1));
   planned_ = settings_.tokens;
 }
 
@@ -49,9 +50,11 @@ CacheOptions Scenario::sized_options() const {
   options.max_step_tokens = kStepTokens;
   options.max_context = *std::max_element(prompts_.begin(), prompts_.end()) + slack;
   if (options.max_context > settings_.config.max_positions) {
-    throw Error(ErrorCode::bad_argument,
-                fmt::format("--tokens {} gives a request of {} tokens, the model has {} positions; lower --tokens or raise --requests",
-                            settings_.tokens, options.max_context, settings_.config.max_positions));
+    throw Error(
+        ErrorCode::bad_argument,
+        fmt::format(
+            "--tokens {} gives a request of {} tokens, the model has {} positions; lower --tokens or raise --requests",
+            settings_.tokens, options.max_context, settings_.config.max_positions));
   }
   const int block = build_schema(settings_.config, options).block_tokens;
   const auto blocks = [&](std::int64_t length) { return (length + slack) / block + 2; };
@@ -60,7 +63,8 @@ CacheOptions Scenario::sized_options() const {
   return options;
 }
 
-Scenario::Scenario(const RunSettings& settings) : settings_(settings), generator_(settings.seed), copy_(settings.threads) {
+Scenario::Scenario(const RunSettings& settings)
+    : settings_(settings), generator_(settings.seed), copy_(settings.threads) {
   plan_lengths();
   const CacheOptions options = sized_options();
   weights_ = std::make_unique<SeededWeights>(build_schema(settings_.config, options), generator_);
@@ -111,23 +115,27 @@ std::vector<StepTokens> Scenario::next_step() {
 void Scenario::step(std::vector<StepTokens> items, Progress* progress) {
   driver_->step(items);
   std::int64_t count = 0;
-  for (const StepTokens& item : items) (item.request == kNoRequest ? padded_ : count) += static_cast<std::int64_t>(item.tokens.size());
+  for (const StepTokens& item : items)
+    (item.request == kNoRequest ? padded_ : count) += static_cast<std::int64_t>(item.tokens.size());
   tokens_ += count;
   if (progress) progress->advance(count);
 }
 
 void Scenario::mix() {
-  for (auto items = next_step(); std::any_of(items.begin(), items.end(), [](const auto& i) { return i.request != kNoRequest; });
+  for (auto items = next_step();
+       std::any_of(items.begin(), items.end(), [](const auto& i) { return i.request != kNoRequest; });
        items = next_step()) {
     step(std::move(items), progress_);
   }
 }
 
-/// Drafts of the length the cache can take back in place, then one through a spare slot. The first `keep` tokens are right.
+/// Drafts of the length the cache can take back in place, then one through a spare slot. The first `keep` tokens are
+/// right.
 void Scenario::reject_drafts(Actor& actor) {
   const std::int64_t reach = settings_.options.max_rewind_tokens;
   if (reach == 0) return;
-  for (const std::int64_t draft : {reach + 1, reach + 1, std::min<std::int64_t>(2, reach + 1), std::max(kLongDraft, reach + 2)}) {
+  for (const std::int64_t draft :
+       {reach + 1, reach + 1, std::min<std::int64_t>(2, reach + 1), std::max(kLongDraft, reach + 2)}) {
     const std::int64_t keep = draft > reach + 1 ? draft - reach : 1 + rejected_ % std::max<std::int64_t>(1, draft - 1);
     const std::uint64_t wrong = ++streams_;
     StepTokens item = take(actor, draft);
@@ -167,7 +175,8 @@ void Scenario::play(Progress& progress) {
     if (i + 1 == count) actors_[i].roles.push_back(Role::plain);
     admit(actors_[i]);
   }
-  actors_.push_back({.roles = {Role::guest}, .history = History(++streams_), .prompt = guest_prompt_, .decodes = kDecodes});
+  actors_.push_back(
+      {.roles = {Role::guest}, .history = History(++streams_), .prompt = guest_prompt_, .decodes = kDecodes});
   admit(actors_.back());
   mix();
   reject_drafts(actors_[0]);

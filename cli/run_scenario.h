@@ -1,5 +1,5 @@
-// What `kv4 run` does to a cache: several requests at once, prefilled in chunks, decoded, drafted and rewound, forked, released and
-// replaced, in steps that mix all of it.
+// What `kv4 run` does to a cache: several requests at once, prefilled in chunks, decoded, drafted and rewound, forked,
+// released and replaced, in steps that mix all of it.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,8 @@ class Scenario {
   explicit Scenario(const RunSettings& settings);
 
   void play(Progress& progress);
-  /// One more token for everybody and a padded one; `inspect` sees the step open. Item i is live()[i], the padding comes last.
+  /// One more token for everybody and a padded one; `inspect` sees the step open. Item i is live()[i], the padding
+  /// comes last.
   void last_step(const std::function<void()>& inspect);
 
   KVCacheManager& manager() { return *manager_; }

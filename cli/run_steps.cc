@@ -54,21 +54,24 @@ Step StepDriver::prepare(std::span<const StepTokens> items) {
 }
 
 void StepDriver::count_bytes(std::span<const StepTokens> items) {
+  std::int64_t bytes = 0;
   for (const std::size_t layer : layers_) {
-    std::int64_t bytes = 0;
     for (const StepTokens& item : items) {
       if (item.request == kNoRequest) continue;
-      bytes += append_bytes(manager_.schema().layers[layer], item.tokens.front().position, static_cast<std::int64_t>(item.tokens.size()));
+      bytes += append_bytes(manager_.schema().layers[layer], item.tokens.front().position,
+                            static_cast<std::int64_t>(item.tokens.size()));
     }
-    times_.touched_bytes += bytes;
-    if (copy_) times_.copy_s += copy_->seconds(bytes);
   }
+  times_.touched_bytes += bytes;
+  if (copy_) times_.copy_s += copy_->seconds(bytes);
 }
 
 void StepDriver::step(std::span<const StepTokens> items, const std::function<void()>& inspect) {
   tokens_.clear();
   for (const StepTokens& item : items) tokens_.insert(tokens_.end(), item.tokens.begin(), item.tokens.end());
-  const auto fill = [&](std::size_t i) { inputs_of(i).fill(generator_, manager_.schema().layers[layers_[i]].spec.layer, tokens_); };
+  const auto fill = [&](std::size_t i) {
+    inputs_of(i).fill(generator_, manager_.schema().layers[layers_[i]].spec.layer, tokens_);
+  };
   for (std::size_t i = 0; copy_ && i < layers_.size(); ++i) fill(i);
   const Step step = prepare(items);
   for (std::size_t i = 0; i < layers_.size(); ++i) {

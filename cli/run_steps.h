@@ -28,11 +28,12 @@ struct StepTimes {
 
 class StepDriver {
  public:
-  /// Buffers that all layers share are filled just before an append reads them; one buffer per layer (`copy` given: what it is timed
-  /// against) is filled before the step, so that inputs come from memory as an engine's would.
+  /// Buffers that all layers share are filled just before an append reads them; one buffer per layer (`copy` given:
+  /// what it is timed against) is filled before the step, so that inputs come from memory as an engine's would.
   StepDriver(KVCacheManager& manager, const InputGenerator& generator, CopyBaseline* copy = nullptr);
 
-  /// `inspect` runs after the last layer, before commit. Throws std::runtime_error where the cache has no room: it was sized for this.
+  /// `inspect` runs after the last layer, before commit. Throws std::runtime_error where the cache has no room: it was
+  /// sized for this.
   void step(std::span<const StepTokens> items, const std::function<void()>& inspect = {});
   const StepTimes& times() const { return times_; }
 

@@ -20,10 +20,11 @@ struct Unit {
 
 constexpr std::int64_t kKi = 1024, kMi = kKi * 1024, kGi = kMi * 1024, kTi = kGi * 1024;
 constexpr std::int64_t kK = 1000, kM = kK * 1000, kG = kM * 1000, kT = kG * 1000;
-constexpr std::array kTokenUnits{Unit{"", 1}, Unit{"k", kKi}, Unit{"m", kMi}, Unit{"g", kGi}, Unit{"ki", kKi}, Unit{"mi", kMi}};
-constexpr std::array kByteUnits{Unit{"", 1},     Unit{"b", 1},     Unit{"k", kK},     Unit{"m", kM},     Unit{"g", kG},
-                                Unit{"t", kT},   Unit{"kb", kK},   Unit{"mb", kM},    Unit{"gb", kG},    Unit{"tb", kT},
-                                Unit{"ki", kKi}, Unit{"mi", kMi},  Unit{"gi", kGi},   Unit{"ti", kTi},   Unit{"kib", kKi},
+constexpr std::array kTokenUnits{Unit{"", 1},    Unit{"k", kKi},  Unit{"m", kMi},
+                                 Unit{"g", kGi}, Unit{"ki", kKi}, Unit{"mi", kMi}};
+constexpr std::array kByteUnits{Unit{"", 1},      Unit{"b", 1},     Unit{"k", kK},   Unit{"m", kM},   Unit{"g", kG},
+                                Unit{"t", kT},    Unit{"kb", kK},   Unit{"mb", kM},  Unit{"gb", kG},  Unit{"tb", kT},
+                                Unit{"ki", kKi},  Unit{"mi", kMi},  Unit{"gi", kGi}, Unit{"ti", kTi}, Unit{"kib", kKi},
                                 Unit{"mib", kMi}, Unit{"gib", kGi}, Unit{"tib", kTi}};
 
 struct Reading {
@@ -34,14 +35,15 @@ struct Reading {
 };
 
 [[noreturn]] void refuse(const Reading& reading, std::string_view why) {
-  throw Error(ErrorCode::bad_argument,
-              fmt::format("{} '{}' is not {}: {}; write for example {}", reading.option, reading.text, reading.what, why, reading.example));
+  throw Error(ErrorCode::bad_argument, fmt::format("{} '{}' is not {}: {}; write for example {}", reading.option,
+                                                   reading.text, reading.what, why, reading.example));
 }
 
 void check_range(const Reading& reading, std::int64_t value, std::int64_t low, std::int64_t high) {
   if (value >= low && value <= high) return;
   throw Error(ErrorCode::bad_argument,
-              fmt::format("{} '{}' is outside {} to {}; write for example {}", reading.option, reading.text, group_digits(low), group_digits(high), reading.example));
+              fmt::format("{} '{}' is outside {} to {}; write for example {}", reading.option, reading.text,
+                          group_digits(low), group_digits(high), reading.example));
 }
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
@@ -79,7 +81,8 @@ std::int64_t read_number(const Reading& reading, std::span<const Unit> units) {
     if (whole > kLimit) refuse(reading, "it is too large");
     return static_cast<std::int64_t>(whole);
   }
-  refuse(reading, units.size() == 1 ? fmt::format("'{}' does not belong there", unit_text) : fmt::format("unknown unit '{}'", unit_text));
+  refuse(reading, units.size() == 1 ? fmt::format("'{}' does not belong there", unit_text)
+                                    : fmt::format("unknown unit '{}'", unit_text));
 }
 
 }  // namespace

@@ -22,7 +22,9 @@ std::string repeat(const char* text, std::size_t times) {
 
 }  // namespace
 
-Table::Table(std::string alignment, std::vector<std::string> header) : alignment_(std::move(alignment)) { row(std::move(header)); }
+Table::Table(std::string alignment, std::vector<std::string> header) : alignment_(std::move(alignment)) {
+  row(std::move(header));
+}
 
 void Table::row(std::vector<std::string> cells) {
   cells.resize(alignment_.size());

@@ -1,0 +1,302 @@
+#!/usr/bin/env python3
+"""The command line as a user meets it: figures, JSON, exit codes, messages. Last line: `N passed, N failed`.
+
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+"""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+KV4 = os.environ.get("KV4", str(ROOT / "build" / "kv4"))
+
+TINY = {
+    "model_type": "deepseek_v4", "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8,
+    "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "rms_norm_eps": 1e-6,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "max_position_embeddings": 4096, "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
+}
+TINY_FORMATS = ["--rows", "fp8_row", "--keys", "fp8"]
+
+
+def kv4(*args, timeout=300):
+    return subprocess.run([KV4, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
+
+
+def ok(*args):
+    done = kv4(*args)
+    assert done.returncode == 0, f"kv4 {' '.join(args)}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done
+
+
+def ok_json(*args):
+    return json.loads(ok(*args, "--json").stdout)
+
+
+def refused(args, *parts):
+    """Exit 2, nothing on stdout, one line on stderr that names what matters."""
+    done = kv4(*args)
+    assert done.returncode == 2, f"kv4 {' '.join(args)}: exit {done.returncode}, expected 2\n{done.stderr}"
+    assert done.stdout == "", f"stdout: {done.stdout[:200]}"
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr, f"'{part}' is missing in: {done.stderr}"
+
+
+def equal(got, expected):
+    assert got == expected, f"{got!r}, expected {expected!r}"
+
+
+def tiny_config(folder):
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+# ---- help and usage
+
+def test_version_and_help():
+    assert ok("--version").stdout.startswith("kv4 ")
+    text = ok("--help").stdout
+    for command in ("plan", "run", "bench", "golden"):
+        assert command in text
+        help_text = ok(command, "--help").stdout
+        assert "--json" in help_text and "kv4 " + command in help_text, f"no example in the help of {command}"
+
+
+def test_bad_usage():
+    refused([], "subcommand")
+    refused(["bogus"], "bogus", "plan, run, bench, golden")
+    refused(["plan", "--bogus"], "--bogus", "kv4 plan --help")
+    refused(["plan", "extra"], "extra")
+    refused(["plan", "--context"], "--context")
+    refused(["plan", "--config", "x", "--model", "v4-pro"], "--model", "--config")
+
+
+# ---- plan
+
+def test_plan_v4_flash():
+    plan = ok_json("plan", "--model", "v4-flash", "--context", "1M", "--requests", "1")
+    equal(plan["block_bytes"], 450944)
+    equal(plan["state_bytes_per_request"], 5139456)
+    assert plan["bytes_per_token"] <= 3530
+    equal(round(plan["paper"]["bytes_per_token"]), 3514)
+    equal(plan["paper"]["window_bytes_per_request"], 3214336)
+    equal(plan["context"], 1 << 20)
+    equal(sum(part["bytes"] for part in plan["parts"]), plan["total_bytes"])
+    equal(sum(row["block_bytes"] for row in plan["rows"]), plan["block_bytes"])
+    equal(sum(part["bytes"] for part in plan["state"]), plan["state_bytes_per_request"])
+    names = {part["name"] for part in plan["parts"]}
+    assert {"spare slots", "step workspace"} <= names, names
+
+
+def test_plan_v4_pro():
+    plan = ok_json("plan", "--model", "v4-pro", "--context", "128K")
+    equal(plan["block_bytes"], 645760)
+    equal(round(plan["paper"]["bytes_per_token"]), 5031)
+
+
+def test_plan_text():
+    text = ok("plan", "--context", "1M", "--requests", "2").stdout
+    for part in ("450,944", "5,139,456", "3,523.00", "3,514.25", "spare slots", "step workspace", "█"):
+        assert part in text, f"'{part}' is missing"
+    assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def test_plan_formats():
+    plain = ok_json("plan", "--context", "8K")
+    equal(ok_json("plan", "--context", "8K", "--arrangement", "layer-major")["total_bytes"], plain["total_bytes"])
+    bf16 = ok_json("plan", "--context", "8K", "--rows", "bf16", "--keys", "bf16")
+    equal(bf16["block_bytes"], 21 * 32 * (1024 + 256) + 20 * 1024)
+    equal(bf16["paper"], plain["paper"])
+    assert ok_json("plan", "--context", "8K", "--page-alignment", "576")["block_bytes"] > plain["block_bytes"]
+    assert ok_json("plan", "--context", "8K", "--rewind", "8")["state_bytes_per_request"] > plain["state_bytes_per_request"]
+    assert ok_json("plan", "--context", "8K", "--hca", "raw")["state_bytes_per_request"] > plain["state_bytes_per_request"]
+    assert ok_json("plan", "--context", "8K", "--pending", "bf16")["state_bytes_per_request"] < plain["state_bytes_per_request"]
+    draft = ok_json("plan", "--context", "8K", "--draft-layers", "3")
+    equal(draft["draft_bytes_per_request"], 3 * 128 * 584)
+    equal(draft["state_bytes_per_request"], plain["state_bytes_per_request"])
+
+
+def test_plan_memory():
+    plan = ok_json("plan", "--memory", "141GB", "--context", "1M")
+    memory = plan["memory"]
+    equal(memory["bytes"], 141 * 10**9)
+    most = memory["most_requests"]
+    equal(plan["requests"], most["requests"])
+    assert plan["total_bytes"] <= memory["bytes"] and memory["fits"]
+    more = ok_json("plan", "--context", "1M", "--requests", str(most["requests"] + 1))
+    assert more["total_bytes"] > memory["bytes"], "one more request would have fitted"
+
+    plan = ok_json("plan", "--memory", "8GiB", "--requests", "16")
+    context = plan["memory"]["longest_context"]["context"]
+    equal(plan["context"], context)
+    equal(context % 128, 0)
+    assert plan["total_bytes"] <= 8 << 30
+    longer = ok_json("plan", "--context", str(context + 128 * 2), "--requests", "16")
+    assert longer["total_bytes"] > 8 << 30, "two more blocks each would have fitted"
+
+    both = ok_json("plan", "--memory", "1GB", "--context", "1M", "--requests", "1")
+    assert not both["memory"]["fits"] and both["memory"]["most_requests"]["requests"] == 0
+    assert "does not fit" in ok("plan", "--memory", "1GB", "--context", "1M", "--requests", "1").stdout
+
+
+def test_plan_sizes():
+    for text, tokens in (("1M", 1 << 20), ("128K", 1 << 17), ("128k", 1 << 17), ("1.5K", 1536), ("131072", 1 << 17), ("131,072", 1 << 17), ("131_072", 1 << 17)):
+        equal(ok_json("plan", "--context", text)["context"], tokens)
+    for text, size in (("80GiB", 80 << 30), ("80GB", 80 * 10**9), ("80G", 80 * 10**9), ("0.5TB", 5 * 10**11), ("141 gb", 141 * 10**9), ("9000000000", 9 * 10**9)):
+        equal(ok_json("plan", "--context", "8K", "--memory", text)["memory"]["bytes"], size)
+
+
+def test_plan_bad_values():
+    for text in ("12Q", "", "K", "1..5K", "0x10", "nan", "1e6", "1,,0", "1.5"):
+        refused(["plan", "--context", text], "--context", f"'{text}'", "128K")
+    for text in ("-5", "-1M"):
+        refused(["plan", f"--context={text}"], "--context", text, "negative")
+    for text in ("99999999999999999999", "9999999999G", "1" * 200):
+        refused(["plan", "--context", text], "--context", "too large")
+        refused(["plan", "--memory", text], "--memory", "too large")
+    refused(["plan", "--context", "0"], "--context", "outside 1")
+    refused(["plan", "--memory", "12ZB"], "--memory", "ZB", "141GB")
+    refused(["plan", "--memory", "1MB"], "--memory", "cannot hold")
+    refused(["plan", "--context", "2M"], "2,097,152", "1,048,576")
+    refused(["plan", "--requests", "0"], "--requests", "65,536")
+    refused(["plan", "--requests", "two"], "--requests", "two")
+    refused(["plan", "--step-tokens", "999G"], "--step-tokens")
+    refused(["plan", "--rows", "fp9"], "fp9", "fp8_tile64")
+    refused(["plan", "--rows", "mxfp4"], "mxfp4", "fp8_tile64")
+    refused(["plan", "--keys", "fp8_row"], "fp8_row", "mxfp4")
+    refused(["plan", "--pending", "fp16"], "fp16", "bf16")
+    refused(["plan", "--hca", "offline"], "offline", "online")
+    refused(["plan", "--arrangement", "sideways"], "sideways", "layer")
+    refused(["plan", "--page-alignment", "100"], "100", "64")
+    refused(["plan", "--block-tokens", "100"], "100", "multiple")
+    refused(["plan", "--model", "v5"], "v5", "v4-flash")
+    refused(["plan", "--config", "/no/such/file.json"], "/no/such/file.json")
+
+
+def test_plan_config():
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny_config(folder)
+        plan = ok_json("plan", "--config", config, *TINY_FORMATS)
+        equal(plan["layers"], 4)
+        refused(["plan", "--config", config], "fp8_tile64", "24")
+        Path(folder, "bad.json").write_text('{"model_type": "deepseek_v4", "num_hidden_layers": -1')
+        refused(["plan", "--config", str(Path(folder, "bad.json"))])
+
+
+# ---- run
+
+RUN_CHECKS = {"memory == plan", "gathered window", "gathered entries and keys", "gathered choice", "entries and keys against double precision",
+              "rewind == never appended", "forked == alone", "fork == separate", "chunked == whole", "imported == original",
+              "reused slot == fresh", "all returned"}
+
+
+def check_run(*args):
+    result = ok_json("run", *args)
+    assert result["ok"] is True
+    equal({check["name"] for check in result["checks"]}, RUN_CHECKS)
+    assert all(check["ok"] for check in result["checks"])
+    assert result["tokens"] > 0 and result["tokens_per_s"] > 0 and result["memcpy_share"] > 0
+    for part in result["parts"]:
+        equal(part["bytes"], part["planned_bytes"])
+    return result
+
+
+def test_run_whole_model():
+    result = check_run("--tokens", "2K", "--seed", "3")
+    equal(result["layers"], 43)
+    equal(result["model"], "v4-flash")
+    assert result["rewound_tokens"] > 0
+
+
+def test_run_text():
+    done = ok("run", "--tokens", "1500", "--requests", "2")
+    for part in ("tokens/s", "share of memcpy speed", "planned", "chunked == whole", "rewind == never appended"):
+        assert part in done.stdout, f"'{part}' is missing"
+    assert "FAILED" not in done.stdout and "\x1b" not in done.stdout
+    equal(done.stderr, "")
+
+
+def test_run_tiny_in_every_format():
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny_config(folder)
+        for rows in ("fp8_row", "bf16"):
+            for keys in ("fp8", "bf16", "nvfp4"):
+                check_run("--config", config, "--tokens", "2K", "--rows", rows, "--keys", keys)
+        for more in (["--hca", "raw"], ["--pending", "bf16"], ["--no-hadamard"], ["--arrangement", "layer-major"], ["--page-alignment", "576"],
+                     ["--rewind", "0"], ["--rewind", "1"], ["--rewind", "33"], ["--block-tokens", "8"], ["--block-tokens", "256"],
+                     ["--requests", "1"], ["--requests", "7"], ["--threads", "3"], ["--seed", "0"]):
+            check_run("--config", config, "--tokens", "3K", *TINY_FORMATS, *more)
+
+
+def test_run_bad_values():
+    refused(["run", "--tokens", "5"], "--tokens", "at least")
+    refused(["run", "--tokens", "lots"], "lots")
+    refused(["run", "--requests", "0"], "--requests")
+    refused(["run", "--threads", "0"], "--threads")
+    refused(["run", "--seed", "-1"], "--seed")
+    refused(["run", "--tokens", "64M"], "--tokens", "positions")
+
+
+# ---- bench
+
+def test_bench_json():
+    started = time.time()
+    results = ok_json("bench", "--filter", "append/prefill512/csa/fp8_tile64|allocator|gather/topk512/csa/bf16", "--min-time", "0.01")
+    assert time.time() - started < 120
+    equal([r["name"] for r in results], ["append/prefill512/csa/fp8_tile64", "gather/topk512/csa/bf16", "allocator/allocate_release", "allocator/publish_evict"])
+    for result in results:
+        assert result["seconds"] > 0
+        if result["name"].startswith("allocator"):
+            assert result["bytes"] == 0 and result["memcpy_ratio"] is None
+        else:
+            assert result["bytes"] > 0 and result["memcpy_ratio"] > 0
+
+
+def test_bench_list():
+    names = ok("bench", "--list").stdout.split()
+    equal(len(names), len(set(names)))
+    for group in ("append/", "compress/", "gather/", "snapshot/", "block/", "context/", "allocator/", "step/"):
+        assert any(name.startswith(group) for name in names), group
+    refused(["bench", "--filter", "no such case"], "no such case", "--list")
+    refused(["bench", "--filter", "("], "regular expression")
+    refused(["bench", "--min-time", "-1"], "--min-time")
+
+
+def test_bench_resident_memory():
+    result = ok_json("bench", "--rss")
+    assert result["ok"] and result["planned_bytes"] >= 1 << 30
+    assert abs(result["difference"]) <= 0.02
+
+
+def main():
+    if not os.access(KV4, os.X_OK):
+        print(f"there is no tool at {KV4}; build it, or set KV4")
+        print("0 passed, 1 failed")
+        return 1
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    passed = failed = 0
+    for name, test in list(globals().items()):
+        if not name.startswith("test_") or wanted not in name:
+            continue
+        started = time.time()
+        try:
+            test()
+        except (AssertionError, subprocess.TimeoutExpired, ValueError, KeyError) as error:
+            failed += 1
+            print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
+        else:
+            passed += 1
+            print(f"ok      {name} ({time.time() - started:.1f} s)", flush=True)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
