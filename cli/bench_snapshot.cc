@@ -20,26 +20,38 @@ CacheOptions model_options(int requests, std::int64_t context, Format rows) {
 }
 
 std::shared_ptr<BenchCache> planted(const BenchSettings& settings, std::int64_t length, Format rows) {
-  auto cache = std::make_shared<BenchCache>(settings, model_options(kRequests + 1, length, rows));
+  auto cache = std::make_shared<BenchCache>(settings, model_options(2 * kRequests + 1, length, rows));
   for (int i = 0; i < kRequests; ++i) cache->plant(length);
   return cache;
 }
 
+/// The last few results stay, so that the next one goes to memory that has left the caches.
+template <class T>
+struct Ring {
+  std::vector<T> items = std::vector<T>(kRequests);
+  std::size_t next = 0;
+  T& turn() { return items[next++ % kRequests]; }
+};
+
 Operation make_export_image(const BenchSettings& settings, std::int64_t length, Format rows) {
-  return [cache = planted(settings, length, rows), next = 0]() mutable -> Sample {
-    const RequestId request = cache->requests()[static_cast<std::size_t>(next++ % kRequests)];
+  return [cache = planted(settings, length, rows), kept = Ring<CanonicalImage>()]() mutable -> Sample {
+    const RequestId request = cache->requests()[kept.next % kRequests];
     const Stopwatch watch;
-    const CanonicalImage image = cache->manager().export_image(request);
-    return {watch.seconds(), 2 * static_cast<std::int64_t>(image.bytes.size())};
+    CanonicalImage image = cache->manager().export_image(request);
+    const double seconds = watch.seconds();
+    kept.turn() = std::move(image);
+    return {seconds, 2 * static_cast<std::int64_t>(kept.items[0].bytes.size())};
   };
 }
 
 Operation make_export_blocks(const BenchSettings& settings, std::int64_t length, Format rows) {
-  return [cache = planted(settings, length, rows), next = 0]() mutable -> Sample {
-    const RequestId request = cache->requests()[static_cast<std::size_t>(next++ % kRequests)];
+  return [cache = planted(settings, length, rows), kept = Ring<std::vector<std::byte>>()]() mutable -> Sample {
+    const RequestId request = cache->requests()[kept.next % kRequests];
     const Stopwatch watch;
-    const std::vector<std::byte> blocks = cache->manager().export_blocks(request);
-    return {watch.seconds(), 2 * static_cast<std::int64_t>(blocks.size())};
+    std::vector<std::byte> blocks = cache->manager().export_blocks(request);
+    const double seconds = watch.seconds();
+    kept.turn() = std::move(blocks);
+    return {seconds, 2 * static_cast<std::int64_t>(kept.items[0].size())};
   };
 }
 
@@ -69,16 +81,18 @@ Operation make_import(const BenchSettings& settings, std::int64_t length, Format
 
 /// Full blocks are shared; the state slot and the open block are copied.
 Operation make_fork(const BenchSettings& settings, std::int64_t length, Format rows) {
-  return [cache = planted(settings, length, rows), length, next = 0]() mutable -> Sample {
-    KVCacheManager& manager = cache->manager();
-    const RequestId request = cache->requests()[static_cast<std::size_t>(next++ % kRequests)];
-    const Stopwatch watch;
-    const RequestId copy = manager.fork(request).value();
-    const double seconds = watch.seconds();
-    manager.release(copy);
-    const CacheSchema& schema = manager.schema();
-    return {seconds, 2 * (schema.slot_bytes + (length % schema.block_tokens == 0 ? 0 : schema.block_bytes))};
-  };
+  return
+      [cache = planted(settings, length, rows), length, kept = Ring<std::optional<RequestId>>()]() mutable -> Sample {
+        KVCacheManager& manager = cache->manager();
+        const RequestId request = cache->requests()[kept.next % kRequests];
+        std::optional<RequestId>& copy = kept.turn();
+        if (copy) manager.release(*copy);
+        const Stopwatch watch;
+        copy = manager.fork(request).value();
+        const double seconds = watch.seconds();
+        const CacheSchema& schema = manager.schema();
+        return {seconds, 2 * (schema.slot_bytes + (length % schema.block_tokens == 0 ? 0 : schema.block_bytes))};
+      };
 }
 
 enum class BlockWork { copy, save, load };
