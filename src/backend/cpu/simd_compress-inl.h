@@ -6,8 +6,6 @@
 #define KV4_SIMD_COMPRESS_INL_H_
 #endif
 
-#include <hwy/cache_control.h>
-
 #include "backend/cpu/row_kernels.h"
 #include "backend/cpu/simd_math-inl.h"
 
@@ -38,8 +36,9 @@ void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float*
     PoolVector p{set(ops::kLowestGate), hn::Zero(d), hn::Zero(d)};
     if (!fresh) p = {hn::LoadU(d, acc + c), hn::LoadU(d, acc + width + c), hn::LoadU(d, acc + 2 * width + c)};
     for (int r = 0; r < kRows; ++r) {
-      hwy::Prefetch(static_cast<const std::uint8_t*>(rows[r].kv) + rows[r].ahead + c * kElement);
-      hwy::Prefetch(static_cast<const std::uint8_t*>(rows[r].gate) + rows[r].ahead + c * kElement);
+      // Into the second level: rows a page apart share a few sets of the first and would push each other out.
+      __builtin_prefetch(static_cast<const std::uint8_t*>(rows[r].kv) + rows[r].ahead + c * kElement, 0, 2);
+      __builtin_prefetch(static_cast<const std::uint8_t*>(rows[r].gate) + rows[r].ahead + c * kElement, 0, 2);
       const VF gate = hn::Add(load_row<kType>(rows[r].gate, c), hn::LoadU(d, rows[r].bias + c));
       p = pool_add(p, gate, load_row<kType>(rows[r].kv, c));
     }
