@@ -118,7 +118,7 @@ struct Work {
 class Driver {
  public:
   Driver(const Model& model, CacheOptions options, std::shared_ptr<Backend> backend = make_cpu_backend())
-      : cache(model.config, options, std::move(backend)), model_(model), drafts_(options.draft_layers) {
+      : cache(model.config, options, std::move(backend)), model_(model) {
     for (const LayerCacheSchema& layer : cache.schema().layers)
       if (!layer.pages.empty()) cache.bind_weights(layer.spec.layer, model.layers[static_cast<std::size_t>(layer.spec.layer)].views);
   }
@@ -195,7 +195,6 @@ class Driver {
   }
 
   const Model& model_;
-  int drafts_;
   std::vector<Work> work_;
   std::vector<std::int64_t> starts_;
 };
