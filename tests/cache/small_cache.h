@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <ostream>
 #include <span>
@@ -247,8 +250,16 @@ inline void PrintTo(const CacheState& s, std::ostream* out) {
 
 /// Same bytes, whatever blocks and history they came by.
 inline void expect_same_bytes(const KVCacheManager& a, RequestId in_a, const KVCacheManager& b, RequestId in_b) {
-  EXPECT_EQ(a.export_image(in_a), b.export_image(in_b));
-  EXPECT_EQ(a.export_blocks(in_a), b.export_blocks(in_b));
+  const auto compare = [](const std::vector<std::byte>& x, const std::vector<std::byte>& y, const char* what) {
+    ASSERT_EQ(x.size(), y.size()) << what;
+    const auto at = std::mismatch(x.begin(), x.end(), y.begin()).first;
+    EXPECT_TRUE(at == x.end()) << what << " differ from byte " << at - x.begin() << " of " << x.size();
+  };
+  const CanonicalImage x = a.export_image(in_a), y = b.export_image(in_b);
+  EXPECT_EQ(x.layout_id, y.layout_id);
+  EXPECT_EQ(x.lengths, y.lengths);
+  compare(x.bytes, y.bytes, "images");
+  compare(a.export_blocks(in_a), b.export_blocks(in_b), "blocks");
   EXPECT_EQ(a.token_ids(in_a), b.token_ids(in_b));
 }
 
@@ -263,6 +274,68 @@ void expect_error(ErrorCode code, const std::vector<std::string>& parts, F&& cal
     return;
   }
   ADD_FAILURE() << "no Error was thrown; wanted " << to_string(code) << (parts.empty() ? "" : " with " + parts.front());
+}
+
+// --- gathers -----------------------------------------------------------------------------------------------------------------
+
+/// What a gather wrote, as floats; every place was NaN, -7 or 9 before.
+struct Gathered {
+  std::int64_t width = 0, rows = 0;
+  std::vector<float> values;               // [items | tokens, rows, width]
+  std::vector<std::int32_t> lens, first;   // [items]
+  std::vector<std::uint8_t> valid;         // [tokens, rows]
+
+  std::vector<float> row(std::int64_t item, std::int64_t i) const {
+    const float* at = values.data() + (item * rows + i) * width;
+    return {at, at + width};
+  }
+};
+
+/// Calls gather(out, result) with a poisoned output of the given type and reads it back.
+template <class F>
+Gathered gather_with(std::int64_t first_dim, std::int64_t rows, std::int64_t width, DType type, F&& gather) {
+  Gathered out;
+  out.width = width;
+  out.rows = rows;
+  const std::size_t count = static_cast<std::size_t>(first_dim * rows * width), guard = 8;
+  out.lens.assign(static_cast<std::size_t>(first_dim), -7);
+  out.first.assign(static_cast<std::size_t>(first_dim), -7);
+  out.valid.assign(static_cast<std::size_t>(first_dim * rows), 9);
+  std::vector<std::uint16_t> narrow(count + guard, 0x7FC1);
+  std::vector<float> wide(count + guard, std::numeric_limits<float>::quiet_NaN());
+  gather(TensorView(type == DType::bf16 ? static_cast<void*>(narrow.data()) : wide.data(), type, {first_dim, rows, width}), out);
+  for (std::size_t i = 0; i < guard; ++i) EXPECT_TRUE(narrow[count + i] == 0x7FC1 && std::isnan(wide[count + i])) << "written past the output";
+  if (type == DType::bf16)
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint32_t bits = static_cast<std::uint32_t>(narrow[i]) << 16;
+      std::memcpy(&wide[i], &bits, 4);
+    }
+  wide.resize(count);
+  out.values = std::move(wide);
+  return out;
+}
+
+inline TensorView i32_view(std::vector<std::int32_t>& v) { return {v.data(), DType::i32, {static_cast<std::int64_t>(v.size())}}; }
+
+inline Gathered gather_window(LayerCacheHandle handle, const Step& step, std::int64_t rows, DType type = DType::f32) {
+  return gather_with(step.num_items, rows, handle.head_dim(), type, [&](const TensorView& out, Gathered& g) {
+    const KVPair pair = handle.gather_swa_kv(out, i32_view(g.lens), i32_view(g.first));
+    EXPECT_TRUE(pair.k.data == out.data && pair.v.data == out.data) << "K = V";
+  });
+}
+
+inline Gathered gather_entries(LayerCacheHandle handle, const Step& step, std::int64_t rows, DType type = DType::f32) {
+  return gather_with(step.num_items, rows, handle.head_dim(), type, [&](const TensorView& out, Gathered& g) {
+    const KVPair pair = handle.gather_all_compressed_kv(out, i32_view(g.lens));
+    EXPECT_TRUE(pair.k.data == out.data && pair.v.data == out.data) << "K = V";
+  });
+}
+
+inline Gathered gather_keys(LayerCacheHandle handle, const Step& step, std::int64_t rows, DType type = DType::f32) {
+  const std::int64_t width = handle.schema().pages[1].kind.width;
+  return gather_with(step.num_items, rows, width, type, [&](const TensorView& out, Gathered& g) {
+    EXPECT_EQ(handle.gather_all_index_keys(out, i32_view(g.lens)).data, out.data);
+  });
 }
 
 }  // namespace kv4::small
