@@ -63,6 +63,7 @@ KV4_HD std::uint16_t bf16_bits(float x) {
   return static_cast<std::uint16_t>((b + 0x7FFFu + ((b >> 16) & 1u)) >> 16);
 }
 
+KV4_HD std::uint16_t canonical_bf16(std::uint16_t b) { return (b & 0x7FFFu) > 0x7F80u ? kBf16Nan : b; }
 KV4_HD float bf16_value(std::uint16_t b) { return bits_float(static_cast<std::uint32_t>(b) << 16); }
 KV4_HD float round_bf16(float x) { return bf16_value(bf16_bits(x)); }
 

@@ -149,7 +149,7 @@ class Chaos {
 
 TEST(RandomOperations, EveryRequestIsItsOwnHistory) {
   const Model tiny(tiny_config()), transformers(transformers_tiny_config());
-  const int seeds = std::getenv("KV4_TEST_LONG") != nullptr ? 600 : 30;
+  const int seeds = std::getenv("KV4_TEST_LONG") != nullptr ? 5000 : 200;
   for (int seed = 0; seed < seeds; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(static_cast<std::uint64_t>(seed) + 100);

@@ -28,7 +28,7 @@ struct FinishArgs {
 
 struct RowKernels {
   const char* name;
-  /// count elements; f32 and bf16, either way; to bf16 rounds to nearest even.
+  /// count elements; f32 and bf16, either way; to bf16 rounds to nearest even; NaN becomes the one pattern.
   void (*convert)(const void* from, DType from_type, std::int64_t count, void* to, DType to_type);
   void (*load_as_bf16)(const void* from, DType type, int count, float* to);  // values rounded to bf16
   void (*fold)(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc);

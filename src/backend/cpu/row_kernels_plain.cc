@@ -7,12 +7,13 @@ namespace kv4::cpu {
 namespace {
 
 void convert(const void* from, DType from_type, std::int64_t count, void* to, DType to_type) {
-  if (from_type == to_type) {
-    std::memcpy(to, from, static_cast<std::size_t>(count) * element_bytes(to_type));
-  } else if (from_type == DType::f32) {
-    for (std::int64_t i = 0; i < count; ++i) static_cast<std::uint16_t*>(to)[i] = codec::bf16_bits(static_cast<const float*>(from)[i]);
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) static_cast<float*>(to)[i] = codec::bf16_value(static_cast<const std::uint16_t*>(from)[i]);
+  const float* f32 = static_cast<const float*>(from);
+  const std::uint16_t* bf16 = static_cast<const std::uint16_t*>(from);
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (to_type == DType::f32)
+      static_cast<float*>(to)[i] = codec::canonical_nan(from_type == DType::f32 ? f32[i] : codec::bf16_value(bf16[i]));
+    else
+      static_cast<std::uint16_t*>(to)[i] = from_type == DType::f32 ? codec::bf16_bits(f32[i]) : codec::canonical_bf16(bf16[i]);
   }
 }
 

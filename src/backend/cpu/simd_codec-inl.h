@@ -17,12 +17,13 @@ namespace kv4::cpu::HWY_NAMESPACE {
 
 void convert(const void* from, DType from_type, std::int64_t count_in, void* to, DType to_type) {
   const std::size_t lanes = hn::Lanes(DF()), count = static_cast<std::size_t>(count_in);
-  if (from_type == to_type || count % lanes != 0) return plain_row_kernels().convert(from, from_type, count_in, to, to_type);
+  if (count % lanes != 0) return plain_row_kernels().convert(from, from_type, count_in, to, to_type);
   for (std::size_t c = 0; c < count; c += lanes) {
+    const VF x = from_type == DType::bf16 ? load_row<ops::RowType::bf16>(from, c) : load_row<ops::RowType::f32>(from, c);
     if (to_type == DType::bf16)
-      store_bf16_bits(round_bf16_bits(hn::LoadU(DF(), static_cast<const float*>(from) + c)), static_cast<std::uint16_t*>(to) + c);
+      store_bf16_bits(round_bf16_bits(x), static_cast<std::uint16_t*>(to) + c);
     else
-      hn::StoreU(load_bf16(static_cast<const std::uint16_t*>(from) + c), DF(), static_cast<float*>(to) + c);
+      hn::StoreU(canonical_nan(x), DF(), static_cast<float*>(to) + c);
   }
 }
 
