@@ -22,7 +22,7 @@ class Backend {
   virtual std::byte* allocate(std::int64_t bytes) = 0;
   virtual void deallocate(std::byte* memory, std::int64_t bytes) = 0;
   virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes) = 0;
-  virtual void clear(std::byte* memory, std::int64_t bytes) = 0;
+  virtual void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) = 0;
 
   /// Window rows, pending rows, due entries and index keys of all the step's tokens.
   virtual void append(const ops::AppendParams& params) = 0;

@@ -41,7 +41,8 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   bool compresses = false;
   for (std::size_t i = 0; i < schema.layers.size(); ++i) {
     const int index = static_cast<int>(i);
-    layers.push_back(ops::describe_layer(schema, index, {kv_pool.base(), state_pool.base(), state_pool.frontiers(), tables.scratch(index)}));
+    layers.push_back(ops::describe_layer(schema, index, {kv_pool.base(), state_pool.base(), state_pool.frontiers(), state_pool.displaced(),
+                                                         state_pool.displaced_positions(), tables.scratch(index)}));
     compresses = compresses || layers.back().num_kinds > 0;
   }
   rope.rope_dim = config.rope_dim;

@@ -7,7 +7,7 @@ std::uint8_t* bytes(std::byte* base, std::int64_t offset) { return base == nullp
 
 codec::RowShape shape_of(const RowSchema& row) { return {row.width, row.tail}; }
 
-WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, const LayerMemory& memory) {
+WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, int index, const LayerMemory& memory) {
   WindowDesc out;
   out.rows = w.rows;
   out.ring = {w.row.format, shape_of(w.row),
@@ -18,6 +18,11 @@ WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, con
   out.scratch = out.ring;
   out.scratch.payload = {bytes(memory.scratch, 0), 0, w.row.payload_bytes};
   out.scratch.scale = {bytes(memory.scratch, payload_plane), 0, w.row.scale_bytes};
+  out.displaced = out.ring;
+  out.displaced.payload = {bytes(memory.displaced, w.displaced_offset), schema.displaced_bytes, w.row.payload_bytes};
+  out.displaced.scale = {bytes(memory.displaced, w.displaced_offset + w.row.payload_bytes), schema.displaced_bytes, w.row.scale_bytes};
+  out.displaced_positions = memory.displaced_positions + index;
+  out.displaced_stride = static_cast<std::int64_t>(schema.layers.size());
   return out;
 }
 
@@ -39,7 +44,7 @@ PendingDesc describe_pending(const CacheSchema& schema, const PendingSchema& p, 
 LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory& memory) {
   const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(index)];
   LayerDesc out;
-  out.window = describe_window(schema, layer.window, memory);
+  out.window = describe_window(schema, layer.window, index, memory);
   out.window_tokens = schema.config.window;
   out.eps = static_cast<float>(schema.config.rms_eps);
   for (std::size_t k = 0; k < layer.pages.size(); ++k) {

@@ -35,6 +35,13 @@ struct WindowDesc {
   RowPlanes ring;
   std::int32_t rows = 0;
   RowPlanes scratch;  // rows of a long step by token index; one block
+  // The row that the last of R + 1 tokens written in place overwrites. No query will ask for it again, but the image of the length
+  // before the step has it, so it is kept in case the step is aborted.
+  RowPlanes displaced;                         // a block is a state slot, one row
+  std::int32_t* displaced_positions = nullptr; // [slot * displaced_stride], -1: none
+  std::int64_t displaced_stride = 0;
+
+  KV4_HD std::int32_t& displaced_position(std::int64_t slot) const { return displaced_positions[slot * displaced_stride]; }
 };
 
 /// Compressor state of one row kind. Ring row of p: [kv columns | gate columns] at p mod rows of its slot.
@@ -75,8 +82,10 @@ struct LayerDesc {
 struct LayerMemory {
   std::byte* blocks = nullptr;
   std::byte* slots = nullptr;
-  std::int32_t* frontiers = nullptr;  // [num_slots, num_layers]
-  std::byte* scratch = nullptr;       // of this layer: [payload M x p | scale M x s]
+  std::int32_t* frontiers = nullptr;            // [num_slots, num_layers]
+  std::byte* displaced = nullptr;               // [num_slots, displaced_bytes]
+  std::int32_t* displaced_positions = nullptr;  // [num_slots, num_layers]
+  std::byte* scratch = nullptr;                 // of this layer: [payload M x p | scale M x s]
 };
 
 LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory& memory);

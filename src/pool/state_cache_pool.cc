@@ -6,14 +6,16 @@
 namespace kv4 {
 namespace {
 
-std::int64_t frontier_bytes(const CacheSchema& schema, std::int64_t slots) {
-  return round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "frontiers"), 64, "frontiers");
+// One int32 per slot and layer.
+std::int64_t position_bytes(const CacheSchema& schema, std::int64_t slots) {
+  return round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "state pool"), 64, "state pool");
 }
 
 std::vector<ops::LayerDesc> describe_all(const CacheSchema& schema, const StateCachePool& pool) {
   std::vector<ops::LayerDesc> out;
   for (std::size_t i = 0; i < schema.layers.size(); ++i)
-    out.push_back(ops::describe_layer(schema, static_cast<int>(i), {.blocks = nullptr, .slots = pool.base(), .frontiers = pool.frontiers(), .scratch = nullptr}));
+    out.push_back(ops::describe_layer(schema, static_cast<int>(i),
+                                      {nullptr, pool.base(), pool.frontiers(), pool.displaced(), pool.displaced_positions(), nullptr}));
   return out;
 }
 
@@ -22,9 +24,13 @@ std::vector<ops::LayerDesc> describe_all(const CacheSchema& schema, const StateC
 StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backend> backend) : schema_(schema), backend_(std::move(backend)) {
   num_slots_ = schema.options.max_requests + schema.options.spare_slots;
   const std::int64_t slots = checked_mul(schema.slot_bytes, num_slots_, "state pool");
-  bytes_ = checked_add(slots, frontier_bytes(schema, num_slots_), "state pool");
+  const std::int64_t displaced = checked_mul(schema.displaced_bytes, num_slots_, "state pool");
+  const std::int64_t positions = position_bytes(schema, num_slots_);
+  bytes_ = checked_add(checked_add(slots, displaced, "state pool"), 2 * positions, "state pool");
   base_ = backend_->allocate(bytes_);
-  frontiers_ = reinterpret_cast<std::int32_t*>(base_ + slots);
+  displaced_ = base_ + slots;
+  frontiers_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced);
+  displaced_positions_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced + positions);
   taken_.resize(static_cast<std::size_t>(num_slots_));
   free_.reserve(static_cast<std::size_t>(num_slots_));
   for (std::int32_t s = num_slots_ - 1; s >= 0; --s) free_.push_back(s);
@@ -54,8 +60,9 @@ void StateCachePool::release_slot(std::int32_t slot) {
 void StateCachePool::reset_slot(std::int32_t slot) {
   check_held(slot);
   const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
-  backend_->clear(base_ + slot * schema_.slot_bytes, schema_.slot_bytes);
-  backend_->clear(reinterpret_cast<std::byte*>(frontiers_ + slot * layers), 4 * layers);
+  backend_->fill(base_ + slot * schema_.slot_bytes, 0x00, schema_.slot_bytes);
+  backend_->fill(reinterpret_cast<std::byte*>(frontiers_ + slot * layers), 0x00, 4 * layers);
+  backend_->fill(reinterpret_cast<std::byte*>(displaced_positions_ + slot * layers), 0xFF, 4 * layers);  // -1
 }
 
 void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
@@ -63,7 +70,9 @@ void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
   check_held(to);
   const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
   backend_->copy(base_ + to * schema_.slot_bytes, base_ + from * schema_.slot_bytes, schema_.slot_bytes);
-  backend_->copy(reinterpret_cast<std::byte*>(frontiers_ + to * layers), reinterpret_cast<const std::byte*>(frontiers_ + from * layers), 4 * layers);
+  backend_->copy(displaced_ + to * schema_.displaced_bytes, displaced_ + from * schema_.displaced_bytes, schema_.displaced_bytes);
+  for (std::int32_t* positions : {frontiers_, displaced_positions_})
+    backend_->copy(reinterpret_cast<std::byte*>(positions + to * layers), reinterpret_cast<const std::byte*>(positions + from * layers), 4 * layers);
 }
 
 CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias) const {

@@ -197,6 +197,12 @@ CacheSchema build_schema(const ModelConfig& config, const CacheOptions& options)
   for (LayerCacheSchema& layer : schema.layers)
     if (layer.spec.group != 0) place_window(config, options, layer, schema.slot_bytes);
 
+  for (LayerCacheSchema& layer : schema.layers) {
+    layer.window.displaced_offset = schema.displaced_bytes;
+    schema.displaced_bytes += layer.window.row.bytes();
+  }
+  schema.displaced_bytes = round_up(schema.displaced_bytes, kPlaneAlignment, "displaced rows");
+
   place_pages(schema);
   if (options.num_blocks == 0) {
     schema.options.num_blocks = compute_block_budget(schema, options.max_requests, options.max_context).blocks;

@@ -150,8 +150,9 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("spare slots", o.spare_slots, schema.slot_bytes, fmt::format("{} slots for steps of more than {} tokens", o.spare_slots, o.max_rewind_tokens + 1));
   add("step workspace", 1, step_scratch_bytes(schema), fmt::format("window rows of {} tokens", o.max_step_tokens));
   const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
+  add("displaced rows", slots, schema.displaced_bytes, fmt::format("{} slots, one window row per layer, for aborted steps", slots));
   std::int64_t tables = checked_mul(4, table_layout(schema).total, "tables");
-  tables += round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "tables"), 64, "tables");
+  tables += 2 * round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "tables"), 64, "tables");
   tables += BlockAllocator::memory_bytes(o.num_blocks);
   if (has_compressor(schema)) tables += 8 * rope_angle_count(schema.config.rope_dim, o.max_context);
   add("tables", 1, tables, "block tables, positions, reference counts, rope angles");

@@ -11,14 +11,29 @@ const void* input_row(const ops::InputDesc& in, std::int64_t token) {
   return static_cast<const std::uint8_t*>(in.data) + static_cast<std::size_t>(token * in.row_stride) * element_bytes(in.dtype);
 }
 
+void copy_row(const ops::RowPlanes& from, std::int64_t from_row, const ops::RowPlanes& to, std::int64_t to_row, std::int32_t slot) {
+  std::memcpy(to.payload.at(slot, to_row), from.payload.at(slot, from_row), static_cast<std::size_t>(to.payload.row_stride));
+  std::memcpy(to.scale.at(slot, to_row), from.scale.at(slot, from_row), static_cast<std::size_t>(to.scale.row_stride));
+}
+
+// Only the last of R + 1 tokens overwrites a row that the image before the step holds: its oldest. Run again, the row is kept already.
+void keep_displaced(const ops::WindowDesc& w, int window_tokens, const Span& span, std::int64_t position) {
+  const std::int64_t lost = position - w.rows;
+  if (lost < 0 || lost != span.length - window_tokens || w.displaced_position(span.write_slot) == lost) return;
+  copy_row(w.ring, lost % w.rows, w.displaced, 0, span.write_slot);
+  w.displaced_position(span.write_slot) = static_cast<std::int32_t>(lost);
+}
+
 // The window row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
-void write_window_row(const RowKernels& kernels, const ops::WindowDesc& w, const Span& span, std::int64_t token, std::int64_t position,
+void write_window_row(const RowKernels& kernels, const ops::LayerDesc& layer, const Span& span, std::int64_t token, std::int64_t position,
                       const ops::InputDesc& in, RowBuffers& buffers) {
+  const ops::WindowDesc& w = layer.window;
   const codec::RowShape shape = w.ring.shape;
   const void* row = input_row(in, token);
   std::uint8_t* ring_payload = w.ring.payload.at(span.write_slot, position % w.rows);
   std::uint8_t* ring_scale = w.ring.scale.at(span.write_slot, position % w.rows);
   if (span.in_place()) {
+    keep_displaced(w, layer.window_tokens, span, position);
     kernels.encode_input(w.ring.format, shape, row, in.dtype, ring_payload, ring_scale, buffers.row.data());
     return;
   }
@@ -104,7 +119,7 @@ void CpuBackend::append(const ops::AppendParams& params) {
       if (request < 0) continue;
       const Span span = span_of(step, request);
       const std::int64_t position = step.positions[token];
-      write_window_row(kernels_, layer.window, span, token, position, params.window_rows, buffers);
+      write_window_row(kernels_, layer, span, token, position, params.window_rows, buffers);
       for (int k = 0; k < num_kinds; ++k) {
         const ops::KindDesc& kind = layer.kinds[k];
         const Compressor compressor(kernels_, kind, params.kv[k], params.gate[k]);

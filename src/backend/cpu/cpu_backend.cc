@@ -35,7 +35,7 @@ void CpuBackend::deallocate(std::byte* memory, std::int64_t bytes) {
 
 void CpuBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) { std::memcpy(to, from, static_cast<std::size_t>(bytes)); }
 
-void CpuBackend::clear(std::byte* memory, std::int64_t bytes) { std::memset(memory, 0, static_cast<std::size_t>(bytes)); }
+void CpuBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) { std::memset(memory, value, static_cast<std::size_t>(bytes)); }
 
 }  // namespace cpu
 }  // namespace kv4

@@ -14,7 +14,7 @@ class CpuBackend final : public Backend {
   std::byte* allocate(std::int64_t bytes) override;
   void deallocate(std::byte* memory, std::int64_t bytes) override;
   void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override;
-  void clear(std::byte* memory, std::int64_t bytes) override;
+  void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) override;
 
   void append(const ops::AppendParams& params) override;
   void flush(const ops::FlushParams& params) override;

@@ -51,6 +51,13 @@ void for_stored_pieces(std::span<const ops::LayerDesc> layers, const ImageLayout
 void CpuBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot, std::byte* image) {
   for_stored_pieces(layers, layout, slot,
                     [&](const std::uint8_t* ring, std::int64_t at, std::size_t bytes) { std::memcpy(image + at, ring, bytes); });
+  for (const WindowPart& part : layout.windows) {  // an aborted step may have taken the oldest row's place
+    const ops::LayerDesc& layer = layers[static_cast<std::size_t>(part.layer)];
+    const ops::WindowDesc& w = layer.window;
+    if (part.count < layer.window_tokens || w.displaced_position(slot) != part.first) continue;
+    std::memcpy(image + part.payload_at, w.displaced.payload.at(slot, 0), static_cast<std::size_t>(w.displaced.payload.row_stride));
+    std::memcpy(image + part.scale_at, w.displaced.scale.at(slot, 0), static_cast<std::size_t>(w.displaced.scale.row_stride));
+  }
   RowBuffers& buffers = RowBuffers::of_this_thread();
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
