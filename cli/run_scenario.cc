@@ -11,8 +11,9 @@
 namespace kv4::cli {
 namespace {
 
-constexpr std::int64_t kDecodes = 32;    // per request, before and again after the fork
-constexpr std::int64_t kLongDraft = 40;  // a rewind after a step that needed a spare slot
+constexpr std::int64_t kDecodes = 32;         // per request, before and again after the fork
+constexpr std::int64_t kLongDraft = 40;       // a rewind after a step that needed a spare slot
+constexpr std::int64_t kLongestRewind = 128;  // tried, even if the cache can take back more
 constexpr int kStepTokens = 512;
 constexpr int kSpareSlots = 2;  // two prefill chunks in one step
 constexpr int kPadding = 3;
@@ -43,7 +44,7 @@ void Scenario::plan_lengths() {
 }
 
 CacheOptions Scenario::sized_options() const {
-  const std::int64_t slack = 2 * kDecodes + kLongDraft + 8 * (settings_.options.max_rewind_tokens + 2);
+  const std::int64_t slack = 2 * kDecodes + kLongDraft + 4 * (kLongestRewind + 2);
   CacheOptions options = settings_.options;
   options.max_requests = settings_.requests + 2;  // the guest and the fork
   options.spare_slots = kSpareSlots;
@@ -132,7 +133,7 @@ void Scenario::mix() {
 /// Drafts of the length the cache can take back in place, then one through a spare slot. The first `keep` tokens are
 /// right.
 void Scenario::reject_drafts(Actor& actor) {
-  const std::int64_t reach = settings_.options.max_rewind_tokens;
+  const std::int64_t reach = std::min<std::int64_t>(settings_.options.max_rewind_tokens, kLongestRewind);
   if (reach == 0) return;
   for (const std::int64_t draft :
        {reach + 1, reach + 1, std::min<std::int64_t>(2, reach + 1), std::max(kLongDraft, reach + 2)}) {

@@ -230,7 +230,7 @@ def test_run_tiny_in_every_format():
             for keys in ("fp8", "bf16", "nvfp4"):
                 check_run("--config", config, "--tokens", "2K", "--rows", rows, "--keys", keys)
         for more in (["--hca", "raw"], ["--pending", "bf16"], ["--no-hadamard"], ["--arrangement", "layer-major"], ["--page-alignment", "576"],
-                     ["--rewind", "0"], ["--rewind", "1"], ["--rewind", "33"], ["--block-tokens", "8"], ["--block-tokens", "256"],
+                     ["--rewind", "0"], ["--rewind", "1"], ["--rewind", "33"], ["--rewind", "600"], ["--block-tokens", "8"], ["--block-tokens", "256"],
                      ["--requests", "1"], ["--requests", "7"], ["--threads", "3"], ["--seed", "0"]):
             check_run("--config", config, "--tokens", "3K", *TINY_FORMATS, *more)
 
