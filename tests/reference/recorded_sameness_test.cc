@@ -1,0 +1,109 @@
+// The sameness of tests/property on recorded inputs: any split, every layout, rewinds and images give the same bytes in every format.
+#include <filesystem>
+
+#include "backend/cpu/cpu_backend.h"
+#include "safetensors.h"
+#include "support/harness.h"
+
+namespace kv4::test {
+namespace {
+
+using cli::SafeTensors;
+
+// One recorded layer and its inputs by position.
+struct RecordedLayer {
+  ModelConfig config;
+  std::int64_t tokens = 0;
+  std::vector<float> rows, kv, gate, index_kv, index_gate, bias, norm, index_bias, index_norm;
+  LayerWeights weights;
+
+  RecordedLayer(const std::string& directory, LayerKind kind) {
+    const std::string name = kind == LayerKind::swa ? "swa" : kind == LayerKind::csa ? "csa" : "hca";
+    const SafeTensors file = cli::load_safetensors(directory + "/hf_" + name + ".safetensors");
+    const int head = static_cast<int>(file.metadata_int("head_dim", 1, 4096)), index = static_cast<int>(file.metadata_int("index_head_dim", 1, 4096));
+    config = base_config(head, static_cast<int>(file.metadata_int("rope_dim", 2, 512)), index, static_cast<int>(file.metadata_int("sliding_window", 1, 4096)),
+                         4, 128, {kind});
+    tokens = file.metadata_int("n_tokens", 1, 1 << 20);
+    rows = file.floats("swa_kv", {tokens, head});
+    if (kind == LayerKind::swa) return;
+    const std::int64_t columns = kind == LayerKind::csa ? 2 * head : head;
+    kv = file.floats("comp_kv", {tokens, columns});
+    gate = file.floats("comp_gate", {tokens, columns});
+    bias = file.floats("comp_position_bias", {-1, columns});
+    norm = file.floats("comp_norm_weight", {head});
+    const int ratio = static_cast<int>(static_cast<std::int64_t>(bias.size()) / columns);
+    (kind == LayerKind::csa ? config.csa_ratio : config.hca_ratio) = ratio;
+    weights.position_bias = {bias.data(), {ratio, columns}};
+    weights.norm_weight = {norm.data(), {head}};
+    if (kind == LayerKind::hca) return;
+    index_kv = file.floats("idx_kv", {tokens, 2 * index});
+    index_gate = file.floats("idx_gate", {tokens, 2 * index});
+    index_bias = file.floats("idx_position_bias", {ratio, 2 * index});
+    index_norm = file.floats("idx_norm_weight", {index});
+    weights.index_position_bias = {index_bias.data(), {ratio, 2 * index}};
+    weights.index_norm_weight = {index_norm.data(), {index}};
+  }
+
+  TensorView part(const std::vector<float>& all, std::int64_t first, std::int64_t count) const {
+    if (all.empty()) return {};
+    const std::int64_t width = static_cast<std::int64_t>(all.size()) / tokens;
+    return {all.data() + first * width, {count, width}};
+  }
+};
+
+void append(KVCacheManager& cache, RequestId request, const RecordedLayer& layer, std::int64_t count) {
+  const std::int64_t first = cache.length(request);
+  const std::vector<std::int32_t> ids(static_cast<std::size_t>(count), 1);
+  const StepItem item{request, static_cast<std::int32_t>(count), ids, first};
+  const Step step = cache.prepare_forward({&item, 1}).value();
+  cache.acquire(0).append({layer.part(layer.rows, first, count), layer.part(layer.kv, first, count), layer.part(layer.gate, first, count),
+                           layer.part(layer.index_kv, first, count), layer.part(layer.index_gate, first, count)});
+  cache.commit(step);
+}
+
+std::unique_ptr<KVCacheManager> make_cache(const RecordedLayer& layer, const CacheOptions& options, std::shared_ptr<Backend> backend) {
+  auto cache = std::make_unique<KVCacheManager>(layer.config, options, std::move(backend));
+  if (!layer.kv.empty()) cache->bind_weights(0, layer.weights);
+  return cache;
+}
+
+void check_directory(const std::string& directory) {
+  Random random(31);
+  for (LayerKind kind : {LayerKind::swa, LayerKind::csa, LayerKind::hca}) {
+    const RecordedLayer layer(directory, kind);
+    for (const FormatCase& f : format_cases()) {
+      CacheOptions o = options_for(f);
+      o.max_context = o.max_step_tokens = static_cast<int>(layer.tokens) + 8;
+      o.hca_mode = HcaMode::raw;
+      const auto single = make_cache(layer, o, cpu::make_cpu_backend_on(1, cpu::plain_row_kernels()));
+      const RequestId one = single->admit().value();
+      for (std::int64_t t = 0; t < layer.tokens; ++t) append(*single, one, layer, 1);
+      const Bytes want = bytes_of(*single, one);
+
+      o.hca_mode = HcaMode::online;
+      o.max_rewind_tokens = 6;
+      o.arrangement = Arrangement::layer_major;
+      const auto cache = make_cache(layer, o, make_cpu_backend(2));
+      const std::string what = std::string(to_string(kind)) + " " + f.name();
+      const RequestId whole = cache->admit().value(), pieces = cache->admit().value();
+      append(*cache, whole, layer, layer.tokens);
+      expect_same(bytes_of(*cache, whole), want, what + " whole");
+      while (cache->length(pieces) < layer.tokens) {  // random steps, some of them taken back and done again
+        append(*cache, pieces, layer, std::min(layer.tokens - cache->length(pieces), random.between(1, random.below(3) ? 5 : 60)));
+        if (random.below(3) == 0) cache->rewind(pieces, random.between(cache->rewind_floor(pieces), cache->length(pieces)));
+      }
+      expect_same(bytes_of(*cache, pieces), want, what + " in pieces");
+    }
+  }
+}
+
+TEST(RecordedSameness, OwnVectors) { check_directory(std::string(KV4_SOURCE_DIR) + "/tests/reference/vectors"); }
+
+TEST(RecordedSameness, RecordedVectors) {
+  const std::string directory = std::string(KV4_SOURCE_DIR) + "/../shared/golden";
+  if (!std::filesystem::exists(directory)) GTEST_SKIP() << "no recorded vectors beside the checkout (../shared/golden)";
+  check_directory(directory);
+}
+
+}  // namespace
+}  // namespace kv4::test
