@@ -19,7 +19,8 @@ class Stopwatch {
   Clock::time_point start_ = Clock::now();
 };
 
-/// Copies walk through buffers larger than any cache, so that neither side lives in it.
+/// Copies walk through buffers larger than any cache, so that neither side lives in it. They are ordinary memory, as a
+/// caller's tensors are; the cache's pools ask for huge pages, so that a copy within them can be faster than this.
 class CopyBaseline {
  public:
   explicit CopyBaseline(int threads);

@@ -60,10 +60,11 @@ std::vector<Part> compare_parts(KVCacheManager& manager) {
   const CacheSchema& schema = manager.schema();
   const MemoryPlan plan = plan_memory(schema);
   const std::int64_t slots = schema.options.max_requests + schema.options.spare_slots;
-  const std::int64_t frontiers = (slots * 4 * static_cast<std::int64_t>(schema.layers.size()) + 63) / 64 * 64;
+  const std::int64_t positions = (slots * 4 * static_cast<std::int64_t>(schema.layers.size()) + 63) / 64 * 64;
   std::vector<Part> out{
       {"blocks", plan.blocks * plan.block_bytes, manager.kv_pool().memory_bytes()},
-      {"state slots", slots * schema.slot_bytes + frontiers, manager.state_pool().memory_bytes()},
+      {"state slots", slots * (schema.slot_bytes + schema.displaced_bytes) + 2 * positions,
+       manager.state_pool().memory_bytes()},
       {"block allocator", BlockAllocator::memory_bytes(plan.blocks), manager.allocator().memory_bytes()}};
   Part rest{"step workspace, tables, token ids", plan.total_bytes, manager.memory_bytes()};
   for (const Part& part : out) {
