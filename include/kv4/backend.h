@@ -13,7 +13,7 @@ class Backend;  // src/backend/backend.h
 /// Several caches may share a backend as long as one thread at a time drives them.
 KV4_API std::shared_ptr<Backend> make_cpu_backend(int threads = 1);
 
-/// "avx3", "avx2", "neon", ... : the instruction set the row code runs on, or "scalar".
+/// "AVX3", "AVX2", "NEON", ... : the instruction set the row code runs on, or "scalar".
 KV4_API const char* cpu_target();
 
 }  // namespace kv4

@@ -36,7 +36,8 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   free_rows.reserve(requests);
   for (std::int32_t r = schema.options.max_requests - 1; r >= 0; --r) free_rows.push_back(r);
   open.parts.reserve(requests);
-  open.changes.reserve(requests);
+  // No step changes more table entries: the blocks its tokens fill, and for each request the one it begins in and the one it ends in.
+  open.changes.reserve(static_cast<std::size_t>(schema.options.max_step_tokens / schema.block_tokens) + 2 * requests);
 
   bool compresses = false;
   for (std::size_t i = 0; i < schema.layers.size(); ++i) {

@@ -147,7 +147,7 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("CSA pending", o.max_requests, parts.csa_pending, requests);
   add("HCA state", o.max_requests, parts.hca_state, requests);
   add("draft windows", o.max_requests, parts.draft_windows, fmt::format("{}, {} stages", requests, o.draft_layers));
-  add("spare slots", o.spare_slots, schema.slot_bytes, fmt::format("{} slots for steps of more than {} tokens", o.spare_slots, o.max_rewind_tokens + 1));
+  add("spare slots", o.spare_slots, schema.slot_bytes, fmt::format("{} for requests in a step of more than {} of their tokens", o.spare_slots, o.max_rewind_tokens + 1));
   add("step workspace", 1, step_scratch_bytes(schema), fmt::format("window rows of {} tokens", o.max_step_tokens));
   const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
   add("displaced rows", slots, schema.displaced_bytes, fmt::format("{} slots, one window row per layer, for aborted steps", slots));

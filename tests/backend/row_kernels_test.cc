@@ -69,10 +69,11 @@ TEST_P(RowKernelsTest, Encode) {
       fast().encode(s.format, shape, x.data(), pb.data(), sb.data(), global);
       ASSERT_TRUE(same_bytes(pa, pb)) << to_string(s.format) << " width " << s.width << " round " << round;
       ASSERT_TRUE(same_bytes(sa, sb)) << to_string(s.format) << " width " << s.width << " round " << round;
+      std::vector<float> tmp(static_cast<std::size_t>(s.width));
       for (DType type : {DType::f32, DType::bf16}) {
         std::vector<std::uint8_t> oa(static_cast<std::size_t>(s.width) * element_bytes(type) + 16, 0xA5), ob = oa;
-        plain().decode(s.format, shape, pa.data(), sa.data(), global, oa.data(), type);
-        fast().decode(s.format, shape, pa.data(), sa.data(), global, ob.data(), type);
+        plain().decode(s.format, shape, pa.data(), sa.data(), global, oa.data(), type, tmp.data());
+        fast().decode(s.format, shape, pa.data(), sa.data(), global, ob.data(), type, tmp.data());
         ASSERT_TRUE(same_bytes(oa, ob)) << "decode " << to_string(s.format) << " width " << s.width << " round " << round;
       }
     }

@@ -24,22 +24,6 @@ Span span_of(const ops::StepDesc& step, std::int32_t row) {
   return {step.lengths[row], step.counts[row], step.first_tokens[row], step.read_slots[row], step.write_slots[row]};
 }
 
-void RowBuffers::fit(int width) {
-  std::size_t n = 1;
-  while (n < static_cast<std::size_t>(width)) n *= 2;
-  if (row.size() >= n) return;
-  acc.resize(3 * n);
-  row.resize(n);
-  tmp.resize(n);
-  cos.resize(n);
-  sin.resize(n);
-}
-
-RowBuffers& RowBuffers::of_this_thread() {
-  thread_local RowBuffers buffers;
-  return buffers;
-}
-
 void Compressor::find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const {
   const ops::PendingDesc& p = kind_.pending;
   const std::size_t stored = element_bytes(p.dtype), given = element_bytes(kv_.dtype);

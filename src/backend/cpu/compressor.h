@@ -2,8 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
-
+#include "backend/cpu/row_buffers.h"
 #include "backend/cpu/row_kernels.h"
 #include "ops/layer_desc.h"
 
@@ -22,13 +21,6 @@ struct Span {
 };
 
 Span span_of(const ops::StepDesc& step, std::int32_t row);
-
-/// Buffers of one thread, grown to the widest row seen.
-struct RowBuffers {
-  std::vector<float> acc, row, tmp, cos, sin;
-  void fit(int width);
-  static RowBuffers& of_this_thread();
-};
 
 /// The compressor of one row kind.
 class Compressor {

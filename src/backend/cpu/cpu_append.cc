@@ -24,6 +24,18 @@ void keep_displaced(const ops::WindowDesc& w, int window_tokens, const Span& spa
   w.displaced_position(span.write_slot) = static_cast<std::int32_t>(lost);
 }
 
+// A decode's ring rows lie slots apart, in no cache: they are asked for a few tokens before they are written.
+constexpr std::int64_t kPrefetchTokens = 6;
+
+void prefetch_ring_row(const ops::WindowDesc& w, const ops::StepDesc& step, std::int64_t token) {
+  const std::int32_t request = step.token_rows[token];
+  if (request < 0 || step.counts[request] > kPrefetchTokens) return;  // a chunk's rows follow each other
+  const std::int32_t slot = step.write_slots[request], row = step.positions[token] % w.rows;
+  const std::uint8_t* payload = w.ring.payload.at(slot, row);
+  for (std::int64_t at = 0; at < w.ring.payload.row_stride; at += 64) __builtin_prefetch(payload + at, 1);
+  __builtin_prefetch(w.ring.scale.at(slot, row), 1);
+}
+
 // The window row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
 void write_window_row(const RowKernels& kernels, const ops::LayerDesc& layer, const Span& span, std::int64_t token, std::int64_t position,
                       const ops::InputDesc& in, RowBuffers& buffers) {
@@ -96,40 +108,39 @@ void CpuBackend::append(const ops::AppendParams& params) {
   const ops::LayerDesc& layer = params.layer;
   const ops::StepDesc& step = params.step;
   const int num_kinds = params.kv[0].data == nullptr ? 0 : layer.num_kinds;
+  fit_buffers(widest(layer));
 
   // First, per request: rows that this step pushes out of an online ring join the accumulator.
   for (int k = 0; k < num_kinds; ++k) {
     if (!layer.kinds[k].pending.online) continue;
     const Compressor compressor(kernels_, layer.kinds[k], params.kv[k], params.gate[k]);
-    pool_.run(step.num_items, 8, [&](std::int64_t begin, std::int64_t end) {
-      RowBuffers& buffers = RowBuffers::of_this_thread();
-      buffers.fit(widest(layer));
+    pool_.run(step.num_items, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
       for (std::int64_t i = begin; i < end; ++i)
-        if (step.item_rows[i] >= 0) compressor.advance(span_of(step, step.item_rows[i]), buffers);
+        if (step.item_rows[i] >= 0) compressor.advance(span_of(step, step.item_rows[i]), buffers(worker));
     });
   }
 
   // Then every token by itself: nothing it reads is written by another token of the step.
-  pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end) {
-    RowBuffers& buffers = RowBuffers::of_this_thread();
-    buffers.fit(widest(layer));
-    Rotation rotation(kernels_, params.rope, buffers);
+  pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
+    RowBuffers& buffer = buffers(worker);
+    Rotation rotation(kernels_, params.rope, buffer);
     for (std::int64_t token = begin; token < end; ++token) {
       const std::int32_t request = step.token_rows[token];
+      if (token + kPrefetchTokens < end) prefetch_ring_row(layer.window, step, token + kPrefetchTokens);
       if (request < 0) continue;
       const Span span = span_of(step, request);
       const std::int64_t position = step.positions[token];
-      write_window_row(kernels_, layer, span, token, position, params.window_rows, buffers);
+      write_window_row(kernels_, layer, span, token, position, params.window_rows, buffer);
       for (int k = 0; k < num_kinds; ++k) {
         const ops::KindDesc& kind = layer.kinds[k];
         const Compressor compressor(kernels_, kind, params.kv[k], params.gate[k]);
         compressor.store_pending(span, position);
         if ((position + 1) % kind.ratio != 0) continue;
-        compressor.pool_entry(span, position, buffers);
+        compressor.pool_entry(span, position, buffer);
         rotation.seek(position + 1 - kind.ratio);
-        kernels_.finish({kind.page.shape.width, buffers.acc.data(), kind.norm_weight, layer.eps, params.rope.rope_dim / 2, rotation.cos,
-                         rotation.sin, buffers.row.data(), buffers.tmp.data()});
-        store_row(kernels_, kind, step, request, position, buffers.row.data());
+        kernels_.finish({kind.page.shape.width, buffer.acc.data(), kind.norm_weight, layer.eps, params.rope.rope_dim / 2, rotation.cos,
+                         rotation.sin, buffer.row.data(), buffer.tmp.data()});
+        store_row(kernels_, kind, step, request, position, buffer.row.data());
       }
     }
   });
@@ -137,9 +148,9 @@ void CpuBackend::append(const ops::AppendParams& params) {
 
 void CpuBackend::flush(const ops::FlushParams& params) {
   const ops::StepDesc& step = params.step;
-  pool_.run(step.num_tokens, 32, [&](std::int64_t begin, std::int64_t end) {
-    RowBuffers& buffers = RowBuffers::of_this_thread();
-    buffers.fit(widest(params.layer));
+  fit_buffers(widest(params.layer));
+  pool_.run(step.num_tokens, 32, [&](std::int64_t begin, std::int64_t end, int worker) {
+    float* row = buffers(worker).row.data();
     for (std::int64_t token = begin; token < end; ++token) {
       const std::int32_t request = step.token_rows[token];
       if (request < 0 || (params.valid != nullptr && params.valid[token] == 0)) continue;
@@ -147,8 +158,8 @@ void CpuBackend::flush(const ops::FlushParams& params) {
       for (int k = 0; k < params.layer.num_kinds; ++k) {
         const ops::KindDesc& kind = params.layer.kinds[k];
         if ((position + 1) % kind.ratio != 0) continue;
-        kernels_.load_as_bf16(input_row(params.rows[k], token), params.rows[k].dtype, kind.page.shape.width, buffers.row.data());
-        store_row(kernels_, kind, step, request, position, buffers.row.data());
+        kernels_.load_as_bf16(input_row(params.rows[k], token), params.rows[k].dtype, kind.page.shape.width, row);
+        store_row(kernels_, kind, step, request, position, row);
       }
     }
   });

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <new>
 
 #include "base/check.h"
 #include "kv4/backend.h"
@@ -31,6 +32,14 @@ std::byte* CpuBackend::allocate(std::int64_t bytes) {
 
 void CpuBackend::deallocate(std::byte* memory, std::int64_t bytes) {
   if (memory != nullptr) munmap(memory, static_cast<std::size_t>(bytes));
+}
+
+void CpuBackend::fit_buffers(int width) {
+  try {
+    for (RowBuffers& b : buffers_) b.fit(width);
+  } catch (const std::bad_alloc&) {
+    fail(ErrorCode::out_of_memory, "the system refused the memory for rows of {} channels", width);
+  }
 }
 
 void CpuBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) { std::memcpy(to, from, static_cast<std::size_t>(bytes)); }

@@ -1,7 +1,11 @@
 // The CPU backend: index arithmetic over the step's tables, one row at a time through RowKernels, tokens shared among threads.
 #pragma once
 
+#include <memory>
+#include <vector>
+
 #include "backend/backend.h"
+#include "backend/cpu/row_buffers.h"
 #include "backend/cpu/row_kernels.h"
 #include "backend/cpu/thread_pool.h"
 
@@ -9,7 +13,7 @@ namespace kv4::cpu {
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(int threads, const RowKernels& kernels) : kernels_(kernels), pool_(threads) {}
+  CpuBackend(int threads, const RowKernels& kernels) : kernels_(kernels), pool_(threads), buffers_(static_cast<std::size_t>(threads)) {}
 
   std::byte* allocate(std::int64_t bytes) override;
   void deallocate(std::byte* memory, std::int64_t bytes) override;
@@ -25,8 +29,12 @@ class CpuBackend final : public Backend {
   void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot, const std::byte* image) override;
 
  private:
+  void fit_buffers(int width);
+  RowBuffers& buffers(int worker) { return buffers_[static_cast<std::size_t>(worker)]; }
+
   const RowKernels& kernels_;
   ThreadPool pool_;
+  std::vector<RowBuffers> buffers_;  // [threads]
 };
 
 /// As make_cpu_backend, on a chosen table.

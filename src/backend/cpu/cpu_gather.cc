@@ -17,36 +17,53 @@ struct RowOut {
   void zero(std::int64_t row) const { std::memset(at(row), 0, row_bytes); }
 };
 
-void decode_row(const RowKernels& kernels, const ops::RowPlanes& rows, std::int64_t block, std::int64_t row, void* out, DType type) {
+void decode_row(const RowKernels& kernels, const ops::RowPlanes& rows, std::int64_t block, std::int64_t row, void* out, DType type, float* tmp) {
   float global = 1.0f;
   if (rows.global.data != nullptr) std::memcpy(&global, rows.global.at(block, 0), 4);
-  kernels.decode(rows.format, rows.shape, rows.payload.at(block, row), rows.scale.at(block, row), global, out, type);
+  kernels.decode(rows.format, rows.shape, rows.payload.at(block, row), rows.scale.at(block, row), global, out, type, tmp);
 }
 
-void decode_entry(const RowKernels& kernels, const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request, std::int64_t entry,
-                  void* out, DType type) {
-  const std::int64_t block = step.block_table[std::int64_t{request} * step.blocks_per_request + entry / kind.rows_per_block];
-  decode_row(kernels, kind.page, block, entry % kind.rows_per_block, out, type);
+// Where an entry of a request lies.
+struct EntryPlace {
+  std::int64_t block, slot;
+};
+
+EntryPlace place_of(const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request, std::int64_t entry) {
+  return {step.block_table[std::int64_t{request} * step.blocks_per_request + entry / kind.rows_per_block], entry % kind.rows_per_block};
+}
+
+void prefetch_entry(const ops::RowPlanes& page, EntryPlace place) {
+  const std::uint8_t* payload = page.payload.at(place.block, place.slot);
+  for (std::int64_t at = 0; at < page.payload.row_stride; at += 64) __builtin_prefetch(payload + at);
+  __builtin_prefetch(page.scale.at(place.block, place.slot));
 }
 
 }  // namespace
 
 void CpuBackend::gather_chosen(const ops::GatherParams& params) {
+  constexpr std::int64_t kAhead = 4;  // chosen rows lie anywhere: the next ones are fetched while this one is decoded
   const ops::KindDesc& kind = params.layer.kinds[params.kind];
   const ops::StepDesc& step = params.step;
   const RowOut out(params.out, kind.page.shape.width);
   const std::int64_t k = params.rows_per_item;
-  pool_.run(step.num_tokens * k, 64, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t token = i / k;
+  fit_buffers(kind.page.shape.width);
+  pool_.run(step.num_tokens, 1, [&](std::int64_t begin, std::int64_t end, int worker) {
+    for (std::int64_t token = begin; token < end; ++token) {
       const std::int32_t request = step.token_rows[token];
-      const std::int32_t entry = static_cast<const std::int32_t*>(params.indices.data)[token * params.indices.row_stride + i % k];
-      const bool ok = request >= 0 && entry >= 0 && entry < (std::int64_t{step.positions[token]} + 1) / kind.ratio;
-      if (ok)
-        decode_entry(kernels_, kind, step, request, entry, out.at(i), params.out.dtype);
-      else
-        out.zero(i);
-      if (params.valid != nullptr) params.valid[i] = ok;
+      const std::int64_t visible = request < 0 ? 0 : (std::int64_t{step.positions[token]} + 1) / kind.ratio;
+      const std::int32_t* chosen = static_cast<const std::int32_t*>(params.indices.data) + token * params.indices.row_stride;
+      const auto is_there = [&](std::int64_t i) { return i < k && chosen[i] >= 0 && chosen[i] < visible; };
+      for (std::int64_t i = 0; i < k; ++i) {
+        if (is_there(i + kAhead)) prefetch_entry(kind.page, place_of(kind, step, request, chosen[i + kAhead]));
+        const std::int64_t row = token * k + i;
+        if (is_there(i)) {
+          const EntryPlace place = place_of(kind, step, request, chosen[i]);
+          decode_row(kernels_, kind.page, place.block, place.slot, out.at(row), params.out.dtype, buffers(worker).tmp.data());
+        } else {
+          out.zero(row);
+        }
+        if (params.valid != nullptr) params.valid[row] = is_there(i);
+      }
     }
   });
 }
@@ -58,15 +75,19 @@ void CpuBackend::gather_all(const ops::GatherParams& params) {
   const auto entries_of = [&](std::int32_t request) {
     return request < 0 ? 0 : (std::int64_t{step.lengths[request]} + step.counts[request]) / kind.ratio;
   };
+  fit_buffers(kind.page.shape.width);
   for (std::int32_t item = 0; item < step.num_items; ++item) params.lens[item] = static_cast<std::int32_t>(entries_of(step.item_rows[item]));
-  pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end) {
+  pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end, int worker) {
+    float* tmp = buffers(worker).tmp.data();
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int32_t request = step.item_rows[i / params.rows_per_item];
       const std::int64_t entry = i % params.rows_per_item;
-      if (entry < entries_of(request))
-        decode_entry(kernels_, kind, step, request, entry, out.at(i), params.out.dtype);
-      else
+      if (entry >= entries_of(request)) {
         out.zero(i);
+        continue;
+      }
+      const EntryPlace place = place_of(kind, step, request, entry);
+      decode_row(kernels_, kind.page, place.block, place.slot, out.at(i), params.out.dtype, tmp);
     }
   });
 }
@@ -75,6 +96,7 @@ void CpuBackend::gather_window(const ops::GatherParams& params) {
   const ops::WindowDesc& w = params.layer.window;
   const ops::StepDesc& step = params.step;
   const RowOut out(params.out, w.ring.shape.width);
+  fit_buffers(w.ring.shape.width);
   const auto first_of = [&](const Span& span) { return std::max<std::int64_t>(0, span.length - (params.layer.window_tokens - 1)); };
   for (std::int32_t item = 0; item < step.num_items; ++item) {
     const std::int32_t request = step.item_rows[item];
@@ -82,7 +104,8 @@ void CpuBackend::gather_window(const ops::GatherParams& params) {
     params.first[item] = static_cast<std::int32_t>(first_of(span));
     params.lens[item] = static_cast<std::int32_t>(span.end() - first_of(span));
   }
-  pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end) {
+  pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end, int worker) {
+    float* tmp = buffers(worker).tmp.data();
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int32_t request = step.item_rows[i / params.rows_per_item];
       const Span span = request < 0 ? Span{} : span_of(step, request);
@@ -90,9 +113,9 @@ void CpuBackend::gather_window(const ops::GatherParams& params) {
       if (position >= span.end())
         out.zero(i);
       else if (position >= span.length && !span.in_place())
-        decode_row(kernels_, w.scratch, 0, span.first_token + position - span.length, out.at(i), params.out.dtype);
+        decode_row(kernels_, w.scratch, 0, span.first_token + position - span.length, out.at(i), params.out.dtype, tmp);
       else
-        decode_row(kernels_, w.ring, span.read_slot, position % w.rows, out.at(i), params.out.dtype);
+        decode_row(kernels_, w.ring, span.read_slot, position % w.rows, out.at(i), params.out.dtype, tmp);
     }
   });
 }

@@ -58,22 +58,22 @@ void CpuBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageL
     std::memcpy(image + part.payload_at, w.displaced.payload.at(slot, 0), static_cast<std::size_t>(w.displaced.payload.row_stride));
     std::memcpy(image + part.scale_at, w.displaced.scale.at(slot, 0), static_cast<std::size_t>(w.displaced.scale.row_stride));
   }
-  RowBuffers& buffers = RowBuffers::of_this_thread();
+  RowBuffers& buffer = buffers(0);
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
     if (kind.overlap || part.open_count == 0) continue;
     const int width = kind.page.shape.width;
     const std::size_t bytes = static_cast<std::size_t>(3 * width) * sizeof(float);
-    buffers.fit(width);
+    fit_buffers(width);
     if (kind.bias != nullptr) {
       const Compressor compressor(kernels_, kind, {}, {});
-      compressor.pool_open({.length = part.length, .count = 0, .first_token = 0, .read_slot = slot, .write_slot = slot}, part.length, buffers);
+      compressor.pool_open({.length = part.length, .count = 0, .first_token = 0, .read_slot = slot, .write_slot = slot}, part.length, buffer);
     } else {  // without weights no row was ever appended here: what was restored, or nothing
       const bool restored = kind.pending.frontiers[slot * kind.pending.frontier_stride] > part.open_first;
-      if (restored) std::memcpy(buffers.acc.data(), kind.pending.accumulator.at(slot, 0), bytes);
-      kernels_.fold(width, nullptr, 0, !restored, buffers.acc.data());
+      if (restored) std::memcpy(buffer.acc.data(), kind.pending.accumulator.at(slot, 0), bytes);
+      kernels_.fold(width, nullptr, 0, !restored, buffer.acc.data());
     }
-    std::memcpy(image + part.open_at, buffers.acc.data(), bytes);
+    std::memcpy(image + part.open_at, buffer.acc.data(), bytes);
   }
 }
 

@@ -39,7 +39,7 @@ struct RowKernels {
   /// The same from an input row that is not rounded to bf16 yet. tmp: [width]
   void (*encode_input)(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload, std::uint8_t* scale, float* tmp);
   void (*decode)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out,
-                 DType out_type);
+                 DType out_type, float* tmp);  // tmp: [width]
 };
 
 const RowKernels& plain_row_kernels();

@@ -45,17 +45,14 @@ void encode_input(Format format, codec::RowShape shape, const void* x, DType typ
   encode(format, shape, tmp, payload, scale, 1.0f);
 }
 
-// Values pass through a small buffer when bf16 is asked for.
 void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out,
-            DType out_type) {
+            DType out_type, float* tmp) {
   if (out_type == DType::f32) {
     codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, static_cast<float*>(out)); });
     return;
   }
-  thread_local std::vector<float> row;
-  row.resize(static_cast<std::size_t>(shape.width));
-  codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, row.data()); });
-  convert(row.data(), DType::f32, shape.width, out, DType::bf16);
+  codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, tmp); });
+  convert(tmp, DType::f32, shape.width, out, DType::bf16);
 }
 
 }  // namespace

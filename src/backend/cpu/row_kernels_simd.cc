@@ -2,18 +2,18 @@
 // run time. Where none is there (SSE, plain emulation) the plain table is used: without a fused operation the bytes would differ.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "backend/cpu/row_kernels_simd.cc"
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
 #include "backend/cpu/row_kernels.h"
 
-#if HWY_TARGET != HWY_EMU128 && HWY_TARGET != HWY_SCALAR
+// Without fused multiply-add: emulation, and the x86 targets before AVX2 (a higher bit is an older set).
+#if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR || (HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2)
+#define KV4_SIMD_TABLE 0
+#else
 #include "backend/cpu/simd_codec-inl.h"
 #include "backend/cpu/simd_compress-inl.h"
 #define KV4_SIMD_TABLE 1
-#else
-#define KV4_SIMD_TABLE 0
 #endif
 
 HWY_BEFORE_NAMESPACE();

@@ -266,6 +266,23 @@ HWY_INLINE void decode_e4m3(const std::uint8_t* payload, std::size_t first, std:
     store_value<kOut>(hn::Mul(e4m3_value(hn::PromoteTo(DU(), hn::LoadU(DU8(), payload + c))), factor), out, c);
 }
 
+// e4m3 -> bf16 where every code is normal and stays so: only the exponent moves, in 16-bit integers. False: nothing is written that counts.
+HWY_INLINE bool decode_e4m3_normal(const std::uint8_t* payload, std::size_t count, std::uint8_t scale, std::uint16_t* out) {
+  const D16 d;
+  if (scale < 7 || scale > 246) return false;  // else exponent fields stay within 1 and 254
+  const auto base = hn::Set(d, static_cast<std::uint16_t>((scale - 7) << 7));
+  auto least = hn::Set(d, 0x7F), most = hn::Zero(d);
+  for (std::size_t c = 0; c < count; c += hn::Lanes(d)) {
+    const auto v = hn::PromoteTo(d, hn::LoadU(D8Half(), payload + c));
+    const auto m = hn::And(v, hn::Set(d, 0x7F));
+    least = hn::Min(least, m);
+    most = hn::Max(most, m);
+    hn::StoreU(hn::Or(hn::Add(hn::ShiftLeft<4>(m), base), hn::ShiftLeft<8>(hn::Xor(v, m))), d, out + c);
+  }
+  const DI16 di;
+  return hn::AllFalse(di, hn::Or(hn::Lt(hn::BitCast(di, least), hn::Set(di, 8)), hn::Gt(hn::BitCast(di, most), hn::Set(di, 0x7E))));
+}
+
 template <DType kOut>
 HWY_INLINE void decode_bf16(const std::uint8_t* from, std::size_t first, std::size_t count, void* out) {
   if constexpr (kOut == DType::bf16)
@@ -274,14 +291,41 @@ HWY_INLINE void decode_bf16(const std::uint8_t* from, std::size_t first, std::si
     for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) store_value<kOut>(load_bf16(reinterpret_cast<const std::uint16_t*>(from) + c), out, first + c);
 }
 
+HWY_INLINE VF e2m1_value(VU code) {
+  const VU m = hn::And(code, set_bits(7));
+  const VU sign = hn::ShiftLeft<28>(hn::And(code, set_bits(8)));
+  const VU large = hn::Or(hn::ShiftLeft<23>(hn::Add(hn::ShiftRight<1>(m), set_bits(126))), hn::ShiftLeft<22>(hn::And(m, set_bits(1))));
+  const VF small = hn::Mul(hn::ConvertTo(DF(), hn::BitCast(DI(), m)), set(0.5f));
+  return hn::Or(hn::IfThenElse(hn::RebindMask(DF(), hn::Lt(m, set_bits(2))), small, from_bits(large)), from_bits(sign));
+}
+
+// factor(group): what the group's codes are multiplied by.
+template <DType kOut, class Factor>
+HWY_INLINE void decode_e2m1(const std::uint8_t* payload, std::size_t width, std::size_t group, void* out, Factor factor) {
+  std::uint8_t codes[kMaxKeyWidth];
+  for (std::size_t i = 0; i < width / 2; ++i) {
+    codes[2 * i] = payload[i] & 15;
+    codes[2 * i + 1] = payload[i] >> 4;
+  }
+  for (std::size_t g = 0; g < width / group; ++g) {
+    const VF by = set(factor(g));
+    for (std::size_t c = g * group; c < (g + 1) * group; c += hn::Lanes(DF()))
+      store_value<kOut>(hn::Mul(e2m1_value(hn::PromoteTo(DU(), hn::LoadU(DU8(), codes + c))), by), out, c);
+  }
+}
+
 template <DType kOut>
-void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out) {
+void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out, float* tmp) {
   const std::size_t lanes = hn::Lanes(DF()), width = static_cast<std::size_t>(shape.width), tail = static_cast<std::size_t>(shape.tail);
   const std::size_t body = width - tail;
   const bool fits = body % lanes == 0 && tail % lanes == 0;
   if (format == Format::fp8_tile64 && fits) {
     constexpr std::size_t kTile = codec::Fp8Tile64::kTile;
-    for (std::size_t t = 0; t < body / kTile; ++t) decode_e4m3<kOut>(payload, t * kTile, kTile, codec::ue8m0_value(scale[t]), out);
+    for (std::size_t t = 0; t < body / kTile; ++t) {
+      if constexpr (kOut == DType::bf16)
+        if (decode_e4m3_normal(payload + t * kTile, kTile, scale[t], static_cast<std::uint16_t*>(out) + t * kTile)) continue;
+      decode_e4m3<kOut>(payload, t * kTile, kTile, codec::ue8m0_value(scale[t]), out);
+    }
     decode_bf16<kOut>(payload + body, body, tail, out);
   } else if ((format == Format::fp8_row || format == Format::fp8) && fits) {
     float factor;
@@ -290,16 +334,21 @@ void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload
     decode_bf16<kOut>(payload + body, body, tail, out);
   } else if (format == Format::bf16 && fits) {
     decode_bf16<kOut>(payload, 0, width, out);
+  } else if (format == Format::mxfp4 && width <= kMaxKeyWidth && codec::Mxfp4::kGroup % lanes == 0) {
+    decode_e2m1<kOut>(payload, width, codec::Mxfp4::kGroup, out, [&](std::size_t g) { return codec::ue8m0_value(scale[g]); });
+  } else if (format == Format::nvfp4 && width <= kMaxKeyWidth && codec::Nvfp4::kGroup % lanes == 0) {
+    decode_e2m1<kOut>(payload, width, codec::Nvfp4::kGroup, out, [&](std::size_t g) { return codec::e4m3_value(scale[g]) * global; });
   } else {
-    plain_row_kernels().decode(format, shape, payload, scale, global, out, kOut);
+    plain_row_kernels().decode(format, shape, payload, scale, global, out, kOut, tmp);
   }
 }
 
-void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out, DType out_type) {
+void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out, DType out_type,
+            float* tmp) {
   if (out_type == DType::f32)
-    decode_as<DType::f32>(format, shape, payload, scale, global, out);
+    decode_as<DType::f32>(format, shape, payload, scale, global, out, tmp);
   else
-    decode_as<DType::bf16>(format, shape, payload, scale, global, out);
+    decode_as<DType::bf16>(format, shape, payload, scale, global, out, tmp);
 }
 
 }  // namespace kv4::cpu::HWY_NAMESPACE

@@ -18,7 +18,7 @@ ThreadPool::~ThreadPool() {
 void ThreadPool::run_part(int index) const {
   const std::int64_t begin = count_ * index / threads();
   const std::int64_t end = count_ * (index + 1) / threads();
-  if (begin < end) call_(context_, begin, end);
+  if (begin < end) call_(context_, begin, end, index);
 }
 
 void ThreadPool::dispatch(std::int64_t count, Call call, void* context) {

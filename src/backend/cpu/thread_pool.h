@@ -17,17 +17,18 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  /// Calls f(begin, end) on disjoint parts of [0, count), the caller's thread included; returns when all are done. f must not throw.
+  /// Calls f(begin, end, worker) on disjoint parts of [0, count), worker in [0, threads()), 0 being the caller; returns when all are
+  /// done. f must not throw.
   /// Ranges below `grain` stay on one thread.
   template <class F>
   void run(std::int64_t count, std::int64_t grain, F&& f) {
     if (count <= 0) return;
-    if (workers_.empty() || count <= grain) return f(std::int64_t{0}, count);
-    dispatch(count, [](void* context, std::int64_t begin, std::int64_t end) { (*static_cast<F*>(context))(begin, end); }, &f);
+    if (workers_.empty() || count <= grain) return f(std::int64_t{0}, count, 0);
+    dispatch(count, [](void* context, std::int64_t begin, std::int64_t end, int worker) { (*static_cast<F*>(context))(begin, end, worker); }, &f);
   }
 
  private:
-  using Call = void (*)(void* context, std::int64_t begin, std::int64_t end);
+  using Call = void (*)(void* context, std::int64_t begin, std::int64_t end, int worker);
   void dispatch(std::int64_t count, Call call, void* context);
   void work(int index);
   void run_part(int index) const;
