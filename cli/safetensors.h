@@ -3,8 +3,8 @@
 //
 //   offset  size  meaning
 //   0       8     header length n, little-endian
-//   8       n     JSON object: tensor name -> {"dtype", "shape", "data_offsets": [begin, end)}, "__metadata__" ->
-//   {text: text} 8 + n   ...   data, little-endian; the tensors cover it without holes or overlaps
+//   8       n     JSON object: name -> {"dtype", "shape", "data_offsets": [begin, end)}; "__metadata__" -> texts
+//   8 + n   ...   data, little-endian; the tensors cover it without holes or overlaps
 #pragma once
 
 #include <cstddef>

@@ -19,7 +19,8 @@ int main() {
 
   // Compressor constants of a layer: bound once, read at every append.
   const std::vector<float> bias(128 * 1024, 0.0f), norm(512, 1.0f);
-  cache.bind_weights(1, {{bias.data(), {4, 1024}}, {norm.data(), {512}}, {bias.data(), {4, 256}}, {norm.data(), {128}}});
+  cache.bind_weights(1,
+                     {{bias.data(), {4, 1024}}, {norm.data(), {512}}, {bias.data(), {4, 256}}, {norm.data(), {128}}});
   cache.bind_weights(2, {{bias.data(), {128, 512}}, {norm.data(), {512}}, {}, {}});
 
   // The next `count` tokens of a request through all layers.
@@ -30,7 +31,8 @@ int main() {
     if (!step) return false;  // no room: nothing has changed; wait, or preempt somebody
     std::vector<float> row(static_cast<std::size_t>(count) * 1024);
     for (std::size_t i = 0; i < row.size(); ++i) row[i] = static_cast<float>(i % 97) / 97.0f;
-    const kv4::TensorView wide(row.data(), {count, 1024}), narrow(row.data(), {count, 512}), index(row.data(), {count, 256});
+    const kv4::TensorView wide(row.data(), {count, 1024}), narrow(row.data(), {count, 512}),
+        index(row.data(), {count, 256});
     cache.acquire(0).append({narrow, {}, {}, {}, {}});
     cache.acquire(1).append({narrow, wide, wide, index, index});
     cache.acquire(2).append({narrow, narrow, narrow, {}, {}});
@@ -40,16 +42,17 @@ int main() {
 
   const kv4::RequestId request = cache.admit().value();
   for (int chunk : {500, 300, 1}) forward(request, chunk);
-  forward(request, 4);          // a decoded token and three drafts
-  cache.rewind(request, 803);   // two drafts were wrong: as if they had never been there
+  forward(request, 4);         // a decoded token and three drafts
+  cache.rewind(request, 803);  // two drafts were wrong: as if they had never been there
   const kv4::RequestId branch = cache.fork(request).value();
   forward(branch, 1);
 
   const kv4::CanonicalImage image = cache.export_image(request);
-  std::printf("request: %lld tokens, %zu blocks, state image %zu bytes; branch: %lld tokens\n", static_cast<long long>(cache.length(request)),
-              cache.blocks(request).size(), image.bytes.size(), static_cast<long long>(cache.length(branch)));
-  std::printf("blocks held %d of %d (full blocks are shared), %.1f MB in all\n", cache.allocator().num_held(), cache.allocator().num_blocks(),
-              static_cast<double>(cache.memory_bytes()) / 1e6);
+  std::printf("request: %lld tokens, %zu blocks, state image %zu bytes; branch: %lld tokens\n",
+              static_cast<long long>(cache.length(request)), cache.blocks(request).size(), image.bytes.size(),
+              static_cast<long long>(cache.length(branch)));
+  std::printf("blocks held %d of %d (full blocks are shared), %.1f MB in all\n", cache.allocator().num_held(),
+              cache.allocator().num_blocks(), static_cast<double>(cache.memory_bytes()) / 1e6);
   cache.release(branch);
   cache.release(request);
   return cache.allocator().num_held() == 0 ? 0 : 1;

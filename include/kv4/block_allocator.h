@@ -11,7 +11,8 @@ namespace kv4 {
 
 using BlockId = std::int32_t;
 
-/// A block is free, held (reference count >= 1), or evictable (published, count 0). A published or shared block is immutable.
+/// A block is free, held (reference count >= 1), or evictable (published, count 0). A published or shared block is
+/// immutable.
 class KV4_API BlockAllocator {
  public:
   explicit BlockAllocator(std::int32_t num_blocks);
@@ -34,7 +35,9 @@ class KV4_API BlockAllocator {
   std::int32_t num_available() const { return num_free_ + num_evictable_; }
   std::int32_t num_held() const { return num_blocks() - num_available(); }
   std::int64_t memory_bytes() const { return static_cast<std::int64_t>(entries_.size() * sizeof(Entry)); }
-  static std::int64_t memory_bytes(std::int64_t num_blocks) { return num_blocks * static_cast<std::int64_t>(sizeof(Entry)); }
+  static std::int64_t memory_bytes(std::int64_t num_blocks) {
+    return num_blocks * static_cast<std::int64_t>(sizeof(Entry));
+  }
 
  private:
   // 1. count > 0: in no list. 2. count = 0 and published: in the evictable list, oldest first. 3. count = 0, not

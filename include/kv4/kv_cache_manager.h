@@ -2,11 +2,10 @@
 //
 //   admit -> [prepare_forward -> acquire(layer).append ... for each layer -> commit | abort]* -> release
 //
-// Threads: one thread at a time drives a cache, this header's calls and its handles' alike. Different caches are independent.
-// Ownership: the manager owns all cache memory; tensors passed in are only read or written during the call, bound weights and
-// rope tables must outlive the manager.
-// Errors: what the caller can plan for is a value (Expected with a Shortage). Everything else throws kv4::Error. Either way the
-// cache is as it was before the call.
+// Threads: one thread at a time drives a cache, this header's calls and its handles' alike. Different caches are
+// independent. Ownership: the manager owns all cache memory; tensors passed in are only read or written during the
+// call, bound weights and rope tables must outlive the manager. Errors: what the caller can plan for is a value
+// (Expected with a Shortage). Everything else throws kv4::Error. Either way the cache is as it was before the call.
 #pragma once
 
 #include <cstdint>
@@ -55,7 +54,7 @@ struct StepItem {
   RequestId request = kNoRequest;
   std::int32_t count = 1;
   std::span<const std::int32_t> token_ids = {};  // [count]; may be empty for padding and for draft stages
-  std::int64_t position = -1;                     // of the first token, must be the request's length; -1: not stated
+  std::int64_t position = -1;                    // of the first token, must be the request's length; -1: not stated
 };
 
 /// One forward of a batch; its tokens are the items' tokens in order.
@@ -68,19 +67,21 @@ struct Step {
 
 class KV4_API KVCacheManager {
  public:
-  KVCacheManager(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend = make_cpu_backend());
+  KVCacheManager(const ModelConfig& config, const CacheOptions& options,
+                 std::shared_ptr<Backend> backend = make_cpu_backend());
   ~KVCacheManager();
   KVCacheManager(const KVCacheManager&) = delete;
   KVCacheManager& operator=(const KVCacheManager&) = delete;
 
   /// Constants of a layer with a compressor; needed before its first append.
   void bind_weights(int layer, const LayerWeights& weights);
-  /// The engine's own table for CSA and HCA layers, fp32 [positions, rope_dim / 2] each, so that q and entries agree to the bit.
-  /// Without it entries are rotated by our own (build_rope_table).
+  /// The engine's own table for CSA and HCA layers, fp32 [positions, rope_dim / 2] each, so that q and entries agree to
+  /// the bit. Without it entries are rotated by our own (build_rope_table).
   void bind_rope_table(const TensorView& cos, const TensorView& sin);
 
   Expected<RequestId> admit();
-  /// Reserves all that the step may write, or changes nothing. `group`: 0 = backbone, d + 1 = draft stage d. One step at a time.
+  /// Reserves all that the step may write, or changes nothing. `group`: 0 = backbone, d + 1 = draft stage d. One step
+  /// at a time.
   Expected<Step> prepare_forward(std::span<const StepItem> items, int group = 0);
   LayerCacheHandle acquire(int layer);
   void commit(const Step& step);

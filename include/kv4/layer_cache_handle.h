@@ -27,8 +27,8 @@ struct AppendInputs {
   TensorView index_gate;  // CSA: [tokens, 2 * index_dim]
 };
 
-/// Entries made elsewhere: after rotation; index keys before the Hadamard transform. Row i is written iff valid[i] != 0 and
-/// token i closes an entry.
+/// Entries made elsewhere: after rotation; index keys before the Hadamard transform. Row i is written iff valid[i] != 0
+/// and token i closes an entry.
 struct FlushInputs {
   TensorView entries;     // [tokens, head_dim]
   TensorView index_keys;  // CSA: [tokens, index_dim]
@@ -49,7 +49,8 @@ struct PlaneView {
   std::int64_t row_bytes = 0;
 };
 
-/// Views never own and hold until the step ends. Arrays are per item of the step; a padded item has slot, row or length -1 or 0.
+/// Views never own and hold until the step ends. Arrays are per item of the step; a padded item has slot, row or length
+/// -1 or 0.
 struct SWAView {
   PlaneView payload;  // a "block" is a state slot, a row is position mod rows
   PlaneView rope;     // the bf16 tail inside the payload
@@ -87,8 +88,9 @@ struct IndexerView {
 
 class KVCacheManager;
 
-/// A light value, valid for the step it was acquired in. Every call checks shapes and types before the first write; running any of
-/// them again in the same step gives the same bytes. Padded tokens are ignored and their output rows are zero.
+/// A light value, valid for the step it was acquired in. Every call checks shapes and types before the first write;
+/// running any of them again in the same step gives the same bytes. Padded tokens are ignored and their output rows are
+/// zero.
 class KV4_API LayerCacheHandle {
  public:
   int layer() const;
@@ -102,15 +104,16 @@ class KV4_API LayerCacheHandle {
   void write_swa(const TensorView& raw_kv);
   void flush_compression(const FlushInputs& inputs);
 
-  /// Chosen entries. indices [tokens, k] i32 (anything but a visible entry gives a zero row); out [tokens, k, head_dim] f32 or bf16;
-  /// valid [tokens, k] u8 or empty.
+  /// Chosen entries. indices [tokens, k] i32 (anything but a visible entry gives a zero row); out [tokens, k, head_dim]
+  /// f32 or bf16; valid [tokens, k] u8 or empty.
   KVPair gather_compressed_kv(const TensorView& indices, const TensorView& out, const TensorView& valid = {});
   /// All entries of each item after the step. out [items, n, head_dim], n at least the longest; lens [items] i32.
   KVPair gather_all_compressed_kv(const TensorView& out, const TensorView& lens);
   /// The same for index keys, as stored (transformed if Hadamard is on). out [items, n, index_dim].
   TensorView gather_all_index_keys(const TensorView& out, const TensorView& lens);
-  /// Window rows that the step's queries see, by item: positions first[i] .. first[i] + lens[i] - 1, the last being the item's last
-  /// token; a query at t uses those in (t - window, t]. out [items, n, head_dim], n at least min(length, window - 1) + count.
+  /// Window rows that the step's queries see, by item: positions first[i] .. first[i] + lens[i] - 1, the last being the
+  /// item's last token; a query at t uses those in (t - window, t]. out [items, n, head_dim], n at least min(length,
+  /// window - 1) + count.
   KVPair gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first);
 
   SWAView read_swa_view();
@@ -119,9 +122,10 @@ class KV4_API LayerCacheHandle {
 
  private:
   friend class KVCacheManager;
-  LayerCacheHandle(KVCacheManager* manager, int index, std::int64_t step) : manager_(manager), index_(index), step_(step) {}
+  LayerCacheHandle(KVCacheManager* manager, int index, std::int64_t step)
+      : manager_(manager), index_(index), step_(step) {}
   KVCacheManager* manager_;
-  int index_;          // among the owned layers
+  int index_;  // among the owned layers
   std::int64_t step_;
 };
 

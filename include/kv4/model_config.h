@@ -30,22 +30,22 @@ struct RopeSpec {
 
 struct ModelConfig {
   std::string name;
-  int num_layers = 0;       // backbone layers
+  int num_layers = 0;  // backbone layers
   int num_query_heads = 0;
-  int head_dim = 0;         // width of a window row and of an entry; K = V
-  int rope_dim = 0;         // its last channels, rotated and kept bf16
-  int window = 0;           // rows a query sees, itself included
+  int head_dim = 0;  // width of a window row and of an entry; K = V
+  int rope_dim = 0;  // its last channels, rotated and kept bf16
+  int window = 0;    // rows a query sees, itself included
   int index_heads = 0;
-  int index_dim = 0;        // width of an index key
+  int index_dim = 0;  // width of an index key
   int index_topk = 0;
   int csa_ratio = 4;
   int hca_ratio = 128;
   double rms_eps = 1e-6;
   std::int64_t max_positions = 1 << 20;
-  RopeSpec rope_main;       // SWA layers
-  RopeSpec rope_compress;   // CSA and HCA layers: q, window rows and entries alike
+  RopeSpec rope_main;            // SWA layers
+  RopeSpec rope_compress;        // CSA and HCA layers: q, window rows and entries alike
   std::vector<LayerKind> kinds;  // [num_layers]
-  int draft_hint = 0;       // draft stages the config lists after the backbone; never built unless asked for
+  int draft_hint = 0;            // draft stages the config lists after the backbone; never built unless asked for
 };
 
 /// Throws Error(bad_config) naming the field, what it holds and what it may hold.
@@ -64,7 +64,7 @@ struct RowKind {
   int ratio = 0;         // tokens per row
   bool overlap = false;  // pools the previous span's first-half columns too
   int width = 0;
-  int owner_layer = 0;   // the layer whose pages hold the rows (itself, for every V4 layer)
+  int owner_layer = 0;  // the layer whose pages hold the rows (itself, for every V4 layer)
 };
 
 /// A layer = a window + a list of row kinds: SWA none, HCA one, CSA two.
@@ -78,11 +78,13 @@ struct LayerSpec {
 /// All backbone layers, then `draft_layers` SWA-only draft stages.
 KV4_API std::vector<LayerSpec> layer_schedule(const ModelConfig& config, int draft_layers = 0);
 
-/// cos and sin of `count` positions first, first + step, ...: two arrays [count, rope_dim / 2], computed in double, rounded once.
+/// cos and sin of `count` positions first, first + step, ...: two arrays [count, rope_dim / 2], computed in double,
+/// rounded once.
 struct RopeTable {
   std::vector<float> cos;
   std::vector<float> sin;
 };
-KV4_API RopeTable build_rope_table(const RopeSpec& rope, int rope_dim, std::int64_t first, std::int64_t count, std::int64_t step = 1);
+KV4_API RopeTable build_rope_table(const RopeSpec& rope, int rope_dim, std::int64_t first, std::int64_t count,
+                                   std::int64_t step = 1);
 
 }  // namespace kv4

@@ -25,27 +25,27 @@ KV4_API Arrangement parse_arrangement(std::string_view name);
 
 struct CacheOptions {
   // What is stored.
-  Format row_format = Format::fp8_tile64;   // window rows and entries: fp8_tile64, fp8_row, bf16
-  Format index_format = Format::mxfp4;      // index keys: mxfp4, nvfp4, fp8, bf16
-  bool hadamard = true;                     // transform index keys before they are quantised
-  float index_global_scale = 1.0f;          // nvfp4's second scale, stored in every page
-  DType pending_dtype = DType::f32;         // f32 or bf16: compressor inputs are rounded to it before any use
+  Format row_format = Format::fp8_tile64;  // window rows and entries: fp8_tile64, fp8_row, bf16
+  Format index_format = Format::mxfp4;     // index keys: mxfp4, nvfp4, fp8, bf16
+  bool hadamard = true;                    // transform index keys before they are quantised
+  float index_global_scale = 1.0f;         // nvfp4's second scale, stored in every page
+  DType pending_dtype = DType::f32;        // f32 or bf16: compressor inputs are rounded to it before any use
 
   // How it is laid out. None of these changes an exported byte.
   HcaMode hca_mode = HcaMode::online;
   Arrangement arrangement = Arrangement::block_major;
-  int page_alignment = 64;                  // bytes, a multiple of 64; 576 gives FlashMLA's page stride
-  int block_tokens = 0;                     // a multiple of every ratio; 0: 128, or the next multiple of the ratios' lcm
-  int max_rewind_tokens = 0;                // R: how far a request can be rewound
-  int draft_layers = 0;                     // extra SWA-only stages, each with its own length
-  std::vector<int> layers;                  // the layers this cache owns (a pipeline rank); empty: all
+  int page_alignment = 64;    // bytes, a multiple of 64; 576 gives FlashMLA's page stride
+  int block_tokens = 0;       // a multiple of every ratio; 0: 128, or the next multiple of the ratios' lcm
+  int max_rewind_tokens = 0;  // R: how far a request can be rewound
+  int draft_layers = 0;       // extra SWA-only stages, each with its own length
+  std::vector<int> layers;    // the layers this cache owns (a pipeline rank); empty: all
 
   // How much of it. Everything is allocated when the cache is made.
   int max_requests = 16;
-  int spare_slots = 1;                      // requests that can take a step of more than R + 1 tokens at the same time
-  std::int64_t max_context = 8192;          // tokens of the longest request
-  std::int64_t num_blocks = 0;              // 0: what compute_block_budget says for max_requests x max_context
-  int max_step_tokens = 512;                // tokens of the largest step, padding included
+  int spare_slots = 1;              // requests that can take a step of more than R + 1 tokens at the same time
+  std::int64_t max_context = 8192;  // tokens of the longest request
+  std::int64_t num_blocks = 0;      // 0: what compute_block_budget says for max_requests x max_context
+  int max_step_tokens = 512;        // tokens of the largest step, padding included
 };
 
 }  // namespace kv4

@@ -26,8 +26,8 @@ class KV4_API PagedKVPool {
   std::int64_t memory_bytes() const { return bytes_; }
 
   void copy_block(BlockId from, BlockId to);
-  /// The block as it is exported: every layer's pages in model order at alignment 64, rows of the first `tokens` tokens, zeros elsewhere.
-  /// out: [block_image_bytes]
+  /// The block as it is exported: every layer's pages in model order at alignment 64, rows of the first `tokens`
+  /// tokens, zeros elsewhere. out: [block_image_bytes]
   void save_block(BlockId block, int tokens, std::span<std::byte> out) const;
   void load_block(BlockId block, std::span<const std::byte> image);
 

@@ -41,8 +41,10 @@ class KV4_API StateCachePool {
   void reset_slot(std::int32_t slot);  // all zero: nothing of an earlier request remains
   void copy_slot(std::int32_t from, std::int32_t to);
 
-  /// `bias`: per owned layer the compressor's position bias [ratio, width] where the image needs one (an open HCA span), else nullptr.
-  CanonicalImage save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias) const;
+  /// `bias`: per owned layer the compressor's position bias [ratio, width] where the image needs one (an open HCA
+  /// span), else nullptr.
+  CanonicalImage save(std::int32_t slot, std::span<const std::int64_t> lengths,
+                      std::span<const float* const> bias) const;
   void restore(std::int32_t slot, const CanonicalImage& image);
   /// Throws Error(bad_argument) if the image is not one of this cache's layout, or its size does not fit its lengths.
   void check(const CanonicalImage& image) const;

@@ -1,5 +1,5 @@
-// The seam to the device: memory, and one call per operation with a plain params struct. The CPU backend runs calls at once;
-// others run them in stream order.
+// The seam to the device: memory, and one call per operation with a plain params struct. The CPU backend runs calls at
+// once; others run them in stream order.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +32,10 @@ class Backend {
   virtual void gather_window(const ops::GatherParams& params) = 0;
 
   /// Canonical image of one slot. layers: one per owned layer. image: [layout.bytes] on the host.
-  virtual void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot, std::byte* image) = 0;
-  virtual void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot, const std::byte* image) = 0;
+  virtual void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                          std::byte* image) = 0;
+  virtual void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                             const std::byte* image) = 0;
 };
 
 }  // namespace kv4

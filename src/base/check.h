@@ -17,7 +17,8 @@ template <class... Args>
 
 template <class... Args>
 void require(bool ok, ErrorCode code, fmt::format_string<Args...> text, Args&&... args) {
-  if (!ok) [[unlikely]] fail(code, text, std::forward<Args>(args)...);
+  if (!ok) [[unlikely]]
+    fail(code, text, std::forward<Args>(args)...);
 }
 
 /// For sizes: a product or sum that does not fit 63 bits is a config error, not a small number.

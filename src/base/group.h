@@ -1,5 +1,6 @@
-// Who works on one row together: one lane on the CPU, a warp or a block of threads on a GPU. Row code is written once over it:
-// lanes stride over channels, `sync` separates phases that read what other lanes wrote, `max` combines a value over the lanes.
+// Who works on one row together: one lane on the CPU, a warp or a block of threads on a GPU. Row code is written once
+// over it: lanes stride over channels, `sync` separates phases that read what other lanes wrote, `max` combines a value
+// over the lanes.
 #pragma once
 
 #include "base/host_device.h"

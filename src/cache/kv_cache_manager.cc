@@ -18,7 +18,8 @@ const char* to_string(Shortage shortage) {
   return "unknown";
 }
 
-// --- construction ------------------------------------------------------------------------------------------------------------
+// --- construction
+// ------------------------------------------------------------------------------------------------------------
 
 KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend_in)
     : schema(build_schema(config, options)),
@@ -28,7 +29,8 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
       state_pool(schema, backend),
       tables(schema, backend) {
   const std::size_t requests = static_cast<std::size_t>(schema.options.max_requests);
-  token_ids = std::make_unique_for_overwrite<std::int32_t[]>(static_cast<std::size_t>(schema.options.num_blocks) * static_cast<std::size_t>(schema.block_tokens));
+  token_ids = std::make_unique_for_overwrite<std::int32_t[]>(static_cast<std::size_t>(schema.options.num_blocks) *
+                                                             static_cast<std::size_t>(schema.block_tokens));
   sequences.resize(requests);
   for (Sequence& s : sequences) s.groups.resize(static_cast<std::size_t>(schema.num_groups));
   generations.resize(requests);
@@ -36,14 +38,17 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   free_rows.reserve(requests);
   for (std::int32_t r = schema.options.max_requests - 1; r >= 0; --r) free_rows.push_back(r);
   open.parts.reserve(requests);
-  // No step changes more table entries: the blocks its tokens fill, and for each request the one it begins in and the one it ends in.
+  // No step changes more table entries: the blocks its tokens fill, and for each request the one it begins in and the
+  // one it ends in.
   open.changes.reserve(static_cast<std::size_t>(schema.options.max_step_tokens / schema.block_tokens) + 2 * requests);
 
   bool compresses = false;
   for (std::size_t i = 0; i < schema.layers.size(); ++i) {
     const int index = static_cast<int>(i);
-    layers.push_back(ops::describe_layer(schema, index, {kv_pool.base(), state_pool.base(), state_pool.frontiers(), state_pool.displaced(),
-                                                         state_pool.displaced_positions(), tables.scratch(index)}));
+    layers.push_back(
+        ops::describe_layer(schema, index,
+                            {kv_pool.base(), state_pool.base(), state_pool.frontiers(), state_pool.displaced(),
+                             state_pool.displaced_positions(), tables.scratch(index)}));
     compresses = compresses || layers.back().num_kinds > 0;
   }
   rope.rope_dim = config.rope_dim;
@@ -53,12 +58,14 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   }
 }
 
-KVCacheManager::KVCacheManager(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend) {
+KVCacheManager::KVCacheManager(const ModelConfig& config, const CacheOptions& options,
+                               std::shared_ptr<Backend> backend) {
   require(backend != nullptr, ErrorCode::bad_argument, "the backend is null; pass make_cpu_backend()");
   try {
     impl_ = std::make_unique<Impl>(config, options, std::move(backend));
   } catch (const std::bad_alloc&) {
-    fail(ErrorCode::out_of_memory, "the system refused the memory for the tables of {} blocks and {} requests; ask for fewer", options.num_blocks,
+    fail(ErrorCode::out_of_memory,
+         "the system refused the memory for the tables of {} blocks and {} requests; ask for fewer", options.num_blocks,
          options.max_requests);
   }
 }
@@ -67,7 +74,8 @@ KVCacheManager::~KVCacheManager() = default;
 
 namespace {
 
-const float* checked_constant(const TensorView& t, std::initializer_list<std::int64_t> shape, int layer, const char* name) {
+const float* checked_constant(const TensorView& t, std::initializer_list<std::int64_t> shape, int layer,
+                              const char* name) {
   const TensorView want(static_cast<float*>(nullptr), shape);
   bool same = t.data != nullptr && t.dtype == DType::f32 && t.ndim == want.ndim;
   for (int d = 0; same && d < t.ndim; ++d) same = t.shape[d] == want.shape[d] && t.strides[d] == want.strides[d];
@@ -81,7 +89,8 @@ const float* checked_constant(const TensorView& t, std::initializer_list<std::in
 
 void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
   const LayerCacheSchema& schema = impl_->schema.layer(layer);
-  require(!schema.pages.empty(), ErrorCode::bad_argument, "layer {} is {}: it has no compressor and takes no weights", layer, to_string(schema.spec.kind));
+  require(!schema.pages.empty(), ErrorCode::bad_argument, "layer {} is {}: it has no compressor and takes no weights",
+          layer, to_string(schema.spec.kind));
   require(!impl_->step_open, ErrorCode::bad_state, "weights cannot change during a step; commit or abort it first");
   const TensorView* bias[] = {&weights.position_bias, &weights.index_position_bias};
   const TensorView* norm[] = {&weights.norm_weight, &weights.index_norm_weight};
@@ -89,7 +98,8 @@ void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
   const char* norm_name[] = {"norm_weight", "index_norm_weight"};
   const float* found[2][2] = {};
   for (std::size_t k = 0; k < schema.pages.size(); ++k) {
-    found[k][0] = checked_constant(*bias[k], {schema.pages[k].kind.ratio, schema.pending[k].columns}, layer, bias_name[k]);
+    found[k][0] =
+        checked_constant(*bias[k], {schema.pages[k].kind.ratio, schema.pending[k].columns}, layer, bias_name[k]);
     found[k][1] = checked_constant(*norm[k], {schema.pages[k].kind.width}, layer, norm_name[k]);
   }
   ops::LayerDesc& desc = impl_->layers[static_cast<std::size_t>(&schema - impl_->schema.layers.data())];
@@ -102,18 +112,24 @@ void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
 void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& sin) {
   const int pairs = impl_->rope.rope_dim / 2;
   const std::int64_t positions = impl_->schema.options.max_context;
-  require(!impl_->step_open, ErrorCode::bad_state, "the rope table cannot change during a step; commit or abort it first");
-  require(cos.ndim == 2 && sin.ndim == 2 && cos.shape[0] >= positions && sin.shape[0] == cos.shape[0], ErrorCode::bad_argument,
-          "the rope table must be two tensors [positions, {}] with at least max_context = {} positions", pairs, positions);
+  require(!impl_->step_open, ErrorCode::bad_state,
+          "the rope table cannot change during a step; commit or abort it first");
+  require(cos.ndim == 2 && sin.ndim == 2 && cos.shape[0] >= positions && sin.shape[0] == cos.shape[0],
+          ErrorCode::bad_argument,
+          "the rope table must be two tensors [positions, {}] with at least max_context = {} positions", pairs,
+          positions);
   const float* c = checked_constant(cos, {cos.shape[0], pairs}, -1, "rope cos");
   const float* s = checked_constant(sin, {sin.shape[0], pairs}, -1, "rope sin");
   impl_->rope.cos = c;
   impl_->rope.sin = s;
 }
 
-// --- requests ----------------------------------------------------------------------------------------------------------------
+// --- requests
+// ----------------------------------------------------------------------------------------------------------------
 
-std::int64_t KVCacheManager::Impl::num_blocks_of(std::int64_t length) const { return ceil_div(length, schema.block_tokens); }
+std::int64_t KVCacheManager::Impl::num_blocks_of(std::int64_t length) const {
+  return ceil_div(length, schema.block_tokens);
+}
 
 std::int32_t KVCacheManager::Impl::row_of(RequestId request) const {
   const std::int32_t row = request < 0 ? -1 : request % schema.options.max_requests;
@@ -124,14 +140,14 @@ std::int32_t KVCacheManager::Impl::row_of(RequestId request) const {
 
 std::int32_t KVCacheManager::Impl::idle_row_of(RequestId request, const char* what) const {
   const std::int32_t row = row_of(request);
-  require(!sequences[static_cast<std::size_t>(row)].in_step, ErrorCode::bad_state, "request {} is in step {}; commit or abort it before {}",
-          request, open.step.id, what);
+  require(!sequences[static_cast<std::size_t>(row)].in_step, ErrorCode::bad_state,
+          "request {} is in step {}; commit or abort it before {}", request, open.step.id, what);
   return row;
 }
 
 GroupProgress& KVCacheManager::Impl::progress(std::int32_t row, int group) {
-  require(group >= 0 && group < schema.num_groups, ErrorCode::bad_argument, "group is {}; this cache has 0 (backbone) to {} (draft stages)",
-          group, schema.num_groups - 1);
+  require(group >= 0 && group < schema.num_groups, ErrorCode::bad_argument,
+          "group is {}; this cache has 0 (backbone) to {} (draft stages)", group, schema.num_groups - 1);
   return sequences[static_cast<std::size_t>(row)].groups[static_cast<std::size_t>(group)];
 }
 
@@ -151,7 +167,8 @@ RequestId KVCacheManager::Impl::start_row(std::int32_t slot) {
 
 void KVCacheManager::Impl::copy_block(BlockId from, BlockId to) {
   kv_pool.copy_block(from, to);
-  std::copy_n(&token_ids[std::int64_t{from} * block_tokens()], block_tokens(), &token_ids[std::int64_t{to} * block_tokens()]);
+  std::copy_n(&token_ids[std::int64_t{from} * block_tokens()], block_tokens(),
+              &token_ids[std::int64_t{to} * block_tokens()]);
 }
 
 // Last first, so that the allocator is as it was before they were taken.
@@ -185,8 +202,8 @@ void KVCacheManager::rewind(RequestId request, std::int64_t length, int group) {
   GroupProgress& g = impl_->progress(row, group);
   const std::int64_t floor = rewind_floor(request, group);
   require(length >= floor && length <= g.length, ErrorCode::bad_argument,
-          "request {} of length {} cannot be rewound to {}; allowed are {} to {} (max_rewind_tokens = {})", request, g.length, length, floor,
-          g.length, impl_->schema.options.max_rewind_tokens);
+          "request {} of length {} cannot be rewound to {}; allowed are {} to {} (max_rewind_tokens = {})", request,
+          g.length, length, floor, g.length, impl_->schema.options.max_rewind_tokens);
   if (group == 0) impl_->drop_blocks(row, impl_->num_blocks_of(length), impl_->num_blocks_of(g.length));
   g.length = length;
 }
@@ -223,12 +240,14 @@ Expected<RequestId> KVCacheManager::fork(RequestId request) {
   return child_id;
 }
 
-// --- steps -------------------------------------------------------------------------------------------------------------------
+// --- steps
+// -------------------------------------------------------------------------------------------------------------------
 
 void KVCacheManager::Impl::check_items(std::span<const StepItem> items, int group) {
-  require(!step_open, ErrorCode::bad_state, "step {} is still open; commit or abort it before preparing another", open.step.id);
-  require(group >= 0 && group < schema.num_groups, ErrorCode::bad_argument, "group is {}; this cache has 0 (backbone) to {} (draft stages)",
-          group, schema.num_groups - 1);
+  require(!step_open, ErrorCode::bad_state, "step {} is still open; commit or abort it before preparing another",
+          open.step.id);
+  require(group >= 0 && group < schema.num_groups, ErrorCode::bad_argument,
+          "group is {}; this cache has 0 (backbone) to {} (draft stages)", group, schema.num_groups - 1);
   const std::int64_t max_items = tables.layout().max_items;
   require(!items.empty() && static_cast<std::int64_t>(items.size()) <= max_items, ErrorCode::bad_argument,
           "a step has 1 to {} items (2 x max_requests); got {}", max_items, items.size());
@@ -238,20 +257,23 @@ void KVCacheManager::Impl::check_items(std::span<const StepItem> items, int grou
     const StepItem& item = items[i];
     require(item.count >= 1, ErrorCode::bad_argument, "item {} has count {}; it must be at least 1", i, item.count);
     tokens += item.count;
-    require(tokens <= schema.options.max_step_tokens, ErrorCode::bad_argument, "the step has {} tokens or more; max_step_tokens is {}", tokens,
-            schema.options.max_step_tokens);
+    require(tokens <= schema.options.max_step_tokens, ErrorCode::bad_argument,
+            "the step has {} tokens or more; max_step_tokens is {}", tokens, schema.options.max_step_tokens);
     if (item.request == kNoRequest) continue;
     const std::int32_t row = row_of(item.request);
     std::int64_t& seen = seen_in_step[static_cast<std::size_t>(row)];
-    require(seen != step_id, ErrorCode::bad_argument, "request {} is in the step twice; join its tokens into one item", item.request);
+    require(seen != step_id, ErrorCode::bad_argument, "request {} is in the step twice; join its tokens into one item",
+            item.request);
     seen = step_id;
     const std::int64_t length = progress(row, group).length;
     require(item.position == -1 || item.position == length, ErrorCode::bad_argument,
-            "item {} starts at position {}, but request {} has {} tokens; positions must continue without a gap", i, item.position, item.request, length);
+            "item {} starts at position {}, but request {} has {} tokens; positions must continue without a gap", i,
+            item.position, item.request, length);
     require(length + item.count <= schema.options.max_context, ErrorCode::bad_argument,
-            "request {} would have {} tokens; max_context is {}", item.request, length + item.count, schema.options.max_context);
-    require(item.token_ids.size() == static_cast<std::size_t>(item.count) || (group != 0 && item.token_ids.empty()), ErrorCode::bad_argument,
-            "item {} has {} token ids for {} tokens", i, item.token_ids.size(), item.count);
+            "request {} would have {} tokens; max_context is {}", item.request, length + item.count,
+            schema.options.max_context);
+    require(item.token_ids.size() == static_cast<std::size_t>(item.count) || (group != 0 && item.token_ids.empty()),
+            ErrorCode::bad_argument, "item {} has {} token ids for {} tokens", i, item.token_ids.size(), item.count);
   }
 }
 
@@ -298,7 +320,8 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
     for (std::int32_t t = 0; t < item.count; ++t) {
       const std::int64_t position = s.length() + t;
       const BlockId block = tables.block(part.row, position / block_tokens());
-      token_ids[std::int64_t{block} * block_tokens() + position % block_tokens()] = item.token_ids[static_cast<std::size_t>(t)];
+      token_ids[std::int64_t{block} * block_tokens() + position % block_tokens()] =
+          item.token_ids[static_cast<std::size_t>(t)];
     }
   }
 }
@@ -358,14 +381,15 @@ Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, 
 LayerCacheHandle KVCacheManager::acquire(int layer) {
   const LayerCacheSchema& schema = impl_->schema.layer(layer);
   require(impl_->step_open, ErrorCode::bad_state, "no step is open; call prepare_forward before acquire({})", layer);
-  require(schema.spec.group == impl_->open.step.group, ErrorCode::bad_state, "layer {} belongs to group {}, the open step to group {}", layer,
-          schema.spec.group, impl_->open.step.group);
+  require(schema.spec.group == impl_->open.step.group, ErrorCode::bad_state,
+          "layer {} belongs to group {}, the open step to group {}", layer, schema.spec.group, impl_->open.step.group);
   return {this, static_cast<int>(&schema - impl_->schema.layers.data()), impl_->open.step.id};
 }
 
 void KVCacheManager::Impl::check_open(const Step& step, const char* what) const {
   require(step_open, ErrorCode::bad_state, "no step is open; there is nothing to {}", what);
-  require(step.id == open.step.id, ErrorCode::bad_state, "step {} is not open, step {} is; {} that one", step.id, open.step.id, what);
+  require(step.id == open.step.id, ErrorCode::bad_state, "step {} is not open, step {} is; {} that one", step.id,
+          open.step.id, what);
 }
 
 void KVCacheManager::Impl::close_step() {
@@ -403,15 +427,19 @@ void KVCacheManager::abort(const Step& step) {
       continue;
     }
     // What was written in place has overwritten the oldest rows of the rings.
-    GroupProgress& g = m.sequences[static_cast<std::size_t>(part->row)].groups[static_cast<std::size_t>(m.open.step.group)];
+    GroupProgress& g =
+        m.sequences[static_cast<std::size_t>(part->row)].groups[static_cast<std::size_t>(m.open.step.group)];
     if (m.step_written) g.highest = std::max(g.highest, g.length + part->count);
   }
   m.close_step();
 }
 
-// --- images and accessors ----------------------------------------------------------------------------------------------------
+// --- images and accessors
+// ----------------------------------------------------------------------------------------------------
 
-std::int64_t KVCacheManager::length(RequestId request, int group) const { return impl_->progress(impl_->row_of(request), group).length; }
+std::int64_t KVCacheManager::length(RequestId request, int group) const {
+  return impl_->progress(impl_->row_of(request), group).length;
+}
 
 std::vector<BlockId> KVCacheManager::blocks(RequestId request) const {
   const std::int32_t row = impl_->row_of(request);
@@ -458,7 +486,8 @@ Expected<RequestId> KVCacheManager::import_image(const CanonicalImage& image, st
   m.state_pool.check(image);
   const std::int64_t n = image.lengths[0], count = m.num_blocks_of(n);
   const std::size_t bytes = static_cast<std::size_t>(m.schema.block_image_bytes);
-  require(token_ids.size() == static_cast<std::size_t>(n), ErrorCode::bad_argument, "the image has {} tokens, token_ids {}", n, token_ids.size());
+  require(token_ids.size() == static_cast<std::size_t>(n), ErrorCode::bad_argument,
+          "the image has {} tokens, token_ids {}", n, token_ids.size());
   require(blocks.size() == static_cast<std::size_t>(count) * bytes, ErrorCode::bad_argument,
           "{} tokens need {} block images of {} bytes; got {} bytes", n, count, bytes, blocks.size());
   if (m.free_rows.empty()) return Shortage::requests;
@@ -478,7 +507,8 @@ Expected<RequestId> KVCacheManager::import_image(const CanonicalImage& image, st
     m.kv_pool.load_block(block, blocks.subspan(static_cast<std::size_t>(i) * bytes, bytes));
     m.tables.block(row, i) = block;
     const std::int64_t first = i * m.block_tokens();
-    std::copy_n(token_ids.data() + first, std::min<std::int64_t>(m.block_tokens(), n - first), &m.token_ids[std::int64_t{block} * m.block_tokens()]);
+    std::copy_n(token_ids.data() + first, std::min<std::int64_t>(m.block_tokens(), n - first),
+                &m.token_ids[std::int64_t{block} * m.block_tokens()]);
   }
   return id;
 }
@@ -487,12 +517,15 @@ const CacheSchema& KVCacheManager::schema() const { return impl_->schema; }
 const BlockAllocator& KVCacheManager::allocator() const { return impl_->allocator; }
 PagedKVPool& KVCacheManager::kv_pool() { return impl_->kv_pool; }
 StateCachePool& KVCacheManager::state_pool() { return impl_->state_pool; }
-int KVCacheManager::num_requests() const { return impl_->schema.options.max_requests - static_cast<int>(impl_->free_rows.size()); }
+int KVCacheManager::num_requests() const {
+  return impl_->schema.options.max_requests - static_cast<int>(impl_->free_rows.size());
+}
 
 std::int64_t KVCacheManager::memory_bytes() const {
   const Impl& m = *impl_;
   return m.kv_pool.memory_bytes() + m.state_pool.memory_bytes() + m.tables.memory_bytes() + m.allocator.memory_bytes() +
-         m.schema.options.num_blocks * m.block_tokens() * 4 + static_cast<std::int64_t>(m.rope_angles.size() * sizeof(double));
+         m.schema.options.num_blocks * m.block_tokens() * 4 +
+         static_cast<std::int64_t>(m.rope_angles.size() * sizeof(double));
 }
 
 }  // namespace kv4

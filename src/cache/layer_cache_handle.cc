@@ -20,10 +20,12 @@ bool is_float(DType type) { return type == DType::f32 || type == DType::bf16; }
 
 // [rows, width] f32 or bf16, channels dense; rows may be strided.
 ops::InputDesc float_rows(const TensorView& t, std::int64_t rows, std::int64_t width, const char* name) {
-  require(!t.empty() && t.ndim == 2 && is_float(t.dtype) && t.shape[0] == rows && t.shape[1] == width, ErrorCode::bad_argument,
-          "{} must be f32 or bf16 [{}, {}] (tokens of the step, channels); got {}", name, rows, width, shape_text(t));
-  require(t.strides[1] == 1 && t.strides[0] >= width, ErrorCode::bad_argument, "{}: channels must be dense and rows at least {} apart; strides are {}, {}",
-          name, width, t.strides[0], t.strides[1]);
+  require(!t.empty() && t.ndim == 2 && is_float(t.dtype) && t.shape[0] == rows && t.shape[1] == width,
+          ErrorCode::bad_argument, "{} must be f32 or bf16 [{}, {}] (tokens of the step, channels); got {}", name, rows,
+          width, shape_text(t));
+  require(t.strides[1] == 1 && t.strides[0] >= width, ErrorCode::bad_argument,
+          "{}: channels must be dense and rows at least {} apart; strides are {}, {}", name, width, t.strides[0],
+          t.strides[1]);
   return {t.data, t.dtype, t.strides[0]};
 }
 
@@ -41,26 +43,32 @@ void check_dense(const TensorView& t, const char* name) {
 template <class T>
 T* dense_array(const TensorView& t, DType type, std::int64_t rows, std::int64_t columns, const char* name) {
   const bool flat = columns < 0;
-  require(!t.empty() && t.dtype == type && t.ndim == (flat ? 1 : 2) && t.shape[0] == rows && (flat || t.shape[1] == columns), ErrorCode::bad_argument,
-          "{} must be {} [{}{}]; got {}", name, to_string(type), rows, flat ? "" : ", " + std::to_string(columns), shape_text(t));
+  require(!t.empty() && t.dtype == type && t.ndim == (flat ? 1 : 2) && t.shape[0] == rows &&
+              (flat || t.shape[1] == columns),
+          ErrorCode::bad_argument, "{} must be {} [{}{}]; got {}", name, to_string(type), rows,
+          flat ? "" : ", " + std::to_string(columns), shape_text(t));
   check_dense(t, name);
   return static_cast<T*>(t.data);
 }
 
 ops::OutputDesc float_output(const TensorView& t, std::int64_t first, std::int64_t width, const char* name) {
-  require(!t.empty() && t.ndim == 3 && is_float(t.dtype) && t.shape[0] == first && t.shape[1] >= 0 && t.shape[2] == width, ErrorCode::bad_argument,
-          "{} must be f32 or bf16 [{}, n, {}]; got {}", name, first, width, shape_text(t));
+  require(
+      !t.empty() && t.ndim == 3 && is_float(t.dtype) && t.shape[0] == first && t.shape[1] >= 0 && t.shape[2] == width,
+      ErrorCode::bad_argument, "{} must be f32 or bf16 [{}, n, {}]; got {}", name, first, width, shape_text(t));
   check_dense(t, name);
   return {t.data, t.dtype};
 }
 
 PlaneView plane_view(const ops::Plane& plane, std::int64_t skip = 0) {
   if (plane.data == nullptr) return {};
-  return {reinterpret_cast<std::byte*>(plane.data) + skip, plane.block_stride, plane.row_stride, plane.row_stride - skip};
+  return {reinterpret_cast<std::byte*>(plane.data) + skip, plane.block_stride, plane.row_stride,
+          plane.row_stride - skip};
 }
 
 // The bf16 channels a row format leaves at the end of its payload.
-PlaneView tail_view(const ops::RowPlanes& rows) { return plane_view(rows.payload, rows.payload.row_stride - 2 * rows.shape.tail); }
+PlaneView tail_view(const ops::RowPlanes& rows) {
+  return plane_view(rows.payload, rows.payload.row_stride - 2 * rows.shape.tail);
+}
 
 }  // namespace
 
@@ -72,9 +80,12 @@ struct HandleScope {
   ops::StepDesc step;
 
   HandleScope(KVCacheManager::Impl& impl, int index, std::int64_t step_id)
-      : m(impl), schema(impl.schema.layers[static_cast<std::size_t>(index)]), desc(impl.layers[static_cast<std::size_t>(index)]) {
-    require(m.step_open && m.open.step.id == step_id, ErrorCode::bad_state, "the handle of layer {} belongs to step {}, which has ended; acquire a new one",
-            schema.spec.layer, step_id);
+      : m(impl),
+        schema(impl.schema.layers[static_cast<std::size_t>(index)]),
+        desc(impl.layers[static_cast<std::size_t>(index)]) {
+    require(m.step_open && m.open.step.id == step_id, ErrorCode::bad_state,
+            "the handle of layer {} belongs to step {}, which has ended; acquire a new one", schema.spec.layer,
+            step_id);
     step = m.tables.describe(m.open.step, m.schema.block_tokens);
   }
 
@@ -82,10 +93,12 @@ struct HandleScope {
   std::int64_t items() const { return step.num_items; }
 
   void require_entries(const char* what) const {
-    require(desc.num_kinds > 0, ErrorCode::bad_argument, "layer {} is {}: it has no entries to {}", schema.spec.layer, to_string(schema.spec.kind), what);
+    require(desc.num_kinds > 0, ErrorCode::bad_argument, "layer {} is {}: it has no entries to {}", schema.spec.layer,
+            to_string(schema.spec.kind), what);
   }
   void require_keys(const char* what) const {
-    require(desc.num_kinds > 1, ErrorCode::bad_argument, "layer {} is {}: it has no index keys to {}", schema.spec.layer, to_string(schema.spec.kind), what);
+    require(desc.num_kinds > 1, ErrorCode::bad_argument, "layer {} is {}: it has no index keys to {}",
+            schema.spec.layer, to_string(schema.spec.kind), what);
   }
 
   const std::int32_t* lens() const {
@@ -96,7 +109,9 @@ struct HandleScope {
   std::int64_t longest(std::int64_t per_item) const {
     std::int64_t most = 0;
     for (std::int64_t i = 0; i < items(); ++i)
-      if (step.item_rows[i] >= 0) most = std::max(most, (std::int64_t{step.lengths[step.item_rows[i]]} + step.counts[step.item_rows[i]]) / per_item);
+      if (step.item_rows[i] >= 0)
+        most =
+            std::max(most, (std::int64_t{step.lengths[step.item_rows[i]]} + step.counts[step.item_rows[i]]) / per_item);
     return most;
   }
 
@@ -110,8 +125,8 @@ struct HandleScope {
     params.out = float_output(out, items(), k.page.shape.width, "out");
     params.lens = dense_array<std::int32_t>(lens_out, DType::i32, items(), -1, "lens");
     params.rows_per_item = out.shape[1];
-    require(out.shape[1] >= longest(k.ratio), ErrorCode::bad_argument, "out has room for {} rows per item; the longest item has {}", out.shape[1],
-            longest(k.ratio));
+    require(out.shape[1] >= longest(k.ratio), ErrorCode::bad_argument,
+            "out has room for {} rows per item; the longest item has {}", out.shape[1], longest(k.ratio));
     m.backend->gather_all(params);
   }
 };
@@ -121,7 +136,9 @@ struct HandleScope {
 int LayerCacheHandle::layer() const { return schema().spec.layer; }
 int LayerCacheHandle::num_query_heads() const { return manager_->impl_->schema.config.num_query_heads; }
 int LayerCacheHandle::head_dim() const { return manager_->impl_->schema.config.head_dim; }
-const LayerCacheSchema& LayerCacheHandle::schema() const { return manager_->impl_->schema.layers[static_cast<std::size_t>(index_)]; }
+const LayerCacheSchema& LayerCacheHandle::schema() const {
+  return manager_->impl_->schema.layers[static_cast<std::size_t>(index_)];
+}
 
 void LayerCacheHandle::append(const AppendInputs& inputs) {
   KV4_SCOPE;
@@ -132,13 +149,15 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
   const char* kv_name[] = {"kv", "index_kv"};
   const char* gate_name[] = {"gate", "index_gate"};
   for (int k = 0; k < scope.desc.num_kinds; ++k) {
-    require(scope.desc.kinds[k].bias != nullptr, ErrorCode::bad_state, "layer {} has no weights; call bind_weights({}, ...) before append",
-            scope.schema.spec.layer, scope.schema.spec.layer);
+    require(scope.desc.kinds[k].bias != nullptr, ErrorCode::bad_state,
+            "layer {} has no weights; call bind_weights({}, ...) before append", scope.schema.spec.layer,
+            scope.schema.spec.layer);
     const std::int64_t columns = scope.desc.kinds[k].pending.columns;
     params.kv[k] = float_rows(*kv[k], scope.tokens(), columns, kv_name[k]);
     params.gate[k] = float_rows(*gate[k], scope.tokens(), columns, gate_name[k]);
-    require(params.kv[k].dtype == params.gate[k].dtype, ErrorCode::bad_argument, "{} is {} and {} is {}; they must have one type", kv_name[k],
-            to_string(params.kv[k].dtype), gate_name[k], to_string(params.gate[k].dtype));
+    require(params.kv[k].dtype == params.gate[k].dtype, ErrorCode::bad_argument,
+            "{} is {} and {} is {}; they must have one type", kv_name[k], to_string(params.kv[k].dtype), gate_name[k],
+            to_string(params.gate[k].dtype));
   }
   params.layer = scope.desc;
   params.step = scope.step;
@@ -167,15 +186,18 @@ void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
   params.rows[0] = float_rows(inputs.entries, scope.tokens(), scope.desc.kinds[0].page.shape.width, "entries");
   if (scope.desc.num_kinds > 1)
     params.rows[1] = float_rows(inputs.index_keys, scope.tokens(), scope.desc.kinds[1].page.shape.width, "index_keys");
-  if (!inputs.valid.empty()) params.valid = dense_array<std::uint8_t>(inputs.valid, DType::u8, scope.tokens(), -1, "valid");
+  if (!inputs.valid.empty())
+    params.valid = dense_array<std::uint8_t>(inputs.valid, DType::u8, scope.tokens(), -1, "valid");
   scope.m.step_written = true;
   scope.m.backend->flush(params);
 }
 
-KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const TensorView& out, const TensorView& valid) {
+KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const TensorView& out,
+                                              const TensorView& valid) {
   KV4_SCOPE;
   scope.require_entries("gather");
-  require(!indices.empty() && indices.ndim == 2 && indices.dtype == DType::i32 && indices.shape[0] == scope.tokens() && indices.strides[1] == 1,
+  require(!indices.empty() && indices.ndim == 2 && indices.dtype == DType::i32 && indices.shape[0] == scope.tokens() &&
+              indices.strides[1] == 1,
           ErrorCode::bad_argument, "indices must be i32 [{}, k], k dense; got {}", scope.tokens(), shape_text(indices));
   ops::GatherParams params;
   params.layer = scope.desc;
@@ -183,8 +205,10 @@ KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const T
   params.rows_per_item = indices.shape[1];
   params.indices = {indices.data, DType::i32, indices.strides[0]};
   params.out = float_output(out, scope.tokens(), scope.desc.kinds[0].page.shape.width, "out");
-  require(out.shape[1] == indices.shape[1], ErrorCode::bad_argument, "out has {} rows per token, indices {}", out.shape[1], indices.shape[1]);
-  if (!valid.empty()) params.valid = dense_array<std::uint8_t>(valid, DType::u8, scope.tokens(), indices.shape[1], "valid");
+  require(out.shape[1] == indices.shape[1], ErrorCode::bad_argument, "out has {} rows per token, indices {}",
+          out.shape[1], indices.shape[1]);
+  if (!valid.empty())
+    params.valid = dense_array<std::uint8_t>(valid, DType::u8, scope.tokens(), indices.shape[1], "valid");
   scope.m.backend->gather_chosen(params);
   return {out, out};
 }
@@ -215,9 +239,12 @@ KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& 
   std::int64_t need = 0;
   for (std::int64_t i = 0; i < scope.items(); ++i) {
     const std::int32_t row = scope.step.item_rows[i];
-    if (row >= 0) need = std::max<std::int64_t>(need, std::min(scope.step.lengths[row], scope.desc.window_tokens - 1) + scope.step.counts[row]);
+    if (row >= 0)
+      need = std::max<std::int64_t>(
+          need, std::min(scope.step.lengths[row], scope.desc.window_tokens - 1) + scope.step.counts[row]);
   }
-  require(out.shape[1] >= need, ErrorCode::bad_argument, "out has room for {} rows per item; the step needs {}", out.shape[1], need);
+  require(out.shape[1] >= need, ErrorCode::bad_argument, "out has room for {} rows per item; the step needs {}",
+          out.shape[1], need);
   scope.m.backend->gather_window(params);
   return {out, out};
 }

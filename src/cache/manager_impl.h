@@ -12,8 +12,10 @@
 namespace kv4 {
 
 // Invariants between calls:
-// 1. A running request holds exactly ceil(length / block_tokens) blocks, the first entries of its block table row; the rest is -1.
-// 2. It holds one state slot. Free slots are at least the free request rows + spare_slots, except while a step holds spares.
+// 1. A running request holds exactly ceil(length / block_tokens) blocks, the first entries of its block table row; the
+// rest is -1.
+// 2. It holds one state slot. Free slots are at least the free request rows + spare_slots, except while a step holds
+// spares.
 // 3. Only blocks with one holder that are not published are written; only by the request that holds them.
 // 4. While a step is open its requests' lengths, blocks and slots change only through commit and abort.
 struct KVCacheManager::Impl {
@@ -25,17 +27,17 @@ struct KVCacheManager::Impl {
   StepTables tables;
   std::unique_ptr<std::int32_t[]> token_ids;  // [num_blocks, block_tokens]
 
-  std::vector<Sequence> sequences;        // [max_requests]
+  std::vector<Sequence> sequences;  // [max_requests]
   std::vector<std::int32_t> free_rows;
   std::vector<std::int32_t> generations;  // [max_requests] a row's ids differ from one request to the next
 
   bool step_open = false;
-  bool step_written = false;              // some operation of the open step has written
+  bool step_written = false;  // some operation of the open step has written
   OpenStep open;
   std::int64_t last_step_id = 0;
-  std::vector<std::int64_t> seen_in_step; // [max_requests] step id that last named the row
+  std::vector<std::int64_t> seen_in_step;  // [max_requests] step id that last named the row
 
-  std::vector<ops::LayerDesc> layers;     // [owned layers]
+  std::vector<ops::LayerDesc> layers;  // [owned layers]
   std::vector<double> rope_angles;
   ops::RopeDesc rope;
 
@@ -43,7 +45,7 @@ struct KVCacheManager::Impl {
 
   int block_tokens() const { return schema.block_tokens; }
   std::int64_t num_blocks_of(std::int64_t length) const;
-  std::int32_t row_of(RequestId request) const;  // throws if it does not run
+  std::int32_t row_of(RequestId request) const;                         // throws if it does not run
   std::int32_t idle_row_of(RequestId request, const char* what) const;  // throws if it is in the open step
   GroupProgress& progress(std::int32_t row, int group);
 

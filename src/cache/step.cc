@@ -13,7 +13,8 @@ StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backe
   for (std::int64_t at = 0; const LayerCacheSchema& layer : schema.layers) {
     scratch_offsets_.push_back(at);
     const std::int64_t tokens = schema.options.max_step_tokens;
-    at += round_up(tokens * layer.window.row.payload_bytes, 64, "step scratch") + round_up(tokens * layer.window.row.scale_bytes, 64, "step scratch");
+    at += round_up(tokens * layer.window.row.payload_bytes, 64, "step scratch") +
+          round_up(tokens * layer.window.row.scale_bytes, 64, "step scratch");
   }
   tables_ = reinterpret_cast<std::int32_t*>(backend_->allocate(table_bytes_));
   try {

@@ -20,9 +20,13 @@ class StepTables {
   StepTables& operator=(const StepTables&) = delete;
 
   std::int32_t* array(std::int64_t offset) const { return tables_ + offset; }
-  std::int32_t& block(std::int32_t row, std::int64_t index) const { return tables_[layout_.block_table + row * blocks_per_request_ + index]; }
+  std::int32_t& block(std::int32_t row, std::int64_t index) const {
+    return tables_[layout_.block_table + row * blocks_per_request_ + index];
+  }
   const TableLayout& layout() const { return layout_; }
-  std::byte* scratch(int layer_index) const { return scratch_ + scratch_offsets_[static_cast<std::size_t>(layer_index)]; }
+  std::byte* scratch(int layer_index) const {
+    return scratch_ + scratch_offsets_[static_cast<std::size_t>(layer_index)];
+  }
   std::int64_t memory_bytes() const { return table_bytes_ + scratch_bytes_; }
   ops::StepDesc describe(const Step& step, int block_tokens) const;
 

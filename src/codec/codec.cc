@@ -22,7 +22,8 @@ constexpr FormatInfo kFormats[] = {
 const FormatInfo& format_info(Format format) {
   for (const FormatInfo& info : kFormats)
     if (info.format == format) return info;
-  fail(ErrorCode::bad_argument, "format {} is not one of the {} known formats", static_cast<int>(format), std::size(kFormats));
+  fail(ErrorCode::bad_argument, "format {} is not one of the {} known formats", static_cast<int>(format),
+       std::size(kFormats));
 }
 
 }  // namespace codec
@@ -47,7 +48,8 @@ const char* to_string(HcaMode mode) { return mode == HcaMode::online ? "online" 
 const char* to_string(Arrangement a) { return a == Arrangement::block_major ? "block_major" : "layer_major"; }
 
 Format parse_format(std::string_view name) {
-  static constexpr Format kAll[] = {Format::fp8_tile64, Format::fp8_row, Format::bf16, Format::mxfp4, Format::nvfp4, Format::fp8};
+  static constexpr Format kAll[] = {Format::fp8_tile64, Format::fp8_row, Format::bf16,
+                                    Format::mxfp4,      Format::nvfp4,   Format::fp8};
   return parse_name(name, kAll, "format");
 }
 

@@ -28,10 +28,10 @@ KV4_HD auto with_codec(Format format, F&& f) {
 struct FormatInfo {
   Format format;
   const char* name;
-  bool for_rows;     // window rows and entries
-  bool for_keys;     // index keys
-  int tile;          // quantised channels must be a multiple of this
-  bool has_global;   // one fp32 per page
+  bool for_rows;    // window rows and entries
+  bool for_keys;    // index keys
+  int tile;         // quantised channels must be a multiple of this
+  bool has_global;  // one fp32 per page
 };
 
 const FormatInfo& format_info(Format format);

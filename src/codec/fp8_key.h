@@ -20,7 +20,8 @@ struct Fp8Key {
   }
 
   template <class Group>
-  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float, float* x) {
+  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float,
+                            float* x) {
     float value;
     memcpy(&value, scale, 4);
     for (int c = g.lane(); c < s.width; c += g.size()) x[c] = e4m3_value(payload[c]) * value;

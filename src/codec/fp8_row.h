@@ -1,5 +1,5 @@
-// `fp8_row`: payload (width - tail) e4m3, then tail bf16. Scale: one fp32 inverse scale per row, amax / 448 (1 for a zero row);
-// byte = e4m3(x / inverse), value = byte * inverse.
+// `fp8_row`: payload (width - tail) e4m3, then tail bf16. Scale: one fp32 inverse scale per row, amax / 448 (1 for a
+// zero row); byte = e4m3(x / inverse), value = byte * inverse.
 #pragma once
 
 #include "codec/bf16_row.h"
@@ -32,7 +32,8 @@ struct Fp8Row {
   }
 
   template <class Group>
-  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float, float* x) {
+  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float,
+                            float* x) {
     float inverse;
     memcpy(&inverse, scale, 4);
     for (int c = g.lane(); c < s.width - s.tail; c += g.size()) x[c] = e4m3_value(payload[c]) * inverse;

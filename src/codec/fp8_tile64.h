@@ -1,5 +1,6 @@
-// `fp8_tile64`: DeepSeek's own row. Payload: (width - tail) e4m3, then tail bf16. Scale: one UE8M0 per 64 channels, zero padded to
-// a multiple of 8 bytes. Scale rule: 2^ceil(log2(max(amax, 1e-4) / 448)); the floor is on amax, not on the scale.
+// `fp8_tile64`: DeepSeek's own row. Payload: (width - tail) e4m3, then tail bf16. Scale: one UE8M0 per 64 channels,
+// zero padded to a multiple of 8 bytes. Scale rule: 2^ceil(log2(max(amax, 1e-4) / 448)); the floor is on amax, not on
+// the scale.
 #pragma once
 
 #include "codec/bf16_row.h"
@@ -36,8 +37,10 @@ struct Fp8Tile64 {
   }
 
   template <class Group>
-  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float, float* x) {
-    for (int c = g.lane(); c < s.width - s.tail; c += g.size()) x[c] = e4m3_value(payload[c]) * ue8m0_value(scale[c / kTile]);
+  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float,
+                            float* x) {
+    for (int c = g.lane(); c < s.width - s.tail; c += g.size())
+      x[c] = e4m3_value(payload[c]) * ue8m0_value(scale[c / kTile]);
     decode_tail(g, s, payload, x);
   }
 };

@@ -1,4 +1,5 @@
-// `mxfp4` index key: two e2m1 per byte, element 2i in the low nibble; one UE8M0 per 32: pow2_ceil(max(amax, 6 * 2^-126) / 6).
+// `mxfp4` index key: two e2m1 per byte, element 2i in the low nibble; one UE8M0 per 32: pow2_ceil(max(amax, 6 * 2^-126)
+// / 6).
 #pragma once
 
 #include "codec/numeric.h"
@@ -33,7 +34,8 @@ struct Mxfp4 {
   }
 
   template <class Group>
-  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float, float* x) {
+  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float,
+                            float* x) {
     for (int c = g.lane(); c < s.width; c += g.size()) {
       const int code = (payload[c / 2] >> (4 * (c & 1))) & 15;
       x[c] = e2m1_value(static_cast<std::uint8_t>(code)) * ue8m0_value(scale[c / kGroup]);

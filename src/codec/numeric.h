@@ -1,5 +1,5 @@
-// Scalar number formats and the few functions whose bits matter. Every result is defined to the bit, on host and device:
-// no contraction that is not spelled out, correctly rounded division and square root, denormals kept.
+// Scalar number formats and the few functions whose bits matter. Every result is defined to the bit, on host and
+// device: no contraction that is not spelled out, correctly rounded division and square root, denormals kept.
 #pragma once
 
 #include <cmath>
@@ -53,7 +53,8 @@ KV4_HD float magnitude(float x) { return bits_float(float_bits(x) & 0x7FFFFFFFu)
 constexpr std::uint32_t kNanBits = 0x7FC00000u;
 KV4_HD float canonical_nan(float x) { return is_nan(x) ? bits_float(kNanBits) : x; }
 
-// --- bf16: the upper half of a float, round to nearest even ------------------------------------------------------------
+// --- bf16: the upper half of a float, round to nearest even
+// ------------------------------------------------------------
 constexpr std::uint16_t kBf16Nan = 0x7FC0;
 constexpr float kBf16Max = 3.38953139e38f;
 
@@ -67,7 +68,8 @@ KV4_HD std::uint16_t canonical_bf16(std::uint16_t b) { return (b & 0x7FFFu) > 0x
 KV4_HD float bf16_value(std::uint16_t b) { return bits_float(static_cast<std::uint32_t>(b) << 16); }
 KV4_HD float round_bf16(float x) { return bf16_value(bf16_bits(x)); }
 
-// --- e4m3 (OCP "fn"): sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity, largest 448 --------------------------
+// --- e4m3 (OCP "fn"): sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity, largest 448
+// --------------------------
 constexpr std::uint8_t kE4m3Nan = 0x7F;
 
 KV4_HD std::uint8_t e4m3_bits(float x) {
@@ -93,7 +95,8 @@ KV4_HD float e4m3_value(std::uint8_t b) {
   return bits_float(float_bits(a) | sign);
 }
 
-// --- e2m1: 0 .5 1 1.5 2 3 4 6, sign in bit 3; ties to the even code -------------------------------------------------------
+// --- e2m1: 0 .5 1 1.5 2 3 4 6, sign in bit 3; ties to the even code
+// -------------------------------------------------------
 constexpr std::uint8_t kE2m1Nan = 0x7;  // has none: +6, as the hardware's saturating conversion does
 
 KV4_HD std::uint8_t e2m1_bits(float x) {
@@ -110,7 +113,8 @@ KV4_HD float e2m1_value(std::uint8_t code) {
   return code & 8u ? -a : a;
 }
 
-// --- UE8M0 and powers of two ----------------------------------------------------------------------------------------------
+// --- UE8M0 and powers of two
+// ----------------------------------------------------------------------------------------------
 KV4_HD float pow2(int exponent) {  // 2^exponent, exponent in [-127, 127]
   return exponent < -126 ? bits_float(1u << 22) : bits_float(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
@@ -130,14 +134,16 @@ KV4_HD float larger_magnitude(float so_far, float x) {
   return a > so_far ? a : so_far;
 }
 
-// --- exp(x) for x <= 0 -------------------------------------------------------------------------------------------------------
-// x log2(e) = k + r, |r| <= 1/2: a polynomial for 2^r (exactly 1 at 0) times 2^k. Relative error 1.7e-7 near 0, growing with the
-// rounding of log2(e) to 1.3e-6 at -86, where weights no longer count. Below -86 the result stays at exp(-86) = 4.5e-38: nothing beside a
-// weight of 1, and no denormals. NaN stays NaN.
+// --- exp(x) for x <= 0
+// ------------------------------------------------------------------------------------------------------- x log2(e) = k
+// + r, |r| <= 1/2: a polynomial for 2^r (exactly 1 at 0) times 2^k. Relative error 1.7e-7 near 0, growing with the
+// rounding of log2(e) to 1.3e-6 at -86, where weights no longer count. Below -86 the result stays at exp(-86)
+// = 4.5e-38: nothing beside a weight of 1, and no denormals. NaN stays NaN.
 constexpr float kExpFloor = -86.0f;
 constexpr float kLog2e = 1.44269504f;
 constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, its low bits are that integer
-constexpr float kExp1 = 0.693147f, kExp2 = 0.24022242f, kExp3 = 0.055507336f, kExp4 = 0.009671513f, kExp5 = 0.0013264727f;
+constexpr float kExp1 = 0.693147f, kExp2 = 0.24022242f, kExp3 = 0.055507336f, kExp4 = 0.009671513f,
+                kExp5 = 0.0013264727f;
 
 KV4_HD float exp_nonpositive(float x) {
   if (x < kExpFloor) x = kExpFloor;

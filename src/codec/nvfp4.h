@@ -1,5 +1,5 @@
-// `nvfp4` index key: two e2m1 per byte; one e4m3 scale per 16: e4m3(amax / 6 / global); value = e2m1 * (scale * global). A scale that
-// rounds to zero stores zeros. The global scale is one fp32 per page.
+// `nvfp4` index key: two e2m1 per byte; one e4m3 scale per 16: e4m3(amax / 6 / global); value = e2m1 * (scale *
+// global). A scale that rounds to zero stores zeros. The global scale is one fp32 per page.
 #pragma once
 
 #include "codec/numeric.h"
@@ -17,7 +17,8 @@ struct Nvfp4 {
   }
 
   template <class Group>
-  KV4_HD static void encode(Group g, RowShape s, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global) {
+  KV4_HD static void encode(Group g, RowShape s, const float* x, std::uint8_t* payload, std::uint8_t* scale,
+                            float global) {
     for (int t = g.lane(); t < s.width / kGroup; t += g.size()) {
       const float* group = x + t * kGroup;
       float amax = 0.0f;
@@ -33,7 +34,8 @@ struct Nvfp4 {
   }
 
   template <class Group>
-  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float global, float* x) {
+  KV4_HD static void decode(Group g, RowShape s, const std::uint8_t* payload, const std::uint8_t* scale, float global,
+                            float* x) {
     for (int c = g.lane(); c < s.width; c += g.size()) {
       const int code = (payload[c / 2] >> (4 * (c & 1))) & 15;
       x[c] = e2m1_value(static_cast<std::uint8_t>(code)) * (e4m3_value(scale[c / kGroup]) * global);

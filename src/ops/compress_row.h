@@ -1,5 +1,5 @@
-// From pending rows to one entry: pool, norm, rotate, transform. The order of every operation is fixed, because the result is bytes:
-// the same for any split into steps, any group size, any backend.
+// From pending rows to one entry: pool, norm, rotate, transform. The order of every operation is fixed, because the
+// result is bytes: the same for any split into steps, any group size, any backend.
 #pragma once
 
 #include "base/group.h"
@@ -35,7 +35,8 @@ constexpr float kLowestGate = -3.40282347e38f;
 
 KV4_HD Pool empty_pool() { return {kLowestGate, 0.0f, 0.0f}; }
 
-/// Adds a row. One exp: of the distance between the new gate and the maximum, which scales either the past or the new row.
+/// Adds a row. One exp: of the distance between the new gate and the maximum, which scales either the past or the new
+/// row.
 KV4_HD Pool pool_add(Pool p, float gate, float kv) {
   const float e = codec::exp_nonpositive(-codec::magnitude(gate - p.max));
   const bool higher = gate > p.max;
@@ -50,7 +51,8 @@ KV4_HD void fold_rows(Group g, int width, const SourceRow* rows, int count, bool
   for (int c = g.lane(); c < width; c += g.size()) {
     Pool p = fresh ? empty_pool() : Pool{acc[c], acc[width + c], acc[2 * width + c]};
     for (int r = 0; r < count; ++r)
-      p = pool_add(p, load_element(rows[r].gate, rows[r].type, c) + rows[r].bias[c], load_element(rows[r].kv, rows[r].type, c));
+      p = pool_add(p, load_element(rows[r].gate, rows[r].type, c) + rows[r].bias[c],
+                   load_element(rows[r].kv, rows[r].type, c));
     acc[c] = p.max;
     acc[width + c] = codec::canonical_nan(p.den);
     acc[2 * width + c] = codec::canonical_nan(p.num);
@@ -78,9 +80,10 @@ KV4_HD float norm_factor(float sum, int width, float eps) {
 
 /// Entry from its pool: mean -> bf16 -> RMS norm -> bf16 -> rotation of the last 2 * pairs channels -> bf16.
 template <class Group>
-KV4_HD void finish_row(Group g, int width, const float* acc, const float* norm_weight, float eps, int pairs, const float* cos,
-                       const float* sin, float* row, float* tmp) {
-  for (int c = g.lane(); c < width; c += g.size()) row[c] = codec::round_bf16(codec::quotient(acc[2 * width + c], acc[width + c]));
+KV4_HD void finish_row(Group g, int width, const float* acc, const float* norm_weight, float eps, int pairs,
+                       const float* cos, const float* sin, float* row, float* tmp) {
+  for (int c = g.lane(); c < width; c += g.size())
+    row[c] = codec::round_bf16(codec::quotient(acc[2 * width + c], acc[width + c]));
   g.sync();
   const float factor = norm_factor(square_sum(g, row, width, tmp), width, eps);
   for (int c = g.lane(); c < width; c += g.size()) row[c] = codec::round_bf16(row[c] * factor * norm_weight[c]);

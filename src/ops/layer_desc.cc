@@ -3,24 +3,29 @@
 namespace kv4::ops {
 namespace {
 
-std::uint8_t* bytes(std::byte* base, std::int64_t offset) { return base == nullptr ? nullptr : reinterpret_cast<std::uint8_t*>(base) + offset; }
+std::uint8_t* bytes(std::byte* base, std::int64_t offset) {
+  return base == nullptr ? nullptr : reinterpret_cast<std::uint8_t*>(base) + offset;
+}
 
 codec::RowShape shape_of(const RowSchema& row) { return {row.width, row.tail}; }
 
 WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, int index, const LayerMemory& memory) {
   WindowDesc out;
   out.rows = w.rows;
-  out.ring = {w.row.format, shape_of(w.row),
+  out.ring = {w.row.format,
+              shape_of(w.row),
               {bytes(memory.slots, w.payload_offset), schema.slot_bytes, w.row.payload_bytes},
               {bytes(memory.slots, w.scale_offset), schema.slot_bytes, w.row.scale_bytes},
               {}};
-  const std::int64_t payload_plane = (std::int64_t{schema.options.max_step_tokens} * w.row.payload_bytes + 63) / 64 * 64;
+  const std::int64_t payload_plane =
+      (std::int64_t{schema.options.max_step_tokens} * w.row.payload_bytes + 63) / 64 * 64;
   out.scratch = out.ring;
   out.scratch.payload = {bytes(memory.scratch, 0), 0, w.row.payload_bytes};
   out.scratch.scale = {bytes(memory.scratch, payload_plane), 0, w.row.scale_bytes};
   out.displaced = out.ring;
   out.displaced.payload = {bytes(memory.displaced, w.displaced_offset), schema.displaced_bytes, w.row.payload_bytes};
-  out.displaced.scale = {bytes(memory.displaced, w.displaced_offset + w.row.payload_bytes), schema.displaced_bytes, w.row.scale_bytes};
+  out.displaced.scale = {bytes(memory.displaced, w.displaced_offset + w.row.payload_bytes), schema.displaced_bytes,
+                         w.row.scale_bytes};
   out.displaced_positions = memory.displaced_positions + index;
   out.displaced_stride = static_cast<std::int64_t>(schema.layers.size());
   return out;
@@ -50,11 +55,13 @@ LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory
   for (std::size_t k = 0; k < layer.pages.size(); ++k) {
     const PageSchema& page = layer.pages[k];
     KindDesc& kind = out.kinds[out.num_kinds++];
-    kind.page = {page.row.format, shape_of(page.row),
+    kind.page = {page.row.format,
+                 shape_of(page.row),
                  {bytes(memory.blocks, page.offset), page.block_stride, page.row.payload_bytes},
                  {bytes(memory.blocks, page.offset + page.scale_offset), page.block_stride, page.row.scale_bytes},
                  {}};
-    if (page.global_offset >= 0) kind.page.global = {bytes(memory.blocks, page.offset + page.global_offset), page.block_stride, 0};
+    if (page.global_offset >= 0)
+      kind.page.global = {bytes(memory.blocks, page.offset + page.global_offset), page.block_stride, 0};
     kind.ratio = page.kind.ratio;
     kind.rows_per_block = page.rows_per_block;
     kind.overlap = page.kind.overlap;

@@ -18,7 +18,9 @@ struct Plane {
   std::int64_t block_stride = 0;
   std::int64_t row_stride = 0;
 
-  KV4_HD std::uint8_t* at(std::int64_t block, std::int64_t row) const { return data + block * block_stride + row * row_stride; }
+  KV4_HD std::uint8_t* at(std::int64_t block, std::int64_t row) const {
+    return data + block * block_stride + row * row_stride;
+  }
 };
 
 /// Rows of one format in two planes. `global` is nvfp4's per-page scale, null elsewhere.
@@ -35,24 +37,26 @@ struct WindowDesc {
   RowPlanes ring;
   std::int32_t rows = 0;
   RowPlanes scratch;  // rows of a long step by token index; one block
-  // The row that the last of R + 1 tokens written in place overwrites. No query will ask for it again, but the image of the length
-  // before the step has it, so it is kept in case the step is aborted.
-  RowPlanes displaced;                         // a block is a state slot, one row
-  std::int32_t* displaced_positions = nullptr; // [slot * displaced_stride], -1: none
+  // The row that the last of R + 1 tokens written in place overwrites. No query will ask for it again, but the image of
+  // the length before the step has it, so it is kept in case the step is aborted.
+  RowPlanes displaced;                          // a block is a state slot, one row
+  std::int32_t* displaced_positions = nullptr;  // [slot * displaced_stride], -1: none
   std::int64_t displaced_stride = 0;
 
-  KV4_HD std::int32_t& displaced_position(std::int64_t slot) const { return displaced_positions[slot * displaced_stride]; }
+  KV4_HD std::int32_t& displaced_position(std::int64_t slot) const {
+    return displaced_positions[slot * displaced_stride];
+  }
 };
 
 /// Compressor state of one row kind. Ring row of p: [kv columns | gate columns] at p mod rows of its slot.
 struct PendingDesc {
-  Plane ring;                        // a block is a state slot
+  Plane ring;  // a block is a state slot
   DType dtype = DType::f32;
   std::int32_t columns = 0;
   std::int32_t rows = 0;
   bool online = false;
-  Plane accumulator;                 // [slot]: fp32 [3, width] max, denominator, numerator; data null with overlap
-  std::int32_t* frontiers = nullptr; // [slot * frontier_stride]: tokens below it are in the accumulator
+  Plane accumulator;                  // [slot]: fp32 [3, width] max, denominator, numerator; data null with overlap
+  std::int32_t* frontiers = nullptr;  // [slot * frontier_stride]: tokens below it are in the accumulator
   std::int64_t frontier_stride = 0;
 };
 
@@ -131,28 +135,28 @@ struct AppendParams {
   LayerDesc layer;
   StepDesc step;
   RopeDesc rope;
-  InputDesc window_rows;                    // [tokens, head_dim]
-  InputDesc kv[LayerDesc::kMaxKinds];       // [tokens, columns]; data null: window rows only
+  InputDesc window_rows;               // [tokens, head_dim]
+  InputDesc kv[LayerDesc::kMaxKinds];  // [tokens, columns]; data null: window rows only
   InputDesc gate[LayerDesc::kMaxKinds];
 };
 
 struct FlushParams {
   LayerDesc layer;
   StepDesc step;
-  InputDesc rows[LayerDesc::kMaxKinds];     // [tokens, width]: finished rows of each kind
-  const std::uint8_t* valid = nullptr;      // [tokens] or null
+  InputDesc rows[LayerDesc::kMaxKinds];  // [tokens, width]: finished rows of each kind
+  const std::uint8_t* valid = nullptr;   // [tokens] or null
 };
 
 struct GatherParams {
   LayerDesc layer;
   StepDesc step;
-  std::int32_t kind = 0;                    // row kind gathered (not for the window)
-  std::int64_t rows_per_item = 0;           // second dimension of out
-  InputDesc indices;                        // gather_chosen: i32 [tokens, rows_per_item]
-  OutputDesc out;                           // [tokens | items, rows_per_item, width]
-  std::uint8_t* valid = nullptr;            // gather_chosen: [tokens, rows_per_item] or null
-  std::int32_t* lens = nullptr;             // gather_all, gather_window: [items]
-  std::int32_t* first = nullptr;            // gather_window: [items]
+  std::int32_t kind = 0;           // row kind gathered (not for the window)
+  std::int64_t rows_per_item = 0;  // second dimension of out
+  InputDesc indices;               // gather_chosen: i32 [tokens, rows_per_item]
+  OutputDesc out;                  // [tokens | items, rows_per_item, width]
+  std::uint8_t* valid = nullptr;   // gather_chosen: [tokens, rows_per_item] or null
+  std::int32_t* lens = nullptr;    // gather_all, gather_window: [items]
+  std::int32_t* first = nullptr;   // gather_window: [items]
 };
 
 }  // namespace kv4::ops

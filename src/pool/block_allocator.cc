@@ -11,12 +11,14 @@ BlockAllocator::BlockAllocator(std::int32_t num_blocks) {
 }
 
 BlockAllocator::Entry& BlockAllocator::at(BlockId block) {
-  require(block >= 0 && block < num_blocks(), ErrorCode::bad_argument, "block {} does not exist; the pool has blocks 0 to {}", block,
-          num_blocks() - 1);
+  require(block >= 0 && block < num_blocks(), ErrorCode::bad_argument,
+          "block {} does not exist; the pool has blocks 0 to {}", block, num_blocks() - 1);
   return entries_[static_cast<std::size_t>(block)];
 }
 
-const BlockAllocator::Entry& BlockAllocator::at(BlockId block) const { return const_cast<BlockAllocator*>(this)->at(block); }
+const BlockAllocator::Entry& BlockAllocator::at(BlockId block) const {
+  return const_cast<BlockAllocator*>(this)->at(block);
+}
 
 void BlockAllocator::push_free(BlockId block) {
   entries_[static_cast<std::size_t>(block)].next = free_head_;
@@ -57,7 +59,8 @@ std::optional<BlockId> BlockAllocator::allocate() {
 
 void BlockAllocator::retain(BlockId block) {
   Entry& e = at(block);
-  require(e.count > 0 || e.published, ErrorCode::bad_argument, "block {} is free; only a held or published block can be shared", block);
+  require(e.count > 0 || e.published, ErrorCode::bad_argument,
+          "block {} is free; only a held or published block can be shared", block);
   if (e.count == 0) unlink_evictable(block);
   ++e.count;
 }

@@ -8,20 +8,23 @@ namespace {
 
 // One int32 per slot and layer.
 std::int64_t position_bytes(const CacheSchema& schema, std::int64_t slots) {
-  return round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "state pool"), 64, "state pool");
+  return round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "state pool"), 64,
+                  "state pool");
 }
 
 std::vector<ops::LayerDesc> describe_all(const CacheSchema& schema, const StateCachePool& pool) {
   std::vector<ops::LayerDesc> out;
   for (std::size_t i = 0; i < schema.layers.size(); ++i)
-    out.push_back(ops::describe_layer(schema, static_cast<int>(i),
-                                      {nullptr, pool.base(), pool.frontiers(), pool.displaced(), pool.displaced_positions(), nullptr}));
+    out.push_back(ops::describe_layer(
+        schema, static_cast<int>(i),
+        {nullptr, pool.base(), pool.frontiers(), pool.displaced(), pool.displaced_positions(), nullptr}));
   return out;
 }
 
 }  // namespace
 
-StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backend> backend) : schema_(schema), backend_(std::move(backend)) {
+StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backend> backend)
+    : schema_(schema), backend_(std::move(backend)) {
   num_slots_ = schema.options.max_requests + schema.options.spare_slots;
   const std::int64_t slots = checked_mul(schema.slot_bytes, num_slots_, "state pool");
   const std::int64_t displaced = checked_mul(schema.displaced_bytes, num_slots_, "state pool");
@@ -70,28 +73,36 @@ void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
   check_held(to);
   const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
   backend_->copy(base_ + to * schema_.slot_bytes, base_ + from * schema_.slot_bytes, schema_.slot_bytes);
-  backend_->copy(displaced_ + to * schema_.displaced_bytes, displaced_ + from * schema_.displaced_bytes, schema_.displaced_bytes);
+  backend_->copy(displaced_ + to * schema_.displaced_bytes, displaced_ + from * schema_.displaced_bytes,
+                 schema_.displaced_bytes);
   for (std::int32_t* positions : {frontiers_, displaced_positions_})
-    backend_->copy(reinterpret_cast<std::byte*>(positions + to * layers), reinterpret_cast<const std::byte*>(positions + from * layers), 4 * layers);
+    backend_->copy(reinterpret_cast<std::byte*>(positions + to * layers),
+                   reinterpret_cast<const std::byte*>(positions + from * layers), 4 * layers);
 }
 
-CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias) const {
+CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths,
+                                    std::span<const float* const> bias) const {
   check_held(slot);
   const ImageLayout layout = image_layout(schema_, lengths);
   std::vector<ops::LayerDesc> layers = describe_all(schema_, *this);
-  require(bias.size() == layers.size(), ErrorCode::bad_argument, "save needs one bias per owned layer: {}, got {}", layers.size(), bias.size());
+  require(bias.size() == layers.size(), ErrorCode::bad_argument, "save needs one bias per owned layer: {}, got {}",
+          layers.size(), bias.size());
   for (std::size_t i = 0; i < layers.size(); ++i) layers[i].kinds[0].bias = bias[i];
-  CanonicalImage image{schema_.layout_id, {lengths.begin(), lengths.end()}, std::vector<std::byte>(static_cast<std::size_t>(layout.bytes))};
+  CanonicalImage image{schema_.layout_id,
+                       {lengths.begin(), lengths.end()},
+                       std::vector<std::byte>(static_cast<std::size_t>(layout.bytes))};
   backend_->save_image(layers, layout, slot, image.bytes.data());
   return image;
 }
 
 void StateCachePool::check(const CanonicalImage& image) const {
   require(image.layout_id == schema_.layout_id, ErrorCode::bad_argument,
-          "the image was made for another model, layer set or format (layout {:016x}, this cache is {:016x})", image.layout_id, schema_.layout_id);
+          "the image was made for another model, layer set or format (layout {:016x}, this cache is {:016x})",
+          image.layout_id, schema_.layout_id);
   const std::int64_t bytes = image_layout(schema_, image.lengths).bytes;
   require(image.bytes.size() == static_cast<std::size_t>(bytes), ErrorCode::bad_argument,
-          "the image has {} bytes; one of {} tokens has {}: it is truncated or damaged", image.bytes.size(), image.lengths[0], bytes);
+          "the image has {} bytes; one of {} tokens has {}: it is truncated or damaged", image.bytes.size(),
+          image.lengths[0], bytes);
 }
 
 void StateCachePool::restore(std::int32_t slot, const CanonicalImage& image) {

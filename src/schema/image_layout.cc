@@ -12,7 +12,8 @@ ImageLayout image_layout(const CacheSchema& schema, std::span<const std::int64_t
           "the image has {} lengths; this cache has {} (backbone + draft stages)", lengths.size(), schema.num_groups);
   for (std::int64_t n : lengths)
     require(n >= 0 && n <= schema.options.max_context, ErrorCode::bad_argument,
-            "the image's length {} is outside this cache's 0 to {} tokens; raise max_context", n, schema.options.max_context);
+            "the image's length {} is outside this cache's 0 to {} tokens; raise max_context", n,
+            schema.options.max_context);
   ImageLayout out;
   const auto take = [&](std::int64_t bytes) {
     const std::int64_t at = out.bytes;
@@ -52,6 +53,8 @@ ImageLayout image_layout(const CacheSchema& schema, std::span<const std::int64_t
   return out;
 }
 
-std::int64_t image_bytes(const CacheSchema& schema, std::span<const std::int64_t> lengths) { return image_layout(schema, lengths).bytes; }
+std::int64_t image_bytes(const CacheSchema& schema, std::span<const std::int64_t> lengths) {
+  return image_layout(schema, lengths).bytes;
+}
 
 }  // namespace kv4

@@ -16,8 +16,8 @@
 namespace kv4 {
 
 struct WindowPart {
-  int layer = 0;                // index among the owned layers
-  std::int64_t first = 0;       // position of the first row
+  int layer = 0;           // index among the owned layers
+  std::int64_t first = 0;  // position of the first row
   std::int64_t count = 0;
   std::int64_t payload_at = 0;  // offset in the image
   std::int64_t scale_at = 0;
@@ -25,13 +25,13 @@ struct WindowPart {
 
 struct PendingPart {
   int layer = 0;
-  int kind = 0;                  // index among the layer's row kinds
+  int kind = 0;  // index among the layer's row kinds
   std::int64_t length = 0;
   std::int64_t previous_count = 0;  // rows [open_first - previous_count, open_first), first half only
   std::int64_t open_first = 0;
   std::int64_t open_count = 0;
   std::int64_t previous_at = 0;
-  std::int64_t open_at = 0;      // open rows, or the accumulator
+  std::int64_t open_at = 0;  // open rows, or the accumulator
 };
 
 struct ImageLayout {

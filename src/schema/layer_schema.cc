@@ -16,10 +16,11 @@ int default_block_tokens(const std::vector<LayerSpec>& layers, int wanted) {
   for (const LayerSpec& spec : layers)
     for (const RowKind& kind : spec.rows) {
       require(wanted == 0 || wanted % kind.ratio == 0, ErrorCode::bad_config,
-              "block_tokens is {}; layer {} makes one entry per {} tokens, so it must be a multiple of {}", wanted, spec.layer, kind.ratio,
-              kind.ratio);
+              "block_tokens is {}; layer {} makes one entry per {} tokens, so it must be a multiple of {}", wanted,
+              spec.layer, kind.ratio, kind.ratio);
       lcm = std::lcm(lcm, static_cast<std::int64_t>(kind.ratio));
-      require(lcm <= (1 << 24), ErrorCode::bad_config, "the layers' ratios have no common multiple below 2^24; a block cannot hold them");
+      require(lcm <= (1 << 24), ErrorCode::bad_config,
+              "the layers' ratios have no common multiple below 2^24; a block cannot hold them");
     }
   return wanted != 0 ? wanted : static_cast<int>(ceil_div(128, lcm) * lcm);
 }
@@ -35,13 +36,14 @@ void check_format(Format format, bool for_keys, int quantised) {
 
 void check_options(const ModelConfig& config, const CacheOptions& o) {
   const auto range = [](const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
-    require(value >= low && value <= high, ErrorCode::bad_config, "{} is {}; it must be from {} to {}", name, value, low, high);
+    require(value >= low && value <= high, ErrorCode::bad_config, "{} is {}; it must be from {} to {}", name, value,
+            low, high);
   };
   range("max_rewind_tokens", o.max_rewind_tokens, 0, 1 << 20);
   range("block_tokens", o.block_tokens, 0, 1 << 24);
   range("page_alignment", o.page_alignment, kPlaneAlignment, 1 << 20);
-  require(o.page_alignment % kPlaneAlignment == 0, ErrorCode::bad_config, "page_alignment is {}; it must be a multiple of {}",
-          o.page_alignment, kPlaneAlignment);
+  require(o.page_alignment % kPlaneAlignment == 0, ErrorCode::bad_config,
+          "page_alignment is {}; it must be a multiple of {}", o.page_alignment, kPlaneAlignment);
   range("max_requests", o.max_requests, 1, 1 << 16);
   range("spare_slots", o.spare_slots, 0, 1 << 16);
   range("max_context", o.max_context, 1, config.max_positions);
@@ -49,8 +51,8 @@ void check_options(const ModelConfig& config, const CacheOptions& o) {
   range("max_step_tokens", o.max_step_tokens, 1, 1 << 24);
   require(o.pending_dtype == DType::f32 || o.pending_dtype == DType::bf16, ErrorCode::bad_config,
           "pending_dtype is {}; it must be f32 or bf16", to_string(o.pending_dtype));
-  require(o.index_global_scale > 0.0f && o.index_global_scale <= 1e30f && o.index_global_scale >= 1e-30f, ErrorCode::bad_config,
-          "index_global_scale is {}; it must be from 1e-30 to 1e30", o.index_global_scale);
+  require(o.index_global_scale > 0.0f && o.index_global_scale <= 1e30f && o.index_global_scale >= 1e-30f,
+          ErrorCode::bad_config, "index_global_scale is {}; it must be from 1e-30 to 1e30", o.index_global_scale);
   check_format(o.row_format, false, config.head_dim - config.rope_dim);
   for (LayerKind kind : config.kinds) {
     if (kind != LayerKind::csa) continue;
@@ -118,8 +120,8 @@ std::vector<LayerSpec> owned_layers(std::vector<LayerSpec> all, const std::vecto
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     require(wanted[i] >= 0 && wanted[i] < static_cast<int>(all.size()), ErrorCode::bad_config,
             "layers[{}] is {}; the model has layers 0 to {}, draft stages included", i, wanted[i], all.size() - 1);
-    require(i == 0 || wanted[i] > wanted[i - 1], ErrorCode::bad_config, "layers[{}] is {} after {}; list each layer once, ascending", i,
-            wanted[i], wanted[i ? i - 1 : 0]);
+    require(i == 0 || wanted[i] > wanted[i - 1], ErrorCode::bad_config,
+            "layers[{}] is {} after {}; list each layer once, ascending", i, wanted[i], wanted[i ? i - 1 : 0]);
     out.push_back(all[static_cast<std::size_t>(wanted[i])]);
   }
   return out;
@@ -154,13 +156,16 @@ std::string describe_rope(const RopeSpec& r) {
 std::uint64_t layout_identity(const CacheSchema& s) {
   const ModelConfig& c = s.config;
   const CacheOptions& o = s.options;
-  std::string text = fmt::format("kv4 image 1\nhead {} rope {} window {} index {} eps {}\nropes {} / {}\n", c.head_dim, c.rope_dim, c.window,
-                                 c.index_dim, c.rms_eps, describe_rope(c.rope_main), describe_rope(c.rope_compress));
-  text += fmt::format("rows {} keys {} hadamard {} global {} pending {} block {}\n", to_string(o.row_format), to_string(o.index_format),
-                      o.hadamard, o.index_global_scale, to_string(o.pending_dtype), s.block_tokens);
+  std::string text =
+      fmt::format("kv4 image 1\nhead {} rope {} window {} index {} eps {}\nropes {} / {}\n", c.head_dim, c.rope_dim,
+                  c.window, c.index_dim, c.rms_eps, describe_rope(c.rope_main), describe_rope(c.rope_compress));
+  text += fmt::format("rows {} keys {} hadamard {} global {} pending {} block {}\n", to_string(o.row_format),
+                      to_string(o.index_format), o.hadamard, o.index_global_scale, to_string(o.pending_dtype),
+                      s.block_tokens);
   for (const LayerCacheSchema& layer : s.layers) {
     text += fmt::format("layer {} group {}", layer.spec.layer, layer.spec.group);
-    for (const RowKind& kind : layer.spec.rows) text += fmt::format(" [{} {} {}]", kind.ratio, kind.overlap, kind.width);
+    for (const RowKind& kind : layer.spec.rows)
+      text += fmt::format(" [{} {} {}]", kind.ratio, kind.overlap, kind.width);
     text += '\n';
   }
   return digest64(text);
@@ -171,8 +176,8 @@ std::uint64_t layout_identity(const CacheSchema& s) {
 const LayerCacheSchema& CacheSchema::layer(int model_layer) const {
   for (const LayerCacheSchema& l : layers)
     if (l.spec.layer == model_layer) return l;
-  fail(ErrorCode::bad_argument, "layer {} is not in this cache, which owns {} of the model's layers ({} to {})", model_layer, layers.size(),
-       layers.front().spec.layer, layers.back().spec.layer);
+  fail(ErrorCode::bad_argument, "layer {} is not in this cache, which owns {} of the model's layers ({} to {})",
+       model_layer, layers.size(), layers.front().spec.layer, layers.back().spec.layer);
 }
 
 CacheSchema build_schema(const ModelConfig& config, const CacheOptions& options) {
@@ -186,7 +191,8 @@ CacheSchema build_schema(const ModelConfig& config, const CacheOptions& options)
   schema.options.block_tokens = schema.block_tokens;
   schema.blocks_per_request = static_cast<int>(ceil_div(options.max_context, schema.block_tokens));
 
-  for (LayerSpec& spec : owned_layers(all, options.layers)) schema.layers.push_back({.spec = std::move(spec), .window = {}, .pages = {}, .pending = {}});
+  for (LayerSpec& spec : owned_layers(all, options.layers))
+    schema.layers.push_back({.spec = std::move(spec), .window = {}, .pages = {}, .pending = {}});
   for (LayerCacheSchema& layer : schema.layers)
     if (layer.spec.group == 0) place_window(config, options, layer, schema.slot_bytes);
   for (LayerCacheSchema& layer : schema.layers)

@@ -13,7 +13,7 @@ constexpr int kHeadroomPercent = 10;
 
 // What one block or one slot holds, by part.
 struct PartBytes {
-  std::int64_t csa_entries = 0, index_keys = 0, hca_entries = 0;             // of one block
+  std::int64_t csa_entries = 0, index_keys = 0, hca_entries = 0;                // of one block
   std::int64_t windows = 0, csa_pending = 0, hca_state = 0, draft_windows = 0;  // of one slot
 };
 
@@ -28,20 +28,23 @@ PartBytes part_bytes(const CacheSchema& schema) {
     for (std::size_t k = 0; k < layer.pages.size(); ++k) {
       const PageSchema& page = layer.pages[k];
       const PendingSchema& pending = layer.pending[k];
-      (page.kind.role == RowRole::index_key ? out.index_keys : page.kind.overlap ? out.csa_entries : out.hca_entries) += page.page_bytes;
+      (page.kind.role == RowRole::index_key ? out.index_keys
+       : page.kind.overlap                  ? out.csa_entries
+                                            : out.hca_entries) += page.page_bytes;
       std::int64_t& part = page.kind.overlap ? out.csa_pending : out.hca_state;
       if (pending.acc_offset >= 0) plane(part, std::int64_t{3} * page.kind.width * 4);
       plane(part, pending.rows * pending.row_bytes);
     }
   }
   at = out.windows + out.csa_pending + out.hca_state + out.draft_windows;
-  require(at == schema.slot_bytes, ErrorCode::bad_state, "state slot parts add up to {} of {} bytes: a bug in kv4, please report it", at,
-          schema.slot_bytes);
+  require(at == schema.slot_bytes, ErrorCode::bad_state,
+          "state slot parts add up to {} of {} bytes: a bug in kv4, please report it", at, schema.slot_bytes);
   return out;
 }
 
 bool has_compressor(const CacheSchema& schema) {
-  return std::any_of(schema.layers.begin(), schema.layers.end(), [](const LayerCacheSchema& l) { return !l.pages.empty(); });
+  return std::any_of(schema.layers.begin(), schema.layers.end(),
+                     [](const LayerCacheSchema& l) { return !l.pages.empty(); });
 }
 
 }  // namespace
@@ -76,14 +79,19 @@ std::int64_t step_scratch_bytes(const CacheSchema& schema) {
   std::int64_t bytes = 0;
   for (const LayerCacheSchema& layer : schema.layers) {
     const std::int64_t tokens = schema.options.max_step_tokens;
-    bytes = checked_add(bytes, round_up(checked_mul(tokens, layer.window.row.payload_bytes, "step scratch"), 64, "step scratch"), "step scratch");
-    bytes = checked_add(bytes, round_up(checked_mul(tokens, layer.window.row.scale_bytes, "step scratch"), 64, "step scratch"), "step scratch");
+    bytes = checked_add(
+        bytes, round_up(checked_mul(tokens, layer.window.row.payload_bytes, "step scratch"), 64, "step scratch"),
+        "step scratch");
+    bytes = checked_add(bytes,
+                        round_up(checked_mul(tokens, layer.window.row.scale_bytes, "step scratch"), 64, "step scratch"),
+                        "step scratch");
   }
   return bytes;
 }
 
 BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t requests, std::int64_t context) {
-  require(requests >= 1 && context >= 1, ErrorCode::bad_argument, "a budget needs at least 1 request and 1 token; got {} and {}", requests, context);
+  require(requests >= 1 && context >= 1, ErrorCode::bad_argument,
+          "a budget needs at least 1 request and 1 token; got {} and {}", requests, context);
   BlockBudget out;
   out.blocks_per_request = ceil_div(context, schema.block_tokens);
   const std::int64_t exact = checked_mul(requests, out.blocks_per_request, "block budget");
@@ -97,7 +105,8 @@ BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t request
 }
 
 ContextBudget compute_context_budget(const CacheSchema& schema, std::int64_t bytes, std::int64_t requests) {
-  require(bytes >= 0 && requests >= 1, ErrorCode::bad_argument, "a budget needs bytes >= 0 and at least 1 request; got {} and {}", bytes, requests);
+  require(bytes >= 0 && requests >= 1, ErrorCode::bad_argument,
+          "a budget needs bytes >= 0 and at least 1 request; got {} and {}", bytes, requests);
   constexpr std::int64_t kMaxBlocks = (std::int64_t{1} << 31) - 1;
   CacheOptions options = schema.options;
   options.max_requests = static_cast<int>(std::min<std::int64_t>(requests, 1 << 16));
@@ -147,12 +156,15 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("CSA pending", o.max_requests, parts.csa_pending, requests);
   add("HCA state", o.max_requests, parts.hca_state, requests);
   add("draft windows", o.max_requests, parts.draft_windows, fmt::format("{}, {} stages", requests, o.draft_layers));
-  add("spare slots", o.spare_slots, schema.slot_bytes, fmt::format("{} for requests in a step of more than {} of their tokens", o.spare_slots, o.max_rewind_tokens + 1));
+  add("spare slots", o.spare_slots, schema.slot_bytes,
+      fmt::format("{} for requests in a step of more than {} of their tokens", o.spare_slots, o.max_rewind_tokens + 1));
   add("step workspace", 1, step_scratch_bytes(schema), fmt::format("window rows of {} tokens", o.max_step_tokens));
   const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
-  add("displaced rows", slots, schema.displaced_bytes, fmt::format("{} slots, one window row per layer, for aborted steps", slots));
+  add("displaced rows", slots, schema.displaced_bytes,
+      fmt::format("{} slots, one window row per layer, for aborted steps", slots));
   std::int64_t tables = checked_mul(4, table_layout(schema).total, "tables");
-  tables += 2 * round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "tables"), 64, "tables");
+  tables +=
+      2 * round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "tables"), 64, "tables");
   tables += BlockAllocator::memory_bytes(o.num_blocks);
   if (has_compressor(schema)) tables += 8 * rope_angle_count(schema.config.rope_dim, o.max_context);
   add("tables", 1, tables, "block tables, positions, reference counts, rope angles");

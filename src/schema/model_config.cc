@@ -23,7 +23,8 @@ constexpr const char* kHcaName = "heavily_compressed_attention";
 std::string clipped(const std::string& text) { return text.size() > 60 ? text.substr(0, 57) + "..." : text; }
 
 std::string shown(const Json& value) {
-  if (value.is_structured()) return fmt::format("{} of {} elements", value.is_array() ? "a list" : "an object", value.size());
+  if (value.is_structured())
+    return fmt::format("{} of {} elements", value.is_array() ? "a list" : "an object", value.size());
   return clipped(value.dump(-1, ' ', false, Json::error_handler_t::replace));
 }
 
@@ -35,16 +36,19 @@ class Fields {
   bool has(const char* name) const { return object_.contains(name) && !object_.at(name).is_null(); }
 
   const Json& get(const char* name) const {
-    require(has(name), ErrorCode::bad_config, "config field '{}{}' is missing; a DeepSeek-V4 config.json has it", where_, name);
+    require(has(name), ErrorCode::bad_config, "config field '{}{}' is missing; a DeepSeek-V4 config.json has it",
+            where_, name);
     return object_.at(name);
   }
 
   std::int64_t integer(const char* name, std::int64_t low, std::int64_t high) const {
     const Json& value = get(name);
-    const bool fits = value.is_number_unsigned() ? value.get<std::uint64_t>() <= static_cast<std::uint64_t>(INT64_MAX) : value.is_number_integer();
+    const bool fits = value.is_number_unsigned() ? value.get<std::uint64_t>() <= static_cast<std::uint64_t>(INT64_MAX)
+                                                 : value.is_number_integer();
     const std::int64_t number = fits ? value.get<std::int64_t>() : low - 1;
     require(fits && number >= low && number <= high, ErrorCode::bad_config,
-            "config field '{}{}' is {}; it must be a whole number from {} to {}", where_, name, shown(value), low, high);
+            "config field '{}{}' is {}; it must be a whole number from {} to {}", where_, name, shown(value), low,
+            high);
     return number;
   }
 
@@ -60,19 +64,22 @@ class Fields {
 
   const Json& array(const char* name) const {
     const Json& value = get(name);
-    require(value.is_array(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be a list", where_, name, shown(value));
+    require(value.is_array(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be a list", where_, name,
+            shown(value));
     return value;
   }
 
   Fields object(const char* name) const {
     const Json& value = get(name);
-    require(value.is_object(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be an object", where_, name, shown(value));
+    require(value.is_object(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be an object", where_, name,
+            shown(value));
     return Fields(value, where_ + name + ".");
   }
 
   std::string text(const char* name) const {
     const Json& value = get(name);
-    require(value.is_string(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be a string", where_, name, shown(value));
+    require(value.is_string(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be a string", where_, name,
+            shown(value));
     return value.get<std::string>();
   }
 
@@ -81,21 +88,23 @@ class Fields {
   std::string where_;
 };
 
-// --- layers ---------------------------------------------------------------------------------------------------------------
+// --- layers
+// ---------------------------------------------------------------------------------------------------------------
 
 void read_ratio_list(const Fields& f, ModelConfig& config) {
   const Json& list = f.array("compress_ratios");
   require(list.size() >= static_cast<std::size_t>(config.num_layers), ErrorCode::bad_config,
-          "config field 'compress_ratios' has {} entries for num_hidden_layers = {}; it needs at least one per layer", list.size(),
-          config.num_layers);
-  require(list.size() <= kMaxLayers, ErrorCode::bad_config, "config field 'compress_ratios' has {} entries; at most {} are allowed",
-          list.size(), kMaxLayers);
+          "config field 'compress_ratios' has {} entries for num_hidden_layers = {}; it needs at least one per layer",
+          list.size(), config.num_layers);
+  require(list.size() <= kMaxLayers, ErrorCode::bad_config,
+          "config field 'compress_ratios' has {} entries; at most {} are allowed", list.size(), kMaxLayers);
   for (std::size_t i = 0; i < list.size(); ++i) {
     const Json& value = list[i];
     const bool known = value.is_number_integer() && (value == 0 || value == 4 || value == 128);
     require(known, ErrorCode::bad_config,
-            "compress_ratios[{}] is {}; V4 knows 0 (SWA), 4 (CSA) and 128 (HCA). Other rates need 'layer_types' + 'compress_rates'", i,
-            shown(value));
+            "compress_ratios[{}] is {}; V4 knows 0 (SWA), 4 (CSA) and 128 (HCA). Other rates need 'layer_types' + "
+            "'compress_rates'",
+            i, shown(value));
     if (i >= static_cast<std::size_t>(config.num_layers)) continue;  // draft stages
     config.kinds.push_back(value == 0 ? LayerKind::swa : value == 4 ? LayerKind::csa : LayerKind::hca);
   }
@@ -119,7 +128,9 @@ void read_layer_types(const Fields& f, ModelConfig& config) {
 int read_rate(const Fields& f, const char* kind, const char* flat_name) {
   if (f.has(flat_name)) return f.small(flat_name, 1, kMaxRatio);
   require(f.has("compress_rates"), ErrorCode::bad_config,
-          "config field 'compress_rates' is missing; with 'layer_types' it gives the tokens per entry of '{}' ('{}' also does)", kind, flat_name);
+          "config field 'compress_rates' is missing; with 'layer_types' it gives the tokens per entry of '{}' ('{}' "
+          "also does)",
+          kind, flat_name);
   return f.object("compress_rates").small(kind, 1, kMaxRatio);
 }
 
@@ -142,14 +153,16 @@ void read_layers(const Fields& f, ModelConfig& config) {
   if (f.has("num_nextn_predict_layers")) config.draft_hint = f.small("num_nextn_predict_layers", 0, kMaxLayers);
 }
 
-// --- rotation -------------------------------------------------------------------------------------------------------------
+// --- rotation
+// -------------------------------------------------------------------------------------------------------------
 
 RopeSpec read_rope(const Fields& scaling, double theta) {
   RopeSpec rope;
   rope.theta = theta;
   const char* key = scaling.has("rope_type") ? "rope_type" : "type";
   const std::string type = scaling.has(key) ? scaling.text(key) : "default";
-  require(type == "default" || type == "yarn", ErrorCode::bad_config, "rope type is '{}'; DeepSeek-V4 uses 'default' or 'yarn'", clipped(type));
+  require(type == "default" || type == "yarn", ErrorCode::bad_config,
+          "rope type is '{}'; DeepSeek-V4 uses 'default' or 'yarn'", clipped(type));
   if (scaling.has("attention_factor")) scaling.real("attention_factor", 1.0, 1.0);
   if (type == "default") return rope;
   rope.yarn = true;
@@ -182,7 +195,8 @@ int read_rope_dim(const Fields& f, int head_dim) {
   if (f.has("qk_rope_head_dim")) return f.small("qk_rope_head_dim", 2, head_dim);
   if (f.has("partial_rotary_factor")) return static_cast<int>(head_dim * f.real("partial_rotary_factor", 0.0, 1.0));
   if (f.has("rope_parameters") && f.object("rope_parameters").has("main"))
-    return static_cast<int>(head_dim * f.object("rope_parameters").object("main").real("partial_rotary_factor", 0.0, 1.0));
+    return static_cast<int>(head_dim *
+                            f.object("rope_parameters").object("main").real("partial_rotary_factor", 0.0, 1.0));
   fail(ErrorCode::bad_config, "config gives no rope width; it needs 'qk_rope_head_dim' or 'partial_rotary_factor'");
 }
 
@@ -207,15 +221,17 @@ ModelConfig v4_preset(const char* name, int heads, int topk, std::vector<LayerKi
 }
 
 void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
-  require(value >= low && value <= high, ErrorCode::bad_config, "{} is {}; it must be from {} to {}", name, value, low, high);
+  require(value >= low && value <= high, ErrorCode::bad_config, "{} is {}; it must be from {} to {}", name, value, low,
+          high);
 }
 
 void check_rope(const char* name, const RopeSpec& rope) {
-  require(rope.theta >= kMinTheta && rope.theta <= kMaxTheta, ErrorCode::bad_config, "{}.theta is {}; it must be from {} to {}", name,
-          rope.theta, kMinTheta, kMaxTheta);
-  require(!rope.yarn || (rope.factor >= 1.0 && rope.original_length >= 1.0 && rope.beta_fast > 0.0 && rope.beta_slow > 0.0),
-          ErrorCode::bad_config, "{}: YaRN needs factor >= 1, original_length >= 1 and betas > 0; got {}, {}, {}, {}", name, rope.factor,
-          rope.original_length, rope.beta_fast, rope.beta_slow);
+  require(rope.theta >= kMinTheta && rope.theta <= kMaxTheta, ErrorCode::bad_config,
+          "{}.theta is {}; it must be from {} to {}", name, rope.theta, kMinTheta, kMaxTheta);
+  require(
+      !rope.yarn || (rope.factor >= 1.0 && rope.original_length >= 1.0 && rope.beta_fast > 0.0 && rope.beta_slow > 0.0),
+      ErrorCode::bad_config, "{}: YaRN needs factor >= 1, original_length >= 1 and betas > 0; got {}, {}, {}, {}", name,
+      rope.factor, rope.original_length, rope.beta_fast, rope.beta_slow);
 }
 
 }  // namespace
@@ -237,10 +253,12 @@ void validate(const ModelConfig& config) {
   check_range("head_dim", config.head_dim, 2, kMaxWidth);
   check_range("rope_dim (qk_rope_head_dim, or head_dim x partial_rotary_factor)", config.rope_dim, 2, config.head_dim);
   require(config.rope_dim % 2 == 0 && config.head_dim % 2 == 0, ErrorCode::bad_config,
-          "head_dim {} and rope_dim (qk_rope_head_dim) {} must be even: channels are rotated in pairs", config.head_dim, config.rope_dim);
+          "head_dim {} and rope_dim (qk_rope_head_dim) {} must be even: channels are rotated in pairs", config.head_dim,
+          config.rope_dim);
   check_range("window (sliding_window)", config.window, 1, 1 << 20);
   check_range("max_positions", config.max_positions, 1, std::int64_t{1} << 30);
-  require(config.rms_eps >= 0.0 && config.rms_eps < 1.0, ErrorCode::bad_config, "rms_eps (rms_norm_eps) is {}; it must be from 0 up to, not including, 1", config.rms_eps);
+  require(config.rms_eps >= 0.0 && config.rms_eps < 1.0, ErrorCode::bad_config,
+          "rms_eps (rms_norm_eps) is {}; it must be from 0 up to, not including, 1", config.rms_eps);
   check_rope("rope_main", config.rope_main);
   check_rope("rope_compress", config.rope_compress);
   if (has_kind(config, LayerKind::csa)) {
@@ -259,7 +277,8 @@ ModelConfig parse_model_config(std::string_view text) {
   const Fields f(json, "");
   if (f.has("model_type")) {
     const std::string type = f.text("model_type");
-    require(type == "deepseek_v4", ErrorCode::bad_config, "config field 'model_type' is '{}'; this cache holds 'deepseek_v4'", clipped(type));
+    require(type == "deepseek_v4", ErrorCode::bad_config,
+            "config field 'model_type' is '{}'; this cache holds 'deepseek_v4'", clipped(type));
   }
   ModelConfig config;
   config.name = f.has("_name_or_path") && !f.text("_name_or_path").empty() ? f.text("_name_or_path") : "config";
@@ -269,7 +288,8 @@ ModelConfig parse_model_config(std::string_view text) {
   config.rope_dim = read_rope_dim(f, config.head_dim);
   config.window = f.small("sliding_window", 1, 1 << 20);
   config.rms_eps = f.real("rms_norm_eps", 0.0, 1.0);
-  if (f.has("max_position_embeddings")) config.max_positions = f.integer("max_position_embeddings", 1, std::int64_t{1} << 30);
+  if (f.has("max_position_embeddings"))
+    config.max_positions = f.integer("max_position_embeddings", 1, std::int64_t{1} << 30);
   read_layers(f, config);
   if (has_kind(config, LayerKind::csa)) {
     config.index_heads = f.small("index_n_heads", 1, kMaxWidth);
@@ -288,7 +308,8 @@ ModelConfig load_model_config(const std::string& path) {
   std::string text(kMaxBytes + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<std::size_t>(file.gcount()));
-  require(text.size() <= kMaxBytes, ErrorCode::bad_file, "'{}' is larger than {} bytes; a config.json is not", path, kMaxBytes);
+  require(text.size() <= kMaxBytes, ErrorCode::bad_file, "'{}' is larger than {} bytes; a config.json is not", path,
+          kMaxBytes);
   return parse_model_config(text);
 }
 

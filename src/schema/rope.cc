@@ -28,7 +28,8 @@ std::vector<double> rope_frequencies(const RopeSpec& rope, int rope_dim) {
   const int pairs = rope_dim / 2;
   std::vector<double> out(static_cast<std::size_t>(pairs));
   const auto correction_dim = [&](double rotations) {
-    return rope_dim * std::log(rope.original_length / (rotations * 2.0 * std::numbers::pi)) / (2.0 * std::log(rope.theta));
+    return rope_dim * std::log(rope.original_length / (rotations * 2.0 * std::numbers::pi)) /
+           (2.0 * std::log(rope.theta));
   };
   double low = 0.0, high = 1.0;
   if (rope.yarn) {
@@ -47,7 +48,9 @@ std::vector<double> rope_frequencies(const RopeSpec& rope, int rope_dim) {
   return out;
 }
 
-std::int64_t rope_angle_count(int rope_dim, std::int64_t positions) { return (high_count(positions) + kLowCount) * rope_dim; }
+std::int64_t rope_angle_count(int rope_dim, std::int64_t positions) {
+  return (high_count(positions) + kLowCount) * rope_dim;
+}
 
 std::vector<double> build_rope_angles(const RopeSpec& rope, int rope_dim, std::int64_t positions) {
   const std::vector<double> frequencies = rope_frequencies(rope, rope_dim);
@@ -61,12 +64,15 @@ RopeAngles view_rope_angles(const double* table, int rope_dim, std::int64_t posi
   return {table, table + high_count(positions) * rope_dim, rope_dim / 2};
 }
 
-RopeTable build_rope_table(const RopeSpec& rope, int rope_dim, std::int64_t first, std::int64_t count, std::int64_t step) {
+RopeTable build_rope_table(const RopeSpec& rope, int rope_dim, std::int64_t first, std::int64_t count,
+                           std::int64_t step) {
   constexpr std::int64_t kMaxPosition = std::int64_t{1} << 30;
-  require(rope_dim >= 2 && rope_dim % 2 == 0, ErrorCode::bad_argument, "rope_dim is {}; it must be even and at least 2", rope_dim);
-  require(first >= 0 && count >= 0 && step >= 1 && first <= kMaxPosition && count <= kMaxPosition && step <= kMaxPosition &&
-              first + (count > 0 ? (count - 1) * step : 0) <= kMaxPosition,
-          ErrorCode::bad_argument, "rope positions {} + {} x {} must lie from 0 to {}", first, count, step, kMaxPosition);
+  require(rope_dim >= 2 && rope_dim % 2 == 0, ErrorCode::bad_argument, "rope_dim is {}; it must be even and at least 2",
+          rope_dim);
+  require(first >= 0 && count >= 0 && step >= 1 && first <= kMaxPosition && count <= kMaxPosition &&
+              step <= kMaxPosition && first + (count > 0 ? (count - 1) * step : 0) <= kMaxPosition,
+          ErrorCode::bad_argument, "rope positions {} + {} x {} must lie from 0 to {}", first, count, step,
+          kMaxPosition);
   const std::int64_t end = count == 0 ? 1 : first + (count - 1) * step + 1;
   const std::vector<double> table = build_rope_angles(rope, rope_dim, end);
   const RopeAngles angles = view_rope_angles(table.data(), rope_dim, end);

@@ -34,9 +34,11 @@ std::vector<float> awkward_row(Random& random, std::size_t count, bool special) 
 
 template <class T>
 ::testing::AssertionResult same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
-  if (a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0) return ::testing::AssertionSuccess();
+  if (a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0)
+    return ::testing::AssertionSuccess();
   for (std::size_t i = 0; i < a.size(); ++i)
-    if (std::memcmp(&a[i], &b[i], sizeof(T)) != 0) return ::testing::AssertionFailure() << "first difference at " << i << ": " << +a[i] << " and " << +b[i];
+    if (std::memcmp(&a[i], &b[i], sizeof(T)) != 0)
+      return ::testing::AssertionFailure() << "first difference at " << i << ": " << +a[i] << " and " << +b[i];
   return ::testing::AssertionFailure() << "sizes differ";
 }
 
@@ -46,24 +48,32 @@ class RowKernelsTest : public testing::TestWithParam<const RowKernels*> {
   const RowKernels& plain() const { return cpu::plain_row_kernels(); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Targets, RowKernelsTest, testing::ValuesIn(cpu::runnable_row_kernels()), [](const auto& p) { return std::string(p.param->name); });
+INSTANTIATE_TEST_SUITE_P(Targets, RowKernelsTest, testing::ValuesIn(cpu::runnable_row_kernels()),
+                         [](const auto& p) { return std::string(p.param->name); });
 
 TEST_P(RowKernelsTest, Encode) {
   Random random(21);
-  struct Shape { Format format; int width, tail; };
-  const std::vector<Shape> shapes = {{Format::fp8_tile64, 512, 64}, {Format::fp8_tile64, 80, 16}, {Format::fp8_tile64, 70, 6},  {Format::fp8_row, 512, 64},
-                                     {Format::fp8_row, 32, 8},      {Format::bf16, 512, 64},      {Format::bf16, 17, 0},        {Format::mxfp4, 128, 0},
-                                     {Format::mxfp4, 32, 0},        {Format::nvfp4, 128, 0},      {Format::nvfp4, 16, 0},       {Format::fp8, 128, 0},
-                                     {Format::fp8, 20, 0},          {Format::mxfp4, 2048, 0}};
+  struct Shape {
+    Format format;
+    int width, tail;
+  };
+  const std::vector<Shape> shapes = {
+      {Format::fp8_tile64, 512, 64}, {Format::fp8_tile64, 80, 16}, {Format::fp8_tile64, 70, 6},
+      {Format::fp8_row, 512, 64},    {Format::fp8_row, 32, 8},     {Format::bf16, 512, 64},
+      {Format::bf16, 17, 0},         {Format::mxfp4, 128, 0},      {Format::mxfp4, 32, 0},
+      {Format::nvfp4, 128, 0},       {Format::nvfp4, 16, 0},       {Format::fp8, 128, 0},
+      {Format::fp8, 20, 0},          {Format::mxfp4, 2048, 0}};
   for (const Shape& s : shapes) {
     const codec::RowShape shape{s.width, s.tail};
-    const auto [payload, scale] = codec::with_codec(s.format, [&](auto c) { return std::pair(c.payload_bytes(shape), c.scale_bytes(shape)); });
+    const auto [payload, scale] =
+        codec::with_codec(s.format, [&](auto c) { return std::pair(c.payload_bytes(shape), c.scale_bytes(shape)); });
     for (int round = 0; round < 300; ++round) {
       std::vector<float> x = awkward_row(random, static_cast<std::size_t>(s.width), round % 3 == 0);
       if (round % 5 == 0) std::fill(x.begin(), x.end(), 0.0f);
       for (float& v : x) v = codec::round_bf16(v);
       // 16 guard bytes behind each plane
-      std::vector<std::uint8_t> pa(static_cast<std::size_t>(payload) + 16, 0xA5), sa(static_cast<std::size_t>(scale) + 16, 0xA5), pb = pa, sb = sa;
+      std::vector<std::uint8_t> pa(static_cast<std::size_t>(payload) + 16, 0xA5),
+          sa(static_cast<std::size_t>(scale) + 16, 0xA5), pb = pa, sb = sa;
       const float global = round % 2 ? 1.0f : 0.37f;
       plain().encode(s.format, shape, x.data(), pa.data(), sa.data(), global);
       fast().encode(s.format, shape, x.data(), pb.data(), sb.data(), global);
@@ -74,7 +84,8 @@ TEST_P(RowKernelsTest, Encode) {
         std::vector<std::uint8_t> oa(static_cast<std::size_t>(s.width) * element_bytes(type) + 16, 0xA5), ob = oa;
         plain().decode(s.format, shape, pa.data(), sa.data(), global, oa.data(), type, tmp.data());
         fast().decode(s.format, shape, pa.data(), sa.data(), global, ob.data(), type, tmp.data());
-        ASSERT_TRUE(same_bytes(oa, ob)) << "decode " << to_string(s.format) << " width " << s.width << " round " << round;
+        ASSERT_TRUE(same_bytes(oa, ob)) << "decode " << to_string(s.format) << " width " << s.width << " round "
+                                        << round;
       }
     }
   }
@@ -120,7 +131,8 @@ TEST_P(RowKernelsTest, FoldAndFinish) {
       for (std::size_t r = 0; r < static_cast<std::size_t>(count); ++r) {
         const ops::RowType type = static_cast<ops::RowType>(random.below(3));
         const bool narrow = type == ops::RowType::bf16;
-        rows.push_back({narrow ? static_cast<const void*>(kv16[r].data()) : kv[r].data(), narrow ? static_cast<const void*>(gate16[r].data()) : gate[r].data(), bias[r].data(), type});
+        rows.push_back({narrow ? static_cast<const void*>(kv16[r].data()) : kv[r].data(),
+                        narrow ? static_cast<const void*>(gate16[r].data()) : gate[r].data(), bias[r].data(), type});
       }
       std::vector<float> a(3 * w), b(3 * w);
       plain().fold(width, rows.data(), count, true, a.data());

@@ -30,7 +30,10 @@ Bytes computed_alone(const Model& model, CacheOptions options, const History& hi
 class Chaos {
  public:
   Chaos(const Model& model, const CacheOptions& options, std::uint64_t seed)
-      : model_(model), options_(options), random_(seed), driver_(model, options, make_cpu_backend(static_cast<int>(1 + seed % 3))) {}
+      : model_(model),
+        options_(options),
+        random_(seed),
+        driver_(model, options, make_cpu_backend(static_cast<int>(1 + seed % 3))) {}
 
   void run(int operations) {
     for (int i = 0; i < operations; ++i) {
@@ -39,7 +42,8 @@ class Chaos {
         case 1: fork(); break;
         case 2: release(); break;
         case 3: move(); break;
-        case 4: case 5: rewind(); break;
+        case 4:
+        case 5: rewind(); break;
         case 6: step(true); break;
         default: step(false); break;
       }
@@ -107,7 +111,8 @@ class Chaos {
     std::vector<Work> work;
     for (const auto& [request, history] : live_) {
       if (random_.below(2)) continue;
-      const std::int64_t most = std::min<std::int64_t>(random_.below(4) ? 4 : 40, options_.max_context - static_cast<std::int64_t>(history.size()));
+      const std::int64_t most = std::min<std::int64_t>(
+          random_.below(4) ? 4 : 40, options_.max_context - static_cast<std::int64_t>(history.size()));
       if (most < 1) continue;
       work.push_back({request, random_.next() % 1000, static_cast<std::int32_t>(random_.between(1, most))});
       if (random_.below(5) == 0) work.push_back({kNoRequest, 0, 2});
@@ -130,14 +135,16 @@ class Chaos {
     }
     driver_.cache.commit(*prepared);
     for (const Work& w : work)
-      if (w.request != kNoRequest) live_[w.request].insert(live_[w.request].end(), static_cast<std::size_t>(w.count), w.stream);
+      if (w.request != kNoRequest)
+        live_[w.request].insert(live_[w.request].end(), static_cast<std::size_t>(w.count), w.stream);
   }
 
   void check_one() {
     if (live_.empty()) return;
     const Entry e = any();
     ASSERT_EQ(driver_.cache.length(e->first), static_cast<std::int64_t>(e->second.size()));
-    expect_same(bytes_of(driver_.cache, e->first), computed_alone(model_, options_, e->second), "request " + std::to_string(e->first));
+    expect_same(bytes_of(driver_.cache, e->first), computed_alone(model_, options_, e->second),
+                "request " + std::to_string(e->first));
   }
 
   const Model& model_;
@@ -155,8 +162,11 @@ TEST(RandomOperations, EveryRequestIsItsOwnHistory) {
     Random random(static_cast<std::uint64_t>(seed) + 100);
     const std::vector<FormatCase> cases = format_cases();
     const bool small = random.below(3) == 0;
-    CacheOptions o = options_for(cases[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(cases.size())))]);
-    if (small) o.row_format = random.below(2) ? Format::fp8_row : Format::bf16, o.index_format = random.below(2) ? Format::nvfp4 : Format::fp8;
+    CacheOptions o =
+        options_for(cases[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(cases.size())))]);
+    if (small)
+      o.row_format = random.below(2) ? Format::fp8_row : Format::bf16,
+      o.index_format = random.below(2) ? Format::nvfp4 : Format::fp8;
     o.block_tokens = static_cast<int>(random.between(1, 3)) * 8;
     o.max_context = random.between(40, 300);
     o.max_requests = static_cast<int>(random.between(1, 6));

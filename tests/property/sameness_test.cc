@@ -1,4 +1,5 @@
-// However tokens reach a cache, the bytes are the same. Compared are canonical images, entries, index keys and token ids.
+// However tokens reach a cache, the bytes are the same. Compared are canonical images, entries, index keys and token
+// ids.
 #include <cstdlib>
 
 #include "backend/cpu/cpu_backend.h"
@@ -19,7 +20,8 @@ class Sameness : public testing::TestWithParam<FormatCase> {
   Model model_{tiny_config()};
 };
 
-INSTANTIATE_TEST_SUITE_P(Formats, Sameness, testing::ValuesIn(format_cases()), [](const auto& p) { return p.param.name(); });
+INSTANTIATE_TEST_SUITE_P(Formats, Sameness, testing::ValuesIn(format_cases()),
+                         [](const auto& p) { return p.param.name(); });
 
 // One token at a time through the plain row code, R = 0: what everything else is compared with.
 Bytes one_by_one(const Model& model, CacheOptions options, std::uint64_t stream, std::int32_t tokens) {
@@ -45,7 +47,8 @@ TEST_P(Sameness, AnySplitIntoSteps) {
       Driver d(model_, o);
       const RequestId r = d.admit();
       d.feed(r, 7, random_chunks(random, tokens, most));
-      expect_same(bytes_of(d.cache, r), want, "round " + std::to_string(round) + " chunks up to " + std::to_string(most));
+      expect_same(bytes_of(d.cache, r), want,
+                  "round " + std::to_string(round) + " chunks up to " + std::to_string(most));
     }
   }
 }
@@ -62,15 +65,18 @@ TEST_P(Sameness, AnyBatch) {
       std::vector<Work> work;
       for (int i = 0; i < 5; ++i) {
         if (random.below(3) == 0) continue;
-        work.push_back({requests[static_cast<std::size_t>(i)], static_cast<std::uint64_t>(i), static_cast<std::int32_t>(random.between(1, random.below(4) ? 3 : 25))});
+        work.push_back({requests[static_cast<std::size_t>(i)], static_cast<std::uint64_t>(i),
+                        static_cast<std::int32_t>(random.between(1, random.below(4) ? 3 : 25))});
         if (random.below(4) == 0) work.push_back({kNoRequest, 0, static_cast<std::int32_t>(random.between(1, 3))});
       }
       if (!work.empty()) d.run(work);
     }
     for (int i = 0; i < 5; ++i) {
       const RequestId r = requests[static_cast<std::size_t>(i)];
-      expect_same(bytes_of(d.cache, r), one_by_one(model_, options(), static_cast<std::uint64_t>(i), static_cast<std::int32_t>(d.cache.length(r))),
-                  "round " + std::to_string(round) + " request " + std::to_string(i));
+      expect_same(
+          bytes_of(d.cache, r),
+          one_by_one(model_, options(), static_cast<std::uint64_t>(i), static_cast<std::int32_t>(d.cache.length(r))),
+          "round " + std::to_string(round) + " request " + std::to_string(i));
     }
   }
 }
@@ -88,13 +94,15 @@ TEST_P(Sameness, RewindLeavesNoTrace) {
       const std::int32_t drop = static_cast<std::int32_t>(random.between(0, o.max_rewind_tokens));
       d.feed(r, 5, random_chunks(random, keep, 40));
       clean.feed(c, 5, random_chunks(random, keep, 40));
-      if (drop > 0) d.feed(r, 1000 + static_cast<std::uint64_t>(s), random_chunks(random, drop, 40));  // a rejected draft
+      if (drop > 0)
+        d.feed(r, 1000 + static_cast<std::uint64_t>(s), random_chunks(random, drop, 40));  // a rejected draft
       // Rewind in several goes, as far as the highest position allows.
       const std::int64_t target = clean.cache.length(c);
       ASSERT_LE(d.cache.rewind_floor(r), target);
       if (drop > 1) d.cache.rewind(r, target + drop / 2);
       d.cache.rewind(r, target);
-      expect_same(bytes_of(d.cache, r), bytes_of(clean.cache, c), "round " + std::to_string(round) + " step " + std::to_string(s));
+      expect_same(bytes_of(d.cache, r), bytes_of(clean.cache, c),
+                  "round " + std::to_string(round) + " step " + std::to_string(s));
       EXPECT_EQ(d.cache.allocator().num_free(), clean.cache.allocator().num_free());
       EXPECT_EQ(d.cache.blocks(r), clean.cache.blocks(c));
     }
@@ -113,7 +121,9 @@ TEST_P(Sameness, AbortedRepeatedAndHalfRunSteps) {
       const std::int32_t count = static_cast<std::int32_t>(random.between(1, random.below(3) ? 6 : 40));
       const std::vector<Work> work{{r, 9, count}};
       if (random.below(2)) {  // other tokens, run in some layers only, then dropped
-        const Step step = d.prepare({{r, 77 + static_cast<std::uint64_t>(s), static_cast<std::int32_t>(random.between(1, 30))}}).value();
+        const Step step =
+            d.prepare({{r, 77 + static_cast<std::uint64_t>(s), static_cast<std::int32_t>(random.between(1, 30))}})
+                .value();
         for (const LayerCacheSchema& layer : d.cache.schema().layers)
           if (random.below(2)) d.append_layer(step, layer);
         d.cache.abort(step);
@@ -125,7 +135,8 @@ TEST_P(Sameness, AbortedRepeatedAndHalfRunSteps) {
       d.append(step);
       d.cache.commit(step);
       clean.run({{c, 9, count}});
-      expect_same(bytes_of(d.cache, r), bytes_of(clean.cache, c), "round " + std::to_string(round) + " step " + std::to_string(s));
+      expect_same(bytes_of(d.cache, r), bytes_of(clean.cache, c),
+                  "round " + std::to_string(round) + " step " + std::to_string(s));
       EXPECT_EQ(d.cache.allocator().num_free(), clean.cache.allocator().num_free());
       EXPECT_EQ(d.cache.blocks(r), clean.cache.blocks(c));
       EXPECT_EQ(d.cache.state_pool().num_free(), clean.cache.state_pool().num_free());
@@ -151,7 +162,8 @@ TEST_P(Sameness, ForksAreSeparateRequests) {
     d.cache.rewind(a, std::max(common - back, d.cache.rewind_floor(a)));
     clean.cache.rewind(ca, d.cache.length(a));
     for (int s = 0; s < 6; ++s) {
-      const std::int32_t x = static_cast<std::int32_t>(random.between(1, 20)), y = static_cast<std::int32_t>(random.between(1, 20));
+      const std::int32_t x = static_cast<std::int32_t>(random.between(1, 20)),
+                         y = static_cast<std::int32_t>(random.between(1, 20));
       d.run({{a, 2, x}, {b, 3, y}});
       clean.run({{ca, 2, x}});
       clean.run({{cb, 3, y}});
@@ -168,7 +180,8 @@ TEST_P(Sameness, ForksAreSeparateRequests) {
 TEST_P(Sameness, ExportImportContinue) {
   Random random(6);
   for (int round = 0; round < (long_run() ? 150 : 20); ++round) {
-    const std::int32_t before = static_cast<std::int32_t>(random.between(1, 60)), after = static_cast<std::int32_t>(random.between(1, 60));
+    const std::int32_t before = static_cast<std::int32_t>(random.between(1, 60)),
+                       after = static_cast<std::int32_t>(random.between(1, 60));
     CacheOptions here = options(), there = options();
     here.max_rewind_tokens = static_cast<int>(random.between(0, 10));
     there.max_rewind_tokens = static_cast<int>(random.between(0, 10));
@@ -183,10 +196,12 @@ TEST_P(Sameness, ExportImportContinue) {
     expect_same(bytes_of(e.cache, s), saved, "restored, round " + std::to_string(round));
     EXPECT_EQ(e.cache.rewind_floor(s), before);
     e.feed(s, 4, random_chunks(random, after, 40));
-    expect_same(bytes_of(e.cache, s), one_by_one(model_, options(), 4, before + after), "continued, round " + std::to_string(round));
+    expect_same(bytes_of(e.cache, s), one_by_one(model_, options(), 4, before + after),
+                "continued, round " + std::to_string(round));
     const std::int64_t floor = e.cache.rewind_floor(s);
     e.cache.rewind(s, floor);
-    expect_same(bytes_of(e.cache, s), one_by_one(model_, options(), 4, static_cast<std::int32_t>(floor)), "rewound, round " + std::to_string(round));
+    expect_same(bytes_of(e.cache, s), one_by_one(model_, options(), 4, static_cast<std::int32_t>(floor)),
+                "rewound, round " + std::to_string(round));
   }
 }
 
@@ -213,7 +228,8 @@ TEST_P(Sameness, DraftStagesHaveTheirOwnLength) {
 
 TEST(SamenessReal, BoundaryLengths) {
   const Model model(real_config());
-  const std::vector<std::int32_t> lengths = {1, 2, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 383, 384, 385, 511, 512, 513};
+  const std::vector<std::int32_t> lengths = {1,   2,   3,   4,   5,   127, 128, 129, 130,
+                                             255, 256, 257, 383, 384, 385, 511, 512, 513};
   std::vector<FormatCase> cases = format_cases();
   if (!long_run()) cases.resize(2);
   for (const FormatCase& f : cases) {
@@ -221,7 +237,8 @@ TEST(SamenessReal, BoundaryLengths) {
     other.max_rewind_tokens = 7;
     other.arrangement = Arrangement::layer_major;
     plain.hca_mode = HcaMode::raw;
-    Driver slow(model, plain, cpu::make_cpu_backend_on(1, cpu::plain_row_kernels())), fast(model, other, make_cpu_backend(2));
+    Driver slow(model, plain, cpu::make_cpu_backend_on(1, cpu::plain_row_kernels())),
+        fast(model, other, make_cpu_backend(2));
     const RequestId walk = slow.admit(), whole_in_pieces = fast.admit();
     Random random(11);
     std::int32_t at = 0;

@@ -1,4 +1,5 @@
-// The sameness of tests/property on recorded inputs: any split, every layout, rewinds and images give the same bytes in every format.
+// The sameness of tests/property on recorded inputs: any split, every layout, rewinds and images give the same bytes in
+// every format.
 #include <filesystem>
 
 #include "backend/cpu/cpu_backend.h"
@@ -20,9 +21,10 @@ struct RecordedLayer {
   RecordedLayer(const std::string& directory, LayerKind kind) {
     const std::string name = kind == LayerKind::swa ? "swa" : kind == LayerKind::csa ? "csa" : "hca";
     const SafeTensors file = cli::load_safetensors(directory + "/hf_" + name + ".safetensors");
-    const int head = static_cast<int>(file.metadata_int("head_dim", 1, 4096)), index = static_cast<int>(file.metadata_int("index_head_dim", 1, 4096));
-    config = base_config(head, static_cast<int>(file.metadata_int("rope_dim", 2, 512)), index, static_cast<int>(file.metadata_int("sliding_window", 1, 4096)),
-                         4, 128, {kind});
+    const int head = static_cast<int>(file.metadata_int("head_dim", 1, 4096)),
+              index = static_cast<int>(file.metadata_int("index_head_dim", 1, 4096));
+    config = base_config(head, static_cast<int>(file.metadata_int("rope_dim", 2, 512)), index,
+                         static_cast<int>(file.metadata_int("sliding_window", 1, 4096)), 4, 128, {kind});
     tokens = file.metadata_int("n_tokens", 1, 1 << 20);
     rows = file.floats("swa_kv", {tokens, head});
     if (kind == LayerKind::swa) return;
@@ -56,12 +58,14 @@ void append(KVCacheManager& cache, RequestId request, const RecordedLayer& layer
   const std::vector<std::int32_t> ids(static_cast<std::size_t>(count), 1);
   const StepItem item{request, static_cast<std::int32_t>(count), ids, first};
   const Step step = cache.prepare_forward({&item, 1}).value();
-  cache.acquire(0).append({layer.part(layer.rows, first, count), layer.part(layer.kv, first, count), layer.part(layer.gate, first, count),
-                           layer.part(layer.index_kv, first, count), layer.part(layer.index_gate, first, count)});
+  cache.acquire(0).append({layer.part(layer.rows, first, count), layer.part(layer.kv, first, count),
+                           layer.part(layer.gate, first, count), layer.part(layer.index_kv, first, count),
+                           layer.part(layer.index_gate, first, count)});
   cache.commit(step);
 }
 
-std::unique_ptr<KVCacheManager> make_cache(const RecordedLayer& layer, const CacheOptions& options, std::shared_ptr<Backend> backend) {
+std::unique_ptr<KVCacheManager> make_cache(const RecordedLayer& layer, const CacheOptions& options,
+                                           std::shared_ptr<Backend> backend) {
   auto cache = std::make_unique<KVCacheManager>(layer.config, options, std::move(backend));
   if (!layer.kv.empty()) cache->bind_weights(0, layer.weights);
   return cache;
@@ -89,8 +93,10 @@ void check_directory(const std::string& directory) {
       append(*cache, whole, layer, layer.tokens);
       expect_same(bytes_of(*cache, whole), want, what + " whole");
       while (cache->length(pieces) < layer.tokens) {  // random steps, some of them taken back and done again
-        append(*cache, pieces, layer, std::min(layer.tokens - cache->length(pieces), random.between(1, random.below(3) ? 5 : 60)));
-        if (random.below(3) == 0) cache->rewind(pieces, random.between(cache->rewind_floor(pieces), cache->length(pieces)));
+        append(*cache, pieces, layer,
+               std::min(layer.tokens - cache->length(pieces), random.between(1, random.below(3) ? 5 : 60)));
+        if (random.below(3) == 0)
+          cache->rewind(pieces, random.between(cache->rewind_floor(pieces), cache->length(pieces)));
       }
       expect_same(bytes_of(*cache, pieces), want, what + " in pieces");
     }

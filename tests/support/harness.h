@@ -1,4 +1,5 @@
-// A model with random weights, inputs that depend only on (stream, layer, position), and a driver that runs steps through a cache.
+// A model with random weights, inputs that depend only on (stream, layer, position), and a driver that runs steps
+// through a cache.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -69,15 +70,18 @@ struct Model {
       for (const RowKind& kind : spec.rows) {
         const int columns = kind.overlap ? 2 * kind.width : kind.width;
         const bool key = kind.role == RowRole::index_key;
-        (key ? layer.views.index_position_bias : layer.views.position_bias) = {key ? layer.index_bias.data() : layer.bias.data(), {kind.ratio, columns}};
-        (key ? layer.views.index_norm_weight : layer.views.norm_weight) = {key ? layer.index_norm.data() : layer.norm.data(), {kind.width}};
+        (key ? layer.views.index_position_bias : layer.views.position_bias) = {
+            key ? layer.index_bias.data() : layer.bias.data(), {kind.ratio, columns}};
+        (key ? layer.views.index_norm_weight : layer.views.norm_weight) = {
+            key ? layer.index_norm.data() : layer.norm.data(), {kind.width}};
       }
     }
   }
   Model(const Model&) = delete;
 };
 
-inline ModelConfig base_config(int head, int rope, int index, int window, int csa, int hca, std::vector<LayerKind> kinds) {
+inline ModelConfig base_config(int head, int rope, int index, int window, int csa, int hca,
+                               std::vector<LayerKind> kinds) {
   ModelConfig c;
   c.name = "test";
   c.num_layers = static_cast<int>(kinds.size());
@@ -120,7 +124,8 @@ class Driver {
   Driver(const Model& model, CacheOptions options, std::shared_ptr<Backend> backend = make_cpu_backend())
       : cache(model.config, options, std::move(backend)), model_(model) {
     for (const LayerCacheSchema& layer : cache.schema().layers)
-      if (!layer.pages.empty()) cache.bind_weights(layer.spec.layer, model.layers[static_cast<std::size_t>(layer.spec.layer)].views);
+      if (!layer.pages.empty())
+        cache.bind_weights(layer.spec.layer, model.layers[static_cast<std::size_t>(layer.spec.layer)].views);
   }
 
   RequestId admit() { return cache.admit().value(); }
@@ -137,7 +142,8 @@ class Driver {
       for (std::int32_t i = 0; i < w.count; ++i) list.push_back(token_id(w.stream, start + i));
     }
     for (std::size_t i = 0; i < work.size(); ++i)
-      items.push_back({work[i].request, work[i].count, work[i].request == kNoRequest ? std::span<const std::int32_t>{} : ids[i], -1});
+      items.push_back({work[i].request, work[i].count,
+                       work[i].request == kNoRequest ? std::span<const std::int32_t>{} : ids[i], -1});
     return cache.prepare_forward(items, group);
   }
 
@@ -187,7 +193,9 @@ class Driver {
     for (std::size_t i = 0; i < work_.size(); ++i) {
       for (std::int32_t c = 0; c < work_[i].count; ++c, ++token) {
         if (work_[i].request == kNoRequest) continue;
-        const std::uint64_t key = mix(work_[i].stream) ^ mix(static_cast<std::uint64_t>(starts_[i] + c) * 64 + static_cast<std::uint64_t>(layer) * 7 + static_cast<std::uint64_t>(part) + 1);
+        const std::uint64_t key =
+            mix(work_[i].stream) ^ mix(static_cast<std::uint64_t>(starts_[i] + c) * 64 +
+                                       static_cast<std::uint64_t>(layer) * 7 + static_cast<std::uint64_t>(part) + 1);
         const float scale = part == 0 || part % 2 == 1 ? 3.0f : 6.0f;
         fill_random(key, scale, out.data() + token * static_cast<std::size_t>(width), static_cast<std::size_t>(width));
       }
@@ -237,7 +245,8 @@ struct FormatCase {
   bool hadamard;
   DType pending;
   std::string name() const {
-    return std::string(to_string(rows)) + "_" + to_string(keys) + (hadamard ? "_hadamard_" : "_plain_") + to_string(pending);
+    return std::string(to_string(rows)) + "_" + to_string(keys) + (hadamard ? "_hadamard_" : "_plain_") +
+           to_string(pending);
   }
 };
 

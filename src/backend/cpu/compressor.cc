@@ -10,7 +10,8 @@ constexpr int kRowsAtOnce = 64;
 constexpr std::int64_t kRowsAhead = 4;
 
 const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column) {
-  return static_cast<const std::uint8_t*>(in.data) + static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
+  return static_cast<const std::uint8_t*>(in.data) +
+         static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
 }
 
 ops::RowType read_as(DType stored, DType pending) {
@@ -27,24 +28,30 @@ Span span_of(const ops::StepDesc& step, std::int32_t row) {
 void Compressor::find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const {
   const ops::PendingDesc& p = kind_.pending;
   const std::size_t stored = element_bytes(p.dtype), given = element_bytes(kv_.dtype);
-  // The next entry's rows (overlap) or the next ones folded: the hardware's own prefetch does not follow such short rows in time.
-  const std::int64_t ahead = (kind_.overlap ? kind_.ratio : kRowsAhead) * kv_.row_stride * static_cast<std::int64_t>(given);
-  std::int32_t phase = static_cast<std::int32_t>(begin % kind_.ratio), ring_row = static_cast<std::int32_t>(begin % p.rows);
+  // The next entry's rows (overlap) or the next ones folded: the hardware's own prefetch does not follow such short
+  // rows in time.
+  const std::int64_t ahead =
+      (kind_.overlap ? kind_.ratio : kRowsAhead) * kv_.row_stride * static_cast<std::int64_t>(given);
+  std::int32_t phase = static_cast<std::int32_t>(begin % kind_.ratio),
+               ring_row = static_cast<std::int32_t>(begin % p.rows);
   for (int i = 0; i < count; ++i) {
     const float* bias = kind_.bias + std::int64_t{phase} * p.columns + column;
     const std::int64_t token = span.first_token + begin + i - span.length;
     if (begin + i >= span.length) {
-      rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype), ahead};
+      rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype),
+                 ahead};
     } else {
       const std::uint8_t* row = p.ring.at(span.read_slot, ring_row);
-      rows[i] = {row + static_cast<std::size_t>(column) * stored, row + static_cast<std::size_t>(p.columns + column) * stored, bias, read_as(p.dtype, p.dtype)};
+      rows[i] = {row + static_cast<std::size_t>(column) * stored,
+                 row + static_cast<std::size_t>(p.columns + column) * stored, bias, read_as(p.dtype, p.dtype)};
     }
     if (++phase == kind_.ratio) phase = 0;
     if (++ring_row == p.rows) ring_row = 0;
   }
 }
 
-void Compressor::fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh, float* acc) const {
+void Compressor::fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh,
+                      float* acc) const {
   ops::SourceRow rows[kRowsAtOnce];
   do {
     const int count = static_cast<int>(std::min<std::int64_t>(end - begin, kRowsAtOnce));
@@ -77,14 +84,16 @@ void Compressor::store_pending(const Span& span, std::int64_t position) const {
   const std::int64_t token = span.first_token + position - span.length;
   std::uint8_t* row = p.ring.at(span.write_slot, position % p.rows);
   kernels_.convert(input_row(kv_, token, 0), kv_.dtype, p.columns, row, p.dtype);
-  kernels_.convert(input_row(gate_, token, 0), gate_.dtype, p.columns, row + static_cast<std::size_t>(p.columns) * element_bytes(p.dtype), p.dtype);
+  kernels_.convert(input_row(gate_, token, 0), gate_.dtype, p.columns,
+                   row + static_cast<std::size_t>(p.columns) * element_bytes(p.dtype), p.dtype);
 }
 
 void Compressor::pool_open(const Span& span, std::int64_t end, RowBuffers& buffers) const {
   const std::int64_t begin = (end - 1) / kind_.ratio * kind_.ratio;
   const std::int64_t folded = frontier(span.read_slot);
   const bool fresh = folded <= begin;
-  if (!fresh) std::memcpy(buffers.acc.data(), accumulator(span.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));
+  if (!fresh)
+    std::memcpy(buffers.acc.data(), accumulator(span.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));
   fold(span, std::max(begin, folded), end, 0, fresh, buffers.acc.data());
 }
 

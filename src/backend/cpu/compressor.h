@@ -42,8 +42,12 @@ class Compressor {
   void find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const;
   // Folds [begin, end) at `column` into acc; fresh: acc is overwritten.
   void fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh, float* acc) const;
-  float* accumulator(std::int32_t slot) const { return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0)); }
-  std::int32_t& frontier(std::int32_t slot) const { return kind_.pending.frontiers[slot * kind_.pending.frontier_stride]; }
+  float* accumulator(std::int32_t slot) const {
+    return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0));
+  }
+  std::int32_t& frontier(std::int32_t slot) const {
+    return kind_.pending.frontiers[slot * kind_.pending.frontier_stride];
+  }
   int width() const { return kind_.page.shape.width; }
 
   const RowKernels& kernels_;

@@ -8,15 +8,19 @@ namespace kv4::cpu {
 namespace {
 
 const void* input_row(const ops::InputDesc& in, std::int64_t token) {
-  return static_cast<const std::uint8_t*>(in.data) + static_cast<std::size_t>(token * in.row_stride) * element_bytes(in.dtype);
+  return static_cast<const std::uint8_t*>(in.data) +
+         static_cast<std::size_t>(token * in.row_stride) * element_bytes(in.dtype);
 }
 
-void copy_row(const ops::RowPlanes& from, std::int64_t from_row, const ops::RowPlanes& to, std::int64_t to_row, std::int32_t slot) {
-  std::memcpy(to.payload.at(slot, to_row), from.payload.at(slot, from_row), static_cast<std::size_t>(to.payload.row_stride));
+void copy_row(const ops::RowPlanes& from, std::int64_t from_row, const ops::RowPlanes& to, std::int64_t to_row,
+              std::int32_t slot) {
+  std::memcpy(to.payload.at(slot, to_row), from.payload.at(slot, from_row),
+              static_cast<std::size_t>(to.payload.row_stride));
   std::memcpy(to.scale.at(slot, to_row), from.scale.at(slot, from_row), static_cast<std::size_t>(to.scale.row_stride));
 }
 
-// Only the last of R + 1 tokens overwrites a row that the image before the step holds: its oldest. Run again, the row is kept already.
+// Only the last of R + 1 tokens overwrites a row that the image before the step holds: its oldest. Run again, the row
+// is kept already.
 void keep_displaced(const ops::WindowDesc& w, int window_tokens, const Span& span, std::int64_t position) {
   const std::int64_t lost = position - w.rows;
   if (lost < 0 || lost != span.length - window_tokens || w.displaced_position(span.write_slot) == lost) return;
@@ -37,8 +41,8 @@ void prefetch_ring_row(const ops::WindowDesc& w, const ops::StepDesc& step, std:
 }
 
 // The window row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
-void write_window_row(const RowKernels& kernels, const ops::LayerDesc& layer, const Span& span, std::int64_t token, std::int64_t position,
-                      const ops::InputDesc& in, RowBuffers& buffers) {
+void write_window_row(const RowKernels& kernels, const ops::LayerDesc& layer, const Span& span, std::int64_t token,
+                      std::int64_t position, const ops::InputDesc& in, RowBuffers& buffers) {
   const ops::WindowDesc& w = layer.window;
   const codec::RowShape shape = w.ring.shape;
   const void* row = input_row(in, token);
@@ -58,20 +62,22 @@ void write_window_row(const RowKernels& kernels, const ops::LayerDesc& layer, co
 }
 
 // Quantises a finished row of a kind into its place in the page. `row` is changed by the transform.
-void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request, std::int64_t position,
-               float* row) {
+void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request,
+               std::int64_t position, float* row) {
   if (kind.hadamard) kernels.hadamard(kind.page.shape.width, row);
-  const std::int64_t block = step.block_table[std::int64_t{request} * step.blocks_per_request + position / step.block_tokens];
+  const std::int64_t block =
+      step.block_table[std::int64_t{request} * step.blocks_per_request + position / step.block_tokens];
   const std::int64_t slot = position % step.block_tokens / kind.ratio;
-  kernels.encode(kind.page.format, kind.page.shape, row, kind.page.payload.at(block, slot), kind.page.scale.at(block, slot),
-                 kind.global_scale);
+  kernels.encode(kind.page.format, kind.page.shape, row, kind.page.payload.at(block, slot),
+                 kind.page.scale.at(block, slot), kind.global_scale);
   if (slot == 0 && kind.page.global.data != nullptr) std::memcpy(kind.page.global.at(block, 0), &kind.global_scale, 4);
 }
 
 // The entry and the index key of a token close together and share one rotation.
 class Rotation {
  public:
-  Rotation(const RowKernels& kernels, const ops::RopeDesc& rope, RowBuffers& buffers) : kernels_(kernels), rope_(rope), buffers_(buffers) {}
+  Rotation(const RowKernels& kernels, const ops::RopeDesc& rope, RowBuffers& buffers)
+      : kernels_(kernels), rope_(rope), buffers_(buffers) {}
 
   void seek(std::int64_t position) {
     const int pairs = rope_.rope_dim / 2;
@@ -138,8 +144,8 @@ void CpuBackend::append(const ops::AppendParams& params) {
         if ((position + 1) % kind.ratio != 0) continue;
         compressor.pool_entry(span, position, buffer);
         rotation.seek(position + 1 - kind.ratio);
-        kernels_.finish({kind.page.shape.width, buffer.acc.data(), kind.norm_weight, layer.eps, params.rope.rope_dim / 2, rotation.cos,
-                         rotation.sin, buffer.row.data(), buffer.tmp.data()});
+        kernels_.finish({kind.page.shape.width, buffer.acc.data(), kind.norm_weight, layer.eps,
+                         params.rope.rope_dim / 2, rotation.cos, rotation.sin, buffer.row.data(), buffer.tmp.data()});
         store_row(kernels_, kind, step, request, position, buffer.row.data());
       }
     }

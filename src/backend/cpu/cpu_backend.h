@@ -1,4 +1,5 @@
-// The CPU backend: index arithmetic over the step's tables, one row at a time through RowKernels, tokens shared among threads.
+// The CPU backend: index arithmetic over the step's tables, one row at a time through RowKernels, tokens shared among
+// threads.
 #pragma once
 
 #include <memory>
@@ -13,7 +14,8 @@ namespace kv4::cpu {
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(int threads, const RowKernels& kernels) : kernels_(kernels), pool_(threads), buffers_(static_cast<std::size_t>(threads)) {}
+  CpuBackend(int threads, const RowKernels& kernels)
+      : kernels_(kernels), pool_(threads), buffers_(static_cast<std::size_t>(threads)) {}
 
   std::byte* allocate(std::int64_t bytes) override;
   void deallocate(std::byte* memory, std::int64_t bytes) override;
@@ -25,8 +27,10 @@ class CpuBackend final : public Backend {
   void gather_chosen(const ops::GatherParams& params) override;
   void gather_all(const ops::GatherParams& params) override;
   void gather_window(const ops::GatherParams& params) override;
-  void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot, std::byte* image) override;
-  void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot, const std::byte* image) override;
+  void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                  std::byte* image) override;
+  void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                     const std::byte* image) override;
 
  private:
   void fit_buffers(int width);

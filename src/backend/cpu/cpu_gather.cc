@@ -12,15 +12,20 @@ struct RowOut {
   const ops::OutputDesc& out;
   std::size_t row_bytes;
 
-  RowOut(const ops::OutputDesc& o, int width) : out(o), row_bytes(static_cast<std::size_t>(width) * element_bytes(o.dtype)) {}
-  void* at(std::int64_t row) const { return static_cast<std::uint8_t*>(out.data) + static_cast<std::size_t>(row) * row_bytes; }
+  RowOut(const ops::OutputDesc& o, int width)
+      : out(o), row_bytes(static_cast<std::size_t>(width) * element_bytes(o.dtype)) {}
+  void* at(std::int64_t row) const {
+    return static_cast<std::uint8_t*>(out.data) + static_cast<std::size_t>(row) * row_bytes;
+  }
   void zero(std::int64_t row) const { std::memset(at(row), 0, row_bytes); }
 };
 
-void decode_row(const RowKernels& kernels, const ops::RowPlanes& rows, std::int64_t block, std::int64_t row, void* out, DType type, float* tmp) {
+void decode_row(const RowKernels& kernels, const ops::RowPlanes& rows, std::int64_t block, std::int64_t row, void* out,
+                DType type, float* tmp) {
   float global = 1.0f;
   if (rows.global.data != nullptr) std::memcpy(&global, rows.global.at(block, 0), 4);
-  kernels.decode(rows.format, rows.shape, rows.payload.at(block, row), rows.scale.at(block, row), global, out, type, tmp);
+  kernels.decode(rows.format, rows.shape, rows.payload.at(block, row), rows.scale.at(block, row), global, out, type,
+                 tmp);
 }
 
 // Where an entry of a request lies.
@@ -29,7 +34,8 @@ struct EntryPlace {
 };
 
 EntryPlace place_of(const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request, std::int64_t entry) {
-  return {step.block_table[std::int64_t{request} * step.blocks_per_request + entry / kind.rows_per_block], entry % kind.rows_per_block};
+  return {step.block_table[std::int64_t{request} * step.blocks_per_request + entry / kind.rows_per_block],
+          entry % kind.rows_per_block};
 }
 
 void prefetch_entry(const ops::RowPlanes& page, EntryPlace place) {
@@ -51,14 +57,16 @@ void CpuBackend::gather_chosen(const ops::GatherParams& params) {
     for (std::int64_t token = begin; token < end; ++token) {
       const std::int32_t request = step.token_rows[token];
       const std::int64_t visible = request < 0 ? 0 : (std::int64_t{step.positions[token]} + 1) / kind.ratio;
-      const std::int32_t* chosen = static_cast<const std::int32_t*>(params.indices.data) + token * params.indices.row_stride;
+      const std::int32_t* chosen =
+          static_cast<const std::int32_t*>(params.indices.data) + token * params.indices.row_stride;
       const auto is_there = [&](std::int64_t i) { return i < k && chosen[i] >= 0 && chosen[i] < visible; };
       for (std::int64_t i = 0; i < k; ++i) {
         if (is_there(i + kAhead)) prefetch_entry(kind.page, place_of(kind, step, request, chosen[i + kAhead]));
         const std::int64_t row = token * k + i;
         if (is_there(i)) {
           const EntryPlace place = place_of(kind, step, request, chosen[i]);
-          decode_row(kernels_, kind.page, place.block, place.slot, out.at(row), params.out.dtype, buffers(worker).tmp.data());
+          decode_row(kernels_, kind.page, place.block, place.slot, out.at(row), params.out.dtype,
+                     buffers(worker).tmp.data());
         } else {
           out.zero(row);
         }
@@ -76,7 +84,8 @@ void CpuBackend::gather_all(const ops::GatherParams& params) {
     return request < 0 ? 0 : (std::int64_t{step.lengths[request]} + step.counts[request]) / kind.ratio;
   };
   fit_buffers(kind.page.shape.width);
-  for (std::int32_t item = 0; item < step.num_items; ++item) params.lens[item] = static_cast<std::int32_t>(entries_of(step.item_rows[item]));
+  for (std::int32_t item = 0; item < step.num_items; ++item)
+    params.lens[item] = static_cast<std::int32_t>(entries_of(step.item_rows[item]));
   pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end, int worker) {
     float* tmp = buffers(worker).tmp.data();
     for (std::int64_t i = begin; i < end; ++i) {
@@ -97,7 +106,9 @@ void CpuBackend::gather_window(const ops::GatherParams& params) {
   const ops::StepDesc& step = params.step;
   const RowOut out(params.out, w.ring.shape.width);
   fit_buffers(w.ring.shape.width);
-  const auto first_of = [&](const Span& span) { return std::max<std::int64_t>(0, span.length - (params.layer.window_tokens - 1)); };
+  const auto first_of = [&](const Span& span) {
+    return std::max<std::int64_t>(0, span.length - (params.layer.window_tokens - 1));
+  };
   for (std::int32_t item = 0; item < step.num_items; ++item) {
     const std::int32_t request = step.item_rows[item];
     const Span span = request < 0 ? Span{} : span_of(step, request);

@@ -5,7 +5,8 @@
 
 namespace kv4::cpu {
 
-/// What one thread needs to work on a row. Grown by the caller before the threads start, so that none of them allocates.
+/// What one thread needs to work on a row. Grown by the caller before the threads start, so that none of them
+/// allocates.
 struct RowBuffers {
   std::vector<float> acc;  // [3, width]
   std::vector<float> row, tmp, cos, sin;

@@ -1,5 +1,5 @@
-// What the CPU backend does to one row. The plain table runs ops/ and codec/ as they are and is the judge; the SIMD tables (one per
-// instruction set, chosen at run time) give the same bytes faster.
+// What the CPU backend does to one row. The plain table runs ops/ and codec/ as they are and is the judge; the SIMD
+// tables (one per instruction set, chosen at run time) give the same bytes faster.
 #pragma once
 
 #include <cstdint>
@@ -35,11 +35,13 @@ struct RowKernels {
   void (*angles)(const RopeAngles& angles, std::int64_t position, float* cos, float* sin);
   void (*finish)(const FinishArgs& args);
   void (*hadamard)(int width, float* row);
-  void (*encode)(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global);  // x: bf16 values
+  void (*encode)(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale,
+                 float global);  // x: bf16 values
   /// The same from an input row that is not rounded to bf16 yet. tmp: [width]
-  void (*encode_input)(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload, std::uint8_t* scale, float* tmp);
-  void (*decode)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out,
-                 DType out_type, float* tmp);  // tmp: [width]
+  void (*encode_input)(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
+                       std::uint8_t* scale, float* tmp);
+  void (*decode)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
+                 float global, void* out, DType out_type, float* tmp);  // tmp: [width]
 };
 
 const RowKernels& plain_row_kernels();

@@ -13,7 +13,8 @@ void convert(const void* from, DType from_type, std::int64_t count, void* to, DT
     if (to_type == DType::f32)
       static_cast<float*>(to)[i] = codec::canonical_nan(from_type == DType::f32 ? f32[i] : codec::bf16_value(bf16[i]));
     else
-      static_cast<std::uint16_t*>(to)[i] = from_type == DType::f32 ? codec::bf16_bits(f32[i]) : codec::canonical_bf16(bf16[i]);
+      static_cast<std::uint16_t*>(to)[i] =
+          from_type == DType::f32 ? codec::bf16_bits(f32[i]) : codec::canonical_bf16(bf16[i]);
   }
 }
 
@@ -36,19 +37,22 @@ void finish(const FinishArgs& a) {
 
 void hadamard(int width, float* row) { ops::hadamard_row(OneLane{}, width, row); }
 
-void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale, float global) {
+void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale,
+            float global) {
   codec::with_codec(format, [&](auto c) { c.encode(OneLane{}, shape, x, payload, scale, global); });
 }
 
-void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload, std::uint8_t* scale, float* tmp) {
+void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
+                  std::uint8_t* scale, float* tmp) {
   load_as_bf16(x, type, shape.width, tmp);
   encode(format, shape, tmp, payload, scale, 1.0f);
 }
 
-void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global, void* out,
-            DType out_type, float* tmp) {
+void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global,
+            void* out, DType out_type, float* tmp) {
   if (out_type == DType::f32) {
-    codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, static_cast<float*>(out)); });
+    codec::with_codec(format,
+                      [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, static_cast<float*>(out)); });
     return;
   }
   codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, tmp); });
@@ -58,7 +62,8 @@ void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, c
 }  // namespace
 
 const RowKernels& plain_row_kernels() {
-  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold, angles, finish, hadamard, encode, encode_input, decode};
+  static constexpr RowKernels kTable{"scalar", convert,  load_as_bf16, fold,         angles,
+                                     finish,   hadamard, encode,       encode_input, decode};
   return kTable;
 }
 

@@ -1,5 +1,6 @@
-// One table of row kernels per instruction set that has fused multiply-add; Highway compiles this file once for each and chooses at
-// run time. Where none is there (SSE, plain emulation) the plain table is used: without a fused operation the bytes would differ.
+// One table of row kernels per instruction set that has fused multiply-add; Highway compiles this file once for each
+// and chooses at run time. Where none is there (SSE, plain emulation) the plain table is used: without a fused
+// operation the bytes would differ.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "backend/cpu/row_kernels_simd.cc"
 #include <hwy/foreach_target.h>
@@ -21,7 +22,8 @@ namespace kv4::cpu::HWY_NAMESPACE {
 
 const RowKernels* simd_table() {
 #if KV4_SIMD_TABLE
-  static const RowKernels table{hwy::TargetName(HWY_TARGET), convert, load_as_bf16, fold, angles, finish, hadamard, encode, encode_input, decode};
+  static const RowKernels table{
+      hwy::TargetName(HWY_TARGET), convert, load_as_bf16, fold, angles, finish, hadamard, encode, encode_input, decode};
   return &table;
 #else
   return &plain_row_kernels();

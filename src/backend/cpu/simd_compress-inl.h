@@ -23,7 +23,8 @@ HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
   const VF one = set(1.0f);
   const VF past = hn::IfThenElse(higher, e, one);
   const VF fresh = hn::IfThenElse(higher, one, e);
-  return {hn::IfThenElse(higher, gate, p.max), hn::MulAdd(p.den, past, fresh), hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
+  return {hn::IfThenElse(higher, gate, p.max), hn::MulAdd(p.den, past, fresh),
+          hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
 }
 
 // Folds kRows rows over all channels: rows stream, the accumulator stays in the first cache level.
@@ -59,10 +60,12 @@ void fold_typed(std::size_t width, const ops::SourceRow* rows, bool fresh, float
 
 // Rows of one type go four at a time; they change type at most once, where stored rows end and the step's own begin.
 void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc) {
-  if (count == 0 || static_cast<std::size_t>(width) % hn::Lanes(DF()) != 0) return plain_row_kernels().fold(width, rows, count, fresh, acc);
+  if (count == 0 || static_cast<std::size_t>(width) % hn::Lanes(DF()) != 0)
+    return plain_row_kernels().fold(width, rows, count, fresh, acc);
   const std::size_t w = static_cast<std::size_t>(width);
   while (count > 0) {
-    const bool four = count >= 4 && rows[0].type == rows[1].type && rows[0].type == rows[2].type && rows[0].type == rows[3].type;
+    const bool four =
+        count >= 4 && rows[0].type == rows[1].type && rows[0].type == rows[2].type && rows[0].type == rows[3].type;
     four ? fold_typed<4>(w, rows, fresh, acc) : fold_typed<1>(w, rows, fresh, acc);
     fresh = false;
     count -= four ? 4 : 1;
@@ -103,7 +106,8 @@ HWY_INLINE float pair_sum(float* x, std::size_t n) {
 // A row that is not finite throughout goes back to the plain code, so rounding need not look for NaN.
 void finish(const FinishArgs& a) {
   const DF d;
-  const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(a.width), pairs = static_cast<std::size_t>(a.pairs);
+  const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(a.width),
+                    pairs = static_cast<std::size_t>(a.pairs);
   if ((width & (width - 1)) != 0 || width < lanes || pairs % lanes != 0) return plain_row_kernels().finish(a);
   for (std::size_t c = 0; c < width; c += lanes) {
     const VF x = round_bf16_finite(hn::Div(hn::LoadU(d, a.acc + 2 * width + c), hn::LoadU(d, a.acc + width + c)));
@@ -114,7 +118,8 @@ void finish(const FinishArgs& a) {
   if (!(sum < INFINITY)) return plain_row_kernels().finish(a);
   const VF factor = set(ops::norm_factor(sum, a.width, a.eps));
   for (std::size_t c = 0; c < width; c += lanes)
-    hn::StoreU(round_bf16(hn::Mul(hn::Mul(hn::LoadU(d, a.row + c), factor), hn::LoadU(d, a.norm_weight + c))), d, a.row + c);
+    hn::StoreU(round_bf16(hn::Mul(hn::Mul(hn::LoadU(d, a.row + c), factor), hn::LoadU(d, a.norm_weight + c))), d,
+               a.row + c);
   float* tail = a.row + width - 2 * pairs;
   for (std::size_t i = 0; i < pairs; i += lanes) {
     VF x0, x1;
@@ -126,7 +131,8 @@ void finish(const FinishArgs& a) {
   }
 }
 
-// Butterflies at strides below the vector length, in one register: lane i meets lane i ^ h, and the upper of the two is subtracted.
+// Butterflies at strides below the vector length, in one register: lane i meets lane i ^ h, and the upper of the two is
+// subtracted.
 struct InnerStages {
   static constexpr std::size_t kMaxLanes = 16;
   std::int32_t partner[4][kMaxLanes];

@@ -47,7 +47,9 @@ HWY_INLINE VF round_bf16_finite(VF x) {
 }
 HWY_INLINE VF round_bf16(VF x) { return from_bits(round_bf16_bits(x)); }
 
-HWY_INLINE VF load_bf16(const std::uint16_t* p) { return from_bits(hn::ShiftLeft<16>(hn::PromoteTo(DU(), hn::LoadU(DU16(), p)))); }
+HWY_INLINE VF load_bf16(const std::uint16_t* p) {
+  return from_bits(hn::ShiftLeft<16>(hn::PromoteTo(DU(), hn::LoadU(DU16(), p))));
+}
 
 // upper: bf16 bits in the upper half of each lane
 HWY_INLINE void store_bf16_bits(VU upper, std::uint16_t* p) {
@@ -119,7 +121,9 @@ HWY_INLINE std::uint32_t amax_bits(const float* x, std::size_t count) {
   return hn::GetLane(hn::MaxOfLanes(DU(), most));
 }
 
-HWY_INLINE void store_bytes(VU codes, std::uint8_t* p) { hn::StoreU(hn::DemoteTo(DU8(), hn::BitCast(DI(), codes)), DU8(), p); }
+HWY_INLINE void store_bytes(VU codes, std::uint8_t* p) {
+  hn::StoreU(hn::DemoteTo(DU8(), hn::BitCast(DI(), codes)), DU8(), p);
+}
 
 }  // namespace kv4::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
