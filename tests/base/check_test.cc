@@ -40,7 +40,8 @@ TEST(BaseCheck, ProductsAndSumsThatFit) {
 }
 
 TEST(BaseCheck, ProductsAndSumsThatDoNotFitNameTheirFactors) {
-  const std::string product = config_error([] { kv4::checked_mul(std::int64_t{1} << 32, std::int64_t{1} << 31, "the pool"); });
+  const std::string product =
+      config_error([] { kv4::checked_mul(std::int64_t{1} << 32, std::int64_t{1} << 31, "the pool"); });
   EXPECT_NE(product.find("the pool"), std::string::npos) << product;
   EXPECT_NE(product.find("4294967296"), std::string::npos) << product;
   EXPECT_NE(product.find("2147483648"), std::string::npos) << product;
@@ -81,7 +82,8 @@ TEST(BaseCheck, RequireThrowsItsCodeAndText) {
 
 TEST(BaseNames, EveryCodeAndTypeHasItsOwn) {
   std::set<std::string> names;
-  for (ErrorCode code : {ErrorCode::bad_config, ErrorCode::bad_argument, ErrorCode::bad_state, ErrorCode::bad_file, ErrorCode::out_of_memory})
+  for (ErrorCode code : {ErrorCode::bad_config, ErrorCode::bad_argument, ErrorCode::bad_state, ErrorCode::bad_file,
+                         ErrorCode::out_of_memory})
     EXPECT_TRUE(names.insert(kv4::to_string(code)).second);
   EXPECT_EQ(names.count("unknown"), 0u);
   EXPECT_STREQ(kv4::to_string(kv4::DType::f32), "f32");

@@ -1,4 +1,5 @@
-// Wrong tensors: each an Error that names the argument, and not a byte of the cache changes. NaN and infinity: what they may touch.
+// Wrong tensors: each an Error that names the argument, and not a byte of the cache changes. NaN and infinity: what
+// they may touch.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -31,7 +32,9 @@ void PrintTo(const Everything& e, std::ostream* out) { small::PrintTo(e.state, o
 Everything everything(SmallCache& s, const std::vector<RequestId>& requests) {
   const PagedKVPool& kv = s.cache.kv_pool();
   const StateCachePool& state = s.cache.state_pool();
-  return {small::state_of(s.cache, requests), {kv.base(), kv.base() + kv.memory_bytes()}, {state.base(), state.base() + state.memory_bytes()}};
+  return {small::state_of(s.cache, requests),
+          {kv.base(), kv.base() + kv.memory_bytes()},
+          {state.base(), state.base() + state.memory_bytes()}};
 }
 
 // A named way to spoil a tensor.
@@ -67,9 +70,14 @@ const std::vector<Spoil>& spoiled_inputs() {
 
 class BadTensor : public testing::Test {
  protected:
-  BadTensor() : a_(s_.request(1, 22)), b_(s_.request(2, 7)), step_(s_.prepare({{a_, 1, 3}, {kNoRequest, 0, 1}, {b_, 2, 9}})), before_(everything(s_, {a_, b_})) {}
+  BadTensor()
+      : a_(s_.request(1, 22)),
+        b_(s_.request(2, 7)),
+        step_(s_.prepare({{a_, 1, 3}, {kNoRequest, 0, 1}, {b_, 2, 9}})),
+        before_(everything(s_, {a_, b_})) {}
 
-  void expect_refused(const std::string& what, const std::vector<std::string>& parts, const std::function<void()>& call) {
+  void expect_refused(const std::string& what, const std::vector<std::string>& parts,
+                      const std::function<void()>& call) {
     SCOPED_TRACE(what);
     expect_error(ErrorCode::bad_argument, parts, call);
     ASSERT_EQ(everything(s_, {a_, b_}), before_) << "the cache changed";
@@ -92,7 +100,8 @@ class BadTensor : public testing::Test {
 
 TEST_F(BadTensor, Append) {
   const char* names[] = {"raw_kv", "kv", "gate", "index_kv", "index_gate"};
-  TensorView AppendInputs::*const fields[] = {&AppendInputs::raw_kv, &AppendInputs::kv, &AppendInputs::gate, &AppendInputs::index_kv, &AppendInputs::index_gate};
+  TensorView AppendInputs::*const fields[] = {&AppendInputs::raw_kv, &AppendInputs::kv, &AppendInputs::gate,
+                                              &AppendInputs::index_kv, &AppendInputs::index_gate};
   for (int layer : {0, 1, 2}) {
     LayerCacheHandle handle = s_.cache.acquire(layer);
     Inputs in = s_.inputs(handle.schema());
@@ -102,7 +111,8 @@ TEST_F(BadTensor, Append) {
       for (const Spoil& spoil : spoiled_inputs()) {
         AppendInputs views = in.views();
         spoil.change(views.*fields[i]);
-        expect_refused("layer " + std::to_string(layer) + " " + names[i] + ": " + spoil.name, {names[i]}, [&] { handle.append(views); });
+        expect_refused("layer " + std::to_string(layer) + " " + names[i] + ": " + spoil.name, {names[i]},
+                       [&] { handle.append(views); });
       }
     if (layer == 0) continue;
     AppendInputs mixed = in.views();
@@ -114,8 +124,12 @@ TEST_F(BadTensor, Append) {
 TEST_F(BadTensor, MessagesSayWhatWasWantedAndSeen) {
   LayerCacheHandle handle = s_.cache.acquire(1);
   std::vector<float> rows(20 * 200);
-  expect_refused("too many tokens", {"raw_kv", "13", "80", "f32 [14, 80]"}, [&] { handle.write_swa(TensorView(rows.data(), {14, 80})); });
-  expect_refused("wrong type", {"i32 [13, 80]"}, [&] { handle.write_swa(TensorView(rows.data(), DType::i32, {13, 80})); });
+  expect_refused("too many tokens", {"raw_kv", "13", "80", "f32 [14, 80]"}, [&] {
+    handle.write_swa(TensorView(rows.data(), {14, 80}));
+  });
+  expect_refused("wrong type", {"i32 [13, 80]"}, [&] {
+    handle.write_swa(TensorView(rows.data(), DType::i32, {13, 80}));
+  });
 }
 
 TEST_F(BadTensor, WriteSwa) {
@@ -131,7 +145,10 @@ TEST_F(BadTensor, WriteSwa) {
 TEST_F(BadTensor, FlushCompression) {
   std::vector<float> entries(13 * 80 * 2 + 100), keys(13 * 32 * 2 + 100);
   std::vector<std::uint8_t> valid(100, 1);
-  const auto good = [&] { return FlushInputs{TensorView(entries.data(), {13, 80}), TensorView(keys.data(), {13, 32}), TensorView(valid.data(), DType::u8, {13})}; };
+  const auto good = [&] {
+    return FlushInputs{TensorView(entries.data(), {13, 80}), TensorView(keys.data(), {13, 32}),
+                       TensorView(valid.data(), DType::u8, {13})};
+  };
   LayerCacheHandle handle = s_.cache.acquire(1);
   for (const Spoil& spoil : spoiled_inputs()) {
     FlushInputs in = good();
@@ -193,17 +210,30 @@ TEST_F(BadTensor, Gathers) {
   bad_lens.emplace_back("apart", apart);
 
   // After the step a has 25 tokens: 6 CSA and 3 HCA entries; b's window needs 7 + 9 rows, a's 7 + 3.
-  for (const auto& [name, t] : outputs(3, 6, 80)) expect_refused("all entries, out " + name, {"out"}, [&, v = t] { csa.gather_all_compressed_kv(v, lens); });
-  for (const auto& [name, t] : outputs(3, 3, 80)) expect_refused("HCA entries, out " + name, {"out"}, [&, v = t] { hca.gather_all_compressed_kv(v, lens); });
-  for (const auto& [name, t] : outputs(3, 6, 32)) expect_refused("all keys, out " + name, {"out"}, [&, v = t] { csa.gather_all_index_keys(v, lens); });
-  for (const auto& [name, t] : outputs(3, 16, 80)) expect_refused("window, out " + name, {"out"}, [&, v = t] { swa.gather_swa_kv(v, lens, starts); });
+  for (const auto& [name, t] : outputs(3, 6, 80))
+    expect_refused("all entries, out " + name, {"out"}, [&, v = t] { csa.gather_all_compressed_kv(v, lens); });
+  for (const auto& [name, t] : outputs(3, 3, 80))
+    expect_refused("HCA entries, out " + name, {"out"}, [&, v = t] { hca.gather_all_compressed_kv(v, lens); });
+  for (const auto& [name, t] : outputs(3, 6, 32))
+    expect_refused("all keys, out " + name, {"out"}, [&, v = t] { csa.gather_all_index_keys(v, lens); });
+  for (const auto& [name, t] : outputs(3, 16, 80))
+    expect_refused("window, out " + name, {"out"}, [&, v = t] { swa.gather_swa_kv(v, lens, starts); });
   const TensorView indices(numbers.data() + 13, {13, 5});
-  for (const auto& [name, t] : outputs(13, 5, 80)) expect_refused("chosen, out " + name, {"out"}, [&, v = t] { csa.gather_compressed_kv(indices, v); });
+  for (const auto& [name, t] : outputs(13, 5, 80))
+    expect_refused("chosen, out " + name, {"out"}, [&, v = t] { csa.gather_compressed_kv(indices, v); });
   for (const auto& [name, t] : bad_lens) {
-    expect_refused("all entries, lens " + name, {"lens"}, [&, v = t] { csa.gather_all_compressed_kv(TensorView(out.data(), {3, 6, 80}), v); });
-    expect_refused("all keys, lens " + name, {"lens"}, [&, v = t] { csa.gather_all_index_keys(TensorView(out.data(), {3, 6, 32}), v); });
-    expect_refused("window, lens " + name, {"lens"}, [&, v = t] { swa.gather_swa_kv(TensorView(out.data(), {3, 16, 80}), v, starts); });
-    expect_refused("window, first " + name, {"first"}, [&, v = t] { swa.gather_swa_kv(TensorView(out.data(), {3, 16, 80}), lens, v); });
+    expect_refused("all entries, lens " + name, {"lens"}, [&, v = t] {
+      csa.gather_all_compressed_kv(TensorView(out.data(), {3, 6, 80}), v);
+    });
+    expect_refused("all keys, lens " + name, {"lens"}, [&, v = t] {
+      csa.gather_all_index_keys(TensorView(out.data(), {3, 6, 32}), v);
+    });
+    expect_refused("window, lens " + name, {"lens"}, [&, v = t] {
+      swa.gather_swa_kv(TensorView(out.data(), {3, 16, 80}), v, starts);
+    });
+    expect_refused("window, first " + name, {"first"}, [&, v = t] {
+      swa.gather_swa_kv(TensorView(out.data(), {3, 16, 80}), lens, v);
+    });
   }
   const TensorView chosen_out(out.data(), {13, 5, 80});
   const auto bad_indices = [&](const char* name, auto change) {
@@ -217,42 +247,54 @@ TEST_F(BadTensor, Gathers) {
   bad_indices("of 12 tokens", [](TensorView& t) { t.shape[0] = 12; });
   bad_indices("apart", [](TensorView& t) { t.strides[1] = 2; });
   bad_indices("one more than out", [](TensorView& t) { t.shape[1] = 6, t.strides[0] = 6; });
-  for (const TensorView& mask : {TensorView(valid.data(), DType::u8, {13, 4}), TensorView(valid.data(), DType::u8, {12, 5}), TensorView(valid.data(), DType::u8, {65}),
-                                 TensorView(valid.data(), DType::bf16, {13, 5})})
+  for (const TensorView& mask :
+       {TensorView(valid.data(), DType::u8, {13, 4}), TensorView(valid.data(), DType::u8, {12, 5}),
+        TensorView(valid.data(), DType::u8, {65}), TensorView(valid.data(), DType::bf16, {13, 5})})
     expect_refused("valid", {"valid"}, [&] { csa.gather_compressed_kv(indices, chosen_out, mask); });
 
-  expect_refused("no entries", {"layer 0", "SWA"}, [&] { swa.gather_all_compressed_kv(TensorView(out.data(), {3, 6, 80}), lens); });
+  expect_refused("no entries", {"layer 0", "SWA"}, [&] {
+    swa.gather_all_compressed_kv(TensorView(out.data(), {3, 6, 80}), lens);
+  });
   expect_refused("no entries", {"layer 0", "SWA"}, [&] { swa.gather_compressed_kv(indices, chosen_out); });
-  expect_refused("no keys", {"layer 2", "HCA"}, [&] { hca.gather_all_index_keys(TensorView(out.data(), {3, 6, 32}), lens); });
+  expect_refused("no keys", {"layer 2", "HCA"}, [&] {
+    hca.gather_all_index_keys(TensorView(out.data(), {3, 6, 32}), lens);
+  });
   EXPECT_EQ(out, untouched) << "outputs are not written either";
   EXPECT_EQ(numbers, untouched_numbers);
 }
 
-// --- constants -----------------------------------------------------------------------------------------------------------------------
+// --- constants
+// -----------------------------------------------------------------------------------------------------------------------
 
 TEST(BadWeights, EachTensorIsCheckedAndOldOnesStay) {
   SmallCache s;
   const RequestId r = s.request(1, 9);
   std::vector<float> large(4096, 3.0f);
-  TensorView LayerWeights::*const fields[] = {&LayerWeights::position_bias, &LayerWeights::norm_weight, &LayerWeights::index_position_bias, &LayerWeights::index_norm_weight};
+  TensorView LayerWeights::*const fields[] = {&LayerWeights::position_bias, &LayerWeights::norm_weight,
+                                              &LayerWeights::index_position_bias, &LayerWeights::index_norm_weight};
   const char* names[] = {"position_bias", "norm_weight", "index_position_bias", "index_norm_weight"};
-  const std::vector<Spoil> spoils = {{"missing", [](TensorView& t) { t = {}; }},
-                                     {"bf16", [](TensorView& t) { t.dtype = DType::bf16; }},
-                                     {"larger", [](TensorView& t) { t.shape[0] += 1; }},
-                                     {"smaller", [](TensorView& t) { t.shape[t.ndim - 1] -= 1; }},
-                                     {"one dimension more", [](TensorView& t) { t.shape[t.ndim] = t.strides[t.ndim] = 1, t.ndim += 1; }},
-                                     {"apart", [](TensorView& t) { t.strides[t.ndim - 1] = 2; }}};
+  const std::vector<Spoil> spoils = {
+      {"missing", [](TensorView& t) { t = {}; }},
+      {"bf16", [](TensorView& t) { t.dtype = DType::bf16; }},
+      {"larger", [](TensorView& t) { t.shape[0] += 1; }},
+      {"smaller", [](TensorView& t) { t.shape[t.ndim - 1] -= 1; }},
+      {"one dimension more", [](TensorView& t) { t.shape[t.ndim] = t.strides[t.ndim] = 1, t.ndim += 1; }},
+      {"apart", [](TensorView& t) { t.strides[t.ndim - 1] = 2; }}};
   for (int layer : {1, 2})
     for (int i = 0; i < (layer == 1 ? 4 : 2); ++i)
       for (const Spoil& spoil : spoils) {
         SCOPED_TRACE(std::string(names[i]) + " " + spoil.name);
         LayerWeights w = s.weights[static_cast<std::size_t>(layer)]->views;
-        for (TensorView LayerWeights::*other : fields) (w.*other).data = (w.*other).data == nullptr ? nullptr : large.data();  // none of these may be taken
+        for (TensorView LayerWeights::*other : fields)
+          (w.*other).data = (w.*other).data == nullptr ? nullptr : large.data();  // none of these may be taken
         spoil.change(w.*fields[i]);
-        expect_error(ErrorCode::bad_argument, {"layer " + std::to_string(layer), names[i]}, [&] { s.cache.bind_weights(layer, w); });
+        expect_error(ErrorCode::bad_argument, {"layer " + std::to_string(layer), names[i]},
+                     [&] { s.cache.bind_weights(layer, w); });
       }
   expect_error(ErrorCode::bad_argument, {"layer 0", "SWA"}, [&] { s.cache.bind_weights(0, s.weights[1]->views); });
-  for (int bad : {-1, 4, 99}) expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { s.cache.bind_weights(bad, s.weights[1]->views); });
+  for (int bad : {-1, 4, 99})
+    expect_error(ErrorCode::bad_argument, {std::to_string(bad)},
+                 [&] { s.cache.bind_weights(bad, s.weights[1]->views); });
   s.run({{r, 1, 20}});
   SmallCache alone;
   small::expect_same_bytes(s.cache, r, alone.cache, alone.request(1, 29));
@@ -265,7 +307,8 @@ TEST(BadWeights, AppendNeedsThem) {
   const Everything before = everything(s, {r});
   for (int layer : {1, 2}) {
     Inputs in = s.inputs(s.cache.schema().layer(layer));
-    expect_error(ErrorCode::bad_state, {"layer " + std::to_string(layer), "bind_weights"}, [&] { s.cache.acquire(layer).append(in.views()); });
+    expect_error(ErrorCode::bad_state, {"layer " + std::to_string(layer), "bind_weights"},
+                 [&] { s.cache.acquire(layer).append(in.views()); });
     EXPECT_EQ(everything(s, {r}), before);
   }
   Inputs in = s.inputs(s.cache.schema().layer(0));
@@ -280,8 +323,10 @@ TEST(BadRopeTable, IsCheckedAndTheOldOneStays) {
   const TensorView good(zeros.data(), {96, 8});
   TensorView apart = good;
   apart.strides[0] = 9;
-  for (const TensorView& bad : {TensorView{}, TensorView(zeros.data(), {95, 8}), TensorView(zeros.data(), {96, 7}), TensorView(zeros.data(), {96, 16}),
-                                TensorView(zeros.data(), {96 * 8}), TensorView(zeros.data(), DType::bf16, {96, 8}), TensorView(zeros.data(), {97, 8}), apart}) {
+  for (const TensorView& bad :
+       {TensorView{}, TensorView(zeros.data(), {95, 8}), TensorView(zeros.data(), {96, 7}),
+        TensorView(zeros.data(), {96, 16}), TensorView(zeros.data(), {96 * 8}),
+        TensorView(zeros.data(), DType::bf16, {96, 8}), TensorView(zeros.data(), {97, 8}), apart}) {
     expect_error(ErrorCode::bad_argument, {"rope"}, [&] { s.cache.bind_rope_table(bad, good); });
     expect_error(ErrorCode::bad_argument, {"rope"}, [&] { s.cache.bind_rope_table(good, bad); });
   }
@@ -300,12 +345,15 @@ TEST(BadRopeTable, TheEnginesOwnIsUsed) {
   const RequestId a = ours.request(1, 50);
   small::expect_same_bytes(ours.cache, a, theirs.cache, theirs.request(1, 50));
   for (float& v : table.sin) v = -v;
-  EXPECT_NE(ours.cache.export_blocks(a), theirs.cache.export_blocks(theirs.request(1, 50))) << "read at each append, not copied";
+  EXPECT_NE(ours.cache.export_blocks(a), theirs.cache.export_blocks(theirs.request(1, 50)))
+      << "read at each append, not copied";
 }
 
 TEST(BadBackend, NullOrWithoutThreads) {
-  expect_error(ErrorCode::bad_argument, {"backend"}, [] { KVCacheManager(small::config(), small::options(), nullptr); });
-  for (int bad : {0, -1, 1025}) expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { make_cpu_backend(bad); });
+  expect_error(ErrorCode::bad_argument, {"backend"},
+               [] { KVCacheManager(small::config(), small::options(), nullptr); });
+  for (int bad : {0, -1, 1025})
+    expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { make_cpu_backend(bad); });
 }
 
 }  // namespace

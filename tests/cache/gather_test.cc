@@ -38,14 +38,16 @@ Row window_row(Format format, std::uint64_t stream, int layer, std::int64_t posi
   return through(format, 16, bf16(x));
 }
 
-// Entry (kind 0) or index key (kind 1) number j of a stream, before its format: the spec in double, its bf16 roundings included.
+// Entry (kind 0) or index key (kind 1) number j of a stream, before its format: the spec in double, its bf16 roundings
+// included.
 Row finished_row(const SmallCache& s, int layer_index, int kind, std::uint64_t stream, std::int64_t j, bool hadamard) {
   const LayerCacheSchema& layer = s.cache.schema().layers[static_cast<std::size_t>(layer_index)];
   const RowKind& row = layer.pages[static_cast<std::size_t>(kind)].kind;
   const small::Weights& w = *s.weights[static_cast<std::size_t>(layer_index)];
   const std::int64_t columns = row.overlap ? 2 * row.width : row.width;
   const auto in = [&](small::Input which, std::int64_t p, std::int64_t c) {
-    return static_cast<double>(small::input_value(stream, layer.spec.layer, p, static_cast<small::Input>(which + 2 * kind), c));
+    return static_cast<double>(
+        small::input_value(stream, layer.spec.layer, p, static_cast<small::Input>(which + 2 * kind), c));
   };
   Row x(static_cast<std::size_t>(row.width));
   for (int c = 0; c < row.width; ++c) {
@@ -64,7 +66,8 @@ Row finished_row(const SmallCache& s, int layer_index, int kind, std::uint64_t s
   double squares = 0;
   for (float v : x) squares += static_cast<double>(v) * v;
   const double factor = 1.0 / std::sqrt(squares / row.width + s.cache.schema().config.rms_eps);
-  for (std::size_t c = 0; c < x.size(); ++c) x[c] = naive::round_bf16(static_cast<float>(x[c] * factor * w.norm[kind][c]));
+  for (std::size_t c = 0; c < x.size(); ++c)
+    x[c] = naive::round_bf16(static_cast<float>(x[c] * factor * w.norm[kind][c]));
   const RopeTable table = build_rope_table(s.cache.schema().config.rope_compress, 16, j * row.ratio, 1);
   float* tail = x.data() + row.width - 16;
   for (std::size_t i = 0; i < 8; ++i) {
@@ -99,7 +102,8 @@ CacheOptions plain_options() {
   return o;
 }
 
-// --- entries and keys ------------------------------------------------------------------------------------------------------------
+// --- entries and keys
+// ------------------------------------------------------------------------------------------------------------
 
 TEST(GatherAll, EntriesAndKeysAreTheModels) {
   for (bool hadamard : {false, true}) {
@@ -155,10 +159,13 @@ TEST(GatherAll, EveryFormatStoresTheSameRowsQuantised) {
         const int count = layer == 1 ? 9 : 4;
         const Gathered got = small::gather_entries(s.cache.acquire(layer), step, count);
         const Gathered want = small::gather_entries(plain.cache.acquire(layer), plain_step, count);
-        for (int j = 0; j < count; ++j) ASSERT_EQ(got.row(0, j), through(rows, 16, want.row(0, j))) << to_string(rows) << " entry " << j;
+        for (int j = 0; j < count; ++j)
+          ASSERT_EQ(got.row(0, j), through(rows, 16, want.row(0, j))) << to_string(rows) << " entry " << j;
       }
-      const Gathered got = small::gather_keys(s.cache.acquire(1), step, 9), want = small::gather_keys(plain.cache.acquire(1), plain_step, 9);
-      for (int j = 0; j < 9; ++j) ASSERT_EQ(got.row(0, j), through(keys, 0, want.row(0, j))) << to_string(keys) << " key " << j;
+      const Gathered got = small::gather_keys(s.cache.acquire(1), step, 9),
+                     want = small::gather_keys(plain.cache.acquire(1), plain_step, 9);
+      for (int j = 0; j < 9; ++j)
+        ASSERT_EQ(got.row(0, j), through(keys, 0, want.row(0, j))) << to_string(keys) << " key " << j;
       const Gathered narrow = small::gather_keys(s.cache.acquire(1), step, 9, DType::bf16);
       EXPECT_EQ(narrow.values, bf16(got.values)) << "bf16 is the rounded fp32";
     }
@@ -175,15 +182,18 @@ TEST(GatherAll, NvfpGlobalScaleIsApplied) {
   }());
   const RequestId r = s.request(1, 20), p = plain.request(1, 20);
   const Step step = s.prepare({{r, 1, 1}}), plain_step = plain.prepare({{p, 1, 1}});
-  const Gathered got = small::gather_keys(s.cache.acquire(1), step, 5), want = small::gather_keys(plain.cache.acquire(1), plain_step, 5);
+  const Gathered got = small::gather_keys(s.cache.acquire(1), step, 5),
+                 want = small::gather_keys(plain.cache.acquire(1), plain_step, 5);
   for (int j = 0; j < 5; ++j) {
     const Row x = want.row(0, j);
     const naive::Row bytes = naive::encode(Format::nvfp4, 32, 0, x.data(), 0.0371f);
-    EXPECT_EQ(got.row(0, j), naive::decode(Format::nvfp4, 32, 0, bytes.payload.data(), bytes.scale.data(), 0.0371f)) << j;
+    EXPECT_EQ(got.row(0, j), naive::decode(Format::nvfp4, 32, 0, bytes.payload.data(), bytes.scale.data(), 0.0371f))
+        << j;
   }
 }
 
-// --- chosen entries ----------------------------------------------------------------------------------------------------------------
+// --- chosen entries
+// ----------------------------------------------------------------------------------------------------------------
 
 struct Chosen {
   std::vector<std::int32_t> indices;  // [tokens, stride]
@@ -201,10 +211,12 @@ struct Chosen {
 };
 
 TEST(GatherChosen, OnlyVisibleEntriesOfTheTokensOwnRequest) {
-  constexpr std::int32_t kMax = std::numeric_limits<std::int32_t>::max(), kMin = std::numeric_limits<std::int32_t>::min();
+  constexpr std::int32_t kMax = std::numeric_limits<std::int32_t>::max(),
+                         kMin = std::numeric_limits<std::int32_t>::min();
   SmallCache s;
   const RequestId a = s.request(1, 21), b = s.request(2, 45), fresh = s.admit();
-  const Step step = s.prepare({{a, 1, 6}, {kNoRequest, 0, 2}, {b, 2, 1}, {fresh, 3, 5}});  // positions 21..26, -, 45, 0..4
+  const Step step =
+      s.prepare({{a, 1, 6}, {kNoRequest, 0, 2}, {b, 2, 1}, {fresh, 3, 5}});  // positions 21..26, -, 45, 0..4
   s.append(step);
   const std::int64_t positions[] = {21, 22, 23, 24, 25, 26, -1, -1, 45, 0, 1, 2, 3, 4};
   const int items[] = {0, 0, 0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 3};
@@ -216,7 +228,8 @@ TEST(GatherChosen, OnlyVisibleEntriesOfTheTokensOwnRequest) {
     chosen.k = 9;
     chosen.stride = 11;
     const std::int32_t pattern[] = {0, -1, 5, 2, 6, kMax, 1, kMin, 11, /* beyond k: */ 0, 0};
-    for (int t = 0; t < step.num_tokens; ++t) chosen.indices.insert(chosen.indices.end(), std::begin(pattern), std::end(pattern));
+    for (int t = 0; t < step.num_tokens; ++t)
+      chosen.indices.insert(chosen.indices.end(), std::begin(pattern), std::end(pattern));
     for (DType type : {DType::f32, DType::bf16})
       for (bool with_valid : {true, false}) {
         const Gathered got = chosen.gather(handle, step, type, with_valid);
@@ -225,7 +238,8 @@ TEST(GatherChosen, OnlyVisibleEntriesOfTheTokensOwnRequest) {
             const std::int64_t visible = (positions[t] + 1) / ratio;
             const bool seen = positions[t] >= 0 && pattern[i] >= 0 && pattern[i] < visible;
             Row want = seen ? all.row(items[t], pattern[i]) : kZeros;
-            ASSERT_EQ(got.row(t, i), type == DType::bf16 ? bf16(want) : want) << "layer " << layer << " token " << t << " index " << pattern[i];
+            ASSERT_EQ(got.row(t, i), type == DType::bf16 ? bf16(want) : want)
+                << "layer " << layer << " token " << t << " index " << pattern[i];
             ASSERT_EQ(got.valid[static_cast<std::size_t>(t * 9 + i)], with_valid ? seen : 9);
           }
       }
@@ -244,7 +258,8 @@ TEST(GatherChosen, NoPlacesAtAll) {
   EXPECT_EQ(out, 5.0f);
 }
 
-// --- windows -------------------------------------------------------------------------------------------------------------------------
+// --- windows
+// -------------------------------------------------------------------------------------------------------------------------
 
 TEST(GatherWindow, RowsOfEveryLengthAndStep) {
   for (Format format : {Format::fp8_tile64, Format::fp8_row, Format::bf16}) {
@@ -262,14 +277,18 @@ TEST(GatherWindow, RowsOfEveryLengthAndStep) {
       for (int layer : {0, 1, 2}) {
         const std::int64_t rows = 8 + count + 1;
         const Gathered got = small::gather_window(s.cache.acquire(layer), step, rows);
-        const std::int64_t first_a = std::max<std::int64_t>(0, length_a - 7), first_b = std::max<std::int64_t>(0, length_b - 7);
+        const std::int64_t first_a = std::max<std::int64_t>(0, length_a - 7),
+                           first_b = std::max<std::int64_t>(0, length_b - 7);
         EXPECT_EQ(got.first[0], first_b);
         EXPECT_EQ(got.first[2], first_a);
-        EXPECT_EQ(got.lens, (std::vector<std::int32_t>{static_cast<std::int32_t>(end_b - first_b), 0, static_cast<std::int32_t>(end_a - first_a)}));
+        EXPECT_EQ(got.lens, (std::vector<std::int32_t>{static_cast<std::int32_t>(end_b - first_b), 0,
+                                                       static_cast<std::int32_t>(end_a - first_a)}));
         for (std::int64_t i = 0; i < rows; ++i) {
-          ASSERT_EQ(got.row(0, i), first_b + i < end_b ? window_row(format, 2, layer, first_b + i) : kZeros) << "length " << length_b << " row " << i;
+          ASSERT_EQ(got.row(0, i), first_b + i < end_b ? window_row(format, 2, layer, first_b + i) : kZeros)
+              << "length " << length_b << " row " << i;
           ASSERT_EQ(got.row(1, i), kZeros);
-          ASSERT_EQ(got.row(2, i), first_a + i < end_a ? window_row(format, 1, layer, first_a + i) : kZeros) << "length " << length_a << " + " << count << " row " << i;
+          ASSERT_EQ(got.row(2, i), first_a + i < end_a ? window_row(format, 1, layer, first_a + i) : kZeros)
+              << "length " << length_a << " + " << count << " row " << i;
         }
         const Gathered narrow = small::gather_window(s.cache.acquire(layer), step, rows, DType::bf16);
         EXPECT_EQ(narrow.values, bf16(got.values));
@@ -280,14 +299,17 @@ TEST(GatherWindow, RowsOfEveryLengthAndStep) {
   }
 }
 
-// --- entries made elsewhere ---------------------------------------------------------------------------------------------------------
+// --- entries made elsewhere
+// ---------------------------------------------------------------------------------------------------------
 
 TEST(FlushCompression, StoresValidRowsThatClose) {
   CacheOptions o = small::options();
   o.index_format = Format::fp8;
   SmallCache s(o, small::config(), false);  // no weights needed
   const RequestId a = s.admit();
-  const auto value = [](int stream, int token, int c) { return small::noise(static_cast<std::uint64_t>((stream * 100 + token) * 1000 + c)); };
+  const auto value = [](int stream, int token, int c) {
+    return small::noise(static_cast<std::uint64_t>((stream * 100 + token) * 1000 + c));
+  };
   const auto row = [&](int stream, int token, int width) {
     Row x;
     for (int c = 0; c < width; ++c) x.push_back(value(stream, token, c));
@@ -317,7 +339,8 @@ TEST(FlushCompression, StoresValidRowsThatClose) {
     for (int j = 0; j < 26 / ratio; ++j) {
       const int last = 1 + (j + 1) * ratio - 1;
       const bool written = layer == 3 || valid[static_cast<std::size_t>(last)] != 0;
-      EXPECT_EQ(got.row(1, j), written ? through(Format::fp8_tile64, 16, bf16(row(1, last, 80))) : kZeros) << "layer " << layer << " entry " << j;
+      EXPECT_EQ(got.row(1, j), written ? through(Format::fp8_tile64, 16, bf16(row(1, last, 80))) : kZeros)
+          << "layer " << layer << " entry " << j;
     }
     if (layer == 2) continue;
     const Gathered stored = small::gather_keys(s.cache.acquire(layer), step, 6);

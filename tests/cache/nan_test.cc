@@ -1,4 +1,5 @@
-// NaN and infinity in the inputs: only the token's own window row and the entries that cover it may differ from a clean run.
+// NaN and infinity in the inputs: only the token's own window row and the entries that cover it may differ from a clean
+// run.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -34,7 +35,8 @@ struct Replay {
   RequestId a, b;
   Step step;  // open, its last token appended
 
-  Replay(const CacheOptions& o, const Bad* bad, const std::vector<std::int32_t>& chunks) : s(o), a(s.admit()), b(s.admit()) {
+  Replay(const CacheOptions& o, const Bad* bad, const std::vector<std::int32_t>& chunks)
+      : s(o), a(s.admit()), b(s.admit()) {
     std::int64_t length = 0;
     for (std::int32_t n : chunks) {
       step = s.prepare({{b, 2, 1}, {a, 1, n}});
@@ -50,7 +52,9 @@ struct Replay {
   }
 };
 
-bool same(const std::vector<float>& x, const std::vector<float>& y) { return std::memcmp(x.data(), y.data(), x.size() * sizeof(float)) == 0; }
+bool same(const std::vector<float>& x, const std::vector<float>& y) {
+  return std::memcmp(x.data(), y.data(), x.size() * sizeof(float)) == 0;
+}
 
 void expect_contained(const CacheOptions& o, const Bad& bad, const std::vector<std::int32_t>& chunks) {
   Replay clean(o, nullptr, chunks), dirty(o, &bad, chunks);
@@ -59,26 +63,32 @@ void expect_contained(const CacheOptions& o, const Bad& bad, const std::vector<s
   for (int layer = 0; layer < 4; ++layer) {
     LayerCacheHandle x = dirty.s.cache.acquire(layer), y = clean.s.cache.acquire(layer);
     const int rows = 8 + chunks.back();
-    const Gathered windows = small::gather_window(x, dirty.step, rows), clean_windows = small::gather_window(y, clean.step, rows);
+    const Gathered windows = small::gather_window(x, dirty.step, rows),
+                   clean_windows = small::gather_window(y, clean.step, rows);
     for (int i = 0; i < rows; ++i) {
       const std::int64_t position = windows.first[1] + i;
       if (position == kAt && bad.which == small::kRaw) continue;
-      ASSERT_TRUE(same(windows.row(1, i), clean_windows.row(1, i))) << "window row of position " << position << " layer " << layer;
+      ASSERT_TRUE(same(windows.row(1, i), clean_windows.row(1, i)))
+          << "window row of position " << position << " layer " << layer;
     }
     if (layer == 0) continue;
     const int ratio = layer == 2 ? 8 : 4, count = 44 / ratio;
-    const bool main = bad.which == small::kKv || bad.which == small::kGate, index = bad.which == small::kIndexKv || bad.which == small::kIndexGate;
+    const bool main = bad.which == small::kKv || bad.which == small::kGate,
+               index = bad.which == small::kIndexKv || bad.which == small::kIndexGate;
     const auto covers = [&](int j) { return j == kAt / ratio || (layer != 2 && j == kAt / ratio + 1); };
-    const Gathered entries = small::gather_entries(x, dirty.step, count), clean_entries = small::gather_entries(y, clean.step, count);
+    const Gathered entries = small::gather_entries(x, dirty.step, count),
+                   clean_entries = small::gather_entries(y, clean.step, count);
     for (int j = 0; j < count; ++j) {
       if (main && covers(j)) {
-        EXPECT_TRUE(bad.channel >= 0 || !same(entries.row(1, j), clean_entries.row(1, j))) << "entry " << j << " hides it";
+        EXPECT_TRUE(bad.channel >= 0 || !same(entries.row(1, j), clean_entries.row(1, j)))
+            << "entry " << j << " hides it";
         continue;
       }
       ASSERT_TRUE(same(entries.row(1, j), clean_entries.row(1, j))) << "entry " << j << " layer " << layer;
     }
     if (layer == 2) continue;
-    const Gathered keys = small::gather_keys(x, dirty.step, count), clean_keys = small::gather_keys(y, clean.step, count);
+    const Gathered keys = small::gather_keys(x, dirty.step, count),
+                   clean_keys = small::gather_keys(y, clean.step, count);
     for (int j = 0; j < count; ++j) {
       if (index && covers(j)) continue;
       ASSERT_TRUE(same(keys.row(1, j), clean_keys.row(1, j))) << "key " << j << " layer " << layer;
@@ -93,15 +103,19 @@ void expect_contained(const CacheOptions& o, const Bad& bad, const std::vector<s
 class NotANumber : public testing::TestWithParam<Format> {};
 
 TEST_P(NotANumber, StaysInItsRowAndItsEntries) {
-  const std::vector<std::vector<std::int32_t>> splits = {{20, 4, 4, 16}, {40, 4}, {20, 1, 1, 1, 1, 4, 4, 4, 4, 4}, {44}};
+  const std::vector<std::vector<std::int32_t>> splits = {
+      {20, 4, 4, 16}, {40, 4}, {20, 1, 1, 1, 1, 4, 4, 4, 4, 4}, {44}};
   for (small::Input which : {small::kRaw, small::kKv, small::kGate, small::kIndexKv, small::kIndexGate})
     for (float value : {kNan, kInfinity, -kInfinity})
       for (std::int64_t channel : {std::int64_t{-1}, std::int64_t{3}, std::int64_t{31}})
         for (std::size_t split = 0; split < splits.size(); ++split) {
-          SCOPED_TRACE(testing::Message() << "input " << which << " value " << value << " channel " << channel << " split " << split);
+          SCOPED_TRACE(testing::Message()
+                       << "input " << which << " value " << value << " channel " << channel << " split " << split);
           CacheOptions o = small::options();
           o.row_format = GetParam();
-          o.index_format = GetParam() == Format::bf16 ? Format::bf16 : GetParam() == Format::fp8_row ? Format::nvfp4 : Format::mxfp4;
+          o.index_format = GetParam() == Format::bf16      ? Format::bf16
+                           : GetParam() == Format::fp8_row ? Format::nvfp4
+                                                           : Format::mxfp4;
           o.hca_mode = split % 2 == 0 ? HcaMode::online : HcaMode::raw;
           o.pending_dtype = split == 2 ? DType::bf16 : DType::f32;
           expect_contained(o, {which, value, channel}, splits[split]);
@@ -120,12 +134,14 @@ TEST(NotANumberOnce, SplitsAgreeToTheByteAndNanHasOnePattern) {
       std::memcpy(&value, &bits, 4);
       const bool nan = std::isnan(value);
       const Bad bad{which, value, 3}, canonical{which, kNan, 3};
-      Replay whole(small::options(), &bad, {44}), pieces(small::options(), &bad, {22, 1, 1, 20}), other(small::options(), &canonical, {44});
+      Replay whole(small::options(), &bad, {44}), pieces(small::options(), &bad, {22, 1, 1, 20}),
+          other(small::options(), &canonical, {44});
       for (Replay* r : {&whole, &pieces, &other}) r->s.cache.commit(r->step);
       EXPECT_EQ(whole.s.cache.export_image(whole.a), pieces.s.cache.export_image(pieces.a));
       EXPECT_EQ(whole.s.cache.export_blocks(whole.a), pieces.s.cache.export_blocks(pieces.a));
       if (nan) {
-        EXPECT_EQ(whole.s.cache.export_blocks(whole.a), other.s.cache.export_blocks(other.a)) << "one pattern for every NaN";
+        EXPECT_EQ(whole.s.cache.export_blocks(whole.a), other.s.cache.export_blocks(other.a))
+            << "one pattern for every NaN";
       }
     }
 }
@@ -135,7 +151,8 @@ TEST(NotANumberOnce, PendingNanHasOnePattern) {
   for (small::Input which : {small::kRaw, small::kKv, small::kGate, small::kIndexKv, small::kIndexGate})
     for (DType pending : {DType::f32, DType::bf16})
       for (std::uint32_t bits : {0xFFC00000u, 0x7FC12345u, 0x7FA00000u}) {
-        SCOPED_TRACE(testing::Message() << "input " << which << " bits " << std::hex << bits << " pending " << to_string(pending));
+        SCOPED_TRACE(testing::Message() << "input " << which << " bits " << std::hex << bits << " pending "
+                                        << to_string(pending));
         float value;
         std::memcpy(&value, &bits, 4);
         CacheOptions o = small::options();

@@ -1,10 +1,12 @@
-// What requests share and what they do not: forks and copies on write, padding, draft stages, a part of the layers; and memory.
+// What requests share and what they do not: forks and copies on write, padding, draft stages, a part of the layers; and
+// memory.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <string>
 #include <vector>
@@ -27,7 +29,8 @@ std::vector<std::int32_t> joined(std::vector<std::int32_t> a, const std::vector<
   return a;
 }
 
-// --- forks ---------------------------------------------------------------------------------------------------------------------
+// --- forks
+// ---------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheFork, SharesFullBlocksAndCopiesTheOpenOne) {
   SmallCache s;
@@ -134,16 +137,66 @@ TEST(CacheFork, CopyOnWriteThatFindsNoBlockChangesNothing) {
   EXPECT_TRUE(s.try_prepare({{a, 2, 1}})) << "its own block again: no copy needed";
 }
 
-// --- images ----------------------------------------------------------------------------------------------------------------------
+// --- images
+// ----------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheImport, BeforeWeightsAreBound) {
   SmallCache source, target(small::options(), small::config(), false);
   for (std::int32_t length : {3, 21, 32, 45}) {
     const RequestId a = source.request(1, length);
-    const RequestId b = target.cache.import_image(source.cache.export_image(a), source.cache.token_ids(a), source.cache.export_blocks(a)).value();
+    const RequestId b =
+        target.cache
+            .import_image(source.cache.export_image(a), source.cache.token_ids(a), source.cache.export_blocks(a))
+            .value();
     expect_same_bytes(target.cache, b, source.cache, a);
     source.cache.release(a);
     target.cache.release(b);
+  }
+}
+
+TEST(CacheImport, GoesOnAsIfNeverInterrupted) {
+  for (std::int32_t length : {1, 4, 6, 16, 21, 23, 32, 45}) {
+    SmallCache source, target;
+    const RequestId a = source.request(1, length);
+    const RequestId b =
+        target.cache
+            .import_image(source.cache.export_image(a), source.cache.token_ids(a), source.cache.export_blocks(a))
+            .value();
+    for (std::int32_t count : {1, 2, 11, 1}) {
+      source.run({{a, 1, count}});
+      target.run({{b, 1, count}});
+    }
+    SCOPED_TRACE(length);
+    expect_same_bytes(target.cache, b, source.cache, a);
+  }
+}
+
+// The pending rows of a CSA layer in an image, as docs/formats.md lists them, from the inputs.
+TEST(CacheImage, HoldsThePendingRowsThatEntriesStillNeed) {
+  SmallCache s;
+  for (std::int64_t n : {2, 4, 5, 22, 23, 24}) {
+    const RequestId r = s.request(1, static_cast<std::int32_t>(n));
+    const CanonicalImage image = s.cache.export_image(r);
+    const ImageLayout layout = image_layout(s.cache.schema(), image.lengths);
+    for (const PendingPart& part : layout.pending) {
+      if (part.layer == 2) continue;  // HCA: an accumulator
+      const std::int64_t width = part.kind == 0 ? 80 : 32, open = n / 4 * 4;
+      std::vector<float> want;
+      const auto add = [&](std::int64_t p, small::Input which, std::int64_t columns) {
+        for (std::int64_t c = 0; c < columns; ++c)
+          want.push_back(small::input_value(1, part.layer, p, static_cast<small::Input>(which + 2 * part.kind), c));
+      };
+      for (std::int64_t p = open - (open > 0 ? 4 : 0); p < n; ++p) {
+        const std::int64_t columns = p < open ? width : 2 * width;  // the previous span: only what the next entry reads
+        add(p, small::kKv, columns);
+        add(p, small::kGate, columns);
+      }
+      const std::int64_t at = open > 0 ? part.previous_at : part.open_at;
+      ASSERT_LE(static_cast<std::size_t>(at) + 4 * want.size(), image.bytes.size());
+      EXPECT_EQ(std::memcmp(image.bytes.data() + at, want.data(), 4 * want.size()), 0)
+          << "layer " << part.layer << " length " << n;
+    }
+    s.cache.release(r);
   }
 }
 
@@ -181,7 +234,8 @@ TEST(CacheImport, RefusesWhatDoesNotBelong) {
   EXPECT_EQ(foreign.cache.num_requests(), 0);
 }
 
-// --- padding ---------------------------------------------------------------------------------------------------------------------
+// --- padding
+// ---------------------------------------------------------------------------------------------------------------------
 
 TEST(CachePadding, IsIgnoredByEveryLayer) {
   SmallCache s, alone;
@@ -200,15 +254,18 @@ TEST(CachePadding, AStepOfNothingElse) {
   SmallCache s;
   const RequestId a = s.request(1, 20);
   const small::CacheState before = state_of(s.cache, {a});
-  const std::vector<std::byte> pool(s.cache.kv_pool().base(), s.cache.kv_pool().base() + s.cache.kv_pool().memory_bytes());
-  const std::vector<std::byte> slots(s.cache.state_pool().base(), s.cache.state_pool().base() + s.cache.state_pool().memory_bytes());
+  const std::vector<std::byte> pool(s.cache.kv_pool().base(),
+                                    s.cache.kv_pool().base() + s.cache.kv_pool().memory_bytes());
+  const std::vector<std::byte> slots(s.cache.state_pool().base(),
+                                     s.cache.state_pool().base() + s.cache.state_pool().memory_bytes());
   s.run({{kNoRequest, 0, 40}, {kNoRequest, 0, 24}});
   EXPECT_EQ(state_of(s.cache, {a}), before);
   EXPECT_TRUE(std::equal(pool.begin(), pool.end(), s.cache.kv_pool().base())) << "not a byte written";
   EXPECT_TRUE(std::equal(slots.begin(), slots.end(), s.cache.state_pool().base())) << "not a byte written";
 }
 
-// --- draft stages ------------------------------------------------------------------------------------------------------------------
+// --- draft stages
+// ------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheDrafts, HaveTheirOwnLengths) {
   CacheOptions o = small::options();
@@ -270,7 +327,8 @@ TEST(CacheDrafts, LayersBelongToTheirGroup) {
       if (owner == group) {
         EXPECT_EQ(s.cache.acquire(layer).layer(), layer);
       } else {
-        expect_error(ErrorCode::bad_state, {"layer " + std::to_string(layer), "group " + std::to_string(owner)}, [&] { s.cache.acquire(layer); });
+        expect_error(ErrorCode::bad_state, {"layer " + std::to_string(layer), "group " + std::to_string(owner)},
+                     [&] { s.cache.acquire(layer); });
       }
     }
     for (int bad : {-1, 6}) expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { s.cache.acquire(bad); });
@@ -282,7 +340,8 @@ TEST(CacheDrafts, LayersBelongToTheirGroup) {
   expect_error(ErrorCode::bad_argument, {"0 token ids"}, [&] { s.cache.prepare_forward(without_ids, 0); });
 }
 
-// --- a part of the layers ------------------------------------------------------------------------------------------------------------
+// --- a part of the layers
+// ------------------------------------------------------------------------------------------------------------
 
 // The bytes of one layer in a request's image and blocks.
 std::vector<std::byte> layer_bytes(const KVCacheManager& cache, RequestId request, int model_layer) {
@@ -305,7 +364,10 @@ std::vector<std::byte> layer_bytes(const KVCacheManager& cache, RequestId reques
     const PendingSchema& p = schema.layer(model_layer).pending[static_cast<std::size_t>(part.kind)];
     const bool overlap = p.acc_offset < 0;
     take(image.bytes, part.previous_at, overlap ? part.previous_count * p.row_bytes / 2 : 0);
-    take(image.bytes, part.open_at, overlap ? part.open_count * p.row_bytes : part.open_count > 0 ? 3 * p.columns * 4 : 0);
+    take(image.bytes, part.open_at,
+         overlap               ? part.open_count * p.row_bytes
+         : part.open_count > 0 ? 3 * p.columns * 4
+                               : 0);
   }
   const std::vector<std::byte> blocks = cache.export_blocks(request);
   for (std::int64_t at = 0; at < static_cast<std::int64_t>(blocks.size());)
@@ -337,12 +399,14 @@ TEST(CachePipeline, ASubsetOfLayersHoldsTheSameBytes) {
   EXPECT_EQ(full.cache.token_ids(a), part.cache.token_ids(b));
   EXPECT_NE(full.cache.schema().layout_id, part.cache.schema().layout_id);
   const Step step = part.prepare({{b, 1, 1}});
-  for (int layer : {0, 3}) expect_error(ErrorCode::bad_argument, {std::to_string(layer)}, [&] { part.cache.acquire(layer); });
+  for (int layer : {0, 3})
+    expect_error(ErrorCode::bad_argument, {std::to_string(layer)}, [&] { part.cache.acquire(layer); });
   part.cache.abort(step);
   expect_error(ErrorCode::bad_argument, {"3"}, [&] { part.cache.bind_weights(3, {}); });
 }
 
-// --- memory ----------------------------------------------------------------------------------------------------------------------------
+// --- memory
+// ----------------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheMemory, IsWhatThePlanSays) {
   for (int variant = 0; variant < 6; ++variant) {
@@ -367,7 +431,8 @@ TEST(CacheMemory, IsWhatThePlanSays) {
 #else
 #define KV4_HAS_FEATURE(x) 0
 #endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || KV4_HAS_FEATURE(address_sanitizer) || KV4_HAS_FEATURE(thread_sanitizer)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || KV4_HAS_FEATURE(address_sanitizer) || \
+    KV4_HAS_FEATURE(thread_sanitizer)
 constexpr bool kSanitized = true;  // reserves more address space than the limit below
 #else
 constexpr bool kSanitized = false;

@@ -1,4 +1,5 @@
-// A cache of a small model with inputs that are a function of (stream, layer, position), and all that a test can see of it.
+// A cache of a small model with inputs that are a function of (stream, layer, position), and all that a test can see of
+// it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +22,8 @@
 namespace kv4::small {
 
 /// Widths that every format can tile; window 8, CSA 4, HCA 8.
-inline ModelConfig config(std::vector<LayerKind> kinds = {LayerKind::swa, LayerKind::csa, LayerKind::hca, LayerKind::csa}) {
+inline ModelConfig config(std::vector<LayerKind> kinds = {LayerKind::swa, LayerKind::csa, LayerKind::hca,
+                                                          LayerKind::csa}) {
   ModelConfig c;
   c.name = "small";
   c.num_layers = static_cast<int>(kinds.size());
@@ -83,8 +85,10 @@ struct Part {
 };
 
 inline float input_value(std::uint64_t stream, int layer, std::int64_t position, Input which, std::int64_t channel) {
-  const std::uint64_t key = (((stream * 64 + static_cast<std::uint64_t>(layer)) * 8192 + static_cast<std::uint64_t>(position)) * 8 + which) * 4096 +
-                            static_cast<std::uint64_t>(channel);
+  const std::uint64_t key =
+      (((stream * 64 + static_cast<std::uint64_t>(layer)) * 8192 + static_cast<std::uint64_t>(position)) * 8 + which) *
+          4096 +
+      static_cast<std::uint64_t>(channel);
   return noise(key) * (which == kGate || which == kIndexGate ? 3.0f : 1.0f);
 }
 
@@ -107,10 +111,13 @@ struct Weights {
     TensorView* bias_view[] = {&views.position_bias, &views.index_position_bias};
     TensorView* norm_view[] = {&views.norm_weight, &views.index_norm_weight};
     for (std::size_t k = 0; k < layer.pages.size(); ++k) {
-      const std::int64_t ratio = layer.pages[k].kind.ratio, columns = layer.pending[k].columns, width = layer.pages[k].kind.width;
-      const std::uint64_t key = 0xABCDull << 40 | static_cast<std::uint64_t>(layer.spec.layer) << 32 | static_cast<std::uint64_t>(k) << 24;
+      const std::int64_t ratio = layer.pages[k].kind.ratio, columns = layer.pending[k].columns,
+                         width = layer.pages[k].kind.width;
+      const std::uint64_t key =
+          0xABCDull << 40 | static_cast<std::uint64_t>(layer.spec.layer) << 32 | static_cast<std::uint64_t>(k) << 24;
       for (std::int64_t i = 0; i < ratio * columns; ++i) bias[k].push_back(noise(key + static_cast<std::uint64_t>(i)));
-      for (std::int64_t i = 0; i < width; ++i) norm[k].push_back(1.0f + 0.5f * noise(key + (1u << 20) + static_cast<std::uint64_t>(i)));
+      for (std::int64_t i = 0; i < width; ++i)
+        norm[k].push_back(1.0f + 0.5f * noise(key + (1u << 20) + static_cast<std::uint64_t>(i)));
       *bias_view[k] = TensorView(bias[k].data(), {ratio, columns});
       *norm_view[k] = TensorView(norm[k].data(), {width});
     }
@@ -119,7 +126,8 @@ struct Weights {
 
 class SmallCache {
  public:
-  explicit SmallCache(const CacheOptions& o = options(), const ModelConfig& c = config(), bool bind = true) : cache(c, o) {
+  explicit SmallCache(const CacheOptions& o = options(), const ModelConfig& c = config(), bool bind = true)
+      : cache(c, o) {
     for (const LayerCacheSchema& layer : cache.schema().layers) {
       weights.push_back(std::make_unique<Weights>(layer));
       if (bind && !layer.pages.empty()) cache.bind_weights(layer.spec.layer, weights.back()->views);
@@ -134,7 +142,8 @@ class SmallCache {
     std::vector<StepItem> items;
     for (const Part& p : parts) {
       starts.push_back(p.request == kNoRequest ? 0 : cache.length(p.request, group));
-      ids.push_back(p.request == kNoRequest ? std::vector<std::int32_t>{} : token_ids(p.stream, starts.back(), p.count));
+      ids.push_back(p.request == kNoRequest ? std::vector<std::int32_t>{}
+                                            : token_ids(p.stream, starts.back(), p.count));
     }
     for (std::size_t i = 0; i < parts.size(); ++i) items.push_back({parts[i].request, parts[i].count, ids[i], -1});
     const Expected<Step> step = cache.prepare_forward(items, group);
@@ -157,7 +166,10 @@ class SmallCache {
       for (std::int32_t t = 0; t < parts_[i].count; ++t, ++in.tokens)
         for (int which = 0; which < 5; ++which)
           for (std::int64_t c = 0; c < in.width[which]; ++c)
-            in.rows[which].push_back(parts_[i].request == kNoRequest ? 1e30f : input_value(parts_[i].stream, layer.spec.layer, starts_[i] + t, static_cast<Input>(which), c));
+            in.rows[which].push_back(
+                parts_[i].request == kNoRequest
+                    ? 1e30f
+                    : input_value(parts_[i].stream, layer.spec.layer, starts_[i] + t, static_cast<Input>(which), c));
     return in;
   }
 
@@ -231,16 +243,19 @@ inline CacheState state_of(KVCacheManager& cache, const std::vector<RequestId>& 
   out.free_blocks = cache.allocator().num_free();
   out.evictable_blocks = cache.allocator().num_evictable();
   out.free_slots = cache.state_pool().num_free();
-  for (BlockId b = 0; b < cache.allocator().num_blocks(); ++b) out.reference_counts.push_back(cache.allocator().reference_count(b));
+  for (BlockId b = 0; b < cache.allocator().num_blocks(); ++b)
+    out.reference_counts.push_back(cache.allocator().reference_count(b));
   for (RequestId r : requests) out.requests.push_back(request_state(cache, r));
   return out;
 }
 
 /// For a failed comparison: what a reader can take in.
 inline void PrintTo(const CacheState& s, std::ostream* out) {
-  *out << s.num_requests << " requests, " << s.free_blocks << " free and " << s.evictable_blocks << " evictable blocks, " << s.free_slots << " free slots";
+  *out << s.num_requests << " requests, " << s.free_blocks << " free and " << s.evictable_blocks
+       << " evictable blocks, " << s.free_slots << " free slots";
   for (const RequestState& r : s.requests) {
-    *out << "; length " << testing::PrintToString(r.lengths) << " floor " << testing::PrintToString(r.floors) << " blocks " << testing::PrintToString(r.blocks);
+    *out << "; length " << testing::PrintToString(r.lengths) << " floor " << testing::PrintToString(r.floors)
+         << " blocks " << testing::PrintToString(r.blocks);
     std::size_t sum = 0;
     for (std::byte b : r.image.bytes) sum = sum * 31 + static_cast<std::size_t>(b);
     for (std::byte b : r.block_bytes) sum = sum * 31 + static_cast<std::size_t>(b);
@@ -270,20 +285,22 @@ void expect_error(ErrorCode code, const std::vector<std::string>& parts, F&& cal
     call();
   } catch (const Error& e) {
     EXPECT_EQ(to_string(e.code()), std::string(to_string(code))) << e.what();
-    for (const std::string& part : parts) EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << "'" << part << "' is not in: " << e.what();
+    for (const std::string& part : parts)
+      EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << "'" << part << "' is not in: " << e.what();
     return;
   }
   ADD_FAILURE() << "no Error was thrown; wanted " << to_string(code) << (parts.empty() ? "" : " with " + parts.front());
 }
 
-// --- gathers -----------------------------------------------------------------------------------------------------------------
+// --- gathers
+// -----------------------------------------------------------------------------------------------------------------
 
 /// What a gather wrote, as floats; every place was NaN, -7 or 9 before.
 struct Gathered {
   std::int64_t width = 0, rows = 0;
-  std::vector<float> values;               // [items | tokens, rows, width]
-  std::vector<std::int32_t> lens, first;   // [items]
-  std::vector<std::uint8_t> valid;         // [tokens, rows]
+  std::vector<float> values;              // [items | tokens, rows, width]
+  std::vector<std::int32_t> lens, first;  // [items]
+  std::vector<std::uint8_t> valid;        // [tokens, rows]
 
   std::vector<float> row(std::int64_t item, std::int64_t i) const {
     const float* at = values.data() + (item * rows + i) * width;
@@ -303,8 +320,11 @@ Gathered gather_with(std::int64_t first_dim, std::int64_t rows, std::int64_t wid
   out.valid.assign(static_cast<std::size_t>(first_dim * rows), 9);
   std::vector<std::uint16_t> narrow(count + guard, 0x7FC1);
   std::vector<float> wide(count + guard, std::numeric_limits<float>::quiet_NaN());
-  gather(TensorView(type == DType::bf16 ? static_cast<void*>(narrow.data()) : wide.data(), type, {first_dim, rows, width}), out);
-  for (std::size_t i = 0; i < guard; ++i) EXPECT_TRUE(narrow[count + i] == 0x7FC1 && std::isnan(wide[count + i])) << "written past the output";
+  gather(
+      TensorView(type == DType::bf16 ? static_cast<void*>(narrow.data()) : wide.data(), type, {first_dim, rows, width}),
+      out);
+  for (std::size_t i = 0; i < guard; ++i)
+    EXPECT_TRUE(narrow[count + i] == 0x7FC1 && std::isnan(wide[count + i])) << "written past the output";
   if (type == DType::bf16)
     for (std::size_t i = 0; i < count; ++i) {
       const std::uint32_t bits = static_cast<std::uint32_t>(narrow[i]) << 16;
@@ -315,7 +335,9 @@ Gathered gather_with(std::int64_t first_dim, std::int64_t rows, std::int64_t wid
   return out;
 }
 
-inline TensorView i32_view(std::vector<std::int32_t>& v) { return {v.data(), DType::i32, {static_cast<std::int64_t>(v.size())}}; }
+inline TensorView i32_view(std::vector<std::int32_t>& v) {
+  return {v.data(), DType::i32, {static_cast<std::int64_t>(v.size())}};
+}
 
 inline Gathered gather_window(LayerCacheHandle handle, const Step& step, std::int64_t rows, DType type = DType::f32) {
   return gather_with(step.num_items, rows, handle.head_dim(), type, [&](const TensorView& out, Gathered& g) {

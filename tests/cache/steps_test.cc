@@ -18,7 +18,8 @@ using small::SmallCache;
 using small::state_of;
 using small::token_ids;
 
-// --- life cycle --------------------------------------------------------------------------------------------------------------
+// --- life cycle
+// --------------------------------------------------------------------------------------------------------------
 
 TEST(CacheLife, AdmitAppendRelease) {
   SmallCache s;
@@ -51,7 +52,8 @@ TEST(CacheLife, AdmitAppendRelease) {
 
 TEST(CacheLife, NothingOfAReleasedRequestRemains) {
   SmallCache used, fresh;
-  for (std::uint64_t stream = 50; stream < 54; ++stream) used.request(stream, 60 - static_cast<std::int32_t>(stream % 7));
+  for (std::uint64_t stream = 50; stream < 54; ++stream)
+    used.request(stream, 60 - static_cast<std::int32_t>(stream % 7));
   for (int row = 3; row >= 0; --row) used.cache.release(row);
   for (std::int32_t length : {1, 5, 40}) {
     const RequestId a = used.request(9, length), b = fresh.request(9, length);
@@ -81,7 +83,8 @@ TEST(CacheLife, UnknownAndReleasedIdsAreRefusedEverywhere) {
   RequestId successor = s.request(3, 20);  // takes the same row
   ASSERT_EQ(successor % 4, gone % 4);
   const small::CacheState before = state_of(s.cache, {kept, successor});
-  for (RequestId bad : {gone, RequestId{-1}, RequestId{-2}, RequestId{2}, RequestId{4000}, std::numeric_limits<RequestId>::max(), std::numeric_limits<RequestId>::min()}) {
+  for (RequestId bad : {gone, RequestId{-1}, RequestId{-2}, RequestId{2}, RequestId{4000},
+                        std::numeric_limits<RequestId>::max(), std::numeric_limits<RequestId>::min()}) {
     const std::vector<std::string> id = {std::to_string(bad)};
     const auto refused = [&](auto&& call) { expect_error(ErrorCode::bad_argument, id, call); };
     refused([&] { s.cache.release(bad); });
@@ -111,7 +114,8 @@ TEST(CacheLife, ReleaseTwice) {
   EXPECT_EQ(state_of(s.cache, {b}), before);
 }
 
-// --- the order of calls --------------------------------------------------------------------------------------------------------
+// --- the order of calls
+// --------------------------------------------------------------------------------------------------------
 
 TEST(CacheOrder, OneStepAtATime) {
   SmallCache s;
@@ -121,7 +125,9 @@ TEST(CacheOrder, OneStepAtATime) {
   expect_error(ErrorCode::bad_state, {}, [&] { s.cache.abort({}); });
   const Step first = s.prepare({{a, 1, 2}});
   expect_error(ErrorCode::bad_state, {std::to_string(first.id)}, [&] { s.try_prepare({{b, 2, 1}}); });
-  for (auto&& call : {std::function<void()>([&] { s.cache.release(a); }), std::function<void()>([&] { s.cache.rewind(a, 5); }), std::function<void()>([&] { s.cache.fork(a); })})
+  for (auto&& call :
+       {std::function<void()>([&] { s.cache.release(a); }), std::function<void()>([&] { s.cache.rewind(a, 5); }),
+        std::function<void()>([&] { s.cache.fork(a); })})
     expect_error(ErrorCode::bad_state, {std::to_string(a)}, call);
   expect_error(ErrorCode::bad_state, {}, [&] { s.cache.bind_weights(1, s.weights[1]->views); });
   Step other = first;
@@ -163,12 +169,16 @@ TEST(CacheOrder, EndedStepsAndTheirHandlesAreRefused) {
     std::vector<float> out(80 * 40);
     std::vector<std::int32_t> index(40);
     const TensorView lens(index.data(), {1}), first(index.data() + 1, {1});
-    const auto refused = [&](auto&& call) { expect_error(ErrorCode::bad_state, {"layer 1", std::to_string(step.id)}, call); };
+    const auto refused = [&](auto&& call) {
+      expect_error(ErrorCode::bad_state, {"layer 1", std::to_string(step.id)}, call);
+    };
     for (int again = 0; again < 2; ++again) {
       refused([&] { handle.append(in.views()); });
       refused([&] { handle.write_swa(in.view(small::kRaw)); });
       refused([&] { handle.flush_compression({}); });
-      refused([&] { handle.gather_compressed_kv(TensorView(index.data(), {1, 1}), TensorView(out.data(), {1, 1, 80})); });
+      refused([&] {
+        handle.gather_compressed_kv(TensorView(index.data(), {1, 1}), TensorView(out.data(), {1, 1, 80}));
+      });
       refused([&] { handle.gather_all_compressed_kv(TensorView(out.data(), {1, 6, 80}), lens); });
       refused([&] { handle.gather_all_index_keys(TensorView(out.data(), {1, 6, 32}), lens); });
       refused([&] { handle.gather_swa_kv(TensorView(out.data(), {1, 9, 80}), lens, first); });
@@ -188,7 +198,8 @@ TEST(CacheOrder, EndedStepsAndTheirHandlesAreRefused) {
   }
 }
 
-// --- what prepare refuses -----------------------------------------------------------------------------------------------------
+// --- what prepare refuses
+// -----------------------------------------------------------------------------------------------------
 
 TEST(CachePrepare, RefusesBadItemsAndChangesNothing) {
   SmallCache s;
@@ -205,13 +216,16 @@ TEST(CachePrepare, RefusesBadItemsAndChangesNothing) {
   refused({{a, 0, {}, -1}}, {"count 0"});
   refused({{a, -3, {}, -1}}, {"-3"});
   refused({{a, 65, std::vector<std::int32_t>(65), -1}}, {"65", "64"});
-  refused({{kNoRequest, std::numeric_limits<std::int32_t>::max(), {}, -1}, {kNoRequest, std::numeric_limits<std::int32_t>::max(), {}, -1}}, {"64"});
+  refused({{kNoRequest, std::numeric_limits<std::int32_t>::max(), {}, -1},
+           {kNoRequest, std::numeric_limits<std::int32_t>::max(), {}, -1}},
+          {"64"});
   refused({{a, 40, tokens(40), -1}, {kNoRequest, 25, {}, -1}}, {"65"});
   refused({{a, 1, tokens(1), -1}, {a, 1, tokens(1), -1}}, {"twice"});
   refused({{b, 7, tokens(7), -1}}, {"97", "96"});
   refused({{a, 3, tokens(2), -1}}, {"2", "3"});
   refused({{a, 3, {}, -1}}, {"0", "3"});
-  for (std::int64_t jump : {std::int64_t{0}, std::int64_t{19}, std::int64_t{21}, std::numeric_limits<std::int64_t>::max(), std::int64_t{-2}})
+  for (std::int64_t jump : {std::int64_t{0}, std::int64_t{19}, std::int64_t{21},
+                            std::numeric_limits<std::int64_t>::max(), std::int64_t{-2}})
     refused({{a, 1, tokens(1), jump}}, {std::to_string(jump), "20"});
   refused({{kNoRequest, 1, {}, -1}, {a, 1, tokens(1), -1}, {b, 1, tokens(1), 20}}, {"item 2", "90"});
   refused({{a, 1, tokens(1), -1}}, {"group is 1"}, 1);
@@ -220,7 +234,8 @@ TEST(CachePrepare, RefusesBadItemsAndChangesNothing) {
   ASSERT_TRUE(s.cache.prepare_forward(good)) << "and nothing was left open";
 }
 
-// --- no room --------------------------------------------------------------------------------------------------------------------
+// --- no room
+// --------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheShortage, Requests) {
   SmallCache s;
@@ -230,7 +245,9 @@ TEST(CacheShortage, Requests) {
   EXPECT_FALSE(s.cache.admit());
   EXPECT_EQ(s.cache.admit().shortage(), Shortage::requests);
   EXPECT_EQ(s.cache.fork(all[0]).shortage(), Shortage::requests);
-  EXPECT_EQ(s.cache.import_image(s.cache.export_image(all[1]), s.cache.token_ids(all[1]), s.cache.export_blocks(all[1])).shortage(), Shortage::requests);
+  EXPECT_EQ(s.cache.import_image(s.cache.export_image(all[1]), s.cache.token_ids(all[1]), s.cache.export_blocks(all[1]))
+                .shortage(),
+            Shortage::requests);
   EXPECT_EQ(state_of(s.cache, all), before);
   s.cache.release(all[2]);
   EXPECT_TRUE(s.cache.admit());
@@ -242,10 +259,10 @@ TEST(CacheShortage, BlocksInAnyItem) {
   SmallCache s(o);
   const RequestId a = s.request(1, 20), b = s.request(2, 30), c = s.request(3, 10);  // 2 + 2 + 1 of 6
   const small::CacheState before = state_of(s.cache, {a, b, c});
-  for (const std::vector<small::Part>& step : std::vector<std::vector<small::Part>>{
-           {{a, 1, 30}},                          // 2 more
-           {{a, 1, 1}, {b, 2, 3}, {c, 3, 8}},     // the third item's second block
-           {{c, 3, 7}, {kNoRequest, 0, 2}, {b, 2, 3}}}) {
+  for (const std::vector<small::Part>& step :
+       std::vector<std::vector<small::Part>>{{{a, 1, 30}},                       // 2 more
+                                             {{a, 1, 1}, {b, 2, 3}, {c, 3, 8}},  // the third item's second block
+                                             {{c, 3, 7}, {kNoRequest, 0, 2}, {b, 2, 3}}}) {
     const Expected<Step> got = s.try_prepare(step);
     EXPECT_FALSE(got);
     EXPECT_EQ(got.shortage(), Shortage::blocks);
@@ -266,7 +283,10 @@ TEST(CacheShortage, BlocksOfAnImport) {
   const RequestId a = s.request(1, 50);  // 4 of 6
   const RequestId other = source.request(2, 40);
   const small::CacheState before = state_of(s.cache, {a});
-  const auto import = [&] { return s.cache.import_image(source.cache.export_image(other), source.cache.token_ids(other), source.cache.export_blocks(other)); };
+  const auto import = [&] {
+    return s.cache.import_image(source.cache.export_image(other), source.cache.token_ids(other),
+                                source.cache.export_blocks(other));
+  };
   EXPECT_EQ(import().shortage(), Shortage::blocks);
   EXPECT_EQ(state_of(s.cache, {a}), before);
   s.cache.release(a);
@@ -311,7 +331,8 @@ TEST(CacheShortage, NoSpareSlotsAtAll) {
   EXPECT_STREQ(to_string(Shortage::none), "none");
 }
 
-// --- abort -----------------------------------------------------------------------------------------------------------------------
+// --- abort
+// -----------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheAbort, ReturnsEverything) {
   for (bool written : {false, true}) {
@@ -338,14 +359,50 @@ TEST(CacheAbort, ReturnsEverything) {
   }
 }
 
-// --- rewind ----------------------------------------------------------------------------------------------------------------------
+// R + 1 tokens written in place take the place of every row that no query needs any more, the image's oldest included.
+TEST(CacheAbort, OfTheLongestStepInPlaceLeavesTheImage) {
+  CacheOptions o = small::options();
+  o.draft_layers = 1;
+  for (std::int32_t length : {3, 7, 8, 9, 20, 31}) {
+    SCOPED_TRACE(length);
+    SmallCache s(o), alone(o);
+    const RequestId a = s.request(1, length), same = alone.request(1, length);
+    s.run({{a, 3, length}}, 1);
+    alone.run({{same, 3, length}}, 1);
+    for (std::int32_t count : {4, 4, 2, 4, 1}) {
+      for (int group : {0, 1}) {
+        const Step step = s.prepare({{a, static_cast<std::uint64_t>(7 + count), count}}, group);
+        s.append(step);
+        small::expect_same_bytes(s.cache, a, alone.cache, same);
+        s.append(step);  // once more
+        s.cache.abort(step);
+        small::expect_same_bytes(s.cache, a, alone.cache, same);
+      }
+    }
+    const RequestId fork = s.cache.fork(a).value();
+    small::expect_same_bytes(s.cache, fork, alone.cache, same);
+    const RequestId import =
+        alone.cache.import_image(s.cache.export_image(a), s.cache.token_ids(a), s.cache.export_blocks(a)).value();
+    for (std::int32_t count : {1, 9, 4}) {
+      s.run({{a, 1, count}, {fork, 1, count}});
+      alone.run({{same, 1, count}, {import, 1, count}});
+    }
+    small::expect_same_bytes(s.cache, a, alone.cache, same);
+    small::expect_same_bytes(s.cache, fork, alone.cache, same);
+    small::expect_same_bytes(alone.cache, import, alone.cache, same);
+  }
+}
+
+// --- rewind
+// ----------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheRewind, FloorAndRange) {
   SmallCache s;
   const RequestId r = s.request(1, 34);
   EXPECT_EQ(s.cache.rewind_floor(r), 31);
   const small::CacheState before = state_of(s.cache, {r});
-  for (std::int64_t bad : {std::int64_t{30}, std::int64_t{0}, std::int64_t{-1}, std::int64_t{35}, std::numeric_limits<std::int64_t>::max()})
+  for (std::int64_t bad : {std::int64_t{30}, std::int64_t{0}, std::int64_t{-1}, std::int64_t{35},
+                           std::numeric_limits<std::int64_t>::max()})
     expect_error(ErrorCode::bad_argument, {std::to_string(bad), "31", "34"}, [&] { s.cache.rewind(r, bad); });
   EXPECT_EQ(state_of(s.cache, {r}), before);
   s.cache.rewind(r, 34);
@@ -376,7 +433,8 @@ TEST(CacheRewind, ToNothing) {
 TEST(CacheRewind, AnImportIsTheFloor) {
   SmallCache s;
   const RequestId a = s.request(1, 21);
-  const RequestId b = s.cache.import_image(s.cache.export_image(a), s.cache.token_ids(a), s.cache.export_blocks(a)).value();
+  const RequestId b =
+      s.cache.import_image(s.cache.export_image(a), s.cache.token_ids(a), s.cache.export_blocks(a)).value();
   EXPECT_EQ(s.cache.rewind_floor(b), 21);
   expect_error(ErrorCode::bad_argument, {"20"}, [&] { s.cache.rewind(b, 20); });
   s.run({{b, 1, 2}});

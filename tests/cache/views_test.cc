@@ -1,4 +1,5 @@
-// Views for foreign kernels: planes read with the slow codecs of this test give what the gathers give, and every table says where.
+// Views for foreign kernels: planes read with the slow codecs of this test give what the gathers give, and every table
+// says where.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -42,7 +43,8 @@ const std::uint8_t* at(const PlaneView& plane, std::int64_t block, std::int64_t 
 
 Row window_row(Format format, std::uint64_t stream, int layer, std::int64_t position) {
   Row x;
-  for (int c = 0; c < 80; ++c) x.push_back(naive::round_bf16(small::input_value(stream, layer, position, small::kRaw, c)));
+  for (int c = 0; c < 80; ++c)
+    x.push_back(naive::round_bf16(small::input_value(stream, layer, position, small::kRaw, c)));
   const naive::Row bytes = naive::encode(format, 80, 16, x.data());
   return naive::decode(format, 80, 16, bytes.payload.data(), bytes.scale.data());
 }
@@ -59,10 +61,12 @@ void expect_plane_sizes(const RowSchema& row, const PlaneView& payload, const Pl
 // The last 16 channels lie in the rope plane as bf16, whatever the row format.
 void expect_tail(const PlaneView& rope, std::int64_t block, std::int64_t row, const Row& values) {
   EXPECT_EQ(rope.row_bytes, 32);
-  for (int c = 0; c < 16; ++c) ASSERT_EQ(naive::read_bf16(at(rope, block, row) + 2 * c), values[static_cast<std::size_t>(64 + c)]);
+  for (int c = 0; c < 16; ++c)
+    ASSERT_EQ(naive::read_bf16(at(rope, block, row) + 2 * c), values[static_cast<std::size_t>(64 + c)]);
 }
 
-// --- windows -------------------------------------------------------------------------------------------------------------------------
+// --- windows
+// -------------------------------------------------------------------------------------------------------------------------
 
 void expect_window(SmallCache& s, const Step& step, int layer, const std::vector<small::Part>& parts) {
   const Format format = s.cache.schema().options.row_format;
@@ -90,7 +94,8 @@ void expect_window(SmallCache& s, const Step& step, int layer, const std::vector
         if (p % 11 == r) want = p;
       ASSERT_EQ(positions[r], want) << "row " << r << " at length " << end;
       if (want < 0) continue;
-      const Row got = naive::decode(format, 80, 16, at(view.payload, view.slots[i], r), at(view.scale, view.slots[i], r));
+      const Row got =
+          naive::decode(format, 80, 16, at(view.payload, view.slots[i], r), at(view.scale, view.slots[i], r));
       ASSERT_EQ(got, window_row(format, part.stream, layer, want)) << "position " << want;
       expect_tail(view.rope, view.slots[i], r, got);
     }
@@ -101,7 +106,8 @@ void expect_window(SmallCache& s, const Step& step, int layer, const std::vector
     for (int r = 0; r < view.rows; ++r) {
       const std::int64_t row = view.positions[i * view.rows + r] - gathered.first[static_cast<std::size_t>(i)];
       if (view.positions[i * view.rows + r] < 0 || row < 0) continue;
-      ASSERT_EQ(gathered.row(i, row), naive::decode(format, 80, 16, at(view.payload, view.slots[i], r), at(view.scale, view.slots[i], r)));
+      ASSERT_EQ(gathered.row(i, row),
+                naive::decode(format, 80, 16, at(view.payload, view.slots[i], r), at(view.scale, view.slots[i], r)));
     }
 }
 
@@ -117,7 +123,8 @@ TEST_P(CacheViews, Window) {
   }
 }
 
-// --- entries and keys --------------------------------------------------------------------------------------------------------------
+// --- entries and keys
+// --------------------------------------------------------------------------------------------------------------
 
 template <class View>
 void expect_table(SmallCache& s, const View& view, const std::vector<small::Part>& parts, int ratio) {
@@ -155,7 +162,8 @@ void expect_entries(SmallCache& s, const Step& step, int layer, const std::vecto
   for (int i = 0; i < view.num_items; ++i) {
     ASSERT_EQ(view.lens[i], gathered.lens[static_cast<std::size_t>(i)]);
     for (int j = 0; j < view.lens[i]; ++j) {
-      const std::int32_t block = view.block_table[view.request_rows[i] * view.blocks_per_request + j / view.rows_per_block];
+      const std::int32_t block =
+          view.block_table[view.request_rows[i] * view.blocks_per_request + j / view.rows_per_block];
       const int slot = j % view.rows_per_block;
       const Row got = naive::decode(format, 80, 16, at(view.payload, block, slot), at(view.scale, block, slot));
       ASSERT_EQ(got, gathered.row(i, j)) << "layer " << layer << " item " << i << " entry " << j;
@@ -175,11 +183,14 @@ void expect_keys(SmallCache& s, const Step& step, int layer, const std::vector<s
   const Gathered gathered = small::gather_keys(handle, step, 24);
   for (int i = 0; i < view.num_items; ++i)
     for (int j = 0; j < view.lens[i]; ++j) {
-      const std::int32_t block = view.block_table[view.request_rows[i] * view.blocks_per_request + j / view.rows_per_block];
+      const std::int32_t block =
+          view.block_table[view.request_rows[i] * view.blocks_per_request + j / view.rows_per_block];
       const int slot = j % view.rows_per_block;
       const float global = format == Format::nvfp4 ? naive::read_fp32(at(view.global_scale, block, 0)) : 1.0f;
       EXPECT_EQ(global, format == Format::nvfp4 ? 0.125f : 1.0f);
-      ASSERT_EQ(naive::decode(format, 32, 0, at(view.keys, block, slot), at(view.scales, block, slot), global), gathered.row(i, j)) << "key " << j;
+      ASSERT_EQ(naive::decode(format, 32, 0, at(view.keys, block, slot), at(view.scales, block, slot), global),
+                gathered.row(i, j))
+          << "key " << j;
     }
 }
 
@@ -208,20 +219,25 @@ TEST_P(CacheViews, ReadingTwiceGivesTheSame) {
   const SWAView second = handle.read_swa_view();
   EXPECT_EQ(second.positions, first.positions) << "fixed addresses";
   EXPECT_EQ(std::vector<std::int32_t>(second.positions, second.positions + second.rows), positions);
-  EXPECT_EQ(handle.read_classical_view().block_table, s.cache.acquire(2).read_classical_view().block_table) << "one table for every layer";
+  EXPECT_EQ(handle.read_classical_view().block_table, s.cache.acquire(2).read_classical_view().block_table)
+      << "one table for every layer";
   s.cache.commit(step);
   s.prepare({{a, 1, 1}});
   EXPECT_EQ(s.cache.acquire(1).read_swa_view().positions, first.positions) << "also in the next step";
 }
 
 std::string formats_name(const testing::TestParamInfo<Formats>& info) {
-  return std::string(to_string(info.param.rows)) + "_" + to_string(info.param.keys) + "_" + to_string(info.param.arrangement);
+  return std::string(to_string(info.param.rows)) + "_" + to_string(info.param.keys) + "_" +
+         to_string(info.param.arrangement);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, CacheViews,
-                         testing::Values(Formats{Format::fp8_tile64, Format::mxfp4}, Formats{Format::fp8_row, Format::nvfp4, Arrangement::layer_major},
-                                         Formats{Format::bf16, Format::bf16}, Formats{Format::fp8_tile64, Format::fp8, Arrangement::layer_major, 576},
-                                         Formats{Format::fp8_row, Format::mxfp4, Arrangement::block_major, 576}, Formats{Format::fp8_tile64, Format::nvfp4}),
+                         testing::Values(Formats{Format::fp8_tile64, Format::mxfp4},
+                                         Formats{Format::fp8_row, Format::nvfp4, Arrangement::layer_major},
+                                         Formats{Format::bf16, Format::bf16},
+                                         Formats{Format::fp8_tile64, Format::fp8, Arrangement::layer_major, 576},
+                                         Formats{Format::fp8_row, Format::mxfp4, Arrangement::block_major, 576},
+                                         Formats{Format::fp8_tile64, Format::nvfp4}),
                          formats_name);
 
 TEST(CacheViewsOf, LayersWithoutEntriesOrKeysAreRefused) {
@@ -231,6 +247,29 @@ TEST(CacheViewsOf, LayersWithoutEntriesOrKeysAreRefused) {
   small::expect_error(ErrorCode::bad_argument, {"layer 0", "SWA"}, [&] { s.cache.acquire(0).read_classical_view(); });
   small::expect_error(ErrorCode::bad_argument, {"layer 0", "SWA"}, [&] { s.cache.acquire(0).read_indexer_view(); });
   small::expect_error(ErrorCode::bad_argument, {"layer 2", "HCA"}, [&] { s.cache.acquire(2).read_indexer_view(); });
+}
+
+TEST(CacheViewsOf, TablesForgetBlocksThatAreGone) {
+  SmallCache s;
+  const auto table_of = [&](RequestId r) {
+    const Step step = s.prepare({{r, 1, 1}});
+    const ClassicalView view = s.cache.acquire(1).read_classical_view();
+    const std::int32_t* first = view.block_table + view.request_rows[0] * view.blocks_per_request;
+    std::vector<std::int32_t> out(first, first + view.blocks_per_request);
+    s.cache.abort(step);
+    return out;
+  };
+  const RequestId a = s.request(1, 50);
+  EXPECT_EQ(table_of(a), (std::vector<std::int32_t>{0, 1, 2, 3, -1, -1}));
+  s.cache.rewind(a, 47);
+  EXPECT_EQ(table_of(a), (std::vector<std::int32_t>{0, 1, 2, -1, -1, -1})) << "rewound";
+  const Step step = s.prepare({{a, 1, 40}});
+  s.cache.abort(step);
+  EXPECT_EQ(table_of(a), (std::vector<std::int32_t>{0, 1, 2, -1, -1, -1})) << "aborted";
+  s.cache.release(a);
+  const RequestId b = s.admit();
+  ASSERT_EQ(a % 4, b % 4);
+  EXPECT_EQ(table_of(b), (std::vector<std::int32_t>{0, -1, -1, -1, -1, -1})) << "another request in the same row";
 }
 
 TEST(CacheViewsOf, DraftStagesHaveTheirOwnPositions) {
@@ -244,7 +283,9 @@ TEST(CacheViewsOf, DraftStagesHaveTheirOwnPositions) {
   const SWAView view = s.cache.acquire(4).read_swa_view();
   EXPECT_EQ(view.head[0], 7);
   for (int r = 0; r < 11; ++r) EXPECT_EQ(view.positions[r], r < 7 ? r : -1);
-  EXPECT_EQ(naive::decode(Format::fp8_tile64, 80, 16, at(view.payload, view.slots[0], 6), at(view.scale, view.slots[0], 6)), window_row(Format::fp8_tile64, 1, 4, 6));
+  EXPECT_EQ(
+      naive::decode(Format::fp8_tile64, 80, 16, at(view.payload, view.slots[0], 6), at(view.scale, view.slots[0], 6)),
+      window_row(Format::fp8_tile64, 1, 4, 6));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The number formats the slow way: every code's value in double, the nearest one by search. Shares no code with src/codec.
+// The number formats the slow way: every code's value in double, the nearest one by search. Shares no code with
+// src/codec.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,8 @@ inline float float_of(std::uint32_t b) {
   return x;
 }
 
-// --- scalars: values of codes -----------------------------------------------------------------------------------------
+// --- scalars: values of codes
+// -----------------------------------------------------------------------------------------
 
 inline double e4m3_value(int code) {
   if ((code & 127) == 127) return std::numeric_limits<double>::quiet_NaN();
@@ -41,13 +43,15 @@ inline double e2m1_value(int code) {
 inline double bf16_value(int code) {
   const int exponent = (code >> 7) & 255, mantissa = code & 127;
   double a = exponent == 0 ? std::ldexp(mantissa, -133) : std::ldexp(128 + mantissa, exponent - 134);
-  if (exponent == 255) a = mantissa == 0 ? std::numeric_limits<double>::infinity() : std::numeric_limits<double>::quiet_NaN();
+  if (exponent == 255)
+    a = mantissa == 0 ? std::numeric_limits<double>::infinity() : std::numeric_limits<double>::quiet_NaN();
   return code & 0x8000 ? -a : a;
 }
 
 inline double ue8m0_value(int code) { return std::ldexp(1.0, code - 127); }
 
-// --- scalars: nearest code, ties to the even one ------------------------------------------------------------------------
+// --- scalars: nearest code, ties to the even one
+// ------------------------------------------------------------------------
 
 /// values: ascending, by code. Beyond the last one: the last one.
 inline int nearest_code(const std::vector<double>& values, double magnitude) {
@@ -70,13 +74,15 @@ std::vector<double> ascending(int count, Value value) {
 inline std::uint8_t e4m3_bits(float x) {
   static const std::vector<double> kValues = ascending(127, e4m3_value);
   if (std::isnan(x)) return 0x7F;
-  return static_cast<std::uint8_t>(nearest_code(kValues, std::fabs(static_cast<double>(x))) | (std::signbit(x) ? 0x80 : 0));
+  return static_cast<std::uint8_t>(nearest_code(kValues, std::fabs(static_cast<double>(x))) |
+                                   (std::signbit(x) ? 0x80 : 0));
 }
 
 inline std::uint8_t e2m1_bits(float x) {
   static const std::vector<double> kValues = ascending(8, e2m1_value);
   if (std::isnan(x)) return 0x7;
-  return static_cast<std::uint8_t>(nearest_code(kValues, std::fabs(static_cast<double>(x))) | (std::signbit(x) ? 8 : 0));
+  return static_cast<std::uint8_t>(nearest_code(kValues, std::fabs(static_cast<double>(x))) |
+                                   (std::signbit(x) ? 8 : 0));
 }
 
 inline std::uint16_t bf16_bits(float x) {
@@ -84,7 +90,8 @@ inline std::uint16_t bf16_bits(float x) {
   static const std::vector<double> kValues =
       ascending(0x7F81, [](int code) { return code == 0x7F80 ? std::ldexp(1.0, 128) : bf16_value(code); });
   if (std::isnan(x)) return 0x7FC0;
-  return static_cast<std::uint16_t>(nearest_code(kValues, std::fabs(static_cast<double>(x))) | (std::signbit(x) ? 0x8000 : 0));
+  return static_cast<std::uint16_t>(nearest_code(kValues, std::fabs(static_cast<double>(x))) |
+                                    (std::signbit(x) ? 0x8000 : 0));
 }
 
 inline float round_bf16(float x) { return static_cast<float>(bf16_value(bf16_bits(x))); }
@@ -96,7 +103,8 @@ inline int pow2_ceil_exponent(double x) {
   return fraction == 0.5 ? exponent - 1 : exponent;
 }
 
-// --- rows ---------------------------------------------------------------------------------------------------------------
+// --- rows
+// ---------------------------------------------------------------------------------------------------------------
 
 struct Row {
   std::vector<std::uint8_t> payload, scale;
@@ -134,10 +142,13 @@ inline void push_bf16(std::vector<std::uint8_t>& out, const float* x, int count)
 inline float read_bf16(const std::uint8_t* at) { return static_cast<float>(bf16_value(at[0] | at[1] << 8)); }
 
 /// x / 2^exponent, exactly (a power of two in float range times a float).
-inline float scaled_down(float x, int exponent) { return static_cast<float>(static_cast<double>(x) / std::ldexp(1.0, exponent)); }
+inline float scaled_down(float x, int exponent) {
+  return static_cast<float>(static_cast<double>(x) / std::ldexp(1.0, exponent));
+}
 
 inline void push_nibbles(std::vector<std::uint8_t>& out, const std::vector<std::uint8_t>& codes) {
-  for (std::size_t i = 0; i < codes.size(); i += 2) out.push_back(static_cast<std::uint8_t>(codes[i] | codes[i + 1] << 4));
+  for (std::size_t i = 0; i < codes.size(); i += 2)
+    out.push_back(static_cast<std::uint8_t>(codes[i] | codes[i + 1] << 4));
 }
 
 inline Row encode(Format format, int width, int tail, const float* x, float global = 1.0f) {
@@ -147,7 +158,8 @@ inline Row encode(Format format, int width, int tail, const float* x, float glob
   switch (format) {
     case Format::fp8_tile64:
       for (int t = 0; t < body; t += 64) {
-        const int e = pow2_ceil_exponent(std::max(static_cast<double>(largest(x + t, 64)), static_cast<double>(1e-4f)) / 448.0);
+        const int e =
+            pow2_ceil_exponent(std::max(static_cast<double>(largest(x + t, 64)), static_cast<double>(1e-4f)) / 448.0);
         out.scale.push_back(static_cast<std::uint8_t>(e + 127));
         for (int c = t; c < t + 64; ++c) out.payload.push_back(e4m3_bits(scaled_down(x[c], e)));
       }
@@ -165,7 +177,8 @@ inline Row encode(Format format, int width, int tail, const float* x, float glob
     case Format::bf16: push_bf16(out.payload, x, width); break;
     case Format::mxfp4:
       for (int t = 0; t < width; t += 32) {
-        const int e = pow2_ceil_exponent(std::max(static_cast<double>(largest(x + t, 32)), 6 * std::ldexp(1.0, -126)) / 6.0);
+        const int e =
+            pow2_ceil_exponent(std::max(static_cast<double>(largest(x + t, 32)), 6 * std::ldexp(1.0, -126)) / 6.0);
         out.scale.push_back(static_cast<std::uint8_t>(e + 127));
         for (int c = t; c < t + 32; ++c) codes.push_back(e2m1_bits(scaled_down(x[c], e)));
       }
@@ -181,7 +194,8 @@ inline Row encode(Format format, int width, int tail, const float* x, float glob
       push_nibbles(out.payload, codes);
       break;
     case Format::fp8: {
-      const int e = pow2_ceil_exponent(std::max(static_cast<double>(largest(x, width)), static_cast<double>(1e-4f)) / 448.0);
+      const int e =
+          pow2_ceil_exponent(std::max(static_cast<double>(largest(x, width)), static_cast<double>(1e-4f)) / 448.0);
       for (int c = 0; c < width; ++c) out.payload.push_back(e4m3_bits(scaled_down(x[c], e)));
       push_fp32(out.scale, static_cast<float>(std::ldexp(1.0, e)));
       break;
@@ -190,7 +204,8 @@ inline Row encode(Format format, int width, int tail, const float* x, float glob
   return out;
 }
 
-inline std::vector<float> decode(Format format, int width, int tail, const std::uint8_t* payload, const std::uint8_t* scale, float global = 1.0f) {
+inline std::vector<float> decode(Format format, int width, int tail, const std::uint8_t* payload,
+                                 const std::uint8_t* scale, float global = 1.0f) {
   std::vector<float> out;
   const bool tailed = format == Format::fp8_tile64 || format == Format::fp8_row;
   const int body = tailed ? width - tail : width;

@@ -24,7 +24,9 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Floats worth trying beside the random ones: around every boundary between two codes, and the ends of the range.
 std::vector<float> special_floats() {
-  std::vector<float> out = {0.0f, -0.0f, kInfinity, -kInfinity, 0x1p-149f, -0x1p-149f, 0x1p-126f, 0x1.fffffep127f, -0x1.fffffep127f, 448.0f, 464.0f, 480.0f, 6.0f, 7.0f};
+  std::vector<float> out = {
+      0.0f,   -0.0f,  kInfinity, -kInfinity, 0x1p-149f, -0x1p-149f, 0x1p-126f, 0x1.fffffep127f, -0x1.fffffep127f,
+      448.0f, 464.0f, 480.0f,    6.0f,       7.0f};
   std::vector<double> values;
   for (int code = 0; code < 127; ++code) values.push_back(naive::e4m3_value(code));
   for (int code = 0; code < 8; ++code) values.push_back(naive::e2m1_value(code));
@@ -94,11 +96,13 @@ TEST(CodecScalar, DecodersListEveryCode) {
     if (std::isnan(x)) continue;
     ASSERT_EQ(bits_of(x), bits_of(static_cast<float>(naive::bf16_value(b)))) << b;
   }
-  for (int b = 0; b < 255; ++b) EXPECT_EQ(codec::ue8m0_value(static_cast<std::uint8_t>(b)), static_cast<float>(naive::ue8m0_value(b))) << b;
+  for (int b = 0; b < 255; ++b)
+    EXPECT_EQ(codec::ue8m0_value(static_cast<std::uint8_t>(b)), static_cast<float>(naive::ue8m0_value(b))) << b;
 }
 
 TEST(CodecScalar, NanOfAnyPatternIsStoredAsOne) {
-  for (std::uint32_t bits : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0xFF800001u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7FA00000u}) {
+  for (std::uint32_t bits :
+       {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0xFF800001u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7FA00000u}) {
     const float x = float_of(bits);
     EXPECT_EQ(codec::bf16_bits(x), 0x7FC0) << std::hex << bits;
     EXPECT_EQ(codec::e4m3_bits(x), 0x7F) << std::hex << bits;
@@ -126,7 +130,7 @@ TEST(CodecScalar, SignOfZeroAndDenormalsAreKept) {
   EXPECT_EQ(codec::e2m1_bits(-0.0f), 0x8);
   EXPECT_EQ(codec::e4m3_bits(-0x1p-149f), 0x80);
   EXPECT_EQ(codec::bf16_bits(0x1p-133f), 0x0001);
-  EXPECT_EQ(codec::bf16_bits(0x1p-134f), 0x0000);    // half of the smallest: to even
+  EXPECT_EQ(codec::bf16_bits(0x1p-134f), 0x0000);  // half of the smallest: to even
   EXPECT_EQ(codec::bf16_bits(0x1.8p-134f), 0x0001);
   EXPECT_EQ(codec::bf16_value(0x0001), 0x1p-133f);
 }
@@ -160,7 +164,8 @@ TEST(CodecPow2, LargestMagnitudePassesNanAndBoundsInfinity) {
   EXPECT_EQ(codec::larger_magnitude(0.0f, 0x1p-149f), 0x1p-149f);
 }
 
-// --- exp ------------------------------------------------------------------------------------------------------------------
+// --- exp
+// ------------------------------------------------------------------------------------------------------------------
 
 // Rounding of x log2(e) grows with x; the polynomial's part does not.
 double exp_bound(double x) { return 1.7e-7 + 2.2e-8 * std::fabs(x); }

@@ -1,4 +1,5 @@
-// Every row format against the slow one of naive_formats.h, byte for byte; and the rules that are easy to get wrong, by hand.
+// Every row format against the slow one of naive_formats.h, byte for byte; and the rules that are easy to get wrong, by
+// hand.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -52,16 +53,23 @@ bool only_poison(const std::uint8_t* at, int count) {
 // Encodes between guards; fails if a byte outside the row changes.
 naive::Row encode(const Case& c, const std::vector<float>& x) {
   const int payload = payload_bytes(c), scale = scale_bytes(c);
-  std::vector<std::uint8_t> p(static_cast<std::size_t>(payload + 2 * kGuard), kPoison), s(static_cast<std::size_t>(scale + 2 * kGuard), kPoison);
-  codec::with_codec(c.format, [&](auto f) { f.encode(kv4::OneLane{}, {c.width, c.tail}, x.data(), p.data() + kGuard, s.data() + kGuard, c.global); });
-  EXPECT_TRUE(only_poison(p.data(), kGuard) && only_poison(p.data() + kGuard + payload, kGuard)) << "payload written outside its row";
-  EXPECT_TRUE(only_poison(s.data(), kGuard) && only_poison(s.data() + kGuard + scale, kGuard)) << "scale written outside its row";
+  std::vector<std::uint8_t> p(static_cast<std::size_t>(payload + 2 * kGuard), kPoison),
+      s(static_cast<std::size_t>(scale + 2 * kGuard), kPoison);
+  codec::with_codec(c.format, [&](auto f) {
+    f.encode(kv4::OneLane{}, {c.width, c.tail}, x.data(), p.data() + kGuard, s.data() + kGuard, c.global);
+  });
+  EXPECT_TRUE(only_poison(p.data(), kGuard) && only_poison(p.data() + kGuard + payload, kGuard))
+      << "payload written outside its row";
+  EXPECT_TRUE(only_poison(s.data(), kGuard) && only_poison(s.data() + kGuard + scale, kGuard))
+      << "scale written outside its row";
   return {{p.begin() + kGuard, p.end() - kGuard}, {s.begin() + kGuard, s.end() - kGuard}};
 }
 
 std::vector<float> decode(const Case& c, const naive::Row& row) {
   std::vector<float> out(static_cast<std::size_t>(c.width + 2), -77.0f);
-  codec::with_codec(c.format, [&](auto f) { f.decode(kv4::OneLane{}, {c.width, c.tail}, row.payload.data(), row.scale.data(), c.global, out.data() + 1); });
+  codec::with_codec(c.format, [&](auto f) {
+    f.decode(kv4::OneLane{}, {c.width, c.tail}, row.payload.data(), row.scale.data(), c.global, out.data() + 1);
+  });
   EXPECT_EQ(out.front(), -77.0f);
   EXPECT_EQ(out.back(), -77.0f);
   return {out.begin() + 1, out.end() - 1};
@@ -79,9 +87,10 @@ std::vector<float> random_row(std::mt19937& random, int width) {
   std::vector<float> out(static_cast<std::size_t>(width));
   for (float& x : out) {
     x = std::ldexp(uniform(random), exponent);
-    if (kind == 0 && random() % 4 != 0) x = std::copysign(0.0f, x);              // sparse, both zeros
-    if (kind == 1) x = std::ldexp(x, static_cast<int>(random() % 20));           // wide range inside a tile
-    if (kind == 2) x = naive::float_of(static_cast<std::uint32_t>(random()));    // any pattern at all, NaN and infinity too
+    if (kind == 0 && random() % 4 != 0) x = std::copysign(0.0f, x);     // sparse, both zeros
+    if (kind == 1) x = std::ldexp(x, static_cast<int>(random() % 20));  // wide range inside a tile
+    if (kind == 2)
+      x = naive::float_of(static_cast<std::uint32_t>(random()));  // any pattern at all, NaN and infinity too
     x = naive::round_bf16(x);
   }
   return out;
@@ -96,10 +105,11 @@ double half_step(const Case& c, int channel, double x, const naive::Row& row) {
   if (c.format == Format::fp8_tile64) scale = naive::ue8m0_value(row.scale[static_cast<std::size_t>(channel / 64)]);
   if (c.format == Format::fp8_row || c.format == Format::fp8) scale = naive::read_fp32(row.scale.data());
   if (c.format == Format::mxfp4) scale = naive::ue8m0_value(row.scale[static_cast<std::size_t>(channel / 32)]);
-  if (c.format == Format::nvfp4) scale = naive::e4m3_value(row.scale[static_cast<std::size_t>(channel / 16)]) * c.global;
+  if (c.format == Format::nvfp4)
+    scale = naive::e4m3_value(row.scale[static_cast<std::size_t>(channel / 16)]) * c.global;
   if (c.format == Format::mxfp4 || c.format == Format::nvfp4) {
     if (scale == 0.0) return 6 * 0x1p-10 * c.global * 1.0001;  // the largest amax whose scale rounds to zero
-    if (a > 6 * scale) return a - 6 * scale + slack;  // the scale itself was rounded down: clamped
+    if (a > 6 * scale) return a - 6 * scale + slack;           // the scale itself was rounded down: clamped
     return (a <= 2 * scale ? 0.25 : a <= 4 * scale ? 0.5 : 1.0) * scale + slack;
   }
   return std::max(a * 0x1p-4, scale * 0x1p-10) + slack;
@@ -117,7 +127,9 @@ TEST_P(RowFormat, BytesAndValuesOfRandomRows) {
     ASSERT_EQ(got.payload, want.payload) << "row " << i;
     ASSERT_EQ(got.scale, want.scale) << "row " << i;
     const std::vector<float> values = decode(c, got);
-    ASSERT_TRUE(same_bits(values, naive::decode(c.format, c.width, c.tail, got.payload.data(), got.scale.data(), c.global))) << "row " << i;
+    ASSERT_TRUE(
+        same_bits(values, naive::decode(c.format, c.width, c.tail, got.payload.data(), got.scale.data(), c.global)))
+        << "row " << i;
     ASSERT_EQ(encode(c, x), got) << "not the same twice";
   }
 }
@@ -136,7 +148,8 @@ TEST_P(RowFormat, ErrorIsAtMostHalfAStep) {
     for (int ch = 0; ch < c.width; ++ch) {
       const double v = x[static_cast<std::size_t>(ch)];
       if (c.format == Format::nvfp4 && std::fabs(v) > 448.0 * 6 * c.global) continue;  // beyond what the scale can say
-      ASSERT_LE(std::fabs(v - y[static_cast<std::size_t>(ch)]), half_step(c, ch, v, row)) << "row " << i << " channel " << ch << " value " << v;
+      ASSERT_LE(std::fabs(v - y[static_cast<std::size_t>(ch)]), half_step(c, ch, v, row))
+          << "row " << i << " channel " << ch << " value " << v;
     }
   }
 }
@@ -144,7 +157,8 @@ TEST_P(RowFormat, ErrorIsAtMostHalfAStep) {
 TEST_P(RowFormat, NanStaysInItsChannelAndInfinityClamps) {
   const Case c = GetParam();
   std::vector<float> x(static_cast<std::size_t>(c.width));
-  for (int ch = 0; ch < c.width; ++ch) x[static_cast<std::size_t>(ch)] = naive::round_bf16(0.01f * static_cast<float>(ch % 37 - 18));
+  for (int ch = 0; ch < c.width; ++ch)
+    x[static_cast<std::size_t>(ch)] = naive::round_bf16(0.01f * static_cast<float>(ch % 37 - 18));
   const naive::Row clean = encode(c, x);
   const std::vector<float> clean_values = decode(c, clean);
   for (int at : {0, 1, c.width / 2, c.width - 1}) {
@@ -158,7 +172,8 @@ TEST_P(RowFormat, NanStaysInItsChannelAndInfinityClamps) {
     for (int ch = 0; ch < c.width; ++ch) {
       const float v = y[static_cast<std::size_t>(ch)];
       if (ch != at) {
-        ASSERT_EQ(naive::bits_of(v), naive::bits_of(clean_values[static_cast<std::size_t>(ch)])) << "NaN at " << at << " reached " << ch;
+        ASSERT_EQ(naive::bits_of(v), naive::bits_of(clean_values[static_cast<std::size_t>(ch)]))
+            << "NaN at " << at << " reached " << ch;
       } else if (c.format == Format::mxfp4 || c.format == Format::nvfp4) {
         EXPECT_GT(v, 0.0f) << "no NaN in e2m1: +6 steps";
       } else {
@@ -179,7 +194,8 @@ TEST_P(RowFormat, NanStaysInItsChannelAndInfinityClamps) {
         }
       }
       if (!kept_bf16) {
-        EXPECT_GT(z[static_cast<std::size_t>(at)] * (infinity > 0 ? 1.0f : -1.0f), 1.0f) << "keeps its sign and is large";
+        EXPECT_GT(z[static_cast<std::size_t>(at)] * (infinity > 0 ? 1.0f : -1.0f), 1.0f)
+            << "keeps its sign and is large";
       }
     }
   }
@@ -193,7 +209,8 @@ TEST_P(RowFormat, RowsOfOnlyNanOrInfinityHaveFiniteScales) {
     EXPECT_EQ(row, naive::encode(c.format, c.width, c.tail, x.data(), c.global)) << fill;
     const bool fp32_scale = c.format == Format::fp8_row || c.format == Format::fp8;
     EXPECT_TRUE(!fp32_scale || std::isfinite(naive::read_fp32(row.scale.data())));
-    for (std::uint8_t s : row.scale) EXPECT_TRUE(fp32_scale || (c.format == Format::nvfp4 ? (s & 0x7F) != 0x7F : s != 0xFF)) << "NaN scale";
+    for (std::uint8_t s : row.scale)
+      EXPECT_TRUE(fp32_scale || (c.format == Format::nvfp4 ? (s & 0x7F) != 0x7F : s != 0xFF)) << "NaN scale";
   }
 }
 
@@ -202,14 +219,18 @@ std::string case_name(const testing::TestParamInfo<Case>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, RowFormat,
-                         testing::Values(Case{Format::fp8_tile64, 512, 64}, Case{Format::fp8_tile64, 80, 16}, Case{Format::fp8_tile64, 1100, 12},
-                                         Case{Format::fp8_row, 512, 64}, Case{Format::fp8_row, 32, 8}, Case{Format::bf16, 512, 64},
-                                         Case{Format::bf16, 128, 0}, Case{Format::bf16, 2, 2}, Case{Format::mxfp4, 128, 0}, Case{Format::mxfp4, 32, 0},
-                                         Case{Format::nvfp4, 128, 0}, Case{Format::nvfp4, 16, 0}, Case{Format::nvfp4, 128, 0, 0.03125f},
-                                         Case{Format::nvfp4, 128, 0, 0.3f}, Case{Format::fp8, 128, 0}, Case{Format::fp8, 16, 0}),
+                         testing::Values(Case{Format::fp8_tile64, 512, 64}, Case{Format::fp8_tile64, 80, 16},
+                                         Case{Format::fp8_tile64, 1100, 12}, Case{Format::fp8_row, 512, 64},
+                                         Case{Format::fp8_row, 32, 8}, Case{Format::bf16, 512, 64},
+                                         Case{Format::bf16, 128, 0}, Case{Format::bf16, 2, 2},
+                                         Case{Format::mxfp4, 128, 0}, Case{Format::mxfp4, 32, 0},
+                                         Case{Format::nvfp4, 128, 0}, Case{Format::nvfp4, 16, 0},
+                                         Case{Format::nvfp4, 128, 0, 0.03125f}, Case{Format::nvfp4, 128, 0, 0.3f},
+                                         Case{Format::fp8, 128, 0}, Case{Format::fp8, 16, 0}),
                          case_name);
 
-// --- rules by hand ------------------------------------------------------------------------------------------------------
+// --- rules by hand
+// ------------------------------------------------------------------------------------------------------
 
 std::vector<float> row_of(int width, float at0) {
   std::vector<float> x(static_cast<std::size_t>(width));
@@ -218,7 +239,9 @@ std::vector<float> row_of(int width, float at0) {
 }
 
 TEST(RowRules, SizesOfTheRealRows) {
-  const auto sizes = [](Format f, int width, int tail) { return std::pair(payload_bytes({f, width, tail}), scale_bytes({f, width, tail})); };
+  const auto sizes = [](Format f, int width, int tail) {
+    return std::pair(payload_bytes({f, width, tail}), scale_bytes({f, width, tail}));
+  };
   EXPECT_EQ(sizes(Format::fp8_tile64, 512, 64), std::pair(576, 8));
   EXPECT_EQ(sizes(Format::fp8_row, 512, 64), std::pair(576, 4));
   EXPECT_EQ(sizes(Format::bf16, 512, 64), std::pair(1024, 0));
@@ -231,16 +254,17 @@ TEST(RowRules, SizesOfTheRealRows) {
 TEST(RowRules, Tile64FloorsAmaxNotTheScale) {
   const Case c{Format::fp8_tile64, 80, 16};
   const auto scale = [&](float amax) { return static_cast<int>(encode(c, row_of(80, amax)).scale[0]); };
-  EXPECT_EQ(scale(0.0f), 127 - 22);    // 1e-4 / 448 = 2.23e-7, the next power of two is 2^-22
+  EXPECT_EQ(scale(0.0f), 127 - 22);  // 1e-4 / 448 = 2.23e-7, the next power of two is 2^-22
   EXPECT_EQ(scale(1e-5f), 127 - 22);
   EXPECT_EQ(scale(1e-4f), 127 - 22);
   EXPECT_EQ(scale(2e-4f), 127 - 21);
-  EXPECT_EQ(scale(448.0f), 127);       // exactly 1
+  EXPECT_EQ(scale(448.0f), 127);  // exactly 1
   EXPECT_EQ(scale(std::nextafter(448.0f, 500.0f)), 128);
   EXPECT_EQ(scale(224.0f), 126);
   const naive::Row row = encode(c, row_of(80, 448.0f));
   EXPECT_EQ(row.payload[0], 0x7E);
-  EXPECT_EQ(std::vector<std::uint8_t>(row.scale.begin() + 1, row.scale.end()), std::vector<std::uint8_t>(7, 0)) << "padding is zero";
+  EXPECT_EQ(std::vector<std::uint8_t>(row.scale.begin() + 1, row.scale.end()), std::vector<std::uint8_t>(7, 0))
+      << "padding is zero";
 }
 
 TEST(RowRules, Tile64TilesDoNotShareScales) {
@@ -302,9 +326,11 @@ TEST(RowRules, Fp8KeyScaleIsAPowerOfTwo) {
 }
 
 TEST(RowNames, ParseIsTheInverseOfToString) {
-  for (Format f : {Format::fp8_tile64, Format::fp8_row, Format::bf16, Format::mxfp4, Format::nvfp4, Format::fp8}) EXPECT_EQ(kv4::parse_format(kv4::to_string(f)), f);
+  for (Format f : {Format::fp8_tile64, Format::fp8_row, Format::bf16, Format::mxfp4, Format::nvfp4, Format::fp8})
+    EXPECT_EQ(kv4::parse_format(kv4::to_string(f)), f);
   for (kv4::HcaMode m : {kv4::HcaMode::online, kv4::HcaMode::raw}) EXPECT_EQ(kv4::parse_hca_mode(kv4::to_string(m)), m);
-  for (kv4::Arrangement a : {kv4::Arrangement::block_major, kv4::Arrangement::layer_major}) EXPECT_EQ(kv4::parse_arrangement(kv4::to_string(a)), a);
+  for (kv4::Arrangement a : {kv4::Arrangement::block_major, kv4::Arrangement::layer_major})
+    EXPECT_EQ(kv4::parse_arrangement(kv4::to_string(a)), a);
   try {
     kv4::parse_format("fp16");
     FAIL() << "no Error was thrown";

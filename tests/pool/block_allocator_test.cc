@@ -153,13 +153,15 @@ TEST(BlockAllocator, RefusesAndStaysAsItWas) {
 }
 
 TEST(BlockAllocator, SizesOfNothing) {
-  for (std::int32_t bad : {0, -1, std::numeric_limits<std::int32_t>::min()}) EXPECT_THROW(BlockAllocator a(bad), kv4::Error) << bad;
+  for (std::int32_t bad : {0, -1, std::numeric_limits<std::int32_t>::min()})
+    EXPECT_THROW(BlockAllocator a(bad), kv4::Error) << bad;
   EXPECT_EQ(BlockAllocator(1).num_blocks(), 1);
   EXPECT_EQ(BlockAllocator(1000).memory_bytes(), BlockAllocator::memory_bytes(1000));
   EXPECT_EQ(BlockAllocator::memory_bytes(1000), 1000 * BlockAllocator::memory_bytes(1));
 }
 
-// --- against a model --------------------------------------------------------------------------------------------------------
+// --- against a model
+// --------------------------------------------------------------------------------------------------------
 
 // The same contract with lists that are searched.
 struct SlowAllocator {

@@ -80,7 +80,8 @@ TEST(PagedKVPool, CopyTouchesOnlyItsTarget) {
     EXPECT_NE(before[4], before[1]);
     pool.copy_block(4, 1);
     before[1] = before[4];
-    for (kv4::BlockId b = 0; b < 6; ++b) EXPECT_EQ(saved(s, pool, b, 16), before[static_cast<std::size_t>(b)]) << "block " << b;
+    for (kv4::BlockId b = 0; b < 6; ++b)
+      EXPECT_EQ(saved(s, pool, b, 16), before[static_cast<std::size_t>(b)]) << "block " << b;
   }
 }
 
@@ -91,12 +92,15 @@ TEST(PagedKVPool, SavesTheRowsOfTheFirstTokens) {
       PagedKVPool pool(s, kv4::make_cpu_backend());
       fill(pool, kSeed);
       for (int tokens = 0; tokens <= 16; ++tokens)
-        for (kv4::BlockId b : {0, 3, 5}) ASSERT_EQ(saved(s, pool, b, tokens), expected_image(s, pool, b, tokens)) << "block " << b << " tokens " << tokens;
+        for (kv4::BlockId b : {0, 3, 5})
+          ASSERT_EQ(saved(s, pool, b, tokens), expected_image(s, pool, b, tokens))
+              << "block " << b << " tokens " << tokens;
     }
 }
 
 TEST(PagedKVPool, ImagesMoveBetweenArrangements) {
-  const CacheSchema from_schema = schema_of(Arrangement::block_major), to_schema = schema_of(Arrangement::layer_major, 576);
+  const CacheSchema from_schema = schema_of(Arrangement::block_major),
+                    to_schema = schema_of(Arrangement::layer_major, 576);
   ASSERT_EQ(from_schema.block_image_bytes, to_schema.block_image_bytes);
   PagedKVPool from(from_schema, kv4::make_cpu_backend()), to(to_schema, kv4::make_cpu_backend());
   fill(from, kSeed);
@@ -105,7 +109,8 @@ TEST(PagedKVPool, ImagesMoveBetweenArrangements) {
   for (kv4::BlockId b = 0; b < 6; ++b) kept.push_back(saved(to_schema, to, b, 16));
   kept[2] = saved(from_schema, from, 5, 16);
   to.load_block(2, kept[2]);
-  for (kv4::BlockId b = 0; b < 6; ++b) EXPECT_EQ(saved(to_schema, to, b, 16), kept[static_cast<std::size_t>(b)]) << "block " << b;
+  for (kv4::BlockId b = 0; b < 6; ++b)
+    EXPECT_EQ(saved(to_schema, to, b, 16), kept[static_cast<std::size_t>(b)]) << "block " << b;
 }
 
 TEST(PagedKVPool, RefusesBadBlocksAndSizes) {
@@ -134,7 +139,8 @@ TEST(PagedKVPool, RefusesTokensOutsideTheBlock) {
   constexpr std::size_t kGuard = 4096;
   Bytes guarded(static_cast<std::size_t>(s.block_image_bytes) + 2 * kGuard, std::byte{0x5A});
   const std::span<std::byte> out = std::span(guarded).subspan(kGuard, static_cast<std::size_t>(s.block_image_bytes));
-  for (int bad : {17, 32, 40}) EXPECT_THROW(pool.save_block(1, bad, out), kv4::Error) << bad << " tokens of a block of 16";
+  for (int bad : {17, 32, 40})
+    EXPECT_THROW(pool.save_block(1, bad, out), kv4::Error) << bad << " tokens of a block of 16";
   for (int bad : {-1, -16}) EXPECT_THROW(pool.save_block(1, bad, out), kv4::Error) << bad;
   for (std::size_t i = 0; i < kGuard; ++i) {
     ASSERT_EQ(guarded[i], std::byte{0x5A});

@@ -31,18 +31,35 @@ CacheSchema small_schema(int rewind = 0, int drafts = 0) {
   return kv4::build_schema(kv4::test_pool::small_config(), o);
 }
 
+// Rings and accumulators of a slot, and how far each is folded.
 Bytes slot_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
   const std::byte* at = pool.base() + slot * s.slot_bytes;
   Bytes out(at, at + s.slot_bytes);
-  const std::byte* f = reinterpret_cast<const std::byte*>(pool.frontiers() + slot * static_cast<std::int64_t>(s.layers.size()));
+  const std::byte* f =
+      reinterpret_cast<const std::byte*>(pool.frontiers() + slot * static_cast<std::int64_t>(s.layers.size()));
   out.insert(out.end(), f, f + 4 * s.layers.size());
   return out;
 }
 
+// The rows beside it that an in-place step has displaced: [layers] positions and the bytes.
+std::vector<std::int32_t> displaced_positions(const CacheSchema& s, const StateCachePool& pool, int slot) {
+  const std::int32_t* at = pool.displaced_positions() + slot * static_cast<std::int64_t>(s.layers.size());
+  return {at, at + s.layers.size()};
+}
+Bytes displaced_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
+  const std::byte* at = pool.displaced() + slot * s.displaced_bytes;
+  return {at, at + s.displaced_bytes};
+}
+
 void fill(const CacheSchema& s, StateCachePool& pool) {
   std::mt19937 random(kSeed);
-  std::generate_n(pool.base(), s.slot_bytes * pool.num_slots(), [&] { return static_cast<std::byte>(random() & 255); });
-  for (std::size_t i = 0; i < static_cast<std::size_t>(pool.num_slots()) * s.layers.size(); ++i) pool.frontiers()[i] = static_cast<std::int32_t>(i + 1);
+  const auto byte = [&] { return static_cast<std::byte>(random() & 255); };
+  std::generate_n(pool.base(), s.slot_bytes * pool.num_slots(), byte);
+  std::generate_n(pool.displaced(), s.displaced_bytes * pool.num_slots(), byte);
+  for (std::size_t i = 0; i < static_cast<std::size_t>(pool.num_slots()) * s.layers.size(); ++i) {
+    pool.frontiers()[i] = static_cast<std::int32_t>(i + 1);
+    pool.displaced_positions()[i] = -2 - static_cast<std::int32_t>(i);
+  }
 }
 
 void hold_all(StateCachePool& pool) {
@@ -92,8 +109,10 @@ TEST(StateCachePool, MemoryIsExactAndZero) {
     for (int drafts : {0, 2}) {
       const CacheSchema s = small_schema(rewind, drafts);
       const StateCachePool pool(s, kv4::make_cpu_backend());
-      const std::int64_t frontiers = (3 * 4 * static_cast<std::int64_t>(s.layers.size()) + 63) / 64 * 64;
-      EXPECT_EQ(pool.memory_bytes(), 3 * s.slot_bytes + frontiers);
+      const std::int64_t positions = (3 * 4 * static_cast<std::int64_t>(s.layers.size()) + 63) / 64 * 64;
+      EXPECT_EQ(s.displaced_bytes, (44 * static_cast<std::int64_t>(s.layers.size()) + 63) / 64 * 64)
+          << "one row per window";
+      EXPECT_EQ(pool.memory_bytes(), 3 * (s.slot_bytes + s.displaced_bytes) + 2 * positions);
       for (int slot = 0; slot < 3; ++slot) EXPECT_TRUE(is_zero(slot_bytes(s, pool, slot)));
     }
 }
@@ -104,12 +123,17 @@ TEST(StateCachePool, ResetAndCopyTouchOneSlot) {
   hold_all(pool);
   fill(s, pool);
   const Bytes first = slot_bytes(s, pool, 0), last = slot_bytes(s, pool, 2);
+  const std::vector<std::int32_t> first_displaced = displaced_positions(s, pool, 0);
   pool.reset_slot(1);
   EXPECT_TRUE(is_zero(slot_bytes(s, pool, 1)));
+  EXPECT_EQ(displaced_positions(s, pool, 1), std::vector<std::int32_t>(s.layers.size(), -1));
   EXPECT_EQ(slot_bytes(s, pool, 0), first);
   EXPECT_EQ(slot_bytes(s, pool, 2), last);
   pool.copy_slot(2, 1);
   EXPECT_EQ(slot_bytes(s, pool, 1), last);
+  EXPECT_EQ(displaced_positions(s, pool, 1), displaced_positions(s, pool, 2));
+  EXPECT_EQ(displaced_bytes(s, pool, 1), displaced_bytes(s, pool, 2));
+  EXPECT_EQ(displaced_positions(s, pool, 0), first_displaced);
   EXPECT_EQ(slot_bytes(s, pool, 0), first);
   EXPECT_EQ(slot_bytes(s, pool, 2), last);
 }
@@ -145,7 +169,8 @@ TEST(StateCachePoolDeathTest, RefusesSlotsThatDoNotExist) {
   }
 }
 
-// --- images -----------------------------------------------------------------------------------------------------------------
+// --- images
+// -----------------------------------------------------------------------------------------------------------------
 
 // Written out from docs/formats.md: windows first, then what pending entries still need.
 std::int64_t expected_bytes(const CacheSchema& s, std::int64_t n) {
@@ -171,7 +196,8 @@ TEST(StateCachePool, ImageBytes) {
   }
   const CacheSchema s = small_schema(0, 2);
   EXPECT_EQ(kv4::image_bytes(s, std::vector<std::int64_t>{0, 3, 20}), (3 + 8) * 44);
-  for (const std::vector<std::int64_t>& bad : std::vector<std::vector<std::int64_t>>{{}, {1}, {1, 2}, {1, 2, 3, 4}, {-1, 0, 0}, {0, 65, 0}, {INT64_MAX, 0, 0}})
+  for (const std::vector<std::int64_t>& bad :
+       std::vector<std::vector<std::int64_t>>{{}, {1}, {1, 2}, {1, 2, 3, 4}, {-1, 0, 0}, {0, 65, 0}, {INT64_MAX, 0, 0}})
     EXPECT_THROW(kv4::image_bytes(s, bad), kv4::Error);
 }
 
@@ -205,14 +231,18 @@ TEST(StateCachePool, RestoreGivesTheImageBack) {
       StateCachePool pool(s, kv4::make_cpu_backend());
       hold_all(pool);
       fill(s, pool);
-      CanonicalImage image{s.layout_id, {n, n / 2}, Bytes(static_cast<std::size_t>(kv4::image_bytes(s, std::vector{n, n / 2})))};
-      for (std::byte& b : image.bytes) b = static_cast<std::byte>(random() & 0x3F);  // no NaN: an accumulator's NaN has one pattern only
+      CanonicalImage image{
+          s.layout_id, {n, n / 2}, Bytes(static_cast<std::size_t>(kv4::image_bytes(s, std::vector{n, n / 2})))};
+      for (std::byte& b : image.bytes)
+        b = static_cast<std::byte>(random() & 0x3F);  // no NaN: an accumulator's NaN has one pattern only
       const Bytes other = slot_bytes(s, pool, 2);
       pool.restore(1, image);
       EXPECT_EQ(slot_bytes(s, pool, 2), other);
       std::vector<float> bias(8 * 32);
-      EXPECT_EQ(pool.save(1, image.lengths, std::vector<const float*>{nullptr, nullptr, bias.data(), nullptr}), image) << "length " << n << " seed " << kSeed;
-      EXPECT_EQ(pool.save(1, image.lengths, std::vector<const float*>(4)), image) << "before weights are bound, length " << n;
+      EXPECT_EQ(pool.save(1, image.lengths, std::vector<const float*>{nullptr, nullptr, bias.data(), nullptr}), image)
+          << "length " << n << " seed " << kSeed;
+      EXPECT_EQ(pool.save(1, image.lengths, std::vector<const float*>(4)), image)
+          << "before weights are bound, length " << n;
     }
 }
 
@@ -240,7 +270,8 @@ TEST(StateCachePool, RefusesForeignAndDamagedImages) {
     EXPECT_EQ(slot_bytes(s, pool, 1), before) << i;
   }
   EXPECT_THROW(pool.save(0, std::vector<std::int64_t>{65}, biases), kv4::Error) << "longer than max_context";
-  EXPECT_THROW(pool.save(0, std::vector<std::int64_t>{20}, std::vector<const float*>(2)), kv4::Error) << "one bias per layer";
+  EXPECT_THROW(pool.save(0, std::vector<std::int64_t>{20}, std::vector<const float*>(2)), kv4::Error)
+      << "one bias per layer";
 }
 
 }  // namespace

@@ -30,7 +30,8 @@ std::string refusal(const std::string& text) {
 
 void expect_refused(const Json& json, const std::vector<std::string>& parts) {
   const std::string message = refusal(json.dump());
-  for (const std::string& part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' is not in: " << message;
+  for (const std::string& part : parts)
+    EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' is not in: " << message;
 }
 
 Json with(Json json, const std::string& pointer, const Json& value) {
@@ -38,8 +39,9 @@ Json with(Json json, const std::string& pointer, const Json& value) {
   return json;
 }
 
-const std::vector<std::string> kWholeNumbers = {"num_hidden_layers", "num_attention_heads", "head_dim",   "qk_rope_head_dim",
-                                                "sliding_window",    "index_n_heads",       "index_head_dim", "index_topk"};
+const std::vector<std::string> kWholeNumbers = {"num_hidden_layers", "num_attention_heads", "head_dim",
+                                                "qk_rope_head_dim",  "sliding_window",      "index_n_heads",
+                                                "index_head_dim",    "index_topk"};
 
 TEST(BadConfig, MissingOrNullField) {
   std::vector<std::string> names = kWholeNumbers;
@@ -64,7 +66,8 @@ TEST(BadConfig, WholeNumbersOutOfRange) {
     expect_refused(with(flash(), "/" + name, INT64_MIN), {name, "-9223372036854775808"});
   }
   expect_refused(with(flash(), "/max_position_embeddings", 0), {"max_position_embeddings", "is 0"});
-  expect_refused(with(flash(), "/max_position_embeddings", INT64_MAX), {"max_position_embeddings", "9223372036854775807"});
+  expect_refused(with(flash(), "/max_position_embeddings", INT64_MAX),
+                 {"max_position_embeddings", "9223372036854775807"});
 }
 
 TEST(BadConfig, WholeNumbersOfAnotherType) {
@@ -104,7 +107,8 @@ TEST(BadConfig, WidthsThatDoNotFitEachOther) {
 }
 
 TEST(BadConfig, PartialRotaryFactor) {
-  for (double factor : {0.0, -0.25, 1.5}) expect_refused(with(tiny(), "/partial_rotary_factor", factor), {"partial_rotary_factor"});
+  for (double factor : {0.0, -0.25, 1.5})
+    expect_refused(with(tiny(), "/partial_rotary_factor", factor), {"partial_rotary_factor"});
   expect_refused(with(tiny(), "/partial_rotary_factor", "half"), {"partial_rotary_factor", "half"});
   Json none = tiny();
   none.erase("partial_rotary_factor");
@@ -112,7 +116,8 @@ TEST(BadConfig, PartialRotaryFactor) {
   expect_refused(none, {"partial_rotary_factor"});
 }
 
-// --- which layer compresses how --------------------------------------------------------------------------------------------
+// --- which layer compresses how
+// --------------------------------------------------------------------------------------------
 
 TEST(BadConfig, Ratios) {
   expect_refused(with(flash(), "/compress_ratios/5", 5), {"compress_ratios[5]", "is 5"});
@@ -134,7 +139,8 @@ TEST(BadConfig, Ratios) {
 }
 
 TEST(BadConfig, LayerTypes) {
-  expect_refused(with(tiny(), "/layer_types/1", "full_attention"), {"layer_types[1]", "full_attention", "sliding_attention"});
+  expect_refused(with(tiny(), "/layer_types/1", "full_attention"),
+                 {"layer_types[1]", "full_attention", "sliding_attention"});
   expect_refused(with(tiny(), "/layer_types/1", 4), {"layer_types[1]", "is 4"});
   expect_refused(with(tiny(), "/layer_types/1", nullptr), {"layer_types[1]", "null"});
   expect_refused(with(tiny(), "/layer_types", "sliding_attention"), {"layer_types", "sliding_attention"});
@@ -150,11 +156,13 @@ TEST(BadConfig, Rates) {
   missing["compress_rates"].erase("heavily_compressed_attention");
   expect_refused(missing, {"compress_rates.heavily_compressed_attention"});
   for (const Json& bad : {Json(0), Json(-8), Json(8.5), Json("8"), Json(INT64_MAX)})
-    expect_refused(with(tiny(), "/compress_rates/heavily_compressed_attention", bad), {"compress_rates.heavily_compressed_attention", bad.dump()});
+    expect_refused(with(tiny(), "/compress_rates/heavily_compressed_attention", bad),
+                   {"compress_rates.heavily_compressed_attention", bad.dump()});
   expect_refused(with(tiny(), "/compress_rate_csa", 0), {"compress_rate_csa", "is 0"});
 }
 
-// --- rotation -------------------------------------------------------------------------------------------------------------
+// --- rotation
+// -------------------------------------------------------------------------------------------------------------
 
 TEST(BadConfig, RopeScaling) {
   expect_refused(with(flash(), "/rope_scaling", "yarn"), {"rope_scaling", "yarn"});
@@ -177,11 +185,13 @@ TEST(BadConfig, RopeParameters) {
   json["rope_parameters"].erase("main");
   expect_refused(json, {"rope_parameters.main"});
   expect_refused(with(tiny(), "/rope_parameters/compress", 5), {"rope_parameters.compress", "is 5"});
-  expect_refused(with(tiny(), "/rope_parameters/compress/rope_theta", -1), {"rope_parameters.compress.rope_theta", "-1"});
+  expect_refused(with(tiny(), "/rope_parameters/compress/rope_theta", -1),
+                 {"rope_parameters.compress.rope_theta", "-1"});
   expect_refused(with(tiny(), "/rope_parameters", {4, 5}), {"rope_parameters", "list of 2"});
 }
 
-// --- the whole text ---------------------------------------------------------------------------------------------------------
+// --- the whole text
+// ---------------------------------------------------------------------------------------------------------
 
 TEST(BadConfig, OtherModels) {
   expect_refused(with(flash(), "/model_type", "deepseek_v3"), {"model_type", "deepseek_v3", "deepseek_v4"});
@@ -193,10 +203,12 @@ TEST(BadConfig, OtherModels) {
 
 TEST(BadConfig, NotJsonOrNotAnObject) {
   const std::string whole = flash().dump();
-  for (const std::string& text : {std::string(), std::string("{"), std::string("nonsense"), whole.substr(0, whole.size() / 2), whole + "x",
-                                  std::string("{\"head_dim\": 1e999}"), std::string("{\"a\": \"\xff\"}"), std::string("\0\0\0", 3)})
+  for (const std::string& text :
+       {std::string(), std::string("{"), std::string("nonsense"), whole.substr(0, whole.size() / 2), whole + "x",
+        std::string("{\"head_dim\": 1e999}"), std::string("{\"a\": \"\xff\"}"), std::string("\0\0\0", 3)})
     EXPECT_NE(refusal(text).find("JSON"), std::string::npos) << text;
-  for (const char* text : {"[]", "4", "null", "\"text\"", "true"}) EXPECT_NE(refusal(text).find("object"), std::string::npos) << text;
+  for (const char* text : {"[]", "4", "null", "\"text\"", "true"})
+    EXPECT_NE(refusal(text).find("object"), std::string::npos) << text;
   EXPECT_FALSE(refusal("{}").empty());
 }
 
@@ -217,7 +229,8 @@ TEST(BadConfig, MessagesStayShort) {
     EXPECT_LT(refusal(with(flash(), name, std::string(100'000, 'x')).dump()).size(), 1000u) << name;
 }
 
-// --- configs built by hand ---------------------------------------------------------------------------------------------------
+// --- configs built by hand
+// ---------------------------------------------------------------------------------------------------
 
 template <class Change>
 std::string invalid(Change change) {
@@ -235,10 +248,11 @@ std::string invalid(Change change) {
 TEST(BadConfig, ValidateNamesTheField) {
   using kv4::ModelConfig;
   const std::vector<std::pair<int ModelConfig::*, const char*>> fields = {
-      {&ModelConfig::num_layers, "num_layers"}, {&ModelConfig::num_query_heads, "num_query_heads"}, {&ModelConfig::head_dim, "head_dim"},
-      {&ModelConfig::rope_dim, "rope_dim"},     {&ModelConfig::window, "window"},                   {&ModelConfig::index_heads, "index_heads"},
-      {&ModelConfig::index_dim, "index_dim"},   {&ModelConfig::index_topk, "index_topk"},           {&ModelConfig::csa_ratio, "csa_ratio"},
-      {&ModelConfig::hca_ratio, "hca_ratio"}};
+      {&ModelConfig::num_layers, "num_layers"}, {&ModelConfig::num_query_heads, "num_query_heads"},
+      {&ModelConfig::head_dim, "head_dim"},     {&ModelConfig::rope_dim, "rope_dim"},
+      {&ModelConfig::window, "window"},         {&ModelConfig::index_heads, "index_heads"},
+      {&ModelConfig::index_dim, "index_dim"},   {&ModelConfig::index_topk, "index_topk"},
+      {&ModelConfig::csa_ratio, "csa_ratio"},   {&ModelConfig::hca_ratio, "hca_ratio"}};
   for (const auto& [field, name] : fields)
     for (int bad : {0, -1, INT32_MIN, INT32_MAX}) {
       const std::string message = invalid([&, f = field](ModelConfig& c) { c.*f = bad; });
@@ -250,8 +264,10 @@ TEST(BadConfig, ValidateNamesTheField) {
   EXPECT_NE(invalid([](ModelConfig& c) { c.rms_eps = -1; }).find("rms_eps"), std::string::npos);
   EXPECT_NE(invalid([](ModelConfig& c) { c.rms_eps = std::nan(""); }).find("rms_eps"), std::string::npos);
   EXPECT_NE(invalid([](ModelConfig& c) { c.rope_main.theta = 0; }).find("rope_main"), std::string::npos);
-  EXPECT_NE(invalid([](ModelConfig& c) { c.rope_compress.factor = std::nan(""); }).find("rope_compress"), std::string::npos);
-  EXPECT_NE(invalid([](ModelConfig& c) { c.rope_compress.original_length = 0; }).find("rope_compress"), std::string::npos);
+  EXPECT_NE(invalid([](ModelConfig& c) { c.rope_compress.factor = std::nan(""); }).find("rope_compress"),
+            std::string::npos);
+  EXPECT_NE(invalid([](ModelConfig& c) { c.rope_compress.original_length = 0; }).find("rope_compress"),
+            std::string::npos);
 }
 
 }  // namespace

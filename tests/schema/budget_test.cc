@@ -45,13 +45,15 @@ CacheOptions narrow_options() {
   return o;
 }
 
-// --- blocks for a context ------------------------------------------------------------------------------------------------------
+// --- blocks for a context
+// ------------------------------------------------------------------------------------------------------
 
 TEST(BlockBudget, RoundsContextUpAndKeepsTenPercent) {
   const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), {});
   struct {
     std::int64_t requests, context, per_request, blocks;
-  } const cases[] = {{1, 1, 1, 2}, {1, 128, 1, 2}, {1, 129, 2, 3}, {10, 1280, 10, 110}, {7, 1000, 8, 62}, {256, 1'048'576, 8192, 2'306'868}};
+  } const cases[] = {{1, 1, 1, 2},        {1, 128, 1, 2},   {1, 129, 2, 3},
+                     {10, 1280, 10, 110}, {7, 1000, 8, 62}, {256, 1'048'576, 8192, 2'306'868}};
   for (const auto& c : cases) {
     const kv4::BlockBudget b = kv4::compute_block_budget(s, c.requests, c.context);
     EXPECT_EQ(b.blocks_per_request, c.per_request);
@@ -83,9 +85,11 @@ TEST(BlockBudget, RefusesNothingAndTooMuch) {
   EXPECT_THROW(kv4::compute_block_budget(s, 1 << 20, std::int64_t{1} << 50), kv4::Error);
 }
 
-// --- and back ---------------------------------------------------------------------------------------------------------------
+// --- and back
+// ---------------------------------------------------------------------------------------------------------------
 
-// A cache as large as the answer fits; one with a block per request more would not, but for the rounding of one request and headroom.
+// A cache as large as the answer fits; one with a block per request more would not, but for the rounding of one request
+// and headroom.
 void expect_inverse(const ModelConfig& config, CacheOptions options, std::int64_t bytes, std::int64_t requests) {
   SCOPED_TRACE(testing::Message() << config.name << ", " << requests << " requests in " << bytes << " bytes");
   options.max_requests = static_cast<int>(requests);
@@ -94,7 +98,8 @@ void expect_inverse(const ModelConfig& config, CacheOptions options, std::int64_
   ASSERT_GT(answer.blocks, 0);
   ASSERT_GT(answer.context, 0);
   EXPECT_TRUE(answer.context % schema.block_tokens == 0 || answer.context == config.max_positions);
-  EXPECT_LE(kv4::compute_block_budget(schema, requests, answer.context).blocks, answer.blocks + 1) << "the headroom is kept";
+  EXPECT_LE(kv4::compute_block_budget(schema, requests, answer.context).blocks, answer.blocks + 1)
+      << "the headroom is kept";
 
   options.num_blocks = answer.blocks;
   options.max_context = answer.context;
@@ -119,7 +124,8 @@ TEST(ContextBudget, IsTheInverseForTheRealModels) {
 }
 
 TEST(ContextBudget, FitsAtTheLongestContext) {
-  // Everything that grows with the context counts, the rope angles too. Budgets around the point where 1M tokens just fit.
+  // Everything that grows with the context counts, the rope angles too. Budgets around the point where 1M tokens just
+  // fit.
   const ModelConfig flash = kv4::model_preset("v4-flash");
   CacheOptions o;
   o.max_requests = 1;
@@ -155,8 +161,7 @@ TEST(ContextBudget, TooLittleIsNothing) {
 }
 
 TEST(ContextBudget, AbsurdAnswersCanStillBeBuiltOrAreRefused) {
-  for (std::int64_t requests : {std::int64_t{1}, std::int64_t{16}, kHuge})
-    try {
+  for (std::int64_t requests : {std::int64_t{1}, std::int64_t{16}, kHuge}) try {
       const CacheSchema s = build_schema(narrow({LayerKind::hca}), narrow_options());
       const kv4::ContextBudget b = kv4::compute_context_budget(s, kHuge, requests);
       CacheOptions o = narrow_options();
@@ -172,7 +177,8 @@ TEST(ContextBudget, AbsurdAnswersCanStillBeBuiltOrAreRefused) {
     }
 }
 
-// --- the plan ---------------------------------------------------------------------------------------------------------------
+// --- the plan
+// ---------------------------------------------------------------------------------------------------------------
 
 TEST(MemoryPlan, PartsAddUpAndAreNamed) {
   CacheOptions o;
@@ -203,7 +209,8 @@ TEST(MemoryPlan, PartsAddUpAndAreNamed) {
   EXPECT_EQ(part("spare slots"), 2 * s.slot_bytes);
 }
 
-// --- options that are refused ---------------------------------------------------------------------------------------------------
+// --- options that are refused
+// ---------------------------------------------------------------------------------------------------
 
 template <class Change>
 std::string refusal(Change change) {
@@ -220,8 +227,9 @@ std::string refusal(Change change) {
 
 TEST(CacheOptionsRefused, NumbersOutOfRange) {
   const std::vector<std::pair<int CacheOptions::*, const char*>> fields = {
-      {&CacheOptions::page_alignment, "page_alignment"}, {&CacheOptions::block_tokens, "block_tokens"}, {&CacheOptions::max_rewind_tokens, "max_rewind_tokens"},
-      {&CacheOptions::draft_layers, "draft_layers"},     {&CacheOptions::max_requests, "max_requests"}, {&CacheOptions::spare_slots, "spare_slots"},
+      {&CacheOptions::page_alignment, "page_alignment"},       {&CacheOptions::block_tokens, "block_tokens"},
+      {&CacheOptions::max_rewind_tokens, "max_rewind_tokens"}, {&CacheOptions::draft_layers, "draft_layers"},
+      {&CacheOptions::max_requests, "max_requests"},           {&CacheOptions::spare_slots, "spare_slots"},
       {&CacheOptions::max_step_tokens, "max_step_tokens"}};
   for (const auto& [field, name] : fields)
     for (int bad : {-1, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()}) {
@@ -229,9 +237,11 @@ TEST(CacheOptionsRefused, NumbersOutOfRange) {
       EXPECT_NE(message.find(name), std::string::npos) << name << " = " << bad << ": " << message;
       EXPECT_NE(message.find(std::to_string(bad)), std::string::npos) << name << " = " << bad << ": " << message;
     }
-  for (auto [field, name] : {std::pair{&CacheOptions::max_requests, "max_requests"}, std::pair{&CacheOptions::max_step_tokens, "max_step_tokens"}})
+  for (auto [field, name] : {std::pair{&CacheOptions::max_requests, "max_requests"},
+                             std::pair{&CacheOptions::max_step_tokens, "max_step_tokens"}})
     EXPECT_NE(refusal([f = field](CacheOptions& o) { o.*f = 0; }).find(name), std::string::npos) << "a pool of nothing";
-  for (auto [field, name] : {std::pair{&CacheOptions::max_context, "max_context"}, std::pair{&CacheOptions::num_blocks, "num_blocks"}})
+  for (auto [field, name] :
+       {std::pair{&CacheOptions::max_context, "max_context"}, std::pair{&CacheOptions::num_blocks, "num_blocks"}})
     for (std::int64_t bad : {std::int64_t{-1}, kHuge, std::int64_t{1} << 40}) {
       const std::string message = refusal([&, f = field](CacheOptions& o) { o.*f = bad; });
       EXPECT_NE(message.find(name), std::string::npos) << message;
@@ -246,8 +256,11 @@ TEST(CacheOptionsRefused, ValuesThatCannotWork) {
   EXPECT_NE(refusal([](CacheOptions& o) { o.page_alignment = 100; }).find("100"), std::string::npos);
   EXPECT_NE(refusal([](CacheOptions& o) { o.page_alignment = 0; }).find("page_alignment"), std::string::npos);
   EXPECT_NE(refusal([](CacheOptions& o) { o.pending_dtype = kv4::DType::u8; }).find("u8"), std::string::npos);
-  for (float bad : {0.0f, -1.0f, std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 1e-38f})
-    EXPECT_NE(refusal([&](CacheOptions& o) { o.index_global_scale = bad; }).find("index_global_scale"), std::string::npos) << bad;
+  for (float bad :
+       {0.0f, -1.0f, std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 1e-38f})
+    EXPECT_NE(refusal([&](CacheOptions& o) { o.index_global_scale = bad; }).find("index_global_scale"),
+              std::string::npos)
+        << bad;
 }
 
 TEST(CacheOptionsRefused, LayerLists) {

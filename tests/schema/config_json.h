@@ -35,7 +35,11 @@ inline Json flash() {
           {"rope_theta", 10000},
           {"compress_rope_theta", 160000},
           {"rope_scaling",
-           {{"type", "yarn"}, {"factor", 16}, {"beta_fast", 32}, {"beta_slow", 1}, {"original_max_position_embeddings", 65536}}},
+           {{"type", "yarn"},
+            {"factor", 16},
+            {"beta_fast", 32},
+            {"beta_slow", 1},
+            {"original_max_position_embeddings", 65536}}},
           {"compress_ratios", ratios({0, 0}, 20, 1)}};
 }
 

@@ -62,7 +62,8 @@ std::string refusal(const ModelConfig& config, const CacheOptions& options) {
   return {};
 }
 
-// --- figures --------------------------------------------------------------------------------------------------------------
+// --- figures
+// --------------------------------------------------------------------------------------------------------------
 
 TEST(SchemaFigures, V4Flash) {
   const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), {});
@@ -77,7 +78,8 @@ TEST(SchemaFigures, V4Flash) {
   EXPECT_EQ(plan.draft_bytes_per_request, 0);
   for (std::int64_t n : {128, 256, 8192}) EXPECT_EQ(kv4::image_bytes(s, std::vector{n}), 3'644'416) << n;
   EXPECT_EQ(kv4::image_bytes(s, std::vector<std::int64_t>{0}), 0);
-  EXPECT_LT(kv4::image_bytes(s, std::vector<std::int64_t>{127}), 43 * 127 * 584 + 21 * (7 * 8 * 1280) + 20 * 3 * 512 * 4 + 1);
+  EXPECT_LT(kv4::image_bytes(s, std::vector<std::int64_t>{127}),
+            43 * 127 * 584 + 21 * (7 * 8 * 1280) + 20 * 3 * 512 * 4 + 1);
 }
 
 TEST(SchemaFigures, V4FlashByPart) {
@@ -95,7 +97,8 @@ TEST(SchemaFigures, V4FlashByPart) {
   EXPECT_EQ(hca.pages[0].rows_per_block, 1);
   // Windows 3,214,336; CSA pending: 8 rows of kv and gate, both series, fp32; HCA: three accumulators and one row.
   EXPECT_EQ(43 * 128 * 584, 3'214'336);
-  EXPECT_EQ(csa.pending[0].rows * csa.pending[0].row_bytes + csa.pending[1].rows * csa.pending[1].row_bytes, 1'720'320 / 21);
+  EXPECT_EQ(csa.pending[0].rows * csa.pending[0].row_bytes + csa.pending[1].rows * csa.pending[1].row_bytes,
+            1'720'320 / 21);
   EXPECT_EQ(3 * 512 * 4 + hca.pending[0].rows * hca.pending[0].row_bytes, 204'800 / 20);
   EXPECT_EQ(csa.tail_buffer_size_a(), 8);
   EXPECT_EQ(csa.tail_buffer_size_b(), 8);
@@ -167,7 +170,8 @@ TEST(SchemaFigures, BlockLengthFollowsTheRatios) {
   EXPECT_EQ(s.layer(2).pages[0].rows_per_block, 3);
 }
 
-// --- addresses --------------------------------------------------------------------------------------------------------------
+// --- addresses
+// --------------------------------------------------------------------------------------------------------------
 
 struct Range {
   std::int64_t begin, end;
@@ -224,7 +228,8 @@ TEST(SchemaAddresses, PagesNeverOverlapAndFillThePool) {
           EXPECT_LE(page.global_offset + 4, page.content_bytes);
           EXPECT_EQ(page.global_offset % 4, 0);
         }
-        for (std::int64_t b = 0; b < s.options.num_blocks; ++b) pages.push_back({page.offset + b * page.block_stride, page.offset + b * page.block_stride + page.page_bytes});
+        for (std::int64_t b = 0; b < s.options.num_blocks; ++b)
+          pages.push_back({page.offset + b * page.block_stride, page.offset + b * page.block_stride + page.page_bytes});
         sum += page.page_bytes;
       }
     EXPECT_EQ(sum, s.block_bytes);
@@ -270,7 +275,8 @@ TEST(SchemaAddresses, StateSlotPartsNeverOverlap) {
     };
     for (const kv4::LayerCacheSchema& layer : s.layers) {
       add(layer.window.payload_offset, std::int64_t{layer.window.rows} * layer.window.row.payload_bytes);
-      if (layer.window.row.scale_bytes > 0) add(layer.window.scale_offset, std::int64_t{layer.window.rows} * layer.window.row.scale_bytes);
+      if (layer.window.row.scale_bytes > 0)
+        add(layer.window.scale_offset, std::int64_t{layer.window.rows} * layer.window.row.scale_bytes);
       for (std::size_t k = 0; k < layer.pending.size(); ++k) {
         const kv4::PendingSchema& p = layer.pending[k];
         EXPECT_EQ(p.row_bytes, 2 * p.columns * static_cast<int>(kv4::element_bytes(p.dtype)));
@@ -283,11 +289,14 @@ TEST(SchemaAddresses, StateSlotPartsNeverOverlap) {
   }
 }
 
-// --- identity ---------------------------------------------------------------------------------------------------------------
+// --- identity
+// ---------------------------------------------------------------------------------------------------------------
 
 TEST(SchemaLayoutId, ChangesWithWhatBytesMean) {
   std::set<std::uint64_t> seen;
-  const auto add = [&](const char* what, ModelConfig c, CacheOptions o) { EXPECT_TRUE(seen.insert(build_schema(c, o).layout_id).second) << what; };
+  const auto add = [&](const char* what, ModelConfig c, CacheOptions o) {
+    EXPECT_TRUE(seen.insert(build_schema(c, o).layout_id).second) << what;
+  };
   const auto option = [&](const char* what, auto change) {
     CacheOptions o = tiny_options();
     change(o);
@@ -331,7 +340,9 @@ TEST(SchemaLayoutId, DoesNotChangeWithWhereBytesLie) {
   same("page_alignment", [](CacheOptions& o) { o.page_alignment = 576; });
   same("max_rewind_tokens", [](CacheOptions& o) { o.max_rewind_tokens = 9; });
   same("hca_mode", [](CacheOptions& o) { o.hca_mode = HcaMode::raw; });
-  same("sizes", [](CacheOptions& o) { o.max_requests = 9, o.spare_slots = 3, o.max_context = 100, o.num_blocks = 12, o.max_step_tokens = 77; });
+  same("sizes", [](CacheOptions& o) {
+    o.max_requests = 9, o.spare_slots = 3, o.max_context = 100, o.num_blocks = 12, o.max_step_tokens = 77;
+  });
   same("block_tokens that is the default", [](CacheOptions& o) { o.block_tokens = 128; });
   same("every layer by name", [](CacheOptions& o) { o.layers = {0, 1, 2, 3}; });
   ModelConfig renamed = tiny();
@@ -340,7 +351,8 @@ TEST(SchemaLayoutId, DoesNotChangeWithWhereBytesLie) {
   EXPECT_EQ(build_schema(renamed, tiny_options()).layout_id, id);
 }
 
-// --- subset, refusals -------------------------------------------------------------------------------------------------------
+// --- subset, refusals
+// -------------------------------------------------------------------------------------------------------
 
 TEST(SchemaLayers, ASubsetOwnsOnlyItsOwn) {
   CacheOptions o = tiny_options();

@@ -21,11 +21,13 @@ using kv4::test_config::Json;
 
 ModelConfig parse(const Json& json) { return kv4::parse_model_config(json.dump()); }
 
-int count(const ModelConfig& c, LayerKind kind) { return static_cast<int>(std::count(c.kinds.begin(), c.kinds.end(), kind)); }
+int count(const ModelConfig& c, LayerKind kind) {
+  return static_cast<int>(std::count(c.kinds.begin(), c.kinds.end(), kind));
+}
 
 bool same_rope(const RopeSpec& a, const RopeSpec& b) {
-  return a.theta == b.theta && a.yarn == b.yarn && a.factor == b.factor && a.original_length == b.original_length && a.beta_fast == b.beta_fast &&
-         a.beta_slow == b.beta_slow;
+  return a.theta == b.theta && a.yarn == b.yarn && a.factor == b.factor && a.original_length == b.original_length &&
+         a.beta_fast == b.beta_fast && a.beta_slow == b.beta_slow;
 }
 
 void expect_same_model(const ModelConfig& a, const ModelConfig& b) {
@@ -130,8 +132,10 @@ TEST(ModelConfigJson, RopeWidthAndScalingInTheirOtherPlaces) {
   EXPECT_EQ(parse(json).rope_dim, 8) << "from rope_parameters.main";
   json["qk_rope_head_dim"] = 4;
   EXPECT_EQ(parse(json).rope_dim, 4);
-  json["rope_parameters"]["compress"] = {{"rope_type", "yarn"}, {"rope_theta", 160000}, {"factor", 16}, {"original_max_position_embeddings", 65536}};
-  EXPECT_TRUE(same_rope(parse(json).rope_compress, {.theta = 160000, .yarn = true, .factor = 16})) << "betas default to 32 and 1";
+  json["rope_parameters"]["compress"] = {
+      {"rope_type", "yarn"}, {"rope_theta", 160000}, {"factor", 16}, {"original_max_position_embeddings", 65536}};
+  EXPECT_TRUE(same_rope(parse(json).rope_compress, {.theta = 160000, .yarn = true, .factor = 16}))
+      << "betas default to 32 and 1";
 
   Json flash = kv4::test_config::flash();
   flash["rope_scaling"]["rope_type"] = "yarn";
@@ -150,7 +154,8 @@ TEST(ModelConfigJson, WithoutCsaNoIndexFieldsAreNeeded) {
 }
 
 TEST(ModelConfigJson, LoadReadsAFile) {
-  const std::filesystem::path path = std::filesystem::temp_directory_path() / ("kv4_config_" + std::to_string(::getpid()) + ".json");
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kv4_config_" + std::to_string(::getpid()) + ".json");
   std::ofstream(path) << kv4::test_config::pro().dump(2);
   expect_same_model(kv4::load_model_config(path.string()), kv4::model_preset("v4-pro"));
   std::filesystem::remove(path);
@@ -175,7 +180,8 @@ TEST(ModelPreset, UnknownNamesTheKnown) {
   }
 }
 
-// --- schedule -----------------------------------------------------------------------------------------------------------
+// --- schedule
+// -----------------------------------------------------------------------------------------------------------
 
 TEST(LayerSchedule, RowsOfEachKind) {
   const ModelConfig c = kv4::model_preset("v4-flash");
@@ -208,7 +214,8 @@ TEST(LayerSchedule, DraftStagesFollowTheBackboneWithTheirOwnGroups) {
     EXPECT_EQ(spec.kind, LayerKind::swa);
     EXPECT_TRUE(spec.rows.empty());
   }
-  for (int bad : {-1, 65, 1 << 30}) EXPECT_THROW(kv4::layer_schedule(kv4::model_preset("v4-flash"), bad), kv4::Error) << bad;
+  for (int bad : {-1, 65, 1 << 30})
+    EXPECT_THROW(kv4::layer_schedule(kv4::model_preset("v4-flash"), bad), kv4::Error) << bad;
 }
 
 TEST(LayerSchedule, NamesOfKinds) {

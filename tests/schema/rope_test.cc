@@ -24,7 +24,9 @@ const RopeSpec kCompress{.theta = 160000.0, .yarn = true, .factor = 16.0};
 std::vector<long double> frequencies(const RopeSpec& rope, int rope_dim) {
   std::vector<long double> out;
   const auto dim = [&](long double rotations) {
-    return rope_dim * std::log(static_cast<long double>(rope.original_length) / (rotations * 2 * std::numbers::pi_v<long double>)) /
+    return rope_dim *
+           std::log(static_cast<long double>(rope.original_length) /
+                    (rotations * 2 * std::numbers::pi_v<long double>)) /
            (2 * std::log(static_cast<long double>(rope.theta)));
   };
   const long double low = std::max(std::floor(dim(rope.beta_fast)), 0.0L);
@@ -47,8 +49,10 @@ void expect_table(const RopeSpec& rope, int rope_dim, std::int64_t first, std::i
       const long double angle = static_cast<long double>(first + i * step) * f[p];
       const std::size_t at = static_cast<std::size_t>(i) * f.size() + p;
       // Half an fp32 ulp at 1, and what double leaves of an angle of 10^6.
-      ASSERT_NEAR(static_cast<double>(table.cos[at]), static_cast<double>(std::cos(angle)), 0x1p-25 + 1e-9) << "position " << first + i * step << " pair " << p;
-      ASSERT_NEAR(static_cast<double>(table.sin[at]), static_cast<double>(std::sin(angle)), 0x1p-25 + 1e-9) << "position " << first + i * step << " pair " << p;
+      ASSERT_NEAR(static_cast<double>(table.cos[at]), static_cast<double>(std::cos(angle)), 0x1p-25 + 1e-9)
+          << "position " << first + i * step << " pair " << p;
+      ASSERT_NEAR(static_cast<double>(table.sin[at]), static_cast<double>(std::sin(angle)), 0x1p-25 + 1e-9)
+          << "position " << first + i * step << " pair " << p;
     }
 }
 
@@ -86,7 +90,8 @@ TEST(RopeTable, APositionIsTheSameBitsInAnyTable) {
   EXPECT_EQ(angles.size(), static_cast<std::size_t>(kv4::rope_angle_count(64, 100'000)));
   for (std::int64_t i = 0; i < 20; ++i)
     for (int p = 0; p < 32; ++p) {
-      const std::size_t here = static_cast<std::size_t>(i * 32 + p), there = static_cast<std::size_t>((1000 + i * 100) * 32 + p);
+      const std::size_t here = static_cast<std::size_t>(i * 32 + p),
+                        there = static_cast<std::size_t>((1000 + i * 100) * 32 + p);
       float c = 0, s = 0;
       view.at(1000 + i * 100, p, &c, &s);
       ASSERT_EQ(part.cos[here], whole.cos[there]);
@@ -97,7 +102,8 @@ TEST(RopeTable, APositionIsTheSameBitsInAnyTable) {
 }
 
 TEST(RopeFrequencies, YarnRampRunsFrom15To25) {
-  const std::vector<double> plain = kv4::rope_frequencies({.theta = 160000.0}, 64), yarn = kv4::rope_frequencies(kCompress, 64);
+  const std::vector<double> plain = kv4::rope_frequencies({.theta = 160000.0}, 64),
+                            yarn = kv4::rope_frequencies(kCompress, 64);
   ASSERT_EQ(yarn.size(), 32u);
   for (int i = 0; i < 32; ++i) {
     const double ratio = yarn[static_cast<std::size_t>(i)] / plain[static_cast<std::size_t>(i)];
