@@ -17,7 +17,8 @@ struct SourceRow {
   const void* gate;
   const float* bias;
   RowType type;
-  std::int64_t ahead = 0;  // bytes from here to the row that will be wanted next: a hint for prefetching, never read
+  const void*
+      fetch[2];  // rows wanted later, fetched into a cache meanwhile, as many bytes as this one has: a hint, never read
 };
 
 KV4_HD float load_element(const void* row, RowType type, int c) {

@@ -132,7 +132,10 @@ TEST_P(RowKernelsTest, FoldAndFinish) {
         const ops::RowType type = static_cast<ops::RowType>(random.below(3));
         const bool narrow = type == ops::RowType::bf16;
         rows.push_back({narrow ? static_cast<const void*>(kv16[r].data()) : kv[r].data(),
-                        narrow ? static_cast<const void*>(gate16[r].data()) : gate[r].data(), bias[r].data(), type});
+                        narrow ? static_cast<const void*>(gate16[r].data()) : gate[r].data(),
+                        bias[r].data(),
+                        type,
+                        {kv[r].data(), gate[r].data()}});
       }
       std::vector<float> a(3 * w), b(3 * w);
       plain().fold(width, rows.data(), count, true, a.data());

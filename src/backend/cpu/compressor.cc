@@ -27,26 +27,39 @@ Span span_of(const ops::StepDesc& step, std::int32_t row) {
 
 void Compressor::find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const {
   const ops::PendingDesc& p = kind_.pending;
-  const std::size_t stored = element_bytes(p.dtype), given = element_bytes(kv_.dtype);
-  // The next entry's rows (overlap) or the next ones folded: the hardware's own prefetch does not follow such short
-  // rows in time.
-  const std::int64_t ahead =
-      (kind_.overlap ? kind_.ratio : kRowsAhead) * kv_.row_stride * static_cast<std::int64_t>(given);
+  const std::size_t stored = element_bytes(p.dtype);
   std::int32_t phase = static_cast<std::int32_t>(begin % kind_.ratio),
                ring_row = static_cast<std::int32_t>(begin % p.rows);
   for (int i = 0; i < count; ++i) {
     const float* bias = kind_.bias + std::int64_t{phase} * p.columns + column;
     const std::int64_t token = span.first_token + begin + i - span.length;
     if (begin + i >= span.length) {
-      rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype),
-                 ahead};
+      rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype), {}};
+      find_later_rows(token, column, rows[i].fetch);
     } else {
-      const std::uint8_t* row = p.ring.at(span.read_slot, ring_row);
-      rows[i] = {row + static_cast<std::size_t>(column) * stored,
-                 row + static_cast<std::size_t>(p.columns + column) * stored, bias, read_as(p.dtype, p.dtype)};
+      const std::uint8_t* kv = p.ring.at(span.read_slot, ring_row) + static_cast<std::size_t>(column) * stored;
+      const std::uint8_t* gate = kv + static_cast<std::size_t>(p.columns) * stored;
+      rows[i] = {kv, gate, bias, read_as(p.dtype, p.dtype), {kv, gate}};
     }
     if (++phase == kind_.ratio) phase = 0;
     if (++ring_row == p.rows) ring_row = 0;
+  }
+}
+
+// The hardware's own prefetch does not follow such short rows in time. With overlap an input row is used in two halves,
+// by two entries: both are fetched together, kv while the entry before pools its own span, gates while it pools the
+// previous one.
+void Compressor::find_later_rows(std::int64_t token, int column, const void* fetch[2]) const {
+  const int half = width();
+  if (!kind_.overlap) {
+    fetch[0] = input_row(kv_, token + kRowsAhead, column);
+    fetch[1] = input_row(gate_, token + kRowsAhead, column);
+  } else if (column == 0) {
+    fetch[0] = input_row(gate_, token + 2 * kind_.ratio, 0);
+    fetch[1] = input_row(gate_, token + 2 * kind_.ratio, half);
+  } else {
+    fetch[0] = input_row(kv_, token + kind_.ratio, 0);
+    fetch[1] = input_row(kv_, token + kind_.ratio, half);
   }
 }
 

@@ -84,17 +84,25 @@ HWY_INLINE void encode_e2m1(const float* x, std::size_t count, float by, std::ui
   }
 }
 
-// Byte codes -> two per byte, the even one low.
-HWY_INLINE void pack_nibbles(const std::uint8_t* codes, std::size_t count, std::uint8_t* out) {
-  for (std::size_t i = 0; i < count / 2; ++i) out[i] = static_cast<std::uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
-}
-
 constexpr std::size_t kMaxTiles = 16;  // longer rows and wider keys take the plain code
 constexpr std::size_t kMaxKeyWidth = 1024;
 
 using D16 = hn::ScalableTag<std::uint16_t>;
 using DI16 = hn::ScalableTag<std::int16_t>;
 using D8Half = hn::Rebind<std::uint8_t, D16>;
+
+// Byte codes -> two per byte, the even one low.
+HWY_INLINE void pack_nibbles(const std::uint8_t* codes, std::size_t count, std::uint8_t* out) {
+  const D16 d;
+  std::size_t i = 0;
+  for (; i + hn::Lanes(d) <= count / 2; i += hn::Lanes(d)) {
+    const auto pair =
+        hn::BitCast(d, hn::LoadU(hn::Repartition<std::uint8_t, D16>(), codes + 2 * i));  // the even code low
+    const auto packed = hn::Or(hn::And(pair, hn::Set(d, 0x0F)), hn::And(hn::ShiftRight<4>(pair), hn::Set(d, 0xF0)));
+    hn::StoreU(hn::DemoteTo(D8Half(), hn::BitCast(DI16(), packed)), D8Half(), out + i);
+  }
+  for (; i < count / 2; ++i) out[i] = static_cast<std::uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+}
 
 // Largest and smallest of 15-bit magnitudes.
 HWY_INLINE std::uint32_t largest16(hn::Vec<D16> v) {

@@ -38,10 +38,14 @@ void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float*
     if (!fresh) p = {hn::LoadU(d, acc + c), hn::LoadU(d, acc + width + c), hn::LoadU(d, acc + 2 * width + c)};
     for (int r = 0; r < kRows; ++r) {
       // Into the second level: rows a page apart share a few sets of the first and would push each other out.
-      __builtin_prefetch(static_cast<const std::uint8_t*>(rows[r].kv) + rows[r].ahead + c * kElement, 0, 2);
-      __builtin_prefetch(static_cast<const std::uint8_t*>(rows[r].gate) + rows[r].ahead + c * kElement, 0, 2);
+      __builtin_prefetch(static_cast<const std::uint8_t*>(rows[r].fetch[0]) + c * kElement, 0, 2);
+      __builtin_prefetch(static_cast<const std::uint8_t*>(rows[r].fetch[1]) + c * kElement, 0, 2);
       const VF gate = hn::Add(load_row<kType>(rows[r].gate, c), hn::LoadU(d, rows[r].bias + c));
-      p = pool_add(p, gate, load_row<kType>(rows[r].kv, c));
+      const VF kv = load_row<kType>(rows[r].kv, c);
+      if (fresh && r == 0 && hn::AllTrue(d, hn::Gt(gate, p.max)))
+        p = {gate, set(1.0f), hn::Add(kv, p.num)};  // what pool_add gives for the first row, without the exp
+      else
+        p = pool_add(p, gate, kv);
     }
     hn::StoreU(p.max, d, acc + c);
     hn::StoreU(canonical_nan(p.den), d, acc + width + c);
