@@ -1,5 +1,6 @@
 #include "codec/codec.h"
 
+#include <iterator>
 #include <string>
 
 #include "base/check.h"
@@ -48,9 +49,9 @@ const char* to_string(HcaMode mode) { return mode == HcaMode::online ? "online" 
 const char* to_string(Arrangement a) { return a == Arrangement::block_major ? "block_major" : "layer_major"; }
 
 Format parse_format(std::string_view name) {
-  static constexpr Format kAll[] = {Format::fp8_tile64, Format::fp8_row, Format::bf16,
-                                    Format::mxfp4,      Format::nvfp4,   Format::fp8};
-  return parse_name(name, kAll, "format");
+  Format all[std::size(codec::kFormats)];
+  for (std::size_t i = 0; i < std::size(all); ++i) all[i] = codec::kFormats[i].format;
+  return parse_name(name, all, "format");
 }
 
 HcaMode parse_hca_mode(std::string_view name) {
