@@ -38,8 +38,11 @@ EntryPlace place_of(const ops::KindDesc& kind, const ops::StepDesc& step, std::i
           entry % kind.rows_per_block};
 }
 
+// The first line is read, the others are prefetched: a processor may drop a prefetch whose page is in no TLB, not a
+// load.
 void prefetch_entry(const ops::RowPlanes& page, EntryPlace place) {
   const std::uint8_t* payload = page.payload.at(place.block, place.slot);
+  (void)*static_cast<const volatile std::uint8_t*>(payload);
   for (std::int64_t at = 0; at < page.payload.row_stride; at += 64) __builtin_prefetch(payload + at);
   __builtin_prefetch(page.scale.at(place.block, place.slot));
 }
