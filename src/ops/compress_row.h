@@ -17,8 +17,7 @@ struct SourceRow {
   const void* gate;
   const float* bias;
   RowType type;
-  const void*
-      fetch[2];  // rows wanted later, fetched into a cache meanwhile, as many bytes as this one has: a hint, never read
+  const void* fetch[2];  // rows wanted later, as long as this one: brought into a cache meanwhile
 };
 
 KV4_HD float load_element(const void* row, RowType type, int c) {

@@ -35,7 +35,7 @@ void Compressor::find_rows(const Span& span, std::int64_t begin, int count, int 
     const std::int64_t token = span.first_token + begin + i - span.length;
     if (begin + i >= span.length) {
       rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype), {}};
-      find_later_rows(token, column, rows[i].fetch);
+      find_later_rows(span, token, column, rows[i].fetch);
     } else {
       const std::uint8_t* kv = p.ring.at(span.read_slot, ring_row) + static_cast<std::size_t>(column) * stored;
       const std::uint8_t* gate = kv + static_cast<std::size_t>(p.columns) * stored;
@@ -48,18 +48,20 @@ void Compressor::find_rows(const Span& span, std::int64_t begin, int count, int 
 
 // The hardware's own prefetch does not follow such short rows in time. With overlap an input row is used in two halves,
 // by two entries: both are fetched together, kv while the entry before pools its own span, gates while it pools the
-// previous one.
-void Compressor::find_later_rows(std::int64_t token, int column, const void* fetch[2]) const {
+// previous one. Rows beyond the step's last stand for themselves: what is fetched is memory of the caller's.
+void Compressor::find_later_rows(const Span& span, std::int64_t token, int column, const void* fetch[2]) const {
+  const std::int64_t last = span.first_token + span.count - 1;
+  const auto later = [&](std::int64_t rows) { return std::min(token + rows, last); };
   const int half = width();
   if (!kind_.overlap) {
-    fetch[0] = input_row(kv_, token + kRowsAhead, column);
-    fetch[1] = input_row(gate_, token + kRowsAhead, column);
+    fetch[0] = input_row(kv_, later(kRowsAhead), column);
+    fetch[1] = input_row(gate_, later(kRowsAhead), column);
   } else if (column == 0) {
-    fetch[0] = input_row(gate_, token + 2 * kind_.ratio, 0);
-    fetch[1] = input_row(gate_, token + 2 * kind_.ratio, half);
+    fetch[0] = input_row(gate_, later(2 * kind_.ratio), 0);
+    fetch[1] = input_row(gate_, later(2 * kind_.ratio), half);
   } else {
-    fetch[0] = input_row(kv_, token + kind_.ratio, 0);
-    fetch[1] = input_row(kv_, token + kind_.ratio, half);
+    fetch[0] = input_row(kv_, later(kind_.ratio), 0);
+    fetch[1] = input_row(kv_, later(kind_.ratio), half);
   }
 }
 

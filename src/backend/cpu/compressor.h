@@ -40,8 +40,8 @@ class Compressor {
  private:
   // Rows of positions begin, begin + 1, ... at `column`.
   void find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const;
-  // Input rows, beyond the last one perhaps, that will be wanted after this one.
-  void find_later_rows(std::int64_t token, int column, const void* fetch[2]) const;
+  // Input rows that will be wanted after this one.
+  void find_later_rows(const Span& span, std::int64_t token, int column, const void* fetch[2]) const;
   // Folds [begin, end) at `column` into acc; fresh: acc is overwritten.
   void fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh, float* acc) const;
   float* accumulator(std::int32_t slot) const {
