@@ -45,10 +45,9 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   bool compresses = false;
   for (std::size_t i = 0; i < schema.layers.size(); ++i) {
     const int index = static_cast<int>(i);
-    layers.push_back(
-        ops::describe_layer(schema, index,
-                            {kv_pool.base(), state_pool.base(), state_pool.frontiers(), state_pool.displaced(),
-                             state_pool.displaced_positions(), tables.scratch(index)}));
+    layers.push_back(ops::describe_layer(schema, index,
+                                         {kv_pool.base(), state_pool.base(), state_pool.frontiers(),
+                                          state_pool.displaced(), state_pool.displaced_positions(), tables.scratch()}));
     compresses = compresses || layers.back().num_kinds > 0;
   }
   rope.rope_dim = config.rope_dim;
@@ -74,14 +73,13 @@ KVCacheManager::~KVCacheManager() = default;
 
 namespace {
 
-const float* checked_constant(const TensorView& t, std::initializer_list<std::int64_t> shape, int layer,
-                              const char* name) {
+const float* checked_constant(const TensorView& t, std::initializer_list<std::int64_t> shape, const std::string& name) {
   const TensorView want(static_cast<float*>(nullptr), shape);
   bool same = t.data != nullptr && t.dtype == DType::f32 && t.ndim == want.ndim;
   for (int d = 0; same && d < t.ndim; ++d) same = t.shape[d] == want.shape[d] && t.strides[d] == want.strides[d];
   std::string dims;
   for (std::int64_t d : shape) dims += (dims.empty() ? "" : ", ") + std::to_string(d);
-  require(same, ErrorCode::bad_argument, "layer {}: {} must be a dense f32 tensor [{}]", layer, name, dims);
+  require(same, ErrorCode::bad_argument, "{} must be a dense f32 tensor [{}]", name, dims);
   return static_cast<const float*>(t.data);
 }
 
@@ -96,11 +94,12 @@ void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
   const TensorView* norm[] = {&weights.norm_weight, &weights.index_norm_weight};
   const char* bias_name[] = {"position_bias", "index_position_bias"};
   const char* norm_name[] = {"norm_weight", "index_norm_weight"};
+  const std::string where = fmt::format("layer {}: ", layer);
   const float* found[2][2] = {};
   for (std::size_t k = 0; k < schema.pages.size(); ++k) {
     found[k][0] =
-        checked_constant(*bias[k], {schema.pages[k].kind.ratio, schema.pending[k].columns}, layer, bias_name[k]);
-    found[k][1] = checked_constant(*norm[k], {schema.pages[k].kind.width}, layer, norm_name[k]);
+        checked_constant(*bias[k], {schema.pages[k].kind.ratio, schema.pending[k].columns}, where + bias_name[k]);
+    found[k][1] = checked_constant(*norm[k], {schema.pages[k].kind.width}, where + norm_name[k]);
   }
   ops::LayerDesc& desc = impl_->layers[static_cast<std::size_t>(&schema - impl_->schema.layers.data())];
   for (std::size_t k = 0; k < schema.pages.size(); ++k) {
@@ -118,8 +117,8 @@ void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& si
           ErrorCode::bad_argument,
           "the rope table must be two tensors [positions, {}] with at least max_context = {} positions", pairs,
           positions);
-  const float* c = checked_constant(cos, {cos.shape[0], pairs}, -1, "rope cos");
-  const float* s = checked_constant(sin, {sin.shape[0], pairs}, -1, "rope sin");
+  const float* c = checked_constant(cos, {cos.shape[0], pairs}, "the rope table's cos");
+  const float* s = checked_constant(sin, {sin.shape[0], pairs}, "the rope table's sin");
   impl_->rope.cos = c;
   impl_->rope.sin = s;
 }

@@ -92,6 +92,20 @@ struct HandleScope {
   std::int64_t tokens() const { return step.num_tokens; }
   std::int64_t items() const { return step.num_items; }
 
+  template <class Params>
+  Params params() const {
+    Params out;
+    out.layer = desc;
+    out.step = step;
+    return out;
+  }
+
+  void append(ops::AppendParams& p) const {
+    p.rope = m.rope;
+    m.step_written = true;
+    m.backend->append(p);
+  }
+
   void require_entries(const char* what) const {
     require(desc.num_kinds > 0, ErrorCode::bad_argument, "layer {} is {}: it has no entries to {}", schema.spec.layer,
             to_string(schema.spec.kind), what);
@@ -118,9 +132,7 @@ struct HandleScope {
   // All stored rows of a kind: entries or index keys.
   void gather_all(int kind, const TensorView& out, const TensorView& lens_out) const {
     const ops::KindDesc& k = desc.kinds[kind];
-    ops::GatherParams params;
-    params.layer = desc;
-    params.step = step;
+    auto params = this->params<ops::GatherParams>();
     params.kind = kind;
     params.out = float_output(out, items(), k.page.shape.width, "out");
     params.lens = dense_array<std::int32_t>(lens_out, DType::i32, items(), -1, "lens");
@@ -142,7 +154,7 @@ const LayerCacheSchema& LayerCacheHandle::schema() const {
 
 void LayerCacheHandle::append(const AppendInputs& inputs) {
   KV4_SCOPE;
-  ops::AppendParams params;
+  auto params = scope.params<ops::AppendParams>();
   params.window_rows = float_rows(inputs.raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
   const TensorView* kv[] = {&inputs.kv, &inputs.index_kv};
   const TensorView* gate[] = {&inputs.gate, &inputs.index_gate};
@@ -159,30 +171,20 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
             "{} is {} and {} is {}; they must have one type", kv_name[k], to_string(params.kv[k].dtype), gate_name[k],
             to_string(params.gate[k].dtype));
   }
-  params.layer = scope.desc;
-  params.step = scope.step;
-  params.rope = scope.m.rope;
-  scope.m.step_written = true;
-  scope.m.backend->append(params);
+  scope.append(params);
 }
 
 void LayerCacheHandle::write_swa(const TensorView& raw_kv) {
   KV4_SCOPE;
-  ops::AppendParams params;
+  auto params = scope.params<ops::AppendParams>();
   params.window_rows = float_rows(raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
-  params.layer = scope.desc;
-  params.step = scope.step;
-  params.rope = scope.m.rope;
-  scope.m.step_written = true;
-  scope.m.backend->append(params);
+  scope.append(params);
 }
 
 void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
   KV4_SCOPE;
   scope.require_entries("flush");
-  ops::FlushParams params;
-  params.layer = scope.desc;
-  params.step = scope.step;
+  auto params = scope.params<ops::FlushParams>();
   params.rows[0] = float_rows(inputs.entries, scope.tokens(), scope.desc.kinds[0].page.shape.width, "entries");
   if (scope.desc.num_kinds > 1)
     params.rows[1] = float_rows(inputs.index_keys, scope.tokens(), scope.desc.kinds[1].page.shape.width, "index_keys");
@@ -199,9 +201,7 @@ KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const T
   require(!indices.empty() && indices.ndim == 2 && indices.dtype == DType::i32 && indices.shape[0] == scope.tokens() &&
               indices.strides[1] == 1,
           ErrorCode::bad_argument, "indices must be i32 [{}, k], k dense; got {}", scope.tokens(), shape_text(indices));
-  ops::GatherParams params;
-  params.layer = scope.desc;
-  params.step = scope.step;
+  auto params = scope.params<ops::GatherParams>();
   params.rows_per_item = indices.shape[1];
   params.indices = {indices.data, DType::i32, indices.strides[0]};
   params.out = float_output(out, scope.tokens(), scope.desc.kinds[0].page.shape.width, "out");
@@ -229,9 +229,7 @@ TensorView LayerCacheHandle::gather_all_index_keys(const TensorView& out, const 
 
 KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first) {
   KV4_SCOPE;
-  ops::GatherParams params;
-  params.layer = scope.desc;
-  params.step = scope.step;
+  auto params = scope.params<ops::GatherParams>();
   params.out = float_output(out, scope.items(), scope.desc.window.ring.shape.width, "out");
   params.rows_per_item = out.shape[1];
   params.lens = dense_array<std::int32_t>(lens, DType::i32, scope.items(), -1, "lens");

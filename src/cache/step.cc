@@ -9,13 +9,7 @@ namespace kv4 {
 StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backend)
     : backend_(std::move(backend)), layout_(table_layout(schema)), blocks_per_request_(schema.blocks_per_request) {
   table_bytes_ = 4 * layout_.total;
-  scratch_bytes_ = step_scratch_bytes(schema);
-  for (std::int64_t at = 0; const LayerCacheSchema& layer : schema.layers) {
-    scratch_offsets_.push_back(at);
-    const std::int64_t tokens = schema.options.max_step_tokens;
-    at += round_up(tokens * layer.window.row.payload_bytes, 64, "step scratch") +
-          round_up(tokens * layer.window.row.scale_bytes, 64, "step scratch");
-  }
+  scratch_bytes_ = scratch_layout(schema).bytes;
   tables_ = reinterpret_cast<std::int32_t*>(backend_->allocate(table_bytes_));
   try {
     scratch_ = backend_->allocate(scratch_bytes_);

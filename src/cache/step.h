@@ -24,9 +24,7 @@ class StepTables {
     return tables_[layout_.block_table + row * blocks_per_request_ + index];
   }
   const TableLayout& layout() const { return layout_; }
-  std::byte* scratch(int layer_index) const {
-    return scratch_ + scratch_offsets_[static_cast<std::size_t>(layer_index)];
-  }
+  std::byte* scratch() const { return scratch_; }
   std::int64_t memory_bytes() const { return table_bytes_ + scratch_bytes_; }
   ops::StepDesc describe(const Step& step, int block_tokens) const;
 
@@ -38,7 +36,6 @@ class StepTables {
   std::int64_t scratch_bytes_ = 0;
   std::int32_t* tables_ = nullptr;
   std::byte* scratch_ = nullptr;
-  std::vector<std::int64_t> scratch_offsets_;
 };
 
 /// A block that prepare put into a request's table: at `index`, instead of `old_block` (-1: there was none).

@@ -1,5 +1,7 @@
 #include "ops/layer_desc.h"
 
+#include "schema/table_layout.h"
+
 namespace kv4::ops {
 namespace {
 
@@ -17,11 +19,10 @@ WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, int
               {bytes(memory.slots, w.payload_offset), schema.slot_bytes, w.row.payload_bytes},
               {bytes(memory.slots, w.scale_offset), schema.slot_bytes, w.row.scale_bytes},
               {}};
-  const std::int64_t payload_plane =
-      (std::int64_t{schema.options.max_step_tokens} * w.row.payload_bytes + 63) / 64 * 64;
+  const ScratchPart scratch = scratch_layout(schema).layers[static_cast<std::size_t>(index)];
   out.scratch = out.ring;
-  out.scratch.payload = {bytes(memory.scratch, 0), 0, w.row.payload_bytes};
-  out.scratch.scale = {bytes(memory.scratch, payload_plane), 0, w.row.scale_bytes};
+  out.scratch.payload = {bytes(memory.scratch, scratch.payload_at), 0, w.row.payload_bytes};
+  out.scratch.scale = {bytes(memory.scratch, scratch.scale_at), 0, w.row.scale_bytes};
   out.displaced = out.ring;
   out.displaced.payload = {bytes(memory.displaced, w.displaced_offset), schema.displaced_bytes, w.row.payload_bytes};
   out.displaced.scale = {bytes(memory.displaced, w.displaced_offset + w.row.payload_bytes), schema.displaced_bytes,

@@ -89,7 +89,7 @@ struct LayerMemory {
   std::int32_t* frontiers = nullptr;            // [num_slots, num_layers]
   std::byte* displaced = nullptr;               // [num_slots, displaced_bytes]
   std::int32_t* displaced_positions = nullptr;  // [num_slots, num_layers]
-  std::byte* scratch = nullptr;                 // of this layer: [payload M x p | scale M x s]
+  std::byte* scratch = nullptr;                 // schema/table_layout.h, ScratchLayout
 };
 
 LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory& memory);

@@ -34,6 +34,7 @@ StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backen
   displaced_ = base_ + slots;
   frontiers_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced);
   displaced_positions_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced + positions);
+  backend_->fill(displaced_ + displaced + positions, 0xFF, positions);  // -1: none
   taken_.resize(static_cast<std::size_t>(num_slots_));
   free_.reserve(static_cast<std::size_t>(num_slots_));
   for (std::int32_t s = num_slots_ - 1; s >= 0; --s) free_.push_back(s);

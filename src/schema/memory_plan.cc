@@ -19,7 +19,6 @@ struct PartBytes {
 
 PartBytes part_bytes(const CacheSchema& schema) {
   PartBytes out;
-  std::int64_t at = 0;
   const auto plane = [&](std::int64_t& part, std::int64_t bytes) { part += round_up(bytes, 64, "plane"); };
   for (const LayerCacheSchema& layer : schema.layers) {
     std::int64_t& windows = layer.spec.group == 0 ? out.windows : out.draft_windows;
@@ -36,9 +35,9 @@ PartBytes part_bytes(const CacheSchema& schema) {
       plane(part, pending.rows * pending.row_bytes);
     }
   }
-  at = out.windows + out.csa_pending + out.hca_state + out.draft_windows;
-  require(at == schema.slot_bytes, ErrorCode::bad_state,
-          "state slot parts add up to {} of {} bytes: a bug in kv4, please report it", at, schema.slot_bytes);
+  const std::int64_t sum = out.windows + out.csa_pending + out.hca_state + out.draft_windows;
+  require(sum == schema.slot_bytes, ErrorCode::bad_state,
+          "state slot parts add up to {} of {} bytes: a bug in kv4, please report it", sum, schema.slot_bytes);
   return out;
 }
 
@@ -75,18 +74,19 @@ TableLayout table_layout(const CacheSchema& schema) {
   return t;
 }
 
-std::int64_t step_scratch_bytes(const CacheSchema& schema) {
-  std::int64_t bytes = 0;
+ScratchLayout scratch_layout(const CacheSchema& schema) {
+  ScratchLayout out;
+  const auto take = [&](std::int64_t row_bytes) {
+    const std::int64_t at = out.bytes;
+    const std::int64_t plane = checked_mul(schema.options.max_step_tokens, row_bytes, "step workspace");
+    out.bytes = checked_add(out.bytes, round_up(plane, 64, "step workspace"), "step workspace");
+    return at;
+  };
   for (const LayerCacheSchema& layer : schema.layers) {
-    const std::int64_t tokens = schema.options.max_step_tokens;
-    bytes = checked_add(
-        bytes, round_up(checked_mul(tokens, layer.window.row.payload_bytes, "step scratch"), 64, "step scratch"),
-        "step scratch");
-    bytes = checked_add(bytes,
-                        round_up(checked_mul(tokens, layer.window.row.scale_bytes, "step scratch"), 64, "step scratch"),
-                        "step scratch");
+    const std::int64_t payload_at = take(layer.window.row.payload_bytes);
+    out.layers.push_back({payload_at, take(layer.window.row.scale_bytes)});
   }
-  return bytes;
+  return out;
 }
 
 BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t requests, std::int64_t context) {
@@ -158,7 +158,7 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("draft windows", o.max_requests, parts.draft_windows, fmt::format("{}, {} stages", requests, o.draft_layers));
   add("spare slots", o.spare_slots, schema.slot_bytes,
       fmt::format("{} for requests in a step of more than {} of their tokens", o.spare_slots, o.max_rewind_tokens + 1));
-  add("step workspace", 1, step_scratch_bytes(schema), fmt::format("window rows of {} tokens", o.max_step_tokens));
+  add("step workspace", 1, scratch_layout(schema).bytes, fmt::format("window rows of {} tokens", o.max_step_tokens));
   const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
   add("displaced rows", slots, schema.displaced_bytes,
       fmt::format("{} slots, one window row per layer, for aborted steps", slots));

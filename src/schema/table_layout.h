@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kv4/schema.h"
 
@@ -32,7 +33,15 @@ struct TableLayout {
 
 TableLayout table_layout(const CacheSchema& schema);
 
-/// Bytes of the quantised window rows of a step's tokens, all owned layers: [layers][payload M x p, scale M x s].
-std::int64_t step_scratch_bytes(const CacheSchema& schema);
+/// The quantised window rows of a step's tokens: for each owned layer payloads [M, p], then scales [M, s].
+struct ScratchPart {
+  std::int64_t payload_at = 0;
+  std::int64_t scale_at = 0;
+};
+struct ScratchLayout {
+  std::vector<ScratchPart> layers;
+  std::int64_t bytes = 0;
+};
+ScratchLayout scratch_layout(const CacheSchema& schema);
 
 }  // namespace kv4

@@ -9,17 +9,17 @@ namespace {
 constexpr int kRowsAtOnce = 64;
 constexpr std::int64_t kRowsAhead = 4;
 
-const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column) {
-  return static_cast<const std::uint8_t*>(in.data) +
-         static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
-}
-
 ops::RowType read_as(DType stored, DType pending) {
   if (stored == DType::bf16) return ops::RowType::bf16;
   return pending == DType::bf16 ? ops::RowType::f32_as_bf16 : ops::RowType::f32;
 }
 
 }  // namespace
+
+const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column) {
+  return static_cast<const std::uint8_t*>(in.data) +
+         static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
+}
 
 Span span_of(const ops::StepDesc& step, std::int32_t row) {
   return {step.lengths[row], step.counts[row], step.first_tokens[row], step.read_slots[row], step.write_slots[row]};

@@ -20,6 +20,9 @@ struct Span {
   bool in_place() const { return read_slot == write_slot; }
 };
 
+/// A token's row of an input tensor, from `column` on.
+const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column = 0);
+
 Span span_of(const ops::StepDesc& step, std::int32_t row);
 
 /// The compressor of one row kind.

@@ -1,4 +1,5 @@
 // append and flush: what a token writes.
+#include <algorithm>
 #include <cstring>
 
 #include "backend/cpu/compressor.h"
@@ -7,24 +8,16 @@
 namespace kv4::cpu {
 namespace {
 
-const void* input_row(const ops::InputDesc& in, std::int64_t token) {
-  return static_cast<const std::uint8_t*>(in.data) +
-         static_cast<std::size_t>(token * in.row_stride) * element_bytes(in.dtype);
-}
-
-void copy_row(const ops::RowPlanes& from, std::int64_t from_row, const ops::RowPlanes& to, std::int64_t to_row,
-              std::int32_t slot) {
-  std::memcpy(to.payload.at(slot, to_row), from.payload.at(slot, from_row),
-              static_cast<std::size_t>(to.payload.row_stride));
-  std::memcpy(to.scale.at(slot, to_row), from.scale.at(slot, from_row), static_cast<std::size_t>(to.scale.row_stride));
-}
-
 // Only the last of R + 1 tokens overwrites a row that the image before the step holds: its oldest. Run again, the row
 // is kept already.
 void keep_displaced(const ops::WindowDesc& w, int window_tokens, const Span& span, std::int64_t position) {
   const std::int64_t lost = position - w.rows;
   if (lost < 0 || lost != span.length - window_tokens || w.displaced_position(span.write_slot) == lost) return;
-  copy_row(w.ring, lost % w.rows, w.displaced, 0, span.write_slot);
+  const std::int64_t row = lost % w.rows, slot = span.write_slot;
+  std::memcpy(w.displaced.payload.at(slot, 0), w.ring.payload.at(slot, row),
+              static_cast<std::size_t>(w.ring.payload.row_stride));
+  std::memcpy(w.displaced.scale.at(slot, 0), w.ring.scale.at(slot, row),
+              static_cast<std::size_t>(w.ring.scale.row_stride));
   w.displaced_position(span.write_slot) = static_cast<std::int32_t>(lost);
 }
 

@@ -32,20 +32,16 @@ HWY_INLINE VU set_bits(std::uint32_t x) { return hn::Set(DU(), x); }
 HWY_INLINE auto is_nan(VF x) { return hn::IsNaN(x); }  // Ne(x, x) is an ordered comparison on x86
 HWY_INLINE VF canonical_nan(VF x) { return hn::IfThenElse(is_nan(x), from_bits(set_bits(codec::kNanBits)), x); }
 
-// bf16 bits in the upper half, lower half zero.
-HWY_INLINE VU round_bf16_bits(VF x) {
-  const VU b = bits(x);
-  const VU odd = hn::And(hn::ShiftRight<16>(b), set_bits(1));
-  const VU rounded = hn::And(hn::Add(b, hn::Add(odd, set_bits(0x7FFF))), set_bits(0xFFFF0000u));
-  return bits(hn::IfThenElse(is_nan(x), from_bits(set_bits(codec::kNanBits)), from_bits(rounded)));
-}
-// For finite x.
+// bf16 bits in the upper half, lower half zero; for finite x.
 HWY_INLINE VF round_bf16_finite(VF x) {
   const VU b = bits(x);
   const VU odd = hn::And(hn::ShiftRight<16>(b), set_bits(1));
   return from_bits(hn::And(hn::Add(b, hn::Add(odd, set_bits(0x7FFF))), set_bits(0xFFFF0000u)));
 }
-HWY_INLINE VF round_bf16(VF x) { return from_bits(round_bf16_bits(x)); }
+HWY_INLINE VF round_bf16(VF x) {
+  return hn::IfThenElse(is_nan(x), from_bits(set_bits(codec::kNanBits)), round_bf16_finite(x));
+}
+HWY_INLINE VU round_bf16_bits(VF x) { return bits(round_bf16(x)); }
 
 HWY_INLINE VF load_bf16(const std::uint16_t* p) {
   return from_bits(hn::ShiftLeft<16>(hn::PromoteTo(DU(), hn::LoadU(DU16(), p))));
