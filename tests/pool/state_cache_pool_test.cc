@@ -223,6 +223,21 @@ TEST(StateCachePool, WindowRowsAreSavedInPositionOrder) {
   }
 }
 
+// No step displaced a row of it: the image's oldest row is the ring's, although position 0 is the first there is.
+TEST(StateCachePool, ASlotThatWasNeverResetHasNoDisplacedRow) {
+  const CacheSchema schema = small_schema();
+  StateCachePool pool(schema, kv4::make_cpu_backend());
+  const std::int32_t slot = pool.acquire_slot().value();
+  const kv4::WindowSchema& window = schema.layers[0].window;
+  std::byte* ring = pool.base() + slot * schema.slot_bytes + window.payload_offset;
+  std::fill_n(ring, window.row.payload_bytes, std::byte{0x5A});
+  const std::vector<std::int64_t> lengths{schema.config.window};
+  const std::vector<const float*> bias(schema.layers.size(), nullptr);
+  const CanonicalImage image = pool.save(slot, lengths, bias);
+  for (int i = 0; i < window.row.payload_bytes; ++i)
+    ASSERT_EQ(image.bytes[static_cast<std::size_t>(i)], std::byte{0x5A});
+}
+
 TEST(StateCachePool, RestoreGivesTheImageBack) {
   std::mt19937 random(kSeed);
   for (int rewind : {0, 5})
