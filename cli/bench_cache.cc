@@ -120,7 +120,9 @@ Sample timed_step(BenchCache& cache, std::span<const StepSpec> items, bool with_
   const LayerCacheSchema& layer = cache.schema().layers[0];
   Sample sample{0, 0, 0};
   for (const StepSpec& item : items) {
-    sample.bytes += append_bytes(layer, manager.length(item.request), item.count);
+    const std::int64_t length = manager.length(item.request);
+    sample.bytes +=
+        append_bytes(layer, length, item.count) + displaced_bytes(cache.schema(), layer, length, item.count);
     sample.items += item.count;
   }
   const AppendInputs inputs = cache.next_inputs(0, static_cast<int>(sample.items));

@@ -40,7 +40,7 @@ class GatherBench {
     LayerCacheHandle handle = cache_.manager().acquire(cache_.schema().layers[0].spec.layer);
     handle.append(cache_.next_inputs(0, case_.requests));
     const auto element = static_cast<std::int64_t>(element_bytes(case_.out));
-    std::vector<std::byte>& out = outs_[static_cast<std::size_t>(group)];
+    AlignedVector<std::byte>& out = outs_[static_cast<std::size_t>(group)];
     out.resize(static_cast<std::size_t>(case_.requests * rows * row.width * element), std::byte{1});
     const TensorView view(out.data(), case_.out, {case_.requests, rows, row.width});
     const Stopwatch watch;
@@ -67,7 +67,7 @@ class GatherBench {
 
   GatherCase case_;
   BenchCache cache_;
-  std::vector<std::vector<std::byte>> outs_;
+  std::vector<AlignedVector<std::byte>> outs_;
   std::vector<std::int32_t> lens_, first_;
   int next_ = 0;
 };

@@ -26,16 +26,16 @@ std::uint64_t mix(std::uint64_t a, std::uint64_t b) { return mix(a + 0x9e3779b97
 double unit(std::uint64_t bits) { return (static_cast<double>(bits >> 11) + 0.5) * 0x1p-53; }
 
 template <class T>
-void fill_rows(std::vector<T>& out, int columns, std::span<const TokenRef> tokens, auto&& row_of) {
+void fill_rows(AlignedVector<T>& out, int columns, std::span<const TokenRef> tokens, auto&& row_of) {
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     std::memcpy(out.data() + i * static_cast<std::size_t>(columns), row_of(tokens[i]),
                 static_cast<std::size_t>(columns) * sizeof(T));
   }
 }
 
-std::vector<float> scaled(const InputGenerator& generator, int layer, std::int64_t salt, std::int64_t rows, int columns,
-                          float base, float scale) {
-  std::vector<float> out;
+AlignedVector<float> scaled(const InputGenerator& generator, int layer, std::int64_t salt, std::int64_t rows,
+                            int columns, float base, float scale) {
+  AlignedVector<float> out;
   for (std::int64_t r = 0; r < rows; ++r) {
     const float* row = generator.row({0, (salt << 20) + r}, layer, InputGenerator::Tensor::weights, columns);
     for (int c = 0; c < columns; ++c) out.push_back(base + scale * row[c]);
@@ -105,7 +105,7 @@ LayerInputs::LayerInputs(const LayerCacheSchema& layer, int max_tokens) : width_
 void LayerInputs::fill(const InputGenerator& generator, int layer, std::span<const TokenRef> tokens) {
   using Tensor = InputGenerator::Tensor;
   fill_rows(raw_kv_, width_, tokens, [&](TokenRef t) { return generator.bf16_row(t, layer, Tensor::raw_kv, width_); });
-  const auto fill_floats = [&](std::vector<float>& out, int columns, Tensor tensor) {
+  const auto fill_floats = [&](AlignedVector<float>& out, int columns, Tensor tensor) {
     if (columns > 0)
       fill_rows(out, columns, tokens, [&](TokenRef t) { return generator.row(t, layer, tensor, columns); });
   };
@@ -143,8 +143,8 @@ SeededWeights::SeededWeights(const CacheSchema& schema, const InputGenerator& ge
       const RowKind& kind = layer.pages[k].kind;
       const auto salt = static_cast<std::int64_t>(k) * 2;
       const int columns = layer.pending[k].columns;
-      std::vector<float>& bias = k == 0 ? out.bias : out.index_bias;
-      std::vector<float>& norm = k == 0 ? out.norm : out.index_norm;
+      AlignedVector<float>& bias = k == 0 ? out.bias : out.index_bias;
+      AlignedVector<float>& norm = k == 0 ? out.norm : out.index_norm;
       bias = scaled(generator, out.layer, salt, kind.ratio, columns, 0.0f, kBiasScale);
       norm = scaled(generator, out.layer, salt + 1, 1, kind.width, 1.0f, kNormSpread);
       (k == 0 ? out.views.position_bias : out.views.index_position_bias) =

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "base/aligned_vector.h"
 #include "kv4/kv_cache_manager.h"
 
 namespace kv4::cli {
@@ -61,8 +62,8 @@ class LayerInputs {
 
  private:
   int width_ = 0, columns_ = 0, index_columns_ = 0;  // 0: the layer has none
-  std::vector<std::uint16_t> raw_kv_;
-  std::vector<float> kv_, gate_, index_kv_, index_gate_;
+  AlignedVector<std::uint16_t> raw_kv_;
+  AlignedVector<float> kv_, gate_, index_kv_, index_gate_;
 };
 
 /// Constants of every layer of a cache; must outlive the managers it is bound to.
@@ -75,7 +76,7 @@ class SeededWeights {
  private:
   struct Layer {
     int layer = 0;
-    std::vector<float> bias, norm, index_bias, index_norm;
+    AlignedVector<float> bias, norm, index_bias, index_norm;
     LayerWeights views;
   };
   std::vector<Layer> layers_;

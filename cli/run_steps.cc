@@ -58,8 +58,9 @@ void StepDriver::count_bytes(std::span<const StepTokens> items) {
   for (const std::size_t layer : layers_) {
     for (const StepTokens& item : items) {
       if (item.request == kNoRequest) continue;
-      bytes += append_bytes(manager_.schema().layers[layer], item.tokens.front().position,
-                            static_cast<std::int64_t>(item.tokens.size()));
+      const LayerCacheSchema& schema = manager_.schema().layers[layer];
+      const std::int64_t start = item.tokens.front().position, count = static_cast<std::int64_t>(item.tokens.size());
+      bytes += append_bytes(schema, start, count) + displaced_bytes(manager_.schema(), schema, start, count);
     }
   }
   times_.touched_bytes += bytes;

@@ -141,7 +141,8 @@ KV4_HD float larger_magnitude(float so_far, float x) {
 // = 4.5e-38: nothing beside a weight of 1, and no denormals. NaN stays NaN.
 constexpr float kExpFloor = -86.0f;
 constexpr float kLog2e = 1.44269504f;
-constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, its low bits are that integer
+// 1.5 * 2^23 + 127: adding it rounds to an integer k, and the low bits are the exponent field of 2^k.
+constexpr float kRoundMagic = 12583039.0f;
 constexpr float kExp1 = 0.693147f, kExp2 = 0.24022242f, kExp3 = 0.055507336f, kExp4 = 0.009671513f,
                 kExp5 = 0.0013264727f;
 
@@ -155,7 +156,7 @@ KV4_HD float exp_nonpositive(float x) {
   p = fused(p, r, kExp2);
   p = fused(p, r, kExp1);
   p = fused(p, r, 1.0f);
-  return p * bits_float((float_bits(shifted) << 23) + (127u << 23));
+  return p * bits_float(float_bits(shifted) << 23);
 }
 
 }  // namespace kv4::codec

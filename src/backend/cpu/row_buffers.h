@@ -1,21 +1,22 @@
 #pragma once
 
 #include <cstddef>
-#include <vector>
+
+#include "base/aligned_vector.h"
 
 namespace kv4::cpu {
 
 /// What one thread needs to work on a row. Grown by the caller before the threads start, so that none of them
 /// allocates.
 struct RowBuffers {
-  std::vector<float> acc;  // [3, width]
-  std::vector<float> row, tmp, cos, sin;
+  AlignedVector<float> acc;  // [3, width]
+  AlignedVector<float> row, tmp, cos, sin;
 
   void fit(int width) {
     std::size_t n = 1;
     while (n < static_cast<std::size_t>(width)) n *= 2;
     if (row.size() >= n) return;
-    for (std::vector<float>* buffer : {&acc, &tmp, &cos, &sin, &row}) buffer->resize(buffer == &acc ? 3 * n : n);
+    for (AlignedVector<float>* buffer : {&acc, &tmp, &cos, &sin, &row}) buffer->resize(buffer == &acc ? 3 * n : n);
   }
 };
 

@@ -70,7 +70,7 @@ HWY_INLINE VF exp_nonpositive(VF x_in) {
   p = hn::MulAdd(p, r, set(codec::kExp2));
   p = hn::MulAdd(p, r, set(codec::kExp1));
   p = hn::MulAdd(p, r, set(1.0f));
-  return hn::Mul(p, from_bits(hn::Add(hn::ShiftLeft<23>(bits(shifted)), set_bits(127u << 23))));
+  return hn::Mul(p, from_bits(hn::ShiftLeft<23>(bits(shifted))));
 }
 
 // Codes in the low byte of each lane, for |x| <= 448 and no NaN.
