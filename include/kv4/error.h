@@ -15,6 +15,8 @@ enum class ErrorCode {
   bad_state,      // a call that is not allowed now, for example commit without a step
   bad_file,       // a file that is truncated, foreign or damaged
   out_of_memory,  // the machine refused the memory
+  no_device,      // no such GPU, too old a one, or a build without CUDA
+  device_failure  // a GPU call or kernel failed; the cache's contents are lost
 };
 
 KV4_API const char* to_string(ErrorCode code);

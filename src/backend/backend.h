@@ -1,12 +1,13 @@
 // The seam to the device: memory, and one call per operation with a plain params struct. The CPU backend runs calls at
-// once; others run them in stream order.
+// once; others queue them on their stream, so that each sees what the ones before it wrote.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
-#include "ops/layer_desc.h"
+#include "kv4/backend.h"
+#include "kv4/params.h"
 #include "schema/image_layout.h"
 
 namespace kv4 {
@@ -18,12 +19,29 @@ class Backend {
   Backend(const Backend&) = delete;
   Backend& operator=(const Backend&) = delete;
 
-  /// Zeroed, aligned to 4096; nullptr for 0 bytes. Throws Error(out_of_memory).
+  /// Whether the host can read and write what allocate() gives.
+  virtual bool on_host() const = 0;
+  /// Zeroed, aligned to 256; nullptr for 0 bytes. Throws Error(out_of_memory).
   virtual std::byte* allocate(std::int64_t bytes) = 0;
   virtual void deallocate(std::byte* memory, std::int64_t bytes) = 0;
   virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes) = 0;
   virtual void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) = 0;
 
+  /// Pieces from and to device memory, in one go.
+  virtual void copy_pieces(std::span<const ops::CopyPiece> pieces) = 0;
+
+  /// The largest host array that read_pieces, write_pieces and images will move; called when a pool is made.
+  virtual void reserve_staging(std::int64_t bytes) = 0;
+  /// Device pieces into a host array as one transfer: each `to` lies in host [bytes], ascending. What no piece covers
+  /// is zero. Done when it returns.
+  virtual void read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) = 0;
+  /// The other way: each `from` lies in host [bytes], which may be reused when it returns.
+  virtual void write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) = 0;
+
+  /// The most items an update will have; called when a cache is made.
+  virtual void reserve_updates(std::int64_t max_items) = 0;
+  /// Items, ranges and block ids are on the host and may be reused when it returns.
+  virtual void update_step(const ops::StepUpdate& update) = 0;
   /// Window rows, pending rows, due entries and index keys of all the step's tokens.
   virtual void append(const ops::AppendParams& params) = 0;
   virtual void flush(const ops::FlushParams& params) = 0;
@@ -36,6 +54,14 @@ class Backend {
                           std::byte* image) = 0;
   virtual void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                              const std::byte* image) = 0;
+
+  /// Later work is queued on this stream, after what was queued before.
+  virtual void set_stream(Stream stream) = 0;
+  /// A point after all that was queued so far; tickets grow.
+  virtual std::int64_t mark() = 0;
+  virtual bool reached(std::int64_t ticket) = 0;
+  /// Waits for all that was queued. Throws Error(device_failure) if any of it failed.
+  virtual void synchronize() = 0;
 };
 
 }  // namespace kv4

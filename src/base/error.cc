@@ -12,6 +12,8 @@ const char* to_string(ErrorCode code) {
     case ErrorCode::bad_state: return "bad_state";
     case ErrorCode::bad_file: return "bad_file";
     case ErrorCode::out_of_memory: return "out_of_memory";
+    case ErrorCode::no_device: return "no_device";
+    case ErrorCode::device_failure: return "device_failure";
   }
   return "unknown";
 }

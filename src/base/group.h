@@ -3,7 +3,7 @@
 // over the lanes.
 #pragma once
 
-#include "base/host_device.h"
+#include "kv4/host_device.h"
 
 namespace kv4 {
 

@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "cache/manager_impl.h"
+#include "ops/layer_desc.h"
 
 namespace kv4 {
 
@@ -37,6 +38,7 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   seen_in_step.resize(requests);
   free_rows.reserve(requests);
   for (std::int32_t r = schema.options.max_requests - 1; r >= 0; --r) free_rows.push_back(r);
+  open.items.reserve(static_cast<std::size_t>(tables.max_items()));
   open.parts.reserve(requests);
   // No step changes more table entries: the blocks its tokens fill, and for each request the one it begins in and the
   // one it ends in.
@@ -52,8 +54,8 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   }
   rope.rope_dim = config.rope_dim;
   if (compresses) {
-    rope_angles = build_rope_angles(config.rope_compress, config.rope_dim, schema.options.max_context);
-    rope.angles = view_rope_angles(rope_angles.data(), config.rope_dim, schema.options.max_context);
+    rope_angles.emplace(config, schema.options.max_context, backend);
+    rope.angles = rope_angles->view();
   }
 }
 
@@ -174,7 +176,7 @@ void KVCacheManager::Impl::copy_block(BlockId from, BlockId to) {
 void KVCacheManager::Impl::drop_blocks(std::int32_t row, std::int64_t keep, std::int64_t have) {
   for (std::int64_t i = have - 1; i >= keep; --i) {
     allocator.release(tables.block(row, i));
-    tables.block(row, i) = -1;
+    tables.set_block(row, i, -1);
   }
 }
 
@@ -229,12 +231,12 @@ Expected<RequestId> KVCacheManager::fork(RequestId request) {
   for (std::int64_t i = 0; i < full; ++i) {
     const BlockId block = impl_->tables.block(row, i);
     impl_->allocator.retain(block);
-    impl_->tables.block(child_row, i) = block;
+    impl_->tables.set_block(child_row, i, block);
   }
   if (has_open) {
     const BlockId block = impl_->allocator.allocate().value();
     impl_->copy_block(impl_->tables.block(row, full), block);
-    impl_->tables.block(child_row, full) = block;
+    impl_->tables.set_block(child_row, full, block);
   }
   return child_id;
 }
@@ -247,7 +249,7 @@ void KVCacheManager::Impl::check_items(std::span<const StepItem> items, int grou
           open.step.id);
   require(group >= 0 && group < schema.num_groups, ErrorCode::bad_argument,
           "group is {}; this cache has 0 (backbone) to {} (draft stages)", group, schema.num_groups - 1);
-  const std::int64_t max_items = tables.layout().max_items;
+  const std::int64_t max_items = tables.max_items();
   require(!items.empty() && static_cast<std::int64_t>(items.size()) <= max_items, ErrorCode::bad_argument,
           "a step has 1 to {} items (2 x max_requests); got {}", max_items, items.size());
   const std::int64_t step_id = ++last_step_id;
@@ -295,10 +297,12 @@ Shortage KVCacheManager::Impl::find_shortage(std::span<const StepItem> items, in
 void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
   std::int32_t first_token = 0;
   for (const StepItem& item : items) {
-    const std::int32_t token = first_token;
+    ops::StepRecord& record = open.items.emplace_back();
+    record.count = item.count;
+    record.first_token = first_token;
     first_token += item.count;
     if (item.request == kNoRequest) continue;
-    StepPart part{item.request % schema.options.max_requests, item.count, token, -1};
+    StepPart part{item.request % schema.options.max_requests, item.count, -1};
     Sequence& s = sequences[static_cast<std::size_t>(part.row)];
     s.in_step = true;
     if (is_long(item.count)) {
@@ -306,6 +310,10 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
       state_pool.copy_slot(s.slot, part.spare);
     }
     open.parts.push_back(part);
+    record.row = part.row;
+    record.length = record.position = static_cast<std::int32_t>(s.groups[static_cast<std::size_t>(group)].length);
+    record.read_slot = s.slot;
+    record.write_slot = part.spare >= 0 ? part.spare : s.slot;
     if (group != 0) continue;
     const std::int64_t have = num_blocks_of(s.length()), end = num_blocks_of(s.length() + item.count);
     for (std::int64_t i = s.length() / block_tokens(); i < end; ++i) {
@@ -313,7 +321,7 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
       if (old_block >= 0 && !allocator.is_immutable(old_block)) continue;
       const BlockId new_block = allocator.allocate().value();
       if (old_block >= 0) copy_block(old_block, new_block);
-      tables.block(part.row, i) = new_block;
+      tables.set_block(part.row, i, new_block);
       open.changes.push_back({part.row, i, old_block, new_block});
     }
     for (std::int32_t t = 0; t < item.count; ++t) {
@@ -325,42 +333,6 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
   }
 }
 
-void KVCacheManager::Impl::write_tables(std::span<const StepItem> items, int group) {
-  const TableLayout& layout = tables.layout();
-  const auto array = [&](std::int64_t offset) { return tables.array(offset); };
-  const int ring_rows = schema.config.window + schema.options.max_rewind_tokens;
-  for (std::size_t i = 0; i < items.size(); ++i) {
-    const bool padded = items[i].request == kNoRequest;
-    array(layout.item_rows)[i] = padded ? -1 : items[i].request % schema.options.max_requests;
-    if (padded) {
-      array(layout.item_slots)[i] = -1;
-      array(layout.csa_lens)[i] = array(layout.hca_lens)[i] = array(layout.ring_heads)[i] = 0;
-    }
-  }
-  std::fill_n(array(layout.token_rows), open.step.num_tokens, -1);
-  std::fill_n(array(layout.positions), open.step.num_tokens, 0);
-  std::size_t item = 0;
-  for (const StepPart& part : open.parts) {
-    while (array(layout.item_rows)[item] != part.row) ++item;
-    const Sequence& s = sequences[static_cast<std::size_t>(part.row)];
-    const std::int64_t length = s.groups[static_cast<std::size_t>(group)].length, end = length + part.count;
-    const std::int32_t write_slot = part.spare >= 0 ? part.spare : s.slot;
-    array(layout.item_slots)[item] = write_slot;
-    array(layout.csa_lens)[item] = static_cast<std::int32_t>(end / schema.config.csa_ratio);
-    array(layout.hca_lens)[item] = static_cast<std::int32_t>(end / schema.config.hca_ratio);
-    array(layout.ring_heads)[item] = static_cast<std::int32_t>(end % ring_rows);
-    array(layout.read_slots)[part.row] = s.slot;
-    array(layout.write_slots)[part.row] = write_slot;
-    array(layout.lengths)[part.row] = static_cast<std::int32_t>(length);
-    array(layout.counts)[part.row] = part.count;
-    array(layout.first_tokens)[part.row] = part.first_token;
-    for (std::int32_t t = 0; t < part.count; ++t) {
-      array(layout.token_rows)[part.first_token + t] = part.row;
-      array(layout.positions)[part.first_token + t] = static_cast<std::int32_t>(length + t);
-    }
-  }
-}
-
 Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, int group) {
   Impl& m = *impl_;
   m.check_items(items, group);
@@ -368,10 +340,11 @@ Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, 
   std::int32_t tokens = 0;
   for (const StepItem& item : items) tokens += item.count;
   m.open.step = {m.last_step_id, tokens, static_cast<std::int32_t>(items.size()), group};
+  m.open.items.clear();
   m.open.parts.clear();
   m.open.changes.clear();
   m.reserve(items, group);
-  m.write_tables(items, group);
+  m.tables.update(m.open.items, tokens);
   m.step_open = true;
   m.step_written = false;
   return m.open.step;
@@ -417,7 +390,7 @@ void KVCacheManager::abort(const Step& step) {
   Impl& m = *impl_;
   m.check_open(step, "abort");
   for (auto change = m.open.changes.rbegin(); change != m.open.changes.rend(); ++change) {
-    m.tables.block(change->row, change->index) = change->old_block;
+    m.tables.set_block(change->row, change->index, change->old_block);
     m.allocator.release(change->new_block);
   }
   for (auto part = m.open.parts.rbegin(); part != m.open.parts.rend(); ++part) {
@@ -442,7 +415,7 @@ std::int64_t KVCacheManager::length(RequestId request, int group) const {
 
 std::vector<BlockId> KVCacheManager::blocks(RequestId request) const {
   const std::int32_t row = impl_->row_of(request);
-  const std::int32_t* first = &impl_->tables.block(row, 0);
+  const BlockId* first = impl_->tables.row(row);
   return {first, first + impl_->num_blocks_of(impl_->sequences[static_cast<std::size_t>(row)].length())};
 }
 
@@ -504,7 +477,7 @@ Expected<RequestId> KVCacheManager::import_image(const CanonicalImage& image, st
   for (std::int64_t i = 0; i < count; ++i) {
     const BlockId block = m.allocator.allocate().value();
     m.kv_pool.load_block(block, blocks.subspan(static_cast<std::size_t>(i) * bytes, bytes));
-    m.tables.block(row, i) = block;
+    m.tables.set_block(row, i, block);
     const std::int64_t first = i * m.block_tokens();
     std::copy_n(token_ids.data() + first, std::min<std::int64_t>(m.block_tokens(), n - first),
                 &m.token_ids[std::int64_t{block} * m.block_tokens()]);
@@ -523,8 +496,7 @@ int KVCacheManager::num_requests() const {
 std::int64_t KVCacheManager::memory_bytes() const {
   const Impl& m = *impl_;
   return m.kv_pool.memory_bytes() + m.state_pool.memory_bytes() + m.tables.memory_bytes() + m.allocator.memory_bytes() +
-         m.schema.options.num_blocks * m.block_tokens() * 4 +
-         static_cast<std::int64_t>(m.rope_angles.size() * sizeof(double));
+         m.schema.options.num_blocks * m.block_tokens() * 4 + (m.rope_angles ? m.rope_angles->memory_bytes() : 0);
 }
 
 }  // namespace kv4

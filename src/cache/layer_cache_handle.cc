@@ -86,7 +86,7 @@ struct HandleScope {
     require(m.step_open && m.open.step.id == step_id, ErrorCode::bad_state,
             "the handle of layer {} belongs to step {}, which has ended; acquire a new one", schema.spec.layer,
             step_id);
-    step = m.tables.describe(m.open.step, m.schema.block_tokens);
+    step = m.tables.describe(m.open.step);
   }
 
   std::int64_t tokens() const { return step.num_tokens; }
@@ -116,16 +116,14 @@ struct HandleScope {
   }
 
   const std::int32_t* lens() const {
-    const TableLayout& t = m.tables.layout();
-    return m.tables.array(schema.spec.kind == LayerKind::csa ? t.csa_lens : t.hca_lens);
+    const ops::StepTableDesc& t = m.tables.desc();
+    return schema.spec.kind == LayerKind::csa ? t.csa_lens : t.hca_lens;
   }
 
   std::int64_t longest(std::int64_t per_item) const {
     std::int64_t most = 0;
-    for (std::int64_t i = 0; i < items(); ++i)
-      if (step.item_rows[i] >= 0)
-        most =
-            std::max(most, (std::int64_t{step.lengths[step.item_rows[i]]} + step.counts[step.item_rows[i]]) / per_item);
+    for (const ops::StepRecord& item : m.open.items)
+      if (!item.padded()) most = std::max(most, item.end() / per_item);
     return most;
   }
 
@@ -235,12 +233,9 @@ KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& 
   params.lens = dense_array<std::int32_t>(lens, DType::i32, scope.items(), -1, "lens");
   params.first = dense_array<std::int32_t>(first, DType::i32, scope.items(), -1, "first");
   std::int64_t need = 0;
-  for (std::int64_t i = 0; i < scope.items(); ++i) {
-    const std::int32_t row = scope.step.item_rows[i];
-    if (row >= 0)
-      need = std::max<std::int64_t>(
-          need, std::min(scope.step.lengths[row], scope.desc.window_tokens - 1) + scope.step.counts[row]);
-  }
+  for (const ops::StepRecord& item : scope.m.open.items)
+    if (!item.padded())
+      need = std::max<std::int64_t>(need, std::min(item.length, scope.desc.window_tokens - 1) + item.count);
   require(out.shape[1] >= need, ErrorCode::bad_argument, "out has room for {} rows per item; the step needs {}",
           out.shape[1], need);
   scope.m.backend->gather_window(params);
@@ -249,25 +244,16 @@ KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& 
 
 SWAView LayerCacheHandle::read_swa_view() {
   KV4_SCOPE;
-  const TableLayout& t = scope.m.tables.layout();
-  const std::int32_t rows = scope.desc.window.rows;
-  for (std::int64_t i = 0; i < scope.items(); ++i) {
-    std::int32_t* positions = scope.m.tables.array(t.ring_positions) + i * rows;
-    std::fill_n(positions, rows, -1);
-    const std::int32_t row = scope.step.item_rows[i];
-    if (row < 0) continue;
-    const std::int32_t end = scope.step.lengths[row] + scope.step.counts[row];
-    for (std::int32_t p = std::max(0, end - rows); p < end; ++p) positions[p % rows] = p;
-  }
+  const ops::StepTableDesc& t = scope.m.tables.desc();
   SWAView view;
   view.payload = plane_view(scope.desc.window.ring.payload);
   view.rope = tail_view(scope.desc.window.ring);
   view.scale = plane_view(scope.desc.window.ring.scale);
   view.num_items = scope.step.num_items;
-  view.rows = rows;
-  view.slots = scope.m.tables.array(t.item_slots);
-  view.positions = scope.m.tables.array(t.ring_positions);
-  view.head = scope.m.tables.array(t.ring_heads);
+  view.rows = scope.desc.window.rows;
+  view.slots = t.item_slots;
+  view.positions = t.ring_positions;
+  view.head = t.ring_heads;
   return view;
 }
 
@@ -283,7 +269,7 @@ ClassicalView LayerCacheHandle::read_classical_view() {
   view.rows_per_block = kind.rows_per_block;
   view.blocks_per_request = scope.step.blocks_per_request;
   view.block_table = scope.step.block_table;
-  view.request_rows = scope.step.item_rows;
+  view.request_rows = scope.m.tables.desc().item_rows;
   view.lens = scope.lens();
   return view;
 }
@@ -301,7 +287,7 @@ IndexerView LayerCacheHandle::read_indexer_view() {
   view.rows_per_block = kind.rows_per_block;
   view.blocks_per_request = scope.step.blocks_per_request;
   view.block_table = scope.step.block_table;
-  view.request_rows = scope.step.item_rows;
+  view.request_rows = scope.m.tables.desc().item_rows;
   view.lens = scope.lens();
   return view;
 }

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "backend/backend.h"
+#include "cache/rope_tables.h"
 #include "cache/sequence.h"
 #include "cache/step.h"
 #include "kv4/kv_cache_manager.h"
@@ -38,7 +40,7 @@ struct KVCacheManager::Impl {
   std::vector<std::int64_t> seen_in_step;  // [max_requests] step id that last named the row
 
   std::vector<ops::LayerDesc> layers;  // [owned layers]
-  std::vector<double> rope_angles;
+  std::optional<RopeTables> rope_angles;
   ops::RopeDesc rope;
 
   Impl(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend_in);
@@ -57,7 +59,6 @@ struct KVCacheManager::Impl {
   void check_items(std::span<const StepItem> items, int group);
   Shortage find_shortage(std::span<const StepItem> items, int group) const;
   void reserve(std::span<const StepItem> items, int group);
-  void write_tables(std::span<const StepItem> items, int group);
   void check_open(const Step& step, const char* what) const;
   void close_step();
 };

@@ -7,39 +7,106 @@
 namespace kv4 {
 
 StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backend)
-    : backend_(std::move(backend)), layout_(table_layout(schema)), blocks_per_request_(schema.blocks_per_request) {
-  table_bytes_ = 4 * layout_.total;
-  scratch_bytes_ = scratch_layout(schema).bytes;
-  tables_ = reinterpret_cast<std::int32_t*>(backend_->allocate(table_bytes_));
+    : backend_(std::move(backend)), layout_(table_layout(schema)), scratch_bytes_(scratch_layout(schema).bytes) {
+  const std::size_t requests = static_cast<std::size_t>(schema.options.max_requests);
+  blocks_.resize(requests * static_cast<std::size_t>(schema.blocks_per_request), -1);
+  changed_.resize(requests);
+  changed_rows_.reserve(requests);
+  ranges_.reserve(requests);
+  values_.reserve(ops::kMaxUpdateValues);
+
+  backend_->reserve_updates(layout_.max_items);
+  tables_ = backend_->allocate(4 * layout_.total);
   try {
     scratch_ = backend_->allocate(scratch_bytes_);
   } catch (...) {
-    backend_->deallocate(reinterpret_cast<std::byte*>(tables_), table_bytes_);
+    backend_->deallocate(tables_, 4 * layout_.total);
     throw;
   }
-  std::fill_n(array(layout_.block_table), layout_.total - layout_.block_table, -1);
+  std::int32_t* base = reinterpret_cast<std::int32_t*>(tables_);
+  desc_.items = reinterpret_cast<ops::StepRecord*>(base + layout_.items);
+  desc_.tokens = reinterpret_cast<ops::StepRecord*>(base + layout_.tokens);
+  desc_.item_rows = base + layout_.item_rows;
+  desc_.item_slots = base + layout_.item_slots;
+  desc_.csa_lens = base + layout_.csa_lens;
+  desc_.hca_lens = base + layout_.hca_lens;
+  desc_.ring_heads = base + layout_.ring_heads;
+  desc_.ring_positions = base + layout_.ring_positions;
+  desc_.block_table = base + layout_.block_table;
+  desc_.blocks_per_request = static_cast<std::int32_t>(schema.blocks_per_request);
+  desc_.block_tokens = schema.block_tokens;
+  desc_.ring_rows = schema.config.window + schema.options.max_rewind_tokens;
+  desc_.csa_ratio = schema.config.csa_ratio;
+  desc_.hca_ratio = schema.config.hca_ratio;
+  backend_->fill(tables_ + 4 * layout_.block_table, 0xFF, 4 * (layout_.total - layout_.block_table));  // -1
 }
 
 StepTables::~StepTables() {
-  backend_->deallocate(reinterpret_cast<std::byte*>(tables_), table_bytes_);
+  backend_->deallocate(tables_, 4 * layout_.total);
   backend_->deallocate(scratch_, scratch_bytes_);
 }
 
-ops::StepDesc StepTables::describe(const Step& step, int block_tokens) const {
+std::int64_t StepTables::memory_bytes() const {
+  return 4 * layout_.total + scratch_bytes_ + static_cast<std::int64_t>(blocks_.size() * sizeof(BlockId));
+}
+
+void StepTables::set_block(std::int32_t row, std::int64_t index, BlockId block) {
+  blocks_[at(row, index)] = block;
+  Changed& c = changed_[static_cast<std::size_t>(row)];
+  const std::int32_t i = static_cast<std::int32_t>(index);
+  if (c.begin == c.end) {
+    changed_rows_.push_back(row);
+    c = {i, i + 1};
+  } else {
+    c = {std::min(c.begin, i), std::max(c.end, i + 1)};
+  }
+}
+
+void StepTables::send(std::span<const ops::StepRecord> items, std::int32_t num_tokens) {
+  ops::StepUpdate update;
+  update.tables = desc_;
+  update.num_items = static_cast<std::int32_t>(items.size());
+  update.num_tokens = num_tokens;
+  update.num_ranges = static_cast<std::int32_t>(ranges_.size());
+  update.num_values = static_cast<std::int32_t>(values_.size());
+  update.items = items.data();
+  update.ranges = ranges_.data();
+  update.block_ids = values_.data();
+  backend_->update_step(update);
+  ranges_.clear();
+  values_.clear();
+}
+
+void StepTables::update(std::span<const ops::StepRecord> items, std::int32_t num_tokens) {
+  for (const std::int32_t row : changed_rows_) {
+    Changed& c = changed_[static_cast<std::size_t>(row)];
+    while (c.begin < c.end) {
+      const std::int32_t room = ops::kMaxUpdateValues - static_cast<std::int32_t>(values_.size());
+      const std::int32_t count = std::min(c.end - c.begin, room);
+      if (count == 0) {  // more than one transfer holds: a long context was forked, imported or released
+        send({}, 0);
+        continue;
+      }
+      ranges_.push_back({row, c.begin, count, static_cast<std::int32_t>(values_.size())});
+      const BlockId* first = &blocks_[at(row, c.begin)];
+      values_.insert(values_.end(), first, first + count);
+      c.begin += count;
+    }
+    c = {};
+  }
+  changed_rows_.clear();
+  send(items, num_tokens);
+}
+
+ops::StepDesc StepTables::describe(const Step& step) const {
   ops::StepDesc out;
   out.num_tokens = step.num_tokens;
   out.num_items = step.num_items;
-  out.block_tokens = block_tokens;
-  out.blocks_per_request = static_cast<std::int32_t>(blocks_per_request_);
-  out.token_rows = array(layout_.token_rows);
-  out.positions = array(layout_.positions);
-  out.item_rows = array(layout_.item_rows);
-  out.read_slots = array(layout_.read_slots);
-  out.write_slots = array(layout_.write_slots);
-  out.lengths = array(layout_.lengths);
-  out.counts = array(layout_.counts);
-  out.first_tokens = array(layout_.first_tokens);
-  out.block_table = array(layout_.block_table);
+  out.block_tokens = desc_.block_tokens;
+  out.blocks_per_request = desc_.blocks_per_request;
+  out.tokens = desc_.tokens;
+  out.items = desc_.items;
+  out.block_table = desc_.block_table;
   return out;
 }
 

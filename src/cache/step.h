@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "backend/backend.h"
@@ -11,7 +12,8 @@
 
 namespace kv4 {
 
-/// Owns the int32 tables and the step's window scratch.
+/// Owns the tables, the step's window scratch, and the host's copy of the block table. Changes of the latter wait until
+/// the next step takes them along.
 class StepTables {
  public:
   StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backend);
@@ -19,23 +21,40 @@ class StepTables {
   StepTables(const StepTables&) = delete;
   StepTables& operator=(const StepTables&) = delete;
 
-  std::int32_t* array(std::int64_t offset) const { return tables_ + offset; }
-  std::int32_t& block(std::int32_t row, std::int64_t index) const {
-    return tables_[layout_.block_table + row * blocks_per_request_ + index];
-  }
-  const TableLayout& layout() const { return layout_; }
+  BlockId block(std::int32_t row, std::int64_t index) const { return blocks_[at(row, index)]; }
+  const BlockId* row(std::int32_t row) const { return &blocks_[at(row, 0)]; }
+  void set_block(std::int32_t row, std::int64_t index, BlockId block);
+
+  /// Sends items and changed blocks to the tables.
+  void update(std::span<const ops::StepRecord> items, std::int32_t num_tokens);
+
+  const ops::StepTableDesc& desc() const { return desc_; }
+  std::int64_t max_items() const { return layout_.max_items; }
   std::byte* scratch() const { return scratch_; }
-  std::int64_t memory_bytes() const { return table_bytes_ + scratch_bytes_; }
-  ops::StepDesc describe(const Step& step, int block_tokens) const;
+  std::int64_t memory_bytes() const;
+  ops::StepDesc describe(const Step& step) const;
 
  private:
+  // Entries [begin, end) of a row differ from the device's; empty: none do.
+  struct Changed {
+    std::int32_t begin = 0, end = 0;
+  };
+  std::size_t at(std::int32_t row, std::int64_t index) const {
+    return static_cast<std::size_t>(row * std::int64_t{desc_.blocks_per_request} + index);
+  }
+  void send(std::span<const ops::StepRecord> items, std::int32_t num_tokens);
+
   std::shared_ptr<Backend> backend_;
   TableLayout layout_;
-  std::int64_t blocks_per_request_ = 0;
-  std::int64_t table_bytes_ = 0;
   std::int64_t scratch_bytes_ = 0;
-  std::int32_t* tables_ = nullptr;
+  std::byte* tables_ = nullptr;
   std::byte* scratch_ = nullptr;
+  ops::StepTableDesc desc_;
+  std::vector<BlockId> blocks_;   // [max_requests, blocks_per_request]
+  std::vector<Changed> changed_;  // [max_requests]
+  std::vector<std::int32_t> changed_rows_;
+  std::vector<ops::BlockRange> ranges_;  // of one transfer, and their values
+  std::vector<BlockId> values_;
 };
 
 /// A block that prepare put into a request's table: at `index`, instead of `old_block` (-1: there was none).
@@ -50,12 +69,12 @@ struct BlockChange {
 struct StepPart {
   std::int32_t row = 0;
   std::int32_t count = 0;
-  std::int32_t first_token = 0;
   std::int32_t spare = -1;  // slot a long step writes; -1: in place
 };
 
 struct OpenStep {
   Step step;
+  std::vector<ops::StepRecord> items;  // [num_items], padding included
   std::vector<StepPart> parts;
   std::vector<BlockChange> changes;
 };

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "base/host_device.h"
+#include "kv4/host_device.h"
 
 namespace kv4::codec {
 

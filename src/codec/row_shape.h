@@ -1,13 +1,9 @@
 #pragma once
 
-#include <cstdint>
+#include "kv4/params.h"
 
 namespace kv4::codec {
 
-/// `width` channels; the row formats quantise the first width - tail and keep the rest bf16. Index keys have tail 0.
-struct RowShape {
-  std::int32_t width;
-  std::int32_t tail;
-};
+using kv4::RowShape;
 
 }  // namespace kv4::codec

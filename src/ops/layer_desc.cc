@@ -9,7 +9,7 @@ std::uint8_t* bytes(std::byte* base, std::int64_t offset) {
   return base == nullptr ? nullptr : reinterpret_cast<std::uint8_t*>(base) + offset;
 }
 
-codec::RowShape shape_of(const RowSchema& row) { return {row.width, row.tail}; }
+RowShape shape_of(const RowSchema& row) { return {row.width, row.tail}; }
 
 WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, int index, const LayerMemory& memory) {
   WindowDesc out;

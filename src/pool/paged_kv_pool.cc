@@ -1,6 +1,6 @@
 #include "kv4/paged_kv_pool.h"
 
-#include <cstring>
+#include <vector>
 
 #include "backend/backend.h"
 #include "base/check.h"
@@ -18,11 +18,14 @@ void check_image_size(std::size_t have, std::int64_t want) {
           "a block image of this cache has {} bytes; got {}", want, have);
 }
 
+std::uint8_t* bytes_at(std::byte* base, std::int64_t offset) { return reinterpret_cast<std::uint8_t*>(base) + offset; }
+
 }  // namespace
 
 PagedKVPool::PagedKVPool(const CacheSchema& schema, std::shared_ptr<Backend> backend)
     : schema_(schema), backend_(std::move(backend)) {
   bytes_ = checked_mul(schema.block_bytes, schema.options.num_blocks, "paged pool");
+  backend_->reserve_staging(schema.block_image_bytes);
   base_ = backend_->allocate(bytes_);
 }
 
@@ -36,10 +39,12 @@ void PagedKVPool::copy_block(BlockId from, BlockId to) {
       backend_->copy(base_ + to * schema_.block_bytes, base_ + from * schema_.block_bytes, schema_.block_bytes);
     return;
   }
+  std::vector<ops::CopyPiece> pieces;
   for (const LayerCacheSchema& layer : schema_.layers)
     for (const PageSchema& page : layer.pages)
-      backend_->copy(base_ + page.offset + to * page.block_stride, base_ + page.offset + from * page.block_stride,
-                     page.page_bytes);
+      pieces.push_back({bytes_at(base_, page.offset + from * page.block_stride),
+                        bytes_at(base_, page.offset + to * page.block_stride), page.page_bytes});
+  backend_->copy_pieces(pieces);
 }
 
 void PagedKVPool::save_block(BlockId block, int tokens, std::span<std::byte> out) const {
@@ -47,29 +52,33 @@ void PagedKVPool::save_block(BlockId block, int tokens, std::span<std::byte> out
   check_image_size(out.size(), schema_.block_image_bytes);
   require(tokens >= 0 && tokens <= schema_.block_tokens, ErrorCode::bad_argument,
           "a block holds 0 to {} tokens; got {}", schema_.block_tokens, tokens);
-  std::byte* to = out.data();
+  std::vector<ops::CopyPiece> pieces;
+  const auto add = [&](std::int64_t from, std::int64_t to, std::int64_t bytes) {
+    if (bytes > 0) pieces.push_back({bytes_at(base_, from), bytes_at(out.data(), to), bytes});
+  };
+  std::int64_t to = 0;
   for (const LayerCacheSchema& layer : schema_.layers)
     for (const PageSchema& page : layer.pages) {
-      const std::byte* from = base_ + page.offset + block * page.block_stride;
-      const std::int64_t rows = tokens / page.kind.ratio;
-      const std::int64_t payload = rows * page.row.payload_bytes, scale = rows * page.row.scale_bytes;
-      std::memset(to, 0, static_cast<std::size_t>(page.content_bytes));
-      if (payload > 0) backend_->copy(to, from, payload);
-      if (scale > 0) backend_->copy(to + page.scale_offset, from + page.scale_offset, scale);
-      if (rows > 0 && page.global_offset >= 0) backend_->copy(to + page.global_offset, from + page.global_offset, 4);
+      const std::int64_t from = page.offset + block * page.block_stride, rows = tokens / page.kind.ratio;
+      add(from, to, rows * page.row.payload_bytes);
+      add(from + page.scale_offset, to + page.scale_offset, rows * page.row.scale_bytes);
+      if (page.global_offset >= 0) add(from + page.global_offset, to + page.global_offset, rows > 0 ? 4 : 0);
       to += page.content_bytes;
     }
+  backend_->read_pieces(pieces, out);
 }
 
 void PagedKVPool::load_block(BlockId block, std::span<const std::byte> image) {
   check_block(block, schema_.options.num_blocks);
   check_image_size(image.size(), schema_.block_image_bytes);
-  const std::byte* from = image.data();
+  std::vector<ops::CopyPiece> pieces;
+  const std::uint8_t* from = reinterpret_cast<const std::uint8_t*>(image.data());
   for (const LayerCacheSchema& layer : schema_.layers)
     for (const PageSchema& page : layer.pages) {
-      backend_->copy(base_ + page.offset + block * page.block_stride, from, page.content_bytes);
+      pieces.push_back({from, bytes_at(base_, page.offset + block * page.block_stride), page.content_bytes});
       from += page.content_bytes;
     }
+  backend_->write_pieces(pieces, image);
 }
 
 }  // namespace kv4

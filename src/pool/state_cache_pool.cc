@@ -2,6 +2,7 @@
 
 #include "backend/backend.h"
 #include "base/check.h"
+#include "ops/layer_desc.h"
 
 namespace kv4 {
 namespace {
@@ -30,6 +31,7 @@ StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backen
   const std::int64_t displaced = checked_mul(schema.displaced_bytes, num_slots_, "state pool");
   const std::int64_t positions = position_bytes(schema, num_slots_);
   bytes_ = checked_add(checked_add(slots, displaced, "state pool"), 2 * positions, "state pool");
+  backend_->reserve_staging(schema.slot_bytes);  // no image is larger
   base_ = backend_->allocate(bytes_);
   displaced_ = base_ + slots;
   frontiers_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced);
@@ -73,12 +75,16 @@ void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
   check_held(from);
   check_held(to);
   const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
-  backend_->copy(base_ + to * schema_.slot_bytes, base_ + from * schema_.slot_bytes, schema_.slot_bytes);
-  backend_->copy(displaced_ + to * schema_.displaced_bytes, displaced_ + from * schema_.displaced_bytes,
-                 schema_.displaced_bytes);
-  for (std::int32_t* positions : {frontiers_, displaced_positions_})
-    backend_->copy(reinterpret_cast<std::byte*>(positions + to * layers),
-                   reinterpret_cast<const std::byte*>(positions + from * layers), 4 * layers);
+  std::vector<ops::CopyPiece> pieces;
+  const auto add = [&](void* base, std::int64_t bytes) {
+    std::uint8_t* at = static_cast<std::uint8_t*>(base);
+    if (bytes > 0) pieces.push_back({at + from * bytes, at + to * bytes, bytes});
+  };
+  add(base_, schema_.slot_bytes);
+  add(displaced_, schema_.displaced_bytes);
+  add(frontiers_, 4 * layers);
+  add(displaced_positions_, 4 * layers);
+  backend_->copy_pieces(pieces);
 }
 
 CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths,

@@ -57,19 +57,15 @@ TableLayout table_layout(const CacheSchema& schema) {
     t.total = checked_add(t.total, round_up(count, 16, "tables"), "tables");
     return at;
   };
-  t.token_rows = take(o.max_step_tokens);
-  t.positions = take(o.max_step_tokens);
+  constexpr std::int64_t kRecordInts = 8;
+  t.items = take(checked_mul(t.max_items, kRecordInts, "tables"));
+  t.tokens = take(checked_mul(o.max_step_tokens, kRecordInts, "tables"));
   t.item_rows = take(t.max_items);
   t.item_slots = take(t.max_items);
   t.csa_lens = take(t.max_items);
   t.hca_lens = take(t.max_items);
   t.ring_heads = take(t.max_items);
   t.ring_positions = take(checked_mul(t.max_items, schema.config.window + o.max_rewind_tokens, "tables"));
-  t.read_slots = take(o.max_requests);
-  t.write_slots = take(o.max_requests);
-  t.lengths = take(o.max_requests);
-  t.counts = take(o.max_requests);
-  t.first_tokens = take(o.max_requests);
   t.block_table = take(checked_mul(o.max_requests, schema.blocks_per_request, "block table"));
   return t;
 }
@@ -163,11 +159,12 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("displaced rows", slots, schema.displaced_bytes,
       fmt::format("{} slots, one window row per layer, for aborted steps", slots));
   std::int64_t tables = checked_mul(4, table_layout(schema).total, "tables");
+  tables += 4 * checked_mul(o.max_requests, schema.blocks_per_request, "tables");  // the host's copy of the block table
   tables +=
       2 * round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "tables"), 64, "tables");
   tables += BlockAllocator::memory_bytes(o.num_blocks);
   if (has_compressor(schema)) tables += 8 * rope_angle_count(schema.config.rope_dim, o.max_context);
-  add("tables", 1, tables, "block tables, positions, reference counts, rope angles");
+  add("tables", 1, tables, "block tables, step records, reference counts, rope angles");
   add("token ids", o.num_blocks, std::int64_t{4} * schema.block_tokens, blocks);
   return plan;
 }

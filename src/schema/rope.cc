@@ -83,7 +83,7 @@ RopeTable build_rope_table(const RopeSpec& rope, int rope_dim, std::int64_t firs
   for (std::int64_t i = 0; i < count; ++i)
     for (int p = 0; p < pairs; ++p) {
       const std::size_t at = static_cast<std::size_t>(i * pairs + p);
-      angles.at(first + i * step, p, &out.cos[at], &out.sin[at]);
+      rope_angle(angles, first + i * step, p, &out.cos[at], &out.sin[at]);
     }
   return out;
 }

@@ -21,23 +21,20 @@ const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int 
          static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
 }
 
-Span span_of(const ops::StepDesc& step, std::int32_t row) {
-  return {step.lengths[row], step.counts[row], step.first_tokens[row], step.read_slots[row], step.write_slots[row]};
-}
-
-void Compressor::find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const {
+void Compressor::find_rows(const ops::StepRecord& part, std::int64_t begin, int count, int column,
+                           ops::SourceRow* rows) const {
   const ops::PendingDesc& p = kind_.pending;
   const std::size_t stored = element_bytes(p.dtype);
   std::int32_t phase = static_cast<std::int32_t>(begin % kind_.ratio),
                ring_row = static_cast<std::int32_t>(begin % p.rows);
   for (int i = 0; i < count; ++i) {
     const float* bias = kind_.bias + std::int64_t{phase} * p.columns + column;
-    const std::int64_t token = span.first_token + begin + i - span.length;
-    if (begin + i >= span.length) {
+    const std::int64_t token = part.token_of(begin + i);
+    if (begin + i >= part.length) {
       rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype), {}};
-      find_later_rows(span, token, column, rows[i].fetch);
+      find_later_rows(part, token, column, rows[i].fetch);
     } else {
-      const std::uint8_t* kv = p.ring.at(span.read_slot, ring_row) + static_cast<std::size_t>(column) * stored;
+      const std::uint8_t* kv = p.ring.at(part.read_slot, ring_row) + static_cast<std::size_t>(column) * stored;
       const std::uint8_t* gate = kv + static_cast<std::size_t>(p.columns) * stored;
       rows[i] = {kv, gate, bias, read_as(p.dtype, p.dtype), {kv, gate}};
     }
@@ -49,8 +46,9 @@ void Compressor::find_rows(const Span& span, std::int64_t begin, int count, int 
 // The hardware's own prefetch does not follow such short rows in time. With overlap an input row is used in two halves,
 // by two entries: both are fetched together, kv while the entry before pools its own span, gates while it pools the
 // previous one. Rows beyond the step's last stand for themselves: what is fetched is memory of the caller's.
-void Compressor::find_later_rows(const Span& span, std::int64_t token, int column, const void* fetch[2]) const {
-  const std::int64_t last = span.first_token + span.count - 1;
+void Compressor::find_later_rows(const ops::StepRecord& part, std::int64_t token, int column,
+                                 const void* fetch[2]) const {
+  const std::int64_t last = part.first_token + part.count - 1;
   const auto later = [&](std::int64_t rows) { return std::min(token + rows, last); };
   const int half = width();
   if (!kind_.overlap) {
@@ -65,59 +63,59 @@ void Compressor::find_later_rows(const Span& span, std::int64_t token, int colum
   }
 }
 
-void Compressor::fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh,
+void Compressor::fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, int column, bool fresh,
                       float* acc) const {
   ops::SourceRow rows[kRowsAtOnce];
   do {
     const int count = static_cast<int>(std::min<std::int64_t>(end - begin, kRowsAtOnce));
-    find_rows(span, begin, count, column, rows);
+    find_rows(part, begin, count, column, rows);
     kernels_.fold(width(), rows, count, fresh, acc);
     fresh = false;
     begin += count;
   } while (begin < end);
 }
 
-void Compressor::advance(const Span& span, RowBuffers& buffers) const {
+void Compressor::advance(const ops::StepRecord& part, RowBuffers& buffers) const {
   if (!kind_.pending.online) return;
-  const std::int64_t from = frontier(span.read_slot);
-  const std::int64_t to = span.end() - kind_.pending.rows;  // rows from here on stay in the ring
+  const std::int64_t from = frontier(part.read_slot);
+  const std::int64_t to = part.end() - kind_.pending.rows;  // rows from here on stay in the ring
   if (to <= from) return;
   const std::int64_t begin = to / kind_.ratio * kind_.ratio;  // of the span that `to` lies in
   if (to > begin) {
     const std::size_t bytes = static_cast<std::size_t>(3 * width()) * sizeof(float);
     const bool fresh = from <= begin;
-    if (!fresh) std::memcpy(buffers.acc.data(), accumulator(span.read_slot), bytes);
-    fold(span, std::max(from, begin), to, 0, fresh, buffers.acc.data());
-    std::memcpy(accumulator(span.write_slot), buffers.acc.data(), bytes);
+    if (!fresh) std::memcpy(buffers.acc.data(), accumulator(part.read_slot), bytes);
+    fold(part, std::max(from, begin), to, 0, fresh, buffers.acc.data());
+    std::memcpy(accumulator(part.write_slot), buffers.acc.data(), bytes);
   }
-  frontier(span.write_slot) = static_cast<std::int32_t>(to);
+  frontier(part.write_slot) = static_cast<std::int32_t>(to);
 }
 
-void Compressor::store_pending(const Span& span, std::int64_t position) const {
+void Compressor::store_pending(const ops::StepRecord& part, std::int64_t position) const {
   const ops::PendingDesc& p = kind_.pending;
-  if (position < span.end() - p.rows) return;
-  const std::int64_t token = span.first_token + position - span.length;
-  std::uint8_t* row = p.ring.at(span.write_slot, position % p.rows);
+  if (position < part.end() - p.rows) return;
+  const std::int64_t token = part.token_of(position);
+  std::uint8_t* row = p.ring.at(part.write_slot, position % p.rows);
   kernels_.convert(input_row(kv_, token, 0), kv_.dtype, p.columns, row, p.dtype);
   kernels_.convert(input_row(gate_, token, 0), gate_.dtype, p.columns,
                    row + static_cast<std::size_t>(p.columns) * element_bytes(p.dtype), p.dtype);
 }
 
-void Compressor::pool_open(const Span& span, std::int64_t end, RowBuffers& buffers) const {
+void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const {
   const std::int64_t begin = (end - 1) / kind_.ratio * kind_.ratio;
-  const std::int64_t folded = frontier(span.read_slot);
+  const std::int64_t folded = frontier(part.read_slot);
   const bool fresh = folded <= begin;
   if (!fresh)
-    std::memcpy(buffers.acc.data(), accumulator(span.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));
-  fold(span, std::max(begin, folded), end, 0, fresh, buffers.acc.data());
+    std::memcpy(buffers.acc.data(), accumulator(part.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));
+  fold(part, std::max(begin, folded), end, 0, fresh, buffers.acc.data());
 }
 
-void Compressor::pool_entry(const Span& span, std::int64_t position, RowBuffers& buffers) const {
-  if (!kind_.overlap) return pool_open(span, position + 1, buffers);
+void Compressor::pool_entry(const ops::StepRecord& part, std::int64_t position, RowBuffers& buffers) const {
+  if (!kind_.overlap) return pool_open(part, position + 1, buffers);
   const std::int64_t begin = position + 1 - kind_.ratio;
   const bool first = begin == 0;  // no span before it
-  if (!first) fold(span, begin - kind_.ratio, begin, 0, true, buffers.acc.data());
-  fold(span, begin, position + 1, width(), first, buffers.acc.data());
+  if (!first) fold(part, begin - kind_.ratio, begin, 0, true, buffers.acc.data());
+  fold(part, begin, position + 1, width(), first, buffers.acc.data());
 }
 
 }  // namespace kv4::cpu

@@ -8,45 +8,33 @@
 
 namespace kv4::cpu {
 
-/// One request's tokens in a step, and where its rows are read and written. count = 0: only what is stored.
-struct Span {
-  std::int64_t length = 0;  // committed; positions from here on come from the inputs
-  std::int64_t count = 0;
-  std::int64_t first_token = 0;
-  std::int32_t read_slot = -1;
-  std::int32_t write_slot = -1;
-
-  std::int64_t end() const { return length + count; }
-  bool in_place() const { return read_slot == write_slot; }
-};
-
 /// A token's row of an input tensor, from `column` on.
 const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column = 0);
 
-Span span_of(const ops::StepDesc& step, std::int32_t row);
-
-/// The compressor of one row kind.
+/// The compressor of one row kind. `part`: the request, its tokens in the step, where its rows are read and written;
+/// count 0: only what is stored.
 class Compressor {
  public:
   Compressor(const RowKernels& kernels, const ops::KindDesc& kind, ops::InputDesc kv, ops::InputDesc gate)
       : kernels_(kernels), kind_(kind), kv_(kv), gate_(gate) {}
 
   /// Folds what leaves the ring in this step into the accumulator; running it again changes nothing.
-  void advance(const Span& span, RowBuffers& buffers) const;
+  void advance(const ops::StepRecord& part, RowBuffers& buffers) const;
   /// Writes token `position`'s row into the ring if it still belongs there after the step.
-  void store_pending(const Span& span, std::int64_t position) const;
+  void store_pending(const ops::StepRecord& part, std::int64_t position) const;
   /// Pools [first of the open span, end) into buffers.acc, without changing the accumulator.
-  void pool_open(const Span& span, std::int64_t end, RowBuffers& buffers) const;
+  void pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const;
   /// Pools the entry that closes at `position` into buffers.acc.
-  void pool_entry(const Span& span, std::int64_t position, RowBuffers& buffers) const;
+  void pool_entry(const ops::StepRecord& part, std::int64_t position, RowBuffers& buffers) const;
 
  private:
   // Rows of positions begin, begin + 1, ... at `column`.
-  void find_rows(const Span& span, std::int64_t begin, int count, int column, ops::SourceRow* rows) const;
+  void find_rows(const ops::StepRecord& part, std::int64_t begin, int count, int column, ops::SourceRow* rows) const;
   // Input rows that will be wanted after this one.
-  void find_later_rows(const Span& span, std::int64_t token, int column, const void* fetch[2]) const;
+  void find_later_rows(const ops::StepRecord& part, std::int64_t token, int column, const void* fetch[2]) const;
   // Folds [begin, end) at `column` into acc; fresh: acc is overwritten.
-  void fold(const Span& span, std::int64_t begin, std::int64_t end, int column, bool fresh, float* acc) const;
+  void fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, int column, bool fresh,
+            float* acc) const;
   float* accumulator(std::int32_t slot) const {
     return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0));
   }

@@ -10,57 +10,54 @@ namespace {
 
 // Only the last of R + 1 tokens overwrites a row that the image before the step holds: its oldest. Run again, the row
 // is kept already.
-void keep_displaced(const ops::WindowDesc& w, int window_tokens, const Span& span, std::int64_t position) {
-  const std::int64_t lost = position - w.rows;
-  if (lost < 0 || lost != span.length - window_tokens || w.displaced_position(span.write_slot) == lost) return;
-  const std::int64_t row = lost % w.rows, slot = span.write_slot;
+void keep_displaced(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& token) {
+  const std::int64_t lost = std::int64_t{token.position} - w.rows, slot = token.write_slot;
+  if (lost < 0 || lost != token.length - window_tokens || w.displaced_position(slot) == lost) return;
+  const std::int64_t row = lost % w.rows;
   std::memcpy(w.displaced.payload.at(slot, 0), w.ring.payload.at(slot, row),
               static_cast<std::size_t>(w.ring.payload.row_stride));
   std::memcpy(w.displaced.scale.at(slot, 0), w.ring.scale.at(slot, row),
               static_cast<std::size_t>(w.ring.scale.row_stride));
-  w.displaced_position(span.write_slot) = static_cast<std::int32_t>(lost);
+  w.displaced_position(slot) = static_cast<std::int32_t>(lost);
 }
 
 // A decode's ring rows lie slots apart, in no cache: they are asked for a few tokens before they are written.
 constexpr std::int64_t kPrefetchTokens = 6;
 
-void prefetch_ring_row(const ops::WindowDesc& w, const ops::StepDesc& step, std::int64_t token) {
-  const std::int32_t request = step.token_rows[token];
-  if (request < 0 || step.counts[request] > kPrefetchTokens) return;  // a chunk's rows follow each other
-  const std::int32_t slot = step.write_slots[request], row = step.positions[token] % w.rows;
+void prefetch_ring_row(const ops::WindowDesc& w, const ops::StepRecord& token) {
+  if (token.padded() || token.count > kPrefetchTokens) return;  // a chunk's rows follow each other
+  const std::int32_t slot = token.write_slot, row = token.position % w.rows;
   const std::uint8_t* payload = w.ring.payload.at(slot, row);
   for (std::int64_t at = 0; at < w.ring.payload.row_stride; at += 64) __builtin_prefetch(payload + at, 1);
   __builtin_prefetch(w.ring.scale.at(slot, row), 1);
 }
 
 // The window row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
-void write_window_row(const RowKernels& kernels, const ops::LayerDesc& layer, const Span& span, std::int64_t token,
-                      std::int64_t position, const ops::InputDesc& in, RowBuffers& buffers) {
+void write_window_row(const RowKernels& kernels, const ops::LayerDesc& layer, const ops::StepRecord& token,
+                      std::int64_t index, const ops::InputDesc& in, RowBuffers& buffers) {
   const ops::WindowDesc& w = layer.window;
   const codec::RowShape shape = w.ring.shape;
-  const void* row = input_row(in, token);
-  std::uint8_t* ring_payload = w.ring.payload.at(span.write_slot, position % w.rows);
-  std::uint8_t* ring_scale = w.ring.scale.at(span.write_slot, position % w.rows);
-  if (span.in_place()) {
-    keep_displaced(w, layer.window_tokens, span, position);
+  const void* row = input_row(in, index);
+  std::uint8_t* ring_payload = w.ring.payload.at(token.write_slot, token.position % w.rows);
+  std::uint8_t* ring_scale = w.ring.scale.at(token.write_slot, token.position % w.rows);
+  if (token.in_place()) {
+    keep_displaced(w, layer.window_tokens, token);
     kernels.encode_input(w.ring.format, shape, row, in.dtype, ring_payload, ring_scale, buffers.row.data());
     return;
   }
-  std::uint8_t* payload = w.scratch.payload.at(0, token);
-  std::uint8_t* scale = w.scratch.scale.at(0, token);
+  std::uint8_t* payload = w.scratch.payload.at(0, index);
+  std::uint8_t* scale = w.scratch.scale.at(0, index);
   kernels.encode_input(w.ring.format, shape, row, in.dtype, payload, scale, buffers.row.data());
-  if (position < span.end() - w.rows) return;
+  if (token.position < token.end() - w.rows) return;
   std::memcpy(ring_payload, payload, static_cast<std::size_t>(w.ring.payload.row_stride));
   std::memcpy(ring_scale, scale, static_cast<std::size_t>(w.ring.scale.row_stride));
 }
 
 // Quantises a finished row of a kind into its place in the page. `row` is changed by the transform.
-void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request,
-               std::int64_t position, float* row) {
+void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const ops::StepDesc& step,
+               const ops::StepRecord& token, float* row) {
   if (kind.hadamard) kernels.hadamard(kind.page.shape.width, row);
-  const std::int64_t block =
-      step.block_table[std::int64_t{request} * step.blocks_per_request + position / step.block_tokens];
-  const std::int64_t slot = position % step.block_tokens / kind.ratio;
+  const std::int64_t block = token.block, slot = token.position % step.block_tokens / kind.ratio;
   kernels.encode(kind.page.format, kind.page.shape, row, kind.page.payload.at(block, slot),
                  kind.page.scale.at(block, slot), kind.global_scale);
   if (slot == 0 && kind.page.global.data != nullptr) std::memcpy(kind.page.global.at(block, 0), &kind.global_scale, 4);
@@ -115,7 +112,7 @@ void CpuBackend::append(const ops::AppendParams& params) {
     const Compressor compressor(kernels_, layer.kinds[k], params.kv[k], params.gate[k]);
     pool_.run(step.num_items, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
       for (std::int64_t i = begin; i < end; ++i)
-        if (step.item_rows[i] >= 0) compressor.advance(span_of(step, step.item_rows[i]), buffers(worker));
+        if (!step.items[i].padded()) compressor.advance(step.items[i], buffers(worker));
     });
   }
 
@@ -123,23 +120,22 @@ void CpuBackend::append(const ops::AppendParams& params) {
   pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
     RowBuffers& buffer = buffers(worker);
     Rotation rotation(kernels_, params.rope, buffer);
-    for (std::int64_t token = begin; token < end; ++token) {
-      const std::int32_t request = step.token_rows[token];
-      if (token + kPrefetchTokens < end) prefetch_ring_row(layer.window, step, token + kPrefetchTokens);
-      if (request < 0) continue;
-      const Span span = span_of(step, request);
-      const std::int64_t position = step.positions[token];
-      write_window_row(kernels_, layer, span, token, position, params.window_rows, buffer);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const ops::StepRecord& token = step.tokens[i];
+      if (i + kPrefetchTokens < end) prefetch_ring_row(layer.window, step.tokens[i + kPrefetchTokens]);
+      if (token.padded()) continue;
+      const std::int64_t position = token.position;
+      write_window_row(kernels_, layer, token, i, params.window_rows, buffer);
       for (int k = 0; k < num_kinds; ++k) {
         const ops::KindDesc& kind = layer.kinds[k];
         const Compressor compressor(kernels_, kind, params.kv[k], params.gate[k]);
-        compressor.store_pending(span, position);
+        compressor.store_pending(token, position);
         if ((position + 1) % kind.ratio != 0) continue;
-        compressor.pool_entry(span, position, buffer);
+        compressor.pool_entry(token, position, buffer);
         rotation.seek(position + 1 - kind.ratio);
         kernels_.finish({kind.page.shape.width, buffer.acc.data(), kind.norm_weight, layer.eps,
                          params.rope.rope_dim / 2, rotation.cos, rotation.sin, buffer.row.data(), buffer.tmp.data()});
-        store_row(kernels_, kind, step, request, position, buffer.row.data());
+        store_row(kernels_, kind, step, token, buffer.row.data());
       }
     }
   });
@@ -150,15 +146,14 @@ void CpuBackend::flush(const ops::FlushParams& params) {
   fit_buffers(widest(params.layer));
   pool_.run(step.num_tokens, 32, [&](std::int64_t begin, std::int64_t end, int worker) {
     float* row = buffers(worker).row.data();
-    for (std::int64_t token = begin; token < end; ++token) {
-      const std::int32_t request = step.token_rows[token];
-      if (request < 0 || (params.valid != nullptr && params.valid[token] == 0)) continue;
-      const std::int64_t position = step.positions[token];
+    for (std::int64_t i = begin; i < end; ++i) {
+      const ops::StepRecord& token = step.tokens[i];
+      if (token.padded() || (params.valid != nullptr && params.valid[i] == 0)) continue;
       for (int k = 0; k < params.layer.num_kinds; ++k) {
         const ops::KindDesc& kind = params.layer.kinds[k];
-        if ((position + 1) % kind.ratio != 0) continue;
-        kernels_.load_as_bf16(input_row(params.rows[k], token), params.rows[k].dtype, kind.page.shape.width, row);
-        store_row(kernels_, kind, step, request, position, row);
+        if ((token.position + 1) % kind.ratio != 0) continue;
+        kernels_.load_as_bf16(input_row(params.rows[k], i), params.rows[k].dtype, kind.page.shape.width, row);
+        store_row(kernels_, kind, step, token, row);
       }
     }
   });

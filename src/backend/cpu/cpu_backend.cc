@@ -2,11 +2,13 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
 #include "base/check.h"
 #include "kv4/backend.h"
+#include "ops/expand_step.h"
 
 namespace kv4 {
 
@@ -54,6 +56,39 @@ void CpuBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) 
 
 void CpuBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) {
   std::memset(memory, value, static_cast<std::size_t>(bytes));
+}
+
+void CpuBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
+  for (const ops::CopyPiece& p : pieces) std::memcpy(p.to, p.source(), static_cast<std::size_t>(p.bytes));
+}
+
+void CpuBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) {
+  std::uint8_t* at = reinterpret_cast<std::uint8_t*>(host.data());
+  std::uint8_t* const end = at + host.size();
+  for (const ops::CopyPiece& p : pieces) {
+    std::memset(at, 0, static_cast<std::size_t>(p.to - at));
+    at = p.to + p.bytes;
+  }
+  std::memset(at, 0, static_cast<std::size_t>(end - at));
+  copy_pieces(pieces);
+}
+
+void CpuBackend::update_step(const ops::StepUpdate& update) {
+  const ops::StepTableDesc& t = update.tables;
+  for (std::int32_t i = 0; i < update.num_ranges; ++i) {
+    const ops::BlockRange& r = update.ranges[i];
+    std::copy_n(update.block_ids + r.first_value, r.count,
+                t.block_table + std::int64_t{r.row} * t.blocks_per_request + r.begin);
+  }
+  for (std::int32_t i = 0; i < update.num_items; ++i) {
+    const ops::StepRecord& item = t.items[i] = update.items[i];
+    ops::write_item_arrays(t, item, i);
+    std::int32_t* positions = t.ring_positions + std::int64_t{i} * t.ring_rows;
+    const std::int32_t end = item.padded() ? 0 : item.end(), head = t.ring_heads[i], ring_rows = t.ring_rows;
+    for (std::int32_t r = 0; r < ring_rows; ++r) positions[r] = ops::ring_position(end, head, ring_rows, r);
+    for (std::int32_t token = item.first_token; token < item.first_token + item.count; ++token)
+      t.tokens[token] = ops::token_record(t, item, token);
+  }
 }
 
 }  // namespace cpu

@@ -17,11 +17,20 @@ class CpuBackend final : public Backend {
   CpuBackend(int threads, const RowKernels& kernels)
       : kernels_(kernels), pool_(threads), buffers_(static_cast<std::size_t>(threads)) {}
 
+  bool on_host() const override { return true; }
   std::byte* allocate(std::int64_t bytes) override;
   void deallocate(std::byte* memory, std::int64_t bytes) override;
   void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override;
   void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) override;
+  void copy_pieces(std::span<const ops::CopyPiece> pieces) override;
+  void reserve_staging(std::int64_t) override {}
+  void read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) override;
+  void write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte>) override {
+    copy_pieces(pieces);
+  }
 
+  void reserve_updates(std::int64_t) override {}
+  void update_step(const ops::StepUpdate& update) override;
   void append(const ops::AppendParams& params) override;
   void flush(const ops::FlushParams& params) override;
   void gather_chosen(const ops::GatherParams& params) override;
@@ -32,6 +41,12 @@ class CpuBackend final : public Backend {
   void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                      const std::byte* image) override;
 
+  // Every call is done when it returns.
+  void set_stream(Stream) override {}
+  std::int64_t mark() override { return ++marks_; }
+  bool reached(std::int64_t) override { return true; }
+  void synchronize() override {}
+
  private:
   void fit_buffers(int width);
   RowBuffers& buffers(int worker) { return buffers_[static_cast<std::size_t>(worker)]; }
@@ -39,6 +54,7 @@ class CpuBackend final : public Backend {
   const RowKernels& kernels_;
   ThreadPool pool_;
   std::vector<RowBuffers> buffers_;  // [threads]
+  std::int64_t marks_ = 0;
 };
 
 /// As make_cpu_backend, on a chosen table.

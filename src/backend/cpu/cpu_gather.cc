@@ -58,8 +58,9 @@ void CpuBackend::gather_chosen(const ops::GatherParams& params) {
   fit_buffers(kind.page.shape.width);
   pool_.run(step.num_tokens, 1, [&](std::int64_t begin, std::int64_t end, int worker) {
     for (std::int64_t token = begin; token < end; ++token) {
-      const std::int32_t request = step.token_rows[token];
-      const std::int64_t visible = request < 0 ? 0 : (std::int64_t{step.positions[token]} + 1) / kind.ratio;
+      const ops::StepRecord& at = step.tokens[token];
+      const std::int32_t request = at.row;
+      const std::int64_t visible = at.padded() ? 0 : (std::int64_t{at.position} + 1) / kind.ratio;
       const std::int32_t* chosen =
           static_cast<const std::int32_t*>(params.indices.data) + token * params.indices.row_stride;
       const auto is_there = [&](std::int64_t i) { return i < k && chosen[i] >= 0 && chosen[i] < visible; };
@@ -83,22 +84,22 @@ void CpuBackend::gather_all(const ops::GatherParams& params) {
   const ops::KindDesc& kind = params.layer.kinds[params.kind];
   const ops::StepDesc& step = params.step;
   const RowOut out(params.out, kind.page.shape.width);
-  const auto entries_of = [&](std::int32_t request) {
-    return request < 0 ? 0 : (std::int64_t{step.lengths[request]} + step.counts[request]) / kind.ratio;
+  const auto entries_of = [&](const ops::StepRecord& item) {
+    return item.padded() ? 0 : std::int64_t{item.end()} / kind.ratio;
   };
   fit_buffers(kind.page.shape.width);
   for (std::int32_t item = 0; item < step.num_items; ++item)
-    params.lens[item] = static_cast<std::int32_t>(entries_of(step.item_rows[item]));
+    params.lens[item] = static_cast<std::int32_t>(entries_of(step.items[item]));
   pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end, int worker) {
     float* tmp = buffers(worker).tmp.data();
     for (std::int64_t i = begin; i < end; ++i) {
-      const std::int32_t request = step.item_rows[i / params.rows_per_item];
+      const ops::StepRecord& item = step.items[i / params.rows_per_item];
       const std::int64_t entry = i % params.rows_per_item;
-      if (entry >= entries_of(request)) {
+      if (entry >= entries_of(item)) {
         out.zero(i);
         continue;
       }
-      const EntryPlace place = place_of(kind, step, request, entry);
+      const EntryPlace place = place_of(kind, step, item.row, entry);
       decode_row(kernels_, kind.page, place.block, place.slot, out.at(i), params.out.dtype, tmp);
     }
   });
@@ -109,27 +110,25 @@ void CpuBackend::gather_window(const ops::GatherParams& params) {
   const ops::StepDesc& step = params.step;
   const RowOut out(params.out, w.ring.shape.width);
   fit_buffers(w.ring.shape.width);
-  const auto first_of = [&](const Span& span) {
-    return std::max<std::int64_t>(0, span.length - (params.layer.window_tokens - 1));
+  const auto first_of = [&](const ops::StepRecord& item) {
+    return std::max(0, item.length - (params.layer.window_tokens - 1));
   };
-  for (std::int32_t item = 0; item < step.num_items; ++item) {
-    const std::int32_t request = step.item_rows[item];
-    const Span span = request < 0 ? Span{} : span_of(step, request);
-    params.first[item] = static_cast<std::int32_t>(first_of(span));
-    params.lens[item] = static_cast<std::int32_t>(span.end() - first_of(span));
+  const auto end_of = [](const ops::StepRecord& item) { return item.padded() ? 0 : item.end(); };
+  for (std::int32_t i = 0; i < step.num_items; ++i) {
+    params.first[i] = first_of(step.items[i]);
+    params.lens[i] = end_of(step.items[i]) - first_of(step.items[i]);
   }
   pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end, int worker) {
     float* tmp = buffers(worker).tmp.data();
     for (std::int64_t i = begin; i < end; ++i) {
-      const std::int32_t request = step.item_rows[i / params.rows_per_item];
-      const Span span = request < 0 ? Span{} : span_of(step, request);
-      const std::int64_t position = first_of(span) + i % params.rows_per_item;
-      if (position >= span.end())
+      const ops::StepRecord& item = step.items[i / params.rows_per_item];
+      const std::int64_t position = first_of(item) + i % params.rows_per_item;
+      if (position >= end_of(item))
         out.zero(i);
-      else if (position >= span.length && !span.in_place())
-        decode_row(kernels_, w.scratch, 0, span.first_token + position - span.length, out.at(i), params.out.dtype, tmp);
+      else if (position >= item.length && !item.in_place())
+        decode_row(kernels_, w.scratch, 0, item.token_of(position), out.at(i), params.out.dtype, tmp);
       else
-        decode_row(kernels_, w.ring, span.read_slot, position % w.rows, out.at(i), params.out.dtype, tmp);
+        decode_row(kernels_, w.ring, item.read_slot, position % w.rows, out.at(i), params.out.dtype, tmp);
     }
   });
 }

@@ -28,7 +28,7 @@ void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* a
 }
 
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
-  for (int i = 0; i < table.pairs; ++i) table.at(position, i, &cos[i], &sin[i]);
+  for (int i = 0; i < table.pairs; ++i) rope_angle(table, position, i, &cos[i], &sin[i]);
 }
 
 void finish(const FinishArgs& a) {

@@ -1,0 +1,44 @@
+# The CUDA part of kv4_objects, where nvcc is found. The runtime is linked statically: only the driver is needed where it
+# runs. Kernels are built for Hopper, and as PTX for everything from sm_80 on.
+set(KV4_CUDA_LIBRARIES "")
+set(KV4_HAS_CUDA FALSE)
+if(KV4_CUDA STREQUAL "AUTO")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(KV4_HAS_CUDA TRUE)
+  endif()
+elseif(KV4_CUDA)
+  set(KV4_HAS_CUDA TRUE)
+endif()
+
+if(NOT KV4_HAS_CUDA)
+  message(STATUS "CUDA: not built (KV4_CUDA=${KV4_CUDA}, no nvcc)")
+  target_sources(kv4_objects PRIVATE src/backend/cuda/no_cuda.cc)
+  return()
+endif()
+
+set(CMAKE_CUDA_ARCHITECTURES OFF)  # spelled out below: CMake would give every one of them both machine code and PTX
+enable_language(CUDA)
+find_package(CUDAToolkit 12.8 REQUIRED)
+message(STATUS "CUDA: built with ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}")
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+string(REPLACE "-DNDEBUG" "" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
+target_sources(kv4_objects PRIVATE
+  src/backend/cuda/append.cu
+  src/backend/cuda/append_plain.cu
+  src/backend/cuda/copy.cu
+  src/backend/cuda/expand.cu
+  src/backend/cuda/gather.cu
+  src/backend/cuda/cuda_backend.cc
+  src/backend/cuda/cuda_check.cc
+  src/backend/cuda/upload_ring.cc
+)
+# The same arithmetic as on the host: nothing is fused that the source does not fuse, denormals are kept.
+target_compile_options(kv4_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
+  -fmad=false --expt-relaxed-constexpr -Xptxas=-v
+  -gencode=arch=compute_80,code=compute_80
+  -gencode=arch=compute_90a,code=sm_90a>)
+target_include_directories(kv4_objects PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+set(KV4_CUDA_LIBRARIES CUDA::cudart_static)

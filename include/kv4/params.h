@@ -1,0 +1,250 @@
+// What an operation is told: plain structs of addresses and sizes, passed by value to any backend. The manager fills
+// them from its schema; an engine that keeps its own pools fills them itself and calls kv4/cuda.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kv4/host_device.h"
+#include "kv4/options.h"
+#include "kv4/tensor.h"
+
+namespace kv4 {
+
+/// `width` channels; the row formats quantise the first width - tail and keep the rest bf16. Index keys have tail 0.
+struct RowShape {
+  std::int32_t width;
+  std::int32_t tail;
+};
+
+/// Cos and sin of any position through two small tables of doubles, cos and sin interleaved (build_rope_angles):
+/// position = 1024 * high + low, cos(a + b) = cos a cos b - sin a sin b, sin(a + b) = sin a cos b + cos a sin b.
+struct RopeAngles {
+  static constexpr int kLowBits = 10;
+  const double* high = nullptr;  // [ceil(positions / 1024), pairs, 2]
+  const double* low = nullptr;   // [1024, pairs, 2]
+  std::int32_t pairs = 0;
+};
+
+}  // namespace kv4
+
+namespace kv4::ops {
+
+/// Row r of block (or slot) b: data + b * block_stride + r * row_stride.
+struct Plane {
+  std::uint8_t* data = nullptr;
+  std::int64_t block_stride = 0;
+  std::int64_t row_stride = 0;
+
+  KV4_HD std::uint8_t* at(std::int64_t block, std::int64_t row) const {
+    return data + block * block_stride + row * row_stride;
+  }
+};
+
+/// Rows of one format in two planes. `global` is nvfp4's per-page scale, null elsewhere.
+struct RowPlanes {
+  Format format = Format::bf16;
+  RowShape shape{};
+  Plane payload;
+  Plane scale;
+  Plane global;
+};
+
+/// The window ring of one layer: a block is a state slot, the row of position p is p mod rows.
+struct WindowDesc {
+  RowPlanes ring;
+  std::int32_t rows = 0;
+  RowPlanes scratch;  // rows of a long step by token index; one block
+  // The row that the last of R + 1 tokens written in place overwrites. No query will ask for it again, but the image of
+  // the length before the step has it, so it is kept in case the step is aborted.
+  RowPlanes displaced;                          // a block is a state slot, one row
+  std::int32_t* displaced_positions = nullptr;  // [slot * displaced_stride], -1: none
+  std::int64_t displaced_stride = 0;
+
+  KV4_HD std::int32_t& displaced_position(std::int64_t slot) const {
+    return displaced_positions[slot * displaced_stride];
+  }
+};
+
+/// Compressor state of one row kind. Ring row of p: [kv columns | gate columns] at p mod rows of its slot.
+struct PendingDesc {
+  Plane ring;  // a block is a state slot
+  DType dtype = DType::f32;
+  std::int32_t columns = 0;
+  std::int32_t rows = 0;
+  bool online = false;
+  Plane accumulator;                  // [slot]: fp32 [3, width] max, denominator, numerator; data null with overlap
+  std::int32_t* frontiers = nullptr;  // [slot * frontier_stride]: tokens below it are in the accumulator
+  std::int64_t frontier_stride = 0;
+};
+
+/// One row kind: where its rows lie and how they are made.
+struct KindDesc {
+  RowPlanes page;  // a block is a block id, a row is a slot of the page
+  std::int32_t ratio = 0;
+  std::int32_t rows_per_block = 0;
+  bool overlap = false;
+  bool hadamard = false;
+  float global_scale = 1.0f;
+  PendingDesc pending;
+  const float* bias = nullptr;         // [ratio, columns]; null until weights are bound
+  const float* norm_weight = nullptr;  // [width]
+};
+
+struct LayerDesc {
+  static constexpr int kMaxKinds = 2;
+  WindowDesc window;
+  std::int32_t window_tokens = 0;  // rows a query sees
+  std::int32_t num_kinds = 0;
+  KindDesc kinds[kMaxKinds];
+  float eps = 0.0f;
+};
+
+/// A request's part in a step, or one token of it: a single load tells a kernel all it needs. row -1: padding, which
+/// every operation passes over.
+struct alignas(16) StepRecord {
+  std::int32_t row = -1;         // of the block table
+  std::int32_t length = 0;       // committed tokens; positions from here on are the step's own
+  std::int32_t count = 0;        // the request's tokens in the step
+  std::int32_t first_token = 0;  // index of the first of them in the step
+  std::int32_t read_slot = -1;   // state slot
+  std::int32_t write_slot = -1;  // another one in a long step
+  std::int32_t position = 0;     // of this token; of the first, in an item's record
+  std::int32_t block = -1;       // that holds the position's entries; -1: none
+
+  KV4_HD bool padded() const { return row < 0; }
+  KV4_HD std::int32_t end() const { return length + count; }
+  KV4_HD bool in_place() const { return read_slot == write_slot; }
+  /// Where a position of the step lies in its input tensors.
+  KV4_HD std::int64_t token_of(std::int64_t at) const { return first_token + at - length; }
+};
+static_assert(sizeof(StepRecord) == 32);
+
+/// The step as the tables at fixed addresses hold it.
+struct StepDesc {
+  std::int32_t num_tokens = 0;
+  std::int32_t num_items = 0;
+  std::int32_t block_tokens = 0;
+  std::int32_t blocks_per_request = 0;
+  const StepRecord* tokens = nullptr;         // [num_tokens]
+  const StepRecord* items = nullptr;          // [num_items]
+  const std::int32_t* block_table = nullptr;  // [rows, blocks_per_request], -1 padded
+};
+
+/// The tables themselves: what expanding a step writes.
+struct StepTableDesc {
+  StepRecord* items = nullptr;             // [max_items]
+  StepRecord* tokens = nullptr;            // [max_step_tokens]
+  std::int32_t* item_rows = nullptr;       // [max_items] -1: padded
+  std::int32_t* item_slots = nullptr;      // [max_items] state slot after the step, -1: padded
+  std::int32_t* csa_lens = nullptr;        // [max_items] entries after the step
+  std::int32_t* hca_lens = nullptr;        // [max_items]
+  std::int32_t* ring_heads = nullptr;      // [max_items] window row that the next token will take
+  std::int32_t* ring_positions = nullptr;  // [max_items, ring_rows] position each window row holds, -1: none
+  std::int32_t* block_table = nullptr;     // [max_requests, blocks_per_request]
+  std::int32_t blocks_per_request = 0;
+  std::int32_t block_tokens = 0;
+  std::int32_t ring_rows = 0;
+  std::int32_t csa_ratio = 0;
+  std::int32_t hca_ratio = 0;
+};
+
+/// Entries begin .. begin + count - 1 of a block table row; their values stand at `first_value` of a list.
+struct BlockRange {
+  std::int32_t row = 0;
+  std::int32_t begin = 0;
+  std::int32_t count = 0;
+  std::int32_t first_value = 0;
+};
+
+/// Cos and sin for entries: the engine's table if `cos` is set, else our angles.
+struct RopeDesc {
+  const float* cos = nullptr;  // [positions, rope_dim / 2]
+  const float* sin = nullptr;
+  RopeAngles angles;
+  std::int32_t rope_dim = 0;
+};
+
+/// Rows of `row_stride` elements, last dimension dense.
+struct InputDesc {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t row_stride = 0;
+};
+
+struct OutputDesc {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+};
+
+/// Window rows that come straight from the projection: RMS norm and rotation happen in append. weight null: they are
+/// done already.
+struct FrontEndDesc {
+  const float* norm_weight = nullptr;  // [head_dim]
+  float eps = 0.0f;
+  RopeDesc rope;  // of this layer: SWA layers turn at another base than the others
+};
+
+struct AppendParams {
+  LayerDesc layer;
+  StepDesc step;
+  RopeDesc rope;
+  FrontEndDesc front_end;
+  InputDesc window_rows;               // [tokens, head_dim]
+  InputDesc kv[LayerDesc::kMaxKinds];  // [tokens, columns]; data null: window rows only
+  InputDesc gate[LayerDesc::kMaxKinds];
+};
+
+struct FlushParams {
+  LayerDesc layer;
+  StepDesc step;
+  InputDesc rows[LayerDesc::kMaxKinds];  // [tokens, width]: finished rows of each kind
+  const std::uint8_t* valid = nullptr;   // [tokens] or null
+};
+
+struct GatherParams {
+  LayerDesc layer;
+  StepDesc step;
+  std::int32_t kind = 0;           // row kind gathered (not for the window)
+  std::int64_t rows_per_item = 0;  // second dimension of out
+  InputDesc indices;               // gather_chosen: i32 [tokens, rows_per_item]
+  OutputDesc out;                  // [tokens | items, rows_per_item, width]
+  std::uint8_t* valid = nullptr;   // gather_chosen: [tokens, rows_per_item] or null
+  std::int32_t* lens = nullptr;    // gather_all, gather_window: [items]
+  std::int32_t* first = nullptr;   // gather_window: [items]
+};
+
+/// `bytes` from one place to another. If `when` is set and *when == equals, they come from `instead`.
+struct CopyPiece {
+  const std::uint8_t* from = nullptr;
+  std::uint8_t* to = nullptr;
+  std::int64_t bytes = 0;
+  const std::uint8_t* instead = nullptr;
+  const std::int32_t* when = nullptr;
+  std::int32_t equals = 0;
+
+  KV4_HD const std::uint8_t* source() const { return when != nullptr && *when == equals ? instead : from; }
+};
+
+/// The open span of a kind without overlap at `length` tokens, in state slot `slot`.
+struct OpenSpan {
+  KindDesc kind;  // bias null: no row was ever appended, only restored ones count
+  std::int32_t slot = -1;
+  std::int32_t length = 0;
+  float* out = nullptr;  // [3, width]
+};
+
+constexpr std::int32_t kMaxUpdateValues = 1 << 16;
+
+/// A new step: items and the block table entries that changed since the last one, all on the host.
+struct StepUpdate {
+  StepTableDesc tables;
+  std::int32_t num_items = 0;
+  std::int32_t num_tokens = 0;
+  std::int32_t num_ranges = 0;
+  std::int32_t num_values = 0;              // at most kMaxUpdateValues
+  const StepRecord* items = nullptr;        // [num_items]
+  const BlockRange* ranges = nullptr;       // [num_ranges]
+  const std::int32_t* block_ids = nullptr;  // [num_values]
+};
+
+}  // namespace kv4::ops

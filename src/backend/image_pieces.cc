@@ -1,0 +1,88 @@
+#include "backend/image_pieces.h"
+
+#include <algorithm>
+
+namespace kv4 {
+namespace {
+
+// Ring rows [first, first + count) of a plane, dense in the image: at most two pieces where the ring has one stride.
+template <class Piece>
+void for_ring_pieces(const ops::Plane& plane, std::int32_t slot, std::int64_t ring_rows, std::int64_t first,
+                     std::int64_t count, std::int64_t at, Piece piece) {
+  std::int64_t done = 0;
+  while (done < count) {
+    const std::int64_t row = (first + done) % ring_rows;
+    const std::int64_t rows = std::min(count - done, ring_rows - row);
+    piece(plane.at(slot, row), at + done * plane.row_stride, rows * plane.row_stride);
+    done += rows;
+  }
+}
+
+template <class Piece>
+void for_pending_pieces(const ops::KindDesc& kind, const PendingPart& part, std::int32_t slot, Piece piece) {
+  const ops::PendingDesc& p = kind.pending;
+  const std::int64_t half = kind.page.shape.width * static_cast<std::int64_t>(element_bytes(p.dtype));
+  for (std::int64_t i = 0; i < part.previous_count; ++i) {
+    std::uint8_t* row = p.ring.at(slot, (part.open_first - part.previous_count + i) % p.rows);
+    const std::int64_t at = part.previous_at + i * 2 * half;
+    piece(row, at, half);
+    piece(row + 2 * half, at + half, half);
+  }
+  for_ring_pieces(p.ring, slot, p.rows, part.open_first, part.open_count, part.open_at, piece);
+}
+
+}  // namespace
+
+std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,
+                                            std::int32_t slot, std::uint8_t* image) {
+  std::vector<ops::CopyPiece> out;
+  const auto add = [&](const std::uint8_t* ring, std::int64_t at, std::int64_t bytes) {
+    out.push_back({ring, image + at, bytes});
+  };
+  for (const WindowPart& part : layout.windows) {
+    const ops::LayerDesc& layer = layers[static_cast<std::size_t>(part.layer)];
+    const ops::WindowDesc& w = layer.window;
+    struct Source {
+      ops::Plane ring, displaced;
+      std::int64_t at;
+    };
+    for (const Source& s : {Source{w.ring.payload, w.displaced.payload, part.payload_at},
+                            Source{w.ring.scale, w.displaced.scale, part.scale_at}}) {
+      const std::int64_t bytes = s.ring.row_stride;
+      const bool full = part.count == layer.window_tokens;  // an aborted step may have taken the oldest row's place
+      if (full)
+        out.push_back({s.ring.at(slot, part.first % w.rows), image + s.at, bytes, s.displaced.at(slot, 0),
+                       &w.displaced_position(slot), static_cast<std::int32_t>(part.first)});
+      const std::int64_t skip = full ? 1 : 0;
+      for_ring_pieces(s.ring, slot, w.rows, part.first + skip, part.count - skip, s.at + skip * bytes, add);
+    }
+  }
+  for (const PendingPart& part : layout.pending) {
+    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    if (kind.overlap) for_pending_pieces(kind, part, slot, add);
+  }
+  return out;
+}
+
+std::vector<ops::CopyPiece> pieces_from_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,
+                                              std::int32_t slot, const std::uint8_t* image) {
+  std::vector<ops::CopyPiece> out;
+  const auto add = [&](std::uint8_t* ring, std::int64_t at, std::int64_t bytes) {
+    out.push_back({image + at, ring, bytes});
+  };
+  for (const WindowPart& part : layout.windows) {
+    const ops::WindowDesc& w = layers[static_cast<std::size_t>(part.layer)].window;
+    for_ring_pieces(w.ring.payload, slot, w.rows, part.first, part.count, part.payload_at, add);
+    for_ring_pieces(w.ring.scale, slot, w.rows, part.first, part.count, part.scale_at, add);
+  }
+  for (const PendingPart& part : layout.pending) {
+    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    if (kind.overlap)
+      for_pending_pieces(kind, part, slot, add);
+    else if (part.open_count > 0)
+      add(kind.pending.accumulator.at(slot, 0), part.open_at, std::int64_t{3} * kind.page.shape.width * 4);
+  }
+  return out;
+}
+
+}  // namespace kv4

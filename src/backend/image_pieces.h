@@ -1,0 +1,20 @@
+// What of a canonical image is stored as it is: rings unrolled into position order.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "kv4/params.h"
+#include "schema/image_layout.h"
+
+namespace kv4 {
+
+/// From the rings of a slot to `image`, an address on either side. The accumulators of open spans are not among them.
+std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,
+                                            std::int32_t slot, std::uint8_t* image);
+
+/// From `image` into a slot that was reset, accumulators included.
+std::vector<ops::CopyPiece> pieces_from_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,
+                                              std::int32_t slot, const std::uint8_t* image);
+
+}  // namespace kv4
