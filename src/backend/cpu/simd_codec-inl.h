@@ -60,15 +60,6 @@ HWY_INLINE void encode_e4m3_scaled(const float* x, std::size_t count, float inve
     store_bytes(e4m3_bits(hn::Mul(hn::LoadU(DF(), x + c), factor)), out + c);
 }
 
-// amax / (amax / 448) may round to just above 448, hence the clamp.
-HWY_INLINE void encode_e4m3_divided(const float* x, std::size_t count, float divisor, std::uint8_t* out) {
-  const VF by = set(divisor), most = set(448.0f);
-  for (std::size_t c = 0; c < count; c += hn::Lanes(DF())) {
-    const VF v = hn::Div(hn::LoadU(DF(), x + c), by);
-    store_bytes(e4m3_bits(hn::Min(hn::Max(v, hn::Neg(most)), most)), out + c);
-  }
-}
-
 HWY_INLINE void encode_bf16(const float* x, std::size_t count, std::uint8_t* out) {
   for (std::size_t c = 0; c < count; c += hn::Lanes(DF()))
     store_bf16_bits(round_bf16_bits(hn::LoadU(DF(), x + c)), reinterpret_cast<std::uint16_t*>(out) + c);
@@ -104,68 +95,66 @@ HWY_INLINE void pack_nibbles(const std::uint8_t* codes, std::size_t count, std::
   for (; i < count / 2; ++i) out[i] = static_cast<std::uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
 }
 
-// Largest and smallest of 15-bit magnitudes.
-HWY_INLINE std::uint32_t largest16(hn::Vec<D16> v) {
-  const VU pair = hn::BitCast(DU(), v);
+HWY_INLINE auto magnitudes(const std::uint16_t* x) { return hn::And(hn::LoadU(D16(), x), hn::Set(D16(), 0x7FFF)); }
+
+HWY_INLINE std::uint32_t largest_magnitude(const std::uint16_t* x, std::size_t count) {
+  auto most = magnitudes(x);
+  for (std::size_t c = hn::Lanes(D16()); c < count; c += hn::Lanes(D16())) most = hn::Max(most, magnitudes(x + c));
+  const VU pair = hn::BitCast(DU(), most);
   return hn::GetLane(hn::MaxOfLanes(DU(), hn::Max(hn::ShiftRight<16>(pair), hn::And(pair, set_bits(0xFFFF)))));
 }
-HWY_INLINE std::uint32_t smallest16(hn::Vec<D16> v) {
-  const VU pair = hn::BitCast(DU(), v);
-  return hn::GetLane(hn::MinOfLanes(DU(), hn::Min(hn::ShiftRight<16>(pair), hn::And(pair, set_bits(0xFFFF)))));
-}
 
-struct TileRange {
-  std::uint32_t most, least;
-};
+constexpr std::size_t kTile = 64;  // codes that are tested together for an all-normal path
+static_assert(kTile == codec::Fp8Tile64::kTile);
 
-HWY_INLINE TileRange magnitude_range(const std::uint16_t* x, std::size_t count) {
+// bf16 -> e4m3 in 16-bit integers, for a tile of values that all stay normal: exponents move and mantissas are rounded
+// from 7 to 3 bits. The mantissas of a step of 8 have at most one place where the code grows; with i the upper 4 bits
+// of the mantissa, code = (exponent * 128 + the lower 3 bits + round[i]) / 16 - base. False if a magnitude is below
+// `least`.
+HWY_INLINE bool encode_e4m3_normal(const std::uint16_t* x, std::uint32_t least, const std::uint8_t* round, int base,
+                                   std::uint8_t* out) {
   const D16 d;
-  const auto magnitude = hn::Set(d, 0x7FFF);
-  auto most = hn::And(hn::LoadU(d, x), magnitude), least = most;
-  for (std::size_t c = hn::Lanes(d); c < count; c += hn::Lanes(d)) {
-    const auto m = hn::And(hn::LoadU(d, x + c), magnitude);
-    most = hn::Max(most, m);
-    least = hn::Min(least, m);
-  }
-  return {largest16(most), smallest16(least)};
-}
-
-// bf16 -> e4m3 for values that stay normal: the scale is a power of two, so only the exponent moves and the mantissa is
-// rounded from 7 to 3 bits. All in 16-bit integers. base: (120 + scale exponent) << 3.
-HWY_INLINE void encode_e4m3_normal(const std::uint16_t* x, std::size_t count, std::uint16_t base, std::uint8_t* out) {
-  const D16 d;
-  for (std::size_t c = 0; c < count; c += hn::Lanes(d)) {
+  const DI16 di;
+  auto smallest = magnitudes(x);
+  for (std::size_t c = hn::Lanes(d); c < kTile; c += hn::Lanes(d)) smallest = hn::Min(smallest, magnitudes(x + c));
+  if (!hn::AllFalse(di, hn::Lt(hn::BitCast(di, smallest), hn::Set(di, static_cast<std::int16_t>(least))))) return false;
+  const hn::Repartition<std::uint8_t, D16> d8;
+  const auto table = hn::LoadDup128(d8, round);
+  for (std::size_t c = 0; c < kTile; c += hn::Lanes(d)) {
     const auto v = hn::LoadU(d, x + c);
-    const auto m = hn::And(v, hn::Set(d, 0x7FFF));
-    const auto odd = hn::And(hn::ShiftRight<4>(m), hn::Set(d, 1));
-    const auto code = hn::Sub(hn::ShiftRight<4>(hn::Add(hn::Add(m, odd), hn::Set(d, 7))), hn::Set(d, base));
+    const auto i = hn::Or(hn::And(hn::ShiftRight<3>(v), hn::Set(d, 0x0F)), hn::Set(d, 0x8000));  // upper byte: none
+    const auto step = hn::BitCast(d, hn::TableLookupBytesOr0(table, hn::BitCast(d8, i)));
+    const auto code = hn::Sub(hn::ShiftRight<4>(hn::Add(hn::And(v, hn::Set(d, 0x7F87)), step)),
+                              hn::Set(d, static_cast<std::uint16_t>(base)));
     const auto sign = hn::And(hn::ShiftRight<8>(v), hn::Set(d, 0x80));
     hn::StoreU(hn::DemoteTo(D8Half(), hn::BitCast(DI16(), hn::Or(code, sign))), D8Half(), out + c);
   }
+  return true;
 }
+
+// To nearest even, for a scale that is a power of two.
+alignas(16) constexpr std::uint8_t kRoundEven[16] = {0, 15, 16, 32, 32, 47, 48, 64, 64, 79, 80, 96, 96, 111, 112, 128};
 
 // x: bf16 bits. False if there is an infinity or a NaN.
 HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
                                   std::uint8_t* scale) {
-  constexpr std::size_t kTile = codec::Fp8Tile64::kTile;
   const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail,
                     tiles = body / kTile;
   if (tiles > kMaxTiles || tail % hn::Lanes(D16()) != 0) return false;
-  TileRange range[kMaxTiles];
-  std::uint32_t most = tail > 0 ? magnitude_range(x + body, tail).most : 0;
+  std::uint32_t amax[kMaxTiles];
+  std::uint32_t most = tail > 0 ? largest_magnitude(x + body, tail) : 0;
   for (std::size_t t = 0; t < tiles; ++t) {
-    range[t] = magnitude_range(x + t * kTile, kTile);
-    most = most > range[t].most ? most : range[t].most;
+    amax[t] = largest_magnitude(x + t * kTile, kTile);
+    most = most > amax[t] ? most : amax[t];
   }
   if (most >= 0x7F80) return false;
   for (std::size_t t = 0; t < tiles; ++t) {
     const std::uint16_t* tile = x + t * kTile;
-    const int e = exponent_over_448(range[t].most << 16);
+    const int e = exponent_over_448(amax[t] << 16);
     scale[t] = static_cast<std::uint8_t>(e + 127);
-    if (range[t].least >= static_cast<std::uint32_t>(121 + e) << 7) {
-      encode_e4m3_normal(tile, kTile, static_cast<std::uint16_t>((120 + e) << 3), payload + t * kTile);
+    if (encode_e4m3_normal(tile, static_cast<std::uint32_t>(121 + e) << 7, kRoundEven, (120 + e) << 3,
+                           payload + t * kTile))
       continue;
-    }
     const VF factor = set(codec::pow2(-e));  // some value is zero or becomes a subnormal
     for (std::size_t c = 0; c < kTile; c += hn::Lanes(DF()))
       store_bytes(e4m3_bits(hn::Mul(load_bf16(tile + c), factor)), payload + t * kTile + c);
@@ -175,26 +164,70 @@ HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const std::uint16_t* x,
   return true;
 }
 
+// Codes of x / (amax / 448) for every mantissa of x and of amax: powers of two move exponents only.
+struct DividedRounding {
+  struct Row {
+    alignas(16) std::uint8_t round[16];
+    int first;  // code of 1 / (amax / 448), for amax in [256, 512)
+  } of[128];    // by the mantissa of amax
+
+  DividedRounding() {
+    for (std::uint32_t a = 0; a < 128; ++a) {
+      const float inverse = codec::Fp8Row::inverse_scale(codec::bits_float((135u << 23) + (a << 16)));
+      const auto code = [&](std::uint32_t mantissa) {
+        return codec::e4m3_bits(codec::bits_float((127u << 23) + (mantissa << 16)) / inverse);
+      };
+      of[a].first = code(0);
+      for (std::uint32_t i = 0; i < 16; ++i) {
+        std::uint32_t same = 1;
+        while (same < 8 && code(8 * i + same) == code(8 * i)) ++same;
+        of[a].round[i] = static_cast<std::uint8_t>(16 * (code(8 * i) - code(0)) + (same < 8 ? 16 - same : 0));
+      }
+    }
+  }
+};
+
+HWY_INLINE bool encode_fp8_row(codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
+                               std::uint8_t* scale) {
+  static const DividedRounding divided;
+  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail;
+  if (body % kTile != 0 || tail % hn::Lanes(D16()) != 0) return false;
+  const std::uint32_t amax = largest_magnitude(x, body);
+  if (amax >= 0x7F80 || (tail > 0 && largest_magnitude(x + body, tail) > 0x7F80)) return false;
+  const float inverse = codec::Fp8Row::inverse_scale(codec::bits_float(amax << 16));
+  const DividedRounding::Row& by = divided.of[amax & 0x7F];
+  const int exponent = static_cast<int>(amax >> 7);  // above 13: inverse is normal; inverse < 2^(exponent - 127 - 7)
+  for (std::size_t c = 0; c < body; c += kTile) {
+    if (exponent > 13 && encode_e4m3_normal(x + c, static_cast<std::uint32_t>(exponent - 13) << 7, by.round,
+                                            8 * (exponent - 8) - by.first, payload + c))
+      continue;
+    const VF divisor = set(inverse), most = set(448.0f);  // amax / (amax / 448) may round to just above 448
+    for (std::size_t i = c; i < c + kTile; i += hn::Lanes(DF())) {
+      const VF v = hn::Div(load_bf16(x + i), divisor);
+      store_bytes(e4m3_bits(hn::Min(hn::Max(v, hn::Neg(most)), most)), payload + i);
+    }
+  }
+  std::memcpy(payload + body, x + body, 2 * tail);
+  std::memcpy(scale, &inverse, 4);
+  return true;
+}
+
 constexpr std::size_t kMaxRowWidth = 2048;
 
+HWY_INLINE bool encode_fp8(Format format, codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
+                           std::uint8_t* scale) {
+  return format == Format::fp8_row ? encode_fp8_row(shape, x, payload, scale)
+                                   : encode_fp8_tile64(shape, x, payload, scale);
+}
+
 // The same from floats that hold bf16 values.
-HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
+HWY_INLINE bool encode_fp8(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload,
+                           std::uint8_t* scale) {
   std::uint16_t row[kMaxRowWidth];
   const std::size_t width = static_cast<std::size_t>(shape.width);
   if (width > kMaxRowWidth) return false;
   for (std::size_t c = 0; c < width; c += hn::Lanes(DF())) store_bf16_bits(bits(hn::LoadU(DF(), x + c)), row + c);
-  return encode_fp8_tile64(shape, row, payload, scale);
-}
-
-HWY_INLINE bool encode_fp8_row(codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
-  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail;
-  const std::uint32_t amax = amax_bits(x, body);
-  if (amax > kFiniteBits) return false;
-  const float inverse = codec::Fp8Row::inverse_scale(codec::bits_float(amax));
-  encode_e4m3_divided(x, body, inverse, payload);
-  encode_bf16(x + body, tail, payload + body);
-  std::memcpy(scale, &inverse, 4);
-  return true;
+  return encode_fp8(format, shape, row, payload, scale);
 }
 
 HWY_INLINE bool encode_fp8_key(std::size_t width, const float* x, std::uint8_t* payload, std::uint8_t* scale) {
@@ -246,8 +279,8 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
   const bool whole = body % lanes == 0 && tail % lanes == 0 && body > 0;
   bool done = false;
   switch (format) {
-    case Format::fp8_tile64: done = whole && encode_fp8_tile64(shape, x, payload, scale); break;
-    case Format::fp8_row: done = whole && encode_fp8_row(shape, x, payload, scale); break;
+    case Format::fp8_tile64:
+    case Format::fp8_row: done = whole && encode_fp8(format, shape, x, payload, scale); break;
     case Format::fp8: done = whole && encode_fp8_key(width, x, payload, scale); break;
     case Format::mxfp4:
       done = width <= kMaxKeyWidth && codec::Mxfp4::kGroup % lanes == 0 && encode_mxfp4(width, x, payload, scale);
@@ -266,8 +299,9 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
 
 void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
                   std::uint8_t* scale, float* tmp) {
-  const bool done = format == Format::fp8_tile64 && type == DType::bf16 && shape.width > shape.tail &&
-                    encode_fp8_tile64(shape, static_cast<const std::uint16_t*>(x), payload, scale);
+  const bool done = (format == Format::fp8_tile64 || format == Format::fp8_row) && type == DType::bf16 &&
+                    shape.width > shape.tail &&
+                    encode_fp8(format, shape, static_cast<const std::uint16_t*>(x), payload, scale);
   if (done) return;
   load_as_bf16(x, type, shape.width, tmp);
   encode(format, shape, tmp, payload, scale, 1.0f);
@@ -291,24 +325,42 @@ HWY_INLINE void decode_e4m3(const std::uint8_t* payload, std::size_t first, std:
     store_value<kOut>(hn::Mul(e4m3_value(hn::PromoteTo(DU(), hn::LoadU(DU8(), payload + c))), factor), out, c);
 }
 
-// e4m3 -> bf16 where every code is normal and stays so: only the exponent moves, in 16-bit integers. False: nothing is
-// written that counts.
-HWY_INLINE bool decode_e4m3_normal(const std::uint8_t* payload, std::size_t count, std::uint8_t scale,
-                                   std::uint16_t* out) {
+// e4m3 -> bf16 in 16-bit integers, for a tile of codes that are all normal and stay so. base: bf16 bits of the 8
+// mantissas times the scale, exponents less by 7; the code's exponent is added. False: nothing is written.
+HWY_INLINE bool decode_e4m3_normal(const std::uint8_t* payload, const std::uint16_t* base, std::uint16_t* out) {
   const D16 d;
-  if (scale < 7 || scale > 246) return false;  // else exponent fields stay within 1 and 254
-  const auto base = hn::Set(d, static_cast<std::uint16_t>((scale - 7) << 7));
-  auto least = hn::Set(d, 0x7F), most = hn::Zero(d);
-  for (std::size_t c = 0; c < count; c += hn::Lanes(d)) {
+  const hn::CappedTag<std::uint8_t, kTile> d8;
+  auto most = hn::Zero(d8);  // of code - 8: zero and subnormals wrap
+  for (std::size_t c = 0; c < kTile; c += hn::Lanes(d8))
+    most = hn::Max(most, hn::Sub(hn::And(hn::LoadU(d8, payload + c), hn::Set(d8, 0x7F)), hn::Set(d8, 8)));
+  if (!hn::AllTrue(d8, hn::Lt(most, hn::Set(d8, 0x7F - 8)))) return false;
+  const hn::Repartition<std::uint8_t, D16> pairs;
+  const auto table = hn::BitCast(pairs, hn::LoadDup128(d, base));
+  for (std::size_t c = 0; c < kTile; c += hn::Lanes(d)) {
     const auto v = hn::PromoteTo(d, hn::LoadU(D8Half(), payload + c));
-    const auto m = hn::And(v, hn::Set(d, 0x7F));
-    least = hn::Min(least, m);
-    most = hn::Max(most, m);
-    hn::StoreU(hn::Or(hn::Add(hn::ShiftLeft<4>(m), base), hn::ShiftLeft<8>(hn::Xor(v, m))), d, out + c);
+    const auto at = hn::Or(hn::And(hn::Mul(v, hn::Set(d, 0x0202)), hn::Set(d, 0x0E0E)), hn::Set(d, 0x0100));
+    const auto mantissa = hn::BitCast(d, hn::TableLookupBytes(table, hn::BitCast(pairs, at)));
+    const auto value = hn::Add(mantissa, hn::And(hn::ShiftLeft<4>(v), hn::Set(d, 0x0780)));
+    hn::StoreU(hn::Or(value, hn::And(hn::ShiftLeft<8>(v), hn::Set(d, 0x8000))), d, out + c);
   }
-  const DI16 di;
-  return hn::AllFalse(
-      di, hn::Or(hn::Lt(hn::BitCast(di, least), hn::Set(di, 8)), hn::Gt(hn::BitCast(di, most), hn::Set(di, 0x7E))));
+  return true;
+}
+
+// The base for a scale. False if some product with a normal code may not be normal.
+HWY_INLINE bool e4m3_base(float scale, std::uint16_t* base) {
+  alignas(32) static constexpr float kMantissas[8] = {1, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875};
+  const std::uint32_t exponent = codec::float_bits(scale) >> 23;  // and the sign above it
+  if (exponent < 7 || exponent > 245) return false;               // products: exponent - 6 to exponent + 9
+  const hn::CappedTag<float, 8> d;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  const hn::Rebind<std::uint16_t, decltype(d)> d16;
+  for (std::size_t k = 0; k < 8; k += hn::Lanes(d)) {
+    const auto b = hn::BitCast(du, hn::Mul(hn::Load(d, kMantissas + k), hn::Set(d, scale)));
+    const auto odd = hn::And(hn::ShiftRight<16>(b), hn::Set(du, 1));
+    const auto rounded = hn::ShiftRight<16>(hn::Add(b, hn::Add(odd, hn::Set(du, 0x7FFF - (7u << 23)))));
+    hn::Store(hn::DemoteTo(d16, hn::BitCast(hn::RebindToSigned<decltype(d)>(), rounded)), d16, base + k);
+  }
+  return true;
 }
 
 template <DType kOut>
@@ -345,6 +397,75 @@ HWY_INLINE void decode_e2m1(const std::uint8_t* payload, std::size_t width, std:
   }
 }
 
+// e2m1 -> bf16 where all products are normal: they are one of {.5, 1, 2, 4} * scale and {1.5, 3, 6} * scale, so two
+// roundings make a group's table of magnitudes. pairs: per group bf16(scale) and, above it, bf16(1.5 * scale).
+HWY_INLINE void decode_e2m1_normal(const std::uint8_t* payload, std::size_t width, std::size_t group,
+                                   const std::uint32_t* pairs, std::uint16_t* out) {
+  const hn::CappedTag<std::uint16_t, 16> d;
+  const hn::Repartition<std::uint8_t, decltype(d)> d8;
+  const hn::Repartition<std::uint32_t, decltype(d)> d32;
+  const hn::Repartition<std::uint64_t, decltype(d)> d64;
+  alignas(16) static constexpr std::uint8_t kOfPair[16] = {0, 1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  alignas(16) static constexpr std::uint16_t kExponents[8] = {0, 0xFF80, 0, 0, 0x80, 0x80, 0x100, 0x100};
+  alignas(16) static constexpr std::uint16_t kNotZero[8] = {0, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF};
+  alignas(32) static constexpr std::uint8_t kFourTimes[32] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3,
+                                                              4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7};
+  const auto of_pair = hn::LoadDup128(d8, kOfPair), four_times = hn::Load(d8, kFourTimes);
+  const auto exponents = hn::LoadDup128(d, kExponents), not_zero = hn::LoadDup128(d, kNotZero);
+  for (std::size_t g = 0; g < width / group; ++g) {
+    const auto base = hn::TableLookupBytes(hn::BitCast(d8, hn::Set(d32, pairs[g])), of_pair);
+    const auto table = hn::BitCast(d8, hn::And(hn::Add(hn::BitCast(d, base), exponents), not_zero));
+    for (std::size_t c = g * group; c < (g + 1) * group; c += hn::Lanes(d)) {
+      std::uint64_t codes = 0;
+      std::memcpy(&codes, payload + c / 2, hn::Lanes(d) / 2);
+      const auto bytes = hn::BitCast(d, hn::TableLookupBytes(hn::BitCast(d8, hn::Set(d64, codes)), four_times));
+      const auto code = hn::OddEven(hn::ShiftRight<4>(bytes), bytes);  // in the lower half of both bytes
+      const auto at = hn::Or(hn::And(hn::ShiftLeft<1>(code), hn::Set(d, 0x0E0E)), hn::Set(d, 0x0100));
+      const auto magnitude = hn::BitCast(d, hn::TableLookupBytes(table, hn::BitCast(d8, at)));
+      hn::StoreU(hn::Or(magnitude, hn::And(hn::ShiftLeft<4>(code), hn::Set(d, 0x8000))), d, out + c);
+    }
+  }
+}
+
+constexpr std::uint32_t kLeastExponent = 2, kMostExponent = 251;  // of a scale, so that .5 and 6 times it are normal
+
+HWY_INLINE bool decode_mxfp4(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t width,
+                             std::uint16_t* out) {
+  std::uint32_t pairs[kMaxKeyWidth / codec::Mxfp4::kGroup];
+  for (std::size_t g = 0; g < width / codec::Mxfp4::kGroup; ++g) {
+    if (scale[g] < kLeastExponent || scale[g] > kMostExponent) return false;
+    pairs[g] = scale[g] * 0x00800080u + 0x00400000u;
+  }
+  decode_e2m1_normal(payload, width, codec::Mxfp4::kGroup, pairs, out);
+  return true;
+}
+
+HWY_INLINE bool decode_nvfp4(const std::uint8_t* payload, const std::uint8_t* scale, float global, std::size_t width,
+                             std::uint16_t* out) {
+  const hn::CappedTag<std::uint32_t, 8> d;
+  const hn::RebindToFloat<decltype(d)> df;
+  const std::size_t groups = width / codec::Nvfp4::kGroup;
+  if (groups % hn::Lanes(d) != 0) return false;
+  const auto round = [&](auto b) {
+    return hn::Add(b, hn::Add(hn::And(hn::ShiftRight<16>(b), hn::Set(d, 1)), hn::Set(d, 0x7FFF)));
+  };
+  std::uint32_t pairs[kMaxKeyWidth / codec::Nvfp4::kGroup];
+  for (std::size_t g = 0; g < groups; g += hn::Lanes(d)) {
+    const auto code = hn::PromoteTo(d, hn::LoadU(hn::Rebind<std::uint8_t, decltype(d)>(), scale + g));
+    const auto by =
+        hn::Mul(hn::BitCast(df, hn::Add(hn::ShiftLeft<20>(code), hn::Set(d, 120u << 23))), hn::Set(df, global));
+    const auto b = hn::BitCast(d, by);
+    const auto bad_code = hn::Gt(hn::Sub(code, hn::Set(d, 8)), hn::Set(d, 0x7E - 8));  // or zero, subnormal, negative
+    const auto bad_value =
+        hn::Gt(hn::Sub(b, hn::Set(d, kLeastExponent << 23)), hn::Set(d, (kMostExponent - kLeastExponent) << 23));
+    if (!hn::AllFalse(d, hn::Or(bad_code, bad_value))) return false;
+    const auto b3 = hn::BitCast(d, hn::Mul(by, hn::Set(df, 1.5f)));
+    hn::StoreU(hn::Or(hn::ShiftRight<16>(round(b)), hn::And(round(b3), hn::Set(d, 0xFFFF0000u))), d, pairs + g);
+  }
+  decode_e2m1_normal(payload, width, codec::Nvfp4::kGroup, pairs, out);
+  return true;
+}
+
 template <DType kOut>
 void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
                float global, void* out, float* tmp) {
@@ -352,26 +473,36 @@ void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload
                     tail = static_cast<std::size_t>(shape.tail);
   const std::size_t body = width - tail;
   const bool fits = body % lanes == 0 && tail % lanes == 0;
+  [[maybe_unused]] std::uint16_t* out16 = static_cast<std::uint16_t*>(out);
+  alignas(16) std::uint16_t base[8];
   if (format == Format::fp8_tile64 && fits) {
-    constexpr std::size_t kTile = codec::Fp8Tile64::kTile;
-    for (std::size_t t = 0; t < body / kTile; ++t) {
+    for (std::size_t c = 0; c < body; c += kTile) {
+      const float factor = codec::ue8m0_value(scale[c / kTile]);
       if constexpr (kOut == DType::bf16)
-        if (decode_e4m3_normal(payload + t * kTile, kTile, scale[t], static_cast<std::uint16_t*>(out) + t * kTile))
-          continue;
-      decode_e4m3<kOut>(payload, t * kTile, kTile, codec::ue8m0_value(scale[t]), out);
+        if (e4m3_base(factor, base) && decode_e4m3_normal(payload + c, base, out16 + c)) continue;
+      decode_e4m3<kOut>(payload, c, kTile, factor, out);
     }
     decode_bf16<kOut>(payload + body, body, tail, out);
   } else if ((format == Format::fp8_row || format == Format::fp8) && fits) {
     float factor;
     std::memcpy(&factor, scale, 4);
-    decode_e4m3<kOut>(payload, 0, body, factor, out);
+    const bool normal = kOut == DType::bf16 && body % kTile == 0 && e4m3_base(factor, base);
+    for (std::size_t c = 0; c < body; c += kTile) {
+      if constexpr (kOut == DType::bf16)
+        if (normal && decode_e4m3_normal(payload + c, base, out16 + c)) continue;
+      decode_e4m3<kOut>(payload, c, body - c < kTile ? body - c : kTile, factor, out);
+    }
     decode_bf16<kOut>(payload + body, body, tail, out);
   } else if (format == Format::bf16 && fits) {
     decode_bf16<kOut>(payload, 0, width, out);
   } else if (format == Format::mxfp4 && width <= kMaxKeyWidth && codec::Mxfp4::kGroup % lanes == 0) {
+    if constexpr (kOut == DType::bf16)
+      if (decode_mxfp4(payload, scale, width, out16)) return;
     decode_e2m1<kOut>(payload, width, codec::Mxfp4::kGroup, out,
                       [&](std::size_t g) { return codec::ue8m0_value(scale[g]); });
   } else if (format == Format::nvfp4 && width <= kMaxKeyWidth && codec::Nvfp4::kGroup % lanes == 0) {
+    if constexpr (kOut == DType::bf16)
+      if (decode_nvfp4(payload, scale, global, width, out16)) return;
     decode_e2m1<kOut>(payload, width, codec::Nvfp4::kGroup, out,
                       [&](std::size_t g) { return codec::e4m3_value(scale[g]) * global; });
   } else {
