@@ -17,15 +17,19 @@ struct RowOut {
   void* at(std::int64_t row) const {
     return static_cast<std::uint8_t*>(out.data) + static_cast<std::size_t>(row) * row_bytes;
   }
-  void zero(std::int64_t row) const { std::memset(at(row), 0, row_bytes); }
+  void zero(std::int64_t row, std::int64_t rows = 1) const {
+    std::memset(at(row), 0, static_cast<std::size_t>(rows) * row_bytes);
+  }
 };
 
-void decode_row(const RowKernels& kernels, const ops::RowPlanes& rows, std::int64_t block, std::int64_t row, void* out,
-                DType type, float* tmp) {
+// `count` rows of a block.
+void decode_rows(const RowKernels& kernels, const ops::RowPlanes& rows, std::int64_t block, std::int64_t row,
+                 std::int64_t count, const RowOut& out, std::int64_t out_row, float* tmp) {
   float global = 1.0f;
   if (rows.global.data != nullptr) std::memcpy(&global, rows.global.at(block, 0), 4);
-  kernels.decode(rows.format, rows.shape, rows.payload.at(block, row), rows.scale.at(block, row), global, out, type,
-                 tmp);
+  for (std::int64_t i = 0; i < count; ++i)
+    kernels.decode(rows.format, rows.shape, rows.payload.at(block, row + i), rows.scale.at(block, row + i), global,
+                   out.at(out_row + i), out.out.dtype, tmp);
 }
 
 // Where an entry of a request lies.
@@ -68,8 +72,7 @@ void CpuBackend::gather_chosen(const ops::GatherParams& params) {
         const std::int64_t row = token * k + i;
         if (is_there(i)) {
           const EntryPlace place = place_of(kind, step, request, chosen[i]);
-          decode_row(kernels_, kind.page, place.block, place.slot, out.at(row), params.out.dtype,
-                     buffers(worker).tmp.data());
+          decode_rows(kernels_, kind.page, place.block, place.slot, 1, out, row, buffers(worker).tmp.data());
         } else {
           out.zero(row);
         }
@@ -91,15 +94,18 @@ void CpuBackend::gather_all(const ops::GatherParams& params) {
     params.lens[item] = static_cast<std::int32_t>(entries_of(step.item_rows[item]));
   pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end, int worker) {
     float* tmp = buffers(worker).tmp.data();
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::int32_t request = step.item_rows[i / params.rows_per_item];
-      const std::int64_t entry = i % params.rows_per_item;
-      if (entry >= entries_of(request)) {
-        out.zero(i);
-        continue;
+    for (std::int64_t i = begin; i < end;) {  // an item's rows, block by block
+      const std::int64_t item = i / params.rows_per_item, first = item * params.rows_per_item;
+      const std::int32_t request = step.item_rows[item];
+      const std::int64_t item_end = std::min(end, first + params.rows_per_item);
+      const std::int64_t there = std::min(item_end, first + entries_of(request));
+      for (std::int64_t count = 0; i < there; i += count) {
+        const EntryPlace place = place_of(kind, step, request, i - first);
+        count = std::min(there - i, kind.rows_per_block - place.slot);
+        decode_rows(kernels_, kind.page, place.block, place.slot, count, out, i, tmp);
       }
-      const EntryPlace place = place_of(kind, step, request, entry);
-      decode_row(kernels_, kind.page, place.block, place.slot, out.at(i), params.out.dtype, tmp);
+      if (i < item_end) out.zero(i, item_end - i);
+      i = item_end;
     }
   });
 }
@@ -127,9 +133,9 @@ void CpuBackend::gather_window(const ops::GatherParams& params) {
       if (position >= span.end())
         out.zero(i);
       else if (position >= span.length && !span.in_place())
-        decode_row(kernels_, w.scratch, 0, span.first_token + position - span.length, out.at(i), params.out.dtype, tmp);
+        decode_rows(kernels_, w.scratch, 0, span.first_token + position - span.length, 1, out, i, tmp);
       else
-        decode_row(kernels_, w.ring, span.read_slot, position % w.rows, out.at(i), params.out.dtype, tmp);
+        decode_rows(kernels_, w.ring, span.read_slot, position % w.rows, 1, out, i, tmp);
     }
   });
 }

@@ -325,42 +325,89 @@ HWY_INLINE void decode_e4m3(const std::uint8_t* payload, std::size_t first, std:
     store_value<kOut>(hn::Mul(e4m3_value(hn::PromoteTo(DU(), hn::LoadU(DU8(), payload + c))), factor), out, c);
 }
 
-// e4m3 -> bf16 in 16-bit integers, for a tile of codes that are all normal and stay so. base: bf16 bits of the 8
-// mantissas times the scale, exponents less by 7; the code's exponent is added. False: nothing is written.
-HWY_INLINE bool decode_e4m3_normal(const std::uint8_t* payload, const std::uint16_t* base, std::uint16_t* out) {
-  const D16 d;
-  const hn::CappedTag<std::uint8_t, kTile> d8;
-  auto most = hn::Zero(d8);  // of code - 8: zero and subnormals wrap
-  for (std::size_t c = 0; c < kTile; c += hn::Lanes(d8))
-    most = hn::Max(most, hn::Sub(hn::And(hn::LoadU(d8, payload + c), hn::Set(d8, 0x7F)), hn::Set(d8, 8)));
-  if (!hn::AllTrue(d8, hn::Lt(most, hn::Set(d8, 0x7F - 8)))) return false;
-  const hn::Repartition<std::uint8_t, D16> pairs;
-  const auto table = hn::BitCast(pairs, hn::LoadDup128(d, base));
-  for (std::size_t c = 0; c < kTile; c += hn::Lanes(d)) {
-    const auto v = hn::PromoteTo(d, hn::LoadU(D8Half(), payload + c));
-    const auto at = hn::Or(hn::And(hn::Mul(v, hn::Set(d, 0x0202)), hn::Set(d, 0x0E0E)), hn::Set(d, 0x0100));
-    const auto mantissa = hn::BitCast(d, hn::TableLookupBytes(table, hn::BitCast(pairs, at)));
-    const auto value = hn::Add(mantissa, hn::And(hn::ShiftLeft<4>(v), hn::Set(d, 0x0780)));
-    hn::StoreU(hn::Or(value, hn::And(hn::ShiftLeft<8>(v), hn::Set(d, 0x8000))), d, out + c);
-  }
-  return true;
+HWY_INLINE bool all_normal(const std::uint8_t* e4m3, std::size_t count) {
+  const hn::CappedTag<std::uint8_t, kTile> d;
+  auto most = hn::Zero(d);  // of code - 8: zero and subnormals wrap
+  for (std::size_t c = 0; c < count; c += hn::Lanes(d))
+    most = hn::Max(most, hn::Sub(hn::And(hn::LoadU(d, e4m3 + c), hn::Set(d, 0x7F)), hn::Set(d, 8)));
+  return hn::AllTrue(d, hn::Lt(most, hn::Set(d, 0x7F - 8)));
 }
 
-// The base for a scale. False if some product with a normal code may not be normal.
+// e4m3 -> bf16 in 16-bit integers, for codes that are normal and stay so. base(tile): in every 128 bits, the 8
+// mantissas times the scale as bf16 with exponents less by 7; the code's exponent is added.
+template <class Base>
+HWY_INLINE void decode_e4m3_normal(const std::uint8_t* payload, std::size_t count, Base base, std::uint16_t* out) {
+  const D16 d;
+  const hn::Repartition<std::uint8_t, D16> d8;
+  for (std::size_t t = 0; t < count / kTile; ++t) {
+    const auto table = hn::BitCast(d8, base(t));
+    for (std::size_t c = t * kTile; c < (t + 1) * kTile; c += hn::Lanes(d)) {
+      const auto v = hn::PromoteTo(d, hn::LoadU(D8Half(), payload + c));
+      const auto at = hn::Or(hn::And(hn::Mul(v, hn::Set(d, 0x0202)), hn::Set(d, 0x0E0E)), hn::Set(d, 0x0100));
+      const auto mantissa = hn::BitCast(d, hn::TableLookupBytes(table, hn::BitCast(d8, at)));
+      const auto value = hn::Add(mantissa, hn::And(hn::ShiftLeft<4>(v), hn::Set(d, 0x0780)));
+      hn::StoreU(hn::Or(value, hn::And(hn::ShiftLeft<8>(v), hn::Set(d, 0x8000))), d, out + c);
+    }
+  }
+}
+
+alignas(16) constexpr std::uint16_t kMantissas[8] = {0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70};
+
+// base [8] for a scale. False if some product with a normal code may not be normal.
 HWY_INLINE bool e4m3_base(float scale, std::uint16_t* base) {
-  alignas(32) static constexpr float kMantissas[8] = {1, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875};
+  alignas(32) static constexpr float kValues[8] = {1, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875};
   const std::uint32_t exponent = codec::float_bits(scale) >> 23;  // and the sign above it
   if (exponent < 7 || exponent > 245) return false;               // products: exponent - 6 to exponent + 9
   const hn::CappedTag<float, 8> d;
   const hn::RebindToUnsigned<decltype(d)> du;
   const hn::Rebind<std::uint16_t, decltype(d)> d16;
   for (std::size_t k = 0; k < 8; k += hn::Lanes(d)) {
-    const auto b = hn::BitCast(du, hn::Mul(hn::Load(d, kMantissas + k), hn::Set(d, scale)));
+    const auto b = hn::BitCast(du, hn::Mul(hn::Load(d, kValues + k), hn::Set(d, scale)));
     const auto odd = hn::And(hn::ShiftRight<16>(b), hn::Set(du, 1));
     const auto rounded = hn::ShiftRight<16>(hn::Add(b, hn::Add(odd, hn::Set(du, 0x7FFF - (7u << 23)))));
     hn::Store(hn::DemoteTo(d16, hn::BitCast(hn::RebindToSigned<decltype(d)>(), rounded)), d16, base + k);
   }
   return true;
+}
+
+template <DType kOut>
+HWY_INLINE void decode_fp8_tile64(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t body, void* out) {
+  const auto is_good = [&](std::size_t t) { return scale[t] >= 7 && scale[t] <= 245; };  // see e4m3_base
+  bool good = false;
+  if constexpr (kOut == DType::bf16) {
+    const auto mantissas = hn::LoadDup128(D16(), kMantissas);
+    decode_e4m3_normal(
+        payload, body,
+        [&](std::size_t t) {
+          return hn::Add(mantissas, hn::Set(D16(), static_cast<std::uint16_t>((scale[t] - 7) << 7)));
+        },
+        static_cast<std::uint16_t*>(out));
+    good = all_normal(payload, body);
+    for (std::size_t t = 0; t < body / kTile; ++t) good &= is_good(t);
+  }
+  if (good) return;
+  for (std::size_t t = 0; t < body / kTile; ++t)
+    if (kOut == DType::f32 || !is_good(t) || !all_normal(payload + t * kTile, kTile))
+      decode_e4m3<kOut>(payload, t * kTile, kTile, codec::ue8m0_value(scale[t]), out);
+}
+
+template <DType kOut>
+HWY_INLINE void decode_fp8_row(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t body, void* out) {
+  float factor;
+  std::memcpy(&factor, scale, 4);
+  if constexpr (kOut == DType::bf16) {
+    alignas(16) std::uint16_t base[8];
+    if (body % kTile == 0 && e4m3_base(factor, base)) {
+      const auto table = hn::LoadDup128(D16(), base);
+      decode_e4m3_normal(
+          payload, body, [&](std::size_t) { return table; }, static_cast<std::uint16_t*>(out));
+      if (all_normal(payload, body)) return;
+      for (std::size_t c = 0; c < body; c += kTile)
+        if (!all_normal(payload + c, kTile)) decode_e4m3<kOut>(payload, c, kTile, factor, out);
+      return;
+    }
+  }
+  decode_e4m3<kOut>(payload, 0, body, factor, out);
 }
 
 template <DType kOut>
@@ -474,24 +521,11 @@ void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload
   const std::size_t body = width - tail;
   const bool fits = body % lanes == 0 && tail % lanes == 0;
   [[maybe_unused]] std::uint16_t* out16 = static_cast<std::uint16_t*>(out);
-  alignas(16) std::uint16_t base[8];
   if (format == Format::fp8_tile64 && fits) {
-    for (std::size_t c = 0; c < body; c += kTile) {
-      const float factor = codec::ue8m0_value(scale[c / kTile]);
-      if constexpr (kOut == DType::bf16)
-        if (e4m3_base(factor, base) && decode_e4m3_normal(payload + c, base, out16 + c)) continue;
-      decode_e4m3<kOut>(payload, c, kTile, factor, out);
-    }
+    decode_fp8_tile64<kOut>(payload, scale, body, out);
     decode_bf16<kOut>(payload + body, body, tail, out);
   } else if ((format == Format::fp8_row || format == Format::fp8) && fits) {
-    float factor;
-    std::memcpy(&factor, scale, 4);
-    const bool normal = kOut == DType::bf16 && body % kTile == 0 && e4m3_base(factor, base);
-    for (std::size_t c = 0; c < body; c += kTile) {
-      if constexpr (kOut == DType::bf16)
-        if (normal && decode_e4m3_normal(payload + c, base, out16 + c)) continue;
-      decode_e4m3<kOut>(payload, c, body - c < kTile ? body - c : kTile, factor, out);
-    }
+    decode_fp8_row<kOut>(payload, scale, body, out);
     decode_bf16<kOut>(payload + body, body, tail, out);
   } else if (format == Format::bf16 && fits) {
     decode_bf16<kOut>(payload, 0, width, out);
