@@ -446,31 +446,40 @@ HWY_INLINE void decode_e2m1(const std::uint8_t* payload, std::size_t width, std:
 
 // e2m1 -> bf16 where all products are normal: they are one of {.5, 1, 2, 4} * scale and {1.5, 3, 6} * scale, so two
 // roundings make a group's table of magnitudes. pairs: per group bf16(scale) and, above it, bf16(1.5 * scale).
-HWY_INLINE void decode_e2m1_normal(const std::uint8_t* payload, std::size_t width, std::size_t group,
-                                   const std::uint32_t* pairs, std::uint16_t* out) {
-  const hn::CappedTag<std::uint16_t, 16> d;
+template <std::size_t kGroup>
+struct PairBytes {  // where in four pairs the magnitudes of every eight channels come from; zero from nowhere
+  alignas(64) std::uint8_t at[8 * kGroup];
+  constexpr PairBytes() : at() {
+    for (std::size_t i = 0; i < sizeof(at); ++i) {
+      const std::size_t group = i / 16 * 8 / kGroup, code = i % 16 / 2;
+      at[i] = static_cast<std::uint8_t>(code == 0 ? 0x80 : 4 * group + (code > 1 ? code % 2 * 2 : 0) + i % 2);
+    }
+  }
+};
+
+template <std::size_t kGroup>
+HWY_INLINE void decode_e2m1_normal(const std::uint8_t* payload, std::size_t width, const std::uint32_t* pairs,
+                                   std::uint16_t* out) {
+  const hn::CappedTag<std::uint16_t, 32> d;
   const hn::Repartition<std::uint8_t, decltype(d)> d8;
   const hn::Repartition<std::uint32_t, decltype(d)> d32;
-  const hn::Repartition<std::uint64_t, decltype(d)> d64;
-  alignas(16) static constexpr std::uint8_t kOfPair[16] = {0, 1, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  static constexpr PairBytes<kGroup> kPairBytes;
   alignas(16) static constexpr std::uint16_t kExponents[8] = {0, 0xFF80, 0, 0, 0x80, 0x80, 0x100, 0x100};
-  alignas(16) static constexpr std::uint16_t kNotZero[8] = {0, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF};
-  alignas(32) static constexpr std::uint8_t kFourTimes[32] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3,
-                                                              4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7};
-  const auto of_pair = hn::LoadDup128(d8, kOfPair), four_times = hn::Load(d8, kFourTimes);
-  const auto exponents = hn::LoadDup128(d, kExponents), not_zero = hn::LoadDup128(d, kNotZero);
-  for (std::size_t g = 0; g < width / group; ++g) {
-    const auto base = hn::TableLookupBytes(hn::BitCast(d8, hn::Set(d32, pairs[g])), of_pair);
-    const auto table = hn::BitCast(d8, hn::And(hn::Add(hn::BitCast(d, base), exponents), not_zero));
-    for (std::size_t c = g * group; c < (g + 1) * group; c += hn::Lanes(d)) {
-      std::uint64_t codes = 0;
-      std::memcpy(&codes, payload + c / 2, hn::Lanes(d) / 2);
-      const auto bytes = hn::BitCast(d, hn::TableLookupBytes(hn::BitCast(d8, hn::Set(d64, codes)), four_times));
-      const auto code = hn::OddEven(hn::ShiftRight<4>(bytes), bytes);  // in the lower half of both bytes
-      const auto at = hn::Or(hn::And(hn::ShiftLeft<1>(code), hn::Set(d, 0x0E0E)), hn::Set(d, 0x0100));
-      const auto magnitude = hn::BitCast(d, hn::TableLookupBytes(table, hn::BitCast(d8, at)));
-      hn::StoreU(hn::Or(magnitude, hn::And(hn::ShiftLeft<4>(code), hn::Set(d, 0x8000))), d, out + c);
-    }
+  alignas(64) static constexpr std::uint8_t kFourTimes[64] = {
+      0,  0,  0,  0,  1,  1,  1,  1,  2,  2,  2,  2,  3,  3,  3,  3,  4,  4,  4,  4,  5,  5,
+      5,  5,  6,  6,  6,  6,  7,  7,  7,  7,  8,  8,  8,  8,  9,  9,  9,  9,  10, 10, 10, 10,
+      11, 11, 11, 11, 12, 12, 12, 12, 13, 13, 13, 13, 14, 14, 14, 14, 15, 15, 15, 15};
+  const auto exponents = hn::LoadDup128(d, kExponents);
+  for (std::size_t c = 0; c < width; c += hn::Lanes(d)) {
+    const auto four_pairs = hn::BitCast(d8, hn::LoadDup128(d32, pairs + c / (4 * kGroup) * 4));
+    const auto base = hn::TableLookupBytesOr0(four_pairs, hn::Load(d8, kPairBytes.at + c % (4 * kGroup) * 2));
+    const auto table = hn::BitCast(d8, hn::Add(hn::BitCast(d, base), exponents));
+    const auto codes = hn::LoadDup128(d8, payload + c / 32 * 16);
+    const auto bytes = hn::BitCast(d, hn::TableLookupBytes(codes, hn::Load(d8, kFourTimes + c % 32 * 2)));
+    const auto code = hn::OddEven(hn::ShiftRight<4>(bytes), bytes);  // in the lower half of both bytes
+    const auto at = hn::Or(hn::And(hn::ShiftLeft<1>(code), hn::Set(d, 0x0E0E)), hn::Set(d, 0x0100));
+    const auto magnitude = hn::BitCast(d, hn::TableLookupBytes(table, hn::BitCast(d8, at)));
+    hn::StoreU(hn::Or(magnitude, hn::And(hn::ShiftLeft<4>(code), hn::Set(d, 0x8000))), d, out + c);
   }
 }
 
@@ -478,12 +487,17 @@ constexpr std::uint32_t kLeastExponent = 2, kMostExponent = 251;  // of a scale,
 
 HWY_INLINE bool decode_mxfp4(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t width,
                              std::uint16_t* out) {
-  std::uint32_t pairs[kMaxKeyWidth / codec::Mxfp4::kGroup];
-  for (std::size_t g = 0; g < width / codec::Mxfp4::kGroup; ++g) {
-    if (scale[g] < kLeastExponent || scale[g] > kMostExponent) return false;
-    pairs[g] = scale[g] * 0x00800080u + 0x00400000u;
+  const hn::FixedTag<std::uint32_t, 4> d;
+  alignas(16) std::uint32_t pairs[kMaxKeyWidth / codec::Mxfp4::kGroup];
+  if (width % (4 * codec::Mxfp4::kGroup) != 0) return false;
+  for (std::size_t g = 0; g < width / codec::Mxfp4::kGroup; g += 4) {
+    const auto exponent = hn::PromoteTo(d, hn::LoadU(hn::Rebind<std::uint8_t, decltype(d)>(), scale + g));
+    const auto above = hn::Sub(exponent, hn::Set(d, kLeastExponent));
+    if (!hn::AllFalse(d, hn::Gt(above, hn::Set(d, kMostExponent - kLeastExponent)))) return false;
+    const auto one = hn::Or(hn::ShiftLeft<7>(exponent), hn::ShiftLeft<23>(exponent));
+    hn::Store(hn::Or(one, hn::Set(d, 0x00400000u)), d, pairs + g);
   }
-  decode_e2m1_normal(payload, width, codec::Mxfp4::kGroup, pairs, out);
+  decode_e2m1_normal<codec::Mxfp4::kGroup>(payload, width, pairs, out);
   return true;
 }
 
@@ -492,24 +506,24 @@ HWY_INLINE bool decode_nvfp4(const std::uint8_t* payload, const std::uint8_t* sc
   const hn::CappedTag<std::uint32_t, 8> d;
   const hn::RebindToFloat<decltype(d)> df;
   const std::size_t groups = width / codec::Nvfp4::kGroup;
-  if (groups % hn::Lanes(d) != 0) return false;
+  if (groups % 8 != 0) return false;
   const auto round = [&](auto b) {
     return hn::Add(b, hn::Add(hn::And(hn::ShiftRight<16>(b), hn::Set(d, 1)), hn::Set(d, 0x7FFF)));
   };
-  std::uint32_t pairs[kMaxKeyWidth / codec::Nvfp4::kGroup];
+  alignas(32) std::uint32_t pairs[kMaxKeyWidth / codec::Nvfp4::kGroup];
   for (std::size_t g = 0; g < groups; g += hn::Lanes(d)) {
     const auto code = hn::PromoteTo(d, hn::LoadU(hn::Rebind<std::uint8_t, decltype(d)>(), scale + g));
     const auto by =
         hn::Mul(hn::BitCast(df, hn::Add(hn::ShiftLeft<20>(code), hn::Set(d, 120u << 23))), hn::Set(df, global));
     const auto b = hn::BitCast(d, by);
-    const auto bad_code = hn::Gt(hn::Sub(code, hn::Set(d, 8)), hn::Set(d, 0x7E - 8));  // or zero, subnormal, negative
+    const auto bad_code = hn::Gt(hn::Sub(code, hn::Set(d, 8)), hn::Set(d, 0x7E - 8));  // zero, subnormal, negative, NaN
     const auto bad_value =
         hn::Gt(hn::Sub(b, hn::Set(d, kLeastExponent << 23)), hn::Set(d, (kMostExponent - kLeastExponent) << 23));
     if (!hn::AllFalse(d, hn::Or(bad_code, bad_value))) return false;
     const auto b3 = hn::BitCast(d, hn::Mul(by, hn::Set(df, 1.5f)));
-    hn::StoreU(hn::Or(hn::ShiftRight<16>(round(b)), hn::And(round(b3), hn::Set(d, 0xFFFF0000u))), d, pairs + g);
+    hn::Store(hn::Or(hn::ShiftRight<16>(round(b)), hn::And(round(b3), hn::Set(d, 0xFFFF0000u))), d, pairs + g);
   }
-  decode_e2m1_normal(payload, width, codec::Nvfp4::kGroup, pairs, out);
+  decode_e2m1_normal<codec::Nvfp4::kGroup>(payload, width, pairs, out);
   return true;
 }
 
