@@ -4,6 +4,7 @@
 
 #include "backend/cpu/compressor.h"
 #include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/prefetch.h"
 
 namespace kv4::cpu {
 namespace {
@@ -42,13 +43,11 @@ EntryPlace place_of(const ops::KindDesc& kind, const ops::StepDesc& step, std::i
           entry % kind.rows_per_block};
 }
 
-// The first line is read, the others are prefetched: a processor may drop a prefetch whose page is in no TLB, not a
-// load.
-void prefetch(const ops::RowPlanes& page, EntryPlace place, std::int64_t payload_bytes) {
-  const std::uint8_t* payload = page.payload.at(place.block, place.slot);
-  (void)*static_cast<const volatile std::uint8_t*>(payload);
-  for (std::int64_t at = 0; at < payload_bytes; at += 64) __builtin_prefetch(payload + at);
-  __builtin_prefetch(page.scale.at(place.block, place.slot));
+// The first bytes of `rows` rows: after a few lines the processor fetches by itself.
+[[gnu::always_inline]] inline void prefetch_rows(const ops::RowPlanes& page, EntryPlace place, std::int64_t rows) {
+  constexpr std::int64_t kMost = 2048;
+  prefetch(page.payload.at(place.block, place.slot), std::min(kMost, rows * page.payload.row_stride));
+  prefetch(page.scale.at(place.block, place.slot), std::min(kMost, rows * page.scale.row_stride));
 }
 
 }  // namespace
@@ -68,8 +67,7 @@ void CpuBackend::gather_chosen(const ops::GatherParams& params) {
           static_cast<const std::int32_t*>(params.indices.data) + token * params.indices.row_stride;
       const auto is_there = [&](std::int64_t i) { return i < k && chosen[i] >= 0 && chosen[i] < visible; };
       for (std::int64_t i = 0; i < k; ++i) {
-        if (is_there(i + kAhead))
-          prefetch(kind.page, place_of(kind, step, request, chosen[i + kAhead]), kind.page.payload.row_stride);
+        if (is_there(i + kAhead)) prefetch_rows(kind.page, place_of(kind, step, request, chosen[i + kAhead]), 1);
         const std::int64_t row = token * k + i;
         if (is_there(i)) {
           const EntryPlace place = place_of(kind, step, request, chosen[i]);
@@ -87,8 +85,6 @@ void CpuBackend::gather_all(const ops::GatherParams& params) {
   const ops::KindDesc& kind = params.layer.kinds[params.kind];
   const ops::StepDesc& step = params.step;
   const RowOut out(params.out, kind.page.shape.width);
-  // Of the next block: after a few lines the processor fetches by itself.
-  const std::int64_t fetched = std::min<std::int64_t>(1024, kind.rows_per_block * kind.page.payload.row_stride);
   const auto entries_of = [&](std::int32_t request) {
     return request < 0 ? 0 : (std::int64_t{step.lengths[request]} + step.counts[request]) / kind.ratio;
   };
@@ -105,7 +101,8 @@ void CpuBackend::gather_all(const ops::GatherParams& params) {
       for (std::int64_t count = 0; i < there; i += count) {
         const EntryPlace place = place_of(kind, step, request, i - first);
         count = std::min(there - i, kind.rows_per_block - place.slot);
-        if (i + count < there) prefetch(kind.page, place_of(kind, step, request, i + count - first), fetched);
+        if (i + count < there)
+          prefetch_rows(kind.page, place_of(kind, step, request, i + count - first), kind.rows_per_block);
         decode_rows(kernels_, kind.page, place.block, place.slot, count, out, i, tmp);
       }
       if (i < item_end) out.zero(i, item_end - i);
