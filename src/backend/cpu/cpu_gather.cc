@@ -45,7 +45,7 @@ EntryPlace place_of(const ops::KindDesc& kind, const ops::StepDesc& step, std::i
 
 // The first bytes of `rows` rows: after a few lines the processor fetches by itself.
 [[gnu::always_inline]] inline void prefetch_rows(const ops::RowPlanes& page, EntryPlace place, std::int64_t rows) {
-  constexpr std::int64_t kMost = 2048;
+  constexpr std::int64_t kMost = 4096;
   prefetch(page.payload.at(place.block, place.slot), std::min(kMost, rows * page.payload.row_stride));
   prefetch(page.scale.at(place.block, place.slot), std::min(kMost, rows * page.scale.row_stride));
 }
