@@ -269,6 +269,32 @@ TEST_P(RowKernelsTest, ConvertLoadAndAngles) {
   }
 }
 
+// Everything a step with a padded item can gather, into more rows than there are: several blocks, shared by threads.
+std::vector<std::uint8_t> gather_everything(Driver& driver, RequestId request) {
+  std::vector<std::uint8_t> all;
+  std::vector<std::int32_t> lens(2), first(2);
+  const Step step = driver.prepare({{request, 1, 2}, {kNoRequest, 0, 1}}).value();
+  driver.append(step);
+  for (const LayerCacheSchema& layer : driver.cache.schema().layers) {
+    LayerCacheHandle handle = driver.cache.acquire(layer.spec.layer);
+    for (const DType type : {DType::bf16, DType::f32}) {
+      const auto gather = [&](std::int64_t rows, std::int64_t width, auto&& into) {
+        std::vector<std::uint8_t> out(static_cast<std::size_t>(2 * rows * width) * element_bytes(type), 0xA5);
+        into(TensorView(out.data(), type, {2, rows, width}));
+        all.insert(all.end(), out.begin(), out.end());
+      };
+      const TensorView n(lens.data(), {2}), from(first.data(), {2});
+      gather(200, layer.window.row.width, [&](const TensorView& out) { handle.gather_swa_kv(out, n, from); });
+      if (layer.pages.empty()) continue;
+      gather(45, layer.pages[0].row.width, [&](const TensorView& out) { handle.gather_all_compressed_kv(out, n); });
+      if (layer.pages.size() < 2) continue;
+      gather(45, layer.pages[1].row.width, [&](const TensorView& out) { handle.gather_all_index_keys(out, n); });
+    }
+  }
+  driver.cache.abort(step);
+  return all;
+}
+
 // The whole cache on every table and on several threads: real widths, a long chunk, decodes, an image.
 TEST_P(RowKernelsTest, WholeCache) {
   const Model model(real_config());
@@ -279,6 +305,7 @@ TEST_P(RowKernelsTest, WholeCache) {
     const RequestId ra = a.admit(), rb = b.admit();
     a.feed(ra, 1, {141, 1, 3, 1});
     b.feed(rb, 1, {141, 1, 3, 1});
+    EXPECT_TRUE(same_bytes(gather_everything(b, rb), gather_everything(a, ra))) << f.name() << " on " << fast().name;
     expect_same(bytes_of(b.cache, rb), bytes_of(a.cache, ra), f.name() + " on " + fast().name);
   }
 }
