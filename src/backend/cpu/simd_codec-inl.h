@@ -75,8 +75,7 @@ HWY_INLINE void encode_e2m1(const float* x, std::size_t count, float by, std::ui
   }
 }
 
-constexpr std::size_t kMaxTiles = 16;  // longer rows and wider keys take the plain code
-constexpr std::size_t kMaxKeyWidth = 1024;
+constexpr std::size_t kMaxKeyWidth = 1024;  // wider keys take the plain code
 
 using D16 = hn::ScalableTag<std::uint16_t>;
 using DI16 = hn::ScalableTag<std::int16_t>;
@@ -104,32 +103,45 @@ HWY_INLINE std::uint32_t largest_magnitude(const std::uint16_t* x, std::size_t c
   return hn::GetLane(hn::MaxOfLanes(DU(), hn::Max(hn::ShiftRight<16>(pair), hn::And(pair, set_bits(0xFFFF)))));
 }
 
-constexpr std::size_t kTile = 64;  // codes that are tested together for an all-normal path
-static_assert(kTile == codec::Fp8Tile64::kTile);
+constexpr std::size_t kTile = codec::Fp8Tile64::kTile;  // also what fp8_row is taken in
 
-// bf16 -> e4m3 in 16-bit integers, for a tile of values that all stay normal: exponents move and mantissas are rounded
-// from 7 to 3 bits. The mantissas of a step of 8 have at most one place where the code grows; with i the upper 4 bits
-// of the mantissa, code = (exponent * 128 + the lower 3 bits + round[i]) / 16 - base. False if a magnitude is below
-// `least`.
-HWY_INLINE bool encode_e4m3_normal(const std::uint16_t* x, std::uint32_t least, const std::uint8_t* round, int base,
+// bf16 -> e4m3 in 16-bit integers, for values that become normal: exponents move, mantissas are rounded from 7 to 3
+// bits. Eight mantissas in a row have at most one place where the code grows; with i the upper 4 bits of the mantissa,
+// code = (exponent * 128 + the lower 3 bits + round[i]) / 16 - base(tile). False if a code is below the normal ones.
+template <class Base>
+HWY_INLINE bool encode_e4m3_normal(const std::uint16_t* x, std::size_t count, const std::uint8_t* round, Base base,
                                    std::uint8_t* out) {
   const D16 d;
   const DI16 di;
-  auto smallest = magnitudes(x);
-  for (std::size_t c = hn::Lanes(d); c < kTile; c += hn::Lanes(d)) smallest = hn::Min(smallest, magnitudes(x + c));
-  if (!hn::AllFalse(di, hn::Lt(hn::BitCast(di, smallest), hn::Set(di, static_cast<std::int16_t>(least))))) return false;
   const hn::Repartition<std::uint8_t, D16> d8;
   const auto table = hn::LoadDup128(d8, round);
-  for (std::size_t c = 0; c < kTile; c += hn::Lanes(d)) {
-    const auto v = hn::LoadU(d, x + c);
-    const auto i = hn::Or(hn::And(hn::ShiftRight<3>(v), hn::Set(d, 0x0F)), hn::Set(d, 0x8000));  // upper byte: none
-    const auto step = hn::BitCast(d, hn::TableLookupBytesOr0(table, hn::BitCast(d8, i)));
-    const auto code = hn::Sub(hn::ShiftRight<4>(hn::Add(hn::And(v, hn::Set(d, 0x7F87)), step)),
-                              hn::Set(d, static_cast<std::uint16_t>(base)));
-    const auto sign = hn::And(hn::ShiftRight<8>(v), hn::Set(d, 0x80));
-    hn::StoreU(hn::DemoteTo(D8Half(), hn::BitCast(DI16(), hn::Or(code, sign))), D8Half(), out + c);
+  auto smallest = hn::Set(di, 0x7E);
+  for (std::size_t t = 0; t < count / kTile; ++t) {
+    const auto less = hn::Set(d, static_cast<std::uint16_t>(base(t)));
+    for (std::size_t c = t * kTile; c < (t + 1) * kTile; c += hn::Lanes(d)) {
+      const auto v = hn::LoadU(d, x + c);
+      const auto i = hn::Or(hn::And(hn::ShiftRight<3>(v), hn::Set(d, 0x0F)), hn::Set(d, 0x8000));  // upper byte: none
+      const auto step = hn::BitCast(d, hn::TableLookupBytesOr0(table, hn::BitCast(d8, i)));
+      const auto code = hn::Sub(hn::ShiftRight<4>(hn::Add(hn::And(v, hn::Set(d, 0x7F87)), step)), less);
+      const auto sign = hn::And(hn::ShiftRight<8>(v), hn::Set(d, 0x80));
+      smallest = hn::Min(smallest, hn::BitCast(di, code));
+      hn::StoreU(hn::DemoteTo(D8Half(), hn::BitCast(di, hn::Or(code, sign))), D8Half(), out + c);
+    }
   }
-  return true;
+  return hn::AllTrue(di, hn::Gt(smallest, hn::Set(di, 7)));
+}
+
+// The same for any finite values. scaled(tile, x): what is to be rounded.
+template <class Base, class Scaled>
+HWY_INLINE void encode_e4m3(const std::uint16_t* x, std::size_t count, const std::uint8_t* round, Base base,
+                            Scaled scaled, std::uint8_t* out) {
+  if (encode_e4m3_normal(x, count, round, base, out)) return;
+  for (std::size_t t = 0; t < count / kTile; ++t) {
+    const auto same = [&](std::size_t) { return base(t); };
+    if (encode_e4m3_normal(x + t * kTile, kTile, round, same, out + t * kTile)) continue;
+    for (std::size_t c = t * kTile; c < (t + 1) * kTile; c += hn::Lanes(DF()))
+      store_bytes(e4m3_bits(scaled(t, load_bf16(x + c))), out + c);
+  }
 }
 
 // To nearest even, for a scale that is a power of two.
@@ -138,27 +150,18 @@ alignas(16) constexpr std::uint8_t kRoundEven[16] = {0, 15, 16, 32, 32, 47, 48, 
 // x: bf16 bits. False if there is an infinity or a NaN.
 HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
                                   std::uint8_t* scale) {
-  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail,
-                    tiles = body / kTile;
-  if (tiles > kMaxTiles || tail % hn::Lanes(D16()) != 0) return false;
-  std::uint32_t amax[kMaxTiles];
+  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail;
+  if (tail % hn::Lanes(D16()) != 0) return false;
   std::uint32_t most = tail > 0 ? largest_magnitude(x + body, tail) : 0;
-  for (std::size_t t = 0; t < tiles; ++t) {
-    amax[t] = largest_magnitude(x + t * kTile, kTile);
-    most = most > amax[t] ? most : amax[t];
+  for (std::size_t t = 0; t < body / kTile; ++t) {
+    const std::uint32_t amax = largest_magnitude(x + t * kTile, kTile);
+    scale[t] = static_cast<std::uint8_t>(exponent_over_448(amax << 16) + 127);
+    most = most > amax ? most : amax;
   }
   if (most >= 0x7F80) return false;
-  for (std::size_t t = 0; t < tiles; ++t) {
-    const std::uint16_t* tile = x + t * kTile;
-    const int e = exponent_over_448(amax[t] << 16);
-    scale[t] = static_cast<std::uint8_t>(e + 127);
-    if (encode_e4m3_normal(tile, static_cast<std::uint32_t>(121 + e) << 7, kRoundEven, (120 + e) << 3,
-                           payload + t * kTile))
-      continue;
-    const VF factor = set(codec::pow2(-e));  // some value is zero or becomes a subnormal
-    for (std::size_t c = 0; c < kTile; c += hn::Lanes(DF()))
-      store_bytes(e4m3_bits(hn::Mul(load_bf16(tile + c), factor)), payload + t * kTile + c);
-  }
+  encode_e4m3(
+      x, body, kRoundEven, [&](std::size_t t) { return (scale[t] - 7) << 3; },
+      [&](std::size_t t, VF v) { return hn::Mul(v, set(codec::pow2(127 - scale[t]))); }, payload);
   for (int t = codec::Fp8Tile64::tiles(shape); t < codec::Fp8Tile64::scale_bytes(shape); ++t) scale[t] = 0;
   std::memcpy(payload + body, x + body, 2 * tail);
   return true;
@@ -196,17 +199,12 @@ HWY_INLINE bool encode_fp8_row(codec::RowShape shape, const std::uint16_t* x, st
   if (amax >= 0x7F80 || (tail > 0 && largest_magnitude(x + body, tail) > 0x7F80)) return false;
   const float inverse = codec::Fp8Row::inverse_scale(codec::bits_float(amax << 16));
   const DividedRounding::Row& by = divided.of[amax & 0x7F];
-  const int exponent = static_cast<int>(amax >> 7);  // above 13: inverse is normal; inverse < 2^(exponent - 127 - 7)
-  for (std::size_t c = 0; c < body; c += kTile) {
-    if (exponent > 13 && encode_e4m3_normal(x + c, static_cast<std::uint32_t>(exponent - 13) << 7, by.round,
-                                            8 * (exponent - 8) - by.first, payload + c))
-      continue;
-    const VF divisor = set(inverse), most = set(448.0f);  // amax / (amax / 448) may round to just above 448
-    for (std::size_t i = c; i < c + kTile; i += hn::Lanes(DF())) {
-      const VF v = hn::Div(load_bf16(x + i), divisor);
-      store_bytes(e4m3_bits(hn::Min(hn::Max(v, hn::Neg(most)), most)), payload + i);
-    }
-  }
+  const int base = 8 * (static_cast<int>(amax >> 7) - 8) - by.first;
+  if (base < 8) return false;   // amax is tiny: zero would not come out below the normal codes
+  const VF most = set(448.0f);  // amax / (amax / 448) may round to just above it
+  encode_e4m3(
+      x, body, by.round, [&](std::size_t) { return base; },
+      [&](std::size_t, VF v) { return hn::Min(hn::Max(hn::Div(v, set(inverse)), hn::Neg(most)), most); }, payload);
   std::memcpy(payload + body, x + body, 2 * tail);
   std::memcpy(scale, &inverse, 4);
   return true;
