@@ -455,6 +455,13 @@ struct PairBytes {  // where in four pairs the magnitudes of every eight channel
   }
 };
 
+struct FourTimes {  // 16 bytes, each four times: one byte of codes makes two bf16
+  alignas(64) std::uint8_t at[64];
+  constexpr FourTimes() : at() {
+    for (std::size_t i = 0; i < sizeof(at); ++i) at[i] = static_cast<std::uint8_t>(i / 4);
+  }
+};
+
 template <std::size_t kGroup>
 HWY_INLINE void decode_e2m1_normal(const std::uint8_t* payload, std::size_t width, const std::uint32_t* pairs,
                                    std::uint16_t* out) {
@@ -463,17 +470,14 @@ HWY_INLINE void decode_e2m1_normal(const std::uint8_t* payload, std::size_t widt
   const hn::Repartition<std::uint32_t, decltype(d)> d32;
   static constexpr PairBytes<kGroup> kPairBytes;
   alignas(16) static constexpr std::uint16_t kExponents[8] = {0, 0xFF80, 0, 0, 0x80, 0x80, 0x100, 0x100};
-  alignas(64) static constexpr std::uint8_t kFourTimes[64] = {
-      0,  0,  0,  0,  1,  1,  1,  1,  2,  2,  2,  2,  3,  3,  3,  3,  4,  4,  4,  4,  5,  5,
-      5,  5,  6,  6,  6,  6,  7,  7,  7,  7,  8,  8,  8,  8,  9,  9,  9,  9,  10, 10, 10, 10,
-      11, 11, 11, 11, 12, 12, 12, 12, 13, 13, 13, 13, 14, 14, 14, 14, 15, 15, 15, 15};
+  static constexpr FourTimes kFourTimes;
   const auto exponents = hn::LoadDup128(d, kExponents);
   for (std::size_t c = 0; c < width; c += hn::Lanes(d)) {
     const auto four_pairs = hn::BitCast(d8, hn::LoadDup128(d32, pairs + c / (4 * kGroup) * 4));
     const auto base = hn::TableLookupBytesOr0(four_pairs, hn::Load(d8, kPairBytes.at + c % (4 * kGroup) * 2));
     const auto table = hn::BitCast(d8, hn::Add(hn::BitCast(d, base), exponents));
     const auto codes = hn::LoadDup128(d8, payload + c / 32 * 16);
-    const auto bytes = hn::BitCast(d, hn::TableLookupBytes(codes, hn::Load(d8, kFourTimes + c % 32 * 2)));
+    const auto bytes = hn::BitCast(d, hn::TableLookupBytes(codes, hn::Load(d8, kFourTimes.at + c % 32 * 2)));
     const auto code = hn::OddEven(hn::ShiftRight<4>(bytes), bytes);  // in the lower half of both bytes
     const auto at = hn::Or(hn::And(hn::ShiftLeft<1>(code), hn::Set(d, 0x0E0E)), hn::Set(d, 0x0100));
     const auto magnitude = hn::BitCast(d, hn::TableLookupBytes(table, hn::BitCast(d8, at)));
