@@ -80,6 +80,12 @@ TEST_P(RowKernelsTest, Encode) {
       ASSERT_TRUE(same_bytes(pa, pb)) << to_string(s.format) << " width " << s.width << " round " << round;
       ASSERT_TRUE(same_bytes(sa, sb)) << to_string(s.format) << " width " << s.width << " round " << round;
       std::vector<float> tmp(static_cast<std::size_t>(s.width));
+      if (global == 1.0f) {
+        std::vector<std::uint16_t> input;
+        for (float v : x) input.push_back(codec::bf16_bits(v));
+        fast().encode_input(s.format, shape, input.data(), DType::bf16, pb.data(), sb.data(), tmp.data());
+        ASSERT_TRUE(same_bytes(pa, pb) && same_bytes(sa, sb)) << "input " << to_string(s.format) << " round " << round;
+      }
       for (DType type : {DType::f32, DType::bf16}) {
         std::vector<std::uint8_t> oa(static_cast<std::size_t>(s.width) * element_bytes(type) + 16, 0xA5), ob = oa;
         plain().decode(s.format, shape, pa.data(), sa.data(), global, oa.data(), type, tmp.data());
@@ -103,6 +109,76 @@ TEST_P(RowKernelsTest, EveryBf16ValueInEveryScalarFormat) {
       fast().encode(format, shape, all.data() + at, pb.data(), sb.data(), 1.0f);
       ASSERT_TRUE(same_bytes(pa, pb)) << to_string(format) << " from bits " << at;
       ASSERT_TRUE(same_bytes(sa, sb)) << to_string(format) << " from bits " << at;
+    }
+  }
+}
+
+// Whatever bytes are stored: every scale, at the ends of the range too, with codes that are all normal and with others.
+TEST_P(RowKernelsTest, DecodeOfEveryScale) {
+  Random random(24);
+  const auto expect_same = [&](Format format, codec::RowShape shape, const std::vector<std::uint8_t>& payload,
+                               const std::vector<std::uint8_t>& scale, float global) {
+    std::vector<float> tmp(static_cast<std::size_t>(shape.width));
+    for (DType type : {DType::f32, DType::bf16}) {
+      std::vector<std::uint8_t> a(tmp.size() * element_bytes(type) + 16, 0xA5), b = a;
+      plain().decode(format, shape, payload.data(), scale.data(), global, a.data(), type, tmp.data());
+      fast().decode(format, shape, payload.data(), scale.data(), global, b.data(), type, tmp.data());
+      ASSERT_TRUE(same_bytes(a, b)) << to_string(format) << ", scale " << +scale[0] << " " << +scale[1] << " "
+                                    << +scale[2] << " " << +scale[3] << ", global " << global;
+    }
+  };
+  const auto any_byte = [&] { return static_cast<std::uint8_t>(random.below(256)); };
+  // Tiles of 64: all normal codes, or one of any kind among them.
+  const auto e4m3_codes = [&](std::size_t count) {
+    std::vector<std::uint8_t> out(count + 128);  // and a tail of 64 bf16
+    for (std::uint8_t& code : out) code = static_cast<std::uint8_t>(random.between(8, 0x7E) | random.below(2) << 7);
+    for (std::size_t tile = 0; tile < count; tile += 64)
+      if (random.below(3) == 0) out[tile + static_cast<std::size_t>(random.below(64))] = any_byte();
+    return out;
+  };
+  for (int byte = 0; byte < 256; ++byte) {
+    const std::uint8_t one = static_cast<std::uint8_t>(byte);
+    for (int round = 0; round < 8; ++round) {
+      std::vector<std::uint8_t> scales(8, one), fp4(64);
+      for (std::uint8_t& code : fp4) code = any_byte();
+      if (round > 3) scales[static_cast<std::size_t>(random.below(8))] = any_byte();
+      expect_same(Format::fp8_tile64, {512, 64}, e4m3_codes(448), scales, 1.0f);
+      expect_same(Format::mxfp4, {128, 0}, fp4, scales, 1.0f);
+      for (float global : {1.0f, 0.37f, -1.0f, 0.0f, 1e-36f, 1e-38f, 1e-40f, 3e38f, 1e36f, INFINITY, NAN})
+        expect_same(Format::nvfp4, {128, 0}, fp4, scales, global);
+      // A float scale: any mantissa (or none) at each exponent of either sign.
+      const std::uint32_t mantissa = round < 4 ? 0 : static_cast<std::uint32_t>(random.below(1 << 23));
+      const std::uint32_t bits = (round % 4 == 3 ? 1u << 31 : 0) | std::uint32_t{one} << 23 | mantissa;
+      std::memcpy(scales.data(), &bits, 4);
+      expect_same(Format::fp8_row, {512, 64}, e4m3_codes(448), scales, 1.0f);
+      expect_same(Format::fp8, {128, 0}, e4m3_codes(128), scales, 1.0f);
+    }
+  }
+}
+
+// fp8_row divides: every mantissa over every mantissa of the largest, through all exponents of the code and below.
+TEST_P(RowKernelsTest, Fp8RowOfEveryMantissaPair) {
+  const codec::RowShape shape{512, 0};
+  for (std::uint32_t exponent : {1, 8, 9, 10, 13, 14, 15, 127, 254}) {
+    for (std::uint32_t mantissa = 0; mantissa < 128; ++mantissa) {
+      const std::uint32_t amax = exponent << 7 | mantissa;
+      for (std::uint32_t down = 0; down < 24 && down <= exponent; down += 3) {
+        std::vector<std::uint16_t> x(512);
+        for (std::uint32_t c = 0; c < 512; ++c) {  // three exponents by all mantissas, amax, and again with signs
+          const std::uint32_t below = down + c / 128;
+          x[c] = static_cast<std::uint16_t>(c < 384 && below <= exponent ? (exponent - below) << 7 | c % 128 : amax);
+          if (x[c] > amax) x[c] = static_cast<std::uint16_t>(amax);
+          x[c] = static_cast<std::uint16_t>(x[c] | (c * 7 % 3 == 0 ? 0x8000u : 0));
+        }
+        std::vector<float> values(512), tmp(512);
+        for (std::size_t c = 0; c < 512; ++c) values[c] = codec::bf16_value(x[c]);
+        std::vector<std::uint8_t> pa(512), sa(4), pb(512), sb(4), pc(512), sc(4);
+        plain().encode(Format::fp8_row, shape, values.data(), pa.data(), sa.data(), 1.0f);
+        fast().encode(Format::fp8_row, shape, values.data(), pb.data(), sb.data(), 1.0f);
+        fast().encode_input(Format::fp8_row, shape, x.data(), DType::bf16, pc.data(), sc.data(), tmp.data());
+        ASSERT_TRUE(same_bytes(pa, pb) && same_bytes(sa, sb)) << "amax bits " << amax << ", down " << down;
+        ASSERT_TRUE(same_bytes(pa, pc) && same_bytes(sa, sc)) << "input, amax bits " << amax << ", down " << down;
+      }
     }
   }
 }
@@ -193,6 +269,32 @@ TEST_P(RowKernelsTest, ConvertLoadAndAngles) {
   }
 }
 
+// Everything a step with a padded item can gather, into more rows than there are: several blocks, shared by threads.
+std::vector<std::uint8_t> gather_everything(Driver& driver, RequestId request) {
+  std::vector<std::uint8_t> all;
+  std::vector<std::int32_t> lens(2), first(2);
+  const Step step = driver.prepare({{request, 1, 2}, {kNoRequest, 0, 1}}).value();
+  driver.append(step);
+  for (const LayerCacheSchema& layer : driver.cache.schema().layers) {
+    LayerCacheHandle handle = driver.cache.acquire(layer.spec.layer);
+    for (const DType type : {DType::bf16, DType::f32}) {
+      const auto gather = [&](std::int64_t rows, std::int64_t width, auto&& into) {
+        std::vector<std::uint8_t> out(static_cast<std::size_t>(2 * rows * width) * element_bytes(type), 0xA5);
+        into(TensorView(out.data(), type, {2, rows, width}));
+        all.insert(all.end(), out.begin(), out.end());
+      };
+      const TensorView n(lens.data(), {2}), from(first.data(), {2});
+      gather(200, layer.window.row.width, [&](const TensorView& out) { handle.gather_swa_kv(out, n, from); });
+      if (layer.pages.empty()) continue;
+      gather(45, layer.pages[0].row.width, [&](const TensorView& out) { handle.gather_all_compressed_kv(out, n); });
+      if (layer.pages.size() < 2) continue;
+      gather(45, layer.pages[1].row.width, [&](const TensorView& out) { handle.gather_all_index_keys(out, n); });
+    }
+  }
+  driver.cache.abort(step);
+  return all;
+}
+
 // The whole cache on every table and on several threads: real widths, a long chunk, decodes, an image.
 TEST_P(RowKernelsTest, WholeCache) {
   const Model model(real_config());
@@ -203,6 +305,7 @@ TEST_P(RowKernelsTest, WholeCache) {
     const RequestId ra = a.admit(), rb = b.admit();
     a.feed(ra, 1, {141, 1, 3, 1});
     b.feed(rb, 1, {141, 1, 3, 1});
+    EXPECT_TRUE(same_bytes(gather_everything(b, rb), gather_everything(a, ra))) << f.name() << " on " << fast().name;
     expect_same(bytes_of(b.cache, rb), bytes_of(a.cache, ra), f.name() + " on " + fast().name);
   }
 }
