@@ -73,7 +73,7 @@ class KV4_API KVCacheManager {
   KVCacheManager(const KVCacheManager&) = delete;
   KVCacheManager& operator=(const KVCacheManager&) = delete;
 
-  /// Constants of a layer with a compressor; needed before its first append.
+  /// Constants of a layer, in the backend's memory; a compressor needs its own before the first append.
   void bind_weights(int layer, const LayerWeights& weights);
   /// The engine's own table for CSA and HCA layers, fp32 [positions, rope_dim / 2] each, so that q and entries agree to
   /// the bit. Without it entries are rotated by our own (build_rope_table).
@@ -84,8 +84,17 @@ class KV4_API KVCacheManager {
   /// at a time.
   Expected<Step> prepare_forward(std::span<const StepItem> items, int group = 0);
   LayerCacheHandle acquire(int layer);
+  /// Lengths advance at once; the step's work may still be queued. What reads the cache on the same stream sees it.
   void commit(const Step& step);
   void abort(const Step& step);
+  /// Whether the work of a committed step is done: only then may its blocks be read off the stream.
+  bool finished(const Step& step);
+
+  /// Work is queued on this stream from now on, after all that was queued before. A stream that is being captured does
+  /// not wait: order its replays yourself.
+  void set_stream(Stream stream);
+  /// Waits for all queued work; throws Error(device_failure) if some of it failed.
+  void synchronize();
 
   /// Forgets the tokens from `length` on, down to rewind_floor(): as if they had never been appended.
   void rewind(RequestId request, std::int64_t length, int group = 0);

@@ -10,21 +10,26 @@
 
 namespace kv4 {
 
-/// A layer's compressor constants, fp32 and dense; bound once with KVCacheManager::bind_weights, not copied.
+/// A layer's constants, fp32 and dense, in the memory of the cache's backend; bound once with
+/// KVCacheManager::bind_weights, not copied.
 struct LayerWeights {
   TensorView position_bias;        // [ratio, columns]: columns = 2 * head_dim (CSA), head_dim (HCA)
   TensorView norm_weight;          // [head_dim]
   TensorView index_position_bias;  // CSA: [ratio, 2 * index_dim]
   TensorView index_norm_weight;    // CSA: [index_dim]
+  TensorView raw_norm_weight;      // any layer, optional: [head_dim], of the projection that gives window rows
 };
 
 /// One row per token of the step, padding included. bf16 or fp32; fp32 window rows are rounded to bf16.
 struct AppendInputs {
-  TensorView raw_kv;      // [tokens, head_dim]: normed and rotated window rows
+  TensorView raw_kv;      // [tokens, head_dim]: normed and rotated window rows, or see raw_is_projection
   TensorView kv;          // CSA, HCA: [tokens, columns]
   TensorView gate;        // CSA, HCA: [tokens, columns]
   TensorView index_kv;    // CSA: [tokens, 2 * index_dim]
   TensorView index_gate;  // CSA: [tokens, 2 * index_dim]
+  /// raw_kv comes straight from the projection: append norms it (raw_norm_weight must be bound) and rotates its last
+  /// rope_dim channels, with the engine's table where one is bound.
+  bool raw_is_projection = false;
 };
 
 /// Entries made elsewhere: after rotation; index keys before the Hadamard transform. Row i is written iff valid[i] != 0

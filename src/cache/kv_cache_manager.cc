@@ -44,18 +44,23 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   // one it ends in.
   open.changes.reserve(static_cast<std::size_t>(schema.options.max_step_tokens / schema.block_tokens) + 2 * requests);
 
-  bool compresses = false;
+  bool compresses = false, slides = false;
   for (std::size_t i = 0; i < schema.layers.size(); ++i) {
     const int index = static_cast<int>(i);
     layers.push_back(ops::describe_layer(schema, index,
                                          {kv_pool.base(), state_pool.base(), state_pool.frontiers(),
                                           state_pool.displaced(), state_pool.displaced_positions(), tables.scratch()}));
-    compresses = compresses || layers.back().num_kinds > 0;
+    (layers.back().num_kinds > 0 ? compresses : slides) = true;
   }
-  rope.rope_dim = config.rope_dim;
+  raw_norm_weights.resize(layers.size());
+  swa_rope.rope_dim = compress_rope.rope_dim = config.rope_dim;
+  if (slides) {
+    swa_angles.emplace(config.rope_main, config.rope_dim, schema.options.max_context, backend);
+    swa_rope.angles = swa_angles->view();
+  }
   if (compresses) {
-    rope_angles.emplace(config, schema.options.max_context, backend);
-    rope.angles = rope_angles->view();
+    compress_angles.emplace(config.rope_compress, config.rope_dim, schema.options.max_context, backend);
+    compress_rope.angles = compress_angles->view();
   }
 }
 
@@ -89,8 +94,8 @@ const float* checked_constant(const TensorView& t, std::initializer_list<std::in
 
 void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
   const LayerCacheSchema& schema = impl_->schema.layer(layer);
-  require(!schema.pages.empty(), ErrorCode::bad_argument, "layer {} is {}: it has no compressor and takes no weights",
-          layer, to_string(schema.spec.kind));
+  require(!schema.pages.empty() || !weights.raw_norm_weight.empty(), ErrorCode::bad_argument,
+          "layer {} is {}: it has no compressor and takes only raw_norm_weight", layer, to_string(schema.spec.kind));
   require(!impl_->step_open, ErrorCode::bad_state, "weights cannot change during a step; commit or abort it first");
   const TensorView* bias[] = {&weights.position_bias, &weights.index_position_bias};
   const TensorView* norm[] = {&weights.norm_weight, &weights.index_norm_weight};
@@ -103,7 +108,12 @@ void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
         checked_constant(*bias[k], {schema.pages[k].kind.ratio, schema.pending[k].columns}, where + bias_name[k]);
     found[k][1] = checked_constant(*norm[k], {schema.pages[k].kind.width}, where + norm_name[k]);
   }
-  ops::LayerDesc& desc = impl_->layers[static_cast<std::size_t>(&schema - impl_->schema.layers.data())];
+  const std::size_t index = static_cast<std::size_t>(&schema - impl_->schema.layers.data());
+  const float* raw = nullptr;
+  if (!weights.raw_norm_weight.empty())
+    raw = checked_constant(weights.raw_norm_weight, {impl_->schema.config.head_dim}, where + "raw_norm_weight");
+  impl_->raw_norm_weights[index] = raw;
+  ops::LayerDesc& desc = impl_->layers[index];
   for (std::size_t k = 0; k < schema.pages.size(); ++k) {
     desc.kinds[k].bias = found[k][0];
     desc.kinds[k].norm_weight = found[k][1];
@@ -111,7 +121,7 @@ void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
 }
 
 void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& sin) {
-  const int pairs = impl_->rope.rope_dim / 2;
+  const int pairs = impl_->compress_rope.rope_dim / 2;
   const std::int64_t positions = impl_->schema.options.max_context;
   require(!impl_->step_open, ErrorCode::bad_state,
           "the rope table cannot change during a step; commit or abort it first");
@@ -121,8 +131,8 @@ void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& si
           positions);
   const float* c = checked_constant(cos, {cos.shape[0], pairs}, "the rope table's cos");
   const float* s = checked_constant(sin, {sin.shape[0], pairs}, "the rope table's sin");
-  impl_->rope.cos = c;
-  impl_->rope.sin = s;
+  impl_->compress_rope.cos = c;
+  impl_->compress_rope.sin = s;
 }
 
 // --- requests
@@ -383,8 +393,23 @@ void KVCacheManager::commit(const Step& step) {
     m.state_pool.release_slot(s.slot);
     s.slot = part.spare;
   }
+  m.commits[m.num_commits++ % m.commits.size()] = {m.open.step.id, m.backend->mark()};
   m.close_step();
 }
+
+// Of a step so old that its ticket is gone, the oldest ticket kept tells: it is a later one.
+bool KVCacheManager::finished(const Step& step) {
+  const Impl& m = *impl_;
+  const std::size_t kept = std::min(m.num_commits, m.commits.size());
+  for (std::size_t i = m.num_commits - kept; i < m.num_commits; ++i) {
+    const Impl::Commit& c = m.commits[i % m.commits.size()];
+    if (c.step_id >= step.id) return m.backend->reached(c.ticket);
+  }
+  fail(ErrorCode::bad_state, "step {} was not committed", step.id);
+}
+
+void KVCacheManager::set_stream(Stream stream) { impl_->backend->set_stream(stream); }
+void KVCacheManager::synchronize() { impl_->backend->synchronize(); }
 
 void KVCacheManager::abort(const Step& step) {
   Impl& m = *impl_;
@@ -496,7 +521,8 @@ int KVCacheManager::num_requests() const {
 std::int64_t KVCacheManager::memory_bytes() const {
   const Impl& m = *impl_;
   return m.kv_pool.memory_bytes() + m.state_pool.memory_bytes() + m.tables.memory_bytes() + m.allocator.memory_bytes() +
-         m.schema.options.num_blocks * m.block_tokens() * 4 + (m.rope_angles ? m.rope_angles->memory_bytes() : 0);
+         m.schema.options.num_blocks * m.block_tokens() * 4 + (m.swa_angles ? m.swa_angles->memory_bytes() : 0) +
+         (m.compress_angles ? m.compress_angles->memory_bytes() : 0);
 }
 
 }  // namespace kv4

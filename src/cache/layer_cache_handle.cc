@@ -101,7 +101,7 @@ struct HandleScope {
   }
 
   void append(ops::AppendParams& p) const {
-    p.rope = m.rope;
+    p.rope = m.compress_rope;
     m.step_written = true;
     m.backend->append(p);
   }
@@ -168,6 +168,14 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
     require(params.kv[k].dtype == params.gate[k].dtype, ErrorCode::bad_argument,
             "{} is {} and {} is {}; they must have one type", kv_name[k], to_string(params.kv[k].dtype), gate_name[k],
             to_string(params.gate[k].dtype));
+  }
+  if (inputs.raw_is_projection) {
+    params.front_end.norm_weight = scope.m.raw_norm_weights[static_cast<std::size_t>(index_)];
+    params.front_end.eps = scope.desc.eps;
+    params.front_end.rope = scope.desc.num_kinds > 0 ? scope.m.compress_rope : scope.m.swa_rope;
+    require(params.front_end.norm_weight != nullptr, ErrorCode::bad_state,
+            "layer {} has no raw_norm_weight; bind_weights({}, ...) with one before raw_is_projection",
+            scope.schema.spec.layer, scope.schema.spec.layer);
   }
   scope.append(params);
 }

@@ -1,6 +1,7 @@
 // What KVCacheManager and LayerCacheHandle share.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -40,8 +41,17 @@ struct KVCacheManager::Impl {
   std::vector<std::int64_t> seen_in_step;  // [max_requests] step id that last named the row
 
   std::vector<ops::LayerDesc> layers;  // [owned layers]
-  std::optional<RopeTables> rope_angles;
-  ops::RopeDesc rope;
+  // Rotation by layer: SWA layers turn at one base, the others, and their entries, at another.
+  std::optional<RopeTables> swa_angles, compress_angles;
+  ops::RopeDesc swa_rope, compress_rope;
+  std::vector<const float*> raw_norm_weights;  // [owned layers], null: not bound
+
+  struct Commit {
+    std::int64_t step_id = 0;
+    std::int64_t ticket = 0;
+  };
+  std::array<Commit, 64> commits{};  // the latest ones, in rotation
+  std::size_t num_commits = 0;
 
   Impl(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend_in);
 

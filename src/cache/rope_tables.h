@@ -12,9 +12,9 @@ namespace kv4 {
 
 class RopeTables {
  public:
-  RopeTables(const ModelConfig& config, std::int64_t positions, std::shared_ptr<Backend> backend)
+  RopeTables(const RopeSpec& rope, int rope_dim, std::int64_t positions, std::shared_ptr<Backend> backend)
       : backend_(std::move(backend)) {
-    const std::vector<double> table = build_rope_angles(config.rope_compress, config.rope_dim, positions);
+    const std::vector<double> table = build_rope_angles(rope, rope_dim, positions);
     bytes_ = static_cast<std::int64_t>(table.size() * sizeof(double));
     backend_->reserve_staging(bytes_);
     memory_ = backend_->allocate(bytes_);
@@ -22,7 +22,7 @@ class RopeTables {
     const ops::CopyPiece all{reinterpret_cast<const std::uint8_t*>(host.data()),
                              reinterpret_cast<std::uint8_t*>(memory_), bytes_};
     backend_->write_pieces(std::span(&all, 1), host);
-    view_ = view_rope_angles(reinterpret_cast<const double*>(memory_), config.rope_dim, positions);
+    view_ = view_rope_angles(reinterpret_cast<const double*>(memory_), rope_dim, positions);
   }
   ~RopeTables() { backend_->deallocate(memory_, bytes_); }
   RopeTables(const RopeTables&) = delete;

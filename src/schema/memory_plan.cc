@@ -41,9 +41,11 @@ PartBytes part_bytes(const CacheSchema& schema) {
   return out;
 }
 
-bool has_compressor(const CacheSchema& schema) {
-  return std::any_of(schema.layers.begin(), schema.layers.end(),
-                     [](const LayerCacheSchema& l) { return !l.pages.empty(); });
+// One table for layers with a compressor, one for those without.
+int num_rope_tables(const CacheSchema& schema) {
+  const auto compresses = [](const LayerCacheSchema& l) { return !l.pages.empty(); };
+  return std::any_of(schema.layers.begin(), schema.layers.end(), compresses) +
+         !std::all_of(schema.layers.begin(), schema.layers.end(), compresses);
 }
 
 }  // namespace
@@ -163,7 +165,7 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   tables +=
       2 * round_up(checked_mul(slots, 4 * static_cast<std::int64_t>(schema.layers.size()), "tables"), 64, "tables");
   tables += BlockAllocator::memory_bytes(o.num_blocks);
-  if (has_compressor(schema)) tables += 8 * rope_angle_count(schema.config.rope_dim, o.max_context);
+  tables += 8 * num_rope_tables(schema) * rope_angle_count(schema.config.rope_dim, o.max_context);
   add("tables", 1, tables, "block tables, step records, reference counts, rope angles");
   add("token ids", o.num_blocks, std::int64_t{4} * schema.block_tokens, blocks);
   return plan;

@@ -32,27 +32,6 @@ void prefetch_ring_row(const ops::WindowDesc& w, const ops::StepRecord& token) {
   __builtin_prefetch(w.ring.scale.at(slot, row), 1);
 }
 
-// The window row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
-void write_window_row(const RowKernels& kernels, const ops::LayerDesc& layer, const ops::StepRecord& token,
-                      std::int64_t index, const ops::InputDesc& in, RowBuffers& buffers) {
-  const ops::WindowDesc& w = layer.window;
-  const codec::RowShape shape = w.ring.shape;
-  const void* row = input_row(in, index);
-  std::uint8_t* ring_payload = w.ring.payload.at(token.write_slot, token.position % w.rows);
-  std::uint8_t* ring_scale = w.ring.scale.at(token.write_slot, token.position % w.rows);
-  if (token.in_place()) {
-    keep_displaced(w, layer.window_tokens, token);
-    kernels.encode_input(w.ring.format, shape, row, in.dtype, ring_payload, ring_scale, buffers.row.data());
-    return;
-  }
-  std::uint8_t* payload = w.scratch.payload.at(0, index);
-  std::uint8_t* scale = w.scratch.scale.at(0, index);
-  kernels.encode_input(w.ring.format, shape, row, in.dtype, payload, scale, buffers.row.data());
-  if (token.position < token.end() - w.rows) return;
-  std::memcpy(ring_payload, payload, static_cast<std::size_t>(w.ring.payload.row_stride));
-  std::memcpy(ring_scale, scale, static_cast<std::size_t>(w.ring.scale.row_stride));
-}
-
 // Quantises a finished row of a kind into its place in the page. `row` is changed by the transform.
 void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const ops::StepDesc& step,
                const ops::StepRecord& token, float* row) {
@@ -66,20 +45,22 @@ void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const ops::
 // The entry and the index key of a token close together and share one rotation.
 class Rotation {
  public:
-  Rotation(const RowKernels& kernels, const ops::RopeDesc& rope, RowBuffers& buffers)
-      : kernels_(kernels), rope_(rope), buffers_(buffers) {}
+  Rotation(const RowKernels& kernels, RowBuffers& buffers) : kernels_(kernels), buffers_(buffers) {}
 
-  void seek(std::int64_t position) {
-    const int pairs = rope_.rope_dim / 2;
-    if (rope_.cos != nullptr) {
-      cos = rope_.cos + position * pairs;
-      sin = rope_.sin + position * pairs;
-    } else if (position != at_) {
-      kernels_.angles(rope_.angles, position, buffers_.cos.data(), buffers_.sin.data());
-      at_ = position;
-      cos = buffers_.cos.data();
-      sin = buffers_.sin.data();
+  void seek(const ops::RopeDesc& rope, std::int64_t position) {
+    const int pairs = rope.rope_dim / 2;
+    if (rope.cos != nullptr) {
+      cos = rope.cos + position * pairs;
+      sin = rope.sin + position * pairs;
+      return;
     }
+    if (rope.angles.low != table_ || position != at_) {
+      kernels_.angles(rope.angles, position, buffers_.cos.data(), buffers_.sin.data());
+      table_ = rope.angles.low;
+      at_ = position;
+    }
+    cos = buffers_.cos.data();
+    sin = buffers_.sin.data();
   }
 
   const float* cos = nullptr;
@@ -87,10 +68,52 @@ class Rotation {
 
  private:
   const RowKernels& kernels_;
-  const ops::RopeDesc& rope_;
   RowBuffers& buffers_;
+  const double* table_ = nullptr;  // and position, of what the buffers hold
   std::int64_t at_ = -1;
 };
+
+// Norm and rotation of a row that comes straight from the projection: what finishes an entry, with a mean of one row.
+void finish_projection(const RowKernels& kernels, const ops::FrontEndDesc& front, int width, const void* row,
+                       DType type, std::int64_t position, Rotation& rotation, RowBuffers& buffers) {
+  float* acc = buffers.acc.data();
+  std::fill_n(acc + width, width, 1.0f);
+  kernels.load_as_bf16(row, type, width, acc + 2 * width);
+  rotation.seek(front.rope, position);
+  kernels.finish({width, acc, front.norm_weight, front.eps, front.rope.rope_dim / 2, rotation.cos, rotation.sin,
+                  buffers.row.data(), buffers.tmp.data()});
+}
+
+// The window row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
+void write_window_row(const RowKernels& kernels, const ops::AppendParams& params, std::int64_t index,
+                      Rotation& rotation, RowBuffers& buffers) {
+  const ops::StepRecord& token = params.step.tokens[index];
+  const ops::WindowDesc& w = params.layer.window;
+  const codec::RowShape shape = w.ring.shape;
+  const DType type = params.window_rows.dtype;
+  const void* row = input_row(params.window_rows, index);
+  const bool project = params.front_end.norm_weight != nullptr;
+  if (project) finish_projection(kernels, params.front_end, shape.width, row, type, token.position, rotation, buffers);
+  const auto quantise = [&](std::uint8_t* payload, std::uint8_t* scale) {
+    if (project)
+      kernels.encode(w.ring.format, shape, buffers.row.data(), payload, scale, 1.0f);
+    else
+      kernels.encode_input(w.ring.format, shape, row, type, payload, scale, buffers.row.data());
+  };
+  std::uint8_t* ring_payload = w.ring.payload.at(token.write_slot, token.position % w.rows);
+  std::uint8_t* ring_scale = w.ring.scale.at(token.write_slot, token.position % w.rows);
+  if (token.in_place()) {
+    keep_displaced(w, params.layer.window_tokens, token);
+    quantise(ring_payload, ring_scale);
+    return;
+  }
+  std::uint8_t* payload = w.scratch.payload.at(0, index);
+  std::uint8_t* scale = w.scratch.scale.at(0, index);
+  quantise(payload, scale);
+  if (token.position < token.end() - w.rows) return;
+  std::memcpy(ring_payload, payload, static_cast<std::size_t>(w.ring.payload.row_stride));
+  std::memcpy(ring_scale, scale, static_cast<std::size_t>(w.ring.scale.row_stride));
+}
 
 int widest(const ops::LayerDesc& layer) {
   int width = layer.window.ring.shape.width;
@@ -119,20 +142,20 @@ void CpuBackend::append(const ops::AppendParams& params) {
   // Then every token by itself: nothing it reads is written by another token of the step.
   pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
     RowBuffers& buffer = buffers(worker);
-    Rotation rotation(kernels_, params.rope, buffer);
+    Rotation rotation(kernels_, buffer);
     for (std::int64_t i = begin; i < end; ++i) {
       const ops::StepRecord& token = step.tokens[i];
       if (i + kPrefetchTokens < end) prefetch_ring_row(layer.window, step.tokens[i + kPrefetchTokens]);
       if (token.padded()) continue;
       const std::int64_t position = token.position;
-      write_window_row(kernels_, layer, token, i, params.window_rows, buffer);
+      write_window_row(kernels_, params, i, rotation, buffer);
       for (int k = 0; k < num_kinds; ++k) {
         const ops::KindDesc& kind = layer.kinds[k];
         const Compressor compressor(kernels_, kind, params.kv[k], params.gate[k]);
         compressor.store_pending(token, position);
         if ((position + 1) % kind.ratio != 0) continue;
         compressor.pool_entry(token, position, buffer);
-        rotation.seek(position + 1 - kind.ratio);
+        rotation.seek(params.rope, position + 1 - kind.ratio);
         kernels_.finish({kind.page.shape.width, buffer.acc.data(), kind.norm_weight, layer.eps,
                          params.rope.rope_dim / 2, rotation.cos, rotation.sin, buffer.row.data(), buffer.tmp.data()});
         store_row(kernels_, kind, step, token, buffer.row.data());
