@@ -11,8 +11,8 @@
 
 namespace kv4::cuda {
 
-/// Writes the tables of a new step. Of `update`, items, ranges and block_ids are device addresses; items may be the
-/// table itself.
+/// Writes the tables of a new step. Of `update`, items, ranges and block_ids are device addresses. Items stand in token
+/// order, ranges do not overlap. Not for graphs: its grid depends on how many ranges there are.
 KV4_API cudaError_t update_step(const ops::StepUpdate& update, cudaStream_t stream);
 
 /// Window rows, pending rows, due entries and index keys of all the step's tokens: one launch.
@@ -23,7 +23,7 @@ KV4_API cudaError_t gather_chosen(const ops::GatherParams& params, cudaStream_t 
 KV4_API cudaError_t gather_all(const ops::GatherParams& params, cudaStream_t stream);
 KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t stream);
 
-/// Copies pieces [count] (device address) in one launch.
+/// Copies pieces [count] (device address) in one launch; none overlaps another's target. bytes: of all together.
 KV4_API cudaError_t copy_pieces(const ops::CopyPiece* pieces, std::int32_t count, std::int64_t bytes,
                                 cudaStream_t stream);
 /// For each span [count] (device address): what its accumulator would be if all its rows were folded, into `out`.

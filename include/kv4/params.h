@@ -235,7 +235,8 @@ struct OpenSpan {
 
 constexpr std::int32_t kMaxUpdateValues = 1 << 16;
 
-/// A new step: items and the block table entries that changed since the last one, all on the host.
+/// A new step: items and the block table entries that changed since the last one; on the host for Backend, on the
+/// device for kv4/cuda.h.
 struct StepUpdate {
   StepTableDesc tables;
   std::int32_t num_items = 0;

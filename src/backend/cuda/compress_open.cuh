@@ -1,0 +1,153 @@
+// Entries without overlap (HCA): many rows pooled in order, the first of them possibly folded into an accumulator by
+// earlier steps. With an online ring, rows that this step pushes out join the accumulator first (`advance`).
+//
+// Who does what. A step in place overwrites ring rows that `advance` reads, so one group, that of the request's first
+// token, does all of it; every thread reads and writes only its own channels, so program order is enough. A long step
+// reads one slot and writes another: entries are independent, and the last token's group advances.
+#pragma once
+
+#include "backend/cuda/entry_row.cuh"
+#include "backend/cuda/source_rows.cuh"
+
+namespace kv4::cuda {
+
+template <bool kLatency, class In, class Pending, class Lanes>
+class OpenSpans {
+ public:
+  __device__ OpenSpans(const ops::AppendParams& p, int k, Lanes lanes)
+      : p_(p), k_(k), kind_(p.layer.kinds[k]), lanes_(lanes), channel_(lanes.channel(0)) {
+    weight_ = load_weight(kind_.norm_weight + channel_);
+  }
+
+  __device__ void run(int group, int groups) {
+    const int ratio = kind_.ratio, rows = kind_.pending.rows;
+    const auto wanted = [=](const ops::StepRecord& r) {
+      if (r.in_place()) return r.position == r.length;
+      return (r.position + 1) % ratio == 0 || r.position >= r.end() - rows || r.position == r.end() - 1;
+    };
+    for_each_record(p_.step, group, groups, wanted, [&](const ops::StepRecord& r) {
+      const SourceRows<In, Pending> source(p_, k_, r, channel_);
+      close_spans(r, source);
+    });
+  }
+
+ private:
+  using Source = SourceRows<In, Pending>;
+  static constexpr int kWidth = Lanes::kWidth;
+  static constexpr int kNever = -1;
+  static constexpr int kAhead = kLatency || sizeof(In) + sizeof(Pending) == 4 ? 8 : 5;  // rows under way
+
+  // Of the whole request in place, else of one token.
+  __device__ void close_spans(const ops::StepRecord& r, const Source& source) {
+    const int ratio = kind_.ratio, stays = r.end() - kind_.pending.rows;  // positions from there on stay in the ring
+    const int last = r.in_place() ? r.end() : r.position + 1;
+    const bool advances = kind_.pending.online && last == r.end();
+    int closing = r.position / ratio * ratio + ratio - 1;
+    int to = advances ? stays : kNever;
+    int low = advances ? max(stays, 0) : closing;
+    int stop = closing < last ? closing + 1 : to;
+    int store_at = max(r.position, stays);
+    RawRow first;  // pending row, under way with the others
+    if (kLatency && store_at < last) first = source.load_input(store_at, 0);
+    while (true) {
+      if (stop > 0) fold(r, source, low, stop, to);
+      if (closing < r.position + ratio) {  // the first time: what they overwrite is in the accumulator now
+        if (kLatency && store_at < last) source.store(first, store_at++, 0);
+        for (; store_at < last; ++store_at) source.store(source.load_input(store_at, 0), store_at, 0);
+      }
+      if (closing >= last) return;
+      const int block = closing == r.position ? r.block : __ldg(&p_.step.tokens[r.token_of(closing)].block);
+      store_entry(lanes_, p_, kind_, pool_, weight_, turn_, closing, block);
+      closing += ratio;
+      if (closing >= last) return;
+      to = kNever;
+      low = closing;
+      stop = closing + 1;
+    }
+  }
+
+  // Pools rows up to `stop`, those of the span that max(low, frontier) lies in, and leaves the result in pool_, with
+  // the rotation of an entry that ends at `stop` in turn_. On the way, at position `to`, the accumulator advances,
+  // unless that was done before. Which rows are asked for depends on the record alone: they need not wait for the
+  // frontier, which only says which of them count. None of them lies below length - ring rows: what left the ring is in
+  // the accumulator.
+  __device__ void fold(const ops::StepRecord& r, const Source& source, int low, int stop, int to) {
+    const ops::PendingDesc& pending = kind_.pending;
+    const int from = pending.frontiers[r.read_slot * pending.frontier_stride];
+    const float* acc = accumulator(r.read_slot);
+    const RawQuad max = load_raw(acc), den = load_raw(acc + kWidth), num = load_raw(acc + 2 * kWidth);
+
+    int ask = ::max(low / kind_.ratio * kind_.ratio, r.length - pending.rows), at = ask;
+    int phase = ask % kind_.ratio, ring_row = ask % pending.rows;
+    RawRow rows[kAhead];
+    Quad bias[kAhead];
+    const auto ask_next = [&](int i) {
+      if (ask >= stop) return;
+      rows[i] = source.load(ask, ring_row, 0);
+      bias[i] = load_weight(kind_.bias + phase * kWidth + channel_);
+      ++ask;
+      if (++phase == kind_.ratio) phase = 0;
+      if (++ring_row == pending.rows) ring_row = 0;
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ask_next(i);
+    if (stop % kind_.ratio == 0) turn_ = load_turn(p_.rope, stop - kind_.ratio, channel_, kWidth);
+
+    const int base = ::max(low, from) / kind_.ratio * kind_.ratio, start = ::max(from, base);
+    const bool advances = to > from, saves = advances && to > base;
+    int next_base = base + kind_.ratio;  // a new span begins there
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i)
+      pool_[i] = from <= base
+                     ? ops::empty_pool()
+                     : ops::Pool{codec::bits_float(max.w[i]), codec::bits_float(den.w[i]), codec::bits_float(num.w[i])};
+    while (at < stop) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (at >= stop) break;
+        if (saves && at == to) save(r.write_slot);
+        if (at == next_base) {
+          next_base += kind_.ratio;
+#pragma unroll
+          for (int c = 0; c < kQuad; ++c) pool_[c] = ops::empty_pool();
+        }
+        if (at >= start) pool_quad(pool_, source.read(rows[i].gate, at), bias[i], source.read(rows[i].kv, at));
+        ask_next(i);
+        ++at;
+      }
+    }
+    if (saves && to == stop) save(r.write_slot);
+    if (advances) {
+      lanes_.sync();  // everybody has read the frontier
+      if (lanes_.leader()) pending.frontiers[r.write_slot * pending.frontier_stride] = to;
+    }
+  }
+
+  __device__ void save(int slot) const {
+    Quad den, num;
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      den.v[i] = pool_[i].den;
+      num.v[i] = pool_[i].num;
+    }
+    float* acc = accumulator(slot);
+    store_quad(acc, Quad{{pool_[0].max, pool_[1].max, pool_[2].max, pool_[3].max}});
+    store_quad(acc + kWidth, den);
+    store_quad(acc + 2 * kWidth, num);
+  }
+
+  __device__ float* accumulator(int slot) const {
+    return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0)) + channel_;
+  }
+
+  const ops::AppendParams& p_;
+  int k_;
+  const ops::KindDesc& kind_;
+  Lanes lanes_;
+  int channel_;
+  Quad weight_;
+  ops::Pool pool_[kQuad];
+  Turn turn_{};
+};
+
+}  // namespace kv4::cuda

@@ -1,0 +1,322 @@
+#include "backend/cuda/cuda_backend.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "backend/cuda/cuda_check.h"
+#include "backend/image_pieces.h"
+#include "base/check.h"
+#include "kv4/cuda.h"
+
+namespace kv4 {
+namespace {
+
+constexpr int kOldestMajor = 8;
+
+}  // namespace
+
+std::string why_no_cuda(int device) {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  cudaGetLastError();
+  if (status != cudaSuccess || count == 0)
+    return fmt::format("no GPU is there: {}", status != cudaSuccess ? cudaGetErrorString(status) : "0 devices");
+  if (device < 0 || device >= count) return fmt::format("GPU {} is not there; GPUs are 0 to {}", device, count - 1);
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (major < kOldestMajor)
+    return fmt::format("GPU {} has compute capability {}.{}; kv4 needs {}.0 or newer", device, major, minor,
+                       kOldestMajor);
+  return {};
+}
+
+std::shared_ptr<Backend> make_cuda_backend(int device, Stream stream) {
+  const std::string problem = why_no_cuda(device);
+  require(problem.empty(), ErrorCode::no_device, "{}", problem);
+  return std::make_shared<cuda::CudaBackend>(device, static_cast<cudaStream_t>(stream.handle));
+}
+
+namespace cuda {
+namespace {
+
+constexpr std::size_t kPieceListBytes = std::size_t{64} << 10;
+
+std::size_t size(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
+
+// Arrays one after another in an upload slot.
+class SlotWriter {
+ public:
+  explicit SlotWriter(UploadRing::Slot& slot) : slot_(slot) {}
+
+  /// Copies `count` elements in; returns where they will be on the device.
+  template <class T>
+  T* add(const T* from, std::int64_t count) {
+    const std::size_t bytes = size(count) * sizeof(T);
+    if (bytes > 0) std::memcpy(slot_.host + used_, from, bytes);
+    T* const there = reinterpret_cast<T*>(slot_.device + used_);
+    used_ = (used_ + bytes + 15) / 16 * 16;
+    return there;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  UploadRing::Slot& slot_;
+  std::size_t used_ = 0;
+};
+
+}  // namespace
+
+CudaBackend::CudaBackend(int device, cudaStream_t stream) : device_(device), stream_(stream) {
+  const DeviceGuard guard(device_);
+  uploads_.reserve(kPieceListBytes);
+  for (cudaEvent_t& event : marks_) check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+}
+
+CudaBackend::~CudaBackend() {
+  try {
+    const DeviceGuard guard(device_);
+    cudaStreamSynchronize(stream_);
+    for (cudaEvent_t event : marks_) cudaEventDestroy(event);
+    cudaFree(staging_);
+  } catch (const Error&) {  // a lost device frees its memory by itself
+  }
+}
+
+// --- memory
+// ----------------------------------------------------------------------------------------------------------------------
+
+std::byte* CudaBackend::allocate(std::int64_t bytes) {
+  if (bytes == 0) return nullptr;
+  const DeviceGuard guard(device_);
+  std::byte* memory = static_cast<std::byte*>(device_malloc(bytes));
+  const cudaError_t status = cudaMemsetAsync(memory, 0, size(bytes), stream_);
+  if (status != cudaSuccess) cudaFree(memory);
+  check(status, "clearing new memory");
+  return memory;
+}
+
+void CudaBackend::deallocate(std::byte* memory, std::int64_t) {
+  if (memory == nullptr) return;
+  try {
+    const DeviceGuard guard(device_);
+    cudaFree(memory);  // waits for the kernels that use it
+  } catch (const Error&) {  // a lost device frees its memory by itself
+  }
+}
+
+void CudaBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) {
+  const DeviceGuard guard(device_);
+  check(cudaMemcpyAsync(to, from, size(bytes), cudaMemcpyDeviceToDevice, stream_), "a copy on the GPU");
+}
+
+void CudaBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) {
+  const DeviceGuard guard(device_);
+  check(cudaMemsetAsync(memory, value, size(bytes), stream_), "a fill on the GPU");
+}
+
+void CudaBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
+  const DeviceGuard guard(device_);
+  const std::size_t most = uploads_.capacity() / sizeof(ops::CopyPiece);
+  for (std::size_t first = 0; first < pieces.size(); first += most) {
+    const std::span<const ops::CopyPiece> part = pieces.subspan(first, std::min(most, pieces.size() - first));
+    std::int64_t bytes = 0;
+    for (const ops::CopyPiece& piece : part) bytes += piece.bytes;
+    UploadRing::Slot& slot = uploads_.next();
+    SlotWriter writer(slot);
+    const ops::CopyPiece* there = writer.add(part.data(), static_cast<std::int64_t>(part.size()));
+    uploads_.send(slot, writer.used(), stream_);
+    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), bytes, stream_), "copy_pieces");
+    uploads_.finish(slot, stream_);
+  }
+}
+
+void CudaBackend::reserve_staging(std::int64_t bytes) {
+  if (bytes <= staging_bytes_) return;
+  const DeviceGuard guard(device_);
+  std::byte* larger = static_cast<std::byte*>(device_malloc(bytes));
+  cudaFree(staging_);
+  staging_ = larger;
+  staging_bytes_ = bytes;
+}
+
+void CudaBackend::to_host(std::byte* host, std::int64_t bytes) {
+  check(cudaMemcpyAsync(host, staging_, size(bytes), cudaMemcpyDeviceToHost, stream_), "a transfer from the GPU");
+  check(cudaStreamSynchronize(stream_), "waiting for a transfer from the GPU");
+}
+
+void CudaBackend::from_host(const std::byte* host, std::int64_t bytes) {
+  check(cudaMemcpyAsync(staging_, host, size(bytes), cudaMemcpyHostToDevice, stream_), "a transfer to the GPU");
+}
+
+void CudaBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) {
+  const DeviceGuard guard(device_);
+  const std::int64_t bytes = static_cast<std::int64_t>(host.size());
+  fill(staging_, 0, bytes);
+  std::vector<ops::CopyPiece> staged(pieces.begin(), pieces.end());
+  for (ops::CopyPiece& piece : staged) piece.to = staging() + (piece.to - reinterpret_cast<std::uint8_t*>(host.data()));
+  copy_pieces(staged);
+  to_host(host.data(), bytes);
+}
+
+void CudaBackend::write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) {
+  const DeviceGuard guard(device_);
+  from_host(host.data(), static_cast<std::int64_t>(host.size()));
+  std::vector<ops::CopyPiece> staged(pieces.begin(), pieces.end());
+  for (ops::CopyPiece& piece : staged)
+    piece.from = staging() + (piece.from - reinterpret_cast<const std::uint8_t*>(host.data()));
+  copy_pieces(staged);
+  check(cudaStreamSynchronize(stream_), "waiting for a transfer to the GPU");
+}
+
+// --- steps
+// -----------------------------------------------------------------------------------------------------------------------
+
+void CudaBackend::reserve_updates(std::int64_t max_items) {
+  const DeviceGuard guard(device_);
+  const std::int64_t bytes = max_items * static_cast<std::int64_t>(sizeof(ops::StepRecord) + sizeof(ops::BlockRange)) +
+                             4 * ops::kMaxUpdateValues + 64;
+  uploads_.reserve(std::max(kPieceListBytes, size(bytes)));
+}
+
+void CudaBackend::update_step(const ops::StepUpdate& update) {
+  const DeviceGuard guard(device_);
+  UploadRing::Slot& slot = uploads_.next();
+  SlotWriter writer(slot);
+  ops::StepUpdate there = update;
+  there.items = writer.add(update.items, update.num_items);
+  there.ranges = writer.add(update.ranges, update.num_ranges);
+  there.block_ids = writer.add(update.block_ids, update.num_values);
+  uploads_.send(slot, writer.used(), stream_);
+  check(cuda::update_step(there, stream_), "update_step");
+  uploads_.finish(slot, stream_);
+}
+
+void CudaBackend::append(const ops::AppendParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::append(params, stream_), "append");
+}
+
+void CudaBackend::flush(const ops::FlushParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::flush(params, stream_), "flush_compression");
+}
+
+void CudaBackend::gather_chosen(const ops::GatherParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::gather_chosen(params, stream_), "gather_compressed_kv");
+}
+
+void CudaBackend::gather_all(const ops::GatherParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::gather_all(params, stream_), "gather_all");
+}
+
+void CudaBackend::gather_window(const ops::GatherParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::gather_window(params, stream_), "gather_swa_kv");
+}
+
+// --- images
+// ----------------------------------------------------------------------------------------------------------------------
+
+void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                             std::byte* image) {
+  if (layout.bytes == 0) return;
+  const DeviceGuard guard(device_);
+  copy_pieces(pieces_to_image(layers, layout, slot, staging()));
+  std::vector<ops::OpenSpan> spans;
+  for (const PendingPart& part : layout.pending) {
+    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    if (kind.overlap || part.open_count == 0) continue;
+    spans.push_back({kind, slot, static_cast<std::int32_t>(part.length),
+                     reinterpret_cast<float*>(staging() + part.open_at)});
+  }
+  const std::size_t most = uploads_.capacity() / sizeof(ops::OpenSpan);
+  for (std::size_t first = 0; first < spans.size(); first += most) {
+    const std::size_t count = std::min(most, spans.size() - first);
+    UploadRing::Slot& upload = uploads_.next();
+    SlotWriter writer(upload);
+    const ops::OpenSpan* there = writer.add(spans.data() + first, static_cast<std::int64_t>(count));
+    uploads_.send(upload, writer.used(), stream_);
+    check(cuda::fold_open(there, static_cast<std::int32_t>(count), stream_), "fold_open");
+    uploads_.finish(upload, stream_);
+  }
+  to_host(image, layout.bytes);
+}
+
+void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                                const std::byte* image) {
+  const DeviceGuard guard(device_);
+  if (layout.bytes > 0) from_host(image, layout.bytes);
+  copy_pieces(pieces_from_image(layers, layout, slot, staging()));
+
+  std::vector<std::int32_t> frontiers;
+  std::vector<std::int32_t*> places;
+  for (const PendingPart& part : layout.pending) {
+    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    if (kind.overlap) continue;
+    frontiers.push_back(static_cast<std::int32_t>(part.length));
+    places.push_back(kind.pending.frontiers + slot * kind.pending.frontier_stride);
+  }
+  if (!frontiers.empty()) {
+    UploadRing::Slot& upload = uploads_.next();
+    SlotWriter writer(upload);
+    const std::int32_t* values = writer.add(frontiers.data(), static_cast<std::int64_t>(frontiers.size()));
+    std::vector<ops::CopyPiece> pieces;
+    for (std::size_t i = 0; i < places.size(); ++i)
+      pieces.push_back({reinterpret_cast<const std::uint8_t*>(values + i), reinterpret_cast<std::uint8_t*>(places[i]), 4});
+    const ops::CopyPiece* there = writer.add(pieces.data(), static_cast<std::int64_t>(pieces.size()));
+    uploads_.send(upload, writer.used(), stream_);
+    check(cuda::copy_pieces(there, static_cast<std::int32_t>(pieces.size()),
+                            4 * static_cast<std::int64_t>(pieces.size()), stream_),
+          "copy_pieces");
+    uploads_.finish(upload, stream_);
+  }
+  check(cudaStreamSynchronize(stream_), "waiting for a transfer to the GPU");
+}
+
+// --- order
+// -----------------------------------------------------------------------------------------------------------------------
+
+// A stream that is being captured cannot wait for work outside the capture; whoever replays the graph orders it.
+void CudaBackend::set_stream(Stream stream) {
+  const DeviceGuard guard(device_);
+  const cudaStream_t next = static_cast<cudaStream_t>(stream.handle);
+  if (next == stream_) return;
+  cudaStreamCaptureStatus from = cudaStreamCaptureStatusNone, to = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream_, &from), "cudaStreamIsCapturing");
+  check(cudaStreamIsCapturing(next, &to), "cudaStreamIsCapturing");
+  if (from == cudaStreamCaptureStatusNone && to == cudaStreamCaptureStatusNone) {
+    const std::int64_t ticket = mark();
+    check(cudaStreamWaitEvent(next, marks_[static_cast<std::size_t>(ticket) % kMarks], 0), "cudaStreamWaitEvent");
+  }
+  stream_ = next;
+}
+
+std::int64_t CudaBackend::mark() {
+  const DeviceGuard guard(device_);
+  ++last_mark_;
+  check(cudaEventRecord(marks_[static_cast<std::size_t>(last_mark_) % kMarks], stream_), "cudaEventRecord");
+  return last_mark_;
+}
+
+// An event that was recorded again since stands for a later ticket: never reached too early.
+bool CudaBackend::reached(std::int64_t ticket) {
+  if (ticket <= last_reached_) return true;
+  const DeviceGuard guard(device_);
+  const cudaError_t status = cudaEventQuery(marks_[static_cast<std::size_t>(ticket) % kMarks]);
+  if (status == cudaErrorNotReady) return false;
+  check(status, "work queued earlier");
+  last_reached_ = ticket;
+  return true;
+}
+
+void CudaBackend::synchronize() {
+  const DeviceGuard guard(device_);
+  check(cudaStreamSynchronize(stream_), "work queued earlier");
+}
+
+}  // namespace cuda
+}  // namespace kv4

@@ -1,0 +1,67 @@
+// The CUDA backend: memory of one GPU, and the kernels of kv4/cuda.h queued on one stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+
+#include "backend/backend.h"
+#include "backend/cuda/upload_ring.h"
+
+namespace kv4::cuda {
+
+// Invariants:
+// 1. Everything is queued on stream_, in the order of the calls; whoever changes the stream makes the new one wait.
+// 2. No call that a step makes (update_step, append, flush, gathers) waits or allocates; update_step waits only if the
+//    host is four updates ahead of the device.
+// 3. staging_ is used by one call at a time, and the calls that use it are ordered by the stream.
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(int device, cudaStream_t stream);
+  ~CudaBackend() override;
+
+  bool on_host() const override { return false; }
+  std::byte* allocate(std::int64_t bytes) override;
+  void deallocate(std::byte* memory, std::int64_t bytes) override;
+  void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override;
+  void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) override;
+  void copy_pieces(std::span<const ops::CopyPiece> pieces) override;
+  void reserve_staging(std::int64_t bytes) override;
+  void read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) override;
+  void write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) override;
+
+  void reserve_updates(std::int64_t max_items) override;
+  void update_step(const ops::StepUpdate& update) override;
+  void append(const ops::AppendParams& params) override;
+  void flush(const ops::FlushParams& params) override;
+  void gather_chosen(const ops::GatherParams& params) override;
+  void gather_all(const ops::GatherParams& params) override;
+  void gather_window(const ops::GatherParams& params) override;
+  void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                  std::byte* image) override;
+  void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                     const std::byte* image) override;
+
+  void set_stream(Stream stream) override;
+  std::int64_t mark() override;
+  bool reached(std::int64_t ticket) override;
+  void synchronize() override;
+
+ private:
+  static constexpr std::size_t kMarks = 64;
+
+  void to_host(std::byte* host, std::int64_t bytes);          // from staging; done when it returns
+  void from_host(const std::byte* host, std::int64_t bytes);  // to staging
+  std::uint8_t* staging() const { return reinterpret_cast<std::uint8_t*>(staging_); }
+
+  int device_;
+  cudaStream_t stream_;
+  UploadRing uploads_;
+  std::byte* staging_ = nullptr;
+  std::int64_t staging_bytes_ = 0;
+  std::array<cudaEvent_t, kMarks> marks_{};  // of tickets (ticket mod kMarks)
+  std::int64_t last_mark_ = 0;
+  std::int64_t last_reached_ = 0;
+};
+
+}  // namespace kv4::cuda

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace kv4::cuda {
+
+/// Throws Error(device_failure) naming what was tried, if it did not succeed.
+void check(cudaError_t status, const char* what);
+
+/// Device memory; throws Error(out_of_memory) and leaves no error behind.
+void* device_malloc(std::int64_t bytes);
+/// Pinned host memory, likewise.
+void* pinned_malloc(std::int64_t bytes);
+
+/// Makes `device` current while it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool switched_ = false;
+};
+
+}  // namespace kv4::cuda

@@ -1,0 +1,208 @@
+// The gathers: stored rows, decoded into dense tensors. Rows that do not exist are zero. The three differ in which row
+// belongs at an output place (ChosenRows, AllRows, WindowRows); formats differ in how a row is read (row_decode.cuh).
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "backend/cuda/gather_plain.cuh"
+#include "backend/cuda/row_decode.cuh"
+#include "kv4/cuda.h"
+
+namespace kv4::cuda {
+namespace {
+
+using ops::GatherParams;
+using ops::StepRecord;
+
+__device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std::int32_t entry) {
+  const ops::KindDesc& kind = p.layer.kinds[p.kind];
+  const std::int64_t table = std::int64_t{request} * p.step.blocks_per_request;
+  const std::int32_t block = p.step.block_table[table + entry / kind.rows_per_block];
+  if (block < 0) return {};
+  return place_of(kind.page, block, entry % kind.rows_per_block);
+}
+
+struct ChosenRows {
+  static std::int64_t count(const GatherParams& p) { return p.step.num_tokens; }
+  KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
+  __device__ static StepRecord record(const GatherParams& p, std::int64_t token) { return p.step.tokens[token]; }
+
+  __device__ static RowPlace find(const GatherParams& p, const StepRecord& token, std::int64_t i, std::int64_t row) {
+    const std::int32_t entry = static_cast<const std::int32_t*>(p.indices.data)[i * p.indices.row_stride + row];
+    const std::int32_t visible = (token.position + 1) / p.layer.kinds[p.kind].ratio;
+    const bool there = !token.padded() & (entry >= 0) & (entry < visible);  // no load waits for another
+    if (p.valid != nullptr) p.valid[i * p.rows_per_item + row] = there;
+    return there ? find_entry(p, token.row, entry) : RowPlace{};
+  }
+
+  __device__ static void write_lengths(const GatherParams&, const StepRecord&, std::int64_t) {}
+};
+
+struct AllRows {
+  static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
+  KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
+  __device__ static StepRecord record(const GatherParams& p, std::int64_t item) { return p.step.items[item]; }
+  __device__ static std::int32_t entries(const GatherParams& p, const StepRecord& item) {
+    return item.padded() ? 0 : item.end() / p.layer.kinds[p.kind].ratio;
+  }
+
+  __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
+    return row < entries(p, item) ? find_entry(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
+  }
+
+  __device__ static void write_lengths(const GatherParams& p, const StepRecord& item, std::int64_t i) {
+    p.lens[i] = entries(p, item);
+  }
+};
+
+struct WindowRows {
+  static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
+  KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.window.ring; }
+  __device__ static StepRecord record(const GatherParams& p, std::int64_t item) { return p.step.items[item]; }
+  __device__ static std::int32_t first(const GatherParams& p, const StepRecord& item) {
+    return max(0, item.length - (p.layer.window_tokens - 1));
+  }
+  __device__ static std::int32_t end(const StepRecord& item) { return item.padded() ? 0 : item.end(); }
+
+  __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
+    const ops::WindowDesc& w = p.layer.window;
+    const std::int64_t at = first(p, item) + row;
+    if (at >= end(item)) return {};
+    const std::int32_t position = static_cast<std::int32_t>(at);
+    if (position >= item.length && !item.in_place()) return place_of(w.scratch, 0, item.token_of(position));
+    return place_of(w.ring, item.read_slot, position % w.rows);
+  }
+
+  __device__ static void write_lengths(const GatherParams& p, const StepRecord& item, std::int64_t i) {
+    p.first[i] = first(p, item);
+    p.lens[i] = end(item) - first(p, item);
+  }
+};
+
+// A lane finds a row, all lanes read it.
+template <class Row>
+__device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
+  const auto share = [lane](const std::uint8_t* at) {
+    return reinterpret_cast<const std::uint8_t*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(at), lane));
+  };
+  RowPlace place;
+  place.payload = share(mine.payload);
+  if constexpr (Row::kScaleAlign > 0) place.scale = share(mine.scale);
+  if constexpr (Row::kGlobal) place.global = share(mine.global);
+  return place;
+}
+
+constexpr int kWarps = 4;
+constexpr int kRowsPerWarp = 8;  // few, so that 32,768 rows are one wave of warps on an H200
+constexpr int kLoadsAhead = 4;   // a warp's loads of so many times 32 / kLanes rows are under way before the first use
+constexpr int kRowsPerTile = kWarps * kRowsPerWarp;
+
+// Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
+// on each other (index, block, row), hence the rows in flight.
+template <class Find, class Row, class Out>
+__global__ void __launch_bounds__(32 * kWarps) gather_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
+  constexpr int kRowsPerLoad = 32 / Row::kLanes, kRowsAhead = kLoadsAhead * kRowsPerLoad;
+  static_assert(kRowsPerWarp % kRowsAhead == 0);
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const std::int64_t outer = blockIdx.x / tiles;
+  const unsigned tile = blockIdx.x % tiles;
+  const std::int64_t first_row = std::int64_t{tile} * kRowsPerTile + warp * kRowsPerWarp;
+  const StepRecord record = Find::record(p, outer);
+  if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, record, outer);
+  if (first_row >= p.rows_per_item) return;
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{kRowsPerWarp}));
+
+  RowPlace mine;
+  if (lane < num_rows) mine = Find::find(p, record, outer, first_row + lane);
+
+  const int in_row = lane % Row::kLanes;
+  Out* out = static_cast<Out*>(p.out.data) + (outer * p.rows_per_item + first_row) * Row::kWidth + kOctet * in_row;
+#pragma unroll
+  for (int begin = 0; begin < kRowsPerWarp; begin += kRowsAhead) {
+    typename Row::Raw raw[kLoadsAhead];
+#pragma unroll
+    for (int i = 0; i < kLoadsAhead; ++i) {
+      const RowPlace place = place_from_lane<Row>(mine, begin + i * kRowsPerLoad + lane / Row::kLanes);
+      raw[i] = {};
+      if (place.payload != nullptr) raw[i] = Row::load_raw(place, in_row);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsAhead; ++i) {
+      const int row = begin + i * kRowsPerLoad + lane / Row::kLanes;
+#pragma unroll
+      for (int j = 0; j < Row::kOctets; ++j) {
+        float x[kOctet];
+        Row::template decode<Out>(raw[i], in_row, j, x);
+        store_octet(out + row * Row::kWidth + j * Row::kLanes * kOctet, x, row < num_rows);
+      }
+    }
+  }
+}
+
+bool is_aligned(const ops::Plane& plane, std::int64_t to) {
+  return to == 0 || (reinterpret_cast<std::intptr_t>(plane.data) | plane.block_stride | plane.row_stride) % to == 0;
+}
+
+template <class Row>
+bool can_read(const ops::RowPlanes& rows) {
+  return rows.shape.width == Row::kWidth && (Row::kTail < 0 || rows.shape.tail == Row::kTail) &&
+         is_aligned(rows.payload, 16) && is_aligned(rows.scale, Row::kScaleAlign) &&
+         (!Row::kGlobal || is_aligned(rows.global, Row::kScaleAlign));
+}
+
+template <class Find, class Row>
+cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
+  bool tuned = can_read<Row>(Find::rows(p)) && reinterpret_cast<std::uintptr_t>(p.out.data) % 16 == 0;
+  if constexpr (std::is_same_v<Find, WindowRows>) tuned = tuned && can_read<Row>(p.layer.window.scratch);
+  if (!tuned) return gather_plain<Find>(p, Find::count(p), stream);
+  const std::int64_t tiles = std::max<std::int64_t>((p.rows_per_item + kRowsPerTile - 1) / kRowsPerTile, 1);
+  const cudaLaunchConfig_t config{.gridDim = static_cast<unsigned>(Find::count(p) * tiles),
+                                  .blockDim = 32 * kWarps,
+                                  .dynamicSmemBytes = 0,
+                                  .stream = stream,
+                                  .attrs = nullptr,
+                                  .numAttrs = 0};
+  return p.out.dtype == DType::bf16
+             ? cudaLaunchKernelEx(&config, gather_rows<Find, Row, std::uint16_t>, p, static_cast<unsigned>(tiles))
+             : cudaLaunchKernelEx(&config, gather_rows<Find, Row, float>, p, static_cast<unsigned>(tiles));
+}
+
+template <class Find>
+cudaError_t gather(const GatherParams& p, cudaStream_t stream) {
+  if (Find::count(p) == 0) return cudaSuccess;
+  const ops::RowPlanes& rows = Find::rows(p);
+  if constexpr (!std::is_same_v<Find, WindowRows>) {  // keys have no window
+    switch (rows.format) {
+      case Format::mxfp4: return gather_with<Find, Fp4KeyReader<Format::mxfp4>>(p, stream);
+      case Format::nvfp4: return gather_with<Find, Fp4KeyReader<Format::nvfp4>>(p, stream);
+      case Format::fp8: return gather_with<Find, Fp8KeyReader>(p, stream);
+      case Format::bf16:
+        if (rows.shape.width == 128) return gather_with<Find, Bf16Reader<128>>(p, stream);
+        break;
+      default: break;
+    }
+  }
+  switch (rows.format) {
+    case Format::fp8_tile64: return gather_with<Find, Fp8RowReader<Format::fp8_tile64>>(p, stream);
+    case Format::fp8_row: return gather_with<Find, Fp8RowReader<Format::fp8_row>>(p, stream);
+    case Format::bf16: return gather_with<Find, Bf16Reader<512>>(p, stream);
+    default: return gather_plain<Find>(p, Find::count(p), stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t gather_chosen(const GatherParams& params, cudaStream_t stream) {
+  return gather<ChosenRows>(params, stream);
+}
+
+cudaError_t gather_all(const GatherParams& params, cudaStream_t stream) { return gather<AllRows>(params, stream); }
+
+cudaError_t gather_window(const GatherParams& params, cudaStream_t stream) {
+  return gather<WindowRows>(params, stream);
+}
+
+}  // namespace kv4::cuda

@@ -1,0 +1,159 @@
+// What a compressor reads: records of a step's tokens, and kv and gate rows from the ring or the step's inputs.
+#pragma once
+
+#include <type_traits>
+
+#include "backend/cuda/warp_row.cuh"
+#include "kv4/params.h"
+
+namespace kv4::cuda {
+
+/// Element of a bf16 row.
+struct Bf16 {
+  std::uint16_t bits;
+};
+
+/// 4 elements as loaded; bf16 ones fill the first two words.
+struct RawQuad {
+  std::uint32_t w[kQuad];
+};
+
+// Every element is read once, so it takes no place in the first-level cache from the weights. Volatile: rows are asked
+// for in program order, all that are wanted before the first is used, and before the stores that may overwrite them.
+template <class T>
+__device__ RawQuad load_raw(const T* at) {
+  RawQuad q{};
+  if constexpr (std::is_same_v<T, float>) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q.w[0]), "=r"(q.w[1]), "=r"(q.w[2]), "=r"(q.w[3])
+                 : "l"(at)
+                 : "memory");
+  } else {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(q.w[0]), "=r"(q.w[1]) : "l"(at) : "memory");
+  }
+  return q;
+}
+
+template <class T>
+__device__ Quad values(const RawQuad& q) {
+  if constexpr (std::is_same_v<T, float>) {
+    return {
+        {codec::bits_float(q.w[0]), codec::bits_float(q.w[1]), codec::bits_float(q.w[2]), codec::bits_float(q.w[3])}};
+  } else {
+    return {{codec::bits_float(q.w[0] << 16), codec::bits_float(q.w[0] & 0xFFFF0000u), codec::bits_float(q.w[1] << 16),
+             codec::bits_float(q.w[1] & 0xFFFF0000u)}};
+  }
+}
+
+/// Values rounded to T, NaN in its one pattern.
+template <class T>
+__device__ void store_quad(T* at, const Quad& x) {
+  if constexpr (std::is_same_v<T, float>) {
+    *reinterpret_cast<float4*>(at) = make_float4(codec::canonical_nan(x.v[0]), codec::canonical_nan(x.v[1]),
+                                                 codec::canonical_nan(x.v[2]), codec::canonical_nan(x.v[3]));
+  } else {
+    const auto pair = [&](int i) {
+      return codec::bf16_bits(x.v[i]) | static_cast<std::uint32_t>(codec::bf16_bits(x.v[i + 1])) << 16;
+    };
+    *reinterpret_cast<uint2*>(at) = make_uint2(pair(0), pair(2));
+  }
+}
+
+__device__ inline ops::StepRecord load_record(const ops::StepRecord* at) {
+  const int4* words = reinterpret_cast<const int4*>(at);
+  const int4 a = __ldg(words), b = __ldg(words + 1);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+/// Calls work(record) for the tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd
+/// stride, tokens that lie a ratio apart (entries due in a prefill) go to different groups, and so do neighbours
+/// (decodes).
+template <class Wanted, class Work>
+__device__ void for_each_record(const ops::StepDesc& step, int first, int stride, Wanted wanted, Work work) {
+  for (int token = first; token < step.num_tokens; token += kWarp * stride) {
+    const int mine = token + static_cast<int>(threadIdx.x) % kWarp * stride;
+    ops::StepRecord record;
+    if (mine < step.num_tokens) record = load_record(step.tokens + mine);
+    unsigned todo = __ballot_sync(kAllLanes, !record.padded() && wanted(record));
+    for (; todo != 0; todo &= todo - 1)  // from the first-level cache: cheaper than eight shuffles and their registers
+      work(load_record(step.tokens + token + (__ffs(static_cast<int>(todo)) - 1) * stride));
+  }
+}
+
+struct RawRow {
+  RawQuad kv, gate;
+};
+
+/// Rows of one request and kind, each at one thread's channel: positions below `length` from the ring, in the pending
+/// type, others from the inputs, rounded to it when used. Rows are less than 2 GiB apart, so that an address is one
+/// multiplication.
+template <class In, class Pending>
+class SourceRows {
+ public:
+  __device__ SourceRows(const ops::AppendParams& p, int k, const ops::StepRecord& r, int channel)
+      : pending_(p.layer.kinds[k].pending), length_(r.length) {
+    const auto input = [&](const ops::InputDesc& in, int* stride) {
+      *stride = static_cast<int>(in.row_stride * static_cast<std::int64_t>(sizeof(In)));
+      return static_cast<const std::uint8_t*>(in.data) + std::int64_t{r.first_token - r.length} * *stride +
+             channel * static_cast<int>(sizeof(In));
+    };
+    kv_ = input(p.kv[k], &kv_stride_);
+    gate_ = input(p.gate[k], &gate_stride_);
+    ring_ = pending_.ring.at(r.read_slot, 0) + channel * static_cast<int>(sizeof(Pending));
+    out_ = pending_.ring.at(r.write_slot, 0) + channel * static_cast<int>(sizeof(Pending));
+  }
+
+  /// ring_row: position mod ring rows; column: of the row's series, before the thread's channel.
+  __device__ RawRow load(int position, int ring_row, int column) const {
+    const bool stored = position < length_;
+    const Pending* ring = ring_row_of(ring_, ring_row) + column;
+    if constexpr (std::is_same_v<In, Pending>) {  // one load, whichever it is
+      const In* kv = stored ? ring : input(kv_, kv_stride_, position) + column;
+      const In* gate = stored ? ring + pending_.columns : input(gate_, gate_stride_, position) + column;
+      return {load_raw(kv), load_raw(gate)};
+    } else {
+      if (stored) return {load_raw(ring), load_raw(ring + pending_.columns)};
+      return load_input(position, column);
+    }
+  }
+
+  __device__ RawRow load_input(int position, int column) const {
+    return {load_raw(input(kv_, kv_stride_, position) + column),
+            load_raw(input(gate_, gate_stride_, position) + column)};
+  }
+
+  __device__ Quad read(const RawQuad& raw, int position) const {
+    if (!std::is_same_v<In, Pending> && position < length_) return values<Pending>(raw);
+    const Quad x = values<In>(raw);
+    if constexpr (std::is_same_v<In, float> && std::is_same_v<Pending, Bf16>) return round_bf16(x);
+    return x;
+  }
+
+  /// An input row into the ring of the write slot.
+  __device__ void store(const RawRow& raw, int position, int column) const {
+    Pending* row = const_cast<Pending*>(ring_row_of(out_, position % pending_.rows)) + column;
+    store_quad(row, values<In>(raw.kv));
+    store_quad(row + pending_.columns, values<In>(raw.gate));
+  }
+
+ private:
+  __device__ const Pending* ring_row_of(const std::uint8_t* slot, int row) const {
+    return reinterpret_cast<const Pending*>(slot + std::int64_t{row} * static_cast<int>(pending_.ring.row_stride));
+  }
+  __device__ static const In* input(const std::uint8_t* first, int stride, int position) {
+    return reinterpret_cast<const In*>(first + std::int64_t{position} * stride);
+  }
+
+  const ops::PendingDesc& pending_;
+  int length_, kv_stride_, gate_stride_;
+  const std::uint8_t *kv_, *gate_;  // of position 0, whether it is there or not
+  const std::uint8_t* ring_;        // of the read slot
+  const std::uint8_t* out_;         // of the write slot
+};
+
+__device__ inline void pool_quad(ops::Pool (&pool)[kQuad], const Quad& gate, const Quad& bias, const Quad& kv) {
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) pool[i] = ops::pool_add(pool[i], gate.v[i] + bias.v[i], kv.v[i]);
+}
+
+}  // namespace kv4::cuda
