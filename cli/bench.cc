@@ -187,7 +187,7 @@ int run_bench(const BenchFlags& flags) {
         settings.threads == 1 ? "thread" : "threads", cpu_target());
     fmt::print(kLine, "name", "bytes", "seconds", "speed", "/ memcpy", "");
   }
-  CopyBaseline copy(settings.threads);
+  MemcpyBaseline copy(settings.threads);
   nlohmann::ordered_json out = nlohmann::ordered_json::array();
   bool ok = true;
   for (const Case& c : cases) {

@@ -1,12 +1,15 @@
-// What an operation is compared with: memcpy of the same bytes, in the same run, on as many threads.
+// What an operation is compared with: a copy of the same bytes, in the same run, on the same device.
 #pragma once
 
 #include <barrier>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
+
+#include "device_memory.h"
 
 namespace kv4::cli {
 
@@ -19,17 +22,26 @@ class Stopwatch {
   Clock::time_point start_ = Clock::now();
 };
 
-/// Copies walk through buffers larger than any cache, so that neither side lives in it. They are ordinary memory, as a
-/// caller's tensors are; the cache's pools ask for huge pages, so that a copy within them can be faster than this.
+/// Copies walk through buffers larger than any cache, so that neither side lives in it.
 class CopyBaseline {
  public:
-  explicit CopyBaseline(int threads);
-  ~CopyBaseline();
+  CopyBaseline() = default;
+  virtual ~CopyBaseline() = default;
   CopyBaseline(const CopyBaseline&) = delete;
   CopyBaseline& operator=(const CopyBaseline&) = delete;
 
-  /// Seconds of a memcpy that touches `bytes`: half of them read, half written.
-  double seconds(std::int64_t bytes);
+  /// Seconds of a copy that touches `bytes`: half of them read, half written.
+  virtual double seconds(std::int64_t bytes) = 0;
+};
+
+/// memcpy on so many threads. Its buffers are ordinary memory, as a caller's tensors are; the cache's pools ask for
+/// huge pages, so that a copy within them can be faster than this.
+class MemcpyBaseline final : public CopyBaseline {
+ public:
+  explicit MemcpyBaseline(int threads);
+  ~MemcpyBaseline() override;
+
+  double seconds(std::int64_t bytes) override;
 
  private:
   void help(std::size_t part);
@@ -44,6 +56,18 @@ class CopyBaseline {
   bool stop_ = false;
   std::barrier<> gate_;
   std::vector<std::jthread> helpers_;
+};
+
+/// A copy within the backend's memory, by the host's clock: from the call until it is done.
+class DeviceCopyBaseline final : public CopyBaseline {
+ public:
+  explicit DeviceCopyBaseline(std::shared_ptr<Backend> backend);
+  double seconds(std::int64_t bytes) override;
+
+ private:
+  std::shared_ptr<Backend> backend_;
+  DeviceArray from_, to_;
+  std::int64_t next_ = 0;
 };
 
 }  // namespace kv4::cli

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
+#include "device_memory.h"
 #include "golden_checks.h"
 #include "kv4/error.h"
 #include "table.h"
@@ -17,20 +18,23 @@ namespace {
 
 struct GoldenFlags {
   std::string directory;
+  std::string device = "cpu";
   bool json = false;
 };
 
-GoldenReport run_golden(const std::string& directory) {
+GoldenReport run_golden(const std::string& directory, const std::string& device) {
+  const std::shared_ptr<Backend> backend = make_backend(device);
   if (!std::filesystem::is_directory(directory)) {
     throw Error(ErrorCode::bad_file,
                 directory + ": not a directory; give the one that holds hf_swa.safetensors and its companions");
   }
   const std::filesystem::path root(directory);
   GoldenReport report;
-  check_codecs(load_safetensors((root / "codecs.safetensors").string()), report);
+  check_codecs(load_safetensors((root / "codecs.safetensors").string()), backend, report);
   for (const auto& [name, kind] :
        {std::pair("swa", LayerKind::swa), std::pair("csa", LayerKind::csa), std::pair("hca", LayerKind::hca)}) {
-    check_layer(load_safetensors((root / fmt::format("hf_{}.safetensors", name)).string()), kind, name, report);
+    check_layer(load_safetensors((root / fmt::format("hf_{}.safetensors", name)).string()), kind, name, backend,
+                report);
   }
   return report;
 }
@@ -71,6 +75,7 @@ void add_golden(CLI::App& app, int& exit_code) {
       app.add_subcommand("golden", "Replay recorded vectors through the library and compare every quantity.");
   command->add_option("DIR", flags->directory, "Holds codecs, hf_swa, hf_csa and hf_hca, each .safetensors")
       ->required();
+  kv4::cli::add_device_flag(*command, flags->device);
   command->add_flag("--json", flags->json, "Print {\"ok\", \"checks\": [{\"name\", \"error\", \"bound\", \"ok\"}]}");
   command->footer(
       "Codec and view checks count what differs (bound 0). Entries are measured in bf16 ulps of their largest channel, "
@@ -78,10 +83,11 @@ void add_golden(CLI::App& app, int& exit_code) {
       "of what their format may lose; scores, attention and pending rows relative to the largest. Exit code 1: a check "
       "failed.\n"
       "\n"
-      "Example:\n"
-      "  kv4 golden tests/reference/vectors");
+      "Examples:\n"
+      "  kv4 golden tests/reference/vectors\n"
+      "  kv4 golden tests/reference/vectors --device cuda");
   command->callback([flags, &exit_code] {
-    const kv4::cli::GoldenReport report = kv4::cli::run_golden(flags->directory);
+    const kv4::cli::GoldenReport report = kv4::cli::run_golden(flags->directory, flags->device);
     if (flags->json) {
       kv4::cli::print_json(report);
     } else {

@@ -1,7 +1,11 @@
 // The checks of `kv4 golden`, one call per file.
 #pragma once
 
+#include <memory>
+#include <string>
+
 #include "golden_report.h"
+#include "kv4/backend.h"
 #include "kv4/model_config.h"
 #include "safetensors.h"
 
@@ -11,10 +15,11 @@ struct Recording;
 struct Capture;
 
 /// Every number format: the bytes must be the recorded ones.
-void check_codecs(const SafeTensors& file, GoldenReport& report);
+void check_codecs(const SafeTensors& file, const std::shared_ptr<Backend>& backend, GoldenReport& report);
 
 /// One recorded layer: rotation, rows, pending rows, scores, top-k and attention. `name` leads the names of its checks.
-void check_layer(const SafeTensors& file, LayerKind kind, const std::string& name, GoldenReport& report);
+void check_layer(const SafeTensors& file, LayerKind kind, const std::string& name,
+                 const std::shared_ptr<Backend>& backend, GoldenReport& report);
 
 /// The canonical image of a replay against what was recorded and what the replay gathered; `prefix` names the replay.
 void check_image(const Recording& recording, const Capture& capture, const std::string& prefix, GoldenReport& report);

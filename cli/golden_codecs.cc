@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "codec/numeric.h"
+#include "device_memory.h"
 #include "golden_checks.h"
 #include "golden_reference.h"
 #include "kv4/error.h"
@@ -105,10 +106,11 @@ Matrix spread(const Matrix& rows, std::int64_t first_token, std::int64_t tokens,
 
 class CodecReplay {
  public:
-  CodecReplay(const CodecRows& rows, Format row_format, Format index_format)
+  CodecReplay(const CodecRows& rows, Format row_format, Format index_format, std::shared_ptr<Backend> backend)
       : rows_(rows),
+        backend_(std::move(backend)),
         ratio_(model_preset("v4-flash").csa_ratio),
-        manager_(codec_model(rows), options(row_format, index_format)) {}
+        manager_(codec_model(rows), options(row_format, index_format), backend_) {}
 
   StoredPlanes run() {
     const Expected<RequestId> request = manager_.admit();
@@ -146,38 +148,44 @@ class CodecReplay {
     LayerCacheHandle handle = manager_.acquire(0);
     const Matrix entries = spread(rows_.entries, first, count, ratio_);
     const Matrix keys = spread(rows_.keys, first, count, ratio_);
-    const TensorView entry_rows(entries.values.data(), {count, entries.cols});
+    DeviceTensors tensors(backend_);
+    const TensorView entry_rows = tensors.in(TensorView(entries.values.data(), {count, entries.cols}));
     handle.write_swa(entry_rows);
-    handle.flush_compression({entry_rows, TensorView(keys.values.data(), {count, keys.cols}), {}});
-    for (std::int64_t j = first / ratio_; j < (first + count) / ratio_; ++j) read(handle, j);
+    handle.flush_compression({entry_rows, tensors.in(TensorView(keys.values.data(), {count, keys.cols})), {}});
+    read_step(handle, first / ratio_, (first + count) / ratio_);
     manager_.commit(*step);
   }
 
-  void read(LayerCacheHandle& handle, std::int64_t j) {
-    if (j < rows_.entries.rows) {
-      const SWAView window = handle.read_swa_view();
+  // Rows [begin, end) as the views show them.
+  void read_step(LayerCacheHandle& handle, std::int64_t begin, std::int64_t end) {
+    HostCopy host(backend_);
+    host.array(manager_.state_pool().base(), manager_.state_pool().memory_bytes());
+    host.array(manager_.kv_pool().base(), manager_.kv_pool().memory_bytes());
+    const SWAView window = handle.read_swa_view();
+    const ClassicalView entries = handle.read_classical_view();
+    const IndexerView keys = handle.read_indexer_view();
+    const std::int32_t slot = host.array(window.slots, 1)[0], row = host.array(entries.request_rows, 1)[0];
+    const std::int32_t* blocks =
+        host.array(entries.block_table + std::int64_t{row} * entries.blocks_per_request, entries.blocks_per_request);
+    for (std::int64_t j = begin; j < std::min(end, rows_.entries.rows); ++j) {
       const std::int64_t ring_row = ((j + 1) * ratio_ - 1) % window.rows;
-      copy_row(window.payload, window.slots[0], ring_row, out_.window_payload.emplace_back());
-      copy_row(window.rope, window.slots[0], ring_row, out_.window_rope.emplace_back());
-      copy_row(window.scale, window.slots[0], ring_row, out_.window_scale.emplace_back());
-      const ClassicalView view = handle.read_classical_view();
-      const std::int64_t block =
-          view.block_table[std::int64_t{view.request_rows[0]} * view.blocks_per_request + j / view.rows_per_block];
-      const std::int64_t slot = j % view.rows_per_block;
-      copy_row(view.payload, block, slot, out_.entry_payload.emplace_back());
-      copy_row(view.rope, block, slot, out_.entry_rope.emplace_back());
-      copy_row(view.scale, block, slot, out_.entry_scale.emplace_back());
+      copy_row(host.plane(window.payload), slot, ring_row, out_.window_payload.emplace_back());
+      copy_row(host.plane(window.rope), slot, ring_row, out_.window_rope.emplace_back());
+      copy_row(host.plane(window.scale), slot, ring_row, out_.window_scale.emplace_back());
+      const std::int64_t block = blocks[j / entries.rows_per_block], at = j % entries.rows_per_block;
+      copy_row(host.plane(entries.payload), block, at, out_.entry_payload.emplace_back());
+      copy_row(host.plane(entries.rope), block, at, out_.entry_rope.emplace_back());
+      copy_row(host.plane(entries.scale), block, at, out_.entry_scale.emplace_back());
     }
-    if (j < rows_.keys.rows) {
-      const IndexerView view = handle.read_indexer_view();
-      const std::int64_t block =
-          view.block_table[std::int64_t{view.request_rows[0]} * view.blocks_per_request + j / view.rows_per_block];
-      copy_row(view.keys, block, j % view.rows_per_block, out_.keys.emplace_back());
-      copy_row(view.scales, block, j % view.rows_per_block, out_.key_scales.emplace_back());
+    for (std::int64_t j = begin; j < std::min(end, rows_.keys.rows); ++j) {
+      const std::int64_t block = blocks[j / keys.rows_per_block], at = j % keys.rows_per_block;
+      copy_row(host.plane(keys.keys), block, at, out_.keys.emplace_back());
+      copy_row(host.plane(keys.scales), block, at, out_.key_scales.emplace_back());
     }
   }
 
   const CodecRows& rows_;
+  const std::shared_ptr<Backend> backend_;
   const std::int64_t ratio_;
   KVCacheManager manager_;
   StoredPlanes out_;
@@ -213,16 +221,16 @@ void check_plane(const SafeTensors& file, const PlaneCheck& check, GoldenReport&
 
 }  // namespace
 
-void check_codecs(const SafeTensors& file, GoldenReport& report) {
+void check_codecs(const SafeTensors& file, const std::shared_ptr<Backend>& backend, GoldenReport& report) {
   check_scalars(file, report);
   const CodecRows rows = load_rows(file);
   const std::int64_t body = rows.entries.cols - rows.rope_dim;
   const std::int64_t rope = 2 * rows.rope_dim;
   const std::int64_t key = rows.keys.cols;
 
-  const StoredPlanes tile = CodecReplay(rows, Format::fp8_tile64, Format::mxfp4).run();
-  const StoredPlanes row = CodecReplay(rows, Format::fp8_row, Format::nvfp4).run();
-  const StoredPlanes plain = CodecReplay(rows, Format::bf16, Format::fp8).run();
+  const StoredPlanes tile = CodecReplay(rows, Format::fp8_tile64, Format::mxfp4, backend).run();
+  const StoredPlanes row = CodecReplay(rows, Format::fp8_row, Format::nvfp4, backend).run();
+  const StoredPlanes plain = CodecReplay(rows, Format::bf16, Format::fp8, backend).run();
   for (const PlaneCheck& check : {
            PlaneCheck{"entry_ue8m0.bytes", "entry_ue8m0.bytes", body, tile.entry_payload},
            PlaneCheck{"entry_ue8m0.scales", "entry_ue8m0.scales", body / 64, tile.entry_scale, true},

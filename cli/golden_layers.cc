@@ -239,17 +239,19 @@ void check_stored(const Recording& recording, const Capture& got, const std::str
 
 }  // namespace
 
-void check_layer(const SafeTensors& file, LayerKind kind, const std::string& name, GoldenReport& report) {
+void check_layer(const SafeTensors& file, LayerKind kind, const std::string& name,
+                 const std::shared_ptr<Backend>& backend, GoldenReport& report) {
   const std::string prefix = name + ".";
   const Recording recording = load_recording(file, kind);
   check_rope(file, recording, report, prefix);
-  const Capture plain = replay(recording, plain_options(), scaled(kLongFirst, recording.tokens, recording.tokens));
+  const Capture plain =
+      replay(recording, plain_options(), scaled(kLongFirst, recording.tokens, recording.tokens), backend);
   check_plain(recording, plain, prefix + "bf16.", report);
   check_image(recording, plain, prefix + "bf16.", report);
   // No step longer than the window, so that every window row lies in the ring when its step ends and the views can show
   // it.
   const Capture stored =
-      replay(recording, CacheOptions(), scaled(kOtherSplit, recording.tokens, recording.config.window));
+      replay(recording, CacheOptions(), scaled(kOtherSplit, recording.tokens, recording.config.window), backend);
   check_stored(recording, stored, prefix + "default.", report);
   check_image(recording, stored, prefix + "default.", report);
   report.check(prefix + "image.pending_bytes", static_cast<double>(differing_pending_bytes(plain, stored)), 0);

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "device_memory.h"
 #include "kv4/error.h"
 
 namespace kv4::cli {
@@ -66,11 +67,12 @@ void keep(const Gathered& got, std::int64_t known, Matrix& kept, Capture& captur
   }
 }
 
-void gather_window(LayerCacheHandle& handle, const StepRange& step, Capture& capture) {
+void gather_window(LayerCacheHandle& handle, const StepRange& step, DeviceTensors& tensors, Capture& capture) {
   const std::int64_t rows = std::min<std::int64_t>(step.start, capture.schema.config.window - 1) + step.count;
   Gathered got{Matrix(rows, capture.window.cols)};
-  handle.gather_swa_kv(TensorView(got.rows.values.data(), {1, rows, got.rows.cols}), TensorView(&got.count, {1}),
-                       TensorView(&got.first, {1}));
+  handle.gather_swa_kv(tensors.out(TensorView(got.rows.values.data(), {1, rows, got.rows.cols})),
+                       tensors.out(TensorView(&got.count, {1})), tensors.out(TensorView(&got.first, {1})));
+  tensors.read_back();
   if (got.count != rows || got.first != step.end() - rows) {
     ++capture.wrong_lengths;
     return;
@@ -78,17 +80,20 @@ void gather_window(LayerCacheHandle& handle, const StepRange& step, Capture& cap
   keep(got, step.start, capture.window, capture);
 }
 
-void gather_rows(LayerCacheHandle& handle, const StepRange& step, bool index, Matrix& kept, Capture& capture) {
+void gather_rows(LayerCacheHandle& handle, const StepRange& step, bool index, DeviceTensors& tensors,
+                 Capture& capture) {
+  Matrix& kept = index ? capture.keys : capture.entries;
   const std::int64_t ratio = handle.schema().spec.rows[0].ratio;
   const std::int64_t wanted = step.end() / ratio;
   Gathered got{Matrix(std::max<std::int64_t>(wanted, 1), kept.cols)};
-  const TensorView out(got.rows.values.data(), {1, got.rows.rows, got.rows.cols});
-  const TensorView lens(&got.count, {1});
+  const TensorView out = tensors.out(TensorView(got.rows.values.data(), {1, got.rows.rows, got.rows.cols}));
+  const TensorView lens = tensors.out(TensorView(&got.count, {1}));
   if (index) {
     handle.gather_all_index_keys(out, lens);
   } else {
     handle.gather_all_compressed_kv(out, lens);
   }
+  tensors.read_back();
   if (got.count != wanted) {
     ++capture.wrong_lengths;
     return;
@@ -97,7 +102,8 @@ void gather_rows(LayerCacheHandle& handle, const StepRange& step, bool index, Ma
 }
 
 // The entries each token of the step was recorded to use, one unused place at the end of each.
-void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const StepRange& step, Capture& capture) {
+void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const StepRange& step, DeviceTensors& tensors,
+                   Capture& capture) {
   std::int64_t places = 1;
   for (std::int64_t t = step.start; t < step.end(); ++t) {
     places = std::max(places, static_cast<std::int64_t>(recording.idx_topk[static_cast<std::size_t>(t)].size()) + 1);
@@ -109,9 +115,10 @@ void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const S
   }
   Matrix rows(step.count * places, capture.entries.cols);
   std::vector<std::uint8_t> valid(indices.size());
-  handle.gather_compressed_kv(TensorView(indices.data(), {step.count, places}),
-                              TensorView(rows.values.data(), {step.count, places, rows.cols}),
-                              TensorView(valid.data(), DType::u8, {step.count, places}));
+  handle.gather_compressed_kv(tensors.in(TensorView(indices.data(), {step.count, places})),
+                              tensors.out(TensorView(rows.values.data(), {step.count, places, rows.cols})),
+                              tensors.out(TensorView(valid.data(), DType::u8, {step.count, places})));
+  tensors.read_back();
   const std::vector<float> zero(static_cast<std::size_t>(rows.cols));
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const std::span<const float> want =
@@ -121,15 +128,18 @@ void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const S
   }
 }
 
-void read_window_view(LayerCacheHandle& handle, Matrix& kept) {
+void read_window_view(LayerCacheHandle& handle, HostCopy& host, Matrix& kept) {
   const SWAView view = handle.read_swa_view();
+  const PlaneView payload = host.plane(view.payload), scale = host.plane(view.scale);
+  const std::int32_t* positions = host.array(view.positions, view.rows);
+  const std::int32_t slot = host.array(view.slots, 1)[0];
   for (std::int32_t r = 0; r < view.rows; ++r) {
-    if (view.positions[r] < 0) continue;
+    if (positions[r] < 0) continue;
     const auto at = [&](const PlaneView& plane) {
-      return plane.data + view.slots[0] * plane.block_stride + r * plane.row_stride;
+      return plane.data + slot * plane.block_stride + r * plane.row_stride;
     };
-    decode_row(handle.schema().window.row, at(view.payload), view.scale.data != nullptr ? at(view.scale) : nullptr,
-               kept.row(view.positions[r]));
+    decode_row(handle.schema().window.row, at(payload), scale.data != nullptr ? at(scale) : nullptr,
+               kept.row(positions[r]));
   }
 }
 
@@ -151,30 +161,35 @@ void read_paged_view(const PagedRows& view, const RowSchema& row, Matrix& kept) 
   }
 }
 
-void read_entry_views(LayerCacheHandle& handle, Capture& capture) {
+void read_entry_views(LayerCacheHandle& handle, HostCopy& host, Capture& capture) {
   const std::vector<PageSchema>& pages = handle.schema().pages;
+  const auto first_item = [&](const auto& view) {
+    const std::int64_t row = host.array(view.request_rows, 1)[0];
+    return host.array(view.block_table + row * view.blocks_per_request, view.blocks_per_request);
+  };
   if (!pages.empty()) {
     const ClassicalView view = handle.read_classical_view();
-    const std::int32_t* blocks = view.block_table + std::int64_t{view.request_rows[0]} * view.blocks_per_request;
-    read_paged_view({view.payload, view.scale, blocks, view.rows_per_block}, pages[0].row, capture.entries_view);
+    read_paged_view({host.plane(view.payload), host.plane(view.scale), first_item(view), view.rows_per_block},
+                    pages[0].row, capture.entries_view);
   }
   if (pages.size() > 1) {
     const IndexerView view = handle.read_indexer_view();
-    const std::int32_t* blocks = view.block_table + std::int64_t{view.request_rows[0]} * view.blocks_per_request;
-    read_paged_view({view.keys, view.scales, blocks, view.rows_per_block}, pages[1].row, capture.keys_view);
+    read_paged_view({host.plane(view.keys), host.plane(view.scales), first_item(view), view.rows_per_block},
+                    pages[1].row, capture.keys_view);
   }
 }
 
 // Open rows of the main compressor straight from the request's state slot. Only an fp32 ring that still holds them all.
-void read_ring(KVCacheManager& manager, LayerCacheHandle& handle, std::int64_t tokens, Capture& capture) {
+void read_ring(const std::byte* slots, LayerCacheHandle& handle, HostCopy& host, std::int64_t tokens,
+               Capture& capture) {
   if (handle.schema().pending.empty()) return;
   const PendingSchema& pending = handle.schema().pending[0];
   const std::int64_t open = tokens % handle.schema().spec.rows[0].ratio;
   if (pending.rows < open || pending.dtype != DType::f32) return;
   capture.ring_kv = Matrix(open, pending.columns);
   capture.ring_gate = Matrix(open, pending.columns);
-  const std::int64_t slot = handle.read_swa_view().slots[0];
-  const std::byte* ring = manager.state_pool().base() + slot * capture.schema.slot_bytes + pending.ring_offset;
+  const std::int64_t slot = host.array(handle.read_swa_view().slots, 1)[0];
+  const std::byte* ring = slots + slot * capture.schema.slot_bytes + pending.ring_offset;
   for (std::int64_t i = 0; i < open; ++i) {
     const std::byte* row = ring + (tokens - open + i) % pending.rows * pending.row_bytes;
     const std::span<float> kv = capture.ring_kv.row(i);
@@ -184,14 +199,14 @@ void read_ring(KVCacheManager& manager, LayerCacheHandle& handle, std::int64_t t
   }
 }
 
-void append(LayerCacheHandle& handle, const Recording& recording, const StepRange& step) {
+void append(LayerCacheHandle& handle, const Recording& recording, const StepRange& step, DeviceTensors& tensors) {
   AppendInputs inputs;
   inputs.raw_kv = slice(recording.swa_kv, step);
   inputs.kv = slice(recording.main.kv, step);
   inputs.gate = slice(recording.main.gate, step);
   inputs.index_kv = slice(recording.index.kv, step);
   inputs.index_gate = slice(recording.index.gate, step);
-  handle.append(inputs);
+  handle.append(tensors.in(inputs));
 }
 
 template <class T>
@@ -214,7 +229,8 @@ Capture make_capture(const Recording& recording, const CacheSchema& schema) {
 
 }  // namespace
 
-Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks) {
+Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks,
+               const std::shared_ptr<Backend>& backend) {
   const std::vector<StepRange> steps = split(recording.tokens, chunks);
   options.max_requests = 1;
   options.max_context = recording.tokens;
@@ -222,9 +238,10 @@ Capture replay(const Recording& recording, CacheOptions options, const std::vect
   for (const StepRange& step : steps)
     options.max_step_tokens = std::max(options.max_step_tokens, static_cast<int>(step.count));
 
-  KVCacheManager manager(recording.config, options);
+  DeviceTensors weights(backend), tensors(backend);
+  KVCacheManager manager(recording.config, options, backend);
   Capture capture = make_capture(recording, manager.schema());
-  if (recording.kind != LayerKind::swa) manager.bind_weights(0, weights_of(recording));
+  if (recording.kind != LayerKind::swa) manager.bind_weights(0, weights.in(weights_of(recording)));
   const RequestId request = expect(manager.admit(), "admit");
   std::vector<std::int32_t> ids(static_cast<std::size_t>(recording.tokens));
   std::iota(ids.begin(), ids.end(), 0);
@@ -237,19 +254,23 @@ Capture replay(const Recording& recording, CacheOptions options, const std::vect
     item.position = range.start;
     const Step step = expect(manager.prepare_forward({&item, 1}), "prepare_forward");
     LayerCacheHandle handle = manager.acquire(0);
-    append(handle, recording, range);
-    gather_window(handle, range, capture);
-    read_window_view(handle, capture.window_view);
-    if (recording.ratio != 0) gather_rows(handle, range, false, capture.entries, capture);
+    append(handle, recording, range, tensors);
+    gather_window(handle, range, tensors, capture);
+    HostCopy host(backend);
+    const std::byte* slots = host.array(manager.state_pool().base(), manager.state_pool().memory_bytes());
+    read_window_view(handle, host, capture.window_view);
+    if (recording.ratio != 0) gather_rows(handle, range, false, tensors, capture);
     if (recording.kind == LayerKind::csa) {
-      gather_rows(handle, range, true, capture.keys, capture);
-      gather_chosen(handle, recording, range, capture);
+      gather_rows(handle, range, true, tensors, capture);
+      gather_chosen(handle, recording, range, tensors, capture);
     }
     if (range.end() == recording.tokens) {
-      read_entry_views(handle, capture);
-      read_ring(manager, handle, recording.tokens, capture);
+      host.array(manager.kv_pool().base(), manager.kv_pool().memory_bytes());
+      read_entry_views(handle, host, capture);
+      read_ring(slots, handle, host, recording.tokens, capture);
     }
     manager.commit(step);
+    tensors.clear();
   }
   capture.image = manager.export_image(request);
   return capture;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "golden_recording.h"
@@ -24,6 +25,7 @@ struct Capture {
 };
 
 /// Appends all tokens in steps of `chunks`, then one by one.
-Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks);
+Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks,
+               const std::shared_ptr<Backend>& backend);
 
 }  // namespace kv4::cli

@@ -160,4 +160,10 @@ void SeededWeights::bind(KVCacheManager& manager) const {
   }
 }
 
+void SeededWeights::bind(KVCacheManager& manager, DeviceTensors& place) const {
+  for (const Layer& layer : layers_) {
+    if (!layer.views.position_bias.empty()) manager.bind_weights(layer.layer, place.in(layer.views));
+  }
+}
+
 }  // namespace kv4::cli

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/aligned_vector.h"
+#include "device_memory.h"
 #include "kv4/kv_cache_manager.h"
 
 namespace kv4::cli {
@@ -66,11 +67,13 @@ class LayerInputs {
   AlignedVector<float> kv_, gate_, index_kv_, index_gate_;
 };
 
-/// Constants of every layer of a cache; must outlive the managers it is bound to.
+/// Constants of every layer of a cache, in host memory; must outlive the managers it is bound to.
 class SeededWeights {
  public:
   SeededWeights(const CacheSchema& schema, const InputGenerator& generator);
-  void bind(KVCacheManager& manager) const;
+  void bind(KVCacheManager& manager) const;  // on a backend of the host
+  /// `place` has them in the memory of the manager's backend and must outlive it too.
+  void bind(KVCacheManager& manager, DeviceTensors& place) const;
   const LayerWeights& of(std::size_t owned_layer) const { return layers_[owned_layer].views; }
 
  private:

@@ -47,9 +47,10 @@ int main(int argc, char** argv) {
       "  kv4 run                                                 a whole model's cache at work, with checks\n"
       "  kv4 bench --filter gather                               speed beside memcpy in the same run\n"
       "  kv4 golden DIR                                          replay recorded vectors\n"
+      "  kv4 run --device cuda                                   the same on a GPU; golden takes --device too\n"
       "\n"
-      "'kv4 COMMAND --help' explains a command. Exit codes: 0 fine, 1 a check failed, 2 bad usage or input, 3 "
-      "unexpected.");
+      "'kv4 COMMAND --help' explains a command. Exit codes: 0 fine, 1 a check failed, 2 bad usage or input or no such "
+      "GPU, 3 unexpected.");
 
   int exit_code = kFine;
   add_plan(app, exit_code);
@@ -63,7 +64,7 @@ int main(int argc, char** argv) {
     if (e.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(e);
     return fail(kBadUsage, describe(app, e, argc, argv) + "; " + hint(app));
   } catch (const kv4::Error& e) {
-    return fail(kBadUsage, e.what());
+    return fail(e.code() == kv4::ErrorCode::device_failure ? kUnexpected : kBadUsage, e.what());
   } catch (const std::bad_alloc&) {
     return fail(kUnexpected, "the machine has not enough memory for this");
   } catch (const std::exception& e) {

@@ -7,6 +7,7 @@
 
 #include "cache_flags.h"
 #include "commands.h"
+#include "device_memory.h"
 #include "kv4/error.h"
 #include "run_checks.h"
 #include "run_scenario.h"
@@ -19,7 +20,7 @@ namespace {
 struct RunFlags {
   ModelFlags model;
   FormatFlags formats;
-  std::string tokens = "16K", requests = "4", seed = "1", threads = "1";
+  std::string tokens = "16K", requests = "4", seed = "1", threads = "1", device = "cpu";
   bool json = false;
   RunFlags() { formats.rewind = "4"; }
 };
@@ -32,6 +33,7 @@ RunSettings read_settings(const RunFlags& flags) {
   settings.tokens = parse_tokens(flags.tokens, "--tokens");
   settings.seed = static_cast<std::uint64_t>(parse_count(flags.seed, "--seed", 0, INT64_MAX));
   settings.threads = static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024));
+  settings.device = flags.device;
   const std::int64_t least = min_tokens(settings.requests);
   if (settings.tokens < least) {
     throw Error(ErrorCode::bad_argument, fmt::format("--tokens {} is too few for {} requests; use at least {}",
@@ -112,14 +114,18 @@ Speed speed_of(const Scenario& scenario) {
   return speed;
 }
 
+std::string describe_device(const RunSettings& settings) {
+  if (settings.device != "cpu") return settings.device;
+  return fmt::format("{} {}, {}", settings.threads, settings.threads == 1 ? "thread" : "threads", cpu_target());
+}
+
 void print_text(Scenario& scenario, const RunSettings& settings, const RunResult& result) {
   const StepTimes& times = scenario.times();
   const Speed speed = speed_of(scenario);
   const CacheSchema& schema = scenario.manager().schema();
-  fmt::print("{}: {} layers, {}\n{} requests and a fork, seed {}, {} {}, {}\n\n",
+  fmt::print("{}: {} layers, {}\n{} requests and a fork, seed {}, {}\n\n",
              settings.config.name.empty() ? "model" : settings.config.name, schema.layers.size(),
-             describe_formats(schema.options), settings.requests + 1, settings.seed, settings.threads,
-             settings.threads == 1 ? "thread" : "threads", cpu_target());
+             describe_formats(schema.options), settings.requests + 1, settings.seed, describe_device(settings));
   Table memory("lrr", {"bytes", "planned", "held"});
   for (const Part& part : result.parts) {
     if (part.name == "total") memory.rule();
@@ -136,9 +142,12 @@ void print_text(Scenario& scenario, const RunSettings& settings, const RunResult
   table.row({"append", human_seconds(times.append_s),
              fmt::format("{} that must be touched: {}/s", human_bytes(static_cast<double>(times.touched_bytes)),
                          human_bytes(speed.bytes_per_s))});
-  table.row({"memcpy of as much", human_seconds(times.copy_s),
-             fmt::format("{}/s, in the same run on as many threads", human_bytes(speed.copy_bytes_per_s))});
-  table.row({"share of memcpy speed", fmt::format("{:.0f} %", speed.memcpy_share * 100), ""});
+  const bool on_host = settings.device == "cpu";
+  table.row({on_host ? "memcpy of as much" : "copy of as much", human_seconds(times.copy_s),
+             fmt::format("{}/s, in the same run {}", human_bytes(speed.copy_bytes_per_s),
+                         on_host ? "on as many threads" : "within the device, step by step, until it is done")});
+  table.row({on_host ? "share of memcpy speed" : "share of copy speed",
+             fmt::format("{:.0f} %", speed.memcpy_share * 100), ""});
   table.row({"prepare and commit", human_seconds(times.control_s),
              fmt::format("{} per step", human_seconds(times.control_s / static_cast<double>(times.steps)))});
   table.row({"all of it", human_seconds(result.wall_s), "with making inputs and checking"});
@@ -162,6 +171,7 @@ nlohmann::ordered_json to_json(Scenario& scenario, const RunSettings& settings, 
                                 {"layers", scenario.manager().schema().layers.size()},
                                 {"formats", describe_formats(scenario.manager().schema().options)},
                                 {"seed", settings.seed},
+                                {"device", settings.device},
                                 {"threads", settings.threads},
                                 {"target", cpu_target()},
                                 {"tokens", scenario.tokens()},
@@ -212,10 +222,11 @@ void add_run(CLI::App& app, int& exit_code) {
       ->type_name("N")
       ->group("Work");
   command->add_option("--seed", flags->seed, "of the inputs")->capture_default_str()->type_name("N")->group("Work");
-  command->add_option("--threads", flags->threads, "that an operation uses; results do not depend on it")
+  command->add_option("--threads", flags->threads, "that an operation uses on the CPU; results do not depend on it")
       ->capture_default_str()
       ->type_name("N")
       ->group("Work");
+  add_device_flag(*command, flags->device);
   add_flags(*command, flags->formats);
   command->add_flag("--json", flags->json, "result as JSON: ok, tokens, tokens_per_s, memcpy_share, checks and more");
   command->footer(
@@ -227,6 +238,7 @@ void add_run(CLI::App& app, int& exit_code) {
       "Examples:\n"
       "  kv4 run\n"
       "  kv4 run --model v4-pro --tokens 8K --threads 2\n"
+      "  kv4 run --device cuda                          the same checks on GPU 0\n"
       "  kv4 run --rows bf16 --keys fp8 --requests 8 --seed 7 --json");
   command->callback([flags, &exit_code] { exit_code = run(*flags); });
 }

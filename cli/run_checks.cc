@@ -119,9 +119,10 @@ std::vector<Check> check_replays(Scenario& scenario, const RunSettings& settings
   for (const Actor* actor : actors) longest = std::max(longest, actor->length);
   CacheOptions options = other_layout(scenario.manager().schema().options, longest);
   options.max_context = std::min(longest + kContinuation, settings.config.max_positions);
-  KVCacheManager manager(settings.config, options, make_cpu_backend(settings.threads));
-  scenario.weights().bind(manager);
-  StepDriver driver(manager, scenario.generator());
+  DeviceTensors bound(scenario.backend());
+  KVCacheManager manager(settings.config, options, scenario.backend());
+  scenario.weights().bind(manager, bound);
+  StepDriver driver(manager, scenario.backend(), scenario.generator());
 
   for (const Actor* actor : actors) {
     const bool whole = std::find(actor->roles.begin(), actor->roles.end(), Role::plain) != actor->roles.end();

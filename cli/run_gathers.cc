@@ -59,7 +59,13 @@ class GatherCheck {
       : scenario_(scenario),
         schema_(scenario.manager().schema()),
         items_(std::move(items)),
-        model_(schema_, scenario.generator(), scenario.weights()) {}
+        model_(schema_, scenario.generator(), scenario.weights()),
+        host_(scenario.backend()) {
+    StateCachePool& state = scenario.manager().state_pool();
+    PagedKVPool& blocks = scenario.manager().kv_pool();
+    host_.array(state.base(), state.memory_bytes());
+    host_.array(blocks.base(), blocks.memory_bytes());
+  }
 
   void check_layer(std::size_t layer) {
     LayerCacheHandle handle = scenario_.manager().acquire(schema_.layers[layer].spec.layer);
@@ -80,6 +86,7 @@ class GatherCheck {
 
   void check_window(LayerCacheHandle& handle);
   void check_rows(LayerCacheHandle& handle, std::size_t layer, std::size_t kind);
+  PagedPlanes planes_of(LayerCacheHandle& handle, RowRole role);
   void check_chosen(LayerCacheHandle& handle, const PageSchema& page);
   void check_compressed(const Item& item, std::size_t layer, std::size_t kind, std::int64_t entry, const PlainRow& row);
 
@@ -87,6 +94,7 @@ class GatherCheck {
   const CacheSchema& schema_;
   std::vector<Item> items_;
   PlainModel model_;
+  HostCopy host_;  // pools and tables of the step
   Tally window_{.name = "gathered window"}, all_{.name = "gathered entries and keys"},
       chosen_{.name = "gathered choice"}, compressed_{.name = "entries and keys against double precision"};
 };
@@ -95,9 +103,15 @@ void GatherCheck::check_window(LayerCacheHandle& handle) {
   const int window = schema_.config.window, width = schema_.config.head_dim;
   std::vector<float> out(static_cast<std::size_t>(num_items()) * static_cast<std::size_t>(window * width));
   std::vector<std::int32_t> lens(static_cast<std::size_t>(num_items())), first(lens.size());
-  handle.gather_swa_kv(TensorView(out.data(), {num_items(), window, width}), TensorView(lens.data(), {num_items()}),
-                       TensorView(first.data(), {num_items()}));
+  DeviceTensors tensors(scenario_.backend());
+  handle.gather_swa_kv(tensors.out(TensorView(out.data(), {num_items(), window, width})),
+                       tensors.out(TensorView(lens.data(), {num_items()})),
+                       tensors.out(TensorView(first.data(), {num_items()})));
+  tensors.read_back();
   const SWAView view = handle.read_swa_view();
+  const PlaneView payload = host_.plane(view.payload), scale = host_.plane(view.scale);
+  const std::int32_t* positions = host_.array(view.positions, std::int64_t{num_items()} * view.rows);
+  const std::int32_t* slots = host_.array(view.slots, num_items());
   const RowSchema& row = handle.schema().window.row;
   if (lens.back() != 0) window_.fail(fmt::format("a padded item has {} window rows", lens.back()));
   for (const Item& item : items_) {
@@ -110,10 +124,9 @@ void GatherCheck::check_window(LayerCacheHandle& handle) {
     }
     for (std::int64_t i = 0; i < expected; ++i) {
       const std::int64_t position = first[at] + i, ring = position % view.rows;
-      if (view.positions[std::int64_t{item.index} * view.rows + ring] != position)
+      if (positions[std::int64_t{item.index} * view.rows + ring] != position)
         window_.fail(fmt::format("the ring row of position {} says otherwise", position));
-      const PlainRow plain =
-          decode_plain(row, row_at(view.payload, view.slots[at], ring), row_at(view.scale, view.slots[at], ring), 1.0f);
+      const PlainRow plain = decode_plain(row, row_at(payload, slots[at], ring), row_at(scale, slots[at], ring), 1.0f);
       const float* got = out.data() + (std::int64_t{item.index} * window + i) * width;
       const std::uint16_t* input = scenario_.generator().bf16_row(item.actor->history.at(position), handle.layer(),
                                                                   InputGenerator::Tensor::raw_kv, width);
@@ -129,15 +142,25 @@ void GatherCheck::check_window(LayerCacheHandle& handle) {
   }
 }
 
-PagedPlanes planes_of(LayerCacheHandle& handle, RowRole role) {
+PagedPlanes GatherCheck::planes_of(LayerCacheHandle& handle, RowRole role) {
+  const auto readable = [&](const auto& view, const PlaneView& payload, const PlaneView& scale,
+                            const PlaneView& global) -> PagedPlanes {
+    const std::int64_t table = std::int64_t{schema_.options.max_requests} * view.blocks_per_request;
+    return {host_.plane(payload),
+            host_.plane(scale),
+            host_.plane(global),
+            view.rows_per_block,
+            view.blocks_per_request,
+            host_.array(view.block_table, table),
+            host_.array(view.request_rows, view.num_items),
+            host_.array(view.lens, view.num_items)};
+  };
   if (role == RowRole::index_key) {
     const IndexerView view = handle.read_indexer_view();
-    return {view.keys,        view.scales,       view.global_scale, view.rows_per_block, view.blocks_per_request,
-            view.block_table, view.request_rows, view.lens};
+    return readable(view, view.keys, view.scales, view.global_scale);
   }
   const ClassicalView view = handle.read_classical_view();
-  return {view.payload,     view.scale,        {},       view.rows_per_block, view.blocks_per_request,
-          view.block_table, view.request_rows, view.lens};
+  return readable(view, view.payload, view.scale, {});
 }
 
 void GatherCheck::check_rows(LayerCacheHandle& handle, std::size_t layer, std::size_t kind) {
@@ -147,11 +170,14 @@ void GatherCheck::check_rows(LayerCacheHandle& handle, std::size_t layer, std::s
   for (const Item& item : items_) longest = std::max(longest, item.length / page.kind.ratio);
   std::vector<float> out(static_cast<std::size_t>(num_items() * longest * width));
   std::vector<std::int32_t> lens(static_cast<std::size_t>(num_items()));
-  const TensorView rows(out.data(), {num_items(), longest, width}), counts(lens.data(), {num_items()});
+  DeviceTensors tensors(scenario_.backend());
+  const TensorView rows = tensors.out(TensorView(out.data(), {num_items(), longest, width})),
+                   counts = tensors.out(TensorView(lens.data(), {num_items()}));
   if (page.kind.role == RowRole::entry)
     handle.gather_all_compressed_kv(rows, counts);
   else
     handle.gather_all_index_keys(rows, counts);
+  tensors.read_back();
 
   const PagedPlanes planes = planes_of(handle, page.kind.role);
   for (const Item& item : items_) {
@@ -205,9 +231,11 @@ void GatherCheck::check_chosen(LayerCacheHandle& handle, const PageSchema& page)
   }
   std::vector<std::uint16_t> out(indices.size() * static_cast<std::size_t>(width), 0x7fff);
   std::vector<std::uint8_t> valid(indices.size(), 7);
-  handle.gather_compressed_kv(TensorView(indices.data(), {num_items(), kChosen}),
-                              TensorView(out.data(), DType::bf16, {num_items(), kChosen, width}),
-                              TensorView(valid.data(), DType::u8, {num_items(), kChosen}));
+  DeviceTensors tensors(scenario_.backend());
+  handle.gather_compressed_kv(tensors.in(TensorView(indices.data(), {num_items(), kChosen})),
+                              tensors.out(TensorView(out.data(), DType::bf16, {num_items(), kChosen, width})),
+                              tensors.out(TensorView(valid.data(), DType::u8, {num_items(), kChosen})));
+  tensors.read_back();
   const PagedPlanes planes = planes_of(handle, RowRole::entry);
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const auto item = static_cast<std::int32_t>(i / kChosen);

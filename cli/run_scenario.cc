@@ -65,13 +65,20 @@ CacheOptions Scenario::sized_options() const {
 }
 
 Scenario::Scenario(const RunSettings& settings)
-    : settings_(settings), generator_(settings.seed), copy_(settings.threads) {
+    : settings_(settings),
+      generator_(settings.seed),
+      backend_(make_backend(settings.device, settings.threads)),
+      bound_(backend_) {
   plan_lengths();
   const CacheOptions options = sized_options();
   weights_ = std::make_unique<SeededWeights>(build_schema(settings_.config, options), generator_);
-  manager_ = std::make_unique<KVCacheManager>(settings_.config, options, make_cpu_backend(settings_.threads));
-  weights_->bind(*manager_);
-  driver_ = std::make_unique<StepDriver>(*manager_, generator_, &copy_);
+  manager_ = std::make_unique<KVCacheManager>(settings_.config, options, backend_);
+  weights_->bind(*manager_, bound_);
+  if (settings_.device == "cpu")
+    copy_ = std::make_unique<MemcpyBaseline>(settings_.threads);
+  else
+    copy_ = std::make_unique<DeviceCopyBaseline>(backend_);
+  driver_ = std::make_unique<StepDriver>(*manager_, backend_, generator_, copy_.get());
 }
 
 std::vector<const Actor*> Scenario::live() const {

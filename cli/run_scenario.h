@@ -20,6 +20,7 @@ struct RunSettings {
   std::int64_t tokens = 16384;
   std::uint64_t seed = 1;
   int threads = 1;
+  std::string device = "cpu";  // as make_backend takes it
 };
 std::int64_t min_tokens(int requests);
 
@@ -45,6 +46,7 @@ class Scenario {
   void last_step(const std::function<void()>& inspect);
 
   KVCacheManager& manager() { return *manager_; }
+  const std::shared_ptr<Backend>& backend() const { return backend_; }
   const SeededWeights& weights() const { return *weights_; }
   const InputGenerator& generator() const { return generator_; }
   std::vector<const Actor*> live() const;
@@ -71,9 +73,11 @@ class Scenario {
   std::vector<std::int64_t> prompts_;
   std::int64_t guest_prompt_ = 0;  // of the one that is released, and of its successor
   std::int64_t planned_ = 0;
+  std::shared_ptr<Backend> backend_;
   std::unique_ptr<SeededWeights> weights_;
+  DeviceTensors bound_;  // the weights where the backend is
   std::unique_ptr<KVCacheManager> manager_;
-  CopyBaseline copy_;
+  std::unique_ptr<CopyBaseline> copy_;
   std::unique_ptr<StepDriver> driver_;
   std::vector<Actor> actors_;
   Progress* progress_ = nullptr;

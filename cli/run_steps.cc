@@ -3,13 +3,15 @@
 #include <fmt/format.h>
 
 #include <stdexcept>
+#include <utility>
 
 #include "bench_bytes.h"
 
 namespace kv4::cli {
 
-StepDriver::StepDriver(KVCacheManager& manager, const InputGenerator& generator, CopyBaseline* copy)
-    : manager_(manager), generator_(generator), copy_(copy) {
+StepDriver::StepDriver(KVCacheManager& manager, std::shared_ptr<Backend> backend, const InputGenerator& generator,
+                       CopyBaseline* copy)
+    : manager_(manager), tensors_(std::move(backend)), generator_(generator), copy_(copy) {
   const CacheSchema& schema = manager.schema();
   for (std::size_t i = 0; i < schema.layers.size(); ++i) {
     if (schema.layers[i].spec.group != 0) continue;
@@ -67,22 +69,32 @@ void StepDriver::count_bytes(std::span<const StepTokens> items) {
   if (copy_) times_.copy_s += copy_->seconds(bytes);
 }
 
+void StepDriver::wait() {
+  const Stopwatch watch;
+  manager_.synchronize();
+  times_.append_s += watch.seconds();
+}
+
 void StepDriver::step(std::span<const StepTokens> items, const std::function<void()>& inspect) {
   tokens_.clear();
   for (const StepTokens& item : items) tokens_.insert(tokens_.end(), item.tokens.begin(), item.tokens.end());
   const auto fill = [&](std::size_t i) {
     inputs_of(i).fill(generator_, manager_.schema().layers[layers_[i]].spec.layer, tokens_);
+    return tensors_.in(inputs_of(i).view(static_cast<int>(tokens_.size())));
   };
-  for (std::size_t i = 0; copy_ && i < layers_.size(); ++i) fill(i);
+  std::vector<AppendInputs> ready;
+  for (std::size_t i = 0; copy_ && i < layers_.size(); ++i) ready.push_back(fill(i));
   const Step step = prepare(items);
   for (std::size_t i = 0; i < layers_.size(); ++i) {
-    if (!copy_) fill(i);
-    const AppendInputs inputs = inputs_of(i).view(step.num_tokens);
+    const AppendInputs inputs = copy_ ? ready[i] : fill(i);
     LayerCacheHandle handle = manager_.acquire(manager_.schema().layers[layers_[i]].spec.layer);
     const Stopwatch watch;
     handle.append(inputs);
     times_.append_s += watch.seconds();
+    if (!copy_) tensors_.clear();
   }
+  wait();
+  tensors_.clear();
   if (inspect) inspect();
   const Stopwatch watch;
   manager_.commit(step);

@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "bench_copy.h"
+#include "device_memory.h"
 #include "inputs.h"
 #include "kv4/kv_cache_manager.h"
 
@@ -21,16 +23,17 @@ struct StepTokens {
 struct StepTimes {
   std::int64_t steps = 0;
   std::int64_t touched_bytes = 0;  // that the appends must read and write
-  double append_s = 0;             // inside append
+  double append_s = 0;             // inside append, and until its work is done
   double control_s = 0;            // prepare_forward and commit
-  double copy_s = 0;               // memcpy of touched_bytes
+  double copy_s = 0;               // a copy of touched_bytes
 };
 
 class StepDriver {
  public:
   /// Buffers that all layers share are filled just before an append reads them; one buffer per layer (`copy` given:
   /// what it is timed against) is filled before the step, so that inputs come from memory as an engine's would.
-  StepDriver(KVCacheManager& manager, const InputGenerator& generator, CopyBaseline* copy = nullptr);
+  StepDriver(KVCacheManager& manager, std::shared_ptr<Backend> backend, const InputGenerator& generator,
+             CopyBaseline* copy = nullptr);
 
   /// `inspect` runs after the last layer, before commit. Throws std::runtime_error where the cache has no room: it was
   /// sized for this.
@@ -40,9 +43,11 @@ class StepDriver {
  private:
   LayerInputs& inputs_of(std::size_t layer);
   Step prepare(std::span<const StepTokens> items);
+  void wait();  // until the appends are done
   void count_bytes(std::span<const StepTokens> items);
 
   KVCacheManager& manager_;
+  DeviceTensors tensors_;  // of the step
   const InputGenerator& generator_;
   CopyBaseline* copy_;
   std::vector<std::size_t> layers_;   // owned backbone layers

@@ -33,7 +33,8 @@ def run_shard(options, index, folder):
     result_path, log_path = folder / f"{index}.json", folder / f"{index}.log"
     environment = dict(os.environ, GTEST_TOTAL_SHARDS=str(options.shards), GTEST_SHARD_INDEX=str(index))
     command = [*options.wrap.split(), options.binary, f"--gtest_filter={options.filter}",
-               f"--gtest_output=json:{result_path}", "--gtest_color=no"]
+               f"--gtest_output=json:{result_path}", "--gtest_color=no",
+               f"--device={options.device}"]
     shard = Shard()
     with open(log_path, "wb") as log_file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log_file, stderr=subprocess.STDOUT, env=environment)
@@ -87,6 +88,7 @@ def main():
     parser.add_argument("binary")
     parser.add_argument("--filter", default="*")
     parser.add_argument("--wrap", default="", help="a command to run the binary under")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "far", "cuda"], help="what the tests run on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=int, default=900, help="seconds for a shard")
     options = parser.parse_args()

@@ -23,8 +23,8 @@ KV4_API cudaError_t gather_chosen(const ops::GatherParams& params, cudaStream_t 
 KV4_API cudaError_t gather_all(const ops::GatherParams& params, cudaStream_t stream);
 KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t stream);
 
-/// Copies pieces [count] (device address) in one launch; none overlaps another's target. bytes: of all together.
-KV4_API cudaError_t copy_pieces(const ops::CopyPiece* pieces, std::int32_t count, std::int64_t bytes,
+/// Copies pieces [count] (device address) in one launch; none overlaps another's target. largest: bytes of the largest.
+KV4_API cudaError_t copy_pieces(const ops::CopyPiece* pieces, std::int32_t count, std::int64_t largest,
                                 cudaStream_t stream);
 /// For each span [count] (device address): what its accumulator would be if all its rows were folded, into `out`.
 KV4_API cudaError_t fold_open(const ops::OpenSpan* spans, std::int32_t count, cudaStream_t stream);

@@ -57,6 +57,8 @@ class Backend {
 
   /// Later work is queued on this stream, after what was queued before.
   virtual void set_stream(Stream stream) = 0;
+  /// Whether calls are being recorded to run later, possibly often.
+  virtual bool capturing() = 0;
   /// A point after all that was queued so far; tickets grow.
   virtual std::int64_t mark() = 0;
   virtual bool reached(std::int64_t ticket) = 0;

@@ -426,7 +426,7 @@ void KVCacheManager::abort(const Step& step) {
     // What was written in place has overwritten the oldest rows of the rings.
     GroupProgress& g =
         m.sequences[static_cast<std::size_t>(part->row)].groups[static_cast<std::size_t>(m.open.step.group)];
-    if (m.step_written) g.highest = std::max(g.highest, g.length + part->count);
+    if (m.step_written || m.captured) g.highest = std::max(g.highest, g.length + part->count);
   }
   m.close_step();
 }

@@ -102,8 +102,13 @@ struct HandleScope {
 
   void append(ops::AppendParams& p) const {
     p.rope = m.compress_rope;
-    m.step_written = true;
+    note_write();
     m.backend->append(p);
+  }
+
+  void note_write() const {
+    m.step_written = true;
+    m.captured = m.captured || m.backend->capturing();
   }
 
   void require_entries(const char* what) const {
@@ -196,7 +201,7 @@ void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
     params.rows[1] = float_rows(inputs.index_keys, scope.tokens(), scope.desc.kinds[1].page.shape.width, "index_keys");
   if (!inputs.valid.empty())
     params.valid = dense_array<std::uint8_t>(inputs.valid, DType::u8, scope.tokens(), -1, "valid");
-  scope.m.step_written = true;
+  scope.note_write();
   scope.m.backend->flush(params);
 }
 

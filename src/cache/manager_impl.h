@@ -36,6 +36,7 @@ struct KVCacheManager::Impl {
 
   bool step_open = false;
   bool step_written = false;  // some operation of the open step has written
+  bool captured = false;      // operations were recorded: from then on any step may have run without a call
   OpenStep open;
   std::int64_t last_step_id = 0;
   std::vector<std::int64_t> seen_in_step;  // [max_requests] step id that last named the row

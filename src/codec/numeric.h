@@ -146,8 +146,17 @@ constexpr float kRoundMagic = 12583039.0f;
 constexpr float kExp1 = 0.693147f, kExp2 = 0.24022242f, kExp3 = 0.055507336f, kExp4 = 0.009671513f,
                 kExp5 = 0.0013264727f;
 
+KV4_HD float not_below(float x, float floor) {  // NaN stays NaN
+#if defined(__CUDA_ARCH__)
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(floor));
+  return x;
+#else
+  return x < floor ? floor : x;
+#endif
+}
+
 KV4_HD float exp_nonpositive(float x) {
-  if (x < kExpFloor) x = kExpFloor;
+  x = not_below(x, kExpFloor);
   const float shifted = fused(x, kLog2e, kRoundMagic);
   const float k = shifted - kRoundMagic;
   const float r = fused(x, kLog2e, -k);

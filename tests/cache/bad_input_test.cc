@@ -30,11 +30,7 @@ struct Everything {
 void PrintTo(const Everything& e, std::ostream* out) { small::PrintTo(e.state, out); }
 
 Everything everything(SmallCache& s, const std::vector<RequestId>& requests) {
-  const PagedKVPool& kv = s.cache.kv_pool();
-  const StateCachePool& state = s.cache.state_pool();
-  return {small::state_of(s.cache, requests),
-          {kv.base(), kv.base() + kv.memory_bytes()},
-          {state.base(), state.base() + state.memory_bytes()}};
+  return {small::state_of(s.cache, requests), s.block_memory(), s.slot_memory()};
 }
 
 // A named way to spoil a tensor.
@@ -87,7 +83,7 @@ class BadTensor : public testing::Test {
   ~BadTensor() override {
     s_.append(step_);
     s_.cache.commit(step_);
-    SmallCache alone;
+    small::CpuCache alone;
     small::expect_same_bytes(s_.cache, a_, alone.cache, alone.request(1, 25));
     small::expect_same_bytes(s_.cache, b_, alone.cache, alone.request(2, 16));
   }
@@ -296,7 +292,7 @@ TEST(BadWeights, EachTensorIsCheckedAndOldOnesStay) {
     expect_error(ErrorCode::bad_argument, {std::to_string(bad)},
                  [&] { s.cache.bind_weights(bad, s.weights[1]->views); });
   s.run({{r, 1, 20}});
-  SmallCache alone;
+  small::CpuCache alone;
   small::expect_same_bytes(s.cache, r, alone.cache, alone.request(1, 29));
 }
 
@@ -311,8 +307,8 @@ TEST(BadWeights, AppendNeedsThem) {
                  [&] { s.cache.acquire(layer).append(in.views()); });
     EXPECT_EQ(everything(s, {r}), before);
   }
-  Inputs in = s.inputs(s.cache.schema().layer(0));
-  s.cache.acquire(0).append(in.views());
+  std::vector<Inputs> in = {s.inputs(s.cache.schema().layer(0))};
+  s.append_inputs({&s.cache.schema().layer(0)}, in);
   s.cache.abort(step);
 }
 
@@ -331,7 +327,7 @@ TEST(BadRopeTable, IsCheckedAndTheOldOneStays) {
     expect_error(ErrorCode::bad_argument, {"rope"}, [&] { s.cache.bind_rope_table(good, bad); });
   }
   s.run({{r, 1, 20}});
-  SmallCache alone;
+  small::CpuCache alone;
   small::expect_same_bytes(s.cache, r, alone.cache, alone.request(1, 20));
   const Step step = s.prepare({{r, 1, 1}});
   expect_error(ErrorCode::bad_state, {}, [&] { s.cache.bind_rope_table(good, good); });
@@ -339,12 +335,17 @@ TEST(BadRopeTable, IsCheckedAndTheOldOneStays) {
 }
 
 TEST(BadRopeTable, TheEnginesOwnIsUsed) {
-  SmallCache ours, theirs;
+  small::CpuCache ours;
+  SmallCache theirs;
   RopeTable table = build_rope_table(small::config().rope_compress, 16, 0, 96);
-  theirs.cache.bind_rope_table(TensorView(table.cos.data(), {96, 8}), TensorView(table.sin.data(), {96, 8}));
+  kv4::test::Twins tables(theirs.backend);
+  theirs.cache.bind_rope_table(tables.put(TensorView(table.cos.data(), {96, 8})),
+                               tables.put(TensorView(table.sin.data(), {96, 8})));
+  tables.send();
   const RequestId a = ours.request(1, 50);
   small::expect_same_bytes(ours.cache, a, theirs.cache, theirs.request(1, 50));
   for (float& v : table.sin) v = -v;
+  tables.send();
   EXPECT_NE(ours.cache.export_blocks(a), theirs.cache.export_blocks(theirs.request(1, 50)))
       << "read at each append, not copied";
 }

@@ -200,12 +200,13 @@ struct Chosen {
   std::int64_t k = 0, stride = 0;
 
   Gathered gather(LayerCacheHandle handle, const Step& step, DType type, bool with_valid) {
-    TensorView index(indices.data(), {step.num_tokens, k});
-    index.strides[0] = stride;
-    return small::gather_with(step.num_tokens, k, 80, type, [&](const TensorView& out, Gathered& g) {
-      const TensorView valid(g.valid.data(), DType::u8, {step.num_tokens, k});
-      const KVPair pair = handle.gather_compressed_kv(index, out, with_valid ? valid : TensorView{});
-      EXPECT_TRUE(pair.k.data == out.data && pair.v.data == out.data);
+    test::Twins twins(test::test_backend());
+    TensorView index = twins.put(TensorView(indices.data(), {step.num_tokens, stride}));
+    twins.send();
+    index.shape[1] = k;
+    return small::gather_with(step.num_tokens, k, 80, type, [&](const small::GatherPlaces& to) {
+      const KVPair pair = handle.gather_compressed_kv(index, to.out, with_valid ? to.valid : TensorView{});
+      EXPECT_TRUE(pair.k.data == to.out.data && pair.v.data == to.out.data);
     });
   }
 };
@@ -254,7 +255,12 @@ TEST(GatherChosen, NoPlacesAtAll) {
   s.prepare({{a, 1, 1}});
   std::int32_t index = 3;
   float out = 5.0f;
-  s.cache.acquire(1).gather_compressed_kv(TensorView(&index, {1, 0}), TensorView(&out, {1, 0, 80}));
+  test::Twins twins(s.backend);
+  void* const indices = twins.put(TensorView(&index, {1})).data;
+  void* const place = twins.put_output(TensorView(&out, {1})).data;
+  twins.send();
+  s.cache.acquire(1).gather_compressed_kv({indices, DType::i32, {1, 0}}, {place, DType::f32, {1, 0, 80}});
+  twins.fetch();
   EXPECT_EQ(out, 5.0f);
 }
 
@@ -323,11 +329,14 @@ TEST(FlushCompression, StoresValidRowsThatClose) {
     for (float v : row(2, t, 32)) keys.push_back(v);
     valid.push_back(t == 1 + 11 ? 0 : t % 3 == 0 ? 255 : 1);  // the entry that closes at position 11 is not valid
   }
+  test::Twins twins(s.backend);
   FlushInputs in;
-  in.entries = TensorView(entries.data(), {27, 80});
-  in.index_keys = TensorView(keys.data(), {27, 32});
-  in.valid = TensorView(valid.data(), DType::u8, {27});
-  for (int layer = 0; layer < 4; ++layer) s.cache.acquire(layer).write_swa(TensorView(raw.data(), {27, 80}));
+  in.entries = twins.put(TensorView(entries.data(), {27, 80}));
+  in.index_keys = twins.put(TensorView(keys.data(), {27, 32}));
+  in.valid = twins.put(TensorView(valid.data(), DType::u8, {27}));
+  const TensorView window_rows = twins.put(TensorView(raw.data(), {27, 80}));
+  twins.send();
+  for (int layer = 0; layer < 4; ++layer) s.cache.acquire(layer).write_swa(window_rows);
   for (int layer : {1, 2}) s.cache.acquire(layer).flush_compression(in);
   in.valid = {};
   s.cache.acquire(3).flush_compression(in);  // no mask: all
@@ -385,9 +394,11 @@ TEST(FlushCompression, OfWhatAppendMadeGivesTheSameBytes) {
       const Row key = stored.row(0, j);
       std::copy(key.begin(), key.end(), keys.begin() + ((j + 1) * ratio - 1) * 32);
     }
+    test::Twins twins(flushed.backend);
     FlushInputs in;
-    in.entries = TensorView(rows.data(), {24, 80});
-    in.index_keys = TensorView(keys.data(), {24, 32});
+    in.entries = twins.put(TensorView(rows.data(), {24, 80}));
+    in.index_keys = twins.put(TensorView(keys.data(), {24, 32}));
+    twins.send();
     flushed.cache.acquire(layer).flush_compression(in);
   }
   made.cache.abort(read);

@@ -18,6 +18,7 @@
 
 #include "kv4/error.h"
 #include "kv4/kv_cache_manager.h"
+#include "support/device.h"
 
 namespace kv4::small {
 
@@ -105,9 +106,9 @@ inline std::vector<std::int32_t> token_ids(std::uint64_t stream, std::int64_t fi
 /// Compressor constants of a layer; the same for every cache of the model.
 struct Weights {
   std::vector<float> bias[2], norm[2];
-  LayerWeights views;
+  LayerWeights views;  // in the backend's memory
 
-  explicit Weights(const LayerCacheSchema& layer) {
+  Weights(const LayerCacheSchema& layer, test::Twins& twins) {
     TensorView* bias_view[] = {&views.position_bias, &views.index_position_bias};
     TensorView* norm_view[] = {&views.norm_weight, &views.index_norm_weight};
     for (std::size_t k = 0; k < layer.pages.size(); ++k) {
@@ -118,20 +119,22 @@ struct Weights {
       for (std::int64_t i = 0; i < ratio * columns; ++i) bias[k].push_back(noise(key + static_cast<std::uint64_t>(i)));
       for (std::int64_t i = 0; i < width; ++i)
         norm[k].push_back(1.0f + 0.5f * noise(key + (1u << 20) + static_cast<std::uint64_t>(i)));
-      *bias_view[k] = TensorView(bias[k].data(), {ratio, columns});
-      *norm_view[k] = TensorView(norm[k].data(), {width});
+      *bias_view[k] = twins.put(TensorView(bias[k].data(), {ratio, columns}));
+      *norm_view[k] = twins.put(TensorView(norm[k].data(), {width}));
     }
   }
 };
 
 class SmallCache {
  public:
-  explicit SmallCache(const CacheOptions& o = options(), const ModelConfig& c = config(), bool bind = true)
-      : cache(c, o) {
+  explicit SmallCache(const CacheOptions& o = options(), const ModelConfig& c = config(), bool bind = true,
+                      std::shared_ptr<Backend> backend_in = test::test_backend())
+      : backend(std::move(backend_in)), cache(c, o, backend), constants_(backend), inputs_(backend) {
     for (const LayerCacheSchema& layer : cache.schema().layers) {
-      weights.push_back(std::make_unique<Weights>(layer));
+      weights.push_back(std::make_unique<Weights>(layer, constants_));
       if (bind && !layer.pages.empty()) cache.bind_weights(layer.spec.layer, weights.back()->views);
     }
+    constants_.send();
   }
 
   RequestId admit() { return cache.admit().value(); }
@@ -176,12 +179,25 @@ class SmallCache {
   /// Appends the prepared step in every layer of its group. `change`: edits the inputs of a layer first.
   using Change = std::function<void(const LayerCacheSchema&, Inputs&)>;
   void append(const Step& step, const Change& change = {}) {
+    std::vector<const LayerCacheSchema*> layers;
+    std::vector<Inputs> all;
     for (const LayerCacheSchema& layer : cache.schema().layers) {
       if (layer.spec.group != step.group) continue;
-      Inputs in = inputs(layer);
-      if (change) change(layer, in);
-      cache.acquire(layer.spec.layer).append(in.views());
+      layers.push_back(&layer);
+      all.push_back(inputs(layer));
+      if (change) change(layer, all.back());
     }
+    append_inputs(layers, all);
+  }
+  void append_inputs(const std::vector<const LayerCacheSchema*>& layers, std::vector<Inputs>& all) {
+    inputs_.clear();
+    std::vector<AppendInputs> placed;
+    for (Inputs& in : all) {
+      AppendInputs& p = placed.emplace_back(in.views());
+      for (TensorView* t : {&p.raw_kv, &p.kv, &p.gate, &p.index_kv, &p.index_gate}) *t = inputs_.put(*t);
+    }
+    inputs_.send();
+    for (std::size_t i = 0; i < layers.size(); ++i) cache.acquire(layers[i]->spec.layer).append(placed[i]);
   }
 
   void run(const std::vector<Part>& parts, int group = 0) {
@@ -197,12 +213,28 @@ class SmallCache {
     return id;
   }
 
+  /// Every byte of the blocks' pool and of the slots'.
+  std::vector<std::byte> block_memory() {
+    return test::read_bytes(*backend, cache.kv_pool().base(), cache.kv_pool().memory_bytes());
+  }
+  std::vector<std::byte> slot_memory() {
+    return test::read_bytes(*backend, cache.state_pool().base(), cache.state_pool().memory_bytes());
+  }
+
+  const std::shared_ptr<Backend> backend;
   KVCacheManager cache;
   std::vector<std::unique_ptr<Weights>> weights;
 
  private:
+  test::Twins constants_, inputs_;
   std::vector<Part> parts_;
   std::vector<std::int64_t> starts_;
+};
+
+/// What the tested cache is compared with: always on the CPU.
+class CpuCache : public SmallCache {
+ public:
+  explicit CpuCache(const CacheOptions& o = options()) : SmallCache(o, config(), true, make_cpu_backend()) {}
 };
 
 /// A request's bytes and what is known about it.
@@ -308,9 +340,15 @@ struct Gathered {
   }
 };
 
-/// Calls gather(out, result) with a poisoned output of the given type and reads it back.
+/// Where a gather writes, in the tested backend's memory.
+struct GatherPlaces {
+  TensorView out, lens, first, valid;
+};
+
+/// Calls gather(places) with poisoned outputs of the given type and reads them back.
 template <class F>
 Gathered gather_with(std::int64_t first_dim, std::int64_t rows, std::int64_t width, DType type, F&& gather) {
+  test::Twins twins(test::test_backend());
   Gathered out;
   out.width = width;
   out.rows = rows;
@@ -320,9 +358,17 @@ Gathered gather_with(std::int64_t first_dim, std::int64_t rows, std::int64_t wid
   out.valid.assign(static_cast<std::size_t>(first_dim * rows), 9);
   std::vector<std::uint16_t> narrow(count + guard, 0x7FC1);
   std::vector<float> wide(count + guard, std::numeric_limits<float>::quiet_NaN());
-  gather(
-      TensorView(type == DType::bf16 ? static_cast<void*>(narrow.data()) : wide.data(), type, {first_dim, rows, width}),
-      out);
+  const std::int64_t all = static_cast<std::int64_t>(count + guard);
+  const TensorView values = twins.put_output(type == DType::bf16 ? TensorView(narrow.data(), DType::bf16, {all})
+                                                                 : TensorView(wide.data(), {all}));
+  GatherPlaces places;
+  places.out = {values.data, type, {first_dim, rows, width}};
+  places.lens = twins.put_output({out.lens.data(), {first_dim}});
+  places.first = twins.put_output({out.first.data(), {first_dim}});
+  places.valid = twins.put_output({out.valid.data(), DType::u8, {first_dim, rows}});
+  twins.send();
+  gather(places);
+  twins.fetch();
   for (std::size_t i = 0; i < guard; ++i)
     EXPECT_TRUE(narrow[count + i] == 0x7FC1 && std::isnan(wide[count + i])) << "written past the output";
   if (type == DType::bf16)
@@ -335,28 +381,24 @@ Gathered gather_with(std::int64_t first_dim, std::int64_t rows, std::int64_t wid
   return out;
 }
 
-inline TensorView i32_view(std::vector<std::int32_t>& v) {
-  return {v.data(), DType::i32, {static_cast<std::int64_t>(v.size())}};
-}
-
 inline Gathered gather_window(LayerCacheHandle handle, const Step& step, std::int64_t rows, DType type = DType::f32) {
-  return gather_with(step.num_items, rows, handle.head_dim(), type, [&](const TensorView& out, Gathered& g) {
-    const KVPair pair = handle.gather_swa_kv(out, i32_view(g.lens), i32_view(g.first));
-    EXPECT_TRUE(pair.k.data == out.data && pair.v.data == out.data) << "K = V";
+  return gather_with(step.num_items, rows, handle.head_dim(), type, [&](const GatherPlaces& to) {
+    const KVPair pair = handle.gather_swa_kv(to.out, to.lens, to.first);
+    EXPECT_TRUE(pair.k.data == to.out.data && pair.v.data == to.out.data) << "K = V";
   });
 }
 
 inline Gathered gather_entries(LayerCacheHandle handle, const Step& step, std::int64_t rows, DType type = DType::f32) {
-  return gather_with(step.num_items, rows, handle.head_dim(), type, [&](const TensorView& out, Gathered& g) {
-    const KVPair pair = handle.gather_all_compressed_kv(out, i32_view(g.lens));
-    EXPECT_TRUE(pair.k.data == out.data && pair.v.data == out.data) << "K = V";
+  return gather_with(step.num_items, rows, handle.head_dim(), type, [&](const GatherPlaces& to) {
+    const KVPair pair = handle.gather_all_compressed_kv(to.out, to.lens);
+    EXPECT_TRUE(pair.k.data == to.out.data && pair.v.data == to.out.data) << "K = V";
   });
 }
 
 inline Gathered gather_keys(LayerCacheHandle handle, const Step& step, std::int64_t rows, DType type = DType::f32) {
   const std::int64_t width = handle.schema().pages[1].kind.width;
-  return gather_with(step.num_items, rows, width, type, [&](const TensorView& out, Gathered& g) {
-    EXPECT_EQ(handle.gather_all_index_keys(out, i32_view(g.lens)).data, out.data);
+  return gather_with(step.num_items, rows, width, type, [&](const GatherPlaces& to) {
+    EXPECT_EQ(handle.gather_all_index_keys(to.out, to.lens).data, to.out.data);
   });
 }
 

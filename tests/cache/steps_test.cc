@@ -51,7 +51,8 @@ TEST(CacheLife, AdmitAppendRelease) {
 }
 
 TEST(CacheLife, NothingOfAReleasedRequestRemains) {
-  SmallCache used, fresh;
+  SmallCache used;
+  small::CpuCache fresh;
   for (std::uint64_t stream = 50; stream < 54; ++stream)
     used.request(stream, 60 - static_cast<std::int32_t>(stream % 7));
   for (int row = 3; row >= 0; --row) used.cache.release(row);
@@ -152,7 +153,7 @@ TEST(CacheOrder, RequestsOutsideTheStepMayChange) {
   EXPECT_EQ(s.cache.length(a), 8);
   EXPECT_EQ(s.cache.length(c), 18);
   EXPECT_EQ(s.cache.length(d), 0);
-  SmallCache alone;
+  small::CpuCache alone;
   small::expect_same_bytes(s.cache, a, alone.cache, alone.request(1, 8));
 }
 
@@ -272,14 +273,15 @@ TEST(CacheShortage, BlocksInAnyItem) {
   EXPECT_EQ(s.cache.allocator().num_available(), 0);
   EXPECT_EQ(s.cache.fork(c).shortage(), Shortage::blocks) << "its open block needs a copy";
   EXPECT_TRUE(s.cache.fork(a)) << "full blocks are shared";
-  SmallCache alone;
+  small::CpuCache alone;
   small::expect_same_bytes(s.cache, b, alone.cache, alone.request(2, 33));
 }
 
 TEST(CacheShortage, BlocksOfAnImport) {
   CacheOptions o = small::options();
   o.num_blocks = 6;
-  SmallCache s(o), source;
+  SmallCache s(o);
+  small::CpuCache source;
   const RequestId a = s.request(1, 50);  // 4 of 6
   const RequestId other = source.request(2, 40);
   const small::CacheState before = state_of(s.cache, {a});
@@ -312,7 +314,7 @@ TEST(CacheShortage, SlotsForLongSteps) {
   EXPECT_EQ(s.cache.admit().shortage(), Shortage::slots) << "until the step ends";
   s.cache.abort(open);
   EXPECT_TRUE(s.cache.admit());
-  SmallCache alone;
+  small::CpuCache alone;
   small::expect_same_bytes(s.cache, all[1], alone.cache, alone.request(1, 12));
 }
 
@@ -352,7 +354,7 @@ TEST(CacheAbort, ReturnsEverything) {
     }
     EXPECT_EQ(after, before);
     s.run({{a, 1, 3}, {b, 2, 20}, {c, 3, 30}});
-    SmallCache alone;
+    small::CpuCache alone;
     small::expect_same_bytes(s.cache, a, alone.cache, alone.request(1, 18));
     small::expect_same_bytes(s.cache, c, alone.cache, alone.request(3, 30));
     small::expect_same_bytes(s.cache, shared, alone.cache, alone.request(2, 16));
@@ -365,7 +367,8 @@ TEST(CacheAbort, OfTheLongestStepInPlaceLeavesTheImage) {
   o.draft_layers = 1;
   for (std::int32_t length : {3, 7, 8, 9, 20, 31}) {
     SCOPED_TRACE(length);
-    SmallCache s(o), alone(o);
+    SmallCache s(o);
+    small::CpuCache alone(o);
     const RequestId a = s.request(1, length), same = alone.request(1, length);
     s.run({{a, 3, length}}, 1);
     alone.run({{same, 3, length}}, 1);
@@ -426,7 +429,7 @@ TEST(CacheRewind, ToNothing) {
   EXPECT_EQ(s.cache.allocator().num_held(), 0);
   EXPECT_TRUE(s.cache.token_ids(r).empty());
   s.run({{r, 5, 21}});
-  SmallCache alone;
+  small::CpuCache alone;
   small::expect_same_bytes(s.cache, r, alone.cache, alone.request(5, 21));
 }
 

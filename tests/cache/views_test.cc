@@ -15,6 +15,7 @@ namespace {
 using namespace kv4;
 using small::Gathered;
 using small::SmallCache;
+using test::HostViews;
 
 using Row = std::vector<float>;
 
@@ -71,7 +72,8 @@ void expect_tail(const PlaneView& rope, std::int64_t block, std::int64_t row, co
 void expect_window(SmallCache& s, const Step& step, int layer, const std::vector<small::Part>& parts) {
   const Format format = s.cache.schema().options.row_format;
   LayerCacheHandle handle = s.cache.acquire(layer);
-  const SWAView view = handle.read_swa_view();
+  HostViews here(s.cache, s.backend);
+  const SWAView view = here.view(handle.read_swa_view());
   ASSERT_EQ(view.num_items, step.num_items);
   ASSERT_EQ(view.rows, 11) << "window + R";
   expect_plane_sizes(handle.schema().window.row, view.payload, view.scale);
@@ -155,7 +157,8 @@ void expect_table(SmallCache& s, const View& view, const std::vector<small::Part
 void expect_entries(SmallCache& s, const Step& step, int layer, const std::vector<small::Part>& parts) {
   const Format format = s.cache.schema().options.row_format;
   LayerCacheHandle handle = s.cache.acquire(layer);
-  const ClassicalView view = handle.read_classical_view();
+  HostViews here(s.cache, s.backend);
+  const ClassicalView view = here.view(handle.read_classical_view());
   expect_table(s, view, parts, handle.schema().pages[0].kind.ratio);
   expect_plane_sizes(handle.schema().pages[0].row, view.payload, view.scale);
   const Gathered gathered = small::gather_entries(handle, step, 24);
@@ -176,7 +179,8 @@ void expect_entries(SmallCache& s, const Step& step, int layer, const std::vecto
 void expect_keys(SmallCache& s, const Step& step, int layer, const std::vector<small::Part>& parts) {
   const Format format = s.cache.schema().options.index_format;
   LayerCacheHandle handle = s.cache.acquire(layer);
-  const IndexerView view = handle.read_indexer_view();
+  HostViews here(s.cache, s.backend);
+  const IndexerView view = here.view(handle.read_indexer_view());
   expect_table(s, view, parts, 4);
   expect_plane_sizes(handle.schema().pages[1].row, view.keys, view.scales);
   EXPECT_EQ(view.global_scale.data != nullptr, format == Format::nvfp4);
@@ -214,11 +218,11 @@ TEST_P(CacheViews, ReadingTwiceGivesTheSame) {
   const Step step = s.prepare({{a, 1, 20}});
   LayerCacheHandle handle = s.cache.acquire(1);
   const SWAView first = handle.read_swa_view();
-  const std::vector<std::int32_t> positions(first.positions, first.positions + first.rows);
+  const std::vector<std::int32_t> positions = test::read_array(*s.backend, first.positions, first.rows);
   s.append(step);
   const SWAView second = handle.read_swa_view();
   EXPECT_EQ(second.positions, first.positions) << "fixed addresses";
-  EXPECT_EQ(std::vector<std::int32_t>(second.positions, second.positions + second.rows), positions);
+  EXPECT_EQ(test::read_array(*s.backend, second.positions, second.rows), positions);
   EXPECT_EQ(handle.read_classical_view().block_table, s.cache.acquire(2).read_classical_view().block_table)
       << "one table for every layer";
   s.cache.commit(step);
@@ -253,7 +257,8 @@ TEST(CacheViewsOf, TablesForgetBlocksThatAreGone) {
   SmallCache s;
   const auto table_of = [&](RequestId r) {
     const Step step = s.prepare({{r, 1, 1}});
-    const ClassicalView view = s.cache.acquire(1).read_classical_view();
+    HostViews here(s.cache, s.backend);
+    const ClassicalView view = here.view(s.cache.acquire(1).read_classical_view());
     const std::int32_t* first = view.block_table + view.request_rows[0] * view.blocks_per_request;
     std::vector<std::int32_t> out(first, first + view.blocks_per_request);
     s.cache.abort(step);
@@ -280,7 +285,8 @@ TEST(CacheViewsOf, DraftStagesHaveTheirOwnPositions) {
   s.run({{a, 1, 5}}, 1);
   const Step step = s.prepare({{a, 1, 2}}, 1);
   s.append(step);
-  const SWAView view = s.cache.acquire(4).read_swa_view();
+  HostViews here(s.cache, s.backend);
+  const SWAView view = here.view(s.cache.acquire(4).read_swa_view());
   EXPECT_EQ(view.head[0], 7);
   for (int r = 0; r < 11; ++r) EXPECT_EQ(view.positions[r], r < 7 ? r : -1);
   EXPECT_EQ(

@@ -12,6 +12,7 @@
 
 #include "kv4/error.h"
 #include "pool/small_schema.h"
+#include "support/device.h"
 
 namespace {
 
@@ -29,12 +30,16 @@ CacheSchema schema_of(Arrangement arrangement, int alignment = 64) {
   return kv4::build_schema(kv4::test_pool::small_config(), o);
 }
 
+std::shared_ptr<kv4::Backend> backend() { return kv4::test::test_backend(); }
+
 void fill(PagedKVPool& pool, std::uint32_t seed) {
   std::mt19937 random(seed);
-  std::generate_n(pool.base(), pool.memory_bytes(), [&] { return static_cast<std::byte>(random() & 255); });
+  Bytes bytes(static_cast<std::size_t>(pool.memory_bytes()));
+  for (std::byte& b : bytes) b = static_cast<std::byte>(random() & 255);
+  kv4::test::write_bytes(*backend(), pool.base(), bytes.data(), pool.memory_bytes());
 }
 
-Bytes all(const PagedKVPool& pool) { return {pool.base(), pool.base() + pool.memory_bytes()}; }
+Bytes all(const PagedKVPool& pool) { return kv4::test::read_bytes(*backend(), pool.base(), pool.memory_bytes()); }
 
 Bytes saved(const CacheSchema& schema, const PagedKVPool& pool, kv4::BlockId block, int tokens) {
   Bytes out(static_cast<std::size_t>(schema.block_image_bytes), std::byte{0xEE});
@@ -43,12 +48,12 @@ Bytes saved(const CacheSchema& schema, const PagedKVPool& pool, kv4::BlockId blo
 }
 
 // The image as the header describes it: pages in model order, rows of the first `tokens` tokens, zeros elsewhere.
-Bytes expected_image(const CacheSchema& schema, const PagedKVPool& pool, kv4::BlockId block, int tokens) {
+Bytes expected_image(const CacheSchema& schema, const Bytes& pool, kv4::BlockId block, int tokens) {
   Bytes out;
   for (const kv4::LayerCacheSchema& layer : schema.layers)
     for (const kv4::PageSchema& page : layer.pages) {
       Bytes part(static_cast<std::size_t>(page.content_bytes));
-      const std::byte* from = pool.base() + page.offset + block * page.block_stride;
+      const std::byte* from = pool.data() + page.offset + block * page.block_stride;
       const int rows = tokens / page.kind.ratio;
       const auto copy = [&](std::int64_t at, std::int64_t bytes) { std::copy_n(from + at, bytes, part.begin() + at); };
       copy(0, std::int64_t{rows} * page.row.payload_bytes);
@@ -63,7 +68,7 @@ TEST(PagedKVPool, MemoryIsExactAndZero) {
   for (Arrangement a : {Arrangement::block_major, Arrangement::layer_major})
     for (int alignment : {64, 576}) {
       const CacheSchema s = schema_of(a, alignment);
-      const PagedKVPool pool(s, kv4::make_cpu_backend());
+      const PagedKVPool pool(s, backend());
       EXPECT_EQ(pool.memory_bytes(), s.block_bytes * 6);
       const Bytes bytes = all(pool);
       EXPECT_TRUE(std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; }));
@@ -73,7 +78,7 @@ TEST(PagedKVPool, MemoryIsExactAndZero) {
 TEST(PagedKVPool, CopyTouchesOnlyItsTarget) {
   for (Arrangement a : {Arrangement::block_major, Arrangement::layer_major}) {
     const CacheSchema s = schema_of(a);
-    PagedKVPool pool(s, kv4::make_cpu_backend());
+    PagedKVPool pool(s, backend());
     fill(pool, kSeed);
     std::vector<Bytes> before;
     for (kv4::BlockId b = 0; b < 6; ++b) before.push_back(saved(s, pool, b, 16));
@@ -89,11 +94,12 @@ TEST(PagedKVPool, SavesTheRowsOfTheFirstTokens) {
   for (Arrangement a : {Arrangement::block_major, Arrangement::layer_major})
     for (int alignment : {64, 576}) {
       const CacheSchema s = schema_of(a, alignment);
-      PagedKVPool pool(s, kv4::make_cpu_backend());
+      PagedKVPool pool(s, backend());
       fill(pool, kSeed);
+      const Bytes bytes = all(pool);
       for (int tokens = 0; tokens <= 16; ++tokens)
         for (kv4::BlockId b : {0, 3, 5})
-          ASSERT_EQ(saved(s, pool, b, tokens), expected_image(s, pool, b, tokens))
+          ASSERT_EQ(saved(s, pool, b, tokens), expected_image(s, bytes, b, tokens))
               << "block " << b << " tokens " << tokens;
     }
 }
@@ -102,7 +108,7 @@ TEST(PagedKVPool, ImagesMoveBetweenArrangements) {
   const CacheSchema from_schema = schema_of(Arrangement::block_major),
                     to_schema = schema_of(Arrangement::layer_major, 576);
   ASSERT_EQ(from_schema.block_image_bytes, to_schema.block_image_bytes);
-  PagedKVPool from(from_schema, kv4::make_cpu_backend()), to(to_schema, kv4::make_cpu_backend());
+  PagedKVPool from(from_schema, backend()), to(to_schema, backend());
   fill(from, kSeed);
   fill(to, kSeed + 1);
   std::vector<Bytes> kept;
@@ -115,7 +121,7 @@ TEST(PagedKVPool, ImagesMoveBetweenArrangements) {
 
 TEST(PagedKVPool, RefusesBadBlocksAndSizes) {
   const CacheSchema s = schema_of(Arrangement::layer_major);
-  PagedKVPool pool(s, kv4::make_cpu_backend());
+  PagedKVPool pool(s, backend());
   fill(pool, kSeed);
   const Bytes before = all(pool);
   Bytes image(static_cast<std::size_t>(s.block_image_bytes)), shorter(image.size() - 1), longer(image.size() + 1);
@@ -134,7 +140,7 @@ TEST(PagedKVPool, RefusesBadBlocksAndSizes) {
 
 TEST(PagedKVPool, RefusesTokensOutsideTheBlock) {
   const CacheSchema s = schema_of(Arrangement::block_major);
-  PagedKVPool pool(s, kv4::make_cpu_backend());
+  PagedKVPool pool(s, backend());
   fill(pool, kSeed);
   constexpr std::size_t kGuard = 4096;
   Bytes guarded(static_cast<std::size_t>(s.block_image_bytes) + 2 * kGuard, std::byte{0x5A});
@@ -152,7 +158,7 @@ TEST(PagedKVPool, AModelWithoutEntriesHasEmptyBlocks) {
   kv4::ModelConfig c = kv4::test_pool::small_config();
   c.kinds = {kv4::LayerKind::swa, kv4::LayerKind::swa, kv4::LayerKind::swa};
   const CacheSchema s = kv4::build_schema(c, kv4::test_pool::small_options());
-  PagedKVPool pool(s, kv4::make_cpu_backend());
+  PagedKVPool pool(s, backend());
   EXPECT_EQ(pool.memory_bytes(), 0);
   Bytes image;
   pool.save_block(0, 16, image);

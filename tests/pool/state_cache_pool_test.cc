@@ -14,6 +14,7 @@
 
 #include "kv4/error.h"
 #include "pool/small_schema.h"
+#include "support/device.h"
 
 namespace {
 
@@ -31,36 +32,55 @@ CacheSchema small_schema(int rewind = 0, int drafts = 0) {
   return kv4::build_schema(kv4::test_pool::small_config(), o);
 }
 
+std::shared_ptr<kv4::Backend> backend() { return kv4::test::test_backend(); }
+
 // Rings and accumulators of a slot, and how far each is folded.
 Bytes slot_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
-  const std::byte* at = pool.base() + slot * s.slot_bytes;
-  Bytes out(at, at + s.slot_bytes);
-  const std::byte* f =
-      reinterpret_cast<const std::byte*>(pool.frontiers() + slot * static_cast<std::int64_t>(s.layers.size()));
-  out.insert(out.end(), f, f + 4 * s.layers.size());
+  const std::int64_t layers = static_cast<std::int64_t>(s.layers.size());
+  Bytes out = kv4::test::read_bytes(*backend(), pool.base() + slot * s.slot_bytes, s.slot_bytes);
+  const Bytes f = kv4::test::read_bytes(*backend(), pool.frontiers() + slot * layers, 4 * layers);
+  out.insert(out.end(), f.begin(), f.end());
   return out;
 }
 
 // The rows beside it that an in-place step has displaced: [layers] positions and the bytes.
 std::vector<std::int32_t> displaced_positions(const CacheSchema& s, const StateCachePool& pool, int slot) {
-  const std::int32_t* at = pool.displaced_positions() + slot * static_cast<std::int64_t>(s.layers.size());
-  return {at, at + s.layers.size()};
+  const std::int64_t layers = static_cast<std::int64_t>(s.layers.size());
+  return kv4::test::read_array(*backend(), pool.displaced_positions() + slot * layers, layers);
 }
 Bytes displaced_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
-  const std::byte* at = pool.displaced() + slot * s.displaced_bytes;
-  return {at, at + s.displaced_bytes};
+  return kv4::test::read_bytes(*backend(), pool.displaced() + slot * s.displaced_bytes, s.displaced_bytes);
 }
 
 void fill(const CacheSchema& s, StateCachePool& pool) {
   std::mt19937 random(kSeed);
   const auto byte = [&] { return static_cast<std::byte>(random() & 255); };
-  std::generate_n(pool.base(), s.slot_bytes * pool.num_slots(), byte);
-  std::generate_n(pool.displaced(), s.displaced_bytes * pool.num_slots(), byte);
+  const auto write = [](void* to, const auto& values) {
+    kv4::test::write_bytes(*backend(), to, values.data(),
+                           static_cast<std::int64_t>(values.size() * sizeof(values.front())));
+  };
+  Bytes slots(static_cast<std::size_t>(s.slot_bytes * pool.num_slots())),
+      displaced(static_cast<std::size_t>(s.displaced_bytes * pool.num_slots()));
+  std::generate(slots.begin(), slots.end(), byte);
+  std::generate(displaced.begin(), displaced.end(), byte);
+  std::vector<std::int32_t> frontiers, positions;
   for (std::size_t i = 0; i < static_cast<std::size_t>(pool.num_slots()) * s.layers.size(); ++i) {
-    pool.frontiers()[i] = static_cast<std::int32_t>(i + 1);
-    pool.displaced_positions()[i] = -2 - static_cast<std::int32_t>(i);
+    frontiers.push_back(static_cast<std::int32_t>(i + 1));
+    positions.push_back(-2 - static_cast<std::int32_t>(i));
   }
+  write(pool.base(), slots);
+  write(pool.displaced(), displaced);
+  write(pool.frontiers(), frontiers);
+  write(pool.displaced_positions(), positions);
 }
+
+// The bias of an HCA layer, in the backend's memory.
+struct Bias {
+  std::vector<float> zeros = std::vector<float>(8 * 32);
+  kv4::test::Twins twins{backend()};
+  const float* data = static_cast<const float*>(twins.put(kv4::TensorView(zeros.data(), {8, 32})).data);
+  Bias() { twins.send(); }
+};
 
 void hold_all(StateCachePool& pool) {
   while (pool.acquire_slot()) {
@@ -73,7 +93,7 @@ bool is_zero(const Bytes& bytes) {
 
 TEST(StateCachePool, SlotsAreHandedOutOnceEach) {
   const CacheSchema s = small_schema();
-  StateCachePool pool(s, kv4::make_cpu_backend());
+  StateCachePool pool(s, backend());
   EXPECT_EQ(pool.num_slots(), 3) << "requests and spares";
   EXPECT_EQ(pool.num_free(), 3);
   std::set<std::int32_t> seen;
@@ -88,7 +108,7 @@ TEST(StateCachePool, SlotsAreHandedOutOnceEach) {
 
 TEST(StateCachePool, RefusesSlotsThatAreNotHeld) {
   const CacheSchema s = small_schema();
-  StateCachePool pool(s, kv4::make_cpu_backend());
+  StateCachePool pool(s, backend());
   pool.acquire_slot();
   for (std::int32_t bad : {-1, 1, 3, 1 << 30}) {
     try {
@@ -108,7 +128,7 @@ TEST(StateCachePool, MemoryIsExactAndZero) {
   for (int rewind : {0, 5})
     for (int drafts : {0, 2}) {
       const CacheSchema s = small_schema(rewind, drafts);
-      const StateCachePool pool(s, kv4::make_cpu_backend());
+      const StateCachePool pool(s, backend());
       const std::int64_t positions = (3 * 4 * static_cast<std::int64_t>(s.layers.size()) + 63) / 64 * 64;
       EXPECT_EQ(s.displaced_bytes, (44 * static_cast<std::int64_t>(s.layers.size()) + 63) / 64 * 64)
           << "one row per window";
@@ -119,7 +139,7 @@ TEST(StateCachePool, MemoryIsExactAndZero) {
 
 TEST(StateCachePool, ResetAndCopyTouchOneSlot) {
   const CacheSchema s = small_schema(2, 1);
-  StateCachePool pool(s, kv4::make_cpu_backend());
+  StateCachePool pool(s, backend());
   hold_all(pool);
   fill(s, pool);
   const Bytes first = slot_bytes(s, pool, 0), last = slot_bytes(s, pool, 2);
@@ -138,9 +158,14 @@ TEST(StateCachePool, ResetAndCopyTouchOneSlot) {
   EXPECT_EQ(slot_bytes(s, pool, 2), last);
 }
 
-// A slot that does not exist lies outside the pool's memory: each call runs in its own process.
+// A slot that does not exist lies outside the pool's memory: each call runs in its own process. (Not off the host: a
+// GPU's context does not live in a fork, and there the host's process is not what breaks.)
 template <class F>
 void expect_refused(F&& call) {
+  if (kv4::test::off_host()) {
+    EXPECT_THROW(call(), kv4::Error);
+    return;
+  }
   EXPECT_EXIT(
       {
         try {
@@ -155,7 +180,7 @@ void expect_refused(F&& call) {
 
 TEST(StateCachePoolDeathTest, RefusesSlotsThatDoNotExist) {
   const CacheSchema s = small_schema();
-  StateCachePool pool(s, kv4::make_cpu_backend());
+  StateCachePool pool(s, backend());
   hold_all(pool);
   const std::vector<std::int64_t> lengths = {4};
   const std::vector<const float*> bias(3);
@@ -203,17 +228,19 @@ TEST(StateCachePool, ImageBytes) {
 
 TEST(StateCachePool, WindowRowsAreSavedInPositionOrder) {
   const CacheSchema s = small_schema(3);  // rings of 11 rows
-  StateCachePool pool(s, kv4::make_cpu_backend());
+  StateCachePool pool(s, backend());
   hold_all(pool);
   // Row of position p in layer 0: payload byte 0 is p, scale byte 0 is 100 + p.
   const kv4::WindowSchema& w = s.layers[0].window;
+  Bytes slot(static_cast<std::size_t>(s.slot_bytes));
   for (int p = 20; p < 31; ++p) {
-    pool.base()[s.slot_bytes + w.payload_offset + p % 11 * w.row.payload_bytes] = static_cast<std::byte>(p);
-    pool.base()[s.slot_bytes + w.scale_offset + p % 11 * w.row.scale_bytes] = static_cast<std::byte>(100 + p);
+    slot[static_cast<std::size_t>(w.payload_offset + p % 11 * w.row.payload_bytes)] = static_cast<std::byte>(p);
+    slot[static_cast<std::size_t>(w.scale_offset + p % 11 * w.row.scale_bytes)] = static_cast<std::byte>(100 + p);
   }
+  kv4::test::write_bytes(*backend(), pool.base() + s.slot_bytes, slot.data(), s.slot_bytes);
   const std::vector<std::int64_t> lengths = {31};
-  std::vector<float> bias(8 * 32);
-  const CanonicalImage image = pool.save(1, lengths, std::vector<const float*>{nullptr, nullptr, bias.data()});
+  const Bias bias;
+  const CanonicalImage image = pool.save(1, lengths, std::vector<const float*>{nullptr, nullptr, bias.data});
   EXPECT_EQ(image.layout_id, s.layout_id);
   EXPECT_EQ(image.lengths, lengths);
   ASSERT_EQ(static_cast<std::int64_t>(image.bytes.size()), expected_bytes(s, 31));
@@ -226,11 +253,12 @@ TEST(StateCachePool, WindowRowsAreSavedInPositionOrder) {
 // No step displaced a row of it: the image's oldest row is the ring's, although position 0 is the first there is.
 TEST(StateCachePool, ASlotThatWasNeverResetHasNoDisplacedRow) {
   const CacheSchema schema = small_schema();
-  StateCachePool pool(schema, kv4::make_cpu_backend());
+  StateCachePool pool(schema, backend());
   const std::int32_t slot = pool.acquire_slot().value();
   const kv4::WindowSchema& window = schema.layers[0].window;
-  std::byte* ring = pool.base() + slot * schema.slot_bytes + window.payload_offset;
-  std::fill_n(ring, window.row.payload_bytes, std::byte{0x5A});
+  const Bytes row(static_cast<std::size_t>(window.row.payload_bytes), std::byte{0x5A});
+  kv4::test::write_bytes(*backend(), pool.base() + slot * schema.slot_bytes + window.payload_offset, row.data(),
+                         window.row.payload_bytes);
   const std::vector<std::int64_t> lengths{schema.config.window};
   const std::vector<const float*> bias(schema.layers.size(), nullptr);
   const CanonicalImage image = pool.save(slot, lengths, bias);
@@ -243,7 +271,7 @@ TEST(StateCachePool, RestoreGivesTheImageBack) {
   for (int rewind : {0, 5})
     for (std::int64_t n : {0, 1, 3, 4, 7, 8, 9, 15, 16, 33, 64}) {
       const CacheSchema s = small_schema(rewind, 1);
-      StateCachePool pool(s, kv4::make_cpu_backend());
+      StateCachePool pool(s, backend());
       hold_all(pool);
       fill(s, pool);
       CanonicalImage image{
@@ -253,8 +281,8 @@ TEST(StateCachePool, RestoreGivesTheImageBack) {
       const Bytes other = slot_bytes(s, pool, 2);
       pool.restore(1, image);
       EXPECT_EQ(slot_bytes(s, pool, 2), other);
-      std::vector<float> bias(8 * 32);
-      EXPECT_EQ(pool.save(1, image.lengths, std::vector<const float*>{nullptr, nullptr, bias.data(), nullptr}), image)
+      const Bias bias;
+      EXPECT_EQ(pool.save(1, image.lengths, std::vector<const float*>{nullptr, nullptr, bias.data, nullptr}), image)
           << "length " << n << " seed " << kSeed;
       EXPECT_EQ(pool.save(1, image.lengths, std::vector<const float*>(4)), image)
           << "before weights are bound, length " << n;
@@ -263,11 +291,11 @@ TEST(StateCachePool, RestoreGivesTheImageBack) {
 
 TEST(StateCachePool, RefusesForeignAndDamagedImages) {
   const CacheSchema s = small_schema();
-  StateCachePool pool(s, kv4::make_cpu_backend());
+  StateCachePool pool(s, backend());
   hold_all(pool);
   fill(s, pool);
-  std::vector<float> bias(8 * 32);
-  const std::vector<const float*> biases = {nullptr, nullptr, bias.data()};
+  const Bias bias;
+  const std::vector<const float*> biases = {nullptr, nullptr, bias.data};
   const CanonicalImage good = pool.save(0, std::vector<std::int64_t>{20}, biases);
   pool.check(good);
   const Bytes before = slot_bytes(s, pool, 1);

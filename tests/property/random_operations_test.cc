@@ -33,7 +33,7 @@ class Chaos {
       : model_(model),
         options_(options),
         random_(seed),
-        driver_(model, options, make_cpu_backend(static_cast<int>(1 + seed % 3))) {}
+        driver_(model, options, test_backend(static_cast<int>(1 + seed % 3))) {}
 
   void run(int operations) {
     for (int i = 0; i < operations; ++i) {
@@ -125,8 +125,10 @@ class Chaos {
       EXPECT_EQ(driver_.cache.state_pool().num_free(), slots);
       return;
     }
+    std::vector<const LayerCacheSchema*> layers;
     for (const LayerCacheSchema& layer : driver_.cache.schema().layers)
-      if (!aborted || random_.below(2)) driver_.append_layer(*prepared, layer);
+      if (!aborted || random_.below(2)) layers.push_back(&layer);
+    driver_.append_layers(*prepared, layers);
     if (aborted) {
       driver_.cache.abort(*prepared);
       EXPECT_EQ(driver_.cache.allocator().num_held(), held);
@@ -156,7 +158,7 @@ class Chaos {
 
 TEST(RandomOperations, EveryRequestIsItsOwnHistory) {
   const Model tiny(tiny_config()), transformers(transformers_tiny_config());
-  const int seeds = std::getenv("KV4_TEST_LONG") != nullptr ? 5000 : 200;
+  const int seeds = rounds(std::getenv("KV4_TEST_LONG") != nullptr ? 5000 : 200);
   for (int seed = 0; seed < seeds; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(static_cast<std::uint64_t>(seed) + 100);

@@ -35,7 +35,7 @@ Bytes one_by_one(const Model& model, CacheOptions options, std::uint64_t stream,
 
 TEST_P(Sameness, AnySplitIntoSteps) {
   Random random(1);
-  for (int round = 0; round < (long_run() ? 200 : 20); ++round) {
+  for (int round = 0; round < rounds(long_run() ? 200 : 20); ++round) {
     const std::int32_t tokens = static_cast<std::int32_t>(random.between(1, 150));
     const Bytes want = one_by_one(model_, options(), 7, tokens);
     for (std::int64_t most : {2, 5, 30, 200}) {
@@ -55,10 +55,10 @@ TEST_P(Sameness, AnySplitIntoSteps) {
 
 TEST_P(Sameness, AnyBatch) {
   Random random(2);
-  for (int round = 0; round < (long_run() ? 60 : 8); ++round) {
+  for (int round = 0; round < rounds(long_run() ? 60 : 8); ++round) {
     CacheOptions o = options();
     o.max_rewind_tokens = static_cast<int>(random.between(0, 6));
-    Driver d(model_, o, make_cpu_backend(3));
+    Driver d(model_, o, test_backend(3));
     std::vector<RequestId> requests;
     for (int i = 0; i < 5; ++i) requests.push_back(d.admit());
     for (int s = 0; s < 25; ++s) {
@@ -83,11 +83,11 @@ TEST_P(Sameness, AnyBatch) {
 
 TEST_P(Sameness, RewindLeavesNoTrace) {
   Random random(3);
-  for (int round = 0; round < (long_run() ? 300 : 40); ++round) {
+  for (int round = 0; round < rounds(long_run() ? 300 : 40); ++round) {
     CacheOptions o = options();
     o.max_rewind_tokens = static_cast<int>(random.between(1, 20));
     o.hca_mode = random.below(2) ? HcaMode::online : HcaMode::raw;
-    Driver d(model_, o), clean(model_, o);
+    Driver d(model_, o), clean(model_, o, make_cpu_backend());
     const RequestId r = d.admit(), c = clean.admit();
     for (int s = 0; s < 12; ++s) {
       const std::int32_t keep = static_cast<std::int32_t>(random.between(1, 30));
@@ -109,13 +109,20 @@ TEST_P(Sameness, RewindLeavesNoTrace) {
   }
 }
 
+std::vector<const LayerCacheSchema*> some_layers(const Driver& driver, Random& random) {
+  std::vector<const LayerCacheSchema*> out;
+  for (const LayerCacheSchema& layer : driver.cache.schema().layers)
+    if (random.below(2)) out.push_back(&layer);
+  return out;
+}
+
 TEST_P(Sameness, AbortedRepeatedAndHalfRunSteps) {
   Random random(4);
-  for (int round = 0; round < (long_run() ? 200 : 30); ++round) {
+  for (int round = 0; round < rounds(long_run() ? 200 : 30); ++round) {
     CacheOptions o = options();
     o.max_rewind_tokens = static_cast<int>(random.between(0, 8));
     o.hca_mode = random.below(2) ? HcaMode::online : HcaMode::raw;
-    Driver d(model_, o), clean(model_, o);
+    Driver d(model_, o), clean(model_, o, make_cpu_backend());
     const RequestId r = d.admit(), c = clean.admit();
     for (int s = 0; s < 20; ++s) {
       const std::int32_t count = static_cast<std::int32_t>(random.between(1, random.below(3) ? 6 : 40));
@@ -124,13 +131,11 @@ TEST_P(Sameness, AbortedRepeatedAndHalfRunSteps) {
         const Step step =
             d.prepare({{r, 77 + static_cast<std::uint64_t>(s), static_cast<std::int32_t>(random.between(1, 30))}})
                 .value();
-        for (const LayerCacheSchema& layer : d.cache.schema().layers)
-          if (random.below(2)) d.append_layer(step, layer);
+        d.append_layers(step, some_layers(d, random));
         d.cache.abort(step);
       }
       const Step step = d.prepare(work).value();
-      for (const LayerCacheSchema& layer : d.cache.schema().layers)
-        if (random.below(2)) d.append_layer(step, layer);
+      d.append_layers(step, some_layers(d, random));
       for (int again = static_cast<int>(random.below(3)); again > 0; --again) d.append(step);
       d.append(step);
       d.cache.commit(step);
@@ -146,11 +151,11 @@ TEST_P(Sameness, AbortedRepeatedAndHalfRunSteps) {
 
 TEST_P(Sameness, ForksAreSeparateRequests) {
   Random random(5);
-  for (int round = 0; round < (long_run() ? 100 : 15); ++round) {
+  for (int round = 0; round < rounds(long_run() ? 100 : 15); ++round) {
     CacheOptions o = options();
     o.max_rewind_tokens = static_cast<int>(random.between(0, 12));
     o.num_blocks = 200;
-    Driver d(model_, o), clean(model_, o);
+    Driver d(model_, o), clean(model_, o, make_cpu_backend());
     const RequestId a = d.admit(), ca = clean.admit(), cb = clean.admit();
     const std::int32_t common = static_cast<std::int32_t>(random.between(1, 70));
     d.feed(a, 1, random_chunks(random, common, 40));
@@ -179,7 +184,7 @@ TEST_P(Sameness, ForksAreSeparateRequests) {
 
 TEST_P(Sameness, ExportImportContinue) {
   Random random(6);
-  for (int round = 0; round < (long_run() ? 150 : 20); ++round) {
+  for (int round = 0; round < rounds(long_run() ? 150 : 20); ++round) {
     const std::int32_t before = static_cast<std::int32_t>(random.between(1, 60)),
                        after = static_cast<std::int32_t>(random.between(1, 60));
     CacheOptions here = options(), there = options();
@@ -188,7 +193,7 @@ TEST_P(Sameness, ExportImportContinue) {
     here.hca_mode = random.below(2) ? HcaMode::online : HcaMode::raw;
     there.hca_mode = random.below(2) ? HcaMode::online : HcaMode::raw;
     there.arrangement = Arrangement::layer_major;
-    Driver d(model_, here), e(model_, there);
+    Driver d(model_, here, round % 2 ? make_cpu_backend() : test_backend()), e(model_, there);
     const RequestId r = d.admit();
     d.feed(r, 4, random_chunks(random, before, 40));
     const Bytes saved = bytes_of(d.cache, r);
@@ -210,7 +215,7 @@ TEST_P(Sameness, DraftStagesHaveTheirOwnLength) {
   CacheOptions o = options();
   o.draft_layers = 2;
   o.max_rewind_tokens = 5;
-  Driver d(model_, o), clean(model_, o);
+  Driver d(model_, o), clean(model_, o, make_cpu_backend());
   const RequestId r = d.admit(), c = clean.admit();
   for (int s = 0; s < 40; ++s) {
     const std::int32_t count = static_cast<std::int32_t>(random.between(1, 6));
@@ -238,7 +243,7 @@ TEST(SamenessReal, BoundaryLengths) {
     other.arrangement = Arrangement::layer_major;
     plain.hca_mode = HcaMode::raw;
     Driver slow(model, plain, cpu::make_cpu_backend_on(1, cpu::plain_row_kernels())),
-        fast(model, other, make_cpu_backend(2));
+        fast(model, other, test_backend(2));
     const RequestId walk = slow.admit(), whole_in_pieces = fast.admit();
     Random random(11);
     std::int32_t at = 0;
@@ -262,7 +267,7 @@ TEST(SamenessReal, PastFourThousand) {
   o.max_context = 5000;
   o.max_requests = 2;
   o.max_step_tokens = 4500;
-  Driver a(model, o), b(model, o, make_cpu_backend(2));
+  Driver a(model, o, make_cpu_backend()), b(model, o, test_backend(2));
   const RequestId ra = a.admit(), rb = b.admit();
   Random random(12);
   a.feed(ra, 1, {4300});

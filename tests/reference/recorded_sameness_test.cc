@@ -46,28 +46,56 @@ struct RecordedLayer {
     weights.index_norm_weight = {index_norm.data(), {index}};
   }
 
-  TensorView part(const std::vector<float>& all, std::int64_t first, std::int64_t count) const {
+  TensorView whole(const std::vector<float>& all) const {
     if (all.empty()) return {};
-    const std::int64_t width = static_cast<std::int64_t>(all.size()) / tokens;
-    return {all.data() + first * width, {count, width}};
+    return {all.data(), {tokens, static_cast<std::int64_t>(all.size()) / tokens}};
   }
 };
 
-void append(KVCacheManager& cache, RequestId request, const RecordedLayer& layer, std::int64_t count) {
+// A recorded layer in a backend's memory.
+class PlacedLayer {
+ public:
+  PlacedLayer(const RecordedLayer& layer, std::shared_ptr<Backend> backend) : twins_(std::move(backend)) {
+    weights = layer.weights;
+    for (TensorView* t :
+         {&weights.position_bias, &weights.norm_weight, &weights.index_position_bias, &weights.index_norm_weight})
+      *t = twins_.put(*t);
+    const std::vector<float>* const host[] = {&layer.rows, &layer.kv, &layer.gate, &layer.index_kv, &layer.index_gate};
+    for (int i = 0; i < 5; ++i) inputs_[i] = twins_.put(layer.whole(*host[i]));
+    twins_.send();
+  }
+
+  AppendInputs part(std::int64_t first, std::int64_t count) const {
+    TensorView parts[5];
+    for (int i = 0; i < 5; ++i) {
+      if (inputs_[i].empty()) continue;
+      parts[i] = inputs_[i];
+      parts[i].data = static_cast<float*>(parts[i].data) + first * parts[i].strides[0];
+      parts[i].shape[0] = count;
+    }
+    return {parts[0], parts[1], parts[2], parts[3], parts[4]};
+  }
+
+  LayerWeights weights;
+
+ private:
+  Twins twins_;
+  TensorView inputs_[5];
+};
+
+void append(KVCacheManager& cache, RequestId request, const PlacedLayer& layer, std::int64_t count) {
   const std::int64_t first = cache.length(request);
   const std::vector<std::int32_t> ids(static_cast<std::size_t>(count), 1);
   const StepItem item{request, static_cast<std::int32_t>(count), ids, first};
   const Step step = cache.prepare_forward({&item, 1}).value();
-  cache.acquire(0).append({layer.part(layer.rows, first, count), layer.part(layer.kv, first, count),
-                           layer.part(layer.gate, first, count), layer.part(layer.index_kv, first, count),
-                           layer.part(layer.index_gate, first, count)});
+  cache.acquire(0).append(layer.part(first, count));
   cache.commit(step);
 }
 
-std::unique_ptr<KVCacheManager> make_cache(const RecordedLayer& layer, const CacheOptions& options,
-                                           std::shared_ptr<Backend> backend) {
+std::unique_ptr<KVCacheManager> make_cache(const RecordedLayer& layer, const PlacedLayer& placed,
+                                           const CacheOptions& options, std::shared_ptr<Backend> backend) {
   auto cache = std::make_unique<KVCacheManager>(layer.config, options, std::move(backend));
-  if (!layer.kv.empty()) cache->bind_weights(0, layer.weights);
+  if (!layer.kv.empty()) cache->bind_weights(0, placed.weights);
   return cache;
 }
 
@@ -75,25 +103,28 @@ void check_directory(const std::string& directory) {
   Random random(31);
   for (LayerKind kind : {LayerKind::swa, LayerKind::csa, LayerKind::hca}) {
     const RecordedLayer layer(directory, kind);
+    const std::shared_ptr<Backend> judge = cpu::make_cpu_backend_on(1, cpu::plain_row_kernels()),
+                                   tested = test_backend(2);
+    const PlacedLayer here(layer, judge), there(layer, tested);
     for (const FormatCase& f : format_cases()) {
       CacheOptions o = options_for(f);
       o.max_context = o.max_step_tokens = static_cast<int>(layer.tokens) + 8;
       o.hca_mode = HcaMode::raw;
-      const auto single = make_cache(layer, o, cpu::make_cpu_backend_on(1, cpu::plain_row_kernels()));
+      const auto single = make_cache(layer, here, o, judge);
       const RequestId one = single->admit().value();
-      for (std::int64_t t = 0; t < layer.tokens; ++t) append(*single, one, layer, 1);
+      for (std::int64_t t = 0; t < layer.tokens; ++t) append(*single, one, here, 1);
       const Bytes want = bytes_of(*single, one);
 
       o.hca_mode = HcaMode::online;
       o.max_rewind_tokens = 6;
       o.arrangement = Arrangement::layer_major;
-      const auto cache = make_cache(layer, o, make_cpu_backend(2));
+      const auto cache = make_cache(layer, there, o, tested);
       const std::string what = std::string(to_string(kind)) + " " + f.name();
       const RequestId whole = cache->admit().value(), pieces = cache->admit().value();
-      append(*cache, whole, layer, layer.tokens);
+      append(*cache, whole, there, layer.tokens);
       expect_same(bytes_of(*cache, whole), want, what + " whole");
       while (cache->length(pieces) < layer.tokens) {  // random steps, some of them taken back and done again
-        append(*cache, pieces, layer,
+        append(*cache, pieces, there,
                std::min(layer.tokens - cache->length(pieces), random.between(1, random.below(3) ? 5 : 60)));
         if (random.below(3) == 0)
           cache->rewind(pieces, random.between(cache->rewind_floor(pieces), cache->length(pieces)));
@@ -103,10 +134,10 @@ void check_directory(const std::string& directory) {
   }
 }
 
-TEST(RecordedSameness, OwnVectors) { check_directory(std::string(KV4_SOURCE_DIR) + "/tests/reference/vectors"); }
+TEST(RecordedSameness, OwnVectors) { check_directory(source_path("tests/reference/vectors")); }
 
 TEST(RecordedSameness, RecordedVectors) {
-  const std::string directory = std::string(KV4_SOURCE_DIR) + "/../shared/golden";
+  const std::string directory = source_path("../shared/golden");
   if (!std::filesystem::exists(directory)) GTEST_SKIP() << "no recorded vectors beside the checkout (../shared/golden)";
   check_directory(directory);
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "kv4/error.h"
+#include "support/device.h"
 
 namespace kv4::cli {
 namespace {
@@ -156,7 +157,7 @@ TEST(SafeTensors, HeaderLengthBeyondTheFile) {
 }
 
 TEST(SafeTensors, LoadsTheReferenceVectors) {
-  const std::string root = std::string(KV4_SOURCE_DIR) + "/tests/reference/vectors/";
+  const std::string root = test::source_path("tests/reference/vectors/");
   for (const char* name : {"hf_swa", "hf_csa", "hf_hca"}) {
     const SafeTensors file = load_safetensors(root + name + ".safetensors");
     const std::int64_t tokens = file.metadata_int("n_tokens", 1, 1 << 20);
@@ -166,7 +167,7 @@ TEST(SafeTensors, LoadsTheReferenceVectors) {
 }
 
 TEST(SafeTensors, PathsThatCannotBeRead) {
-  const std::string root = std::string(KV4_SOURCE_DIR) + "/tests/reference/";
+  const std::string root = test::source_path("tests/reference/");
   EXPECT_NE(refused([&] { load_safetensors(root + "none.safetensors"); }).find("none.safetensors"), std::string::npos);
   EXPECT_NE(refused([&] { load_safetensors(root); }).find("cannot be read"), std::string::npos);
 }

@@ -1,9 +1,11 @@
 // A model with random weights, inputs that depend only on (stream, layer, position), and a driver that runs steps
-// through a cache.
+// through a cache on any backend.
 #pragma once
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -12,6 +14,7 @@
 
 #include "codec/numeric.h"
 #include "kv4/kv_cache_manager.h"
+#include "support/device.h"
 
 namespace kv4::test {
 
@@ -44,8 +47,8 @@ inline void fill_random(std::uint64_t key, float scale, float* out, std::size_t 
 struct Model {
   ModelConfig config;
   struct Layer {
-    std::vector<float> bias, norm, index_bias, index_norm;
-    LayerWeights views;
+    std::vector<float> bias, norm, index_bias, index_norm, raw_norm;
+    LayerWeights views;  // on the host
   };
   std::vector<Layer> layers;
 
@@ -63,10 +66,15 @@ struct Model {
         fill_random(mix(static_cast<std::uint64_t>(spec.layer) * 4 + 2 + key), 0.5f, norm.data(), norm.size());
         for (float& w : norm) w += 1.0f;
       }
+      layer.raw_norm.resize(static_cast<std::size_t>(config.head_dim));
+      fill_random(mix(static_cast<std::uint64_t>(spec.layer) + 1000), 0.5f, layer.raw_norm.data(),
+                  layer.raw_norm.size());
+      for (float& w : layer.raw_norm) w += 1.0f;
       layers.push_back(std::move(layer));
     }
     for (const LayerSpec& spec : layer_schedule(config)) {
       Layer& layer = layers[static_cast<std::size_t>(spec.layer)];
+      layer.views.raw_norm_weight = {layer.raw_norm.data(), {config.head_dim}};
       for (const RowKind& kind : spec.rows) {
         const int columns = kind.overlap ? 2 * kind.width : kind.width;
         const bool key = kind.role == RowRole::index_key;
@@ -119,13 +127,46 @@ struct Work {
   std::int32_t count = 1;
 };
 
+/// How the inputs of a step are given; none of it changes which tokens they are.
+struct InputStyle {
+  DType raw_type = DType::f32, type = DType::f32, index_type = DType::f32;
+  bool projection = false;  // raw rows come unnormed and unrotated (backbone layers)
+  std::int64_t gap = 0;     // elements between the end of a row and the next
+  bool specials = false;    // NaN, infinities, zeros, tiny and huge numbers among them
+};
+
+/// The inputs of one layer in one step, on the host. Padded tokens are NaN.
+struct LayerInputs {
+  std::vector<float> wide[5];            // raw_kv, kv, gate, index_kv, index_gate
+  std::vector<std::uint16_t> narrow[5];  // the same in bf16
+  AppendInputs views;
+
+  TensorView& view(int part) {
+    TensorView* const all[] = {&views.raw_kv, &views.kv, &views.gate, &views.index_kv, &views.index_gate};
+    return *all[part];
+  }
+};
+
 class Driver {
  public:
-  Driver(const Model& model, CacheOptions options, std::shared_ptr<Backend> backend = make_cpu_backend())
-      : cache(model.config, options, std::move(backend)), model_(model) {
+  Driver(const Model& model, CacheOptions options, std::shared_ptr<Backend> backend_in = test_backend())
+      : backend(std::move(backend_in)),
+        cache(model.config, options, backend),
+        model_(model),
+        weights_(backend),
+        inputs_(backend) {
+    std::vector<LayerWeights> placed;
+    for (const Model::Layer& layer : model.layers) {
+      LayerWeights w = layer.views;
+      for (TensorView* t :
+           {&w.position_bias, &w.norm_weight, &w.index_position_bias, &w.index_norm_weight, &w.raw_norm_weight})
+        *t = weights_.put(*t);
+      placed.push_back(w);
+    }
+    weights_.send();
     for (const LayerCacheSchema& layer : cache.schema().layers)
-      if (!layer.pages.empty())
-        cache.bind_weights(layer.spec.layer, model.layers[static_cast<std::size_t>(layer.spec.layer)].views);
+      if (layer.spec.group == 0)
+        cache.bind_weights(layer.spec.layer, placed[static_cast<std::size_t>(layer.spec.layer)]);
   }
 
   RequestId admit() { return cache.admit().value(); }
@@ -149,24 +190,51 @@ class Driver {
 
   /// Appends the prepared tokens in every owned layer of the group.
   void append(const Step& step) {
+    std::vector<const LayerCacheSchema*> layers;
     for (const LayerCacheSchema& layer : cache.schema().layers)
-      if (layer.spec.group == step.group) append_layer(step, layer);
+      if (layer.spec.group == step.group) layers.push_back(&layer);
+    append_layers(step, layers);
+  }
+  void append_layer(const Step& step, const LayerCacheSchema& layer) { append_layers(step, {&layer}); }
+
+  /// All inputs in one transfer, then layer by layer.
+  void append_layers(const Step& step, const std::vector<const LayerCacheSchema*>& layers) {
+    std::vector<LayerInputs> inputs;
+    for (const LayerCacheSchema* layer : layers) inputs.push_back(inputs_of(step, *layer));
+    append_inputs(layers, inputs);
+  }
+  void append_inputs(const std::vector<const LayerCacheSchema*>& layers, std::vector<LayerInputs>& inputs) {
+    inputs_.clear();
+    std::vector<AppendInputs> placed;
+    for (LayerInputs& in : inputs) {
+      AppendInputs& p = placed.emplace_back(in.views);
+      for (TensorView* t : {&p.raw_kv, &p.kv, &p.gate, &p.index_kv, &p.index_gate}) *t = inputs_.put(*t);
+    }
+    inputs_.send();
+    for (std::size_t i = 0; i < layers.size(); ++i) cache.acquire(layers[i]->spec.layer).append(placed[i]);
   }
 
-  void append_layer(const Step& step, const LayerCacheSchema& layer) {
-    std::vector<float> raw, kv[2], gate[2];
-    const std::size_t tokens = static_cast<std::size_t>(step.num_tokens);
-    fill(layer.spec.layer, 0, model_.config.head_dim, tokens, raw);
-    AppendInputs inputs;
-    const std::int64_t t = step.num_tokens;
-    inputs.raw_kv = {raw.data(), {t, model_.config.head_dim}};
+  LayerInputs inputs_of(const Step& step, const LayerCacheSchema& layer) const {
+    LayerInputs in;
+    const auto part = [&](int i, int width) {
+      const std::int64_t stride = width + style.gap;
+      fill(layer.spec.layer, i, width, stride, static_cast<std::size_t>(step.num_tokens), in.wide[i]);
+      TensorView& view = in.view(i);
+      view = {in.wide[i].data(), {step.num_tokens, width}};
+      if ((i == 0 ? style.raw_type : i < 3 ? style.type : style.index_type) == DType::bf16) {
+        in.narrow[i].reserve(in.wide[i].size());
+        for (float x : in.wide[i]) in.narrow[i].push_back(codec::bf16_bits(x));
+        view = {in.narrow[i].data(), DType::bf16, {step.num_tokens, width}};
+      }
+      view.strides[0] = stride;
+    };
+    part(0, model_.config.head_dim);
     for (std::size_t k = 0; k < layer.pending.size(); ++k) {
-      fill(layer.spec.layer, static_cast<int>(1 + 2 * k), layer.pending[k].columns, tokens, kv[k]);
-      fill(layer.spec.layer, static_cast<int>(2 + 2 * k), layer.pending[k].columns, tokens, gate[k]);
-      (k == 0 ? inputs.kv : inputs.index_kv) = {kv[k].data(), {t, layer.pending[k].columns}};
-      (k == 0 ? inputs.gate : inputs.index_gate) = {gate[k].data(), {t, layer.pending[k].columns}};
+      part(static_cast<int>(1 + 2 * k), layer.pending[k].columns);
+      part(static_cast<int>(2 + 2 * k), layer.pending[k].columns);
     }
-    cache.acquire(layer.spec.layer).append(inputs);
+    in.views.raw_is_projection = style.projection && layer.spec.group == 0;
+    return in;
   }
 
   void run(const std::vector<Work>& work, int group = 0) {
@@ -184,11 +252,13 @@ class Driver {
     return static_cast<std::int32_t>(mix(stream * 1000003 + static_cast<std::uint64_t>(position)) & 0x1FFFF);
   }
 
+  const std::shared_ptr<Backend> backend;
   KVCacheManager cache;
+  InputStyle style;
 
  private:
-  void fill(int layer, int part, int width, std::size_t tokens, std::vector<float>& out) const {
-    out.assign(tokens * static_cast<std::size_t>(width), std::nanf(""));  // padded tokens must not be read
+  void fill(int layer, int part, int width, std::int64_t stride, std::size_t tokens, std::vector<float>& out) const {
+    out.assign(tokens * static_cast<std::size_t>(stride), std::nanf(""));  // padded tokens must not be read
     std::size_t token = 0;
     for (std::size_t i = 0; i < work_.size(); ++i) {
       for (std::int32_t c = 0; c < work_[i].count; ++c, ++token) {
@@ -197,12 +267,27 @@ class Driver {
             mix(work_[i].stream) ^ mix(static_cast<std::uint64_t>(starts_[i] + c) * 64 +
                                        static_cast<std::uint64_t>(layer) * 7 + static_cast<std::uint64_t>(part) + 1);
         const float scale = part == 0 || part % 2 == 1 ? 3.0f : 6.0f;
-        fill_random(key, scale, out.data() + token * static_cast<std::size_t>(width), static_cast<std::size_t>(width));
+        float* row = out.data() + token * static_cast<std::size_t>(stride);
+        fill_random(key, scale, row, static_cast<std::size_t>(width));
+        if (style.specials) make_special(key, row, width);
       }
     }
   }
 
+  // Of most rows one in sixteen channels, of some all.
+  static void make_special(std::uint64_t key, float* row, int width) {
+    const float values[] = {NAN,      INFINITY, -INFINITY, 0.0f,  -0.0f,  1e-40f, -1e-40f, 3e38f,
+                            -3.3e38f, 1e-7f,    448.0f,    1e30f, -1e30f, 1e20f,  0.25f,   -6.0f};
+    Random random(key ^ 0x5EC1A1);
+    const std::int64_t kind = random.below(8);  // 0 to 3: no NaN and no infinity; 7: ordinary
+    if (kind == 7) return;
+    const std::int64_t every = kind == 0 ? 1 : 16;
+    for (int c = 0; c < width; ++c)
+      if (random.below(every) == 0) row[c] = values[kind <= 3 ? random.between(3, 15) : random.below(16)];
+  }
+
   const Model& model_;
+  Twins weights_, inputs_;
   std::vector<Work> work_;
   std::vector<std::int64_t> starts_;
 };
@@ -219,11 +304,22 @@ inline Bytes bytes_of(const KVCacheManager& cache, RequestId request) {
   return {cache.export_image(request), cache.export_blocks(request), cache.token_ids(request)};
 }
 
+inline void expect_same(const std::vector<std::byte>& a, const std::vector<std::byte>& b, const std::string& what) {
+  if (a == b) return;
+  const std::size_t shorter = std::min(a.size(), b.size());
+  const auto end = a.begin() + static_cast<std::ptrdiff_t>(shorter);
+  std::size_t different = 0;
+  for (std::size_t i = 0; i < shorter; ++i) different += a[i] != b[i];
+  ADD_FAILURE() << what << " differ: " << different << " bytes, the first at "
+                << std::mismatch(a.begin(), end, b.begin()).first - a.begin() << " of " << a.size() << " and "
+                << b.size();
+}
+
 inline void expect_same(const Bytes& a, const Bytes& b, const std::string& what) {
   EXPECT_EQ(a.image.lengths, b.image.lengths) << what;
   EXPECT_EQ(a.image.layout_id, b.image.layout_id) << what;
-  EXPECT_TRUE(a.image.bytes == b.image.bytes) << what << ": images differ";
-  EXPECT_TRUE(a.blocks == b.blocks) << what << ": blocks differ";
+  expect_same(a.image.bytes, b.image.bytes, what + ": images");
+  expect_same(a.blocks, b.blocks, what + ": blocks");
   EXPECT_TRUE(a.token_ids == b.token_ids) << what << ": token ids differ";
 }
 

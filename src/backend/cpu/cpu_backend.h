@@ -43,6 +43,7 @@ class CpuBackend final : public Backend {
 
   // Every call is done when it returns.
   void set_stream(Stream) override {}
+  bool capturing() override { return false; }
   std::int64_t mark() override { return ++marks_; }
   bool reached(std::int64_t) override { return true; }
   void synchronize() override {}

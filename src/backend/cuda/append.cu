@@ -5,6 +5,7 @@
 #include "backend/cuda/append_plain.cuh"
 #include "backend/cuda/compress_open.cuh"
 #include "backend/cuda/compress_overlap.cuh"
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/window_row.cuh"
 #include "kv4/cuda.h"
 
@@ -14,7 +15,6 @@ namespace {
 constexpr int kBlockWarps = 4;
 constexpr int kBlockThreads = kBlockWarps * kWarp;
 
-using WindowLanes = RowLanes<1, 4>;           // 512 channels
 using EntryLanes = RowLanes<kBlockWarps, 1>;  // 512
 using KeyLanes = RowLanes<1, 1>;              // 128
 
@@ -39,6 +39,7 @@ template <Compression kCompression, bool kLatency, class In, class Pending>
 __global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(kCompression, kLatency, sizeof(In) != sizeof(Pending)))
     append_kernel(const __grid_constant__ ops::AppendParams p, const __grid_constant__ AppendGrid grid) {
   __shared__ float parts[2 * kBlockWarps];
+  let_next_start();
   int block = static_cast<int>(blockIdx.x);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   if constexpr (kCompression != Compression::none) {
@@ -56,10 +57,11 @@ __global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(kCompression, kLa
       block -= grid.blocks[k];
     }
   }
+  wait_for_previous();
   if (p.window_rows.dtype == DType::f32)
-    append_window<float>(p, WindowLanes(nullptr), block * kBlockWarps + warp, grid.window_warps);
+    append_window<float>(p, block * kBlockWarps + warp, grid.window_warps);
   else
-    append_window<Bf16>(p, WindowLanes(nullptr), block * kBlockWarps + warp, grid.window_warps);
+    append_window<Bf16>(p, block * kBlockWarps + warp, grid.window_warps);
 }
 
 // --- which steps it can do
@@ -92,10 +94,11 @@ bool fits_key(const ops::RowPlanes& rows) {
 bool fits_window(const ops::AppendParams& p) {
   const ops::WindowDesc& w = p.layer.window;
   const ops::FrontEndDesc& f = p.front_end;
-  return fits_row(w.ring) && aligned(w.scratch.payload, 8) && aligned(w.scratch.scale, 4) &&
+  const int payload = w.ring.format == Format::bf16 ? 16 : 8;
+  return fits_row(w.ring) && aligned(w.ring.payload, payload) && aligned(w.scratch.payload, payload) && aligned(w.scratch.scale, 4) &&
          aligned(w.displaced.payload, 4) && aligned(w.displaced.scale, 4) && aligned(p.window_rows) &&
          (f.norm_weight == nullptr ||
-          (aligned(f.norm_weight, 0, 16) && f.rope.rope_dim % kQuad == 0 && f.rope.rope_dim <= kChunk));
+          (aligned(f.norm_weight, 0, 16) && f.rope.rope_dim % kOctetChannels == 0 && f.rope.rope_dim <= kOctetStride));
 }
 
 bool fits_kind(const ops::AppendParams& p, int k) {
@@ -137,7 +140,7 @@ int num_window_warps(int num_tokens) {
 }
 
 template <Compression kCompression, bool kLatency, class In, class Pending>
-cudaError_t launch(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
+cudaError_t launch_tuned(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
   AppendGrid grid{};
   grid.window_warps = num_window_warps(p.step.num_tokens);
   int blocks = ceil_div(grid.window_warps, kBlockWarps);
@@ -147,9 +150,8 @@ cudaError_t launch(const ops::AppendParams& p, int num_kinds, cudaStream_t strea
     grid.blocks[k] = whole_block ? grid.groups[k] : ceil_div(grid.groups[k], kBlockWarps);
     blocks += grid.blocks[k];
   }
-  append_kernel<kCompression, kLatency, In, Pending>
-      <<<static_cast<unsigned>(blocks), kBlockThreads, 0, stream>>>(p, grid);
-  return cudaGetLastError();
+  return launch(append_kernel<kCompression, kLatency, In, Pending>, static_cast<unsigned>(blocks), kBlockThreads, stream,
+                p, grid);
 }
 
 template <class In, class Pending>
@@ -157,10 +159,10 @@ cudaError_t launch_kinds(const ops::AppendParams& p, int num_kinds, cudaStream_t
   constexpr int kDecodeTokens = 192;
   const bool latency = p.step.num_tokens <= kDecodeTokens;
   if (p.layer.kinds[0].overlap)
-    return latency ? launch<Compression::overlap, true, In, Pending>(p, num_kinds, stream)
-                   : launch<Compression::overlap, false, In, Pending>(p, num_kinds, stream);
-  return latency ? launch<Compression::open, true, In, Pending>(p, num_kinds, stream)
-                 : launch<Compression::open, false, In, Pending>(p, num_kinds, stream);
+    return latency ? launch_tuned<Compression::overlap, true, In, Pending>(p, num_kinds, stream)
+                   : launch_tuned<Compression::overlap, false, In, Pending>(p, num_kinds, stream);
+  return latency ? launch_tuned<Compression::open, true, In, Pending>(p, num_kinds, stream)
+                 : launch_tuned<Compression::open, false, In, Pending>(p, num_kinds, stream);
 }
 
 }  // namespace
@@ -169,7 +171,7 @@ cudaError_t append(const ops::AppendParams& p, cudaStream_t stream) {
   if (p.step.num_tokens <= 0) return cudaSuccess;
   const int num_kinds = p.kv[0].data == nullptr ? 0 : p.layer.num_kinds;
   if (!fits(p, num_kinds)) return append_plain(p, stream);
-  if (num_kinds == 0) return launch<Compression::none, false, float, float>(p, 0, stream);
+  if (num_kinds == 0) return launch_tuned<Compression::none, false, float, float>(p, 0, stream);
   const bool in_f32 = p.kv[0].dtype == DType::f32;
   if (p.layer.kinds[0].pending.dtype == DType::f32)
     return in_f32 ? launch_kinds<float, float>(p, num_kinds, stream) : launch_kinds<Bf16, float>(p, num_kinds, stream);

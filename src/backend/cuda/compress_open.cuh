@@ -7,6 +7,7 @@
 #pragma once
 
 #include "backend/cuda/entry_row.cuh"
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/source_rows.cuh"
 
 namespace kv4::cuda {
@@ -17,6 +18,7 @@ class OpenSpans {
   __device__ OpenSpans(const ops::AppendParams& p, int k, Lanes lanes)
       : p_(p), k_(k), kind_(p.layer.kinds[k]), lanes_(lanes), channel_(lanes.channel(0)) {
     weight_ = load_weight(kind_.norm_weight + channel_);
+    wait_for_previous();
   }
 
   __device__ void run(int group, int groups) {
@@ -27,7 +29,14 @@ class OpenSpans {
     };
     for_each_record(p_.step, group, groups, wanted, [&](const ops::StepRecord& r) {
       const SourceRows<In, Pending> source(p_, k_, r, channel_);
-      close_spans(r, source);
+      const int begin = r.position + 1 - ratio;
+      const bool inside = !r.in_place() && begin >= r.length && r.position < r.end() - max(rows, 1);
+      if (!kLatency && inside && ratio % kAhead == 0) {
+        pool_inputs(r, begin);
+        store_entry(lanes_, p_, kind_, pool_, weight_, turn_, r.position, r.block);
+      } else {
+        close_spans(r, source);
+      }
     });
   }
 
@@ -35,7 +44,41 @@ class OpenSpans {
   using Source = SourceRows<In, Pending>;
   static constexpr int kWidth = Lanes::kWidth;
   static constexpr int kNever = -1;
-  static constexpr int kAhead = kLatency || sizeof(In) + sizeof(Pending) == 4 ? 8 : 5;  // rows under way
+  static constexpr int kAhead = 8;  // rows under way
+
+  // Of a span that lies in the inputs, away from the step's end: most of a prefill. Nothing but its rows is read.
+  __device__ void pool_inputs(const ops::StepRecord& r, int begin) {
+    const ops::InputDesc &kv_in = p_.kv[k_], &gate_in = p_.gate[k_];
+    const std::int64_t token = r.token_of(begin);
+    const In* kv = static_cast<const In*>(kv_in.data) + token * kv_in.row_stride + channel_;
+    const In* gate = static_cast<const In*>(gate_in.data) + token * gate_in.row_stride + channel_;
+    const float* bias_at = kind_.bias + channel_;
+    RawRow rows[kAhead];
+    Quad bias[kAhead];
+    const auto ask_next = [&](int i) {
+      rows[i] = {load_raw(kv), load_raw(gate)};
+      bias[i] = load_weight_late(bias_at);
+      kv += kv_in.row_stride;
+      gate += gate_in.row_stride;
+      bias_at += kWidth;
+    };
+    const auto value = [](const RawQuad& raw) {
+      const Quad x = values<In>(raw);
+      return std::is_same_v<In, float> && std::is_same_v<Pending, Bf16> ? round_bf16(x) : x;
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ask_next(i);
+    turn_ = load_turn(p_.rope, begin, channel_, kWidth);
+#pragma unroll
+    for (int c = 0; c < kQuad; ++c) pool_[c] = ops::empty_pool();
+    for (int left = kind_.ratio; left > 0; left -= kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        pool_quad(pool_, value(rows[i].gate), bias[i], value(rows[i].kv));
+        if (left > kAhead) ask_next(i);
+      }
+    }
+  }
 
   // Of the whole request in place, else of one token.
   __device__ void close_spans(const ops::StepRecord& r, const Source& source) {

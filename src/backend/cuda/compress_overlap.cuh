@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend/cuda/entry_row.cuh"
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/source_rows.cuh"
 
 namespace kv4::cuda {
@@ -31,6 +32,7 @@ __device__ void compress_overlap(const ops::AppendParams& p, int k, Lanes lanes,
     return load_weight_late(bias_at(i));
   };
 
+  wait_for_previous();
   const auto closes = [](const ops::StepRecord& r) { return (r.position + 1) % kOverlapRatio == 0; };
   const auto stays = [&](const ops::StepRecord& r) { return r.position >= r.end() - ring_rows; };
   const auto wanted = [&](const ops::StepRecord& r) { return closes(r) || stays(r); };

@@ -1,9 +1,8 @@
-// Images and snapshots: many pieces copied in one launch, and the open spans of the accumulators folded.
-#include <cuda_runtime.h>
-
-#include <algorithm>
+// Copies of many pieces in one launch, and the accumulators of open spans.
 #include <cstdint>
 
+#include "backend/cuda/launch.cuh"
+#include "codec/numeric.h"
 #include "kv4/cuda.h"
 #include "ops/compress_row.h"
 
@@ -14,57 +13,8 @@ using ops::CopyPiece;
 
 constexpr int kThreads = 256;
 constexpr int kLoadsAhead = 4;
-constexpr int kSmallUnitBits = 14;  // 16 KiB: every thread of a block has kLoadsAhead loads of 16 bytes, once
-constexpr std::int64_t kManyUnits = 4096;
-
-// Unit u of all pieces, counted through them in order. piece -1: there are fewer.
-struct Unit {
-  std::int32_t piece;
-  std::int32_t number;  // within the piece
-};
-
-// Every thread counts the units of a few pieces; a prefix sum over the block says whose has number `wanted`.
-__device__ Unit find_unit(const CopyPiece* pieces, std::int32_t count, int unit_bits, std::int32_t wanted) {
-  constexpr int kPiecesPerThread = 4, kWarps = kThreads / 32;
-  __shared__ std::int32_t warp_sums[kWarps];
-  __shared__ Unit found;
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  if (threadIdx.x == 0) found = {-1, 0};
-  for (std::int32_t first = 0; first < count; first += kThreads * kPiecesPerThread) {
-    const std::int32_t mine = first + static_cast<std::int32_t>(threadIdx.x) * kPiecesPerThread;
-    std::int32_t units[kPiecesPerThread], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPiecesPerThread; ++i) {
-      const std::int64_t bytes = mine + i < count ? pieces[mine + i].bytes : 0;
-      units[i] = static_cast<std::int32_t>((bytes + (std::int64_t{1} << unit_bits) - 1) >> unit_bits);
-      sum += units[i];
-    }
-    std::int32_t end = sum;  // inclusive over the lanes
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const std::int32_t before = __shfl_up_sync(0xFFFFFFFFu, end, step);
-      if (lane >= step) end += before;
-    }
-    if (lane == 31) warp_sums[warp] = end;
-    __syncthreads();
-    std::int32_t total = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      if (w == warp) end += total;
-      total += warp_sums[w];
-    }
-    std::int32_t begin = end - sum;
-#pragma unroll
-    for (int i = 0; i < kPiecesPerThread; ++i) {
-      if (wanted >= begin && wanted - begin < units[i]) found = {mine + i, wanted - begin};
-      begin += units[i];
-    }
-    __syncthreads();
-    if (wanted < total) break;
-    wanted -= total;
-  }
-  return found;
-}
+constexpr std::int64_t kUnitBytes = kThreads * kLoadsAhead * 16;  // that a thread block copies at least
+constexpr std::int64_t kMostUnits = 4096;                         // of one piece
 
 template <class T>
 __device__ void copy_as(const std::uint8_t* from, std::uint8_t* to, std::int64_t bytes) {
@@ -85,14 +35,15 @@ __device__ void copy_as(const std::uint8_t* from, std::uint8_t* to, std::int64_t
   if (rest < bytes) to[rest] = from[rest];
 }
 
-// Bound by bytes where pieces are large; by latency (the sizes of all pieces, the piece, its bytes) where there are
-// only a few MB. A block copies one unit of one piece, so that small pieces do not wait for each other.
-__global__ void __launch_bounds__(kThreads) copy_units(const CopyPiece* pieces, std::int32_t count, int unit_bits) {
-  const Unit unit = find_unit(pieces, count, unit_bits, static_cast<std::int32_t>(blockIdx.x));
-  if (unit.piece < 0) return;
-  const CopyPiece piece = pieces[unit.piece];
-  const std::int64_t at = std::int64_t{unit.number} << unit_bits;
-  const std::int64_t bytes = min(piece.bytes - at, std::int64_t{1} << unit_bits);
+// Bound by bytes where pieces are large; by latency (the piece, then its bytes) where there are only a few MB. A thread
+// block copies one unit of one piece; those beyond a short piece's end leave at once.
+__global__ void __launch_bounds__(kThreads) copy_units(const CopyPiece* pieces, std::int64_t unit_bytes) {
+  let_next_start();
+  wait_for_previous();
+  const CopyPiece piece = pieces[blockIdx.y];
+  const std::int64_t at = blockIdx.x * unit_bytes;
+  if (at >= piece.bytes) return;
+  const std::int64_t bytes = min(piece.bytes - at, unit_bytes);
   const std::uint8_t* from = piece.source() + at;
   std::uint8_t* to = piece.to + at;
   const auto alignment = reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to);
@@ -138,6 +89,8 @@ constexpr int kFoldParts = 4;
 
 // Bound by latency: the rows of a channel are folded one after the other, at most `ratio` of them.
 __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* spans) {
+  let_next_start();
+  wait_for_previous();
   const ops::OpenSpan& span = spans[blockIdx.y];
   const ops::PendingDesc& p = span.kind.pending;
   const int width = span.kind.page.shape.width;
@@ -158,28 +111,17 @@ __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* 
 
 }  // namespace
 
-cudaError_t copy_pieces(const CopyPiece* pieces, std::int32_t count, std::int64_t bytes, cudaStream_t stream) {
-  if (count == 0 || bytes == 0) return cudaSuccess;
-  int unit_bits = kSmallUnitBits;
-  while (bytes >> unit_bits > kManyUnits) ++unit_bits;  // every block reads all sizes: not too many blocks
-  const cudaLaunchConfig_t config{.gridDim = static_cast<unsigned>((bytes >> unit_bits) + count),
-                                  .blockDim = kThreads,
-                                  .dynamicSmemBytes = 0,
-                                  .stream = stream,
-                                  .attrs = nullptr,
-                                  .numAttrs = 0};
-  return cudaLaunchKernelEx(&config, copy_units, pieces, count, unit_bits);
+cudaError_t copy_pieces(const CopyPiece* pieces, std::int32_t count, std::int64_t largest, cudaStream_t stream) {
+  if (count == 0 || largest == 0) return cudaSuccess;
+  std::int64_t unit_bytes = kUnitBytes;
+  while (largest > unit_bytes * kMostUnits) unit_bytes *= 2;
+  const dim3 grid(static_cast<unsigned>((largest + unit_bytes - 1) / unit_bytes), static_cast<unsigned>(count));
+  return launch(copy_units, grid, kThreads, stream, pieces, unit_bytes);
 }
 
 cudaError_t fold_open(const ops::OpenSpan* spans, std::int32_t count, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
-  const cudaLaunchConfig_t config{.gridDim = {kFoldParts, static_cast<unsigned>(count)},
-                                  .blockDim = kFoldThreads,
-                                  .dynamicSmemBytes = 0,
-                                  .stream = stream,
-                                  .attrs = nullptr,
-                                  .numAttrs = 0};
-  return cudaLaunchKernelEx(&config, fold_spans, spans);
+  return launch(fold_spans, dim3(kFoldParts, static_cast<unsigned>(count)), kFoldThreads, stream, spans);
 }
 
 }  // namespace kv4::cuda

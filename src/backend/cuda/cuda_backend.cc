@@ -121,13 +121,13 @@ void CudaBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
   const std::size_t most = uploads_.capacity() / sizeof(ops::CopyPiece);
   for (std::size_t first = 0; first < pieces.size(); first += most) {
     const std::span<const ops::CopyPiece> part = pieces.subspan(first, std::min(most, pieces.size() - first));
-    std::int64_t bytes = 0;
-    for (const ops::CopyPiece& piece : part) bytes += piece.bytes;
+    std::int64_t largest = 0;
+    for (const ops::CopyPiece& piece : part) largest = std::max(largest, piece.bytes);
     UploadRing::Slot& slot = uploads_.next();
     SlotWriter writer(slot);
     const ops::CopyPiece* there = writer.add(part.data(), static_cast<std::int64_t>(part.size()));
     uploads_.send(slot, writer.used(), stream_);
-    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), bytes, stream_), "copy_pieces");
+    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), largest, stream_), "copy_pieces");
     uploads_.finish(slot, stream_);
   }
 }
@@ -269,9 +269,7 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
       pieces.push_back({reinterpret_cast<const std::uint8_t*>(values + i), reinterpret_cast<std::uint8_t*>(places[i]), 4});
     const ops::CopyPiece* there = writer.add(pieces.data(), static_cast<std::int64_t>(pieces.size()));
     uploads_.send(upload, writer.used(), stream_);
-    check(cuda::copy_pieces(there, static_cast<std::int32_t>(pieces.size()),
-                            4 * static_cast<std::int64_t>(pieces.size()), stream_),
-          "copy_pieces");
+    check(cuda::copy_pieces(there, static_cast<std::int32_t>(pieces.size()), 4, stream_), "copy_pieces");
     uploads_.finish(upload, stream_);
   }
   check(cudaStreamSynchronize(stream_), "waiting for a transfer to the GPU");
@@ -280,15 +278,18 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
 // --- order
 // -----------------------------------------------------------------------------------------------------------------------
 
+bool CudaBackend::is_capturing(cudaStream_t stream) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // A stream that is being captured cannot wait for work outside the capture; whoever replays the graph orders it.
 void CudaBackend::set_stream(Stream stream) {
   const DeviceGuard guard(device_);
   const cudaStream_t next = static_cast<cudaStream_t>(stream.handle);
   if (next == stream_) return;
-  cudaStreamCaptureStatus from = cudaStreamCaptureStatusNone, to = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream_, &from), "cudaStreamIsCapturing");
-  check(cudaStreamIsCapturing(next, &to), "cudaStreamIsCapturing");
-  if (from == cudaStreamCaptureStatusNone && to == cudaStreamCaptureStatusNone) {
+  if (!is_capturing(stream_) && !is_capturing(next)) {
     const std::int64_t ticket = mark();
     check(cudaStreamWaitEvent(next, marks_[static_cast<std::size_t>(ticket) % kMarks], 0), "cudaStreamWaitEvent");
   }

@@ -43,6 +43,7 @@ class CudaBackend final : public Backend {
                      const std::byte* image) override;
 
   void set_stream(Stream stream) override;
+  bool capturing() override { return is_capturing(stream_); }
   std::int64_t mark() override;
   bool reached(std::int64_t ticket) override;
   void synchronize() override;
@@ -50,6 +51,7 @@ class CudaBackend final : public Backend {
  private:
   static constexpr std::size_t kMarks = 64;
 
+  bool is_capturing(cudaStream_t stream) const;
   void to_host(std::byte* host, std::int64_t bytes);          // from staging; done when it returns
   void from_host(const std::byte* host, std::int64_t bytes);  // to staging
   std::uint8_t* staging() const { return reinterpret_cast<std::uint8_t*>(staging_); }

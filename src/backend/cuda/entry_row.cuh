@@ -12,7 +12,8 @@ __device__ void store_entry(Lanes& lanes, const ops::AppendParams& p, const ops:
                             int block) {
   Quad x[1];
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) x[0].v[i] = codec::round_bf16(codec::quotient(pool[i].num, pool[i].den));
+  for (int i = 0; i < kQuad; ++i) x[0].v[i] = codec::quotient(pool[i].num, pool[i].den);
+  x[0] = round_bf16(x[0]);
   const Quad weights[1] = {weight};
   norm_row(lanes, weights, p.layer.eps, x);
   rotate(turn, x[0]);

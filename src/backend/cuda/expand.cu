@@ -1,9 +1,8 @@
 // A new step's tables in one launch: changed block table entries, items, a record per token.
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstdint>
 
+#include "backend/cuda/launch.cuh"
 #include "kv4/cuda.h"
 #include "ops/expand_step.h"
 
@@ -83,6 +82,8 @@ __device__ void write_token(const StepUpdate& u, std::int32_t token) {
 
 // Bound by latency: a launch, about log2(items) loads that depend on each other, and a pass over the ranges.
 __global__ void __launch_bounds__(kThreads) expand(const __grid_constant__ StepUpdate u, Grid grid) {
+  let_next_start();
+  wait_for_previous();
   std::int32_t block = static_cast<std::int32_t>(blockIdx.x);
   if (block < grid.token_blocks) return write_token(u, block * kThreads + static_cast<int>(threadIdx.x));
   block -= grid.token_blocks;
@@ -100,13 +101,7 @@ cudaError_t update_step(const StepUpdate& update, cudaStream_t stream) {
       .range_parts = update.num_ranges == 0 ? 0 : std::max(blocks_for(update.num_values / update.num_ranges), 1)};
   const std::int32_t blocks = grid.token_blocks + update.num_items + update.num_ranges * grid.range_parts;
   if (blocks == 0) return cudaSuccess;
-  const cudaLaunchConfig_t config{.gridDim = static_cast<unsigned>(blocks),
-                                  .blockDim = kThreads,
-                                  .dynamicSmemBytes = 0,
-                                  .stream = stream,
-                                  .attrs = nullptr,
-                                  .numAttrs = 0};
-  return cudaLaunchKernelEx(&config, expand, update, grid);
+  return launch(expand, static_cast<unsigned>(blocks), kThreads, stream, update, grid);
 }
 
 }  // namespace kv4::cuda

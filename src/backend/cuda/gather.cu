@@ -1,12 +1,11 @@
 // The gathers: stored rows, decoded into dense tensors. Rows that do not exist are zero. The three differ in which row
 // belongs at an output place (ChosenRows, AllRows, WindowRows); formats differ in how a row is read (row_decode.cuh).
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "backend/cuda/gather_plain.cuh"
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_decode.cuh"
 #include "kv4/cuda.h"
 
@@ -106,6 +105,8 @@ template <class Find, class Row, class Out>
 __global__ void __launch_bounds__(32 * kWarps) gather_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
   constexpr int kRowsPerLoad = 32 / Row::kLanes, kRowsAhead = kLoadsAhead * kRowsPerLoad;
   static_assert(kRowsPerWarp % kRowsAhead == 0);
+  let_next_start();
+  wait_for_previous();
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t outer = blockIdx.x / tiles;
   const unsigned tile = blockIdx.x % tiles;
@@ -159,15 +160,10 @@ cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
   if constexpr (std::is_same_v<Find, WindowRows>) tuned = tuned && can_read<Row>(p.layer.window.scratch);
   if (!tuned) return gather_plain<Find>(p, Find::count(p), stream);
   const std::int64_t tiles = std::max<std::int64_t>((p.rows_per_item + kRowsPerTile - 1) / kRowsPerTile, 1);
-  const cudaLaunchConfig_t config{.gridDim = static_cast<unsigned>(Find::count(p) * tiles),
-                                  .blockDim = 32 * kWarps,
-                                  .dynamicSmemBytes = 0,
-                                  .stream = stream,
-                                  .attrs = nullptr,
-                                  .numAttrs = 0};
-  return p.out.dtype == DType::bf16
-             ? cudaLaunchKernelEx(&config, gather_rows<Find, Row, std::uint16_t>, p, static_cast<unsigned>(tiles))
-             : cudaLaunchKernelEx(&config, gather_rows<Find, Row, float>, p, static_cast<unsigned>(tiles));
+  const unsigned blocks = static_cast<unsigned>(Find::count(p) * tiles);
+  const auto kernel =
+      p.out.dtype == DType::bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>;
+  return launch(kernel, blocks, 32 * kWarps, stream, p, static_cast<unsigned>(tiles));
 }
 
 template <class Find>

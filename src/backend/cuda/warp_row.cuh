@@ -99,11 +99,25 @@ class RowLanes {
   int half_ = 0;
 };
 
+/// Two bf16 bit patterns. NaN stays NaN, in some pattern: it becomes the one pattern where it is stored.
+__device__ inline std::uint32_t bf16_pair(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ inline float low_value(std::uint32_t pair) { return codec::bits_float(pair << 16); }
+__device__ inline float high_value(std::uint32_t pair) { return codec::bits_float(pair & 0xFFFF0000u); }
+
 __device__ inline Quad round_bf16(const Quad& x) {
-  Quad out;
-#pragma unroll
-  for (int i = 0; i < kQuad; ++i) out.v[i] = codec::round_bf16(x.v[i]);
-  return out;
+  const std::uint32_t a = bf16_pair(x.v[0], x.v[1]), b = bf16_pair(x.v[2], x.v[3]);
+  return {{low_value(a), high_value(a), low_value(b), high_value(b)}};
+}
+
+/// ops::norm_factor: a division by a power of two is a multiplication, one of 1 a reciprocal, both rounded correctly.
+template <int kWidth>
+__device__ float norm_factor(float sum, float eps) {
+  static_assert((kWidth & (kWidth - 1)) == 0);
+  return __frcp_rn(__fsqrt_rn(sum * (1.0f / kWidth) + eps));
 }
 
 /// Weights: the same for all rows, so they may stay in the first-level cache.
@@ -123,11 +137,13 @@ __device__ inline Quad load_weight_late(const float* at) {
 
 template <class Lanes>
 __device__ void norm_row(Lanes& lanes, const Quad (&weight)[Lanes::kQuads], float eps, Quad (&x)[Lanes::kQuads]) {
-  const float factor = ops::norm_factor(lanes.square_sum(x), Lanes::kWidth, eps);
+  const float factor = norm_factor<Lanes::kWidth>(lanes.square_sum(x), eps);
 #pragma unroll
-  for (int q = 0; q < Lanes::kQuads; ++q)
+  for (int q = 0; q < Lanes::kQuads; ++q) {
 #pragma unroll
-    for (int i = 0; i < kQuad; ++i) x[q].v[i] = codec::round_bf16(x[q].v[i] * factor * weight[q].v[i]);
+    for (int i = 0; i < kQuad; ++i) x[q].v[i] = x[q].v[i] * factor * weight[q].v[i];
+    x[q] = round_bf16(x[q]);
+  }
 }
 
 /// Cos and sin of the two pairs in a lane's last quad.
@@ -157,9 +173,10 @@ __device__ inline void rotate(const Turn& turn, Quad& x) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float a = x.v[2 * i], b = x.v[2 * i + 1];
-    x.v[2 * i] = codec::round_bf16(codec::fused(a, turn.cos[i], -(b * turn.sin[i])));
-    x.v[2 * i + 1] = codec::round_bf16(codec::fused(b, turn.cos[i], a * turn.sin[i]));
+    x.v[2 * i] = codec::fused(a, turn.cos[i], -(b * turn.sin[i]));
+    x.v[2 * i + 1] = codec::fused(b, turn.cos[i], a * turn.sin[i]);
   }
+  x = round_bf16(x);
 }
 
 /// Of the 128 channels of a warp: strides 1 and 2 inside the lane, 4 to 64 across lanes.
@@ -175,7 +192,8 @@ __device__ inline void hadamard_chunk(int lane, Quad& x) {
     }
   const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kChunk)));
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) x.v[i] = codec::round_bf16(x.v[i] * scale);
+  for (int i = 0; i < kQuad; ++i) x.v[i] = x.v[i] * scale;
+  x = round_bf16(x);
 }
 
 }  // namespace kv4::cuda

@@ -1,4 +1,5 @@
-// Window rows: one warp per row.
+// Window rows: one warp per row of 512 channels. A lane holds two octets, 8 consecutive channels each, as bf16 pairs:
+// loads and stores are 16 and 8 bytes wide and a tile of 64 channels is 8 lanes.
 #pragma once
 
 #include "backend/cuda/quad_codec.cuh"
@@ -6,9 +7,170 @@
 
 namespace kv4::cuda {
 
+constexpr int kWindowWidth = 512, kOctets = 2, kOctetChannels = 8;
+constexpr int kOctetStride = kWarp * kOctetChannels;  // channels between a lane's octets
+
+struct OctetBits {
+  std::uint32_t pair[4];
+};
+
+__device__ inline int octet_channel(int lane, int octet) { return octet * kOctetStride + lane * kOctetChannels; }
+
+// --- input
+
+__device__ inline OctetBits load_octet(const Bf16* at) {
+  const RawQuad q = load_raw(reinterpret_cast<const float*>(at));  // 16 bytes, whatever they are
+  return {{q.w[0], q.w[1], q.w[2], q.w[3]}};
+}
+
+__device__ inline OctetBits load_octet(const float* at) {
+  const Quad a = values<float>(load_raw(at)), b = values<float>(load_raw(at + kQuad));
+  return {{bf16_pair(a.v[0], a.v[1]), bf16_pair(a.v[2], a.v[3]), bf16_pair(b.v[0], b.v[1]), bf16_pair(b.v[2], b.v[3])}};
+}
+
+__device__ inline void octet_values(const OctetBits& o, float (&x)[kOctetChannels]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = low_value(o.pair[i]);
+    x[2 * i + 1] = high_value(o.pair[i]);
+  }
+}
+
+// --- norm and rotation of a row that comes straight from the projection
+
+__device__ inline void finish_projection(const ops::FrontEndDesc& f, int lane, int position,
+                                         OctetBits (&row)[kOctets]) {
+  float x[kOctets][kOctetChannels], sum[kOctets];
+#pragma unroll
+  for (int j = 0; j < kOctets; ++j) {
+    octet_values(row[j], x[j]);
+    float square[kOctetChannels];
+#pragma unroll
+    for (int i = 0; i < kOctetChannels; ++i) square[i] = x[j][i] * x[j][i];
+    sum[j] = pair_sum<0, kOctetChannels>(square);
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) sum[j] += __shfl_xor_sync(kAllLanes, sum[j], step);
+  }
+  const float factor = norm_factor<kWindowWidth>(sum[0] + sum[1], f.eps);
+  const int first_turned = kWindowWidth - f.rope.rope_dim;
+#pragma unroll
+  for (int j = 0; j < kOctets; ++j) {
+    const int channel = octet_channel(lane, j);
+#pragma unroll
+    for (int h = 0; h < kOctetChannels; h += kQuad) {
+      const Quad w = load_weight(f.norm_weight + channel + h);
+      Quad y;
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) y.v[i] = x[j][h + i] * factor * w.v[i];
+      if (channel >= first_turned) {
+        y = round_bf16(y);
+        rotate(load_turn(f.rope, position, channel + h, kWindowWidth), y);
+      }
+      row[j].pair[h / 2] = bf16_pair(y.v[0], y.v[1]);
+      row[j].pair[h / 2 + 1] = bf16_pair(y.v[2], y.v[3]);
+    }
+  }
+}
+
+// --- encoding
+
+/// Eight e4m3 of channels times `by`.
+__device__ inline uint2 e4m3_octet(const OctetBits& o, float by) {
+  return make_uint2(
+      e4m3_quad({{low_value(o.pair[0]), high_value(o.pair[0]), low_value(o.pair[1]), high_value(o.pair[1])}}, by),
+      e4m3_quad({{low_value(o.pair[2]), high_value(o.pair[2]), low_value(o.pair[3]), high_value(o.pair[3])}}, by));
+}
+
+__device__ inline float octet_amax(const OctetBits& o) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) amax = fmaxf(fmaxf(amax, fabsf(low_value(o.pair[i]))), fabsf(high_value(o.pair[i])));
+  return amax;
+}
+
+__device__ inline uint4 bf16_octet(const OctetBits& o) {
+  const auto pair = [](std::uint32_t p) {
+    return codec::canonical_bf16(static_cast<std::uint16_t>(p)) |
+           static_cast<std::uint32_t>(codec::canonical_bf16(static_cast<std::uint16_t>(p >> 16))) << 16;
+  };
+  return make_uint4(pair(o.pair[0]), pair(o.pair[1]), pair(o.pair[2]), pair(o.pair[3]));
+}
+
+/// What a lane stores of one row.
+struct WindowBits {
+  uint4 payload[kOctets];  // 8 bytes of codes or 16 of bf16
+  std::uint32_t scale[kOctets];
+};
+
+template <int kSteps>
+__device__ float max_over_lanes(float x) {
+#pragma unroll
+  for (int step = 1; step < kSteps; step *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
+__device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane, const OctetBits (&row)[kOctets]) {
+  WindowBits out;
+  const int body = rows.shape.width - rows.shape.tail;
+  if (rows.format == Format::bf16) {
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j) out.payload[j] = bf16_octet(row[j]);
+    return out;
+  }
+  if (rows.format == Format::fp8_tile64) {
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j) {
+      constexpr int kLanes = codec::Fp8Tile64::kTile / kOctetChannels;
+      const int e = exponent_over_448(max_over_lanes<kLanes>(octet_amax(row[j])));
+      const bool quantised = octet_channel(lane, j) < body;
+      const uint2 codes = e4m3_octet(row[j], pow2_normal(-e));
+      out.payload[j] = quantised ? make_uint4(codes.x, codes.y, 0, 0) : bf16_octet(row[j]);
+      out.scale[j] = quantised ? static_cast<std::uint32_t>(e + 127) : 0;
+    }
+    return out;
+  }
+  float amax = 0.0f;  // fp8_row
+#pragma unroll
+  for (int j = 0; j < kOctets; ++j)
+    if (octet_channel(lane, j) < body) amax = fmaxf(amax, octet_amax(row[j]));
+  const float inverse = codec::Fp8Row::inverse_scale(fminf(max_over_lanes<kWarp>(amax), codec::kBf16Max));
+#pragma unroll
+  for (int j = 0; j < kOctets; ++j) {
+    float x[kOctetChannels];
+    octet_values(row[j], x);
+#pragma unroll
+    for (int i = 0; i < kOctetChannels; ++i) x[i] = codec::quotient(x[i], inverse);
+    out.payload[j] = octet_channel(lane, j) < body
+                         ? make_uint4(e4m3_quad({{x[0], x[1], x[2], x[3]}}, 1.0f),
+                                      e4m3_quad({{x[4], x[5], x[6], x[7]}}, 1.0f), 0, 0)
+                         : bf16_octet(row[j]);
+    out.scale[j] = codec::float_bits(inverse);
+  }
+  return out;
+}
+
+__device__ inline void store_window(const ops::RowPlanes& rows, int lane, const WindowBits& bits, std::uint8_t* payload,
+                                    std::uint8_t* scale) {
+  const int body = rows.format == Format::bf16 ? 0 : rows.shape.width - rows.shape.tail;
+#pragma unroll
+  for (int j = 0; j < kOctets; ++j) {
+    const int channel = octet_channel(lane, j);
+    const uint4 p = bits.payload[j];
+    if (channel < body) {
+      store_word(payload + channel, make_uint2(p.x, p.y));
+    } else {
+      store_word(payload + 2 * channel - body, p);
+    }
+    if (rows.format == Format::fp8_tile64 && channel % codec::Fp8Tile64::kTile == 0)
+      scale[channel / codec::Fp8Tile64::kTile] = static_cast<std::uint8_t>(bits.scale[j]);
+  }
+  if (rows.format == Format::fp8_row && lane == 0) store_word(scale, bits.scale[0]);
+}
+
+// --- the row that is overwritten
+
 /// The row that a token written in place overwrites, if the image before the step holds it (WindowDesc::displaced). In
 /// words, because displaced rows are packed. Run again, the row is kept already.
-template <int kWidth>
 class DisplacedRow {
  public:
   __device__ DisplacedRow(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r, int lane)
@@ -25,18 +187,20 @@ class DisplacedRow {
 
   /// Before the new row is stored.
   __device__ void keep() const {
-    if (!due_ || kept_ == lost_) return;
-    std::uint32_t* payload = words(w_.displaced.payload.at(slot_, 0));
+    if (!due_) return;
+    if (kept_ != lost_) {
+      std::uint32_t* payload = words(w_.displaced.payload.at(slot_, 0));
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      if (i * kWarp + lane_ < payload_words()) payload[i * kWarp + lane_] = payload_[i];
-    if (lane_ < scale_words()) words(w_.displaced.scale.at(slot_, 0))[lane_] = scale_;
-    __syncwarp();
-    if (lane_ == 0) w_.displaced_position(slot_) = lost_;
+      for (int i = 0; i < kWords; ++i)
+        if (i * kWarp + lane_ < payload_words()) payload[i * kWarp + lane_] = payload_[i];
+      if (lane_ < scale_words()) words(w_.displaced.scale.at(slot_, 0))[lane_] = scale_;
+    }
+    __syncwarp();  // lanes of the old row's words and of the new row's octets differ; all have read the position
+    if (lane_ == 0 && kept_ != lost_) w_.displaced_position(slot_) = lost_;
   }
 
  private:
-  static constexpr int kWords = 2 * kWidth / 4 / kWarp;  // of the longest payload, all bf16
+  static constexpr int kWords = 2 * kWindowWidth / 4 / kWarp;  // of the longest payload, all bf16
 
   __device__ int payload_words() const { return static_cast<int>(w_.ring.payload.row_stride / 4); }
   __device__ int scale_words() const { return static_cast<int>(w_.ring.scale.row_stride / 4); }
@@ -49,68 +213,38 @@ class DisplacedRow {
   std::uint32_t payload_[kWords] = {}, scale_ = 0;
 };
 
-/// Norm and rotation of a row that comes straight from the projection.
-template <class Lanes>
-__device__ void finish_window_row(Lanes& lanes, const ops::FrontEndDesc& f, int position, Quad (&x)[Lanes::kQuads]) {
-  const Turn turn = load_turn(f.rope, position, lanes.channel(Lanes::kQuads - 1), Lanes::kWidth);
-  Quad weight[Lanes::kQuads];
-#pragma unroll
-  for (int q = 0; q < Lanes::kQuads; ++q) weight[q] = load_weight(f.norm_weight + lanes.channel(q));
-  norm_row(lanes, weight, f.eps, x);
-  rotate(turn, x[Lanes::kQuads - 1]);
-}
-
-/// The row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
-template <class Lanes>
-__device__ void store_window_row(Lanes& lanes, const ops::LayerDesc& layer, const ops::StepRecord& r, int token,
-                                 const Quad (&x)[Lanes::kQuads]) {
-  const ops::WindowDesc& w = layer.window;
-  const DisplacedRow<Lanes::kWidth> displaced(w, layer.window_tokens, r, lanes.lane());
-  with_row_quads(w.ring.format, [&](auto codec) {
-    using Codec = decltype(codec);
-    QuadBits bits[Lanes::kQuads];
-    encode_row<Codec>(lanes, w.ring.shape, x, 1.0f, bits);
-    const auto store = [&](const ops::RowPlanes& to, std::int64_t block, std::int64_t row) {
-      std::uint8_t *payload = to.payload.at(block, row), *scale = to.scale.at(block, row);
-#pragma unroll
-      for (int q = 0; q < Lanes::kQuads; ++q)
-        store_quad<Codec>(bits[q], w.ring.shape, payload, scale, lanes.channel(q));
-    };
-    displaced.keep();
-    __syncwarp();  // lanes of the old row's words and of the new row's quads differ
-    if (!r.in_place()) store(w.scratch, 0, token);
-    if (r.in_place() || r.position >= r.end() - w.rows) store(w.ring, r.write_slot, r.position % w.rows);
-  });
-}
-
 /// Warp `warp` of `warps`: every warps-th token. A token's input does not depend on its record, so both are under way
-/// while the token before is encoded.
-template <class In, class Lanes>
-__device__ void append_window(const ops::AppendParams& p, Lanes lanes, int warp, int warps) {
-  RawQuad raw[Lanes::kQuads], next[Lanes::kQuads];
+/// while the token before is encoded. The row goes into the ring; in a long step also into the scratch, because the
+/// ring keeps only the last rows.
+template <class In>
+__device__ void append_window(const ops::AppendParams& p, int warp, int warps) {
+  const int lane = threadIdx.x % kWarp;
+  const ops::WindowDesc& w = p.layer.window;
+  OctetBits row[kOctets], next[kOctets];
   ops::StepRecord r, next_record;
   const auto ask = [&](int token) {
     if (token >= p.step.num_tokens) return;
-    const In* row = static_cast<const In*>(p.window_rows.data) + token * p.window_rows.row_stride;
-#pragma unroll
-    for (int q = 0; q < Lanes::kQuads; ++q) next[q] = load_raw(row + lanes.channel(q));
+    const In* at = static_cast<const In*>(p.window_rows.data) + token * p.window_rows.row_stride;
     next_record = load_record(p.step.tokens + token);
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j) next[j] = load_octet(at + octet_channel(lane, j));
   };
   ask(warp);
   for (int token = warp; token < p.step.num_tokens; token += warps) {
     r = next_record;
 #pragma unroll
-    for (int q = 0; q < Lanes::kQuads; ++q) raw[q] = next[q];
+    for (int j = 0; j < kOctets; ++j) row[j] = next[j];
     ask(token + warps);
     if (r.padded()) continue;
-    Quad x[Lanes::kQuads];
-#pragma unroll
-    for (int q = 0; q < Lanes::kQuads; ++q) {
-      x[q] = values<In>(raw[q]);
-      if constexpr (std::is_same_v<In, float>) x[q] = round_bf16(x[q]);
+    const DisplacedRow displaced(w, p.layer.window_tokens, r, lane);
+    if (p.front_end.norm_weight != nullptr) finish_projection(p.front_end, lane, r.position, row);
+    const WindowBits bits = encode_window(w.ring, lane, row);
+    displaced.keep();
+    if (!r.in_place()) store_window(w.ring, lane, bits, w.scratch.payload.at(0, token), w.scratch.scale.at(0, token));
+    if (r.in_place() || r.position >= r.end() - w.rows) {
+      const int at = r.position % w.rows;
+      store_window(w.ring, lane, bits, w.ring.payload.at(r.write_slot, at), w.ring.scale.at(r.write_slot, at));
     }
-    if (p.front_end.norm_weight != nullptr) finish_window_row(lanes, p.front_end, r.position, x);
-    store_window_row(lanes, p.layer, r, token, x);
   }
 }
 

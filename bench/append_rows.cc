@@ -1,0 +1,129 @@
+// Append: decodes with and without entries due, prefill of a long chunk. One graph = every layer of a cache once, with
+// inputs, states and weights of its own; layers are as many as it takes to touch more than L2 holds.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "bench_bytes.h"
+#include "gpu_cache.h"
+
+namespace kv4::bench {
+namespace {
+
+constexpr int kShort = 253;  // tokens before the decode in which nothing is due; two more and both kinds close an entry
+constexpr std::int64_t kColdBytes = std::int64_t{150} << 20;  // that a graph touches, where layers of a cache can
+constexpr int kFewestLayers = 96;                             // so that the graph's own start does not count
+constexpr int kMostLayers = 4096, kMostSlots = 32768;         // layers x requests: memory
+constexpr int kPrefill = 32768;
+
+const char* kind_label(LayerKind kind) {
+  return kind == LayerKind::swa ? "SWA" : kind == LayerKind::csa ? "CSA" : "HCA";
+}
+
+struct DecodeCase {
+  LayerKind kind;
+  int batch;
+  double due_us = 0;  // aim where an entry is due; 0: none
+};
+
+CacheOptions decode_options(int batch) {
+  CacheOptions options;
+  options.max_requests = options.spare_slots = batch;
+  options.max_context = 2 * kShort;
+  options.num_blocks = std::int64_t{3} * batch;
+  options.max_step_tokens = batch * kShort;
+  return options;
+}
+
+// The open step's appends in all layers; microseconds of one.
+double append_us(Bench& bench, GpuCache& cache, const Step& step, bool projection) {
+  const auto& layers = cache.schema().layers;
+  std::vector<AppendInputs> inputs;
+  for (const LayerCacheSchema& layer : layers)
+    inputs.push_back(cache.next_inputs(layer.spec.layer, step.num_tokens, projection));
+  const double us = bench.timer.replay_us(
+      [&] {
+        for (std::size_t i = 0; i < layers.size(); ++i) cache.manager().acquire(layers[i].spec.layer).append(inputs[i]);
+      },
+      [&] { cache.restore_marks(); });
+  return us / static_cast<double>(layers.size());
+}
+
+int cold_layers(const DecodeCase& c) {
+  const CacheSchema one = build_schema(layers_of(c.kind, 1), decode_options(c.batch));
+  const std::int64_t bytes = c.batch * cli::append_bytes(one.layers[0], kShort, 1);
+  return static_cast<int>(
+      std::clamp<std::int64_t>(kColdBytes / bytes, kFewestLayers, std::min(kMostLayers, kMostSlots / c.batch)));
+}
+
+void add_decode(Bench& bench, const DecodeCase& c) {
+  const int layers = cold_layers(c);
+  GpuCache cache(bench, layers_of(c.kind, bench.quick ? layers / 4 : layers), decode_options(c.batch));
+  cache.admit(c.batch);
+  cache.extend(kShort);
+  const auto measure = [&](const std::string& name, const Aim& aim, bool projection) {
+    const LayerCacheSchema& layer = cache.schema().layers[0];
+    const std::int64_t length = cache.manager().length(cache.requests()[0]);
+    const std::int64_t bytes =
+        c.batch * (cli::append_bytes(layer, length, 1) + cli::displaced_bytes(cache.schema(), layer, length, 1));
+    const Step step = cache.prepare(c.batch, 1);
+    Row row;
+    row.name = fmt::format("decode {} b={}, {}", kind_label(c.kind), c.batch, name);
+    row.us = append_us(bench, cache, step, projection);
+    row.bytes = bytes;
+    row.floor_us = bench.floor_us(bytes);
+    row.aim = aim;
+    bench.add(row);
+    cache.manager().commit(step);
+  };
+  if (c.kind == LayerKind::swa) {
+    measure("rows ready", {}, false);
+    measure("from projection", {}, true);
+    return;
+  }
+  measure("none due", {}, false);
+  cache.extend(1);
+  const Aim aim{c.due_us > 0 ? Aim::Kind::most_us : Aim::Kind::none, c.due_us};
+  measure("all due", aim, false);
+  cache.extend(cache.schema().layers[0].pages[0].kind.ratio - 1);
+  measure("all due, from projection", aim, true);
+}
+
+void add_prefill(Bench& bench, LayerKind kind, bool projection) {
+  constexpr int kLayers = 16;
+  const int tokens = bench.quick ? kPrefill / 4 : kPrefill;
+  CacheOptions options;
+  options.max_requests = 1;
+  options.max_context = options.max_step_tokens = tokens;
+  options.num_blocks = tokens / 128 + 1;
+  GpuCache cache(bench, layers_of(kind, kLayers), options);
+  cache.admit(1);
+  const Step step = cache.prepare(1, tokens);
+  Row row;
+  row.name = fmt::format("prefill {} of {}{}", kind_label(kind), tokens, projection ? ", from projection" : "");
+  row.us = append_us(bench, cache, step, projection);
+  row.bytes = cli::append_bytes(cache.schema().layers[0], 0, tokens);
+  row.floor_us = bench.floor_us(row.bytes);
+  row.aim = {Aim::Kind::most_ratio, 1.15};
+  bench.add(row);
+  cache.manager().abort(step);
+}
+
+}  // namespace
+
+void add_append_rows(Bench& bench) {
+  std::vector<DecodeCase> cases = {
+      {LayerKind::csa, 1, 2.2}, {LayerKind::csa, 16, 2.5}, {LayerKind::csa, 64, 3.0}, {LayerKind::csa, 128, 4.0},
+      {LayerKind::hca, 1, 4.0}, {LayerKind::hca, 16, 4.0}, {LayerKind::hca, 64, 4.0}, {LayerKind::hca, 128, 4.0},
+      {LayerKind::swa, 1},      {LayerKind::swa, 128},
+  };
+  if (bench.quick) std::erase_if(cases, [](const DecodeCase& c) { return c.batch == 16 || c.batch == 64; });
+  for (const DecodeCase& c : cases) add_decode(bench, c);
+}
+
+void add_prefill_rows(Bench& bench) {
+  for (const bool projection : {false, true})
+    for (const LayerKind kind : {LayerKind::csa, LayerKind::hca, LayerKind::swa}) add_prefill(bench, kind, projection);
+}
+
+}  // namespace kv4::bench

@@ -1,0 +1,82 @@
+// What the groups of rows share: the device, what was measured of it first, and the results.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device_memory.h"
+#include "graph_timer.h"
+#include "kv4/backend.h"
+
+namespace kv4::bench {
+
+/// What a row is held against.
+struct Aim {
+  enum class Kind : std::uint8_t { none, most_us, most_ratio, least_share, most_count };
+  Kind kind = Kind::none;
+  double value = 0;
+};
+
+/// One operation. Bytes: read plus written, each once. Floor: bytes at the copy speed of this run, or a launch if that
+/// is longer.
+struct Row {
+  std::string name;
+  double us = 0;
+  std::int64_t bytes = 0;
+  double floor_us = 0;
+  Aim aim = {};
+  std::string note = {};
+  std::string failure = {};  // of a check
+  double count = 0;          // most_count: what was counted
+
+  double ratio() const { return floor_us > 0 ? us / floor_us : 0; }
+  bool met() const;
+  bool ok() const { return failure.empty(); }
+};
+
+/// Random numbers on the device, larger together than L2; slices take turns.
+class InputPool {
+ public:
+  InputPool(std::shared_ptr<Backend> backend, cudaStream_t stream);
+  TensorView f32(std::int64_t rows, std::int64_t columns);
+  TensorView f32(std::int64_t columns);
+  TensorView bf16(std::int64_t rows, std::int64_t columns);
+
+ private:
+  struct Rotation {
+    cli::DeviceArray memory;
+    std::int64_t next = 0;
+    std::byte* take(std::int64_t bytes);
+  };
+  Rotation f32_, bf16_;
+};
+
+struct Bench {
+  Bench(int device, bool quick);
+
+  /// Adds the row with its floor and prints it to standard error, so that a run that dies has told something.
+  void add(Row row);
+  double floor_us(std::int64_t bytes) const;
+  /// Bytes at the copy speed, without the launch.
+  double copy_us(std::int64_t bytes) const { return static_cast<double>(bytes) / copy_bytes_per_us; }
+
+  bool quick;
+  GraphTimer timer;
+  std::shared_ptr<Backend> backend;
+  InputPool inputs;
+  double copy_bytes_per_us = 0;  // large device-to-device copy, read plus written
+  double empty_us = 0;           // an empty kernel in a graph
+  std::vector<Row> rows;
+};
+
+void add_append_rows(Bench& bench);
+void add_prefill_rows(Bench& bench);
+void add_gather_rows(Bench& bench);
+void add_snapshot_rows(Bench& bench);
+void add_control_rows(Bench& bench);
+/// A small case on the GPU and on the CPU: the same image and blocks.
+void add_parity_row(Bench& bench);
+
+}  // namespace kv4::bench

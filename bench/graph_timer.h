@@ -1,0 +1,41 @@
+// Times queued work by replaying it as a CUDA graph between two events.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <functional>
+
+namespace kv4::bench {
+
+/// Throws std::runtime_error naming what failed.
+void check(cudaError_t status, const char* what);
+
+class GraphTimer {
+ public:
+  /// Owns its stream; everything measured is queued there.
+  GraphTimer(int device, int repeats);
+  ~GraphTimer();
+  GraphTimer(const GraphTimer&) = delete;
+  GraphTimer& operator=(const GraphTimer&) = delete;
+
+  cudaStream_t stream() const { return stream_; }
+
+  /// Microseconds of one replay of what `record` queues: the median. `before` is queued ahead of each replay and not
+  /// counted.
+  double replay_us(const std::function<void()>& record, const std::function<void()>& before = {});
+  /// Microseconds of what `work` queues, without a graph: for calls that cannot be captured.
+  double queue_us(const std::function<void()>& work);
+  /// Nodes of a graph of it.
+  std::size_t count_nodes(const std::function<void()>& record);
+
+ private:
+  cudaGraph_t capture(const std::function<void()>& record);
+  double between_events(const std::function<void()>& work);
+
+  int repeats_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t start_ = nullptr, stop_ = nullptr;
+};
+
+}  // namespace kv4::bench

@@ -1,0 +1,48 @@
+// How kernels follow each other: each may be launched while the one before it still runs, reads constants (weights,
+// biases, rope tables, its own parameters) at once, and waits for the other's results before it touches anything else.
+// Every thread waits, so a kernel that is done implies that all before it are.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <utility>
+
+namespace kv4::cuda {
+
+/// Lets the next kernel start. It will wait for this one's results.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+/// After it, all that was queued before this kernel is done and visible.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Whether the kernels that run on the current device were compiled with the two calls above.
+inline bool overlaps_launches() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
+  return major == 9;
+}
+
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 blocks, unsigned threads, cudaStream_t stream, Args&&... args) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = overlaps_launches() ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+}  // namespace kv4::cuda

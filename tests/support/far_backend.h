@@ -1,0 +1,155 @@
+// The CPU backend in memory that the host cannot touch: pages are readable only while an operation runs, and every
+// address an operation is given must lie in them. Stands in for a GPU where there is none.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "backend/backend.h"
+
+namespace kv4::test {
+
+class FarBackend final : public Backend {
+ public:
+  explicit FarBackend(std::shared_ptr<Backend> near) : near_(std::move(near)) {}
+
+  bool on_host() const override { return false; }
+  std::byte* allocate(std::int64_t bytes) override {
+    std::byte* memory = near_->allocate(bytes);
+    if (memory != nullptr) {
+      pages_[memory] = bytes;
+      protect(memory, bytes, PROT_NONE);
+    }
+    return memory;
+  }
+  void deallocate(std::byte* memory, std::int64_t bytes) override {
+    pages_.erase(memory);
+    near_->deallocate(memory, bytes);
+  }
+  void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override {
+    const Open open(*this, {to, from});
+    near_->copy(to, from, bytes);
+  }
+  void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) override {
+    const Open open(*this, {memory});
+    near_->fill(memory, value, bytes);
+  }
+  void copy_pieces(std::span<const ops::CopyPiece> pieces) override {
+    const Open open(*this, {});
+    for (const ops::CopyPiece& p : pieces) check({p.from, p.to, p.instead, p.when});
+    near_->copy_pieces(pieces);
+  }
+
+  void reserve_staging(std::int64_t bytes) override { staging_bytes_ = std::max(staging_bytes_, bytes); }
+  void read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) override {
+    check_staging(static_cast<std::int64_t>(host.size()));
+    const Open open(*this, {});
+    for (const ops::CopyPiece& p : pieces) check({p.from, p.instead, p.when});
+    near_->read_pieces(pieces, host);
+  }
+  void write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) override {
+    check_staging(static_cast<std::int64_t>(host.size()));
+    const Open open(*this, {});
+    for (const ops::CopyPiece& p : pieces) check({p.to});
+    near_->write_pieces(pieces, host);
+  }
+
+  void reserve_updates(std::int64_t max_items) override { max_items_ = std::max(max_items_, max_items); }
+  void update_step(const ops::StepUpdate& update) override {
+    if (update.num_items > max_items_ || update.num_values > ops::kMaxUpdateValues)
+      throw std::logic_error("a step update is larger than was reserved");
+    const Open open(*this, {update.tables.items, update.tables.block_table});
+    near_->update_step(update);
+  }
+  void append(const ops::AppendParams& p) override {
+    const Open open(*this, {p.window_rows.data, p.kv[0].data, p.kv[1].data, p.gate[0].data, p.gate[1].data,
+                            p.front_end.norm_weight, p.front_end.rope.cos, p.front_end.rope.sin, p.rope.cos, p.rope.sin,
+                            p.rope.angles.low, p.rope.angles.high, p.step.tokens, p.step.block_table});
+    check_layer(p.layer);
+    near_->append(p);
+  }
+  void flush(const ops::FlushParams& p) override {
+    const Open open(*this, {p.rows[0].data, p.rows[1].data, p.valid});
+    check_layer(p.layer);
+    near_->flush(p);
+  }
+  void gather_chosen(const ops::GatherParams& p) override {
+    const Open open(*this, {p.indices.data, p.out.data, p.valid});
+    near_->gather_chosen(p);
+  }
+  void gather_all(const ops::GatherParams& p) override {
+    const Open open(*this, {p.out.data, p.lens});
+    near_->gather_all(p);
+  }
+  void gather_window(const ops::GatherParams& p) override {
+    const Open open(*this, {p.out.data, p.lens, p.first});
+    near_->gather_window(p);
+  }
+  void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                  std::byte* image) override {
+    check_staging(layout.bytes);
+    const Open open(*this, {});
+    for (const ops::LayerDesc& layer : layers) check_layer(layer);
+    near_->save_image(layers, layout, slot, image);
+  }
+  void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                     const std::byte* image) override {
+    check_staging(layout.bytes);
+    const Open open(*this, {});
+    near_->restore_image(layers, layout, slot, image);
+  }
+
+  void set_stream(Stream stream) override { near_->set_stream(stream); }
+  bool capturing() override { return false; }
+  std::int64_t mark() override { return near_->mark(); }
+  bool reached(std::int64_t ticket) override { return near_->reached(ticket); }
+  void synchronize() override { near_->synchronize(); }
+
+ private:
+  static void protect(std::byte* memory, std::int64_t bytes, int how) {
+    if (mprotect(memory, static_cast<std::size_t>(bytes), how) != 0) throw std::runtime_error("mprotect failed");
+  }
+
+  // All pages are accessible while one lives.
+  class Open {
+   public:
+    Open(FarBackend& far, std::initializer_list<const void*> used) : far_(far) {
+      far_.check(used);
+      for (const auto& [memory, bytes] : far_.pages_) protect(memory, bytes, PROT_READ | PROT_WRITE);
+    }
+    ~Open() {
+      for (const auto& [memory, bytes] : far_.pages_) protect(memory, bytes, PROT_NONE);
+    }
+    Open(const Open&) = delete;
+    Open& operator=(const Open&) = delete;
+
+   private:
+    FarBackend& far_;
+  };
+
+  void check(std::initializer_list<const void*> used) const {
+    for (const void* p : used) {
+      if (p == nullptr) continue;
+      const std::byte* at = static_cast<const std::byte*>(p);
+      auto next = pages_.upper_bound(const_cast<std::byte*>(at));
+      if (next == pages_.begin() || at >= std::prev(next)->first + std::prev(next)->second)
+        throw std::logic_error("an operation was given an address outside the device's memory");
+    }
+  }
+  void check_layer(const ops::LayerDesc& layer) const {
+    for (int k = 0; k < layer.num_kinds; ++k) check({layer.kinds[k].bias, layer.kinds[k].norm_weight});
+  }
+  void check_staging(std::int64_t bytes) const {
+    if (bytes > staging_bytes_) throw std::logic_error("a transfer is larger than the staging that was reserved");
+  }
+
+  std::shared_ptr<Backend> near_;
+  std::map<std::byte*, std::int64_t> pages_;
+  std::int64_t staging_bytes_ = 0, max_items_ = 0;
+};
+
+}  // namespace kv4::test
