@@ -95,8 +95,9 @@ bool fits_window(const ops::AppendParams& p) {
   const ops::WindowDesc& w = p.layer.window;
   const ops::FrontEndDesc& f = p.front_end;
   const int payload = w.ring.format == Format::bf16 ? 16 : 8;
-  return fits_row(w.ring) && aligned(w.ring.payload, payload) && aligned(w.scratch.payload, payload) && aligned(w.scratch.scale, 4) &&
-         aligned(w.displaced.payload, 4) && aligned(w.displaced.scale, 4) && aligned(p.window_rows) &&
+  return fits_row(w.ring) && aligned(w.ring.payload, payload) && aligned(w.scratch.payload, payload) &&
+         aligned(w.scratch.scale, 4) && aligned(w.displaced.payload, 4) && aligned(w.displaced.scale, 4) &&
+         aligned(p.window_rows) &&
          (f.norm_weight == nullptr ||
           (aligned(f.norm_weight, 0, 16) && f.rope.rope_dim % kOctetChannels == 0 && f.rope.rope_dim <= kOctetStride));
 }
@@ -150,8 +151,8 @@ cudaError_t launch_tuned(const ops::AppendParams& p, int num_kinds, cudaStream_t
     grid.blocks[k] = whole_block ? grid.groups[k] : ceil_div(grid.groups[k], kBlockWarps);
     blocks += grid.blocks[k];
   }
-  return launch(append_kernel<kCompression, kLatency, In, Pending>, static_cast<unsigned>(blocks), kBlockThreads, stream,
-                p, grid);
+  return launch(append_kernel<kCompression, kLatency, In, Pending>, static_cast<unsigned>(blocks), kBlockThreads,
+                stream, p, grid);
 }
 
 template <class In, class Pending>

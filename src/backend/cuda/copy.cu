@@ -38,7 +38,6 @@ __device__ void copy_as(const std::uint8_t* from, std::uint8_t* to, std::int64_t
 // Bound by bytes where pieces are large; by latency (the piece, then its bytes) where there are only a few MB. A thread
 // block copies one unit of one piece; those beyond a short piece's end leave at once.
 __global__ void __launch_bounds__(kThreads) copy_units(const CopyPiece* pieces, std::int64_t unit_bytes) {
-  let_next_start();
   wait_for_previous();
   const CopyPiece piece = pieces[blockIdx.y];
   const std::int64_t at = blockIdx.x * unit_bytes;
@@ -89,7 +88,6 @@ constexpr int kFoldParts = 4;
 
 // Bound by latency: the rows of a channel are folded one after the other, at most `ratio` of them.
 __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* spans) {
-  let_next_start();
   wait_for_previous();
   const ops::OpenSpan& span = spans[blockIdx.y];
   const ops::PendingDesc& p = span.kind.pending;

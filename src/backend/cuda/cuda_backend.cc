@@ -101,7 +101,7 @@ void CudaBackend::deallocate(std::byte* memory, std::int64_t) {
   if (memory == nullptr) return;
   try {
     const DeviceGuard guard(device_);
-    cudaFree(memory);  // waits for the kernels that use it
+    cudaFree(memory);       // waits for the kernels that use it
   } catch (const Error&) {  // a lost device frees its memory by itself
   }
 }
@@ -230,8 +230,8 @@ void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const Image
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
     if (kind.overlap || part.open_count == 0) continue;
-    spans.push_back({kind, slot, static_cast<std::int32_t>(part.length),
-                     reinterpret_cast<float*>(staging() + part.open_at)});
+    spans.push_back(
+        {kind, slot, static_cast<std::int32_t>(part.length), reinterpret_cast<float*>(staging() + part.open_at)});
   }
   const std::size_t most = uploads_.capacity() / sizeof(ops::OpenSpan);
   for (std::size_t first = 0; first < spans.size(); first += most) {
@@ -266,7 +266,8 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
     const std::int32_t* values = writer.add(frontiers.data(), static_cast<std::int64_t>(frontiers.size()));
     std::vector<ops::CopyPiece> pieces;
     for (std::size_t i = 0; i < places.size(); ++i)
-      pieces.push_back({reinterpret_cast<const std::uint8_t*>(values + i), reinterpret_cast<std::uint8_t*>(places[i]), 4});
+      pieces.push_back(
+          {reinterpret_cast<const std::uint8_t*>(values + i), reinterpret_cast<std::uint8_t*>(places[i]), 4});
     const ops::CopyPiece* there = writer.add(pieces.data(), static_cast<std::int64_t>(pieces.size()));
     uploads_.send(upload, writer.used(), stream_);
     check(cuda::copy_pieces(there, static_cast<std::int32_t>(pieces.size()), 4, stream_), "copy_pieces");

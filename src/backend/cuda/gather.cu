@@ -95,50 +95,52 @@ __device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
 }
 
 constexpr int kWarps = 4;
-constexpr int kRowsPerWarp = 8;  // few, so that 32,768 rows are one wave of warps on an H200
-constexpr int kLoadsAhead = 4;   // a warp's loads of so many times 32 / kLanes rows are under way before the first use
-constexpr int kRowsPerTile = kWarps * kRowsPerWarp;
+
+/// How a warp goes about rows of one kind: all its loads are under way before the first is used.
+template <class Row>
+struct Batch {
+  static constexpr int kRowsPerLoad = 32 / Row::kLanes;
+  static constexpr int kLoads = Row::kWidth == 512 ? 2 : 4;
+  static constexpr int kRows = kLoads * kRowsPerLoad;
+  static constexpr int kRowsPerBlock = kWarps * kRows;
+  static_assert(kRows <= 32, "a lane finds a row");
+};
 
 // Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
-// on each other (index, block, row), hence the rows in flight.
+// on each other (index, block, row), hence many warps with few rows each: while some look for rows, others read them.
 template <class Find, class Row, class Out>
 __global__ void __launch_bounds__(32 * kWarps) gather_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
-  constexpr int kRowsPerLoad = 32 / Row::kLanes, kRowsAhead = kLoadsAhead * kRowsPerLoad;
-  static_assert(kRowsPerWarp % kRowsAhead == 0);
-  let_next_start();
+  using Rows = Batch<Row>;
   wait_for_previous();
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t outer = blockIdx.x / tiles;
   const unsigned tile = blockIdx.x % tiles;
-  const std::int64_t first_row = std::int64_t{tile} * kRowsPerTile + warp * kRowsPerWarp;
+  const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock + warp * Rows::kRows;
   const StepRecord record = Find::record(p, outer);
   if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, record, outer);
   if (first_row >= p.rows_per_item) return;
-  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{kRowsPerWarp}));
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
 
   RowPlace mine;
   if (lane < num_rows) mine = Find::find(p, record, outer, first_row + lane);
 
   const int in_row = lane % Row::kLanes;
+  typename Row::Raw raw[Rows::kLoads];
+#pragma unroll
+  for (int i = 0; i < Rows::kLoads; ++i) {
+    const RowPlace place = place_from_lane<Row>(mine, i * Rows::kRowsPerLoad + lane / Row::kLanes);
+    raw[i] = {};
+    if (place.payload != nullptr) raw[i] = Row::load_raw(place, in_row);
+  }
   Out* out = static_cast<Out*>(p.out.data) + (outer * p.rows_per_item + first_row) * Row::kWidth + kOctet * in_row;
 #pragma unroll
-  for (int begin = 0; begin < kRowsPerWarp; begin += kRowsAhead) {
-    typename Row::Raw raw[kLoadsAhead];
+  for (int i = 0; i < Rows::kLoads; ++i) {
+    const int row = i * Rows::kRowsPerLoad + lane / Row::kLanes;
 #pragma unroll
-    for (int i = 0; i < kLoadsAhead; ++i) {
-      const RowPlace place = place_from_lane<Row>(mine, begin + i * kRowsPerLoad + lane / Row::kLanes);
-      raw[i] = {};
-      if (place.payload != nullptr) raw[i] = Row::load_raw(place, in_row);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoadsAhead; ++i) {
-      const int row = begin + i * kRowsPerLoad + lane / Row::kLanes;
-#pragma unroll
-      for (int j = 0; j < Row::kOctets; ++j) {
-        float x[kOctet];
-        Row::template decode<Out>(raw[i], in_row, j, x);
-        store_octet(out + row * Row::kWidth + j * Row::kLanes * kOctet, x, row < num_rows);
-      }
+    for (int j = 0; j < Row::kOctets; ++j) {
+      float x[kOctet];
+      Row::template decode<Out>(raw[i], in_row, j, x);
+      store_octet(out + row * Row::kWidth + j * Row::kLanes * kOctet, x, row < num_rows);
     }
   }
 }
@@ -159,7 +161,8 @@ cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
   bool tuned = can_read<Row>(Find::rows(p)) && reinterpret_cast<std::uintptr_t>(p.out.data) % 16 == 0;
   if constexpr (std::is_same_v<Find, WindowRows>) tuned = tuned && can_read<Row>(p.layer.window.scratch);
   if (!tuned) return gather_plain<Find>(p, Find::count(p), stream);
-  const std::int64_t tiles = std::max<std::int64_t>((p.rows_per_item + kRowsPerTile - 1) / kRowsPerTile, 1);
+  const std::int64_t tiles =
+      std::max<std::int64_t>((p.rows_per_item + Batch<Row>::kRowsPerBlock - 1) / Batch<Row>::kRowsPerBlock, 1);
   const unsigned blocks = static_cast<unsigned>(Find::count(p) * tiles);
   const auto kernel =
       p.out.dtype == DType::bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>;

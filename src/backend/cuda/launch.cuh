@@ -9,7 +9,8 @@
 
 namespace kv4::cuda {
 
-/// Lets the next kernel start. It will wait for this one's results.
+/// Lets the next kernel start. It will wait for this one's results. For short kernels only: of a long one's successor,
+/// the blocks that come early crowd the multiprocessors that are free first.
 __device__ inline void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -26,7 +26,9 @@ void UploadRing::send(Slot& slot, std::size_t bytes, cudaStream_t stream) {
   check(cudaMemcpyAsync(slot.device, slot.host, bytes, cudaMemcpyHostToDevice, stream), "a transfer to the GPU");
 }
 
-void UploadRing::finish(Slot& slot, cudaStream_t stream) { check(cudaEventRecord(slot.done, stream), "cudaEventRecord"); }
+void UploadRing::finish(Slot& slot, cudaStream_t stream) {
+  check(cudaEventRecord(slot.done, stream), "cudaEventRecord");
+}
 
 void UploadRing::release() {
   capacity_ = 0;

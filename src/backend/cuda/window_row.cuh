@@ -140,10 +140,9 @@ __device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane,
     octet_values(row[j], x);
 #pragma unroll
     for (int i = 0; i < kOctetChannels; ++i) x[i] = codec::quotient(x[i], inverse);
-    out.payload[j] = octet_channel(lane, j) < body
-                         ? make_uint4(e4m3_quad({{x[0], x[1], x[2], x[3]}}, 1.0f),
-                                      e4m3_quad({{x[4], x[5], x[6], x[7]}}, 1.0f), 0, 0)
-                         : bf16_octet(row[j]);
+    out.payload[j] = octet_channel(lane, j) < body ? make_uint4(e4m3_quad({{x[0], x[1], x[2], x[3]}}, 1.0f),
+                                                                e4m3_quad({{x[4], x[5], x[6], x[7]}}, 1.0f), 0, 0)
+                                                   : bf16_octet(row[j]);
     out.scale[j] = codec::float_bits(inverse);
   }
   return out;
