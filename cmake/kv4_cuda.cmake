@@ -43,3 +43,4 @@ target_compile_options(kv4_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
   -gencode=arch=compute_90a,code=sm_90a>)
 target_include_directories(kv4_objects PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 set(KV4_CUDA_LIBRARIES CUDA::cudart_static)
+set(KV4_CUDA_INCLUDE_DIRS ${CUDAToolkit_INCLUDE_DIRS} CACHE INTERNAL "")

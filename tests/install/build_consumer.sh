@@ -30,10 +30,14 @@ if [[ -e "$build/kv4" ]]; then
   "$prefix/bin/kv4" --help >/dev/null || fail "bin/kv4 --help failed"
 fi
 
-# Each public header compiles alone, with the installed tree as the only thing added to the compiler's own.
+# Each public header compiles alone, with the installed tree as the only thing added to the compiler's own; cuda.h, which
+# is installed where there is CUDA, also with CUDA's headers.
+cuda_headers="$(sed -n 's/^KV4_CUDA_INCLUDE_DIRS:INTERNAL=\([^;]*\).*/\1/p' "$build/CMakeCache.txt")"
 for header in "$prefix"/include/kv4/*.h; do
   echo "#include \"kv4/$(basename "$header")\"" >"$temp/alone.cc"
-  "$cxx" -std=c++20 -Wall -Wextra -Werror -fsyntax-only -I"$prefix/include" "$temp/alone.cc" || fail "$(basename "$header") does not compile alone"
+  more=()
+  [[ "$(basename "$header")" == cuda.h ]] && more=(-isystem "$cuda_headers")
+  "$cxx" -std=c++20 -Wall -Wextra -Werror -fsyntax-only -I"$prefix/include" "${more[@]}" "$temp/alone.cc" || fail "$(basename "$header") does not compile alone"
 done
 
 echo "find_package(kv4 CONFIG)"
