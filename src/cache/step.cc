@@ -7,7 +7,10 @@
 namespace kv4 {
 
 StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backend)
-    : backend_(std::move(backend)), layout_(table_layout(schema)), scratch_bytes_(scratch_layout(schema).bytes) {
+    : backend_(std::move(backend)),
+      layout_(table_layout(schema)),
+      tables_(backend_, 4 * layout_.total),
+      scratch_(backend_, scratch_layout(schema).bytes) {
   const std::size_t requests = static_cast<std::size_t>(schema.options.max_requests);
   blocks_.resize(requests * static_cast<std::size_t>(schema.blocks_per_request), -1);
   changed_.resize(requests);
@@ -16,14 +19,7 @@ StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backe
   values_.reserve(ops::kMaxUpdateValues);
 
   backend_->reserve_updates(layout_.max_items);
-  tables_ = backend_->allocate(4 * layout_.total);
-  try {
-    scratch_ = backend_->allocate(scratch_bytes_);
-  } catch (...) {
-    backend_->deallocate(tables_, 4 * layout_.total);
-    throw;
-  }
-  std::int32_t* base = reinterpret_cast<std::int32_t*>(tables_);
+  std::int32_t* base = reinterpret_cast<std::int32_t*>(tables_.data());
   desc_.items = reinterpret_cast<ops::StepRecord*>(base + layout_.items);
   desc_.tokens = reinterpret_cast<ops::StepRecord*>(base + layout_.tokens);
   desc_.item_rows = base + layout_.item_rows;
@@ -38,16 +34,11 @@ StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backe
   desc_.ring_rows = schema.config.window + schema.options.max_rewind_tokens;
   desc_.csa_ratio = schema.config.csa_ratio;
   desc_.hca_ratio = schema.config.hca_ratio;
-  backend_->fill(tables_ + 4 * layout_.block_table, 0xFF, 4 * (layout_.total - layout_.block_table));  // -1
-}
-
-StepTables::~StepTables() {
-  backend_->deallocate(tables_, 4 * layout_.total);
-  backend_->deallocate(scratch_, scratch_bytes_);
+  backend_->fill(tables_.data() + 4 * layout_.block_table, 0xFF, 4 * (layout_.total - layout_.block_table));  // -1
 }
 
 std::int64_t StepTables::memory_bytes() const {
-  return 4 * layout_.total + scratch_bytes_ + static_cast<std::int64_t>(blocks_.size() * sizeof(BlockId));
+  return tables_.bytes() + scratch_.bytes() + static_cast<std::int64_t>(blocks_.size() * sizeof(BlockId));
 }
 
 void StepTables::set_block(std::int32_t row, std::int64_t index, BlockId block) {

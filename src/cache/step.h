@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "backend/backend.h"
+#include "backend/device_memory.h"
 #include "kv4/kv_cache_manager.h"
 #include "schema/table_layout.h"
 
@@ -17,9 +17,6 @@ namespace kv4 {
 class StepTables {
  public:
   StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backend);
-  ~StepTables();
-  StepTables(const StepTables&) = delete;
-  StepTables& operator=(const StepTables&) = delete;
 
   BlockId block(std::int32_t row, std::int64_t index) const { return blocks_[at(row, index)]; }
   const BlockId* row(std::int32_t row) const { return &blocks_[at(row, 0)]; }
@@ -30,7 +27,7 @@ class StepTables {
 
   const ops::StepTableDesc& desc() const { return desc_; }
   std::int64_t max_items() const { return layout_.max_items; }
-  std::byte* scratch() const { return scratch_; }
+  std::byte* scratch() const { return scratch_.data(); }
   std::int64_t memory_bytes() const;
   ops::StepDesc describe(const Step& step) const;
 
@@ -46,9 +43,8 @@ class StepTables {
 
   std::shared_ptr<Backend> backend_;
   TableLayout layout_;
-  std::int64_t scratch_bytes_ = 0;
-  std::byte* tables_ = nullptr;
-  std::byte* scratch_ = nullptr;
+  DeviceMemory tables_;
+  DeviceMemory scratch_;
   ops::StepTableDesc desc_;
   std::vector<BlockId> blocks_;   // [max_requests, blocks_per_request]
   std::vector<Changed> changed_;  // [max_requests]
