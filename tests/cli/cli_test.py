@@ -244,6 +244,28 @@ def test_run_bad_values():
     refused(["run", "--tokens", "64M"], "--tokens", "positions")
 
 
+# ---- devices
+
+def test_device_names():
+    vectors = str(ROOT / "tests/reference/vectors")
+    for bad in ("gpu", "cuda:", "cuda:x", "cuda:-1"):
+        refused(["run", "--device", bad], f"--device '{bad}'", "cuda:N")
+        refused(["golden", vectors, "--device", bad], f"--device '{bad}'")
+    refused(["run", "--device", "cuda:99"], "cannot be used")
+    for command in ("run", "golden"):
+        assert "--device" in ok(command, "--help").stdout
+
+
+def test_device_cuda_or_a_clear_error():
+    with tempfile.TemporaryDirectory() as folder:
+        args = ("run", "--config", tiny_config(folder), "--tokens", "2000", "--device", "cuda", "--json")
+        done = kv4(*args)
+        if done.returncode == 0:
+            equal(json.loads(done.stdout)["device"], "cuda")
+        else:
+            refused(args, "--device cuda cannot be used")
+
+
 # ---- bench
 
 def test_bench_json():
