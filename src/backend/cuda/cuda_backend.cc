@@ -153,6 +153,7 @@ void CudaBackend::from_host(const std::byte* host, std::int64_t bytes) {
 void CudaBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) {
   const DeviceGuard guard(device_);
   const std::int64_t bytes = static_cast<std::int64_t>(host.size());
+  if (bytes == 0) return;
   fill(staging_, 0, bytes);
   std::vector<ops::CopyPiece> staged(pieces.begin(), pieces.end());
   for (ops::CopyPiece& piece : staged) piece.to = staging() + (piece.to - reinterpret_cast<std::uint8_t*>(host.data()));
@@ -161,6 +162,7 @@ void CudaBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<
 }
 
 void CudaBackend::write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) {
+  if (host.empty()) return;
   const DeviceGuard guard(device_);
   from_host(host.data(), static_cast<std::int64_t>(host.size()));
   std::vector<ops::CopyPiece> staged(pieces.begin(), pieces.end());
