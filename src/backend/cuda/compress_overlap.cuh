@@ -8,72 +8,135 @@
 
 namespace kv4::cuda {
 
-constexpr int kOverlapRatio = 4;
+constexpr int kOverlapRatio = 4, kOverlapRows = 2 * kOverlapRatio;
 
-/// Group `group` of `groups`: every groups-th token.
-template <bool kLatency, class In, class Pending, class Lanes>
-__device__ void compress_overlap(const ops::AppendParams& p, int k, Lanes lanes, int group, int groups) {
-  constexpr int kWidth = Lanes::kWidth, kRows = 2 * kOverlapRatio;
-  const ops::KindDesc& kind = p.layer.kinds[k];
-  const int channel = lanes.channel(0), ring_rows = kind.pending.rows;
-
-  // kLatency: asked for before it is known whether an entry is due, so that they are here when its rows are. Else they
-  // are in the first-level cache, and their registers are better spent on another thread block.
-  const float* first_bias = kind.bias + channel;
-  const auto bias_at = [=](int i) { return first_bias + (i % kOverlapRatio * 2 + i / kOverlapRatio) * kWidth; };
-  Quad early[kLatency ? kRows : 1], weight;
-  if constexpr (kLatency) {
+template <class In, class Pending, class Lanes>
+class OverlapSpans {
+ public:
+  __device__ OverlapSpans(const ops::AppendParams& p, int k, Lanes lanes)
+      : p_(p), k_(k), kind_(p.layer.kinds[k]), lanes_(lanes), channel_(lanes.channel()) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) early[i] = load_weight(bias_at(i));
-    weight = load_weight(kind.norm_weight + channel);
+    for (int i = 0; i < kOverlapRows; ++i)
+      bias_[i] = load_weight(kind_.bias + (i % kOverlapRatio * 2 + i / kOverlapRatio) * kWidth + channel_);
+    weight_ = load_weight(kind_.norm_weight + channel_);
   }
-  const auto bias = [&](int i) {
-    if constexpr (kLatency) return early[i];
-    return load_weight_late(bias_at(i));
-  };
 
-  wait_for_previous();
-  const auto closes = [](const ops::StepRecord& r) { return (r.position + 1) % kOverlapRatio == 0; };
-  const auto stays = [&](const ops::StepRecord& r) { return r.position >= r.end() - ring_rows; };
-  const auto wanted = [&](const ops::StepRecord& r) { return closes(r) || stays(r); };
-
-  for_each_record(p.step, group, groups, wanted, [&](const ops::StepRecord& r) {
-    const SourceRows<In, Pending> source(p, k, r, channel);
-    const int begin = r.position + 1 - kRows;  // negative: entry 0, which has no span before it
-    RawRow rows[kRows], first_series;
-    rows[kRows - 1] = source.load_input(r.position, kWidth);
-    if (stays(r)) first_series = source.load_input(r.position, 0);
-    const auto store_pending = [&] {
-      if (!stays(r)) return;
-      source.store(first_series, r.position, 0);
-      source.store(rows[kRows - 1], r.position, kWidth);
-    };
-    if constexpr (!kLatency) store_pending();
+  /// A decode, bound by latency: a record and its input row, then all other rows at once.
+  __device__ void run_one(int token) {
+    wait_for_previous();
+    if (token >= p_.step.num_tokens) return;
+    const ops::StepRecord r = load_record(p_.step.tokens + token);
+    const RawRow first_series = load_token(token, 0);
+    RawRow rows[kOverlapRows];
+    rows[kOverlapRows - 1] = load_token(token, kWidth);
+    if (r.padded()) return;
+    const Source source(p_, k_, r, channel_);
+    const int begin = r.position + 1 - kOverlapRows;  // negative: entry 0, which has no span before it
+    const int ring_row = ring_row_of(r);
     if (closes(r)) {
-      int ring_row = (begin + ring_rows) % ring_rows;
 #pragma unroll
-      for (int i = 0; i < kRows - 1; ++i) {
+      for (int i = 0; i < kOverlapRows - 1; ++i)
         if (i >= kOverlapRatio || begin >= 0)
-          rows[i] = source.load(begin + i, ring_row, i < kOverlapRatio ? 0 : kWidth);
-        if (++ring_row == ring_rows) ring_row = 0;
-      }
+          rows[i] = source.load(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i));
     }
-    if constexpr (kLatency) store_pending();
+    if (stays(r)) {
+      source.store(first_series, ring_row, 0);
+      source.store(rows[kOverlapRows - 1], ring_row, kWidth);
+    }
     if (!closes(r)) return;
+    const Turn turn = load_turn(p_.rope, r.position + 1 - kOverlapRatio, channel_, kWidth);
+    finish(r.position, r.length, r.block, turn, [&](int i) { return rows[i]; });
+  }
 
-    Turn turn;
-    if constexpr (kLatency) turn = load_turn(p.rope, r.position + 1 - kOverlapRatio, channel, kWidth);
-    ops::Pool pool[kQuad] = {ops::empty_pool(), ops::empty_pool(), ops::empty_pool(), ops::empty_pool()};
+  /// Every groups-th token of a prefill, bound by the bytes of its inputs, each read once: the rows of an entry are
+  /// under way while the one before is made. stage: shared [2, 2 * kOverlapRows, threads].
+  __device__ void run(RawPair* stage, int group, int groups) {
+    const int threads = static_cast<int>(blockDim.x);
+    RawPair* mine = stage + threadIdx.x;
+    const auto slot = [=](int half, int i) { return mine + (half * kOverlapRows + i) * 2 * threads; };
+    int half = 0, position = kNone, length = 0, block = 0;
+    const auto finish_last = [&] {
+      if (position == kNone) return;
+      const Turn turn = load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
+      finish(position, length, block, turn, [&](int i) {
+        return RawRow{*slot(half ^ 1, i), slot(half ^ 1, i)[threads]};
+      });
+    };
+    const auto wanted = [&](const ops::StepRecord& r) { return closes(r) || stays(r); };
+    for_each_record(p_.step, group, groups, wanted, [&](const ops::StepRecord& r) {
+      const Source source(p_, k_, r, channel_);
+      const int ring_row = ring_row_of(r);
+      if (stays(r)) {
+        source.store(source.load_input(r.position, 0), ring_row, 0);
+        source.store(source.load_input(r.position, kWidth), ring_row, kWidth);
+      }
+      if (!closes(r)) return;
+      const int begin = r.position + 1 - kOverlapRows;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      if (i >= kOverlapRatio || begin >= 0)
-        pool_quad(pool, source.read(rows[i].gate, begin + i), bias(i), source.read(rows[i].kv, begin + i));
-    if constexpr (!kLatency) {
-      turn = load_turn(p.rope, r.position + 1 - kOverlapRatio, channel, kWidth);
-      weight = load_weight_late(kind.norm_weight + channel);
+      for (int i = 0; i < kOverlapRows; ++i)
+        if (i >= kOverlapRatio || begin >= 0)
+          source.copy(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i), slot(half, i),
+                      slot(half, i) + threads);
+      close_batch();
+      wait_for_batch<1>();
+      finish_last();
+      position = r.position;
+      length = r.length;
+      block = r.block;
+      half ^= 1;
+    });
+    wait_for_batch<0>();
+    finish_last();
+  }
+
+ private:
+  using Source = SourceRows<In, Pending>;
+  static constexpr int kWidth = Lanes::kWidth, kNone = -1;
+
+  __device__ static bool closes(const ops::StepRecord& r) { return (r.position + 1) % kOverlapRatio == 0; }
+  __device__ bool stays(const ops::StepRecord& r) const { return r.position >= r.end() - kind_.pending.rows; }
+
+  __device__ int ring_row_of(const ops::StepRecord& r) const {
+    return static_cast<int>(static_cast<unsigned>(r.position) % static_cast<unsigned>(kind_.pending.rows));
+  }
+  __device__ int row_before(int ring_row, int distance) const {
+    return ring_row < distance ? ring_row - distance + kind_.pending.rows : ring_row - distance;
+  }
+  __device__ static int column(int i) { return i < kOverlapRatio ? 0 : kWidth; }
+
+  __device__ RawRow load_token(int token, int column) const {
+    const auto load = [&](const ops::InputDesc& in) {
+      return load_raw(static_cast<const In*>(in.data) + token * in.row_stride + column + channel_);
+    };
+    return {load(p_.kv[k_]), load(p_.gate[k_])};
+  }
+
+  template <class Row>
+  __device__ void finish(int position, int length, int block, const Turn& turn, Row row) {
+    const int begin = position + 1 - kOverlapRows;
+    ops::Pool pool[kPair];
+    clear(pool);
+    const auto add = [&](int i, auto into) {
+      const RawRow raw = row(i);
+      const bool stored = begin + i < length;
+      into(pool, Source::read(raw.gate, stored), bias_[i], Source::read(raw.kv, stored));
+    };
+    if (begin >= 0) {
+      add(0, pool_first);
+#pragma unroll
+      for (int i = 1; i < kOverlapRatio; ++i) add(i, pool_pair);
     }
-    store_entry(lanes, p, kind, pool, weight, turn, r.position, r.block);
-  });
-}
+#pragma unroll
+    for (int i = kOverlapRatio; i < kOverlapRows; ++i) add(i, pool_pair);
+    store_entry(lanes_, p_, kind_, pool, weight_, turn, position, block);
+  }
+
+  const ops::AppendParams& p_;
+  int k_;
+  const ops::KindDesc& kind_;
+  Lanes lanes_;
+  int channel_;
+  Pair bias_[kOverlapRows], weight_;
+};
 
 }  // namespace kv4::cuda

@@ -31,7 +31,7 @@ inline bool overlaps_launches() {
   return major == 9;
 }
 
-template <class... Params, class... Args>
+template <int kSharedBytes = 0, class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 blocks, unsigned threads, cudaStream_t stream, Args&&... args) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -39,6 +39,7 @@ cudaError_t launch(void (*kernel)(Params...), dim3 blocks, unsigned threads, cud
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = threads;
+  config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = overlaps_launches() ? 1 : 0;

@@ -7,7 +7,7 @@
 
 namespace kv4::cuda {
 
-constexpr int kWindowWidth = 512, kOctets = 2, kOctetChannels = 8;
+constexpr int kOctets = 2, kOctetChannels = 8;
 constexpr int kOctetStride = kWarp * kOctetChannels;  // channels between a lane's octets
 
 struct OctetBits {
@@ -19,13 +19,16 @@ __device__ inline int octet_channel(int lane, int octet) { return octet * kOctet
 // --- input
 
 __device__ inline OctetBits load_octet(const Bf16* at) {
-  const RawQuad q = load_raw(reinterpret_cast<const float*>(at));  // 16 bytes, whatever they are
+  const Words<4> q = load_words<4>(at);
   return {{q.w[0], q.w[1], q.w[2], q.w[3]}};
 }
 
 __device__ inline OctetBits load_octet(const float* at) {
-  const Quad a = values<float>(load_raw(at)), b = values<float>(load_raw(at + kQuad));
-  return {{bf16_pair(a.v[0], a.v[1]), bf16_pair(a.v[2], a.v[3]), bf16_pair(b.v[0], b.v[1]), bf16_pair(b.v[2], b.v[3])}};
+  const Words<4> a = load_words<4>(at), b = load_words<4>(at + 4);
+  const auto pair = [](const Words<4>& q, int i) {
+    return bf16_pair(codec::bits_float(q.w[i]), codec::bits_float(q.w[i + 1]));
+  };
+  return {{pair(a, 0), pair(a, 2), pair(b, 0), pair(b, 2)}};
 }
 
 __device__ inline void octet_values(const OctetBits& o, float (&x)[kOctetChannels]) {
@@ -38,8 +41,25 @@ __device__ inline void octet_values(const OctetBits& o, float (&x)[kOctetChannel
 
 // --- norm and rotation of a row that comes straight from the projection
 
-__device__ inline void finish_projection(const ops::FrontEndDesc& f, int lane, int position,
-                                         OctetBits (&row)[kOctets]) {
+__device__ inline Quad load_weights(const float* at) {
+  const float4 w = __ldg(reinterpret_cast<const float4*>(at));
+  return {{w.x, w.y, w.z, w.w}};
+}
+
+/// The same, but not before the program comes to it: they are in the first-level cache, and their registers are better
+/// spent on more warps.
+__device__ inline Quad load_weights_late(const float* at) {
+  Quad w;
+  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(w.v[0]), "=f"(w.v[1]), "=f"(w.v[2]), "=f"(w.v[3])
+               : "l"(at));
+  return w;
+}
+
+/// weights(octet, half): 4 of them.
+template <class Weights>
+__device__ void finish_projection(const ops::FrontEndDesc& f, Weights weights, int lane, int position,
+                                  OctetBits (&row)[kOctets]) {
   float x[kOctets][kOctetChannels], sum[kOctets];
 #pragma unroll
   for (int j = 0; j < kOctets; ++j) {
@@ -51,24 +71,23 @@ __device__ inline void finish_projection(const ops::FrontEndDesc& f, int lane, i
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) sum[j] += __shfl_xor_sync(kAllLanes, sum[j], step);
   }
-  const float factor = norm_factor<kWindowWidth>(sum[0] + sum[1], f.eps);
-  const int first_turned = kWindowWidth - f.rope.rope_dim;
+  const float factor = norm_factor<kRowWidth>(sum[0] + sum[1], f.eps);
 #pragma unroll
-  for (int j = 0; j < kOctets; ++j) {
-    const int channel = octet_channel(lane, j);
+  for (int j = 0; j < kOctets; ++j)
 #pragma unroll
-    for (int h = 0; h < kOctetChannels; h += kQuad) {
-      const Quad w = load_weight(f.norm_weight + channel + h);
-      Quad y;
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) y.v[i] = x[j][h + i] * factor * w.v[i];
-      if (channel >= first_turned) {
-        y = round_bf16(y);
-        rotate(load_turn(f.rope, position, channel + h, kWindowWidth), y);
-      }
-      row[j].pair[h / 2] = bf16_pair(y.v[0], y.v[1]);
-      row[j].pair[h / 2 + 1] = bf16_pair(y.v[2], y.v[3]);
+    for (int h = 0; h < 2; ++h) {
+      const Quad w = weights(j, h);
+      const float* y = x[j] + 4 * h;
+      row[j].pair[2 * h] = bf16_pair(y[0] * factor * w.v[0], y[1] * factor * w.v[1]);
+      row[j].pair[2 * h + 1] = bf16_pair(y[2] * factor * w.v[2], y[3] * factor * w.v[3]);
     }
+  const int channel = octet_channel(lane, kOctets - 1);  // what is turned lies in the last octets
+  if (channel < kRowWidth - f.rope.rope_dim) return;
+#pragma unroll
+  for (int i = 0; i < kOctetChannels / kPair; ++i) {
+    std::uint32_t& pair = row[kOctets - 1].pair[i];
+    const Pair y = rotate(load_turn(f.rope, position, channel + i * kPair, kRowWidth), pair_values(pair));
+    pair = bf16_pair(y.v[0], y.v[1]);
   }
 }
 
@@ -110,8 +129,8 @@ __device__ float max_over_lanes(float x) {
 }
 
 __device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane, const OctetBits (&row)[kOctets]) {
+  constexpr int body = kRowWidth - kRowTail;
   WindowBits out;
-  const int body = rows.shape.width - rows.shape.tail;
   if (rows.format == Format::bf16) {
 #pragma unroll
     for (int j = 0; j < kOctets; ++j) out.payload[j] = bf16_octet(row[j]);
@@ -140,10 +159,9 @@ __device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane,
     octet_values(row[j], x);
 #pragma unroll
     for (int i = 0; i < kOctetChannels; ++i) x[i] = codec::quotient(x[i], inverse);
-    out.payload[j] = octet_channel(lane, j) < body
-                         ? make_uint4(e4m3_quad({{x[0], x[1], x[2], x[3]}}, 1.0f),
-                                      e4m3_quad({{x[4], x[5], x[6], x[7]}}, 1.0f), 0, 0)
-                         : bf16_octet(row[j]);
+    out.payload[j] = octet_channel(lane, j) < body ? make_uint4(e4m3_quad({{x[0], x[1], x[2], x[3]}}, 1.0f),
+                                                                e4m3_quad({{x[4], x[5], x[6], x[7]}}, 1.0f), 0, 0)
+                                                   : bf16_octet(row[j]);
     out.scale[j] = codec::float_bits(inverse);
   }
   return out;
@@ -151,7 +169,7 @@ __device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane,
 
 __device__ inline void store_window(const ops::RowPlanes& rows, int lane, const WindowBits& bits, std::uint8_t* payload,
                                     std::uint8_t* scale) {
-  const int body = rows.format == Format::bf16 ? 0 : rows.shape.width - rows.shape.tail;
+  const int body = rows.format == Format::bf16 ? 0 : kRowWidth - kRowTail;
 #pragma unroll
   for (int j = 0; j < kOctets; ++j) {
     const int channel = octet_channel(lane, j);
@@ -170,24 +188,21 @@ __device__ inline void store_window(const ops::RowPlanes& rows, int lane, const 
 // --- the row that is overwritten
 
 /// The row that a token written in place overwrites, if the image before the step holds it (WindowDesc::displaced). In
-/// words, because displaced rows are packed. Run again, the row is kept already.
+/// words, because displaced rows are packed. Run again, the row is kept already. kAhead: asked for at once, not when it
+/// is kept.
+template <bool kAhead>
 class DisplacedRow {
  public:
   __device__ DisplacedRow(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r, int lane)
       : w_(w), slot_(r.write_slot), lost_(r.position - w.rows), lane_(lane) {
     due_ = r.in_place() && lost_ >= 0 && lost_ == r.length - window_tokens;
-    if (!due_) return;
-    kept_ = w.displaced_position(slot_);
-    const std::uint32_t* payload = words(w.ring.payload.at(slot_, r.position % w.rows));
-#pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      if (i * kWarp + lane < payload_words()) payload_[i] = payload[i * kWarp + lane];
-    if (lane < scale_words()) scale_ = words(w.ring.scale.at(slot_, r.position % w.rows))[lane];
+    if (kAhead && due_) load();
   }
 
   /// Before the new row is stored.
-  __device__ void keep() const {
+  __device__ void keep() {
     if (!due_) return;
+    if (!kAhead) load();
     if (kept_ != lost_) {
       std::uint32_t* payload = words(w_.displaced.payload.at(slot_, 0));
 #pragma unroll
@@ -200,7 +215,17 @@ class DisplacedRow {
   }
 
  private:
-  static constexpr int kWords = 2 * kWindowWidth / 4 / kWarp;  // of the longest payload, all bf16
+  static constexpr int kWords = 2 * kRowWidth / 4 / kWarp;  // of the longest payload, all bf16
+
+  __device__ void load() {
+    kept_ = w_.displaced_position(slot_);
+    const int row = lost_ % w_.rows;
+    const std::uint32_t* payload = words(w_.ring.payload.at(slot_, row));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      if (i * kWarp + lane_ < payload_words()) payload_[i] = payload[i * kWarp + lane_];
+    if (lane_ < scale_words()) scale_ = words(w_.ring.scale.at(slot_, row))[lane_];
+  }
 
   __device__ int payload_words() const { return static_cast<int>(w_.ring.payload.row_stride / 4); }
   __device__ int scale_words() const { return static_cast<int>(w_.ring.scale.row_stride / 4); }
@@ -216,10 +241,22 @@ class DisplacedRow {
 /// Warp `warp` of `warps`: every warps-th token. A token's input does not depend on its record, so both are under way
 /// while the token before is encoded. The row goes into the ring; in a long step also into the scratch, because the
 /// ring keeps only the last rows.
-template <class In>
-__device__ void append_window(const ops::AppendParams& p, int warp, int warps) {
+template <bool kLatency, bool kProjection, class In>
+__device__ void append_window_rows(const ops::AppendParams& p, int warp, int warps) {
   const int lane = threadIdx.x % kWarp;
   const ops::WindowDesc& w = p.layer.window;
+  const float* weights = p.front_end.norm_weight + lane * kOctetChannels;
+  Quad early[kOctets][2];
+  if constexpr (kProjection && kLatency) {
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) early[j][h] = load_weights(weights + j * kOctetStride + h * 4);
+  }
+  const auto weight = [&](int j, int h) {
+    return kLatency ? early[j][h] : load_weights_late(weights + j * kOctetStride + h * 4);
+  };
+  if constexpr (kLatency) wait_for_previous();
   OctetBits row[kOctets], next[kOctets];
   ops::StepRecord r, next_record;
   const auto ask = [&](int token) {
@@ -234,10 +271,10 @@ __device__ void append_window(const ops::AppendParams& p, int warp, int warps) {
     r = next_record;
 #pragma unroll
     for (int j = 0; j < kOctets; ++j) row[j] = next[j];
-    ask(token + warps);
+    if constexpr (!kLatency) ask(token + warps);
     if (r.padded()) continue;
-    const DisplacedRow displaced(w, p.layer.window_tokens, r, lane);
-    if (p.front_end.norm_weight != nullptr) finish_projection(p.front_end, lane, r.position, row);
+    DisplacedRow<kLatency> displaced(w, p.layer.window_tokens, r, lane);
+    if constexpr (kProjection) finish_projection(p.front_end, weight, lane, r.position, row);
     const WindowBits bits = encode_window(w.ring, lane, row);
     displaced.keep();
     if (!r.in_place()) store_window(w.ring, lane, bits, w.scratch.payload.at(0, token), w.scratch.scale.at(0, token));
@@ -246,6 +283,17 @@ __device__ void append_window(const ops::AppendParams& p, int warp, int warps) {
       store_window(w.ring, lane, bits, w.ring.payload.at(r.write_slot, at), w.ring.scale.at(r.write_slot, at));
     }
   }
+}
+
+/// kLatency: warps are at least as many as tokens, and nothing was waited for.
+template <bool kLatency>
+__device__ void append_window(const ops::AppendParams& p, int warp, int warps) {
+  const bool f32 = p.window_rows.dtype == DType::f32;
+  if (p.front_end.norm_weight != nullptr)
+    return f32 ? append_window_rows<kLatency, true, float>(p, warp, warps)
+               : append_window_rows<kLatency, true, Bf16>(p, warp, warps);
+  return f32 ? append_window_rows<kLatency, false, float>(p, warp, warps)
+             : append_window_rows<kLatency, false, Bf16>(p, warp, warps);
 }
 
 }  // namespace kv4::cuda
