@@ -34,16 +34,17 @@ __device__ bool holds_entries(const ops::KindDesc& kind) { return kind.page.shap
 
 // A decode, bound by latency: a token per group of lanes, thread blocks take roles by index.
 template <Compression kCompression, class In, class Pending>
-__global__ void __launch_bounds__(kBlockThreads, kCompression == Compression::open ? 1 : 2)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     decode_kernel(const __grid_constant__ ops::AppendParams p, const __grid_constant__ AppendGrid grid) {
   __shared__ RowsShared shared;
   let_next_start();
+  touch(p);
   int block = static_cast<int>(blockIdx.x);
   if constexpr (kCompression != Compression::none) {
     for (int k = 0; k < ops::LayerDesc::kMaxKinds; ++k) {
       if (block < grid.blocks[k]) {
         if constexpr (kCompression == Compression::open) {
-          OpenSpans<true, In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(block, p.step.num_tokens);
+          OpenSpans<true, In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run_one(block);
         } else if (holds_entries(p.layer.kinds[k])) {
           OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run_one(block);
         } else {
@@ -55,7 +56,10 @@ __global__ void __launch_bounds__(kBlockThreads, kCompression == Compression::op
       block -= grid.blocks[k];
     }
   }
-  append_window<true>(p, block * kBlockWarps + static_cast<int>(threadIdx.x) / kWarp, p.step.num_tokens);
+  with_window_input(p, [&](auto element, auto projection) {
+    append_window_row<projection.value, decltype(element)>(p,
+                                                           block * kBlockWarps + static_cast<int>(threadIdx.x) / kWarp);
+  });
 }
 
 // Thread blocks that share an SM.
@@ -63,19 +67,18 @@ constexpr int blocks_per_sm(Compression compression) {
   return compression == Compression::none ? 3 : compression == Compression::overlap ? 3 : 2;
 }
 
-constexpr int stage_bytes(Compression compression) {
-  return compression == Compression::overlap ? 2 * 2 * kOverlapRows * kBlockThreads * static_cast<int>(sizeof(RawPair))
-                                             : 0;
-}
+// Of rows under way: two entries' (overlap), the window's.
+constexpr int kStageBytes = 2 * 2 * kOverlapRows * kBlockThreads * static_cast<int>(sizeof(RawPair));
+static_assert(kStageBytes >= kBlockWarps * kWindowAhead * kRowWidth * static_cast<int>(sizeof(float)));
 
-/// The largest odd number that is not above n: see for_each_record.
+/// The largest odd number that is not above n: see TokenWalk.
 constexpr int odd(int n) { return (n - 1) | 1; }
 
 // A prefill, bound by the bytes of its inputs, each read once. Every thread block takes its share of every role.
 template <Compression kCompression, class In, class Pending>
 __global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(kCompression))
     prefill_kernel(const __grid_constant__ ops::AppendParams p, int num_kinds) {
-  extern __shared__ RawPair stage[];
+  extern __shared__ __align__(16) RawPair stage[];
   __shared__ RowsShared shared;
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   wait_for_previous();
@@ -93,7 +96,10 @@ __global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(kCompression))
       __syncthreads();
     }
   }
-  append_window<false>(p, static_cast<int>(threadIdx.x) / kWarp * blocks + block, kBlockWarps * blocks);
+  with_window_input(p, [&](auto element, auto projection) {
+    append_window_rows<projection.value, decltype(element)>(
+        p, stage, static_cast<int>(threadIdx.x) / kWarp * blocks + block, kBlockWarps * blocks);
+  });
 }
 
 // --- which steps it can do
@@ -186,13 +192,10 @@ int num_multiprocessors() {
 template <Compression kCompression, class In, class Pending>
 cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
   const auto kernel = prefill_kernel<kCompression, In, Pending>;
-  constexpr int kBytes = stage_bytes(kCompression);
-  if constexpr (kBytes > 0) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-  }
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes);
+  if (error != cudaSuccess) return error;
   const int blocks = std::min(p.step.num_tokens, blocks_per_sm(kCompression) * num_multiprocessors());
-  return launch<kBytes>(kernel, static_cast<unsigned>(blocks), kBlockThreads, stream, p, num_kinds);
+  return launch<kStageBytes>(kernel, static_cast<unsigned>(blocks), kBlockThreads, stream, p, num_kinds);
 }
 
 template <class In, class Pending>

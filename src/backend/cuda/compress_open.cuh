@@ -20,25 +20,27 @@ class OpenSpans {
     weight_ = load_weight(kind_.norm_weight + channel_);
   }
 
-  /// Every groups-th token.
+  /// A decode.
+  __device__ void run_one(int token) {
+    wait_for_previous();
+    const ops::StepRecord r = load_record(p_.step.tokens + token);
+    if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
+  }
+
+  /// Every groups-th token of a prefill.
   __device__ void run(int group, int groups) {
-    if constexpr (kLatency) wait_for_previous();
     const int ratio = kind_.ratio, rows = kind_.pending.rows;
-    const auto wanted = [=](const ops::StepRecord& r) {
-      if (r.in_place()) return r.position == r.length;
-      return (r.position + 1) % ratio == 0 || r.position >= r.end() - rows || r.position == r.end() - 1;
-    };
-    for_each_record(p_.step, group, groups, wanted, [&](const ops::StepRecord& r) {
-      const SourceRows<In, Pending> source(p_, k_, r, channel_);
+    TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return wanted(r); });
+    for (int token = walk.next(); token != walk.kNone; token = walk.next()) {
+      const ops::StepRecord r = load_record(p_.step.tokens + token);
       const int begin = r.position + 1 - ratio;
-      const bool inside = !r.in_place() && begin >= r.length && r.position < r.end() - max(rows, 1);
-      if (!kLatency && inside && ratio % kAhead == 0) {
+      if (!r.in_place() && begin >= r.length && r.position < r.end() - max(rows, 1) && ratio % kAhead == 0) {
         pool_inputs(r, begin);
-        store_entry(lanes_, p_, kind_, pool_, weight_, turn_, r.position, r.block);
+        store_entry(lanes_, p_, kind_, pool_, weight_, turn_, slot_of(r.position), r.block);
       } else {
-        close_spans(r, source);
+        close_spans(r, Source(p_, k_, r, channel_));
       }
-    });
+    }
   }
 
  private:
@@ -47,6 +49,14 @@ class OpenSpans {
   static constexpr int kNever = -1;
   // Rows under way: of a span in the inputs, of any other.
   static constexpr int kAhead = 8, kFoldAhead = kLatency ? 8 : 4;
+
+  __device__ bool wanted(const ops::StepRecord& r) const {
+    if (r.in_place()) return r.position == r.length;
+    return (r.position + 1) % kind_.ratio == 0 || r.position >= r.end() - kind_.pending.rows ||
+           r.position == r.end() - 1;
+  }
+
+  __device__ int slot_of(int position) const { return position % p_.step.block_tokens / kind_.ratio; }
 
   // Of a span that lies in the inputs, away from the step's end: most of a prefill. Nothing but its rows is read.
   __device__ void pool_inputs(const ops::StepRecord& r, int begin) {
@@ -102,7 +112,7 @@ class OpenSpans {
       }
       if (closing >= last) return;
       const int block = closing == r.position ? r.block : __ldg(&p_.step.tokens[r.token_of(closing)].block);
-      store_entry(lanes_, p_, kind_, pool_, weight_, turn_, closing, block);
+      store_entry(lanes_, p_, kind_, pool_, weight_, turn_, slot_of(closing), block);
       closing += ratio;
       if (closing >= last) return;
       to = kNever;

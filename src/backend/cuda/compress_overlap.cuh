@@ -33,7 +33,12 @@ class OverlapSpans {
     const Source source(p_, k_, r, channel_);
     const int begin = r.position + 1 - kOverlapRows;  // negative: entry 0, which has no span before it
     const int ring_row = ring_row_of(r);
-    if (closes(r)) {
+    if (closes(r) && r.position == r.length) {  // nearly always: one token
+#pragma unroll
+      for (int i = 0; i < kOverlapRows - 1; ++i)
+        if (i >= kOverlapRatio || begin >= 0)
+          rows[i] = source.load_stored(row_before(ring_row, kOverlapRows - 1 - i), column(i));
+    } else if (closes(r)) {
 #pragma unroll
       for (int i = 0; i < kOverlapRows - 1; ++i)
         if (i >= kOverlapRatio || begin >= 0)
@@ -45,53 +50,83 @@ class OverlapSpans {
     }
     if (!closes(r)) return;
     const Turn turn = load_turn(p_.rope, r.position + 1 - kOverlapRatio, channel_, kWidth);
-    finish(r.position, r.length, r.block, turn, [&](int i) { return rows[i]; });
+    finish(r.position, r.length, r.position % p_.step.block_tokens, r.block, turn, [&](int i) { return rows[i]; });
   }
 
   /// Every groups-th token of a prefill, bound by the bytes of its inputs, each read once: the rows of an entry are
-  /// under way while the one before is made. stage: shared [2, 2 * kOverlapRows, threads].
+  /// under way while the one before is made. stage: shared [2, 2 * kOverlapRows, kThreads].
   __device__ void run(RawPair* stage, int group, int groups) {
-    const int threads = static_cast<int>(blockDim.x);
-    RawPair* mine = stage + threadIdx.x;
-    const auto slot = [=](int half, int i) { return mine + (half * kOverlapRows + i) * 2 * threads; };
-    int half = 0, position = kNone, length = 0, block = 0;
-    const auto finish_last = [&] {
-      if (position == kNone) return;
-      const Turn turn = load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
-      finish(position, length, block, turn, [&](int i) {
-        return RawRow{*slot(half ^ 1, i), slot(half ^ 1, i)[threads]};
-      });
-    };
-    const auto wanted = [&](const ops::StepRecord& r) { return closes(r) || stays(r); };
-    for_each_record(p_.step, group, groups, wanted, [&](const ops::StepRecord& r) {
-      const Source source(p_, k_, r, channel_);
-      const int ring_row = ring_row_of(r);
-      if (stays(r)) {
-        source.store(source.load_input(r.position, 0), ring_row, 0);
-        source.store(source.load_input(r.position, kWidth), ring_row, kWidth);
+    const RawPair* mine = stage + threadIdx.x;
+    const unsigned mine_at = static_cast<unsigned>(__cvta_generic_to_shared(mine));
+    const Modulus block_tokens(p_.step.block_tokens);
+    int half = 0, position = kNone, length = 0, block = 0;  // of the entry under way
+    TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return closes(r) || stays(r); });
+    while (true) {
+      const int token = walk.next();
+      ops::StepRecord r;
+      if (token != kNone) {
+        r = load_record(p_.step.tokens + token);
+        if (stays(r)) keep(r);
+        if (!closes(r)) continue;
+        ask(r, mine_at + place(half, 0) * sizeof(RawPair));
       }
-      if (!closes(r)) return;
-      const int begin = r.position + 1 - kOverlapRows;
-#pragma unroll
-      for (int i = 0; i < kOverlapRows; ++i)
-        if (i >= kOverlapRatio || begin >= 0)
-          source.copy(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i), slot(half, i),
-                      slot(half, i) + threads);
       close_batch();
       wait_for_batch<1>();
-      finish_last();
+      if (position != kNone) {
+        const Turn turn = load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
+        finish(position, length, block_tokens.rest(position), block, turn, [&](int i) {
+          const RawPair* at = mine + place(half ^ 1, i);
+          return RawRow{at[0], at[kThreads]};
+        });
+      }
+      if (token == kNone) return;
       position = r.position;
       length = r.length;
       block = r.block;
       half ^= 1;
-    });
-    wait_for_batch<0>();
-    finish_last();
+    }
   }
 
  private:
   using Source = SourceRows<In, Pending>;
   static constexpr int kWidth = Lanes::kWidth, kNone = -1;
+  static constexpr int kThreads = Lanes::kRows * Lanes::kWarps * kWarp;  // of the thread block
+
+  /// Where a row of the stage lies: kv, then gate.
+  __device__ static constexpr int place(int half, int i) { return (half * kOverlapRows + i) * 2 * kThreads; }
+
+  __device__ void keep(const ops::StepRecord& r) const {
+    const Source source(p_, k_, r, channel_);
+    const int ring_row = ring_row_of(r);
+    source.store(source.load_input(r.position, 0), ring_row, 0);
+    source.store(source.load_input(r.position, kWidth), ring_row, kWidth);
+  }
+
+  /// An entry's rows. to: shared address of the thread's part of half a stage.
+  __device__ void ask(const ops::StepRecord& r, unsigned to) const {
+    constexpr unsigned kBytes = sizeof(RawPair);
+    const int begin = r.position + 1 - kOverlapRows;
+    if (begin >= r.length) {  // most of a prefill: nothing but inputs
+      const ops::InputDesc &kv_in = p_.kv[k_], &gate_in = p_.gate[k_];
+      const std::int64_t token = r.token_of(begin);
+      const In* kv = static_cast<const In*>(kv_in.data) + token * kv_in.row_stride + channel_;
+      const In* gate = static_cast<const In*>(gate_in.data) + token * gate_in.row_stride + channel_;
+#pragma unroll
+      for (int i = 0; i < kOverlapRows; ++i) {
+        copy_ahead<kPair * sizeof(In)>(to + place(0, i) * kBytes, kv + column(i));
+        copy_ahead<kPair * sizeof(In)>(to + (place(0, i) + kThreads) * kBytes, gate + column(i));
+        kv += kv_in.row_stride;
+        gate += gate_in.row_stride;
+      }
+    } else {
+      const Source source(p_, k_, r, channel_);
+      const int ring_row = ring_row_of(r);
+#pragma unroll 1
+      for (int i = begin >= 0 ? 0 : kOverlapRatio; i < kOverlapRows; ++i)
+        source.copy(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i), to + place(0, i) * kBytes,
+                    to + (place(0, i) + kThreads) * kBytes);
+    }
+  }
 
   __device__ static bool closes(const ops::StepRecord& r) { return (r.position + 1) % kOverlapRatio == 0; }
   __device__ bool stays(const ops::StepRecord& r) const { return r.position >= r.end() - kind_.pending.rows; }
@@ -112,7 +147,7 @@ class OverlapSpans {
   }
 
   template <class Row>
-  __device__ void finish(int position, int length, int block, const Turn& turn, Row row) {
+  __device__ void finish(int position, int length, int block_position, int block, const Turn& turn, Row row) {
     const int begin = position + 1 - kOverlapRows;
     ops::Pool pool[kPair];
     clear(pool);
@@ -128,7 +163,7 @@ class OverlapSpans {
     }
 #pragma unroll
     for (int i = kOverlapRatio; i < kOverlapRows; ++i) add(i, pool_pair);
-    store_entry(lanes_, p_, kind_, pool, weight_, turn, position, block);
+    store_entry(lanes_, p_, kind_, pool, weight_, turn, block_position / kOverlapRatio, block);
   }
 
   const ops::AppendParams& p_;

@@ -5,17 +5,15 @@
 
 namespace kv4::cuda {
 
-/// `position` is the token that closes the entry, `block` the one that holds it. `turn`: at the entry's first token.
+/// Into row `slot` of `block`'s page. `turn`: at the entry's first token.
 template <class Lanes>
 __device__ void store_entry(Lanes& lanes, const ops::AppendParams& p, const ops::KindDesc& kind,
-                            const ops::Pool (&pool)[kPair], const Pair& weight, const Turn& turn, int position,
-                            int block) {
+                            const ops::Pool (&pool)[kPair], const Pair& weight, const Turn& turn, int slot, int block) {
   Pair x;
 #pragma unroll
   for (int i = 0; i < kPair; ++i) x.v[i] = codec::quotient(pool[i].num, pool[i].den);
   x = rotate(turn, norm_row(lanes, weight, p.layer.eps, round_bf16(x)));
 
-  const int slot = position % p.step.block_tokens / kind.ratio;
   const auto store = [&](auto codec) {
     using Codec = decltype(codec);
     const PairBits bits = encode_row<Codec>(lanes, x, kind.global_scale);

@@ -75,11 +75,10 @@ __device__ void store_pair(T* at, const Pair& x) {
 // --- pairs on their way into shared memory, where they hold no registers. Each thread reads only what it asked for, so
 // nothing but its own copies need be waited for.
 
-template <class T>
-__device__ void copy_ahead(RawPair* to, const T* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
-               "l"(from), "n"(kPair * sizeof(T))
-               : "memory");
+/// to: shared address.
+template <int kBytes>
+__device__ void copy_ahead(unsigned to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
 }
 /// Ends a batch of copies.
 __device__ inline void close_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -97,21 +96,52 @@ __device__ inline ops::StepRecord load_record(const ops::StepRecord* at) {
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-/// Calls work(record) for the tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd
-/// stride, tokens that lie a ratio apart (entries due in a prefill) go to different groups, and so do neighbours
-/// (decodes).
-template <class Wanted, class Work>
-__device__ void for_each_record(const ops::StepDesc& step, int first, int stride, Wanted wanted, Work work) {
-  if (first >= stride) return;
-  for (int token = first; token < step.num_tokens; token += kWarp * stride) {
-    const int mine = token + static_cast<int>(threadIdx.x) % kWarp * stride;
-    ops::StepRecord record;
-    if (mine < step.num_tokens) record = load_record(step.tokens + mine);
-    unsigned todo = __ballot_sync(kAllLanes, !record.padded() && wanted(record));
-    for (; todo != 0; todo &= todo - 1)  // from the first-level cache: cheaper than eight shuffles and their registers
-      work(load_record(step.tokens + token + (__ffs(static_cast<int>(todo)) - 1) * stride));
+/// The tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd stride, tokens that lie a
+/// ratio apart (entries due in a prefill) go to different groups, and so do neighbours (decodes).
+template <class Wanted>
+class TokenWalk {
+ public:
+  static constexpr int kNone = -1;
+
+  __device__ TokenWalk(const ops::StepDesc& step, int first, int stride, Wanted wanted)
+      : step_(step), token_(first < stride ? first : step.num_tokens), stride_(stride), wanted_(wanted) {}
+
+  /// The next token, else kNone.
+  __device__ int next() {
+    while (todo_ == 0) {
+      if (round_ == kRounds && !look_ahead()) return kNone;
+      todo_ = __shfl_sync(kAllLanes, masks_, round_++);
+    }
+    const int bit = __ffs(static_cast<int>(todo_)) - 1;
+    todo_ &= todo_ - 1;
+    return token_ + ((round_ - 1 - kRounds) * kWarp + bit) * stride_;
   }
-}
+
+ private:
+  static constexpr int kRounds = 4;  // records that a lane looks at together
+
+  __device__ bool look_ahead() {
+    if (token_ >= step_.num_tokens) return false;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int mine = token_ + (i * kWarp + lane) * stride_;
+      ops::StepRecord record;
+      if (mine < step_.num_tokens) record = load_record(step_.tokens + mine);
+      const unsigned mask = __ballot_sync(kAllLanes, !record.padded() && wanted_(record));
+      if (lane == i) masks_ = mask;
+    }
+    token_ += kRounds * kWarp * stride_;
+    round_ = 0;
+    return true;
+  }
+
+  const ops::StepDesc& step_;
+  int token_, stride_;  // of the first not looked at
+  Wanted wanted_;
+  unsigned masks_ = 0, todo_ = 0;  // lane i: the tokens wanted of round i; those left of this round
+  int round_ = kRounds;            // the next one
+};
 
 // --- rows
 
@@ -140,11 +170,17 @@ class SourceRows {
   }
 
   /// The same into shared memory.
-  __device__ void copy(int position, int ring_row, int column, RawPair* kv_to, RawPair* gate_to) const {
+  __device__ void copy(int position, int ring_row, int column, unsigned kv_to, unsigned gate_to) const {
     fetch(position, ring_row, column, [=](auto* kv, auto* gate) {
-      copy_ahead(kv_to, kv);
-      copy_ahead(gate_to, gate);
+      copy_ahead<kPair * sizeof(*kv)>(kv_to, kv);
+      copy_ahead<kPair * sizeof(*gate)>(gate_to, gate);
     });
+  }
+
+  /// Of a position below `length`.
+  __device__ RawRow load_stored(int ring_row, int column) const {
+    const Pending* ring = ring_row_of(ring_, ring_row) + column;
+    return {load_raw(ring), load_raw(ring + pending_.columns)};
   }
 
   __device__ RawRow load_input(int position, int column) const {

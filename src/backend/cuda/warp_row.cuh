@@ -19,6 +19,21 @@ struct Pair {
   float v[kPair];
 };
 
+/// Rests of many divisions by one number.
+class Modulus {
+ public:
+  __device__ explicit Modulus(int n) : n_(static_cast<unsigned>(n)), inverse_(0xFFFFFFFFu / n_) {}
+
+  __device__ int rest(int x) const {
+    unsigned r = static_cast<unsigned>(x) - __umulhi(static_cast<unsigned>(x), inverse_) * n_;
+    while (r >= n_) r -= n_;  // at most twice
+    return static_cast<int>(r);
+  }
+
+ private:
+  unsigned n_, inverse_;
+};
+
 /// s_i = s_2i + s_2i+1 until one is left; missing ones are 0.
 template <int kBegin, int kSpan, int kCount>
 __device__ float pair_sum(const float (&x)[kCount]) {

@@ -16,21 +16,6 @@ struct OctetBits {
 
 __device__ inline int octet_channel(int lane, int octet) { return octet * kOctetStride + lane * kOctetChannels; }
 
-// --- input
-
-__device__ inline OctetBits load_octet(const Bf16* at) {
-  const Words<4> q = load_words<4>(at);
-  return {{q.w[0], q.w[1], q.w[2], q.w[3]}};
-}
-
-__device__ inline OctetBits load_octet(const float* at) {
-  const Words<4> a = load_words<4>(at), b = load_words<4>(at + 4);
-  const auto pair = [](const Words<4>& q, int i) {
-    return bf16_pair(codec::bits_float(q.w[i]), codec::bits_float(q.w[i + 1]));
-  };
-  return {{pair(a, 0), pair(a, 2), pair(b, 0), pair(b, 2)}};
-}
-
 __device__ inline void octet_values(const OctetBits& o, float (&x)[kOctetChannels]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -238,62 +223,123 @@ class DisplacedRow {
   std::uint32_t payload_[kWords] = {}, scale_ = 0;
 };
 
-/// Warp `warp` of `warps`: every warps-th token. A token's input does not depend on its record, so both are under way
-/// while the token before is encoded. The row goes into the ring; in a long step also into the scratch, because the
-/// ring keeps only the last rows.
-template <bool kLatency, bool kProjection, class In>
-__device__ void append_window_rows(const ops::AppendParams& p, int warp, int warps) {
-  const int lane = threadIdx.x % kWarp;
-  const ops::WindowDesc& w = p.layer.window;
-  const float* weights = p.front_end.norm_weight + lane * kOctetChannels;
-  Quad early[kOctets][2];
-  if constexpr (kProjection && kLatency) {
-#pragma unroll
-    for (int j = 0; j < kOctets; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) early[j][h] = load_weights(weights + j * kOctetStride + h * 4);
+/// What is known of a lane's part in all rows.
+template <class In>
+struct WindowLane {
+  static constexpr int kWordBytes = 16, kWords = kOctets * kOctetChannels * sizeof(In) / kWordBytes;
+
+  const ops::AppendParams& p;
+  int lane;
+
+  /// Where word i of a token's input lies: words of an octet are neighbours.
+  __device__ const void* input(int token, int i) const {
+    constexpr int kOctetWords = kWords / kOctets, kWordChannels = kOctetChannels / kOctetWords;
+    return static_cast<const In*>(p.window_rows.data) + token * p.window_rows.row_stride +
+           octet_channel(lane, i / kOctetWords) + i % kOctetWords * kWordChannels;
   }
-  const auto weight = [&](int j, int h) {
-    return kLatency ? early[j][h] : load_weights_late(weights + j * kOctetStride + h * 4);
-  };
-  if constexpr (kLatency) wait_for_previous();
-  OctetBits row[kOctets], next[kOctets];
-  ops::StepRecord r, next_record;
-  const auto ask = [&](int token) {
-    if (token >= p.step.num_tokens) return;
-    const In* at = static_cast<const In*>(p.window_rows.data) + token * p.window_rows.row_stride;
-    next_record = load_record(p.step.tokens + token);
+
+  __device__ static void octets(const Words<4> (&in)[kWords], OctetBits (&row)[kOctets]) {
 #pragma unroll
-    for (int j = 0; j < kOctets; ++j) next[j] = load_octet(at + octet_channel(lane, j));
-  };
-  ask(warp);
-  for (int token = warp; token < p.step.num_tokens; token += warps) {
-    r = next_record;
-#pragma unroll
-    for (int j = 0; j < kOctets; ++j) row[j] = next[j];
-    if constexpr (!kLatency) ask(token + warps);
-    if (r.padded()) continue;
-    DisplacedRow<kLatency> displaced(w, p.layer.window_tokens, r, lane);
-    if constexpr (kProjection) finish_projection(p.front_end, weight, lane, r.position, row);
-    const WindowBits bits = encode_window(w.ring, lane, row);
-    displaced.keep();
+    for (int j = 0; j < kOctets; ++j) {
+      if constexpr (std::is_same_v<In, Bf16>) {
+        row[j] = {{in[j].w[0], in[j].w[1], in[j].w[2], in[j].w[3]}};
+      } else {
+        const auto pair = [](const Words<4>& q, int i) {
+          return bf16_pair(codec::bits_float(q.w[i]), codec::bits_float(q.w[i + 1]));
+        };
+        row[j] = {{pair(in[2 * j], 0), pair(in[2 * j], 2), pair(in[2 * j + 1], 0), pair(in[2 * j + 1], 2)}};
+      }
+    }
+  }
+
+  /// The row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
+  __device__ void store(const ops::StepRecord& r, int token, const WindowBits& bits) const {
+    const ops::WindowDesc& w = p.layer.window;
     if (!r.in_place()) store_window(w.ring, lane, bits, w.scratch.payload.at(0, token), w.scratch.scale.at(0, token));
     if (r.in_place() || r.position >= r.end() - w.rows) {
       const int at = r.position % w.rows;
       store_window(w.ring, lane, bits, w.ring.payload.at(r.write_slot, at), w.ring.scale.at(r.write_slot, at));
     }
   }
+};
+
+/// One token of a decode. Its input does not depend on its record, so both are asked for together.
+template <bool kProjection, class In>
+__device__ void append_window_row(const ops::AppendParams& p, int token) {
+  const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
+  const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
+  Quad weight[kOctets][2];
+  if constexpr (kProjection) {
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) weight[j][h] = load_weights(weights + j * kOctetStride + h * 4);
+  }
+  wait_for_previous();
+  if (token >= p.step.num_tokens) return;
+  const ops::StepRecord r = load_record(p.step.tokens + token);
+  Words<4> in[WindowLane<In>::kWords];
+#pragma unroll
+  for (int i = 0; i < WindowLane<In>::kWords; ++i) in[i] = load_words<4>(mine.input(token, i));
+  if (r.padded()) return;
+  DisplacedRow<true> displaced(p.layer.window, p.layer.window_tokens, r, mine.lane);
+  OctetBits row[kOctets];
+  mine.octets(in, row);
+  if constexpr (kProjection)
+    finish_projection(
+        p.front_end, [&](int j, int h) { return weight[j][h]; }, mine.lane, r.position, row);
+  const WindowBits bits = encode_window(p.layer.window.ring, mine.lane, row);
+  displaced.keep();
+  mine.store(r, token, bits);
 }
 
-/// kLatency: warps are at least as many as tokens, and nothing was waited for.
-template <bool kLatency>
-__device__ void append_window(const ops::AppendParams& p, int warp, int warps) {
+constexpr int kWindowAhead = 4;  // rows under way
+
+/// Every warps-th token of a prefill. stage: shared [warps of the block, kWindowAhead, kWords, 32] of 16 bytes.
+template <bool kProjection, class In>
+__device__ void append_window_rows(const ops::AppendParams& p, void* stage, int warp, int warps) {
+  constexpr int kWords = WindowLane<In>::kWords;
+  const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
+  const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
+  const Words<4>* slots =
+      static_cast<const Words<4>*>(stage) + threadIdx.x / kWarp * kWindowAhead * kWords * kWarp + mine.lane;
+  const unsigned slots_at = static_cast<unsigned>(__cvta_generic_to_shared(slots));
+  const auto ask = [&](int token, int slot) {
+    if (token < p.step.num_tokens) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i)
+        copy_ahead<16>(slots_at + (slot * kWords + i) * kWarp * sizeof(Words<4>), mine.input(token, i));
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(p.step.tokens + token));
+    }
+    close_batch();
+  };
+  for (int i = 0; i < kWindowAhead - 1; ++i) ask(warp + i * warps, i);
+  for (int token = warp, slot = 0; token < p.step.num_tokens; token += warps, slot = (slot + 1) % kWindowAhead) {
+    ask(token + (kWindowAhead - 1) * warps, (slot + kWindowAhead - 1) % kWindowAhead);
+    const ops::StepRecord r = load_record(p.step.tokens + token);
+    wait_for_batch<kWindowAhead - 1>();
+    if (r.padded()) continue;
+    Words<4> in[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) in[i] = slots[(slot * kWords + i) * kWarp];
+    OctetBits row[kOctets];
+    mine.octets(in, row);
+    if constexpr (kProjection) {
+      const auto weight = [&](int j, int h) { return load_weights_late(weights + j * kOctetStride + h * 4); };
+      finish_projection(p.front_end, weight, mine.lane, r.position, row);
+    }
+    const WindowBits bits = encode_window(p.layer.window.ring, mine.lane, row);
+    DisplacedRow<false>(p.layer.window, p.layer.window_tokens, r, mine.lane).keep();
+    mine.store(r, token, bits);
+  }
+}
+
+/// Calls f with an input's element and whether rows are projections.
+template <class F>
+__device__ void with_window_input(const ops::AppendParams& p, F&& f) {
   const bool f32 = p.window_rows.dtype == DType::f32;
-  if (p.front_end.norm_weight != nullptr)
-    return f32 ? append_window_rows<kLatency, true, float>(p, warp, warps)
-               : append_window_rows<kLatency, true, Bf16>(p, warp, warps);
-  return f32 ? append_window_rows<kLatency, false, float>(p, warp, warps)
-             : append_window_rows<kLatency, false, Bf16>(p, warp, warps);
+  if (p.front_end.norm_weight != nullptr) return f32 ? f(float{}, std::true_type{}) : f(Bf16{}, std::true_type{});
+  return f32 ? f(float{}, std::false_type{}) : f(Bf16{}, std::false_type{});
 }
 
 }  // namespace kv4::cuda
