@@ -12,56 +12,94 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kBlockWarps = 4;
+constexpr int kBlockWarps = 8;
 constexpr int kBlockThreads = kBlockWarps * kWarp;
 
-using EntryLanes = RowLanes<kBlockWarps, 1>;  // 512
-using KeyLanes = RowLanes<1, 1>;              // 128
+using EntryLanes = RowLanes<kRowWidth / kChunk, kBlockWarps>;
+using KeyLanes = RowLanes<kKeyWidth / kChunk, kBlockWarps>;
 
 enum class Compression { none, overlap, open };
 
-/// Who does what: the kinds' blocks first, then the window's.
-struct AppendGrid {
-  int groups[ops::LayerDesc::kMaxKinds];  // each takes every groups-th token
-  int blocks[ops::LayerDesc::kMaxKinds];
-  int window_warps;
+union RowsShared {
+  EntryLanes::Shared entries[EntryLanes::kRows];
+  KeyLanes::Shared keys[KeyLanes::kRows];
 };
 
-// Thread blocks that share an SM. Rows under way live in registers; how many pay depends on whether one block's time
-// counts or all blocks'.
-constexpr int blocks_per_sm(Compression compression, bool latency, bool mixed_types) {
-  return latency ? 2 : compression == Compression::open || mixed_types ? 3 : 4;
-}
+/// Who does what in a decode: the kinds' blocks first, then the window's.
+struct AppendGrid {
+  int blocks[ops::LayerDesc::kMaxKinds];
+};
 
-// kLatency: a decode, bound by latency: a record, then all the rows it asks for at once, one barrier for the norm. Else
-// a prefill, bound by the bytes of its inputs, each read once.
-template <Compression kCompression, bool kLatency, class In, class Pending>
-__global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(kCompression, kLatency, sizeof(In) != sizeof(Pending)))
-    append_kernel(const __grid_constant__ ops::AppendParams p, const __grid_constant__ AppendGrid grid) {
-  __shared__ float parts[2 * kBlockWarps];
+__device__ bool holds_entries(const ops::KindDesc& kind) { return kind.page.shape.width == EntryLanes::kWidth; }
+
+// A decode, bound by latency: a token per group of lanes, thread blocks take roles by index.
+template <Compression kCompression, class In, class Pending>
+__global__ void __launch_bounds__(kBlockThreads, 2)
+    decode_kernel(const __grid_constant__ ops::AppendParams p, const __grid_constant__ AppendGrid grid) {
+  __shared__ RowsShared shared;
   let_next_start();
+  touch(p);
   int block = static_cast<int>(blockIdx.x);
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
   if constexpr (kCompression != Compression::none) {
     for (int k = 0; k < ops::LayerDesc::kMaxKinds; ++k) {
       if (block < grid.blocks[k]) {
-        const int groups = grid.groups[k], group = block * kBlockWarps + warp;
-        if constexpr (kCompression == Compression::open)
-          OpenSpans<kLatency, In, Pending, EntryLanes>(p, k, EntryLanes(parts)).run(block, groups);
-        else if (p.layer.kinds[k].page.shape.width == EntryLanes::kWidth)
-          compress_overlap<kLatency, In, Pending>(p, k, EntryLanes(parts), block, groups);
-        else if (group < groups)
-          compress_overlap<kLatency, In, Pending>(p, k, KeyLanes(nullptr), group, groups);
+        if constexpr (kCompression == Compression::open) {
+          OpenSpans<true, In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run_one(block);
+        } else if (holds_entries(p.layer.kinds[k])) {
+          OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run_one(block);
+        } else {
+          const KeyLanes lanes(shared.keys);
+          OverlapSpans<In, Pending, KeyLanes>(p, k, lanes).run_one(block * KeyLanes::kRows + lanes.row());
+        }
         return;
       }
       block -= grid.blocks[k];
     }
   }
+  with_window_input(p, [&](auto element, auto projection) {
+    append_window_row<projection.value, decltype(element)>(p,
+                                                           block * kBlockWarps + static_cast<int>(threadIdx.x) / kWarp);
+  });
+}
+
+// Thread blocks that share an SM.
+constexpr int blocks_per_sm(Compression compression) {
+  return compression == Compression::none ? 3 : compression == Compression::overlap ? 3 : 2;
+}
+
+// Of rows under way: two entries' (overlap), the window's.
+constexpr int kStageBytes = 2 * 2 * kOverlapRows * kBlockThreads * static_cast<int>(sizeof(RawPair));
+static_assert(kStageBytes >= kBlockWarps * kWindowAhead * kRowWidth * static_cast<int>(sizeof(float)));
+
+/// The largest odd number that is not above n: see TokenWalk.
+constexpr int odd(int n) { return (n - 1) | 1; }
+
+// A prefill, bound by the bytes of its inputs, each read once. Every thread block takes its share of every role.
+template <Compression kCompression, class In, class Pending>
+__global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(kCompression))
+    prefill_kernel(const __grid_constant__ ops::AppendParams p, int num_kinds) {
+  extern __shared__ __align__(16) RawPair stage[];
+  __shared__ RowsShared shared;
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   wait_for_previous();
-  if (p.window_rows.dtype == DType::f32)
-    append_window<float>(p, block * kBlockWarps + warp, grid.window_warps);
-  else
-    append_window<Bf16>(p, block * kBlockWarps + warp, grid.window_warps);
+  if constexpr (kCompression != Compression::none) {
+    for (int k = 0; k < num_kinds; ++k) {
+      if constexpr (kCompression == Compression::open) {
+        OpenSpans<false, In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(block, odd(blocks));
+      } else if (holds_entries(p.layer.kinds[k])) {
+        OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(stage, block, odd(blocks));
+      } else {
+        const KeyLanes lanes(shared.keys);
+        OverlapSpans<In, Pending, KeyLanes>(p, k, lanes)
+            .run(stage, lanes.row() * blocks + block, odd(KeyLanes::kRows * blocks));
+      }
+      __syncthreads();
+    }
+  }
+  with_window_input(p, [&](auto element, auto projection) {
+    append_window_rows<projection.value, decltype(element)>(
+        p, stage, static_cast<int>(threadIdx.x) / kWarp * blocks + block, kBlockWarps * blocks);
+  });
 }
 
 // --- which steps it can do
@@ -77,17 +115,21 @@ bool aligned(const ops::InputDesc& in) {
   return aligned(in.data, stride, 16) && stride <= INT32_MAX;
 }
 
+bool aligned(const ops::RopeDesc& rope) {
+  return rope.cos != nullptr || (aligned(rope.angles.high, 0, 16) && aligned(rope.angles.low, 0, 16));
+}
+
 bool fits_row(const ops::RowPlanes& rows) {
   const bool format =
       rows.format == Format::fp8_tile64 || rows.format == Format::fp8_row || rows.format == Format::bf16;
-  return format && rows.shape.width == EntryLanes::kWidth && rows.shape.tail == 64 && aligned(rows.payload, 8) &&
+  return format && rows.shape.width == kRowWidth && rows.shape.tail == kRowTail && aligned(rows.payload, 8) &&
          aligned(rows.scale, 4);
 }
 
 bool fits_key(const ops::RowPlanes& rows) {
   const bool format = rows.format == Format::mxfp4 || rows.format == Format::nvfp4 || rows.format == Format::fp8 ||
                       rows.format == Format::bf16;
-  return format && rows.shape.width == KeyLanes::kWidth && rows.shape.tail == 0 && aligned(rows.payload, 8) &&
+  return format && rows.shape.width == kKeyWidth && rows.shape.tail == 0 && aligned(rows.payload, 8) &&
          aligned(rows.scale, 4) && aligned(rows.global, 4);
 }
 
@@ -98,21 +140,22 @@ bool fits_window(const ops::AppendParams& p) {
   return fits_row(w.ring) && aligned(w.ring.payload, payload) && aligned(w.scratch.payload, payload) &&
          aligned(w.scratch.scale, 4) && aligned(w.displaced.payload, 4) && aligned(w.displaced.scale, 4) &&
          aligned(p.window_rows) &&
-         (f.norm_weight == nullptr ||
-          (aligned(f.norm_weight, 0, 16) && f.rope.rope_dim % kOctetChannels == 0 && f.rope.rope_dim <= kOctetStride));
+         (f.norm_weight == nullptr || (aligned(f.norm_weight, 0, 16) && aligned(f.rope) &&
+                                       f.rope.rope_dim % kOctetChannels == 0 && f.rope.rope_dim <= kOctetStride));
 }
 
 bool fits_kind(const ops::AppendParams& p, int k) {
   const ops::KindDesc &kind = p.layer.kinds[k], &first = p.layer.kinds[0];
   const ops::PendingDesc& pending = kind.pending;
   const int width = kind.page.shape.width;
-  const std::int64_t quad = kQuad * static_cast<std::int64_t>(element_bytes(pending.dtype));
+  const std::int64_t pair = kPair * static_cast<std::int64_t>(element_bytes(pending.dtype));
   return ((fits_key(kind.page) && kind.overlap) || (fits_row(kind.page) && !kind.hadamard)) &&
          kind.overlap == first.overlap && (!kind.overlap || kind.ratio == kOverlapRatio) &&
          pending.columns == (kind.overlap ? 2 : 1) * width && pending.dtype == first.pending.dtype &&
-         aligned(pending.ring, quad) && aligned(pending.accumulator, 16) && p.kv[k].dtype == p.kv[0].dtype &&
+         aligned(pending.ring, pair) && aligned(pending.accumulator, 16) && p.kv[k].dtype == p.kv[0].dtype &&
          p.gate[k].dtype == p.kv[0].dtype && aligned(p.kv[k]) && aligned(p.gate[k]) && aligned(kind.bias, 0, 16) &&
-         aligned(kind.norm_weight, 0, 16) && p.rope.rope_dim % kQuad == 0 && p.rope.rope_dim <= width;
+         aligned(kind.norm_weight, 0, 16) && p.rope.rope_dim % kPair == 0 && p.rope.rope_dim <= width &&
+         aligned(p.rope);
 }
 
 bool fits(const ops::AppendParams& p, int num_kinds) {
@@ -123,47 +166,46 @@ bool fits(const ops::AppendParams& p, int num_kinds) {
 
 // --- how it is spread
 
+constexpr int kDecodeTokens = 192;
+
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A token per group while the groups find room at once, so that a decode waits for one of them only. In larger steps
-// few tokens have work: an overlapping kind closes an entry every 4 tokens, the others one every `ratio`, and two
-// thread blocks per SM at that are enough to read at full speed. Odd: see for_each_record.
-int num_groups(const ops::KindDesc& kind, int num_tokens) {
-  constexpr int kOverlapAtOnce = 1024, kOpenAtOnce = 512, kOpenGroups = 257;
-  if (kind.overlap)
-    return num_tokens <= kOverlapAtOnce ? num_tokens : std::max(kOverlapAtOnce, num_tokens / kOverlapRatio) | 1;
-  return num_tokens <= kOpenAtOnce ? num_tokens : kOpenGroups;
-}
-
-int num_window_warps(int num_tokens) {
-  constexpr int kAtOnce = 4096, kTokensPerWarp = 4;
-  return num_tokens <= kAtOnce ? num_tokens : std::max(kAtOnce, num_tokens / kTokensPerWarp);
-}
-
-template <Compression kCompression, bool kLatency, class In, class Pending>
-cudaError_t launch_tuned(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
+template <Compression kCompression, class In, class Pending>
+cudaError_t launch_decode(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
   AppendGrid grid{};
-  grid.window_warps = num_window_warps(p.step.num_tokens);
-  int blocks = ceil_div(grid.window_warps, kBlockWarps);
+  int blocks = ceil_div(p.step.num_tokens, kBlockWarps);
   for (int k = 0; k < num_kinds; ++k) {
-    const bool whole_block = p.layer.kinds[k].page.shape.width == EntryLanes::kWidth;
-    grid.groups[k] = num_groups(p.layer.kinds[k], p.step.num_tokens);
-    grid.blocks[k] = whole_block ? grid.groups[k] : ceil_div(grid.groups[k], kBlockWarps);
+    const bool entries = p.layer.kinds[k].page.shape.width == kRowWidth;
+    grid.blocks[k] = ceil_div(p.step.num_tokens, entries ? EntryLanes::kRows : KeyLanes::kRows);
     blocks += grid.blocks[k];
   }
-  return launch(append_kernel<kCompression, kLatency, In, Pending>, static_cast<unsigned>(blocks), kBlockThreads,
-                stream, p, grid);
+  return launch(decode_kernel<kCompression, In, Pending>, static_cast<unsigned>(blocks), kBlockThreads, stream, p,
+                grid);
+}
+
+int num_multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
+}
+
+template <Compression kCompression, class In, class Pending>
+cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
+  const auto kernel = prefill_kernel<kCompression, In, Pending>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes);
+  if (error != cudaSuccess) return error;
+  const int blocks = std::min(p.step.num_tokens, blocks_per_sm(kCompression) * num_multiprocessors());
+  return launch<kStageBytes>(kernel, static_cast<unsigned>(blocks), kBlockThreads, stream, p, num_kinds);
 }
 
 template <class In, class Pending>
 cudaError_t launch_kinds(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
-  constexpr int kDecodeTokens = 192;
-  const bool latency = p.step.num_tokens <= kDecodeTokens;
+  const bool decode = p.step.num_tokens <= kDecodeTokens;
   if (p.layer.kinds[0].overlap)
-    return latency ? launch_tuned<Compression::overlap, true, In, Pending>(p, num_kinds, stream)
-                   : launch_tuned<Compression::overlap, false, In, Pending>(p, num_kinds, stream);
-  return latency ? launch_tuned<Compression::open, true, In, Pending>(p, num_kinds, stream)
-                 : launch_tuned<Compression::open, false, In, Pending>(p, num_kinds, stream);
+    return decode ? launch_decode<Compression::overlap, In, Pending>(p, num_kinds, stream)
+                  : launch_prefill<Compression::overlap, In, Pending>(p, num_kinds, stream);
+  return decode ? launch_decode<Compression::open, In, Pending>(p, num_kinds, stream)
+                : launch_prefill<Compression::open, In, Pending>(p, num_kinds, stream);
 }
 
 }  // namespace
@@ -172,7 +214,9 @@ cudaError_t append(const ops::AppendParams& p, cudaStream_t stream) {
   if (p.step.num_tokens <= 0) return cudaSuccess;
   const int num_kinds = p.kv[0].data == nullptr ? 0 : p.layer.num_kinds;
   if (!fits(p, num_kinds)) return append_plain(p, stream);
-  if (num_kinds == 0) return launch_tuned<Compression::none, false, float, float>(p, 0, stream);
+  if (num_kinds == 0)
+    return p.step.num_tokens <= kDecodeTokens ? launch_decode<Compression::none, float, float>(p, 0, stream)
+                                              : launch_prefill<Compression::none, float, float>(p, 0, stream);
   const bool in_f32 = p.kv[0].dtype == DType::f32;
   if (p.layer.kinds[0].pending.dtype == DType::f32)
     return in_f32 ? launch_kinds<float, float>(p, num_kinds, stream) : launch_kinds<Bf16, float>(p, num_kinds, stream);

@@ -16,35 +16,47 @@ template <bool kLatency, class In, class Pending, class Lanes>
 class OpenSpans {
  public:
   __device__ OpenSpans(const ops::AppendParams& p, int k, Lanes lanes)
-      : p_(p), k_(k), kind_(p.layer.kinds[k]), lanes_(lanes), channel_(lanes.channel(0)) {
+      : p_(p), k_(k), kind_(p.layer.kinds[k]), lanes_(lanes), channel_(lanes.channel()) {
     weight_ = load_weight(kind_.norm_weight + channel_);
-    wait_for_previous();
   }
 
+  /// A decode.
+  __device__ void run_one(int token) {
+    wait_for_previous();
+    const ops::StepRecord r = load_record(p_.step.tokens + token);
+    if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
+  }
+
+  /// Every groups-th token of a prefill.
   __device__ void run(int group, int groups) {
     const int ratio = kind_.ratio, rows = kind_.pending.rows;
-    const auto wanted = [=](const ops::StepRecord& r) {
-      if (r.in_place()) return r.position == r.length;
-      return (r.position + 1) % ratio == 0 || r.position >= r.end() - rows || r.position == r.end() - 1;
-    };
-    for_each_record(p_.step, group, groups, wanted, [&](const ops::StepRecord& r) {
-      const SourceRows<In, Pending> source(p_, k_, r, channel_);
+    TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return wanted(r); });
+    for (int token = walk.next(); token != walk.kNone; token = walk.next()) {
+      const ops::StepRecord r = load_record(p_.step.tokens + token);
       const int begin = r.position + 1 - ratio;
-      const bool inside = !r.in_place() && begin >= r.length && r.position < r.end() - max(rows, 1);
-      if (!kLatency && inside && ratio % kAhead == 0) {
+      if (!r.in_place() && begin >= r.length && r.position < r.end() - max(rows, 1) && ratio % kAhead == 0) {
         pool_inputs(r, begin);
-        store_entry(lanes_, p_, kind_, pool_, weight_, turn_, r.position, r.block);
+        store_entry(lanes_, p_, kind_, pool_, weight_, turn_, slot_of(r.position), r.block);
       } else {
-        close_spans(r, source);
+        close_spans(r, Source(p_, k_, r, channel_));
       }
-    });
+    }
   }
 
  private:
   using Source = SourceRows<In, Pending>;
   static constexpr int kWidth = Lanes::kWidth;
   static constexpr int kNever = -1;
-  static constexpr int kAhead = 8;  // rows under way
+  // Rows under way: of a span in the inputs, of any other.
+  static constexpr int kAhead = 8, kFoldAhead = kLatency ? 8 : 4;
+
+  __device__ bool wanted(const ops::StepRecord& r) const {
+    if (r.in_place()) return r.position == r.length;
+    return (r.position + 1) % kind_.ratio == 0 || r.position >= r.end() - kind_.pending.rows ||
+           r.position == r.end() - 1;
+  }
+
+  __device__ int slot_of(int position) const { return position % p_.step.block_tokens / kind_.ratio; }
 
   // Of a span that lies in the inputs, away from the step's end: most of a prefill. Nothing but its rows is read.
   __device__ void pool_inputs(const ops::StepRecord& r, int begin) {
@@ -54,27 +66,26 @@ class OpenSpans {
     const In* gate = static_cast<const In*>(gate_in.data) + token * gate_in.row_stride + channel_;
     const float* bias_at = kind_.bias + channel_;
     RawRow rows[kAhead];
-    Quad bias[kAhead];
+    Pair bias[kAhead];
     const auto ask_next = [&](int i) {
       rows[i] = {load_raw(kv), load_raw(gate)};
-      bias[i] = load_weight_late(bias_at);
+      bias[i] = load_weight(bias_at);
       kv += kv_in.row_stride;
       gate += gate_in.row_stride;
       bias_at += kWidth;
     };
-    const auto value = [](const RawQuad& raw) {
-      const Quad x = values<In>(raw);
+    const auto value = [](const RawPair& raw) {
+      const Pair x = values<In>(raw);
       return std::is_same_v<In, float> && std::is_same_v<Pending, Bf16> ? round_bf16(x) : x;
     };
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) ask_next(i);
     turn_ = load_turn(p_.rope, begin, channel_, kWidth);
-#pragma unroll
-    for (int c = 0; c < kQuad; ++c) pool_[c] = ops::empty_pool();
+    clear(pool_);
     for (int left = kind_.ratio; left > 0; left -= kAhead) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        pool_quad(pool_, value(rows[i].gate), bias[i], value(rows[i].kv));
+        pool_pair(pool_, value(rows[i].gate), bias[i], value(rows[i].kv));
         if (left > kAhead) ask_next(i);
       }
     }
@@ -95,12 +106,13 @@ class OpenSpans {
     while (true) {
       if (stop > 0) fold(r, source, low, stop, to);
       if (closing < r.position + ratio) {  // the first time: what they overwrite is in the accumulator now
-        if (kLatency && store_at < last) source.store(first, store_at++, 0);
-        for (; store_at < last; ++store_at) source.store(source.load_input(store_at, 0), store_at, 0);
+        const int rows = kind_.pending.rows;
+        if (kLatency && store_at < last) source.store(first, store_at++ % rows, 0);
+        for (; store_at < last; ++store_at) source.store(source.load_input(store_at, 0), store_at % rows, 0);
       }
       if (closing >= last) return;
       const int block = closing == r.position ? r.block : __ldg(&p_.step.tokens[r.token_of(closing)].block);
-      store_entry(lanes_, p_, kind_, pool_, weight_, turn_, closing, block);
+      store_entry(lanes_, p_, kind_, pool_, weight_, turn_, slot_of(closing), block);
       closing += ratio;
       if (closing >= last) return;
       to = kNever;
@@ -118,12 +130,12 @@ class OpenSpans {
     const ops::PendingDesc& pending = kind_.pending;
     const int from = pending.frontiers[r.read_slot * pending.frontier_stride];
     const float* acc = accumulator(r.read_slot);
-    const RawQuad max = load_raw(acc), den = load_raw(acc + kWidth), num = load_raw(acc + 2 * kWidth);
+    const RawPair max = load_raw(acc), den = load_raw(acc + kWidth), num = load_raw(acc + 2 * kWidth);
 
     int ask = ::max(low / kind_.ratio * kind_.ratio, r.length - pending.rows), at = ask;
     int phase = ask % kind_.ratio, ring_row = ask % pending.rows;
-    RawRow rows[kAhead];
-    Quad bias[kAhead];
+    RawRow rows[kFoldAhead];
+    Pair bias[kFoldAhead];
     const auto ask_next = [&](int i) {
       if (ask >= stop) return;
       rows[i] = source.load(ask, ring_row, 0);
@@ -133,28 +145,27 @@ class OpenSpans {
       if (++ring_row == pending.rows) ring_row = 0;
     };
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) ask_next(i);
+    for (int i = 0; i < kFoldAhead; ++i) ask_next(i);
     if (stop % kind_.ratio == 0) turn_ = load_turn(p_.rope, stop - kind_.ratio, channel_, kWidth);
 
     const int base = ::max(low, from) / kind_.ratio * kind_.ratio, start = ::max(from, base);
     const bool advances = to > from, saves = advances && to > base;
     int next_base = base + kind_.ratio;  // a new span begins there
 #pragma unroll
-    for (int i = 0; i < kQuad; ++i)
+    for (int i = 0; i < kPair; ++i)
       pool_[i] = from <= base
                      ? ops::empty_pool()
                      : ops::Pool{codec::bits_float(max.w[i]), codec::bits_float(den.w[i]), codec::bits_float(num.w[i])};
     while (at < stop) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kFoldAhead; ++i) {
         if (at >= stop) break;
         if (saves && at == to) save(r.write_slot);
         if (at == next_base) {
           next_base += kind_.ratio;
-#pragma unroll
-          for (int c = 0; c < kQuad; ++c) pool_[c] = ops::empty_pool();
+          clear(pool_);
         }
-        if (at >= start) pool_quad(pool_, source.read(rows[i].gate, at), bias[i], source.read(rows[i].kv, at));
+        if (at >= start) pool_pair(pool_, source.read(rows[i].gate, at), bias[i], source.read(rows[i].kv, at));
         ask_next(i);
         ++at;
       }
@@ -167,16 +178,16 @@ class OpenSpans {
   }
 
   __device__ void save(int slot) const {
-    Quad den, num;
+    Pair den, num;
 #pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
+    for (int i = 0; i < kPair; ++i) {
       den.v[i] = pool_[i].den;
       num.v[i] = pool_[i].num;
     }
     float* acc = accumulator(slot);
-    store_quad(acc, Quad{{pool_[0].max, pool_[1].max, pool_[2].max, pool_[3].max}});
-    store_quad(acc + kWidth, den);
-    store_quad(acc + 2 * kWidth, num);
+    store_pair(acc, Pair{{pool_[0].max, pool_[1].max}});
+    store_pair(acc + kWidth, den);
+    store_pair(acc + 2 * kWidth, num);
   }
 
   __device__ float* accumulator(int slot) const {
@@ -188,8 +199,8 @@ class OpenSpans {
   const ops::KindDesc& kind_;
   Lanes lanes_;
   int channel_;
-  Quad weight_;
-  ops::Pool pool_[kQuad];
+  Pair weight_;
+  ops::Pool pool_[kPair];
   Turn turn_{};
 };
 

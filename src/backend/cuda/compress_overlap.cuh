@@ -8,72 +8,170 @@
 
 namespace kv4::cuda {
 
-constexpr int kOverlapRatio = 4;
+constexpr int kOverlapRatio = 4, kOverlapRows = 2 * kOverlapRatio;
 
-/// Group `group` of `groups`: every groups-th token.
-template <bool kLatency, class In, class Pending, class Lanes>
-__device__ void compress_overlap(const ops::AppendParams& p, int k, Lanes lanes, int group, int groups) {
-  constexpr int kWidth = Lanes::kWidth, kRows = 2 * kOverlapRatio;
-  const ops::KindDesc& kind = p.layer.kinds[k];
-  const int channel = lanes.channel(0), ring_rows = kind.pending.rows;
-
-  // kLatency: asked for before it is known whether an entry is due, so that they are here when its rows are. Else they
-  // are in the first-level cache, and their registers are better spent on another thread block.
-  const float* first_bias = kind.bias + channel;
-  const auto bias_at = [=](int i) { return first_bias + (i % kOverlapRatio * 2 + i / kOverlapRatio) * kWidth; };
-  Quad early[kLatency ? kRows : 1], weight;
-  if constexpr (kLatency) {
+template <class In, class Pending, class Lanes>
+class OverlapSpans {
+ public:
+  __device__ OverlapSpans(const ops::AppendParams& p, int k, Lanes lanes)
+      : p_(p), k_(k), kind_(p.layer.kinds[k]), lanes_(lanes), channel_(lanes.channel()) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) early[i] = load_weight(bias_at(i));
-    weight = load_weight(kind.norm_weight + channel);
+    for (int i = 0; i < kOverlapRows; ++i)
+      bias_[i] = load_weight(kind_.bias + (i % kOverlapRatio * 2 + i / kOverlapRatio) * kWidth + channel_);
+    weight_ = load_weight(kind_.norm_weight + channel_);
   }
-  const auto bias = [&](int i) {
-    if constexpr (kLatency) return early[i];
-    return load_weight_late(bias_at(i));
-  };
 
-  wait_for_previous();
-  const auto closes = [](const ops::StepRecord& r) { return (r.position + 1) % kOverlapRatio == 0; };
-  const auto stays = [&](const ops::StepRecord& r) { return r.position >= r.end() - ring_rows; };
-  const auto wanted = [&](const ops::StepRecord& r) { return closes(r) || stays(r); };
-
-  for_each_record(p.step, group, groups, wanted, [&](const ops::StepRecord& r) {
-    const SourceRows<In, Pending> source(p, k, r, channel);
-    const int begin = r.position + 1 - kRows;  // negative: entry 0, which has no span before it
-    RawRow rows[kRows], first_series;
-    rows[kRows - 1] = source.load_input(r.position, kWidth);
-    if (stays(r)) first_series = source.load_input(r.position, 0);
-    const auto store_pending = [&] {
-      if (!stays(r)) return;
-      source.store(first_series, r.position, 0);
-      source.store(rows[kRows - 1], r.position, kWidth);
-    };
-    if constexpr (!kLatency) store_pending();
-    if (closes(r)) {
-      int ring_row = (begin + ring_rows) % ring_rows;
+  /// A decode, bound by latency: a record and its input row, then all other rows at once.
+  __device__ void run_one(int token) {
+    wait_for_previous();
+    if (token >= p_.step.num_tokens) return;
+    const ops::StepRecord r = load_record(p_.step.tokens + token);
+    const RawRow first_series = load_token(token, 0);
+    RawRow rows[kOverlapRows];
+    rows[kOverlapRows - 1] = load_token(token, kWidth);
+    if (r.padded()) return;
+    const Source source(p_, k_, r, channel_);
+    const int begin = r.position + 1 - kOverlapRows;  // negative: entry 0, which has no span before it
+    const int ring_row = ring_row_of(r);
+    if (closes(r) && r.position == r.length) {  // nearly always: one token
 #pragma unroll
-      for (int i = 0; i < kRows - 1; ++i) {
+      for (int i = 0; i < kOverlapRows - 1; ++i)
         if (i >= kOverlapRatio || begin >= 0)
-          rows[i] = source.load(begin + i, ring_row, i < kOverlapRatio ? 0 : kWidth);
-        if (++ring_row == ring_rows) ring_row = 0;
-      }
-    }
-    if constexpr (kLatency) store_pending();
-    if (!closes(r)) return;
-
-    Turn turn;
-    if constexpr (kLatency) turn = load_turn(p.rope, r.position + 1 - kOverlapRatio, channel, kWidth);
-    ops::Pool pool[kQuad] = {ops::empty_pool(), ops::empty_pool(), ops::empty_pool(), ops::empty_pool()};
+          rows[i] = source.load_stored(row_before(ring_row, kOverlapRows - 1 - i), column(i));
+    } else if (closes(r)) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      if (i >= kOverlapRatio || begin >= 0)
-        pool_quad(pool, source.read(rows[i].gate, begin + i), bias(i), source.read(rows[i].kv, begin + i));
-    if constexpr (!kLatency) {
-      turn = load_turn(p.rope, r.position + 1 - kOverlapRatio, channel, kWidth);
-      weight = load_weight_late(kind.norm_weight + channel);
+      for (int i = 0; i < kOverlapRows - 1; ++i)
+        if (i >= kOverlapRatio || begin >= 0)
+          rows[i] = source.load(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i));
     }
-    store_entry(lanes, p, kind, pool, weight, turn, r.position, r.block);
-  });
-}
+    if (stays(r)) {
+      source.store(first_series, ring_row, 0);
+      source.store(rows[kOverlapRows - 1], ring_row, kWidth);
+    }
+    if (!closes(r)) return;
+    const Turn turn = load_turn(p_.rope, r.position + 1 - kOverlapRatio, channel_, kWidth);
+    finish(r.position, r.length, r.position % p_.step.block_tokens, r.block, turn, [&](int i) { return rows[i]; });
+  }
+
+  /// Every groups-th token of a prefill, bound by the bytes of its inputs, each read once: the rows of an entry are
+  /// under way while the one before is made. stage: shared [2, 2 * kOverlapRows, kThreads].
+  __device__ void run(RawPair* stage, int group, int groups) {
+    const RawPair* mine = stage + threadIdx.x;
+    const unsigned mine_at = static_cast<unsigned>(__cvta_generic_to_shared(mine));
+    const Modulus block_tokens(p_.step.block_tokens);
+    int half = 0, position = kNone, length = 0, block = 0;  // of the entry under way
+    TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return closes(r) || stays(r); });
+    while (true) {
+      const int token = walk.next();
+      ops::StepRecord r;
+      if (token != kNone) {
+        r = load_record(p_.step.tokens + token);
+        if (stays(r)) keep(r);
+        if (!closes(r)) continue;
+        ask(r, mine_at + place(half, 0) * sizeof(RawPair));
+      }
+      close_batch();
+      wait_for_batch<1>();
+      if (position != kNone) {
+        const Turn turn = load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
+        finish(position, length, block_tokens.rest(position), block, turn, [&](int i) {
+          const RawPair* at = mine + place(half ^ 1, i);
+          return RawRow{at[0], at[kThreads]};
+        });
+      }
+      if (token == kNone) return;
+      position = r.position;
+      length = r.length;
+      block = r.block;
+      half ^= 1;
+    }
+  }
+
+ private:
+  using Source = SourceRows<In, Pending>;
+  static constexpr int kWidth = Lanes::kWidth, kNone = -1;
+  static constexpr int kThreads = Lanes::kRows * Lanes::kWarps * kWarp;  // of the thread block
+
+  /// Where a row of the stage lies: kv, then gate.
+  __device__ static constexpr int place(int half, int i) { return (half * kOverlapRows + i) * 2 * kThreads; }
+
+  __device__ void keep(const ops::StepRecord& r) const {
+    const Source source(p_, k_, r, channel_);
+    const int ring_row = ring_row_of(r);
+    source.store(source.load_input(r.position, 0), ring_row, 0);
+    source.store(source.load_input(r.position, kWidth), ring_row, kWidth);
+  }
+
+  /// An entry's rows. to: shared address of the thread's part of half a stage.
+  __device__ void ask(const ops::StepRecord& r, unsigned to) const {
+    constexpr unsigned kBytes = sizeof(RawPair);
+    const int begin = r.position + 1 - kOverlapRows;
+    if (begin >= r.length) {  // most of a prefill: nothing but inputs
+      const ops::InputDesc &kv_in = p_.kv[k_], &gate_in = p_.gate[k_];
+      const std::int64_t token = r.token_of(begin);
+      const In* kv = static_cast<const In*>(kv_in.data) + token * kv_in.row_stride + channel_;
+      const In* gate = static_cast<const In*>(gate_in.data) + token * gate_in.row_stride + channel_;
+#pragma unroll
+      for (int i = 0; i < kOverlapRows; ++i) {
+        copy_ahead<kPair * sizeof(In)>(to + place(0, i) * kBytes, kv + column(i));
+        copy_ahead<kPair * sizeof(In)>(to + (place(0, i) + kThreads) * kBytes, gate + column(i));
+        kv += kv_in.row_stride;
+        gate += gate_in.row_stride;
+      }
+    } else {
+      const Source source(p_, k_, r, channel_);
+      const int ring_row = ring_row_of(r);
+#pragma unroll 1
+      for (int i = begin >= 0 ? 0 : kOverlapRatio; i < kOverlapRows; ++i)
+        source.copy(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i), to + place(0, i) * kBytes,
+                    to + (place(0, i) + kThreads) * kBytes);
+    }
+  }
+
+  __device__ static bool closes(const ops::StepRecord& r) { return (r.position + 1) % kOverlapRatio == 0; }
+  __device__ bool stays(const ops::StepRecord& r) const { return r.position >= r.end() - kind_.pending.rows; }
+
+  __device__ int ring_row_of(const ops::StepRecord& r) const {
+    return static_cast<int>(static_cast<unsigned>(r.position) % static_cast<unsigned>(kind_.pending.rows));
+  }
+  __device__ int row_before(int ring_row, int distance) const {
+    return ring_row < distance ? ring_row - distance + kind_.pending.rows : ring_row - distance;
+  }
+  __device__ static int column(int i) { return i < kOverlapRatio ? 0 : kWidth; }
+
+  __device__ RawRow load_token(int token, int column) const {
+    const auto load = [&](const ops::InputDesc& in) {
+      return load_raw(static_cast<const In*>(in.data) + token * in.row_stride + column + channel_);
+    };
+    return {load(p_.kv[k_]), load(p_.gate[k_])};
+  }
+
+  template <class Row>
+  __device__ void finish(int position, int length, int block_position, int block, const Turn& turn, Row row) {
+    const int begin = position + 1 - kOverlapRows;
+    ops::Pool pool[kPair];
+    clear(pool);
+    const auto add = [&](int i, auto into) {
+      const RawRow raw = row(i);
+      const bool stored = begin + i < length;
+      into(pool, Source::read(raw.gate, stored), bias_[i], Source::read(raw.kv, stored));
+    };
+    if (begin >= 0) {
+      add(0, pool_first);
+#pragma unroll
+      for (int i = 1; i < kOverlapRatio; ++i) add(i, pool_pair);
+    }
+#pragma unroll
+    for (int i = kOverlapRatio; i < kOverlapRows; ++i) add(i, pool_pair);
+    store_entry(lanes_, p_, kind_, pool, weight_, turn, block_position / kOverlapRatio, block);
+  }
+
+  const ops::AppendParams& p_;
+  int k_;
+  const ops::KindDesc& kind_;
+  Lanes lanes_;
+  int channel_;
+  Pair bias_[kOverlapRows], weight_;
+};
 
 }  // namespace kv4::cuda

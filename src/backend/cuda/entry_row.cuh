@@ -5,34 +5,28 @@
 
 namespace kv4::cuda {
 
-/// `position` is the token that closes the entry, `block` the one that holds it. `turn`: at the entry's first token.
+/// Into row `slot` of `block`'s page. `turn`: at the entry's first token.
 template <class Lanes>
 __device__ void store_entry(Lanes& lanes, const ops::AppendParams& p, const ops::KindDesc& kind,
-                            const ops::Pool (&pool)[kQuad], const Quad& weight, const Turn& turn, int position,
-                            int block) {
-  Quad x[1];
+                            const ops::Pool (&pool)[kPair], const Pair& weight, const Turn& turn, int slot, int block) {
+  Pair x;
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) x[0].v[i] = codec::quotient(pool[i].num, pool[i].den);
-  x[0] = round_bf16(x[0]);
-  const Quad weights[1] = {weight};
-  norm_row(lanes, weights, p.layer.eps, x);
-  rotate(turn, x[0]);
-  if constexpr (Lanes::kWarps == 1) {
-    if (kind.hadamard) hadamard_chunk(lanes.lane(), x[0]);
-  }
+  for (int i = 0; i < kPair; ++i) x.v[i] = codec::quotient(pool[i].num, pool[i].den);
+  x = rotate(turn, norm_row(lanes, weight, p.layer.eps, round_bf16(x)));
 
-  const int slot = position % p.step.block_tokens / kind.ratio;
   const auto store = [&](auto codec) {
     using Codec = decltype(codec);
-    QuadBits bits[1];
-    encode_row<Codec>(lanes, kind.page.shape, x, kind.global_scale, bits);
-    store_quad<Codec>(bits[0], kind.page.shape, kind.page.payload.at(block, slot), kind.page.scale.at(block, slot),
-                      lanes.channel(0));
+    const PairBits bits = encode_row<Codec>(lanes, x, kind.global_scale);
+    store_pair<Codec, Lanes>(bits, kind.page.payload.at(block, slot), kind.page.scale.at(block, slot), lanes.channel());
   };
-  if constexpr (Lanes::kWarps == 1) {
-    with_key_quads(kind.page.format, store);
+  if constexpr (Lanes::kWidth == kKeyWidth) {
+    if (kind.hadamard) {
+      lanes.hadamard(x);
+      x = round_bf16(x);
+    }
+    with_key_pairs(kind.page.format, store);
   } else {
-    with_row_quads(kind.page.format, store);
+    with_row_pairs(kind.page.format, store);
   }
   if (slot == 0 && lanes.leader() && kind.page.global.data != nullptr)
     store_word(kind.page.global.at(block, 0), kind.global_scale);

@@ -13,51 +13,82 @@ struct Bf16 {
   std::uint16_t bits;
 };
 
-/// 4 elements as loaded; bf16 ones fill the first two words.
-struct RawQuad {
-  std::uint32_t w[kQuad];
+template <int kCount>
+struct Words {
+  std::uint32_t w[kCount];
 };
 
 // Every element is read once, so it takes no place in the first-level cache from the weights. Volatile: rows are asked
 // for in program order, all that are wanted before the first is used, and before the stores that may overwrite them.
-template <class T>
-__device__ RawQuad load_raw(const T* at) {
-  RawQuad q{};
-  if constexpr (std::is_same_v<T, float>) {
+template <int kCount>
+__device__ Words<kCount> load_words(const void* at) {
+  Words<kCount> q;
+  if constexpr (kCount == 4) {
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(q.w[0]), "=r"(q.w[1]), "=r"(q.w[2]), "=r"(q.w[3])
                  : "l"(at)
                  : "memory");
-  } else {
+  } else if constexpr (kCount == 2) {
     asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(q.w[0]), "=r"(q.w[1]) : "l"(at) : "memory");
+  } else {
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(q.w[0]) : "l"(at) : "memory");
   }
   return q;
 }
 
+/// A pair as loaded; of bf16, in the first word.
+using RawPair = Words<kPair>;
+
+struct RawRow {
+  RawPair kv, gate;
+};
+
 template <class T>
-__device__ Quad values(const RawQuad& q) {
+__device__ RawPair load_raw(const T* at) {
   if constexpr (std::is_same_v<T, float>) {
-    return {
-        {codec::bits_float(q.w[0]), codec::bits_float(q.w[1]), codec::bits_float(q.w[2]), codec::bits_float(q.w[3])}};
+    return load_words<2>(at);
   } else {
-    return {{codec::bits_float(q.w[0] << 16), codec::bits_float(q.w[0] & 0xFFFF0000u), codec::bits_float(q.w[1] << 16),
-             codec::bits_float(q.w[1] & 0xFFFF0000u)}};
+    return {{load_words<1>(at).w[0], 0}};
+  }
+}
+
+template <class T>
+__device__ Pair values(const RawPair& q) {
+  if constexpr (std::is_same_v<T, float>) {
+    return {{codec::bits_float(q.w[0]), codec::bits_float(q.w[1])}};
+  } else {
+    return pair_values(q.w[0]);
   }
 }
 
 /// Values rounded to T, NaN in its one pattern.
 template <class T>
-__device__ void store_quad(T* at, const Quad& x) {
+__device__ void store_pair(T* at, const Pair& x) {
   if constexpr (std::is_same_v<T, float>) {
-    *reinterpret_cast<float4*>(at) = make_float4(codec::canonical_nan(x.v[0]), codec::canonical_nan(x.v[1]),
-                                                 codec::canonical_nan(x.v[2]), codec::canonical_nan(x.v[3]));
+    *reinterpret_cast<float2*>(at) = make_float2(codec::canonical_nan(x.v[0]), codec::canonical_nan(x.v[1]));
   } else {
-    const auto pair = [&](int i) {
-      return codec::bf16_bits(x.v[i]) | static_cast<std::uint32_t>(codec::bf16_bits(x.v[i + 1])) << 16;
-    };
-    *reinterpret_cast<uint2*>(at) = make_uint2(pair(0), pair(2));
+    *reinterpret_cast<std::uint32_t*>(at) =
+        codec::bf16_bits(x.v[0]) | static_cast<std::uint32_t>(codec::bf16_bits(x.v[1])) << 16;
   }
 }
+
+// --- pairs on their way into shared memory, where they hold no registers. Each thread reads only what it asked for, so
+// nothing but its own copies need be waited for.
+
+/// to: shared address.
+template <int kBytes>
+__device__ void copy_ahead(unsigned to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+}
+/// Ends a batch of copies.
+__device__ inline void close_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits for all batches but the last kMore.
+template <int kMore>
+__device__ void wait_for_batch() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kMore) : "memory");
+}
+
+// --- records
 
 __device__ inline ops::StepRecord load_record(const ops::StepRecord* at) {
   const int4* words = reinterpret_cast<const int4*>(at);
@@ -65,24 +96,54 @@ __device__ inline ops::StepRecord load_record(const ops::StepRecord* at) {
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-/// Calls work(record) for the tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd
-/// stride, tokens that lie a ratio apart (entries due in a prefill) go to different groups, and so do neighbours
-/// (decodes).
-template <class Wanted, class Work>
-__device__ void for_each_record(const ops::StepDesc& step, int first, int stride, Wanted wanted, Work work) {
-  for (int token = first; token < step.num_tokens; token += kWarp * stride) {
-    const int mine = token + static_cast<int>(threadIdx.x) % kWarp * stride;
-    ops::StepRecord record;
-    if (mine < step.num_tokens) record = load_record(step.tokens + mine);
-    unsigned todo = __ballot_sync(kAllLanes, !record.padded() && wanted(record));
-    for (; todo != 0; todo &= todo - 1)  // from the first-level cache: cheaper than eight shuffles and their registers
-      work(load_record(step.tokens + token + (__ffs(static_cast<int>(todo)) - 1) * stride));
-  }
-}
+/// The tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd stride, tokens that lie a
+/// ratio apart (entries due in a prefill) go to different groups, and so do neighbours (decodes).
+template <class Wanted>
+class TokenWalk {
+ public:
+  static constexpr int kNone = -1;
 
-struct RawRow {
-  RawQuad kv, gate;
+  __device__ TokenWalk(const ops::StepDesc& step, int first, int stride, Wanted wanted)
+      : step_(step), token_(first < stride ? first : step.num_tokens), stride_(stride), wanted_(wanted) {}
+
+  /// The next token, else kNone.
+  __device__ int next() {
+    while (todo_ == 0) {
+      if (round_ == kRounds && !look_ahead()) return kNone;
+      todo_ = __shfl_sync(kAllLanes, masks_, round_++);
+    }
+    const int bit = __ffs(static_cast<int>(todo_)) - 1;
+    todo_ &= todo_ - 1;
+    return token_ + ((round_ - 1 - kRounds) * kWarp + bit) * stride_;
+  }
+
+ private:
+  static constexpr int kRounds = 4;  // records that a lane looks at together
+
+  __device__ bool look_ahead() {
+    if (token_ >= step_.num_tokens) return false;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int mine = token_ + (i * kWarp + lane) * stride_;
+      ops::StepRecord record;
+      if (mine < step_.num_tokens) record = load_record(step_.tokens + mine);
+      const unsigned mask = __ballot_sync(kAllLanes, !record.padded() && wanted_(record));
+      if (lane == i) masks_ = mask;
+    }
+    token_ += kRounds * kWarp * stride_;
+    round_ = 0;
+    return true;
+  }
+
+  const ops::StepDesc& step_;
+  int token_, stride_;  // of the first not looked at
+  Wanted wanted_;
+  unsigned masks_ = 0, todo_ = 0;  // lane i: the tokens wanted of round i; those left of this round
+  int round_ = kRounds;            // the next one
 };
+
+// --- rows
 
 /// Rows of one request and kind, each at one thread's channel: positions below `length` from the ring, in the pending
 /// type, others from the inputs, rounded to it when used. Rows are less than 2 GiB apart, so that an address is one
@@ -105,16 +166,21 @@ class SourceRows {
 
   /// ring_row: position mod ring rows; column: of the row's series, before the thread's channel.
   __device__ RawRow load(int position, int ring_row, int column) const {
-    const bool stored = position < length_;
+    return fetch(position, ring_row, column, [](auto* kv, auto* gate) { return RawRow{load_raw(kv), load_raw(gate)}; });
+  }
+
+  /// The same into shared memory.
+  __device__ void copy(int position, int ring_row, int column, unsigned kv_to, unsigned gate_to) const {
+    fetch(position, ring_row, column, [=](auto* kv, auto* gate) {
+      copy_ahead<kPair * sizeof(*kv)>(kv_to, kv);
+      copy_ahead<kPair * sizeof(*gate)>(gate_to, gate);
+    });
+  }
+
+  /// Of a position below `length`.
+  __device__ RawRow load_stored(int ring_row, int column) const {
     const Pending* ring = ring_row_of(ring_, ring_row) + column;
-    if constexpr (std::is_same_v<In, Pending>) {  // one load, whichever it is
-      const In* kv = stored ? ring : input(kv_, kv_stride_, position) + column;
-      const In* gate = stored ? ring + pending_.columns : input(gate_, gate_stride_, position) + column;
-      return {load_raw(kv), load_raw(gate)};
-    } else {
-      if (stored) return {load_raw(ring), load_raw(ring + pending_.columns)};
-      return load_input(position, column);
-    }
+    return {load_raw(ring), load_raw(ring + pending_.columns)};
   }
 
   __device__ RawRow load_input(int position, int column) const {
@@ -122,21 +188,37 @@ class SourceRows {
             load_raw(input(gate_, gate_stride_, position) + column)};
   }
 
-  __device__ Quad read(const RawQuad& raw, int position) const {
-    if (!std::is_same_v<In, Pending> && position < length_) return values<Pending>(raw);
-    const Quad x = values<In>(raw);
+  __device__ Pair read(const RawPair& raw, int position) const { return read(raw, position < length_); }
+
+  __device__ static Pair read(const RawPair& raw, bool stored) {
+    if (!std::is_same_v<In, Pending> && stored) return values<Pending>(raw);
+    const Pair x = values<In>(raw);
     if constexpr (std::is_same_v<In, float> && std::is_same_v<Pending, Bf16>) return round_bf16(x);
     return x;
   }
 
   /// An input row into the ring of the write slot.
-  __device__ void store(const RawRow& raw, int position, int column) const {
-    Pending* row = const_cast<Pending*>(ring_row_of(out_, position % pending_.rows)) + column;
-    store_quad(row, values<In>(raw.kv));
-    store_quad(row + pending_.columns, values<In>(raw.gate));
+  __device__ void store(const RawRow& raw, int ring_row, int column) const {
+    Pending* row = const_cast<Pending*>(ring_row_of(out_, ring_row)) + column;
+    store_pair(row, values<In>(raw.kv));
+    store_pair(row + pending_.columns, values<In>(raw.gate));
   }
 
  private:
+  template <class Get>
+  __device__ auto fetch(int position, int ring_row, int column, Get get) const {
+    const bool stored = position < length_;
+    const Pending* ring = ring_row_of(ring_, ring_row) + column;
+    if constexpr (std::is_same_v<In, Pending>) {  // one access, whichever it is
+      const In* kv = stored ? ring : input(kv_, kv_stride_, position) + column;
+      const In* gate = stored ? ring + pending_.columns : input(gate_, gate_stride_, position) + column;
+      return get(kv, gate);
+    } else {
+      if (stored) return get(ring, ring + pending_.columns);
+      return get(input(kv_, kv_stride_, position) + column, input(gate_, gate_stride_, position) + column);
+    }
+  }
+
   __device__ const Pending* ring_row_of(const std::uint8_t* slot, int row) const {
     return reinterpret_cast<const Pending*>(slot + std::int64_t{row} * static_cast<int>(pending_.ring.row_stride));
   }
@@ -151,9 +233,28 @@ class SourceRows {
   const std::uint8_t* out_;         // of the write slot
 };
 
-__device__ inline void pool_quad(ops::Pool (&pool)[kQuad], const Quad& gate, const Quad& bias, const Quad& kv) {
+// --- pools
+
+__device__ inline void clear(ops::Pool (&pool)[kPair]) {
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) pool[i] = ops::pool_add(pool[i], gate.v[i] + bias.v[i], kv.v[i]);
+  for (int i = 0; i < kPair; ++i) pool[i] = ops::empty_pool();
+}
+
+__device__ inline void pool_pair(ops::Pool (&pool)[kPair], const Pair& gate, const Pair& bias, const Pair& kv) {
+#pragma unroll
+  for (int i = 0; i < kPair; ++i) pool[i] = ops::pool_add(pool[i], gate.v[i] + bias.v[i], kv.v[i]);
+}
+
+/// The same into empty pools: the exp counts only if the gate is not above the lowest.
+__device__ inline void pool_first(ops::Pool (&pool)[kPair], const Pair& gate, const Pair& bias, const Pair& kv) {
+  const float g[kPair] = {gate.v[0] + bias.v[0], gate.v[1] + bias.v[1]};
+  if (g[0] > ops::kLowestGate && g[1] > ops::kLowestGate) {
+#pragma unroll
+    for (int i = 0; i < kPair; ++i) pool[i] = {g[i], 1.0f, kv.v[i] + 0.0f};
+  } else {
+    clear(pool);
+    pool_pair(pool, gate, bias, kv);
+  }
 }
 
 }  // namespace kv4::cuda

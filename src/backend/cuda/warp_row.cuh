@@ -1,6 +1,7 @@
-// Rows in registers. A lane holds quads, 4 consecutive channels each; a warp's 32 quads are a chunk of 128 channels. A
-// row of 512 is one quad in each lane of four warps, or four quads in each lane of one. The arithmetic and its order
-// are those of ops/compress_row.h: neighbour pairs meet inside a lane, then across lanes, then across chunks.
+// Rows in registers. A lane holds a pair, 2 neighbouring channels; a warp's 32 pairs are a chunk of 64 channels. A row
+// of 512 is a pair in each lane of eight warps: enough of them that one's latencies hide behind the others'
+// instructions. The arithmetic and its order are those of ops/compress_row.h: neighbours meet inside a lane, then
+// across lanes, then across warps.
 #pragma once
 
 #include "codec/numeric.h"
@@ -10,12 +11,27 @@
 namespace kv4::cuda {
 
 constexpr int kWarp = 32;
-constexpr int kQuad = 4;
-constexpr int kChunk = kWarp * kQuad;
+constexpr int kPair = 2;
+constexpr int kChunk = kWarp * kPair;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-struct Quad {
-  float v[kQuad];
+struct Pair {
+  float v[kPair];
+};
+
+/// Rests of many divisions by one number.
+class Modulus {
+ public:
+  __device__ explicit Modulus(int n) : n_(static_cast<unsigned>(n)), inverse_(0xFFFFFFFFu / n_) {}
+
+  __device__ int rest(int x) const {
+    unsigned r = static_cast<unsigned>(x) - __umulhi(static_cast<unsigned>(x), inverse_) * n_;
+    while (r >= n_) r -= n_;  // at most twice
+    return static_cast<int>(r);
+  }
+
+ private:
+  unsigned n_, inverse_;
 };
 
 /// s_i = s_2i + s_2i+1 until one is left; missing ones are 0.
@@ -30,72 +46,99 @@ __device__ float pair_sum(const float (&x)[kCount]) {
   }
 }
 
-/// The lanes that hold one row.
-template <int kWarps_, int kQuads_>
+/// What the lanes of a row share.
+template <int kWarps>
+struct RowShared {
+  float parts[2][kWarps];
+  Pair chunks[kWarps * kWarp];
+};
+
+/// The lanes that hold one row: kWarps neighbouring warps of a thread block of kBlockWarps.
+template <int kWarps_, int kBlockWarps>
 class RowLanes {
  public:
-  static constexpr int kWarps = kWarps_, kQuads = kQuads_;
-  static constexpr int kWidth = kWarps * kQuads * kChunk;
-  static_assert(kWarps <= 8 && kQuads <= 8 && kWidth <= 1024);
-  static_assert(kWarps == 1 || (kQuads & (kQuads - 1)) == 0, "a warp's chunks must be a subtree");
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kWidth = kWarps * kChunk;
+  static constexpr int kRows = kBlockWarps / kWarps;  // of a thread block
+  static_assert(kWarps <= 8 && kBlockWarps % kWarps == 0);
+  using Shared = RowShared<kWarps>;
 
-  /// parts: shared [2, kWarps], null with one warp. More than one warp: they are the whole thread block.
-  __device__ explicit RowLanes(float* parts)
-      : lane_(threadIdx.x % kWarp), warp_(kWarps == 1 ? 0 : threadIdx.x / kWarp), parts_(parts) {}
+  /// shared: [kRows]
+  __device__ explicit RowLanes(Shared* shared)
+      : lane_(threadIdx.x % kWarp),
+        warp_(threadIdx.x / kWarp % kWarps),
+        row_(threadIdx.x / (kWarp * kWarps)),
+        shared_(shared[row_]) {}
 
-  __device__ int lane() const { return lane_; }
+  __device__ int row() const { return row_; }  // of the thread block's
   __device__ bool leader() const { return lane_ == 0 && warp_ == 0; }
-  __device__ int channel(int q) const { return (warp_ * kQuads + q) * kChunk + lane_ * kQuad; }
+  __device__ int channel() const { return warp_ * kChunk + lane_ * kPair; }
 
   __device__ void sync() const {
-    if constexpr (kWarps > 1) __syncthreads();
+    if constexpr (kRows == 1) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + row_), "n"(kWarps * kWarp) : "memory");
+    }
   }
 
-  __device__ float square_sum(const Quad (&x)[kQuads]) {
-    float chunk[kQuads];
+  __device__ float square_sum(const Pair& x) {
+    float sum = x.v[0] * x.v[0] + x.v[1] * x.v[1];
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      const float(&v)[kQuad] = x[q].v;
-      chunk[q] = (v[0] * v[0] + v[1] * v[1]) + (v[2] * v[2] + v[3] * v[3]);
-#pragma unroll
-      for (int step = 1; step < kWarp; step *= 2) chunk[q] += __shfl_xor_sync(kAllLanes, chunk[q], step);
-    }
-    const float mine = pair_sum<0, 8>(chunk);
-    if constexpr (kWarps == 1) {
-      return mine;
-    } else {
-      float all[kWarps];
-      exchange(mine, all);
-      return pair_sum<0, 8>(all);
-    }
+    for (int step = 1; step < kWarp; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+    float all[kWarps];
+    exchange(sum, all);
+    return pair_sum<0, 8>(all);
   }
 
   __device__ float max(float x) {
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-    if constexpr (kWarps > 1) {
-      float all[kWarps];
-      exchange(x, all);
+    float all[kWarps];
+    exchange(x, all);
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) x = fmaxf(x, all[w]);
-    }
+    for (int w = 0; w < kWarps; ++w) x = fmaxf(x, all[w]);
     return x;
   }
 
+  /// Normalised Walsh-Hadamard transform: stride 1 inside the lane, 2 to 32 across lanes, from 64 across warps.
+  __device__ void hadamard(Pair& x) {
+    x = {{x.v[0] + x.v[1], x.v[0] - x.v[1]}};
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2)
+      x = butterfly(x, {{__shfl_xor_sync(kAllLanes, x.v[0], step), __shfl_xor_sync(kAllLanes, x.v[1], step)}},
+                    (lane_ & step) != 0);
+    static_assert(kWarps == 2 || kRows == 1, "one exchange: rows of more than two warps have no transform");
+    if constexpr (kWarps == 2) {  // chunks is read before the next row's norm, written after it
+      shared_.chunks[warp_ * kWarp + lane_] = x;
+      sync();
+      x = butterfly(x, shared_.chunks[(warp_ ^ 1) * kWarp + lane_], warp_ != 0);
+    }
+    const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kWidth)));
+    x = {{x.v[0] * scale, x.v[1] * scale}};
+  }
+
  private:
+  __device__ static Pair butterfly(const Pair& mine, const Pair& other, bool upper) {
+    Pair y;
+#pragma unroll
+    for (int i = 0; i < kPair; ++i) y.v[i] = upper ? other.v[i] - mine.v[i] : mine.v[i] + other.v[i];
+    return y;
+  }
+
   // Every warp's value to all. The two halves of `parts` alternate, so one barrier is enough: who writes a half again
   // has passed the barrier after which nobody reads it.
   __device__ void exchange(float mine, float (&all)[kWarps]) {
-    float* part = parts_ + half_ * kWarps;
+    float(&part)[kWarps] = shared_.parts[half_];
     half_ ^= 1;
     if (lane_ == 0) part[warp_] = mine;
-    __syncthreads();
+    sync();
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) all[w] = part[w];
   }
 
-  int lane_, warp_;
-  float* parts_;
+  int lane_, warp_, row_;
+  Shared& shared_;
   int half_ = 0;
 };
 
@@ -108,10 +151,8 @@ __device__ inline std::uint32_t bf16_pair(float low, float high) {
 __device__ inline float low_value(std::uint32_t pair) { return codec::bits_float(pair << 16); }
 __device__ inline float high_value(std::uint32_t pair) { return codec::bits_float(pair & 0xFFFF0000u); }
 
-__device__ inline Quad round_bf16(const Quad& x) {
-  const std::uint32_t a = bf16_pair(x.v[0], x.v[1]), b = bf16_pair(x.v[2], x.v[3]);
-  return {{low_value(a), high_value(a), low_value(b), high_value(b)}};
-}
+__device__ inline Pair pair_values(std::uint32_t pair) { return {{low_value(pair), high_value(pair)}}; }
+__device__ inline Pair round_bf16(const Pair& x) { return pair_values(bf16_pair(x.v[0], x.v[1])); }
 
 /// ops::norm_factor: a division by a power of two is a multiplication, one of 1 a reciprocal, both rounded correctly.
 template <int kWidth>
@@ -121,79 +162,48 @@ __device__ float norm_factor(float sum, float eps) {
 }
 
 /// Weights: the same for all rows, so they may stay in the first-level cache.
-__device__ inline Quad load_weight(const float* at) {
-  const float4 w = __ldg(reinterpret_cast<const float4*>(at));
-  return {{w.x, w.y, w.z, w.w}};
-}
-
-/// The same, but not before the program comes to it: such a load would else be moved out of a loop and hold registers.
-__device__ inline Quad load_weight_late(const float* at) {
-  Quad w;
-  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(w.v[0]), "=f"(w.v[1]), "=f"(w.v[2]), "=f"(w.v[3])
-               : "l"(at));
-  return w;
+__device__ inline Pair load_weight(const float* at) {
+  const float2 w = __ldg(reinterpret_cast<const float2*>(at));
+  return {{w.x, w.y}};
 }
 
 template <class Lanes>
-__device__ void norm_row(Lanes& lanes, const Quad (&weight)[Lanes::kQuads], float eps, Quad (&x)[Lanes::kQuads]) {
+__device__ Pair norm_row(Lanes& lanes, const Pair& weight, float eps, const Pair& x) {
   const float factor = norm_factor<Lanes::kWidth>(lanes.square_sum(x), eps);
-#pragma unroll
-  for (int q = 0; q < Lanes::kQuads; ++q) {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) x[q].v[i] = x[q].v[i] * factor * weight[q].v[i];
-    x[q] = round_bf16(x[q]);
-  }
+  return round_bf16({{x.v[0] * factor * weight.v[0], x.v[1] * factor * weight.v[1]}});
 }
 
-/// Cos and sin of the two pairs in a lane's last quad.
+/// Cos and sin of a pair; not active: it is not turned.
 struct Turn {
   bool active;
-  float cos[2], sin[2];
+  float cos, sin;
 };
 
-__device__ inline Turn load_turn(const ops::RopeDesc& rope, std::int64_t position, int channel, int width) {
-  const int first = channel - (width - rope.rope_dim), pairs = rope.rope_dim / 2;
-  Turn turn{first >= 0, {}, {}};
+/// rope_angle, with loads as wide as they can be.
+__device__ inline Turn load_turn(const ops::RopeDesc& rope, int position, int channel, int width) {
+  const int first = channel - (width - rope.rope_dim), pairs = rope.rope_dim / kPair;
+  Turn turn{first >= 0, 0.0f, 0.0f};
   if (!turn.active) return turn;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (rope.cos != nullptr) {
-      turn.cos[i] = rope.cos[position * pairs + first / 2 + i];
-      turn.sin[i] = rope.sin[position * pairs + first / 2 + i];
-    } else {
-      rope_angle(rope.angles, position, first / 2 + i, &turn.cos[i], &turn.sin[i]);
-    }
+  if (rope.cos != nullptr) {
+    turn.cos = rope.cos[std::int64_t{position} * pairs + first / kPair];
+    turn.sin = rope.sin[std::int64_t{position} * pairs + first / kPair];
+  } else {
+    const auto angle = [&](const double* table, int row) {
+      return __ldg(reinterpret_cast<const double2*>(table) + row * rope.angles.pairs + first / kPair);
+    };
+    const double2 a = angle(rope.angles.high, position >> RopeAngles::kLowBits);
+    const double2 b = angle(rope.angles.low, position & ((1 << RopeAngles::kLowBits) - 1));
+    turn.cos = static_cast<float>(__fma_rn(a.x, b.x, -__dmul_rn(a.y, b.y)));
+    turn.sin = static_cast<float>(__fma_rn(a.y, b.x, __dmul_rn(a.x, b.y)));
   }
   return turn;
 }
 
-__device__ inline void rotate(const Turn& turn, Quad& x) {
-  if (!turn.active) return;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float a = x.v[2 * i], b = x.v[2 * i + 1];
-    x.v[2 * i] = codec::fused(a, turn.cos[i], -(b * turn.sin[i]));
-    x.v[2 * i + 1] = codec::fused(b, turn.cos[i], a * turn.sin[i]);
-  }
-  x = round_bf16(x);
-}
-
-/// Of the 128 channels of a warp: strides 1 and 2 inside the lane, 4 to 64 across lanes.
-__device__ inline void hadamard_chunk(int lane, Quad& x) {
-  const float a = x.v[0] + x.v[1], b = x.v[0] - x.v[1], c = x.v[2] + x.v[3], d = x.v[2] - x.v[3];
-  x = {{a + c, b + d, a - c, b - d}};
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2)
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      const float other = __shfl_xor_sync(kAllLanes, x.v[i], step);
-      x.v[i] = (lane & step) != 0 ? other - x.v[i] : x.v[i] + other;
-    }
-  const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kChunk)));
-#pragma unroll
-  for (int i = 0; i < kQuad; ++i) x.v[i] = x.v[i] * scale;
-  x = round_bf16(x);
+/// x: bf16 values.
+__device__ inline Pair rotate(const Turn& turn, const Pair& x) {
+  if (!turn.active) return x;
+  const float a = x.v[0], b = x.v[1];
+  return round_bf16({{codec::fused(a, turn.cos, -(b * turn.sin)), codec::fused(b, turn.cos, a * turn.sin)}});
 }
 
 }  // namespace kv4::cuda

@@ -7,7 +7,7 @@
 
 namespace kv4::cuda {
 
-constexpr int kWindowWidth = 512, kOctets = 2, kOctetChannels = 8;
+constexpr int kOctets = 2, kOctetChannels = 8;
 constexpr int kOctetStride = kWarp * kOctetChannels;  // channels between a lane's octets
 
 struct OctetBits {
@@ -15,18 +15,6 @@ struct OctetBits {
 };
 
 __device__ inline int octet_channel(int lane, int octet) { return octet * kOctetStride + lane * kOctetChannels; }
-
-// --- input
-
-__device__ inline OctetBits load_octet(const Bf16* at) {
-  const RawQuad q = load_raw(reinterpret_cast<const float*>(at));  // 16 bytes, whatever they are
-  return {{q.w[0], q.w[1], q.w[2], q.w[3]}};
-}
-
-__device__ inline OctetBits load_octet(const float* at) {
-  const Quad a = values<float>(load_raw(at)), b = values<float>(load_raw(at + kQuad));
-  return {{bf16_pair(a.v[0], a.v[1]), bf16_pair(a.v[2], a.v[3]), bf16_pair(b.v[0], b.v[1]), bf16_pair(b.v[2], b.v[3])}};
-}
 
 __device__ inline void octet_values(const OctetBits& o, float (&x)[kOctetChannels]) {
 #pragma unroll
@@ -38,8 +26,25 @@ __device__ inline void octet_values(const OctetBits& o, float (&x)[kOctetChannel
 
 // --- norm and rotation of a row that comes straight from the projection
 
-__device__ inline void finish_projection(const ops::FrontEndDesc& f, int lane, int position,
-                                         OctetBits (&row)[kOctets]) {
+__device__ inline Quad load_weights(const float* at) {
+  const float4 w = __ldg(reinterpret_cast<const float4*>(at));
+  return {{w.x, w.y, w.z, w.w}};
+}
+
+/// The same, but not before the program comes to it: they are in the first-level cache, and their registers are better
+/// spent on more warps.
+__device__ inline Quad load_weights_late(const float* at) {
+  Quad w;
+  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(w.v[0]), "=f"(w.v[1]), "=f"(w.v[2]), "=f"(w.v[3])
+               : "l"(at));
+  return w;
+}
+
+/// weights(octet, half): 4 of them.
+template <class Weights>
+__device__ void finish_projection(const ops::FrontEndDesc& f, Weights weights, int lane, int position,
+                                  OctetBits (&row)[kOctets]) {
   float x[kOctets][kOctetChannels], sum[kOctets];
 #pragma unroll
   for (int j = 0; j < kOctets; ++j) {
@@ -51,24 +56,23 @@ __device__ inline void finish_projection(const ops::FrontEndDesc& f, int lane, i
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) sum[j] += __shfl_xor_sync(kAllLanes, sum[j], step);
   }
-  const float factor = norm_factor<kWindowWidth>(sum[0] + sum[1], f.eps);
-  const int first_turned = kWindowWidth - f.rope.rope_dim;
+  const float factor = norm_factor<kRowWidth>(sum[0] + sum[1], f.eps);
 #pragma unroll
-  for (int j = 0; j < kOctets; ++j) {
-    const int channel = octet_channel(lane, j);
+  for (int j = 0; j < kOctets; ++j)
 #pragma unroll
-    for (int h = 0; h < kOctetChannels; h += kQuad) {
-      const Quad w = load_weight(f.norm_weight + channel + h);
-      Quad y;
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) y.v[i] = x[j][h + i] * factor * w.v[i];
-      if (channel >= first_turned) {
-        y = round_bf16(y);
-        rotate(load_turn(f.rope, position, channel + h, kWindowWidth), y);
-      }
-      row[j].pair[h / 2] = bf16_pair(y.v[0], y.v[1]);
-      row[j].pair[h / 2 + 1] = bf16_pair(y.v[2], y.v[3]);
+    for (int h = 0; h < 2; ++h) {
+      const Quad w = weights(j, h);
+      const float* y = x[j] + 4 * h;
+      row[j].pair[2 * h] = bf16_pair(y[0] * factor * w.v[0], y[1] * factor * w.v[1]);
+      row[j].pair[2 * h + 1] = bf16_pair(y[2] * factor * w.v[2], y[3] * factor * w.v[3]);
     }
+  const int channel = octet_channel(lane, kOctets - 1);  // what is turned lies in the last octets
+  if (channel < kRowWidth - f.rope.rope_dim) return;
+#pragma unroll
+  for (int i = 0; i < kOctetChannels / kPair; ++i) {
+    std::uint32_t& pair = row[kOctets - 1].pair[i];
+    const Pair y = rotate(load_turn(f.rope, position, channel + i * kPair, kRowWidth), pair_values(pair));
+    pair = bf16_pair(y.v[0], y.v[1]);
   }
 }
 
@@ -110,8 +114,8 @@ __device__ float max_over_lanes(float x) {
 }
 
 __device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane, const OctetBits (&row)[kOctets]) {
+  constexpr int body = kRowWidth - kRowTail;
   WindowBits out;
-  const int body = rows.shape.width - rows.shape.tail;
   if (rows.format == Format::bf16) {
 #pragma unroll
     for (int j = 0; j < kOctets; ++j) out.payload[j] = bf16_octet(row[j]);
@@ -150,7 +154,7 @@ __device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane,
 
 __device__ inline void store_window(const ops::RowPlanes& rows, int lane, const WindowBits& bits, std::uint8_t* payload,
                                     std::uint8_t* scale) {
-  const int body = rows.format == Format::bf16 ? 0 : rows.shape.width - rows.shape.tail;
+  const int body = rows.format == Format::bf16 ? 0 : kRowWidth - kRowTail;
 #pragma unroll
   for (int j = 0; j < kOctets; ++j) {
     const int channel = octet_channel(lane, j);
@@ -169,24 +173,21 @@ __device__ inline void store_window(const ops::RowPlanes& rows, int lane, const 
 // --- the row that is overwritten
 
 /// The row that a token written in place overwrites, if the image before the step holds it (WindowDesc::displaced). In
-/// words, because displaced rows are packed. Run again, the row is kept already.
+/// words, because displaced rows are packed. Run again, the row is kept already. kAhead: asked for at once, not when it
+/// is kept.
+template <bool kAhead>
 class DisplacedRow {
  public:
   __device__ DisplacedRow(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r, int lane)
       : w_(w), slot_(r.write_slot), lost_(r.position - w.rows), lane_(lane) {
     due_ = r.in_place() && lost_ >= 0 && lost_ == r.length - window_tokens;
-    if (!due_) return;
-    kept_ = w.displaced_position(slot_);
-    const std::uint32_t* payload = words(w.ring.payload.at(slot_, r.position % w.rows));
-#pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      if (i * kWarp + lane < payload_words()) payload_[i] = payload[i * kWarp + lane];
-    if (lane < scale_words()) scale_ = words(w.ring.scale.at(slot_, r.position % w.rows))[lane];
+    if (kAhead && due_) load();
   }
 
   /// Before the new row is stored.
-  __device__ void keep() const {
+  __device__ void keep() {
     if (!due_) return;
+    if (!kAhead) load();
     if (kept_ != lost_) {
       std::uint32_t* payload = words(w_.displaced.payload.at(slot_, 0));
 #pragma unroll
@@ -199,7 +200,17 @@ class DisplacedRow {
   }
 
  private:
-  static constexpr int kWords = 2 * kWindowWidth / 4 / kWarp;  // of the longest payload, all bf16
+  static constexpr int kWords = 2 * kRowWidth / 4 / kWarp;  // of the longest payload, all bf16
+
+  __device__ void load() {
+    kept_ = w_.displaced_position(slot_);
+    const int row = lost_ % w_.rows;
+    const std::uint32_t* payload = words(w_.ring.payload.at(slot_, row));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      if (i * kWarp + lane_ < payload_words()) payload_[i] = payload[i * kWarp + lane_];
+    if (lane_ < scale_words()) scale_ = words(w_.ring.scale.at(slot_, row))[lane_];
+  }
 
   __device__ int payload_words() const { return static_cast<int>(w_.ring.payload.row_stride / 4); }
   __device__ int scale_words() const { return static_cast<int>(w_.ring.scale.row_stride / 4); }
@@ -212,39 +223,123 @@ class DisplacedRow {
   std::uint32_t payload_[kWords] = {}, scale_ = 0;
 };
 
-/// Warp `warp` of `warps`: every warps-th token. A token's input does not depend on its record, so both are under way
-/// while the token before is encoded. The row goes into the ring; in a long step also into the scratch, because the
-/// ring keeps only the last rows.
+/// What is known of a lane's part in all rows.
 template <class In>
-__device__ void append_window(const ops::AppendParams& p, int warp, int warps) {
-  const int lane = threadIdx.x % kWarp;
-  const ops::WindowDesc& w = p.layer.window;
-  OctetBits row[kOctets], next[kOctets];
-  ops::StepRecord r, next_record;
-  const auto ask = [&](int token) {
-    if (token >= p.step.num_tokens) return;
-    const In* at = static_cast<const In*>(p.window_rows.data) + token * p.window_rows.row_stride;
-    next_record = load_record(p.step.tokens + token);
+struct WindowLane {
+  static constexpr int kWordBytes = 16, kWords = kOctets * kOctetChannels * sizeof(In) / kWordBytes;
+
+  const ops::AppendParams& p;
+  int lane;
+
+  /// Where word i of a token's input lies: words of an octet are neighbours.
+  __device__ const void* input(int token, int i) const {
+    constexpr int kOctetWords = kWords / kOctets, kWordChannels = kOctetChannels / kOctetWords;
+    return static_cast<const In*>(p.window_rows.data) + token * p.window_rows.row_stride +
+           octet_channel(lane, i / kOctetWords) + i % kOctetWords * kWordChannels;
+  }
+
+  __device__ static void octets(const Words<4> (&in)[kWords], OctetBits (&row)[kOctets]) {
 #pragma unroll
-    for (int j = 0; j < kOctets; ++j) next[j] = load_octet(at + octet_channel(lane, j));
-  };
-  ask(warp);
-  for (int token = warp; token < p.step.num_tokens; token += warps) {
-    r = next_record;
-#pragma unroll
-    for (int j = 0; j < kOctets; ++j) row[j] = next[j];
-    ask(token + warps);
-    if (r.padded()) continue;
-    const DisplacedRow displaced(w, p.layer.window_tokens, r, lane);
-    if (p.front_end.norm_weight != nullptr) finish_projection(p.front_end, lane, r.position, row);
-    const WindowBits bits = encode_window(w.ring, lane, row);
-    displaced.keep();
+    for (int j = 0; j < kOctets; ++j) {
+      if constexpr (std::is_same_v<In, Bf16>) {
+        row[j] = {{in[j].w[0], in[j].w[1], in[j].w[2], in[j].w[3]}};
+      } else {
+        const auto pair = [](const Words<4>& q, int i) {
+          return bf16_pair(codec::bits_float(q.w[i]), codec::bits_float(q.w[i + 1]));
+        };
+        row[j] = {{pair(in[2 * j], 0), pair(in[2 * j], 2), pair(in[2 * j + 1], 0), pair(in[2 * j + 1], 2)}};
+      }
+    }
+  }
+
+  /// The row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
+  __device__ void store(const ops::StepRecord& r, int token, const WindowBits& bits) const {
+    const ops::WindowDesc& w = p.layer.window;
     if (!r.in_place()) store_window(w.ring, lane, bits, w.scratch.payload.at(0, token), w.scratch.scale.at(0, token));
     if (r.in_place() || r.position >= r.end() - w.rows) {
       const int at = r.position % w.rows;
       store_window(w.ring, lane, bits, w.ring.payload.at(r.write_slot, at), w.ring.scale.at(r.write_slot, at));
     }
   }
+};
+
+/// One token of a decode. Its input does not depend on its record, so both are asked for together.
+template <bool kProjection, class In>
+__device__ void append_window_row(const ops::AppendParams& p, int token) {
+  const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
+  const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
+  Quad weight[kOctets][2];
+  if constexpr (kProjection) {
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) weight[j][h] = load_weights(weights + j * kOctetStride + h * 4);
+  }
+  wait_for_previous();
+  if (token >= p.step.num_tokens) return;
+  const ops::StepRecord r = load_record(p.step.tokens + token);
+  Words<4> in[WindowLane<In>::kWords];
+#pragma unroll
+  for (int i = 0; i < WindowLane<In>::kWords; ++i) in[i] = load_words<4>(mine.input(token, i));
+  if (r.padded()) return;
+  DisplacedRow<true> displaced(p.layer.window, p.layer.window_tokens, r, mine.lane);
+  OctetBits row[kOctets];
+  mine.octets(in, row);
+  if constexpr (kProjection)
+    finish_projection(
+        p.front_end, [&](int j, int h) { return weight[j][h]; }, mine.lane, r.position, row);
+  const WindowBits bits = encode_window(p.layer.window.ring, mine.lane, row);
+  displaced.keep();
+  mine.store(r, token, bits);
+}
+
+constexpr int kWindowAhead = 4;  // rows under way
+
+/// Every warps-th token of a prefill. stage: shared [warps of the block, kWindowAhead, kWords, 32] of 16 bytes.
+template <bool kProjection, class In>
+__device__ void append_window_rows(const ops::AppendParams& p, void* stage, int warp, int warps) {
+  constexpr int kWords = WindowLane<In>::kWords;
+  const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
+  const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
+  const Words<4>* slots =
+      static_cast<const Words<4>*>(stage) + threadIdx.x / kWarp * kWindowAhead * kWords * kWarp + mine.lane;
+  const unsigned slots_at = static_cast<unsigned>(__cvta_generic_to_shared(slots));
+  const auto ask = [&](int token, int slot) {
+    if (token < p.step.num_tokens) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i)
+        copy_ahead<16>(slots_at + (slot * kWords + i) * kWarp * sizeof(Words<4>), mine.input(token, i));
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(p.step.tokens + token));
+    }
+    close_batch();
+  };
+  for (int i = 0; i < kWindowAhead - 1; ++i) ask(warp + i * warps, i);
+  for (int token = warp, slot = 0; token < p.step.num_tokens; token += warps, slot = (slot + 1) % kWindowAhead) {
+    ask(token + (kWindowAhead - 1) * warps, (slot + kWindowAhead - 1) % kWindowAhead);
+    const ops::StepRecord r = load_record(p.step.tokens + token);
+    wait_for_batch<kWindowAhead - 1>();
+    if (r.padded()) continue;
+    Words<4> in[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) in[i] = slots[(slot * kWords + i) * kWarp];
+    OctetBits row[kOctets];
+    mine.octets(in, row);
+    if constexpr (kProjection) {
+      const auto weight = [&](int j, int h) { return load_weights_late(weights + j * kOctetStride + h * 4); };
+      finish_projection(p.front_end, weight, mine.lane, r.position, row);
+    }
+    const WindowBits bits = encode_window(p.layer.window.ring, mine.lane, row);
+    DisplacedRow<false>(p.layer.window, p.layer.window_tokens, r, mine.lane).keep();
+    mine.store(r, token, bits);
+  }
+}
+
+/// Calls f with an input's element and whether rows are projections.
+template <class F>
+__device__ void with_window_input(const ops::AppendParams& p, F&& f) {
+  const bool f32 = p.window_rows.dtype == DType::f32;
+  if (p.front_end.norm_weight != nullptr) return f32 ? f(float{}, std::true_type{}) : f(Bf16{}, std::true_type{});
+  return f32 ? f(float{}, std::false_type{}) : f(Bf16{}, std::false_type{});
 }
 
 }  // namespace kv4::cuda
