@@ -56,19 +56,23 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       block -= grid.blocks[k];
     }
   }
-  with_window_input(p, [&](auto element, auto projection) {
-    append_window_row<projection.value, decltype(element)>(p,
-                                                           block * kBlockWarps + static_cast<int>(threadIdx.x) / kWarp);
+  const int token = block * kBlockWarps + static_cast<int>(threadIdx.x) / kWarp;
+  with_window_input(p, [&](auto element, auto projection, auto format) {
+    append_window_row<projection.value, decltype(element)>(p, format, token);
   });
 }
 
-// Thread blocks that share an SM.
-constexpr int blocks_per_sm(Compression compression) {
-  return compression == Compression::none ? 3 : compression == Compression::overlap ? 3 : 2;
+// Thread blocks that share an SM: as many as registers allow.
+constexpr int blocks_per_sm(Compression compression, bool mixed_types) {
+  return compression == Compression::open || mixed_types ? 2 : 3;
 }
+template <Compression kCompression, class In, class Pending>
+constexpr int kBlocksPerSm = blocks_per_sm(kCompression, sizeof(In) != sizeof(Pending));
 
-// Of rows under way: two entries' (overlap), the window's.
-constexpr int kStageBytes = 2 * 2 * kOverlapRows * kBlockThreads * static_cast<int>(sizeof(RawPair));
+// Of rows under way: two entries' (overlap), some of one's (open), the window's.
+constexpr int kStageRowBytes = 2 * stage_row_bytes(kBlockThreads);
+constexpr int kStageBytes = 2 * kOverlapRows * kStageRowBytes;
+static_assert(kStageBytes >= kOpenBatches * kOpenBatch * kStageRowBytes);
 static_assert(kStageBytes >= kBlockWarps * kWindowAhead * kRowWidth * static_cast<int>(sizeof(float)));
 
 /// The largest odd number that is not above n: see TokenWalk.
@@ -76,16 +80,17 @@ constexpr int odd(int n) { return (n - 1) | 1; }
 
 // A prefill, bound by the bytes of its inputs, each read once. Every thread block takes its share of every role.
 template <Compression kCompression, class In, class Pending>
-__global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(kCompression))
+__global__ void __launch_bounds__(kBlockThreads, (kBlocksPerSm<kCompression, In, Pending>))
     prefill_kernel(const __grid_constant__ ops::AppendParams p, int num_kinds) {
-  extern __shared__ __align__(16) RawPair stage[];
+  extern __shared__ __align__(16) std::uint8_t stage[];
   __shared__ RowsShared shared;
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  let_next_start();
   wait_for_previous();
   if constexpr (kCompression != Compression::none) {
     for (int k = 0; k < num_kinds; ++k) {
       if constexpr (kCompression == Compression::open) {
-        OpenSpans<false, In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(block, odd(blocks));
+        OpenSpans<false, In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(stage, block, odd(blocks));
       } else if (holds_entries(p.layer.kinds[k])) {
         OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(stage, block, odd(blocks));
       } else {
@@ -96,9 +101,9 @@ __global__ void __launch_bounds__(kBlockThreads, blocks_per_sm(kCompression))
       __syncthreads();
     }
   }
-  with_window_input(p, [&](auto element, auto projection) {
+  with_window_input(p, [&](auto element, auto projection, auto format) {
     append_window_rows<projection.value, decltype(element)>(
-        p, stage, static_cast<int>(threadIdx.x) / kWarp * blocks + block, kBlockWarps * blocks);
+        p, format, stage, static_cast<int>(threadIdx.x) / kWarp * blocks + block, kBlockWarps * blocks);
   });
 }
 
@@ -194,7 +199,7 @@ cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream
   const auto kernel = prefill_kernel<kCompression, In, Pending>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes);
   if (error != cudaSuccess) return error;
-  const int blocks = std::min(p.step.num_tokens, blocks_per_sm(kCompression) * num_multiprocessors());
+  const int blocks = std::min(p.step.num_tokens, kBlocksPerSm<kCompression, In, Pending> * num_multiprocessors());
   return launch<kStageBytes>(kernel, static_cast<unsigned>(blocks), kBlockThreads, stream, p, num_kinds);
 }
 

@@ -12,6 +12,8 @@
 
 namespace kv4::cuda {
 
+constexpr int kOpenBatch = 4, kOpenBatches = 4;  // rows under way of a span in the inputs
+
 template <bool kLatency, class In, class Pending, class Lanes>
 class OpenSpans {
  public:
@@ -27,15 +29,15 @@ class OpenSpans {
     if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
   }
 
-  /// Every groups-th token of a prefill.
-  __device__ void run(int group, int groups) {
+  /// Every groups-th token of a prefill. stage: shared [kBatches, kBatch, kv and gate, kRowBytes].
+  __device__ void run(const std::uint8_t* stage, int group, int groups) {
     const int ratio = kind_.ratio, rows = kind_.pending.rows;
     TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return wanted(r); });
     for (int token = walk.next(); token != walk.kNone; token = walk.next()) {
       const ops::StepRecord r = load_record(p_.step.tokens + token);
       const int begin = r.position + 1 - ratio;
-      if (!r.in_place() && begin >= r.length && r.position < r.end() - max(rows, 1) && ratio % kAhead == 0) {
-        pool_inputs(r, begin);
+      if (!r.in_place() && begin >= r.length && r.position < r.end() - max(rows, 1) && ratio % kBatch == 0) {
+        pool_inputs(stage, r, begin);
         store_entry(lanes_, p_, kind_, pool_, weight_, turn_, slot_of(r.position), r.block);
       } else {
         close_spans(r, Source(p_, k_, r, channel_));
@@ -47,8 +49,9 @@ class OpenSpans {
   using Source = SourceRows<In, Pending>;
   static constexpr int kWidth = Lanes::kWidth;
   static constexpr int kNever = -1;
-  // Rows under way: of a span in the inputs, of any other.
-  static constexpr int kAhead = 8, kFoldAhead = kLatency ? 8 : 4;
+  static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
+  static constexpr int kBatch = kOpenBatch, kBatches = kOpenBatches;
+  static constexpr int kFoldAhead = kLatency ? 8 : 4;  // rows under way of any other span
 
   __device__ bool wanted(const ops::StepRecord& r) const {
     if (r.in_place()) return r.position == r.length;
@@ -59,36 +62,45 @@ class OpenSpans {
   __device__ int slot_of(int position) const { return position % p_.step.block_tokens / kind_.ratio; }
 
   // Of a span that lies in the inputs, away from the step's end: most of a prefill. Nothing but its rows is read.
-  __device__ void pool_inputs(const ops::StepRecord& r, int begin) {
-    const ops::InputDesc &kv_in = p_.kv[k_], &gate_in = p_.gate[k_];
-    const std::int64_t token = r.token_of(begin);
-    const In* kv = static_cast<const In*>(kv_in.data) + token * kv_in.row_stride + channel_;
-    const In* gate = static_cast<const In*>(gate_in.data) + token * gate_in.row_stride + channel_;
+  __device__ void pool_inputs(const std::uint8_t* stage, const ops::StepRecord& r, int begin) {
+    constexpr int kBatchBytes = kBatch * 2 * kRowBytes, kPairBytes = kPair * static_cast<int>(sizeof(In));
+    InputCopies<In, kRowBytes> inputs(p_.kv[k_], p_.gate[k_], r.token_of(begin), channel_);
+    const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
+    int left = kind_.ratio / kBatch, asked = 0;  // batches not asked for; of the stage, the next
+    const auto ask_next = [&] {
+      __syncwarp();  // all have read what lay there
+      if (left-- > 0) inputs.template ask<kBatch>(stage_at + asked * kBatchBytes, 0);
+      close_batch();
+      asked = (asked + 1) % kBatches;
+    };
+    for (int i = 0; i < kBatches - 1; ++i) ask_next();
     const float* bias_at = kind_.bias + channel_;
-    RawRow rows[kAhead];
-    Pair bias[kAhead];
-    const auto ask_next = [&](int i) {
-      rows[i] = {load_raw(kv), load_raw(gate)};
-      bias[i] = load_weight(bias_at);
-      kv += kv_in.row_stride;
-      gate += gate_in.row_stride;
-      bias_at += kWidth;
-    };
-    const auto value = [](const RawPair& raw) {
-      const Pair x = values<In>(raw);
-      return std::is_same_v<In, float> && std::is_same_v<Pending, Bf16> ? round_bf16(x) : x;
-    };
+    Pair bias[kBatch];
+    const auto load_biases = [&] {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) ask_next(i);
+      for (int i = 0; i < kBatch; ++i) bias[i] = load_weight(bias_at + i * kWidth);
+      bias_at += kBatch * kWidth;
+    };
+    load_biases();
     turn_ = load_turn(p_.rope, begin, channel_, kWidth);
     clear(pool_);
-    for (int left = kind_.ratio; left > 0; left -= kAhead) {
+    const std::uint8_t* mine = stage + stage_offset(kPairBytes);
+    for (int done = 0; done < kind_.ratio; done += kBatch) {
+      ask_next();
+      wait_for_batch<kBatches - 1>();
+      __syncwarp();
+      Pair now[kBatch];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        pool_pair(pool_, value(rows[i].gate), bias[i], value(rows[i].kv));
-        if (left > kAhead) ask_next(i);
-      }
+      for (int i = 0; i < kBatch; ++i) now[i] = bias[i];
+      if (done + kBatch < kind_.ratio) load_biases();
+      const std::uint8_t* at = mine + asked * kBatchBytes;  // the oldest
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i, at += 2 * kRowBytes)
+        pool_pair(pool_, Source::read(read_stage(at + kRowBytes, kPairBytes), false), now[i],
+                  Source::read(read_stage(at, kPairBytes), false));
     }
+    wait_for_batch<0>();
+    __syncwarp();
   }
 
   // Of the whole request in place, else of one token.

@@ -54,10 +54,10 @@ class OverlapSpans {
   }
 
   /// Every groups-th token of a prefill, bound by the bytes of its inputs, each read once: the rows of an entry are
-  /// under way while the one before is made. stage: shared [2, 2 * kOverlapRows, kThreads].
-  __device__ void run(RawPair* stage, int group, int groups) {
-    const RawPair* mine = stage + threadIdx.x;
-    const unsigned mine_at = static_cast<unsigned>(__cvta_generic_to_shared(mine));
+  /// under way while the one before is made. stage: shared
+  /// [2, kOverlapRows, kv and gate, kRowBytes].
+  __device__ void run(const std::uint8_t* stage, int group, int groups) {
+    const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
     const Modulus block_tokens(p_.step.block_tokens);
     int half = 0, position = kNone, length = 0, block = 0;  // of the entry under way
     TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return closes(r) || stays(r); });
@@ -68,15 +68,17 @@ class OverlapSpans {
         r = load_record(p_.step.tokens + token);
         if (stays(r)) keep(r);
         if (!closes(r)) continue;
-        ask(r, mine_at + place(half, 0) * sizeof(RawPair));
+        ask(r, stage_at + place(half, 0));
       }
       close_batch();
       wait_for_batch<1>();
+      __syncwarp();  // the other lanes' copies, too
       if (position != kNone) {
         const Turn turn = load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
         finish(position, length, block_tokens.rest(position), block, turn, [&](int i) {
-          const RawPair* at = mine + place(half ^ 1, i);
-          return RawRow{at[0], at[kThreads]};
+          const int pair = pair_bytes(position + 1 - kOverlapRows + i < length);
+          const std::uint8_t* at = stage + place(half ^ 1, i) + stage_offset(pair);
+          return RawRow{read_stage(at, pair), read_stage(at + kRowBytes, pair)};
         });
       }
       if (token == kNone) return;
@@ -90,10 +92,14 @@ class OverlapSpans {
  private:
   using Source = SourceRows<In, Pending>;
   static constexpr int kWidth = Lanes::kWidth, kNone = -1;
-  static constexpr int kThreads = Lanes::kRows * Lanes::kWarps * kWarp;  // of the thread block
+  static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
 
-  /// Where a row of the stage lies: kv, then gate.
-  __device__ static constexpr int place(int half, int i) { return (half * kOverlapRows + i) * 2 * kThreads; }
+  /// Where a kv row of the stage lies; its gate row follows.
+  __device__ static constexpr int place(int half, int i) { return (half * kOverlapRows + i) * 2 * kRowBytes; }
+
+  __device__ static int pair_bytes(bool stored) {
+    return kPair * static_cast<int>(stored ? sizeof(Pending) : sizeof(In));
+  }
 
   __device__ void keep(const ops::StepRecord& r) const {
     const Source source(p_, k_, r, channel_);
@@ -102,29 +108,21 @@ class OverlapSpans {
     source.store(source.load_input(r.position, kWidth), ring_row, kWidth);
   }
 
-  /// An entry's rows. to: shared address of the thread's part of half a stage.
+  /// An entry's rows. to: shared address of half a stage.
   __device__ void ask(const ops::StepRecord& r, unsigned to) const {
-    constexpr unsigned kBytes = sizeof(RawPair);
     const int begin = r.position + 1 - kOverlapRows;
     if (begin >= r.length) {  // most of a prefill: nothing but inputs
-      const ops::InputDesc &kv_in = p_.kv[k_], &gate_in = p_.gate[k_];
-      const std::int64_t token = r.token_of(begin);
-      const In* kv = static_cast<const In*>(kv_in.data) + token * kv_in.row_stride + channel_;
-      const In* gate = static_cast<const In*>(gate_in.data) + token * gate_in.row_stride + channel_;
-#pragma unroll
-      for (int i = 0; i < kOverlapRows; ++i) {
-        copy_ahead<kPair * sizeof(In)>(to + place(0, i) * kBytes, kv + column(i));
-        copy_ahead<kPair * sizeof(In)>(to + (place(0, i) + kThreads) * kBytes, gate + column(i));
-        kv += kv_in.row_stride;
-        gate += gate_in.row_stride;
-      }
+      InputCopies<In, kRowBytes> inputs(p_.kv[k_], p_.gate[k_], r.token_of(begin), channel_);
+      inputs.template ask<kOverlapRatio>(to, 0);
+      inputs.template ask<kOverlapRatio>(to + place(0, kOverlapRatio), kWidth);
     } else {
       const Source source(p_, k_, r, channel_);
       const int ring_row = ring_row_of(r);
 #pragma unroll 1
-      for (int i = begin >= 0 ? 0 : kOverlapRatio; i < kOverlapRows; ++i)
-        source.copy(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i), to + place(0, i) * kBytes,
-                    to + (place(0, i) + kThreads) * kBytes);
+      for (int i = begin >= 0 ? 0 : kOverlapRatio; i < kOverlapRows; ++i) {
+        const unsigned at = to + place(0, i) + stage_offset(pair_bytes(begin + i < r.length));
+        source.copy(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i), at, at + kRowBytes);
+      }
     }
   }
 

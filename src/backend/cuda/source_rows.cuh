@@ -72,21 +72,69 @@ __device__ void store_pair(T* at, const Pair& x) {
   }
 }
 
-// --- pairs on their way into shared memory, where they hold no registers. Each thread reads only what it asked for, so
-// nothing but its own copies need be waited for.
+// --- rows on their way into shared memory, where they hold no registers
 
-/// to: shared address.
+/// to: shared address. 16 bytes at once pass the first-level cache by.
 template <int kBytes>
 __device__ void copy_ahead(unsigned to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  }
 }
 /// Ends a batch of copies.
 __device__ inline void close_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Waits for all batches but the last kMore.
+/// Waits for all of the thread's batches but the last kMore.
 template <int kMore>
 __device__ void wait_for_batch() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kMore) : "memory");
 }
+
+/// Rows in shared memory: kv, then gate, stage_row_bytes each; every warp has its part of a row, whatever type it is
+/// of.
+constexpr int stage_row_bytes(int threads) { return threads * static_cast<int>(sizeof(RawPair)); }
+
+__device__ inline int stage_offset(int pair_bytes) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  return (thread - lane) * static_cast<int>(sizeof(RawPair)) + lane * pair_bytes;
+}
+
+__device__ inline RawPair read_stage(const std::uint8_t* at, int pair_bytes) {
+  if (pair_bytes == sizeof(RawPair)) return *reinterpret_cast<const RawPair*>(at);
+  return {{*reinterpret_cast<const std::uint32_t*>(at), 0}};
+}
+
+/// Consecutive rows of the inputs on their way there, 16 bytes at a time: a copy brings the pairs of kSharers lanes,
+/// who take turns at kv, gate and rows. Readers wait for the batch, then for the warp.
+template <class In, int kRowBytes>
+class InputCopies {
+ public:
+  __device__ InputCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, std::int64_t token, int channel) {
+    const int turn = static_cast<int>(threadIdx.x) % kSharers, first = turn / 2;
+    const ops::InputDesc& in = turn % 2 == 0 ? kv : gate;
+    from_ = static_cast<const In*>(in.data) + (token + first) * in.row_stride + channel - turn * kPair;
+    step_ = kSharers / 2 * in.row_stride;
+    offset_ = first * 2 * kRowBytes + turn % 2 * kRowBytes + stage_offset(kPair * sizeof(In)) -
+              turn * kPair * static_cast<int>(sizeof(In));
+  }
+
+  /// The next kRows rows. to: shared address; column: see SourceRows.
+  template <int kRows>
+  __device__ void ask(unsigned to, int column) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kSharers / 2) {
+      copy_ahead<16>(to + offset_ + i * 2 * kRowBytes, from_ + column);
+      from_ += step_;
+    }
+  }
+
+ private:
+  static constexpr int kSharers = 16 / (kPair * static_cast<int>(sizeof(In)));
+  const In* from_;
+  std::int64_t step_;
+  int offset_;
+};
 
 // --- records
 

@@ -100,6 +100,14 @@ __device__ inline uint4 bf16_octet(const OctetBits& o) {
   return make_uint4(pair(o.pair[0]), pair(o.pair[1]), pair(o.pair[2]), pair(o.pair[3]));
 }
 
+/// The ring's format, read where it is asked for.
+struct RingFormat {
+  const ops::AppendParams& p;
+  __device__ operator Format() const { return p.layer.window.ring.format; }
+};
+
+// `format` below: a RingFormat or a constant.
+
 /// What a lane stores of one row.
 struct WindowBits {
   uint4 payload[kOctets];  // 8 bytes of codes or 16 of bf16
@@ -113,15 +121,16 @@ __device__ float max_over_lanes(float x) {
   return x;
 }
 
-__device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane, const OctetBits (&row)[kOctets]) {
+template <class F>
+__device__ WindowBits encode_window(F format, int lane, const OctetBits (&row)[kOctets]) {
   constexpr int body = kRowWidth - kRowTail;
   WindowBits out;
-  if (rows.format == Format::bf16) {
+  if (format == Format::bf16) {
 #pragma unroll
     for (int j = 0; j < kOctets; ++j) out.payload[j] = bf16_octet(row[j]);
     return out;
   }
-  if (rows.format == Format::fp8_tile64) {
+  if (format == Format::fp8_tile64) {
 #pragma unroll
     for (int j = 0; j < kOctets; ++j) {
       constexpr int kLanes = codec::Fp8Tile64::kTile / kOctetChannels;
@@ -140,21 +149,22 @@ __device__ inline WindowBits encode_window(const ops::RowPlanes& rows, int lane,
   const float inverse = codec::Fp8Row::inverse_scale(fminf(max_over_lanes<kWarp>(amax), codec::kBf16Max));
 #pragma unroll
   for (int j = 0; j < kOctets; ++j) {
-    float x[kOctetChannels];
-    octet_values(row[j], x);
+    std::uint32_t codes[2] = {};
 #pragma unroll
-    for (int i = 0; i < kOctetChannels; ++i) x[i] = codec::quotient(x[i], inverse);
-    out.payload[j] = octet_channel(lane, j) < body ? make_uint4(e4m3_quad({{x[0], x[1], x[2], x[3]}}, 1.0f),
-                                                                e4m3_quad({{x[4], x[5], x[6], x[7]}}, 1.0f), 0, 0)
-                                                   : bf16_octet(row[j]);
+    for (int i = 0; i < kOctetChannels / kPair; ++i) {
+      const Pair x = pair_values(row[j].pair[i]);
+      const std::uint32_t code = e4m3_pair(codec::quotient(x.v[0], inverse), codec::quotient(x.v[1], inverse));
+      codes[i / 2] |= code << (16 * (i % 2));
+    }
+    out.payload[j] = octet_channel(lane, j) < body ? make_uint4(codes[0], codes[1], 0, 0) : bf16_octet(row[j]);
     out.scale[j] = codec::float_bits(inverse);
   }
   return out;
 }
 
-__device__ inline void store_window(const ops::RowPlanes& rows, int lane, const WindowBits& bits, std::uint8_t* payload,
-                                    std::uint8_t* scale) {
-  const int body = rows.format == Format::bf16 ? 0 : kRowWidth - kRowTail;
+template <class F>
+__device__ void store_window(F format, int lane, const WindowBits& bits, std::uint8_t* payload, std::uint8_t* scale) {
+  const int body = format == Format::bf16 ? 0 : kRowWidth - kRowTail;
 #pragma unroll
   for (int j = 0; j < kOctets; ++j) {
     const int channel = octet_channel(lane, j);
@@ -164,10 +174,10 @@ __device__ inline void store_window(const ops::RowPlanes& rows, int lane, const 
     } else {
       store_word(payload + 2 * channel - body, p);
     }
-    if (rows.format == Format::fp8_tile64 && channel % codec::Fp8Tile64::kTile == 0)
+    if (format == Format::fp8_tile64 && channel % codec::Fp8Tile64::kTile == 0)
       scale[channel / codec::Fp8Tile64::kTile] = static_cast<std::uint8_t>(bits.scale[j]);
   }
-  if (rows.format == Format::fp8_row && lane == 0) store_word(scale, bits.scale[0]);
+  if (format == Format::fp8_row && lane == 0) store_word(scale, bits.scale[0]);
 }
 
 // --- the row that is overwritten
@@ -253,19 +263,23 @@ struct WindowLane {
   }
 
   /// The row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
-  __device__ void store(const ops::StepRecord& r, int token, const WindowBits& bits) const {
+  template <class F>
+  __device__ void store(F format, const ops::StepRecord& r, int token, const WindowBits& bits) const {
     const ops::WindowDesc& w = p.layer.window;
-    if (!r.in_place()) store_window(w.ring, lane, bits, w.scratch.payload.at(0, token), w.scratch.scale.at(0, token));
-    if (r.in_place() || r.position >= r.end() - w.rows) {
-      const int at = r.position % w.rows;
-      store_window(w.ring, lane, bits, w.ring.payload.at(r.write_slot, at), w.ring.scale.at(r.write_slot, at));
-    }
+    const auto put = [&](const ops::RowPlanes& rows, int slot, int row) {
+      const auto at = [=](const ops::Plane& plane) {
+        return plane.data + slot * plane.block_stride + std::int64_t{row} * static_cast<int>(plane.row_stride);
+      };
+      store_window(format, lane, bits, at(rows.payload), at(rows.scale));
+    };
+    if (!r.in_place()) put(w.scratch, 0, token);
+    if (r.in_place() || r.position >= r.end() - w.rows) put(w.ring, r.write_slot, r.position % w.rows);
   }
 };
 
 /// One token of a decode. Its input does not depend on its record, so both are asked for together.
-template <bool kProjection, class In>
-__device__ void append_window_row(const ops::AppendParams& p, int token) {
+template <bool kProjection, class In, class F>
+__device__ void append_window_row(const ops::AppendParams& p, F format, int token) {
   const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
   const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
   Quad weight[kOctets][2];
@@ -288,16 +302,16 @@ __device__ void append_window_row(const ops::AppendParams& p, int token) {
   if constexpr (kProjection)
     finish_projection(
         p.front_end, [&](int j, int h) { return weight[j][h]; }, mine.lane, r.position, row);
-  const WindowBits bits = encode_window(p.layer.window.ring, mine.lane, row);
+  const WindowBits bits = encode_window(format, mine.lane, row);
   displaced.keep();
-  mine.store(r, token, bits);
+  mine.store(format, r, token, bits);
 }
 
 constexpr int kWindowAhead = 4;  // rows under way
 
 /// Every warps-th token of a prefill. stage: shared [warps of the block, kWindowAhead, kWords, 32] of 16 bytes.
-template <bool kProjection, class In>
-__device__ void append_window_rows(const ops::AppendParams& p, void* stage, int warp, int warps) {
+template <bool kProjection, class In, class F>
+__device__ void append_window_rows(const ops::AppendParams& p, F format, void* stage, int warp, int warps) {
   constexpr int kWords = WindowLane<In>::kWords;
   const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
   const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
@@ -309,7 +323,7 @@ __device__ void append_window_rows(const ops::AppendParams& p, void* stage, int 
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
         copy_ahead<16>(slots_at + (slot * kWords + i) * kWarp * sizeof(Words<4>), mine.input(token, i));
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(p.step.tokens + token));
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(p.step.tokens + token));  // its record
     }
     close_batch();
   };
@@ -328,18 +342,27 @@ __device__ void append_window_rows(const ops::AppendParams& p, void* stage, int 
       const auto weight = [&](int j, int h) { return load_weights_late(weights + j * kOctetStride + h * 4); };
       finish_projection(p.front_end, weight, mine.lane, r.position, row);
     }
-    const WindowBits bits = encode_window(p.layer.window.ring, mine.lane, row);
+    const WindowBits bits = encode_window(format, mine.lane, row);
     DisplacedRow<false>(p.layer.window, p.layer.window_tokens, r, mine.lane).keep();
-    mine.store(r, token, bits);
+    mine.store(format, r, token, bits);
   }
 }
 
-/// Calls f with an input's element and whether rows are projections.
+/// Calls f with an input's element, whether rows are projections, and the ring's format: a type where it is the usual
+/// one.
 template <class F>
 __device__ void with_window_input(const ops::AppendParams& p, F&& f) {
-  const bool f32 = p.window_rows.dtype == DType::f32;
-  if (p.front_end.norm_weight != nullptr) return f32 ? f(float{}, std::true_type{}) : f(Bf16{}, std::true_type{});
-  return f32 ? f(float{}, std::false_type{}) : f(Bf16{}, std::false_type{});
+  const auto with_format = [&](auto element, auto projection) {
+    if (p.layer.window.ring.format == Format::fp8_tile64)
+      return f(element, projection, std::integral_constant<Format, Format::fp8_tile64>{});
+    f(element, projection, RingFormat{p});
+  };
+  const auto with_input = [&](auto element) {
+    if (p.front_end.norm_weight != nullptr) return with_format(element, std::true_type{});
+    with_format(element, std::false_type{});
+  };
+  if (p.window_rows.dtype == DType::f32) return with_input(float{});
+  with_input(Bf16{});
 }
 
 }  // namespace kv4::cuda
