@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "backend/cuda/quad_codec.cuh"
+#include "backend/cuda/row_encode.cuh"
 #include "kv4/backend.h"
 
 namespace {

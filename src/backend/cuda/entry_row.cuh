@@ -1,7 +1,7 @@
 // The end of an entry's way: from its pool to the page.
 #pragma once
 
-#include "backend/cuda/quad_codec.cuh"
+#include "backend/cuda/row_encode.cuh"
 
 namespace kv4::cuda {
 

@@ -2,7 +2,7 @@
 // loads and stores are 16 and 8 bytes wide and a tile of 64 channels is 8 lanes.
 #pragma once
 
-#include "backend/cuda/quad_codec.cuh"
+#include "backend/cuda/row_encode.cuh"
 #include "backend/cuda/source_rows.cuh"
 
 namespace kv4::cuda {
