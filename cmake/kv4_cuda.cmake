@@ -39,7 +39,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/cuda_check.cc
   src/backend/cuda/upload_ring.cc
 )
-set_target_properties(kv4_objects PROPERTIES CUDA_ARCHITECTURES OFF)
+set_target_properties(kv4_objects PROPERTIES CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden)
 # The same arithmetic as on the host: nothing is fused that the source does not fuse, denormals are kept.
 target_compile_options(kv4_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
   -fmad=false --expt-relaxed-constexpr -Xptxas=-v
