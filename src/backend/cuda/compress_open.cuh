@@ -123,7 +123,7 @@ class OpenSpans {
         for (; store_at < last; ++store_at) source.store(source.load_input(store_at, 0), store_at % rows, 0);
       }
       if (closing >= last) return;
-      const int block = closing == r.position ? r.block : __ldg(&p_.step.tokens[r.token_of(closing)].block);
+      const int block = closing == r.position ? r.block : p_.step.tokens[r.token_of(closing)].block;
       store_entry(lanes_, p_, kind_, pool_, weight_, turn_, slot_of(closing), block);
       closing += ratio;
       if (closing >= last) return;
