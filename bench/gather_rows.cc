@@ -53,7 +53,7 @@ class OutputPool {
  private:
   static constexpr std::int64_t kBytes = std::int64_t{640} << 20;
   Bench& bench_;
-  cli::DeviceArray memory_, found_;
+  DeviceMemory memory_, found_;
   std::int64_t next_ = 0;
 };
 
@@ -93,7 +93,7 @@ void add_chosen(Bench& bench, GpuCache& cache, OutputPool& outputs, const std::s
   const std::int64_t topk = cache.schema().config.index_topk, tokens = kRequests * kTokensEach;
   const std::int64_t visible = cache.manager().length(cache.requests()[0]) / page.kind.ratio;
   const std::int64_t count = tokens * topk * static_cast<std::int64_t>(layers.size());
-  const cli::DeviceArray indices(bench.backend, 4 * count);
+  const DeviceMemory indices(bench.backend, 4 * count);
   auto* const first = reinterpret_cast<std::int32_t*>(indices.data());
   check(fill_indices(first, count, static_cast<std::int32_t>(visible), 11, bench.timer.stream()), "fill_indices");
   const Step step = cache.prepare(kRequests, kTokensEach);

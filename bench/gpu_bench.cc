@@ -25,7 +25,7 @@ constexpr int kRepeats = 9, kQuickRepeats = 5;
 double measure_copy(Bench& bench) {
   constexpr std::int64_t kBytes = std::int64_t{1} << 30;
   constexpr int kCopies = 4;
-  const cli::DeviceArray from(bench.backend, kBytes), to(bench.backend, kBytes);
+  const DeviceMemory from(bench.backend, kBytes), to(bench.backend, kBytes);
   const cudaStream_t stream = bench.timer.stream();
   check(fill_normal_f32(reinterpret_cast<float*>(from.data()), kBytes / 4, 3, stream), "fill_normal");
   const auto rate = [&](auto&& copy) {
@@ -191,7 +191,7 @@ std::byte* InputPool::Rotation::take(std::int64_t bytes) {
 }
 
 InputPool::InputPool(std::shared_ptr<Backend> backend, cudaStream_t stream)
-    : f32_{cli::DeviceArray(backend, kF32PoolBytes)}, bf16_{cli::DeviceArray(backend, kBf16PoolBytes)} {
+    : f32_{DeviceMemory(backend, kF32PoolBytes)}, bf16_{DeviceMemory(backend, kBf16PoolBytes)} {
   check(fill_normal_f32(reinterpret_cast<float*>(f32_.memory.data()), kF32PoolBytes / 4, 1, stream), "fill_normal");
   check(fill_normal_bf16(reinterpret_cast<std::uint16_t*>(bf16_.memory.data()), kBf16PoolBytes / 2, 2, stream),
         "fill_normal");

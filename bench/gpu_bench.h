@@ -46,7 +46,7 @@ class InputPool {
 
  private:
   struct Rotation {
-    cli::DeviceArray memory;
+    DeviceMemory memory;
     std::int64_t next = 0;
     std::byte* take(std::int64_t bytes);
   };

@@ -41,7 +41,7 @@ class GpuCache {
   std::vector<RequestId> requests_;
   std::vector<std::int32_t> token_ids_;
   std::int64_t mark_bytes_ = 0;
-  cli::DeviceArray frontiers_, displaced_;
+  DeviceMemory frontiers_, displaced_;
 };
 
 }  // namespace kv4::bench

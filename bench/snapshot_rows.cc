@@ -67,7 +67,7 @@ double copy_lists_us(Bench& bench, const std::vector<PieceList>& lists) {
 // As many plain copies of `bytes` each, from one half of a buffer to the other.
 double plain_us(Bench& bench, std::int64_t bytes, int count) {
   const std::int64_t stride = (bytes + 255) / 256 * 256;
-  const cli::DeviceArray memory(bench.backend, 2 * stride * count);
+  const DeviceMemory memory(bench.backend, 2 * stride * count);
   check(fill_normal_f32(reinterpret_cast<float*>(memory.data()), stride * count / 4, 7, bench.timer.stream()),
         "fill_normal");
   return bench.timer.replay_us([&] {
@@ -94,7 +94,7 @@ void add_images(Bench& bench, GpuCache& cache) {
   const std::vector<ops::LayerDesc> layers = describe_all(cache);
   const std::vector<std::int64_t> lengths{kLength};
   const ImageLayout layout = image_layout(cache.schema(), lengths);
-  const cli::DeviceArray images(bench.backend, layout.bytes * count);
+  const DeviceMemory images(bench.backend, layout.bytes * count);
   cli::DeviceTensors lists(bench.backend);
   std::vector<PieceList> out, in;
   for (std::int32_t slot = 0; slot < count; ++slot) {

@@ -66,7 +66,7 @@ class DeviceCopyBaseline final : public CopyBaseline {
 
  private:
   std::shared_ptr<Backend> backend_;
-  DeviceArray from_, to_;
+  DeviceMemory from_, to_;
   std::int64_t next_ = 0;
 };
 

@@ -75,18 +75,6 @@ std::shared_ptr<Backend> make_backend(const std::string& device, int threads) {
   return make_cuda_backend(number);
 }
 
-DeviceArray::DeviceArray(std::shared_ptr<Backend> backend, std::int64_t bytes)
-    : backend_(std::move(backend)), data_(backend_->allocate(bytes)), bytes_(bytes) {}
-
-DeviceArray::DeviceArray(DeviceArray&& other) noexcept
-    : backend_(std::move(other.backend_)),
-      data_(std::exchange(other.data_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)) {}
-
-DeviceArray::~DeviceArray() {
-  if (data_ != nullptr) backend_->deallocate(data_, bytes_);
-}
-
 std::byte* DeviceTensors::take(std::int64_t bytes) {
   const std::int64_t size = (std::max<std::int64_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
   while (chunk_ < chunks_.size() && used_ + size > chunks_[chunk_].bytes()) {

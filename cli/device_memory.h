@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/device_memory.h"
 #include "base/aligned_vector.h"
 #include "kv4/backend.h"
 #include "kv4/layer_cache_handle.h"
@@ -23,24 +24,6 @@ namespace kv4::cli {
 void add_device_flag(CLI::App& app, std::string& device);
 /// Throws Error(bad_argument) for another name, Error(no_device) with the reason where that GPU cannot be used.
 std::shared_ptr<Backend> make_backend(const std::string& device, int threads = 1);
-
-/// Owns its memory, which is taken from the backend and given back when it ends. Move only.
-class DeviceArray {
- public:
-  DeviceArray(std::shared_ptr<Backend> backend, std::int64_t bytes);
-  ~DeviceArray();
-  DeviceArray(DeviceArray&& other) noexcept;
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  std::byte* data() const { return data_; }
-  std::int64_t bytes() const { return bytes_; }
-
- private:
-  std::shared_ptr<Backend> backend_;
-  std::byte* data_ = nullptr;
-  std::int64_t bytes_ = 0;
-};
 
 /// Dense host tensors as an operation's inputs and outputs. Views hold until clear() or the end; memory is kept.
 class DeviceTensors {
@@ -63,7 +46,7 @@ class DeviceTensors {
   std::byte* take(std::int64_t bytes);
 
   std::shared_ptr<Backend> backend_;
-  std::vector<DeviceArray> chunks_;
+  std::vector<DeviceMemory> chunks_;
   std::size_t chunk_ = 0;  // the one being filled
   std::int64_t used_ = 0;  // of it
   std::vector<Output> outputs_;

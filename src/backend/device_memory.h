@@ -1,4 +1,4 @@
-// Memory of a backend, given back when its owner goes.
+// Memory of a backend, given back when its owner goes. Move only.
 #pragma once
 
 #include <memory>
@@ -10,10 +10,13 @@ namespace kv4 {
 
 class DeviceMemory {
  public:
-  DeviceMemory() = default;
   /// Zeroed. Throws Error(out_of_memory).
   DeviceMemory(std::shared_ptr<Backend> backend, std::int64_t bytes)
       : backend_(std::move(backend)), bytes_(bytes), data_(backend_->allocate(bytes)) {}
+  DeviceMemory(DeviceMemory&& other) noexcept
+      : backend_(std::move(other.backend_)),
+        bytes_(std::exchange(other.bytes_, 0)),
+        data_(std::exchange(other.data_, nullptr)) {}
   ~DeviceMemory() {
     if (backend_ != nullptr) backend_->deallocate(data_, bytes_);
   }
