@@ -213,6 +213,51 @@ struct GatherParams {
   std::int32_t* first = nullptr;   // gather_window: [items]
 };
 
+/// Index queries against the keys a token's position lets it see: j < (position + 1) / ratio. A query goes the way of a
+/// key before it is compared: transformed where keys are, rounded to bf16, encoded in their format.
+struct IndexParams {
+  LayerDesc layer;
+  StepDesc step;
+  std::int32_t kind = 1;       // row kind that holds the keys
+  std::int32_t num_heads = 0;  // 1 to 64
+  InputDesc q;                 // [tokens, heads, width], heads dense: f32 or bf16, rotated; or u8: encoded payloads
+  InputDesc q_scale;           // u8 [tokens, heads, scale bytes], with an encoded q
+  InputDesc weights;           // f32 [tokens, heads]
+  float* scores = nullptr;     // [tokens, score_stride]; -infinity where nothing is visible. index_topk: may be null
+  std::int64_t score_stride = 0;
+  std::int32_t top = 0;             // k
+  std::int32_t* indices = nullptr;  // [tokens, k] entries, -1 filled, in no order
+  std::int32_t* slots = nullptr;    // [tokens, k] block * rows_per_block + row of each, -1 filled; or null
+  std::uint8_t* workspace = nullptr;
+  std::int64_t workspace_bytes = 0;
+};
+
+/// Rows of a query by physical slot, for pools kept elsewhere: row s % rows_per_block of block s / rows_per_block.
+struct SlotList {
+  const std::int32_t* slots = nullptr;  // [tokens, stride], negative: none; null: the step says which
+  std::int64_t stride = 0;
+  const std::int32_t* lens = nullptr;  // [tokens] how many count; null: all
+};
+
+/// One softmax over a query's window rows and entries, a sink in its denominator.
+struct AttendParams {
+  LayerDesc layer;  // window and kinds[0]; num_kinds 0: window rows only
+  StepDesc step;
+  std::int32_t num_heads = 0;  // 1 to 128
+  float softmax_scale = 0.0f;
+  InputDesc q;                  // bf16 or f32 [tokens, heads, width], heads dense
+  const float* sink = nullptr;  // [heads] or null
+  InputDesc chosen;             // i32 [tokens, num_chosen] entries, anything but a visible one is passed over;
+  std::int32_t num_chosen = 0;  // data null: every visible entry
+  SlotList window_slots;        // instead of the step's window: rows of layer.window.ring
+  SlotList entry_slots;         // instead of its entries: rows of layer.kinds[0].page
+  OutputDesc out;               // bf16 or f32 [tokens, heads, width]
+  float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
+  RopeDesc turn_back;           // rope_dim > 0: the output's last channels are turned back by the query's position
+  std::uint8_t* workspace = nullptr;
+  std::int64_t workspace_bytes = 0;
+};
+
 /// `bytes` from one place to another. If `when` is set and *when == equals, they come from `instead`.
 struct CopyPiece {
   const std::uint8_t* from = nullptr;
