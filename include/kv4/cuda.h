@@ -25,6 +25,16 @@ KV4_API cudaError_t gather_chosen(const ops::GatherParams& params, cudaStream_t 
 KV4_API cudaError_t gather_all(const ops::GatherParams& params, cudaStream_t stream);
 KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t stream);
 
+/// Scores of all keys a token sees, into `scores`. The workspace holds at least one token's part
+/// (ops::index_token_bytes); tokens are taken in tiles that fit it.
+KV4_API cudaError_t index_scores(const ops::IndexParams& params, cudaStream_t stream);
+/// The `top` best of given scores: NaN is the lowest, of equal ones the smaller index wins.
+KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t stream);
+/// Both: the scores stay in the workspace.
+KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
+
+KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
+
 /// Copies pieces [count] (device address) in one launch; none overlaps another's target. largest: bytes of the largest.
 KV4_API cudaError_t copy_pieces(const ops::CopyPiece* pieces, std::int32_t count, std::int64_t largest,
                                 cudaStream_t stream);
