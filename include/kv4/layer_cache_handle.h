@@ -40,6 +40,23 @@ struct FlushInputs {
   TensorView valid;       // [tokens] u8; empty: all
 };
 
+/// Index queries, one per token of the step and head. 1 to 64 heads: a rank may hold a part of the model's.
+struct IndexInputs {
+  TensorView q;        // [tokens, heads, index_dim] f32 or bf16, rotated: it is transformed and encoded as keys are; or
+                       // u8 [tokens, heads, payload bytes of a key]: done already
+  TensorView q_scale;  // with an encoded q: u8 [tokens, heads, scale bytes of a key]
+  TensorView weights;  // [tokens, heads] f32, final: every factor of the score is in it
+};
+
+/// Queries, normed and rotated. Rows and queries are multiplied in fp32 (bf16 on a GPU's matrix units).
+struct AttendInputs {
+  TensorView q;                // [tokens, heads, head_dim] f32 or bf16, 1 to 128 heads
+  TensorView sink;             // [heads] f32, or empty: none
+  TensorView topk;             // i32 [tokens, k] entries, anything but a visible one is passed over; empty: all visible
+  float softmax_scale = 0.0f;  // 0: head_dim^-0.5
+  bool turn_back = false;      // turn the output's last rope_dim channels back by the query's position
+};
+
 /// K = V: both name the same dense tensor.
 struct KVPair {
   TensorView k;
@@ -120,6 +137,20 @@ class KV4_API LayerCacheHandle {
   /// item's last token; a query at t uses those in (t - window, t]. out [items, n, head_dim], n at least min(length,
   /// window - 1) + count.
   KVPair gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first);
+
+  /// score[t, j] = sum over heads of weight * relu(q . key j), to the bit as docs/formats.md says. scores [tokens, n]
+  /// f32, n at least the longest item's entries; -infinity where a token sees none.
+  void index_scores(const IndexInputs& inputs, const TensorView& scores);
+  /// The k best entries that each token sees, of given scores (the sum of several ranks', say). indices [tokens, k]
+  /// i32, in no order, -1 filled; of equal scores the smaller index, NaN last. slots [tokens, k] i32 or empty: block *
+  /// rows_per_block + row of each.
+  void select_topk(const TensorView& scores, const TensorView& indices, const TensorView& slots = {});
+  /// Both in one go: the same set, with scores in the cache's workspace. k from 1 to 2048.
+  void index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots = {});
+
+  /// Attention of each token over its window rows and entries, once append of this layer has run. out [tokens, heads,
+  /// head_dim] f32 or bf16; lse [tokens, heads] f32 or empty: log of the softmax's denominator, the sink included.
+  void attend(const AttendInputs& inputs, const TensorView& out, const TensorView& lse = {});
 
   SWAView read_swa_view();
   ClassicalView read_classical_view();

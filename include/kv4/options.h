@@ -46,6 +46,7 @@ struct CacheOptions {
   std::int64_t max_context = 8192;  // tokens of the longest request
   std::int64_t num_blocks = 0;      // 0: what compute_block_budget says for max_requests x max_context
   int max_step_tokens = 512;        // tokens of the largest step, padding included
+  int index_tile_tokens = 128;      // tokens whose index scores are kept at a time: what index_topk's workspace holds
 };
 
 }  // namespace kv4

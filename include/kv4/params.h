@@ -213,6 +213,8 @@ struct GatherParams {
   std::int32_t* first = nullptr;   // gather_window: [items]
 };
 
+constexpr std::int32_t kMaxIndexHeads = 64, kMaxTopk = 2048, kMaxQueryHeads = 128;
+
 /// Index queries against the keys a token's position lets it see: j < (position + 1) / ratio. A query goes the way of a
 /// key before it is compared: transformed where keys are, rounded to bf16, encoded in their format.
 struct IndexParams {
@@ -223,7 +225,7 @@ struct IndexParams {
   InputDesc q;                 // [tokens, heads, width], heads dense: f32 or bf16, rotated; or u8: encoded payloads
   InputDesc q_scale;           // u8 [tokens, heads, scale bytes], with an encoded q
   InputDesc weights;           // f32 [tokens, heads]
-  float* scores = nullptr;     // [tokens, score_stride]; -infinity where nothing is visible. index_topk: may be null
+  float* scores = nullptr;     // [tokens, score_stride]; -infinity where nothing is visible. Not for index_topk
   std::int64_t score_stride = 0;
   std::int32_t top = 0;             // k
   std::int32_t* indices = nullptr;  // [tokens, k] entries, -1 filled, in no order
@@ -231,6 +233,14 @@ struct IndexParams {
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
 };
+
+/// Bytes of an index workspace that one token takes: its scores, its encoded queries, the state of its selection. With
+/// room for n tokens the operations take n at a time.
+constexpr std::int64_t index_token_bytes(std::int64_t max_entries, std::int64_t num_heads, std::int64_t width) {
+  constexpr std::int64_t kLine = 256, kSelection = 16384;
+  const auto lines = [](std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; };
+  return lines(4 * max_entries) + lines(num_heads * (4 * width + 64)) + kSelection;
+}
 
 /// Rows of a query by physical slot, for pools kept elsewhere: row s % rows_per_block of block s / rows_per_block.
 struct SlotList {

@@ -49,6 +49,12 @@ class Backend {
   virtual void gather_all(const ops::GatherParams& params) = 0;
   virtual void gather_window(const ops::GatherParams& params) = 0;
 
+  /// The workspace holds at least one token's part (ops::index_token_bytes).
+  virtual void index_scores(const ops::IndexParams& params) = 0;
+  virtual void select_topk(const ops::IndexParams& params) = 0;
+  virtual void index_topk(const ops::IndexParams& params) = 0;
+  virtual void attend(const ops::AttendParams& params) = 0;
+
   /// Canonical image of one slot. layers: one per owned layer. image: [layout.bytes] on the host.
   virtual void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                           std::byte* image) = 0;

@@ -1,6 +1,7 @@
 #include "kv4/layer_cache_handle.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "base/check.h"
@@ -57,6 +58,19 @@ ops::OutputDesc float_output(const TensorView& t, std::int64_t first, std::int64
       ErrorCode::bad_argument, "{} must be f32 or bf16 [{}, n, {}]; got {}", name, first, width, shape_text(t));
   check_dense(t, name);
   return {t.data, t.dtype};
+}
+
+// [tokens, heads, width], heads and channels dense; tokens may be strided.
+ops::InputDesc head_rows(const TensorView& t, std::int64_t tokens, std::int64_t width, std::int64_t max_heads,
+                         const char* name) {
+  require(!t.empty() && t.ndim == 3 && t.shape[0] == tokens && t.shape[1] >= 1 && t.shape[1] <= max_heads &&
+              t.shape[2] == width,
+          ErrorCode::bad_argument, "{} must be [{}, heads, {}] with 1 to {} heads; got {}", name, tokens, width,
+          max_heads, shape_text(t));
+  require(t.strides[2] == 1 && t.strides[1] == width && (tokens <= 1 || t.strides[0] >= t.shape[1] * width),
+          ErrorCode::bad_argument, "{}: heads and channels must be dense; strides are {}, {}, {}", name, t.strides[0],
+          t.strides[1], t.strides[2]);
+  return {t.data, t.dtype, t.strides[0]};
 }
 
 PlaneView plane_view(const ops::Plane& plane, std::int64_t skip = 0) {
@@ -130,6 +144,50 @@ struct HandleScope {
     for (const ops::StepRecord& item : m.open.items)
       if (!item.padded()) most = std::max(most, item.end() / per_item);
     return most;
+  }
+
+  ops::IndexParams index_params() const {
+    require_keys("search");
+    auto params = this->params<ops::IndexParams>();
+    params.workspace = reinterpret_cast<std::uint8_t*>(m.index_workspace.data());
+    params.workspace_bytes = m.index_workspace.bytes();
+    return params;
+  }
+
+  void set_queries(const IndexInputs& inputs, ops::IndexParams& params) const {
+    const RowSchema& key = schema.pages[1].row;
+    const bool encoded = inputs.q.dtype == DType::u8;
+    require(encoded || is_float(inputs.q.dtype), ErrorCode::bad_argument,
+            "q must be f32, bf16 or, encoded as keys are, u8; got {}", shape_text(inputs.q));
+    params.q = head_rows(inputs.q, tokens(), encoded ? key.payload_bytes : key.width, ops::kMaxIndexHeads, "q");
+    params.num_heads = static_cast<std::int32_t>(inputs.q.shape[1]);
+    if (encoded && key.scale_bytes > 0) {
+      require(inputs.q_scale.dtype == DType::u8, ErrorCode::bad_argument, "q_scale must be u8; got {}",
+              shape_text(inputs.q_scale));
+      params.q_scale = head_rows(inputs.q_scale, tokens(), key.scale_bytes, ops::kMaxIndexHeads, "q_scale");
+      require(inputs.q_scale.shape[1] == inputs.q.shape[1], ErrorCode::bad_argument, "q has {} heads, q_scale {}",
+              inputs.q.shape[1], inputs.q_scale.shape[1]);
+    }
+    params.weights = float_rows(inputs.weights, tokens(), params.num_heads, "weights");
+    require(inputs.weights.dtype == DType::f32, ErrorCode::bad_argument, "weights must be f32; got {}",
+            shape_text(inputs.weights));
+  }
+
+  void set_scores(const TensorView& scores, ops::IndexParams& params) const {
+    const std::int64_t most = longest(desc.kinds[1].ratio);
+    require(scores.ndim == 2 && scores.shape[1] >= most, ErrorCode::bad_argument,
+            "scores must be f32 [{}, n], n at least {} (entries of the longest item); got {}", tokens(), most,
+            shape_text(scores));
+    params.scores = dense_array<float>(scores, DType::f32, tokens(), scores.shape[1], "scores");
+    params.score_stride = scores.shape[1];
+  }
+
+  void set_choice(const TensorView& indices, const TensorView& slots, ops::IndexParams& params) const {
+    require(indices.ndim == 2 && indices.shape[1] >= 1 && indices.shape[1] <= ops::kMaxTopk, ErrorCode::bad_argument,
+            "indices must be i32 [{}, k] with k from 1 to {}; got {}", tokens(), ops::kMaxTopk, shape_text(indices));
+    params.top = static_cast<std::int32_t>(indices.shape[1]);
+    params.indices = dense_array<std::int32_t>(indices, DType::i32, tokens(), params.top, "indices");
+    if (!slots.empty()) params.slots = dense_array<std::int32_t>(slots, DType::i32, tokens(), params.top, "slots");
   }
 
   // All stored rows of a kind: entries or index keys.
@@ -253,6 +311,57 @@ KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& 
           out.shape[1], need);
   scope.m.backend->gather_window(params);
   return {out, out};
+}
+
+void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView& scores) {
+  KV4_SCOPE;
+  ops::IndexParams params = scope.index_params();
+  scope.set_queries(inputs, params);
+  scope.set_scores(scores, params);
+  scope.m.backend->index_scores(params);
+}
+
+void LayerCacheHandle::select_topk(const TensorView& scores, const TensorView& indices, const TensorView& slots) {
+  KV4_SCOPE;
+  ops::IndexParams params = scope.index_params();
+  scope.set_scores(scores, params);
+  scope.set_choice(indices, slots, params);
+  scope.m.backend->select_topk(params);
+}
+
+void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots) {
+  KV4_SCOPE;
+  ops::IndexParams params = scope.index_params();
+  scope.set_queries(inputs, params);
+  scope.set_choice(indices, slots, params);
+  scope.m.backend->index_topk(params);
+}
+
+void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out, const TensorView& lse) {
+  KV4_SCOPE;
+  auto params = scope.params<ops::AttendParams>();
+  const std::int64_t width = scope.desc.window.ring.shape.width;
+  require(is_float(inputs.q.dtype), ErrorCode::bad_argument, "q must be f32 or bf16; got {}", shape_text(inputs.q));
+  params.q = head_rows(inputs.q, scope.tokens(), width, ops::kMaxQueryHeads, "q");
+  params.num_heads = static_cast<std::int32_t>(inputs.q.shape[1]);
+  params.softmax_scale =
+      inputs.softmax_scale != 0.0f ? inputs.softmax_scale : 1.0f / std::sqrt(static_cast<float>(width));
+  if (!inputs.sink.empty()) params.sink = dense_array<float>(inputs.sink, DType::f32, params.num_heads, -1, "sink");
+  if (!inputs.topk.empty()) {
+    scope.require_entries("choose");
+    require(inputs.topk.ndim == 2 && inputs.topk.dtype == DType::i32 && inputs.topk.shape[0] == scope.tokens() &&
+                inputs.topk.strides[1] == 1,
+            ErrorCode::bad_argument, "topk must be i32 [{}, k], k dense; got {}", scope.tokens(),
+            shape_text(inputs.topk));
+    params.chosen = {inputs.topk.data, DType::i32, inputs.topk.strides[0]};
+    params.num_chosen = static_cast<std::int32_t>(inputs.topk.shape[1]);
+  }
+  params.out = float_output(out, scope.tokens(), width, "out");
+  require(out.shape[1] == params.num_heads, ErrorCode::bad_argument, "out has {} heads, q {}", out.shape[1],
+          params.num_heads);
+  if (!lse.empty()) params.lse = dense_array<float>(lse, DType::f32, scope.tokens(), params.num_heads, "lse");
+  if (inputs.turn_back) params.turn_back = scope.desc.num_kinds > 0 ? scope.m.compress_rope : scope.m.swa_rope;
+  scope.m.backend->attend(params);
 }
 
 SWAView LayerCacheHandle::read_swa_view() {

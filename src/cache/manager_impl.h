@@ -28,6 +28,7 @@ struct KVCacheManager::Impl {
   PagedKVPool kv_pool;
   StateCachePool state_pool;
   StepTables tables;
+  DeviceMemory index_workspace;
   std::unique_ptr<std::int32_t[]> token_ids;  // [num_blocks, block_tokens]
 
   std::vector<Sequence> sequences;  // [max_requests]

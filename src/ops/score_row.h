@@ -15,7 +15,8 @@
 
 namespace kv4::ops {
 
-constexpr int kChainHeads = 16, kChains = 4, kMaxIndexHeads = kChains * kChainHeads;
+constexpr int kChainHeads = 16, kChains = 4;
+static_assert(kChains * kChainHeads == kMaxIndexHeads);
 
 /// NaN scores nothing.
 KV4_HD float relu(float x) { return x > 0.0f ? x : 0.0f; }
@@ -71,14 +72,6 @@ KV4_HD std::uint32_t score_order(float score) {
   if (codec::is_nan(score)) return 0;
   const std::uint32_t bits = codec::float_bits(score == 0.0f ? 0.0f : score);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-/// Bytes of a workspace that one token takes: its scores, its encoded queries, the state of its selection.
-KV4_HD std::int64_t index_token_bytes(std::int64_t max_entries, int num_heads, int width) {
-  constexpr std::int64_t kLine = 256, kSelection = 16384;
-  const std::int64_t scores = (4 * max_entries + kLine - 1) / kLine * kLine;
-  const std::int64_t queries = (std::int64_t{num_heads} * (2 * width + 32) + kLine - 1) / kLine * kLine;
-  return scores + queries + kSelection;
 }
 
 }  // namespace kv4::ops

@@ -2,6 +2,7 @@
 
 #include "base/check.h"
 #include "kv4/block_allocator.h"
+#include "kv4/params.h"
 #include "kv4/schema.h"
 #include "schema/rope.h"
 #include "schema/table_layout.h"
@@ -87,6 +88,17 @@ ScratchLayout scratch_layout(const CacheSchema& schema) {
   return out;
 }
 
+std::int64_t index_workspace_bytes(const CacheSchema& schema) {
+  std::int64_t token = 0;
+  for (const LayerCacheSchema& layer : schema.layers)
+    for (const PageSchema& page : layer.pages)
+      if (page.kind.role == RowRole::index_key)
+        token = std::max(token, ops::index_token_bytes(std::int64_t{schema.blocks_per_request} * page.rows_per_block,
+                                                       ops::kMaxIndexHeads, page.kind.width));
+  return checked_mul(token, std::min(schema.options.index_tile_tokens, schema.options.max_step_tokens),
+                     "index workspace");
+}
+
 BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t requests, std::int64_t context) {
   require(requests >= 1 && context >= 1, ErrorCode::bad_argument,
           "a budget needs at least 1 request and 1 token; got {} and {}", requests, context);
@@ -157,6 +169,8 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("spare slots", o.spare_slots, schema.slot_bytes,
       fmt::format("{} for requests in a step of more than {} of their tokens", o.spare_slots, o.max_rewind_tokens + 1));
   add("step workspace", 1, scratch_layout(schema).bytes, fmt::format("window rows of {} tokens", o.max_step_tokens));
+  add("index workspace", 1, index_workspace_bytes(schema),
+      fmt::format("scores and queries of {} tokens", std::min(o.index_tile_tokens, o.max_step_tokens)));
   const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
   add("displaced rows", slots, schema.displaced_bytes,
       fmt::format("{} slots, one window row per layer, for aborted steps", slots));

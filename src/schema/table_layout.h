@@ -36,4 +36,7 @@ struct ScratchLayout {
 };
 ScratchLayout scratch_layout(const CacheSchema& schema);
 
+/// Scores and queries of index_tile_tokens tokens; 0 where no layer has index keys.
+std::int64_t index_workspace_bytes(const CacheSchema& schema);
+
 }  // namespace kv4

@@ -89,6 +89,23 @@ class FarBackend final : public Backend {
     const Open open(*this, {p.out.data, p.lens, p.first});
     near_->gather_window(p);
   }
+  void index_scores(const ops::IndexParams& p) override {
+    const Open open(*this, {p.q.data, p.q_scale.data, p.weights.data, p.scores, p.workspace});
+    near_->index_scores(p);
+  }
+  void select_topk(const ops::IndexParams& p) override {
+    const Open open(*this, {p.scores, p.indices, p.slots, p.workspace});
+    near_->select_topk(p);
+  }
+  void index_topk(const ops::IndexParams& p) override {
+    const Open open(*this, {p.q.data, p.q_scale.data, p.weights.data, p.indices, p.slots, p.workspace});
+    near_->index_topk(p);
+  }
+  void attend(const ops::AttendParams& p) override {
+    const Open open(*this, {p.q.data, p.sink, p.chosen.data, p.out.data, p.lse, p.turn_back.cos, p.turn_back.sin,
+                            p.turn_back.angles.low, p.turn_back.angles.high});
+    near_->attend(p);
+  }
   void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                   std::byte* image) override {
     check_staging(layout.bytes);

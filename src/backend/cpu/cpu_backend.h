@@ -2,6 +2,7 @@
 // threads.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -15,7 +16,10 @@ namespace kv4::cpu {
 class CpuBackend final : public Backend {
  public:
   CpuBackend(int threads, const RowKernels& kernels)
-      : kernels_(kernels), pool_(threads), buffers_(static_cast<std::size_t>(threads)) {}
+      : kernels_(kernels),
+        pool_(threads),
+        buffers_(static_cast<std::size_t>(threads)),
+        attend_buffers_(static_cast<std::size_t>(threads)) {}
 
   bool on_host() const override { return true; }
   std::byte* allocate(std::int64_t bytes) override;
@@ -36,6 +40,10 @@ class CpuBackend final : public Backend {
   void gather_chosen(const ops::GatherParams& params) override;
   void gather_all(const ops::GatherParams& params) override;
   void gather_window(const ops::GatherParams& params) override;
+  void index_scores(const ops::IndexParams& params) override;
+  void select_topk(const ops::IndexParams& params) override;
+  void index_topk(const ops::IndexParams& params) override;
+  void attend(const ops::AttendParams& params) override;
   void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                   std::byte* image) override;
   void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
@@ -50,11 +58,16 @@ class CpuBackend final : public Backend {
 
  private:
   void fit_buffers(int width);
+  /// Scores of the tokens [first, first + count) that see at least `min_keys`.
+  void score_tokens(const ops::IndexParams& params, std::int64_t first, std::int64_t count, std::int64_t min_keys,
+                    const std::function<float*(std::int64_t)>& scores_of);
+  void attend_heads(const ops::AttendParams& params, std::int64_t token, int first_head, int heads, int worker);
   RowBuffers& buffers(int worker) { return buffers_[static_cast<std::size_t>(worker)]; }
 
   const RowKernels& kernels_;
   ThreadPool pool_;
-  std::vector<RowBuffers> buffers_;  // [threads]
+  std::vector<RowBuffers> buffers_;            // [threads]
+  std::vector<AttendBuffers> attend_buffers_;  // [threads]
   std::int64_t marks_ = 0;
 };
 

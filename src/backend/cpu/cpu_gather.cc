@@ -26,8 +26,7 @@ struct RowOut {
 // `count` rows of a block.
 void decode_rows(const RowKernels& kernels, const ops::RowPlanes& rows, std::int64_t block, std::int64_t row,
                  std::int64_t count, const RowOut& out, std::int64_t out_row, float* tmp) {
-  float global = 1.0f;
-  if (rows.global.data != nullptr) std::memcpy(&global, rows.global.at(block, 0), 4);
+  const float global = page_scale(rows, block);
   for (std::int64_t i = 0; i < count; ++i)
     kernels.decode(rows.format, rows.shape, rows.payload.at(block, row + i), rows.scale.at(block, row + i), global,
                    out.at(out_row + i), out.out.dtype, tmp);

@@ -2,6 +2,9 @@
 
 #include <cstddef>
 
+#include <vector>
+
+#include "backend/cpu/row_kernels.h"
 #include "base/aligned_vector.h"
 
 namespace kv4::cpu {
@@ -11,12 +14,34 @@ namespace kv4::cpu {
 struct RowBuffers {
   AlignedVector<float> acc;  // [3, width]
   AlignedVector<float> row, tmp, cos, sin;
+  AlignedVector<float> keys;  // [kScoreKeys, width]
 
   void fit(int width) {
     std::size_t n = 1;
     while (n < static_cast<std::size_t>(width)) n *= 2;
     if (row.size() >= n) return;
     for (AlignedVector<float>* buffer : {&acc, &tmp, &cos, &sin, &row}) buffer->resize(buffer == &acc ? 3 * n : n);
+    keys.resize(kScoreKeys * n);
+  }
+};
+
+/// What one thread needs to attend: some heads of a query, some rows.
+struct AttendBuffers {
+  AlignedVector<float> q, acc;   // [heads, width]
+  AlignedVector<float> rows;     // [kAttendRows, width]
+  AlignedVector<float> weights;  // [heads, kAttendRows]
+  std::vector<ops::Attention> state;
+
+  void fit(int heads, int width) {
+    const std::size_t h = static_cast<std::size_t>(heads), w = static_cast<std::size_t>(width);
+    const auto grow = [](auto& buffer, std::size_t n) {
+      if (buffer.size() < n) buffer.resize(n);
+    };
+    grow(q, h * w);
+    grow(acc, h * w);
+    grow(rows, kAttendRows * w);
+    grow(weights, h * kAttendRows);
+    grow(state, h);
   }
 };
 

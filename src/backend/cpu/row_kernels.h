@@ -3,11 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "codec/row_shape.h"
 #include "kv4/options.h"
+#include "kv4/params.h"
 #include "kv4/tensor.h"
+#include "ops/attend_row.h"
 #include "ops/compress_row.h"
 #include "schema/rope.h"
 
@@ -26,6 +29,41 @@ struct FinishArgs {
   float* tmp;
 };
 
+/// A query's heads against keys that follow each other. queries: [num_heads, query_bytes(width)], as prepare_query
+/// leaves them.
+struct ScoreArgs {
+  int num_heads;
+  const std::uint8_t* queries;
+  const float* weights;  // [num_heads]
+  const ops::RowPlanes& page;
+  std::int64_t block, row;  // of the first key
+  int count;
+  float* out;  // [count]
+  float* tmp;  // [kScoreKeys, width]
+};
+/// nvfp4's second scale of a page; 1 where there is none.
+inline float page_scale(const ops::RowPlanes& page, std::int64_t block) {
+  float global = 1.0f;
+  if (page.global.data != nullptr) std::memcpy(&global, page.global.at(block, 0), 4);
+  return global;
+}
+constexpr int kScoreKeys = 32;  // the most at once
+constexpr std::int64_t query_bytes(std::int64_t width) { return 4 * width + 64; }
+
+/// Heads against rows. q: [num_heads, width], times the softmax scale; rows: [count, width]; state and acc [num_heads,
+/// width]: the softmax so far; tmp: [num_heads, kAttendRows].
+struct AttendArgs {
+  int width;
+  int num_heads;
+  const float* q;
+  const float* rows;
+  int count;
+  ops::Attention* state;
+  float* acc;
+  float* tmp;
+};
+constexpr int kAttendRows = 32;  // the most at once
+
 struct RowKernels {
   const char* name;
   /// count elements; f32 and bf16, either way; to bf16 rounds to nearest even; NaN becomes the one pattern.
@@ -42,6 +80,11 @@ struct RowKernels {
                        std::uint8_t* scale, float* tmp);
   void (*decode)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
                  float global, void* out, DType out_type, float* tmp);  // tmp: [width]
+  /// An encoded query as `score` of the same table wants it.
+  void (*prepare_query)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
+                        float global, std::uint8_t* out);
+  void (*score)(const ScoreArgs& args);
+  void (*attend)(const AttendArgs& args);
 };
 
 const RowKernels& plain_row_kernels();

@@ -59,11 +59,48 @@ void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, c
   convert(tmp, DType::f32, shape.width, out, DType::bf16);
 }
 
+// mxfp4: the encoded row, payload and scale; other formats: its values.
+void prepare_query(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
+                   float global, std::uint8_t* out) {
+  if (format == Format::mxfp4) {
+    const std::size_t bytes = static_cast<std::size_t>(codec::Mxfp4::payload_bytes(shape));
+    std::memcpy(out, payload, bytes);
+    std::memcpy(out + bytes, scale, static_cast<std::size_t>(codec::Mxfp4::scale_bytes(shape)));
+  } else {
+    decode(format, shape, payload, scale, global, out, DType::f32, nullptr);
+  }
+}
+
+void score(const ScoreArgs& a) {
+  const codec::RowShape shape = a.page.shape;
+  const float global = page_scale(a.page, a.block);
+  for (int i = 0; i < a.count; ++i) {
+    const std::uint8_t* payload = a.page.payload.at(a.block, a.row + i);
+    const std::uint8_t* scale = a.page.scale.at(a.block, a.row + i);
+    const bool fp4 = a.page.format == Format::mxfp4;
+    if (!fp4) decode(a.page.format, shape, payload, scale, global, a.tmp, DType::f32, nullptr);
+    ops::ScoreSum sum;
+    for (int h = 0; h < a.num_heads; ++h) {
+      const std::uint8_t* q = a.queries + h * query_bytes(shape.width);
+      sum.add(h, a.weights[h],
+              fp4 ? ops::mxfp4_dot(shape.width, q, q + codec::Mxfp4::payload_bytes(shape), payload, scale)
+                  : ops::row_dot(shape.width, reinterpret_cast<const float*>(q), a.tmp));
+    }
+    a.out[i] = sum.total();
+  }
+}
+
+void attend(const AttendArgs& a) {
+  for (int r = 0; r < a.count; ++r)
+    for (int h = 0; h < a.num_heads; ++h)
+      ops::attend_row(a.width, a.q + h * a.width, a.rows + r * a.width, a.state[h], a.acc + h * a.width);
+}
+
 }  // namespace
 
 const RowKernels& plain_row_kernels() {
-  static constexpr RowKernels kTable{"scalar", convert,  load_as_bf16, fold,         angles,
-                                     finish,   hadamard, encode,       encode_input, decode};
+  static constexpr RowKernels kTable{"scalar", convert,      load_as_bf16, fold,          angles, finish, hadamard,
+                                     encode,   encode_input, decode,       prepare_query, score,  attend};
   return kTable;
 }
 

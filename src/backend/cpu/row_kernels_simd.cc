@@ -12,8 +12,10 @@
 #if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR || (HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2)
 #define KV4_SIMD_TABLE 0
 #else
+#include "backend/cpu/simd_attend-inl.h"
 #include "backend/cpu/simd_codec-inl.h"
 #include "backend/cpu/simd_compress-inl.h"
+#include "backend/cpu/simd_score-inl.h"
 #define KV4_SIMD_TABLE 1
 #endif
 
@@ -22,8 +24,19 @@ namespace kv4::cpu::HWY_NAMESPACE {
 
 const RowKernels* simd_table() {
 #if KV4_SIMD_TABLE
-  static const RowKernels table{
-      hwy::TargetName(HWY_TARGET), convert, load_as_bf16, fold, angles, finish, hadamard, encode, encode_input, decode};
+  static const RowKernels table{hwy::TargetName(HWY_TARGET),
+                                convert,
+                                load_as_bf16,
+                                fold,
+                                angles,
+                                finish,
+                                hadamard,
+                                encode,
+                                encode_input,
+                                decode,
+                                prepare_query,
+                                score,
+                                attend};
   return &table;
 #else
   return &plain_row_kernels();

@@ -1,0 +1,141 @@
+// Attention: a query's rows are decoded some at a time and every head of a group meets them.
+#include <algorithm>
+#include <cstring>
+
+#include "backend/cpu/compressor.h"
+#include "backend/cpu/cpu_backend.h"
+
+namespace kv4::cpu {
+namespace {
+
+constexpr int kGroupHeads = 32;  // that share a decoded row
+
+// Calls f(rows, block, row) for every row of a list of physical slots.
+template <class F>
+void for_each_slot(const ops::SlotList& list, const ops::RowPlanes& rows, std::int64_t rows_per_block,
+                   std::int64_t token, F&& f) {
+  const std::int64_t count = list.lens == nullptr ? list.stride : list.lens[token];
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int32_t slot = list.slots[token * list.stride + i];
+    if (slot >= 0) f(rows, slot / rows_per_block, slot % rows_per_block);
+  }
+}
+
+// The window in position order: rows of a long step's own tokens lie in the scratch, all others in the ring.
+template <class F>
+void for_each_window_row(const ops::LayerDesc& layer, const ops::StepRecord& at, F&& f) {
+  const ops::WindowDesc& w = layer.window;
+  for (std::int64_t p = std::max(0, at.position + 1 - layer.window_tokens); p <= at.position; ++p) {
+    if (p >= at.length && !at.in_place())
+      f(w.scratch, std::int64_t{0}, at.token_of(p));
+    else
+      f(w.ring, std::int64_t{at.read_slot}, p % w.rows);
+  }
+}
+
+template <class F>
+void for_each_entry(const ops::AttendParams& p, std::int64_t token, F&& f) {
+  const ops::StepRecord& at = p.step.tokens[token];
+  const ops::KindDesc& kind = p.layer.kinds[0];
+  const std::int32_t* table = p.step.block_table + std::int64_t{at.row} * p.step.blocks_per_request;
+  const std::int64_t visible = (std::int64_t{at.position} + 1) / kind.ratio;
+  const auto visit = [&](std::int64_t entry) {
+    if (entry >= 0 && entry < visible)
+      f(kind.page, std::int64_t{table[entry / kind.rows_per_block]}, entry % kind.rows_per_block);
+  };
+  if (p.chosen.data == nullptr)
+    for (std::int64_t entry = 0; entry < visible; ++entry) visit(entry);
+  else
+    for (std::int64_t i = 0; i < p.num_chosen; ++i)
+      visit(static_cast<const std::int32_t*>(p.chosen.data)[token * p.chosen.row_stride + i]);
+}
+
+bool is_padded(const ops::AttendParams& p, std::int64_t token) {
+  return p.step.tokens != nullptr && p.step.tokens[token].padded();
+}
+
+template <class F>
+void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
+  if (is_padded(p, token)) return;
+  if (p.window_slots.slots != nullptr)
+    for_each_slot(p.window_slots, p.layer.window.ring, p.layer.window.rows, token, f);
+  else
+    for_each_window_row(p.layer, p.step.tokens[token], f);
+  if (p.entry_slots.slots != nullptr)
+    for_each_slot(p.entry_slots, p.layer.kinds[0].page, p.layer.kinds[0].rows_per_block, token, f);
+  else if (p.layer.num_kinds > 0)
+    for_each_entry(p, token, f);
+}
+
+// Turns the last channels by the negative angle.
+void turn_back(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_t position, int width, float* row,
+               RowBuffers& buffers) {
+  const int pairs = rope.rope_dim / 2;
+  const float *cos = rope.cos + position * pairs, *sin = rope.sin + position * pairs;
+  if (rope.cos == nullptr) {
+    kernels.angles(rope.angles, position, buffers.cos.data(), buffers.sin.data());
+    cos = buffers.cos.data();
+    sin = buffers.sin.data();
+  }
+  float* tail = row + width - 2 * pairs;
+  for (int i = 0; i < pairs; ++i) {
+    const float x0 = tail[2 * i], x1 = tail[2 * i + 1];
+    tail[2 * i] = codec::fused(x0, cos[i], x1 * sin[i]);
+    tail[2 * i + 1] = codec::fused(x1, cos[i], -(x0 * sin[i]));
+  }
+}
+
+}  // namespace
+
+void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, int first_head, int heads, int worker) {
+  const int width = p.layer.window.ring.shape.width;
+  AttendBuffers& b = attend_buffers_[static_cast<std::size_t>(worker)];
+  kernels_.convert(input_row(p.q, token, first_head * width), p.q.dtype, std::int64_t{heads} * width, b.q.data(),
+                   DType::f32);
+  for (int i = 0; i < heads * width; ++i) b.q[static_cast<std::size_t>(i)] *= p.softmax_scale;
+  std::fill_n(b.acc.begin(), heads * width, 0.0f);
+  std::fill_n(b.state.begin(), heads, ops::Attention{});
+
+  int count = 0;
+  const auto meet = [&] {
+    kernels_.attend({width, heads, b.q.data(), b.rows.data(), count, b.state.data(), b.acc.data(), b.weights.data()});
+    count = 0;
+  };
+  for_each_row(p, token, [&](const ops::RowPlanes& rows, std::int64_t block, std::int64_t row) {
+    kernels_.decode(rows.format, rows.shape, rows.payload.at(block, row), rows.scale.at(block, row), 1.0f,
+                    b.rows.data() + count * width, DType::f32, nullptr);
+    if (++count == kAttendRows) meet();
+  });
+  if (count > 0) meet();
+
+  const bool sinks = p.sink != nullptr && !is_padded(p, token);
+  for (int h = 0; h < heads; ++h) {
+    const ops::AttentionEnd end =
+        ops::end_attention(b.state[static_cast<std::size_t>(h)], sinks ? p.sink + first_head + h : nullptr);
+    float* acc = b.acc.data() + h * width;
+    for (int c = 0; c < width; ++c) acc[c] *= end.factor;
+    if (p.turn_back.rope_dim > 0 && !is_padded(p, token))
+      turn_back(kernels_, p.turn_back, p.step.tokens[token].position, width, acc, buffers(worker));
+    const std::int64_t at = token * p.num_heads + first_head + h;
+    kernels_.convert(
+        acc, DType::f32, width,
+        static_cast<std::uint8_t*>(p.out.data) + at * width * static_cast<std::int64_t>(element_bytes(p.out.dtype)),
+        p.out.dtype);
+    if (p.lse != nullptr) p.lse[at] = end.lse;
+  }
+}
+
+void CpuBackend::attend(const ops::AttendParams& p) {
+  const int width = p.layer.window.ring.shape.width, group = std::min<int>(p.num_heads, kGroupHeads);
+  const int groups = (p.num_heads + group - 1) / group;
+  fit_buffers(width);
+  for (AttendBuffers& b : attend_buffers_) b.fit(group, width);
+  pool_.run(std::int64_t{p.step.num_tokens} * groups, 1, [&](std::int64_t begin, std::int64_t end, int worker) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const int first = static_cast<int>(i % groups) * group;
+      attend_heads(p, i / groups, first, std::min(group, p.num_heads - first), worker);
+    }
+  });
+}
+
+}  // namespace kv4::cpu
