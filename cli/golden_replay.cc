@@ -128,6 +128,63 @@ void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const S
   }
 }
 
+// [tokens, k] of lists, -1 filled.
+std::vector<std::int32_t> padded_lists(const std::vector<std::vector<std::int32_t>>& lists, const StepRange& step,
+                                       std::int64_t k) {
+  std::vector<std::int32_t> out(static_cast<std::size_t>(step.count * k), -1);
+  for (std::int64_t t = step.start; t < step.end(); ++t) {
+    const std::vector<std::int32_t>& list = lists[static_cast<std::size_t>(t)];
+    std::copy(list.begin(), list.end(), out.begin() + (t - step.start) * k);
+  }
+  return out;
+}
+
+TensorView heads_of(const Matrix& matrix, const StepRange& step, std::int64_t width) {
+  return TensorView(matrix.values.data() + step.start * matrix.cols, {step.count, matrix.cols / width, width});
+}
+
+void search(LayerCacheHandle& handle, const Recording& recording, const StepRange& step, DeviceTensors& tensors,
+            Capture& capture) {
+  Matrix weights(step.count, recording.idx_weights.cols);
+  for (std::int64_t t = 0; t < step.count; ++t)
+    for (std::int64_t h = 0; h < weights.cols; ++h)
+      weights.row(t)[static_cast<std::size_t>(h)] =
+          recording.idx_weights.row(step.start + t)[static_cast<std::size_t>(h)] *
+          static_cast<float>(recording.index_softmax_scale);
+  IndexInputs inputs;
+  inputs.q = tensors.in(heads_of(recording.idx_q, step, recording.config.index_dim));
+  inputs.weights = tensors.in(whole(weights));
+  const std::int64_t k = recording.config.index_topk;
+  Matrix scores(step.count, std::max<std::int64_t>(1, capture.scores.cols));
+  std::vector<std::int32_t> indices(static_cast<std::size_t>(step.count * k), -7);
+  handle.index_scores(inputs, tensors.out(whole(scores)));
+  handle.index_topk(inputs, tensors.out(TensorView(indices.data(), {step.count, k})));
+  tensors.read_back();
+  for (std::int64_t t = 0; t < step.count; ++t) {
+    std::copy_n(scores.row(t).begin(), capture.scores.cols, capture.scores.row(step.start + t).begin());
+    const auto begin = indices.begin() + t * k;
+    capture.topk[static_cast<std::size_t>(step.start + t)].assign(begin, std::find(begin, begin + k, -1));
+  }
+}
+
+void attend(LayerCacheHandle& handle, const Recording& recording, const StepRange& step, AttendTo to,
+            DeviceTensors& tensors, Capture& capture) {
+  AttendInputs inputs;
+  inputs.q = tensors.in(heads_of(recording.q, step, recording.config.head_dim));
+  inputs.sink = tensors.in(flat(recording.sinks));
+  inputs.softmax_scale = static_cast<float>(recording.softmax_scale);
+  std::vector<std::int32_t> chosen;
+  if (recording.kind == LayerKind::csa) {
+    const std::int64_t k = recording.config.index_topk;
+    chosen = padded_lists(to == AttendTo::own ? capture.topk : recording.idx_topk, step, k);
+    inputs.topk = tensors.in(TensorView(chosen.data(), {step.count, k}));
+  }
+  Matrix out(step.count, recording.q.cols);
+  handle.attend(inputs, tensors.out(heads_of(out, {0, step.count}, recording.config.head_dim)));
+  tensors.read_back();
+  std::copy(out.values.begin(), out.values.end(), capture.attention.row(step.start).begin());
+}
+
 void read_window_view(LayerCacheHandle& handle, HostCopy& host, Matrix& kept) {
   const SWAView view = handle.read_swa_view();
   const PlaneView payload = host.plane(view.payload), scale = host.plane(view.scale);
@@ -224,12 +281,15 @@ Capture make_capture(const Recording& recording, const CacheSchema& schema) {
   const std::int64_t entries = recording.ratio == 0 ? 0 : recording.tokens / recording.ratio;
   capture.entries = capture.entries_view = Matrix(entries, schema.config.head_dim);
   capture.keys = capture.keys_view = Matrix(recording.kind == LayerKind::csa ? entries : 0, schema.config.index_dim);
+  capture.scores = Matrix(recording.tokens, recording.kind == LayerKind::csa ? entries : 0);
+  capture.topk.resize(static_cast<std::size_t>(recording.tokens));
+  capture.attention = Matrix(recording.tokens, recording.q.cols);
   return capture;
 }
 
 }  // namespace
 
-Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks,
+Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks, AttendTo attend_to,
                const std::shared_ptr<Backend>& backend) {
   const std::vector<StepRange> steps = split(recording.tokens, chunks);
   options.max_requests = 1;
@@ -263,7 +323,9 @@ Capture replay(const Recording& recording, CacheOptions options, const std::vect
     if (recording.kind == LayerKind::csa) {
       gather_rows(handle, range, true, tensors, capture);
       gather_chosen(handle, recording, range, tensors, capture);
+      search(handle, recording, range, tensors, capture);
     }
+    attend(handle, recording, range, attend_to, tensors, capture);
     if (range.end() == recording.tokens) {
       host.array(manager.kv_pool().base(), manager.kv_pool().memory_bytes());
       read_entry_views(handle, host, capture);
