@@ -290,9 +290,52 @@ std::vector<std::uint8_t> gather_everything(Driver& driver, RequestId request) {
       if (layer.pages.size() < 2) continue;
       gather(45, layer.pages[1].row.width, [&](const TensorView& out) { handle.gather_all_index_keys(out, n); });
     }
+    if (layer.pages.size() < 2) continue;
+    for (const int heads : {1, 6, 64}) {
+      std::vector<float> q(static_cast<std::size_t>(3 * heads * layer.pages[1].row.width)),
+          weights(static_cast<std::size_t>(3 * heads)), scores(3 * 45);
+      fill_random(5, 3.0f, q.data(), q.size());
+      fill_random(6, 1.0f, weights.data(), weights.size());
+      std::vector<std::int32_t> chosen(3 * 7);
+      const IndexInputs in{{q.data(), {3, heads, layer.pages[1].row.width}}, {}, {weights.data(), {3, heads}}};
+      handle.index_scores(in, {scores.data(), {3, 45}});
+      handle.index_topk(in, {chosen.data(), {3, 7}});
+      const auto add = [&](const auto& values) {
+        const auto* bytes = reinterpret_cast<const std::uint8_t*>(values.data());
+        all.insert(all.end(), bytes, bytes + values.size() * sizeof(values[0]));
+      };
+      add(scores);
+      add(chosen);
+    }
   }
   driver.cache.abort(step);
   return all;
+}
+
+// Attention is not defined to the bit: no table is far from the plain one, and threads change nothing.
+TEST_P(RowKernelsTest, Attention) {
+  for (const auto& [width, heads] : {std::pair(512, 64), std::pair(512, 3), std::pair(80, 5), std::pair(32, 1)}) {
+    const Model model(base_config(width, 16, 32, 128, 4, 128, {LayerKind::hca}));
+    CacheOptions o = options_for({Format::bf16, Format::bf16, false, DType::f32});
+    Driver a(model, o, cpu::make_cpu_backend_on(1, plain())), b(model, o, cpu::make_cpu_backend_on(1, fast())),
+        c(model, o, cpu::make_cpu_backend_on(3, fast()));
+    std::vector<float> q(static_cast<std::size_t>(2 * heads * width));
+    fill_random(7, 2.0f, q.data(), q.size());
+    std::vector<std::vector<float>> outs;
+    for (Driver* d : {&a, &b, &c}) {
+      const RequestId r = d->admit();
+      d->feed(r, 1, {300});
+      const Step step = d->prepare({{r, 1, 2}}).value();
+      d->append(step);
+      std::vector<float>& out = outs.emplace_back(q.size());
+      AttendInputs in;
+      in.q = {q.data(), {2, heads, width}};
+      d->cache.acquire(0).attend(in, {out.data(), {2, heads, width}});
+      d->cache.abort(step);
+    }
+    for (std::size_t i = 0; i < outs[0].size(); ++i) ASSERT_NEAR(outs[1][i], outs[0][i], 1e-5) << fast().name;
+    EXPECT_TRUE(same_bytes(outs[2], outs[1])) << "threads";
+  }
 }
 
 // The whole cache on every table and on several threads: real widths, a long chunk, decodes, an image.

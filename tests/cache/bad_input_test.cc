@@ -259,6 +259,82 @@ TEST_F(BadTensor, Gathers) {
   EXPECT_EQ(numbers, untouched_numbers);
 }
 
+TEST_F(BadTensor, Reads) {
+  std::vector<float> q(13 * 200 * 80), weights(13 * 200, 1.0f), out(13 * 200 * 80, 5.0f);
+  std::vector<std::int32_t> indices(13 * 3000, -3);
+  std::vector<std::uint8_t> bytes(13 * 8 * 40);
+  const std::vector<float> untouched = out;
+  const std::vector<std::int32_t> untouched_indices = indices;
+  LayerCacheHandle csa = s_.cache.acquire(1), hca = s_.cache.acquire(2), swa = s_.cache.acquire(0);
+  const IndexInputs good{{q.data(), {13, 2, 32}}, {}, {weights.data(), {13, 2}}};
+  const TensorView top(indices.data(), {13, 4}), scores(out.data(), {13, 6});
+
+  for (const Spoil& spoil : spoiled_inputs()) {
+    if (std::string(spoil.name) == "u8" || std::string(spoil.name) == "rows that overlap") continue;
+    IndexInputs in = good;
+    spoil.change(in.q);
+    if (in.q.shape[1] != 2) in.weights = TensorView(weights.data(), {13, 2});  // q and weights disagree
+    expect_refused(std::string("index q: ") + spoil.name, {}, [&] { csa.index_topk(in, top); });
+    in = good;
+    spoil.change(in.weights);
+    expect_refused(std::string("weights: ") + spoil.name, {"weights"}, [&] { csa.index_topk(in, top); });
+  }
+  const auto bad_query = [&](const char* name, TensorView query, TensorView scale, std::int64_t heads) {
+    const IndexInputs in{query, scale, TensorView(weights.data(), {13, heads})};
+    expect_refused(name, {"q"}, [&] { csa.index_topk(in, top); });
+  };
+  bad_query("65 heads", {q.data(), {13, 65, 32}}, {}, 65);
+  bad_query("encoded without scales", {bytes.data(), DType::u8, {13, 2, 16}}, {}, 2);
+  bad_query("encoded, too narrow", {bytes.data(), DType::u8, {13, 2, 15}}, {bytes.data(), DType::u8, {13, 2, 1}}, 2);
+  bad_query("scales of other heads", {bytes.data(), DType::u8, {13, 2, 16}}, {bytes.data(), DType::u8, {13, 3, 1}}, 2);
+  IndexInputs narrow_weights = good;
+  narrow_weights.weights.dtype = DType::bf16;
+  expect_refused("bf16 weights", {"weights", "f32"}, [&] { csa.index_topk(narrow_weights, top); });
+  for (const TensorView& bad : {TensorView{}, TensorView(indices.data(), {13, 0}),
+                                TensorView(indices.data(), {13, 2049}), TensorView(indices.data(), {12, 4}),
+                                TensorView(indices.data(), DType::f32, {13, 4}), TensorView(indices.data(), {52})}) {
+    expect_refused("indices", {"indices"}, [&] { csa.index_topk(good, bad); });
+    expect_refused("indices", {"indices"}, [&] { csa.select_topk(scores, bad); });
+    if (!bad.empty()) expect_refused("slots", {"slots"}, [&] { csa.index_topk(good, top, bad); });
+  }
+  for (const TensorView& bad : {TensorView{}, TensorView(out.data(), {13, 5}), TensorView(out.data(), {12, 6}),
+                                TensorView(out.data(), DType::bf16, {13, 6}), TensorView(out.data(), {78})}) {
+    expect_refused("scores", {"scores"}, [&] { csa.index_scores(good, bad); });
+    expect_refused("scores", {"scores"}, [&] { csa.select_topk(bad, top); });
+  }
+  expect_refused("no keys", {"layer 2", "HCA"}, [&] { hca.index_topk(good, top); });
+  expect_refused("no keys", {"layer 0", "SWA"}, [&] { swa.index_scores(good, scores); });
+
+  AttendInputs attend;
+  attend.q = TensorView(q.data(), {13, 3, 80});
+  const TensorView result(out.data(), {13, 3, 80});
+  const auto bad_attend = [&](const char* name, const char* word, auto change) {
+    AttendInputs in = attend;
+    TensorView to = result, lse;
+    change(in, to, lse);
+    expect_refused(name, {word}, [&] { csa.attend(in, to, lse); });
+  };
+  bad_attend("no q", "q", [](auto& in, auto&, auto&) { in.q = {}; });
+  bad_attend("u8 q", "q", [](auto& in, auto&, auto&) { in.q.dtype = DType::u8; });
+  bad_attend("flat q", "q", [](auto& in, auto&, auto&) { in.q.ndim = 2; });
+  bad_attend("129 heads", "q", [](auto& in, auto&, auto&) { in.q.shape[1] = 129; });
+  bad_attend("no heads", "q", [](auto& in, auto&, auto&) { in.q.shape[1] = 0; });
+  bad_attend("strided heads", "q", [](auto& in, auto&, auto&) { in.q.strides[1] = 160; });
+  bad_attend("too few tokens", "q", [](auto& in, auto&, auto&) { in.q.shape[0] = 12; });
+  bad_attend("short sink", "sink", [&](auto& in, auto&, auto&) { in.sink = TensorView(weights.data(), {2}); });
+  bad_attend("i32 sink", "sink", [&](auto& in, auto&, auto&) { in.sink = TensorView(indices.data(), {3}); });
+  bad_attend("topk of 12", "topk", [&](auto& in, auto&, auto&) { in.topk = TensorView(indices.data(), {12, 4}); });
+  bad_attend("f32 topk", "topk", [&](auto& in, auto&, auto&) { in.topk = TensorView(weights.data(), {13, 4}); });
+  bad_attend("no out", "out", [](auto&, auto& to, auto&) { to = {}; });
+  bad_attend("out of 2 heads", "out", [&](auto&, auto& to, auto&) { to = TensorView(out.data(), {13, 2, 80}); });
+  bad_attend("i32 out", "out", [](auto&, auto& to, auto&) { to.dtype = DType::i32; });
+  bad_attend("lse of 2 heads", "lse", [&](auto&, auto&, auto& lse) { lse = TensorView(out.data(), {13, 2}); });
+  attend.topk = TensorView(indices.data(), {13, 4});
+  expect_refused("a window only", {"layer 0", "SWA"}, [&] { swa.attend(attend, result); });
+  EXPECT_EQ(out, untouched) << "outputs are not written either";
+  EXPECT_EQ(indices, untouched_indices);
+}
+
 // --- constants
 // -----------------------------------------------------------------------------------------------------------------------
 

@@ -220,6 +220,26 @@ void CudaBackend::gather_window(const ops::GatherParams& params) {
   check(cuda::gather_window(params, stream_), "gather_swa_kv");
 }
 
+void CudaBackend::index_scores(const ops::IndexParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::index_scores(params, stream_), "index_scores");
+}
+
+void CudaBackend::select_topk(const ops::IndexParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::select_topk(params, stream_), "select_topk");
+}
+
+void CudaBackend::index_topk(const ops::IndexParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::index_topk(params, stream_), "index_topk");
+}
+
+void CudaBackend::attend(const ops::AttendParams& params) {
+  const DeviceGuard guard(device_);
+  check(cuda::attend(params, stream_), "attend");
+}
+
 // --- images
 // ----------------------------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,10 @@ class CudaBackend final : public Backend {
   void gather_chosen(const ops::GatherParams& params) override;
   void gather_all(const ops::GatherParams& params) override;
   void gather_window(const ops::GatherParams& params) override;
+  void index_scores(const ops::IndexParams& params) override;
+  void select_topk(const ops::IndexParams& params) override;
+  void index_topk(const ops::IndexParams& params) override;
+  void attend(const ops::AttendParams& params) override;
   void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                   std::byte* image) override;
   void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
