@@ -56,12 +56,36 @@ bool same(const std::vector<float>& x, const std::vector<float>& y) {
   return std::memcmp(x.data(), y.data(), x.size() * sizeof(float)) == 0;
 }
 
+// Scores and attention of the step's first token, which is the other request's.
+std::vector<float> first_reads(Replay& r, int layer) {
+  LayerCacheHandle handle = r.s.cache.acquire(layer);
+  const std::int64_t tokens = r.step.num_tokens, heads = 3;
+  std::vector<float> q(static_cast<std::size_t>(tokens * heads * 80)), out(q.size());
+  for (std::size_t i = 0; i < q.size(); ++i) q[i] = small::noise(i);
+  std::vector<float> scores(static_cast<std::size_t>(tokens * 11));
+  test::Twins twins(r.s.backend);
+  AttendInputs attend;
+  attend.q = twins.put({q.data(), {tokens, heads, 80}});
+  const IndexInputs index{twins.put({q.data(), {tokens, heads, 32}}), {}, twins.put({q.data(), {tokens, heads}})};
+  const TensorView to = twins.put_output({out.data(), {tokens, heads, 80}});
+  const TensorView scores_to = twins.put_output({scores.data(), {tokens, 11}});
+  twins.send();
+  handle.attend(attend, to);
+  if (handle.schema().pages.size() > 1) handle.index_scores(index, scores_to);
+  twins.fetch();
+  out.resize(static_cast<std::size_t>(heads * 80));
+  out.insert(out.end(), scores.begin(), scores.begin() + 11);
+  return out;
+}
+
 void expect_contained(const CacheOptions& o, const Bad& bad, const std::vector<std::int32_t>& chunks) {
   Replay clean(o, nullptr, chunks), dirty(o, &bad, chunks);
   EXPECT_EQ(dirty.s.cache.export_image(dirty.b), clean.s.cache.export_image(clean.b)) << "the other request";
   EXPECT_EQ(dirty.s.cache.export_blocks(dirty.b), clean.s.cache.export_blocks(clean.b)) << "the other request";
   for (int layer = 0; layer < 4; ++layer) {
     LayerCacheHandle x = dirty.s.cache.acquire(layer), y = clean.s.cache.acquire(layer);
+    const std::vector<float> reads = first_reads(dirty, layer);
+    ASSERT_TRUE(same(reads, first_reads(clean, layer))) << "the other request reads something else, layer " << layer;
     const int rows = 8 + chunks.back();
     const Gathered windows = small::gather_window(x, dirty.step, rows),
                    clean_windows = small::gather_window(y, clean.step, rows);

@@ -1,6 +1,7 @@
 // One table of row kernels per instruction set that has fused multiply-add; Highway compiles this file once for each
 // and chooses at run time. Where none is there (SSE, plain emulation) the plain table is used: without a fused
 // operation the bytes would differ.
+#define HWY_WANT_AVX3_DL 1  // byte dot products (VNNI)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "backend/cpu/row_kernels_simd.cc"
 #include <hwy/foreach_target.h>

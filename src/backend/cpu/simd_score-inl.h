@@ -62,7 +62,10 @@ HWY_INLINE VI byte_product(VI k, VI q) { return hn::Mul(hn::And(k, hn::Set(DI(),
 // acc + the four products of each lane; k unsigned bytes, q signed.
 HWY_INLINE VI add_quads(VI acc, VI k, VI q) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3_DL
-  return VI{_mm512_dpbusd_epi32(acc.raw, k.raw, q.raw)};
+  // The intrinsic asks for a compiler option that older Highways leave out of this target, whose processors all have
+  // it.
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc.raw) : "v"(k.raw), "v"(q.raw));
+  return acc;
 #elif HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   const __m512i pairs = _mm512_maddubs_epi16(k.raw, q.raw);  // at most 2 * 24 * 12: no saturation
   return VI{_mm512_add_epi32(acc.raw, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
