@@ -28,12 +28,17 @@ struct BenchFlags {
 struct Result {
   std::string name, item, error;
   std::int64_t bytes = 0;
-  double seconds = 0, memcpy_seconds = 0, items = 1;
+  double seconds = 0, memcpy_seconds = 0, plain_seconds = 0, items = 1;
 
   std::optional<double> memcpy_ratio() const {
     return bytes > 0 && seconds > 0 ? std::optional(memcpy_seconds / seconds) : std::nullopt;
   }
 };
+
+// How many times as fast as the plain row code.
+std::optional<double> plain_ratio(const Result& r) {
+  return r.plain_seconds > 0 && r.seconds > 0 ? std::optional(r.plain_seconds / r.seconds) : std::nullopt;
+}
 
 double median(std::vector<double>& values) {
   if (values.empty()) return 0;
@@ -74,18 +79,20 @@ class CaseRunner {
   }
 
   void measure(benchmark::State& state) {
-    std::vector<double> seconds, copies;
+    std::vector<double> seconds, copies, plains;
     Sample sample;
     for (auto _ : state) {
       sample = operation_();
       state.SetIterationTime(sample.seconds);
       seconds.push_back(sample.seconds);
+      if (sample.plain_seconds > 0) plains.push_back(sample.plain_seconds);
       if (sample.bytes > 0) copies.push_back(copy_.seconds(sample.bytes));
     }
     result_.bytes = sample.bytes;
     result_.items = static_cast<double>(sample.items);
     result_.seconds = median(seconds);
     result_.memcpy_seconds = median(copies);
+    result_.plain_seconds = median(plains);
   }
 
   const Case& case_;
@@ -117,6 +124,7 @@ std::vector<Case> select_cases(const BenchFlags& flags, const BenchSettings& set
   std::vector<Case> all;
   add_append_cases(all, settings);
   add_gather_cases(all, settings);
+  add_read_cases(all, settings);
   add_snapshot_cases(all, settings);
   add_context_cases(all, settings);
   add_control_cases(all, settings);
@@ -146,6 +154,7 @@ nlohmann::ordered_json to_json(const Result& result) {
                                 {"item", result.item},
                                 {"items", result.items},
                                 {"seconds_per_item", result.seconds / result.items}};
+  if (const auto plain = plain_ratio(result)) out["plain_ratio"] = *plain;
   if (!result.error.empty()) out["error"] = result.error;
   return out;
 }
@@ -162,7 +171,8 @@ void print_result(const Result& result) {
              human_seconds(result.seconds),
              result.bytes > 0 ? human_bytes(static_cast<double>(result.bytes) / result.seconds) + "/s" : "-",
              ratio ? fmt::format("{:.2f}", *ratio) : "-",
-             fmt::format("{} per {}", human_seconds(result.seconds / result.items), result.item));
+             fmt::format("{} per {}{}", human_seconds(result.seconds / result.items), result.item,
+                         plain_ratio(result) ? fmt::format(", {:.1f} x the plain code", *plain_ratio(result)) : ""));
   std::fflush(stdout);
 }
 

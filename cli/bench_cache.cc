@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "backend/cpu/cpu_backend.h"
 #include "bench_bytes.h"
 
 namespace kv4::cli {
@@ -33,7 +34,9 @@ const char* kind_name(LayerKind kind) {
 
 BenchCache::BenchCache(const BenchSettings& settings, const CacheOptions& options)
     : generator_(std::make_unique<InputGenerator>(1)) {
-  manager_ = std::make_unique<KVCacheManager>(settings.config, options, make_cpu_backend(settings.threads));
+  const cpu::RowKernels& kernels = settings.plain ? cpu::plain_row_kernels() : cpu::best_row_kernels();
+  manager_ =
+      std::make_unique<KVCacheManager>(settings.config, options, cpu::make_cpu_backend_on(settings.threads, kernels));
   weights_ = std::make_unique<SeededWeights>(manager_->schema(), *generator_);
   weights_->bind(*manager_);
   inputs_.resize(manager_->schema().layers.size());

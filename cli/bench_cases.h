@@ -15,7 +15,8 @@ namespace kv4::cli {
 struct Sample {
   double seconds = 0;
   std::int64_t bytes = 0;
-  std::int64_t items = 1;  // tokens, rows, requests, ...: see Case::item
+  std::int64_t items = 1;    // tokens, rows, requests, ...: see Case::item
+  double plain_seconds = 0;  // the same with the plain row code; 0: not measured
 };
 using Operation = std::function<Sample()>;
 
@@ -28,11 +29,13 @@ struct Case {
 struct BenchSettings {
   ModelConfig config;
   int threads = 1;
+  bool plain = false;  // the plain row code instead of the best instruction set
 };
 
 void add_append_cases(std::vector<Case>& cases, const BenchSettings& settings);
 void add_context_cases(std::vector<Case>& cases, const BenchSettings& settings);
 void add_gather_cases(std::vector<Case>& cases, const BenchSettings& settings);
+void add_read_cases(std::vector<Case>& cases, const BenchSettings& settings);
 void add_snapshot_cases(std::vector<Case>& cases, const BenchSettings& settings);
 void add_control_cases(std::vector<Case>& cases, const BenchSettings& settings);
 
