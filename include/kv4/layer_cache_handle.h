@@ -17,7 +17,7 @@ struct LayerWeights {
   TensorView norm_weight;          // [head_dim]
   TensorView index_position_bias;  // CSA: [ratio, 2 * index_dim]
   TensorView index_norm_weight;    // CSA: [index_dim]
-  TensorView raw_norm_weight;      // any layer, optional: [head_dim], of the projection that gives window rows
+  TensorView raw_norm_weight{};    // any layer, optional: [head_dim], of the projection that gives window rows
 };
 
 /// One row per token of the step, padding included. bf16 or fp32; fp32 window rows are rounded to bf16.
@@ -51,8 +51,8 @@ struct IndexInputs {
 /// Queries, normed and rotated. Rows and queries are multiplied in fp32 (bf16 on a GPU's matrix units).
 struct AttendInputs {
   TensorView q;                // [tokens, heads, head_dim] f32 or bf16, 1 to 128 heads
-  TensorView sink;             // [heads] f32, or empty: none
-  TensorView topk;             // i32 [tokens, k] entries, anything but a visible one is passed over; empty: all visible
+  TensorView sink{};           // [heads] f32, or empty: none
+  TensorView topk{};           // i32 [tokens, k] entries, anything but a visible one is passed over; empty: all visible
   float softmax_scale = 0.0f;  // 0: head_dim^-0.5
   bool turn_back = false;      // turn the output's last rope_dim channels back by the query's position
 };
