@@ -76,6 +76,7 @@ void add_prefill_rows(Bench& bench);
 void add_gather_rows(Bench& bench);
 void add_snapshot_rows(Bench& bench);
 void add_control_rows(Bench& bench);
+void add_decode_step_rows(Bench& bench);
 /// A small case on the GPU and on the CPU: the same image and blocks.
 void add_parity_row(Bench& bench);
 

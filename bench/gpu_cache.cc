@@ -61,6 +61,11 @@ void GpuCache::admit(int count) {
   for (int i = 0; i < count; ++i) requests_.push_back(granted(manager_->admit()));
 }
 
+void GpuCache::fork(int count) {
+  for (std::size_t i = 0; requests_.size() < static_cast<std::size_t>(count); ++i)
+    requests_.push_back(granted(manager_->fork(requests_[i])));
+}
+
 Step GpuCache::prepare(int requests, int count) {
   std::vector<StepItem> items;
   for (int i = 0; i < requests; ++i)

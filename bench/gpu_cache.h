@@ -23,6 +23,8 @@ class GpuCache {
   std::vector<int> layers(LayerKind kind) const;
 
   void admit(int count);
+  /// Until there are `count` requests: forks of those there are, in turn.
+  void fork(int count);
   /// All requests by `tokens` each, through every layer, in steps as large as the cache takes; `append` false: lengths
   /// only.
   void extend(std::int64_t tokens, bool append = true);
