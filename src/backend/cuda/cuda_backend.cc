@@ -42,6 +42,7 @@ namespace cuda {
 namespace {
 
 constexpr std::size_t kPieceListBytes = std::size_t{64} << 10;
+constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // what a thread block copies at a time
 
 std::size_t size(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
 
@@ -118,16 +119,16 @@ void CudaBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes
 
 void CudaBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
   const DeviceGuard guard(device_);
+  if (pieces.size() <= kMostFewPieces) return check(copy_few_pieces(pieces, stream_), "copy_few_pieces");
+  const std::vector<ops::CopyPiece> units = cut_pieces(pieces, kPieceBytes);
   const std::size_t most = uploads_.capacity() / sizeof(ops::CopyPiece);
-  for (std::size_t first = 0; first < pieces.size(); first += most) {
-    const std::span<const ops::CopyPiece> part = pieces.subspan(first, std::min(most, pieces.size() - first));
-    std::int64_t largest = 0;
-    for (const ops::CopyPiece& piece : part) largest = std::max(largest, piece.bytes);
+  for (std::size_t first = 0; first < units.size(); first += most) {
+    const std::span<const ops::CopyPiece> part = std::span(units).subspan(first, std::min(most, units.size() - first));
     UploadRing::Slot& slot = uploads_.next();
     SlotWriter writer(slot);
     const ops::CopyPiece* there = writer.add(part.data(), static_cast<std::int64_t>(part.size()));
     uploads_.send(slot, writer.used(), stream_);
-    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), largest, stream_), "copy_pieces");
+    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), kPieceBytes, stream_), "copy_pieces");
     uploads_.finish(slot, stream_);
   }
 }
