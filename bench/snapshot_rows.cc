@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 
 #include "backend/backend.h"
 #include "backend/image_pieces.h"
 #include "device_kernels.h"
 #include "gpu_cache.h"
 #include "kv4/cuda.h"
+#include "kv4/host_memory.h"
 #include "ops/layer_desc.h"
 
 namespace kv4::bench {
@@ -122,8 +124,9 @@ void add_images(Bench& bench, GpuCache& cache) {
 void add_calls(Bench& bench, GpuCache& cache) {
   KVCacheManager& manager = cache.manager();
   CanonicalImage image;
-  std::vector<double> exports, block_exports, imports, forks;
+  std::vector<double> exports, block_exports, imports, forks, pinned_exports, pinned_block_exports, pinned_imports;
   std::vector<std::byte> blocks;
+  std::optional<HostMemory> pinned;
   const std::vector<std::int32_t> token_ids(kLength, 7);
   for (std::size_t i = 0; i < std::min<std::size_t>(12, cache.requests().size()); ++i) {
     const RequestId request = cache.requests()[i];
@@ -144,6 +147,21 @@ void add_calls(Bench& bench, GpuCache& cache) {
     forks.push_back(since_us(start));
     manager.release(child);
     manager.release(copy);
+    if (!pinned) pinned.emplace(bench.backend, static_cast<std::int64_t>(image.bytes.size() + blocks.size()));
+    const std::span<std::byte> pinned_image = pinned->bytes().first(image.bytes.size()),
+                               pinned_blocks = pinned->bytes().subspan(image.bytes.size());
+    start = std::chrono::steady_clock::now();
+    manager.export_image(request, pinned_image);
+    pinned_exports.push_back(since_us(start));
+    start = std::chrono::steady_clock::now();
+    manager.export_blocks(request, pinned_blocks);
+    pinned_block_exports.push_back(since_us(start));
+    const ImageView view(image.layout_id, image.lengths, pinned_image);
+    start = std::chrono::steady_clock::now();
+    const RequestId again = manager.import_image(view, token_ids, pinned_blocks).value();
+    manager.synchronize();
+    pinned_imports.push_back(since_us(start));
+    manager.release(again);
   }
   const auto image_bytes = static_cast<std::int64_t>(image.bytes.size()),
              block_bytes = static_cast<std::int64_t>(blocks.size());
@@ -158,6 +176,9 @@ void add_calls(Bench& bench, GpuCache& cache) {
   call("export_image, whole call", exports, image_bytes, "to pageable host memory");
   call("export_blocks, whole call", block_exports, block_bytes, "4 blocks, to pageable host memory");
   call("import_image, whole call", imports, image_bytes + block_bytes, "from pageable host memory");
+  call("export_image into HostMemory", pinned_exports, image_bytes, "pinned");
+  call("export_blocks into HostMemory", pinned_block_exports, block_bytes, "4 blocks, pinned");
+  call("import_image from HostMemory", pinned_imports, image_bytes + block_bytes, "pinned");
   call("fork, until it is done", forks, 2 * cache.schema().slot_bytes, "on the device");
 }
 

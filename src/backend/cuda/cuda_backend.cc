@@ -107,6 +107,14 @@ void CudaBackend::deallocate(std::byte* memory, std::int64_t) {
   }
 }
 
+std::byte* CudaBackend::allocate_host(std::int64_t bytes) {
+  if (bytes == 0) return nullptr;
+  const DeviceGuard guard(device_);
+  return static_cast<std::byte*>(pinned_malloc(bytes));
+}
+
+void CudaBackend::deallocate_host(std::byte* memory, std::int64_t) { cudaFreeHost(memory); }
+
 void CudaBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) {
   const DeviceGuard guard(device_);
   check(cudaMemcpyAsync(to, from, size(bytes), cudaMemcpyDeviceToDevice, stream_), "a copy on the GPU");
