@@ -382,6 +382,7 @@ void KVCacheManager::Impl::close_step() {
 void KVCacheManager::commit(const Step& step) {
   Impl& m = *impl_;
   m.check_open(step, "commit");
+  const std::int64_t ticket = m.backend->mark();  // first: it may throw
   for (const BlockChange& change : m.open.changes)
     if (change.old_block >= 0) m.allocator.release(change.old_block);
   for (const StepPart& part : m.open.parts) {
@@ -393,7 +394,7 @@ void KVCacheManager::commit(const Step& step) {
     m.state_pool.release_slot(s.slot);
     s.slot = part.spare;
   }
-  m.commits[m.num_commits++ % m.commits.size()] = {m.open.step.id, m.backend->mark()};
+  m.commits[m.num_commits++ % m.commits.size()] = {m.open.step.id, ticket};
   m.close_step();
 }
 
