@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 
 #include "backend/backend.h"
 #include "backend/image_pieces.h"
 #include "device_kernels.h"
 #include "gpu_cache.h"
 #include "kv4/cuda.h"
+#include "kv4/host_memory.h"
 #include "ops/layer_desc.h"
 
 namespace kv4::bench {
@@ -16,7 +18,8 @@ namespace {
 
 constexpr double kShare = 0.9;
 constexpr std::int64_t kLength = 512;
-constexpr std::size_t kUploadBytes = std::size_t{64} << 10;  // kPieceListBytes of cuda_backend.cc
+constexpr std::size_t kUploadBytes = std::size_t{64} << 10;   // kPieceListBytes of cuda_backend.cc
+constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // likewise
 
 double since_us(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
@@ -37,22 +40,25 @@ std::vector<ops::LayerDesc> describe_all(GpuCache& cache) {
   return out;
 }
 
-/// A list of pieces on the device.
+/// A list of pieces as the backend would launch it: a short one on the host, a long one cut, on the device.
 struct PieceList {
-  const ops::CopyPiece* pieces = nullptr;
+  std::vector<ops::CopyPiece> few;
+  const ops::CopyPiece* many = nullptr;
   std::int32_t count = 0;
-  std::int64_t bytes = 0, largest = 0;
+  std::int64_t bytes = 0;
 };
 
 PieceList upload(cli::DeviceTensors& tensors, std::vector<ops::CopyPiece> pieces) {
   PieceList out;
-  out.count = static_cast<std::int32_t>(pieces.size());
-  for (const ops::CopyPiece& piece : pieces) {
-    out.bytes += piece.bytes;
-    out.largest = std::max(out.largest, piece.bytes);
+  for (const ops::CopyPiece& piece : pieces) out.bytes += piece.bytes;
+  if (pieces.size() <= cuda::kMostFewPieces) {
+    out.few = std::move(pieces);
+    return out;
   }
+  pieces = cut_pieces(pieces, kPieceBytes);
+  out.count = static_cast<std::int32_t>(pieces.size());
   const auto bytes = static_cast<std::int64_t>(pieces.size() * sizeof(ops::CopyPiece));
-  out.pieces = static_cast<const ops::CopyPiece*>(tensors.in(TensorView(pieces.data(), DType::u8, {bytes})).data);
+  out.many = static_cast<const ops::CopyPiece*>(tensors.in(TensorView(pieces.data(), DType::u8, {bytes})).data);
   return out;
 }
 
@@ -60,7 +66,9 @@ PieceList upload(cli::DeviceTensors& tensors, std::vector<ops::CopyPiece> pieces
 double copy_lists_us(Bench& bench, const std::vector<PieceList>& lists) {
   return bench.timer.replay_us([&] {
     for (const PieceList& list : lists)
-      check(cuda::copy_pieces(list.pieces, list.count, list.largest, bench.timer.stream()), "copy_pieces");
+      check(list.many == nullptr ? cuda::copy_few_pieces(list.few, bench.timer.stream())
+                                 : cuda::copy_pieces(list.many, list.count, kPieceBytes, bench.timer.stream()),
+            "a list of pieces");
   }) / static_cast<double>(lists.size());
 }
 
@@ -97,23 +105,28 @@ void add_images(Bench& bench, GpuCache& cache) {
   const DeviceMemory images(bench.backend, layout.bytes * count);
   cli::DeviceTensors lists(bench.backend);
   std::vector<PieceList> out, in;
+  std::size_t pieces_out = 0, pieces_in = 0;
   for (std::int32_t slot = 0; slot < count; ++slot) {
     auto* const image = reinterpret_cast<std::uint8_t*>(images.data()) + slot * layout.bytes;
-    out.push_back(upload(lists, pieces_to_image(layers, layout, slot, image)));
-    in.push_back(upload(lists, pieces_from_image(layers, layout, slot, image)));
+    const std::vector<ops::CopyPiece> to = pieces_to_image(layers, layout, slot, image),
+                                      from = pieces_from_image(layers, layout, slot, image);
+    pieces_out = to.size(), pieces_in = from.size();
+    out.push_back(upload(lists, to));
+    in.push_back(upload(lists, from));
   }
   const double same_size_us = plain_us(bench, layout.bytes, count);
-  add_copies(bench, fmt::format("pack an image, {} pieces", out[0].count), copy_lists_us(bench, out), 2 * out[0].bytes,
-             same_size_us);
-  add_copies(bench, fmt::format("unpack an image, {} pieces", in[0].count), copy_lists_us(bench, in), 2 * in[0].bytes,
-             same_size_us);
+  add_copies(bench, fmt::format("pack an image, {} pieces cut into {}", pieces_out, out[0].count),
+             copy_lists_us(bench, out), 2 * out[0].bytes, same_size_us);
+  add_copies(bench, fmt::format("unpack an image, {} pieces cut into {}", pieces_in, in[0].count),
+             copy_lists_us(bench, in), 2 * in[0].bytes, same_size_us);
 }
 
 void add_calls(Bench& bench, GpuCache& cache) {
   KVCacheManager& manager = cache.manager();
   CanonicalImage image;
-  std::vector<double> exports, block_exports, imports, forks;
+  std::vector<double> exports, block_exports, imports, forks, pinned_exports, pinned_block_exports, pinned_imports;
   std::vector<std::byte> blocks;
+  std::optional<HostMemory> pinned;
   const std::vector<std::int32_t> token_ids(kLength, 7);
   for (std::size_t i = 0; i < std::min<std::size_t>(12, cache.requests().size()); ++i) {
     const RequestId request = cache.requests()[i];
@@ -134,6 +147,21 @@ void add_calls(Bench& bench, GpuCache& cache) {
     forks.push_back(since_us(start));
     manager.release(child);
     manager.release(copy);
+    if (!pinned) pinned.emplace(bench.backend, static_cast<std::int64_t>(image.bytes.size() + blocks.size()));
+    const std::span<std::byte> pinned_image = pinned->bytes().first(image.bytes.size()),
+                               pinned_blocks = pinned->bytes().subspan(image.bytes.size());
+    start = std::chrono::steady_clock::now();
+    manager.export_image(request, pinned_image);
+    pinned_exports.push_back(since_us(start));
+    start = std::chrono::steady_clock::now();
+    manager.export_blocks(request, pinned_blocks);
+    pinned_block_exports.push_back(since_us(start));
+    const ImageView view(image.layout_id, image.lengths, pinned_image);
+    start = std::chrono::steady_clock::now();
+    const RequestId again = manager.import_image(view, token_ids, pinned_blocks).value();
+    manager.synchronize();
+    pinned_imports.push_back(since_us(start));
+    manager.release(again);
   }
   const auto image_bytes = static_cast<std::int64_t>(image.bytes.size()),
              block_bytes = static_cast<std::int64_t>(blocks.size());
@@ -148,6 +176,9 @@ void add_calls(Bench& bench, GpuCache& cache) {
   call("export_image, whole call", exports, image_bytes, "to pageable host memory");
   call("export_blocks, whole call", block_exports, block_bytes, "4 blocks, to pageable host memory");
   call("import_image, whole call", imports, image_bytes + block_bytes, "from pageable host memory");
+  call("export_image into HostMemory", pinned_exports, image_bytes, "pinned");
+  call("export_blocks into HostMemory", pinned_block_exports, block_bytes, "4 blocks, pinned");
+  call("import_image from HostMemory", pinned_imports, image_bytes + block_bytes, "pinned");
   call("fork, until it is done", forks, 2 * cache.schema().slot_bytes, "on the device");
 }
 

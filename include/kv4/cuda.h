@@ -8,6 +8,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+#include <span>
+
 #include "kv4/export.h"
 #include "kv4/params.h"
 
@@ -36,8 +39,12 @@ KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stre
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
 
 /// Copies pieces [count] (device address) in one launch; none overlaps another's target. largest: bytes of the largest.
+/// Its grid is count x largest: cut large pieces among many small ones before.
 KV4_API cudaError_t copy_pieces(const ops::CopyPiece* pieces, std::int32_t count, std::int64_t largest,
                                 cudaStream_t stream);
+/// The same with the list on the host, which may be reused when it returns: it travels with the launch.
+constexpr std::size_t kMostFewPieces = 80;
+KV4_API cudaError_t copy_few_pieces(std::span<const ops::CopyPiece> pieces, cudaStream_t stream);
 /// For each span [count] (device address): what its accumulator would be if all its rows were folded, into `out`.
 KV4_API cudaError_t fold_open(const ops::OpenSpan* spans, std::int32_t count, cudaStream_t stream);
 

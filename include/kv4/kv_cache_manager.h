@@ -109,7 +109,12 @@ class KV4_API KVCacheManager {
   /// State and entries of a request as bytes; together with the token ids all that another cache needs to go on.
   CanonicalImage export_image(RequestId request) const;
   std::vector<std::byte> export_blocks(RequestId request) const;  // [blocks, block_image_bytes]
-  Expected<RequestId> import_image(const CanonicalImage& image, std::span<const std::int32_t> token_ids,
+  /// The same into memory of the caller, which is exactly as large; fastest into HostMemory, where transfers from a GPU
+  /// need no copy on the way.
+  void export_image(RequestId request, std::span<std::byte> out) const;   // [image_bytes(request)]
+  void export_blocks(RequestId request, std::span<std::byte> out) const;  // [blocks, block_image_bytes]
+  std::int64_t image_bytes(RequestId request) const;
+  Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                    std::span<const std::byte> blocks);
 
   const CacheSchema& schema() const;

@@ -25,6 +25,17 @@ struct CanonicalImage {
   bool operator==(const CanonicalImage&) const = default;
 };
 
+/// An image whose bytes lie anywhere, for example in HostMemory. Owns nothing.
+struct ImageView {
+  std::uint64_t layout_id = 0;            // of the schema
+  std::span<const std::int64_t> lengths;  // [1 + draft layers]
+  std::span<const std::byte> bytes;
+
+  ImageView(std::uint64_t layout, std::span<const std::int64_t> lengths_in, std::span<const std::byte> bytes_in)
+      : layout_id(layout), lengths(lengths_in), bytes(bytes_in) {}
+  ImageView(const CanonicalImage& image) : ImageView(image.layout_id, image.lengths, image.bytes) {}
+};
+
 /// Bytes of the image of a request with these lengths.
 KV4_API std::int64_t image_bytes(const CacheSchema& schema, std::span<const std::int64_t> lengths);
 
@@ -45,9 +56,12 @@ class KV4_API StateCachePool {
   /// span), else nullptr.
   CanonicalImage save(std::int32_t slot, std::span<const std::int64_t> lengths,
                       std::span<const float* const> bias) const;
-  void restore(std::int32_t slot, const CanonicalImage& image);
+  /// The same into out [image_bytes].
+  void save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias,
+            std::span<std::byte> out) const;
+  void restore(std::int32_t slot, const ImageView& image);
   /// Throws Error(bad_argument) if the image is not one of this cache's layout, or its size does not fit its lengths.
-  void check(const CanonicalImage& image) const;
+  void check(const ImageView& image) const;
 
   std::byte* base() const { return base_; }
   /// [num_slots, num_layers]: tokens below it are folded into the layer's accumulator.

@@ -24,6 +24,9 @@ class Backend {
   /// Zeroed, aligned to 256; nullptr for 0 bytes. Throws Error(out_of_memory).
   virtual std::byte* allocate(std::int64_t bytes) = 0;
   virtual void deallocate(std::byte* memory, std::int64_t bytes) = 0;
+  /// Memory of the host that transfers reach fastest; nullptr for 0 bytes. Throws Error(out_of_memory).
+  virtual std::byte* allocate_host(std::int64_t bytes) = 0;
+  virtual void deallocate_host(std::byte* memory, std::int64_t bytes) = 0;
   virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes) = 0;
   virtual void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) = 0;
 

@@ -33,6 +33,19 @@ void for_pending_pieces(const ops::KindDesc& kind, const PendingPart& part, std:
 
 }  // namespace
 
+std::vector<ops::CopyPiece> cut_pieces(std::span<const ops::CopyPiece> pieces, std::int64_t most_bytes) {
+  std::vector<ops::CopyPiece> out;
+  for (const ops::CopyPiece& piece : pieces)
+    for (std::int64_t at = 0; at < piece.bytes; at += most_bytes) {
+      ops::CopyPiece& part = out.emplace_back(piece);
+      part.from += at;
+      part.to += at;
+      part.bytes = std::min(piece.bytes - at, most_bytes);
+      if (part.instead != nullptr) part.instead += at;
+    }
+  return out;
+}
+
 std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,
                                             std::int32_t slot, std::uint8_t* image) {
   std::vector<ops::CopyPiece> out;

@@ -1,4 +1,4 @@
-// What of a canonical image is stored as it is: rings unrolled into position order.
+// Lists of pieces to copy: what of a canonical image is stored as it is, rings unrolled into position order.
 #pragma once
 
 #include <span>
@@ -8,6 +8,9 @@
 #include "schema/image_layout.h"
 
 namespace kv4 {
+
+/// The same pieces, none larger than `most_bytes`, a multiple of 16.
+std::vector<ops::CopyPiece> cut_pieces(std::span<const ops::CopyPiece> pieces, std::int64_t most_bytes);
 
 /// From the rings of a slot to `image`, an address on either side. The accumulators of open spans are not among them.
 std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,

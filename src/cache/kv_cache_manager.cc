@@ -383,6 +383,7 @@ void KVCacheManager::Impl::close_step() {
 void KVCacheManager::commit(const Step& step) {
   Impl& m = *impl_;
   m.check_open(step, "commit");
+  const std::int64_t ticket = m.backend->mark();  // first: it may throw
   for (const BlockChange& change : m.open.changes)
     if (change.old_block >= 0) m.allocator.release(change.old_block);
   for (const StepPart& part : m.open.parts) {
@@ -394,7 +395,7 @@ void KVCacheManager::commit(const Step& step) {
     m.state_pool.release_slot(s.slot);
     s.slot = part.spare;
   }
-  m.commits[m.num_commits++ % m.commits.size()] = {m.open.step.id, m.backend->mark()};
+  m.commits[m.num_commits++ % m.commits.size()] = {m.open.step.id, ticket};
   m.close_step();
 }
 
@@ -456,29 +457,50 @@ std::vector<std::int32_t> KVCacheManager::token_ids(RequestId request) const {
   return out;
 }
 
-CanonicalImage KVCacheManager::export_image(RequestId request) const {
-  const Sequence& s = impl_->sequences[static_cast<std::size_t>(impl_->row_of(request))];
-  std::vector<std::int64_t> lengths;
-  for (const GroupProgress& g : s.groups) lengths.push_back(g.length);
-  std::vector<const float*> bias;
-  for (const ops::LayerDesc& layer : impl_->layers) bias.push_back(layer.kinds[0].bias);
-  return impl_->state_pool.save(s.slot, lengths, bias);
-}
-
-std::vector<std::byte> KVCacheManager::export_blocks(RequestId request) const {
-  const std::vector<BlockId> ids = blocks(request);
-  const std::size_t bytes = static_cast<std::size_t>(impl_->schema.block_image_bytes);
-  std::vector<std::byte> out(ids.size() * bytes);
-  std::int64_t left = length(request);
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    const std::int64_t tokens = std::min<std::int64_t>(left, impl_->block_tokens());
-    impl_->kv_pool.save_block(ids[i], static_cast<int>(tokens), std::span(out).subspan(i * bytes, bytes));
-    left -= tokens;
-  }
+std::vector<std::int64_t> KVCacheManager::Impl::lengths_of(RequestId request) const {
+  std::vector<std::int64_t> out;
+  for (const GroupProgress& g : sequences[static_cast<std::size_t>(row_of(request))].groups) out.push_back(g.length);
   return out;
 }
 
-Expected<RequestId> KVCacheManager::import_image(const CanonicalImage& image, std::span<const std::int32_t> token_ids,
+std::int64_t KVCacheManager::image_bytes(RequestId request) const {
+  return kv4::image_bytes(impl_->schema, impl_->lengths_of(request));
+}
+
+void KVCacheManager::export_image(RequestId request, std::span<std::byte> out) const {
+  const Sequence& s = impl_->sequences[static_cast<std::size_t>(impl_->row_of(request))];
+  std::vector<const float*> bias;
+  for (const ops::LayerDesc& layer : impl_->layers) bias.push_back(layer.kinds[0].bias);
+  impl_->state_pool.save(s.slot, impl_->lengths_of(request), bias, out);
+}
+
+CanonicalImage KVCacheManager::export_image(RequestId request) const {
+  CanonicalImage image{impl_->schema.layout_id, impl_->lengths_of(request),
+                       std::vector<std::byte>(static_cast<std::size_t>(image_bytes(request)))};
+  export_image(request, image.bytes);
+  return image;
+}
+
+void KVCacheManager::export_blocks(RequestId request, std::span<std::byte> out) const {
+  const std::vector<BlockId> ids = blocks(request);
+  const std::size_t bytes = static_cast<std::size_t>(impl_->schema.block_image_bytes);
+  require(out.size() == ids.size() * bytes, ErrorCode::bad_argument,
+          "request {} has {} blocks of {} bytes; got room for {} bytes", request, ids.size(), bytes, out.size());
+  std::int64_t left = length(request);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::int64_t tokens = std::min<std::int64_t>(left, impl_->block_tokens());
+    impl_->kv_pool.save_block(ids[i], static_cast<int>(tokens), out.subspan(i * bytes, bytes));
+    left -= tokens;
+  }
+}
+
+std::vector<std::byte> KVCacheManager::export_blocks(RequestId request) const {
+  std::vector<std::byte> out(blocks(request).size() * static_cast<std::size_t>(impl_->schema.block_image_bytes));
+  export_blocks(request, out);
+  return out;
+}
+
+Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                                  std::span<const std::byte> blocks) {
   Impl& m = *impl_;
   m.state_pool.check(image);

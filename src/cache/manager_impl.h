@@ -62,6 +62,7 @@ struct KVCacheManager::Impl {
   std::int32_t row_of(RequestId request) const;                         // throws if it does not run
   std::int32_t idle_row_of(RequestId request, const char* what) const;  // throws if it is in the open step
   GroupProgress& progress(std::int32_t row, int group);
+  std::vector<std::int64_t> lengths_of(RequestId request) const;  // [groups]
 
   RequestId start_row(std::int32_t slot);
   void copy_block(BlockId from, BlockId to);

@@ -89,20 +89,27 @@ void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
 
 CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths,
                                     std::span<const float* const> bias) const {
+  CanonicalImage image{schema_.layout_id,
+                       {lengths.begin(), lengths.end()},
+                       std::vector<std::byte>(static_cast<std::size_t>(image_bytes(schema_, lengths)))};
+  save(slot, lengths, bias, image.bytes);
+  return image;
+}
+
+void StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias,
+                          std::span<std::byte> out) const {
   check_held(slot);
   const ImageLayout layout = image_layout(schema_, lengths);
+  require(out.size() == static_cast<std::size_t>(layout.bytes), ErrorCode::bad_argument,
+          "the image of {} tokens has {} bytes; got room for {}", lengths[0], layout.bytes, out.size());
   std::vector<ops::LayerDesc> layers = describe_all(schema_, *this);
   require(bias.size() == layers.size(), ErrorCode::bad_argument, "save needs one bias per owned layer: {}, got {}",
           layers.size(), bias.size());
   for (std::size_t i = 0; i < layers.size(); ++i) layers[i].kinds[0].bias = bias[i];
-  CanonicalImage image{schema_.layout_id,
-                       {lengths.begin(), lengths.end()},
-                       std::vector<std::byte>(static_cast<std::size_t>(layout.bytes))};
-  backend_->save_image(layers, layout, slot, image.bytes.data());
-  return image;
+  backend_->save_image(layers, layout, slot, out.data());
 }
 
-void StateCachePool::check(const CanonicalImage& image) const {
+void StateCachePool::check(const ImageView& image) const {
   require(image.layout_id == schema_.layout_id, ErrorCode::bad_argument,
           "the image was made for another model, layer set or format (layout {:016x}, this cache is {:016x})",
           image.layout_id, schema_.layout_id);
@@ -112,7 +119,7 @@ void StateCachePool::check(const CanonicalImage& image) const {
           image.lengths[0], bytes);
 }
 
-void StateCachePool::restore(std::int32_t slot, const CanonicalImage& image) {
+void StateCachePool::restore(std::int32_t slot, const ImageView& image) {
   check_held(slot);
   check(image);
   reset_slot(slot);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cache/small_cache.h"
+#include "kv4/host_memory.h"
 #include "schema/image_layout.h"
 
 namespace {
@@ -199,6 +200,38 @@ TEST(CacheImage, HoldsThePendingRowsThatEntriesStillNeed) {
           << "layer " << part.layer << " length " << n;
     }
     s.cache.release(r);
+  }
+}
+
+TEST(CacheImport, ThroughMemoryOfTheCaller) {
+  SmallCache s;
+  for (std::int64_t n : {0, 5, 37}) {
+    const RequestId a = s.request(1, n);
+    const CanonicalImage image = s.cache.export_image(a);
+    const std::vector<std::byte> blocks = s.cache.export_blocks(a);
+    ASSERT_EQ(s.cache.image_bytes(a), static_cast<std::int64_t>(image.bytes.size()));
+    HostMemory memory(s.backend, s.cache.image_bytes(a) + static_cast<std::int64_t>(blocks.size()));
+    const HostMemory moved = std::move(memory);
+    const std::span<std::byte> image_out = moved.bytes().first(image.bytes.size()),
+                               blocks_out = moved.bytes().subspan(image.bytes.size());
+    std::fill(moved.bytes().begin(), moved.bytes().end(), std::byte{0xA5});
+    s.cache.export_image(a, image_out);
+    s.cache.export_blocks(a, blocks_out);
+    EXPECT_TRUE(std::equal(image_out.begin(), image_out.end(), image.bytes.begin()));
+    EXPECT_TRUE(std::equal(blocks_out.begin(), blocks_out.end(), blocks.begin()));
+
+    const ImageView view(s.cache.schema().layout_id, image.lengths, image_out);
+    const RequestId b = s.cache.import_image(view, s.cache.token_ids(a), blocks_out).value();
+    EXPECT_EQ(s.cache.export_image(b), image);
+    EXPECT_EQ(s.cache.export_blocks(b), blocks);
+
+    std::vector<std::byte> other(image.bytes.size() + 1);
+    expect_error(ErrorCode::bad_argument, {std::to_string(image.bytes.size()), std::to_string(other.size())},
+                 [&] { s.cache.export_image(a, other); });
+    other.resize(blocks.size() + 1);
+    expect_error(ErrorCode::bad_argument, {std::to_string(other.size())}, [&] { s.cache.export_blocks(a, other); });
+    s.cache.release(a);
+    s.cache.release(b);
   }
 }
 

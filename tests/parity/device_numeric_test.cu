@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "backend/cuda/row_decode.cuh"
 #include "backend/cuda/row_encode.cuh"
 #include "kv4/backend.h"
 
@@ -41,6 +42,48 @@ __global__ void run_scalars(std::uint32_t first, int count, std::uint32_t* out) 
       codec::canonical_nan(codec::quotient(1.0f, codec::square_root(codec::quotient(codec::magnitude(x), 512.0f)))));
 }
 
+template <class Out>
+__device__ std::uint32_t stored(float x) {
+  return sizeof(Out) == 2 ? codec::bf16_bits(x) : codec::float_bits(codec::canonical_nan(x));
+}
+
+template <class Out>
+__device__ std::uint32_t channel(const cuda::Octet<Out>& octet, int i) {
+  return sizeof(Out) == 2 ? (octet.words[i / 2] >> (16 * (i % 2))) & 0xFFFFu : octet.words[i];
+}
+
+/// A thread block's scale: every UE8M0, then some others.
+__device__ float block_scale() {
+  constexpr float kOthers[] = {0.37f, -3.0f, 1e38f, 3e-39f, 0.0f};
+  if (blockIdx.x < 256) return codec::ue8m0_value(static_cast<std::uint8_t>(blockIdx.x));
+  const unsigned other = blockIdx.x - 256;
+  return other < 5 ? kOthers[other] : codec::bits_float(codec::kNanBits);
+}
+
+// Thread t: the e4m3 codes from 8t on, and eight e2m1 codes.
+template <class Out>
+__global__ void compare_unpacked(unsigned long long* wrong) {
+  const int t = static_cast<int>(threadIdx.x);
+  const float scale = block_scale();
+  uint2 bytes{};
+  std::uint32_t nibbles = 0;
+  for (int i = 0; i < 8; ++i) {
+    (i < 4 ? bytes.x : bytes.y) |= static_cast<std::uint32_t>(8 * t + i) << (8 * (i % 4));
+    nibbles |= static_cast<std::uint32_t>((t + i * (t / 16 + 1)) % 16) << (4 * i);
+  }
+  const cuda::Octet<Out> e4m3 = cuda::unpack_e4m3<Out>(bytes, scale),
+                         e2m1 = cuda::unpack_e2m1<Out, false>(nibbles, scale);
+  const cuda::Octet<Out> by_power = cuda::unpack_e2m1<Out, true>(nibbles, scale);
+  unsigned long long mine = 0;
+  for (int i = 0; i < 8; ++i) {
+    const float code = codec::e2m1_value(static_cast<std::uint8_t>((nibbles >> (4 * i)) & 15u));
+    mine += channel(e4m3, i) != stored<Out>(codec::e4m3_value(static_cast<std::uint8_t>(8 * t + i)) * scale);
+    mine += channel(e2m1, i) != stored<Out>(code * scale);
+    mine += blockIdx.x < 256 && channel(by_power, i) != stored<Out>(code * scale);
+  }
+  if (mine != 0) atomicAdd(wrong, mine);
+}
+
 class DeviceNumeric : public testing::Test {
  protected:
   void SetUp() override {
@@ -58,6 +101,19 @@ TEST_F(DeviceNumeric, E4m3OfEveryFloat) {
   ASSERT_EQ(cudaMemcpy(&count, wrong, 8, cudaMemcpyDeviceToHost), cudaSuccess);
   cudaFree(wrong);
   EXPECT_EQ(count, 0u);
+}
+
+TEST_F(DeviceNumeric, EveryCodeAtEveryScale) {
+  unsigned long long* wrong = nullptr;
+  ASSERT_EQ(cudaMalloc(&wrong, 16), cudaSuccess);
+  ASSERT_EQ(cudaMemset(wrong, 0, 16), cudaSuccess);
+  compare_unpacked<std::uint16_t><<<262, 32>>>(wrong);
+  compare_unpacked<float><<<262, 32>>>(wrong + 1);
+  unsigned long long count[2] = {1, 1};
+  ASSERT_EQ(cudaMemcpy(count, wrong, 16, cudaMemcpyDeviceToHost), cudaSuccess);
+  cudaFree(wrong);
+  EXPECT_EQ(count[0], 0u) << "to bf16";
+  EXPECT_EQ(count[1], 0u) << "to fp32";
 }
 
 TEST_F(DeviceNumeric, ScalarsAsOnTheHost) {

@@ -231,6 +231,46 @@ TEST(ParitySizes, TwentyThousandTokens) {
   t.check(moved, "exchanged and continued");
 }
 
+// More rows than a GPU takes at once, and not a whole number of batches; also rows that do not exist.
+TEST(ParitySizes, LargeGathers) {
+  KV4_NEEDS_DEVICE();
+  const Model model(real_config());
+  for (const Formats& f : {Formats{Format::fp8_tile64, Format::mxfp4}, Formats{Format::fp8_row, Format::nvfp4},
+                           Formats{Format::bf16, Format::fp8}}) {
+    SCOPED_TRACE(testing::Message() << to_string(f.rows) << " " << to_string(f.keys));
+    CacheOptions o = options_for({f.rows, f.keys, true, DType::f32});
+    o.max_context = 2048;
+    o.max_step_tokens = 2048;
+    TwinCaches t(model, o, {.specials = true});
+    const RequestId a = t.admit(), b = t.admit();
+    t.run({{a, 1, 1501}, {b, 2, 300}});
+    const Step step = t.prepare({{a, 1, 7}, {kNoRequest, 0, 3}, {b, 2, 1}}).value();
+    t.append(step);
+    constexpr std::int64_t kTokens = 11, kItems = 3, kChosen = 6007, kKeys = 50'021;
+    Random random(7);
+    std::vector<std::int32_t> indices;
+    for (std::int64_t i = 0; i < kTokens * kChosen; ++i)
+      indices.push_back(static_cast<std::int32_t>(random.between(-1, 390)));
+    const auto gather = [&](Driver& d) {
+      Outputs out{{"chosen", std::vector<std::byte>(2 * kTokens * kChosen * 512)},
+                  {"keys", std::vector<std::byte>(2 * kItems * kKeys * 128)},
+                  {"lens", std::vector<std::byte>(4 * kItems)}};
+      Twins twins(d.backend);
+      const TensorView index = twins.put(TensorView(indices.data(), {kTokens, kChosen}));
+      const TensorView rows = twins.put_output(TensorView(out[0].second.data(), DType::bf16, {kTokens, kChosen, 512}));
+      const TensorView keys = twins.put_output(TensorView(out[1].second.data(), DType::bf16, {kItems, kKeys, 128}));
+      const TensorView lens = twins.put_output(TensorView(out[2].second.data(), DType::i32, {kItems}));
+      twins.send();
+      d.cache.acquire(1).gather_compressed_kv(index, rows, {});
+      d.cache.acquire(1).gather_all_index_keys(keys, lens);
+      twins.fetch();
+      return out;
+    };
+    expect_same(gather(t.gpu), gather(t.cpu), "large gathers");
+    t.abort(step);
+  }
+}
+
 // Many decodes in place: every ring wraps, entries of both ratios close, blocks open.
 TEST(ParitySizes, DecodesOneByOne) {
   KV4_NEEDS_DEVICE();

@@ -30,6 +30,8 @@ class FarBackend final : public Backend {
     pages_.erase(memory);
     near_->deallocate(memory, bytes);
   }
+  std::byte* allocate_host(std::int64_t bytes) override { return near_->allocate_host(bytes); }
+  void deallocate_host(std::byte* memory, std::int64_t bytes) override { near_->deallocate_host(memory, bytes); }
   void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override {
     const Open open(*this, {to, from});
     near_->copy(to, from, bytes);

@@ -24,6 +24,8 @@ class CpuBackend final : public Backend {
   bool on_host() const override { return true; }
   std::byte* allocate(std::int64_t bytes) override;
   void deallocate(std::byte* memory, std::int64_t bytes) override;
+  std::byte* allocate_host(std::int64_t bytes) override { return allocate(bytes); }
+  void deallocate_host(std::byte* memory, std::int64_t bytes) override { deallocate(memory, bytes); }
   void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override;
   void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) override;
   void copy_pieces(std::span<const ops::CopyPiece> pieces) override;

@@ -1,5 +1,7 @@
 // Copies of many pieces in one launch, and the accumulators of open spans.
+#include <algorithm>
 #include <cstdint>
+#include <span>
 
 #include "backend/cuda/launch.cuh"
 #include "codec/numeric.h"
@@ -13,8 +15,9 @@ using ops::CopyPiece;
 
 constexpr int kThreads = 256;
 constexpr int kLoadsAhead = 4;
-constexpr std::int64_t kUnitBytes = kThreads * kLoadsAhead * 16;  // that a thread block copies at least
-constexpr std::int64_t kMostUnits = 4096;                         // of one piece
+constexpr std::int64_t kLeastUnitBytes = kThreads * 16;             // a load per thread
+constexpr std::int64_t kUnitBytes = kLeastUnitBytes * kLoadsAhead;  // that a thread block copies at a time
+constexpr std::int64_t kMostUnits = 4096;                           // of one piece
 
 template <class T>
 __device__ void copy_as(const std::uint8_t* from, std::uint8_t* to, std::int64_t bytes) {
@@ -35,11 +38,24 @@ __device__ void copy_as(const std::uint8_t* from, std::uint8_t* to, std::int64_t
   if (rest < bytes) to[rest] = from[rest];
 }
 
+/// Pieces that travel with the launch.
+struct FewPieces {
+  CopyPiece pieces[kMostFewPieces];
+};
+static_assert(sizeof(FewPieces) <= 4000, "parameters of a kernel");
+
+/// Pieces in device memory.
+struct ManyPieces {
+  const CopyPiece* pieces;
+};
+
 // Bound by bytes where pieces are large; by latency (the piece, then its bytes) where there are only a few MB. A thread
 // block copies one unit of one piece; those beyond a short piece's end leave at once.
-__global__ void __launch_bounds__(kThreads) copy_units(const CopyPiece* pieces, std::int64_t unit_bytes) {
+template <class Pieces>
+__global__ void __launch_bounds__(kThreads) copy_units(const __grid_constant__ Pieces list, std::int64_t unit_bytes) {
+  let_next_start();
   wait_for_previous();
-  const CopyPiece piece = pieces[blockIdx.y];
+  const CopyPiece piece = list.pieces[blockIdx.y];
   const std::int64_t at = blockIdx.x * unit_bytes;
   if (at >= piece.bytes) return;
   const std::int64_t bytes = min(piece.bytes - at, unit_bytes);
@@ -54,6 +70,16 @@ __global__ void __launch_bounds__(kThreads) copy_units(const CopyPiece* pieces, 
     copy_as<std::uint32_t>(from, to, bytes);
   else
     copy_as<std::uint8_t>(from, to, bytes);
+}
+
+constexpr int kBlocksPerSm = 4;
+
+template <class Pieces>
+cudaError_t launch_units(const Pieces& pieces, std::int32_t count, std::int64_t largest, std::int64_t unit_bytes,
+                         cudaStream_t stream) {
+  while (largest > unit_bytes * kMostUnits) unit_bytes *= 2;
+  const dim3 grid(static_cast<unsigned>((largest + unit_bytes - 1) / unit_bytes), static_cast<unsigned>(count));
+  return launch(copy_units<Pieces>, grid, kThreads, stream, pieces, unit_bytes);
 }
 
 // --- open spans
@@ -111,10 +137,20 @@ __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* 
 
 cudaError_t copy_pieces(const CopyPiece* pieces, std::int32_t count, std::int64_t largest, cudaStream_t stream) {
   if (count == 0 || largest == 0) return cudaSuccess;
-  std::int64_t unit_bytes = kUnitBytes;
-  while (largest > unit_bytes * kMostUnits) unit_bytes *= 2;
-  const dim3 grid(static_cast<unsigned>((largest + unit_bytes - 1) / unit_bytes), static_cast<unsigned>(count));
-  return launch(copy_units, grid, kThreads, stream, pieces, unit_bytes);
+  return launch_units(ManyPieces{pieces}, count, largest, kUnitBytes, stream);
+}
+
+cudaError_t copy_few_pieces(std::span<const CopyPiece> pieces, cudaStream_t stream) {
+  std::int64_t total = 0, largest = 0;
+  for (const CopyPiece& piece : pieces) total += piece.bytes, largest = std::max(largest, piece.bytes);
+  if (total == 0) return cudaSuccess;
+  if (pieces.size() > kMostFewPieces) return cudaErrorInvalidValue;
+  FewPieces few;
+  std::copy(pieces.begin(), pieces.end(), few.pieces);
+  // Few bytes go to all multiprocessors; many in larger units.
+  std::int64_t unit_bytes = kLeastUnitBytes;
+  while (unit_bytes < kUnitBytes && total > kBlocksPerSm * multiprocessors() * unit_bytes) unit_bytes *= 2;
+  return launch_units(few, static_cast<std::int32_t>(pieces.size()), largest, unit_bytes, stream);
 }
 
 cudaError_t fold_open(const ops::OpenSpan* spans, std::int32_t count, cudaStream_t stream) {

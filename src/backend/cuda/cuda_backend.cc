@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <vector>
 
 #include "backend/cuda/cuda_check.h"
@@ -42,6 +43,7 @@ namespace cuda {
 namespace {
 
 constexpr std::size_t kPieceListBytes = std::size_t{64} << 10;
+constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // what a thread block copies at a time
 
 std::size_t size(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
 
@@ -68,6 +70,31 @@ class SlotWriter {
 
 }  // namespace
 
+/// A call on the backend: its GPU is current while it lasts. A GPU that was lost is refused, one that is lost now is
+/// noticed.
+class CudaBackend::Call {
+ public:
+  explicit Call(CudaBackend& backend) : backend_(backend.not_lost()), guard_(backend.device_) {}
+  ~Call() {
+    if (std::uncaught_exceptions() > exceptions_) backend_.lost_ = backend_.lost_ || context_lost();
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+ private:
+  CudaBackend& backend_;
+  DeviceGuard guard_;
+  int exceptions_ = std::uncaught_exceptions();
+};
+
+CudaBackend& CudaBackend::not_lost() {
+  require(!lost_, ErrorCode::device_failure,
+          "the context of GPU {} is lost, and all memory on it, since a kernel failed (an earlier error said so): end "
+          "the process, or reset the device and make a new cache",
+          device_);
+  return *this;
+}
+
 CudaBackend::CudaBackend(int device, cudaStream_t stream) : device_(device), stream_(stream) {
   const DeviceGuard guard(device_);
   uploads_.reserve(kPieceListBytes);
@@ -89,7 +116,7 @@ CudaBackend::~CudaBackend() {
 
 std::byte* CudaBackend::allocate(std::int64_t bytes) {
   if (bytes == 0) return nullptr;
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   std::byte* memory = static_cast<std::byte*>(device_malloc(bytes));
   const cudaError_t status = cudaMemsetAsync(memory, 0, size(bytes), stream_);
   if (status != cudaSuccess) cudaFree(memory);
@@ -106,35 +133,43 @@ void CudaBackend::deallocate(std::byte* memory, std::int64_t) {
   }
 }
 
+std::byte* CudaBackend::allocate_host(std::int64_t bytes) {
+  if (bytes == 0) return nullptr;
+  const Call call(*this);
+  return static_cast<std::byte*>(pinned_malloc(bytes));
+}
+
+void CudaBackend::deallocate_host(std::byte* memory, std::int64_t) { cudaFreeHost(memory); }
+
 void CudaBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   check(cudaMemcpyAsync(to, from, size(bytes), cudaMemcpyDeviceToDevice, stream_), "a copy on the GPU");
 }
 
 void CudaBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   check(cudaMemsetAsync(memory, value, size(bytes), stream_), "a fill on the GPU");
 }
 
 void CudaBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
+  if (pieces.size() <= kMostFewPieces) return check(copy_few_pieces(pieces, stream_), "copy_few_pieces");
+  const std::vector<ops::CopyPiece> units = cut_pieces(pieces, kPieceBytes);
   const std::size_t most = uploads_.capacity() / sizeof(ops::CopyPiece);
-  for (std::size_t first = 0; first < pieces.size(); first += most) {
-    const std::span<const ops::CopyPiece> part = pieces.subspan(first, std::min(most, pieces.size() - first));
-    std::int64_t largest = 0;
-    for (const ops::CopyPiece& piece : part) largest = std::max(largest, piece.bytes);
+  for (std::size_t first = 0; first < units.size(); first += most) {
+    const std::span<const ops::CopyPiece> part = std::span(units).subspan(first, std::min(most, units.size() - first));
     UploadRing::Slot& slot = uploads_.next();
     SlotWriter writer(slot);
     const ops::CopyPiece* there = writer.add(part.data(), static_cast<std::int64_t>(part.size()));
     uploads_.send(slot, writer.used(), stream_);
-    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), largest, stream_), "copy_pieces");
+    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), kPieceBytes, stream_), "copy_pieces");
     uploads_.finish(slot, stream_);
   }
 }
 
 void CudaBackend::reserve_staging(std::int64_t bytes) {
   if (bytes <= staging_bytes_) return;
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   std::byte* larger = static_cast<std::byte*>(device_malloc(bytes));
   cudaFree(staging_);
   staging_ = larger;
@@ -151,7 +186,7 @@ void CudaBackend::from_host(const std::byte* host, std::int64_t bytes) {
 }
 
 void CudaBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   const std::int64_t bytes = static_cast<std::int64_t>(host.size());
   if (bytes == 0) return;
   fill(staging_, 0, bytes);
@@ -163,7 +198,7 @@ void CudaBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<
 
 void CudaBackend::write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) {
   if (host.empty()) return;
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   from_host(host.data(), static_cast<std::int64_t>(host.size()));
   std::vector<ops::CopyPiece> staged(pieces.begin(), pieces.end());
   for (ops::CopyPiece& piece : staged)
@@ -176,14 +211,14 @@ void CudaBackend::write_pieces(std::span<const ops::CopyPiece> pieces, std::span
 // -----------------------------------------------------------------------------------------------------------------------
 
 void CudaBackend::reserve_updates(std::int64_t max_items) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   const std::int64_t bytes = max_items * static_cast<std::int64_t>(sizeof(ops::StepRecord) + sizeof(ops::BlockRange)) +
                              4 * ops::kMaxUpdateValues + 64;
   uploads_.reserve(std::max(kPieceListBytes, size(bytes)));
 }
 
 void CudaBackend::update_step(const ops::StepUpdate& update) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   UploadRing::Slot& slot = uploads_.next();
   SlotWriter writer(slot);
   ops::StepUpdate there = update;
@@ -196,27 +231,27 @@ void CudaBackend::update_step(const ops::StepUpdate& update) {
 }
 
 void CudaBackend::append(const ops::AppendParams& params) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   check(cuda::append(params, stream_), "append");
 }
 
 void CudaBackend::flush(const ops::FlushParams& params) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   check(cuda::flush(params, stream_), "flush_compression");
 }
 
 void CudaBackend::gather_chosen(const ops::GatherParams& params) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   check(cuda::gather_chosen(params, stream_), "gather_compressed_kv");
 }
 
 void CudaBackend::gather_all(const ops::GatherParams& params) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   check(cuda::gather_all(params, stream_), "gather_all");
 }
 
 void CudaBackend::gather_window(const ops::GatherParams& params) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   check(cuda::gather_window(params, stream_), "gather_swa_kv");
 }
 
@@ -246,7 +281,7 @@ void CudaBackend::attend(const ops::AttendParams& params) {
 void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                              std::byte* image) {
   if (layout.bytes == 0) return;
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   copy_pieces(pieces_to_image(layers, layout, slot, staging()));
   std::vector<ops::OpenSpan> spans;
   for (const PendingPart& part : layout.pending) {
@@ -270,7 +305,7 @@ void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const Image
 
 void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                                 const std::byte* image) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   if (layout.bytes > 0) from_host(image, layout.bytes);
   copy_pieces(pieces_from_image(layers, layout, slot, staging()));
 
@@ -301,6 +336,11 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
 // --- order
 // -----------------------------------------------------------------------------------------------------------------------
 
+bool CudaBackend::capturing() {
+  const Call call(*this);
+  return is_capturing(stream_);
+}
+
 bool CudaBackend::is_capturing(cudaStream_t stream) const {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
@@ -309,7 +349,7 @@ bool CudaBackend::is_capturing(cudaStream_t stream) const {
 
 // A stream that is being captured cannot wait for work outside the capture; whoever replays the graph orders it.
 void CudaBackend::set_stream(Stream stream) {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   const cudaStream_t next = static_cast<cudaStream_t>(stream.handle);
   if (next == stream_) return;
   if (!is_capturing(stream_) && !is_capturing(next)) {
@@ -320,7 +360,7 @@ void CudaBackend::set_stream(Stream stream) {
 }
 
 std::int64_t CudaBackend::mark() {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   ++last_mark_;
   check(cudaEventRecord(marks_[static_cast<std::size_t>(last_mark_) % kMarks], stream_), "cudaEventRecord");
   return last_mark_;
@@ -329,7 +369,7 @@ std::int64_t CudaBackend::mark() {
 // An event that was recorded again since stands for a later ticket: never reached too early.
 bool CudaBackend::reached(std::int64_t ticket) {
   if (ticket <= last_reached_) return true;
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   const cudaError_t status = cudaEventQuery(marks_[static_cast<std::size_t>(ticket) % kMarks]);
   if (status == cudaErrorNotReady) return false;
   check(status, "work queued earlier");
@@ -338,7 +378,7 @@ bool CudaBackend::reached(std::int64_t ticket) {
 }
 
 void CudaBackend::synchronize() {
-  const DeviceGuard guard(device_);
+  const Call call(*this);
   check(cudaStreamSynchronize(stream_), "work queued earlier");
 }
 

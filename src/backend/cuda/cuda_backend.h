@@ -15,6 +15,7 @@ namespace kv4::cuda {
 // 2. No call that a step makes (update_step, append, flush, gathers) waits or allocates; update_step waits only if the
 //    host is four updates ahead of the device.
 // 3. staging_ is used by one call at a time, and the calls that use it are ordered by the stream.
+// 4. Once a kernel has failed, lost_ is set by the call that finds out, and every later one throws; none waits for it.
 class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, cudaStream_t stream);
@@ -23,6 +24,8 @@ class CudaBackend final : public Backend {
   bool on_host() const override { return false; }
   std::byte* allocate(std::int64_t bytes) override;
   void deallocate(std::byte* memory, std::int64_t bytes) override;
+  std::byte* allocate_host(std::int64_t bytes) override;  // pinned
+  void deallocate_host(std::byte* memory, std::int64_t bytes) override;
   void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override;
   void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) override;
   void copy_pieces(std::span<const ops::CopyPiece> pieces) override;
@@ -47,14 +50,16 @@ class CudaBackend final : public Backend {
                      const std::byte* image) override;
 
   void set_stream(Stream stream) override;
-  bool capturing() override { return is_capturing(stream_); }
+  bool capturing() override;
   std::int64_t mark() override;
   bool reached(std::int64_t ticket) override;
   void synchronize() override;
 
  private:
   static constexpr std::size_t kMarks = 64;
+  class Call;
 
+  CudaBackend& not_lost();  // throws if it is
   bool is_capturing(cudaStream_t stream) const;
   void to_host(std::byte* host, std::int64_t bytes);          // from staging; done when it returns
   void from_host(const std::byte* host, std::int64_t bytes);  // to staging
@@ -68,6 +73,7 @@ class CudaBackend final : public Backend {
   std::array<cudaEvent_t, kMarks> marks_{};  // of tickets (ticket mod kMarks)
   std::int64_t last_mark_ = 0;
   std::int64_t last_reached_ = 0;
+  bool lost_ = false;
 };
 
 }  // namespace kv4::cuda

@@ -7,10 +7,21 @@ namespace kv4::cuda {
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // what can be cleared is; an asynchronous failure stays
-  fail(ErrorCode::device_failure,
-       "{} failed: {} ({}). If a kernel queued earlier failed, the device's memory is lost: end the process, or reset "
-       "the device and make a new cache",
-       what, cudaGetErrorString(status), cudaGetErrorName(status));
+  if (context_lost())
+    fail(
+        ErrorCode::device_failure,
+        "{}: a kernel that was queued before failed: {} ({}). The GPU's context is lost, and all memory on it: end the "
+        "process, or reset the device and make a new cache",
+        what, cudaGetErrorString(status), cudaGetErrorName(status));
+  fail(ErrorCode::device_failure, "{} failed: {} ({})", what, cudaGetErrorString(status), cudaGetErrorName(status));
+}
+
+// Asking for a number cannot fail by itself, except while a stream is being captured.
+bool context_lost() {
+  std::size_t available = 0, total = 0;
+  const cudaError_t status = cudaMemGetInfo(&available, &total);
+  cudaGetLastError();
+  return status != cudaSuccess && (status < cudaErrorStreamCaptureUnsupported || status > cudaErrorCapturedEvent);
 }
 
 void* device_malloc(std::int64_t bytes) {

@@ -6,8 +6,11 @@
 
 namespace kv4::cuda {
 
-/// Throws Error(device_failure) naming what was tried, if it did not succeed.
+/// Throws Error(device_failure) naming what was tried, if it did not succeed; if a kernel failed, it says that the
+/// context is lost.
 void check(cudaError_t status, const char* what);
+/// Whether a failed kernel has taken the current device's context along: no call on it succeeds any more.
+bool context_lost();
 
 /// Device memory; throws Error(out_of_memory) and leaves no error behind.
 void* device_malloc(std::int64_t bytes);

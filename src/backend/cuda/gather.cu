@@ -15,12 +15,22 @@ namespace {
 using ops::GatherParams;
 using ops::StepRecord;
 
+/// n / by and n % by for n >= 0, quickly where `by` is a power of two, as V4's are.
+struct Divided {
+  std::int32_t quotient, rest;
+};
+__device__ Divided divide(std::int32_t n, std::int32_t by) {
+  if ((by & (by - 1)) == 0) return {n >> (31 - __clz(by)), n & (by - 1)};
+  return {n / by, n % by};
+}
+
 __device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std::int32_t entry) {
   const ops::KindDesc& kind = p.layer.kinds[p.kind];
   const std::int64_t table = std::int64_t{request} * p.step.blocks_per_request;
-  const std::int32_t block = p.step.block_table[table + entry / kind.rows_per_block];
+  const Divided at = divide(entry, kind.rows_per_block);
+  const std::int32_t block = p.step.block_table[table + at.quotient];
   if (block < 0) return {};
-  return place_of(kind.page, block, entry % kind.rows_per_block);
+  return place_of(kind.page, block, at.rest);
 }
 
 struct ChosenRows {
@@ -30,7 +40,7 @@ struct ChosenRows {
 
   __device__ static RowPlace find(const GatherParams& p, const StepRecord& token, std::int64_t i, std::int64_t row) {
     const std::int32_t entry = static_cast<const std::int32_t*>(p.indices.data)[i * p.indices.row_stride + row];
-    const std::int32_t visible = (token.position + 1) / p.layer.kinds[p.kind].ratio;
+    const std::int32_t visible = divide(token.position + 1, p.layer.kinds[p.kind].ratio).quotient;
     const bool there = !token.padded() & (entry >= 0) & (entry < visible);  // no load waits for another
     if (p.valid != nullptr) p.valid[i * p.rows_per_item + row] = there;
     return there ? find_entry(p, token.row, entry) : RowPlace{};
@@ -44,7 +54,7 @@ struct AllRows {
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
   __device__ static StepRecord record(const GatherParams& p, std::int64_t item) { return p.step.items[item]; }
   __device__ static std::int32_t entries(const GatherParams& p, const StepRecord& item) {
-    return item.padded() ? 0 : item.end() / p.layer.kinds[p.kind].ratio;
+    return item.padded() ? 0 : divide(item.end(), p.layer.kinds[p.kind].ratio).quotient;
   }
 
   __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
@@ -94,13 +104,14 @@ __device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
   return place;
 }
 
-constexpr int kWarps = 4;
+constexpr int kWarps = 8;
+constexpr int kBlocksPerSm = 8;  // all the warps that a multiprocessor takes
 
-/// How a warp goes about rows of one kind: all its loads are under way before the first is used.
+/// The rows of one kind that a warp takes: all its loads are under way before the first is used.
 template <class Row>
 struct Batch {
   static constexpr int kRowsPerLoad = 32 / Row::kLanes;
-  static constexpr int kLoads = Row::kWidth == 512 ? 2 : 4;
+  static constexpr int kLoads = Row::kWidth == 512 || Row::kGlobal ? 2 : 4;
   static constexpr int kRows = kLoads * kRowsPerLoad;
   static constexpr int kRowsPerBlock = kWarps * kRows;
   static_assert(kRows <= 32, "a lane finds a row");
@@ -108,14 +119,18 @@ struct Batch {
 
 // Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
 // on each other (index, block, row), hence many warps with few rows each: while some look for rows, others read them.
+// The next kernel's thread blocks take the places of those that end, and wait there. H200, 2026-11-15: 76 % of the copy
+// speed for 512 entries of each of 64 tokens, 79 % for 32,768 in a row.
 template <class Find, class Row, class Out>
-__global__ void __launch_bounds__(32 * kWarps) gather_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
+__global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
+    gather_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
   using Rows = Batch<Row>;
-  wait_for_previous();
+  let_next_start();
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t outer = blockIdx.x / tiles;
   const unsigned tile = blockIdx.x % tiles;
   const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock + warp * Rows::kRows;
+  wait_for_previous();
   const StepRecord record = Find::record(p, outer);
   if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, record, outer);
   if (first_row >= p.rows_per_item) return;
@@ -137,11 +152,9 @@ __global__ void __launch_bounds__(32 * kWarps) gather_rows(const __grid_constant
   for (int i = 0; i < Rows::kLoads; ++i) {
     const int row = i * Rows::kRowsPerLoad + lane / Row::kLanes;
 #pragma unroll
-    for (int j = 0; j < Row::kOctets; ++j) {
-      float x[kOctet];
-      Row::template decode<Out>(raw[i], in_row, j, x);
-      store_octet(out + row * Row::kWidth + j * Row::kLanes * kOctet, x, row < num_rows);
-    }
+    for (int j = 0; j < Row::kOctets; ++j)
+      store_octet(out + row * Row::kWidth + j * Row::kLanes * kOctet, Row::template decode<Out>(raw[i], in_row, j),
+                  row < num_rows);
   }
 }
 
@@ -163,10 +176,10 @@ cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
   if (!tuned) return gather_plain<Find>(p, Find::count(p), stream);
   const std::int64_t tiles =
       std::max<std::int64_t>((p.rows_per_item + Batch<Row>::kRowsPerBlock - 1) / Batch<Row>::kRowsPerBlock, 1);
-  const unsigned blocks = static_cast<unsigned>(Find::count(p) * tiles);
   const auto kernel =
       p.out.dtype == DType::bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>;
-  return launch(kernel, blocks, 32 * kWarps, stream, p, static_cast<unsigned>(tiles));
+  return launch(kernel, static_cast<unsigned>(Find::count(p) * tiles), 32 * kWarps, stream, p,
+                static_cast<unsigned>(tiles));
 }
 
 template <class Find>

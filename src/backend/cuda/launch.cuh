@@ -9,8 +9,8 @@
 
 namespace kv4::cuda {
 
-/// Lets the next kernel start. It will wait for this one's results. For short kernels only: of a long one's successor,
-/// the blocks that come early crowd the multiprocessors that are free first.
+/// Lets the next kernel start. It will wait for this one's results. For short kernels, and for those that leave no
+/// place free until they end: else the blocks that come early crowd the multiprocessors that have room.
 __device__ inline void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -42,6 +42,14 @@ inline bool overlaps_launches() {
   if (cudaGetDevice(&device) != cudaSuccess) return false;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
   return major == 9;
+}
+
+/// Of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 1;
+  return count;
 }
 
 template <int kSharedBytes = 0, class... Params, class... Args>

@@ -31,52 +31,149 @@ __device__ inline RowPlace place_of(const ops::RowPlanes& rows, std::int64_t blo
 /// Not through the read-only path: a kernel that started early is there while rows are written.
 template <class T>
 __device__ T load(const std::uint8_t* at) {
+  __builtin_assume(__isGlobal(at));
   return *reinterpret_cast<const T*>(at);
 }
 
 // --- eight channels: codes to values
 
-/// To bf16, NaN gets its one pattern when it is stored.
-template <class Out>
-__device__ float product(float code, float scale) {
-  const float x = code * scale;
-  return sizeof(Out) == 4 ? codec::canonical_nan(x) : x;
+/// Whether a product with these factors can be NaN; only then must it get NaN's one pattern.
+__device__ inline bool not_finite(float scale) { return (codec::float_bits(scale) & 0x7F800000u) == 0x7F800000u; }
+__device__ inline bool has_nan_e4m3(uint2 codes) {
+  const std::uint32_t next = ((codes.x & 0x7F7F7F7Fu) + 0x01010101u) | ((codes.y & 0x7F7F7F7Fu) + 0x01010101u);
+  return (next & 0x80808080u) != 0;
+}
+__device__ inline bool has_nan_bf16(const std::uint32_t (&pairs)[4]) {
+  std::uint32_t next = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) next |= (pairs[i] & 0x7FFF7FFFu) + 0x007F007Fu;
+  return (next & 0x80008000u) != 0;
 }
 
-template <class Out>
-__device__ void scaled_e4m3(uint2 codes, float scale, float (&x)[kOctet]) {
+__device__ inline void scaled_e4m3(uint2 codes, float scale, float (&x)[kOctet]) {
 #pragma unroll
   for (int i = 0; i < kOctet; i += 2) {
     const std::uint32_t pair = (i < 4 ? codes.x : codes.y) >> (i % 4 * 8);
     // One instruction from sm_89 on; every e4m3 is exact in fp16.
     const float2 code =
         __half22float2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair & 0xFFFFu), __NV_E4M3));
-    x[i] = product<Out>(code.x, scale);
-    x[i + 1] = product<Out>(code.y, scale);
+    x[i] = code.x * scale;
+    x[i + 1] = code.y * scale;
   }
 }
 
-/// e2m1 bits at the top of an fp32's exponent and mantissa are the value times 2^-126, its denormals included.
-template <class Out>
-__device__ void scaled_e2m1(std::uint32_t codes, float scale, float (&x)[kOctet]) {
+/// Bytes of {b, a} by the selector's digits; a digit's top bit: eight times the byte's top bit.
+__device__ inline std::uint32_t permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+  std::uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+  return out;
+}
+
+/// Eight e2m1 codes as bf16: the magnitudes' bytes are picked out of tables of eight, four at a time.
+__device__ inline void e2m1_pairs(std::uint32_t codes, std::uint32_t (&pairs)[4]) {
+  const std::uint32_t even_on_top = codes << 4;  // of each byte; the odd codes are there already
 #pragma unroll
-  for (int i = 0; i < kOctet; ++i) {
-    const std::uint32_t top = codes << (28 - 4 * i);
-    const float tiny = codec::bits_float((top & 0x80000000u) | ((top >> 6) & 0x01C00000u));
-    x[i] = product<Out>(tiny * 0x1p126f, scale);
+  for (int i = 0; i < 4; i += 2) {
+    const std::uint32_t magnitudes = (codes >> (8 * i)) & 0x7777u;
+    const std::uint32_t lower = permute(0xC0800000u, 0xC0804000u, magnitudes);
+    const std::uint32_t upper = permute(0x3F3F3F00u, 0x40404040u, magnitudes);
+    const std::uint32_t signs = permute(even_on_top, codes, 0xC080u + 0x1010u * i);
+    const std::uint32_t next_signs = permute(even_on_top, codes, 0xC080u + 0x1010u * (i + 1));
+    pairs[i] = permute(lower, upper, 0x5140u) | (signs & 0x80008000u);
+    pairs[i + 1] = permute(lower, upper, 0x7362u) | (next_signs & 0x80008000u);
   }
 }
 
-__device__ inline void bf16_values(uint4 pairs, float (&x)[kOctet]) {
-  const std::uint32_t words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+__device__ inline void bf16_values(const std::uint32_t (&pairs)[4], float (&x)[kOctet]) {
 #pragma unroll
   for (int i = 0; i < kOctet; i += 2) {
-    x[i] = codec::bits_float(words[i / 2] << 16);
-    x[i + 1] = codec::bits_float(words[i / 2] & 0xFFFF0000u);
+    x[i] = codec::bits_float(pairs[i / 2] << 16);
+    x[i + 1] = codec::bits_float(pairs[i / 2] & 0xFFFF0000u);
   }
 }
 
-// --- eight channels: values to memory. All lanes of the warp call these; `there` says whether a lane's row is.
+// --- eight channels: values as they are written, bf16 pairs or fp32. NaN of a bf16 gets its one pattern; NaN of an
+// fp32 only if it came out of a product.
+
+template <class Out>
+struct Octet {
+  static constexpr int kWords = kOctet * static_cast<int>(sizeof(Out)) / 4;
+  std::uint32_t words[kWords];
+};
+
+__device__ inline void fix_nan(std::uint32_t (&pairs)[4]) {
+#pragma unroll
+  for (std::uint32_t& pair : pairs) {
+    const std::uint32_t nan = ((((pair & 0x7FFF7FFFu) + 0x007F007Fu) & 0x80008000u) >> 15) * 0xFFFFu;
+    pair = (pair & ~nan) | (nan & (codec::kBf16Nan * 0x00010001u));
+  }
+}
+
+template <class Out>
+__device__ Octet<Out> pack(const float (&x)[kOctet], bool maybe_nan) {
+  Octet<Out> out;
+  if constexpr (sizeof(Out) == 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      memcpy(&out.words[i], &pair, 4);
+    }
+    if (maybe_nan) fix_nan(out.words);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) out.words[i] = codec::float_bits(maybe_nan ? codec::canonical_nan(x[i]) : x[i]);
+  }
+  return out;
+}
+
+template <class Out>
+__device__ Octet<Out> unpack_bf16(uint4 raw) {
+  const std::uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+  if constexpr (sizeof(Out) == 2) {
+    Octet<Out> out{raw.x, raw.y, raw.z, raw.w};
+    if (has_nan_bf16(pairs)) fix_nan(out.words);
+    return out;
+  } else {
+    float x[kOctet];
+    bf16_values(pairs, x);
+    return pack<Out>(x, false);
+  }
+}
+
+template <class Out>
+__device__ Octet<Out> unpack_e4m3(uint2 codes, float scale) {
+  float x[kOctet];
+  scaled_e4m3(codes, scale, x);
+  return pack<Out>(x, has_nan_e4m3(codes) || not_finite(scale));
+}
+
+/// kPowerOfTwo: the scale is one, and exact in bf16.
+template <class Out, bool kPowerOfTwo>
+__device__ Octet<Out> unpack_e2m1(std::uint32_t codes, float scale) {
+  std::uint32_t pairs[4];
+  e2m1_pairs(codes, pairs);
+  if constexpr (kPowerOfTwo && sizeof(Out) == 2) {
+    Octet<Out> out;
+    const __nv_bfloat162 factor = __float2bfloat162_rn(scale);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      __nv_bfloat162 pair;
+      memcpy(&pair, &pairs[i], 4);
+      pair = __hmul2_rn(pair, factor);
+      memcpy(&out.words[i], &pair, 4);
+    }
+    if (not_finite(scale)) fix_nan(out.words);
+    return out;
+  } else {
+    float x[kOctet];
+    bf16_values(pairs, x);
+#pragma unroll
+    for (float& value : x) value *= scale;
+    return pack<Out>(x, not_finite(scale));
+  }
+}
+
+// --- eight channels: to memory. All lanes of the warp call these; `there` says whether a lane's row is.
 
 /// Spelled out: the compiler splits vector stores whose value comes out of a branch, and gives those of __stwb and
 /// __stcg a stronger order than needed.
@@ -86,32 +183,18 @@ __device__ inline void store16(void* at, std::uint32_t x, std::uint32_t y, std::
                : "memory");
 }
 
-__device__ inline void store_octet(std::uint16_t* out, const float (&x)[kOctet], bool there) {
-  std::uint32_t words[4], magnitudes[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-    memcpy(&words[i], &pair, 4);
-    magnitudes[i] = (words[i] & 0x7FFF7FFFu) + 0x007F007Fu;  // the top bit of a half: it is NaN
-  }
-  if (((magnitudes[0] | magnitudes[1] | magnitudes[2] | magnitudes[3]) & 0x80008000u) != 0) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const std::uint32_t nan = ((magnitudes[i] & 0x80008000u) >> 15) * 0xFFFFu;
-      words[i] = (words[i] & ~nan) | (nan & (codec::kBf16Nan * 0x00010001u));
-    }
-  }
-  if (there) store16(out, words[0], words[1], words[2], words[3]);
+__device__ inline void store_octet(std::uint16_t* out, const Octet<std::uint16_t>& x, bool there) {
+  if (there) store16(out, x.words[0], x.words[1], x.words[2], x.words[3]);
 }
 
 /// Neighbour lanes swap halves, so that each store fills whole 32-byte sectors: first the even lane's octet, then the
 /// odd one's.
-__device__ inline void store_octet(float* out, const float (&x)[kOctet], bool there) {
+__device__ inline void store_octet(float* out, const Octet<float>& x, bool there) {
   const bool odd = threadIdx.x % 2 != 0;
   std::uint32_t of_even[4], of_odd[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const std::uint32_t low = codec::float_bits(x[i]), high = codec::float_bits(x[4 + i]);
+    const std::uint32_t low = x.words[i], high = x.words[4 + i];
     const std::uint32_t swapped = __shfl_xor_sync(kFullWarp, odd ? low : high, 1);
     of_even[i] = odd ? swapped : low;
     of_odd[i] = odd ? high : swapped;
@@ -157,13 +240,13 @@ struct Fp8RowReader {
   }
 
   template <class Out>
-  __device__ static void decode(const Raw& raw, int lane, int octet, float (&x)[kOctet]) {
-    if (octet == 1 && lane >= kTailLane) return bf16_values(raw.high, x);
+  __device__ static Octet<Out> decode(const Raw& raw, int lane, int octet) {
+    if (octet == 1 && lane >= kTailLane) return unpack_bf16<Out>(raw.high);
     // 8 lanes share a tile, and octet 1 begins at tile 4.
     const std::uint32_t tiles = octet == 0 ? raw.scale.x : raw.scale.y;
     const float scale = kTiles ? codec::ue8m0_value(static_cast<std::uint8_t>(tiles >> (lane / 8 * 8)))
                                : codec::bits_float(raw.scale.x);
-    scaled_e4m3<Out>(octet == 0 ? raw.low : make_uint2(raw.high.x, raw.high.y), scale, x);
+    return unpack_e4m3<Out>(octet == 0 ? raw.low : make_uint2(raw.high.x, raw.high.y), scale);
   }
 };
 
@@ -189,8 +272,9 @@ struct Fp4KeyReader {
   }
 
   template <class Out>
-  __device__ static void decode(const Raw& raw, int, int, float (&x)[kOctet]) {
-    scaled_e2m1<Out>(raw.codes, kGlobal ? codec::e4m3_value(raw.scale) * raw.global : codec::ue8m0_value(raw.scale), x);
+  __device__ static Octet<Out> decode(const Raw& raw, int, int) {
+    const float scale = kGlobal ? codec::e4m3_value(raw.scale) * raw.global : codec::ue8m0_value(raw.scale);
+    return unpack_e2m1<Out, !kGlobal>(raw.codes, scale);
   }
 };
 
@@ -208,8 +292,8 @@ struct Fp8KeyReader {
   }
 
   template <class Out>
-  __device__ static void decode(const Raw& raw, int, int, float (&x)[kOctet]) {
-    scaled_e4m3<Out>(raw.codes, raw.scale, x);
+  __device__ static Octet<Out> decode(const Raw& raw, int, int) {
+    return unpack_e4m3<Out>(raw.codes, raw.scale);
   }
 };
 
@@ -234,8 +318,8 @@ struct Bf16Reader {
   }
 
   template <class Out>
-  __device__ static void decode(const Raw& raw, int, int octet, float (&x)[kOctet]) {
-    bf16_values(raw.pairs[octet], x);
+  __device__ static Octet<Out> decode(const Raw& raw, int, int octet) {
+    return unpack_bf16<Out>(raw.pairs[octet]);
   }
 };
 
