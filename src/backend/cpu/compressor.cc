@@ -113,9 +113,11 @@ void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuf
 void Compressor::pool_entry(const ops::StepRecord& part, std::int64_t position, RowBuffers& buffers) const {
   if (!kind_.overlap) return pool_open(part, position + 1, buffers);
   const std::int64_t begin = position + 1 - kind_.ratio;
-  const bool first = begin == 0;  // no span before it
-  if (!first) fold(part, begin - kind_.ratio, begin, 0, true, buffers.acc.data());
-  fold(part, begin, position + 1, width(), first, buffers.acc.data());
+  const int before = begin == 0 ? 0 : kind_.ratio;  // the first entry has no span before its own
+  ops::SourceRow* rows = buffers.sources.data();
+  find_rows(part, begin - before, before, 0, rows);
+  find_rows(part, begin, kind_.ratio, width(), rows + before);
+  kernels_.pool(width(), rows, before + kind_.ratio, buffers.acc.data());
 }
 
 }  // namespace kv4::cpu

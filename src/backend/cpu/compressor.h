@@ -1,4 +1,4 @@
-// Pooling on the CPU: finds the rows of a span, in the ring or in the step's inputs, and folds them in position order.
+// Pooling on the CPU: finds the rows of a span, in the ring or in the step's inputs, and pools them in position order.
 #pragma once
 
 #include <cstdint>

@@ -122,13 +122,21 @@ int widest(const ops::LayerDesc& layer) {
   return width;
 }
 
+// Rows that an entry of an overlapping kind pools.
+int most_sources(const ops::LayerDesc& layer) {
+  int rows = 0;
+  for (int k = 0; k < layer.num_kinds; ++k)
+    if (layer.kinds[k].overlap) rows = std::max(rows, 2 * layer.kinds[k].ratio);
+  return rows;
+}
+
 }  // namespace
 
 void CpuBackend::append(const ops::AppendParams& params) {
   const ops::LayerDesc& layer = params.layer;
   const ops::StepDesc& step = params.step;
   const int num_kinds = params.kv[0].data == nullptr ? 0 : layer.num_kinds;
-  fit_buffers(widest(layer));
+  fit_buffers(widest(layer), most_sources(layer));
 
   // First, per request: rows that this step pushes out of an online ring join the accumulator.
   for (int k = 0; k < num_kinds; ++k) {

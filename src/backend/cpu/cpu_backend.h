@@ -49,7 +49,7 @@ class CpuBackend final : public Backend {
   void synchronize() override {}
 
  private:
-  void fit_buffers(int width);
+  void fit_buffers(int width, int num_sources = 0);
   RowBuffers& buffers(int worker) { return buffers_[static_cast<std::size_t>(worker)]; }
 
   const RowKernels& kernels_;

@@ -32,6 +32,8 @@ struct RowKernels {
   void (*convert)(const void* from, DType from_type, std::int64_t count, void* to, DType to_type);
   void (*load_as_bf16)(const void* from, DType type, int count, float* to);  // values rounded to bf16
   void (*fold)(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc);
+  /// All rows of an entry at once, into denominators and numerators of acc [3, width].
+  void (*pool)(int width, const ops::SourceRow* rows, int count, float* acc);
   void (*angles)(const RopeAngles& angles, std::int64_t position, float* cos, float* sin);
   void (*finish)(const FinishArgs& args);
   void (*hadamard)(int width, float* row);

@@ -27,6 +27,11 @@ void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* a
   ops::fold_rows(OneLane{}, width, rows, count, fresh, acc);
 }
 
+void pool(int width, const ops::SourceRow* rows, int count, float* acc) {
+  ops::pool_rows(
+      OneLane{}, width, count, [rows](int i) -> const ops::SourceRow& { return rows[i]; }, acc);
+}
+
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
   for (int i = 0; i < table.pairs; ++i) rope_angle(table, position, i, &cos[i], &sin[i]);
 }
@@ -62,7 +67,7 @@ void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, c
 }  // namespace
 
 const RowKernels& plain_row_kernels() {
-  static constexpr RowKernels kTable{"scalar", convert,  load_as_bf16, fold,         angles,
+  static constexpr RowKernels kTable{"scalar", convert,  load_as_bf16, fold,         pool,  angles,
                                      finish,   hadamard, encode,       encode_input, decode};
   return kTable;
 }

@@ -22,8 +22,17 @@ namespace kv4::cpu::HWY_NAMESPACE {
 
 const RowKernels* simd_table() {
 #if KV4_SIMD_TABLE
-  static const RowKernels table{
-      hwy::TargetName(HWY_TARGET), convert, load_as_bf16, fold, angles, finish, hadamard, encode, encode_input, decode};
+  static const RowKernels table{hwy::TargetName(HWY_TARGET),
+                                convert,
+                                load_as_bf16,
+                                fold,
+                                pool,
+                                angles,
+                                finish,
+                                hadamard,
+                                encode,
+                                encode_input,
+                                decode};
   return &table;
 #else
   return &plain_row_kernels();
