@@ -6,15 +6,16 @@
 namespace kv4::cpu {
 namespace {
 
-void convert(const void* from, DType from_type, std::int64_t count, void* to, DType to_type) {
-  const float* f32 = static_cast<const float*>(from);
-  const std::uint16_t* bf16 = static_cast<const std::uint16_t*>(from);
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (to_type == DType::f32)
-      static_cast<float*>(to)[i] = codec::canonical_nan(from_type == DType::f32 ? f32[i] : codec::bf16_value(bf16[i]));
+void convert(const ConvertArgs& a) {
+  const float* f32 = static_cast<const float*>(a.from);
+  const std::uint16_t* bf16 = static_cast<const std::uint16_t*>(a.from);
+  for (std::int64_t i = 0; i < a.count; ++i) {
+    if (a.to_type == DType::f32)
+      static_cast<float*>(a.to)[i] =
+          codec::canonical_nan(a.from_type == DType::f32 ? f32[i] : codec::bf16_value(bf16[i]));
     else
-      static_cast<std::uint16_t*>(to)[i] =
-          from_type == DType::f32 ? codec::bf16_bits(f32[i]) : codec::canonical_bf16(bf16[i]);
+      static_cast<std::uint16_t*>(a.to)[i] =
+          a.from_type == DType::f32 ? codec::bf16_bits(f32[i]) : codec::canonical_bf16(bf16[i]);
   }
 }
 
@@ -48,9 +49,9 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
 }
 
 void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
-                  std::uint8_t* scale, float* tmp) {
+                  std::uint8_t* scale, float global, float* tmp) {
   load_as_bf16(x, type, shape.width, tmp);
-  encode(format, shape, tmp, payload, scale, 1.0f);
+  encode(format, shape, tmp, payload, scale, global);
 }
 
 void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global,
@@ -61,7 +62,7 @@ void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, c
     return;
   }
   codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, tmp); });
-  convert(tmp, DType::f32, shape.width, out, DType::bf16);
+  convert({shape.width, tmp, DType::f32, out, DType::bf16});
 }
 
 }  // namespace
