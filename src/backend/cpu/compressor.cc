@@ -123,8 +123,10 @@ void Compressor::pool_entry(const ops::StepRecord& part, const ops::StepRecord* 
   if (!kind_.overlap) return pool_open(part, end, buffers);
   const int before = begin == 0 ? 0 : kind_.ratio;  // the first entry has no span before its own
   ops::SourceRow* rows = buffers.sources.data();
-  find_rows({part, next, begin - before, before, 0}, rows);
-  find_rows({part, next, begin, kind_.ratio, width()}, rows + before);
+  ops::StepRecord now = part;
+  if (part.count == 1 && part.in_place()) now.length = static_cast<std::int32_t>(end);  // its own row is stored, too
+  find_rows({now, next, begin - before, before, 0}, rows);
+  find_rows({now, next, begin, kind_.ratio, width()}, rows + before);
   kernels_.pool(width(), rows, before + kind_.ratio, buffers.acc.data());
 }
 
