@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/aligned_vector.h"
 #include "bench_bytes.h"
 #include "bench_cache.h"
 #include "sizes.h"
@@ -92,7 +93,7 @@ Operation make_flush(const BenchSettings& settings, const LayerCase& c) {
   cache->prepare(std::span(&item, 1));
   const LayerCacheSchema& layer = cache->schema().layers[0];
   struct Rows {
-    std::vector<std::uint16_t> entries, keys;
+    AlignedVector<std::uint16_t> entries, keys;
   };
   auto sets = std::make_shared<std::vector<Rows>>(8);
   std::int64_t bytes = 0, rows = 0;

@@ -33,6 +33,8 @@ struct Pool {
 
 constexpr float kLowestGate = -3.40282347e38f;
 
+KV4_HD float larger_gate(float gate, float max) { return gate > max ? gate : max; }  // NaN is passed over
+
 KV4_HD Pool empty_pool() { return {kLowestGate, 0.0f, 0.0f}; }
 
 /// Adds a row. One exp: of the distance between the new gate and the maximum, which scales either the past or the new
@@ -45,6 +47,12 @@ KV4_HD Pool pool_add(Pool p, float gate, float kv) {
   return {higher ? gate : p.max, codec::fused(p.den, past, fresh), codec::fused(fresh, kv, p.num * past)};
 }
 
+/// Adds a row to a pool whose maximum is that of all its rows from the start.
+KV4_HD Pool pool_add_known_max(Pool p, float gate, float kv) {
+  const float e = codec::exp_nonpositive(gate - p.max);
+  return {p.max, p.den + e, codec::fused(e, kv, p.num)};
+}
+
 /// Folds rows in order into acc [3, width]; `fresh` starts from nothing.
 template <class Group>
 KV4_HD void fold_rows(Group g, int width, const SourceRow* rows, int count, bool fresh, float* acc) {
@@ -54,6 +62,23 @@ KV4_HD void fold_rows(Group g, int width, const SourceRow* rows, int count, bool
       p = pool_add(p, load_element(rows[r].gate, rows[r].type, c) + rows[r].bias[c],
                    load_element(rows[r].kv, rows[r].type, c));
     acc[c] = p.max;
+    acc[width + c] = codec::canonical_nan(p.den);
+    acc[2 * width + c] = codec::canonical_nan(p.num);
+  }
+}
+
+/// Pools rows that are all at hand, as those of an overlapping kind's entry are: the largest gate first, then one sum.
+/// row(i): the i-th SourceRow. Writes denominators and numerators of acc [3, width].
+template <class Group, class Row>
+KV4_HD void pool_rows(Group g, int width, int count, Row row, float* acc) {
+  for (int c = g.lane(); c < width; c += g.size()) {
+    const auto biased_gate = [c](const SourceRow& r) { return load_element(r.gate, r.type, c) + r.bias[c]; };
+    Pool p = empty_pool();
+    for (int i = 0; i < count; ++i) p.max = larger_gate(biased_gate(row(i)), p.max);
+    for (int i = 0; i < count; ++i) {
+      const SourceRow& r = row(i);
+      p = pool_add_known_max(p, biased_gate(r), load_element(r.kv, r.type, c));
+    }
     acc[width + c] = codec::canonical_nan(p.den);
     acc[2 * width + c] = codec::canonical_nan(p.num);
   }

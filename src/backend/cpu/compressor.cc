@@ -21,26 +21,32 @@ const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int 
          static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
 }
 
-void Compressor::find_rows(const ops::StepRecord& part, std::int64_t begin, int count, int column,
-                           ops::SourceRow* rows) const {
+void Compressor::find_rows(const Window& window, ops::SourceRow* rows) const {
   const ops::PendingDesc& p = kind_.pending;
-  const std::size_t stored = element_bytes(p.dtype);
-  std::int32_t phase = static_cast<std::int32_t>(begin % kind_.ratio),
-               ring_row = static_cast<std::int32_t>(begin % p.rows);
+  const auto [part, next, begin, count, column] = window;
+  const std::size_t gate = static_cast<std::size_t>(p.columns) * element_bytes(p.dtype);  // behind its kv
+  std::int64_t phase = begin % kind_.ratio;
   for (int i = 0; i < count; ++i) {
-    const float* bias = kind_.bias + std::int64_t{phase} * p.columns + column;
-    const std::int64_t token = part.token_of(begin + i);
+    const float* bias = kind_.bias + phase * p.columns + column;
     if (begin + i >= part.length) {
+      const std::int64_t token = part.token_of(begin + i);
       rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype), {}};
       find_later_rows(part, token, column, rows[i].fetch);
     } else {
-      const std::uint8_t* kv = p.ring.at(part.read_slot, ring_row) + static_cast<std::size_t>(column) * stored;
-      const std::uint8_t* gate = kv + static_cast<std::size_t>(p.columns) * stored;
-      rows[i] = {kv, gate, bias, read_as(p.dtype, p.dtype), {kv, gate}};
+      const std::uint8_t* kv = stored_kv(part.read_slot, begin + i, column);
+      const std::uint8_t* later = later_stored(window, begin + i);
+      rows[i] = {kv, kv + gate, bias, read_as(p.dtype, p.dtype), {later, later + gate}};
     }
     if (++phase == kind_.ratio) phase = 0;
-    if (++ring_row == p.rows) ring_row = 0;
   }
+}
+
+// Without overlap the ring's own rows follow; with it a window is short, and the next request's lies in another slot.
+const std::uint8_t* Compressor::later_stored(const Window& window, std::int64_t position) const {
+  const auto [part, next, begin, count, column] = window;
+  if (!kind_.overlap) return stored_kv(part.read_slot, position + kRowsAhead, column);
+  if (next == nullptr) return stored_kv(part.read_slot, position, column);
+  return stored_kv(next->read_slot, position + next->position - part.position, column);
 }
 
 // The hardware's own prefetch does not follow such short rows in time. With overlap an input row is used in two halves,
@@ -63,12 +69,11 @@ void Compressor::find_later_rows(const ops::StepRecord& part, std::int64_t token
   }
 }
 
-void Compressor::fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, int column, bool fresh,
-                      float* acc) const {
+void Compressor::fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, bool fresh, float* acc) const {
   ops::SourceRow rows[kRowsAtOnce];
   do {
     const int count = static_cast<int>(std::min<std::int64_t>(end - begin, kRowsAtOnce));
-    find_rows(part, begin, count, column, rows);
+    find_rows({part, nullptr, begin, count, 0}, rows);
     kernels_.fold(width(), rows, count, fresh, acc);
     fresh = false;
     begin += count;
@@ -85,20 +90,23 @@ void Compressor::advance(const ops::StepRecord& part, RowBuffers& buffers) const
     const std::size_t bytes = static_cast<std::size_t>(3 * width()) * sizeof(float);
     const bool fresh = from <= begin;
     if (!fresh) std::memcpy(buffers.acc.data(), accumulator(part.read_slot), bytes);
-    fold(part, std::max(from, begin), to, 0, fresh, buffers.acc.data());
+    fold(part, std::max(from, begin), to, fresh, buffers.acc.data());
     std::memcpy(accumulator(part.write_slot), buffers.acc.data(), bytes);
   }
   frontier(part.write_slot) = static_cast<std::int32_t>(to);
 }
 
-void Compressor::store_pending(const ops::StepRecord& part, std::int64_t position) const {
+void Compressor::store_pending(const ops::StepRecord& part, const ops::StepRecord* next) const {
   const ops::PendingDesc& p = kind_.pending;
-  if (position < part.end() - p.rows) return;
-  const std::int64_t token = part.token_of(position);
-  std::uint8_t* row = p.ring.at(part.write_slot, position % p.rows);
-  kernels_.convert(input_row(kv_, token, 0), kv_.dtype, p.columns, row, p.dtype);
-  kernels_.convert(input_row(gate_, token, 0), gate_.dtype, p.columns,
-                   row + static_cast<std::size_t>(p.columns) * element_bytes(p.dtype), p.dtype);
+  if (part.position < part.end() - p.rows) return;
+  const std::int64_t token = part.token_of(part.position);
+  std::uint8_t* row = p.ring.at(part.write_slot, part.position % p.rows);
+  const std::size_t gate = static_cast<std::size_t>(p.columns) * element_bytes(p.dtype);
+  const std::uint8_t* next_row = next == nullptr ? row : stored_kv(next->write_slot, next->position, 0);
+  const std::int64_t next_token = next == nullptr ? token : token + 1;
+  kernels_.convert({p.columns, input_row(kv_, token), kv_.dtype, row, p.dtype, input_row(kv_, next_token), next_row});
+  kernels_.convert({p.columns, input_row(gate_, token), gate_.dtype, row + gate, p.dtype, input_row(gate_, next_token),
+                    next_row + gate});
 }
 
 void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const {
@@ -107,15 +115,19 @@ void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuf
   const bool fresh = folded <= begin;
   if (!fresh)
     std::memcpy(buffers.acc.data(), accumulator(part.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));
-  fold(part, std::max(begin, folded), end, 0, fresh, buffers.acc.data());
+  fold(part, std::max(begin, folded), end, fresh, buffers.acc.data());
 }
 
-void Compressor::pool_entry(const ops::StepRecord& part, std::int64_t position, RowBuffers& buffers) const {
-  if (!kind_.overlap) return pool_open(part, position + 1, buffers);
-  const std::int64_t begin = position + 1 - kind_.ratio;
-  const bool first = begin == 0;  // no span before it
-  if (!first) fold(part, begin - kind_.ratio, begin, 0, true, buffers.acc.data());
-  fold(part, begin, position + 1, width(), first, buffers.acc.data());
+void Compressor::pool_entry(const ops::StepRecord& part, const ops::StepRecord* next, RowBuffers& buffers) const {
+  const std::int64_t end = part.position + 1, begin = end - kind_.ratio;
+  if (!kind_.overlap) return pool_open(part, end, buffers);
+  const int before = begin == 0 ? 0 : kind_.ratio;  // the first entry has no span before its own
+  ops::SourceRow* rows = buffers.sources.data();
+  ops::StepRecord now = part;
+  if (part.count == 1 && part.in_place()) now.length = static_cast<std::int32_t>(end);  // its own row is stored, too
+  find_rows({now, next, begin - before, before, 0}, rows);
+  find_rows({now, next, begin, kind_.ratio, width()}, rows + before);
+  kernels_.pool(width(), rows, before + kind_.ratio, buffers.acc.data());
 }
 
 }  // namespace kv4::cpu

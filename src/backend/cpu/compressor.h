@@ -1,4 +1,4 @@
-// Pooling on the CPU: finds the rows of a span, in the ring or in the step's inputs, and folds them in position order.
+// Pooling on the CPU: finds the rows of a span, in the ring or in the step's inputs, and pools them in position order.
 #pragma once
 
 #include <cstdint>
@@ -20,21 +20,34 @@ class Compressor {
 
   /// Folds what leaves the ring in this step into the accumulator; running it again changes nothing.
   void advance(const ops::StepRecord& part, RowBuffers& buffers) const;
-  /// Writes token `position`'s row into the ring if it still belongs there after the step.
-  void store_pending(const ops::StepRecord& part, std::int64_t position) const;
+  /// Writes the row of part.position into the ring if it still belongs there after the step. next: the step's next
+  /// token or null; its rows are fetched meanwhile.
+  void store_pending(const ops::StepRecord& part, const ops::StepRecord* next) const;
   /// Pools [first of the open span, end) into buffers.acc, without changing the accumulator.
   void pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const;
-  /// Pools the entry that closes at `position` into buffers.acc.
-  void pool_entry(const ops::StepRecord& part, std::int64_t position, RowBuffers& buffers) const;
+  /// Pools the entry that closes at part.position, whose row has been stored, into buffers.acc. next: the next token of
+  /// another request that closes one from stored rows, or null; with overlap these rows are fetched meanwhile.
+  void pool_entry(const ops::StepRecord& part, const ops::StepRecord* next, RowBuffers& buffers) const;
 
  private:
   // Rows of positions begin, begin + 1, ... at `column`.
-  void find_rows(const ops::StepRecord& part, std::int64_t begin, int count, int column, ops::SourceRow* rows) const;
+  struct Window {
+    const ops::StepRecord& part;
+    const ops::StepRecord* next;
+    std::int64_t begin;
+    int count, column;
+  };
+  void find_rows(const Window& window, ops::SourceRow* rows) const;
   // Input rows that will be wanted after this one.
   void find_later_rows(const ops::StepRecord& part, std::int64_t token, int column, const void* fetch[2]) const;
-  // Folds [begin, end) at `column` into acc; fresh: acc is overwritten.
-  void fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, int column, bool fresh,
-            float* acc) const;
+  // The kv of a stored row that will be wanted after that of `position`.
+  const std::uint8_t* later_stored(const Window& window, std::int64_t position) const;
+  const std::uint8_t* stored_kv(std::int32_t slot, std::int64_t position, int column) const {
+    const ops::PendingDesc& p = kind_.pending;
+    return p.ring.at(slot, position % p.rows) + static_cast<std::size_t>(column) * element_bytes(p.dtype);
+  }
+  // Folds [begin, end) into acc; fresh: acc is overwritten.
+  void fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, bool fresh, float* acc) const;
   float* accumulator(std::int32_t slot) const {
     return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0));
   }

@@ -4,6 +4,7 @@
 
 #include "backend/cpu/compressor.h"
 #include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/prefetch.h"
 
 namespace kv4::cpu {
 namespace {
@@ -21,6 +22,10 @@ void keep_displaced(const ops::WindowDesc& w, int window_tokens, const ops::Step
   w.displaced_position(slot) = static_cast<std::int32_t>(lost);
 }
 
+std::int64_t row_bytes(const ops::InputDesc& rows, codec::RowShape shape) {
+  return shape.width * static_cast<std::int64_t>(element_bytes(rows.dtype));
+}
+
 // A decode's ring rows lie slots apart, in no cache: they are asked for a few tokens before they are written. Always
 // inlined: GCC drops calls of a function that only prefetches.
 constexpr std::int64_t kPrefetchTokens = 6;
@@ -33,14 +38,23 @@ constexpr std::int64_t kPrefetchTokens = 6;
   __builtin_prefetch(w.ring.scale.at(slot, row), 1);
 }
 
+// Where a token's row of a kind goes. The page's own scale is written with its first row.
+struct RowPlace {
+  std::uint8_t *payload, *scale;
+
+  RowPlace(const ops::KindDesc& kind, const ops::StepDesc& step, const ops::StepRecord& token) {
+    const std::int64_t block = token.block, slot = token.position % step.block_tokens / kind.ratio;
+    payload = kind.page.payload.at(block, slot);
+    scale = kind.page.scale.at(block, slot);
+    if (slot == 0 && kind.page.global.data != nullptr)
+      std::memcpy(kind.page.global.at(block, 0), &kind.global_scale, 4);
+  }
+};
+
 // Quantises a finished row of a kind into its place in the page. `row` is changed by the transform.
-void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const ops::StepDesc& step,
-               const ops::StepRecord& token, float* row) {
+void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const RowPlace& place, float* row) {
   if (kind.hadamard) kernels.hadamard(kind.page.shape.width, row);
-  const std::int64_t block = token.block, slot = token.position % step.block_tokens / kind.ratio;
-  kernels.encode(kind.page.format, kind.page.shape, row, kind.page.payload.at(block, slot),
-                 kind.page.scale.at(block, slot), kind.global_scale);
-  if (slot == 0 && kind.page.global.data != nullptr) std::memcpy(kind.page.global.at(block, 0), &kind.global_scale, 4);
+  kernels.encode(kind.page.format, kind.page.shape, row, place.payload, place.scale, kind.global_scale);
 }
 
 // The entry and the index key of a token close together and share one rotation.
@@ -99,7 +113,7 @@ void write_window_row(const RowKernels& kernels, const ops::AppendParams& params
     if (project)
       kernels.encode(w.ring.format, shape, buffers.row.data(), payload, scale, 1.0f);
     else
-      kernels.encode_input(w.ring.format, shape, row, type, payload, scale, buffers.row.data());
+      kernels.encode_input(w.ring.format, shape, row, type, payload, scale, 1.0f, buffers.row.data());
   };
   std::uint8_t* ring_payload = w.ring.payload.at(token.write_slot, token.position % w.rows);
   std::uint8_t* ring_scale = w.ring.scale.at(token.write_slot, token.position % w.rows);
@@ -116,10 +130,53 @@ void write_window_row(const RowKernels& kernels, const ops::AppendParams& params
   std::memcpy(ring_scale, scale, static_cast<std::size_t>(w.ring.scale.row_stride));
 }
 
+// The next token, not far, that closes an entry whose other rows are all stored.
+const ops::StepRecord* next_due(const ops::StepRecord* at, const ops::StepRecord* end, std::int32_t ratio) {
+  constexpr std::int64_t kLookahead = 8;
+  end = at + std::min<std::int64_t>(end - at, kLookahead);
+  for (; at < end; ++at)
+    if (!at->padded() && at->position == at->length && (at->position + 1) % ratio == 0 && at->position >= 2 * ratio)
+      return at;
+  return nullptr;
+}
+
+// Rows of one kind of tokens [begin, end), all of one request. tmp: [width]
+void flush_rows(const RowKernels& kernels, const ops::FlushParams& params, int k, std::int64_t begin, std::int64_t end,
+                float* tmp) {
+  const ops::KindDesc& kind = params.layer.kinds[k];
+  const ops::InputDesc& rows = params.rows[k];
+  const codec::RowShape shape = kind.page.shape;
+  constexpr std::int64_t kRowsAhead = 12;
+  begin += kind.ratio - 1 - params.step.tokens[begin].position % kind.ratio;  // the first that closes one
+  for (std::int64_t token = begin; token < end; token += kind.ratio) {
+    // Such rows are mostly each in a page of its own: no processor fetches them by itself.
+    if (token + kRowsAhead * kind.ratio < end)
+      prefetch(input_row(rows, token + kRowsAhead * kind.ratio), row_bytes(rows, shape));
+    if (params.valid != nullptr && params.valid[token] == 0) continue;
+    const RowPlace place(kind, params.step, params.step.tokens[token]);
+    const std::uint8_t* row = input_row(rows, token);
+    if (kind.hadamard) {
+      kernels.load_as_bf16(row, rows.dtype, shape.width, tmp);
+      store_row(kernels, kind, place, tmp);
+    } else {
+      kernels.encode_input(kind.page.format, shape, row, rows.dtype, place.payload, place.scale, kind.global_scale,
+                           tmp);
+    }
+  }
+}
+
 int widest(const ops::LayerDesc& layer) {
   int width = layer.window.ring.shape.width;
   for (int k = 0; k < layer.num_kinds; ++k) width = std::max(width, layer.kinds[k].page.shape.width);
   return width;
+}
+
+// Rows that an entry of an overlapping kind pools.
+int most_sources(const ops::LayerDesc& layer) {
+  int rows = 0;
+  for (int k = 0; k < layer.num_kinds; ++k)
+    if (layer.kinds[k].overlap) rows = std::max(rows, 2 * layer.kinds[k].ratio);
+  return rows;
 }
 
 }  // namespace
@@ -128,7 +185,7 @@ void CpuBackend::append(const ops::AppendParams& params) {
   const ops::LayerDesc& layer = params.layer;
   const ops::StepDesc& step = params.step;
   const int num_kinds = params.kv[0].data == nullptr ? 0 : layer.num_kinds;
-  fit_buffers(widest(layer));
+  fit_buffers(widest(layer), most_sources(layer));
 
   // First, per request: rows that this step pushes out of an online ring join the accumulator.
   for (int k = 0; k < num_kinds; ++k) {
@@ -146,20 +203,25 @@ void CpuBackend::append(const ops::AppendParams& params) {
     Rotation rotation(kernels_, buffer);
     for (std::int64_t i = begin; i < end; ++i) {
       const ops::StepRecord& token = step.tokens[i];
-      if (i + kPrefetchTokens < end) prefetch_ring_row(layer.window, step.tokens[i + kPrefetchTokens]);
+      if (i + kPrefetchTokens < end) {
+        prefetch_ring_row(layer.window, step.tokens[i + kPrefetchTokens]);
+        prefetch(input_row(params.window_rows, i + kPrefetchTokens),
+                 row_bytes(params.window_rows, layer.window.ring.shape));
+      }
       if (token.padded()) continue;
       const std::int64_t position = token.position;
+      const ops::StepRecord* next = i + 1 < end && !step.tokens[i + 1].padded() ? &token + 1 : nullptr;
       write_window_row(kernels_, params, i, rotation, buffer);
       for (int k = 0; k < num_kinds; ++k) {
         const ops::KindDesc& kind = layer.kinds[k];
         const Compressor compressor(kernels_, kind, params.kv[k], params.gate[k]);
-        compressor.store_pending(token, position);
+        compressor.store_pending(token, next);
         if ((position + 1) % kind.ratio != 0) continue;
-        compressor.pool_entry(token, position, buffer);
+        compressor.pool_entry(token, next_due(&token + 1, step.tokens + end, kind.ratio), buffer);
         rotation.seek(params.rope, position + 1 - kind.ratio);
         kernels_.finish({kind.page.shape.width, buffer.acc.data(), kind.norm_weight, layer.eps,
                          params.rope.rope_dim / 2, rotation.cos, rotation.sin, buffer.row.data(), buffer.tmp.data()});
-        store_row(kernels_, kind, step, token, buffer.row.data());
+        store_row(kernels_, kind, RowPlace(kind, step, token), buffer.row.data());
       }
     }
   });
@@ -169,16 +231,11 @@ void CpuBackend::flush(const ops::FlushParams& params) {
   const ops::StepDesc& step = params.step;
   fit_buffers(widest(params.layer));
   pool_.run(step.num_tokens, 32, [&](std::int64_t begin, std::int64_t end, int worker) {
-    float* row = buffers(worker).row.data();
-    for (std::int64_t i = begin; i < end; ++i) {
-      const ops::StepRecord& token = step.tokens[i];
-      if (token.padded() || (params.valid != nullptr && params.valid[i] == 0)) continue;
-      for (int k = 0; k < params.layer.num_kinds; ++k) {
-        const ops::KindDesc& kind = params.layer.kinds[k];
-        if ((token.position + 1) % kind.ratio != 0) continue;
-        kernels_.load_as_bf16(input_row(params.rows[k], i), params.rows[k].dtype, kind.page.shape.width, row);
-        store_row(kernels_, kind, step, token, row);
-      }
+    for (std::int64_t next = begin; begin < end; begin = next) {
+      const ops::StepRecord& token = step.tokens[begin];
+      next = token.padded() ? begin + 1 : std::min<std::int64_t>(end, token.first_token + token.count);
+      for (int k = 0; k < params.layer.num_kinds && !token.padded(); ++k)
+        flush_rows(kernels_, params, k, begin, next, buffers(worker).row.data());
     }
   });
 }

@@ -90,8 +90,8 @@ void turn_back(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_
 void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, int first_head, int heads, int worker) {
   const int width = p.layer.window.ring.shape.width;
   AttendBuffers& b = attend_buffers_[static_cast<std::size_t>(worker)];
-  kernels_.convert(input_row(p.q, token, first_head * width), p.q.dtype, std::int64_t{heads} * width, b.q.data(),
-                   DType::f32);
+  kernels_.convert(
+      {std::int64_t{heads} * width, input_row(p.q, token, first_head * width), p.q.dtype, b.q.data(), DType::f32});
   for (int i = 0; i < heads * width; ++i) b.q[static_cast<std::size_t>(i)] *= p.softmax_scale;
   std::fill_n(b.acc.begin(), heads * width, 0.0f);
   std::fill_n(b.state.begin(), heads, ops::Attention{});

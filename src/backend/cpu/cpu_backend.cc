@@ -42,9 +42,9 @@ void CpuBackend::deallocate(std::byte* memory, std::int64_t bytes) {
   if (memory != nullptr) munmap(memory, static_cast<std::size_t>(bytes));
 }
 
-void CpuBackend::fit_buffers(int width) {
+void CpuBackend::fit_buffers(int width, int num_sources) {
   try {
-    for (RowBuffers& b : buffers_) b.fit(width);
+    for (RowBuffers& b : buffers_) b.fit(width, num_sources);
   } catch (const std::bad_alloc&) {
     fail(ErrorCode::out_of_memory, "the system refused the memory for rows of {} channels", width);
   }

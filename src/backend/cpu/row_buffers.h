@@ -1,11 +1,11 @@
 #pragma once
 
 #include <cstddef>
-
 #include <vector>
 
 #include "backend/cpu/row_kernels.h"
 #include "base/aligned_vector.h"
+#include "ops/compress_row.h"
 
 namespace kv4::cpu {
 
@@ -14,9 +14,11 @@ namespace kv4::cpu {
 struct RowBuffers {
   AlignedVector<float> acc;  // [3, width]
   AlignedVector<float> row, tmp, cos, sin;
-  AlignedVector<float> keys;  // [kScoreKeys, width]
+  AlignedVector<float> keys;            // [kScoreKeys, width]
+  std::vector<ops::SourceRow> sources;  // of one entry of an overlapping kind
 
-  void fit(int width) {
+  void fit(int width, int num_sources) {
+    if (sources.size() < static_cast<std::size_t>(num_sources)) sources.resize(static_cast<std::size_t>(num_sources));
     std::size_t n = 1;
     while (n < static_cast<std::size_t>(width)) n *= 2;
     if (row.size() >= n) return;

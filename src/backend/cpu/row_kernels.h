@@ -63,13 +63,25 @@ struct AttendArgs {
   float* tmp;
 };
 constexpr int kAttendRows = 32;  // the most at once
+/// count elements; f32 and bf16, either way; to bf16 rounds to nearest even; NaN becomes the one pattern. Rows that
+/// will be read and written later are brought into a cache meanwhile, or null.
+struct ConvertArgs {
+  std::int64_t count;
+  const void* from;
+  DType from_type;
+  void* to;
+  DType to_type;
+  const void* read_later = nullptr;
+  const void* write_later = nullptr;
+};
 
 struct RowKernels {
   const char* name;
-  /// count elements; f32 and bf16, either way; to bf16 rounds to nearest even; NaN becomes the one pattern.
-  void (*convert)(const void* from, DType from_type, std::int64_t count, void* to, DType to_type);
+  void (*convert)(const ConvertArgs& args);
   void (*load_as_bf16)(const void* from, DType type, int count, float* to);  // values rounded to bf16
   void (*fold)(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc);
+  /// All rows of an entry at once, into denominators and numerators of acc [3, width].
+  void (*pool)(int width, const ops::SourceRow* rows, int count, float* acc);
   void (*angles)(const RopeAngles& angles, std::int64_t position, float* cos, float* sin);
   void (*finish)(const FinishArgs& args);
   void (*hadamard)(int width, float* row);
@@ -77,7 +89,7 @@ struct RowKernels {
                  float global);  // x: bf16 values
   /// The same from an input row that is not rounded to bf16 yet. tmp: [width]
   void (*encode_input)(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
-                       std::uint8_t* scale, float* tmp);
+                       std::uint8_t* scale, float global, float* tmp);
   void (*decode)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
                  float global, void* out, DType out_type, float* tmp);  // tmp: [width]
   /// An encoded query as `score` of the same table wants it.

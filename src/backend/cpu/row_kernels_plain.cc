@@ -6,15 +6,16 @@
 namespace kv4::cpu {
 namespace {
 
-void convert(const void* from, DType from_type, std::int64_t count, void* to, DType to_type) {
-  const float* f32 = static_cast<const float*>(from);
-  const std::uint16_t* bf16 = static_cast<const std::uint16_t*>(from);
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (to_type == DType::f32)
-      static_cast<float*>(to)[i] = codec::canonical_nan(from_type == DType::f32 ? f32[i] : codec::bf16_value(bf16[i]));
+void convert(const ConvertArgs& a) {
+  const float* f32 = static_cast<const float*>(a.from);
+  const std::uint16_t* bf16 = static_cast<const std::uint16_t*>(a.from);
+  for (std::int64_t i = 0; i < a.count; ++i) {
+    if (a.to_type == DType::f32)
+      static_cast<float*>(a.to)[i] =
+          codec::canonical_nan(a.from_type == DType::f32 ? f32[i] : codec::bf16_value(bf16[i]));
     else
-      static_cast<std::uint16_t*>(to)[i] =
-          from_type == DType::f32 ? codec::bf16_bits(f32[i]) : codec::canonical_bf16(bf16[i]);
+      static_cast<std::uint16_t*>(a.to)[i] =
+          a.from_type == DType::f32 ? codec::bf16_bits(f32[i]) : codec::canonical_bf16(bf16[i]);
   }
 }
 
@@ -25,6 +26,11 @@ void load_as_bf16(const void* from, DType type, int count, float* to) {
 
 void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc) {
   ops::fold_rows(OneLane{}, width, rows, count, fresh, acc);
+}
+
+void pool(int width, const ops::SourceRow* rows, int count, float* acc) {
+  ops::pool_rows(
+      OneLane{}, width, count, [rows](int i) -> const ops::SourceRow& { return rows[i]; }, acc);
 }
 
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
@@ -43,9 +49,9 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
 }
 
 void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
-                  std::uint8_t* scale, float* tmp) {
+                  std::uint8_t* scale, float global, float* tmp) {
   load_as_bf16(x, type, shape.width, tmp);
-  encode(format, shape, tmp, payload, scale, 1.0f);
+  encode(format, shape, tmp, payload, scale, global);
 }
 
 void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global,
@@ -56,7 +62,7 @@ void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, c
     return;
   }
   codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, tmp); });
-  convert(tmp, DType::f32, shape.width, out, DType::bf16);
+  convert({shape.width, tmp, DType::f32, out, DType::bf16});
 }
 
 // mxfp4: the encoded row, payload and scale; other formats: its values.
@@ -99,8 +105,8 @@ void attend(const AttendArgs& a) {
 }  // namespace
 
 const RowKernels& plain_row_kernels() {
-  static constexpr RowKernels kTable{"scalar", convert,      load_as_bf16, fold,          angles, finish, hadamard,
-                                     encode,   encode_input, decode,       prepare_query, score,  attend};
+  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold,   pool,          angles, finish,
+                                     hadamard, encode,  encode_input, decode, prepare_query, score,  attend};
   return kTable;
 }
 

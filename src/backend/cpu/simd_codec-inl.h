@@ -15,17 +15,30 @@
 HWY_BEFORE_NAMESPACE();
 namespace kv4::cpu::HWY_NAMESPACE {
 
-void convert(const void* from, DType from_type, std::int64_t count_in, void* to, DType to_type) {
-  const std::size_t lanes = hn::Lanes(DF()), count = static_cast<std::size_t>(count_in);
-  if (count % lanes != 0) return plain_row_kernels().convert(from, from_type, count_in, to, to_type);
+template <ops::RowType kFrom, DType kTo>
+void convert_some(const ConvertArgs& a) {
+  constexpr std::size_t kFromBytes = kFrom == ops::RowType::bf16 ? 2 : 4, kToBytes = kTo == DType::bf16 ? 2 : 4;
+  const std::size_t lanes = hn::Lanes(DF()), count = static_cast<std::size_t>(a.count);
+  const auto* read_later = static_cast<const std::uint8_t*>(a.read_later == nullptr ? a.from : a.read_later);
+  const auto* write_later = static_cast<const std::uint8_t*>(a.write_later == nullptr ? a.to : a.write_later);
   for (std::size_t c = 0; c < count; c += lanes) {
-    const VF x =
-        from_type == DType::bf16 ? load_row<ops::RowType::bf16>(from, c) : load_row<ops::RowType::f32>(from, c);
-    if (to_type == DType::bf16)
-      store_bf16_bits(round_bf16_bits(x), static_cast<std::uint16_t*>(to) + c);
+    __builtin_prefetch(read_later + c * kFromBytes, 0, 2);
+    __builtin_prefetch(write_later + c * kToBytes, 1, 2);
+    const VF x = load_row<kFrom>(a.from, c);
+    if constexpr (kTo == DType::bf16)
+      store_bf16_bits(round_bf16_bits(x), static_cast<std::uint16_t*>(a.to) + c);
     else
-      hn::StoreU(canonical_nan(x), DF(), static_cast<float*>(to) + c);
+      hn::StoreU(canonical_nan(x), DF(), static_cast<float*>(a.to) + c);
   }
+}
+
+void convert(const ConvertArgs& a) {
+  if (static_cast<std::size_t>(a.count) % hn::Lanes(DF()) != 0) return plain_row_kernels().convert(a);
+  using ops::RowType;
+  if (a.from_type == DType::bf16)
+    return a.to_type == DType::bf16 ? convert_some<RowType::bf16, DType::bf16>(a)
+                                    : convert_some<RowType::bf16, DType::f32>(a);
+  a.to_type == DType::bf16 ? convert_some<RowType::f32, DType::bf16>(a) : convert_some<RowType::f32, DType::f32>(a);
 }
 
 void load_as_bf16(const void* from, DType type, int count_in, float* to) {
@@ -296,13 +309,13 @@ void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* 
 }
 
 void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
-                  std::uint8_t* scale, float* tmp) {
+                  std::uint8_t* scale, float global, float* tmp) {
   const bool done = (format == Format::fp8_tile64 || format == Format::fp8_row) && type == DType::bf16 &&
                     shape.width > shape.tail &&
                     encode_fp8(format, shape, static_cast<const std::uint16_t*>(x), payload, scale);
   if (done) return;
   load_as_bf16(x, type, shape.width, tmp);
-  encode(format, shape, tmp, payload, scale, 1.0f);
+  encode(format, shape, tmp, payload, scale, global);
 }
 
 // --- decoders

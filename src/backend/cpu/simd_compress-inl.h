@@ -77,6 +77,65 @@ void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* a
   }
 }
 
+// How rows are read: all as one type, or each as its own.
+template <ops::RowType kType>
+struct OneType {
+  static HWY_INLINE std::size_t element(ops::RowType) { return kType == ops::RowType::bf16 ? 2 : 4; }
+  static HWY_INLINE VF load(ops::RowType, const void* row, std::size_t c) { return load_row<kType>(row, c); }
+};
+struct OwnType {
+  static HWY_INLINE std::size_t element(ops::RowType type) { return type == ops::RowType::bf16 ? 2 : 4; }
+  static HWY_INLINE VF load(ops::RowType type, const void* row, std::size_t c) {
+    if (type == ops::RowType::bf16) return load_row<ops::RowType::bf16>(row, c);
+    return type == ops::RowType::f32 ? load_row<ops::RowType::f32>(row, c)
+                                     : load_row<ops::RowType::f32_as_bf16>(row, c);
+  }
+};
+
+// Gates stay in registers between the search for the largest and the sum.
+template <int kRows, class Type>
+void pool_some(std::size_t width, const ops::SourceRow* rows, float* acc) {
+  const DF d;
+  for (std::size_t c = 0; c < width; c += hn::Lanes(d)) {
+    VF gate[kRows], max = set(ops::kLowestGate), den = hn::Zero(d), num = hn::Zero(d);
+    HWY_UNROLL(8)
+    for (int r = 0; r < kRows; ++r) {
+      const ops::SourceRow& row = rows[r];
+      // Into the second level: rows a page apart share a few sets of the first and would push each other out.
+      for (const void* later : row.fetch)
+        __builtin_prefetch(static_cast<const std::uint8_t*>(later) + c * Type::element(row.type), 0, 2);
+      gate[r] = hn::Add(Type::load(row.type, row.gate, c), hn::LoadU(d, row.bias + c));
+      max = hn::IfThenElse(hn::Gt(gate[r], max), gate[r], max);
+    }
+    HWY_UNROLL(8)
+    for (int r = 0; r < kRows; ++r) {
+      const VF e = exp_nonpositive(hn::Sub(gate[r], max));
+      den = hn::Add(den, e);
+      num = hn::MulAdd(e, Type::load(rows[r].type, rows[r].kv, c), num);
+    }
+    hn::StoreU(canonical_nan(den), d, acc + width + c);
+    hn::StoreU(canonical_nan(num), d, acc + 2 * width + c);
+  }
+}
+
+template <int kRows>
+void pool_typed(std::size_t width, const ops::SourceRow* rows, float* acc) {
+  for (int r = 1; r < kRows; ++r)
+    if (rows[r].type != rows[0].type) return pool_some<kRows, OwnType>(width, rows, acc);
+  switch (rows[0].type) {
+    case ops::RowType::f32: return pool_some<kRows, OneType<ops::RowType::f32>>(width, rows, acc);
+    case ops::RowType::bf16: return pool_some<kRows, OneType<ops::RowType::bf16>>(width, rows, acc);
+    case ops::RowType::f32_as_bf16: return pool_some<kRows, OneType<ops::RowType::f32_as_bf16>>(width, rows, acc);
+  }
+}
+
+// Eight rows are an entry of V4's overlapping layers, four a request's first.
+void pool(int width, const ops::SourceRow* rows, int count, float* acc) {
+  const std::size_t w = static_cast<std::size_t>(width);
+  if ((count != 4 && count != 8) || w % hn::Lanes(DF()) != 0) return plain_row_kernels().pool(width, rows, count, acc);
+  count == 8 ? pool_typed<8>(w, rows, acc) : pool_typed<4>(w, rows, acc);
+}
+
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
   const hn::ScalableTag<double> d;
   const hn::Rebind<float, decltype(d)> df;

@@ -157,25 +157,30 @@ class Compressor {
     return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0));
   }
 
-  __device__ void fold(int begin, int end, int column, bool fresh, const float* start) const {
+  __device__ ops::SourceRow row_at(int position, int column) const {
     const ops::PendingDesc& pending = kind_.pending;
-    if (!fresh && start != nullptr)
+    ops::SourceRow row{};
+    row.bias = kind_.bias + std::int64_t{position % kind_.ratio} * pending.columns + column;
+    if (position >= r_.length) {
+      row.kv = input_row(kv_, r_.token_of(position), column);
+      row.gate = input_row(gate_, r_.token_of(position), column);
+      row.type = read_as(kv_.dtype, pending.dtype);
+    } else {
+      const std::int64_t bytes = static_cast<std::int64_t>(element_bytes(pending.dtype));
+      const std::uint8_t* kv = pending.ring.at(r_.read_slot, position % pending.rows) + column * bytes;
+      row.kv = kv;
+      row.gate = kv + pending.columns * bytes;
+      row.type = read_as(pending.dtype, pending.dtype);
+    }
+    return row;
+  }
+
+  __device__ void fold(int begin, int end, bool fresh, const float* start) const {
+    if (!fresh)
       for (int c = g_.lane(); c < width(); c += g_.size())
         for (int part = 0; part < 3; ++part) b_.acc[part * width() + c] = start[part * width() + c];
     for (int at = begin; at < end; ++at, fresh = false) {
-      ops::SourceRow row{};
-      row.bias = kind_.bias + std::int64_t{at % kind_.ratio} * pending.columns + column;
-      if (at >= r_.length) {
-        row.kv = input_row(kv_, r_.token_of(at), column);
-        row.gate = input_row(gate_, r_.token_of(at), column);
-        row.type = read_as(kv_.dtype, pending.dtype);
-      } else {
-        const std::int64_t bytes = static_cast<std::int64_t>(element_bytes(pending.dtype));
-        const std::uint8_t* kv = pending.ring.at(r_.read_slot, at % pending.rows) + column * bytes;
-        row.kv = kv;
-        row.gate = kv + pending.columns * bytes;
-        row.type = read_as(pending.dtype, pending.dtype);
-      }
+      const ops::SourceRow row = row_at(at, 0);
       ops::fold_rows(g_, width(), &row, 1, fresh, b_.acc);
     }
   }
@@ -186,7 +191,7 @@ class Compressor {
     if (to <= from) return;
     const int begin = to / kind_.ratio * kind_.ratio;
     if (to > begin) {
-      fold(max(from, begin), to, 0, from <= begin, accumulator(r_.read_slot));
+      fold(max(from, begin), to, from <= begin, accumulator(r_.read_slot));
       float* acc = accumulator(r_.write_slot);
       for (int c = g_.lane(); c < width(); c += g_.size())
         for (int part = 0; part < 3; ++part) acc[part * width() + c] = b_.acc[part * width() + c];
@@ -209,11 +214,12 @@ class Compressor {
     const int begin = position + 1 - kind_.ratio;
     if ((position + 1) % kind_.ratio != 0) return;
     if (kind_.overlap) {
-      if (begin > 0) fold(begin - kind_.ratio, begin, 0, true, nullptr);
-      fold(begin, position + 1, width(), begin == 0, nullptr);
+      const int first = begin == 0 ? 0 : begin - kind_.ratio;  // the first entry has no span before its own
+      const auto row = [&](int i) { return row_at(first + i, first + i < begin ? 0 : width()); };
+      ops::pool_rows(g_, width(), position + 1 - first, row, b_.acc);
     } else {
       const int folded = frontier(r_.read_slot);
-      fold(max(begin, folded), position + 1, 0, folded <= begin, accumulator(r_.read_slot));
+      fold(max(begin, folded), position + 1, folded <= begin, accumulator(r_.read_slot));
     }
     load_angles(g_, p_.rope, begin, b_);
     ops::finish_row(g_, width(), b_.acc, kind_.norm_weight, p_.layer.eps, p_.rope.rope_dim / 2, b_.cos, b_.sin, b_.row,

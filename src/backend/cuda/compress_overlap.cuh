@@ -147,20 +147,27 @@ class OverlapSpans {
   template <class Row>
   __device__ void finish(int position, int length, int block_position, int block, const Turn& turn, Row row) {
     const int begin = position + 1 - kOverlapRows;
+    const bool first = begin < 0;  // no span before its own
     ops::Pool pool[kPair];
     clear(pool);
-    const auto add = [&](int i, auto into) {
-      const RawRow raw = row(i);
-      const bool stored = begin + i < length;
-      into(pool, Source::read(raw.gate, stored), bias_[i], Source::read(raw.kv, stored));
-    };
-    if (begin >= 0) {
-      add(0, pool_first);
+    Pair gate[kOverlapRows];
 #pragma unroll
-      for (int i = 1; i < kOverlapRatio; ++i) add(i, pool_pair);
+    for (int i = 0; i < kOverlapRows; ++i) {
+      if (first && i < kOverlapRatio) continue;
+      gate[i] = Source::read(row(i).gate, begin + i < length);
+#pragma unroll
+      for (int c = 0; c < kPair; ++c) {
+        gate[i].v[c] += bias_[i].v[c];
+        pool[c].max = ops::larger_gate(gate[i].v[c], pool[c].max);
+      }
     }
 #pragma unroll
-    for (int i = kOverlapRatio; i < kOverlapRows; ++i) add(i, pool_pair);
+    for (int i = 0; i < kOverlapRows; ++i) {
+      if (first && i < kOverlapRatio) continue;
+      const Pair kv = Source::read(row(i).kv, begin + i < length);
+#pragma unroll
+      for (int c = 0; c < kPair; ++c) pool[c] = ops::pool_add_known_max(pool[c], gate[i].v[c], kv.v[c]);
+    }
     store_entry(lanes_, p_, kind_, pool, weight_, turn, block_position / kOverlapRatio, block);
   }
 

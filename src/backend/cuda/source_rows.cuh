@@ -294,16 +294,4 @@ __device__ inline void pool_pair(ops::Pool (&pool)[kPair], const Pair& gate, con
   for (int i = 0; i < kPair; ++i) pool[i] = ops::pool_add(pool[i], gate.v[i] + bias.v[i], kv.v[i]);
 }
 
-/// The same into empty pools: the exp counts only if the gate is not above the lowest.
-__device__ inline void pool_first(ops::Pool (&pool)[kPair], const Pair& gate, const Pair& bias, const Pair& kv) {
-  const float g[kPair] = {gate.v[0] + bias.v[0], gate.v[1] + bias.v[1]};
-  if (g[0] > ops::kLowestGate && g[1] > ops::kLowestGate) {
-#pragma unroll
-    for (int i = 0; i < kPair; ++i) pool[i] = {g[i], 1.0f, kv.v[i] + 0.0f};
-  } else {
-    clear(pool);
-    pool_pair(pool, gate, bias, kv);
-  }
-}
-
 }  // namespace kv4::cuda
