@@ -32,6 +32,8 @@ string(REPLACE "-DNDEBUG" "" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEAS
 target_sources(kv4_objects PRIVATE
   src/backend/cuda/append.cu
   src/backend/cuda/append_plain.cu
+  src/backend/cuda/attend.cu
+  src/backend/cuda/attend_plain.cu
   src/backend/cuda/copy.cu
   src/backend/cuda/expand.cu
   src/backend/cuda/gather.cu

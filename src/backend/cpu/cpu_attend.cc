@@ -118,9 +118,9 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
       turn_back(kernels_, p.turn_back, p.step.tokens[token].position, width, acc, buffers(worker));
     const std::int64_t at = token * p.num_heads + first_head + h;
     kernels_.convert(
-        acc, DType::f32, width,
-        static_cast<std::uint8_t*>(p.out.data) + at * width * static_cast<std::int64_t>(element_bytes(p.out.dtype)),
-        p.out.dtype);
+        {width, acc, DType::f32,
+         static_cast<std::uint8_t*>(p.out.data) + at * width * static_cast<std::int64_t>(element_bytes(p.out.dtype)),
+         p.out.dtype});
     if (p.lse != nullptr) p.lse[at] = end.lse;
   }
 }

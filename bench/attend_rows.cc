@@ -1,0 +1,242 @@
+// Decode attention over fp8_tile64 rows: raw calls on pools made by hand, at the shapes of V4-Flash and V4-Pro. Every
+// launch of a graph has its own rows, queries and outputs, and L2 is swept before each replay.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "base/group.h"
+#include "codec/codec.h"
+#include "gpu_bench.h"
+#include "kv4/cuda.h"
+
+namespace kv4::bench {
+namespace {
+
+constexpr int kWidth = 512, kWindow = 128;
+constexpr RowShape kShape{kWidth, 64};
+constexpr std::int64_t kRowBytes = 576, kScaleBytes = 8;
+constexpr double kFlopPerUs = 790e6;  // bf16, measured
+constexpr std::int64_t kPoolBytes = std::int64_t{1} << 30, kSweepBytes = std::int64_t{256} << 20;
+constexpr int kMostLaunches = 24;
+
+struct Shape {
+  const char* name;
+  int heads;
+  int entries;    // rows besides the window
+  int page_rows;  // of a block
+  int page_bytes;
+  bool chosen;
+  int context_entries;  // that the chosen ones are taken from
+  double others_us[4];  // FlashMLA, both its launches; H200, 2026-11-15
+  double aim_us[4];
+};
+
+constexpr int kBatches[4] = {1, 16, 64, 128};
+constexpr Shape kShapes[] = {
+    {"Flash SWA 128", 64, 0, 1, 640, false, 0, {10.3, 11.7, 12.1, 14.0}, {6, 11.7, 5.0, 9.8}},
+    {"Flash CSA 640", 64, 512, 32, 18688, true, 8192, {13.0, 17.7, 43.4, 44.5}, {6, 17.7, 12, 24}},
+    {"Flash HCA 1152", 64, 1024, 1, 640, false, 1024, {14.5, 22.0, 58.5, 70.2}, {14.5, 22, 19.5, 39}},
+    {"Flash HCA 8320", 64, 8192, 1, 640, false, 8192, {28.8, 76.3, 236, 441}, {28.8, 76.3, 141, 283}},
+    {"Pro CSA 1152", 128, 1024, 32, 18688, true, 8192, {14.4, 27.3, 52.6, 102}, {14.4, 27.3, 39.2, 78.2}},
+    {"Pro HCA 8320", 128, 8192, 1, 640, false, 8192, {25.5, 95.1, 323, 663}, {25.5, 95.1, 283, 565}},
+};
+
+/// Pools with rows everywhere, and memory for the rest.
+class Pools {
+ public:
+  explicit Pools(Bench& bench)
+      : bench_(bench),
+        windows_(bench.backend, kPoolBytes / 4),
+        pages_(bench.backend, kPoolBytes),
+        sweep_(bench.backend, kSweepBytes),
+        outputs_(bench.backend, kSweepBytes) {
+    fill(windows_, kWindow * (kRowBytes + kScaleBytes), kWindow);
+  }
+
+  /// Pages as the shape has them: rows, then scales.
+  void arrange(const Shape& shape) { fill(pages_, shape.page_bytes, shape.page_rows); }
+
+  void sweep() const {
+    check(cudaMemsetAsync(sweep_.data(), 1, static_cast<std::size_t>(kSweepBytes), bench_.timer.stream()), "memset");
+  }
+  std::uint8_t* windows() const { return reinterpret_cast<std::uint8_t*>(windows_.data()); }
+  std::uint8_t* pages() const { return reinterpret_cast<std::uint8_t*>(pages_.data()); }
+  std::uint16_t* output(std::int64_t values) {
+    if (next_ + values * 2 > kSweepBytes) next_ = 0;
+    std::byte* out = outputs_.data() + next_;
+    next_ += values * 2;
+    return reinterpret_cast<std::uint16_t*>(out);
+  }
+
+ private:
+  // One run of encoded pages, copied until the memory is full.
+  void fill(const DeviceMemory& memory, std::int64_t page_bytes, int rows) {
+    const std::int64_t pages = (std::int64_t{4} << 20) / page_bytes;
+    std::vector<std::uint8_t> run(static_cast<std::size_t>(pages * page_bytes), 0);
+    std::mt19937 random(7);
+    std::normal_distribution<float> normal;
+    std::vector<float> x(kWidth);
+    for (std::int64_t page = 0; page < pages; ++page)
+      for (int row = 0; row < rows; ++row) {
+        for (float& v : x) v = normal(random);
+        std::uint8_t* at = run.data() + page * page_bytes;
+        codec::Fp8Tile64::encode(OneLane{}, kShape, x.data(), at + row * kRowBytes,
+                                 at + rows * kRowBytes + row * kScaleBytes, 1.0f);
+      }
+    const std::int64_t bytes = static_cast<std::int64_t>(run.size());
+    for (std::int64_t at = 0; at < memory.bytes(); at += bytes)
+      check(cudaMemcpyAsync(memory.data() + at, run.data(),
+                            static_cast<std::size_t>(std::min(bytes, memory.bytes() - at)), cudaMemcpyHostToDevice,
+                            bench_.timer.stream()),
+            "cudaMemcpyAsync");
+    check(cudaStreamSynchronize(bench_.timer.stream()), "filling pools");
+  }
+
+  Bench& bench_;
+  DeviceMemory windows_, pages_, sweep_, outputs_;
+  std::int64_t next_ = 0;
+};
+
+template <class T>
+DeviceMemory to_device(Bench& bench, const std::vector<T>& values) {
+  const std::int64_t bytes = static_cast<std::int64_t>(values.size() * sizeof(T));
+  DeviceMemory memory(bench.backend, std::max<std::int64_t>(bytes, 1));
+  check(cudaMemcpy(memory.data(), values.data(), static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice),
+        "cudaMemcpy");
+  return memory;
+}
+
+/// Launches of one cell: tables of all of them, side by side.
+class Cell {
+ public:
+  Cell(Bench& bench, Pools& pools, const Shape& shape, int batch)
+      : bench_(bench), pools_(pools), shape_(shape), batch_(batch), launches_(count_launches()) {
+    std::mt19937 random(11);
+    const std::int32_t pool_blocks = static_cast<std::int32_t>(kPoolBytes / shape.page_bytes);
+    std::vector<std::int32_t> blocks(static_cast<std::size_t>(pool_blocks));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    std::shuffle(blocks.begin(), blocks.end(), random);
+    std::vector<std::int32_t> table, chosen;
+    std::vector<ops::StepRecord> records;
+    std::size_t next = 0;
+    for (int launch = 0; launch < launches_; ++launch)
+      for (int i = 0; i < batch; ++i) {
+        ops::StepRecord r;
+        r.row = i;
+        r.position = std::max(shape.context_entries * ratio(), kWindow) + 1;
+        r.length = r.position;
+        r.count = 1;
+        r.first_token = i;
+        r.read_slot = r.write_slot = static_cast<std::int32_t>((launch * batch + i) % window_slots());
+        records.push_back(r);
+        for (int b = 0; b < blocks_per_request(); ++b) table.push_back(blocks[next++ % blocks.size()]);
+        if (!shape.chosen) continue;
+        std::vector<std::int32_t> all(static_cast<std::size_t>(shape.context_entries));
+        std::iota(all.begin(), all.end(), 0);
+        std::shuffle(all.begin(), all.end(), random);
+        chosen.insert(chosen.end(), all.begin(), all.begin() + shape.entries);
+      }
+    records_ = std::make_unique<DeviceMemory>(to_device(bench, records));
+    table_ = std::make_unique<DeviceMemory>(to_device(bench, table));
+    chosen_ = std::make_unique<DeviceMemory>(to_device(bench, chosen));
+    sink_ = std::make_unique<DeviceMemory>(to_device(bench, std::vector<float>(128, 0.5f)));
+  }
+
+  int launches() const { return launches_; }
+
+  ops::AttendParams params(int launch) {
+    ops::AttendParams p;
+    ops::WindowDesc& w = p.layer.window;
+    w.rows = p.layer.window_tokens = kWindow;
+    w.ring = planes(pools_.windows(), kWindow * (kRowBytes + kScaleBytes), kWindow);
+    if (shape_.entries > 0) {
+      p.layer.num_kinds = 1;
+      p.layer.kinds[0].page = planes(pools_.pages(), shape_.page_bytes, shape_.page_rows);
+      p.layer.kinds[0].ratio = ratio();
+      p.layer.kinds[0].rows_per_block = shape_.page_rows;
+    }
+    p.step.num_tokens = batch_;
+    p.step.blocks_per_request = blocks_per_request();
+    p.step.tokens = reinterpret_cast<const ops::StepRecord*>(records_->data()) + launch * batch_;
+    p.step.block_table =
+        reinterpret_cast<const std::int32_t*>(table_->data()) + std::int64_t{launch} * batch_ * blocks_per_request();
+    p.num_heads = shape_.heads;
+    p.softmax_scale = 0.0441942f;
+    p.q = {bench_.inputs.bf16(batch_, shape_.heads * kWidth).data, DType::bf16, shape_.heads * kWidth};
+    p.sink = reinterpret_cast<const float*>(sink_->data());
+    if (shape_.chosen) {
+      p.num_chosen = shape_.entries;
+      p.chosen = {
+          reinterpret_cast<const std::int32_t*>(chosen_->data()) + std::int64_t{launch} * batch_ * shape_.entries,
+          DType::i32, shape_.entries};
+    }
+    p.out = {pools_.output(std::int64_t{batch_} * shape_.heads * kWidth), DType::bf16};
+    return p;
+  }
+
+  /// Microseconds per launch.
+  template <class Attend>
+  double time(Attend attend) {
+    return bench_.timer.replay_us(
+               [&] {
+                 for (int launch = 0; launch < launches_; ++launch)
+                   check(attend(params(launch), bench_.timer.stream()), "attend");
+               },
+               [&] { pools_.sweep(); }) /
+           launches_;
+  }
+
+  std::int64_t bytes() const {
+    return batch_ * ((kWindow + shape_.entries) * (kRowBytes + kScaleBytes) + 4 * std::int64_t{shape_.heads} * kWidth);
+  }
+  double flop() const { return 4.0 * batch_ * (kWindow + shape_.entries) * shape_.heads * kWidth; }
+
+ private:
+  int ratio() const { return shape_.page_rows == 1 ? 128 : 4; }
+  int blocks_per_request() const { return shape_.context_entries / shape_.page_rows; }
+  static std::int64_t window_slots() { return kPoolBytes / 4 / (kWindow * (kRowBytes + kScaleBytes)); }
+  // Few enough not to meet the same pages again in a graph.
+  int count_launches() const {
+    const std::int64_t pages = std::max<std::int64_t>(std::int64_t{batch_} * blocks_per_request(), 1);
+    const std::int64_t fit = std::min(kPoolBytes / shape_.page_bytes / pages, window_slots() / batch_);
+    return static_cast<int>(std::clamp<std::int64_t>(fit, 2, kMostLaunches));
+  }
+  static ops::RowPlanes planes(std::uint8_t* data, std::int64_t page_bytes, std::int64_t rows) {
+    ops::RowPlanes p;
+    p.format = Format::fp8_tile64;
+    p.shape = kShape;
+    p.payload = {data, page_bytes, kRowBytes};
+    p.scale = {data + rows * kRowBytes, page_bytes, kScaleBytes};
+    return p;
+  }
+
+  Bench& bench_;
+  Pools& pools_;
+  const Shape& shape_;
+  int batch_, launches_;
+  std::unique_ptr<DeviceMemory> records_, table_, chosen_, sink_;
+};
+
+}  // namespace
+
+void add_attend_rows(Bench& bench) {
+  Pools pools(bench);
+  for (const Shape& shape : kShapes) {
+    pools.arrange(shape);
+    for (int i = 0; i < 4; ++i) {
+      Cell cell(bench, pools, shape, kBatches[i]);
+      Row row;
+      row.name = fmt::format("attend {} rows, b = {}", shape.name, kBatches[i]);
+      row.us = cell.time([](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend(p, stream); });
+      row.bytes = cell.bytes();
+      row.floor_us = std::max(bench.copy_us(row.bytes), cell.flop() / kFlopPerUs);
+      row.aim = {Aim::Kind::most_us, shape.aim_us[i]};
+      row.note = fmt::format("FlashMLA {} us; {:.0f} TFLOP/s", shape.others_us[i], cell.flop() / row.us * 1e-6);
+      bench.add(row);
+    }
+  }
+}
+
+}  // namespace kv4::bench

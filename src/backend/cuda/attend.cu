@@ -1,0 +1,844 @@
+// attend for rows of 512 channels in fp8_tile64 and bf16 queries, on Hopper. Everything else goes to attend_plain.cu.
+//
+// A thread block takes 64 heads of a token and a run of its rows, in tiles of 64 rows. Four warpgroups:
+//   2 loaders   bring a tile's raw rows into registers (36 KB under way per multiprocessor, 25 are needed), one tile
+//               ahead, with indices and block ids two and three tiles ahead; convert them to bf16 times their scale
+//               into one of two shared tiles of 64 KB. Two, because one could not keep up with the multiplies.
+//   scorer      S = Q K^T (m64n64k16, Q stays in shared memory), online softmax, weights P as bf16 into shared memory,
+//               and O += P V for the left half of the channels (m64n128k16). The multiplies of tile i + 1's scores are
+//               queued right behind those of tile i's values.
+//   adder       O += P V for the right half, from the same tile: a row is loaded and converted once and serves as K
+//               and as V. It also finds the rows for the loaders, three tiles ahead: they have no registers left.
+// Few tokens: the rows of a token are split over the thread blocks of a cluster, and where there are thread blocks to
+// spare also the channels of V. Blocks exchange (max, sum) of each head, scale their part of O and push every head's to
+// the block that finishes it, all through distributed shared memory: one launch, nothing through global memory. The
+// grid depends on the params alone; how many rows there are is read on the device.
+//
+// Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 35.5, multiplies 32, shared memory
+// about 34 (scores 16, values 9, converted rows 8), conversion 22.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "backend/cuda/attend_mma.cuh"
+#include "backend/cuda/attend_plain.cuh"
+#include "backend/cuda/attend_rows.cuh"
+#include "backend/cuda/attend_split.h"
+#include "backend/cuda/launch.cuh"
+#include "backend/cuda/warp_row.cuh"
+#include "kv4/cuda.h"
+
+namespace kv4::cuda {
+namespace {
+
+using ops::AttendParams;
+
+constexpr int kWidth = 512, kTail = 64, kTile = 64;  // a tile: 64 heads or 64 rows, and the channels of a panel
+constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
+constexpr int kStages = 2, kFoundTiles = 4;
+constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
+constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
+constexpr int kScorerRegisters = 200, kAdderRegisters = 168, kLoaderRegisters = 72;
+static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
+constexpr int kMergePad = 8;  // floats after a head's channels, so that heads begin in different banks
+constexpr float kLn2 = 0.693147181f;
+
+/// Of one head over some rows: the largest logit (times log2 e) and the sum of 2^(logit - largest).
+struct Stats {
+  float most, sum;
+};
+
+/// Where a row lies; payload null: it is not there.
+struct alignas(16) Found {
+  const std::uint8_t *payload, *scale;
+};
+
+struct Shared {
+  std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
+  std::uint8_t rows[kStages][kTileBytes];  // [8 panels, 64 rows]
+  std::uint8_t weights[kStages][kPanelBytes];
+  Stats stats[kMaxCluster][kTile];  // [row part, head]
+  float past[kStages][kTile];       // what O is multiplied by before a tile is added
+  float sink[kTile];                // times log2 e
+  Found found[kFoundTiles][kTile];
+  std::uint8_t there[kStages][8];  // a bit per row
+  std::uint64_t full[kStages][2];  // left and right panels
+  std::uint64_t empty[kStages], weighted[kStages], located[kFoundTiles];
+};
+constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
+static_assert(kSharedBytes <= 227 * 1024);
+// Merging takes the place of Q and rows, which come first.
+static_assert(kTile * (kWidth + kMergePad) * 4 <= (1 + kStages) * kTileBytes);
+
+/// What a thread block does.
+struct Job {
+  std::int64_t token;
+  int first_head;
+  int part, parts;  // of the rows
+  int channel_part;
+  int position;    // of the query
+  int begin, end;  // rows
+  bool padded;
+
+  __device__ Job(int row_parts, int channel_parts, int head_tiles) : parts(row_parts) {
+    const int blocks = row_parts * channel_parts, unit = static_cast<int>(blockIdx.x) / blocks;
+    const int rank = static_cast<int>(blockIdx.x) % blocks;
+    token = unit / head_tiles;
+    first_head = unit % head_tiles * kTile;
+    part = rank / channel_parts;
+    channel_part = rank % channel_parts;
+  }
+
+  __device__ void take_rows(const QueryRows& rows) {
+    const int share = ((rows.count() + parts - 1) / parts + 7) / 8 * 8;
+    begin = min(part * share, rows.count());
+    end = min(begin + share, rows.count());
+    position = rows.at.position;
+    padded = rows.at.padded();
+  }
+
+  __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
+  __device__ int own_heads() const { return (kTile + parts - 1) / parts; }  // that a part finishes, the last one fewer
+};
+
+/// 2^x; 0 for -infinity.
+__device__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ std::uint32_t pack_bf16(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ void store_shared(std::uint32_t at, std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// --- loaders
+
+/// Four lanes share a row: of each 64 bytes a lane has 16. 7 units of codes, one of each scale's tile, and 2 of bf16.
+class Loader {
+ public:
+  __device__ explicit Loader(Shared& s) : s_(s), row_(lane() / 4), unit_(lane() % 4) {}
+
+  __device__ void run(int tiles) {
+    if (tiles > 0) start(0);
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) load(j);
+    for (int tile = 0; tile < tiles; ++tile) {
+      settle();
+      const uint2 scales = scales_;
+      const bool there = from_ != nullptr;
+      from_ = nullptr;
+      if (tile + 1 < tiles) start(tile + 1);
+      fill(tile, scales, there);
+    }
+  }
+
+ private:
+  static constexpr int kCodeUnits = 7, kUnits = 9;
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) - (kThreads - kLoaders); }
+
+  __device__ void start(int tile) {
+    const int slot = tile % kFoundTiles;
+    barrier_wait(shared_address(&s_.located[slot]), tile / kFoundTiles & 1);
+    const Found row = s_.found[slot][row_];
+    scales_ = make_uint2(0, 0);
+    if (row.payload == nullptr) return;
+    scales_ = cuda::load<uint2>(row.scale);
+    from_ = row.payload + unit_ * 16;
+  }
+
+  // Odd rows take the two bf16 units the other way round, so that stores of neighbour rows meet in no bank.
+  __device__ int tail_half(int j) const { return (j - kCodeUnits ^ row_) & 1; }
+
+  __device__ void load(int j) {
+    raw_[j] = make_uint4(0, 0, 0, 0);
+    if (from_ == nullptr) return;
+    const int at = (j < kCodeUnits ? j : kCodeUnits + tail_half(j)) * 64;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(raw_[j].x), "=r"(raw_[j].y), "=r"(raw_[j].z), "=r"(raw_[j].w)
+                 : "l"(from_ + at));
+  }
+
+  /// Waits for all loads under way. Else the first use of each unit would: a warp has few counters of loads under way,
+  /// so waiting for a unit means waiting for younger loads too, those of the next tile among them.
+  __device__ void settle() {
+    unsigned any = scales_.x;
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) any |= raw_[j].x;
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5DEECE66; @p nanosleep.u32 1; }" ::"r"(any) : "memory");
+  }
+
+  /// Converts what was loaded, and loads the next tile's in its place.
+  __device__ void fill(int tile, uint2 scales, bool row_there) {
+    const int stage = tile % kStages, warp = lane() / 32;
+    const std::uint32_t to = shared_address(s_.rows[stage]);
+    barrier_wait(shared_address(&s_.empty[stage]), (tile / kStages + 1) & 1);
+    unsigned there = __ballot_sync(kAllLanes, row_there) & 0x11111111u;
+    there = (there | there >> 3) & 0x03030303u;
+    there = (there | there >> 6) & 0x000F000Fu;
+    if (lane() % 32 == 0) s_.there[stage][warp] = static_cast<std::uint8_t>(there | there >> 12);
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      const uint4 raw = raw_[j];
+      if (j < kCodeUnits) {
+        const float scale = codec::ue8m0_value(static_cast<std::uint8_t>((j < 4 ? scales.x : scales.y) >> (j % 4 * 8)));
+        store_half(to + panel_offset(row_, 2 * unit_) + j * kPanelBytes, raw.x, raw.y, scale);
+        store_half(to + panel_offset(row_, 2 * unit_ + 1) + j * kPanelBytes, raw.z, raw.w, scale);
+      } else {
+        store_shared(to + kCodeUnits * kPanelBytes + panel_offset(row_, tail_half(j) * 4 + unit_), raw.x, raw.y, raw.z,
+                     raw.w);
+      }
+      load(j);
+      if (j == kPanels / 2 - 1) announce(stage, 0);
+    }
+    announce(stage, 1);
+  }
+
+  __device__ static void store_half(std::uint32_t at, std::uint32_t low, std::uint32_t high, float scale) {
+    std::uint32_t out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t pair = (i < 2 ? low : high) >> (i % 2 * 16);
+      const float2 x =
+          __half22float2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair & 0xFFFFu), __NV_E4M3));
+      out[i] = pack_bf16(x.x * scale, x.y * scale);
+    }
+    store_shared(at, out[0], out[1], out[2], out[3]);
+  }
+
+  // Without the fence that the multiplies need: it would wait for the loads under way. Their side has it.
+  __device__ void announce(int stage, int half) {
+    __syncwarp();
+    if (lane() % 32 == 0) barrier_arrive(shared_address(&s_.full[stage][half]));
+  }
+
+  Shared& s_;
+  const int row_, unit_;
+  const std::uint8_t* from_ = nullptr;  // the row whose units are being loaded
+  uint4 raw_[kUnits];
+  uint2 scales_;  // of that row
+};
+
+// --- scorer and adder
+
+/// A thread's place in accumulators: its heads are head and head + 8, its columns 2 * quad and the next of every 8.
+__device__ int head_of_thread() { return static_cast<int>(threadIdx.x) % kGroup / 32 * 16 + threadIdx.x % 32 / 4; }
+__device__ int quad_of_thread() { return static_cast<int>(threadIdx.x) % 4; }
+
+__device__ void load_queries(const AttendParams& p, Shared& s, const Job& job) {
+  const auto* q =
+      static_cast<const std::uint8_t*>(p.q.data) + (job.token * p.q.row_stride + job.first_head * kWidth) * 2;
+  const std::uint32_t to = shared_address(s.q);
+  constexpr int kUnitsPerHead = kWidth * 2 / 16;
+#pragma unroll 8
+  for (int i = static_cast<int>(threadIdx.x); i < kTile * kUnitsPerHead; i += 2 * kGroup) {
+    const int head = i / kUnitsPerHead, unit = i % kUnitsPerHead;
+    const bool there = job.first_head + head < p.num_heads;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + unit / 8 * kPanelBytes +
+                                                                       panel_offset(head, unit % 8)),
+                 "l"(q + (there ? i * 16 : 0)), "r"(there ? 16 : 0)
+                 : "memory");
+  }
+  if (threadIdx.x < kTile) {
+    const int head = job.first_head + static_cast<int>(threadIdx.x);
+    const bool sinks = p.sink != nullptr && !job.padded && head < p.num_heads;
+    s.sink[threadIdx.x] = sinks ? p.sink[head] * codec::kLog2e : -INFINITY;
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  publish_to_mma();
+  named_barrier(1, 2 * kGroup);
+}
+
+template <int kSize>
+__device__ void scale_heads(float (&o)[kSize], float upper, float lower) {
+#pragma unroll
+  for (int i = 0; i < kSize; i += 4) {
+    o[i] *= upper;
+    o[i + 1] *= upper;
+    o[i + 2] *= lower;
+    o[i + 3] *= lower;
+  }
+}
+
+/// O += P V over the channels of a group, from its first panel on.
+template <int kSize>
+__device__ void add_values(float (&o)[kSize], Shared& s, int stage, int panel) {
+  const std::uint32_t values = shared_address(s.rows[stage]) + panel * kPanelBytes;
+  const std::uint32_t weights = shared_address(s.weights[stage]);
+  mma_begin();
+#pragma unroll
+  for (int k = 0; k < kTile / 16; ++k) {
+    const std::uint64_t a = panel_descriptor(weights + k * 32);
+    const std::uint32_t b = values + k * 16 * kPanelRowBytes;
+    if constexpr (kSize == 32) {
+      multiply_rows_64<0>(o, a, panel_descriptor(b, kPanelBytes));
+    } else {
+      multiply_rows_128<0>(o, a, panel_descriptor(b, kPanelBytes));
+      if constexpr (kSize == 128) multiply_rows_128<64>(o, a, panel_descriptor(b + 2 * kPanelBytes, kPanelBytes));
+    }
+  }
+  mma_commit();
+}
+
+/// The tile is no longer read by this warp.
+__device__ void release(Shared& s, int stage) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s.empty[stage]));
+}
+
+class Scorer {
+ public:
+  __device__ Scorer(const AttendParams& p, Shared& s) : s_(s), scale_(p.softmax_scale * codec::kLog2e) {}
+
+  template <int kSize>
+  __device__ void run(float (&o)[kSize], int tiles, int panel) {
+    if (tiles > 0) {
+      score(0);
+      mma_wait<0>();
+    }
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int stage = tile % kStages;
+      weigh(o, stage);
+      publish_to_mma();
+      named_barrier(2, kGroup);
+      if (threadIdx.x == 0) barrier_arrive(shared_address(&s_.weighted[stage]));
+      add_values(o, s_, stage, panel);
+      if (tile + 1 < tiles) {
+        score(tile + 1);
+        mma_wait<1>();
+        release(s_, stage);
+      }
+      mma_wait<0>();
+    }
+  }
+
+  /// Of the thread's upper or lower head; all lanes call it.
+  __device__ Stats stats(int half) const {
+    float sum = sum_[half];
+    sum += __shfl_xor_sync(kAllLanes, sum, 1);
+    sum += __shfl_xor_sync(kAllLanes, sum, 2);
+    return {most_[half], sum};
+  }
+
+ private:
+  static constexpr int kScores = kTile / 2;
+
+  __device__ void score(int tile) {
+    const int stage = tile % kStages, parity = tile / kStages & 1;
+    const std::uint32_t q = shared_address(s_.q), rows = shared_address(s_.rows[stage]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      barrier_wait(shared_address(&s_.full[stage][half]), parity);
+      publish_to_mma();
+      mma_begin();
+#pragma unroll
+      for (int panel = half * kPanels / 2; panel < (half + 1) * kPanels / 2; ++panel)
+#pragma unroll
+        for (int k = 0; k < kTile / 16; ++k) {
+          const std::uint32_t at = panel * kPanelBytes + k * 32;
+          multiply_channels(z_, panel_descriptor(q + at), panel_descriptor(rows + at), panel + k > 0);
+        }
+    }
+    mma_commit();
+  }
+
+  /// Scores to weights; O, if there is any yet, is made relative to the new largest scores.
+  template <int kSize>
+  __device__ void weigh(float (&o)[kSize], int stage) {
+    const uint2 there = *reinterpret_cast<const uint2*>(s_.there[stage]);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) z_[i] *= scale_;
+    if ((there.x & there.y) != 0xFFFFFFFFu) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int byte = i / 4;
+        const unsigned bits = (byte < 4 ? there.x : there.y) >> (byte % 4 * 8 + 2 * quad_of_thread() + i % 2);
+        if ((bits & 1) == 0) z_[i] = -INFINITY;
+      }
+    }
+    float past[2], base[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = -INFINITY;
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 4) most = fmaxf(most, fmaxf(z_[i], z_[i + 1]));
+      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+      most = fmaxf(most, most_[half]);
+      base[half] = most == -INFINITY ? 0.0f : most;
+      past[half] = exp2_fast(most_[half] - base[half]);
+      most_[half] = most;
+      sum_[half] *= past[half];
+    }
+    const int head = head_of_thread(), quad = quad_of_thread();
+    const std::uint32_t to = shared_address(s_.weights[stage]) + quad * 4;
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      const int half = i / 2 % 2;
+      const float x = exp2_fast(z_[i] - base[half]), y = exp2_fast(z_[i + 1] - base[half]);
+      sum_[half] += x + y;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + panel_offset(head + 8 * half, i / 4)), "r"(pack_bf16(x, y))
+                   : "memory");
+    }
+    if (quad == 0) {
+      s_.past[stage][head] = past[0];
+      s_.past[stage][head + 8] = past[1];
+    }
+    if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
+  }
+
+  Shared& s_;
+  const float scale_;
+  float z_[kScores];
+  float most_[2] = {-INFINITY, -INFINITY}, sum_[2] = {0.0f, 0.0f};
+};
+
+/// Finds rows for the loaders, three tiles ahead; a thread per row, of the adder's first two warps. The index of a row
+/// is loaded two tiles before its place is needed, its block one.
+class Finder {
+ public:
+  __device__ Finder(const AttendParams& p, Shared& s, const QueryRows& rows, const Job& job)
+      : p_(p), s_(s), rows_(rows), job_(job) {}
+
+  __device__ void begin() {
+    if (!takes_part()) return;
+    int keys[kLead], blocks[kLead];
+#pragma unroll
+    for (int i = 0; i < kLead; ++i) keys[i] = key(i);
+#pragma unroll
+    for (int i = 0; i < kLead; ++i) blocks[i] = rows_.block(p_, row(i), keys[i]);
+#pragma unroll
+    for (int i = 0; i < kLead; ++i) locate(i, keys[i], blocks[i]);
+    key_ = key(kLead);
+    block_ = rows_.block(p_, row(kLead), key_);
+    next_key_ = key(kLead + 1);
+  }
+
+  /// When `tile` has been filled.
+  __device__ void advance(int tile) {
+    if (!takes_part()) return;
+    locate(tile + kLead, key_, block_);
+    key_ = next_key_;
+    block_ = rows_.block(p_, row(tile + kLead + 1), key_);
+    next_key_ = key(tile + kLead + 2);
+  }
+
+ private:
+  static constexpr int kLead = kFoundTiles - 1;
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) - kGroup; }
+  __device__ static bool takes_part() { return lane() < kTile; }
+  __device__ int row(int tile) const { return job_.begin + tile * kTile + lane(); }
+  __device__ int key(int tile) const { return row(tile) < job_.end ? rows_.key(p_, job_.token, row(tile)) : -1; }
+  __device__ void locate(int tile, int key, int block) {
+    if (tile >= job_.tiles()) return;
+    const RowPlace place = rows_.place(p_, row(tile), key, block);
+    s_.found[tile % kFoundTiles][lane()] = {place.payload, place.scale};
+    __syncwarp();
+    if (lane() % 32 == 0) barrier_arrive(shared_address(&s_.located[tile % kFoundTiles]));
+  }
+
+  const AttendParams& p_;
+  Shared& s_;
+  const QueryRows& rows_;
+  const Job& job_;
+  int key_, block_, next_key_;
+};
+
+template <int kSize>
+__device__ void run_adder(float (&o)[kSize], Shared& s, Finder& finder, int tiles, int panel) {
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int stage = tile % kStages, parity = tile / kStages & 1;
+    barrier_wait(shared_address(&s.full[stage][0]), parity);
+    barrier_wait(shared_address(&s.full[stage][1]), parity);
+    finder.advance(tile);
+    barrier_wait(shared_address(&s.weighted[stage]), parity);
+    publish_to_mma();
+    const float upper = s.past[stage][head_of_thread()], lower = s.past[stage][head_of_thread() + 8];
+    if (__any_sync(kAllLanes, upper != 1.0f || lower != 1.0f)) scale_heads(o, upper, lower);
+    add_values(o, s, stage, panel);
+    mma_wait<0>();
+    release(s, stage);
+  }
+}
+
+// --- the end: denominators, merging, output
+
+/// Of all parts and the sink.
+__device__ Stats total_of(const Shared& s, const Job& job, int head) {
+  const float sink = s.sink[head];
+  Stats total{sink, 0.0f};
+  for (int part = 0; part < job.parts; ++part) total.most = fmaxf(total.most, s.stats[part][head].most);
+  const float base = total.most == -INFINITY ? 0.0f : total.most;
+  total.sum = exp2_fast(sink - base);
+  for (int part = 0; part < job.parts; ++part)
+    total.sum += s.stats[part][head].sum * exp2_fast(s.stats[part][head].most - base);
+  return total;
+}
+
+/// What this block's O is multiplied by.
+__device__ float factor_of(const Shared& s, const Job& job, int head) {
+  const Stats total = total_of(s, job, head);
+  if (total.sum == 0.0f) return 0.0f;
+  return exp2_fast(s.stats[job.part][head].most - (total.most == -INFINITY ? 0.0f : total.most)) / total.sum;
+}
+
+__device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job) {
+  const int head = job.part * job.own_heads() + static_cast<int>(threadIdx.x);
+  if (p.lse == nullptr || job.channel_part != 0 || static_cast<int>(threadIdx.x) >= job.own_heads() || head >= kTile ||
+      job.first_head + head >= p.num_heads)
+    return;
+  const Stats total = total_of(s, job, head);
+  p.lse[job.token * p.num_heads + job.first_head + head] =
+      total.sum == 0.0f ? -INFINITY : (total.most + log2f(total.sum)) * kLn2;
+}
+
+__device__ void turn_back(const Turn& turn, float& x, float& y) {
+  if (!turn.active) return;
+  const float a = x, b = y;
+  x = codec::fused(a, turn.cos, b * turn.sin);
+  y = codec::fused(b, turn.cos, -(a * turn.sin));
+}
+
+/// Where the output of a head begins.
+template <class Out>
+__device__ Out* output_of(const AttendParams& p, const Job& job, int head) {
+  return static_cast<Out*>(p.out.data) + (job.token * p.num_heads + job.first_head + head) * kWidth;
+}
+
+/// Of a group that has the last channels.
+template <int kSize>
+__device__ void turn_back_last(const AttendParams& p, const Job& job, float (&o)[kSize]) {
+  if (p.turn_back.rope_dim == 0 || job.padded) return;
+#pragma unroll
+  for (int i = kSize - kTail / 2; i < kSize; i += 4) {
+    const int channel = kWidth - (kSize - i) * 2 + 2 * quad_of_thread();
+    const Turn turn = load_turn(p.turn_back, job.position, channel, kWidth);
+    turn_back(turn, o[i], o[i + 1]);
+    turn_back(turn, o[i + 2], o[i + 3]);
+  }
+}
+
+/// O from registers: 32 channels of 8 heads at a time.
+template <int kSize>
+__device__ void store_output(const AttendParams& p, const Job& job, const float (&o)[kSize], int first_channel) {
+  const int quad = quad_of_thread();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int head = head_of_thread() + 8 * half;
+    const bool there = job.first_head + head < p.num_heads;
+    if (p.out.dtype == DType::f32) {
+      float* out = output_of<float>(p, job, head) + first_channel + 2 * quad;
+#pragma unroll
+      for (int i = 2 * half; i < kSize; i += 4)
+        if (there) *reinterpret_cast<float2*>(out + i / 4 * 8) = make_float2(o[i], o[i + 1]);
+      continue;
+    }
+    std::uint16_t* out = output_of<std::uint16_t>(p, job, head) + first_channel + 8 * quad;
+#pragma unroll
+    for (int i = 2 * half; i < kSize; i += 16) {
+      // The four lanes of a head swap words until each has 8 channels side by side.
+      std::uint32_t word[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) word[b] = pack_bf16(o[i + 4 * b], o[i + 4 * b + 1]);
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          if ((b & step) != 0) continue;
+          const bool high = (quad & step) != 0;
+          const std::uint32_t other = __shfl_xor_sync(kAllLanes, high ? word[b] : word[b + step], step);
+          (high ? word[b] : word[b + step]) = other;
+        }
+      if (there) store16(out + i / 16 * 32, word[0], word[1], word[2], word[3]);
+    }
+  }
+}
+
+/// Where this block's share of a head lies while the cluster is merging.
+template <int kChannelParts>
+__device__ std::uint32_t share_address(const Shared& s, int head) {
+  return shared_address(s.q) + static_cast<std::uint32_t>(head * (kWidth / kChannelParts + kMergePad) * 4);
+}
+
+template <int kChannelParts, int kSize>
+__device__ void store_shares(Shared& s, const float (&o)[kSize], int first_channel) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const std::uint32_t to =
+        share_address<kChannelParts>(s, head_of_thread() + 8 * half) + (first_channel + 2 * quad_of_thread()) * 4;
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4)
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + i * 8), "f"(o[i + 2 * half]), "f"(o[i + 2 * half + 1])
+                   : "memory");
+  }
+}
+
+/// Adds up the shares of this block's heads, four channels per thread and turn.
+template <int kChannelParts>
+__device__ void finish_heads(const AttendParams& p, const Shared& s, const Job& job) {
+  constexpr int kChannels = kWidth / kChannelParts, kUnits = kChannels / 4, kAtOnce = 4;
+  const int first = job.part * job.own_heads(), heads = min(job.own_heads(), kTile - first);
+  for (int i = static_cast<int>(threadIdx.x); i < heads * kUnits; i += kThreads) {
+    const int head = first + i / kUnits, at = i % kUnits * 4;
+    const std::uint32_t from = share_address<kChannelParts>(s, head) + at * 4;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int part = 0; part < job.parts; part += kAtOnce) {
+      float4 x[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        x[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (part + k < job.parts)
+          x[k] =
+              cluster_load(in_block(from, static_cast<std::uint32_t>((part + k) * kChannelParts + job.channel_part)));
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        sum.x += x[k].x;
+        sum.y += x[k].y;
+        sum.z += x[k].z;
+        sum.w += x[k].w;
+      }
+    }
+    if (job.first_head + head >= p.num_heads) continue;
+    const int channel = job.channel_part * kChannels + at;
+    if (!job.padded && channel >= kWidth - p.turn_back.rope_dim) {
+      turn_back(load_turn(p.turn_back, job.position, channel, kWidth), sum.x, sum.y);
+      turn_back(load_turn(p.turn_back, job.position, channel + 2, kWidth), sum.z, sum.w);
+    }
+    if (p.out.dtype == DType::f32)
+      *reinterpret_cast<float4*>(output_of<float>(p, job, head) + channel) = sum;
+    else
+      *reinterpret_cast<uint2*>(output_of<std::uint16_t>(p, job, head) + channel) =
+          make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+  }
+  cluster_arrive();  // others may still be reading here
+  cluster_wait();
+}
+
+/// Scorer (kGroupIndex 0) or adder (1), up to the output.
+template <int kChannelParts, int kGroupIndex>
+__device__ void consume(const AttendParams& p, Shared& s, Job job) {
+  constexpr int kChannels = kWidth / kChannelParts / 2, kGroupPanels = kChannels / kTile;
+  const int panel = (job.channel_part * 2 + kGroupIndex) * kGroupPanels;
+  const QueryRows rows(p, job.token);
+  job.take_rows(rows);
+  Finder finder(p, s, rows, job);
+  if constexpr (kGroupIndex == 1) finder.begin();
+  load_queries(p, s, job);
+  float o[kChannels / 2];
+#pragma unroll
+  for (int i = 0; i < kChannels / 2; ++i) o[i] = 0.0f;
+  if constexpr (kGroupIndex == 0) {
+    Scorer scorer(p, s);
+    scorer.run(o, job.tiles(), panel);
+    if (job.parts > 1) cluster_wait();  // all blocks have begun
+    for (int half = 0; half < 2; ++half) {
+      const Stats mine = scorer.stats(half);
+      const std::uint32_t at = shared_address(&s.stats[job.part][head_of_thread() + 8 * half]);
+      for (int to = quad_of_thread(); to < job.parts; to += 4)
+        cluster_store(in_block(at, static_cast<std::uint32_t>(to * kChannelParts + job.channel_part)), mine.most,
+                      mine.sum);
+    }
+  } else {
+    run_adder(o, s, finder, job.tiles(), panel);
+    if (job.parts > 1) cluster_wait();
+  }
+  if (job.parts > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    named_barrier(1, 2 * kGroup);
+  }
+  const int head = head_of_thread();
+  scale_heads(o, factor_of(s, job, head), factor_of(s, job, head + 8));
+  store_lse(p, s, job);
+  if (job.parts == 1) {
+    if (kGroupIndex == 1 && job.channel_part == kChannelParts - 1) turn_back_last(p, job, o);
+    store_output(p, job, o, panel * kTile);
+  } else {
+    store_shares<kChannelParts>(s, o, kGroupIndex * kChannels);
+    cluster_arrive();
+    cluster_wait();
+    finish_heads<kChannelParts>(p, s, job);
+  }
+}
+
+template <int kRegisters>
+__device__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kChannelParts>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_tiles(const __grid_constant__ AttendParams p, int row_parts, int head_tiles) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ std::uint8_t base[];
+  Shared& s = *reinterpret_cast<Shared*>(base + (1024 - shared_address(base) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(shared_address(&s.full[stage][0]), kLoaderWarps);
+      barrier_init(shared_address(&s.full[stage][1]), kLoaderWarps);
+      barrier_init(shared_address(&s.empty[stage]), 2 * kGroupWarps);
+      barrier_init(shared_address(&s.weighted[stage]), 1);
+    }
+    for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile / 32);
+  }
+  let_next_start();
+  touch(p);
+  __syncthreads();
+  if (row_parts > 1) cluster_arrive();
+  wait_for_previous();
+
+  const int group = static_cast<int>(threadIdx.x) / kGroup;
+  Job job(row_parts, kChannelParts, head_tiles);
+  if (group == 0) {
+    more_registers<kScorerRegisters>();
+    consume<kChannelParts, 0>(p, s, job);
+  } else if (group == 1) {
+    more_registers<kAdderRegisters>();
+    consume<kChannelParts, 1>(p, s, job);
+  } else {
+    fewer_registers<kLoaderRegisters>();
+    job.take_rows(QueryRows(p, job.token));
+    Loader(s).run(job.tiles());
+    if (row_parts > 1) {
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
+      finish_heads<kChannelParts>(p, s, job);
+    }
+  }
+#endif
+}
+
+// --- on the host
+
+bool is_aligned(const void* data, std::int64_t to) { return reinterpret_cast<std::uintptr_t>(data) % to == 0; }
+
+bool is_aligned(const ops::Plane& plane, std::int64_t to) {
+  return is_aligned(plane.data, to) && (plane.block_stride | plane.row_stride) % to == 0;
+}
+
+/// Rows that are never read have no planes.
+bool can_read(const ops::RowPlanes& rows) {
+  return rows.payload.data == nullptr ||
+         (rows.format == Format::fp8_tile64 && rows.shape.width == kWidth && rows.shape.tail == kTail &&
+          is_aligned(rows.payload, 16) && is_aligned(rows.scale, 8));
+}
+
+bool can_tile(const AttendParams& p) {
+  return width_of(p) == kWidth && can_read(p.layer.window.ring) && can_read(p.layer.window.scratch) &&
+         (p.layer.num_kinds == 0 || can_read(p.layer.kinds[0].page)) && p.q.dtype == DType::bf16 &&
+         is_aligned(p.q.data, 16) && p.q.row_stride % 8 == 0 && is_aligned(p.out.data, 16) &&
+         p.turn_back.rope_dim <= kTail;
+}
+
+template <class Kernel>
+cudaError_t allow_tiles(Kernel kernel) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  return error != cudaSuccess ? error : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+cudaLaunchConfig_t tiles_config(int clusters, int blocks, cudaLaunchAttribute& cluster) {
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(clusters * blocks);
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.attrs = &cluster;
+  config.numAttrs = blocks > 1 ? 1 : 0;
+  return config;
+}
+
+template <int kChannelParts>
+cudaError_t launch_tiles(const AttendParams& p, int row_parts, cudaStream_t stream) {
+  const auto kernel = attend_tiles<kChannelParts>;
+  const int blocks = row_parts * kChannelParts, head_tiles = (p.num_heads + kTile - 1) / kTile;
+  if (const cudaError_t error = allow_tiles(kernel); error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = tiles_config(p.step.num_tokens * head_tiles, blocks, attributes[1]);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs += 1;
+  return cudaLaunchKernelEx(&config, kernel, p, row_parts, head_tiles);
+}
+
+/// As many rows as any query may have.
+std::int64_t most_rows(const AttendParams& p) {
+  std::int64_t rows = p.window_slots.slots != nullptr ? p.window_slots.stride : p.layer.window_tokens;
+  if (p.entry_slots.slots != nullptr)
+    rows += p.entry_slots.stride;
+  else if (p.layer.num_kinds > 0)
+    rows += p.chosen.data != nullptr ? p.num_chosen
+                                     : std::int64_t{p.step.blocks_per_request} * p.layer.kinds[0].rows_per_block;
+  return rows;
+}
+
+/// Clusters of so many blocks that run at once; a block takes a multiprocessor, and a cluster must fit into a part of
+/// the chip. [kMaxCluster + 1]
+std::array<int, kMaxCluster + 1> count_clusters() {
+  std::array<int, kMaxCluster + 1> most{};
+  if (allow_tiles(attend_tiles<1>) != cudaSuccess) return most;
+  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
+    cudaLaunchAttribute cluster{};
+    const cudaLaunchConfig_t config = tiles_config(1, blocks, cluster);
+    if (cudaOccupancyMaxActiveClusters(&most[static_cast<std::size_t>(blocks)], attend_tiles<1>, &config) !=
+        cudaSuccess)
+      most[static_cast<std::size_t>(blocks)] = 0;
+  }
+  static_cast<void>(cudaGetLastError());  // of sizes that the chip does not have
+  return most;
+}
+
+}  // namespace
+
+/// As many parts as run at once, but none without a tile of rows.
+AttendSplit split_of(const AttendParams& p) {
+  static const std::array<int, kMaxCluster + 1> at_once = count_clusters();
+  const std::int64_t units = std::int64_t{p.step.num_tokens} * ((p.num_heads + kTile - 1) / kTile);
+  const std::int64_t tiles = (most_rows(p) + kTile - 1) / kTile;
+  const auto fits = [&](int blocks) {
+    return blocks <= kMaxCluster && units <= at_once[static_cast<std::size_t>(blocks)];
+  };
+  AttendSplit split{static_cast<int>(std::clamp<std::int64_t>(tiles, 1, kMaxCluster)), 1};
+  while (split.rows > 1 && !fits(split.rows)) --split.rows;
+  while (split.channels < kMostChannelParts && fits(2 * split.rows * split.channels)) split.channels *= 2;
+  return split;
+}
+
+cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaStream_t stream) {
+  switch (split.channels) {
+    case 1: return launch_tiles<1>(p, split.rows, stream);
+    case 2: return launch_tiles<2>(p, split.rows, stream);
+    default: return launch_tiles<4>(p, split.rows, stream);
+  }
+}
+
+cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
+  if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
+  if (!overlaps_launches() || !can_tile(p)) return attend_plain(p, stream);
+  return attend_split(p, split_of(p), stream);
+}
+
+}  // namespace kv4::cuda
