@@ -115,9 +115,9 @@ struct Group {
   const char* name;
   void (*add)(Bench&);
 };
-constexpr Group kGroups[] = {{"parity", add_parity_row},      {"append", add_append_rows},
-                             {"prefill", add_prefill_rows},   {"gather", add_gather_rows},
-                             {"snapshot", add_snapshot_rows}, {"control", add_control_rows}};
+constexpr Group kGroups[] = {{"parity", add_parity_row},   {"append", add_append_rows}, {"prefill", add_prefill_rows},
+                             {"gather", add_gather_rows},  {"index", add_index_rows},   {"snapshot", add_snapshot_rows},
+                             {"control", add_control_rows}};
 
 struct Flags {
   int device = 0;
@@ -230,9 +230,9 @@ int main(int argc, char** argv) {
   Flags flags;
   app.add_option("--device", flags.device, "GPU number")->capture_default_str();
   app.add_flag("--quick", flags.quick, "fewer batches, shorter contexts");
-  app.add_option("--only", flags.only, "groups: parity, append, prefill, gather, snapshot, control")
+  app.add_option("--only", flags.only, "groups: parity, append, prefill, gather, index, snapshot, control")
       ->delimiter(',')
-      ->check(CLI::IsMember({"parity", "append", "prefill", "gather", "snapshot", "control"}));
+      ->check(CLI::IsMember({"parity", "append", "prefill", "gather", "index", "snapshot", "control"}));
   app.add_flag("--json", flags.json, "JSON instead of the table");
   app.add_option("--json-file", flags.json_file, "JSON as well, into this file");
   app.footer(

@@ -74,6 +74,7 @@ struct Bench {
 void add_append_rows(Bench& bench);
 void add_prefill_rows(Bench& bench);
 void add_gather_rows(Bench& bench);
+void add_index_rows(Bench& bench);
 void add_snapshot_rows(Bench& bench);
 void add_control_rows(Bench& bench);
 /// A small case on the GPU and on the CPU: the same image and blocks.
