@@ -47,6 +47,12 @@ __global__ void __launch_bounds__(kThreads) fill_bf16(std::uint16_t* out, std::i
 }
 
 __global__ void __launch_bounds__(kThreads)
+    fill_u8(std::uint8_t* out, std::int64_t count, int low, int below, std::uint64_t seed) {
+  for (std::int64_t i = first_index(); i < count; i += index_stride())
+    out[i] = static_cast<std::uint8_t>(low + static_cast<int>(hash(seed, i) % static_cast<unsigned>(below - low)));
+}
+
+__global__ void __launch_bounds__(kThreads)
     fill_i32(std::int32_t* out, std::int64_t count, std::int32_t below, std::uint64_t seed) {
   for (std::int64_t i = first_index(); i < count; i += index_stride())
     out[i] = static_cast<std::int32_t>((hash(seed, i) >> 16) % static_cast<std::uint64_t>(below));
@@ -112,6 +118,12 @@ cudaError_t fill_normal_bf16(std::uint16_t* out, std::int64_t count, std::uint64
 cudaError_t fill_indices(std::int32_t* out, std::int64_t count, std::int32_t below, std::uint64_t seed,
                          cudaStream_t stream) {
   fill_i32<<<blocks_for(count), kThreads, 0, stream>>>(out, count, below, seed);
+  return cudaGetLastError();
+}
+
+cudaError_t fill_bytes(std::uint8_t* out, std::int64_t count, int low, int below, std::uint64_t seed,
+                       cudaStream_t stream) {
+  fill_u8<<<blocks_for(count), kThreads, 0, stream>>>(out, count, low, below, seed);
   return cudaGetLastError();
 }
 

@@ -231,9 +231,11 @@ int main(int argc, char** argv) {
   Flags flags;
   app.add_option("--device", flags.device, "GPU number")->capture_default_str();
   app.add_flag("--quick", flags.quick, "fewer batches, shorter contexts");
-  app.add_option("--only", flags.only, "groups: parity, append, prefill, gather, attend, snapshot, control")
+  std::vector<std::string> names;
+  for (const Group& group : kGroups) names.emplace_back(group.name);
+  app.add_option("--only", flags.only, fmt::format("groups: {}", fmt::join(names, ", ")))
       ->delimiter(',')
-      ->check(CLI::IsMember({"parity", "append", "prefill", "gather", "attend", "snapshot", "control"}));
+      ->check(CLI::IsMember(names));
   app.add_flag("--json", flags.json, "JSON instead of the table");
   app.add_option("--json-file", flags.json_file, "JSON as well, into this file");
   app.footer(

@@ -37,6 +37,10 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/copy.cu
   src/backend/cuda/expand.cu
   src/backend/cuda/gather.cu
+  src/backend/cuda/index.cu
+  src/backend/cuda/index_mxfp4.cu
+  src/backend/cuda/index_plain.cu
+  src/backend/cuda/topk.cu
   src/backend/cuda/cuda_backend.cc
   src/backend/cuda/cuda_check.cc
   src/backend/cuda/upload_ring.cc

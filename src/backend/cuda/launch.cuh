@@ -52,19 +52,28 @@ inline int multiprocessors() {
   return count;
 }
 
+/// `cluster` neighbouring thread blocks share their memory; 1 where launches do not overlap.
 template <int kSharedBytes = 0, class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 blocks, unsigned threads, cudaStream_t stream, Args&&... args) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_clusters(void (*kernel)(Params...), unsigned cluster, dim3 blocks, unsigned threads,
+                            cudaStream_t stream, Args&&... args) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {cluster, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = threads;
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = overlaps_launches() ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = overlaps_launches() ? (cluster > 1 ? 2 : 1) : 0;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+template <int kSharedBytes = 0, class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 blocks, unsigned threads, cudaStream_t stream, Args&&... args) {
+  return launch_clusters<kSharedBytes>(kernel, 1, blocks, threads, stream, std::forward<Args>(args)...);
 }
 
 }  // namespace kv4::cuda

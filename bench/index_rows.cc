@@ -1,0 +1,232 @@
+// Index scores and top-k over hand-made pools of keys, as an engine with its own pools calls them (kv4/cuda.h). A graph
+// goes through sets of requests whose keys together are larger than L2. Beside the figures stand those of the best
+// public kernels (DeepGEMM's paged FP8 scorer, SGLang's top-k) as measured on an H200.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "backend/device_memory.h"
+#include "device_kernels.h"
+#include "gpu_bench.h"
+#include "kv4/cuda.h"
+#include "ops/score_row.h"
+
+namespace kv4::bench {
+namespace {
+
+constexpr int kWidth = 128, kHeads = 64, kTop = 512, kRatio = 4, kRowsPerBlock = 32;
+constexpr std::int64_t kColdBytes = std::int64_t{192} << 20;
+constexpr int kFewestLaunches = 8, kMostSets = 64;
+constexpr int kBatches[] = {1, 16, 64, 128};
+
+struct Anchor {
+  int keys;
+  double us[4];  // of each batch
+};
+constexpr Anchor kScoreAnchors[] = {
+    {8192, {3.8, 8.1, 22.2, 39.5}}, {32768, {4.4, 22.0, 75.6, 145}}, {262144, {13.1, 146, 570, 1129}}};
+constexpr Anchor kTopkAnchors[] = {{2048, {2.7, 2.9, 3.0, 3.8}},
+                                   {8192, {3.7, 3.9, 4.3, 6.0}},
+                                   {32768, {8.5, 9.9, 10.3, 13.4}},
+                                   {262144, {12.7, 17.4, 57.0, 76.4}}};
+
+struct IndexCase {
+  Format format = Format::mxfp4;
+  int keys = 0;
+  int requests = 0;
+  int tokens_each = 1;
+};
+
+std::int64_t align(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+template <class T>
+T* upload(Bench& bench, const DeviceMemory& memory, const std::vector<T>& host) {
+  const std::int64_t bytes = static_cast<std::int64_t>(host.size() * sizeof(T));
+  check(cudaMemcpyAsync(memory.data(), host.data(), static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice,
+                        bench.timer.stream()),
+        "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(bench.timer.stream()), "an upload");
+  return reinterpret_cast<T*>(memory.data());
+}
+
+/// Pools, steps and workspace of a case; params(i) takes turns through the sets.
+class IndexSets {
+ public:
+  IndexSets(Bench& bench, const IndexCase& c)
+      : bench_(bench),
+        case_(c),
+        tokens_(c.requests * c.tokens_each),
+        payload_(c.format == Format::fp8 ? kWidth : kWidth / 2),
+        sets_(static_cast<int>(
+            std::clamp<std::int64_t>(kColdBytes / (std::int64_t{c.requests} * c.keys * row_bytes()), 2, kMostSets))),
+        blocks_each_(c.keys / kRowsPerBlock),
+        blocks_(std::int64_t{sets_} * c.requests * blocks_each_),
+        part_bytes_(ops::index_token_bytes(c.keys, kHeads, kWidth)),
+        keys_(bench.backend, align(blocks_ * kRowsPerBlock * row_bytes())),
+        table_memory_(bench.backend, align(4 * blocks_)),
+        record_memory_(bench.backend, align(std::int64_t{32} * sets_ * tokens_)),
+        results_(bench.backend, align(std::int64_t{4} * tokens_ * kTop)),
+        workspace_(bench.backend, align(part_bytes_ * tokens_)) {
+    const cudaStream_t stream = bench.timer.stream();
+    std::uint8_t* keys = reinterpret_cast<std::uint8_t*>(keys_.data());
+    // Blocks: payloads, then scales. Of the former any byte will do, but for NaN.
+    const std::int64_t scale_bytes = (row_bytes() - payload_) * kRowsPerBlock;
+    check(fill_bytes(keys, blocks_ * kRowsPerBlock * payload_, 0, c.format == Format::fp8 ? 0x7F : 256, 5, stream),
+          "fill_bytes");
+    std::uint8_t* scales = keys + blocks_ * kRowsPerBlock * payload_;
+    if (c.format == Format::fp8)
+      check(fill_normal_f32(reinterpret_cast<float*>(scales), blocks_ * scale_bytes / 4, 6, stream), "fill_normal");
+    else
+      check(fill_bytes(scales, blocks_ * scale_bytes, 126, 129, 6, stream), "fill_bytes");
+    std::vector<std::int32_t> table(static_cast<std::size_t>(blocks_));
+    std::iota(table.begin(), table.end(), 0);
+    std::shuffle(table.begin(), table.end(), std::mt19937(9));
+    std::vector<ops::StepRecord> records;
+    for (int request = 0; request < sets_ * c.requests; ++request)
+      for (int i = 0; i < c.tokens_each; ++i) {
+        ops::StepRecord record;
+        record.row = request;
+        record.count = c.tokens_each;
+        record.length = kRatio * c.keys - c.tokens_each;
+        record.first_token = request % c.requests * c.tokens_each;
+        record.position = record.length + i;
+        records.push_back(record);
+      }
+    records_ = upload(bench, record_memory_, records);
+
+    ops::KindDesc& kind = params_.layer.kinds[1];
+    kind.page.format = c.format;
+    kind.page.shape = {kWidth, 0};
+    kind.page.payload = {keys, kRowsPerBlock * payload_, payload_};
+    kind.page.scale = {scales, scale_bytes, row_bytes() - payload_};
+    kind.ratio = kRatio;
+    kind.rows_per_block = kRowsPerBlock;
+    kind.hadamard = true;
+    params_.layer.num_kinds = 2;
+    params_.step.num_tokens = tokens_;
+    params_.step.num_items = c.requests;
+    params_.step.block_tokens = kRatio * kRowsPerBlock;
+    params_.step.blocks_per_request = blocks_each_;
+    params_.step.block_table = upload(bench, table_memory_, table);
+    params_.num_heads = kHeads;
+    params_.top = kTop;
+    params_.indices = reinterpret_cast<std::int32_t*>(results_.data());
+    params_.workspace = reinterpret_cast<std::uint8_t*>(workspace_.data());
+    params_.workspace_bytes = part_bytes_ * tokens_;
+  }
+
+  std::int64_t row_bytes() const { return payload_ + 4; }
+  int launches() const { return std::max(sets_, kFewestLaunches); }
+
+  ops::IndexParams next() {
+    ops::IndexParams p = params_;
+    p.step.tokens = records_ + std::int64_t{turn_++ % sets_} * tokens_;
+    p.q = {bench_.inputs.bf16(tokens_, kHeads * kWidth).data, DType::bf16, kHeads * kWidth};
+    p.weights = {bench_.inputs.f32(tokens_, kHeads).data, DType::f32, kHeads};
+    return p;
+  }
+  /// Scores over the workspace, in rows as long as the keys.
+  void keep_scores(ops::IndexParams& p) const {
+    p.scores = reinterpret_cast<float*>(workspace_.data());
+    p.score_stride = case_.keys;
+  }
+  /// Keys and scores once; queries.
+  std::int64_t bytes() const {
+    return std::int64_t{case_.requests} * case_.keys * row_bytes() + std::int64_t{4} * tokens_ * case_.keys +
+           std::int64_t{tokens_} * kHeads * (2 * kWidth + 4);
+  }
+
+ private:
+  Bench& bench_;
+  IndexCase case_;
+  int tokens_;
+  std::int64_t payload_;
+  int sets_;
+  std::int32_t blocks_each_;
+  std::int64_t blocks_, part_bytes_;
+  DeviceMemory keys_, table_memory_, record_memory_, results_, workspace_;
+  const ops::StepRecord* records_ = nullptr;
+  ops::IndexParams params_;
+  int turn_ = 0;
+};
+
+void add_row(Bench& bench, const std::string& name, std::int64_t bytes, double anchor, int launches,
+             const std::function<void()>& launch) {
+  Row row;
+  row.name = name;
+  row.us = bench.timer.replay_us([&] {
+    for (int i = 0; i < launches; ++i) launch();
+  }) / launches;
+  row.bytes = bytes;
+  row.floor_us = bench.floor_us(bytes);
+  if (anchor > 0) row.aim = {Aim::Kind::most_us, anchor};
+  bench.add(row);
+}
+
+void add_scores(Bench& bench, const IndexCase& c, const std::string& name, double anchor, double both_anchor) {
+  IndexSets sets(bench, c);
+  const cudaStream_t stream = bench.timer.stream();
+  add_row(bench, "index scores, " + name, sets.bytes(), anchor, sets.launches(), [&] {
+    ops::IndexParams p = sets.next();
+    sets.keep_scores(p);
+    check(cuda::index_scores(p, stream), "index_scores");
+  });
+  if (c.format != Format::mxfp4) return;
+  add_row(bench, "index scores + top-k, " + name, sets.bytes(), both_anchor, sets.launches(),
+          [&] { check(cuda::index_topk(sets.next(), stream), "index_topk"); });
+}
+
+void add_topk(Bench& bench, int keys, int requests, double anchor) {
+  const std::int64_t row_bytes = std::int64_t{4} * requests * keys;
+  const int sets = static_cast<int>(std::clamp<std::int64_t>(kColdBytes / row_bytes, 2, kMostSets));
+  const DeviceMemory scores(bench.backend, align(sets * row_bytes));
+  const DeviceMemory results(bench.backend, align(std::int64_t{4} * requests * kTop));
+  const DeviceMemory record_memory(bench.backend, align(std::int64_t{32} * requests));
+  check(fill_normal_f32(reinterpret_cast<float*>(scores.data()), sets * row_bytes / 4, 8, bench.timer.stream()),
+        "fill_normal");
+  std::vector<ops::StepRecord> records(static_cast<std::size_t>(requests));
+  for (ops::StepRecord& r : records) r.row = 0, r.position = kRatio * keys - 1;
+  ops::IndexParams p;
+  p.layer.kinds[1].ratio = kRatio;
+  p.layer.kinds[1].rows_per_block = kRowsPerBlock;
+  p.step.num_tokens = requests;
+  p.step.blocks_per_request = keys / kRowsPerBlock;
+  p.step.tokens = upload(bench, record_memory, records);
+  p.score_stride = keys;
+  p.top = kTop;
+  p.indices = reinterpret_cast<std::int32_t*>(results.data());
+  int turn = 0;
+  add_row(bench, fmt::format("top-{} of {}, b = {}", kTop, keys, requests), row_bytes, anchor,
+          std::max(sets, kFewestLaunches), [&] {
+            p.scores = reinterpret_cast<float*>(scores.data()) + std::int64_t{turn++ % sets} * requests * keys;
+            check(cuda::select_topk(p, bench.timer.stream()), "select_topk");
+          });
+}
+
+double find_anchor(std::span<const Anchor> anchors, int keys, int batch) {
+  for (const Anchor& a : anchors)
+    if (a.keys == keys) return a.us[batch];
+  return 0;
+}
+
+}  // namespace
+
+void add_index_rows(Bench& bench) {
+  const int batches = bench.quick ? 2 : 4;
+  for (const Anchor& a : kTopkAnchors)
+    for (int b = 0; b < batches; ++b) add_topk(bench, a.keys, kBatches[b], a.us[b]);
+  for (const Anchor& a : kScoreAnchors)
+    for (int b = 0; b < batches; ++b)
+      add_scores(bench, {Format::mxfp4, a.keys, kBatches[b]}, fmt::format("{} keys, b = {}", a.keys, kBatches[b]),
+                 a.us[b], a.us[b] + find_anchor(kTopkAnchors, a.keys, b));
+  add_scores(bench, {Format::mxfp4, 32768, 16, 4}, "32768 keys, b = 16, 4 tokens each", 0, 0);
+  add_scores(bench, {Format::mxfp4, 32768, 1, 256}, "32768 keys, prefill of 256", 0, 0);
+  for (const Anchor& a : std::span(kScoreAnchors).first(2))
+    for (int b = 0; b < std::min(batches, 3); ++b)
+      add_scores(bench, {Format::fp8, a.keys, kBatches[b]}, fmt::format("fp8, {} keys, b = {}", a.keys, kBatches[b]),
+                 a.us[b], 0);
+}
+
+}  // namespace kv4::bench

@@ -1,0 +1,71 @@
+// Index scores and top-k: which scorer, and tiles of tokens that fit the workspace.
+#include <algorithm>
+#include <cstdint>
+
+#include "backend/cuda/index_tile.cuh"
+#include "kv4/cuda.h"
+#include "ops/score_row.h"
+
+namespace kv4::cuda {
+namespace {
+
+using ops::IndexParams;
+
+/// A token's part of the workspace, ops::index_token_bytes in all: its scores, its encoded queries.
+struct TokenPart {
+  explicit TokenPart(const IndexParams& p)
+      : bytes(ops::index_token_bytes(max_entries(p), p.num_heads, p.layer.kinds[p.kind].page.shape.width)),
+        score_stride((max_entries(p) + 63) / 64 * 64) {}
+  std::int64_t bytes, score_stride;
+};
+
+/// Calls f with each tile of tokens. Scores lie in `scores` if it is set, else in the workspace.
+template <class F>
+cudaError_t for_each_tile(const IndexParams& p, float* scores, F&& f) {
+  const TokenPart part(p);
+  const std::int64_t room = p.workspace_bytes / part.bytes;
+  if (p.step.num_tokens > 0 && room < 1) return cudaErrorInvalidValue;
+  for (std::int64_t first = 0; first < p.step.num_tokens; first += room) {
+    IndexTile tile;
+    tile.p = p;
+    tile.first = static_cast<std::int32_t>(first);
+    tile.count = static_cast<std::int32_t>(std::min(room, p.step.num_tokens - first));
+    tile.scores = scores != nullptr ? scores + first * p.score_stride : reinterpret_cast<float*>(p.workspace);
+    tile.score_stride = scores != nullptr ? p.score_stride : part.score_stride;
+    tile.fill = scores != nullptr;
+    tile.queries = p.workspace + tile.count * part.score_stride * std::int64_t{4};
+    tile.query_stride = part.bytes - part.score_stride * std::int64_t{4};
+    if (const cudaError_t status = f(tile); status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
+  return can_score_mxfp4(tile.p) ? score_mxfp4(tile, stream) : score_plain(tile, stream);
+}
+
+}  // namespace
+
+cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
+  return for_each_tile(params, params.scores, [&](const IndexTile& tile) { return score(tile, stream); });
+}
+
+cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
+  if (params.step.num_tokens == 0) return cudaSuccess;
+  IndexTile tile;
+  tile.p = params;
+  tile.count = params.step.num_tokens;
+  tile.scores = params.scores;
+  tile.score_stride = params.score_stride;
+  return select_tile(tile, stream);
+}
+
+cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
+  return for_each_tile(params, params.scores, [&](IndexTile& tile) {
+    if (params.scores == nullptr) tile.skip = params.top;  // all of them are taken
+    const cudaError_t status = score(tile, stream);
+    return status == cudaSuccess ? select_tile(tile, stream) : status;
+  });
+}
+
+}  // namespace kv4::cuda

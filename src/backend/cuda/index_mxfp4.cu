@@ -1,0 +1,629 @@
+// Index scores of mxfp4 keys of 128 channels on Hopper: integer matrix products, exact, so that the bits are those of
+// ops/score_row.h.
+//
+// A key's codes times 2 are whole numbers up to 12. With its largest group scale as the measure, a group d binades
+// below it is shifted left by 2 - d: up to 48, and 2 .. 98 with a bias of 50, which makes them unsigned. A query's head
+// likewise, 3 - d and up to 96, signed. Their products add up to less than 2^22, in integers, which fp32 holds exactly:
+// what the defined group sums in fp32 give, too. Powers of two come off: a head's goes into its weight, a key's is
+// applied to the total. Groups of zeros fit any scale. A warp whose 16 keys do not keep to two binades, or a token
+// whose heads do not keep to three or whose scales and weights come near the ends of fp32, takes sum_slowly instead.
+//
+// Tile: 64 keys x 64 heads x 128 channels, one warpgroup, 4 wgmma of m64n64k32. Keys are the register operand: lane c
+// of a quad loads the 16 bytes of its row's group c and supplies them as the k-steps' channels 4c .. 4c + 3 and 16 + 4c
+// .. 16 + 4c + 3; queries lie in shared memory with their channels in that order. Two byte permutes look up four codes:
+// the packed nibbles are the selector, whose top bit (the sign) turns the looked-up byte into zero. Heads are ordered
+// so that the accumulators of a lane are one chain of heads in its order. They start at the bits of 1.5 * 2^23 less
+// what the bias will add, so that they end as floats.
+//
+// Pipeline: two thread blocks of two warpgroups per multiprocessor, each warpgroup on its own tiles; while one's
+// products are under way, others expand keys or add heads. Each warp has 4 tiles' keys on their way into its own ring
+// (cp.async), no barrier but the warp's own. All blocks take an equal run of tiles from the list of all tokens' tiles.
+//
+// Bound by instructions: about 260 per warp and 16 keys, 4.1 clocks a key; the memory would allow one in 4.1.
+#include <algorithm>
+#include <cstdint>
+
+#include "backend/cuda/index_tile.cuh"
+#include "backend/cuda/launch.cuh"
+#include "backend/cuda/row_encode.cuh"
+#include "ops/score_row.h"
+
+namespace kv4::cuda {
+namespace {
+
+constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kGroups = 4, kKeyBytes = kWidth / 2;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSm = 2;
+constexpr int kTileKeys = 64, kWarpKeys = 16, kWarpgroups = kThreads / 128, kStages = 4;
+constexpr int kStageBytes = kWarpKeys * (kKeyBytes + kGroups);
+constexpr int kKeyShift = 2, kQueryShift = 3, kBias = 50;
+constexpr std::uint32_t kBiases = kBias * 0x01010101u, kSigns = 0x88888888u;
+constexpr std::uint32_t kLowCodes = 0x03020100u, kHighCodes = 0x0C080604u;  // e2m1_double of codes 0 to 3, 4 to 7
+constexpr std::uint32_t kMagic = 0x4B400000u;                               // 1.5 * 2^23
+static_assert(kWidth * (12 << kKeyShift) * (12 << kQueryShift) < 1 << 22, "exact beside the magic number");
+static_assert((12 << kKeyShift) < kBias && kBias + (12 << kKeyShift) < 128, "a looked-up byte has no sign");
+
+// Within these every intermediate result is a normal number and no sum overflows: a key's largest scale byte, a head's,
+// and its weight with the head's scale in it.
+constexpr std::uint32_t kLeastKeyScale = 64, kKeyScales = 128;
+constexpr std::uint32_t kLeastQueryScale = 82, kMostQueryScale = 172;
+constexpr float kLeastWeight = 0x1p-45f, kMostWeight = 0x1p35f;
+
+/// The pages of keys: dense rows of payload and of scales.
+struct Pages {
+  const std::uint8_t *payload, *scale;
+  std::uint32_t payload_stride, scale_stride;  // from block to block
+  std::uint32_t rows_per_block, per_row;       // 2^32 / rows_per_block, rounded up
+  const std::int32_t* table;                   // [requests, blocks_per_request]
+  std::int32_t blocks_per_request;
+
+  __device__ std::uint32_t table_entry(int key) const { return __umulhi(static_cast<std::uint32_t>(key), per_row); }
+  __device__ std::uint32_t row_in_block(int key) const {
+    return static_cast<std::uint32_t>(key) - table_entry(key) * rows_per_block;
+  }
+};
+
+struct Shared {
+  std::uint8_t q[kHeads * kWidth];  // matrix operand, 128-byte rows with swizzled 16-byte chunks
+  std::uint8_t ring[kWarps][kStages][kStageBytes];
+  std::int32_t starts[kGroups][ops::kChainHeads + 4];  // [chain]: accumulators at first; in different banks
+  float weights[kGroups][ops::kChainHeads];            // [chain]: half the head's weight times its scale
+  std::uint32_t codes[kHeads][kKeyBytes / 4];          // as encoded, for sum_slowly
+  std::uint32_t scales[kHeads];
+  float given_weights[kHeads];
+  std::uint32_t sums[kWarps];
+  int token, tile;  // first of this block
+};
+static_assert(offsetof(Shared, q) == 0 && kStageBytes % 16 == 0 && offsetof(Shared, ring) % 16 == 0);
+
+// --- codes to bytes
+
+/// The permute reads 16 bits of its selector; __byte_perm would mask them once more.
+__device__ std::uint32_t permute(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
+  std::uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+  return out;
+}
+
+/// kBias + value of each code, under one scale.
+struct Lookup {
+  std::uint32_t positive_low, positive_high, negative_low, negative_high;
+
+  /// times: a power of two.
+  __device__ explicit Lookup(std::uint32_t times)
+      : positive_low(kBiases + kLowCodes * times),
+        positive_high(kBiases + kHighCodes * times),
+        negative_low(kBiases - kLowCodes * times),
+        negative_high(kBiases - kHighCodes * times) {}
+};
+
+/// Two quads of bytes from 8 codes.
+__device__ void expand(const Lookup& t, std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
+  const std::uint32_t flipped = codes ^ kSigns;
+  low = permute(t.positive_low, t.positive_high, codes) | permute(t.negative_low, t.negative_high, flipped);
+  high =
+      permute(t.positive_low, t.positive_high, codes >> 16) | permute(t.negative_low, t.negative_high, flipped >> 16);
+}
+
+/// Signed bytes of 4 codes, without a bias: up to 96 would not fit beside one.
+__device__ std::uint32_t signed_quad(std::uint32_t codes, std::uint32_t times) {
+  const std::uint32_t magnitudes = permute(kLowCodes * times, kHighCodes * times, codes & ~kSigns);
+  const std::uint32_t signs = permute(0x0000FF00u, 0, codes >> 3 & 0x1111u);
+  return __vsub4(magnitudes ^ signs, signs);
+}
+
+__device__ bool any_code(const uint4& codes) { return ((codes.x | codes.y | codes.z | codes.w) & ~kSigns) != 0; }
+
+// --- the defined arithmetic, for what does not fit the fast one
+
+/// One chain of a key's heads.
+__device__ __noinline__ float sum_slowly(const Shared& s, const std::uint8_t* key, const std::uint8_t* scale, int chain,
+                                         int num_heads) {
+  const Lookup plain(1);
+  float sum = 0.0f;
+  for (int head = chain * ops::kChainHeads; head < min((chain + 1) * ops::kChainHeads, num_heads); ++head) {
+    float dot = 0.0f;
+    for (int g = 0; g < kGroups; ++g) {
+      std::uint32_t products = 0, k_sum = 0, q_sum = 0;
+      for (int i = 0; i < 4; ++i) {
+        std::uint32_t k[2], q[2];
+        expand(plain, reinterpret_cast<const std::uint32_t*>(key)[4 * g + i], k[0], k[1]);
+        expand(plain, s.codes[head][4 * g + i], q[0], q[1]);
+        for (int half = 0; half < 2; ++half) {
+          products = __dp4a(k[half], q[half], products);
+          k_sum = __dp4a(k[half], 0x01010101u, k_sum);
+          q_sum = __dp4a(q[half], 0x01010101u, q_sum);
+        }
+      }
+      // (k + bias) (q + bias), 32 of them
+      const int exact = static_cast<int>(products) - kBias * static_cast<int>(k_sum + q_sum) + 32 * kBias * kBias;
+      const float q_scale = codec::ue8m0_value(static_cast<std::uint8_t>(s.scales[head] >> (8 * g)));
+      dot = dot + static_cast<float>(exact) * (codec::ue8m0_value(scale[g]) * 0.25f) * q_scale;
+    }
+    sum = codec::fused(s.given_weights[head], ops::relu(dot), sum);
+  }
+  return sum;
+}
+
+// --- queries
+
+struct Group32 {
+  uint4 codes;
+  std::uint32_t scale;
+};
+
+/// Loads a lane's 32 channels of a head.
+__device__ void load_channels(const ops::InputDesc& q, std::int64_t at, float (&x)[32]) {
+  if (q.dtype == DType::bf16) {
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(q.data) + at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 v = from[i];
+      const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        x[8 * i + 2 * j] = low_value(words[j]);
+        x[8 * i + 2 * j + 1] = high_value(words[j]);
+      }
+    }
+  } else {
+    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(q.data) + at);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 v = from[i];
+      x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
+    }
+  }
+}
+
+/// ops::hadamard_row over a quad's 128 channels, without its last rounding.
+__device__ void transform(float (&x)[32]) {
+#pragma unroll
+  for (int h = 1; h < 32; h *= 2)
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      if (i & h) continue;
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    }
+#pragma unroll
+  for (int lane = 1; lane < kGroups; lane *= 2) {
+    const float sign = (threadIdx.x & lane) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) x[i] = codec::fused(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], lane));
+  }
+  const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kWidth)));
+#pragma unroll
+  for (int i = 0; i < 32; ++i) x[i] *= scale;
+}
+
+/// codec::e2m1_bits of x times 2^126: e2m1 is how fp32 begins, so its denormals are those of x * 2^-126. NaN: +6.
+__device__ std::uint32_t e2m1_code(float x) {
+  const std::uint32_t bits = codec::float_bits(x * 0x1p-126f), magnitude = bits & 0x7FFFFFFFu;
+  return min((magnitude + 0x1FFFFFu + (magnitude >> 22 & 1u)) >> 22, 7u) | (bits >> 28 & 8u);
+}
+
+/// Mxfp4::encode of 32 channels. x is rounded to bf16 first.
+__device__ Group32 encode(float (&x)[32]) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 32; i += 2) {
+    const Pair pair = round_bf16(Pair{{x[i], x[i + 1]}});
+    x[i] = pair.v[0];
+    x[i + 1] = pair.v[1];
+    amax = fmaxf(amax, pair_amax(pair));
+  }
+  const int exponent = exponent_over_6(amax);
+  const float inverse = pow2_normal(-exponent);
+  std::uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 32; ++i) words[i / 8] |= e2m1_code(x[i] * inverse) << (4 * (i % 8));
+  return {{words[0], words[1], words[2], words[3]}, static_cast<std::uint32_t>(exponent + 127)};
+}
+
+/// Where a head's row of the matrix operand lies, so that a lane's accumulators are a chain.
+__device__ int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
+
+/// All of a token's queries into shared memory; a quad makes a head. Whether the fast arithmetic holds for them.
+__device__ bool prepare_queries(Shared& s, const IndexTile& tile, std::int64_t token) {
+  const ops::IndexParams& p = tile.p;
+  const int head = static_cast<int>(threadIdx.x) / kGroups, c = static_cast<int>(threadIdx.x) % kGroups;
+  static_assert(kThreads == kHeads * kGroups);
+  const bool there = head < p.num_heads;
+  Group32 group{{0, 0, 0, 0}, 0};
+  float weight = 0.0f;
+  if (there) weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
+  if (p.q.dtype == DType::u8) {
+    if (there) {
+      const std::uint8_t* q = static_cast<const std::uint8_t*>(p.q.data) + token * p.q.row_stride;
+      const std::uint8_t* scales = static_cast<const std::uint8_t*>(p.q_scale.data) + token * p.q_scale.row_stride;
+      group.codes = *reinterpret_cast<const uint4*>(q + head * kKeyBytes + 16 * c);
+      group.scale = scales[head * kGroups + c];
+    }
+  } else {
+    float x[32] = {};
+    if (there) load_channels(p.q, token * p.q.row_stride + head * kWidth + 32 * c, x);
+    if (tile.kind().hadamard) transform(x);
+    group = encode(x);
+  }
+
+  const bool any = any_code(group.codes);
+  std::uint32_t most = group.scale, scales = group.scale << (8 * c);
+  bool any_in_head = any;
+#pragma unroll
+  for (int lane = 1; lane < kGroups; lane *= 2) {
+    most = max(most, __shfl_xor_sync(kAllLanes, most, lane));
+    scales |= __shfl_xor_sync(kAllLanes, scales, lane);
+    any_in_head |= static_cast<bool>(__shfl_xor_sync(kAllLanes, static_cast<int>(any_in_head), lane));
+  }
+  const int below = static_cast<int>(most - group.scale);
+  bool fits = !any || (below <= kQueryShift && most >= kLeastQueryScale && most <= kMostQueryScale);
+  const float scaled =
+      any_in_head && fits ? weight * pow2_normal(static_cast<int>(most) - 127 - kQueryShift - 1) : 0.0f;
+  const float size = fabsf(scaled);
+  fits = fits && fabsf(weight) < __builtin_huge_valf() &&
+         (weight == 0.0f || !any_in_head || (size >= kLeastWeight && size <= kMostWeight));
+
+  const std::uint32_t times = (1u << kQueryShift) >> min(below, kQueryShift);
+  const std::uint32_t words[4] = {group.codes.x, group.codes.y, group.codes.z, group.codes.w};
+  const int row = operand_row(head);
+  int sum = 0;
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    s.codes[head][kGroups * c + step] = words[step];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::uint32_t quad = signed_quad(words[step] >> (16 * half), times);
+      const int chunk = (2 * step + half) ^ (row % 8);
+      *reinterpret_cast<std::uint32_t*>(&s.q[row * kWidth + 16 * chunk + 4 * c]) = quad;
+      sum = __dp4a(static_cast<int>(quad), 0x01010101, sum);
+    }
+  }
+#pragma unroll
+  for (int lane = 1; lane < kGroups; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
+  if (c == 0) {
+    const int chain = head / ops::kChainHeads, in_chain = head % ops::kChainHeads;
+    const std::int32_t start = static_cast<std::int32_t>(kMagic) - kBias * sum;
+    s.starts[chain][in_chain] = start;
+    s.weights[chain][in_chain] = 0.5f * scaled;
+    s.scales[head] = scales;
+    s.given_weights[head] = weight;
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  return __syncthreads_and(fits);
+}
+
+// --- keys
+
+/// A warp's keys on their way from the pages to its ring: 16 of every tile of its warpgroup.
+class KeyStream {
+ public:
+  /// tiles: of this warpgroup, every kWarpgroups-th from first_tile on; they hold `scored` keys of a request.
+  __device__ KeyStream(Shared& s, const Pages& pages, int request, int first_tile, int tiles, int scored)
+      : pages_(pages),
+        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
+        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(s.ring[threadIdx.x / 32][0]))),
+        first_(first_tile * kTileKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
+        tiles_(tiles),
+        scored_(scored),
+        next_ids_(load_ids(0)) {}
+
+  __device__ int first_key(int i) const { return first_ + i * kWarpgroups * kTileKeys; }
+  __device__ std::int32_t block_of(int key) const { return key < scored_ ? table_[pages_.table_entry(key)] : -1; }
+
+  /// In order. Keys that are not there become zeros.
+  __device__ void issue(int i) {
+    if (i < tiles_) {
+      if (i % 32 == 0) {
+        ids_ = next_ids_;
+        next_ids_ = load_ids(i + 32);
+      }
+      const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
+      const std::uint32_t row = pages_.row_in_block(first_key(i)), lane = threadIdx.x % 32, to = stage(i);
+      const std::uint32_t at = static_cast<std::uint32_t>(max(block, 0));
+      const int bytes = block >= 0 ? 16 : 0;
+      const std::uint8_t* from =
+          pages_.payload + std::uint64_t{at} * pages_.payload_stride + (kKeyBytes * row + 16 * lane);
+      copy16(to + 16 * lane, from, bytes);
+      copy16(to + 512 + 16 * lane, from + 512, bytes);
+      if (lane < kWarpKeys * kGroups / 16)
+        copy16(to + 1024 + 16 * lane,
+               pages_.scale + std::uint64_t{at} * pages_.scale_stride + (kGroups * row + 16 * lane), bytes);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
+
+  /// Until all but the kStages - 1 newest are there.
+  __device__ static void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    __syncwarp();
+  }
+
+ private:
+  __device__ std::int32_t load_ids(int i) const {
+    const int mine = i + static_cast<int>(threadIdx.x % 32);
+    return mine < tiles_ ? block_of(first_key(mine)) : -1;
+  }
+  __device__ static void copy16(std::uint32_t to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  }
+
+  const Pages& pages_;
+  const std::int32_t* table_;
+  std::uint32_t ring_;
+  int first_, tiles_, scored_;
+  std::int32_t ids_ = -1, next_ids_;
+};
+
+__device__ uint4 load_shared16(std::uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+__device__ std::uint32_t load_shared_byte(std::uint32_t at) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+
+// --- products
+
+/// K-major rows of 128 bytes, 128-byte swizzle, 1,024 bytes from 8 rows to the next.
+__device__ std::uint64_t operand_of(const std::uint8_t* q) {
+  const std::uint64_t address = static_cast<std::uint64_t>(__cvta_generic_to_shared(q)) >> 4;
+  return (address & 0x3FFF) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 | std::uint64_t{1} << 62;
+}
+
+__device__ void multiply(std::int32_t (&d)[32], const std::uint32_t (&a)[4], std::uint64_t b) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, 1;"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
+        "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),
+        "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]),
+        "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+}
+__device__ void begin_products() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ void end_products(std::int32_t (&d)[32]) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < 32; ++i) asm volatile("" : "+r"(d[i])::"memory");
+#endif
+}
+
+/// A lane's part of the products of two keys, one chain of heads each.
+struct Chains {
+  float of_first, of_second;
+};
+
+__device__ Chains add_heads(const std::int32_t (&d)[32], const float (&weights)[ops::kChainHeads]) {
+  Chains sum{0.0f, 0.0f};
+  const auto add = [](float& chain, std::int32_t product, float weight) {
+    const float x = __int_as_float(product) - 12582912.0f;
+    chain = codec::fused(weight, x + fabsf(x), chain);  // half the weight, twice the relu
+  };
+#pragma unroll
+  for (int i = 0; i < ops::kChainHeads; ++i) {
+    const int at = i / 2 * 4 + i % 2;
+    add(sum.of_first, d[at], weights[i]);
+    add(sum.of_second, d[at + 2], weights[i]);
+  }
+  return sum;
+}
+
+/// (c0 + c1) + (c2 + c3) of both keys: lane 0 of a quad gets the first key's, lane 1 the second's.
+__device__ float add_chains(const Chains& sum, int c) {
+  const float keep = c % 2 == 0 ? sum.of_first : sum.of_second, give = c % 2 == 0 ? sum.of_second : sum.of_first;
+  const float pair = keep + __shfl_xor_sync(kAllLanes, give, 1);
+  return pair + __shfl_xor_sync(kAllLanes, pair, 2);
+}
+
+/// Whether a warp's keys need sum_slowly: one of them has a group that the fast arithmetic cannot take.
+__device__ bool need_slow(std::uint32_t most, std::uint32_t below, const uint4 (&codes)[2], int key, int scored) {
+  bool slow = false;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const std::uint32_t d = below >> (16 * k) & 0xFFFFu, m = most >> (16 * k) & 0xFFFFu;
+    slow |= (d > kKeyShift || m - kLeastKeyScale >= kKeyScales) && key + 8 * k < scored && any_code(codes[k]);
+  }
+  return __any_sync(kAllLanes, slow);
+}
+
+/// Tiles [first, first + count) of a token: the queries' part of Shared is written anew.
+__device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
+                            int request, int scored) {
+  const int warpgroup = static_cast<int>(threadIdx.x / 128);
+  const int lane = static_cast<int>(threadIdx.x % 32), row = lane / kGroups, c = lane % kGroups;
+  const int tiles = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
+  KeyStream keys(s, pages, request, first + warpgroup, tiles, scored);
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) keys.issue(i);
+  const bool fast = prepare_queries(s, tile, tile.first + token);
+  const std::uint64_t operand = operand_of(s.q);
+  float weights[ops::kChainHeads];
+#pragma unroll
+  for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
+  // Of a quad, lane 0 writes the first key's score, lane 1 the second's.
+  int key = keys.first_key(0) + row;
+  const bool writes = c < 2;
+  float* to = tile.row(token) + key + 8 * c;
+
+  for (int i = 0; i < tiles; ++i, key += kWarpgroups * kTileKeys, to += kWarpgroups * kTileKeys) {
+    KeyStream::wait();
+    const std::uint32_t stage = keys.stage(i);
+    const uint4 codes[2] = {load_shared16(stage + 16 * lane), load_shared16(stage + 512 + 16 * lane)};
+    const std::uint32_t scales = load_shared_byte(stage + 1024 + lane) | load_shared_byte(stage + 1056 + lane) << 16;
+    __syncwarp();
+    keys.issue(i + kStages);
+
+    // Two keys in the halves of a word.
+    std::uint32_t most = scales;
+    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 1));
+    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 2));
+    const std::uint32_t below = most - scales;
+    static_assert(kKeyShift == 2 && kKeyScales == 128);
+    const bool odd =
+        (((below + 0x00010001u) & 0xFFFCFFFCu) | ((most - kLeastKeyScale * 0x00010001u) & 0xFF80FF80u)) != 0;
+    bool slow = !fast;
+    if (__any_sync(kAllLanes, odd)) slow = need_slow(most, below, codes, key, scored) || slow;
+
+    std::uint32_t a[4][4];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const std::uint32_t d = k == 0 ? below & 0xFFFFu : below >> 16;
+      const Lookup lookup(__funnelshift_rc(1u << kKeyShift, 0u, d));
+      expand(lookup, codes[k].x, a[0][k], a[0][2 + k]);
+      expand(lookup, codes[k].y, a[1][k], a[1][2 + k]);
+      expand(lookup, codes[k].z, a[2][k], a[2][2 + k]);
+      expand(lookup, codes[k].w, a[3][k], a[3][2 + k]);
+    }
+    std::int32_t d[32];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int4 start = *reinterpret_cast<const int4*>(&s.starts[c][4 * j]);
+      d[8 * j] = d[8 * j + 2] = start.x;
+      d[8 * j + 1] = d[8 * j + 3] = start.y;
+      d[8 * j + 4] = d[8 * j + 6] = start.z;
+      d[8 * j + 5] = d[8 * j + 7] = start.w;
+    }
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) multiply(d, a[step], operand + (32 >> 4) * step);
+    end_products(d);
+
+    Chains sum = add_heads(d, weights);
+    const std::uint32_t measure = c % 2 == 0 ? most & 0xFFFFu : most >> 16;
+    float factor = codec::bits_float((measure << 23) - ((kKeyShift + 1u) << 23));
+    if (measure - kLeastKeyScale >= kKeyScales) factor = 1.0f;  // zeros, or sum_slowly's
+    if (slow) {
+      const std::int32_t block = keys.block_of(key - row);
+      if (block >= 0) {
+        const std::uint32_t r = pages.row_in_block(key - row) + static_cast<std::uint32_t>(row);
+        const std::uint8_t* payload = pages.payload + std::uint64_t{pages.payload_stride} * block + kKeyBytes * r;
+        const std::uint8_t* scale = pages.scale + std::uint64_t{pages.scale_stride} * block + kGroups * r;
+        sum.of_first = sum_slowly(s, payload, scale, c, tile.p.num_heads);
+        sum.of_second = sum_slowly(s, payload + 8 * kKeyBytes, scale + 8 * kGroups, c, tile.p.num_heads);
+      }
+      factor = 1.0f;
+    }
+    const float total = add_chains(sum, c) * factor;
+    if (writes && key + 8 * c < scored) *to = codec::canonical_nan(total);
+  }
+  __syncthreads();  // the queries may change
+}
+
+/// Tiles of all tokens, and where this block's share of them begins.
+struct Share {
+  int token, tile, count;
+};
+
+__device__ int tiles_of(const IndexTile& tile, int token) {
+  return (tile.scored(tile.p.step.tokens[tile.first + token]) + kTileKeys - 1) / kTileKeys;
+}
+
+__device__ Share find_share(Shared& s, const IndexTile& tile) {
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int each = (tile.count + kThreads - 1) / kThreads, first = static_cast<int>(threadIdx.x) * each;
+  const int end = min(first + each, tile.count);
+  int mine = 0;
+  for (int token = first; token < end; ++token) mine += tiles_of(tile, token);
+  int sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
+  __syncthreads();
+  int before = sum - mine, total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const int of_warp = static_cast<int>(s.sums[w]);
+    if (w < warp) before += of_warp;
+    total += of_warp;
+  }
+  const int blocks = min(static_cast<int>(gridDim.x), total), block = static_cast<int>(blockIdx.x);
+  if (block >= blocks) return {0, 0, 0};
+  const int begin = static_cast<int>(std::int64_t{block} * total / blocks);
+  const int stop = static_cast<int>(std::int64_t{block + 1} * total / blocks);
+  if (before <= begin && begin < before + mine) {
+    int token = first, at = begin - before;
+    for (int tiles; at >= (tiles = tiles_of(tile, token)); ++token) at -= tiles;
+    s.token = token;
+    s.tile = at;
+  }
+  __syncthreads();
+  return {s.token, s.tile, stop - begin};
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  wait_for_previous();
+  let_next_start();
+  Share share = find_share(s, tile);
+  while (share.count > 0) {
+    const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
+    const int scored = tile.scored(record);
+    const int count = min(share.count, (scored + kTileKeys - 1) / kTileKeys - share.tile);
+    if (count > 0) score_tiles(s, tile, pages, share.token, share.tile, count, record.row, scored);
+    share = {share.token + 1, 0, share.count - count};
+  }
+  if (tile.fill) fill_rest(tile);
+}
+
+bool is_aligned(const void* data, std::int64_t stride_bytes, std::int64_t to) {
+  return (reinterpret_cast<std::intptr_t>(data) | stride_bytes) % to == 0;
+}
+
+}  // namespace
+
+bool can_score_mxfp4(const ops::IndexParams& p) {
+  const ops::KindDesc& kind = p.layer.kinds[p.kind];
+  const ops::Plane &payload = kind.page.payload, &scale = kind.page.scale;
+  const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  return overlaps_launches() && kind.page.format == Format::mxfp4 && kind.page.shape.width == kWidth &&
+         kind.rows_per_block % kWarpKeys == 0 && max_entries(p) * kind.rows_per_block < kMost &&
+         payload.row_stride == kKeyBytes && scale.row_stride == kGroups && payload.block_stride < kMost &&
+         scale.block_stride < kMost && is_aligned(payload.data, payload.block_stride, 16) &&
+         is_aligned(scale.data, scale.block_stride, 16) && is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
+}
+
+cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status == cudaSuccess)
+    status = cudaFuncSetAttribute(score_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(sizeof(Shared)));
+  if (status != cudaSuccess) return status;
+  const std::int64_t tiles = (max_entries(tile.p) + kTileKeys - 1) / kTileKeys * tile.count;
+  const std::int64_t blocks = std::clamp<std::int64_t>(tiles, 1, kBlocksPerSm * processors);
+  const ops::KindDesc& kind = tile.kind();
+  Pages pages{};
+  pages.payload = kind.page.payload.data;
+  pages.scale = kind.page.scale.data;
+  pages.payload_stride = static_cast<std::uint32_t>(kind.page.payload.block_stride);
+  pages.scale_stride = static_cast<std::uint32_t>(kind.page.scale.block_stride);
+  pages.rows_per_block = static_cast<std::uint32_t>(kind.rows_per_block);
+  pages.per_row =
+      static_cast<std::uint32_t>(((std::uint64_t{1} << 32) + pages.rows_per_block - 1) / pages.rows_per_block);
+  pages.table = tile.p.step.block_table;
+  pages.blocks_per_request = tile.p.step.blocks_per_request;
+  return launch<sizeof(Shared)>(score_mxfp4_keys, static_cast<unsigned>(blocks), kThreads, stream, tile, pages);
+}
+
+}  // namespace kv4::cuda

@@ -1,0 +1,73 @@
+// What the scorers and the selection share: a tile of tokens whose parts of the workspace fit it, and which keys a
+// token sees.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kv4/params.h"
+
+namespace kv4::cuda {
+
+/// Tokens first .. first + count - 1 of a step.
+struct IndexTile {
+  ops::IndexParams p;
+  std::int32_t first = 0;
+  std::int32_t count = 0;
+  float* scores = nullptr;          // [count, score_stride]
+  std::int64_t score_stride = 0;    // at least the keys any token sees
+  std::int32_t skip = 0;            // tokens that see no more keys are not scored
+  bool fill = false;                // -infinity behind what a token sees
+  std::uint8_t* queries = nullptr;  // [count, query_stride]: encoded queries of the plain scorer
+  std::int64_t query_stride = 0;
+
+  KV4_HD const ops::KindDesc& kind() const { return p.layer.kinds[p.kind]; }
+  KV4_HD float* row(std::int64_t token) const { return scores + token * score_stride; }
+  /// Keys a token of the tile sees, as far as there is room for scores.
+  KV4_HD std::int32_t visible(const ops::StepRecord& token) const {
+    if (token.padded()) return 0;
+    const std::int32_t entries = (token.position + 1) / kind().ratio;
+    return entries < score_stride ? entries : static_cast<std::int32_t>(score_stride);
+  }
+  /// Keys to score.
+  KV4_HD std::int32_t scored(const ops::StepRecord& token) const {
+    const std::int32_t entries = visible(token);
+    return entries > skip ? entries : 0;
+  }
+};
+
+/// Keys a block table row has room for.
+inline std::int64_t max_entries(const ops::IndexParams& p) {
+  return std::int64_t{p.step.blocks_per_request} * p.layer.kinds[p.kind].rows_per_block;
+}
+
+/// Any format, width, alignment and head count: two launches.
+cudaError_t score_plain(const IndexTile& tile, cudaStream_t stream);
+
+/// mxfp4 keys of 128 channels on Hopper, one launch.
+bool can_score_mxfp4(const ops::IndexParams& p);
+cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream);
+
+/// The best of the tile's scores.
+cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);
+
+#ifdef __CUDACC__
+constexpr float kNoScore = -__builtin_huge_valf();
+
+/// -infinity behind what tokens see. A thread block takes every gridDim.x-th part of a row, a row has enough parts for
+/// all.
+__device__ inline void fill_rest(const IndexTile& tile) {
+  const int parts = max(1, static_cast<int>(gridDim.x) / tile.count);
+  for (int unit = static_cast<int>(blockIdx.x); unit < parts * tile.count; unit += static_cast<int>(gridDim.x)) {
+    const int token = unit / parts, part = unit % parts;
+    const int seen = tile.visible(tile.p.step.tokens[tile.first + token]);
+    float* const row = tile.row(token);
+    for (std::int64_t j = seen + part * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+         j < tile.score_stride; j += parts * static_cast<int>(blockDim.x))
+      row[j] = kNoScore;
+  }
+}
+#endif
+
+}  // namespace kv4::cuda

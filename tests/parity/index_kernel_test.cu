@@ -1,0 +1,469 @@
+// Index scores and top-k of kv4/cuda.h on pools made by hand: scores are bit by bit those of ops/score_row.h run on the
+// host, chosen sets those of an exact sort.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/group.h"
+#include "codec/codec.h"
+#include "kv4/backend.h"
+#include "kv4/cuda.h"
+#include "ops/compress_row.h"
+#include "ops/score_row.h"
+
+namespace {
+
+using namespace kv4;
+using Bytes = std::vector<std::uint8_t>;
+
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(const std::vector<T>& host) : size_(host.size()) {
+    EXPECT_EQ(cudaMalloc(&data_, std::max<std::size_t>(size_, 1) * sizeof(T)), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(data_, host.data(), size_ * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
+  }
+  DeviceArray(std::size_t size, T value) : DeviceArray(std::vector<T>(size, value)) {}
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+
+  T* data() const { return data_; }
+  std::vector<T> read() const {
+    std::vector<T> host(size_);
+    EXPECT_EQ(cudaMemcpy(host.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost), cudaSuccess);
+    return host;
+  }
+
+ private:
+  std::size_t size_;
+  T* data_ = nullptr;
+};
+
+enum class Data { normal, spread, extreme, repeated };
+
+struct Case {
+  std::string name;
+  Format format = Format::mxfp4;
+  int width = 128, heads = 64, rows_per_block = 32;
+  DType q = DType::bf16;
+  bool hadamard = true;
+  Data data = Data::normal;
+  std::vector<int> counts = {1};  // tokens of each request
+  std::vector<int> lengths = {4000};
+  int top = 512;
+  int tile_tokens = 1000;  // the workspace has room for so many
+};
+
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+// A request's rows of float keys and a step of its tokens, stored as an engine would.
+class IndexKernel : public testing::TestWithParam<Case> {
+ protected:
+  static constexpr int kRatio = 4;
+  static constexpr float kGlobal = 0.75f;
+
+  void SetUp() override {
+    if (const std::string why = why_no_cuda(); !why.empty()) GTEST_SKIP() << why;
+  }
+
+  RowShape shape() const { return {c_.width, 0}; }
+  float global() const { return c_.format == Format::nvfp4 ? kGlobal : 1.0f; }
+  template <class F>
+  static auto with(Format format, F&& f) {
+    return codec::with_codec(format, f);
+  }
+  int payload_bytes() const {
+    return with(c_.format, [&](auto codec) { return codec.payload_bytes(shape()); });
+  }
+  int scale_bytes() const {
+    return with(c_.format, [&](auto codec) { return codec.scale_bytes(shape()); });
+  }
+  void encode(const float* x, std::uint8_t* payload, std::uint8_t* scale) const {
+    with(c_.format, [&](auto codec) { codec.encode(OneLane{}, shape(), x, payload, scale, global()); });
+  }
+
+  std::vector<float> random_row() {
+    std::normal_distribution<float> normal;
+    std::vector<float> x(static_cast<std::size_t>(c_.width));
+    for (float& v : x) v = codec::round_bf16(normal(random_));
+    if (c_.data == Data::normal || c_.data == Data::repeated) return x;
+    const bool rare = c_.data == Data::extreme;
+    for (int g = 0; g < c_.width; g += 16) {
+      const int binades = static_cast<int>(random_() % (rare ? 200 : 9)) - (rare ? 100 : 4);
+      const float by = random_() % 8 == 0 ? 0.0f : std::ldexp(1.0f, binades);
+      for (int i = g; i < std::min(g + 16, c_.width); ++i) x[i] *= by;
+    }
+    if (random_() % 8 == 0) std::fill(x.begin(), x.end(), 0.0f);
+    return x;
+  }
+
+  // Pages of shuffled blocks: payloads, scales, a global scale.
+  void make_pages() {
+    const int rows = c_.rows_per_block, requests = static_cast<int>(c_.lengths.size());
+    int longest = 0;
+    for (std::size_t r = 0; r < c_.lengths.size(); ++r) longest = std::max(longest, c_.lengths[r] + c_.counts[r]);
+    blocks_per_request_ = longest / kRatio / rows + 2;
+    const int blocks = requests * blocks_per_request_;
+    table_.resize(static_cast<std::size_t>(blocks));
+    std::iota(table_.begin(), table_.end(), 0);
+    std::shuffle(table_.begin(), table_.end(), random_);
+    scale_at_ = rows * payload_bytes();
+    global_at_ = (scale_at_ + rows * scale_bytes() + 15) / 16 * 16;
+    page_bytes_ = global_at_ + 64;
+    pool_.assign(static_cast<std::size_t>(blocks) * page_bytes_, 0xFF);
+    std::vector<std::vector<float>> some;
+    for (int i = 0; i < 7; ++i) some.push_back(random_row());
+    for (int block = 0; block < blocks; ++block) {
+      std::uint8_t* page = &pool_[static_cast<std::size_t>(block) * page_bytes_];
+      const float scale = global();
+      std::memcpy(page + global_at_, &scale, 4);
+      for (int row = 0; row < rows; ++row) {
+        const std::vector<float> x = c_.data == Data::repeated ? some[random_() % some.size()] : random_row();
+        std::uint8_t* scales = page + scale_at_ + row * scale_bytes();
+        encode(x.data(), page + row * payload_bytes(), scales);
+        if (c_.data == Data::extreme && c_.format == Format::mxfp4 && random_() % 16 == 0)
+          scales[random_() % scale_bytes()] = static_cast<std::uint8_t>(random_());
+      }
+    }
+    // What lies behind the last entry may be anything.
+    for (int r = 0; r < requests; ++r) {
+      const int entries = (c_.lengths[r] + c_.counts[r]) / kRatio;
+      for (int b = entries / rows + 1; b < blocks_per_request_; ++b) table_[r * blocks_per_request_ + b] = -1;
+    }
+  }
+
+  void make_step() {
+    int first = 0;
+    for (std::size_t r = 0; r < c_.lengths.size(); ++r) {
+      ops::StepRecord record;
+      record.row = static_cast<int>(r);
+      record.length = c_.lengths[r];
+      record.count = c_.counts[r];
+      record.first_token = first;
+      for (int i = 0; i < c_.counts[r]; ++i) {
+        record.position = c_.lengths[r] + i;
+        tokens_.push_back(record);
+      }
+      first += c_.counts[r];
+    }
+    tokens_.insert(tokens_.begin() + static_cast<int>(tokens_.size()) / 2, ops::StepRecord{});  // padding
+  }
+
+  void make_queries() {
+    const std::size_t rows = tokens_.size() * static_cast<std::size_t>(c_.heads), width = c_.width;
+    std::normal_distribution<float> normal;
+    for (std::size_t i = 0; i < rows; ++i) {
+      std::vector<float> x = random_row();
+      if (c_.q == DType::f32)
+        for (float& v : x) v *= 1.0001f;
+      q_values_.insert(q_values_.end(), x.begin(), x.end());
+      float weight = normal(random_) * 0.01f;
+      if (c_.data == Data::extreme && random_() % 64 == 0)
+        weight = std::ldexp(weight, static_cast<int>(random_() % 200) - 100);
+      weights_.push_back(random_() % 16 == 0 ? 0.0f : weight);
+      if (c_.q != DType::u8 && c_.hadamard) ops::hadamard_row(OneLane{}, c_.width, x.data());
+      for (float& v : x) v = codec::round_bf16(v);
+      Bytes payload(payload_bytes()), scale(scale_bytes());
+      encode(x.data(), payload.data(), scale.data());
+      q_payload_.insert(q_payload_.end(), payload.begin(), payload.end());
+      q_scale_.insert(q_scale_.end(), scale.begin(), scale.end());
+    }
+    ASSERT_EQ(q_values_.size(), rows * width);
+  }
+
+  const std::uint8_t* page_of(const ops::StepRecord& token, int entry) const {
+    const int block = table_[token.row * blocks_per_request_ + entry / c_.rows_per_block];
+    return &pool_[static_cast<std::size_t>(block) * page_bytes_];
+  }
+
+  float score_of(std::size_t token, int entry) const {
+    const std::uint8_t* page = page_of(tokens_[token], entry);
+    const std::uint8_t* key = page + entry % c_.rows_per_block * payload_bytes();
+    const std::uint8_t* key_scale = page + scale_at_ + entry % c_.rows_per_block * scale_bytes();
+    ops::ScoreSum sum;
+    std::vector<float> k(c_.width), q(c_.width);
+    const auto decode = [&](const std::uint8_t* payload, const std::uint8_t* scale, std::vector<float>& x) {
+      with(c_.format, [&](auto codec) { codec.decode(OneLane{}, shape(), payload, scale, global(), x.data()); });
+    };
+    if (c_.format != Format::mxfp4) decode(key, key_scale, k);
+    for (int h = 0; h < c_.heads; ++h) {
+      const std::size_t at = token * c_.heads + h;
+      const std::uint8_t *payload = &q_payload_[at * payload_bytes()], *scale = q_scale_.data() + at * scale_bytes();
+      float dot;
+      if (c_.format == Format::mxfp4) {
+        dot = ops::mxfp4_dot(c_.width, payload, scale, key, key_scale);
+      } else {
+        decode(payload, scale, q);
+        dot = ops::row_dot(c_.width, q.data(), k.data());
+      }
+      sum.add(h, weights_[at], dot);
+    }
+    return sum.total();
+  }
+
+  int visible(const ops::StepRecord& token) const { return token.padded() ? 0 : (token.position + 1) / kRatio; }
+
+  ops::KindDesc make_kind(std::uint8_t* pool) const {
+    ops::KindDesc kind;
+    kind.page.format = c_.format;
+    kind.page.shape = shape();
+    kind.page.payload = {pool, page_bytes_, payload_bytes()};
+    kind.page.scale = {pool + scale_at_, page_bytes_, scale_bytes()};
+    if (c_.format == Format::nvfp4) kind.page.global = {pool + global_at_, page_bytes_, 0};
+    kind.ratio = kRatio;
+    kind.rows_per_block = c_.rows_per_block;
+    kind.hadamard = c_.hadamard;
+    kind.global_scale = global();
+    return kind;
+  }
+
+  Case c_;
+  std::mt19937 random_{20261115};
+  int blocks_per_request_ = 0, scale_at_ = 0, global_at_ = 0;
+  std::int64_t page_bytes_ = 0;
+  Bytes pool_, q_payload_, q_scale_;
+  std::vector<std::int32_t> table_;
+  std::vector<ops::StepRecord> tokens_;
+  std::vector<float> q_values_, weights_;
+};
+
+std::vector<std::int32_t> best_of(const std::vector<float>& scores, int top) {
+  std::vector<std::uint64_t> order;  // the best first: score, then entry
+  for (std::size_t i = 0; i < scores.size(); ++i)
+    order.push_back(std::uint64_t{~ops::score_order(scores[i])} << 32 | static_cast<std::uint32_t>(i));
+  const std::size_t count = std::min<std::size_t>(order.size(), top);
+  std::nth_element(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(count), order.end());
+  std::vector<std::int32_t> best;
+  for (std::size_t i = 0; i < count; ++i) best.push_back(static_cast<std::int32_t>(order[i]));
+  std::sort(best.begin(), best.end());
+  return best;
+}
+
+// A token's row of indices as a sorted set; -1 fills the end.
+void expect_chosen(const std::int32_t* got, int top, const std::vector<std::int32_t>& want) {
+  std::vector<std::int32_t> chosen(got, got + top);
+  for (std::size_t i = want.size(); i < chosen.size(); ++i) ASSERT_EQ(chosen[i], -1) << "place " << i;
+  chosen.resize(want.size());
+  std::sort(chosen.begin(), chosen.end());
+  ASSERT_EQ(chosen, want);
+}
+
+TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
+  c_ = GetParam();
+  make_pages();
+  make_step();
+  make_queries();
+  const int num_tokens = static_cast<int>(tokens_.size());
+  const DeviceArray<std::uint8_t> pool(pool_), q_payload(q_payload_), q_scale(q_scale_);
+  const DeviceArray<std::int32_t> table(table_);
+  const DeviceArray<ops::StepRecord> tokens(tokens_);
+  const DeviceArray<float> q_values(q_values_), weights(weights_);
+  std::vector<std::uint16_t> q_bf16;
+  for (const float v : q_values_) q_bf16.push_back(codec::bf16_bits(v));
+  const DeviceArray<std::uint16_t> q_short(q_bf16);
+
+  ops::IndexParams p;
+  p.layer.num_kinds = 2;
+  p.layer.kinds[1] = make_kind(pool.data());
+  p.step.num_tokens = num_tokens;
+  p.step.blocks_per_request = blocks_per_request_;
+  p.step.tokens = tokens.data();
+  p.step.block_table = table.data();
+  p.num_heads = c_.heads;
+  p.weights = {weights.data(), DType::f32, c_.heads};
+  if (c_.q == DType::u8) {
+    p.q = {q_payload.data(), DType::u8, c_.heads * payload_bytes()};
+    p.q_scale = {q_scale.data(), DType::u8, c_.heads * scale_bytes()};
+  } else {
+    p.q = {c_.q == DType::bf16 ? static_cast<const void*>(q_short.data()) : q_values.data(), c_.q, c_.heads * c_.width};
+  }
+  const std::int64_t entries = std::int64_t{blocks_per_request_} * c_.rows_per_block;
+  const std::int64_t stride = entries + 5;
+  const std::int64_t part = ops::index_token_bytes(entries, c_.heads, c_.width);
+  const DeviceArray<std::uint8_t> workspace(static_cast<std::size_t>(part * std::min(c_.tile_tokens, num_tokens)),
+                                            0xFF);
+  const DeviceArray<float> scores(static_cast<std::size_t>(num_tokens * stride), 1e30f);
+  const DeviceArray<std::int32_t> indices(static_cast<std::size_t>(num_tokens * c_.top), -7);
+  const DeviceArray<std::int32_t> slots(static_cast<std::size_t>(num_tokens * c_.top), -7);
+  p.scores = scores.data();
+  p.score_stride = stride;
+  p.top = c_.top;
+  p.indices = indices.data();
+  p.slots = slots.data();
+  p.workspace = workspace.data();
+  p.workspace_bytes = part * std::min(c_.tile_tokens, num_tokens);
+
+  ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
+  const std::vector<float> got = scores.read();
+  std::vector<std::vector<std::int32_t>> best;
+  for (int t = 0; t < num_tokens; ++t) {
+    std::vector<float> want(static_cast<std::size_t>(visible(tokens_[t])));
+    for (std::size_t j = 0; j < want.size(); ++j) want[j] = score_of(t, static_cast<int>(j));
+    for (std::int64_t j = 0; j < stride; ++j) {
+      const float here = got[t * stride + j];
+      const float expected =
+          j < static_cast<std::int64_t>(want.size()) ? want[j] : -std::numeric_limits<float>::infinity();
+      ASSERT_EQ(codec::float_bits(codec::canonical_nan(here)), codec::float_bits(codec::canonical_nan(expected)))
+          << "token " << t << " key " << j << " of " << want.size() << ": " << here << " not " << expected;
+    }
+    best.push_back(best_of(want, c_.top));
+  }
+
+  // Selection from those scores, then everything in one call with scores in the workspace, then with scores given.
+  for (const char* way : {"select", "both", "both with scores"}) {
+    SCOPED_TRACE(way);
+    ASSERT_EQ(cudaMemset(indices.data(), 0xCC, 4 * num_tokens * c_.top), cudaSuccess);
+    const bool select = way[0] == 's';
+    p.scores = std::string(way) == "both" ? nullptr : scores.data();
+    ASSERT_EQ(select ? cuda::select_topk(p, nullptr) : cuda::index_topk(p, nullptr), cudaSuccess);
+    const std::vector<std::int32_t> chosen = indices.read(), physical = slots.read();
+    for (int t = 0; t < num_tokens; ++t) {
+      SCOPED_TRACE("token " + std::to_string(t));
+      expect_chosen(&chosen[t * c_.top], c_.top, best[t]);
+      for (int i = 0; i < c_.top; ++i) {
+        const int entry = chosen[t * c_.top + i], rows = c_.rows_per_block;
+        const int slot =
+            entry < 0 ? -1 : table_[tokens_[t].row * blocks_per_request_ + entry / rows] * rows + entry % rows;
+        ASSERT_EQ(physical[t * c_.top + i], slot);
+      }
+    }
+  }
+}
+
+std::vector<Case> make_cases() {
+  std::vector<Case> cases;
+  for (const Data data : {Data::normal, Data::spread, Data::extreme, Data::repeated})
+    for (const DType q : {DType::bf16, DType::f32, DType::u8}) {
+      Case c;
+      const char* names[] = {"normal", "spread", "extreme", "repeated"};
+      c.name = std::string(names[static_cast<int>(data)]) + (q == DType::bf16  ? "_bf16"
+                                                             : q == DType::f32 ? "_f32"
+                                                                               : "_encoded");
+      c.data = data;
+      c.q = q;
+      c.hadamard = q == DType::bf16;
+      c.top = 100;
+      c.lengths = {4000, 399, 90};
+      c.counts = {2, 1, 3};
+      cases.push_back(c);
+    }
+  const auto add = [&](const std::string& name, auto&& change) {
+    Case c;
+    c.name = name;
+    change(c);
+    cases.push_back(c);
+  };
+  add("one_head", [](Case& c) { c.heads = 1, c.top = 64; });
+  add("few_heads", [](Case& c) { c.heads = 37, c.top = 64; });
+  add("large_blocks", [](Case& c) { c.rows_per_block = 96, c.top = 2048, c.lengths = {9000}; });
+  add("tiny_blocks", [](Case& c) { c.rows_per_block = 2, c.top = 10, c.lengths = {333}; });
+  add("prefill", [](Case& c) { c.lengths = {0, 517}, c.counts = {70, 30}, c.top = 16, c.tile_tokens = 33; });
+  add("many_requests", [](Case& c) {
+    c.top = 8, c.heads = 4;
+    c.lengths.clear(), c.counts.clear();
+    for (int i = 0; i < 300; ++i) c.lengths.push_back(i * 37 % 600), c.counts.push_back(1);
+  });
+  add("long", [](Case& c) { c.lengths = {60000}, c.heads = 2; });
+  add("narrow", [](Case& c) { c.width = 32, c.heads = 3, c.top = 20, c.lengths = {500}; });
+  add("wide", [](Case& c) { c.width = 512, c.heads = 20, c.top = 20, c.lengths = {700}; });
+  for (const Format format : {Format::nvfp4, Format::fp8, Format::bf16})
+    for (const Data data : {Data::normal, Data::spread, Data::repeated})
+      for (const DType q : {DType::bf16, DType::f32, DType::u8})
+        add(std::string(format == Format::nvfp4 ? "nvfp4"
+                        : format == Format::fp8 ? "fp8"
+                                                : "bf16") +
+                "_data" + std::to_string(static_cast<int>(data)) + "_q" + std::to_string(static_cast<int>(q)),
+            [&](Case& c) {
+              c.format = format, c.data = data, c.q = q, c.top = 100, c.hadamard = q == DType::bf16;
+              c.lengths = {1500, 90}, c.counts = {1, 2}, c.heads = 21;
+              if (data == Data::spread) c.width = 96, c.hadamard = false;
+            });
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Keys, IndexKernel, testing::ValuesIn(make_cases()),
+                         [](const auto& i) { return i.param.name; });
+
+// --- selection alone
+
+class TopkKernel : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string why = why_no_cuda(); !why.empty()) GTEST_SKIP() << why;
+  }
+
+  void check(const std::vector<float>& row, int top, int num_tokens) {
+    const int count = static_cast<int>(row.size());
+    std::vector<float> all;
+    for (int t = 0; t < num_tokens; ++t) all.insert(all.end(), row.begin(), row.end());
+    std::vector<ops::StepRecord> records(num_tokens);
+    for (ops::StepRecord& r : records) r.row = 0, r.position = count - 1;
+    const DeviceArray<float> scores(all);
+    const DeviceArray<ops::StepRecord> tokens(records);
+    const DeviceArray<std::int32_t> indices(static_cast<std::size_t>(num_tokens) * top, -7);
+    ops::IndexParams p;
+    p.layer.kinds[1].ratio = 1;
+    p.layer.kinds[1].rows_per_block = 32;
+    p.step.num_tokens = num_tokens;
+    p.step.blocks_per_request = (count + 31) / 32;
+    p.step.tokens = tokens.data();
+    p.scores = scores.data();
+    p.score_stride = count;
+    p.top = top;
+    p.indices = indices.data();
+    ASSERT_EQ(cuda::select_topk(p, nullptr), cudaSuccess);
+    const std::vector<std::int32_t> got = indices.read();
+    const std::vector<std::int32_t> want = best_of(row, top);
+    for (const int t : {0, num_tokens - 1}) expect_chosen(&got[static_cast<std::size_t>(t) * top], top, want);
+    if (HasFatalFailure()) return;
+    ASSERT_EQ(cuda::select_topk(p, nullptr), cudaSuccess);  // also the same order
+    ASSERT_EQ(indices.read(), got);
+  }
+};
+
+TEST_F(TopkKernel, AnyRowAnyCount) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const int count : {1, 512, 513, 2049, 8193, 40001, 262144, 270000})
+    for (const int top : {1, 512, 2048})
+      for (const char* kind : {"normal", "few", "equal", "rising", "odd"}) {
+        SCOPED_TRACE(std::to_string(top) + " of " + std::to_string(count) + " " + kind);
+        std::vector<float> row(static_cast<std::size_t>(count));
+        for (int i = 0; i < count; ++i) {
+          const float x = normal(random);
+          switch (kind[0]) {
+            case 'n': row[i] = 10.0f + x; break;
+            case 'f': row[i] = std::floor(2.0f * x); break;
+            case 'e': row[i] = kind[1] == 'q' ? 1.5f : x; break;
+            case 'r': row[i] = static_cast<float>(i); break;
+            default: {
+              const float odd[] = {0.0f, -0.0f, infinity, -infinity, NAN, 1e-40f, -1e-40f, x};
+              row[i] = odd[random() % 8];
+            }
+          }
+        }
+        for (const int num_tokens : {1, 40}) {
+          if (num_tokens > 1 && count > 10000) continue;
+          check(row, top, num_tokens);
+          if (HasFatalFailure()) return;
+        }
+      }
+}
+
+TEST_F(TopkKernel, ManyRows) {
+  std::mt19937 random(8);
+  std::normal_distribution<float> normal;
+  std::vector<float> row(20000);
+  for (float& x : row) x = normal(random);
+  check(row, 512, 140);
+}
+
+}  // namespace
