@@ -205,7 +205,7 @@ TEST(CacheImage, HoldsThePendingRowsThatEntriesStillNeed) {
 
 TEST(CacheImport, ThroughMemoryOfTheCaller) {
   SmallCache s;
-  for (std::int64_t n : {0, 5, 37}) {
+  for (std::int32_t n : {0, 5, 37}) {
     const RequestId a = s.request(1, n);
     const CanonicalImage image = s.cache.export_image(a);
     const std::vector<std::byte> blocks = s.cache.export_blocks(a);
