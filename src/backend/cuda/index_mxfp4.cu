@@ -62,16 +62,21 @@ struct Pages {
   }
 };
 
+/// A block's part of all tokens' tiles: `count` of them from this one on.
+struct Share {
+  int token, tile, count;
+};
+
 struct Shared {
   std::uint8_t q[kHeads * kWidth];  // matrix operand, 128-byte rows with swizzled 16-byte chunks
   std::uint8_t ring[kWarps][kStages][kStageBytes];
   std::int32_t starts[kGroups][ops::kChainHeads + 4];  // [chain]: accumulators at first; in different banks
-  float weights[kGroups][ops::kChainHeads];            // [chain]: half the head's weight times its scale
+  float weights[kGroups][ops::kChainHeads + 4];        // [chain]: half the head's weight times its scale
   std::uint32_t codes[kHeads][kKeyBytes / 4];          // as encoded, for sum_slowly
   std::uint32_t scales[kHeads];
   float given_weights[kHeads];
   std::uint32_t sums[kWarps];
-  int token, tile;  // first of this block
+  int token, tile;  // the first of this block
 };
 static_assert(offsetof(Shared, q) == 0 && kStageBytes % 16 == 0 && offsetof(Shared, ring) % 16 == 0);
 
@@ -151,26 +156,48 @@ struct Group32 {
   std::uint32_t scale;
 };
 
-/// Loads a lane's 32 channels of a head.
-__device__ void load_channels(const ops::InputDesc& q, std::int64_t at, float (&x)[32]) {
-  if (q.dtype == DType::bf16) {
-    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(q.data) + at);
+/// A lane's 32 channels of a head as given: bf16, fp32 or encoded.
+struct RawGroup {
+  uint4 words[8];
+  std::uint32_t scale;
+  float weight;  // of the head
+};
+
+/// All loads are under way when it returns. Heads that are not there are zero.
+__device__ RawGroup load_group(const ops::IndexParams& p, std::int64_t token, int head, int c) {
+  RawGroup raw{};
+  if (head >= p.num_heads) return raw;
+  raw.weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
+  const auto load = [&](std::int64_t first_byte, int count) {
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + first_byte);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 v = from[i];
-      const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < 8; ++i)
+      if (i < count) raw.words[i] = from[i];
+  };
+  const std::int64_t at = token * p.q.row_stride + head * kWidth + 32 * c;
+  if (p.q.dtype == DType::bf16) {
+    load(2 * at, 4);
+  } else if (p.q.dtype == DType::f32) {
+    load(4 * at, 8);
+  } else {
+    load(token * p.q.row_stride + head * kKeyBytes + 16 * c, 1);
+    raw.scale = static_cast<const std::uint8_t*>(p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + c];
+  }
+  return raw;
+}
+
+__device__ void channels_of(const RawGroup& raw, DType dtype, float (&x)[32]) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+  for (int i = 0; i < 8; ++i) {
+    const std::uint32_t words[4] = {raw.words[i].x, raw.words[i].y, raw.words[i].z, raw.words[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (dtype == DType::f32) {
+        x[4 * i + j] = codec::bits_float(words[j]);
+      } else if (i < 4) {
         x[8 * i + 2 * j] = low_value(words[j]);
         x[8 * i + 2 * j + 1] = high_value(words[j]);
       }
-    }
-  } else {
-    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(q.data) + at);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 v = from[i];
-      x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
     }
   }
 }
@@ -197,27 +224,39 @@ __device__ void transform(float (&x)[32]) {
   for (int i = 0; i < 32; ++i) x[i] *= scale;
 }
 
-/// codec::e2m1_bits of x times 2^126: e2m1 is how fp32 begins, so its denormals are those of x * 2^-126. NaN: +6.
-__device__ std::uint32_t e2m1_code(float x) {
-  const std::uint32_t bits = codec::float_bits(x * 0x1p-126f), magnitude = bits & 0x7FFFFFFFu;
-  return min((magnitude + 0x1FFFFFu + (magnitude >> 22 & 1u)) >> 22, 7u) | (bits >> 28 & 8u);
+/// codec::e2m1_bits of two numbers times 2^14, in the halves of a word: e2m1 is how fp16 begins, and 2^-14 the least
+/// normal number of both. No bf16 from 0.25 on loses bits here. NaN: +6.
+__device__ std::uint32_t e2m1_codes(float low, float high) {
+  std::uint32_t halves;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+  const std::uint32_t magnitudes = halves & 0x7FFF7FFFu;
+  const std::uint32_t rounded = magnitudes + 0x00FF00FFu + (magnitudes >> 9 & 0x00010001u);
+  return __vminu2(rounded >> 9 & 0x007F007Fu, 0x00070007u) | (halves >> 12 & 0x00080008u);
 }
 
 /// Mxfp4::encode of 32 channels. x is rounded to bf16 first.
-__device__ Group32 encode(float (&x)[32]) {
-  float amax = 0.0f;
+__device__ Group32 encode(const float (&x)[32]) {
+  std::uint32_t pairs[16], amax = 0;
 #pragma unroll
-  for (int i = 0; i < 32; i += 2) {
-    const Pair pair = round_bf16(Pair{{x[i], x[i + 1]}});
-    x[i] = pair.v[0];
-    x[i + 1] = pair.v[1];
-    amax = fmaxf(amax, pair_amax(pair));
+  for (int i = 0; i < 16; ++i) {
+    pairs[i] = bf16_pair(x[2 * i], x[2 * i + 1]);
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(amax) : "r"(pairs[i] & 0x7FFF7FFFu));  // passes over NaN
   }
-  const int exponent = exponent_over_6(amax);
-  const float inverse = pow2_normal(-exponent);
-  std::uint32_t words[4] = {};
+  const int exponent = exponent_over_6(fmaxf(low_value(amax), high_value(amax)));
+  // 2^(-14 - exponent), which may be a denormal
+  const float by = exponent <= 112 ? pow2_normal(-14 - exponent) : codec::bits_float(1u << (135 - exponent));
+  std::uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) words[i / 8] |= e2m1_code(x[i] * inverse) << (4 * (i % 8));
+  for (int i = 0; i < 4; ++i) {
+    std::uint32_t bytes[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const std::uint32_t pair = pairs[4 * i + j];
+      const std::uint32_t codes = e2m1_codes(low_value(pair) * by, high_value(pair) * by);
+      bytes[j] = codes | codes >> 12;
+    }
+    words[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
+  }
   return {{words[0], words[1], words[2], words[3]}, static_cast<std::uint32_t>(exponent + 127)};
 }
 
@@ -225,24 +264,14 @@ __device__ Group32 encode(float (&x)[32]) {
 __device__ int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
 
 /// All of a token's queries into shared memory; a quad makes a head. Whether the fast arithmetic holds for them.
-__device__ bool prepare_queries(Shared& s, const IndexTile& tile, std::int64_t token) {
-  const ops::IndexParams& p = tile.p;
+__device__ bool prepare_queries(Shared& s, const IndexTile& tile, const RawGroup& raw) {
   const int head = static_cast<int>(threadIdx.x) / kGroups, c = static_cast<int>(threadIdx.x) % kGroups;
   static_assert(kThreads == kHeads * kGroups);
-  const bool there = head < p.num_heads;
-  Group32 group{{0, 0, 0, 0}, 0};
-  float weight = 0.0f;
-  if (there) weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
-  if (p.q.dtype == DType::u8) {
-    if (there) {
-      const std::uint8_t* q = static_cast<const std::uint8_t*>(p.q.data) + token * p.q.row_stride;
-      const std::uint8_t* scales = static_cast<const std::uint8_t*>(p.q_scale.data) + token * p.q_scale.row_stride;
-      group.codes = *reinterpret_cast<const uint4*>(q + head * kKeyBytes + 16 * c);
-      group.scale = scales[head * kGroups + c];
-    }
-  } else {
-    float x[32] = {};
-    if (there) load_channels(p.q, token * p.q.row_stride + head * kWidth + 32 * c, x);
+  const float weight = raw.weight;
+  Group32 group{raw.words[0], raw.scale};
+  if (tile.p.q.dtype != DType::u8) {
+    float x[32];
+    channels_of(raw, tile.p.q.dtype, x);
     if (tile.kind().hadamard) transform(x);
     group = encode(x);
   }
@@ -394,11 +423,19 @@ __device__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
-__device__ void end_products(std::int32_t (&d)[32]) {
+__device__ void commit_products() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < 32; ++i) asm volatile("" : "+r"(d[i])::"memory");
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ void wait_products(std::int32_t (&d)[32]) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.wait_group.sync.aligned 0;"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),
+                 "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]),
+                 "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]),
+                 "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]),
+                 "+r"(d[31])::"memory");
 #endif
 }
 
@@ -407,17 +444,22 @@ struct Chains {
   float of_first, of_second;
 };
 
-__device__ Chains add_heads(const std::int32_t (&d)[32], const float (&weights)[ops::kChainHeads]) {
+__device__ Chains add_heads(const std::int32_t (&d)[32], const float* weights) {
   Chains sum{0.0f, 0.0f};
   const auto add = [](float& chain, std::int32_t product, float weight) {
     const float x = __int_as_float(product) - 12582912.0f;
     chain = codec::fused(weight, x + fabsf(x), chain);  // half the weight, twice the relu
   };
 #pragma unroll
-  for (int i = 0; i < ops::kChainHeads; ++i) {
-    const int at = i / 2 * 4 + i % 2;
-    add(sum.of_first, d[at], weights[i]);
-    add(sum.of_second, d[at + 2], weights[i]);
+  for (int i = 0; i < ops::kChainHeads; i += 4) {
+    const float4 w = *reinterpret_cast<const float4*>(weights + i);
+    const float four[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at = (i + j) / 2 * 4 + j % 2;
+      add(sum.of_first, d[at], four[j]);
+      add(sum.of_second, d[at + 2], four[j]);
+    }
   }
   return sum;
 }
@@ -440,6 +482,39 @@ __device__ bool need_slow(std::uint32_t most, std::uint32_t below, const uint4 (
   return __any_sync(kAllLanes, slow);
 }
 
+/// A lane's part of two keys, ready for the matrix unit.
+struct Expanded {
+  std::uint32_t a[4][4];
+  std::uint32_t most;  // the keys' largest scale bytes, in halves
+  bool slow;
+};
+
+__device__ Expanded expand_keys(std::uint32_t stage, int key, int scored) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const uint4 codes[2] = {load_shared16(stage + 16 * lane), load_shared16(stage + 512 + 16 * lane)};
+  const std::uint32_t scales = load_shared_byte(stage + 1024 + lane) | load_shared_byte(stage + 1056 + lane) << 16;
+  Expanded e;
+  e.most = scales;
+  e.most = __vmaxu2(e.most, __shfl_xor_sync(kAllLanes, e.most, 1));
+  e.most = __vmaxu2(e.most, __shfl_xor_sync(kAllLanes, e.most, 2));
+  const std::uint32_t below = e.most - scales;
+  static_assert(kKeyShift == 2 && kKeyScales == 128);
+  const bool odd =
+      (((below + 0x00010001u) & 0xFFFCFFFCu) | ((e.most - kLeastKeyScale * 0x00010001u) & 0xFF80FF80u)) != 0;
+  e.slow = false;
+  if (__any_sync(kAllLanes, odd)) e.slow = need_slow(e.most, below, codes, key, scored);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const std::uint32_t d = k == 0 ? below & 0xFFFFu : below >> 16;
+    const Lookup lookup(__funnelshift_rc(1u << kKeyShift, 0u, d));
+    expand(lookup, codes[k].x, e.a[0][k], e.a[0][2 + k]);
+    expand(lookup, codes[k].y, e.a[1][k], e.a[1][2 + k]);
+    expand(lookup, codes[k].z, e.a[2][k], e.a[2][2 + k]);
+    expand(lookup, codes[k].w, e.a[3][k], e.a[3][2 + k]);
+  }
+  return e;
+}
+
 /// Tiles [first, first + count) of a token: the queries' part of Shared is written anew.
 __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
                             int request, int scored) {
@@ -447,47 +522,17 @@ __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages
   const int lane = static_cast<int>(threadIdx.x % 32), row = lane / kGroups, c = lane % kGroups;
   const int tiles = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
   KeyStream keys(s, pages, request, first + warpgroup, tiles, scored);
+  const RawGroup raw = load_group(tile.p, tile.first + token, static_cast<int>(threadIdx.x) / kGroups, c);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) keys.issue(i);
-  const bool fast = prepare_queries(s, tile, tile.first + token);
+  const bool fast = prepare_queries(s, tile, raw);
   const std::uint64_t operand = operand_of(s.q);
-  float weights[ops::kChainHeads];
-#pragma unroll
-  for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
   // Of a quad, lane 0 writes the first key's score, lane 1 the second's.
   int key = keys.first_key(0) + row;
-  const bool writes = c < 2;
   float* to = tile.row(token) + key + 8 * c;
 
-  for (int i = 0; i < tiles; ++i, key += kWarpgroups * kTileKeys, to += kWarpgroups * kTileKeys) {
-    KeyStream::wait();
-    const std::uint32_t stage = keys.stage(i);
-    const uint4 codes[2] = {load_shared16(stage + 16 * lane), load_shared16(stage + 512 + 16 * lane)};
-    const std::uint32_t scales = load_shared_byte(stage + 1024 + lane) | load_shared_byte(stage + 1056 + lane) << 16;
-    __syncwarp();
-    keys.issue(i + kStages);
-
-    // Two keys in the halves of a word.
-    std::uint32_t most = scales;
-    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 1));
-    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 2));
-    const std::uint32_t below = most - scales;
-    static_assert(kKeyShift == 2 && kKeyScales == 128);
-    const bool odd =
-        (((below + 0x00010001u) & 0xFFFCFFFCu) | ((most - kLeastKeyScale * 0x00010001u) & 0xFF80FF80u)) != 0;
-    bool slow = !fast;
-    if (__any_sync(kAllLanes, odd)) slow = need_slow(most, below, codes, key, scored) || slow;
-
-    std::uint32_t a[4][4];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const std::uint32_t d = k == 0 ? below & 0xFFFFu : below >> 16;
-      const Lookup lookup(__funnelshift_rc(1u << kKeyShift, 0u, d));
-      expand(lookup, codes[k].x, a[0][k], a[0][2 + k]);
-      expand(lookup, codes[k].y, a[1][k], a[1][2 + k]);
-      expand(lookup, codes[k].z, a[2][k], a[2][2 + k]);
-      expand(lookup, codes[k].w, a[3][k], a[3][2 + k]);
-    }
+  // The products of one tile are under way while the next tile's keys are expanded.
+  const auto score_one = [&](int i, const Expanded& now, Expanded& next) {
     std::int32_t d[32];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -499,14 +544,21 @@ __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages
     }
     begin_products();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) multiply(d, a[step], operand + (32 >> 4) * step);
-    end_products(d);
+    for (int step = 0; step < 4; ++step) multiply(d, now.a[step], operand + (32 >> 4) * step);
+    commit_products();
+    if (i + 1 < tiles) {
+      KeyStream::wait();
+      next = expand_keys(keys.stage(i + 1), key + kWarpgroups * kTileKeys, scored);
+      __syncwarp();
+      keys.issue(i + 1 + kStages);
+    }
+    wait_products(d);
 
-    Chains sum = add_heads(d, weights);
-    const std::uint32_t measure = c % 2 == 0 ? most & 0xFFFFu : most >> 16;
+    Chains sum = add_heads(d, s.weights[c]);
+    const std::uint32_t measure = c % 2 == 0 ? now.most & 0xFFFFu : now.most >> 16;
     float factor = codec::bits_float((measure << 23) - ((kKeyShift + 1u) << 23));
     if (measure - kLeastKeyScale >= kKeyScales) factor = 1.0f;  // zeros, or sum_slowly's
-    if (slow) {
+    if (now.slow || !fast) {
       const std::int32_t block = keys.block_of(key - row);
       if (block >= 0) {
         const std::uint32_t r = pages.row_in_block(key - row) + static_cast<std::uint32_t>(row);
@@ -518,15 +570,23 @@ __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages
       factor = 1.0f;
     }
     const float total = add_chains(sum, c) * factor;
-    if (writes && key + 8 * c < scored) *to = codec::canonical_nan(total);
+    if (c < 2 && key + 8 * c < scored) *to = codec::canonical_nan(total);
+    key += kWarpgroups * kTileKeys;
+    to += kWarpgroups * kTileKeys;
+  };
+  if (tiles > 0) {
+    Expanded even, odd;
+    KeyStream::wait();
+    even = expand_keys(keys.stage(0), key, scored);
+    __syncwarp();
+    keys.issue(kStages);
+    for (int i = 0; i < tiles; i += 2) {
+      score_one(i, even, odd);
+      if (i + 1 < tiles) score_one(i + 1, odd, even);
+    }
   }
   __syncthreads();  // the queries may change
 }
-
-/// Tiles of all tokens, and where this block's share of them begins.
-struct Share {
-  int token, tile, count;
-};
 
 __device__ int tiles_of(const IndexTile& tile, int token) {
   return (tile.scored(tile.p.step.tokens[tile.first + token]) + kTileKeys - 1) / kTileKeys;
@@ -567,12 +627,24 @@ __device__ Share find_share(Shared& s, const IndexTile& tile) {
   return {s.token, s.tile, stop - begin};
 }
 
+/// Queries of the token this block would begin with if all were equally long, into L2 while it looks for its share.
+__device__ void prefetch_queries(const IndexTile& tile) {
+  constexpr int kLine = 64;
+  const int element = tile.p.q.dtype == DType::f32 ? 4 : 2;
+  const std::int64_t token = tile.first + std::int64_t{blockIdx.x} * tile.count / gridDim.x;
+  const std::uint8_t* q = static_cast<const std::uint8_t*>(tile.p.q.data) + token * tile.p.q.row_stride * element;
+  if (tile.p.q.dtype == DType::u8) return;
+  for (int at = static_cast<int>(threadIdx.x) * kLine; at < tile.p.num_heads * kWidth * element; at += kThreads * kLine)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at));
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   wait_for_previous();
   let_next_start();
+  prefetch_queries(tile);
   Share share = find_share(s, tile);
   while (share.count > 0) {
     const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];

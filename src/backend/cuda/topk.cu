@@ -288,8 +288,8 @@ __global__ void __launch_bounds__(kThreads, 1) select_best(const __grid_constant
   const int token = static_cast<int>(blockIdx.x) / most_blocks, rank = block_in_cluster();
   const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
   const int count = tile.visible(record), top = tile.p.top;
-  const int blocks = min(most_blocks, (count + kBlockScores - 1) / kBlockScores);
-  if (rank > 0 && (rank >= blocks || count <= top)) return;
+  const int blocks = count <= kBlockScores ? 1 : most_blocks;  // all of a cluster or one: a barrier waits for all
+  if (rank >= blocks || (rank > 0 && count <= top)) return;
   const Choice choice{tile, token, record.row};
   if (rank == 0)
     for (int i = count + static_cast<int>(threadIdx.x); i < top; i += kThreads) choice.put(i, -1);
@@ -306,10 +306,11 @@ __global__ void __launch_bounds__(kThreads, 1) select_best(const __grid_constant
   }
   if (blocks > 1) arrive_cluster();
   std::uint32_t held[kHeld] = {};
-  for_each_held(stride, count, [&](int i) {
-    const int entry = first + i * stride;
-    if (entry < count) held[i] = ops::score_order(row[entry]);
+  for_each_held(stride, count, [&](int i) {  // all loads before the first use
+    held[i] = __float_as_uint(row[min(first + i * stride, count - 1)]);
   });
+  for_each_held(stride, count,
+                [&](int i) { held[i] = first + i * stride < count ? ops::score_order(__uint_as_float(held[i])) : 0u; });
   Scan scan(s);
   __syncthreads();  // the histogram is zero
   Range range = find_bound(s, scan, held, (top + blocks - 1) / blocks);
