@@ -48,17 +48,21 @@ constexpr std::uint32_t kLeastKeyScale = 64, kKeyScales = 128;
 constexpr std::uint32_t kLeastQueryScale = 82, kMostQueryScale = 172;
 constexpr float kLeastWeight = 0x1p-45f, kMostWeight = 0x1p35f;
 
-/// The pages of keys: dense rows of payload and of scales.
+/// The pages of keys: dense rows of payload and of scales. A warp's keys of tile after tile of its warpgroup lie
+/// kStep rows apart, a whole number of blocks: so its row in a block stays the same.
+constexpr int kStep = kWarpgroups * kTileKeys;
 struct Pages {
   const std::uint8_t *payload, *scale;
   std::uint32_t payload_stride, scale_stride;  // from block to block
-  std::uint32_t rows_per_block, per_row;       // 2^32 / rows_per_block, rounded up
+  std::int32_t block_shift;                    // log2 of rows per block
   const std::int32_t* table;                   // [requests, blocks_per_request]
   std::int32_t blocks_per_request;
 
-  __device__ std::uint32_t table_entry(int key) const { return __umulhi(static_cast<std::uint32_t>(key), per_row); }
-  __device__ std::uint32_t row_in_block(int key) const {
-    return static_cast<std::uint32_t>(key) - table_entry(key) * rows_per_block;
+  __device__ const std::uint8_t* payload_of(std::uint32_t block) const {
+    return payload + std::uint64_t{block} * payload_stride;
+  }
+  __device__ const std::uint8_t* scale_of(std::uint32_t block) const {
+    return scale + std::uint64_t{block} * scale_stride;
   }
 };
 
@@ -71,7 +75,7 @@ struct Shared {
   std::uint8_t q[kHeads * kWidth];  // matrix operand, 128-byte rows with swizzled 16-byte chunks
   std::uint8_t ring[kWarps][kStages][kStageBytes];
   std::int32_t starts[kGroups][ops::kChainHeads + 4];  // [chain]: accumulators at first; in different banks
-  float weights[kGroups][ops::kChainHeads + 4];        // [chain]: half the head's weight times its scale
+  float weights[kGroups][ops::kChainHeads];            // [chain]: half the head's weight times its scale
   std::uint32_t codes[kHeads][kKeyBytes / 4];          // as encoded, for sum_slowly
   std::uint32_t scales[kHeads];
   float given_weights[kHeads];
@@ -330,38 +334,38 @@ class KeyStream {
   /// tiles: of this warpgroup, every kWarpgroups-th from first_tile on; they hold `scored` keys of a request.
   __device__ KeyStream(Shared& s, const Pages& pages, int request, int first_tile, int tiles, int scored)
       : pages_(pages),
-        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
-        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(s.ring[threadIdx.x / 32][0]))),
         first_(first_tile * kTileKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
         tiles_(tiles),
         scored_(scored),
+        table_(pages.table + std::int64_t{request} * pages.blocks_per_request + (first_ >> pages.block_shift)),
+        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(s.ring[threadIdx.x / 32][0]))),
         next_ids_(load_ids(0)) {}
 
-  __device__ int first_key(int i) const { return first_ + i * kWarpgroups * kTileKeys; }
-  __device__ std::int32_t block_of(int key) const { return key < scored_ ? table_[pages_.table_entry(key)] : -1; }
+  __device__ int first_key(int i) const { return first_ + i * kStep; }
+  __device__ int row_in_block() const { return first_ & ((1 << pages_.block_shift) - 1); }
+  __device__ std::int32_t block_of(int i) const {
+    return i < tiles_ && first_key(i) < scored_ ? table_[i * (kStep >> pages_.block_shift)] : -1;
+  }
+  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
 
-  /// In order. Keys that are not there become zeros.
+  /// In order. Keys that no token sees are left as they come.
   __device__ void issue(int i) {
-    if (i < tiles_) {
-      if (i % 32 == 0) {
-        ids_ = next_ids_;
-        next_ids_ = load_ids(i + 32);
-      }
-      const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
-      const std::uint32_t row = pages_.row_in_block(first_key(i)), lane = threadIdx.x % 32, to = stage(i);
-      const std::uint32_t at = static_cast<std::uint32_t>(max(block, 0));
-      const int bytes = block >= 0 ? 16 : 0;
-      const std::uint8_t* from =
-          pages_.payload + std::uint64_t{at} * pages_.payload_stride + (kKeyBytes * row + 16 * lane);
-      copy16(to + 16 * lane, from, bytes);
-      copy16(to + 512 + 16 * lane, from + 512, bytes);
+    if (i % 32 == 0) {
+      ids_ = next_ids_;
+      next_ids_ = load_ids(i + 32);
+    }
+    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
+    if (block >= 0) {
+      const std::uint32_t lane = threadIdx.x % 32, to = stage(i) + 16 * lane;
+      const std::uint32_t row = static_cast<std::uint32_t>(row_in_block());
+      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row + 16 * lane);
+      copy16(to, from);
+      copy16(to + 512, from + 512);
       if (lane < kWarpKeys * kGroups / 16)
-        copy16(to + 1024 + 16 * lane,
-               pages_.scale + std::uint64_t{at} * pages_.scale_stride + (kGroups * row + 16 * lane), bytes);
+        copy16(to + 1024, pages_.scale_of(static_cast<std::uint32_t>(block)) + (kGroups * row + 16 * lane));
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
 
   /// Until all but the kStages - 1 newest are there.
   __device__ static void wait() {
@@ -370,18 +374,15 @@ class KeyStream {
   }
 
  private:
-  __device__ std::int32_t load_ids(int i) const {
-    const int mine = i + static_cast<int>(threadIdx.x % 32);
-    return mine < tiles_ ? block_of(first_key(mine)) : -1;
-  }
-  __device__ static void copy16(std::uint32_t to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  __device__ std::int32_t load_ids(int i) const { return block_of(i + static_cast<int>(threadIdx.x % 32)); }
+  __device__ static void copy16(std::uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   }
 
   const Pages& pages_;
+  int first_, tiles_, scored_;
   const std::int32_t* table_;
   std::uint32_t ring_;
-  int first_, tiles_, scored_;
   std::int32_t ids_ = -1, next_ids_;
 };
 
@@ -423,19 +424,11 @@ __device__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
-__device__ void commit_products() {
+__device__ void end_products(std::int32_t (&d)[32]) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ void wait_products(std::int32_t (&d)[32]) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.wait_group.sync.aligned 0;"
-               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),
-                 "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]),
-                 "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]),
-                 "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]),
-                 "+r"(d[31])::"memory");
+  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < 32; ++i) asm volatile("" : "+r"(d[i])::"memory");
 #endif
 }
 
@@ -444,22 +437,17 @@ struct Chains {
   float of_first, of_second;
 };
 
-__device__ Chains add_heads(const std::int32_t (&d)[32], const float* weights) {
+__device__ Chains add_heads(const std::int32_t (&d)[32], const float (&weights)[ops::kChainHeads]) {
   Chains sum{0.0f, 0.0f};
   const auto add = [](float& chain, std::int32_t product, float weight) {
     const float x = __int_as_float(product) - 12582912.0f;
     chain = codec::fused(weight, x + fabsf(x), chain);  // half the weight, twice the relu
   };
 #pragma unroll
-  for (int i = 0; i < ops::kChainHeads; i += 4) {
-    const float4 w = *reinterpret_cast<const float4*>(weights + i);
-    const float four[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int at = (i + j) / 2 * 4 + j % 2;
-      add(sum.of_first, d[at], four[j]);
-      add(sum.of_second, d[at + 2], four[j]);
-    }
+  for (int i = 0; i < ops::kChainHeads; ++i) {
+    const int at = i / 2 * 4 + i % 2;
+    add(sum.of_first, d[at], weights[i]);
+    add(sum.of_second, d[at + 2], weights[i]);
   }
   return sum;
 }
@@ -471,48 +459,35 @@ __device__ float add_chains(const Chains& sum, int c) {
   return pair + __shfl_xor_sync(kAllLanes, pair, 2);
 }
 
-/// Whether a warp's keys need sum_slowly: one of them has a group that the fast arithmetic cannot take.
-__device__ bool need_slow(std::uint32_t most, std::uint32_t below, const uint4 (&codes)[2], int key, int scored) {
-  bool slow = false;
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const std::uint32_t d = below >> (16 * k) & 0xFFFFu, m = most >> (16 * k) & 0xFFFFu;
-    slow |= (d > kKeyShift || m - kLeastKeyScale >= kKeyScales) && key + 8 * k < scored && any_code(codes[k]);
-  }
-  return __any_sync(kAllLanes, slow);
-}
-
-/// A lane's part of two keys, ready for the matrix unit.
-struct Expanded {
-  std::uint32_t a[4][4];
-  std::uint32_t most;  // the keys' largest scale bytes, in halves
-  bool slow;
+/// Where a quad's two keys are.
+struct Odd {
+  int warp_key;  // the warp's first
+  std::int32_t block;
+  int row;
+  int scored;
 };
 
-__device__ Expanded expand_keys(std::uint32_t stage, int key, int scored) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const uint4 codes[2] = {load_shared16(stage + 16 * lane), load_shared16(stage + 512 + 16 * lane)};
-  const std::uint32_t scales = load_shared_byte(stage + 1024 + lane) | load_shared_byte(stage + 1056 + lane) << 16;
-  Expanded e;
-  e.most = scales;
-  e.most = __vmaxu2(e.most, __shfl_xor_sync(kAllLanes, e.most, 1));
-  e.most = __vmaxu2(e.most, __shfl_xor_sync(kAllLanes, e.most, 2));
-  const std::uint32_t below = e.most - scales;
-  static_assert(kKeyShift == 2 && kKeyScales == 128);
-  const bool odd =
-      (((below + 0x00010001u) & 0xFFFCFFFCu) | ((e.most - kLeastKeyScale * 0x00010001u) & 0xFF80FF80u)) != 0;
-  e.slow = false;
-  if (__any_sync(kAllLanes, odd)) e.slow = need_slow(e.most, below, codes, key, scored);
-#pragma unroll
+/// Totals of a warp whose keys may not fit the fast arithmetic: the one it made, or the defined sum if a group that
+/// counts is out of bounds. Keys of zeros are zero whatever their scales.
+__device__ __noinline__ float score_odd(const Shared& s, const Pages& pages, Odd at, std::uint32_t most,
+                                        std::uint32_t below, float total, bool fast, int num_heads) {
+  const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
+  if (at.block < 0) return total;
+  const std::uint8_t* payload = pages.payload_of(static_cast<std::uint32_t>(at.block)) + kKeyBytes * at.row;
+  const std::uint8_t* scale = pages.scale_of(static_cast<std::uint32_t>(at.block)) + kGroups * at.row;
+  bool slow = !fast;
   for (int k = 0; k < 2; ++k) {
-    const std::uint32_t d = k == 0 ? below & 0xFFFFu : below >> 16;
-    const Lookup lookup(__funnelshift_rc(1u << kKeyShift, 0u, d));
-    expand(lookup, codes[k].x, e.a[0][k], e.a[0][2 + k]);
-    expand(lookup, codes[k].y, e.a[1][k], e.a[1][2 + k]);
-    expand(lookup, codes[k].z, e.a[2][k], e.a[2][2 + k]);
-    expand(lookup, codes[k].w, e.a[3][k], e.a[3][2 + k]);
+    const std::uint32_t d = below >> (16 * k) & 0xFFFFu, m = most >> (16 * k) & 0xFFFFu;
+    const uint4 codes = *reinterpret_cast<const uint4*>(payload + 8 * k * kKeyBytes + 16 * c);
+    slow |= (d > kKeyShift || m - kLeastKeyScale >= kKeyScales) && at.warp_key + lane / kGroups + 8 * k < at.scored &&
+            any_code(codes);
   }
-  return e;
+  if (__any_sync(kAllLanes, slow))
+    return codec::canonical_nan(add_chains({sum_slowly(s, payload, scale, c, num_heads),
+                                            sum_slowly(s, payload + 8 * kKeyBytes, scale + 8 * kGroups, c, num_heads)},
+                                           c));
+  const std::uint32_t mine = c % 2 == 0 ? most & 0xFFFFu : most >> 16;
+  return mine - kLeastKeyScale >= kKeyScales ? 0.0f : total;
 }
 
 /// Tiles [first, first + count) of a token: the queries' part of Shared is written anew.
@@ -527,12 +502,42 @@ __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages
   for (int i = 0; i < kStages; ++i) keys.issue(i);
   const bool fast = prepare_queries(s, tile, raw);
   const std::uint64_t operand = operand_of(s.q);
+  float weights[ops::kChainHeads];
+#pragma unroll
+  for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
   // Of a quad, lane 0 writes the first key's score, lane 1 the second's.
-  int key = keys.first_key(0) + row;
-  float* to = tile.row(token) + key + 8 * c;
+  int key = keys.first_key(0) + row + 8 * c;
+  float* to = tile.row(token) + key;
+  const int writes_below = c < 2 ? scored : 0;
 
-  // The products of one tile are under way while the next tile's keys are expanded.
-  const auto score_one = [&](int i, const Expanded& now, Expanded& next) {
+  for (int i = 0; i < tiles; ++i, key += kStep, to += kStep) {
+    KeyStream::wait();
+    const std::uint32_t stage = keys.stage(i) + 16 * lane;
+    const uint4 codes[2] = {load_shared16(stage), load_shared16(stage + 512)};
+    const std::uint32_t scales = load_shared_byte(stage + 1024 - 15 * lane) | load_shared_byte(stage + 1056 - 15 * lane)
+                                                                                  << 16;
+    __syncwarp();
+    keys.issue(i + kStages);
+
+    // Two keys in the halves of a word.
+    std::uint32_t most = scales;
+    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 1));
+    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 2));
+    const std::uint32_t below = most - scales;
+    static_assert(kKeyShift == 2 && kKeyScales == 128);
+    const bool odd =
+        (((below + 0x00010001u) & 0xFFFCFFFCu) | ((most - kLeastKeyScale * 0x00010001u) & 0xFF80FF80u)) != 0;
+
+    std::uint32_t a[4][4];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const std::uint32_t d = k == 0 ? below & 0xFFFFu : below >> 16;
+      const Lookup lookup(__funnelshift_rc(1u << kKeyShift, 0u, d));
+      expand(lookup, codes[k].x, a[0][k], a[0][2 + k]);
+      expand(lookup, codes[k].y, a[1][k], a[1][2 + k]);
+      expand(lookup, codes[k].z, a[2][k], a[2][2 + k]);
+      expand(lookup, codes[k].w, a[3][k], a[3][2 + k]);
+    }
     std::int32_t d[32];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -544,46 +549,17 @@ __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages
     }
     begin_products();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) multiply(d, now.a[step], operand + (32 >> 4) * step);
-    commit_products();
-    if (i + 1 < tiles) {
-      KeyStream::wait();
-      next = expand_keys(keys.stage(i + 1), key + kWarpgroups * kTileKeys, scored);
-      __syncwarp();
-      keys.issue(i + 1 + kStages);
-    }
-    wait_products(d);
+    for (int step = 0; step < 4; ++step) multiply(d, a[step], operand + (32 >> 4) * step);
+    end_products(d);
 
-    Chains sum = add_heads(d, s.weights[c]);
-    const std::uint32_t measure = c % 2 == 0 ? now.most & 0xFFFFu : now.most >> 16;
-    float factor = codec::bits_float((measure << 23) - ((kKeyShift + 1u) << 23));
-    if (measure - kLeastKeyScale >= kKeyScales) factor = 1.0f;  // zeros, or sum_slowly's
-    if (now.slow || !fast) {
-      const std::int32_t block = keys.block_of(key - row);
-      if (block >= 0) {
-        const std::uint32_t r = pages.row_in_block(key - row) + static_cast<std::uint32_t>(row);
-        const std::uint8_t* payload = pages.payload + std::uint64_t{pages.payload_stride} * block + kKeyBytes * r;
-        const std::uint8_t* scale = pages.scale + std::uint64_t{pages.scale_stride} * block + kGroups * r;
-        sum.of_first = sum_slowly(s, payload, scale, c, tile.p.num_heads);
-        sum.of_second = sum_slowly(s, payload + 8 * kKeyBytes, scale + 8 * kGroups, c, tile.p.num_heads);
-      }
-      factor = 1.0f;
+    const Chains sum = add_heads(d, weights);
+    const std::uint32_t measure = c % 2 == 0 ? most << 23 : most >> 16 << 23;
+    float total = add_chains(sum, c) * codec::bits_float(measure - ((kKeyShift + 1u) << 23));
+    if (__any_sync(kAllLanes, odd || !fast)) {
+      const Odd keys_of_quad{keys.first_key(i), keys.block_of(i), keys.row_in_block() + row, scored};
+      total = score_odd(s, pages, keys_of_quad, most, below, total, fast, tile.p.num_heads);
     }
-    const float total = add_chains(sum, c) * factor;
-    if (c < 2 && key + 8 * c < scored) *to = codec::canonical_nan(total);
-    key += kWarpgroups * kTileKeys;
-    to += kWarpgroups * kTileKeys;
-  };
-  if (tiles > 0) {
-    Expanded even, odd;
-    KeyStream::wait();
-    even = expand_keys(keys.stage(0), key, scored);
-    __syncwarp();
-    keys.issue(kStages);
-    for (int i = 0; i < tiles; i += 2) {
-      score_one(i, even, odd);
-      if (i + 1 < tiles) score_one(i + 1, odd, even);
-    }
+    if (key < writes_below) *to = total;
   }
   __syncthreads();  // the queries may change
 }
@@ -668,7 +644,7 @@ bool can_score_mxfp4(const ops::IndexParams& p) {
   const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
   return overlaps_launches() && kind.page.format == Format::mxfp4 && kind.page.shape.width == kWidth &&
-         kind.rows_per_block % kWarpKeys == 0 && max_entries(p) * kind.rows_per_block < kMost &&
+         kind.rows_per_block >= kWarpKeys && kStep % kind.rows_per_block == 0 && max_entries(p) < kMost &&
          payload.row_stride == kKeyBytes && scale.row_stride == kGroups && payload.block_stride < kMost &&
          scale.block_stride < kMost && is_aligned(payload.data, payload.block_stride, 16) &&
          is_aligned(scale.data, scale.block_stride, 16) && is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
@@ -690,9 +666,7 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   pages.scale = kind.page.scale.data;
   pages.payload_stride = static_cast<std::uint32_t>(kind.page.payload.block_stride);
   pages.scale_stride = static_cast<std::uint32_t>(kind.page.scale.block_stride);
-  pages.rows_per_block = static_cast<std::uint32_t>(kind.rows_per_block);
-  pages.per_row =
-      static_cast<std::uint32_t>(((std::uint64_t{1} << 32) + pages.rows_per_block - 1) / pages.rows_per_block);
+  while (kind.rows_per_block > 1 << pages.block_shift) ++pages.block_shift;
   pages.table = tile.p.step.block_table;
   pages.blocks_per_request = tile.p.step.blocks_per_request;
   return launch<sizeof(Shared)>(score_mxfp4_keys, static_cast<unsigned>(blocks), kThreads, stream, tile, pages);
