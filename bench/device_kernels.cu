@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(kThreads) fill_bf16(std::uint16_t* out, std::i
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    fill_u8(std::uint8_t* out, std::int64_t count, int low, int below, std::uint64_t seed) {
-  for (std::int64_t i = first_index(); i < count; i += index_stride())
-    out[i] = static_cast<std::uint8_t>(low + static_cast<int>(hash(seed, i) % static_cast<unsigned>(below - low)));
+__global__ void __launch_bounds__(kThreads) fill_u8(ByteRows out, int low, int below, std::uint64_t seed) {
+  for (std::int64_t i = first_index(); i < out.rows * out.bytes; i += index_stride())
+    out.data[i / out.bytes * out.stride + i % out.bytes] =
+        static_cast<std::uint8_t>(low + static_cast<int>(hash(seed, i) % static_cast<unsigned>(below - low)));
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -121,9 +121,8 @@ cudaError_t fill_indices(std::int32_t* out, std::int64_t count, std::int32_t bel
   return cudaGetLastError();
 }
 
-cudaError_t fill_bytes(std::uint8_t* out, std::int64_t count, int low, int below, std::uint64_t seed,
-                       cudaStream_t stream) {
-  fill_u8<<<blocks_for(count), kThreads, 0, stream>>>(out, count, low, below, seed);
+cudaError_t fill_bytes(const ByteRows& out, int low, int below, std::uint64_t seed, cudaStream_t stream) {
+  fill_u8<<<blocks_for(out.rows * out.bytes), kThreads, 0, stream>>>(out, low, below, seed);
   return cudaGetLastError();
 }
 

@@ -13,9 +13,13 @@ cudaError_t fill_normal_bf16(std::uint16_t* out, std::int64_t count, std::uint64
 /// Whole numbers in [0, below).
 cudaError_t fill_indices(std::int32_t* out, std::int64_t count, std::int32_t below, std::uint64_t seed,
                          cudaStream_t stream);
-/// Bytes in [low, below).
-cudaError_t fill_bytes(std::uint8_t* out, std::int64_t count, int low, int below, std::uint64_t seed,
-                       cudaStream_t stream);
+/// `bytes` of every row, `stride` apart.
+struct ByteRows {
+  std::uint8_t* data;
+  std::int64_t rows, stride, bytes;
+};
+/// Whole numbers in [low, below).
+cudaError_t fill_bytes(const ByteRows& out, int low, int below, std::uint64_t seed, cudaStream_t stream);
 
 cudaError_t do_nothing(cudaStream_t stream);
 

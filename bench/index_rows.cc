@@ -71,15 +71,13 @@ class IndexSets {
         workspace_(bench.backend, align(part_bytes_ * tokens_)) {
     const cudaStream_t stream = bench.timer.stream();
     std::uint8_t* keys = reinterpret_cast<std::uint8_t*>(keys_.data());
-    // Blocks: payloads, then scales. Of the former any byte will do, but for NaN.
-    const std::int64_t scale_bytes = (row_bytes() - payload_) * kRowsPerBlock;
-    check(fill_bytes(keys, blocks_ * kRowsPerBlock * payload_, 0, c.format == Format::fp8 ? 0x7F : 256, 5, stream),
+    // A page: payloads, then scales of about 1, as UE8M0 or fp32. No payload byte is NaN.
+    const bool fp8 = c.format == Format::fp8;
+    const std::int64_t page_bytes = row_bytes() * kRowsPerBlock, scale_at = payload_ * kRowsPerBlock;
+    check(fill_bytes({keys, blocks_, page_bytes, scale_at}, 0, fp8 ? 0x7F : 256, 5, stream), "fill_bytes");
+    check(fill_bytes({keys + scale_at, blocks_, page_bytes, page_bytes - scale_at}, fp8 ? 0x3F : 126, fp8 ? 0x40 : 129,
+                     6, stream),
           "fill_bytes");
-    std::uint8_t* scales = keys + blocks_ * kRowsPerBlock * payload_;
-    if (c.format == Format::fp8)
-      check(fill_normal_f32(reinterpret_cast<float*>(scales), blocks_ * scale_bytes / 4, 6, stream), "fill_normal");
-    else
-      check(fill_bytes(scales, blocks_ * scale_bytes, 126, 129, 6, stream), "fill_bytes");
     std::vector<std::int32_t> table(static_cast<std::size_t>(blocks_));
     std::iota(table.begin(), table.end(), 0);
     std::shuffle(table.begin(), table.end(), std::mt19937(9));
@@ -99,8 +97,8 @@ class IndexSets {
     ops::KindDesc& kind = params_.layer.kinds[1];
     kind.page.format = c.format;
     kind.page.shape = {kWidth, 0};
-    kind.page.payload = {keys, kRowsPerBlock * payload_, payload_};
-    kind.page.scale = {scales, scale_bytes, row_bytes() - payload_};
+    kind.page.payload = {keys, page_bytes, payload_};
+    kind.page.scale = {keys + scale_at, page_bytes, row_bytes() - payload_};
     kind.ratio = kRatio;
     kind.rows_per_block = kRowsPerBlock;
     kind.hadamard = true;

@@ -48,18 +48,27 @@ constexpr std::uint32_t kLeastKeyScale = 64, kKeyScales = 128;
 constexpr std::uint32_t kLeastQueryScale = 82, kMostQueryScale = 172;
 constexpr float kLeastWeight = 0x1p-45f, kMostWeight = 0x1p35f;
 
-/// The pages of keys: dense rows of payload and of scales.
+/// The pages of keys: dense rows of payload and of scales. A warp's keys of tile after tile of its warpgroup lie
+/// kStep rows apart, a whole number of blocks: so its row in a block stays the same.
+constexpr int kStep = kWarpgroups * kTileKeys;
 struct Pages {
   const std::uint8_t *payload, *scale;
   std::uint32_t payload_stride, scale_stride;  // from block to block
-  std::uint32_t rows_per_block, per_row;       // 2^32 / rows_per_block, rounded up
+  std::int32_t block_shift;                    // log2 of rows per block
   const std::int32_t* table;                   // [requests, blocks_per_request]
   std::int32_t blocks_per_request;
 
-  __device__ std::uint32_t table_entry(int key) const { return __umulhi(static_cast<std::uint32_t>(key), per_row); }
-  __device__ std::uint32_t row_in_block(int key) const {
-    return static_cast<std::uint32_t>(key) - table_entry(key) * rows_per_block;
+  __device__ const std::uint8_t* payload_of(std::uint32_t block) const {
+    return payload + std::uint64_t{block} * payload_stride;
   }
+  __device__ const std::uint8_t* scale_of(std::uint32_t block) const {
+    return scale + std::uint64_t{block} * scale_stride;
+  }
+};
+
+/// A block's part of all tokens' tiles: `count` of them from this one on.
+struct Share {
+  int token, tile, count;
 };
 
 struct Shared {
@@ -71,7 +80,7 @@ struct Shared {
   std::uint32_t scales[kHeads];
   float given_weights[kHeads];
   std::uint32_t sums[kWarps];
-  int token, tile;  // first of this block
+  int token, tile;  // the first of this block
 };
 static_assert(offsetof(Shared, q) == 0 && kStageBytes % 16 == 0 && offsetof(Shared, ring) % 16 == 0);
 
@@ -151,26 +160,48 @@ struct Group32 {
   std::uint32_t scale;
 };
 
-/// Loads a lane's 32 channels of a head.
-__device__ void load_channels(const ops::InputDesc& q, std::int64_t at, float (&x)[32]) {
-  if (q.dtype == DType::bf16) {
-    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(q.data) + at);
+/// A lane's 32 channels of a head as given: bf16, fp32 or encoded.
+struct RawGroup {
+  uint4 words[8];
+  std::uint32_t scale;
+  float weight;  // of the head
+};
+
+/// All loads are under way when it returns. Heads that are not there are zero.
+__device__ RawGroup load_group(const ops::IndexParams& p, std::int64_t token, int head, int c) {
+  RawGroup raw{};
+  if (head >= p.num_heads) return raw;
+  raw.weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
+  const auto load = [&](std::int64_t first_byte, int count) {
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + first_byte);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 v = from[i];
-      const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < 8; ++i)
+      if (i < count) raw.words[i] = from[i];
+  };
+  const std::int64_t at = token * p.q.row_stride + head * kWidth + 32 * c;
+  if (p.q.dtype == DType::bf16) {
+    load(2 * at, 4);
+  } else if (p.q.dtype == DType::f32) {
+    load(4 * at, 8);
+  } else {
+    load(token * p.q.row_stride + head * kKeyBytes + 16 * c, 1);
+    raw.scale = static_cast<const std::uint8_t*>(p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + c];
+  }
+  return raw;
+}
+
+__device__ void channels_of(const RawGroup& raw, DType dtype, float (&x)[32]) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+  for (int i = 0; i < 8; ++i) {
+    const std::uint32_t words[4] = {raw.words[i].x, raw.words[i].y, raw.words[i].z, raw.words[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (dtype == DType::f32) {
+        x[4 * i + j] = codec::bits_float(words[j]);
+      } else if (i < 4) {
         x[8 * i + 2 * j] = low_value(words[j]);
         x[8 * i + 2 * j + 1] = high_value(words[j]);
       }
-    }
-  } else {
-    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(q.data) + at);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 v = from[i];
-      x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
     }
   }
 }
@@ -197,27 +228,39 @@ __device__ void transform(float (&x)[32]) {
   for (int i = 0; i < 32; ++i) x[i] *= scale;
 }
 
-/// codec::e2m1_bits of x times 2^126: e2m1 is how fp32 begins, so its denormals are those of x * 2^-126. NaN: +6.
-__device__ std::uint32_t e2m1_code(float x) {
-  const std::uint32_t bits = codec::float_bits(x * 0x1p-126f), magnitude = bits & 0x7FFFFFFFu;
-  return min((magnitude + 0x1FFFFFu + (magnitude >> 22 & 1u)) >> 22, 7u) | (bits >> 28 & 8u);
+/// codec::e2m1_bits of two numbers times 2^14, in the halves of a word: e2m1 is how fp16 begins, and 2^-14 the least
+/// normal number of both. No bf16 from 0.25 on loses bits here. NaN: +6.
+__device__ std::uint32_t e2m1_codes(float low, float high) {
+  std::uint32_t halves;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+  const std::uint32_t magnitudes = halves & 0x7FFF7FFFu;
+  const std::uint32_t rounded = magnitudes + 0x00FF00FFu + (magnitudes >> 9 & 0x00010001u);
+  return __vminu2(rounded >> 9 & 0x007F007Fu, 0x00070007u) | (halves >> 12 & 0x00080008u);
 }
 
 /// Mxfp4::encode of 32 channels. x is rounded to bf16 first.
-__device__ Group32 encode(float (&x)[32]) {
-  float amax = 0.0f;
+__device__ Group32 encode(const float (&x)[32]) {
+  std::uint32_t pairs[16], amax = 0;
 #pragma unroll
-  for (int i = 0; i < 32; i += 2) {
-    const Pair pair = round_bf16(Pair{{x[i], x[i + 1]}});
-    x[i] = pair.v[0];
-    x[i + 1] = pair.v[1];
-    amax = fmaxf(amax, pair_amax(pair));
+  for (int i = 0; i < 16; ++i) {
+    pairs[i] = bf16_pair(x[2 * i], x[2 * i + 1]);
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(amax) : "r"(pairs[i] & 0x7FFF7FFFu));  // passes over NaN
   }
-  const int exponent = exponent_over_6(amax);
-  const float inverse = pow2_normal(-exponent);
-  std::uint32_t words[4] = {};
+  const int exponent = exponent_over_6(fmaxf(low_value(amax), high_value(amax)));
+  // 2^(-14 - exponent), which may be a denormal
+  const float by = exponent <= 112 ? pow2_normal(-14 - exponent) : codec::bits_float(1u << (135 - exponent));
+  std::uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) words[i / 8] |= e2m1_code(x[i] * inverse) << (4 * (i % 8));
+  for (int i = 0; i < 4; ++i) {
+    std::uint32_t bytes[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const std::uint32_t pair = pairs[4 * i + j];
+      const std::uint32_t codes = e2m1_codes(low_value(pair) * by, high_value(pair) * by);
+      bytes[j] = codes | codes >> 12;
+    }
+    words[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
+  }
   return {{words[0], words[1], words[2], words[3]}, static_cast<std::uint32_t>(exponent + 127)};
 }
 
@@ -225,24 +268,14 @@ __device__ Group32 encode(float (&x)[32]) {
 __device__ int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
 
 /// All of a token's queries into shared memory; a quad makes a head. Whether the fast arithmetic holds for them.
-__device__ bool prepare_queries(Shared& s, const IndexTile& tile, std::int64_t token) {
-  const ops::IndexParams& p = tile.p;
+__device__ bool prepare_queries(Shared& s, const IndexTile& tile, const RawGroup& raw) {
   const int head = static_cast<int>(threadIdx.x) / kGroups, c = static_cast<int>(threadIdx.x) % kGroups;
   static_assert(kThreads == kHeads * kGroups);
-  const bool there = head < p.num_heads;
-  Group32 group{{0, 0, 0, 0}, 0};
-  float weight = 0.0f;
-  if (there) weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
-  if (p.q.dtype == DType::u8) {
-    if (there) {
-      const std::uint8_t* q = static_cast<const std::uint8_t*>(p.q.data) + token * p.q.row_stride;
-      const std::uint8_t* scales = static_cast<const std::uint8_t*>(p.q_scale.data) + token * p.q_scale.row_stride;
-      group.codes = *reinterpret_cast<const uint4*>(q + head * kKeyBytes + 16 * c);
-      group.scale = scales[head * kGroups + c];
-    }
-  } else {
-    float x[32] = {};
-    if (there) load_channels(p.q, token * p.q.row_stride + head * kWidth + 32 * c, x);
+  const float weight = raw.weight;
+  Group32 group{raw.words[0], raw.scale};
+  if (tile.p.q.dtype != DType::u8) {
+    float x[32];
+    channels_of(raw, tile.p.q.dtype, x);
     if (tile.kind().hadamard) transform(x);
     group = encode(x);
   }
@@ -301,38 +334,38 @@ class KeyStream {
   /// tiles: of this warpgroup, every kWarpgroups-th from first_tile on; they hold `scored` keys of a request.
   __device__ KeyStream(Shared& s, const Pages& pages, int request, int first_tile, int tiles, int scored)
       : pages_(pages),
-        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
-        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(s.ring[threadIdx.x / 32][0]))),
         first_(first_tile * kTileKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
         tiles_(tiles),
         scored_(scored),
+        table_(pages.table + std::int64_t{request} * pages.blocks_per_request + (first_ >> pages.block_shift)),
+        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(s.ring[threadIdx.x / 32][0]))),
         next_ids_(load_ids(0)) {}
 
-  __device__ int first_key(int i) const { return first_ + i * kWarpgroups * kTileKeys; }
-  __device__ std::int32_t block_of(int key) const { return key < scored_ ? table_[pages_.table_entry(key)] : -1; }
+  __device__ int first_key(int i) const { return first_ + i * kStep; }
+  __device__ int row_in_block() const { return first_ & ((1 << pages_.block_shift) - 1); }
+  __device__ std::int32_t block_of(int i) const {
+    return i < tiles_ && first_key(i) < scored_ ? table_[i * (kStep >> pages_.block_shift)] : -1;
+  }
+  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
 
-  /// In order. Keys that are not there become zeros.
+  /// In order. Keys that no token sees are left as they come.
   __device__ void issue(int i) {
-    if (i < tiles_) {
-      if (i % 32 == 0) {
-        ids_ = next_ids_;
-        next_ids_ = load_ids(i + 32);
-      }
-      const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
-      const std::uint32_t row = pages_.row_in_block(first_key(i)), lane = threadIdx.x % 32, to = stage(i);
-      const std::uint32_t at = static_cast<std::uint32_t>(max(block, 0));
-      const int bytes = block >= 0 ? 16 : 0;
-      const std::uint8_t* from =
-          pages_.payload + std::uint64_t{at} * pages_.payload_stride + (kKeyBytes * row + 16 * lane);
-      copy16(to + 16 * lane, from, bytes);
-      copy16(to + 512 + 16 * lane, from + 512, bytes);
+    if (i % 32 == 0) {
+      ids_ = next_ids_;
+      next_ids_ = load_ids(i + 32);
+    }
+    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
+    if (block >= 0) {
+      const std::uint32_t lane = threadIdx.x % 32, to = stage(i) + 16 * lane;
+      const std::uint32_t row = static_cast<std::uint32_t>(row_in_block());
+      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row + 16 * lane);
+      copy16(to, from);
+      copy16(to + 512, from + 512);
       if (lane < kWarpKeys * kGroups / 16)
-        copy16(to + 1024 + 16 * lane,
-               pages_.scale + std::uint64_t{at} * pages_.scale_stride + (kGroups * row + 16 * lane), bytes);
+        copy16(to + 1024, pages_.scale_of(static_cast<std::uint32_t>(block)) + (kGroups * row + 16 * lane));
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
 
   /// Until all but the kStages - 1 newest are there.
   __device__ static void wait() {
@@ -341,18 +374,15 @@ class KeyStream {
   }
 
  private:
-  __device__ std::int32_t load_ids(int i) const {
-    const int mine = i + static_cast<int>(threadIdx.x % 32);
-    return mine < tiles_ ? block_of(first_key(mine)) : -1;
-  }
-  __device__ static void copy16(std::uint32_t to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  __device__ std::int32_t load_ids(int i) const { return block_of(i + static_cast<int>(threadIdx.x % 32)); }
+  __device__ static void copy16(std::uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   }
 
   const Pages& pages_;
+  int first_, tiles_, scored_;
   const std::int32_t* table_;
   std::uint32_t ring_;
-  int first_, tiles_, scored_;
   std::int32_t ids_ = -1, next_ids_;
 };
 
@@ -429,15 +459,35 @@ __device__ float add_chains(const Chains& sum, int c) {
   return pair + __shfl_xor_sync(kAllLanes, pair, 2);
 }
 
-/// Whether a warp's keys need sum_slowly: one of them has a group that the fast arithmetic cannot take.
-__device__ bool need_slow(std::uint32_t most, std::uint32_t below, const uint4 (&codes)[2], int key, int scored) {
-  bool slow = false;
-#pragma unroll
+/// Where a quad's two keys are.
+struct Odd {
+  int warp_key;  // the warp's first
+  std::int32_t block;
+  int row;
+  int scored;
+};
+
+/// Totals of a warp whose keys may not fit the fast arithmetic: the one it made, or the defined sum if a group that
+/// counts is out of bounds. Keys of zeros are zero whatever their scales.
+__device__ __noinline__ float score_odd(const Shared& s, const Pages& pages, Odd at, std::uint32_t most,
+                                        std::uint32_t below, float total, bool fast, int num_heads) {
+  const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
+  if (at.block < 0) return total;
+  const std::uint8_t* payload = pages.payload_of(static_cast<std::uint32_t>(at.block)) + kKeyBytes * at.row;
+  const std::uint8_t* scale = pages.scale_of(static_cast<std::uint32_t>(at.block)) + kGroups * at.row;
+  bool slow = !fast;
   for (int k = 0; k < 2; ++k) {
     const std::uint32_t d = below >> (16 * k) & 0xFFFFu, m = most >> (16 * k) & 0xFFFFu;
-    slow |= (d > kKeyShift || m - kLeastKeyScale >= kKeyScales) && key + 8 * k < scored && any_code(codes[k]);
+    const uint4 codes = *reinterpret_cast<const uint4*>(payload + 8 * k * kKeyBytes + 16 * c);
+    slow |= (d > kKeyShift || m - kLeastKeyScale >= kKeyScales) && at.warp_key + lane / kGroups + 8 * k < at.scored &&
+            any_code(codes);
   }
-  return __any_sync(kAllLanes, slow);
+  if (__any_sync(kAllLanes, slow))
+    return codec::canonical_nan(add_chains({sum_slowly(s, payload, scale, c, num_heads),
+                                            sum_slowly(s, payload + 8 * kKeyBytes, scale + 8 * kGroups, c, num_heads)},
+                                           c));
+  const std::uint32_t mine = c % 2 == 0 ? most & 0xFFFFu : most >> 16;
+  return mine - kLeastKeyScale >= kKeyScales ? 0.0f : total;
 }
 
 /// Tiles [first, first + count) of a token: the queries' part of Shared is written anew.
@@ -447,23 +497,25 @@ __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages
   const int lane = static_cast<int>(threadIdx.x % 32), row = lane / kGroups, c = lane % kGroups;
   const int tiles = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
   KeyStream keys(s, pages, request, first + warpgroup, tiles, scored);
+  const RawGroup raw = load_group(tile.p, tile.first + token, static_cast<int>(threadIdx.x) / kGroups, c);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) keys.issue(i);
-  const bool fast = prepare_queries(s, tile, tile.first + token);
+  const bool fast = prepare_queries(s, tile, raw);
   const std::uint64_t operand = operand_of(s.q);
   float weights[ops::kChainHeads];
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
   // Of a quad, lane 0 writes the first key's score, lane 1 the second's.
-  int key = keys.first_key(0) + row;
-  const bool writes = c < 2;
-  float* to = tile.row(token) + key + 8 * c;
+  int key = keys.first_key(0) + row + 8 * c;
+  float* to = tile.row(token) + key;
+  const int writes_below = c < 2 ? scored : 0;
 
-  for (int i = 0; i < tiles; ++i, key += kWarpgroups * kTileKeys, to += kWarpgroups * kTileKeys) {
+  for (int i = 0; i < tiles; ++i, key += kStep, to += kStep) {
     KeyStream::wait();
-    const std::uint32_t stage = keys.stage(i);
-    const uint4 codes[2] = {load_shared16(stage + 16 * lane), load_shared16(stage + 512 + 16 * lane)};
-    const std::uint32_t scales = load_shared_byte(stage + 1024 + lane) | load_shared_byte(stage + 1056 + lane) << 16;
+    const std::uint32_t stage = keys.stage(i) + 16 * lane;
+    const uint4 codes[2] = {load_shared16(stage), load_shared16(stage + 512)};
+    const std::uint32_t scales = load_shared_byte(stage + 1024 - 15 * lane) | load_shared_byte(stage + 1056 - 15 * lane)
+                                                                                  << 16;
     __syncwarp();
     keys.issue(i + kStages);
 
@@ -475,8 +527,6 @@ __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages
     static_assert(kKeyShift == 2 && kKeyScales == 128);
     const bool odd =
         (((below + 0x00010001u) & 0xFFFCFFFCu) | ((most - kLeastKeyScale * 0x00010001u) & 0xFF80FF80u)) != 0;
-    bool slow = !fast;
-    if (__any_sync(kAllLanes, odd)) slow = need_slow(most, below, codes, key, scored) || slow;
 
     std::uint32_t a[4][4];
 #pragma unroll
@@ -502,31 +552,17 @@ __device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages
     for (int step = 0; step < 4; ++step) multiply(d, a[step], operand + (32 >> 4) * step);
     end_products(d);
 
-    Chains sum = add_heads(d, weights);
-    const std::uint32_t measure = c % 2 == 0 ? most & 0xFFFFu : most >> 16;
-    float factor = codec::bits_float((measure << 23) - ((kKeyShift + 1u) << 23));
-    if (measure - kLeastKeyScale >= kKeyScales) factor = 1.0f;  // zeros, or sum_slowly's
-    if (slow) {
-      const std::int32_t block = keys.block_of(key - row);
-      if (block >= 0) {
-        const std::uint32_t r = pages.row_in_block(key - row) + static_cast<std::uint32_t>(row);
-        const std::uint8_t* payload = pages.payload + std::uint64_t{pages.payload_stride} * block + kKeyBytes * r;
-        const std::uint8_t* scale = pages.scale + std::uint64_t{pages.scale_stride} * block + kGroups * r;
-        sum.of_first = sum_slowly(s, payload, scale, c, tile.p.num_heads);
-        sum.of_second = sum_slowly(s, payload + 8 * kKeyBytes, scale + 8 * kGroups, c, tile.p.num_heads);
-      }
-      factor = 1.0f;
+    const Chains sum = add_heads(d, weights);
+    const std::uint32_t measure = c % 2 == 0 ? most << 23 : most >> 16 << 23;
+    float total = add_chains(sum, c) * codec::bits_float(measure - ((kKeyShift + 1u) << 23));
+    if (__any_sync(kAllLanes, odd || !fast)) {
+      const Odd keys_of_quad{keys.first_key(i), keys.block_of(i), keys.row_in_block() + row, scored};
+      total = score_odd(s, pages, keys_of_quad, most, below, total, fast, tile.p.num_heads);
     }
-    const float total = add_chains(sum, c) * factor;
-    if (writes && key + 8 * c < scored) *to = codec::canonical_nan(total);
+    if (key < writes_below) *to = total;
   }
   __syncthreads();  // the queries may change
 }
-
-/// Tiles of all tokens, and where this block's share of them begins.
-struct Share {
-  int token, tile, count;
-};
 
 __device__ int tiles_of(const IndexTile& tile, int token) {
   return (tile.scored(tile.p.step.tokens[tile.first + token]) + kTileKeys - 1) / kTileKeys;
@@ -567,12 +603,24 @@ __device__ Share find_share(Shared& s, const IndexTile& tile) {
   return {s.token, s.tile, stop - begin};
 }
 
+/// Queries of the token this block would begin with if all were equally long, into L2 while it looks for its share.
+__device__ void prefetch_queries(const IndexTile& tile) {
+  constexpr int kLine = 64;
+  const int element = tile.p.q.dtype == DType::f32 ? 4 : 2;
+  const std::int64_t token = tile.first + std::int64_t{blockIdx.x} * tile.count / gridDim.x;
+  const std::uint8_t* q = static_cast<const std::uint8_t*>(tile.p.q.data) + token * tile.p.q.row_stride * element;
+  if (tile.p.q.dtype == DType::u8) return;
+  for (int at = static_cast<int>(threadIdx.x) * kLine; at < tile.p.num_heads * kWidth * element; at += kThreads * kLine)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at));
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   wait_for_previous();
   let_next_start();
+  prefetch_queries(tile);
   Share share = find_share(s, tile);
   while (share.count > 0) {
     const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
@@ -596,7 +644,7 @@ bool can_score_mxfp4(const ops::IndexParams& p) {
   const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
   return overlaps_launches() && kind.page.format == Format::mxfp4 && kind.page.shape.width == kWidth &&
-         kind.rows_per_block % kWarpKeys == 0 && max_entries(p) * kind.rows_per_block < kMost &&
+         kind.rows_per_block >= kWarpKeys && kStep % kind.rows_per_block == 0 && max_entries(p) < kMost &&
          payload.row_stride == kKeyBytes && scale.row_stride == kGroups && payload.block_stride < kMost &&
          scale.block_stride < kMost && is_aligned(payload.data, payload.block_stride, 16) &&
          is_aligned(scale.data, scale.block_stride, 16) && is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
@@ -618,9 +666,7 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   pages.scale = kind.page.scale.data;
   pages.payload_stride = static_cast<std::uint32_t>(kind.page.payload.block_stride);
   pages.scale_stride = static_cast<std::uint32_t>(kind.page.scale.block_stride);
-  pages.rows_per_block = static_cast<std::uint32_t>(kind.rows_per_block);
-  pages.per_row =
-      static_cast<std::uint32_t>(((std::uint64_t{1} << 32) + pages.rows_per_block - 1) / pages.rows_per_block);
+  while (kind.rows_per_block > 1 << pages.block_shift) ++pages.block_shift;
   pages.table = tile.p.step.block_table;
   pages.blocks_per_request = tile.p.step.blocks_per_request;
   return launch<sizeof(Shared)>(score_mxfp4_keys, static_cast<unsigned>(blocks), kThreads, stream, tile, pages);

@@ -1,6 +1,6 @@
 // Index scores of any format, width, alignment and head count, and the judge of the tuned scorer's speed.
 //
-// First the queries are encoded as keys are, into the workspace. Then a thread block takes 64 keys of a token: 64
+// First the queries are encoded as keys are, into the workspace. Then a thread block takes 64 keys of a token: 128
 // channels at a time of queries and keys are decoded into shared memory, a thread makes 4 x 4 dot products, and one per
 // key and chain adds the heads (ops/score_row.h).
 //
@@ -75,7 +75,7 @@ struct WarpGroup {
   __device__ int size() const { return 32; }
 };
 
-constexpr int kTileKeys = 64, kSlice = 64, kPitch = kSlice + 4, kThreads = 256, kRegisterTile = 4;
+constexpr int kTileKeys = 64, kSlice = 128, kPitch = kSlice + 4, kThreads = 256, kRegisterTile = 4;
 constexpr int kRowsPerPass = kTileKeys / kRegisterTile;  // a thread's rows lie this far apart
 static_assert(ops::kMaxIndexHeads == kTileKeys && kRowsPerPass * kRowsPerPass == kThreads);
 
@@ -86,8 +86,11 @@ struct Slice {
 };
 
 struct Shared {
-  Slice q, k;
-  float dots[ops::kMaxIndexHeads][kTileKeys + 1];
+  Slice q;
+  union {
+    Slice k;
+    float dots[ops::kMaxIndexHeads][kTileKeys + 1];
+  };
 };
 
 /// Channels [begin, begin + count) of a row, decoded by a warp. A slice of groups is a row itself.
@@ -129,16 +132,17 @@ __global__ void __launch_bounds__(kThreads) score_keys(const __grid_constant__ I
   const std::int32_t* table = p.step.block_table + std::int64_t{record.row} * p.step.blocks_per_request;
   const float* weights = static_cast<const float*>(p.weights.data) + (tile.first + token) * p.weights.row_stride;
 
+  bool has_queries = false;  // in shared memory, all channels
   for (int first = static_cast<int>(blockIdx.x) % parts * kTileKeys; first < scored; first += parts * kTileKeys) {
     float dot[kRegisterTile][kRegisterTile] = {};  // [head, key]
     for (int begin = 0; begin < width; begin += kSlice) {
       const int count = min(kSlice, width - begin);
       __syncthreads();
       for (int row = warp; row < kTileKeys; row += kThreads / 32) {
-        clear_slice(s.q, row);
+        if (!has_queries) clear_slice(s.q, row);
         clear_slice(s.k, row);
         __syncwarp();
-        if (row < p.num_heads)
+        if (!has_queries && row < p.num_heads)
           load_slice<Codec>(s.q, row, queries.payload + row * queries.payload_stride,
                             queries.scale + row * queries.scale_stride, kind.global_scale, begin, count);
         const int entry = first + row;
@@ -151,6 +155,7 @@ __global__ void __launch_bounds__(kThreads) score_keys(const __grid_constant__ I
                           begin, count);
       }
       __syncthreads();
+      has_queries = width <= kSlice;
       constexpr int kGroup = std::is_same_v<Codec, codec::Mxfp4> ? codec::Mxfp4::kGroup : kSlice;
       for (int group = 0; group < kSlice / kGroup; ++group) {
         float sum[kRegisterTile][kRegisterTile] = {};

@@ -1,6 +1,6 @@
 // The best k of a row of scores, exactly: ties go to the smaller entry. The result's order is the same on every run.
 //
-// A row belongs to a cluster of up to 8 thread blocks of 1,024 threads; a thread holds up to 32 scores in registers, so
+// A row belongs to a cluster of up to 8 thread blocks of 512 threads; a thread holds up to 64 scores in registers, so
 // that the row is read once. Neighbouring scores lie in different threads.
 //   1. A bound below the k-th best: the k-th largest of the threads' maxima, for k of them are at least as large. A
 //      block of a cluster of c takes its k/c-th; the cluster takes the smallest of those. One histogram over one number
@@ -26,13 +26,13 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32, kHeld = 32;
+constexpr int kThreads = 512, kWarps = kThreads / 32, kHeld = 64;
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
 constexpr int kRoom = 8192;          // of a list
 constexpr int kBlockScores = 8192;   // a row is shared out over more blocks if each gets this many
 constexpr unsigned kMostBlocks = 8;  // of a cluster
 constexpr unsigned kAll = 0xFFFFFFFFu;
-static_assert(kBins == 2 * kThreads && kHeld <= 32 && kHeld % 4 == 0);
+static_assert(kBins == 4 * kThreads && kHeld <= 64 && kHeld % 4 == 0);
 
 struct Found {
   std::uint32_t bin;
@@ -47,7 +47,7 @@ struct Range {
   __device__ void enter(std::uint32_t bin) {
     const int by = shift();
     low += bin << by;
-    high = min(high, low + ((1u << by) - 1u));
+    high = low + min(high - low, (1u << by) - 1u);
   }
 };
 
@@ -81,7 +81,7 @@ class Scan {
     half_ ^= 1;
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
-    const int of_warp = sums[lane];
+    const int of_warp = lane < kWarps ? sums[lane] : 0;
     total = __reduce_add_sync(kAll, of_warp);
     return __reduce_add_sync(kAll, lane < warp ? of_warp : 0) + sum - mine;
   }
@@ -99,14 +99,18 @@ __device__ Found find_bin(Shared& s, Scan& scan, const Range& range, int rank, F
     if (x >= range.low && x <= range.high) atomicAdd(&s.histogram[(x - range.low) >> by], 1u);
   });
   __syncthreads();
-  const std::uint32_t lower = kBins - 2 - 2 * threadIdx.x;
-  uint2& bins = *reinterpret_cast<uint2*>(&s.histogram[lower]);
-  const int in_lower = static_cast<int>(bins.x), in_upper = static_cast<int>(bins.y);
-  bins = {0, 0};
-  int total;
-  const int before = scan.before(in_upper + in_lower, total);
-  if (before < rank && rank <= before + in_upper) s.found = {lower + 1, before, in_upper};
-  if (before + in_upper < rank && rank <= before + in_upper + in_lower) s.found = {lower, before + in_upper, in_lower};
+  const std::uint32_t lowest = kBins - 4 - 4 * threadIdx.x;
+  uint4& bins = *reinterpret_cast<uint4*>(&s.histogram[lowest]);
+  const int inside[4] = {static_cast<int>(bins.w), static_cast<int>(bins.z), static_cast<int>(bins.y),
+                         static_cast<int>(bins.x)};  // the uppermost first
+  bins = {0, 0, 0, 0};
+  int total, before = scan.before(inside[0] + inside[1] + inside[2] + inside[3], total);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (before < rank && rank <= before + inside[i])
+      s.found = {lowest + 3u - static_cast<unsigned>(i), before, inside[i]};
+    before += inside[i];
+  }
   __syncthreads();
   return s.found;
 }
@@ -170,6 +174,30 @@ struct RowSource {
   }
 };
 
+/// Calls f with each of a thread's scores; four at a time may be left out by the whole block.
+template <int kMost = kHeld, class F>
+__device__ void for_each_held(int stride, int count, F&& f) {
+#pragma unroll
+  for (int i = 0; i < kMost; i += 4) {
+    if (i * stride >= count) continue;
+    f(i), f(i + 1), f(i + 2), f(i + 3);
+  }
+}
+
+/// A row that one block holds, a few scores in each thread.
+struct HeldSource {
+  static constexpr int kMost = kBlockScores / kThreads;
+  const std::uint32_t (&held)[kHeld];
+  int first, stride, count;
+  __device__ int size() const { return count; }
+  template <class F>
+  __device__ void for_each(F&& f) const {
+    for_each_held<kMost>(stride, count, [&](int i) {
+      if (first + i * stride < count) f(held[i], first + i * stride);
+    });
+  }
+};
+
 /// Where the chosen entries of a token go.
 struct Choice {
   const IndexTile& tile;
@@ -212,25 +240,28 @@ __device__ Range find_range(Shared& s, std::uint32_t low, std::uint32_t high) {
     s.highs[warp] = high;
   }
   __syncthreads();
-  return {__reduce_min_sync(kAll, s.lows[lane]), __reduce_max_sync(kAll, s.highs[lane])};
+  const int at = lane % kWarps;
+  return {__reduce_min_sync(kAll, s.lows[at]), __reduce_max_sync(kAll, s.highs[at])};
 }
 
-/// Step 1 in one block: what `rank` of its scores at least reach.
+/// Step 1 in one block: what `rank` of its scores at least reach, and the largest of them.
 __device__ Range find_bound(Shared& s, Scan& scan, const std::uint32_t (&held)[kHeld], int rank) {
-  constexpr int kParts = 4;
+  constexpr int kParts = 8;  // maxima per thread; neighbours join as long as twice `rank` are left
   std::uint32_t most[kParts] = {};
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) most[i % kParts] = max(most[i % kParts], held[i]);
-  const int parts = rank <= kThreads / 2 ? 1 : rank <= kThreads ? 2 : kParts;  // numbers per thread
-  if (parts <= 2) {
-    most[0] = max(most[0], most[2]);
-    most[1] = max(most[1], most[3]);
+  int parts = kParts;
+#pragma unroll
+  for (int half = kParts / 2; half > 0; half /= 2) {
+    if (half * kThreads < 2 * rank) break;
+    parts = half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) most[i] = max(most[i], most[i + half]);
   }
-  if (parts == 1) most[0] = max(most[0], most[1]);
   std::uint32_t low = most[0], high = most[0];
 #pragma unroll
   for (int i = 1; i < kParts; ++i) {
-    if (i >= parts) continue;
+    if (i >= parts) break;
     low = min(low, most[i]);
     high = max(high, most[i]);
   }
@@ -268,28 +299,17 @@ __device__ void sync_cluster() {
   wait_cluster();
 }
 
-/// Calls f with each of a thread's scores; four at a time may be left out by the whole block.
-template <class F>
-__device__ void for_each_held(int stride, int count, F&& f) {
-#pragma unroll
-  for (int i = 0; i < kHeld; i += 4) {
-    if (i * stride >= count) continue;
-    f(i), f(i + 1), f(i + 2), f(i + 3);
-  }
-}
-
 __global__ void __launch_bounds__(kThreads, 1) select_best(const __grid_constant__ IndexTile tile, int most_blocks) {
   extern __shared__ __align__(16) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
-  s.histogram[threadIdx.x] = 0;
-  s.histogram[threadIdx.x + kThreads] = 0;
+  reinterpret_cast<uint4*>(s.histogram)[threadIdx.x] = {0, 0, 0, 0};
   wait_for_previous();
   let_next_start();
   const int token = static_cast<int>(blockIdx.x) / most_blocks, rank = block_in_cluster();
   const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
   const int count = tile.visible(record), top = tile.p.top;
-  const int blocks = min(most_blocks, (count + kBlockScores - 1) / kBlockScores);
-  if (rank > 0 && (rank >= blocks || count <= top)) return;
+  const int blocks = count <= kBlockScores ? 1 : most_blocks;  // all of a cluster or one: a barrier waits for all
+  if (rank >= blocks || (rank > 0 && count <= top)) return;
   const Choice choice{tile, token, record.row};
   if (rank == 0)
     for (int i = count + static_cast<int>(threadIdx.x); i < top; i += kThreads) choice.put(i, -1);
@@ -305,13 +325,24 @@ __global__ void __launch_bounds__(kThreads, 1) select_best(const __grid_constant
     return;
   }
   if (blocks > 1) arrive_cluster();
-  std::uint32_t held[kHeld] = {};
-  for_each_held(stride, count, [&](int i) {
-    const int entry = first + i * stride;
-    if (entry < count) held[i] = ops::score_order(row[entry]);
+  std::uint32_t held[kHeld] = {};            // absent ones are below all
+  for_each_held(stride, count, [&](int i) {  // all loads before the first use
+    held[i] = __float_as_uint(row[min(first + i * stride, count - 1)]);
   });
+  for_each_held(stride, count,
+                [&](int i) { held[i] = first + i * stride < count ? ops::score_order(__uint_as_float(held[i])) : 0u; });
   Scan scan(s);
-  __syncthreads();  // the histogram is zero
+  __syncthreads();              // the histogram is zero
+  if (count <= kBlockScores) {  // short enough to select from the registers
+    std::uint32_t low = 0xFFFFFFFFu, high = 0;
+    const HeldSource source{held, first, stride, count};
+    source.for_each([&](std::uint32_t key, std::int32_t) {
+      low = min(low, key);
+      high = max(high, key);
+    });
+    const Range all = find_range(s, low, high);
+    return write_chosen(scan, source, find_cut(s, scan, source, all, top), choice);
+  }
   Range range = find_bound(s, scan, held, (top + blocks - 1) / blocks);
   if (blocks > 1) {
     wait_cluster();
@@ -320,17 +351,16 @@ __global__ void __launch_bounds__(kThreads, 1) select_best(const __grid_constant
     const Range& other = s.ranges[min(static_cast<int>(threadIdx.x % 32), blocks - 1)];
     range = {__reduce_min_sync(kAll, other.low), __reduce_max_sync(kAll, other.high)};
   }
-  std::uint32_t chosen = 0;
-  for_each_held(stride, count, [&](int i) {
-    chosen |= static_cast<std::uint32_t>(held[i] >= range.low && first + i * stride < count) << i;
-  });
-  int total, place = scan.before(__popc(chosen), total);
+  const auto chosen = [&](int i) { return held[i] >= range.low && first + i * stride < count; };
+  int mine = 0;
+  for_each_held(stride, count, [&](int i) { mine += chosen(i); });
+  int total, place = scan.before(mine, total);
   const int segment = kRoom / blocks;
   Shared& leader = shared_of(s, 0);
   if (total <= segment) {
     place += rank * segment;
     for_each_held(stride, count, [&](int i) {
-      if ((chosen >> i & 1u) == 0) return;
+      if (!chosen(i)) return;
       leader.keys[place] = held[i];
       leader.entries[place++] = first + i * stride;
     });
