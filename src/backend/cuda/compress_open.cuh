@@ -29,6 +29,7 @@ class OpenSpans {
     for (const ops::InputDesc* in : {&p_.kv[k_], &p_.gate[k_]})
       fetch_ahead(static_cast<const In*>(in->data) + token * in->row_stride + channel_);
     wait_for_previous();
+    let_next_start();
     const ops::StepRecord r = load_record_again(p_.step.tokens + token);
     if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
   }

@@ -33,6 +33,7 @@ class OverlapSpans {
     }
     if (token < p_.step.num_tokens) fetch_token(token);
     wait_for_previous();
+    let_next_start();
     if (token >= p_.step.num_tokens) return;
     const RawRow first_series = load_token(token, 0);
     RawRow rows[kOverlapRows];

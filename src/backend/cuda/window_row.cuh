@@ -2,6 +2,7 @@
 // loads and stores are 16 and 8 bytes wide and a tile of 64 channels is 8 lanes.
 #pragma once
 
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_encode.cuh"
 #include "backend/cuda/source_rows.cuh"
 
@@ -330,6 +331,7 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
   if (token < p.step.num_tokens)
     for (int i = 0; i < WindowLane<In>::kWords; ++i) fetch_ahead(mine.input(token, i));
   wait_for_previous();
+  let_next_start();
   if (token >= p.step.num_tokens) return;
   Words<4> in[WindowLane<In>::kWords];
 #pragma unroll
