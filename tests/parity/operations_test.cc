@@ -190,6 +190,33 @@ TEST(ParitySizes, StepsOfEverySize) {
   }
 }
 
+// One step of one request, long enough for the prefill kernels: short, so that a race detector ends, and so long that a
+// thread block makes many entries.
+TEST(ParitySizes, ShortPrefill) {
+  KV4_NEEDS_DEVICE();
+  const Model model(real_config());
+  CacheOptions o = options_for(format_cases()[0]);
+  o.max_context = o.max_step_tokens = 300;
+  TwinCaches t(model, o);
+  const RequestId a = t.admit();
+  t.run({{a, 1, 260}});
+  t.check(a, "260 tokens");
+}
+
+TEST(ParitySizes, LongPrefill) {
+  KV4_NEEDS_DEVICE();
+  constexpr int kTokens = 18'000;
+  const Model model(real_config());
+  CacheOptions o = options_for(format_cases()[0]);
+  o.max_context = o.max_step_tokens = kTokens;
+  TwinCaches t(model, o);
+  t.cpu.style.type = t.cpu.style.raw_type = t.cpu.style.index_type = DType::bf16;
+  const RequestId a = t.admit();
+  t.run({{a, 1, kTokens}});
+  t.check(a, "one step");
+  t.check_blocks("one step");
+}
+
 // To 20,000 tokens: chunks of up to 4,096, decodes, drafts of a few tokens that are partly rejected; another request
 // beside it.
 TEST(ParitySizes, TwentyThousandTokens) {

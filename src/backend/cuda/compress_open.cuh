@@ -22,10 +22,15 @@ class OpenSpans {
     weight_ = load_weight(kind_.norm_weight + channel_);
   }
 
-  /// A decode.
+  /// A decode, bound by latency: what its record probably points at is brought near before the wait.
   __device__ void run_one(int token) {
+    const GuessedRecord guess(p_.step, token);
+    if (!guess.padded() && wanted(guess.get())) fetch(guess.get());
+    for (const ops::InputDesc* in : {&p_.kv[k_], &p_.gate[k_]})
+      fetch_ahead(static_cast<const In*>(in->data) + token * in->row_stride + channel_);
     wait_for_previous();
-    const ops::StepRecord r = load_record(p_.step.tokens + token);
+    let_next_start();
+    const ops::StepRecord r = load_record_again(p_.step.tokens + token);
     if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
   }
 
@@ -51,12 +56,26 @@ class OpenSpans {
   static constexpr int kNever = -1;
   static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
   static constexpr int kBatch = kOpenBatch, kBatches = kOpenBatches;
-  static constexpr int kFoldAhead = kLatency ? 8 : 4;  // rows under way of any other span
+  static constexpr int kFoldAhead = kLatency ? 6 : 4;  // rows under way of any other span
 
   __device__ bool wanted(const ops::StepRecord& r) const {
     if (r.in_place()) return r.position == r.length;
     return (r.position + 1) % kind_.ratio == 0 || r.position >= r.end() - kind_.pending.rows ||
            r.position == r.end() - 1;
+  }
+
+  /// The accumulator, its frontier and the first rows of the ring that `fold` reads.
+  __device__ void fetch(const ops::StepRecord& r) const {
+    const ops::PendingDesc& pending = kind_.pending;
+    if (lanes_.leader()) fetch_ahead(pending.frontiers + r.read_slot * pending.frontier_stride);
+    const float* acc = accumulator(r.read_slot);
+    for (int part = 0; part < 3; ++part) fetch_ahead(acc + part * kWidth);
+    int at = ::max(r.position / kind_.ratio * kind_.ratio, r.length - pending.rows);
+    for (int i = 0; i < kFoldAhead && at < r.length; ++i, ++at) {
+      const Pending* kv = reinterpret_cast<const Pending*>(pending.ring.at(r.read_slot, at % pending.rows)) + channel_;
+      fetch_ahead(kv);
+      fetch_ahead(kv + pending.columns);
+    }
   }
 
   __device__ int slot_of(int position) const { return position % p_.step.block_tokens / kind_.ratio; }

@@ -21,24 +21,31 @@ class OverlapSpans {
     weight_ = load_weight(kind_.norm_weight + channel_);
   }
 
-  /// A decode, bound by latency: a record and its input row, then all other rows at once.
+  /// A decode, bound by latency: the token's record, its input rows and the ring rows that it probably points at are
+  /// asked for together.
   __device__ void run_one(int token) {
+    const GuessedRecord guess(p_.step, token);
+    const bool guessed = !guess.padded() && closes(guess.get()) && guess.get().position == guess.get().length;
+    Turn turn{};
+    if (guessed) {
+      fetch_stored(guess.get());
+      turn = turn_at(guess.get().position);
+    }
+    if (token < p_.step.num_tokens) fetch_token(token);
     wait_for_previous();
+    let_next_start();
     if (token >= p_.step.num_tokens) return;
-    const ops::StepRecord r = load_record(p_.step.tokens + token);
     const RawRow first_series = load_token(token, 0);
     RawRow rows[kOverlapRows];
     rows[kOverlapRows - 1] = load_token(token, kWidth);
+    if (guessed) load_stored(guess.get(), rows);
+    const ops::StepRecord r = load_record_again(p_.step.tokens + token);
     if (r.padded()) return;
     const Source source(p_, k_, r, channel_);
-    const int begin = r.position + 1 - kOverlapRows;  // negative: entry 0, which has no span before it
     const int ring_row = ring_row_of(r);
-    if (closes(r) && r.position == r.length) {  // nearly always: one token
-#pragma unroll
-      for (int i = 0; i < kOverlapRows - 1; ++i)
-        if (i >= kOverlapRatio || begin >= 0)
-          rows[i] = source.load_stored(row_before(ring_row, kOverlapRows - 1 - i), column(i));
-    } else if (closes(r)) {
+    if (closes(r) && !(guessed && guess.holds(r))) {
+      turn = turn_at(r.position);
+      const int begin = r.position + 1 - kOverlapRows;
 #pragma unroll
       for (int i = 0; i < kOverlapRows - 1; ++i)
         if (i >= kOverlapRatio || begin >= 0)
@@ -49,7 +56,6 @@ class OverlapSpans {
       source.store(rows[kOverlapRows - 1], ring_row, kWidth);
     }
     if (!closes(r)) return;
-    const Turn turn = load_turn(p_.rope, r.position + 1 - kOverlapRatio, channel_, kWidth);
     finish(r.position, r.length, r.position % p_.step.block_tokens, r.block, turn, [&](int i) { return rows[i]; });
   }
 
@@ -74,7 +80,7 @@ class OverlapSpans {
       wait_for_batch<1>();
       __syncwarp();  // the other lanes' copies, too
       if (position != kNone) {
-        const Turn turn = load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
+        const Turn turn = turn_at(position);
         finish(position, length, block_tokens.rest(position), block, turn, [&](int i) {
           const int pair = pair_bytes(position + 1 - kOverlapRows + i < length);
           const std::uint8_t* at = stage + place(half ^ 1, i) + stage_offset(pair);
@@ -136,6 +142,44 @@ class OverlapSpans {
     return ring_row < distance ? ring_row - distance + kind_.pending.rows : ring_row - distance;
   }
   __device__ static int column(int i) { return i < kOverlapRatio ? 0 : kWidth; }
+
+  __device__ Turn turn_at(int position) const {
+    return load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
+  }
+
+  /// Calls f with the index and the address of every row before a decode's token that its entry pools; entry 0 has no
+  /// span before its own.
+  template <class F>
+  __device__ void for_stored(const ops::StepRecord& r, F f) const {
+    const std::uint8_t* slot = kind_.pending.ring.at(r.read_slot, 0);
+    const int ring_row = ring_row_of(r);
+#pragma unroll
+    for (int i = 0; i < kOverlapRows - 1; ++i)
+      if (i >= kOverlapRatio || r.position >= kOverlapRows - 1)
+        f(i, reinterpret_cast<const Pending*>(slot + std::int64_t{row_before(ring_row, kOverlapRows - 1 - i)} *
+                                                         static_cast<int>(kind_.pending.ring.row_stride)) +
+                 column(i) + channel_);
+  }
+  __device__ void fetch_stored(const ops::StepRecord& r) const {
+    for_stored(r, [&](int, const Pending* kv) {
+      fetch_ahead(kv);
+      fetch_ahead(kv + kind_.pending.columns);
+    });
+  }
+  __device__ void load_stored(const ops::StepRecord& r, RawRow (&rows)[kOverlapRows]) const {
+    for_stored(r, [&](int i, const Pending* kv) { rows[i] = {load_raw(kv), load_raw(kv + kind_.pending.columns)}; });
+  }
+
+  /// The token's input: an engine has just written it and it is in L2 already, else it gets there before the wait ends.
+  __device__ void fetch_token(int token) const {
+    const auto fetch = [&](const ops::InputDesc& in) {
+      const In* row = static_cast<const In*>(in.data) + token * in.row_stride + channel_;
+      fetch_ahead(row);
+      fetch_ahead(row + kWidth);
+    };
+    fetch(p_.kv[k_]);
+    fetch(p_.gate[k_]);
+  }
 
   __device__ RawRow load_token(int token, int column) const {
     const auto load = [&](const ops::InputDesc& in) {

@@ -1,6 +1,6 @@
 // How kernels follow each other: each may be launched while the one before it still runs, reads constants (weights,
-// biases, rope tables, its own parameters) at once, and waits for the other's results before it touches anything else.
-// Every thread waits, so a kernel that is done implies that all before it are.
+// biases, rope tables, its own parameters) at once, and waits for the other's results before it relies on anything
+// else. Every thread waits, so a kernel that is done implies that all before it are.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -145,6 +145,35 @@ __device__ inline ops::StepRecord load_record(const ops::StepRecord* at) {
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
+/// The same from L2: what was looked at before the wait may still lie in the first-level cache.
+__device__ inline ops::StepRecord load_record_again(const ops::StepRecord* at) {
+  const int4* words = reinterpret_cast<const int4*>(at);
+  const int4 a = __ldcg(words), b = __ldcg(words + 1);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+/// A token's record as it is before the wait: that of this step, unless the kernel before writes it. What it points at
+/// can be asked for at once: it is right if the record holds, and lies in the same pools if it does not (kv4/cuda.h).
+class GuessedRecord {
+ public:
+  __device__ GuessedRecord(const ops::StepDesc& step, int token) {
+    if (token < step.num_tokens) record_ = load_record(step.tokens + token);
+  }
+  __device__ const ops::StepRecord& get() const { return record_; }
+  /// Or half written.
+  __device__ bool padded() const { return record_.padded() || min(record_.read_slot, record_.write_slot) < 0; }
+  __device__ bool holds(const ops::StepRecord& r) const {
+    return record_.length == r.length && record_.read_slot == r.read_slot && record_.write_slot == r.write_slot &&
+           record_.position == r.position;
+  }
+
+ private:
+  ops::StepRecord record_;
+};
+
+/// Brings the line into L2, so that it is near once it may be read.
+__device__ inline void fetch_ahead(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 /// The tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd stride, tokens that lie a
 /// ratio apart (entries due in a prefill) go to different groups, and so do neighbours (decodes).
 template <class Wanted>
@@ -224,12 +253,6 @@ class SourceRows {
       copy_ahead<kPair * sizeof(*kv)>(kv_to, kv);
       copy_ahead<kPair * sizeof(*gate)>(gate_to, gate);
     });
-  }
-
-  /// Of a position below `length`.
-  __device__ RawRow load_stored(int ring_row, int column) const {
-    const Pending* ring = ring_row_of(ring_, ring_row) + column;
-    return {load_raw(ring), load_raw(ring + pending_.columns)};
   }
 
   __device__ RawRow load_input(int position, int column) const {

@@ -2,6 +2,7 @@
 // loads and stores are 16 and 8 bytes wide and a tile of 64 channels is 8 lanes.
 #pragma once
 
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_encode.cuh"
 #include "backend/cuda/source_rows.cuh"
 
@@ -41,9 +42,30 @@ __device__ inline Quad load_weights_late(const float* at) {
   return w;
 }
 
-/// weights(octet, half): 4 of them.
-template <class Weights>
-__device__ void finish_projection(const ops::FrontEndDesc& f, Weights weights, int lane, int position,
+/// Of a lane's last octet, if it is turned: what is turned lies in the last octets of a row.
+struct OctetTurn {
+  float cos[kOctetChannels / kPair], sin[kOctetChannels / kPair];
+};
+
+__device__ inline bool turns_octet(const ops::RopeDesc& rope, int lane) {
+  return octet_channel(lane, kOctets - 1) >= kRowWidth - rope.rope_dim;
+}
+
+__device__ inline OctetTurn load_octet_turn(const ops::RopeDesc& rope, int position, int lane) {
+  OctetTurn out{};
+  if (!turns_octet(rope, lane)) return out;
+#pragma unroll
+  for (int i = 0; i < kOctetChannels / kPair; ++i) {
+    const Turn turn = load_turn(rope, position, octet_channel(lane, kOctets - 1) + i * kPair, kRowWidth);
+    out.cos[i] = turn.cos;
+    out.sin[i] = turn.sin;
+  }
+  return out;
+}
+
+/// weights(octet, half): 4 of them. turn(): an OctetTurn.
+template <class Weights, class GetTurn>
+__device__ void finish_projection(const ops::FrontEndDesc& f, Weights weights, GetTurn turn, int lane,
                                   OctetBits (&row)[kOctets]) {
   float x[kOctets][kOctetChannels], sum[kOctets];
 #pragma unroll
@@ -66,12 +88,12 @@ __device__ void finish_projection(const ops::FrontEndDesc& f, Weights weights, i
       row[j].pair[2 * h] = bf16_pair(y[0] * factor * w.v[0], y[1] * factor * w.v[1]);
       row[j].pair[2 * h + 1] = bf16_pair(y[2] * factor * w.v[2], y[3] * factor * w.v[3]);
     }
-  const int channel = octet_channel(lane, kOctets - 1);  // what is turned lies in the last octets
-  if (channel < kRowWidth - f.rope.rope_dim) return;
+  if (!turns_octet(f.rope, lane)) return;
+  const OctetTurn by = turn();
 #pragma unroll
   for (int i = 0; i < kOctetChannels / kPair; ++i) {
     std::uint32_t& pair = row[kOctets - 1].pair[i];
-    const Pair y = rotate(load_turn(f.rope, position, channel + i * kPair, kRowWidth), pair_values(pair));
+    const Pair y = rotate({true, by.cos[i], by.sin[i]}, pair_values(pair));
     pair = bf16_pair(y.v[0], y.v[1]);
   }
 }
@@ -183,26 +205,36 @@ __device__ void store_window(F format, int lane, const WindowBits& bits, std::ui
 // --- the row that is overwritten
 
 /// The row that a token written in place overwrites, if the image before the step holds it (WindowDesc::displaced). In
-/// words, because displaced rows are packed. Run again, the row is kept already. kAhead: asked for at once, not when it
-/// is kept.
-template <bool kAhead>
+/// words, because displaced rows are packed. Run again, the row is kept already.
 class DisplacedRow {
  public:
-  __device__ DisplacedRow(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r, int lane)
-      : w_(w), slot_(r.write_slot), lost_(r.position - w.rows), lane_(lane) {
-    due_ = r.in_place() && lost_ >= 0 && lost_ == r.length - window_tokens;
-    if (kAhead && due_) load();
-  }
+  __device__ DisplacedRow(const ops::LayerDesc& layer, int lane)
+      : w_(layer.window), window_tokens_(layer.window_tokens), lane_(lane) {}
 
-  /// Before the new row is stored.
-  __device__ void keep() {
+  /// Which row that is.
+  __device__ void find(const ops::StepRecord& r) {
+    slot_ = r.write_slot;
+    lost_ = r.position - w_.rows;
+    due_ = r.in_place() && lost_ >= 0 && lost_ == r.length - window_tokens_;
+  }
+  __device__ void fetch() const {
     if (!due_) return;
-    if (!kAhead) load();
+    if (lane_ == 0) fetch_ahead(&w_.displaced_position(slot_));
+    for_words([&](int, const std::uint32_t* word) { fetch_ahead(word); });
+    if (lane_ < scale_words()) fetch_ahead(scale());
+  }
+  __device__ void load() {
+    if (!due_) return;
+    kept_ = w_.displaced_position(slot_);
+    for_words([&](int i, const std::uint32_t* word) { payload_[i] = *word; });
+    if (lane_ < scale_words()) scale_ = *scale();
+  }
+  /// What was loaded, before the new row is stored.
+  __device__ void keep() const {
+    if (!due_) return;
     if (kept_ != lost_) {
-      std::uint32_t* payload = words(w_.displaced.payload.at(slot_, 0));
-#pragma unroll
-      for (int i = 0; i < kWords; ++i)
-        if (i * kWarp + lane_ < payload_words()) payload[i * kWarp + lane_] = payload_[i];
+      std::uint32_t* payload = words(w_.displaced.payload.at(slot_, 0)) + lane_;
+      for_words([&](int i, const std::uint32_t*) { payload[i * kWarp] = payload_[i]; });
       if (lane_ < scale_words()) words(w_.displaced.scale.at(slot_, 0))[lane_] = scale_;
     }
     __syncwarp();  // lanes of the old row's words and of the new row's octets differ; all have read the position
@@ -212,23 +244,21 @@ class DisplacedRow {
  private:
   static constexpr int kWords = 2 * kRowWidth / 4 / kWarp;  // of the longest payload, all bf16
 
-  __device__ void load() {
-    kept_ = w_.displaced_position(slot_);
-    const int row = lost_ % w_.rows;
-    const std::uint32_t* payload = words(w_.ring.payload.at(slot_, row));
+  /// Calls f with the number and the address of each of the lane's words of the payload.
+  template <class F>
+  __device__ void for_words(F f) const {
+    const std::uint32_t* payload = words(w_.ring.payload.at(slot_, lost_ % w_.rows)) + lane_;
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
-      if (i * kWarp + lane_ < payload_words()) payload_[i] = payload[i * kWarp + lane_];
-    if (lane_ < scale_words()) scale_ = words(w_.ring.scale.at(slot_, row))[lane_];
+      if (i * kWarp + lane_ < static_cast<int>(w_.ring.payload.row_stride / 4)) f(i, payload + i * kWarp);
   }
-
-  __device__ int payload_words() const { return static_cast<int>(w_.ring.payload.row_stride / 4); }
+  __device__ const std::uint32_t* scale() const { return words(w_.ring.scale.at(slot_, lost_ % w_.rows)) + lane_; }
   __device__ int scale_words() const { return static_cast<int>(w_.ring.scale.row_stride / 4); }
   __device__ static std::uint32_t* words(std::uint8_t* at) { return reinterpret_cast<std::uint32_t*>(at); }
 
   const ops::WindowDesc& w_;
-  int slot_, lost_, lane_;
-  bool due_;
+  int window_tokens_, lane_, slot_ = 0, lost_ = 0;
+  bool due_ = false;
   std::int32_t kept_ = 0;
   std::uint32_t payload_[kWords] = {}, scale_ = 0;
 };
@@ -277,7 +307,7 @@ struct WindowLane {
   }
 };
 
-/// One token of a decode. Its input does not depend on its record, so both are asked for together.
+/// One token of a decode. Its record, its input and the row that it probably overwrites are asked for together.
 template <bool kProjection, class In, class F>
 __device__ void append_window_row(const ops::AppendParams& p, F format, int token) {
   const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
@@ -289,21 +319,37 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
 #pragma unroll
       for (int h = 0; h < 2; ++h) weight[j][h] = load_weights(weights + j * kOctetStride + h * 4);
   }
+  DisplacedRow displaced(p.layer, mine.lane);
+  OctetTurn turn;
+  const auto find = [&](const ops::StepRecord& r) {
+    displaced.find(r);
+    if constexpr (kProjection) turn = load_octet_turn(p.front_end.rope, r.position, mine.lane);
+  };
+  const GuessedRecord guess(p.step, token);
+  if (!guess.padded()) find(guess.get());
+  displaced.fetch();
+  if (token < p.step.num_tokens)
+    for (int i = 0; i < WindowLane<In>::kWords; ++i) fetch_ahead(mine.input(token, i));
   wait_for_previous();
+  let_next_start();
   if (token >= p.step.num_tokens) return;
-  const ops::StepRecord r = load_record(p.step.tokens + token);
   Words<4> in[WindowLane<In>::kWords];
 #pragma unroll
   for (int i = 0; i < WindowLane<In>::kWords; ++i) in[i] = load_words<4>(mine.input(token, i));
-  if (r.padded()) return;
-  DisplacedRow<true> displaced(p.layer.window, p.layer.window_tokens, r, mine.lane);
+  displaced.load();
+  const ops::StepRecord r = load_record_again(p.step.tokens + token);
   OctetBits row[kOctets];
   mine.octets(in, row);
+  if (r.padded()) return;
+  if (guess.padded() || !guess.holds(r)) {
+    find(r);
+    displaced.load();
+  }
+  displaced.keep();
   if constexpr (kProjection)
     finish_projection(
-        p.front_end, [&](int j, int h) { return weight[j][h]; }, mine.lane, r.position, row);
+        p.front_end, [&](int j, int h) { return weight[j][h]; }, [&] { return turn; }, mine.lane, row);
   const WindowBits bits = encode_window(format, mine.lane, row);
-  displaced.keep();
   mine.store(format, r, token, bits);
 }
 
@@ -340,10 +386,14 @@ __device__ void append_window_rows(const ops::AppendParams& p, F format, void* s
     mine.octets(in, row);
     if constexpr (kProjection) {
       const auto weight = [&](int j, int h) { return load_weights_late(weights + j * kOctetStride + h * 4); };
-      finish_projection(p.front_end, weight, mine.lane, r.position, row);
+      const auto turn = [&] { return load_octet_turn(p.front_end.rope, r.position, mine.lane); };
+      finish_projection(p.front_end, weight, turn, mine.lane, row);
     }
     const WindowBits bits = encode_window(format, mine.lane, row);
-    DisplacedRow<false>(p.layer.window, p.layer.window_tokens, r, mine.lane).keep();
+    DisplacedRow displaced(p.layer, mine.lane);
+    displaced.find(r);
+    displaced.load();
+    displaced.keep();
     mine.store(format, r, token, bits);
   }
 }
