@@ -197,7 +197,7 @@ __device__ void channels_of(const RawGroup& raw, DType dtype, float (&x)[32]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (dtype == DType::f32) {
-        x[4 * i + j] = codec::bits_float(words[j]);
+        x[4 * i + j] = codec::round_bf16(codec::bits_float(words[j]));
       } else if (i < 4) {
         x[8 * i + 2 * j] = low_value(words[j]);
         x[8 * i + 2 * j + 1] = high_value(words[j]);

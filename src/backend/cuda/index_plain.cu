@@ -57,14 +57,9 @@ __global__ void encode_queries(const __grid_constant__ IndexTile tile) {
   const std::int64_t at = (tile.first + token) * p.q.row_stride + std::int64_t{head} * shape.width;
   for (int c = block.lane(); c < shape.width; c += block.size())
     x[c] = p.q.dtype == DType::bf16 ? codec::bf16_value(static_cast<const std::uint16_t*>(p.q.data)[at + c])
-                                    : static_cast<const float*>(p.q.data)[at + c];
+                                    : codec::round_bf16(static_cast<const float*>(p.q.data)[at + c]);
   block.sync();
-  if (tile.kind().hadamard) {
-    ops::hadamard_row(block, shape.width, x);
-  } else {
-    for (int c = block.lane(); c < shape.width; c += block.size()) x[c] = codec::round_bf16(x[c]);
-    block.sync();
-  }
+  if (tile.kind().hadamard) ops::hadamard_row(block, shape.width, x);
   const std::int64_t stride = 2 * shape.width + kScaleRoom;
   std::uint8_t* to = tile.queries + token * tile.query_stride + head * stride;
   Codec::encode(block, shape, x, to, to + 2 * shape.width, tile.kind().global_scale);
