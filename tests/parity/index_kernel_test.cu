@@ -168,8 +168,8 @@ class IndexKernel : public testing::TestWithParam<Case> {
       if (c_.data == Data::extreme && random_() % 64 == 0)
         weight = std::ldexp(weight, static_cast<int>(random_() % 200) - 100);
       weights_.push_back(random_() % 16 == 0 ? 0.0f : weight);
-      if (c_.q != DType::u8 && c_.hadamard) ops::hadamard_row(OneLane{}, c_.width, x.data());
       for (float& v : x) v = codec::round_bf16(v);
+      if (c_.q != DType::u8 && c_.hadamard) ops::hadamard_row(OneLane{}, c_.width, x.data());
       Bytes payload(payload_bytes()), scale(scale_bytes());
       encode(x.data(), payload.data(), scale.data());
       q_payload_.insert(q_payload_.end(), payload.begin(), payload.end());
@@ -348,7 +348,7 @@ std::vector<Case> make_cases() {
                                                                                : "_encoded");
       c.data = data;
       c.q = q;
-      c.hadamard = q == DType::bf16;
+      c.hadamard = q != DType::u8;
       c.top = 100;
       c.lengths = {4000, 399, 90};
       c.counts = {2, 1, 3};
@@ -381,7 +381,7 @@ std::vector<Case> make_cases() {
                                                 : "bf16") +
                 "_data" + std::to_string(static_cast<int>(data)) + "_q" + std::to_string(static_cast<int>(q)),
             [&](Case& c) {
-              c.format = format, c.data = data, c.q = q, c.top = 100, c.hadamard = q == DType::bf16;
+              c.format = format, c.data = data, c.q = q, c.top = 100, c.hadamard = q != DType::u8;
               c.lengths = {1500, 90}, c.counts = {1, 2}, c.heads = 21;
               if (data == Data::spread) c.width = 96, c.hadamard = false;
             });
