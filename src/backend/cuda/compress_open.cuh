@@ -87,7 +87,7 @@ class OpenSpans {
     const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
     int left = kind_.ratio / kBatch, asked = 0;  // batches not asked for; of the stage, the next
     const auto ask_next = [&] {
-      __syncwarp();  // all have read what lay there
+      lanes_.sync();  // all have read what lay there, and rows are asked for whole: warps that drift apart are slower
       if (left-- > 0) inputs.template ask<kBatch>(stage_at + asked * kBatchBytes, 0);
       close_batch();
       asked = (asked + 1) % kBatches;
