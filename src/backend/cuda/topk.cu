@@ -8,10 +8,11 @@
 //   2. Scores not below the bound are listed in shared memory, a little more than k as a rule.
 //   3. The first block selects from the lists, exactly: histograms over ever smaller ranges, 2,048 bins each; at last,
 //      among equal scores, over entries.
-// If the lists get too long (many equal scores, say) or the row does not fit the registers, the first block makes step
-// 3 over the row in memory.
+// Rows of up to 8,192 scores begin with step 3. If a list gets too long (many equal scores, say) or the row does not
+// fit the registers, the first block makes step 3 over the row in memory.
 //
-// Bound by latency: about ten barriers, and the row's bytes when there are many rows.
+// Bound by latency: about ten barriers, and by waiting for instructions, most of which are run once. 512 of 32,768
+// scores: 10.8 us for one row, 15.2 for 128, on an H200, 2026-11-15.
 #include <cooperative_groups.h>
 
 #include <algorithm>
