@@ -1,21 +1,23 @@
 // attend for rows of 512 channels in fp8_tile64 and bf16 queries, on Hopper. Everything else goes to attend_plain.cu.
 //
 // A thread block takes 64 heads of a token and a run of its rows, in tiles of 64 rows. Four warpgroups:
-//   2 loaders   bring a tile's raw rows into registers (36 KB under way per multiprocessor, 25 are needed), one tile
-//               ahead, with indices and block ids two and three tiles ahead; convert them to bf16 times their scale
-//               into one of two shared tiles of 64 KB. Two, because one could not keep up with the multiplies.
-//   scorer      S = Q K^T (m64n64k16, Q stays in shared memory), online softmax, weights P as bf16 into shared memory,
-//               and O += P V for the left half of the channels (m64n128k16). The multiplies of tile i + 1's scores are
-//               queued right behind those of tile i's values.
-//   adder       O += P V for the right half, from the same tile: a row is loaded and converted once and serves as K
-//               and as V. It also finds the rows for the loaders, three tiles ahead: they have no registers left.
+//   2 loaders  bring a tile's raw rows into registers (36 KB, 25 must be under way per multiprocessor to keep memory
+//              busy) and convert them to bf16 times their scale, into one of two shared tiles of 64 KB.
+//   scorer     S = Q K^T (m64n64k16, Q stays in shared memory), online softmax, weights P as bf16 into shared memory,
+//              and O += P V for the left half of the channels (m64n128k16). The multiplies of tile i + 1's scores are
+//              queued right behind those of tile i's values.
+//   adder      O += P V for the right half, from the same tile: a row is loaded and converted once and serves as K
+//              and as V. It also finds the rows for the loaders, three tiles ahead: they have no registers left.
 // Few tokens: the rows of a token are split over the thread blocks of a cluster, and where there are thread blocks to
-// spare also the channels of V. Blocks exchange (max, sum) of each head, scale their part of O and push every head's to
-// the block that finishes it, all through distributed shared memory: one launch, nothing through global memory. The
-// grid depends on the params alone; how many rows there are is read on the device.
+// spare also the channels of V, which needs no merging: such blocks score the same rows. Blocks exchange (max, sum) of
+// each head and scale their part of O; then each finishes some heads and reads the others' shares of them, in fp16 with
+// a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction): one launch, nothing
+// through global memory. The grid depends on the params alone; how many rows there are is read on the device.
 //
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 35.5, multiplies 32, shared memory
-// about 34 (scores 16, values 9, converted rows 8), conversion 22.
+// about 37 (scores 16, values 12, converted rows 8), conversion 22. Measured: about 75. A tile's steps follow each
+// other too closely for these to overlap: loads are waited for at the end of a tile's conversion, conversion takes
+// twice its time while multiplies read shared memory, and the softmax lies between the two multiplies.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -32,6 +34,10 @@
 #include "backend/cuda/warp_row.cuh"
 #include "kv4/cuda.h"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+#pragma nv_diag_suppress 177  // the kernel has no body there, so its parts are not used
+#endif
+
 namespace kv4::cuda {
 namespace {
 
@@ -42,9 +48,8 @@ constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
 constexpr int kStages = 2, kFoundTiles = 4;
 constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
 constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
-constexpr int kScorerRegisters = 200, kAdderRegisters = 168, kLoaderRegisters = 72;
+constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
-constexpr int kMergePad = 8;  // floats after a head's channels, so that heads begin in different banks
 constexpr float kLn2 = 0.693147181f;
 
 /// Of one head over some rows: the largest logit (times log2 e) and the sum of 2^(logit - largest).
@@ -71,9 +76,6 @@ struct Shared {
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
-// Merging takes the place of Q and rows, which come first.
-static_assert(kTile * (kWidth + kMergePad) * 4 <= (1 + kStages) * kTileBytes);
-
 /// What a thread block does.
 struct Job {
   std::int64_t token;
@@ -357,8 +359,6 @@ class Scorer {
   template <int kSize>
   __device__ void weigh(float (&o)[kSize], int stage) {
     const uint2 there = *reinterpret_cast<const uint2*>(s_.there[stage]);
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) z_[i] *= scale_;
     if ((there.x & there.y) != 0xFFFFFFFFu) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -375,7 +375,7 @@ class Scorer {
       for (int i = 2 * half; i < kScores; i += 4) most = fmaxf(most, fmaxf(z_[i], z_[i + 1]));
       most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
       most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-      most = fmaxf(most, most_[half]);
+      most = fmaxf(most * scale_, most_[half]);
       base[half] = most == -INFINITY ? 0.0f : most;
       past[half] = exp2_fast(most_[half] - base[half]);
       most_[half] = most;
@@ -386,7 +386,8 @@ class Scorer {
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       const int half = i / 2 % 2;
-      const float x = exp2_fast(z_[i] - base[half]), y = exp2_fast(z_[i + 1] - base[half]);
+      const float x = exp2_fast(codec::fused(z_[i], scale_, -base[half]));
+      const float y = exp2_fast(codec::fused(z_[i + 1], scale_, -base[half]));
       sum_[half] += x + y;
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + panel_offset(head + 8 * half, i / 4)), "r"(pack_bf16(x, y))
                    : "memory");
@@ -479,9 +480,11 @@ __device__ void run_adder(float (&o)[kSize], Shared& s, Finder& finder, int tile
 __device__ Stats total_of(const Shared& s, const Job& job, int head) {
   const float sink = s.sink[head];
   Stats total{sink, 0.0f};
+#pragma unroll 1
   for (int part = 0; part < job.parts; ++part) total.most = fmaxf(total.most, s.stats[part][head].most);
   const float base = total.most == -INFINITY ? 0.0f : total.most;
   total.sum = exp2_fast(sink - base);
+#pragma unroll 1
   for (int part = 0; part < job.parts; ++part)
     total.sum += s.stats[part][head].sum * exp2_fast(s.stats[part][head].most - base);
   return total;
@@ -491,7 +494,7 @@ __device__ Stats total_of(const Shared& s, const Job& job, int head) {
 __device__ float factor_of(const Shared& s, const Job& job, int head) {
   const Stats total = total_of(s, job, head);
   if (total.sum == 0.0f) return 0.0f;
-  return exp2_fast(s.stats[job.part][head].most - (total.most == -INFINITY ? 0.0f : total.most)) / total.sum;
+  return __fdividef(exp2_fast(s.stats[job.part][head].most - (total.most == -INFINITY ? 0.0f : total.most)), total.sum);
 }
 
 __device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job) {
@@ -566,62 +569,104 @@ __device__ void store_output(const AttendParams& p, const Job& job, const float 
   }
 }
 
-/// Where this block's share of a head lies while the cluster is merging.
+/// A block's share of a head when Q and rows are no longer needed: channels in fp16, then what each group's must be
+/// multiplied by, a power of two. The bytes between blocks are what merging costs, hence not fp32; errors stay below
+/// 2^-12 of the largest channel.
 template <int kChannelParts>
-__device__ std::uint32_t share_address(const Shared& s, int head) {
-  return shared_address(s.q) + static_cast<std::uint32_t>(head * (kWidth / kChannelParts + kMergePad) * 4);
-}
+struct Share {
+  static constexpr int kChannels = kWidth / kChannelParts;
+  static constexpr int kScalesAt = kChannels * 2, kBytes = kScalesAt + 16;  // heads begin in different banks
+  static_assert(kTile * kBytes <= (1 + kStages) * kTileBytes);
 
-template <int kChannelParts, int kSize>
-__device__ void store_shares(Shared& s, const float (&o)[kSize], int first_channel) {
+  __device__ static std::uint32_t address(const Shared& s, int head) {
+    return shared_address(s.q) + static_cast<std::uint32_t>(head * kBytes);
+  }
+};
+
+template <int kChannelParts, int kGroupIndex, int kSize>
+__device__ void store_shares(Shared& s, const float (&o)[kSize]) {
+  constexpr std::uint32_t kTop = 14;  // the largest channel gets this exponent
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const std::uint32_t to =
-        share_address<kChannelParts>(s, head_of_thread() + 8 * half) + (first_channel + 2 * quad_of_thread()) * 4;
+    float most = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kSize; i += 4)
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + i * 8), "f"(o[i + 2 * half]), "f"(o[i + 2 * half + 1])
-                   : "memory");
+    for (int i = 2 * half; i < kSize; i += 4) most = fmaxf(most, fmaxf(fabsf(o[i]), fabsf(o[i + 1])));
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+    const std::uint32_t exponent = max(codec::float_bits(most) >> 23, kTop + 1);
+    const float up = codec::bits_float((254 + kTop - exponent) << 23);
+    const std::uint32_t to = Share<kChannelParts>::address(s, head_of_thread() + 8 * half);
+    if (quad_of_thread() == 0)
+      shared_store(to + Share<kChannelParts>::kScalesAt + kGroupIndex * 4, (exponent - kTop) << 23);
+    const std::uint32_t channels = to + (kGroupIndex * kSize * 2 + 2 * quad_of_thread()) * 2;
+#pragma unroll
+    for (int i = 2 * half; i < kSize; i += 4) {
+      const __half2 pair = __floats2half2_rn(o[i] * up, o[i + 1] * up);
+      std::uint32_t bits;
+      memcpy(&bits, &pair, 4);
+      shared_store(channels + i / 4 * 16, bits);
+    }
   }
 }
 
-/// Adds up the shares of this block's heads, four channels per thread and turn.
+/// Adds a share's eight channels, from this block or another.
+__device__ void add_share(uint4 channels, float scale, float (&sum)[kOctet]) {
+  const std::uint32_t words[4] = {channels.x, channels.y, channels.z, channels.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    __half2 pair;
+    memcpy(&pair, &words[i], 4);
+    const float2 x = __half22float2(pair);
+    sum[2 * i] = codec::fused(x.x, scale, sum[2 * i]);
+    sum[2 * i + 1] = codec::fused(x.y, scale, sum[2 * i + 1]);
+  }
+}
+
+/// Adds up the shares of this block's heads, eight channels per thread and turn.
 template <int kChannelParts>
 __device__ void finish_heads(const AttendParams& p, const Shared& s, const Job& job) {
-  constexpr int kChannels = kWidth / kChannelParts, kUnits = kChannels / 4, kAtOnce = 4;
+  constexpr int kUnits = Share<kChannelParts>::kChannels / kOctet, kAtOnce = 4;
   const int first = job.part * job.own_heads(), heads = min(job.own_heads(), kTile - first);
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < heads * kUnits; i += kThreads) {
-    const int head = first + i / kUnits, at = i % kUnits * 4;
-    const std::uint32_t from = share_address<kChannelParts>(s, head) + at * 4;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const int head = first + i / kUnits, unit = i % kUnits;
+    const std::uint32_t at = Share<kChannelParts>::address(s, head) + unit * 16;
+    const std::uint32_t scale_at =
+        Share<kChannelParts>::address(s, head) + Share<kChannelParts>::kScalesAt + unit / (kUnits / 2) * 4;
+    float sum[kOctet] = {};
+#pragma unroll 1
     for (int part = 0; part < job.parts; part += kAtOnce) {
-      float4 x[kAtOnce];
+      uint4 channels[kAtOnce];
+      float scale[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        x[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (part + k < job.parts)
-          x[k] =
-              cluster_load(in_block(from, static_cast<std::uint32_t>((part + k) * kChannelParts + job.channel_part)));
+        channels[k] = make_uint4(0, 0, 0, 0);
+        scale[k] = 0.0f;
+        if (part + k >= job.parts) continue;
+        int from = job.part + part + k;  // not all blocks at the same one at once
+        if (from >= job.parts) from -= job.parts;
+        const auto rank = static_cast<std::uint32_t>(from * kChannelParts + job.channel_part);
+        channels[k] = cluster_load(in_block(at, rank));
+        scale[k] = cluster_load_float(in_block(scale_at, rank));
       }
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        sum.x += x[k].x;
-        sum.y += x[k].y;
-        sum.z += x[k].z;
-        sum.w += x[k].w;
-      }
+      for (int k = 0; k < kAtOnce; ++k) add_share(channels[k], scale[k], sum);
     }
     if (job.first_head + head >= p.num_heads) continue;
-    const int channel = job.channel_part * kChannels + at;
-    if (!job.padded && channel >= kWidth - p.turn_back.rope_dim) {
-      turn_back(load_turn(p.turn_back, job.position, channel, kWidth), sum.x, sum.y);
-      turn_back(load_turn(p.turn_back, job.position, channel + 2, kWidth), sum.z, sum.w);
+    const int channel = job.channel_part * Share<kChannelParts>::kChannels + unit * kOctet;
+    if (!job.padded && channel + kOctet > kWidth - p.turn_back.rope_dim) {
+#pragma unroll
+      for (int pair = 0; pair < kOctet; pair += 2)
+        turn_back(load_turn(p.turn_back, job.position, channel + pair, kWidth), sum[pair], sum[pair + 1]);
     }
-    if (p.out.dtype == DType::f32)
-      *reinterpret_cast<float4*>(output_of<float>(p, job, head) + channel) = sum;
-    else
-      *reinterpret_cast<uint2*>(output_of<std::uint16_t>(p, job, head) + channel) =
-          make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+    if (p.out.dtype == DType::f32) {
+      float4* out = reinterpret_cast<float4*>(output_of<float>(p, job, head) + channel);
+      out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    } else {
+      store16(output_of<std::uint16_t>(p, job, head) + channel, pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
+              pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+    }
   }
   cluster_arrive();  // others may still be reading here
   cluster_wait();
@@ -668,7 +713,7 @@ __device__ void consume(const AttendParams& p, Shared& s, Job job) {
     if (kGroupIndex == 1 && job.channel_part == kChannelParts - 1) turn_back_last(p, job, o);
     store_output(p, job, o, panel * kTile);
   } else {
-    store_shares<kChannelParts>(s, o, kGroupIndex * kChannels);
+    store_shares<kChannelParts, kGroupIndex>(s, o);
     cluster_arrive();
     cluster_wait();
     finish_heads<kChannelParts>(p, s, job);
@@ -748,7 +793,7 @@ bool can_tile(const AttendParams& p) {
   return width_of(p) == kWidth && can_read(p.layer.window.ring) && can_read(p.layer.window.scratch) &&
          (p.layer.num_kinds == 0 || can_read(p.layer.kinds[0].page)) && p.q.dtype == DType::bf16 &&
          is_aligned(p.q.data, 16) && p.q.row_stride % 8 == 0 && is_aligned(p.out.data, 16) &&
-         p.turn_back.rope_dim <= kTail;
+         p.turn_back.rope_dim <= kTail && p.softmax_scale > 0.0f;
 }
 
 template <class Kernel>
@@ -813,18 +858,28 @@ std::array<int, kMaxCluster + 1> count_clusters() {
 
 }  // namespace
 
-/// As many parts as run at once, but none without a tile of rows.
+/// The split that should take the least time, of those whose blocks all run at once: a start and an end that depend on
+/// how O is merged, and a time per tile. In hundredths of a microsecond, fitted to an H200, 2026-11-15.
 AttendSplit split_of(const AttendParams& p) {
   static const std::array<int, kMaxCluster + 1> at_once = count_clusters();
   const std::int64_t units = std::int64_t{p.step.num_tokens} * ((p.num_heads + kTile - 1) / kTile);
-  const std::int64_t tiles = (most_rows(p) + kTile - 1) / kTile;
-  const auto fits = [&](int blocks) {
-    return blocks <= kMaxCluster && units <= at_once[static_cast<std::size_t>(blocks)];
+  const std::int64_t tiles = std::max<std::int64_t>((most_rows(p) + kTile - 1) / kTile, 1);
+  struct Cost {
+    int channels, alone, tile_alone, merged, per_part, tile_merged;
   };
-  AttendSplit split{static_cast<int>(std::clamp<std::int64_t>(tiles, 1, kMaxCluster)), 1};
-  while (split.rows > 1 && !fits(split.rows)) --split.rows;
-  while (split.channels < kMostChannelParts && fits(2 * split.rows * split.channels)) split.channels *= 2;
-  return split;
+  constexpr Cost kCosts[] = {{1, 800, 278, 980, 28, 220}, {2, 660, 260, 760, 30, 220}, {4, 560, 275, 600, 50, 220}};
+  AttendSplit best{1, 1};
+  std::int64_t least = kCosts[0].alone + tiles * kCosts[0].tile_alone;
+  for (const Cost& cost : kCosts)
+    for (int rows = 1; rows * cost.channels <= kMaxCluster; ++rows) {
+      const std::int64_t own = (tiles + rows - 1) / rows;
+      const std::int64_t time =
+          rows == 1 ? cost.alone + own * cost.tile_alone : cost.merged + rows * cost.per_part + own * cost.tile_merged;
+      if (units > at_once[static_cast<std::size_t>(rows * cost.channels)] || time >= least) continue;
+      least = time;
+      best = {rows, cost.channels};
+    }
+  return best;
 }
 
 cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaStream_t stream) {

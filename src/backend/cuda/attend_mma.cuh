@@ -83,6 +83,10 @@ __device__ void multiply_rows_128(float (&d)[kSize], std::uint64_t a, std::uint6
 // clang-format on
 #undef KV4_EIGHT
 
+__device__ inline void shared_store(std::uint32_t address, std::uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 // --- barriers in shared memory
 
 __device__ inline void barrier_init(std::uint32_t barrier, int arrivals) {
@@ -118,12 +122,17 @@ __device__ inline void cluster_store(std::uint32_t address, float x, float y) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-__device__ inline float4 cluster_load(std::uint32_t address) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+__device__ inline uint4 cluster_load(std::uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "r"(address)
                : "memory");
+  return x;
+}
+__device__ inline float cluster_load_float(std::uint32_t address) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   return x;
 }
 
