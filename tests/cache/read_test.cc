@@ -283,6 +283,57 @@ struct AttendCase {
 
 double bf16_step(double x) { return std::abs(x) * 0x1p-8; }
 
+struct Head {
+  std::vector<double> out;
+  double lse = 0;
+};
+
+Head attend_head(const float* q, const std::vector<const float*>& rows, std::int64_t width, double sink) {
+  std::vector<double> z;
+  double most = sink;
+  for (const float* row : rows) {
+    double dot = 0;
+    for (std::int64_t i = 0; i < width; ++i) dot += static_cast<double>(q[i]) * static_cast<double>(row[i]);
+    z.push_back(dot / std::sqrt(static_cast<double>(width)));
+    most = std::max(most, z.back());
+  }
+  Head head{std::vector<double>(static_cast<std::size_t>(width)), -INFINITY};
+  if (std::isinf(most)) return head;
+  double sum = std::exp(sink - most);
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    const double e = std::exp(z[r] - most);
+    sum += e;
+    for (std::size_t i = 0; i < head.out.size(); ++i) head.out[i] += e * static_cast<double>(rows[r][i]);
+  }
+  for (double& x : head.out) x /= sum;
+  head.lse = most + std::log(sum);
+  return head;
+}
+
+void turn_back(const RopeTable& table, std::vector<double>& row) {
+  double* tail = row.data() + row.size() - 2 * table.cos.size();
+  for (std::size_t i = 0; i < table.cos.size(); ++i) {
+    const double a = tail[2 * i], b = tail[2 * i + 1], cos = table.cos[i], sin = table.sin[i];
+    tail[2 * i] = a * cos + b * sin;
+    tail[2 * i + 1] = b * cos - a * sin;
+  }
+}
+
+// Within `bound` of the largest, beside the rounding of a bf16 output; and the same direction.
+void expect_near(const std::vector<float>& got, const std::vector<double>& want, double bound, bool narrow) {
+  double largest = 0, dot = 0, got_square = 0, want_square = 0;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const double g = static_cast<double>(got[i]);
+    largest = std::max(largest, std::abs(want[i]));
+    dot += g * want[i];
+    got_square += g * g;
+    want_square += want[i] * want[i];
+  }
+  for (std::size_t i = 0; i < want.size(); ++i)
+    ASSERT_NEAR(got[i], want[i], bound * largest + (narrow ? bf16_step(want[i]) : 0.0)) << "number " << i;
+  if (largest > 0) EXPECT_GE(dot / std::sqrt(got_square * want_square), 0.99999);
+}
+
 void check_attention(const OpenStep& s, LayerCacheHandle handle, const AttendCase& c, std::uint64_t seed) {
   const ModelConfig& config = s.driver.cache.schema().config;
   const std::int64_t width = handle.head_dim(), tokens = s.count(), heads = c.heads;
@@ -331,7 +382,7 @@ void check_attention(const OpenStep& s, LayerCacheHandle handle, const AttendCas
   if (c.narrow)
     for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<float>(naive::bf16_value(out16[i]));
 
-  const RopeSpec& rope = kinds.empty() ? config.rope_main : config.rope_compress;
+  std::vector<double> want;
   for (std::int64_t t = 0; t < tokens; ++t) {
     const Token& token = s.tokens[static_cast<std::size_t>(t)];
     std::vector<const float*> rows;
@@ -344,51 +395,22 @@ void check_attention(const OpenStep& s, LayerCacheHandle handle, const AttendCas
           rows.push_back(entries.row(token.item, j));
     }
     for (std::int64_t h = 0; h < heads; ++h) {
-      const float* x = q.data() + (t * heads + h) * width;
-      std::vector<double> z;
-      double most = c.sink && !token.padded ? static_cast<double>(sinks[static_cast<std::size_t>(h)]) : -INFINITY;
-      for (const float* row : rows) {
-        double dot = 0;
-        for (std::int64_t i = 0; i < width; ++i) dot += static_cast<double>(x[i]) * static_cast<double>(row[i]);
-        z.push_back(dot / std::sqrt(static_cast<double>(width)));
-        most = std::max(most, z.back());
-      }
-      double sum =
-          c.sink && !token.padded ? std::exp(static_cast<double>(sinks[static_cast<std::size_t>(h)]) - most) : 0;
-      std::vector<double> want(static_cast<std::size_t>(width));
-      for (std::size_t r = 0; r < rows.size(); ++r) {
-        const double e = std::exp(z[r] - most);
-        sum += e;
-        for (std::size_t i = 0; i < want.size(); ++i) want[i] += e * static_cast<double>(rows[r][i]);
-      }
-      double largest = 0;
-      for (double& w : want) {
-        w = sum == 0 ? 0 : w / sum;
-        largest = std::max(largest, std::abs(w));
-      }
-      if (c.turn_back && !token.padded) {
-        const RopeTable table = build_rope_table(rope, config.rope_dim, token.position, 1);
-        double* tail = want.data() + width - config.rope_dim;
-        for (std::size_t i = 0; i < table.cos.size(); ++i) {
-          const double a = tail[2 * i], b = tail[2 * i + 1], cos = table.cos[i], sin = table.sin[i];
-          tail[2 * i] = a * cos + b * sin;
-          tail[2 * i + 1] = b * cos - a * sin;
-        }
-      }
-      const float* got = out.data() + (t * heads + h) * width;
-      const double bound = device() == Device::cuda && c.narrow ? 2e-3 : 1e-5;
-      for (std::int64_t i = 0; i < width; ++i) {
-        const double w = want[static_cast<std::size_t>(i)];
-        ASSERT_NEAR(got[i], w, bound * largest + (c.narrow ? bf16_step(w) : 0.0))
-            << "token " << t << " head " << h << " channel " << i << " of " << rows.size() << " rows";
-      }
+      const bool sink = c.sink && !token.padded;
+      Head head = attend_head(q.data() + (t * heads + h) * width, rows, width,
+                              sink ? static_cast<double>(sinks[static_cast<std::size_t>(h)]) : -INFINITY);
+      if (c.turn_back && !token.padded)
+        turn_back(build_rope_table(kinds.empty() ? config.rope_main : config.rope_compress, config.rope_dim,
+                                   token.position, 1),
+                  head.out);
+      want.insert(want.end(), head.out.begin(), head.out.end());
       const float log_sum = lse[static_cast<std::size_t>(t * heads + h)];
-      if (sum == 0)
-        ASSERT_EQ(log_sum, -INFINITY) << "token " << t;
+      if (std::isinf(head.lse))
+        ASSERT_EQ(log_sum, head.lse) << "token " << t;
       else
-        ASSERT_NEAR(log_sum, most + std::log(sum), 1e-4 + bound * std::abs(most)) << "token " << t << " head " << h;
+        ASSERT_NEAR(log_sum, head.lse, 1e-4 + 2e-3 * std::abs(head.lse)) << "token " << t << " head " << h;
     }
   }
+  expect_near(out, want, device() == Device::cuda && c.narrow ? 2e-3 : 1e-5, c.narrow);
 }
 
 void check_reads(Driver& driver, const std::vector<Work>& work, std::int64_t index_heads,

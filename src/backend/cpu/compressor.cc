@@ -69,6 +69,17 @@ void Compressor::find_later_rows(const ops::StepRecord& part, std::int64_t token
   }
 }
 
+// A page's first use waits for its translation, and the fetches of its other lines with it: that is asked for earlier.
+void Compressor::open_later_pages(const ops::StepRecord& part, std::int64_t begin) const {
+  constexpr std::int64_t kSpansAhead = 4;
+  const std::int64_t last = part.first_token + part.count - 1;
+  for (std::int64_t i = 0; i < kind_.ratio; ++i) {
+    const std::int64_t token = std::min(part.token_of(begin + i) + kSpansAhead * kind_.ratio, last);
+    __builtin_prefetch(input_row(kv_, token), 0, 2);
+    __builtin_prefetch(input_row(gate_, token), 0, 2);
+  }
+}
+
 void Compressor::fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, bool fresh, float* acc) const {
   ops::SourceRow rows[kRowsAtOnce];
   do {
@@ -125,6 +136,7 @@ void Compressor::pool_entry(const ops::StepRecord& part, const ops::StepRecord* 
   ops::SourceRow* rows = buffers.sources.data();
   ops::StepRecord now = part;
   if (part.count == 1 && part.in_place()) now.length = static_cast<std::int32_t>(end);  // its own row is stored, too
+  if (begin - before >= now.length) open_later_pages(now, begin);
   find_rows({now, next, begin - before, before, 0}, rows);
   find_rows({now, next, begin, kind_.ratio, width()}, rows + before);
   kernels_.pool(width(), rows, before + kind_.ratio, buffers.acc.data());

@@ -39,6 +39,8 @@ class Compressor {
   };
   void find_rows(const Window& window, ops::SourceRow* rows) const;
   // Input rows that will be wanted after this one.
+  /// Of input rows a few spans on.
+  void open_later_pages(const ops::StepRecord& part, std::int64_t begin) const;
   void find_later_rows(const ops::StepRecord& part, std::int64_t token, int column, const void* fetch[2]) const;
   // The kv of a stored row that will be wanted after that of `position`.
   const std::uint8_t* later_stored(const Window& window, std::int64_t position) const;
