@@ -194,18 +194,23 @@ __device__ RawGroup load_group(const ops::IndexParams& p, std::int64_t token, in
 }
 
 __device__ void channels_of(const RawGroup& raw, DType dtype, float (&x)[32]) {
+  std::uint32_t pairs[16];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const std::uint32_t words[4] = {raw.words[i].x, raw.words[i].y, raw.words[i].z, raw.words[i].w};
+  for (int i = 0; i < 4; ++i) {
+    const auto round = [](std::uint32_t low, std::uint32_t high) {
+      return bf16_pair(codec::bits_float(low), codec::bits_float(high));
+    };
+    const uint4 given = raw.words[i], a = raw.words[2 * i], b = raw.words[2 * i + 1];
+    const bool wide = dtype == DType::f32;
+    pairs[4 * i] = wide ? round(a.x, a.y) : given.x;
+    pairs[4 * i + 1] = wide ? round(a.z, a.w) : given.y;
+    pairs[4 * i + 2] = wide ? round(b.x, b.y) : given.z;
+    pairs[4 * i + 3] = wide ? round(b.z, b.w) : given.w;
+  }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (dtype == DType::f32) {
-        x[4 * i + j] = codec::round_bf16(codec::bits_float(words[j]));
-      } else if (i < 4) {
-        x[8 * i + 2 * j] = low_value(words[j]);
-        x[8 * i + 2 * j + 1] = high_value(words[j]);
-      }
-    }
+  for (int i = 0; i < 16; ++i) {
+    x[2 * i] = low_value(pairs[i]);
+    x[2 * i + 1] = high_value(pairs[i]);
   }
 }
 
