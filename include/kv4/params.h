@@ -264,8 +264,6 @@ struct AttendParams {
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
   RopeDesc turn_back;           // rope_dim > 0: the output's last channels are turned back by the query's position
-  std::uint8_t* workspace = nullptr;
-  std::int64_t workspace_bytes = 0;
 };
 
 /// `bytes` from one place to another. If `when` is set and *when == equals, they come from `instead`.
