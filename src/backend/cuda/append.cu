@@ -193,18 +193,12 @@ cudaError_t launch_decode(const ops::AppendParams& p, int num_kinds, cudaStream_
                 grid);
 }
 
-int num_multiprocessors() {
-  int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 1;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
-}
-
 template <Compression kCompression, class In, class Pending>
 cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
   const auto kernel = prefill_kernel<kCompression, In, Pending>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes);
   if (error != cudaSuccess) return error;
-  const int blocks = std::min(p.step.num_tokens, kBlocksPerSm<kCompression, In, Pending> * num_multiprocessors());
+  const int blocks = std::min(p.step.num_tokens, kBlocksPerSm<kCompression, In, Pending> * multiprocessors());
   return launch<kStageBytes>(kernel, static_cast<unsigned>(blocks), kBlockThreads, stream, p, num_kinds);
 }
 

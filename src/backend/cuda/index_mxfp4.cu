@@ -659,15 +659,11 @@ bool can_score_mxfp4(const ops::IndexParams& p) {
 }
 
 cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (status == cudaSuccess)
-    status = cudaFuncSetAttribute(score_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(sizeof(Shared)));
+  const cudaError_t status = cudaFuncSetAttribute(score_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  static_cast<int>(sizeof(Shared)));
   if (status != cudaSuccess) return status;
   const std::int64_t tiles = (max_entries(tile.p) + kTileKeys - 1) / kTileKeys * tile.count;
-  const std::int64_t blocks = std::clamp<std::int64_t>(tiles, 1, kBlocksPerSm * processors);
+  const std::int64_t blocks = std::clamp<std::int64_t>(tiles, 1, kBlocksPerSm * multiprocessors());
   const ops::KindDesc& kind = tile.kind();
   Pages pages{};
   pages.payload = kind.page.payload.data;
