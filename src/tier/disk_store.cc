@@ -238,7 +238,7 @@ CollectResult DiskStore::collect() {
     if (sparse || segment->damaged) wasteful.push_back(id);
   }
   for (const std::uint64_t id : wasteful) {  // one at a time: no more than one segment too many
-    leave(*segments_.at(id));
+    if (const auto found = segments_.find(id); found != segments_.end()) leave(*found->second);
     result.durable = flush() && result.durable;
     if (!result.durable) break;
   }

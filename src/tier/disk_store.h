@@ -155,6 +155,7 @@ class DiskStore {
   IoStatus make_active(std::int64_t record_bytes, bool may_evict);
   IoStatus add_segment();
   bool evict_oldest();
+  bool settle();  // flush(); false, too, while records were lost that the caller has not heard of
 
   void sync_segment(Segment& segment);  // a failure makes it leave
   bool sync_segments();
@@ -175,7 +176,7 @@ class DiskStore {
   std::uint64_t next_segment_ = 1, next_sequence_ = 1;
   bool directory_dirty_ = false;
   bool directory_failed_ = false;  // its sync failed: names may be lost, so nothing can be promised any more
-  bool records_lost_ = false;      // since the last flush()
+  bool records_lost_ = false;      // since the last flush() of the caller
   StoreStats counts_;              // the last four
   BlockBuffer read_buffer_, write_buffer_;
 };

@@ -70,7 +70,7 @@ bool DiskStore::evict_oldest() {
   }
   leave(oldest);
   const std::int64_t before = total_bytes();
-  return flush() && total_bytes() < before;
+  return settle() && total_bytes() < before;
 }
 
 void DiskStore::leave(Segment& segment) {
@@ -112,10 +112,8 @@ bool DiskStore::move_records(Segment& segment) {
     const Entry old = found->second;
     const ReadRecord record = read_entry(id, old);
     if (record.refusal != RecordRefusal::none) {
-      if (!old.set_aside) {
-        ++counts_.lost_records;
-        records_lost_ = true;
-      }
+      ++counts_.lost_records;
+      records_lost_ = true;
       forget(id);
       continue;
     }
@@ -164,21 +162,28 @@ bool DiskStore::unlink_leaving() {
   return true;
 }
 
-// Each step may begin only when the one before is durable; a segment that fails on the way leaves, and all begins
-// again.
 bool DiskStore::flush() {
   if (!lock_) return false;
+  const bool durable = settle();
+  records_lost_ = false;
+  return durable;
+}
+
+// Each step may begin only when the one before is durable. A segment that fails on the way leaves, and all begins
+// again.
+bool DiskStore::settle() {
   for (int attempt = 0; attempt < kFlushAttempts && !directory_failed_; ++attempt) {
     std::vector<Segment*> leaving;
     for (auto& [id, segment] : segments_)
       if (segment->leaving) leaving.push_back(segment.get());
     if (!std::all_of(leaving.begin(), leaving.end(), [&](Segment* segment) { return move_records(*segment); }))
       continue;
+    if (records_lost_) return false;  // what they superseded stays until the caller has heard of it
     if (!sync_segments() || !sync_directory()) continue;
     if (!kill(superseded_)) continue;
     if (!unlink_leaving()) continue;
     if (!kill(removed_)) continue;
-    return !std::exchange(records_lost_, false);
+    return true;
   }
   return false;
 }
