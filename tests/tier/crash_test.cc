@@ -216,7 +216,7 @@ class CrashRun {
 };
 
 TEST(TierCrash, NothingWrongNothingDurableLost) {
-  const Seeds seeds(2000);
+  const Seeds seeds(10000);
   for (std::uint64_t seed = seeds.first; seed < seeds.end; ++seed) {
     SCOPED_TRACE("KV4_TEST_SEED=" + std::to_string(seed));
     CrashRun(seed).run();

@@ -53,7 +53,7 @@ inline bool remove(tier::DiskStore& store, const tier::RecordId& id) {
 /// KV4_TEST_SEED=N runs that seed alone.
 struct Seeds {
   std::uint64_t first = 0, end;
-  explicit Seeds(std::uint64_t count) : end(std::getenv("KV4_TEST_LONG") != nullptr ? count * 20 : count) {
+  explicit Seeds(std::uint64_t count) : end(std::getenv("KV4_TEST_LONG") != nullptr ? count * 5 : count) {
     if (const char* text = std::getenv("KV4_TEST_SEED")) {
       first = std::strtoull(text, nullptr, 10);
       end = first + 1;
