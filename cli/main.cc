@@ -47,6 +47,7 @@ int main(int argc, char** argv) {
       "  kv4 run                                                 a whole model's cache at work, with checks\n"
       "  kv4 bench --filter gather                               speed beside memcpy in the same run\n"
       "  kv4 golden DIR                                          replay recorded vectors\n"
+      "  kv4 store verify DIR                                    is every record of a disk store sound\n"
       "  kv4 run --device cuda                                   the same on a GPU; golden takes --device too\n"
       "\n"
       "'kv4 COMMAND --help' explains a command. Exit codes: 0 fine, 1 a check failed, 2 bad usage or input or no such "
@@ -57,6 +58,7 @@ int main(int argc, char** argv) {
   add_run(app, exit_code);
   add_bench(app, exit_code);
   add_golden(app, exit_code);
+  add_store(app, exit_code);
 
   try {
     app.parse(argc, argv);

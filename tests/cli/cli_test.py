@@ -3,6 +3,7 @@
 
 KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
 """
+import fcntl
 import json
 import os
 import subprocess
@@ -63,7 +64,7 @@ def tiny_config(folder):
 def test_version_and_help():
     assert ok("--version").stdout.startswith("kv4 ")
     text = ok("--help").stdout
-    for command in ("plan", "run", "bench", "golden"):
+    for command in ("plan", "run", "bench", "golden", "store"):
         assert command in text
         help_text = ok(command, "--help").stdout
         assert "--json" in help_text and "kv4 " + command in help_text, f"no example in the help of {command}"
@@ -71,7 +72,7 @@ def test_version_and_help():
 
 def test_bad_usage():
     refused([], "subcommand")
-    refused(["bogus"], "bogus", "plan, run, bench, golden")
+    refused(["bogus"], "bogus", "plan, run, bench, golden, store")
     refused(["plan", "--bogus"], "--bogus", "kv4 plan --help")
     refused(["plan", "extra"], "extra")
     refused(["plan", "--context"], "--context")
@@ -295,6 +296,68 @@ def test_bench_resident_memory():
     result = ok_json("bench", "--rss")
     assert result["ok"] and result["planned_bytes"] >= 1 << 30
     assert abs(result["difference"]) <= 0.02
+
+
+# ---- store
+
+def make_store(folder):
+    """A store as the format says, written by hand: two records, 64 KiB. Returns its segment."""
+    segment = Path(folder) / "segment-0000000000000001.kv4"
+    segment.write_bytes((ROOT / "tests/cli/two_records.segment").read_bytes().ljust(1 << 16, b"\0"))
+    return segment
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def test_store_sound():
+    with tempfile.TemporaryDirectory() as folder:
+        make_store(folder)
+        for command in ("inspect", "verify"):
+            found = ok_json("store", command, folder)
+            assert found["ok"] and found["keys"] == 2 and found["tenants"] == 2, found
+            equal(found["segments"][0]["payload_bytes"], 5 + 5000)
+        assert "Every record is sound" in ok("store", "verify", folder).stdout
+        freed = ok_json("store", "gc", folder)
+        assert freed["ok"] and freed["freed_bytes"] == 0, freed
+        equal(ok_json("store", "verify", folder)["keys"], 2)
+
+
+def test_store_damaged():
+    with tempfile.TemporaryDirectory() as folder:
+        segment = make_store(folder)
+        flip(segment, 8192 + 130)          # the first record's payload
+        flip(segment, 8192 + 4096 + 50)    # the second one's header
+        equal(kv4("store", "inspect", folder).returncode, 1)
+        done = kv4("store", "verify", folder)
+        equal(done.returncode, 1)
+        for part in ("damaged payload", "damaged header", "tenant 7", "000102030405060708090a0b0c0d0e0f"):
+            assert part in done.stdout, f"'{part}' is missing in: {done.stdout}"
+        found = json.loads(kv4("store", "verify", folder, "--json").stdout)
+        assert not found["ok"] and found["damaged_records"] == 1 and found["unreadable_ranges"] == 1, found
+        assert "damaged payload" in ok("store", "gc", folder).stdout
+        after = ok_json("store", "verify", folder)
+        assert after["ok"] and after["keys"] == 0, after
+
+
+def test_store_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        for command in ("inspect", "verify", "gc"):
+            refused(["store", command, folder], "no store")
+            refused(["store", command, folder + "/none"], "No such file")
+            refused(["store", command], "DIR")
+        refused(["store"], "subcommand")
+        segment = make_store(folder)
+        with open(Path(folder) / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            refused(["store", "verify", folder], "in use by another process")
+        for copy in (0, 4096):
+            flip(segment, copy + 9)
+        assert "format version 1025" in kv4("store", "inspect", folder).stdout
+        refused(["store", "gc", folder], "format version 1025", "reads 1")
 
 
 def main():

@@ -17,7 +17,7 @@ constexpr int kBadUsage = 2, kNoGpu = 3;
 constexpr const char* kHostOnly =
     "Base*:BadConfig*:BlockAllocator*:BlockBudget*:CacheOptionsRefused*:Codec*:ContextBudget*:*DamagedSafeTensors*:"
     "DeepJson*:LayerSchedule*:MemoryPlan*:ModelConfigJson*:ModelPreset*:Rope*:*RowFormat*:RowNames*:RowRules*:"
-    "*RowKernelsTest*:SafeTensors*:Schema*";
+    "*RowKernelsTest*:SafeTensors*:Schema*:Tier*";
 
 int usage(const std::string& problem) {
   std::fprintf(stderr,

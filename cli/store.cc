@@ -1,0 +1,176 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "commands.h"
+#include "kv4/error.h"
+#include "sizes.h"
+#include "table.h"
+#include "tier/disk_store.h"
+#include "tier/store_survey.h"
+
+namespace kv4::cli {
+namespace {
+
+using nlohmann::json;
+using tier::SegmentSurvey;
+using tier::StoreSurvey;
+
+struct StoreFlags {
+  std::string directory;
+  bool json = false;
+};
+
+std::string hex(const tier::Key& key) {
+  std::string out;
+  for (const std::byte b : key) out += fmt::format("{:02x}", std::to_integer<unsigned>(b));
+  return out;
+}
+
+std::string layout_name(std::uint64_t id) { return fmt::format("{:016x}", id); }
+
+json describe(const SegmentSurvey& segment) {
+  if (!segment.problem.empty()) return {{"name", segment.name}, {"problem", segment.problem}};
+  json out = {{"name", segment.name},
+              {"layout_id", layout_name(segment.header.layout_id)},
+              {"bytes", segment.header.bytes},
+              {"used_bytes", segment.used_bytes},
+              {"records", segment.records},
+              {"payload_bytes", segment.payload_bytes},
+              {"dead_records", segment.dead_records},
+              {"unreadable", json::array()},
+              {"damaged", json::array()}};
+  for (const tier::Gap& gap : segment.gaps)
+    out["unreadable"].push_back({{"offset", gap.offset}, {"bytes", gap.bytes}, {"reason", to_string(gap.reason)}});
+  for (const tier::DamagedRecord& record : segment.damaged)
+    out["damaged"].push_back({{"offset", record.offset},
+                              {"bytes", record.bytes},
+                              {"tenant", record.id.tenant},
+                              {"key", hex(record.id.key)},
+                              {"reason", to_string(record.reason)}});
+  return out;
+}
+
+json describe(const StoreSurvey& survey) {
+  json out = {{"ok", survey.sound()},
+              {"keys", survey.keys},
+              {"tenants", survey.tenants},
+              {"superseded_records", survey.superseded_records},
+              {"unfinished_segments", survey.unfinished_segments},
+              {"damaged_segments", survey.damaged_segments()},
+              {"damaged_records", survey.damaged_records()},
+              {"unreadable_ranges", survey.gaps()},
+              {"segments", json::array()}};
+  for (const SegmentSurvey& segment : survey.segments) out["segments"].push_back(describe(segment));
+  return out;
+}
+
+void print(const StoreSurvey& survey, const std::string& directory) {
+  fmt::print("{}: {} keys of {} tenants in {} segments, {} older records\n\n", directory, group_digits(survey.keys),
+             group_digits(survey.tenants), survey.segments.size(), group_digits(survey.superseded_records));
+  Table table("lrrrrrr", {"segment", "records", "payload", "dead", "used", "of", "layout"});
+  for (const SegmentSurvey& s : survey.segments) {
+    if (s.problem.empty())
+      table.row({s.name, group_digits(s.records), human_bytes(static_cast<double>(s.payload_bytes)),
+                 group_digits(s.dead_records), human_bytes(static_cast<double>(s.used_bytes)),
+                 human_bytes(static_cast<double>(s.header.bytes)), layout_name(s.header.layout_id)});
+    else
+      table.row({s.name, "?"});
+  }
+  fmt::print("{}\n", table.str());
+}
+
+void print_losses(const StoreSurvey& survey) {
+  for (const SegmentSurvey& s : survey.segments) {
+    if (!s.problem.empty()) fmt::print("lost: {}, all of it: {}\n", s.name, s.problem);
+    for (const tier::Gap& gap : s.gaps)
+      fmt::print("lost: {} at {}: {} bytes that are no record ({})\n", s.name, gap.offset, group_digits(gap.bytes),
+                 to_string(gap.reason));
+    for (const tier::DamagedRecord& record : s.damaged)
+      fmt::print("lost: {} at {}: {} bytes of tenant {}, key {} ({})\n", s.name, record.offset,
+                 group_digits(record.bytes), record.id.tenant, hex(record.id.key), to_string(record.reason));
+  }
+}
+
+/// 0: nothing is damaged as far as was looked, 1: something is.
+int look(const StoreFlags& flags, bool read_payloads) {
+  const auto files = tier::make_posix_file_system();
+  const StoreSurvey survey = tier::survey_store(*files, flags.directory, read_payloads);
+  if (flags.json) {
+    fmt::print("{}\n", describe(survey).dump(2));
+  } else {
+    print(survey, flags.directory);
+    print_losses(survey);
+    if (survey.sound())
+      fmt::print("{}\n",
+                 read_payloads ? "Every record is sound." : "Headers are sound; 'kv4 store verify' reads payloads.");
+  }
+  return survey.sound() ? 0 : 1;
+}
+
+/// Layout and sizes as the store has them.
+tier::StoreOptions options_of(const StoreSurvey& survey, const std::string& directory) {
+  tier::StoreOptions options;
+  options.directory = directory;
+  for (const SegmentSurvey& segment : survey.segments) {
+    if (!segment.problem.empty()) continue;
+    options.layout_id = segment.header.layout_id;
+    options.segment_bytes = segment.header.bytes;
+  }
+  options.capacity_bytes = INT64_MAX;  // reclaiming drops nothing that is sound
+  return options;
+}
+
+int collect(const StoreFlags& flags) {
+  const auto files = tier::make_posix_file_system();
+  const StoreSurvey before = tier::survey_store(*files, flags.directory, true);
+  const auto store = tier::DiskStore::open(*files, options_of(before, flags.directory));
+  const tier::CollectResult result = store->collect();
+  const bool durable = store->close() && result.durable;
+  if (flags.json) {
+    json out = describe(before);
+    out["ok"] = durable;
+    out["freed_bytes"] = result.freed_bytes;
+    fmt::print("{}\n", out.dump(2));
+  } else {
+    print_losses(before);
+    fmt::print("{} records kept, {} of segments given back{}\n", group_digits(before.keys - result.damaged_records),
+               human_bytes(static_cast<double>(result.freed_bytes)),
+               durable ? "" : "; the disk failed on the way, try again");
+  }
+  return durable ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace kv4::cli
+
+void add_store(CLI::App& app, int& exit_code) {
+  using namespace kv4::cli;
+  CLI::App* command = app.add_subcommand("store", "What is in a disk store, whether it is sound, and reclaim");
+  command->require_subcommand(1);
+  const auto add = [&](const char* name, const char* what, auto work) {
+    CLI::App* action = command->add_subcommand(name, what);
+    auto flags = std::make_shared<StoreFlags>();
+    action->add_option("DIR", flags->directory, "the store's directory")->required();
+    action->add_flag("--json", flags->json, "figures as JSON");
+    action->footer(fmt::format("Example:\n  kv4 store {} /var/cache/kv4 --json", name));
+    action->callback([flags, work, &exit_code] { exit_code = work(*flags); });
+  };
+  add("inspect", "Segments, records and tenants, from headers alone; changes nothing",
+      [](const StoreFlags& flags) { return look(flags, false); });
+  add("verify", "Read every record and name what was lost; changes nothing",
+      [](const StoreFlags& flags) { return look(flags, true); });
+  add("gc", "Drop damaged and dead records and give their room back", collect);
+  command->footer(
+      "Examples:\n"
+      "  kv4 store inspect /var/cache/kv4         what is in it\n"
+      "  kv4 store verify /var/cache/kv4 --json   is every record sound\n"
+      "  kv4 store gc /var/cache/kv4              give back what dead and damaged records take\n"
+      "\n"
+      "All take --json. Exit codes: 0 sound (gc: done), 1 something is damaged (gc: the disk failed), 2 there is no "
+      "store,\n"
+      "another process has it, or it has another format version. A damaged store is no error: what is left is read.");
+}

@@ -1,0 +1,184 @@
+// Records by key on a disk: append-only segments and an index in memory that is rebuilt from their headers.
+//
+// Promises:
+//   1. A record that get() gives has exactly the bytes of the newest put() of its tenant and key. Anything else is a
+//   miss.
+//   2. A record can be found once its put() has returned `stored`, and not before.
+//   3. What was put and removed before a flush() that returned true stays so, whatever is killed or loses power later.
+//   4. A store takes no more than `capacity_bytes`, and one segment while records move: the oldest makes room.
+//
+// What keeps them:
+//   a. Of several records of a key the one at the highest (segment, offset) is the newest. Live records only move
+//      forward; whoever opens a store after a crash looks at payloads where a key has several records.
+//   b. A superseded record is killed on disk after its successor is durable, a removed one after all older ones are
+//      killed, a segment is unlinked after its live records are durable elsewhere. So no older record comes back.
+//   c. After a failed fdatasync nothing more is written to the segment: what can still be read and verified moves to
+//      another one, and it is dropped.
+//
+// One thread at a time drives a store; two processes cannot (a lock file). Requests come in batches, so that they can
+// be in flight together; here they are done one after the other.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tier/file_system.h"
+#include "tier/record_format.h"
+#include "tier/segment_file.h"
+
+namespace kv4::tier {
+
+struct StoreOptions {
+  std::string directory;
+  std::uint64_t layout_id = 0;                             // of the cache; a store holds bytes of one layout
+  std::int64_t segment_bytes = std::int64_t{256} << 20;    // a multiple of 4,096
+  std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
+  std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, so that a flush is short
+};
+
+enum class PutStatus : std::uint8_t { stored, too_large, no_space, failed };
+enum class GetStatus : std::uint8_t {
+  found,
+  missing,
+  too_small,  // `to` is shorter than the payload; `bytes` says how long that is
+  damaged,    // a miss; the record is set aside
+  failed      // a miss; the disk did not answer
+};
+
+struct PutRequest {
+  RecordId id;
+  std::span<const std::byte> payload;
+  PutStatus status = PutStatus::failed;  // out
+};
+
+struct GetRequest {
+  RecordId id;
+  std::span<std::byte> to;
+  GetStatus status = GetStatus::failed;  // out
+  std::int64_t bytes = 0;                // out
+};
+
+struct ExistsRequest {
+  RecordId id;
+  std::int64_t bytes = -1;  // out: of the payload; -1: not there
+};
+
+struct RemoveRequest {
+  RecordId id;
+  bool removed = false;  // out: it was there
+};
+
+struct StoreStats {
+  std::int64_t records = 0, payload_bytes = 0;   // that can be found
+  std::int64_t segments = 0, segment_bytes = 0;  // files
+  std::int64_t set_aside_records = 0;            // damaged; since the store was opened, as all below
+  std::int64_t evicted_records = 0;              // made room
+  std::int64_t lost_records = 0;                 // could not be read when their segment had to be dropped
+  std::int64_t dropped_segments = 0;             // after a failed write or sync
+};
+
+struct CollectResult {
+  std::int64_t damaged_records = 0;
+  std::int64_t freed_bytes = 0;
+  bool durable = false;  // as of flush()
+};
+
+class DiskStore {
+ public:
+  /// Makes the directory if it is not there. Throws Error: bad_argument for options that cannot work, bad_state where
+  /// another process has the store, bad_file where the directory cannot be used or holds another layout or version.
+  /// Damaged segments and records are no reason to refuse. `files` outlives the store.
+  static std::unique_ptr<DiskStore> open(FileSystem& files, const StoreOptions& options);
+  /// Does not flush: see close().
+  ~DiskStore();
+  DiskStore(const DiskStore&) = delete;
+  DiskStore& operator=(const DiskStore&) = delete;
+
+  void put(std::span<PutRequest> requests);
+  void get(std::span<GetRequest> requests);
+  void exists(std::span<ExistsRequest> requests) const;
+  void remove(std::span<RemoveRequest> requests);
+  /// True: everything before is durable. False: unknown; records whose segment failed may be gone (`lost_records`). A
+  /// later flush may succeed, except after a failed sync of the directory: open the store again then.
+  bool flush();
+  /// flush(), and every later call misses or fails.
+  bool close();
+  /// Reads every record, drops damaged ones, and rewrites segments that are less than half alive or damaged. Flushes.
+  CollectResult collect();
+
+  StoreStats stats() const;
+
+ private:
+  struct Segment {
+    std::uint64_t id = 0;
+    std::int64_t bytes = 0;             // of the file
+    std::unique_ptr<SegmentFile> file;  // null: its header cannot be read
+    std::vector<RecordId> ids;          // of all records ever put there; some have moved on
+    std::int64_t live_bytes = 0;        // of records in the index
+    std::int64_t unsynced_bytes = 0;
+    bool dirty = false;    // there may be something that is not durable
+    bool damaged = false;  // it has bytes that are no records
+    bool leaving = false;  // takes no writes; unlinked by flush() when its records have moved
+  };
+  struct Place {
+    Segment* segment = nullptr;
+    std::int64_t offset = 0, length = 0;
+  };
+  struct Entry {
+    Place place;
+    std::uint64_t sequence = 0;
+    bool set_aside = false;  // damaged: a miss, but known, so that it is killed when a newer one takes its place
+  };
+  struct IdHash {
+    std::size_t operator()(const RecordId& id) const;
+  };
+
+  DiskStore(FileSystem& files, const StoreOptions& options) : files_(files), options_(options) {}
+  void lock();
+  void open_segments();
+  void rebuild_index();
+  void choose_sound(const RecordId& id, std::vector<Entry> older);
+
+  PutStatus put_one(const RecordId& id, std::span<const std::byte> payload);
+  GetStatus get_one(GetRequest& request);
+  /// Reads into read_buffer_ and compares with the index.
+  ReadRecord read_entry(const RecordId& id, const Entry& entry);
+  void set_aside(Entry& entry);
+  void forget(const RecordId& id);  // out of the index; the bytes stay
+
+  IoStatus append(const RecordId& id, std::uint64_t sequence, std::span<const std::byte> payload, Place& place);
+  IoStatus make_active(std::int64_t record_bytes, bool may_evict);
+  IoStatus add_segment();
+  bool evict_oldest();
+  bool settle();  // flush(); false, too, while records were lost that the caller has not heard of
+
+  void sync_segment(Segment& segment);  // a failure makes it leave
+  bool sync_segments();
+  bool sync_directory();
+  bool move_records(Segment& segment);
+  bool kill(std::vector<Place>& places);
+  bool unlink_leaving();
+  void leave(Segment& segment);
+  std::int64_t total_bytes() const;
+
+  FileSystem& files_;
+  StoreOptions options_;
+  std::unique_ptr<FileLock> lock_;  // null: closed
+  std::map<std::uint64_t, std::unique_ptr<Segment>> segments_;
+  Segment* active_ = nullptr;  // takes appends
+  std::unordered_map<RecordId, Entry, IdHash> index_;
+  std::vector<Place> superseded_, removed_;  // to be killed by flush(), in this order
+  std::uint64_t next_segment_ = 1, next_sequence_ = 1;
+  bool directory_dirty_ = false;
+  bool directory_failed_ = false;  // its sync failed: names may be lost, so nothing can be promised any more
+  bool records_lost_ = false;      // since the last flush() of the caller
+  StoreStats counts_;              // the last four
+  BlockBuffer read_buffer_, write_buffer_;
+};
+
+}  // namespace kv4::tier

@@ -1,0 +1,252 @@
+#include "tier/segment_file.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+
+#include "tier/little_endian.h"
+
+namespace kv4::tier {
+namespace {
+
+constexpr char kMagic[] = {'K', 'V', '4', 'S', 'E', 'G', '\r', '\n'};
+constexpr int kVersionAt = 8, kIdAt = 16, kNonceAt = 24, kLayoutAt = 32, kBytesAt = 40, kCreatedAt = 48, kDigestAt = 56;
+constexpr std::string_view kNamePrefix = "segment-", kNameSuffix = ".kv4";
+constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once while looking for the next record
+constexpr std::int64_t kMaxSegmentBytes = std::int64_t{1} << 40;
+
+bool is_zero(std::span<const std::byte> bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
+void encode_segment_header(const SegmentHeader& header, std::span<std::byte> block) {
+  std::byte* at = block.data();
+  std::memset(at, 0, block.size());
+  std::memcpy(at, kMagic, sizeof(kMagic));
+  store_le(at + kVersionAt, kSegmentVersion);
+  store_le(at + kIdAt, header.id);
+  store_le(at + kNonceAt, header.nonce);
+  store_le(at + kLayoutAt, header.layout_id);
+  store_le(at + kBytesAt, static_cast<std::uint64_t>(header.bytes));
+  store_le(at + kCreatedAt, static_cast<std::uint64_t>(header.created_ns));
+  store_le(at + kDigestAt, digest64(std::span<const std::byte>(block.first(kDigestAt))));
+}
+
+struct ParsedSegmentHeader {
+  SegmentRefusal refusal = SegmentRefusal::none;
+  std::uint32_t version = kSegmentVersion;
+  SegmentHeader header;
+};
+
+ParsedSegmentHeader parse_segment_header(std::span<const std::byte> block, std::uint64_t id) {
+  const std::byte* at = block.data();
+  ParsedSegmentHeader parsed{SegmentRefusal::damaged, kSegmentVersion, {}};
+  if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0) return parsed;
+  parsed.version = load_le<std::uint32_t>(at + kVersionAt);
+  if (parsed.version != kSegmentVersion) {  // before the digest, which it may keep elsewhere
+    parsed.refusal = SegmentRefusal::other_version;
+    return parsed;
+  }
+  const auto bytes = load_le<std::uint64_t>(at + kBytesAt);
+  if (load_le<std::uint64_t>(at + kDigestAt) != digest64(block.first(kDigestAt)) ||
+      load_le<std::uint64_t>(at + kIdAt) != id || bytes > static_cast<std::uint64_t>(kMaxSegmentBytes))
+    return parsed;
+  parsed.refusal = SegmentRefusal::none;
+  parsed.header = {id, load_le<std::uint64_t>(at + kNonceAt), load_le<std::uint64_t>(at + kLayoutAt),
+                   static_cast<std::int64_t>(bytes),
+                   static_cast<std::int64_t>(load_le<std::uint64_t>(at + kCreatedAt))};
+  return parsed;
+}
+
+OpenedSegment refused(SegmentRefusal refusal, IoStatus status = {}, std::uint32_t version = kSegmentVersion) {
+  return {refusal, status, version, nullptr};
+}
+
+}  // namespace
+
+std::string segment_name(std::uint64_t id) { return fmt::format("{}{:016x}{}", kNamePrefix, id, kNameSuffix); }
+
+std::optional<std::uint64_t> parse_segment_name(std::string_view name) {
+  if (!name.starts_with(kNamePrefix) || !name.ends_with(kNameSuffix)) return std::nullopt;
+  name.remove_prefix(kNamePrefix.size());
+  name.remove_suffix(kNameSuffix.size());
+  std::uint64_t id = 0;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), id, 16);
+  if (error != std::errc{} || end != name.data() + name.size() || name.size() != 16) return std::nullopt;
+  return id;
+}
+
+std::span<std::byte> BlockBuffer::get(std::int64_t bytes) {
+  if (bytes > bytes_) {
+    memory_.reset(
+        static_cast<std::byte*>(::operator new (static_cast<std::size_t>(bytes), std::align_val_t{kBlockBytes})));
+    bytes_ = bytes;
+  }
+  return {memory_.get(), static_cast<std::size_t>(bytes)};
+}
+
+OpenedSegment SegmentFile::create(FileSystem& files, const std::string& directory, const SegmentHeader& header) {
+  const std::string path = directory + "/" + segment_name(header.id),
+                    unfinished = path + std::string(kUnfinishedSuffix);
+  Opened<File> opened = files.open(unfinished, OpenMode::create);
+  if (!opened.status.ok()) return refused(SegmentRefusal::unreadable, opened.status);
+  BlockBuffer buffer;
+  const std::span<std::byte> blocks = buffer.get(kSegmentDataOffset);
+  encode_segment_header(header, blocks.first(kBlockBytes));
+  encode_segment_header(header, blocks.last(kBlockBytes));
+  IoStatus status = opened.handle->fallocate(header.bytes);
+  if (status.ok()) status = write_all(*opened.handle, 0, blocks);
+  if (status.ok()) status = opened.handle->fdatasync();
+  if (status.ok()) status = files.rename(unfinished, path);
+  if (!status.ok()) {
+    (void)files.unlink(unfinished);  // what stays behind is removed when the store is opened
+    return refused(SegmentRefusal::unreadable, status);
+  }
+  return {SegmentRefusal::none,
+          {},
+          kSegmentVersion,
+          std::unique_ptr<SegmentFile>(new SegmentFile(std::move(opened.handle), header))};
+}
+
+OpenedSegment SegmentFile::open(FileSystem& files, const std::string& directory, std::uint64_t id, OpenMode mode) {
+  const std::string path = directory + "/" + segment_name(id);
+  Opened<File> opened = files.open(path, mode);
+  if (!opened.status.ok()) opened = files.open(path, mode);
+  if (!opened.status.ok()) return refused(SegmentRefusal::unreadable, opened.status);
+
+  BlockBuffer buffer;
+  const std::span<std::byte> block = buffer.get(kBlockBytes);
+  OpenedSegment answer = refused(SegmentRefusal::unreadable);
+  for (int attempt = 0; attempt < 4; ++attempt) {  // both copies, each twice
+    const IoStatus status = read_all(*opened.handle, attempt % 2 * kBlockBytes, block);
+    if (!status.ok()) {
+      answer.status = status;
+      continue;
+    }
+    const ParsedSegmentHeader parsed = parse_segment_header(block, id);
+    if (parsed.refusal == SegmentRefusal::none)
+      return {SegmentRefusal::none,
+              {},
+              kSegmentVersion,
+              std::unique_ptr<SegmentFile>(new SegmentFile(std::move(opened.handle), parsed.header))};
+    if (answer.refusal != SegmentRefusal::other_version) answer = refused(parsed.refusal, {}, parsed.version);
+  }
+  return answer;
+}
+
+std::uint64_t SegmentFile::place_of(std::int64_t offset) const {
+  std::byte bytes[16];
+  store_le(bytes, header_.nonce);
+  store_le(bytes + 8, static_cast<std::uint64_t>(offset));
+  return digest64(std::span<const std::byte>(bytes));
+}
+
+ParsedHeader SegmentFile::parse_at(std::int64_t offset, std::span<const std::byte> block) const {
+  ParsedHeader parsed = parse_header(block);
+  if (parsed.refusal != RecordRefusal::none) return parsed;
+  if (parsed.header.place != place_of(offset)) parsed.refusal = RecordRefusal::misplaced;
+  if (stored_bytes(parsed.header.length) > header_.bytes - offset) parsed.refusal = RecordRefusal::bad_length;
+  return parsed;
+}
+
+SegmentContents SegmentFile::scan(BlockBuffer& buffer) {
+  SegmentContents found;
+  const std::int64_t limit = std::min(file_->size(), header_.bytes);
+  std::span<std::byte> chunk;
+  std::int64_t chunk_offset = 0;
+  bool searching = false;  // the last block was no record
+
+  for (std::int64_t offset = kSegmentDataOffset; offset + kBlockBytes <= limit;) {
+    if (offset < chunk_offset || offset >= chunk_offset + static_cast<std::int64_t>(chunk.size())) {
+      const std::int64_t blocks = (limit - offset) / kBlockBytes;
+      chunk = buffer.get(searching ? std::min(kSearchBytes, blocks * kBlockBytes) : kBlockBytes);
+      chunk_offset = offset;
+      // Where many blocks cannot be read, one by one: those that cannot, count as damaged.
+      if (!read_all(*file_, offset, chunk).ok()) {
+        chunk = chunk.first(kBlockBytes);
+        if (!read_all(*file_, offset, chunk).ok()) std::fill(chunk.begin(), chunk.end(), std::byte{0xff});
+      }
+    }
+    const std::span<std::byte> block = chunk.subspan(static_cast<std::size_t>(offset - chunk_offset), kBlockBytes);
+    ParsedHeader parsed = parse_at(offset, block);
+    if (parsed.refusal != RecordRefusal::none && !is_zero(block) && read_all(*file_, offset, block).ok())
+      parsed = parse_at(offset, block);
+
+    if (parsed.refusal == RecordRefusal::none) {
+      found.records.push_back({offset, parsed.header});
+      offset += stored_bytes(parsed.header.length);
+      found.end = offset;
+      searching = false;
+      continue;
+    }
+    if (!is_zero(block)) {
+      if (found.gaps.empty() || found.gaps.back().offset < found.end) found.gaps.push_back({offset, 0, parsed.refusal});
+      found.gaps.back().bytes = offset + kBlockBytes - found.gaps.back().offset;
+    }
+    offset += kBlockBytes;
+    searching = true;
+  }
+  end_ = found.end;
+  return found;
+}
+
+SegmentFile::Appended SegmentFile::append(RecordHeader header, std::span<const std::byte> payload,
+                                          BlockBuffer& buffer) {
+  header.kind = RecordKind::value;
+  header.length = static_cast<std::int64_t>(payload.size());
+  header.payload_digest = digest128(payload);
+  header.place = place_of(end_);
+  const std::span<std::byte> record = buffer.get(stored_bytes(header.length));
+  encode_header(header, record.first<kRecordHeaderBytes>());
+  std::copy(payload.begin(), payload.end(), record.begin() + kRecordHeaderBytes);
+  std::fill(record.begin() + kRecordHeaderBytes + header.length, record.end(), std::byte{0});
+
+  Appended appended{write_all(*file_, end_, record), true, end_};
+  if (appended.status.ok()) {
+    end_ += static_cast<std::int64_t>(record.size());
+  } else {
+    const std::span<std::byte> block = buffer.get(kBlockBytes);
+    std::fill(block.begin(), block.end(), std::byte{0});
+    appended.place_is_clean = write_all(*file_, end_, block).ok();
+  }
+  return appended;
+}
+
+ReadRecord SegmentFile::read(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
+  ReadRecord answer;
+  const std::span<std::byte> bytes = buffer.get(stored_bytes(length));
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    answer.status = read_all(*file_, offset, bytes);
+    if (!answer.status.ok()) return answer;
+    const ParsedHeader parsed = verify_record(bytes);
+    answer.refusal = parsed.refusal;
+    answer.header = parsed.header;
+    if (answer.refusal == RecordRefusal::none && parsed.header.place != place_of(offset))
+      answer.refusal = RecordRefusal::misplaced;
+    if (answer.refusal == RecordRefusal::none) {
+      answer.payload = bytes.subspan(kRecordHeaderBytes, static_cast<std::size_t>(parsed.header.length));
+      break;
+    }
+  }
+  return answer;
+}
+
+IoStatus SegmentFile::kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
+  RecordHeader header;
+  header.kind = RecordKind::dead;
+  header.layout_id = header_.layout_id;
+  header.length = length;
+  header.place = place_of(offset);
+  const std::span<std::byte> block = buffer.get(kBlockBytes);
+  std::fill(block.begin(), block.end(), std::byte{0});
+  encode_header(header, block.first<kRecordHeaderBytes>());
+  const IoStatus status = write_all(*file_, offset, block);
+  const std::int64_t rest = stored_bytes(length) - kBlockBytes;
+  if (status.ok() && rest > 0)
+    (void)file_->punch(offset + kBlockBytes, rest);  // else its room comes back with the segment
+  return status;
+}
+
+}  // namespace kv4::tier

@@ -1,0 +1,128 @@
+// A segment: a preallocated file of records, one after the other, only ever appended to. docs/formats.md has the table.
+//
+//   offset  size   meaning
+//        0  4,096  segment header: "KV4SEG\r\n", version, id, nonce, layout id, bytes, time, digest, zeros
+//    4,096  4,096  the same again, so that one damaged block does not lose the segment
+//    8,192         records (record_format.h), each at a multiple of 4,096
+//
+// The nonce is random and makes the records' places (`RecordHeader::place`): a scan that looks for the next record
+// after a damaged one cannot be fooled by what a payload holds.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tier/file_system.h"
+#include "tier/record_format.h"
+
+namespace kv4::tier {
+
+inline constexpr std::uint32_t kSegmentVersion = 1;
+inline constexpr std::int64_t kSegmentDataOffset = 2 * kBlockBytes;
+
+struct SegmentHeader {
+  std::uint64_t id = 0;
+  std::uint64_t nonce = 0;
+  std::uint64_t layout_id = 0;
+  std::int64_t bytes = 0;  // of the whole file
+  std::int64_t created_ns = 0;
+};
+
+/// "segment-0000000000000001.kv4"
+std::string segment_name(std::uint64_t id);
+std::optional<std::uint64_t> parse_segment_name(std::string_view name);
+/// Of a segment that is being made; one that is found was never finished.
+inline constexpr std::string_view kUnfinishedSuffix = ".new";
+
+/// Memory that files may be read into past the page cache; grows, never shrinks.
+class BlockBuffer {
+ public:
+  std::span<std::byte> get(std::int64_t bytes);
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const { ::operator delete (p, std::align_val_t{kBlockBytes}); }
+  };
+  std::unique_ptr<std::byte, Free> memory_;
+  std::int64_t bytes_ = 0;
+};
+
+struct FoundRecord {
+  std::int64_t offset = 0;
+  RecordHeader header;
+};
+
+/// Bytes between records that are neither a record nor zeros: a damaged header, or a write that was never finished.
+struct Gap {
+  std::int64_t offset = 0, bytes = 0;
+  RecordRefusal reason = RecordRefusal::none;  // of its first block
+};
+
+struct SegmentContents {
+  std::vector<FoundRecord> records;  // dead ones too, in order; payloads are not looked at
+  std::vector<Gap> gaps;
+  std::int64_t end = kSegmentDataOffset;  // of the last record
+};
+
+/// `header` counts only where `refusal` is none; then `payload` lies in the buffer that was given.
+struct ReadRecord {
+  RecordRefusal refusal = RecordRefusal::none;
+  IoStatus status;
+  RecordHeader header;
+  std::span<const std::byte> payload;
+};
+
+enum class SegmentRefusal : std::uint8_t { none, unreadable, damaged, other_version };
+
+class SegmentFile;
+
+struct OpenedSegment {
+  SegmentRefusal refusal = SegmentRefusal::none;
+  IoStatus status;
+  std::uint32_t version = 0;  // where that is the reason
+  std::unique_ptr<SegmentFile> file;
+};
+
+class SegmentFile {
+ public:
+  /// Whole, under its name, but not yet durable: that takes sync() and a sync of the directory.
+  static OpenedSegment create(FileSystem& files, const std::string& directory, const SegmentHeader& header);
+  static OpenedSegment open(FileSystem& files, const std::string& directory, std::uint64_t id, OpenMode mode);
+
+  const SegmentHeader& header() const { return header_; }
+  std::int64_t end() const { return end_; }  // where the next record goes
+  std::int64_t room() const { return header_.bytes - end_; }
+
+  /// Reads headers only, and sets end().
+  SegmentContents scan(BlockBuffer& buffer);
+  /// At end(); `header` gets length, digest and place. Where it fails the record is not there, now or later, if the
+  /// second value is true; else nothing is known about the last place of this segment.
+  struct Appended {
+    IoStatus status;
+    bool place_is_clean = true;
+    std::int64_t offset = 0;
+  };
+  Appended append(RecordHeader header, std::span<const std::byte> payload, BlockBuffer& buffer);
+  /// A damaged record is read again once: the damage may be on the way.
+  ReadRecord read(std::int64_t offset, std::int64_t length, BlockBuffer& buffer);
+  /// The record is gone, its room given back; where it lay is still known. One sector decides, so it is done or not.
+  IoStatus kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer);
+  IoStatus sync() { return file_->fdatasync(); }
+
+ private:
+  SegmentFile(std::unique_ptr<File> file, const SegmentHeader& header) : file_(std::move(file)), header_(header) {}
+  std::uint64_t place_of(std::int64_t offset) const;
+  ParsedHeader parse_at(std::int64_t offset, std::span<const std::byte> block) const;
+
+  std::unique_ptr<File> file_;
+  SegmentHeader header_;
+  std::int64_t end_ = kSegmentDataOffset;
+};
+
+}  // namespace kv4::tier

@@ -1,0 +1,91 @@
+// A disk that keeps what was not synced in a cache of its own and does to it what disks do. All chance comes from one
+// seed: the same seed and the same calls give the same disk.
+//
+//   crash()        of the sectors written since the last sync a random subset stays, at 512 bytes or 4 KiB: writes are
+//                  torn and reordered. Names that were not synced come or go. Handles and locks die.
+//   a failed sync  some sectors reach the disk, the rest is forgotten: the next sync reports success all the same
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tier/file_system.h"
+
+namespace kv4::test {
+
+class SimulatedDisk : public tier::FileSystem {
+ public:
+  explicit SimulatedDisk(std::uint64_t seed) : random_(seed) {}
+
+  // Faults.
+  void crash();
+  /// The call `calls` from now fails: 0 is the next one; of a write some bytes arrive.
+  void fail_call_in(std::int64_t calls) { fail_at_ = calls_ + calls; }
+  void fail_all(bool on) { fail_all_ = on; }
+  void set_capacity(std::int64_t bytes) { capacity_ = bytes; }  // of all files together
+  void set_short_transfers(bool on) { short_transfers_ = on; }
+  /// Now and then a bit of what is read is wrong, on the way: never in two reads on end.
+  void set_flips_on_the_way(bool on) { flips_on_the_way_ = on; }
+  /// Flips bits that are on the disk.
+  void damage(int bits);
+  void damage(const std::string& path, std::int64_t offset, std::byte mask);
+  std::int64_t calls() const { return calls_; }
+  bool has(const std::string& path) const { return names_.count(path) != 0; }
+  std::vector<std::byte> contents(const std::string& path) const { return names_.at(path)->seen; }
+  void replace(const std::string& path, std::vector<std::byte> bytes);
+  std::uint64_t below(std::uint64_t limit) { return random_() % limit; }
+
+  // FileSystem
+  tier::IoStatus make_directory(const std::string& path) override;
+  tier::Listing list(const std::string& directory) override;
+  tier::IoStatus sync_directory(const std::string& directory) override;
+  tier::Opened<tier::File> open(const std::string& path, tier::OpenMode mode) override;
+  tier::IoStatus rename(const std::string& from, const std::string& to) override;
+  tier::IoStatus unlink(const std::string& path) override;
+  tier::Opened<tier::FileLock> lock(const std::string& path) override;
+  std::int64_t now_ns() override { return ++clock_ns_; }
+  std::uint64_t random64() override { return random_(); }
+
+ private:
+  friend class SimulatedFile;
+  friend class SimulatedLock;
+
+  struct Write {
+    std::int64_t offset;
+    std::vector<std::byte> bytes;
+  };
+  struct Inode {
+    std::vector<std::byte> seen;     // what reads see
+    std::vector<std::byte> on_disk;  // what a crash leaves
+    std::vector<Write> unsynced;
+  };
+  using Names = std::map<std::string, std::shared_ptr<Inode>>;
+  struct NameChange {
+    std::string removed, added;  // empty: none
+    std::shared_ptr<Inode> inode;
+  };
+
+  bool next_call_fails();
+  void write(Inode& inode, std::int64_t offset, std::vector<std::byte> bytes);
+  /// Each unsynced sector with this probability, in percent.
+  void keep_some(Inode& inode, std::uint64_t percent);
+  void change(NameChange change);
+  static void apply(const NameChange& change, Names& names);
+  std::int64_t used_bytes() const;
+
+  std::mt19937_64 random_;
+  Names names_, names_on_disk_;
+  std::vector<NameChange> unsynced_names_;
+  std::shared_ptr<int> power_ = std::make_shared<int>(0);  // handles of before a crash hold another one
+  std::weak_ptr<int> locked_;
+  std::int64_t calls_ = 0, fail_at_ = -1, capacity_ = std::int64_t{1} << 40, clock_ns_ = 0;
+  std::int64_t reads_until_flip_ = 5;
+  bool fail_all_ = false, short_transfers_ = false, flips_on_the_way_ = false;
+};
+
+}  // namespace kv4::test

@@ -1,0 +1,118 @@
+// A process that is killed at any moment, on a real disk: what it was told is durable is there, and nothing is wrong.
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+#include <filesystem>
+
+#include "tier/disk_store.h"
+#include "tier/store_records.h"
+
+namespace kv4::test {
+namespace {
+
+using tier::DiskStore;
+
+constexpr int kKeys = 16;
+constexpr std::int64_t kNone = -1;
+
+// Operation i: of key_of(i) its i-th version is put, or it is removed.
+std::uint64_t key_of(std::int64_t operation) { return Random(static_cast<std::uint64_t>(operation)).next() % kKeys; }
+bool removes(std::int64_t operation) { return Random(static_cast<std::uint64_t>(operation) + 77).below(8) == 0; }
+std::vector<std::byte> payload_of(std::int64_t operation) {
+  Random random(static_cast<std::uint64_t>(operation) + 999);
+  return random_bytes(random.next(), random.below(60000));
+}
+
+struct Message {
+  std::int64_t started, flushed;  // operations before these
+};
+
+[[noreturn]] void child(const tier::StoreOptions& options, std::int64_t operation, int out) {
+  const auto files = tier::make_posix_file_system();
+  const auto store = DiskStore::open(*files, options);
+  std::int64_t flushed = operation;
+  const auto tell = [&](std::int64_t started) {
+    const Message message{started, flushed};
+    if (::write(out, &message, sizeof(message)) != sizeof(message)) ::_exit(1);
+  };
+  for (;; ++operation) {
+    tell(operation + 1);
+    if (removes(operation))
+      remove(*store, record_id(key_of(operation)));
+    else
+      put(*store, record_id(key_of(operation)), payload_of(operation));
+    if (Random(static_cast<std::uint64_t>(operation) + 5).below(6) == 0 && store->flush()) {
+      flushed = operation + 1;
+      tell(operation + 1);
+    }
+  }
+}
+
+TEST(TierKill, DurableAfterSigkill) {
+  const int kills = std::getenv("KV4_TEST_LONG") != nullptr ? 200 : 30;
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("kv4_kill_" + std::to_string(::getpid()));
+  std::filesystem::remove_all(folder);
+  tier::StoreOptions options;
+  options.directory = folder.string();
+  options.segment_bytes = 1 << 20;
+  options.capacity_bytes = 64 << 20;
+
+  Random random(20);
+  std::array<std::int64_t, kKeys> settled;  // the operation that wrote what is there
+  settled.fill(kNone);
+  std::int64_t operation = 0;
+  for (int round = 0; round < kills && !testing::Test::HasFailure(); ++round) {
+    SCOPED_TRACE("kill " + std::to_string(round));
+    int ends[2];
+    ASSERT_EQ(::pipe(ends), 0);
+    const pid_t pid = ::fork();
+    ASSERT_GE(pid, 0);
+    if (pid == 0) {
+      ::close(ends[0]);
+      child(options, operation, ends[1]);
+    }
+    ::close(ends[1]);
+    // Let it work for a while, in operations rather than in time, then a moment more.
+    const std::int64_t wanted = operation + random.between(1, 60);
+    Message last{operation, operation}, message{};
+    while (last.started < wanted && ::read(ends[0], &message, sizeof(message)) == sizeof(message)) last = message;
+    ::usleep(static_cast<useconds_t>(random.below(3000)));
+    ::kill(pid, SIGKILL);
+    while (::read(ends[0], &message, sizeof(message)) == sizeof(message)) last = message;
+    ::close(ends[0]);
+    int status = 0;
+    ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+    ASSERT_TRUE(WIFSIGNALED(status)) << "the child ended by itself with " << status;
+
+    const auto files = tier::make_posix_file_system();
+    const auto store = DiskStore::open(*files, options);
+    for (std::uint64_t key = 0; key < kKeys; ++key) {
+      std::vector<std::int64_t> allowed{settled[key]};  // operations; a removal and kNone are a miss
+      for (std::int64_t i = operation; i < last.started; ++i) {
+        if (key_of(i) != key) continue;
+        if (i < last.flushed) allowed.clear();
+        allowed.push_back(removes(i) ? kNone : i);
+      }
+      const Got got = get(*store, record_id(key));
+      const auto match = std::find_if(allowed.begin(), allowed.end(), [&](std::int64_t i) {
+        if (got.status != tier::GetStatus::found) return i == kNone;
+        return i != kNone && payload_of(i) == got.payload;
+      });
+      ASSERT_NE(match, allowed.end()) << "key " << key << ", status " << static_cast<int>(got.status) << ", operations "
+                                      << operation << " to " << last.started << ", flushed " << last.flushed;
+      settled[key] = *match;
+    }
+    ASSERT_TRUE(store->close());
+    operation = last.started;
+  }
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace kv4::test

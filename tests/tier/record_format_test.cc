@@ -1,0 +1,119 @@
+// The record: its bytes, and what is refused for which reason.
+#include "tier/record_format.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+
+#include "tier/little_endian.h"
+#include "tier/store_records.h"
+
+namespace kv4::test {
+namespace {
+
+using tier::RecordRefusal;
+
+tier::RecordHeader header_of(std::span<const std::byte> payload) {
+  tier::RecordHeader header;
+  header.layout_id = 0x1122334455667788;
+  header.id = record_id(1, 7);
+  header.sequence = 42;
+  header.length = static_cast<std::int64_t>(payload.size());
+  header.payload_digest = digest128(payload);
+  return header;
+}
+
+std::vector<std::byte> record_of(const tier::RecordHeader& header, std::span<const std::byte> payload) {
+  std::vector<std::byte> bytes(tier::kRecordHeaderBytes);
+  tier::encode_header(header, std::span<std::byte, tier::kRecordHeaderBytes>(bytes));
+  bytes.insert(bytes.end(), payload.begin(), payload.end());
+  return bytes;
+}
+
+RecordRefusal refusal_of(const tier::RecordHeader& header, std::span<const std::byte> payload = {}) {
+  return tier::verify_record(record_of(header, payload)).refusal;
+}
+
+TEST(TierRecord, ComesBack) {
+  for (const std::int64_t length : {0, 1, 127, 128, 129, 3967, 3968, 3969, 100'000}) {
+    const std::vector<std::byte> payload = random_bytes(static_cast<std::uint64_t>(length), length);
+    const tier::RecordHeader header = header_of(payload);
+    const tier::ParsedHeader parsed = tier::verify_record(record_of(header, payload));
+    ASSERT_EQ(parsed.refusal, RecordRefusal::none);
+    EXPECT_EQ(parsed.header.id, header.id);
+    EXPECT_EQ(parsed.header.length, length);
+    EXPECT_EQ(parsed.header.sequence, 42u);
+    EXPECT_EQ(parsed.header.layout_id, header.layout_id);
+    EXPECT_EQ(parsed.header.payload_digest, header.payload_digest);
+  }
+}
+
+// The example of docs/formats.md.
+TEST(TierRecord, HasTheDocumentedBytes) {
+  const char* text = "hello";
+  const std::span<const std::byte> payload = std::as_bytes(std::span(text, 5));
+  tier::RecordHeader header;
+  header.layout_id = 0x0123456789abcdef;
+  header.id.tenant = 7;
+  for (std::size_t i = 0; i < header.id.key.size(); ++i) header.id.key[i] = static_cast<std::byte>(i);
+  header.length = 5;
+  header.sequence = 3;
+  header.payload_digest = digest128(payload);
+  std::string hex;
+  for (const std::byte b : record_of(header, payload)) hex += fmt::format("{:02x}", std::to_integer<unsigned>(b));
+  EXPECT_EQ(hex,
+            "4b56345245430d0a0100000000000000efcdab89674523010700000000000000"
+            "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+            "05000000000000000300000000000000"
+            "1838525eaacf79c77f3e1b07adc1e9b5"
+            "0000000000000000000000000000000000000000000000003602fe0978733551"
+            "68656c6c6f");
+}
+
+TEST(TierRecord, EverySingleBitCounts) {
+  const std::vector<std::byte> payload = random_bytes(5, 300);
+  const std::vector<std::byte> sound = record_of(header_of(payload), payload);
+  for (std::size_t bit = 0; bit < sound.size() * 8; ++bit) {
+    std::vector<std::byte> bytes = sound;
+    bytes[bit / 8] ^= std::byte{1} << (bit % 8);
+    EXPECT_NE(tier::verify_record(bytes).refusal, RecordRefusal::none) << "bit " << bit;
+  }
+}
+
+TEST(TierRecord, SaysWhatIsWrong) {
+  const std::vector<std::byte> payload = random_bytes(5, 300);
+  const std::vector<std::byte> sound = record_of(header_of(payload), payload);
+  const auto refusal_with = [&](std::size_t byte) {
+    std::vector<std::byte> bytes = sound;
+    bytes[byte] ^= std::byte{4};
+    return tier::verify_record(bytes).refusal;
+  };
+  EXPECT_EQ(refusal_with(0), RecordRefusal::foreign);
+  EXPECT_EQ(refusal_with(8), RecordRefusal::other_version);
+  EXPECT_EQ(refusal_with(40), RecordRefusal::damaged_header);
+  EXPECT_EQ(refusal_with(125), RecordRefusal::damaged_header);
+  EXPECT_EQ(refusal_with(200), RecordRefusal::damaged_payload);
+  for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{127}, std::size_t{128}, sound.size() - 1})
+    EXPECT_EQ(tier::verify_record(std::span(sound).first(size)).refusal, RecordRefusal::too_short);
+
+  tier::RecordHeader header = header_of({});
+  header.kind = tier::RecordKind::dead;
+  EXPECT_EQ(refusal_of(header), RecordRefusal::dead);
+  header.kind = static_cast<tier::RecordKind>(2);
+  EXPECT_EQ(refusal_of(header), RecordRefusal::unknown_kind);
+  header = header_of({});
+  header.length = tier::kMaxPayloadBytes + 1;
+  EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
+  header.length = -1;
+  EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
+
+  std::vector<std::byte> reserved = record_of(header_of({}), {});
+  reserved[110] = std::byte{1};
+  tier::store_le(reserved.data() + 120, digest64(std::span<const std::byte>(reserved).first(120)));
+  EXPECT_EQ(tier::verify_record(reserved).refusal, RecordRefusal::reserved_not_zero);
+}
+
+}  // namespace
+}  // namespace kv4::test
