@@ -10,3 +10,4 @@ void add_plan(CLI::App& app, int& exit_code);
 void add_run(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, int& exit_code);
 void add_golden(CLI::App& app, int& exit_code);
+void add_replay(CLI::App& app, int& exit_code);
