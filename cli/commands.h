@@ -11,3 +11,4 @@ void add_run(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, int& exit_code);
 void add_golden(CLI::App& app, int& exit_code);
 void add_store(CLI::App& app, int& exit_code);
+void add_replay(CLI::App& app, int& exit_code);

@@ -37,7 +37,7 @@ std::string hint(const CLI::App& app) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"kv4: the KV cache of DeepSeek-V4 - plan it, run it, measure it, compare it with recordings.", "kv4"};
+  CLI::App app{"kv4: the KV cache of DeepSeek-V4 - plan it, run it, measure it, compare it with recordings, try it on traces.", "kv4"};
   app.set_version_flag("--version", std::string("kv4 ") + KV4_VERSION + " (" + kv4::cpu_target() + ")");
   app.require_subcommand(1);
   app.footer(
@@ -48,6 +48,7 @@ int main(int argc, char** argv) {
       "  kv4 bench --filter gather                               speed beside memcpy in the same run\n"
       "  kv4 golden DIR                                          replay recorded vectors\n"
       "  kv4 store verify DIR                                    is every record of a disk store sound\n"
+      "  kv4 replay TRACE --capacity 10M                         what a prefix cache finds on a trace\n"
       "  kv4 run --device cuda                                   the same on a GPU; golden takes --device too\n"
       "\n"
       "'kv4 COMMAND --help' explains a command. Exit codes: 0 fine, 1 a check failed, 2 bad usage or input or no such "
@@ -59,6 +60,7 @@ int main(int argc, char** argv) {
   add_bench(app, exit_code);
   add_golden(app, exit_code);
   add_store(app, exit_code);
+  add_replay(app, exit_code);
 
   try {
     app.parse(argc, argv);

@@ -5,6 +5,7 @@
 #include "base/digest.h"
 #include "codec/codec.h"
 #include "kv4/schema.h"
+#include "schema/layout_text.h"
 
 namespace kv4 {
 namespace {
@@ -153,8 +154,9 @@ std::string describe_rope(const RopeSpec& r) {
   return fmt::format("{} {} {} {} {} {}", r.theta, r.yarn, r.factor, r.original_length, r.beta_fast, r.beta_slow);
 }
 
-// Everything that decides what exported bytes mean; nothing that only decides where they lie.
-std::uint64_t layout_identity(const CacheSchema& s) {
+}  // namespace
+
+std::string describe_layout(const CacheSchema& s) {
   const ModelConfig& c = s.config;
   const CacheOptions& o = s.options;
   std::string text =
@@ -169,10 +171,8 @@ std::uint64_t layout_identity(const CacheSchema& s) {
       text += fmt::format(" [{} {} {}]", kind.ratio, kind.overlap, kind.width);
     text += '\n';
   }
-  return digest64(text);
+  return text;
 }
-
-}  // namespace
 
 const LayerCacheSchema& CacheSchema::layer(int model_layer) const {
   for (const LayerCacheSchema& l : layers)
@@ -218,7 +218,7 @@ CacheSchema build_schema(const ModelConfig& config, const CacheOptions& options)
             schema.options.num_blocks);
   }
   arrange_pages(schema);
-  schema.layout_id = layout_identity(schema);
+  schema.layout_id = digest64(describe_layout(schema));
   return schema;
 }
 

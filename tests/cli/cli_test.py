@@ -4,6 +4,7 @@
 KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
 """
 import fcntl
+import gzip
 import json
 import os
 import subprocess
@@ -64,7 +65,7 @@ def tiny_config(folder):
 def test_version_and_help():
     assert ok("--version").stdout.startswith("kv4 ")
     text = ok("--help").stdout
-    for command in ("plan", "run", "bench", "golden", "store"):
+    for command in ("plan", "run", "bench", "golden", "store", "replay"):
         assert command in text
         help_text = ok(command, "--help").stdout
         assert "--json" in help_text and "kv4 " + command in help_text, f"no example in the help of {command}"
@@ -72,7 +73,7 @@ def test_version_and_help():
 
 def test_bad_usage():
     refused([], "subcommand")
-    refused(["bogus"], "bogus", "plan, run, bench, golden, store")
+    refused(["bogus"], "bogus", "plan, run, bench, golden, store, replay")
     refused(["plan", "--bogus"], "--bogus", "kv4 plan --help")
     refused(["plan", "extra"], "extra")
     refused(["plan", "--context"], "--context")
@@ -265,6 +266,117 @@ def test_device_cuda_or_a_clear_error():
             equal(json.loads(done.stdout)["device"], "cuda")
         else:
             refused(args, "--device cuda cannot be used")
+
+
+# ---- replay
+
+def mooncake(time_ms, tokens, ids):
+    return json.dumps({"timestamp": time_ms, "input_length": tokens, "output_length": 10, "hash_ids": ids})
+
+
+# By hand: 3 + 3 + 2 + 3 ids. Without limit the 2nd finds [1, 2], the 3rd nothing, the 4th all three. The lines are not in order of time.
+SMALL_TRACE = [mooncake(30, 1300, [1, 2, 3]), mooncake(0, 1100, [1, 2, 3]), mooncake(10, 1536, [1, 2, 4]), mooncake(20, 600, [8, 9])]
+
+
+def write_trace(folder, lines, name="trace.jsonl"):
+    path = Path(folder) / name
+    data = "".join(line + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return str(path)
+
+
+def test_replay_by_hand():
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("trace.jsonl", "trace.jsonl.gz"):
+            path = write_trace(folder, SMALL_TRACE, name)
+            for policy in ("lru", "s3fifo"):
+                result = ok_json("replay", path, "--data", "none", "--policy", policy)
+                equal(result["requests"], 4)
+                equal(result["block_hit_rate"], 5 / 11)
+                equal(result["token_hit_rate"], (1024 + 1280) / (1100 + 1536 + 600 + 1300))
+        # Three ids fit: 4 displaces 3; 8 and 9 displace 4 and 2; the last request finds 1 only.
+        result = ok_json("replay", path, "--capacity", str(3 * 512))
+        equal(result["hit_blocks"], 3)
+        equal(ok_json("replay", path, "--limit", "2")["hit_blocks"], 2)
+        text = ok("replay", path).stdout
+        assert "block hit rate" in text and "0.4545" in text, text
+
+
+def test_replay_run_length():
+    head = json.dumps({"format": "weka128_rle v1", "block_tokens": 128})
+    line = lambda s, t, i, r: json.dumps({"s": s, "t": t, "i": i, "o": 1, "r": r})
+    with tempfile.TemporaryDirectory() as folder:
+        # Session 0 asks at 0 and, its gap of 9000 s cut, at 300 s; session 1 at 20 s, between them.
+        path = write_trace(folder, [head, line(0, 5, 300, [[10, 2]]), line(0, 9005, 520, [[10, 2], [30, 2]]), line(1, 0, 700, [[10, 2], [30, 3]])], "t.gz")
+        result = ok_json("replay", path)
+        equal(result["blocks"], 2 + 5 + 4)
+        equal(result["hit_blocks"], 0 + 2 + 4)
+
+
+def test_replay_generated():
+    first = ok_json("replay", "--generate", "--seed", "7", "--limit", "500")
+    again = ok_json("replay", "--generate", "--seed", "7", "--limit", "500")
+    equal(first["requests"], 500)
+    equal(first["hit_blocks"], again["hit_blocks"])
+    assert 0.3 < first["block_hit_rate"] < 1
+    assert ok_json("replay", "--generate", "--seed", "8", "--limit", "500")["hit_blocks"] != first["hit_blocks"]
+    small = ok_json("replay", "--generate", "--seed", "7", "--limit", "500", "--capacity", "100K")
+    assert small["block_hit_rate"] < first["block_hit_rate"] and small["evicted_blocks"] > 0
+
+
+def test_replay_bad_input():
+    good = mooncake(0, 600, [1, 2])
+    head = json.dumps({"format": "weka128_rle v1", "block_tokens": 128})
+    with tempfile.TemporaryDirectory() as folder:
+        def bad(lines, *parts):
+            path = write_trace(folder, lines)
+            refused(["replay", path], *[part.replace("FILE", path) for part in parts])
+        bad([good, "{"], "FILE:2", "JSON")
+        bad([good, ""], "FILE:2", "JSON")
+        bad([good, "[" * 100000], "FILE:2", "JSON")
+        bad(["[]"], "FILE:1", "JSON object")
+        bad([good, '{"timestamp": 0}'], "FILE:2", "input_length")
+        bad([good.replace("600", "-5")], "FILE:1", "input_length", "-5")
+        bad([good.replace("600", "1e300")], "FILE:1", "input_length")
+        bad([good.replace("600", "6000")], "FILE:1", "2 ids", "12")
+        bad([good.replace("[1, 2]", "[1, 1]")], "FILE:1", "twice")
+        bad([good.replace("[1, 2]", '[1, "x"]')], "FILE:1", "hash_ids")
+        bad([good.replace("[1, 2]", "[1, 18446744073709551615]")], "FILE:1", "hash_ids")
+        bad([good.replace('"timestamp": 0', '"timestamp": null')], "FILE:1", "timestamp")
+        bad([good, mooncake(1, 600, [3, 2])], "chain")
+        bad(['{"format": "weka128_rle v2"}'], "FILE:1", "v2")
+        bad([head, '{"s":0,"t":0,"i":128,"o":0,"r":[[0]]}'], "FILE:2", "'r'")
+        bad([head, '{"s":0,"t":0,"i":128,"o":0,"r":[[0,2]]}'], "FILE:2", "2 ids")
+        bad([head, '{"s":0,"t":9,"i":128,"o":0,"r":[[0,1]]}', '{"s":0,"t":8,"i":128,"o":0,"r":[[0,1]]}'], "FILE:3", "'t' is 8")
+        bad([], "no request")
+        path = write_trace(folder, [good] * 1000, "cut.gz")
+        Path(path).write_bytes(Path(path).read_bytes()[:-9])
+        refused(["replay", path], path, "damaged or truncated")
+        path = write_trace(folder, [good])
+        refused(["replay", path, "--policy", "lfu"], "lfu", "s3fifo")
+        refused(["replay", path, "--capacity", "100"], "100 tokens", "512")
+        refused(["replay", path, "--capacity", "0"], "--capacity")
+        refused(["replay", path, "--data", "real"], "real", "none")
+        refused(["replay", path, "--limit", "0"], "--limit")
+        refused(["replay", path, "--generate"], "--generate")
+    refused(["replay"], "--generate")
+    refused(["replay", "/no/such/trace"], "/no/such/trace")
+
+
+def test_replay_known_traces():
+    """Hit rates that others measured on public traces; KV4_TRACES names the folder that holds them."""
+    folder = Path(os.environ.get("KV4_TRACES", ROOT.parent / "shared" / "traces"))
+    known = {("conversation_trace.jsonl", "lru"): (.3664, .0533, .1361, .2852, .3513, .3635),
+             ("conversation_trace.jsonl", "s3fifo"): (.3664, .0780, .1568, .2483, .3157, .3631),
+             ("weka128_rle.jsonl.gz", "lru"): (.9634, .0323, .1814, .7990, .9410, .9634)}
+    for (name, policy), rates in known.items():
+        if not (folder / name).exists():
+            print(f"skipped {name} {policy}: it is not in {folder}")
+            continue
+        for millions, rate in zip((None, 1, 3, 10, 20, 50), rates):
+            size = ["--capacity", str(millions * 10**6)] if millions else []
+            got = ok_json("replay", str(folder / name), "--policy", policy, *size)["block_hit_rate"]
+            assert abs(got - rate) <= (0.002 if millions else 0.00005), f"{name} {policy} {millions}M: {got}, expected {rate}"
 
 
 # ---- bench

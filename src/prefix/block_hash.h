@@ -1,0 +1,67 @@
+// Keys of blocks: a SHA-256 chain over token ids. The root names everything that decides the bytes of a block besides
+// the tokens before it, so a key found is the same bytes, and another model, format or tenant never matches
+// (docs/formats.md, "Block keys").
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "kv4/schema.h"
+
+namespace kv4 {
+
+inline constexpr std::uint32_t kCacheFormatVersion = 1;
+
+using Sha256 = std::array<std::uint8_t, 32>;
+using BlockKey = Sha256;
+
+/// The bytes are uniform already: the first eight serve as a hash.
+inline std::uint64_t key_fingerprint(const BlockKey& key) {
+  std::uint64_t out;
+  std::memcpy(&out, key.data(), sizeof out);
+  return out;
+}
+std::string to_hex(const BlockKey& key);
+
+/// What the root of a chain hashes.
+struct ChainIdentity {
+  Sha256 config_digest{};
+  Sha256 rope_digest{};     // of the angles in use: the library's own, or a bound table
+  Sha256 layout_digest{};   // of the formats, not of where the bytes lie
+  std::string weights_id;   // the caller's name for the weights; new weights need a new one
+  std::string tenant_salt;  // tenants with different salts never share
+};
+
+/// Of what the text of the layout id leaves out as well: index_topk, for example, decides what later layers see.
+Sha256 digest_config(const ModelConfig& config);
+/// Of the frequencies that the library builds its angles from.
+Sha256 digest_rope(const ModelConfig& config);
+/// With the schema's config, layout and own rope angles.
+ChainIdentity identify_chain(const CacheSchema& schema, std::string weights_id, std::string tenant_salt);
+
+/// Hashes without an allocation per key. One thread at a time.
+class BlockHasher {
+ public:
+  BlockHasher();
+  ~BlockHasher();
+  BlockHasher(const BlockHasher&) = delete;
+  BlockHasher& operator=(const BlockHasher&) = delete;
+
+  BlockKey root(const ChainIdentity& identity);
+  /// `extra`: whatever else the block's bytes depend on, a LoRA id or hashes of images.
+  BlockKey block(const BlockKey& parent, std::span<const std::int32_t> token_ids,
+                 std::span<const std::byte> extra = {});
+  Sha256 digest(std::string_view bytes);
+
+ private:
+  struct Engine;
+  std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace kv4

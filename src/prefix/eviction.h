@@ -1,0 +1,73 @@
+// Which block goes when room is needed. A policy orders the slots of an index; it holds no bytes and no keys, and
+// every call is O(1) (a victim of S3-FIFO: amortised).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+namespace kv4 {
+
+enum class EvictionKind : std::uint8_t { lru, s3_fifo };
+const char* to_string(EvictionKind kind);
+/// Throws Error(bad_argument) listing the names: lru, s3fifo.
+EvictionKind parse_eviction(std::string_view name);
+
+/// A place in an index; kNoSlot is none.
+using Slot = std::int32_t;
+inline constexpr Slot kNoSlot = -1;
+
+/// One per slot, owned by the index and shared by the policies of its tenants: a slot is in one of them at most.
+struct EvictionNode {
+  Slot prev = kNoSlot;
+  Slot next = kNoSlot;
+  std::uint8_t queue = 0;      // S3-FIFO: which queue it is in, if any
+  std::uint8_t frequency = 0;  // S3-FIFO: hits, capped
+  bool held = false;           // S3-FIFO: a held one is left where it stands until it comes up
+};
+
+class EvictionPolicy {
+ public:
+  virtual ~EvictionPolicy() = default;
+  /// A new block. `fingerprint` is of its key: a policy may know it from before.
+  virtual void insert(Slot slot, std::uint64_t fingerprint) = 0;
+  virtual void touch(Slot slot) = 0;
+  /// Somebody refers to it: it is no victim until it is released.
+  virtual void hold(Slot slot) = 0;
+  /// Nobody refers to it any more; counts as a touch.
+  virtual void release(Slot slot) = 0;
+  /// Who goes next; it stays. kNoSlot: there is nobody.
+  virtual Slot victim() = 0;
+  /// The victim goes.
+  virtual void evict(Slot slot, std::uint64_t fingerprint) = 0;
+};
+
+/// `nodes` outlive the policy. `capacity`: of the cache, in blocks.
+std::unique_ptr<EvictionPolicy> make_eviction(EvictionKind kind, std::span<EvictionNode> nodes, std::int64_t capacity);
+
+/// A doubly linked list through nodes.
+class SlotQueue {
+ public:
+  void push(std::span<EvictionNode> nodes, Slot slot) {
+    nodes[static_cast<std::size_t>(slot)].prev = last_;
+    nodes[static_cast<std::size_t>(slot)].next = kNoSlot;
+    (last_ == kNoSlot ? first_ : nodes[static_cast<std::size_t>(last_)].next) = slot;
+    last_ = slot;
+    ++size_;
+  }
+  void remove(std::span<EvictionNode> nodes, Slot slot) {
+    const EvictionNode& node = nodes[static_cast<std::size_t>(slot)];
+    (node.prev == kNoSlot ? first_ : nodes[static_cast<std::size_t>(node.prev)].next) = node.next;
+    (node.next == kNoSlot ? last_ : nodes[static_cast<std::size_t>(node.next)].prev) = node.prev;
+    --size_;
+  }
+  Slot first() const { return first_; }
+  std::int64_t size() const { return size_; }
+
+ private:
+  Slot first_ = kNoSlot, last_ = kNoSlot;
+  std::int64_t size_ = 0;
+};
+
+}  // namespace kv4

@@ -1,0 +1,274 @@
+#include "prefix/prefix_index.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/check.h"
+
+namespace kv4 {
+namespace {
+
+void check_options(const PrefixIndexOptions& o) {
+  require(o.capacity_blocks >= 1 && o.capacity_blocks <= std::numeric_limits<Slot>::max(), ErrorCode::bad_config,
+          "capacity_blocks is {}; a prefix index holds 1 to {} blocks", o.capacity_blocks,
+          std::numeric_limits<Slot>::max());
+  require(o.block_tokens >= 1, ErrorCode::bad_config, "block_tokens is {}; a block has at least 1 token",
+          o.block_tokens);
+  require(o.max_events >= 1, ErrorCode::bad_config, "max_events is {}; the stream holds at least 1", o.max_events);
+  const SnapshotPolicy& s = o.snapshots;
+  require(s.kind != SnapshotPolicy::Kind::checkpoint || (s.period_tokens >= 1 && s.period_tokens % o.block_tokens == 0),
+          ErrorCode::bad_config, "period_tokens is {}; checkpoints stand at multiples of {} tokens", s.period_tokens,
+          o.block_tokens);
+  require(s.kind != SnapshotPolicy::Kind::none || s.replay_tokens >= 1, ErrorCode::bad_config,
+          "replay_tokens is {}; without snapshots a hit replays at least a window", s.replay_tokens);
+  const auto tenants = static_cast<std::int64_t>(o.tenant_shares.size());
+  require(tenants >= 1 && tenants <= PrefixIndex::kMaxTenants, ErrorCode::bad_config,
+          "there are {} tenants; an index has 1 to {}", tenants, PrefixIndex::kMaxTenants);
+  std::int64_t shared = 0;
+  for (const std::int64_t share : o.tenant_shares) shared = checked_add(shared, share, "tenant_shares");
+  require(shared <= o.capacity_blocks, ErrorCode::bad_config,
+          "the tenants' shares add up to {} blocks; the index holds {}", shared, o.capacity_blocks);
+}
+
+const PrefixIndexOptions& checked(const PrefixIndexOptions& options) {
+  check_options(options);
+  return options;
+}
+
+}  // namespace
+
+PrefixIndex::PrefixIndex(const PrefixIndexOptions& options)
+    : options_(checked(options)),
+      entries_(static_cast<std::size_t>(options.capacity_blocks)),
+      nodes_(entries_.size()),
+      table_(options.capacity_blocks),
+      events_(static_cast<std::size_t>(options.max_events)) {
+  for (const std::int64_t share : options.tenant_shares)
+    tenants_.push_back(
+        {.share = share, .size = 0, .policy = make_eviction(options.eviction, nodes_, options.capacity_blocks)});
+  for (auto slot = static_cast<Slot>(entries_.size()); slot-- > 0;) {
+    entries_[static_cast<std::size_t>(slot)].parent = free_head_;
+    free_head_ = slot;
+  }
+}
+
+const PrefixIndex::Entry& PrefixIndex::at(Slot slot) const {
+  require(slot >= 0 && slot < static_cast<Slot>(entries_.size()) && entries_[static_cast<std::size_t>(slot)].depth > 0,
+          ErrorCode::bad_argument, "slot {} holds no block; the index has {} of {} in use", slot, size_,
+          entries_.size());
+  return entries_[static_cast<std::size_t>(slot)];
+}
+
+PrefixIndex::Entry& PrefixIndex::at(Slot slot) {
+  return const_cast<Entry&>(static_cast<const PrefixIndex*>(this)->at(slot));
+}
+
+const PrefixIndex::Tenant& PrefixIndex::tenant_at(TenantId tenant) const {
+  require(tenant >= 0 && tenant < static_cast<TenantId>(tenants_.size()), ErrorCode::bad_argument,
+          "tenant {} does not exist; the index has tenants 0 to {}", tenant, tenants_.size() - 1);
+  return tenants_[static_cast<std::size_t>(tenant)];
+}
+
+Slot PrefixIndex::find(const BlockKey& key) const {
+  return table_.find(key, [&](Slot slot) { return entries_[static_cast<std::size_t>(slot)].key == key; });
+}
+
+// Keys are spread over all of the table: a lookup waits for memory twice unless both are asked for ahead of time.
+void PrefixIndex::prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) const {
+  constexpr std::size_t kCellsAhead = 16, kEntriesAhead = 8;
+  if (i + kCellsAhead < keys.size()) table_.prefetch(keys[i + kCellsAhead]);
+  if (i + kEntriesAhead >= keys.size()) return;
+  if (const Slot slot = table_.guess(keys[i + kEntriesAhead]); slot != kNoSlot) {
+    __builtin_prefetch(&entries_[static_cast<std::size_t>(slot)]);
+    __builtin_prefetch(&nodes_[static_cast<std::size_t>(slot)]);
+  }
+}
+
+PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys, std::int64_t prompt_tokens) const {
+  const std::int64_t full_blocks = prompt_tokens / options_.block_tokens;
+  require(prompt_tokens >= 0 && static_cast<std::int64_t>(keys.size()) <= full_blocks, ErrorCode::bad_argument,
+          "{} keys for a prompt of {} tokens, which has {} full blocks", keys.size(), prompt_tokens, full_blocks);
+  const std::int64_t most_usable = std::max<std::int64_t>(prompt_tokens - 1, 0) / options_.block_tokens;
+  PrefixMatch out;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    prefetch_ahead(keys, i);
+    const Slot slot = find(keys[i]);
+    if (slot == kNoSlot) break;
+    if (++out.matched_blocks > most_usable) continue;
+    const Entry& entry = entries_[static_cast<std::size_t>(slot)];
+    out.slot = slot;
+    out.usable_tokens = out.matched_blocks * options_.block_tokens;
+    if (entry.snapshot == kNoSnapshot) continue;
+    out.snapshot = entry.snapshot;
+    out.resume_at = out.usable_tokens;
+  }
+  if (options_.snapshots.kind == SnapshotPolicy::Kind::none)
+    out.resume_at = std::max<std::int64_t>(0, out.usable_tokens - options_.snapshots.replay_tokens);
+  return out;
+}
+
+void PrefixIndex::add_reference(Slot slot) {
+  Entry& entry = at(slot);
+  if (entry.references++ == 0 && !entry.waits) tenants_[static_cast<std::size_t>(entry.tenant)].policy->hold(slot);
+}
+
+void PrefixIndex::drop_reference(Slot slot) {
+  Entry& entry = at(slot);
+  require(entry.references > 0, ErrorCode::bad_argument, "slot {} is not pinned; it was unpinned once too often", slot);
+  entry.last_used = ++clock_;
+  if (--entry.references > 0 || entry.waits) return;
+  EvictionPolicy& policy = *tenants_[static_cast<std::size_t>(entry.tenant)].policy;
+  if (entry.fresh)
+    policy.insert(slot, key_fingerprint(entry.key));
+  else
+    policy.release(slot);
+  entry.fresh = false;
+}
+
+void PrefixIndex::pin(Slot slot) {
+  for (Slot each = slot; each != kNoSlot; each = at(each).parent) add_reference(each);
+}
+
+// From the tail to the head: the deepest block is the least recently used.
+void PrefixIndex::unpin(Slot slot) {
+  for (Slot each = slot; each != kNoSlot; each = at(each).parent) drop_reference(each);
+}
+
+std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot parent, const BlockKey& key,
+                                                       BlockId block) {
+  tenant_at(tenant);
+  require(parent == kNoSlot || at(parent).references > 0, ErrorCode::bad_argument,
+          "slot {} is not pinned; pin a block before appending to it", parent);
+  if (const Slot known = find(key); known != kNoSlot) {
+    if (at(known).parent != parent) {
+      fail(ErrorCode::bad_argument,
+           "key {} follows slot {}, but it was stored behind slot {}; a key belongs to one chain", to_hex(key), parent,
+           at(known).parent);
+    }
+    add_reference(known);
+    return Stored{known, false};
+  }
+  if (free_head_ == kNoSlot) return std::nullopt;
+  const Slot slot = free_head_;
+  Entry& entry = entries_[static_cast<std::size_t>(slot)];
+  free_head_ = entry.parent;
+  entry = {.key = key,
+           .parent = parent,
+           .depth = parent == kNoSlot ? 1 : at(parent).depth + 1,
+           .references = 1,
+           .tenant = tenant,
+           .block = block,
+           .fresh = true,
+           .last_used = ++clock_};
+  if (parent != kNoSlot) ++at(parent).children;
+  table_.insert(key, slot);
+  ++tenants_[static_cast<std::size_t>(tenant)].size;
+  ++size_;
+  record(BlockEvent::Kind::stored, key);
+  return Stored{slot, true};
+}
+
+// LRU meets a block without children at once, because chains are given back from the tail on. S3-FIFO may meet one with
+// children: it is held until the last of them is gone.
+Slot PrefixIndex::find_victim(Tenant& tenant) {
+  for (;;) {
+    const Slot slot = tenant.policy->victim();
+    if (slot == kNoSlot || entries_[static_cast<std::size_t>(slot)].children == 0) return slot;
+    entries_[static_cast<std::size_t>(slot)].waits = true;
+    tenant.policy->hold(slot);
+  }
+}
+
+std::optional<Evicted> PrefixIndex::evict(TenantId tenant) {
+  tenant_at(tenant);
+  Slot chosen = kNoSlot;
+  for (std::size_t i = 0; i < tenants_.size(); ++i) {
+    Tenant& other = tenants_[i];
+    if (i != static_cast<std::size_t>(tenant) && other.size <= other.share) continue;
+    const Slot slot = find_victim(other);
+    if (slot != kNoSlot && (chosen == kNoSlot || at(slot).last_used < at(chosen).last_used)) chosen = slot;
+  }
+  if (chosen == kNoSlot) return std::nullopt;
+  return remove(chosen);
+}
+
+void PrefixIndex::drop_child(Slot parent) {
+  Entry& entry = at(parent);
+  if (--entry.children > 0 || !entry.waits) return;
+  entry.waits = false;
+  if (entry.references == 0) tenants_[static_cast<std::size_t>(entry.tenant)].policy->release(parent);
+}
+
+Evicted PrefixIndex::remove(Slot slot) {
+  Entry& entry = at(slot);
+  const Evicted out{entry.key, entry.block, entry.snapshot};
+  Tenant& tenant = tenants_[static_cast<std::size_t>(entry.tenant)];
+  tenant.policy->evict(slot, key_fingerprint(entry.key));
+  --tenant.size;
+  --size_;
+  if (entry.parent != kNoSlot) drop_child(entry.parent);
+  table_.erase(entry.key, slot,
+               [&](Slot other) -> const BlockKey& { return entries_[static_cast<std::size_t>(other)].key; });
+  entry = {};
+  entry.parent = free_head_;
+  free_head_ = slot;
+  record(BlockEvent::Kind::evicted, out.key);
+  return out;
+}
+
+PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const BlockKey> keys,
+                                          std::span<const BlockId> blocks) {
+  require(blocks.empty() || blocks.size() == keys.size(), ErrorCode::bad_argument,
+          "{} blocks for {} keys; give one each, or none", blocks.size(), keys.size());
+  evicted_.clear();
+  Inserted out;
+  Slot tail = kNoSlot;
+  try {
+    for (const BlockKey& key : keys) {
+      const BlockId block = blocks.empty() ? kNoBlock : blocks[static_cast<std::size_t>(out.blocks)];
+      std::optional<Stored> stored = append(tenant, tail, key, block);
+      if (!stored) {
+        const std::optional<Evicted> gone = evict(tenant);
+        if (!gone) break;
+        evicted_.push_back(*gone);
+        stored = append(tenant, tail, key, block);
+      }
+      tail = stored->slot;
+      ++out.blocks;
+      out.new_blocks += stored->is_new;
+    }
+  } catch (...) {  // a key of another chain: what came before it stays
+    unpin(tail);
+    throw;
+  }
+  unpin(tail);
+  out.evicted = evicted_;
+  return out;
+}
+
+SnapshotId PrefixIndex::attach_snapshot(Slot slot, SnapshotId snapshot) {
+  Entry& entry = at(slot);
+  const SnapshotId before = entry.snapshot;
+  entry.snapshot = snapshot;
+  return before;
+}
+
+void PrefixIndex::record(BlockEvent::Kind kind, const BlockKey& key) {
+  if (num_events_ == events_.size()) {
+    ++first_event_;
+    --num_events_;
+    ++lost_events_;
+  }
+  events_[static_cast<std::size_t>((first_event_ + num_events_++) % events_.size())] = {kind, key};
+}
+
+std::size_t PrefixIndex::read_events(std::span<BlockEvent> out) {
+  const std::size_t count = std::min<std::size_t>(out.size(), num_events_);
+  for (std::size_t i = 0; i < count; ++i)
+    out[i] = events_[static_cast<std::size_t>((first_event_ + i) % events_.size())];
+  first_event_ += count;
+  num_events_ -= count;
+  return count;
+}
+
+}  // namespace kv4

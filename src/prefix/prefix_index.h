@@ -1,0 +1,165 @@
+// Which blocks of which token prefixes are kept. Keys, counts and order only: no bytes, no locks, one thread at a time.
+// A call costs O(1) per block; an eviction also looks at each tenant once. All memory is allocated at the start, but
+// for S3-FIFO's ghosts, which are at most as many as there are blocks.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kv4/block_allocator.h"
+#include "prefix/block_hash.h"
+#include "prefix/eviction.h"
+#include "prefix/key_table.h"
+#include "prefix/snapshot_policy.h"
+
+namespace kv4 {
+
+inline constexpr BlockId kNoBlock = -1;
+
+using TenantId = std::int32_t;
+
+struct PrefixIndexOptions {
+  std::int64_t capacity_blocks = 0;
+  int block_tokens = 128;
+  EvictionKind eviction = EvictionKind::lru;
+  SnapshotPolicy snapshots;
+  std::int64_t max_events = 65536;  // of the stream; older ones are lost, and counted
+  /// Blocks of each tenant that others cannot evict: one element per tenant, together at most the capacity.
+  std::vector<std::int64_t> tenant_shares = {0};
+};
+
+/// What a prompt finds.
+struct PrefixMatch {
+  std::int64_t matched_blocks = 0;  // from the first on, without a gap
+  /// Tokens that need not be stored again: whole blocks, and at least one token of the prompt remains for a query.
+  std::int64_t usable_tokens = 0;
+  Slot slot = kNoSlot;  // of the last usable block; pin it before anything else can evict it
+  /// First token to compute. Tokens from here to usable_tokens are replayed: windows and pending rows are rebuilt, the
+  /// entries are there already.
+  std::int64_t resume_at = 0;
+  SnapshotId snapshot = kNoSnapshot;  // to restore at resume_at; none: begin with empty state
+  std::int64_t replayed_tokens() const { return usable_tokens - resume_at; }
+};
+
+/// What an evicted block leaves to be freed.
+struct Evicted {
+  BlockKey key{};
+  BlockId block = kNoBlock;
+  SnapshotId snapshot = kNoSnapshot;
+};
+
+struct BlockEvent {
+  enum class Kind : std::uint8_t { stored, evicted };
+  Kind kind = Kind::stored;
+  BlockKey key{};
+};
+
+class PrefixIndex {
+ public:
+  static constexpr std::int64_t kMaxTenants = 256;  // every eviction looks at each
+
+  explicit PrefixIndex(const PrefixIndexOptions& options);
+
+  /// `keys`: of the full blocks of a prompt of `prompt_tokens`, first block first. Changes nothing.
+  PrefixMatch match(std::span<const BlockKey> keys, std::int64_t prompt_tokens) const;
+
+  /// A reference on the block and on every block before it: none of them is evicted.
+  void pin(Slot slot);
+  /// Gives one back. The deepest block becomes the first to go.
+  void unpin(Slot slot);
+
+  struct Stored {
+    Slot slot = kNoSlot;
+    bool is_new = false;  // false: the key was there, with a block of its own
+  };
+  /// The block that follows `parent` (kNoSlot: the first of a chain), which the caller has pinned; the new one is
+  /// pinned with it, so that unpin(new) replaces unpin(parent). nullopt: full; evict first.
+  std::optional<Stored> append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block = kNoBlock);
+
+  /// Takes the block that `tenant`'s need for room costs: one without references and without kept children; of another
+  /// tenant only above that one's share. nullopt: there is none.
+  std::optional<Evicted> evict(TenantId tenant);
+
+  /// A whole chain at once, unpinned, evicting as needed. Blocks that find no room are left out, the deepest first.
+  struct Inserted {
+    std::int64_t blocks = 0;           // of the chain that are kept now
+    std::int64_t new_blocks = 0;       // of these, not kept before
+    std::span<const Evicted> evicted;  // until the next call
+  };
+  /// `blocks`: beside the keys, or empty where nothing is on the device.
+  Inserted insert(TenantId tenant, std::span<const BlockKey> keys, std::span<const BlockId> blocks = {});
+
+  /// At the end of the block; returns the one that was there before, if any.
+  SnapshotId attach_snapshot(Slot slot, SnapshotId snapshot);
+  SnapshotId detach_snapshot(Slot slot) { return attach_snapshot(slot, kNoSnapshot); }
+
+  /// The oldest events, in order, as many as fit; they are gone then. Returns how many.
+  std::size_t read_events(std::span<BlockEvent> out);
+  std::uint64_t lost_events() const { return lost_events_; }
+
+  Slot find(const BlockKey& key) const;
+  const BlockKey& key(Slot slot) const { return at(slot).key; }
+  BlockId block(Slot slot) const { return at(slot).block; }
+  SnapshotId snapshot(Slot slot) const { return at(slot).snapshot; }
+  Slot parent(Slot slot) const { return at(slot).parent; }
+  std::int32_t children(Slot slot) const { return at(slot).children; }
+  std::int32_t references(Slot slot) const { return at(slot).references; }
+  std::int64_t tokens(Slot slot) const { return std::int64_t{at(slot).depth} * options_.block_tokens; }
+
+  std::int64_t capacity() const { return options_.capacity_blocks; }
+  std::int64_t size() const { return size_; }
+  std::int64_t tenant_size(TenantId tenant) const { return tenant_at(tenant).size; }
+  const SnapshotPolicy& snapshots() const { return options_.snapshots; }
+
+ private:
+  // 1. depth > 0: the slot is in use, and in table_. depth = 0: it is in the free list, through `parent`.
+  // 2. A block's parent is in use, and children counts the blocks that name it.
+  // 3. A block's references include those of each child: who refers to a block refers to all before it.
+  // 4. references > 0: its tenant's policy does not know it yet (fresh) or holds it. references = 0: it may be a victim
+  //    unless it waits; by 3 so may its descendants, and the deepest of them wait for nobody.
+  struct Entry {
+    BlockKey key{};
+    Slot parent = kNoSlot;
+    std::int32_t depth = 0;  // blocks from the start of the chain, this one included
+    std::int32_t children = 0;
+    std::int32_t references = 0;
+    TenantId tenant = 0;
+    BlockId block = kNoBlock;
+    SnapshotId snapshot = kNoSnapshot;
+    bool fresh = false;           // its policy does not know it yet
+    bool waits = false;           // came up as a victim and is held until its children are gone
+    std::uint64_t last_used = 0;  // to compare the victims of several tenants
+  };
+  struct Tenant {
+    std::int64_t share = 0;
+    std::int64_t size = 0;  // blocks, pinned ones included
+    std::unique_ptr<EvictionPolicy> policy;
+  };
+
+  Entry& at(Slot slot);
+  const Entry& at(Slot slot) const;
+  const Tenant& tenant_at(TenantId tenant) const;
+  void prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) const;
+  void add_reference(Slot slot);
+  void drop_reference(Slot slot);
+  Slot find_victim(Tenant& tenant);
+  void drop_child(Slot parent);
+  Evicted remove(Slot slot);
+  void record(BlockEvent::Kind kind, const BlockKey& key);
+
+  PrefixIndexOptions options_;
+  std::vector<Entry> entries_;
+  std::vector<EvictionNode> nodes_;
+  KeyTable table_;
+  std::vector<Tenant> tenants_;
+  Slot free_head_ = kNoSlot;
+  std::int64_t size_ = 0;
+  std::uint64_t clock_ = 0;
+  std::vector<Evicted> evicted_;
+  std::vector<BlockEvent> events_;  // a ring
+  std::uint64_t first_event_ = 0, num_events_ = 0, lost_events_ = 0;
+};
+
+}  // namespace kv4

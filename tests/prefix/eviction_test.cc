@@ -1,0 +1,150 @@
+// Both policies by hand; S3-FIFO also against a slow model of itself.
+#include "prefix/eviction.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kv4/error.h"
+
+namespace {
+
+using kv4::EvictionKind;
+using kv4::EvictionNode;
+using kv4::kNoSlot;
+using kv4::Slot;
+
+/// A policy of some slots; the fingerprint of slot s is 1000 + s.
+struct Policy {
+  Policy(EvictionKind kind, std::int64_t capacity, std::size_t slots)
+      : nodes(slots), policy(make_eviction(kind, nodes, capacity)) {}
+  void insert(Slot slot) { policy->insert(slot, print(slot)); }
+  Slot evict() {
+    const Slot slot = policy->victim();
+    if (slot != kNoSlot) policy->evict(slot, print(slot));
+    return slot;
+  }
+  static std::uint64_t print(Slot slot) { return 1000u + static_cast<std::uint64_t>(slot); }
+
+  std::vector<EvictionNode> nodes;
+  std::unique_ptr<kv4::EvictionPolicy> policy;
+};
+
+TEST(Eviction, Names) {
+  EXPECT_EQ(kv4::parse_eviction("lru"), EvictionKind::lru);
+  EXPECT_EQ(kv4::parse_eviction("s3fifo"), EvictionKind::s3_fifo);
+  EXPECT_THROW(kv4::parse_eviction("lfu"), kv4::Error);
+}
+
+TEST(Eviction, LruTakesTheLeastRecentlyUsed) {
+  Policy lru(EvictionKind::lru, 4, 4);
+  EXPECT_EQ(lru.evict(), kNoSlot);
+  for (const Slot slot : {0, 1, 2, 3}) lru.insert(slot);
+  lru.policy->touch(0);
+  lru.policy->hold(2);
+  EXPECT_EQ(lru.policy->victim(), 1);
+  EXPECT_EQ(lru.policy->victim(), 1) << "asking changes nothing";
+  EXPECT_EQ(lru.evict(), 1);
+  lru.policy->release(2);
+  EXPECT_EQ(lru.evict(), 3);
+  EXPECT_EQ(lru.evict(), 0);
+  EXPECT_EQ(lru.evict(), 2);
+  EXPECT_EQ(lru.evict(), kNoSlot);
+}
+
+TEST(Eviction, S3FifoKeepsWhatWasHitAndRemembersWhatWent) {
+  Policy s3(EvictionKind::s3_fifo, 10, 12);  // a small queue of 1
+  for (Slot slot = 0; slot < 10; ++slot) s3.insert(slot);
+  s3.policy->touch(1);
+  EXPECT_EQ(s3.evict(), 0);
+  EXPECT_EQ(s3.evict(), 2) << "1 was hit and moved to the main queue";
+  s3.insert(0);  // a ghost: straight to the main queue
+  s3.insert(10);
+  for (const Slot expected : {3, 4, 5, 6, 7, 8, 9}) EXPECT_EQ(s3.evict(), expected);
+  EXPECT_EQ(s3.evict(), 1) << "the small queue is down to its share; the main one gives its oldest";
+  s3.policy->touch(0);
+  s3.insert(11);
+  EXPECT_EQ(s3.evict(), 10);
+  EXPECT_EQ(s3.evict(), 0) << "its hit is used up by one more round";
+  EXPECT_EQ(s3.evict(), 11);
+  EXPECT_EQ(s3.evict(), kNoSlot);
+}
+
+TEST(Eviction, S3FifoPassesOverWhatIsHeld) {
+  Policy s3(EvictionKind::s3_fifo, 4, 4);
+  for (const Slot slot : {0, 1, 2, 3}) s3.insert(slot);
+  s3.policy->hold(0);
+  s3.policy->hold(2);
+  EXPECT_EQ(s3.evict(), 1);
+  EXPECT_EQ(s3.evict(), 3);
+  EXPECT_EQ(s3.evict(), kNoSlot) << "all that is left is held";
+  s3.policy->release(2);
+  s3.policy->release(0);
+  EXPECT_EQ(s3.evict(), 2);
+  EXPECT_EQ(s3.evict(), 0);
+  EXPECT_EQ(s3.evict(), kNoSlot);
+}
+
+/// S3-FIFO with deques that are searched, as it is written in the paper.
+struct SlowS3 {
+  std::size_t capacity;
+  std::deque<Slot> small, main, ghosts;
+  std::map<Slot, int> frequency;  // of those in the cache
+
+  void insert(Slot key) {
+    const auto ghost = std::find(ghosts.begin(), ghosts.end(), key);
+    (ghost == ghosts.end() ? small : main).push_back(key);
+    if (ghost != ghosts.end()) *ghost = kNoSlot;  // keeps its place
+    frequency[key] = 0;
+  }
+  Slot evict() {
+    for (;;) {
+      const bool from_small = small.size() > capacity / 10 || main.empty();
+      std::deque<Slot>& queue = from_small ? small : main;
+      const Slot key = queue.front();
+      queue.pop_front();
+      int& hits = frequency[key];
+      if (hits > 0) {
+        hits = from_small ? 0 : hits - 1;
+        main.push_back(key);
+        continue;
+      }
+      frequency.erase(key);
+      if (from_small) ghosts.push_back(key);
+      if (ghosts.size() > capacity) ghosts.pop_front();
+      return key;
+    }
+  }
+};
+
+TEST(Eviction, S3FifoEqualsASlowOne) {
+  for (const std::uint32_t seed : {1u, 2u, 3u, 4u}) {
+    SCOPED_TRACE(seed);
+    constexpr Slot kKeys = 200;
+    const std::size_t capacity = 5 + seed * 12;
+    Policy fast(EvictionKind::s3_fifo, static_cast<std::int64_t>(capacity), kKeys);  // a slot per key
+    SlowS3 slow{.capacity = capacity, .small = {}, .main = {}, .ghosts = {}, .frequency = {}};
+    std::mt19937 random(seed);
+    for (int step = 0; step < 20000; ++step) {
+      const auto key = static_cast<Slot>(std::min(random() % kKeys, random() % kKeys));
+      if (const auto found = slow.frequency.find(key); found != slow.frequency.end()) {
+        found->second = std::min(found->second + 1, 3);
+        fast.policy->touch(key);
+        continue;
+      }
+      if (slow.frequency.size() == capacity) {
+        ASSERT_EQ(fast.evict(), slow.evict()) << "step " << step;
+      }
+      slow.insert(key);
+      fast.insert(key);
+    }
+  }
+}
+
+}  // namespace
