@@ -79,7 +79,7 @@ struct StoreStats {
   std::int64_t set_aside_records = 0;            // damaged; since the store was opened, as all below
   std::int64_t evicted_records = 0;              // made room
   std::int64_t lost_records = 0;                 // could not be read when their segment had to be dropped
-  std::int64_t dropped_segments = 0;             // after a failed write or sync
+  std::int64_t dropped_segments = 0;             // after a failed sync
 };
 
 struct CollectResult {
