@@ -544,8 +544,8 @@ int KVCacheManager::num_requests() const {
 std::int64_t KVCacheManager::memory_bytes() const {
   const Impl& m = *impl_;
   return m.kv_pool.memory_bytes() + m.state_pool.memory_bytes() + m.tables.memory_bytes() + m.index_workspace.bytes() +
-         m.allocator.memory_bytes() +
-         m.schema.options.num_blocks * m.block_tokens() * 4 + (m.swa_angles ? m.swa_angles->memory_bytes() : 0) +
+         m.allocator.memory_bytes() + m.schema.options.num_blocks * m.block_tokens() * 4 +
+         (m.swa_angles ? m.swa_angles->memory_bytes() : 0) +
          (m.compress_angles ? m.compress_angles->memory_bytes() : 0);
 }
 
