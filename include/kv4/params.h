@@ -216,7 +216,7 @@ struct GatherParams {
 constexpr std::int32_t kMaxIndexHeads = 64, kMaxTopk = 2048, kMaxQueryHeads = 128;
 
 /// Index queries against the keys a token's position lets it see: j < (position + 1) / ratio. A query goes the way of a
-/// key before it is compared: transformed where keys are, rounded to bf16, encoded in their format.
+/// key before it is compared: rounded to bf16, transformed where keys are, encoded in their format.
 struct IndexParams {
   LayerDesc layer;
   StepDesc step;

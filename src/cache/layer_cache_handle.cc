@@ -8,23 +8,41 @@
 #include "cache/manager_impl.h"
 
 namespace kv4 {
+
+// A tensor in a message. Its text costs more than a small call, so it is made only where a check has failed.
+struct ShapeText {
+  const TensorView& tensor;
+
+  std::string str() const {
+    if (tensor.empty()) return "nothing";
+    std::string out = std::string(to_string(tensor.dtype)) + " [";
+    for (int d = 0; d < tensor.ndim; ++d) out += (d > 0 ? ", " : "") + std::to_string(tensor.shape[d]);
+    return out + "]";
+  }
+};
+
+}  // namespace kv4
+
+template <>
+struct fmt::formatter<kv4::ShapeText> : fmt::formatter<std::string> {
+  template <class Context>
+  auto format(const kv4::ShapeText& shape, Context& context) const {
+    return fmt::formatter<std::string>::format(shape.str(), context);
+  }
+};
+
+namespace kv4 {
 namespace {
 
-// For messages. Text costs more than a small call, so it is made only where a check has failed.
-std::string shape_text(const TensorView& t) {
-  if (t.empty()) return "nothing";
-  std::string out = std::string(to_string(t.dtype)) + " [";
-  for (int d = 0; d < t.ndim; ++d) out += (d > 0 ? ", " : "") + std::to_string(t.shape[d]);
-  return out + "]";
-}
+ShapeText shape_text(const TensorView& t) { return {t}; }
 
 bool is_float(DType type) { return type == DType::f32 || type == DType::bf16; }
 
 // [rows, width] f32 or bf16, channels dense; rows may be strided.
 ops::InputDesc float_rows(const TensorView& t, std::int64_t rows, std::int64_t width, const char* name) {
-  if (t.empty() || t.ndim != 2 || !is_float(t.dtype) || t.shape[0] != rows || t.shape[1] != width)
-    fail(ErrorCode::bad_argument, "{} must be f32 or bf16 [{}, {}] (tokens of the step, channels); got {}", name, rows,
-         width, shape_text(t));
+  require(!t.empty() && t.ndim == 2 && is_float(t.dtype) && t.shape[0] == rows && t.shape[1] == width,
+          ErrorCode::bad_argument, "{} must be f32 or bf16 [{}, {}] (tokens of the step, channels); got {}", name, rows,
+          width, shape_text(t));
   require(t.strides[1] == 1 && t.strides[0] >= width, ErrorCode::bad_argument,
           "{}: channels must be dense and rows at least {} apart; strides are {}, {}", name, width, t.strides[0],
           t.strides[1]);
@@ -54,8 +72,9 @@ T* dense_array(const TensorView& t, DType type, std::int64_t rows, std::int64_t 
 }
 
 ops::OutputDesc float_output(const TensorView& t, std::int64_t first, std::int64_t width, const char* name) {
-  if (t.empty() || t.ndim != 3 || !is_float(t.dtype) || t.shape[0] != first || t.shape[1] < 0 || t.shape[2] != width)
-    fail(ErrorCode::bad_argument, "{} must be f32 or bf16 [{}, n, {}]; got {}", name, first, width, shape_text(t));
+  require(
+      !t.empty() && t.ndim == 3 && is_float(t.dtype) && t.shape[0] == first && t.shape[1] >= 0 && t.shape[2] == width,
+      ErrorCode::bad_argument, "{} must be f32 or bf16 [{}, n, {}]; got {}", name, first, width, shape_text(t));
   check_dense(t, name);
   return {t.data, t.dtype};
 }
@@ -267,9 +286,9 @@ KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const T
                                               const TensorView& valid) {
   KV4_SCOPE;
   scope.require_entries("gather");
-  if (indices.empty() || indices.ndim != 2 || indices.dtype != DType::i32 || indices.shape[0] != scope.tokens() ||
-      indices.strides[1] != 1)
-    fail(ErrorCode::bad_argument, "indices must be i32 [{}, k], k dense; got {}", scope.tokens(), shape_text(indices));
+  require(!indices.empty() && indices.ndim == 2 && indices.dtype == DType::i32 && indices.shape[0] == scope.tokens() &&
+              indices.strides[1] == 1,
+          ErrorCode::bad_argument, "indices must be i32 [{}, k], k dense; got {}", scope.tokens(), shape_text(indices));
   auto params = scope.params<ops::GatherParams>();
   params.rows_per_item = indices.shape[1];
   params.indices = {indices.data, DType::i32, indices.strides[0]};

@@ -12,15 +12,23 @@ struct Attention {
   float sum = 0.0f;
 };
 
-/// Adds a row. q: times the softmax scale; acc [width].
-KV4_HD void attend_row(int width, const float* q, const float* row, Attention& a, float* acc) {
-  const float z = row_dot(width, q, row);
+/// A logit joins. What the past must be multiplied with, and the new one's weight.
+struct AttentionStep {
+  float past, fresh;
+};
+
+KV4_HD AttentionStep add_logit(Attention& a, float z) {
   const bool higher = z > a.max;
   const float e = codec::exp_nonpositive(-codec::magnitude(z - a.max));
-  const float past = higher ? e : 1.0f, fresh = higher ? 1.0f : e;
-  a.max = higher ? z : a.max;
-  a.sum = codec::fused(a.sum, past, fresh);
-  for (int c = 0; c < width; ++c) acc[c] = codec::fused(fresh, row[c], acc[c] * past);
+  const AttentionStep step = higher ? AttentionStep{e, 1.0f} : AttentionStep{1.0f, e};
+  a = {higher ? z : a.max, codec::fused(a.sum, step.past, step.fresh)};
+  return step;
+}
+
+/// Adds a row. q: times the softmax scale; acc [width].
+KV4_HD void attend_row(int width, const float* q, const float* row, Attention& a, float* acc) {
+  const AttentionStep step = add_logit(a, row_dot(width, q, row));
+  for (int c = 0; c < width; ++c) acc[c] = codec::fused(step.fresh, row[c], acc[c] * step.past);
 }
 
 /// What the sums must be multiplied with, and the logarithm of the denominator.
@@ -29,18 +37,10 @@ struct AttentionEnd {
   float lse;
 };
 
-KV4_HD AttentionEnd end_attention(const Attention& a, const float* sink) {
-  float max = a.max, sum = a.sum;
-  float factor = 1.0f;
-  if (sink != nullptr && *sink != -INFINITY) {
-    const float e = codec::exp_nonpositive(-codec::magnitude(*sink - max));
-    const bool higher = *sink > max;
-    factor = higher ? e : 1.0f;
-    sum = codec::fused(sum, factor, higher ? 1.0f : e);
-    max = higher ? *sink : max;
-  }
-  if (sum == 0.0f) return {0.0f, -INFINITY};
-  return {codec::quotient(factor, sum), max + logf(sum)};
+KV4_HD AttentionEnd end_attention(Attention a, const float* sink) {
+  const float factor = sink != nullptr && *sink != -INFINITY ? add_logit(a, *sink).past : 1.0f;
+  if (a.sum == 0.0f) return {0.0f, -INFINITY};
+  return {codec::quotient(factor, a.sum), a.max + logf(a.sum)};
 }
 
 }  // namespace kv4::ops
