@@ -29,6 +29,7 @@
 
 #include "tier/file_system.h"
 #include "tier/record_format.h"
+#include "tier/requests.h"
 #include "tier/segment_file.h"
 
 namespace kv4::tier {
@@ -39,38 +40,6 @@ struct StoreOptions {
   std::int64_t segment_bytes = std::int64_t{256} << 20;    // a multiple of 4,096
   std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
   std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, so that a flush is short
-};
-
-enum class PutStatus : std::uint8_t { stored, too_large, no_space, failed };
-enum class GetStatus : std::uint8_t {
-  found,
-  missing,
-  too_small,  // `to` is shorter than the payload; `bytes` says how long that is
-  damaged,    // a miss; the record is set aside
-  failed      // a miss; the disk did not answer
-};
-
-struct PutRequest {
-  RecordId id;
-  std::span<const std::byte> payload;
-  PutStatus status = PutStatus::failed;  // out
-};
-
-struct GetRequest {
-  RecordId id;
-  std::span<std::byte> to;
-  GetStatus status = GetStatus::failed;  // out
-  std::int64_t bytes = 0;                // out
-};
-
-struct ExistsRequest {
-  RecordId id;
-  std::int64_t bytes = -1;  // out: of the payload; -1: not there
-};
-
-struct RemoveRequest {
-  RecordId id;
-  bool removed = false;  // out: it was there
 };
 
 struct StoreStats {
