@@ -103,13 +103,18 @@ KV4_HD float norm_factor(float sum, int width, float eps) {
   return codec::quotient(1.0f, codec::square_root(codec::quotient(sum, static_cast<float>(width)) + eps));
 }
 
-/// Entry from its pool: mean -> bf16 -> RMS norm -> bf16 -> rotation of the last 2 * pairs channels -> bf16.
+/// Mean of a pool acc [3, width] -> bf16.
 template <class Group>
-KV4_HD void finish_row(Group g, int width, const float* acc, const float* norm_weight, float eps, int pairs,
-                       const float* cos, const float* sin, float* row, float* tmp) {
+KV4_HD void mean_row(Group g, int width, const float* acc, float* row) {
   for (int c = g.lane(); c < width; c += g.size())
     row[c] = codec::round_bf16(codec::quotient(acc[2 * width + c], acc[width + c]));
   g.sync();
+}
+
+/// A row of bf16 values in place: RMS norm -> bf16 -> rotation of the last 2 * pairs channels -> bf16.
+template <class Group>
+KV4_HD void norm_and_rotate_row(Group g, int width, const float* norm_weight, float eps, int pairs, const float* cos,
+                                const float* sin, float* row, float* tmp) {
   const float factor = norm_factor(square_sum(g, row, width, tmp), width, eps);
   for (int c = g.lane(); c < width; c += g.size()) row[c] = codec::round_bf16(row[c] * factor * norm_weight[c]);
   g.sync();
@@ -120,6 +125,14 @@ KV4_HD void finish_row(Group g, int width, const float* acc, const float* norm_w
     tail[2 * i + 1] = codec::round_bf16(codec::fused(x1, cos[i], x0 * sin[i]));
   }
   g.sync();
+}
+
+/// Entry from its pool.
+template <class Group>
+KV4_HD void finish_row(Group g, int width, const float* acc, const float* norm_weight, float eps, int pairs,
+                       const float* cos, const float* sin, float* row, float* tmp) {
+  mean_row(g, width, acc, row);
+  norm_and_rotate_row(g, width, norm_weight, eps, pairs, cos, sin, row, tmp);
 }
 
 /// Normalised Walsh-Hadamard transform in Sylvester order, strides 1, 2, 4, ...; width a power of two. Result bf16.

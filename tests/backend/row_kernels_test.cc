@@ -220,17 +220,20 @@ TEST_P(RowKernelsTest, FoldAndFinish) {
       fast().fold(width, rows.data() + split, count - split, split == 0, b.data());
       ASSERT_TRUE(same_bytes(a, b)) << "fold, width " << width << " round " << round;
 
-      std::vector<float> pa(3 * w), pb(3 * w);
-      plain().pool(width, rows.data(), count, pa.data());
-      fast().pool(width, rows.data(), count, pb.data());
-      ASSERT_TRUE(same_bytes(pa, pb)) << "pool, width " << width << " round " << round;
+      std::vector<float> ra(w), rb(w);
+      plain().pool(width, rows.data(), count, b.data(), ra.data());
+      fast().pool(width, rows.data(), count, b.data(), rb.data());
+      ASSERT_TRUE(same_bytes(ra, rb)) << "pool, width " << width << " round " << round;
+      plain().mean(width, a.data(), ra.data());
+      fast().mean(width, a.data(), rb.data());
+      ASSERT_TRUE(same_bytes(ra, rb)) << "mean, width " << width << " round " << round;
 
       const std::vector<float> norm = awkward_row(random, w, false);
       const int pairs = width >= 64 ? 32 : 4;
-      std::vector<float> cos(static_cast<std::size_t>(pairs)), sin(cos.size()), ra(w), rb(w), tmp(1024);
+      std::vector<float> cos(static_cast<std::size_t>(pairs)), sin(cos.size()), tmp(1024);
       for (std::size_t i = 0; i < cos.size(); ++i) cos[i] = random.uniform(), sin[i] = random.uniform();
-      plain().finish({width, a.data(), norm.data(), 1e-6f, pairs, cos.data(), sin.data(), ra.data(), tmp.data()});
-      fast().finish({width, a.data(), norm.data(), 1e-6f, pairs, cos.data(), sin.data(), rb.data(), tmp.data()});
+      plain().finish({width, norm.data(), 1e-6f, pairs, cos.data(), sin.data(), ra.data(), tmp.data()});
+      fast().finish({width, norm.data(), 1e-6f, pairs, cos.data(), sin.data(), rb.data(), tmp.data()});
       ASSERT_TRUE(same_bytes(ra, rb)) << "finish, width " << width << " round " << round;
       if ((width & (width - 1)) != 0) continue;
       plain().hadamard(width, ra.data());

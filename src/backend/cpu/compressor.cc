@@ -131,7 +131,10 @@ void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuf
 
 void Compressor::pool_entry(const ops::StepRecord& part, const ops::StepRecord* next, RowBuffers& buffers) const {
   const std::int64_t end = part.position + 1, begin = end - kind_.ratio;
-  if (!kind_.overlap) return pool_open(part, end, buffers);
+  if (!kind_.overlap) {
+    pool_open(part, end, buffers);
+    return kernels_.mean(width(), buffers.acc.data(), buffers.row.data());
+  }
   const int before = begin == 0 ? 0 : kind_.ratio;  // the first entry has no span before its own
   ops::SourceRow* rows = buffers.sources.data();
   ops::StepRecord now = part;
@@ -139,7 +142,7 @@ void Compressor::pool_entry(const ops::StepRecord& part, const ops::StepRecord* 
   if (begin - before >= now.length) open_later_pages(now, begin);
   find_rows({now, next, begin - before, before, 0}, rows);
   find_rows({now, next, begin, kind_.ratio, width()}, rows + before);
-  kernels_.pool(width(), rows, before + kind_.ratio, buffers.acc.data());
+  kernels_.pool(width(), rows, before + kind_.ratio, buffers.acc.data(), buffers.row.data());
 }
 
 }  // namespace kv4::cpu

@@ -25,8 +25,9 @@ class Compressor {
   void store_pending(const ops::StepRecord& part, const ops::StepRecord* next) const;
   /// Pools [first of the open span, end) into buffers.acc, without changing the accumulator.
   void pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const;
-  /// Pools the entry that closes at part.position, whose row has been stored, into buffers.acc. next: the next token of
-  /// another request that closes one from stored rows, or null; with overlap these rows are fetched meanwhile.
+  /// Pools the entry that closes at part.position, whose row has been stored, into its mean, buffers.row. next: the
+  /// next token of another request that closes one from stored rows, or null; with overlap these rows are fetched
+  /// meanwhile.
   void pool_entry(const ops::StepRecord& part, const ops::StepRecord* next, RowBuffers& buffers) const;
 
  private:

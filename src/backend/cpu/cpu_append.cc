@@ -88,14 +88,12 @@ class Rotation {
   std::int64_t at_ = -1;
 };
 
-// Norm and rotation of a row that comes straight from the projection: what finishes an entry, with a mean of one row.
+// Norm and rotation of a row that comes straight from the projection: what finishes an entry.
 void finish_projection(const RowKernels& kernels, const ops::FrontEndDesc& front, int width, const void* row,
                        DType type, std::int64_t position, Rotation& rotation, RowBuffers& buffers) {
-  float* acc = buffers.acc.data();
-  std::fill_n(acc + width, width, 1.0f);
-  kernels.load_as_bf16(row, type, width, acc + 2 * width);
+  kernels.load_as_bf16(row, type, width, buffers.row.data());
   rotation.seek(front.rope, position);
-  kernels.finish({width, acc, front.norm_weight, front.eps, front.rope.rope_dim / 2, rotation.cos, rotation.sin,
+  kernels.finish({width, front.norm_weight, front.eps, front.rope.rope_dim / 2, rotation.cos, rotation.sin,
                   buffers.row.data(), buffers.tmp.data()});
 }
 
@@ -219,8 +217,8 @@ void CpuBackend::append(const ops::AppendParams& params) {
         if ((position + 1) % kind.ratio != 0) continue;
         compressor.pool_entry(token, next_due(&token + 1, step.tokens + end, kind.ratio), buffer);
         rotation.seek(params.rope, position + 1 - kind.ratio);
-        kernels_.finish({kind.page.shape.width, buffer.acc.data(), kind.norm_weight, layer.eps,
-                         params.rope.rope_dim / 2, rotation.cos, rotation.sin, buffer.row.data(), buffer.tmp.data()});
+        kernels_.finish({kind.page.shape.width, kind.norm_weight, layer.eps, params.rope.rope_dim / 2, rotation.cos,
+                         rotation.sin, buffer.row.data(), buffer.tmp.data()});
         store_row(kernels_, kind, RowPlace(kind, step, token), buffer.row.data());
       }
     }

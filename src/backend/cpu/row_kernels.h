@@ -16,10 +16,10 @@
 
 namespace kv4::cpu {
 
-/// acc [3, width] -> row [width]; cos, sin [pairs]; tmp [width rounded up to a power of two]
+/// row [width]: a mean, rounded to bf16, and the finished row in its place; cos, sin [pairs]; tmp [width rounded up to
+/// a power of two]
 struct FinishArgs {
   int width;
-  const float* acc;
   const float* norm_weight;
   float eps;
   int pairs;
@@ -80,8 +80,10 @@ struct RowKernels {
   void (*convert)(const ConvertArgs& args);
   void (*load_as_bf16)(const void* from, DType type, int count, float* to);  // values rounded to bf16
   void (*fold)(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc);
-  /// All rows of an entry at once, into denominators and numerators of acc [3, width].
-  void (*pool)(int width, const ops::SourceRow* rows, int count, float* acc);
+  /// Mean of what acc [3, width] holds, rounded to bf16.
+  void (*mean)(int width, const float* acc, float* row);
+  /// The same of all rows of an entry at once. acc: room for [3, width]
+  void (*pool)(int width, const ops::SourceRow* rows, int count, float* acc, float* row);
   void (*angles)(const RopeAngles& angles, std::int64_t position, float* cos, float* sin);
   void (*finish)(const FinishArgs& args);
   void (*hadamard)(int width, float* row);

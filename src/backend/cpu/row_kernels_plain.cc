@@ -28,9 +28,12 @@ void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* a
   ops::fold_rows(OneLane{}, width, rows, count, fresh, acc);
 }
 
-void pool(int width, const ops::SourceRow* rows, int count, float* acc) {
+void mean(int width, const float* acc, float* row) { ops::mean_row(OneLane{}, width, acc, row); }
+
+void pool(int width, const ops::SourceRow* rows, int count, float* acc, float* row) {
   ops::pool_rows(
       OneLane{}, width, count, [rows](int i) -> const ops::SourceRow& { return rows[i]; }, acc);
+  mean(width, acc, row);
 }
 
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
@@ -38,7 +41,7 @@ void angles(const RopeAngles& table, std::int64_t position, float* cos, float* s
 }
 
 void finish(const FinishArgs& a) {
-  ops::finish_row(OneLane{}, a.width, a.acc, a.norm_weight, a.eps, a.pairs, a.cos, a.sin, a.row, a.tmp);
+  ops::norm_and_rotate_row(OneLane{}, a.width, a.norm_weight, a.eps, a.pairs, a.cos, a.sin, a.row, a.tmp);
 }
 
 void hadamard(int width, float* row) { ops::hadamard_row(OneLane{}, width, row); }
@@ -105,8 +108,8 @@ void attend(const AttendArgs& a) {
 }  // namespace
 
 const RowKernels& plain_row_kernels() {
-  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold,   pool,          angles, finish,
-                                     hadamard, encode,  encode_input, decode, prepare_query, score,  attend};
+  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold,   mean,          pool,  angles, finish,
+                                     hadamard, encode,  encode_input, decode, prepare_query, score, attend};
   return kTable;
 }
 

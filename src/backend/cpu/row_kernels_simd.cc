@@ -29,6 +29,7 @@ const RowKernels* simd_table() {
                                 convert,
                                 load_as_bf16,
                                 fold,
+                                mean,
                                 pool,
                                 angles,
                                 finish,

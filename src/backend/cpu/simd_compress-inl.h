@@ -16,6 +16,15 @@ struct PoolVector {
   VF max, den, num;
 };
 
+// ops::larger_gate: x86's instruction is that very comparison, others take NaN another way.
+HWY_INLINE VF larger_gate(VF gate, VF max) {
+#if HWY_ARCH_X86
+  return hn::Max(gate, max);
+#else
+  return hn::IfThenElse(hn::Gt(gate, max), gate, max);
+#endif
+}
+
 HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
   const VF sign = from_bits(set_bits(0x80000000u));
   const VF e = exp_nonpositive(hn::Or(hn::Sub(gate, p.max), sign));
@@ -23,8 +32,7 @@ HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
   const VF one = set(1.0f);
   const VF past = hn::IfThenElse(higher, e, one);
   const VF fresh = hn::IfThenElse(higher, one, e);
-  return {hn::IfThenElse(higher, gate, p.max), hn::MulAdd(p.den, past, fresh),
-          hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
+  return {larger_gate(gate, p.max), hn::MulAdd(p.den, past, fresh), hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
 }
 
 // Folds kRows rows over all channels: rows stream, the accumulator stays in the first cache level.
@@ -92,9 +100,18 @@ struct OwnType {
   }
 };
 
-// Gates stay in registers between the search for the largest and the sum.
+void mean(int width_in, const float* acc, float* row) {
+  const DF d;
+  const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(width_in);
+  if (width % lanes != 0) return plain_row_kernels().mean(width_in, acc, row);
+  for (std::size_t c = 0; c < width; c += lanes)
+    hn::StoreU(round_bf16(hn::Div(hn::LoadU(d, acc + 2 * width + c), hn::LoadU(d, acc + width + c))), d, row + c);
+}
+
+// Gates stay in registers between the search for the largest and the sum. The division fits in here because this loop
+// waits for memory.
 template <int kRows, class Type>
-void pool_some(std::size_t width, const ops::SourceRow* rows, float* acc) {
+void pool_some(std::size_t width, const ops::SourceRow* rows, float* out) {
   const DF d;
   for (std::size_t c = 0; c < width; c += hn::Lanes(d)) {
     VF gate[kRows], max = set(ops::kLowestGate), den = hn::Zero(d), num = hn::Zero(d);
@@ -105,7 +122,7 @@ void pool_some(std::size_t width, const ops::SourceRow* rows, float* acc) {
       for (const void* later : row.fetch)
         __builtin_prefetch(static_cast<const std::uint8_t*>(later) + c * Type::element(row.type), 0, 2);
       gate[r] = hn::Add(Type::load(row.type, row.gate, c), hn::LoadU(d, row.bias + c));
-      max = hn::IfThenElse(hn::Gt(gate[r], max), gate[r], max);
+      max = larger_gate(gate[r], max);
     }
     HWY_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
@@ -113,27 +130,27 @@ void pool_some(std::size_t width, const ops::SourceRow* rows, float* acc) {
       den = hn::Add(den, e);
       num = hn::MulAdd(e, Type::load(rows[r].type, rows[r].kv, c), num);
     }
-    hn::StoreU(canonical_nan(den), d, acc + width + c);
-    hn::StoreU(canonical_nan(num), d, acc + 2 * width + c);
+    hn::StoreU(round_bf16(hn::Div(num, den)), d, out + c);
   }
 }
 
 template <int kRows>
-void pool_typed(std::size_t width, const ops::SourceRow* rows, float* acc) {
+void pool_typed(std::size_t width, const ops::SourceRow* rows, float* out) {
   for (int r = 1; r < kRows; ++r)
-    if (rows[r].type != rows[0].type) return pool_some<kRows, OwnType>(width, rows, acc);
+    if (rows[r].type != rows[0].type) return pool_some<kRows, OwnType>(width, rows, out);
   switch (rows[0].type) {
-    case ops::RowType::f32: return pool_some<kRows, OneType<ops::RowType::f32>>(width, rows, acc);
-    case ops::RowType::bf16: return pool_some<kRows, OneType<ops::RowType::bf16>>(width, rows, acc);
-    case ops::RowType::f32_as_bf16: return pool_some<kRows, OneType<ops::RowType::f32_as_bf16>>(width, rows, acc);
+    case ops::RowType::f32: return pool_some<kRows, OneType<ops::RowType::f32>>(width, rows, out);
+    case ops::RowType::bf16: return pool_some<kRows, OneType<ops::RowType::bf16>>(width, rows, out);
+    case ops::RowType::f32_as_bf16: return pool_some<kRows, OneType<ops::RowType::f32_as_bf16>>(width, rows, out);
   }
 }
 
 // Eight rows are an entry of V4's overlapping layers, four a request's first.
-void pool(int width, const ops::SourceRow* rows, int count, float* acc) {
+void pool(int width, const ops::SourceRow* rows, int count, float* acc, float* out) {
   const std::size_t w = static_cast<std::size_t>(width);
-  if ((count != 4 && count != 8) || w % hn::Lanes(DF()) != 0) return plain_row_kernels().pool(width, rows, count, acc);
-  count == 8 ? pool_typed<8>(w, rows, acc) : pool_typed<4>(w, rows, acc);
+  if ((count != 4 && count != 8) || w % hn::Lanes(DF()) != 0)
+    return plain_row_kernels().pool(width, rows, count, acc, out);
+  count == 8 ? pool_typed<8>(w, rows, out) : pool_typed<4>(w, rows, out);
 }
 
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
@@ -152,32 +169,33 @@ void angles(const RopeAngles& table, std::int64_t position, float* cos, float* s
   }
 }
 
-// Sum by neighbour pairs of n = a power of two >= lanes values, in place.
-HWY_INLINE float pair_sum(float* x, std::size_t n) {
+// Sum of squares by neighbour pairs of n values, n a power of two of at least two vectors.
+HWY_INLINE float square_sum(const float* x, std::size_t n, float* tmp) {
   const DF d;
   const std::size_t lanes = hn::Lanes(d);
+  const auto add_pairs = [&](std::size_t i, VF low, VF high) {
+    hn::StoreU(hn::Add(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low)), d, tmp + i);
+  };
+  n /= 2;
+  for (std::size_t i = 0; i < n; i += lanes) {
+    const VF low = hn::LoadU(d, x + 2 * i), high = hn::LoadU(d, x + 2 * i + lanes);
+    add_pairs(i, hn::Mul(low, low), hn::Mul(high, high));
+  }
   for (; n > lanes; n /= 2)
-    for (std::size_t i = 0; i < n / 2; i += lanes) {
-      const VF low = hn::LoadU(d, x + 2 * i), high = hn::LoadU(d, x + 2 * i + lanes);
-      hn::StoreU(hn::Add(hn::ConcatEven(d, high, low), hn::ConcatOdd(d, high, low)), d, x + i);
-    }
-  VF v = hn::LoadU(d, x);
+    for (std::size_t i = 0; i < n / 2; i += lanes)
+      add_pairs(i, hn::LoadU(d, tmp + 2 * i), hn::LoadU(d, tmp + 2 * i + lanes));
+  VF v = hn::LoadU(d, tmp);
   for (std::size_t left = lanes; left > 1; left /= 2) v = hn::Add(hn::ConcatEven(d, v, v), hn::ConcatOdd(d, v, v));
   return hn::GetLane(v);
 }
 
-// A row that is not finite throughout goes back to the plain code, so rounding need not look for NaN.
+// A row that is not finite throughout goes back to the plain code.
 void finish(const FinishArgs& a) {
   const DF d;
   const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(a.width),
                     pairs = static_cast<std::size_t>(a.pairs);
-  if ((width & (width - 1)) != 0 || width < lanes || pairs % lanes != 0) return plain_row_kernels().finish(a);
-  for (std::size_t c = 0; c < width; c += lanes) {
-    const VF x = round_bf16_finite(hn::Div(hn::LoadU(d, a.acc + 2 * width + c), hn::LoadU(d, a.acc + width + c)));
-    hn::StoreU(x, d, a.row + c);
-    hn::StoreU(hn::Mul(x, x), d, a.tmp + c);
-  }
-  const float sum = pair_sum(a.tmp, width);
+  if ((width & (width - 1)) != 0 || width < 2 * lanes || pairs % lanes != 0) return plain_row_kernels().finish(a);
+  const float sum = square_sum(a.row, width, a.tmp);
   if (!(sum < INFINITY)) return plain_row_kernels().finish(a);
   const VF factor = set(ops::norm_factor(sum, a.width, a.eps));
   for (std::size_t c = 0; c < width; c += lanes)
