@@ -17,7 +17,8 @@ struct SourceRow {
   const void* gate;
   const float* bias;
   RowType type;
-  const void* fetch[2];  // rows wanted later, as long as this one: brought into a cache meanwhile
+  const void* fetch[2];  // memory wanted later, brought into a cache meanwhile, step by step with this row
+  int fetch_pace = 1;    // how many times as far a step goes there
 };
 
 KV4_HD float load_element(const void* row, RowType type, int c) {

@@ -16,11 +16,6 @@ ops::RowType read_as(DType stored, DType pending) {
 
 }  // namespace
 
-const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column) {
-  return static_cast<const std::uint8_t*>(in.data) +
-         static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
-}
-
 void Compressor::find_rows(const Window& window, ops::SourceRow* rows) const {
   const ops::PendingDesc& p = kind_.pending;
   const auto [part, next, begin, count, column] = window;
@@ -31,7 +26,7 @@ void Compressor::find_rows(const Window& window, ops::SourceRow* rows) const {
     if (begin + i >= part.length) {
       const std::int64_t token = part.token_of(begin + i);
       rows[i] = {input_row(kv_, token, column), input_row(gate_, token, column), bias, read_as(kv_.dtype, p.dtype), {}};
-      find_later_rows(part, token, column, rows[i].fetch);
+      find_later_rows(part, token, column, rows[i]);
     } else {
       const std::uint8_t* kv = stored_kv(part.read_slot, begin + i, column);
       const std::uint8_t* later = later_stored(window, begin + i);
@@ -50,34 +45,24 @@ const std::uint8_t* Compressor::later_stored(const Window& window, std::int64_t 
 }
 
 // The hardware's own prefetch does not follow such short rows in time. With overlap an input row is used in two halves,
-// by two entries: both are fetched together, kv while the entry before pools its own span, gates while it pools the
-// previous one. Rows beyond the step's last stand for themselves: what is fetched is memory of the caller's.
+// by two entries; it is fetched whole and line by line, which memory likes best, kv while an entry pools its own span,
+// gates while it pools the previous one. Rows beyond the step's last stand for themselves: what is fetched is memory of
+// the caller's.
 void Compressor::find_later_rows(const ops::StepRecord& part, std::int64_t token, int column,
-                                 const void* fetch[2]) const {
+                                 ops::SourceRow& row) const {
+  constexpr std::int64_t kLine = 64;
   const std::int64_t last = part.first_token + part.count - 1;
   const auto later = [&](std::int64_t rows) { return std::min(token + rows, last); };
-  const int half = width();
   if (!kind_.overlap) {
-    fetch[0] = input_row(kv_, later(kRowsAhead), column);
-    fetch[1] = input_row(gate_, later(kRowsAhead), column);
-  } else if (column == 0) {
-    fetch[0] = input_row(gate_, later(2 * kind_.ratio), 0);
-    fetch[1] = input_row(gate_, later(2 * kind_.ratio), half);
-  } else {
-    fetch[0] = input_row(kv_, later(kind_.ratio), 0);
-    fetch[1] = input_row(kv_, later(kind_.ratio), half);
+    row.fetch[0] = input_row(kv_, later(kRowsAhead), column);
+    row.fetch[1] = input_row(gate_, later(kRowsAhead), column);
+    return;
   }
-}
-
-// A page's first use waits for its translation, and the fetches of its other lines with it: that is asked for earlier.
-void Compressor::open_later_pages(const ops::StepRecord& part, std::int64_t begin) const {
-  constexpr std::int64_t kSpansAhead = 4;
-  const std::int64_t last = part.first_token + part.count - 1;
-  for (std::int64_t i = 0; i < kind_.ratio; ++i) {
-    const std::int64_t token = std::min(part.token_of(begin + i) + kSpansAhead * kind_.ratio, last);
-    __builtin_prefetch(input_row(kv_, token), 0, 2);
-    __builtin_prefetch(input_row(gate_, token), 0, 2);
-  }
+  const std::uint8_t* whole =
+      column == 0 ? input_row(gate_, later(2 * kind_.ratio)) : input_row(kv_, later(kind_.ratio));
+  row.fetch[0] = whole;
+  row.fetch[1] = whole + kLine;
+  row.fetch_pace = 2;
 }
 
 void Compressor::fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, bool fresh, float* acc) const {
@@ -139,7 +124,6 @@ void Compressor::pool_entry(const ops::StepRecord& part, const ops::StepRecord* 
   ops::SourceRow* rows = buffers.sources.data();
   ops::StepRecord now = part;
   if (part.count == 1 && part.in_place()) now.length = static_cast<std::int32_t>(end);  // its own row is stored, too
-  if (begin - before >= now.length) open_later_pages(now, begin);
   find_rows({now, next, begin - before, before, 0}, rows);
   find_rows({now, next, begin, kind_.ratio, width()}, rows + before);
   kernels_.pool(width(), rows, before + kind_.ratio, buffers.acc.data(), buffers.row.data());

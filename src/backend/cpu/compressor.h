@@ -9,7 +9,10 @@
 namespace kv4::cpu {
 
 /// A token's row of an input tensor, from `column` on.
-const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column = 0);
+inline const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column = 0) {
+  return static_cast<const std::uint8_t*>(in.data) +
+         static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
+}
 
 /// The compressor of one row kind. `part`: the request, its tokens in the step, where its rows are read and written;
 /// count 0: only what is stored.
@@ -40,9 +43,7 @@ class Compressor {
   };
   void find_rows(const Window& window, ops::SourceRow* rows) const;
   // Input rows that will be wanted after this one.
-  /// Of input rows a few spans on.
-  void open_later_pages(const ops::StepRecord& part, std::int64_t begin) const;
-  void find_later_rows(const ops::StepRecord& part, std::int64_t token, int column, const void* fetch[2]) const;
+  void find_later_rows(const ops::StepRecord& part, std::int64_t token, int column, ops::SourceRow& row) const;
   // The kv of a stored row that will be wanted after that of `position`.
   const std::uint8_t* later_stored(const Window& window, std::int64_t position) const;
   const std::uint8_t* stored_kv(std::int32_t slot, std::int64_t position, int column) const {

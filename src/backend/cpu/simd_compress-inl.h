@@ -35,6 +35,12 @@ HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
   return {larger_gate(gate, p.max), hn::MulAdd(p.den, past, fresh), hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
 }
 
+// Into the second level: rows a page apart share a few sets of the first and would push each other out.
+HWY_INLINE void fetch_later(const ops::SourceRow& row, std::size_t byte) {
+  const std::size_t at = byte * static_cast<std::size_t>(row.fetch_pace);
+  for (const void* later : row.fetch) __builtin_prefetch(static_cast<const std::uint8_t*>(later) + at, 0, 2);
+}
+
 // Folds kRows rows over all channels: rows stream, the accumulator stays in the first cache level.
 template <int kRows, ops::RowType kType>
 void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float* acc) {
@@ -45,9 +51,7 @@ void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float*
     PoolVector p{set(ops::kLowestGate), hn::Zero(d), hn::Zero(d)};
     if (!fresh) p = {hn::LoadU(d, acc + c), hn::LoadU(d, acc + width + c), hn::LoadU(d, acc + 2 * width + c)};
     for (int r = 0; r < kRows; ++r) {
-      // Into the second level: rows a page apart share a few sets of the first and would push each other out.
-      __builtin_prefetch(static_cast<const std::uint8_t*>(rows[r].fetch[0]) + c * kElement, 0, 2);
-      __builtin_prefetch(static_cast<const std::uint8_t*>(rows[r].fetch[1]) + c * kElement, 0, 2);
+      fetch_later(rows[r], c * kElement);
       const VF gate = hn::Add(load_row<kType>(rows[r].gate, c), hn::LoadU(d, rows[r].bias + c));
       const VF kv = load_row<kType>(rows[r].kv, c);
       if (fresh && r == 0 && hn::AllTrue(d, hn::Gt(gate, p.max)))
@@ -118,9 +122,7 @@ void pool_some(std::size_t width, const ops::SourceRow* rows, float* out) {
     HWY_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
       const ops::SourceRow& row = rows[r];
-      // Into the second level: rows a page apart share a few sets of the first and would push each other out.
-      for (const void* later : row.fetch)
-        __builtin_prefetch(static_cast<const std::uint8_t*>(later) + c * Type::element(row.type), 0, 2);
+      fetch_later(row, c * Type::element(row.type));
       gate[r] = hn::Add(Type::load(row.type, row.gate, c), hn::LoadU(d, row.bias + c));
       max = larger_gate(gate[r], max);
     }
