@@ -11,8 +11,10 @@
 
 #include "base/check.h"
 #include "commands.h"
+#include "prefix/prefix_index.h"
 #include "progress.h"
 #include "replay_cache.h"
+#include "replay_report.h"
 #include "sizes.h"
 #include "table.h"
 
@@ -29,8 +31,30 @@ struct ReplayFlags {
   std::string data = "none";
   std::optional<std::string> capacity, limit;
   std::string policy = "lru";
+  std::string snapshots = "checkpoint";
+  std::string tenants = "1";
+  std::string report;
   bool json = false;
 };
+
+/// full, none, checkpoint or checkpoint:TOKENS.
+SnapshotPolicy parse_snapshots(const std::string& text) {
+  constexpr std::int64_t kWindow = 128, kFlashLayers = 43;
+  SnapshotPolicy out;
+  const std::size_t colon = text.find(':');
+  const std::string name = text.substr(0, colon);
+  require((name == "full" || name == "checkpoint" || name == "none") &&
+              (colon == std::string::npos || name == "checkpoint"),
+          ErrorCode::bad_argument,
+          "--snapshots '{}' is not known; it may be full, checkpoint, checkpoint:TOKENS or none", text);
+  if (name == "full") out.kind = SnapshotPolicy::Kind::full;
+  if (name == "none") out = {SnapshotPolicy::Kind::none, 0, kWindow * kFlashLayers};
+  if (colon != std::string::npos) out.period_tokens = parse_tokens(text.substr(colon + 1), "--snapshots checkpoint");
+  require(out.kind != SnapshotPolicy::Kind::checkpoint || (out.period_tokens > 0 && out.period_tokens % 512 == 0),
+          ErrorCode::bad_argument, "--snapshots checkpoint:{}: the period is a multiple of 512 tokens",
+          out.period_tokens);
+  return out;
+}
 
 Trace load(const ReplayFlags& flags) {
   if (flags.generate) {
@@ -44,13 +68,23 @@ Trace load(const ReplayFlags& flags) {
 }
 
 void print_table(const ReplayResult& result, const Trace& trace, const ReplayFlags& flags, double seconds) {
+  const ReplayCounts& total = result.total;
   Table table("lr", {"quantity", "value"});
-  table.row({"requests", group_digits(result.requests)});
-  table.row({fmt::format("blocks asked for ({} tokens each)", trace.id_tokens), group_digits(result.ids)});
-  table.row({"blocks found", group_digits(result.hit_ids)});
-  table.row({"block hit rate", fmt::format("{:.4f}", result.block_hit_rate())});
-  table.row({"token hit rate", fmt::format("{:.4f}", result.token_hit_rate())});
-  table.row({"blocks evicted", group_digits(result.evicted_ids)});
+  table.row({"requests", group_digits(total.requests)});
+  table.row({fmt::format("blocks asked for ({} tokens each)", trace.id_tokens), group_digits(total.ids)});
+  table.row({"blocks found", group_digits(total.hit_ids)});
+  table.row({"block hit rate", fmt::format("{:.4f}", total.block_hit_rate())});
+  table.row({"token hit rate", fmt::format("{:.4f}", total.token_hit_rate())});
+  table.row({"requests that found something", group_digits(total.hits)});
+  table.row({fmt::format("tokens computed again per hit (snapshots {})", flags.snapshots),
+             fmt::format("{:.0f}", total.recomputed_tokens_per_hit())});
+  table.row({"blocks evicted", group_digits(total.evicted_ids)});
+  if (result.tenants.size() > 1) {
+    table.rule();
+    for (std::size_t i = 0; i < result.tenants.size(); ++i)
+      table.row({fmt::format("tenant {}: {} requests, block hit rate", i, group_digits(result.tenants[i].requests)),
+                 fmt::format("{:.4f}", result.tenants[i].block_hit_rate())});
+  }
   fmt::print("{}: policy {}, capacity {}, {}\n{}", flags.generate ? "generated, seed " + flags.seed : flags.trace,
              flags.policy,
              flags.capacity ? group_digits(result.capacity_ids * trace.id_tokens) + " tokens" : "without limit",
@@ -58,18 +92,24 @@ void print_table(const ReplayResult& result, const Trace& trace, const ReplayFla
 }
 
 void print_json(const ReplayResult& result, const Trace& trace, const ReplayFlags& flags, double seconds) {
-  nlohmann::ordered_json out = {{"requests", result.requests},
-                                {"block_hit_rate", result.block_hit_rate()},
-                                {"token_hit_rate", result.token_hit_rate()},
-                                {"blocks", result.ids},
-                                {"hit_blocks", result.hit_ids},
-                                {"evicted_blocks", result.evicted_ids},
+  const ReplayCounts& total = result.total;
+  nlohmann::ordered_json out = {{"requests", total.requests},
+                                {"block_hit_rate", total.block_hit_rate()},
+                                {"token_hit_rate", total.token_hit_rate()},
+                                {"recomputed_tokens_per_hit", total.recomputed_tokens_per_hit()},
+                                {"blocks", total.ids},
+                                {"hit_blocks", total.hit_ids},
+                                {"hit_requests", total.hits},
+                                {"evicted_blocks", total.evicted_ids},
                                 {"block_tokens", trace.id_tokens},
-                                {"input_tokens", result.input_tokens},
-                                {"hit_tokens", result.hit_tokens},
+                                {"input_tokens", total.input_tokens},
+                                {"hit_tokens", total.hit_tokens},
                                 {"capacity_tokens", nullptr},
                                 {"policy", flags.policy},
+                                {"snapshots", flags.snapshots},
                                 {"seconds", seconds}};
+  for (const ReplayCounts& tenant : result.tenants)
+    out["tenants"].push_back({{"requests", tenant.requests}, {"block_hit_rate", tenant.block_hit_rate()}});
   if (flags.capacity) out["capacity_tokens"] = result.capacity_ids * trace.id_tokens;
   fmt::print("{}\n", out.dump(2));
 }
@@ -80,6 +120,8 @@ void run_replay(const ReplayFlags& flags) {
   require(flags.data == "none", ErrorCode::bad_argument, "--data '{}' is not known; it may be none", flags.data);
   ReplayOptions options;
   options.eviction = parse_eviction(flags.policy);
+  options.snapshots = parse_snapshots(flags.snapshots);
+  options.tenants = static_cast<int>(parse_count(flags.tenants, "--tenants", 1, PrefixIndex::kMaxTenants));
   if (flags.capacity) {
     options.capacity_tokens = parse_tokens(*flags.capacity, "--capacity");
     require(options.capacity_tokens > 0, ErrorCode::bad_argument,
@@ -87,9 +129,12 @@ void run_replay(const ReplayFlags& flags) {
   }
   const auto start = std::chrono::steady_clock::now();
   const Trace trace = load(flags);
-  Progress progress("replay", static_cast<std::int64_t>(trace.requests.size()));
+  const auto requests = static_cast<std::int64_t>(trace.requests.size());
+  Progress progress("replay", requests * (flags.report.empty() ? 1 : 1 + kReportReplays));
   options.request_done = [&] { progress.advance(1); };
   const ReplayResult result = replay_cache(trace, options);
+  if (!flags.report.empty())
+    write_report(flags.report, flags.generate ? "generated, seed " + flags.seed : flags.trace, trace, options, result);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   (flags.json ? print_json : print_table)(result, trace, flags, seconds);
 }
@@ -115,6 +160,19 @@ void add_replay(CLI::App& app, int& exit_code) {
       ->capture_default_str()
       ->type_name("NAME");
   command
+      ->add_option("--snapshots", flags->snapshots,
+                   "where a hit can resume: full (every block), checkpoint[:TOKENS] (ends of prompts, and every 8192 "
+                   "tokens) or none (exact replay in V4-Flash)")
+      ->capture_default_str()
+      ->type_name("POLICY");
+  command
+      ->add_option("--tenants", flags->tenants,
+                   "that share the cache, each with an equal share of its own; who begins alike is one tenant")
+      ->capture_default_str()
+      ->type_name("N");
+  command->add_option("--report", flags->report, "write a page with plots; takes a dozen more replays")
+      ->type_name("FILE.html");
+  command
       ->add_option("--limit", flags->limit,
                    fmt::format("only the first N requests; --generate makes {} without it", kGeneratedRequests))
       ->type_name("N");
@@ -126,7 +184,7 @@ void add_replay(CLI::App& app, int& exit_code) {
       "Examples:\n"
       "  kv4 replay conversation_trace.jsonl                      what a cache without limit finds\n"
       "  kv4 replay trace.jsonl.gz --capacity 10000000 --policy s3fifo --json\n"
-      "  kv4 replay --generate --seed 7 --capacity 1M");
+      "  kv4 replay --generate --seed 7 --capacity 1M --report replay.html");
   command->callback([flags, &exit_code] {
     run_replay(*flags);
     exit_code = 0;

@@ -30,7 +30,89 @@ void list_keys(const TraceRequest& request, std::vector<BlockKey>& keys) {
     for (std::int64_t i = 0; i < run.count; ++i) keys.push_back(make_key(run.first + i));
 }
 
+// Whether, and how, one request's prefix is there; then the request is kept.
+class CacheReplay {
+ public:
+  CacheReplay(const Trace& trace, const ReplayOptions& options, std::int64_t capacity_ids)
+      : id_tokens_(trace.id_tokens), options_(options), index_(index_options(trace, options, capacity_ids)) {}
+
+  TenantId tenant_of(const TraceRequest& request) const {
+    if (options_.tenants == 1 || request.ids.empty()) return 0;
+    return static_cast<TenantId>(key_fingerprint(make_key(request.ids[0].first)) %
+                                 static_cast<std::uint64_t>(options_.tenants));
+  }
+
+  ReplayCounts serve(const TraceRequest& request, std::int64_t number) {
+    list_keys(request, keys_);
+    const auto ids = static_cast<std::int64_t>(keys_.size());
+    const PrefixMatch match = index_.match(keys_, ids * id_tokens_);
+    ReplayCounts out{.requests = 1, .ids = ids, .hit_ids = match.matched_blocks, .input_tokens = request.input_tokens};
+    out.hit_tokens = std::max<std::int64_t>(0, std::min(match.matched_blocks * id_tokens_, request.input_tokens - 1)) /
+                     kBlockTokens * kBlockTokens;
+    out.hits = out.hit_tokens > 0;
+    out.recomputed_tokens = recompute(match, out.hit_tokens);
+    try {
+      out.evicted_ids = static_cast<std::int64_t>(index_.insert(tenant_of(request), keys_).evicted.size());
+    } catch (const Error& e) {
+      fail(ErrorCode::bad_file, "request {} in order of time: its ids are not chained: {}", number, e.what());
+    }
+    keep_snapshots(request.input_tokens);
+    return out;
+  }
+
+ private:
+  static PrefixIndexOptions index_options(const Trace& trace, const ReplayOptions& options, std::int64_t capacity) {
+    PrefixIndexOptions out;
+    out.capacity_blocks = capacity;
+    out.block_tokens = trace.id_tokens;
+    out.eviction = options.eviction;
+    out.snapshots.kind = SnapshotPolicy::Kind::full;  // this class knows where they stand
+    out.max_events = 1;
+    out.tenant_shares.assign(static_cast<std::size_t>(options.tenants), capacity / options.tenants);
+    return out;
+  }
+
+  std::int64_t recompute(const PrefixMatch& match, std::int64_t hit_tokens) const {
+    switch (options_.snapshots.kind) {
+      case SnapshotPolicy::Kind::full: return 0;
+      case SnapshotPolicy::Kind::none: return std::min(hit_tokens, options_.snapshots.replay_tokens);
+      case SnapshotPolicy::Kind::checkpoint: break;
+    }
+    return std::max<std::int64_t>(0, hit_tokens - match.resume_at);
+  }
+
+  // At the ends of ids: the last full one of the prompt, and the periodic ones.
+  void keep_snapshots(std::int64_t input_tokens) {
+    const SnapshotPolicy& policy = options_.snapshots;
+    if (policy.kind != SnapshotPolicy::Kind::checkpoint) return;
+    const std::int64_t full = std::min(input_tokens / id_tokens_, static_cast<std::int64_t>(keys_.size()));
+    const std::int64_t period = std::max<std::int64_t>(1, policy.period_tokens / id_tokens_);
+    for (std::int64_t end = period; end < full; end += period) keep_snapshot(end);
+    if (full > 0) keep_snapshot(full);
+  }
+  void keep_snapshot(std::int64_t ids) {
+    const Slot slot = index_.find(keys_[static_cast<std::size_t>(ids - 1)]);
+    if (slot != kNoSlot && index_.snapshot(slot) == kNoSnapshot) index_.attach_snapshot(slot, 0);
+  }
+
+  std::int64_t id_tokens_;
+  const ReplayOptions& options_;
+  PrefixIndex index_;
+  std::vector<BlockKey> keys_;
+};
+
 }  // namespace
+
+void ReplayCounts::add(const ReplayCounts& other) {
+  requests += other.requests;
+  ids += other.ids;
+  hit_ids += other.hit_ids;
+  input_tokens += other.input_tokens;
+  hit_tokens += other.hit_tokens;
+  hits += other.hits;
+  recomputed_tokens += other.recomputed_tokens;
+  evicted_ids += other.evicted_ids;
+}
 
 ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options) {
   const std::int64_t most = std::max<std::int64_t>(1, bound_distinct_ids(trace));
@@ -39,29 +121,17 @@ ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options) {
   require(result.capacity_ids >= 1, ErrorCode::bad_argument,
           "a capacity of {} tokens holds no block; an id of this trace is {} tokens", options.capacity_tokens,
           trace.id_tokens);
-  PrefixIndexOptions index_options;
-  index_options.capacity_blocks = std::min(result.capacity_ids, most);
-  index_options.block_tokens = trace.id_tokens;
-  index_options.eviction = options.eviction;
-  index_options.snapshots.kind = SnapshotPolicy::Kind::full;  // without bytes, a hit resumes where it ends
-  index_options.max_events = 1;
-  PrefixIndex index(index_options);
-  std::vector<BlockKey> keys;
+  CacheReplay replay(trace, options, std::min(result.capacity_ids, most));
+  result.tenants.resize(static_cast<std::size_t>(options.tenants));
+  const auto requests = static_cast<std::int64_t>(trace.requests.size());
+  const std::int64_t interval = std::max<std::int64_t>(1, (requests + kReplayIntervals - 1) / kReplayIntervals);
   for (const TraceRequest& request : trace.requests) {
-    list_keys(request, keys);
-    const std::int64_t hits =
-        index.match(keys, static_cast<std::int64_t>(keys.size()) * trace.id_tokens).matched_blocks;
-    result.hit_ids += hits;
-    result.hit_tokens += std::min(hits * trace.id_tokens, request.input_tokens - 1) / kBlockTokens * kBlockTokens;
-    try {
-      result.evicted_ids += static_cast<std::int64_t>(index.insert(0, keys).evicted.size());
-    } catch (const Error& e) {
-      fail(ErrorCode::bad_file, "request {} in order of time: its ids are not chained: {}", result.requests + 1,
-           e.what());
-    }
-    ++result.requests;
-    result.ids += static_cast<std::int64_t>(keys.size());
-    result.input_tokens += request.input_tokens;
+    if (result.total.requests % interval == 0) result.over_time.emplace_back();
+    const ReplayCounts counts = replay.serve(request, result.total.requests + 1);
+    result.total.add(counts);
+    result.over_time.back().add(counts);
+    result.tenants[static_cast<std::size_t>(replay.tenant_of(request))].add(counts);
+    if (counts.hits > 0) result.recomputed.push_back(counts.recomputed_tokens);
     if (options.request_done) options.request_done();
   }
   return result;

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "prefix/eviction.h"
+#include "prefix/snapshot_policy.h"
 #include "replay_trace.h"
 
 namespace kv4::cli {
@@ -12,21 +14,41 @@ namespace kv4::cli {
 struct ReplayOptions {
   std::int64_t capacity_tokens = 0;  // 0: nothing is ever evicted
   EvictionKind eviction = EvictionKind::lru;
+  SnapshotPolicy snapshots;  // where hits can resume; positions are rounded to the trace's ids
+  /// Requests that begin with the same id are one tenant's. Each has an equal share that the others cannot evict.
+  int tenants = 1;
   std::function<void()> request_done;  // for progress; may be empty
 };
 
-struct ReplayResult {
+/// Counts of some requests.
+struct ReplayCounts {
   std::int64_t requests = 0;
   std::int64_t ids = 0, hit_ids = 0;  // in the trace's own blocks, a last partial one included
   std::int64_t input_tokens = 0;
-  std::int64_t hit_tokens = 0;  // multiples of 128, and at least one token of each prompt remains
-  std::int64_t capacity_ids = 0;
+  std::int64_t hit_tokens = 0;         // multiples of 128, and at least one token of each prompt remains
+  std::int64_t hits = 0;               // requests that found something
+  std::int64_t recomputed_tokens = 0;  // found, but behind the last snapshot
   std::int64_t evicted_ids = 0;
-  double block_hit_rate() const { return ids == 0 ? 0 : static_cast<double>(hit_ids) / static_cast<double>(ids); }
-  double token_hit_rate() const {
-    return input_tokens == 0 ? 0 : static_cast<double>(hit_tokens) / static_cast<double>(input_tokens);
+
+  double block_hit_rate() const { return share(hit_ids, ids); }
+  double token_hit_rate() const { return share(hit_tokens, input_tokens); }
+  double recomputed_tokens_per_hit() const { return share(recomputed_tokens, hits); }
+  void add(const ReplayCounts& other);
+
+ private:
+  static double share(std::int64_t part, std::int64_t all) {
+    return all == 0 ? 0 : static_cast<double>(part) / static_cast<double>(all);
   }
 };
+
+struct ReplayResult {
+  ReplayCounts total;
+  std::int64_t capacity_ids = 0;
+  std::vector<ReplayCounts> over_time;   // [at most kReplayIntervals]: as many requests each, but for the last
+  std::vector<ReplayCounts> tenants;     // [tenants]
+  std::vector<std::int64_t> recomputed;  // [hits]: tokens of each
+};
+constexpr std::int64_t kReplayIntervals = 100;
 
 /// Each request first finds its longest prefix, then stores all its ids. Throws Error(bad_file) where an id follows
 /// different ids: then it does not stand for all tokens before it.

@@ -7,6 +7,8 @@ import fcntl
 import gzip
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -356,11 +358,59 @@ def test_replay_bad_input():
         refused(["replay", path, "--policy", "lfu"], "lfu", "s3fifo")
         refused(["replay", path, "--capacity", "100"], "100 tokens", "512")
         refused(["replay", path, "--capacity", "0"], "--capacity")
-        refused(["replay", path, "--data", "real"], "real", "none")
+        refused(["replay", path, "--data", "some"], "some", "none")
         refused(["replay", path, "--limit", "0"], "--limit")
         refused(["replay", path, "--generate"], "--generate")
     refused(["replay"], "--generate")
     refused(["replay", "/no/such/trace"], "/no/such/trace")
+
+
+def test_replay_snapshots():
+    """Three requests with one prefix: the first stores it, the second repeats it and goes on, the third branches off inside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "trace.jsonl")
+        lines = [{"timestamp": t, "input_length": n, "output_length": 1, "hash_ids": ids}
+                 for t, n, ids in ((0, 1100, [1, 2, 3]), (1, 1600, [1, 2, 4, 5]), (2, 600, [1, 6]))]
+        Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        equal(ok_json("replay", path, "--snapshots", "full")["recomputed_tokens_per_hit"], 0)
+        # Snapshots stand at 1024 (end of the first prompt) and 1536 (of the second): the third finds none in its 512 tokens.
+        equal(ok_json("replay", path)["recomputed_tokens_per_hit"], 512 / 2)
+        equal(ok_json("replay", path, "--snapshots", "checkpoint:512")["recomputed_tokens_per_hit"], 0)
+        equal(ok_json("replay", path, "--snapshots", "none")["recomputed_tokens_per_hit"], (1024 + 512) / 2)
+        for bad in ("some", "full:512", "checkpoint:100", "checkpoint:0"):
+            refused(["replay", path, "--snapshots", bad], bad.split(":")[-1])
+
+
+def test_replay_tenants():
+    alone = ok_json("replay", "--generate", "--seed", "7", "--limit", "1000", "--capacity", "200K")
+    shared = ok_json("replay", "--generate", "--seed", "7", "--limit", "1000", "--capacity", "200K", "--tenants", "4")
+    equal(len(alone["tenants"]), 1)
+    equal(len(shared["tenants"]), 4)
+    equal(sum(tenant["requests"] for tenant in shared["tenants"]), 1000)
+    assert shared["hit_blocks"] != alone["hit_blocks"]  # shares change who is evicted
+    refused(["replay", "--generate", "--tenants", "0"], "--tenants")
+
+
+def test_replay_report_in_a_browser():
+    browser = shutil.which("chromium")
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "report.html"
+        result = ok_json("replay", "--generate", "--seed", "7", "--limit", "2000", "--capacity", "1M", "--tenants", "3", "--report", str(page))
+        text = page.read_text()
+        assert "http" not in text and f"{result['block_hit_rate']:.4f}" in text
+        refused(["replay", "--generate", "--limit", "10", "--report", folder + "/no/such/place.html"], "place.html")
+        if browser is None:
+            raise Skipped("there is no chromium to open the report; apt-get install chromium")
+        shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile", "--dump-dom", page.as_uri()],
+                               capture_output=True, text=True, timeout=120)
+        equal(shown.returncode, 0)
+        assert 'data-plots="5"' in shown.stdout, shown.stdout[-500:]  # the page's script has run
+        lines = re.findall(r'<polyline[^>]* points="([^"]*)"', shown.stdout)
+        equal(len(lines), 2 + 2 + 3)
+        points = [[tuple(map(float, point.split(","))) for point in line.split()] for line in lines]
+        assert all(0 <= x <= 640 and 0 <= y <= 300 for line in points for x, y in line)
+        equal(sorted(len(line) for line in points), [6, 6] + [100] * 5)
+        assert len(re.findall(r'<text class="legend"[^>]*style="fill: rgb', shown.stdout)) == 7
 
 
 def test_replay_known_traces():
@@ -369,13 +419,17 @@ def test_replay_known_traces():
     known = {("conversation_trace.jsonl", "lru"): (.3664, .0533, .1361, .2852, .3513, .3635),
              ("conversation_trace.jsonl", "s3fifo"): (.3664, .0780, .1568, .2483, .3157, .3631),
              ("weka128_rle.jsonl.gz", "lru"): (.9634, .0323, .1814, .7990, .9410, .9634)}
+    recomputed = {"conversation_trace.jsonl": 133, "weka128_rle.jsonl.gz": 119}  # per hit, snapshots at ends of prompts and every 8192
     missing = sorted({name for name, _ in known if not (folder / name).exists()})
     for (name, policy), rates in known.items():
         if name in missing:
             continue
         for millions, rate in zip((None, 1, 3, 10, 20, 50), rates):
             size = ["--capacity", str(millions * 10**6)] if millions else []
-            got = ok_json("replay", str(folder / name), "--policy", policy, *size)["block_hit_rate"]
+            result = ok_json("replay", str(folder / name), "--policy", policy, *size)
+            got = result["block_hit_rate"]
+            if not millions:
+                assert abs(result["recomputed_tokens_per_hit"] - recomputed[name]) <= 0.02 * recomputed[name], result
             assert abs(got - rate) <= (0.002 if millions else 0.00005), f"{name} {policy} {millions}M: {got}, expected {rate}"
     if missing:
         raise Skipped(f"{', '.join(missing)} not in {folder}; set KV4_TRACES to the folder that holds them")

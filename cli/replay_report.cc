@@ -1,0 +1,147 @@
+#include "replay_report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+
+#include "base/check.h"
+#include "plot.h"
+#include "sizes.h"
+
+namespace kv4::cli {
+namespace {
+
+constexpr const char* kHead = R"(<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>kv4 replay</title><style>
+:root { color-scheme: light dark; --ink: light-dark(#1f2937, #e5e7eb); --grid: light-dark(#e5e7eb, #374151); }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 1340px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; margin: 0; } .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
+figure { flex: 1 1 560px; max-width: 650px; margin: 0; border: 1px solid var(--grid); border-radius: 8px; padding: .5rem; }
+svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+svg .title { font-weight: 600; font-size: 13px; } svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
+svg text.legend { font-weight: 600; fill: attr(fill); } svg .grid { stroke: var(--grid); } polyline { stroke-width: 1.8; }
+table { border-collapse: collapse; margin: 1rem 0; } td { padding: .15rem 1rem .15rem 0; } td + td { text-align: right; }
+</style></head><body>
+)";
+
+// Legends take their color from the attribute: a style sheet would override it.
+constexpr const char* kFoot = R"(<script>
+for (const text of document.querySelectorAll('svg text.legend')) text.style.fill = text.getAttribute('fill');
+document.body.dataset.plots = document.querySelectorAll('svg').length;
+</script></body></html>
+)";
+
+Plot plot_over_time(const ReplayResult& result) {
+  Plot plot{"Block hit rate over time", "requests", "hit rate", {}, false, 1.0};
+  Series each{"each hundredth", {}, {}}, all{"so far", {}, {}, true};
+  ReplayCounts sum;
+  for (const ReplayCounts& counts : result.over_time) {
+    sum.add(counts);
+    each.x.push_back(static_cast<double>(sum.requests));
+    each.y.push_back(counts.block_hit_rate());
+    all.x.push_back(static_cast<double>(sum.requests));
+    all.y.push_back(sum.block_hit_rate());
+  }
+  plot.series = {each, all};
+  return plot;
+}
+
+Plot plot_evictions(const ReplayResult& result) {
+  Plot plot{"Blocks over time", "requests", "blocks per hundredth", {}};
+  Series found{"found", {}, {}}, computed{"computed", {}, {}}, evicted{"evicted", {}, {}};
+  double requests = 0;
+  for (const ReplayCounts& counts : result.over_time) {
+    requests += static_cast<double>(counts.requests);
+    for (Series* s : {&found, &computed, &evicted}) s->x.push_back(requests);
+    found.y.push_back(static_cast<double>(counts.hit_ids));
+    computed.y.push_back(static_cast<double>(counts.ids - counts.hit_ids));
+    evicted.y.push_back(static_cast<double>(counts.evicted_ids));
+  }
+  plot.series = {found, computed, evicted};
+  return plot;
+}
+
+// From a hundredth of all tokens that could be kept up to all of them, in steps that look even on the logarithmic axis.
+Plot plot_capacity(const Trace& trace, const ReplayOptions& options) {
+  constexpr int kCapacities = 6;
+  constexpr double kShares[kCapacities] = {0.01, 0.03, 0.1, 0.25, 0.5, 1.0};
+  Plot plot{"Block hit rate against capacity", "tokens kept", "hit rate", {}, true, 1.0};
+  const auto most = static_cast<double>(bound_distinct_ids(trace) * trace.id_tokens);
+  for (const EvictionKind kind : {EvictionKind::lru, EvictionKind::s3_fifo}) {
+    Series series{to_string(kind), {}, {}};
+    for (const double share : kShares) {
+      ReplayOptions each = options;
+      each.eviction = kind;
+      each.tenants = 1;
+      each.capacity_tokens = std::max<std::int64_t>(trace.id_tokens, static_cast<std::int64_t>(share * most));
+      series.x.push_back(static_cast<double>(each.capacity_tokens));
+      series.y.push_back(replay_cache(trace, each).total.block_hit_rate());
+    }
+    plot.series.push_back(std::move(series));
+  }
+  return plot;
+}
+
+std::string draw_recomputed(const Trace& trace, const ReplayOptions& options, const ReplayResult& result) {
+  constexpr std::int64_t kExactReplay = 128 * 43;
+  const auto with = [&](SnapshotPolicy policy) {
+    ReplayOptions each = options;
+    each.snapshots = policy;
+    return replay_cache(trace, each).total.recomputed_tokens_per_hit();
+  };
+  const double checkpoint = with({});
+  const double none = with({SnapshotPolicy::Kind::none, 0, kExactReplay});
+  std::vector<Bar> bars{{"full", 0}, {"checkpoint (8192)", checkpoint}, {"none, exact replay", none}};
+  std::vector<std::int64_t> sorted = result.recomputed;
+  std::sort(sorted.begin(), sorted.end());
+  for (const int percent : {50, 90, 99})
+    if (!sorted.empty())
+      bars.push_back({fmt::format("this replay, {} %", percent),
+                      static_cast<double>(sorted[(sorted.size() - 1) * static_cast<std::size_t>(percent) / 100])});
+  return draw_bars("Tokens computed again per hit, by snapshots kept", "tokens", bars);
+}
+
+std::string draw_tenants(const ReplayResult& result) {
+  if (result.tenants.size() < 2) return "";
+  std::vector<Bar> bars;
+  for (std::size_t i = 0; i < std::min<std::size_t>(result.tenants.size(), 16); ++i)
+    bars.push_back({fmt::format("tenant {}", i), result.tenants[i].block_hit_rate()});
+  return draw_bars("Block hit rate by tenant", "", bars);
+}
+
+std::string summary(const std::string& name, const Trace& trace, const ReplayOptions& options,
+                    const ReplayResult& result) {
+  const ReplayCounts& total = result.total;
+  std::string out = fmt::format("<h1>Replay of {}</h1>\n<table>\n", escape_html(name));
+  const auto row = [&](const std::string& what, const std::string& value) {
+    out += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", escape_html(what), escape_html(value));
+  };
+  row("policy", to_string(options.eviction));
+  row("capacity",
+      options.capacity_tokens == 0 ? "without limit" : group_digits(result.capacity_ids * trace.id_tokens) + " tokens");
+  row("requests", group_digits(total.requests));
+  row("block hit rate", fmt::format("{:.4f}", total.block_hit_rate()));
+  row("token hit rate", fmt::format("{:.4f}", total.token_hit_rate()));
+  row("tokens computed again per hit", fmt::format("{:.0f}", total.recomputed_tokens_per_hit()));
+  row("blocks evicted", group_digits(total.evicted_ids));
+  return out + "</table>\n";
+}
+
+}  // namespace
+
+void write_report(const std::string& path, const std::string& name, const Trace& trace, const ReplayOptions& options,
+                  const ReplayResult& result) {
+  const std::string page = kHead + summary(name, trace, options, result) + "<div class=\"figures\">\n" +
+                           draw_lines(plot_over_time(result)) + draw_lines(plot_capacity(trace, options)) +
+                           draw_recomputed(trace, options, result) + draw_lines(plot_evictions(result)) +
+                           draw_tenants(result) + "</div>\n" + kFoot;
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << page;
+  file.close();
+  require(!file.fail(), ErrorCode::bad_file, "the report cannot be written to {}; is the folder there, and writable?",
+          path);
+}
+
+}  // namespace kv4::cli

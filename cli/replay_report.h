@@ -1,0 +1,17 @@
+// A replay as a page with plots: one file, nothing fetched from elsewhere.
+#pragma once
+
+#include <string>
+
+#include "replay_cache.h"
+
+namespace kv4::cli {
+
+/// More replays that a report makes, of both policies at several capacities and of every kind of snapshots.
+constexpr std::int64_t kReportReplays = 14;
+
+/// Throws Error(bad_file) where the file cannot be written.
+void write_report(const std::string& path, const std::string& name, const Trace& trace, const ReplayOptions& options,
+                  const ReplayResult& result);
+
+}  // namespace kv4::cli
