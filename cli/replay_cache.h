@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "prefix/eviction.h"
-#include "prefix/snapshot_policy.h"
+#include "kv4/prefix_cache.h"
 #include "replay_trace.h"
 
 namespace kv4::cli {

@@ -25,6 +25,9 @@ KV4_API cudaError_t update_step(const ops::StepUpdate& update, cudaStream_t stre
 KV4_API cudaError_t append(const ops::AppendParams& params, cudaStream_t stream);
 KV4_API cudaError_t flush(const ops::FlushParams& params, cudaStream_t stream);
 
+/// Of `params`, boundaries is a host address: they travel with the launches, so they cannot be changed in a graph.
+KV4_API cudaError_t save_boundaries(const ops::BoundaryParams& params, cudaStream_t stream);
+
 KV4_API cudaError_t gather_chosen(const ops::GatherParams& params, cudaStream_t stream);
 KV4_API cudaError_t gather_all(const ops::GatherParams& params, cudaStream_t stream);
 KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t stream);

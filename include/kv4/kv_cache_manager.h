@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -65,6 +66,16 @@ struct Step {
   std::int32_t group = 0;
 };
 
+/// A request that begins with what was there of its prompt.
+struct Admission {
+  RequestId request = kNoRequest;
+  /// Tokens of the prompt whose entries are there: whole blocks, and at least one token remains for a query.
+  std::int64_t usable_tokens = 0;
+  /// The request's length, and the first token to compute. Tokens from here to usable_tokens are replayed: with the
+  /// prompt's ids, in steps like any other; their entries stay as they are.
+  std::int64_t resume_at = 0;
+};
+
 class KV4_API KVCacheManager {
  public:
   KVCacheManager(const ModelConfig& config, const CacheOptions& options,
@@ -80,6 +91,9 @@ class KV4_API KVCacheManager {
   void bind_rope_table(const TensorView& cos, const TensorView& sin);
 
   Expected<RequestId> admit();
+  /// Begins with the longest prefix of the prompt that is kept, and shares its blocks. The request's own full blocks
+  /// are kept from their commit on. Draft stages begin at resume_at with an empty window. Needs options.prefix.enabled.
+  Expected<Admission> admit(const Prompt& prompt);
   /// Reserves all that the step may write, or changes nothing. `group`: 0 = backbone, d + 1 = draft stage d. One step
   /// at a time.
   Expected<Step> prepare_forward(std::span<const StepItem> items, int group = 0);
@@ -116,6 +130,16 @@ class KV4_API KVCacheManager {
   std::int64_t image_bytes(RequestId request) const;
   Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                    std::span<const std::byte> blocks);
+
+  /// Prompts find and leave blocks of these weights from now on; running requests go on with theirs.
+  void set_weights_id(std::string_view weights_id);
+  /// Forgets all that was computed with these weights. No later prompt finds it; blocks of running requests go when
+  /// these end, and what such requests compute from now on is not kept.
+  void invalidate(std::string_view weights_id);
+  PrefixStatistics prefix_statistics() const;
+  /// Blocks stored and evicted, by key: the oldest events, in order, as many as fit; they are gone then. Returns how
+  /// many.
+  std::size_t read_block_events(std::span<BlockEvent> out);
 
   const CacheSchema& schema() const;
   const BlockAllocator& allocator() const;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kv4/export.h"
+#include "kv4/prefix_cache.h"
 #include "kv4/tensor.h"
 
 namespace kv4 {
@@ -47,6 +48,8 @@ struct CacheOptions {
   std::int64_t num_blocks = 0;      // 0: what compute_block_budget says for max_requests x max_context
   int max_step_tokens = 512;        // tokens of the largest step, padding included
   int index_tile_tokens = 128;      // tokens whose index scores are kept at a time: what index_topk's workspace holds
+
+  PrefixOptions prefix;  // what stays of requests that have gone; off unless enabled
 };
 
 }  // namespace kv4

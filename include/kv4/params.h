@@ -109,7 +109,8 @@ struct alignas(16) StepRecord {
   std::int32_t read_slot = -1;   // state slot
   std::int32_t write_slot = -1;  // another one in a long step
   std::int32_t position = 0;     // of this token; of the first, in an item's record
-  std::int32_t block = -1;       // that holds the position's entries; -1: none
+  std::int32_t block = -1;       // that takes the position's entries; -1: none does.
+                                 // In an item's record: entries of positions below it are there already and are kept
 
   KV4_HD bool padded() const { return row < 0; }
   KV4_HD std::int32_t end() const { return length + count; }
@@ -128,6 +129,12 @@ struct StepDesc {
   const StepRecord* tokens = nullptr;         // [num_tokens]
   const StepRecord* items = nullptr;          // [num_items]
   const std::int32_t* block_table = nullptr;  // [rows, blocks_per_request], -1 padded
+  /// [rows] positions below it have no window row: a replay began there. null: all have.
+  const std::int32_t* window_begins = nullptr;
+
+  KV4_HD std::int32_t window_begin(const StepRecord& record) const {
+    return window_begins == nullptr ? 0 : window_begins[record.row];
+  }
 };
 
 /// The tables themselves: what expanding a step writes.
@@ -141,6 +148,8 @@ struct StepTableDesc {
   std::int32_t* ring_heads = nullptr;      // [max_items] window row that the next token will take
   std::int32_t* ring_positions = nullptr;  // [max_items, ring_rows] position each window row holds, -1: none
   std::int32_t* block_table = nullptr;     // [max_requests, blocks_per_request]
+  std::int32_t* window_begins = nullptr;   // [max_requests]
+  std::int32_t kept_block = -1;            // that takes what is written instead of kept entries; -1: nothing is
   std::int32_t blocks_per_request = 0;
   std::int32_t block_tokens = 0;
   std::int32_t ring_rows = 0;
@@ -278,6 +287,25 @@ struct CopyPiece {
   KV4_HD const std::uint8_t* source() const { return when != nullptr && *when == equals ? instead : from; }
 };
 
+/// An image of a request's state at a position inside a long step.
+struct Boundary {
+  StepRecord item;
+  std::int32_t position = 0;  // one past the last token of the image; a multiple of every ratio
+  std::uint8_t* image = nullptr;
+};
+
+/// One layer's part of such images, after its append: window rows from the scratch or from the ring of the slot that
+/// the step reads, the last span's pending rows, first half, from the inputs or from that slot.
+struct BoundaryParams {
+  LayerDesc layer;
+  InputDesc kv[LayerDesc::kMaxKinds];  // of the append
+  InputDesc gate[LayerDesc::kMaxKinds];
+  std::int64_t payload_at = 0, scale_at = 0;           // of the window rows in an image, oldest first
+  std::int64_t pending_at[LayerDesc::kMaxKinds] = {};  // of the pending rows of kinds with overlap: kv, gate
+  const Boundary* boundaries = nullptr;                // [count], on the host
+  std::int32_t count = 0;
+};
+
 /// The open span of a kind without overlap at `length` tokens, in state slot `slot`.
 struct OpenSpan {
   KindDesc kind;  // bias null: no row was ever appended, only restored ones count
@@ -295,10 +323,11 @@ struct StepUpdate {
   std::int32_t num_items = 0;
   std::int32_t num_tokens = 0;
   std::int32_t num_ranges = 0;
-  std::int32_t num_values = 0;              // at most kMaxUpdateValues
-  const StepRecord* items = nullptr;        // [num_items]
-  const BlockRange* ranges = nullptr;       // [num_ranges]
-  const std::int32_t* block_ids = nullptr;  // [num_values]
+  std::int32_t num_values = 0;                  // at most kMaxUpdateValues
+  const StepRecord* items = nullptr;            // [num_items]
+  const std::int32_t* window_begins = nullptr;  // [num_items], see StepDesc; null: 0
+  const BlockRange* ranges = nullptr;           // [num_ranges]
+  const std::int32_t* block_ids = nullptr;      // [num_values]
 };
 
 }  // namespace kv4::ops

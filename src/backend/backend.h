@@ -48,6 +48,8 @@ class Backend {
   /// Window rows, pending rows, due entries and index keys of all the step's tokens.
   virtual void append(const ops::AppendParams& params) = 0;
   virtual void flush(const ops::FlushParams& params) = 0;
+  /// Boundaries are on the host and may be reused when it returns. Not while calls are recorded.
+  virtual void save_boundaries(const ops::BoundaryParams& params) = 0;
   virtual void gather_chosen(const ops::GatherParams& params) = 0;
   virtual void gather_all(const ops::GatherParams& params) = 0;
   virtual void gather_window(const ops::GatherParams& params) = 0;

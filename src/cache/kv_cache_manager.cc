@@ -40,7 +40,9 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   free_rows.reserve(requests);
   for (std::int32_t r = schema.options.max_requests - 1; r >= 0; --r) free_rows.push_back(r);
   open.items.reserve(static_cast<std::size_t>(tables.max_items()));
+  open.window_begins.reserve(static_cast<std::size_t>(tables.max_items()));
   open.parts.reserve(requests);
+  open.boundaries.reserve(static_cast<std::size_t>(schema.options.max_step_tokens / schema.block_tokens) + requests);
   // No step changes more table entries: the blocks its tokens fill, and for each request the one it begins in and the
   // one it ends in.
   open.changes.reserve(static_cast<std::size_t>(schema.options.max_step_tokens / schema.block_tokens) + 2 * requests);
@@ -54,6 +56,14 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
     (layers.back().num_kinds > 0 ? compresses : slides) = true;
   }
   raw_norm_weights.resize(layers.size());
+  open.saved_layers.resize(layers.size());
+  if (schema.options.prefix.enabled) {
+    prefix.emplace(schema, backend);
+    snapshot_parts = snapshot_layout(schema, schema.block_tokens);
+    // Kernels write entries everywhere: those of a replay, which are there already, into a block that nobody reads. On
+    // the host they are left out.
+    if (!backend->on_host()) tables.set_kept_block(allocator.allocate().value());
+  }
   swa_rope.rope_dim = compress_rope.rope_dim = config.rope_dim;
   if (slides) {
     swa_angles.emplace(config.rope_main, config.rope_dim, schema.options.max_context, backend);
@@ -132,6 +142,11 @@ void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& si
           positions);
   const float* c = checked_constant(cos, {cos.shape[0], pairs}, "the rope table's cos");
   const float* s = checked_constant(sin, {sin.shape[0], pairs}, "the rope table's sin");
+  if (impl_->prefix) {
+    require(num_requests() == 0, ErrorCode::bad_state,
+            "{} requests run; keys of blocks name the rope table: bind it before the first", num_requests());
+    impl_->prefix->set_rope_digest(impl_->digest_table(cos) + impl_->digest_table(sin));
+  }
   impl_->compress_rope.cos = c;
   impl_->compress_rope.sin = s;
 }
@@ -174,6 +189,7 @@ RequestId KVCacheManager::Impl::start_row(std::int32_t slot) {
   s.slot = slot;
   s.in_step = false;
   std::fill(s.groups.begin(), s.groups.end(), GroupProgress{});
+  s.chain = {};
   return s.id;
 }
 
@@ -183,9 +199,14 @@ void KVCacheManager::Impl::copy_block(BlockId from, BlockId to) {
               &token_ids[std::int64_t{to} * block_tokens()]);
 }
 
+std::int64_t KVCacheManager::Impl::num_held(std::int32_t row) const {
+  const Sequence& s = sequences[static_cast<std::size_t>(row)];
+  return std::max(num_blocks_of(s.length()), s.chain.replay_end / block_tokens());
+}
+
 // Last first, so that the allocator is as it was before they were taken.
-void KVCacheManager::Impl::drop_blocks(std::int32_t row, std::int64_t keep, std::int64_t have) {
-  for (std::int64_t i = have - 1; i >= keep; --i) {
+void KVCacheManager::Impl::drop_blocks(std::int32_t row, std::int64_t keep) {
+  for (std::int64_t i = num_held(row) - 1; i >= keep; --i) {
     allocator.release(tables.block(row, i));
     tables.set_block(row, i, -1);
   }
@@ -202,7 +223,8 @@ Expected<RequestId> KVCacheManager::admit() {
 void KVCacheManager::release(RequestId request) {
   const std::int32_t row = impl_->idle_row_of(request, "releasing it");
   Sequence& s = impl_->sequences[static_cast<std::size_t>(row)];
-  impl_->drop_blocks(row, 0, impl_->num_blocks_of(s.length()));
+  impl_->end_chain(row);
+  impl_->drop_blocks(row, 0);
   impl_->state_pool.release_slot(s.slot);
   s.id = kNoRequest;
   s.slot = -1;
@@ -216,7 +238,10 @@ void KVCacheManager::rewind(RequestId request, std::int64_t length, int group) {
   require(length >= floor && length <= g.length, ErrorCode::bad_argument,
           "request {} of length {} cannot be rewound to {}; allowed are {} to {} (max_rewind_tokens = {})", request,
           g.length, length, floor, g.length, impl_->schema.options.max_rewind_tokens);
-  if (group == 0) impl_->drop_blocks(row, impl_->num_blocks_of(length), impl_->num_blocks_of(g.length));
+  if (group == 0 && impl_->sequences[static_cast<std::size_t>(row)].chain.replay_end == 0) {
+    impl_->cut_chain(row, impl_->num_blocks_of(length));
+    impl_->drop_blocks(row, impl_->num_blocks_of(length));
+  }
   g.length = length;
 }
 
@@ -228,26 +253,29 @@ std::int64_t KVCacheManager::rewind_floor(RequestId request, int group) const {
 Expected<RequestId> KVCacheManager::fork(RequestId request) {
   const std::int32_t row = impl_->idle_row_of(request, "forking it");
   const Sequence& parent = impl_->sequences[static_cast<std::size_t>(row)];
-  const std::int64_t full = parent.length() / impl_->block_tokens();
-  const bool has_open = parent.length() % impl_->block_tokens() != 0;
+  const std::int64_t held = impl_->num_held(row);
+  const bool has_open = held * impl_->block_tokens() > std::max(parent.length(), parent.chain.replay_end);
+  const std::int64_t shared = held - has_open;
   if (impl_->free_rows.empty()) return Shortage::requests;
-  if (has_open && impl_->allocator.num_available() < 1) return Shortage::blocks;
+  if (has_open && impl_->num_available(parent.chain.tenant) < 1) return Shortage::blocks;
   const std::optional<std::int32_t> slot = impl_->state_pool.acquire_slot();
   if (!slot) return Shortage::slots;
 
   const RequestId child_id = impl_->start_row(*slot);
   const std::int32_t child_row = impl_->row_of(child_id);
-  impl_->sequences[static_cast<std::size_t>(child_row)].groups = parent.groups;
+  Sequence& child = impl_->sequences[static_cast<std::size_t>(child_row)];
+  child.groups = parent.groups;
   impl_->state_pool.copy_slot(parent.slot, *slot);
-  for (std::int64_t i = 0; i < full; ++i) {
+  for (std::int64_t i = 0; i < shared; ++i) {
     const BlockId block = impl_->tables.block(row, i);
     impl_->allocator.retain(block);
     impl_->tables.set_block(child_row, i, block);
   }
+  impl_->fork_chain(parent, child, shared);
   if (has_open) {
-    const BlockId block = impl_->allocator.allocate().value();
-    impl_->copy_block(impl_->tables.block(row, full), block);
-    impl_->tables.set_block(child_row, full, block);
+    const BlockId block = impl_->take_block(parent.chain.tenant);
+    impl_->copy_block(impl_->tables.block(row, shared), block);
+    impl_->tables.set_block(child_row, shared, block);
   }
   return child_id;
 }
@@ -286,21 +314,29 @@ void KVCacheManager::Impl::check_items(std::span<const StepItem> items, int grou
             schema.options.max_context);
     require(item.token_ids.size() == static_cast<std::size_t>(item.count) || (group != 0 && item.token_ids.empty()),
             ErrorCode::bad_argument, "item {} has {} token ids for {} tokens", i, item.token_ids.size(), item.count);
+    if (group == 0) check_replay(item, row);
   }
+}
+
+std::int64_t KVCacheManager::Impl::blocks_needed(const StepItem& item) const {
+  if (item.request == kNoRequest) return 0;
+  const std::int32_t row = item.request % schema.options.max_requests;
+  const Sequence& s = sequences[static_cast<std::size_t>(row)];
+  const bool copies = s.length() % block_tokens() != 0 && s.chain.replay_end == 0 &&
+                      allocator.is_immutable(tables.block(row, s.length() / block_tokens()));
+  return std::max<std::int64_t>(0, num_blocks_of(s.length() + item.count) - num_held(row)) + copies;
 }
 
 Shortage KVCacheManager::Impl::find_shortage(std::span<const StepItem> items, int group) const {
   std::int64_t blocks = 0, slots = 0;
   for (const StepItem& item : items) {
-    if (item.request == kNoRequest) continue;
-    const std::int32_t row = item.request % schema.options.max_requests;
-    slots += is_long(item.count);
-    if (group != 0) continue;
-    const std::int64_t length = sequences[static_cast<std::size_t>(row)].length();
-    blocks += num_blocks_of(length + item.count) - num_blocks_of(length);
-    blocks += length % block_tokens() != 0 && allocator.is_immutable(tables.block(row, length / block_tokens()));
+    slots += item.request != kNoRequest && is_long(item.count);
+    if (group == 0) blocks += blocks_needed(item);
   }
-  if (blocks > allocator.num_available()) return Shortage::blocks;
+  // Whatever is evicted for one tenant costs another at most one block that it could have evicted.
+  if (blocks > allocator.num_free())
+    for (const StepItem& item : items)
+      if (blocks_needed(item) > 0 && blocks > num_available(tenant_of(item.request))) return Shortage::blocks;
   if (slots > state_pool.num_free()) return Shortage::slots;
   return Shortage::none;
 }
@@ -309,6 +345,7 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
   std::int32_t first_token = 0;
   for (const StepItem& item : items) {
     ops::StepRecord& record = open.items.emplace_back();
+    open.window_begins.push_back(0);
     record.count = item.count;
     record.first_token = first_token;
     first_token += item.count;
@@ -322,25 +359,29 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
     }
     open.parts.push_back(part);
     record.row = part.row;
-    record.length = record.position = static_cast<std::int32_t>(s.groups[static_cast<std::size_t>(group)].length);
+    const GroupProgress& g = s.groups[static_cast<std::size_t>(group)];
+    record.length = record.position = static_cast<std::int32_t>(g.length);
+    open.window_begins.back() = static_cast<std::int32_t>(g.window_begin);
     record.read_slot = s.slot;
     record.write_slot = part.spare >= 0 ? part.spare : s.slot;
     if (group != 0) continue;
-    const std::int64_t have = num_blocks_of(s.length()), end = num_blocks_of(s.length() + item.count);
-    for (std::int64_t i = s.length() / block_tokens(); i < end; ++i) {
+    if (s.chain.replay_end > 0) record.block = static_cast<std::int32_t>(s.chain.replay_end);
+    const std::int64_t first = std::max(s.length(), s.chain.replay_end);  // token whose entries are written
+    const std::int64_t have = num_held(part.row), end = num_blocks_of(s.length() + item.count);
+    for (std::int64_t i = first / block_tokens(); i < end; ++i) {
       const BlockId old_block = i < have ? tables.block(part.row, i) : -1;
       if (old_block >= 0 && !allocator.is_immutable(old_block)) continue;
-      const BlockId new_block = allocator.allocate().value();
+      const BlockId new_block = take_block(s.chain.tenant);
       if (old_block >= 0) copy_block(old_block, new_block);
       tables.set_block(part.row, i, new_block);
       open.changes.push_back({part.row, i, old_block, new_block});
     }
-    for (std::int32_t t = 0; t < item.count; ++t) {
-      const std::int64_t position = s.length() + t;
+    for (std::int64_t position = first; position < s.length() + item.count; ++position) {
       const BlockId block = tables.block(part.row, position / block_tokens());
       token_ids[std::int64_t{block} * block_tokens() + position % block_tokens()] =
-          item.token_ids[static_cast<std::size_t>(t)];
+          item.token_ids[static_cast<std::size_t>(position - s.length())];
     }
+    reserve_boundaries(open.items.size() - 1, part);
   }
 }
 
@@ -352,10 +393,13 @@ Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, 
   for (const StepItem& item : items) tokens += item.count;
   m.open.step = {m.last_step_id, tokens, static_cast<std::int32_t>(items.size()), group};
   m.open.items.clear();
+  m.open.window_begins.clear();
   m.open.parts.clear();
   m.open.changes.clear();
+  m.open.boundaries.clear();
+  std::fill(m.open.saved_layers.begin(), m.open.saved_layers.end(), false);
   m.reserve(items, group);
-  m.tables.update(m.open.items, tokens);
+  m.tables.update(m.open.items, m.open.window_begins, tokens);
   m.step_open = true;
   m.step_written = false;
   return m.open.step;
@@ -384,17 +428,29 @@ void KVCacheManager::commit(const Step& step) {
   Impl& m = *impl_;
   m.check_open(step, "commit");
   const std::int64_t ticket = m.backend->mark();  // first: it may throw
-  for (const BlockChange& change : m.open.changes)
-    if (change.old_block >= 0) m.allocator.release(change.old_block);
+  if (!m.open.boundaries.empty() && !m.boundaries_saved()) m.give_boundaries();
+  for (const BlockChange& change : m.open.changes) {
+    if (change.old_block < 0) continue;
+    m.cut_chain(change.row, change.index);
+    m.allocator.release(change.old_block);
+  }
   for (const StepPart& part : m.open.parts) {
     Sequence& s = m.sequences[static_cast<std::size_t>(part.row)];
     GroupProgress& g = s.groups[static_cast<std::size_t>(m.open.step.group)];
     g.length += part.count;
     g.highest = std::max(g.highest, g.length);
-    if (part.spare < 0) continue;
-    m.state_pool.release_slot(s.slot);
-    s.slot = part.spare;
+    if (part.spare >= 0) {
+      m.state_pool.release_slot(s.slot);
+      s.slot = part.spare;
+    }
+    if (s.length() >= s.chain.replay_end) s.chain.replay_end = 0;
+    if (m.open.step.group == 0 && s.chain.publishes) {
+      m.publish(part.row);
+      m.save_snapshots(part.row, g.length - part.count);
+    }
   }
+  m.give_boundaries();
+  m.send_snapshots();
   m.commits[m.num_commits++ % m.commits.size()] = {m.open.step.id, ticket};
   m.close_step();
 }
@@ -430,6 +486,7 @@ void KVCacheManager::abort(const Step& step) {
         m.sequences[static_cast<std::size_t>(part->row)].groups[static_cast<std::size_t>(m.open.step.group)];
     if (m.step_written || m.captured) g.highest = std::max(g.highest, g.length + part->count);
   }
+  m.give_boundaries();
   m.close_step();
 }
 
@@ -511,7 +568,7 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
   require(blocks.size() == static_cast<std::size_t>(count) * bytes, ErrorCode::bad_argument,
           "{} tokens need {} block images of {} bytes; got {} bytes", n, count, bytes, blocks.size());
   if (m.free_rows.empty()) return Shortage::requests;
-  if (count > m.allocator.num_available()) return Shortage::blocks;
+  if (count > m.num_available(0)) return Shortage::blocks;
   const std::optional<std::int32_t> slot = m.state_pool.acquire_slot();
   if (!slot) return Shortage::slots;
 
@@ -520,10 +577,10 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
   const std::int32_t row = m.row_of(id);
   for (std::size_t g = 0; g < image.lengths.size(); ++g) {
     const std::int64_t length = image.lengths[g];
-    m.sequences[static_cast<std::size_t>(row)].groups[g] = {length, length, length};
+    m.sequences[static_cast<std::size_t>(row)].groups[g] = {length, length, length, 0};
   }
   for (std::int64_t i = 0; i < count; ++i) {
-    const BlockId block = m.allocator.allocate().value();
+    const BlockId block = m.take_block(0);
     m.kv_pool.load_block(block, blocks.subspan(static_cast<std::size_t>(i) * bytes, bytes));
     m.tables.set_block(row, i, block);
     const std::int64_t first = i * m.block_tokens();
@@ -544,8 +601,8 @@ int KVCacheManager::num_requests() const {
 std::int64_t KVCacheManager::memory_bytes() const {
   const Impl& m = *impl_;
   return m.kv_pool.memory_bytes() + m.state_pool.memory_bytes() + m.tables.memory_bytes() + m.index_workspace.bytes() +
-         m.allocator.memory_bytes() + m.schema.options.num_blocks * m.block_tokens() * 4 +
-         (m.swa_angles ? m.swa_angles->memory_bytes() : 0) +
+         m.allocator.memory_bytes() + (m.prefix ? m.prefix->memory_bytes() : 0) +
+         m.schema.options.num_blocks * m.block_tokens() * 4 + (m.swa_angles ? m.swa_angles->memory_bytes() : 0) +
          (m.compress_angles ? m.compress_angles->memory_bytes() : 0);
 }
 

@@ -139,6 +139,19 @@ struct HandleScope {
     m.backend->append(p);
   }
 
+  // This layer's part of the snapshots at boundaries inside long steps. A recorded call would save them at the same
+  // places for ever: then there are none.
+  void save_boundaries(const ops::AppendParams& p, std::size_t index) const {
+    if (m.open.boundaries.empty() || m.backend->capturing()) return;
+    ops::BoundaryParams params;
+    params.layer = desc;
+    std::copy_n(p.kv, ops::LayerDesc::kMaxKinds, params.kv);
+    std::copy_n(p.gate, ops::LayerDesc::kMaxKinds, params.gate);
+    m.describe_boundaries(index, params);
+    m.backend->save_boundaries(params);
+    m.open.saved_layers[index] = true;
+  }
+
   void note_write() const {
     m.step_written = true;
     m.captured = m.captured || m.backend->capturing();
@@ -260,6 +273,7 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
             scope.schema.spec.layer, scope.schema.spec.layer);
   }
   scope.append(params);
+  scope.save_boundaries(params, static_cast<std::size_t>(index_));
 }
 
 void LayerCacheHandle::write_swa(const TensorView& raw_kv) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "cache/prefix_cache.h"
 #include "cache/rope_tables.h"
 #include "cache/sequence.h"
 #include "cache/step.h"
@@ -16,11 +17,13 @@ namespace kv4 {
 
 // Invariants between calls:
 // 1. A running request holds exactly ceil(length / block_tokens) blocks, the first entries of its block table row; the
-// rest is -1.
+// rest is -1. In a replay it also holds those up to its end.
 // 2. It holds one state slot. Free slots are at least the free request rows + spare_slots, except while a step holds
 // spares.
 // 3. Only blocks with one holder that are not published are written; only by the request that holds them.
-// 4. While a step is open its requests' lengths, blocks and slots change only through commit and abort.
+// 4. Of a request's blocks exactly the first chain.blocks are published; the index's slots up to chain.tail name them,
+// and the request has one reference on each.
+// 5. While a step is open its requests' lengths, blocks and slots change only through commit and abort.
 struct KVCacheManager::Impl {
   CacheSchema schema;
   std::shared_ptr<Backend> backend;
@@ -30,6 +33,7 @@ struct KVCacheManager::Impl {
   StepTables tables;
   DeviceMemory index_workspace;
   std::unique_ptr<std::int32_t[]> token_ids;  // [num_blocks, block_tokens]
+  std::optional<PrefixCache> prefix;
 
   std::vector<Sequence> sequences;  // [max_requests]
   std::vector<std::int32_t> free_rows;
@@ -42,7 +46,12 @@ struct KVCacheManager::Impl {
   std::int64_t last_step_id = 0;
   std::vector<std::int64_t> seen_in_step;  // [max_requests] step id that last named the row
 
-  std::vector<ops::LayerDesc> layers;  // [owned layers]
+  std::vector<ops::LayerDesc> layers;     // [owned layers]
+  ImageLayout snapshot_parts;             // where snapshots have what
+  std::vector<ops::Boundary> boundaries;  // of the open step, as a backend is told
+  // Snapshots that a commit takes from the rings go in one copy.
+  std::vector<ops::CopyPiece> snapshot_pieces;
+  std::vector<SnapshotId> snapshot_targets;
   // Rotation by layer: SWA layers turn at one base, the others, and their entries, at another.
   std::optional<RopeTables> swa_angles, compress_angles;
   ops::RopeDesc swa_rope, compress_rope;
@@ -66,10 +75,42 @@ struct KVCacheManager::Impl {
 
   RequestId start_row(std::int32_t slot);
   void copy_block(BlockId from, BlockId to);
-  void drop_blocks(std::int32_t row, std::int64_t keep, std::int64_t have);
+  void drop_blocks(std::int32_t row, std::int64_t keep);
+  std::int64_t num_held(std::int32_t row) const;  // blocks of a request
+  std::span<const std::int32_t> block_ids_of(BlockId block) const {
+    return {&token_ids[std::int64_t{block} * block_tokens()], static_cast<std::size_t>(block_tokens())};
+  }
   bool is_long(std::int32_t count) const { return count > schema.options.max_rewind_tokens + 1; }
 
+  std::string digest_table(const TensorView& table) const;  // dense, in the backend's memory
+  TenantId tenant_of(RequestId request) const {
+    return sequences[static_cast<std::size_t>(request % schema.options.max_requests)].chain.tenant;
+  }
+  // manager_prefix.cc. Without a prefix cache every block is free or held.
+  std::int64_t num_available(TenantId tenant) const;
+  BlockId take_block(TenantId tenant);  // there is one
+  void free_evicted(std::span<const Evicted> gone);
+  void cut_chain(std::int32_t row, std::int64_t blocks);  // keeps the first `blocks`
+  void end_chain(std::int32_t row);
+  void fork_chain(const Sequence& parent, Sequence& child, std::int64_t shared_blocks);
+  void share_prefix(std::int32_t row, const PrefixMatch& match);
+  void check_replay(const StepItem& item, std::int32_t row) const;
+  void publish(std::int32_t row);
+
+  // Snapshots: of boundaries that the rings still hold at commit, and of those inside a long step.
+  bool keeps_snapshot(const Sequence& s, std::int64_t position) const;
+  bool wants_latest(std::int64_t position, std::int64_t length) const;
+  void reserve_boundaries(std::size_t item, const StepPart& part);
+  void describe_boundaries(std::size_t layer, ops::BoundaryParams& params);
+  void save_snapshots(std::int32_t row, std::int64_t old_length);
+  void send_snapshots();
+  SnapshotId take_snapshot(std::int32_t row, std::int64_t position);
+  void leave_latest(Sequence& s);
+  bool boundaries_saved() const;  // by every layer
+  void give_boundaries();
+
   void check_items(std::span<const StepItem> items, int group);
+  std::int64_t blocks_needed(const StepItem& item) const;  // new ones, and a copy on write
   Shortage find_shortage(std::span<const StepItem> items, int group) const;
   void reserve(std::span<const StepItem> items, int group);
   void check_open(const Step& step, const char* what) const;

@@ -2,17 +2,34 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "kv4/kv_cache_manager.h"
+#include "prefix/prefix_index.h"
 
 namespace kv4 {
 
 /// Progress of one layer group: the backbone, or one draft stage.
 struct GroupProgress {
-  std::int64_t length = 0;   // committed tokens
-  std::int64_t highest = 0;  // one past the highest position ever written, rejected ones included
-  std::int64_t floor = 0;    // length at import: nothing before it can be rebuilt
+  std::int64_t length = 0;        // committed tokens
+  std::int64_t highest = 0;       // one past the highest position ever written, rejected ones included
+  std::int64_t floor = 0;         // length at import or at a hit: nothing before it can be rebuilt
+  std::int64_t window_begin = 0;  // window rows before it do not exist
+};
+
+/// A request's blocks in the prefix index.
+struct PrefixChain {
+  bool publishes = false;  // its full blocks get keys
+  TenantId tenant = 0;
+  std::uint16_t origin = 0;  // of its weights
+  BlockKey root{};
+  std::int64_t blocks = 0;         // that are in the index: the first of its table row
+  Slot tail = kNoSlot;             // of the last of them, pinned
+  std::int64_t replay_end = 0;     // tokens below it have their entries already; 0: no replay
+  std::int64_t prompt_end = 0;     // the last boundary that another request with this prompt can use
+  Slot latest = kNoSlot;           // whose snapshot goes when there is a newer one of this request
+  std::vector<std::string> extra;  // by block of the prompt
 };
 
 /// A row of the request table. Free rows have id -1.
@@ -21,6 +38,7 @@ struct Sequence {
   std::int32_t slot = -1;
   bool in_step = false;
   std::vector<GroupProgress> groups;  // [num_groups]
+  PrefixChain chain;
 
   std::int64_t length() const { return groups[0].length; }
 };

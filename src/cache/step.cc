@@ -28,6 +28,7 @@ StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backe
   desc_.hca_lens = base + layout_.hca_lens;
   desc_.ring_heads = base + layout_.ring_heads;
   desc_.ring_positions = base + layout_.ring_positions;
+  desc_.window_begins = base + layout_.window_begins;
   desc_.block_table = base + layout_.block_table;
   desc_.blocks_per_request = static_cast<std::int32_t>(schema.blocks_per_request);
   desc_.block_tokens = schema.block_tokens;
@@ -53,7 +54,8 @@ void StepTables::set_block(std::int32_t row, std::int64_t index, BlockId block) 
   }
 }
 
-void StepTables::send(std::span<const ops::StepRecord> items, std::int32_t num_tokens) {
+void StepTables::send(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,
+                      std::int32_t num_tokens) {
   ops::StepUpdate update;
   update.tables = desc_;
   update.num_items = static_cast<std::int32_t>(items.size());
@@ -61,6 +63,7 @@ void StepTables::send(std::span<const ops::StepRecord> items, std::int32_t num_t
   update.num_ranges = static_cast<std::int32_t>(ranges_.size());
   update.num_values = static_cast<std::int32_t>(values_.size());
   update.items = items.data();
+  update.window_begins = window_begins.data();
   update.ranges = ranges_.data();
   update.block_ids = values_.data();
   backend_->update_step(update);
@@ -68,14 +71,15 @@ void StepTables::send(std::span<const ops::StepRecord> items, std::int32_t num_t
   values_.clear();
 }
 
-void StepTables::update(std::span<const ops::StepRecord> items, std::int32_t num_tokens) {
+void StepTables::update(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,
+                        std::int32_t num_tokens) {
   for (const std::int32_t row : changed_rows_) {
     Changed& c = changed_[static_cast<std::size_t>(row)];
     while (c.begin < c.end) {
       const std::int32_t room = ops::kMaxUpdateValues - static_cast<std::int32_t>(values_.size());
       const std::int32_t count = std::min(c.end - c.begin, room);
       if (count == 0) {  // more than one transfer holds: a long context was forked, imported or released
-        send({}, 0);
+        send({}, {}, 0);
         continue;
       }
       ranges_.push_back({row, c.begin, count, static_cast<std::int32_t>(values_.size())});
@@ -86,7 +90,7 @@ void StepTables::update(std::span<const ops::StepRecord> items, std::int32_t num
     c = {};
   }
   changed_rows_.clear();
-  send(items, num_tokens);
+  send(items, window_begins, num_tokens);
 }
 
 ops::StepDesc StepTables::describe(const Step& step) const {
@@ -98,6 +102,7 @@ ops::StepDesc StepTables::describe(const Step& step) const {
   out.tokens = desc_.tokens;
   out.items = desc_.items;
   out.block_table = desc_.block_table;
+  out.window_begins = desc_.window_begins;
   return out;
 }
 

@@ -22,8 +22,12 @@ class StepTables {
   const BlockId* row(std::int32_t row) const { return &blocks_[at(row, 0)]; }
   void set_block(std::int32_t row, std::int64_t index, BlockId block);
 
-  /// Sends items and changed blocks to the tables.
-  void update(std::span<const ops::StepRecord> items, std::int32_t num_tokens);
+  /// Where entries go that are there already (ops::StepTableDesc).
+  void set_kept_block(BlockId block) { desc_.kept_block = block; }
+
+  /// Sends items, the position that each one's window begins at, and changed blocks to the tables.
+  void update(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,
+              std::int32_t num_tokens);
 
   const ops::StepTableDesc& desc() const { return desc_; }
   std::int64_t max_items() const { return layout_.max_items; }
@@ -39,7 +43,8 @@ class StepTables {
   std::size_t at(std::int32_t row, std::int64_t index) const {
     return static_cast<std::size_t>(row * std::int64_t{desc_.blocks_per_request} + index);
   }
-  void send(std::span<const ops::StepRecord> items, std::int32_t num_tokens);
+  void send(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,
+            std::int32_t num_tokens);
 
   std::shared_ptr<Backend> backend_;
   TableLayout layout_;
@@ -68,11 +73,22 @@ struct StepPart {
   std::int32_t spare = -1;  // slot a long step writes; -1: in place
 };
 
+/// A boundary inside a long step, and the place its snapshot is written to.
+struct StepBoundary {
+  std::int32_t row = 0;
+  std::size_t item = 0;
+  std::int64_t position = 0;
+  std::int32_t place = -1;
+};
+
 struct OpenStep {
   Step step;
-  std::vector<ops::StepRecord> items;  // [num_items], padding included
+  std::vector<ops::StepRecord> items;       // [num_items], padding included
+  std::vector<std::int32_t> window_begins;  // [num_items]
   std::vector<StepPart> parts;
   std::vector<BlockChange> changes;
+  std::vector<StepBoundary> boundaries;
+  std::vector<bool> saved_layers;  // [owned layers] which have written their part of the boundaries' snapshots
 };
 
 }  // namespace kv4

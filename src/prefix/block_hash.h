@@ -11,7 +11,9 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
+#include "kv4/prefix_cache.h"
 #include "kv4/schema.h"
 
 namespace kv4 {
@@ -19,7 +21,7 @@ namespace kv4 {
 inline constexpr std::uint32_t kCacheFormatVersion = 1;
 
 using Sha256 = std::array<std::uint8_t, 32>;
-using BlockKey = Sha256;
+static_assert(std::is_same_v<Sha256, BlockKey>);
 
 /// The bytes are uniform already: the first eight serve as a hash.
 inline std::uint64_t key_fingerprint(const BlockKey& key) {

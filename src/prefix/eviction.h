@@ -5,14 +5,10 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string_view>
+
+#include "kv4/prefix_cache.h"
 
 namespace kv4 {
-
-enum class EvictionKind : std::uint8_t { lru, s3_fifo };
-const char* to_string(EvictionKind kind);
-/// Throws Error(bad_argument) listing the names: lru, s3fifo.
-EvictionKind parse_eviction(std::string_view name);
 
 /// A place in an index; kNoSlot is none.
 using Slot = std::int32_t;

@@ -6,16 +6,13 @@
 
 #include "prefix/block_hash.h"
 #include "prefix/eviction.h"
+#include "schema/table_layout.h"
 
 namespace kv4 {
 
 class KeyTable {
  public:
-  explicit KeyTable(std::int64_t capacity) {
-    std::size_t cells = 4;
-    while (cells < 2 * static_cast<std::size_t>(capacity)) cells *= 2;
-    cells_.resize(cells);
-  }
+  explicit KeyTable(std::int64_t capacity) : cells_(static_cast<std::size_t>(prefix_cells(capacity))) {}
 
   /// `matches(slot)` compares the whole key; it is asked for the few slots whose fingerprint agrees in 32 bits.
   template <class Matches>
@@ -58,6 +55,7 @@ class KeyTable {
     std::uint32_t tag = 0;
     Slot slot = kNoSlot;
   };
+  static_assert(sizeof(Cell) == kPrefixCellBytes);
   std::size_t mask() const { return cells_.size() - 1; }
   std::size_t home(std::uint64_t print) const { return static_cast<std::size_t>(print) & mask(); }
   std::size_t next(std::size_t i) const { return (i + 1) & mask(); }

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "base/check.h"
+#include "schema/table_layout.h"
 
 namespace kv4 {
 namespace {
@@ -44,8 +45,10 @@ PrefixIndex::PrefixIndex(const PrefixIndexOptions& options)
       table_(options.capacity_blocks),
       events_(static_cast<std::size_t>(options.max_events)) {
   for (const std::int64_t share : options.tenant_shares)
-    tenants_.push_back(
-        {.share = share, .size = 0, .policy = make_eviction(options.eviction, nodes_, options.capacity_blocks)});
+    tenants_.push_back({.share = share,
+                        .size = 0,
+                        .unreferenced = 0,
+                        .policy = make_eviction(options.eviction, nodes_, options.capacity_blocks)});
   for (auto slot = static_cast<Slot>(entries_.size()); slot-- > 0;) {
     entries_[static_cast<std::size_t>(slot)].parent = free_head_;
     free_head_ = slot;
@@ -102,26 +105,32 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys, std::int64_t prom
     out.snapshot = entry.snapshot;
     out.resume_at = out.usable_tokens;
   }
-  if (options_.snapshots.kind == SnapshotPolicy::Kind::none)
-    out.resume_at = std::max<std::int64_t>(0, out.usable_tokens - options_.snapshots.replay_tokens);
+  if (options_.snapshots.kind == SnapshotPolicy::Kind::none)  // from the start of a block: spans begin there
+    out.resume_at = std::max<std::int64_t>(0, out.usable_tokens - options_.snapshots.replay_tokens) /
+                    options_.block_tokens * options_.block_tokens;
   return out;
 }
 
 void PrefixIndex::add_reference(Slot slot) {
   Entry& entry = at(slot);
-  if (entry.references++ == 0 && !entry.waits) tenants_[static_cast<std::size_t>(entry.tenant)].policy->hold(slot);
+  if (entry.references++ > 0) return;
+  Tenant& tenant = tenants_[static_cast<std::size_t>(entry.tenant)];
+  --tenant.unreferenced;
+  if (!entry.waits) tenant.policy->hold(slot);
 }
 
 void PrefixIndex::drop_reference(Slot slot) {
   Entry& entry = at(slot);
   require(entry.references > 0, ErrorCode::bad_argument, "slot {} is not pinned; it was unpinned once too often", slot);
   entry.last_used = ++clock_;
-  if (--entry.references > 0 || entry.waits) return;
-  EvictionPolicy& policy = *tenants_[static_cast<std::size_t>(entry.tenant)].policy;
+  if (--entry.references > 0) return;
+  Tenant& tenant = tenants_[static_cast<std::size_t>(entry.tenant)];
+  ++tenant.unreferenced;
+  if (entry.waits) return;
   if (entry.fresh)
-    policy.insert(slot, key_fingerprint(entry.key));
+    tenant.policy->insert(slot, key_fingerprint(entry.key));
   else
-    policy.release(slot);
+    tenant.policy->release(slot);
   entry.fresh = false;
 }
 
@@ -134,8 +143,14 @@ void PrefixIndex::unpin(Slot slot) {
   for (Slot each = slot; each != kNoSlot; each = at(each).parent) drop_reference(each);
 }
 
-std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot parent, const BlockKey& key,
-                                                       BlockId block) {
+Slot PrefixIndex::unpin_last(Slot slot) {
+  const Slot parent = at(slot).parent;
+  drop_reference(slot);
+  return parent;
+}
+
+std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block,
+                                                       std::uint16_t origin) {
   tenant_at(tenant);
   require(parent == kNoSlot || at(parent).references > 0, ErrorCode::bad_argument,
           "slot {} is not pinned; pin a block before appending to it", parent);
@@ -158,6 +173,7 @@ std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot par
            .references = 1,
            .tenant = tenant,
            .block = block,
+           .origin = origin,
            .fresh = true,
            .last_used = ++clock_};
   if (parent != kNoSlot) ++at(parent).children;
@@ -192,6 +208,14 @@ std::optional<Evicted> PrefixIndex::evict(TenantId tenant) {
   return remove(chosen);
 }
 
+std::int64_t PrefixIndex::num_evictable(TenantId tenant) const {
+  std::int64_t out = tenant_at(tenant).unreferenced;
+  for (std::size_t i = 0; i < tenants_.size(); ++i)
+    if (i != static_cast<std::size_t>(tenant))
+      out += std::clamp<std::int64_t>(tenants_[i].size - tenants_[i].share, 0, tenants_[i].unreferenced);
+  return out;
+}
+
 void PrefixIndex::drop_child(Slot parent) {
   Entry& entry = at(parent);
   if (--entry.children > 0 || !entry.waits) return;
@@ -205,15 +229,51 @@ Evicted PrefixIndex::remove(Slot slot) {
   Tenant& tenant = tenants_[static_cast<std::size_t>(entry.tenant)];
   tenant.policy->evict(slot, key_fingerprint(entry.key));
   --tenant.size;
+  --tenant.unreferenced;
   --size_;
   if (entry.parent != kNoSlot) drop_child(entry.parent);
-  table_.erase(entry.key, slot,
-               [&](Slot other) -> const BlockKey& { return entries_[static_cast<std::size_t>(other)].key; });
+  if (!entry.forgotten) erase_key(slot);
   entry = {};
   entry.parent = free_head_;
   free_head_ = slot;
-  record(BlockEvent::Kind::evicted, out.key);
   return out;
+}
+
+void PrefixIndex::erase_key(Slot slot) {
+  const BlockKey& key = at(slot).key;
+  table_.erase(key, slot, [&](Slot other) -> const BlockKey& { return entries_[static_cast<std::size_t>(other)].key; });
+  record(BlockEvent::Kind::evicted, key);
+}
+
+std::span<const Evicted> PrefixIndex::forget_tail(Slot slot) {
+  evicted_.clear();
+  while (slot != kNoSlot && at(slot).forgotten && at(slot).references == 0 && at(slot).children == 0) {
+    const Slot parent = at(slot).parent;
+    evicted_.push_back(remove(slot));
+    slot = parent;
+  }
+  return evicted_;
+}
+
+std::span<const Evicted> PrefixIndex::forget(std::uint16_t origin) {
+  std::vector<Evicted> gone;
+  const auto each = [&](auto&& act) {
+    for (Slot slot = 0; slot < static_cast<Slot>(entries_.size()); ++slot) {
+      Entry& entry = entries_[static_cast<std::size_t>(slot)];
+      if (entry.depth > 0 && entry.origin == origin) act(slot, entry);
+    }
+  };
+  each([&](Slot slot, Entry& entry) {
+    if (entry.forgotten) return;
+    erase_key(slot);
+    entry.forgotten = true;
+  });
+  each([&](Slot slot, Entry&) {
+    const std::span<const Evicted> part = forget_tail(slot);
+    gone.insert(gone.end(), part.begin(), part.end());
+  });
+  evicted_ = std::move(gone);
+  return evicted_;
 }
 
 PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const BlockKey> keys,
@@ -251,6 +311,12 @@ SnapshotId PrefixIndex::attach_snapshot(Slot slot, SnapshotId snapshot) {
   const SnapshotId before = entry.snapshot;
   entry.snapshot = snapshot;
   return before;
+}
+
+std::int64_t PrefixIndex::memory_bytes() const {
+  static_assert(sizeof(Entry) + sizeof(EvictionNode) == kPrefixEntryBytes && sizeof(BlockEvent) == kPrefixEventBytes);
+  return static_cast<std::int64_t>(entries_.size() * kPrefixEntryBytes + events_.size() * kPrefixEventBytes) +
+         table_.memory_bytes();
 }
 
 void PrefixIndex::record(BlockEvent::Kind kind, const BlockKey& key) {

@@ -12,13 +12,13 @@
 #include "prefix/block_hash.h"
 #include "prefix/eviction.h"
 #include "prefix/key_table.h"
-#include "prefix/snapshot_policy.h"
 
 namespace kv4 {
 
 inline constexpr BlockId kNoBlock = -1;
 
-using TenantId = std::int32_t;
+using SnapshotId = std::int32_t;
+inline constexpr SnapshotId kNoSnapshot = -1;
 
 struct PrefixIndexOptions {
   std::int64_t capacity_blocks = 0;
@@ -50,12 +50,6 @@ struct Evicted {
   SnapshotId snapshot = kNoSnapshot;
 };
 
-struct BlockEvent {
-  enum class Kind : std::uint8_t { stored, evicted };
-  Kind kind = Kind::stored;
-  BlockKey key{};
-};
-
 class PrefixIndex {
  public:
   static constexpr std::int64_t kMaxTenants = 256;  // every eviction looks at each
@@ -69,6 +63,8 @@ class PrefixIndex {
   void pin(Slot slot);
   /// Gives one back. The deepest block becomes the first to go.
   void unpin(Slot slot);
+  /// As unpin(slot) and pin(parent(slot)); returns the parent.
+  Slot unpin_last(Slot slot);
 
   struct Stored {
     Slot slot = kNoSlot;
@@ -76,11 +72,15 @@ class PrefixIndex {
   };
   /// The block that follows `parent` (kNoSlot: the first of a chain), which the caller has pinned; the new one is
   /// pinned with it, so that unpin(new) replaces unpin(parent). nullopt: full; evict first.
-  std::optional<Stored> append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block = kNoBlock);
+  /// `origin`: what forget() can name; the same in all of a chain.
+  std::optional<Stored> append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block = kNoBlock,
+                               std::uint16_t origin = 0);
 
   /// Takes the block that `tenant`'s need for room costs: one without references and without kept children; of another
   /// tenant only above that one's share. nullopt: there is none.
   std::optional<Evicted> evict(TenantId tenant);
+  /// How many calls of evict(tenant) would find one. A call for any other tenant takes at most one of them.
+  std::int64_t num_evictable(TenantId tenant) const;
 
   /// A whole chain at once, unpinned, evicting as needed. Blocks that find no room are left out, the deepest first.
   struct Inserted {
@@ -90,6 +90,12 @@ class PrefixIndex {
   };
   /// `blocks`: beside the keys, or empty where nothing is on the device.
   Inserted insert(TenantId tenant, std::span<const BlockKey> keys, std::span<const BlockId> blocks = {});
+
+  /// No block of this origin is found any more. Those without references go at once (until the next call), the others
+  /// when forget_tail() is told. Costs a look at every slot.
+  std::span<const Evicted> forget(std::uint16_t origin);
+  /// Forgotten blocks from this one up that have no references and no children any more, likewise.
+  std::span<const Evicted> forget_tail(Slot slot);
 
   /// At the end of the block; returns the one that was there before, if any.
   SnapshotId attach_snapshot(Slot slot, SnapshotId snapshot);
@@ -106,15 +112,21 @@ class PrefixIndex {
   Slot parent(Slot slot) const { return at(slot).parent; }
   std::int32_t children(Slot slot) const { return at(slot).children; }
   std::int32_t references(Slot slot) const { return at(slot).references; }
+  TenantId tenant(Slot slot) const { return at(slot).tenant; }
+  std::uint64_t last_used(Slot slot) const { return at(slot).last_used; }
   std::int64_t tokens(Slot slot) const { return std::int64_t{at(slot).depth} * options_.block_tokens; }
 
+  int block_tokens() const { return options_.block_tokens; }
   std::int64_t capacity() const { return options_.capacity_blocks; }
   std::int64_t size() const { return size_; }
   std::int64_t tenant_size(TenantId tenant) const { return tenant_at(tenant).size; }
   const SnapshotPolicy& snapshots() const { return options_.snapshots; }
+  /// Without the ghosts of S3-FIFO.
+  std::int64_t memory_bytes() const;
 
  private:
-  // 1. depth > 0: the slot is in use, and in table_. depth = 0: it is in the free list, through `parent`.
+  // 1. depth > 0: the slot is in use, and in table_ unless forgotten. depth = 0: it is in the free list, through
+  // `parent`.
   // 2. A block's parent is in use, and children counts the blocks that name it.
   // 3. A block's references include those of each child: who refers to a block refers to all before it.
   // 4. references > 0: its tenant's policy does not know it yet (fresh) or holds it. references = 0: it may be a victim
@@ -128,13 +140,16 @@ class PrefixIndex {
     TenantId tenant = 0;
     BlockId block = kNoBlock;
     SnapshotId snapshot = kNoSnapshot;
-    bool fresh = false;           // its policy does not know it yet
-    bool waits = false;           // came up as a victim and is held until its children are gone
+    std::uint16_t origin = 0;
+    bool fresh : 1 = false;       // its policy does not know it yet
+    bool waits : 1 = false;       // came up as a victim and is held until its children are gone
+    bool forgotten : 1 = false;   // not in table_
     std::uint64_t last_used = 0;  // to compare the victims of several tenants
   };
   struct Tenant {
     std::int64_t share = 0;
-    std::int64_t size = 0;  // blocks, pinned ones included
+    std::int64_t size = 0;          // blocks, pinned ones included
+    std::int64_t unreferenced = 0;  // of them: without references
     std::unique_ptr<EvictionPolicy> policy;
   };
 
@@ -146,6 +161,7 @@ class PrefixIndex {
   void drop_reference(Slot slot);
   Slot find_victim(Tenant& tenant);
   void drop_child(Slot parent);
+  void erase_key(Slot slot);
   Evicted remove(Slot slot);
   void record(BlockEvent::Kind kind, const BlockKey& key);
 

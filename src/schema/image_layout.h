@@ -42,4 +42,8 @@ struct ImageLayout {
 
 ImageLayout image_layout(const CacheSchema& schema, std::span<const std::int64_t> lengths);
 
+/// The backbone's image at a block boundary, every part where it lies in the image of a long context: from one window
+/// on the same bytes. `length`: a multiple of the block.
+ImageLayout snapshot_layout(const CacheSchema& schema, std::int64_t length);
+
 }  // namespace kv4

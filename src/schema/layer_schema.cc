@@ -47,6 +47,8 @@ void check_options(const ModelConfig& config, const CacheOptions& o) {
           "page_alignment is {}; it must be a multiple of {}", o.page_alignment, kPlaneAlignment);
   range("max_requests", o.max_requests, 1, 1 << 16);
   range("spare_slots", o.spare_slots, 0, 1 << 16);
+  range("num_snapshots", o.prefix.num_snapshots, 0, 1 << 24);
+  range("max_events", o.prefix.max_events, 1, std::int64_t{1} << 32);
   range("max_context", o.max_context, 1, config.max_positions);
   range("num_blocks", o.num_blocks, 0, (std::int64_t{1} << 31) - 1);
   range("max_step_tokens", o.max_step_tokens, 1, 1 << 24);

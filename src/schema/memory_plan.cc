@@ -4,6 +4,7 @@
 #include "kv4/block_allocator.h"
 #include "kv4/params.h"
 #include "kv4/schema.h"
+#include "schema/image_layout.h"
 #include "schema/rope.h"
 #include "schema/table_layout.h"
 
@@ -69,6 +70,7 @@ TableLayout table_layout(const CacheSchema& schema) {
   t.hca_lens = take(t.max_items);
   t.ring_heads = take(t.max_items);
   t.ring_positions = take(checked_mul(t.max_items, schema.config.window + o.max_rewind_tokens, "tables"));
+  t.window_begins = take(o.max_requests);
   t.block_table = take(checked_mul(o.max_requests, schema.blocks_per_request, "block table"));
   return t;
 }
@@ -86,6 +88,22 @@ ScratchLayout scratch_layout(const CacheSchema& schema) {
     out.layers.push_back({payload_at, take(layer.window.row.scale_bytes)});
   }
   return out;
+}
+
+SnapshotPlaces snapshot_places(const CacheSchema& schema) {
+  const PrefixOptions& prefix = schema.options.prefix;
+  if (!prefix.enabled || prefix.snapshots.kind == SnapshotPolicy::Kind::none) return {};
+  return {prefix.num_snapshots,
+          round_up(snapshot_layout(schema, schema.block_tokens).bytes, 256, "a place for a snapshot")};
+}
+
+std::int64_t prefix_index_bytes(const CacheSchema& schema) {
+  const PrefixOptions& prefix = schema.options.prefix;
+  if (!prefix.enabled) return 0;
+  const std::int64_t blocks = schema.options.num_blocks;
+  return checked_mul(blocks, kPrefixEntryBytes, "prefix index") + prefix_cells(blocks) * kPrefixCellBytes +
+         checked_mul(prefix.max_events, kPrefixEventBytes, "prefix events") +
+         4 * (std::int64_t{schema.blocks_per_request} + 1);
 }
 
 std::int64_t index_workspace_bytes(const CacheSchema& schema) {
@@ -171,6 +189,9 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("step workspace", 1, scratch_layout(schema).bytes, fmt::format("window rows of {} tokens", o.max_step_tokens));
   add("index workspace", 1, index_workspace_bytes(schema),
       fmt::format("scores and queries of {} tokens", std::min(o.index_tile_tokens, o.max_step_tokens)));
+  const SnapshotPlaces places = snapshot_places(schema);
+  add("snapshots", places.count, places.bytes, fmt::format("{} images at block boundaries", places.count));
+  add("prefix index", 1, prefix_index_bytes(schema), "keys, counts and order of kept blocks, events");
   const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
   add("displaced rows", slots, schema.displaced_bytes,
       fmt::format("{} slots, one window row per layer, for aborted steps", slots));

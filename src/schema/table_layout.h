@@ -19,6 +19,7 @@ struct TableLayout {
   std::int64_t hca_lens = 0;        // [I]
   std::int64_t ring_heads = 0;      // [I]
   std::int64_t ring_positions = 0;  // [I, window + R]
+  std::int64_t window_begins = 0;   // [Q]
   std::int64_t block_table = 0;     // [Q, blocks_per_request]
   std::int64_t total = 0;
 };
@@ -35,6 +36,23 @@ struct ScratchLayout {
   std::int64_t bytes = 0;
 };
 ScratchLayout scratch_layout(const CacheSchema& schema);
+
+/// Of a place for a snapshot, and how many there are.
+struct SnapshotPlaces {
+  std::int64_t count = 0;
+  std::int64_t bytes = 0;
+};
+SnapshotPlaces snapshot_places(const CacheSchema& schema);
+
+constexpr std::int64_t kPrefixEntryBytes = 84, kPrefixEventBytes = 33, kPrefixCellBytes = 8;
+/// Cells of the table of keys: at most half of them are in use.
+constexpr std::int64_t prefix_cells(std::int64_t blocks) {
+  std::int64_t cells = 4;
+  while (cells < 2 * blocks) cells *= 2;
+  return cells;
+}
+/// The prefix index, and an int32 per block of the longest request and one more; 0 where there is none.
+std::int64_t prefix_index_bytes(const CacheSchema& schema);
 
 /// Scores and queries of index_tile_tokens tokens; 0 where no layer has index keys.
 std::int64_t index_workspace_bytes(const CacheSchema& schema);

@@ -79,6 +79,11 @@ class FarBackend final : public Backend {
     check_layer(p.layer);
     near_->flush(p);
   }
+  void save_boundaries(const ops::BoundaryParams& p) override {
+    const Open open(*this, {p.kv[0].data, p.kv[1].data, p.gate[0].data, p.gate[1].data});
+    for (std::int32_t i = 0; i < p.count; ++i) check({p.boundaries[i].image});
+    near_->save_boundaries(p);
+  }
   void gather_chosen(const ops::GatherParams& p) override {
     const Open open(*this, {p.indices.data, p.out.data, p.valid});
     near_->gather_chosen(p);

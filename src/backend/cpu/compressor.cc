@@ -105,6 +105,22 @@ void Compressor::store_pending(const ops::StepRecord& part, const ops::StepRecor
                     next_row + gate});
 }
 
+void Compressor::save_span(const ops::StepRecord& part, std::int64_t end, std::uint8_t* out) const {
+  const ops::PendingDesc& p = kind_.pending;
+  const std::size_t half = static_cast<std::size_t>(width()) * element_bytes(p.dtype);
+  for (std::int64_t at = end - kind_.ratio; at < end; ++at, out += 2 * half) {
+    if (at >= part.length) {
+      const std::int64_t token = part.token_of(at);
+      kernels_.convert({width(), input_row(kv_, token), kv_.dtype, out, p.dtype});
+      kernels_.convert({width(), input_row(gate_, token), gate_.dtype, out + half, p.dtype});
+    } else {
+      const std::uint8_t* kv = stored_kv(part.read_slot, at, 0);
+      std::memcpy(out, kv, half);
+      std::memcpy(out + half, kv + 2 * half, half);  // a ring row: both halves of kv, then of the gate
+    }
+  }
+}
+
 void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const {
   const std::int64_t begin = (end - 1) / kind_.ratio * kind_.ratio;
   const std::int64_t folded = frontier(part.read_slot);

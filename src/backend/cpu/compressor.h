@@ -33,6 +33,9 @@ class Compressor {
   /// meanwhile.
   void pool_entry(const ops::StepRecord& part, const ops::StepRecord* next, RowBuffers& buffers) const;
 
+  /// The first halves of the rows of the span that ends at `end`, kv then gate, as an image has them.
+  void save_span(const ops::StepRecord& part, std::int64_t end, std::uint8_t* out) const;
+
  private:
   // Rows of positions begin, begin + 1, ... at `column`.
   struct Window {

@@ -150,7 +150,7 @@ void flush_rows(const RowKernels& kernels, const ops::FlushParams& params, int k
     // Such rows are mostly each in a page of its own: no processor fetches them by itself.
     if (token + kRowsAhead * kind.ratio < end)
       prefetch(input_row(rows, token + kRowsAhead * kind.ratio), row_bytes(rows, shape));
-    if (params.valid != nullptr && params.valid[token] == 0) continue;
+    if (params.step.tokens[token].block < 0 || (params.valid != nullptr && params.valid[token] == 0)) continue;
     const RowPlace place(kind, params.step, params.step.tokens[token]);
     const std::uint8_t* row = input_row(rows, token);
     if (kind.hadamard) {
@@ -214,7 +214,7 @@ void CpuBackend::append(const ops::AppendParams& params) {
         const ops::KindDesc& kind = layer.kinds[k];
         const Compressor compressor(kernels_, kind, params.kv[k], params.gate[k]);
         compressor.store_pending(token, next);
-        if ((position + 1) % kind.ratio != 0) continue;
+        if ((position + 1) % kind.ratio != 0 || token.block < 0) continue;
         compressor.pool_entry(token, next_due(&token + 1, step.tokens + end, kind.ratio), buffer);
         rotation.seek(params.rope, position + 1 - kind.ratio);
         kernels_.finish({kind.page.shape.width, kind.norm_weight, layer.eps, params.rope.rope_dim / 2, rotation.cos,

@@ -23,9 +23,9 @@ void for_each_slot(const ops::SlotList& list, const ops::RowPlanes& rows, std::i
 
 // The window in position order: rows of a long step's own tokens lie in the scratch, all others in the ring.
 template <class F>
-void for_each_window_row(const ops::LayerDesc& layer, const ops::StepRecord& at, F&& f) {
+void for_each_window_row(const ops::LayerDesc& layer, const ops::StepDesc& step, const ops::StepRecord& at, F&& f) {
   const ops::WindowDesc& w = layer.window;
-  for (std::int64_t p = std::max(0, at.position + 1 - layer.window_tokens); p <= at.position; ++p) {
+  for (std::int64_t p = std::max(step.window_begin(at), at.position + 1 - layer.window_tokens); p <= at.position; ++p) {
     if (p >= at.length && !at.in_place())
       f(w.scratch, std::int64_t{0}, at.token_of(p));
     else
@@ -60,7 +60,7 @@ void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
   if (p.window_slots.slots != nullptr)
     for_each_slot(p.window_slots, p.layer.window.ring, p.layer.window.rows, token, f);
   else
-    for_each_window_row(p.layer, p.step.tokens[token], f);
+    for_each_window_row(p.layer, p.step, p.step.tokens[token], f);
   if (p.entry_slots.slots != nullptr)
     for_each_slot(p.entry_slots, p.layer.kinds[0].page, p.layer.kinds[0].rows_per_block, token, f);
   else if (p.layer.num_kinds > 0)

@@ -83,10 +83,11 @@ void CpuBackend::update_step(const ops::StepUpdate& update) {
   }
   for (std::int32_t i = 0; i < update.num_items; ++i) {
     const ops::StepRecord& item = t.items[i] = update.items[i];
-    ops::write_item_arrays(t, item, i);
+    const std::int32_t begin = update.window_begins == nullptr ? 0 : update.window_begins[i];
+    ops::write_item_arrays(t, item, i, begin);
     std::int32_t* positions = t.ring_positions + std::int64_t{i} * t.ring_rows;
     const std::int32_t end = item.padded() ? 0 : item.end(), head = t.ring_heads[i], ring_rows = t.ring_rows;
-    for (std::int32_t r = 0; r < ring_rows; ++r) positions[r] = ops::ring_position(end, head, ring_rows, r);
+    for (std::int32_t r = 0; r < ring_rows; ++r) positions[r] = ops::ring_position(end, head, ring_rows, r, begin);
     for (std::int32_t token = item.first_token; token < item.first_token + item.count; ++token)
       t.tokens[token] = ops::token_record(t, item, token);
   }

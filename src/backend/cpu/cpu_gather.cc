@@ -117,7 +117,7 @@ void CpuBackend::gather_window(const ops::GatherParams& params) {
   const RowOut out(params.out, w.ring.shape.width);
   fit_buffers(w.ring.shape.width);
   const auto first_of = [&](const ops::StepRecord& item) {
-    return std::max(0, item.length - (params.layer.window_tokens - 1));
+    return item.padded() ? 0 : std::max(step.window_begin(item), item.length - (params.layer.window_tokens - 1));
   };
   const auto end_of = [](const ops::StepRecord& item) { return item.padded() ? 0 : item.end(); };
   for (std::int32_t i = 0; i < step.num_items; ++i) {

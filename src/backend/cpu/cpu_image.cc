@@ -1,4 +1,5 @@
 // Canonical images: rings unrolled into position order, and back.
+#include <algorithm>
 #include <cstring>
 
 #include "backend/cpu/compressor.h"
@@ -39,6 +40,31 @@ void CpuBackend::restore_image(std::span<const ops::LayerDesc> layers, const Ima
     if (!kind.overlap)
       kind.pending.frontiers[slot * kind.pending.frontier_stride] = static_cast<std::int32_t>(part.length);
   }
+}
+
+void CpuBackend::save_boundaries(const ops::BoundaryParams& params) {
+  const ops::WindowDesc& w = params.layer.window;
+  pool_.run(params.count, 1, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const auto& [item, position, image] = params.boundaries[i];
+      const std::int32_t first = std::max(0, position - params.layer.window_tokens);
+      for (std::int32_t p = first; p < position; ++p) {
+        const bool in_step = p >= item.length;
+        const ops::RowPlanes& rows = in_step ? w.scratch : w.ring;
+        const std::int64_t block = in_step ? 0 : item.read_slot, row = in_step ? item.token_of(p) : p % w.rows;
+        const auto copy = [&](const ops::Plane& plane, std::int64_t at) {
+          std::memcpy(image + at + (p - first) * plane.row_stride, plane.at(block, row),
+                      static_cast<std::size_t>(plane.row_stride));
+        };
+        copy(rows.payload, params.payload_at);
+        copy(rows.scale, params.scale_at);
+      }
+      for (int k = 0; k < params.layer.num_kinds; ++k)
+        if (params.layer.kinds[k].overlap)
+          Compressor(kernels_, params.layer.kinds[k], params.kv[k], params.gate[k])
+              .save_span(item, position, image + params.pending_at[k]);
+    }
+  });
 }
 
 }  // namespace kv4::cpu

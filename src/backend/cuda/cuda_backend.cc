@@ -212,8 +212,9 @@ void CudaBackend::write_pieces(std::span<const ops::CopyPiece> pieces, std::span
 
 void CudaBackend::reserve_updates(std::int64_t max_items) {
   const Call call(*this);
-  const std::int64_t bytes = max_items * static_cast<std::int64_t>(sizeof(ops::StepRecord) + sizeof(ops::BlockRange)) +
-                             4 * ops::kMaxUpdateValues + 64;
+  const std::int64_t bytes =
+      max_items * static_cast<std::int64_t>(sizeof(ops::StepRecord) + sizeof(ops::BlockRange) + 4) +
+      4 * ops::kMaxUpdateValues + 64;
   uploads_.reserve(std::max(kPieceListBytes, size(bytes)));
 }
 
@@ -223,6 +224,7 @@ void CudaBackend::update_step(const ops::StepUpdate& update) {
   SlotWriter writer(slot);
   ops::StepUpdate there = update;
   there.items = writer.add(update.items, update.num_items);
+  if (update.window_begins != nullptr) there.window_begins = writer.add(update.window_begins, update.num_items);
   there.ranges = writer.add(update.ranges, update.num_ranges);
   there.block_ids = writer.add(update.block_ids, update.num_values);
   uploads_.send(slot, writer.used(), stream_);
@@ -238,6 +240,11 @@ void CudaBackend::append(const ops::AppendParams& params) {
 void CudaBackend::flush(const ops::FlushParams& params) {
   const Call call(*this);
   check(cuda::flush(params, stream_), "flush_compression");
+}
+
+void CudaBackend::save_boundaries(const ops::BoundaryParams& params) {
+  const Call call(*this);
+  check(cuda::save_boundaries(params, stream_), "save_boundaries");
 }
 
 void CudaBackend::gather_chosen(const ops::GatherParams& params) {

@@ -37,6 +37,7 @@ class CudaBackend final : public Backend {
   void update_step(const ops::StepUpdate& update) override;
   void append(const ops::AppendParams& params) override;
   void flush(const ops::FlushParams& params) override;
+  void save_boundaries(const ops::BoundaryParams& params) override;
   void gather_chosen(const ops::GatherParams& params) override;
   void gather_all(const ops::GatherParams& params) override;
   void gather_window(const ops::GatherParams& params) override;

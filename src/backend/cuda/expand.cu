@@ -30,14 +30,15 @@ __device__ void apply_range(const StepUpdate& u, const BlockRange& range, int pa
 __device__ void write_item(const StepUpdate& u, std::int32_t i) {
   const ops::StepTableDesc& t = u.tables;
   const StepRecord item = u.items[i];
+  const std::int32_t begin = u.window_begins == nullptr ? 0 : u.window_begins[i];
   if (threadIdx.x == 0) {
     if (u.items != t.items) t.items[i] = item;
-    ops::write_item_arrays(t, item, i);
+    ops::write_item_arrays(t, item, i, begin);
   }
   const std::int32_t head = item.end() % t.ring_rows;
   for (int r = static_cast<int>(threadIdx.x); r < t.ring_rows; r += kThreads)
     t.ring_positions[std::int64_t{i} * t.ring_rows + r] =
-        item.padded() ? -1 : ops::ring_position(item.end(), head, t.ring_rows, r);
+        item.padded() ? -1 : ops::ring_position(item.end(), head, t.ring_rows, r, begin);
 }
 
 // The last item that begins at or before the token: items stand in token order. -1: none.
@@ -59,11 +60,12 @@ __device__ void write_token(const StepUpdate& u, std::int32_t token) {
   __shared__ BlockRange ranges[kThreads];
   const std::int32_t owner = token < u.num_tokens ? find_item(u, token) : -1;
   StepRecord record;
-  bool owned = false;
+  bool owned = false, kept = false;
   if (owner >= 0) {
     const StepRecord item = u.items[owner];
     owned = token < item.first_token + item.count;
     if (owned) record = ops::token_record(u.tables, item, token);
+    kept = record.position < item.block;
   }
   const std::int32_t index = record.position / u.tables.block_tokens;
   for (int first = 0; first < u.num_ranges; first += kThreads) {
@@ -73,7 +75,7 @@ __device__ void write_token(const StepUpdate& u, std::int32_t token) {
     __syncthreads();
     for (int i = 0; i < count; ++i) {
       const BlockRange& range = ranges[i];
-      if (range.row == record.row && index >= range.begin && index - range.begin < range.count)
+      if (!kept && range.row == record.row && index >= range.begin && index - range.begin < range.count)
         record.block = u.block_ids[range.first_value + index - range.begin];
     }
   }

@@ -1,0 +1,91 @@
+// Contexts that are not computed twice: what a cache keeps of the requests that have gone, and what a prompt finds of
+// it (docs/design.md, "Prefix cache").
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kv4/export.h"
+
+namespace kv4 {
+
+/// Which block goes when room is needed.
+enum class EvictionKind : std::uint8_t { lru, s3_fifo };
+KV4_API const char* to_string(EvictionKind kind);
+/// Throws Error(bad_argument) listing the names: lru, s3fifo.
+KV4_API EvictionKind parse_eviction(std::string_view name);
+
+/// Where snapshots (canonical images at block boundaries) are kept, and what a hit then has to compute again.
+struct SnapshotPolicy {
+  enum class Kind : std::uint8_t {
+    full,        // at every block boundary
+    checkpoint,  // at the last boundary of a prompt and of an output, and every `period_tokens`
+    none         // nowhere: a hit replays the tokens that windows and pending rows depend on
+  };
+  Kind kind = Kind::checkpoint;
+  std::int64_t period_tokens = 8192;  // checkpoint: a multiple of the block
+  std::int64_t replay_tokens = 0;     // none: 0 is exact, window x layers; one window is bounded, an approximation
+
+  /// Whether the boundary at `position` tokens gets one. `ends_request`: no further boundary in this prompt or output.
+  bool keeps(std::int64_t position, bool ends_request) const {
+    return kind == Kind::full || (kind == Kind::checkpoint && (ends_request || position % period_tokens == 0));
+  }
+};
+
+using TenantId = std::int32_t;
+
+struct PrefixOptions {
+  bool enabled = false;
+  std::string weights_id;  // the caller's name for the weights; new weights need a new one
+  EvictionKind eviction = EvictionKind::lru;
+  SnapshotPolicy snapshots;
+  int num_snapshots = 64;           // places for snapshots in the backend's memory; none are allocated for Kind::none
+  std::int64_t max_events = 65536;  // of the stream; older ones are lost, and counted
+  /// Blocks of each tenant that others cannot evict: one element per tenant, together at most num_blocks.
+  std::vector<std::int64_t> tenant_shares = {0};
+};
+
+/// SHA-256 over all that decides the bytes of a block (docs/formats.md, "Block keys").
+using BlockKey = std::array<std::uint8_t, 32>;
+
+/// A request's beginning, as far as it is known. Read during the call only.
+struct Prompt {
+  std::span<const std::int32_t> token_ids;
+  TenantId tenant = 0;    // whose share its blocks count for
+  std::string_view salt;  // prompts with different salts never share
+  /// Whatever else the bytes of a block depend on (a LoRA's name, hashes of images), one per block of the prompt from
+  /// the first on, as far as there are any. It is in the keys of all later blocks too.
+  std::span<const std::string_view> extra;
+};
+
+struct BlockEvent {
+  enum class Kind : std::uint8_t { stored, evicted };
+  Kind kind = Kind::stored;
+  BlockKey key{};
+};
+
+/// Counted since the cache was made.
+struct PrefixStatistics {
+  std::int64_t prompts = 0;
+  std::int64_t hits = 0;  // prompts of which at least one block was there
+  std::int64_t prompt_tokens = 0;
+  std::int64_t usable_tokens = 0;    // of them: entries are there
+  std::int64_t replayed_tokens = 0;  // of these: had to be computed again for windows and pending rows
+  std::int64_t stored_blocks = 0;
+  std::int64_t joined_blocks = 0;  // computed twice at the same time: one of the two was given back
+  std::int64_t evicted_blocks = 0;
+  std::int64_t saved_snapshots = 0;
+  std::int64_t restored_snapshots = 0;
+  std::int64_t dropped_snapshots = 0;  // to make room for others; not those that went with their block
+  std::uint64_t lost_events = 0;
+  // Now.
+  std::int64_t blocks = 0;  // kept, those of running requests included
+  std::int64_t snapshots = 0;
+};
+
+}  // namespace kv4

@@ -1,0 +1,156 @@
+#include "cache/prefix_cache.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "base/check.h"
+#include "schema/table_layout.h"
+
+namespace kv4 {
+namespace {
+
+PrefixIndexOptions index_options(const CacheSchema& schema) {
+  const PrefixOptions& prefix = schema.options.prefix;
+  PrefixIndexOptions out{.capacity_blocks = schema.options.num_blocks,
+                         .block_tokens = schema.block_tokens,
+                         .eviction = prefix.eviction,
+                         .snapshots = prefix.snapshots,
+                         .max_events = prefix.max_events,
+                         .tenant_shares = prefix.tenant_shares};
+  // What a token leaves reaches back one window per layer.
+  if (out.snapshots.replay_tokens == 0)
+    out.snapshots.replay_tokens = std::int64_t{schema.config.window} * schema.config.num_layers;
+  return out;
+}
+
+}  // namespace
+
+PrefixCache::PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backend>& backend)
+    : index(index_options(schema)),
+      identity_(identify_chain(schema, schema.options.prefix.weights_id, {})),
+      place_bytes_(snapshot_places(schema).bytes),
+      memory_(backend, checked_mul(snapshot_places(schema).count, place_bytes_, "snapshots")),
+      boundaries_(backend, 4 * (std::int64_t{schema.blocks_per_request} + 1)) {
+  std::vector<std::int32_t> boundaries;
+  for (std::int32_t i = 0; i <= schema.blocks_per_request; ++i) boundaries.push_back(i * schema.block_tokens);
+  const std::span<const std::byte> host = std::as_bytes(std::span(boundaries));
+  const ops::CopyPiece all{reinterpret_cast<const std::uint8_t*>(host.data()),
+                           reinterpret_cast<std::uint8_t*>(boundaries_.data()), boundaries_.bytes()};
+  backend->reserve_staging(boundaries_.bytes());
+  backend->write_pieces(std::span(&all, 1), host);
+  places_.resize(static_cast<std::size_t>(snapshot_places(schema).count));
+  for (auto place = static_cast<SnapshotId>(places_.size()); place-- > 0;) free_places_.push_back(place);
+  set_weights_id(schema.options.prefix.weights_id);
+  keys_.reserve(static_cast<std::size_t>(schema.blocks_per_request));
+}
+
+std::optional<std::uint16_t> PrefixCache::origin_of(std::string_view weights_id) const {
+  for (std::size_t i = 0; i < weights_ids_.size(); ++i)
+    if (known_[i] && weights_ids_[i] == weights_id) return static_cast<std::uint16_t>(i);
+  return std::nullopt;
+}
+
+void PrefixCache::set_weights_id(std::string_view id) {
+  constexpr std::size_t kMostWeights = 1024;
+  std::optional<std::uint16_t> origin = origin_of(id);
+  if (!origin) {
+    const std::size_t free = static_cast<std::size_t>(std::find(known_.begin(), known_.end(), false) - known_.begin());
+    require(free < kMostWeights, ErrorCode::bad_state,
+            "blocks of {} weights are kept; invalidate some of them before setting another id", kMostWeights);
+    if (free == known_.size()) {
+      known_.push_back(false);
+      weights_ids_.emplace_back();
+    }
+    known_[free] = true;
+    weights_ids_[free] = id;
+    origin = static_cast<std::uint16_t>(free);
+  }
+  origin_ = *origin;
+  identity_.weights_id = id;
+}
+
+void PrefixCache::end_origin(std::uint16_t origin) { known_[origin] = origin == origin_; }
+
+BlockKey PrefixCache::root(std::string_view salt) {
+  identity_.tenant_salt = salt;
+  return hasher_.root(identity_);
+}
+
+BlockKey PrefixCache::block_key(const BlockKey& parent, std::span<const std::int32_t> token_ids,
+                                std::string_view extra) {
+  return hasher_.block(parent, token_ids, std::as_bytes(std::span(extra)));
+}
+
+std::span<const BlockKey> PrefixCache::find_keys(const BlockKey& root, const Prompt& prompt) {
+  const std::size_t block_tokens = static_cast<std::size_t>(index.block_tokens());
+  keys_.clear();
+  for (std::size_t i = 0; (i + 1) * block_tokens <= prompt.token_ids.size(); ++i) {
+    const BlockKey key =
+        block_key(i == 0 ? root : keys_.back(), prompt.token_ids.subspan(i * block_tokens, block_tokens),
+                  i < prompt.extra.size() ? prompt.extra[i] : std::string_view());
+    if (index.find(key) == kNoSlot) break;
+    keys_.push_back(key);
+  }
+  return keys_;
+}
+
+PrefixStatistics PrefixCache::now() const {
+  PrefixStatistics out = statistics;
+  out.lost_events = index.lost_events();
+  out.blocks = index.size();
+  out.snapshots = static_cast<std::int64_t>(places_.size() - free_places_.size());
+  return out;
+}
+
+std::uint8_t* PrefixCache::address(SnapshotId place) const {
+  return reinterpret_cast<std::uint8_t*>(memory_.data() + place * place_bytes_);
+}
+
+SnapshotId PrefixCache::take_place() {
+  if (free_places_.empty()) {
+    // Once per block boundary at most, and over few places: no order among them is kept.
+    const auto rank = [&](const Place& p) {
+      const bool movable = p.slot != kNoSlot && p.staying == 0;
+      return movable ? std::tuple(0, index.references(p.slot) > 0, index.last_used(p.slot))
+                     : std::tuple(1, false, std::uint64_t{0});
+    };
+    const auto coldest = std::min_element(places_.begin(), places_.end(),
+                                          [&](const Place& a, const Place& b) { return rank(a) < rank(b); });
+    if (coldest == places_.end() || coldest->slot == kNoSlot || coldest->staying > 0) return kNoSnapshot;
+    give_place(index.detach_snapshot(coldest->slot));
+    ++statistics.dropped_snapshots;
+  }
+  const SnapshotId place = free_places_.back();
+  free_places_.pop_back();
+  at(place).taken = true;
+  return place;
+}
+
+void PrefixCache::give_place(SnapshotId place) {
+  if (place == kNoSnapshot) return;
+  at(place) = {};
+  free_places_.push_back(place);
+}
+
+void PrefixCache::attach(Slot slot, SnapshotId place) {
+  index.attach_snapshot(slot, place);
+  at(place).slot = slot;
+  ++statistics.saved_snapshots;
+}
+
+void PrefixCache::keep(Slot slot) {
+  if (const SnapshotId place = index.snapshot(slot); place != kNoSnapshot) at(place).kept = true;
+}
+
+void PrefixCache::stay(Slot slot) {
+  if (const SnapshotId place = index.snapshot(slot); place != kNoSnapshot) ++at(place).staying;
+}
+
+void PrefixCache::leave(Slot slot, bool kept) {
+  const SnapshotId place = index.snapshot(slot);
+  Place& p = at(place);
+  p.kept = p.kept || kept;
+  if (--p.staying == 0 && !p.kept) give_place(index.detach_snapshot(slot));
+}
+
+}  // namespace kv4

@@ -1,0 +1,80 @@
+// What a cache keeps of its requests for later ones: the index of blocks, places for snapshots, what was counted. No
+// request is known here; the manager moves blocks and bytes.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/device_memory.h"
+#include "prefix/prefix_index.h"
+
+namespace kv4 {
+
+// Invariants between calls, beside those of the index:
+// 1. A block is in the index if and only if the allocator has it as published; one without holders there has no
+//    references here.
+// 2. A place is free, reserved by the open step (taken, no slot), or the snapshot of the index's slot that it names.
+class PrefixCache {
+ public:
+  PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backend>& backend);
+
+  PrefixIndex index;
+  PrefixStatistics statistics;  // what was counted; now() has all of it
+  PrefixStatistics now() const;
+
+  /// Keys of a prompt's leading full blocks, up to the first that is not there. Until the next call.
+  std::span<const BlockKey> find_keys(const BlockKey& root, const Prompt& prompt);
+  BlockKey root(std::string_view salt);
+  BlockKey block_key(const BlockKey& parent, std::span<const std::int32_t> token_ids, std::string_view extra);
+  void set_weights_id(std::string_view id);
+  /// Of what is stored with the present weights, and with named ones; nullopt: nothing was.
+  std::uint16_t origin() const { return origin_; }
+  std::optional<std::uint16_t> origin_of(std::string_view weights_id) const;
+  /// Its number may be given to other weights.
+  void end_origin(std::uint16_t origin);
+  void set_rope_digest(std::string_view bytes) { identity_.rope_digest = hasher_.digest(bytes); }
+
+  /// A place for a snapshot: a free one, or that of the coldest block, those of running requests last. kNoSnapshot:
+  /// none can be had.
+  SnapshotId take_place();
+  void give_place(SnapshotId place);
+  std::uint8_t* address(SnapshotId place) const;
+  /// The number i * block_tokens, an int32 in the backend's memory.
+  const std::uint8_t* boundary(std::int64_t i) const {
+    return reinterpret_cast<const std::uint8_t*>(boundaries_.data() + 4 * i);
+  }
+  void attach(Slot slot, SnapshotId place);
+
+  /// The slot's snapshot, if it has one, stays until its place is needed.
+  void keep(Slot slot);
+  /// The same until leave(), by somebody who will soon have a newer one; several can.
+  void stay(Slot slot);
+  /// kept: it stays now.
+  void leave(Slot slot, bool kept);
+
+  std::int64_t memory_bytes() const { return index.memory_bytes() + memory_.bytes() + boundaries_.bytes(); }
+
+ private:
+  struct Place {
+    Slot slot = kNoSlot;
+    bool taken = false;
+    bool kept = false;
+    std::int32_t staying = 0;
+  };
+  Place& at(SnapshotId place) { return places_[static_cast<std::size_t>(place)]; }
+
+  BlockHasher hasher_;
+  ChainIdentity identity_;                // without the salt
+  std::vector<std::string> weights_ids_;  // by origin
+  std::vector<bool> known_;               // [origins] whether the number is in use
+  std::uint16_t origin_ = 0;
+  std::int64_t place_bytes_;
+  DeviceMemory memory_;
+  DeviceMemory boundaries_;  // int32 [blocks_per_request + 1]
+  std::vector<Place> places_;
+  std::vector<SnapshotId> free_places_;
+  std::vector<BlockKey> keys_;
+};
+
+}  // namespace kv4
