@@ -1,7 +1,8 @@
-// `kv4 replay TRACE`: what a prefix cache would have found on recorded or generated requests.
+// `kv4 replay TRACE`: what a prefix cache finds on recorded or generated requests, with or without their bytes.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <memory>
@@ -10,10 +11,13 @@
 #include <string>
 
 #include "base/check.h"
+#include "cache_flags.h"
 #include "commands.h"
+#include "device_memory.h"
 #include "prefix/prefix_index.h"
 #include "progress.h"
 #include "replay_cache.h"
+#include "replay_data.h"
 #include "replay_report.h"
 #include "sizes.h"
 #include "table.h"
@@ -23,6 +27,8 @@ namespace {
 
 constexpr std::int64_t kGeneratedRequests = 5000;
 constexpr std::int64_t kMostGeneratedRequests = 1'000'000;
+constexpr std::int64_t kDataRequests = 200;  // --generate with bytes
+constexpr const char* kDataCapacity = "256K";
 
 struct ReplayFlags {
   std::string trace;
@@ -35,6 +41,12 @@ struct ReplayFlags {
   std::string tenants = "1";
   std::string report;
   bool json = false;
+  // --data real
+  ModelFlags model;
+  FormatFlags formats;
+  std::string layers = "4", threads = "1", device = "cpu";
+  double verify = 0.05;
+  bool real() const { return data == "real"; }
 };
 
 /// full, none, checkpoint or checkpoint:TOKENS.
@@ -56,22 +68,48 @@ SnapshotPolicy parse_snapshots(const std::string& text) {
   return out;
 }
 
+/// What hit rates count: with bytes the cache's own blocks.
+int block_tokens(const Trace& trace, const ReplayFlags& flags) { return flags.real() ? 128 : trace.id_tokens; }
+
 Trace load(const ReplayFlags& flags) {
   if (flags.generate) {
     const auto seed =
         static_cast<std::uint64_t>(parse_count(flags.seed, "--seed", 0, std::numeric_limits<std::int64_t>::max()));
-    return generate_trace(
-        seed, flags.limit ? parse_count(*flags.limit, "--limit", 1, kMostGeneratedRequests) : kGeneratedRequests);
+    const std::int64_t requests = flags.real() ? kDataRequests : kGeneratedRequests;
+    return generate_trace(seed,
+                          flags.limit ? parse_count(*flags.limit, "--limit", 1, kMostGeneratedRequests) : requests);
   }
   constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
   return read_trace(flags.trace, flags.limit ? parse_count(*flags.limit, "--limit", 1, kAny) : 0);
 }
 
-void print_table(const ReplayResult& result, const Trace& trace, const ReplayFlags& flags, double seconds) {
+double percentile(std::vector<double> values, int percent) {
+  if (values.empty()) return 0;
+  const std::size_t at = (values.size() - 1) * static_cast<std::size_t>(percent) / 100;
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(at), values.end());
+  return values[at];
+}
+
+void add_data_rows(Table& table, const DataReplayResult& data) {
+  table.rule();
+  table.row({"tokens computed", group_digits(data.computed_tokens)});
+  table.row({"requests skipped, longer than the cache", group_digits(data.skipped_requests)});
+  table.row({"admit, 50 % / 99 %",
+             human_seconds(percentile(data.admit_s, 50)) + " / " + human_seconds(percentile(data.admit_s, 99))});
+  table.row({"prefill, 50 % / 99 %",
+             human_seconds(percentile(data.prefill_s, 50)) + " / " + human_seconds(percentile(data.prefill_s, 99))});
+  table.row({"bytes kept at the end", human_bytes(static_cast<double>(data.stored_bytes))});
+  table.row({"requests computed cold to compare", group_digits(data.verified_requests)});
+  table.row({"blocks compared", group_digits(data.verified_blocks)});
+  table.row({"wrong bytes", group_digits(data.wrong_bytes)});
+}
+
+void print_table(const DataReplayResult& data, const Trace& trace, const ReplayFlags& flags, double seconds) {
+  const ReplayResult& result = data.cache;
   const ReplayCounts& total = result.total;
   Table table("lr", {"quantity", "value"});
   table.row({"requests", group_digits(total.requests)});
-  table.row({fmt::format("blocks asked for ({} tokens each)", trace.id_tokens), group_digits(total.ids)});
+  table.row({fmt::format("blocks asked for ({} tokens each)", block_tokens(trace, flags)), group_digits(total.ids)});
   table.row({"blocks found", group_digits(total.hit_ids)});
   table.row({"block hit rate", fmt::format("{:.4f}", total.block_hit_rate())});
   table.row({"token hit rate", fmt::format("{:.4f}", total.token_hit_rate())});
@@ -85,13 +123,16 @@ void print_table(const ReplayResult& result, const Trace& trace, const ReplayFla
       table.row({fmt::format("tenant {}: {} requests, block hit rate", i, group_digits(result.tenants[i].requests)),
                  fmt::format("{:.4f}", result.tenants[i].block_hit_rate())});
   }
+  if (flags.real()) add_data_rows(table, data);
   fmt::print("{}: policy {}, capacity {}, {}\n{}", flags.generate ? "generated, seed " + flags.seed : flags.trace,
              flags.policy,
-             flags.capacity ? group_digits(result.capacity_ids * trace.id_tokens) + " tokens" : "without limit",
+             flags.capacity || flags.real() ? group_digits(result.capacity_ids * trace.id_tokens) + " tokens"
+                                            : "without limit",
              human_seconds(seconds), table.str());
 }
 
-void print_json(const ReplayResult& result, const Trace& trace, const ReplayFlags& flags, double seconds) {
+void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFlags& flags, double seconds) {
+  const ReplayResult& result = data.cache;
   const ReplayCounts& total = result.total;
   nlohmann::ordered_json out = {{"requests", total.requests},
                                 {"block_hit_rate", total.block_hit_rate()},
@@ -101,7 +142,9 @@ void print_json(const ReplayResult& result, const Trace& trace, const ReplayFlag
                                 {"hit_blocks", total.hit_ids},
                                 {"hit_requests", total.hits},
                                 {"evicted_blocks", total.evicted_ids},
-                                {"block_tokens", trace.id_tokens},
+                                {"verified_blocks", data.verified_blocks},
+                                {"wrong_bytes", data.wrong_bytes},
+                                {"block_tokens", block_tokens(trace, flags)},
                                 {"input_tokens", total.input_tokens},
                                 {"hit_tokens", total.hit_tokens},
                                 {"capacity_tokens", nullptr},
@@ -110,20 +153,56 @@ void print_json(const ReplayResult& result, const Trace& trace, const ReplayFlag
                                 {"seconds", seconds}};
   for (const ReplayCounts& tenant : result.tenants)
     out["tenants"].push_back({{"requests", tenant.requests}, {"block_hit_rate", tenant.block_hit_rate()}});
-  if (flags.capacity) out["capacity_tokens"] = result.capacity_ids * trace.id_tokens;
+  if (flags.real()) {
+    out["verified_requests"] = data.verified_requests;
+    out["skipped_requests"] = data.skipped_requests;
+    out["computed_tokens"] = data.computed_tokens;
+    out["stored_bytes"] = data.stored_bytes;
+    for (const int percent : {50, 90, 99}) {
+      out[fmt::format("admit_p{}_seconds", percent)] = percentile(data.admit_s, percent);
+      out[fmt::format("prefill_p{}_seconds", percent)] = percentile(data.prefill_s, percent);
+    }
+  }
+  if (flags.capacity || flags.real()) out["capacity_tokens"] = result.capacity_ids * trace.id_tokens;
   fmt::print("{}\n", out.dump(2));
 }
 
-void run_replay(const ReplayFlags& flags) {
+DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& options) {
+  DataReplayOptions out;
+  out.config = read_model(flags.model);
+  apply(flags.formats, out.cache);
+  const int layers = static_cast<int>(parse_count(flags.layers, "--layers", 1, out.config.num_layers));
+  for (int layer = 0; layer < layers; ++layer) out.cache.layers.push_back(layer);
+  out.cache.prefix.eviction = options.eviction;
+  out.cache.prefix.snapshots = options.snapshots;
+  out.cache.prefix.snapshots.replay_tokens = 0;
+  out.capacity_tokens = options.capacity_tokens / 128 * 128;
+  require(out.capacity_tokens >= 1024, ErrorCode::bad_argument,
+          "--capacity {} is too small for bytes; a cache of at least 1024 tokens can be replayed",
+          options.capacity_tokens);
+  out.tenants = options.tenants;
+  require(flags.verify >= 0 && flags.verify <= 1, ErrorCode::bad_argument, "--verify {} is no share; it may be 0 to 1",
+          flags.verify);
+  out.verify = flags.verify;
+  out.seed = static_cast<std::uint64_t>(parse_count(flags.seed, "--seed", 0, std::numeric_limits<std::int64_t>::max()));
+  out.device = flags.device;
+  out.threads = static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024));
+  out.request_done = options.request_done;
+  return out;
+}
+
+/// Exit code: 1 where a byte was wrong.
+int run_replay(const ReplayFlags& flags) {
   require(flags.generate != !flags.trace.empty(), ErrorCode::bad_argument,
           "give a trace or --generate, and not both; see 'kv4 replay --help'");
-  require(flags.data == "none", ErrorCode::bad_argument, "--data '{}' is not known; it may be none", flags.data);
+  require(flags.data == "none" || flags.real(), ErrorCode::bad_argument,
+          "--data '{}' is not known; it may be none or real", flags.data);
   ReplayOptions options;
   options.eviction = parse_eviction(flags.policy);
   options.snapshots = parse_snapshots(flags.snapshots);
   options.tenants = static_cast<int>(parse_count(flags.tenants, "--tenants", 1, PrefixIndex::kMaxTenants));
-  if (flags.capacity) {
-    options.capacity_tokens = parse_tokens(*flags.capacity, "--capacity");
+  if (flags.capacity || flags.real()) {
+    options.capacity_tokens = parse_tokens(flags.capacity.value_or(kDataCapacity), "--capacity");
     require(options.capacity_tokens > 0, ErrorCode::bad_argument,
             "--capacity 0 holds nothing; leave it out for a cache without limit");
   }
@@ -132,11 +211,16 @@ void run_replay(const ReplayFlags& flags) {
   const auto requests = static_cast<std::int64_t>(trace.requests.size());
   Progress progress("replay", requests * (flags.report.empty() ? 1 : 1 + kReportReplays));
   options.request_done = [&] { progress.advance(1); };
-  const ReplayResult result = replay_cache(trace, options);
+  DataReplayResult result;
+  if (flags.real())
+    result = replay_data(trace, data_options(flags, options));
+  else
+    result.cache = replay_cache(trace, options);
   if (!flags.report.empty())
     write_report(flags.report, flags.generate ? "generated, seed " + flags.seed : flags.trace, trace, options, result);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   (flags.json ? print_json : print_table)(result, trace, flags, seconds);
+  return result.wrong_bytes == 0 ? 0 : 1;
 }
 
 }  // namespace
@@ -151,10 +235,14 @@ void add_replay(CLI::App& app, int& exit_code) {
                       "plain or .gz");
   command->add_flag("--generate", flags->generate, "conversations and agent sessions instead of a trace");
   command->add_option("--seed", flags->seed, "of --generate")->capture_default_str()->type_name("N");
-  command->add_option("--data", flags->data, "none: all decisions, no bytes")->capture_default_str()->type_name("MODE");
+  command->add_option("--data", flags->data, "none: all decisions, no bytes; real: through a cache of some layers")
+      ->capture_default_str()
+      ->type_name("MODE");
   command
-      ->add_option("--capacity", flags->capacity,
-                   "tokens that the cache holds, for example 10000000 or 10M (K and M are binary); default: all")
+      ->add_option(
+          "--capacity", flags->capacity,
+          "tokens that the cache holds, for example 10000000 or 10M (K and M are binary); default: all, with bytes " +
+              std::string(kDataCapacity))
       ->type_name("TOKENS");
   command->add_option("--policy", flags->policy, "who is evicted: lru or s3fifo")
       ->capture_default_str()
@@ -174,8 +262,23 @@ void add_replay(CLI::App& app, int& exit_code) {
       ->type_name("FILE.html");
   command
       ->add_option("--limit", flags->limit,
-                   fmt::format("only the first N requests; --generate makes {} without it", kGeneratedRequests))
+                   fmt::format("only the first N requests; --generate makes {} without it, {} with bytes",
+                               kGeneratedRequests, kDataRequests))
       ->type_name("N");
+  command
+      ->add_option("--verify", flags->verify,
+                   "with bytes: share of the requests that are computed cold, too, to compare")
+      ->capture_default_str()
+      ->type_name("SHARE");
+  command->add_option("--layers", flags->layers, "with bytes: the first N of the model")
+      ->capture_default_str()
+      ->type_name("N");
+  command->add_option("--threads", flags->threads, "with bytes: that an operation uses on the CPU")
+      ->capture_default_str()
+      ->type_name("N");
+  add_device_flag(*command, flags->device);
+  add_flags(*command, flags->model);
+  add_flags(*command, flags->formats);
   command->add_flag("--json", flags->json, "figures as JSON: requests, block_hit_rate, token_hit_rate, ...");
   command->footer(
       "The block hit rate counts the trace's own ids, a last partial one included. The token hit rate counts what a\n"
@@ -184,9 +287,7 @@ void add_replay(CLI::App& app, int& exit_code) {
       "Examples:\n"
       "  kv4 replay conversation_trace.jsonl                      what a cache without limit finds\n"
       "  kv4 replay trace.jsonl.gz --capacity 10000000 --policy s3fifo --json\n"
+      "  kv4 replay --generate --data real --verify 0.2           real bytes; every fifth request also computed cold\n"
       "  kv4 replay --generate --seed 7 --capacity 1M --report replay.html");
-  command->callback([flags, &exit_code] {
-    run_replay(*flags);
-    exit_code = 0;
-  });
+  command->callback([flags, &exit_code] { exit_code = run_replay(*flags); });
 }

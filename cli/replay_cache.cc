@@ -36,12 +36,6 @@ class CacheReplay {
   CacheReplay(const Trace& trace, const ReplayOptions& options, std::int64_t capacity_ids)
       : id_tokens_(trace.id_tokens), options_(options), index_(index_options(trace, options, capacity_ids)) {}
 
-  TenantId tenant_of(const TraceRequest& request) const {
-    if (options_.tenants == 1 || request.ids.empty()) return 0;
-    return static_cast<TenantId>(key_fingerprint(make_key(request.ids[0].first)) %
-                                 static_cast<std::uint64_t>(options_.tenants));
-  }
-
   ReplayCounts serve(const TraceRequest& request, std::int64_t number) {
     list_keys(request, keys_);
     const auto ids = static_cast<std::int64_t>(keys_.size());
@@ -52,7 +46,8 @@ class CacheReplay {
     out.hits = out.hit_tokens > 0;
     out.recomputed_tokens = recompute(match, out.hit_tokens);
     try {
-      out.evicted_ids = static_cast<std::int64_t>(index_.insert(tenant_of(request), keys_).evicted.size());
+      out.evicted_ids =
+          static_cast<std::int64_t>(index_.insert(tenant_of(request, options_.tenants), keys_).evicted.size());
     } catch (const Error& e) {
       fail(ErrorCode::bad_file, "request {} in order of time: its ids are not chained: {}", number, e.what());
     }
@@ -103,6 +98,11 @@ class CacheReplay {
 
 }  // namespace
 
+TenantId tenant_of(const TraceRequest& request, int tenants) {
+  if (request.ids.empty()) return 0;
+  return static_cast<TenantId>(key_fingerprint(make_key(request.ids[0].first)) % static_cast<std::uint64_t>(tenants));
+}
+
 void ReplayCounts::add(const ReplayCounts& other) {
   requests += other.requests;
   ids += other.ids;
@@ -130,7 +130,7 @@ ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options) {
     const ReplayCounts counts = replay.serve(request, result.total.requests + 1);
     result.total.add(counts);
     result.over_time.back().add(counts);
-    result.tenants[static_cast<std::size_t>(replay.tenant_of(request))].add(counts);
+    result.tenants[static_cast<std::size_t>(tenant_of(request, options.tenants))].add(counts);
     if (counts.hits > 0) result.recomputed.push_back(counts.recomputed_tokens);
     if (options.request_done) options.request_done();
   }

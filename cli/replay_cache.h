@@ -14,9 +14,8 @@ namespace kv4::cli {
 struct ReplayOptions {
   std::int64_t capacity_tokens = 0;  // 0: nothing is ever evicted
   EvictionKind eviction = EvictionKind::lru;
-  SnapshotPolicy snapshots;  // where hits can resume; positions are rounded to the trace's ids
-  /// Requests that begin with the same id are one tenant's. Each has an equal share that the others cannot evict.
-  int tenants = 1;
+  SnapshotPolicy snapshots;            // where hits can resume; positions are rounded to the trace's ids
+  int tenants = 1;                     // each has an equal share that the others cannot evict
   std::function<void()> request_done;  // for progress; may be empty
 };
 
@@ -49,6 +48,9 @@ struct ReplayResult {
   std::vector<std::int64_t> recomputed;  // [hits]: tokens of each
 };
 constexpr std::int64_t kReplayIntervals = 100;
+
+/// Requests that begin with the same id are one tenant's.
+TenantId tenant_of(const TraceRequest& request, int tenants);
 
 /// Each request first finds its longest prefix, then stores all its ids. Throws Error(bad_file) where an id follows
 /// different ids: then it does not stand for all tokens before it.

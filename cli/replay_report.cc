@@ -111,6 +111,26 @@ std::string draw_tenants(const ReplayResult& result) {
   return draw_bars("Block hit rate by tenant", "", bars);
 }
 
+// With bytes only: what a request waited for before its first token.
+std::string draw_latencies(const DataReplayResult& data) {
+  std::string out;
+  for (const auto& [title, seconds] : {std::pair("Admit, restores included", &data.admit_s),
+                                       std::pair("Prefill of what was not there", &data.prefill_s)}) {
+    if (seconds->empty()) continue;
+    Plot plot{std::string(title) + ": requests no slower than", "share of the requests", "ms", {}};
+    std::vector<double> sorted = *seconds;
+    std::sort(sorted.begin(), sorted.end());
+    Series series{"ms", {}, {}};
+    for (int percent = 0; percent <= 100; percent += 2) {
+      series.x.push_back(percent / 100.0);
+      series.y.push_back(1e3 * sorted[(sorted.size() - 1) * static_cast<std::size_t>(percent) / 100]);
+    }
+    plot.series = {series};
+    out += draw_lines(plot);
+  }
+  return out;
+}
+
 std::string summary(const std::string& name, const Trace& trace, const ReplayOptions& options,
                     const ReplayResult& result) {
   const ReplayCounts& total = result.total;
@@ -132,11 +152,12 @@ std::string summary(const std::string& name, const Trace& trace, const ReplayOpt
 }  // namespace
 
 void write_report(const std::string& path, const std::string& name, const Trace& trace, const ReplayOptions& options,
-                  const ReplayResult& result) {
+                  const DataReplayResult& data) {
+  const ReplayResult& result = data.cache;
   const std::string page = kHead + summary(name, trace, options, result) + "<div class=\"figures\">\n" +
                            draw_lines(plot_over_time(result)) + draw_lines(plot_capacity(trace, options)) +
                            draw_recomputed(trace, options, result) + draw_lines(plot_evictions(result)) +
-                           draw_tenants(result) + "</div>\n" + kFoot;
+                           draw_tenants(result) + draw_latencies(data) + "</div>\n" + kFoot;
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file << page;
   file.close();

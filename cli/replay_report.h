@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "replay_cache.h"
+#include "replay_data.h"
 
 namespace kv4::cli {
 
@@ -12,6 +12,6 @@ constexpr std::int64_t kReportReplays = 14;
 
 /// Throws Error(bad_file) where the file cannot be written.
 void write_report(const std::string& path, const std::string& name, const Trace& trace, const ReplayOptions& options,
-                  const ReplayResult& result);
+                  const DataReplayResult& data);
 
 }  // namespace kv4::cli

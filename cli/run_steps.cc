@@ -33,7 +33,7 @@ LayerInputs& StepDriver::inputs_of(std::size_t layer) {
   return buffers_[copy_ ? layer : static_cast<std::size_t>(kind)];
 }
 
-Step StepDriver::prepare(std::span<const StepTokens> items) {
+Expected<Step> StepDriver::prepare(std::span<const StepTokens> items) {
   token_ids_.clear();
   for (const TokenRef& token : tokens_) token_ids_.push_back(generator_.token_id(token));
   std::vector<StepItem> step_items;
@@ -49,10 +49,9 @@ Step StepDriver::prepare(std::span<const StepTokens> items) {
     at += item.tokens.size();
   }
   const Stopwatch watch;
-  const Expected<Step> step = manager_.prepare_forward(step_items);
+  Expected<Step> step = manager_.prepare_forward(step_items);
   times_.control_s += watch.seconds();
-  if (!step) throw std::runtime_error(fmt::format("the cache ran out of {}", to_string(step.shortage())));
-  return *step;
+  return step;
 }
 
 void StepDriver::count_bytes(std::span<const StepTokens> items) {
@@ -76,6 +75,11 @@ void StepDriver::wait() {
 }
 
 void StepDriver::step(std::span<const StepTokens> items, const std::function<void()>& inspect) {
+  const Shortage shortage = try_step(items, inspect);
+  if (shortage != Shortage::none) throw std::runtime_error(fmt::format("the cache ran out of {}", to_string(shortage)));
+}
+
+Shortage StepDriver::try_step(std::span<const StepTokens> items, const std::function<void()>& inspect) {
   tokens_.clear();
   for (const StepTokens& item : items) tokens_.insert(tokens_.end(), item.tokens.begin(), item.tokens.end());
   const auto fill = [&](std::size_t i) {
@@ -84,7 +88,11 @@ void StepDriver::step(std::span<const StepTokens> items, const std::function<voi
   };
   std::vector<AppendInputs> ready;
   for (std::size_t i = 0; copy_ && i < layers_.size(); ++i) ready.push_back(fill(i));
-  const Step step = prepare(items);
+  const Expected<Step> step = prepare(items);
+  if (!step) {
+    tensors_.clear();
+    return step.shortage();
+  }
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const AppendInputs inputs = copy_ ? ready[i] : fill(i);
     LayerCacheHandle handle = manager_.acquire(manager_.schema().layers[layers_[i]].spec.layer);
@@ -97,10 +105,11 @@ void StepDriver::step(std::span<const StepTokens> items, const std::function<voi
   tensors_.clear();
   if (inspect) inspect();
   const Stopwatch watch;
-  manager_.commit(step);
+  manager_.commit(*step);
   times_.control_s += watch.seconds();
   ++times_.steps;
   count_bytes(items);
+  return Shortage::none;
 }
 
 }  // namespace kv4::cli

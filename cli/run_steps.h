@@ -35,14 +35,16 @@ class StepDriver {
   StepDriver(KVCacheManager& manager, std::shared_ptr<Backend> backend, const InputGenerator& generator,
              CopyBaseline* copy = nullptr);
 
-  /// `inspect` runs after the last layer, before commit. Throws std::runtime_error where the cache has no room: it was
-  /// sized for this.
+  /// `inspect` runs after the last layer, before commit. Where the cache has no room nothing happens, and the shortage
+  /// is returned.
+  Shortage try_step(std::span<const StepTokens> items, const std::function<void()>& inspect = {});
+  /// The same where the cache was sized for it: throws std::runtime_error.
   void step(std::span<const StepTokens> items, const std::function<void()>& inspect = {});
   const StepTimes& times() const { return times_; }
 
  private:
   LayerInputs& inputs_of(std::size_t layer);
-  Step prepare(std::span<const StepTokens> items);
+  Expected<Step> prepare(std::span<const StepTokens> items);
   void wait();  // until the appends are done
   void count_bytes(std::span<const StepTokens> items);
 

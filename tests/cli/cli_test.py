@@ -391,6 +391,19 @@ def test_replay_tenants():
     refused(["replay", "--generate", "--tenants", "0"], "--tenants")
 
 
+def test_replay_with_bytes():
+    """Every second request is computed cold as well: what hits give must be the same bytes, whatever is kept."""
+    common = ["replay", "--generate", "--data", "real", "--limit", "60", "--verify", "0.5", "--capacity", "64K"]
+    for more in (["--snapshots", "full"], ["--snapshots", "checkpoint:1024", "--policy", "s3fifo", "--tenants", "2"],
+                 ["--snapshots", "none", "--rows", "bf16", "--keys", "fp8", "--rewind", "4"]):
+        result = ok_json(*common, *more)
+        equal(result["wrong_bytes"], 0)
+        assert result["verified_requests"] > 10 and result["verified_blocks"] > 1000, result
+        assert result["block_hit_rate"] > 0.5 and result["evicted_blocks"] > 0, result
+    refused([*common, "--layers", "0"], "--layers")
+    refused([*common, "--verify", "2"], "--verify")
+
+
 def test_replay_report_in_a_browser():
     browser = shutil.which("chromium")
     with tempfile.TemporaryDirectory() as folder:
