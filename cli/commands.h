@@ -11,4 +11,5 @@ void add_run(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, int& exit_code);
 void add_golden(CLI::App& app, int& exit_code);
 void add_store(CLI::App& app, int& exit_code);
+void add_session(CLI::App& app, int& exit_code);
 void add_replay(CLI::App& app, int& exit_code);

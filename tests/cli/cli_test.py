@@ -67,7 +67,7 @@ def tiny_config(folder):
 def test_version_and_help():
     assert ok("--version").stdout.startswith("kv4 ")
     text = ok("--help").stdout
-    for command in ("plan", "run", "bench", "golden", "store", "replay"):
+    for command in ("plan", "run", "bench", "golden", "store", "session", "replay"):
         assert command in text
         help_text = ok(command, "--help").stdout
         assert "--json" in help_text and "kv4 " + command in help_text, f"no example in the help of {command}"
@@ -75,7 +75,7 @@ def test_version_and_help():
 
 def test_bad_usage():
     refused([], "subcommand")
-    refused(["bogus"], "bogus", "plan, run, bench, golden, store, replay")
+    refused(["bogus"], "bogus", "plan, run, bench, golden, store, session, replay")
     refused(["plan", "--bogus"], "--bogus", "kv4 plan --help")
     refused(["plan", "extra"], "extra")
     refused(["plan", "--context"], "--context")
@@ -539,6 +539,68 @@ def test_store_refused():
             flip(segment, copy + 9)
         assert "format version 1025" in kv4("store", "inspect", folder).stdout
         refused(["store", "gc", folder], "format version 1025", "reads 1")
+
+
+# ---- session
+
+def test_session_by_hand():
+    path = str(ROOT / "tests/cli/three_tokens.session")
+    found = ok_json("session", "inspect", path)
+    assert found["ok"] and found["problems"] == [], found
+    equal(found["lengths"], [3])
+    equal(found["tenant"], 7)
+    equal(found["weights_id"], "weights-1")
+    equal(found["layout_id"], "683404534adff250")
+    equal(found["bytes"], {"file": 4096, "blocks": 0, "open_block": 2, "image": 3, "token_ids": 12, "extra": 0})
+    text = ok("session", "inspect", path).stdout
+    assert "3 tokens" in text and "Every record is sound" in text, text
+
+
+def test_session_of_a_cache():
+    example = Path(KV4).parent / "examples/keep_context"
+    if not example.exists():
+        raise Skipped(f"{example} is not built")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "chat.kv4s"
+        done = subprocess.run([example, path], capture_output=True, text=True)
+        assert done.returncode == 0 and "the same" in done.stdout, done.stdout
+        equal(path.stat().st_mode & 0o777, 0o600)
+        found = ok_json("session", "inspect", str(path))
+        assert found["ok"] and found["tokens"] == 801 and found["full_blocks"] == found["blocks_found"] == 6, found
+        equal(found["bytes"]["file"], path.stat().st_size)
+        equal(found["bytes"]["blocks"], 6 * found["bytes"]["open_block"])
+        assert "layer 1 group 0 [4 true 512] [4 true 128]" in found["layout"]
+
+        sound = path.read_bytes()
+        block = (128 + found["bytes"]["open_block"] + 4095) // 4096 * 4096
+        path.write_bytes(sound[:-block])  # the last record is missing
+        done = kv4("session", "inspect", str(path))
+        assert done.returncode == 1 and "1 of 6 full blocks are missing" in done.stdout, done.stdout
+        path.write_bytes(sound)
+        flip(path, len(sound) - block + 200)
+        found = json.loads(kv4("session", "inspect", str(path), "--json").stdout)
+        assert not found["ok"] and "record 6: damaged payload" in found["problems"], found
+        path.write_bytes(sound[:len(sound) - 4096])
+        done = kv4("session", "inspect", str(path))
+        assert done.returncode == 1 and "truncated" in done.stdout, done.stdout
+
+
+def test_session_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "s"
+        refused(["session", "inspect", str(path)], "No such file", str(path))
+        refused(["session", "inspect", folder], folder)
+        refused(["session", "inspect"], "FILE")
+        refused(["session"], "subcommand")
+        for data, part in ((b"", "empty"), (b"x" * 100, "truncated"), (b"x" * 4096, "not a record")):
+            path.write_bytes(data)
+            refused(["session", "inspect", str(path)], part)
+        path.write_bytes((ROOT / "tests/cli/three_tokens.session").read_bytes())
+        flip(path, 300)
+        refused(["session", "inspect", str(path)], "damaged payload")
+        link = Path(folder) / "link"
+        link.symlink_to(ROOT / "tests/cli/three_tokens.session")
+        refused(["session", "inspect", str(link)], "link")
 
 
 class Skipped(Exception):

@@ -1,0 +1,132 @@
+// Requests that outlive their cache: saved at any length, restored in another process, on another backend or by another
+// worker, and continued as if they had never stopped.
+//
+// A session is a stream of records (docs/formats.md, "Sessions"): one of the request itself (lengths, token ids,
+// canonical image, the open block) and one for each full block, found by the block's chain key. The bytes depend on
+// neither backend, arrangement, page alignment, rewind length nor HCA mode; caches that differ in those may exchange
+// them.
+//
+//   save_session_file(cache, request, identity, "chat.kv4s");                   // ... another process
+//   RequestId request = restore_session_file(cache, identity, "chat.kv4s").value();
+//
+// Threads: as KVCacheManager. Errors: what is truncated, damaged, foreign, of another layout, other weights, another
+// salt or tenant is Error(bad_file) that names what differs; no room is a Shortage. Either way the cache is unchanged.
+// A restored request cannot be rewound behind the length it was saved with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kv4/export.h"
+#include "kv4/kv_cache_manager.h"
+
+namespace kv4 {
+
+/// Who may restore a session. Layout and model come from the cache.
+struct SessionIdentity {
+  std::string weights_id;    // the caller's name for all it computes with: weights, and a rope table if it binds one
+  std::string salt;          // a secret of the tenant: not stored, but nothing is restored with another one
+  std::uint64_t tenant = 0;  // written into every record
+  /// By full block, for as many as have some: what their keys hash beside tokens, a LoRA id or hashes of images. To
+  /// save only; a session brings its own.
+  std::vector<std::vector<std::byte>> block_extra = {};
+};
+
+/// Takes whole records, header and payload, each valid during the call only. What it throws comes out of the save.
+class KV4_API RecordSink {
+ public:
+  virtual ~RecordSink() = default;
+  virtual void write(std::span<const std::byte> record) = 0;
+};
+
+/// Gives whole records, each valid until the next call; an empty one is the end.
+class KV4_API RecordSource {
+ public:
+  virtual ~RecordSource() = default;
+  virtual std::span<const std::byte> next() = 0;
+};
+
+/// Blocks that are here already: a prefix cache, a tier. What it gives is taken as it is.
+class KV4_API BlockSource {
+ public:
+  virtual ~BlockSource() = default;
+  /// Fills out [block_image_bytes]; false: it has no such block, and `out` may hold anything.
+  virtual bool get(const BlockKey& key, std::span<std::byte> out) = 0;
+};
+
+/// Told after the request's own record and after every block; false stops: a save returns false and leaves no file, a
+/// restore returns Shortage::none without a request.
+using SessionProgress = std::function<bool(std::int64_t done_bytes, std::int64_t total_bytes)>;
+
+/// False: stopped. The request goes on running; it must not change before this returns.
+KV4_API bool save_session(KVCacheManager& manager, RequestId request, const SessionIdentity& identity, RecordSink& sink,
+                          const SessionProgress& progress = {});
+/// Reads to the end of the source, holds the whole session in the host's memory, and only then touches the cache.
+KV4_API Expected<RequestId> restore_session(KVCacheManager& manager, const SessionIdentity& identity,
+                                            RecordSource& source, const SessionProgress& progress = {});
+
+/// The same in a file, for the owner alone (0600). It appears under its name complete and durable or not at all, and
+/// replaces one of that name. An interrupted save may leave `path`.<16 hex digits>.new, which nothing reads.
+KV4_API bool save_session_file(KVCacheManager& manager, RequestId request, const SessionIdentity& identity,
+                               const std::string& path, const SessionProgress& progress = {});
+KV4_API Expected<RequestId> restore_session_file(KVCacheManager& manager, const SessionIdentity& identity,
+                                                 const std::string& path, const SessionProgress& progress = {});
+
+// Hand-over to another worker; what it has already is not sent. The caller moves the bytes.
+//
+//   worker A                                      worker B
+//   SessionSender sender(cache, r, identity);     SessionReceiver receiver(cache, identity, &its_blocks);
+//   sender.offer(to_b);                     --->  receiver.take(record);
+//                                           <---  receiver.wanted()
+//   sender.send(wanted, to_b);              --->  receiver.take(record); ...
+//   cache.release(r);                             r = receiver.finish();
+
+/// The request as it was when this was made: it may go on meanwhile, but not be released or rewound into a full block.
+class KV4_API SessionSender {
+ public:
+  SessionSender(KVCacheManager& manager, RequestId request, const SessionIdentity& identity);
+  SessionSender(SessionSender&&) noexcept;
+  ~SessionSender();
+
+  /// Of the full blocks, in order: for a router that asks who has most of them.
+  const std::vector<BlockKey>& keys() const;
+  /// The record of the request itself; the receiver finds the keys from its tokens.
+  void offer(RecordSink& sink) const;
+  /// The blocks of these keys, in this order. Throws Error(bad_argument) for a key that is none of its own.
+  bool send(std::span<const BlockKey> wanted, RecordSink& sink, const SessionProgress& progress = {});
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Collects a session: records in any order, the same one as often as it comes. A record that is refused throws and
+/// leaves the receiver as it was; the cache changes in finish() only.
+class KV4_API SessionReceiver {
+ public:
+  /// `blocks` is asked for every block when the request's own record comes; it must live until then.
+  SessionReceiver(KVCacheManager& manager, SessionIdentity identity, BlockSource* blocks = nullptr);
+  SessionReceiver(SessionReceiver&&) noexcept;
+  ~SessionReceiver();
+
+  void take(std::span<const std::byte> record);
+  bool has_offer() const;  // the request's own record has come
+  /// Blocks that are neither here nor came yet, in order. Empty before the offer.
+  std::vector<BlockKey> wanted() const;
+  /// Records' bytes, those from the BlockSource included, and of how many; 0 before the offer.
+  std::int64_t done_bytes() const;
+  std::int64_t total_bytes() const;
+  /// The request, once; throws Error(bad_file) while something is missing. After a shortage it may be called again.
+  Expected<RequestId> finish();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv4

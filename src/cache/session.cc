@@ -1,0 +1,366 @@
+#include "kv4/session.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+#include "cache/session_format.h"
+#include "schema/layout_text.h"
+
+namespace kv4 {
+namespace {
+
+using tier::kRecordHeaderBytes;
+
+std::int64_t block_record_bytes(const CacheSchema& schema) { return kRecordHeaderBytes + schema.block_image_bytes; }
+
+/// "'rows bf16 keys mxfp4 ...' there, 'rows fp8_tile64 ...' here": the first line that differs.
+std::string first_difference(std::string_view there, std::string_view here) {
+  const auto line = [](std::string_view& text) {
+    const std::string_view first = text.substr(0, text.find('\n'));
+    text.remove_prefix(std::min(text.size(), first.size() + 1));
+    return first;
+  };
+  for (;;) {
+    const std::string_view a = line(there), b = line(here);
+    if (a != b || (there.empty() && here.empty()))
+      return fmt::format("'{}' there, '{}' here", a.substr(0, 200), b.substr(0, 200));
+  }
+}
+
+/// Whether a session may come into this cache, as far as identities go.
+void check_identity(const SessionParts& parts, const CacheSchema& schema, const SessionIdentity& identity) {
+  const std::string layout = describe_layout(schema);
+  require(parts.layout == layout, ErrorCode::bad_file, "the session is of another layout: {}",
+          first_difference(parts.layout, layout));
+  const ChainIdentity here = identify_chain(schema, identity.weights_id, identity.salt);
+  require(parts.config_digest == here.config_digest, ErrorCode::bad_file,
+          "the session is of another model: the digest of its config is {}, this cache's is {}",
+          to_hex(parts.config_digest), to_hex(here.config_digest));
+  require(parts.rope_digest == here.rope_digest, ErrorCode::bad_file,
+          "the session is of other rope frequencies: their digest is {}, this cache's is {}", to_hex(parts.rope_digest),
+          to_hex(here.rope_digest));
+  require(parts.weights_id == identity.weights_id, ErrorCode::bad_file,
+          "the session is of other weights: '{}' there, '{}' here", parts.weights_id.substr(0, 200),
+          identity.weights_id);
+  require(parts.root == BlockHasher().root(here), ErrorCode::bad_file, "the session has another salt");
+}
+
+}  // namespace
+
+// --- out
+// ---------------------------------------------------------------------------------------------------------------------
+
+struct SessionSender::Impl {
+  KVCacheManager& manager;
+  RequestId request;
+  std::uint64_t tenant;
+  std::vector<std::int32_t> token_ids;
+  std::vector<BlockKey> keys;             // of the full blocks
+  std::map<BlockKey, std::size_t> found;  // the same, by key
+  std::vector<std::byte> own_record;
+
+  Impl(KVCacheManager& manager_in, RequestId request_in, const SessionIdentity& identity)
+      : manager(manager_in), request(request_in), tenant(identity.tenant), token_ids(manager.token_ids(request)) {
+    const CacheSchema& schema = manager.schema();
+    const CanonicalImage image = manager.export_image(request);
+    const std::string layout = describe_layout(schema);
+    const ChainIdentity chain = identify_chain(schema, identity.weights_id, identity.salt);
+    BlockHasher hasher;
+
+    SessionParts parts;
+    parts.block_tokens = static_cast<std::uint32_t>(schema.block_tokens);
+    parts.config_digest = chain.config_digest;
+    parts.rope_digest = chain.rope_digest;
+    parts.root = hasher.root(chain);
+    parts.lengths = image.lengths;
+    parts.weights_id = identity.weights_id;
+    parts.layout = layout;
+    require(static_cast<std::int64_t>(identity.block_extra.size()) <= parts.full_blocks(), ErrorCode::bad_argument,
+            "extra bytes for {} full blocks; the request has {}", identity.block_extra.size(), parts.full_blocks());
+    parts.block_extra.assign(identity.block_extra.begin(), identity.block_extra.end());
+    parts.token_ids = std::as_bytes(std::span(token_ids));
+    parts.image = image.bytes;
+    std::vector<std::byte> open_block;
+    if (const std::int64_t tokens = parts.lengths[0] % schema.block_tokens; tokens > 0) {
+      open_block.resize(static_cast<std::size_t>(schema.block_image_bytes));
+      manager.kv_pool().save_block(manager.blocks(request).back(), static_cast<int>(tokens), open_block);
+    }
+    parts.open_block = open_block;
+
+    keys = chain_keys(hasher, parts, token_ids);
+    for (std::size_t i = 0; i < keys.size(); ++i) found.emplace(keys[i], i);
+    const std::vector<std::byte> payload = encode_session(parts);
+    own_record.resize(static_cast<std::size_t>(kRecordHeaderBytes));
+    own_record.insert(own_record.end(), payload.begin(), payload.end());
+    seal_record(header(session_key(hasher, parts, token_ids), 0), own_record);
+  }
+
+  /// `number`: of the record in the session, its own is 0.
+  tier::RecordHeader header(const BlockKey& key, std::size_t number) const {
+    tier::RecordHeader out;
+    out.layout_id = manager.schema().layout_id;
+    out.id = {tenant, record_key(key)};
+    out.sequence = number;
+    return out;
+  }
+
+  std::int64_t all_bytes() const {
+    return static_cast<std::int64_t>(own_record.size()) +
+           static_cast<std::int64_t>(keys.size()) * block_record_bytes(manager.schema());
+  }
+
+  /// The blocks are still those of the keys.
+  void check_unchanged() const {
+    const std::vector<std::int32_t> now = manager.token_ids(request);
+    const std::size_t tokens = keys.size() * static_cast<std::size_t>(manager.schema().block_tokens);
+    require(now.size() >= tokens &&
+                std::equal(now.begin(), now.begin() + static_cast<std::ptrdiff_t>(tokens), token_ids.begin()),
+            ErrorCode::bad_state, "request {} was rewound into the {} tokens that are being sent", request, tokens);
+  }
+};
+
+SessionSender::SessionSender(KVCacheManager& manager, RequestId request, const SessionIdentity& identity)
+    : impl_(std::make_unique<Impl>(manager, request, identity)) {}
+SessionSender::SessionSender(SessionSender&&) noexcept = default;
+SessionSender::~SessionSender() = default;
+
+const std::vector<BlockKey>& SessionSender::keys() const { return impl_->keys; }
+
+void SessionSender::offer(RecordSink& sink) const { sink.write(impl_->own_record); }
+
+bool SessionSender::send(std::span<const BlockKey> wanted, RecordSink& sink, const SessionProgress& progress) {
+  const Impl& s = *impl_;
+  for (const BlockKey& key : wanted)
+    require(s.found.contains(key), ErrorCode::bad_argument, "block {} is not of request {}", to_hex(key), s.request);
+  s.check_unchanged();
+  const CacheSchema& schema = s.manager.schema();
+  const std::vector<BlockId> blocks = s.manager.blocks(s.request);
+  std::vector<std::byte> record(static_cast<std::size_t>(block_record_bytes(schema)));
+  // Everything that was not asked for is done.
+  std::int64_t done = s.all_bytes() - static_cast<std::int64_t>(wanted.size() * record.size());
+  if (progress && !progress(done, s.all_bytes())) return false;
+  for (const BlockKey& key : wanted) {
+    const std::size_t i = s.found.at(key);
+    s.manager.kv_pool().save_block(blocks[i], schema.block_tokens,
+                                   std::span(record).subspan(static_cast<std::size_t>(kRecordHeaderBytes)));
+    seal_record(s.header(key, i + 1), record);
+    sink.write(record);
+    done += static_cast<std::int64_t>(record.size());
+    if (progress && !progress(done, s.all_bytes())) return false;
+  }
+  return true;
+}
+
+bool save_session(KVCacheManager& manager, RequestId request, const SessionIdentity& identity, RecordSink& sink,
+                  const SessionProgress& progress) {
+  SessionSender sender(manager, request, identity);
+  sender.offer(sink);
+  return sender.send(sender.keys(), sink, progress);
+}
+
+// --- in
+// ----------------------------------------------------------------------------------------------------------------------
+
+struct SessionReceiver::Impl {
+  KVCacheManager& manager;
+  const SessionIdentity identity;
+  BlockSource* source;
+  std::int64_t num_taken = 0;
+
+  std::vector<std::vector<std::byte>> early;  // blocks' records that came before the session's own
+
+  // From the offer on.
+  std::vector<std::byte> payload;  // of the session's own record
+  SessionParts parts;              // views of it
+  std::vector<std::int32_t> token_ids;
+  std::vector<BlockKey> keys;             // of the full blocks
+  std::map<BlockKey, std::size_t> found;  // the same, by key
+  std::vector<bool> here;                 // [full blocks]
+  std::size_t num_here = 0;
+  std::unique_ptr<std::byte[]> blocks;  // [blocks, block_image_bytes], the open one last
+  bool finished = false;
+
+  Impl(KVCacheManager& manager_in, SessionIdentity identity_in, BlockSource* source_in)
+      : manager(manager_in), identity(std::move(identity_in)), source(source_in) {}
+
+  std::size_t image_bytes() const { return static_cast<std::size_t>(manager.schema().block_image_bytes); }
+  std::span<std::byte> block(std::size_t i) const { return {blocks.get() + i * image_bytes(), image_bytes()}; }
+  std::size_t num_blocks() const { return keys.size() + !parts.open_block.empty(); }
+
+  void take(std::span<const std::byte> record) {
+    require(!finished, ErrorCode::bad_state, "the session was restored already; take another receiver for another one");
+    const tier::RecordHeader header = check_record(record);
+    require(header.id.tenant == identity.tenant, ErrorCode::bad_file,
+            "it is tenant {}'s, and was asked for as tenant {}'s", header.id.tenant, identity.tenant);
+    const auto body = record.subspan(static_cast<std::size_t>(kRecordHeaderBytes));
+    if (is_session(body))
+      take_own(header, body);
+    else if (payload.empty())
+      keep_early(record);
+    else
+      take_block(header, body);
+  }
+
+  void take_own(const tier::RecordHeader& header, std::span<const std::byte> body) {
+    if (!payload.empty()) {
+      require(std::equal(body.begin(), body.end(), payload.begin(), payload.end()), ErrorCode::bad_file,
+              "it is of another session than the one before");
+      return;
+    }
+    Impl next(manager, identity, source);
+    next.open(header, body);
+    // Records before it that do not fit are refused now, and with them the session.
+    for (const std::vector<std::byte>& record : early)
+      next.take_block(check_record(record), std::span(record).subspan(static_cast<std::size_t>(kRecordHeaderBytes)));
+    next.ask_source();
+    adopt(std::move(next));
+  }
+
+  void open(const tier::RecordHeader& header, std::span<const std::byte> body) {
+    const CacheSchema& schema = manager.schema();
+    payload.assign(body.begin(), body.end());
+    parts = parse_session(payload);
+    check_identity(parts, schema, identity);
+    require(header.layout_id == schema.layout_id, ErrorCode::bad_file,
+            "its header says layout {:016x}, the session is of {:016x}", header.layout_id, schema.layout_id);
+    const std::int64_t bytes = kv4::image_bytes(schema, parts.lengths);  // throws where they are more than max_context
+    require(static_cast<std::int64_t>(parts.image.size()) == bytes, ErrorCode::bad_file,
+            "the session's image has {} bytes; one of {} tokens has {}", parts.image.size(), parts.lengths[0], bytes);
+    const std::size_t open_bytes = parts.lengths[0] % schema.block_tokens != 0 ? image_bytes() : 0;
+    require(static_cast<int>(parts.block_tokens) == schema.block_tokens && parts.open_block.size() == open_bytes,
+            ErrorCode::bad_file, "the session's open block has {} bytes; one of {} tokens has {}",
+            parts.open_block.size(), parts.lengths[0], open_bytes);
+
+    BlockHasher hasher;
+    token_ids = token_ids_of(parts);
+    require(block_key(header.id.key) == session_key(hasher, parts, token_ids), ErrorCode::bad_file,
+            "its key is not that of its tokens");
+    keys = chain_keys(hasher, parts, token_ids);
+    for (std::size_t i = 0; i < keys.size(); ++i) found.emplace(keys[i], i);
+    here.assign(keys.size(), false);
+    try {
+      blocks = std::make_unique_for_overwrite<std::byte[]>(num_blocks() * image_bytes());
+    } catch (const std::bad_alloc&) {
+      fail(ErrorCode::out_of_memory, "the machine has no {} bytes for the session's {} blocks",
+           num_blocks() * image_bytes(), num_blocks());
+    }
+    if (!parts.open_block.empty())
+      std::copy(parts.open_block.begin(), parts.open_block.end(), block(keys.size()).begin());
+  }
+
+  void keep_early(std::span<const std::byte> record) {
+    require(early.size() < static_cast<std::size_t>(manager.schema().blocks_per_request), ErrorCode::bad_file,
+            "{} records came before the session's own; send that one first", early.size());
+    require(record.size() == static_cast<std::size_t>(block_record_bytes(manager.schema())), ErrorCode::bad_file,
+            "it is neither a session's nor a block's of this cache");
+    early.emplace_back(record.begin(), record.end());
+  }
+
+  void take_block(const tier::RecordHeader& header, std::span<const std::byte> body) {
+    const BlockKey key = block_key(header.id.key);
+    const auto at = found.find(key);
+    require(at != found.end(), ErrorCode::bad_file, "block {} is not of this session", to_hex(key));
+    require(header.layout_id == manager.schema().layout_id && body.size() == image_bytes(), ErrorCode::bad_file,
+            "block {} is {} bytes of layout {:016x}; this cache has {} of {:016x}", to_hex(key), body.size(),
+            header.layout_id, image_bytes(), manager.schema().layout_id);
+    const std::span<std::byte> place = block(at->second);
+    if (here[at->second]) {
+      require(std::equal(body.begin(), body.end(), place.begin()), ErrorCode::bad_file,
+              "block {} came before with other bytes", to_hex(key));
+      return;
+    }
+    std::copy(body.begin(), body.end(), place.begin());
+    mark(at->second);
+  }
+
+  void ask_source() {
+    if (source == nullptr) return;
+    for (std::size_t i = 0; i < keys.size(); ++i)
+      if (!here[i] && source->get(keys[i], block(i))) mark(i);
+  }
+
+  void mark(std::size_t i) {
+    here[i] = true;
+    ++num_here;
+  }
+
+  void adopt(Impl&& next) {
+    payload = std::move(next.payload);  // the views of `parts` stay good: a moved vector keeps its memory
+    parts = std::move(next.parts);
+    token_ids = std::move(next.token_ids);
+    keys = std::move(next.keys);
+    found = std::move(next.found);
+    here = std::move(next.here);
+    num_here = next.num_here;
+    blocks = std::move(next.blocks);
+    early.clear();
+  }
+};
+
+SessionReceiver::SessionReceiver(KVCacheManager& manager, SessionIdentity identity, BlockSource* blocks)
+    : impl_(std::make_unique<Impl>(manager, std::move(identity), blocks)) {}
+SessionReceiver::SessionReceiver(SessionReceiver&&) noexcept = default;
+SessionReceiver::~SessionReceiver() = default;
+
+void SessionReceiver::take(std::span<const std::byte> record) {
+  try {
+    impl_->take(record);
+  } catch (const Error& e) {
+    fail(e.code(), "record {} of a session: {}", impl_->num_taken, e.what());
+  }
+  ++impl_->num_taken;
+}
+
+bool SessionReceiver::has_offer() const { return !impl_->payload.empty(); }
+
+std::vector<BlockKey> SessionReceiver::wanted() const {
+  std::vector<BlockKey> out;
+  for (std::size_t i = 0; i < impl_->keys.size(); ++i)
+    if (!impl_->here[i]) out.push_back(impl_->keys[i]);
+  return out;
+}
+
+std::int64_t SessionReceiver::done_bytes() const {
+  const Impl& r = *impl_;
+  if (r.payload.empty()) return 0;
+  return kRecordHeaderBytes + static_cast<std::int64_t>(r.payload.size()) +
+         static_cast<std::int64_t>(r.num_here) * block_record_bytes(r.manager.schema());
+}
+
+std::int64_t SessionReceiver::total_bytes() const {
+  const Impl& r = *impl_;
+  return done_bytes() + static_cast<std::int64_t>(r.keys.size() - r.num_here) * block_record_bytes(r.manager.schema());
+}
+
+Expected<RequestId> SessionReceiver::finish() {
+  Impl& r = *impl_;
+  require(!r.finished, ErrorCode::bad_state, "the session was restored already");
+  require(has_offer(), ErrorCode::bad_file, "the session's own record is missing");
+  if (const std::size_t missing = r.keys.size() - r.num_here; missing > 0) {
+    const auto first = static_cast<std::size_t>(std::find(r.here.begin(), r.here.end(), false) - r.here.begin());
+    fail(ErrorCode::bad_file, "{} of the session's {} full blocks are missing; the first is block {}, key {}", missing,
+         r.keys.size(), first, to_hex(r.keys[first]));
+  }
+  const ImageView image(r.manager.schema().layout_id, r.parts.lengths, r.parts.image);
+  const Expected<RequestId> request =
+      r.manager.import_image(image, r.token_ids, {r.blocks.get(), r.num_blocks() * r.image_bytes()});
+  r.finished = static_cast<bool>(request);
+  return request;
+}
+
+Expected<RequestId> restore_session(KVCacheManager& manager, const SessionIdentity& identity, RecordSource& source,
+                                    const SessionProgress& progress) {
+  SessionReceiver receiver(manager, identity);
+  for (std::span<const std::byte> record = source.next(); !record.empty(); record = source.next()) {
+    receiver.take(record);
+    if (progress && receiver.has_offer() && !progress(receiver.done_bytes(), receiver.total_bytes()))
+      return Shortage::none;
+  }
+  return receiver.finish();
+}
+
+}  // namespace kv4

@@ -1,0 +1,75 @@
+// The bytes of a session's own record, and the keys of its blocks (docs/formats.md, "Sessions").
+//
+//   offset  size  meaning
+//        0     8  "KV4SES\r\n"
+//        8     4  version, 1
+//       12     4  tokens of a block
+//       16    32  SHA-256 of the model config
+//       48    32  SHA-256 of the rope frequencies
+//       80    32  root of the block keys
+//      112     4  lengths: 1 + draft stages
+//      116     4  bytes of the weights id
+//      120     4  bytes of the layout's text
+//      124     4  full blocks that extra bytes are given for
+//      128     8  bytes of the canonical image
+//      136     8  bytes of the open block: 0, or those of a block image
+//      144        lengths, 8 bytes each
+//                 weights id; text of the layout
+//                 extra bytes, each with its length in 4 bytes before it
+//                 token ids, 4 bytes each; as many as the first length says
+//                 canonical image; open block
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kv4/session.h"
+#include "prefix/block_hash.h"
+#include "tier/record_format.h"
+
+namespace kv4 {
+
+inline constexpr std::uint32_t kSessionVersion = 1;
+inline constexpr std::size_t kSessionFixedBytes = 144;
+
+/// A session's own record, taken apart. Views of its payload.
+struct SessionParts {
+  std::uint32_t block_tokens = 0;
+  Sha256 config_digest{}, rope_digest{};
+  BlockKey root{};
+  std::vector<std::int64_t> lengths;  // [1 + draft stages]
+  std::string_view weights_id;
+  std::string_view layout;                              // describe_layout()
+  std::vector<std::span<const std::byte>> block_extra;  // of the first full blocks
+  std::span<const std::byte> token_ids;                 // [lengths[0]] int32
+  std::span<const std::byte> image, open_block;
+
+  std::int64_t full_blocks() const { return lengths[0] / block_tokens; }
+};
+
+std::vector<std::byte> encode_session(const SessionParts& parts);
+/// Whether the payload says that it is a session's.
+bool is_session(std::span<const std::byte> payload);
+/// Throws Error(bad_file) unless the payload is what encode_session gives for the parts.
+SessionParts parse_session(std::span<const std::byte> payload);
+
+std::vector<std::int32_t> token_ids_of(const SessionParts& parts);
+
+/// Of the session's own record: it differs with every token and every length, and from every block's.
+BlockKey session_key(BlockHasher& hasher, const SessionParts& parts, std::span<const std::int32_t> token_ids);
+/// Of the full blocks.
+std::vector<BlockKey> chain_keys(BlockHasher& hasher, const SessionParts& parts,
+                                 std::span<const std::int32_t> token_ids);
+
+/// Header and digests for the payload that lies behind the header's place in `record`.
+void seal_record(const tier::RecordHeader& header, std::span<std::byte> record);
+/// A sound record of a session that is exactly as long as it says. Throws Error(bad_file) with the reason.
+tier::RecordHeader check_record(std::span<const std::byte> record);
+
+tier::Key record_key(const BlockKey& key);
+BlockKey block_key(const tier::Key& key);
+
+}  // namespace kv4
