@@ -56,14 +56,13 @@ struct TierContract : testing::Test {
   }
 };
 
-using Places = testing::Types<HostPlace, DiskPlace>;
 struct PlaceNames {
   template <class Place>
   static std::string GetName(int) {
     return Place::kName;
   }
 };
-TYPED_TEST_SUITE(TierContract, Places, PlaceNames);
+TYPED_TEST_SUITE(TierContract, AllPlaces, PlaceNames);
 
 TYPED_TEST(TierContract, GivesBackWhatWasPut) {
   const std::vector<std::int64_t> lengths = {0, 1, 5, 127, 128, 129, 895, 896, 897, 3968, 8064, 20000};

@@ -1,12 +1,17 @@
 // The tiers of the contract suite, each with what it takes to make and to damage one.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <memory>
 #include <string>
 
 #include "support/simulated_disk.h"
 #include "tier/disk_tier.h"
 #include "tier/host_tier.h"
+#if KV4_TEST_REMOTE
+#include "support/redis_servers.h"
+#endif
 
 namespace kv4::test {
 
@@ -46,5 +51,25 @@ struct DiskPlace {
     disk->damage("store/" + tier::segment_name(1), tier::kSegmentDataOffset + 200, std::byte{1});
   }
 };
+
+#if KV4_TEST_REMOTE
+struct RemotePlace {
+  static constexpr const char* kName = "remote";
+  static constexpr std::int64_t kTooLarge = (8 << 20) + 1;
+  static std::string why_not() { return why_no_redis(); }
+
+  RedisServers& servers = shared_redis();
+  std::unique_ptr<tier::Tier> remote = tier::make_remote_tier(servers.options());
+
+  tier::Tier& tier() { return *remote; }
+  void damage(const tier::RecordId& id) {
+    const std::string name = tier::redis_name(kContractLayout, id);
+    servers.command(servers.node_of(name), {"SETRANGE", name, "200", "?!"});
+  }
+};
+using AllPlaces = testing::Types<HostPlace, DiskPlace, RemotePlace>;
+#else
+using AllPlaces = testing::Types<HostPlace, DiskPlace>;
+#endif
 
 }  // namespace kv4::test

@@ -291,8 +291,9 @@ TEST_F(TierQueues, AStuckTierMissesAtOnceAndIsLeftBehind) {
   clock->advance(options.write_limit + options.breaker.slow_after + 1ns);
   EXPECT_TRUE(ask(2).done());
   EXPECT_FALSE(put(2, 20));
-  std::thread time([&] { clock->advance(options.close_limit); });
-  EXPECT_EQ(queue->close(clock->in(1s)), FlushStatus::failed);
+  const tier::Deadline deadline = clock->in(1s);
+  std::thread time([&] { clock->advance(1s); });
+  EXPECT_EQ(queue->close(deadline), FlushStatus::failed);
   time.join();
   queue.reset();
   // The worker wakes after its queue is gone, and ends by itself.
