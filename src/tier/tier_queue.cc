@@ -432,14 +432,20 @@ TierQueue::~TierQueue() { (void)close(core_->clock->now() + core_->options.close
 const char* TierQueue::name() const { return core_->name; }
 
 bool TierQueue::put(const RecordId& id, std::span<const std::byte> payload, Content content) {
-  SharedBytes copy = core_->write_pool->take(payload.size());
-  if (copy) {
-    if (!payload.empty()) std::memcpy(copy.data.get(), payload.data(), payload.size());
-    return put(id, std::move(copy), content);
+  SharedBytes copy = buffer(payload.size());
+  if (!copy) {
+    refuse(id, content);
+    return false;
   }
+  if (!payload.empty()) std::memcpy(copy.data.get(), payload.data(), payload.size());
+  return put(id, std::move(copy), content);
+}
+
+SharedBytes TierQueue::buffer(std::size_t size) { return core_->write_pool->take(size); }
+
+void TierQueue::refuse(const RecordId& id, Content content) {
   const std::lock_guard lock(core_->mutex);
   core_->refuse({id, 0, false, content, {}, {}});
-  return false;
 }
 
 bool TierQueue::put(const RecordId& id, SharedBytes payload, Content content) {

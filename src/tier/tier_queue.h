@@ -124,6 +124,10 @@ class TierQueue {
   bool put(const RecordId& id, std::span<const std::byte> payload, Content content);
   bool put(const RecordId& id, SharedBytes payload, Content content);
   bool remove(const RecordId& id);
+  /// Memory of the queue for a payload to be put; nothing where that is used up.
+  SharedBytes buffer(std::size_t size);
+  /// As a put that was not accepted.
+  void refuse(const RecordId& id, Content content);
   ReadTicket get(std::vector<ReadRequest> requests, Deadline deadline);
   ReadTicket exists(std::span<const RecordId> ids, Deadline deadline);
   /// After everything that was accepted before.
