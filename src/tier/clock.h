@@ -1,0 +1,30 @@
+// The one seam to the steady clock, so that tests of deadlines need not sleep.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+
+namespace kv4::tier {
+
+using Duration = std::chrono::nanoseconds;
+using Deadline = std::chrono::steady_clock::time_point;
+
+/// Any thread.
+class Clock {
+ public:
+  virtual ~Clock() = default;
+  virtual Deadline now() = 0;
+  /// May return early, like any wait: the caller looks again.
+  virtual void wait_until(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Deadline until) = 0;
+};
+
+class SteadyClock final : public Clock {
+ public:
+  Deadline now() override { return std::chrono::steady_clock::now(); }
+  void wait_until(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Deadline until) override {
+    condition.wait_until(lock, until);
+  }
+};
+
+}  // namespace kv4::tier

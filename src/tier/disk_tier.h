@@ -1,0 +1,34 @@
+// A disk store as a tier. A system call that is under way cannot be given a deadline: a batch is handed to the store in
+// parts, and the clock is looked at between them.
+#pragma once
+
+#include <memory>
+
+#include "tier/disk_store.h"
+#include "tier/tier.h"
+
+namespace kv4::tier {
+
+class DiskTier final : public Tier {
+ public:
+  /// Throws as DiskStore::open().
+  DiskTier(std::shared_ptr<FileSystem> files, const StoreOptions& options, std::shared_ptr<Clock> clock);
+  /// Closes the store: what was put and removed is durable, if the disk lets it.
+  ~DiskTier() override;
+
+  const char* name() const override { return "disk"; }
+  void put(std::span<PutRequest> requests, Deadline deadline) override;
+  void get(std::span<GetRequest> requests, Deadline deadline) override;
+  void exists(std::span<ExistsRequest> requests, Deadline deadline) override;
+  void remove(std::span<RemoveRequest> requests, Deadline deadline) override;
+  FlushStatus flush(Deadline deadline) override;
+  TierStats stats() override;
+
+ private:
+  std::shared_ptr<FileSystem> files_;
+  std::shared_ptr<Clock> clock_;
+  std::unique_ptr<DiskStore> store_;
+  std::int64_t capacity_bytes_;
+};
+
+}  // namespace kv4::tier

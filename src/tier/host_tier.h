@@ -1,0 +1,77 @@
+// Records in host memory: a tier that is sized at the start, never grows, and drops what was used longest ago.
+//
+// Memory is cut into pages; a record (header and payload) is a chain of them, so that any mix of lengths fits without
+// gaps between records.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "tier/tier.h"
+
+namespace kv4::tier {
+
+struct HostTierOptions {
+  std::uint64_t layout_id = 0;
+  std::int64_t capacity_bytes = std::int64_t{1} << 30;  // a multiple of page_bytes
+  std::int64_t page_bytes = 16 << 10;                   // at least a record's header
+};
+
+class HostTier final : public Tier {
+ public:
+  /// Throws Error: bad_argument, out_of_memory.
+  HostTier(const HostTierOptions& options, std::shared_ptr<Clock> clock);
+
+  const char* name() const override { return "host"; }
+  void put(std::span<PutRequest> requests, Deadline deadline) override;
+  void get(std::span<GetRequest> requests, Deadline deadline) override;
+  void exists(std::span<ExistsRequest> requests, Deadline deadline) override;
+  void remove(std::span<RemoveRequest> requests, Deadline deadline) override;
+  FlushStatus flush(Deadline) override { return FlushStatus::kept; }
+  TierStats stats() override;
+
+  std::int64_t used_bytes() const;  // of whole pages
+  /// Of a record that is there, in the order of its bytes: for tests that damage it.
+  std::vector<std::span<std::byte>> pages_of(const RecordId& id);
+
+ private:
+  static constexpr std::uint32_t kNoPage = 0xffffffff;
+  struct Record {
+    RecordId id;
+    std::int64_t length = 0;
+    std::uint32_t first_page = kNoPage;
+  };
+  using Records = std::list<Record>;
+
+  PutStatus put_one(const RecordId& id, std::span<const std::byte> payload);
+  GetStatus get_one(GetRequest& request);
+  std::int64_t pages_for(std::int64_t length) const;
+  std::byte* page(std::uint32_t index) const { return memory_.get() + index * options_.page_bytes; }
+  std::uint32_t take_pages(std::int64_t count);
+  void write(std::uint32_t page_index, std::int64_t offset, std::span<const std::byte> from);
+  void read(std::uint32_t page_index, std::int64_t offset, std::span<std::byte> to) const;
+  /// Calls `piece(bytes, done)` for `count` bytes of a chain from `offset` on.
+  template <class Piece>
+  void for_pieces(std::uint32_t page_index, std::int64_t offset, std::int64_t count, Piece&& piece) const;
+  void drop(Records::iterator record);
+
+  // Invariants:
+  //   1. Every page is in the chain of exactly one record or in the free chain; next_page_ links both.
+  //   2. index_ and records_ have the same records; the front was used last.
+  HostTierOptions options_;
+  std::shared_ptr<Clock> clock_;
+  std::unique_ptr<std::byte[]> memory_;   // [num_pages, page_bytes]
+  std::vector<std::uint32_t> next_page_;  // [num_pages]
+  std::uint32_t free_page_ = kNoPage;
+  std::int64_t free_pages_ = 0;
+  Records records_;
+  std::unordered_map<RecordId, Records::iterator, RecordIdHash> index_;
+  std::uint64_t next_sequence_ = 1;
+  TierStats counts_;
+};
+
+}  // namespace kv4::tier

@@ -1,0 +1,286 @@
+#include "tier/redis_cluster.h"
+
+#include <arpa/inet.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace kv4::tier {
+namespace {
+
+constexpr int kMaxRedirects = 5;         // of one command
+constexpr std::size_t kMaxNodes = 1000;  // a cluster has no more masters
+constexpr Duration kSlotsAskedEvery = std::chrono::milliseconds(100);
+constexpr std::int64_t kReplyOverhead = 1 << 20;  // a list of slots, the reader's slack
+
+Deadline clock_now() { return std::chrono::steady_clock::now(); }
+
+/// Looking up a name could take any time.
+bool is_numeric(const std::string& host) {
+  in6_addr address;
+  return ::inet_pton(AF_INET, host.c_str(), &address) == 1 || ::inet_pton(AF_INET6, host.c_str(), &address) == 1;
+}
+
+}  // namespace
+
+struct RedisCluster::Node {
+  struct Unsent {
+    RedisCommand command;
+    OnReply on_reply;
+  };
+  RedisAddress address;
+  std::unique_ptr<RedisConnection> connection;
+  Hello hello = Hello::waiting;
+  std::vector<Unsent> queue;     // until hello is done
+  long long client_id = 0;       // of the connection, at the server; 0: not known yet
+  long long dropped_client = 0;  // of the one before, if it may have commands on the way
+  Duration pause{};              // before this connection; 0: none was needed
+  Deadline retry_at{};
+  std::int64_t progress = 0;  // of the connection, when it was looked at last
+  Deadline progress_at{};     // since when it owes an answer and has made none
+};
+
+RedisCluster::RedisCluster(const RemoteOptions& options) : options_(options) {
+  for (const RedisAddress& address : options.servers) node_at(address);
+}
+
+RedisCluster::~RedisCluster() = default;
+
+// --- runs
+
+void RedisCluster::run(std::span<const RedisOperation> operations, Deadline deadline) {
+  if (!find_slots(deadline)) return;
+  begin_run(operations.size());
+  operations_ = operations;
+  redirects_of_.assign(operations.size(), 0);
+  for (std::size_t i = 0; i < operations.size(); ++i)
+    dispatch(i, slots_[static_cast<std::size_t>(operations[i].slot)], false);
+  exchange(deadline);
+  end_run();
+}
+
+void RedisCluster::begin_run(std::size_t answers) {
+  ++run_;
+  unanswered_ = answers;
+}
+
+/// Until everything is answered or given up, or the deadline.
+void RedisCluster::exchange(Deadline deadline) {
+  std::vector<pollfd> polled;
+  std::vector<Node*> asked;
+  while (unanswered_ > 0) {
+    const Deadline now = clock_now();
+    if (now >= deadline) return;
+    Deadline wake = deadline;
+    polled.clear();
+    asked.clear();
+    for (const auto& node : nodes_) {
+      if (!node->connection || node->connection->idle()) continue;
+      wake = std::min(wake, node->progress_at + options_.silence_limit);
+      polled.push_back({node->connection->fd(), node->connection->events(), 0});
+      asked.push_back(node.get());
+    }
+    if (polled.empty()) return;
+    const auto wait = std::chrono::ceil<std::chrono::milliseconds>(wake - now).count();
+    (void)::poll(polled.data(), polled.size(), static_cast<int>(std::clamp<std::int64_t>(wait, 0, 60'000)));
+    for (std::size_t i = 0; i < polled.size(); ++i) proceed(*asked[i], polled[i].revents);
+  }
+}
+
+void RedisCluster::proceed(Node& node, short ready) {
+  bool alive = node.connection->proceed(ready) && node.hello != Hello::refused;
+  // Looked at after a read: between runs nobody did, and the answer may have been there for long.
+  const Deadline now = clock_now();
+  if (std::exchange(node.progress, node.connection->progress()) != node.connection->progress())
+    node.progress_at = now;
+  else if (!node.connection->idle() && now - node.progress_at >= options_.silence_limit)
+    alive = false;
+  if (!alive) drop(node);
+}
+
+/// Payloads of this run may go away now.
+void RedisCluster::end_run() {
+  ++run_;
+  for (const auto& node : nodes_) {
+    node->queue.clear();
+    if (node->connection && node->hello == Hello::done && !node->connection->all_sent()) drop(*node);
+  }
+  operations_ = {};
+}
+
+void RedisCluster::dispatch(std::size_t operation, Node* node, bool asking) {
+  if (node == nullptr || !connect(*node)) {
+    --unanswered_;
+    slots_stale_ = true;
+    return;
+  }
+  if (asking) send(*node, redis_command({"ASKING"}), [](const redisReply*) {});
+  send(*node, operations_[operation].command(), [this, node, operation, run = run_](const redisReply* reply) {
+    if (run == run_) on_answer(*node, operation, reply);
+  });
+}
+
+void RedisCluster::on_answer(Node& node, std::size_t operation, const redisReply* reply) {
+  if (reply == nullptr) return dispatch(operation, nullptr, false);
+  if (reply->type == REDIS_REPLY_ERROR) {
+    const RedisRedirect redirect = parse_redirect(text_of(*reply), node.address);
+    if (redirect.kind != RedisRedirect::Kind::none) {
+      ++redirects_;
+      Node* to = node_at(redirect.to);
+      if (redirect.kind == RedisRedirect::Kind::moved) {
+        slots_[static_cast<std::size_t>(redirect.slot)] = to;
+        slots_stale_ = true;
+      }
+      if (++redirects_of_[operation] > kMaxRedirects) to = nullptr;
+      return dispatch(operation, to, redirect.kind == RedisRedirect::Kind::ask);
+    }
+    if (text_of(*reply).starts_with("CLUSTERDOWN")) slots_stale_ = true;
+  }
+  --unanswered_;
+  operations_[operation].done(*reply);
+}
+
+// --- connections
+
+RedisCluster::Node* RedisCluster::node_at(const RedisAddress& address) {
+  for (const auto& node : nodes_)
+    if (node->address == address) return node.get();
+  if (nodes_.size() >= kMaxNodes || !is_numeric(address.host)) return nullptr;
+  nodes_.push_back(std::make_unique<Node>());
+  nodes_.back()->address = address;
+  return nodes_.back().get();
+}
+
+/// False: it is not tried now.
+bool RedisCluster::connect(Node& node) {
+  if (node.connection) return true;
+  const Deadline now = clock_now();
+  if (now < node.retry_at) return false;
+  ++connects_;
+  const std::int64_t max_reply_bytes = options_.max_payload_bytes + kRecordHeaderBytes + kReplyOverhead;
+  node.connection = std::make_unique<RedisConnection>(node.address, max_reply_bytes);
+  node.progress = 0;
+  node.progress_at = now;
+  if (node.connection->fd() < 0) {
+    drop(node);
+    return false;
+  }
+  say_hello(node);
+  return true;
+}
+
+void RedisCluster::say_hello(Node& node) {
+  node.hello = Hello::waiting;
+  node.client_id = 0;
+  const auto on_reply = [this, &node](const redisReply* reply) { on_hello(node, reply); };
+  const bool named = !options_.user.empty();
+  if (!options_.password.empty())
+    node.connection->send(
+        named ? redis_command({"AUTH", options_.user, options_.password}) : redis_command({"AUTH", options_.password}),
+        on_reply);
+  node.connection->send(redis_command({"CLIENT", "ID"}), on_reply);
+}
+
+/// AUTH gives a status, CLIENT ID and CLIENT KILL numbers.
+void RedisCluster::on_hello(Node& node, const redisReply* reply) {
+  if (reply == nullptr || reply->type == REDIS_REPLY_STATUS) return;
+  if (reply->type != REDIS_REPLY_INTEGER) {
+    node.hello = Hello::refused;
+    return;
+  }
+  if (node.hello != Hello::waiting) return;
+  if (node.client_id == 0) {
+    node.client_id = reply->integer;
+    // A smaller one: the server has started anew since, and the dropped connection is gone.
+    if (node.dropped_client != 0 && node.client_id > node.dropped_client)
+      return node.connection->send(redis_command({"CLIENT", "KILL", "ID", std::to_string(node.dropped_client)}),
+                                   [this, &node](const redisReply* killed) { on_hello(node, killed); });
+  }
+  node.dropped_client = 0;
+  node.hello = Hello::done;
+  node.pause = Duration(0);
+  for (Node::Unsent& unsent : std::exchange(node.queue, {}))
+    send(node, std::move(unsent.command), std::move(unsent.on_reply));
+}
+
+void RedisCluster::send(Node& node, RedisCommand command, OnReply on_reply) {
+  if (node.hello != Hello::done) {
+    node.queue.push_back({std::move(command), std::move(on_reply)});
+    return;
+  }
+  if (node.connection->idle()) node.progress_at = clock_now();
+  node.connection->send(std::move(command), std::move(on_reply));
+}
+
+void RedisCluster::drop(Node& node) {
+  if (node.hello == Hello::done && !node.connection->idle()) node.dropped_client = node.client_id;
+  node.hello = Hello::waiting;
+  node.pause = node.pause == Duration(0) ? options_.first_pause : std::min(node.pause * 2, options_.longest_pause);
+  node.retry_at = clock_now() + node.pause;
+  const std::unique_ptr<RedisConnection> connection = std::move(node.connection);
+  connection->give_up();
+  for (const Node::Unsent& unsent : std::exchange(node.queue, {})) unsent.on_reply(nullptr);
+}
+
+// --- slots
+
+/// True: there is a map of them, if perhaps an old one.
+bool RedisCluster::find_slots(Deadline deadline) {
+  const Deadline start = clock_now();
+  if (start >= deadline) return false;
+  if (slots_known_ && (!slots_stale_ || start < slots_asked_ + kSlotsAskedEvery)) return true;
+  slots_asked_ = start;
+  for (const bool only_ready : {true, false}) {
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+      Node& node = *nodes_[i];
+      const bool ready = node.connection && node.hello == Hello::done && node.connection->idle();
+      if (ready != only_ready || !connect(node)) continue;
+      const Deadline now = clock_now();
+      if (now >= deadline) return slots_known_;
+      bool answered = false;
+      begin_run(1);
+      send(node, redis_command({"CLUSTER", "SLOTS"}), [&, run = run_](const redisReply* reply) {
+        if (run != run_) return;
+        --unanswered_;
+        slots_stale_ = true;
+        if (reply != nullptr) on_slots(node, *reply);
+        answered = reply != nullptr && !slots_stale_;
+      });
+      // Half of the time for each, so that the next one has a chance.
+      exchange(now + std::min<Duration>(options_.silence_limit, (deadline - now) / 2));
+      const bool found = answered;
+      end_run();
+      if (found) return true;
+    }
+  }
+  return slots_known_;
+}
+
+void RedisCluster::on_slots(Node& node, const redisReply& reply) {
+  std::array<Node*, kRedisSlots> slots{};
+  if (reply.type == REDIS_REPLY_ERROR) {
+    if (text_of(reply).find("cluster support disabled") == std::string_view::npos) return;
+    slots.fill(&node);
+  } else {
+    if (reply.type != REDIS_REPLY_ARRAY || reply.elements == 0) return;
+    for (std::size_t i = 0; i < reply.elements; ++i) {
+      const redisReply& range = *reply.element[i];  // first, last, master, replicas
+      if (range.type != REDIS_REPLY_ARRAY || range.elements < 3) return;
+      const redisReply &first = *range.element[0], &last = *range.element[1], &master = *range.element[2];
+      if (first.type != REDIS_REPLY_INTEGER || last.type != REDIS_REPLY_INTEGER || first.integer < 0 ||
+          first.integer > last.integer || last.integer >= kRedisSlots)
+        return;
+      if (master.type != REDIS_REPLY_ARRAY || master.elements < 2 || master.element[1]->type != REDIS_REPLY_INTEGER)
+        return;
+      RedisAddress address{std::string(text_of(*master.element[0])), static_cast<int>(master.element[1]->integer)};
+      if (address.host.empty()) address.host = node.address.host;
+      std::fill(slots.begin() + first.integer, slots.begin() + last.integer + 1, node_at(address));
+    }
+  }
+  slots_ = slots;
+  slots_known_ = true;
+  slots_stale_ = false;
+}
+
+}  // namespace kv4::tier

@@ -1,0 +1,233 @@
+#include "tier/remote_tier.h"
+
+#include <netdb.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/check.h"
+#include "tier/redis_cluster.h"
+
+namespace kv4::tier {
+namespace {
+
+std::span<const std::byte> bytes_of(const redisReply& reply) {
+  return {reinterpret_cast<const std::byte*>(reply.str), static_cast<std::size_t>(reply.len)};
+}
+
+class RemoteTier final : public Tier {
+ public:
+  explicit RemoteTier(const RemoteOptions& options) : options_(options), cluster_(options) {}
+
+  const char* name() const override { return "remote"; }
+  void put(std::span<PutRequest> requests, Deadline deadline) override;
+  void get(std::span<GetRequest> requests, Deadline deadline) override;
+  void exists(std::span<ExistsRequest> requests, Deadline deadline) override;
+  void remove(std::span<RemoveRequest> requests, Deadline deadline) override;
+  FlushStatus flush(Deadline) override { return FlushStatus::kept; }  // a put is stored when the server has it
+  TierStats stats() override;
+
+ private:
+  struct Encoded {
+    std::string name;
+    std::array<std::byte, kRecordHeaderBytes> header;
+  };
+
+  RedisOperation operation(const std::string& name, std::function<RedisCommand()> command,
+                           std::function<void(const redisReply&)> done) const {
+    return {redis_slot(name), std::move(command), std::move(done)};
+  }
+  Encoded encode(const PutRequest& request);
+  void take(GetRequest& request, const redisReply& reply) const;
+  /// Of a value as it was put under this id, by a cache of this layout.
+  ParsedHeader parse(const RecordId& id, std::span<const std::byte> value) const;
+
+  RemoteOptions options_;
+  RedisCluster cluster_;
+  // Grows over restarts of the process, too.
+  std::uint64_t next_sequence_ =
+      static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
+  std::int64_t set_aside_records_ = 0;
+};
+
+RemoteTier::Encoded RemoteTier::encode(const PutRequest& request) {
+  RecordHeader header;
+  header.layout_id = options_.layout_id;
+  header.id = request.id;
+  header.length = static_cast<std::int64_t>(request.payload.size());
+  header.sequence = next_sequence_++;
+  header.payload_digest = digest128(request.payload);
+  Encoded encoded{redis_name(options_.layout_id, request.id), {}};
+  encode_header(header, encoded.header);
+  return encoded;
+}
+
+void RemoteTier::put(std::span<PutRequest> requests, Deadline deadline) {
+  std::vector<Encoded> encoded;
+  std::vector<RedisOperation> operations;
+  encoded.reserve(requests.size());
+  for (PutRequest& request : requests) {
+    const bool fits = static_cast<std::int64_t>(request.payload.size()) <= options_.max_payload_bytes;
+    request.status = fits ? PutStatus::failed : PutStatus::too_large;
+    if (!fits) continue;
+    const Encoded& record = encoded.emplace_back(encode(request));
+    operations.push_back(operation(
+        record.name,
+        [&record, &request] {
+          return redis_command({"SET", record.name}, record.header, request.payload);
+        },
+        [&request](const redisReply& reply) {
+          if (reply.type == REDIS_REPLY_STATUS) request.status = PutStatus::stored;
+          if (reply.type == REDIS_REPLY_ERROR && text_of(reply).starts_with("OOM"))
+            request.status = PutStatus::no_space;
+        }));
+  }
+  cluster_.run(operations, deadline);
+}
+
+void RemoteTier::get(std::span<GetRequest> requests, Deadline deadline) {
+  std::vector<RedisOperation> operations;
+  for (GetRequest& request : requests) {
+    request.status = GetStatus::failed;
+    request.bytes = 0;
+    const std::string key = redis_name(options_.layout_id, request.id);
+    operations.push_back(operation(
+        key,
+        [key] {
+          return redis_command({"GET", key});
+        },
+        [this, &request](const redisReply& reply) { take(request, reply); }));
+  }
+  cluster_.run(operations, deadline);
+
+  operations.clear();
+  for (const GetRequest& request : requests) {
+    if (request.status != GetStatus::damaged) continue;
+    ++set_aside_records_;
+    const std::string key = redis_name(options_.layout_id, request.id);
+    operations.push_back(operation(
+        key,
+        [key] {
+          return redis_command({"UNLINK", key});
+        },
+        [](const redisReply&) {}));
+  }
+  if (!operations.empty()) cluster_.run(operations, deadline);
+}
+
+ParsedHeader RemoteTier::parse(const RecordId& id, std::span<const std::byte> value) const {
+  ParsedHeader parsed = parse_header(value);
+  if (parsed.refusal != RecordRefusal::none) return parsed;
+  if (parsed.header.kind != RecordKind::value) parsed.refusal = RecordRefusal::dead;
+  if (parsed.header.id != id) parsed.refusal = RecordRefusal::other_record;
+  if (parsed.header.layout_id != options_.layout_id) parsed.refusal = RecordRefusal::other_layout;
+  return parsed;
+}
+
+void RemoteTier::take(GetRequest& request, const redisReply& reply) const {
+  if (reply.type == REDIS_REPLY_NIL) request.status = GetStatus::missing;
+  // Another type under the name is damage as well: somebody else wrote it.
+  if (reply.type == REDIS_REPLY_ERROR && text_of(reply).starts_with("WRONGTYPE")) request.status = GetStatus::damaged;
+  if (reply.type != REDIS_REPLY_STRING) return;
+  const std::span<const std::byte> value = bytes_of(reply);
+  const ParsedHeader parsed = parse(request.id, value);
+  const auto length = static_cast<std::size_t>(parsed.header.length);
+  if (parsed.refusal != RecordRefusal::none || value.size() != kRecordHeaderBytes + length) {
+    request.status = GetStatus::damaged;
+    return;
+  }
+  request.bytes = parsed.header.length;
+  if (request.to.size() < length) {
+    request.status = GetStatus::too_small;
+    return;
+  }
+  if (length > 0) std::memcpy(request.to.data(), value.data() + kRecordHeaderBytes, length);
+  // The copy is what is checked: it is what the caller uses.
+  const bool sound = digest128(request.to.first(length)) == parsed.header.payload_digest;
+  request.status = sound ? GetStatus::found : GetStatus::damaged;
+  if (!sound) request.bytes = 0;
+}
+
+void RemoteTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
+  std::vector<RedisOperation> operations;
+  const std::string last = std::to_string(kRecordHeaderBytes - 1);
+  for (ExistsRequest& request : requests) {
+    request = {request.id};
+    const std::string key = redis_name(options_.layout_id, request.id);
+    operations.push_back(operation(
+        key,
+        [key, &last] {
+          return redis_command({"GETRANGE", key, "0", last});
+        },
+        [this, &request](const redisReply& reply) {
+          request.answered = reply.type == REDIS_REPLY_STRING;
+          if (!request.answered) return;
+          const ParsedHeader parsed = parse(request.id, bytes_of(reply));
+          if (parsed.refusal == RecordRefusal::none) request.bytes = parsed.header.length;
+        }));
+  }
+  cluster_.run(operations, deadline);
+}
+
+void RemoteTier::remove(std::span<RemoveRequest> requests, Deadline deadline) {
+  std::vector<RedisOperation> operations;
+  for (RemoveRequest& request : requests) {
+    request = {request.id};
+    const std::string key = redis_name(options_.layout_id, request.id);
+    operations.push_back(operation(
+        key,
+        [key] {
+          return redis_command({"UNLINK", key});
+        },
+        [&request](const redisReply& reply) {
+          request.answered = reply.type == REDIS_REPLY_INTEGER;
+          request.removed = request.answered && reply.integer > 0;
+        }));
+  }
+  cluster_.run(operations, deadline);
+}
+
+TierStats RemoteTier::stats() {
+  TierStats stats;
+  stats.records = stats.payload_bytes = stats.capacity_bytes = TierStats::kUnknown;
+  stats.set_aside_records = set_aside_records_;
+  stats.connects = cluster_.connects();
+  stats.redirects = cluster_.redirects();
+  return stats;
+}
+
+/// Names are looked up here, once; later only addresses are used.
+std::string numeric(const RedisAddress& address) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int error = ::getaddrinfo(address.host.c_str(), nullptr, &hints, &found);
+  require(error == 0, ErrorCode::bad_argument, "no address of the server '{}': {}", address.host,
+          ::gai_strerror(error));
+  char text[NI_MAXHOST];
+  const int named = ::getnameinfo(found->ai_addr, found->ai_addrlen, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
+  ::freeaddrinfo(found);
+  require(named == 0, ErrorCode::bad_argument, "no address of the server '{}'", address.host);
+  return text;
+}
+
+}  // namespace
+
+std::string why_no_remote_tier() { return ""; }
+
+std::unique_ptr<Tier> make_remote_tier(const RemoteOptions& options) {
+  require(!options.servers.empty(), ErrorCode::bad_argument, "a remote tier needs a server");
+  require(options.max_payload_bytes > 0 && options.max_payload_bytes < (std::int64_t{512} << 20) - kRecordHeaderBytes,
+          ErrorCode::bad_argument, "max_payload_bytes is {}; a Redis string holds 512 MiB with the header",
+          options.max_payload_bytes);
+  RemoteOptions looked_up = options;
+  for (RedisAddress& address : looked_up.servers) {
+    require(address.port > 0 && address.port < 65536, ErrorCode::bad_argument, "port {} of the server '{}'",
+            address.port, address.host);
+    address.host = numeric(address);
+  }
+  return std::make_unique<RemoteTier>(looked_up);
+}
+
+}  // namespace kv4::tier

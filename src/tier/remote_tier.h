@@ -1,0 +1,33 @@
+// Records in a Redis cluster, or in a single server: each is a string of header and payload, in the one format of all
+// tiers, checked on every read. Others may read and write the same names.
+//
+// What a put that was `stored` survives is the servers' business (replicas, AOF): flush() says `kept`.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tier/redis_slots.h"
+#include "tier/tier.h"
+
+namespace kv4::tier {
+
+struct RemoteOptions {
+  std::vector<RedisAddress> servers;  // some of the cluster; they tell the rest
+  std::string user, password;         // AUTH where there is a password; the user needs CLIENT ID and CLIENT KILL
+  std::uint64_t layout_id = 0;
+  std::int64_t max_payload_bytes = std::int64_t{64} << 20;
+  Duration silence_limit = std::chrono::seconds(1);      // a server that owes an answer and sends nothing is left
+  Duration first_pause = std::chrono::milliseconds(50);  // before it is tried again; doubles
+  Duration longest_pause = std::chrono::seconds(5);
+};
+
+/// Does not connect yet: servers that are not there are misses. Throws Error: bad_argument; bad_state where kv4 was
+/// built without hiredis.
+std::unique_ptr<Tier> make_remote_tier(const RemoteOptions& options);
+/// Empty: make_remote_tier() works.
+std::string why_no_remote_tier();
+
+}  // namespace kv4::tier

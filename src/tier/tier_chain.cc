@@ -1,0 +1,199 @@
+#include "tier/tier_chain.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/check.h"
+
+namespace kv4::tier {
+
+struct TierChain::Lookup {
+  bool only_exists = false;
+  Content content = Content::changing;
+  Deadline deadline;
+  std::vector<ReadRequest> requests;
+  std::vector<ReadResult> results;
+  std::size_t tier = 0;            // that is asked
+  std::vector<std::size_t> asked;  // which requests
+  std::optional<TierQueue::ReadTicket> ticket;
+  bool ended = false;  // answered by a tier or by none of them, or nobody wants to know
+};
+
+TierChain::TierChain(std::vector<std::unique_ptr<TierQueue>> tiers, std::shared_ptr<Clock> clock)
+    : tiers_(std::move(tiers)), promoted_(tiers_.size()), clock_(std::move(clock)) {
+  require(!tiers_.empty(), ErrorCode::bad_argument, "a chain needs a tier");
+}
+
+// --- writes
+
+int TierChain::put(const RecordId& id, std::span<const std::byte> payload, Content content) {
+  // Of any tier's memory: all of them hold on to the one copy.
+  SharedBytes copy = tiers_.front()->buffer(payload.size());
+  for (std::size_t i = 1; !copy && i < tiers_.size(); ++i) copy = tiers_[i]->buffer(payload.size());
+  if (copy && !payload.empty()) std::memcpy(copy.data.get(), payload.data(), payload.size());
+  if (copy) return put(id, copy, content);
+  note_write(id);
+  for (const auto& tier : tiers_) tier->refuse(id, content);
+  return 0;
+}
+
+int TierChain::put(const RecordId& id, const SharedBytes& payload, Content content) {
+  note_write(id);
+  int taken = 0;
+  for (const auto& tier : tiers_) taken += tier->put(id, payload, content);
+  return taken;
+}
+
+int TierChain::remove(const RecordId& id) {
+  note_write(id);
+  int taken = 0;
+  for (const auto& tier : tiers_) taken += tier->remove(id);
+  return taken;
+}
+
+void TierChain::note_write(const RecordId& id) {
+  if (const auto found = reading_.find(id); found != reading_.end()) found->second.written = true;
+}
+
+// --- lookups
+
+TierChain::Ticket TierChain::get(std::vector<ReadRequest> requests, Content content, Deadline deadline) {
+  auto lookup = std::make_shared<Lookup>();
+  lookup->content = content;
+  lookup->deadline = deadline;
+  lookup->requests = std::move(requests);
+  return start(std::move(lookup));
+}
+
+TierChain::Ticket TierChain::exists(std::span<const RecordId> ids, Deadline deadline) {
+  auto lookup = std::make_shared<Lookup>();
+  lookup->only_exists = true;
+  lookup->deadline = deadline;
+  for (const RecordId& id : ids) lookup->requests.push_back({id, 0, {}});
+  return start(std::move(lookup));
+}
+
+TierChain::Ticket TierChain::start(std::shared_ptr<Lookup> lookup) {
+  lookup->results.resize(lookup->requests.size());
+  for (const ReadRequest& request : lookup->requests) ++reading_[request.id].count;
+  std::erase_if(lookups_, [](const std::weak_ptr<Lookup>& l) { return l.expired() || l.lock()->ended; });
+  lookups_.push_back(lookup);
+  ask(*lookup);
+  advance(*lookup);
+  return {*this, std::move(lookup)};
+}
+
+void TierChain::ask(Lookup& lookup) {
+  lookup.asked.clear();
+  for (std::size_t i = 0; i < lookup.requests.size(); ++i) {
+    const GetStatus status = lookup.results[i].status;
+    if (status != GetStatus::found && status != GetStatus::too_small) lookup.asked.push_back(i);
+  }
+  if (lookup.asked.empty() || lookup.tier == tiers_.size() || clock_->now() >= lookup.deadline) return end(lookup);
+  TierQueue& tier = *tiers_[lookup.tier];
+  if (lookup.only_exists) {
+    std::vector<RecordId> ids;
+    for (const std::size_t i : lookup.asked) ids.push_back(lookup.requests[i].id);
+    lookup.ticket.emplace(tier.exists(ids, lookup.deadline));
+  } else {
+    std::vector<ReadRequest> requests;
+    for (const std::size_t i : lookup.asked) requests.push_back(lookup.requests[i]);
+    lookup.ticket.emplace(tier.get(std::move(requests), lookup.deadline));
+  }
+}
+
+void TierChain::advance(Lookup& lookup) {
+  while (!lookup.ended && lookup.ticket->done()) {
+    take_answers(lookup);
+    ++lookup.tier;
+    ask(lookup);
+  }
+}
+
+void TierChain::take_answers(Lookup& lookup) {
+  std::vector<ReadResult> results = lookup.ticket->take();
+  lookup.ticket.reset();
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const std::size_t request = lookup.asked[i];
+    lookup.results[request] = std::move(results[i]);
+    if (lookup.results[request].status == GetStatus::found && !lookup.only_exists) promote(lookup, request);
+  }
+}
+
+void TierChain::promote(const Lookup& lookup, std::size_t request) {
+  const RecordId& id = lookup.requests[request].id;
+  if (reading_.at(id).written) return;
+  for (std::size_t tier = 0; tier < lookup.tier; ++tier)
+    promoted_[tier] += tiers_[tier]->put(id, lookup.results[request].payload, lookup.content);
+}
+
+void TierChain::end(Lookup& lookup) {
+  if (std::exchange(lookup.ended, true)) return;
+  lookup.ticket.reset();
+  for (const ReadRequest& request : lookup.requests)
+    if (const auto found = reading_.find(request.id); --found->second.count == 0) reading_.erase(found);
+}
+
+bool TierChain::Ticket::done() const {
+  if (lookup_) chain_->advance(*lookup_);
+  return !lookup_ || lookup_->ended;
+}
+
+bool TierChain::Ticket::wait(Deadline until) const {
+  while (!done()) {
+    if (chain_->clock_->now() >= until) return false;
+    (void)lookup_->ticket->wait(until);
+  }
+  return true;
+}
+
+std::vector<ReadResult> TierChain::Ticket::take() {
+  if (!lookup_) return {};
+  (void)done();
+  chain_->end(*lookup_);
+  return std::move(std::exchange(lookup_, nullptr)->results);
+}
+
+void TierChain::Ticket::cancel() {
+  if (lookup_) chain_->end(*std::exchange(lookup_, nullptr));
+}
+
+TierChain::Ticket::~Ticket() { cancel(); }
+
+// --- all tiers
+
+std::vector<FlushStatus> TierChain::flush(Deadline deadline) {
+  std::vector<TierQueue::FlushTicket> tickets;
+  for (const auto& tier : tiers_) tickets.push_back(tier->flush(deadline));
+  std::vector<FlushStatus> statuses;
+  for (const TierQueue::FlushTicket& ticket : tickets) {
+    (void)ticket.wait(deadline);
+    statuses.push_back(ticket.status());
+  }
+  return statuses;
+}
+
+std::vector<FlushStatus> TierChain::close(Deadline deadline) {
+  std::vector<FlushStatus> statuses = flush(deadline);  // all at the same time; what is left takes no time
+  for (const auto& tier : tiers_) (void)tier->close(deadline);
+  return statuses;
+}
+
+std::vector<std::vector<WriteResult>> TierChain::poll() {
+  for (const std::weak_ptr<Lookup>& weak : lookups_)
+    if (const std::shared_ptr<Lookup> lookup = weak.lock()) advance(*lookup);
+  std::erase_if(lookups_, [](const std::weak_ptr<Lookup>& l) { return l.expired() || l.lock()->ended; });
+  std::vector<std::vector<WriteResult>> results;
+  for (const auto& tier : tiers_) results.push_back(tier->drain());
+  return results;
+}
+
+std::vector<ChainStats> TierChain::stats() {
+  std::vector<ChainStats> stats;
+  for (std::size_t i = 0; i < tiers_.size(); ++i)
+    stats.push_back({tiers_[i]->name(), tiers_[i]->stats(), promoted_[i]});
+  return stats;
+}
+
+}  // namespace kv4::tier

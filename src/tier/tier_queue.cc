@@ -1,0 +1,598 @@
+#include "tier/tier_queue.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "tier/unsure_ids.h"
+
+namespace kv4::tier {
+namespace {
+
+constexpr int kMaxFlushes = 64;
+
+}  // namespace
+
+struct TierQueue::ReadJob {
+  struct Waiting {
+    ReadRequest request;
+    std::size_t result = 0;
+  };
+  bool only_exists = false;
+  Deadline deadline;
+  std::vector<Waiting> waiting;  // those that the worker has to ask for
+  std::size_t next = 0;          // the first of them that it has not taken
+  std::vector<ReadResult> results;
+  std::size_t unanswered = 0;
+  bool ended = false;  // nobody wants the rest
+};
+
+struct TierQueue::FlushJob {
+  Deadline deadline;
+  FlushStatus status = FlushStatus::failed;
+  bool done = false;
+};
+
+// Everything the worker touches. It outlives the queue where the worker is stuck.
+struct TierQueue::Core {
+  struct Write {
+    RecordId id;
+    std::uint64_t number = 0;
+    bool remove = false;
+    Content content = Content::changing;
+    SharedBytes payload;
+    std::shared_ptr<FlushJob> flush;  // then nothing else counts
+  };
+  /// The newest write of an id that was accepted and is not done.
+  struct Pending {
+    std::uint64_t number = 0;
+    bool remove = false;
+    SharedBytes payload;
+    bool outdated = false;  // a later one was refused
+  };
+  struct Place {
+    std::shared_ptr<ReadJob> job;
+    std::size_t index = 0;  // in job->waiting
+  };
+
+  Core(std::shared_ptr<Tier> tier_in, const TierQueueOptions& options_in, std::shared_ptr<Clock> clock_in)
+      : name(tier_in->name()),
+        tier(std::move(tier_in)),
+        options(options_in),
+        clock(std::move(clock_in)),
+        write_pool(BytesPool::make(options.max_write_bytes)),
+        read_pool(BytesPool::make(options.max_read_bytes)),
+        breaker(options.breaker),
+        unsure(options.max_unsure_ids) {}
+
+  const char* const name;
+  std::shared_ptr<Tier> tier;  // the worker's alone
+  const TierQueueOptions options;
+  const std::shared_ptr<Clock> clock;
+  const std::shared_ptr<BytesPool> write_pool, read_pool;
+
+  std::mutex mutex;  // of all below
+  std::condition_variable work_there, answered;
+  std::deque<std::shared_ptr<ReadJob>> reads;
+  std::deque<Write> writes;
+  std::unordered_map<RecordId, Pending, RecordIdHash> pending;
+  std::vector<WriteResult> results;
+  std::int64_t open_reads = 0;   // accepted, not answered
+  std::int64_t open_writes = 0;  // accepted, not done
+  std::int64_t open_write_bytes = 0;
+  int open_flushes = 0;
+  std::int64_t failed_writes = 0;  // since the last flush
+  std::uint64_t next_number = 1;
+  CircuitBreaker breaker;
+  UnsureIds unsure;
+  QueueStats counts;
+  TierStats tier_stats;
+  bool stats_wanted = false, writes_next = false, stopping = false, exited = false;
+  bool calling = false;  // the worker is in the tier
+  Deadline call_deadline{};
+
+  // With the lock.
+  bool accepts(Deadline now);
+  bool answer_at_once(const ReadRequest& request, bool only_exists, ReadResult& result);
+  bool accept(Write write);
+  void refuse(const Write& write);
+  bool has_room(const ReadJob& job) const {
+    return open_reads + static_cast<std::int64_t>(job.waiting.size()) < options.max_reads;
+  }
+  bool is_done(const ReadJob& job) {
+    return job.unanswered == 0 || job.ended || exited || clock->now() >= job.deadline;
+  }
+  void submit(const std::shared_ptr<ReadJob>& job);
+  void end(const std::shared_ptr<ReadJob>& job);
+  void count(const ReadResult& result, bool only_exists);
+
+  // The worker.
+  void work();
+  void do_reads(std::unique_lock<std::mutex>& lock);
+  void do_writes(std::unique_lock<std::mutex>& lock);
+  void do_flush(std::unique_lock<std::mutex>& lock);
+  void refresh_stats(std::unique_lock<std::mutex>& lock);
+  std::vector<Place> take_reads(Deadline& deadline);
+  std::vector<Write> take_writes();
+  void finish(const Write& write, PutStatus status);
+  /// Unlocks, calls, and tells the breaker; `call()` gives whether the tier answered. False: it was not called.
+  template <class Call>
+  bool call_tier(std::unique_lock<std::mutex>& lock, Deadline deadline, Call&& call);
+};
+
+// --- callers
+
+/// Whether it makes sense to queue anything.
+bool TierQueue::Core::accepts(Deadline now) {
+  if (calling && now > call_deadline + options.breaker.slow_after) {
+    breaker.open(now);
+    return false;
+  }
+  return !stopping && breaker.allows(now);
+}
+
+bool TierQueue::Core::answer_at_once(const ReadRequest& request, bool only_exists, ReadResult& result) {
+  const auto found = pending.find(request.id);
+  if (found == pending.end()) {
+    const bool unknown = unsure.has(request.id);
+    if (unknown) result.status = GetStatus::missing;
+    return unknown;
+  }
+  const Pending& write = found->second;
+  const bool gone = write.remove || write.outdated;
+  result.status = gone ? GetStatus::missing : GetStatus::found;
+  if (gone) return true;
+  result.bytes = static_cast<std::int64_t>(write.payload.size);
+  if (only_exists) return true;
+  const std::int64_t room = request.to ? static_cast<std::int64_t>(request.to.size) : request.max_bytes;
+  if (room < result.bytes) {
+    result.status = GetStatus::too_small;
+  } else if (request.to) {
+    if (result.bytes > 0) std::memcpy(request.to.data.get(), write.payload.data.get(), write.payload.size);
+    result.payload = {request.to.data, write.payload.size};
+  } else {
+    result.payload = write.payload;
+  }
+  return true;
+}
+
+bool TierQueue::Core::accept(Write write) {
+  const auto bytes = static_cast<std::int64_t>(write.payload.size);
+  const bool fits = open_writes + static_cast<std::int64_t>(results.size()) < options.max_writes &&
+                    open_write_bytes + bytes <= options.max_write_bytes;
+  if (!fits || !accepts(clock->now())) {
+    refuse(write);
+    return false;
+  }
+  ++open_writes;
+  open_write_bytes += bytes;
+  write.number = next_number++;
+  pending[write.id] = {write.number, write.remove, write.payload, false};
+  ++(write.remove ? counts.removes : counts.puts);
+  writes.push_back(std::move(write));
+  work_there.notify_one();
+  return true;
+}
+
+void TierQueue::Core::refuse(const Write& write) {
+  counts.refused_puts += write.remove ? 0 : 1;
+  if (write.content == Content::of_key) return;
+  unsure.add(write.id);
+  if (const auto found = pending.find(write.id); found != pending.end()) found->second.outdated = true;
+}
+
+void TierQueue::Core::count(const ReadResult& result, bool only_exists) {
+  if (only_exists) return;
+  switch (result.status) {
+    case GetStatus::found:
+      ++counts.hits;
+      counts.hit_bytes += result.bytes;
+      break;
+    case GetStatus::failed: ++counts.failed_gets; break;
+    case GetStatus::damaged: ++counts.damaged; [[fallthrough]];
+    default: ++counts.misses;
+  }
+}
+
+void TierQueue::Core::submit(const std::shared_ptr<ReadJob>& job) {
+  job->unanswered = job->waiting.size();
+  if (job->waiting.empty()) return;
+  open_reads += static_cast<std::int64_t>(job->waiting.size());
+  reads.push_back(job);
+  work_there.notify_one();
+}
+
+void TierQueue::Core::end(const std::shared_ptr<ReadJob>& job) {
+  job->ended = true;
+  if (const auto found = std::find(reads.begin(), reads.end(), job); found != reads.end()) {
+    open_reads -= static_cast<std::int64_t>(job->waiting.size() - job->next);
+    reads.erase(found);
+  }
+}
+
+// --- the worker
+
+void TierQueue::Core::work() {
+  std::unique_lock lock(mutex);
+  while (!stopping) {
+    if (!reads.empty() && !(writes_next && !writes.empty())) {
+      writes_next = true;
+      do_reads(lock);
+    } else if (!writes.empty()) {
+      writes_next = false;
+      if (writes.front().flush)
+        do_flush(lock);
+      else
+        do_writes(lock);
+    } else if (stats_wanted) {
+      refresh_stats(lock);
+    } else {
+      work_there.wait(lock);
+      continue;
+    }
+    answered.notify_all();
+  }
+  // Here, not in the queue's destructor: closing a store can take as long as any call.
+  lock.unlock();
+  tier.reset();
+  lock.lock();
+  exited = true;
+  answered.notify_all();
+}
+
+template <class Call>
+bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Deadline deadline, Call&& call) {
+  const Deadline start = clock->now();
+  if (!breaker.begin(start)) return false;
+  calling = true;
+  call_deadline = deadline;
+  lock.unlock();
+  const bool good = call();
+  lock.lock();
+  calling = false;
+  const Deadline end = clock->now();
+  const bool slow = end - start >= options.breaker.slow_after;
+  if (good && !slow)
+    breaker.succeeded();
+  else if (slow || end < deadline)
+    breaker.failed(end);
+  else
+    breaker.withdrawn();  // so short a deadline says nothing
+  return true;
+}
+
+std::vector<TierQueue::Core::Place> TierQueue::Core::take_reads(Deadline& deadline) {
+  std::vector<Place> batch;
+  std::int64_t bytes = 0;
+  const Deadline now = clock->now();
+  const bool only_exists = reads.front()->only_exists;
+  deadline = now;
+  while (!reads.empty() && static_cast<std::int64_t>(batch.size()) < options.batch_requests &&
+         bytes < options.batch_bytes) {
+    const std::shared_ptr<ReadJob> job = reads.front();
+    if (job->deadline <= now) {
+      end(job);
+      continue;
+    }
+    if (job->only_exists != only_exists) break;
+    deadline = std::max(deadline, job->deadline);
+    bytes += static_cast<std::int64_t>(job->waiting[job->next].request.to.size);
+    batch.push_back({job, job->next++});
+    if (job->next == job->waiting.size()) reads.pop_front();
+  }
+  return batch;
+}
+
+void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock) {
+  Deadline deadline;
+  const std::vector<Place> batch = take_reads(deadline);
+  if (batch.empty()) return;
+  std::vector<ReadResult> results_of(batch.size());
+  const bool only_exists = batch.front().job->only_exists;
+  if (only_exists) {
+    std::vector<ExistsRequest> requests;
+    for (const Place& place : batch) requests.push_back({place.job->waiting[place.index].request.id});
+    call_tier(lock, deadline, [&] {
+      tier->exists(requests, deadline);
+      return std::any_of(requests.begin(), requests.end(), [](const ExistsRequest& r) { return r.answered; });
+    });
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+      const ExistsRequest& request = requests[i];
+      if (request.answered) results_of[i].status = request.bytes >= 0 ? GetStatus::found : GetStatus::missing;
+      results_of[i].bytes = std::max<std::int64_t>(request.bytes, 0);
+    }
+  } else {
+    std::vector<GetRequest> requests;
+    for (const Place& place : batch) {
+      const ReadRequest& request = place.job->waiting[place.index].request;
+      requests.push_back({request.id, request.to.span()});
+    }
+    call_tier(lock, deadline, [&] {
+      tier->get(requests, deadline);
+      return std::any_of(requests.begin(), requests.end(),
+                         [](const GetRequest& r) { return r.status != GetStatus::failed; });
+    });
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+      results_of[i].status = requests[i].status;
+      results_of[i].bytes = requests[i].bytes;
+      if (requests[i].status == GetStatus::found)
+        results_of[i].payload = {batch[i].job->waiting[batch[i].index].request.to.data,
+                                 static_cast<std::size_t>(requests[i].bytes)};
+    }
+  }
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    ReadJob& job = *batch[i].job;
+    --open_reads;
+    if (job.ended) continue;
+    count(results_of[i], only_exists);
+    job.results[job.waiting[batch[i].index].result] = std::move(results_of[i]);
+    --job.unanswered;
+  }
+}
+
+/// Puts or removes of different ids: within a batch a tier keeps no order.
+std::vector<TierQueue::Core::Write> TierQueue::Core::take_writes() {
+  std::vector<Write> batch;
+  std::unordered_set<RecordId, RecordIdHash> ids;
+  std::int64_t bytes = 0;
+  while (!writes.empty() && static_cast<std::int64_t>(batch.size()) < options.batch_requests &&
+         bytes < options.batch_bytes) {
+    Write& write = writes.front();
+    if (write.flush || (!batch.empty() && batch.front().remove != write.remove) || !ids.insert(write.id).second) break;
+    bytes += static_cast<std::int64_t>(write.payload.size);
+    batch.push_back(std::move(write));
+    writes.pop_front();
+  }
+  return batch;
+}
+
+void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock) {
+  const std::vector<Write> batch = take_writes();
+  const Deadline deadline = clock->now() + options.write_limit;
+  if (batch.front().remove) {
+    std::vector<RemoveRequest> requests;
+    for (const Write& write : batch) requests.push_back({write.id});
+    call_tier(lock, deadline, [&] {
+      tier->remove(requests, deadline);
+      return std::any_of(requests.begin(), requests.end(), [](const RemoveRequest& r) { return r.answered; });
+    });
+    for (std::size_t i = 0; i < batch.size(); ++i)
+      finish(batch[i], requests[i].answered ? PutStatus::stored : PutStatus::failed);
+  } else {
+    std::vector<PutRequest> requests;
+    for (const Write& write : batch) requests.push_back({write.id, write.payload.span()});
+    call_tier(lock, deadline, [&] {
+      tier->put(requests, deadline);
+      return std::any_of(requests.begin(), requests.end(),
+                         [](const PutRequest& r) { return r.status != PutStatus::failed; });
+    });
+    for (std::size_t i = 0; i < batch.size(); ++i) finish(batch[i], requests[i].status);
+  }
+}
+
+void TierQueue::Core::finish(const Write& write, PutStatus status) {
+  const bool done = status == PutStatus::stored;
+  --open_writes;
+  open_write_bytes -= static_cast<std::int64_t>(write.payload.size);
+  results.push_back({write.id, write.remove, status});
+  if (!write.remove) ++(done ? counts.stored : counts.failed_puts);
+  if (done) counts.stored_bytes += static_cast<std::int64_t>(write.payload.size);
+  if (!done) ++failed_writes;
+  const auto found = pending.find(write.id);
+  if (found == pending.end() || found->second.number != write.number) return;  // a later one decides
+  const bool sure = done && !found->second.outdated;
+  pending.erase(found);
+  if (sure)
+    unsure.settle(write.id);
+  else if (write.content == Content::changing)
+    unsure.add(write.id);
+}
+
+void TierQueue::Core::do_flush(std::unique_lock<std::mutex>& lock) {
+  const std::shared_ptr<FlushJob> job = std::move(writes.front().flush);
+  writes.pop_front();
+  const Deadline deadline = job->deadline;
+  FlushStatus status = FlushStatus::failed;
+  TierStats fresh;
+  bool called = false;
+  if (clock->now() < deadline)
+    called = call_tier(lock, deadline, [&] {
+      status = tier->flush(deadline);
+      fresh = tier->stats();
+      return status != FlushStatus::failed;
+    });
+  if (called) {
+    tier_stats = fresh;
+    if (std::exchange(failed_writes, 0) > 0) status = FlushStatus::failed;
+  }
+  --open_flushes;
+  job->status = status;
+  job->done = true;
+}
+
+void TierQueue::Core::refresh_stats(std::unique_lock<std::mutex>& lock) {
+  stats_wanted = false;
+  lock.unlock();
+  const TierStats fresh = tier->stats();
+  lock.lock();
+  tier_stats = fresh;
+}
+
+// --- the queue
+
+TierQueue::TierQueue(std::shared_ptr<Tier> tier, const TierQueueOptions& options, std::shared_ptr<Clock> clock)
+    : core_(std::make_shared<Core>(std::move(tier), options, std::move(clock))),
+      worker_([core = core_] { core->work(); }) {}
+
+TierQueue::~TierQueue() { (void)close(core_->clock->now() + core_->options.close_limit); }
+
+const char* TierQueue::name() const { return core_->name; }
+
+bool TierQueue::put(const RecordId& id, std::span<const std::byte> payload, Content content) {
+  SharedBytes copy = buffer(payload.size());
+  if (!copy) {
+    refuse(id, content);
+    return false;
+  }
+  if (!payload.empty()) std::memcpy(copy.data.get(), payload.data(), payload.size());
+  return put(id, std::move(copy), content);
+}
+
+SharedBytes TierQueue::buffer(std::size_t size) { return core_->write_pool->take(size); }
+
+void TierQueue::refuse(const RecordId& id, Content content) {
+  const std::lock_guard lock(core_->mutex);
+  core_->refuse({id, 0, false, content, {}, {}});
+}
+
+bool TierQueue::put(const RecordId& id, SharedBytes payload, Content content) {
+  const std::lock_guard lock(core_->mutex);
+  return core_->accept({id, 0, false, content, std::move(payload), {}});
+}
+
+bool TierQueue::remove(const RecordId& id) {
+  const std::lock_guard lock(core_->mutex);
+  return core_->accept({id, 0, true, Content::changing, {}, {}});
+}
+
+TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline deadline) {
+  auto job = std::make_shared<ReadJob>();
+  job->deadline = deadline;
+  job->results.resize(requests.size());
+  const std::lock_guard lock(core_->mutex);
+  const bool accepts = core_->accepts(core_->clock->now());
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    ReadRequest& request = requests[i];
+    ReadResult& result = job->results[i];
+    ++core_->counts.gets;
+    const bool known = core_->answer_at_once(request, false, result);
+    if (!known && accepts && core_->has_room(*job)) {
+      if (!request.to) request.to = core_->read_pool->take(static_cast<std::size_t>(request.max_bytes));
+      if (request.to) {
+        job->waiting.push_back({std::move(request), i});
+        continue;
+      }
+    }
+    core_->count(result, false);
+  }
+  core_->submit(job);
+  return {core_, std::move(job)};
+}
+
+TierQueue::ReadTicket TierQueue::exists(std::span<const RecordId> ids, Deadline deadline) {
+  auto job = std::make_shared<ReadJob>();
+  job->only_exists = true;
+  job->deadline = deadline;
+  job->results.resize(ids.size());
+  const std::lock_guard lock(core_->mutex);
+  const bool accepts = core_->accepts(core_->clock->now());
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const ReadRequest request{ids[i], 0, {}};
+    if (core_->answer_at_once(request, true, job->results[i]) || !accepts || !core_->has_room(*job)) continue;
+    job->waiting.push_back({request, i});
+  }
+  core_->submit(job);
+  return {core_, std::move(job)};
+}
+
+TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
+  auto job = std::make_shared<FlushJob>();
+  job->deadline = deadline;
+  const std::lock_guard lock(core_->mutex);
+  if (core_->open_flushes < kMaxFlushes && core_->accepts(core_->clock->now())) {
+    ++core_->open_flushes;
+    core_->writes.push_back({{}, 0, false, Content::changing, {}, job});
+    core_->work_there.notify_one();
+  } else {
+    job->done = true;
+  }
+  return {core_, std::move(job)};
+}
+
+std::vector<WriteResult> TierQueue::drain() {
+  const std::lock_guard lock(core_->mutex);
+  return std::exchange(core_->results, {});
+}
+
+QueueStats TierQueue::stats() {
+  const std::lock_guard lock(core_->mutex);
+  QueueStats stats = core_->counts;
+  stats.times_opened = core_->breaker.times_opened();
+  stats.breaker = core_->breaker.state();
+  stats.waiting_reads = core_->open_reads;
+  stats.waiting_writes = core_->open_writes;
+  stats.waiting_write_bytes = core_->open_write_bytes;
+  stats.unsure_ids = static_cast<std::int64_t>(core_->unsure.size());
+  stats.tier = core_->tier_stats;
+  core_->stats_wanted = true;
+  core_->work_there.notify_one();
+  return stats;
+}
+
+FlushStatus TierQueue::close(Deadline deadline) {
+  if (!worker_.joinable()) return FlushStatus::failed;
+  const FlushTicket last = flush(deadline);
+  (void)last.wait(deadline);
+  std::unique_lock lock(core_->mutex);
+  core_->stopping = true;
+  core_->work_there.notify_one();
+  while (!core_->exited && core_->clock->now() < deadline) core_->clock->wait_until(core_->answered, lock, deadline);
+  const bool stuck = !core_->exited;
+  lock.unlock();
+  if (stuck)
+    worker_.detach();
+  else
+    worker_.join();
+  return last.status();
+}
+
+// --- tickets
+
+bool TierQueue::ReadTicket::done() const {
+  if (!job_) return true;
+  const std::lock_guard lock(core_->mutex);
+  return core_->is_done(*job_);
+}
+
+bool TierQueue::ReadTicket::wait(Deadline until) const {
+  if (!job_) return true;
+  std::unique_lock lock(core_->mutex);
+  while (!core_->is_done(*job_)) {
+    if (core_->clock->now() >= until) return false;
+    core_->clock->wait_until(core_->answered, lock, std::min(until, job_->deadline));
+  }
+  return true;
+}
+
+std::vector<ReadResult> TierQueue::ReadTicket::take() {
+  if (!job_) return {};
+  const std::lock_guard lock(core_->mutex);
+  core_->end(job_);
+  core_->counts.failed_gets += job_->only_exists ? 0 : static_cast<std::int64_t>(job_->unanswered);
+  std::vector<ReadResult> results = std::move(job_->results);
+  job_.reset();
+  return results;
+}
+
+TierQueue::ReadTicket::~ReadTicket() { cancel(); }
+
+bool TierQueue::FlushTicket::done() const {
+  const std::lock_guard lock(core_->mutex);
+  return job_->done;
+}
+
+bool TierQueue::FlushTicket::wait(Deadline until) const {
+  std::unique_lock lock(core_->mutex);
+  while (!job_->done && core_->clock->now() < until) core_->clock->wait_until(core_->answered, lock, until);
+  return job_->done;
+}
+
+FlushStatus TierQueue::FlushTicket::status() const {
+  const std::lock_guard lock(core_->mutex);
+  return job_->status;
+}
+
+}  // namespace kv4::tier

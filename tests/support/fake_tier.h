@@ -1,0 +1,118 @@
+// A tier in a map that does what a test tells it to: fails, hangs, takes its time on a manual clock.
+#pragma once
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "support/manual_clock.h"
+#include "tier/tier.h"
+
+namespace kv4::test {
+
+class FakeTier final : public tier::Tier {
+ public:
+  explicit FakeTier(std::shared_ptr<ManualClock> clock) : clock_(std::move(clock)) {}
+
+  // Any thread.
+  void fail(bool on) {
+    set([&] { failing_ = on; });
+  }
+  void take_time(tier::Duration time) {
+    set([&] { call_time_ = time; });
+  }
+  /// Calls do not come back before release().
+  void hold() {
+    set([&] { held_ = true; });
+  }
+  void release() {
+    set([&] { held_ = false; });
+  }
+  void wait_for_calls(int count) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return calls_ >= count; });
+  }
+  int calls() {
+    const std::lock_guard lock(mutex_);
+    return calls_;
+  }
+  std::vector<std::size_t> batches() {
+    const std::lock_guard lock(mutex_);
+    return batches_;
+  }
+
+  const char* name() const override { return "fake"; }
+  void put(std::span<tier::PutRequest> requests, tier::Deadline) override {
+    const bool good = begin(requests.size());
+    for (tier::PutRequest& request : requests) {
+      if (good) records_[key(request.id)].assign(request.payload.begin(), request.payload.end());
+      request.status = good ? tier::PutStatus::stored : tier::PutStatus::failed;
+    }
+  }
+  void get(std::span<tier::GetRequest> requests, tier::Deadline) override {
+    const bool good = begin(requests.size());
+    for (tier::GetRequest& request : requests) {
+      request.status = good ? tier::GetStatus::missing : tier::GetStatus::failed;
+      const auto found = records_.find(key(request.id));
+      if (!good || found == records_.end()) continue;
+      request.bytes = static_cast<std::int64_t>(found->second.size());
+      request.status = tier::GetStatus::too_small;
+      if (found->second.size() > request.to.size()) continue;
+      std::copy(found->second.begin(), found->second.end(), request.to.begin());
+      request.status = tier::GetStatus::found;
+    }
+  }
+  void exists(std::span<tier::ExistsRequest> requests, tier::Deadline) override {
+    const bool good = begin(requests.size());
+    for (tier::ExistsRequest& request : requests) {
+      request.answered = good;
+      if (const auto found = records_.find(key(request.id)); good && found != records_.end())
+        request.bytes = static_cast<std::int64_t>(found->second.size());
+    }
+  }
+  void remove(std::span<tier::RemoveRequest> requests, tier::Deadline) override {
+    const bool good = begin(requests.size());
+    for (tier::RemoveRequest& request : requests) {
+      request.answered = good;
+      request.removed = good && records_.erase(key(request.id)) == 1;
+    }
+  }
+  tier::FlushStatus flush(tier::Deadline) override {
+    return begin(0) ? tier::FlushStatus::durable : tier::FlushStatus::failed;
+  }
+  tier::TierStats stats() override {
+    tier::TierStats stats;
+    stats.records = static_cast<std::int64_t>(records_.size());
+    return stats;
+  }
+
+ private:
+  template <class Change>
+  void set(Change&& change) {
+    const std::lock_guard lock(mutex_);
+    change();
+    changed_.notify_all();
+  }
+  bool begin(std::size_t requests) {
+    std::unique_lock lock(mutex_);
+    ++calls_;
+    batches_.push_back(requests);
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return !held_; });
+    clock_->advance(call_time_);
+    return !failing_;
+  }
+  static std::pair<std::uint64_t, tier::Key> key(const tier::RecordId& id) { return {id.tenant, id.key}; }
+
+  std::shared_ptr<ManualClock> clock_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool failing_ = false, held_ = false;
+  tier::Duration call_time_{0};
+  int calls_ = 0;
+  std::vector<std::size_t> batches_;
+  std::map<std::pair<std::uint64_t, tier::Key>, std::vector<std::byte>> records_;  // the worker's
+};
+
+}  // namespace kv4::test

@@ -1,0 +1,91 @@
+// What the host tier adds to the contract: its budget, and who leaves first.
+#include "tier/host_tier.h"
+
+#include <gtest/gtest.h>
+
+#include "kv4/error.h"
+#include "support/manual_clock.h"
+#include "tier/store_records.h"
+
+namespace kv4::test {
+namespace {
+
+using tier::GetStatus;
+using tier::HostTier;
+using tier::PutStatus;
+
+struct TierHost : testing::Test {
+  ManualClock* clock = new ManualClock;
+  std::shared_ptr<tier::Clock> shared_clock{clock};
+  HostTier tier{{11, 64 << 10, 1 << 10}, shared_clock};
+
+  PutStatus put(std::uint64_t number, std::int64_t length) {
+    const std::vector<std::byte> payload = random_bytes(number, length);
+    tier::PutRequest request{record_id(number), payload};
+    tier.put({&request, 1}, clock->in(tier::Duration(1)));
+    return request.status;
+  }
+  GetStatus get(std::uint64_t number) {
+    std::vector<std::byte> to(64 << 10);
+    tier::GetRequest request{record_id(number), to};
+    tier.get({&request, 1}, clock->in(tier::Duration(1)));
+    if (request.status == GetStatus::found) {
+      to.resize(static_cast<std::size_t>(request.bytes));
+      EXPECT_EQ(to, random_bytes(number, request.bytes));
+    }
+    return request.status;
+  }
+};
+
+TEST_F(TierHost, TheBudgetIsExact) {
+  // 1,024 - 128 bytes fit one page, one more takes two.
+  ASSERT_EQ(put(0, 896), PutStatus::stored);
+  EXPECT_EQ(tier.used_bytes(), 1 << 10);
+  ASSERT_EQ(put(0, 897), PutStatus::stored);
+  EXPECT_EQ(tier.used_bytes(), 2 << 10);
+  ASSERT_EQ(put(1, (62 << 10) - 128), PutStatus::stored);
+  EXPECT_EQ(tier.used_bytes(), 64 << 10);
+  EXPECT_EQ(tier.stats().evicted_records, 0);
+  ASSERT_EQ(put(2, (64 << 10) - 128), PutStatus::stored);
+  EXPECT_EQ(tier.stats().evicted_records, 2);
+  EXPECT_EQ(tier.stats().records, 1);
+  EXPECT_EQ(get(2), GetStatus::found);
+  EXPECT_EQ(put(3, (64 << 10) - 127), PutStatus::too_large);
+  EXPECT_EQ(get(2), GetStatus::found);
+}
+
+TEST_F(TierHost, WhatWasUsedLongestAgoLeaves) {
+  for (std::uint64_t i = 0; i < 8; ++i) ASSERT_EQ(put(i, (8 << 10) - 128), PutStatus::stored);
+  EXPECT_EQ(get(0), GetStatus::found);
+  ASSERT_EQ(put(8, (16 << 10) - 128), PutStatus::stored);
+  for (std::uint64_t i = 0; i < 9; ++i) EXPECT_EQ(get(i), i == 1 || i == 2 ? GetStatus::missing : GetStatus::found);
+}
+
+TEST_F(TierHost, EveryBitOfARecordCounts) {
+  for (std::size_t at = 0; at < 128 + 50; ++at) {
+    ASSERT_EQ(put(1, 50), PutStatus::stored);
+    tier.pages_of(record_id(1)).front()[at] ^= std::byte{0x10};
+    ASSERT_EQ(get(1), GetStatus::damaged) << "byte " << at;
+    ASSERT_EQ(get(1), GetStatus::missing);
+  }
+  EXPECT_EQ(tier.used_bytes(), 0);
+}
+
+TEST_F(TierHost, MixedLengthsFillItAndComeBack) {
+  Random random(5);
+  for (std::uint64_t i = 0; i < 2000; ++i) {
+    ASSERT_EQ(put(i % 97, random.below(9000)), PutStatus::stored);
+    ASSERT_EQ(get(i % 97), GetStatus::found);
+    (void)get(static_cast<std::uint64_t>(random.below(97)));
+    ASSERT_LE(tier.used_bytes(), 64 << 10);
+  }
+}
+
+TEST_F(TierHost, BadOptionsAreRefused) {
+  EXPECT_THROW(HostTier({0, 1 << 20, 100}, shared_clock), Error);
+  EXPECT_THROW(HostTier({0, 1000, 1 << 10}, shared_clock), Error);
+  EXPECT_THROW(HostTier({0, (1 << 20) + 1, 1 << 10}, shared_clock), Error);
+}
+
+}  // namespace
+}  // namespace kv4::test

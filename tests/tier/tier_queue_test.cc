@@ -1,0 +1,410 @@
+// The asynchronous face of a tier: order, limits, deadlines, the breaker, and workers that do not come back.
+#include "tier/tier_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <thread>
+
+#include "support/fake_tier.h"
+#include "tier/host_tier.h"
+#include "tier/store_records.h"
+
+namespace kv4::test {
+namespace {
+
+using namespace std::chrono_literals;
+using tier::Content;
+using tier::FlushStatus;
+using tier::GetStatus;
+using tier::PutStatus;
+using tier::TierQueue;
+using State = tier::CircuitBreaker::State;
+
+struct TierQueues : testing::Test {
+  std::shared_ptr<ManualClock> clock = std::make_shared<ManualClock>();
+  std::shared_ptr<FakeTier> fake = std::make_shared<FakeTier>(clock);
+  tier::TierQueueOptions options;
+  std::unique_ptr<TierQueue> queue;
+
+  TierQueues() {
+    options.max_writes = 8;
+    options.max_reads = 8;
+    options.max_write_bytes = 64 << 10;
+    options.max_read_bytes = 64 << 10;
+  }
+  void TearDown() override { fake->release(); }
+  TierQueue& start() {
+    queue = std::make_unique<TierQueue>(fake, options, clock);
+    return *queue;
+  }
+  bool put(std::uint64_t number, std::uint64_t version, Content content = Content::changing) {
+    return queue->put(record_id(number), random_bytes(version, 1000), content);
+  }
+  TierQueue::ReadTicket ask(std::uint64_t number, tier::Duration time = 1s) {
+    return queue->get({{record_id(number), 4096, {}}}, clock->in(time));
+  }
+  tier::ReadResult get(std::uint64_t number) {
+    TierQueue::ReadTicket ticket = ask(number);
+    EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+    return ticket.take().front();
+  }
+  void expect(std::uint64_t number, std::uint64_t version) {
+    const tier::ReadResult result = get(number);
+    ASSERT_EQ(result.status, GetStatus::found);
+    const auto bytes = result.payload.span();
+    EXPECT_EQ(std::vector<std::byte>(bytes.begin(), bytes.end()), random_bytes(version, 1000));
+  }
+  FlushStatus flush() {
+    const TierQueue::FlushTicket ticket = queue->flush(clock->in(1s));
+    EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+    return ticket.status();
+  }
+};
+
+TEST_F(TierQueues, PutsAreSeenAtOnceAndLater) {
+  start();
+  fake->hold();
+  ASSERT_TRUE(put(1, 10));
+  expect(1, 10);  // from the queue
+  fake->release();
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  expect(1, 10);  // from the tier
+  const std::vector<tier::WriteResult> results = queue->drain();
+  ASSERT_EQ(results.size(), 1u);
+  EXPECT_EQ(results[0].id, record_id(1));
+  EXPECT_EQ(results[0].status, PutStatus::stored);
+  EXPECT_EQ(queue->stats().tier.records, 1);
+}
+
+TEST_F(TierQueues, WritesOfAnIdKeepTheirOrder) {
+  start();
+  fake->hold();
+  for (std::uint64_t version = 0; version < 4; ++version) ASSERT_TRUE(put(1, version));
+  ASSERT_TRUE(queue->remove(record_id(1)));
+  EXPECT_EQ(get(1).status, GetStatus::missing);
+  ASSERT_TRUE(put(1, 9));
+  expect(1, 9);
+  fake->release();
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  expect(1, 9);
+}
+
+TEST_F(TierQueues, AFullQueueRefusesAndNeverBlocks) {
+  start();
+  fake->hold();
+  for (std::uint64_t i = 0; i < 8; ++i) EXPECT_TRUE(put(i, i));
+  EXPECT_FALSE(put(8, 8));
+  EXPECT_EQ(queue->stats().refused_puts, 1);
+  std::vector<TierQueue::ReadTicket> tickets;
+  for (std::uint64_t i = 0; i < 9; ++i) tickets.push_back(ask(100 + i));
+  EXPECT_TRUE(tickets[8].done());
+  EXPECT_EQ(tickets[8].take()[0].status, GetStatus::failed);
+  fake->release();
+  for (int i = 0; i < 8; ++i) {
+    EXPECT_TRUE(tickets[static_cast<std::size_t>(i)].wait(tier::Deadline::max()));
+    EXPECT_EQ(tickets[static_cast<std::size_t>(i)].take()[0].status, GetStatus::missing);
+  }
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  EXPECT_FALSE(put(8, 8)) << "results that nobody drains count";
+  EXPECT_EQ(queue->drain().size(), 8u);
+  EXPECT_TRUE(put(8, 8));
+}
+
+TEST_F(TierQueues, BytesAreBounded) {
+  start();
+  fake->hold();
+  EXPECT_TRUE(queue->put(record_id(1), random_bytes(1, 60 << 10), Content::changing));
+  EXPECT_FALSE(queue->put(record_id(2), random_bytes(1, 8 << 10), Content::changing));
+  EXPECT_FALSE(queue->put(record_id(3), random_bytes(1, 65 << 10), Content::changing));
+  TierQueue::ReadTicket large = queue->get({{record_id(9), 60 << 10, {}}}, clock->in(1s));
+  TierQueue::ReadTicket next = queue->get({{record_id(9), 8 << 10, {}}}, clock->in(1s));
+  EXPECT_FALSE(large.done());
+  EXPECT_TRUE(next.done());
+}
+
+TEST_F(TierQueues, SharedPayloadsAreNotCopied) {
+  start();
+  fake->hold();
+  const auto pool = tier::BytesPool::make(1 << 20);
+  const tier::SharedBytes bytes = pool->take(100);
+  std::fill(bytes.span().begin(), bytes.span().end(), std::byte{7});
+  ASSERT_TRUE(queue->put(record_id(1), bytes, Content::of_key));
+  EXPECT_EQ(get(1).payload.data, bytes.data);
+  fake->release();
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  EXPECT_EQ(bytes.data.use_count(), 1);
+  // Into the caller's memory.
+  const tier::SharedBytes to = pool->take(200);
+  TierQueue::ReadTicket ticket = queue->get({{record_id(1), 0, to}}, clock->in(1s));
+  ASSERT_TRUE(ticket.wait(tier::Deadline::max()));
+  const tier::ReadResult result = ticket.take()[0];
+  ASSERT_EQ(result.status, GetStatus::found);
+  EXPECT_EQ(result.payload.data, to.data);
+  EXPECT_EQ(result.payload.size, 100u);
+  EXPECT_EQ(to.span()[99], std::byte{7});
+}
+
+TEST_F(TierQueues, WhatWasReplacedIsNeverSeenAgain) {
+  start();
+  ASSERT_TRUE(put(1, 10));
+  ASSERT_TRUE(put(2, 20, Content::of_key));
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  (void)queue->drain();
+  // Failed on the way.
+  fake->fail(true);
+  ASSERT_TRUE(put(1, 11));
+  ASSERT_TRUE(put(2, 20, Content::of_key));
+  while (queue->stats().waiting_writes > 0) std::this_thread::yield();
+  fake->fail(false);
+  EXPECT_EQ(get(1).status, GetStatus::missing);
+  expect(2, 20);
+  EXPECT_EQ(queue->stats().unsure_ids, 1);
+  EXPECT_EQ(flush(), FlushStatus::failed) << "a put was accepted and failed";
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  ASSERT_TRUE(put(1, 12));
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  expect(1, 12);
+  EXPECT_EQ(queue->stats().unsure_ids, 0);
+  // Refused, while an older one is under way.
+  (void)queue->drain();
+  fake->hold();
+  for (std::uint64_t i = 0; i < 8; ++i) ASSERT_TRUE(put(i, 30 + i));
+  ASSERT_FALSE(put(1, 40));
+  EXPECT_EQ(get(1).status, GetStatus::missing);
+  ASSERT_FALSE(queue->remove(record_id(3)));
+  EXPECT_EQ(get(3).status, GetStatus::missing);
+  fake->release();
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  EXPECT_EQ(get(1).status, GetStatus::missing);
+  EXPECT_EQ(get(3).status, GetStatus::missing);
+  expect(4, 34);
+}
+
+TEST_F(TierQueues, MoreUnsureIdsThanTheSetHolds) {
+  options.max_unsure_ids = 4;
+  options.max_writes = 64;
+  options.max_write_bytes = 1 << 20;
+  options.breaker.failures_to_open = 1000;
+  start();
+  for (std::uint64_t i = 0; i < 32; ++i) ASSERT_TRUE(put(i, i));
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  (void)queue->drain();
+  fake->fail(true);
+  for (std::uint64_t i = 0; i < 16; ++i) ASSERT_TRUE(put(i, 100 + i));
+  while (queue->stats().waiting_writes > 0) std::this_thread::yield();
+  fake->fail(false);
+  for (std::uint64_t i = 0; i < 16; ++i) EXPECT_EQ(get(i).status, GetStatus::missing);
+  for (std::uint64_t i = 16; i < 32; ++i) expect(i, i);
+}
+
+TEST_F(TierQueues, LateAnswersGoNowhere) {
+  start();
+  ASSERT_TRUE(put(1, 10));
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  fake->hold();
+  const int calls = fake->calls();
+  {
+    TierQueue::ReadTicket running = ask(1, 10ms);
+    fake->wait_for_calls(calls + 1);
+    TierQueue::ReadTicket queued = ask(1, 10ms);
+    EXPECT_FALSE(running.done());
+    clock->advance(11ms);
+    EXPECT_TRUE(running.done());
+    EXPECT_TRUE(queued.wait(clock->in(1h)));
+    EXPECT_EQ(running.take()[0].status, GetStatus::failed);
+    EXPECT_EQ(queued.take()[0].status, GetStatus::failed);
+  }
+  TierQueue::ReadTicket cancelled = ask(1);
+  cancelled.cancel();
+  fake->release();
+  expect(1, 10);
+  EXPECT_EQ(queue->stats().waiting_reads, 0);
+  EXPECT_EQ(fake->calls(), calls + 2) << "what nobody waits for is not asked";
+}
+
+TEST_F(TierQueues, BatchesAreMadeOfWhatWaits) {
+  options.max_reads = 100;
+  options.batch_requests = 10;
+  start();
+  fake->hold();
+  TierQueue::ReadTicket first = ask(0);
+  fake->wait_for_calls(1);
+  std::vector<TierQueue::ReadTicket> tickets;
+  for (std::uint64_t i = 0; i < 15; ++i) tickets.push_back(ask(i));
+  fake->release();
+  for (TierQueue::ReadTicket& ticket : tickets) EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+  EXPECT_EQ(fake->batches(), (std::vector<std::size_t>{1, 10, 5}));
+}
+
+TEST_F(TierQueues, BreakerOpensProbesAndRecovers) {
+  options.breaker.failures_to_open = 3;
+  start();
+  ASSERT_TRUE(put(1, 10));
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  fake->fail(true);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(get(1).status, GetStatus::failed);
+  EXPECT_EQ(queue->stats().breaker, State::open);
+  const int calls = fake->calls();
+  for (int i = 0; i < 5; ++i) {
+    TierQueue::ReadTicket ticket = ask(1);
+    EXPECT_TRUE(ticket.done()) << "misses at once";
+    EXPECT_EQ(ticket.take()[0].status, GetStatus::failed);
+  }
+  EXPECT_FALSE(put(5, 1));
+  EXPECT_EQ(flush(), FlushStatus::failed);
+  EXPECT_EQ(fake->calls(), calls);
+  // Probes that fail: the pause doubles.
+  for (tier::Duration pause = options.breaker.first_pause; pause < 3s; pause *= 2) {
+    clock->advance(pause - 1ns);
+    EXPECT_TRUE(ask(1).done());
+    clock->advance(1ns);
+    EXPECT_EQ(get(1).status, GetStatus::failed);
+  }
+  EXPECT_EQ(fake->calls(), calls + 4);
+  fake->fail(false);
+  clock->advance(options.breaker.longest_pause);
+  expect(1, 10);
+  expect(1, 10);
+  EXPECT_EQ(queue->stats().breaker, State::closed);
+  EXPECT_EQ(queue->stats().times_opened, 5);
+  EXPECT_EQ(get(5).status, GetStatus::missing);
+}
+
+TEST_F(TierQueues, SlowAnswersOpenTheBreakerToo) {
+  options.breaker.failures_to_open = 2;
+  start();
+  fake->take_time(3s);
+  for (int i = 0; i < 2; ++i) {
+    TierQueue::ReadTicket ticket = ask(1, 10s);
+    EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+    EXPECT_EQ(ticket.take()[0].status, GetStatus::missing);
+  }
+  EXPECT_EQ(queue->stats().breaker, State::open);
+}
+
+TEST_F(TierQueues, AStuckTierMissesAtOnceAndIsLeftBehind) {
+  start();
+  fake->hold();
+  ASSERT_TRUE(put(1, 10));
+  fake->wait_for_calls(1);
+  clock->advance(options.write_limit + options.breaker.slow_after + 1ns);
+  EXPECT_TRUE(ask(2).done());
+  EXPECT_FALSE(put(2, 20));
+  const tier::Deadline deadline = clock->in(1s);
+  std::thread time([&] { clock->advance(1s); });
+  EXPECT_EQ(queue->close(deadline), FlushStatus::failed);
+  time.join();
+  queue.reset();
+  // The worker wakes after its queue is gone, and ends by itself.
+  std::weak_ptr<FakeTier> left = fake;
+  fake->release();
+  fake.reset();
+  while (!left.expired()) std::this_thread::yield();
+  fake = std::make_shared<FakeTier>(clock);
+}
+
+TEST_F(TierQueues, TicketsOutliveTheQueue) {
+  start();
+  fake->hold();
+  TierQueue::ReadTicket ticket = ask(1);
+  TierQueue::ReadTicket waits = ask(2);
+  fake->release();
+  queue.reset();
+  EXPECT_TRUE(ticket.done());
+  EXPECT_EQ(waits.take().size(), 1u);
+  EXPECT_EQ(ticket.take().size(), 1u);
+}
+
+TEST_F(TierQueues, CloseFinishesWhatIsQueued) {
+  start();
+  for (std::uint64_t i = 0; i < 8; ++i) ASSERT_TRUE(put(i, i));
+  EXPECT_EQ(queue->close(clock->in(1h)), FlushStatus::durable);
+  EXPECT_EQ(queue->close(clock->in(1h)), FlushStatus::failed);
+  EXPECT_FALSE(put(9, 9));
+  EXPECT_EQ(ask(1).take()[0].status, GetStatus::failed);
+  EXPECT_EQ(queue->drain().size(), 8u);
+  start();
+  for (std::uint64_t i = 0; i < 8; ++i) expect(i, i);
+}
+
+TEST_F(TierQueues, ExistsGoesTheSameWay) {
+  start();
+  ASSERT_TRUE(put(1, 10));
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  fake->hold();
+  ASSERT_TRUE(put(2, 10));
+  ASSERT_TRUE(queue->remove(record_id(3)));
+  const std::vector<tier::RecordId> ids = {record_id(1), record_id(2), record_id(3), record_id(4)};
+  TierQueue::ReadTicket ticket = queue->exists(ids, clock->in(1s));
+  fake->release();
+  EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+  const std::vector<tier::ReadResult> results = ticket.take();
+  EXPECT_EQ(results[0].status, GetStatus::found);
+  EXPECT_EQ(results[0].bytes, 1000);
+  EXPECT_EQ(results[1].status, GetStatus::found);
+  EXPECT_EQ(results[2].status, GetStatus::missing);
+  EXPECT_EQ(results[3].status, GetStatus::missing);
+}
+
+// Several threads, a small tier that evicts, payloads that follow from id and version.
+TEST_F(TierQueues, ManyThreadsNeverSeeAWrongByte) {
+  options.max_writes = 64;
+  options.max_reads = 64;
+  options.max_write_bytes = options.max_read_bytes = 1 << 20;
+  const auto real = std::make_shared<tier::SteadyClock>();
+  TierQueue shared(std::make_shared<tier::HostTier>(tier::HostTierOptions{1, 32 << 10, 1 << 10}, real), options, real);
+  constexpr std::uint64_t kThreads = 4, kIds = 16;
+  std::atomic<int> hits = 0;
+  std::vector<std::thread> threads;
+  for (std::uint64_t t = 0; t < kThreads; ++t)
+    threads.emplace_back([&, t] {
+      Random random(t);
+      std::map<std::uint64_t, std::uint64_t> newest;  // this thread's ids
+      for (int step = 0; step < 400; ++step) {
+        const std::uint64_t number = static_cast<std::uint64_t>(random.below(kIds)) * kThreads + t;
+        const auto later = std::chrono::steady_clock::now() + 10s;
+        if (random.below(2) == 0) {
+          newest[number] = random.next();
+          (void)shared.put(record_id(number), random_bytes(newest[number], 700), Content::changing);
+        } else if (random.below(8) == 0) {
+          newest.erase(number);
+          (void)shared.remove(record_id(number));
+        } else {
+          TierQueue::ReadTicket ticket = shared.get({{record_id(number), 4096, {}}}, later);
+          if (random.below(4) == 0) continue;  // not wanted any more
+          EXPECT_TRUE(ticket.wait(later));
+          const tier::ReadResult result = ticket.take().front();
+          if (result.status != GetStatus::found) continue;
+          ++hits;
+          const auto bytes = result.payload.span();
+          ASSERT_TRUE(newest.contains(number));
+          ASSERT_EQ(std::vector<std::byte>(bytes.begin(), bytes.end()), random_bytes(newest[number], 700));
+        }
+        (void)shared.drain();
+        (void)shared.stats();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(hits, 50);
+}
+
+TEST(TierBytesPool, KeepsItsLimitAndUsesBuffersAgain) {
+  const auto pool = tier::BytesPool::make(64 << 10);
+  tier::SharedBytes a = pool->take(30000), b = pool->take(30000);
+  EXPECT_TRUE(a && b);
+  EXPECT_FALSE(pool->take(1));
+  EXPECT_TRUE(pool->take(0));
+  const std::byte* address = a.data.get();
+  a = {};
+  EXPECT_EQ(pool->take(32768).data.get(), address);
+  EXPECT_TRUE(pool->take(4096)) << "a free buffer of another size makes room";
+  EXPECT_LE(pool->allocated_bytes(), 64 << 10);
+  EXPECT_FALSE(pool->take(64 << 10));
+  b = {};
+  EXPECT_TRUE(pool->take(64 << 10));
+  EXPECT_EQ(pool->allocated_bytes(), 64 << 10);
+}
+
+}  // namespace
+}  // namespace kv4::test
