@@ -11,6 +11,7 @@ namespace kv4::tier {
 namespace {
 
 constexpr std::int64_t kMinSegmentBytes = 64 << 10;
+constexpr int kMaxQueueDepth = 4096;
 
 void check(const StoreOptions& options) {
   require(!options.directory.empty(), ErrorCode::bad_argument, "a store needs a directory");
@@ -21,6 +22,8 @@ void check(const StoreOptions& options) {
           "a capacity of {} bytes; two segments of {} are the least", options.capacity_bytes, options.segment_bytes);
   require(options.sync_every_bytes > 0, ErrorCode::bad_argument, "sync_every_bytes is {}; it must be positive",
           options.sync_every_bytes);
+  require(options.queue_depth >= 1 && options.queue_depth <= kMaxQueueDepth, ErrorCode::bad_argument,
+          "a queue depth of {}; it must be 1 to {}", options.queue_depth, kMaxQueueDepth);
 }
 
 }  // namespace
@@ -38,6 +41,13 @@ std::unique_ptr<DiskStore> DiskStore::open(FileSystem& files, const StoreOptions
   store->rebuild_index();
   return store;
 }
+
+DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
+    : files_(files),
+      options_(options),
+      queue_(files.make_queue(options.queue_depth)),
+      reads_(options.queue_depth + 1),
+      writes_(options.queue_depth + 1) {}
 
 DiskStore::~DiskStore() = default;
 
@@ -123,56 +133,113 @@ void DiskStore::choose_sound(const RecordId& id, std::vector<Entry> older) {
 }
 
 void DiskStore::put(std::span<PutRequest> requests) {
-  for (PutRequest& request : requests) request.status = put_one(request.id, request.payload);
+  while (!requests.empty()) requests = requests.subspan(put_some(requests));
 }
 
-PutStatus DiskStore::put_one(const RecordId& id, std::span<const std::byte> payload) {
-  if (!lock_ || directory_failed_) return PutStatus::failed;
-  const auto length = static_cast<std::int64_t>(payload.size());
-  if (length > kMaxPayloadBytes || stored_bytes(length) > options_.segment_bytes - kSegmentDataOffset)
-    return PutStatus::too_large;
-  IoStatus status = make_active(stored_bytes(length), true);
-  Entry entry{{}, next_sequence_, false};
-  if (status.ok()) status = append(id, next_sequence_, payload, entry.place);
-  if (!status.ok()) return status.code == IoCode::no_space ? PutStatus::no_space : PutStatus::failed;
-  ++next_sequence_;
-  if (const auto old = index_.find(id); old != index_.end()) {
-    superseded_.push_back(old->second.place);
-    forget(id);
+std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
+  const auto bytes_of = [](const PutRequest& request) { return stored_bytes(std::ssize(request.payload)); };
+  const std::int64_t most = options_.segment_bytes - kSegmentDataOffset;
+  PutRequest& first = requests.front();
+  first.status = PutStatus::failed;
+  if (!lock_ || directory_failed_) return 1;
+  if (std::ssize(first.payload) > kMaxPayloadBytes || bytes_of(first) > most) {
+    first.status = PutStatus::too_large;
+    return 1;
   }
-  index_.emplace(id, entry);
-  if (active_->unsynced_bytes >= options_.sync_every_bytes) sync_segment(*active_);
-  return PutStatus::stored;
+  if (const IoStatus status = make_active(bytes_of(first), true); !status.ok()) {
+    first.status = status.code == IoCode::no_space ? PutStatus::no_space : PutStatus::failed;
+    return 1;
+  }
+
+  std::int64_t bytes = 0;
+  const std::int64_t limit = std::min(active_->file->room(), options_.sync_every_bytes - active_->unsynced_bytes);
+  std::vector<NewRecord> records;
+  for (const PutRequest& request : requests) {
+    if (!records.empty() && (std::ssize(request.payload) > kMaxPayloadBytes || bytes + bytes_of(request) > limit))
+      break;
+    bytes += bytes_of(request);
+    records.push_back({request.id, next_sequence_++, request.payload, {}, {}});
+  }
+  append(records);
+
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const NewRecord& record = records[i];
+    if (!record.status.ok()) {
+      requests[i].status = record.status.code == IoCode::no_space ? PutStatus::no_space : PutStatus::failed;
+      continue;
+    }
+    if (const auto old = index_.find(record.id); old != index_.end()) {
+      superseded_.push_back(old->second.place);
+      forget(record.id);
+    }
+    index_.emplace(record.id, Entry{record.place, record.sequence, false});
+    requests[i].status = PutStatus::stored;
+  }
+  if (active_ != nullptr && active_->unsynced_bytes >= options_.sync_every_bytes) sync_segment(*active_);
+  return records.size();
 }
 
 void DiskStore::get(std::span<GetRequest> requests) {
-  for (GetRequest& request : requests) request.status = get_one(request);
+  reads_.reset();
+  std::size_t next = 0;
+  run_transfers(
+      *queue_,
+      [&]() -> IoOp* {
+        while (next < requests.size() && !can_get(requests[next])) ++next;
+        if (next == requests.size()) return nullptr;
+        const GetRequest& request = requests[next];
+        const Place& place = index_.find(request.id)->second.place;
+        RecordRead* read = reads_.take(RecordRead::buffer_bytes(request.to, place.length));
+        if (read == nullptr) return nullptr;
+        read->index = next++;
+        read->start(*place.segment->file, place.offset, place.length, request.to);
+        return read;
+      },
+      [&](IoOp& op) {
+        RecordRead& read = static_cast<RecordRead&>(op);
+        finish_get(requests[read.index], read.finish());
+        reads_.give(op);
+      });
 }
 
-GetStatus DiskStore::get_one(GetRequest& request) {
+bool DiskStore::can_get(GetRequest& request) const {
   request.bytes = 0;
+  request.status = GetStatus::missing;
   const auto found = index_.find(request.id);
-  if (!lock_ || found == index_.end() || found->second.set_aside) return GetStatus::missing;
+  if (!lock_ || found == index_.end() || found->second.set_aside) return false;
   request.bytes = found->second.place.length;
-  if (static_cast<std::int64_t>(request.to.size()) < request.bytes) return GetStatus::too_small;
-  const ReadRecord record = read_entry(request.id, found->second);
-  if (!record.status.ok()) return GetStatus::failed;
-  if (record.refusal != RecordRefusal::none) {
-    set_aside(found->second);
-    return GetStatus::damaged;
+  request.status = GetStatus::too_small;
+  return std::ssize(request.to) >= request.bytes;
+}
+
+void DiskStore::finish_get(GetRequest& request, ReadRecord record) {
+  Entry& entry = index_.find(request.id)->second;
+  compare(request.id, entry, record);
+  if (record.status.ok() && record.refusal != RecordRefusal::none && !entry.set_aside)
+    record = read_entry(request.id, entry);  // the damage may have been on the way
+  if (!record.status.ok()) {
+    request.status = GetStatus::failed;
+  } else if (record.refusal != RecordRefusal::none) {
+    if (!entry.set_aside) set_aside(entry);
+    request.status = GetStatus::damaged;
+  } else {
+    if (record.payload.data() != request.to.data())
+      std::copy(record.payload.begin(), record.payload.end(), request.to.begin());
+    request.status = GetStatus::found;
   }
-  std::copy(record.payload.begin(), record.payload.end(), request.to.begin());
-  return GetStatus::found;
 }
 
 ReadRecord DiskStore::read_entry(const RecordId& id, const Entry& entry) {
   ReadRecord record = entry.place.segment->file->read(entry.place.offset, entry.place.length, read_buffer_);
-  if (!record.status.ok()) record.refusal = RecordRefusal::too_short;
-  if (record.refusal != RecordRefusal::none) return record;
+  compare(id, entry, record);
+  return record;
+}
+
+void DiskStore::compare(const RecordId& id, const Entry& entry, ReadRecord& record) const {
+  if (record.refusal != RecordRefusal::none) return;
   if (record.header.id != id) record.refusal = RecordRefusal::other_record;
   if (record.header.layout_id != options_.layout_id) record.refusal = RecordRefusal::other_layout;
   if (record.header.sequence != entry.sequence) record.refusal = RecordRefusal::other_sequence;
-  return record;
 }
 
 void DiskStore::set_aside(Entry& entry) {

@@ -15,8 +15,9 @@
 //   c. After a failed fdatasync nothing more is written to the segment: what can still be read and verified moves to
 //      another one, and it is dropped.
 //
-// One thread at a time drives a store; two processes cannot (a lock file). Requests come in batches, so that they can
-// be in flight together; here they are done one after the other.
+// One thread at a time drives a store; two processes cannot (a lock file). The transfers of a batch are in flight
+// together, `queue_depth` at a time; its requests count in their order all the same. Payloads at addresses that are
+// multiples of 4,096 are not copied.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +30,7 @@
 
 #include "tier/file_system.h"
 #include "tier/record_format.h"
+#include "tier/record_transfer.h"
 #include "tier/requests.h"
 #include "tier/segment_file.h"
 
@@ -40,6 +42,7 @@ struct StoreOptions {
   std::int64_t segment_bytes = std::int64_t{256} << 20;    // a multiple of 4,096
   std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
   std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, so that a flush is short
+  int queue_depth = 32;                                    // transfers in flight; 1 to 4,096
 };
 
 struct StoreStats {
@@ -69,6 +72,7 @@ class DiskStore {
   DiskStore& operator=(const DiskStore&) = delete;
 
   void put(std::span<PutRequest> requests);
+  /// Only where a request's status is `found` does its memory hold something of worth.
   void get(std::span<GetRequest> requests);
   void exists(std::span<ExistsRequest> requests) const;
   void remove(std::span<RemoveRequest> requests);
@@ -107,20 +111,37 @@ class DiskStore {
     std::size_t operator()(const RecordId& id) const;
   };
 
-  DiskStore(FileSystem& files, const StoreOptions& options) : files_(files), options_(options) {}
+  /// A record on its way into the active segment.
+  struct NewRecord {
+    RecordId id;
+    std::uint64_t sequence = 0;
+    std::span<const std::byte> payload;
+    Place place;      // out
+    IoStatus status;  // out
+
+    std::int64_t length() const { return static_cast<std::int64_t>(payload.size()); }
+  };
+
+  DiskStore(FileSystem& files, const StoreOptions& options);
   void lock();
   void open_segments();
   void rebuild_index();
   void choose_sound(const RecordId& id, std::vector<Entry> older);
 
-  PutStatus put_one(const RecordId& id, std::span<const std::byte> payload);
-  GetStatus get_one(GetRequest& request);
+  /// Those at the front that go into the active segment together; at least one. Returns how many.
+  std::size_t put_some(std::span<PutRequest> requests);
+  /// Is there something to read for it? Else it has its answer.
+  bool can_get(GetRequest& request) const;
+  void finish_get(GetRequest& request, ReadRecord record);
   /// Reads into read_buffer_ and compares with the index.
   ReadRecord read_entry(const RecordId& id, const Entry& entry);
+  void compare(const RecordId& id, const Entry& entry, ReadRecord& record) const;
   void set_aside(Entry& entry);
   void forget(const RecordId& id);  // out of the index; the bytes stay
 
-  IoStatus append(const RecordId& id, std::uint64_t sequence, std::span<const std::byte> payload, Place& place);
+  /// All in flight together; the active segment has room for them. The place of one that failed is dead, or the segment
+  /// leaves.
+  void append(std::span<NewRecord> records);
   IoStatus make_active(std::int64_t record_bytes, bool may_evict);
   IoStatus add_segment();
   bool evict_oldest();
@@ -148,6 +169,9 @@ class DiskStore {
   bool records_lost_ = false;      // since the last flush() of the caller
   StoreStats counts_;              // the last four
   BlockBuffer read_buffer_, write_buffer_;
+  std::unique_ptr<IoQueue> queue_;
+  TransferPool<RecordRead> reads_;
+  TransferPool<RecordWrite> writes_;
 };
 
 }  // namespace kv4::tier

@@ -7,28 +7,63 @@
 namespace kv4::tier {
 namespace {
 
-constexpr int kFlushAttempts = 4;  // each follows a segment that failed and was left
+constexpr int kFlushAttempts = 4;                 // each follows a segment that failed and was left
+constexpr std::int64_t kMergedBytes = 512 << 10;  // small records go together in writes of up to that many
+constexpr std::size_t kMaxMergedRecords = 64;     // each has up to three pieces
+static_assert(3 * kMaxMergedRecords <= kMaxIoPieces);
 
 }  // namespace
 
-IoStatus DiskStore::append(const RecordId& id, std::uint64_t sequence, std::span<const std::byte> payload,
-                           Place& place) {
-  RecordHeader header;
-  header.layout_id = options_.layout_id;
-  header.id = id;
-  header.sequence = sequence;
-  const SegmentFile::Appended appended = active_->file->append(header, payload, write_buffer_);
-  active_->dirty = true;
-  if (!appended.status.ok()) {
-    if (!appended.place_is_clean) leave(*active_);
-    return appended.status;
+void DiskStore::append(std::span<NewRecord> records) {
+  Segment& segment = *active_;
+  segment.dirty = true;
+  writes_.reset();
+  std::size_t next = 0;
+  run_transfers(
+      *queue_,
+      [&]() -> IoOp* {
+        if (next == records.size()) return nullptr;
+        std::size_t last = next;
+        std::int64_t bytes = 0, buffer_bytes = 0;
+        do {
+          bytes += stored_bytes(records[last].length());
+          buffer_bytes += RecordWrite::buffer_bytes(records[last].payload);
+        } while (++last < records.size() && last - next < kMaxMergedRecords &&
+                 bytes + stored_bytes(records[last].length()) <= kMergedBytes);
+        RecordWrite* write = writes_.take(buffer_bytes);
+        if (write == nullptr) return nullptr;
+        write->start(*segment.file, segment.file->end(), buffer_bytes);
+        write->first = next;
+        write->last = last;
+        for (; next < last; ++next) {
+          NewRecord& record = records[next];
+          RecordHeader header;
+          header.layout_id = options_.layout_id;
+          header.id = record.id;
+          header.length = record.length();
+          header.sequence = record.sequence;
+          header.payload_digest = digest128(record.payload);
+          record.place = {&segment, segment.file->reserve(header.length), header.length};
+          write->add(header, record.payload);
+        }
+        return write;
+      },
+      [&](IoOp& op) {
+        const RecordWrite& write = static_cast<const RecordWrite&>(op);
+        for (NewRecord& record : records.subspan(write.first, write.last - write.first))
+          record.status = op.moved.status;
+        writes_.give(op);
+      });
+
+  for (const NewRecord& record : records) {
+    if (!record.status.ok()) {
+      if (!segment.file->kill(record.place.offset, record.place.length, write_buffer_).ok()) leave(segment);
+      continue;
+    }
+    segment.ids.push_back(record.id);
+    segment.live_bytes += stored_bytes(record.length());
+    segment.unsynced_bytes += stored_bytes(record.length());
   }
-  const auto length = static_cast<std::int64_t>(payload.size());
-  place = {active_, appended.offset, length};
-  active_->ids.push_back(id);
-  active_->live_bytes += stored_bytes(length);
-  active_->unsynced_bytes += stored_bytes(length);
-  return {};
 }
 
 /// `may_evict`: not while records are moved out of a segment that leaves.
@@ -117,12 +152,12 @@ bool DiskStore::move_records(Segment& segment) {
       forget(id);
       continue;
     }
-    Entry moved{{}, old.sequence, false};
-    if (!make_active(stored_bytes(old.place.length), false).ok() ||
-        !append(id, old.sequence, record.payload, moved.place).ok())
-      return false;
+    if (!make_active(stored_bytes(old.place.length), false).ok()) return false;
+    NewRecord moved{id, old.sequence, record.payload, {}, {}};
+    append({&moved, 1});
+    if (!moved.status.ok()) return false;
     forget(id);
-    index_.emplace(id, moved);
+    index_.emplace(id, Entry{moved.place, old.sequence, false});
   }
   segment.ids.clear();
   return true;

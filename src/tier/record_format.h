@@ -14,7 +14,7 @@
 //                 and a record that was written to another place, have another one
 //      104    16  zero
 //      120     8  XXH3-64 of bytes 0 to 119
-//      128        payload; on a disk zeros follow up to a multiple of 4,096
+//      128        payload; on a disk it begins at 4,096, so that it can be read straight into aligned memory
 #pragma once
 
 #include <array>
@@ -84,9 +84,11 @@ ParsedHeader parse_header(std::span<const std::byte> bytes);
 /// Header and payload; what follows them is not looked at.
 ParsedHeader verify_record(std::span<const std::byte> bytes);
 
-/// Of a payload of `length` bytes on a disk: header, payload, zeros.
-constexpr std::int64_t stored_bytes(std::int64_t length) {
-  return (kRecordHeaderBytes + length + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+constexpr std::int64_t whole_blocks(std::int64_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
+
+/// Of a payload of `length` bytes on a disk: a block with the header, the payload, zeros.
+constexpr std::int64_t stored_bytes(std::int64_t length) { return kBlockBytes + whole_blocks(length); }
 
 }  // namespace kv4::tier
