@@ -43,11 +43,7 @@ std::unique_ptr<DiskStore> DiskStore::open(FileSystem& files, const StoreOptions
 }
 
 DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
-    : files_(files),
-      options_(options),
-      queue_(files.make_queue(options.queue_depth)),
-      reads_(options.queue_depth + 1),
-      writes_(options.queue_depth + 1) {}
+    : files_(files), options_(options), reads_(options.queue_depth + 1), writes_(options.queue_depth + 1) {}
 
 DiskStore::~DiskStore() = default;
 
@@ -61,6 +57,7 @@ void DiskStore::lock() {
   require(locked.status.ok(), ErrorCode::bad_file, "the store {} cannot be locked: {}", options_.directory,
           to_string(locked.status));
   lock_ = std::move(locked.handle);
+  queue_ = files_.make_queue(options_.queue_depth, lock_.get());
 }
 
 void DiskStore::open_segments() {
@@ -72,6 +69,7 @@ void DiskStore::open_segments() {
       (void)files_.unlink(options_.directory + "/" + name);
       continue;
     }
+    checkpoint_there_ = checkpoint_there_ || name == kCheckpointName;
     const std::optional<std::uint64_t> id = parse_segment_name(name);
     if (!id) continue;
     OpenedSegment opened = SegmentFile::open(files_, options_.directory, *id, OpenMode::read_write);
@@ -97,24 +95,53 @@ void DiskStore::open_segments() {
 }
 
 void DiskStore::rebuild_index() {
-  std::unordered_map<RecordId, std::vector<Entry>, IdHash> older;  // oldest first
+  const std::optional<Checkpoint> checkpoint =
+      checkpoint_there_ ? read_checkpoint(files_, options_.directory, options_.layout_id) : std::nullopt;
+  if (checkpoint) {
+    next_sequence_ = checkpoint->next_sequence;
+    std::size_t records = 0;
+    for (const auto& [id, covered] : checkpoint->segments) records += covered.records.size() / kCheckpointRecordBytes;
+    index_.reserve(records);
+  }
   for (auto& [id, segment] : segments_) {
     if (!segment->file) continue;
-    const SegmentContents contents = segment->file->scan(read_buffer_);
-    segment->damaged = !contents.gaps.empty();
+    segment->named = checkpoint_there_;  // perhaps it can be read the next time
+    SegmentFile& file = *segment->file;
+    std::int64_t from = kSegmentDataOffset;
+    if (checkpoint) {
+      const auto covered = checkpoint->segments.find(id);
+      if (covered != checkpoint->segments.end() && covered->second.covers(file.header())) {
+        const CheckpointSegment& known = covered->second;
+        for (std::size_t i = 0; i < known.records.size(); i += kCheckpointRecordBytes)
+          add_found(*segment, decode_checkpoint_record(known.records.subspan(i)));
+        segment->damaged = known.damaged;
+        active_ = nullptr;
+        file.set_end(known.end);
+        if (known.sealed) continue;
+        from = known.end;
+      }
+    }
+    const SegmentContents contents = file.scan(read_buffer_, from);
+    segment->damaged = segment->damaged || !contents.gaps.empty();
     for (const FoundRecord& found : contents.records) {
       const RecordHeader& header = found.header;
       next_sequence_ = std::max(next_sequence_, header.sequence + 1);
-      if (header.kind != RecordKind::value || header.layout_id != options_.layout_id) continue;
-      const Entry entry{{segment.get(), found.offset, header.length}, header.sequence, false};
-      const auto [at, added] = index_.try_emplace(header.id, entry);
-      if (!added) older[header.id].push_back(std::exchange(at->second, entry));
-      segment->ids.push_back(header.id);
-      segment->live_bytes += stored_bytes(header.length);
+      if (header.kind == RecordKind::dead || header.layout_id != options_.layout_id) continue;
+      add_found(*segment, {header.id, header.kind, found.offset, header.length, header.sequence});
     }
     active_ = segment.get();  // the last one that can be read
+    appended_bytes_ += contents.end - from;
   }
-  for (auto& [id, entries] : older) choose_sound(id, std::move(entries));
+  for (auto& [id, entries] : older_) choose_sound(id, std::move(entries));
+  older_.clear();
+}
+
+void DiskStore::add_found(Segment& segment, const CheckpointRecord& record) {
+  const Entry entry{{&segment, record.offset, record.length}, record.sequence, record.kind, record.kind != own_kind()};
+  const auto [at, added] = index_.try_emplace(record.id, entry);
+  if (!added) older_[record.id].push_back(std::exchange(at->second, entry));
+  segment.ids.push_back(record.id);
+  segment.live_bytes += stored_bytes(record.length);
 }
 
 // The newest may have been under way in a crash: its header there, its payload not.
@@ -137,12 +164,14 @@ void DiskStore::put(std::span<PutRequest> requests) {
 }
 
 std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
-  const auto bytes_of = [](const PutRequest& request) { return stored_bytes(std::ssize(request.payload)); };
+  const std::int64_t seal_bytes = options_.cipher ? kSealBytes : 0;
+  const auto length_of = [&](const PutRequest& request) { return std::ssize(request.payload) + seal_bytes; };
+  const auto bytes_of = [&](const PutRequest& request) { return stored_bytes(length_of(request)); };
   const std::int64_t most = options_.segment_bytes - kSegmentDataOffset;
   PutRequest& first = requests.front();
   first.status = PutStatus::failed;
   if (!lock_ || directory_failed_) return 1;
-  if (std::ssize(first.payload) > kMaxPayloadBytes || bytes_of(first) > most) {
+  if (length_of(first) > kMaxPayloadBytes || bytes_of(first) > most) {
     first.status = PutStatus::too_large;
     return 1;
   }
@@ -155,10 +184,9 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
   const std::int64_t limit = std::min(active_->file->room(), options_.sync_every_bytes - active_->unsynced_bytes);
   std::vector<NewRecord> records;
   for (const PutRequest& request : requests) {
-    if (!records.empty() && (std::ssize(request.payload) > kMaxPayloadBytes || bytes + bytes_of(request) > limit))
-      break;
+    if (!records.empty() && (length_of(request) > kMaxPayloadBytes || bytes + bytes_of(request) > limit)) break;
     bytes += bytes_of(request);
-    records.push_back({request.id, next_sequence_++, request.payload, {}, {}});
+    records.push_back({request.id, next_sequence_++, request.payload, own_kind(), options_.cipher.get(), {}, {}});
   }
   append(records);
 
@@ -172,7 +200,7 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
       superseded_.push_back(old->second.place);
       forget(record.id);
     }
-    index_.emplace(record.id, Entry{record.place, record.sequence, false});
+    index_.emplace(record.id, Entry{record.place, record.sequence, record.kind, false});
     requests[i].status = PutStatus::stored;
   }
   if (active_ != nullptr && active_->unsynced_bytes >= options_.sync_every_bytes) sync_segment(*active_);
@@ -189,10 +217,11 @@ void DiskStore::get(std::span<GetRequest> requests) {
         if (next == requests.size()) return nullptr;
         const GetRequest& request = requests[next];
         const Place& place = index_.find(request.id)->second.place;
-        RecordRead* read = reads_.take(RecordRead::buffer_bytes(request.to, place.length));
+        const std::span<std::byte> to = options_.cipher ? std::span<std::byte>() : request.to;
+        RecordRead* read = reads_.take(RecordRead::buffer_bytes(to, place.length));
         if (read == nullptr) return nullptr;
         read->index = next++;
-        read->start(*place.segment->file, place.offset, place.length, request.to);
+        read->start(*place.segment->file, place.offset, place.length, to);
         return read;
       },
       [&](IoOp& op) {
@@ -207,7 +236,7 @@ bool DiskStore::can_get(GetRequest& request) const {
   request.status = GetStatus::missing;
   const auto found = index_.find(request.id);
   if (!lock_ || found == index_.end() || found->second.set_aside) return false;
-  request.bytes = found->second.place.length;
+  request.bytes = found->second.payload_bytes();
   request.status = GetStatus::too_small;
   return std::ssize(request.to) >= request.bytes;
 }
@@ -219,14 +248,21 @@ void DiskStore::finish_get(GetRequest& request, ReadRecord record) {
     record = read_entry(request.id, entry);  // the damage may have been on the way
   if (!record.status.ok()) {
     request.status = GetStatus::failed;
-  } else if (record.refusal != RecordRefusal::none) {
-    if (!entry.set_aside) set_aside(entry);
-    request.status = GetStatus::damaged;
-  } else {
-    if (record.payload.data() != request.to.data())
-      std::copy(record.payload.begin(), record.payload.end(), request.to.begin());
-    request.status = GetStatus::found;
+    return;
   }
+  if (record.refusal == RecordRefusal::none && options_.cipher &&
+      !options_.cipher->open(record.header, record.payload, request.to.first(static_cast<std::size_t>(request.bytes))))
+    record.refusal = RecordRefusal::wrong_key;
+  if (record.refusal != RecordRefusal::none) {
+    request.status = GetStatus::damaged;
+    if (std::exchange(entry.set_aside, true)) return;
+    ++counts_.set_aside_records;
+    if (record.refusal != RecordRefusal::wrong_key) entry.place.segment->damaged = true;
+    return;
+  }
+  if (!options_.cipher && record.payload.data() != request.to.data())
+    std::copy(record.payload.begin(), record.payload.end(), request.to.begin());
+  request.status = GetStatus::found;
 }
 
 ReadRecord DiskStore::read_entry(const RecordId& id, const Entry& entry) {
@@ -237,15 +273,9 @@ ReadRecord DiskStore::read_entry(const RecordId& id, const Entry& entry) {
 
 void DiskStore::compare(const RecordId& id, const Entry& entry, ReadRecord& record) const {
   if (record.refusal != RecordRefusal::none) return;
-  if (record.header.id != id) record.refusal = RecordRefusal::other_record;
+  if (record.header.id != id || record.header.kind != entry.kind) record.refusal = RecordRefusal::other_record;
   if (record.header.layout_id != options_.layout_id) record.refusal = RecordRefusal::other_layout;
   if (record.header.sequence != entry.sequence) record.refusal = RecordRefusal::other_sequence;
-}
-
-void DiskStore::set_aside(Entry& entry) {
-  entry.set_aside = true;
-  entry.place.segment->damaged = true;
-  ++counts_.set_aside_records;
 }
 
 void DiskStore::forget(const RecordId& id) {
@@ -258,7 +288,7 @@ void DiskStore::exists(std::span<ExistsRequest> requests) const {
   for (ExistsRequest& request : requests) {
     const auto found = index_.find(request.id);
     const bool there = lock_ && found != index_.end() && !found->second.set_aside;
-    request.bytes = there ? found->second.place.length : -1;
+    request.bytes = there ? found->second.payload_bytes() : -1;
   }
 }
 
@@ -275,6 +305,7 @@ void DiskStore::remove(std::span<RemoveRequest> requests) {
 bool DiskStore::close() {
   if (!lock_) return false;
   const bool durable = flush();
+  if (durable && (appended_bytes_ > 0 || !checkpoint_there_)) write_checkpoint();
   segments_.clear();
   index_.clear();
   superseded_.clear();
@@ -318,7 +349,7 @@ StoreStats DiskStore::stats() const {
   for (const auto& [id, entry] : index_) {
     if (entry.set_aside) continue;
     ++stats.records;
-    stats.payload_bytes += entry.place.length;
+    stats.payload_bytes += entry.payload_bytes();
   }
   stats.segments = static_cast<std::int64_t>(segments_.size());
   stats.segment_bytes = total_bytes();

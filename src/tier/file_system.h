@@ -115,11 +115,13 @@ class FileSystem {
   virtual IoStatus sync_directory(const std::string& directory) = 0;
   /// For the owner alone (0600); never through a symbolic link.
   virtual Opened<File> open(const std::string& path, OpenMode mode) = 0;
-  /// For its files; one thread at a time uses it.
-  virtual std::unique_ptr<IoQueue> make_queue(int depth) = 0;
+  /// For its files; one thread at a time uses it. `lock` stays held until everything that was submitted has ended, even
+  /// where the process is killed before: what it had in flight must not meet the next holder's writes. Null: no lock.
+  virtual std::unique_ptr<IoQueue> make_queue(int depth, FileLock* lock) = 0;
   virtual IoStatus rename(const std::string& from, const std::string& to) = 0;
   virtual IoStatus unlink(const std::string& path) = 0;
-  /// Against other processes and other holders in this one; does not wait.
+  /// Against other processes and other holders in this one. Waits no longer than it takes what a killed process had in
+  /// flight to end, a second at most.
   virtual Opened<FileLock> lock(const std::string& path) = 0;
   virtual std::int64_t now_ns() = 0;     // since 1970
   virtual std::uint64_t random64() = 0;  // not to be guessed

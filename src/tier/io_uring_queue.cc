@@ -1,6 +1,6 @@
 // Transfers in flight together, through io_uring.
 //
-// Neither buffers nor files are registered. Records go as vectors of pieces, the caller's memory among them, which
+// Neither buffers nor segments are registered. Records go as vectors of pieces, the caller's memory among them, which
 // fixed buffers do not take on most kernels; pinning them ahead would count against RLIMIT_MEMLOCK, 8 MiB in most
 // places.
 #include <liburing.h>
@@ -14,11 +14,16 @@ namespace {
 
 class IoUringQueue : public IoQueue {
  public:
-  explicit IoUringQueue(int depth) : depth_(depth) {
-    usable_ = io_uring_queue_init(static_cast<unsigned>(depth), &ring_, 0) == 0;
+  IoUringQueue(int depth, FileLock* lock) : depth_(depth) {
+    if (io_uring_queue_init(static_cast<unsigned>(depth), &ring_, 0) != 0) return;
+    there_ = true;
+    // A process that is killed is gone before its transfers are. The ring stays until the last of them has ended, and
+    // with it the files that it has a share in: so nobody gets the lock before.
+    const int fd = lock != nullptr ? static_cast<const PosixLock&>(*lock).fd() : -1;
+    usable_ = lock == nullptr || io_uring_register_files(&ring_, &fd, 1) == 0;
   }
   ~IoUringQueue() override {
-    if (usable_) io_uring_queue_exit(&ring_);
+    if (there_) io_uring_queue_exit(&ring_);
   }
   IoUringQueue(const IoUringQueue&) = delete;
   IoUringQueue& operator=(const IoUringQueue&) = delete;
@@ -76,14 +81,14 @@ class IoUringQueue : public IoQueue {
 
   int depth_;
   io_uring ring_{};
-  bool usable_ = false;
+  bool there_ = false, usable_ = false;
   std::deque<IoOp*> done_;  // past the ring
 };
 
 }  // namespace
 
-std::unique_ptr<IoQueue> make_io_uring_queue(int depth) {
-  auto queue = std::make_unique<IoUringQueue>(depth);
+std::unique_ptr<IoQueue> make_io_uring_queue(int depth, FileLock* lock) {
+  auto queue = std::make_unique<IoUringQueue>(depth, lock);
   if (!queue->usable()) return nullptr;
   return queue;
 }

@@ -63,7 +63,17 @@ class PosixFile : public File {
   Descriptor fd_;
 };
 
-/// Null where the kernel has no io_uring for us: too old, forbidden, or out of memory. For PosixFiles.
-std::unique_ptr<IoQueue> make_io_uring_queue(int depth);
+class PosixLock : public FileLock {
+ public:
+  explicit PosixLock(Descriptor fd) : fd_(std::move(fd)) {}
+  ~PosixLock() override;
+  int fd() const { return fd_.get(); }
+
+ private:
+  Descriptor fd_;
+};
+
+/// Null where the kernel has no io_uring for us: too old, forbidden, or out of memory. For PosixFiles and PosixLocks.
+std::unique_ptr<IoQueue> make_io_uring_queue(int depth, FileLock* lock);
 
 }  // namespace kv4::tier

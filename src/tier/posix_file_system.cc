@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <chrono>
 #include <random>
+#include <thread>
 #include <utility>
 
 #include "tier/posix_file.h"
@@ -32,13 +33,7 @@ namespace {
 
 IoStatus checked(long result) { return status_of(result < 0 ? errno : 0); }
 
-class PosixLock : public FileLock {
- public:
-  explicit PosixLock(Descriptor fd) : fd_(std::move(fd)) {}
-
- private:
-  Descriptor fd_;
-};
+constexpr std::chrono::milliseconds kLockWait{1000}, kLockStep{5};
 
 class PosixFileSystem : public FileSystem {
  public:
@@ -80,8 +75,8 @@ class PosixFileSystem : public FileSystem {
     return {{}, std::make_unique<PosixFile>(Descriptor(fd))};
   }
 
-  std::unique_ptr<IoQueue> make_queue(int depth) override {
-    std::unique_ptr<IoQueue> queue = options_.io_uring ? make_io_uring_queue(depth) : nullptr;
+  std::unique_ptr<IoQueue> make_queue(int depth, FileLock* lock) override {
+    std::unique_ptr<IoQueue> queue = options_.io_uring ? make_io_uring_queue(depth, lock) : nullptr;
     return queue ? std::move(queue) : make_plain_queue(depth);
   }
 
@@ -93,8 +88,12 @@ class PosixFileSystem : public FileSystem {
 
   Opened<FileLock> lock(const std::string& path) override {
     Descriptor fd(uninterrupted([&] { return ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600); }));
-    if (!fd.valid() || uninterrupted([&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) != 0)
-      return {status_of(errno), nullptr};
+    if (!fd.valid()) return {status_of(errno), nullptr};
+    const auto deadline = std::chrono::steady_clock::now() + kLockWait;
+    while (uninterrupted([&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) != 0) {
+      if (errno != EWOULDBLOCK || std::chrono::steady_clock::now() >= deadline) return {status_of(errno), nullptr};
+      std::this_thread::sleep_for(kLockStep);
+    }
     return {{}, std::make_unique<PosixLock>(std::move(fd))};
   }
 
@@ -115,6 +114,11 @@ class PosixFileSystem : public FileSystem {
 };
 
 }  // namespace
+
+// Before the descriptor is closed: a queue has a share in the file.
+PosixLock::~PosixLock() {
+  if (fd_.valid()) (void)::flock(fd(), LOCK_UN);
+}
 
 IoBytes PosixFile::readv(std::int64_t offset, std::span<const IoPiece> to) {
   return moved([&] { return ::preadv(fd(), as_iovec(to), static_cast<int>(to.size()), offset); });

@@ -21,9 +21,9 @@ void push(std::vector<IoPiece>& pieces, std::byte* data, std::int64_t bytes) {
 
 }  // namespace
 
-std::int64_t RecordWrite::buffer_bytes(std::span<const std::byte> payload) {
-  const auto length = static_cast<std::int64_t>(payload.size());
-  return stored_bytes(length) - straight_bytes(payload.data(), length);
+std::int64_t RecordWrite::buffer_bytes(std::span<const std::byte> payload, const RecordCipher* cipher) {
+  if (cipher != nullptr) return stored_bytes(std::ssize(payload) + kSealBytes);
+  return stored_bytes(std::ssize(payload)) - straight_bytes(payload.data(), std::ssize(payload));
 }
 
 void RecordWrite::start(SegmentFile& segment, std::int64_t at, std::int64_t needed_bytes) {
@@ -43,14 +43,27 @@ std::span<std::byte> RecordWrite::take(std::int64_t bytes) {
   return taken;
 }
 
-void RecordWrite::add(const RecordHeader& header, std::span<const std::byte> payload) {
-  segment_->encode_at(end_, header, take(kBlockBytes));
-  const std::int64_t straight = straight_bytes(payload.data(), header.length);
-  push(pieces, const_cast<std::byte*>(payload.data()), straight);
-  const std::span<const std::byte> rest = payload.subspan(static_cast<std::size_t>(straight));
-  const std::span<std::byte> copy = take(whole_blocks(header.length - straight));
-  std::fill(std::copy(rest.begin(), rest.end(), copy.begin()), copy.end(), std::byte{0});
+bool RecordWrite::add(RecordHeader header, std::span<const std::byte> payload, const RecordCipher* cipher) {
+  const std::span<std::byte> block = take(kBlockBytes);
+  bool whole = true;
+  if (cipher != nullptr) {
+    const std::span<std::byte> copy = take(whole_blocks(header.length));
+    const std::span<std::byte> sealed = copy.first(static_cast<std::size_t>(header.length));
+    std::fill(copy.begin() + header.length, copy.end(), std::byte{0});
+    whole = cipher->seal(header, payload, sealed);
+    if (!whole) header.kind = RecordKind::dead;
+    header.payload_digest = digest128(sealed);
+  } else {
+    header.payload_digest = digest128(payload);
+    const std::int64_t straight = straight_bytes(payload.data(), header.length);
+    push(pieces, const_cast<std::byte*>(payload.data()), straight);
+    const std::span<const std::byte> rest = payload.subspan(static_cast<std::size_t>(straight));
+    const std::span<std::byte> copy = take(whole_blocks(header.length - straight));
+    std::fill(std::copy(rest.begin(), rest.end(), copy.begin()), copy.end(), std::byte{0});
+  }
+  segment_->encode_at(end_, header, block);
   end_ += stored_bytes(header.length);
+  return whole;
 }
 
 std::int64_t RecordRead::buffer_bytes(std::span<const std::byte> to, std::int64_t length) {

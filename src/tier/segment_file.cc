@@ -15,7 +15,7 @@ namespace {
 constexpr char kMagic[] = {'K', 'V', '4', 'S', 'E', 'G', '\r', '\n'};
 constexpr int kVersionAt = 8, kIdAt = 16, kNonceAt = 24, kLayoutAt = 32, kBytesAt = 40, kCreatedAt = 48, kDigestAt = 56;
 constexpr std::string_view kNamePrefix = "segment-", kNameSuffix = ".kv4";
-constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once while looking for the next record
+constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once where the next record may be near
 constexpr std::int64_t kMaxSegmentBytes = std::int64_t{1} << 40;
 
 bool is_zero(std::span<const std::byte> bytes) {
@@ -152,17 +152,18 @@ ParsedHeader SegmentFile::parse_at(std::int64_t offset, std::span<const std::byt
   return parsed;
 }
 
-SegmentContents SegmentFile::scan(BlockBuffer& buffer) {
+SegmentContents SegmentFile::scan(BlockBuffer& buffer, std::int64_t from) {
   SegmentContents found;
+  found.end = from;
   const std::int64_t limit = std::min(file_->size(), header_.bytes);
   std::span<std::byte> chunk;
   std::int64_t chunk_offset = 0;
-  bool searching = false;  // the last block was no record
+  bool many = false;  // the next header is near: the last block was no record, or a small one
 
-  for (std::int64_t offset = kSegmentDataOffset; offset + kBlockBytes <= limit;) {
+  for (std::int64_t offset = from; offset + kBlockBytes <= limit;) {
     if (offset < chunk_offset || offset >= chunk_offset + static_cast<std::int64_t>(chunk.size())) {
       const std::int64_t blocks = (limit - offset) / kBlockBytes;
-      chunk = buffer.get(searching ? std::min(kSearchBytes, blocks * kBlockBytes) : kBlockBytes);
+      chunk = buffer.get(many ? std::min(kSearchBytes, blocks * kBlockBytes) : kBlockBytes);
       chunk_offset = offset;
       // Where many blocks cannot be read, one by one: those that cannot, count as damaged.
       if (!read_all(*file_, offset, chunk).ok()) {
@@ -179,7 +180,7 @@ SegmentContents SegmentFile::scan(BlockBuffer& buffer) {
       found.records.push_back({offset, parsed.header});
       offset += stored_bytes(parsed.header.length);
       found.end = offset;
-      searching = false;
+      many = stored_bytes(parsed.header.length) < kSearchBytes / 8;
       continue;
     }
     if (!is_zero(block)) {
@@ -187,7 +188,7 @@ SegmentContents SegmentFile::scan(BlockBuffer& buffer) {
       found.gaps.back().bytes = offset + kBlockBytes - found.gaps.back().offset;
     }
     offset += kBlockBytes;
-    searching = true;
+    many = true;
   }
   end_ = found.end;
   return found;

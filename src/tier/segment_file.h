@@ -100,8 +100,9 @@ class SegmentFile {
   std::int64_t end() const { return end_; }  // where the next record goes
   std::int64_t room() const { return header_.bytes - end_; }
 
-  /// Reads headers only, and sets end().
-  SegmentContents scan(BlockBuffer& buffer);
+  void set_end(std::int64_t end) { end_ = end; }
+  /// Reads headers only, from there on, and sets end().
+  SegmentContents scan(BlockBuffer& buffer, std::int64_t from = kSegmentDataOffset);
   /// Room for a payload at end(), which moves behind it. What is not written there in the end has to be killed.
   std::int64_t reserve(std::int64_t length);
   /// The header as it stands at `offset`.

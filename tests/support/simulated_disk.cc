@@ -258,7 +258,7 @@ tier::Opened<tier::File> SimulatedDisk::open(const std::string& path, tier::Open
   return {{}, std::make_unique<SimulatedFile>(*this, names_.at(path))};
 }
 
-std::unique_ptr<tier::IoQueue> SimulatedDisk::make_queue(int depth) {
+std::unique_ptr<tier::IoQueue> SimulatedDisk::make_queue(int depth, tier::FileLock*) {
   return std::make_unique<SimulatedQueue>(*this, depth);
 }
 

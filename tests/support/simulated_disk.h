@@ -51,7 +51,7 @@ class SimulatedDisk : public tier::FileSystem {
   tier::Listing list(const std::string& directory) override;
   tier::IoStatus sync_directory(const std::string& directory) override;
   tier::Opened<tier::File> open(const std::string& path, tier::OpenMode mode) override;
-  std::unique_ptr<tier::IoQueue> make_queue(int depth) override;
+  std::unique_ptr<tier::IoQueue> make_queue(int depth, tier::FileLock* lock) override;
   tier::IoStatus rename(const std::string& from, const std::string& to) override;
   tier::IoStatus unlink(const std::string& path) override;
   tier::Opened<tier::FileLock> lock(const std::string& path) override;

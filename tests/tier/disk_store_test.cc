@@ -11,12 +11,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <filesystem>
 
 #include "kv4/error.h"
 #include "support/simulated_disk.h"
+#include "tier/index_checkpoint.h"
+#include "tier/record_cipher.h"
 #include "tier/store_records.h"
 #include "tier/store_survey.h"
 
@@ -56,6 +60,7 @@ struct TierDiskStore : testing::Test {
   void expect_missing(std::uint64_t number) {
     EXPECT_EQ(get(*store, record_id(number)).status, GetStatus::missing) << "record " << number;
   }
+  std::string checkpoint() const { return options.directory + "/" + std::string(tier::kCheckpointName); }
   std::string first_segment() const { return options.directory + "/" + tier::segment_name(1); }
 
   template <class Call>
@@ -172,6 +177,7 @@ TEST_F(TierDiskStore, DamagedRecordIsAMissAndSetAside) {
 TEST_F(TierDiskStore, OneDamagedHeaderLosesOneRecord) {
   for (std::uint64_t i = 0; i < 5; ++i) put(*store, record_id(i), random_bytes(i, 5000));
   ASSERT_TRUE(store->close());
+  ASSERT_TRUE(disk.unlink(checkpoint()).ok());
   disk.damage(first_segment(), tier::kSegmentDataOffset + tier::stored_bytes(5000) + 40, std::byte{1});
   disk.damage(first_segment(), 20, std::byte{1});  // and one copy of the segment's header
   reopen();
@@ -203,6 +209,7 @@ TEST_F(TierDiskStore, PayloadsAreNeverTakenForRecords) {
   remove(*store, record_id(7));
   put(*store, record_id(8), image);
   ASSERT_TRUE(store->close());
+  ASSERT_TRUE(disk.unlink(checkpoint()).ok());
   disk.damage(first_segment(), tier::kSegmentDataOffset + tier::stored_bytes(100) + 3, std::byte{1});
   reopen();
   expect_missing(7);
@@ -276,6 +283,128 @@ TEST_F(TierDiskStore, CollectGivesRoomBack) {
     for (std::uint64_t i = 0; i < 40; ++i) i % 8 ? expect_missing(i) : expect(i, random_bytes(i, 10000));
     disk.crash();
     reopen();
+  }
+}
+
+TEST_F(TierDiskStore, CheckpointSavesReadingHeaders) {
+  options.directory = "large";
+  options.segment_bytes = 1 << 20;
+  options.capacity_bytes = 1 << 24;
+  reopen();
+  for (std::uint64_t i = 0; i < 60; ++i) put(*store, record_id(i), random_bytes(i, 30000));
+  ASSERT_TRUE(store->close());
+  const std::int64_t before = disk.calls();
+  reopen();
+  const std::int64_t with = disk.calls() - before;
+  for (std::uint64_t i = 0; i < 60; ++i) expect(i, random_bytes(i, 30000));
+  put(*store, record_id(60), random_bytes(60, 30000));  // behind it
+  store.reset();
+  reopen();
+  for (std::uint64_t i = 0; i <= 60; ++i) expect(i, random_bytes(i, 30000));
+  ASSERT_TRUE(disk.unlink(checkpoint()).ok());
+  store.reset();
+  const std::int64_t scanning = disk.calls();
+  reopen();
+  EXPECT_LT(2 * with, disk.calls() - scanning);
+  for (std::uint64_t i = 0; i <= 60; ++i) expect(i, random_bytes(i, 30000));
+}
+
+// One of before a removal, put back by somebody: a miss, and no older bytes.
+TEST_F(TierDiskStore, StaleCheckpointGivesNothingWrong) {
+  for (std::uint64_t i = 0; i < 20; ++i) put(*store, record_id(i), random_bytes(i, 5000));
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> stale = disk.contents(checkpoint());
+  reopen();
+  remove(*store, record_id(1));
+  put(*store, record_id(2), random_bytes(102, 5000));
+  ASSERT_TRUE(store->flush());
+  EXPECT_FALSE(disk.has(checkpoint()));  // before anything it names was killed
+  ASSERT_TRUE(store->close());
+  disk.replace(checkpoint(), stale);
+  reopen();
+  EXPECT_NE(get(*store, record_id(1)).status, GetStatus::found);
+  expect(2, random_bytes(102, 5000));
+  for (std::uint64_t i = 3; i < 20; ++i) expect(i, random_bytes(i, 5000));
+}
+
+TEST_F(TierDiskStore, DamagedOrForeignCheckpointIsAsNone) {
+  for (std::uint64_t i = 0; i < 20; ++i) put(*store, record_id(i), random_bytes(i, 5000));
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> sound = disk.contents(checkpoint());
+  const auto all_there_with = [&](std::vector<std::byte> bytes) {
+    disk.replace(checkpoint(), std::move(bytes));
+    reopen();
+    for (std::uint64_t i = 0; i < 20; ++i) expect(i, random_bytes(i, 5000));
+    store.reset();
+  };
+  for (std::size_t bit = 0; bit < 8 * (64 + 48 + 128); bit += 3) {  // header, a segment, two records
+    std::vector<std::byte> bytes = sound;
+    bytes[bit / 8] ^= std::byte{1} << (bit % 8);
+    all_there_with(std::move(bytes));
+  }
+  for (const std::size_t size : {std::size_t{0}, std::size_t{100}, std::size_t{4096}, sound.size() - 4096})
+    all_there_with({sound.begin(), sound.begin() + static_cast<std::ptrdiff_t>(std::min(size, sound.size()))});
+  // Of another store, with segments of the same names.
+  options.directory = "other";
+  store = DiskStore::open(disk, options);
+  for (std::uint64_t i = 0; i < 20; ++i) put(*store, record_id(i + 100), random_bytes(i, 5000));
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> foreign = disk.contents(checkpoint());
+  options.directory = "store";
+  all_there_with(foreign);
+}
+
+std::shared_ptr<const tier::RecordCipher> cipher_of(unsigned char first) {
+  std::array<std::byte, tier::kCipherKeyBytes> key{};
+  key[0] = std::byte{first};
+  return std::make_shared<tier::RecordCipher>(key);
+}
+
+TEST_F(TierDiskStore, SealedRecordsNeedTheirKey) {
+  put(*store, record_id(1), random_bytes(1, 5000));  // not sealed
+  ASSERT_TRUE(store->close());
+  options.cipher = cipher_of(1);
+  reopen();
+  expect_missing(1);
+  const std::vector<std::byte> secret = random_bytes(2, 5000);
+  put(*store, record_id(2, 7), secret);
+  put(*store, record_id(3, 7), {});
+  EXPECT_EQ(get(*store, record_id(2, 7)).payload, secret);
+  EXPECT_EQ(get(*store, record_id(3, 7)).status, GetStatus::found);
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> bytes = disk.contents(first_segment());
+  EXPECT_EQ(std::search(bytes.begin(), bytes.end(), secret.begin(), secret.begin() + 16), bytes.end());
+
+  for (const bool has_key : {true, false}) {
+    options.cipher = has_key ? cipher_of(2) : nullptr;
+    reopen();
+    std::vector<std::byte> to(5040, std::byte{9});
+    tier::GetRequest request{record_id(2, 7), to};
+    store->get({&request, 1});
+    EXPECT_NE(request.status, GetStatus::found);
+    for (const std::byte b : to) ASSERT_TRUE(b == std::byte{9} || b == std::byte{0});
+    EXPECT_TRUE(store->collect().durable);  // a wrong key destroys nothing
+    ASSERT_TRUE(store->close());
+  }
+  options.cipher = cipher_of(1);
+  reopen();
+  EXPECT_EQ(get(*store, record_id(2, 7)).payload, secret);
+}
+
+TEST_F(TierDiskStore, EveryBitOfASealedRecordCounts) {
+  options.cipher = cipher_of(1);
+  reopen();
+  put(*store, record_id(1), random_bytes(1, 100));
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> sound = disk.contents(first_segment());
+  const auto header = static_cast<std::size_t>(tier::kSegmentDataOffset), payload = header + tier::kBlockBytes;
+  for (std::size_t i = 0; i < 8 * (128 + 140); ++i) {
+    const std::size_t at = i / 8 < 128 ? header + i / 8 : payload + i / 8 - 128;
+    std::vector<std::byte> bytes = sound;
+    bytes[at] ^= std::byte{1} << (i % 8);
+    disk.replace(first_segment(), std::move(bytes));
+    reopen();
+    ASSERT_NE(get(*store, record_id(1)).status, GetStatus::found) << "bit " << i;
   }
 }
 
