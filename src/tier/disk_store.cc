@@ -11,6 +11,7 @@ namespace kv4::tier {
 namespace {
 
 constexpr std::int64_t kMinSegmentBytes = 64 << 10;
+constexpr int kMaxQueueDepth = 4096;
 
 void check(const StoreOptions& options) {
   require(!options.directory.empty(), ErrorCode::bad_argument, "a store needs a directory");
@@ -21,6 +22,8 @@ void check(const StoreOptions& options) {
           "a capacity of {} bytes; two segments of {} are the least", options.capacity_bytes, options.segment_bytes);
   require(options.sync_every_bytes > 0, ErrorCode::bad_argument, "sync_every_bytes is {}; it must be positive",
           options.sync_every_bytes);
+  require(options.queue_depth >= 1 && options.queue_depth <= kMaxQueueDepth, ErrorCode::bad_argument,
+          "a queue depth of {}; it must be 1 to {}", options.queue_depth, kMaxQueueDepth);
 }
 
 }  // namespace
@@ -39,6 +42,9 @@ std::unique_ptr<DiskStore> DiskStore::open(FileSystem& files, const StoreOptions
   return store;
 }
 
+DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
+    : files_(files), options_(options), reads_(options.queue_depth + 1), writes_(options.queue_depth + 1) {}
+
 DiskStore::~DiskStore() = default;
 
 void DiskStore::lock() {
@@ -51,6 +57,7 @@ void DiskStore::lock() {
   require(locked.status.ok(), ErrorCode::bad_file, "the store {} cannot be locked: {}", options_.directory,
           to_string(locked.status));
   lock_ = std::move(locked.handle);
+  queue_ = files_.make_queue(options_.queue_depth, lock_.get());
 }
 
 void DiskStore::open_segments() {
@@ -62,6 +69,7 @@ void DiskStore::open_segments() {
       (void)files_.unlink(options_.directory + "/" + name);
       continue;
     }
+    checkpoint_there_ = checkpoint_there_ || name == kCheckpointName;
     const std::optional<std::uint64_t> id = parse_segment_name(name);
     if (!id) continue;
     OpenedSegment opened = SegmentFile::open(files_, options_.directory, *id, OpenMode::read_write);
@@ -87,24 +95,53 @@ void DiskStore::open_segments() {
 }
 
 void DiskStore::rebuild_index() {
-  std::unordered_map<RecordId, std::vector<Entry>, IdHash> older;  // oldest first
+  const std::optional<Checkpoint> checkpoint =
+      checkpoint_there_ ? read_checkpoint(files_, options_.directory, options_.layout_id) : std::nullopt;
+  if (checkpoint) {
+    next_sequence_ = checkpoint->next_sequence;
+    std::size_t records = 0;
+    for (const auto& [id, covered] : checkpoint->segments) records += covered.records.size() / kCheckpointRecordBytes;
+    index_.reserve(records);
+  }
   for (auto& [id, segment] : segments_) {
     if (!segment->file) continue;
-    const SegmentContents contents = segment->file->scan(read_buffer_);
-    segment->damaged = !contents.gaps.empty();
+    segment->named = checkpoint_there_;  // perhaps it can be read the next time
+    SegmentFile& file = *segment->file;
+    std::int64_t from = kSegmentDataOffset;
+    if (checkpoint) {
+      const auto covered = checkpoint->segments.find(id);
+      if (covered != checkpoint->segments.end() && covered->second.covers(file.header())) {
+        const CheckpointSegment& known = covered->second;
+        for (std::size_t i = 0; i < known.records.size(); i += kCheckpointRecordBytes)
+          add_found(*segment, decode_checkpoint_record(known.records.subspan(i)));
+        segment->damaged = known.damaged;
+        active_ = nullptr;
+        file.set_end(known.end);
+        if (known.sealed) continue;
+        from = known.end;
+      }
+    }
+    const SegmentContents contents = file.scan(read_buffer_, from);
+    segment->damaged = segment->damaged || !contents.gaps.empty();
     for (const FoundRecord& found : contents.records) {
       const RecordHeader& header = found.header;
       next_sequence_ = std::max(next_sequence_, header.sequence + 1);
-      if (header.kind != RecordKind::value || header.layout_id != options_.layout_id) continue;
-      const Entry entry{{segment.get(), found.offset, header.length}, header.sequence, false};
-      const auto [at, added] = index_.try_emplace(header.id, entry);
-      if (!added) older[header.id].push_back(std::exchange(at->second, entry));
-      segment->ids.push_back(header.id);
-      segment->live_bytes += stored_bytes(header.length);
+      if (header.kind == RecordKind::dead || header.layout_id != options_.layout_id) continue;
+      add_found(*segment, {header.id, header.kind, found.offset, header.length, header.sequence});
     }
     active_ = segment.get();  // the last one that can be read
+    appended_bytes_ += contents.end - from;
   }
-  for (auto& [id, entries] : older) choose_sound(id, std::move(entries));
+  for (auto& [id, entries] : older_) choose_sound(id, std::move(entries));
+  older_.clear();
+}
+
+void DiskStore::add_found(Segment& segment, const CheckpointRecord& record) {
+  const Entry entry{{&segment, record.offset, record.length}, record.sequence, record.kind, record.kind != own_kind()};
+  const auto [at, added] = index_.try_emplace(record.id, entry);
+  if (!added) older_[record.id].push_back(std::exchange(at->second, entry));
+  segment.ids.push_back(record.id);
+  segment.live_bytes += stored_bytes(record.length);
 }
 
 // The newest may have been under way in a crash: its header there, its payload not.
@@ -123,62 +160,122 @@ void DiskStore::choose_sound(const RecordId& id, std::vector<Entry> older) {
 }
 
 void DiskStore::put(std::span<PutRequest> requests) {
-  for (PutRequest& request : requests) request.status = put_one(request.id, request.payload);
+  while (!requests.empty()) requests = requests.subspan(put_some(requests));
 }
 
-PutStatus DiskStore::put_one(const RecordId& id, std::span<const std::byte> payload) {
-  if (!lock_ || directory_failed_) return PutStatus::failed;
-  const auto length = static_cast<std::int64_t>(payload.size());
-  if (length > kMaxPayloadBytes || stored_bytes(length) > options_.segment_bytes - kSegmentDataOffset)
-    return PutStatus::too_large;
-  IoStatus status = make_active(stored_bytes(length), true);
-  Entry entry{{}, next_sequence_, false};
-  if (status.ok()) status = append(id, next_sequence_, payload, entry.place);
-  if (!status.ok()) return status.code == IoCode::no_space ? PutStatus::no_space : PutStatus::failed;
-  ++next_sequence_;
-  if (const auto old = index_.find(id); old != index_.end()) {
-    superseded_.push_back(old->second.place);
-    forget(id);
+std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
+  const std::int64_t seal_bytes = options_.cipher ? kSealBytes : 0;
+  const auto length_of = [&](const PutRequest& request) { return std::ssize(request.payload) + seal_bytes; };
+  const auto bytes_of = [&](const PutRequest& request) { return stored_bytes(length_of(request)); };
+  const std::int64_t most = options_.segment_bytes - kSegmentDataOffset;
+  PutRequest& first = requests.front();
+  first.status = PutStatus::failed;
+  if (!lock_ || directory_failed_) return 1;
+  if (length_of(first) > kMaxPayloadBytes || bytes_of(first) > most) {
+    first.status = PutStatus::too_large;
+    return 1;
   }
-  index_.emplace(id, entry);
-  if (active_->unsynced_bytes >= options_.sync_every_bytes) sync_segment(*active_);
-  return PutStatus::stored;
+  if (const IoStatus status = make_active(bytes_of(first), true); !status.ok()) {
+    first.status = status.code == IoCode::no_space ? PutStatus::no_space : PutStatus::failed;
+    return 1;
+  }
+
+  std::int64_t bytes = 0;
+  const std::int64_t limit = std::min(active_->file->room(), options_.sync_every_bytes - active_->unsynced_bytes);
+  std::vector<NewRecord> records;
+  for (const PutRequest& request : requests) {
+    if (!records.empty() && (length_of(request) > kMaxPayloadBytes || bytes + bytes_of(request) > limit)) break;
+    bytes += bytes_of(request);
+    records.push_back({request.id, next_sequence_++, request.payload, own_kind(), options_.cipher.get(), {}, {}});
+  }
+  append(records);
+
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const NewRecord& record = records[i];
+    if (!record.status.ok()) {
+      requests[i].status = record.status.code == IoCode::no_space ? PutStatus::no_space : PutStatus::failed;
+      continue;
+    }
+    if (const auto old = index_.find(record.id); old != index_.end()) {
+      superseded_.push_back(old->second.place);
+      forget(record.id);
+    }
+    index_.emplace(record.id, Entry{record.place, record.sequence, record.kind, false});
+    requests[i].status = PutStatus::stored;
+  }
+  if (active_ != nullptr && active_->unsynced_bytes >= options_.sync_every_bytes) sync_segment(*active_);
+  return records.size();
 }
 
 void DiskStore::get(std::span<GetRequest> requests) {
-  for (GetRequest& request : requests) request.status = get_one(request);
+  reads_.reset();
+  std::size_t next = 0;
+  run_transfers(
+      *queue_,
+      [&]() -> IoOp* {
+        while (next < requests.size() && !can_get(requests[next])) ++next;
+        if (next == requests.size()) return nullptr;
+        const GetRequest& request = requests[next];
+        const Place& place = index_.find(request.id)->second.place;
+        const std::span<std::byte> to = options_.cipher ? std::span<std::byte>() : request.to;
+        RecordRead* read = reads_.take(RecordRead::buffer_bytes(to, place.length));
+        if (read == nullptr) return nullptr;
+        read->index = next++;
+        read->start(*place.segment->file, place.offset, place.length, to);
+        return read;
+      },
+      [&](IoOp& op) {
+        RecordRead& read = static_cast<RecordRead&>(op);
+        finish_get(requests[read.index], read.finish());
+        reads_.give(op);
+      });
 }
 
-GetStatus DiskStore::get_one(GetRequest& request) {
+bool DiskStore::can_get(GetRequest& request) const {
   request.bytes = 0;
+  request.status = GetStatus::missing;
   const auto found = index_.find(request.id);
-  if (!lock_ || found == index_.end() || found->second.set_aside) return GetStatus::missing;
-  request.bytes = found->second.place.length;
-  if (static_cast<std::int64_t>(request.to.size()) < request.bytes) return GetStatus::too_small;
-  const ReadRecord record = read_entry(request.id, found->second);
-  if (!record.status.ok()) return GetStatus::failed;
-  if (record.refusal != RecordRefusal::none) {
-    set_aside(found->second);
-    return GetStatus::damaged;
+  if (!lock_ || found == index_.end() || found->second.set_aside) return false;
+  request.bytes = found->second.payload_bytes();
+  request.status = GetStatus::too_small;
+  return std::ssize(request.to) >= request.bytes;
+}
+
+void DiskStore::finish_get(GetRequest& request, ReadRecord record) {
+  Entry& entry = index_.find(request.id)->second;
+  compare(request.id, entry, record);
+  if (record.status.ok() && record.refusal != RecordRefusal::none && !entry.set_aside)
+    record = read_entry(request.id, entry);  // the damage may have been on the way
+  if (!record.status.ok()) {
+    request.status = GetStatus::failed;
+    return;
   }
-  std::copy(record.payload.begin(), record.payload.end(), request.to.begin());
-  return GetStatus::found;
+  if (record.refusal == RecordRefusal::none && options_.cipher &&
+      !options_.cipher->open(record.header, record.payload, request.to.first(static_cast<std::size_t>(request.bytes))))
+    record.refusal = RecordRefusal::wrong_key;
+  if (record.refusal != RecordRefusal::none) {
+    request.status = GetStatus::damaged;
+    if (std::exchange(entry.set_aside, true)) return;
+    ++counts_.set_aside_records;
+    if (record.refusal != RecordRefusal::wrong_key) entry.place.segment->damaged = true;
+    return;
+  }
+  if (!options_.cipher && record.payload.data() != request.to.data())
+    std::copy(record.payload.begin(), record.payload.end(), request.to.begin());
+  request.status = GetStatus::found;
 }
 
 ReadRecord DiskStore::read_entry(const RecordId& id, const Entry& entry) {
   ReadRecord record = entry.place.segment->file->read(entry.place.offset, entry.place.length, read_buffer_);
-  if (!record.status.ok()) record.refusal = RecordRefusal::too_short;
-  if (record.refusal != RecordRefusal::none) return record;
-  if (record.header.id != id) record.refusal = RecordRefusal::other_record;
-  if (record.header.layout_id != options_.layout_id) record.refusal = RecordRefusal::other_layout;
-  if (record.header.sequence != entry.sequence) record.refusal = RecordRefusal::other_sequence;
+  compare(id, entry, record);
   return record;
 }
 
-void DiskStore::set_aside(Entry& entry) {
-  entry.set_aside = true;
-  entry.place.segment->damaged = true;
-  ++counts_.set_aside_records;
+void DiskStore::compare(const RecordId& id, const Entry& entry, ReadRecord& record) const {
+  if (record.refusal != RecordRefusal::none) return;
+  if (record.header.id != id || record.header.kind != entry.kind) record.refusal = RecordRefusal::other_record;
+  if (record.header.layout_id != options_.layout_id) record.refusal = RecordRefusal::other_layout;
+  if (record.header.sequence != entry.sequence) record.refusal = RecordRefusal::other_sequence;
 }
 
 void DiskStore::forget(const RecordId& id) {
@@ -191,7 +288,7 @@ void DiskStore::exists(std::span<ExistsRequest> requests) const {
   for (ExistsRequest& request : requests) {
     const auto found = index_.find(request.id);
     const bool there = lock_ && found != index_.end() && !found->second.set_aside;
-    request.bytes = there ? found->second.place.length : -1;
+    request.bytes = there ? found->second.payload_bytes() : -1;
   }
 }
 
@@ -208,6 +305,7 @@ void DiskStore::remove(std::span<RemoveRequest> requests) {
 bool DiskStore::close() {
   if (!lock_) return false;
   const bool durable = flush();
+  if (durable && (appended_bytes_ > 0 || !checkpoint_there_)) write_checkpoint();
   segments_.clear();
   index_.clear();
   superseded_.clear();
@@ -251,7 +349,7 @@ StoreStats DiskStore::stats() const {
   for (const auto& [id, entry] : index_) {
     if (entry.set_aside) continue;
     ++stats.records;
-    stats.payload_bytes += entry.place.length;
+    stats.payload_bytes += entry.payload_bytes();
   }
   stats.segments = static_cast<std::int64_t>(segments_.size());
   stats.segment_bytes = total_bytes();

@@ -12,11 +12,13 @@
 //      forward; whoever opens a store after a crash looks at payloads where a key has several records.
 //   b. A superseded record is killed on disk after its successor is durable, a removed one after all older ones are
 //      killed, a segment is unlinked after its live records are durable elsewhere. So no older record comes back.
+//      A checkpoint of the index is gone from the disk before a record that it names is killed.
 //   c. After a failed fdatasync nothing more is written to the segment: what can still be read and verified moves to
 //      another one, and it is dropped.
 //
-// One thread at a time drives a store; two processes cannot (a lock file). Requests come in batches, so that they can
-// be in flight together; here they are done one after the other.
+// One thread at a time drives a store; two processes cannot (a lock file). The transfers of a batch are in flight
+// together, `queue_depth` at a time; its requests count in their order all the same. Payloads at addresses that are
+// multiples of 4,096 are not copied.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +30,10 @@
 #include <vector>
 
 #include "tier/file_system.h"
+#include "tier/index_checkpoint.h"
+#include "tier/record_cipher.h"
 #include "tier/record_format.h"
+#include "tier/record_transfer.h"
 #include "tier/requests.h"
 #include "tier/segment_file.h"
 
@@ -40,6 +45,10 @@ struct StoreOptions {
   std::int64_t segment_bytes = std::int64_t{256} << 20;    // a multiple of 4,096
   std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
   std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, so that a flush is short
+  int queue_depth = 32;                                    // transfers in flight; 1 to 4,096
+  /// Payloads are sealed with it, and what is not sealed with it is a miss. Null: payloads as they are, sealed ones
+  /// miss.
+  std::shared_ptr<const RecordCipher> cipher;
 };
 
 struct StoreStats {
@@ -69,6 +78,7 @@ class DiskStore {
   DiskStore& operator=(const DiskStore&) = delete;
 
   void put(std::span<PutRequest> requests);
+  /// Only where a request's status is `found` does its memory hold something of worth.
   void get(std::span<GetRequest> requests);
   void exists(std::span<ExistsRequest> requests) const;
   void remove(std::span<RemoveRequest> requests);
@@ -92,6 +102,7 @@ class DiskStore {
     std::int64_t unsynced_bytes = 0;
     bool dirty = false;    // there may be something that is not durable
     bool damaged = false;  // it has bytes that are no records
+    bool named = false;    // there may be a checkpoint on the disk that names its records
     bool leaving = false;  // takes no writes; unlinked by flush() when its records have moved
   };
   struct Place {
@@ -101,26 +112,49 @@ class DiskStore {
   struct Entry {
     Place place;
     std::uint64_t sequence = 0;
-    bool set_aside = false;  // damaged: a miss, but known, so that it is killed when a newer one takes its place
+    RecordKind kind = RecordKind::value;
+    bool set_aside = false;  // a miss, but known, so that it is killed when a newer one takes its place
+
+    std::int64_t payload_bytes() const { return place.length - (kind == RecordKind::sealed ? kSealBytes : 0); }
   };
   struct IdHash {
     std::size_t operator()(const RecordId& id) const;
   };
 
-  DiskStore(FileSystem& files, const StoreOptions& options) : files_(files), options_(options) {}
+  /// A record on its way into the active segment.
+  struct NewRecord {
+    RecordId id;
+    std::uint64_t sequence = 0;
+    std::span<const std::byte> payload;
+    RecordKind kind = RecordKind::value;
+    const RecordCipher* cipher = nullptr;  // seals it on its way
+    Place place;                           // out
+    IoStatus status;                       // out
+
+    std::int64_t length() const { return std::ssize(payload) + (cipher != nullptr ? kSealBytes : 0); }  // stored
+  };
+
+  DiskStore(FileSystem& files, const StoreOptions& options);
   void lock();
   void open_segments();
   void rebuild_index();
-  void choose_sound(const RecordId& id, std::vector<Entry> older);
+  void add_found(Segment& segment, const CheckpointRecord& record);
+  void choose_sound(const RecordId& id, std::vector<Entry> older);  // oldest first
 
-  PutStatus put_one(const RecordId& id, std::span<const std::byte> payload);
-  GetStatus get_one(GetRequest& request);
+  /// Those at the front that go into the active segment together; at least one. Returns how many.
+  std::size_t put_some(std::span<PutRequest> requests);
+  /// Is there something to read for it? Else it has its answer.
+  bool can_get(GetRequest& request) const;
+  void finish_get(GetRequest& request, ReadRecord record);
   /// Reads into read_buffer_ and compares with the index.
   ReadRecord read_entry(const RecordId& id, const Entry& entry);
-  void set_aside(Entry& entry);
+  void compare(const RecordId& id, const Entry& entry, ReadRecord& record) const;
+  RecordKind own_kind() const { return options_.cipher ? RecordKind::sealed : RecordKind::value; }
   void forget(const RecordId& id);  // out of the index; the bytes stay
 
-  IoStatus append(const RecordId& id, std::uint64_t sequence, std::span<const std::byte> payload, Place& place);
+  /// All in flight together; the active segment has room for them. The place of one that failed is dead, or the segment
+  /// leaves.
+  void append(std::span<NewRecord> records);
   IoStatus make_active(std::int64_t record_bytes, bool may_evict);
   IoStatus add_segment();
   bool evict_oldest();
@@ -132,22 +166,30 @@ class DiskStore {
   bool move_records(Segment& segment);
   bool kill(std::vector<Place>& places);
   bool unlink_leaving();
+  void write_checkpoint();
+  bool drop_checkpoint();
   void leave(Segment& segment);
   std::int64_t total_bytes() const;
 
   FileSystem& files_;
   StoreOptions options_;
   std::unique_ptr<FileLock> lock_;  // null: closed
+  std::unique_ptr<IoQueue> queue_;
   std::map<std::uint64_t, std::unique_ptr<Segment>> segments_;
   Segment* active_ = nullptr;  // takes appends
   std::unordered_map<RecordId, Entry, IdHash> index_;
-  std::vector<Place> superseded_, removed_;  // to be killed by flush(), in this order
+  std::unordered_map<RecordId, std::vector<Entry>, IdHash> older_;  // of the same key, while the store is opened
+  std::vector<Place> superseded_, removed_;                         // to be killed by flush(), in this order
   std::uint64_t next_segment_ = 1, next_sequence_ = 1;
+  std::int64_t appended_bytes_ = 0;  // since the last checkpoint
+  bool checkpoint_there_ = false;    // one is on the disk, good or not
   bool directory_dirty_ = false;
   bool directory_failed_ = false;  // its sync failed: names may be lost, so nothing can be promised any more
   bool records_lost_ = false;      // since the last flush() of the caller
   StoreStats counts_;              // the last four
   BlockBuffer read_buffer_, write_buffer_;
+  TransferPool<RecordRead> reads_;
+  TransferPool<RecordWrite> writes_;
 };
 
 }  // namespace kv4::tier

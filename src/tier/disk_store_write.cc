@@ -8,27 +8,65 @@ namespace kv4::tier {
 namespace {
 
 constexpr int kFlushAttempts = 4;  // each follows a segment that failed and was left
+// A checkpoint is written after as many new bytes: of whole segments, and of each byte that it takes.
+constexpr std::int64_t kCheckpointSegments = 4, kAppendedPerCheckpointByte = 16;
+constexpr std::int64_t kMergedBytes = 512 << 10;  // small records go together in writes of up to that many
+constexpr std::size_t kMaxMergedRecords = 64;     // each has up to three pieces
+static_assert(3 * kMaxMergedRecords <= kMaxIoPieces);
 
 }  // namespace
 
-IoStatus DiskStore::append(const RecordId& id, std::uint64_t sequence, std::span<const std::byte> payload,
-                           Place& place) {
-  RecordHeader header;
-  header.layout_id = options_.layout_id;
-  header.id = id;
-  header.sequence = sequence;
-  const SegmentFile::Appended appended = active_->file->append(header, payload, write_buffer_);
-  active_->dirty = true;
-  if (!appended.status.ok()) {
-    if (!appended.place_is_clean) leave(*active_);
-    return appended.status;
+void DiskStore::append(std::span<NewRecord> records) {
+  Segment& segment = *active_;
+  segment.dirty = true;
+  writes_.reset();
+  std::size_t next = 0;
+  run_transfers(
+      *queue_,
+      [&]() -> IoOp* {
+        if (next == records.size()) return nullptr;
+        std::size_t last = next;
+        std::int64_t bytes = 0, buffer_bytes = 0;
+        do {
+          bytes += stored_bytes(records[last].length());
+          buffer_bytes += RecordWrite::buffer_bytes(records[last].payload, records[last].cipher);
+        } while (++last < records.size() && last - next < kMaxMergedRecords &&
+                 bytes + stored_bytes(records[last].length()) <= kMergedBytes);
+        RecordWrite* write = writes_.take(buffer_bytes);
+        if (write == nullptr) return nullptr;
+        write->start(*segment.file, segment.file->end(), buffer_bytes);
+        write->first = next;
+        write->last = last;
+        for (; next < last; ++next) {
+          NewRecord& record = records[next];
+          RecordHeader header;
+          header.kind = record.kind;
+          header.layout_id = options_.layout_id;
+          header.id = record.id;
+          header.length = record.length();
+          header.sequence = record.sequence;
+          record.place = {&segment, segment.file->reserve(header.length), header.length};
+          if (!write->add(header, record.payload, record.cipher)) record.status = {IoCode::failed, 0};
+        }
+        return write;
+      },
+      [&](IoOp& op) {
+        const RecordWrite& write = static_cast<const RecordWrite&>(op);
+        for (NewRecord& record : records.subspan(write.first, write.last - write.first))
+          if (record.status.ok()) record.status = op.moved.status;
+        writes_.give(op);
+      });
+
+  for (const NewRecord& record : records) {
+    if (!record.status.ok()) {
+      if (!segment.file->kill(record.place.offset, record.place.length, write_buffer_).ok()) leave(segment);
+      continue;
+    }
+    segment.ids.push_back(record.id);
+    segment.live_bytes += stored_bytes(record.length());
+    segment.unsynced_bytes += stored_bytes(record.length());
+    appended_bytes_ += stored_bytes(record.length());
   }
-  const auto length = static_cast<std::int64_t>(payload.size());
-  place = {active_, appended.offset, length};
-  active_->ids.push_back(id);
-  active_->live_bytes += stored_bytes(length);
-  active_->unsynced_bytes += stored_bytes(length);
-  return {};
 }
 
 /// `may_evict`: not while records are moved out of a segment that leaves.
@@ -117,12 +155,12 @@ bool DiskStore::move_records(Segment& segment) {
       forget(id);
       continue;
     }
-    Entry moved{{}, old.sequence, false};
-    if (!make_active(stored_bytes(old.place.length), false).ok() ||
-        !append(id, old.sequence, record.payload, moved.place).ok())
-      return false;
+    if (!make_active(stored_bytes(old.place.length), false).ok()) return false;
+    NewRecord moved{id, old.sequence, record.payload, old.kind, nullptr, {}, {}};
+    append({&moved, 1});
+    if (!moved.status.ok()) return false;
     forget(id);
-    index_.emplace(id, moved);
+    index_.emplace(id, Entry{moved.place, old.sequence, old.kind, old.set_aside});
   }
   segment.ids.clear();
   return true;
@@ -130,6 +168,8 @@ bool DiskStore::move_records(Segment& segment) {
 
 /// Durable when it returns true. A segment that fails leaves.
 bool DiskStore::kill(std::vector<Place>& places) {
+  const bool named = std::any_of(places.begin(), places.end(), [](const Place& place) { return place.segment->named; });
+  if (named && !drop_checkpoint()) return false;
   for (const Place& place : places) {
     Segment& segment = *place.segment;
     if (segment.leaving) continue;  // they go with it
@@ -166,7 +206,51 @@ bool DiskStore::flush() {
   if (!lock_) return false;
   const bool durable = settle();
   records_lost_ = false;
+  const std::int64_t checkpoint_bytes = static_cast<std::int64_t>(index_.size()) * kCheckpointRecordBytes;
+  if (durable && appended_bytes_ >= std::max(kCheckpointSegments * options_.segment_bytes,
+                                             kAppendedPerCheckpointByte * checkpoint_bytes))
+    write_checkpoint();
   return durable;
+}
+
+/// After a flush: no record that counts is unsynced, none that does not is alive. Where it fails, the older one stays
+/// true, as far as it goes.
+void DiskStore::write_checkpoint() {
+  std::vector<std::pair<const Entry*, const RecordId*>> entries;
+  std::map<const Segment*, std::int64_t> counts;
+  for (const auto& [id, entry] : index_) {
+    entries.emplace_back(&entry, &id);
+    ++counts[entry.place.segment];
+  }
+  std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
+    const Place &x = a.first->place, &y = b.first->place;
+    return std::pair(x.segment->id, x.offset) < std::pair(y.segment->id, y.offset);
+  });
+  CheckpointWriter writer(std::ssize(segments_), std::ssize(entries));
+  auto next = entries.begin();
+  for (auto& [id, segment] : segments_) {
+    if (!segment->file) continue;
+    const SegmentHeader& header = segment->file->header();
+    writer.add({id, header.nonce, header.bytes, segment->file->end(), segment.get() != active_, segment->damaged, {}},
+               counts[segment.get()]);
+    for (; next != entries.end() && next->first->place.segment == segment.get(); ++next) {
+      const auto& [entry, record] = *next;
+      writer.add({*record, entry->kind, entry->place.offset, entry->place.length, entry->sequence});
+    }
+  }
+  for (auto& [id, segment] : segments_) segment->named = true;
+  checkpoint_there_ = true;
+  if (writer.write(files_, options_.directory, options_.layout_id, next_sequence_).ok()) appended_bytes_ = 0;
+}
+
+bool DiskStore::drop_checkpoint() {
+  const IoStatus status = files_.unlink(options_.directory + "/" + std::string(kCheckpointName));
+  if (!status.ok() && status.code != IoCode::not_found) return false;
+  directory_dirty_ = true;
+  if (!sync_directory()) return false;
+  for (auto& [id, segment] : segments_) segment->named = false;
+  checkpoint_there_ = false;
+  return true;
 }
 
 // Each step may begin only when the one before is durable. A segment that fails on the way leaves, and all begins

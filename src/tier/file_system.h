@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -38,12 +39,18 @@ struct IoBytes {
   std::int64_t bytes = 0;
 };
 
+/// Memory that a transfer reads into or writes from; several in a row are one range of the file.
+struct IoPiece {
+  std::byte* data = nullptr;
+  std::size_t bytes = 0;
+};
+
 /// Offsets, lengths and addresses are multiples of 4,096: files may bypass the page cache.
 class File {
  public:
   virtual ~File() = default;
-  virtual IoBytes pread(std::int64_t offset, std::span<std::byte> to) = 0;
-  virtual IoBytes pwrite(std::int64_t offset, std::span<const std::byte> from) = 0;
+  virtual IoBytes readv(std::int64_t offset, std::span<const IoPiece> to) = 0;
+  virtual IoBytes writev(std::int64_t offset, std::span<const IoPiece> from) = 0;
   /// When it returns ok, everything written before is on the disk. After a failure nothing is known about the writes
   /// since the last success, and a second call would lie: the kernel forgets what it could not write.
   virtual IoStatus fdatasync() = 0;
@@ -52,6 +59,31 @@ class File {
   /// Gives room back; the range reads as zeros.
   virtual IoStatus punch(std::int64_t offset, std::int64_t bytes) = 0;
   virtual std::int64_t size() = 0;  // -1: it cannot be told
+};
+
+/// One range of a file on its way. It and its memory stay where they are from submit() until wait() gives it back.
+struct IoOp {
+  enum class Kind : std::uint8_t { read, write };
+
+  File* file = nullptr;
+  Kind kind = Kind::read;
+  std::int64_t offset = 0;
+  std::vector<IoPiece> pieces;  // at most kMaxIoPieces; what is left of them while it is under way
+  IoBytes moved;                // out: by the last submit()
+  bool tried = false;           // a read that has failed once: unlike a sync it may be tried again
+};
+
+inline constexpr std::size_t kMaxIoPieces = 1024;  // of Linux
+
+/// Transfers that are in flight together. They come back in any order, whole or in part.
+class IoQueue {
+ public:
+  virtual ~IoQueue() = default;  // nothing is in flight
+  virtual int depth() const = 0;
+  /// At most depth() at a time.
+  virtual void submit(IoOp& op) = 0;
+  /// One that has ended; there is one in flight.
+  virtual IoOp& wait() = 0;
 };
 
 /// Held until destroyed; the system releases it when the process ends, however it ends.
@@ -83,16 +115,35 @@ class FileSystem {
   virtual IoStatus sync_directory(const std::string& directory) = 0;
   /// For the owner alone (0600); never through a symbolic link.
   virtual Opened<File> open(const std::string& path, OpenMode mode) = 0;
+  /// For its files; one thread at a time uses it. `lock` stays held until everything that was submitted has ended, even
+  /// where the process is killed before: what it had in flight must not meet the next holder's writes. Null: no lock.
+  virtual std::unique_ptr<IoQueue> make_queue(int depth, FileLock* lock) = 0;
   virtual IoStatus rename(const std::string& from, const std::string& to) = 0;
   virtual IoStatus unlink(const std::string& path) = 0;
-  /// Against other processes and other holders in this one; does not wait.
+  /// Against other processes and other holders in this one. Waits no longer than it takes what a killed process had in
+  /// flight to end, a second at most.
   virtual Opened<FileLock> lock(const std::string& path) = 0;
   virtual std::int64_t now_ns() = 0;     // since 1970
   virtual std::uint64_t random64() = 0;  // not to be guessed
 };
 
-/// `direct`: bypass the page cache where the file system can.
-std::unique_ptr<FileSystem> make_posix_file_system(bool direct = true);
+struct PosixOptions {
+  bool direct = true;    // bypass the page cache where the file system can
+  bool io_uring = true;  // where the kernel lets us; else a queue's transfers are done one after the other
+};
+std::unique_ptr<FileSystem> make_posix_file_system(const PosixOptions& options = {});
+
+/// By the file's own calls, at once.
+void move_plainly(IoOp& op);
+
+/// A queue over the files' own calls: done when submitted.
+std::unique_ptr<IoQueue> make_plain_queue(int depth);
+
+/// Runs what `next` gives, as many at once as the queue takes, until it gives null with nothing in flight: null while
+/// something is means "not now". `done` is called for each when all of it has moved or it has failed (op.moved.status),
+/// in any order, with the queue full again: what it computes overlaps with the rest. So up to depth() + 1 are under
+/// way.
+void run_transfers(IoQueue& queue, const std::function<IoOp*()>& next, const std::function<void(IoOp&)>& done);
 
 /// All of it, over as many calls as that takes. A read that meets the end of the file has failed.
 /// A read is tried twice: unlike a sync it may be.

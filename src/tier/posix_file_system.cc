@@ -8,14 +8,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <random>
+#include <thread>
 #include <utility>
 
-#include "tier/file_system.h"
+#include "tier/posix_file.h"
 
 namespace kv4::tier {
-namespace {
 
 IoStatus status_of(int error) {
   switch (error) {
@@ -30,86 +29,15 @@ IoStatus status_of(int error) {
   }
 }
 
-template <class Call>
-auto uninterrupted(Call&& call) {
-  auto result = call();
-  while (result < 0 && errno == EINTR) result = call();
-  return result;
-}
+namespace {
 
 IoStatus checked(long result) { return status_of(result < 0 ? errno : 0); }
 
-/// Owns a descriptor.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
-  bool valid() const { return fd_ >= 0; }
-
- private:
-  int fd_;
-};
-
-class PosixFile : public File {
- public:
-  explicit PosixFile(Descriptor fd) : fd_(std::move(fd)) {}
-
-  IoBytes pread(std::int64_t offset, std::span<std::byte> to) override {
-    return moved([&] { return ::pread(fd_.get(), to.data(), to.size(), offset); });
-  }
-  IoBytes pwrite(std::int64_t offset, std::span<const std::byte> from) override {
-    return moved([&] { return ::pwrite(fd_.get(), from.data(), from.size(), offset); });
-  }
-  IoStatus fdatasync() override { return checked(::fdatasync(fd_.get())); }
-  IoStatus fallocate(std::int64_t bytes) override {
-    const IoStatus status = checked(uninterrupted([&] { return ::fallocate(fd_.get(), 0, 0, bytes); }));
-    return status.code != IoCode::unsupported ? status
-                                              : checked(uninterrupted([&] { return ::ftruncate(fd_.get(), bytes); }));
-  }
-  IoStatus punch(std::int64_t offset, std::int64_t bytes) override {
-    return checked(uninterrupted(
-        [&] { return ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes); }));
-  }
-  std::int64_t size() override {
-    struct stat info {};
-    return ::fstat(fd_.get(), &info) == 0 ? info.st_size : -1;
-  }
-
- private:
-  // Some file systems take O_DIRECT when a file is opened and refuse the first transfer.
-  template <class Call>
-  IoBytes moved(Call&& call) {
-    ssize_t bytes = uninterrupted(call);
-    if (bytes < 0 && errno == EINVAL) {
-      const int flags = ::fcntl(fd_.get(), F_GETFL);
-      if (flags >= 0 && (flags & O_DIRECT) != 0 && ::fcntl(fd_.get(), F_SETFL, flags & ~O_DIRECT) == 0)
-        bytes = uninterrupted(call);
-      else
-        errno = EINVAL;
-    }
-    return {checked(bytes), std::max<std::int64_t>(bytes, 0)};
-  }
-
-  Descriptor fd_;
-};
-
-class PosixLock : public FileLock {
- public:
-  explicit PosixLock(Descriptor fd) : fd_(std::move(fd)) {}
-
- private:
-  Descriptor fd_;
-};
+constexpr std::chrono::milliseconds kLockWait{1000}, kLockStep{5};
 
 class PosixFileSystem : public FileSystem {
  public:
-  explicit PosixFileSystem(bool direct) : direct_(direct) {}
+  explicit PosixFileSystem(const PosixOptions& options) : options_(options) {}
 
   IoStatus make_directory(const std::string& path) override {
     const IoStatus status = checked(::mkdir(path.c_str(), 0700));
@@ -139,12 +67,17 @@ class PosixFileSystem : public FileSystem {
   Opened<File> open(const std::string& path, OpenMode mode) override {
     const int flags = O_NOFOLLOW | O_CLOEXEC | (mode == OpenMode::read ? O_RDONLY : O_RDWR) |
                       (mode == OpenMode::create ? O_CREAT | O_EXCL : 0);
-    int fd = uninterrupted([&] { return ::open(path.c_str(), flags | (direct_ ? O_DIRECT : 0), 0600); });
+    int fd = uninterrupted([&] { return ::open(path.c_str(), flags | (options_.direct ? O_DIRECT : 0), 0600); });
     // Without O_DIRECT; a file that the refused call has made is there already.
-    if (fd < 0 && errno == EINVAL && direct_)
+    if (fd < 0 && errno == EINVAL && options_.direct)
       fd = uninterrupted([&] { return ::open(path.c_str(), flags & ~O_EXCL, 0600); });
     if (fd < 0) return {status_of(errno), nullptr};
     return {{}, std::make_unique<PosixFile>(Descriptor(fd))};
+  }
+
+  std::unique_ptr<IoQueue> make_queue(int depth, FileLock* lock) override {
+    std::unique_ptr<IoQueue> queue = options_.io_uring ? make_io_uring_queue(depth, lock) : nullptr;
+    return queue ? std::move(queue) : make_plain_queue(depth);
   }
 
   IoStatus rename(const std::string& from, const std::string& to) override {
@@ -155,8 +88,12 @@ class PosixFileSystem : public FileSystem {
 
   Opened<FileLock> lock(const std::string& path) override {
     Descriptor fd(uninterrupted([&] { return ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600); }));
-    if (!fd.valid() || uninterrupted([&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) != 0)
-      return {status_of(errno), nullptr};
+    if (!fd.valid()) return {status_of(errno), nullptr};
+    const auto deadline = std::chrono::steady_clock::now() + kLockWait;
+    while (uninterrupted([&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) != 0) {
+      if (errno != EWOULDBLOCK || std::chrono::steady_clock::now() >= deadline) return {status_of(errno), nullptr};
+      std::this_thread::sleep_for(kLockStep);
+    }
     return {{}, std::make_unique<PosixLock>(std::move(fd))};
   }
 
@@ -173,41 +110,57 @@ class PosixFileSystem : public FileSystem {
   }
 
  private:
-  bool direct_;
+  PosixOptions options_;
 };
 
 }  // namespace
 
-std::string to_string(const IoStatus& status) {
-  return status.error != 0 ? std::strerror(status.error) : status.ok() ? "ok" : "input/output error";
+// Before the descriptor is closed: a queue has a share in the file.
+PosixLock::~PosixLock() {
+  if (fd_.valid()) (void)::flock(fd(), LOCK_UN);
 }
 
-std::unique_ptr<FileSystem> make_posix_file_system(bool direct) { return std::make_unique<PosixFileSystem>(direct); }
-
-IoStatus read_all(File& file, std::int64_t offset, std::span<std::byte> to) {
-  bool tried = false;
-  while (!to.empty()) {
-    const IoBytes read = file.pread(offset, to);
-    if (!read.status.ok()) {
-      if (std::exchange(tried, true)) return read.status;
-      continue;
-    }
-    if (read.bytes == 0) return {IoCode::failed, 0};
-    offset += read.bytes;
-    to = to.subspan(static_cast<std::size_t>(read.bytes));
-  }
-  return {};
+IoBytes PosixFile::readv(std::int64_t offset, std::span<const IoPiece> to) {
+  return moved([&] { return ::preadv(fd(), as_iovec(to), static_cast<int>(to.size()), offset); });
 }
 
-IoStatus write_all(File& file, std::int64_t offset, std::span<const std::byte> from) {
-  while (!from.empty()) {
-    const IoBytes written = file.pwrite(offset, from);
-    if (!written.status.ok()) return written.status;
-    if (written.bytes == 0) return {IoCode::failed, 0};
-    offset += written.bytes;
-    from = from.subspan(static_cast<std::size_t>(written.bytes));
+IoBytes PosixFile::writev(std::int64_t offset, std::span<const IoPiece> from) {
+  return moved([&] { return ::pwritev(fd(), as_iovec(from), static_cast<int>(from.size()), offset); });
+}
+
+IoStatus PosixFile::fdatasync() { return checked(::fdatasync(fd())); }
+
+IoStatus PosixFile::fallocate(std::int64_t bytes) {
+  const IoStatus status = checked(uninterrupted([&] { return ::fallocate(fd(), 0, 0, bytes); }));
+  return status.code != IoCode::unsupported ? status : checked(uninterrupted([&] { return ::ftruncate(fd(), bytes); }));
+}
+
+IoStatus PosixFile::punch(std::int64_t offset, std::int64_t bytes) {
+  return checked(
+      uninterrupted([&] { return ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes); }));
+}
+
+std::int64_t PosixFile::size() {
+  struct stat info {};
+  return ::fstat(fd(), &info) == 0 ? info.st_size : -1;
+}
+
+// Some file systems take O_DIRECT when a file is opened and refuse the first transfer.
+template <class Call>
+IoBytes PosixFile::moved(Call&& call) {
+  ssize_t bytes = uninterrupted(call);
+  if (bytes < 0 && errno == EINVAL) {
+    const int flags = ::fcntl(fd(), F_GETFL);
+    if (flags >= 0 && (flags & O_DIRECT) != 0 && ::fcntl(fd(), F_SETFL, flags & ~O_DIRECT) == 0)
+      bytes = uninterrupted(call);
+    else
+      errno = EINVAL;
   }
-  return {};
+  return {checked(bytes), std::max<std::int64_t>(bytes, 0)};
+}
+
+std::unique_ptr<FileSystem> make_posix_file_system(const PosixOptions& options) {
+  return std::make_unique<PosixFileSystem>(options);
 }
 
 }  // namespace kv4::tier

@@ -12,6 +12,7 @@ constexpr char kMagic[] = {'K', 'V', '4', 'R', 'E', 'C', '\r', '\n'};
 constexpr int kVersionAt = 8, kKindAt = 12, kLayoutAt = 16, kTenantAt = 24, kKeyAt = 32, kLengthAt = 64,
               kSequenceAt = 72, kPayloadDigestAt = 80, kPlaceAt = 96, kZeroAt = 104, kDigestAt = 120;
 static_assert(sizeof(kMagic) == kVersionAt && kKeyAt + sizeof(Key) == kLengthAt);
+static_assert(kRecordIdentityBytes == kPayloadDigestAt);
 static_assert(kZeroAt % 8 == 0 && kDigestAt + 8 == kRecordHeaderBytes);
 
 ParsedHeader refused(RecordRefusal refusal) { return {refusal, {}}; }
@@ -34,6 +35,7 @@ const char* to_string(RecordRefusal refusal) {
     case RecordRefusal::other_record: return "another record";
     case RecordRefusal::other_layout: return "other layout";
     case RecordRefusal::other_sequence: return "another sequence";
+    case RecordRefusal::wrong_key: return "sealed with another key";
   }
   return "unknown";
 }
@@ -65,11 +67,13 @@ ParsedHeader parse_header(std::span<const std::byte> bytes) {
     return refused(RecordRefusal::damaged_header);
 
   const auto kind = load_le<std::uint32_t>(at + kKindAt);
-  if (kind > static_cast<std::uint32_t>(RecordKind::dead)) return refused(RecordRefusal::unknown_kind);
+  if (kind > static_cast<std::uint32_t>(RecordKind::sealed)) return refused(RecordRefusal::unknown_kind);
   if (std::any_of(at + kZeroAt, at + kDigestAt, [](std::byte b) { return b != std::byte{0}; }))
     return refused(RecordRefusal::reserved_not_zero);
   const auto length = load_le<std::uint64_t>(at + kLengthAt);
-  if (length > static_cast<std::uint64_t>(kMaxPayloadBytes)) return refused(RecordRefusal::bad_length);
+  if (length > static_cast<std::uint64_t>(kMaxPayloadBytes) ||
+      (kind == static_cast<std::uint32_t>(RecordKind::sealed) && length < kSealBytes))
+    return refused(RecordRefusal::bad_length);
 
   ParsedHeader parsed;
   RecordHeader& header = parsed.header;

@@ -3,18 +3,15 @@
 //   offset  size  meaning
 //        0     8  "KV4REC\r\n"
 //        8     4  version, 1
-//       12     4  kind: 0 a value, 1 dead (its place is used up, its payload is gone)
-//       16     8  layout id of the cache whose bytes these are
-//       24     8  tenant
-//       32    32  key
-//       64     8  length of the payload
-//       72     8  sequence: grows with every put of a store
-//       80    16  XXH3-128 of the payload, low half first
-//       96     8  place: a digest of where a segment keeps it, 0 elsewhere. Bytes of a payload that look like a record,
+//       12     4  kind: 0 a value, 1 dead (its place is used up, its payload is gone), 2 a sealed value
+//       (record_cipher.h) 16     8  layout id of the cache whose bytes these are 24     8  tenant 32    32  key 64 8
+//       length of the payload 72     8  sequence: grows with every put of a store 80    16  XXH3-128 of the payload,
+//       low half first 96     8  place: a digest of where a segment keeps it, 0 elsewhere. Bytes of a payload that look
+//       like a record,
 //                 and a record that was written to another place, have another one
 //      104    16  zero
 //      120     8  XXH3-64 of bytes 0 to 119
-//      128        payload; on a disk zeros follow up to a multiple of 4,096
+//      128        payload; on a disk it begins at 4,096, so that it can be read straight into aligned memory
 #pragma once
 
 #include <array>
@@ -30,6 +27,8 @@ inline constexpr std::int64_t kRecordHeaderBytes = 128;
 inline constexpr std::int64_t kBlockBytes = 4096;  // what records on a disk are aligned to
 inline constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 30;
 inline constexpr std::uint32_t kRecordVersion = 1;
+inline constexpr std::int64_t kRecordIdentityBytes = 80;  // of the header: what a seal is bound to
+inline constexpr std::int64_t kSealBytes = 40;            // what a sealed payload is longer than what is in it
 
 using Key = std::array<std::byte, 32>;
 
@@ -40,7 +39,7 @@ struct RecordId {
   friend bool operator==(const RecordId&, const RecordId&) = default;
 };
 
-enum class RecordKind : std::uint32_t { value = 0, dead = 1 };
+enum class RecordKind : std::uint32_t { value = 0, dead = 1, sealed = 2 };
 
 struct RecordHeader {
   RecordKind kind = RecordKind::value;
@@ -67,7 +66,8 @@ enum class RecordRefusal : std::uint8_t {
   dead,               // a value was expected
   other_record,       // another tenant or key than was asked for
   other_layout,       // bytes of a cache of another layout
-  other_sequence      // an older or newer record of the same key
+  other_sequence,     // an older or newer record of the same key
+  wrong_key           // sealed with another key; or not sealed where that is asked for, or the other way round
 };
 
 const char* to_string(RecordRefusal refusal);
@@ -84,9 +84,11 @@ ParsedHeader parse_header(std::span<const std::byte> bytes);
 /// Header and payload; what follows them is not looked at.
 ParsedHeader verify_record(std::span<const std::byte> bytes);
 
-/// Of a payload of `length` bytes on a disk: header, payload, zeros.
-constexpr std::int64_t stored_bytes(std::int64_t length) {
-  return (kRecordHeaderBytes + length + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+constexpr std::int64_t whole_blocks(std::int64_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
+
+/// Of a payload of `length` bytes on a disk: a block with the header, the payload, zeros.
+constexpr std::int64_t stored_bytes(std::int64_t length) { return kBlockBytes + whole_blocks(length); }
 
 }  // namespace kv4::tier

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <utility>
 
 #include "tier/little_endian.h"
 
@@ -14,7 +15,7 @@ namespace {
 constexpr char kMagic[] = {'K', 'V', '4', 'S', 'E', 'G', '\r', '\n'};
 constexpr int kVersionAt = 8, kIdAt = 16, kNonceAt = 24, kLayoutAt = 32, kBytesAt = 40, kCreatedAt = 48, kDigestAt = 56;
 constexpr std::string_view kNamePrefix = "segment-", kNameSuffix = ".kv4";
-constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once while looking for the next record
+constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once where the next record may be near
 constexpr std::int64_t kMaxSegmentBytes = std::int64_t{1} << 40;
 
 bool is_zero(std::span<const std::byte> bytes) {
@@ -151,17 +152,18 @@ ParsedHeader SegmentFile::parse_at(std::int64_t offset, std::span<const std::byt
   return parsed;
 }
 
-SegmentContents SegmentFile::scan(BlockBuffer& buffer) {
+SegmentContents SegmentFile::scan(BlockBuffer& buffer, std::int64_t from) {
   SegmentContents found;
+  found.end = from;
   const std::int64_t limit = std::min(file_->size(), header_.bytes);
   std::span<std::byte> chunk;
   std::int64_t chunk_offset = 0;
-  bool searching = false;  // the last block was no record
+  bool many = false;  // the next header is near: the last block was no record, or a small one
 
-  for (std::int64_t offset = kSegmentDataOffset; offset + kBlockBytes <= limit;) {
+  for (std::int64_t offset = from; offset + kBlockBytes <= limit;) {
     if (offset < chunk_offset || offset >= chunk_offset + static_cast<std::int64_t>(chunk.size())) {
       const std::int64_t blocks = (limit - offset) / kBlockBytes;
-      chunk = buffer.get(searching ? std::min(kSearchBytes, blocks * kBlockBytes) : kBlockBytes);
+      chunk = buffer.get(many ? std::min(kSearchBytes, blocks * kBlockBytes) : kBlockBytes);
       chunk_offset = offset;
       // Where many blocks cannot be read, one by one: those that cannot, count as damaged.
       if (!read_all(*file_, offset, chunk).ok()) {
@@ -178,7 +180,7 @@ SegmentContents SegmentFile::scan(BlockBuffer& buffer) {
       found.records.push_back({offset, parsed.header});
       offset += stored_bytes(parsed.header.length);
       found.end = offset;
-      searching = false;
+      many = stored_bytes(parsed.header.length) < kSearchBytes / 8;
       continue;
     }
     if (!is_zero(block)) {
@@ -186,51 +188,44 @@ SegmentContents SegmentFile::scan(BlockBuffer& buffer) {
       found.gaps.back().bytes = offset + kBlockBytes - found.gaps.back().offset;
     }
     offset += kBlockBytes;
-    searching = true;
+    many = true;
   }
   end_ = found.end;
   return found;
 }
 
-SegmentFile::Appended SegmentFile::append(RecordHeader header, std::span<const std::byte> payload,
-                                          BlockBuffer& buffer) {
-  header.kind = RecordKind::value;
-  header.length = static_cast<std::int64_t>(payload.size());
-  header.payload_digest = digest128(payload);
-  header.place = place_of(end_);
-  const std::span<std::byte> record = buffer.get(stored_bytes(header.length));
-  encode_header(header, record.first<kRecordHeaderBytes>());
-  std::copy(payload.begin(), payload.end(), record.begin() + kRecordHeaderBytes);
-  std::fill(record.begin() + kRecordHeaderBytes + header.length, record.end(), std::byte{0});
+std::int64_t SegmentFile::reserve(std::int64_t length) { return std::exchange(end_, end_ + stored_bytes(length)); }
 
-  Appended appended{write_all(*file_, end_, record), true, end_};
-  if (appended.status.ok()) {
-    end_ += static_cast<std::int64_t>(record.size());
-  } else {
-    const std::span<std::byte> block = buffer.get(kBlockBytes);
-    std::fill(block.begin(), block.end(), std::byte{0});
-    appended.place_is_clean = write_all(*file_, end_, block).ok();
-  }
-  return appended;
+void SegmentFile::encode_at(std::int64_t offset, RecordHeader header, std::span<std::byte> block) const {
+  header.place = place_of(offset);
+  encode_header(header, block.first<kRecordHeaderBytes>());
+  std::fill(block.begin() + kRecordHeaderBytes, block.end(), std::byte{0});
+}
+
+ReadRecord SegmentFile::check(std::int64_t offset, std::span<const std::byte> block,
+                              std::span<const std::byte> payload) const {
+  const ParsedHeader parsed = parse_at(offset, block);
+  ReadRecord record{parsed.refusal, {}, parsed.header, payload};
+  if (record.refusal != RecordRefusal::none) return record;
+  if (parsed.header.kind == RecordKind::dead)
+    record.refusal = RecordRefusal::dead;
+  else if (parsed.header.length != static_cast<std::int64_t>(payload.size()))
+    record.refusal = RecordRefusal::bad_length;
+  else if (digest128(payload) != parsed.header.payload_digest)
+    record.refusal = RecordRefusal::damaged_payload;
+  return record;
 }
 
 ReadRecord SegmentFile::read(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
-  ReadRecord answer;
   const std::span<std::byte> bytes = buffer.get(stored_bytes(length));
+  ReadRecord record;
   for (int attempt = 0; attempt < 2; ++attempt) {
-    answer.status = read_all(*file_, offset, bytes);
-    if (!answer.status.ok()) return answer;
-    const ParsedHeader parsed = verify_record(bytes);
-    answer.refusal = parsed.refusal;
-    answer.header = parsed.header;
-    if (answer.refusal == RecordRefusal::none && parsed.header.place != place_of(offset))
-      answer.refusal = RecordRefusal::misplaced;
-    if (answer.refusal == RecordRefusal::none) {
-      answer.payload = bytes.subspan(kRecordHeaderBytes, static_cast<std::size_t>(parsed.header.length));
-      break;
-    }
+    const IoStatus status = read_all(*file_, offset, bytes);
+    if (!status.ok()) return {RecordRefusal::too_short, status, {}, {}};
+    record = check(offset, bytes.first(kBlockBytes), bytes.subspan(kBlockBytes, static_cast<std::size_t>(length)));
+    if (record.refusal == RecordRefusal::none) break;
   }
-  return answer;
+  return record;
 }
 
 IoStatus SegmentFile::kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
@@ -238,10 +233,8 @@ IoStatus SegmentFile::kill(std::int64_t offset, std::int64_t length, BlockBuffer
   header.kind = RecordKind::dead;
   header.layout_id = header_.layout_id;
   header.length = length;
-  header.place = place_of(offset);
   const std::span<std::byte> block = buffer.get(kBlockBytes);
-  std::fill(block.begin(), block.end(), std::byte{0});
-  encode_header(header, block.first<kRecordHeaderBytes>());
+  encode_at(offset, header, block);
   const IoStatus status = write_all(*file_, offset, block);
   const std::int64_t rest = stored_bytes(length) - kBlockBytes;
   if (status.ok() && rest > 0)

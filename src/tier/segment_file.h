@@ -3,7 +3,7 @@
 //   offset  size   meaning
 //        0  4,096  segment header: "KV4SEG\r\n", version, id, nonce, layout id, bytes, time, digest, zeros
 //    4,096  4,096  the same again, so that one damaged block does not lose the segment
-//    8,192         records (record_format.h), each at a multiple of 4,096
+//    8,192         records, each at a multiple of 4,096: a block with its header (record_format.h), its payload, zeros
 //
 // The nonce is random and makes the records' places (`RecordHeader::place`): a scan that looks for the next record
 // after a damaged one cannot be fooled by what a payload holds.
@@ -23,7 +23,7 @@
 
 namespace kv4::tier {
 
-inline constexpr std::uint32_t kSegmentVersion = 1;
+inline constexpr std::uint32_t kSegmentVersion = 2;
 inline constexpr std::int64_t kSegmentDataOffset = 2 * kBlockBytes;
 
 struct SegmentHeader {
@@ -40,10 +40,11 @@ std::optional<std::uint64_t> parse_segment_name(std::string_view name);
 /// Of a segment that is being made; one that is found was never finished.
 inline constexpr std::string_view kUnfinishedSuffix = ".new";
 
-/// Memory that files may be read into past the page cache; grows, never shrinks.
+/// Memory that files may be read into past the page cache; grows, never shrinks. What it held is gone when it grows.
 class BlockBuffer {
  public:
   std::span<std::byte> get(std::int64_t bytes);
+  std::int64_t bytes() const { return bytes_; }
 
  private:
   struct Free {
@@ -70,7 +71,7 @@ struct SegmentContents {
   std::int64_t end = kSegmentDataOffset;  // of the last record
 };
 
-/// `header` counts only where `refusal` is none; then `payload` lies in the buffer that was given.
+/// `header` counts only where `refusal` is none; then `payload` lies in the memory that was given.
 struct ReadRecord {
   RecordRefusal refusal = RecordRefusal::none;
   IoStatus status;
@@ -99,21 +100,21 @@ class SegmentFile {
   std::int64_t end() const { return end_; }  // where the next record goes
   std::int64_t room() const { return header_.bytes - end_; }
 
-  /// Reads headers only, and sets end().
-  SegmentContents scan(BlockBuffer& buffer);
-  /// At end(); `header` gets length, digest and place. Where it fails the record is not there, now or later, if the
-  /// second value is true; else nothing is known about the last place of this segment.
-  struct Appended {
-    IoStatus status;
-    bool place_is_clean = true;
-    std::int64_t offset = 0;
-  };
-  Appended append(RecordHeader header, std::span<const std::byte> payload, BlockBuffer& buffer);
+  void set_end(std::int64_t end) { end_ = end; }
+  /// Reads headers only, from there on, and sets end().
+  SegmentContents scan(BlockBuffer& buffer, std::int64_t from = kSegmentDataOffset);
+  /// Room for a payload at end(), which moves behind it. What is not written there in the end has to be killed.
+  std::int64_t reserve(std::int64_t length);
+  /// The header as it stands at `offset`.
+  void encode_at(std::int64_t offset, RecordHeader header, std::span<std::byte> block) const;
+  /// What was read from `offset`: is it a sound value that belongs there?
+  ReadRecord check(std::int64_t offset, std::span<const std::byte> block, std::span<const std::byte> payload) const;
   /// A damaged record is read again once: the damage may be on the way.
   ReadRecord read(std::int64_t offset, std::int64_t length, BlockBuffer& buffer);
   /// The record is gone, its room given back; where it lay is still known. One sector decides, so it is done or not.
   IoStatus kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer);
   IoStatus sync() { return file_->fdatasync(); }
+  File& file() { return *file_; }
 
  private:
   SegmentFile(std::unique_ptr<File> file, const SegmentHeader& header) : file_(std::move(file)), header_(header) {}

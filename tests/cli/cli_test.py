@@ -510,8 +510,8 @@ def test_store_sound():
 def test_store_damaged():
     with tempfile.TemporaryDirectory() as folder:
         segment = make_store(folder)
-        flip(segment, 8192 + 130)          # the first record's payload
-        flip(segment, 8192 + 4096 + 50)    # the second one's header
+        flip(segment, 8192 + 4096 + 2)     # the first record's payload
+        flip(segment, 8192 + 8192 + 50)    # the second one's header
         equal(kv4("store", "inspect", folder).returncode, 1)
         done = kv4("store", "verify", folder)
         equal(done.returncode, 1)
@@ -537,8 +537,8 @@ def test_store_refused():
             refused(["store", "verify", folder], "in use by another process")
         for copy in (0, 4096):
             flip(segment, copy + 9)
-        assert "format version 1025" in kv4("store", "inspect", folder).stdout
-        refused(["store", "gc", folder], "format version 1025", "reads 1")
+        assert "format version 1026" in kv4("store", "inspect", folder).stdout
+        refused(["store", "gc", folder], "format version 1026", "reads 2")
 
 
 # ---- session

@@ -27,32 +27,22 @@ class SimulatedFile : public tier::File {
   SimulatedFile(SimulatedDisk& disk, std::shared_ptr<SimulatedDisk::Inode> inode)
       : disk_(disk), inode_(std::move(inode)), power_(disk.power_) {}
 
-  IoBytes pread(std::int64_t offset, std::span<std::byte> to) override {
-    if (fails()) return {kFailed, 0};
-    const std::int64_t size = static_cast<std::int64_t>(inode_->seen.size());
-    auto count = std::clamp<std::int64_t>(size - offset, 0, static_cast<std::int64_t>(to.size()));
-    if (disk_.short_transfers_ && count > 512 && disk_.below(4) == 0)
-      count = 512 * (1 + static_cast<std::int64_t>(disk_.below(static_cast<std::uint64_t>(count) / 512)));
-    std::copy(inode_->seen.begin() + std::min(offset, size), inode_->seen.begin() + std::min(offset, size) + count,
-              to.begin());
-    if (disk_.flips_on_the_way_ && count > 0 && --disk_.reads_until_flip_ == 0) {
-      to[disk_.below(static_cast<std::uint64_t>(count))] ^= std::byte{1} << disk_.below(8);
-      disk_.reads_until_flip_ = 12 + static_cast<std::int64_t>(disk_.below(40));
+  IoBytes readv(std::int64_t offset, std::span<const tier::IoPiece> to) override {
+    std::vector<std::byte> bytes(total(to));
+    const IoBytes read = pread(offset, bytes);
+    auto at = bytes.begin();
+    for (const tier::IoPiece& piece : to) {
+      std::copy(at, at + static_cast<std::ptrdiff_t>(piece.bytes), piece.data);
+      at += static_cast<std::ptrdiff_t>(piece.bytes);
     }
-    return {{}, count};
+    return read;
   }
 
-  IoBytes pwrite(std::int64_t offset, std::span<const std::byte> from) override {
-    const bool failed = fails();
-    auto count = static_cast<std::int64_t>(from.size());
-    if (!alive()) return {kFailed, 0};
-    if (failed) count = static_cast<std::int64_t>(disk_.below(from.size() / 512 + 1)) * 512;
-    if (!failed && disk_.short_transfers_ && count > 512 && disk_.below(4) == 0)
-      count = 512 * (1 + static_cast<std::int64_t>(disk_.below(from.size() / 512)));
-    const std::int64_t growth = std::max<std::int64_t>(0, offset + count - size());
-    if (!failed && disk_.used_bytes() + growth > disk_.capacity_) return {{IoCode::no_space, ENOSPC}, 0};
-    disk_.write(*inode_, offset, std::vector<std::byte>(from.begin(), from.begin() + count));
-    return {failed ? kFailed : IoStatus{}, failed ? 0 : count};
+  IoBytes writev(std::int64_t offset, std::span<const tier::IoPiece> from) override {
+    std::vector<std::byte> bytes;
+    bytes.reserve(total(from));
+    for (const tier::IoPiece& piece : from) bytes.insert(bytes.end(), piece.data, piece.data + piece.bytes);
+    return pwrite(offset, bytes);
   }
 
   IoStatus fdatasync() override {
@@ -85,12 +75,66 @@ class SimulatedFile : public tier::File {
   std::int64_t size() override { return static_cast<std::int64_t>(inode_->seen.size()); }
 
  private:
+  static std::size_t total(std::span<const tier::IoPiece> pieces) {
+    std::size_t bytes = 0;
+    for (const tier::IoPiece& piece : pieces) bytes += piece.bytes;
+    return bytes;
+  }
+
+  IoBytes pread(std::int64_t offset, std::span<std::byte> to) {
+    if (fails()) return {kFailed, 0};
+    const std::int64_t size = static_cast<std::int64_t>(inode_->seen.size());
+    auto count = std::clamp<std::int64_t>(size - offset, 0, static_cast<std::int64_t>(to.size()));
+    if (disk_.short_transfers_ && count > 512 && disk_.below(4) == 0)
+      count = 512 * (1 + static_cast<std::int64_t>(disk_.below(static_cast<std::uint64_t>(count) / 512)));
+    std::copy(inode_->seen.begin() + std::min(offset, size), inode_->seen.begin() + std::min(offset, size) + count,
+              to.begin());
+    if (disk_.flips_on_the_way_ && count > 0 && --disk_.reads_until_flip_ == 0) {
+      to[disk_.below(static_cast<std::uint64_t>(count))] ^= std::byte{1} << disk_.below(8);
+      disk_.reads_until_flip_ = 12 + static_cast<std::int64_t>(disk_.below(40));
+    }
+    return {{}, count};
+  }
+
+  IoBytes pwrite(std::int64_t offset, std::span<const std::byte> from) {
+    const bool failed = fails();
+    auto count = static_cast<std::int64_t>(from.size());
+    if (!alive()) return {kFailed, 0};
+    if (failed) count = static_cast<std::int64_t>(disk_.below(from.size() / 512 + 1)) * 512;
+    if (!failed && disk_.short_transfers_ && count > 512 && disk_.below(4) == 0)
+      count = 512 * (1 + static_cast<std::int64_t>(disk_.below(from.size() / 512)));
+    const std::int64_t growth = std::max<std::int64_t>(0, offset + count - size());
+    if (!failed && disk_.used_bytes() + growth > disk_.capacity_) return {{IoCode::no_space, ENOSPC}, 0};
+    disk_.write(*inode_, offset, std::vector<std::byte>(from.begin(), from.begin() + count));
+    return {failed ? kFailed : IoStatus{}, failed ? 0 : count};
+  }
+
   bool alive() const { return power_ == disk_.power_; }
   bool fails() { return disk_.next_call_fails() || !alive(); }
 
   SimulatedDisk& disk_;
   std::shared_ptr<SimulatedDisk::Inode> inode_;
   std::shared_ptr<int> power_;
+};
+
+/// In any order: each is done when it comes back.
+class SimulatedQueue : public tier::IoQueue {
+ public:
+  SimulatedQueue(SimulatedDisk& disk, int depth) : disk_(disk), depth_(depth) {}
+  int depth() const override { return depth_; }
+  void submit(tier::IoOp& op) override { in_flight_.push_back(&op); }
+  tier::IoOp& wait() override {
+    std::swap(in_flight_[disk_.below(in_flight_.size())], in_flight_.back());
+    tier::IoOp& op = *in_flight_.back();
+    in_flight_.pop_back();
+    tier::move_plainly(op);
+    return op;
+  }
+
+ private:
+  SimulatedDisk& disk_;
+  int depth_;
+  std::vector<tier::IoOp*> in_flight_;
 };
 
 class SimulatedLock : public tier::FileLock {
@@ -101,7 +145,10 @@ class SimulatedLock : public tier::FileLock {
   std::shared_ptr<int> held_;
 };
 
-bool SimulatedDisk::next_call_fails() { return calls_++ == fail_at_ || fail_all_; }
+bool SimulatedDisk::next_call_fails() {
+  if (calls_ == die_at_) fail_all_ = true;
+  return calls_++ == fail_at_ || fail_all_;
+}
 
 void SimulatedDisk::write(Inode& inode, std::int64_t offset, std::vector<std::byte> bytes) {
   store(inode.seen, offset, bytes.data(), static_cast<std::int64_t>(bytes.size()));
@@ -143,7 +190,7 @@ void SimulatedDisk::crash() {
   names_ = names_on_disk_;
   power_ = std::make_shared<int>(0);
   locked_.reset();
-  fail_at_ = -1;
+  fail_at_ = die_at_ = -1;
   fail_all_ = false;
 }
 
@@ -209,6 +256,10 @@ tier::Opened<tier::File> SimulatedDisk::open(const std::string& path, tier::Open
             nullptr};
   if (mode == tier::OpenMode::create) change({"", path, std::make_shared<Inode>()});
   return {{}, std::make_unique<SimulatedFile>(*this, names_.at(path))};
+}
+
+std::unique_ptr<tier::IoQueue> SimulatedDisk::make_queue(int depth, tier::FileLock*) {
+  return std::make_unique<SimulatedQueue>(*this, depth);
 }
 
 IoStatus SimulatedDisk::rename(const std::string& from, const std::string& to) {

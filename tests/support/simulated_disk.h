@@ -3,6 +3,7 @@
 //
 //   crash()        of the sectors written since the last sync a random subset stays, at 512 bytes or 4 KiB: writes are
 //                  torn and reordered. Names that were not synced come or go. Handles and locks die.
+//   a queue        transfers are done in any order, some of them in part
 //   a failed sync  some sectors reach the disk, the rest is forgotten: the next sync reports success all the same
 #pragma once
 
@@ -26,7 +27,12 @@ class SimulatedDisk : public tier::FileSystem {
   void crash();
   /// The call `calls` from now fails: 0 is the next one; of a write some bytes arrive.
   void fail_call_in(std::int64_t calls) { fail_at_ = calls_ + calls; }
-  void fail_all(bool on) { fail_all_ = on; }
+  /// The call `calls` from now and all after it fail: a crash in the middle of whatever is done then.
+  void die_in(std::int64_t calls) { die_at_ = calls_ + calls; }
+  void fail_all(bool on) {
+    fail_all_ = on;
+    die_at_ = -1;
+  }
   void set_capacity(std::int64_t bytes) { capacity_ = bytes; }  // of all files together
   void set_short_transfers(bool on) { short_transfers_ = on; }
   /// Now and then a bit of what is read is wrong, on the way: never in two reads on end.
@@ -45,6 +51,7 @@ class SimulatedDisk : public tier::FileSystem {
   tier::Listing list(const std::string& directory) override;
   tier::IoStatus sync_directory(const std::string& directory) override;
   tier::Opened<tier::File> open(const std::string& path, tier::OpenMode mode) override;
+  std::unique_ptr<tier::IoQueue> make_queue(int depth, tier::FileLock* lock) override;
   tier::IoStatus rename(const std::string& from, const std::string& to) override;
   tier::IoStatus unlink(const std::string& path) override;
   tier::Opened<tier::FileLock> lock(const std::string& path) override;
@@ -83,7 +90,7 @@ class SimulatedDisk : public tier::FileSystem {
   std::vector<NameChange> unsynced_names_;
   std::shared_ptr<int> power_ = std::make_shared<int>(0);  // handles of before a crash hold another one
   std::weak_ptr<int> locked_;
-  std::int64_t calls_ = 0, fail_at_ = -1, capacity_ = std::int64_t{1} << 40, clock_ns_ = 0;
+  std::int64_t calls_ = 0, fail_at_ = -1, die_at_ = -1, capacity_ = std::int64_t{1} << 40, clock_ns_ = 0;
   std::int64_t reads_until_flip_ = 5;
   bool fail_all_ = false, short_transfers_ = false, flips_on_the_way_ = false;
 };

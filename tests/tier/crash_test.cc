@@ -46,6 +46,9 @@ class CrashRun {
     small_ = random_.below(4) == 0;
     options_.capacity_bytes = small_ ? 3 * options_.segment_bytes : 1 << 30;
     options_.sync_every_bytes = random_.below(2) ? 16 << 10 : 1 << 20;
+    options_.queue_depth = static_cast<int>(random_.between(1, 5));
+    if (random_.below(4) == 0)
+      options_.cipher = std::make_shared<tier::RecordCipher>(std::array<std::byte, tier::kCipherKeyBytes>{});
     disk_.set_short_transfers(random_.below(2) == 0);
     disk_.set_flips_on_the_way(random_.below(4) == 0);
   }
@@ -86,8 +89,8 @@ class CrashRun {
         case 5: collect(); break;
         case 6: fail_soon(60); break;
         case 7:
-          if (random_.below(6) == 0) {
-            disk_.fail_all(true);
+          if (random_.below(3) == 0) {
+            disk_.die_in(random_.below(2) ? 0 : random_.below(40));
             faulty_ = true;
           }
           break;
@@ -101,7 +104,12 @@ class CrashRun {
         case 10:
         case 11:
         case 12: look(any_key(), false); break;
-        default: put(any_key()); break;
+        case 13: look_at_all(false); break;
+        case 14:
+        case 15:
+        case 16:
+        case 17: put(static_cast<std::size_t>(random_.between(2, 8))); break;
+        default: put(1); break;
       }
     }
   }
@@ -129,13 +137,17 @@ class CrashRun {
   bool may_miss() const { return faulty_ || damaged_ || small_; }
 
   void look_at_all(bool opened) {
-    for (int key = 0; key < kKeys; ++key) look(key, opened);
+    std::vector<tier::RecordId> ids;
+    for (int key = 0; key < kKeys; ++key) ids.push_back(id_of(key));
+    const std::vector<Got> got = get(*store_, ids);
+    for (int key = 0; key < kKeys; ++key) compare(key, got[static_cast<std::size_t>(key)], opened);
   }
 
+  void look(int key, bool opened) { compare(key, get(*store_, id_of(key)), opened); }
+
   /// What the store gives must be allowed; from then on it is what the key is.
-  void look(int key, bool opened) {
+  void compare(int key, const Got& got, bool opened) {
     Shadow& shadow = shadows_[key];
-    const Got got = get(*store_, id_of(key));
     std::vector<std::uint64_t> allowed{shadow.now};
     if (opened) {
       allowed = shadow.later;
@@ -149,6 +161,10 @@ class CrashRun {
       shadow.now = *match;
       return;
     }
+    // What is removed for good is not known any more, by whatever way the index was made.
+    ASSERT_TRUE(got.status == GetStatus::missing || !opened || faulty_ || damaged_ || allowed.size() > 1 ||
+                allowed.front() != kMissing)
+        << "key " << key << " is named but gone";
     const bool unknown = std::find(allowed.begin(), allowed.end(), kMissing) != allowed.end();
     ASSERT_TRUE(unknown || damaged_ || small_ || (!opened && may_miss()))
         << "key " << key << " is lost, version " << allowed.back() << ", status " << static_cast<int>(got.status)
@@ -159,13 +175,26 @@ class CrashRun {
     if (opened && !unknown) shadow.later.push_back(kMissing);
   }
 
-  void put(int key) {
-    Shadow& shadow = shadows_[key];
-    const std::uint64_t version = ++versions_;
-    const PutStatus status = kv4::test::put(*store_, id_of(key), payload_of(key, version));
-    ASSERT_TRUE(status == PutStatus::stored || may_miss()) << "put: " << static_cast<int>(status);
-    shadow.later.push_back(version);
-    if (status == PutStatus::stored) shadow.now = version;
+  /// In one batch, perhaps a key several times.
+  void put(std::size_t count) {
+    std::vector<int> keys;
+    std::vector<std::uint64_t> versions;
+    std::vector<std::vector<std::byte>> payloads;
+    std::vector<tier::PutRequest> requests;
+    for (std::size_t i = 0; i < count; ++i) {
+      keys.push_back(any_key());
+      versions.push_back(++versions_);
+      payloads.push_back(payload_of(keys[i], versions[i]));
+      requests.push_back({id_of(keys[i]), payloads[i]});
+    }
+    store_->put(requests);
+    for (std::size_t i = 0; i < count; ++i) {
+      ASSERT_TRUE(requests[i].status == PutStatus::stored || may_miss())
+          << "put: " << static_cast<int>(requests[i].status);
+      Shadow& shadow = shadows_[keys[i]];
+      shadow.later.push_back(versions[i]);
+      if (requests[i].status == PutStatus::stored) shadow.now = versions[i];
+    }
   }
 
   void remove(int key) {

@@ -1,14 +1,26 @@
 // The store's contract, on a simulated disk, and once on a real one.
 #include "tier/disk_store.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
 #include <filesystem>
 
 #include "kv4/error.h"
 #include "support/simulated_disk.h"
+#include "tier/index_checkpoint.h"
+#include "tier/record_cipher.h"
 #include "tier/store_records.h"
 #include "tier/store_survey.h"
 
@@ -48,6 +60,7 @@ struct TierDiskStore : testing::Test {
   void expect_missing(std::uint64_t number) {
     EXPECT_EQ(get(*store, record_id(number)).status, GetStatus::missing) << "record " << number;
   }
+  std::string checkpoint() const { return options.directory + "/" + std::string(tier::kCheckpointName); }
   std::string first_segment() const { return options.directory + "/" + tier::segment_name(1); }
 
   template <class Call>
@@ -119,7 +132,7 @@ TEST_F(TierDiskStore, SmallBuffersAndLargeRecordsAreValues) {
   EXPECT_EQ(request.status, GetStatus::too_small);
   EXPECT_EQ(request.bytes, 100);
   EXPECT_EQ(put(*store, record_id(2), random_bytes(1, kSegment)), PutStatus::too_large);
-  EXPECT_EQ(put(*store, record_id(2), random_bytes(1, kSegment - tier::kSegmentDataOffset - 128)), PutStatus::stored);
+  EXPECT_EQ(put(*store, record_id(2), random_bytes(1, kSegment - tier::kSegmentDataOffset - 4096)), PutStatus::stored);
 }
 
 TEST_F(TierDiskStore, OldestSegmentMakesRoom) {
@@ -152,7 +165,7 @@ TEST_F(TierDiskStore, FullDiskIsAValueAndPasses) {
 TEST_F(TierDiskStore, DamagedRecordIsAMissAndSetAside) {
   put(*store, record_id(1), random_bytes(1, 1000));
   put(*store, record_id(2), random_bytes(2, 1000));
-  disk.damage(first_segment(), tier::kSegmentDataOffset + 500, std::byte{1});
+  disk.damage(first_segment(), tier::kSegmentDataOffset + 4096 + 500, std::byte{1});
   EXPECT_EQ(get(*store, record_id(1)).status, GetStatus::damaged);
   EXPECT_EQ(get(*store, record_id(1)).status, GetStatus::missing);
   EXPECT_EQ(store->stats().set_aside_records, 1);
@@ -164,7 +177,8 @@ TEST_F(TierDiskStore, DamagedRecordIsAMissAndSetAside) {
 TEST_F(TierDiskStore, OneDamagedHeaderLosesOneRecord) {
   for (std::uint64_t i = 0; i < 5; ++i) put(*store, record_id(i), random_bytes(i, 5000));
   ASSERT_TRUE(store->close());
-  disk.damage(first_segment(), tier::kSegmentDataOffset + 8192 + 40, std::byte{1});
+  ASSERT_TRUE(disk.unlink(checkpoint()).ok());
+  disk.damage(first_segment(), tier::kSegmentDataOffset + tier::stored_bytes(5000) + 40, std::byte{1});
   disk.damage(first_segment(), 20, std::byte{1});  // and one copy of the segment's header
   reopen();
   for (std::uint64_t i = 0; i < 5; ++i) i == 1 ? expect_missing(i) : expect(i, random_bytes(i, 5000));
@@ -192,11 +206,11 @@ TEST_F(TierDiskStore, PayloadsAreNeverTakenForRecords) {
   ASSERT_TRUE(store->flush());
   std::vector<std::byte> image = disk.contents(first_segment());
   image.resize(20000);
-  image.erase(image.begin(), image.begin() + 128);  // its blocks lie at multiples of 4,096 in the file
   remove(*store, record_id(7));
   put(*store, record_id(8), image);
   ASSERT_TRUE(store->close());
-  disk.damage(first_segment(), tier::kSegmentDataOffset + 4096 + 3, std::byte{1});
+  ASSERT_TRUE(disk.unlink(checkpoint()).ok());
+  disk.damage(first_segment(), tier::kSegmentDataOffset + tier::stored_bytes(100) + 3, std::byte{1});
   reopen();
   expect_missing(7);
   expect_missing(8);
@@ -241,7 +255,7 @@ TEST_F(TierDiskStore, OtherLayoutAndVersionAreRefused) {
   refused(ErrorCode::bad_file, "layout 000000000000000b", [&] { DiskStore::open(disk, options); });
   options.layout_id = 11;
   for (const std::int64_t copy : {0, 4096}) disk.damage(first_segment(), copy + 8, std::byte{3});
-  refused(ErrorCode::bad_file, "format version 2, this build reads 1", [&] { DiskStore::open(disk, options); });
+  refused(ErrorCode::bad_file, "format version 1, this build reads 2", [&] { DiskStore::open(disk, options); });
 }
 
 TEST_F(TierDiskStore, BadOptionsAreRefused) {
@@ -255,6 +269,7 @@ TEST_F(TierDiskStore, BadOptionsAreRefused) {
   with([](auto& o) { o.segment_bytes = (1 << 20) + 1; });
   with([](auto& o) { o.capacity_bytes = o.segment_bytes * 2 - 1; });
   with([](auto& o) { o.sync_every_bytes = 0; });
+  with([](auto& o) { o.queue_depth = 0; });
 }
 
 TEST_F(TierDiskStore, CollectGivesRoomBack) {
@@ -271,41 +286,272 @@ TEST_F(TierDiskStore, CollectGivesRoomBack) {
   }
 }
 
-TEST(TierPosixFiles, AreForTheOwnerAndNeverFollowLinks) {
-  for (const bool direct : {false, true}) {
-    const std::filesystem::path base =
-        std::filesystem::temp_directory_path() / ("kv4_store_" + std::to_string(::getpid()) + (direct ? "d" : "b"));
-    std::filesystem::remove_all(base);
-    const auto files = tier::make_posix_file_system(direct);
-    tier::StoreOptions options = small_options();
-    options.directory = base.string();
-    options.capacity_bytes = 8 << 20;
-    {
-      const auto store = DiskStore::open(*files, options);
-      for (std::uint64_t i = 0; i < 60; ++i)
-        ASSERT_EQ(put(*store, record_id(i), random_bytes(i, 1000 * static_cast<std::int64_t>(i % 30))),
-                  PutStatus::stored);
-      EXPECT_THROW(DiskStore::open(*files, options), Error);
-      ASSERT_TRUE(store->close());
-    }
-    const auto mode = [](const std::filesystem::path& path) {
-      struct stat info {};
-      EXPECT_EQ(::stat(path.c_str(), &info), 0);
-      return info.st_mode & 0777;
-    };
-    EXPECT_EQ(mode(base), 0700u);
-    EXPECT_EQ(mode(base / "lock"), 0600u);
-    EXPECT_EQ(mode(base / tier::segment_name(1)), 0600u);
-    {
-      const auto store = DiskStore::open(*files, options);
-      for (std::uint64_t i = 0; i < 60; ++i)
-        EXPECT_EQ(get(*store, record_id(i)).payload, random_bytes(i, 1000 * static_cast<std::int64_t>(i % 30)));
-    }
-    std::filesystem::rename(base / tier::segment_name(1), base / "elsewhere");
-    std::filesystem::create_symlink(base / "elsewhere", base / tier::segment_name(1));
-    EXPECT_EQ(tier::survey_store(*files, options.directory, true).damaged_segments(), 1);
-    std::filesystem::remove_all(base);
+TEST_F(TierDiskStore, CheckpointSavesReadingHeaders) {
+  options.directory = "large";
+  options.segment_bytes = 1 << 20;
+  options.capacity_bytes = 1 << 24;
+  reopen();
+  for (std::uint64_t i = 0; i < 60; ++i) put(*store, record_id(i), random_bytes(i, 30000));
+  ASSERT_TRUE(store->close());
+  const std::int64_t before = disk.calls();
+  reopen();
+  const std::int64_t with = disk.calls() - before;
+  for (std::uint64_t i = 0; i < 60; ++i) expect(i, random_bytes(i, 30000));
+  put(*store, record_id(60), random_bytes(60, 30000));  // behind it
+  store.reset();
+  reopen();
+  for (std::uint64_t i = 0; i <= 60; ++i) expect(i, random_bytes(i, 30000));
+  ASSERT_TRUE(disk.unlink(checkpoint()).ok());
+  store.reset();
+  const std::int64_t scanning = disk.calls();
+  reopen();
+  EXPECT_LT(2 * with, disk.calls() - scanning);
+  for (std::uint64_t i = 0; i <= 60; ++i) expect(i, random_bytes(i, 30000));
+}
+
+// One of before a removal, put back by somebody: a miss, and no older bytes.
+TEST_F(TierDiskStore, StaleCheckpointGivesNothingWrong) {
+  for (std::uint64_t i = 0; i < 20; ++i) put(*store, record_id(i), random_bytes(i, 5000));
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> stale = disk.contents(checkpoint());
+  reopen();
+  remove(*store, record_id(1));
+  put(*store, record_id(2), random_bytes(102, 5000));
+  ASSERT_TRUE(store->flush());
+  EXPECT_FALSE(disk.has(checkpoint()));  // before anything it names was killed
+  ASSERT_TRUE(store->close());
+  disk.replace(checkpoint(), stale);
+  reopen();
+  EXPECT_NE(get(*store, record_id(1)).status, GetStatus::found);
+  expect(2, random_bytes(102, 5000));
+  for (std::uint64_t i = 3; i < 20; ++i) expect(i, random_bytes(i, 5000));
+}
+
+TEST_F(TierDiskStore, DamagedOrForeignCheckpointIsAsNone) {
+  for (std::uint64_t i = 0; i < 20; ++i) put(*store, record_id(i), random_bytes(i, 5000));
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> sound = disk.contents(checkpoint());
+  const auto all_there_with = [&](std::vector<std::byte> bytes) {
+    disk.replace(checkpoint(), std::move(bytes));
+    reopen();
+    for (std::uint64_t i = 0; i < 20; ++i) expect(i, random_bytes(i, 5000));
+    store.reset();
+  };
+  for (std::size_t bit = 0; bit < 8 * (64 + 48 + 128); bit += 3) {  // header, a segment, two records
+    std::vector<std::byte> bytes = sound;
+    bytes[bit / 8] ^= std::byte{1} << (bit % 8);
+    all_there_with(std::move(bytes));
   }
+  for (const std::size_t size : {std::size_t{0}, std::size_t{100}, std::size_t{4096}, sound.size() - 4096})
+    all_there_with({sound.begin(), sound.begin() + static_cast<std::ptrdiff_t>(std::min(size, sound.size()))});
+  // Of another store, with segments of the same names.
+  options.directory = "other";
+  store = DiskStore::open(disk, options);
+  for (std::uint64_t i = 0; i < 20; ++i) put(*store, record_id(i + 100), random_bytes(i, 5000));
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> foreign = disk.contents(checkpoint());
+  options.directory = "store";
+  all_there_with(foreign);
+}
+
+std::shared_ptr<const tier::RecordCipher> cipher_of(unsigned char first) {
+  std::array<std::byte, tier::kCipherKeyBytes> key{};
+  key[0] = std::byte{first};
+  return std::make_shared<tier::RecordCipher>(key);
+}
+
+TEST_F(TierDiskStore, SealedRecordsNeedTheirKey) {
+  put(*store, record_id(1), random_bytes(1, 5000));  // not sealed
+  ASSERT_TRUE(store->close());
+  options.cipher = cipher_of(1);
+  reopen();
+  expect_missing(1);
+  const std::vector<std::byte> secret = random_bytes(2, 5000);
+  put(*store, record_id(2, 7), secret);
+  put(*store, record_id(3, 7), {});
+  EXPECT_EQ(get(*store, record_id(2, 7)).payload, secret);
+  EXPECT_EQ(get(*store, record_id(3, 7)).status, GetStatus::found);
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> bytes = disk.contents(first_segment());
+  EXPECT_EQ(std::search(bytes.begin(), bytes.end(), secret.begin(), secret.begin() + 16), bytes.end());
+
+  for (const bool has_key : {true, false}) {
+    options.cipher = has_key ? cipher_of(2) : nullptr;
+    reopen();
+    std::vector<std::byte> to(5040, std::byte{9});
+    tier::GetRequest request{record_id(2, 7), to};
+    store->get({&request, 1});
+    EXPECT_NE(request.status, GetStatus::found);
+    for (const std::byte b : to) ASSERT_TRUE(b == std::byte{9} || b == std::byte{0});
+    EXPECT_TRUE(store->collect().durable);  // a wrong key destroys nothing
+    ASSERT_TRUE(store->close());
+  }
+  options.cipher = cipher_of(1);
+  reopen();
+  EXPECT_EQ(get(*store, record_id(2, 7)).payload, secret);
+}
+
+TEST_F(TierDiskStore, EveryBitOfASealedRecordCounts) {
+  options.cipher = cipher_of(1);
+  reopen();
+  put(*store, record_id(1), random_bytes(1, 100));
+  ASSERT_TRUE(store->close());
+  const std::vector<std::byte> sound = disk.contents(first_segment());
+  const auto header = static_cast<std::size_t>(tier::kSegmentDataOffset), payload = header + tier::kBlockBytes;
+  for (std::size_t i = 0; i < 8 * (128 + 140); ++i) {
+    const std::size_t at = i / 8 < 128 ? header + i / 8 : payload + i / 8 - 128;
+    std::vector<std::byte> bytes = sound;
+    bytes[at] ^= std::byte{1} << (i % 8);
+    disk.replace(first_segment(), std::move(bytes));
+    reopen();
+    ASSERT_NE(get(*store, record_id(1)).status, GetStatus::found) << "bit " << i;
+  }
+}
+
+struct Folder {
+  std::filesystem::path path = std::filesystem::temp_directory_path() / ("kv4_store_" + std::to_string(::getpid()));
+  Folder() { std::filesystem::remove_all(path); }
+  ~Folder() { std::filesystem::remove_all(path); }
+};
+
+tier::StoreOptions options_in(const Folder& folder) {
+  tier::StoreOptions options = small_options();
+  options.directory = folder.path.string();
+  options.segment_bytes = 1 << 20;
+  options.capacity_bytes = 64 << 20;
+  options.queue_depth = 4;
+  return options;
+}
+
+/// Memory that begins `shift` bytes after a multiple of 4,096.
+struct ShiftedMemory {
+  tier::BlockBuffer buffer;
+  std::span<std::byte> bytes;
+  ShiftedMemory(std::int64_t count, std::int64_t shift)
+      : bytes(buffer.get(count + shift).subspan(static_cast<std::size_t>(shift))) {}
+};
+
+/// Puts a batch and gets it in another order, straight and through copies.
+void put_and_get_batch(tier::FileSystem& files, const tier::StoreOptions& options) {
+  const auto store = DiskStore::open(files, options);
+  std::vector<std::unique_ptr<ShiftedMemory>> memory;
+  std::vector<tier::PutRequest> puts;
+  std::vector<tier::GetRequest> gets;
+  constexpr std::uint64_t kCount = 100;
+  const auto length_of = [](std::uint64_t i) { return static_cast<std::int64_t>(i * i * 37 % 70000); };
+  for (std::uint64_t i = 0; i < kCount; ++i) {
+    memory.push_back(std::make_unique<ShiftedMemory>(length_of(i), i % 3 == 0 ? 0 : 64));
+    const std::vector<std::byte> payload = random_bytes(i, length_of(i));
+    std::copy(payload.begin(), payload.end(), memory[i]->bytes.begin());
+    puts.push_back({record_id(i), memory[i]->bytes});
+  }
+  store->put(puts);
+  for (const tier::PutRequest& request : puts) ASSERT_EQ(request.status, PutStatus::stored);
+  constexpr std::int64_t kGuard = 100;  // bytes behind a payload stay as they are
+  for (std::uint64_t i = 0; i < kCount; ++i) {
+    const std::uint64_t key = i * 7 % kCount;
+    memory.push_back(std::make_unique<ShiftedMemory>(length_of(key) + kGuard, i % 2 == 0 ? 0 : 64));
+    gets.push_back({record_id(key), memory.back()->bytes});
+    std::fill(gets.back().to.begin(), gets.back().to.end(), std::byte{0x5a});
+  }
+  store->get(gets);
+  for (std::uint64_t i = 0; i < kCount; ++i) {
+    const std::uint64_t key = i * 7 % kCount;
+    ASSERT_EQ(gets[i].status, GetStatus::found) << key;
+    ASSERT_EQ(gets[i].bytes, length_of(key));
+    const std::vector<std::byte> payload = random_bytes(key, length_of(key));
+    EXPECT_TRUE(std::equal(payload.begin(), payload.end(), gets[i].to.begin())) << key;
+    for (const std::byte b : gets[i].to.subspan(payload.size())) ASSERT_EQ(b, std::byte{0x5a}) << key;
+  }
+  ASSERT_TRUE(store->close());
+}
+
+TEST_F(TierDiskStore, BatchesInAnyOrder) {
+  store.reset();
+  options.capacity_bytes = 64 << 20;
+  options.segment_bytes = 1 << 20;
+  for (const int depth : {1, 3, 100}) {
+    options.queue_depth = depth;
+    options.directory = "store" + std::to_string(depth);
+    put_and_get_batch(disk, options);
+  }
+}
+
+TEST_F(TierDiskStore, OneFailedWriteOfABatchLosesNoOther) {
+  for (int failing = 0; failing < 12; ++failing) {
+    SCOPED_TRACE(failing);
+    std::vector<std::vector<std::byte>> payloads;
+    std::vector<tier::PutRequest> requests;
+    for (std::uint64_t i = 0; i < 6; ++i) payloads.push_back(random_bytes(i, 30000));
+    for (std::uint64_t i = 0; i < 6; ++i) requests.push_back({record_id(i), payloads[i]});
+    disk.fail_call_in(failing);
+    store->put(requests);
+    for (std::uint64_t i = 0; i < 6; ++i)
+      if (requests[i].status == PutStatus::stored) expect(i, payloads[i]);
+    ASSERT_TRUE(store->flush());
+    disk.crash();
+    reopen();
+    for (std::uint64_t i = 0; i < 6; ++i)
+      if (requests[i].status == PutStatus::stored) expect(i, payloads[i]);
+  }
+}
+
+TEST(TierPosixFiles, EveryWayGivesTheSame) {
+  for (const bool direct : {false, true})
+    for (const bool io_uring : {false, true}) {
+      SCOPED_TRACE(fmt::format("direct {}, io_uring {}", direct, io_uring));
+      const Folder folder;
+      const auto files = tier::make_posix_file_system({direct, io_uring});
+      put_and_get_batch(*files, options_in(folder));
+    }
+}
+
+// As in a container that forbids it.
+TEST(TierPosixFiles, GoOnWhereIoUringIsRefused) {
+  const Folder folder;
+  const pid_t pid = ::fork();
+  ASSERT_GE(pid, 0);
+  if (pid == 0) {
+    sock_filter program[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+                             BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_io_uring_setup, 0, 1),
+                             BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+                             BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    const sock_fprog filter{std::size(program), program};
+    if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) != 0)
+      ::_exit(3);
+    const auto files = tier::make_posix_file_system();
+    put_and_get_batch(*files, options_in(folder));
+    ::_exit(testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 3) GTEST_SKIP() << "no seccomp here";
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+TEST(TierPosixFiles, AreForTheOwnerAndNeverFollowLinks) {
+  const Folder folder;
+  const std::filesystem::path& base = folder.path;
+  const auto files = tier::make_posix_file_system();
+  const tier::StoreOptions options = options_in(folder);
+  {
+    const auto store = DiskStore::open(*files, options);
+    ASSERT_EQ(put(*store, record_id(1), random_bytes(1, 1000)), PutStatus::stored);
+    EXPECT_THROW(DiskStore::open(*files, options), Error);
+    ASSERT_TRUE(store->close());
+  }
+  const auto mode = [](const std::filesystem::path& path) {
+    struct stat info {};
+    EXPECT_EQ(::stat(path.c_str(), &info), 0);
+    return info.st_mode & 0777;
+  };
+  EXPECT_EQ(mode(base), 0700u);
+  EXPECT_EQ(mode(base / "lock"), 0600u);
+  EXPECT_EQ(mode(base / tier::segment_name(1)), 0600u);
+  EXPECT_EQ(get(*DiskStore::open(*files, options), record_id(1)).payload, random_bytes(1, 1000));
+  std::filesystem::rename(base / tier::segment_name(1), base / "elsewhere");
+  std::filesystem::create_symlink(base / "elsewhere", base / tier::segment_name(1));
+  EXPECT_EQ(tier::survey_store(*files, options.directory, true).damaged_segments(), 1);
 }
 
 }  // namespace

@@ -40,15 +40,26 @@ struct Message {
     const Message message{started, flushed};
     if (::write(out, &message, sizeof(message)) != sizeof(message)) ::_exit(1);
   };
-  for (;; ++operation) {
-    tell(operation + 1);
-    if (removes(operation))
-      remove(*store, record_id(key_of(operation)));
-    else
-      put(*store, record_id(key_of(operation)), payload_of(operation));
-    if (Random(static_cast<std::uint64_t>(operation) + 5).below(6) == 0 && store->flush()) {
-      flushed = operation + 1;
-      tell(operation + 1);
+  for (;;) {
+    const std::int64_t first = operation;
+    Random random(static_cast<std::uint64_t>(operation) + 5);
+    if (removes(operation)) {
+      tell(++operation);
+      remove(*store, record_id(key_of(first)));
+    } else {  // a batch
+      const std::int64_t end = operation + random.between(1, 8);
+      while (operation < end && !removes(operation)) ++operation;
+      tell(operation);
+      std::vector<std::vector<std::byte>> payloads;
+      std::vector<tier::PutRequest> requests;
+      for (std::int64_t i = first; i < operation; ++i) payloads.push_back(payload_of(i));
+      for (std::int64_t i = first; i < operation; ++i)
+        requests.push_back({record_id(key_of(i)), payloads[static_cast<std::size_t>(i - first)]});
+      store->put(requests);
+    }
+    if (random.below(6) == 0 && store->flush()) {
+      flushed = operation;
+      tell(operation);
     }
   }
 }

@@ -101,12 +101,17 @@ TEST(TierRecord, SaysWhatIsWrong) {
   tier::RecordHeader header = header_of({});
   header.kind = tier::RecordKind::dead;
   EXPECT_EQ(refusal_of(header), RecordRefusal::dead);
-  header.kind = static_cast<tier::RecordKind>(2);
+  header.kind = static_cast<tier::RecordKind>(3);
   EXPECT_EQ(refusal_of(header), RecordRefusal::unknown_kind);
   header = header_of({});
   header.length = tier::kMaxPayloadBytes + 1;
   EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
   header.length = -1;
+  EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
+
+  header = header_of({});
+  header.kind = tier::RecordKind::sealed;
+  header.length = tier::kSealBytes - 1;
   EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
 
   std::vector<std::byte> reserved = record_of(header_of({}), {});

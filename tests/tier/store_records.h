@@ -1,7 +1,9 @@
 // Records whose bytes follow from their key and version, so that a test knows what it may read.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -20,7 +22,10 @@ inline tier::RecordId record_id(std::uint64_t number, std::uint64_t tenant = 0) 
 inline std::vector<std::byte> random_bytes(std::uint64_t seed, std::int64_t count) {
   Random random(seed);
   std::vector<std::byte> bytes(static_cast<std::size_t>(count));
-  for (std::byte& b : bytes) b = static_cast<std::byte>(random.next() >> 32 & 0xff);
+  for (std::size_t i = 0; i < bytes.size(); i += 8) {
+    const std::uint64_t word = random.next();
+    std::memcpy(bytes.data() + i, &word, std::min<std::size_t>(8, bytes.size() - i));
+  }
   return bytes;
 }
 
@@ -31,17 +36,27 @@ inline tier::PutStatus put(tier::DiskStore& store, const tier::RecordId& id, std
 }
 
 struct Got {
-  tier::GetStatus status;
+  tier::GetStatus status = tier::GetStatus::failed;
   std::vector<std::byte> payload;
 };
 
+/// In one batch.
+inline std::vector<Got> get(tier::DiskStore& store, std::span<const tier::RecordId> ids) {
+  std::vector<Got> got(ids.size());
+  std::vector<tier::GetRequest> requests;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    tier::ExistsRequest there{ids[i]};
+    store.exists({&there, 1});
+    got[i].payload.resize(static_cast<std::size_t>(std::max<std::int64_t>(there.bytes, 0)));
+    requests.push_back({ids[i], got[i].payload});
+  }
+  store.get(requests);
+  for (std::size_t i = 0; i < ids.size(); ++i) got[i].status = requests[i].status;
+  return got;
+}
+
 inline Got get(tier::DiskStore& store, const tier::RecordId& id) {
-  tier::ExistsRequest there{id};
-  store.exists({&there, 1});
-  std::vector<std::byte> to(static_cast<std::size_t>(std::max<std::int64_t>(there.bytes, 0)));
-  tier::GetRequest request{id, to};
-  store.get({&request, 1});
-  return {request.status, std::move(to)};
+  return get(store, std::span<const tier::RecordId>(&id, 1)).front();
 }
 
 inline bool remove(tier::DiskStore& store, const tier::RecordId& id) {

@@ -1,0 +1,96 @@
+// Transfers in flight together, through io_uring.
+//
+// Neither buffers nor segments are registered. Records go as vectors of pieces, the caller's memory among them, which
+// fixed buffers do not take on most kernels; pinning them ahead would count against RLIMIT_MEMLOCK, 8 MiB in most
+// places.
+#include <liburing.h>
+
+#include <deque>
+
+#include "tier/posix_file.h"
+
+namespace kv4::tier {
+namespace {
+
+class IoUringQueue : public IoQueue {
+ public:
+  IoUringQueue(int depth, FileLock* lock) : depth_(depth) {
+    if (io_uring_queue_init(static_cast<unsigned>(depth), &ring_, 0) != 0) return;
+    there_ = true;
+    // A process that is killed is gone before its transfers are. The ring stays until the last of them has ended, and
+    // with it the files that it has a share in: so nobody gets the lock before.
+    const int fd = lock != nullptr ? static_cast<const PosixLock&>(*lock).fd() : -1;
+    usable_ = lock == nullptr || io_uring_register_files(&ring_, &fd, 1) == 0;
+  }
+  ~IoUringQueue() override {
+    if (there_) io_uring_queue_exit(&ring_);
+  }
+  IoUringQueue(const IoUringQueue&) = delete;
+  IoUringQueue& operator=(const IoUringQueue&) = delete;
+
+  bool usable() const { return usable_; }
+  int depth() const override { return depth_; }
+
+  void submit(IoOp& op) override {
+    io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+    if (entry == nullptr) return move_now(op);
+    const int fd = static_cast<const PosixFile&>(*op.file).fd();
+    const auto count = static_cast<unsigned>(op.pieces.size());
+    const auto offset = static_cast<std::uint64_t>(op.offset);
+    if (op.kind == IoOp::Kind::read)
+      io_uring_prep_readv(entry, fd, as_iovec(op.pieces), count, offset);
+    else
+      io_uring_prep_writev(entry, fd, as_iovec(op.pieces), count, offset);
+    io_uring_sqe_set_data(entry, &op);
+    int submitted = io_uring_submit(&ring_);
+    while (submitted == -EINTR) submitted = io_uring_submit(&ring_);
+    if (submitted >= 0) return;
+    // The kernel has not taken it; what it will find there later does nothing.
+    io_uring_prep_nop(entry);
+    io_uring_sqe_set_data(entry, nullptr);
+    move_now(op);
+  }
+
+  IoOp& wait() override {
+    if (!done_.empty()) {
+      IoOp& op = *done_.front();
+      done_.pop_front();
+      return op;
+    }
+    for (;;) {
+      io_uring_cqe* completion = nullptr;
+      if (io_uring_wait_cqe(&ring_, &completion) != 0) continue;  // interrupted
+      auto* op = static_cast<IoOp*>(io_uring_cqe_get_data(completion));
+      const int result = completion->res;
+      io_uring_cqe_seen(&ring_, completion);
+      if (op == nullptr) continue;
+      // Refused, not failed: the plain calls know what to do about it.
+      if (result == -EINVAL || result == -EAGAIN || result == -EINTR || result == -EOPNOTSUPP)
+        move_plainly(*op);
+      else
+        op->moved = {status_of(result < 0 ? -result : 0), result < 0 ? 0 : result};
+      return *op;
+    }
+  }
+
+ private:
+  void move_now(IoOp& op) {
+    move_plainly(op);
+    done_.push_back(&op);
+  }
+
+  int depth_;
+  io_uring ring_{};
+  bool there_ = false, usable_ = false;
+  std::deque<IoOp*> done_;  // past the ring
+};
+
+}  // namespace
+
+std::unique_ptr<IoQueue> make_io_uring_queue(int depth, FileLock* lock) {
+  auto queue = std::make_unique<IoUringQueue>(depth, lock);
+  if (!queue->usable()) return nullptr;
+  return queue;
+}
+
+}  // namespace kv4::tier

@@ -1,0 +1,98 @@
+// Records on their way between the caller's memory and a segment. A payload that begins at a multiple of 4,096 moves
+// without a copy, but for its last, partial block.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "tier/file_system.h"
+#include "tier/record_cipher.h"
+#include "tier/segment_file.h"
+
+namespace kv4::tier {
+
+/// Some records, one after the other, in one write.
+class RecordWrite : public IoOp {
+ public:
+  /// Of the buffer, for one record. `cipher`: null where the payload is not sealed on its way.
+  static std::int64_t buffer_bytes(std::span<const std::byte> payload, const RecordCipher* cipher);
+
+  /// add() may then take as much of the buffer as that.
+  void start(SegmentFile& segment, std::int64_t at, std::int64_t needed_bytes);
+  /// The next record; `payload` stays until the write is done. The header's length is that of what is stored; it gets
+  /// its digest here. False: it could not be sealed, and is written as a dead one.
+  bool add(RecordHeader header, std::span<const std::byte> payload, const RecordCipher* cipher);
+
+  std::size_t first = 0, last = 0;  // which of a batch
+  BlockBuffer buffer;
+
+ private:
+  std::span<std::byte> take(std::int64_t bytes);
+
+  SegmentFile* segment_ = nullptr;
+  std::int64_t end_ = 0;  // of the last record, in the file
+  std::span<std::byte> free_;
+};
+
+/// One record in one read.
+class RecordRead : public IoOp {
+ public:
+  static std::int64_t buffer_bytes(std::span<const std::byte> to, std::int64_t length);
+
+  /// Straight into `to` where that is aligned and long enough.
+  void start(SegmentFile& segment, std::int64_t at, std::int64_t length, std::span<std::byte> to);
+  /// After the transfer: the payload lies in `to` where it was read there, else in the buffer.
+  ReadRecord finish();
+
+  std::size_t index = 0;  // which of a batch
+  BlockBuffer buffer;
+
+ private:
+  SegmentFile* segment_ = nullptr;
+  std::int64_t at_ = 0;
+  std::span<std::byte> header_, payload_;
+  std::span<const std::byte> rest_;  // of the payload, still in the buffer
+};
+
+/// Transfers of one kind for a queue. Bounds the memory of their buffers, in flight and kept.
+template <class Transfer>
+class TransferPool {
+ public:
+  explicit TransferPool(int count) : all_(static_cast<std::size_t>(count)) {}
+
+  /// For a new batch; none is under way.
+  void reset() {
+    free_.clear();
+    for (Slot& slot : all_) free_.push_back(&slot);
+    used_bytes_ = 0;
+  }
+  /// Null: not before one is given back.
+  Transfer* take(std::int64_t buffer_bytes) {
+    if (free_.empty() || (used_bytes_ > 0 && used_bytes_ + buffer_bytes > kMaxBytes)) return nullptr;
+    Slot* slot = free_.back();
+    free_.pop_back();
+    used_bytes_ += slot->bytes = buffer_bytes;
+    return slot;
+  }
+  void give(IoOp& op) {
+    Slot& slot = static_cast<Slot&>(op);
+    used_bytes_ -= slot.bytes;
+    if (slot.bytes > kKeptBytes) slot.buffer = {};
+    free_.push_back(&slot);
+  }
+
+ private:
+  static constexpr std::int64_t kMaxBytes = std::int64_t{64} << 20;  // in flight; a larger record goes alone
+  static constexpr std::int64_t kKeptBytes = std::int64_t{1} << 20;  // per transfer
+
+  struct Slot : Transfer {
+    std::int64_t bytes = 0;
+  };
+  std::vector<Slot> all_;
+  std::vector<Slot*> free_;
+  std::int64_t used_bytes_ = 0;
+};
+
+}  // namespace kv4::tier
