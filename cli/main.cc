@@ -37,7 +37,9 @@ std::string hint(const CLI::App& app) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"kv4: the KV cache of DeepSeek-V4 - plan it, run it, measure it, compare it with recordings, try it on traces.", "kv4"};
+  CLI::App app{
+      "kv4: the KV cache of DeepSeek-V4 - plan it, run it, measure it, compare it with recordings, try it on traces.",
+      "kv4"};
   app.set_version_flag("--version", std::string("kv4 ") + KV4_VERSION + " (" + kv4::cpu_target() + ")");
   app.require_subcommand(1);
   app.footer(

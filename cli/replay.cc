@@ -46,6 +46,7 @@ struct ReplayFlags {
   FormatFlags formats;
   std::string layers = "4", threads = "1", device = "cpu";
   double verify = 0.05;
+  std::string host, disk, disk_capacity = "16GB";
   bool real() const { return data == "real"; }
 };
 
@@ -98,7 +99,12 @@ void add_data_rows(Table& table, const DataReplayResult& data) {
              human_seconds(percentile(data.admit_s, 50)) + " / " + human_seconds(percentile(data.admit_s, 99))});
   table.row({"prefill, 50 % / 99 %",
              human_seconds(percentile(data.prefill_s, 50)) + " / " + human_seconds(percentile(data.prefill_s, 99))});
-  table.row({"bytes kept at the end", human_bytes(static_cast<double>(data.stored_bytes))});
+  for (const TierUse& tier : data.tiers) {
+    table.row({tier.name + ": records found / not", group_digits(tier.hits) + " / " + group_digits(tier.misses)});
+    table.row({tier.name + ": bytes found / stored", human_bytes(static_cast<double>(tier.hit_bytes)) + " / " +
+                                                         human_bytes(static_cast<double>(tier.stored_bytes))});
+  }
+  table.row({"bytes kept on the device at the end", human_bytes(static_cast<double>(data.stored_bytes))});
   table.row({"requests computed cold to compare", group_digits(data.verified_requests)});
   table.row({"blocks compared", group_digits(data.verified_blocks)});
   table.row({"wrong bytes", group_digits(data.wrong_bytes)});
@@ -158,6 +164,17 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
     out["skipped_requests"] = data.skipped_requests;
     out["computed_tokens"] = data.computed_tokens;
     out["stored_bytes"] = data.stored_bytes;
+    out["loaded_blocks"] = data.loaded_blocks;
+    for (const TierUse& tier : data.tiers)
+      out["tiers"].push_back({{"name", tier.name},
+                              {"hits", tier.hits},
+                              {"misses", tier.misses},
+                              {"hit_bytes", tier.hit_bytes},
+                              {"stored", tier.stored},
+                              {"stored_bytes", tier.stored_bytes},
+                              {"refused", tier.refused},
+                              {"records", tier.records},
+                              {"bytes", tier.bytes}});
     for (const int percent : {50, 90, 99}) {
       out[fmt::format("admit_p{}_seconds", percent)] = percentile(data.admit_s, percent);
       out[fmt::format("prefill_p{}_seconds", percent)] = percentile(data.prefill_s, percent);
@@ -184,6 +201,9 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
   require(flags.verify >= 0 && flags.verify <= 1, ErrorCode::bad_argument, "--verify {} is no share; it may be 0 to 1",
           flags.verify);
   out.verify = flags.verify;
+  if (!flags.host.empty()) out.host_bytes = parse_bytes(flags.host, "--host");
+  out.disk = flags.disk;
+  out.disk_bytes = parse_bytes(flags.disk_capacity, "--disk-capacity");
   out.seed = static_cast<std::uint64_t>(parse_count(flags.seed, "--seed", 0, std::numeric_limits<std::int64_t>::max()));
   out.device = flags.device;
   out.threads = static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024));
@@ -270,6 +290,13 @@ void add_replay(CLI::App& app, int& exit_code) {
                    "with bytes: share of the requests that are computed cold, too, to compare")
       ->capture_default_str()
       ->type_name("SHARE");
+  command->add_option("--host", flags->host, "with bytes: a tier in host memory, so many bytes; for example 1GB")
+      ->type_name("BYTES");
+  command->add_option("--disk", flags->disk, "with bytes: a tier on disk; a later replay finds what is there")
+      ->type_name("DIR");
+  command->add_option("--disk-capacity", flags->disk_capacity, "of the tier on disk")
+      ->capture_default_str()
+      ->type_name("BYTES");
   command->add_option("--layers", flags->layers, "with bytes: the first N of the model")
       ->capture_default_str()
       ->type_name("N");
@@ -287,6 +314,7 @@ void add_replay(CLI::App& app, int& exit_code) {
       "Examples:\n"
       "  kv4 replay conversation_trace.jsonl                      what a cache without limit finds\n"
       "  kv4 replay trace.jsonl.gz --capacity 10000000 --policy s3fifo --json\n"
+      "  kv4 replay --generate --data real --capacity 64K --host 256MB --disk store   with tiers below\n"
       "  kv4 replay --generate --data real --verify 0.2           real bytes; every fifth request also computed cold\n"
       "  kv4 replay --generate --seed 7 --capacity 1M --report replay.html");
   command->callback([flags, &exit_code] { exit_code = run_replay(*flags); });

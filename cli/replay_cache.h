@@ -5,8 +5,8 @@
 #include <functional>
 #include <vector>
 
-#include "prefix/eviction.h"
 #include "kv4/prefix_cache.h"
+#include "prefix/eviction.h"
 #include "replay_trace.h"
 
 namespace kv4::cli {

@@ -1,15 +1,21 @@
 #include "replay_data.h"
 
 #include <algorithm>
+#include <chrono>
 #include <deque>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 
 #include "base/check.h"
 #include "bench_copy.h"
+#include "cache/tiered_prefix.h"
 #include "device_memory.h"
 #include "inputs.h"
 #include "run_steps.h"
+#include "tier/disk_tier.h"
+#include "tier/host_tier.h"
 
 namespace kv4::cli {
 namespace {
@@ -43,6 +49,30 @@ class Text {
   std::uint64_t own_;
   std::vector<std::int64_t> ids_;
 };
+
+/// Nullptr: none is asked for.
+std::unique_ptr<tier::TierChain> make_tiers(const DataReplayOptions& options, std::uint64_t layout_id) {
+  const auto clock = std::make_shared<tier::SteadyClock>();
+  std::vector<std::unique_ptr<tier::TierQueue>> queues;
+  const auto add = [&](std::shared_ptr<tier::Tier> tier) {
+    queues.push_back(std::make_unique<tier::TierQueue>(std::move(tier), tier::TierQueueOptions{}, clock));
+  };
+  if (options.host_bytes > 0) {
+    tier::HostTierOptions host;
+    host.layout_id = layout_id;
+    host.capacity_bytes = options.host_bytes / host.page_bytes * host.page_bytes;
+    add(std::make_shared<tier::HostTier>(host, clock));
+  }
+  if (!options.disk.empty()) {
+    tier::StoreOptions disk;
+    disk.directory = options.disk;
+    disk.layout_id = layout_id;
+    disk.capacity_bytes = options.disk_bytes;
+    add(std::make_shared<tier::DiskTier>(tier::make_posix_file_system(), disk, clock));
+  }
+  if (queues.empty()) return nullptr;
+  return std::make_unique<tier::TierChain>(std::move(queues), clock);
+}
 
 /// A cache with its weights and a driver of its steps.
 struct Engine {
@@ -79,6 +109,8 @@ class DataReplay {
         cold_(options.config, cold_options(), options, generator_) {
     result_.cache.tenants.resize(static_cast<std::size_t>(options.tenants));
     result_.cache.capacity_ids = options.capacity_tokens / trace.id_tokens;
+    tiers_ = make_tiers(options, warm_.manager.schema().layout_id);
+    if (tiers_) tiered_.emplace(warm_.manager, *tiers_);
   }
 
   DataReplayResult run() {
@@ -95,6 +127,7 @@ class DataReplay {
     const CacheSchema& schema = warm_.manager.schema();
     const std::vector<std::int64_t> lengths(static_cast<std::size_t>(schema.num_groups), schema.block_tokens);
     result_.stored_bytes = kept.blocks * schema.block_bytes + kept.snapshots * image_bytes(schema, lengths);
+    if (tiers_) count_tiers();
     return std::move(result_);
   }
 
@@ -126,6 +159,18 @@ class DataReplay {
     return out;
   }
 
+  static tier::Deadline in(std::chrono::seconds time) { return std::chrono::steady_clock::now() + time; }
+
+  void count_tiers() {
+    tiers_->flush(in(std::chrono::seconds(60)));
+    result_.loaded_blocks = tiered_->statistics().loaded_blocks;
+    for (const tier::ChainStats& each : tiers_->stats()) {
+      const tier::QueueStats& q = each.queue;
+      result_.tiers.push_back({each.name, q.hits, q.misses + q.failed_gets + q.damaged, q.hit_bytes, q.stored,
+                               q.stored_bytes, q.refused_puts, q.tier.records, q.tier.payload_bytes});
+    }
+  }
+
   void retire() {
     warm_.manager.release(running_.front().id);
     running_.pop_front();
@@ -135,6 +180,7 @@ class DataReplay {
   std::optional<Admission> admit(const Prompt& prompt) {
     for (;;) {
       const Stopwatch watch;
+      if (tiered_) tiered_->load(prompt, in(std::chrono::seconds(10)));
       const Expected<Admission> out = warm_.manager.admit(prompt);
       if (out) {
         result_.admit_s.push_back(watch.seconds());
@@ -195,6 +241,7 @@ class DataReplay {
     count(request, *admission);
     if (std::generate_canonical<double, 53>(random_) < options_.verify) verify(newest, tokens);
     running_.push_back(std::move(newest));
+    if (tiered_) tiered_->save(std::numeric_limits<std::int64_t>::max());
     if (running_.size() > kRunning) retire();
   }
 
@@ -234,6 +281,8 @@ class DataReplay {
   InputGenerator generator_;
   std::mt19937_64 random_;
   Engine warm_, cold_;
+  std::unique_ptr<tier::TierChain> tiers_;
+  std::optional<TieredPrefix> tiered_;
   std::deque<Running> running_;
   std::int64_t evicted_ = 0;
   DataReplayResult result_;

@@ -18,11 +18,22 @@ struct DataReplayOptions {
   CacheOptions cache;  // formats, layers and prefix policies; sizes are filled in
   std::int64_t capacity_tokens = 0;
   int tenants = 1;
+  std::int64_t host_bytes = 0;  // of a tier in host memory; 0: none
+  std::string disk;             // directory of a tier on disk; empty: none
+  std::int64_t disk_bytes = std::int64_t{16} << 30;
   double verify = 0;  // share of the requests that are also computed cold
   std::uint64_t seed = 1;
   std::string device = "cpu";
   int threads = 1;
   std::function<void()> request_done;  // for progress; may be empty
+};
+
+/// What a tier did.
+struct TierUse {
+  std::string name;
+  std::int64_t hits = 0, misses = 0, hit_bytes = 0;
+  std::int64_t stored = 0, stored_bytes = 0, refused = 0;
+  std::int64_t records = 0, bytes = 0;  // kept at the end
 };
 
 struct DataReplayResult {
@@ -33,6 +44,8 @@ struct DataReplayResult {
   std::int64_t computed_tokens = 0;        // through all layers, replayed and generated ones included
   std::vector<double> admit_s, prefill_s;  // [requests that were not skipped]
   std::int64_t stored_bytes = 0;           // of blocks and snapshots that are kept at the end
+  std::int64_t loaded_blocks = 0;          // came from tiers
+  std::vector<TierUse> tiers;
 };
 
 /// Token ids and inputs of a block follow from the trace's id, so two requests agree exactly as far as their ids do.

@@ -131,6 +131,17 @@ std::string draw_latencies(const DataReplayResult& data) {
   return out;
 }
 
+std::string draw_tiers(const DataReplayResult& data) {
+  if (data.tiers.empty()) return "";
+  std::vector<Bar> bars{{"device, kept", static_cast<double>(data.stored_bytes)}};
+  for (const TierUse& tier : data.tiers) {
+    bars.push_back({tier.name + ", kept", static_cast<double>(tier.bytes)});
+    bars.push_back({tier.name + ", stored", static_cast<double>(tier.stored_bytes)});
+    bars.push_back({tier.name + ", found", static_cast<double>(tier.hit_bytes)});
+  }
+  return draw_bars("Bytes by tier", "B", bars);
+}
+
 std::string summary(const std::string& name, const Trace& trace, const ReplayOptions& options,
                     const ReplayResult& result) {
   const ReplayCounts& total = result.total;
@@ -157,7 +168,7 @@ void write_report(const std::string& path, const std::string& name, const Trace&
   const std::string page = kHead + summary(name, trace, options, result) + "<div class=\"figures\">\n" +
                            draw_lines(plot_over_time(result)) + draw_lines(plot_capacity(trace, options)) +
                            draw_recomputed(trace, options, result) + draw_lines(plot_evictions(result)) +
-                           draw_tenants(result) + draw_latencies(data) + "</div>\n" + kFoot;
+                           draw_tenants(result) + draw_tiers(data) + draw_latencies(data) + "</div>\n" + kFoot;
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file << page;
   file.close();

@@ -66,7 +66,7 @@ void print_text(const SessionSurvey& s, const std::string& path) {
 }
 
 int inspect(const SessionFlags& flags) {
-  const auto files = tier::make_posix_file_system(false);
+  const auto files = tier::make_posix_file_system({.direct = false});
   const SessionSurvey survey = survey_session_file(*files, flags.path);
   if (flags.json)
     print_json(survey);

@@ -64,9 +64,16 @@ struct Prompt {
 };
 
 struct BlockEvent {
-  enum class Kind : std::uint8_t { stored, evicted };
+  enum class Kind : std::uint8_t { stored, evicted, snapshot };  // snapshot: one at the block's end is kept
   Kind kind = Kind::stored;
   BlockKey key{};
+};
+
+/// A block that the cache keeps.
+struct KeptBlock {
+  TenantId tenant = 0;
+  std::int64_t tokens = 0;  // from the start of its chain to its end
+  bool has_snapshot = false;
 };
 
 /// Counted since the cache was made.
@@ -78,6 +85,7 @@ struct PrefixStatistics {
   std::int64_t replayed_tokens = 0;  // of these: had to be computed again for windows and pending rows
   std::int64_t stored_blocks = 0;
   std::int64_t joined_blocks = 0;  // computed twice at the same time: one of the two was given back
+  std::int64_t inserted_blocks = 0;  // computed elsewhere
   std::int64_t evicted_blocks = 0;
   std::int64_t saved_snapshots = 0;
   std::int64_t restored_snapshots = 0;

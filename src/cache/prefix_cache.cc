@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "base/check.h"
 #include "schema/table_layout.h"
@@ -139,7 +140,11 @@ void PrefixCache::attach(Slot slot, SnapshotId place) {
 }
 
 void PrefixCache::keep(Slot slot) {
-  if (const SnapshotId place = index.snapshot(slot); place != kNoSnapshot) at(place).kept = true;
+  if (const SnapshotId place = index.snapshot(slot); place != kNoSnapshot) keep_place(place);
+}
+
+void PrefixCache::keep_place(SnapshotId place) {
+  if (!std::exchange(at(place).kept, true)) index.note_snapshot(at(place).slot);
 }
 
 void PrefixCache::stay(Slot slot) {
@@ -149,7 +154,7 @@ void PrefixCache::stay(Slot slot) {
 void PrefixCache::leave(Slot slot, bool kept) {
   const SnapshotId place = index.snapshot(slot);
   Place& p = at(place);
-  p.kept = p.kept || kept;
+  if (kept) keep_place(place);
   if (--p.staying == 0 && !p.kept) give_place(index.detach_snapshot(slot));
 }
 

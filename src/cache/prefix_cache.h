@@ -62,6 +62,7 @@ class PrefixCache {
     bool kept = false;
     std::int32_t staying = 0;
   };
+  void keep_place(SnapshotId place);
   Place& at(SnapshotId place) { return places_[static_cast<std::size_t>(place)]; }
 
   BlockHasher hasher_;

@@ -128,13 +128,13 @@ Expected<RequestId> SessionFile::restore(KVCacheManager& manager, const SessionI
 bool save_session_file(KVCacheManager& manager, RequestId request, const SessionIdentity& identity,
                        const std::string& path, const SessionProgress& progress) {
   // Through the page cache: what is saved before a restart is often read right after it.
-  const auto files = tier::make_posix_file_system(false);
+  const auto files = tier::make_posix_file_system({.direct = false});
   return SessionFile{*files, path}.save(manager, request, identity, progress);
 }
 
 Expected<RequestId> restore_session_file(KVCacheManager& manager, const SessionIdentity& identity,
                                          const std::string& path, const SessionProgress& progress) {
-  const auto files = tier::make_posix_file_system(false);
+  const auto files = tier::make_posix_file_system({.direct = false});
   return SessionFile{*files, path}.restore(manager, identity, progress);
 }
 

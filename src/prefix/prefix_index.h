@@ -101,6 +101,9 @@ class PrefixIndex {
   SnapshotId attach_snapshot(Slot slot, SnapshotId snapshot);
   SnapshotId detach_snapshot(Slot slot) { return attach_snapshot(slot, kNoSnapshot); }
 
+  /// For the events: the snapshot at the end of this block is kept.
+  void note_snapshot(Slot slot) { record(BlockEvent::Kind::snapshot, at(slot).key); }
+
   /// The oldest events, in order, as many as fit; they are gone then. Returns how many.
   std::size_t read_events(std::span<BlockEvent> out);
   std::uint64_t lost_events() const { return lost_events_; }

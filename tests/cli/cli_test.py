@@ -404,6 +404,19 @@ def test_replay_with_bytes():
     refused([*common, "--verify", "2"], "--verify")
 
 
+def test_replay_tiers_across_a_restart():
+    with tempfile.TemporaryDirectory() as folder:
+        common = ["replay", "--generate", "--data", "real", "--limit", "40", "--verify", "0.5", "--capacity", "64K", "--disk", folder + "/store"]
+        first = ok_json(*common, "--host", "32MB")
+        equal([tier["name"] for tier in first["tiers"]], ["host", "disk"])
+        assert all(tier["stored"] > 100 and tier["refused"] == 0 for tier in first["tiers"]), first
+        again = ok_json(*common)  # another process, with nothing but the store
+        assert again["loaded_blocks"] > 100 and again["block_hit_rate"] > max(0.95, first["block_hit_rate"]), again
+        for result in (first, again):
+            assert result["wrong_bytes"] == 0 and result["verified_blocks"] > 500, result
+        equal(ok_json("store", "verify", folder + "/store")["ok"], True)
+
+
 def test_replay_report_in_a_browser():
     browser = shutil.which("chromium")
     with tempfile.TemporaryDirectory() as folder:

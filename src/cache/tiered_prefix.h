@@ -1,0 +1,52 @@
+// A prefix cache that goes on below the device: what a cache keeps is offered to tiers, and what a prompt does not find
+// on the device is looked for there.
+//
+//   tiered.load(prompt, deadline);  cache.admit(prompt);  ... steps ...  tiered.save(16);
+//
+// A record is a block's image or a snapshot, under the block's key; tiers check its bytes, the key says of what they
+// are. Whatever a tier loses or is late with is computed again. Tenants that are to share contexts have one id: records
+// are kept by tenant.
+//
+// Threads: the one that drives the cache. Tiers work in threads of their own.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kv4/kv_cache_manager.h"
+#include "tier/tier_chain.h"
+
+namespace kv4 {
+
+struct TieredStatistics {
+  std::int64_t offered_blocks = 0, offered_snapshots = 0;  // to the first tier that took them
+  std::int64_t refused = 0;                                // no tier had room in its queue
+  std::int64_t loaded_blocks = 0, loaded_snapshots = 0;
+  std::int64_t lost_events = 0;  // blocks that were stored faster than they were saved
+};
+
+class TieredPrefix {
+ public:
+  /// Both outlive it; nobody else reads the cache's block events.
+  TieredPrefix(KVCacheManager& cache, tier::TierChain& tiers) : cache_(cache), tiers_(tiers) {}
+
+  /// Offers what the cache has stored since, at most `max_records`, oldest first; write-behind. Returns how many events
+  /// it has dealt with: 0 means that there is nothing left.
+  std::int64_t save(std::int64_t max_records);
+  /// Brings what tiers have of the prompt and the device has not: blocks behind those kept, and the deepest snapshot of
+  /// them. Returns the blocks brought. Ends at the deadline, with what is there by then.
+  std::int64_t load(const Prompt& prompt, tier::Deadline deadline);
+
+  const TieredStatistics& statistics() const { return statistics_; }
+
+ private:
+  void offer(const tier::RecordId& id, std::int64_t& count);
+  void load_snapshot(const Prompt& prompt, const std::vector<BlockKey>& keys, tier::Deadline deadline);
+
+  KVCacheManager& cache_;
+  tier::TierChain& tiers_;
+  std::vector<std::byte> buffer_;
+  TieredStatistics statistics_;
+};
+
+}  // namespace kv4

@@ -1,0 +1,236 @@
+// What tiers give back is the same bytes as computing the prompt.
+#include <stdlib.h>
+
+#include <filesystem>
+
+#include "cache/tiered_prefix.h"
+#include "kv4/error.h"
+#include "support/harness.h"
+#include "tier/disk_tier.h"
+#include "tier/host_tier.h"
+
+namespace kv4::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+CacheOptions tiered_options(SnapshotPolicy policy, const FormatCase& format = format_cases()[0]) {
+  CacheOptions o = options_for(format);
+  o.block_tokens = 16;
+  o.max_context = 160;
+  o.num_blocks = 32;
+  o.max_step_tokens = 256;
+  o.prefix.enabled = true;
+  o.prefix.weights_id = "weights";
+  o.prefix.snapshots = policy;
+  o.prefix.num_snapshots = 16;
+  return o;
+}
+
+const SnapshotPolicy kCheckpoint{.kind = SnapshotPolicy::Kind::checkpoint, .period_tokens = 48};
+const SnapshotPolicy kPolicies[] = {
+    {.kind = SnapshotPolicy::Kind::full}, kCheckpoint, {.kind = SnapshotPolicy::Kind::none}};
+
+std::vector<std::int32_t> ids_of(std::uint64_t stream, std::int64_t count) {
+  std::vector<std::int32_t> out;
+  for (std::int64_t p = 0; p < count; ++p) out.push_back(Driver::token_id(stream, p));
+  return out;
+}
+
+/// Host memory and perhaps a disk, below any number of caches of one layout, one after the other.
+struct Tiers {
+  std::shared_ptr<tier::Clock> clock = std::make_shared<tier::SteadyClock>();
+  std::unique_ptr<tier::TierChain> chain;
+
+  explicit Tiers(std::uint64_t layout, const std::string& directory = "", bool host = true) {
+    std::vector<std::unique_ptr<tier::TierQueue>> queues;
+    const auto add = [&](std::shared_ptr<tier::Tier> tier) {
+      queues.push_back(std::make_unique<tier::TierQueue>(std::move(tier), tier::TierQueueOptions{}, clock));
+    };
+    if (host) {
+      const tier::HostTierOptions options{.layout_id = layout, .capacity_bytes = 64 << 20};
+      add(std::make_shared<tier::HostTier>(options, clock));
+    }
+    if (!directory.empty()) {
+      tier::StoreOptions options;
+      options.directory = directory;
+      options.layout_id = layout;
+      options.segment_bytes = 4 << 20;
+      add(std::make_shared<tier::DiskTier>(tier::make_posix_file_system(), options, clock));
+    }
+    chain = std::make_unique<tier::TierChain>(std::move(queues), clock);
+  }
+  tier::Deadline soon() { return clock->now() + 60s; }
+};
+
+std::uint64_t layout_of(const Model& model, const CacheOptions& o) { return build_schema(model.config, o).layout_id; }
+
+/// A cache above tiers.
+struct TieredDriver : Driver {
+  TieredDriver(const Model& model, const CacheOptions& o, Tiers& tiers_in)
+      : Driver(model, o), tiers(tiers_in), tiered(cache, *tiers.chain) {}
+
+  std::int64_t load(std::uint64_t stream, std::int64_t tokens, std::string_view salt = "") {
+    const std::vector<std::int32_t> ids = ids_of(stream, tokens);
+    return tiered.load({ids, 0, salt, {}}, tiers.soon());
+  }
+  Admission begin(std::uint64_t stream, std::int64_t tokens, std::string_view salt = "") {
+    const std::vector<std::int32_t> ids = ids_of(stream, tokens);
+    return cache.admit(Prompt{ids, 0, salt, {}}).value();
+  }
+  /// Computes what is not there, and more than the prompt.
+  void fill_up(RequestId request, std::uint64_t stream, std::int64_t tokens) {
+    for (std::int64_t at = cache.length(request); at < tokens; at = cache.length(request))
+      run({{request, stream, static_cast<std::int32_t>(std::min<std::int64_t>(23, tokens - at))}});
+  }
+  void save_all() {
+    while (tiered.save(7) > 0) continue;
+    for (const tier::FlushStatus status : tiers.chain->flush(tiers.soon()))
+      EXPECT_NE(status, tier::FlushStatus::failed);
+  }
+  void compute_and_save(std::uint64_t stream, std::int64_t tokens, std::string_view salt = "") {
+    const Admission a = begin(stream, tokens, salt);
+    fill_up(a.request, stream, tokens);
+    cache.release(a.request);
+    save_all();
+  }
+
+  Tiers& tiers;
+  TieredPrefix tiered;
+};
+
+Bytes cold_bytes(const Model& model, CacheOptions options, std::uint64_t stream, std::int64_t tokens) {
+  options.prefix = {};
+  Driver d(model, options, make_cpu_backend());
+  const RequestId r = d.admit();
+  d.run({{r, stream, static_cast<std::int32_t>(tokens)}});
+  return bytes_of(d.cache, r);
+}
+
+TEST(TieredPrefix, AnotherCacheGoesOnWhereOneStopped) {
+  const Model model(tiny_config());
+  for (const SnapshotPolicy& policy : kPolicies)
+    for (const FormatCase& format : format_cases()) {
+      const CacheOptions o = tiered_options(policy, format);
+      Tiers tiers(layout_of(model, o));
+      TieredDriver(model, o, tiers).compute_and_save(7, 100);
+      for (const std::int64_t tokens : {15, 16, 17, 33, 96, 97, 110}) {
+        SCOPED_TRACE(format.name() + ", policy " + std::to_string(static_cast<int>(policy.kind)) + ", " +
+                     std::to_string(tokens) + " tokens");
+        TieredDriver d(model, o, tiers);
+        const std::int64_t most = std::min<std::int64_t>((tokens - 1) / 16, 6);
+        EXPECT_EQ(d.load(7, tokens), most);
+        const Admission a = d.begin(7, tokens);
+        EXPECT_EQ(a.usable_tokens, most * 16);
+        d.fill_up(a.request, 7, tokens + 5);
+        expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, 7, tokens + 5), "from the tier");
+        if (HasFailure()) return;
+      }
+      TieredDriver whole(model, o, tiers);
+      whole.load(7, 97);
+      EXPECT_EQ(whole.begin(7, 97).resume_at, policy.kind == SnapshotPolicy::Kind::none ? 64 : 96);
+    }
+}
+
+TEST(TieredPrefix, ADiskKeepsContextsAcrossRestarts) {
+  const Model model(tiny_config());
+  const CacheOptions o = tiered_options(kCheckpoint);
+  std::string directory = (std::filesystem::temp_directory_path() / "kv4_tiered_XXXXXX").string();
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  const std::string store = directory + "/store";
+  {
+    Tiers tiers(layout_of(model, o), store);
+    TieredDriver(model, o, tiers).compute_and_save(3, 120);
+    tiers.chain->close(tiers.soon());
+  }
+  Tiers tiers(layout_of(model, o), store);
+  TieredDriver d(model, o, tiers);
+  EXPECT_EQ(d.load(3, 120), 7);
+  const Admission a = d.begin(3, 120);
+  EXPECT_EQ(a.resume_at, 112);
+  d.fill_up(a.request, 3, 130);
+  expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, 3, 130), "after a restart");
+  EXPECT_EQ(d.tiered.statistics().loaded_blocks, 7);
+  EXPECT_EQ(d.tiered.statistics().loaded_snapshots, 1);
+  EXPECT_GE(tiers.chain->stats()[0].promoted, 7) << "into host memory";
+  std::filesystem::remove_all(directory);
+}
+
+TEST(TieredPrefix, OtherSaltsAndWeightsFindNothing) {
+  const Model model(tiny_config());
+  CacheOptions o = tiered_options(kCheckpoint);
+  Tiers tiers(layout_of(model, o));
+  TieredDriver(model, o, tiers).compute_and_save(7, 100, "ours");
+  TieredDriver d(model, o, tiers);
+  EXPECT_EQ(d.load(7, 100, "theirs"), 0);
+  EXPECT_EQ(d.load(7, 100), 0);
+  EXPECT_EQ(d.load(8, 100, "ours"), 0);
+  EXPECT_EQ(d.load(7, 100, "ours"), 6);
+  o.prefix.weights_id = "others";
+  EXPECT_EQ(TieredDriver(model, o, tiers).load(7, 100, "ours"), 0);
+}
+
+TEST(TieredPrefix, AMissingBlockEndsWhatIsBrought) {
+  const Model model(tiny_config());
+  const CacheOptions o = tiered_options(kCheckpoint);
+  Tiers tiers(layout_of(model, o));
+  TieredDriver first(model, o, tiers);
+  first.compute_and_save(7, 100);
+  const std::vector<std::int32_t> ids = ids_of(7, 100);
+  const BlockKey gone = first.cache.block_keys({ids, 0, "", {}})[4];
+  tier::RecordId record;
+  std::memcpy(record.key.data(), gone.data(), gone.size());
+  tiers.chain->remove(record);
+  TieredDriver d(model, o, tiers);
+  EXPECT_EQ(d.load(7, 100), 4);
+  const Admission a = d.begin(7, 100);
+  EXPECT_EQ(a.usable_tokens, 64);
+  EXPECT_EQ(a.resume_at, 48);  // the last checkpoint before it
+  d.fill_up(a.request, 7, 105);
+  expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, 7, 105), "with a gap");
+}
+
+TEST(TieredPrefix, WhatTheDeviceEvictsComesBack) {
+  const Model model(tiny_config());
+  CacheOptions o = tiered_options(kCheckpoint);
+  o.num_blocks = 10;
+  o.prefix.num_snapshots = 2;
+  Tiers tiers(layout_of(model, o));
+  TieredDriver d(model, o, tiers);
+  for (std::uint64_t round = 0; round < 12; ++round) {
+    const std::uint64_t stream = round % 4;
+    SCOPED_TRACE(round);
+    EXPECT_EQ(d.load(stream, 90), round < 4 ? 0 : 5);
+    const Admission a = d.begin(stream, 90);
+    EXPECT_EQ(a.resume_at, round < 4 ? 0 : 80);
+    d.fill_up(a.request, stream, 90);
+    expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, stream, 90), "round");
+    d.cache.release(a.request);
+    d.save_all();
+  }
+  EXPECT_EQ(d.tiered.statistics().refused, 0);
+}
+
+TEST(TieredPrefix, BadInputChangesNothing) {
+  const Model model(tiny_config());
+  const CacheOptions o = tiered_options(kCheckpoint);
+  Driver d(model, o);
+  const std::vector<std::int32_t> ids = ids_of(1, 40);
+  const Prompt prompt{ids, 0, "", {}};
+  const std::vector<std::byte> block(static_cast<std::size_t>(d.cache.schema().block_image_bytes));
+  const std::vector<std::span<const std::byte>> three{block, block, block};
+  const std::vector<std::span<const std::byte>> shorter{std::span(block).first(5)};
+  EXPECT_THROW(d.cache.insert_blocks(prompt, three), Error);  // two full blocks
+  EXPECT_THROW(d.cache.insert_blocks(prompt, shorter), Error);
+  EXPECT_THROW(d.cache.insert_snapshot(d.cache.block_keys(prompt)[0], block), Error);
+  EXPECT_FALSE(d.cache.find_block(d.cache.block_keys(prompt)[0]));
+  EXPECT_EQ(d.cache.prefix_statistics().blocks, 0);
+  CacheOptions off = o;
+  off.prefix = {};
+  Driver plain(model, off);
+  EXPECT_THROW(plain.cache.block_keys(prompt), Error);
+  EXPECT_THROW(plain.cache.insert_blocks(prompt, {}), Error);
+}
+
+}  // namespace
+}  // namespace kv4::test
