@@ -1,4 +1,5 @@
 // A hit is the same bytes as computing the prompt: images, entries, index keys, and all that comes after.
+#include <cstdlib>
 #include <map>
 
 #include "kv4/error.h"
@@ -415,6 +416,7 @@ class Chaos {
         case 6: step(true); break;
         default: step(false); break;
       }
+      if (random_.below(50) == 0) driver_.cache.invalidate("weights");
       if (i % 20 == 19) check();
     }
     check();
@@ -448,7 +450,10 @@ class Chaos {
       ids.push_back(Driver::token_id(life.streams.back(), p));
     }
     life.prompt = tokens;
-    const Expected<Admission> a = driver_.cache.admit({ids, 0, "salt", {}});
+    // Two tenants that do not share, and a salt that both use.
+    const TenantId tenant = static_cast<TenantId>(random_.below(2));
+    const std::string_view salt = random_.below(3) == 0 ? "both" : tenant == 0 ? "zero" : "one";
+    const Expected<Admission> a = driver_.cache.admit({ids, tenant, salt, {}});
     if (a) live_[a->request] = life;
   }
 
@@ -551,7 +556,8 @@ class Chaos {
 TEST(Prefix, RandomOperations) {
   const Model model(tiny_config());
   std::int64_t hits = 0;
-  for (int seed = 0; seed < rounds(120); ++seed) {
+  const int seeds = rounds(std::getenv("KV4_TEST_LONG") != nullptr ? 5000 : 120);
+  for (int seed = 0; seed < seeds; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(static_cast<std::uint64_t>(seed) + 500);
     const std::vector<FormatCase> cases = format_cases();
@@ -566,6 +572,7 @@ TEST(Prefix, RandomOperations) {
     o.max_rewind_tokens = static_cast<int>(random.between(0, 10));
     o.hca_mode = random.below(2) ? HcaMode::online : HcaMode::raw;
     o.arrangement = random.below(2) ? Arrangement::block_major : Arrangement::layer_major;
+    o.prefix.tenant_shares = {random.between(0, o.num_blocks / 2), random.between(0, o.num_blocks / 2)};
     o.prefix.eviction = random.below(2) ? EvictionKind::lru : EvictionKind::s3_fifo;
     o.prefix.num_snapshots = static_cast<int>(random.between(0, 12));
     o.prefix.snapshots.period_tokens = o.block_tokens * random.between(1, 4);
