@@ -66,7 +66,9 @@ struct Intervals {
   /// Whether there are any: scores are finite and not all the same.
   __device__ bool are_finite() const { return per_score > 0.0f && per_score < __builtin_huge_valf(); }
   __device__ int bin_of(std::uint32_t key) const {
-    return min(max(static_cast<int>((score_of(key) - low) * per_score), 0), kBins - 1);
+    constexpr float kWhole = 0x1p23f;  // from here on the bits count in ones
+    const float at = fmaxf((score_of(key) - low) * per_score, 0.0f);
+    return min(__float_as_int(at + kWhole) - __float_as_int(kWhole), kBins - 1);
   }
 };
 
