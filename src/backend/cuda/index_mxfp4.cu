@@ -20,10 +20,10 @@
 // are under way, others expand keys or add heads. Each warp has three units' keys on their way into its own ring
 // (cp.async), no barrier but the warp's own. All blocks take an equal run of units from the list of all tokens' units.
 //
-// Bound by instructions: 245 per warp and 16 keys, of which 64 add heads and 72 look up codes, at 2.3 per clock; the
-// matrix unit is busy 35 % of the time and takes its share of the registers' ports. 18 % of the warps' time goes into
-// waiting at the ends of tokens, for warpgroups do not run equally fast. 32,768 keys of each of 128 requests: 125 us on
-// an H200 at 1.75 GHz, 2026-11-15, 7 clocks a key where the memory would allow one in 4.
+// Bound by instructions: about 240 per warp and 16 keys, of which 64 add heads and 72 look up codes, at 2.3 per clock;
+// the matrix unit is busy 35 % of the time and takes its share of the registers' ports. 18 % of the warps' time was
+// waiting at the ends of tokens, for warpgroups do not run equally fast. 32,768 keys of each of 128 requests: 117 us on
+// an H200 at 1.75 GHz, 2026-11-15, 6.4 clocks a key where the memory would allow one in 4.
 #include <algorithm>
 #include <cstdint>
 
@@ -37,7 +37,7 @@ namespace {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kGroups = 4, kKeyBytes = kWidth / 2;
 constexpr int kThreads = 512, kWarps = kThreads / 32, kWarpgroups = kThreads / 128;
-constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kCopyKeys = 16, kRows = 4;  // rows: keys of a quad in a unit
+constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: keys of a quad in a unit
 constexpr int kStages = 4;
 constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kGroups;
 constexpr int kSteps = 4;
@@ -360,9 +360,10 @@ class KeyStream {
         first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
         units_(units),
         scored_(scored),
+        row_(static_cast<std::uint32_t>(first_ & ((1 << pages.block_shift) - 1))),
         table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
         ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(s.ring[threadIdx.x / 32][0]))),
-        next_{load_id(0, 0), load_id(0, kCopyKeys)} {}
+        next_(load_id(0)) {}
 
   __device__ int first_key(int i) const { return first_ + i * kStep; }
   __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
@@ -370,24 +371,17 @@ class KeyStream {
   /// In order. Keys that no token sees are left as they come.
   __device__ void issue(int i) {
     if (i % 32 == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ids_[half] = next_[half];
-        next_[half] = load_id(i + 32, kCopyKeys * half);
-      }
+      ids_ = next_;
+      next_ = load_id(i + 32);
     }
-    const std::uint32_t lane = threadIdx.x % 32, to = stage(i) + 16 * lane;
+    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
+    if (block >= 0) {
+      const std::uint32_t lane = threadIdx.x % 32, to = stage(i) + 16 * lane;
+      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row_ + 16 * lane);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::int32_t block = __shfl_sync(kAllLanes, ids_[half], i % 32);
-      if (block < 0) break;
-      const std::uint32_t row = static_cast<std::uint32_t>(row_in_block(kCopyKeys * half));
-      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row + 16 * lane);
-      copy16(to + 1024 * half, from);
-      copy16(to + 1024 * half + 512, from + 512);
-      if (lane < kCopyKeys * kGroups / 16)
-        copy16(to + kPayloadBytes + kCopyKeys * kGroups * half,
-               pages_.scale_of(static_cast<std::uint32_t>(block)) + (kGroups * row + 16 * lane));
+      for (int at = 0; at < kPayloadBytes; at += 512) copy16(to + at, from + at);
+      if (lane < kWarpKeys * kGroups / 16)
+        copy16(to + kPayloadBytes, pages_.scale_of(static_cast<std::uint32_t>(block)) + (kGroups * row_ + 16 * lane));
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -399,12 +393,10 @@ class KeyStream {
   }
 
  private:
-  __device__ int row_in_block(int from) const { return (first_ + from) & ((1 << pages_.block_shift) - 1); }
   /// The block of this lane's unit from the i-th on.
-  __device__ std::int32_t load_id(int i, int from) const {
+  __device__ std::int32_t load_id(int i) const {
     i += static_cast<int>(threadIdx.x % 32);
-    const int key = first_key(i) + from;
-    return i < units_ && key < scored_ ? table_[key >> pages_.block_shift] : -1;
+    return i < units_ && first_key(i) < scored_ ? table_[first_key(i) >> pages_.block_shift] : -1;
   }
   __device__ static void copy16(std::uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -412,9 +404,10 @@ class KeyStream {
 
   const Pages& pages_;
   int first_, units_, scored_;
+  std::uint32_t row_;  // in any block
   const std::int32_t* table_;
   std::uint32_t ring_;
-  std::int32_t ids_[2] = {-1, -1}, next_[2];
+  std::int32_t ids_ = -1, next_;
 };
 
 __device__ uint4 load_shared16(std::uint32_t at) {
@@ -647,13 +640,13 @@ __device__ Share find_share(Shared& s, const IndexTile& tile) {
   return {s.token, s.unit, stop - begin};
 }
 
-/// Queries of the token this block would begin with if all were equally long, into L2 while it looks for its share.
-__device__ void prefetch_queries(const IndexTile& tile) {
+/// A token's queries into L2.
+__device__ void prefetch_queries(const IndexTile& tile, int token) {
   constexpr int kLine = 64;
+  if (tile.p.q.dtype == DType::u8 || token >= tile.count) return;
   const int element = tile.p.q.dtype == DType::f32 ? 4 : 2;
-  const std::int64_t token = tile.first + std::int64_t{blockIdx.x} * tile.count / gridDim.x;
-  const std::uint8_t* q = static_cast<const std::uint8_t*>(tile.p.q.data) + token * tile.p.q.row_stride * element;
-  if (tile.p.q.dtype == DType::u8) return;
+  const std::uint8_t* q =
+      static_cast<const std::uint8_t*>(tile.p.q.data) + (tile.first + token) * tile.p.q.row_stride * element;
   for (int at = static_cast<int>(threadIdx.x) * kLine; at < tile.p.num_heads * kWidth * element; at += kThreads * kLine)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at));
 }
@@ -664,12 +657,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   wait_for_previous();
   let_next_start();
-  prefetch_queries(tile);
+  // Those it would begin with if all tokens were equally long, while it looks for its share.
+  prefetch_queries(tile, static_cast<int>(std::int64_t{blockIdx.x} * tile.count / gridDim.x));
   Share share = find_share(s, tile);
   while (share.count > 0) {
     const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
     const int scored = tile.scored(record);
     const int count = min(share.count, (scored + kUnitKeys - 1) / kUnitKeys - share.unit);
+    if (count < share.count) prefetch_queries(tile, share.token + 1);
     if (count > 0) score_units(s, tile, pages, share.token, share.unit, count, record.row, scored);
     share = {share.token + 1, 0, share.count - count};
   }
@@ -690,7 +685,7 @@ bool can_score_mxfp4(const ops::IndexParams& p) {
   const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
   return overlaps_launches() && kind.page.format == Format::mxfp4 && kind.page.shape.width == kWidth &&
-         kind.rows_per_block >= kCopyKeys && is_power_of_two(kind.rows_per_block) && kStep % kind.rows_per_block == 0 &&
+         kind.rows_per_block >= kWarpKeys && is_power_of_two(kind.rows_per_block) && kStep % kind.rows_per_block == 0 &&
          max_entries(p) < kMost && payload.row_stride == kKeyBytes && scale.row_stride == kGroups &&
          payload.block_stride < kMost && scale.block_stride < kMost &&
          is_aligned(payload.data, payload.block_stride, 16) && is_aligned(scale.data, scale.block_stride, 16) &&
