@@ -46,7 +46,8 @@ class DeviceArray {
   T* data_ = nullptr;
 };
 
-enum class Data { normal, spread, extreme, repeated };
+// edges: of mxfp4, scales of a row that lie exactly so many binades apart, rows of nothing but the largest code.
+enum class Data { normal, spread, extreme, repeated, edges };
 
 struct Case {
   std::string name;
@@ -89,11 +90,18 @@ class IndexKernel : public testing::TestWithParam<Case> {
     with(c_.format, [&](auto codec) { codec.encode(OneLane{}, shape(), x, payload, scale, global()); });
   }
 
+  void change_to_edge(std::uint8_t* payload, std::uint8_t* scale) {
+    const unsigned apart = 1 + random_() % 6;
+    for (int g = 0; g < scale_bytes(); ++g) scale[g] = static_cast<std::uint8_t>(127 - random_() % apart);
+    if (random_() % 4 == 0) std::memset(payload, random_() % 2 == 0 ? 0x77 : 0xFF, payload_bytes());
+    if (random_() % 4 == 0) std::memset(payload, random_() % 2 == 0 ? 0x00 : 0x88, 16);  // zeros of any scale
+  }
+
   std::vector<float> random_row() {
     std::normal_distribution<float> normal;
     std::vector<float> x(static_cast<std::size_t>(c_.width));
     for (float& v : x) v = codec::round_bf16(normal(random_));
-    if (c_.data == Data::normal || c_.data == Data::repeated) return x;
+    if (c_.data != Data::spread && c_.data != Data::extreme) return x;
     const bool rare = c_.data == Data::extreme;
     for (int g = 0; g < c_.width; g += 16) {
       const int binades = static_cast<int>(random_() % (rare ? 200 : 9)) - (rare ? 100 : 4);
@@ -130,6 +138,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
         encode(x.data(), page + row * payload_bytes(), scales);
         if (c_.data == Data::extreme && c_.format == Format::mxfp4 && random_() % 16 == 0)
           scales[random_() % scale_bytes()] = static_cast<std::uint8_t>(random_());
+        if (c_.data == Data::edges) change_to_edge(page + row * payload_bytes(), scales);
       }
     }
     // What lies behind the last entry may be anything.
@@ -172,6 +181,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
       if (c_.q != DType::u8 && c_.hadamard) ops::hadamard_row(OneLane{}, c_.width, x.data());
       Bytes payload(payload_bytes()), scale(scale_bytes());
       encode(x.data(), payload.data(), scale.data());
+      if (c_.data == Data::edges) change_to_edge(payload.data(), scale.data());
       q_payload_.insert(q_payload_.end(), payload.begin(), payload.end());
       q_scale_.insert(q_scale_.end(), scale.begin(), scale.end());
     }
@@ -371,6 +381,11 @@ std::vector<Case> make_cases() {
     for (int i = 0; i < 300; ++i) c.lengths.push_back(i * 37 % 600), c.counts.push_back(1);
   });
   add("long", [](Case& c) { c.lengths = {60000}, c.heads = 2; });
+  add("longer", [](Case& c) { c.lengths = {140000, 50000, 20000}, c.counts = {1, 2, 1}, c.heads = 2; });
+  add("edges", [](Case& c) {
+    c.q = DType::u8, c.hadamard = false, c.data = Data::edges, c.top = 100;
+    for (int i = 0; i < 20; ++i) c.lengths.push_back(500 + i), c.counts.push_back(1);
+  });
   add("narrow", [](Case& c) { c.width = 32, c.heads = 3, c.top = 20, c.lengths = {500}; });
   add("wide", [](Case& c) { c.width = 512, c.heads = 20, c.top = 20, c.lengths = {700}; });
   for (const Format format : {Format::nvfp4, Format::fp8, Format::bf16})
@@ -399,6 +414,17 @@ class TopkKernel : public testing::Test {
     if (const std::string why = why_no_cuda(); !why.empty()) GTEST_SKIP() << why;
   }
 
+  static ops::IndexParams make_params(int most, int num_tokens, int top) {
+    ops::IndexParams p;
+    p.layer.kinds[1].ratio = 1;
+    p.layer.kinds[1].rows_per_block = 32;
+    p.step.num_tokens = num_tokens;
+    p.step.blocks_per_request = (most + 31) / 32;
+    p.score_stride = most;
+    p.top = top;
+    return p;
+  }
+
   void check(const std::vector<float>& row, int top, int num_tokens) {
     const int count = static_cast<int>(row.size());
     std::vector<float> all;
@@ -408,15 +434,9 @@ class TopkKernel : public testing::Test {
     const DeviceArray<float> scores(all);
     const DeviceArray<ops::StepRecord> tokens(records);
     const DeviceArray<std::int32_t> indices(static_cast<std::size_t>(num_tokens) * top, -7);
-    ops::IndexParams p;
-    p.layer.kinds[1].ratio = 1;
-    p.layer.kinds[1].rows_per_block = 32;
-    p.step.num_tokens = num_tokens;
-    p.step.blocks_per_request = (count + 31) / 32;
+    ops::IndexParams p = make_params(count, num_tokens, top);
     p.step.tokens = tokens.data();
     p.scores = scores.data();
-    p.score_stride = count;
-    p.top = top;
     p.indices = indices.data();
     ASSERT_EQ(cuda::select_topk(p, nullptr), cudaSuccess);
     const std::vector<std::int32_t> got = indices.read();
@@ -456,6 +476,33 @@ TEST_F(TopkKernel, AnyRowAnyCount) {
           if (HasFatalFailure()) return;
         }
       }
+}
+
+// Rows of given scores of which some are short.
+TEST_F(TopkKernel, RowsOfAllLengths) {
+  std::mt19937 random(9);
+  std::normal_distribution<float> normal;
+  constexpr int kMost = 20000, kTop = 512;
+  const std::vector<int> counts = {0, 1, 511, 512, 513, 3000, 8192, 8193, 12000, kMost};
+  const int num_tokens = static_cast<int>(counts.size());
+  std::vector<float> all(static_cast<std::size_t>(num_tokens) * kMost);
+  for (float& x : all) x = normal(random);
+  std::vector<ops::StepRecord> records(counts.size());
+  for (int t = 0; t < num_tokens; ++t) records[t].row = 0, records[t].position = counts[t] - 1;
+  const DeviceArray<float> scores(all);
+  const DeviceArray<ops::StepRecord> tokens(records);
+  const DeviceArray<std::int32_t> indices(counts.size() * kTop, -7);
+  ops::IndexParams p = make_params(kMost, num_tokens, kTop);
+  p.step.tokens = tokens.data();
+  p.scores = scores.data();
+  p.indices = indices.data();
+  ASSERT_EQ(cuda::select_topk(p, nullptr), cudaSuccess);
+  const std::vector<std::int32_t> got = indices.read();
+  for (int t = 0; t < num_tokens; ++t) {
+    SCOPED_TRACE(counts[t]);
+    const auto row = all.begin() + static_cast<std::ptrdiff_t>(t) * kMost;
+    expect_chosen(&got[static_cast<std::size_t>(t) * kTop], kTop, best_of({row, row + counts[t]}, kTop));
+  }
 }
 
 TEST_F(TopkKernel, ManyRows) {

@@ -40,6 +40,14 @@ cudaError_t for_each_tile(const IndexParams& p, float* scores, F&& f) {
   return cudaSuccess;
 }
 
+/// Of any row there may be: in a selecting block's registers, and in the workspace.
+bool can_hold_maxima(const IndexTile& tile) {
+  const std::int64_t longest = max_entries(tile.p);
+  const std::int64_t groups = std::max(std::min<std::int64_t>(longest, kSmallGroupKeys) / kSmallGroup,
+                                       (longest + kLargeGroup - 1) / kLargeGroup);
+  return groups <= kRowNumbers && groups * std::int64_t{sizeof(float)} <= tile.query_stride;
+}
+
 cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
   return can_score_mxfp4(tile.p) ? score_mxfp4(tile, stream) : score_plain(tile, stream);
 }
@@ -63,6 +71,7 @@ cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
 cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
   return for_each_tile(params, params.scores, [&](IndexTile& tile) {
     if (params.scores == nullptr) tile.skip = params.top;  // all of them are taken
+    tile.has_maxima = can_score_mxfp4(params) && can_hold_maxima(tile);
     const cudaError_t status = score(tile, stream);
     return status == cudaSuccess ? select_tile(tile, stream) : status;
   });

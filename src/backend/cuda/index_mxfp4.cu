@@ -5,24 +5,25 @@
 // below it is shifted left by 2 - d: up to 48, and 2 .. 98 with a bias of 50, which makes them unsigned. A query's head
 // likewise, 3 - d and up to 96, signed. Their products add up to less than 2^22, in integers, which fp32 holds exactly:
 // what the defined group sums in fp32 give, too. Powers of two come off: a head's goes into its weight, a key's is
-// applied to the total. Groups of zeros fit any scale. A warp whose 16 keys do not keep to two binades, or a token
+// applied to the total. Groups of zeros fit any scale. A warp whose 32 keys do not keep to two binades, or a token
 // whose heads do not keep to three or whose scales and weights come near the ends of fp32, takes sum_slowly instead.
 //
-// Tile: 64 keys x 64 heads x 128 channels, one warpgroup, 4 wgmma of m64n64k32. Keys are the register operand: lane c
-// of a quad loads the 16 bytes of its row's group c and supplies them as the k-steps' channels 4c .. 4c + 3 and 16 + 4c
-// .. 16 + 4c + 3; queries lie in shared memory with their channels in that order. Two byte permutes look up four codes:
-// the packed nibbles are the selector, whose top bit (the sign) turns the looked-up byte into zero. Heads are ordered
-// so that the accumulators of a lane are one chain of heads in its order. They start at the bits of 1.5 * 2^23 less
-// what the bias will add, so that they end as floats.
+// A warpgroup takes 128 keys at a time, 32 of each warp, as two tiles of 64 keys x 64 heads: 5 wgmma of m64n64k32 each,
+// the first of which takes off what the bias will add. Keys are the register operand: lane c of a quad loads the 16
+// bytes of its row's group c and supplies them as the k-steps' channels 4c .. 4c + 3 and 16 + 4c .. 16 + 4c + 3;
+// queries lie in shared memory with their channels in that order. Two byte permutes look up four codes: the packed
+// nibbles are the selector, whose top bit (the sign) turns the looked-up byte into zero. Heads are ordered so that the
+// accumulators of a lane are one chain of heads in its order. An accumulator's bits, read as a float, are its value
+// times 2^-149, or NaN if it is negative: one saturating addition of zero is the relu.
 //
-// Pipeline: two thread blocks of two warpgroups per multiprocessor, each warpgroup on its own tiles; while one's
-// products are under way, others expand keys or add heads. Each warp has 4 tiles' keys on their way into its own ring
-// (cp.async), no barrier but the warp's own. All blocks take an equal run of tiles from the list of all tokens' tiles.
+// Pipeline: a thread block of four warpgroups per multiprocessor, each warpgroup on its own keys: while one's products
+// are under way, others expand keys or add heads. Each warp has three units' keys on their way into its own ring
+// (cp.async), no barrier but the warp's own. All blocks take an equal run of units from the list of all tokens' units.
 //
-// Bound by instructions: 325 per warp and 16 keys, of which 96 add heads and 72 look up codes; 2.5 are issued per
-// clock, for the matrix unit takes its share of the registers' ports. 32,768 keys of each of 128 requests: 155 us on an
-// H200, 2026-11-15, 9 clocks a key where the memory would allow one in 4. Preparing a token's queries takes a block 2
-// us.
+// Bound by instructions: about 240 per warp and 16 keys, of which 64 add heads and 72 look up codes, at 2.3 per clock;
+// the matrix unit is busy 35 % of the time and takes its share of the registers' ports. 18 % of the warps' time was
+// waiting at the ends of tokens, for warpgroups do not run equally fast. 32,768 keys of each of 128 requests: 117 us on
+// an H200 at 1.75 GHz, 2026-11-15, 6.4 clocks a key where the memory would allow one in 4.
 #include <algorithm>
 #include <cstdint>
 
@@ -35,14 +36,18 @@ namespace kv4::cuda {
 namespace {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kGroups = 4, kKeyBytes = kWidth / 2;
-constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSm = 2;
-constexpr int kTileKeys = 64, kWarpKeys = 16, kWarpgroups = kThreads / 128, kStages = 4;
-constexpr int kStageBytes = kWarpKeys * (kKeyBytes + kGroups);
+constexpr int kThreads = 512, kWarps = kThreads / 32, kWarpgroups = kThreads / 128;
+constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: keys of a quad in a unit
+constexpr int kStages = 4;
+constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kGroups;
+constexpr int kSteps = 4;
 constexpr int kKeyShift = 2, kQueryShift = 3, kBias = 50;
 constexpr std::uint32_t kBiases = kBias * 0x01010101u, kSigns = 0x88888888u;
 constexpr std::uint32_t kLowCodes = 0x03020100u, kHighCodes = 0x0C080604u;  // e2m1_double of codes 0 to 3, 4 to 7
-constexpr std::uint32_t kMagic = 0x4B400000u;                               // 1.5 * 2^23
-static_assert(kWidth * (12 << kKeyShift) * (12 << kQueryShift) < 1 << 22, "exact beside the magic number");
+// The bias adds kBias times the sum of a query's head. A k-step of its own takes it off: keys of kBias and, in the
+// other half of its channels, of 5 * kBias, against bytes that add up to minus the sum, five times the latter counted.
+constexpr int kMostSum = 6 * 16 * 125;
+static_assert(kWidth * (12 << kKeyShift) * (12 << kQueryShift) < 1 << 22, "negative ones are NaN");
 static_assert((12 << kKeyShift) < kBias && kBias + (12 << kKeyShift) < 128, "a looked-up byte has no sign");
 
 // Within these every intermediate result is a normal number and no sum overflows: a key's largest scale byte, a head's,
@@ -50,10 +55,14 @@ static_assert((12 << kKeyShift) < kBias && kBias + (12 << kKeyShift) < 128, "a l
 constexpr std::uint32_t kLeastKeyScale = 64, kKeyScales = 128;
 constexpr std::uint32_t kLeastQueryScale = 82, kMostQueryScale = 172;
 constexpr float kLeastWeight = 0x1p-45f, kMostWeight = 0x1p35f;
+// Heads are added up times 2^-kSumShift, so that weights times kWeightFactor, against accumulators read as floats, are
+// floats too.
+constexpr int kSumShift = 59;
+constexpr float kWeightFactor = 0x1p90f;  // 2^(149 - kSumShift)
 
-/// The pages of keys: dense rows of payload and of scales. A warp's keys of tile after tile of its warpgroup lie
-/// kStep rows apart, a whole number of blocks: so its row in a block stays the same.
-constexpr int kStep = kWarpgroups * kTileKeys;
+/// The pages of keys: dense rows of payload and of scales. A warpgroup's units lie kStep rows apart, a whole number of
+/// blocks: so a warp's row in a block stays the same.
+constexpr int kStep = kWarpgroups * kUnitKeys;
 struct Pages {
   const std::uint8_t *payload, *scale;
   std::uint32_t payload_stride, scale_stride;  // from block to block
@@ -69,21 +78,20 @@ struct Pages {
   }
 };
 
-/// A block's part of all tokens' tiles: `count` of them from this one on.
+/// A block's part of all tokens' units: `count` of them from this one on.
 struct Share {
-  int token, tile, count;
+  int token, unit, count;
 };
 
 struct Shared {
-  std::uint8_t q[kHeads * kWidth];  // matrix operand, 128-byte rows with swizzled 16-byte chunks
+  std::uint8_t q[2][kHeads * kWidth];  // matrix operands, 128-byte rows with swizzled chunks: queries; bias (2 chunks)
   std::uint8_t ring[kWarps][kStages][kStageBytes];
-  std::int32_t starts[kGroups][ops::kChainHeads + 4];  // [chain]: accumulators at first; in different banks
-  float weights[kGroups][ops::kChainHeads];            // [chain]: half the head's weight times its scale
-  std::uint32_t codes[kHeads][kKeyBytes / 4];          // as encoded, for sum_slowly
+  float weights[kGroups][ops::kChainHeads];    // [chain]: the head's weight times its scale
+  std::uint32_t codes[kHeads][kKeyBytes / 4];  // as encoded, for sum_slowly
   std::uint32_t scales[kHeads];
   float given_weights[kHeads];
   std::uint32_t sums[kWarps];
-  int token, tile;  // the first of this block
+  int token, unit;  // the first of this block
 };
 static_assert(offsetof(Shared, q) == 0 && kStageBytes % 16 == 0 && offsetof(Shared, ring) % 16 == 0);
 
@@ -111,9 +119,10 @@ struct Lookup {
 /// Two quads of bytes from 8 codes.
 __device__ void expand(const Lookup& t, std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
   const std::uint32_t flipped = codes ^ kSigns;
-  low = permute(t.positive_low, t.positive_high, codes) | permute(t.negative_low, t.negative_high, flipped);
+  // Of two bytes one is zero. A sum: on either pipe.
+  low = permute(t.positive_low, t.positive_high, codes) + permute(t.negative_low, t.negative_high, flipped);
   high =
-      permute(t.positive_low, t.positive_high, codes >> 16) | permute(t.negative_low, t.negative_high, flipped >> 16);
+      permute(t.positive_low, t.positive_high, codes >> 16) + permute(t.negative_low, t.negative_high, flipped >> 16);
 }
 
 /// Signed bytes of 4 codes, without a bias: up to 96 would not fit beside one.
@@ -275,10 +284,17 @@ __device__ Group32 encode(const float (&x)[32]) {
 /// Where a head's row of the matrix operand lies, so that a lane's accumulators are a chain.
 __device__ int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
 
-/// All of a token's queries into shared memory; a quad makes a head. Whether the fast arithmetic holds for them.
-__device__ bool prepare_queries(Shared& s, const IndexTile& tile, const RawGroup& raw) {
-  const int head = static_cast<int>(threadIdx.x) / kGroups, c = static_cast<int>(threadIdx.x) % kGroups;
-  static_assert(kThreads == kHeads * kGroups);
+/// Word c of the 16 bytes that `sum` is spread over, as evenly as can be.
+__device__ std::uint32_t spread(int sum, int c) {
+  const int each = sum >> 4, rest = sum & 15;
+  std::uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word |= static_cast<std::uint32_t>((each + (4 * c + i < rest)) & 0xFF) << (8 * i);
+  return word;
+}
+
+/// A head of a token into shared memory, made by a quad. Whether the fast arithmetic holds for it.
+__device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& raw, int head, int c) {
   const float weight = raw.weight;
   Group32 group{raw.words[0], raw.scale};
   if (tile.p.q.dtype != DType::u8) {
@@ -306,92 +322,92 @@ __device__ bool prepare_queries(Shared& s, const IndexTile& tile, const RawGroup
          (weight == 0.0f || !any_in_head || (size >= kLeastWeight && size <= kMostWeight));
 
   const std::uint32_t times = (1u << kQueryShift) >> min(below, kQueryShift);
-  const std::uint32_t words[4] = {group.codes.x, group.codes.y, group.codes.z, group.codes.w};
+  const std::uint32_t words[kSteps] = {group.codes.x, group.codes.y, group.codes.z, group.codes.w};
   const int row = operand_row(head);
+  const auto at = [&](int operand, int chunk) {
+    return reinterpret_cast<std::uint32_t*>(&s.q[operand][row * kWidth + 16 * (chunk ^ (row % 8)) + 4 * c]);
+  };
   int sum = 0;
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    s.codes[head][kGroups * c + step] = words[step];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::uint32_t quad = signed_quad(words[step] >> (16 * half), times);
-      const int chunk = (2 * step + half) ^ (row % 8);
-      *reinterpret_cast<std::uint32_t*>(&s.q[row * kWidth + 16 * chunk + 4 * c]) = quad;
-      sum = __dp4a(static_cast<int>(quad), 0x01010101, sum);
-    }
+  for (int i = 0; i < 2 * kSteps; ++i) {
+    const std::uint32_t quad = signed_quad(words[i / 2] >> (16 * (i % 2)), times);
+    *at(0, i) = quad;
+    sum = __dp4a(static_cast<int>(quad), 0x01010101, sum);
   }
 #pragma unroll
   for (int lane = 1; lane < kGroups; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
+  const int five_times = -sum / 6;
+  *at(1, 0) = spread(-sum - 5 * five_times, c);
+  *at(1, 1) = spread(five_times, c);
+  fits = fits && abs(sum) <= kMostSum;
+  *reinterpret_cast<uint4*>(&s.codes[head][4 * c]) = group.codes;
   if (c == 0) {
-    const int chain = head / ops::kChainHeads, in_chain = head % ops::kChainHeads;
-    const std::int32_t start = static_cast<std::int32_t>(kMagic) - kBias * sum;
-    s.starts[chain][in_chain] = start;
-    s.weights[chain][in_chain] = 0.5f * scaled;
+    s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = kWeightFactor * scaled;
     s.scales[head] = scales;
     s.given_weights[head] = weight;
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  return __syncthreads_and(fits);
+  return fits;
 }
 
 // --- keys
 
-/// A warp's keys on their way from the pages to its ring: 16 of every tile of its warpgroup.
+/// A warp's part of its warpgroup's units of keys on their way from the pages to its ring.
 class KeyStream {
  public:
-  /// tiles: of this warpgroup, every kWarpgroups-th from first_tile on; they hold `scored` keys of a request.
-  __device__ KeyStream(Shared& s, const Pages& pages, int request, int first_tile, int tiles, int scored)
+  /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
+  __device__ KeyStream(Shared& s, const Pages& pages, int request, int first_unit, int units, int scored)
       : pages_(pages),
-        first_(first_tile * kTileKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
-        tiles_(tiles),
+        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
+        units_(units),
         scored_(scored),
-        table_(pages.table + std::int64_t{request} * pages.blocks_per_request + (first_ >> pages.block_shift)),
+        row_(static_cast<std::uint32_t>(first_ & ((1 << pages.block_shift) - 1))),
+        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
         ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(s.ring[threadIdx.x / 32][0]))),
-        next_ids_(load_ids(0)) {}
+        next_(load_id(0)) {}
 
   __device__ int first_key(int i) const { return first_ + i * kStep; }
-  __device__ int row_in_block() const { return first_ & ((1 << pages_.block_shift) - 1); }
-  __device__ std::int32_t block_of(int i) const {
-    return i < tiles_ && first_key(i) < scored_ ? table_[i * (kStep >> pages_.block_shift)] : -1;
-  }
   __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
 
   /// In order. Keys that no token sees are left as they come.
   __device__ void issue(int i) {
     if (i % 32 == 0) {
-      ids_ = next_ids_;
-      next_ids_ = load_ids(i + 32);
+      ids_ = next_;
+      next_ = load_id(i + 32);
     }
     const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
     if (block >= 0) {
       const std::uint32_t lane = threadIdx.x % 32, to = stage(i) + 16 * lane;
-      const std::uint32_t row = static_cast<std::uint32_t>(row_in_block());
-      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row + 16 * lane);
-      copy16(to, from);
-      copy16(to + 512, from + 512);
+      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row_ + 16 * lane);
+#pragma unroll
+      for (int at = 0; at < kPayloadBytes; at += 512) copy16(to + at, from + at);
       if (lane < kWarpKeys * kGroups / 16)
-        copy16(to + 1024, pages_.scale_of(static_cast<std::uint32_t>(block)) + (kGroups * row + 16 * lane));
+        copy16(to + kPayloadBytes, pages_.scale_of(static_cast<std::uint32_t>(block)) + (kGroups * row_ + 16 * lane));
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  /// Until all but the kStages - 1 newest are there.
+  /// Until all but the kStages - 2 newest are there.
   __device__ static void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
     __syncwarp();
   }
 
  private:
-  __device__ std::int32_t load_ids(int i) const { return block_of(i + static_cast<int>(threadIdx.x % 32)); }
+  /// The block of this lane's unit from the i-th on.
+  __device__ std::int32_t load_id(int i) const {
+    i += static_cast<int>(threadIdx.x % 32);
+    return i < units_ && first_key(i) < scored_ ? table_[first_key(i) >> pages_.block_shift] : -1;
+  }
   __device__ static void copy16(std::uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   }
 
   const Pages& pages_;
-  int first_, tiles_, scored_;
+  int first_, units_, scored_;
+  std::uint32_t row_;  // in any block
   const std::int32_t* table_;
   std::uint32_t ring_;
-  std::int32_t ids_ = -1, next_ids_;
+  std::int32_t ids_ = -1, next_;
 };
 
 __device__ uint4 load_shared16(std::uint32_t at) {
@@ -399,9 +415,9 @@ __device__ uint4 load_shared16(std::uint32_t at) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
 }
-__device__ std::uint32_t load_shared_byte(std::uint32_t at) {
+__device__ std::uint32_t load_shared4(std::uint32_t at) {
   std::uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
   return v;
 }
 
@@ -413,167 +429,180 @@ __device__ std::uint64_t operand_of(const std::uint8_t* q) {
   return (address & 0x3FFF) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 | std::uint64_t{1} << 62;
 }
 
-__device__ void multiply(std::int32_t (&d)[32], const std::uint32_t (&a)[4], std::uint64_t b) {
+template <bool kAdd>
+__device__ void multiply(std::int32_t (&d)[32], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
+                         std::uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, 1;"
+      "{%32, %33, %34, %35}, %36, %37;"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
         "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),
         "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]),
         "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kAdd ? 1 : 0));
 #endif
 }
-__device__ void begin_products() {
+
+__device__ void multiply_tile(std::int32_t (&d)[32], const std::uint32_t (&a)[kSteps][4], std::uint64_t queries,
+                              std::uint64_t bias) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ void end_products(std::int32_t (&d)[32]) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  multiply<false>(d, kBiases, kBiases, 5 * kBiases, 5 * kBiases, bias);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) multiply<true>(d, a[i][0], a[i][1], a[i][2], a[i][3], queries + (32 >> 4) * i);
   asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < 32; ++i) asm volatile("" : "+r"(d[i])::"memory");
 #endif
 }
 
-/// A lane's part of the products of two keys, one chain of heads each.
-struct Chains {
-  float of_first, of_second;
-};
-
-__device__ Chains add_heads(const std::int32_t (&d)[32], const float (&weights)[ops::kChainHeads]) {
-  Chains sum{0.0f, 0.0f};
+/// One chain of heads of two keys.
+__device__ void add_heads(const std::int32_t (&d)[32], const float (&weights)[ops::kChainHeads], float& first,
+                          float& second) {
   const auto add = [](float& chain, std::int32_t product, float weight) {
-    const float x = __int_as_float(product) - 12582912.0f;
-    chain = codec::fused(weight, x + fabsf(x), chain);  // half the weight, twice the relu
+    float relu;
+    asm("add.rn.sat.f32 %0, %1, 0f00000000;" : "=f"(relu) : "f"(__int_as_float(product)));
+    chain = codec::fused(weight, relu, chain);
   };
+  first = second = 0.0f;
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) {
     const int at = i / 2 * 4 + i % 2;
-    add(sum.of_first, d[at], weights[i]);
-    add(sum.of_second, d[at + 2], weights[i]);
+    add(first, d[at], weights[i]);
+    add(second, d[at + 2], weights[i]);
   }
-  return sum;
 }
 
-/// (c0 + c1) + (c2 + c3) of both keys: lane 0 of a quad gets the first key's, lane 1 the second's.
-__device__ float add_chains(const Chains& sum, int c) {
-  const float keep = c % 2 == 0 ? sum.of_first : sum.of_second, give = c % 2 == 0 ? sum.of_second : sum.of_first;
-  const float pair = keep + __shfl_xor_sync(kAllLanes, give, 1);
-  return pair + __shfl_xor_sync(kAllLanes, pair, 2);
+/// (c0 + c1) + (c2 + c3) of a quad's four keys: lane c gets the c-th one's.
+__device__ float add_chains(const float (&sum)[kRows], int c) {
+  const bool odd = c % 2 != 0, upper = c >= 2;
+  const float low = (odd ? sum[1] : sum[0]) + __shfl_xor_sync(kAllLanes, odd ? sum[0] : sum[1], 1);
+  const float high = (odd ? sum[3] : sum[2]) + __shfl_xor_sync(kAllLanes, odd ? sum[2] : sum[3], 1);
+  return (upper ? high : low) + __shfl_xor_sync(kAllLanes, upper ? low : high, 2);
 }
 
-/// Where a quad's two keys are.
-struct Odd {
-  int warp_key;  // the warp's first
-  std::int32_t block;
-  int row;
-  int scored;
-};
+/// Lane c of a quad gets byte c of each lane's word.
+__device__ std::uint32_t transpose_quad(std::uint32_t word, int c) {
+  const std::uint32_t pairs = permute(word, __shfl_xor_sync(kAllLanes, word, 1), c % 2 == 0 ? 0x6240u : 0x3715u);
+  return permute(pairs, __shfl_xor_sync(kAllLanes, pairs, 2), c < 2 ? 0x5410u : 0x3276u);
+}
+
+__device__ std::uint32_t largest_byte(std::uint32_t word) {
+  const std::uint32_t pair = __vmaxu2(word & 0x00FF00FFu, word >> 8 & 0x00FF00FFu);
+  return max(pair & 0xFFFFu, pair >> 16);
+}
 
 /// Totals of a warp whose keys may not fit the fast arithmetic: the one it made, or the defined sum if a group that
 /// counts is out of bounds. Keys of zeros are zero whatever their scales.
-__device__ __noinline__ float score_odd(const Shared& s, const Pages& pages, Odd at, std::uint32_t most,
-                                        std::uint32_t below, float total, bool fast, int num_heads) {
+__device__ __noinline__ float score_odd(const Shared& s, const std::uint8_t* stage, int seen, float total, bool fast,
+                                        int num_heads) {
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
-  if (at.block < 0) return total;
-  const std::uint8_t* payload = pages.payload_of(static_cast<std::uint32_t>(at.block)) + kKeyBytes * at.row;
-  const std::uint8_t* scale = pages.scale_of(static_cast<std::uint32_t>(at.block)) + kGroups * at.row;
+  const std::uint8_t* scales = stage + kPayloadBytes;
   bool slow = !fast;
-  for (int k = 0; k < 2; ++k) {
-    const std::uint32_t d = below >> (16 * k) & 0xFFFFu, m = most >> (16 * k) & 0xFFFFu;
-    const uint4 codes = *reinterpret_cast<const uint4*>(payload + 8 * k * kKeyBytes + 16 * c);
-    slow |= (d > kKeyShift || m - kLeastKeyScale >= kKeyScales) && at.warp_key + lane / kGroups + 8 * k < at.scored &&
-            any_code(codes);
+  for (int key = lane / kGroups; key < min(seen, kWarpKeys); key += 8) {
+    const std::uint32_t most = largest_byte(*reinterpret_cast<const std::uint32_t*>(scales + kGroups * key));
+    slow |= (most - scales[kGroups * key + c] > kKeyShift || most - kLeastKeyScale >= kKeyScales) &&
+            any_code(*reinterpret_cast<const uint4*>(stage + kKeyBytes * key + 16 * c));
   }
-  if (__any_sync(kAllLanes, slow))
-    return codec::canonical_nan(add_chains({sum_slowly(s, payload, scale, c, num_heads),
-                                            sum_slowly(s, payload + 8 * kKeyBytes, scale + 8 * kGroups, c, num_heads)},
-                                           c));
-  const std::uint32_t mine = c % 2 == 0 ? most & 0xFFFFu : most >> 16;
-  return mine - kLeastKeyScale >= kKeyScales ? 0.0f : total;
+  if (__any_sync(kAllLanes, slow)) {
+    float sum[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      const int key = lane / kGroups + 8 * i;
+      sum[i] = sum_slowly(s, stage + kKeyBytes * key, scales + kGroups * key, c, num_heads);
+    }
+    return codec::canonical_nan(add_chains(sum, c));
+  }
+  const int mine = lane / kGroups + 8 * c;
+  const std::uint32_t most = largest_byte(*reinterpret_cast<const std::uint32_t*>(scales + kGroups * mine));
+  return most - kLeastKeyScale >= kKeyScales ? 0.0f : total;
 }
 
-/// Tiles [first, first + count) of a token: the queries' part of Shared is written anew.
-__device__ void score_tiles(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
-                            int request, int scored) {
-  const int warpgroup = static_cast<int>(threadIdx.x / 128);
-  const int lane = static_cast<int>(threadIdx.x % 32), row = lane / kGroups, c = lane % kGroups;
-  const int tiles = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  KeyStream keys(s, pages, request, first + warpgroup, tiles, scored);
-  const RawGroup raw = load_group(tile.p, tile.first + token, static_cast<int>(threadIdx.x) / kGroups, c);
+/// The largest score of each group of a unit's keys, of which this lane has one. NaN is passed over.
+__device__ void write_maxima(float* maxima, int first_key, int group, float score) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  static_assert(kSmallGroup == 8 && kLargeGroup == kWarpKeys);
+  if (group == kLargeGroup) {
+    // In the order of whole numbers; -infinity for NaN.
+    const int bits = codec::is_nan(score) ? __float_as_int(kNoScore) : __float_as_int(score);
+    const int most = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
+    if (lane == 0) maxima[first_key / kLargeGroup] = __int_as_float(most ^ (most >> 31 & 0x7FFFFFFF));
+    return;
+  }
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) keys.issue(i);
-  const bool fast = prepare_queries(s, tile, raw);
-  const std::uint64_t operand = operand_of(s.q);
+  for (int step = kGroups; step < 32; step *= 2) score = fmaxf(score, __shfl_xor_sync(kAllLanes, score, step));
+  if (lane < kGroups) maxima[first_key / kSmallGroup + lane] = score;
+}
+
+/// Units [first, first + count) of a token: the queries' part of Shared is written anew.
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
+                            int request, int scored) {
+  const int warp = static_cast<int>(threadIdx.x / 32), warpgroup = warp / 4;
+  const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
+  const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
+  KeyStream keys(s, pages, request, first + warpgroup, units, scored);
+  static_assert(kThreads >= kHeads * kGroups && kHeads * kGroups % 32 == 0);
+  const int head = static_cast<int>(threadIdx.x) / kGroups;
+  const RawGroup raw = load_group(tile.p, tile.first + token, head, c);
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) keys.issue(i);
+  const bool fits = head >= kHeads || prepare_head(s, tile, raw, head, c);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  const bool fast = __syncthreads_and(fits);
+  const std::uint64_t queries = operand_of(s.q[0]), bias = operand_of(s.q[1]);
   float weights[ops::kChainHeads];
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
-  // Of a quad, lane 0 writes the first key's score, lane 1 the second's.
-  int key = keys.first_key(0) + row + 8 * c;
+  int key = keys.first_key(0) + lane / kGroups + 8 * c;  // whose score this lane writes
   float* to = tile.row(token) + key;
-  const int writes_below = c < 2 ? scored : 0;
+  float* const maxima = tile.has_maxima && scored > kRowNumbers ? tile.maxima(token) : nullptr;
+  const int group = group_size(scored);
 
-  for (int i = 0; i < tiles; ++i, key += kStep, to += kStep) {
+  for (int i = 0; i < units; ++i, key += kStep, to += kStep) {
     KeyStream::wait();
-    const std::uint32_t stage = keys.stage(i) + 16 * lane;
-    const uint4 codes[2] = {load_shared16(stage), load_shared16(stage + 512)};
-    const std::uint32_t scales = load_shared_byte(stage + 1024 - 15 * lane) | load_shared_byte(stage + 1056 - 15 * lane)
-                                                                                  << 16;
-    __syncwarp();
-    keys.issue(i + kStages);
-
-    // Two keys in the halves of a word.
-    std::uint32_t most = scales;
-    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 1));
-    most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, 2));
-    const std::uint32_t below = most - scales;
+    keys.issue(i + kStages - 1);
+    const std::uint32_t stage = keys.stage(i);
+    const std::uint32_t scales = load_shared4(stage + kPayloadBytes + kGroups * (lane / kGroups + 8 * c));
+    const std::uint32_t most = largest_byte(scales), below = most * 0x01010101u - scales;
     static_assert(kKeyShift == 2 && kKeyScales == 128);
     const bool odd =
-        (((below + 0x00010001u) & 0xFFFCFFFCu) | ((most - kLeastKeyScale * 0x00010001u) & 0xFF80FF80u)) != 0;
+        ((((below & 0x7F7F7F7Fu) + 0x7D7D7D7Du) | below) & 0x80808080u) != 0 || most - kLeastKeyScale >= kKeyScales;
+    const std::uint32_t shifts = transpose_quad(below, c);
 
-    std::uint32_t a[4][4];
+    float sum[kRows];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const std::uint32_t d = k == 0 ? below & 0xFFFFu : below >> 16;
-      const Lookup lookup(__funnelshift_rc(1u << kKeyShift, 0u, d));
-      expand(lookup, codes[k].x, a[0][k], a[0][2 + k]);
-      expand(lookup, codes[k].y, a[1][k], a[1][2 + k]);
-      expand(lookup, codes[k].z, a[2][k], a[2][2 + k]);
-      expand(lookup, codes[k].w, a[3][k], a[3][2 + k]);
-    }
-    std::int32_t d[32];
+    for (int half = 0; half < 2; ++half) {
+      std::uint32_t a[kSteps][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int4 start = *reinterpret_cast<const int4*>(&s.starts[c][4 * j]);
-      d[8 * j] = d[8 * j + 2] = start.x;
-      d[8 * j + 1] = d[8 * j + 3] = start.y;
-      d[8 * j + 4] = d[8 * j + 6] = start.z;
-      d[8 * j + 5] = d[8 * j + 7] = start.w;
+      for (int k = 0; k < 2; ++k) {
+        const int row = 2 * half + k;
+        const uint4 codes = load_shared16(stage + 512 * row + 16 * lane);
+        const Lookup lookup((1u << kKeyShift) >> (shifts >> (8 * row) & 31u));
+        expand(lookup, codes.x, a[0][k], a[0][2 + k]);
+        expand(lookup, codes.y, a[1][k], a[1][2 + k]);
+        expand(lookup, codes.z, a[2][k], a[2][2 + k]);
+        expand(lookup, codes.w, a[3][k], a[3][2 + k]);
+      }
+      std::int32_t products[32] = {};  // no instruction: the first step does not read them
+      multiply_tile(products, a, queries, bias);
+      add_heads(products, weights, sum[2 * half], sum[2 * half + 1]);
     }
-    begin_products();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) multiply(d, a[step], operand + (32 >> 4) * step);
-    end_products(d);
-
-    const Chains sum = add_heads(d, weights);
-    const std::uint32_t measure = c % 2 == 0 ? most << 23 : most >> 16 << 23;
-    float total = add_chains(sum, c) * codec::bits_float(measure - ((kKeyShift + 1u) << 23));
-    if (__any_sync(kAllLanes, odd || !fast)) {
-      const Odd keys_of_quad{keys.first_key(i), keys.block_of(i), keys.row_in_block() + row, scored};
-      total = score_odd(s, pages, keys_of_quad, most, below, total, fast, tile.p.num_heads);
-    }
-    if (key < writes_below) *to = total;
+    float total = add_chains(sum, c) * codec::bits_float((most + (kSumShift - kKeyShift - 1)) << 23);
+    if (__any_sync(kAllLanes, odd || !fast))
+      total = score_odd(s, s.ring[warp][i % kStages], scored - keys.first_key(i), total, fast, tile.p.num_heads);
+    if (key < scored) *to = total;
+    if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group, key < scored ? total : kNoScore);
   }
+  asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();  // the queries may change
 }
 
-__device__ int tiles_of(const IndexTile& tile, int token) {
-  return (tile.scored(tile.p.step.tokens[tile.first + token]) + kTileKeys - 1) / kTileKeys;
+__device__ int units_of(const IndexTile& tile, int token) {
+  return (tile.scored(tile.p.step.tokens[tile.first + token]) + kUnitKeys - 1) / kUnitKeys;
 }
 
 __device__ Share find_share(Shared& s, const IndexTile& tile) {
@@ -581,7 +610,7 @@ __device__ Share find_share(Shared& s, const IndexTile& tile) {
   const int each = (tile.count + kThreads - 1) / kThreads, first = static_cast<int>(threadIdx.x) * each;
   const int end = min(first + each, tile.count);
   int mine = 0;
-  for (int token = first; token < end; ++token) mine += tiles_of(tile, token);
+  for (int token = first; token < end; ++token) mine += units_of(tile, token);
   int sum = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -603,42 +632,46 @@ __device__ Share find_share(Shared& s, const IndexTile& tile) {
   const int stop = static_cast<int>(std::int64_t{block + 1} * total / blocks);
   if (before <= begin && begin < before + mine) {
     int token = first, at = begin - before;
-    for (int tiles; at >= (tiles = tiles_of(tile, token)); ++token) at -= tiles;
+    for (int units; at >= (units = units_of(tile, token)); ++token) at -= units;
     s.token = token;
-    s.tile = at;
+    s.unit = at;
   }
   __syncthreads();
-  return {s.token, s.tile, stop - begin};
+  return {s.token, s.unit, stop - begin};
 }
 
-/// Queries of the token this block would begin with if all were equally long, into L2 while it looks for its share.
-__device__ void prefetch_queries(const IndexTile& tile) {
+/// A token's queries into L2.
+__device__ void prefetch_queries(const IndexTile& tile, int token) {
   constexpr int kLine = 64;
+  if (tile.p.q.dtype == DType::u8 || token >= tile.count) return;
   const int element = tile.p.q.dtype == DType::f32 ? 4 : 2;
-  const std::int64_t token = tile.first + std::int64_t{blockIdx.x} * tile.count / gridDim.x;
-  const std::uint8_t* q = static_cast<const std::uint8_t*>(tile.p.q.data) + token * tile.p.q.row_stride * element;
-  if (tile.p.q.dtype == DType::u8) return;
+  const std::uint8_t* q =
+      static_cast<const std::uint8_t*>(tile.p.q.data) + (tile.first + token) * tile.p.q.row_stride * element;
   for (int at = static_cast<int>(threadIdx.x) * kLine; at < tile.p.num_heads * kWidth * element; at += kThreads * kLine)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at));
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, 1)
     score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   wait_for_previous();
   let_next_start();
-  prefetch_queries(tile);
+  // Those it would begin with if all tokens were equally long, while it looks for its share.
+  prefetch_queries(tile, static_cast<int>(std::int64_t{blockIdx.x} * tile.count / gridDim.x));
   Share share = find_share(s, tile);
   while (share.count > 0) {
     const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
     const int scored = tile.scored(record);
-    const int count = min(share.count, (scored + kTileKeys - 1) / kTileKeys - share.tile);
-    if (count > 0) score_tiles(s, tile, pages, share.token, share.tile, count, record.row, scored);
+    const int count = min(share.count, (scored + kUnitKeys - 1) / kUnitKeys - share.unit);
+    if (count < share.count) prefetch_queries(tile, share.token + 1);
+    if (count > 0) score_units(s, tile, pages, share.token, share.unit, count, record.row, scored);
     share = {share.token + 1, 0, share.count - count};
   }
   if (tile.fill) fill_rest(tile);
 }
+
+bool is_power_of_two(std::int64_t x) { return (x & (x - 1)) == 0; }
 
 bool is_aligned(const void* data, std::int64_t stride_bytes, std::int64_t to) {
   return (reinterpret_cast<std::intptr_t>(data) | stride_bytes) % to == 0;
@@ -652,18 +685,19 @@ bool can_score_mxfp4(const ops::IndexParams& p) {
   const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
   return overlaps_launches() && kind.page.format == Format::mxfp4 && kind.page.shape.width == kWidth &&
-         kind.rows_per_block >= kWarpKeys && kStep % kind.rows_per_block == 0 && max_entries(p) < kMost &&
-         payload.row_stride == kKeyBytes && scale.row_stride == kGroups && payload.block_stride < kMost &&
-         scale.block_stride < kMost && is_aligned(payload.data, payload.block_stride, 16) &&
-         is_aligned(scale.data, scale.block_stride, 16) && is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
+         kind.rows_per_block >= kWarpKeys && is_power_of_two(kind.rows_per_block) && kStep % kind.rows_per_block == 0 &&
+         max_entries(p) < kMost && payload.row_stride == kKeyBytes && scale.row_stride == kGroups &&
+         payload.block_stride < kMost && scale.block_stride < kMost &&
+         is_aligned(payload.data, payload.block_stride, 16) && is_aligned(scale.data, scale.block_stride, 16) &&
+         is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
 }
 
 cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(score_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(Shared)));
   if (status != cudaSuccess) return status;
-  const std::int64_t tiles = (max_entries(tile.p) + kTileKeys - 1) / kTileKeys * tile.count;
-  const std::int64_t blocks = std::clamp<std::int64_t>(tiles, 1, kBlocksPerSm * multiprocessors());
+  const std::int64_t units = (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
+  const std::int64_t blocks = std::clamp<std::int64_t>(units, 1, multiprocessors());
   const ops::KindDesc& kind = tile.kind();
   Pages pages{};
   pages.payload = kind.page.payload.data;

@@ -10,6 +10,11 @@
 
 namespace kv4::cuda {
 
+/// How many numbers of a row select_row takes, and how many keys of a longer row share one maximum.
+constexpr int kRowNumbers = 8192;
+constexpr int kSmallGroup = 8, kLargeGroup = 32, kSmallGroupKeys = 32768;
+KV4_HD int group_size(int keys) { return keys <= kSmallGroupKeys ? kSmallGroup : kLargeGroup; }
+
 /// Tokens first .. first + count - 1 of a step.
 struct IndexTile {
   ops::IndexParams p;
@@ -21,9 +26,12 @@ struct IndexTile {
   bool fill = false;                // -infinity behind what a token sees
   std::uint8_t* queries = nullptr;  // [count, query_stride]: encoded queries of the plain scorer
   std::int64_t query_stride = 0;
+  bool has_maxima = false;  // of rows longer than kRowNumbers, in place of queries
 
   KV4_HD const ops::KindDesc& kind() const { return p.layer.kinds[p.kind]; }
   KV4_HD float* row(std::int64_t token) const { return scores + token * score_stride; }
+  /// The largest score of each group of keys.
+  KV4_HD float* maxima(std::int64_t token) const { return reinterpret_cast<float*>(queries + token * query_stride); }
   /// Keys a token of the tile sees, as far as there is room for scores.
   KV4_HD std::int32_t visible(const ops::StepRecord& token) const {
     if (token.padded()) return 0;
