@@ -1,10 +1,17 @@
 // The raw CUDA kernels, for engines that keep their own pools: one plain params struct each (kv4/params.h), all
 // addresses on the device, queued on a stream. Nothing here allocates or waits, so every call can be captured in a
 // graph; grids depend only on num_tokens, num_items and rows_per_item of the params, everything else is read on the
-// device. The returned error is that of the launch. A kernel may start while the one before it still runs, and then
-// reads constants (weights, biases, rope tables) at once: the kernel queued just before it must not write them. append
-// also looks at the step's token records then, which may still be those of a step before: from the first call on, that
-// memory holds records for the same pools, or zeros. Built with KV4_CUDA; needs the CUDA runtime's headers.
+// device. The returned error is that of the launch. Built with KV4_CUDA; needs the CUDA runtime's headers.
+//
+// A kernel may start while the one before it still runs. It waits for that one's results, but some things it reads at
+// once:
+// - Constants (weights, biases, rope tables): the kernel queued just before must not write them.
+// - append, gather_all, gather_window: the step's records and block table, to guess what they will need, and the guess
+//   is checked. They may be those of a step before: from the first call on, that memory holds what was written for the
+//   same pools, or zeros.
+// - append: pending rows of positions before the step, if the record says the same before and after the wait. What
+//   writes records of a new step must therefore not let the next kernel start (griddepcontrol.launch_dependents) before
+//   it has itself waited for those before it. update_step does so, kernels and copies that know nothing of it too.
 #pragma once
 
 #include <cuda_runtime_api.h>

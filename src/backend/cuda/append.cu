@@ -35,21 +35,23 @@ __device__ bool holds_entries(const ops::KindDesc& kind) { return kind.page.shap
 // A decode of few thread blocks lets the next kernel start only after its own wait, so that one kernel waits and not a
 // queue of them (CSA, one request, entry due: 2.86 to 2.45 us). The start of more takes longer and begins at once (64
 // requests: 3.44 to 3.17 us).
-constexpr unsigned kFewBlocks = 80;
+// With rows straight from the projection, whose weights are loaded before the wait, fewer are many (16 requests: 3.10
+// to 2.49 us).
+constexpr unsigned kFewBlocks = 80, kFewBlocksOfProjection = 8;
 
 // A decode, bound by latency: a token per group of lanes, thread blocks take roles by index.
 template <Compression kCompression, class In, class Pending>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     decode_kernel(const __grid_constant__ ops::AppendParams p, const __grid_constant__ AppendGrid grid) {
   __shared__ RowsShared shared;
-  if (gridDim.x > kFewBlocks) let_next_start();
+  if (gridDim.x > (p.front_end.norm_weight != nullptr ? kFewBlocksOfProjection : kFewBlocks)) let_next_start();
   touch(p);
   int block = static_cast<int>(blockIdx.x);
   if constexpr (kCompression != Compression::none) {
     for (int k = 0; k < ops::LayerDesc::kMaxKinds; ++k) {
       if (block < grid.blocks[k]) {
         if constexpr (kCompression == Compression::open) {
-          OpenSpans<true, In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run_one(block);
+          OpenSpans<true, In, Pending, EntryLanes>(p, 0, EntryLanes(shared.entries)).run_one(block);
         } else if (holds_entries(p.layer.kinds[k])) {
           OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run_one(block);
         } else {
@@ -67,36 +69,55 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   });
 }
 
-// Thread blocks that share an SM: as many as registers allow.
-constexpr int blocks_per_sm(Compression compression, bool mixed_types) {
-  return compression == Compression::open || mixed_types ? 2 : 3;
-}
+// How a prefill is spread. Every warp takes its share of every role. Open spans are so long that there are no more of
+// them than two thread blocks per SM can take: other warps beside theirs do the window.
 template <Compression kCompression, class In, class Pending>
-constexpr int kBlocksPerSm = blocks_per_sm(kCompression, sizeof(In) != sizeof(Pending));
+struct Prefill {
+  static constexpr bool kWindowApart = kCompression == Compression::open;
+  static constexpr int kWindowWarps = kWindowApart ? kBlockWarps / 2 : kBlockWarps;
+  static constexpr int kThreads = kWarp * (kBlockWarps + (kWindowApart ? kWindowWarps : 0));
+  static constexpr int kBlocksPerSm = kWindowApart || sizeof(In) != sizeof(Pending) ? 2 : 3;  // as registers allow
 
-// Of rows under way: two entries' (overlap), some of one's (open), the window's.
-constexpr int kStageRowBytes = 2 * stage_row_bytes(kBlockThreads);
-constexpr int kStageBytes = 2 * kOverlapRows * kStageRowBytes;
-static_assert(kStageBytes >= kOpenBatches * kOpenBatch * kStageRowBytes);
-static_assert(kStageBytes >= kBlockWarps * kWindowAhead * kRowWidth * static_cast<int>(sizeof(float)));
+  // Of rows under way.
+  static constexpr int kRowBytes = stage_row_bytes(kBlockThreads);
+  static constexpr int kOverlapStage = 2 * kOverlapRows * 2 * kRowBytes;              // two entries'
+  static constexpr int kOpenStage = kOpenBatches * kOpenBatch * (2 + 1) * kRowBytes;  // some of one's, with biases
+  static constexpr int kWindowStageBytes = kWindowWarps * kWindowStage;
+  static constexpr int kWindowAt = kWindowApart ? kOpenStage : 0;
+  static constexpr int kStageBytes =
+      std::max(kCompression == Compression::overlap ? kOverlapStage : 0, kWindowAt + kWindowStageBytes);
+};
 
 /// The largest odd number that is not above n: see TokenWalk.
 constexpr int odd(int n) { return (n - 1) | 1; }
 
-// A prefill, bound by the bytes of its inputs, each read once. Every thread block takes its share of every role.
-template <Compression kCompression, class In, class Pending>
-__global__ void __launch_bounds__(kBlockThreads, (kBlocksPerSm<kCompression, In, Pending>))
+// A prefill, bound by the bytes of its inputs, each read once.
+template <Compression kCompression, class In, class Pending, class Spread = Prefill<kCompression, In, Pending>>
+__global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
     prefill_kernel(const __grid_constant__ ops::AppendParams p, int num_kinds) {
   extern __shared__ __align__(16) std::uint8_t stage[];
   __shared__ RowsShared shared;
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const int window_warp = static_cast<int>(threadIdx.x) / kWarp - (Spread::kWindowApart ? kBlockWarps : 0);
+  const int first_row = window_warp * blocks + block, window_warps = Spread::kWindowWarps * blocks;
+  const auto append_window = [&] {
+    const std::uint8_t* window_stage = stage + Spread::kWindowAt + window_warp * kWindowStage;
+    with_window_input(p, [&](auto element, auto projection, auto format) {
+      append_window_rows<projection.value, decltype(element)>(p, format, window_stage, first_row, window_warps);
+    });
+  };
   let_next_start();
+  if (kCompression == Compression::none || (Spread::kWindowApart && window_warp >= 0))
+    with_window_input(
+        p, [&](auto element, auto, auto) { fetch_window_rows<decltype(element)>(p, first_row, window_warps); });
   wait_for_previous();
-  if constexpr (kCompression != Compression::none) {
+  if constexpr (Spread::kWindowApart)
+    if (window_warp >= 0) return append_window();
+  if constexpr (kCompression == Compression::open)
+    OpenSpans<false, In, Pending, EntryLanes>(p, 0, EntryLanes(shared.entries)).run(stage, block, odd(blocks));
+  if constexpr (kCompression == Compression::overlap) {
     for (int k = 0; k < num_kinds; ++k) {
-      if constexpr (kCompression == Compression::open) {
-        OpenSpans<false, In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(stage, block, odd(blocks));
-      } else if (holds_entries(p.layer.kinds[k])) {
+      if (holds_entries(p.layer.kinds[k])) {
         OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(stage, block, odd(blocks));
       } else {
         const KeyLanes lanes(shared.keys);
@@ -106,10 +127,7 @@ __global__ void __launch_bounds__(kBlockThreads, (kBlocksPerSm<kCompression, In,
       __syncthreads();
     }
   }
-  with_window_input(p, [&](auto element, auto projection, auto format) {
-    append_window_rows<projection.value, decltype(element)>(
-        p, format, stage, static_cast<int>(threadIdx.x) / kWarp * blocks + block, kBlockWarps * blocks);
-  });
+  if constexpr (!Spread::kWindowApart) append_window();
 }
 
 // --- which steps it can do
@@ -169,7 +187,7 @@ bool fits_kind(const ops::AppendParams& p, int k) {
 }
 
 bool fits(const ops::AppendParams& p, int num_kinds) {
-  bool fit = fits_window(p);
+  bool fit = fits_window(p) && (num_kinds < 2 || p.layer.kinds[0].overlap);
   for (int k = 0; k < num_kinds; ++k) fit = fit && fits_kind(p, k);
   return fit;
 }
@@ -195,11 +213,13 @@ cudaError_t launch_decode(const ops::AppendParams& p, int num_kinds, cudaStream_
 
 template <Compression kCompression, class In, class Pending>
 cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
+  using Spread = Prefill<kCompression, In, Pending>;
   const auto kernel = prefill_kernel<kCompression, In, Pending>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Spread::kStageBytes);
   if (error != cudaSuccess) return error;
-  const int blocks = std::min(p.step.num_tokens, kBlocksPerSm<kCompression, In, Pending> * multiprocessors());
-  return launch<kStageBytes>(kernel, static_cast<unsigned>(blocks), kBlockThreads, stream, p, num_kinds);
+  const int blocks = std::min(p.step.num_tokens, Spread::kBlocksPerSm * multiprocessors());
+  return launch<Spread::kStageBytes>(kernel, static_cast<unsigned>(blocks), Spread::kThreads, stream, p, num_kinds);
 }
 
 template <class In, class Pending>

@@ -12,14 +12,14 @@
 
 namespace kv4::cuda {
 
-constexpr int kOpenBatch = 4, kOpenBatches = 4;  // rows under way of a span in the inputs
+constexpr int kOpenBatch = 4, kOpenBatches = 3;  // rows under way of a span in the inputs
 
 template <bool kLatency, class In, class Pending, class Lanes>
 class OpenSpans {
  public:
   __device__ OpenSpans(const ops::AppendParams& p, int k, Lanes lanes)
       : p_(p), k_(k), kind_(p.layer.kinds[k]), lanes_(lanes), channel_(lanes.channel()) {
-    weight_ = load_weight(kind_.norm_weight + channel_);
+    if constexpr (kLatency) load_norm_weight();
   }
 
   /// A decode, bound by latency: what its record probably points at is brought near before the wait.
@@ -34,16 +34,15 @@ class OpenSpans {
     if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
   }
 
-  /// Every groups-th token of a prefill. stage: shared [kBatches, kBatch, kv and gate, kRowBytes].
+  /// Every groups-th token of a prefill. stage: shared [kOpenBatches] of kBatchBytes.
   __device__ void run(const std::uint8_t* stage, int group, int groups) {
-    const int ratio = kind_.ratio, rows = kind_.pending.rows;
     TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return wanted(r); });
     for (int token = walk.next(); token != walk.kNone; token = walk.next()) {
       const ops::StepRecord r = load_record(p_.step.tokens + token);
-      const int begin = r.position + 1 - ratio;
-      if (!r.in_place() && begin >= r.length && r.position < r.end() - max(rows, 1) && ratio % kBatch == 0) {
-        pool_inputs(stage, r, begin);
-        store_entry(lanes_, p_, kind_, pool_, weight_, turn_, slot_of(r.position), r.block);
+      const int begin = r.position / kind_.ratio * kind_.ratio;
+      const bool accumulates_here = !kind_.pending.online || r.end() - kind_.pending.rows >= begin;
+      if (!r.in_place() && begin >= r.length && accumulates_here) {
+        close_span(stage, r, begin);
       } else {
         close_spans(r, Source(p_, k_, r, channel_));
       }
@@ -56,7 +55,8 @@ class OpenSpans {
   static constexpr int kNever = -1;
   static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
   static constexpr int kBatch = kOpenBatch, kBatches = kOpenBatches;
-  static constexpr int kFoldAhead = kLatency ? 6 : 4;  // rows under way of any other span
+  static constexpr int kBatchBytes = kBatch * 3 * kRowBytes;  // [kBatch, kv and gate], then [kBatch] biases
+  static constexpr int kFoldAhead = kLatency ? 6 : 2;         // rows under way of any other span
 
   __device__ bool wanted(const ops::StepRecord& r) const {
     if (r.in_place()) return r.position == r.length;
@@ -78,46 +78,74 @@ class OpenSpans {
     }
   }
 
-  __device__ int slot_of(int position) const { return position % p_.step.block_tokens / kind_.ratio; }
+  __device__ void load_norm_weight() { weight_ = load_weight(kind_.norm_weight + channel_); }
 
-  // Of a span that lies in the inputs, away from the step's end: most of a prefill. Nothing but its rows is read.
-  __device__ void pool_inputs(const std::uint8_t* stage, const ops::StepRecord& r, int begin) {
-    constexpr int kBatchBytes = kBatch * 2 * kRowBytes, kPairBytes = kPair * static_cast<int>(sizeof(In));
-    InputCopies<In, kRowBytes> inputs(p_.kv[k_], p_.gate[k_], r.token_of(begin), channel_);
+  /// The entry that closes at `position`, from the pool.
+  __device__ void finish(int position, int block) {
+    if constexpr (!kLatency) load_norm_weight();  // registers are short while rows are pooled
+    store_entry(lanes_, p_, kind_, pool_, weight_, turn_, position % p_.step.block_tokens / kind_.ratio, block);
+  }
+
+  // A token of a long step whose span, as far as it goes, lies in the inputs: most of a prefill.
+  __device__ void close_span(const std::uint8_t* stage, const ops::StepRecord& r, int begin) {
+    const ops::PendingDesc& pending = kind_.pending;
+    const int stays = r.end() - pending.rows;  // positions from there on stay in the ring
+    const bool closes = r.position + 1 == begin + kind_.ratio, advances = pending.online && r.position == r.end() - 1;
+    if (r.position >= stays) {
+      const Source source(p_, k_, r, channel_);
+      source.store(source.load_input(r.position, 0), r.position % pending.rows, 0);
+    }
+    if (closes || advances)
+      pool_inputs(stage, r, begin, closes ? kind_.ratio : stays - begin, advances ? stays - begin : kNever);
+    if (advances && lanes_.leader()) pending.frontiers[r.write_slot * pending.frontier_stride] = stays;
+    if (!closes) return;
+    turn_ = load_turn(p_.rope, begin, channel_, kWidth);
+    finish(r.position, r.block);
+  }
+
+  // The first `count` rows of a span. After the first save_at of them the pool goes into the accumulator.
+  __device__ void pool_inputs(const std::uint8_t* stage, const ops::StepRecord& r, int begin, int count, int save_at) {
+    constexpr int kPairBytes = kPair * static_cast<int>(sizeof(In)), kBiases = kBatch * 2 * kRowBytes;
+    InputCopies<In, kRowBytes> inputs(p_.kv[k_], p_.gate[k_], static_cast<int>(r.token_of(begin)), channel_);
+    BiasCopies<kWidth, kRowBytes> biases(kind_.bias, channel_);
     const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
-    int left = kind_.ratio / kBatch, asked = 0;  // batches not asked for; of the stage, the next
+    int left = count, asked = 0;  // rows not asked for; of the stage, the next batch
     const auto ask_next = [&] {
       lanes_.sync();  // all have read what lay there, and rows are asked for whole: warps that drift apart are slower
-      if (left-- > 0) inputs.template ask<kBatch>(stage_at + asked * kBatchBytes, 0);
+      if (left > 0) {
+        inputs.template ask<kBatch>(stage_at + asked * kBatchBytes, 0, left);
+        biases.template ask<kBatch>(stage_at + asked * kBatchBytes + kBiases, left);
+      }
+      left -= kBatch;
       close_batch();
-      asked = (asked + 1) % kBatches;
+      asked = asked + 1 == kBatches ? 0 : asked + 1;
     };
     for (int i = 0; i < kBatches - 1; ++i) ask_next();
-    const float* bias_at = kind_.bias + channel_;
-    Pair bias[kBatch];
-    const auto load_biases = [&] {
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) bias[i] = load_weight(bias_at + i * kWidth);
-      bias_at += kBatch * kWidth;
-    };
-    load_biases();
-    turn_ = load_turn(p_.rope, begin, channel_, kWidth);
     clear(pool_);
-    const std::uint8_t* mine = stage + stage_offset(kPairBytes);
-    for (int done = 0; done < kind_.ratio; done += kBatch) {
+    const std::uint8_t *rows = stage + stage_offset(kPairBytes), *bias = stage + kBiases + stage_offset(sizeof(Pair));
+    for (int done = 0; done < count; done += kBatch) {
       ask_next();
       wait_for_batch<kBatches - 1>();
       __syncwarp();
-      Pair now[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) now[i] = bias[i];
-      if (done + kBatch < kind_.ratio) load_biases();
-      const std::uint8_t* at = mine + asked * kBatchBytes;  // the oldest
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i, at += 2 * kRowBytes)
-        pool_pair(pool_, Source::read(read_stage(at + kRowBytes, kPairBytes), false), now[i],
+      const auto pool_row = [&](int i) {
+        const std::uint8_t* at = rows + asked * kBatchBytes + i * 2 * kRowBytes;  // of the oldest
+        pool_pair(pool_, Source::read(read_stage(at + kRowBytes, kPairBytes), false),
+                  *reinterpret_cast<const Pair*>(bias + asked * kBatchBytes + i * kRowBytes),
                   Source::read(read_stage(at, kPairBytes), false));
+      };
+      if (done + kBatch <= count && (save_at <= done || save_at >= done + kBatch)) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) pool_row(i);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < min(kBatch, count - done); ++i) {
+          if (done + i == save_at) save(r.write_slot);
+          pool_row(i);
+        }
+      }
+      if (done + kBatch == save_at) save(r.write_slot);
     }
+    if (save_at == count && count % kBatch != 0) save(r.write_slot);
     wait_for_batch<0>();
     __syncwarp();
   }
@@ -143,7 +171,7 @@ class OpenSpans {
       }
       if (closing >= last) return;
       const int block = closing == r.position ? r.block : p_.step.tokens[r.token_of(closing)].block;
-      store_entry(lanes_, p_, kind_, pool_, weight_, turn_, slot_of(closing), block);
+      finish(closing, block);
       closing += ratio;
       if (closing >= last) return;
       to = kNever;

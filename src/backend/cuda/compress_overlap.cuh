@@ -27,8 +27,9 @@ class OverlapSpans {
     const GuessedRecord guess(p_.step, token);
     const bool guessed = !guess.padded() && closes(guess.get()) && guess.get().position == guess.get().length;
     Turn turn{};
+    RawRow rows[kOverlapRows];
     if (guessed) {
-      fetch_stored(guess.get());
+      load_stored(guess.get(), rows);
       turn = turn_at(guess.get().position);
     }
     if (token < p_.step.num_tokens) fetch_token(token);
@@ -36,9 +37,7 @@ class OverlapSpans {
     let_next_start();
     if (token >= p_.step.num_tokens) return;
     const RawRow first_series = load_token(token, 0);
-    RawRow rows[kOverlapRows];
     rows[kOverlapRows - 1] = load_token(token, kWidth);
-    if (guessed) load_stored(guess.get(), rows);
     const ops::StepRecord r = load_record_again(p_.step.tokens + token);
     if (r.padded()) return;
     const Source source(p_, k_, r, channel_);
@@ -118,7 +117,7 @@ class OverlapSpans {
   __device__ void ask(const ops::StepRecord& r, unsigned to) const {
     const int begin = r.position + 1 - kOverlapRows;
     if (begin >= r.length) {  // most of a prefill: nothing but inputs
-      InputCopies<In, kRowBytes> inputs(p_.kv[k_], p_.gate[k_], r.token_of(begin), channel_);
+      InputCopies<In, kRowBytes> inputs(p_.kv[k_], p_.gate[k_], static_cast<int>(r.token_of(begin)), channel_);
       inputs.template ask<kOverlapRatio>(to, 0);
       inputs.template ask<kOverlapRatio>(to + place(0, kOverlapRatio), kWidth);
     } else {
@@ -160,12 +159,6 @@ class OverlapSpans {
                                                          static_cast<int>(kind_.pending.ring.row_stride)) +
                  column(i) + channel_);
   }
-  __device__ void fetch_stored(const ops::StepRecord& r) const {
-    for_stored(r, [&](int, const Pending* kv) {
-      fetch_ahead(kv);
-      fetch_ahead(kv + kind_.pending.columns);
-    });
-  }
   __device__ void load_stored(const ops::StepRecord& r, RawRow (&rows)[kOverlapRows]) const {
     for_stored(r, [&](int i, const Pending* kv) { rows[i] = {load_raw(kv), load_raw(kv + kind_.pending.columns)}; });
   }
@@ -202,7 +195,8 @@ class OverlapSpans {
 #pragma unroll
       for (int c = 0; c < kPair; ++c) {
         gate[i].v[c] += bias_[i].v[c];
-        pool[c].max = ops::larger_gate(gate[i].v[c], pool[c].max);
+        pool[c].max =
+            fmaxf(gate[i].v[c], pool[c].max);  // ops::larger_gate but for the sign of zero, which has no effect
       }
     }
 #pragma unroll

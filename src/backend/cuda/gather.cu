@@ -7,6 +7,7 @@
 #include "backend/cuda/gather_plain.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_decode.cuh"
+#include "backend/cuda/source_rows.cuh"
 #include "kv4/cuda.h"
 
 namespace kv4::cuda {
@@ -24,41 +25,50 @@ __device__ Divided divide(std::int32_t n, std::int32_t by) {
   return {n / by, n % by};
 }
 
+/// What is found before the wait is not left in the first-level cache; of a record half written there may be no entry.
+template <bool kGuess>
 __device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std::int32_t entry) {
   const ops::KindDesc& kind = p.layer.kinds[p.kind];
   const std::int64_t table = std::int64_t{request} * p.step.blocks_per_request;
   const Divided at = divide(entry, kind.rows_per_block);
-  const std::int32_t block = p.step.block_table[table + at.quotient];
+  if (kGuess && at.quotient >= p.step.blocks_per_request) return {};
+  const std::int32_t* id = p.step.block_table + table + at.quotient;
+  const std::int32_t block = kGuess ? __ldcg(id) : *id;
   if (block < 0) return {};
   return place_of(kind.page, block, at.rest);
 }
 
 struct ChosenRows {
+  static constexpr bool kGuesses = false;  // the kernel before may be the one that chooses
   static std::int64_t count(const GatherParams& p) { return p.step.num_tokens; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
-  __device__ static StepRecord record(const GatherParams& p, std::int64_t token) { return p.step.tokens[token]; }
+  __device__ static const StepRecord* records(const GatherParams& p) { return p.step.tokens; }
 
   __device__ static RowPlace find(const GatherParams& p, const StepRecord& token, std::int64_t i, std::int64_t row) {
     const std::int32_t entry = static_cast<const std::int32_t*>(p.indices.data)[i * p.indices.row_stride + row];
     const std::int32_t visible = divide(token.position + 1, p.layer.kinds[p.kind].ratio).quotient;
     const bool there = !token.padded() & (entry >= 0) & (entry < visible);  // no load waits for another
     if (p.valid != nullptr) p.valid[i * p.rows_per_item + row] = there;
-    return there ? find_entry(p, token.row, entry) : RowPlace{};
+    return there ? find_entry<false>(p, token.row, entry) : RowPlace{};
   }
 
   __device__ static void write_lengths(const GatherParams&, const StepRecord&, std::int64_t) {}
 };
 
 struct AllRows {
+  static constexpr bool kGuesses = true;
   static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
-  __device__ static StepRecord record(const GatherParams& p, std::int64_t item) { return p.step.items[item]; }
+  __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
   __device__ static std::int32_t entries(const GatherParams& p, const StepRecord& item) {
     return item.padded() ? 0 : divide(item.end(), p.layer.kinds[p.kind].ratio).quotient;
   }
 
+  __device__ static RowPlace guess(const GatherParams& p, const StepRecord& item, std::int64_t row) {
+    return row < entries(p, item) ? find_entry<true>(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
+  }
   __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
-    return row < entries(p, item) ? find_entry(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
+    return row < entries(p, item) ? find_entry<false>(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
   }
 
   __device__ static void write_lengths(const GatherParams& p, const StepRecord& item, std::int64_t i) {
@@ -67,14 +77,18 @@ struct AllRows {
 };
 
 struct WindowRows {
+  static constexpr bool kGuesses = true;
   static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.window.ring; }
-  __device__ static StepRecord record(const GatherParams& p, std::int64_t item) { return p.step.items[item]; }
+  __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
   __device__ static std::int32_t first(const GatherParams& p, const StepRecord& item) {
     return max(0, item.length - (p.layer.window_tokens - 1));
   }
   __device__ static std::int32_t end(const StepRecord& item) { return item.padded() ? 0 : item.end(); }
 
+  __device__ static RowPlace guess(const GatherParams& p, const StepRecord& item, std::int64_t row) {
+    return item.read_slot >= 0 && item.in_place() ? find(p, item, 0, row) : RowPlace{};
+  }
   __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
     const ops::WindowDesc& w = p.layer.window;
     const std::int64_t at = first(p, item) + row;
@@ -104,6 +118,15 @@ __device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
   return place;
 }
 
+/// Brings a lane's part of a row, if there is one, into L2.
+template <class Row>
+__device__ void fetch_row(const RowPlace& place, std::int64_t payload_bytes, int in_row) {
+  constexpr int kSector = 32;
+  if (place.payload == nullptr) return;
+  if (in_row * kSector < payload_bytes) fetch_ahead(place.payload + in_row * kSector);
+  if (Row::kScaleAlign > 0 && in_row == Row::kLanes - 1) fetch_ahead(place.scale);
+}
+
 constexpr int kWarps = 8;
 constexpr int kBlocksPerSm = 8;  // all the warps that a multiprocessor takes
 
@@ -119,27 +142,39 @@ struct Batch {
 
 // Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
 // on each other (index, block, row), hence many warps with few rows each: while some look for rows, others read them.
-// The next kernel's thread blocks take the places of those that end, and wait there. H200, 2026-11-15: 76 % of the copy
-// speed for 512 entries of each of 64 tokens, 79 % for 32,768 in a row.
+// The next kernel's thread blocks take the places of those that end, and wait there. first_blocks: those that may have
+// to; they bring into L2 what the tables, which are nearly always those of this step already, point at. H200,
+// 2026-11-15: 75 % of the copy speed for 512 entries of each of 64 tokens, 81 % for 32,768 in a row.
 template <class Find, class Row, class Out>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
-    gather_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
+    gather_rows(const __grid_constant__ GatherParams p, unsigned tiles, unsigned first_blocks) {
   using Rows = Batch<Row>;
   let_next_start();
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t outer = blockIdx.x / tiles;
   const unsigned tile = blockIdx.x % tiles;
   const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock + warp * Rows::kRows;
-  wait_for_previous();
-  const StepRecord record = Find::record(p, outer);
-  if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, record, outer);
-  if (first_row >= p.rows_per_item) return;
   const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
+  const int in_row = lane % Row::kLanes;
 
+  if constexpr (Find::kGuesses) {
+    if (blockIdx.x < first_blocks) {
+      const StepRecord guess = load_record_again(Find::records(p) + outer);
+      RowPlace place;
+      if (lane < num_rows) place = Find::guess(p, guess, first_row + lane);
+#pragma unroll
+      for (int i = 0; i < Rows::kLoads; ++i)
+        fetch_row<Row>(place_from_lane<Row>(place, i * Rows::kRowsPerLoad + lane / Row::kLanes),
+                       Find::rows(p).payload.row_stride, in_row);
+    }
+  }
+  wait_for_previous();
+  const StepRecord record = load_record(Find::records(p) + outer);
+  if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, record, outer);
+  if (num_rows <= 0) return;
   RowPlace mine;
   if (lane < num_rows) mine = Find::find(p, record, outer, first_row + lane);
 
-  const int in_row = lane % Row::kLanes;
   typename Row::Raw raw[Rows::kLoads];
 #pragma unroll
   for (int i = 0; i < Rows::kLoads; ++i) {
@@ -179,7 +214,7 @@ cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
   const auto kernel =
       p.out.dtype == DType::bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>;
   return launch(kernel, static_cast<unsigned>(Find::count(p) * tiles), 32 * kWarps, stream, p,
-                static_cast<unsigned>(tiles));
+                static_cast<unsigned>(tiles), static_cast<unsigned>(kBlocksPerSm * multiprocessors()));
 }
 
 template <class Find>

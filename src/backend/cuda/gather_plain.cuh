@@ -24,7 +24,7 @@ __global__ void gather_plain_rows(const __grid_constant__ ops::GatherParams p, s
   const ops::RowPlanes& rows = Find::rows(p);
   const int warp = static_cast<int>(threadIdx.x / 32), width = rows.shape.width;
   const std::int64_t outer = blockIdx.x / tiles, row = blockIdx.x % tiles * (blockDim.x / 32) + warp;
-  const ops::StepRecord record = Find::record(p, outer);
+  const ops::StepRecord record = Find::records(p)[outer];
   if (blockIdx.x % tiles == 0 && threadIdx.x == 0) Find::write_lengths(p, record, outer);
   if (row >= p.rows_per_item) return;
 

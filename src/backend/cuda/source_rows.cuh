@@ -36,6 +36,14 @@ __device__ Words<kCount> load_words(const void* at) {
   return q;
 }
 
+/// Rows are less than 2 GiB apart, so that an address is one multiplication.
+template <class T>
+__device__ T* row_at(T* first, int row, std::int64_t stride_bytes) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const std::uint8_t, std::uint8_t>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(first) +
+                              std::uint64_t{static_cast<unsigned>(row)} * static_cast<unsigned>(stride_bytes));
+}
+
 /// A pair as loaded; of bf16, in the first word.
 using RawPair = Words<kPair>;
 
@@ -91,6 +99,9 @@ __device__ void wait_for_batch() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kMore) : "memory");
 }
 
+// Loads return in the order they were asked for, copies among them: one that is wanted soon is asked for before rows
+// that are wanted late, or travels with them.
+
 /// Rows in shared memory: kv, then gate, stage_row_bytes each; every warp has its part of a row, whatever type it is
 /// of.
 constexpr int stage_row_bytes(int threads) { return threads * static_cast<int>(sizeof(RawPair)); }
@@ -110,21 +121,24 @@ __device__ inline RawPair read_stage(const std::uint8_t* at, int pair_bytes) {
 template <class In, int kRowBytes>
 class InputCopies {
  public:
-  __device__ InputCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, std::int64_t token, int channel) {
-    const int turn = static_cast<int>(threadIdx.x) % kSharers, first = turn / 2;
+  __device__ InputCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, int token, int channel) {
+    const int turn = static_cast<int>(threadIdx.x) % kSharers;
+    first_ = turn / 2;
     const ops::InputDesc& in = turn % 2 == 0 ? kv : gate;
-    from_ = static_cast<const In*>(in.data) + (token + first) * in.row_stride + channel - turn * kPair;
+    from_ =
+        row_at(static_cast<const In*>(in.data), token + first_, in.row_stride * static_cast<std::int64_t>(sizeof(In))) +
+        channel - turn * kPair;
     step_ = kSharers / 2 * in.row_stride;
-    offset_ = first * 2 * kRowBytes + turn % 2 * kRowBytes + stage_offset(kPair * sizeof(In)) -
+    offset_ = first_ * 2 * kRowBytes + turn % 2 * kRowBytes + stage_offset(kPair * sizeof(In)) -
               turn * kPair * static_cast<int>(sizeof(In));
   }
 
-  /// The next kRows rows. to: shared address; column: see SourceRows.
+  /// The next kRows rows, `count` of which are there. to: shared address; column: see SourceRows.
   template <int kRows>
-  __device__ void ask(unsigned to, int column) {
+  __device__ void ask(unsigned to, int column, int count = kRows) {
 #pragma unroll
     for (int i = 0; i < kRows; i += kSharers / 2) {
-      copy_ahead<16>(to + offset_ + i * 2 * kRowBytes, from_ + column);
+      if (i + first_ < count) copy_ahead<16>(to + offset_ + i * 2 * kRowBytes, from_ + column);
       from_ += step_;
     }
   }
@@ -133,7 +147,33 @@ class InputCopies {
   static constexpr int kSharers = 16 / (kPair * static_cast<int>(sizeof(In)));
   const In* from_;
   std::int64_t step_;
-  int offset_;
+  int first_, offset_;  // row of the lane's first copy
+};
+
+/// Biases of consecutive rows on their way there: the halves of a warp copy a row each.
+template <int kWidth, int kRowBytes>
+class BiasCopies {
+ public:
+  __device__ BiasCopies(const float* bias, int channel) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, piece = lane % (kWarp / 2);
+    half_ = lane / (kWarp / 2);
+    from_ = bias + half_ * kWidth + channel - lane * kPair + piece * 4;
+    offset_ = half_ * kRowBytes + stage_offset(0) + piece * 16;
+  }
+
+  /// The next kRows rows, `count` of which are there. to: shared address.
+  template <int kRows>
+  __device__ void ask(unsigned to, int count) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += 2) {
+      if (i + half_ < count) copy_ahead<16>(to + offset_ + i * kRowBytes, from_);
+      from_ += 2 * kWidth;
+    }
+  }
+
+ private:
+  const float* from_;
+  int half_, offset_;
 };
 
 // --- records

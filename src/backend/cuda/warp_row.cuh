@@ -67,7 +67,7 @@ class RowLanes {
   __device__ explicit RowLanes(Shared* shared)
       : lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp % kWarps),
-        row_(threadIdx.x / (kWarp * kWarps)),
+        row_(kRows == 1 ? 0 : threadIdx.x / (kWarp * kWarps)),
         shared_(shared[row_]) {}
 
   __device__ int row() const { return row_; }  // of the thread block's
@@ -75,11 +75,7 @@ class RowLanes {
   __device__ int channel() const { return warp_ * kChunk + lane_ * kPair; }
 
   __device__ void sync() const {
-    if constexpr (kRows == 1) {
-      __syncthreads();
-    } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + row_), "n"(kWarps * kWarp) : "memory");
-    }
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + row_), "n"(kWarps * kWarp) : "memory");
   }
 
   __device__ float square_sum(const Pair& x) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend/cuda/launch.cuh"
+#include "backend/cuda/row_decode.cuh"
 #include "backend/cuda/row_encode.cuh"
 #include "backend/cuda/source_rows.cuh"
 
@@ -114,12 +115,9 @@ __device__ inline float octet_amax(const OctetBits& o) {
   return amax;
 }
 
-__device__ inline uint4 bf16_octet(const OctetBits& o) {
-  const auto pair = [](std::uint32_t p) {
-    return codec::canonical_bf16(static_cast<std::uint16_t>(p)) |
-           static_cast<std::uint32_t>(codec::canonical_bf16(static_cast<std::uint16_t>(p >> 16))) << 16;
-  };
-  return make_uint4(pair(o.pair[0]), pair(o.pair[1]), pair(o.pair[2]), pair(o.pair[3]));
+__device__ inline uint4 bf16_octet(OctetBits o) {
+  if (has_nan_bf16(o.pair)) fix_nan(o.pair);
+  return make_uint4(o.pair[0], o.pair[1], o.pair[2], o.pair[3]);
 }
 
 /// The ring's format, read where it is asked for.
@@ -153,10 +151,16 @@ __device__ WindowBits encode_window(F format, int lane, const OctetBits (&row)[k
     return out;
   }
   if (format == Format::fp8_tile64) {
+    // The largest of both octets' tiles at once: bf16 without sign order as integers do.
+    static_assert(kOctets == 2);
+    std::uint32_t amax =
+        __byte_perm(codec::float_bits(octet_amax(row[0])), codec::float_bits(octet_amax(row[1])), 0x7632);
+#pragma unroll
+    for (int step = 1; step < codec::Fp8Tile64::kTile / kOctetChannels; step *= 2)
+      amax = __vmaxu2(amax, __shfl_xor_sync(kAllLanes, amax, step));
 #pragma unroll
     for (int j = 0; j < kOctets; ++j) {
-      constexpr int kLanes = codec::Fp8Tile64::kTile / kOctetChannels;
-      const int e = exponent_over_448(max_over_lanes<kLanes>(octet_amax(row[j])));
+      const int e = exponent_over_448(j == 0 ? low_value(amax) : high_value(amax));
       const bool quantised = octet_channel(lane, j) < body;
       const uint2 codes = e4m3_octet(row[j], pow2_normal(-e));
       out.payload[j] = quantised ? make_uint4(codes.x, codes.y, 0, 0) : bf16_octet(row[j]);
@@ -184,6 +188,11 @@ __device__ WindowBits encode_window(F format, int lane, const OctetBits (&row)[k
   return out;
 }
 
+/// As store16.
+__device__ inline void store8(void* at, std::uint32_t x, std::uint32_t y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(at)), "r"(x), "r"(y) : "memory");
+}
+
 template <class F>
 __device__ void store_window(F format, int lane, const WindowBits& bits, std::uint8_t* payload, std::uint8_t* scale) {
   const int body = format == Format::bf16 ? 0 : kRowWidth - kRowTail;
@@ -192,9 +201,9 @@ __device__ void store_window(F format, int lane, const WindowBits& bits, std::ui
     const int channel = octet_channel(lane, j);
     const uint4 p = bits.payload[j];
     if (channel < body) {
-      store_word(payload + channel, make_uint2(p.x, p.y));
+      store8(payload + channel, p.x, p.y);
     } else {
-      store_word(payload + 2 * channel - body, p);
+      store16(payload + 2 * channel - body, p.x, p.y, p.z, p.w);
     }
     if (format == Format::fp8_tile64 && channel % codec::Fp8Tile64::kTile == 0)
       scale[channel / codec::Fp8Tile64::kTile] = static_cast<std::uint8_t>(bits.scale[j]);
@@ -274,7 +283,8 @@ struct WindowLane {
   /// Where word i of a token's input lies: words of an octet are neighbours.
   __device__ const void* input(int token, int i) const {
     constexpr int kOctetWords = kWords / kOctets, kWordChannels = kOctetChannels / kOctetWords;
-    return static_cast<const In*>(p.window_rows.data) + token * p.window_rows.row_stride +
+    return row_at(static_cast<const In*>(p.window_rows.data), token,
+                  p.window_rows.row_stride * static_cast<std::int64_t>(sizeof(In))) +
            octet_channel(lane, i / kOctetWords) + i % kOctetWords * kWordChannels;
   }
 
@@ -298,7 +308,7 @@ struct WindowLane {
     const ops::WindowDesc& w = p.layer.window;
     const auto put = [&](const ops::RowPlanes& rows, int slot, int row) {
       const auto at = [=](const ops::Plane& plane) {
-        return plane.data + slot * plane.block_stride + std::int64_t{row} * static_cast<int>(plane.row_stride);
+        return row_at(plane.data + slot * plane.block_stride, row, plane.row_stride);
       };
       store_window(format, lane, bits, at(rows.payload), at(rows.scale));
     };
@@ -355,29 +365,51 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
 
 constexpr int kWindowAhead = 4;  // rows under way
 
-/// Every warps-th token of a prefill. stage: shared [warps of the block, kWindowAhead, kWords, 32] of 16 bytes.
+/// Of shared memory that a warp's rows under way take, with their records.
+constexpr int kWindowStage = kWindowAhead * (kRowWidth * static_cast<int>(sizeof(float)) + sizeof(ops::StepRecord));
+
+/// Before the wait: the first rows of append_window_rows are brought into L2.
+template <class In>
+__device__ void fetch_window_rows(const ops::AppendParams& p, int warp, int warps) {
+  const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
+  for (int i = 0; i < kWindowAhead; ++i) {
+    const int token = warp + i * warps;
+    if (token >= p.step.num_tokens) return;
+#pragma unroll
+    for (int j = 0; j < WindowLane<In>::kWords; ++j) fetch_ahead(mine.input(token, j));
+  }
+}
+
+/// Every warps-th token of a prefill. stage: shared, kWindowStage bytes of the warp: records [kWindowAhead], words
+/// [kWindowAhead, kWords, 32] of 16 bytes.
 template <bool kProjection, class In, class F>
-__device__ void append_window_rows(const ops::AppendParams& p, F format, void* stage, int warp, int warps) {
-  constexpr int kWords = WindowLane<In>::kWords;
+__device__ void append_window_rows(const ops::AppendParams& p, F format, const std::uint8_t* stage, int warp,
+                                   int warps) {
+  constexpr int kWords = WindowLane<In>::kWords, kRecordBytes = static_cast<int>(sizeof(ops::StepRecord));
   const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
   const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
-  const Words<4>* slots =
-      static_cast<const Words<4>*>(stage) + threadIdx.x / kWarp * kWindowAhead * kWords * kWarp + mine.lane;
+  const Words<4>* slots = reinterpret_cast<const Words<4>*>(stage + kWindowAhead * kRecordBytes) + mine.lane;
+  const unsigned records_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
   const unsigned slots_at = static_cast<unsigned>(__cvta_generic_to_shared(slots));
-  const auto ask = [&](int token, int slot) {
+  const auto ask = [&](int token, unsigned slot) {
     if (token < p.step.num_tokens) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
         copy_ahead<16>(slots_at + (slot * kWords + i) * kWarp * sizeof(Words<4>), mine.input(token, i));
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(p.step.tokens + token));  // its record
+      if (mine.lane < kRecordBytes / 16)
+        copy_ahead<16>(records_at + slot * kRecordBytes + mine.lane * 16,
+                       reinterpret_cast<const int4*>(p.step.tokens + token) + mine.lane);
     }
     close_batch();
   };
   for (int i = 0; i < kWindowAhead - 1; ++i) ask(warp + i * warps, i);
-  for (int token = warp, slot = 0; token < p.step.num_tokens; token += warps, slot = (slot + 1) % kWindowAhead) {
+  unsigned slot = 0;
+  for (int token = warp; token < p.step.num_tokens; token += warps, slot = (slot + 1) % kWindowAhead) {
     ask(token + (kWindowAhead - 1) * warps, (slot + kWindowAhead - 1) % kWindowAhead);
-    const ops::StepRecord r = load_record(p.step.tokens + token);
     wait_for_batch<kWindowAhead - 1>();
+    __syncwarp();  // the record is other lanes' copy
+    const ops::StepRecord r = load_record(reinterpret_cast<const ops::StepRecord*>(stage) + slot);
+    __syncwarp();
     if (r.padded()) continue;
     Words<4> in[kWords];
 #pragma unroll
