@@ -108,7 +108,7 @@ TEST(SessionFile, TruncatedOrGrownIsRefused) {
   ASSERT_TRUE(save_session_file(driver.cache, request, identity(), path));
   const std::vector<char> sound = read_file(path);
   std::vector<std::size_t> sizes = {0, 1, 127, 128, 4095, 4096, sound.size() - 4096, sound.size() - 1};
-  const auto files = tier::make_posix_file_system(false);
+  const auto files = tier::make_posix_file_system({.direct = false});
   SessionFileSource source(*files, path);
   while (!source.next().empty()) sizes.push_back(static_cast<std::size_t>(source.offset()));  // record boundaries
   EXPECT_EQ(sizes.back(), sound.size());
