@@ -67,6 +67,7 @@ struct BlockEvent {
   enum class Kind : std::uint8_t { stored, evicted, snapshot };  // snapshot: one at the block's end is kept
   Kind kind = Kind::stored;
   BlockKey key{};
+  bool inserted = false;  // it came from elsewhere: insert_blocks, insert_snapshot
 };
 
 /// A block that the cache keeps.

@@ -83,7 +83,7 @@ std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt, std::span<const
     m.kv_pool.load_block(block, bytes);
     std::copy_n(prompt.token_ids.data() + at * static_cast<std::size_t>(m.block_tokens()), m.block_tokens(),
                 &m.token_ids[std::int64_t{block} * m.block_tokens()]);
-    tail = prefix.index.append(tenant, tail, keys[at++], block, prefix.origin()).value().slot;
+    tail = prefix.index.append(tenant, tail, keys[at++], block, prefix.origin(), true).value().slot;
     m.allocator.publish(block);
     m.allocator.release(block);
     ++inserted;
@@ -108,7 +108,7 @@ bool KVCacheManager::insert_snapshot(const BlockKey& key, std::span<const std::b
                              static_cast<std::int64_t>(bytes.size())};
   m.backend->write_pieces(std::span(&piece, 1), bytes);
   prefix.attach(slot, place);
-  prefix.keep(slot);
+  prefix.keep(slot, true);
   return true;
 }
 

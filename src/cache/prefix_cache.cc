@@ -139,12 +139,12 @@ void PrefixCache::attach(Slot slot, SnapshotId place) {
   ++statistics.saved_snapshots;
 }
 
-void PrefixCache::keep(Slot slot) {
-  if (const SnapshotId place = index.snapshot(slot); place != kNoSnapshot) keep_place(place);
+void PrefixCache::keep(Slot slot, bool inserted) {
+  if (const SnapshotId place = index.snapshot(slot); place != kNoSnapshot) keep_place(place, inserted);
 }
 
-void PrefixCache::keep_place(SnapshotId place) {
-  if (!std::exchange(at(place).kept, true)) index.note_snapshot(at(place).slot);
+void PrefixCache::keep_place(SnapshotId place, bool inserted) {
+  if (!std::exchange(at(place).kept, true)) index.note_snapshot(at(place).slot, inserted);
 }
 
 void PrefixCache::stay(Slot slot) {
@@ -154,7 +154,7 @@ void PrefixCache::stay(Slot slot) {
 void PrefixCache::leave(Slot slot, bool kept) {
   const SnapshotId place = index.snapshot(slot);
   Place& p = at(place);
-  if (kept) keep_place(place);
+  if (kept) keep_place(place, false);
   if (--p.staying == 0 && !p.kept) give_place(index.detach_snapshot(slot));
 }
 

@@ -47,7 +47,7 @@ class PrefixCache {
   void attach(Slot slot, SnapshotId place);
 
   /// The slot's snapshot, if it has one, stays until its place is needed.
-  void keep(Slot slot);
+  void keep(Slot slot, bool inserted = false);
   /// The same until leave(), by somebody who will soon have a newer one; several can.
   void stay(Slot slot);
   /// kept: it stays now.
@@ -62,7 +62,7 @@ class PrefixCache {
     bool kept = false;
     std::int32_t staying = 0;
   };
-  void keep_place(SnapshotId place);
+  void keep_place(SnapshotId place, bool inserted);
   Place& at(SnapshotId place) { return places_[static_cast<std::size_t>(place)]; }
 
   BlockHasher hasher_;

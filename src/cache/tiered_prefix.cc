@@ -39,7 +39,7 @@ std::int64_t TieredPrefix::save(std::int64_t max_records) {
     done += static_cast<std::int64_t>(count);
     for (const BlockEvent& event : std::span(events).first(count)) {
       const std::optional<KeptBlock> kept = cache_.find_block(event.key);
-      if (!kept || event.kind == BlockEvent::Kind::evicted) continue;
+      if (!kept || event.inserted || event.kind == BlockEvent::Kind::evicted) continue;
       if (event.kind == BlockEvent::Kind::stored) {
         buffer_.resize(static_cast<std::size_t>(cache_.schema().block_image_bytes));
         if (cache_.read_block(event.key, buffer_))

@@ -150,7 +150,7 @@ Slot PrefixIndex::unpin_last(Slot slot) {
 }
 
 std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block,
-                                                       std::uint16_t origin) {
+                                                       std::uint16_t origin, bool inserted) {
   tenant_at(tenant);
   require(parent == kNoSlot || at(parent).references > 0, ErrorCode::bad_argument,
           "slot {} is not pinned; pin a block before appending to it", parent);
@@ -180,7 +180,7 @@ std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot par
   table_.insert(key, slot);
   ++tenants_[static_cast<std::size_t>(tenant)].size;
   ++size_;
-  record(BlockEvent::Kind::stored, key);
+  record({BlockEvent::Kind::stored, key, inserted});
   return Stored{slot, true};
 }
 
@@ -242,7 +242,7 @@ Evicted PrefixIndex::remove(Slot slot) {
 void PrefixIndex::erase_key(Slot slot) {
   const BlockKey& key = at(slot).key;
   table_.erase(key, slot, [&](Slot other) -> const BlockKey& { return entries_[static_cast<std::size_t>(other)].key; });
-  record(BlockEvent::Kind::evicted, key);
+  record({BlockEvent::Kind::evicted, key});
 }
 
 std::span<const Evicted> PrefixIndex::forget_tail(Slot slot) {
@@ -319,13 +319,13 @@ std::int64_t PrefixIndex::memory_bytes() const {
          table_.memory_bytes();
 }
 
-void PrefixIndex::record(BlockEvent::Kind kind, const BlockKey& key) {
+void PrefixIndex::record(const BlockEvent& event) {
   if (num_events_ == events_.size()) {
     ++first_event_;
     --num_events_;
     ++lost_events_;
   }
-  events_[static_cast<std::size_t>((first_event_ + num_events_++) % events_.size())] = {kind, key};
+  events_[static_cast<std::size_t>((first_event_ + num_events_++) % events_.size())] = event;
 }
 
 std::size_t PrefixIndex::read_events(std::span<BlockEvent> out) {

@@ -72,9 +72,9 @@ class PrefixIndex {
   };
   /// The block that follows `parent` (kNoSlot: the first of a chain), which the caller has pinned; the new one is
   /// pinned with it, so that unpin(new) replaces unpin(parent). nullopt: full; evict first.
-  /// `origin`: what forget() can name; the same in all of a chain.
+  /// `origin`: what forget() can name; the same in all of a chain. `inserted`: for the event.
   std::optional<Stored> append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block = kNoBlock,
-                               std::uint16_t origin = 0);
+                               std::uint16_t origin = 0, bool inserted = false);
 
   /// Takes the block that `tenant`'s need for room costs: one without references and without kept children; of another
   /// tenant only above that one's share. nullopt: there is none.
@@ -102,7 +102,7 @@ class PrefixIndex {
   SnapshotId detach_snapshot(Slot slot) { return attach_snapshot(slot, kNoSnapshot); }
 
   /// For the events: the snapshot at the end of this block is kept.
-  void note_snapshot(Slot slot) { record(BlockEvent::Kind::snapshot, at(slot).key); }
+  void note_snapshot(Slot slot, bool inserted) { record({BlockEvent::Kind::snapshot, at(slot).key, inserted}); }
 
   /// The oldest events, in order, as many as fit; they are gone then. Returns how many.
   std::size_t read_events(std::span<BlockEvent> out);
@@ -166,7 +166,7 @@ class PrefixIndex {
   void drop_child(Slot parent);
   void erase_key(Slot slot);
   Evicted remove(Slot slot);
-  void record(BlockEvent::Kind kind, const BlockKey& key);
+  void record(const BlockEvent& event);
 
   PrefixIndexOptions options_;
   std::vector<Entry> entries_;

@@ -152,6 +152,9 @@ TEST(TieredPrefix, ADiskKeepsContextsAcrossRestarts) {
   expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, 3, 130), "after a restart");
   EXPECT_EQ(d.tiered.statistics().loaded_blocks, 7);
   EXPECT_EQ(d.tiered.statistics().loaded_snapshots, 1);
+  EXPECT_EQ(d.tiered.statistics().offered_blocks, 0);
+  d.save_all();
+  EXPECT_EQ(d.tiered.statistics().offered_blocks, 1) << "what came from the tiers is there already";
   EXPECT_GE(tiers.chain->stats()[0].promoted, 7) << "into host memory";
   std::filesystem::remove_all(directory);
 }
