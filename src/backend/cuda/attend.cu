@@ -1,23 +1,25 @@
 // attend for rows of 512 channels in fp8_tile64 and bf16 queries, on Hopper. Everything else goes to attend_plain.cu.
 //
 // A thread block takes 64 heads of a token and a run of its rows, in tiles of 64 rows. Four warpgroups:
-//   2 loaders  bring a tile's raw rows into registers (36 KB, 25 must be under way per multiprocessor to keep memory
-//              busy) and convert them to bf16 times their scale, into one of two shared tiles of 64 KB.
-//   scorer     S = Q K^T (m64n64k16, Q stays in shared memory), online softmax, weights P as bf16 into shared memory,
-//              and O += P V for the left half of the channels (m64n128k16). The multiplies of tile i + 1's scores are
-//              queued right behind those of tile i's values.
+//   2 loaders  bring a tile's raw rows into registers and convert them to fp16 times their scale, into one of two
+//              shared tiles of 64 KB, right panels first. fp16 because e4m3 becomes it in one instruction and scales
+//              are powers of two; rows that do not fit get an exponent, which goes into scores and weights.
+//   scorer     S = Q K^T (m64n64k16, Q stays in shared memory as fp16 with an exponent per head), online softmax,
+//              weights P as fp16 into shared memory, and O += P V for the left half of the channels (m64n128k16). The
+//              values of tile i are multiplied while the scores of tile i + 1 become weights.
 //   adder      O += P V for the right half, from the same tile: a row is loaded and converted once and serves as K
-//              and as V. It also finds the rows for the loaders, three tiles ahead: they have no registers left.
+//              and as V. It also finds the rows for the loaders, three tiles ahead, and brings them into L2: the
+//              loaders have registers for one tile, and about 25 KB must be under way to keep memory busy.
 // Few tokens: the rows of a token are split over the thread blocks of a cluster, and where there are thread blocks to
 // spare also the channels of V, which needs no merging: such blocks score the same rows. Blocks exchange (max, sum) of
 // each head and scale their part of O; then each finishes some heads and reads the others' shares of them, in fp16 with
 // a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction): one launch, nothing
 // through global memory. The grid depends on the params alone; how many rows there are is read on the device.
 //
-// Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 35.5, multiplies 32, shared memory
-// about 37 (scores 16, values 12, converted rows 8), conversion 22. Measured: about 75. A tile's steps follow each
-// other too closely for these to overlap: loads are waited for at the end of a tile's conversion, conversion takes
-// twice its time while multiplies read shared memory, and the softmax lies between the two multiplies.
+// Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory
+// about 40 (scores 16, values 12, converted rows 8, raw rows 4), conversion 12. Measured: 66 (H200, 2026-11-15;
+// counters in docs/performance.md). The loaders bound it: storing takes twice its time while multiplies read shared
+// memory, and loads are waited for between one tile's conversion and the next, about 17 clocks a row even out of L2.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -49,10 +51,12 @@ constexpr int kStages = 2, kFoundTiles = 4;
 constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
 constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
 constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
+static_assert(kStages == 2);
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
 constexpr float kLn2 = 0.693147181f;
 
-/// Of one head over some rows: the largest logit (times log2 e) and the sum of 2^(logit - largest).
+/// Of one head over some rows: the largest logit (times log2 e), plus the exponent of its row, and the sum of
+/// 2^(logit - that).
 struct Stats {
   float most, sum;
 };
@@ -63,12 +67,21 @@ struct alignas(16) Found {
 };
 
 /// What a row that is not there is read from: loads that depend on a condition would be waited for where they are
-/// issued.
+/// issued. Its weight is 0. Its scales and values are the least that need no exponent (kLeastPlainTop), so that rows
+/// beside it decide.
 struct AbsentRow {
-  alignas(16) std::uint8_t payload[kWidth + kTail];
-  std::uint8_t scale[8];
+  alignas(16) std::uint8_t payload[kWidth + kTail] = {};
+  std::uint8_t scale[8] = {};
+
+  constexpr AbsentRow() {
+    for (int i = kWidth - kTail; i < kWidth + kTail; i += 2) {  // bf16 2^-16
+      payload[i] = 0x80;
+      payload[i + 1] = 0x37;
+    }
+    for (std::uint8_t& x : scale) x = 103;
+  }
 };
-__device__ const AbsentRow kAbsentRow = {{}, {127, 127, 127, 127, 127, 127, 127, 127}};
+__device__ const AbsentRow kAbsentRow;
 
 struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
@@ -79,17 +92,17 @@ struct Shared {
   float sink[kTile];                // times log2 e
   float q_unit[kTile];              // what a head's queries are multiples of, a power of two
   Found found[kFoundTiles][kTile];
-  std::uint64_t scales[2][kTile];     // of even and odd tiles
-  std::uint8_t there[kStages][8];     // a bit per row
-  std::int8_t exponents[kStages][8];  // of what eight rows are multiples of
-  std::uint64_t full[kStages][2];     // left and right panels
-  std::uint64_t empty[kStages], weighted[kStages], located[kFoundTiles];
+  std::uint64_t scales[2][kTile];                     // of even and odd tiles
+  std::uint8_t there[kStages][8];                     // a bit per row
+  std::int8_t exponents[kStages][8];                  // of what eight rows are multiples of
+  std::uint64_t full[kStages][2], empty[kStages][2];  // left panels, the scorer's, and right ones, the adder's
+  std::uint64_t weighted[kStages], located[kFoundTiles];
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
 /// What a thread block does.
 struct Job {
-  std::int64_t token;
+  int token;
   int first_head;
   int part, parts;  // of the rows
   int channel_part;
@@ -198,13 +211,16 @@ class Loader {
   }
 
  private:
-  static constexpr int kCodeUnits = 7, kUnits = 9, kEarly = 6;
+  static constexpr int kCodeUnits = 7, kUnits = 9, kRightUnits = 5;
   static constexpr int kCodeTop = 9;  // codes are below 2^9
 
-  /// Units in the order they are converted: bf16 first, since they too say which exponent rows have.
-  __device__ static constexpr int unit_at(int i) { return (i + kCodeUnits) % kUnits; }
+  /// Units in the order they are converted: right panels first, which are free first, and of them first the bf16 ones.
+  __device__ static constexpr int unit_at(int i) {
+    return (i + kCodeUnits) % kUnits + (i < 2 ? 0 : i < kRightUnits ? 4 : -3);
+  }
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) - (kThreads - kLoaders); }
+  // Unsigned: less to compute and to keep for a warp that has no register to spare.
+  __device__ static unsigned lane() { return threadIdx.x % kLoaders; }
 
   __device__ void start(int tile) {
     const int slot = tile % kFoundTiles;
@@ -218,24 +234,24 @@ class Loader {
     there_ = row.payload != kAbsentRow.payload;
   }
 
-  // Odd rows take the two bf16 units the other way round, so that stores of neighbour rows meet in no bank.
-  __device__ int tail_half(int j) const { return (j - kCodeUnits ^ row_) & 1; }
-
   __device__ void load(int j) {
-    const int at = (j < kCodeUnits ? j : kCodeUnits + tail_half(j)) * 64;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(raw_[j].x), "=r"(raw_[j].y), "=r"(raw_[j].z), "=r"(raw_[j].w)
-                 : "l"(from_ + at));
+                 : "l"(from_ + j * 64));
   }
 
-  /// Waits for loads under way, of some units together. Else the first use of each would: a warp has few counters of
-  /// loads under way, so waiting for a unit means waiting for younger loads too, those of the next tile among them.
-  template <int kBegin, int kEnd>
+  /// Waits for all loads under way. Else the first use of each unit would: a warp has few counters of loads under way,
+  /// so waiting for a unit means waiting for younger loads too, those of the next tile among them.
   __device__ void settle() const {
     unsigned any = 0;
 #pragma unroll
-    for (int i = kBegin; i < kEnd; ++i) any |= raw_[unit_at(i)].x;
-    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5DEECE66; @p nanosleep.u32 1; }" ::"r"(any) : "memory");
+    for (int j = 0; j < kUnits; ++j) any |= raw_[j].x;
+    branch_on(any);
+  }
+
+  /// A branch that is never taken: what comes after it cannot begin before.
+  __device__ static void branch_on(unsigned x) {
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5DEECE66; @p nanosleep.u32 1; }" ::"r"(x) : "memory");
   }
 
   /// Of the warp's rows. A row's eighth scale is padding.
@@ -243,38 +259,41 @@ class Loader {
     constexpr std::uint32_t kEvenBytes = 0x00FF00FFu;
     const std::uint32_t most = larger_halves(larger_halves(scales.x & kEvenBytes, scales.x >> 8 & kEvenBytes),
                                              larger_halves(scales.y & kEvenBytes, scales.y >> 8 & 0xFFu));
+    const int codes = larger_half(most) + kCodeTop;
     const int tail = max(top_of_pairs(raw_[kCodeUnits]), top_of_pairs(raw_[kCodeUnits + 1]));
-    const int top = __reduce_max_sync(kAllLanes, max(larger_half(most) + kCodeTop, tail));
-    return top >= kLeastPlainTop && top <= kTopInFp16 ? 0 : exponent_of(top);
+    const auto is_plain = [](int top) { return top >= kLeastPlainTop && top <= kTopInFp16; };
+    if (__all_sync(kAllLanes, is_plain(codes) && is_plain(tail))) return 0;
+    return exponent_of(__reduce_max_sync(kAllLanes, max(codes, tail)));
   }
 
   /// Converts what was loaded, and loads the next tile's in its place.
   __device__ void fill(int tile, bool is_next) {
-    const int stage = tile % kStages, warp = lane() / 32;
+    const unsigned stage = static_cast<unsigned>(tile) % kStages, warp = lane() / 32;
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
     const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row_]);
-    settle<0, kEarly>();
+    settle();
     const int exponent = exponent_of_rows(scales);
     unsigned there = __ballot_sync(kAllLanes, there_) & 0x11111111u;
     there = (there | there >> 3) & 0x03030303u;
     there = (there | there >> 6) & 0x000F000Fu;
     if (is_next) start(tile + 1);
-    barrier_wait(shared_address(&s_.empty[stage]), (tile / kStages + 1) & 1);
+    barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
     if (lane() % 32 == 0) {
       s_.there[stage][warp] = static_cast<std::uint8_t>(there | there >> 12);
       s_.exponents[stage][warp] = static_cast<std::int8_t>(exponent);
     }
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      if (i == kEarly) {
-        announce(stage, 0);
-        settle<kEarly, kUnits>();
+      if (i == kRightUnits) {
+        announce(stage, 1);
+        barrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
       }
+      if (i == kRightUnits + 2) branch_on(scales.x);  // there are no registers for three units at once
       convert(unit_at(i), shared_address(s_.rows[stage]), scales, exponent);
       load(unit_at(i));
     }
-    announce(stage, 1);
+    announce(stage, 0);
   }
 
   __device__ void convert(int j, std::uint32_t to, uint2 scales, int exponent) const {
@@ -287,7 +306,7 @@ class Loader {
       store_half(to + panel_offset(row_, 2 * unit_) + j * kPanelBytes, raw.x, raw.y, factors);
       store_half(to + panel_offset(row_, 2 * unit_ + 1) + j * kPanelBytes, raw.z, raw.w, factors);
     } else {
-      store_shared(to + kCodeUnits * kPanelBytes + panel_offset(row_, tail_half(j) * 4 + unit_),
+      store_shared(to + kCodeUnits * kPanelBytes + panel_offset(row_, (j - kCodeUnits) * 4 + unit_),
                    to_fp16(raw, power_of_two(-exponent)));
     }
   }
@@ -311,7 +330,7 @@ class Loader {
   }
 
   Shared& s_;
-  const int row_, unit_;
+  const unsigned row_, unit_;
   const std::uint8_t* from_ = kAbsentRow.payload;  // the row whose units are being loaded
   bool there_ = false;
   uint4 raw_[kUnits];
@@ -329,8 +348,8 @@ class Queries {
   __device__ Queries(const AttendParams& p, Shared& s, const Job& job) : p_(p), s_(s), job_(job) {}
 
   __device__ void begin() const {
-    const auto* q =
-        static_cast<const std::uint8_t*>(p_.q.data) + (job_.token * p_.q.row_stride + job_.first_head * kWidth) * 2;
+    const auto* q = static_cast<const std::uint8_t*>(p_.q.data) +
+                    (std::int64_t{job_.token} * p_.q.row_stride + job_.first_head * kWidth) * 2;
 #pragma unroll
     for (int i = 0; i < kHeads; ++i)
 #pragma unroll
@@ -405,10 +424,18 @@ __device__ void add_values(float (&o)[kSize], Shared& s, int stage, int panel) {
   mma_commit();
 }
 
-/// The tile is no longer read by this warp.
-__device__ void release(Shared& s, int stage) {
+/// Whether scorer and adder each add up one half of the panels, so that a half is free when one of them is done with
+/// it.
+template <int kSize>
+constexpr bool kOwnHalf = kSize == kWidth / 4;
+
+/// A tile is no longer read by this warp, of the scorer (0) or the adder (1).
+template <int kSize>
+__device__ void release(Shared& s, int stage, int group) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s.empty[stage]));
+  if (threadIdx.x % 32 != 0) return;
+  barrier_arrive(shared_address(&s.empty[stage][group]));
+  if (!kOwnHalf<kSize>) barrier_arrive(shared_address(&s.empty[stage][group ^ 1]));
 }
 
 class Scorer {
@@ -419,6 +446,7 @@ class Scorer {
       scale_[half] = p.softmax_scale * codec::kLog2e * s.q_unit[head_of_thread() + 8 * half];
   }
 
+  /// The values of a tile are multiplied while the next one's scores become weights.
   template <int kSize>
   __device__ void run(float (&o)[kSize], int tiles, int panel) {
     for (int tile = 0; tile < tiles; ++tile) {
@@ -426,14 +454,24 @@ class Scorer {
       score(tile);
       const uint2 there = *reinterpret_cast<const uint2*>(s_.there[stage]);
       const uint2 exponents = *reinterpret_cast<const uint2*>(s_.exponents[stage]);
-      mma_wait<0>();
-      weigh(o, stage, there, exponents);
+      if (tile > 0) {
+        add_values(o, s_, stage ^ 1, panel);
+        mma_wait<1>();
+      } else {
+        mma_wait<0>();
+      }
+      float past[2];
+      weigh(stage, there, exponents, past);
       publish_to_mma();
       named_barrier(2, kGroup);
       if (threadIdx.x == 0) barrier_arrive(shared_address(&s_.weighted[stage]));
-      add_values(o, s_, stage, panel);
       mma_wait<0>();
-      release(s_, stage);
+      if (tile > 0) release<kSize>(s_, stage ^ 1, 0);
+      if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
+    }
+    if (tiles > 0) {
+      add_values(o, s_, (tiles - 1) % kStages, panel);
+      mma_wait<0>();
     }
   }
 
@@ -453,7 +491,7 @@ class Scorer {
     const int stage = tile % kStages, parity = tile / kStages & 1;
     const std::uint32_t q = panel_place(shared_address(s_.q)), rows = panel_place(shared_address(s_.rows[stage]));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 1; half >= 0; --half) {
       barrier_wait(shared_address(&s_.full[stage][half]), parity);
       publish_to_mma();
       mma_begin();
@@ -462,16 +500,16 @@ class Scorer {
 #pragma unroll
         for (int k = 0; k < kTile / 16; ++k) {
           const std::uint32_t at = panel * kPanelBytes + k * 32;
-          multiply_channels(z_, panel_descriptor(q, at), panel_descriptor(rows, at), panel + k > 0);
+          multiply_channels(z_, panel_descriptor(q, at), panel_descriptor(rows, at),
+                            half == 0 || panel > kPanels / 2 || k > 0);
         }
     }
     mma_commit();
   }
 
-  /// Scores to weights; O, if there is any yet, is made relative to the new largest weight. Weights include the power
-  /// of two that a row's values lack, so that the largest is 1 in fp16 however rows differ; the sum does not.
-  template <int kSize>
-  __device__ void weigh(float (&o)[kSize], int stage, uint2 there, uint2 exponents) {
+  /// Scores to weights relative to the largest so far; O must be multiplied by `past`. Weights include the power of two
+  /// that a row's values lack, so that the largest is 1 in fp16 however rows differ; the sum does not.
+  __device__ void weigh(int stage, uint2 there, uint2 exponents, float (&past)[2]) {
     const bool plain = (exponents.x | exponents.y) == 0;
     const auto exponent_of_score = [exponents](int i) {
       return static_cast<int>((i < kScores / 2 ? exponents.x : exponents.y) << (24 - i / 4 % 4 * 8)) >> 24;
@@ -503,7 +541,7 @@ class Scorer {
       most[0] = fmaxf(most[0], upper);
       most[1] = fmaxf(most[1], lower);
     }
-    float past[2], base[2];
+    float base[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       most[half] = fmaxf(most[half] * factor[half], most_[half]);
@@ -532,7 +570,6 @@ class Scorer {
       s_.past[stage][head] = past[0];
       s_.past[stage][head + 8] = past[1];
     }
-    if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
   }
 
   Shared& s_;
@@ -593,9 +630,9 @@ class Finder {
 
   /// Into L2: the loaders have registers for one tile, less than what must be under way.
   __device__ static void prefetch(const Found& row) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(row.payload)),
-                 "n"(kWidth + kTail)
-                 : "memory");
+#pragma unroll
+    for (int at = 0; at < kWidth + kTail; at += 128)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(row.payload + at)) : "memory");
     asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(row.scale)) : "memory");
   }
 
@@ -619,7 +656,7 @@ __device__ void run_adder(float (&o)[kSize], Shared& s, Finder& finder, int tile
     if (__any_sync(kAllLanes, upper != 1.0f || lower != 1.0f)) scale_heads(o, upper, lower);
     add_values(o, s, stage, panel);
     mma_wait<0>();
-    release(s, stage);
+    release<kSize>(s, stage, 1);
   }
 }
 
@@ -652,7 +689,7 @@ __device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job
       job.first_head + head >= p.num_heads)
     return;
   const Stats total = total_of(s, job, head);
-  p.lse[job.token * p.num_heads + job.first_head + head] =
+  p.lse[std::int64_t{job.token} * p.num_heads + job.first_head + head] =
       total.sum == 0.0f ? -INFINITY : (total.most + log2f(total.sum)) * kLn2;
 }
 
@@ -666,7 +703,7 @@ __device__ void turn_back(const Turn& turn, float& x, float& y) {
 /// Where the output of a head begins.
 template <class Out>
 __device__ Out* output_of(const AttendParams& p, const Job& job, int head) {
-  return static_cast<Out*>(p.out.data) + (job.token * p.num_heads + job.first_head + head) * kWidth;
+  return static_cast<Out*>(p.out.data) + (std::int64_t{job.token} * p.num_heads + job.first_head + head) * kWidth;
 }
 
 /// Of a group that has the last channels.
@@ -884,7 +921,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(shared_address(&s.full[stage][0]), kLoaderWarps);
       barrier_init(shared_address(&s.full[stage][1]), kLoaderWarps);
-      barrier_init(shared_address(&s.empty[stage]), 2 * kGroupWarps);
+      constexpr int kReaders = kOwnHalf<kWidth / kChannelParts / 4> ? kGroupWarps : 2 * kGroupWarps;
+      barrier_init(shared_address(&s.empty[stage][0]), kReaders);
+      barrier_init(shared_address(&s.empty[stage][1]), kReaders);
       barrier_init(shared_address(&s.weighted[stage]), 1);
     }
     for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile / 32);
