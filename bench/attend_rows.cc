@@ -1,5 +1,6 @@
-// Decode attention over fp8_tile64 rows: raw calls on pools made by hand, at the shapes of V4-Flash and V4-Pro. Every
-// launch of a graph has its own rows, queries and outputs, and L2 is swept before each replay.
+// Attention over fp8_tile64 rows: raw calls on pools made by hand, at the shapes of V4-Flash and V4-Pro; decodes of as
+// many requests as there are tokens, and a prefill chunk of one. Every launch of a graph has its own rows, queries and
+// outputs, and L2 is swept before each replay.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,9 +18,11 @@ namespace {
 constexpr int kWidth = 512, kWindow = 128;
 constexpr RowShape kShape{kWidth, 64};
 constexpr std::int64_t kRowBytes = 576, kScaleBytes = 8;
-constexpr double kFlopPerUs = 790e6;  // bf16, measured
+constexpr double kFlopPerUs = 790e6;         // bf16, measured
+constexpr double kPrefillFlopPerUs = 500e6;  // aim
+constexpr int kPrefillTokens = 1024;
 constexpr std::int64_t kPoolBytes = std::int64_t{1} << 30, kSweepBytes = std::int64_t{256} << 20;
-constexpr int kMostLaunches = 24;
+constexpr int kMostLaunches = 24, kMostTokens = 4096;
 
 struct Shape {
   const char* name;
@@ -111,8 +114,8 @@ DeviceMemory to_device(Bench& bench, const std::vector<T>& values) {
 /// Launches of one cell: tables of all of them, side by side.
 class Cell {
  public:
-  Cell(Bench& bench, Pools& pools, const Shape& shape, int batch)
-      : bench_(bench), pools_(pools), shape_(shape), batch_(batch), launches_(count_launches()) {
+  Cell(Bench& bench, Pools& pools, const Shape& shape, int requests, int tokens)
+      : bench_(bench), pools_(pools), shape_(shape), requests_(requests), batch_(tokens), launches_(count_launches()) {
     std::mt19937 random(11);
     const std::int32_t pool_blocks = static_cast<std::int32_t>(kPoolBytes / shape.page_bytes);
     std::vector<std::int32_t> blocks(static_cast<std::size_t>(pool_blocks));
@@ -121,23 +124,24 @@ class Cell {
     std::vector<std::int32_t> table, chosen;
     std::vector<ops::StepRecord> records;
     std::size_t next = 0;
-    for (int launch = 0; launch < launches_; ++launch)
-      for (int i = 0; i < batch; ++i) {
+    for (int launch = 0; launch < launches_; ++launch) {
+      for (int i = 0; i < requests_ * blocks_per_request(); ++i) table.push_back(blocks[next++ % blocks.size()]);
+      for (int i = 0; i < batch_; ++i) {
         ops::StepRecord r;
-        r.row = i;
+        r.row = i % requests_;
         r.position = std::max(shape.context_entries * ratio(), kWindow) + 1;
         r.length = r.position;
         r.count = 1;
         r.first_token = i;
-        r.read_slot = r.write_slot = static_cast<std::int32_t>((launch * batch + i) % window_slots());
+        r.read_slot = r.write_slot = static_cast<std::int32_t>((launch * requests_ + r.row) % window_slots());
         records.push_back(r);
-        for (int b = 0; b < blocks_per_request(); ++b) table.push_back(blocks[next++ % blocks.size()]);
         if (!shape.chosen) continue;
         std::vector<std::int32_t> all(static_cast<std::size_t>(shape.context_entries));
         std::iota(all.begin(), all.end(), 0);
         std::shuffle(all.begin(), all.end(), random);
         chosen.insert(chosen.end(), all.begin(), all.begin() + shape.entries);
       }
+    }
     records_ = std::make_unique<DeviceMemory>(to_device(bench, records));
     table_ = std::make_unique<DeviceMemory>(to_device(bench, table));
     chosen_ = std::make_unique<DeviceMemory>(to_device(bench, chosen));
@@ -161,7 +165,7 @@ class Cell {
     p.step.blocks_per_request = blocks_per_request();
     p.step.tokens = reinterpret_cast<const ops::StepRecord*>(records_->data()) + launch * batch_;
     p.step.block_table =
-        reinterpret_cast<const std::int32_t*>(table_->data()) + std::int64_t{launch} * batch_ * blocks_per_request();
+        reinterpret_cast<const std::int32_t*>(table_->data()) + std::int64_t{launch} * requests_ * blocks_per_request();
     p.num_heads = shape_.heads;
     p.softmax_scale = 0.0441942f;
     p.q = {bench_.inputs.bf16(batch_, shape_.heads * kWidth).data, DType::bf16, shape_.heads * kWidth};
@@ -199,9 +203,9 @@ class Cell {
   static std::int64_t window_slots() { return kPoolBytes / 4 / (kWindow * (kRowBytes + kScaleBytes)); }
   // Few enough not to meet the same pages again in a graph.
   int count_launches() const {
-    const std::int64_t pages = std::max<std::int64_t>(std::int64_t{batch_} * blocks_per_request(), 1);
-    const std::int64_t fit = std::min(kPoolBytes / shape_.page_bytes / pages, window_slots() / batch_);
-    return static_cast<int>(std::clamp<std::int64_t>(fit, 2, kMostLaunches));
+    const std::int64_t pages = std::max<std::int64_t>(std::int64_t{requests_} * blocks_per_request(), 1);
+    const std::int64_t fit = std::min(kPoolBytes / shape_.page_bytes / pages, window_slots() / requests_);
+    return static_cast<int>(std::clamp<std::int64_t>(fit, 2, std::min(kMostLaunches, kMostTokens / batch_)));
   }
   static ops::RowPlanes planes(std::uint8_t* data, std::int64_t page_bytes, std::int64_t rows) {
     ops::RowPlanes p;
@@ -215,7 +219,7 @@ class Cell {
   Bench& bench_;
   Pools& pools_;
   const Shape& shape_;
-  int batch_, launches_;
+  int requests_, batch_, launches_;
   std::unique_ptr<DeviceMemory> records_, table_, chosen_, sink_;
 };
 
@@ -226,7 +230,7 @@ void add_attend_rows(Bench& bench) {
   for (const Shape& shape : kShapes) {
     pools.arrange(shape);
     for (int i = 0; i < 4; ++i) {
-      Cell cell(bench, pools, shape, kBatches[i]);
+      Cell cell(bench, pools, shape, kBatches[i], kBatches[i]);
       Row row;
       row.name = fmt::format("attend {} rows, b = {}", shape.name, kBatches[i]);
       row.us = cell.time([](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend(p, stream); });
@@ -236,6 +240,15 @@ void add_attend_rows(Bench& bench) {
       row.note = fmt::format("FlashMLA {} us; {:.0f} TFLOP/s", shape.others_us[i], cell.flop() / row.us * 1e-6);
       bench.add(row);
     }
+    if (!shape.chosen) continue;
+    Cell cell(bench, pools, shape, 1, kPrefillTokens);
+    Row row;
+    row.name = fmt::format("attend {} rows, prefill of {}", shape.name, kPrefillTokens);
+    row.us = cell.time([](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend(p, stream); });
+    row.floor_us = cell.flop() / kFlopPerUs;
+    row.aim = {Aim::Kind::most_us, cell.flop() / kPrefillFlopPerUs};
+    row.note = fmt::format("{:.0f} TFLOP/s", cell.flop() / row.us * 1e-6);
+    bench.add(row);
   }
 }
 

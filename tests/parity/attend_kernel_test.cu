@@ -116,6 +116,7 @@ struct Case {
   bool sink = true, turn_back = false;
   DType q_type = DType::bf16, out_type = DType::f32;
   float q_size = 2.0f;
+  int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
   std::optional<cuda::AttendSplit> split = {};  // of the tuned kernel
   int slot_window = 0, slot_entries = 0;        // lists of that many instead of what the step says
   unsigned seed = 1;
@@ -278,7 +279,12 @@ class Problem {
     for (float& v : x) v = codec::round_bf16(d(random_));
     return x;
   }
-  std::vector<float> row() { return normal(static_cast<std::size_t>(c_.shape.width)); }
+  std::vector<float> row() {
+    const unsigned exponents = static_cast<unsigned>(c_.most_exponent - c_.least_exponent + 1);
+    const int exponent =
+        exponents == 1 ? c_.least_exponent : c_.least_exponent + static_cast<int>(random_() % exponents);
+    return normal(static_cast<std::size_t>(c_.shape.width), std::ldexp(1.0f, exponent));
+  }
 
   void make_step() {
     q_ = normal(static_cast<std::size_t>(num_tokens() * c_.heads * c_.shape.width), c_.q_size);
@@ -478,6 +484,25 @@ TEST_F(AttendKernel, ALongStepReadsTheScratch) {
   c.chosen = 64;
   c.out_type = DType::bf16;
   run(c);
+}
+
+// Queries such that no row has all the weight.
+TEST_F(AttendKernel, RowsOfAnySize) {
+  struct Sizes {
+    int least, most, q;
+  };
+  for (const Sizes& sizes :
+       {Sizes{-8, 8, -8}, {-20, 20, -20}, {14, 17, -15}, {60, 61, -60}, {-40, -39, 40}, {-90, 0, 0}}) {
+    SCOPED_TRACE(testing::Message() << "2^" << sizes.least << " to 2^" << sizes.most);
+    Case c = entries_case(4, 0);
+    c.least_exponent = sizes.least;
+    c.most_exponent = sizes.most;
+    c.q_size = std::ldexp(1.0f, sizes.q);
+    run(c);
+    c.sink = false;
+    c.split = cuda::AttendSplit{3, 2};
+    run(c);
+  }
 }
 
 TEST_F(AttendKernel, AnyNumberOfHeads) {

@@ -1,23 +1,25 @@
 // attend for rows of 512 channels in fp8_tile64 and bf16 queries, on Hopper. Everything else goes to attend_plain.cu.
 //
 // A thread block takes 64 heads of a token and a run of its rows, in tiles of 64 rows. Four warpgroups:
-//   2 loaders  bring a tile's raw rows into registers (36 KB, 25 must be under way per multiprocessor to keep memory
-//              busy) and convert them to bf16 times their scale, into one of two shared tiles of 64 KB.
-//   scorer     S = Q K^T (m64n64k16, Q stays in shared memory), online softmax, weights P as bf16 into shared memory,
-//              and O += P V for the left half of the channels (m64n128k16). The multiplies of tile i + 1's scores are
-//              queued right behind those of tile i's values.
+//   2 loaders  bring a tile's raw rows into registers and convert them to fp16 times their scale, into one of two
+//              shared tiles of 64 KB, right panels first. fp16 because e4m3 becomes it in one instruction and scales
+//              are powers of two; rows that do not fit get an exponent, which goes into scores and weights.
+//   scorer     S = Q K^T (m64n64k16, Q stays in shared memory as fp16 with an exponent per head), online softmax,
+//              weights P as fp16 into shared memory, and O += P V for the left half of the channels (m64n128k16). The
+//              values of tile i are multiplied while the scores of tile i + 1 become weights.
 //   adder      O += P V for the right half, from the same tile: a row is loaded and converted once and serves as K
-//              and as V. It also finds the rows for the loaders, three tiles ahead: they have no registers left.
+//              and as V. It also finds the rows for the loaders, three tiles ahead, and brings them into L2: the
+//              loaders have registers for one tile, and about 25 KB must be under way to keep memory busy.
 // Few tokens: the rows of a token are split over the thread blocks of a cluster, and where there are thread blocks to
 // spare also the channels of V, which needs no merging: such blocks score the same rows. Blocks exchange (max, sum) of
 // each head and scale their part of O; then each finishes some heads and reads the others' shares of them, in fp16 with
 // a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction): one launch, nothing
 // through global memory. The grid depends on the params alone; how many rows there are is read on the device.
 //
-// Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 35.5, multiplies 32, shared memory
-// about 37 (scores 16, values 12, converted rows 8), conversion 22. Measured: about 75. A tile's steps follow each
-// other too closely for these to overlap: loads are waited for at the end of a tile's conversion, conversion takes
-// twice its time while multiplies read shared memory, and the softmax lies between the two multiplies.
+// Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory
+// about 40 (scores 16, values 12, converted rows 8, raw rows 4), conversion 12. Measured: 66 (H200, 2026-11-15;
+// counters in docs/performance.md). The loaders bound it: storing takes twice its time while multiplies read shared
+// memory, and loads are waited for between one tile's conversion and the next, about 17 clocks a row even out of L2.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -49,18 +51,37 @@ constexpr int kStages = 2, kFoundTiles = 4;
 constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
 constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
 constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
+static_assert(kStages == 2);
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
 constexpr float kLn2 = 0.693147181f;
 
-/// Of one head over some rows: the largest logit (times log2 e) and the sum of 2^(logit - largest).
+/// Of one head over some rows: the largest logit (times log2 e), plus the exponent of its row, and the sum of
+/// 2^(logit - that).
 struct Stats {
   float most, sum;
 };
 
-/// Where a row lies; payload null: it is not there.
+/// Where a row lies.
 struct alignas(16) Found {
   const std::uint8_t *payload, *scale;
 };
+
+/// What a row that is not there is read from: loads that depend on a condition would be waited for where they are
+/// issued. Its weight is 0. Its scales and values are the least that need no exponent (kLeastPlainTop), so that rows
+/// beside it decide.
+struct AbsentRow {
+  alignas(16) std::uint8_t payload[kWidth + kTail] = {};
+  std::uint8_t scale[8] = {};
+
+  constexpr AbsentRow() {
+    for (int i = kWidth - kTail; i < kWidth + kTail; i += 2) {  // bf16 2^-16
+      payload[i] = 0x80;
+      payload[i + 1] = 0x37;
+    }
+    for (std::uint8_t& x : scale) x = 103;
+  }
+};
+__device__ const AbsentRow kAbsentRow;
 
 struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
@@ -69,16 +90,19 @@ struct Shared {
   Stats stats[kMaxCluster][kTile];  // [row part, head]
   float past[kStages][kTile];       // what O is multiplied by before a tile is added
   float sink[kTile];                // times log2 e
+  float q_unit[kTile];              // what a head's queries are multiples of, a power of two
   Found found[kFoundTiles][kTile];
-  std::uint8_t there[kStages][8];  // a bit per row
-  std::uint64_t full[kStages][2];  // left and right panels
-  std::uint64_t empty[kStages], weighted[kStages], located[kFoundTiles];
+  std::uint64_t scales[2][kTile];                     // of even and odd tiles
+  std::uint8_t there[kStages][8];                     // a bit per row
+  std::int8_t exponents[kStages][8];                  // of what eight rows are multiples of
+  std::uint64_t full[kStages][2], empty[kStages][2];  // left panels, the scorer's, and right ones, the adder's
+  std::uint64_t weighted[kStages], located[kFoundTiles];
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
 /// What a thread block does.
 struct Job {
-  std::int64_t token;
+  int token;
   int first_head;
   int part, parts;  // of the rows
   int channel_part;
@@ -120,8 +144,56 @@ __device__ std::uint32_t pack_bf16(float low, float high) {
   return pair;
 }
 
-__device__ void store_shared(std::uint32_t at, std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+__device__ std::uint32_t pack_fp16(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ std::uint32_t larger_halves(std::uint32_t x, std::uint32_t y) {
+  asm("max.u16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  return x;
+}
+__device__ int larger_half(std::uint32_t x) { return static_cast<int>(max(x & 0xFFFFu, x >> 16)); }
+
+// Values are kept in fp16 as multiples of 2^exponent. Rows are as they are, exponent 0, while that is exact up to
+// 2^-25, 2^-12 of the largest; else they are brought just below 2^16, as queries always are. `top`: values are below
+// 2^(top - 127).
+constexpr int kTopInFp16 = 127 + 16, kLeastTop = 84, kLeastPlainTop = 112;
+
+/// Of bf16 pairs.
+__device__ int top_of_pairs(const uint4& pairs) {
+  const std::uint32_t most = larger_halves(larger_halves(pairs.x & 0x7FFF7FFFu, pairs.y & 0x7FFF7FFFu),
+                                           larger_halves(pairs.z & 0x7FFF7FFFu, pairs.w & 0x7FFF7FFFu));
+  return (larger_half(most) >> 7) + 1;
+}
+
+__device__ int exponent_of(int top) { return max(top, kLeastTop) - kTopInFp16; }
+__device__ float power_of_two(int exponent) {
+  return codec::bits_float(static_cast<std::uint32_t>(exponent + 127) << 23);
+}
+
+/// bf16 pairs times a power of two, as fp16.
+__device__ uint4 to_fp16(const uint4& pairs, float factor) {
+  const std::uint32_t factors = pack_bf16(factor, factor);
+  const auto convert = [factors](std::uint32_t pair) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
+    return pack_fp16(codec::bits_float(pair << 16), codec::bits_float(pair & 0xFFFF0000u));
+  };
+  return make_uint4(convert(pairs.x), convert(pairs.y), convert(pairs.z), convert(pairs.w));
+}
+
+__device__ void store_shared(std::uint32_t at, const uint4& x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ uint4 load_shared(std::uint32_t at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(at)
+               : "memory");
+  return x;
 }
 
 // --- loaders
@@ -134,89 +206,121 @@ class Loader {
   __device__ void run(int tiles) {
     if (tiles > 0) start(0);
 #pragma unroll
-    for (int j = 0; j < kUnits; ++j) load(j);
-    for (int tile = 0; tile < tiles; ++tile) {
-      settle();
-      const uint2 scales = scales_;
-      const bool there = from_ != nullptr;
-      from_ = nullptr;
-      if (tile + 1 < tiles) start(tile + 1);
-      fill(tile, scales, there);
-    }
+    for (int i = 0; i < kUnits; ++i) load(unit_at(i));
+    for (int tile = 0; tile < tiles; ++tile) fill(tile, tile + 1 < tiles);
   }
 
  private:
-  static constexpr int kCodeUnits = 7, kUnits = 9;
+  static constexpr int kCodeUnits = 7, kUnits = 9, kRightUnits = 5;
+  static constexpr int kCodeTop = 9;  // codes are below 2^9
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) - (kThreads - kLoaders); }
+  /// Units in the order they are converted: right panels first, which are free first, and of them first the bf16 ones.
+  __device__ static constexpr int unit_at(int i) {
+    return (i + kCodeUnits) % kUnits + (i < 2 ? 0 : i < kRightUnits ? 4 : -3);
+  }
+
+  // Unsigned: less to compute and to keep for a warp that has no register to spare.
+  __device__ static unsigned lane() { return threadIdx.x % kLoaders; }
 
   __device__ void start(int tile) {
     const int slot = tile % kFoundTiles;
     barrier_wait(shared_address(&s_.located[slot]), tile / kFoundTiles & 1);
     const Found row = s_.found[slot][row_];
-    scales_ = make_uint2(0, 0);
-    if (row.payload == nullptr) return;
-    scales_ = cuda::load<uint2>(row.scale);
+    if (unit_ == 0)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(&s_.scales[tile % 2][row_])),
+                   "l"(__cvta_generic_to_global(row.scale))
+                   : "memory");
     from_ = row.payload + unit_ * 16;
+    there_ = row.payload != kAbsentRow.payload;
   }
 
-  // Odd rows take the two bf16 units the other way round, so that stores of neighbour rows meet in no bank.
-  __device__ int tail_half(int j) const { return (j - kCodeUnits ^ row_) & 1; }
-
   __device__ void load(int j) {
-    raw_[j] = make_uint4(0, 0, 0, 0);
-    if (from_ == nullptr) return;
-    const int at = (j < kCodeUnits ? j : kCodeUnits + tail_half(j)) * 64;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(raw_[j].x), "=r"(raw_[j].y), "=r"(raw_[j].z), "=r"(raw_[j].w)
-                 : "l"(from_ + at));
+                 : "l"(from_ + j * 64));
   }
 
   /// Waits for all loads under way. Else the first use of each unit would: a warp has few counters of loads under way,
   /// so waiting for a unit means waiting for younger loads too, those of the next tile among them.
-  __device__ void settle() {
-    unsigned any = scales_.x;
+  __device__ void settle() const {
+    unsigned any = 0;
 #pragma unroll
     for (int j = 0; j < kUnits; ++j) any |= raw_[j].x;
-    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5DEECE66; @p nanosleep.u32 1; }" ::"r"(any) : "memory");
+    branch_on(any);
+  }
+
+  /// A branch that is never taken: what comes after it cannot begin before.
+  __device__ static void branch_on(unsigned x) {
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5DEECE66; @p nanosleep.u32 1; }" ::"r"(x) : "memory");
+  }
+
+  /// Of the warp's rows. A row's eighth scale is padding.
+  __device__ int exponent_of_rows(uint2 scales) const {
+    constexpr std::uint32_t kEvenBytes = 0x00FF00FFu;
+    const std::uint32_t most = larger_halves(larger_halves(scales.x & kEvenBytes, scales.x >> 8 & kEvenBytes),
+                                             larger_halves(scales.y & kEvenBytes, scales.y >> 8 & 0xFFu));
+    const int codes = larger_half(most) + kCodeTop;
+    const int tail = max(top_of_pairs(raw_[kCodeUnits]), top_of_pairs(raw_[kCodeUnits + 1]));
+    const auto is_plain = [](int top) { return top >= kLeastPlainTop && top <= kTopInFp16; };
+    if (__all_sync(kAllLanes, is_plain(codes) && is_plain(tail))) return 0;
+    return exponent_of(__reduce_max_sync(kAllLanes, max(codes, tail)));
   }
 
   /// Converts what was loaded, and loads the next tile's in its place.
-  __device__ void fill(int tile, uint2 scales, bool row_there) {
-    const int stage = tile % kStages, warp = lane() / 32;
-    const std::uint32_t to = shared_address(s_.rows[stage]);
-    barrier_wait(shared_address(&s_.empty[stage]), (tile / kStages + 1) & 1);
-    unsigned there = __ballot_sync(kAllLanes, row_there) & 0x11111111u;
+  __device__ void fill(int tile, bool is_next) {
+    const unsigned stage = static_cast<unsigned>(tile) % kStages, warp = lane() / 32;
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+    const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row_]);
+    settle();
+    const int exponent = exponent_of_rows(scales);
+    unsigned there = __ballot_sync(kAllLanes, there_) & 0x11111111u;
     there = (there | there >> 3) & 0x03030303u;
     there = (there | there >> 6) & 0x000F000Fu;
-    if (lane() % 32 == 0) s_.there[stage][warp] = static_cast<std::uint8_t>(there | there >> 12);
-#pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      const uint4 raw = raw_[j];
-      if (j < kCodeUnits) {
-        const float scale = codec::ue8m0_value(static_cast<std::uint8_t>((j < 4 ? scales.x : scales.y) >> (j % 4 * 8)));
-        store_half(to + panel_offset(row_, 2 * unit_) + j * kPanelBytes, raw.x, raw.y, scale);
-        store_half(to + panel_offset(row_, 2 * unit_ + 1) + j * kPanelBytes, raw.z, raw.w, scale);
-      } else {
-        store_shared(to + kCodeUnits * kPanelBytes + panel_offset(row_, tail_half(j) * 4 + unit_), raw.x, raw.y, raw.z,
-                     raw.w);
-      }
-      load(j);
-      if (j == kPanels / 2 - 1) announce(stage, 0);
+    if (is_next) start(tile + 1);
+    barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
+    if (lane() % 32 == 0) {
+      s_.there[stage][warp] = static_cast<std::uint8_t>(there | there >> 12);
+      s_.exponents[stage][warp] = static_cast<std::int8_t>(exponent);
     }
-    announce(stage, 1);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (i == kRightUnits) {
+        announce(stage, 1);
+        barrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
+      }
+      if (i == kRightUnits + 2) branch_on(scales.x);  // there are no registers for three units at once
+      convert(unit_at(i), shared_address(s_.rows[stage]), scales, exponent);
+      load(unit_at(i));
+    }
+    announce(stage, 0);
   }
 
-  __device__ static void store_half(std::uint32_t at, std::uint32_t low, std::uint32_t high, float scale) {
+  __device__ void convert(int j, std::uint32_t to, uint2 scales, int exponent) const {
+    const uint4 raw = raw_[j];
+    if (j < kCodeUnits) {
+      const std::uint32_t biased = (j < 4 ? scales.x : scales.y) >> (j % 4 * 8) & 0xFFu;
+      const float factor =
+          codec::bits_float(static_cast<std::uint32_t>(max(static_cast<int>(biased) - exponent, 0)) << 23);
+      const std::uint32_t factors = pack_fp16(factor, factor);
+      store_half(to + panel_offset(row_, 2 * unit_) + j * kPanelBytes, raw.x, raw.y, factors);
+      store_half(to + panel_offset(row_, 2 * unit_ + 1) + j * kPanelBytes, raw.z, raw.w, factors);
+    } else {
+      store_shared(to + kCodeUnits * kPanelBytes + panel_offset(row_, (j - kCodeUnits) * 4 + unit_),
+                   to_fp16(raw, power_of_two(-exponent)));
+    }
+  }
+
+  __device__ static void store_half(std::uint32_t at, std::uint32_t low, std::uint32_t high, std::uint32_t factors) {
     std::uint32_t out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const std::uint32_t pair = (i < 2 ? low : high) >> (i % 2 * 16);
-      const float2 x =
-          __half22float2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair & 0xFFFFu), __NV_E4M3));
-      out[i] = pack_bf16(x.x * scale, x.y * scale);
+      asm("{ .reg .b32 x; cvt.rn.f16x2.e4m3x2 x, %1; mul.rn.f16x2 %0, x, %2; }"
+          : "=r"(out[i])
+          : "h"(static_cast<std::uint16_t>(pair)), "r"(factors));
     }
-    store_shared(at, out[0], out[1], out[2], out[3]);
+    store_shared(at, make_uint4(out[0], out[1], out[2], out[3]));
   }
 
   // Without the fence that the multiplies need: it would wait for the loads under way. Their side has it.
@@ -226,10 +330,10 @@ class Loader {
   }
 
   Shared& s_;
-  const int row_, unit_;
-  const std::uint8_t* from_ = nullptr;  // the row whose units are being loaded
+  const unsigned row_, unit_;
+  const std::uint8_t* from_ = kAbsentRow.payload;  // the row whose units are being loaded
+  bool there_ = false;
   uint4 raw_[kUnits];
-  uint2 scales_;  // of that row
 };
 
 // --- scorer and adder
@@ -238,29 +342,56 @@ class Loader {
 __device__ int head_of_thread() { return static_cast<int>(threadIdx.x) % kGroup / 32 * 16 + threadIdx.x % 32 / 4; }
 __device__ int quad_of_thread() { return static_cast<int>(threadIdx.x) % 4; }
 
-__device__ void load_queries(const AttendParams& p, Shared& s, const Job& job) {
-  const auto* q =
-      static_cast<const std::uint8_t*>(p.q.data) + (job.token * p.q.row_stride + job.first_head * kWidth) * 2;
-  const std::uint32_t to = shared_address(s.q);
-  constexpr int kUnitsPerHead = kWidth * 2 / 16;
-#pragma unroll 8
-  for (int i = static_cast<int>(threadIdx.x); i < kTile * kUnitsPerHead; i += 2 * kGroup) {
-    const int head = i / kUnitsPerHead, unit = i % kUnitsPerHead;
-    const bool there = job.first_head + head < p.num_heads;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + unit / 8 * kPanelBytes +
-                                                                       panel_offset(head, unit % 8)),
-                 "l"(q + (there ? i * 16 : 0)), "r"(there ? 16 : 0)
-                 : "memory");
+/// Queries in shared memory as fp16. All warps take part, a head each at a time; lanes convert what they have copied.
+class Queries {
+ public:
+  __device__ Queries(const AttendParams& p, Shared& s, const Job& job) : p_(p), s_(s), job_(job) {}
+
+  __device__ void begin() const {
+    const auto* q = static_cast<const std::uint8_t*>(p_.q.data) +
+                    (std::int64_t{job_.token} * p_.q.row_stride + job_.first_head * kWidth) * 2;
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i)
+#pragma unroll
+      for (int unit = lane(); unit < kUnits; unit += 32) {
+        const bool there = job_.first_head + head(i) < p_.num_heads;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place(head(i), unit)),
+                     "l"(q + (there ? (head(i) * kUnits + unit) * 16 : 0)), "r"(there ? 16 : 0)
+                     : "memory");
+      }
+    if (threadIdx.x < kTile) {
+      const int head = job_.first_head + static_cast<int>(threadIdx.x);
+      const bool sinks = p_.sink != nullptr && !job_.padded && head < p_.num_heads;
+      s_.sink[threadIdx.x] = sinks ? p_.sink[head] * codec::kLog2e : -INFINITY;
+    }
   }
-  if (threadIdx.x < kTile) {
-    const int head = job.first_head + static_cast<int>(threadIdx.x);
-    const bool sinks = p.sink != nullptr && !job.padded && head < p.num_heads;
-    s.sink[threadIdx.x] = sinks ? p.sink[head] * codec::kLog2e : -INFINITY;
+
+  __device__ void finish() const {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const uint4 left = load_shared(place(head(i), lane())), right = load_shared(place(head(i), lane() + 32));
+      const int exponent = exponent_of(__reduce_max_sync(kAllLanes, max(top_of_pairs(left), top_of_pairs(right))));
+      store_shared(place(head(i), lane()), to_fp16(left, power_of_two(-exponent)));
+      store_shared(place(head(i), lane() + 32), to_fp16(right, power_of_two(-exponent)));
+      if (lane() == 0) s_.q_unit[head(i)] = power_of_two(exponent);
+    }
+    publish_to_mma();
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  publish_to_mma();
-  named_barrier(1, 2 * kGroup);
-}
+
+ private:
+  static constexpr int kUnits = kWidth * 2 / 16, kWarps = kThreads / 32, kHeads = kTile / kWarps;
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int head(int i) { return static_cast<int>(threadIdx.x) / 32 + i * kWarps; }
+  __device__ std::uint32_t place(int head, int unit) const {
+    return shared_address(s_.q) + unit / 8 * kPanelBytes + panel_offset(head, unit % 8);
+  }
+
+  const AttendParams& p_;
+  Shared& s_;
+  const Job& job_;
+};
 
 template <int kSize>
 __device__ void scale_heads(float (&o)[kSize], float upper, float lower) {
@@ -276,51 +407,70 @@ __device__ void scale_heads(float (&o)[kSize], float upper, float lower) {
 /// O += P V over the channels of a group, from its first panel on.
 template <int kSize>
 __device__ void add_values(float (&o)[kSize], Shared& s, int stage, int panel) {
-  const std::uint32_t values = shared_address(s.rows[stage]) + panel * kPanelBytes;
-  const std::uint32_t weights = shared_address(s.weights[stage]);
+  const std::uint32_t values = panel_place(shared_address(s.rows[stage]) + panel * kPanelBytes, kPanelBytes);
+  const std::uint32_t weights = panel_place(shared_address(s.weights[stage]));
   mma_begin();
 #pragma unroll
   for (int k = 0; k < kTile / 16; ++k) {
-    const std::uint64_t a = panel_descriptor(weights + k * 32);
-    const std::uint32_t b = values + k * 16 * kPanelRowBytes;
+    const std::uint64_t a = panel_descriptor(weights, k * 32), b = panel_descriptor(values, k * 16 * kPanelRowBytes);
     if constexpr (kSize == 32) {
-      multiply_rows_64<0>(o, a, panel_descriptor(b, kPanelBytes));
+      multiply_rows_64<0>(o, a, b);
     } else {
-      multiply_rows_128<0>(o, a, panel_descriptor(b, kPanelBytes));
-      if constexpr (kSize == 128) multiply_rows_128<64>(o, a, panel_descriptor(b + 2 * kPanelBytes, kPanelBytes));
+      multiply_rows_128<0>(o, a, b);
+      if constexpr (kSize == 128)
+        multiply_rows_128<64>(o, a, panel_descriptor(values, k * 16 * kPanelRowBytes + 2 * kPanelBytes));
     }
   }
   mma_commit();
 }
 
-/// The tile is no longer read by this warp.
-__device__ void release(Shared& s, int stage) {
+/// Whether scorer and adder each add up one half of the panels, so that a half is free when one of them is done with
+/// it.
+template <int kSize>
+constexpr bool kOwnHalf = kSize == kWidth / 4;
+
+/// A tile is no longer read by this warp, of the scorer (0) or the adder (1).
+template <int kSize>
+__device__ void release(Shared& s, int stage, int group) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s.empty[stage]));
+  if (threadIdx.x % 32 != 0) return;
+  barrier_arrive(shared_address(&s.empty[stage][group]));
+  if (!kOwnHalf<kSize>) barrier_arrive(shared_address(&s.empty[stage][group ^ 1]));
 }
 
 class Scorer {
  public:
-  __device__ Scorer(const AttendParams& p, Shared& s) : s_(s), scale_(p.softmax_scale * codec::kLog2e) {}
+  /// Queries are in place.
+  __device__ Scorer(const AttendParams& p, Shared& s) : s_(s) {
+    for (int half = 0; half < 2; ++half)
+      scale_[half] = p.softmax_scale * codec::kLog2e * s.q_unit[head_of_thread() + 8 * half];
+  }
 
+  /// The values of a tile are multiplied while the next one's scores become weights.
   template <int kSize>
   __device__ void run(float (&o)[kSize], int tiles, int panel) {
-    if (tiles > 0) {
-      score(0);
-      mma_wait<0>();
-    }
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = tile % kStages;
-      weigh(o, stage);
+      score(tile);
+      const uint2 there = *reinterpret_cast<const uint2*>(s_.there[stage]);
+      const uint2 exponents = *reinterpret_cast<const uint2*>(s_.exponents[stage]);
+      if (tile > 0) {
+        add_values(o, s_, stage ^ 1, panel);
+        mma_wait<1>();
+      } else {
+        mma_wait<0>();
+      }
+      float past[2];
+      weigh(stage, there, exponents, past);
       publish_to_mma();
       named_barrier(2, kGroup);
       if (threadIdx.x == 0) barrier_arrive(shared_address(&s_.weighted[stage]));
-      add_values(o, s_, stage, panel);
-      if (tile + 1 < tiles) {
-        score(tile + 1);
-        mma_wait<1>();
-        release(s_, stage);
-      }
+      mma_wait<0>();
+      if (tile > 0) release<kSize>(s_, stage ^ 1, 0);
+      if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
+    }
+    if (tiles > 0) {
+      add_values(o, s_, (tiles - 1) % kStages, panel);
       mma_wait<0>();
     }
   }
@@ -335,12 +485,13 @@ class Scorer {
 
  private:
   static constexpr int kScores = kTile / 2;
+  static constexpr int kNanExponent = 255 + 9 - kTopInFp16;  // of rows with a scale that is NaN
 
   __device__ void score(int tile) {
     const int stage = tile % kStages, parity = tile / kStages & 1;
-    const std::uint32_t q = shared_address(s_.q), rows = shared_address(s_.rows[stage]);
+    const std::uint32_t q = panel_place(shared_address(s_.q)), rows = panel_place(shared_address(s_.rows[stage]));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 1; half >= 0; --half) {
       barrier_wait(shared_address(&s_.full[stage][half]), parity);
       publish_to_mma();
       mma_begin();
@@ -349,16 +500,30 @@ class Scorer {
 #pragma unroll
         for (int k = 0; k < kTile / 16; ++k) {
           const std::uint32_t at = panel * kPanelBytes + k * 32;
-          multiply_channels(z_, panel_descriptor(q + at), panel_descriptor(rows + at), panel + k > 0);
+          multiply_channels(z_, panel_descriptor(q, at), panel_descriptor(rows, at),
+                            half == 0 || panel > kPanels / 2 || k > 0);
         }
     }
     mma_commit();
   }
 
-  /// Scores to weights; O, if there is any yet, is made relative to the new largest scores.
-  template <int kSize>
-  __device__ void weigh(float (&o)[kSize], int stage) {
-    const uint2 there = *reinterpret_cast<const uint2*>(s_.there[stage]);
+  /// Scores to weights relative to the largest so far; O must be multiplied by `past`. Weights include the power of two
+  /// that a row's values lack, so that the largest is 1 in fp16 however rows differ; the sum does not.
+  __device__ void weigh(int stage, uint2 there, uint2 exponents, float (&past)[2]) {
+    const bool plain = (exponents.x | exponents.y) == 0;
+    const auto exponent_of_score = [exponents](int i) {
+      return static_cast<int>((i < kScores / 2 ? exponents.x : exponents.y) << (24 - i / 4 % 4 * 8)) >> 24;
+    };
+    float factor[2] = {scale_[0], scale_[1]};
+    if (!plain) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int exponent = exponent_of_score(i);
+        const float unit = exponent == kNanExponent ? NAN : power_of_two(exponent);
+        z_[i] = codec::fused(z_[i], scale_[i / 2 % 2] * unit, static_cast<float>(exponent));
+      }
+      factor[0] = factor[1] = 1.0f;
+    }
     if ((there.x & there.y) != 0xFFFFFFFFu) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -367,40 +532,48 @@ class Scorer {
         if ((bits & 1) == 0) z_[i] = -INFINITY;
       }
     }
-    float past[2], base[2];
+    float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], fmaxf(z_[i], z_[i + 1]));
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const float upper = __shfl_xor_sync(kAllLanes, most[0], step), lower = __shfl_xor_sync(kAllLanes, most[1], step);
+      most[0] = fmaxf(most[0], upper);
+      most[1] = fmaxf(most[1], lower);
+    }
+    float base[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float most = -INFINITY;
-#pragma unroll
-      for (int i = 2 * half; i < kScores; i += 4) most = fmaxf(most, fmaxf(z_[i], z_[i + 1]));
-      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-      most = fmaxf(most * scale_, most_[half]);
-      base[half] = most == -INFINITY ? 0.0f : most;
+      most[half] = fmaxf(most[half] * factor[half], most_[half]);
+      base[half] = most[half] == -INFINITY ? 0.0f : most[half];
       past[half] = exp2_fast(most_[half] - base[half]);
-      most_[half] = most;
+      most_[half] = most[half];
       sum_[half] *= past[half];
     }
     const int head = head_of_thread(), quad = quad_of_thread();
     const std::uint32_t to = shared_address(s_.weights[stage]) + quad * 4;
+    const auto store_weights = [&](auto inverse_unit) {
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      const int half = i / 2 % 2;
-      const float x = exp2_fast(codec::fused(z_[i], scale_, -base[half]));
-      const float y = exp2_fast(codec::fused(z_[i + 1], scale_, -base[half]));
-      sum_[half] += x + y;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + panel_offset(head + 8 * half, i / 4)), "r"(pack_bf16(x, y))
-                   : "memory");
-    }
+      for (int i = 0; i < kScores; i += 2) {
+        const int half = i / 2 % 2;
+        const float x = exp2_fast(codec::fused(z_[i], factor[half], -base[half]));
+        const float y = exp2_fast(codec::fused(z_[i + 1], factor[half], -base[half]));
+        sum_[half] = codec::fused(x + y, inverse_unit(i), sum_[half]);
+        shared_store(to + panel_offset(head + 8 * half, i / 4), pack_fp16(x, y));
+      }
+    };
+    if (plain)
+      store_weights([](int) { return 1.0f; });
+    else
+      store_weights([&](int i) { return power_of_two(-exponent_of_score(i)); });
     if (quad == 0) {
       s_.past[stage][head] = past[0];
       s_.past[stage][head + 8] = past[1];
     }
-    if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
   }
 
   Shared& s_;
-  const float scale_;
+  float scale_[2];  // of the thread's heads
   float z_[kScores];
   float most_[2] = {-INFINITY, -INFINITY}, sum_[2] = {0.0f, 0.0f};
 };
@@ -445,9 +618,22 @@ class Finder {
   __device__ void locate(int tile, int key, int block) {
     if (tile >= job_.tiles()) return;
     const RowPlace place = rows_.place(p_, row(tile), key, block);
-    s_.found[tile % kFoundTiles][lane()] = {place.payload, place.scale};
+    Found found{kAbsentRow.payload, kAbsentRow.scale};
+    if (place.payload != nullptr) {
+      found = {place.payload, place.scale};
+      prefetch(found);
+    }
+    s_.found[tile % kFoundTiles][lane()] = found;
     __syncwarp();
     if (lane() % 32 == 0) barrier_arrive(shared_address(&s_.located[tile % kFoundTiles]));
+  }
+
+  /// Into L2: the loaders have registers for one tile, less than what must be under way.
+  __device__ static void prefetch(const Found& row) {
+#pragma unroll
+    for (int at = 0; at < kWidth + kTail; at += 128)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(row.payload + at)) : "memory");
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(row.scale)) : "memory");
   }
 
   const AttendParams& p_;
@@ -470,7 +656,7 @@ __device__ void run_adder(float (&o)[kSize], Shared& s, Finder& finder, int tile
     if (__any_sync(kAllLanes, upper != 1.0f || lower != 1.0f)) scale_heads(o, upper, lower);
     add_values(o, s, stage, panel);
     mma_wait<0>();
-    release(s, stage);
+    release<kSize>(s, stage, 1);
   }
 }
 
@@ -503,7 +689,7 @@ __device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job
       job.first_head + head >= p.num_heads)
     return;
   const Stats total = total_of(s, job, head);
-  p.lse[job.token * p.num_heads + job.first_head + head] =
+  p.lse[std::int64_t{job.token} * p.num_heads + job.first_head + head] =
       total.sum == 0.0f ? -INFINITY : (total.most + log2f(total.sum)) * kLn2;
 }
 
@@ -517,7 +703,7 @@ __device__ void turn_back(const Turn& turn, float& x, float& y) {
 /// Where the output of a head begins.
 template <class Out>
 __device__ Out* output_of(const AttendParams& p, const Job& job, int head) {
-  return static_cast<Out*>(p.out.data) + (job.token * p.num_heads + job.first_head + head) * kWidth;
+  return static_cast<Out*>(p.out.data) + (std::int64_t{job.token} * p.num_heads + job.first_head + head) * kWidth;
 }
 
 /// Of a group that has the last channels.
@@ -674,14 +860,10 @@ __device__ void finish_heads(const AttendParams& p, const Shared& s, const Job& 
 
 /// Scorer (kGroupIndex 0) or adder (1), up to the output.
 template <int kChannelParts, int kGroupIndex>
-__device__ void consume(const AttendParams& p, Shared& s, Job job) {
+__device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder& finder) {
   constexpr int kChannels = kWidth / kChannelParts / 2, kGroupPanels = kChannels / kTile;
   const int panel = (job.channel_part * 2 + kGroupIndex) * kGroupPanels;
-  const QueryRows rows(p, job.token);
-  job.take_rows(rows);
-  Finder finder(p, s, rows, job);
-  if constexpr (kGroupIndex == 1) finder.begin();
-  load_queries(p, s, job);
+  named_barrier(1, kThreads);  // queries are in place
   float o[kChannels / 2];
 #pragma unroll
   for (int i = 0; i < kChannels / 2; ++i) o[i] = 0.0f;
@@ -739,7 +921,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(shared_address(&s.full[stage][0]), kLoaderWarps);
       barrier_init(shared_address(&s.full[stage][1]), kLoaderWarps);
-      barrier_init(shared_address(&s.empty[stage]), 2 * kGroupWarps);
+      constexpr int kReaders = kOwnHalf<kWidth / kChannelParts / 4> ? kGroupWarps : 2 * kGroupWarps;
+      barrier_init(shared_address(&s.empty[stage][0]), kReaders);
+      barrier_init(shared_address(&s.empty[stage][1]), kReaders);
       barrier_init(shared_address(&s.weighted[stage]), 1);
     }
     for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile / 32);
@@ -752,17 +936,26 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int group = static_cast<int>(threadIdx.x) / kGroup;
   Job job(row_parts, kChannelParts, head_tiles);
+  const QueryRows rows(p, job.token);
+  job.take_rows(rows);
+  const Queries queries(p, s, job);
+  Finder finder(p, s, rows, job);
+  queries.begin();
+  if (group == 1) finder.begin();
+  queries.finish();
   if (group == 0) {
     more_registers<kScorerRegisters>();
-    consume<kChannelParts, 0>(p, s, job);
+    consume<kChannelParts, 0>(p, s, job, finder);
   } else if (group == 1) {
     more_registers<kAdderRegisters>();
-    consume<kChannelParts, 1>(p, s, job);
+    consume<kChannelParts, 1>(p, s, job, finder);
   } else {
     fewer_registers<kLoaderRegisters>();
-    job.take_rows(QueryRows(p, job.token));
+    named_barrier_arrive(1, kThreads);
     Loader(s).run(job.tiles());
     if (row_parts > 1) {
+      job = Job(row_parts, kChannelParts, head_tiles);  // again: no registers to keep it in
+      job.take_rows(QueryRows(p, job.token));
       cluster_wait();
       cluster_arrive();
       cluster_wait();

@@ -1,5 +1,5 @@
 // Hopper's asynchronous matrix multiply and what goes with it: shared memory descriptors, barriers, clusters. A
-// warpgroup is 4 warps; it multiplies 64 rows of A by a tile of B, both bf16 in shared memory in panels of 128 bytes
+// warpgroup is 4 warps; it multiplies 64 rows of A by a tile of B, both fp16 in shared memory in panels of 128 bytes
 // (64 elements) per row whose 16-byte units are swizzled by the row, and adds to fp32 accumulators in registers:
 // thread t holds rows 16 (t / 32) + t % 32 / 4 and 8 below it, columns 2 (t % 4) and the next of every 8.
 // Sources: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions".
@@ -20,11 +20,18 @@ __device__ inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-/// Of 128-byte swizzled panels: 8 rows take 1,024 bytes; `leading`: from panel to panel, where columns run through
+/// Where panels begin, as the lower half of a descriptor; `leading`: from panel to panel, where columns run through
 /// several.
-__device__ inline std::uint64_t panel_descriptor(std::uint32_t address, std::uint32_t leading = 16) {
-  return std::uint64_t{(address & 0x3FFFFu) >> 4} | std::uint64_t{leading >> 4} << 16 | std::uint64_t{1024 >> 4} << 32 |
-         std::uint64_t{1} << 62;
+__device__ inline std::uint32_t panel_place(std::uint32_t address, std::uint32_t leading = 16) {
+  return (address & 0x3FFFFu) >> 4 | leading >> 4 << 16;
+}
+/// Of 128-byte swizzled panels, so many bytes from there: 8 rows take 1,024 bytes. One addition, because a multiply
+/// takes hardly longer than putting a descriptor together.
+__device__ inline std::uint64_t panel_descriptor(std::uint32_t place, std::uint32_t bytes) {
+  constexpr std::uint32_t kSwizzled = 1024 >> 4 | 1u << 30;
+  std::uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(place + (bytes >> 4)), "r"(kSwizzled));
+  return descriptor;
 }
 
 __device__ inline void mma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -46,7 +53,7 @@ __device__ inline void publish_to_mma() { asm volatile("fence.proxy.async.shared
 __device__ inline void multiply_channels(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, %32, %33, p, 1, 1, 0, 0; }"
@@ -59,7 +66,7 @@ __device__ inline void multiply_channels(float (&d)[32], std::uint64_t a, std::u
 template <int kAt, int kSize>
 __device__ void multiply_rows_64(float (&d)[kSize], std::uint64_t a, std::uint64_t b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, %32, %33, 1, 1, 1, 0, 1;"
@@ -70,7 +77,7 @@ __device__ void multiply_rows_64(float (&d)[kSize], std::uint64_t a, std::uint64
 template <int kAt, int kSize>
 __device__ void multiply_rows_128(float (&d)[kSize], std::uint64_t a, std::uint64_t b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -106,6 +113,9 @@ __device__ inline void barrier_wait(std::uint32_t barrier, int parity) {
 /// Of `threads` threads; 0 is __syncthreads's.
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- clusters
