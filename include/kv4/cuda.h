@@ -3,8 +3,9 @@
 // graph; grids depend only on num_tokens, num_items and rows_per_item of the params, everything else is read on the
 // device. The returned error is that of the launch. A kernel may start while the one before it still runs, and then
 // reads constants (weights, biases, rope tables) at once: the kernel queued just before it must not write them. append
-// also looks at the step's token records then, which may still be those of a step before: from the first call on, that
-// memory holds records for the same pools, or zeros. Built with KV4_CUDA; needs the CUDA runtime's headers.
+// and attend also look at the step's token records then, attend at the block table too, which may still be those of a
+// step before: from the first call on, that memory holds records and blocks of the same pools, or zeros. Built with
+// KV4_CUDA; needs the CUDA runtime's headers.
 #pragma once
 
 #include <cuda_runtime_api.h>
