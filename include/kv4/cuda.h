@@ -6,7 +6,8 @@
 // A kernel may start while the one before it still runs. It waits for that one's results, but some things it reads at
 // once:
 // - Constants (weights, biases, rope tables): the kernel queued just before must not write them.
-// - append, gather_all, gather_window: the step's records and block table, to guess what they will need, and the guess
+// - append, attend, gather_all, gather_window: the step's records and block table, to guess what they will need, and
+// the guess
 //   is checked. They may be those of a step before: from the first call on, that memory holds what was written for the
 //   same pools, or zeros.
 // - append: pending rows of positions before the step, if the record says the same before and after the wait. What

@@ -118,9 +118,20 @@ struct Case {
   float q_size = 2.0f;
   int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
   std::optional<cuda::AttendSplit> split = {};  // of the tuned kernel
+  std::optional<cuda::SmallSplit> small = {};   // of the one for few tokens
+  bool late_records = false;                    // written while attend may have started already
   int slot_window = 0, slot_entries = 0;        // lists of that many instead of what the step says
   unsigned seed = 1;
 };
+
+/// Lets the next kernel start long before the records are there.
+__global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  for (int i = 0; i < 100; ++i) __nanosleep(500);
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) to[i] = from[i];
+}
 
 /// One row a query sees, as its place in a pool.
 struct Place {
@@ -174,7 +185,7 @@ class Problem {
     std::vector<std::uint16_t> half(q_.size());
     std::transform(q_.begin(), q_.end(), half.begin(), codec::bf16_bits);
     const Twin<std::uint16_t> q16(half);
-    const Twin<ops::StepRecord> records(records_);
+    const Twin<ops::StepRecord> records(records_), late_records(other_records());
     const Twin<std::int32_t> table(table_), chosen(chosen_), window_slots(window_slots_), entry_slots(entry_slots_),
         entry_lens(entry_lens_);
     constexpr std::int64_t kPositions = 1 << 14;
@@ -213,7 +224,14 @@ class Problem {
       p.turn_back.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
       p.turn_back.rope_dim = c_.shape.tail;
     }
-    EXPECT_EQ(c_.split ? cuda::attend_split(p, *c_.split, nullptr) : cuda::attend(p, nullptr), cudaSuccess);
+    if (c_.late_records) {
+      p.step.tokens = late_records.there();
+      write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
+    }
+    EXPECT_EQ(c_.split   ? cuda::attend_split(p, *c_.split, nullptr)
+              : c_.small ? cuda::attend_small(p, *c_.small, nullptr)
+                         : cuda::attend(p, nullptr),
+              cudaSuccess);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cudaGetErrorString(cudaGetLastError());
     out.fetch();
     lse.fetch();
@@ -267,6 +285,12 @@ class Problem {
   }
 
  private:
+  /// Of the same pools, but each of another token.
+  std::vector<ops::StepRecord> other_records() const {
+    std::vector<ops::StepRecord> others = records_;
+    std::rotate(others.begin(), others.begin() + 1, others.end());
+    return others;
+  }
   double scale() const { return 1.0 / std::sqrt(static_cast<double>(c_.shape.width)); }
   int entries_of_all() const {
     int most = 0;
@@ -443,6 +467,16 @@ class AttendKernel : public testing::Test {
     Problem problem(c);
     problem.check(problem.run());
   }
+  /// NaN in a row of the first request makes all of its output NaN and changes no other.
+  static void spoil_first(const Case& c) {
+    Problem problem(c);
+    const Problem::Result before = problem.run();
+    problem.spoil();
+    const Problem::Result after = problem.run();
+    const std::size_t first = static_cast<std::size_t>(c.heads * c.shape.width);
+    for (std::size_t i = 0; i < first; ++i) ASSERT_TRUE(std::isnan(after.out[i])) << i;
+    for (std::size_t i = first; i < after.out.size(); ++i) ASSERT_EQ(after.out[i], before.out[i]) << i;
+  }
 };
 
 const std::vector<Request> kDecode = {{300, 1}, {0, 1}, {0, 0}, {77, 1}, {1200, 3}};
@@ -585,19 +619,83 @@ TEST_F(AttendKernel, NaNStaysWithItsRequest) {
   for (const int heads : {64, 3}) {
     Case c = entries_case(4, 0);
     c.heads = heads;
-    Problem problem(c);
-    const Problem::Result before = problem.run();
-    problem.spoil();
-    const Problem::Result after = problem.run();
-    const std::size_t first = static_cast<std::size_t>(heads * c.shape.width);
-    for (std::size_t i = 0; i < first; ++i) ASSERT_TRUE(std::isnan(after.out[i])) << i;
-    for (std::size_t i = first; i < after.out.size(); ++i) ASSERT_EQ(after.out[i], before.out[i]) << i;
+    spoil_first(c);
+  }
+}
+
+bool is_hopper() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
+}
+
+constexpr cuda::SmallSplit kSmallSplits[] = {{8, 8, true},   {8, 16, true},  {8, 1, false},
+                                             {8, 2, false},  {8, 16, false}, {16, 1, false},
+                                             {16, 4, false}, {16, 8, false}, {16, 16, false}};
+
+TEST_F(AttendKernel, EverySmallSplit) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const cuda::SmallSplit& split : kSmallSplits)
+    for (const DType type : {DType::f32, DType::bf16}) {
+      SCOPED_TRACE(testing::Message() << split.heads << " heads, " << split.parts << " parts, "
+                                      << (type == DType::f32 ? "f32" : "bf16"));
+      Case c = entries_case(4, 0);
+      c.heads = 28;
+      c.requests = {{300, 1}, {0, 0}, {2900, 1}, {0, 1}};  // up to 853 rows
+      c.out_type = type;
+      c.small = split;
+      run(c);
+      c.chosen = 333;
+      run(c);
+    }
+}
+
+TEST_F(AttendKernel, FewTokensOfEveryKind) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const cuda::SmallSplit& split : {cuda::SmallSplit{8, 4, true}, cuda::SmallSplit{16, 2, false}}) {
+    SCOPED_TRACE(testing::Message() << split.heads << " heads");
+    Case c = entries_case(4, 0);
+    c.heads = 24;
+    c.small = split;
+    c.late_records = true;
+    run(c);
+    c.late_records = false;
+    c.requests = {{250, 10, false}, {0, 3, false}, {0, 0}, {9, 2, true}};
+    run(c);
+    c.q_size = 3e-6f;  // logits of nothing, and queries below what fp16 has
+    run(c);
+    c.requests = kDecode;
+    c.q_size = 8.0f;
+    c.sink = false;
+    run(c);
+    c.slot_window = 128;
+    c.slot_entries = 300;
+    run(c);
+    c.turn_back = false;
+    run(c);
+    c = window_case();
+    c.small = split;
+    c.heads = 16;
+    spoil_first(c);
   }
 }
 
 TEST_F(AttendKernel, TheSameTwice) {
   Problem problem(entries_case(4, 500));
   EXPECT_EQ(problem.run().out, problem.run().out);
+}
+
+TEST_F(AttendKernel, FewTokensByTheKernelForMany) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const cuda::AttendSplit& split : {cuda::AttendSplit{1, 1}, cuda::AttendSplit{4, 2}}) {
+    SCOPED_TRACE(testing::Message() << split.rows << " x " << split.channels);
+    Case c = entries_case(4, 0);
+    c.split = split;
+    spoil_first(c);
+    c.slot_window = 128;
+    c.slot_entries = 300;
+    run(c);
+  }
 }
 
 }  // namespace

@@ -1086,6 +1086,7 @@ cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaSt
 cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
   if (!overlaps_launches() || !can_tile(p)) return attend_plain(p, stream);
+  if (const auto small = small_split_of(p, most_rows(p))) return attend_small(p, *small, stream);
   return attend_split(p, split_of(p), stream);
 }
 

@@ -20,10 +20,11 @@ struct QueryRows {
   std::int32_t window = 0;   // rows of the window
   std::int32_t entries = 0;  // rows after them; some may not be there
 
-  __device__ QueryRows(const ops::AttendParams& p, std::int64_t token) {
+  __device__ QueryRows(const ops::AttendParams& p, std::int64_t token) : QueryRows(p, token, record_of(p, token)) {}
+
+  /// With the token's record, or what takes its place where there are slot lists only.
+  __device__ QueryRows(const ops::AttendParams& p, std::int64_t token, const ops::StepRecord& record) : at(record) {
     const bool has_step = p.step.tokens != nullptr;
-    at.row = 0;
-    if (has_step) at = p.step.tokens[token];
     if (at.padded()) return;
     if (p.window_slots.slots != nullptr) {
       window = length_of(p.window_slots, token);
@@ -72,6 +73,12 @@ struct QueryRows {
   }
 
  private:
+  __device__ static ops::StepRecord record_of(const ops::AttendParams& p, std::int64_t token) {
+    if (p.step.tokens != nullptr) return p.step.tokens[token];
+    ops::StepRecord record;
+    record.row = 0;
+    return record;
+  }
   __device__ bool in_scratch(const ops::AttendParams& p, std::int32_t position) const {
     return p.window_slots.slots == nullptr && position >= at.length && !at.in_place();
   }

@@ -4,6 +4,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+#include <optional>
+
 #include "kv4/params.h"
 
 namespace kv4::cuda {
@@ -19,5 +22,15 @@ struct AttendSplit {
 AttendSplit split_of(const ops::AttendParams& params);
 /// The tuned kernel only.
 cudaError_t attend_split(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
+
+/// How attend_small.cu divides a token.
+struct SmallSplit {
+  int heads;      // of a thread block: 8 or 16
+  int parts;      // of the rows: a power of two up to kMaxCluster
+  bool few_rows;  // at most 128 in each part; with 8 heads two thread blocks then share a multiprocessor
+};
+/// Null where the other kernel is faster. most_rows: of any token.
+std::optional<SmallSplit> small_split_of(const ops::AttendParams& params, std::int64_t most_rows);
+cudaError_t attend_small(const ops::AttendParams& params, const SmallSplit& split, cudaStream_t stream);
 
 }  // namespace kv4::cuda
