@@ -398,6 +398,31 @@ TEST(Prefix, DraftStagesBeginWhereTheHitDoes) {
   expect_same(bytes_of(d.cache, a.request), bytes_of(cold.cache, r), "with a draft stage");
 }
 
+TEST(Prefix, NoSnapshotWhereALayerSavedNone) {
+  const Model model(tiny_config());
+  const CacheOptions o = prefix_options(kFull);
+  PrefixDriver d(model, o);
+  const RequestId first = d.admit(1, 60).value().request;
+  const Step step = d.prepare({{first, 1, 60}}).value();
+  std::vector<const LayerCacheSchema*> others;
+  for (const LayerCacheSchema& layer : d.cache.schema().layers)
+    if (layer.spec.layer != 0) others.push_back(&layer);
+  d.append_layers(step, others);
+  LayerInputs in = d.inputs_of(step, d.cache.schema().layer(0));
+  Twins twins(d.backend);
+  const TensorView raw_kv = twins.put(in.views.raw_kv);
+  twins.send();
+  d.cache.acquire(0).write_swa(raw_kv);
+  d.cache.commit(step);
+  EXPECT_EQ(d.cache.prefix_statistics().snapshots, 0);  // every boundary lies before the last rows of the rings
+  const Admission a = d.admit(1, 60).value();
+  EXPECT_EQ(a.usable_tokens, 48);
+  EXPECT_EQ(a.resume_at, 0);
+  d.fill_up(a.request, 1, 60, 64);
+  expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, 1, 60), "replayed from the start");
+  EXPECT_EQ(d.cache.prefix_statistics().snapshots, 3);
+}
+
 /// What an engine may do, in random order; every request against its own history computed alone.
 class Chaos {
  public:
