@@ -127,7 +127,7 @@ struct TierQueue::Core {
 
 /// Whether it makes sense to queue anything.
 bool TierQueue::Core::accepts(Deadline now) {
-  if (calling && now > call_deadline + options.breaker.slow_after) {
+  if (calling && now - options.breaker.slow_after > call_deadline) {
     breaker.open(now);
     return false;
   }
