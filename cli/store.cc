@@ -8,6 +8,7 @@
 #include "commands.h"
 #include "kv4/error.h"
 #include "sizes.h"
+#include "store_bench.h"
 #include "table.h"
 #include "tier/disk_store.h"
 #include "tier/store_survey.h"
@@ -164,11 +165,30 @@ void add_store(CLI::App& app, int& exit_code) {
   add("verify", "Read every record and name what was lost; changes nothing",
       [](const StoreFlags& flags) { return look(flags, true); });
   add("gc", "Drop damaged and dead records and give their room back", collect);
+  CLI::App* bench = command->add_subcommand("bench", "The store's speed beside the disk's own, in one run");
+  auto flags = std::make_shared<StoreBenchFlags>();
+  bench->add_option("DIR", flags->directory, "where to write; what it makes there it removes")->required();
+  bench->add_option("--record-bytes", flags->record_bytes, "payloads, one measurement each")
+      ->check(CLI::Range(1, 1 << 28));
+  bench->add_option("--total-bytes", flags->total_bytes, "written and read per measurement")
+      ->check(CLI::PositiveNumber);
+  bench->add_option("--depth", flags->depth, "transfers in flight")->check(CLI::Range(1, 4096));
+  bench->add_option("--batch", flags->batch, "records per put and get")->check(CLI::Range(1, 1 << 20));
+  bench->add_option("--sync-bytes", flags->sync_bytes, "fdatasync after as many")->check(CLI::PositiveNumber);
+  bench->add_option("--rounds", flags->rounds, "of everything; medians are shown")->check(CLI::Range(1, 1000));
+  bench->add_option("--index", flags->index_records, "also open a store of that many records, and look them up")
+      ->check(CLI::NonNegativeNumber);
+  bench->add_flag("--fio", flags->fio, "also run fio, which has to be installed");
+  bench->add_flag("--encrypt", flags->encrypt, "with sealed payloads");
+  bench->add_flag("--json", flags->json, "figures as JSON");
+  bench->footer("Example:\n  kv4 store bench /var/cache --depth 32 --index 1000000");
+  bench->callback([flags, &exit_code] { exit_code = bench_store(*flags); });
   command->footer(
       "Examples:\n"
       "  kv4 store inspect /var/cache/kv4         what is in it\n"
       "  kv4 store verify /var/cache/kv4 --json   is every record sound\n"
       "  kv4 store gc /var/cache/kv4              give back what dead and damaged records take\n"
+      "  kv4 store bench /var/cache               how fast puts and gets are there\n"
       "\n"
       "All take --json. Exit codes: 0 sound (gc: done), 1 something is damaged (gc: the disk failed), 2 there is no "
       "store,\n"

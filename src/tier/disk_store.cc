@@ -181,10 +181,10 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
   }
 
   std::int64_t bytes = 0;
-  const std::int64_t limit = std::min(active_->file->room(), options_.sync_every_bytes - active_->unsynced_bytes);
+  const std::int64_t room = active_->file->room();
   std::vector<NewRecord> records;
   for (const PutRequest& request : requests) {
-    if (!records.empty() && (length_of(request) > kMaxPayloadBytes || bytes + bytes_of(request) > limit)) break;
+    if (!records.empty() && (length_of(request) > kMaxPayloadBytes || bytes + bytes_of(request) > room)) break;
     bytes += bytes_of(request);
     records.push_back({request.id, next_sequence_++, request.payload, own_kind(), options_.cipher.get(), {}, {}});
   }
@@ -203,7 +203,6 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
     index_.emplace(record.id, Entry{record.place, record.sequence, record.kind, false});
     requests[i].status = PutStatus::stored;
   }
-  if (active_ != nullptr && active_->unsynced_bytes >= options_.sync_every_bytes) sync_segment(*active_);
   return records.size();
 }
 

@@ -44,7 +44,7 @@ struct StoreOptions {
   std::uint64_t layout_id = 0;                             // of the cache; a store holds bytes of one layout
   std::int64_t segment_bytes = std::int64_t{256} << 20;    // a multiple of 4,096
   std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
-  std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, so that a flush is short
+  std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, beside later writes
   int queue_depth = 32;                                    // transfers in flight; 1 to 4,096
   /// Payloads are sealed with it, and what is not sealed with it is a miss. Null: payloads as they are, sealed ones
   /// miss.
@@ -100,10 +100,11 @@ class DiskStore {
     std::vector<RecordId> ids;          // of all records ever put there; some have moved on
     std::int64_t live_bytes = 0;        // of records in the index
     std::int64_t unsynced_bytes = 0;
-    bool dirty = false;    // there may be something that is not durable
-    bool damaged = false;  // it has bytes that are no records
-    bool named = false;    // there may be a checkpoint on the disk that names its records
-    bool leaving = false;  // takes no writes; unlinked by flush() when its records have moved
+    bool dirty = false;     // there may be something that is not durable
+    bool sync_due = false;  // beside the next writes, or by flush()
+    bool damaged = false;   // it has bytes that are no records
+    bool named = false;     // there may be a checkpoint on the disk that names its records
+    bool leaving = false;   // takes no writes; unlinked by flush() when its records have moved
   };
   struct Place {
     Segment* segment = nullptr;
@@ -134,6 +135,11 @@ class DiskStore {
     std::int64_t length() const { return std::ssize(payload) + (cipher != nullptr ? kSealBytes : 0); }  // stored
   };
 
+  struct SegmentSync : IoOp {
+    Segment* segment = nullptr;
+    std::int64_t bytes = 0;  // that it makes durable
+  };
+
   DiskStore(FileSystem& files, const StoreOptions& options);
   void lock();
   void open_segments();
@@ -152,15 +158,16 @@ class DiskStore {
   RecordKind own_kind() const { return options_.cipher ? RecordKind::sealed : RecordKind::value; }
   void forget(const RecordId& id);  // out of the index; the bytes stay
 
-  /// All in flight together; the active segment has room for them. The place of one that failed is dead, or the segment
-  /// leaves.
+  /// All in flight together, and the syncs that are due; the active segment has room for them. The place of one that
+  /// failed is dead, or the segment leaves.
   void append(std::span<NewRecord> records);
   IoStatus make_active(std::int64_t record_bytes, bool may_evict);
   IoStatus add_segment();
   bool evict_oldest();
   bool settle();  // flush(); false, too, while records were lost that the caller has not heard of
 
-  void sync_segment(Segment& segment);  // a failure makes it leave
+  void sync_segment(Segment& segment);
+  void finish_sync(Segment& segment, const IoStatus& status, std::int64_t bytes);  // a failure makes it leave
   bool sync_segments();
   bool sync_directory();
   bool move_records(Segment& segment);

@@ -19,11 +19,21 @@ static_assert(3 * kMaxMergedRecords <= kMaxIoPieces);
 void DiskStore::append(std::span<NewRecord> records) {
   Segment& segment = *active_;
   segment.dirty = true;
+  std::vector<SegmentSync> syncs;
+  for (auto& [id, due] : segments_) {
+    if (!due->sync_due || due->leaving) continue;
+    SegmentSync& sync = syncs.emplace_back();
+    sync.file = &due->file->file();
+    sync.kind = IoOp::Kind::sync;
+    sync.segment = due.get();
+    sync.bytes = due->unsynced_bytes;
+  }
   writes_.reset();
-  std::size_t next = 0;
+  std::size_t next = 0, next_sync = 0;
   run_transfers(
       *queue_,
       [&]() -> IoOp* {
+        if (next_sync < syncs.size()) return &syncs[next_sync++];
         if (next == records.size()) return nullptr;
         std::size_t last = next;
         std::int64_t bytes = 0, buffer_bytes = 0;
@@ -51,6 +61,7 @@ void DiskStore::append(std::span<NewRecord> records) {
         return write;
       },
       [&](IoOp& op) {
+        if (op.kind == IoOp::Kind::sync) return;
         const RecordWrite& write = static_cast<const RecordWrite&>(op);
         for (NewRecord& record : records.subspan(write.first, write.last - write.first))
           if (record.status.ok()) record.status = op.moved.status;
@@ -67,12 +78,17 @@ void DiskStore::append(std::span<NewRecord> records) {
     segment.unsynced_bytes += stored_bytes(record.length());
     appended_bytes_ += stored_bytes(record.length());
   }
+  for (const SegmentSync& sync : syncs) {
+    if (sync.moved.status.ok() && sync.segment != &segment) sync.segment->dirty = false;
+    finish_sync(*sync.segment, sync.moved.status, sync.bytes);
+  }
+  if (segment.unsynced_bytes >= options_.sync_every_bytes) segment.sync_due = true;
 }
 
 /// `may_evict`: not while records are moved out of a segment that leaves.
 IoStatus DiskStore::make_active(std::int64_t record_bytes, bool may_evict) {
   if (active_ != nullptr && active_->file->room() >= record_bytes) return {};
-  if (active_ != nullptr) sync_segment(*active_);
+  if (active_ != nullptr) active_->sync_due = true;
   active_ = nullptr;
   while (may_evict && total_bytes() + options_.segment_bytes > options_.capacity_bytes)
     if (!evict_oldest()) return {IoCode::no_space, 0};
@@ -117,9 +133,15 @@ void DiskStore::leave(Segment& segment) {
 }
 
 void DiskStore::sync_segment(Segment& segment) {
-  if (segment.file->sync().ok()) {
-    segment.dirty = false;
-    segment.unsynced_bytes = 0;
+  const IoStatus status = segment.file->sync();
+  if (status.ok()) segment.dirty = false;
+  finish_sync(segment, status, segment.unsynced_bytes);
+}
+
+void DiskStore::finish_sync(Segment& segment, const IoStatus& status, std::int64_t bytes) {
+  segment.sync_due = false;
+  if (status.ok()) {
+    segment.unsynced_bytes -= bytes;
   } else {
     ++counts_.dropped_segments;
     leave(segment);

@@ -21,6 +21,7 @@ void advance(std::vector<IoPiece>& pieces, std::int64_t bytes) {
 
 /// Of a transfer that has come back: is there more to do?
 bool goes_on(IoOp& op) {
+  if (op.kind == IoOp::Kind::sync) return false;
   if (!op.moved.status.ok()) return op.kind == IoOp::Kind::read && !std::exchange(op.tried, true);
   op.offset += op.moved.bytes;
   advance(op.pieces, op.moved.bytes);
@@ -55,7 +56,11 @@ std::string to_string(const IoStatus& status) {
 }
 
 void move_plainly(IoOp& op) {
-  op.moved = op.kind == IoOp::Kind::read ? op.file->readv(op.offset, op.pieces) : op.file->writev(op.offset, op.pieces);
+  switch (op.kind) {
+    case IoOp::Kind::read: op.moved = op.file->readv(op.offset, op.pieces); break;
+    case IoOp::Kind::write: op.moved = op.file->writev(op.offset, op.pieces); break;
+    case IoOp::Kind::sync: op.moved = {op.file->fdatasync(), 0}; break;
+  }
 }
 
 std::unique_ptr<IoQueue> make_plain_queue(int depth) { return std::make_unique<PlainQueue>(depth); }

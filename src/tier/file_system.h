@@ -61,9 +61,10 @@ class File {
   virtual std::int64_t size() = 0;  // -1: it cannot be told
 };
 
-/// One range of a file on its way. It and its memory stay where they are from submit() until wait() gives it back.
+/// One range of a file on its way, or a sync of what was written before it was submitted. It and its memory stay where
+/// they are from submit() until wait() gives it back.
 struct IoOp {
-  enum class Kind : std::uint8_t { read, write };
+  enum class Kind : std::uint8_t { read, write, sync };  // sync: as fdatasync()
 
   File* file = nullptr;
   Kind kind = Kind::read;

@@ -37,10 +37,11 @@ class IoUringQueue : public IoQueue {
     const int fd = static_cast<const PosixFile&>(*op.file).fd();
     const auto count = static_cast<unsigned>(op.pieces.size());
     const auto offset = static_cast<std::uint64_t>(op.offset);
-    if (op.kind == IoOp::Kind::read)
-      io_uring_prep_readv(entry, fd, as_iovec(op.pieces), count, offset);
-    else
-      io_uring_prep_writev(entry, fd, as_iovec(op.pieces), count, offset);
+    switch (op.kind) {
+      case IoOp::Kind::read: io_uring_prep_readv(entry, fd, as_iovec(op.pieces), count, offset); break;
+      case IoOp::Kind::write: io_uring_prep_writev(entry, fd, as_iovec(op.pieces), count, offset); break;
+      case IoOp::Kind::sync: io_uring_prep_fsync(entry, fd, IORING_FSYNC_DATASYNC); break;
+    }
     io_uring_sqe_set_data(entry, &op);
     int submitted = io_uring_submit(&ring_);
     while (submitted == -EINTR) submitted = io_uring_submit(&ring_);
@@ -64,8 +65,9 @@ class IoUringQueue : public IoQueue {
       const int result = completion->res;
       io_uring_cqe_seen(&ring_, completion);
       if (op == nullptr) continue;
-      // Refused, not failed: the plain calls know what to do about it.
-      if (result == -EINVAL || result == -EAGAIN || result == -EINTR || result == -EOPNOTSUPP)
+      // Refused, not failed: the plain calls know what to do about it. A sync is never done again.
+      const bool refused = result == -EINVAL || result == -EAGAIN || result == -EINTR || result == -EOPNOTSUPP;
+      if (refused && op->kind != IoOp::Kind::sync)
         move_plainly(*op);
       else
         op->moved = {status_of(result < 0 ? -result : 0), result < 0 ? 0 : result};

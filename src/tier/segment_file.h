@@ -10,8 +10,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
-#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -48,7 +48,7 @@ class BlockBuffer {
 
  private:
   struct Free {
-    void operator()(std::byte* p) const { ::operator delete (p, std::align_val_t{kBlockBytes}); }
+    void operator()(std::byte* p) const { std::free(p); }
   };
   std::unique_ptr<std::byte, Free> memory_;
   std::int64_t bytes_ = 0;

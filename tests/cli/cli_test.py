@@ -554,6 +554,19 @@ def test_store_refused():
         refused(["store", "gc", folder], "format version 1026", "reads 2")
 
 
+def test_store_bench():
+    with tempfile.TemporaryDirectory() as folder:
+        figures = ok_json("store", "bench", folder, "--record-bytes", "70000", "--total-bytes", "2000000", "--rounds", "1",
+                          "--depth", "4", "--index", "3000", "--encrypt")
+        size = figures["sizes"][0]
+        assert size["record_bytes"] == 70000 and size["ratios"]["store get / raw read"]["median"] > 0, figures
+        assert size["speeds"]["store put"]["cpu_s_per_gb"] > 0, figures
+        assert figures["index"]["records"] == 3000 and figures["index"]["lookup_ns"] > 0, figures
+        equal(list(Path(folder).iterdir()), [])
+        assert "store put / raw write" in ok("store", "bench", folder, "--total-bytes", "2000000", "--rounds", "1").stdout
+        refused(["store", "bench", folder, "--depth", "0"], "depth")
+
+
 # ---- session
 
 def test_session_by_hand():

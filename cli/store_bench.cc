@@ -1,0 +1,354 @@
+#include "store_bench.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <thread>
+
+#include "base/check.h"
+#include "sizes.h"
+#include "table.h"
+#include "tier/disk_store.h"
+#include "tier/index_checkpoint.h"
+#include "tier/record_cipher.h"
+
+namespace kv4::cli {
+namespace {
+
+using nlohmann::json;
+using namespace tier;
+
+struct Speed {
+  double bytes_per_s = 0, cpu_s_per_gb = 0;
+};
+
+double cpu_s() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+double wall_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+Speed timed(std::int64_t bytes, const std::function<void()>& work) {
+  const double cpu = cpu_s(), wall = wall_s();
+  work();
+  return {static_cast<double>(bytes) / (wall_s() - wall), (cpu_s() - cpu) / (static_cast<double>(bytes) * 1e-9)};
+}
+
+RecordId id_of(std::int64_t number) {
+  std::mt19937_64 random(static_cast<std::uint64_t>(number));
+  RecordId id;
+  for (std::size_t i = 0; i < id.key.size(); i += 8) {
+    const std::uint64_t word = random();
+    std::memcpy(id.key.data() + i, &word, 8);
+  }
+  return id;
+}
+
+/// All measurements of one record size, in a directory of their own that goes with it.
+class StoreBench {
+ public:
+  StoreBench(const StoreBenchFlags& flags, std::int64_t record_bytes)
+      : flags_(flags),
+        record_bytes_(record_bytes),
+        block_bytes_(whole_blocks(record_bytes)),
+        records_(std::max<std::int64_t>(flags.total_bytes / record_bytes, 1)),
+        bytes_(records_ * record_bytes),
+        folder_(std::filesystem::path(flags.directory) / "kv4_store_bench"),
+        files_(make_posix_file_system()) {
+    std::filesystem::create_directories(flags.directory);
+    std::filesystem::remove_all(folder_);
+    std::filesystem::create_directory(folder_);
+    batch_ = std::min<std::int64_t>(flags.batch, records_);
+    memory_ = payloads_.get(batch_ * block_bytes_);
+    std::mt19937_64 random(1);
+    for (std::size_t i = 0; i + 8 <= memory_.size(); i += 8) {
+      const std::uint64_t word = random();
+      std::memcpy(memory_.data() + i, &word, 8);
+    }
+    for (std::int64_t i = 0; i < records_; ++i) order_.push_back(i);
+    std::shuffle(order_.begin(), order_.end(), random);
+  }
+  ~StoreBench() { std::filesystem::remove_all(folder_); }
+
+  /// One round of everything, so that all see the same disk. Who goes first changes from round to round.
+  std::map<std::string, Speed> round(int number) {
+    std::map<std::string, Speed> speeds;
+    const auto run = [&](bool writes) {
+      std::vector<std::pair<std::string, std::function<Speed()>>> works;
+      const IoOp::Kind kind = writes ? IoOp::Kind::write : IoOp::Kind::read;
+      if (flags_.fio)
+        works.emplace_back(writes ? "fio write" : "fio read", [&] { return fio(writes ? "write" : "randread"); });
+      works.emplace_back(writes ? "raw write" : "raw read", [&] { return timed(bytes_, [&] { raw(kind); }); });
+      works.emplace_back(writes ? "store put" : "store get",
+                         [&] { return timed(bytes_, [&] { writes ? put() : get(); }); });
+      works.emplace_back(writes ? "file per record write" : "file per record read",
+                         [&] { return timed(bytes_, [&] { one_file_each(kind); }); });
+      std::rotate(works.begin(), works.begin() + number % std::ssize(works), works.end());
+      for (const auto& [name, work] : works) speeds[name] = work();
+    };
+    run(true);
+    run(false);
+    store_.reset();
+    std::filesystem::remove_all(folder_);
+    std::filesystem::create_directory(folder_);
+    sync_folder();
+    std::this_thread::sleep_for(std::chrono::seconds(1));  // a disk may be busy for a while with what was deleted
+    return speeds;
+  }
+
+ private:
+  std::span<std::byte> payload(std::int64_t i) {
+    return memory_.subspan(static_cast<std::size_t>(i % batch_ * block_bytes_),
+                           static_cast<std::size_t>(record_bytes_));
+  }
+
+  /// Whole blocks at their places in one file; written in order, read in any.
+  void raw(IoOp::Kind kind) {
+    const bool writes = kind == IoOp::Kind::write;
+    Opened<File> opened = files_->open((folder_ / "raw").string(), writes ? OpenMode::create : OpenMode::read);
+    require(opened.status.ok(), ErrorCode::bad_file, "{}: {}", folder_.string(), to_string(opened.status));
+    if (writes) (void)opened.handle->fallocate(records_ * block_bytes_);
+    const auto queue = files_->make_queue(flags_.depth, nullptr);
+    std::vector<IoOp> ops(static_cast<std::size_t>(flags_.depth) + 1);
+    std::vector<IoOp*> free;
+    for (IoOp& op : ops) free.push_back(&op);
+    std::int64_t next = 0;
+    run_transfers(
+        *queue,
+        [&]() -> IoOp* {
+          if (next == records_ || free.empty()) return nullptr;
+          IoOp* op = free.back();
+          free.pop_back();
+          const std::int64_t place = writes ? next : order_[static_cast<std::size_t>(next)];
+          *op = {opened.handle.get(),
+                 kind,
+                 place * block_bytes_,
+                 {{payload(next).data(), static_cast<std::size_t>(block_bytes_)}},
+                 {},
+                 false};
+          ++next;
+          return op;
+        },
+        [&](IoOp& op) {
+          require(op.moved.status.ok(), ErrorCode::bad_file, "raw transfer: {}", to_string(op.moved.status));
+          free.push_back(&op);
+        });
+    if (writes) (void)opened.handle->fdatasync();
+  }
+
+  void put() {
+    StoreOptions options;
+    options.directory = (folder_ / "store").string();
+    options.capacity_bytes = INT64_MAX;
+    options.queue_depth = flags_.depth;
+    options.sync_every_bytes = flags_.sync_bytes;
+    if (flags_.encrypt) options.cipher = std::make_shared<RecordCipher>(std::array<std::byte, kCipherKeyBytes>{});
+    store_ = DiskStore::open(*files_, options);
+    for (std::int64_t i = 0; i < records_; i += batch_) {
+      std::vector<PutRequest> requests;
+      for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j) requests.push_back({id_of(j), payload(j)});
+      store_->put(requests);
+      for (const PutRequest& request : requests)
+        require(request.status == PutStatus::stored, ErrorCode::bad_file, "put failed");
+    }
+    require(store_->flush(), ErrorCode::bad_file, "flush failed");
+  }
+
+  void get() {
+    for (std::int64_t i = 0; i < records_; i += batch_) {
+      std::vector<GetRequest> requests;
+      for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j)
+        requests.push_back({id_of(order_[static_cast<std::size_t>(j)]), payload(j)});
+      store_->get(requests);
+      for (const GetRequest& request : requests)
+        require(request.status == GetStatus::found, ErrorCode::bad_file, "get missed");
+    }
+  }
+
+  /// What many caches do: a file for each, past the page cache too, one after the other, durable in the end.
+  void one_file_each(IoOp::Kind kind) {
+    const std::filesystem::path folder = folder_ / "files";
+    std::filesystem::create_directory(folder);
+    for (std::int64_t i = 0; i < records_; ++i) {
+      const std::int64_t number = kind == IoOp::Kind::write ? i : order_[static_cast<std::size_t>(i)];
+      const std::string path = (folder / std::to_string(number)).string();
+      Opened<File> opened = files_->open(path, kind == IoOp::Kind::write ? OpenMode::create : OpenMode::read);
+      const std::span<std::byte> bytes(payload(i).data(), static_cast<std::size_t>(block_bytes_));
+      IoStatus status = opened.status;
+      if (status.ok())
+        status = kind == IoOp::Kind::write ? write_all(*opened.handle, 0, bytes) : read_all(*opened.handle, 0, bytes);
+      require(status.ok(), ErrorCode::bad_file, "{}: {}", path, to_string(status));
+    }
+    if (kind == IoOp::Kind::write) sync_folder();
+  }
+
+  void sync_folder() {
+    const int fd = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY);
+    ::syncfs(fd);
+    ::close(fd);
+  }
+
+  Speed fio(const std::string& kind) {
+    const std::string command = fmt::format(
+        "fio --name=kv4 --filename={} --rw={} --bs={} --size={} --ioengine=io_uring --iodepth={} --direct=1 "
+        "--end_fsync=1 --norandommap=0 --output-format=json 2>/dev/null",
+        (folder_ / "fio").string(), kind, block_bytes_, records_ * block_bytes_, flags_.depth);
+    FILE* pipe = ::popen(command.c_str(), "r");
+    std::string out;
+    char chunk[4096];
+    for (std::size_t n; pipe != nullptr && (n = std::fread(chunk, 1, sizeof(chunk), pipe)) > 0;) out.append(chunk, n);
+    const int status = pipe == nullptr ? -1 : ::pclose(pipe);
+    require(status == 0, ErrorCode::bad_file, "fio failed; is it installed?");
+    const json job = json::parse(out)["jobs"][0];
+    const json& side = job[kind == "write" ? "write" : "read"];
+    const double bytes_per_s = side["bw_bytes"].get<double>();
+    const double cpu = job["usr_cpu"].get<double>() + job["sys_cpu"].get<double>();  // percent
+    return {bytes_per_s, cpu / 100 / (bytes_per_s * 1e-9)};
+  }
+
+  const StoreBenchFlags& flags_;
+  std::int64_t record_bytes_, block_bytes_, records_, bytes_, batch_ = 0;
+  std::filesystem::path folder_;
+  std::unique_ptr<FileSystem> files_;
+  std::unique_ptr<DiskStore> store_;
+  BlockBuffer payloads_;
+  std::span<std::byte> memory_;
+  std::vector<std::int64_t> order_;
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+struct Comparison {
+  const char *what, *with;
+};
+constexpr Comparison kComparisons[] = {
+    {"store put", "raw write"}, {"store put", "fio write"}, {"store put", "file per record write"},
+    {"store get", "raw read"},  {"store get", "fio read"},  {"store get", "file per record read"}};
+
+json measure(const StoreBenchFlags& flags, std::int64_t record_bytes) {
+  StoreBench bench(flags, record_bytes);
+  std::map<std::string, std::vector<double>> speeds, cpu, ratios;
+  for (int i = 0; i < flags.rounds; ++i) {
+    const std::map<std::string, Speed> round = bench.round(i);
+    for (const auto& [name, speed] : round) {
+      speeds[name].push_back(speed.bytes_per_s);
+      cpu[name].push_back(speed.cpu_s_per_gb);
+    }
+    for (const Comparison& c : kComparisons)
+      if (round.count(c.with) != 0)
+        ratios[fmt::format("{} / {}", c.what, c.with)].push_back(round.at(c.what).bytes_per_s /
+                                                                 round.at(c.with).bytes_per_s);
+  }
+  json out = {{"record_bytes", record_bytes}, {"speeds", json::object()}, {"ratios", json::object()}};
+  for (const auto& [name, values] : speeds)
+    out["speeds"][name] = {{"mb_per_s", median(values) * 1e-6}, {"cpu_s_per_gb", median(cpu[name])}};
+  for (const auto& [name, values] : ratios)
+    out["ratios"][name] = {{"median", median(values)},
+                           {"lowest", *std::min_element(values.begin(), values.end())},
+                           {"highest", *std::max_element(values.begin(), values.end())}};
+  return out;
+}
+
+/// Of a store of many empty records: opening it, with and without its checkpoint, and looking records up.
+json measure_index(const StoreBenchFlags& flags) {
+  const std::filesystem::path folder = std::filesystem::path(flags.directory) / "kv4_index_bench";
+  std::filesystem::create_directories(flags.directory);
+  std::filesystem::remove_all(folder);
+  const auto files = make_posix_file_system();
+  StoreOptions options;
+  options.directory = folder.string();
+  options.capacity_bytes = INT64_MAX;
+  options.queue_depth = flags.depth;
+  constexpr std::int64_t kBatch = 4096;
+  {
+    const auto store = DiskStore::open(*files, options);
+    for (std::int64_t i = 0; i < flags.index_records; i += kBatch) {
+      std::vector<PutRequest> requests;
+      for (std::int64_t j = i; j < std::min(i + kBatch, flags.index_records); ++j) requests.push_back({id_of(j), {}});
+      store->put(requests);
+    }
+    require(store->close(), ErrorCode::bad_file, "the store could not be closed");
+  }
+  std::vector<ExistsRequest> requests;
+  std::mt19937_64 random(2);
+  for (int i = 0; i < 100'000; ++i)
+    requests.push_back({id_of(static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(flags.index_records)))});
+  double with_s = 0, without_s = 0, lookup_ns = 0;
+  {
+    const double start = wall_s();
+    const auto store = DiskStore::open(*files, options);
+    with_s = wall_s() - start;
+    const double looked = wall_s();
+    store->exists(requests);
+    lookup_ns = (wall_s() - looked) / static_cast<double>(requests.size()) * 1e9;
+    for (const ExistsRequest& request : requests)
+      require(request.bytes == 0, ErrorCode::bad_file, "a record is missing");
+  }
+  (void)files->unlink((folder / kCheckpointName).string());
+  {
+    const double start = wall_s();
+    const auto store = DiskStore::open(*files, options);
+    without_s = wall_s() - start;
+    require(store->stats().records == flags.index_records, ErrorCode::bad_file, "records are missing");
+  }
+  std::filesystem::remove_all(folder);
+  return {{"records", flags.index_records},
+          {"open_s", with_s},
+          {"open_without_checkpoint_s", without_s},
+          {"lookup_ns", lookup_ns}};
+}
+
+void print(const json& result) {
+  fmt::print("records of {} bytes\n\n", group_digits(result["record_bytes"].get<std::int64_t>()));
+  Table speeds("lrr", {"", "MB/s", "CPU-s/GB"});
+  for (const auto& [name, speed] : result["speeds"].items())
+    speeds.row({name, fmt::format("{:.0f}", speed["mb_per_s"].get<double>()),
+                fmt::format("{:.2f}", speed["cpu_s_per_gb"].get<double>())});
+  Table ratios("lrrr", {"", "median", "lowest", "highest"});
+  for (const auto& [name, ratio] : result["ratios"].items())
+    ratios.row({name, fmt::format("{:.2f}", ratio["median"].get<double>()),
+                fmt::format("{:.2f}", ratio["lowest"].get<double>()),
+                fmt::format("{:.2f}", ratio["highest"].get<double>())});
+  fmt::print("{}\n{}\n", speeds.str(), ratios.str());
+}
+
+}  // namespace
+
+int bench_store(const StoreBenchFlags& flags) {
+  json out = {{"depth", flags.depth}, {"rounds", flags.rounds}, {"encrypted", flags.encrypt}, {"sizes", json::array()}};
+  for (const std::int64_t record_bytes : flags.record_bytes) {
+    out["sizes"].push_back(measure(flags, record_bytes));
+    if (!flags.json) print(out["sizes"].back());
+  }
+  if (flags.index_records > 0) {
+    out["index"] = measure_index(flags);
+    if (!flags.json)
+      fmt::print("{} records: opened in {:.2f} s, without its checkpoint in {:.2f} s; a lookup takes {:.0f} ns\n",
+                 group_digits(flags.index_records), out["index"]["open_s"].get<double>(),
+                 out["index"]["open_without_checkpoint_s"].get<double>(), out["index"]["lookup_ns"].get<double>());
+  }
+  if (flags.json) fmt::print("{}\n", out.dump(2));
+  return 0;
+}
+
+}  // namespace kv4::cli
