@@ -338,10 +338,17 @@ TEST(Prefix, EventsTellWhatIsThere) {
   d.cache.invalidate("weights");
   d.cache.release(d.request(7, 40));
   std::map<BlockKey, int> there;
+  std::int64_t snapshots = 0;
   BlockEvent events[7];
   for (std::size_t count; (count = d.cache.read_block_events(events)) > 0;)
     for (std::size_t i = 0; i < count; ++i) {
       int& n = there[events[i].key];
+      EXPECT_FALSE(events[i].inserted);
+      if (events[i].kind == BlockEvent::Kind::snapshot) {
+        EXPECT_EQ(n, 1) << "of a block that is there";
+        ++snapshots;
+        continue;
+      }
       n += events[i].kind == BlockEvent::Kind::stored ? 1 : -1;
       EXPECT_TRUE(n == 0 || n == 1);
     }
@@ -349,6 +356,7 @@ TEST(Prefix, EventsTellWhatIsThere) {
   for (const auto& [key, n] : there) stored += n;
   EXPECT_EQ(stored, 2);
   EXPECT_EQ(d.cache.prefix_statistics().blocks, 2);
+  EXPECT_EQ(snapshots, d.cache.prefix_statistics().saved_snapshots);
 }
 
 TEST(Prefix, WindowsOfAReplayBeginWhereItDoes) {
