@@ -100,7 +100,7 @@ class OverlapSpans {
  private:
   using Source = SourceRows<In, Pending>;
   static constexpr int kWidth = Lanes::kWidth, kNone = -1;
-  // A rotation is asked for before the rows that come after: loads return in order. bf16 leaves no registers for it.
+  // A rotation is asked for before the rows that come after (source_rows.cuh). bf16 leaves no registers for it.
   static constexpr bool kTurnAhead = std::is_same_v<In, float>;
   static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
 

@@ -99,8 +99,8 @@ __device__ void wait_for_batch() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kMore) : "memory");
 }
 
-// Loads return in the order they were asked for, copies among them: one that is wanted soon is asked for before rows
-// that are wanted late, or travels with them.
+// Loads seem to return in the order they were asked for, copies among them: one that is wanted soon is asked for before
+// rows that are wanted late, or travels with them.
 
 /// Rows in shared memory: kv, then gate, stage_row_bytes each; every warp has its part of a row, whatever type it is
 /// of.
