@@ -107,9 +107,12 @@ __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
     });
   };
   let_next_start();
-  if (kCompression == Compression::none || (Spread::kWindowApart && window_warp >= 0))
+  if (kCompression == Compression::none || (Spread::kWindowApart && window_warp >= 0)) {
     with_window_input(
         p, [&](auto element, auto, auto) { fetch_window_rows<decltype(element)>(p, first_row, window_warps); });
+  } else if constexpr (kCompression == Compression::overlap) {
+    fetch_inputs<In>(p, block, kOverlapRatio);
+  }
   wait_for_previous();
   if constexpr (Spread::kWindowApart)
     if (window_warp >= 0) return append_window();

@@ -65,6 +65,7 @@ class OverlapSpans {
     const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
     const Modulus block_tokens(p_.step.block_tokens);
     int half = 0, position = kNone, length = 0, block = 0;  // of the entry under way
+    Turn turn{}, next_turn{};
     TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return closes(r) || stays(r); });
     while (true) {
       const int token = walk.next();
@@ -73,13 +74,14 @@ class OverlapSpans {
         r = load_record(p_.step.tokens + token);
         if (stays(r)) keep(r);
         if (!closes(r)) continue;
+        if constexpr (kTurnAhead) next_turn = turn_at(r.position);
         ask(r, stage_at + place(half, 0));
       }
       close_batch();
       wait_for_batch<1>();
       __syncwarp();  // the other lanes' copies, too
       if (position != kNone) {
-        const Turn turn = turn_at(position);
+        if constexpr (!kTurnAhead) turn = turn_at(position);
         finish(position, length, block_tokens.rest(position), block, turn, [&](int i) {
           const int pair = pair_bytes(position + 1 - kOverlapRows + i < length);
           const std::uint8_t* at = stage + place(half ^ 1, i) + stage_offset(pair);
@@ -90,6 +92,7 @@ class OverlapSpans {
       position = r.position;
       length = r.length;
       block = r.block;
+      if constexpr (kTurnAhead) turn = next_turn;
       half ^= 1;
     }
   }
@@ -97,6 +100,8 @@ class OverlapSpans {
  private:
   using Source = SourceRows<In, Pending>;
   static constexpr int kWidth = Lanes::kWidth, kNone = -1;
+  // A rotation is asked for before the rows that come after (source_rows.cuh). bf16 leaves no registers for it.
+  static constexpr bool kTurnAhead = std::is_same_v<In, float>;
   static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
 
   /// Where a kv row of the stage lies; its gate row follows.

@@ -1,6 +1,7 @@
 // How kernels follow each other: each may be launched while the one before it still runs, reads constants (weights,
 // biases, rope tables, its own parameters) at once, and waits for the other's results before it relies on anything
-// else. Every thread waits, so a kernel that is done implies that all before it are.
+// else (but append's pending rows: kv4/cuda.h). Every thread waits, so a kernel that is done implies that all before it
+// are.
 #pragma once
 
 #include <cuda_runtime.h>

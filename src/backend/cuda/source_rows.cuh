@@ -99,8 +99,8 @@ __device__ void wait_for_batch() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kMore) : "memory");
 }
 
-// Loads return in the order they were asked for, copies among them: one that is wanted soon is asked for before rows
-// that are wanted late, or travels with them.
+// Loads seem to return in the order they were asked for, copies among them: one that is wanted soon is asked for before
+// rows that are wanted late, or travels with them.
 
 /// Rows in shared memory: kv, then gate, stage_row_bytes each; every warp has its part of a row, whatever type it is
 /// of.
@@ -213,6 +213,20 @@ class GuessedRecord {
 
 /// Brings the line into L2, so that it is near once it may be read.
 __device__ inline void fetch_ahead(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+/// Before the wait: the first kind's input rows of `span` tokens are brought into L2. All rows are read by some thread
+/// block, those of the first spans first.
+template <class In>
+__device__ void fetch_inputs(const ops::AppendParams& p, int block, int span) {
+  constexpr int kSector = 32;
+  const int first = block * span, at = static_cast<int>(threadIdx.x) * kSector;
+  if (at >= p.layer.kinds[0].pending.columns * static_cast<int>(sizeof(In))) return;
+  for (int token = first; token < min(first + span, p.step.num_tokens); ++token)
+    for (const ops::InputDesc* in : {&p.kv[0], &p.gate[0]})
+      fetch_ahead(row_at(static_cast<const std::uint8_t*>(in->data), token,
+                         in->row_stride * static_cast<std::int64_t>(sizeof(In))) +
+                  at);
+}
 
 /// The tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd stride, tokens that lie a
 /// ratio apart (entries due in a prefill) go to different groups, and so do neighbours (decodes).
