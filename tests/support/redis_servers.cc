@@ -223,7 +223,9 @@ void RedisServers::finish_move(int slot, int from, int to) {
     command(from, {"MIGRATE", "127.0.0.1", std::to_string(servers_[static_cast<std::size_t>(to)].port),
                    keys.substr(0, keys.size() - 1), "0", "5000"});
   }
-  for (const int node : {to, from, 3 - to - from}) command(node, {"CLUSTER", "SETSLOT", number, "NODE", id_of(to)});
+  command(to, {"CLUSTER", "SETSLOT", number, "NODE", id_of(to)});
+  command(to, {"CLUSTER", "BUMPEPOCH"});  // its word counts
+  for (const int node : {from, 3 - to - from}) command(node, {"CLUSTER", "SETSLOT", number, "NODE", id_of(to)});
 }
 
 RedisServers& shared_redis() {
