@@ -10,7 +10,8 @@ StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backe
     : backend_(std::move(backend)),
       layout_(table_layout(schema)),
       tables_(backend_, 4 * layout_.total),
-      scratch_(backend_, scratch_layout(schema).bytes) {
+      scratch_(backend_, scratch_layout(schema).bytes),
+      has_replays_(schema.options.prefix.enabled) {
   const std::size_t requests = static_cast<std::size_t>(schema.options.max_requests);
   blocks_.resize(requests * static_cast<std::size_t>(schema.blocks_per_request), -1);
   changed_.resize(requests);
@@ -102,7 +103,7 @@ ops::StepDesc StepTables::describe(const Step& step) const {
   out.tokens = desc_.tokens;
   out.items = desc_.items;
   out.block_table = desc_.block_table;
-  out.window_begins = desc_.window_begins;
+  out.window_begins = has_replays_ ? desc_.window_begins : nullptr;
   return out;
 }
 

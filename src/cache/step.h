@@ -51,6 +51,7 @@ class StepTables {
   DeviceMemory tables_;
   DeviceMemory scratch_;
   ops::StepTableDesc desc_;
+  bool has_replays_;              // else every window begins at 0
   std::vector<BlockId> blocks_;   // [max_requests, blocks_per_request]
   std::vector<Changed> changed_;  // [max_requests]
   std::vector<std::int32_t> changed_rows_;

@@ -33,7 +33,7 @@ namespace {
 
 IoStatus checked(long result) { return status_of(result < 0 ? errno : 0); }
 
-constexpr std::chrono::milliseconds kLockWait{1000}, kLockStep{5};
+constexpr std::chrono::milliseconds kLockWait{5000}, kLockStep{5};
 
 class PosixFileSystem : public FileSystem {
  public:

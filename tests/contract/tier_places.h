@@ -48,7 +48,7 @@ struct DiskPlace {
   tier::Tier& tier() { return store; }
   /// The first record of the store, whichever it is.
   void damage(const tier::RecordId&) {
-    disk->damage("store/" + tier::segment_name(1), tier::kSegmentDataOffset + 200, std::byte{1});
+    disk->damage("store/" + tier::segment_name(1), tier::kSegmentDataOffset + tier::kBlockBytes + 20, std::byte{1});
   }
 };
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "backend/cuda/row_decode.cuh"
+#include "backend/cuda/window_begin.cuh"
 #include "kv4/params.h"
 
 namespace kv4::cuda {
@@ -17,6 +18,7 @@ KV4_HD std::int32_t width_of(const ops::AttendParams& p) {
 struct QueryRows {
   ops::StepRecord at;        // padded: no rows, and no sink either
   std::int32_t first = 0;    // position of the first window row
+  std::int32_t begin = 0;    // window rows before this position do not exist
   std::int32_t window = 0;   // rows of the window
   std::int32_t entries = 0;  // rows after them; some may not be there
 
@@ -29,7 +31,8 @@ struct QueryRows {
     if (p.window_slots.slots != nullptr) {
       window = length_of(p.window_slots, token);
     } else if (has_step) {
-      first = max(0, at.position - p.layer.window_tokens + 1);
+      begin = window_begin(p.step, at);
+      first = max(begin, at.position - p.layer.window_tokens + 1);
       window = at.position + 1 - first;
     }
     if (p.entry_slots.slots != nullptr)

@@ -758,7 +758,9 @@ __global__ void __launch_bounds__(kThreads, kStages == 2 ? 2 : 1)
   queries.load(p, job);
   copier.copy_first(s);
   queries.convert(s);
-  if (__syncthreads_or(!same(record, rows.at) || !copier.was_right())) {
+  const bool same_query =
+      same(record, rows.at) && (p.step.tokens == nullptr || window_begin(p.step, record) == rows.begin);
+  if (__syncthreads_or(!same_query || !copier.was_right())) {
     wait_for_batch<0>();
     __syncthreads();
     rows = QueryRows(p, job.token, record);

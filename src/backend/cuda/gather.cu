@@ -8,6 +8,7 @@
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_decode.cuh"
 #include "backend/cuda/source_rows.cuh"
+#include "backend/cuda/window_begin.cuh"
 #include "kv4/cuda.h"
 
 namespace kv4::cuda {
@@ -82,7 +83,7 @@ struct WindowRows {
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.window.ring; }
   __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
   __device__ static std::int32_t first(const GatherParams& p, const StepRecord& item) {
-    return max(0, item.length - (p.layer.window_tokens - 1));
+    return max(window_begin(p.step, item), item.length - (p.layer.window_tokens - 1));
   }
   __device__ static std::int32_t end(const StepRecord& item) { return item.padded() ? 0 : item.end(); }
 
