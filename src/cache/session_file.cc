@@ -10,6 +10,9 @@
 namespace kv4 {
 namespace {
 
+/// Of a record in a session's file: header, payload, zeros up to a whole block.
+constexpr std::int64_t filed_bytes(std::int64_t length) { return tier::whole_blocks(tier::kRecordHeaderBytes + length); }
+
 using tier::kBlockBytes;
 using tier::kRecordHeaderBytes;
 
@@ -51,7 +54,7 @@ class UnfinishedFile : public RecordSink {
 
   void write(std::span<const std::byte> record) override {
     const std::int64_t length = static_cast<std::int64_t>(record.size()) - kRecordHeaderBytes;
-    const std::span<std::byte> blocks = buffer_.get(tier::stored_bytes(length));
+    const std::span<std::byte> blocks = buffer_.get(filed_bytes(length));
     std::fill(std::copy(record.begin(), record.end(), blocks.begin()), blocks.end(), std::byte{0});
     check_io(write_all(*file_, offset_, blocks), "write the session");
     offset_ += static_cast<std::int64_t>(blocks.size());
@@ -94,7 +97,7 @@ std::span<const std::byte> SessionFileSource::next() {
   read(offset_, first);
   const auto [refusal, header] = tier::parse_header(first);
   require(refusal == tier::RecordRefusal::none, ErrorCode::bad_file, "at byte {}: {}", offset_, to_string(refusal));
-  const std::int64_t stored = tier::stored_bytes(header.length);
+  const std::int64_t stored = filed_bytes(header.length);
   require(stored <= left, ErrorCode::bad_file, "truncated: at byte {} begins a record of {} bytes, and {} are left",
           offset_, stored, left);
   const std::span<std::byte> blocks = buffer_.get(stored);

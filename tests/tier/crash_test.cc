@@ -37,6 +37,7 @@ struct Shadow {
   std::vector<std::uint64_t> later;
   std::uint64_t now = kMissing;
   bool removed = false, gone = false;  // by the last call; and that was durable
+  bool lost = false;                   // the store has missed `now`, and has not said so by a flush
 };
 
 class CrashRun {
@@ -170,9 +171,12 @@ class CrashRun {
     const bool unknown = std::find(allowed.begin(), allowed.end(), kMissing) != allowed.end();
     ASSERT_TRUE(unknown || damaged_ || small_ || (!opened && may_miss()))
         << "key " << key << " is lost, version " << allowed.back() << ", status " << static_cast<int>(got.status)
-        << (opened ? ", opened" : ", running");
+        << (opened ? ", opened" : ", running") << (faulty_ ? ", faulty" : "");
     if (opened) shadow.now = kMissing;
-    if (!opened && got.status == GetStatus::missing) shadow.now = kMissing;
+    if (!opened && got.status == GetStatus::missing) {
+      shadow.lost = shadow.lost || shadow.now != kMissing;
+      shadow.now = kMissing;
+    }
     // A durable record that cannot be found in a faulty session comes back later.
     if (opened && !unknown) shadow.later.push_back(kMissing);
   }
@@ -196,7 +200,9 @@ class CrashRun {
       Shadow& shadow = shadows_[keys[i]];
       shadow.later.push_back(versions[i]);
       shadow.removed = shadow.gone = false;
-      if (requests[i].status == PutStatus::stored) shadow.now = versions[i];
+      if (requests[i].status != PutStatus::stored) continue;
+      shadow.now = versions[i];
+      shadow.lost = false;
     }
   }
 
@@ -227,8 +233,9 @@ class CrashRun {
     for (auto& [key, shadow] : shadows_) {
       tier::ExistsRequest request{id_of(key)};
       store_->exists({&request, 1});
-      if (losses && request.bytes < 0 && shadow.now != kMissing) {
+      if (losses && request.bytes < 0 && (shadow.now != kMissing || shadow.lost)) {
         shadow.now = kMissing;
+        shadow.lost = false;
         shadow.later.push_back(kMissing);
       }
       if (!durable) continue;

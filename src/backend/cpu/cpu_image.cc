@@ -46,7 +46,9 @@ void CpuBackend::save_boundaries(const ops::BoundaryParams& params) {
   const ops::WindowDesc& w = params.layer.window;
   pool_.run(params.count, 1, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t i = begin; i < end; ++i) {
-      const auto& [item, position, image] = params.boundaries[i];
+      const ops::StepRecord& item = params.boundaries[i].item;
+      const std::int32_t position = params.boundaries[i].position;
+      std::uint8_t* image = params.boundaries[i].image;
       const std::int32_t first = std::max(0, position - params.layer.window_tokens);
       for (std::int32_t p = first; p < position; ++p) {
         const bool in_step = p >= item.length;

@@ -1,0 +1,177 @@
+// What a thread block of attend.cu has in common: sizes, shared memory, its job, and numbers in fp16 with an exponent
+// kept apart. For attend.cu alone.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "backend/cuda/attend_mma.cuh"
+#include "backend/cuda/attend_rows.cuh"
+#include "backend/cuda/attend_split.h"
+#include "backend/cuda/warp_row.cuh"
+#include "kv4/cuda.h"
+
+namespace kv4::cuda {
+namespace {
+
+using ops::AttendParams;
+
+constexpr int kWidth = 512, kTail = 64, kTile = 64;  // a tile: 64 heads or 64 rows, and the channels of a panel
+constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
+constexpr int kStages = 2, kFoundTiles = 4;
+constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
+constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
+constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
+static_assert(kStages == 2);
+static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
+constexpr float kLn2 = 0.693147181f;
+
+/// Of one head over some rows: the largest logit (times log2 e), plus the exponent of its row, and the sum of
+/// 2^(logit - that).
+struct Stats {
+  float most, sum;
+};
+
+/// Where a row lies.
+struct alignas(16) Found {
+  const std::uint8_t *payload, *scale;
+};
+
+/// What a row that is not there is read from: loads that depend on a condition would be waited for where they are
+/// issued. Its weight is 0. Its scales and values are the least that need no exponent (kLeastPlainTop), so that rows
+/// beside it decide.
+struct AbsentRow {
+  alignas(16) std::uint8_t payload[kWidth + kTail] = {};
+  std::uint8_t scale[8] = {};
+
+  constexpr AbsentRow() {
+    for (int i = kWidth - kTail; i < kWidth + kTail; i += 2) {  // bf16 2^-16
+      payload[i] = 0x80;
+      payload[i + 1] = 0x37;
+    }
+    for (std::uint8_t& x : scale) x = 103;
+  }
+};
+__device__ const AbsentRow kAbsentRow;
+
+struct Shared {
+  std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
+  std::uint8_t rows[kStages][kTileBytes];  // [8 panels, 64 rows]
+  std::uint8_t weights[kStages][kPanelBytes];
+  Stats stats[kMaxCluster][kTile];  // [row part, head]
+  float past[kStages][kTile];       // what O is multiplied by before a tile is added
+  float sink[kTile];                // times log2 e
+  float q_unit[kTile];              // what a head's queries are multiples of, a power of two
+  Found found[kFoundTiles][kTile];
+  std::uint64_t scales[2][kTile];                     // of even and odd tiles
+  std::uint8_t there[kStages][8];                     // a bit per row
+  std::int8_t exponents[kStages][8];                  // of what eight rows are multiples of
+  std::uint64_t full[kStages][2], empty[kStages][2];  // left panels, the scorer's, and right ones, the adder's
+  std::uint64_t weighted[kStages], located[kFoundTiles];
+};
+constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
+static_assert(kSharedBytes <= 227 * 1024);
+/// What a thread block does.
+struct Job {
+  int token;
+  int first_head;
+  int part, parts;  // of the rows
+  int channel_part;
+  int position;    // of the query
+  int begin, end;  // rows
+  bool padded;
+
+  __device__ Job(int row_parts, int channel_parts, int head_tiles) : parts(row_parts) {
+    const int blocks = row_parts * channel_parts, unit = static_cast<int>(blockIdx.x) / blocks;
+    const int rank = static_cast<int>(blockIdx.x) % blocks;
+    token = unit / head_tiles;
+    first_head = unit % head_tiles * kTile;
+    part = rank / channel_parts;
+    channel_part = rank % channel_parts;
+  }
+
+  __device__ void take_rows(const QueryRows& rows) {
+    const int share = ((rows.count() + parts - 1) / parts + 7) / 8 * 8;
+    begin = min(part * share, rows.count());
+    end = min(begin + share, rows.count());
+    position = rows.at.position;
+    padded = rows.at.padded();
+  }
+
+  __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
+  __device__ int own_heads() const { return (kTile + parts - 1) / parts; }  // that a part finishes, the last one fewer
+};
+
+/// 2^x; 0 for -infinity.
+__device__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ std::uint32_t pack_bf16(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ std::uint32_t pack_fp16(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ std::uint32_t larger_halves(std::uint32_t x, std::uint32_t y) {
+  asm("max.u16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  return x;
+}
+__device__ int larger_half(std::uint32_t x) { return static_cast<int>(max(x & 0xFFFFu, x >> 16)); }
+
+// Values are kept in fp16 as multiples of 2^exponent. Rows are as they are, exponent 0, while that is exact up to
+// 2^-25, 2^-12 of the largest; else they are brought just below 2^16, as queries always are. `top`: values are below
+// 2^(top - 127).
+constexpr int kTopInFp16 = 127 + 16, kLeastTop = 84, kLeastPlainTop = 112;
+
+/// Of bf16 pairs.
+__device__ int top_of_pairs(const uint4& pairs) {
+  const std::uint32_t most = larger_halves(larger_halves(pairs.x & 0x7FFF7FFFu, pairs.y & 0x7FFF7FFFu),
+                                           larger_halves(pairs.z & 0x7FFF7FFFu, pairs.w & 0x7FFF7FFFu));
+  return (larger_half(most) >> 7) + 1;
+}
+
+__device__ int exponent_of(int top) { return max(top, kLeastTop) - kTopInFp16; }
+__device__ float power_of_two(int exponent) {
+  return codec::bits_float(static_cast<std::uint32_t>(exponent + 127) << 23);
+}
+
+/// bf16 pairs times a power of two, as fp16.
+__device__ uint4 to_fp16(const uint4& pairs, float factor) {
+  const std::uint32_t factors = pack_bf16(factor, factor);
+  const auto convert = [factors](std::uint32_t pair) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
+    return pack_fp16(codec::bits_float(pair << 16), codec::bits_float(pair & 0xFFFF0000u));
+  };
+  return make_uint4(convert(pairs.x), convert(pairs.y), convert(pairs.z), convert(pairs.w));
+}
+
+__device__ void store_shared(std::uint32_t at, const uint4& x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ uint4 load_shared(std::uint32_t at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(at)
+               : "memory");
+  return x;
+}
+
+/// A thread's place in accumulators: its heads are head and head + 8, its columns 2 * quad and the next of every 8.
+__device__ int head_of_thread() { return static_cast<int>(threadIdx.x) % kGroup / 32 * 16 + threadIdx.x % 32 / 4; }
+__device__ int quad_of_thread() { return static_cast<int>(threadIdx.x) % 4; }
+
+}  // namespace
+}  // namespace kv4::cuda
