@@ -214,7 +214,8 @@ TEST(SessionFile, Survey) {
   EXPECT_EQ(s.file_bytes, static_cast<std::int64_t>(disk.contents("dir/chat").size()));
 
   std::vector<std::byte> cut = disk.contents("dir/chat");
-  cut.resize(cut.size() - static_cast<std::size_t>(tier::stored_bytes(driver.cache.schema().block_image_bytes)));
+  cut.resize(cut.size() - static_cast<std::size_t>(
+                              tier::whole_blocks(tier::kRecordHeaderBytes + driver.cache.schema().block_image_bytes)));
   disk.replace("dir/cut", cut);
   const SessionSurvey short_one = survey_session_file(disk, "dir/cut");
   EXPECT_EQ(short_one.problems, (std::vector<std::string>{"1 of 2 full blocks are missing"}));
