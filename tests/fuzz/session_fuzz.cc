@@ -123,7 +123,7 @@ void as_payload(std::span<const std::byte> bytes) {
   } catch (const Error&) {
     expect_empty_again(Shortage::none);
   }
-  record.resize(static_cast<std::size_t>(tier::stored_bytes(static_cast<std::int64_t>(bytes.size()))));
+  record.resize(static_cast<std::size_t>(tier::whole_blocks(static_cast<std::int64_t>(record.size()))));
   as_file(record);
 }
 
