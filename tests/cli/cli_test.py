@@ -427,7 +427,7 @@ def test_replay_report_in_a_browser():
         refused(["replay", "--generate", "--limit", "10", "--report", folder + "/no/such/place.html"], "place.html")
         if browser is None:
             raise Skipped("there is no chromium to open the report; apt-get install chromium")
-        shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile", "--dump-dom", page.as_uri()],
+        shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile", "--dump-dom", page.as_uri()],
                                capture_output=True, text=True, timeout=120)
         equal(shown.returncode, 0)
         assert 'data-plots="5"' in shown.stdout, shown.stdout[-500:]  # the page's script has run
