@@ -85,7 +85,7 @@ struct PrefixStatistics {
   std::int64_t usable_tokens = 0;    // of them: entries are there
   std::int64_t replayed_tokens = 0;  // of these: had to be computed again for windows and pending rows
   std::int64_t stored_blocks = 0;
-  std::int64_t joined_blocks = 0;  // computed twice at the same time: one of the two was given back
+  std::int64_t joined_blocks = 0;    // computed twice at the same time: one of the two was given back
   std::int64_t inserted_blocks = 0;  // computed elsewhere
   std::int64_t evicted_blocks = 0;
   std::int64_t saved_snapshots = 0;

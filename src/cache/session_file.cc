@@ -11,7 +11,9 @@ namespace kv4 {
 namespace {
 
 /// Of a record in a session's file: header, payload, zeros up to a whole block.
-constexpr std::int64_t filed_bytes(std::int64_t length) { return tier::whole_blocks(tier::kRecordHeaderBytes + length); }
+constexpr std::int64_t filed_bytes(std::int64_t length) {
+  return tier::whole_blocks(tier::kRecordHeaderBytes + length);
+}
 
 using tier::kBlockBytes;
 using tier::kRecordHeaderBytes;

@@ -122,7 +122,7 @@ class FileSystem {
   virtual IoStatus rename(const std::string& from, const std::string& to) = 0;
   virtual IoStatus unlink(const std::string& path) = 0;
   /// Against other processes and other holders in this one. Waits no longer than it takes what a killed process had in
-  /// flight to end, a second at most.
+  /// flight to end, five seconds at most.
   virtual Opened<FileLock> lock(const std::string& path) = 0;
   virtual std::int64_t now_ns() = 0;     // since 1970
   virtual std::uint64_t random64() = 0;  // not to be guessed

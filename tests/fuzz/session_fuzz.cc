@@ -22,13 +22,18 @@ using namespace kv4;
 class BytesFile : public tier::File {
  public:
   explicit BytesFile(std::span<const std::byte> bytes) : bytes_(bytes) {}
-  tier::IoBytes pread(std::int64_t offset, std::span<std::byte> to) override {
-    const auto at = std::min(static_cast<std::size_t>(offset), bytes_.size());
-    const auto count = std::min(to.size(), bytes_.size() - at);
-    if (count > 0) std::memcpy(to.data(), bytes_.data() + at, count);
-    return {{}, static_cast<std::int64_t>(count)};
+  tier::IoBytes readv(std::int64_t offset, std::span<const tier::IoPiece> to) override {
+    auto at = std::min(static_cast<std::size_t>(offset), bytes_.size());
+    std::int64_t moved = 0;
+    for (const tier::IoPiece& piece : to) {
+      const auto count = std::min(piece.bytes, bytes_.size() - at);
+      if (count > 0) std::memcpy(piece.data, bytes_.data() + at, count);
+      at += count;
+      moved += static_cast<std::int64_t>(count);
+    }
+    return {{}, moved};
   }
-  tier::IoBytes pwrite(std::int64_t, std::span<const std::byte>) override { std::abort(); }
+  tier::IoBytes writev(std::int64_t, std::span<const tier::IoPiece>) override { std::abort(); }
   tier::IoStatus fdatasync() override { std::abort(); }
   tier::IoStatus fallocate(std::int64_t) override { std::abort(); }
   tier::IoStatus punch(std::int64_t, std::int64_t) override { std::abort(); }
@@ -48,6 +53,7 @@ class OneFile : public tier::FileSystem {
     if (mode != tier::OpenMode::read) std::abort();
     return {{}, std::make_unique<BytesFile>(bytes_)};
   }
+  std::unique_ptr<tier::IoQueue> make_queue(int, tier::FileLock*) override { std::abort(); }
   tier::IoStatus rename(const std::string&, const std::string&) override { std::abort(); }
   tier::IoStatus unlink(const std::string&) override { std::abort(); }
   tier::Opened<tier::FileLock> lock(const std::string&) override { std::abort(); }
