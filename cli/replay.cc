@@ -188,6 +188,8 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
   DataReplayOptions out;
   out.config = read_model(flags.model);
   apply(flags.formats, out.cache);
+  require(out.cache.block_tokens == 0 || out.cache.block_tokens == 128, ErrorCode::bad_argument,
+          "--block-tokens {}: a replay counts blocks of 128 tokens; leave it out", out.cache.block_tokens);
   const int layers = static_cast<int>(parse_count(flags.layers, "--layers", 1, out.config.num_layers));
   for (int layer = 0; layer < layers; ++layer) out.cache.layers.push_back(layer);
   out.cache.prefix.eviction = options.eviction;

@@ -16,15 +16,8 @@ PrefixCache& prefix_of(std::optional<PrefixCache>& prefix) {
 
 std::vector<BlockKey> KVCacheManager::block_keys(const Prompt& prompt) {
   PrefixCache& prefix = prefix_of(impl_->prefix);
-  const std::size_t block_tokens = static_cast<std::size_t>(impl_->block_tokens());
-  std::vector<BlockKey> keys;
-  BlockKey parent = prefix.root(prompt.salt);
-  for (std::size_t i = 0; (i + 1) * block_tokens <= prompt.token_ids.size(); ++i) {
-    parent = prefix.block_key(parent, prompt.token_ids.subspan(i * block_tokens, block_tokens),
-                              i < prompt.extra.size() ? prompt.extra[i] : std::string_view());
-    keys.push_back(parent);
-  }
-  return keys;
+  const std::span<const BlockKey> keys = prefix.keys_of(prefix.root(prompt.salt), prompt, false);
+  return {keys.begin(), keys.end()};
 }
 
 std::optional<KeptBlock> KVCacheManager::find_block(const BlockKey& key) const {

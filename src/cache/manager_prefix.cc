@@ -135,7 +135,7 @@ Expected<Admission> KVCacheManager::admit(const Prompt& prompt) {
   require(static_cast<std::int64_t>(prompt.extra.size()) <= blocks, ErrorCode::bad_argument,
           "there is extra for {} blocks; a prompt of {} tokens has {}", prompt.extra.size(), tokens, blocks);
   const BlockKey root = m.prefix->root(prompt.salt);
-  const PrefixMatch match = m.prefix->index.match(m.prefix->find_keys(root, prompt), tokens);
+  const PrefixMatch match = m.prefix->index.match(m.prefix->keys_of(root, prompt, true), tokens);
 
   const Expected<RequestId> request = admit();
   if (!request) return request.shortage();

@@ -23,8 +23,8 @@ class PrefixCache {
   PrefixStatistics statistics;  // what was counted; now() has all of it
   PrefixStatistics now() const;
 
-  /// Keys of a prompt's leading full blocks, up to the first that is not there. Until the next call.
-  std::span<const BlockKey> find_keys(const BlockKey& root, const Prompt& prompt);
+  /// Keys of a prompt's full blocks, first block first; `kept`: up to the first that is not there. Until the next call.
+  std::span<const BlockKey> keys_of(const BlockKey& root, const Prompt& prompt, bool kept);
   BlockKey root(std::string_view salt);
   BlockKey block_key(const BlockKey& parent, std::span<const std::int32_t> token_ids, std::string_view extra);
   void set_weights_id(std::string_view id);

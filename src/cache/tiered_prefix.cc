@@ -4,8 +4,6 @@
 #include <array>
 #include <cstring>
 
-#include "prefix/block_hash.h"
-
 namespace kv4 {
 namespace {
 
@@ -15,14 +13,13 @@ tier::RecordId block_record(TenantId tenant, const BlockKey& key) {
   return id;
 }
 
-/// A key of its own that follows from the block's.
-tier::RecordId snapshot_record(TenantId tenant, const BlockKey& key) {
-  static constexpr std::string_view kWhat = "kv4 snapshot";
-  thread_local BlockHasher hasher;
-  return block_record(tenant, hasher.block(key, {}, std::as_bytes(std::span(kWhat))));
-}
-
 }  // namespace
+
+/// A key of its own that follows from the block's.
+tier::RecordId TieredPrefix::snapshot_record(TenantId tenant, const BlockKey& key) {
+  static constexpr std::string_view kWhat = "kv4 snapshot";
+  return block_record(tenant, hasher_.block(key, {}, std::as_bytes(std::span(kWhat))));
+}
 
 void TieredPrefix::offer(const tier::RecordId& id, std::int64_t& count) {
   const bool taken = tiers_.put(id, buffer_, tier::Content::of_key) > 0;

@@ -14,12 +14,13 @@
 #include <vector>
 
 #include "kv4/kv_cache_manager.h"
+#include "prefix/block_hash.h"
 #include "tier/tier_chain.h"
 
 namespace kv4 {
 
 struct TieredStatistics {
-  std::int64_t offered_blocks = 0, offered_snapshots = 0;  // to the first tier that took them
+  std::int64_t offered_blocks = 0, offered_snapshots = 0;  // and taken by one tier at least
   std::int64_t refused = 0;                                // no tier had room in its queue
   std::int64_t loaded_blocks = 0, loaded_snapshots = 0;
   std::int64_t lost_events = 0;  // blocks that were stored faster than they were saved
@@ -40,11 +41,13 @@ class TieredPrefix {
   const TieredStatistics& statistics() const { return statistics_; }
 
  private:
+  tier::RecordId snapshot_record(TenantId tenant, const BlockKey& key);
   void offer(const tier::RecordId& id, std::int64_t& count);
   void load_snapshot(const Prompt& prompt, const std::vector<BlockKey>& keys, tier::Deadline deadline);
 
   KVCacheManager& cache_;
   tier::TierChain& tiers_;
+  BlockHasher hasher_;
   std::vector<std::byte> buffer_;
   TieredStatistics statistics_;
 };

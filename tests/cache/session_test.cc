@@ -44,7 +44,7 @@ void follow(Driver& from, Driver& to, const std::vector<std::int64_t>& lengths) 
 
 class SessionRoundTrip : public testing::TestWithParam<FormatCase> {};
 INSTANTIATE_TEST_SUITE_P(Formats, SessionRoundTrip, testing::ValuesIn(format_cases()),
-                         [](const auto& info) { return info.param.name(); });
+                         [](const auto& format) { return format.param.name(); });
 
 TEST_P(SessionRoundTrip, AtEveryBoundary) {
   const CacheOptions here = session_options(GetParam());

@@ -402,6 +402,7 @@ def test_replay_with_bytes():
         assert result["block_hit_rate"] > 0.5 and result["evicted_blocks"] > 0, result
     refused([*common, "--layers", "0"], "--layers")
     refused([*common, "--verify", "2"], "--verify")
+    refused([*common, "--block-tokens", "256"], "--block-tokens 256", "128")
 
 
 def test_replay_tiers_across_a_restart():
