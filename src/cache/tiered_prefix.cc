@@ -61,25 +61,34 @@ std::int64_t TieredPrefix::load(const Prompt& prompt, tier::Deadline deadline) {
   std::size_t first = 0;
   while (first < keys.size() && cache_.find_block(keys[first])) ++first;
 
-  std::int64_t brought = 0;
-  if (first < keys.size()) {
-    std::vector<tier::ReadRequest> requests;
-    for (std::size_t i = first; i < keys.size(); ++i)
-      requests.push_back({block_record(prompt.tenant, keys[i]), cache_.schema().block_image_bytes, {}});
-    tier::TierChain::Ticket ticket = tiers_.get(std::move(requests), tier::Content::of_key, deadline);
-    ticket.wait(deadline);
-    const std::vector<tier::ReadResult> results = ticket.take();
-    std::vector<std::span<const std::byte>> blocks;
-    for (const tier::ReadResult& result : results) {
-      if (result.status != tier::GetStatus::found || result.bytes != cache_.schema().block_image_bytes) break;
-      blocks.push_back(result.payload.span().first(static_cast<std::size_t>(result.bytes)));
-    }
-    brought = cache_.insert_blocks(prompt, blocks);
-    statistics_.loaded_blocks += brought;
+  // A long context is more than the queues' memory: batch by batch, until one is not there as a whole.
+  const std::int64_t block_bytes = cache_.schema().block_image_bytes;
+  const std::size_t batch = static_cast<std::size_t>(std::max<std::int64_t>(1, batch_bytes_ / block_bytes));
+  std::size_t end = first;
+  for (std::size_t wanted = end; end < keys.size() && end == wanted;) {
+    wanted = std::min(keys.size(), end + batch);
+    end += load_blocks(prompt, std::span(keys).subspan(end, wanted - end), deadline);
   }
-  keys.resize(std::min(keys.size(), first + static_cast<std::size_t>(brought)));
+  keys.resize(end);
   load_snapshot(prompt, keys, deadline);
-  return brought;
+  return static_cast<std::int64_t>(end - first);
+}
+
+std::size_t TieredPrefix::load_blocks(const Prompt& prompt, std::span<const BlockKey> keys, tier::Deadline deadline) {
+  const std::int64_t block_bytes = cache_.schema().block_image_bytes;
+  std::vector<tier::ReadRequest> requests;
+  for (const BlockKey& key : keys) requests.push_back({block_record(prompt.tenant, key), block_bytes, {}});
+  tier::TierChain::Ticket ticket = tiers_.get(std::move(requests), tier::Content::of_key, deadline);
+  ticket.wait(deadline);
+  const std::vector<tier::ReadResult> results = ticket.take();
+  std::vector<std::span<const std::byte>> blocks;
+  for (const tier::ReadResult& result : results) {
+    if (result.status != tier::GetStatus::found || result.bytes != block_bytes) break;
+    blocks.push_back(result.payload.span().first(static_cast<std::size_t>(result.bytes)));
+  }
+  const std::int64_t brought = cache_.insert_blocks(prompt, blocks);
+  statistics_.loaded_blocks += brought;
+  return static_cast<std::size_t>(brought);
 }
 
 // The deepest one that any tier has, if it lies behind the deepest of the device.

@@ -28,8 +28,10 @@ struct TieredStatistics {
 
 class TieredPrefix {
  public:
-  /// Both outlive it; nobody else reads the cache's block events.
-  TieredPrefix(KVCacheManager& cache, tier::TierChain& tiers) : cache_(cache), tiers_(tiers) {}
+  /// Both outlive it; nobody else reads the cache's block events. `batch_bytes`: of blocks that are asked for at once;
+  /// at most what the tiers' queues hold for reads.
+  TieredPrefix(KVCacheManager& cache, tier::TierChain& tiers, std::int64_t batch_bytes = std::int64_t{64} << 20)
+      : cache_(cache), tiers_(tiers), batch_bytes_(batch_bytes) {}
 
   /// Offers what the cache has stored since, at most `max_records`, oldest first; write-behind. Returns how many events
   /// it has dealt with: 0 means that there is nothing left.
@@ -43,10 +45,13 @@ class TieredPrefix {
  private:
   tier::RecordId snapshot_record(TenantId tenant, const BlockKey& key);
   void offer(const tier::RecordId& id, std::int64_t& count);
+  /// How many of them, from the first on, are on the device now.
+  std::size_t load_blocks(const Prompt& prompt, std::span<const BlockKey> keys, tier::Deadline deadline);
   void load_snapshot(const Prompt& prompt, const std::vector<BlockKey>& keys, tier::Deadline deadline);
 
   KVCacheManager& cache_;
   tier::TierChain& tiers_;
+  std::int64_t batch_bytes_;
   BlockHasher hasher_;
   std::vector<std::byte> buffer_;
   TieredStatistics statistics_;

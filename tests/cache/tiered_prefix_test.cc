@@ -193,6 +193,30 @@ TEST(TieredPrefix, AMissingBlockEndsWhatIsBrought) {
   expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, 7, 105), "with a gap");
 }
 
+TEST(TieredPrefix, LongContextsComeInBatches) {
+  const Model model(tiny_config());
+  const CacheOptions o = tiered_options(kCheckpoint);
+  Tiers tiers(layout_of(model, o));
+  TieredDriver first(model, o, tiers);
+  first.compute_and_save(7, 150);
+  const std::vector<std::int32_t> ids = ids_of(7, 150);
+  const Prompt prompt{ids, 0, "", {}};
+  for (const std::int64_t blocks : {1, 2, 4, 9}) {
+    Driver d(model, o);
+    TieredPrefix tiered(d.cache, *tiers.chain, blocks * d.cache.schema().block_image_bytes);
+    EXPECT_EQ(tiered.load(prompt, tiers.soon()), 9) << blocks;
+    EXPECT_EQ(d.cache.admit(prompt).value().resume_at, 144) << blocks;
+  }
+  tier::RecordId record;
+  std::memcpy(record.key.data(), first.cache.block_keys(prompt)[4].data(), record.key.size());
+  tiers.chain->remove(record);
+  for (const std::int64_t blocks : {1, 2, 4}) {
+    Driver d(model, o);
+    TieredPrefix tiered(d.cache, *tiers.chain, blocks * d.cache.schema().block_image_bytes);
+    EXPECT_EQ(tiered.load(prompt, tiers.soon()), 4) << blocks;
+  }
+}
+
 TEST(TieredPrefix, WhatTheDeviceEvictsComesBack) {
   const Model model(tiny_config());
   CacheOptions o = tiered_options(kCheckpoint);
