@@ -40,6 +40,10 @@ for header in "$prefix"/include/kv4/*.h; do
   "$cxx" -std=c++20 -Wall -Wextra -Werror -fsyntax-only -I"$prefix/include" "${more[@]}" "$temp/alone.cc" || fail "$(basename "$header") does not compile alone"
 done
 
+# kv4.h is C.
+echo '#include "kv4.h"' >"$temp/alone.c"
+cc -std=c99 -Wall -Wextra -Wpedantic -Werror -fsyntax-only -I"$prefix/include" "$temp/alone.c" || fail "kv4.h does not compile as C99"
+
 echo "find_package(kv4 CONFIG)"
 {
   "$cmake" -S "$here" -B "$temp/by_cmake" -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_BUILD_TYPE=Release \

@@ -1,0 +1,467 @@
+/* kv4 for every language that can call C: opaque handles, status codes, no exception across the border.
+ *
+ *   kv4_cache_admit -> [kv4_prepare_forward -> kv4_append ... for each layer -> kv4_commit | kv4_abort]* -> kv4_release
+ *
+ * The calls mean what their C++ namesakes in kv4/kv_cache_manager.h and kv4/layer_cache_handle.h mean; what is said
+ * here is what differs.
+ *
+ * Status: KV4_OK is 0. A shortage is positive: nothing has changed, make room and call again. An error is negative:
+ * nothing has changed, and kv4_last_error() says in words what was wrong, until this thread's next call that fails.
+ * Output arguments are written on KV4_OK only.
+ *
+ * Structs: those that begin with `size` may grow. Set them up with their kv4_..._init, which fills in `size` and the
+ * defaults; a library older than the caller refuses fields it does not know unless they are zero, a newer one takes
+ * their defaults.
+ *
+ * Ownership: what a call gives through `T** out` is freed with kv4_T_free, which takes NULL. Tensors and strings are
+ * read or written during the call only; bound weights and rope tables must outlive the cache. A cache keeps its backend
+ * alive.
+ *
+ * Threads: one thread at a time drives a cache. Different caches are independent. */
+#ifndef KV4_H
+#define KV4_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define KV4_C_API __declspec(dllexport)
+#else
+#define KV4_C_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Grows by one when a program built against an older header could misbehave. */
+#define KV4_ABI_VERSION 1
+KV4_C_API int32_t kv4_abi_version(void);
+KV4_C_API const char* kv4_version(void); /* "0.1.0" */
+
+typedef enum kv4_status {
+  KV4_OK = 0,
+  KV4_SHORT_OF_REQUESTS = 1,
+  KV4_SHORT_OF_BLOCKS = 2,
+  KV4_SHORT_OF_SLOTS = 3,
+  KV4_STOPPED = 4, /* by the caller's progress function */
+  KV4_BAD_CONFIG = -1,
+  KV4_BAD_ARGUMENT = -2,
+  KV4_BAD_STATE = -3,
+  KV4_BAD_FILE = -4,
+  KV4_OUT_OF_MEMORY = -5,
+  KV4_NO_DEVICE = -6,
+  KV4_DEVICE_FAILURE = -7,
+  KV4_INTERNAL_ERROR = -8
+} kv4_status;
+
+KV4_C_API const char* kv4_status_name(kv4_status status); /* "KV4_OK", ... */
+KV4_C_API const char* kv4_last_error(void);               /* of this thread; "" where none was */
+
+/* ---- Tensors: DLPack's DLTensor, field by field, so (const kv4_tensor*)&managed->dl_tensor is one. ---- */
+
+typedef struct kv4_tensor {
+  void* data;
+  int32_t device_type; /* 1 CPU, 2 CUDA, 3 CUDA pinned: must be memory that the cache's backend can reach */
+  int32_t device_id;
+  int32_t ndim;
+  uint8_t dtype_code; /* 0 signed, 1 unsigned, 2 float, 4 bfloat */
+  uint8_t dtype_bits; /* f32, bf16, i32 and u8 are taken */
+  uint16_t dtype_lanes;
+  const int64_t* shape;
+  const int64_t* strides; /* in elements; NULL: dense, the last dimension fastest */
+  uint64_t byte_offset;
+} kv4_tensor;
+
+/* DLPack's DLManagedTensor: call deleter(self) once when done. */
+typedef struct kv4_managed_tensor {
+  kv4_tensor tensor;
+  void* manager_ctx;
+  void (*deleter)(struct kv4_managed_tensor* self);
+} kv4_managed_tensor;
+
+/* ---- Models ---- */
+
+typedef struct kv4_model kv4_model;
+
+typedef enum kv4_layer_kind { KV4_SWA = 0, KV4_CSA = 1, KV4_HCA = 2 } kv4_layer_kind;
+
+typedef struct kv4_model_info {
+  size_t size;
+  int32_t num_layers;
+  int32_t num_query_heads;
+  int32_t head_dim;
+  int32_t rope_dim;
+  int32_t window;
+  int32_t index_heads;
+  int32_t index_dim;
+  int32_t index_topk;
+  int32_t csa_ratio;
+  int32_t hca_ratio;
+  int64_t max_positions;
+} kv4_model_info;
+
+KV4_C_API kv4_status kv4_model_preset(const char* name, kv4_model** out); /* "v4-flash", "v4-pro" */
+KV4_C_API kv4_status kv4_model_parse(const char* json, size_t length, kv4_model** out);
+KV4_C_API kv4_status kv4_model_load(const char* path, kv4_model** out); /* a Hugging Face config.json */
+KV4_C_API void kv4_model_free(kv4_model* model);
+KV4_C_API void kv4_model_info_init(kv4_model_info* info);
+KV4_C_API kv4_status kv4_model_get_info(const kv4_model* model, kv4_model_info* info);
+KV4_C_API kv4_status kv4_model_layer_kind(const kv4_model* model, int32_t layer, kv4_layer_kind* out);
+/* Another model with these layers in their order: a stack of its own, for trials and tests. */
+KV4_C_API kv4_status kv4_model_with_layers(const kv4_model* model, const kv4_layer_kind* kinds, int32_t num_layers,
+                                           kv4_model** out);
+
+/* ---- Backends ---- */
+
+typedef struct kv4_backend kv4_backend;
+
+KV4_C_API kv4_status kv4_backend_cpu(int32_t threads, kv4_backend** out);
+/* stream: a cudaStream_t, or NULL for the default stream. */
+KV4_C_API kv4_status kv4_backend_cuda(int32_t device, void* stream, kv4_backend** out);
+KV4_C_API void kv4_backend_free(kv4_backend* backend);
+
+/* ---- Caches ---- */
+
+typedef struct kv4_cache kv4_cache;
+
+typedef struct kv4_cache_options {
+  size_t size;
+  const char* row_format;   /* "fp8_tile64", "fp8_row", "bf16" */
+  const char* index_format; /* "mxfp4", "nvfp4", "fp8", "bf16" */
+  const char* hca_mode;     /* "online", "raw" */
+  const char* arrangement;  /* "block_major", "layer_major" */
+  int32_t hadamard;
+  float index_global_scale;
+  int32_t bf16_pending; /* compressor inputs are kept bf16 instead of f32 */
+  int32_t page_alignment;
+  int32_t block_tokens; /* 0: automatic */
+  int32_t max_rewind_tokens;
+  int32_t draft_layers;
+  int32_t num_layers; /* of `layers`; 0: all */
+  const int32_t* layers;
+  int32_t max_requests;
+  int32_t spare_slots;
+  int64_t max_context;
+  int64_t num_blocks; /* 0: automatic */
+  int32_t max_step_tokens;
+  int32_t index_tile_tokens;
+  /* Prefix cache. */
+  int32_t prefix_enabled;
+  int32_t num_snapshots;
+  const char* weights_id;
+  const char* eviction;  /* "lru", "s3fifo" */
+  const char* snapshots; /* "full", "checkpoint", "none" */
+  int64_t snapshot_period_tokens;
+  int64_t replay_tokens;
+  const int64_t* tenant_shares; /* [num_tenants]; NULL: one tenant without a share */
+  int32_t num_tenants;
+} kv4_cache_options;
+
+typedef struct kv4_memory_plan {
+  size_t size;
+  int64_t block_bytes;
+  int64_t state_bytes_per_request;
+  int64_t draft_bytes_per_request;
+  int64_t blocks;
+  int64_t total_bytes;
+  double bytes_per_token;
+} kv4_memory_plan;
+
+typedef struct kv4_cache_info {
+  size_t size;
+  int64_t num_blocks;
+  int64_t held_blocks;
+  int64_t available_blocks;
+  int64_t block_tokens;
+  int64_t block_bytes;
+  int64_t block_image_bytes;
+  int64_t memory_bytes;
+  int64_t num_requests;
+  uint64_t layout_id;
+} kv4_cache_info;
+
+KV4_C_API void kv4_cache_options_init(kv4_cache_options* options);
+KV4_C_API void kv4_memory_plan_init(kv4_memory_plan* plan);
+KV4_C_API void kv4_cache_info_init(kv4_cache_info* info);
+
+KV4_C_API kv4_status kv4_plan_memory(const kv4_model* model, const kv4_cache_options* options, kv4_memory_plan* out);
+/* backend NULL: the CPU, one thread. */
+KV4_C_API kv4_status kv4_cache_new(const kv4_model* model, const kv4_cache_options* options, kv4_backend* backend,
+                                   kv4_cache** out);
+KV4_C_API void kv4_cache_free(kv4_cache* cache);
+KV4_C_API kv4_status kv4_cache_get_info(const kv4_cache* cache, kv4_cache_info* info);
+/* All blocks as bytes, in place: u8 [memory bytes]. The cache must outlive it. */
+KV4_C_API kv4_status kv4_cache_pool(kv4_cache* cache, kv4_managed_tensor** out);
+
+typedef struct kv4_layer_weights {
+  size_t size;
+  const kv4_tensor* position_bias;
+  const kv4_tensor* norm_weight;
+  const kv4_tensor* index_position_bias;
+  const kv4_tensor* index_norm_weight;
+  const kv4_tensor* raw_norm_weight;
+} kv4_layer_weights;
+
+KV4_C_API void kv4_layer_weights_init(kv4_layer_weights* weights);
+KV4_C_API kv4_status kv4_bind_weights(kv4_cache* cache, int32_t layer, const kv4_layer_weights* weights);
+KV4_C_API kv4_status kv4_bind_rope_table(kv4_cache* cache, const kv4_tensor* cos, const kv4_tensor* sin);
+KV4_C_API kv4_status kv4_set_stream(kv4_cache* cache, void* stream);
+KV4_C_API kv4_status kv4_synchronize(kv4_cache* cache);
+
+/* ---- Requests ---- */
+
+typedef int32_t kv4_request;
+#define KV4_NO_REQUEST (-1)
+
+typedef struct kv4_bytes {
+  const void* data;
+  size_t length;
+} kv4_bytes;
+
+typedef struct kv4_prompt {
+  size_t size;
+  const int32_t* token_ids;
+  int64_t num_tokens;
+  int32_t tenant;
+  kv4_bytes salt;
+  const kv4_bytes* extra; /* [num_extra], one per block from the first on */
+  int64_t num_extra;
+} kv4_prompt;
+
+typedef struct kv4_admission {
+  size_t size;
+  kv4_request request;
+  int64_t usable_tokens;
+  int64_t resume_at;
+} kv4_admission;
+
+KV4_C_API void kv4_prompt_init(kv4_prompt* prompt);
+KV4_C_API void kv4_admission_init(kv4_admission* admission);
+KV4_C_API kv4_status kv4_admit(kv4_cache* cache, kv4_request* out);
+KV4_C_API kv4_status kv4_admit_prompt(kv4_cache* cache, const kv4_prompt* prompt, kv4_admission* out);
+KV4_C_API kv4_status kv4_fork(kv4_cache* cache, kv4_request request, kv4_request* out);
+KV4_C_API kv4_status kv4_rewind(kv4_cache* cache, kv4_request request, int64_t length, int32_t group);
+KV4_C_API kv4_status kv4_rewind_floor(const kv4_cache* cache, kv4_request request, int32_t group, int64_t* out);
+KV4_C_API kv4_status kv4_length(const kv4_cache* cache, kv4_request request, int32_t group, int64_t* out);
+/* Ids into out [capacity]; *count is how many there are, also when capacity is too small (KV4_BAD_ARGUMENT then). */
+KV4_C_API kv4_status kv4_token_ids(const kv4_cache* cache, kv4_request request, int32_t* out, int64_t capacity,
+                                   int64_t* count);
+KV4_C_API kv4_status kv4_blocks(const kv4_cache* cache, kv4_request request, int32_t* out, int64_t capacity,
+                                int64_t* count);
+KV4_C_API kv4_status kv4_release(kv4_cache* cache, kv4_request request);
+
+/* ---- Steps ---- */
+
+typedef struct kv4_step_item {
+  kv4_request request; /* KV4_NO_REQUEST: padding */
+  int32_t count;
+  const int32_t* token_ids; /* [count] or NULL */
+  int64_t position;         /* -1: not stated */
+} kv4_step_item;
+
+typedef struct kv4_step {
+  int64_t id;
+  int32_t num_tokens;
+  int32_t num_items;
+  int32_t group;
+} kv4_step;
+
+KV4_C_API kv4_status kv4_prepare_forward(kv4_cache* cache, const kv4_step_item* items, int64_t num_items, int32_t group,
+                                         kv4_step* out);
+KV4_C_API kv4_status kv4_commit(kv4_cache* cache, const kv4_step* step);
+KV4_C_API kv4_status kv4_abort(kv4_cache* cache, const kv4_step* step);
+KV4_C_API kv4_status kv4_finished(kv4_cache* cache, const kv4_step* step, int32_t* out);
+
+/* ---- What a layer does inside a step. Optional tensors are NULL. ---- */
+
+typedef struct kv4_append_inputs {
+  size_t size;
+  const kv4_tensor* raw_kv;     /* [tokens, head_dim] */
+  const kv4_tensor* kv;         /* CSA, HCA: [tokens, columns] */
+  const kv4_tensor* gate;       /* the same */
+  const kv4_tensor* index_kv;   /* CSA: [tokens, 2 * index_dim] */
+  const kv4_tensor* index_gate; /* the same */
+  int32_t raw_is_projection;
+} kv4_append_inputs;
+
+typedef struct kv4_flush_inputs {
+  size_t size;
+  const kv4_tensor* entries;    /* [tokens, head_dim] */
+  const kv4_tensor* index_keys; /* CSA: [tokens, index_dim] */
+  const kv4_tensor* valid;      /* u8 [tokens] or NULL */
+} kv4_flush_inputs;
+
+typedef struct kv4_index_inputs {
+  size_t size;
+  const kv4_tensor* q;       /* [tokens, heads, index_dim], or u8 payloads */
+  const kv4_tensor* q_scale; /* with payloads */
+  const kv4_tensor* weights; /* f32 [tokens, heads] */
+} kv4_index_inputs;
+
+typedef struct kv4_attend_inputs {
+  size_t size;
+  const kv4_tensor* q;    /* [tokens, heads, head_dim] */
+  const kv4_tensor* sink; /* f32 [heads] or NULL */
+  const kv4_tensor* topk; /* i32 [tokens, k] or NULL: all visible entries */
+  float softmax_scale;    /* 0: head_dim^-0.5 */
+  int32_t turn_back;
+} kv4_attend_inputs;
+
+KV4_C_API void kv4_append_inputs_init(kv4_append_inputs* inputs);
+KV4_C_API void kv4_flush_inputs_init(kv4_flush_inputs* inputs);
+KV4_C_API void kv4_index_inputs_init(kv4_index_inputs* inputs);
+KV4_C_API void kv4_attend_inputs_init(kv4_attend_inputs* inputs);
+
+KV4_C_API kv4_status kv4_append(kv4_cache* cache, int32_t layer, const kv4_append_inputs* inputs);
+KV4_C_API kv4_status kv4_write_swa(kv4_cache* cache, int32_t layer, const kv4_tensor* raw_kv);
+KV4_C_API kv4_status kv4_flush_compression(kv4_cache* cache, int32_t layer, const kv4_flush_inputs* inputs);
+
+KV4_C_API kv4_status kv4_index_scores(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
+                                      const kv4_tensor* scores);
+KV4_C_API kv4_status kv4_select_topk(kv4_cache* cache, int32_t layer, const kv4_tensor* scores,
+                                     const kv4_tensor* indices, const kv4_tensor* slots);
+KV4_C_API kv4_status kv4_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
+                                    const kv4_tensor* indices, const kv4_tensor* slots);
+KV4_C_API kv4_status kv4_attend(kv4_cache* cache, int32_t layer, const kv4_attend_inputs* inputs, const kv4_tensor* out,
+                                const kv4_tensor* lse);
+
+KV4_C_API kv4_status kv4_gather_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* indices,
+                                              const kv4_tensor* out, const kv4_tensor* valid);
+KV4_C_API kv4_status kv4_gather_all_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
+                                                  const kv4_tensor* lens);
+KV4_C_API kv4_status kv4_gather_all_index_keys(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
+                                               const kv4_tensor* lens);
+KV4_C_API kv4_status kv4_gather_swa_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out, const kv4_tensor* lens,
+                                       const kv4_tensor* first);
+
+/* Where a layer's rows lie, for kernels of the caller; valid until the step ends. Row r of block b:
+ * data + b * block_stride + r * row_stride, row_bytes long. */
+typedef struct kv4_plane {
+  uint8_t* data; /* NULL: there is none */
+  int64_t block_stride;
+  int64_t row_stride;
+  int64_t row_bytes;
+} kv4_plane;
+
+typedef struct kv4_swa_view {
+  size_t size;
+  kv4_plane payload; /* a block is a state slot, a row is position mod rows */
+  kv4_plane rope;
+  kv4_plane scale;
+  int32_t num_items;
+  int32_t rows;
+  const int32_t* slots;     /* [num_items], -1: padded */
+  const int32_t* positions; /* [num_items, rows], -1: none */
+  const int32_t* head;      /* [num_items] */
+} kv4_swa_view;
+
+/* Entries (payload, rope, scale) or index keys (payload, scale, global_scale). */
+typedef struct kv4_rows_view {
+  size_t size;
+  kv4_plane payload;
+  kv4_plane rope;
+  kv4_plane scale;
+  kv4_plane global_scale;
+  int32_t num_items;
+  int32_t rows_per_block;
+  int32_t blocks_per_request;
+  const int32_t* block_table;  /* [max_requests, blocks_per_request], -1 padded */
+  const int32_t* request_rows; /* [num_items] row of block_table, -1: padded */
+  const int32_t* lens;         /* [num_items] */
+} kv4_rows_view;
+
+KV4_C_API void kv4_swa_view_init(kv4_swa_view* view);
+KV4_C_API void kv4_rows_view_init(kv4_rows_view* view);
+KV4_C_API kv4_status kv4_read_swa_view(kv4_cache* cache, int32_t layer, kv4_swa_view* out);
+KV4_C_API kv4_status kv4_read_classical_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out);
+KV4_C_API kv4_status kv4_read_indexer_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out);
+
+/* ---- Requests as bytes ---- */
+
+KV4_C_API kv4_status kv4_image_bytes(const kv4_cache* cache, kv4_request request, int64_t* out);
+/* Both exactly as large as they are: image [kv4_image_bytes], blocks [blocks, block_image_bytes]. */
+KV4_C_API kv4_status kv4_export_image(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
+KV4_C_API kv4_status kv4_export_blocks(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
+
+typedef struct kv4_import {
+  size_t size;
+  uint64_t layout_id;     /* of the cache that exported (kv4_cache_info) */
+  const int64_t* lengths; /* [num_lengths]: backbone, draft stages */
+  int64_t num_lengths;
+  const int32_t* token_ids;
+  int64_t num_tokens;
+  kv4_bytes image;
+  kv4_bytes blocks;
+} kv4_import;
+
+KV4_C_API void kv4_import_init(kv4_import* import);
+KV4_C_API kv4_status kv4_import_image(kv4_cache* cache, const kv4_import* import, kv4_request* out);
+
+typedef struct kv4_session_identity {
+  size_t size;
+  const char* weights_id;
+  kv4_bytes salt;
+  uint64_t tenant;
+  const kv4_bytes* block_extra; /* [num_block_extra] */
+  int64_t num_block_extra;
+} kv4_session_identity;
+
+/* Told now and then; 0 stops. NULL: nobody is told. */
+typedef int32_t (*kv4_progress)(void* user, int64_t done_bytes, int64_t total_bytes);
+
+KV4_C_API void kv4_session_identity_init(kv4_session_identity* identity);
+KV4_C_API kv4_status kv4_save_session_file(kv4_cache* cache, kv4_request request, const kv4_session_identity* identity,
+                                           const char* path, kv4_progress progress, void* user);
+KV4_C_API kv4_status kv4_restore_session_file(kv4_cache* cache, const kv4_session_identity* identity, const char* path,
+                                              kv4_progress progress, void* user, kv4_request* out);
+
+/* Host memory, pinned for a GPU, with room for one request at a time: set aside to make room, and taken up again. */
+typedef struct kv4_preempted kv4_preempted;
+
+KV4_C_API kv4_status kv4_preempted_bytes(const kv4_cache* cache, kv4_request request, int64_t* out);
+KV4_C_API kv4_status kv4_preempted_new(kv4_cache* cache, int64_t bytes, kv4_preempted** out);
+KV4_C_API void kv4_preempted_free(kv4_preempted* preempted);
+KV4_C_API kv4_status kv4_preempt(kv4_cache* cache, kv4_request request, kv4_preempted* to);
+KV4_C_API kv4_status kv4_resume(kv4_cache* cache, kv4_preempted* from, kv4_request* out);
+
+/* ---- Prefix cache ---- */
+
+typedef struct kv4_prefix_statistics {
+  size_t size;
+  int64_t prompts;
+  int64_t hits;
+  int64_t prompt_tokens;
+  int64_t usable_tokens;
+  int64_t replayed_tokens;
+  int64_t stored_blocks;
+  int64_t joined_blocks;
+  int64_t inserted_blocks;
+  int64_t evicted_blocks;
+  int64_t saved_snapshots;
+  int64_t restored_snapshots;
+  int64_t dropped_snapshots;
+  uint64_t lost_events;
+  int64_t blocks;
+  int64_t snapshots;
+} kv4_prefix_statistics;
+
+typedef enum kv4_event_kind { KV4_BLOCK_STORED = 0, KV4_BLOCK_EVICTED = 1, KV4_SNAPSHOT_STORED = 2 } kv4_event_kind;
+
+typedef struct kv4_block_event {
+  uint8_t key[32];
+  int32_t kind;
+  int32_t inserted;
+} kv4_block_event;
+
+KV4_C_API void kv4_prefix_statistics_init(kv4_prefix_statistics* statistics);
+KV4_C_API kv4_status kv4_get_prefix_statistics(const kv4_cache* cache, kv4_prefix_statistics* out);
+KV4_C_API kv4_status kv4_read_block_events(kv4_cache* cache, kv4_block_event* out, int64_t capacity, int64_t* count);
+KV4_C_API kv4_status kv4_set_weights_id(kv4_cache* cache, const char* weights_id);
+KV4_C_API kv4_status kv4_invalidate(kv4_cache* cache, const char* weights_id);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KV4_H */

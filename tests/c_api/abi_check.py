@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Compares what programs are linked against, exported functions and the layout of structs, with tests/c_api/abi.txt.
+
+    tests/c_api/abi_check.py BUILD_DIR/lib/libkv4.so [--update]
+
+A line that is gone or changed breaks programs that exist: give it back, or raise KV4_ABI_VERSION. New functions, and new
+fields at the end of structs that begin with `size`, break nobody: record them with --update.
+"""
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = ROOT / "include" / "kv4.h"
+RECORDED = Path(__file__).with_name("abi.txt")
+
+
+def exported(library):
+    listing = subprocess.run(["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True).stdout
+    return sorted(line.split()[2] for line in listing.splitlines() if re.search(r" T kv4_\w+$", line))
+
+
+def layouts():
+    """`struct.field offset size` of every struct of the header, by the compiler."""
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
+    lines = []
+    for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\n\}", text, flags=re.S):
+        lines.append(f'printf("struct {name} %zu\\n", sizeof({name}));')
+        for declaration in body.split(";"):
+            field = re.search(r"\(\*(\w+)\)\(|(\w+)(?:\[\d+\])?\s*$", declaration.strip())
+            if field:
+                at = f"{name}, {field[1] or field[2]}"
+                lines.append(f'printf("{name}.{field[1] or field[2]} %zu %zu\\n", offsetof({at}), '
+                             f"sizeof((({name}*)0)->{field[1] or field[2]}));")
+    for name, body in re.findall(r"typedef enum (\w+) \{(.*?)\}", text, flags=re.S):
+        lines += [f'printf("{name}.{value} %d\\n", {value});' for value in re.findall(r"(\w+)\s*=", body)]
+    program = '#include <stdio.h>\n#include "kv4.h"\nint main(void) {\n' + "\n".join(lines) + "\nreturn 0; }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "layout.c", Path(folder) / "layout"
+        source.write_text(program)
+        subprocess.run(["cc", "-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{HEADER.parent}", source, "-o", binary],
+                       check=True)
+        return subprocess.run([binary], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def main():
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    functions = exported(sys.argv[1])
+    declared = sorted(set(re.findall(r"\b(kv4_\w+)\(", re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S))))
+    if functions != declared:
+        print("declared but not exported:", sorted(set(declared) - set(functions)))
+        print("exported but not declared:", sorted(set(functions) - set(declared)))
+        return 1
+    now = [f"function {name}" for name in functions] + layouts()
+    if "--update" in sys.argv:
+        RECORDED.write_text("\n".join(now) + "\n")
+        return 0
+    before = RECORDED.read_text().splitlines()
+    gone, new = [line for line in before if line not in now], [line for line in now if line not in before]
+    for line in gone:
+        print(f"gone or changed: {line}")
+    for line in new:
+        print(f"new: {line}")
+    if gone or new:
+        print(__doc__)
+        return 1
+    print(f"{len(functions)} functions and {len(now) - len(functions)} struct and enum places as recorded")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
