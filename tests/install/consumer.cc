@@ -8,6 +8,7 @@
 #include "kv4/block_allocator.h"
 #include "kv4/error.h"
 #include "kv4/export.h"
+#include "kv4/foreign_pages.h"
 #include "kv4/kv_cache_manager.h"
 #include "kv4/layer_cache_handle.h"
 #include "kv4/model_config.h"
