@@ -12,4 +12,6 @@ void add_bench(CLI::App& app, int& exit_code);
 void add_golden(CLI::App& app, int& exit_code);
 void add_store(CLI::App& app, int& exit_code);
 void add_session(CLI::App& app, int& exit_code);
+void add_inspect(CLI::App& app, int& exit_code);
 void add_replay(CLI::App& app, int& exit_code);
+void add_completion(CLI::App& app, int& exit_code);

@@ -51,6 +51,7 @@ int main(int argc, char** argv) {
       "  kv4 golden DIR                                          replay recorded vectors\n"
       "  kv4 store verify DIR                                    is every record of a disk store sound\n"
       "  kv4 session inspect chat.kv4s                           what a saved request holds, and is it sound\n"
+      "  kv4 inspect chat.kv4s --svg chat.svg                    its rows, decoded, as figures and a picture\n"
       "  kv4 replay TRACE --capacity 10M                         what a prefix cache finds on a trace\n"
       "  kv4 run --device cuda                                   the same on a GPU; golden takes --device too\n"
       "\n"
@@ -64,7 +65,9 @@ int main(int argc, char** argv) {
   add_golden(app, exit_code);
   add_store(app, exit_code);
   add_session(app, exit_code);
+  add_inspect(app, exit_code);
   add_replay(app, exit_code);
+  add_completion(app, exit_code);
 
   try {
     app.parse(argc, argv);

@@ -10,7 +10,9 @@
 
 #include "cache_flags.h"
 #include "commands.h"
+#include "page.h"
 #include "plan_figures.h"
+#include "plan_page.h"
 #include "sizes.h"
 #include "table.h"
 
@@ -22,6 +24,7 @@ struct PlanFlags {
   FormatFlags formats;
   std::optional<std::string> context, requests, memory;
   std::string draft_layers = "0", spare_slots = "1", step_tokens = "512";
+  std::string html;
   bool json = false;
 };
 
@@ -186,6 +189,7 @@ nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish)
 void run_plan(const PlanFlags& flags) {
   const PlanWish wish = read_wish(flags);
   const PlanFigures figures = compute_plan(wish);
+  if (!flags.html.empty()) write_file(flags.html, plan_page(figures));
   if (flags.json) {
     fmt::print("{}\n", to_json(figures, wish).dump(2));
     return;
@@ -231,6 +235,7 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->type_name("TOKENS")
       ->group("Size");
   add_flags(*command, flags->formats);
+  command->add_option("--html", flags->html, "also write a page with the memory as a picture")->type_name("FILE");
   command->add_flag("--json", flags->json, "figures as JSON");
   command->footer(
       "Examples:\n"
@@ -238,7 +243,8 @@ void add_plan(CLI::App& app, int& exit_code) {
       "  kv4 plan --model v4-pro --context 128K --requests 64   the cache of 64 requests of 131,072 tokens\n"
       "  kv4 plan --memory 141GB --context 1M                   how many requests of 1M tokens fit\n"
       "  kv4 plan --memory 80GiB --requests 16                  how long 16 requests can get\n"
-      "  kv4 plan --config config.json --rows bf16 --json");
+      "  kv4 plan --config config.json --rows bf16 --json\n"
+      "  kv4 plan --context 128K --requests 16 --html plan.html");
   command->callback([flags, &exit_code] {
     run_plan(*flags);
     exit_code = 0;

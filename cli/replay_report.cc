@@ -3,35 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
 
 #include "base/check.h"
+#include "page.h"
 #include "plot.h"
 #include "sizes.h"
 
 namespace kv4::cli {
 namespace {
-
-constexpr const char* kHead = R"(<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>kv4 replay</title><style>
-:root { color-scheme: light dark; --ink: light-dark(#1f2937, #e5e7eb); --grid: light-dark(#e5e7eb, #374151); }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 1340px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0; } .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-figure { flex: 1 1 560px; max-width: 650px; margin: 0; border: 1px solid var(--grid); border-radius: 8px; padding: .5rem; }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-svg .title { font-weight: 600; font-size: 13px; } svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
-svg text.legend { font-weight: 600; fill: attr(fill); } svg .grid { stroke: var(--grid); } polyline { stroke-width: 1.8; }
-table { border-collapse: collapse; margin: 1rem 0; } td { padding: .15rem 1rem .15rem 0; } td + td { text-align: right; }
-</style></head><body>
-)";
-
-// Legends take their color from the attribute: a style sheet would override it.
-constexpr const char* kFoot = R"(<script>
-for (const text of document.querySelectorAll('svg text.legend')) text.style.fill = text.getAttribute('fill');
-document.body.dataset.plots = document.querySelectorAll('svg').length;
-</script></body></html>
-)";
 
 Plot plot_over_time(const ReplayResult& result) {
   Plot plot{"Block hit rate over time", "requests", "hit rate", {}, false, 1.0};
@@ -165,15 +144,12 @@ std::string summary(const std::string& name, const Trace& trace, const ReplayOpt
 void write_report(const std::string& path, const std::string& name, const Trace& trace, const ReplayOptions& options,
                   const DataReplayResult& data) {
   const ReplayResult& result = data.cache;
-  const std::string page = kHead + summary(name, trace, options, result) + "<div class=\"figures\">\n" +
-                           draw_lines(plot_over_time(result)) + draw_lines(plot_capacity(trace, options)) +
-                           draw_recomputed(trace, options, result) + draw_lines(plot_evictions(result)) +
-                           draw_tenants(result) + draw_tiers(data) + draw_latencies(data) + "</div>\n" + kFoot;
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  file << page;
-  file.close();
-  require(!file.fail(), ErrorCode::bad_file, "the report cannot be written to {}; is the folder there, and writable?",
-          path);
+  const std::string page = open_page("kv4 replay") + summary(name, trace, options, result) +
+                           "<div class=\"figures\">\n" + draw_lines(plot_over_time(result)) +
+                           draw_lines(plot_capacity(trace, options)) + draw_recomputed(trace, options, result) +
+                           draw_lines(plot_evictions(result)) + draw_tenants(result) + draw_tiers(data) +
+                           draw_latencies(data) + "</div>\n" + close_page();
+  write_file(path, page);
 }
 
 }  // namespace kv4::cli

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,7 @@ def tiny_config(folder):
 def test_version_and_help():
     assert ok("--version").stdout.startswith("kv4 ")
     text = ok("--help").stdout
-    for command in ("plan", "run", "bench", "golden", "store", "session", "replay"):
+    for command in ("plan", "run", "bench", "golden", "store", "session", "inspect", "replay", "completion"):
         assert command in text
         help_text = ok(command, "--help").stdout
         assert "--json" in help_text and "kv4 " + command in help_text, f"no example in the help of {command}"
@@ -75,7 +76,7 @@ def test_version_and_help():
 
 def test_bad_usage():
     refused([], "subcommand")
-    refused(["bogus"], "bogus", "plan, run, bench, golden, store, session, replay")
+    refused(["bogus"], "bogus", "plan, run, bench, golden, store, session, inspect, replay, completion")
     refused(["plan", "--bogus"], "--bogus", "kv4 plan --help")
     refused(["plan", "extra"], "extra")
     refused(["plan", "--context"], "--context")
@@ -568,7 +569,91 @@ def test_store_bench():
         refused(["store", "bench", folder, "--depth", "0"], "depth")
 
 
+def test_plan_page():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.html"
+        figures = ok_json("plan", "--context", "128K", "--requests", "4", "--html", str(path))
+        page = path.read_text()
+        for part in figures["parts"]:
+            assert f"{part['name']}: {part['bytes']:,} bytes" in page, part
+        assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+        refused(["plan", "--html", str(Path(folder) / "none" / "plan.html")], "plan.html", "folder")
+
+
+# ---- completion
+
+def test_completion():
+    script = ok("completion", "bash").stdout
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kv4.bash"
+        path.write_text(script)
+
+        def complete(*words):
+            line = " ".join(f"'{word}'" for word in words)
+            command = f"source {path}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _kv4; echo ${{COMPREPLY[@]}}"
+            return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.split()
+
+        equal(complete("kv4", "pl"), ["plan"])
+        equal(complete("kv4", "store", "ver"), ["verify"])
+        assert "--html" in complete("kv4", "plan", "--context", "1M", "--h"), complete("kv4", "plan", "--h")
+        equal(complete("kv4", "session", "inspect", "--js"), ["--json"])
+    assert ok("completion", "zsh").stdout.startswith("#compdef kv4\n")
+    assert "complete -c kv4 -n '__fish_use_subcommand' -a plan" in ok("completion", "fish").stdout
+    equal(ok_json("completion")["kv4 store"][:3], ["inspect", "verify", "gc"])
+    refused(["completion", "tcsh"], "tcsh", "bash, zsh or fish")
+
+
 # ---- session
+
+def read_png(path):
+    """Width, height and pixels of an RGB image without filters."""
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    chunks, at = {}, 8
+    while at < len(data):
+        size, kind = int.from_bytes(data[at:at + 4], "big"), data[at + 4:at + 8]
+        body = data[at + 8:at + 8 + size]
+        equal(int.from_bytes(data[at + 8 + size:at + 12 + size], "big"), zlib.crc32(kind + body))
+        chunks[kind] = body
+        at += 12 + size
+    width, height = (int.from_bytes(chunks[b"IHDR"][i:i + 4], "big") for i in (0, 4))
+    pixels = zlib.decompress(chunks[b"IDAT"])
+    equal(len(pixels), height * (1 + 3 * width))
+    return width, height, pixels
+
+
+def test_inspect():
+    example = Path(KV4).parent / "examples/keep_context"
+    if not example.exists():
+        raise Skipped(f"{example} is not built")
+    with tempfile.TemporaryDirectory() as folder:
+        path, svg, png = (Path(folder) / name for name in ("chat.kv4s", "chat.svg", "chat.png"))
+        subprocess.run([example, path], capture_output=True, check=True)
+        found = ok_json("inspect", str(path), "--svg", str(svg), "--png", str(png))
+        equal(found["tokens"], 801)
+        parts = {(part["layer"], part["part"]): part for part in found["parts"]}
+        equal({place: part["rows"] for place, part in parts.items()},
+              {(0, "window"): 128, (1, "window"): 128, (1, "entries"): 200, (1, "keys"): 200, (2, "window"): 128, (2, "entries"): 6})
+        # Window inputs are i / 97 for i in 0 to 96; entries are normed, their weight is one.
+        assert abs(parts[0, "window"]["rms"] - 0.5755) < 0.01 and parts[0, "window"]["largest"] == 1.0, parts
+        assert abs(parts[1, "entries"]["rms"] - 1) < 0.01 and abs(parts[2, "entries"]["rms"] - 1) < 0.01, parts
+        assert all(part["not_finite"] == 0 for part in parts.values())
+        width, height, pixels = read_png(png)
+        equal((width, height), (200 * 4, 2 * 4))
+        assert len(set(pixels)) > 20, "a picture of one color"
+        text = svg.read_text()
+        assert "1 CSA" in text and "2 HCA" in text and "data:image/png;base64," in text, text[:300]
+
+        ok("inspect", str(path), "--layer", "1", "--part", "keys", "--png", str(png))
+        equal(read_png(png)[:2], (128 * 2, 200 * 2))
+        refused(["inspect", str(path), "--layer", "0", "--part", "keys", "--png", str(png)], "layer 0 has no keys")
+        refused(["inspect", str(path), "--part", "values"], "values", "window, entries or keys")
+        sound = path.read_bytes()
+        flip(path, len(sound) - 5000)
+        refused(["inspect", str(path)], "damaged")
+        path.write_bytes(sound[:4096])
+        refused(["inspect", str(path)], "truncated")
+
 
 def test_session_by_hand():
     path = str(ROOT / "tests/cli/three_tokens.session")

@@ -1,0 +1,117 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+#include "commands.h"
+
+namespace kv4::cli {
+namespace {
+
+/// A command with the words that may follow it: "store verify" and its flags, say.
+struct Command {
+  std::string path;  // below kv4; empty: kv4 itself
+  std::vector<std::string> words;
+};
+
+void collect(const CLI::App& app, const std::string& path, std::vector<Command>& out) {
+  Command command{path, {}};
+  for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; }))
+    command.words.push_back(sub->get_name());
+  for (const CLI::Option* option : app.get_options())
+    for (const std::string& name : option->get_lnames()) command.words.push_back("--" + name);
+  out.push_back(command);
+  for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; }))
+    collect(*sub, path.empty() ? sub->get_name() : path + " " + sub->get_name(), out);
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string out;
+  for (const std::string& word : words) out += (out.empty() ? "" : " ") + word;
+  return out;
+}
+
+// The command is the longest chain of words that one has; files complete where no word fits.
+std::string bash_script(const std::vector<Command>& commands) {
+  std::string out =
+      "# bash completion of kv4: source this, or put it into /etc/bash_completion.d\n"
+      "_kv4() {\n"
+      "  local command='' word words=''\n"
+      "  for word in \"${COMP_WORDS[@]:1:COMP_CWORD-1}\"; do\n"
+      "    case \"${command:+$command }$word\" in\n";
+  for (const Command& command : commands)
+    if (!command.path.empty()) out += fmt::format("      '{0}') command='{0}' ;;\n", command.path);
+  out += "    esac\n  done\n  case \"$command\" in\n";
+  for (const Command& command : commands)
+    out += fmt::format("    '{}') words='{}' ;;\n", command.path, joined(command.words));
+  out +=
+      "  esac\n"
+      "  mapfile -t COMPREPLY < <(compgen -W \"$words\" -- \"${COMP_WORDS[COMP_CWORD]}\")\n"
+      "}\n"
+      "complete -o default -F _kv4 kv4\n";
+  return out;
+}
+
+std::string zsh_script(const std::vector<Command>& commands) {
+  return "#compdef kv4\nautoload -U +X bashcompinit && bashcompinit\n" + bash_script(commands);
+}
+
+std::string fish_script(const std::vector<Command>& commands) {
+  std::string out = "# fish completion of kv4: put this into ~/.config/fish/completions/kv4.fish\n";
+  for (const Command& command : commands) {
+    std::string condition;
+    for (std::size_t at = 0, end; at < command.path.size(); at = end + 1) {
+      end = std::min(command.path.find(' ', at), command.path.size());
+      condition += fmt::format("{}__fish_seen_subcommand_from {}", condition.empty() ? "" : "; and ",
+                               command.path.substr(at, end - at));
+    }
+    if (condition.empty()) condition = "__fish_use_subcommand";
+    for (const std::string& word : command.words)
+      out += word.starts_with("--") ? fmt::format("complete -c kv4 -n '{}' -l {}\n", condition, word.substr(2))
+                                    : fmt::format("complete -c kv4 -n '{}' -a {}\n", condition, word);
+  }
+  return out;
+}
+
+std::string json_of(const std::vector<Command>& commands) {
+  nlohmann::ordered_json out;
+  for (const Command& command : commands) out["kv4" + (command.path.empty() ? "" : " " + command.path)] = command.words;
+  return out.dump(2) + "\n";
+}
+
+std::string script(const CLI::App& app, const std::string& shell, bool json) {
+  std::vector<Command> commands;
+  collect(app, "", commands);
+  if (json) return json_of(commands);
+  if (shell == "bash") return bash_script(commands);
+  if (shell == "zsh") return zsh_script(commands);
+  if (shell == "fish") return fish_script(commands);
+  fail(ErrorCode::bad_argument, "there is no completion for '{}'; bash, zsh or fish", shell);
+}
+
+}  // namespace
+}  // namespace kv4::cli
+
+void add_completion(CLI::App& app, int& exit_code) {
+  CLI::App* command = app.add_subcommand("completion", "Commands and flags for a shell's completion");
+  struct Flags {
+    std::string shell = "bash";
+    bool json = false;
+  };
+  auto flags = std::make_shared<Flags>();
+  command->add_option("SHELL", flags->shell, "bash, zsh or fish")->capture_default_str();
+  command->add_flag("--json", flags->json, "commands and what may follow them, as JSON");
+  command->footer(
+      "Examples:\n"
+      "  source <(kv4 completion bash)\n"
+      "  kv4 completion fish > ~/.config/fish/completions/kv4.fish");
+  command->callback([flags, &app, &exit_code] {
+    fmt::print("{}", kv4::cli::script(app, flags->shell, flags->json));
+    exit_code = 0;
+  });
+}

@@ -1,0 +1,247 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "commands.h"
+#include "heat_map.h"
+#include "page.h"
+#include "progress.h"
+#include "session_rows.h"
+#include "sizes.h"
+#include "table.h"
+
+namespace kv4::cli {
+namespace {
+
+using nlohmann::json;
+
+constexpr int kMapColumns = 200;  // of the picture of all layers
+constexpr int kMapRows = 512;     // at most, of the picture of one
+constexpr int kLayersAll = -1;
+
+struct InspectFlags {
+  std::string path, part = "entries", svg, png;
+  int layer = kLayersAll;
+  bool json = false;
+};
+
+/// Of the rows of one part of one layer.
+struct Totals {
+  std::int64_t rows = 0, numbers = 0, zeros = 0, not_finite = 0;
+  double squares = 0;
+  float largest = 0;
+
+  void add(std::span<const float> values) {
+    ++rows;
+    numbers += static_cast<std::int64_t>(values.size());
+    for (const float v : values) {
+      if (!std::isfinite(v)) {
+        ++not_finite;
+        continue;
+      }
+      zeros += v == 0.0f;
+      squares += static_cast<double>(v) * v;
+      largest = std::max(largest, std::abs(v));
+    }
+  }
+  double rms() const {
+    return numbers > not_finite ? std::sqrt(squares / static_cast<double>(numbers - not_finite)) : 0;
+  }
+};
+
+double rms_of(std::span<const float> values) {
+  Totals totals;
+  totals.add(values);
+  return totals.rms();
+}
+
+/// All that is shown, filled row by row.
+class Inspection {
+ public:
+  explicit Inspection(const InspectFlags& flags) : flags_(flags) {}
+
+  void take(const DecodedRow& row) {
+    totals_[{row.layer->layer, row.part}].add(row.values);
+    if (kRowPartNames[static_cast<int>(row.part)] != flags_.part) return;
+    if (flags_.layer == kLayersAll)
+      of_layer_[row.layer->layer].emplace_back(row.position, static_cast<float>(rms_of(row.values)));
+    else if (flags_.layer == row.layer->layer)
+      keep(row);
+  }
+
+  /// Root mean squares, layer by position; or the magnitudes of one layer's rows.
+  HeatMap map(const SessionContents& contents) const {
+    return flags_.layer == kLayersAll ? map_of_layers(contents) : map_of_rows(contents);
+  }
+
+  const auto& totals() const { return totals_; }
+
+ private:
+  /// Every row at first, then every second, fourth, ...: as many as the picture has lines for.
+  void keep(const DecodedRow& row) {
+    if (row.index % step_ != 0) return;
+    rows_[row.index].assign(row.values.begin(), row.values.end());
+    if (rows_.size() <= kMapRows) return;
+    step_ *= 2;
+    std::erase_if(rows_, [&](const auto& kept) { return kept.first % step_ != 0; });
+  }
+
+  HeatMap map_of_layers(const SessionContents& contents) const {
+    HeatMap map{.title = fmt::format("{} of every layer: root mean square by position", flags_.part),
+                .x_label = "position",
+                .y_label = "rms",
+                .columns = kMapColumns,
+                .values = {},
+                .row_labels = {}};
+    std::int64_t first = std::numeric_limits<std::int64_t>::max(), last = 0;
+    for (const auto& [layer, points] : of_layer_)
+      for (const auto& [position, value] : points) first = std::min(first, position), last = std::max(last, position);
+    if (of_layer_.empty()) first = 0;
+    map.x_first = static_cast<double>(first);
+    map.x_last = static_cast<double>(last);
+    for (const auto& [layer, points] : of_layer_) {
+      std::vector<double> sum(kMapColumns);
+      std::vector<int> count(kMapColumns);
+      for (const auto& [position, value] : points) {
+        const auto column = static_cast<std::size_t>((position - first) * kMapColumns / (last - first + 1));
+        sum[column] += value;
+        ++count[column];
+      }
+      // An entry covers the positions up to the next one's.
+      float shown = NAN;
+      for (std::size_t i = 0; i < sum.size(); ++i) {
+        if (count[i] > 0) shown = static_cast<float>(sum[i] / count[i]);
+        map.values.push_back(shown);
+      }
+      map.row_labels.push_back(fmt::format("{} {}", layer, to_string(contents.schema.layer(layer).spec.kind)));
+    }
+    return map;
+  }
+
+  HeatMap map_of_rows(const SessionContents& contents) const {
+    contents.schema.layer(flags_.layer);  // throws if there is no such layer
+    require(!rows_.empty(), ErrorCode::bad_argument, "layer {} has no {} in this session", flags_.layer, flags_.part);
+    HeatMap map{.title = fmt::format("layer {}, {}: log2 of magnitudes", flags_.layer, flags_.part),
+                .x_label = "channel",
+                .y_label = "log2 |x|",
+                .columns = static_cast<int>(rows_.begin()->second.size()),
+                .values = {},
+                .row_labels = {},
+                .x_first = 0,
+                .x_last = static_cast<double>(rows_.begin()->second.size() - 1)};
+    for (const auto& [index, values] : rows_) {
+      for (const float v : values) map.values.push_back(v == 0 ? NAN : std::log2(std::abs(v)));
+      map.row_labels.push_back(fmt::format("{}", index));
+    }
+    return map;
+  }
+
+  const InspectFlags& flags_;
+  std::map<std::pair<int, RowPart>, Totals> totals_;
+  std::map<int, std::vector<std::pair<std::int64_t, float>>> of_layer_;  // position, rms
+  std::map<std::int64_t, std::vector<float>> rows_;                      // of the chosen layer, by index
+  std::int64_t step_ = 1;
+};
+
+void print_json(const SessionContents& contents, const Inspection& inspection) {
+  json rows = json::array();
+  for (const auto& [place, t] : inspection.totals()) {
+    const LayerCacheSchema& layer = contents.schema.layer(place.first);
+    rows.push_back({{"layer", layer.spec.layer},
+                    {"kind", to_string(layer.spec.kind)},
+                    {"part", kRowPartNames[static_cast<int>(place.second)]},
+                    {"rows", t.rows},
+                    {"rms", t.rms()},
+                    {"largest", t.largest},
+                    {"zeros", t.zeros},
+                    {"not_finite", t.not_finite}});
+  }
+  const json out = {{"tokens", contents.lengths[0]},
+                    {"lengths", contents.lengths},
+                    {"weights_id", contents.weights_id},
+                    {"missing_blocks", contents.missing_blocks},
+                    {"rows", to_string(contents.schema.options.row_format)},
+                    {"keys", to_string(contents.schema.options.index_format)},
+                    {"parts", rows}};
+  fmt::print("{}\n", out.dump(2, ' ', false, json::error_handler_t::replace));
+}
+
+void print_text(const SessionContents& contents, const Inspection& inspection, const std::string& path) {
+  fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n\n", path, group_digits(contents.lengths[0]),
+             to_string(contents.schema.options.row_format), to_string(contents.schema.options.index_format),
+             contents.weights_id);
+  Table table("rllrrrrr", {"layer", "kind", "part", "rows", "rms", "largest", "zeros", "not finite"});
+  for (const auto& [place, t] : inspection.totals()) {
+    const LayerCacheSchema& layer = contents.schema.layer(place.first);
+    table.row({fmt::format("{}", layer.spec.layer), to_string(layer.spec.kind),
+               kRowPartNames[static_cast<int>(place.second)], group_digits(t.rows), fmt::format("{:.4g}", t.rms()),
+               fmt::format("{:.4g}", t.largest),
+               fmt::format("{:.1f} %", 100.0 * static_cast<double>(t.zeros) / static_cast<double>(t.numbers)),
+               group_digits(t.not_finite)});
+  }
+  fmt::print("{}", table.str());
+  if (contents.missing_blocks > 0) fmt::print("\n{} full blocks are missing.\n", contents.missing_blocks);
+}
+
+SessionContents read_rows(const std::string& path, Inspection& inspection) {
+  std::optional<Progress> progress;
+  std::int64_t shown = 0;
+  return read_session_rows(
+      path, [&](const DecodedRow& row) { inspection.take(row); },
+      [&](std::int64_t done, std::int64_t total) {
+        if (!progress) progress.emplace("reading", total);
+        progress->advance(done - std::exchange(shown, done));
+      });
+}
+
+int inspect(const InspectFlags& flags) {
+  require(std::find(std::begin(kRowPartNames), std::end(kRowPartNames), flags.part) != std::end(kRowPartNames),
+          ErrorCode::bad_argument, "--part '{}'; window, entries or keys", flags.part);
+  Inspection inspection(flags);
+  const SessionContents contents = read_rows(flags.path, inspection);
+  if (!flags.png.empty()) write_file(flags.png, png_of(inspection.map(contents), flags.layer == kLayersAll ? 4 : 2));
+  if (!flags.svg.empty()) write_file(flags.svg, svg_of(inspection.map(contents)));
+  if (flags.json)
+    print_json(contents, inspection);
+  else
+    print_text(contents, inspection, flags.path);
+  return contents.missing_blocks > 0 ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace kv4::cli
+
+void add_inspect(CLI::App& app, int& exit_code) {
+  using namespace kv4::cli;
+  CLI::App* command = app.add_subcommand("inspect", "What a saved session holds, decoded: figures or a heat map");
+  auto flags = std::make_shared<InspectFlags>();
+  command->add_option("FILE", flags->path, "a file of save_session_file")->required();
+  command->add_option("--part", flags->part, "of the picture: window, entries or keys")->capture_default_str();
+  command
+      ->add_option("--layer", flags->layer,
+                   "of the picture: one layer's rows, channel by channel; without it every layer, by position")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--svg", flags->svg, "draw a heat map into this file")->type_name("FILE");
+  command->add_option("--png", flags->png, "the same as PNG, without labels")->type_name("FILE");
+  command->add_flag("--json", flags->json, "figures as JSON");
+  command->footer(
+      "Examples:\n"
+      "  kv4 inspect chat.kv4s                                       rows, magnitudes, zeros, NaN by layer\n"
+      "  kv4 inspect chat.kv4s --svg chat.svg                        entries of every layer along the context\n"
+      "  kv4 inspect chat.kv4s --layer 2 --part keys --svg keys.svg  the index keys of a layer\n"
+      "\n"
+      "Exit codes: 0 fine, 1 blocks are missing, 2 it cannot be read or is damaged ('kv4 session inspect' says "
+      "where).");
+  command->callback([flags, &exit_code] { exit_code = inspect(*flags); });
+}

@@ -1,0 +1,15 @@
+// A page of figures and tables that needs nothing else: no file, no server.
+#pragma once
+
+#include <string>
+
+namespace kv4::cli {
+
+/// Up to the open body, and from there to the end. Between them: headings, tables, `<div class="figures">` of plots.
+std::string open_page(const std::string& title);
+std::string close_page();
+
+/// Throws Error(bad_file) where it cannot.
+void write_file(const std::string& path, const std::string& bytes);
+
+}  // namespace kv4::cli

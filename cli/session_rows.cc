@@ -1,0 +1,126 @@
+#include "session_rows.h"
+
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "base/check.h"
+#include "base/group.h"
+#include "cache/session_file.h"
+#include "codec/codec.h"
+#include "schema/image_layout.h"
+#include "schema/layout_text.h"
+
+namespace kv4::cli {
+namespace {
+
+/// Where rows of one kind lie in some bytes.
+struct Rows {
+  const RowSchema& row;
+  std::span<const std::byte> payloads, scales;
+  float global = 1.0f;
+};
+
+class Decoder {
+ public:
+  explicit Decoder(const std::function<void(const DecodedRow&)>& take) : take_(take) {}
+
+  void row(const Rows& rows, std::int64_t number, DecodedRow out) {
+    const RowSchema& schema = rows.row;
+    const auto part = [&](std::span<const std::byte> bytes, int size) {
+      return bytes.subspan(static_cast<std::size_t>(number * size), static_cast<std::size_t>(size));
+    };
+    const auto payload = part(rows.payloads, schema.payload_bytes);
+    const auto scale = part(rows.scales, schema.scale_bytes);
+    values_.resize(static_cast<std::size_t>(schema.width));
+    codec::with_codec(schema.format, [&](auto codec) {
+      codec.decode(OneLane{}, RowShape{schema.width, schema.tail},
+                   reinterpret_cast<const std::uint8_t*>(payload.data()),
+                   reinterpret_cast<const std::uint8_t*>(scale.data()), rows.global, values_.data());
+    });
+    out.values = values_;
+    take_(out);
+  }
+
+ private:
+  const std::function<void(const DecodedRow&)>& take_;
+  std::vector<float> values_;
+};
+
+/// Rows of a block image that cover the first `tokens` tokens of the block.
+void decode_block(Decoder& decoder, const CacheSchema& schema, std::span<const std::byte> image, std::int64_t block,
+                  std::int64_t tokens) {
+  require(static_cast<std::int64_t>(image.size()) == schema.block_image_bytes, ErrorCode::bad_file,
+          "block {} has {} bytes; its layout says {}", block, image.size(), schema.block_image_bytes);
+  for (const LayerCacheSchema& layer : schema.layers)
+    for (const PageSchema& page : layer.pages) {
+      const auto bytes = image.first(static_cast<std::size_t>(page.content_bytes));
+      image = image.subspan(bytes.size());
+      Rows rows{page.row, bytes, bytes.subspan(static_cast<std::size_t>(page.scale_offset))};
+      if (page.global_offset >= 0) std::memcpy(&rows.global, bytes.data() + page.global_offset, sizeof(rows.global));
+      for (std::int64_t r = 0; r < tokens / page.kind.ratio; ++r) {
+        const std::int64_t index = block * page.rows_per_block + r;
+        decoder.row(rows, r,
+                    {.layer = &layer.spec,
+                     .part = page.kind.role == RowRole::entry ? RowPart::entries : RowPart::keys,
+                     .index = index,
+                     .position = index * page.kind.ratio});
+      }
+    }
+}
+
+void decode_windows(Decoder& decoder, const CacheSchema& schema, std::span<const std::byte> image,
+                    std::span<const std::int64_t> lengths) {
+  const ImageLayout layout = image_layout(schema, lengths);
+  require(static_cast<std::int64_t>(image.size()) == layout.bytes, ErrorCode::bad_file,
+          "the image has {} bytes; its layout says {}", image.size(), layout.bytes);
+  for (const WindowPart& part : layout.windows) {
+    const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(part.layer)];
+    const Rows rows{layer.window.row, image.subspan(static_cast<std::size_t>(part.payload_at)),
+                    image.subspan(static_cast<std::size_t>(part.scale_at))};
+    for (std::int64_t r = 0; r < part.count; ++r)
+      decoder.row(rows, r,
+                  {.layer = &layer.spec, .part = RowPart::window, .index = part.first + r, .position = part.first + r});
+  }
+}
+
+}  // namespace
+
+SessionContents read_session_rows(const std::string& path, const std::function<void(const DecodedRow&)>& take,
+                                  const ReadProgress& progress) {
+  const auto files = tier::make_posix_file_system({.direct = false});
+  SessionFileSource source(*files, path);
+  const auto payload_of = [](std::span<const std::byte> record) {
+    return record.subspan(static_cast<std::size_t>(tier::kRecordHeaderBytes));
+  };
+  Decoder decoder(take);
+  SessionContents out;
+  std::map<BlockKey, std::int64_t> block_of;  // those that have not come yet
+  {
+    const std::span<const std::byte> own = source.next();
+    check_record(own);
+    const SessionParts parts = parse_session(payload_of(own));
+    out.schema = parse_layout(std::string(parts.layout), parts.lengths[0]);
+    out.lengths = parts.lengths;
+    out.weights_id = parts.weights_id;
+    BlockHasher hasher;
+    const std::vector<BlockKey> keys = chain_keys(hasher, parts, token_ids_of(parts));
+    for (std::size_t i = 0; i < keys.size(); ++i) block_of.emplace(keys[i], static_cast<std::int64_t>(i));
+    decode_windows(decoder, out.schema, parts.image, parts.lengths);
+    if (!parts.open_block.empty())
+      decode_block(decoder, out.schema, parts.open_block, parts.full_blocks(), parts.lengths[0] % parts.block_tokens);
+  }
+  for (std::span<const std::byte> record = source.next(); !record.empty(); record = source.next()) {
+    const tier::RecordHeader header = check_record(record);
+    const auto found = block_of.find(block_key(header.id.key));
+    require(found != block_of.end(), ErrorCode::bad_file, "a record before byte {} is no block of this session",
+            source.offset());
+    decode_block(decoder, out.schema, payload_of(record), found->second, out.schema.block_tokens);
+    block_of.erase(found);
+    if (progress) progress(source.offset(), source.file_bytes());
+  }
+  out.missing_blocks = static_cast<std::int64_t>(block_of.size());
+  return out;
+}
+
+}  // namespace kv4::cli

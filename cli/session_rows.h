@@ -1,0 +1,40 @@
+// The rows of a saved session, decoded one after the other. The layout's text in the file says how; no model is needed.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kv4/schema.h"
+
+namespace kv4::cli {
+
+enum class RowPart : std::uint8_t { window, entries, keys };
+constexpr const char* kRowPartNames[] = {"window", "entries", "keys"};
+
+struct DecodedRow {
+  const LayerSpec* layer = nullptr;
+  RowPart part = RowPart::window;
+  std::int64_t index = 0;     // position of a window row, number of an entry or key
+  std::int64_t position = 0;  // the first token it covers
+  std::span<const float> values = {};
+};
+
+struct SessionContents {
+  CacheSchema schema;
+  std::vector<std::int64_t> lengths;
+  std::string weights_id;
+  std::int64_t missing_blocks = 0;
+};
+
+/// Told how far it is, now and then.
+using ReadProgress = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
+
+/// Calls `take` for every row: those of the open block and the windows first, then block by block as they lie in the
+/// file. Throws Error(bad_file) at the first damage.
+SessionContents read_session_rows(const std::string& path, const std::function<void(const DecodedRow&)>& take,
+                                  const ReadProgress& progress = {});
+
+}  // namespace kv4::cli
