@@ -31,3 +31,21 @@ file(RELATIVE_PATH KV4_PC_TO_PREFIX ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMA
 string(REGEX REPLACE "/$" "" KV4_PC_TO_PREFIX "${KV4_PC_TO_PREFIX}")
 configure_file(cmake/kv4.pc.in ${PROJECT_BINARY_DIR}/kv4.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/kv4.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+# `cpack -G DEB` in the build folder: one package with all of the above.
+set(CPACK_PACKAGE_NAME kv4)
+set(CPACK_PACKAGE_VENDOR "kv4")
+set(CPACK_PACKAGE_CONTACT "the kv4 authors")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY ${PROJECT_DESCRIPTION})
+set(CPACK_RESOURCE_FILE_LICENSE ${PROJECT_SOURCE_DIR}/LICENSE)
+set(CPACK_STRIP_FILES ON)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION libs)
+find_program(KV4_SHLIBDEPS dpkg-shlibdeps)
+if(KV4_SHLIBDEPS)  # the packages of the libraries it links
+  set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+else()
+  set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6, libstdc++6, libhwy1, liburing2, libssl3, zlib1g, libhiredis0.14, libbenchmark1debian")
+endif()
+install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} RENAME copyright)
+include(CPack)

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "kv4/backend.h"
+#include "kv4/error.h"
 #include "kv4/export.h"
 #include "kv4/layer_cache_handle.h"
 #include "kv4/paged_kv_pool.h"
