@@ -45,7 +45,7 @@ bool can_hold_maxima(const IndexTile& tile) {
   const std::int64_t longest = max_entries(tile.p);
   const std::int64_t groups = std::max(std::min<std::int64_t>(longest, kSmallGroupKeys) / kSmallGroup,
                                        (longest + kLargeGroup - 1) / kLargeGroup);
-  return groups <= kRowNumbers && groups * std::int64_t{sizeof(float)} <= tile.query_stride;
+  return groups <= kRowNumbers && tile.maxima_at + groups * std::int64_t{sizeof(float)} <= tile.query_stride;
 }
 
 cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
@@ -71,6 +71,7 @@ cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
 cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
   return for_each_tile(params, params.scores, [&](IndexTile& tile) {
     if (params.scores == nullptr) tile.skip = params.top;  // all of them are taken
+    tile.is_scored = true;
     tile.has_maxima = can_score_mxfp4(params) && can_hold_maxima(tile);
     const cudaError_t status = score(tile, stream);
     return status == cudaSuccess ? select_tile(tile, stream) : status;
