@@ -36,6 +36,10 @@ struct IndexTile {
   KV4_HD float* maxima(std::int64_t token) const {
     return reinterpret_cast<float*>(queries + token * query_stride + maxima_at);
   }
+  /// Of near scores: bits of the largest scale among the token's keys, kOddScale if one is out of bounds.
+  KV4_HD std::uint32_t* largest_scale(std::int64_t token) const {
+    return reinterpret_cast<std::uint32_t*>(queries + token * query_stride + maxima_at) - 1;
+  }
   /// Keys a token of the tile sees, as far as there is room for scores.
   KV4_HD std::int32_t visible(const ops::StepRecord& token) const {
     if (token.padded()) return 0;
@@ -63,6 +67,11 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream);
 
 /// The best of the tile's scores.
 cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);
+
+/// fp8 keys of 128 channels on Hopper: scores up to rounding, two launches, and the best of the defined ones.
+bool can_score_near(const ops::IndexParams& p);
+cudaError_t score_near(const IndexTile& tile, cudaStream_t stream);
+cudaError_t select_near(const IndexTile& tile, cudaStream_t stream);
 
 /// An encoded query: two bytes per channel at most, then its scales.
 constexpr int kQueryScaleRoom = 32;
