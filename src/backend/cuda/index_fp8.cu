@@ -229,6 +229,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 
 bool can_score_near(const ops::IndexParams& p) {
   return p.layer.kinds[p.kind].page.format == Format::fp8 && can_stream_keys(p, kKeyBytes) &&
+         is_aligned(p.workspace, 0, 16) &&
          (p.q.dtype != DType::u8 || is_aligned(p.q_scale.data, p.q_scale.row_stride, 4));
 }
 
