@@ -40,9 +40,11 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/expand.cu
   src/backend/cuda/gather.cu
   src/backend/cuda/index.cu
+  src/backend/cuda/index_fp8.cu
   src/backend/cuda/index_mxfp4.cu
   src/backend/cuda/index_plain.cu
   src/backend/cuda/topk.cu
+  src/backend/cuda/topk_near.cu
   src/backend/cuda/cuda_backend.cc
   src/backend/cuda/cuda_check.cc
   src/backend/cuda/upload_ring.cc

@@ -47,7 +47,9 @@ class DeviceArray {
 };
 
 // edges: of mxfp4, scales of a row that lie exactly so many binades apart, rows of nothing but the largest code.
-enum class Data { normal, spread, extreme, repeated, edges };
+// codes: of fp8, any but NaN, so that products lie far apart.
+// cutoff: of fp8, one product of 2^16 and then many of 7/8 of its ulp.
+enum class Data { normal, spread, extreme, repeated, edges, codes, cutoff };
 
 struct Case {
   std::string name;
@@ -59,7 +61,8 @@ struct Case {
   std::vector<int> counts = {1};  // tokens of each request
   std::vector<int> lengths = {4000};
   int top = 512;
-  int tile_tokens = 1000;  // the workspace has room for so many
+  int tile_tokens = 1000;     // the workspace has room for so many
+  double near_roundings = 0;  // of fp8: how far near scores may be off, in 2^-24 of all that is added up; 0: unchecked
 };
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -96,6 +99,15 @@ class IndexKernel : public testing::TestWithParam<Case> {
     if (random_() % 4 == 0) std::memset(payload, random_() % 2 == 0 ? 0x77 : 0xFF, payload_bytes());
     if (random_() % 4 == 0) std::memset(payload, random_() % 2 == 0 ? 0x00 : 0x88, 16);  // zeros of any scale
   }
+
+  // 256 in channel 0, nothing else in the matrix unit's first step (index_near.cuh), `small` in all others.
+  static void change_to_cutoff(std::uint8_t* payload, std::uint8_t* scale, std::uint8_t small) {
+    for (int c = 0; c < 128; ++c) payload[c] = c == 0 ? 0x78 : c < 64 && c % 16 < 4 ? 0 : small;
+    const float one = 1.0f;
+    std::memcpy(scale, &one, 4);
+  }
+
+  std::uint8_t random_code() { return static_cast<std::uint8_t>(random_() % 127 + (random_() % 2 == 0 ? 128 : 0)); }
 
   std::vector<float> random_row() {
     std::normal_distribution<float> normal;
@@ -139,6 +151,11 @@ class IndexKernel : public testing::TestWithParam<Case> {
         if (c_.data == Data::extreme && c_.format == Format::mxfp4 && random_() % 16 == 0)
           scales[random_() % scale_bytes()] = static_cast<std::uint8_t>(random_());
         if (c_.data == Data::edges) change_to_edge(page + row * payload_bytes(), scales);
+        if (c_.format == Format::fp8 && c_.data == Data::spread && random_() % 16 == 0)
+          page[row * payload_bytes() + random_() % c_.width] = codec::kE4m3Nan;
+        if (c_.data == Data::cutoff) change_to_cutoff(page + row * payload_bytes(), scales, 0x1E);
+        if (c_.data == Data::codes)
+          for (int c = 0; c < c_.width; ++c) page[row * payload_bytes() + c] = random_code();
       }
     }
     // What lies behind the last entry may be anything.
@@ -182,6 +199,8 @@ class IndexKernel : public testing::TestWithParam<Case> {
       Bytes payload(payload_bytes()), scale(scale_bytes());
       encode(x.data(), payload.data(), scale.data());
       if (c_.data == Data::edges) change_to_edge(payload.data(), scale.data());
+      if (c_.data == Data::cutoff) change_to_cutoff(payload.data(), scale.data(), 0x18);
+      if (c_.data == Data::codes) std::generate(payload.begin(), payload.end(), [&] { return random_code(); });
       q_payload_.insert(q_payload_.end(), payload.begin(), payload.end());
       q_scale_.insert(q_scale_.end(), scale.begin(), scale.end());
     }
@@ -218,7 +237,35 @@ class IndexKernel : public testing::TestWithParam<Case> {
     return sum.total();
   }
 
+  // Sum of the magnitudes of all that score_of adds up.
+  double size_of(std::size_t token, int entry) const {
+    const std::uint8_t* page = page_of(tokens_[token], entry);
+    const int row = entry % c_.rows_per_block;
+    std::vector<float> k(c_.width), q(c_.width);
+    codec::Fp8Key::decode(OneLane{}, shape(), page + row * payload_bytes(), page + scale_at_ + row * 4, 1.0f, k.data());
+    double size = 0;
+    for (int h = 0; h < c_.heads; ++h) {
+      const std::size_t at = token * c_.heads + h;
+      codec::Fp8Key::decode(OneLane{}, shape(), &q_payload_[at * payload_bytes()], &q_scale_[at * 4], 1.0f, q.data());
+      for (int c = 0; c < c_.width; ++c) size += std::abs(double{weights_[at]} * q[c] * k[c]);
+    }
+    return size;
+  }
+
   int visible(const ops::StepRecord& token) const { return token.padded() ? 0 : (token.position + 1) / kRatio; }
+
+  // Near scores, which index_topk leaves in its workspace, against the defined ones: a matrix unit that kept fewer bits
+  // than the margin of topk_near.cu takes for granted would be seen here, on products that lie far apart.
+  void check_near(const Bytes& workspace, const std::vector<float>& defined, std::int64_t stride) const {
+    const std::int64_t near_stride = (std::int64_t{blocks_per_request_} * c_.rows_per_block + 63) / 64 * 64;
+    for (std::size_t t = 0; t < tokens_.size(); ++t)
+      for (int j = 0; visible(tokens_[t]) > c_.top && j < visible(tokens_[t]); ++j) {
+        float near;
+        std::memcpy(&near, &workspace[4 * (t * near_stride + j)], 4);
+        const double most = 0x1p-24 * c_.near_roundings * size_of(t, j);
+        ASSERT_NEAR(near, defined[t * stride + j], most) << "token " << t << " key " << j;
+      }
+  }
 
   ops::KindDesc make_kind(std::uint8_t* pool) const {
     ops::KindDesc kind;
@@ -333,6 +380,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     const bool select = way[0] == 's';
     p.scores = std::string(way) == "both" ? nullptr : scores.data();
     ASSERT_EQ(select ? cuda::select_topk(p, nullptr) : cuda::index_topk(p, nullptr), cudaSuccess);
+    if (c_.near_roundings > 0 && p.scores == nullptr) check_near(workspace.read(), got, stride);
     const std::vector<std::int32_t> chosen = indices.read(), physical = slots.read();
     for (int t = 0; t < num_tokens; ++t) {
       SCOPED_TRACE("token " + std::to_string(t));
@@ -400,6 +448,28 @@ std::vector<Case> make_cases() {
               c.lengths = {1500, 90}, c.counts = {1, 2}, c.heads = 21;
               if (data == Data::spread) c.width = 96, c.hadamard = false;
             });
+  // fp8 keys as the matrix unit takes them: near scores, corrected.
+  const auto add_near = [&](const std::string& name, auto&& change) {
+    add("fp8_near_" + name, [&](Case& c) {
+      c.format = Format::fp8, c.top = 100, c.lengths = {4000, 399, 90}, c.counts = {2, 1, 3};
+      change(c);
+    });
+  };
+  add_near("normal", [](Case& c) { c.near_roundings = 32; });
+  add_near("given", [](Case& c) { c.q = DType::u8; });
+  add_near("nan", [](Case& c) { c.data = Data::spread; });
+  add_near("extreme", [](Case& c) { c.data = Data::extreme, c.heads = 8; });
+  add_near("codes", [](Case& c) { c.data = Data::codes, c.q = DType::u8, c.near_roundings = 32; });
+  // 7 steps that lose 10.5 each, against 28 by which the defined sum rounds up. One bit less, and it were 112.
+  add_near("cutoff", [](Case& c) {
+    c.data = Data::cutoff, c.q = DType::u8, c.hadamard = false, c.heads = 1, c.top = 10, c.near_roundings = 101.5;
+    c.lengths = {800}, c.counts = {1};
+  });
+  add_near("equal", [](Case& c) { c.data = Data::repeated; });  // more than one batch in doubt
+  add_near("all_equal", [](Case& c) { c.data = Data::repeated, c.lengths[0] = 16000, c.heads = 16; });  // too many
+  add_near("long", [](Case& c) { c.lengths = {140000, 60000, 34000}, c.counts = {1, 1, 1}, c.heads = 2, c.top = 512; });
+  add_near("long_equal", [](Case& c) { c.lengths = {40000}, c.counts = {1}, c.heads = 2, c.data = Data::repeated; });
+  add_near("tiles", [](Case& c) { c.lengths = {0, 517}, c.counts = {70, 30}, c.top = 16, c.tile_tokens = 33; });
   return cases;
 }
 

@@ -45,7 +45,16 @@ bool can_hold_maxima(const IndexTile& tile) {
   const std::int64_t longest = max_entries(tile.p);
   const std::int64_t groups = std::max(std::min<std::int64_t>(longest, kSmallGroupKeys) / kSmallGroup,
                                        (longest + kLargeGroup - 1) / kLargeGroup);
-  return groups <= kRowNumbers && groups * std::int64_t{sizeof(float)} <= tile.query_stride;
+  return groups <= kRowNumbers && tile.maxima_at + groups * std::int64_t{sizeof(float)} <= tile.query_stride;
+}
+
+/// The tile with its maxima behind encoded queries and the largest scale.
+IndexTile make_near(IndexTile tile) {
+  constexpr std::int64_t kLine = 256;
+  const std::int64_t bytes = tile.p.num_heads * query_row_bytes(tile.kind().page.shape.width) + 4;
+  tile.maxima_at = (bytes + kLine - 1) / kLine * kLine;
+  tile.has_maxima = true;
+  return tile;
 }
 
 cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
@@ -71,6 +80,12 @@ cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
 cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
   return for_each_tile(params, params.scores, [&](IndexTile& tile) {
     if (params.scores == nullptr) tile.skip = params.top;  // all of them are taken
+    tile.is_scored = true;
+    if (const IndexTile near = make_near(tile);
+        params.scores == nullptr && can_score_near(params) && can_hold_maxima(near)) {
+      const cudaError_t status = score_near(near, stream);
+      return status == cudaSuccess ? select_near(near, stream) : status;
+    }
     tile.has_maxima = can_score_mxfp4(params) && can_hold_maxima(tile);
     const cudaError_t status = score(tile, stream);
     return status == cudaSuccess ? select_tile(tile, stream) : status;

@@ -24,22 +24,16 @@
 // the matrix unit is busy 35 % of the time and takes its share of the registers' ports. 18 % of the warps' time was
 // waiting at the ends of tokens, for warpgroups do not run equally fast. 32,768 keys of each of 128 requests: 117 us on
 // an H200 at 1.75 GHz, 2026-11-15, 6.4 clocks a key where the memory would allow one in 4.
-#include <algorithm>
 #include <cstdint>
 
-#include "backend/cuda/index_tile.cuh"
-#include "backend/cuda/launch.cuh"
-#include "backend/cuda/row_encode.cuh"
-#include "ops/score_row.h"
+#include "backend/cuda/index_units.cuh"
 
 namespace kv4::cuda {
 namespace {
 
-constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kGroups = 4, kKeyBytes = kWidth / 2;
-constexpr int kThreads = 512, kWarps = kThreads / 32, kWarpgroups = kThreads / 128;
-constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: keys of a quad in a unit
+constexpr int kGroups = kQuad, kKeyBytes = kWidth / 2;
 constexpr int kStages = 4;
-constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kGroups;
+using Keys = KeyStream<kKeyBytes, kStages>;
 constexpr int kSteps = 4;
 constexpr int kKeyShift = 2, kQueryShift = 3, kBias = 50;
 constexpr std::uint32_t kBiases = kBias * 0x01010101u, kSigns = 0x88888888u;
@@ -60,40 +54,16 @@ constexpr float kLeastWeight = 0x1p-45f, kMostWeight = 0x1p35f;
 constexpr int kSumShift = 59;
 constexpr float kWeightFactor = 0x1p90f;  // 2^(149 - kSumShift)
 
-/// The pages of keys: dense rows of payload and of scales. A warpgroup's units lie kStep rows apart, a whole number of
-/// blocks: so a warp's row in a block stays the same.
-constexpr int kStep = kWarpgroups * kUnitKeys;
-struct Pages {
-  const std::uint8_t *payload, *scale;
-  std::uint32_t payload_stride, scale_stride;  // from block to block
-  std::int32_t block_shift;                    // log2 of rows per block
-  const std::int32_t* table;                   // [requests, blocks_per_request]
-  std::int32_t blocks_per_request;
-
-  __device__ const std::uint8_t* payload_of(std::uint32_t block) const {
-    return payload + std::uint64_t{block} * payload_stride;
-  }
-  __device__ const std::uint8_t* scale_of(std::uint32_t block) const {
-    return scale + std::uint64_t{block} * scale_stride;
-  }
-};
-
-/// A block's part of all tokens' units: `count` of them from this one on.
-struct Share {
-  int token, unit, count;
-};
-
 struct Shared {
   std::uint8_t q[2][kHeads * kWidth];  // matrix operands, 128-byte rows with swizzled chunks: queries; bias (2 chunks)
-  std::uint8_t ring[kWarps][kStages][kStageBytes];
+  std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
   float weights[kGroups][ops::kChainHeads];    // [chain]: the head's weight times its scale
   std::uint32_t codes[kHeads][kKeyBytes / 4];  // as encoded, for sum_slowly
   std::uint32_t scales[kHeads];
   float given_weights[kHeads];
-  std::uint32_t sums[kWarps];
-  int token, unit;  // the first of this block
+  ShareRoom share;
 };
-static_assert(offsetof(Shared, q) == 0 && kStageBytes % 16 == 0 && offsetof(Shared, ring) % 16 == 0);
+static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0);
 
 // --- codes to bytes
 
@@ -167,82 +137,21 @@ __device__ __noinline__ float sum_slowly(const Shared& s, const std::uint8_t* ke
 
 // --- queries
 
-struct Group32 {
-  uint4 codes;
-  std::uint32_t scale;
+/// A lane's half of a group.
+struct HalfGroup {
+  std::uint32_t codes[2], scale;
 };
 
-/// A lane's 32 channels of a head as given: bf16, fp32 or encoded.
-struct RawGroup {
-  uint4 words[8];
-  std::uint32_t scale;
-  float weight;  // of the head
-};
-
-/// All loads are under way when it returns. Heads that are not there are zero.
-__device__ RawGroup load_group(const ops::IndexParams& p, std::int64_t token, int head, int c) {
-  RawGroup raw{};
-  if (head >= p.num_heads) return raw;
-  raw.weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
-  const auto load = [&](std::int64_t first_byte, int count) {
-    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + first_byte);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < count) raw.words[i] = from[i];
-  };
-  const std::int64_t at = token * p.q.row_stride + head * kWidth + 32 * c;
-  if (p.q.dtype == DType::bf16) {
-    load(2 * at, 4);
-  } else if (p.q.dtype == DType::f32) {
-    load(4 * at, 8);
-  } else {
-    load(token * p.q.row_stride + head * kKeyBytes + 16 * c, 1);
-    raw.scale = static_cast<const std::uint8_t*>(p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + c];
-  }
+/// load_channels, or a lane's encoded ones.
+__device__ RawChannels load_query(const ops::IndexParams& p, std::int64_t token, int head, int part) {
+  RawChannels raw = load_channels(p, token, head, part);
+  if (p.q.dtype != DType::u8 || head >= p.num_heads) return raw;
+  const std::int64_t at = token * p.q.row_stride + head * kKeyBytes + 8 * part;
+  const uint2 codes = *reinterpret_cast<const uint2*>(static_cast<const std::uint8_t*>(p.q.data) + at);
+  raw.words[0] = {codes.x, codes.y, 0, 0};
+  raw.scale =
+      static_cast<const std::uint8_t*>(p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + part / 2];
   return raw;
-}
-
-__device__ void channels_of(const RawGroup& raw, DType dtype, float (&x)[32]) {
-  std::uint32_t pairs[16];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const auto round = [](std::uint32_t low, std::uint32_t high) {
-      return bf16_pair(codec::bits_float(low), codec::bits_float(high));
-    };
-    const uint4 given = raw.words[i], a = raw.words[2 * i], b = raw.words[2 * i + 1];
-    const bool wide = dtype == DType::f32;
-    pairs[4 * i] = wide ? round(a.x, a.y) : given.x;
-    pairs[4 * i + 1] = wide ? round(a.z, a.w) : given.y;
-    pairs[4 * i + 2] = wide ? round(b.x, b.y) : given.z;
-    pairs[4 * i + 3] = wide ? round(b.z, b.w) : given.w;
-  }
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    x[2 * i] = low_value(pairs[i]);
-    x[2 * i + 1] = high_value(pairs[i]);
-  }
-}
-
-/// ops::hadamard_row over a quad's 128 channels, without its last rounding.
-__device__ void transform(float (&x)[32]) {
-#pragma unroll
-  for (int h = 1; h < 32; h *= 2)
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      if (i & h) continue;
-      const float a = x[i], b = x[i + h];
-      x[i] = a + b;
-      x[i + h] = a - b;
-    }
-#pragma unroll
-  for (int lane = 1; lane < kGroups; lane *= 2) {
-    const float sign = (threadIdx.x & lane) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) x[i] = codec::fused(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], lane));
-  }
-  const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kWidth)));
-#pragma unroll
-  for (int i = 0; i < 32; ++i) x[i] *= scale;
 }
 
 /// codec::e2m1_bits of two numbers times 2^14, in the halves of a word: e2m1 is how fp16 begins, and 2^-14 the least
@@ -255,20 +164,16 @@ __device__ std::uint32_t e2m1_codes(float low, float high) {
   return __vminu2(rounded >> 9 & 0x007F007Fu, 0x00070007u) | (halves >> 12 & 0x00080008u);
 }
 
-/// Mxfp4::encode of 32 channels. x is rounded to bf16 first.
-__device__ Group32 encode(const float (&x)[32]) {
-  std::uint32_t pairs[16], amax = 0;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    pairs[i] = bf16_pair(x[2 * i], x[2 * i + 1]);
-    asm("max.bf16x2 %0, %0, %1;" : "+r"(amax) : "r"(pairs[i] & 0x7FFF7FFFu));  // passes over NaN
-  }
-  const int exponent = exponent_over_6(fmaxf(low_value(amax), high_value(amax)));
+/// Mxfp4::encode of the 32 channels of two lanes. x is rounded to bf16 first.
+__device__ HalfGroup encode(const float (&x)[kLaneChannels]) {
+  std::uint32_t pairs[kLaneChannels / 2];
+  const float amax = round_channels(x, pairs);
+  const int exponent = exponent_over_6(fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 1)));
   // 2^(-14 - exponent), which may be a denormal
   const float by = exponent <= 112 ? pow2_normal(-14 - exponent) : codec::bits_float(1u << (135 - exponent));
-  std::uint32_t words[4];
+  HalfGroup group;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 2; ++i) {
     std::uint32_t bytes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -276,13 +181,11 @@ __device__ Group32 encode(const float (&x)[32]) {
       const std::uint32_t codes = e2m1_codes(low_value(pair) * by, high_value(pair) * by);
       bytes[j] = codes | codes >> 12;
     }
-    words[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
+    group.codes[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
   }
-  return {{words[0], words[1], words[2], words[3]}, static_cast<std::uint32_t>(exponent + 127)};
+  group.scale = static_cast<std::uint32_t>(exponent + 127);
+  return group;
 }
-
-/// Where a head's row of the matrix operand lies, so that a lane's accumulators are a chain.
-__device__ int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
 
 /// Word c of the 16 bytes that `sum` is spread over, as evenly as can be.
 __device__ std::uint32_t spread(int sum, int c) {
@@ -293,22 +196,23 @@ __device__ std::uint32_t spread(int sum, int c) {
   return word;
 }
 
-/// A head of a token into shared memory, made by a quad. Whether the fast arithmetic holds for it.
-__device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& raw, int head, int c) {
+/// A head of a token into shared memory, made by its lanes. Whether the fast arithmetic holds for it.
+__device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawChannels& raw, int head, int part) {
   const float weight = raw.weight;
-  Group32 group{raw.words[0], raw.scale};
+  HalfGroup group{{raw.words[0].x, raw.words[0].y}, raw.scale};
   if (tile.p.q.dtype != DType::u8) {
-    float x[32];
+    float x[kLaneChannels];
     channels_of(raw, tile.p.q.dtype, x);
     if (tile.kind().hadamard) transform(x);
     group = encode(x);
   }
 
-  const bool any = any_code(group.codes);
+  const int c = part / 2;  // the group
+  const bool any = ((group.codes[0] | group.codes[1]) & ~kSigns) != 0;
   std::uint32_t most = group.scale, scales = group.scale << (8 * c);
   bool any_in_head = any;
 #pragma unroll
-  for (int lane = 1; lane < kGroups; lane *= 2) {
+  for (int lane = 1; lane < kHeadLanes; lane *= 2) {
     most = max(most, __shfl_xor_sync(kAllLanes, most, lane));
     scales |= __shfl_xor_sync(kAllLanes, scales, lane);
     any_in_head |= static_cast<bool>(__shfl_xor_sync(kAllLanes, static_cast<int>(any_in_head), lane));
@@ -322,26 +226,24 @@ __device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& r
          (weight == 0.0f || !any_in_head || (size >= kLeastWeight && size <= kMostWeight));
 
   const std::uint32_t times = (1u << kQueryShift) >> min(below, kQueryShift);
-  const std::uint32_t words[kSteps] = {group.codes.x, group.codes.y, group.codes.z, group.codes.w};
-  const int row = operand_row(head);
+  const int row = operand_row(head), half = part % 2;
   const auto at = [&](int operand, int chunk) {
     return reinterpret_cast<std::uint32_t*>(&s.q[operand][row * kWidth + 16 * (chunk ^ (row % 8)) + 4 * c]);
   };
   int sum = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * kSteps; ++i) {
-    const std::uint32_t quad = signed_quad(words[i / 2] >> (16 * (i % 2)), times);
-    *at(0, i) = quad;
+  for (int i = 0; i < kSteps; ++i) {
+    const std::uint32_t quad = signed_quad(group.codes[i / 2] >> (16 * (i % 2)), times);
+    *at(0, kSteps * half + i) = quad;
     sum = __dp4a(static_cast<int>(quad), 0x01010101, sum);
   }
 #pragma unroll
-  for (int lane = 1; lane < kGroups; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
+  for (int lane = 1; lane < kHeadLanes; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
   const int five_times = -sum / 6;
-  *at(1, 0) = spread(-sum - 5 * five_times, c);
-  *at(1, 1) = spread(five_times, c);
+  *at(1, half) = spread(half == 0 ? -sum - 5 * five_times : five_times, c);
   fits = fits && abs(sum) <= kMostSum;
-  *reinterpret_cast<uint4*>(&s.codes[head][4 * c]) = group.codes;
-  if (c == 0) {
+  *reinterpret_cast<uint2*>(&s.codes[head][2 * part]) = {group.codes[0], group.codes[1]};
+  if (part == 0) {
     s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = kWeightFactor * scaled;
     s.scales[head] = scales;
     s.given_weights[head] = weight;
@@ -349,85 +251,7 @@ __device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& r
   return fits;
 }
 
-// --- keys
-
-/// A warp's part of its warpgroup's units of keys on their way from the pages to its ring.
-class KeyStream {
- public:
-  /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
-  __device__ KeyStream(Shared& s, const Pages& pages, int request, int first_unit, int units, int scored)
-      : pages_(pages),
-        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
-        units_(units),
-        scored_(scored),
-        row_(static_cast<std::uint32_t>(first_ & ((1 << pages.block_shift) - 1))),
-        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
-        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(s.ring[threadIdx.x / 32][0]))),
-        next_(load_id(0)) {}
-
-  __device__ int first_key(int i) const { return first_ + i * kStep; }
-  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
-
-  /// In order. Keys that no token sees are left as they come.
-  __device__ void issue(int i) {
-    if (i % 32 == 0) {
-      ids_ = next_;
-      next_ = load_id(i + 32);
-    }
-    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
-    if (block >= 0) {
-      const std::uint32_t lane = threadIdx.x % 32, to = stage(i) + 16 * lane;
-      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row_ + 16 * lane);
-#pragma unroll
-      for (int at = 0; at < kPayloadBytes; at += 512) copy16(to + at, from + at);
-      if (lane < kWarpKeys * kGroups / 16)
-        copy16(to + kPayloadBytes, pages_.scale_of(static_cast<std::uint32_t>(block)) + (kGroups * row_ + 16 * lane));
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-
-  /// Until all but the kStages - 2 newest are there.
-  __device__ static void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncwarp();
-  }
-
- private:
-  /// The block of this lane's unit from the i-th on.
-  __device__ std::int32_t load_id(int i) const {
-    i += static_cast<int>(threadIdx.x % 32);
-    return i < units_ && first_key(i) < scored_ ? table_[first_key(i) >> pages_.block_shift] : -1;
-  }
-  __device__ static void copy16(std::uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  }
-
-  const Pages& pages_;
-  int first_, units_, scored_;
-  std::uint32_t row_;  // in any block
-  const std::int32_t* table_;
-  std::uint32_t ring_;
-  std::int32_t ids_ = -1, next_;
-};
-
-__device__ uint4 load_shared16(std::uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-  return v;
-}
-__device__ std::uint32_t load_shared4(std::uint32_t at) {
-  std::uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-  return v;
-}
-
 // --- products
-
-/// K-major rows of 128 bytes, 128-byte swizzle, 1,024 bytes from 8 rows to the next.
-__device__ std::uint64_t operand_of(const std::uint8_t* q) {
-  const std::uint64_t address = static_cast<std::uint64_t>(__cvta_generic_to_shared(q)) >> 4;
-  return (address & 0x3FFF) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 | std::uint64_t{1} << 62;
-}
 
 template <bool kAdd>
 __device__ void multiply(std::int32_t (&d)[32], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
@@ -475,15 +299,6 @@ __device__ void add_heads(const std::int32_t (&d)[32], const float (&weights)[op
     add(second, d[at + 2], weights[i]);
   }
 }
-
-/// (c0 + c1) + (c2 + c3) of a quad's four keys: lane c gets the c-th one's.
-__device__ float add_chains(const float (&sum)[kRows], int c) {
-  const bool odd = c % 2 != 0, upper = c >= 2;
-  const float low = (odd ? sum[1] : sum[0]) + __shfl_xor_sync(kAllLanes, odd ? sum[0] : sum[1], 1);
-  const float high = (odd ? sum[3] : sum[2]) + __shfl_xor_sync(kAllLanes, odd ? sum[2] : sum[3], 1);
-  return (upper ? high : low) + __shfl_xor_sync(kAllLanes, upper ? low : high, 2);
-}
-
 /// Lane c of a quad gets byte c of each lane's word.
 __device__ std::uint32_t transpose_quad(std::uint32_t word, int c) {
   const std::uint32_t pairs = permute(word, __shfl_xor_sync(kAllLanes, word, 1), c % 2 == 0 ? 0x6240u : 0x3715u);
@@ -500,7 +315,7 @@ __device__ std::uint32_t largest_byte(std::uint32_t word) {
 __device__ __noinline__ float score_odd(const Shared& s, const std::uint8_t* stage, int seen, float total, bool fast,
                                         int num_heads) {
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
-  const std::uint8_t* scales = stage + kPayloadBytes;
+  const std::uint8_t* scales = stage + Keys::kPayloadBytes;
   bool slow = !fast;
   for (int key = lane / kGroups; key < min(seen, kWarpKeys); key += 8) {
     const std::uint32_t most = largest_byte(*reinterpret_cast<const std::uint32_t*>(scales + kGroups * key));
@@ -520,35 +335,19 @@ __device__ __noinline__ float score_odd(const Shared& s, const std::uint8_t* sta
   return most - kLeastKeyScale >= kKeyScales ? 0.0f : total;
 }
 
-/// The largest score of each group of a unit's keys, of which this lane has one. NaN is passed over.
-__device__ void write_maxima(float* maxima, int first_key, int group, float score) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  static_assert(kSmallGroup == 8 && kLargeGroup == kWarpKeys);
-  if (group == kLargeGroup) {
-    // In the order of whole numbers; -infinity for NaN.
-    const int bits = codec::is_nan(score) ? __float_as_int(kNoScore) : __float_as_int(score);
-    const int most = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
-    if (lane == 0) maxima[first_key / kLargeGroup] = __int_as_float(most ^ (most >> 31 & 0x7FFFFFFF));
-    return;
-  }
-#pragma unroll
-  for (int step = kGroups; step < 32; step *= 2) score = fmaxf(score, __shfl_xor_sync(kAllLanes, score, step));
-  if (lane < kGroups) maxima[first_key / kSmallGroup + lane] = score;
-}
-
 /// Units [first, first + count) of a token: the queries' part of Shared is written anew.
 __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
                             int request, int scored) {
   const int warp = static_cast<int>(threadIdx.x / 32), warpgroup = warp / 4;
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
   const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  KeyStream keys(s, pages, request, first + warpgroup, units, scored);
-  static_assert(kThreads >= kHeads * kGroups && kHeads * kGroups % 32 == 0);
-  const int head = static_cast<int>(threadIdx.x) / kGroups;
-  const RawGroup raw = load_group(tile.p, tile.first + token, head, c);
+  Keys keys(s.ring[warp][0], pages, request, first + warpgroup, units, scored);
+  static_assert(kScoreThreads == kHeads * kHeadLanes);
+  const int head = static_cast<int>(threadIdx.x) / kHeadLanes, part = static_cast<int>(threadIdx.x) % kHeadLanes;
+  const RawChannels raw = load_query(tile.p, tile.first + token, head, part);
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) keys.issue(i);
-  const bool fits = head >= kHeads || prepare_head(s, tile, raw, head, c);
+  const bool fits = prepare_head(s, tile, raw, head, part);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -563,10 +362,10 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   const int group = group_size(scored);
 
   for (int i = 0; i < units; ++i, key += kStep, to += kStep) {
-    KeyStream::wait();
+    Keys::wait();
     keys.issue(i + kStages - 1);
     const std::uint32_t stage = keys.stage(i);
-    const std::uint32_t scales = load_shared4(stage + kPayloadBytes + kGroups * (lane / kGroups + 8 * c));
+    const std::uint32_t scales = load_shared4(stage + Keys::kPayloadBytes + kGroups * (lane / kGroups + 8 * c));
     const std::uint32_t most = largest_byte(scales), below = most * 0x01010101u - scales;
     static_assert(kKeyShift == 2 && kKeyScales == 128);
     const bool odd =
@@ -600,66 +399,17 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();  // the queries may change
 }
-
-__device__ int units_of(const IndexTile& tile, int token) {
-  return (tile.scored(tile.p.step.tokens[tile.first + token]) + kUnitKeys - 1) / kUnitKeys;
-}
-
-__device__ Share find_share(Shared& s, const IndexTile& tile) {
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int each = (tile.count + kThreads - 1) / kThreads, first = static_cast<int>(threadIdx.x) * each;
-  const int end = min(first + each, tile.count);
-  int mine = 0;
-  for (int token = first; token < end; ++token) mine += units_of(tile, token);
-  int sum = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
-  __syncthreads();
-  int before = sum - mine, total = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const int of_warp = static_cast<int>(s.sums[w]);
-    if (w < warp) before += of_warp;
-    total += of_warp;
-  }
-  const int blocks = min(static_cast<int>(gridDim.x), total), block = static_cast<int>(blockIdx.x);
-  if (block >= blocks) return {0, 0, 0};
-  const int begin = static_cast<int>(std::int64_t{block} * total / blocks);
-  const int stop = static_cast<int>(std::int64_t{block + 1} * total / blocks);
-  if (before <= begin && begin < before + mine) {
-    int token = first, at = begin - before;
-    for (int units; at >= (units = units_of(tile, token)); ++token) at -= units;
-    s.token = token;
-    s.unit = at;
-  }
-  __syncthreads();
-  return {s.token, s.unit, stop - begin};
-}
-
-/// A token's queries into L2.
-__device__ void prefetch_queries(const IndexTile& tile, int token) {
-  constexpr int kLine = 64;
-  if (tile.p.q.dtype == DType::u8 || token >= tile.count) return;
-  const int element = tile.p.q.dtype == DType::f32 ? 4 : 2;
-  const std::uint8_t* q =
-      static_cast<const std::uint8_t*>(tile.p.q.data) + (tile.first + token) * tile.p.q.row_stride * element;
-  for (int at = static_cast<int>(threadIdx.x) * kLine; at < tile.p.num_heads * kWidth * element; at += kThreads * kLine)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at));
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kScoreThreads, 1)
     score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
+  touch(tile);
+  touch(pages);
   wait_for_previous();
   let_next_start();
   // Those it would begin with if all tokens were equally long, while it looks for its share.
   prefetch_queries(tile, static_cast<int>(std::int64_t{blockIdx.x} * tile.count / gridDim.x));
-  Share share = find_share(s, tile);
+  Share share = find_share(s.share, tile);
   while (share.count > 0) {
     const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
     const int scored = tile.scored(record);
@@ -671,43 +421,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (tile.fill) fill_rest(tile);
 }
 
-bool is_power_of_two(std::int64_t x) { return (x & (x - 1)) == 0; }
-
-bool is_aligned(const void* data, std::int64_t stride_bytes, std::int64_t to) {
-  return (reinterpret_cast<std::intptr_t>(data) | stride_bytes) % to == 0;
-}
-
 }  // namespace
 
 bool can_score_mxfp4(const ops::IndexParams& p) {
-  const ops::KindDesc& kind = p.layer.kinds[p.kind];
-  const ops::Plane &payload = kind.page.payload, &scale = kind.page.scale;
-  const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
-  constexpr std::int64_t kMost = std::int64_t{1} << 31;
-  return overlaps_launches() && kind.page.format == Format::mxfp4 && kind.page.shape.width == kWidth &&
-         kind.rows_per_block >= kWarpKeys && is_power_of_two(kind.rows_per_block) && kStep % kind.rows_per_block == 0 &&
-         max_entries(p) < kMost && payload.row_stride == kKeyBytes && scale.row_stride == kGroups &&
-         payload.block_stride < kMost && scale.block_stride < kMost &&
-         is_aligned(payload.data, payload.block_stride, 16) && is_aligned(scale.data, scale.block_stride, 16) &&
-         is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
+  return p.layer.kinds[p.kind].page.format == Format::mxfp4 && can_stream_keys(p, kKeyBytes);
 }
 
 cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(score_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(Shared)));
   if (status != cudaSuccess) return status;
-  const std::int64_t units = (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
-  const std::int64_t blocks = std::clamp<std::int64_t>(units, 1, multiprocessors());
-  const ops::KindDesc& kind = tile.kind();
-  Pages pages{};
-  pages.payload = kind.page.payload.data;
-  pages.scale = kind.page.scale.data;
-  pages.payload_stride = static_cast<std::uint32_t>(kind.page.payload.block_stride);
-  pages.scale_stride = static_cast<std::uint32_t>(kind.page.scale.block_stride);
-  while (kind.rows_per_block > 1 << pages.block_shift) ++pages.block_shift;
-  pages.table = tile.p.step.block_table;
-  pages.blocks_per_request = tile.p.step.blocks_per_request;
-  return launch<sizeof(Shared)>(score_mxfp4_keys, static_cast<unsigned>(blocks), kThreads, stream, tile, pages);
+  return launch<sizeof(Shared)>(score_mxfp4_keys, score_blocks(tile), kScoreThreads, stream, tile, make_pages(tile));
 }
 
 }  // namespace kv4::cuda

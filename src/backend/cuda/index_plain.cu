@@ -21,29 +21,6 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kScaleRoom = 32;  // bytes behind a query's payload, as ops::index_token_bytes has them
-
-/// Encoded queries of a token.
-struct QueryRows {
-  const std::uint8_t *payload, *scale;
-  std::int64_t payload_stride, scale_stride;  // from head to head
-};
-
-template <class Codec>
-__device__ QueryRows query_rows(const IndexTile& tile, int token) {
-  const ops::IndexParams& p = tile.p;
-  const RowShape shape = tile.kind().page.shape;
-  if (p.q.dtype == DType::u8) {
-    const std::int64_t at = tile.first + token;
-    return {static_cast<const std::uint8_t*>(p.q.data) + at * p.q.row_stride,
-            static_cast<const std::uint8_t*>(p.q_scale.data) + at * p.q_scale.row_stride, Codec::payload_bytes(shape),
-            Codec::scale_bytes(shape)};
-  }
-  const std::int64_t stride = 2 * shape.width + kScaleRoom;
-  const std::uint8_t* base = tile.queries + token * tile.query_stride;
-  return {base, base + 2 * shape.width, stride, stride};
-}
-
 /// A thread block per head and token.
 template <class Codec>
 __global__ void encode_queries(const __grid_constant__ IndexTile tile) {
@@ -61,8 +38,7 @@ __global__ void encode_queries(const __grid_constant__ IndexTile tile) {
                                     : codec::round_bf16(static_cast<const float*>(p.q.data)[at + c]);
   block.sync();
   if (tile.kind().hadamard) ops::hadamard_row(block, shape.width, x);
-  const std::int64_t stride = 2 * shape.width + kScaleRoom;
-  std::uint8_t* to = tile.queries + token * tile.query_stride + head * stride;
+  std::uint8_t* to = tile.queries + token * tile.query_stride + head * query_row_bytes(shape.width);
   Codec::encode(block, shape, x, to, to + 2 * shape.width, tile.kind().global_scale);
 }
 

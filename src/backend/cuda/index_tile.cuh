@@ -24,14 +24,22 @@ struct IndexTile {
   std::int64_t score_stride = 0;    // at least the keys any token sees
   std::int32_t skip = 0;            // tokens that see no more keys are not scored
   bool fill = false;                // -infinity behind what a token sees
-  std::uint8_t* queries = nullptr;  // [count, query_stride]: encoded queries of the plain scorer
+  std::uint8_t* queries = nullptr;  // [count, query_stride]: encoded queries, maxima
   std::int64_t query_stride = 0;
-  bool has_maxima = false;  // of rows longer than kRowNumbers, in place of queries
+  std::int64_t maxima_at = 0;  // behind the queries, where they are kept
+  bool has_maxima = false;     // of rows longer than kRowNumbers
+  bool is_scored = false;      // by the kernel queued just before
 
   KV4_HD const ops::KindDesc& kind() const { return p.layer.kinds[p.kind]; }
   KV4_HD float* row(std::int64_t token) const { return scores + token * score_stride; }
   /// The largest score of each group of keys.
-  KV4_HD float* maxima(std::int64_t token) const { return reinterpret_cast<float*>(queries + token * query_stride); }
+  KV4_HD float* maxima(std::int64_t token) const {
+    return reinterpret_cast<float*>(queries + token * query_stride + maxima_at);
+  }
+  /// Of near scores: bits of the largest scale among the token's keys, kOddScale if one is out of bounds.
+  KV4_HD std::uint32_t* largest_scale(std::int64_t token) const {
+    return reinterpret_cast<std::uint32_t*>(queries + token * query_stride + maxima_at) - 1;
+  }
   /// Keys a token of the tile sees, as far as there is room for scores.
   KV4_HD std::int32_t visible(const ops::StepRecord& token) const {
     if (token.padded()) return 0;
@@ -60,7 +68,37 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream);
 /// The best of the tile's scores.
 cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);
 
+/// fp8 keys of 128 channels on Hopper: scores up to rounding, two launches, and the best of the defined ones.
+bool can_score_near(const ops::IndexParams& p);
+cudaError_t score_near(const IndexTile& tile, cudaStream_t stream);
+cudaError_t select_near(const IndexTile& tile, cudaStream_t stream);
+
+/// An encoded query: two bytes per channel at most, then its scales.
+constexpr int kQueryScaleRoom = 32;
+KV4_HD constexpr std::int64_t query_row_bytes(int width) { return 2 * width + kQueryScaleRoom; }
+
 #ifdef __CUDACC__
+/// Encoded queries of a token, as given or in the workspace.
+struct QueryRows {
+  const std::uint8_t *payload, *scale;
+  std::int64_t payload_stride, scale_stride;  // from head to head
+};
+
+template <class Codec>
+__device__ QueryRows query_rows(const IndexTile& tile, int token) {
+  const ops::IndexParams& p = tile.p;
+  const RowShape shape = tile.kind().page.shape;
+  if (p.q.dtype == DType::u8) {
+    const std::int64_t at = tile.first + token;
+    return {static_cast<const std::uint8_t*>(p.q.data) + at * p.q.row_stride,
+            static_cast<const std::uint8_t*>(p.q_scale.data) + at * p.q_scale.row_stride, Codec::payload_bytes(shape),
+            Codec::scale_bytes(shape)};
+  }
+  const std::int64_t stride = query_row_bytes(shape.width);
+  const std::uint8_t* base = tile.queries + token * tile.query_stride;
+  return {base, base + 2 * shape.width, stride, stride};
+}
+
 constexpr float kNoScore = -__builtin_huge_valf();
 
 /// -infinity behind what tokens see. A thread block takes every gridDim.x-th part of a row, a row has enough parts for

@@ -1,9 +1,5 @@
 // The best k of a row of scores, exactly: ties go to the smaller entry. The result's order is the same on every run.
 //
-// Exact selection begins with a histogram of 2,048 equal intervals from the smallest to the largest score. As a rule
-// few scores are in the bin that the k-th best lies in: they are ranked against each other. If not, histograms over
-// ever smaller ranges of the scores' bits; among very many equal scores, over entries.
-//
 // select_row: a thread block of 1,024 per row, at most 8 numbers in a thread's registers.
 //   Rows of up to 8,192 scores: selection from them.
 //   Longer ones, where the scorer left the largest score of each group of keys: the k-th largest of those is a bound
@@ -22,374 +18,21 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "backend/cuda/index_tile.cuh"
 #include "backend/cuda/launch.cuh"
-#include "ops/score_row.h"
+#include "backend/cuda/topk_select.cuh"
 
 namespace kv4::cuda {
 namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kBinBits = 11, kBins = 1 << kBinBits;
-constexpr int kFew = 256;  // numbers that are ranked against each other
-constexpr unsigned kAll = 0xFFFFFFFFu;
-
-struct Found {
-  std::uint32_t bin;
-  int above, inside;  // numbers in the bins above, in the bin
-};
-
-/// Numbers from low to high that still count; those above are taken.
-struct Range {
-  std::uint32_t low, high;
-
-  __device__ int shift() const { return max(0, 32 - kBinBits - __clz(static_cast<int>(high - low))); }
-  __device__ bool has(std::uint32_t x) const { return x >= low && x <= high; }
-  __device__ std::uint32_t bin_of(std::uint32_t x) const { return (x - low) >> shift(); }
-  __device__ void enter(std::uint32_t bin) {
-    const int by = shift();
-    low += bin << by;
-    high = low + min(high - low, (1u << by) - 1u);
-  }
-};
-
-/// The score of an ops::score_order.
-__device__ float score_of(std::uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
-
-/// Equal intervals of scores. What lies outside counts as in the first or the last.
-struct Intervals {
-  float low, per_score;
-
-  __device__ explicit Intervals(const Range& keys)
-      : low(score_of(keys.low)), per_score((kBins - 1) / (score_of(keys.high) - low)) {}
-  /// Whether there are any: scores are finite and not all the same.
-  __device__ bool are_finite() const { return per_score > 0.0f && per_score < __builtin_huge_valf(); }
-  __device__ int bin_of(std::uint32_t key) const {
-    constexpr float kWhole = 0x1p23f;  // from here on the bits count in ones
-    const float at = fmaxf((score_of(key) - low) * per_score, 0.0f);
-    return min(__float_as_int(at + kWhole) - __float_as_int(kWhole), kBins - 1);
-  }
-};
-
-/// What a block of so many threads selects with.
-template <int kBlockThreads>
-struct Selection {
-  static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32;
-  static_assert(kBins % kThreads == 0);
-  std::uint32_t histogram[kBins];  // all zero between uses
-  int sums[2][kWarps];
-  std::uint32_t lows[kWarps], highs[kWarps];
-  Found found;
-  std::uint32_t few_keys[kFew];
-  std::int32_t few_entries[kFew];
-  int few, last_of_few;  // how many, which is the last that is taken
-  std::int32_t chosen[ops::kMaxTopk];
-
-  /// A barrier must follow.
-  __device__ void clear() {
-    for (int i = static_cast<int>(threadIdx.x); i < kBins; i += kThreads) histogram[i] = 0;
-    if (threadIdx.x == 0) few = 0;
-  }
-};
-
-/// Sums over a block's threads, two barriers apart.
-template <class S>
-class Scan {
- public:
-  __device__ explicit Scan(S& s) : s_(s) {}
-
-  /// Over the threads before this one; total: over all. One barrier.
-  __device__ int before(int mine, int& total) {
-    constexpr int kWarps = S::kWarps;
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    int sum = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kAll, sum, step);
-      if (lane >= step) sum += other;
-    }
-    int(&sums)[kWarps] = s_.sums[half_];
-    half_ ^= 1;
-    if (lane == 31) sums[warp] = sum;
-    __syncthreads();
-    const int of_warp = lane < kWarps ? sums[lane] : 0;
-    total = __reduce_add_sync(kAll, of_warp);
-    return __reduce_add_sync(kAll, lane < warp ? of_warp : 0) + sum - mine;
-  }
-
- private:
-  S& s_;
-  int half_ = 0;
-};
-
-/// In which bin the `rank`-th largest number lies. for_each(f) calls f(bin) for this thread's numbers.
-template <class S, class ForEach>
-__device__ Found find_bin(S& s, Scan<S>& scan, int rank, ForEach&& for_each) {
-  constexpr int kEach = kBins / S::kThreads;
-  for_each([&](std::uint32_t bin) { atomicAdd(&s.histogram[bin], 1u); });
-  __syncthreads();
-  const std::uint32_t highest = kBins - 1 - kEach * threadIdx.x;
-  int inside[kEach], mine = 0;  // the uppermost first
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    inside[i] = static_cast<int>(s.histogram[highest - i]);
-    s.histogram[highest - i] = 0;
-    mine += inside[i];
-  }
-  int total, before = scan.before(mine, total);
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (before < rank && rank <= before + inside[i]) s.found = {highest - i, before, inside[i]};
-    before += inside[i];
-  }
-  __syncthreads();
-  return s.found;
-}
-
-/// What is chosen: keys above the range, and those in it whose entry is at most `last`.
-struct Cut {
-  Range range;
-  std::uint32_t last;
-  __device__ bool takes(std::uint32_t key, std::int32_t entry) const {
-    return key >= range.low && (key > range.high || static_cast<std::uint32_t>(entry) <= last);
-  }
-};
-
-/// The cut that takes the `count` best of the few numbers that `among` holds for, and what is better than those.
-template <class S, class Source, class Among>
-__device__ Cut cut_few(S& s, const Source& source, int count, Among&& among) {
-  source.for_each([&](std::uint32_t key, std::int32_t entry) {
-    if (!among(key)) return;
-    const int at = atomicAdd(&s.few, 1);
-    s.few_keys[at] = key;
-    s.few_entries[at] = entry;
-  });
-  __syncthreads();
-  const int few = s.few, lane = static_cast<int>(threadIdx.x % 32);
-  for (int i = static_cast<int>(threadIdx.x / 32); i < few; i += S::kWarps) {
-    const std::uint32_t key = s.few_keys[i];
-    const std::int32_t entry = s.few_entries[i];
-    int better = 0;
-    for (int j = lane; j < few; j += 32)
-      better += s.few_keys[j] > key || (s.few_keys[j] == key && s.few_entries[j] < entry);
-    if (__reduce_add_sync(kAll, better) == count - 1) s.last_of_few = i;
-  }
-  __syncthreads();
-  const std::uint32_t key = s.few_keys[s.last_of_few];
-  return {{key, key}, static_cast<std::uint32_t>(s.few_entries[s.last_of_few])};
-}
-
-/// The cut that takes `count` of a source's scores, at least as many of which lie in `range`. Once per selection.
-template <class S, class Source>
-__device__ Cut find_cut(S& s, Scan<S>& scan, const Source& source, Range range, int count) {
-  if (const Intervals intervals(range); intervals.are_finite()) {
-    const Found found = find_bin(s, scan, count, [&](auto&& f) {
-      source.for_each([&](std::uint32_t key, std::int32_t) { f(intervals.bin_of(key)); });
-    });
-    if (found.inside <= kFew)
-      return cut_few(s, source, count - found.above,
-                     [&](std::uint32_t key) { return intervals.bin_of(key) == static_cast<int>(found.bin); });
-  }
-  for (;;) {
-    const bool last = range.shift() == 0;
-    const Found found = find_bin(s, scan, count, [&](auto&& f) {
-      source.for_each([&](std::uint32_t key, std::int32_t) {
-        if (range.has(key)) f(range.bin_of(key));
-      });
-    });
-    range.enter(found.bin);
-    count -= found.above;
-    if (found.inside == count) return {range, 0xFFFFFFFFu};
-    if (found.inside <= kFew) return cut_few(s, source, count, [&](std::uint32_t key) { return range.has(key); });
-    if (last) break;
-  }
-  Range entries{~static_cast<std::uint32_t>(source.size() - 1), 0xFFFFFFFFu};  // the complement: smaller is better
-  for (;;) {
-    const Found found = find_bin(s, scan, count, [&](auto&& f) {
-      source.for_each([&](std::uint32_t key, std::int32_t entry) {
-        const std::uint32_t x = ~static_cast<std::uint32_t>(entry);
-        if (key == range.low && entries.has(x)) f(entries.bin_of(x));
-      });
-    });
-    entries.enter(found.bin);
-    count -= found.above;
-    if (found.inside == count) return {range, ~entries.low};
-  }
-}
-
-/// A row in memory.
-template <int kThreads>
-struct RowSource {
-  const float* row;
-  int count;
-  __device__ int size() const { return count; }
-  template <class F>
-  __device__ void for_each(F&& f) const {
-#pragma unroll 8
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) f(ops::score_order(row[i]), i);
-  }
-};
-
-/// Where the chosen entries of a token go.
-struct Choice {
-  const IndexTile& tile;
-  int token, request;
-
-  __device__ void put(int place, std::int32_t entry) const {
-    const std::int64_t at = std::int64_t{tile.first + token} * tile.p.top + place;
-    tile.p.indices[at] = entry;
-    if (tile.p.slots == nullptr) return;
-    const std::int32_t rows = tile.kind().rows_per_block;
-    const std::int64_t in_table = std::int64_t{request} * tile.p.step.blocks_per_request + entry / rows;
-    const std::int32_t block = entry < 0 ? -1 : tile.p.step.block_table[in_table];
-    tile.p.slots[at] = block < 0 ? -1 : block * rows + entry % rows;
-  }
-};
-
-template <class S, class Source>
-__device__ void write_chosen(S& s, Scan<S>& scan, const Source& source, const Cut& cut, const Choice& choice) {
-  int mine = 0, total;
-  source.for_each([&](std::uint32_t key, std::int32_t entry) { mine += cut.takes(key, entry); });
-  int place = scan.before(mine, total);
-  source.for_each([&](std::uint32_t key, std::int32_t entry) {
-    if (cut.takes(key, entry)) s.chosen[place++] = entry;
-  });
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < choice.tile.p.top; i += S::kThreads) choice.put(i, s.chosen[i]);
-}
-
-template <class S>
-__device__ __noinline__ void select_from_row(S& s, const float* scores, int count, Range range, Choice choice) {
-  const RowSource<S::kThreads> row{scores, count};
-  Scan<S> scan(s);
-  __syncthreads();
-  write_chosen(s, scan, row, find_cut(s, scan, row, range, choice.tile.p.top), choice);
-}
-
-/// A row that is taken whole, and what no entry is left for.
-__device__ void fill_choice(const Choice& choice, int count) {
-  for (int i = static_cast<int>(threadIdx.x); i < choice.tile.p.top; i += static_cast<int>(blockDim.x))
-    if (i >= count || count <= choice.tile.p.top) choice.put(i, i < count ? i : -1);
-}
-
-/// The smallest and largest of the block's numbers.
-template <class S>
-__device__ Range find_range(S& s, std::uint32_t low, std::uint32_t high) {
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  low = __reduce_min_sync(kAll, low);
-  high = __reduce_max_sync(kAll, high);
-  if (lane == 0) {
-    s.lows[warp] = low;
-    s.highs[warp] = high;
-  }
-  __syncthreads();
-  const int at = lane % S::kWarps;
-  return {__reduce_min_sync(kAll, s.lows[at]), __reduce_max_sync(kAll, s.highs[at])};
-}
-
-// --- rows of up to 8,192 scores, or of groups
-
-constexpr int kRowThreads = 1024, kRowHeld = kRowNumbers / kRowThreads, kRowWarps = kRowThreads / 32;
-constexpr int kGroupRoom = 4096;  // groups that reach the bound
-constexpr int kWarpRoom = 128;    // of a warp's list of their scores
-using RowSelection = Selection<kRowThreads>;
-
-struct RowShared {
-  RowSelection selection;
-  std::int32_t groups[kGroupRoom];
-  std::uint32_t keys[kRowWarps][kWarpRoom];  // ops::score_order
-  std::int32_t entries[kRowWarps][kWarpRoom];
-};
-
-/// Numbers in registers, the i-th of a thread being that of entry thread + i * kRowThreads.
-struct HeldSource {
-  const std::uint32_t (&held)[kRowHeld];
-  int count;
-  __device__ int size() const { return count; }
-  template <class F>
-  __device__ void for_each(F&& f) const {
-#pragma unroll
-    for (int i = 0; i < kRowHeld; ++i) {
-      const int entry = static_cast<int>(threadIdx.x) + i * kRowThreads;
-      if (entry < count) f(held[i], entry);
-    }
-  }
-};
-
-/// The warps' lists of entries below `bound`; each thread has some of its own warp's.
-struct WarpListSource {
-  const RowShared& s;
-  int listed, bound;
-  __device__ int size() const { return bound; }
-  template <class F>
-  __device__ void for_each(F&& f) const {
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    for (int i = static_cast<int>(threadIdx.x % 32); i < listed; i += 32) f(s.keys[warp][i], s.entries[warp][i]);
-  }
-};
-
-/// A row by the maxima of its groups, which lie in registers. False: too many reach the bound.
-__device__ bool select_by_groups(RowShared& s, Scan<RowSelection>& scan, const HeldSource& maxima, Range range,
-                                 const float* row, int count, int group, const Choice& choice) {
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const Intervals intervals(range);
-  if (!intervals.are_finite()) return false;
-  const Found found = find_bin(s.selection, scan, choice.tile.p.top, [&](auto&& f) {
-    maxima.for_each([&](std::uint32_t key, std::int32_t) { f(intervals.bin_of(key)); });
-  });
-  const auto reaches_bound = [&](std::uint32_t key) { return intervals.bin_of(key) >= static_cast<int>(found.bin); };
-  int mine = 0, total;
-  maxima.for_each([&](std::uint32_t key, std::int32_t) { mine += reaches_bound(key); });
-  int place = scan.before(mine, total);
-  if (total > kGroupRoom) return false;
-  maxima.for_each([&](std::uint32_t key, std::int32_t entry) {
-    if (reaches_bound(key)) s.groups[place++] = entry;
-  });
-  __syncthreads();
-
-  constexpr int kAhead = 8;
-  const int bits = 31 - __clz(group);
-  int listed = 0;
-  for (int first = 32 * warp; first < total * group; first += kAhead * kRowThreads) {
-    float scores[kAhead];
-    std::int32_t entries[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int at = first + i * kRowThreads + lane;
-      const int entry = at < total * group ? (s.groups[at >> bits] << bits) + (at & (group - 1)) : count;
-      entries[i] = entry < count ? entry : -1;
-      scores[i] = entry < count ? row[entry] : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const std::uint32_t key = ops::score_order(scores[i]);
-      const bool reaches = entries[i] >= 0 && reaches_bound(key);
-      const unsigned all = __ballot_sync(kAll, reaches);
-      const int at = listed + __popc(all & ((1u << lane) - 1u));
-      if (reaches && at < kWarpRoom) {
-        s.keys[warp][at] = key;
-        s.entries[warp][at] = entries[i];
-      }
-      listed += __popc(all);
-    }
-  }
-  if (__syncthreads_or(listed > kWarpRoom)) return false;
-  const WarpListSource source{s, listed, count};
-  const float bins_below = static_cast<float>(found.bin) - 1.0f;  // one less: roundings
-  range.low = max(range.low, ops::score_order(intervals.low + bins_below / intervals.per_score));
-  write_chosen(s.selection, scan, source, find_cut(s.selection, scan, source, range, choice.tile.p.top), choice);
-  return true;
-}
-
 __global__ void __launch_bounds__(kRowThreads, 1) select_row(const __grid_constant__ IndexTile tile) {
   extern __shared__ __align__(16) unsigned char bytes[];
   RowShared& s = *reinterpret_cast<RowShared*>(bytes);
   s.selection.clear();
-  wait_for_previous();
-  let_next_start();
+  touch(tile);
   const int token = static_cast<int>(blockIdx.x);
-  const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
+  const ops::StepRecord record = record_and_wait(tile, token);
   const int count = tile.visible(record), top = tile.p.top;
   const Choice choice{tile, token, record.row};
   fill_choice(choice, count);
@@ -399,27 +42,17 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_row(const __grid_consta
   const bool whole = count <= kRowNumbers;
   const int group = group_size(count), numbers = whole ? count : (count + group - 1) / group;
   if (numbers <= top) return select_from_row(s.selection, row, count, {0, 0xFFFFFFFFu}, choice);
-  const float* from = whole ? row : tile.maxima(token);
-  std::uint32_t held[kRowHeld];
-#pragma unroll
-  for (int i = 0; i < kRowHeld; ++i) {  // all loads before the first use
-    const int at = static_cast<int>(threadIdx.x) + i * kRowThreads;
-    held[i] = at < numbers ? __float_as_uint(from[at]) : 0u;
-  }
-  std::uint32_t low = 0xFFFFFFFFu, high = 0;
-#pragma unroll
-  for (int i = 0; i < kRowHeld; ++i) {
-    held[i] = ops::score_order(__uint_as_float(held[i]));
-    if (static_cast<int>(threadIdx.x) + i * kRowThreads >= numbers) continue;
-    low = min(low, held[i]);
-    high = max(high, held[i]);
-  }
-  const Range all = find_range(s.selection, low, high);  // its barrier is the one after clear()
+  float held[kRowHeld];
+  load_numbers(whole ? row : tile.maxima(token), numbers, held);
+  const Range all = range_of(s.selection, numbers, held);
   Scan<RowSelection> scan(s.selection);
   const HeldSource source{held, numbers};
+  const auto select = [&](const auto& from, const Range& range) {
+    write_chosen(s.selection, scan, from, find_cut(s.selection, scan, from, range, top), choice);
+  };
   if (whole)
-    write_chosen(s.selection, scan, source, find_cut(s.selection, scan, source, all, top), choice);
-  else if (!select_by_groups(s, scan, source, all, row, count, group, choice))
+    select(source, all);
+  else if (!select_by_groups(s, scan, source, all, {row, count, group, top, 0.0f}, select))
     select_from_row(s.selection, row, count, {0, 0xFFFFFFFFu}, choice);
 }
 
@@ -443,6 +76,7 @@ struct LongShared {
 
 /// The cluster's lists of entries below `bound`.
 struct ListSource {
+  static constexpr int kMost = 0;
   const LongShared& s;
   int blocks, bound;
   __device__ int size() const { return bound; }
@@ -451,7 +85,7 @@ struct ListSource {
     const int segment = kRoom / blocks;
     for (int block = 0; block < blocks; ++block)
       for (int i = static_cast<int>(threadIdx.x); i < s.listed[block]; i += kLongThreads)
-        f(s.keys[block * segment + i], s.entries[block * segment + i]);
+        f(score_of(s.keys[block * segment + i]), s.entries[block * segment + i]);
   }
 };
 
@@ -525,6 +159,7 @@ __global__ void __launch_bounds__(kLongThreads, 1)
   extern __shared__ __align__(16) unsigned char bytes[];
   LongShared& s = *reinterpret_cast<LongShared*>(bytes);
   s.selection.clear();
+  touch(tile);
   wait_for_previous();
   let_next_start();
   const int token = static_cast<int>(blockIdx.x) / most_blocks, rank = block_in_cluster();

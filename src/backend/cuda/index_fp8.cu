@@ -1,0 +1,246 @@
+// Near scores of fp8 keys of 128 channels on Hopper, by matrix products, for a top-k that makes up for what they lack
+// (topk_near.cu): the defined sums are fp32 fma in the order of channels, which a matrix unit does not follow.
+//
+// Every e4m3 is exact in fp16, and so are products of two in fp32; what differs from the defined score are roundings of
+// sums, bounded in topk_near.cu. Scales come off: a head's goes into its weight, a key's is applied to the total. A key
+// of a code that is NaN scores 0 here as there, for NaN is no product above 0. A key whose scale is no normal number of
+// ordinary size makes its token one that is scored again key by key: kOddScale in its place for the largest scale.
+//
+// First the queries are encoded as keys are, eight lanes per head. Then units of keys are scored as in
+// index_mxfp4.cu, but with fp16 operands: a tile of 64 keys x 64 heads is 8 wgmma of m64n64k16. Lane c of a quad loads
+// 16 bytes of each half of its row and supplies them as the k-steps' channels 2c, 2c + 1 and 8 + 2c, 9 + 2c; queries
+// lie in shared memory with their channels in that order.
+//
+// Bound by bytes: 132 per key are 7.3 clocks of a multiprocessor; the matrix unit takes 4.8, conversions 4. 262,144
+// keys of each of 128 requests, with the selection: 1,224 us on an H200, 2026-11-15, where keys and scores take 1,089.
+#include <cstdint>
+
+#include "backend/cuda/index_near.cuh"
+#include "backend/cuda/index_units.cuh"
+#include "backend/cuda/row_decode.cuh"
+
+namespace kv4::cuda {
+namespace {
+
+constexpr int kKeyBytes = kWidth, kStages = 3, kSteps = kWidth / 16;
+using Keys = KeyStream<kKeyBytes, kStages>;
+
+struct Shared {
+  std::uint8_t q[2][kHeads * 128];  // matrix operands: halves of the channels, fp16, rows with swizzled chunks
+  std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
+  float weights[ops::kChains][ops::kChainHeads];  // a head's weight times its scale
+  ShareRoom share;
+};
+static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && sizeof(Shared) <= 227 << 10);
+
+// --- queries
+
+constexpr int kEncodeThreads = 64, kEncodeHeads = kEncodeThreads / kHeadLanes;
+
+/// Queries as the keys are, where they are not given so; no key has been scored.
+__global__ void __launch_bounds__(kEncodeThreads) encode_fp8_queries(const __grid_constant__ IndexTile tile) {
+  touch(tile);
+  wait_for_previous();
+  let_next_start();
+  constexpr int kBlocks = kHeads / kEncodeHeads;
+  const int token = static_cast<int>(blockIdx.x) / kBlocks, block = static_cast<int>(blockIdx.x) % kBlocks;
+  if (block == 0 && threadIdx.x == 0) *tile.largest_scale(token) = 0;
+  const int head = block * kEncodeHeads + static_cast<int>(threadIdx.x) / kHeadLanes;
+  const int part = static_cast<int>(threadIdx.x) % kHeadLanes;
+  if (tile.p.q.dtype == DType::u8 || tile.p.step.tokens[tile.first + token].padded()) return;
+  const RawChannels raw = load_channels(tile.p, tile.first + token, head, part);
+  float x[kLaneChannels];
+  channels_of(raw, tile.p.q.dtype, x);
+  if (tile.kind().hadamard) transform(x);
+  std::uint32_t pairs[kLaneChannels / 2];
+  float amax = round_channels(x, pairs);
+#pragma unroll
+  for (int lane = 1; lane < kHeadLanes; lane *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, lane));
+  const int exponent = exponent_over_448(amax);
+  const float by = pow2_normal(-exponent);
+  std::uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    words[i] = e4m3_quad(
+        {low_value(pairs[2 * i]), high_value(pairs[2 * i]), low_value(pairs[2 * i + 1]), high_value(pairs[2 * i + 1])},
+        by);
+  if (head >= tile.p.num_heads) return;
+  std::uint8_t* const to = tile.queries + token * tile.query_stride + head * query_row_bytes(kWidth);
+  *reinterpret_cast<uint4*>(to + kLaneChannels * part) = {words[0], words[1], words[2], words[3]};
+  if (part == 0) *reinterpret_cast<float*>(to + 2 * kWidth) = pow2_normal(exponent);
+}
+
+/// Two e4m3 as fp16, exactly.
+__device__ std::uint32_t half_pair(std::uint32_t codes) {
+  const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes & 0xFFFFu), __NV_E4M3);
+  return halves.x | static_cast<std::uint32_t>(halves.y) << 16;
+}
+
+/// A token's queries into shared memory: 16 channels of a head per thread.
+__device__ void load_queries(Shared& s, const IndexTile& tile, int token) {
+  constexpr int kChunks = kWidth / 16;
+  static_assert(kScoreThreads == kHeads * kChunks);
+  const int head = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
+  const QueryRows from = query_rows<codec::Fp8Key>(tile, token);
+  uint4 codes{};
+  float weight = 0.0f;
+  if (head < tile.p.num_heads) {
+    codes = *reinterpret_cast<const uint4*>(from.payload + head * from.payload_stride + 16 * chunk);
+    if (chunk == 0)
+      weight = static_cast<const float*>(tile.p.weights.data)[(tile.first + token) * tile.p.weights.row_stride + head] *
+               *reinterpret_cast<const float*>(from.scale + head * from.scale_stride);
+  }
+  const int row = operand_row(head);
+  const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    *reinterpret_cast<std::uint32_t*>(&s.q[chunk / 4][row * 128 + 16 * (i ^ (row % 8)) + 4 * (chunk % 4)]) =
+        half_pair(words[i / 2] >> (16 * (i % 2)));
+  if (chunk == 0) s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = weight;
+}
+
+// --- products
+
+template <bool kAdd>
+__device__ void multiply(float (&d)[32], const std::uint32_t (&a)[4], std::uint64_t b) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile(
+      "{ .reg .pred add; setp.ne.b32 add, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, add, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
+#endif
+}
+
+__device__ void multiply_tile(float (&d)[32], const std::uint32_t (&a)[kSteps][4], const std::uint64_t (&queries)[2]) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  multiply<false>(d, a[0], queries[0]);
+#pragma unroll
+  for (int i = 1; i < kSteps; ++i) multiply<true>(d, a[i], queries[i / 4] + (32 >> 4) * (i % 4));
+  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
+#endif
+}
+
+/// One chain of heads of two keys.
+__device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kChainHeads], float& first, float& second) {
+  first = second = 0.0f;
+#pragma unroll
+  for (int i = 0; i < ops::kChainHeads; ++i) {
+    const int at = i / 2 * 4 + i % 2;
+    first = codec::fused(weights[i], fmaxf(d[at], 0.0f), first);
+    second = codec::fused(weights[i], fmaxf(d[at + 2], 0.0f), second);
+  }
+}
+
+/// Units [first, first + count) of a token: the queries' part of Shared is written anew.
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
+                            int request, int scored) {
+  const int warp = static_cast<int>(threadIdx.x / 32), warpgroup = warp / 4;
+  const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kQuad;
+  const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
+  Keys keys(s.ring[warp][0], pages, request, first + warpgroup, units, scored);
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) keys.issue(i);
+  wait_for_previous();
+  let_next_start();
+  load_queries(s, tile, token);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  __syncthreads();
+  const std::uint64_t queries[2] = {operand_of(s.q[0]), operand_of(s.q[1])};
+  float weights[ops::kChainHeads];
+#pragma unroll
+  for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
+  int key = keys.first_key(0) + lane / kQuad + 8 * c;  // whose score this lane writes
+  float* to = tile.row(token) + key;
+  float* const maxima = tile.has_maxima && scored > kRowNumbers ? tile.maxima(token) : nullptr;
+  const int group = group_size(scored);
+  // Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
+  const std::uint32_t chunk_at = 128 * (lane / kQuad) + 16 * (c ^ (lane / kQuad % 2 * 4));
+  std::uint32_t largest = 0;
+
+  for (int i = 0; i < units; ++i, key += kStep, to += kStep) {
+    Keys::wait();
+    keys.issue(i + kStages - 1);
+    const std::uint32_t stage = keys.stage(i);
+    const std::uint32_t scale = load_shared4(stage + Keys::kPayloadBytes + kKeyScaleBytes * (lane / kQuad + 8 * c));
+    float sum[kRows];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      std::uint32_t a[kSteps][4];
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const uint4 codes = load_shared16(stage + 1024 * (2 * half + k) + (chunk_at ^ (64 * part)));
+          const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            a[4 * part + j][k] = half_pair(words[j]);
+            a[4 * part + j][2 + k] = half_pair(words[j] >> 16);
+          }
+        }
+      float products[32] = {};  // no instruction: the first step does not read them
+      multiply_tile(products, a, queries);
+      add_heads(products, weights, sum[2 * half], sum[2 * half + 1]);
+    }
+    const float total = add_chains(sum, c) * codec::bits_float(scale);
+    if (key < scored) {
+      *to = total;
+      largest = max(largest, scale - kLeastScale <= kMostScale - kLeastScale ? scale : kOddScale);
+    }
+    if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group, key < scored ? total : kNoScore);
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  largest = __reduce_max_sync(kAllLanes, largest);
+  if (lane == 0 && largest > 0) atomicMax(tile.largest_scale(token), largest);
+  __syncthreads();  // the queries may change
+}
+
+__global__ void __launch_bounds__(kScoreThreads, 1)
+    score_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  touch(tile);
+  touch(pages);
+  // The encoder let this start after its own wait: all but the queries is there.
+  Share share = find_share(s.share, tile);
+  while (share.count > 0) {
+    const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
+    const int scored = tile.scored(record);
+    const int count = min(share.count, (scored + kUnitKeys - 1) / kUnitKeys - share.unit);
+    if (count > 0) score_units(s, tile, pages, share.token, share.unit, count, record.row, scored);
+    share = {share.token + 1, 0, share.count - count};
+  }
+  wait_for_previous();
+}
+
+}  // namespace
+
+bool can_score_near(const ops::IndexParams& p) {
+  return p.layer.kinds[p.kind].page.format == Format::fp8 && can_stream_keys(p, kKeyBytes) &&
+         is_aligned(p.workspace, 0, 16) &&
+         (p.q.dtype != DType::u8 || is_aligned(p.q_scale.data, p.q_scale.row_stride, 4));
+}
+
+cudaError_t score_near(const IndexTile& tile, cudaStream_t stream) {
+  cudaError_t status = launch(encode_fp8_queries, static_cast<unsigned>(tile.count * (kHeads / kEncodeHeads)),
+                              kEncodeThreads, stream, tile);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(score_fp8_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(sizeof(Shared)));
+  if (status != cudaSuccess) return status;
+  return launch<sizeof(Shared)>(score_fp8_keys, score_blocks(tile), kScoreThreads, stream, tile, make_pages(tile));
+}
+
+}  // namespace kv4::cuda

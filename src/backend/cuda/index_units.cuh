@@ -1,0 +1,346 @@
+// What scorers on Hopper's matrix unit share: a thread block of four warpgroups per multiprocessor that takes an equal
+// run of units, 128 keys of a token each, from the list of all tokens' units; keys on their way from pages to shared
+// memory; queries as given. Queries have 128 channels and at most 64 heads, a key 4 bytes of scales.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "backend/cuda/index_tile.cuh"
+#include "backend/cuda/launch.cuh"
+#include "backend/cuda/row_encode.cuh"
+#include "ops/score_row.h"
+
+namespace kv4::cuda {
+
+constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kQuad = 4, kKeyScaleBytes = 4;
+constexpr int kScoreThreads = 512, kScoreWarps = kScoreThreads / 32, kWarpgroups = kScoreThreads / 128;
+constexpr int kEvenUnits = 256;  // of a block, up to which it is worth a few multiprocessors that do nothing
+constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: keys of a quad in a unit
+
+// --- shares
+
+/// A block's part of all tokens' units: `count` of them from this one on.
+struct Share {
+  int token, unit, count;
+};
+
+struct ShareRoom {
+  std::uint32_t sums[kScoreWarps];
+  int token, unit;  // the first of this block
+};
+
+__device__ inline int units_of(const IndexTile& tile, int token) {
+  return (tile.scored(tile.p.step.tokens[tile.first + token]) + kUnitKeys - 1) / kUnitKeys;
+}
+
+__device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int each = (tile.count + kScoreThreads - 1) / kScoreThreads, first = static_cast<int>(threadIdx.x) * each;
+  const int end = min(first + each, tile.count);
+  int mine = 0;
+  for (int token = first; token < end; ++token) mine += units_of(tile, token);
+  int sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
+  __syncthreads();
+  int before = sum - mine, total = 0;
+#pragma unroll
+  for (int w = 0; w < kScoreWarps; ++w) {
+    const int of_warp = static_cast<int>(s.sums[w]);
+    if (w < warp) before += of_warp;
+    total += of_warp;
+  }
+  const int blocks = min(static_cast<int>(gridDim.x), total), block = static_cast<int>(blockIdx.x);
+  if (block >= blocks) return {0, 0, 0};
+  const auto begin_of = [&](int i) {
+    constexpr int kShort = 1 << 20;  // of which a multiple fits 32 bits: dividing 64 takes hundreds of clocks
+    return total < kShort && blocks < 1 << 12
+               ? static_cast<int>(static_cast<unsigned>(i) * static_cast<unsigned>(total) /
+                                  static_cast<unsigned>(blocks))
+               : static_cast<int>(std::int64_t{i} * total / blocks);
+  };
+  const int begin = begin_of(block), stop = begin_of(block + 1);
+  if (before <= begin && begin < before + mine) {
+    int token = first, at = begin - before;
+    for (int units; at >= (units = units_of(tile, token)); ++token) at -= units;
+    s.token = token;
+    s.unit = at;
+  }
+  __syncthreads();
+  return {s.token, s.unit, stop - begin};
+}
+
+// --- queries
+
+// Eight lanes share a head, 16 channels each.
+constexpr int kHeadLanes = 8, kLaneChannels = kWidth / kHeadLanes;
+
+/// A lane's channels of a head as given: bf16, fp32, or encoded.
+struct RawChannels {
+  uint4 words[4];
+  std::uint32_t scale;
+  float weight;  // of the head
+};
+
+/// All loads are under way when it returns. Heads that are not there are zero.
+__device__ inline RawChannels load_channels(const ops::IndexParams& p, std::int64_t token, int head, int part) {
+  RawChannels raw{};
+  if (head >= p.num_heads) return raw;
+  raw.weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
+  const std::int64_t at = token * p.q.row_stride + head * kWidth + kLaneChannels * part;
+  const int count = p.q.dtype == DType::bf16 ? 2 : p.q.dtype == DType::f32 ? 4 : 0;
+  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + at * count);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < count) raw.words[i] = from[i];
+  return raw;
+}
+
+__device__ inline void channels_of(const RawChannels& raw, DType dtype, float (&x)[kLaneChannels]) {
+  std::uint32_t pairs[kLaneChannels / 2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const auto round = [](std::uint32_t low, std::uint32_t high) {
+      return bf16_pair(codec::bits_float(low), codec::bits_float(high));
+    };
+    const uint4 given = raw.words[i], a = raw.words[2 * i], b = raw.words[2 * i + 1];
+    const bool wide = dtype == DType::f32;
+    pairs[4 * i] = wide ? round(a.x, a.y) : given.x;
+    pairs[4 * i + 1] = wide ? round(a.z, a.w) : given.y;
+    pairs[4 * i + 2] = wide ? round(b.x, b.y) : given.z;
+    pairs[4 * i + 3] = wide ? round(b.z, b.w) : given.w;
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneChannels / 2; ++i) {
+    x[2 * i] = low_value(pairs[i]);
+    x[2 * i + 1] = high_value(pairs[i]);
+  }
+}
+
+/// ops::hadamard_row over a head's 128 channels, without its last rounding.
+__device__ inline void transform(float (&x)[kLaneChannels]) {
+#pragma unroll
+  for (int h = 1; h < kLaneChannels; h *= 2)
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) {
+      if (i & h) continue;
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    }
+#pragma unroll
+  for (int lane = 1; lane < kHeadLanes; lane *= 2) {
+    const float sign = (threadIdx.x & lane) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) x[i] = codec::fused(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], lane));
+  }
+  const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kWidth)));
+#pragma unroll
+  for (int i = 0; i < kLaneChannels; ++i) x[i] *= scale;
+}
+
+/// A lane's channels rounded to bf16; returns the largest magnitude, NaN passed over.
+__device__ inline float round_channels(const float (&x)[kLaneChannels], std::uint32_t (&pairs)[kLaneChannels / 2]) {
+  std::uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneChannels / 2; ++i) {
+    pairs[i] = bf16_pair(x[2 * i], x[2 * i + 1]);
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(pairs[i] & 0x7FFF7FFFu));
+  }
+  return fmaxf(low_value(largest), high_value(largest));
+}
+
+/// A token's queries into L2.
+__device__ inline void prefetch_queries(const IndexTile& tile, int token) {
+  constexpr int kLine = 64;
+  if (tile.p.q.dtype == DType::u8 || token >= tile.count) return;
+  const int element = tile.p.q.dtype == DType::f32 ? 4 : 2;
+  const std::uint8_t* q =
+      static_cast<const std::uint8_t*>(tile.p.q.data) + (tile.first + token) * tile.p.q.row_stride * element;
+  for (int at = static_cast<int>(threadIdx.x) * kLine; at < tile.p.num_heads * kWidth * element;
+       at += kScoreThreads * kLine)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at));
+}
+
+/// Where a head's row of the matrix operand lies, so that a lane's accumulators are a chain.
+__device__ inline int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
+
+/// K-major rows of 128 bytes, 128-byte swizzle, 1,024 bytes from 8 rows to the next.
+__device__ inline std::uint64_t operand_of(const std::uint8_t* q) {
+  const std::uint64_t address = static_cast<std::uint64_t>(__cvta_generic_to_shared(q)) >> 4;
+  return (address & 0x3FFF) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 | std::uint64_t{1} << 62;
+}
+
+// --- keys
+
+/// The pages of keys: dense rows of payload and of scales. A warpgroup's units lie kStep rows apart, a whole number of
+/// blocks: so a warp's row in a block stays the same.
+constexpr int kStep = kWarpgroups * kUnitKeys;
+struct Pages {
+  const std::uint8_t *payload, *scale;
+  std::uint32_t payload_stride, scale_stride;  // from block to block
+  std::int32_t block_shift;                    // log2 of rows per block
+  const std::int32_t* table;                   // [requests, blocks_per_request]
+  std::int32_t blocks_per_request;
+
+  __device__ const std::uint8_t* payload_of(std::uint32_t block) const {
+    return payload + std::uint64_t{block} * payload_stride;
+  }
+  __device__ const std::uint8_t* scale_of(std::uint32_t block) const {
+    return scale + std::uint64_t{block} * scale_stride;
+  }
+};
+
+/// A warp's part of its warpgroup's units of keys on their way from the pages to its ring, which holds kStages of them.
+/// Of every other row of 128 bytes the halves change places, so that quads can load four chunks of a row each without
+/// bank conflicts.
+template <int kKeyBytes, int kStages>
+class KeyStream {
+ public:
+  static constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kKeyScaleBytes;
+  static_assert(kStageBytes % 16 == 0 && (kKeyBytes == 64 || kKeyBytes == 128));
+
+  /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
+  __device__ KeyStream(const std::uint8_t* ring, const Pages& pages, int request, int first_unit, int units, int scored)
+      : pages_(pages),
+        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
+        units_(units),
+        scored_(scored),
+        row_(static_cast<std::uint32_t>(first_ & ((1 << pages.block_shift) - 1))),
+        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
+        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))),
+        next_(load_id(0)) {}
+
+  __device__ int first_key(int i) const { return first_ + i * kStep; }
+  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
+
+  /// In order. Keys that no token sees are left as they come.
+  __device__ void issue(int i) {
+    if (i % 32 == 0) {
+      ids_ = next_;
+      next_ = load_id(i + 32);
+    }
+    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
+    if (block >= 0) {
+      const std::uint32_t lane = threadIdx.x % 32, swapped = kKeyBytes == 128 ? lane / 8 % 2 * 4 : 0;
+      const std::uint32_t to = stage(i) + 16 * (lane ^ swapped);
+      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row_ + 16 * lane);
+#pragma unroll
+      for (int at = 0; at < kPayloadBytes; at += 512) copy16(to + at, from + at);
+      if (lane < kWarpKeys * kKeyScaleBytes / 16)  // none of them swapped
+        copy16(to + kPayloadBytes,
+               pages_.scale_of(static_cast<std::uint32_t>(block)) + (kKeyScaleBytes * row_ + 16 * lane));
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  /// Until all but the kStages - 2 newest are there.
+  __device__ static void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncwarp();
+  }
+
+ private:
+  /// The block of this lane's unit from the i-th on.
+  __device__ std::int32_t load_id(int i) const {
+    i += static_cast<int>(threadIdx.x % 32);
+    return i < units_ && first_key(i) < scored_ ? table_[first_key(i) >> pages_.block_shift] : -1;
+  }
+  __device__ static void copy16(std::uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  }
+
+  const Pages& pages_;
+  int first_, units_, scored_;
+  std::uint32_t row_;  // in any block
+  const std::int32_t* table_;
+  std::uint32_t ring_;
+  std::int32_t ids_ = -1, next_;
+};
+
+__device__ inline uint4 load_shared16(std::uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+__device__ inline std::uint32_t load_shared4(std::uint32_t at) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+
+// --- scores
+
+/// (c0 + c1) + (c2 + c3) of a quad's four keys: lane c gets the c-th one's.
+__device__ inline float add_chains(const float (&sum)[kRows], int c) {
+  const bool odd = c % 2 != 0, upper = c >= 2;
+  const float low = (odd ? sum[1] : sum[0]) + __shfl_xor_sync(kAllLanes, odd ? sum[0] : sum[1], 1);
+  const float high = (odd ? sum[3] : sum[2]) + __shfl_xor_sync(kAllLanes, odd ? sum[2] : sum[3], 1);
+  return (upper ? high : low) + __shfl_xor_sync(kAllLanes, upper ? low : high, 2);
+}
+
+/// The largest score of each group of a unit's keys, of which this lane has one. NaN is passed over.
+__device__ inline void write_maxima(float* maxima, int first_key, int group, float score) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  static_assert(kSmallGroup == 8 && kLargeGroup == kWarpKeys);
+  if (group == kLargeGroup) {
+    // In the order of whole numbers; -infinity for NaN.
+    const int bits = codec::is_nan(score) ? __float_as_int(kNoScore) : __float_as_int(score);
+    const int most = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
+    if (lane == 0) maxima[first_key / kLargeGroup] = __int_as_float(most ^ (most >> 31 & 0x7FFFFFFF));
+    return;
+  }
+#pragma unroll
+  for (int step = kQuad; step < 32; step *= 2) score = fmaxf(score, __shfl_xor_sync(kAllLanes, score, step));
+  if (lane < kQuad) maxima[first_key / kSmallGroup + lane] = score;
+}
+
+// --- what the host checks and passes
+
+inline bool is_power_of_two(std::int64_t x) { return (x & (x - 1)) == 0; }
+
+inline bool is_aligned(const void* data, std::int64_t stride_bytes, std::int64_t to) {
+  return (reinterpret_cast<std::intptr_t>(data) | stride_bytes) % to == 0;
+}
+
+/// Whether keys of so many bytes, and queries, lie as the above reads them.
+inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes) {
+  const ops::KindDesc& kind = p.layer.kinds[p.kind];
+  const ops::Plane &payload = kind.page.payload, &scale = kind.page.scale;
+  const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  return overlaps_launches() && kind.page.shape.width == kWidth && kind.rows_per_block >= kWarpKeys &&
+         is_power_of_two(kind.rows_per_block) && kStep % kind.rows_per_block == 0 && max_entries(p) < kMost &&
+         payload.row_stride == key_bytes && scale.row_stride == kKeyScaleBytes && payload.block_stride < kMost &&
+         scale.block_stride < kMost && is_aligned(payload.data, payload.block_stride, 16) &&
+         is_aligned(scale.data, scale.block_stride, 16) && is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
+}
+
+inline Pages make_pages(const IndexTile& tile) {
+  const ops::KindDesc& kind = tile.kind();
+  Pages pages{};
+  pages.payload = kind.page.payload.data;
+  pages.scale = kind.page.scale.data;
+  pages.payload_stride = static_cast<std::uint32_t>(kind.page.payload.block_stride);
+  pages.scale_stride = static_cast<std::uint32_t>(kind.page.scale.block_stride);
+  while (kind.rows_per_block > 1 << pages.block_shift) ++pages.block_shift;
+  pages.table = tile.p.step.block_table;
+  pages.blocks_per_request = tile.p.step.blocks_per_request;
+  return pages;
+}
+
+/// As many blocks as can run at once; if tokens are few and not long, so many to each of them: a block that goes on to
+/// a second token prepares queries twice.
+inline unsigned score_blocks(const IndexTile& tile) {
+  const std::int64_t units = (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
+  const std::int64_t all = std::clamp<std::int64_t>(units, 1, multiprocessors());
+  const std::int64_t even = all / tile.count * tile.count;
+  return static_cast<unsigned>(20 * even >= 19 * all && units <= kEvenUnits * all ? even : all);
+}
+
+}  // namespace kv4::cuda
