@@ -446,7 +446,7 @@ __device__ void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Before the kernel before has ended: queries, the first rows of those that no list names, and lists.
+/// Before the kernel before has ended: queries, the first window rows, and what chosen entries are found by.
 __device__ void fetch_ahead(const AttendParams& p, Job job) {
   const int thread = static_cast<int>(threadIdx.x), head = job.first_head + thread * kLine / (kWidth * 2);
   if (head < p.num_heads)
@@ -461,9 +461,7 @@ __device__ void fetch_ahead(const AttendParams& p, Job job) {
   const bool listed = p.chosen.data != nullptr && rows.entries > 0;
   if (row < min(job.end, rows.window)) {
     const int key = rows.key(p, job.token, row);
-    const int block =
-        row < rows.window ? rows.block(p, row, key) : __ldcg(blocks + key / p.layer.kinds[0].rows_per_block);
-    const RowPlace place = rows.place(p, row, key, block);
+    const RowPlace place = rows.place(p, row, key, rows.block(p, row, key));
     if (place.payload == nullptr) return;
     for (int at = 0; at < kWidth + kTail; at += kLine) fetch(place.payload + at);
     fetch(place.scale);
