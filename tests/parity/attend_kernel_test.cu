@@ -536,6 +536,9 @@ TEST_F(AttendKernel, RowsOfAnySize) {
     c.sink = false;
     c.split = cuda::AttendSplit{3, 2};
     run(c);
+    c.heads = 128;
+    c.split = cuda::AttendSplit{1, 1, true};
+    run(c);
   }
 }
 
@@ -556,17 +559,19 @@ TEST_F(AttendKernel, EverySplit) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (major != 9) GTEST_SKIP() << "the tuned kernel is for Hopper";
-  for (const int channels : {1, 2, 4})
-    for (int rows = 1; rows * channels <= cuda::kMaxCluster; ++rows)
-      for (const DType type : {DType::f32, DType::bf16}) {
-        SCOPED_TRACE(testing::Message() << rows << " x " << channels << (type == DType::f32 ? " f32" : " bf16"));
-        Case c = entries_case(4, 0);
-        c.heads = 96;
-        c.requests = {{300, 1}, {0, 0}, {1200, 1}};
-        c.out_type = type;
-        c.split = cuda::AttendSplit{rows, channels};
-        run(c);
-      }
+  for (const bool paired : {false, true})
+    for (const int channels : {1, 2, 4})
+      for (int rows = 1; rows * channels * (paired ? 2 : 1) <= cuda::kMaxCluster; ++rows)
+        for (const DType type : {DType::f32, DType::bf16}) {
+          SCOPED_TRACE(testing::Message() << rows << " x " << channels << (paired ? " paired" : "")
+                                          << (type == DType::f32 ? " f32" : " bf16"));
+          Case c = entries_case(4, 0);
+          c.heads = 96;
+          c.requests = {{300, 1}, {0, 0}, {1200, 1}};
+          c.out_type = type;
+          c.split = cuda::AttendSplit{rows, channels, paired};
+          run(c);
+        }
 }
 
 TEST_F(AttendKernel, EveryFormatWidthAndQueryType) {
@@ -687,9 +692,11 @@ TEST_F(AttendKernel, TheSameTwice) {
 
 TEST_F(AttendKernel, FewTokensByTheKernelForMany) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::AttendSplit& split : {cuda::AttendSplit{1, 1}, cuda::AttendSplit{4, 2}}) {
-    SCOPED_TRACE(testing::Message() << split.rows << " x " << split.channels);
+  for (const cuda::AttendSplit& split :
+       {cuda::AttendSplit{1, 1}, cuda::AttendSplit{4, 2}, cuda::AttendSplit{2, 1, true}}) {
+    SCOPED_TRACE(testing::Message() << split.rows << " x " << split.channels << (split.paired ? " paired" : ""));
     Case c = entries_case(4, 0);
+    c.heads = split.paired ? 128 : 64;
     c.split = split;
     spoil_first(c);
     c.slot_window = 128;

@@ -28,7 +28,7 @@ static_assert(kStages == 2);
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
 constexpr float kLn2 = 0.693147181f;
 
-/// Of one head over some rows: the largest logit (times log2 e), plus the exponent of its row, and the sum of
+/// Of one head over some rows: about the largest logit (times log2 e), plus the exponent of its row, and the sum of
 /// 2^(logit - that).
 struct Stats {
   float most, sum;
@@ -56,18 +56,26 @@ struct AbsentRow {
 };
 __device__ const AbsentRow kAbsentRow;
 
+/// What is to be known of 32 rows, four by four: the exponent of what they are multiples of, and a bit for each that is
+/// there.
+constexpr int kHalfFours = kTile / 8;
+struct alignas(16) Fours {
+  std::int8_t exponents[kHalfFours];
+  std::uint8_t there[kHalfFours];
+};
+
 struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
   std::uint8_t rows[kStages][kTileBytes];  // [8 panels, 64 rows]
   std::uint8_t weights[kStages][kPanelBytes];
-  Stats stats[kMaxCluster][kTile];  // [row part, head]
-  float past[kStages][kTile];       // what O is multiplied by before a tile is added
-  float sink[kTile];                // times log2 e
-  float q_unit[kTile];              // what a head's queries are multiples of, a power of two
+  Stats stats[kMaxCluster][kTile];     // [row part, head]
+  float past[kStages][kTile];          // what O is multiplied by before a tile is added
+  float sink[kTile];                   // times log2 e
+  float factors[kTile + kMaxCluster];  // [head that this block finishes, row part]: what shares are multiplied by
+  float q_unit[kTile];                 // what a head's queries are multiples of, a power of two
   Found found[kFoundTiles][kTile];
   std::uint64_t scales[2][kTile];                     // of even and odd tiles
-  std::uint8_t there[kStages][8];                     // a bit per row
-  std::int8_t exponents[kStages][8];                  // of what eight rows are multiples of
+  Fours fours[kStages][2];                            // of the halves of a tile
   std::uint64_t full[kStages][2], empty[kStages][2];  // left panels, the scorer's, and right ones, the adder's
   std::uint64_t weighted[kStages], located[kFoundTiles];
 };
@@ -77,19 +85,26 @@ static_assert(kSharedBytes <= 227 * 1024);
 struct Job {
   int token;
   int first_head;
+  int rank;         // in the cluster
   int part, parts;  // of the rows
   int channel_part;
-  int position;    // of the query
-  int begin, end;  // rows
+  int part_blocks;  // of a part
+  int mate, mates;  // of two blocks that share the rows' conversion; 0 of 1 otherwise
+  int position;     // of the query
+  int begin, end;   // rows
   bool padded;
 
-  __device__ Job(int row_parts, int channel_parts, int head_tiles) : parts(row_parts) {
-    const int blocks = row_parts * channel_parts, unit = static_cast<int>(blockIdx.x) / blocks;
-    const int rank = static_cast<int>(blockIdx.x) % blocks;
-    token = unit / head_tiles;
-    first_head = unit % head_tiles * kTile;
-    part = rank / channel_parts;
-    channel_part = rank % channel_parts;
+  /// Mates are neighbours and have neighbouring heads.
+  __device__ Job(int row_parts, int channel_parts, int mates, int head_tiles)
+      : parts(row_parts), part_blocks(channel_parts * mates), mates(mates) {
+    const int blocks = row_parts * part_blocks, unit = static_cast<int>(blockIdx.x) / blocks;
+    const int units = head_tiles / mates;  // of a token
+    rank = static_cast<int>(blockIdx.x) % blocks;
+    mate = rank % mates;
+    token = unit / units;
+    first_head = (unit % units * mates + mate) * kTile;
+    part = rank / part_blocks;
+    channel_part = rank % part_blocks / mates;
   }
 
   __device__ void take_rows(const QueryRows& rows) {
@@ -100,6 +115,11 @@ struct Job {
     padded = rows.at.padded();
   }
 
+  __device__ bool in_cluster() const { return parts * mates > 1; }
+  /// The block that does the same for another part.
+  __device__ std::uint32_t rank_of(int other) const {
+    return static_cast<std::uint32_t>(rank + (other - part) * part_blocks);
+  }
   __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
   __device__ int own_heads() const { return (kTile + parts - 1) / parts; }  // that a part finishes, the last one fewer
 };

@@ -20,11 +20,11 @@ __device__ Stats total_of(const Shared& s, const Job& job, int head) {
   return total;
 }
 
-/// What this block's O is multiplied by.
-__device__ float factor_of(const Shared& s, const Job& job, int head) {
+/// What a part's O is multiplied by.
+__device__ float factor_of(const Shared& s, const Job& job, int head, int part) {
   const Stats total = total_of(s, job, head);
   if (total.sum == 0.0f) return 0.0f;
-  return __fdividef(exp2_fast(s.stats[job.part][head].most - (total.most == -INFINITY ? 0.0f : total.most)), total.sum);
+  return __fdividef(exp2_fast(s.stats[part][head].most - (total.most == -INFINITY ? 0.0f : total.most)), total.sum);
 }
 
 __device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job) {
@@ -152,13 +152,19 @@ __device__ void add_share(uint4 channels, float scale, float (&sum)[kOctet]) {
   }
 }
 
-/// Adds up the shares of this block's heads, eight channels per thread and turn.
+/// All threads: exchanges shares and adds up those of this block's heads, eight channels per thread and turn.
 template <int kChannelParts>
-__device__ void finish_heads(const AttendParams& p, const Shared& s, const Job& job) {
+__device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
   constexpr int kUnits = Share<kChannelParts>::kChannels / kOctet, kAtOnce = 4;
   const int first = job.part * job.own_heads(), heads = min(job.own_heads(), kTile - first);
+  cluster_arrive();
+  cluster_wait();
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < heads * job.parts) s.factors[thread] = factor_of(s, job, first + thread / job.parts, thread % job.parts);
+  store_lse(p, s, job);
+  __syncthreads();
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < heads * kUnits; i += kThreads) {
+  for (int i = thread; i < heads * kUnits; i += kThreads) {
     const int head = first + i / kUnits, unit = i % kUnits;
     const std::uint32_t at = Share<kChannelParts>::address(s, head) + unit * 16;
     const std::uint32_t scale_at =
@@ -175,9 +181,9 @@ __device__ void finish_heads(const AttendParams& p, const Shared& s, const Job& 
         if (part + k >= job.parts) continue;
         int from = job.part + part + k;  // not all blocks at the same one at once
         if (from >= job.parts) from -= job.parts;
-        const auto rank = static_cast<std::uint32_t>(from * kChannelParts + job.channel_part);
+        const std::uint32_t rank = job.rank_of(from);
         channels[k] = cluster_load(in_block(at, rank));
-        scale[k] = cluster_load_float(in_block(scale_at, rank));
+        scale[k] = cluster_load_float(in_block(scale_at, rank)) * s.factors[(head - first) * job.parts + from];
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) add_share(channels[k], scale[k], sum);
@@ -198,8 +204,7 @@ __device__ void finish_heads(const AttendParams& p, const Shared& s, const Job& 
               pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
     }
   }
-  cluster_arrive();  // others may still be reading here
-  cluster_wait();
+  cluster_done_reading();  // others may still be reading here
 }
 
 }  // namespace

@@ -102,6 +102,14 @@ __device__ inline void barrier_init(std::uint32_t barrier, int arrivals) {
 __device__ inline void barrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+/// And so many bytes of asynchronous stores are to come before the barrier is passed.
+__device__ inline void barrier_arrive_expecting(std::uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+/// Of another block.
+__device__ inline void barrier_arrive_in_cluster(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ inline void barrier_wait(std::uint32_t barrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
@@ -122,6 +130,12 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
 
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+/// When all blocks have read what they wanted from each other. Nothing was written: it need not wait for what this
+/// thread stored to global memory.
+__device__ inline void cluster_done_reading() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();
+}
 /// The same place in another thread block of the cluster.
 __device__ inline std::uint32_t in_block(std::uint32_t address, std::uint32_t rank) {
   std::uint32_t there;

@@ -29,11 +29,11 @@
 #include <cstdint>
 #include <optional>
 
+#include "backend/cuda/attend_ahead.cuh"
 #include "backend/cuda/attend_mma.cuh"
 #include "backend/cuda/attend_rows.cuh"
 #include "backend/cuda/attend_split.h"
 #include "backend/cuda/launch.cuh"
-#include "backend/cuda/source_rows.cuh"
 #include "backend/cuda/warp_row.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
@@ -171,16 +171,6 @@ struct Job {
 };
 
 // --- before the kernel before has ended
-
-constexpr int kLine = 128;
-__device__ void fetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
-/// The record as it is now, if it says which rows there are; otherwise a padded one.
-__device__ ops::StepRecord guess_record(const AttendParams& p, std::int64_t token) {
-  if (p.step.tokens == nullptr || p.window_slots.slots != nullptr || p.entry_slots.slots != nullptr) return {};
-  const ops::StepRecord r = load_record_again(p.step.tokens + token);
-  return min(r.read_slot, r.write_slot) < 0 ? ops::StepRecord{} : r;  // half written
-}
 
 /// Brings into L2 what the token's thread blocks will ask for: queries, the list of entries and the block table. They
 /// share the work.

@@ -15,8 +15,9 @@ constexpr int kMaxCluster = 16, kMostChannelParts = 4;
 
 /// Together at most kMaxCluster. Blocks with the same rows and other channels score those rows each.
 struct AttendSplit {
-  int rows;      // parts
-  int channels;  // parts of V's channels: 1, 2 or 4
+  int rows;             // parts
+  int channels;         // parts of V's channels: 1, 2 or 4
+  bool paired = false;  // two blocks with other heads convert each row once; for an even number of 64 heads
 };
 
 AttendSplit split_of(const ops::AttendParams& params);
