@@ -97,8 +97,11 @@ Array host_array(nb::handle object, const char* name, const char* what) {
 nb::object Arguments::source(nb::handle object, const char* name) const {
   if (!device_.on_cuda() || !nb::hasattr(object, "__dlpack__")) return nb::borrow(object);
   const std::intptr_t handle = reinterpret_cast<std::intptr_t>(stream_.handle);
+  const std::intptr_t stream = handle == 0 ? 1 : handle;  // DLPack's name for the default one
   try {
-    return object.attr("__dlpack__")(nb::arg("stream") = handle == 0 ? 1 : handle);  // DLPack calls the default one 1
+    // A torch tensor that requires grad gives its memory only so.
+    const nb::object plain = nb::hasattr(object, "detach") ? object.attr("detach")() : nb::borrow(object);
+    return plain.attr("__dlpack__")(nb::arg("stream") = stream);
   } catch (nb::python_error& error) {
     if (error.matches(PyExc_TypeError) || error.matches(PyExc_BufferError) || error.matches(PyExc_ValueError))
       refuse(std::string(name) + " must be on " + device_.name() + "; " + class_name(object) +
@@ -135,7 +138,7 @@ TensorView Arguments::in(nb::handle object, const char* name) {
   nb::ndarray<nb::ro> array;
   if (!nb::try_cast<nb::ndarray<nb::ro>>(source(object, name), array))
     refuse(std::string(name) +
-           " must be an array: NumPy's, a torch tensor (detached from its graph), or another one with DLPack or the "
+           " must be an array: NumPy's, a torch tensor, or another one with DLPack or the "
            "buffer protocol; got " +
            class_name(object));
   return hold(std::move(array), name);
