@@ -95,7 +95,9 @@ Array host_array(nb::handle object, const char* name, const char* what) {
 // On a GPU the producer is told our stream, so that its pending work comes before ours; where that is its own current
 // stream it does nothing, which a graph capture needs.
 nb::object Arguments::source(nb::handle object, const char* name) const {
-  if (!device_.on_cuda() || !nb::hasattr(object, "__dlpack__")) return nb::borrow(object);
+  if (!device_.on_cuda() || !nb::hasattr(object, "__dlpack_device__")) return nb::borrow(object);
+  if (nb::cast<int>(nb::tuple(object.attr("__dlpack_device__")())[0]) != nb::device::cuda::value)
+    return nb::borrow(object);  // elsewhere there is no stream; hold() will say where it is
   const std::intptr_t handle = reinterpret_cast<std::intptr_t>(stream_.handle);
   const std::intptr_t stream = handle == 0 ? 1 : handle;  // DLPack's name for the default one
   try {

@@ -88,9 +88,10 @@ def test_gradients_and_types(device):
 
 @needs_gpu
 def test_devices_are_checked():
-    for cache, wrong in ((TorchCache("cpu"), "cuda"), (TorchCache("cuda"), "cpu")):
+    for cache, wrong, message in ((TorchCache("cpu"), "cuda", "on cpu; it is on cuda:0"),
+                                  (TorchCache("cuda"), "cpu", "on cuda:0; it is on cpu")):
         cache.manager.prepare_forward([kv4.StepItem(cache.manager.admit(), [1, 2])])
-        with pytest.raises(kv4.ArgumentError, match="raw_kv must be.*on"):
+        with pytest.raises(kv4.ArgumentError, match="raw_kv must be where the cache is, " + message):
             cache.manager.acquire(0).write_swa(torch.zeros(2, 80, device=wrong))
 
 
