@@ -11,6 +11,7 @@ committed after the last layer. Needs torch and transformers 5.
 import contextlib
 import json
 import types
+import weakref
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -41,7 +42,8 @@ class Kv4Cache(Cache):
 
     def __init__(self, config, model, *, max_batch=1, max_context=8192, max_rewind_tokens=0, max_step_tokens=None,
                  backend=None, **options):
-        super().__init__(layers=[Kv4Layer(self, index) for index in range(config.num_hidden_layers)])
+        me = weakref.proxy(self)  # no cycle: the memory goes with the last name of the cache
+        super().__init__(layers=[Kv4Layer(me, index) for index in range(config.num_hidden_layers)])
         self.window = config.sliding_window
         if backend is None:
             device = model.device
@@ -90,13 +92,17 @@ class Kv4Cache(Cache):
         if len(self.requests) != batch:
             raise kv4.ArgumentError(f"the forward has {batch} rows, the cache {len(self.requests)}; reset() it between batches")
         ids, mask = self._forward_ids, self._forward_mask
-        ids = torch.zeros(batch, count, dtype=torch.long) if ids is None else ids.expand(batch, count).cpu()
-        if mask is None or mask.dim() != 2:
+        if ids is None:
+            if self.manager.schema().options.prefix.enabled:
+                raise kv4.ArgumentError("a prefix cache needs input_ids: inputs_embeds do not say which prompts are equal")
+            ids = torch.zeros(batch, count, dtype=torch.long)
+        if mask is None:
             mask = torch.ones(batch, count, dtype=torch.bool)
-        mask = mask[:, -count:].bool().cpu()
+        if mask.dim() != 2:
+            raise kv4.ArgumentError(f"attention_mask must be [batch, columns]; it has {mask.dim()} dimensions")
+        ids, mask = ids.expand(batch, count).cpu(), mask[:, -count:].bool().cpu()
         self.real = None if mask.all() else mask.flatten().nonzero().squeeze(1)
-        self.rows = [row for row in range(batch) if mask[row].any()]
-        items = [kv4.StepItem(self.requests[row], ids[row][mask[row]]) for row in self.rows]
+        items = [kv4.StepItem(self.requests[row], ids[row][mask[row]]) for row in range(batch) if mask[row].any()]
         self._step = self.manager.prepare_forward(items)
         self._count = count
 

@@ -2,6 +2,8 @@
 import os
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,6 +201,25 @@ def test_a_prefix_hit_gives_the_same_tokens(model):
     assert cache.manager.prefix_statistics().hits == 1
 
 
+def test_what_the_cache_cannot_know(accelerated):
+    embeds = accelerated.model.embed_tokens(random_tokens(1, 8))
+    with pytest.raises(kv4.ArgumentError, match="input_ids"):
+        accelerated(inputs_embeds=embeds, past_key_values=kv4_cache(accelerated, prefix=kv4.PrefixOptions(enabled=True)))
+    assert accelerated(inputs_embeds=embeds, past_key_values=kv4_cache(accelerated)).logits.shape[1] == 8
+    cache = kv4_cache(accelerated)
+    accelerated(random_tokens(1, 8), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="2 rows, the cache 1"):
+        accelerated(random_tokens(2, 1), past_key_values=cache)
+
+
+def test_the_memory_goes_with_the_cache(accelerated):
+    cache = kv4_cache(accelerated)
+    accelerated(random_tokens(1, 8), past_key_values=cache)
+    manager = weakref.ref(cache)
+    del cache
+    assert manager() is None
+
+
 def test_a_forward_that_failed_leaves_no_trace(accelerated):
     tokens = random_tokens(1, 40, seed=12)
     cache = kv4_cache(accelerated)
@@ -208,3 +229,12 @@ def test_a_forward_that_failed_leaves_no_trace(accelerated):
     accelerated.model.layers[2].post_attention_layernorm = model_norm
     again = accelerated(tokens, past_key_values=cache).logits
     assert (again - accelerated(tokens, past_key_values=kv4_cache(accelerated)).logits).abs().max() < 1e-6
+
+
+def test_the_example_runs():
+    example = Path(__file__).resolve().parents[3] / "examples" / "transformers_generate.py"
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    result = subprocess.run([sys.executable, str(example), "--layers", "4", "--hidden", "128", "--context", "200",
+                             "--tokens", "4"], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[-3:]] == ["stock", "kv4", "accelerated"]
