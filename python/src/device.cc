@@ -44,7 +44,7 @@ Stream Device::choose_stream(nb::handle named) const {
   if (!on_cuda()) return {};
   if (!named.is_none()) return parse_stream(named);
   if (pinned_) return *pinned_;
-  return torch_stream(cuda_index_).value_or(current_);
+  return torch_stream(cuda_index_).value_or(Stream{current_});
 }
 
 }  // namespace kv4::python

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -21,7 +22,10 @@ class Device {
  public:
   /// cuda_index -1: the CPU. `stream`: what the backend was made with; empty: follow torch.
   Device(std::shared_ptr<Backend> backend, int cuda_index, std::optional<Stream> stream)
-      : backend_(std::move(backend)), cuda_index_(cuda_index), pinned_(stream), current_(stream.value_or(Stream{})) {}
+      : backend_(std::move(backend)),
+        cuda_index_(cuda_index),
+        pinned_(stream),
+        current_(stream.value_or(Stream{}).handle) {}
 
   const std::shared_ptr<Backend>& backend() const { return backend_; }
   bool on_cuda() const { return cuda_index_ >= 0; }
@@ -44,9 +48,9 @@ class Device {
   template <class Call>
   auto work_on(KVCacheManager& manager, Stream stream, Call&& call) {
     return work([&] {
-      if (on_cuda() && stream.handle != current_.handle) {
+      if (on_cuda() && stream.handle != current_) {
         manager.set_stream(stream);
-        current_ = stream;
+        current_ = stream.handle;
       }
       return call();
     });
@@ -74,7 +78,7 @@ class Device {
   std::shared_ptr<Backend> backend_;
   int cuda_index_;
   std::optional<Stream> pinned_;
-  Stream current_;  // what the backend queues on; changed under mutex_
+  std::atomic<void*> current_;  // the stream that the backend queues on; changed under mutex_
   std::recursive_mutex mutex_;
   bool busy_ = false;  // under mutex_
 };
