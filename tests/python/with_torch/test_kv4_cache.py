@@ -75,6 +75,15 @@ def test_bf16_rows_with_a_selection_of_entries(model):
     assert (step_by_step(model, kv4_cache(model), tokens, [360] + [1] * 40) - stock).abs().max() < 1e-2
 
 
+@pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["unmodified", "accelerated"])
+def test_a_bfloat16_model(prepare):
+    model, tokens = prepare(tiny_model().bfloat16()), random_tokens(1, 250, seed=14)
+    stock = step_by_step(model, DynamicCache(config=model.config), tokens, [250]).float()
+    ours = step_by_step(model, kv4_cache(model), tokens, [230] + [1] * 20).float()
+    assert (ours - stock).abs().max() < 5e-2  # logits up to 2.5 have steps of 2^-7 to 2^-6
+    assert (ours.argmax(-1) == stock.argmax(-1)).float().mean() >= 0.98
+
+
 def test_chunks_do_not_matter(model):
     tokens = random_tokens(1, 280, seed=1)
     whole = step_by_step(model, kv4_cache(model), tokens, [280])
