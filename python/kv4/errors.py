@@ -1,0 +1,59 @@
+"""What kv4 raises. `code` is the name of the C++ library's ErrorCode."""
+
+
+class Error(RuntimeError):
+    """The message names the value seen, the values allowed and what to change. The cache is as it was before the call."""
+
+    code = ""
+
+
+class ConfigError(Error, ValueError):
+    """A model config or a cache option that cannot work."""
+
+    code = "bad_config"
+
+
+class ArgumentError(Error, ValueError):
+    """A value, shape, type, device or id outside what the call accepts."""
+
+    code = "bad_argument"
+
+
+class StateError(Error):
+    """A call that is not allowed now, for example commit without a step."""
+
+    code = "bad_state"
+
+
+class FileError(Error):
+    """A file that is truncated, foreign or damaged."""
+
+    code = "bad_file"
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """The machine refused the memory."""
+
+    code = "out_of_memory"
+
+
+class NoDeviceError(Error):
+    """No such GPU, too old a one, or a build without CUDA."""
+
+    code = "no_device"
+
+
+class DeviceFailureError(Error):
+    """A GPU call or kernel failed; the cache's contents are lost."""
+
+    code = "device_failure"
+
+
+class ShortageError(Error):
+    """There was no room; `shortage` (kv4.Shortage) says of what. Wait for a release, or preempt somebody."""
+
+    code = "shortage"
+
+    def __init__(self, message, shortage):
+        super().__init__(message)
+        self.shortage = shortage

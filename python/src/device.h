@@ -1,0 +1,89 @@
+// Python's Backend: the library's, where its memory is, whose turn it is, and on which stream work is queued.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "kv4/backend.h"
+#include "kv4/kv_cache_manager.h"
+
+namespace kv4::python {
+
+namespace nb = nanobind;
+
+class Device {
+ public:
+  /// cuda_index -1: the CPU. `stream`: what the backend was made with; empty: follow torch.
+  Device(std::shared_ptr<Backend> backend, int cuda_index, std::optional<Stream> stream)
+      : backend_(std::move(backend)),
+        cuda_index_(cuda_index),
+        pinned_(stream),
+        current_(stream.value_or(Stream{}).handle) {}
+
+  const std::shared_ptr<Backend>& backend() const { return backend_; }
+  bool on_cuda() const { return cuda_index_ >= 0; }
+  int cuda_index() const { return cuda_index_; }
+  std::string name() const { return on_cuda() ? "cuda:" + std::to_string(cuda_index_) : "cpu"; }
+
+  /// The stream a caller means: the one named, else the one set before, else torch's current one, else the present
+  /// one.
+  Stream choose_stream(nb::handle named) const;
+  void pin_stream(std::optional<Stream> stream) { pinned_ = stream; }
+
+  /// Runs `call` without the GIL, one at a time among all caches on this backend. It must touch no Python object.
+  template <class Call>
+  auto work(Call&& call) {
+    const nb::gil_scoped_release no_gil;
+    const Turn turn(*this);
+    return call();
+  }
+  /// The same with the work of `manager` queued on `stream`.
+  template <class Call>
+  auto work_on(KVCacheManager& manager, Stream stream, Call&& call) {
+    return work([&] {
+      if (on_cuda() && stream.handle != current_) {
+        manager.set_stream(stream);
+        current_ = stream.handle;
+      }
+      return call();
+    });
+  }
+  /// For destructors: waits for its turn, and may be called inside one.
+  template <class Call>
+  void at_end(Call&& call) {
+    const nb::gil_scoped_release no_gil;
+    const std::lock_guard lock(mutex_);
+    call();
+  }
+
+ private:
+  // A callback of a call must not come back into the caches of its backend: they are in the middle of something.
+  class Turn {
+   public:
+    explicit Turn(Device& device);
+    ~Turn() { device_.busy_ = false; }
+
+   private:
+    Device& device_;
+    std::unique_lock<std::recursive_mutex> lock_;
+  };
+
+  std::shared_ptr<Backend> backend_;
+  int cuda_index_;
+  std::optional<Stream> pinned_;
+  std::atomic<void*> current_;  // the stream that the backend queues on; changed under mutex_
+  std::recursive_mutex mutex_;
+  bool busy_ = false;  // under mutex_
+};
+
+/// An int, or what has `cuda_stream` (torch.cuda.Stream) or `__cuda_stream__` (the CUDA Python protocol).
+Stream parse_stream(nb::handle stream);
+
+}  // namespace kv4::python

@@ -1,0 +1,113 @@
+// CacheOptions and PrefixOptions. Enum fields take the enum or its name.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <variant>
+
+#include "bindings.h"
+#include "kv4/error.h"
+#include "kv4/options.h"
+
+namespace kv4::python {
+namespace {
+
+DType parse_dtype(std::string_view name) {
+  if (name == "f32" || name == "float32") return DType::f32;
+  if (name == "bf16" || name == "bfloat16") return DType::bf16;
+  throw Error(ErrorCode::bad_argument, "pending_dtype must be f32 or bf16; got '" + std::string(name) + "'");
+}
+
+SnapshotPolicy::Kind parse_snapshots(std::string_view name) {
+  if (name == "full") return SnapshotPolicy::Kind::full;
+  if (name == "checkpoint") return SnapshotPolicy::Kind::checkpoint;
+  if (name == "none") return SnapshotPolicy::Kind::none;
+  throw Error(ErrorCode::bad_argument,
+              "a snapshot policy is full, checkpoint or none; got '" + std::string(name) + "'");
+}
+
+template <auto field, auto parse, class Class>
+void def_enum(Class& record, const char* name, const char* doc = "") {
+  using Record = typename Class::Type;
+  using Enum = std::remove_cvref_t<decltype(std::declval<Record>().*field)>;
+  record.def_prop_rw(
+      name, [](const Record& self) { return self.*field; },
+      [](Record& self, const std::variant<Enum, std::string>& value) {
+        self.*field = std::holds_alternative<Enum>(value) ? std::get<Enum>(value) : parse(std::get<std::string>(value));
+      },
+      doc);
+}
+
+}  // namespace
+
+void bind_options(nb::module_& m) {
+  nb::enum_<DType>(m, "DType")
+      .value("f32", DType::f32)
+      .value("bf16", DType::bf16)
+      .value("i32", DType::i32)
+      .value("u8", DType::u8);
+  nb::enum_<Format>(m, "Format", "Number formats of stored rows. Rows take the first three, index keys the last four.")
+      .value("fp8_tile64", Format::fp8_tile64)
+      .value("fp8_row", Format::fp8_row)
+      .value("bf16", Format::bf16)
+      .value("mxfp4", Format::mxfp4)
+      .value("nvfp4", Format::nvfp4)
+      .value("fp8", Format::fp8);
+  nb::enum_<HcaMode>(m, "HcaMode").value("online", HcaMode::online).value("raw", HcaMode::raw);
+  nb::enum_<Arrangement>(m, "Arrangement")
+      .value("block_major", Arrangement::block_major)
+      .value("layer_major", Arrangement::layer_major);
+  nb::enum_<EvictionKind>(m, "EvictionKind").value("lru", EvictionKind::lru).value("s3_fifo", EvictionKind::s3_fifo);
+
+  nb::class_<SnapshotPolicy> snapshots(m, "SnapshotPolicy",
+                                       "Where snapshots are kept, and what a hit then has to compute again.");
+  nb::enum_<SnapshotPolicy::Kind>(snapshots, "Kind")
+      .value("full", SnapshotPolicy::Kind::full, "at every block boundary")
+      .value("checkpoint", SnapshotPolicy::Kind::checkpoint,
+             "at the last boundary of a prompt and of an output, and every period_tokens")
+      .value("none", SnapshotPolicy::Kind::none, "nowhere: a hit replays");
+  def_keyword_init<SnapshotPolicy>(snapshots);
+  def_enum<&SnapshotPolicy::kind, parse_snapshots>(snapshots, "kind");
+  snapshots.def_rw("period_tokens", &SnapshotPolicy::period_tokens, "checkpoint: a multiple of the block")
+      .def_rw("replay_tokens", &SnapshotPolicy::replay_tokens, "none: 0 is exact, window x layers");
+
+  nb::class_<PrefixOptions> prefix(m, "PrefixOptions", "What stays of requests that have gone; off unless `enabled`.");
+  def_keyword_init<PrefixOptions>(prefix);
+  prefix.def_rw("enabled", &PrefixOptions::enabled)
+      .def_rw("weights_id", &PrefixOptions::weights_id, "the caller's name for the weights; new weights need a new one")
+      .def_rw("snapshots", &PrefixOptions::snapshots)
+      .def_rw("num_snapshots", &PrefixOptions::num_snapshots, "places for snapshots in the backend's memory")
+      .def_rw("max_events", &PrefixOptions::max_events, "of the stream; older ones are lost, and counted")
+      .def_rw("tenant_shares", &PrefixOptions::tenant_shares,
+              "blocks of each tenant that others cannot evict; assign a whole list to change it");
+  def_enum<&PrefixOptions::eviction, parse_eviction>(prefix, "eviction", "lru or s3_fifo ('s3fifo')");
+
+  nb::class_<CacheOptions> options(
+      m, "CacheOptions",
+      "How a cache stores its rows, and how large it is. Enum attributes also take a name: row_format='bf16'.");
+  def_keyword_init<CacheOptions>(options);
+  def_enum<&CacheOptions::row_format, parse_format>(options, "row_format",
+                                                    "window rows and entries: fp8_tile64, fp8_row, bf16");
+  def_enum<&CacheOptions::index_format, parse_format>(options, "index_format", "index keys: mxfp4, nvfp4, fp8, bf16");
+  def_enum<&CacheOptions::pending_dtype, parse_dtype>(options, "pending_dtype", "of compressor inputs: f32 or bf16");
+  def_enum<&CacheOptions::hca_mode, parse_hca_mode>(options, "hca_mode");
+  def_enum<&CacheOptions::arrangement, parse_arrangement>(options, "arrangement");
+  options.def_rw("hadamard", &CacheOptions::hadamard, "transform index keys before they are quantised")
+      .def_rw("index_global_scale", &CacheOptions::index_global_scale, "nvfp4's second scale")
+      .def_rw("page_alignment", &CacheOptions::page_alignment, "bytes, a multiple of 64")
+      .def_rw("block_tokens", &CacheOptions::block_tokens, "a multiple of every ratio; 0: chosen")
+      .def_rw("max_rewind_tokens", &CacheOptions::max_rewind_tokens, "how far a request can be rewound")
+      .def_rw("draft_layers", &CacheOptions::draft_layers, "extra SWA-only stages, each with its own length")
+      .def_rw("layers", &CacheOptions::layers, "the layers this cache owns (a pipeline rank); empty: all")
+      .def_rw("max_requests", &CacheOptions::max_requests)
+      .def_rw("spare_slots", &CacheOptions::spare_slots,
+              "requests that can take a step of more than max_rewind_tokens + 1 tokens at the same time")
+      .def_rw("max_context", &CacheOptions::max_context, "tokens of the longest request")
+      .def_rw("num_blocks", &CacheOptions::num_blocks, "0: what compute_block_budget says")
+      .def_rw("max_step_tokens", &CacheOptions::max_step_tokens, "tokens of the largest step, padding included")
+      .def_rw("index_tile_tokens", &CacheOptions::index_tile_tokens, "tokens whose index scores are kept at a time")
+      .def_rw("prefix", &CacheOptions::prefix);
+}
+
+}  // namespace kv4::python

@@ -1,0 +1,55 @@
+"""The package itself: names, stubs, and the guide's examples."""
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import kv4
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(kv4.__file__).parent
+
+
+def test_names_of_the_design():
+    for name in ("PagedKVPool", "StateCachePool", "KVCacheManager", "LayerCacheHandle", "build_schema",
+                 "compute_block_budget", "SWAView", "ClassicalView", "IndexerView", "CacheOptions", "ModelConfig"):
+        assert hasattr(kv4, name), name
+    for name in ("append", "write_swa", "flush_compression", "gather_compressed_kv", "gather_all_compressed_kv",
+                 "gather_swa_kv", "read_swa_view", "read_classical_view", "read_indexer_view", "index_topk", "attend"):
+        assert hasattr(kv4.LayerCacheHandle, name), name
+    for name in ("reset_slot", "memory_bytes"):
+        assert hasattr(kv4.StateCachePool, name), name
+    assert re.fullmatch(r"\d+\.\d+\.\d+", kv4.__version__)
+
+
+def test_stubs_know_every_name():
+    assert (PACKAGE / "py.typed").exists()
+    stub = ast.parse((PACKAGE / "_kv4.pyi").read_text())
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    for name, value in vars(kv4._kv4).items():
+        if name.startswith("_"):
+            continue
+        assert name in (classes if isinstance(value, type) else functions), name
+    methods = {node.name for node in classes["LayerCacheHandle"].body if isinstance(node, ast.FunctionDef)}
+    assert methods >= {name for name in vars(kv4.LayerCacheHandle) if not name.startswith("_")}
+
+
+def test_public_calls_are_documented():
+    for kind in (kv4.LayerCacheHandle, kv4.KVCacheManager):
+        assert kind.__doc__
+    for name in ("append", "write_swa", "flush_compression", "index_topk", "attend", "gather_swa_kv"):
+        assert "[tokens" in getattr(kv4.LayerCacheHandle, name).__doc__ or "[items" in getattr(kv4.LayerCacheHandle, name).__doc__
+
+
+@pytest.mark.parametrize("document", ["docs/python.md", "README.md"])
+def test_examples_run(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+    assert blocks
+    names = {}
+    for number, block in enumerate(blocks):
+        if block.startswith("# needs "):  # torch, a GPU: shown, run elsewhere
+            continue
+        exec(compile(block, f"{document}, example {number}", "exec"), names)

@@ -1,0 +1,101 @@
+"""Requests that outlive their cache and their process."""
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kv4
+from small_cache import SmallCache
+
+IDENTITY = kv4.SessionIdentity(weights_id="w", salt="secret", tenant=3)
+
+
+@pytest.fixture
+def cache():
+    cache = SmallCache()
+    cache.request = cache.manager.admit()
+    cache.feed(cache.request, 37)
+    return cache
+
+
+def test_another_process_goes_on(cache, tmp_path):
+    path = tmp_path / "chat.kv4s"
+    assert kv4.save_session_file(cache.manager, cache.request, IDENTITY, path)
+    program = """
+import sys
+import kv4
+from small_cache import SmallCache
+cache = SmallCache(hca_mode="raw")
+identity = kv4.SessionIdentity(weights_id="w", salt=b"secret", tenant=3)
+request = kv4.restore_session_file(cache.manager, identity, sys.argv[1])
+cache.feed(request, 20)
+sys.stdout.buffer.write(cache.manager.export_blocks(request).tobytes())
+"""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    result = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, env=environment)
+    assert result.returncode == 0, result.stderr.decode()
+    cache.feed(cache.request, 20)
+    assert result.stdout == cache.manager.export_blocks(cache.request).tobytes()
+
+
+def test_who_may_restore(cache, tmp_path):
+    path = tmp_path / "chat.kv4s"
+    kv4.save_session_file(cache.manager, cache.request, IDENTITY, path)
+    for other in (kv4.SessionIdentity("w2", "secret", 3), kv4.SessionIdentity("w", "", 3),
+                  kv4.SessionIdentity("w", "secret", 4)):
+        with pytest.raises(kv4.FileError):
+            kv4.restore_session_file(SmallCache().manager, other, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(kv4.FileError):
+        kv4.restore_session_file(SmallCache().manager, IDENTITY, path)
+    with pytest.raises(kv4.Error, match="nowhere"):
+        kv4.restore_session_file(cache.manager, IDENTITY, tmp_path / "nowhere")
+
+
+def test_streams_and_progress(cache):
+    records, seen = [], []
+    assert kv4.save_session(cache.manager, cache.request, IDENTITY, records.append, lambda *done: seen.append(done))
+    assert len(records) == 3 and seen[-1][0] == seen[-1][1]
+    other = SmallCache()
+    assert kv4.restore_session(other.manager, IDENTITY, iter(records), lambda done, total: False) is None
+    views = [np.frombuffer(record, np.uint8) for record in records]
+    restored = kv4.restore_session(other.manager, IDENTITY, views)
+    assert other.state(restored) == cache.state(cache.request)
+    assert not kv4.save_session(cache.manager, cache.request, IDENTITY, records.append, lambda done, total: False)
+    with pytest.raises(kv4.FileError):
+        kv4.restore_session(other.manager, IDENTITY, records[1:2])
+
+
+def test_what_callbacks_raise_comes_out(cache):
+    def broken(record):
+        raise KeyError("disk full")
+    with pytest.raises(KeyError, match="disk full"):
+        kv4.save_session(cache.manager, cache.request, IDENTITY, broken)
+    with pytest.raises(kv4.StateError, match="callback"):
+        kv4.save_session(cache.manager, cache.request, IDENTITY, lambda record: cache.manager.length(cache.request))
+    with pytest.raises(kv4.ArgumentError, match="a record must be"):
+        kv4.restore_session(cache.manager, IDENTITY, ["text"])
+    assert cache.manager.length(cache.request) == 37
+
+
+def test_hand_over_sends_what_is_not_there(cache):
+    other, records, asked = SmallCache(), [], []
+    sender = kv4.SessionSender(cache.manager, cache.request, IDENTITY)
+    blocks = cache.manager.export_blocks(cache.request)
+
+    def first_block(key):
+        asked.append(key)
+        return blocks[0] if key == sender.keys()[0] else None
+
+    receiver = kv4.SessionReceiver(other.manager, IDENTITY, first_block)
+    sender.offer(records.append)
+    receiver.take(records[0])
+    assert receiver.has_offer() and asked == sender.keys() and receiver.wanted() == sender.keys()[1:]
+    with pytest.raises(kv4.FileError):
+        receiver.finish()
+    sender.send(receiver.wanted(), records.append)
+    receiver.take(records[1])
+    assert len(records) == 2 and receiver.done_bytes() == receiver.total_bytes()
+    assert other.state(receiver.finish()) == cache.state(cache.request)
