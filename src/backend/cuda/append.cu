@@ -75,8 +75,19 @@ template <Compression kCompression, class In, class Pending>
 struct Prefill {
   static constexpr bool kWindowApart = kCompression == Compression::open;
   static constexpr int kWindowWarps = kWindowApart ? kBlockWarps / 2 : kBlockWarps;
+  static constexpr int kWindowBarrier = kWindowApart ? 2 : 0;  // RowLanes of one row take 1
   static constexpr int kThreads = kWarp * (kBlockWarps + (kWindowApart ? kWindowWarps : 0));
   static constexpr int kBlocksPerSm = kWindowApart || sizeof(In) != sizeof(Pending) ? 2 : 3;  // as registers allow
+
+  struct Shared {
+    RowsShared rows;
+    NormWeights window_weights;
+  };
+  union BatchShared {  // roles one after the other
+    RowsShared rows;
+    NormWeights window_weights;
+    EntryBatch<kBlockWarps>::Shared batch;
+  };
 
   // Of rows under way.
   static constexpr int kRowBytes = stage_row_bytes(kBlockThreads);
@@ -96,40 +107,56 @@ template <Compression kCompression, class In, class Pending, class Spread = Pref
 __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
     prefill_kernel(const __grid_constant__ ops::AppendParams p, int num_kinds) {
   extern __shared__ __align__(16) std::uint8_t stage[];
-  __shared__ RowsShared shared;
+  __shared__
+      std::conditional_t<kCompression == Compression::overlap, typename Spread::BatchShared, typename Spread::Shared>
+          shared;
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-  const int window_warp = static_cast<int>(threadIdx.x) / kWarp - (Spread::kWindowApart ? kBlockWarps : 0);
-  const int first_row = window_warp * blocks + block, window_warps = Spread::kWindowWarps * blocks;
+  const auto window_warp = [] { return thread_again() / kWarp - (Spread::kWindowApart ? kBlockWarps : 0); };
+  const int window_warps = Spread::kWindowWarps * blocks;
+  const auto load_window_weights = [&] {
+    if (p.front_end.norm_weight == nullptr) return;
+    constexpr int kThreads = Spread::kWindowWarps * kWarp;
+    shared.window_weights.fill(p.front_end.norm_weight, thread_again() % kThreads, kThreads);
+    asm volatile("bar.sync %0, %1;" ::"n"(Spread::kWindowBarrier), "n"(kThreads) : "memory");
+  };
   const auto append_window = [&] {
-    const std::uint8_t* window_stage = stage + Spread::kWindowAt + window_warp * kWindowStage;
+    const int warp = window_warp();
+    const std::uint8_t* window_stage = stage + Spread::kWindowAt + warp * kWindowStage;
     with_window_input(p, [&](auto element, auto projection, auto format) {
-      append_window_rows<projection.value, decltype(element)>(p, format, window_stage, first_row, window_warps);
+      append_window_rows<projection.value, decltype(element)>(p, format, window_stage, shared.window_weights,
+                                                              warp * blocks + block, window_warps);
     });
   };
   let_next_start();
-  if (kCompression == Compression::none || (Spread::kWindowApart && window_warp >= 0)) {
-    with_window_input(
-        p, [&](auto element, auto, auto) { fetch_window_rows<decltype(element)>(p, first_row, window_warps); });
+  touch(p);
+  if (kCompression == Compression::none || (Spread::kWindowApart && window_warp() >= 0)) {
+    with_window_input(p, [&](auto element, auto, auto) {
+      fetch_window_rows<decltype(element)>(p, window_warp() * blocks + block, window_warps);
+    });
+    load_window_weights();
   } else if constexpr (kCompression == Compression::overlap) {
-    fetch_inputs<In>(p, block, kOverlapRatio);
+    fetch_inputs<In>(p, block * kOverlapRatio, kOverlapRatio);
   }
   wait_for_previous();
   if constexpr (Spread::kWindowApart)
-    if (window_warp >= 0) return append_window();
+    if (window_warp() >= 0) return append_window();
   if constexpr (kCompression == Compression::open)
-    OpenSpans<false, In, Pending, EntryLanes>(p, 0, EntryLanes(shared.entries)).run(stage, block, odd(blocks));
+    OpenSpans<false, In, Pending, EntryLanes>(p, 0, EntryLanes(shared.rows.entries)).run(stage, block, odd(blocks));
   if constexpr (kCompression == Compression::overlap) {
     for (int k = 0; k < num_kinds; ++k) {
       if (holds_entries(p.layer.kinds[k])) {
-        OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run(stage, block, odd(blocks));
+        OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.rows.entries))
+            .run(stage, block, odd(blocks), EntryBatch<kBlockWarps>(shared.batch, p, p.layer.kinds[k]));
       } else {
-        const KeyLanes lanes(shared.keys);
+        const KeyLanes lanes(shared.rows.keys);
         OverlapSpans<In, Pending, KeyLanes>(p, k, lanes)
-            .run(stage, lanes.row() * blocks + block, odd(KeyLanes::kRows * blocks));
+            .run(stage, lanes.row() * blocks + block, odd(KeyLanes::kRows * blocks),
+                 EachEntry<KeyLanes>(lanes, p, p.layer.kinds[k]));
       }
       __syncthreads();
     }
   }
+  if constexpr (kCompression == Compression::overlap) load_window_weights();
   if constexpr (!Spread::kWindowApart) append_window();
 }
 
@@ -150,10 +177,15 @@ bool aligned(const ops::RopeDesc& rope) {
   return rope.cos != nullptr || (aligned(rope.angles.high, 0, 16) && aligned(rope.angles.low, 0, 16));
 }
 
+/// In octets (octet_row.cuh).
+bool fits_turn(const ops::RopeDesc& rope) {
+  return aligned(rope) && rope.rope_dim % kOctetChannels == 0 && rope.rope_dim <= kMostTurned;
+}
+
 bool fits_row(const ops::RowPlanes& rows) {
   const bool format =
       rows.format == Format::fp8_tile64 || rows.format == Format::fp8_row || rows.format == Format::bf16;
-  return format && rows.shape.width == kRowWidth && rows.shape.tail == kRowTail && aligned(rows.payload, 8) &&
+  return format && rows.shape.width == kRowWidth && rows.shape.tail == kRowTail && aligned(rows.payload, 16) &&
          aligned(rows.scale, 4);
 }
 
@@ -167,12 +199,9 @@ bool fits_key(const ops::RowPlanes& rows) {
 bool fits_window(const ops::AppendParams& p) {
   const ops::WindowDesc& w = p.layer.window;
   const ops::FrontEndDesc& f = p.front_end;
-  const int payload = w.ring.format == Format::bf16 ? 16 : 8;
-  return fits_row(w.ring) && aligned(w.ring.payload, payload) && aligned(w.scratch.payload, payload) &&
-         aligned(w.scratch.scale, 4) && aligned(w.displaced.payload, 4) && aligned(w.displaced.scale, 4) &&
-         aligned(p.window_rows) &&
-         (f.norm_weight == nullptr || (aligned(f.norm_weight, 0, 16) && aligned(f.rope) &&
-                                       f.rope.rope_dim % kOctetChannels == 0 && f.rope.rope_dim <= kOctetStride));
+  return fits_row(w.ring) && aligned(w.scratch.payload, 16) && aligned(w.scratch.scale, 4) &&
+         aligned(w.displaced.payload, 4) && aligned(w.displaced.scale, 4) && aligned(p.window_rows) &&
+         (f.norm_weight == nullptr || (aligned(f.norm_weight, 0, 16) && fits_turn(f.rope)));
 }
 
 bool fits_kind(const ops::AppendParams& p, int k) {
@@ -185,8 +214,7 @@ bool fits_kind(const ops::AppendParams& p, int k) {
          pending.columns == (kind.overlap ? 2 : 1) * width && pending.dtype == first.pending.dtype &&
          aligned(pending.ring, pair) && aligned(pending.accumulator, 16) && p.kv[k].dtype == p.kv[0].dtype &&
          p.gate[k].dtype == p.kv[0].dtype && aligned(p.kv[k]) && aligned(p.gate[k]) && aligned(kind.bias, 0, 16) &&
-         aligned(kind.norm_weight, 0, 16) && p.rope.rope_dim % kPair == 0 && p.rope.rope_dim <= width &&
-         aligned(p.rope);
+         aligned(kind.norm_weight, 0, 16) && fits_turn(p.rope);
 }
 
 bool fits(const ops::AppendParams& p, int num_kinds) {

@@ -34,7 +34,7 @@ class OpenSpans {
     if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
   }
 
-  /// Every groups-th token of a prefill. stage: shared [kOpenBatches] of kBatchBytes.
+  /// Every groups-th token of a prefill. stage: shared [kOpenBatches] of WholeRowCopies.
   __device__ void run(const std::uint8_t* stage, int group, int groups) {
     TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return wanted(r); });
     for (int token = walk.next(); token != walk.kNone; token = walk.next()) {
@@ -55,8 +55,8 @@ class OpenSpans {
   static constexpr int kNever = -1;
   static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
   static constexpr int kBatch = kOpenBatch, kBatches = kOpenBatches;
-  static constexpr int kBatchBytes = kBatch * 3 * kRowBytes;  // [kBatch, kv and gate], then [kBatch] biases
-  static constexpr int kFoldAhead = kLatency ? 6 : 2;         // rows under way of any other span
+  using Copies = WholeRowCopies<In, kWidth, kRowBytes, Lanes::kWarps, kBatch>;
+  static constexpr int kFoldAhead = kLatency ? 6 : 2;  // rows under way of any other span
 
   __device__ bool wanted(const ops::StepRecord& r) const {
     if (r.in_place()) return r.position == r.length;
@@ -82,7 +82,6 @@ class OpenSpans {
 
   /// The entry that closes at `position`, from the pool.
   __device__ void finish(int position, int block) {
-    if constexpr (!kLatency) load_norm_weight();  // registers are short while rows are pooled
     store_entry(lanes_, p_, kind_, pool_, weight_, turn_, position % p_.step.block_tokens / kind_.ratio, block);
   }
 
@@ -99,38 +98,38 @@ class OpenSpans {
       pool_inputs(stage, r, begin, closes ? kind_.ratio : stays - begin, advances ? stays - begin : kNever);
     if (advances && lanes_.leader()) pending.frontiers[r.write_slot * pending.frontier_stride] = stays;
     if (!closes) return;
-    turn_ = load_turn(p_.rope, begin, channel_, kWidth);
     finish(r.position, r.block);
   }
 
   // The first `count` rows of a span. After the first save_at of them the pool goes into the accumulator.
   __device__ void pool_inputs(const std::uint8_t* stage, const ops::StepRecord& r, int begin, int count, int save_at) {
-    constexpr int kPairBytes = kPair * static_cast<int>(sizeof(In)), kBiases = kBatch * 2 * kRowBytes;
-    InputCopies<In, kRowBytes> inputs(p_.kv[k_], p_.gate[k_], static_cast<int>(r.token_of(begin)), channel_);
-    BiasCopies<kWidth, kRowBytes> biases(kind_.bias, channel_);
+    constexpr int kPairBytes = kPair * static_cast<int>(sizeof(In));
+    Copies copies(p_.kv[k_], p_.gate[k_], kind_.bias, static_cast<int>(r.token_of(begin)));
     const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
-    int left = count, asked = 0;  // rows not asked for; of the stage, the next batch
+    int left = count, batch = 0;  // rows not asked for; of the stage, the next one to ask for
     const auto ask_next = [&] {
-      lanes_.sync();  // all have read what lay there, and rows are asked for whole: warps that drift apart are slower
-      if (left > 0) {
-        inputs.template ask<kBatch>(stage_at + asked * kBatchBytes, 0, left);
-        biases.template ask<kBatch>(stage_at + asked * kBatchBytes + kBiases, left);
-      }
+      copies.ask(stage_at + batch * Copies::kBytes, left);
       left -= kBatch;
       close_batch();
-      asked = asked + 1 == kBatches ? 0 : asked + 1;
+      batch = batch + 1 == kBatches ? 0 : batch + 1;
     };
+    lanes_.sync();  // all have read what lay there
     for (int i = 0; i < kBatches - 1; ++i) ask_next();
+    if (count == kind_.ratio) {  // it closes: what its end needs comes with the first rows
+      load_norm_weight();
+      turn_ = load_turn(p_.rope, begin, channel_, kWidth);
+    }
     clear(pool_);
-    const std::uint8_t *rows = stage + stage_offset(kPairBytes), *bias = stage + kBiases + stage_offset(sizeof(Pair));
+    const std::uint8_t *rows = stage + channel_ * static_cast<int>(sizeof(In)),
+                       *bias = stage + Copies::kBiasesAt + channel_ * static_cast<int>(sizeof(float));
     for (int done = 0; done < count; done += kBatch) {
+      wait_for_batch<kBatches - 2>();
+      lanes_.sync();  // the others' copies are there, too, and all have read the batch before: its place is free
       ask_next();
-      wait_for_batch<kBatches - 1>();
-      __syncwarp();
       const auto pool_row = [&](int i) {
-        const std::uint8_t* at = rows + asked * kBatchBytes + i * 2 * kRowBytes;  // of the oldest
+        const std::uint8_t* at = rows + batch * Copies::kBytes + i * 2 * kRowBytes;  // of the oldest
         pool_pair(pool_, Source::read(read_stage(at + kRowBytes, kPairBytes), false),
-                  *reinterpret_cast<const Pair*>(bias + asked * kBatchBytes + i * kRowBytes),
+                  *reinterpret_cast<const Pair*>(bias + batch * Copies::kBytes + i * kWidth * sizeof(float)),
                   Source::read(read_stage(at, kPairBytes), false));
       };
       if (done + kBatch <= count && (save_at <= done || save_at >= done + kBatch)) {
@@ -146,8 +145,6 @@ class OpenSpans {
       if (done + kBatch == save_at) save(r.write_slot);
     }
     if (save_at == count && count % kBatch != 0) save(r.write_slot);
-    wait_for_batch<0>();
-    __syncwarp();
   }
 
   // Of the whole request in place, else of one token.
@@ -171,6 +168,7 @@ class OpenSpans {
       }
       if (closing >= last) return;
       const int block = closing == r.position ? r.block : p_.step.tokens[r.token_of(closing)].block;
+      if constexpr (!kLatency) load_norm_weight();
       finish(closing, block);
       closing += ratio;
       if (closing >= last) return;

@@ -2,6 +2,7 @@
 // own. Each token stands by itself: nothing it reads is written by another token of the step.
 #pragma once
 
+#include "backend/cuda/entry_batch.cuh"
 #include "backend/cuda/entry_row.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/source_rows.cuh"
@@ -55,17 +56,19 @@ class OverlapSpans {
       source.store(rows[kOverlapRows - 1], ring_row, kWidth);
     }
     if (!closes(r)) return;
-    finish(r.position, r.length, r.position % p_.step.block_tokens, r.block, turn, [&](int i) { return rows[i]; });
+    ops::Pool pool[kPair];
+    pool_rows(r.position, r.length, pool, [&](int i) { return rows[i]; });
+    store_entry(lanes_, p_, kind_, pool, weight_, turn, r.position % p_.step.block_tokens / kOverlapRatio, r.block);
   }
 
   /// Every groups-th token of a prefill, bound by the bytes of its inputs, each read once: the rows of an entry are
-  /// under way while the one before is made. stage: shared
-  /// [2, kOverlapRows, kv and gate, kRowBytes].
-  __device__ void run(const std::uint8_t* stage, int group, int groups) {
+  /// under way while the one before is pooled. stage: shared [2, kOverlapRows, kv and gate, kRowBytes]. ends: what
+  /// becomes of pools, EntryBatch or EachEntry.
+  template <class Ends>
+  __device__ void run(const std::uint8_t* stage, int group, int groups, Ends&& ends) {
     const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
-    const Modulus block_tokens(p_.step.block_tokens);
     int half = 0, position = kNone, length = 0, block = 0;  // of the entry under way
-    Turn turn{}, next_turn{};
+    const Inputs inputs(p_.kv[k_], p_.gate[k_], channel_);
     TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return closes(r) || stays(r); });
     while (true) {
       const int token = walk.next();
@@ -74,25 +77,27 @@ class OverlapSpans {
         r = load_record(p_.step.tokens + token);
         if (stays(r)) keep(r);
         if (!closes(r)) continue;
-        if constexpr (kTurnAhead) next_turn = turn_at(r.position);
-        ask(r, stage_at + place(half, 0));
       }
+      if (position != kNone) ends.begin(position + 1 - kOverlapRatio, block);
+      ends.sync();  // rows are asked for whole: warps that drift apart are slower
+      if (token != kNone) ask(inputs, r, stage_at + place(half, 0));
       close_batch();
       wait_for_batch<1>();
       __syncwarp();  // the other lanes' copies, too
       if (position != kNone) {
-        if constexpr (!kTurnAhead) turn = turn_at(position);
-        finish(position, length, block_tokens.rest(position), block, turn, [&](int i) {
+        ops::Pool pool[kPair];
+        pool_rows(position, length, pool, [&](int i) {
           const int pair = pair_bytes(position + 1 - kOverlapRows + i < length);
           const std::uint8_t* at = stage + place(half ^ 1, i) + stage_offset(pair);
           return RawRow{read_stage(at, pair), read_stage(at + kRowBytes, pair)};
         });
+        ends.put(pool, channel_);
       }
+      if (token == kNone || ends.full()) ends.finish();
       if (token == kNone) return;
       position = r.position;
       length = r.length;
       block = r.block;
-      if constexpr (kTurnAhead) turn = next_turn;
       half ^= 1;
     }
   }
@@ -100,9 +105,9 @@ class OverlapSpans {
  private:
   using Source = SourceRows<In, Pending>;
   static constexpr int kWidth = Lanes::kWidth, kNone = -1;
-  // A rotation is asked for before the rows that come after (source_rows.cuh). bf16 leaves no registers for it.
-  static constexpr bool kTurnAhead = std::is_same_v<In, float>;
   static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
+
+  using Inputs = InputCopies<In, kRowBytes>;
 
   /// Where a kv row of the stage lies; its gate row follows.
   __device__ static constexpr int place(int half, int i) { return (half * kOverlapRows + i) * 2 * kRowBytes; }
@@ -119,12 +124,12 @@ class OverlapSpans {
   }
 
   /// An entry's rows. to: shared address of half a stage.
-  __device__ void ask(const ops::StepRecord& r, unsigned to) const {
+  __device__ void ask(const Inputs& inputs, const ops::StepRecord& r, unsigned to) const {
     const int begin = r.position + 1 - kOverlapRows;
     if (begin >= r.length) {  // most of a prefill: nothing but inputs
-      InputCopies<In, kRowBytes> inputs(p_.kv[k_], p_.gate[k_], static_cast<int>(r.token_of(begin)), channel_);
-      inputs.template ask<kOverlapRatio>(to, 0);
-      inputs.template ask<kOverlapRatio>(to + place(0, kOverlapRatio), kWidth);
+      const int token = static_cast<int>(r.token_of(begin));
+      inputs.template ask<kOverlapRatio>(to, token, 0);
+      inputs.template ask<kOverlapRatio>(to + place(0, kOverlapRatio), token + kOverlapRatio, kWidth);
     } else {
       const Source source(p_, k_, r, channel_);
       const int ring_row = ring_row_of(r);
@@ -187,10 +192,9 @@ class OverlapSpans {
   }
 
   template <class Row>
-  __device__ void finish(int position, int length, int block_position, int block, const Turn& turn, Row row) {
+  __device__ void pool_rows(int position, int length, ops::Pool (&pool)[kPair], Row row) const {
     const int begin = position + 1 - kOverlapRows;
     const bool first = begin < 0;  // no span before its own
-    ops::Pool pool[kPair];
     clear(pool);
     Pair gate[kOverlapRows];
 #pragma unroll
@@ -211,7 +215,6 @@ class OverlapSpans {
 #pragma unroll
       for (int c = 0; c < kPair; ++c) pool[c] = ops::pool_add_known_max(pool[c], gate[i].v[c], kv.v[c]);
     }
-    store_entry(lanes_, p_, kind_, pool, weight_, turn, block_position / kOverlapRatio, block);
   }
 
   const ops::AppendParams& p_;

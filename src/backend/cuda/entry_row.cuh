@@ -32,4 +32,32 @@ __device__ void store_entry(Lanes& lanes, const ops::AppendParams& p, const ops:
     store_word(kind.page.global.at(block, 0), kind.global_scale);
 }
 
+/// Entries of a prefill that are finished where they were pooled: keys, which are too short for EntryBatch.
+template <class Lanes>
+class EachEntry {
+ public:
+  __device__ EachEntry(Lanes lanes, const ops::AppendParams& p, const ops::KindDesc& kind)
+      : lanes_(lanes), p_(p), kind_(kind), weight_(load_weight(kind.norm_weight + lanes.channel())) {}
+
+  __device__ void begin(int position, int block) {
+    slot_ = position % p_.step.block_tokens / kind_.ratio;
+    block_ = block;
+    turn_ = load_turn(p_.rope, position, lanes_.channel(), Lanes::kWidth);
+  }
+  __device__ void put(const ops::Pool (&pool)[kPair], int) {
+    store_entry(lanes_, p_, kind_, pool, weight_, turn_, slot_, block_);
+  }
+  __device__ static void sync() {}
+  __device__ bool full() const { return false; }
+  __device__ void finish() const {}
+
+ private:
+  Lanes lanes_;
+  const ops::AppendParams& p_;
+  const ops::KindDesc& kind_;
+  Pair weight_;
+  int slot_ = 0, block_ = 0;
+  Turn turn_{};
+};
+
 }  // namespace kv4::cuda

@@ -121,59 +121,72 @@ __device__ inline RawPair read_stage(const std::uint8_t* at, int pair_bytes) {
 template <class In, int kRowBytes>
 class InputCopies {
  public:
-  __device__ InputCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, int token, int channel) {
-    const int turn = static_cast<int>(threadIdx.x) % kSharers;
-    first_ = turn / 2;
+  __device__ InputCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, int channel) {
+    const int turn = static_cast<int>(threadIdx.x) % kSharers, first = turn / 2;  // row of the lane's first copy
     const ops::InputDesc& in = turn % 2 == 0 ? kv : gate;
-    from_ =
-        row_at(static_cast<const In*>(in.data), token + first_, in.row_stride * static_cast<std::int64_t>(sizeof(In))) +
-        channel - turn * kPair;
-    step_ = kSharers / 2 * in.row_stride;
-    offset_ = first_ * 2 * kRowBytes + turn % 2 * kRowBytes + stage_offset(kPair * sizeof(In)) -
+    stride_ = static_cast<unsigned>(in.row_stride) * static_cast<unsigned>(sizeof(In));
+    from_ = row_at(static_cast<const In*>(in.data), first, stride_) + channel - turn * kPair;
+    offset_ = first * 2 * kRowBytes + turn % 2 * kRowBytes + stage_offset(kPair * sizeof(In)) -
               turn * kPair * static_cast<int>(sizeof(In));
   }
 
-  /// The next kRows rows, `count` of which are there. to: shared address; column: see SourceRows.
+  /// kRows rows from `token` on. to: shared address; column: see SourceRows.
   template <int kRows>
-  __device__ void ask(unsigned to, int column, int count = kRows) {
+  __device__ void ask(unsigned to, int token, int column) const {
+    const In* from = row_at(from_, token, stride_) + column;
 #pragma unroll
     for (int i = 0; i < kRows; i += kSharers / 2) {
-      if (i + first_ < count) copy_ahead<16>(to + offset_ + i * 2 * kRowBytes, from_ + column);
-      from_ += step_;
+      copy_ahead<16>(to + offset_ + i * 2 * kRowBytes, from);
+      from = row_at(from, kSharers / 2, stride_);
     }
   }
 
  private:
   static constexpr int kSharers = 16 / (kPair * static_cast<int>(sizeof(In)));
   const In* from_;
-  std::int64_t step_;
-  int first_, offset_;  // row of the lane's first copy
+  unsigned stride_;
+  int offset_;
 };
 
-/// Biases of consecutive rows on their way there: the halves of a warp copy a row each.
-template <int kWidth, int kRowBytes>
-class BiasCopies {
+/// Whole rows on their way there, by kWarps warps that wait for each other: [kRows, kv and gate, kRowBytes], then
+/// [kRows] biases. A warp copies a part of one row and of one bias.
+template <class In, int kWidth, int kRowBytes, int kWarps, int kRows>
+class WholeRowCopies {
  public:
-  __device__ BiasCopies(const float* bias, int channel) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, piece = lane % (kWarp / 2);
-    half_ = lane / (kWarp / 2);
-    from_ = bias + half_ * kWidth + channel - lane * kPair + piece * 4;
-    offset_ = half_ * kRowBytes + stage_offset(0) + piece * 16;
+  static constexpr int kBiasBytes = kWidth * static_cast<int>(sizeof(float)), kBiasesAt = kRows * 2 * kRowBytes;
+  static constexpr int kBytes = kBiasesAt + kRows * kBiasBytes;
+
+  __device__ WholeRowCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, const float* bias, int token) {
+    const int thread = thread_again(), warp = thread / kWarp, lane_at = thread % kWarp * 16;
+    const int part = warp % kParts;
+    const ops::InputDesc& in = warp / kParts % 2 == 0 ? kv : gate;
+    const std::int64_t stride = in.row_stride * static_cast<std::int64_t>(sizeof(In));
+    row_ = warp / (2 * kParts);
+    from_ = row_at(static_cast<const std::uint8_t*>(in.data), token + row_, stride) + part * kPart + lane_at;
+    step_ = kRows * static_cast<unsigned>(stride);
+    offset_ = warp / kParts * kRowBytes + part * kPart + lane_at;
+    bias_ = reinterpret_cast<const std::uint8_t*>(bias) + warp * kBiasPart + lane_at;
+    bias_offset_ = kBiasesAt + warp * kBiasPart + lane_at;
   }
 
   /// The next kRows rows, `count` of which are there. to: shared address.
-  template <int kRows>
   __device__ void ask(unsigned to, int count) {
+    if (row_ >= count) return;
 #pragma unroll
-    for (int i = 0; i < kRows; i += 2) {
-      if (i + half_ < count) copy_ahead<16>(to + offset_ + i * kRowBytes, from_);
-      from_ += 2 * kWidth;
-    }
+    for (int i = 0; i < kPart; i += kPiece) copy_ahead<16>(to + offset_ + i, from_ + i);
+#pragma unroll
+    for (int i = 0; i < kBiasPart; i += kPiece) copy_ahead<16>(to + bias_offset_ + i, bias_ + i);
+    from_ += step_;
+    bias_ += kRows * kBiasBytes;
   }
 
  private:
-  const float* from_;
-  int half_, offset_;
+  static constexpr int kParts = kWarps / (2 * kRows), kPart = kWidth * static_cast<int>(sizeof(In)) / kParts;
+  static constexpr int kPiece = kWarp * 16, kBiasPart = kRows * kBiasBytes / kWarps;
+  static_assert(kPart % kPiece == 0 && kBiasPart % kPiece == 0);
+  const std::uint8_t *from_, *bias_;
+  unsigned step_;
+  int row_, offset_, bias_offset_;
 };
 
 // --- records
@@ -214,14 +227,13 @@ class GuessedRecord {
 /// Brings the line into L2, so that it is near once it may be read.
 __device__ inline void fetch_ahead(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-/// Before the wait: the first kind's input rows of `span` tokens are brought into L2. All rows are read by some thread
-/// block, those of the first spans first.
+/// Before the wait: the first kind's input rows of `count` tokens are brought into L2, whoever will read them first.
 template <class In>
-__device__ void fetch_inputs(const ops::AppendParams& p, int block, int span) {
+__device__ void fetch_inputs(const ops::AppendParams& p, int first, int count) {
   constexpr int kSector = 32;
-  const int first = block * span, at = static_cast<int>(threadIdx.x) * kSector;
+  const int at = static_cast<int>(threadIdx.x) * kSector;
   if (at >= p.layer.kinds[0].pending.columns * static_cast<int>(sizeof(In))) return;
-  for (int token = first; token < min(first + span, p.step.num_tokens); ++token)
+  for (int token = first; token < min(first + count, p.step.num_tokens); ++token)
     for (const ops::InputDesc* in : {&p.kv[0], &p.gate[0]})
       fetch_ahead(row_at(static_cast<const std::uint8_t*>(in->data), token,
                          in->row_stride * static_cast<std::int64_t>(sizeof(In))) +

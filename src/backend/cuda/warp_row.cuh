@@ -15,23 +15,15 @@ constexpr int kPair = 2;
 constexpr int kChunk = kWarp * kPair;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
+/// threadIdx.x, read where it is asked for: what is made of it is not kept in registers from earlier on.
+__device__ inline int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 struct Pair {
   float v[kPair];
-};
-
-/// Rests of many divisions by one number.
-class Modulus {
- public:
-  __device__ explicit Modulus(int n) : n_(static_cast<unsigned>(n)), inverse_(0xFFFFFFFFu / n_) {}
-
-  __device__ int rest(int x) const {
-    unsigned r = static_cast<unsigned>(x) - __umulhi(static_cast<unsigned>(x), inverse_) * n_;
-    while (r >= n_) r -= n_;  // at most twice
-    return static_cast<int>(r);
-  }
-
- private:
-  unsigned n_, inverse_;
 };
 
 /// s_i = s_2i + s_2i+1 until one is left; missing ones are 0.
@@ -74,9 +66,7 @@ class RowLanes {
   __device__ bool leader() const { return lane_ == 0 && warp_ == 0; }
   __device__ int channel() const { return warp_ * kChunk + lane_ * kPair; }
 
-  __device__ void sync() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + row_), "n"(kWarps * kWarp) : "memory");
-  }
+  __device__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(1 + row_), "n"(kWarps * kWarp) : "memory"); }
 
   __device__ float square_sum(const Pair& x) {
     float sum = x.v[0] * x.v[0] + x.v[1] * x.v[1];
@@ -175,31 +165,59 @@ struct Turn {
   float cos, sin;
 };
 
-/// rope_angle, with loads as wide as they can be.
-__device__ inline Turn load_turn(const ops::RopeDesc& rope, int position, int channel, int width) {
-  const int first = channel - (width - rope.rope_dim), pairs = rope.rope_dim / kPair;
-  Turn turn{first >= 0, 0.0f, 0.0f};
-  if (!turn.active) return turn;
+/// What the tables hold of a pair's angle: 16 bytes of each of the two; or cos and sin, in the first word of each.
+struct RawTurn {
+  uint4 high, low;
+};
+
+/// Calls f with the two addresses that a RawTurn is loaded from and its element.
+template <class F>
+__device__ auto with_turn_words(const ops::RopeDesc& rope, int position, int pair, F&& f) {
   if (rope.cos != nullptr) {
-    turn.cos = rope.cos[std::int64_t{position} * pairs + first / kPair];
-    turn.sin = rope.sin[std::int64_t{position} * pairs + first / kPair];
-  } else {
-    const auto angle = [&](const double* table, int row) {
-      return __ldg(reinterpret_cast<const double2*>(table) + row * rope.angles.pairs + first / kPair);
-    };
-    const double2 a = angle(rope.angles.high, position >> RopeAngles::kLowBits);
-    const double2 b = angle(rope.angles.low, position & ((1 << RopeAngles::kLowBits) - 1));
-    turn.cos = static_cast<float>(__fma_rn(a.x, b.x, -__dmul_rn(a.y, b.y)));
-    turn.sin = static_cast<float>(__fma_rn(a.y, b.x, __dmul_rn(a.x, b.y)));
+    const std::int64_t at = std::int64_t{position} * (rope.rope_dim / kPair) + pair;
+    return f(rope.cos + at, rope.sin + at);
   }
-  return turn;
+  const auto angle = [&](const double* table, int row) {
+    return reinterpret_cast<const double2*>(table) + row * rope.angles.pairs + pair;
+  };
+  return f(angle(rope.angles.high, position >> RopeAngles::kLowBits),
+           angle(rope.angles.low, position & ((1 << RopeAngles::kLowBits) - 1)));
+}
+
+struct LoadTurnWords {
+  __device__ static uint4 word(const float* at) { return make_uint4(__float_as_uint(__ldg(at)), 0, 0, 0); }
+  __device__ static uint4 word(const double2* at) { return __ldg(reinterpret_cast<const uint4*>(at)); }
+  template <class T>
+  __device__ RawTurn operator()(const T* high, const T* low) const {
+    return {word(high), word(low)};
+  }
+};
+
+/// rope_angle.
+__device__ inline Turn turn_of(const ops::RopeDesc& rope, const RawTurn& raw) {
+  if (rope.cos != nullptr) return {true, codec::bits_float(raw.high.x), codec::bits_float(raw.low.x)};
+  const auto number = [](std::uint32_t low, std::uint32_t high) {
+    return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
+  };
+  const double ax = number(raw.high.x, raw.high.y), ay = number(raw.high.z, raw.high.w);
+  const double bx = number(raw.low.x, raw.low.y), by = number(raw.low.z, raw.low.w);
+  return {true, static_cast<float>(__fma_rn(ax, bx, -__dmul_rn(ay, by))),
+          static_cast<float>(__fma_rn(ay, bx, __dmul_rn(ax, by)))};
+}
+
+__device__ inline Turn load_turn(const ops::RopeDesc& rope, int position, int channel, int width) {
+  const int first = channel - (width - rope.rope_dim);
+  if (first < 0) return {};
+  return turn_of(rope, with_turn_words(rope, position, first / kPair, LoadTurnWords{}));
+}
+
+__device__ inline Pair turned(const Pair& x, float cos, float sin) {
+  return {{codec::fused(x.v[0], cos, -(x.v[1] * sin)), codec::fused(x.v[1], cos, x.v[0] * sin)}};
 }
 
 /// x: bf16 values.
 __device__ inline Pair rotate(const Turn& turn, const Pair& x) {
-  if (!turn.active) return x;
-  const float a = x.v[0], b = x.v[1];
-  return round_bf16({{codec::fused(a, turn.cos, -(b * turn.sin)), codec::fused(b, turn.cos, a * turn.sin)}});
+  return turn.active ? round_bf16(turned(x, turn.cos, turn.sin)) : x;
 }
 
 }  // namespace kv4::cuda

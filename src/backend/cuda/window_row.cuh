@@ -1,215 +1,17 @@
-// Window rows: one warp per row of 512 channels. A lane holds two octets, 8 consecutive channels each, as bf16 pairs:
-// loads and stores are 16 and 8 bytes wide and a tile of 64 channels is 8 lanes.
+// Window rows: one warp per row (octet_row.cuh).
 #pragma once
 
 #include "backend/cuda/launch.cuh"
-#include "backend/cuda/row_decode.cuh"
-#include "backend/cuda/row_encode.cuh"
+#include "backend/cuda/octet_row.cuh"
 #include "backend/cuda/source_rows.cuh"
 
 namespace kv4::cuda {
-
-constexpr int kOctets = 2, kOctetChannels = 8;
-constexpr int kOctetStride = kWarp * kOctetChannels;  // channels between a lane's octets
-
-struct OctetBits {
-  std::uint32_t pair[4];
-};
-
-__device__ inline int octet_channel(int lane, int octet) { return octet * kOctetStride + lane * kOctetChannels; }
-
-__device__ inline void octet_values(const OctetBits& o, float (&x)[kOctetChannels]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = low_value(o.pair[i]);
-    x[2 * i + 1] = high_value(o.pair[i]);
-  }
-}
-
-// --- norm and rotation of a row that comes straight from the projection
-
-__device__ inline Quad load_weights(const float* at) {
-  const float4 w = __ldg(reinterpret_cast<const float4*>(at));
-  return {{w.x, w.y, w.z, w.w}};
-}
-
-/// The same, but not before the program comes to it: they are in the first-level cache, and their registers are better
-/// spent on more warps.
-__device__ inline Quad load_weights_late(const float* at) {
-  Quad w;
-  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(w.v[0]), "=f"(w.v[1]), "=f"(w.v[2]), "=f"(w.v[3])
-               : "l"(at));
-  return w;
-}
-
-/// Of a lane's last octet, if it is turned: what is turned lies in the last octets of a row.
-struct OctetTurn {
-  float cos[kOctetChannels / kPair], sin[kOctetChannels / kPair];
-};
-
-__device__ inline bool turns_octet(const ops::RopeDesc& rope, int lane) {
-  return octet_channel(lane, kOctets - 1) >= kRowWidth - rope.rope_dim;
-}
-
-__device__ inline OctetTurn load_octet_turn(const ops::RopeDesc& rope, int position, int lane) {
-  OctetTurn out{};
-  if (!turns_octet(rope, lane)) return out;
-#pragma unroll
-  for (int i = 0; i < kOctetChannels / kPair; ++i) {
-    const Turn turn = load_turn(rope, position, octet_channel(lane, kOctets - 1) + i * kPair, kRowWidth);
-    out.cos[i] = turn.cos;
-    out.sin[i] = turn.sin;
-  }
-  return out;
-}
-
-/// weights(octet, half): 4 of them. turn(): an OctetTurn.
-template <class Weights, class GetTurn>
-__device__ void finish_projection(const ops::FrontEndDesc& f, Weights weights, GetTurn turn, int lane,
-                                  OctetBits (&row)[kOctets]) {
-  float x[kOctets][kOctetChannels], sum[kOctets];
-#pragma unroll
-  for (int j = 0; j < kOctets; ++j) {
-    octet_values(row[j], x[j]);
-    float square[kOctetChannels];
-#pragma unroll
-    for (int i = 0; i < kOctetChannels; ++i) square[i] = x[j][i] * x[j][i];
-    sum[j] = pair_sum<0, kOctetChannels>(square);
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) sum[j] += __shfl_xor_sync(kAllLanes, sum[j], step);
-  }
-  const float factor = norm_factor<kRowWidth>(sum[0] + sum[1], f.eps);
-#pragma unroll
-  for (int j = 0; j < kOctets; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Quad w = weights(j, h);
-      const float* y = x[j] + 4 * h;
-      row[j].pair[2 * h] = bf16_pair(y[0] * factor * w.v[0], y[1] * factor * w.v[1]);
-      row[j].pair[2 * h + 1] = bf16_pair(y[2] * factor * w.v[2], y[3] * factor * w.v[3]);
-    }
-  if (!turns_octet(f.rope, lane)) return;
-  const OctetTurn by = turn();
-#pragma unroll
-  for (int i = 0; i < kOctetChannels / kPair; ++i) {
-    std::uint32_t& pair = row[kOctets - 1].pair[i];
-    const Pair y = rotate({true, by.cos[i], by.sin[i]}, pair_values(pair));
-    pair = bf16_pair(y.v[0], y.v[1]);
-  }
-}
-
-// --- encoding
-
-/// Eight e4m3 of channels times `by`.
-__device__ inline uint2 e4m3_octet(const OctetBits& o, float by) {
-  return make_uint2(
-      e4m3_quad({{low_value(o.pair[0]), high_value(o.pair[0]), low_value(o.pair[1]), high_value(o.pair[1])}}, by),
-      e4m3_quad({{low_value(o.pair[2]), high_value(o.pair[2]), low_value(o.pair[3]), high_value(o.pair[3])}}, by));
-}
-
-__device__ inline float octet_amax(const OctetBits& o) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) amax = fmaxf(fmaxf(amax, fabsf(low_value(o.pair[i]))), fabsf(high_value(o.pair[i])));
-  return amax;
-}
-
-__device__ inline uint4 bf16_octet(OctetBits o) {
-  if (has_nan_bf16(o.pair)) fix_nan(o.pair);
-  return make_uint4(o.pair[0], o.pair[1], o.pair[2], o.pair[3]);
-}
 
 /// The ring's format, read where it is asked for.
 struct RingFormat {
   const ops::AppendParams& p;
   __device__ operator Format() const { return p.layer.window.ring.format; }
 };
-
-// `format` below: a RingFormat or a constant.
-
-/// What a lane stores of one row.
-struct WindowBits {
-  uint4 payload[kOctets];  // 8 bytes of codes or 16 of bf16
-  std::uint32_t scale[kOctets];
-};
-
-template <int kSteps>
-__device__ float max_over_lanes(float x) {
-#pragma unroll
-  for (int step = 1; step < kSteps; step *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-  return x;
-}
-
-template <class F>
-__device__ WindowBits encode_window(F format, int lane, const OctetBits (&row)[kOctets]) {
-  constexpr int body = kRowWidth - kRowTail;
-  WindowBits out;
-  if (format == Format::bf16) {
-#pragma unroll
-    for (int j = 0; j < kOctets; ++j) out.payload[j] = bf16_octet(row[j]);
-    return out;
-  }
-  if (format == Format::fp8_tile64) {
-    // The largest of both octets' tiles at once: bf16 without sign order as integers do.
-    static_assert(kOctets == 2);
-    std::uint32_t amax =
-        __byte_perm(codec::float_bits(octet_amax(row[0])), codec::float_bits(octet_amax(row[1])), 0x7632);
-#pragma unroll
-    for (int step = 1; step < codec::Fp8Tile64::kTile / kOctetChannels; step *= 2)
-      amax = __vmaxu2(amax, __shfl_xor_sync(kAllLanes, amax, step));
-#pragma unroll
-    for (int j = 0; j < kOctets; ++j) {
-      const int e = exponent_over_448(j == 0 ? low_value(amax) : high_value(amax));
-      const bool quantised = octet_channel(lane, j) < body;
-      const uint2 codes = e4m3_octet(row[j], pow2_normal(-e));
-      out.payload[j] = quantised ? make_uint4(codes.x, codes.y, 0, 0) : bf16_octet(row[j]);
-      out.scale[j] = quantised ? static_cast<std::uint32_t>(e + 127) : 0;
-    }
-    return out;
-  }
-  float amax = 0.0f;  // fp8_row
-#pragma unroll
-  for (int j = 0; j < kOctets; ++j)
-    if (octet_channel(lane, j) < body) amax = fmaxf(amax, octet_amax(row[j]));
-  const float inverse = codec::Fp8Row::inverse_scale(fminf(max_over_lanes<kWarp>(amax), codec::kBf16Max));
-#pragma unroll
-  for (int j = 0; j < kOctets; ++j) {
-    std::uint32_t codes[2] = {};
-#pragma unroll
-    for (int i = 0; i < kOctetChannels / kPair; ++i) {
-      const Pair x = pair_values(row[j].pair[i]);
-      const std::uint32_t code = e4m3_pair(codec::quotient(x.v[0], inverse), codec::quotient(x.v[1], inverse));
-      codes[i / 2] |= code << (16 * (i % 2));
-    }
-    out.payload[j] = octet_channel(lane, j) < body ? make_uint4(codes[0], codes[1], 0, 0) : bf16_octet(row[j]);
-    out.scale[j] = codec::float_bits(inverse);
-  }
-  return out;
-}
-
-/// As store16.
-__device__ inline void store8(void* at, std::uint32_t x, std::uint32_t y) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(at)), "r"(x), "r"(y) : "memory");
-}
-
-template <class F>
-__device__ void store_window(F format, int lane, const WindowBits& bits, std::uint8_t* payload, std::uint8_t* scale) {
-  const int body = format == Format::bf16 ? 0 : kRowWidth - kRowTail;
-#pragma unroll
-  for (int j = 0; j < kOctets; ++j) {
-    const int channel = octet_channel(lane, j);
-    const uint4 p = bits.payload[j];
-    if (channel < body) {
-      store8(payload + channel, p.x, p.y);
-    } else {
-      store16(payload + 2 * channel - body, p.x, p.y, p.z, p.w);
-    }
-    if (format == Format::fp8_tile64 && channel % codec::Fp8Tile64::kTile == 0)
-      scale[channel / codec::Fp8Tile64::kTile] = static_cast<std::uint8_t>(bits.scale[j]);
-  }
-  if (format == Format::fp8_row && lane == 0) store_word(scale, bits.scale[0]);
-}
 
 // --- the row that is overwritten
 
@@ -302,15 +104,22 @@ struct WindowLane {
     }
   }
 
+  /// Of a row that comes straight from the projection.
+  template <class Weights>
+  __device__ void finish_projection(const Weights& weights, const RawTurn& turn, OctetBits (&row)[kOctets]) const {
+    const ops::FrontEndDesc& f = p.front_end;
+    norm_and_rotate(f.eps, f.rope, weights, turn_of(f.rope, turn), lane, row);
+  }
+
   /// The row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
   template <class F>
-  __device__ void store(F format, const ops::StepRecord& r, int token, const WindowBits& bits) const {
+  __device__ void store(F format, const ops::StepRecord& r, int token, const RowBits& bits) const {
     const ops::WindowDesc& w = p.layer.window;
     const auto put = [&](const ops::RowPlanes& rows, int slot, int row) {
       const auto at = [=](const ops::Plane& plane) {
         return row_at(plane.data + slot * plane.block_stride, row, plane.row_stride);
       };
-      store_window(format, lane, bits, at(rows.payload), at(rows.scale));
+      store_octets(format, lane, bits, at(rows.payload), at(rows.scale));
     };
     if (!r.in_place()) put(w.scratch, 0, token);
     if (r.in_place() || r.position >= r.end() - w.rows) put(w.ring, r.write_slot, r.position % w.rows);
@@ -321,19 +130,18 @@ struct WindowLane {
 template <bool kProjection, class In, class F>
 __device__ void append_window_row(const ops::AppendParams& p, F format, int token) {
   const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
-  const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
-  Quad weight[kOctets][2];
+  float4 weights[kOctets][2];
   if constexpr (kProjection) {
 #pragma unroll
     for (int j = 0; j < kOctets; ++j)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) weight[j][h] = load_weights(weights + j * kOctetStride + h * 4);
+      for (int h = 0; h < 2; ++h) weights[j][h] = LaneWeights{p.front_end.norm_weight, mine.lane}(j, h);
   }
   DisplacedRow displaced(p.layer, mine.lane);
-  OctetTurn turn;
+  RawTurn turn;
   const auto find = [&](const ops::StepRecord& r) {
     displaced.find(r);
-    if constexpr (kProjection) turn = load_octet_turn(p.front_end.rope, r.position, mine.lane);
+    if constexpr (kProjection) turn = load_lane_turn(p.front_end.rope, r.position, mine.lane);
   };
   const GuessedRecord guess(p.step, token);
   if (!guess.padded()) find(guess.get());
@@ -356,23 +164,31 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
     displaced.load();
   }
   displaced.keep();
-  if constexpr (kProjection)
-    finish_projection(
-        p.front_end, [&](int j, int h) { return weight[j][h]; }, [&] { return turn; }, mine.lane, row);
-  const WindowBits bits = encode_window(format, mine.lane, row);
+  if constexpr (kProjection) mine.finish_projection([&](int j, int h) { return weights[j][h]; }, turn, row);
+  const RowBits bits = encode_octets(format, mine.lane, row);
   mine.store(format, r, token, bits);
 }
 
-constexpr int kWindowAhead = 4;  // rows under way
+/// Shared memory of a warp's rows under way, and how many rows are brought into L2 before the wait. More of either is
+/// slower (SWA, 4 rows and 4: 15.4 us instead of 14.7).
+constexpr int kWindowStage = 8192, kWindowFetched = 2;
 
-/// Of shared memory that a warp's rows under way take, with their records.
-constexpr int kWindowStage = kWindowAhead * (kRowWidth * static_cast<int>(sizeof(float)) + sizeof(ops::StepRecord));
+/// How it is used: records [kSlots], then slots of a row and, of one that comes from the projection, its angles.
+template <bool kProjection, class In>
+struct WindowSlots {
+  static constexpr int kMost = 3, kRecordBytes = static_cast<int>(sizeof(ops::StepRecord));
+  static constexpr int kTurnAt = kRowWidth * static_cast<int>(sizeof(In));
+  static constexpr int kTurnWord = kWarp * static_cast<int>(sizeof(uint4));
+  static constexpr int kFirst = kMost * kRecordBytes, kBytes = kTurnAt + (kProjection ? 2 * kTurnWord : 0);
+  static constexpr int kSlots = std::min((kWindowStage - kFirst) / kBytes, kMost);
+  static_assert(kSlots >= 2);
+};
 
 /// Before the wait: the first rows of append_window_rows are brought into L2.
 template <class In>
 __device__ void fetch_window_rows(const ops::AppendParams& p, int warp, int warps) {
   const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
-  for (int i = 0; i < kWindowAhead; ++i) {
+  for (int i = 0; i < kWindowFetched; ++i) {
     const int token = warp + i * warps;
     if (token >= p.step.num_tokens) return;
 #pragma unroll
@@ -380,52 +196,77 @@ __device__ void fetch_window_rows(const ops::AppendParams& p, int warp, int warp
   }
 }
 
-/// Every warps-th token of a prefill. stage: shared, kWindowStage bytes of the warp: records [kWindowAhead], words
-/// [kWindowAhead, kWords, 32] of 16 bytes.
+/// Every warps-th token of a prefill. Everything a row needs is asked for together with it, because loads seem to
+/// return in the order they were asked for. stage: shared, kWindowStage bytes of the warp. weights: of a projection's
+/// norm.
 template <bool kProjection, class In, class F>
-__device__ void append_window_rows(const ops::AppendParams& p, F format, const std::uint8_t* stage, int warp,
-                                   int warps) {
-  constexpr int kWords = WindowLane<In>::kWords, kRecordBytes = static_cast<int>(sizeof(ops::StepRecord));
+__device__ void append_window_rows(const ops::AppendParams& p, F format, const std::uint8_t* stage,
+                                   const NormWeights& weights, int warp, int warps) {
+  using Slots = WindowSlots<kProjection, In>;
+  constexpr int kWords = WindowLane<In>::kWords, kWordBytes = kWarp * static_cast<int>(sizeof(uint4));
   const WindowLane<In> mine{p, static_cast<int>(threadIdx.x) % kWarp};
-  const float* weights = p.front_end.norm_weight + mine.lane * kOctetChannels;
-  const Words<4>* slots = reinterpret_cast<const Words<4>*>(stage + kWindowAhead * kRecordBytes) + mine.lane;
-  const unsigned records_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
-  const unsigned slots_at = static_cast<unsigned>(__cvta_generic_to_shared(slots));
-  const auto ask = [&](int token, unsigned slot) {
+  const ops::RopeDesc& rope = p.front_end.rope;
+  const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage)), lane_at = mine.lane * 16u;
+  int positions = 0;  // lane i: of the i-th row from the last multiple of 32 on
+  const auto ask = [&](int token, int number, int slot) {
+    if constexpr (kProjection) {
+      if (number % kWarp == 0) {
+        const int lanes_token = token + mine.lane * warps;
+        const bool there = lanes_token < p.step.num_tokens;
+        positions = there ? max(__ldcg(&p.step.tokens[lanes_token].position), 0) : 0;
+      }
+    }
     if (token < p.step.num_tokens) {
+      const unsigned to = stage_at + Slots::kFirst + slot * Slots::kBytes + lane_at;
 #pragma unroll
-      for (int i = 0; i < kWords; ++i)
-        copy_ahead<16>(slots_at + (slot * kWords + i) * kWarp * sizeof(Words<4>), mine.input(token, i));
-      if (mine.lane < kRecordBytes / 16)
-        copy_ahead<16>(records_at + slot * kRecordBytes + mine.lane * 16,
+      for (int i = 0; i < kWords; ++i) copy_ahead<16>(to + i * kWordBytes, mine.input(token, i));
+      if (mine.lane < Slots::kRecordBytes / 16)
+        copy_ahead<16>(stage_at + slot * Slots::kRecordBytes + lane_at,
                        reinterpret_cast<const int4*>(p.step.tokens + token) + mine.lane);
+      if constexpr (kProjection) {
+        const int position = __shfl_sync(kAllLanes, positions, number % kWarp);
+        if (has_turned_pair(rope, mine.lane))
+          with_turn_words(rope, position, mine.lane, [&](auto* high, auto* low) {
+            copy_ahead<sizeof(*high)>(to + Slots::kTurnAt, high);
+            copy_ahead<sizeof(*low)>(to + Slots::kTurnAt + Slots::kTurnWord, low);
+          });
+      }
     }
     close_batch();
   };
-  for (int i = 0; i < kWindowAhead - 1; ++i) ask(warp + i * warps, i);
-  unsigned slot = 0;
-  for (int token = warp; token < p.step.num_tokens; token += warps, slot = (slot + 1) % kWindowAhead) {
-    ask(token + (kWindowAhead - 1) * warps, (slot + kWindowAhead - 1) % kWindowAhead);
-    wait_for_batch<kWindowAhead - 1>();
+  int number = 0;  // of the next row to ask for
+#pragma unroll 1
+  for (; number < Slots::kSlots - 1; ++number) ask(warp + number * warps, number, number);
+  int slot = 0;
+  for (int token = warp; token < p.step.num_tokens; token += warps, ++number) {
+    const int free_slot = slot == 0 ? Slots::kSlots - 1 : slot - 1;
+    ask(token + (Slots::kSlots - 1) * warps, number, free_slot);
+    wait_for_batch<Slots::kSlots - 1>();
     __syncwarp();  // the record is other lanes' copy
+    const std::uint8_t* at = stage + Slots::kFirst + slot * Slots::kBytes;
     const ops::StepRecord r = load_record(reinterpret_cast<const ops::StepRecord*>(stage) + slot);
-    __syncwarp();
-    if (r.padded()) continue;
+    slot = slot + 1 == Slots::kSlots ? 0 : slot + 1;
+    const uint4* words = reinterpret_cast<const uint4*>(at) + mine.lane;
     Words<4> in[kWords];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) in[i] = slots[(slot * kWords + i) * kWarp];
+    for (int i = 0; i < kWords; ++i) in[i] = reinterpret_cast<const Words<4>&>(words[i * kWarp]);
+    RawTurn turn{};
+    if constexpr (kProjection) {
+      const uint4* raw = reinterpret_cast<const uint4*>(at + Slots::kTurnAt) + mine.lane;
+      turn = {raw[0], raw[kWarp]};
+    }
+    __syncwarp();
+    if (r.padded()) continue;
     OctetBits row[kOctets];
     mine.octets(in, row);
-    if constexpr (kProjection) {
-      const auto weight = [&](int j, int h) { return load_weights_late(weights + j * kOctetStride + h * 4); };
-      const auto turn = [&] { return load_octet_turn(p.front_end.rope, r.position, mine.lane); };
-      finish_projection(p.front_end, weight, turn, mine.lane, row);
+    if constexpr (kProjection) mine.finish_projection(LaneWeights{weights.all, mine.lane}, turn, row);
+    const RowBits bits = encode_octets(format, mine.lane, row);
+    if (r.in_place()) {
+      DisplacedRow displaced(p.layer, thread_again() % kWarp);
+      displaced.find(r);
+      displaced.load();
+      displaced.keep();
     }
-    const WindowBits bits = encode_window(format, mine.lane, row);
-    DisplacedRow displaced(p.layer, mine.lane);
-    displaced.find(r);
-    displaced.load();
-    displaced.keep();
     mine.store(format, r, token, bits);
   }
 }
