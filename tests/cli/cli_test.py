@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -588,7 +589,9 @@ def test_replay_known_traces():
             continue
         for millions, rate in zip((None, 1, 3, 10, 20, 50), rates):
             size = ["--capacity", str(millions * 10**6)] if millions else []
+            before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
             result = ok_json("replay", str(folder / name), "--policy", policy, *size)
+            assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 60, f"{name} {policy} {millions}M: more than a minute of one core"
             got = result["block_hit_rate"]
             if not millions:
                 assert abs(result["recomputed_tokens_per_hit"] - recomputed[name]) <= 0.02 * recomputed[name], result
