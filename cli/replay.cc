@@ -19,6 +19,7 @@
 #include "replay_cache.h"
 #include "replay_data.h"
 #include "replay_report.h"
+#include "replay_watcher.h"
 #include "sizes.h"
 #include "table.h"
 
@@ -39,14 +40,15 @@ struct ReplayFlags {
   std::string policy = "lru";
   std::string snapshots = "checkpoint";
   std::string tenants = "1";
-  std::string report;
+  std::string report, metrics;
+  std::optional<std::string> serve;  // a port, or nothing: any
   bool json = false;
   // --data real
   ModelFlags model;
   FormatFlags formats;
   std::string layers = "4", threads = "1", device = "cpu";
   double verify = 0.05;
-  std::string host, disk, disk_capacity = "16GB";
+  std::string host, disk, disk_capacity = "16GB", remote;
   bool real() const { return data == "real"; }
 };
 
@@ -66,6 +68,20 @@ SnapshotPolicy parse_snapshots(const std::string& text) {
   require(out.kind != SnapshotPolicy::Kind::checkpoint || (out.period_tokens > 0 && out.period_tokens % 512 == 0),
           ErrorCode::bad_argument, "--snapshots checkpoint:{}: the period is a multiple of 512 tokens",
           out.period_tokens);
+  return out;
+}
+
+/// HOST:PORT[,HOST:PORT...].
+std::vector<tier::RedisAddress> parse_servers(const std::string& text) {
+  std::vector<tier::RedisAddress> out;
+  for (std::size_t at = 0; at <= text.size();) {
+    const std::size_t end = std::min(text.find(',', at), text.size()), colon = text.rfind(':', end);
+    require(colon != std::string::npos && colon > at && colon < end, ErrorCode::bad_argument,
+            "--remote '{}' is no list of servers; give HOST:PORT[,HOST:PORT...]", text);
+    const std::string port = text.substr(colon + 1, end - colon - 1);
+    out.push_back({text.substr(at, colon - at), static_cast<int>(parse_count(port, "--remote", 1, 65535))});
+    at = end + 1;
+  }
   return out;
 }
 
@@ -154,6 +170,7 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
                                 {"input_tokens", total.input_tokens},
                                 {"hit_tokens", total.hit_tokens},
                                 {"capacity_tokens", nullptr},
+                                {"tenant_share_tokens", result.share_tokens},
                                 {"policy", flags.policy},
                                 {"snapshots", flags.snapshots},
                                 {"seconds", seconds}};
@@ -192,6 +209,11 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
           "--block-tokens {}: a replay counts blocks of 128 tokens; leave it out", out.cache.block_tokens);
   const int layers = static_cast<int>(parse_count(flags.layers, "--layers", 1, out.config.num_layers));
   for (int layer = 0; layer < layers; ++layer) out.cache.layers.push_back(layer);
+  const std::vector<LayerSpec> schedule = layer_schedule(out.config);
+  const bool has_rows = std::any_of(schedule.begin(), schedule.begin() + layers,
+                                    [](const LayerSpec& layer) { return !layer.rows.empty(); });
+  require(has_rows || (flags.host.empty() && flags.disk.empty() && flags.remote.empty()), ErrorCode::bad_argument,
+          "--layers {}: these layers keep windows only, so there are no blocks for tiers; take more", layers);
   out.cache.prefix.eviction = options.eviction;
   out.cache.prefix.snapshots = options.snapshots;
   out.cache.prefix.snapshots.replay_tokens = 0;
@@ -205,6 +227,7 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
   out.verify = flags.verify;
   if (!flags.host.empty()) out.host_bytes = parse_bytes(flags.host, "--host");
   out.disk = flags.disk;
+  if (!flags.remote.empty()) out.remote = parse_servers(flags.remote);
   out.disk_bytes = parse_bytes(flags.disk_capacity, "--disk-capacity");
   out.seed = static_cast<std::uint64_t>(parse_count(flags.seed, "--seed", 0, std::numeric_limits<std::int64_t>::max()));
   out.device = flags.device;
@@ -213,12 +236,20 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
   return out;
 }
 
+/// Nullopt: no page.
+std::optional<int> serve_port(const ReplayFlags& flags) {
+  if (!flags.serve) return std::nullopt;
+  return flags.serve->empty() ? 0 : static_cast<int>(parse_count(*flags.serve, "--serve", 0, 65535));
+}
+
 /// Exit code: 1 where a byte was wrong.
 int run_replay(const ReplayFlags& flags) {
   require(flags.generate != !flags.trace.empty(), ErrorCode::bad_argument,
           "give a trace or --generate, and not both; see 'kv4 replay --help'");
   require(flags.data == "none" || flags.real(), ErrorCode::bad_argument,
           "--data '{}' is not known; it may be none or real", flags.data);
+  require((flags.metrics.empty() && !flags.serve) || flags.real(), ErrorCode::bad_argument,
+          "--metrics and --serve tell of a cache with bytes; give --data real with them");
   ReplayOptions options;
   options.eviction = parse_eviction(flags.policy);
   options.snapshots = parse_snapshots(flags.snapshots);
@@ -233,15 +264,21 @@ int run_replay(const ReplayFlags& flags) {
   const auto requests = static_cast<std::int64_t>(trace.requests.size());
   Progress progress("replay", requests * (flags.report.empty() ? 1 : 1 + kReportReplays));
   options.request_done = [&] { progress.advance(1); };
+  std::optional<ReplayWatcher> watcher;
+  if (!flags.metrics.empty() || flags.serve) watcher.emplace(flags.metrics, serve_port(flags), requests);
   DataReplayResult result;
-  if (flags.real())
-    result = replay_data(trace, data_options(flags, options));
-  else
+  if (flags.real()) {
+    DataReplayOptions data = data_options(flags, options);
+    if (watcher) data.watch = [&](const ReplayMoment& moment) { watcher->see(moment); };
+    result = replay_data(trace, data);
+  } else {
     result.cache = replay_cache(trace, options);
+  }
   if (!flags.report.empty())
     write_report(flags.report, flags.generate ? "generated, seed " + flags.seed : flags.trace, trace, options, result);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   (flags.json ? print_json : print_table)(result, trace, flags, seconds);
+  if (watcher) watcher->stay();
   return result.wrong_bytes == 0 ? 0 : 1;
 }
 
@@ -266,7 +303,7 @@ void add_replay(CLI::App& app, int& exit_code) {
           "tokens that the cache holds, for example 10000000 or 10M (K and M are binary); default: all, with bytes " +
               std::string(kDataCapacity))
       ->type_name("TOKENS");
-  command->add_option("--policy", flags->policy, "who is evicted: lru or s3fifo")
+  command->add_option("--policy", flags->policy, "who is evicted: lru, s3fifo or density")
       ->capture_default_str()
       ->type_name("NAME");
   command
@@ -280,8 +317,16 @@ void add_replay(CLI::App& app, int& exit_code) {
                    "that share the cache, each with an equal share of its own; who begins alike is one tenant")
       ->capture_default_str()
       ->type_name("N");
-  command->add_option("--report", flags->report, "write a page with plots; takes a dozen more replays")
+  command->add_option("--report", flags->report, "write a page with plots; takes twenty more replays")
       ->type_name("FILE.html");
+  command->add_option("--metrics", flags->metrics, "with bytes: write the cache's figures, in Prometheus' text format")
+      ->type_name("FILE");
+  command
+      ->add_option(
+          "--serve", flags->serve,
+          "with bytes: a live page and /metrics on 127.0.0.1, until interrupted; without a port any that is free")
+      ->type_name("PORT")
+      ->expected(0, 1);
   command
       ->add_option("--limit", flags->limit,
                    fmt::format("only the first N requests; --generate makes {} without it, {} with bytes",
@@ -296,6 +341,10 @@ void add_replay(CLI::App& app, int& exit_code) {
       ->type_name("BYTES");
   command->add_option("--disk", flags->disk, "with bytes: a tier on disk; a later replay finds what is there")
       ->type_name("DIR");
+  command
+      ->add_option("--remote", flags->remote,
+                   "with bytes: a tier in a Redis cluster, or a single server; some of its servers are enough")
+      ->type_name("HOST:PORT[,...]");
   command->add_option("--disk-capacity", flags->disk_capacity, "of the tier on disk")
       ->capture_default_str()
       ->type_name("BYTES");

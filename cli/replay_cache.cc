@@ -63,7 +63,7 @@ class CacheReplay {
     out.eviction = options.eviction;
     out.snapshots.kind = SnapshotPolicy::Kind::full;  // this class knows where they stand
     out.max_events = 1;
-    out.tenant_shares.assign(static_cast<std::size_t>(options.tenants), capacity / options.tenants);
+    out.tenant_shares = equal_shares(capacity, options.tenants);
     return out;
   }
 
@@ -98,6 +98,10 @@ class CacheReplay {
 
 }  // namespace
 
+std::vector<std::int64_t> equal_shares(std::int64_t capacity_blocks, int tenants) {
+  return std::vector<std::int64_t>(static_cast<std::size_t>(tenants), capacity_blocks / tenants);
+}
+
 TenantId tenant_of(const TraceRequest& request, int tenants) {
   if (request.ids.empty()) return 0;
   return static_cast<TenantId>(key_fingerprint(make_key(request.ids[0].first)) % static_cast<std::uint64_t>(tenants));
@@ -121,7 +125,9 @@ ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options) {
   require(result.capacity_ids >= 1, ErrorCode::bad_argument,
           "a capacity of {} tokens holds no block; an id of this trace is {} tokens", options.capacity_tokens,
           trace.id_tokens);
-  CacheReplay replay(trace, options, std::min(result.capacity_ids, most));
+  const std::int64_t blocks = std::min(result.capacity_ids, most);
+  result.share_tokens = equal_shares(blocks, options.tenants)[0] * trace.id_tokens;
+  CacheReplay replay(trace, options, blocks);
   result.tenants.resize(static_cast<std::size_t>(options.tenants));
   const auto requests = static_cast<std::int64_t>(trace.requests.size());
   const std::int64_t interval = std::max<std::int64_t>(1, (requests + kReplayIntervals - 1) / kReplayIntervals);

@@ -43,11 +43,15 @@ struct ReplayCounts {
 struct ReplayResult {
   ReplayCounts total;
   std::int64_t capacity_ids = 0;
+  std::int64_t share_tokens = 0;         // of each tenant
   std::vector<ReplayCounts> over_time;   // [at most kReplayIntervals]: as many requests each, but for the last
   std::vector<ReplayCounts> tenants;     // [tenants]
   std::vector<std::int64_t> recomputed;  // [hits]: tokens of each
 };
 constexpr std::int64_t kReplayIntervals = 100;
+
+/// Blocks that others cannot evict, by tenant: equal parts of the whole cache.
+std::vector<std::int64_t> equal_shares(std::int64_t capacity_blocks, int tenants);
 
 /// Requests that begin with the same id are one tenant's.
 TenantId tenant_of(const TraceRequest& request, int tenants);

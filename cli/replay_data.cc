@@ -16,6 +16,7 @@
 #include "run_steps.h"
 #include "tier/disk_tier.h"
 #include "tier/host_tier.h"
+#include "tier/remote_tier.h"
 
 namespace kv4::cli {
 namespace {
@@ -70,6 +71,12 @@ std::unique_ptr<tier::TierChain> make_tiers(const DataReplayOptions& options, st
     disk.capacity_bytes = options.disk_bytes;
     add(std::make_shared<tier::DiskTier>(tier::make_posix_file_system(), disk, clock));
   }
+  if (!options.remote.empty()) {
+    tier::RemoteOptions remote;
+    remote.servers = options.remote;
+    remote.layout_id = layout_id;
+    add(tier::make_remote_tier(remote));
+  }
   if (queues.empty()) return nullptr;
   return std::make_unique<tier::TierChain>(std::move(queues), clock);
 }
@@ -109,6 +116,7 @@ class DataReplay {
         cold_(options.config, cold_options(), options, generator_) {
     result_.cache.tenants.resize(static_cast<std::size_t>(options.tenants));
     result_.cache.capacity_ids = options.capacity_tokens / trace.id_tokens;
+    result_.cache.share_tokens = warm_.manager.schema().options.prefix.tenant_shares[0] * 128;
     tiers_ = make_tiers(options, warm_.manager.schema().layout_id);
     if (tiers_) tiered_.emplace(warm_.manager, *tiers_);
   }
@@ -121,6 +129,7 @@ class DataReplay {
       if (number % interval == 0) result_.cache.over_time.emplace_back();
       serve(request, static_cast<std::uint64_t>(number++));
       if (options_.request_done) options_.request_done();
+      watch();
     }
     while (!running_.empty()) retire();
     const PrefixStatistics kept = warm_.manager.prefix_statistics();
@@ -128,6 +137,7 @@ class DataReplay {
     const std::vector<std::int64_t> lengths(static_cast<std::size_t>(schema.num_groups), schema.block_tokens);
     result_.stored_bytes = kept.blocks * schema.block_bytes + kept.snapshots * image_bytes(schema, lengths);
     if (tiers_) count_tiers();
+    watch();
     return std::move(result_);
   }
 
@@ -148,7 +158,7 @@ class DataReplay {
     out.prefix.enabled = true;
     out.prefix.weights_id = "replay";
     out.prefix.num_snapshots = static_cast<int>(std::clamp<std::int64_t>(out.num_blocks / 8, 16, 4096));
-    out.prefix.tenant_shares.assign(static_cast<std::size_t>(options_.tenants), out.num_blocks / options_.tenants / 2);
+    out.prefix.tenant_shares = equal_shares(out.num_blocks, options_.tenants);
     return out;
   }
   CacheOptions cold_options() const {
@@ -169,6 +179,12 @@ class DataReplay {
       result_.tiers.push_back({each.name, q.hits, q.misses + q.failed_gets + q.damaged, q.hit_bytes, q.stored,
                                q.stored_bytes, q.refused_puts, q.tier.records, q.tier.payload_bytes});
     }
+  }
+
+  void watch() {
+    if (!options_.watch) return;
+    const std::vector<tier::ChainStats> tiers = tiers_ ? tiers_->stats() : std::vector<tier::ChainStats>();
+    options_.watch({result_.cache.total, warm_.manager.statistics(), warm_.manager.allocator(), tiers});
   }
 
   void retire() {

@@ -4,14 +4,27 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "kv4/block_allocator.h"
 #include "kv4/model_config.h"
 #include "kv4/options.h"
+#include "kv4/statistics.h"
 #include "replay_cache.h"
+#include "tier/redis_slots.h"
+#include "tier/tier_chain.h"
 
 namespace kv4::cli {
+
+/// How things stand; during the call only.
+struct ReplayMoment {
+  const ReplayCounts& counts;  // so far
+  const CacheStatistics& cache;
+  const BlockAllocator& blocks;
+  std::span<const tier::ChainStats> tiers;
+};
 
 struct DataReplayOptions {
   ModelConfig config;
@@ -21,11 +34,13 @@ struct DataReplayOptions {
   std::int64_t host_bytes = 0;  // of a tier in host memory; 0: none
   std::string disk;             // directory of a tier on disk; empty: none
   std::int64_t disk_bytes = std::int64_t{16} << 30;
-  double verify = 0;  // share of the requests that are also computed cold
+  std::vector<tier::RedisAddress> remote;  // of a tier in a Redis cluster, some of its servers; empty: none
+  double verify = 0;                       // share of the requests that are also computed cold
   std::uint64_t seed = 1;
   std::string device = "cpu";
   int threads = 1;
-  std::function<void()> request_done;  // for progress; may be empty
+  std::function<void()> request_done;              // for progress; may be empty
+  std::function<void(const ReplayMoment&)> watch;  // after every request, and at the end; may be empty
 };
 
 /// What a tier did.

@@ -48,7 +48,7 @@ Plot plot_capacity(const Trace& trace, const ReplayOptions& options) {
   constexpr double kShares[kCapacities] = {0.01, 0.03, 0.1, 0.25, 0.5, 1.0};
   Plot plot{"Block hit rate against capacity", "tokens kept", "hit rate", {}, true, 1.0};
   const auto most = static_cast<double>(bound_distinct_ids(trace) * trace.id_tokens);
-  for (const EvictionKind kind : {EvictionKind::lru, EvictionKind::s3_fifo}) {
+  for (const EvictionKind kind : kEvictionKinds) {
     Series series{to_string(kind), {}, {}};
     for (const double share : kShares) {
       ReplayOptions each = options;

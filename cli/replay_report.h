@@ -7,8 +7,8 @@
 
 namespace kv4::cli {
 
-/// More replays that a report makes, of both policies at several capacities and of every kind of snapshots.
-constexpr std::int64_t kReportReplays = 14;
+/// More replays that a report makes, of all policies at several capacities and of every kind of snapshots.
+constexpr std::int64_t kReportReplays = 20;
 
 /// Throws Error(bad_file) where the file cannot be written.
 void write_report(const std::string& path, const std::string& name, const Trace& trace, const ReplayOptions& options,

@@ -23,6 +23,7 @@
 #include "kv4/paged_kv_pool.h"
 #include "kv4/schema.h"
 #include "kv4/state_cache_pool.h"
+#include "kv4/statistics.h"
 
 namespace kv4 {
 
@@ -121,7 +122,8 @@ class KV4_API KVCacheManager {
   std::vector<std::int32_t> token_ids(RequestId request) const;
   std::vector<BlockId> blocks(RequestId request) const;
 
-  /// State and entries of a request as bytes; together with the token ids all that another cache needs to go on.
+  /// State and entries of a request as bytes; together with the token ids all that another cache needs to go on. Throws
+  /// Error(bad_state) during a replay without a snapshot: its windows are whole only at the end.
   CanonicalImage export_image(RequestId request) const;
   std::vector<std::byte> export_blocks(RequestId request) const;  // [blocks, block_image_bytes]
   /// The same into memory of the caller, which is exactly as large; fastest into HostMemory, where transfers from a GPU
@@ -131,6 +133,13 @@ class KV4_API KVCacheManager {
   std::int64_t image_bytes(RequestId request) const;
   Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                    std::span<const std::byte> blocks);
+  /// The same, and its full blocks are kept as the chain's from now on. Blocks that are kept already are shared: their
+  /// bytes are not read, and may be left out (an empty span).
+  Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
+                                   std::span<const std::span<const std::byte>> blocks, const ChainName& chain);
+  /// Of a prompt with the present weights, and of a running request; {} where its blocks are not kept.
+  ChainName name_chain(const Prompt& prompt);
+  ChainName chain_of(RequestId request) const;
 
   /// Prompts find and leave blocks of these weights from now on; running requests go on with theirs.
   void set_weights_id(std::string_view weights_id);
@@ -138,6 +147,7 @@ class KV4_API KVCacheManager {
   /// these end, and what such requests compute from now on is not kept.
   void invalidate(std::string_view weights_id);
   PrefixStatistics prefix_statistics() const;
+  CacheStatistics statistics() const;
   /// Blocks stored and evicted, by key: the oldest events, in order, as many as fit; they are gone then. Returns how
   /// many.
   std::size_t read_block_events(std::span<BlockEvent> out);

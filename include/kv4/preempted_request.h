@@ -29,6 +29,7 @@ class KV4_API PreemptedRequest {
   std::uint64_t layout_id_ = 0;
   std::vector<std::int64_t> lengths_;
   std::vector<std::int32_t> token_ids_;
+  ChainName chain_;
   std::int64_t blocks_bytes_ = 0, image_bytes_ = 0;
 };
 
@@ -40,7 +41,8 @@ KV4_API std::int64_t preempted_bytes(const KVCacheManager& manager, RequestId re
 KV4_API void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to);
 
 /// Back into this cache, or another one of the same layout; `from` is empty then. On a shortage or an error it keeps
-/// the request. It cannot be rewound behind the length it was preempted with.
+/// the request. It cannot be rewound behind the length it was preempted with. In its own cache it takes the blocks that
+/// are still kept, and its others are kept again, unless their weights were invalidated meanwhile.
 KV4_API Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from);
 
 }  // namespace kv4

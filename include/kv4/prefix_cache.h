@@ -15,9 +15,10 @@
 namespace kv4 {
 
 /// Which block goes when room is needed.
-enum class EvictionKind : std::uint8_t { lru, s3_fifo };
+enum class EvictionKind : std::uint8_t { lru, s3_fifo, hit_density };
+inline constexpr EvictionKind kEvictionKinds[] = {EvictionKind::lru, EvictionKind::s3_fifo, EvictionKind::hit_density};
 KV4_API const char* to_string(EvictionKind kind);
-/// Throws Error(bad_argument) listing the names: lru, s3fifo.
+/// Throws Error(bad_argument) listing the names: lru, s3fifo, density.
 KV4_API EvictionKind parse_eviction(std::string_view name);
 
 /// Where snapshots (canonical images at block boundaries) are kept, and what a hit then has to compute again.
@@ -61,6 +62,16 @@ struct Prompt {
   /// Whatever else the bytes of a block depend on (a LoRA's name, hashes of images), one per block of the prompt from
   /// the first on, as far as there are any. It is in the keys of all later blocks too.
   std::span<const std::string_view> extra;
+};
+
+/// Whose blocks the full blocks of a request are: one that comes back from elsewhere goes on with them. The manager
+/// makes these (name_chain, chain_of); {} is nobody's.
+struct ChainName {
+  BlockKey root{};        // of the keys
+  std::uint64_t era = 0;  // of the weights in one cache, up to their invalidation; 0: nothing is kept
+  TenantId tenant = 0;
+  std::int64_t prompt_end = 0;     // the last block boundary that another request with this prompt can use
+  std::vector<std::string> extra;  // by block, as in Prompt
 };
 
 struct BlockEvent {

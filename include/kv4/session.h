@@ -12,6 +12,9 @@
 // Threads: as KVCacheManager. Errors: what is truncated, damaged, foreign, of another layout, other weights, another
 // salt or tenant is Error(bad_file) that names what differs; no room is a Shortage. Either way the cache is unchanged.
 // A restored request cannot be rewound behind the length it was saved with.
+//
+// A cache that keeps prefixes, with these weights: blocks that it has are not taken from the session, and the others
+// are found by later prompts of the same salt.
 #pragma once
 
 #include <cstddef>
@@ -35,6 +38,7 @@ struct SessionIdentity {
   /// By full block, for as many as have some: what their keys hash beside tokens, a LoRA id or hashes of images. To
   /// save only; a session brings its own.
   std::vector<std::vector<std::byte>> block_extra = {};
+  TenantId share_of = 0;  // of a prefix cache: whose share the blocks of a restored session count for
 };
 
 /// Takes whole records, header and payload, each valid during the call only. What it throws comes out of the save.
@@ -51,7 +55,7 @@ class KV4_API RecordSource {
   virtual std::span<const std::byte> next() = 0;
 };
 
-/// Blocks that are here already: a prefix cache, a tier. What it gives is taken as it is.
+/// Blocks that are here already, outside the cache's own prefixes. What it gives is taken as it is.
 class KV4_API BlockSource {
  public:
   virtual ~BlockSource() = default;
@@ -109,16 +113,21 @@ class KV4_API SessionSender {
 /// leaves the receiver as it was; the cache changes in finish() only.
 class KV4_API SessionReceiver {
  public:
-  /// `blocks` is asked for every block when the request's own record comes; it must live until then.
+  /// `blocks` is asked for every block that the cache does not keep when the request's own record comes; it must live
+  /// until then.
   SessionReceiver(KVCacheManager& manager, SessionIdentity identity, BlockSource* blocks = nullptr);
   SessionReceiver(SessionReceiver&&) noexcept;
   ~SessionReceiver();
 
   void take(std::span<const std::byte> record);
   bool has_offer() const;  // the request's own record has come
-  /// Blocks that are neither here nor came yet, in order. Empty before the offer.
+  /// What the session was computed from, for tiers that can bring blocks of it into the cache before the rest is asked
+  /// for. As long as the receiver lives; empty before the offer.
+  Prompt prompt() const;
+  /// Blocks that are neither kept by the cache nor came yet, in order. Empty before the offer. One that was not wanted
+  /// may be evicted before finish(): then it is wanted again.
   std::vector<BlockKey> wanted() const;
-  /// Records' bytes, those from the BlockSource included, and of how many; 0 before the offer.
+  /// Records' bytes, those of blocks that were here included, and of how many; 0 before the offer.
   std::int64_t done_bytes() const;
   std::int64_t total_bytes() const;
   /// The request, once; throws Error(bad_file) while something is missing. After a shortage it may be called again.

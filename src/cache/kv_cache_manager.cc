@@ -443,7 +443,11 @@ void KVCacheManager::commit(const Step& step) {
       m.state_pool.release_slot(s.slot);
       s.slot = part.spare;
     }
-    if (s.length() >= s.chain.replay_end) s.chain.replay_end = 0;
+    if (s.length() >= s.chain.replay_end) {
+      // Without a snapshot the windows of the last layer are whole from here on, and no row earlier.
+      if (s.groups[0].window_begin > 0) s.groups[0].floor = std::max(s.groups[0].floor, s.chain.replay_end);
+      s.chain.replay_end = 0;
+    }
     if (m.open.step.group == 0 && s.chain.publishes) {
       m.publish(part.row);
       m.save_snapshots(part.row, g.length - part.count);
@@ -526,6 +530,9 @@ std::int64_t KVCacheManager::image_bytes(RequestId request) const {
 
 void KVCacheManager::export_image(RequestId request, std::span<std::byte> out) const {
   const Sequence& s = impl_->sequences[static_cast<std::size_t>(impl_->row_of(request))];
+  require(s.length() >= s.chain.replay_end || s.groups[0].window_begin == 0, ErrorCode::bad_state,
+          "request {} replays its prompt up to position {}, and its windows are whole only there; it is at {}", request,
+          s.chain.replay_end, s.length());
   std::vector<const float*> bias;
   for (const ops::LayerDesc& layer : impl_->layers) bias.push_back(layer.kinds[0].bias);
   impl_->state_pool.save(s.slot, impl_->lengths_of(request), bias, out);
@@ -559,34 +566,63 @@ std::vector<std::byte> KVCacheManager::export_blocks(RequestId request) const {
 
 Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                                  std::span<const std::byte> blocks) {
+  const std::size_t bytes = static_cast<std::size_t>(impl_->schema.block_image_bytes);
+  const std::size_t count = static_cast<std::size_t>(impl_->num_blocks_of(static_cast<std::int64_t>(token_ids.size())));
+  require(blocks.size() == count * bytes, ErrorCode::bad_argument,
+          "{} tokens need {} block images of {} bytes; got {} bytes", token_ids.size(), count, bytes, blocks.size());
+  std::vector<std::span<const std::byte>> each;
+  for (std::size_t i = 0; i < count; ++i) each.push_back(blocks.subspan(i * bytes, bytes));
+  return import_image(image, token_ids, each, {});
+}
+
+Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
+                                                 std::span<const std::span<const std::byte>> blocks,
+                                                 const ChainName& chain) {
   Impl& m = *impl_;
   m.state_pool.check(image);
   const std::int64_t n = image.lengths[0], count = m.num_blocks_of(n);
-  const std::size_t bytes = static_cast<std::size_t>(m.schema.block_image_bytes);
   require(token_ids.size() == static_cast<std::size_t>(n), ErrorCode::bad_argument,
           "the image has {} tokens, token_ids {}", n, token_ids.size());
-  require(blocks.size() == static_cast<std::size_t>(count) * bytes, ErrorCode::bad_argument,
-          "{} tokens need {} block images of {} bytes; got {} bytes", n, count, bytes, blocks.size());
+  require(static_cast<std::int64_t>(blocks.size()) == count, ErrorCode::bad_argument,
+          "{} tokens need {} block images; got {}", n, count, blocks.size());
+  const std::optional<std::uint16_t> origin = m.prefix ? m.prefix->origin_in(chain.era) : std::nullopt;
+  const KeptChain kept = origin ? m.prefix->find_chain(chain, token_ids) : KeptChain{};
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t bytes = std::ssize(blocks[static_cast<std::size_t>(i)]);
+    require(bytes == m.schema.block_image_bytes || (bytes == 0 && i < kept.blocks), ErrorCode::bad_argument,
+            "block {} has {} bytes; it needs {}, as only the first {} are kept here", i, bytes,
+            m.schema.block_image_bytes, kept.blocks);
+  }
   if (m.free_rows.empty()) return Shortage::requests;
-  if (count > m.num_available(0)) return Shortage::blocks;
-  const std::optional<std::int32_t> slot = m.state_pool.acquire_slot();
-  if (!slot) return Shortage::slots;
+  if (m.state_pool.num_free() == 0) return Shortage::slots;
+  if (kept.tail != kNoSlot) m.prefix->index.pin(kept.tail);  // first: it is not what makes room for the rest
+  if (count - kept.blocks > m.num_available(chain.tenant)) {
+    if (kept.tail != kNoSlot) m.prefix->index.unpin(kept.tail);
+    return Shortage::blocks;
+  }
 
-  m.state_pool.restore(*slot, image);
-  const RequestId id = m.start_row(*slot);
+  const std::int32_t slot = m.state_pool.acquire_slot().value();
+  m.state_pool.restore(slot, image);
+  const RequestId id = m.start_row(slot);
   const std::int32_t row = m.row_of(id);
   for (std::size_t g = 0; g < image.lengths.size(); ++g) {
     const std::int64_t length = image.lengths[g];
     m.sequences[static_cast<std::size_t>(row)].groups[g] = {length, length, length, 0};
   }
-  for (std::int64_t i = 0; i < count; ++i) {
-    const BlockId block = m.take_block(0);
-    m.kv_pool.load_block(block, blocks.subspan(static_cast<std::size_t>(i) * bytes, bytes));
+  if (origin) m.begin_chain(row, chain, *origin);
+  m.hold_chain(row, kept);
+  for (std::int64_t i = kept.blocks; i < count; ++i) {
+    const BlockId block = m.take_block(chain.tenant);
+    m.kv_pool.load_block(block, blocks[static_cast<std::size_t>(i)]);
     m.tables.set_block(row, i, block);
     const std::int64_t first = i * m.block_tokens();
     std::copy_n(token_ids.data() + first, std::min<std::int64_t>(m.block_tokens(), n - first),
                 &m.token_ids[std::int64_t{block} * m.block_tokens()]);
   }
+  if (!origin) return id;
+  m.publish(row);
+  m.save_snapshots(row, n - 1);  // where it ends at a boundary, its state is one
+  m.send_snapshots();
   return id;
 }
 

@@ -93,7 +93,9 @@ struct KVCacheManager::Impl {
   void cut_chain(std::int32_t row, std::int64_t blocks);  // keeps the first `blocks`
   void end_chain(std::int32_t row);
   void fork_chain(const Sequence& parent, Sequence& child, std::int64_t shared_blocks);
+  void begin_chain(std::int32_t row, const ChainName& name, std::uint16_t origin);
   void share_prefix(std::int32_t row, const PrefixMatch& match);
+  void hold_chain(std::int32_t row, const KeptChain& kept);  // which is pinned for it
   void check_replay(const StepItem& item, std::int32_t row) const;
   void publish(std::int32_t row);
 

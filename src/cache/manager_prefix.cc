@@ -90,21 +90,25 @@ void KVCacheManager::Impl::publish(std::int32_t row) {
 // --- a prompt
 // ---------------------------------------------------------------------------------------------------------------------
 
+void KVCacheManager::Impl::hold_chain(std::int32_t row, const KeptChain& kept) {
+  PrefixChain& chain = sequences[static_cast<std::size_t>(row)].chain;
+  chain.tail = kept.tail;
+  chain.blocks = kept.blocks;
+  Slot slot = kept.tail;
+  for (std::int64_t i = kept.blocks; i-- > 0; slot = prefix->index.parent(slot)) {
+    allocator.retain(prefix->index.block(slot));
+    tables.set_block(row, i, prefix->index.block(slot));
+  }
+}
+
 void KVCacheManager::Impl::share_prefix(std::int32_t row, const PrefixMatch& match) {
   Sequence& s = sequences[static_cast<std::size_t>(row)];
-  s.chain.tail = match.slot;
-  s.chain.blocks = match.usable_tokens / block_tokens();
+  if (match.slot != kNoSlot) prefix->index.pin(match.slot);
+  hold_chain(row, {match.slot, match.usable_tokens / block_tokens()});
   s.chain.replay_end = match.resume_at < match.usable_tokens ? match.usable_tokens : 0;
   // A snapshot has the backbone's windows; without one they begin here, and so do those of draft stages.
   for (GroupProgress& g : s.groups) g = {match.resume_at, match.resume_at, match.resume_at, match.resume_at};
   if (match.snapshot != kNoSnapshot) s.groups[0].window_begin = 0;
-  if (match.slot == kNoSlot) return;
-  prefix->index.pin(match.slot);
-  Slot slot = match.slot;
-  for (std::int64_t i = s.chain.blocks; i-- > 0; slot = prefix->index.parent(slot)) {
-    allocator.retain(prefix->index.block(slot));
-    tables.set_block(row, i, prefix->index.block(slot));
-  }
   if (match.resume_at == 0) return;
   std::vector<ops::CopyPiece> pieces;
   if (match.snapshot != kNoSnapshot) {
@@ -123,6 +127,35 @@ void KVCacheManager::Impl::share_prefix(std::int32_t row, const PrefixMatch& mat
   backend->copy_pieces(pieces);
 }
 
+void KVCacheManager::Impl::begin_chain(std::int32_t row, const ChainName& name, std::uint16_t origin) {
+  PrefixChain& chain = sequences[static_cast<std::size_t>(row)].chain;
+  chain.publishes = true;
+  chain.tenant = name.tenant;
+  chain.origin = origin;
+  chain.root = name.root;
+  chain.prompt_end = name.prompt_end;
+  chain.extra = name.extra;
+}
+
+ChainName KVCacheManager::name_chain(const Prompt& prompt) {
+  Impl& m = *impl_;
+  if (!m.prefix) return {};
+  m.prefix->index.tenant_size(prompt.tenant);  // throws if there is no such tenant
+  const std::int64_t last = std::max<std::int64_t>(static_cast<std::int64_t>(prompt.token_ids.size()) - 1, 0);
+  return {m.prefix->root(prompt.salt),
+          m.prefix->era(m.prefix->origin()),
+          prompt.tenant,
+          last / m.block_tokens() * m.block_tokens(),
+          {prompt.extra.begin(), prompt.extra.end()}};
+}
+
+ChainName KVCacheManager::chain_of(RequestId request) const {
+  const Impl& m = *impl_;
+  const PrefixChain& chain = m.sequences[static_cast<std::size_t>(m.row_of(request))].chain;
+  if (!chain.publishes) return {};
+  return {chain.root, m.prefix->era(chain.origin), chain.tenant, chain.prompt_end, chain.extra};
+}
+
 Expected<Admission> KVCacheManager::admit(const Prompt& prompt) {
   Impl& m = *impl_;
   require(m.prefix.has_value(), ErrorCode::bad_state,
@@ -130,23 +163,16 @@ Expected<Admission> KVCacheManager::admit(const Prompt& prompt) {
   const std::int64_t tokens = static_cast<std::int64_t>(prompt.token_ids.size());
   require(tokens <= m.schema.options.max_context, ErrorCode::bad_argument,
           "the prompt has {} tokens; max_context is {}", tokens, m.schema.options.max_context);
-  m.prefix->index.tenant_size(prompt.tenant);  // throws if there is no such tenant
   const std::int64_t blocks = m.num_blocks_of(tokens);
   require(static_cast<std::int64_t>(prompt.extra.size()) <= blocks, ErrorCode::bad_argument,
           "there is extra for {} blocks; a prompt of {} tokens has {}", prompt.extra.size(), tokens, blocks);
-  const BlockKey root = m.prefix->root(prompt.salt);
-  const PrefixMatch match = m.prefix->index.match(m.prefix->keys_of(root, prompt, true), tokens);
+  const ChainName name = name_chain(prompt);
+  const PrefixMatch match = m.prefix->index.match(m.prefix->keys_of(name.root, prompt, true), tokens);
 
   const Expected<RequestId> request = admit();
   if (!request) return request.shortage();
   const std::int32_t row = m.row_of(*request);
-  PrefixChain& chain = m.sequences[static_cast<std::size_t>(row)].chain;
-  chain.publishes = true;
-  chain.tenant = prompt.tenant;
-  chain.origin = m.prefix->origin();
-  chain.root = root;
-  chain.prompt_end = std::max<std::int64_t>(tokens - 1, 0) / m.block_tokens() * m.block_tokens();
-  chain.extra.assign(prompt.extra.begin(), prompt.extra.end());
+  m.begin_chain(row, name, m.prefix->origin());
   m.share_prefix(row, match);
 
   PrefixStatistics& statistics = m.prefix->statistics;
@@ -155,6 +181,8 @@ Expected<Admission> KVCacheManager::admit(const Prompt& prompt) {
   statistics.prompt_tokens += tokens;
   statistics.usable_tokens += match.usable_tokens;
   statistics.replayed_tokens += match.replayed_tokens();
+  m.prefix->usable_tokens.add(match.usable_tokens);
+  if (match.usable_tokens > 0) m.prefix->replayed_tokens.add(match.replayed_tokens());
   return Admission{*request, match.usable_tokens, match.resume_at};
 }
 
@@ -316,6 +344,28 @@ void KVCacheManager::invalidate(std::string_view weights_id) {
 PrefixStatistics KVCacheManager::prefix_statistics() const {
   if (!impl_->prefix) return {};
   return impl_->prefix->now();
+}
+
+CacheStatistics KVCacheManager::statistics() const {
+  const Impl& m = *impl_;
+  CacheStatistics out;
+  out.requests = num_requests();
+  out.max_requests = m.schema.options.max_requests;
+  out.blocks = m.allocator.num_blocks();
+  out.free_blocks = m.allocator.num_free();
+  out.held_blocks = m.allocator.num_held();
+  out.evictable_blocks = m.allocator.num_evictable();
+  out.slots = m.state_pool.num_slots();
+  out.free_slots = m.state_pool.num_free();
+  out.memory_bytes = memory_bytes();
+  if (!m.prefix) return out;
+  const std::vector<std::int64_t>& shares = m.schema.options.prefix.tenant_shares;
+  for (std::size_t i = 0; i < shares.size(); ++i)
+    out.tenants.push_back({shares[i], m.prefix->index.tenant_size(static_cast<TenantId>(i))});
+  out.prefix = m.prefix->now();
+  out.usable_tokens = m.prefix->usable_tokens;
+  out.replayed_tokens = m.prefix->replayed_tokens;
+  return out;
 }
 
 std::size_t KVCacheManager::read_block_events(std::span<BlockEvent> out) {

@@ -1,5 +1,7 @@
 #include "kv4/preempted_request.h"
 
+#include <algorithm>
+
 #include "base/check.h"
 
 namespace kv4 {
@@ -24,6 +26,7 @@ void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) {
   std::vector<std::int64_t> lengths;
   for (int group = 0; group < manager.schema().num_groups; ++group) lengths.push_back(manager.length(request, group));
   std::vector<std::int32_t> token_ids = manager.token_ids(request);
+  ChainName chain = manager.chain_of(request);
   const std::span<std::byte> memory = to.memory_.bytes();
   manager.export_blocks(request, memory.first(static_cast<std::size_t>(blocks)));
   manager.export_image(request, memory.subspan(static_cast<std::size_t>(blocks), static_cast<std::size_t>(image)));
@@ -32,6 +35,7 @@ void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) {
   to.layout_id_ = manager.schema().layout_id;
   to.lengths_ = std::move(lengths);
   to.token_ids_ = std::move(token_ids);
+  to.chain_ = std::move(chain);
   to.blocks_bytes_ = blocks;
   to.image_bytes_ = image;
 }
@@ -39,10 +43,14 @@ void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) {
 Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from) {
   require(!from.empty(), ErrorCode::bad_argument, "there is no request in it; preempt one first");
   const std::span<const std::byte> memory = from.memory_.bytes();
-  const std::size_t blocks = static_cast<std::size_t>(from.blocks_bytes_);
+  const std::size_t all_blocks = static_cast<std::size_t>(from.blocks_bytes_),
+                    block_bytes = static_cast<std::size_t>(manager.schema().block_image_bytes);
   const ImageView image(from.layout_id_, from.lengths_,
-                        memory.subspan(blocks, static_cast<std::size_t>(from.image_bytes_)));
-  const Expected<RequestId> request = manager.import_image(image, from.token_ids_, memory.first(blocks));
+                        memory.subspan(all_blocks, static_cast<std::size_t>(from.image_bytes_)));
+  std::vector<std::span<const std::byte>> blocks;
+  for (std::size_t at = 0; at < all_blocks; at += block_bytes)
+    blocks.push_back(memory.subspan(at, std::min(block_bytes, all_blocks - at)));
+  const Expected<RequestId> request = manager.import_image(image, from.token_ids_, blocks, from.chain_);
   if (!request) return request;
   from.lengths_.clear();
   from.token_ids_.clear();

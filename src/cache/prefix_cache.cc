@@ -1,6 +1,7 @@
 #include "cache/prefix_cache.h"
 
 #include <algorithm>
+#include <atomic>
 #include <tuple>
 #include <utility>
 
@@ -22,6 +23,12 @@ PrefixIndexOptions index_options(const CacheSchema& schema) {
   if (out.snapshots.replay_tokens == 0)
     out.snapshots.replay_tokens = std::int64_t{schema.config.window} * schema.config.num_layers;
   return out;
+}
+
+/// Another one for every cache of the process.
+std::uint64_t next_era() {
+  static std::atomic<std::uint64_t> last = 0;
+  return ++last;
 }
 
 }  // namespace
@@ -47,22 +54,28 @@ PrefixCache::PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backen
 
 std::optional<std::uint16_t> PrefixCache::origin_of(std::string_view weights_id) const {
   for (std::size_t i = 0; i < weights_ids_.size(); ++i)
-    if (known_[i] && weights_ids_[i] == weights_id) return static_cast<std::uint16_t>(i);
+    if (eras_[i] != 0 && weights_ids_[i] == weights_id) return static_cast<std::uint16_t>(i);
   return std::nullopt;
+}
+
+std::optional<std::uint16_t> PrefixCache::origin_in(std::uint64_t era) const {
+  const auto found = std::find(eras_.begin(), eras_.end(), era);
+  if (era == 0 || found == eras_.end()) return std::nullopt;
+  return static_cast<std::uint16_t>(found - eras_.begin());
 }
 
 void PrefixCache::set_weights_id(std::string_view id) {
   constexpr std::size_t kMostWeights = 1024;
   std::optional<std::uint16_t> origin = origin_of(id);
   if (!origin) {
-    const std::size_t free = static_cast<std::size_t>(std::find(known_.begin(), known_.end(), false) - known_.begin());
+    const std::size_t free = static_cast<std::size_t>(std::find(eras_.begin(), eras_.end(), 0u) - eras_.begin());
     require(free < kMostWeights, ErrorCode::bad_state,
             "blocks of {} weights are kept; invalidate some of them before setting another id", kMostWeights);
-    if (free == known_.size()) {
-      known_.push_back(false);
+    if (free == eras_.size()) {
+      eras_.push_back(0);
       weights_ids_.emplace_back();
     }
-    known_[free] = true;
+    eras_[free] = next_era();
     weights_ids_[free] = id;
     origin = static_cast<std::uint16_t>(free);
   }
@@ -70,7 +83,7 @@ void PrefixCache::set_weights_id(std::string_view id) {
   identity_.weights_id = id;
 }
 
-void PrefixCache::end_origin(std::uint16_t origin) { known_[origin] = origin == origin_; }
+void PrefixCache::end_origin(std::uint16_t origin) { eras_[origin] = origin == origin_ ? next_era() : 0; }
 
 BlockKey PrefixCache::root(std::string_view salt) {
   identity_.tenant_salt = salt;
@@ -93,6 +106,12 @@ std::span<const BlockKey> PrefixCache::keys_of(const BlockKey& root, const Promp
     keys_.push_back(key);
   }
   return keys_;
+}
+
+KeptChain PrefixCache::find_chain(const ChainName& chain, std::span<const std::int32_t> token_ids) {
+  const std::vector<std::string_view> extra(chain.extra.begin(), chain.extra.end());
+  const std::span<const BlockKey> keys = keys_of(chain.root, {token_ids, chain.tenant, {}, extra}, true);
+  return {keys.empty() ? kNoSlot : index.find(keys.back()), std::ssize(keys)};
 }
 
 PrefixStatistics PrefixCache::now() const {

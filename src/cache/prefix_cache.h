@@ -7,9 +7,16 @@
 #include <vector>
 
 #include "backend/device_memory.h"
+#include "kv4/statistics.h"
 #include "prefix/prefix_index.h"
 
 namespace kv4 {
+
+/// The first blocks of a chain; tail is the last of them.
+struct KeptChain {
+  Slot tail = kNoSlot;
+  std::int64_t blocks = 0;
+};
 
 // Invariants between calls, beside those of the index:
 // 1. A block is in the index if and only if the allocator has it as published; one without holders there has no
@@ -22,17 +29,23 @@ class PrefixCache {
   PrefixIndex index;
   PrefixStatistics statistics;  // what was counted; now() has all of it
   PrefixStatistics now() const;
+  TokenHistogram usable_tokens, replayed_tokens;  // of every prompt, and of every hit
 
   /// Keys of a prompt's full blocks, first block first; `kept`: up to the first that is not there. Until the next call.
   std::span<const BlockKey> keys_of(const BlockKey& root, const Prompt& prompt, bool kept);
+  /// The full blocks of these tokens that are there.
+  KeptChain find_chain(const ChainName& chain, std::span<const std::int32_t> token_ids);
   BlockKey root(std::string_view salt);
   BlockKey block_key(const BlockKey& parent, std::span<const std::int32_t> token_ids, std::string_view extra);
   void set_weights_id(std::string_view id);
   /// Of what is stored with the present weights, and with named ones; nullopt: nothing was.
   std::uint16_t origin() const { return origin_; }
   std::optional<std::uint16_t> origin_of(std::string_view weights_id) const;
-  /// Its number may be given to other weights.
+  /// Its number may be given to other weights, and its era is over.
   void end_origin(std::uint16_t origin);
+  /// An era is of one origin in one cache; nullopt: it is another cache's, or over.
+  std::uint64_t era(std::uint16_t origin) const { return eras_[origin]; }
+  std::optional<std::uint16_t> origin_in(std::uint64_t era) const;
   void set_rope_digest(std::string_view bytes) { identity_.rope_digest = hasher_.digest(bytes); }
 
   /// A place for a snapshot: a free one, or that of the coldest block, those of running requests last. kNoSnapshot:
@@ -68,7 +81,7 @@ class PrefixCache {
   BlockHasher hasher_;
   ChainIdentity identity_;                // without the salt
   std::vector<std::string> weights_ids_;  // by origin
-  std::vector<bool> known_;               // [origins] whether the number is in use
+  std::vector<std::uint64_t> eras_;       // [origins] 0: the number is not in use
   std::uint16_t origin_ = 0;
   std::int64_t place_bytes_;
   DeviceMemory memory_;

@@ -179,8 +179,9 @@ struct SessionReceiver::Impl {
   std::vector<std::int32_t> token_ids;
   std::vector<BlockKey> keys;             // of the full blocks
   std::map<BlockKey, std::size_t> found;  // the same, by key
-  std::vector<bool> here;                 // [full blocks]
-  std::size_t num_here = 0;
+  std::vector<std::string_view> extra;    // of the first of them
+  enum class Where : std::uint8_t { missing, kept, here };
+  std::vector<Where> where;             // [full blocks] kept: by the cache when it was last asked
   std::unique_ptr<std::byte[]> blocks;  // [blocks, block_image_bytes], the open one last
   bool finished = false;
 
@@ -216,6 +217,7 @@ struct SessionReceiver::Impl {
     // Records before it that do not fit are refused now, and with them the session.
     for (const std::vector<std::byte>& record : early)
       next.take_block(check_record(record), std::span(record).subspan(static_cast<std::size_t>(kRecordHeaderBytes)));
+    next.look_for_kept();
     next.ask_source();
     adopt(std::move(next));
   }
@@ -241,7 +243,9 @@ struct SessionReceiver::Impl {
             "its key is not that of its tokens");
     keys = chain_keys(hasher, parts, token_ids);
     for (std::size_t i = 0; i < keys.size(); ++i) found.emplace(keys[i], i);
-    here.assign(keys.size(), false);
+    for (const std::span<const std::byte> bytes : parts.block_extra)
+      extra.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    where.assign(keys.size(), Where::missing);
     try {
       blocks = std::make_unique_for_overwrite<std::byte[]>(num_blocks() * image_bytes());
     } catch (const std::bad_alloc&) {
@@ -268,25 +272,36 @@ struct SessionReceiver::Impl {
             "block {} is {} bytes of layout {:016x}; this cache has {} of {:016x}", to_hex(key), body.size(),
             header.layout_id, image_bytes(), manager.schema().layout_id);
     const std::span<std::byte> place = block(at->second);
-    if (here[at->second]) {
+    if (where[at->second] == Where::here) {
       require(std::equal(body.begin(), body.end(), place.begin()), ErrorCode::bad_file,
               "block {} came before with other bytes", to_hex(key));
       return;
     }
     std::copy(body.begin(), body.end(), place.begin());
-    mark(at->second);
+    where[at->second] = Where::here;
   }
 
   void ask_source() {
     if (source == nullptr) return;
     for (std::size_t i = 0; i < keys.size(); ++i)
-      if (!here[i] && source->get(keys[i], block(i))) mark(i);
+      if (where[i] == Where::missing && source->get(keys[i], block(i))) where[i] = Where::here;
   }
 
-  void mark(std::size_t i) {
-    here[i] = true;
-    ++num_here;
+  Prompt prompt() const { return {token_ids, identity.share_of, identity.salt, extra}; }
+
+  /// {} where the cache would keep the session's blocks under other keys: it has other weights or its own rope table.
+  ChainName chain() {
+    ChainName name = manager.name_chain(prompt());
+    return name.root == parts.root ? name : ChainName{};
   }
+
+  void look_for_kept() {
+    const bool keeps = chain().era != 0;
+    for (std::size_t i = 0; i < keys.size(); ++i)
+      if (where[i] != Where::here) where[i] = keeps && manager.find_block(keys[i]) ? Where::kept : Where::missing;
+  }
+
+  std::int64_t num_missing() const { return std::count(where.begin(), where.end(), Where::missing); }
 
   void adopt(Impl&& next) {
     payload = std::move(next.payload);  // the views of `parts` stay good: a moved vector keeps its memory
@@ -294,8 +309,8 @@ struct SessionReceiver::Impl {
     token_ids = std::move(next.token_ids);
     keys = std::move(next.keys);
     found = std::move(next.found);
-    here = std::move(next.here);
-    num_here = next.num_here;
+    extra = std::move(next.extra);
+    where = std::move(next.where);
     blocks = std::move(next.blocks);
     early.clear();
   }
@@ -317,10 +332,13 @@ void SessionReceiver::take(std::span<const std::byte> record) {
 
 bool SessionReceiver::has_offer() const { return !impl_->payload.empty(); }
 
+Prompt SessionReceiver::prompt() const { return has_offer() ? impl_->prompt() : Prompt{}; }
+
 std::vector<BlockKey> SessionReceiver::wanted() const {
+  if (has_offer()) impl_->look_for_kept();
   std::vector<BlockKey> out;
   for (std::size_t i = 0; i < impl_->keys.size(); ++i)
-    if (!impl_->here[i]) out.push_back(impl_->keys[i]);
+    if (impl_->where[i] == Impl::Where::missing) out.push_back(impl_->keys[i]);
   return out;
 }
 
@@ -328,26 +346,28 @@ std::int64_t SessionReceiver::done_bytes() const {
   const Impl& r = *impl_;
   if (r.payload.empty()) return 0;
   return kRecordHeaderBytes + static_cast<std::int64_t>(r.payload.size()) +
-         static_cast<std::int64_t>(r.num_here) * block_record_bytes(r.manager.schema());
+         (std::ssize(r.keys) - r.num_missing()) * block_record_bytes(r.manager.schema());
 }
 
 std::int64_t SessionReceiver::total_bytes() const {
   const Impl& r = *impl_;
-  return done_bytes() + static_cast<std::int64_t>(r.keys.size() - r.num_here) * block_record_bytes(r.manager.schema());
+  return done_bytes() + r.num_missing() * block_record_bytes(r.manager.schema());
 }
 
 Expected<RequestId> SessionReceiver::finish() {
   Impl& r = *impl_;
   require(!r.finished, ErrorCode::bad_state, "the session was restored already");
   require(has_offer(), ErrorCode::bad_file, "the session's own record is missing");
-  if (const std::size_t missing = r.keys.size() - r.num_here; missing > 0) {
-    const auto first = static_cast<std::size_t>(std::find(r.here.begin(), r.here.end(), false) - r.here.begin());
-    fail(ErrorCode::bad_file, "{} of the session's {} full blocks are missing; the first is block {}, key {}", missing,
-         r.keys.size(), first, to_hex(r.keys[first]));
-  }
+  if (const std::vector<BlockKey> missing = wanted(); !missing.empty())
+    fail(ErrorCode::bad_file, "{} of the session's {} full blocks are missing; the first is block {}, key {}",
+         missing.size(), r.keys.size(), r.found.at(missing[0]), to_hex(missing[0]));
   const ImageView image(r.manager.schema().layout_id, r.parts.lengths, r.parts.image);
-  const Expected<RequestId> request =
-      r.manager.import_image(image, r.token_ids, {r.blocks.get(), r.num_blocks() * r.image_bytes()});
+  std::vector<std::span<const std::byte>> blocks;
+  for (std::size_t i = 0; i < r.num_blocks(); ++i) {
+    const bool kept = i < r.keys.size() && r.where[i] == Impl::Where::kept;
+    blocks.push_back(kept ? std::span<std::byte>{} : r.block(i));
+  }
+  const Expected<RequestId> request = r.manager.import_image(image, r.token_ids, blocks, r.chain());
   r.finished = static_cast<bool>(request);
   return request;
 }

@@ -1,5 +1,5 @@
 // Which block goes when room is needed. A policy orders the slots of an index; it holds no bytes and no keys, and
-// every call is O(1) (a victim of S3-FIFO: amortised).
+// every call is O(1) (a victim of S3-FIFO, a use in hit density: amortised).
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,10 @@ inline constexpr Slot kNoSlot = -1;
 struct EvictionNode {
   Slot prev = kNoSlot;
   Slot next = kNoSlot;
-  std::uint8_t queue = 0;      // S3-FIFO: which queue it is in, if any
-  std::uint8_t frequency = 0;  // S3-FIFO: hits, capped
+  std::uint32_t used = 0;      // hit density: when, in its own time
+  std::uint8_t queue = 0;      // S3-FIFO: which queue it is in, if any; hit density: its class
+  std::uint8_t frequency = 0;  // hits, capped
+  std::uint8_t behind = 0;     // by the index: blocks behind it in the chain that was given back last, at most 255
   bool held = false;           // S3-FIFO: a held one is left where it stands until it comes up
 };
 
@@ -33,6 +35,10 @@ class EvictionPolicy {
   virtual void hold(Slot slot) = 0;
   /// Nobody refers to it any more; counts as a touch.
   virtual void release(Slot slot) = 0;
+  /// Blocks that others follow are held, and exposed, which is no touch, when the last of those has gone. Else they may
+  /// be named as victims, and are held, then released.
+  virtual bool leaves_only() const { return false; }
+  virtual void expose(Slot slot) { release(slot); }
   /// Who goes next; it stays. kNoSlot: there is nobody.
   virtual Slot victim() = 0;
   /// The victim goes.

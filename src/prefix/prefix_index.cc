@@ -119,7 +119,7 @@ void PrefixIndex::add_reference(Slot slot) {
   if (!entry.waits) tenant.policy->hold(slot);
 }
 
-void PrefixIndex::drop_reference(Slot slot) {
+void PrefixIndex::drop_reference(Slot slot, std::int64_t behind) {
   Entry& entry = at(slot);
   require(entry.references > 0, ErrorCode::bad_argument, "slot {} is not pinned; it was unpinned once too often", slot);
   entry.last_used = ++clock_;
@@ -127,11 +127,13 @@ void PrefixIndex::drop_reference(Slot slot) {
   Tenant& tenant = tenants_[static_cast<std::size_t>(entry.tenant)];
   ++tenant.unreferenced;
   if (entry.waits) return;
+  nodes_[static_cast<std::size_t>(slot)].behind = static_cast<std::uint8_t>(std::min<std::int64_t>(behind, 255));
   if (entry.fresh)
     tenant.policy->insert(slot, key_fingerprint(entry.key));
   else
     tenant.policy->release(slot);
   entry.fresh = false;
+  if (entry.children > 0 && tenant.policy->leaves_only()) tenant.policy->hold(slot);
 }
 
 void PrefixIndex::pin(Slot slot) {
@@ -140,12 +142,13 @@ void PrefixIndex::pin(Slot slot) {
 
 // From the tail to the head: the deepest block is the least recently used.
 void PrefixIndex::unpin(Slot slot) {
-  for (Slot each = slot; each != kNoSlot; each = at(each).parent) drop_reference(each);
+  std::int64_t behind = 0;
+  for (Slot each = slot; each != kNoSlot; each = at(each).parent) drop_reference(each, behind++);
 }
 
 Slot PrefixIndex::unpin_last(Slot slot) {
   const Slot parent = at(slot).parent;
-  drop_reference(slot);
+  drop_reference(slot, 0);
   return parent;
 }
 
@@ -218,9 +221,10 @@ std::int64_t PrefixIndex::num_evictable(TenantId tenant) const {
 
 void PrefixIndex::drop_child(Slot parent) {
   Entry& entry = at(parent);
-  if (--entry.children > 0 || !entry.waits) return;
+  EvictionPolicy& policy = *tenants_[static_cast<std::size_t>(entry.tenant)].policy;
+  if (--entry.children > 0 || (!entry.waits && !policy.leaves_only())) return;
   entry.waits = false;
-  if (entry.references == 0) tenants_[static_cast<std::size_t>(entry.tenant)].policy->release(parent);
+  if (entry.references == 0) policy.expose(parent);
 }
 
 Evicted PrefixIndex::remove(Slot slot) {

@@ -1,6 +1,7 @@
 // Which blocks of which token prefixes are kept. Keys, counts and order only: no bytes, no locks, one thread at a time.
 // A call costs O(1) per block; an eviction also looks at each tenant once. All memory is allocated at the start, but
-// for S3-FIFO's ghosts, which are at most as many as there are blocks.
+// for the ghosts of S3-FIFO, which are at most as many as there are blocks, and of hit density, at most four times
+// that.
 #pragma once
 
 #include <memory>
@@ -124,7 +125,7 @@ class PrefixIndex {
   std::int64_t size() const { return size_; }
   std::int64_t tenant_size(TenantId tenant) const { return tenant_at(tenant).size; }
   const SnapshotPolicy& snapshots() const { return options_.snapshots; }
-  /// Without the ghosts of S3-FIFO.
+  /// Without ghosts.
   std::int64_t memory_bytes() const;
 
  private:
@@ -161,7 +162,7 @@ class PrefixIndex {
   const Tenant& tenant_at(TenantId tenant) const;
   void prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) const;
   void add_reference(Slot slot);
-  void drop_reference(Slot slot);
+  void drop_reference(Slot slot, std::int64_t behind);  // behind: blocks of the chain, which goes
   Slot find_victim(Tenant& tenant);
   void drop_child(Slot parent);
   void erase_key(Slot slot);

@@ -14,7 +14,7 @@ void S3Fifo::unlink(Slot slot) { queues_[node(slot).queue].remove(nodes_, slot);
 void S3Fifo::insert(Slot slot, std::uint64_t fingerprint) {
   node(slot).frequency = 0;
   node(slot).held = false;
-  push(recall(fingerprint) ? kMain : kSmall, slot);
+  push(ghosts_.recall(fingerprint) ? kMain : kSmall, slot);
 }
 
 void S3Fifo::touch(Slot slot) {
@@ -49,20 +49,7 @@ Slot S3Fifo::victim() {
 
 void S3Fifo::evict(Slot slot, std::uint64_t fingerprint) {
   unlink(slot);
-  if (node(slot).queue == kSmall) remember(fingerprint);
+  if (node(slot).queue == kSmall) ghosts_.remember(fingerprint, {});
 }
-
-void S3Fifo::remember(std::uint64_t fingerprint) {
-  ghost_number_[fingerprint] = first_ghost_ + ghosts_.size();
-  ghosts_.push_back(fingerprint);
-  while (static_cast<std::int64_t>(ghosts_.size()) > max_ghosts_) {
-    const auto found = ghost_number_.find(ghosts_.front());
-    if (found != ghost_number_.end() && found->second == first_ghost_) ghost_number_.erase(found);
-    ghosts_.pop_front();
-    ++first_ghost_;
-  }
-}
-
-bool S3Fifo::recall(std::uint64_t fingerprint) { return ghost_number_.erase(fingerprint) > 0; }
 
 }  // namespace kv4

@@ -2,10 +2,8 @@
 // left the small queue is remembered for a while (the ghosts) and goes to the main queue when it comes back.
 #pragma once
 
-#include <deque>
-#include <unordered_map>
-
 #include "prefix/eviction.h"
+#include "prefix/ghost_list.h"
 
 namespace kv4 {
 
@@ -17,7 +15,7 @@ class S3Fifo final : public EvictionPolicy {
 
   /// As many ghosts as the cache has blocks.
   S3Fifo(std::span<EvictionNode> nodes, std::int64_t capacity)
-      : nodes_(nodes), max_small_(capacity * kSmallPercent / 100), max_ghosts_(capacity) {}
+      : nodes_(nodes), max_small_(capacity * kSmallPercent / 100), ghosts_(capacity) {}
 
   void insert(Slot slot, std::uint64_t fingerprint) override;
   void touch(Slot slot) override;
@@ -31,18 +29,12 @@ class S3Fifo final : public EvictionPolicy {
   EvictionNode& node(Slot slot) { return nodes_[static_cast<std::size_t>(slot)]; }
   void push(Queue queue, Slot slot);
   void unlink(Slot slot);
-  void remember(std::uint64_t fingerprint);
-  bool recall(std::uint64_t fingerprint);
 
   std::span<EvictionNode> nodes_;
   SlotQueue queues_[2];  // kSmall and kMain, oldest first. A held slot that came up is in neither: kParked
   std::int64_t max_small_;
-  // Ghosts in order of age, and where each stands. One that came back leaves the map, and its place in the order runs
-  // out by itself: a place counts only if the map names it.
-  std::int64_t max_ghosts_;
-  std::deque<std::uint64_t> ghosts_;
-  std::uint64_t first_ghost_ = 0;  // number of ghosts_.front()
-  std::unordered_map<std::uint64_t, std::uint64_t> ghost_number_;
+  struct Nothing {};
+  GhostList<Nothing> ghosts_;
 };
 
 }  // namespace kv4

@@ -44,7 +44,7 @@ struct SnapshotPlaces {
 };
 SnapshotPlaces snapshot_places(const CacheSchema& schema);
 
-constexpr std::int64_t kPrefixEntryBytes = 84, kPrefixEventBytes = 34, kPrefixCellBytes = 8;
+constexpr std::int64_t kPrefixEntryBytes = 88, kPrefixEventBytes = 34, kPrefixCellBytes = 8;
 /// Cells of the table of keys: at most half of them are in use.
 constexpr std::int64_t prefix_cells(std::int64_t blocks) {
   std::int64_t cells = 4;

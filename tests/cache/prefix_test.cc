@@ -2,8 +2,12 @@
 #include <cstdlib>
 #include <map>
 
+#include "cache/session_records.h"
+#include "cache/tiered_prefix.h"
 #include "kv4/error.h"
+#include "kv4/preempted_request.h"
 #include "support/harness.h"
+#include "tier/host_tier.h"
 
 namespace kv4::test {
 namespace {
@@ -117,7 +121,7 @@ TEST(Prefix, RealSizesAroundBoundaries) {
     o.max_step_tokens = 768;
     PrefixDriver d(model, o);
     d.cache.release(d.request(3, 700, 389));  // boundaries inside the steps
-    for (const std::int64_t tokens : {1, 5, 127, 128, 129, 130, 255, 257, 384, 385, 511, 513}) {
+    for (const std::int64_t tokens : {1, 2, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 383, 384, 385, 511, 512, 513}) {
       SCOPED_TRACE(tokens);
       const Admission a = d.admit(3, tokens).value();
       EXPECT_EQ(a.usable_tokens, (tokens - 1) / 128 * 128);
@@ -434,11 +438,20 @@ TEST(Prefix, NoSnapshotWhereALayerSavedNone) {
 class Chaos {
  public:
   Chaos(const Model& model, const CacheOptions& options, std::uint64_t seed)
-      : model_(model), options_(options), random_(seed), driver_(model, options) {}
+      : model_(model), options_(options), random_(seed), driver_(model, options) {
+    if (random_.below(2) == 0) return;
+    // So small that it forgets things, too.
+    const tier::HostTierOptions host{.layout_id = driver_.cache.schema().layout_id, .capacity_bytes = 1 << 20};
+    std::vector<std::unique_ptr<tier::TierQueue>> queues;
+    queues.push_back(std::make_unique<tier::TierQueue>(std::make_shared<tier::HostTier>(host, clock_),
+                                                       tier::TierQueueOptions{}, clock_));
+    tiers_ = std::make_unique<tier::TierChain>(std::move(queues), clock_);
+    tiered_.emplace(driver_.cache, *tiers_);
+  }
 
   void run(int operations) {
     for (int i = 0; i < operations && !testing::Test::HasFailure(); ++i) {
-      switch (random_.below(10)) {
+      switch (random_.below(11)) {
         case 0:
         case 1:
         case 2: admit(); break;
@@ -446,9 +459,11 @@ class Chaos {
         case 4: fork(); break;
         case 5: rewind(); break;
         case 6: step(true); break;
+        case 7: come_back(); break;
         default: step(false); break;
       }
       if (random_.below(50) == 0) driver_.cache.invalidate("weights");
+      if (tiered_ && random_.below(4) == 0) tiered_->save(random_.between(1, 40));
       if (i % 20 == 19) check();
     }
     check();
@@ -456,12 +471,17 @@ class Chaos {
     expect_balance(driver_);
   }
   std::int64_t hits() const { return driver_.cache.prefix_statistics().hits; }
+  std::int64_t loaded() const { return tiered_ ? tiered_->statistics().loaded_blocks : 0; }
+  std::int64_t came_back() const { return came_back_; }
+  std::int64_t compared() const { return compared_; }
 
  private:
   // Streams that begin alike: the tokens of stream 8 n + k are those of 8 n up to 24 k.
   struct Life {
     std::vector<std::uint64_t> streams;  // of each token
     std::int64_t prompt = 0;
+    TenantId tenant = 0;
+    std::string salt = "";
   };
   using Entry = std::map<RequestId, Life>::iterator;
 
@@ -483,10 +503,36 @@ class Chaos {
     }
     life.prompt = tokens;
     // Two tenants that do not share, and a salt that both use.
-    const TenantId tenant = static_cast<TenantId>(random_.below(2));
-    const std::string_view salt = random_.below(3) == 0 ? "both" : tenant == 0 ? "zero" : "one";
-    const Expected<Admission> a = driver_.cache.admit({ids, tenant, salt, {}});
+    life.tenant = static_cast<TenantId>(random_.below(2));
+    life.salt = random_.below(3) == 0 ? "both" : life.tenant == 0 ? "zero" : "one";
+    const Prompt prompt{ids, life.tenant, life.salt, {}};
+    if (tiered_) tiered_->load(prompt, clock_->now() + std::chrono::seconds(60));
+    const Expected<Admission> a = driver_.cache.admit(prompt);
     if (a) live_[a->request] = life;
+  }
+
+  /// Set aside or saved, and back after something else has happened: as if it had never been away.
+  void come_back() {
+    if (live_.empty()) return;
+    const Entry e = any();
+    if (replays(*e)) return;
+    const Life life = e->second;
+    const SessionIdentity who{.weights_id = "weights", .salt = life.salt, .share_of = life.tenant};
+    PreemptedRequest aside(HostMemory(driver_.backend, preempted_bytes(driver_.cache, e->first)));
+    RecordList saved;
+    if (random_.below(2) == 0) {
+      preempt(driver_.cache, e->first, aside);
+    } else {
+      saved = save(driver_.cache, e->first, who);
+      driver_.cache.release(e->first);
+    }
+    live_.erase(e);
+    if (random_.below(2) == 0) admit();
+    if (random_.below(2) == 0) step(false);
+    const Expected<RequestId> back =
+        aside.empty() ? restore_session(driver_.cache, who, saved) : resume(driver_.cache, aside);
+    if (back) live_[*back] = life;
+    came_back_ += static_cast<bool>(back);
   }
 
   void release() {
@@ -557,11 +603,16 @@ class Chaos {
   }
 
   // Without snapshots the windows of a replay are whole only at its end.
+  bool replays(const std::pair<const RequestId, Life>& each) {
+    return options_.prefix.snapshots.kind == Kind::none && driver_.cache.length(each.first) < each.second.prompt;
+  }
+
   void check() {
     expect_balance(driver_);
-    for (const auto& [request, life] : live_) {
+    for (const auto& each : live_) {
+      const auto& [request, life] = each;
       const std::int64_t length = driver_.cache.length(request);
-      if (options_.prefix.snapshots.kind == Kind::none && length < life.prompt) continue;
+      if (replays(each)) continue;
       CacheOptions alone = options_;
       alone.prefix = {};
       alone.max_requests = alone.spare_slots = 1;
@@ -575,6 +626,7 @@ class Chaos {
         d.run({{r, life.streams[static_cast<std::size_t>(at)], static_cast<std::int32_t>(end - at)}});
       }
       expect_same(bytes_of(driver_.cache, request), bytes_of(d.cache, r), "request " + std::to_string(request));
+      ++compared_;
     }
   }
 
@@ -582,12 +634,16 @@ class Chaos {
   CacheOptions options_;
   Random random_;
   PrefixDriver driver_;
+  std::shared_ptr<tier::Clock> clock_ = std::make_shared<tier::SteadyClock>();
+  std::unique_ptr<tier::TierChain> tiers_;
+  std::optional<TieredPrefix> tiered_;
   std::map<RequestId, Life> live_;
+  std::int64_t came_back_ = 0, compared_ = 0;
 };
 
 TEST(Prefix, RandomOperations) {
   const Model model(tiny_config());
-  std::int64_t hits = 0;
+  std::int64_t hits = 0, loaded = 0, came_back = 0, compared = 0;
   const int seeds = rounds(std::getenv("KV4_TEST_LONG") != nullptr ? 5000 : 120);
   for (int seed = 0; seed < seeds; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -605,15 +661,21 @@ TEST(Prefix, RandomOperations) {
     o.hca_mode = random.below(2) ? HcaMode::online : HcaMode::raw;
     o.arrangement = random.below(2) ? Arrangement::block_major : Arrangement::layer_major;
     o.prefix.tenant_shares = {random.between(0, o.num_blocks / 2), random.between(0, o.num_blocks / 2)};
-    o.prefix.eviction = random.below(2) ? EvictionKind::lru : EvictionKind::s3_fifo;
+    o.prefix.eviction = kEvictionKinds[random.below(3)];
     o.prefix.num_snapshots = static_cast<int>(random.between(0, 12));
     o.prefix.snapshots.period_tokens = o.block_tokens * random.between(1, 4);
     Chaos chaos(model, o, static_cast<std::uint64_t>(seed));
     chaos.run(120);
     hits += chaos.hits();
+    loaded += chaos.loaded();
+    came_back += chaos.came_back();
+    compared += chaos.compared();
     if (HasFailure()) return;
   }
   EXPECT_GT(hits, 0);
+  EXPECT_GT(loaded, 0) << "from tiers";
+  EXPECT_GT(came_back, 0);
+  RecordProperty("compared", std::to_string(compared));
 }
 
 }  // namespace

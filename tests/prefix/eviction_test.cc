@@ -1,4 +1,4 @@
-// Both policies by hand; S3-FIFO also against a slow model of itself.
+// All policies by hand; S3-FIFO also against a slow model of itself.
 #include "prefix/eviction.h"
 
 #include <gtest/gtest.h>
@@ -39,6 +39,7 @@ struct Policy {
 TEST(Eviction, Names) {
   EXPECT_EQ(kv4::parse_eviction("lru"), EvictionKind::lru);
   EXPECT_EQ(kv4::parse_eviction("s3fifo"), EvictionKind::s3_fifo);
+  EXPECT_EQ(kv4::parse_eviction("density"), EvictionKind::hit_density);
   EXPECT_THROW(kv4::parse_eviction("lfu"), kv4::Error);
 }
 
@@ -145,6 +146,56 @@ TEST(Eviction, S3FifoEqualsASlowOne) {
       fast.insert(key);
     }
   }
+}
+
+TEST(Eviction, DensityBeginsAsLru) {
+  Policy density(EvictionKind::hit_density, 4, 4);
+  EXPECT_EQ(density.evict(), kNoSlot);
+  for (const Slot slot : {0, 1, 2, 3}) density.insert(slot);
+  density.policy->touch(0);
+  density.policy->hold(1);
+  density.policy->hold(1);
+  EXPECT_EQ(density.evict(), 2);
+  density.policy->expose(1);  // no touch
+  EXPECT_EQ(density.evict(), 1);
+  density.policy->hold(3);
+  density.policy->release(3);
+  EXPECT_EQ(density.evict(), 0);
+  EXPECT_EQ(density.evict(), 3);
+  EXPECT_EQ(density.evict(), kNoSlot);
+}
+
+// Nine of ten blocks are seen once; every tenth comes back, after more new ones than the cache holds.
+TEST(Eviction, DensityLearnsWhatComesBack) {
+  constexpr std::int64_t kCapacity = 64, kReturning = 20;
+  const auto hits_of = [](EvictionKind kind) {
+    std::vector<EvictionNode> nodes(kCapacity);
+    const auto policy = make_eviction(kind, nodes, kCapacity);
+    std::map<std::uint64_t, Slot> there;
+    std::vector<std::uint64_t> keys(kCapacity);
+    std::uint64_t fresh = 1000;
+    int hits = 0;
+    for (std::uint64_t i = 0; i < 40000; ++i) {
+      const std::uint64_t key = i % 10 == 0 ? i / 10 % kReturning : fresh++;
+      if (const auto found = there.find(key); found != there.end()) {
+        hits += i > 20000;
+        policy->touch(found->second);
+        continue;
+      }
+      Slot slot = static_cast<Slot>(there.size());
+      if (slot == kCapacity) {
+        slot = policy->victim();
+        policy->evict(slot, keys[static_cast<std::size_t>(slot)]);
+        there.erase(keys[static_cast<std::size_t>(slot)]);
+      }
+      keys[static_cast<std::size_t>(slot)] = key;
+      there[key] = slot;
+      policy->insert(slot, key);
+    }
+    return hits;
+  };
+  EXPECT_EQ(hits_of(EvictionKind::lru), 0);
+  EXPECT_GT(hits_of(EvictionKind::hit_density), 1800) << "of 2000";
 }
 
 }  // namespace

@@ -117,7 +117,7 @@ TEST(PrefixIndex, AChainLongerThanTheIndexKeepsItsHead) {
 }
 
 TEST(PrefixIndex, PinnedBlocksStay) {
-  for (const EvictionKind kind : {EvictionKind::lru, EvictionKind::s3_fifo}) {
+  for (const EvictionKind kind : kv4::kEvictionKinds) {
     PrefixIndexOptions o = options(4);
     o.eviction = kind;
     PrefixIndex index(o);

@@ -65,7 +65,7 @@ TEST(RandomChains, LruEqualsASlowOne) {
 }
 
 TEST(RandomChains, InvariantsHoldWithPinsAndTenants) {
-  for (const EvictionKind kind : {EvictionKind::lru, EvictionKind::s3_fifo})
+  for (const EvictionKind kind : kEvictionKinds)
     for (const std::uint32_t seed : {21u, 22u, 23u}) {
       SCOPED_TRACE(testing::Message() << to_string(kind) << ", seed " << seed);
       std::mt19937 random(seed);

@@ -1,0 +1,49 @@
+// What is remembered of blocks that were evicted, by fingerprint of their keys; the oldest are forgotten first.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <unordered_map>
+
+namespace kv4 {
+
+template <class What>
+class GhostList {
+ public:
+  explicit GhostList(std::int64_t capacity) : capacity_(capacity) {}
+
+  void remember(std::uint64_t fingerprint, const What& what) {
+    ghosts_[fingerprint] = {first_ + order_.size(), what};
+    order_.push_back(fingerprint);
+    while (static_cast<std::int64_t>(order_.size()) > capacity_) {
+      const auto found = ghosts_.find(order_.front());
+      if (found != ghosts_.end() && found->second.number == first_) ghosts_.erase(found);
+      order_.pop_front();
+      ++first_;
+    }
+  }
+
+  /// It is not remembered any more then.
+  std::optional<What> recall(std::uint64_t fingerprint) {
+    const auto found = ghosts_.find(fingerprint);
+    if (found == ghosts_.end()) return std::nullopt;
+    const What out = found->second.what;
+    ghosts_.erase(found);
+    return out;
+  }
+
+ private:
+  struct Ghost {
+    std::uint64_t number = 0;  // in the order of age
+    What what;
+  };
+  // One that came back leaves the map, and its place in the order runs out by itself: a place counts only if the map
+  // names it.
+  std::int64_t capacity_;
+  std::deque<std::uint64_t> order_;
+  std::uint64_t first_ = 0;  // number of order_.front()
+  std::unordered_map<std::uint64_t, Ghost> ghosts_;
+};
+
+}  // namespace kv4

@@ -1,0 +1,71 @@
+// The block that is least worth its room goes: hits to be expected of it, per time that it would have to stay for them.
+//
+// How long blocks stay away before they are asked for again is counted as it is seen, also for those that were evicted
+// (the ghosts), separately for blocks that have been asked for never, once and more often, and for the end and the
+// beginning of a chain: the end of a conversation's last turn comes back soon or never, a system prompt again and
+// again. From that follows, for a block of a class that was last used some time ago, the best of all plans "keep it up
+// to then": expected hits / expected time (the Gittins index). Time is counted in uses of blocks.
+#pragma once
+
+#include <array>
+#include <random>
+#include <vector>
+
+#include "prefix/eviction.h"
+#include "prefix/ghost_list.h"
+
+namespace kv4 {
+
+class HitDensity final : public EvictionPolicy {
+ public:
+  static constexpr int kGhostsPerBlock = 4;
+  static constexpr std::size_t kSamples = 32;  // candidates that a victim is chosen from
+
+  HitDensity(std::span<EvictionNode> nodes, std::int64_t capacity);
+
+  void insert(Slot slot, std::uint64_t fingerprint) override;
+  void touch(Slot slot) override;
+  void hold(Slot slot) override;
+  void release(Slot slot) override;
+  Slot victim() override;
+  void evict(Slot slot, std::uint64_t fingerprint) override;
+  bool leaves_only() const override { return true; }
+  void expose(Slot slot) override;
+
+ private:
+  // Ages are in octaves of four steps, from 16 uses on.
+  static constexpr int kShortest = 4, kStepsPerOctave = 4, kAges = (32 - kShortest) * kStepsPerOctave + 1;
+  static constexpr int kHitClasses = 3, kEndClasses = 4, kClasses = kHitClasses * kEndClasses;
+  static constexpr double kForget = 0.98;  // at every look at the counts: older ones count less
+
+  struct Class {
+    double uses = 0;
+    std::array<double, kAges> reused{};  // of them, by the age that they had
+    std::array<double, kAges> density{};
+  };
+  struct Ghost {
+    std::uint32_t used = 0;
+    std::uint8_t hits = 0;
+    std::uint8_t in_class = 0;
+  };
+
+  EvictionNode& node(Slot slot) { return nodes_[static_cast<std::size_t>(slot)]; }
+  static std::size_t class_of(std::uint8_t hits, std::uint8_t behind);
+  static std::size_t age_step(std::uint32_t age);
+  static double age_begin(std::size_t step);
+  void count_reuse(std::uint32_t used, std::size_t in_class);
+  void use(Slot slot);
+  double density(Slot slot);
+  void look_at_counts();
+
+  // A node's `queue` is its class, `prev` a candidate's place in candidates_; kNoSlot: it is none.
+  std::span<EvictionNode> nodes_;
+  std::vector<Slot> candidates_;
+  GhostList<Ghost> ghosts_;
+  std::array<Class, kClasses> classes_;
+  std::uint32_t now_ = 0;  // uses; an age is a difference, so it may wrap
+  std::int64_t uses_per_look_, uses_since_look_ = 0;
+  std::mt19937 random_{1};
+};
+
+}  // namespace kv4
