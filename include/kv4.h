@@ -150,7 +150,7 @@ typedef struct kv4_cache_options {
   int32_t prefix_enabled;
   int32_t num_snapshots;
   const char* weights_id;
-  const char* eviction;  /* "lru", "s3fifo" */
+  const char* eviction;  /* "lru", "s3fifo", "density" */
   const char* snapshots; /* "full", "checkpoint", "none" */
   int64_t snapshot_period_tokens;
   int64_t replay_tokens;
