@@ -20,6 +20,7 @@ class DiskTier final : public Tier {
   void put(std::span<PutRequest> requests, Deadline deadline) override;
   void get(std::span<GetRequest> requests, Deadline deadline) override;
   void exists(std::span<ExistsRequest> requests, Deadline deadline) override;
+  bool look_up(std::span<ExistsRequest> requests) const override;
   void remove(std::span<RemoveRequest> requests, Deadline deadline) override;
   FlushStatus flush(Deadline deadline) override;
   TierStats stats() override;

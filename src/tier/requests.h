@@ -43,7 +43,7 @@ struct GetRequest {
 struct ExistsRequest {
   RecordId id;
   std::int64_t bytes = -1;  // out: of the payload; -1: not there, as far as is known
-  bool answered = false;    // out, of a Tier: -1 is no failure
+  bool answered = false;    // out: -1 is no failure
 };
 
 struct RemoveRequest {

@@ -8,7 +8,8 @@
 //   then
 //      is `failed` or not `answered`. A put that failed may yet be there, whole; see TierQueue for what follows.
 //
-// Calls block. One thread at a time drives a tier; TierQueue gives each one of its own.
+// Calls block, but for look_up(). One thread at a time puts, removes, flushes and asks for stats(); beside it another
+// may get and ask what exists; TierQueue gives each tier two of its own.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +43,8 @@ class Tier {
   virtual void get(std::span<GetRequest> requests, Deadline deadline) = 0;
   /// A hint: the payload is not looked at.
   virtual void exists(std::span<ExistsRequest> requests, Deadline deadline) = 0;
+  /// As exists(), at once and from memory: any thread, beside any other call. False: only exists() can tell.
+  virtual bool look_up(std::span<ExistsRequest>) const { return false; }
   virtual void remove(std::span<RemoveRequest> requests, Deadline deadline) = 0;
   virtual FlushStatus flush(Deadline deadline) = 0;
   virtual TierStats stats() = 0;
