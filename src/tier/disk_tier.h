@@ -4,8 +4,9 @@
 
 #include <memory>
 
+#include "kv4/tier.h"
+#include "tier/clock.h"
 #include "tier/disk_store.h"
-#include "tier/tier.h"
 
 namespace kv4::tier {
 

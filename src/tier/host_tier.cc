@@ -10,7 +10,7 @@
 namespace kv4::tier {
 
 HostTier::HostTier(const HostTierOptions& options, std::shared_ptr<Clock> clock)
-    : options_(options), clock_(std::move(clock)) {
+    : options_(options), clock_(std::move(clock)), threads_(options.threads) {
   require(options.page_bytes >= kRecordHeaderBytes, ErrorCode::bad_argument,
           "pages of {} bytes; a record's header needs {}", options.page_bytes, kRecordHeaderBytes);
   require(options.capacity_bytes >= options.page_bytes && options.capacity_bytes % options.page_bytes == 0,
@@ -70,7 +70,7 @@ PutStatus HostTier::put_one(const RecordId& id, std::span<const std::byte> paylo
 bool HostTier::make_room(std::int64_t pages) {
   for (auto last = records_.end(); free_pages_ < pages && last != records_.begin();) {
     --last;
-    if (last->being_read) continue;
+    if (last->readers > 0) continue;
     drop(last++);
     ++counts_.evicted_records;
   }
@@ -78,7 +78,10 @@ bool HostTier::make_room(std::int64_t pages) {
 }
 
 void HostTier::get(std::span<GetRequest> requests, Deadline deadline) {
-  for (GetRequest& request : requests) request.status = clock_->now() < deadline ? get_one(request) : GetStatus::failed;
+  threads_.run(std::ssize(requests), 1, [&](std::int64_t begin, std::int64_t end, int) {
+    for (GetRequest& request : requests.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)))
+      request.status = clock_->now() < deadline ? get_one(request) : GetStatus::failed;
+  });
 }
 
 GetStatus HostTier::get_one(GetRequest& request) {
@@ -91,7 +94,7 @@ GetStatus HostTier::get_one(GetRequest& request) {
     record = found->second;
     request.bytes = record->length;
     if (static_cast<std::int64_t>(request.to.size()) < record->length) return GetStatus::too_small;
-    record->being_read = true;
+    ++record->readers;
     records_.splice(records_.begin(), records_, record);
   }
   std::array<std::byte, kRecordHeaderBytes> header;
@@ -101,15 +104,16 @@ GetStatus HostTier::get_one(GetRequest& request) {
   const bool sound = is_sound(*record, header, payload);  // the copy: it is what the caller uses
 
   const std::lock_guard lock(mutex_);
-  record->being_read = false;
+  --record->readers;
   const auto found = index_.find(request.id);
-  if (found == index_.end() || found->second != record) {  // dropped meanwhile
+  const bool linked = found != index_.end() && found->second == record;
+  if (linked && !sound) {
+    ++counts_.set_aside_records;
+    drop(record);
+  } else if (!linked && record->readers == 0) {  // dropped meanwhile
     give_pages(*record);
     unlinked_.erase(record);
-  } else if (!sound) {
-    drop(record);
   }
-  counts_.set_aside_records += sound ? 0 : 1;
   return sound ? GetStatus::found : GetStatus::damaged;
 }
 
@@ -191,7 +195,7 @@ void HostTier::give_pages(const Record& record) {
 void HostTier::drop(Records::iterator record) {
   counts_.payload_bytes -= record->length;
   index_.erase(record->id);
-  if (record->being_read) {
+  if (record->readers > 0) {
     unlinked_.splice(unlinked_.begin(), records_, record);
     return;
   }

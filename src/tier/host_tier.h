@@ -12,7 +12,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "tier/tier.h"
+#include "backend/cpu/thread_pool.h"
+#include "kv4/tier.h"
+#include "tier/clock.h"
+#include "tier/requests.h"
 
 namespace kv4::tier {
 
@@ -20,6 +23,7 @@ struct HostTierOptions {
   std::uint64_t layout_id = 0;
   std::int64_t capacity_bytes = std::int64_t{1} << 30;  // a multiple of page_bytes
   std::int64_t page_bytes = 16 << 10;                   // at least a record's header
+  int threads = 1;                                      // that copy and check the records of one get()
 };
 
 class HostTier final : public Tier {
@@ -46,7 +50,7 @@ class HostTier final : public Tier {
     RecordId id;
     std::int64_t length = 0;
     std::uint32_t first_page = kNoPage;
-    bool being_read = false;  // its pages stay
+    int readers = 0;  // while there are any, its pages stay
   };
   using Records = std::list<Record>;
 
@@ -82,6 +86,7 @@ class HostTier final : public Tier {
   std::int64_t free_pages_ = 0;
   Records records_, unlinked_;
   std::unordered_map<RecordId, Records::iterator, RecordIdHash> index_;
+  ThreadPool threads_;
   std::uint64_t next_sequence_ = 1;
   TierStats counts_;
 };

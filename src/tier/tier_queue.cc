@@ -105,6 +105,10 @@ struct TierQueue::Core {
   bool answer_at_once(const ReadRequest& request, bool only_exists, ReadResult& result);
   bool accept(Write write);
   void refuse(const Write& write);
+  bool has_room(std::int64_t write_bytes) const {
+    return open_writes + static_cast<std::int64_t>(results.size()) < options.max_writes &&
+           open_write_bytes + write_bytes <= options.max_write_bytes;
+  }
   bool has_room(const ReadJob& job) const {
     return open_reads + static_cast<std::int64_t>(job.waiting.size()) < options.max_reads;
   }
@@ -172,9 +176,7 @@ bool TierQueue::Core::answer_at_once(const ReadRequest& request, bool only_exist
 
 bool TierQueue::Core::accept(Write write) {
   const auto bytes = static_cast<std::int64_t>(write.payload.size);
-  const bool fits = open_writes + static_cast<std::int64_t>(results.size()) < options.max_writes &&
-                    open_write_bytes + bytes <= options.max_write_bytes;
-  if (!fits || !accepts(clock->now())) {
+  if (!has_room(bytes) || !accepts(clock->now())) {
     refuse(write);
     return false;
   }
@@ -495,6 +497,11 @@ bool TierQueue::put(const RecordId& id, std::span<const std::byte> payload, Cont
   }
   if (!payload.empty()) std::memcpy(copy.data.get(), payload.data(), payload.size());
   return put(id, std::move(copy), content);
+}
+
+bool TierQueue::has_room(std::int64_t bytes) {
+  const std::lock_guard lock(core_->mutex);
+  return core_->has_room(bytes) && core_->accepts(core_->clock->now());
 }
 
 SharedBytes TierQueue::buffer(std::size_t size) { return core_->write_pool->take(size); }

@@ -21,9 +21,9 @@
 #include <thread>
 #include <vector>
 
+#include "kv4/tier.h"
 #include "tier/circuit_breaker.h"
 #include "tier/shared_bytes.h"
-#include "tier/tier.h"
 
 namespace kv4::tier {
 
@@ -125,6 +125,8 @@ class TierQueue {
   bool put(const RecordId& id, std::span<const std::byte> payload, Content content);
   bool put(const RecordId& id, SharedBytes payload, Content content);
   bool remove(const RecordId& id);
+  /// Whether a put of so many bytes would be accepted now.
+  bool has_room(std::int64_t bytes);
   /// Memory of the queue for a payload to be put; nothing where that is used up.
   SharedBytes buffer(std::size_t size);
   /// As a put that was not accepted.

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <vector>
 
+#include "kv4/tier.h"
 #include "support/manual_clock.h"
-#include "tier/tier.h"
 
 namespace kv4::test {
 
