@@ -162,7 +162,7 @@ double copy_plainly(const Bench& bench, std::int64_t bytes) {
 }
 
 void bench_host(const Bench& bench) {
-  for (const int threads : {1, 4, 8, 12}) {
+  for (const int threads : {1, 4, 8, 15}) {
     TiersOptions options;
     options.host_threads = threads;
     options.host_bytes = bench.blocks * (std::int64_t{480} << 10);

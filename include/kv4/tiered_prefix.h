@@ -26,7 +26,7 @@
 namespace kv4 {
 
 struct TieredOptions {
-  /// Host memory for blocks on their way in, pinned for a GPU, and as much of the device's; two batches.
+  /// Host memory for blocks on their way in, pinned for a GPU, and as much of the device's.
   std::int64_t load_bytes = std::int64_t{64} << 20;
   /// Host memory for blocks until all tiers have written them; an eighth as much of the device's.
   std::int64_t save_bytes = std::int64_t{128} << 20;

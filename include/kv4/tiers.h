@@ -27,16 +27,17 @@ struct TiersOptions {
   std::int64_t host_bytes = 0;  // 0: no host memory
   int host_threads = 4;         // that copy and check records of one batch
 
-  std::string directory;  // empty: no disk. One process at a time; made where it is not there
+  std::string directory = {};  // empty: no disk. One process at a time; made where it is not there
   std::int64_t disk_bytes = std::int64_t{64} << 30;
   std::int64_t segment_bytes = std::int64_t{256} << 20;  // of its files; a multiple of 4,096
+  int disk_threads = 2;                                  // that read and check records of one batch
   /// Payloads are sealed with keys that follow from it (AES-256-GCM). None: they are as they are.
-  std::optional<std::array<std::byte, 32>> disk_key;
+  std::optional<std::array<std::byte, 32>> disk_key = {};
 
-  std::vector<std::string> servers;  // "host:port", some of a Redis cluster or one server; empty: none
-  std::string user, password;
+  std::vector<std::string> servers = {};  // "host:port", some of a Redis cluster or one server; empty: none
+  std::string user = {}, password = {};
 
-  std::vector<std::shared_ptr<tier::Tier>> more;  // below all these
+  std::vector<std::shared_ptr<tier::Tier>> more = {};  // below all these
 
   std::int64_t max_write_bytes = std::int64_t{256} << 20;  // of each tier: that wait to be written
   std::int64_t max_read_bytes = std::int64_t{256} << 20;

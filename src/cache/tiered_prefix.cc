@@ -26,6 +26,7 @@ using tier::TierChain;
 using Ticket = TierChain::Ticket;
 
 constexpr std::int64_t kMaxSlots = 1024;
+constexpr std::size_t kBatches = 8;  // of a load: while some move or are inserted, tiers have work
 constexpr int kSnapshotSlots = 2;  // on their way off the device
 constexpr std::chrono::microseconds kTransferPoll{20};
 constexpr std::chrono::milliseconds kProgressStep{20}, kQueuePoll{1};
@@ -385,8 +386,8 @@ void PrefixLoad::Impl::release(Batch& batch, Slots& slots, bool queued) {
 }
 
 void PrefixLoad::Impl::ask_for_blocks() {
-  const std::size_t most = static_cast<std::size_t>(owner.load_slots) / 2;
-  while (batches.size() < 2 && next < keys.size()) {
+  const std::size_t most = std::max<std::size_t>(1, static_cast<std::size_t>(owner.load_slots) / kBatches);
+  while (batches.size() < kBatches && next < keys.size()) {
     std::size_t free = static_cast<std::size_t>(owner.loads.host->num_free());
     if (owner.loads.device) free = std::min(free, static_cast<std::size_t>(owner.loads.device->num_free()));
     const std::size_t count = std::min({most, free, keys.size() - next});

@@ -9,7 +9,8 @@ namespace kv4::tier {
 namespace {
 
 constexpr std::int64_t kMinSegmentBytes = 64 << 10;
-constexpr int kMaxQueueDepth = 4096;
+constexpr int kMaxQueueDepth = 4096, kMaxReadThreads = 64;
+constexpr std::int64_t kLeastPerReader = 4;  // requests of a batch
 
 void check(const StoreOptions& options) {
   require(!options.directory.empty(), ErrorCode::bad_argument, "a store needs a directory");
@@ -22,6 +23,8 @@ void check(const StoreOptions& options) {
           options.sync_every_bytes);
   require(options.queue_depth >= 1 && options.queue_depth <= kMaxQueueDepth, ErrorCode::bad_argument,
           "a queue depth of {}; it must be 1 to {}", options.queue_depth, kMaxQueueDepth);
+  require(options.read_threads >= 1 && options.read_threads <= kMaxReadThreads, ErrorCode::bad_argument,
+          "{} threads that read; there must be 1 to {}", options.read_threads, kMaxReadThreads);
 }
 
 }  // namespace
@@ -36,7 +39,7 @@ std::unique_ptr<DiskStore> DiskStore::open(FileSystem& files, const StoreOptions
 }
 
 DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
-    : files_(files), options_(options), writes_(options.queue_depth + 1), reads_(options.queue_depth + 1) {}
+    : files_(files), options_(options), writes_(options.queue_depth + 1), read_threads_(options.read_threads) {}
 
 DiskStore::~DiskStore() = default;
 
@@ -50,7 +53,9 @@ void DiskStore::lock() {
   require(locked.status.ok(), ErrorCode::bad_file, "the store {} cannot be locked: {}", options_.directory,
           to_string(locked.status));
   lock_ = std::move(locked.handle);
-  read_queue_ = files_.make_queue(options_.queue_depth, lock_.get());
+  for (int i = 0; i < options_.read_threads; ++i)
+    readers_.push_back(
+        {files_.make_queue(options_.queue_depth, lock_.get()), TransferPool<RecordRead>(options_.queue_depth + 1), {}});
   write_queue_ = files_.make_queue(options_.queue_depth, lock_.get());
 }
 
@@ -201,7 +206,14 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
 }
 
 void DiskStore::get(std::span<GetRequest> requests) {
-  reads_.reset();
+  read_threads_.run(std::ssize(requests), kLeastPerReader, [&](std::int64_t begin, std::int64_t end, int thread) {
+    get_some(requests.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)),
+             readers_[static_cast<std::size_t>(thread)]);
+  });
+}
+
+void DiskStore::get_some(std::span<GetRequest> requests, Reader& reader) {
+  reader.reads.reset();
   std::vector<Found> found(requests.size());
   std::size_t next = 0;
   const auto skip_to_next = [&] {
@@ -209,12 +221,12 @@ void DiskStore::get(std::span<GetRequest> requests) {
     return next < requests.size();
   };
   run_transfers(
-      *read_queue_,
+      *reader.queue,
       [&]() -> IoOp* {
         if (!skip_to_next()) return nullptr;
         const Place& place = found[next].entry.place;
         const std::span<std::byte> to = options_.cipher ? std::span<std::byte>() : requests[next].to;
-        RecordRead* read = reads_.take(RecordRead::buffer_bytes(to, place.length));
+        RecordRead* read = reader.reads.take(RecordRead::buffer_bytes(to, place.length));
         if (read == nullptr) return nullptr;
         read->index = next++;
         read->start(*place.segment->file, place.offset, place.length, to);
@@ -222,8 +234,8 @@ void DiskStore::get(std::span<GetRequest> requests) {
       },
       [&](IoOp& op) {
         RecordRead& read = static_cast<RecordRead&>(op);
-        finish_get(requests[read.index], std::move(found[read.index]), read.finish());
-        reads_.give(op);
+        finish_get(requests[read.index], std::move(found[read.index]), read.finish(), reader.again_buffer);
+        reader.reads.give(op);
       });
 }
 
@@ -239,7 +251,7 @@ bool DiskStore::begin_get(GetRequest& request, Found& found) const {
   return std::ssize(request.to) >= request.bytes;
 }
 
-void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record) {
+void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, BlockBuffer& again_buffer) {
   const auto sound = [&] { return record.status.ok() && record.refusal == RecordRefusal::none; };
   compare(request.id, found.entry, record);
   bool again = record.status.ok();  // the damage may have been on the way
@@ -247,7 +259,7 @@ void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record) 
     const Place before = found.entry.place;
     if (!begin_get(request, found)) return;  // it is gone meanwhile
     if (found.entry.place == before && !std::exchange(again, false)) break;
-    record = read_entry(request.id, found.entry, again_buffer_);
+    record = read_entry(request.id, found.entry, again_buffer);
   }
   if (!record.status.ok()) {
     request.status = GetStatus::failed;

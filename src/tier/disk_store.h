@@ -34,6 +34,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "backend/cpu/thread_pool.h"
 #include "tier/file_system.h"
 #include "tier/index_checkpoint.h"
 #include "tier/record_cipher.h"
@@ -52,6 +53,7 @@ struct StoreOptions {
   std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
   std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, beside later writes
   int queue_depth = 32;                                    // transfers in flight; 1 to 4,096
+  int read_threads = 1;                                    // that share a get(), each with such a queue; 1 to 64
   /// Payloads are sealed with it, and what is not sealed with it is a miss. Null: payloads as they are, sealed ones
   /// miss.
   std::shared_ptr<const RecordCipher> cipher;
@@ -124,6 +126,13 @@ class DiskStore {
     std::shared_ptr<Segment> segment;
   };
 
+  /// What a thread that gets has of its own.
+  struct Reader {
+    std::unique_ptr<IoQueue> queue;
+    TransferPool<RecordRead> reads;
+    BlockBuffer again_buffer;
+  };
+
   /// A record on its way into the active segment.
   struct NewRecord {
     RecordId id;
@@ -153,7 +162,8 @@ class DiskStore {
   std::size_t put_some(std::span<PutRequest> requests);
   /// Is there something to read for it? Else it has its answer.
   bool begin_get(GetRequest& request, Found& found) const;
-  void finish_get(GetRequest& request, Found found, ReadRecord record);
+  void get_some(std::span<GetRequest> requests, Reader& reader);
+  void finish_get(GetRequest& request, Found found, ReadRecord record, BlockBuffer& again_buffer);
   /// And compares with the index.
   ReadRecord read_entry(const RecordId& id, const Entry& entry, BlockBuffer& buffer) const;
   void compare(const RecordId& id, const Entry& entry, ReadRecord& record) const;
@@ -183,7 +193,7 @@ class DiskStore {
   FileSystem& files_;
   StoreOptions options_;
   std::unique_ptr<FileLock> lock_;  // null: closed
-  std::unique_ptr<IoQueue> read_queue_, write_queue_;
+  std::unique_ptr<IoQueue> write_queue_;
   std::map<std::uint64_t, std::shared_ptr<Segment>> segments_;
   Segment* active_ = nullptr;  // takes appends
   RecordIndex index_;
@@ -200,8 +210,8 @@ class DiskStore {
   TransferPool<RecordWrite> writes_;
   // Of whoever gets.
   std::atomic<std::int64_t> set_aside_records_{0};
-  BlockBuffer again_buffer_;
-  TransferPool<RecordRead> reads_;
+  std::vector<Reader> readers_;
+  ThreadPool read_threads_;
 };
 
 }  // namespace kv4::tier

@@ -32,6 +32,7 @@ tier::StoreOptions store_options(const CacheSchema& schema, const TiersOptions& 
   store.layout_id = schema.layout_id;
   store.segment_bytes = options.segment_bytes;
   store.capacity_bytes = options.disk_bytes;
+  store.read_threads = options.disk_threads;
   if (options.disk_key) store.cipher = std::make_shared<tier::RecordCipher>(*options.disk_key);
   return store;
 }

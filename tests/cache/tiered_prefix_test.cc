@@ -206,7 +206,7 @@ TEST(PrefixInTiers, LongContextsComeInBatches) {
   const Prompt prompt{ids, 0, "", {}};
   for (const std::int64_t blocks : {1, 2, 4, 9}) {
     Driver d(model, o);
-    TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 2 * blocks * d.cache.schema().block_image_bytes});
+    TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 8 * blocks * d.cache.schema().block_image_bytes});
     EXPECT_EQ(tiered.load(prompt, tiers.soon()), 9) << blocks;
     EXPECT_EQ(d.cache.admit(prompt).value().resume_at, 144) << blocks;
   }
@@ -215,7 +215,7 @@ TEST(PrefixInTiers, LongContextsComeInBatches) {
   tiers.chain->remove(record);
   for (const std::int64_t blocks : {1, 2, 4}) {
     Driver d(model, o);
-    TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 2 * blocks * d.cache.schema().block_image_bytes});
+    TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 8 * blocks * d.cache.schema().block_image_bytes});
     EXPECT_EQ(tiered.load(prompt, tiers.soon()), 4) << blocks;
   }
 }

@@ -504,7 +504,9 @@ TEST(TierPosixFiles, EveryWayGivesTheSame) {
       SCOPED_TRACE(fmt::format("direct {}, io_uring {}", direct, io_uring));
       const Folder folder;
       const auto files = tier::make_posix_file_system({direct, io_uring});
-      put_and_get_batch(*files, options_in(folder));
+      tier::StoreOptions options = options_in(folder);
+      options.read_threads = direct ? 3 : 1;
+      put_and_get_batch(*files, options);
     }
 }
 
