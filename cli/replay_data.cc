@@ -10,13 +10,14 @@
 
 #include "base/check.h"
 #include "bench_copy.h"
-#include "cache/tiered_prefix.h"
 #include "device_memory.h"
 #include "inputs.h"
+#include "kv4/tiered_prefix.h"
 #include "run_steps.h"
 #include "tier/disk_tier.h"
 #include "tier/host_tier.h"
 #include "tier/remote_tier.h"
+#include "tier/tier_chain.h"
 
 namespace kv4::cli {
 namespace {

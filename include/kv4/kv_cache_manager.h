@@ -176,6 +176,7 @@ class KV4_API KVCacheManager {
  private:
   friend class LayerCacheHandle;
   friend struct HandleScope;
+  friend class BlockMover;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -13,6 +13,12 @@
 
 namespace kv4 {
 
+/// A block and where its image is, or goes to.
+struct BlockImage {
+  BlockId block = 0;
+  std::byte* memory = nullptr;  // [block_image_bytes]
+};
+
 /// Owns the blocks' memory. Not thread-safe.
 class KV4_API PagedKVPool {
  public:
@@ -30,6 +36,9 @@ class KV4_API PagedKVPool {
   /// tokens, zeros elsewhere. out: [block_image_bytes]
   void save_block(BlockId block, int tokens, std::span<std::byte> out) const;
   void load_block(BlockId block, std::span<const std::byte> image);
+  /// Whole blocks as images in memory of the backend, and back; queued, in one go.
+  void gather_blocks(std::span<const BlockImage> images) const;
+  void scatter_blocks(std::span<const BlockImage> images);
 
  private:
   const CacheSchema& schema_;

@@ -41,6 +41,13 @@ class Backend {
   /// The other way: each `from` lies in host [bytes], which may be reused when it returns.
   virtual void write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) = 0;
 
+  /// Each piece is one transfer from memory of allocate() to memory of allocate_host(), after what was queued so far and
+  /// beside what is queued later: that must not change it before it is transferred(). Returns a ticket.
+  virtual std::int64_t transfer_out(std::span<const ops::CopyPiece> pieces) = 0;
+  /// The other way, beside everything: nothing that is queued uses the pieces' targets.
+  virtual std::int64_t transfer_in(std::span<const ops::CopyPiece> pieces) = 0;
+  virtual bool transferred(std::int64_t ticket) = 0;
+
   /// The most items an update will have; called when a cache is made.
   virtual void reserve_updates(std::int64_t max_items) = 0;
   /// Items, ranges and block ids are on the host and may be reused when it returns.

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "cache/block_mover.h"
 #include "cache/manager_impl.h"
 
 namespace kv4 {
@@ -55,54 +56,104 @@ bool KVCacheManager::read_snapshot(const BlockKey& key, std::span<std::byte> out
 
 std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt, std::span<const std::span<const std::byte>> blocks) {
   Impl& m = *impl_;
-  PrefixCache& prefix = prefix_of(m.prefix);
-  require(!m.step_open, ErrorCode::bad_state, "blocks cannot be inserted during a step; commit or abort it first");
+  const PrefixIndex& index = prefix_of(m.prefix).index;
   for (const std::span<const std::byte> block : blocks)
     require(static_cast<std::int64_t>(block.size()) == m.schema.block_image_bytes, ErrorCode::bad_argument,
             "a block has {} bytes; got {}", m.schema.block_image_bytes, block.size());
   const std::vector<BlockKey> keys = block_keys(prompt);
   std::size_t at = 0;
-  Slot tail = kNoSlot;
-  for (Slot next; at < keys.size() && (next = prefix.index.find(keys[at])) != kNoSlot; ++at) tail = next;
+  while (at < keys.size() && index.find(keys[at]) != kNoSlot) ++at;
   require(blocks.size() <= keys.size() - at, ErrorCode::bad_argument,
           "the prompt has {} full blocks, {} of them kept; got {} more", keys.size(), at, blocks.size());
-
-  if (tail != kNoSlot) prefix.index.pin(tail);
-  std::int64_t inserted = 0;
-  for (const std::span<const std::byte> bytes : blocks) {
-    const TenantId tenant = tail == kNoSlot ? prompt.tenant : prefix.index.tenant(tail);
-    if (m.num_available(tenant) < 1) break;
-    const BlockId block = m.take_block(tenant);
-    m.kv_pool.load_block(block, bytes);
-    std::copy_n(prompt.token_ids.data() + at * static_cast<std::size_t>(m.block_tokens()), m.block_tokens(),
-                &m.token_ids[std::int64_t{block} * m.block_tokens()]);
-    tail = prefix.index.append(tenant, tail, keys[at++], block, prefix.origin(), true).value().slot;
-    m.allocator.publish(block);
-    m.allocator.release(block);
-    ++inserted;
-  }
-  prefix.statistics.inserted_blocks += inserted;
-  if (tail != kNoSlot) prefix.index.unpin(tail);
-  return inserted;
+  return m.insert_blocks(prompt, keys, at, blocks.size(), [&](std::span<const BlockId> room) {
+    for (std::size_t i = 0; i < room.size(); ++i) m.kv_pool.load_block(room[i], blocks[i]);
+  });
 }
 
 bool KVCacheManager::insert_snapshot(const BlockKey& key, std::span<const std::byte> bytes) {
   Impl& m = *impl_;
-  PrefixCache& prefix = prefix_of(m.prefix);
-  require(!m.step_open, ErrorCode::bad_state, "a snapshot cannot be inserted during a step; commit or abort it first");
   require(static_cast<std::int64_t>(bytes.size()) == snapshot_bytes(), ErrorCode::bad_argument,
           "a snapshot has {} bytes; got {}", snapshot_bytes(), bytes.size());
-  const Slot slot = prefix.index.find(key);
+  return m.insert_snapshot(key, [&](std::uint8_t* place) {
+    const ops::CopyPiece piece{reinterpret_cast<const std::uint8_t*>(bytes.data()), place, std::ssize(bytes)};
+    m.backend->write_pieces(std::span(&piece, 1), bytes);
+  });
+}
+
+// Blocks count once their bytes are queued: nobody can find one before.
+std::int64_t KVCacheManager::Impl::insert_blocks(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
+                                                 std::size_t count,
+                                                 const std::function<void(std::span<const BlockId>)>& write) {
+  PrefixCache& kept = prefix_of(prefix);
+  require(!step_open, ErrorCode::bad_state, "blocks cannot be inserted during a step; commit or abort it first");
+  Slot tail = at == 0 ? kNoSlot : kept.index.find(keys[at - 1]);
+  if (at > 0 && tail == kNoSlot) return 0;  // evicted meanwhile
+  const TenantId tenant = tail == kNoSlot ? prompt.tenant : kept.index.tenant(tail);
+  if (tail != kNoSlot) kept.index.pin(tail);
+  std::vector<BlockId> room;
+  while (room.size() < count && num_available(tenant) >= 1) room.push_back(take_block(tenant));
+  write(room);
+  for (const BlockId block : room) {
+    std::copy_n(prompt.token_ids.data() + at * static_cast<std::size_t>(block_tokens()), block_tokens(),
+                &token_ids[std::int64_t{block} * block_tokens()]);
+    tail = kept.index.append(tenant, tail, keys[at++], block, kept.origin(), true).value().slot;
+    allocator.publish(block);
+    allocator.release(block);
+  }
+  kept.statistics.inserted_blocks += std::ssize(room);
+  if (tail != kNoSlot) kept.index.unpin(tail);
+  return std::ssize(room);
+}
+
+bool KVCacheManager::Impl::insert_snapshot(const BlockKey& key, const std::function<void(std::uint8_t*)>& write) {
+  PrefixCache& kept = prefix_of(prefix);
+  require(!step_open, ErrorCode::bad_state, "a snapshot cannot be inserted during a step; commit or abort it first");
+  const Slot slot = kept.index.find(key);
   if (slot == kNoSlot) return false;
-  if (prefix.index.snapshot(slot) != kNoSnapshot) return true;
-  const SnapshotId place = prefix.take_place();
+  if (kept.index.snapshot(slot) != kNoSnapshot) return true;
+  const SnapshotId place = kept.take_place();
   if (place == kNoSnapshot) return false;
-  const ops::CopyPiece piece{reinterpret_cast<const std::uint8_t*>(bytes.data()), prefix.address(place),
-                             static_cast<std::int64_t>(bytes.size())};
-  m.backend->write_pieces(std::span(&piece, 1), bytes);
-  prefix.attach(slot, place);
-  prefix.keep(slot, true);
+  write(kept.address(place));
+  kept.attach(slot, place);
+  kept.keep(slot, true);
   return true;
+}
+
+// --- in the backend's memory, queued
+
+bool BlockMover::gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const {
+  std::vector<BlockImage> images;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const Slot slot = prefix_of(m_.prefix).index.find(keys[i]);
+    if (slot == kNoSlot) return false;
+    images.push_back({m_.prefix->index.block(slot), to[i]});
+  }
+  m_.kv_pool.gather_blocks(images);
+  return true;
+}
+
+bool BlockMover::gather_snapshot(const BlockKey& key, std::byte* to) const {
+  const PrefixCache& prefix = prefix_of(m_.prefix);
+  const Slot slot = prefix.index.find(key);
+  if (slot == kNoSlot || prefix.index.snapshot(slot) == kNoSnapshot) return false;
+  const std::uint8_t* from = prefix.address(prefix.index.snapshot(slot));
+  m_.backend->copy(to, reinterpret_cast<const std::byte*>(from), cache_.snapshot_bytes());
+  return true;
+}
+
+std::int64_t BlockMover::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
+                                std::span<std::byte* const> images) {
+  return m_.insert_blocks(prompt, keys, at, images.size(), [&](std::span<const BlockId> room) {
+    std::vector<BlockImage> copies;
+    for (std::size_t i = 0; i < room.size(); ++i) copies.push_back({room[i], images[i]});
+    m_.kv_pool.scatter_blocks(copies);
+  });
+}
+
+bool BlockMover::insert_snapshot(const BlockKey& key, const std::byte* from) {
+  return m_.insert_snapshot(key, [&](std::uint8_t* place) {
+    m_.backend->copy(reinterpret_cast<std::byte*>(place), from, cache_.snapshot_bytes());
+  });
 }
 
 }  // namespace kv4

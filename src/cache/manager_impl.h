@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -98,6 +99,12 @@ struct KVCacheManager::Impl {
   void hold_chain(std::int32_t row, const KeptChain& kept);  // which is pinned for it
   void check_replay(const StepItem& item, std::int32_t row) const;
   void publish(std::int32_t row);
+
+  // manager_blocks.cc. The blocks of `keys` from `at` on, `count` of them or as many as there is room for; keys before
+  // `at` are kept. `write` queues the bytes of the first blocks that were found room for, or of a place for a snapshot.
+  std::int64_t insert_blocks(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at, std::size_t count,
+                             const std::function<void(std::span<const BlockId>)>& write);
+  bool insert_snapshot(const BlockKey& key, const std::function<void(std::uint8_t*)>& write);
 
   // Snapshots: of boundaries that the rings still hold at commit, and of those inside a long step.
   bool keeps_snapshot(const Sequence& s, std::int64_t position) const;

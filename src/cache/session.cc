@@ -243,8 +243,8 @@ struct SessionReceiver::Impl {
             "its key is not that of its tokens");
     keys = chain_keys(hasher, parts, token_ids);
     for (std::size_t i = 0; i < keys.size(); ++i) found.emplace(keys[i], i);
-    for (const std::span<const std::byte> bytes : parts.block_extra)
-      extra.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    for (const std::span<const std::byte> one : parts.block_extra)
+      extra.emplace_back(reinterpret_cast<const char*>(one.data()), one.size());
     where.assign(keys.size(), Where::missing);
     try {
       blocks = std::make_unique_for_overwrite<std::byte[]>(num_blocks() * image_bytes());

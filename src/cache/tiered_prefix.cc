@@ -1,117 +1,554 @@
-#include "cache/tiered_prefix.h"
+#include "kv4/tiered_prefix.h"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "cache/block_mover.h"
+#include "cache/staging_slots.h"
+#include "prefix/block_hash.h"
+#include "tier/tier_chain.h"
 
 namespace kv4 {
 namespace {
 
-tier::RecordId block_record(TenantId tenant, const BlockKey& key) {
-  tier::RecordId id{.tenant = static_cast<std::uint64_t>(tenant), .key = {}};
+using tier::Deadline;
+using tier::GetStatus;
+using tier::RecordId;
+using tier::SharedBytes;
+using tier::TierChain;
+using Ticket = TierChain::Ticket;
+
+constexpr std::int64_t kMaxSlots = 1024;
+constexpr std::size_t kBatches = 8;  // of a load: while some move or are inserted, tiers have work
+constexpr int kSnapshotSlots = 2;  // on their way off the device
+constexpr std::chrono::microseconds kTransferPoll{20};
+constexpr std::chrono::milliseconds kProgressStep{20}, kQueuePoll{1};
+
+RecordId block_record(TenantId tenant, const BlockKey& key) {
+  RecordId id{.tenant = static_cast<std::uint64_t>(tenant), .key = {}};
   std::memcpy(id.key.data(), key.data(), key.size());
   return id;
 }
 
+int slots_for(std::int64_t bytes, std::int64_t slot_bytes, std::int64_t least) {
+  return static_cast<int>(std::clamp(bytes / std::max<std::int64_t>(slot_bytes, 1), least, kMaxSlots));
+}
+
+ops::CopyPiece piece(const std::byte* from, std::byte* to, std::int64_t bytes) {
+  return {reinterpret_cast<const std::uint8_t*>(from), reinterpret_cast<std::uint8_t*>(to), bytes};
+}
+
+/// Host memory and, where the device cannot read that itself, memory of the device beside it.
+struct Slots {
+  std::shared_ptr<HostSlots> host;
+  std::optional<DeviceSlots> device;
+
+  Slots(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int host_count, int device_count)
+      : host(HostSlots::make(backend, slot_bytes, host_count)) {
+    if (!backend->on_host()) device.emplace(backend, slot_bytes, device_count);
+  }
+  bool has_free() const { return host->num_free() > 0 && (!device || device->num_free() > 0); }
+};
+
+/// A prompt that outlives the caller's.
+struct OwnPrompt {
+  std::vector<std::int32_t> token_ids;
+  TenantId tenant;
+  std::string salt;
+  std::vector<std::string> extra;
+  std::vector<std::string_view> extra_views;
+
+  explicit OwnPrompt(const Prompt& p)
+      : token_ids(p.token_ids.begin(), p.token_ids.end()),
+        tenant(p.tenant),
+        salt(p.salt),
+        extra(p.extra.begin(), p.extra.end()),
+        extra_views(extra.begin(), extra.end()) {}
+  Prompt view() const { return {token_ids, tenant, salt, extra_views}; }
+};
+
 }  // namespace
 
+struct TieredPrefix::Impl {
+  /// A record that one tier or several are to have.
+  struct Waiting {
+    BlockKey key{};
+    bool snapshot = false;
+    std::uint32_t tiers = 0;  // a bit each
+    int attempts = 0;         // that failed
+    bool first = false;       // it was never offered
+  };
+  /// On its way off the device.
+  struct Leaving {
+    Waiting what;
+    RecordId id;
+    SharedBytes bytes;
+    std::byte* device = nullptr;
+    std::int64_t transfer = 0;
+  };
+  /// Device memory that queued work still reads.
+  struct InUse {
+    std::int64_t mark = 0;
+    Slots* slots = nullptr;
+    std::vector<std::byte*> memory;
+  };
+
+  Impl(KVCacheManager& cache_in, TierChain& tiers_in, const TieredOptions& options_in)
+      : cache(cache_in),
+        tiers(tiers_in),
+        options(options_in),
+        mover(cache),
+        backend(*mover.backend()),
+        block_bytes(cache.schema().block_image_bytes),
+        snapshot_bytes(cache.snapshot_bytes()),
+        load_slots(slots_for(options.load_bytes, block_bytes, 2)),
+        save_slots(slots_for(options.save_bytes, block_bytes, 1)),
+        loads(mover.backend(), block_bytes, load_slots, load_slots),
+        saves(mover.backend(), block_bytes, save_slots, std::max(1, save_slots / 8)),
+        snapshot_loads(mover.backend(), snapshot_bytes, 1, 1),
+        snapshot_saves(mover.backend(), snapshot_bytes, kSnapshotSlots, kSnapshotSlots),
+        again(tiers.size()) {}
+
+  // --- saves
+  void take_events();
+  void wait_for(std::deque<Waiting>& queue, Waiting what);
+  std::int64_t begin(std::deque<Waiting>& queue, std::int64_t max_records);
+  void offer(const Leaving& record);
+  void settle();
+  void note_results();
+  bool is_kept(const Waiting& what) const;
+  RecordId record_of(const Waiting& what);
+  RecordId snapshot_record(TenantId tenant, const BlockKey& key);
+  void give_unused();
+  std::int64_t waiting() const;
+  std::int64_t left() const { return waiting() + std::ssize(leaving); }
+
+  KVCacheManager& cache;
+  TierChain& tiers;
+  const TieredOptions options;
+  BlockMover mover;
+  Backend& backend;
+  const std::int64_t block_bytes, snapshot_bytes;
+  const int load_slots, save_slots;
+  Slots loads, saves, snapshot_loads, snapshot_saves;
+  std::deque<InUse> in_use;
+  BlockHasher hasher;
+  std::deque<Waiting> fresh;               // for all tiers
+  std::vector<std::deque<Waiting>> again;  // for one tier each
+  std::deque<Leaving> leaving;
+  std::unordered_map<RecordId, Waiting, tier::RecordIdHash> offered;  // tiers: those that have not told yet
+  TieredStatistics statistics;
+};
+
+// --- saves
+// -----------------------------------------------------------------------------------------------------------------------
+
 /// A key of its own that follows from the block's.
-tier::RecordId TieredPrefix::snapshot_record(TenantId tenant, const BlockKey& key) {
+RecordId TieredPrefix::Impl::snapshot_record(TenantId tenant, const BlockKey& key) {
   static constexpr std::string_view kWhat = "kv4 snapshot";
-  return block_record(tenant, hasher_.block(key, {}, std::as_bytes(std::span(kWhat))));
+  return block_record(tenant, hasher.block(key, {}, std::as_bytes(std::span(kWhat))));
 }
 
-void TieredPrefix::offer(const tier::RecordId& id, std::int64_t& count) {
-  const bool taken = tiers_.put(id, buffer_, tier::Content::of_key) > 0;
-  (taken ? count : statistics_.refused) += 1;
+RecordId TieredPrefix::Impl::record_of(const Waiting& what) {
+  const TenantId tenant = cache.find_block(what.key)->tenant;
+  return what.snapshot ? snapshot_record(tenant, what.key) : block_record(tenant, what.key);
 }
 
-std::int64_t TieredPrefix::save(std::int64_t max_records) {
+bool TieredPrefix::Impl::is_kept(const Waiting& what) const {
+  const std::optional<KeptBlock> kept = cache.find_block(what.key);
+  return kept && (!what.snapshot || kept->has_snapshot);
+}
+
+std::int64_t TieredPrefix::Impl::waiting() const {
+  std::int64_t count = std::ssize(fresh);
+  for (const std::deque<Waiting>& queue : again) count += std::ssize(queue);
+  return count;
+}
+
+void TieredPrefix::Impl::wait_for(std::deque<Waiting>& queue, Waiting what) {
+  if (std::ssize(queue) >= options.max_waiting) {
+    queue.pop_front();
+    ++statistics.dropped;
+  }
+  queue.push_back(what);
+}
+
+void TieredPrefix::Impl::take_events() {
   std::array<BlockEvent, 64> events;
-  std::int64_t done = 0;
-  while (done < max_records) {
-    const std::size_t most = std::min(events.size(), static_cast<std::size_t>(max_records - done));
-    const std::size_t count = cache_.read_block_events(std::span(events).first(most));
-    if (count == 0) break;
-    done += static_cast<std::int64_t>(count);
+  while (const std::size_t count = cache.read_block_events(events))
     for (const BlockEvent& event : std::span(events).first(count)) {
-      const std::optional<KeptBlock> kept = cache_.find_block(event.key);
-      if (!kept || event.inserted || event.kind == BlockEvent::Kind::evicted) continue;
-      if (event.kind == BlockEvent::Kind::stored) {
-        buffer_.resize(static_cast<std::size_t>(cache_.schema().block_image_bytes));
-        if (cache_.read_block(event.key, buffer_))
-          offer(block_record(kept->tenant, event.key), statistics_.offered_blocks);
-      } else {
-        buffer_.resize(static_cast<std::size_t>(cache_.snapshot_bytes()));
-        if (cache_.read_snapshot(event.key, buffer_))
-          offer(snapshot_record(kept->tenant, event.key), statistics_.offered_snapshots);
-      }
+      if (event.inserted || event.kind == BlockEvent::Kind::evicted) continue;
+      wait_for(fresh, {event.key, event.kind == BlockEvent::Kind::snapshot, tiers.all(), 0, true});
+    }
+  statistics.lost_events = static_cast<std::int64_t>(cache.prefix_statistics().lost_events);
+}
+
+/// As many of them as there are slots, and as tiers have room for. Blocks are gathered together.
+std::int64_t TieredPrefix::Impl::begin(std::deque<Waiting>& queue, std::int64_t max_records) {
+  std::int64_t begun = 0;
+  std::vector<BlockKey> keys;
+  std::vector<std::byte*> images;
+  std::vector<ops::CopyPiece> pieces;
+  const std::size_t first = leaving.size();
+  while (begun < max_records && !queue.empty()) {
+    Waiting what = queue.front();
+    if (!is_kept(what)) {
+      queue.pop_front();
+      ++statistics.dropped;
+      continue;
+    }
+    Slots& slots = what.snapshot ? snapshot_saves : saves;
+    const std::int64_t bytes = what.snapshot ? snapshot_bytes : block_bytes;
+    const std::uint32_t room = what.tiers & tiers.with_room(bytes);
+    if (room == 0 || !slots.has_free()) break;
+    queue.pop_front();
+    for (std::size_t i = 0; i < again.size(); ++i)
+      if (((what.tiers & ~room) >> i & 1) != 0)
+        wait_for(again[i], {what.key, what.snapshot, 1u << i, what.attempts, false});
+    if (&queue != &fresh) ++statistics.offered_again;
+    what.tiers = room;
+    Leaving& record = leaving.emplace_back(Leaving{what, record_of(what), slots.host->take(), nullptr, 0});
+    if (slots.device) {
+      record.device = slots.device->take();
+      pieces.push_back(piece(record.device, record.bytes.data.get(), bytes));
+    }
+    std::byte* const image = slots.device ? record.device : record.bytes.data.get();
+    if (what.snapshot) {
+      mover.gather_snapshot(what.key, image);
+    } else {
+      keys.push_back(what.key);
+      images.push_back(image);
+    }
+    ++begun;
+  }
+  if (begun == 0) return 0;
+  mover.gather(keys, images);
+  const std::int64_t transfer = pieces.empty() ? 0 : backend.transfer_out(pieces);
+  for (std::size_t i = first; i < leaving.size(); ++i) leaving[i].transfer = transfer;
+  return begun;
+}
+
+void TieredPrefix::Impl::settle() {
+  while (!leaving.empty() && (leaving.front().device == nullptr || backend.transferred(leaving.front().transfer))) {
+    const Leaving& record = leaving.front();
+    if (record.device != nullptr) (record.what.snapshot ? snapshot_saves : saves).device->give(record.device);
+    offer(record);
+    leaving.pop_front();
+  }
+}
+
+void TieredPrefix::Impl::offer(const Leaving& record) {
+  const std::uint32_t taken = tiers.offer(record.id, record.bytes, tier::Content::of_key, record.what.tiers);
+  for (std::size_t i = 0; i < again.size(); ++i)  // the room that there was has gone meanwhile
+    if (((record.what.tiers & ~taken) >> i & 1) != 0)
+      wait_for(again[i], {record.what.key, record.what.snapshot, 1u << i, record.what.attempts, taken == 0});
+  if (taken == 0) return;
+  if (record.what.first) ++(record.what.snapshot ? statistics.offered_snapshots : statistics.offered_blocks);
+  Waiting& told = offered.try_emplace(record.id, record.what).first->second;
+  told.tiers |= taken;
+  told.attempts = std::max(told.attempts, record.what.attempts);
+}
+
+void TieredPrefix::Impl::note_results() {
+  const std::vector<std::vector<tier::WriteResult>> results = tiers.poll();
+  for (std::size_t i = 0; i < results.size(); ++i)
+    for (const tier::WriteResult& result : results[i]) {
+      const auto found = offered.find(result.id);
+      if (found == offered.end() || (found->second.tiers >> i & 1) == 0) continue;  // of a promotion
+      Waiting what = found->second;
+      if ((found->second.tiers &= ~(1u << i)) == 0) offered.erase(found);
+      if (result.status == tier::PutStatus::stored) continue;
+      what.tiers = 1u << i;
+      what.first = false;
+      if (result.status == tier::PutStatus::too_large || ++what.attempts >= options.max_attempts)
+        ++statistics.dropped;
+      else
+        wait_for(again[i], what);
+    }
+}
+
+// --- loads
+// -----------------------------------------------------------------------------------------------------------------------
+
+void TieredPrefix::Impl::give_unused() {
+  for (; !in_use.empty() && backend.reached(in_use.front().mark); in_use.pop_front())
+    for (std::byte* slot : in_use.front().memory) in_use.front().slots->device->give(slot);
+}
+
+struct PrefixLoad::Impl {
+  enum class Phase : std::uint8_t { blocks, snapshot, done };
+  /// Records that are asked for together, then moved, then inserted.
+  struct Batch {
+    std::vector<SharedBytes> host;
+    std::vector<std::byte*> device;
+    std::optional<Ticket> asked;
+    std::int64_t transfer = 0;
+    bool whole = true;  // all of it was found
+  };
+
+  Impl(TieredPrefix::Impl& owner_in, const Prompt& prompt_in, Deadline deadline_in);
+  ~Impl() { stop(); }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  bool advance();
+  void wait(Deadline until);
+  bool late() const { return owner.tiers.now() >= deadline; }
+
+  void ask_for_blocks();
+  Batch ask(Slots& slots, std::span<const RecordId> ids, std::int64_t bytes);
+  /// False: not yet. Then what was found, in order from the first, is where the device can read it.
+  bool arrive(Batch& batch, Slots& slots, std::int64_t bytes);
+  std::vector<std::byte*> images(const Batch& batch) const;
+  void release(Batch& batch, Slots& slots, bool queued);
+  bool advance_blocks();
+  bool advance_snapshot();
+  void begin_snapshot();
+  void stop();
+
+  TieredPrefix::Impl& owner;
+  const OwnPrompt prompt;
+  const Deadline deadline;
+  Phase phase = Phase::blocks;
+  std::vector<BlockKey> keys;
+  std::size_t first = 0, next = 0, end = 0;  // of keys: not kept at the start, not asked for, not here
+  std::deque<Batch> batches;
+  // Deepest snapshot first.
+  std::vector<RecordId> snapshots;
+  std::vector<BlockKey> snapshot_keys;
+  std::size_t snapshot = 0;
+  std::optional<Ticket> known;
+  std::optional<Batch> coming;
+};
+
+PrefixLoad::Impl::Impl(TieredPrefix::Impl& owner_in, const Prompt& prompt_in, Deadline deadline_in)
+    : owner(owner_in), prompt(prompt_in), deadline(deadline_in), keys(owner.cache.block_keys(prompt_in)) {
+  // At least one token of the prompt is left for a query.
+  const std::size_t block_tokens = static_cast<std::size_t>(owner.cache.schema().block_tokens);
+  keys.resize(prompt.token_ids.empty() ? 0 : (prompt.token_ids.size() - 1) / block_tokens);
+  while (first < keys.size() && owner.cache.find_block(keys[first])) ++first;
+  next = end = first;
+}
+
+PrefixLoad::Impl::Batch PrefixLoad::Impl::ask(Slots& slots, std::span<const RecordId> ids, std::int64_t bytes) {
+  Batch batch;
+  std::vector<tier::ReadRequest> requests;
+  for (const RecordId& id : ids) {
+    batch.host.push_back(slots.host->take());
+    if (slots.device) batch.device.push_back(slots.device->take());
+    requests.push_back({id, bytes, batch.host.back()});
+  }
+  batch.asked.emplace(owner.tiers.get(std::move(requests), tier::Content::of_key, deadline));
+  return batch;
+}
+
+bool PrefixLoad::Impl::arrive(Batch& batch, Slots& slots, std::int64_t bytes) {
+  if (batch.asked) {
+    if (!batch.asked->done()) return false;
+    const std::vector<tier::ReadResult> results = batch.asked->take();
+    batch.asked.reset();
+    std::size_t found = 0;
+    while (found < results.size() && results[found].status == GetStatus::found && results[found].bytes == bytes)
+      ++found;
+    batch.whole = found == results.size();
+    batch.host.resize(found);
+    if (slots.device) {
+      std::vector<ops::CopyPiece> pieces;
+      for (std::size_t i = 0; i < found; ++i) pieces.push_back(piece(batch.host[i].data.get(), batch.device[i], bytes));
+      if (found > 0) batch.transfer = owner.backend.transfer_in(pieces);
     }
   }
-  statistics_.lost_events = static_cast<std::int64_t>(cache_.prefix_statistics().lost_events);
-  tiers_.poll();
-  return done;
+  return batch.host.empty() || !slots.device || owner.backend.transferred(batch.transfer);
 }
 
-std::int64_t TieredPrefix::load(const Prompt& prompt, tier::Deadline deadline) {
-  std::vector<BlockKey> keys = cache_.block_keys(prompt);
-  // At least one token of the prompt is left for a query.
-  const std::size_t block_tokens = static_cast<std::size_t>(cache_.schema().block_tokens);
-  keys.resize(prompt.token_ids.empty() ? 0 : (prompt.token_ids.size() - 1) / block_tokens);
-  std::size_t first = 0;
-  while (first < keys.size() && cache_.find_block(keys[first])) ++first;
-
-  // A long context is more than the queues' memory: batch by batch, until one is not there as a whole.
-  const std::int64_t block_bytes = cache_.schema().block_image_bytes;
-  const std::size_t batch = static_cast<std::size_t>(std::max<std::int64_t>(1, batch_bytes_ / block_bytes));
-  std::size_t end = first;
-  for (std::size_t wanted = end; end < keys.size() && end == wanted;) {
-    wanted = std::min(keys.size(), end + batch);
-    end += load_blocks(prompt, std::span(keys).subspan(end, wanted - end), deadline);
-  }
-  keys.resize(end);
-  load_snapshot(prompt, keys, deadline);
-  return static_cast<std::int64_t>(end - first);
+std::vector<std::byte*> PrefixLoad::Impl::images(const Batch& batch) const {
+  if (!batch.device.empty()) return {batch.device.begin(), batch.device.begin() + std::ssize(batch.host)};
+  std::vector<std::byte*> out;
+  for (const SharedBytes& bytes : batch.host) out.push_back(bytes.data.get());
+  return out;
 }
 
-std::size_t TieredPrefix::load_blocks(const Prompt& prompt, std::span<const BlockKey> keys, tier::Deadline deadline) {
-  const std::int64_t block_bytes = cache_.schema().block_image_bytes;
-  std::vector<tier::ReadRequest> requests;
-  for (const BlockKey& key : keys) requests.push_back({block_record(prompt.tenant, key), block_bytes, {}});
-  tier::TierChain::Ticket ticket = tiers_.get(std::move(requests), tier::Content::of_key, deadline);
-  ticket.wait(deadline);
-  const std::vector<tier::ReadResult> results = ticket.take();
-  std::vector<std::span<const std::byte>> blocks;
-  for (const tier::ReadResult& result : results) {
-    if (result.status != tier::GetStatus::found || result.bytes != block_bytes) break;
-    blocks.push_back(result.payload.span().first(static_cast<std::size_t>(result.bytes)));
-  }
-  const std::int64_t brought = cache_.insert_blocks(prompt, blocks);
-  statistics_.loaded_blocks += brought;
-  return static_cast<std::size_t>(brought);
+/// `queued`: work that reads its device memory was queued.
+void PrefixLoad::Impl::release(Batch& batch, Slots& slots, bool queued) {
+  if (queued && !batch.device.empty())
+    owner.in_use.push_back({owner.backend.mark(), &slots, std::move(batch.device)});
+  else
+    for (std::byte* slot : batch.device) slots.device->give(slot);
+  batch.device.clear();
+  batch.host.clear();
 }
 
-// The deepest one that any tier has, if it lies behind the deepest of the device.
-void TieredPrefix::load_snapshot(const Prompt& prompt, const std::vector<BlockKey>& keys, tier::Deadline deadline) {
-  std::size_t first = keys.size();
-  while (first > 0 && !cache_.find_block(keys[first - 1])->has_snapshot) --first;
-  std::vector<tier::RecordId> ids;
-  for (std::size_t i = first; i < keys.size(); ++i) ids.push_back(snapshot_record(prompt.tenant, keys[i]));
-  if (ids.empty()) return;
-  tier::TierChain::Ticket known = tiers_.exists(ids, deadline);
-  known.wait(deadline);
-  const std::vector<tier::ReadResult> exist = known.take();
-  for (std::size_t i = ids.size(); i-- > 0;) {
-    if (exist[i].status != tier::GetStatus::found) continue;
-    tier::TierChain::Ticket ticket =
-        tiers_.get({{ids[i], cache_.snapshot_bytes(), {}}}, tier::Content::of_key, deadline);
-    ticket.wait(deadline);
-    const std::vector<tier::ReadResult> result = ticket.take();
-    if (result[0].status != tier::GetStatus::found || result[0].bytes != cache_.snapshot_bytes()) continue;
-    const std::span<const std::byte> bytes = result[0].payload.span().first(static_cast<std::size_t>(result[0].bytes));
-    statistics_.loaded_snapshots += cache_.insert_snapshot(keys[first + i], bytes);
-    return;
+void PrefixLoad::Impl::ask_for_blocks() {
+  const std::size_t most = std::max<std::size_t>(1, static_cast<std::size_t>(owner.load_slots) / kBatches);
+  while (batches.size() < kBatches && next < keys.size()) {
+    std::size_t free = static_cast<std::size_t>(owner.loads.host->num_free());
+    if (owner.loads.device) free = std::min(free, static_cast<std::size_t>(owner.loads.device->num_free()));
+    const std::size_t count = std::min({most, free, keys.size() - next});
+    if (count == 0) return;
+    std::vector<RecordId> ids;
+    for (std::size_t i = 0; i < count; ++i) ids.push_back(block_record(prompt.tenant, keys[next + i]));
+    batches.push_back(ask(owner.loads, ids, owner.block_bytes));
+    next += count;
   }
 }
+
+/// A long context is more than the slots: batch by batch, until one is not there as a whole.
+bool PrefixLoad::Impl::advance_blocks() {
+  for (;;) {
+    ask_for_blocks();
+    if (batches.empty()) return next == keys.size() || late();  // else other loads have the slots
+    Batch& batch = batches.front();
+    if (!arrive(batch, owner.loads, owner.block_bytes)) return false;
+    const std::size_t count = batch.host.size();
+    const auto brought = static_cast<std::size_t>(owner.mover.insert(prompt.view(), keys, end, images(batch)));
+    owner.statistics.loaded_blocks += static_cast<std::int64_t>(brought);
+    end += brought;
+    const bool go_on = batch.whole && brought == count;
+    release(batch, owner.loads, true);
+    batches.pop_front();
+    if (go_on) continue;
+    stop();
+    return true;
+  }
+}
+
+/// Those behind the deepest that the device has.
+void PrefixLoad::Impl::begin_snapshot() {
+  for (std::size_t i = end; i-- > 0;) {
+    const std::optional<KeptBlock> kept = owner.cache.find_block(keys[i]);
+    if (!kept || kept->has_snapshot) break;
+    snapshots.push_back(owner.snapshot_record(prompt.tenant, keys[i]));
+    snapshot_keys.push_back(keys[i]);
+  }
+  if (!snapshots.empty()) known.emplace(owner.tiers.exists(snapshots, deadline));
+}
+
+bool PrefixLoad::Impl::advance_snapshot() {
+  if (known) {
+    if (!known->done()) return false;
+    const std::vector<tier::ReadResult> exist = known->take();
+    known.reset();
+    std::size_t left = 0;
+    for (std::size_t i = 0; i < exist.size(); ++i)
+      if (exist[i].status == GetStatus::found) {
+        snapshots[left] = snapshots[i];
+        snapshot_keys[left++] = snapshot_keys[i];
+      }
+    snapshots.resize(left);
+  }
+  for (; snapshot < snapshots.size(); ++snapshot) {
+    if (!coming) {
+      if (!owner.snapshot_loads.has_free()) return late();  // another load has the slot
+      coming.emplace(ask(owner.snapshot_loads, std::span(snapshots).subspan(snapshot, 1), owner.snapshot_bytes));
+    }
+    if (!arrive(*coming, owner.snapshot_loads, owner.snapshot_bytes)) return false;
+    const bool found = coming->whole;
+    if (found)
+      owner.statistics.loaded_snapshots += owner.mover.insert_snapshot(snapshot_keys[snapshot], images(*coming)[0]);
+    release(*coming, owner.snapshot_loads, found);
+    coming.reset();
+    if (found) break;
+  }
+  return true;
+}
+
+bool PrefixLoad::Impl::advance() {
+  owner.give_unused();
+  if (phase == Phase::blocks && advance_blocks()) {
+    phase = Phase::snapshot;
+    begin_snapshot();
+  }
+  if (phase == Phase::snapshot && advance_snapshot()) phase = Phase::done;
+  return phase == Phase::done;
+}
+
+void PrefixLoad::Impl::wait(Deadline until) {
+  const Ticket* ticket = nullptr;
+  if (known) ticket = &*known;
+  if (!batches.empty() && batches.front().asked) ticket = &*batches.front().asked;
+  if (coming && coming->asked) ticket = &*coming->asked;
+  if (ticket != nullptr)
+    (void)ticket->wait(until);
+  else
+    std::this_thread::sleep_for(kTransferPoll);
+}
+
+/// Nothing more is asked for. A transfer under way ends before its memory is used again: they keep their order.
+void PrefixLoad::Impl::stop() {
+  for (Batch& batch : batches) {
+    batch.asked.reset();
+    release(batch, owner.loads, true);
+  }
+  batches.clear();
+  if (coming) {
+    coming->asked.reset();
+    release(*coming, owner.snapshot_loads, true);
+  }
+  coming.reset();
+  known.reset();
+  next = keys.size();
+}
+
+PrefixLoad::PrefixLoad(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+PrefixLoad::~PrefixLoad() = default;
+PrefixLoad::PrefixLoad(PrefixLoad&&) noexcept = default;
+bool PrefixLoad::advance() { return impl_->advance(); }
+std::int64_t PrefixLoad::brought_blocks() const { return static_cast<std::int64_t>(impl_->end - impl_->first); }
+std::int64_t PrefixLoad::wanted_blocks() const { return static_cast<std::int64_t>(impl_->keys.size() - impl_->first); }
+
+// --- the whole
+// -----------------------------------------------------------------------------------------------------------------------
+
+TieredPrefix::TieredPrefix(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options)
+    : TieredPrefix(cache, tiers.chain(), options) {}
+TieredPrefix::TieredPrefix(KVCacheManager& cache, TierChain& tiers, const TieredOptions& options)
+    : impl_(std::make_unique<Impl>(cache, tiers, options)) {}
+TieredPrefix::~TieredPrefix() = default;
+
+std::int64_t TieredPrefix::save(std::int64_t max_records) {
+  Impl& m = *impl_;
+  m.note_results();
+  m.take_events();
+  m.settle();
+  std::int64_t begun = m.begin(m.fresh, max_records);
+  for (std::deque<Impl::Waiting>& queue : m.again) begun += m.begin(queue, max_records - begun);
+  m.settle();
+  m.statistics.waiting = m.waiting();
+  return m.left();
+}
+
+bool TieredPrefix::save_all(Deadline deadline, const TieredProgress& progress) {
+  std::int64_t most = 0;
+  for (;;) {
+    const std::int64_t left = save(kMaxSlots);
+    most = std::max(most, left);
+    if (progress && !progress(most - left, most)) return false;
+    if (left == 0) return true;
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(impl_->leaving.empty() ? std::chrono::microseconds(kQueuePoll) : kTransferPoll);
+  }
+}
+
+PrefixLoad TieredPrefix::start_load(const Prompt& prompt, Deadline deadline) {
+  return PrefixLoad(std::make_unique<PrefixLoad::Impl>(*impl_, prompt, deadline));
+}
+
+std::int64_t TieredPrefix::load(const Prompt& prompt, Deadline deadline, const TieredProgress& progress) {
+  PrefixLoad load = start_load(prompt, deadline);
+  while (!load.advance()) {
+    if (progress && !progress(load.brought_blocks(), load.wanted_blocks())) break;
+    load.impl_->wait(std::min(deadline, std::chrono::steady_clock::now() + kProgressStep));
+  }
+  return load.brought_blocks();
+}
+
+const TieredStatistics& TieredPrefix::statistics() const { return impl_->statistics; }
 
 }  // namespace kv4

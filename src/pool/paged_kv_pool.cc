@@ -20,6 +20,39 @@ void check_image_size(std::size_t have, std::int64_t want) {
 
 std::uint8_t* bytes_at(std::byte* base, std::int64_t offset) { return reinterpret_cast<std::uint8_t*>(base) + offset; }
 
+/// From the pool to an image: the rows of the first `tokens` tokens.
+void add_rows_of(const CacheSchema& schema, std::byte* base, const BlockImage& image, int tokens,
+                 std::vector<ops::CopyPiece>& pieces) {
+  const auto add = [&](std::int64_t from, std::int64_t to, std::int64_t bytes) {
+    if (bytes > 0) pieces.push_back({bytes_at(base, from), bytes_at(image.memory, to), bytes});
+  };
+  std::int64_t to = 0;
+  for (const LayerCacheSchema& layer : schema.layers)
+    for (const PageSchema& page : layer.pages) {
+      const std::int64_t from = page.offset + image.block * page.block_stride, rows = tokens / page.kind.ratio;
+      add(from, to, rows * page.row.payload_bytes);
+      add(from + page.scale_offset, to + page.scale_offset, rows * page.row.scale_bytes);
+      if (page.global_offset >= 0) add(from + page.global_offset, to + page.global_offset, rows > 0 ? 4 : 0);
+      to += page.content_bytes;
+    }
+}
+
+/// From an image to the pool. Pages that are neighbours in both are one piece.
+void add_pages_of(const CacheSchema& schema, std::byte* base, BlockId block, const std::byte* image,
+                  std::vector<ops::CopyPiece>& pieces) {
+  const std::uint8_t* from = reinterpret_cast<const std::uint8_t*>(image);
+  for (const LayerCacheSchema& layer : schema.layers)
+    for (const PageSchema& page : layer.pages) {
+      std::uint8_t* const to = bytes_at(base, page.offset + block * page.block_stride);
+      if (!pieces.empty() && pieces.back().from + pieces.back().bytes == from &&
+          pieces.back().to + pieces.back().bytes == to)
+        pieces.back().bytes += page.content_bytes;
+      else
+        pieces.push_back({from, to, page.content_bytes});
+      from += page.content_bytes;
+    }
+}
+
 }  // namespace
 
 PagedKVPool::PagedKVPool(const CacheSchema& schema, std::shared_ptr<Backend> backend)
@@ -53,18 +86,7 @@ void PagedKVPool::save_block(BlockId block, int tokens, std::span<std::byte> out
   require(tokens >= 0 && tokens <= schema_.block_tokens, ErrorCode::bad_argument,
           "a block holds 0 to {} tokens; got {}", schema_.block_tokens, tokens);
   std::vector<ops::CopyPiece> pieces;
-  const auto add = [&](std::int64_t from, std::int64_t to, std::int64_t bytes) {
-    if (bytes > 0) pieces.push_back({bytes_at(base_, from), bytes_at(out.data(), to), bytes});
-  };
-  std::int64_t to = 0;
-  for (const LayerCacheSchema& layer : schema_.layers)
-    for (const PageSchema& page : layer.pages) {
-      const std::int64_t from = page.offset + block * page.block_stride, rows = tokens / page.kind.ratio;
-      add(from, to, rows * page.row.payload_bytes);
-      add(from + page.scale_offset, to + page.scale_offset, rows * page.row.scale_bytes);
-      if (page.global_offset >= 0) add(from + page.global_offset, to + page.global_offset, rows > 0 ? 4 : 0);
-      to += page.content_bytes;
-    }
+  add_rows_of(schema_, base_, {block, out.data()}, tokens, pieces);
   backend_->read_pieces(pieces, out);
 }
 
@@ -72,13 +94,27 @@ void PagedKVPool::load_block(BlockId block, std::span<const std::byte> image) {
   check_block(block, schema_.options.num_blocks);
   check_image_size(image.size(), schema_.block_image_bytes);
   std::vector<ops::CopyPiece> pieces;
-  const std::uint8_t* from = reinterpret_cast<const std::uint8_t*>(image.data());
-  for (const LayerCacheSchema& layer : schema_.layers)
-    for (const PageSchema& page : layer.pages) {
-      pieces.push_back({from, bytes_at(base_, page.offset + block * page.block_stride), page.content_bytes});
-      from += page.content_bytes;
-    }
+  add_pages_of(schema_, base_, block, image.data(), pieces);
   backend_->write_pieces(pieces, image);
+}
+
+void PagedKVPool::gather_blocks(std::span<const BlockImage> images) const {
+  std::vector<ops::CopyPiece> pieces;
+  for (const BlockImage& image : images) {
+    check_block(image.block, schema_.options.num_blocks);
+    if (schema_.block_image_bytes > 0) backend_->fill(image.memory, 0, schema_.block_image_bytes);
+    add_rows_of(schema_, base_, image, schema_.block_tokens, pieces);
+  }
+  if (!pieces.empty()) backend_->copy_pieces(pieces);
+}
+
+void PagedKVPool::scatter_blocks(std::span<const BlockImage> images) {
+  std::vector<ops::CopyPiece> pieces;
+  for (const BlockImage& image : images) {
+    check_block(image.block, schema_.options.num_blocks);
+    add_pages_of(schema_, base_, image.block, image.memory, pieces);
+  }
+  if (!pieces.empty()) backend_->copy_pieces(pieces);
 }
 
 }  // namespace kv4

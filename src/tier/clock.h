@@ -6,10 +6,9 @@
 #include <condition_variable>
 #include <mutex>
 
-namespace kv4::tier {
+#include "kv4/tier.h"
 
-using Duration = std::chrono::nanoseconds;
-using Deadline = std::chrono::steady_clock::time_point;
+namespace kv4::tier {
 
 /// Any thread.
 class Clock {

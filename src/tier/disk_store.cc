@@ -1,17 +1,16 @@
 #include "tier/disk_store.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/check.h"
-#include "tier/little_endian.h"
 
 namespace kv4::tier {
 namespace {
 
 constexpr std::int64_t kMinSegmentBytes = 64 << 10;
-constexpr int kMaxQueueDepth = 4096;
+constexpr int kMaxQueueDepth = 4096, kMaxReadThreads = 64;
+constexpr std::int64_t kLeastPerReader = 4;  // requests of a batch
 
 void check(const StoreOptions& options) {
   require(!options.directory.empty(), ErrorCode::bad_argument, "a store needs a directory");
@@ -24,14 +23,11 @@ void check(const StoreOptions& options) {
           options.sync_every_bytes);
   require(options.queue_depth >= 1 && options.queue_depth <= kMaxQueueDepth, ErrorCode::bad_argument,
           "a queue depth of {}; it must be 1 to {}", options.queue_depth, kMaxQueueDepth);
+  require(options.read_threads >= 1 && options.read_threads <= kMaxReadThreads, ErrorCode::bad_argument,
+          "{} threads that read; there must be 1 to {}", options.read_threads, kMaxReadThreads);
 }
 
 }  // namespace
-
-// Keys are digests already.
-std::size_t DiskStore::IdHash::operator()(const RecordId& id) const {
-  return static_cast<std::size_t>(load_le<std::uint64_t>(id.key.data()) ^ (id.tenant * 0x9e3779b97f4a7c15u));
-}
 
 std::unique_ptr<DiskStore> DiskStore::open(FileSystem& files, const StoreOptions& options) {
   check(options);
@@ -43,7 +39,7 @@ std::unique_ptr<DiskStore> DiskStore::open(FileSystem& files, const StoreOptions
 }
 
 DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
-    : files_(files), options_(options), reads_(options.queue_depth + 1), writes_(options.queue_depth + 1) {}
+    : files_(files), options_(options), writes_(options.queue_depth + 1), read_threads_(options.read_threads) {}
 
 DiskStore::~DiskStore() = default;
 
@@ -57,7 +53,10 @@ void DiskStore::lock() {
   require(locked.status.ok(), ErrorCode::bad_file, "the store {} cannot be locked: {}", options_.directory,
           to_string(locked.status));
   lock_ = std::move(locked.handle);
-  queue_ = files_.make_queue(options_.queue_depth, lock_.get());
+  for (int i = 0; i < options_.read_threads; ++i)
+    readers_.push_back(
+        {files_.make_queue(options_.queue_depth, lock_.get()), TransferPool<RecordRead>(options_.queue_depth + 1), {}});
+  write_queue_ = files_.make_queue(options_.queue_depth, lock_.get());
 }
 
 void DiskStore::open_segments() {
@@ -76,7 +75,7 @@ void DiskStore::open_segments() {
     require(opened.refusal != SegmentRefusal::other_version, ErrorCode::bad_file,
             "{}/{} has format version {}, this build reads {}; use another directory, or delete the store",
             options_.directory, name, opened.version, kSegmentVersion);
-    auto segment = std::make_unique<Segment>();
+    auto segment = std::make_shared<Segment>();
     segment->id = *id;
     segment->bytes = options_.segment_bytes;
     segment->damaged = opened.file == nullptr;
@@ -99,8 +98,9 @@ void DiskStore::rebuild_index() {
       checkpoint_there_ ? read_checkpoint(files_, options_.directory, options_.layout_id) : std::nullopt;
   if (checkpoint) {
     next_sequence_ = checkpoint->next_sequence;
-    std::size_t records = 0;
-    for (const auto& [id, covered] : checkpoint->segments) records += covered.records.size() / kCheckpointRecordBytes;
+    std::int64_t records = 0;
+    for (const auto& [id, covered] : checkpoint->segments)
+      records += std::ssize(covered.records) / kCheckpointRecordBytes;
     index_.reserve(records);
   }
   for (auto& [id, segment] : segments_) {
@@ -138,22 +138,21 @@ void DiskStore::rebuild_index() {
 
 void DiskStore::add_found(Segment& segment, const CheckpointRecord& record) {
   const Entry entry{{&segment, record.offset, record.length}, record.sequence, record.kind, record.kind != own_kind()};
-  const auto [at, added] = index_.try_emplace(record.id, entry);
-  if (!added) older_[record.id].push_back(std::exchange(at->second, entry));
+  if (const std::optional<Entry> before = index_.put(record.id, entry)) older_[record.id].push_back(*before);
   segment.ids.push_back(record.id);
   segment.live_bytes += stored_bytes(record.length);
 }
 
 // The newest may have been under way in a crash: its header there, its payload not.
 void DiskStore::choose_sound(const RecordId& id, std::vector<Entry> older) {
-  Entry& chosen = index_.at(id);
-  older.push_back(chosen);
+  older.push_back(index_.find(id).value());
   auto sound = older.rbegin();
-  while (sound != older.rend() && read_entry(id, *sound).refusal != RecordRefusal::none) ++sound;
+  while (sound != older.rend() && read_entry(id, *sound, read_buffer_).refusal != RecordRefusal::none) ++sound;
   if (sound == older.rend()) sound = older.rbegin();
-  chosen = *sound;
+  const Entry chosen = *sound;
+  index_.put(id, chosen);
   for (const Entry& entry : older) {
-    if (entry.place.segment == chosen.place.segment && entry.place.offset == chosen.place.offset) continue;
+    if (entry.place == chosen.place) continue;
     entry.place.segment->live_bytes -= stored_bytes(entry.place.length);
     superseded_.push_back(entry.place);
   }
@@ -196,28 +195,38 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
       requests[i].status = record.status.code == IoCode::no_space ? PutStatus::no_space : PutStatus::failed;
       continue;
     }
-    if (const auto old = index_.find(record.id); old != index_.end()) {
-      superseded_.push_back(old->second.place);
-      forget(record.id);
+    const Entry entry{record.place, record.sequence, record.kind, false};
+    if (const std::optional<Entry> before = index_.put(record.id, entry)) {
+      before->place.segment->live_bytes -= stored_bytes(before->place.length);
+      superseded_.push_back(before->place);
     }
-    index_.emplace(record.id, Entry{record.place, record.sequence, record.kind, false});
     requests[i].status = PutStatus::stored;
   }
   return records.size();
 }
 
 void DiskStore::get(std::span<GetRequest> requests) {
-  reads_.reset();
+  read_threads_.run(std::ssize(requests), kLeastPerReader, [&](std::int64_t begin, std::int64_t end, int thread) {
+    get_some(requests.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)),
+             readers_[static_cast<std::size_t>(thread)]);
+  });
+}
+
+void DiskStore::get_some(std::span<GetRequest> requests, Reader& reader) {
+  reader.reads.reset();
+  std::vector<Found> found(requests.size());
   std::size_t next = 0;
+  const auto skip_to_next = [&] {
+    while (next < requests.size() && !found[next].segment && !begin_get(requests[next], found[next])) ++next;
+    return next < requests.size();
+  };
   run_transfers(
-      *queue_,
+      *reader.queue,
       [&]() -> IoOp* {
-        while (next < requests.size() && !can_get(requests[next])) ++next;
-        if (next == requests.size()) return nullptr;
-        const GetRequest& request = requests[next];
-        const Place& place = index_.find(request.id)->second.place;
-        const std::span<std::byte> to = options_.cipher ? std::span<std::byte>() : request.to;
-        RecordRead* read = reads_.take(RecordRead::buffer_bytes(to, place.length));
+        if (!skip_to_next()) return nullptr;
+        const Place& place = found[next].entry.place;
+        const std::span<std::byte> to = options_.cipher ? std::span<std::byte>() : requests[next].to;
+        RecordRead* read = reader.reads.take(RecordRead::buffer_bytes(to, place.length));
         if (read == nullptr) return nullptr;
         read->index = next++;
         read->start(*place.segment->file, place.offset, place.length, to);
@@ -225,26 +234,33 @@ void DiskStore::get(std::span<GetRequest> requests) {
       },
       [&](IoOp& op) {
         RecordRead& read = static_cast<RecordRead&>(op);
-        finish_get(requests[read.index], read.finish());
-        reads_.give(op);
+        finish_get(requests[read.index], std::move(found[read.index]), read.finish(), reader.again_buffer);
+        reader.reads.give(op);
       });
 }
 
-bool DiskStore::can_get(GetRequest& request) const {
+bool DiskStore::begin_get(GetRequest& request, Found& found) const {
   request.bytes = 0;
   request.status = GetStatus::missing;
-  const auto found = index_.find(request.id);
-  if (!lock_ || found == index_.end() || found->second.set_aside) return false;
-  request.bytes = found->second.payload_bytes();
+  const bool there = lock_ && index_.visit(request.id, [&](const Entry& entry) {
+    found = {entry, entry.place.segment->shared_from_this()};
+  });
+  if (!there || found.entry.set_aside) return false;
+  request.bytes = found.entry.payload_bytes();
   request.status = GetStatus::too_small;
   return std::ssize(request.to) >= request.bytes;
 }
 
-void DiskStore::finish_get(GetRequest& request, ReadRecord record) {
-  Entry& entry = index_.find(request.id)->second;
-  compare(request.id, entry, record);
-  if (record.status.ok() && record.refusal != RecordRefusal::none && !entry.set_aside)
-    record = read_entry(request.id, entry);  // the damage may have been on the way
+void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, BlockBuffer& again_buffer) {
+  const auto sound = [&] { return record.status.ok() && record.refusal == RecordRefusal::none; };
+  compare(request.id, found.entry, record);
+  bool again = record.status.ok();  // the damage may have been on the way
+  while (!sound()) {
+    const Place before = found.entry.place;
+    if (!begin_get(request, found)) return;  // it is gone meanwhile
+    if (found.entry.place == before && !std::exchange(again, false)) break;
+    record = read_entry(request.id, found.entry, again_buffer);
+  }
   if (!record.status.ok()) {
     request.status = GetStatus::failed;
     return;
@@ -254,9 +270,9 @@ void DiskStore::finish_get(GetRequest& request, ReadRecord record) {
     record.refusal = RecordRefusal::wrong_key;
   if (record.refusal != RecordRefusal::none) {
     request.status = GetStatus::damaged;
-    if (std::exchange(entry.set_aside, true)) return;
-    ++counts_.set_aside_records;
-    if (record.refusal != RecordRefusal::wrong_key) entry.place.segment->damaged = true;
+    if (!index_.set_aside(request.id, found.entry.place)) return;
+    ++set_aside_records_;
+    if (record.refusal != RecordRefusal::wrong_key) found.segment->damaged = true;
     return;
   }
   if (!options_.cipher && record.payload.data() != request.to.data())
@@ -264,8 +280,8 @@ void DiskStore::finish_get(GetRequest& request, ReadRecord record) {
   request.status = GetStatus::found;
 }
 
-ReadRecord DiskStore::read_entry(const RecordId& id, const Entry& entry) {
-  ReadRecord record = entry.place.segment->file->read(entry.place.offset, entry.place.length, read_buffer_);
+ReadRecord DiskStore::read_entry(const RecordId& id, const Entry& entry, BlockBuffer& buffer) const {
+  ReadRecord record = entry.place.segment->file->read(entry.place.offset, entry.place.length, buffer);
   compare(id, entry, record);
   return record;
 }
@@ -278,25 +294,19 @@ void DiskStore::compare(const RecordId& id, const Entry& entry, ReadRecord& reco
 }
 
 void DiskStore::forget(const RecordId& id) {
-  const auto found = index_.find(id);
-  found->second.place.segment->live_bytes -= stored_bytes(found->second.place.length);
-  index_.erase(found);
+  const Place place = index_.find(id).value().place;
+  place.segment->live_bytes -= stored_bytes(place.length);
+  index_.erase(id);
 }
 
-void DiskStore::exists(std::span<ExistsRequest> requests) const {
-  for (ExistsRequest& request : requests) {
-    const auto found = index_.find(request.id);
-    const bool there = lock_ && found != index_.end() && !found->second.set_aside;
-    request.bytes = there ? found->second.payload_bytes() : -1;
-  }
-}
+void DiskStore::exists(std::span<ExistsRequest> requests) const { index_.look_up(requests); }
 
 void DiskStore::remove(std::span<RemoveRequest> requests) {
   for (RemoveRequest& request : requests) {
-    const auto found = index_.find(request.id);
-    request.removed = lock_ && found != index_.end() && !found->second.set_aside;
-    if (!lock_ || found == index_.end()) continue;
-    removed_.push_back(found->second.place);
+    const std::optional<Entry> found = index_.find(request.id);
+    request.removed = lock_ && found && !found->set_aside;
+    if (!lock_ || !found) continue;
+    removed_.push_back(found->place);
     forget(request.id);
   }
 }
@@ -319,12 +329,14 @@ CollectResult DiskStore::collect() {
   if (!lock_) return result;
   const std::int64_t before = total_bytes();
   std::vector<RecordId> damaged;
-  for (auto& [id, entry] : index_) {
-    const ReadRecord record = read_entry(id, entry);
+  std::vector<std::pair<RecordId, Entry>> all;
+  index_.for_each([&](const RecordId& id, const Entry& entry) { all.emplace_back(id, entry); });
+  for (const auto& [id, entry] : all) {
+    const ReadRecord record = read_entry(id, entry, read_buffer_);
     if (record.status.ok() && record.refusal != RecordRefusal::none) damaged.push_back(id);
   }
   for (const RecordId& id : damaged) {
-    removed_.push_back(index_.at(id).place);
+    removed_.push_back(index_.find(id).value().place);
     forget(id);
   }
   result.damaged_records = static_cast<std::int64_t>(damaged.size());
@@ -345,11 +357,9 @@ CollectResult DiskStore::collect() {
 
 StoreStats DiskStore::stats() const {
   StoreStats stats = counts_;
-  for (const auto& [id, entry] : index_) {
-    if (entry.set_aside) continue;
-    ++stats.records;
-    stats.payload_bytes += entry.payload_bytes();
-  }
+  stats.records = index_.sound_records();
+  stats.payload_bytes = index_.payload_bytes();
+  stats.set_aside_records = set_aside_records_;
   stats.segments = static_cast<std::int64_t>(segments_.size());
   stats.segment_bytes = total_bytes();
   return stats;

@@ -3,7 +3,7 @@
 // Promises:
 //   1. A record that get() gives has exactly the bytes of the newest put() of its tenant and key. Anything else is a
 //   miss.
-//   2. A record can be found once its put() has returned `stored`, and not before.
+//   2. A record can be found once its write has ended and put() is about to return `stored`, and not before.
 //   3. What was put and removed before a flush() that returned true stays so, whatever is killed or loses power later.
 //   4. A store takes no more than `capacity_bytes`, and one segment while records move: the oldest makes room.
 //
@@ -16,11 +16,16 @@
 //   c. After a failed fdatasync nothing more is written to the segment: what can still be read and verified moves to
 //      another one, and it is dropped.
 //
-// One thread at a time drives a store; two processes cannot (a lock file). The transfers of a batch are in flight
-// together, `queue_depth` at a time; its requests count in their order all the same. Payloads at addresses that are
-// multiples of 4,096 are not copied.
+// One thread at a time makes changes: put(), remove(), flush(), collect(), close(), stats(). Beside them another may
+// get(), and any number look up what exists(): the index is in memory, segments are only appended to, and a get() that
+// meets a record which has just moved or been replaced looks again. While a store is closed or destroyed nobody else is
+// in a call. Two processes cannot have one store (a lock file).
+//
+// The transfers of a batch are in flight together, `queue_depth` at a time, gets beside puts; a batch's requests count
+// in their order all the same. Payloads at addresses that are multiples of 4,096 are not copied.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -29,10 +34,12 @@
 #include <unordered_map>
 #include <vector>
 
+#include "backend/cpu/thread_pool.h"
 #include "tier/file_system.h"
 #include "tier/index_checkpoint.h"
 #include "tier/record_cipher.h"
 #include "tier/record_format.h"
+#include "tier/record_index.h"
 #include "tier/record_transfer.h"
 #include "tier/requests.h"
 #include "tier/segment_file.h"
@@ -46,6 +53,7 @@ struct StoreOptions {
   std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
   std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, beside later writes
   int queue_depth = 32;                                    // transfers in flight; 1 to 4,096
+  int read_threads = 1;                                    // that share a get(), each with such a queue; 1 to 64
   /// Payloads are sealed with it, and what is not sealed with it is a miss. Null: payloads as they are, sealed ones
   /// miss.
   std::shared_ptr<const RecordCipher> cipher;
@@ -66,6 +74,21 @@ struct CollectResult {
   bool durable = false;  // as of flush()
 };
 
+/// Readers touch its file and `damaged` only.
+struct StoreSegment : std::enable_shared_from_this<StoreSegment> {
+  std::uint64_t id = 0;
+  std::int64_t bytes = 0;             // of the file
+  std::unique_ptr<SegmentFile> file;  // null: its header cannot be read
+  std::vector<RecordId> ids;          // of all records ever put there; some have moved on
+  std::int64_t live_bytes = 0;        // of records in the index
+  std::int64_t unsynced_bytes = 0;
+  bool dirty = false;                // there may be something that is not durable
+  bool sync_due = false;             // beside the next writes, or by flush()
+  std::atomic<bool> damaged{false};  // it has bytes that are no records
+  bool named = false;                // there may be a checkpoint on the disk that names its records
+  bool leaving = false;              // takes no writes; unlinked by flush() when its records have moved
+};
+
 class DiskStore {
  public:
   /// Makes the directory if it is not there. Throws Error: bad_argument for options that cannot work, bad_state where
@@ -80,6 +103,7 @@ class DiskStore {
   void put(std::span<PutRequest> requests);
   /// Only where a request's status is `found` does its memory hold something of worth.
   void get(std::span<GetRequest> requests);
+  /// Any thread, at any time; does not touch the disk.
   void exists(std::span<ExistsRequest> requests) const;
   void remove(std::span<RemoveRequest> requests);
   /// True: everything before is durable. False: unknown; records whose segment failed may be gone (`lost_records`). A
@@ -93,33 +117,20 @@ class DiskStore {
   StoreStats stats() const;
 
  private:
-  struct Segment {
-    std::uint64_t id = 0;
-    std::int64_t bytes = 0;             // of the file
-    std::unique_ptr<SegmentFile> file;  // null: its header cannot be read
-    std::vector<RecordId> ids;          // of all records ever put there; some have moved on
-    std::int64_t live_bytes = 0;        // of records in the index
-    std::int64_t unsynced_bytes = 0;
-    bool dirty = false;     // there may be something that is not durable
-    bool sync_due = false;  // beside the next writes, or by flush()
-    bool damaged = false;   // it has bytes that are no records
-    bool named = false;     // there may be a checkpoint on the disk that names its records
-    bool leaving = false;   // takes no writes; unlinked by flush() when its records have moved
+  using Segment = StoreSegment;
+  using Place = RecordPlace;
+  using Entry = RecordEntry;
+  /// A record that a get reads; its segment stays open meanwhile, even where it is dropped.
+  struct Found {
+    Entry entry;
+    std::shared_ptr<Segment> segment;
   };
-  struct Place {
-    Segment* segment = nullptr;
-    std::int64_t offset = 0, length = 0;
-  };
-  struct Entry {
-    Place place;
-    std::uint64_t sequence = 0;
-    RecordKind kind = RecordKind::value;
-    bool set_aside = false;  // a miss, but known, so that it is killed when a newer one takes its place
 
-    std::int64_t payload_bytes() const { return place.length - (kind == RecordKind::sealed ? kSealBytes : 0); }
-  };
-  struct IdHash {
-    std::size_t operator()(const RecordId& id) const;
+  /// What a thread that gets has of its own.
+  struct Reader {
+    std::unique_ptr<IoQueue> queue;
+    TransferPool<RecordRead> reads;
+    BlockBuffer again_buffer;
   };
 
   /// A record on its way into the active segment.
@@ -150,10 +161,11 @@ class DiskStore {
   /// Those at the front that go into the active segment together; at least one. Returns how many.
   std::size_t put_some(std::span<PutRequest> requests);
   /// Is there something to read for it? Else it has its answer.
-  bool can_get(GetRequest& request) const;
-  void finish_get(GetRequest& request, ReadRecord record);
-  /// Reads into read_buffer_ and compares with the index.
-  ReadRecord read_entry(const RecordId& id, const Entry& entry);
+  bool begin_get(GetRequest& request, Found& found) const;
+  void get_some(std::span<GetRequest> requests, Reader& reader);
+  void finish_get(GetRequest& request, Found found, ReadRecord record, BlockBuffer& again_buffer);
+  /// And compares with the index.
+  ReadRecord read_entry(const RecordId& id, const Entry& entry, BlockBuffer& buffer) const;
   void compare(const RecordId& id, const Entry& entry, ReadRecord& record) const;
   RecordKind own_kind() const { return options_.cipher ? RecordKind::sealed : RecordKind::value; }
   void forget(const RecordId& id);  // out of the index; the bytes stay
@@ -181,22 +193,25 @@ class DiskStore {
   FileSystem& files_;
   StoreOptions options_;
   std::unique_ptr<FileLock> lock_;  // null: closed
-  std::unique_ptr<IoQueue> queue_;
-  std::map<std::uint64_t, std::unique_ptr<Segment>> segments_;
+  std::unique_ptr<IoQueue> write_queue_;
+  std::map<std::uint64_t, std::shared_ptr<Segment>> segments_;
   Segment* active_ = nullptr;  // takes appends
-  std::unordered_map<RecordId, Entry, IdHash> index_;
-  std::unordered_map<RecordId, std::vector<Entry>, IdHash> older_;  // of the same key, while the store is opened
-  std::vector<Place> superseded_, removed_;                         // to be killed by flush(), in this order
+  RecordIndex index_;
+  std::unordered_map<RecordId, std::vector<Entry>, RecordIdHash> older_;  // of the same key, while the store is opened
+  std::vector<Place> superseded_, removed_;                               // to be killed by flush(), in this order
   std::uint64_t next_segment_ = 1, next_sequence_ = 1;
   std::int64_t appended_bytes_ = 0;  // since the last checkpoint
   bool checkpoint_there_ = false;    // one is on the disk, good or not
   bool directory_dirty_ = false;
   bool directory_failed_ = false;  // its sync failed: names may be lost, so nothing can be promised any more
   bool records_lost_ = false;      // since the last flush() of the caller
-  StoreStats counts_;              // the last four
+  StoreStats counts_;              // the last three
   BlockBuffer read_buffer_, write_buffer_;
-  TransferPool<RecordRead> reads_;
   TransferPool<RecordWrite> writes_;
+  // Of whoever gets.
+  std::atomic<std::int64_t> set_aside_records_{0};
+  std::vector<Reader> readers_;
+  ThreadPool read_threads_;
 };
 
 }  // namespace kv4::tier

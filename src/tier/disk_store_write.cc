@@ -31,7 +31,7 @@ void DiskStore::append(std::span<NewRecord> records) {
   writes_.reset();
   std::size_t next = 0, next_sync = 0;
   run_transfers(
-      *queue_,
+      *write_queue_,
       [&]() -> IoOp* {
         if (next_sync < syncs.size()) return &syncs[next_sync++];
         if (next == records.size()) return nullptr;
@@ -102,7 +102,7 @@ IoStatus DiskStore::add_segment() {
                              files_.now_ns()};
   OpenedSegment made = SegmentFile::create(files_, options_.directory, header);
   if (!made.file) return made.status;
-  auto segment = std::make_unique<Segment>();
+  auto segment = std::make_shared<Segment>();
   segment->id = header.id;
   segment->bytes = header.bytes;
   segment->file = std::move(made.file);
@@ -117,9 +117,9 @@ bool DiskStore::evict_oldest() {
   if (segments_.empty()) return false;
   Segment& oldest = *segments_.begin()->second;
   for (const RecordId& id : oldest.ids) {
-    const auto found = index_.find(id);
-    if (found == index_.end() || found->second.place.segment != &oldest) continue;
-    counts_.evicted_records += found->second.set_aside ? 0 : 1;
+    const std::optional<Entry> found = index_.find(id);
+    if (!found || found->place.segment != &oldest) continue;
+    counts_.evicted_records += found->set_aside ? 0 : 1;
     forget(id);
   }
   leave(oldest);
@@ -167,22 +167,21 @@ bool DiskStore::sync_directory() {
 /// Out of a segment that leaves. False: some could not be written elsewhere and are still there.
 bool DiskStore::move_records(Segment& segment) {
   for (const RecordId& id : segment.ids) {
-    const auto found = index_.find(id);
-    if (found == index_.end() || found->second.place.segment != &segment) continue;
-    const Entry old = found->second;
-    const ReadRecord record = read_entry(id, old);
+    const std::optional<Entry> old = index_.find(id);
+    if (!old || old->place.segment != &segment) continue;
+    const ReadRecord record = read_entry(id, *old, read_buffer_);
     if (record.refusal != RecordRefusal::none) {
       ++counts_.lost_records;
       records_lost_ = true;
       forget(id);
       continue;
     }
-    if (!make_active(stored_bytes(old.place.length), false).ok()) return false;
-    NewRecord moved{id, old.sequence, record.payload, old.kind, nullptr, {}, {}};
+    if (!make_active(stored_bytes(old->place.length), false).ok()) return false;
+    NewRecord moved{id, old->sequence, record.payload, old->kind, nullptr, {}, {}};
     append({&moved, 1});
     if (!moved.status.ok()) return false;
-    forget(id);
-    index_.emplace(id, Entry{moved.place, old.sequence, old.kind, old.set_aside});
+    old->place.segment->live_bytes -= stored_bytes(old->place.length);
+    index_.put(id, Entry{moved.place, old->sequence, old->kind, old->set_aside});
   }
   segment.ids.clear();
   return true;
@@ -228,7 +227,7 @@ bool DiskStore::flush() {
   if (!lock_) return false;
   const bool durable = settle();
   records_lost_ = false;
-  const std::int64_t checkpoint_bytes = static_cast<std::int64_t>(index_.size()) * kCheckpointRecordBytes;
+  const std::int64_t checkpoint_bytes = index_.size() * kCheckpointRecordBytes;
   if (durable && appended_bytes_ >= std::max(kCheckpointSegments * options_.segment_bytes,
                                              kAppendedPerCheckpointByte * checkpoint_bytes))
     write_checkpoint();
@@ -240,10 +239,10 @@ bool DiskStore::flush() {
 void DiskStore::write_checkpoint() {
   std::vector<std::pair<const Entry*, const RecordId*>> entries;
   std::map<const Segment*, std::int64_t> counts;
-  for (const auto& [id, entry] : index_) {
+  index_.for_each([&](const RecordId& id, const Entry& entry) {
     entries.emplace_back(&entry, &id);
     ++counts[entry.place.segment];
-  }
+  });
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
     const Place &x = a.first->place, &y = b.first->place;
     return std::pair(x.segment->id, x.offset) < std::pair(y.segment->id, y.offset);

@@ -7,7 +7,7 @@ namespace kv4::tier {
 namespace {
 
 // Enough to be in flight together, few enough that a slow disk is noticed.
-constexpr std::size_t kRequestsAtOnce = 16;
+constexpr std::size_t kRequestsAtOnce = 64;
 
 /// Parts of `requests` go to `call` while there is time; the rest goes to `late`, one by one.
 template <class Request, class Call, class Late>
@@ -47,12 +47,13 @@ void DiskTier::get(std::span<GetRequest> requests, Deadline deadline) {
 
 void DiskTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
   in_parts(
-      requests, *clock_, deadline,
-      [&](std::span<ExistsRequest> part) {
-        store_->exists(part);
-        for (ExistsRequest& request : part) request.answered = true;
-      },
+      requests, *clock_, deadline, [&](std::span<ExistsRequest> part) { store_->exists(part); },
       [](ExistsRequest& request) { request = {request.id}; });
+}
+
+bool DiskTier::look_up(std::span<ExistsRequest> requests) const {
+  store_->exists(requests);
+  return true;
 }
 
 void DiskTier::remove(std::span<RemoveRequest> requests, Deadline deadline) {

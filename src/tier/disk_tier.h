@@ -4,8 +4,9 @@
 
 #include <memory>
 
+#include "kv4/tier.h"
+#include "tier/clock.h"
 #include "tier/disk_store.h"
-#include "tier/tier.h"
 
 namespace kv4::tier {
 
@@ -20,6 +21,7 @@ class DiskTier final : public Tier {
   void put(std::span<PutRequest> requests, Deadline deadline) override;
   void get(std::span<GetRequest> requests, Deadline deadline) override;
   void exists(std::span<ExistsRequest> requests, Deadline deadline) override;
+  bool look_up(std::span<ExistsRequest> requests) const override;
   void remove(std::span<RemoveRequest> requests, Deadline deadline) override;
   FlushStatus flush(Deadline deadline) override;
   TierStats stats() override;

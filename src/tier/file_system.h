@@ -2,7 +2,7 @@
 // make_posix_file_system(); tests put a disk in its place that crashes, tears, lies and runs full.
 //
 // Failures are values: every caller has a plan B, which is a miss. Nothing here throws but for want of memory.
-// A FileSystem outlives its files and locks. One thread at a time uses a file.
+// A FileSystem outlives its files and locks. One thread at a time changes a file, another may read it meanwhile.
 #pragma once
 
 #include <cstddef>

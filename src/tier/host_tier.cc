@@ -10,7 +10,7 @@
 namespace kv4::tier {
 
 HostTier::HostTier(const HostTierOptions& options, std::shared_ptr<Clock> clock)
-    : options_(options), clock_(std::move(clock)) {
+    : options_(options), clock_(std::move(clock)), threads_(options.threads) {
   require(options.page_bytes >= kRecordHeaderBytes, ErrorCode::bad_argument,
           "pages of {} bytes; a record's header needs {}", options.page_bytes, kRecordHeaderBytes);
   require(options.capacity_bytes >= options.page_bytes && options.capacity_bytes % options.page_bytes == 0,
@@ -40,14 +40,8 @@ void HostTier::put(std::span<PutRequest> requests, Deadline deadline) {
 
 PutStatus HostTier::put_one(const RecordId& id, std::span<const std::byte> payload) {
   const auto length = static_cast<std::int64_t>(payload.size());
-  if (length > kMaxPayloadBytes || pages_for(length) > static_cast<std::int64_t>(next_page_.size()))
-    return PutStatus::too_large;
-  if (const auto old = index_.find(id); old != index_.end()) drop(old->second);
-  while (free_pages_ < pages_for(length)) {
-    drop(std::prev(records_.end()));
-    ++counts_.evicted_records;
-  }
-
+  const std::int64_t pages = pages_for(length);
+  if (length > kMaxPayloadBytes || pages > static_cast<std::int64_t>(next_page_.size())) return PutStatus::too_large;
   RecordHeader header;
   header.layout_id = options_.layout_id;
   header.id = id;
@@ -57,52 +51,100 @@ PutStatus HostTier::put_one(const RecordId& id, std::span<const std::byte> paylo
   std::array<std::byte, kRecordHeaderBytes> bytes;
   encode_header(header, bytes);
 
-  records_.push_front({id, length, take_pages(pages_for(length))});
+  Records added{{id, length, kNoPage}};
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto old = index_.find(id); old != index_.end()) drop(old->second);
+    if (!make_room(pages)) return PutStatus::no_space;
+    added.front().first_page = take_pages(pages);
+  }
+  write(added.front().first_page, 0, bytes);
+  write(added.front().first_page, kRecordHeaderBytes, payload);
+  const std::lock_guard lock(mutex_);
+  records_.splice(records_.begin(), added);
   index_.emplace(id, records_.begin());
   counts_.payload_bytes += length;
-  write(records_.front().first_page, 0, bytes);
-  write(records_.front().first_page, kRecordHeaderBytes, payload);
   return PutStatus::stored;
 }
 
+bool HostTier::make_room(std::int64_t pages) {
+  for (auto last = records_.end(); free_pages_ < pages && last != records_.begin();) {
+    --last;
+    if (last->readers > 0) continue;
+    drop(last++);
+    ++counts_.evicted_records;
+  }
+  return free_pages_ >= pages;
+}
+
 void HostTier::get(std::span<GetRequest> requests, Deadline deadline) {
-  for (GetRequest& request : requests) request.status = clock_->now() < deadline ? get_one(request) : GetStatus::failed;
+  threads_.run(std::ssize(requests), 1, [&](std::int64_t begin, std::int64_t end, int) {
+    for (GetRequest& request : requests.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)))
+      request.status = clock_->now() < deadline ? get_one(request) : GetStatus::failed;
+  });
 }
 
 GetStatus HostTier::get_one(GetRequest& request) {
   request.bytes = 0;
-  const auto found = index_.find(request.id);
-  if (found == index_.end()) return GetStatus::missing;
-  const auto record = found->second;
-  request.bytes = record->length;
-  if (static_cast<std::int64_t>(request.to.size()) < record->length) return GetStatus::too_small;
-
-  std::array<std::byte, kRecordHeaderBytes> bytes;
-  read(record->first_page, 0, bytes);
+  Records::iterator record;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = index_.find(request.id);
+    if (found == index_.end()) return GetStatus::missing;
+    record = found->second;
+    request.bytes = record->length;
+    if (static_cast<std::int64_t>(request.to.size()) < record->length) return GetStatus::too_small;
+    ++record->readers;
+    records_.splice(records_.begin(), records_, record);
+  }
+  std::array<std::byte, kRecordHeaderBytes> header;
+  read(record->first_page, 0, header);
   const auto payload = request.to.first(static_cast<std::size_t>(record->length));
   read(record->first_page, kRecordHeaderBytes, payload);
-  // The copy is what is checked: it is what the caller uses.
-  const ParsedHeader parsed = parse_header(bytes);
-  if (parsed.refusal != RecordRefusal::none || parsed.header.kind != RecordKind::value ||
-      parsed.header.id != request.id || parsed.header.layout_id != options_.layout_id ||
-      parsed.header.length != record->length || parsed.header.payload_digest != digest128(payload)) {
-    drop(record);
+  const bool sound = is_sound(*record, header, payload);  // the copy: it is what the caller uses
+
+  const std::lock_guard lock(mutex_);
+  --record->readers;
+  const auto found = index_.find(request.id);
+  const bool linked = found != index_.end() && found->second == record;
+  if (linked && !sound) {
     ++counts_.set_aside_records;
-    return GetStatus::damaged;
+    drop(record);
+  } else if (!linked && record->readers == 0) {  // dropped meanwhile
+    give_pages(*record);
+    unlinked_.erase(record);
   }
-  records_.splice(records_.begin(), records_, record);
-  return GetStatus::found;
+  return sound ? GetStatus::found : GetStatus::damaged;
+}
+
+bool HostTier::is_sound(const Record& record, std::span<const std::byte> header,
+                        std::span<const std::byte> payload) const {
+  const ParsedHeader parsed = parse_header(header);
+  return parsed.refusal == RecordRefusal::none && parsed.header.kind == RecordKind::value &&
+         parsed.header.id == record.id && parsed.header.layout_id == options_.layout_id &&
+         parsed.header.length == record.length && parsed.header.payload_digest == digest128(payload);
 }
 
 void HostTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
+  if (clock_->now() < deadline) {
+    (void)look_up(requests);
+    return;
+  }
+  for (ExistsRequest& request : requests) request = {request.id};
+}
+
+bool HostTier::look_up(std::span<ExistsRequest> requests) const {
+  const std::lock_guard lock(mutex_);
   for (ExistsRequest& request : requests) {
     const auto found = index_.find(request.id);
-    request.answered = clock_->now() < deadline;
-    request.bytes = request.answered && found != index_.end() ? found->second->length : -1;
+    request.answered = true;
+    request.bytes = found != index_.end() ? found->second->length : -1;
   }
+  return true;
 }
 
 void HostTier::remove(std::span<RemoveRequest> requests, Deadline deadline) {
+  const std::lock_guard lock(mutex_);
   for (RemoveRequest& request : requests) {
     request.removed = false;
     request.answered = clock_->now() < deadline;
@@ -114,6 +156,7 @@ void HostTier::remove(std::span<RemoveRequest> requests, Deadline deadline) {
 }
 
 TierStats HostTier::stats() {
+  const std::lock_guard lock(mutex_);
   TierStats stats = counts_;
   stats.records = static_cast<std::int64_t>(records_.size());
   stats.capacity_bytes = options_.capacity_bytes;
@@ -121,6 +164,7 @@ TierStats HostTier::stats() {
 }
 
 std::int64_t HostTier::used_bytes() const {
+  const std::lock_guard lock(mutex_);
   return (static_cast<std::int64_t>(next_page_.size()) - free_pages_) * options_.page_bytes;
 }
 
@@ -141,13 +185,21 @@ std::uint32_t HostTier::take_pages(std::int64_t count) {
   return first;
 }
 
-void HostTier::drop(Records::iterator record) {
-  std::uint32_t last = record->first_page;
+void HostTier::give_pages(const Record& record) {
+  std::uint32_t last = record.first_page;
   while (next_page_[last] != kNoPage) last = next_page_[last];
-  next_page_[last] = std::exchange(free_page_, record->first_page);
-  free_pages_ += pages_for(record->length);
+  next_page_[last] = std::exchange(free_page_, record.first_page);
+  free_pages_ += pages_for(record.length);
+}
+
+void HostTier::drop(Records::iterator record) {
   counts_.payload_bytes -= record->length;
   index_.erase(record->id);
+  if (record->readers > 0) {
+    unlinked_.splice(unlinked_.begin(), records_, record);
+    return;
+  }
+  give_pages(*record);
   records_.erase(record);
 }
 

@@ -1,17 +1,21 @@
 // Records in host memory: a tier that is sized at the start, never grows, and drops what was used longest ago.
 //
 // Memory is cut into pages; a record (header and payload) is a chain of them, so that any mix of lengths fits without
-// gaps between records.
+// gaps between records. The lock is held to find and to link records, not while their bytes are copied and checked.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
 
-#include "tier/tier.h"
+#include "backend/cpu/thread_pool.h"
+#include "kv4/tier.h"
+#include "tier/clock.h"
+#include "tier/requests.h"
 
 namespace kv4::tier {
 
@@ -19,6 +23,7 @@ struct HostTierOptions {
   std::uint64_t layout_id = 0;
   std::int64_t capacity_bytes = std::int64_t{1} << 30;  // a multiple of page_bytes
   std::int64_t page_bytes = 16 << 10;                   // at least a record's header
+  int threads = 1;                                      // that copy and check the records of one get()
 };
 
 class HostTier final : public Tier {
@@ -30,12 +35,13 @@ class HostTier final : public Tier {
   void put(std::span<PutRequest> requests, Deadline deadline) override;
   void get(std::span<GetRequest> requests, Deadline deadline) override;
   void exists(std::span<ExistsRequest> requests, Deadline deadline) override;
+  bool look_up(std::span<ExistsRequest> requests) const override;
   void remove(std::span<RemoveRequest> requests, Deadline deadline) override;
   FlushStatus flush(Deadline) override { return FlushStatus::kept; }
   TierStats stats() override;
 
   std::int64_t used_bytes() const;  // of whole pages
-  /// Of a record that is there, in the order of its bytes: for tests that damage it.
+  /// Of a record that is there, in the order of its bytes: for tests that damage it while nobody else is in a call.
   std::vector<std::span<std::byte>> pages_of(const RecordId& id);
 
  private:
@@ -44,32 +50,43 @@ class HostTier final : public Tier {
     RecordId id;
     std::int64_t length = 0;
     std::uint32_t first_page = kNoPage;
+    int readers = 0;  // while there are any, its pages stay
   };
   using Records = std::list<Record>;
 
   PutStatus put_one(const RecordId& id, std::span<const std::byte> payload);
   GetStatus get_one(GetRequest& request);
+  bool is_sound(const Record& record, std::span<const std::byte> header, std::span<const std::byte> payload) const;
   std::int64_t pages_for(std::int64_t length) const;
   std::byte* page(std::uint32_t index) const { return memory_.get() + index * options_.page_bytes; }
+  // With the lock.
+  bool make_room(std::int64_t pages);
   std::uint32_t take_pages(std::int64_t count);
+  void give_pages(const Record& record);
+  void drop(Records::iterator record);
+  // Without.
   void write(std::uint32_t page_index, std::int64_t offset, std::span<const std::byte> from);
   void read(std::uint32_t page_index, std::int64_t offset, std::span<std::byte> to) const;
   /// Calls `piece(bytes, done)` for `count` bytes of a chain from `offset` on.
   template <class Piece>
   void for_pieces(std::uint32_t page_index, std::int64_t offset, std::int64_t count, Piece&& piece) const;
-  void drop(Records::iterator record);
 
   // Invariants:
-  //   1. Every page is in the chain of exactly one record or in the free chain; next_page_ links both.
-  //   2. index_ and records_ have the same records; the front was used last.
+  //   1. Every page is in the chain of exactly one record, in that of a put under way, or in the free chain; next_page_
+  //      links all. Chains change with the lock only, and that of a record does not change while it is there.
+  //   2. index_ and records_ have the same records; the front was used last. unlinked_ has those that were dropped
+  //   while
+  //      they were read.
   HostTierOptions options_;
   std::shared_ptr<Clock> clock_;
   std::unique_ptr<std::byte[]> memory_;   // [num_pages, page_bytes]
   std::vector<std::uint32_t> next_page_;  // [num_pages]
+  mutable std::mutex mutex_;              // of all below, and of next_page_ where it changes
   std::uint32_t free_page_ = kNoPage;
   std::int64_t free_pages_ = 0;
-  Records records_;
+  Records records_, unlinked_;
   std::unordered_map<RecordId, Records::iterator, RecordIdHash> index_;
+  ThreadPool threads_;
   std::uint64_t next_sequence_ = 1;
   TierStats counts_;
 };

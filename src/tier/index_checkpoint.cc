@@ -17,6 +17,23 @@ constexpr std::uint64_t kSealed = 1, kDamaged = 2;
 constexpr int kBlockAt = 40, kKindAt = 44, kLengthAt = 48, kRecordSequenceAt = 56;  // of a record
 static_assert(kRecordSequenceAt + 8 == kCheckpointRecordBytes);
 
+struct Header {
+  std::uint64_t body_bytes = 0, next_sequence = 0;
+  Digest128 digest;
+};
+
+std::optional<Header> parse_header_of(std::span<const std::byte> file, std::uint64_t layout_id) {
+  if (std::ssize(file) < kHeaderBytes) return std::nullopt;
+  const std::byte* at = file.data();
+  if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0 || load_le<std::uint32_t>(at + kVersionAt) != kVersion ||
+      load_le<std::uint64_t>(at + kLayoutAt) != layout_id ||
+      load_le<std::uint64_t>(at + kDigestAt) != digest64(file.first(kDigestAt)))
+    return std::nullopt;
+  return Header{load_le<std::uint64_t>(at + kBodyBytesAt),
+                load_le<std::uint64_t>(at + kSequenceAt),
+                {load_le<std::uint64_t>(at + kBodyDigestAt), load_le<std::uint64_t>(at + kBodyDigestAt + 8)}};
+}
+
 /// Whether all of it makes sense; its digests have been checked.
 bool parse_segments(std::span<const std::byte> body, Checkpoint& checkpoint) {
   while (!body.empty()) {
@@ -62,27 +79,25 @@ CheckpointRecord decode_checkpoint_record(std::span<const std::byte> bytes) {
   return record;
 }
 
+bool parse_checkpoint(std::span<const std::byte> file, std::uint64_t layout_id, Checkpoint& checkpoint) {
+  const std::optional<Header> header = parse_header_of(file, layout_id);
+  if (!header || header->body_bytes > file.size() - kHeaderBytes) return false;
+  checkpoint.next_sequence = header->next_sequence;
+  const std::span<const std::byte> body = file.subspan(kHeaderBytes, header->body_bytes);
+  return digest128(body) == header->digest && parse_segments(body, checkpoint);
+}
+
 std::optional<Checkpoint> read_checkpoint(FileSystem& files, const std::string& directory, std::uint64_t layout_id) {
   const Opened<File> opened = files.open(directory + "/" + std::string(kCheckpointName), OpenMode::read);
   if (!opened.status.ok()) return std::nullopt;
   Checkpoint checkpoint;
   const std::span<std::byte> block = checkpoint.memory.get(kBlockBytes);
   if (!read_all(*opened.handle, 0, block).ok()) return std::nullopt;
-  const std::byte* at = block.data();
-  const auto body_bytes = load_le<std::uint64_t>(at + kBodyBytesAt);
-  if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0 || load_le<std::uint32_t>(at + kVersionAt) != kVersion ||
-      load_le<std::uint64_t>(at + kLayoutAt) != layout_id ||
-      load_le<std::uint64_t>(at + kDigestAt) != digest64(std::span<const std::byte>(block.first(kDigestAt))) ||
-      body_bytes > static_cast<std::uint64_t>(opened.handle->size()))
-    return std::nullopt;
-  const Digest128 digest{load_le<std::uint64_t>(at + kBodyDigestAt), load_le<std::uint64_t>(at + kBodyDigestAt + 8)};
-  checkpoint.next_sequence = load_le<std::uint64_t>(at + kSequenceAt);
-
+  const std::optional<Header> header = parse_header_of(block, layout_id);
+  if (!header || header->body_bytes > static_cast<std::uint64_t>(opened.handle->size())) return std::nullopt;
   const std::span<std::byte> all =
-      checkpoint.memory.get(whole_blocks(kHeaderBytes + static_cast<std::int64_t>(body_bytes)));
-  if (!read_all(*opened.handle, 0, all).ok()) return std::nullopt;
-  const std::span<const std::byte> body = all.subspan(kHeaderBytes, body_bytes);
-  if (digest128(body) != digest || !parse_segments(body, checkpoint)) return std::nullopt;
+      checkpoint.memory.get(whole_blocks(kHeaderBytes + static_cast<std::int64_t>(header->body_bytes)));
+  if (!read_all(*opened.handle, 0, all).ok() || !parse_checkpoint(all, layout_id, checkpoint)) return std::nullopt;
   return checkpoint;
 }
 

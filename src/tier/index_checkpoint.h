@@ -62,6 +62,8 @@ struct Checkpoint {
   std::uint64_t next_sequence = 0;
   std::map<std::uint64_t, CheckpointSegment> segments;  // by id
 };
+/// A whole file; `checkpoint` names its bytes. False: it is none, of another layout, or damaged.
+bool parse_checkpoint(std::span<const std::byte> file, std::uint64_t layout_id, Checkpoint& checkpoint);
 std::optional<Checkpoint> read_checkpoint(FileSystem& files, const std::string& directory, std::uint64_t layout_id);
 
 class CheckpointWriter {

@@ -20,6 +20,7 @@
 #include <span>
 
 #include "base/digest.h"
+#include "kv4/tier.h"
 
 namespace kv4::tier {
 
@@ -29,15 +30,6 @@ inline constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 30;
 inline constexpr std::uint32_t kRecordVersion = 1;
 inline constexpr std::int64_t kRecordIdentityBytes = 80;  // of the header: what a seal is bound to
 inline constexpr std::int64_t kSealBytes = 40;            // what a sealed payload is longer than what is in it
-
-using Key = std::array<std::byte, 32>;
-
-/// What a record is found by. The same key of two tenants is two records.
-struct RecordId {
-  std::uint64_t tenant = 0;
-  Key key{};
-  friend bool operator==(const RecordId&, const RecordId&) = default;
-};
 
 enum class RecordKind : std::uint32_t { value = 0, dead = 1, sealed = 2 };
 

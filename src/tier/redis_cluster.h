@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -33,7 +34,7 @@ class RedisCluster {
 
   void run(std::span<const RedisOperation> operations, Deadline deadline);
 
-  std::int64_t connects() const { return connects_; }
+  std::int64_t connects() const { return connects_; }  // this and the next: any thread
   std::int64_t redirects() const { return redirects_; }
 
  private:
@@ -69,7 +70,7 @@ class RedisCluster {
   std::size_t unanswered_ = 0;
   std::uint64_t run_ = 0;  // replies to earlier ones go nowhere
 
-  std::int64_t connects_ = 0, redirects_ = 0;
+  std::atomic<std::int64_t> connects_{0}, redirects_{0};
 };
 
 }  // namespace kv4::tier

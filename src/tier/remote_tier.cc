@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "base/check.h"
@@ -18,7 +19,7 @@ std::span<const std::byte> bytes_of(const redisReply& reply) {
 
 class RemoteTier final : public Tier {
  public:
-  explicit RemoteTier(const RemoteOptions& options) : options_(options), cluster_(options) {}
+  explicit RemoteTier(const RemoteOptions& options) : options_(options), readers_(options), writers_(options) {}
 
   const char* name() const override { return "remote"; }
   void put(std::span<PutRequest> requests, Deadline deadline) override;
@@ -44,11 +45,11 @@ class RemoteTier final : public Tier {
   ParsedHeader parse(const RecordId& id, std::span<const std::byte> value) const;
 
   RemoteOptions options_;
-  RedisCluster cluster_;
+  RedisCluster readers_, writers_;  // connections for gets, and for all that changes something
   // Grows over restarts of the process, too.
   std::uint64_t next_sequence_ =
       static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
-  std::int64_t set_aside_records_ = 0;
+  std::atomic<std::int64_t> set_aside_records_{0};
 };
 
 RemoteTier::Encoded RemoteTier::encode(const PutRequest& request) {
@@ -83,7 +84,7 @@ void RemoteTier::put(std::span<PutRequest> requests, Deadline deadline) {
             request.status = PutStatus::no_space;
         }));
   }
-  cluster_.run(operations, deadline);
+  writers_.run(operations, deadline);
 }
 
 void RemoteTier::get(std::span<GetRequest> requests, Deadline deadline) {
@@ -99,7 +100,7 @@ void RemoteTier::get(std::span<GetRequest> requests, Deadline deadline) {
         },
         [this, &request](const redisReply& reply) { take(request, reply); }));
   }
-  cluster_.run(operations, deadline);
+  readers_.run(operations, deadline);
 
   operations.clear();
   for (const GetRequest& request : requests) {
@@ -113,7 +114,7 @@ void RemoteTier::get(std::span<GetRequest> requests, Deadline deadline) {
         },
         [](const redisReply&) {}));
   }
-  if (!operations.empty()) cluster_.run(operations, deadline);
+  if (!operations.empty()) readers_.run(operations, deadline);
 }
 
 ParsedHeader RemoteTier::parse(const RecordId& id, std::span<const std::byte> value) const {
@@ -167,7 +168,7 @@ void RemoteTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
           if (parsed.refusal == RecordRefusal::none) request.bytes = parsed.header.length;
         }));
   }
-  cluster_.run(operations, deadline);
+  readers_.run(operations, deadline);
 }
 
 void RemoteTier::remove(std::span<RemoveRequest> requests, Deadline deadline) {
@@ -185,15 +186,15 @@ void RemoteTier::remove(std::span<RemoveRequest> requests, Deadline deadline) {
           request.removed = request.answered && reply.integer > 0;
         }));
   }
-  cluster_.run(operations, deadline);
+  writers_.run(operations, deadline);
 }
 
 TierStats RemoteTier::stats() {
   TierStats stats;
   stats.records = stats.payload_bytes = stats.capacity_bytes = TierStats::kUnknown;
   stats.set_aside_records = set_aside_records_;
-  stats.connects = cluster_.connects();
-  stats.redirects = cluster_.redirects();
+  stats.connects = readers_.connects() + writers_.connects();
+  stats.redirects = readers_.redirects() + writers_.redirects();
   return stats;
 }
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "kv4/tier.h"
 #include "tier/redis_slots.h"
-#include "tier/tier.h"
 
 namespace kv4::tier {
 

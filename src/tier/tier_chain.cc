@@ -1,6 +1,7 @@
 #include "tier/tier_chain.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -22,7 +23,8 @@ struct TierChain::Lookup {
 
 TierChain::TierChain(std::vector<std::unique_ptr<TierQueue>> tiers, std::shared_ptr<Clock> clock)
     : tiers_(std::move(tiers)), promoted_(tiers_.size()), clock_(std::move(clock)) {
-  require(!tiers_.empty(), ErrorCode::bad_argument, "a chain needs a tier");
+  require(!tiers_.empty() && tiers_.size() < 32, ErrorCode::bad_argument, "a chain of {} tiers; it can have 1 to 31",
+          tiers_.size());
 }
 
 // --- writes
@@ -39,10 +41,22 @@ int TierChain::put(const RecordId& id, std::span<const std::byte> payload, Conte
 }
 
 int TierChain::put(const RecordId& id, const SharedBytes& payload, Content content) {
+  return std::popcount(offer(id, payload, content, all()));
+}
+
+std::uint32_t TierChain::offer(const RecordId& id, const SharedBytes& payload, Content content, std::uint32_t tiers) {
   note_write(id);
-  int taken = 0;
-  for (const auto& tier : tiers_) taken += tier->put(id, payload, content);
+  std::uint32_t taken = 0;
+  for (std::size_t i = 0; i < tiers_.size(); ++i)
+    if ((tiers >> i & 1) != 0 && tiers_[i]->put(id, payload, content)) taken |= std::uint32_t{1} << i;
   return taken;
+}
+
+std::uint32_t TierChain::with_room(std::int64_t bytes) const {
+  std::uint32_t tiers = 0;
+  for (std::size_t i = 0; i < tiers_.size(); ++i)
+    if (tiers_[i]->has_room(bytes)) tiers |= std::uint32_t{1} << i;
+  return tiers;
 }
 
 int TierChain::remove(const RecordId& id) {

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tier/requests.h"
 #include "tier/tier_queue.h"
 
 namespace kv4::tier {
@@ -53,9 +54,15 @@ class TierChain {
   TierChain(std::vector<std::unique_ptr<TierQueue>> tiers, std::shared_ptr<Clock> clock);
 
   std::size_t size() const { return tiers_.size(); }
+  Deadline now() const { return clock_->now(); }  // of the clock that deadlines are of
   /// How many tiers took it. The payload is copied once for all, or handed over.
   int put(const RecordId& id, std::span<const std::byte> payload, Content content);
   int put(const RecordId& id, const SharedBytes& payload, Content content);
+  /// To some of the tiers, a bit each; returns those that took it.
+  std::uint32_t offer(const RecordId& id, const SharedBytes& payload, Content content, std::uint32_t tiers);
+  std::uint32_t all() const { return (std::uint32_t{1} << size()) - 1; }
+  /// Those that would take a put of so many bytes now.
+  std::uint32_t with_room(std::int64_t bytes) const;
   int remove(const RecordId& id);
   /// `content`: of what is found and put into the tiers above. Its buffer, the caller's own included, is theirs, too,
   /// until they have it.

@@ -57,6 +57,13 @@ struct TierQueue::Core {
     std::shared_ptr<ReadJob> job;
     std::size_t index = 0;  // in job->waiting
   };
+  /// Of one worker.
+  struct Lane {
+    std::condition_variable work_there;
+    bool calling = false;  // it is in the tier
+    Deadline call_deadline{};
+    bool exited = false;
+  };
 
   Core(std::shared_ptr<Tier> tier_in, const TierQueueOptions& options_in, std::shared_ptr<Clock> clock_in)
       : name(tier_in->name()),
@@ -69,13 +76,14 @@ struct TierQueue::Core {
         unsure(options.max_unsure_ids) {}
 
   const char* const name;
-  std::shared_ptr<Tier> tier;  // the worker's alone
+  std::shared_ptr<Tier> tier;  // the workers'; null when both have ended
   const TierQueueOptions options;
   const std::shared_ptr<Clock> clock;
   const std::shared_ptr<BytesPool> write_pool, read_pool;
 
   std::mutex mutex;  // of all below
-  std::condition_variable work_there, answered;
+  std::condition_variable answered;
+  Lane reader, writer;
   std::deque<std::shared_ptr<ReadJob>> reads;
   std::deque<Write> writes;
   std::unordered_map<RecordId, Pending, RecordIdHash> pending;
@@ -90,27 +98,33 @@ struct TierQueue::Core {
   UnsureIds unsure;
   QueueStats counts;
   TierStats tier_stats;
-  bool stats_wanted = false, writes_next = false, stopping = false, exited = false;
-  bool calling = false;  // the worker is in the tier
-  Deadline call_deadline{};
+  bool stats_wanted = false, stopping = false;
 
   // With the lock.
   bool accepts(Deadline now);
   bool answer_at_once(const ReadRequest& request, bool only_exists, ReadResult& result);
   bool accept(Write write);
   void refuse(const Write& write);
+  bool has_room(std::int64_t write_bytes) const {
+    return open_writes + static_cast<std::int64_t>(results.size()) < options.max_writes &&
+           open_write_bytes + write_bytes <= options.max_write_bytes;
+  }
   bool has_room(const ReadJob& job) const {
     return open_reads + static_cast<std::int64_t>(job.waiting.size()) < options.max_reads;
   }
   bool is_done(const ReadJob& job) {
-    return job.unanswered == 0 || job.ended || exited || clock->now() >= job.deadline;
+    return job.unanswered == 0 || job.ended || reader.exited || clock->now() >= job.deadline;
   }
+  /// Answers what is known at once; what has to be asked for is `waiting` then.
+  void take_in(ReadJob& job, std::vector<ReadRequest> requests);
   void submit(const std::shared_ptr<ReadJob>& job);
   void end(const std::shared_ptr<ReadJob>& job);
   void count(const ReadResult& result, bool only_exists);
 
-  // The worker.
-  void work();
+  // The workers.
+  void read();
+  void write();
+  void leave(std::unique_lock<std::mutex>& lock, Lane& lane);
   void do_reads(std::unique_lock<std::mutex>& lock);
   void do_writes(std::unique_lock<std::mutex>& lock);
   void do_flush(std::unique_lock<std::mutex>& lock);
@@ -120,14 +134,15 @@ struct TierQueue::Core {
   void finish(const Write& write, PutStatus status);
   /// Unlocks, calls, and tells the breaker; `call()` gives whether the tier answered. False: it was not called.
   template <class Call>
-  bool call_tier(std::unique_lock<std::mutex>& lock, Deadline deadline, Call&& call);
+  bool call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call);
 };
 
 // --- callers
 
 /// Whether it makes sense to queue anything.
 bool TierQueue::Core::accepts(Deadline now) {
-  if (calling && now - options.breaker.slow_after > call_deadline) {
+  for (const Lane* lane : {&reader, &writer}) {
+    if (!lane->calling || now - options.breaker.slow_after <= lane->call_deadline) continue;
     breaker.open(now);
     return false;
   }
@@ -161,9 +176,7 @@ bool TierQueue::Core::answer_at_once(const ReadRequest& request, bool only_exist
 
 bool TierQueue::Core::accept(Write write) {
   const auto bytes = static_cast<std::int64_t>(write.payload.size);
-  const bool fits = open_writes + static_cast<std::int64_t>(results.size()) < options.max_writes &&
-                    open_write_bytes + bytes <= options.max_write_bytes;
-  if (!fits || !accepts(clock->now())) {
+  if (!has_room(bytes) || !accepts(clock->now())) {
     refuse(write);
     return false;
   }
@@ -173,7 +186,7 @@ bool TierQueue::Core::accept(Write write) {
   pending[write.id] = {write.number, write.remove, write.payload, false};
   ++(write.remove ? counts.removes : counts.puts);
   writes.push_back(std::move(write));
-  work_there.notify_one();
+  writer.work_there.notify_one();
   return true;
 }
 
@@ -197,12 +210,39 @@ void TierQueue::Core::count(const ReadResult& result, bool only_exists) {
   }
 }
 
+void TierQueue::Core::take_in(ReadJob& job, std::vector<ReadRequest> requests) {
+  const bool now = accepts(clock->now());
+  std::vector<ExistsRequest> known;
+  std::vector<std::size_t> asked;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    if (answer_at_once(requests[i], job.only_exists, job.results[i]) || !now) {
+      count(job.results[i], job.only_exists);
+      continue;
+    }
+    asked.push_back(i);
+    known.push_back({requests[i].id});
+  }
+  const bool all_known = !asked.empty() && tier->look_up(known);
+  for (std::size_t i = 0; i < asked.size(); ++i) {
+    ReadResult& result = job.results[asked[i]];
+    const bool there = known[i].bytes >= 0;
+    if (all_known && (job.only_exists || !there)) {
+      result.status = there ? GetStatus::found : GetStatus::missing;
+      result.bytes = there ? known[i].bytes : 0;
+    } else if (has_room(job)) {
+      job.waiting.push_back({std::move(requests[asked[i]]), asked[i]});
+      continue;
+    }
+    count(result, job.only_exists);
+  }
+}
+
 void TierQueue::Core::submit(const std::shared_ptr<ReadJob>& job) {
   job->unanswered = job->waiting.size();
   if (job->waiting.empty()) return;
   open_reads += static_cast<std::int64_t>(job->waiting.size());
   reads.push_back(job);
-  work_there.notify_one();
+  reader.work_there.notify_one();
 }
 
 void TierQueue::Core::end(const std::shared_ptr<ReadJob>& job) {
@@ -213,16 +253,25 @@ void TierQueue::Core::end(const std::shared_ptr<ReadJob>& job) {
   }
 }
 
-// --- the worker
+// --- the workers
 
-void TierQueue::Core::work() {
+void TierQueue::Core::read() {
   std::unique_lock lock(mutex);
   while (!stopping) {
-    if (!reads.empty() && !(writes_next && !writes.empty())) {
-      writes_next = true;
-      do_reads(lock);
-    } else if (!writes.empty()) {
-      writes_next = false;
+    if (reads.empty()) {
+      reader.work_there.wait(lock);
+      continue;
+    }
+    do_reads(lock);
+    answered.notify_all();
+  }
+  leave(lock, reader);
+}
+
+void TierQueue::Core::write() {
+  std::unique_lock lock(mutex);
+  while (!stopping) {
+    if (!writes.empty()) {
       if (writes.front().flush)
         do_flush(lock);
       else
@@ -230,29 +279,37 @@ void TierQueue::Core::work() {
     } else if (stats_wanted) {
       refresh_stats(lock);
     } else {
-      work_there.wait(lock);
+      writer.work_there.wait(lock);
       continue;
     }
     answered.notify_all();
   }
-  // Here, not in the queue's destructor: closing a store can take as long as any call.
-  lock.unlock();
-  tier.reset();
-  lock.lock();
-  exited = true;
+  leave(lock, writer);
+}
+
+void TierQueue::Core::leave(std::unique_lock<std::mutex>& lock, Lane& lane) {
+  const Lane& other = &lane == &reader ? writer : reader;
+  if (other.exited) {
+    // By the last one here, not in the queue's destructor: closing a store can take as long as any call.
+    std::shared_ptr<Tier> last = std::move(tier);
+    lock.unlock();
+    last.reset();
+    lock.lock();
+  }
+  lane.exited = true;
   answered.notify_all();
 }
 
 template <class Call>
-bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Deadline deadline, Call&& call) {
+bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call) {
   const Deadline start = clock->now();
   if (!breaker.begin(start)) return false;
-  calling = true;
-  call_deadline = deadline;
+  lane.calling = true;
+  lane.call_deadline = deadline;
   lock.unlock();
   const bool good = call();
   lock.lock();
-  calling = false;
+  lane.calling = false;
   const Deadline end = clock->now();
   const bool slow = end - start >= options.breaker.slow_after;
   if (good && !slow)
@@ -295,7 +352,7 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock) {
   if (only_exists) {
     std::vector<ExistsRequest> requests;
     for (const Place& place : batch) requests.push_back({place.job->waiting[place.index].request.id});
-    call_tier(lock, deadline, [&] {
+    call_tier(lock, reader, deadline, [&] {
       tier->exists(requests, deadline);
       return std::any_of(requests.begin(), requests.end(), [](const ExistsRequest& r) { return r.answered; });
     });
@@ -310,7 +367,7 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock) {
       const ReadRequest& request = place.job->waiting[place.index].request;
       requests.push_back({request.id, request.to.span()});
     }
-    call_tier(lock, deadline, [&] {
+    call_tier(lock, reader, deadline, [&] {
       tier->get(requests, deadline);
       return std::any_of(requests.begin(), requests.end(),
                          [](const GetRequest& r) { return r.status != GetStatus::failed; });
@@ -355,7 +412,7 @@ void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock) {
   if (batch.front().remove) {
     std::vector<RemoveRequest> requests;
     for (const Write& write : batch) requests.push_back({write.id});
-    call_tier(lock, deadline, [&] {
+    call_tier(lock, writer, deadline, [&] {
       tier->remove(requests, deadline);
       return std::any_of(requests.begin(), requests.end(), [](const RemoveRequest& r) { return r.answered; });
     });
@@ -364,7 +421,7 @@ void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock) {
   } else {
     std::vector<PutRequest> requests;
     for (const Write& write : batch) requests.push_back({write.id, write.payload.span()});
-    call_tier(lock, deadline, [&] {
+    call_tier(lock, writer, deadline, [&] {
       tier->put(requests, deadline);
       return std::any_of(requests.begin(), requests.end(),
                          [](const PutRequest& r) { return r.status != PutStatus::failed; });
@@ -399,7 +456,7 @@ void TierQueue::Core::do_flush(std::unique_lock<std::mutex>& lock) {
   TierStats fresh;
   bool called = false;
   if (clock->now() < deadline)
-    called = call_tier(lock, deadline, [&] {
+    called = call_tier(lock, writer, deadline, [&] {
       status = tier->flush(deadline);
       fresh = tier->stats();
       return status != FlushStatus::failed;
@@ -425,7 +482,8 @@ void TierQueue::Core::refresh_stats(std::unique_lock<std::mutex>& lock) {
 
 TierQueue::TierQueue(std::shared_ptr<Tier> tier, const TierQueueOptions& options, std::shared_ptr<Clock> clock)
     : core_(std::make_shared<Core>(std::move(tier), options, std::move(clock))),
-      worker_([core = core_] { core->work(); }) {}
+      reader_([core = core_] { core->read(); }),
+      writer_([core = core_] { core->write(); }) {}
 
 TierQueue::~TierQueue() { (void)close(core_->clock->now() + core_->options.close_limit); }
 
@@ -439,6 +497,11 @@ bool TierQueue::put(const RecordId& id, std::span<const std::byte> payload, Cont
   }
   if (!payload.empty()) std::memcpy(copy.data.get(), payload.data(), payload.size());
   return put(id, std::move(copy), content);
+}
+
+bool TierQueue::has_room(std::int64_t bytes) {
+  const std::lock_guard lock(core_->mutex);
+  return core_->has_room(bytes) && core_->accepts(core_->clock->now());
 }
 
 SharedBytes TierQueue::buffer(std::size_t size) { return core_->write_pool->take(size); }
@@ -463,21 +526,15 @@ TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline
   job->deadline = deadline;
   job->results.resize(requests.size());
   const std::lock_guard lock(core_->mutex);
-  const bool accepts = core_->accepts(core_->clock->now());
-  for (std::size_t i = 0; i < requests.size(); ++i) {
-    ReadRequest& request = requests[i];
-    ReadResult& result = job->results[i];
-    ++core_->counts.gets;
-    const bool known = core_->answer_at_once(request, false, result);
-    if (!known && accepts && core_->has_room(*job)) {
-      if (!request.to) request.to = core_->read_pool->take(static_cast<std::size_t>(request.max_bytes));
-      if (request.to) {
-        job->waiting.push_back({std::move(request), i});
-        continue;
-      }
-    }
-    core_->count(result, false);
-  }
+  core_->take_in(*job, std::move(requests));
+  core_->counts.gets += static_cast<std::int64_t>(job->results.size());
+  // Buffers only for what may be there.
+  std::erase_if(job->waiting, [&](ReadJob::Waiting& waiting) {
+    ReadRequest& request = waiting.request;
+    if (!request.to) request.to = core_->read_pool->take(static_cast<std::size_t>(request.max_bytes));
+    if (!request.to) core_->count(job->results[waiting.result], false);
+    return !request.to;
+  });
   core_->submit(job);
   return {core_, std::move(job)};
 }
@@ -487,13 +544,10 @@ TierQueue::ReadTicket TierQueue::exists(std::span<const RecordId> ids, Deadline 
   job->only_exists = true;
   job->deadline = deadline;
   job->results.resize(ids.size());
+  std::vector<ReadRequest> requests;
+  for (const RecordId& id : ids) requests.push_back({id, 0, {}});
   const std::lock_guard lock(core_->mutex);
-  const bool accepts = core_->accepts(core_->clock->now());
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    const ReadRequest request{ids[i], 0, {}};
-    if (core_->answer_at_once(request, true, job->results[i]) || !accepts || !core_->has_room(*job)) continue;
-    job->waiting.push_back({request, i});
-  }
+  core_->take_in(*job, std::move(requests));
   core_->submit(job);
   return {core_, std::move(job)};
 }
@@ -505,7 +559,7 @@ TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
   if (core_->open_flushes < kMaxFlushes && core_->accepts(core_->clock->now())) {
     ++core_->open_flushes;
     core_->writes.push_back({{}, 0, false, Content::changing, {}, job});
-    core_->work_there.notify_one();
+    core_->writer.work_there.notify_one();
   } else {
     job->done = true;
   }
@@ -528,24 +582,24 @@ QueueStats TierQueue::stats() {
   stats.unsure_ids = static_cast<std::int64_t>(core_->unsure.size());
   stats.tier = core_->tier_stats;
   core_->stats_wanted = true;
-  core_->work_there.notify_one();
+  core_->writer.work_there.notify_one();
   return stats;
 }
 
 FlushStatus TierQueue::close(Deadline deadline) {
-  if (!worker_.joinable()) return FlushStatus::failed;
+  if (!writer_.joinable()) return FlushStatus::failed;
   const FlushTicket last = flush(deadline);
   (void)last.wait(deadline);
   std::unique_lock lock(core_->mutex);
   core_->stopping = true;
-  core_->work_there.notify_one();
-  while (!core_->exited && core_->clock->now() < deadline) core_->clock->wait_until(core_->answered, lock, deadline);
-  const bool stuck = !core_->exited;
+  core_->reader.work_there.notify_one();
+  core_->writer.work_there.notify_one();
+  const auto exited = [&] { return core_->reader.exited && core_->writer.exited; };
+  while (!exited() && core_->clock->now() < deadline) core_->clock->wait_until(core_->answered, lock, deadline);
+  const bool reader_stuck = !core_->reader.exited, writer_stuck = !core_->writer.exited;
   lock.unlock();
-  if (stuck)
-    worker_.detach();
-  else
-    worker_.join();
+  reader_stuck ? reader_.detach() : reader_.join();
+  writer_stuck ? writer_.detach() : writer_.join();
   return last.status();
 }
 

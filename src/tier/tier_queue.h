@@ -1,5 +1,5 @@
-// The asynchronous face of a tier, the same for all: one worker thread that makes the tier's blocking calls, bounded
-// queues in front of it, a circuit breaker, write-behind.
+// The asynchronous face of a tier, the same for all: two worker threads that make the tier's blocking calls, one for
+// reads and one for writes, bounded queues in front of them, a circuit breaker, write-behind.
 //
 // Promises:
 //   1. No call blocks on the tier but wait() and close(), and those no longer than they are told to. What does not fit
@@ -11,8 +11,9 @@
 //      still there, and goes nowhere.
 //   4. Memory is bounded: by the limits in the options, and by what callers keep of the results.
 //
-// Reads go before writes, batch by batch in turn, since (2) holds without an order between them. Any thread may call; a
-// worker that is stuck in the tier is left behind with everything it uses when the queue goes away.
+// Reads do not wait for writes, since (2) holds without an order between them. What a tier can tell from memory
+// (Tier::look_up) is answered before the call returns: all that exists() asks, and gets of what is not there. Any
+// thread may call; a worker that is stuck in the tier is left behind with everything it uses when the queue goes away.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,9 @@
 #include <thread>
 #include <vector>
 
+#include "kv4/tier.h"
 #include "tier/circuit_breaker.h"
 #include "tier/shared_bytes.h"
-#include "tier/tier.h"
 
 namespace kv4::tier {
 
@@ -69,7 +70,7 @@ struct QueueStats {
   // Now.
   std::int64_t waiting_reads = 0, waiting_writes = 0, waiting_write_bytes = 0, unsure_ids = 0;
   CircuitBreaker::State breaker = CircuitBreaker::State::closed;
-  TierStats tier;  // as of the last flush, or the last time the worker had nothing to do after a call of stats()
+  TierStats tier;  // as of the last flush, or the last time nothing was to be written after a call of stats()
 };
 
 class TierQueue {
@@ -124,6 +125,8 @@ class TierQueue {
   bool put(const RecordId& id, std::span<const std::byte> payload, Content content);
   bool put(const RecordId& id, SharedBytes payload, Content content);
   bool remove(const RecordId& id);
+  /// Whether a put of so many bytes would be accepted now.
+  bool has_room(std::int64_t bytes);
   /// Memory of the queue for a payload to be put; nothing where that is used up.
   SharedBytes buffer(std::size_t size);
   /// As a put that was not accepted.
@@ -141,7 +144,7 @@ class TierQueue {
 
  private:
   std::shared_ptr<Core> core_;
-  std::thread worker_;
+  std::thread reader_, writer_;
 };
 
 }  // namespace kv4::tier

@@ -2,12 +2,15 @@
 #include <stdlib.h>
 
 #include <filesystem>
+#include <thread>
 
-#include "cache/tiered_prefix.h"
 #include "kv4/error.h"
+#include "kv4/tiered_prefix.h"
+#include "support/fake_tier.h"
 #include "support/harness.h"
 #include "tier/disk_tier.h"
 #include "tier/host_tier.h"
+#include "tier/tier_chain.h"
 
 namespace kv4::test {
 namespace {
@@ -107,7 +110,7 @@ Bytes cold_bytes(const Model& model, CacheOptions options, std::uint64_t stream,
   return bytes_of(d.cache, r);
 }
 
-TEST(TieredPrefix, AnotherCacheGoesOnWhereOneStopped) {
+TEST(PrefixInTiers, AnotherCacheGoesOnWhereOneStopped) {
   const Model model(tiny_config());
   for (const SnapshotPolicy& policy : kPolicies)
     for (const FormatCase& format : format_cases()) {
@@ -132,7 +135,7 @@ TEST(TieredPrefix, AnotherCacheGoesOnWhereOneStopped) {
     }
 }
 
-TEST(TieredPrefix, ADiskKeepsContextsAcrossRestarts) {
+TEST(PrefixInTiers, ADiskKeepsContextsAcrossRestarts) {
   const Model model(tiny_config());
   const CacheOptions o = tiered_options(kCheckpoint);
   std::string directory = (std::filesystem::temp_directory_path() / "kv4_tiered_XXXXXX").string();
@@ -159,7 +162,7 @@ TEST(TieredPrefix, ADiskKeepsContextsAcrossRestarts) {
   std::filesystem::remove_all(directory);
 }
 
-TEST(TieredPrefix, OtherSaltsAndWeightsFindNothing) {
+TEST(PrefixInTiers, OtherSaltsAndWeightsFindNothing) {
   const Model model(tiny_config());
   CacheOptions o = tiered_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
@@ -173,7 +176,7 @@ TEST(TieredPrefix, OtherSaltsAndWeightsFindNothing) {
   EXPECT_EQ(TieredDriver(model, o, tiers).load(7, 100, "ours"), 0);
 }
 
-TEST(TieredPrefix, AMissingBlockEndsWhatIsBrought) {
+TEST(PrefixInTiers, AMissingBlockEndsWhatIsBrought) {
   const Model model(tiny_config());
   const CacheOptions o = tiered_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
@@ -193,7 +196,7 @@ TEST(TieredPrefix, AMissingBlockEndsWhatIsBrought) {
   expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, 7, 105), "with a gap");
 }
 
-TEST(TieredPrefix, LongContextsComeInBatches) {
+TEST(PrefixInTiers, LongContextsComeInBatches) {
   const Model model(tiny_config());
   const CacheOptions o = tiered_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
@@ -203,7 +206,7 @@ TEST(TieredPrefix, LongContextsComeInBatches) {
   const Prompt prompt{ids, 0, "", {}};
   for (const std::int64_t blocks : {1, 2, 4, 9}) {
     Driver d(model, o);
-    TieredPrefix tiered(d.cache, *tiers.chain, blocks * d.cache.schema().block_image_bytes);
+    TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 8 * blocks * d.cache.schema().block_image_bytes});
     EXPECT_EQ(tiered.load(prompt, tiers.soon()), 9) << blocks;
     EXPECT_EQ(d.cache.admit(prompt).value().resume_at, 144) << blocks;
   }
@@ -212,12 +215,12 @@ TEST(TieredPrefix, LongContextsComeInBatches) {
   tiers.chain->remove(record);
   for (const std::int64_t blocks : {1, 2, 4}) {
     Driver d(model, o);
-    TieredPrefix tiered(d.cache, *tiers.chain, blocks * d.cache.schema().block_image_bytes);
+    TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 8 * blocks * d.cache.schema().block_image_bytes});
     EXPECT_EQ(tiered.load(prompt, tiers.soon()), 4) << blocks;
   }
 }
 
-TEST(TieredPrefix, WhatTheDeviceEvictsComesBack) {
+TEST(PrefixInTiers, WhatTheDeviceEvictsComesBack) {
   const Model model(tiny_config());
   CacheOptions o = tiered_options(kCheckpoint);
   o.num_blocks = 10;
@@ -235,10 +238,180 @@ TEST(TieredPrefix, WhatTheDeviceEvictsComesBack) {
     d.cache.release(a.request);
     d.save_all();
   }
-  EXPECT_EQ(d.tiered.statistics().refused, 0);
+  EXPECT_EQ(d.tiered.statistics().dropped, 4) << "snapshots whose places were needed before they were saved";
+  EXPECT_EQ(d.tiered.statistics().offered_blocks, 4 * 5);
 }
 
-TEST(TieredPrefix, BadInputChangesNothing) {
+/// A tier that does as it is told, with a small queue, below a cache.
+struct FakeBelow {
+  std::shared_ptr<ManualClock> clock = std::make_shared<ManualClock>();
+  std::shared_ptr<FakeTier> fake = std::make_shared<FakeTier>(clock);
+  std::unique_ptr<tier::TierChain> chain;
+
+  explicit FakeBelow(std::int64_t max_writes) {
+    tier::TierQueueOptions options;
+    options.max_writes = max_writes;
+    options.breaker.failures_to_open = 1000;
+    std::vector<std::unique_ptr<tier::TierQueue>> queues;
+    queues.push_back(std::make_unique<tier::TierQueue>(fake, options, clock));
+    chain = std::make_unique<tier::TierChain>(std::move(queues), clock);
+  }
+  ~FakeBelow() { fake->release(); }
+  std::int64_t stored() { return chain->stats()[0].queue.stored; }
+};
+
+void compute(Driver& d, std::uint64_t stream, std::int64_t tokens) {
+  const std::vector<std::int32_t> ids = ids_of(stream, tokens);
+  const RequestId request = d.cache.admit(Prompt{ids, 0, "", {}}).value().request;
+  while (d.cache.length(request) < tokens)
+    d.run({{request, stream, static_cast<std::int32_t>(std::min<std::int64_t>(23, tokens - d.cache.length(request)))}});
+  d.cache.release(request);
+}
+
+TEST(PrefixInTiers, WhatAFullQueueHasNoRoomForIsOfferedLater) {
+  const Model model(tiny_config());
+  FakeBelow below(3);
+  Driver d(model, tiered_options({.kind = SnapshotPolicy::Kind::none}));
+  TieredPrefix tiered(d.cache, *below.chain);
+  compute(d, 7, 150);  // 9 blocks
+  below.fake->hold();
+  EXPECT_EQ(tiered.save(100), d.backend->on_host() ? 6 : 9);  // the first three are in the queue, or on their way there
+  while (tiered.save(100) > 6) continue;
+  EXPECT_EQ(tiered.save(100), 6);
+  EXPECT_EQ(tiered.statistics().offered_blocks, 3);
+  below.fake->release();
+  EXPECT_TRUE(tiered.save_all(std::chrono::steady_clock::now() + 60s));
+  while (below.stored() < 9) std::this_thread::yield();
+  EXPECT_EQ(tiered.statistics().offered_blocks, 9);
+  EXPECT_EQ(tiered.statistics().dropped, 0);
+}
+
+TEST(PrefixInTiers, WhatATierFailsToStoreIsOfferedAgain) {
+  const Model model(tiny_config());
+  FakeBelow below(100);
+  Driver d(model, tiered_options({.kind = SnapshotPolicy::Kind::none}));
+  TieredPrefix tiered(d.cache, *below.chain, {.max_attempts = 3});
+  const auto saved = [&] {
+    while (tiered.save(100) > 0 || below.chain->stats()[0].queue.waiting_writes > 0) std::this_thread::yield();
+  };
+  const auto until_failed = [&](std::int64_t puts) {
+    while (below.chain->stats()[0].queue.failed_puts < puts) {
+      (void)tiered.save(100);
+      std::this_thread::yield();
+    }
+  };
+  compute(d, 7, 150);
+  below.fake->fail(true);
+  until_failed(9);
+  below.fake->fail(false);
+  saved();
+  saved();
+  EXPECT_EQ(below.stored(), 9);
+  EXPECT_GE(tiered.statistics().offered_again, 9);
+  EXPECT_EQ(tiered.statistics().dropped, 0);
+  EXPECT_EQ(tiered.statistics().offered_blocks, 9);
+  // Not for ever.
+  below.fake->fail(true);
+  const std::int64_t failed = below.chain->stats()[0].queue.failed_puts;
+  compute(d, 8, 150);
+  until_failed(failed + 3 * 9);
+  saved();
+  EXPECT_EQ(tiered.statistics().dropped, 9);
+  EXPECT_EQ(tiered.save(100), 0);
+}
+
+TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
+  const Model model(tiny_config());
+  const CacheOptions o = tiered_options(kCheckpoint);
+  Tiers tiers(layout_of(model, o));
+  TieredDriver(model, o, tiers).compute_and_save(7, 150);
+  Driver d(model, o);
+  TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
+  const std::vector<std::int32_t> ids = ids_of(7, 150);
+  const Prompt prompt{ids, 0, "", {}};
+  const RequestId running = d.admit();
+  std::int64_t length = 0;
+  {
+    (void)tiered.start_load(prompt, tiers.soon()).advance();  // and cancelled
+    PrefixLoad other = tiered.start_load(prompt, tiers.soon());
+    const bool has_memory = !other.advance() && other.brought_blocks() == 0;  // until it goes on or goes away
+    EXPECT_TRUE(!has_memory || tiered.load(prompt, tiers.clock->now() + 10ms) == 0);
+    PrefixLoad(std::move(other));
+    PrefixLoad load = tiered.start_load(prompt, tiers.soon());
+    EXPECT_LE(load.wanted_blocks(), 9);
+    while (!load.advance()) {
+      if (length == 150) continue;
+      d.run({{running, 3, 1}});
+      ++length;
+    }
+    EXPECT_EQ(load.brought_blocks(), load.wanted_blocks());
+  }
+  EXPECT_EQ(d.cache.admit(prompt).value().resume_at, 144);
+  if (length > 0) expect_same(bytes_of(d.cache, running), cold_bytes(model, o, 3, length), "beside a load");
+}
+
+TEST(PrefixInTiers, ProgressCancels) {
+  const Model model(tiny_config());
+  const CacheOptions o = tiered_options(kCheckpoint);
+  FakeBelow below(100);
+  Driver first(model, o);
+  TieredPrefix saving(first.cache, *below.chain, {.save_bytes = first.cache.schema().block_image_bytes});
+  compute(first, 7, 150);
+  below.fake->hold();
+  int calls = 0;
+  EXPECT_FALSE(
+      saving.save_all(std::chrono::steady_clock::now() + 60s, [&](std::int64_t, std::int64_t) { return ++calls < 3; }));
+  EXPECT_EQ(calls, 3);
+  below.fake->release();
+  EXPECT_TRUE(saving.save_all(std::chrono::steady_clock::now() + 60s));
+
+  Driver d(model, o);
+  TieredPrefix tiered(d.cache, *below.chain, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
+  const std::vector<std::int32_t> ids = ids_of(7, 150);
+  below.fake->hold();
+  EXPECT_EQ(tiered.load({ids, 0, "", {}}, below.clock->in(60s),
+                        [](std::int64_t done, std::int64_t total) {
+                          EXPECT_EQ(total, 9);
+                          return done > 0;
+                        }),
+            0);
+  below.fake->release();
+  EXPECT_EQ(tiered.load({ids, 0, "", {}}, below.clock->in(60s)), 9);
+}
+
+// By the public headers alone.
+TEST(PrefixInTiers, TiersOfAllKinds) {
+  const Model model(tiny_config());
+  const CacheOptions o = tiered_options(kCheckpoint);
+  std::string directory = (std::filesystem::temp_directory_path() / "kv4_tiered_XXXXXX").string();
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  TiersOptions options;
+  options.host_bytes = 1 << 20;
+  options.directory = directory + "/store";
+  options.segment_bytes = 4 << 20;
+  options.disk_key.emplace();
+  const std::vector<std::int32_t> ids = ids_of(5, 100);
+  for (const int round : {0, 1}) {
+    Driver d(model, o);
+    kv4::Tiers below(d.cache.schema(), options);
+    TieredPrefix tiered(d.cache, below);
+    EXPECT_EQ(tiered.load({ids, 0, "", {}}, std::chrono::steady_clock::now() + 60s), round == 0 ? 0 : 6);
+    compute(d, 5, 100);
+    EXPECT_TRUE(tiered.save_all(std::chrono::steady_clock::now() + 60s));
+    const std::vector<tier::FlushStatus> closed = below.close(std::chrono::steady_clock::now() + 60s);
+    EXPECT_EQ(closed, (std::vector<tier::FlushStatus>{tier::FlushStatus::kept, tier::FlushStatus::durable}));
+    EXPECT_EQ(below.report()[1].hits, round == 0 ? 0 : 7);
+    EXPECT_EQ(below.report()[0].promoted, round == 0 ? 0 : 7);
+  }
+  std::filesystem::remove_all(directory);
+  const CacheSchema schema = build_schema(model.config, o);
+  EXPECT_THROW(kv4::Tiers(schema, {}), Error);
+  TiersOptions bad;
+  bad.servers = {"nowhere"};
+  EXPECT_THROW(kv4::Tiers(schema, bad), Error);
+}
+
+TEST(PrefixInTiers, BadInputChangesNothing) {
   const Model model(tiny_config());
   const CacheOptions o = tiered_options(kCheckpoint);
   Driver d(model, o);

@@ -1,4 +1,5 @@
 // Uses every public header and a call of each part, so that a symbol that is not exported fails to link.
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -17,6 +18,8 @@
 #include "kv4/schema.h"
 #include "kv4/state_cache_pool.h"
 #include "kv4/tensor.h"
+#include "kv4/tiered_prefix.h"
+#include "kv4/tiers.h"
 #include "kv4/version.h"
 
 int main() {
@@ -49,6 +52,15 @@ int main() {
   } catch (const kv4::Error& error) {
     if (error.code() != kv4::ErrorCode::bad_argument || std::strlen(error.what()) == 0) return 7;
   }
+  // What a cache keeps goes on in tiers.
+  options.prefix.enabled = true;
+  kv4::KVCacheManager kept(config, options, kv4::make_cpu_backend(1));
+  kv4::Tiers tiers(kept.schema(), {.host_bytes = 1 << 20});
+  kv4::TieredPrefix tiered(kept, tiers, {.load_bytes = 1 << 20, .save_bytes = 1 << 20});
+  const auto soon = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  if (tiered.load({tokens, 0, "", {}}, soon) != 0 || !tiered.start_load({tokens, 0, "", {}}, soon).advance()) return 8;
+  if (tiered.save(1) != 0 || !tiered.save_all(soon) || tiered.statistics().dropped != 0) return 9;
+  if (tiers.flush(soon).front() != kv4::tier::FlushStatus::kept || tiers.report().front().name != "host") return 10;
   std::printf("kv4 %s: %s, %lld bytes\n", KV4_VERSION, kv4::cpu_target(), static_cast<long long>(cache.memory_bytes()));
   return 0;
 }

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <vector>
 
+#include "kv4/tier.h"
 #include "support/manual_clock.h"
-#include "tier/tier.h"
 
 namespace kv4::test {
 
@@ -22,13 +22,12 @@ class FakeTier final : public tier::Tier {
   void take_time(tier::Duration time) {
     set([&] { call_time_ = time; });
   }
+  enum class Held { nothing, writes, all };
   /// Calls do not come back before release().
-  void hold() {
-    set([&] { held_ = true; });
+  void hold(Held what = Held::all) {
+    set([&] { held_ = what; });
   }
-  void release() {
-    set([&] { held_ = false; });
-  }
+  void release() { hold(Held::nothing); }
   void wait_for_calls(int count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return calls_ >= count; });
@@ -44,14 +43,16 @@ class FakeTier final : public tier::Tier {
 
   const char* name() const override { return "fake"; }
   void put(std::span<tier::PutRequest> requests, tier::Deadline) override {
-    const bool good = begin(requests.size());
+    const bool good = begin(requests.size(), false);
+    const std::lock_guard lock(mutex_);
     for (tier::PutRequest& request : requests) {
       if (good) records_[key(request.id)].assign(request.payload.begin(), request.payload.end());
       request.status = good ? tier::PutStatus::stored : tier::PutStatus::failed;
     }
   }
   void get(std::span<tier::GetRequest> requests, tier::Deadline) override {
-    const bool good = begin(requests.size());
+    const bool good = begin(requests.size(), true);
+    const std::lock_guard lock(mutex_);
     for (tier::GetRequest& request : requests) {
       request.status = good ? tier::GetStatus::missing : tier::GetStatus::failed;
       const auto found = records_.find(key(request.id));
@@ -64,7 +65,8 @@ class FakeTier final : public tier::Tier {
     }
   }
   void exists(std::span<tier::ExistsRequest> requests, tier::Deadline) override {
-    const bool good = begin(requests.size());
+    const bool good = begin(requests.size(), true);
+    const std::lock_guard lock(mutex_);
     for (tier::ExistsRequest& request : requests) {
       request.answered = good;
       if (const auto found = records_.find(key(request.id)); good && found != records_.end())
@@ -72,16 +74,18 @@ class FakeTier final : public tier::Tier {
     }
   }
   void remove(std::span<tier::RemoveRequest> requests, tier::Deadline) override {
-    const bool good = begin(requests.size());
+    const bool good = begin(requests.size(), false);
+    const std::lock_guard lock(mutex_);
     for (tier::RemoveRequest& request : requests) {
       request.answered = good;
       request.removed = good && records_.erase(key(request.id)) == 1;
     }
   }
   tier::FlushStatus flush(tier::Deadline) override {
-    return begin(0) ? tier::FlushStatus::durable : tier::FlushStatus::failed;
+    return begin(0, false) ? tier::FlushStatus::durable : tier::FlushStatus::failed;
   }
   tier::TierStats stats() override {
+    const std::lock_guard lock(mutex_);
     tier::TierStats stats;
     stats.records = static_cast<std::int64_t>(records_.size());
     return stats;
@@ -94,12 +98,12 @@ class FakeTier final : public tier::Tier {
     change();
     changed_.notify_all();
   }
-  bool begin(std::size_t requests) {
+  bool begin(std::size_t requests, bool reads) {
     std::unique_lock lock(mutex_);
     ++calls_;
     batches_.push_back(requests);
     changed_.notify_all();
-    changed_.wait(lock, [&] { return !held_; });
+    changed_.wait(lock, [&] { return held_ == Held::nothing || (reads && held_ == Held::writes); });
     clock_->advance(call_time_);
     return !failing_;
   }
@@ -108,11 +112,12 @@ class FakeTier final : public tier::Tier {
   std::shared_ptr<ManualClock> clock_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool failing_ = false, held_ = false;
+  bool failing_ = false;
+  Held held_ = Held::nothing;
   tier::Duration call_time_{0};
   int calls_ = 0;
   std::vector<std::size_t> batches_;
-  std::map<std::pair<std::uint64_t, tier::Key>, std::vector<std::byte>> records_;  // the worker's
+  std::map<std::pair<std::uint64_t, tier::Key>, std::vector<std::byte>> records_;
 };
 
 }  // namespace kv4::test

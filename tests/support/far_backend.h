@@ -59,6 +59,18 @@ class FarBackend final : public Backend {
     for (const ops::CopyPiece& p : pieces) check({p.to});
     near_->write_pieces(pieces, host);
   }
+  std::int64_t transfer_out(std::span<const ops::CopyPiece> pieces) override {
+    const Open open(*this, {});
+    for (const ops::CopyPiece& p : pieces) check({p.from});
+    return near_->transfer_out(pieces);
+  }
+  std::int64_t transfer_in(std::span<const ops::CopyPiece> pieces) override {
+    const Open open(*this, {});
+    for (const ops::CopyPiece& p : pieces) check({p.to});
+    return near_->transfer_in(pieces);
+  }
+  /// A little later, so that callers find work under way.
+  bool transferred(std::int64_t) override { return ++polls_ % 3 == 0; }
 
   void reserve_updates(std::int64_t max_items) override { max_items_ = std::max(max_items_, max_items); }
   void update_step(const ops::StepUpdate& update) override {
@@ -173,7 +185,7 @@ class FarBackend final : public Backend {
 
   std::shared_ptr<Backend> near_;
   std::map<std::byte*, std::int64_t> pages_;
-  std::int64_t staging_bytes_ = 0, max_items_ = 0;
+  std::int64_t staging_bytes_ = 0, max_items_ = 0, polls_ = 0;
 };
 
 }  // namespace kv4::test

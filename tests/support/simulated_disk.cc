@@ -28,6 +28,7 @@ class SimulatedFile : public tier::File {
       : disk_(disk), inode_(std::move(inode)), power_(disk.power_) {}
 
   IoBytes readv(std::int64_t offset, std::span<const tier::IoPiece> to) override {
+    const std::lock_guard lock(disk_.mutex_);
     std::vector<std::byte> bytes(total(to));
     const IoBytes read = pread(offset, bytes);
     auto at = bytes.begin();
@@ -39,6 +40,7 @@ class SimulatedFile : public tier::File {
   }
 
   IoBytes writev(std::int64_t offset, std::span<const tier::IoPiece> from) override {
+    const std::lock_guard lock(disk_.mutex_);
     std::vector<std::byte> bytes;
     bytes.reserve(total(from));
     for (const tier::IoPiece& piece : from) bytes.insert(bytes.end(), piece.data, piece.data + piece.bytes);
@@ -46,6 +48,7 @@ class SimulatedFile : public tier::File {
   }
 
   IoStatus fdatasync() override {
+    const std::lock_guard lock(disk_.mutex_);
     if (fails()) {
       if (!alive()) return kFailed;
       disk_.keep_some(*inode_, disk_.below(101));
@@ -60,6 +63,7 @@ class SimulatedFile : public tier::File {
   }
 
   IoStatus fallocate(std::int64_t bytes) override {
+    const std::lock_guard lock(disk_.mutex_);
     if (fails()) return kFailed;
     if (disk_.used_bytes() + bytes - size() > disk_.capacity_) return {IoCode::no_space, ENOSPC};
     if (size() < bytes) inode_->seen.resize(static_cast<std::size_t>(bytes));
@@ -67,12 +71,16 @@ class SimulatedFile : public tier::File {
   }
 
   IoStatus punch(std::int64_t offset, std::int64_t bytes) override {
+    const std::lock_guard lock(disk_.mutex_);
     if (fails()) return kFailed;
     disk_.write(*inode_, offset, std::vector<std::byte>(static_cast<std::size_t>(bytes)));
     return {};
   }
 
-  std::int64_t size() override { return static_cast<std::int64_t>(inode_->seen.size()); }
+  std::int64_t size() override {
+    const std::lock_guard lock(disk_.mutex_);
+    return static_cast<std::int64_t>(inode_->seen.size());
+  }
 
  private:
   static std::size_t total(std::span<const tier::IoPiece> pieces) {
@@ -124,6 +132,7 @@ class SimulatedQueue : public tier::IoQueue {
   int depth() const override { return depth_; }
   void submit(tier::IoOp& op) override { in_flight_.push_back(&op); }
   tier::IoOp& wait() override {
+    const std::lock_guard lock(disk_.mutex_);
     std::swap(in_flight_[disk_.below(in_flight_.size())], in_flight_.back());
     tier::IoOp& op = *in_flight_.back();
     in_flight_.pop_back();
@@ -234,6 +243,7 @@ std::int64_t SimulatedDisk::used_bytes() const {
 IoStatus SimulatedDisk::make_directory(const std::string&) { return next_call_fails() ? kFailed : IoStatus{}; }
 
 tier::Listing SimulatedDisk::list(const std::string& directory) {
+  const std::lock_guard guard(mutex_);
   if (next_call_fails()) return {kFailed, {}};
   tier::Listing listing;
   for (const auto& [path, inode] : names_)
@@ -242,6 +252,7 @@ tier::Listing SimulatedDisk::list(const std::string& directory) {
 }
 
 IoStatus SimulatedDisk::sync_directory(const std::string&) {
+  const std::lock_guard guard(mutex_);
   if (next_call_fails()) return kFailed;
   names_on_disk_ = names_;
   unsynced_names_.clear();
@@ -249,6 +260,7 @@ IoStatus SimulatedDisk::sync_directory(const std::string&) {
 }
 
 tier::Opened<tier::File> SimulatedDisk::open(const std::string& path, tier::OpenMode mode) {
+  const std::lock_guard guard(mutex_);
   if (next_call_fails()) return {kFailed, nullptr};
   const auto found = names_.find(path);
   if ((mode == tier::OpenMode::create) == (found != names_.end()))
@@ -263,6 +275,7 @@ std::unique_ptr<tier::IoQueue> SimulatedDisk::make_queue(int depth, tier::FileLo
 }
 
 IoStatus SimulatedDisk::rename(const std::string& from, const std::string& to) {
+  const std::lock_guard guard(mutex_);
   if (next_call_fails()) return kFailed;
   if (!has(from)) return {IoCode::not_found, ENOENT};
   change({from, to, names_.at(from)});
@@ -270,6 +283,7 @@ IoStatus SimulatedDisk::rename(const std::string& from, const std::string& to) {
 }
 
 IoStatus SimulatedDisk::unlink(const std::string& path) {
+  const std::lock_guard guard(mutex_);
   if (next_call_fails()) return kFailed;
   if (!has(path)) return {IoCode::not_found, ENOENT};
   change({path, "", nullptr});
@@ -277,6 +291,7 @@ IoStatus SimulatedDisk::unlink(const std::string& path) {
 }
 
 tier::Opened<tier::FileLock> SimulatedDisk::lock(const std::string&) {
+  const std::lock_guard guard(mutex_);
   if (next_call_fails()) return {kFailed, nullptr};
   if (!locked_.expired()) return {{IoCode::in_use, EWOULDBLOCK}, nullptr};
   auto held = std::make_shared<int>(0);

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <vector>
@@ -61,6 +62,7 @@ class SimulatedDisk : public tier::FileSystem {
  private:
   friend class SimulatedFile;
   friend class SimulatedLock;
+  friend class SimulatedQueue;
 
   struct Write {
     std::int64_t offset;
@@ -85,6 +87,7 @@ class SimulatedDisk : public tier::FileSystem {
   static void apply(const NameChange& change, Names& names);
   std::int64_t used_bytes() const;
 
+  std::recursive_mutex mutex_;  // of files, queues and names: a store reads and writes in two threads
   std::mt19937_64 random_;
   Names names_, names_on_disk_;
   std::vector<NameChange> unsynced_names_;

@@ -13,9 +13,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <filesystem>
+#include <thread>
 
 #include "kv4/error.h"
 #include "support/simulated_disk.h"
@@ -502,11 +504,61 @@ TEST(TierPosixFiles, EveryWayGivesTheSame) {
       SCOPED_TRACE(fmt::format("direct {}, io_uring {}", direct, io_uring));
       const Folder folder;
       const auto files = tier::make_posix_file_system({direct, io_uring});
-      put_and_get_batch(*files, options_in(folder));
+      tier::StoreOptions options = options_in(folder);
+      options.read_threads = direct ? 3 : 1;
+      put_and_get_batch(*files, options);
     }
 }
 
 // As in a container that forbids it.
+// Gets beside puts, removes, flushes and evictions: always one of the versions that may be there, never damage.
+TEST(TierPosixFiles, ReadsBesideWrites) {
+  const Folder folder;
+  const auto files = tier::make_posix_file_system();
+  tier::StoreOptions options = options_in(folder);
+  options.segment_bytes = 128 << 10;
+  options.capacity_bytes = 512 << 10;
+  const auto store = DiskStore::open(*files, options);
+  constexpr std::uint64_t kKeys = 8;
+  const auto payload_of = [](std::uint64_t version) {
+    std::vector<std::byte> bytes = random_bytes(version, 9000);
+    std::memcpy(bytes.data(), &version, sizeof(version));
+    return bytes;
+  };
+  std::array<std::atomic<std::uint64_t>, kKeys> stored{};  // the newest version of which a put has returned
+  std::atomic<bool> stop = false;
+  std::thread writer([&] {
+    Random random(3);
+    for (std::uint64_t version = 1; !stop; ++version) {
+      const std::uint64_t key = version % kKeys;
+      if (put(*store, record_id(key), payload_of(version)) == PutStatus::stored) stored[key] = version;
+      if (random.below(8) == 0) remove(*store, record_id(static_cast<std::uint64_t>(random.below(kKeys))));
+      if (random.below(6) == 0) store->flush();
+    }
+  });
+  int hits = 0;
+  Random random(4);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(400);
+  std::vector<std::byte> to(9000);
+  while (hits < 200 || std::chrono::steady_clock::now() < end) {
+    const auto key = static_cast<std::uint64_t>(random.below(kKeys));
+    const std::uint64_t before = stored[key];
+    tier::GetRequest request{record_id(key), to};
+    store->get({&request, 1});
+    ASSERT_TRUE(request.status == GetStatus::found || request.status == GetStatus::missing);
+    if (request.status != GetStatus::found) continue;
+    std::uint64_t version = 0;
+    std::memcpy(&version, to.data(), sizeof(version));
+    ASSERT_EQ(version % kKeys, key);
+    ASSERT_GE(version, before);
+    ASSERT_EQ(to, payload_of(version));
+    ++hits;
+  }
+  stop = true;
+  writer.join();
+  EXPECT_EQ(store->stats().set_aside_records, 0);
+}
+
 TEST(TierPosixFiles, GoOnWhereIoUringIsRefused) {
   const Folder folder;
   const pid_t pid = ::fork();

@@ -98,14 +98,24 @@ CudaBackend& CudaBackend::not_lost() {
 CudaBackend::CudaBackend(int device, cudaStream_t stream) : device_(device), stream_(stream) {
   const DeviceGuard guard(device_);
   uploads_.reserve(kPieceListBytes);
-  for (cudaEvent_t& event : marks_) check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  const auto make_event = [](cudaEvent_t& event) {
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  };
+  for (cudaEvent_t& event : marks_) make_event(event);
+  for (cudaEvent_t& event : transfers_) make_event(event);
+  make_event(queued_);
+  check(cudaStreamCreateWithFlags(&transfer_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
 }
 
 CudaBackend::~CudaBackend() {
   try {
     const DeviceGuard guard(device_);
     cudaStreamSynchronize(stream_);
+    cudaStreamSynchronize(transfer_stream_);
     for (cudaEvent_t event : marks_) cudaEventDestroy(event);
+    for (cudaEvent_t event : transfers_) cudaEventDestroy(event);
+    cudaEventDestroy(queued_);
+    cudaStreamDestroy(transfer_stream_);
     cudaFree(staging_);
   } catch (const Error&) {  // a lost device frees its memory by itself
   }
@@ -205,6 +215,35 @@ void CudaBackend::write_pieces(std::span<const ops::CopyPiece> pieces, std::span
     piece.from = staging() + (piece.from - reinterpret_cast<const std::uint8_t*>(host.data()));
   copy_pieces(staged);
   check(cudaStreamSynchronize(stream_), "waiting for a transfer to the GPU");
+}
+
+std::int64_t CudaBackend::transfer_out(std::span<const ops::CopyPiece> pieces) {
+  const Call call(*this);
+  check(cudaEventRecord(queued_, stream_), "cudaEventRecord");
+  check(cudaStreamWaitEvent(transfer_stream_, queued_, 0), "cudaStreamWaitEvent");
+  return transfer(pieces, cudaMemcpyDeviceToHost);
+}
+
+std::int64_t CudaBackend::transfer_in(std::span<const ops::CopyPiece> pieces) {
+  const Call call(*this);
+  return transfer(pieces, cudaMemcpyHostToDevice);
+}
+
+std::int64_t CudaBackend::transfer(std::span<const ops::CopyPiece> pieces, cudaMemcpyKind kind) {
+  for (const ops::CopyPiece& piece : pieces)
+    check(cudaMemcpyAsync(piece.to, piece.from, size(piece.bytes), kind, transfer_stream_), "a transfer");
+  ++last_transfer_;
+  check(cudaEventRecord(transfers_[static_cast<std::size_t>(last_transfer_) % kMarks], transfer_stream_),
+        "cudaEventRecord");
+  return last_transfer_;
+}
+
+bool CudaBackend::transferred(std::int64_t ticket) {
+  const Call call(*this);
+  const cudaError_t status = cudaEventQuery(transfers_[static_cast<std::size_t>(ticket) % kMarks]);
+  if (status == cudaErrorNotReady) return false;
+  check(status, "a transfer started earlier");
+  return true;
 }
 
 // --- steps

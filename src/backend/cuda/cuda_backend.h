@@ -11,7 +11,8 @@
 namespace kv4::cuda {
 
 // Invariants:
-// 1. Everything is queued on stream_, in the order of the calls; whoever changes the stream makes the new one wait.
+// 1. Everything but transfers is queued on stream_, in the order of the calls; whoever changes the stream makes the new
+//    one wait. Transfers have a stream of their own and never make stream_ wait.
 // 2. No call that a step makes (update_step, append, flush, gathers) waits or allocates; update_step waits only if the
 //    host is four updates ahead of the device.
 // 3. staging_ is used by one call at a time, and the calls that use it are ordered by the stream.
@@ -32,6 +33,9 @@ class CudaBackend final : public Backend {
   void reserve_staging(std::int64_t bytes) override;
   void read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) override;
   void write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) override;
+  std::int64_t transfer_out(std::span<const ops::CopyPiece> pieces) override;
+  std::int64_t transfer_in(std::span<const ops::CopyPiece> pieces) override;
+  bool transferred(std::int64_t ticket) override;
 
   void reserve_updates(std::int64_t max_items) override;
   void update_step(const ops::StepUpdate& update) override;
@@ -64,6 +68,7 @@ class CudaBackend final : public Backend {
   bool is_capturing(cudaStream_t stream) const;
   void to_host(std::byte* host, std::int64_t bytes);          // from staging; done when it returns
   void from_host(const std::byte* host, std::int64_t bytes);  // to staging
+  std::int64_t transfer(std::span<const ops::CopyPiece> pieces, cudaMemcpyKind kind);
   std::uint8_t* staging() const { return reinterpret_cast<std::uint8_t*>(staging_); }
 
   int device_;
@@ -72,6 +77,10 @@ class CudaBackend final : public Backend {
   std::byte* staging_ = nullptr;
   std::int64_t staging_bytes_ = 0;
   std::array<cudaEvent_t, kMarks> marks_{};  // of tickets (ticket mod kMarks)
+  cudaStream_t transfer_stream_ = nullptr;
+  cudaEvent_t queued_ = nullptr;                 // what transfers out wait for
+  std::array<cudaEvent_t, kMarks> transfers_{};  // as marks_, on the transfer stream
+  std::int64_t last_transfer_ = 0;
   std::int64_t last_mark_ = 0;
   std::int64_t last_reached_ = 0;
   bool lost_ = false;

@@ -1,0 +1,105 @@
+// A place below the device that keeps records by tenant and key: host memory, a disk, a cluster of servers, or one of
+// your own.
+//
+// Promises of every tier:
+//   1. What get() gives are exactly the bytes of one put() of that tenant and key and of the tier's layout, and never
+//      those of a put before the newest one that was `stored`. They are checked on every read; anything else is a miss.
+//   2. No call throws, but for want of memory.
+//   3. No call goes on much longer than its deadline, as far as the operating system lets it: what has no answer by
+//   then
+//      is `failed` or not `answered`. A put that failed may yet be there, whole.
+//
+// No answer is ever an error of the caller's: whatever went wrong, the caller computes the bytes again.
+//
+// Calls block, but for look_up(). One thread at a time puts, removes, flushes and asks for stats(); beside it another
+// may get and ask what exists. kv4 gives each tier two threads of its own.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "kv4/export.h"
+
+namespace kv4::tier {
+
+using Duration = std::chrono::nanoseconds;
+using Deadline = std::chrono::steady_clock::time_point;
+
+using Key = std::array<std::byte, 32>;
+
+/// What a record is found by. The same key of two tenants is two records.
+struct RecordId {
+  std::uint64_t tenant = 0;
+  Key key{};
+  friend bool operator==(const RecordId&, const RecordId&) = default;
+};
+
+enum class PutStatus : std::uint8_t { stored, too_large, no_space, failed };
+enum class GetStatus : std::uint8_t {
+  found,
+  missing,
+  too_small,  // `to` is shorter than the payload; `bytes` says how long that is
+  damaged,    // a miss; the record is set aside
+  failed      // a miss; no answer, or not in time
+};
+
+// Requests come in batches; each tells what became of it.
+struct PutRequest {
+  RecordId id;
+  std::span<const std::byte> payload;
+  PutStatus status = PutStatus::failed;  // out
+};
+
+struct GetRequest {
+  RecordId id;
+  std::span<std::byte> to;
+  GetStatus status = GetStatus::failed;  // out
+  std::int64_t bytes = 0;                // out
+};
+
+struct ExistsRequest {
+  RecordId id;
+  std::int64_t bytes = -1;  // out: of the payload; -1: not there, as far as is known
+  bool answered = false;    // out: -1 is no failure
+};
+
+struct RemoveRequest {
+  RecordId id;
+  bool removed = false;   // out: it was there
+  bool answered = false;  // out, of a Tier: it is not there any more
+};
+
+enum class FlushStatus : std::uint8_t {
+  failed,  // not known
+  kept,    // the tier has everything that was stored, until the machine or server that keeps it goes away
+  durable  // ... and it stays, whatever is killed or loses power
+};
+
+struct TierStats {
+  static constexpr std::int64_t kUnknown = -1;
+  std::int64_t records = 0, payload_bytes = 0;  // that can be found; kUnknown where others put and remove, too
+  std::int64_t capacity_bytes = 0;              // kUnknown: the tier's own business
+  std::int64_t evicted_records = 0;             // made room; this and the next since the tier was made
+  std::int64_t set_aside_records = 0;           // damaged
+  std::int64_t connects = 0, redirects = 0;     // of a remote tier
+};
+
+class KV4_API Tier {
+ public:
+  virtual ~Tier() = default;
+  virtual const char* name() const = 0;
+  virtual void put(std::span<PutRequest> requests, Deadline deadline) = 0;
+  virtual void get(std::span<GetRequest> requests, Deadline deadline) = 0;
+  /// A hint: the payload is not looked at.
+  virtual void exists(std::span<ExistsRequest> requests, Deadline deadline) = 0;
+  /// As exists(), at once and from memory: any thread, beside any other call. False: only exists() can tell.
+  virtual bool look_up(std::span<ExistsRequest>) const { return false; }
+  virtual void remove(std::span<RemoveRequest> requests, Deadline deadline) = 0;
+  virtual FlushStatus flush(Deadline deadline) = 0;
+  virtual TierStats stats() = 0;
+};
+
+}  // namespace kv4::tier

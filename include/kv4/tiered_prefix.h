@@ -1,0 +1,98 @@
+// A prefix cache that goes on below the device: what a cache keeps is offered to tiers, and what a prompt does not find
+// on the device is looked for there.
+//
+//   kv4::Tiers tiers(cache.schema(), {.host_bytes = 8LL << 30, .directory = "/var/cache/kv4"});
+//   kv4::TieredPrefix tiered(cache, tiers);
+//   tiered.load(prompt, deadline);  cache.admit(prompt);  ... steps, and between them tiered.save(16) ...
+//
+// A record is a block's image or a snapshot, under the block's key; tiers check its bytes, the key says of what they
+// are. Whatever a tier loses or is late with is computed again. Tenants that are to share contexts have one id: records
+// are kept by tenant.
+//
+// Nothing here waits for the device, but load() and save_all(): blocks move through pinned memory, one transfer each,
+// beside the steps.
+//
+// Threads: the one that drives the cache. Tiers work in threads of their own.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "kv4/export.h"
+#include "kv4/kv_cache_manager.h"
+#include "kv4/tiers.h"
+
+namespace kv4 {
+
+struct TieredOptions {
+  /// Host memory for blocks on their way in, pinned for a GPU, and as much of the device's.
+  std::int64_t load_bytes = std::int64_t{64} << 20;
+  /// Host memory for blocks until all tiers have written them; an eighth as much of the device's.
+  std::int64_t save_bytes = std::int64_t{128} << 20;
+  std::int64_t max_waiting = 65536;  // records that wait to be offered
+  int max_attempts = 4;              // to put a record into a tier that fails
+};
+
+struct TieredStatistics {
+  std::int64_t offered_blocks = 0, offered_snapshots = 0;  // and taken by one tier at least
+  std::int64_t offered_again = 0;                          // to a tier that had refused one or failed
+  std::int64_t dropped = 0;  // not in all tiers, and given up: evicted before, too many waiting, or failed too often
+  std::int64_t loaded_blocks = 0, loaded_snapshots = 0;
+  std::int64_t lost_events = 0;  // blocks that were stored faster than they were saved
+  std::int64_t waiting = 0;      // now: to be offered, again or for the first time
+};
+
+/// `done` of `total` blocks. False cancels: what has arrived by then stays.
+using TieredProgress = std::function<bool(std::int64_t done, std::int64_t total)>;
+
+/// A prompt's blocks on their way to the device. Between steps call advance() until it says true; then admit. Gone:
+/// cancelled. The TieredPrefix outlives it.
+class KV4_API PrefixLoad {
+ public:
+  ~PrefixLoad();
+  PrefixLoad(PrefixLoad&&) noexcept;
+
+  /// Takes what has come and asks for more; waits for nothing. True: nothing is left to be done. Not during a step.
+  bool advance();
+  std::int64_t brought_blocks() const;
+  std::int64_t wanted_blocks() const;
+
+ private:
+  friend class TieredPrefix;
+  struct Impl;
+  explicit PrefixLoad(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+class KV4_API TieredPrefix {
+ public:
+  /// Both outlive it; nobody else reads the cache's block events.
+  TieredPrefix(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options = {});
+  TieredPrefix(KVCacheManager& cache, tier::TierChain& tiers, const TieredOptions& options = {});
+  ~TieredPrefix();
+  TieredPrefix(const TieredPrefix&) = delete;
+  TieredPrefix& operator=(const TieredPrefix&) = delete;
+
+  /// Offers what the cache has stored since, oldest first; begins at most `max_records`. What finds no room in the
+  /// tiers' queues stays on the device and is offered by a later call, and so is what a tier failed to store, while it
+  /// is kept on the device. Returns how many records are left to be offered or on their way off the device.
+  std::int64_t save(std::int64_t max_records);
+  /// save() until nothing is left. False: the deadline came, or progress said so.
+  bool save_all(tier::Deadline deadline, const TieredProgress& progress = {});
+
+  /// Brings what tiers have of the prompt and the device has not: blocks behind those kept, and the deepest snapshot of
+  /// them. Ends at the deadline, with what is there by then.
+  PrefixLoad start_load(const Prompt& prompt, tier::Deadline deadline);
+  /// The same at once. Returns the blocks brought.
+  std::int64_t load(const Prompt& prompt, tier::Deadline deadline, const TieredProgress& progress = {});
+
+  const TieredStatistics& statistics() const;
+
+ private:
+  friend class PrefixLoad;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv4

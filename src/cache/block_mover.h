@@ -1,0 +1,34 @@
+// Kept blocks and snapshots on their way between a cache and other memory of its backend: queued, without waiting.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "cache/manager_impl.h"
+
+namespace kv4 {
+
+/// The cache outlives it.
+class BlockMover {
+ public:
+  explicit BlockMover(KVCacheManager& cache) : cache_(cache), m_(*cache.impl_) {}
+
+  const std::shared_ptr<Backend>& backend() const { return m_.backend; }
+
+  /// Images of kept blocks, to[i] [block_image_bytes]. False, and nothing is done: one of them is not there.
+  bool gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const;
+  bool gather_snapshot(const BlockKey& key, std::byte* to) const;  // [snapshot_bytes()]
+
+  /// Blocks of the prompt whose keys are `keys`, from `at` on; those before are kept, else nothing is done. Returns how
+  /// many there was room for.
+  std::int64_t insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
+                      std::span<std::byte* const> images);
+  bool insert_snapshot(const BlockKey& key, const std::byte* from);
+
+ private:
+  KVCacheManager& cache_;
+  KVCacheManager::Impl& m_;
+};
+
+}  // namespace kv4

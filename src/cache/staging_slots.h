@@ -1,0 +1,54 @@
+// Memory for blocks on their way, cut into slots of one size, all of it allocated at the start.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "backend/device_memory.h"
+#include "kv4/host_memory.h"
+#include "tier/shared_bytes.h"
+
+namespace kv4 {
+
+/// Of the host, where transfers reach it fastest, at multiples of 4,096. Any thread; slots may outlive their pool.
+class HostSlots : public std::enable_shared_from_this<HostSlots> {
+ public:
+  static std::shared_ptr<HostSlots> make(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int count) {
+    return std::shared_ptr<HostSlots>(new HostSlots(backend, slot_bytes, count));
+  }
+
+  /// Nothing where all are taken.
+  tier::SharedBytes take();
+  int num_free() const;
+
+ private:
+  static constexpr std::int64_t kAlignment = 4096;
+
+  HostSlots(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int count);
+
+  std::int64_t slot_bytes_, stride_;
+  HostMemory memory_;
+  std::byte* first_;
+  mutable std::mutex mutex_;
+  std::vector<int> free_;
+};
+
+/// Of the backend; one thread. Given back where it is known that nothing queued uses it any more.
+class DeviceSlots {
+ public:
+  DeviceSlots(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int count);
+
+  std::byte* take();  // null where all are taken
+  void give(std::byte* slot) { free_.push_back(slot); }
+  int num_free() const { return static_cast<int>(free_.size()); }
+
+ private:
+  static constexpr std::int64_t kAlignment = 256;
+
+  DeviceMemory memory_;
+  std::vector<std::byte*> free_;
+};
+
+}  // namespace kv4

@@ -1,0 +1,107 @@
+// Which records a store has, and where: open addressing over the keys' own bytes.
+//
+// Any thread may ask; one thread at a time changes what is there, but for set_aside(), which any may call. No call
+// waits for a disk.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "tier/requests.h"
+
+namespace kv4::tier {
+
+struct StoreSegment;
+
+struct RecordPlace {
+  StoreSegment* segment = nullptr;
+  std::int64_t offset = 0, length = 0;
+
+  bool operator==(const RecordPlace&) const = default;
+};
+
+struct RecordEntry {
+  RecordPlace place;
+  std::uint64_t sequence = 0;
+  RecordKind kind = RecordKind::value;
+  bool set_aside = false;  // a miss, but known, so that it is killed when a newer one takes its place
+
+  std::int64_t payload_bytes() const { return place.length - (kind == RecordKind::sealed ? kSealBytes : 0); }
+};
+
+class RecordIndex {
+ public:
+  std::optional<RecordEntry> find(const RecordId& id) const;
+  /// `use(entry)` with the lock held: the entry's segment is there meanwhile. False: there is no such record.
+  template <class Use>
+  bool visit(const RecordId& id, Use&& use) const {
+    const std::lock_guard lock(mutex_);
+    const std::uint32_t number = find_number(id);
+    if (number != kNone) use(record(number).entry);
+    return number != kNone;
+  }
+  /// Answers all: -1 where a record is not there or was set aside.
+  void look_up(std::span<ExistsRequest> requests) const;
+
+  /// What was there before, if anything.
+  std::optional<RecordEntry> put(const RecordId& id, const RecordEntry& entry);
+  void erase(const RecordId& id);
+  /// False: it is not at that place any more, or is set aside already.
+  bool set_aside(const RecordId& id, const RecordPlace& place);
+  void clear();
+  void reserve(std::int64_t records);
+
+  /// `use(id, entry)` of all, in no order, by the thread that makes changes; references stay until the record is
+  /// erased.
+  template <class Use>
+  void for_each(Use&& use) const {
+    const std::lock_guard lock(mutex_);
+    for (const Cell& cell : cells_)
+      if (cell.number != kNone) use(record(cell.number).id, record(cell.number).entry);
+  }
+
+  std::int64_t size() const;
+  /// Without those set aside.
+  std::int64_t sound_records() const;
+  std::int64_t payload_bytes() const;
+
+ private:
+  static constexpr std::uint32_t kNone = 0xffffffff;
+  static constexpr std::size_t kChunkRecords = 4096;
+  struct Cell {
+    std::uint32_t tag = 0;  // further bits of the hash
+    std::uint32_t number = kNone;
+  };
+  struct Record {
+    RecordId id;
+    RecordEntry entry;
+  };
+  using Chunk = std::array<Record, kChunkRecords>;
+
+  static std::uint64_t hash(const RecordId& id) { return RecordIdHash()(id) * 0x9e3779b97f4a7c15u; }
+  static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
+  std::size_t home(std::uint64_t hash) const { return static_cast<std::size_t>(hash >> 32) & mask(); }
+  std::size_t mask() const { return cells_.size() - 1; }
+  Record& record(std::uint32_t number) const { return (*chunks_[number / kChunkRecords])[number % kChunkRecords]; }
+  std::size_t find_cell(const RecordId& id, std::uint64_t hash) const;  // its own, or where it would go
+  std::uint32_t find_number(const RecordId& id) const { return cells_[find_cell(id, hash(id))].number; }
+  void resize(std::size_t cells);
+  void count(const RecordEntry& entry, int sign);
+
+  // Invariants:
+  //   1. cells_ is a power of two and at most half full; every record is in the run of cells that begins at its home.
+  //   2. A number is in one cell, or in free_, or has never been used.
+  mutable std::mutex mutex_;
+  std::vector<Cell> cells_ = std::vector<Cell>(1024);
+  std::vector<std::unique_ptr<Chunk>> chunks_;  // records never move
+  std::vector<std::uint32_t> free_;
+  std::uint32_t next_number_ = 0;
+  std::int64_t size_ = 0, sound_records_ = 0, payload_bytes_ = 0;
+};
+
+}  // namespace kv4::tier

@@ -1,0 +1,106 @@
+#include "kv4/tiers.h"
+
+#include <charconv>
+#include <utility>
+
+#include "base/check.h"
+#include "tier/disk_tier.h"
+#include "tier/host_tier.h"
+#include "tier/record_cipher.h"
+#include "tier/remote_tier.h"
+#include "tier/tier_chain.h"
+
+namespace kv4 {
+namespace {
+
+constexpr std::int64_t kHostPageBytes = 16 << 10;
+
+tier::RedisAddress parse_address(const std::string& text) {
+  const std::size_t colon = text.rfind(':');
+  tier::RedisAddress address;
+  const char* const end = text.data() + text.size();
+  const bool good = colon != std::string::npos && colon > 0 &&
+                    std::from_chars(text.data() + colon + 1, end, address.port).ptr == end && colon + 1 < text.size();
+  require(good, ErrorCode::bad_argument, "'{}' is no server; write host:port", text);
+  address.host = text.substr(0, colon);
+  return address;
+}
+
+tier::StoreOptions store_options(const CacheSchema& schema, const TiersOptions& options) {
+  tier::StoreOptions store;
+  store.directory = options.directory;
+  store.layout_id = schema.layout_id;
+  store.segment_bytes = options.segment_bytes;
+  store.capacity_bytes = options.disk_bytes;
+  store.read_threads = options.disk_threads;
+  if (options.disk_key) store.cipher = std::make_shared<tier::RecordCipher>(*options.disk_key);
+  return store;
+}
+
+tier::RemoteOptions remote_options(const CacheSchema& schema, const TiersOptions& options) {
+  tier::RemoteOptions remote;
+  for (const std::string& server : options.servers) remote.servers.push_back(parse_address(server));
+  remote.user = options.user;
+  remote.password = options.password;
+  remote.layout_id = schema.layout_id;
+  return remote;
+}
+
+}  // namespace
+
+Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) {
+  const auto clock = std::make_shared<tier::SteadyClock>();
+  std::vector<std::shared_ptr<tier::Tier>> all;
+  if (options.host_bytes > 0) {
+    const std::int64_t bytes = ceil_div(options.host_bytes, kHostPageBytes) * kHostPageBytes;
+    all.push_back(std::make_shared<tier::HostTier>(
+        tier::HostTierOptions{schema.layout_id, bytes, kHostPageBytes, options.host_threads}, clock));
+  }
+  if (!options.directory.empty())
+    all.push_back(
+        std::make_shared<tier::DiskTier>(tier::make_posix_file_system(), store_options(schema, options), clock));
+  if (!options.servers.empty()) all.push_back(tier::make_remote_tier(remote_options(schema, options)));
+  all.insert(all.end(), options.more.begin(), options.more.end());
+  require(!all.empty(), ErrorCode::bad_argument, "no tier is asked for; set host_bytes, directory, servers or more");
+
+  tier::TierQueueOptions queue;
+  queue.max_write_bytes = options.max_write_bytes;
+  queue.max_read_bytes = options.max_read_bytes;
+  queue.close_limit = options.close_limit;
+  std::vector<std::unique_ptr<tier::TierQueue>> queues;
+  for (std::shared_ptr<tier::Tier>& each : all)
+    queues.push_back(std::make_unique<tier::TierQueue>(std::move(each), queue, clock));
+  chain_ = std::make_unique<tier::TierChain>(std::move(queues), clock);
+}
+
+Tiers::~Tiers() = default;
+Tiers::Tiers(Tiers&&) noexcept = default;
+
+std::vector<tier::FlushStatus> Tiers::flush(tier::Deadline deadline) { return chain_->flush(deadline); }
+std::vector<tier::FlushStatus> Tiers::close(tier::Deadline deadline) { return chain_->close(deadline); }
+
+std::vector<TierReport> Tiers::report() {
+  std::vector<TierReport> reports;
+  for (const tier::ChainStats& each : chain_->stats()) {
+    const tier::QueueStats& q = each.queue;
+    TierReport report;
+    report.name = each.name;
+    report.hits = q.hits;
+    report.misses = q.misses;
+    report.failed_gets = q.failed_gets;
+    report.damaged = q.damaged;
+    report.hit_bytes = q.hit_bytes;
+    report.stored = q.stored;
+    report.failed_puts = q.failed_puts;
+    report.refused_puts = q.refused_puts;
+    report.stored_bytes = q.stored_bytes;
+    report.promoted = each.promoted;
+    report.waiting_bytes = q.waiting_write_bytes;
+    report.open = q.breaker != tier::CircuitBreaker::State::closed;
+    report.tier = q.tier;
+    reports.push_back(std::move(report));
+  }
+  return reports;
+}
+
+}  // namespace kv4
