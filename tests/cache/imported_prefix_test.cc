@@ -1,10 +1,11 @@
 // Requests that come from elsewhere, saved, handed over or set aside, in a cache that keeps prefixes: they take what is
 // kept, and later prompts find what they brought.
 #include "cache/session_records.h"
-#include "cache/tiered_prefix.h"
 #include "kv4/preempted_request.h"
+#include "kv4/tiered_prefix.h"
 #include "support/harness.h"
 #include "tier/host_tier.h"
+#include "tier/tier_chain.h"
 
 namespace kv4::test {
 namespace {
@@ -208,7 +209,7 @@ TEST(ImportedPrefix, TiersBringItsBlocks) {
     Driver before(tiny(), o);
     const RequestId r = begin(before, kStream, 80).request;
     fill_up(before, r, kStream, 80);
-    TieredPrefix(before.cache, tiers).save(1000);
+    EXPECT_TRUE(TieredPrefix(before.cache, tiers).save_all(clock->now() + std::chrono::seconds(60)));
   }
   Cold cold(o);
   const RequestId source = cold.compute(100);

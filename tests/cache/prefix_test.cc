@@ -3,11 +3,12 @@
 #include <map>
 
 #include "cache/session_records.h"
-#include "cache/tiered_prefix.h"
 #include "kv4/error.h"
 #include "kv4/preempted_request.h"
+#include "kv4/tiered_prefix.h"
 #include "support/harness.h"
 #include "tier/host_tier.h"
+#include "tier/tier_chain.h"
 
 namespace kv4::test {
 namespace {
