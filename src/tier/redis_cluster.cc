@@ -22,6 +22,23 @@ bool is_numeric(const std::string& host) {
   return ::inet_pton(AF_INET, host.c_str(), &address) == 1 || ::inet_pton(AF_INET6, host.c_str(), &address) == 1;
 }
 
+/// A connection as its server knows it. The number alone would name another client after the server has started anew.
+struct ClientName {
+  std::string id, address;
+  bool empty() const { return id.empty(); }
+};
+
+/// Of the reply to CLIENT INFO: "id=7 addr=127.0.0.1:41234 laddr=..."
+ClientName parse_client(std::string_view info) {
+  const auto field = [&](std::string_view name) {
+    const std::size_t at = info.starts_with(name) ? 0 : info.find(' ' + std::string(name));
+    if (at == std::string_view::npos) return std::string();
+    const std::size_t begin = info.find('=', at) + 1;
+    return std::string(info.substr(begin, info.find_first_of(" \r\n", begin) - begin));
+  };
+  return {field("id="), field("addr=")};
+}
+
 }  // namespace
 
 struct RedisCluster::Node {
@@ -32,10 +49,10 @@ struct RedisCluster::Node {
   RedisAddress address;
   std::unique_ptr<RedisConnection> connection;
   Hello hello = Hello::waiting;
-  std::vector<Unsent> queue;     // until hello is done
-  long long client_id = 0;       // of the connection, at the server; 0: not known yet
-  long long dropped_client = 0;  // of the one before, if it may have commands on the way
-  Duration pause{};              // before this connection; 0: none was needed
+  std::vector<Unsent> queue;  // until hello is done
+  ClientName client;          // of the connection, at the server; empty: not known yet
+  ClientName dropped;         // of the one before, if it may have commands on the way
+  Duration pause{};           // before this connection; 0: none was needed
   Deadline retry_at{};
   std::int64_t progress = 0;  // of the connection, when it was looked at last
   Deadline progress_at{};     // since when it owes an answer and has made none
@@ -172,32 +189,34 @@ bool RedisCluster::connect(Node& node) {
 
 void RedisCluster::say_hello(Node& node) {
   node.hello = Hello::waiting;
-  node.client_id = 0;
+  node.client = {};
   const auto on_reply = [this, &node](const redisReply* reply) { on_hello(node, reply); };
   const bool named = !options_.user.empty();
   if (!options_.password.empty())
     node.connection->send(
         named ? redis_command({"AUTH", options_.user, options_.password}) : redis_command({"AUTH", options_.password}),
         on_reply);
-  node.connection->send(redis_command({"CLIENT", "ID"}), on_reply);
+  node.connection->send(redis_command({"CLIENT", "INFO"}), on_reply);
 }
 
-/// AUTH gives a status, CLIENT ID and CLIENT KILL numbers.
+/// AUTH gives a status, CLIENT INFO a text, CLIENT KILL a number.
 void RedisCluster::on_hello(Node& node, const redisReply* reply) {
-  if (reply == nullptr || reply->type == REDIS_REPLY_STATUS) return;
-  if (reply->type != REDIS_REPLY_INTEGER) {
+  if (reply == nullptr || reply->type == REDIS_REPLY_STATUS || node.hello != Hello::waiting) return;
+  if (node.client.empty()) {
+    if (reply->type == REDIS_REPLY_STRING) node.client = parse_client(text_of(*reply));
+    if (node.client.empty()) {
+      node.hello = Hello::refused;
+      return;
+    }
+    if (!node.dropped.empty())
+      return node.connection->send(
+          redis_command({"CLIENT", "KILL", "ID", node.dropped.id, "ADDR", node.dropped.address}),
+          [this, &node](const redisReply* killed) { on_hello(node, killed); });
+  } else if (reply->type != REDIS_REPLY_INTEGER) {
     node.hello = Hello::refused;
     return;
   }
-  if (node.hello != Hello::waiting) return;
-  if (node.client_id == 0) {
-    node.client_id = reply->integer;
-    // A smaller one: the server has started anew since, and the dropped connection is gone.
-    if (node.dropped_client != 0 && node.client_id > node.dropped_client)
-      return node.connection->send(redis_command({"CLIENT", "KILL", "ID", std::to_string(node.dropped_client)}),
-                                   [this, &node](const redisReply* killed) { on_hello(node, killed); });
-  }
-  node.dropped_client = 0;
+  node.dropped = {};
   node.hello = Hello::done;
   node.pause = Duration(0);
   for (Node::Unsent& unsent : std::exchange(node.queue, {}))
@@ -214,7 +233,7 @@ void RedisCluster::send(Node& node, RedisCommand command, OnReply on_reply) {
 }
 
 void RedisCluster::drop(Node& node) {
-  if (node.hello == Hello::done && !node.connection->idle()) node.dropped_client = node.client_id;
+  if (node.hello == Hello::done && !node.connection->idle()) node.dropped = node.client;
   node.hello = Hello::waiting;
   node.pause = node.pause == Duration(0) ? options_.first_pause : std::min(node.pause * 2, options_.longest_pause);
   node.retry_at = clock_now() + node.pause;

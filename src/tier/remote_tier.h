@@ -16,7 +16,7 @@ namespace kv4::tier {
 
 struct RemoteOptions {
   std::vector<RedisAddress> servers;  // some of the cluster; they tell the rest
-  std::string user, password;         // AUTH where there is a password; the user needs CLIENT ID and CLIENT KILL
+  std::string user, password;         // AUTH where there is a password; the user needs CLIENT INFO and CLIENT KILL
   std::uint64_t layout_id = 0;
   std::int64_t max_payload_bytes = std::int64_t{64} << 20;
   Duration silence_limit = std::chrono::seconds(1);      // a server that owes an answer and sends nothing is left
