@@ -58,7 +58,10 @@ void bind_options(nb::module_& m) {
   nb::enum_<Arrangement>(m, "Arrangement")
       .value("block_major", Arrangement::block_major)
       .value("layer_major", Arrangement::layer_major);
-  nb::enum_<EvictionKind>(m, "EvictionKind").value("lru", EvictionKind::lru).value("s3_fifo", EvictionKind::s3_fifo);
+  nb::enum_<EvictionKind>(m, "EvictionKind")
+      .value("lru", EvictionKind::lru)
+      .value("s3_fifo", EvictionKind::s3_fifo)
+      .value("hit_density", EvictionKind::hit_density);
 
   nb::class_<SnapshotPolicy> snapshots(m, "SnapshotPolicy",
                                        "Where snapshots are kept, and what a hit then has to compute again.");
@@ -81,7 +84,8 @@ void bind_options(nb::module_& m) {
       .def_rw("max_events", &PrefixOptions::max_events, "of the stream; older ones are lost, and counted")
       .def_rw("tenant_shares", &PrefixOptions::tenant_shares,
               "blocks of each tenant that others cannot evict; assign a whole list to change it");
-  def_enum<&PrefixOptions::eviction, parse_eviction>(prefix, "eviction", "lru or s3_fifo ('s3fifo')");
+  def_enum<&PrefixOptions::eviction, parse_eviction>(prefix, "eviction",
+                                                     "lru, s3_fifo ('s3fifo') or hit_density ('density')");
 
   nb::class_<CacheOptions> options(
       m, "CacheOptions",

@@ -38,6 +38,7 @@ def test_records_take_keywords_and_names():
     assert options.row_format == kv4.Format.bf16 and options.index_format == kv4.Format.fp8
     assert options.pending_dtype == kv4.DType.bf16 and options.hca_mode == kv4.HcaMode.raw
     assert options.prefix.eviction == kv4.EvictionKind.s3_fifo
+    assert kv4.PrefixOptions(eviction="density").eviction == kv4.EvictionKind.hit_density
     assert options.prefix.snapshots.kind == kv4.SnapshotPolicy.Kind.full
     options.prefix.num_snapshots = 3
     assert options.prefix.num_snapshots == 3
