@@ -5,7 +5,7 @@
 
 Fenced blocks of a tutorial: ```LANGUAGE FILE``` is a piece of FILE, ```diff``` changes files of the tree, ```sh``` is run, and every
 line of ```output``` stands in what that printed. A tutorial with a diff or a file below src/ runs in a copy of the tree,
-others in an empty folder with an installed kv4. ```python``` runs with the interpreter of KV4_PYTHON, or this one.
+others in an empty folder with an installed kv4. `python` is KV4_PYTHON where that is set.
 """
 import os
 import re
@@ -51,8 +51,9 @@ def run(tutorial, build, prefix):
         else:
             folder.mkdir()
         library = next(prefix.rglob("libkv4.so")).parent
+        tools = [str(prefix / "bin")] + [str(Path(python).parent) for python in [os.environ.get("KV4_PYTHON")] if python]
         environment = dict(os.environ, PKG_CONFIG_PATH=str(library / "pkgconfig"), LD_LIBRARY_PATH=str(library),
-                           PATH=f"{prefix / 'bin'}:{os.environ['PATH']}")
+                           PATH=":".join(tools + [os.environ["PATH"]]))
         printed = ""
         for language, name, text in blocks:
             if name:
@@ -62,9 +63,8 @@ def run(tutorial, build, prefix):
                     file.write(text)
             elif language == "diff":
                 change(folder, text)
-            elif language in ("sh", "python"):
-                command = ["bash", "-euc", text] if language == "sh" else [os.environ.get("KV4_PYTHON", sys.executable), "-c", text]
-                done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            elif language == "sh":
+                done = subprocess.run(["bash", "-euc", text], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True, timeout=600)
                 printed += done.stdout
                 if done.returncode != 0:
