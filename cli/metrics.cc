@@ -1,7 +1,8 @@
 #include "metrics.h"
 
-#include <fmt/format.h>
+#include <prometheus/text_serializer.h>
 
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <vector>
@@ -11,52 +12,54 @@
 namespace kv4::cli {
 namespace {
 
+using Labels = std::vector<prometheus::ClientMetric::Label>;
+
 struct Sample {
-  std::string labels;  // `state="free"`, or nothing
+  Labels labels;
   std::int64_t value = 0;
 };
 
-class Text {
+/// Families in the order they are added.
+class Families {
  public:
   void counter(const char* name, const char* help, const std::vector<Sample>& samples) {
-    family(name, "counter", help, samples);
+    prometheus::MetricFamily& family = add(name, help, prometheus::MetricType::Counter);
+    for (const Sample& s : samples) measure(family, s.labels).counter.value = static_cast<double>(s.value);
   }
   void gauge(const char* name, const char* help, const std::vector<Sample>& samples) {
-    family(name, "gauge", help, samples);
+    prometheus::MetricFamily& family = add(name, help, prometheus::MetricType::Gauge);
+    for (const Sample& s : samples) measure(family, s.labels).gauge.value = static_cast<double>(s.value);
   }
   void histogram(const char* name, const char* help, const TokenHistogram& values) {
-    head(name, "histogram", help);
-    std::int64_t below = 0;
+    prometheus::MetricFamily& family = add(name, help, prometheus::MetricType::Histogram);
+    auto& out = measure(family, {}).histogram;
     for (int i = 0; i < TokenHistogram::kBuckets; ++i) {
-      below += values.counts[static_cast<std::size_t>(i)];
-      const std::string bound =
-          i + 1 < TokenHistogram::kBuckets ? std::to_string(TokenHistogram::bound(i)) : std::string("+Inf");
-      out_ += fmt::format("{}_bucket{{le=\"{}\"}} {}\n", name, bound, below);
+      out.sample_count += static_cast<std::uint64_t>(values.counts[static_cast<std::size_t>(i)]);
+      const bool last = i + 1 == TokenHistogram::kBuckets;
+      out.bucket.push_back({out.sample_count, last ? INFINITY : static_cast<double>(TokenHistogram::bound(i))});
     }
-    out_ += fmt::format("{}_sum {}\n{}_count {}\n", name, values.sum, name, below);
+    out.sample_sum = static_cast<double>(values.sum);
   }
-  std::string take() { return std::move(out_); }
+  std::string text() const { return prometheus::TextSerializer().Serialize(families_); }
 
  private:
-  void head(const char* name, const char* type, const char* help) {
-    out_ += fmt::format("# HELP {} {}\n# TYPE {} {}\n", name, help, name, type);
+  prometheus::MetricFamily& add(const char* name, const char* help, prometheus::MetricType type) {
+    families_.push_back({name, help, type, {}});
+    return families_.back();
   }
-  void family(const char* name, const char* type, const char* help, const std::vector<Sample>& samples) {
-    if (samples.empty()) return;
-    head(name, type, help);
-    for (const Sample& s : samples)
-      out_ += s.labels.empty() ? fmt::format("{} {}\n", name, s.value)
-                               : fmt::format("{}{{{}}} {}\n", name, s.labels, s.value);
+  static prometheus::ClientMetric& measure(prometheus::MetricFamily& family, const Labels& labels) {
+    family.metric.emplace_back().label = labels;
+    return family.metric.back();
   }
-  std::string out_;
+  std::vector<prometheus::MetricFamily> families_;
 };
 
-void add_tiers(Text& text, std::span<const tier::ChainStats> tiers) {
+void add_tiers(Families& families, std::span<const tier::ChainStats> tiers) {
   std::vector<Sample> reads, read_bytes, writes, write_bytes, records, bytes, open;
   for (const tier::ChainStats& each : tiers) {
     const tier::QueueStats& q = each.queue;
-    const auto labels = [&](const char* result) { return fmt::format("tier=\"{}\",result=\"{}\"", each.name, result); };
-    const std::string tier = fmt::format("tier=\"{}\"", each.name);
+    const auto labels = [&](const char* result) { return Labels{{"tier", each.name}, {"result", result}}; };
+    const Labels tier{{"tier", each.name}};
     reads.push_back({labels("hit"), q.hits});
     reads.push_back({labels("miss"), q.misses});
     reads.push_back({labels("failed"), q.failed_gets});
@@ -70,57 +73,58 @@ void add_tiers(Text& text, std::span<const tier::ChainStats> tiers) {
     bytes.push_back({tier, q.tier.payload_bytes});
     open.push_back({tier, q.times_opened});
   }
-  text.counter("kv4_tier_reads_total", "Records that were asked for.", reads);
-  text.counter("kv4_tier_read_bytes_total", "Bytes of records that were found.", read_bytes);
-  text.counter("kv4_tier_writes_total", "Records that were offered.", writes);
-  text.counter("kv4_tier_write_bytes_total", "Bytes of records that were stored.", write_bytes);
-  text.counter("kv4_tier_breaker_opened_total", "How often a tier was left alone because it failed.", open);
-  text.gauge("kv4_tier_records", "Records that a tier keeps.", records);
-  text.gauge("kv4_tier_bytes", "Bytes of records that a tier keeps.", bytes);
+  families.counter("kv4_tier_reads_total", "Records that were asked for.", reads);
+  families.counter("kv4_tier_read_bytes_total", "Bytes of records that were found.", read_bytes);
+  families.counter("kv4_tier_writes_total", "Records that were offered.", writes);
+  families.counter("kv4_tier_write_bytes_total", "Bytes of records that were stored.", write_bytes);
+  families.counter("kv4_tier_breaker_opened_total", "How often a tier was left alone because it failed.", open);
+  families.gauge("kv4_tier_records", "Records that a tier keeps.", records);
+  families.gauge("kv4_tier_bytes", "Bytes of records that a tier keeps.", bytes);
 }
 
 }  // namespace
 
 std::string metrics_text(const CacheStatistics& cache, std::span<const tier::ChainStats> tiers) {
-  Text text;
+  Families families;
   const PrefixStatistics& p = cache.prefix;
-  text.gauge("kv4_requests", "Running requests.", {{"", cache.requests}});
-  text.gauge("kv4_requests_max", "Requests that can run at once.", {{"", cache.max_requests}});
-  text.gauge("kv4_blocks", "Blocks of the paged pool.",
-             {{"state=\"free\"", cache.free_blocks},
-              {"state=\"held\"", cache.held_blocks},
-              {"state=\"evictable\"", cache.evictable_blocks}});
-  text.gauge("kv4_slots", "State slots.",
-             {{"state=\"free\"", cache.free_slots}, {"state=\"held\"", cache.slots - cache.free_slots}});
-  text.gauge("kv4_memory_bytes", "Memory of the cache.", {{"", cache.memory_bytes}});
-  text.counter("kv4_prompts_total", "Prompts that were admitted.",
-               {{"result=\"hit\"", p.hits}, {"result=\"miss\"", p.prompts - p.hits}});
-  text.counter("kv4_prompt_tokens_total", "Tokens of prompts.",
-               {{"result=\"usable\"", p.usable_tokens}, {"result=\"new\"", p.prompt_tokens - p.usable_tokens}});
-  text.counter("kv4_replayed_tokens_total", "Usable tokens that were computed again for windows and pending rows.",
-               {{"", p.replayed_tokens}});
-  text.counter("kv4_prefix_blocks_total", "What became of blocks of the prefix cache.",
-               {{"event=\"stored\"", p.stored_blocks},
-                {"event=\"joined\"", p.joined_blocks},
-                {"event=\"inserted\"", p.inserted_blocks},
-                {"event=\"evicted\"", p.evicted_blocks}});
-  text.counter("kv4_snapshots_total", "What became of snapshots.",
-               {{"event=\"saved\"", p.saved_snapshots},
-                {"event=\"restored\"", p.restored_snapshots},
-                {"event=\"dropped\"", p.dropped_snapshots}});
-  text.gauge("kv4_prefix_blocks", "Blocks that the prefix cache keeps.", {{"", p.blocks}});
-  text.gauge("kv4_snapshots", "Snapshots that the prefix cache keeps.", {{"", p.snapshots}});
+  families.gauge("kv4_requests", "Running requests.", {{{}, cache.requests}});
+  families.gauge("kv4_requests_max", "Requests that can run at once.", {{{}, cache.max_requests}});
+  families.gauge("kv4_blocks", "Blocks of the paged pool.",
+                 {{{{"state", "free"}}, cache.free_blocks},
+                  {{{"state", "held"}}, cache.held_blocks},
+                  {{{"state", "evictable"}}, cache.evictable_blocks}});
+  families.gauge("kv4_slots", "State slots.",
+                 {{{{"state", "free"}}, cache.free_slots}, {{{"state", "held"}}, cache.slots - cache.free_slots}});
+  families.gauge("kv4_memory_bytes", "Memory of the cache.", {{{}, cache.memory_bytes}});
+  families.counter("kv4_prompts_total", "Prompts that were admitted.",
+                   {{{{"result", "hit"}}, p.hits}, {{{"result", "miss"}}, p.prompts - p.hits}});
+  families.counter(
+      "kv4_prompt_tokens_total", "Tokens of prompts.",
+      {{{{"result", "usable"}}, p.usable_tokens}, {{{"result", "new"}}, p.prompt_tokens - p.usable_tokens}});
+  families.counter("kv4_replayed_tokens_total", "Usable tokens that were computed again for windows and pending rows.",
+                   {{{}, p.replayed_tokens}});
+  families.counter("kv4_prefix_blocks_total", "What became of blocks of the prefix cache.",
+                   {{{{"event", "stored"}}, p.stored_blocks},
+                    {{{"event", "joined"}}, p.joined_blocks},
+                    {{{"event", "inserted"}}, p.inserted_blocks},
+                    {{{"event", "evicted"}}, p.evicted_blocks}});
+  families.counter("kv4_snapshots_total", "What became of snapshots.",
+                   {{{{"event", "saved"}}, p.saved_snapshots},
+                    {{{"event", "restored"}}, p.restored_snapshots},
+                    {{{"event", "dropped"}}, p.dropped_snapshots}});
+  families.gauge("kv4_prefix_blocks", "Blocks that the prefix cache keeps.", {{{}, p.blocks}});
+  families.gauge("kv4_snapshots", "Snapshots that the prefix cache keeps.", {{{}, p.snapshots}});
   std::vector<Sample> use, shares;
   for (std::size_t i = 0; i < cache.tenants.size(); ++i) {
-    use.push_back({fmt::format("tenant=\"{}\"", i), cache.tenants[i].blocks});
-    shares.push_back({fmt::format("tenant=\"{}\"", i), cache.tenants[i].share_blocks});
+    use.push_back({Labels{{"tenant", std::to_string(i)}}, cache.tenants[i].blocks});
+    shares.push_back({Labels{{"tenant", std::to_string(i)}}, cache.tenants[i].share_blocks});
   }
-  text.gauge("kv4_tenant_blocks", "Kept blocks by tenant.", use);
-  text.gauge("kv4_tenant_share_blocks", "Blocks that others cannot evict.", shares);
-  text.histogram("kv4_usable_tokens", "Tokens of a prompt that were there.", cache.usable_tokens);
-  text.histogram("kv4_replayed_tokens", "Tokens that a hit computed again.", cache.replayed_tokens);
-  add_tiers(text, tiers);
-  return text.take();
+  families.gauge("kv4_tenant_blocks", "Kept blocks by tenant.", use);
+  families.gauge("kv4_tenant_share_blocks", "Blocks that others cannot evict.", shares);
+  families.histogram("kv4_usable_tokens", "Tokens of a prompt that were there.", cache.usable_tokens);
+  families.histogram("kv4_replayed_tokens", "Tokens that a hit computed again.", cache.replayed_tokens);
+  add_tiers(families, tiers);
+  return families.text();
 }
 
 void write_metrics(const std::string& path, const std::string& text) {
