@@ -58,6 +58,12 @@ typedef enum kv4_status {
 KV4_C_API const char* kv4_status_name(kv4_status status); /* "KV4_OK", ... */
 KV4_C_API const char* kv4_last_error(void);               /* of this thread; "" where none was */
 
+/* What the library would say if it spoke (kv4/log.h); NULL: silence, as at the start. Called by any thread, one call at
+ * a time; it must not call kv4. The texts are valid during the call only. */
+typedef enum kv4_log_level { KV4_LOG_INFO = 0, KV4_LOG_WARNING = 1, KV4_LOG_ERROR = 2 } kv4_log_level;
+typedef void (*kv4_log_sink)(void* user, kv4_log_level level, const char* event, const char* message);
+KV4_C_API kv4_status kv4_set_log_sink(kv4_log_sink sink, void* user);
+
 /* ---- Tensors: DLPack's DLTensor, field by field, so (const kv4_tensor*)&managed->dl_tensor is one. ---- */
 
 typedef struct kv4_tensor {

@@ -1,6 +1,7 @@
 #include <string>
 
 #include "c_api/handles.h"
+#include "kv4/log.h"
 
 namespace kv4::c_api {
 
@@ -120,4 +121,16 @@ const char* kv4_status_name(kv4_status status) {
     case KV4_INTERNAL_ERROR: return "KV4_INTERNAL_ERROR";
   }
   return "unknown";
+}
+
+kv4_status kv4_set_log_sink(kv4_log_sink sink, void* user) {
+  return kv4::c_api::guarded([&] {
+    if (sink == nullptr) return kv4::set_log_sink({});
+    kv4::set_log_sink([sink, user](const kv4::LogRecord& record) {
+      const kv4_log_level level = record.level == kv4::LogLevel::info      ? KV4_LOG_INFO
+                                  : record.level == kv4::LogLevel::warning ? KV4_LOG_WARNING
+                                                                           : KV4_LOG_ERROR;
+      sink(user, level, std::string(record.event).c_str(), std::string(record.message).c_str());
+    });
+  });
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/log.h"
 
 namespace kv4::tier {
 namespace {
@@ -35,7 +36,17 @@ std::unique_ptr<DiskStore> DiskStore::open(FileSystem& files, const StoreOptions
   store->lock();
   store->open_segments();
   store->rebuild_index();
+  if (log_wanted()) store->report_opened();
   return store;
+}
+
+void DiskStore::report_opened() {
+  const StoreStats found = stats();
+  log(LogLevel::info, "store.opened",
+      fmt::format("the store {} has {} records in {} segments", options_.directory, found.records, found.segments),
+      {{"directory", options_.directory},
+       {"records", std::to_string(found.records)},
+       {"segments", std::to_string(found.segments)}});
 }
 
 DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
@@ -272,6 +283,11 @@ void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, 
     request.status = GetStatus::damaged;
     if (!index_.set_aside(request.id, found.entry.place)) return;
     ++set_aside_records_;
+    if (log_wanted())
+      log(LogLevel::warning, "store.damaged_record",
+          fmt::format("a record in {}, segment {}, is set aside: {}", options_.directory, found.segment->id,
+                      to_string(record.refusal)),
+          {{"directory", options_.directory}, {"reason", to_string(record.refusal)}});
     if (record.refusal != RecordRefusal::wrong_key) found.segment->damaged = true;
     return;
   }

@@ -152,6 +152,7 @@ class DiskStore {
   };
 
   DiskStore(FileSystem& files, const StoreOptions& options);
+  void report_opened();
   void lock();
   void open_segments();
   void rebuild_index();

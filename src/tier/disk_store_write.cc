@@ -1,7 +1,10 @@
 // The store's way to the disk: appends, segments that come and go, and the order in which a flush makes things durable.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
+#include "base/log.h"
 #include "tier/disk_store.h"
 
 namespace kv4::tier {
@@ -145,6 +148,11 @@ void DiskStore::finish_sync(Segment& segment, const IoStatus& status, std::int64
   } else {
     ++counts_.dropped_segments;
     leave(segment);
+    if (log_wanted())
+      log(LogLevel::error, "store.sync_failed",
+          fmt::format("segment {} of {} could not be made durable: {}; its records are written anew or lost",
+                      segment.id, options_.directory, to_string(status)),
+          {{"directory", options_.directory}, {"reason", to_string(status)}});
   }
 }
 

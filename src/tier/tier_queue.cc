@@ -1,5 +1,7 @@
 #include "tier/tier_queue.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -7,6 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/log.h"
 #include "tier/unsure_ids.h"
 
 namespace kv4::tier {
@@ -135,6 +138,7 @@ struct TierQueue::Core {
   /// Unlocks, calls, and tells the breaker; `call()` gives whether the tier answered. False: it was not called.
   template <class Call>
   bool call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call);
+  void report_breaker(CircuitBreaker::State state, bool slow);
 };
 
 // --- callers
@@ -143,7 +147,9 @@ struct TierQueue::Core {
 bool TierQueue::Core::accepts(Deadline now) {
   for (const Lane* lane : {&reader, &writer}) {
     if (!lane->calling || now - options.breaker.slow_after <= lane->call_deadline) continue;
+    const bool was_open = breaker.state() == CircuitBreaker::State::open;
     breaker.open(now);
+    if (!was_open && log_wanted()) report_breaker(CircuitBreaker::State::open, true);
     return false;
   }
   return !stopping && breaker.allows(now);
@@ -312,13 +318,30 @@ bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, 
   lane.calling = false;
   const Deadline end = clock->now();
   const bool slow = end - start >= options.breaker.slow_after;
+  const CircuitBreaker::State before = breaker.state();
   if (good && !slow)
     breaker.succeeded();
   else if (slow || end < deadline)
     breaker.failed(end);
   else
     breaker.withdrawn();  // so short a deadline says nothing
+  const CircuitBreaker::State after = breaker.state();
+  const bool probe_failed = before == CircuitBreaker::State::probing && after == CircuitBreaker::State::open;
+  if (after != before && !probe_failed && log_wanted()) {
+    lock.unlock();
+    report_breaker(after, slow);
+    lock.lock();
+  }
   return true;
+}
+
+void TierQueue::Core::report_breaker(CircuitBreaker::State state, bool slow) {
+  if (state == CircuitBreaker::State::closed)
+    log(LogLevel::info, "tier.closed", fmt::format("the tier '{}' answers again", name), {{"tier", name}});
+  else
+    log(LogLevel::warning, "tier.opened",
+        fmt::format("the tier '{}' {}; it is left alone for a while", name, slow ? "is too slow" : "fails"),
+        {{"tier", name}, {"reason", slow ? "slow" : "failed"}});
 }
 
 std::vector<TierQueue::Core::Place> TierQueue::Core::take_reads(Deadline& deadline) {

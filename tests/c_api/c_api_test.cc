@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/log.h"
 #include "kv4/kv_cache_manager.h"
 
 namespace {
@@ -375,6 +376,18 @@ TEST_F(CApi, ErrorsNameTheValue) {
   std::int32_t few[2];
   expect_error(kv4_token_ids(cache, request, few, 2, &count), KV4_BAD_ARGUMENT, "there are 5");
   EXPECT_EQ(count, 5);
+}
+
+TEST(CApiLog, IsForwarded) {
+  std::string heard;
+  const kv4_log_sink sink = [](void* user, kv4_log_level level, const char* event, const char* message) {
+    *static_cast<std::string*>(user) = std::to_string(level) + " " + event + ": " + message;
+  };
+  ASSERT_EQ(kv4_set_log_sink(sink, &heard), KV4_OK);
+  kv4::log(kv4::LogLevel::warning, "tier.opened", "it fails", {});
+  ASSERT_EQ(kv4_set_log_sink(nullptr, nullptr), KV4_OK);
+  kv4::log(kv4::LogLevel::error, "later", "nobody hears", {});
+  EXPECT_EQ(heard, "1 tier.opened: it fails");
 }
 
 TEST_F(CApi, StructsMayGrow) {

@@ -12,6 +12,7 @@
 #include "kv4/foreign_pages.h"
 #include "kv4/kv_cache_manager.h"
 #include "kv4/layer_cache_handle.h"
+#include "kv4/log.h"
 #include "kv4/model_config.h"
 #include "kv4/options.h"
 #include "kv4/paged_kv_pool.h"
@@ -61,6 +62,7 @@ int main() {
   if (tiered.load({tokens, 0, "", {}}, soon) != 0 || !tiered.start_load({tokens, 0, "", {}}, soon).advance()) return 8;
   if (tiered.save(1) != 0 || !tiered.save_all(soon) || tiered.statistics().dropped != 0) return 9;
   if (tiers.flush(soon).front() != kv4::tier::FlushStatus::kept || tiers.report().front().name != "host") return 10;
+  kv4::set_log_sink({});
   std::printf("kv4 %s: %s, %lld bytes\n", KV4_VERSION, kv4::cpu_target(), static_cast<long long>(cache.memory_bytes()));
   return 0;
 }

@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "kv4/error.h"
+#include "kv4/log.h"
 #include "support/simulated_disk.h"
 #include "tier/index_checkpoint.h"
 #include "tier/record_cipher.h"
@@ -168,8 +169,12 @@ TEST_F(TierDiskStore, DamagedRecordIsAMissAndSetAside) {
   put(*store, record_id(1), random_bytes(1, 1000));
   put(*store, record_id(2), random_bytes(2, 1000));
   disk.damage(first_segment(), tier::kSegmentDataOffset + 4096 + 500, std::byte{1});
+  std::vector<std::string> heard;
+  set_log_sink([&](const LogRecord& record) { heard.emplace_back(record.event); });
   EXPECT_EQ(get(*store, record_id(1)).status, GetStatus::damaged);
   EXPECT_EQ(get(*store, record_id(1)).status, GetStatus::missing);
+  set_log_sink({});
+  EXPECT_EQ(heard, std::vector<std::string>{"store.damaged_record"});
   EXPECT_EQ(store->stats().set_aside_records, 1);
   expect(2, random_bytes(2, 1000));
   put(*store, record_id(1), random_bytes(3, 1000));

@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <string>
 #include <thread>
+#include <vector>
 
+#include "kv4/log.h"
 #include "support/fake_tier.h"
 #include "tier/host_tier.h"
 #include "tier/store_records.h"
@@ -306,6 +309,25 @@ TEST_F(TierQueues, BreakerOpensProbesAndRecovers) {
   EXPECT_EQ(queue->stats().breaker, State::closed);
   EXPECT_EQ(queue->stats().times_opened, 5);
   EXPECT_EQ(get(5).status, GetStatus::missing);
+}
+
+TEST_F(TierQueues, TheBreakerIsInTheLog) {
+  std::vector<std::string> heard;
+  set_log_sink([&](const LogRecord& record) {
+    heard.push_back(std::string(record.event) + " " + std::string(record.fields[0].value));
+  });
+  options.breaker.failures_to_open = 1;
+  start();
+  fake->fail(true);
+  EXPECT_EQ(get(1).status, GetStatus::failed);
+  clock->advance(options.breaker.first_pause);
+  EXPECT_EQ(get(1).status, GetStatus::failed);  // a probe that fails is no news
+  fake->fail(false);
+  clock->advance(options.breaker.longest_pause);
+  EXPECT_EQ(get(1).status, GetStatus::missing);
+  queue.reset();
+  set_log_sink({});
+  EXPECT_EQ(heard, (std::vector<std::string>{"tier.opened fake", "tier.closed fake"}));
 }
 
 TEST_F(TierQueues, SlowAnswersOpenTheBreakerToo) {

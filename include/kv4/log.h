@@ -1,0 +1,36 @@
+// What the library would say if it spoke: it never prints; whoever wants to know gives it a sink.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string_view>
+
+#include "kv4/export.h"
+
+namespace kv4 {
+
+enum class LogLevel : std::uint8_t { info, warning, error };
+
+KV4_API const char* to_string(LogLevel level);
+
+struct LogField {
+  std::string_view name, value;
+};
+
+/// One event, valid during the call only.
+struct LogRecord {
+  LogLevel level = LogLevel::info;
+  std::string_view event;    // a name that stays the same: "tier.opened" (docs/operations.md lists them)
+  std::string_view message;  // a sentence for people
+  std::span<const LogField> fields;
+};
+
+/// Called by any thread, the library's own included, one call at a time. It must not call kv4; what it throws is lost.
+using LogSink = std::function<void(const LogRecord&)>;
+
+/// For all caches and tiers of the process, from now on; an empty one: silence, as at the start. When it returns, the
+/// one before is not being called any more.
+KV4_API void set_log_sink(LogSink sink);
+
+}  // namespace kv4

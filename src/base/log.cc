@@ -1,0 +1,43 @@
+#include "base/log.h"
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+namespace kv4 {
+
+namespace {
+
+std::mutex sink_mutex;
+LogSink sink;  // under sink_mutex
+std::atomic<bool> sink_set{false};
+
+}  // namespace
+
+const char* to_string(LogLevel level) {
+  switch (level) {
+    case LogLevel::info: return "info";
+    case LogLevel::warning: return "warning";
+    case LogLevel::error: break;
+  }
+  return "error";
+}
+
+void set_log_sink(LogSink given) {
+  const std::lock_guard lock(sink_mutex);
+  sink_set = static_cast<bool>(given);
+  sink = std::move(given);
+}
+
+bool log_wanted() { return sink_set.load(std::memory_order_relaxed); }
+
+void log(LogLevel level, std::string_view event, std::string_view message, std::initializer_list<LogField> fields) {
+  const std::lock_guard lock(sink_mutex);
+  if (!sink) return;
+  try {
+    sink({level, event, message, {fields.begin(), fields.size()}});
+  } catch (...) {  // a log that fails must not fail what it reports
+  }
+}
+
+}  // namespace kv4
