@@ -7,7 +7,9 @@
 namespace kv4 {
 
 HitDensity::HitDensity(std::span<EvictionNode> nodes, std::int64_t capacity)
-    : nodes_(nodes), ghosts_(capacity * kGhostsPerBlock), uses_per_look_(std::max<std::int64_t>(1024, capacity / 8)) {}
+    : nodes_(nodes), ghosts_(capacity * kGhostsPerBlock), uses_per_look_(std::max<std::int64_t>(1024, capacity / 8)) {
+  candidates_.reserve(nodes.size());
+}
 
 std::size_t HitDensity::class_of(std::uint8_t hits, std::uint8_t behind) {
   const int end = behind == 0 ? 0 : behind < 4 ? 1 : behind < 32 ? 2 : 3;
