@@ -27,7 +27,7 @@ using Ticket = TierChain::Ticket;
 
 constexpr std::int64_t kMaxSlots = 1024;
 constexpr std::size_t kBatches = 8;  // of a load: while some move or are inserted, tiers have work
-constexpr int kSnapshotSlots = 2;  // on their way off the device
+constexpr int kSnapshotSlots = 2;    // on their way off the device
 constexpr std::chrono::microseconds kTransferPoll{20};
 constexpr std::chrono::milliseconds kProgressStep{20}, kQueuePoll{1};
 
