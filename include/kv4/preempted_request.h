@@ -30,7 +30,7 @@ class KV4_API PreemptedRequest {
   std::vector<std::int64_t> lengths_;
   std::vector<std::int32_t> token_ids_;
   ChainName chain_;
-  std::int64_t blocks_bytes_ = 0, image_bytes_ = 0;
+  std::int64_t num_blocks_ = 0, block_bytes_ = 0, image_bytes_ = 0;
 };
 
 /// Host memory that preempt() needs for the request at its present length.

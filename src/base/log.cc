@@ -9,7 +9,8 @@ namespace kv4 {
 namespace {
 
 std::mutex sink_mutex;
-LogSink sink;  // under sink_mutex
+LogSink& sink =
+    *new LogSink;  // under sink_mutex; never destroyed: a stuck tier's thread may speak while the process ends
 std::atomic<bool> sink_set{false};
 
 }  // namespace

@@ -1,7 +1,5 @@
 #include "kv4/preempted_request.h"
 
-#include <algorithm>
-
 #include "base/check.h"
 
 namespace kv4 {
@@ -23,6 +21,7 @@ void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) {
   const std::int64_t blocks = blocks_bytes(manager, request), image = manager.image_bytes(request);
   require(blocks + image <= to.capacity_bytes(), ErrorCode::bad_argument,
           "request {} needs {} bytes of host memory; there are {}", request, blocks + image, to.capacity_bytes());
+  const std::int64_t num_blocks = std::ssize(manager.blocks(request));
   std::vector<std::int64_t> lengths;
   for (int group = 0; group < manager.schema().num_groups; ++group) lengths.push_back(manager.length(request, group));
   std::vector<std::int32_t> token_ids = manager.token_ids(request);
@@ -36,20 +35,20 @@ void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) {
   to.lengths_ = std::move(lengths);
   to.token_ids_ = std::move(token_ids);
   to.chain_ = std::move(chain);
-  to.blocks_bytes_ = blocks;
+  to.num_blocks_ = num_blocks;
+  to.block_bytes_ = manager.schema().block_image_bytes;
   to.image_bytes_ = image;
 }
 
 Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from) {
   require(!from.empty(), ErrorCode::bad_argument, "there is no request in it; preempt one first");
   const std::span<const std::byte> memory = from.memory_.bytes();
-  const std::size_t all_blocks = static_cast<std::size_t>(from.blocks_bytes_),
-                    block_bytes = static_cast<std::size_t>(manager.schema().block_image_bytes);
+  const auto block_bytes = static_cast<std::size_t>(from.block_bytes_),  // 0 where no layer has entries
+      num_blocks = static_cast<std::size_t>(from.num_blocks_);
   const ImageView image(from.layout_id_, from.lengths_,
-                        memory.subspan(all_blocks, static_cast<std::size_t>(from.image_bytes_)));
+                        memory.subspan(num_blocks * block_bytes, static_cast<std::size_t>(from.image_bytes_)));
   std::vector<std::span<const std::byte>> blocks;
-  for (std::size_t at = 0; at < all_blocks; at += block_bytes)
-    blocks.push_back(memory.subspan(at, std::min(block_bytes, all_blocks - at)));
+  for (std::size_t i = 0; i < num_blocks; ++i) blocks.push_back(memory.subspan(i * block_bytes, block_bytes));
   const Expected<RequestId> request = manager.import_image(image, from.token_ids_, blocks, from.chain_);
   if (!request) return request;
   from.lengths_.clear();

@@ -524,6 +524,27 @@ TEST(Preempt, ComesBackWithTheSameBytes) {
   }
 }
 
+// Its blocks have no bytes.
+TEST(Preempt, WindowsOnly) {
+  CacheOptions o = session_options();
+  o.layers = {0};
+  Driver driver(tiny(), o);
+  ASSERT_EQ(driver.cache.schema().block_image_bytes, 0);
+  RequestId request = driver.admit();
+  grow(driver, request, 300);
+  const Bytes expected = bytes_of(driver.cache, request);
+  PreemptedRequest aside(HostMemory(driver.backend, preempted_bytes(driver.cache, request)));
+  preempt(driver.cache, request, aside);
+  request = resume(driver.cache, aside).value();
+  expect_same(bytes_of(driver.cache, request), expected, "resumed");
+
+  // Into a cache of another layout: refused, and still there.
+  preempt(driver.cache, request, aside);
+  Driver other(tiny(), session_options());
+  EXPECT_THROW(resume(other.cache, aside), Error);
+  EXPECT_FALSE(aside.empty());
+}
+
 TEST(Preempt, AShortageKeepsIt) {
   CacheOptions o = session_options();
   o.num_blocks = 4;
