@@ -134,7 +134,7 @@ std::string svg_of(const HeatMap& map) {
         kLeft + kWidth + 16, kTop + 18 * i, c[0], c[1], c[2], kLeft + kWidth + 38, kTop + 18 * i + 13, value);
   }
   out += fmt::format("<text x=\"{}\" y=\"{}\">{}</text>\n</svg>\n", kLeft + kWidth + 16, kTop + 18 * 8 + 16,
-                     escape_html(map.y_label));
+                     escape_html(map.value_label));
   return out;
 }
 

@@ -8,7 +8,7 @@
 namespace kv4::cli {
 
 struct HeatMap {
-  std::string title, x_label, y_label;
+  std::string title, x_label, value_label;
   int columns = 0;
   std::vector<float> values;            // [rows, columns]; NaN: nothing is there
   std::vector<std::string> row_labels;  // [rows], or empty

@@ -100,7 +100,7 @@ class Inspection {
   HeatMap map_of_layers(const SessionContents& contents) const {
     HeatMap map{.title = fmt::format("{} of every layer: root mean square by position", flags_.part),
                 .x_label = "position",
-                .y_label = "rms",
+                .value_label = "rms",
                 .columns = kMapColumns,
                 .values = {},
                 .row_labels = {}};
@@ -134,7 +134,7 @@ class Inspection {
     require(!rows_.empty(), ErrorCode::bad_argument, "layer {} has no {} in this session", flags_.layer, flags_.part);
     HeatMap map{.title = fmt::format("layer {}, {}: log2 of magnitudes", flags_.layer, flags_.part),
                 .x_label = "channel",
-                .y_label = "log2 |x|",
+                .value_label = "log2 |x|",
                 .columns = static_cast<int>(rows_.begin()->second.size()),
                 .values = {},
                 .row_labels = {},
