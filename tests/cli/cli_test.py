@@ -7,6 +7,7 @@ import fcntl
 import gzip
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -436,20 +437,29 @@ class Redis:
     def __enter__(self):
         if shutil.which("redis-server") is None:
             raise Skipped("there is no redis-server; apt-get install redis-server")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.folder = tempfile.TemporaryDirectory()
-        self.server = subprocess.Popen(["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder.name],
-                                       stdout=subprocess.DEVNULL)
+        for _ in range(6):  # a port may be taken by somebody else before the server has it
+            self.port = random.randint(12_000, 32_000)
+            self.folder = tempfile.TemporaryDirectory()
+            self.server = subprocess.Popen(["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder.name],
+                                           stdout=subprocess.DEVNULL)
+            if self.answers():
+                return self
+            self.__exit__()
+        raise AssertionError("redis-server does not start")
+
+    def answers(self):
         for _ in range(200):
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return self
+                with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
+                    connection.sendall(b"INFO server\r\n")
+                    if f"process_id:{self.server.pid}\r\n".encode() in connection.recv(1 << 16):
+                        return True
             except OSError:
-                time.sleep(0.05)
-        self.__exit__()
-        raise AssertionError("redis-server does not answer")
+                pass
+            if self.server.poll() is not None:
+                return False
+            time.sleep(0.05)
+        return False
 
     def __exit__(self, *_):
         self.server.kill()

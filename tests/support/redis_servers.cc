@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <random>
 #include <stdexcept>
 #include <thread>
 
@@ -20,20 +21,39 @@ namespace {
 using namespace std::chrono_literals;
 using Time = std::chrono::steady_clock;
 
-constexpr auto kStartLimit = 30s;
+constexpr auto kJoinLimit = 30s, kStartLimit = 10s;
+constexpr int kStarts = 6;
 
-/// Somebody else may take it before the server does.
-int free_port() {
+bool is_free(int port) {
   const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  const bool bound = ::bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-                     ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  const bool bound = ::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
   ::close(fd);
-  if (!bound) throw std::runtime_error("no free port on loopback");
-  return ntohs(address.sin_port);
+  return bound;
+}
+
+/// Below the ports that connections get, so that none takes it while a server is down. Another test may still take it
+/// before the server does: whoever starts one tries again with the next.
+int free_port() {
+  constexpr int kFirst = 12'000, kPorts = 20'000;
+  static std::mt19937 random{std::random_device{}()};
+  for (int i = 0; i < kPorts; ++i)
+    if (const int port = kFirst + static_cast<int>(random() % kPorts); is_free(port)) return port;
+  throw std::runtime_error("no free port on loopback");
+}
+
+/// Null: nobody answers there yet.
+redisContext* connect(int port) {
+  redisContext* context = redisConnectWithTimeout("127.0.0.1", port, {5, 0});
+  if (context == nullptr || context->err != 0) {
+    if (context != nullptr) redisFree(context);
+    return nullptr;
+  }
+  redisSetTimeout(context, {5, 0});
+  return context;
 }
 
 }  // namespace
@@ -54,23 +74,39 @@ RedisServers::RedisServers(Mode mode) : mode_(mode), servers_(mode == Mode::clus
   if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no folder for redis servers");
   folder_ = name;
   for (Server& server : servers_) {
-    server.port = free_port();
-    server.bus_port = free_port();
-    start(server);
+    int starts = 0;
+    do {
+      if (++starts > kStarts) throw std::runtime_error("redis-server does not start; see " + folder_.string());
+      server.port = free_port();
+      server.bus_port = free_port();
+    } while (!start(server));
   }
-  if (mode == Mode::cluster)
-    join();
-  else
-    command(0, {"PING"});
+  if (mode == Mode::cluster) join();
 }
 
 RedisServers::~RedisServers() {
-  for (std::size_t i = 0; i < servers_.size(); ++i) kill(static_cast<int>(i));
+  for (Server& server : servers_) kill(server);
   std::error_code ignored;
   std::filesystem::remove_all(folder_, ignored);
 }
 
-void RedisServers::start(Server& server) {
+bool RedisServers::start(Server& server) {
+  launch(server);
+  const std::string own = "process_id:" + std::to_string(server.pid) + "\r\n";
+  for (const auto limit = Time::now() + kStartLimit; Time::now() < limit; std::this_thread::sleep_for(10ms)) {
+    server.context = connect(server.port);
+    if (server.context != nullptr && command(server, {"INFO", "server"}).find(own) != std::string::npos) return true;
+    disconnect(server);  // nobody there yet, or somebody else
+    if (::waitpid(server.pid, nullptr, WNOHANG) == server.pid) {
+      server.pid = -1;
+      return false;
+    }
+  }
+  kill(server);
+  return false;
+}
+
+void RedisServers::launch(Server& server) {
   const std::string folder = (folder_ / std::to_string(server.port)).string();
   std::filesystem::create_directories(folder);
   const std::string log_path = folder + "/log", port = std::to_string(server.port),
@@ -96,34 +132,24 @@ void RedisServers::start(Server& server) {
   ::_exit(1);
 }
 
-redisContext* RedisServers::connection(int node) {
+std::string RedisServers::command(int node, const std::vector<std::string>& arguments) {
   Server& server = servers_[static_cast<std::size_t>(node)];
-  if (server.context != nullptr && server.context->err == 0) return server.context;
-  if (server.context != nullptr) redisFree(server.context);
-  const auto limit = Time::now() + kStartLimit;
-  for (;;) {
-    server.context = redisConnectWithTimeout("127.0.0.1", server.port, {5, 0});
-    if (server.context != nullptr && server.context->err == 0) break;
-    if (server.context != nullptr) redisFree(server.context);
-    server.context = nullptr;
-    if (Time::now() > limit) throw std::runtime_error("redis-server does not answer");
-    std::this_thread::sleep_for(10ms);
-  }
-  redisSetTimeout(server.context, {5, 0});
-  return server.context;
+  if (server.context != nullptr && server.context->err != 0) disconnect(server);
+  if (server.context == nullptr) server.context = connect(server.port);
+  if (server.context == nullptr) throw std::runtime_error("redis-server does not answer");
+  return command(server, arguments);
 }
 
-std::string RedisServers::command(int node, const std::vector<std::string>& arguments) {
+std::string RedisServers::command(Server& server, const std::vector<std::string>& arguments) {
   std::vector<const char*> texts;
   std::vector<std::size_t> lengths;
   for (const std::string& argument : arguments) {
     texts.push_back(argument.data());
     lengths.push_back(argument.size());
   }
-  redisContext* context = connection(node);
-  auto* reply =
-      static_cast<redisReply*>(redisCommandArgv(context, static_cast<int>(texts.size()), texts.data(), lengths.data()));
-  if (reply == nullptr) throw std::runtime_error("redis " + arguments[0] + ": " + context->errstr);
+  auto* reply = static_cast<redisReply*>(
+      redisCommandArgv(server.context, static_cast<int>(texts.size()), texts.data(), lengths.data()));
+  if (reply == nullptr) throw std::runtime_error("redis " + arguments[0] + ": " + server.context->errstr);
   std::string text = "(nil)";
   if (reply->type == REDIS_REPLY_INTEGER) text = std::to_string(reply->integer);
   if (reply->str != nullptr) text.assign(reply->str, static_cast<std::size_t>(reply->len));
@@ -150,7 +176,7 @@ void RedisServers::join() {
 }
 
 void RedisServers::wait_until_ok() {
-  const auto limit = Time::now() + kStartLimit;
+  const auto limit = Time::now() + kJoinLimit;
   for (int i = 0; i < kNodes; ++i) {
     for (;;) {
       const std::string info = command(i, {"CLUSTER", "INFO"});
@@ -190,18 +216,25 @@ void RedisServers::clear() {
   }
 }
 
-void RedisServers::kill(int node) {
-  Server& server = servers_[static_cast<std::size_t>(node)];
-  if (server.context != nullptr) redisFree(server.context);
-  server.context = nullptr;
+void RedisServers::kill(int node) { kill(servers_[static_cast<std::size_t>(node)]); }
+
+void RedisServers::kill(Server& server) {
+  disconnect(server);
   if (server.pid <= 0) return;
   ::kill(server.pid, SIGKILL);
   ::waitpid(server.pid, nullptr, 0);
   server.pid = -1;
 }
 
+void RedisServers::disconnect(Server& server) {
+  if (server.context != nullptr) redisFree(server.context);
+  server.context = nullptr;
+}
+
 void RedisServers::restart(int node) {
-  start(servers_[static_cast<std::size_t>(node)]);
+  int starts = 0;
+  while (!start(servers_[static_cast<std::size_t>(node)]))
+    if (++starts == kStarts) throw std::runtime_error("redis-server does not start again; see " + folder_.string());
   wait_until_ok();
 }
 

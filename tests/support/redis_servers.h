@@ -56,10 +56,13 @@ class RedisServers {
     redisContext* context = nullptr;
   };
 
-  void start(Server& server);
+  bool start(Server& server);  // false: it ended, as its port was taken, or did not answer in time
+  void launch(Server& server);
+  void kill(Server& server);
+  void disconnect(Server& server);
+  std::string command(Server& server, const std::vector<std::string>& arguments);
   void join();
   void wait_until_ok();
-  redisContext* connection(int node);
   void begin_move(int slot, int from, int to);
   void finish_move(int slot, int from, int to);
   std::string id_of(int node);
