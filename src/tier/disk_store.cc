@@ -140,8 +140,13 @@ void DiskStore::rebuild_index() {
       if (header.kind == RecordKind::dead || header.layout_id != options_.layout_id) continue;
       add_found(*segment, {header.id, header.kind, found.offset, header.length, header.sequence});
     }
-    active_ = segment.get();  // the last one that can be read
     appended_bytes_ += contents.end - from;
+    // What the checkpoint does not cover may be in the page cache only, past help of a sync (File::fdatasync()).
+    if (file.file().cached() && (!contents.whole || !file.write_again(contents.records, read_buffer_).ok())) {
+      leave(*segment);
+      continue;
+    }
+    active_ = segment.get();  // the last one that can be read
   }
   for (auto& [id, entries] : older_) choose_sound(id, std::move(entries));
   older_.clear();
