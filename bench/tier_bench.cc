@@ -105,6 +105,7 @@ double read_plainly(const std::string& store, std::int64_t bytes_at_once, std::i
   const auto queue = files->make_queue(kDepth, nullptr);
   tier::BlockBuffer memory;
   const std::span<std::byte> room = memory.get((kDepth + 1) * bytes_at_once);
+  std::fill(room.begin(), room.end(), std::byte{0});  // pages are there before the clock runs
   std::vector<tier::IoOp> ops(kDepth + 1);
   std::vector<std::size_t> free;
   for (std::size_t i = 0; i < ops.size(); ++i) free.push_back(i);
