@@ -37,6 +37,7 @@ void print_json(const SessionSurvey& s) {
                       {"blocks", s.block_bytes},
                       {"open_block", s.open_block_bytes},
                       {"image", s.image_bytes},
+                      {"snapshot", s.snapshot_bytes},
                       {"token_ids", s.token_bytes},
                       {"extra", s.extra_bytes}}},
                     {"problems", s.problems}};
@@ -56,6 +57,7 @@ void print_text(const SessionSurvey& s, const std::string& path) {
   table.row({"full blocks", group_digits(s.blocks_found), group_digits(s.block_bytes)});
   table.row({"open block", s.open_block_bytes > 0 ? "1" : "0", group_digits(s.open_block_bytes)});
   table.row({"canonical image", "1", group_digits(s.image_bytes)});
+  if (s.snapshot_bytes > 0) table.row({"snapshot of the last boundary", "1", group_digits(s.snapshot_bytes)});
   table.row({"token ids", group_digits(s.lengths[0]), group_digits(s.token_bytes)});
   if (s.extra_bytes > 0) table.row({"extra bytes of keys", "", group_digits(s.extra_bytes)});
   table.rule();

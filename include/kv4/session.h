@@ -14,7 +14,8 @@
 // A restored request cannot be rewound behind the length it was saved with.
 //
 // A cache that keeps prefixes, with these weights: blocks that it has are not taken from the session, and the others
-// are found by later prompts of the same salt.
+// are found by later prompts of the same salt. Saved by such a cache a session brings the snapshot of its last block
+// boundary, too, where there is one: prompts resume there.
 #pragma once
 
 #include <cstddef>

@@ -11,14 +11,15 @@
 //
 // No answer is ever an error of the caller's: whatever went wrong, the caller computes the bytes again.
 //
-// Calls block, but for look_up(). One thread at a time puts, removes, flushes and asks for stats(); beside it another
-// may get and ask what exists. kv4 gives each tier two threads of its own.
+// Calls block, but for look_up(). One thread at a time puts, removes, flushes and asks for stats(); beside it
+// read_threads() may get and ask what exists. kv4 gives each tier as many threads of its own.
 #pragma once
 
 #include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "kv4/export.h"
@@ -58,6 +59,10 @@ struct GetRequest {
   std::span<std::byte> to;
   GetStatus status = GetStatus::failed;  // out
   std::int64_t bytes = 0;                // out
+  /// A tier that keeps records in memory may then give its own instead of a copy: `view`, and nothing in `to`. The
+  /// bytes stay as they are while anybody holds it, and so does what they lie in: hold it for a transfer, not for long.
+  bool view_allowed = false;
+  std::shared_ptr<std::byte[]> view = {};  // out
 };
 
 struct ExistsRequest {
@@ -91,6 +96,8 @@ class KV4_API Tier {
  public:
   virtual ~Tier() = default;
   virtual const char* name() const = 0;
+  /// How many threads may be in get() and exists() at a time.
+  virtual int read_threads() const { return 1; }
   virtual void put(std::span<PutRequest> requests, Deadline deadline) = 0;
   virtual void get(std::span<GetRequest> requests, Deadline deadline) = 0;
   /// A hint: the payload is not looked at.

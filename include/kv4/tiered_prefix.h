@@ -1,7 +1,7 @@
 // A prefix cache that goes on below the device: what a cache keeps is offered to tiers, and what a prompt does not find
 // on the device is looked for there.
 //
-//   kv4::Tiers tiers(cache.schema(), {.host_bytes = 8LL << 30, .directory = "/var/cache/kv4"});
+//   kv4::Tiers tiers(cache.schema(), {.host_bytes = 8LL << 30, .backend = backend, .directory = "/var/cache/kv4"});
 //   kv4::TieredPrefix tiered(cache, tiers);
 //   tiered.load(prompt, deadline);  cache.admit(prompt);  ... steps, and between them tiered.save(16) ...
 //

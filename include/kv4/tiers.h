@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "kv4/backend.h"
 #include "kv4/export.h"
 #include "kv4/schema.h"
 #include "kv4/tier.h"
@@ -25,12 +26,15 @@ class TierChain;  // src/tier/tier_chain.h
 
 struct TiersOptions {
   std::int64_t host_bytes = 0;  // 0: no host memory
-  int host_threads = 4;         // that copy and check records of one batch
+  int host_threads = 4;         // that check its records
+  /// Of the caches above. Host memory is pinned for a GPU's then, and blocks go from there to the device without a copy
+  /// in between.
+  std::shared_ptr<Backend> backend = {};
 
   std::string directory = {};  // empty: no disk. One process at a time; made where it is not there
   std::int64_t disk_bytes = std::int64_t{64} << 30;
   std::int64_t segment_bytes = std::int64_t{256} << 20;  // of its files; a multiple of 4,096
-  int disk_threads = 2;                                  // that read and check records of one batch
+  int disk_threads = 2;                                  // that read and check its records
   /// Payloads are sealed with keys that follow from it (AES-256-GCM). None: they are as they are.
   std::optional<std::array<std::byte, 32>> disk_key = {};
 
@@ -73,8 +77,11 @@ class KV4_API Tiers {
   std::vector<TierReport> report();
 
   tier::TierChain& chain() { return *chain_; }
+  /// Of the options.
+  const Backend* backend() const { return backend_.get(); }
 
  private:
+  std::shared_ptr<Backend> backend_;
   std::unique_ptr<tier::TierChain> chain_;
 };
 

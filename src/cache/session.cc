@@ -93,6 +93,14 @@ struct SessionSender::Impl {
 
     keys = chain_keys(hasher, parts, token_ids);
     for (std::size_t i = 0; i < keys.size(); ++i) found.emplace(keys[i], i);
+    // At a boundary the image is one itself.
+    std::vector<std::byte> snapshot;
+    if (const auto kept = keys.empty() || open_block.empty() ? std::nullopt : manager.find_block(keys.back());
+        kept && kept->has_snapshot) {
+      snapshot.resize(static_cast<std::size_t>(manager.snapshot_bytes()));
+      manager.read_snapshot(keys.back(), snapshot);
+    }
+    parts.snapshot = snapshot;
     const std::vector<std::byte> payload = encode_session(parts);
     own_record.resize(static_cast<std::size_t>(kRecordHeaderBytes));
     own_record.insert(own_record.end(), payload.begin(), payload.end());
@@ -236,6 +244,10 @@ struct SessionReceiver::Impl {
     require(static_cast<int>(parts.block_tokens) == schema.block_tokens && parts.open_block.size() == open_bytes,
             ErrorCode::bad_file, "the session's open block has {} bytes; one of {} tokens has {}",
             parts.open_block.size(), parts.lengths[0], open_bytes);
+    require(parts.snapshot.empty() || (static_cast<std::int64_t>(parts.snapshot.size()) == manager.snapshot_bytes() &&
+                                       parts.full_blocks() > 0),
+            ErrorCode::bad_file, "the session's snapshot has {} bytes after {} blocks; one has {}",
+            parts.snapshot.size(), parts.full_blocks(), manager.snapshot_bytes());
 
     BlockHasher hasher;
     token_ids = token_ids_of(parts);
@@ -367,8 +379,12 @@ Expected<RequestId> SessionReceiver::finish() {
     const bool kept = i < r.keys.size() && r.where[i] == Impl::Where::kept;
     blocks.push_back(kept ? std::span<std::byte>{} : r.block(i));
   }
-  const Expected<RequestId> request = r.manager.import_image(image, r.token_ids, blocks, r.chain());
+  const ChainName chain = r.chain();
+  const Expected<RequestId> request = r.manager.import_image(image, r.token_ids, blocks, chain);
   r.finished = static_cast<bool>(request);
+  // Where there is no place for it, a later prompt resumes at an earlier one.
+  if (r.finished && chain.era != 0 && !r.parts.snapshot.empty())
+    (void)r.manager.insert_snapshot(r.keys.back(), r.parts.snapshot);
   return request;
 }
 

@@ -191,6 +191,7 @@ class Surveyor {
     survey_.full_blocks = parts.full_blocks();
     survey_.image_bytes = static_cast<std::int64_t>(parts.image.size());
     survey_.open_block_bytes = static_cast<std::int64_t>(parts.open_block.size());
+    survey_.snapshot_bytes = static_cast<std::int64_t>(parts.snapshot.size());
     survey_.token_bytes = static_cast<std::int64_t>(parts.token_ids.size());
     for (const auto& extra : parts.block_extra) survey_.extra_bytes += static_cast<std::int64_t>(extra.size());
 

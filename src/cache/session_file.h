@@ -50,7 +50,8 @@ struct SessionSurvey {
   std::vector<std::int64_t> lengths;
   std::string weights_id, layout;
   std::int64_t full_blocks = 0, blocks_found = 0;
-  std::int64_t image_bytes = 0, open_block_bytes = 0, block_bytes = 0, token_bytes = 0, extra_bytes = 0;
+  std::int64_t image_bytes = 0, open_block_bytes = 0, snapshot_bytes = 0, block_bytes = 0, token_bytes = 0,
+               extra_bytes = 0;
   std::vector<std::string> problems;  // empty: every record is sound and none is missing
 
   bool sound() const { return problems.empty(); }

@@ -19,6 +19,7 @@ constexpr char kMagic[] = {'K', 'V', '4', 'S', 'E', 'S', '\r', '\n'};
 constexpr std::size_t kVersionAt = 8, kBlockTokensAt = 12, kConfigAt = 16, kRopeAt = 48, kRootAt = 80,
                       kNumLengthsAt = 112, kWeightsBytesAt = 116, kLayoutBytesAt = 120, kNumExtraAt = 124,
                       kImageBytesAt = 128, kOpenBytesAt = 136;
+constexpr std::size_t kSnapshotSizeBytes = 8;  // behind the fixed part
 static_assert(sizeof(kMagic) == kVersionAt && kConfigAt + sizeof(Sha256) == kRopeAt);
 static_assert(kRopeAt + sizeof(Sha256) == kRootAt && kRootAt + sizeof(BlockKey) == kNumLengthsAt);
 static_assert(kOpenBytesAt + 8 == kSessionFixedBytes);
@@ -56,7 +57,8 @@ bool is_session(std::span<const std::byte> payload) {
 
 std::vector<std::byte> encode_session(const SessionParts& parts) {
   std::size_t bytes = kSessionFixedBytes + 8 * parts.lengths.size() + parts.weights_id.size() + parts.layout.size() +
-                      parts.token_ids.size() + parts.image.size() + parts.open_block.size();
+                      parts.token_ids.size() + parts.image.size() + parts.open_block.size() + parts.snapshot.size() +
+                      (parts.snapshot.empty() ? 0 : kSnapshotSizeBytes);
   for (const auto& extra : parts.block_extra) bytes += 4 + extra.size();
   require(bytes <= static_cast<std::size_t>(tier::kMaxPayloadBytes), ErrorCode::bad_argument,
           "the session's own record would have {} bytes; a record has at most {}", bytes, tier::kMaxPayloadBytes);
@@ -67,7 +69,7 @@ std::vector<std::byte> encode_session(const SessionParts& parts) {
     store_le(at + place, static_cast<std::uint32_t>(value));
   };
   std::memcpy(at, kMagic, sizeof(kMagic));
-  store_le(at + kVersionAt, kSessionVersion);
+  store_le(at + kVersionAt, parts.snapshot.empty() ? kSessionVersion : kSessionWithSnapshotVersion);
   store_le(at + kBlockTokensAt, parts.block_tokens);
   std::memcpy(at + kConfigAt, parts.config_digest.data(), sizeof(Sha256));
   std::memcpy(at + kRopeAt, parts.rope_digest.data(), sizeof(Sha256));
@@ -80,6 +82,10 @@ std::vector<std::byte> encode_session(const SessionParts& parts) {
   store_le(at + kOpenBytesAt, std::uint64_t{parts.open_block.size()});
 
   at += kSessionFixedBytes;
+  if (!parts.snapshot.empty()) {
+    store_le(at, std::uint64_t{parts.snapshot.size()});
+    at += kSnapshotSizeBytes;
+  }
   const auto add = [&](std::span<const std::byte> part) { at = std::copy(part.begin(), part.end(), at); };
   for (const std::int64_t length : parts.lengths) {
     store_le(at, static_cast<std::uint64_t>(length));
@@ -95,6 +101,7 @@ std::vector<std::byte> encode_session(const SessionParts& parts) {
   add(parts.token_ids);
   add(parts.image);
   add(parts.open_block);
+  add(parts.snapshot);
   return out;
 }
 
@@ -104,8 +111,14 @@ SessionParts parse_session(std::span<const std::byte> payload) {
   const std::byte* fixed = reader.take(kSessionFixedBytes, "its fixed part").data();
   // Before all else: another version may mean other things by the rest.
   const auto version = load_le<std::uint32_t>(fixed + kVersionAt);
-  require(version == kSessionVersion, ErrorCode::bad_file, "a session of format version {}; this library reads {}",
-          version, kSessionVersion);
+  require(version == kSessionVersion || version == kSessionWithSnapshotVersion, ErrorCode::bad_file,
+          "a session of format version {}; this library reads {} and {}", version, kSessionVersion,
+          kSessionWithSnapshotVersion);
+  std::uint64_t snapshot_bytes = 0;
+  if (version == kSessionWithSnapshotVersion) {
+    snapshot_bytes = load_le<std::uint64_t>(reader.take(kSnapshotSizeBytes, "the snapshot's size").data());
+    require(snapshot_bytes > 0, ErrorCode::bad_file, "the session says that it has a snapshot, and has none");
+  }
 
   SessionParts parts;
   parts.block_tokens = load_le<std::uint32_t>(fixed + kBlockTokensAt);
@@ -135,6 +148,7 @@ SessionParts parse_session(std::span<const std::byte> payload) {
   parts.token_ids = reader.take(std::uint64_t{4} * static_cast<std::uint64_t>(parts.lengths[0]), "token ids");
   parts.image = reader.take(load_le<std::uint64_t>(fixed + kImageBytesAt), "the image");
   parts.open_block = reader.take(load_le<std::uint64_t>(fixed + kOpenBytesAt), "the open block");
+  parts.snapshot = reader.take(snapshot_bytes, "the snapshot");
   require(reader.left.empty(), ErrorCode::bad_file, "the session's record has {} bytes more than its parts",
           reader.left.size());
   return parts;

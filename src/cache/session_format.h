@@ -2,7 +2,7 @@
 //
 //   offset  size  meaning
 //        0     8  "KV4SES\r\n"
-//        8     4  version, 1
+//        8     4  version: 1, or 2 with a snapshot
 //       12     4  tokens of a block
 //       16    32  SHA-256 of the model config
 //       48    32  SHA-256 of the rope frequencies
@@ -13,11 +13,12 @@
 //      124     4  full blocks that extra bytes are given for
 //      128     8  bytes of the canonical image
 //      136     8  bytes of the open block: 0, or those of a block image
-//      144        lengths, 8 bytes each
+//      144        in version 2: bytes of the snapshot, 8 bytes
+//                 lengths, 8 bytes each
 //                 weights id; text of the layout
 //                 extra bytes, each with its length in 4 bytes before it
 //                 token ids, 4 bytes each; as many as the first length says
-//                 canonical image; open block
+//                 canonical image; open block; snapshot
 #pragma once
 
 #include <cstddef>
@@ -32,7 +33,7 @@
 
 namespace kv4 {
 
-inline constexpr std::uint32_t kSessionVersion = 1;
+inline constexpr std::uint32_t kSessionVersion = 1, kSessionWithSnapshotVersion = 2;
 inline constexpr std::size_t kSessionFixedBytes = 144;
 
 /// A session's own record, taken apart. Views of its payload.
@@ -46,6 +47,7 @@ struct SessionParts {
   std::vector<std::span<const std::byte>> block_extra;  // of the first full blocks
   std::span<const std::byte> token_ids;                 // [lengths[0]] int32
   std::span<const std::byte> image, open_block;
+  std::span<const std::byte> snapshot;  // at the end of the last full block; empty: none
 
   std::int64_t full_blocks() const { return lengths[0] / block_tokens; }
 };

@@ -100,12 +100,14 @@ struct TieredPrefix::Impl {
     std::vector<std::byte*> memory;
   };
 
-  Impl(KVCacheManager& cache_in, TierChain& tiers_in, const TieredOptions& options_in)
+  /// `pinned_for`: the backend that the tiers' own memory is pinned for, if any.
+  Impl(KVCacheManager& cache_in, TierChain& tiers_in, const Backend* pinned_for, const TieredOptions& options_in)
       : cache(cache_in),
         tiers(tiers_in),
         options(options_in),
         mover(cache),
         backend(*mover.backend()),
+        views_allowed(backend.on_host() || pinned_for == &backend),
         block_bytes(cache.schema().block_image_bytes),
         snapshot_bytes(cache.snapshot_bytes()),
         load_slots(slots_for(options.load_bytes, block_bytes, 2)),
@@ -135,6 +137,7 @@ struct TieredPrefix::Impl {
   const TieredOptions options;
   BlockMover mover;
   Backend& backend;
+  const bool views_allowed;  // a tier's own memory is as good for a transfer as a slot
   const std::int64_t block_bytes, snapshot_bytes;
   const int load_slots, save_slots;
   Slots loads, saves, snapshot_loads, snapshot_saves;
@@ -304,6 +307,8 @@ struct PrefixLoad::Impl {
 
   void ask_for_blocks();
   Batch ask(Slots& slots, std::span<const RecordId> ids, std::int64_t bytes);
+  /// Its transfer, where tiers have answered.
+  void move_on(Batch& batch, Slots& slots, std::int64_t bytes);
   /// False: not yet. Then what was found, in order from the first, is where the device can read it.
   bool arrive(Batch& batch, Slots& slots, std::int64_t bytes);
   std::vector<std::byte*> images(const Batch& batch) const;
@@ -343,28 +348,30 @@ PrefixLoad::Impl::Batch PrefixLoad::Impl::ask(Slots& slots, std::span<const Reco
   for (const RecordId& id : ids) {
     batch.host.push_back(slots.host->take());
     if (slots.device) batch.device.push_back(slots.device->take());
-    requests.push_back({id, bytes, batch.host.back()});
+    requests.push_back({id, bytes, batch.host.back(), owner.views_allowed});
   }
   batch.asked.emplace(owner.tiers.get(std::move(requests), tier::Content::of_key, deadline));
   return batch;
 }
 
+void PrefixLoad::Impl::move_on(Batch& batch, Slots& slots, std::int64_t bytes) {
+  if (!batch.asked || !batch.asked->done()) return;
+  std::vector<tier::ReadResult> results = batch.asked->take();
+  batch.asked.reset();
+  std::size_t found = 0;
+  for (; found < results.size() && results[found].status == GetStatus::found && results[found].bytes == bytes; ++found)
+    batch.host[found] = std::move(results[found].payload);
+  batch.whole = found == results.size();
+  batch.host.resize(found);
+  if (!slots.device || found == 0) return;
+  std::vector<ops::CopyPiece> pieces;
+  for (std::size_t i = 0; i < found; ++i) pieces.push_back(piece(batch.host[i].data.get(), batch.device[i], bytes));
+  batch.transfer = owner.backend.transfer_in(pieces);
+}
+
 bool PrefixLoad::Impl::arrive(Batch& batch, Slots& slots, std::int64_t bytes) {
-  if (batch.asked) {
-    if (!batch.asked->done()) return false;
-    const std::vector<tier::ReadResult> results = batch.asked->take();
-    batch.asked.reset();
-    std::size_t found = 0;
-    while (found < results.size() && results[found].status == GetStatus::found && results[found].bytes == bytes)
-      ++found;
-    batch.whole = found == results.size();
-    batch.host.resize(found);
-    if (slots.device) {
-      std::vector<ops::CopyPiece> pieces;
-      for (std::size_t i = 0; i < found; ++i) pieces.push_back(piece(batch.host[i].data.get(), batch.device[i], bytes));
-      if (found > 0) batch.transfer = owner.backend.transfer_in(pieces);
-    }
-  }
+  move_on(batch, slots, bytes);
+  if (batch.asked) return false;
   return batch.host.empty() || !slots.device || owner.backend.transferred(batch.transfer);
 }
 
@@ -403,7 +410,8 @@ void PrefixLoad::Impl::ask_for_blocks() {
 bool PrefixLoad::Impl::advance_blocks() {
   for (;;) {
     ask_for_blocks();
-    if (batches.empty()) return next == keys.size() || late();  // else other loads have the slots
+    if (batches.empty()) return next == keys.size() || late();                    // else other loads have the slots
+    for (Batch& batch : batches) move_on(batch, owner.loads, owner.block_bytes);  // transfers go on end
     Batch& batch = batches.front();
     if (!arrive(batch, owner.loads, owner.block_bytes)) return false;
     const std::size_t count = batch.host.size();
@@ -507,9 +515,9 @@ std::int64_t PrefixLoad::wanted_blocks() const { return static_cast<std::int64_t
 // -----------------------------------------------------------------------------------------------------------------------
 
 TieredPrefix::TieredPrefix(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options)
-    : TieredPrefix(cache, tiers.chain(), options) {}
+    : impl_(std::make_unique<Impl>(cache, tiers.chain(), tiers.backend(), options)) {}
 TieredPrefix::TieredPrefix(KVCacheManager& cache, TierChain& tiers, const TieredOptions& options)
-    : impl_(std::make_unique<Impl>(cache, tiers, options)) {}
+    : impl_(std::make_unique<Impl>(cache, tiers, nullptr, options)) {}
 TieredPrefix::~TieredPrefix() = default;
 
 std::int64_t TieredPrefix::save(std::int64_t max_records) {

@@ -11,7 +11,6 @@ namespace {
 
 constexpr std::int64_t kMinSegmentBytes = 64 << 10;
 constexpr int kMaxQueueDepth = 4096, kMaxReadThreads = 64;
-constexpr std::int64_t kLeastPerReader = 4;  // requests of a batch
 
 void check(const StoreOptions& options) {
   require(!options.directory.empty(), ErrorCode::bad_argument, "a store needs a directory");
@@ -50,7 +49,7 @@ void DiskStore::report_opened() {
 }
 
 DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
-    : files_(files), options_(options), writes_(options.queue_depth + 1), read_threads_(options.read_threads) {}
+    : files_(files), options_(options), writes_(options.queue_depth + 1) {}
 
 DiskStore::~DiskStore() = default;
 
@@ -67,6 +66,7 @@ void DiskStore::lock() {
   for (int i = 0; i < options_.read_threads; ++i)
     readers_.push_back(
         {files_.make_queue(options_.queue_depth, lock_.get()), TransferPool<RecordRead>(options_.queue_depth + 1), {}});
+  for (Reader& reader : readers_) idle_readers_.push_back(&reader);
   write_queue_ = files_.make_queue(options_.queue_depth, lock_.get());
 }
 
@@ -140,8 +140,13 @@ void DiskStore::rebuild_index() {
       if (header.kind == RecordKind::dead || header.layout_id != options_.layout_id) continue;
       add_found(*segment, {header.id, header.kind, found.offset, header.length, header.sequence});
     }
-    active_ = segment.get();  // the last one that can be read
     appended_bytes_ += contents.end - from;
+    // What the checkpoint does not cover may be in the page cache only, past help of a sync (File::fdatasync()).
+    if (file.file().cached() && (!contents.whole || !file.write_again(contents.records, read_buffer_).ok())) {
+      leave(*segment);
+      continue;
+    }
+    active_ = segment.get();  // the last one that can be read
   }
   for (auto& [id, entries] : older_) choose_sound(id, std::move(entries));
   older_.clear();
@@ -217,13 +222,17 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
 }
 
 void DiskStore::get(std::span<GetRequest> requests) {
-  read_threads_.run(std::ssize(requests), kLeastPerReader, [&](std::int64_t begin, std::int64_t end, int thread) {
-    get_some(requests.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)),
-             readers_[static_cast<std::size_t>(thread)]);
-  });
-}
-
-void DiskStore::get_some(std::span<GetRequest> requests, Reader& reader) {
+  const auto give_back = [this](Reader* used) {
+    const std::lock_guard lock(readers_mutex_);
+    idle_readers_.push_back(used);
+  };
+  std::unique_ptr<Reader, decltype(give_back)> taken(nullptr, give_back);
+  {
+    const std::lock_guard lock(readers_mutex_);
+    taken.reset(idle_readers_.back());
+    idle_readers_.pop_back();
+  }
+  Reader& reader = *taken;
   reader.reads.reset();
   std::vector<Found> found(requests.size());
   std::size_t next = 0;

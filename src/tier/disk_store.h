@@ -16,10 +16,10 @@
 //   c. After a failed fdatasync nothing more is written to the segment: what can still be read and verified moves to
 //      another one, and it is dropped.
 //
-// One thread at a time makes changes: put(), remove(), flush(), collect(), close(), stats(). Beside them another may
-// get(), and any number look up what exists(): the index is in memory, segments are only appended to, and a get() that
-// meets a record which has just moved or been replaced looks again. While a store is closed or destroyed nobody else is
-// in a call. Two processes cannot have one store (a lock file).
+// One thread at a time makes changes: put(), remove(), flush(), collect(), close(), stats(). Beside them `read_threads`
+// may get(), and any number look up what exists(): the index is in memory, segments are only appended to, and a get()
+// that meets a record which has just moved or been replaced looks again. While a store is closed or destroyed nobody
+// else is in a call. Two processes cannot have one store (a lock file).
 //
 // The transfers of a batch are in flight together, `queue_depth` at a time, gets beside puts; a batch's requests count
 // in their order all the same. Payloads at addresses that are multiples of 4,096 are not copied.
@@ -29,12 +29,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "backend/cpu/thread_pool.h"
 #include "tier/file_system.h"
 #include "tier/index_checkpoint.h"
 #include "tier/record_cipher.h"
@@ -53,7 +53,7 @@ struct StoreOptions {
   std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
   std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, beside later writes
   int queue_depth = 32;                                    // transfers in flight; 1 to 4,096
-  int read_threads = 1;                                    // that share a get(), each with such a queue; 1 to 64
+  int read_threads = 1;                                    // that may get(), each with such a queue; 1 to 64
   /// Payloads are sealed with it, and what is not sealed with it is a miss. Null: payloads as they are, sealed ones
   /// miss.
   std::shared_ptr<const RecordCipher> cipher;
@@ -163,7 +163,6 @@ class DiskStore {
   std::size_t put_some(std::span<PutRequest> requests);
   /// Is there something to read for it? Else it has its answer.
   bool begin_get(GetRequest& request, Found& found) const;
-  void get_some(std::span<GetRequest> requests, Reader& reader);
   void finish_get(GetRequest& request, Found found, ReadRecord record, BlockBuffer& again_buffer);
   /// And compares with the index.
   ReadRecord read_entry(const RecordId& id, const Entry& entry, BlockBuffer& buffer) const;
@@ -211,8 +210,9 @@ class DiskStore {
   TransferPool<RecordWrite> writes_;
   // Of whoever gets.
   std::atomic<std::int64_t> set_aside_records_{0};
+  std::mutex readers_mutex_;
   std::vector<Reader> readers_;
-  ThreadPool read_threads_;
+  std::vector<Reader*> idle_readers_;  // with the lock
 };
 
 }  // namespace kv4::tier

@@ -26,7 +26,8 @@ DiskTier::DiskTier(std::shared_ptr<FileSystem> files, const StoreOptions& option
     : files_(std::move(files)),
       clock_(std::move(clock)),
       store_(DiskStore::open(*files_, options)),
-      capacity_bytes_(options.capacity_bytes) {}
+      capacity_bytes_(options.capacity_bytes),
+      read_threads_(options.read_threads) {}
 
 DiskTier::~DiskTier() { (void)store_->close(); }
 

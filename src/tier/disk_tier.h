@@ -18,6 +18,7 @@ class DiskTier final : public Tier {
   ~DiskTier() override;
 
   const char* name() const override { return "disk"; }
+  int read_threads() const override { return read_threads_; }
   void put(std::span<PutRequest> requests, Deadline deadline) override;
   void get(std::span<GetRequest> requests, Deadline deadline) override;
   void exists(std::span<ExistsRequest> requests, Deadline deadline) override;
@@ -31,6 +32,7 @@ class DiskTier final : public Tier {
   std::shared_ptr<Clock> clock_;
   std::unique_ptr<DiskStore> store_;
   std::int64_t capacity_bytes_;
+  int read_threads_;
 };
 
 }  // namespace kv4::tier

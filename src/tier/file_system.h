@@ -59,6 +59,8 @@ class File {
   /// Gives room back; the range reads as zeros.
   virtual IoStatus punch(std::int64_t offset, std::int64_t bytes) = 0;
   virtual std::int64_t size() = 0;  // -1: it cannot be told
+  /// Reads may be answered from memory of the system's: they do not tell what the disk has.
+  virtual bool cached() = 0;
 };
 
 /// One range of a file on its way, or a sync of what was written before it was submitted. It and its memory stay where

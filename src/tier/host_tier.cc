@@ -8,20 +8,31 @@
 #include "base/check.h"
 
 namespace kv4::tier {
+namespace {
 
-HostTier::HostTier(const HostTierOptions& options, std::shared_ptr<Clock> clock)
-    : options_(options), clock_(std::move(clock)), threads_(options.threads) {
+constexpr std::int64_t kMaxPages = 0xffffffff;
+
+const HostTierOptions& checked(const HostTierOptions& options) {
   require(options.page_bytes >= kRecordHeaderBytes, ErrorCode::bad_argument,
           "pages of {} bytes; a record's header needs {}", options.page_bytes, kRecordHeaderBytes);
   require(options.capacity_bytes >= options.page_bytes && options.capacity_bytes % options.page_bytes == 0,
           ErrorCode::bad_argument, "a capacity of {} bytes; it must be a multiple of the page's {}",
           options.capacity_bytes, options.page_bytes);
   const std::int64_t pages = options.capacity_bytes / options.page_bytes;
-  require(pages < kNoPage, ErrorCode::bad_argument, "{} pages are too many; make them larger than {} bytes", pages,
+  require(pages < kMaxPages, ErrorCode::bad_argument, "{} pages are too many; make them larger than {} bytes", pages,
           options.page_bytes);
-  memory_.reset(new (std::nothrow) std::byte[static_cast<std::size_t>(options.capacity_bytes)]);
-  require(memory_ != nullptr, ErrorCode::out_of_memory, "no {} bytes of host memory for a tier",
-          options.capacity_bytes);
+  require(options.threads >= 1, ErrorCode::bad_argument, "{} threads that read; there must be one at least",
+          options.threads);
+  return options;
+}
+
+}  // namespace
+
+HostTier::HostTier(const HostTierOptions& options, std::shared_ptr<Clock> clock)
+    : options_(options),
+      clock_(std::move(clock)),
+      memory_(options.backend ? options.backend : make_cpu_backend(), checked(options).capacity_bytes) {
+  const std::int64_t pages = options.capacity_bytes / options.page_bytes;
   next_page_.resize(static_cast<std::size_t>(pages));
   for (std::int64_t i = 0; i < pages; ++i)
     next_page_[static_cast<std::size_t>(i)] = i + 1 < pages ? static_cast<std::uint32_t>(i + 1) : kNoPage;
@@ -78,10 +89,7 @@ bool HostTier::make_room(std::int64_t pages) {
 }
 
 void HostTier::get(std::span<GetRequest> requests, Deadline deadline) {
-  threads_.run(std::ssize(requests), 1, [&](std::int64_t begin, std::int64_t end, int) {
-    for (GetRequest& request : requests.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)))
-      request.status = clock_->now() < deadline ? get_one(request) : GetStatus::failed;
-  });
+  for (GetRequest& request : requests) request.status = clock_->now() < deadline ? get_one(request) : GetStatus::failed;
 }
 
 GetStatus HostTier::get_one(GetRequest& request) {
@@ -97,15 +105,30 @@ GetStatus HostTier::get_one(GetRequest& request) {
     ++record->readers;
     records_.splice(records_.begin(), records_, record);
   }
+  const auto length = static_cast<std::size_t>(record->length);
+  const std::shared_ptr<HostTier> own = request.view_allowed ? weak_from_this().lock() : nullptr;
+  if (own && pages_for(record->length) == 1) {
+    std::byte* const bytes = page(record->first_page);
+    if (is_sound(*record, {bytes, kRecordHeaderBytes}, {bytes + kRecordHeaderBytes, length})) {
+      request.view = {bytes + kRecordHeaderBytes, [own, record](std::byte*) { own->end_reading(record, true); }};
+      return GetStatus::found;
+    }
+    end_reading(record, false);
+    return GetStatus::damaged;
+  }
   std::array<std::byte, kRecordHeaderBytes> header;
   read(record->first_page, 0, header);
-  const auto payload = request.to.first(static_cast<std::size_t>(record->length));
+  const auto payload = request.to.first(length);
   read(record->first_page, kRecordHeaderBytes, payload);
   const bool sound = is_sound(*record, header, payload);  // the copy: it is what the caller uses
+  end_reading(record, sound);
+  return sound ? GetStatus::found : GetStatus::damaged;
+}
 
+void HostTier::end_reading(Records::iterator record, bool sound) {
   const std::lock_guard lock(mutex_);
   --record->readers;
-  const auto found = index_.find(request.id);
+  const auto found = index_.find(record->id);
   const bool linked = found != index_.end() && found->second == record;
   if (linked && !sound) {
     ++counts_.set_aside_records;
@@ -114,7 +137,6 @@ GetStatus HostTier::get_one(GetRequest& request) {
     give_pages(*record);
     unlinked_.erase(record);
   }
-  return sound ? GetStatus::found : GetStatus::damaged;
 }
 
 bool HostTier::is_sound(const Record& record, std::span<const std::byte> header,

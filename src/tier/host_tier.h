@@ -1,7 +1,9 @@
 // Records in host memory: a tier that is sized at the start, never grows, and drops what was used longest ago.
 //
 // Memory is cut into pages; a record (header and payload) is a chain of them, so that any mix of lengths fits without
-// gaps between records. The lock is held to find and to link records, not while their bytes are copied and checked.
+// gaps between records. One that fits a page can be given out where it lies (GetRequest::view); whoever holds such a
+// view keeps its page, and the tier. The lock is held to find and to link records, not while bytes are copied and
+// checked.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "backend/cpu/thread_pool.h"
+#include "kv4/host_memory.h"
 #include "kv4/tier.h"
 #include "tier/clock.h"
 #include "tier/requests.h"
@@ -23,15 +25,18 @@ struct HostTierOptions {
   std::uint64_t layout_id = 0;
   std::int64_t capacity_bytes = std::int64_t{1} << 30;  // a multiple of page_bytes
   std::int64_t page_bytes = 16 << 10;                   // at least a record's header
-  int threads = 1;                                      // that copy and check the records of one get()
+  int threads = 1;                                      // that may get() at a time
+  std::shared_ptr<Backend> backend = {};                // its transfers reach the memory fastest; null: nobody's
 };
 
-class HostTier final : public Tier {
+/// Gives views where a shared_ptr owns it, else copies.
+class HostTier final : public Tier, public std::enable_shared_from_this<HostTier> {
  public:
   /// Throws Error: bad_argument, out_of_memory.
   HostTier(const HostTierOptions& options, std::shared_ptr<Clock> clock);
 
   const char* name() const override { return "host"; }
+  int read_threads() const override { return options_.threads; }
   void put(std::span<PutRequest> requests, Deadline deadline) override;
   void get(std::span<GetRequest> requests, Deadline deadline) override;
   void exists(std::span<ExistsRequest> requests, Deadline deadline) override;
@@ -50,15 +55,16 @@ class HostTier final : public Tier {
     RecordId id;
     std::int64_t length = 0;
     std::uint32_t first_page = kNoPage;
-    int readers = 0;  // while there are any, its pages stay
+    int readers = 0;  // and views; while there are any, its pages stay
   };
   using Records = std::list<Record>;
 
   PutStatus put_one(const RecordId& id, std::span<const std::byte> payload);
   GetStatus get_one(GetRequest& request);
   bool is_sound(const Record& record, std::span<const std::byte> header, std::span<const std::byte> payload) const;
+  void end_reading(Records::iterator record, bool sound);
   std::int64_t pages_for(std::int64_t length) const;
-  std::byte* page(std::uint32_t index) const { return memory_.get() + index * options_.page_bytes; }
+  std::byte* page(std::uint32_t index) const { return memory_.bytes().data() + index * options_.page_bytes; }
   // With the lock.
   bool make_room(std::int64_t pages);
   std::uint32_t take_pages(std::int64_t count);
@@ -79,14 +85,13 @@ class HostTier final : public Tier {
   //      they were read.
   HostTierOptions options_;
   std::shared_ptr<Clock> clock_;
-  std::unique_ptr<std::byte[]> memory_;   // [num_pages, page_bytes]
+  HostMemory memory_;                     // [num_pages, page_bytes]
   std::vector<std::uint32_t> next_page_;  // [num_pages]
   mutable std::mutex mutex_;              // of all below, and of next_page_ where it changes
   std::uint32_t free_page_ = kNoPage;
   std::int64_t free_pages_ = 0;
   Records records_, unlinked_;
   std::unordered_map<RecordId, Records::iterator, RecordIdHash> index_;
-  ThreadPool threads_;
   std::uint64_t next_sequence_ = 1;
   TierStats counts_;
 };

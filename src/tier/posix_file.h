@@ -55,6 +55,7 @@ class PosixFile : public File {
   IoStatus fallocate(std::int64_t bytes) override;
   IoStatus punch(std::int64_t offset, std::int64_t bytes) override;
   std::int64_t size() override;
+  bool cached() override;
 
  private:
   template <class Call>

@@ -145,6 +145,8 @@ std::int64_t PosixFile::size() {
   return ::fstat(fd(), &info) == 0 ? info.st_size : -1;
 }
 
+bool PosixFile::cached() { return (::fcntl(fd(), F_GETFL) & O_DIRECT) == 0; }
+
 // Some file systems take O_DIRECT when a file is opened and refuse the first transfer.
 template <class Call>
 IoBytes PosixFile::moved(Call&& call) {

@@ -18,6 +18,7 @@ constexpr char kMagic[] = {'K', 'V', '4', 'S', 'E', 'G', '\r', '\n'};
 constexpr int kVersionAt = 8, kIdAt = 16, kNonceAt = 24, kLayoutAt = 32, kBytesAt = 40, kCreatedAt = 48, kDigestAt = 56;
 constexpr std::string_view kNamePrefix = "segment-", kNameSuffix = ".kv4";
 constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once where the next record may be near
+constexpr std::int64_t kWriteAgainBytes = 1 << 20;       // at once, of neighbours
 constexpr std::int64_t kHugePageBytes = 2 << 20;
 constexpr std::int64_t kMaxSegmentBytes = std::int64_t{1} << 40;
 
@@ -177,7 +178,10 @@ SegmentContents SegmentFile::scan(BlockBuffer& buffer, std::int64_t from) {
       // Where many blocks cannot be read, one by one: those that cannot, count as damaged.
       if (!read_all(*file_, offset, chunk).ok()) {
         chunk = chunk.first(kBlockBytes);
-        if (!read_all(*file_, offset, chunk).ok()) std::fill(chunk.begin(), chunk.end(), std::byte{0xff});
+        if (!read_all(*file_, offset, chunk).ok()) {
+          std::fill(chunk.begin(), chunk.end(), std::byte{0xff});
+          found.whole = false;
+        }
       }
     }
     const std::span<std::byte> block = chunk.subspan(static_cast<std::size_t>(offset - chunk_offset), kBlockBytes);
@@ -235,6 +239,47 @@ ReadRecord SegmentFile::read(std::int64_t offset, std::int64_t length, BlockBuff
     if (record.refusal == RecordRefusal::none) break;
   }
   return record;
+}
+
+bool SegmentFile::is_sound(const FoundRecord& record, std::span<const std::byte> bytes) const {
+  const std::span<const std::byte> block = bytes.first(kBlockBytes);
+  if (record.header.kind != RecordKind::dead)
+    return check(record.offset, block, bytes.subspan(kBlockBytes, static_cast<std::size_t>(record.header.length)))
+               .refusal == RecordRefusal::none;
+  const ParsedHeader parsed = parse_at(record.offset, block);
+  return parsed.refusal == RecordRefusal::none && parsed.header.kind == RecordKind::dead;
+}
+
+IoStatus SegmentFile::write_again(std::span<const FoundRecord> records, BlockBuffer& buffer) {
+  // Of a dead one the rest is a hole.
+  const auto bytes_of = [](const FoundRecord& record) {
+    return record.header.kind == RecordKind::dead ? kBlockBytes : stored_bytes(record.header.length);
+  };
+  while (!records.empty()) {
+    const std::int64_t offset = records.front().offset;
+    std::int64_t bytes = 0;
+    std::size_t count = 0;
+    do bytes += bytes_of(records[count++]);
+    while (count < records.size() && records[count].offset == offset + bytes &&
+           bytes + bytes_of(records[count]) <= kWriteAgainBytes);
+    const std::span<const FoundRecord> some = records.first(count);
+    const std::span<std::byte> chunk = buffer.get(bytes);
+    bool sound = false;
+    for (int attempt = 0; attempt < 2 && !sound; ++attempt) {  // the damage may be on the way
+      if (const IoStatus status = read_all(*file_, offset, chunk); !status.ok()) return status;
+      sound = std::all_of(some.begin(), some.end(), [&](const FoundRecord& record) {
+        return is_sound(record, chunk.subspan(static_cast<std::size_t>(record.offset - offset),
+                                              static_cast<std::size_t>(bytes_of(record))));
+      });
+    }
+    IoStatus status;
+    if (sound) status = write_all(*file_, offset, chunk);
+    for (std::size_t i = 0; i < count && count > 1 && !sound && status.ok(); ++i)
+      status = write_again(some.subspan(i, 1), buffer);
+    if (!status.ok()) return status;
+    records = records.subspan(count);
+  }
+  return {};
 }
 
 IoStatus SegmentFile::kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {

@@ -69,6 +69,7 @@ struct SegmentContents {
   std::vector<FoundRecord> records;  // dead ones too, in order; payloads are not looked at
   std::vector<Gap> gaps;
   std::int64_t end = kSegmentDataOffset;  // of the last record
+  bool whole = true;                      // every block could be read
 };
 
 /// `header` counts only where `refusal` is none; then `payload` lies in the memory that was given.
@@ -111,6 +112,9 @@ class SegmentFile {
   ReadRecord check(std::int64_t offset, std::span<const std::byte> block, std::span<const std::byte> payload) const;
   /// A damaged record is read again once: the damage may be on the way.
   ReadRecord read(std::int64_t offset, std::int64_t length, BlockBuffer& buffer);
+  /// Writes these records where they are, as they are, but for damaged ones: a sync that failed may have left them in
+  /// the system's memory only, where no later sync takes them for something to be written.
+  IoStatus write_again(std::span<const FoundRecord> records, BlockBuffer& buffer);
   /// The record is gone, its room given back; where it lay is still known. One sector decides, so it is done or not.
   IoStatus kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer);
   IoStatus sync() { return file_->fdatasync(); }
@@ -119,6 +123,7 @@ class SegmentFile {
  private:
   SegmentFile(std::unique_ptr<File> file, const SegmentHeader& header) : file_(std::move(file)), header_(header) {}
   std::uint64_t place_of(std::int64_t offset) const;
+  bool is_sound(const FoundRecord& record, std::span<const std::byte> bytes) const;
   ParsedHeader parse_at(std::int64_t offset, std::span<const std::byte> block) const;
 
   std::unique_ptr<File> file_;

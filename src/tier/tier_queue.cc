@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/check.h"
 #include "base/log.h"
 #include "tier/unsure_ids.h"
 
@@ -16,6 +17,7 @@ namespace kv4::tier {
 namespace {
 
 constexpr int kMaxFlushes = 64;
+constexpr std::int64_t kLeastPerReader = 8;  // requests of a call, where there are as many
 
 }  // namespace
 
@@ -62,7 +64,6 @@ struct TierQueue::Core {
   };
   /// Of one worker.
   struct Lane {
-    std::condition_variable work_there;
     bool calling = false;  // it is in the tier
     Deadline call_deadline{};
     bool exited = false;
@@ -75,6 +76,7 @@ struct TierQueue::Core {
         clock(std::move(clock_in)),
         write_pool(BytesPool::make(options.max_write_bytes)),
         read_pool(BytesPool::make(options.max_read_bytes)),
+        lanes(1 + static_cast<std::size_t>(std::max(1, tier->read_threads()))),
         breaker(options.breaker),
         unsure(options.max_unsure_ids) {}
 
@@ -85,14 +87,15 @@ struct TierQueue::Core {
   const std::shared_ptr<BytesPool> write_pool, read_pool;
 
   std::mutex mutex;  // of all below
-  std::condition_variable answered;
-  Lane reader, writer;
+  std::condition_variable answered, reads_there, writes_there;
+  std::vector<Lane> lanes;  // the writer's first, then the readers'
   std::deque<std::shared_ptr<ReadJob>> reads;
   std::deque<Write> writes;
   std::unordered_map<RecordId, Pending, RecordIdHash> pending;
   std::vector<WriteResult> results;
-  std::int64_t open_reads = 0;   // accepted, not answered
-  std::int64_t open_writes = 0;  // accepted, not done
+  std::int64_t open_reads = 0;     // accepted, not answered
+  std::int64_t waiting_reads = 0;  // of them, not taken by a reader
+  std::int64_t open_writes = 0;    // accepted, not done
   std::int64_t open_write_bytes = 0;
   int open_flushes = 0;
   std::int64_t failed_writes = 0;  // since the last flush
@@ -115,8 +118,12 @@ struct TierQueue::Core {
   bool has_room(const ReadJob& job) const {
     return open_reads + static_cast<std::int64_t>(job.waiting.size()) < options.max_reads;
   }
+  static bool exited(std::span<const Lane> some) {
+    return std::all_of(some.begin(), some.end(), [](const Lane& lane) { return lane.exited; });
+  }
+  std::span<const Lane> readers() const { return std::span(lanes).subspan(1); }
   bool is_done(const ReadJob& job) {
-    return job.unanswered == 0 || job.ended || reader.exited || clock->now() >= job.deadline;
+    return job.unanswered == 0 || job.ended || exited(readers()) || clock->now() >= job.deadline;
   }
   /// Answers what is known at once; what has to be asked for is `waiting` then.
   void take_in(ReadJob& job, std::vector<ReadRequest> requests);
@@ -125,12 +132,12 @@ struct TierQueue::Core {
   void count(const ReadResult& result, bool only_exists);
 
   // The workers.
-  void read();
-  void write();
+  void read(Lane& lane);
+  void write(Lane& lane);
   void leave(std::unique_lock<std::mutex>& lock, Lane& lane);
-  void do_reads(std::unique_lock<std::mutex>& lock);
-  void do_writes(std::unique_lock<std::mutex>& lock);
-  void do_flush(std::unique_lock<std::mutex>& lock);
+  void do_reads(std::unique_lock<std::mutex>& lock, Lane& lane);
+  void do_writes(std::unique_lock<std::mutex>& lock, Lane& lane);
+  void do_flush(std::unique_lock<std::mutex>& lock, Lane& lane);
   void refresh_stats(std::unique_lock<std::mutex>& lock);
   std::vector<Place> take_reads(Deadline& deadline);
   std::vector<Write> take_writes();
@@ -145,8 +152,8 @@ struct TierQueue::Core {
 
 /// Whether it makes sense to queue anything.
 bool TierQueue::Core::accepts(Deadline now) {
-  for (const Lane* lane : {&reader, &writer}) {
-    if (!lane->calling || now - options.breaker.slow_after <= lane->call_deadline) continue;
+  for (const Lane& lane : lanes) {
+    if (!lane.calling || now - options.breaker.slow_after <= lane.call_deadline) continue;
     const bool was_open = breaker.state() == CircuitBreaker::State::open;
     breaker.open(now);
     if (!was_open && log_wanted()) report_breaker(CircuitBreaker::State::open, true);
@@ -192,7 +199,7 @@ bool TierQueue::Core::accept(Write write) {
   pending[write.id] = {write.number, write.remove, write.payload, false};
   ++(write.remove ? counts.removes : counts.puts);
   writes.push_back(std::move(write));
-  writer.work_there.notify_one();
+  writes_there.notify_one();
   return true;
 }
 
@@ -247,55 +254,57 @@ void TierQueue::Core::submit(const std::shared_ptr<ReadJob>& job) {
   job->unanswered = job->waiting.size();
   if (job->waiting.empty()) return;
   open_reads += static_cast<std::int64_t>(job->waiting.size());
+  waiting_reads += static_cast<std::int64_t>(job->waiting.size());
   reads.push_back(job);
-  reader.work_there.notify_one();
+  std::ssize(job->waiting) > kLeastPerReader ? reads_there.notify_all() : reads_there.notify_one();
 }
 
 void TierQueue::Core::end(const std::shared_ptr<ReadJob>& job) {
   job->ended = true;
   if (const auto found = std::find(reads.begin(), reads.end(), job); found != reads.end()) {
-    open_reads -= static_cast<std::int64_t>(job->waiting.size() - job->next);
+    const auto left = static_cast<std::int64_t>(job->waiting.size() - job->next);
+    open_reads -= left;
+    waiting_reads -= left;
     reads.erase(found);
   }
 }
 
 // --- the workers
 
-void TierQueue::Core::read() {
+void TierQueue::Core::read(Lane& lane) {
   std::unique_lock lock(mutex);
   while (!stopping) {
     if (reads.empty()) {
-      reader.work_there.wait(lock);
+      reads_there.wait(lock);
       continue;
     }
-    do_reads(lock);
+    do_reads(lock, lane);
     answered.notify_all();
   }
-  leave(lock, reader);
+  leave(lock, lane);
 }
 
-void TierQueue::Core::write() {
+void TierQueue::Core::write(Lane& lane) {
   std::unique_lock lock(mutex);
   while (!stopping) {
     if (!writes.empty()) {
       if (writes.front().flush)
-        do_flush(lock);
+        do_flush(lock, lane);
       else
-        do_writes(lock);
+        do_writes(lock, lane);
     } else if (stats_wanted) {
       refresh_stats(lock);
     } else {
-      writer.work_there.wait(lock);
+      writes_there.wait(lock);
       continue;
     }
     answered.notify_all();
   }
-  leave(lock, writer);
+  leave(lock, lane);
 }
 
 void TierQueue::Core::leave(std::unique_lock<std::mutex>& lock, Lane& lane) {
-  const Lane& other = &lane == &reader ? writer : reader;
-  if (other.exited) {
+  if (std::count_if(lanes.begin(), lanes.end(), [](const Lane& l) { return !l.exited; }) == 1) {
     // By the last one here, not in the queue's destructor: closing a store can take as long as any call.
     std::shared_ptr<Tier> last = std::move(tier);
     lock.unlock();
@@ -350,8 +359,10 @@ std::vector<TierQueue::Core::Place> TierQueue::Core::take_reads(Deadline& deadli
   const Deadline now = clock->now();
   const bool only_exists = reads.front()->only_exists;
   deadline = now;
-  while (!reads.empty() && static_cast<std::int64_t>(batch.size()) < options.batch_requests &&
-         bytes < options.batch_bytes) {
+  // Readers share what waits.
+  const std::int64_t share = std::max(kLeastPerReader, ceil_div(waiting_reads, std::ssize(readers()))),
+                     most = std::min(options.batch_requests, share);
+  while (!reads.empty() && static_cast<std::int64_t>(batch.size()) < most && bytes < options.batch_bytes) {
     const std::shared_ptr<ReadJob> job = reads.front();
     if (job->deadline <= now) {
       end(job);
@@ -361,12 +372,13 @@ std::vector<TierQueue::Core::Place> TierQueue::Core::take_reads(Deadline& deadli
     deadline = std::max(deadline, job->deadline);
     bytes += static_cast<std::int64_t>(job->waiting[job->next].request.to.size);
     batch.push_back({job, job->next++});
+    --waiting_reads;
     if (job->next == job->waiting.size()) reads.pop_front();
   }
   return batch;
 }
 
-void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock) {
+void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
   Deadline deadline;
   const std::vector<Place> batch = take_reads(deadline);
   if (batch.empty()) return;
@@ -375,7 +387,7 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock) {
   if (only_exists) {
     std::vector<ExistsRequest> requests;
     for (const Place& place : batch) requests.push_back({place.job->waiting[place.index].request.id});
-    call_tier(lock, reader, deadline, [&] {
+    call_tier(lock, lane, deadline, [&] {
       tier->exists(requests, deadline);
       return std::any_of(requests.begin(), requests.end(), [](const ExistsRequest& r) { return r.answered; });
     });
@@ -388,9 +400,9 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock) {
     std::vector<GetRequest> requests;
     for (const Place& place : batch) {
       const ReadRequest& request = place.job->waiting[place.index].request;
-      requests.push_back({request.id, request.to.span()});
+      requests.push_back({.id = request.id, .to = request.to.span(), .view_allowed = request.view_allowed});
     }
-    call_tier(lock, reader, deadline, [&] {
+    call_tier(lock, lane, deadline, [&] {
       tier->get(requests, deadline);
       return std::any_of(requests.begin(), requests.end(),
                          [](const GetRequest& r) { return r.status != GetStatus::failed; });
@@ -398,9 +410,10 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock) {
     for (std::size_t i = 0; i < batch.size(); ++i) {
       results_of[i].status = requests[i].status;
       results_of[i].bytes = requests[i].bytes;
-      if (requests[i].status == GetStatus::found)
-        results_of[i].payload = {batch[i].job->waiting[batch[i].index].request.to.data,
-                                 static_cast<std::size_t>(requests[i].bytes)};
+      if (requests[i].status != GetStatus::found) continue;
+      const SharedBytes& to = batch[i].job->waiting[batch[i].index].request.to;
+      results_of[i].payload = {requests[i].view ? std::move(requests[i].view) : to.data,
+                               static_cast<std::size_t>(requests[i].bytes)};
     }
   }
   for (std::size_t i = 0; i < batch.size(); ++i) {
@@ -429,13 +442,13 @@ std::vector<TierQueue::Core::Write> TierQueue::Core::take_writes() {
   return batch;
 }
 
-void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock) {
+void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock, Lane& lane) {
   const std::vector<Write> batch = take_writes();
   const Deadline deadline = clock->now() + options.write_limit;
   if (batch.front().remove) {
     std::vector<RemoveRequest> requests;
     for (const Write& write : batch) requests.push_back({write.id});
-    call_tier(lock, writer, deadline, [&] {
+    call_tier(lock, lane, deadline, [&] {
       tier->remove(requests, deadline);
       return std::any_of(requests.begin(), requests.end(), [](const RemoveRequest& r) { return r.answered; });
     });
@@ -444,7 +457,7 @@ void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock) {
   } else {
     std::vector<PutRequest> requests;
     for (const Write& write : batch) requests.push_back({write.id, write.payload.span()});
-    call_tier(lock, writer, deadline, [&] {
+    call_tier(lock, lane, deadline, [&] {
       tier->put(requests, deadline);
       return std::any_of(requests.begin(), requests.end(),
                          [](const PutRequest& r) { return r.status != PutStatus::failed; });
@@ -471,7 +484,7 @@ void TierQueue::Core::finish(const Write& write, PutStatus status) {
     unsure.add(write.id);
 }
 
-void TierQueue::Core::do_flush(std::unique_lock<std::mutex>& lock) {
+void TierQueue::Core::do_flush(std::unique_lock<std::mutex>& lock, Lane& lane) {
   const std::shared_ptr<FlushJob> job = std::move(writes.front().flush);
   writes.pop_front();
   const Deadline deadline = job->deadline;
@@ -479,7 +492,7 @@ void TierQueue::Core::do_flush(std::unique_lock<std::mutex>& lock) {
   TierStats fresh;
   bool called = false;
   if (clock->now() < deadline)
-    called = call_tier(lock, writer, deadline, [&] {
+    called = call_tier(lock, lane, deadline, [&] {
       status = tier->flush(deadline);
       fresh = tier->stats();
       return status != FlushStatus::failed;
@@ -504,9 +517,12 @@ void TierQueue::Core::refresh_stats(std::unique_lock<std::mutex>& lock) {
 // --- the queue
 
 TierQueue::TierQueue(std::shared_ptr<Tier> tier, const TierQueueOptions& options, std::shared_ptr<Clock> clock)
-    : core_(std::make_shared<Core>(std::move(tier), options, std::move(clock))),
-      reader_([core = core_] { core->read(); }),
-      writer_([core = core_] { core->write(); }) {}
+    : core_(std::make_shared<Core>(std::move(tier), options, std::move(clock))) {
+  for (Core::Lane& lane : core_->lanes) {
+    const bool writes = &lane == &core_->lanes.front();
+    threads_.emplace_back([core = core_, &lane, writes] { writes ? core->write(lane) : core->read(lane); });
+  }
+}
 
 TierQueue::~TierQueue() { (void)close(core_->clock->now() + core_->options.close_limit); }
 
@@ -582,7 +598,7 @@ TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
   if (core_->open_flushes < kMaxFlushes && core_->accepts(core_->clock->now())) {
     ++core_->open_flushes;
     core_->writes.push_back({{}, 0, false, Content::changing, {}, job});
-    core_->writer.work_there.notify_one();
+    core_->writes_there.notify_one();
   } else {
     job->done = true;
   }
@@ -605,24 +621,25 @@ QueueStats TierQueue::stats() {
   stats.unsure_ids = static_cast<std::int64_t>(core_->unsure.size());
   stats.tier = core_->tier_stats;
   core_->stats_wanted = true;
-  core_->writer.work_there.notify_one();
+  core_->writes_there.notify_one();
   return stats;
 }
 
 FlushStatus TierQueue::close(Deadline deadline) {
-  if (!writer_.joinable()) return FlushStatus::failed;
+  if (threads_.empty()) return FlushStatus::failed;
   const FlushTicket last = flush(deadline);
   (void)last.wait(deadline);
   std::unique_lock lock(core_->mutex);
   core_->stopping = true;
-  core_->reader.work_there.notify_one();
-  core_->writer.work_there.notify_one();
-  const auto exited = [&] { return core_->reader.exited && core_->writer.exited; };
-  while (!exited() && core_->clock->now() < deadline) core_->clock->wait_until(core_->answered, lock, deadline);
-  const bool reader_stuck = !core_->reader.exited, writer_stuck = !core_->writer.exited;
+  core_->reads_there.notify_all();
+  core_->writes_there.notify_one();
+  while (!Core::exited(core_->lanes) && core_->clock->now() < deadline)
+    core_->clock->wait_until(core_->answered, lock, deadline);
+  std::vector<bool> stuck;
+  for (const Core::Lane& lane : core_->lanes) stuck.push_back(!lane.exited);
   lock.unlock();
-  reader_stuck ? reader_.detach() : reader_.join();
-  writer_stuck ? writer_.detach() : writer_.join();
+  for (std::size_t i = 0; i < threads_.size(); ++i) stuck[i] ? threads_[i].detach() : threads_[i].join();
+  threads_.clear();
   return last.status();
 }
 

@@ -1,5 +1,5 @@
-// The asynchronous face of a tier, the same for all: two worker threads that make the tier's blocking calls, one for
-// reads and one for writes, bounded queues in front of them, a circuit breaker, write-behind.
+// The asynchronous face of a tier, the same for all: worker threads that make the tier's blocking calls, one for writes
+// and as many for reads as the tier takes, bounded queues in front of them, a circuit breaker, write-behind.
 //
 // Promises:
 //   1. No call blocks on the tier but wait() and close(), and those no longer than they are told to. What does not fit
@@ -50,6 +50,7 @@ struct ReadRequest {
   RecordId id;
   std::int64_t max_bytes = 0;  // of the payload
   SharedBytes to;              // nothing: a buffer of the queue's
+  bool view_allowed = false;   // the payload may be memory of the tier's own
 };
 struct ReadResult {
   GetStatus status = GetStatus::failed;
@@ -144,7 +145,7 @@ class TierQueue {
 
  private:
   std::shared_ptr<Core> core_;
-  std::thread reader_, writer_;
+  std::vector<std::thread> threads_;  // in the order of their lanes; none: closed
 };
 
 }  // namespace kv4::tier

@@ -1,5 +1,6 @@
 #include "kv4/tiers.h"
 
+#include <algorithm>
 #include <charconv>
 #include <utility>
 
@@ -13,7 +14,13 @@
 namespace kv4 {
 namespace {
 
-constexpr std::int64_t kHostPageBytes = 16 << 10;
+constexpr std::int64_t kPageAlignment = 4096, kLeastPageBytes = 16 << 10;
+
+/// A block fits a page, so that it can be given out where it lies.
+std::int64_t host_page_bytes(const CacheSchema& schema) {
+  const std::int64_t record_bytes = tier::kRecordHeaderBytes + schema.block_image_bytes;
+  return std::max(kLeastPageBytes, ceil_div(record_bytes, kPageAlignment) * kPageAlignment);
+}
 
 tier::RedisAddress parse_address(const std::string& text) {
   const std::size_t colon = text.rfind(':');
@@ -48,13 +55,14 @@ tier::RemoteOptions remote_options(const CacheSchema& schema, const TiersOptions
 
 }  // namespace
 
-Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) {
+Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(options.backend) {
   const auto clock = std::make_shared<tier::SteadyClock>();
   std::vector<std::shared_ptr<tier::Tier>> all;
   if (options.host_bytes > 0) {
-    const std::int64_t bytes = ceil_div(options.host_bytes, kHostPageBytes) * kHostPageBytes;
+    const std::int64_t page_bytes = host_page_bytes(schema), pages = ceil_div(options.host_bytes, page_bytes);
     all.push_back(std::make_shared<tier::HostTier>(
-        tier::HostTierOptions{schema.layout_id, bytes, kHostPageBytes, options.host_threads}, clock));
+        tier::HostTierOptions{schema.layout_id, pages * page_bytes, page_bytes, options.host_threads, options.backend},
+        clock));
   }
   if (!options.directory.empty())
     all.push_back(

@@ -126,6 +126,32 @@ TEST_P(Imported, ALaterPromptFindsIt) {
   }
 }
 
+// A session of a cache that keeps prefixes brings the snapshot of its last boundary.
+TEST_P(Imported, ResumesAtTheLastBoundary) {
+  for (const Kind kind : {Kind::full, Kind::checkpoint}) {
+    const CacheOptions o = keeping({.kind = kind, .period_tokens = 64}, GetParam());
+    Cold cold(o);
+    for (const std::int64_t length : {1, 15, 16, 17, 33, 62, 111, 127}) {
+      SCOPED_TRACE("policy " + std::to_string(static_cast<int>(kind)) + ", length " + std::to_string(length));
+      Driver from(tiny(), o), to(tiny(), o);
+      const RequestId source = begin(from, kStream, length).request;
+      fill_up(from, source, kStream, length);
+      const RequestId restored = restore(to.cache, save(from.cache, source));
+      to.cache.release(restored);  // before it has come to another boundary
+      const Admission a = begin(to, kStream, length + 5);
+      EXPECT_EQ(a.usable_tokens, length / 16 * 16);
+      EXPECT_EQ(a.resume_at, length / 16 * 16);
+      fill_up(to, a.request, kStream, length + 5);
+      expect_same(bytes_of(to.cache, a.request), cold.bytes(length + 5), "hit");
+      EXPECT_EQ(begin(to, kStream, length + 5, "pepper").usable_tokens, 0);
+      // One that keeps nothing has no use for it.
+      Driver plain(tiny(), forgetting(o));
+      expect_same(bytes_of(plain.cache, restore(plain.cache, save(from.cache, source))), cold.bytes(length), "plain");
+      if (HasFailure()) return;
+    }
+  }
+}
+
 TEST(ImportedPrefix, ForksAndRewindsOfIt) {
   const CacheOptions o = keeping({.kind = Kind::full});
   Cold cold(o);

@@ -83,6 +83,23 @@ TEST(SessionFormat, PartsComeBack) {
   EXPECT_EQ(encode_session(back), payload);
 }
 
+TEST(SessionFormat, ASnapshotIsAnotherVersion) {
+  SessionParts parts = example();
+  parts.snapshot = kImage;
+  const std::vector<std::byte> payload = encode_session(parts);
+  EXPECT_EQ(payload.size(), encode_session(example()).size() + 8 + sizeof(kImage));
+  EXPECT_EQ(payload[8], std::byte{2});
+  const SessionParts back = parse_session(payload);
+  EXPECT_EQ(back.snapshot.size(), sizeof(kImage));
+  EXPECT_EQ(back.open_block.size(), sizeof(kOpenBlock));
+  EXPECT_EQ(encode_session(back), payload);
+  for (std::size_t bytes = 0; bytes < payload.size(); ++bytes) EXPECT_TRUE(refused(std::span(payload).first(bytes)));
+  std::vector<std::byte> none = encode_session(example());  // version 2 without one
+  none[8] = std::byte{2};
+  none.insert(none.begin() + 144, 8, std::byte{0});
+  EXPECT_TRUE(refused(none));
+}
+
 TEST(SessionFormat, NeitherShorterNorLonger) {
   const std::vector<std::byte> payload = encode_session(example());
   EXPECT_FALSE(refused(payload));

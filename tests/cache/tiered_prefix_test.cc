@@ -7,6 +7,7 @@
 #include "kv4/error.h"
 #include "kv4/tiered_prefix.h"
 #include "support/fake_tier.h"
+#include "support/far_backend.h"
 #include "support/harness.h"
 #include "tier/disk_tier.h"
 #include "tier/host_tier.h"
@@ -409,6 +410,39 @@ TEST(PrefixInTiers, TiersOfAllKinds) {
   TiersOptions bad;
   bad.servers = {"nowhere"};
   EXPECT_THROW(kv4::Tiers(schema, bad), Error);
+}
+
+// Blocks go from the tier's own memory to a device that cannot read the host's, while others take their place there.
+TEST(PrefixInTiers, StraightFromHostMemory) {
+  const Model model(tiny_config());
+  const CacheOptions o = tiered_options(kCheckpoint);
+  const std::shared_ptr<Backend> backends[] = {test_backend(), std::make_shared<FarBackend>(make_cpu_backend())};
+  const auto later = [] { return std::chrono::steady_clock::now() + 60s; };
+  for (const std::shared_ptr<Backend>& backend : backends)
+    for (const bool pinned : {true, false}) {
+      TiersOptions options;
+      options.host_bytes = 1 << 20;
+      options.host_threads = 3;
+      if (pinned) options.backend = backend;
+      kv4::Tiers below(build_schema(model.config, o), options);
+      for (const std::uint64_t stream : {5u, 6u}) {
+        Driver d(model, o, backend);
+        TieredPrefix tiered(d.cache, below);
+        compute(d, stream, 100);
+        ASSERT_TRUE(tiered.save_all(later()));
+      }
+      for (const std::uint64_t stream : {5u, 6u}) {
+        Driver d(model, o, backend);
+        TieredPrefix tiered(d.cache, below);
+        const std::vector<std::int32_t> ids = ids_of(stream, 100);
+        EXPECT_EQ(tiered.load({ids, 0, "", {}}, later()), 6);
+        const Admission a = d.cache.admit(Prompt{ids, 0, "", {}}).value();
+        EXPECT_EQ(a.usable_tokens, 96);
+        d.run({{a.request, stream, 4}});
+        expect_same(bytes_of(d.cache, a.request), cold_bytes(model, o, stream, 100), "from host memory");
+      }
+      EXPECT_EQ(below.report()[0].damaged, 0);
+    }
 }
 
 TEST(PrefixInTiers, BadInputChangesNothing) {

@@ -811,7 +811,7 @@ def test_session_by_hand():
     equal(found["tenant"], 7)
     equal(found["weights_id"], "weights-1")
     equal(found["layout_id"], "683404534adff250")
-    equal(found["bytes"], {"file": 4096, "blocks": 0, "open_block": 2, "image": 3, "token_ids": 12, "extra": 0})
+    equal(found["bytes"], {"file": 4096, "blocks": 0, "open_block": 2, "image": 3, "snapshot": 0, "token_ids": 12, "extra": 0})
     text = ok("session", "inspect", path).stdout
     assert "3 tokens" in text and "Every record is sound" in text, text
 

@@ -38,6 +38,7 @@ class BytesFile : public tier::File {
   tier::IoStatus fallocate(std::int64_t) override { std::abort(); }
   tier::IoStatus punch(std::int64_t, std::int64_t) override { std::abort(); }
   std::int64_t size() override { return static_cast<std::int64_t>(bytes_.size()); }
+  bool cached() override { return false; }
 
  private:
   std::span<const std::byte> bytes_;

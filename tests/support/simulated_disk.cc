@@ -82,6 +82,8 @@ class SimulatedFile : public tier::File {
     return static_cast<std::int64_t>(inode_->seen.size());
   }
 
+  bool cached() override { return true; }
+
  private:
   static std::size_t total(std::span<const tier::IoPiece> pieces) {
     std::size_t bytes = 0;

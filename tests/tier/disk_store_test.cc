@@ -523,6 +523,7 @@ TEST(TierPosixFiles, ReadsBesideWrites) {
   tier::StoreOptions options = options_in(folder);
   options.segment_bytes = 128 << 10;
   options.capacity_bytes = 512 << 10;
+  options.read_threads = 2;
   const auto store = DiskStore::open(*files, options);
   constexpr std::uint64_t kKeys = 8;
   const auto payload_of = [](std::uint64_t version) {
@@ -541,24 +542,29 @@ TEST(TierPosixFiles, ReadsBesideWrites) {
       if (random.below(6) == 0) store->flush();
     }
   });
-  int hits = 0;
-  Random random(4);
-  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(400);
-  std::vector<std::byte> to(9000);
-  while (hits < 200 || std::chrono::steady_clock::now() < end) {
-    const auto key = static_cast<std::uint64_t>(random.below(kKeys));
-    const std::uint64_t before = stored[key];
-    tier::GetRequest request{record_id(key), to};
-    store->get({&request, 1});
-    ASSERT_TRUE(request.status == GetStatus::found || request.status == GetStatus::missing);
-    if (request.status != GetStatus::found) continue;
-    std::uint64_t version = 0;
-    std::memcpy(&version, to.data(), sizeof(version));
-    ASSERT_EQ(version % kKeys, key);
-    ASSERT_GE(version, before);
-    ASSERT_EQ(to, payload_of(version));
-    ++hits;
-  }
+  const auto read = [&](std::uint64_t seed) {
+    int hits = 0;
+    Random random(seed);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(400);
+    std::vector<std::byte> to(9000);
+    while (hits < 200 || std::chrono::steady_clock::now() < end) {
+      const auto key = static_cast<std::uint64_t>(random.below(kKeys));
+      const std::uint64_t before = stored[key];
+      tier::GetRequest request{record_id(key), to};
+      store->get({&request, 1});
+      ASSERT_TRUE(request.status == GetStatus::found || request.status == GetStatus::missing);
+      if (request.status != GetStatus::found) continue;
+      std::uint64_t version = 0;
+      std::memcpy(&version, to.data(), sizeof(version));
+      ASSERT_EQ(version % kKeys, key);
+      ASSERT_GE(version, before);
+      ASSERT_EQ(to, payload_of(version));
+      ++hits;
+    }
+  };
+  std::thread other([&] { read(5); });
+  read(4);
+  other.join();
   stop = true;
   writer.join();
   EXPECT_EQ(store->stats().set_aside_records, 0);

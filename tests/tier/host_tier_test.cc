@@ -81,10 +81,62 @@ TEST_F(TierHost, MixedLengthsFillItAndComeBack) {
   }
 }
 
+// A view stays what it was, whatever becomes of its record and of the tier.
+TEST_F(TierHost, ViewsStayWhileTheyAreHeld) {
+  auto shared = std::make_shared<HostTier>(tier::HostTierOptions{11, 4 << 10, 1 << 10}, shared_clock);
+  const auto put = [&](std::uint64_t number, std::uint64_t version, std::int64_t length) {
+    const std::vector<std::byte> payload = random_bytes(version, length);
+    tier::PutRequest request{record_id(number), payload};
+    shared->put({&request, 1}, clock->in(tier::Duration(1)));
+    return request.status;
+  };
+  std::vector<std::byte> to(4 << 10);
+  const auto view = [&](std::uint64_t number) {
+    tier::GetRequest request{.id = record_id(number), .to = to, .view_allowed = true};
+    shared->get({&request, 1}, clock->in(tier::Duration(1)));
+    return request;
+  };
+  ASSERT_EQ(put(1, 1, 896), PutStatus::stored);
+  tier::GetRequest one = view(1), again = view(1);
+  ASSERT_EQ(one.status, GetStatus::found);
+  ASSERT_TRUE(one.view);
+  EXPECT_EQ(one.view.get(), again.view.get());
+  EXPECT_EQ(one.view.get(), shared->pages_of(record_id(1)).front().data() + 128) << "it is the tier's own memory";
+  ASSERT_EQ(put(1, 2, 896), PutStatus::stored);  // another version, and then more than fits
+  for (std::uint64_t i = 2; i < 9; ++i) ASSERT_EQ(put(i, i, 500), PutStatus::stored);
+  EXPECT_EQ(put(9, 9, 4000 - 128), PutStatus::no_space) << "a page is held";
+  EXPECT_EQ(view(1).status, GetStatus::missing);
+  const auto bytes = [](const tier::GetRequest& r) {
+    return std::vector<std::byte>(r.view.get(), r.view.get() + r.bytes);
+  };
+  EXPECT_EQ(bytes(one), random_bytes(1, 896));
+  one.view.reset();
+  EXPECT_EQ(bytes(again), random_bytes(1, 896));
+  again.view.reset();
+  EXPECT_EQ(put(9, 9, 4000 - 128), PutStatus::stored);
+
+  const tier::GetRequest chain = view(9);  // not in one page: a copy
+  ASSERT_EQ(chain.status, GetStatus::found);
+  EXPECT_FALSE(chain.view);
+  to.resize(static_cast<std::size_t>(chain.bytes));
+  EXPECT_EQ(to, random_bytes(9, 4000 - 128));
+
+  ASSERT_EQ(put(1, 3, 700), PutStatus::stored);
+  shared->pages_of(record_id(1)).front()[300] ^= std::byte{1};
+  to.resize(4 << 10);
+  EXPECT_EQ(view(1).status, GetStatus::damaged);
+  EXPECT_EQ(view(1).status, GetStatus::missing);
+  ASSERT_EQ(put(1, 4, 700), PutStatus::stored);
+  const tier::GetRequest last = view(1);
+  shared.reset();
+  EXPECT_EQ(bytes(last), random_bytes(4, 700));
+}
+
 TEST_F(TierHost, BadOptionsAreRefused) {
   EXPECT_THROW(HostTier({0, 1 << 20, 100}, shared_clock), Error);
   EXPECT_THROW(HostTier({0, 1000, 1 << 10}, shared_clock), Error);
   EXPECT_THROW(HostTier({0, (1 << 20) + 1, 1 << 10}, shared_clock), Error);
+  EXPECT_THROW(HostTier({0, 1 << 20, 1 << 10, 0}, shared_clock), Error);
 }
 
 }  // namespace

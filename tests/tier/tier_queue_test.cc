@@ -96,6 +96,29 @@ TEST_F(TierQueues, ReadsDoNotWaitForWrites) {
   EXPECT_EQ(queue->stats().stored, 2);
 }
 
+TEST_F(TierQueues, ReadersShareWhatWaits) {
+  fake = std::make_shared<FakeTier>(clock, 3);
+  options.max_reads = 64;
+  start();
+  ASSERT_TRUE(put(1, 10));
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  const std::size_t before = fake->batches().size();
+  fake->hold();
+  std::vector<tier::ReadRequest> many;
+  for (std::uint64_t i = 0; i < 16; ++i) many.push_back({record_id(i), 1000, {}});
+  TierQueue::ReadTicket ticket = queue->get(many, clock->in(1s));
+  fake->wait_for_calls(static_cast<int>(before) + 2);  // neither of them has come back
+  EXPECT_FALSE(ticket.done());
+  fake->release();
+  EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+  const std::vector<tier::ReadResult> results = ticket.take();
+  for (std::size_t i = 0; i < results.size(); ++i)
+    EXPECT_EQ(results[i].status, i == 1 ? GetStatus::found : GetStatus::missing) << i;
+  const std::vector<std::size_t> batches = fake->batches();
+  EXPECT_EQ((std::vector<std::size_t>{batches.begin() + static_cast<std::ptrdiff_t>(before), batches.end()}),
+            (std::vector<std::size_t>{8, 8}));
+}
+
 // What a tier knows from memory needs no worker: here both are busy.
 TEST(TierQueue, LookupsAreAnsweredAtOnce) {
   const auto clock = std::make_shared<ManualClock>();
@@ -412,14 +435,16 @@ TEST_F(TierQueues, ManyThreadsNeverSeeAWrongByte) {
   options.max_reads = 64;
   options.max_write_bytes = options.max_read_bytes = 1 << 20;
   const auto real = std::make_shared<tier::SteadyClock>();
-  TierQueue shared(std::make_shared<tier::HostTier>(tier::HostTierOptions{1, 32 << 10, 1 << 10}, real), options, real);
+  TierQueue shared(std::make_shared<tier::HostTier>(tier::HostTierOptions{1, 32 << 10, 1 << 10, 3}, real), options,
+                   real);
   constexpr std::uint64_t kThreads = 4, kIds = 16;
   std::atomic<int> hits = 0;
   std::vector<std::thread> threads;
   for (std::uint64_t t = 0; t < kThreads; ++t)
     threads.emplace_back([&, t] {
       Random random(t);
-      std::map<std::uint64_t, std::uint64_t> newest;  // this thread's ids
+      std::map<std::uint64_t, std::uint64_t> newest;                  // this thread's ids
+      std::vector<std::pair<tier::SharedBytes, std::uint64_t>> held;  // views and buffers, and of what
       for (int step = 0; step < 400; ++step) {
         const std::uint64_t number = static_cast<std::uint64_t>(random.below(kIds)) * kThreads + t;
         const auto later = std::chrono::steady_clock::now() + 10s;
@@ -430,7 +455,7 @@ TEST_F(TierQueues, ManyThreadsNeverSeeAWrongByte) {
           newest.erase(number);
           (void)shared.remove(record_id(number));
         } else {
-          TierQueue::ReadTicket ticket = shared.get({{record_id(number), 4096, {}}}, later);
+          TierQueue::ReadTicket ticket = shared.get({{record_id(number), 4096, {}, random.below(2) == 0}}, later);
           if (random.below(4) == 0) continue;  // not wanted any more
           EXPECT_TRUE(ticket.wait(later));
           const tier::ReadResult result = ticket.take().front();
@@ -439,6 +464,12 @@ TEST_F(TierQueues, ManyThreadsNeverSeeAWrongByte) {
           const auto bytes = result.payload.span();
           ASSERT_TRUE(newest.contains(number));
           ASSERT_EQ(std::vector<std::byte>(bytes.begin(), bytes.end()), random_bytes(newest[number], 700));
+          held.emplace_back(result.payload, newest[number]);
+        }
+        if (held.size() == 4) {
+          for (const auto& [payload, version] : held)
+            ASSERT_EQ(std::vector<std::byte>(payload.span().begin(), payload.span().end()), random_bytes(version, 700));
+          held.clear();
         }
         (void)shared.drain();
         (void)shared.stats();
