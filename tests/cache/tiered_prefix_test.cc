@@ -4,10 +4,10 @@
 #include <filesystem>
 #include <thread>
 
+#include "cache/prefix_options.h"
 #include "kv4/error.h"
 #include "kv4/tiered_prefix.h"
 #include "support/fake_tier.h"
-#include "support/harness.h"
 #include "tier/disk_tier.h"
 #include "tier/host_tier.h"
 #include "tier/tier_chain.h"
@@ -16,19 +16,6 @@ namespace kv4::test {
 namespace {
 
 using namespace std::chrono_literals;
-
-CacheOptions tiered_options(SnapshotPolicy policy, const FormatCase& format = format_cases()[0]) {
-  CacheOptions o = options_for(format);
-  o.block_tokens = 16;
-  o.max_context = 160;
-  o.num_blocks = 32;
-  o.max_step_tokens = 256;
-  o.prefix.enabled = true;
-  o.prefix.weights_id = "weights";
-  o.prefix.snapshots = policy;
-  o.prefix.num_snapshots = 16;
-  return o;
-}
 
 const SnapshotPolicy kCheckpoint{.kind = SnapshotPolicy::Kind::checkpoint, .period_tokens = 48};
 const SnapshotPolicy kPolicies[] = {
@@ -114,7 +101,7 @@ TEST(PrefixInTiers, AnotherCacheGoesOnWhereOneStopped) {
   const Model model(tiny_config());
   for (const SnapshotPolicy& policy : kPolicies)
     for (const FormatCase& format : format_cases()) {
-      const CacheOptions o = tiered_options(policy, format);
+      const CacheOptions o = prefix_options(policy, format);
       Tiers tiers(layout_of(model, o));
       TieredDriver(model, o, tiers).compute_and_save(7, 100);
       for (const std::int64_t tokens : {15, 16, 17, 33, 96, 97, 110}) {
@@ -137,7 +124,7 @@ TEST(PrefixInTiers, AnotherCacheGoesOnWhereOneStopped) {
 
 TEST(PrefixInTiers, ADiskKeepsContextsAcrossRestarts) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   std::string directory = (std::filesystem::temp_directory_path() / "kv4_tiered_XXXXXX").string();
   ASSERT_NE(mkdtemp(directory.data()), nullptr);
   const std::string store = directory + "/store";
@@ -164,7 +151,7 @@ TEST(PrefixInTiers, ADiskKeepsContextsAcrossRestarts) {
 
 TEST(PrefixInTiers, OtherSaltsAndWeightsFindNothing) {
   const Model model(tiny_config());
-  CacheOptions o = tiered_options(kCheckpoint);
+  CacheOptions o = prefix_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
   TieredDriver(model, o, tiers).compute_and_save(7, 100, "ours");
   TieredDriver d(model, o, tiers);
@@ -178,7 +165,7 @@ TEST(PrefixInTiers, OtherSaltsAndWeightsFindNothing) {
 
 TEST(PrefixInTiers, AMissingBlockEndsWhatIsBrought) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
   TieredDriver first(model, o, tiers);
   first.compute_and_save(7, 100);
@@ -198,7 +185,7 @@ TEST(PrefixInTiers, AMissingBlockEndsWhatIsBrought) {
 
 TEST(PrefixInTiers, LongContextsComeInBatches) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
   TieredDriver first(model, o, tiers);
   first.compute_and_save(7, 150);
@@ -222,7 +209,7 @@ TEST(PrefixInTiers, LongContextsComeInBatches) {
 
 TEST(PrefixInTiers, WhatTheDeviceEvictsComesBack) {
   const Model model(tiny_config());
-  CacheOptions o = tiered_options(kCheckpoint);
+  CacheOptions o = prefix_options(kCheckpoint);
   o.num_blocks = 10;
   o.prefix.num_snapshots = 2;
   Tiers tiers(layout_of(model, o));
@@ -271,7 +258,7 @@ void compute(Driver& d, std::uint64_t stream, std::int64_t tokens) {
 TEST(PrefixInTiers, WhatAFullQueueHasNoRoomForIsOfferedLater) {
   const Model model(tiny_config());
   FakeBelow below(3);
-  Driver d(model, tiered_options({.kind = SnapshotPolicy::Kind::none}));
+  Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
   TieredPrefix tiered(d.cache, *below.chain);
   compute(d, 7, 150);  // 9 blocks
   below.fake->hold();
@@ -289,7 +276,7 @@ TEST(PrefixInTiers, WhatAFullQueueHasNoRoomForIsOfferedLater) {
 TEST(PrefixInTiers, WhatATierFailsToStoreIsOfferedAgain) {
   const Model model(tiny_config());
   FakeBelow below(100);
-  Driver d(model, tiered_options({.kind = SnapshotPolicy::Kind::none}));
+  Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
   TieredPrefix tiered(d.cache, *below.chain, {.max_attempts = 3});
   const auto saved = [&] {
     while (tiered.save(100) > 0 || below.chain->stats()[0].queue.waiting_writes > 0) std::this_thread::yield();
@@ -322,7 +309,7 @@ TEST(PrefixInTiers, WhatATierFailsToStoreIsOfferedAgain) {
 
 TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
   TieredDriver(model, o, tiers).compute_and_save(7, 150);
   Driver d(model, o);
@@ -352,7 +339,7 @@ TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
 
 TEST(PrefixInTiers, ProgressCancels) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   FakeBelow below(100);
   Driver first(model, o);
   TieredPrefix saving(first.cache, *below.chain, {.save_bytes = first.cache.schema().block_image_bytes});
@@ -382,7 +369,7 @@ TEST(PrefixInTiers, ProgressCancels) {
 // By the public headers alone.
 TEST(PrefixInTiers, TiersOfAllKinds) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   std::string directory = (std::filesystem::temp_directory_path() / "kv4_tiered_XXXXXX").string();
   ASSERT_NE(mkdtemp(directory.data()), nullptr);
   TiersOptions options;
@@ -413,7 +400,7 @@ TEST(PrefixInTiers, TiersOfAllKinds) {
 
 TEST(PrefixInTiers, BadInputChangesNothing) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   Driver d(model, o);
   const std::vector<std::int32_t> ids = ids_of(1, 40);
   const Prompt prompt{ids, 0, "", {}};
