@@ -22,7 +22,7 @@ def open_page(address):
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
         page, problems, asked = browser.new_page(), [], []
-        page.on("pageerror", problems.append)
+        page.on("pageerror", lambda error: problems.append(error))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(address)
         yield page
