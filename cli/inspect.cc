@@ -159,7 +159,13 @@ class Inspection {
   std::int64_t step_ = 1;
 };
 
-void print_json(const SessionContents& contents, const Inspection& inspection) {
+/// What is shown: a session's file, or a request that runs.
+struct Subject {
+  std::string path, title;
+  std::optional<RequestStatus> running = {};  // as it was last published
+};
+
+void print_json(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
   json rows = json::array();
   for (const auto& [place, t] : inspection.totals()) {
     const LayerCacheSchema& layer = contents.schema.layer(place.first);
@@ -172,20 +178,31 @@ void print_json(const SessionContents& contents, const Inspection& inspection) {
                     {"zeros", t.zeros},
                     {"not_finite", t.not_finite}});
   }
-  const json out = {{"tokens", contents.lengths[0]},
-                    {"lengths", contents.lengths},
-                    {"weights_id", contents.weights_id},
-                    {"missing_blocks", contents.missing_blocks},
-                    {"rows", to_string(contents.schema.options.row_format)},
-                    {"keys", to_string(contents.schema.options.index_format)},
-                    {"parts", rows}};
+  json out = {{"tokens", contents.lengths[0]},
+              {"lengths", contents.lengths},
+              {"weights_id", contents.weights_id},
+              {"missing_blocks", contents.missing_blocks},
+              {"rows", to_string(contents.schema.options.row_format)},
+              {"keys", to_string(contents.schema.options.index_format)},
+              {"parts", rows}};
+  if (const auto& r = subject.running)
+    out["running"] = {{"request", r->request},
+                      {"rewind_floor", r->rewind_floor},
+                      {"blocks", r->blocks},
+                      {"shared_blocks", r->shared_blocks},
+                      {"kept_blocks", r->kept_blocks}};
   fmt::print("{}\n", out.dump(2, ' ', false, json::error_handler_t::replace));
 }
 
-void print_text(const SessionContents& contents, const Inspection& inspection, const std::string& path) {
-  fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n\n", path, group_digits(contents.lengths[0]),
+void print_text(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
+  fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n", subject.title, group_digits(contents.lengths[0]),
              to_string(contents.schema.options.row_format), to_string(contents.schema.options.index_format),
              contents.weights_id);
+  if (const auto& r = subject.running)
+    fmt::print("{} blocks, of them {} shared with other requests and {} kept for later ones; can be rewound to {}\n",
+               group_digits(r->blocks), group_digits(r->shared_blocks), group_digits(r->kept_blocks),
+               group_digits(r->rewind_floor));
+  fmt::print("\n");
   Table table("rllrrrrr", {"layer", "kind", "part", "rows", "rms", "largest", "zeros", "not finite"});
   for (const auto& [place, t] : inspection.totals()) {
     const LayerCacheSchema& layer = contents.schema.layer(place.first);
@@ -199,28 +216,28 @@ void print_text(const SessionContents& contents, const Inspection& inspection, c
   if (contents.missing_blocks > 0) fmt::print("\n{} full blocks are missing.\n", contents.missing_blocks);
 }
 
-SessionContents read_rows(const std::string& path, const std::string& title, Inspection& inspection) try {
+SessionContents read_rows(const Subject& subject, Inspection& inspection) try {
   std::optional<Progress> progress;
   std::int64_t shown = 0;
   return read_session_rows(
-      path, [&](const DecodedRow& row) { inspection.take(row); },
+      subject.path, [&](const DecodedRow& row) { inspection.take(row); },
       [&](std::int64_t done, std::int64_t total) {
         if (!progress) progress.emplace("reading", total);
         progress->advance(done - std::exchange(shown, done));
       });
 } catch (const Error& e) {
-  fail(e.code(), "{}: {}", title, e.what());
+  fail(e.code(), "{}: {}", subject.title, e.what());
 }
 
-int inspect_rows(const InspectFlags& flags, const std::string& path, const std::string& title) {
+int inspect_rows(const InspectFlags& flags, const Subject& subject) {
   Inspection inspection(flags);
-  const SessionContents contents = read_rows(path, title, inspection);
+  const SessionContents contents = read_rows(subject, inspection);
   if (!flags.png.empty()) write_file(flags.png, png_of(inspection.map(contents), flags.layer == kLayersAll ? 4 : 2));
   if (!flags.svg.empty()) write_file(flags.svg, svg_of(inspection.map(contents)));
   if (flags.json)
-    print_json(contents, inspection);
+    print_json(contents, inspection, subject);
   else
-    print_text(contents, inspection, title);
+    print_text(contents, inspection, subject);
   return contents.missing_blocks > 0 ? 1 : 0;
 }
 
@@ -250,11 +267,14 @@ int inspect(const InspectFlags& flags) {
   const bool running = std::filesystem::is_directory(flags.path);
   require(running || !flags.request, ErrorCode::bad_argument,
           "--request is one of a running cache; {} is no status folder", flags.path);
-  if (!running) return inspect_rows(flags, flags.path, flags.path);
+  if (!running) return inspect_rows(flags, {flags.path, flags.path});
   if (!flags.request) return list_requests(flags);
   read_published_status(flags.path);  // throws where nobody would answer
   const AskedRequest asked(flags.path, *flags.request);
-  return inspect_rows(flags, asked.path(), fmt::format("{}, request {}", flags.path, *flags.request));
+  Subject subject{asked.path(), fmt::format("{}, request {}", flags.path, *flags.request)};
+  for (const RequestStatus& r : read_published_status(flags.path).status.requests)
+    if (r.request == *flags.request) subject.running = r;
+  return inspect_rows(flags, subject);
 }
 
 }  // namespace

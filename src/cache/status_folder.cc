@@ -135,8 +135,8 @@ struct StatusFolder::Impl {
   void answer_question() {
     for (const std::string& name : names())
       if (const std::optional<RequestQuestion> question = parse_question(name)) {
-        answer(*question);
-        return check(files->unlink(path_of(name)), "lose a file");
+        check(files->unlink(path_of(name)), "lose a file");  // before whoever asked can see the answer
+        return answer(*question);
       }
   }
 

@@ -113,6 +113,8 @@ def test_requests_of_a_running_cache():
             equal(parts[2, "keys"]["rows"], tokens // 4)
             equal(parts[0, "window"]["rows"], min(tokens, 128))
             assert found["missing_blocks"] == 0 and all(part["not_finite"] == 0 for part in found["parts"]), found
+            held = found["running"]  # as it was published with the answer, or a little later
+            assert held["blocks"] >= (tokens + 127) // 128 and held["kept_blocks"] >= tokens // 128, found
             assert "2 CSA" in Path(folder, "now.svg").read_text()
             assert not [name for name in os.listdir(folder) if name.startswith("inspect-")], os.listdir(folder)
             listed = ok("inspect", folder).stdout
