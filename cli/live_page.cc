@@ -19,14 +19,16 @@ svg { width: 100%; height: 140px; border: 1px solid var(--grid); border-radius: 
 polyline { fill: none; stroke: #2563eb; stroke-width: 2; vector-effect: non-scaling-stroke; }
 #map { display: flex; flex-wrap: wrap; gap: 1px; } #map i { width: 9px; height: 9px; border-radius: 2px; background: var(--grid); }
 #map i.held { background: #2563eb; } #map i.kept { background: #16a34a; } #map i:hover { outline: 2px solid var(--ink); }
+#tables { display: flex; flex-wrap: wrap; gap: 0 4rem; }
 .key { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin: 0 .3em 0 1em; }
 </style></head><body>
 <h1>kv4, live</h1><div id="status">waiting for the first figures</div>
 <h2 id="rate-title">Hit rate</h2><svg viewBox="0 0 100 100" preserveAspectRatio="none"><polyline id="rate" points=""/></svg>
-<h2>Cache</h2><table id="cache"></table><h2>Tiers</h2><table id="tiers"></table><h2>Tenants</h2><table id="tenants"></table>
-<h2>Requests</h2><table id="requests"></table>
 <h2>Blocks <span class="key" style="background:#2563eb"></span>held by requests<span class="key" style="background:#16a34a"></span>kept<span class="key" style="background:var(--grid)"></span>free</h2>
 <div id="map"></div>
+<div id="tables"><section><h2>Cache</h2><table id="cache"></table></section>
+<section><h2>Tiers</h2><table id="tiers"></table><h2>Tenants</h2><table id="tenants"></table></section>
+<section><h2>Requests</h2><table id="requests"></table></section></div>
 <script>
 const number = n => n.toLocaleString('en'), find = id => document.getElementById(id);
 function fill(id, rows) {
@@ -37,20 +39,19 @@ function fill(id, rows) {
   }));
 }
 function map(states) {
-  const per = Math.ceil(states.length / 4096), cells = [];
-  for (let at = 0; at < states.length; at += per) {
-    const part = states.slice(at, at + per), cell = document.createElement('i');
-    const count = state => part.split(state).length - 1;
-    cell.className = count('h') ? 'held' : count('k') ? 'kept' : '';
-    cell.title = per == 1 ? `block ${at}: ${{h: 'held by a request', k: 'kept, evictable', f: 'free'}[part]}`
-                          : `blocks ${at} to ${at + part.length - 1}: ${count('h')} held, ${count('k')} kept, ${count('f')} free`;
-    cells.push(cell);
+  const per = Math.ceil(states.length / 4096), cells = find('map').children, count = Math.ceil(states.length / per);
+  while (cells.length > count) cells[count].remove();
+  while (cells.length < count) find('map').append(document.createElement('i'));
+  for (let i = 0; i < count; ++i) {  // the same cells again: one that is pointed at goes on saying what it is
+    const at = i * per, part = states.slice(at, at + per), of = state => part.split(state).length - 1;
+    cells[i].className = of('h') ? 'held' : of('k') ? 'kept' : '';
+    cells[i].title = per == 1 ? `block ${at}: ${{h: 'held by a request', k: 'kept, evictable', f: 'free'}[part]}`
+                              : `blocks ${at} to ${at + part.length - 1}: ${of('h')} held, ${of('k')} kept, ${of('f')} free`;
   }
-  find('map').replaceChildren(...cells);
 }
 function show(s) {
   find('status').textContent = s.headline;
-  find('rate-title').textContent = s.rate_title;
+  find('rate-title').textContent = s.rate_title + ', 0 to 100 %';
   const x = i => 100 * i / Math.max(1, s.rates.length - 1);
   find('rate').setAttribute('points', s.rates.map((rate, i) => `${x(i)},${100 - 100 * rate}`).join(' '));
   fill('cache', [['what', 'now'], ...s.cache.map(([what, value]) => [what, number(value)])]);
