@@ -148,7 +148,9 @@ struct StatusFolder::Impl {
       SessionFile{*files, path}.save(cache, question.request, identity);
       answers.push_back({path, Clock::now()});
     } catch (const Error& error) {
-      write_text(path_of(question.error_name()), error.what());
+      std::string why = error.what();
+      if (why.starts_with(path + ": ")) why.erase(0, path.size() + 2);  // nobody will find that file
+      write_text(path_of(question.error_name()), why);
       answers.push_back({path_of(question.error_name()), Clock::now()});
     }
   }

@@ -150,7 +150,7 @@ TEST_F(StatusFolderTest, OneQuestionAtATimeAndErrorsAsWords) {
     EXPECT_TRUE(status.publish());
     EXPECT_EQ(answered(), round);
   }
-  EXPECT_NE(text(bad.error_name()).find("request 77 does not run"), std::string::npos);
+  EXPECT_TRUE(text(bad.error_name()).starts_with("request 77 does not run")) << text(bad.error_name());
   EXPECT_FALSE(fs::exists(path(bad.answer_name())));
 
   // During a step it is still as the last commit left it.
