@@ -1,10 +1,11 @@
-// What a step costs besides its bytes: the allocator, prepare_forward and commit.
+// What a step costs besides its bytes: the allocator, prepare_forward and commit; and what a status costs between them.
 #include <fmt/format.h>
 
 #include <algorithm>
 
 #include "bench_cache.h"
 #include "bench_copy.h"
+#include "kv4/status_folder.h"
 #include "sizes.h"
 
 namespace kv4::cli {
@@ -12,6 +13,7 @@ namespace {
 
 constexpr int kBatch = 256;
 constexpr int kAllocatorBlocks = 1 << 18;
+constexpr int kStatusBlocks = 300'000;
 constexpr std::int64_t kRoom = 2048;  // tokens a request may grow before it starts again
 constexpr int kChunk = 8192;          // tokens of the steps that bring it there
 
@@ -83,6 +85,22 @@ Operation make_admit(const BenchSettings& settings) {
   };
 }
 
+/// What a cache of a whole GPU says of itself.
+Operation make_status(const BenchSettings& settings) {
+  CacheOptions options;
+  options.layers = {first_layer(settings.config, LayerKind::hca).value_or(0)};
+  options.max_requests = kBatch;
+  options.max_context = 128;
+  options.num_blocks = kStatusBlocks;
+  auto cache = std::make_shared<BenchCache>(settings, options);
+  for (int i = 0; i < kBatch; ++i) cache->admit();
+  return [cache]() -> Sample {
+    const Stopwatch watch;
+    const CacheStatus status = read_status(cache->manager());
+    return {watch.seconds(), 0, static_cast<std::int64_t>(status.block_states.size())};
+  };
+}
+
 }  // namespace
 
 void add_control_cases(std::vector<Case>& cases, const BenchSettings& settings) {
@@ -94,6 +112,7 @@ void add_control_cases(std::vector<Case>& cases, const BenchSettings& settings) 
                        "request", [=] { return make_prepare(settings, context, commit); }});
     }
   }
+  cases.push_back({"status/read", "block", [=] { return make_status(settings); }});
   cases.push_back({"step/admit", "request", [=] { return make_admit(settings); }});
 }
 

@@ -14,4 +14,5 @@ void add_store(CLI::App& app, int& exit_code);
 void add_session(CLI::App& app, int& exit_code);
 void add_inspect(CLI::App& app, int& exit_code);
 void add_replay(CLI::App& app, int& exit_code);
+void add_serve_metrics(CLI::App& app, int& exit_code);
 void add_completion(CLI::App& app, int& exit_code);

@@ -36,29 +36,41 @@ std::string joined(const std::vector<std::string>& words) {
   return out;
 }
 
-// The command is the longest chain of words that one has; files complete where no word fits.
-std::string bash_script(const std::vector<Command>& commands) {
-  std::string out =
-      "# bash completion of kv4: source this, or put it into /etc/bash_completion.d\n"
-      "_kv4() {\n"
-      "  local command='' word words=''\n"
-      "  for word in \"${COMP_WORDS[@]:1:COMP_CWORD-1}\"; do\n"
-      "    case \"${command:+$command }$word\" in\n";
+/// In bash and zsh alike: from the words so far to the longest chain that is a command, and to what may follow it.
+std::string find_words(const std::vector<Command>& commands, const char* words_so_far) {
+  std::string out = fmt::format(
+      "  local command='' word known=''\n"
+      "  for word in {}; do\n"
+      "    case \"${{command:+$command }}$word\" in\n",
+      words_so_far);
   for (const Command& command : commands)
     if (!command.path.empty()) out += fmt::format("      '{0}') command='{0}' ;;\n", command.path);
   out += "    esac\n  done\n  case \"$command\" in\n";
   for (const Command& command : commands)
-    out += fmt::format("    '{}') words='{}' ;;\n", command.path, joined(command.words));
-  out +=
-      "  esac\n"
-      "  mapfile -t COMPREPLY < <(compgen -W \"$words\" -- \"${COMP_WORDS[COMP_CWORD]}\")\n"
-      "}\n"
-      "complete -o default -F _kv4 kv4\n";
-  return out;
+    out += fmt::format("    '{}') known='{}' ;;\n", command.path, joined(command.words));
+  return out + "  esac\n";
 }
 
+// Files complete where no word fits.
+std::string bash_script(const std::vector<Command>& commands) {
+  return "# bash completion of kv4: source this, or put it into /etc/bash_completion.d\n"
+         "_kv4() {\n" +
+         find_words(commands, "\"${COMP_WORDS[@]:1:COMP_CWORD-1}\"") +
+         "  mapfile -t COMPREPLY < <(compgen -W \"$known\" -- \"${COMP_WORDS[COMP_CWORD]}\")\n"
+         "}\n"
+         "complete -o default -F _kv4 kv4\n";
+}
+
+// As a file of $fpath it is the body of its own function when it is first called.
 std::string zsh_script(const std::vector<Command>& commands) {
-  return "#compdef kv4\nautoload -U +X bashcompinit && bashcompinit\n" + bash_script(commands);
+  return "#compdef kv4\n"
+         "# zsh completion of kv4: source this, or put it as _kv4 into a folder of $fpath\n"
+         "_kv4() {\n" +
+         find_words(commands, "\"${(@)words[2,CURRENT-1]}\"") +
+         "  compadd -- ${=known}\n"
+         "  _files\n"
+         "}\n"
+         "if [[ \"${funcstack[1]}\" == _kv4 ]]; then _kv4; else compdef _kv4 kv4; fi\n";
 }
 
 std::string fish_script(const std::vector<Command>& commands) {
@@ -108,7 +120,7 @@ void add_completion(CLI::App& app, int& exit_code) {
   command->add_flag("--json", flags->json, "commands and what may follow them, as JSON");
   command->footer(
       "Examples:\n"
-      "  source <(kv4 completion bash)\n"
+      "  source <(kv4 completion bash)                                    or zsh\n"
       "  kv4 completion fish > ~/.config/fish/completions/kv4.fish");
   command->callback([flags, &app, &exit_code] {
     fmt::print("{}", kv4::cli::script(app, flags->shell, flags->json));

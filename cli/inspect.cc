@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <memory>
@@ -19,6 +20,7 @@
 #include "progress.h"
 #include "session_rows.h"
 #include "sizes.h"
+#include "status_reader.h"
 #include "table.h"
 
 namespace kv4::cli {
@@ -32,6 +34,7 @@ constexpr int kLayersAll = -1;
 
 struct InspectFlags {
   std::string path, part = "entries", svg, png;
+  std::optional<RequestId> request;
   int layer = kLayersAll;
   bool json = false;
 };
@@ -135,13 +138,15 @@ class Inspection {
     HeatMap map{.title = fmt::format("layer {}, {}: log2 of magnitudes", flags_.layer, flags_.part),
                 .x_label = "channel",
                 .value_label = "log2 |x|",
-                .columns = static_cast<int>(rows_.begin()->second.size()),
+                .columns = 0,
                 .values = {},
                 .row_labels = {},
-                .x_first = 0,
-                .x_last = static_cast<double>(rows_.begin()->second.size() - 1)};
+                .x_first = 0};
+    for (const auto& [index, values] : rows_) map.columns = std::max(map.columns, static_cast<int>(values.size()));
+    map.x_last = map.columns - 1;
     for (const auto& [index, values] : rows_) {
       for (const float v : values) map.values.push_back(v == 0 ? NAN : std::log2(std::abs(v)));
+      map.values.resize(static_cast<std::size_t>(map.columns) * (map.row_labels.size() + 1), NAN);  // a shorter row
       map.row_labels.push_back(fmt::format("{}", index));
     }
     return map;
@@ -154,7 +159,13 @@ class Inspection {
   std::int64_t step_ = 1;
 };
 
-void print_json(const SessionContents& contents, const Inspection& inspection) {
+/// What is shown: a session's file, or a request that runs.
+struct Subject {
+  std::string path, title;
+  std::optional<RequestStatus> running = {};  // as it was last published
+};
+
+void print_json(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
   json rows = json::array();
   for (const auto& [place, t] : inspection.totals()) {
     const LayerCacheSchema& layer = contents.schema.layer(place.first);
@@ -167,20 +178,31 @@ void print_json(const SessionContents& contents, const Inspection& inspection) {
                     {"zeros", t.zeros},
                     {"not_finite", t.not_finite}});
   }
-  const json out = {{"tokens", contents.lengths[0]},
-                    {"lengths", contents.lengths},
-                    {"weights_id", contents.weights_id},
-                    {"missing_blocks", contents.missing_blocks},
-                    {"rows", to_string(contents.schema.options.row_format)},
-                    {"keys", to_string(contents.schema.options.index_format)},
-                    {"parts", rows}};
+  json out = {{"tokens", contents.lengths[0]},
+              {"lengths", contents.lengths},
+              {"weights_id", contents.weights_id},
+              {"missing_blocks", contents.missing_blocks},
+              {"rows", to_string(contents.schema.options.row_format)},
+              {"keys", to_string(contents.schema.options.index_format)},
+              {"parts", rows}};
+  if (const auto& r = subject.running)
+    out["running"] = {{"request", r->request},
+                      {"rewind_floor", r->rewind_floor},
+                      {"blocks", r->blocks},
+                      {"shared_blocks", r->shared_blocks},
+                      {"kept_blocks", r->kept_blocks}};
   fmt::print("{}\n", out.dump(2, ' ', false, json::error_handler_t::replace));
 }
 
-void print_text(const SessionContents& contents, const Inspection& inspection, const std::string& path) {
-  fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n\n", path, group_digits(contents.lengths[0]),
+void print_text(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
+  fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n", subject.title, group_digits(contents.lengths[0]),
              to_string(contents.schema.options.row_format), to_string(contents.schema.options.index_format),
              contents.weights_id);
+  if (const auto& r = subject.running)
+    fmt::print("{} blocks, of them {} shared with other requests and {} kept for later ones; can be rewound to {}\n",
+               group_digits(r->blocks), group_digits(r->shared_blocks), group_digits(r->kept_blocks),
+               group_digits(r->rewind_floor));
+  fmt::print("\n");
   Table table("rllrrrrr", {"layer", "kind", "part", "rows", "rms", "largest", "zeros", "not finite"});
   for (const auto& [place, t] : inspection.totals()) {
     const LayerCacheSchema& layer = contents.schema.layer(place.first);
@@ -194,29 +216,65 @@ void print_text(const SessionContents& contents, const Inspection& inspection, c
   if (contents.missing_blocks > 0) fmt::print("\n{} full blocks are missing.\n", contents.missing_blocks);
 }
 
-SessionContents read_rows(const std::string& path, Inspection& inspection) {
+SessionContents read_rows(const Subject& subject, Inspection& inspection) try {
   std::optional<Progress> progress;
   std::int64_t shown = 0;
   return read_session_rows(
-      path, [&](const DecodedRow& row) { inspection.take(row); },
+      subject.path, [&](const DecodedRow& row) { inspection.take(row); },
       [&](std::int64_t done, std::int64_t total) {
         if (!progress) progress.emplace("reading", total);
         progress->advance(done - std::exchange(shown, done));
       });
+} catch (const Error& e) {
+  fail(e.code(), "{}: {}", subject.title, e.what());
+}
+
+int inspect_rows(const InspectFlags& flags, const Subject& subject) {
+  Inspection inspection(flags);
+  const SessionContents contents = read_rows(subject, inspection);
+  if (!flags.png.empty()) write_file(flags.png, png_of(inspection.map(contents), flags.layer == kLayersAll ? 4 : 2));
+  if (!flags.svg.empty()) write_file(flags.svg, svg_of(inspection.map(contents)));
+  if (flags.json)
+    print_json(contents, inspection, subject);
+  else
+    print_text(contents, inspection, subject);
+  return contents.missing_blocks > 0 ? 1 : 0;
+}
+
+/// Of a running cache.
+int list_requests(const InspectFlags& flags) {
+  const PublishedStatus published = read_published_status(flags.path);
+  if (flags.json) {
+    fmt::print("{}\n", json::parse(status_text(published)).dump(2));
+    return 0;
+  }
+  const CacheStatistics& cache = published.status.cache;
+  fmt::print("{}: {} of process {}, {} of {} requests run, {} blocks held, {} kept, {} free\n\n", flags.path,
+             published.model, published.process, group_digits(cache.requests), group_digits(cache.max_requests),
+             group_digits(cache.held_blocks), group_digits(cache.evictable_blocks), group_digits(cache.free_blocks));
+  Table table("rrrrrr", {"request", "tokens", "rewinds to", "blocks", "shared", "kept"});
+  for (const RequestStatus& r : published.status.requests)
+    table.row({fmt::format("{}", r.request), fmt::format("{}", fmt::join(r.lengths, " + ")),
+               group_digits(r.rewind_floor), group_digits(r.blocks), group_digits(r.shared_blocks),
+               group_digits(r.kept_blocks)});
+  fmt::print("{}", table.str());
+  return 0;
 }
 
 int inspect(const InspectFlags& flags) {
   require(std::find(std::begin(kRowPartNames), std::end(kRowPartNames), flags.part) != std::end(kRowPartNames),
-          ErrorCode::bad_argument, "--part '{}'; window, entries or keys", flags.part);
-  Inspection inspection(flags);
-  const SessionContents contents = read_rows(flags.path, inspection);
-  if (!flags.png.empty()) write_file(flags.png, png_of(inspection.map(contents), flags.layer == kLayersAll ? 4 : 2));
-  if (!flags.svg.empty()) write_file(flags.svg, svg_of(inspection.map(contents)));
-  if (flags.json)
-    print_json(contents, inspection);
-  else
-    print_text(contents, inspection, flags.path);
-  return contents.missing_blocks > 0 ? 1 : 0;
+          ErrorCode::bad_argument, "--part '{}'; window, entries, keys, pending or pending-keys", flags.part);
+  const bool running = std::filesystem::is_directory(flags.path);
+  require(running || !flags.request, ErrorCode::bad_argument,
+          "--request is one of a running cache; {} is no status folder", flags.path);
+  if (!running) return inspect_rows(flags, {flags.path, flags.path});
+  if (!flags.request) return list_requests(flags);
+  read_published_status(flags.path);  // throws where nobody would answer
+  const AskedRequest asked(flags.path, *flags.request);
+  Subject subject{asked.path(), fmt::format("{}, request {}", flags.path, *flags.request)};
+  for (const RequestStatus& r : read_published_status(flags.path).status.requests)
+    if (r.request == *flags.request) subject.running = r;
+  return inspect_rows(flags, subject);
 }
 
 }  // namespace
@@ -224,10 +282,21 @@ int inspect(const InspectFlags& flags) {
 
 void add_inspect(CLI::App& app, int& exit_code) {
   using namespace kv4::cli;
-  CLI::App* command = app.add_subcommand("inspect", "What a saved session holds, decoded: figures or a heat map");
+  CLI::App* command =
+      app.add_subcommand("inspect", "What a saved session or a running request holds, decoded: figures or a heat map");
   auto flags = std::make_shared<InspectFlags>();
-  command->add_option("FILE", flags->path, "a file of save_session_file")->required();
-  command->add_option("--part", flags->part, "of the picture: window, entries or keys")->capture_default_str();
+  command
+      ->add_option("FILE|DIR", flags->path,
+                   "a file of save_session_file, or the status folder of a running cache (kv4::StatusFolder)")
+      ->required();
+  command
+      ->add_option("--request", flags->request,
+                   "of a running cache: this one, which goes on meanwhile; without it the requests are listed")
+      ->type_name("ID");
+  command
+      ->add_option("--part", flags->part,
+                   "of the picture: window, entries, keys, pending or pending-keys (rows that wait)")
+      ->capture_default_str();
   command
       ->add_option("--layer", flags->layer,
                    "of the picture: one layer's rows, channel by channel; without it every layer, by position")
@@ -240,6 +309,8 @@ void add_inspect(CLI::App& app, int& exit_code) {
       "  kv4 inspect chat.kv4s                                       rows, magnitudes, zeros, NaN by layer\n"
       "  kv4 inspect chat.kv4s --svg chat.svg                        entries of every layer along the context\n"
       "  kv4 inspect chat.kv4s --layer 2 --part keys --svg keys.svg  the index keys of a layer\n"
+      "  kv4 inspect /run/kv4/gpu0                                   requests of a running cache\n"
+      "  kv4 inspect /run/kv4/gpu0 --request 17 --svg now.svg        one of them, as it is now\n"
       "\n"
       "Exit codes: 0 fine, 1 blocks are missing, 2 it cannot be read or is damaged ('kv4 session inspect' says "
       "where).");

@@ -1,27 +1,23 @@
-// A replay that can be watched while it runs: a page on loopback, its figures as JSON, and metrics for Prometheus.
+// A cache that can be watched while it runs: a page, its figures as JSON, and metrics for Prometheus.
 #pragma once
 
-#include <cstdint>
-#include <memory>
 #include <string>
+#include <vector>
+
+#include "http_server.h"
+#include "kv4/status_folder.h"
 
 namespace kv4::cli {
 
-/// Serves / (the page), /state.json and /metrics in a thread of its own, as they were last set.
-class LivePage {
- public:
-  /// On 127.0.0.1; port 0: any that is free. Throws Error(bad_argument) where the port is taken.
-  explicit LivePage(int port);
-  ~LivePage();
-  LivePage(const LivePage&) = delete;
-  LivePage& operator=(const LivePage&) = delete;
-
-  int port() const;
-  void set(std::string state_json, std::string metrics);
-
- private:
-  struct Server;
-  std::unique_ptr<Server> server_;
+/// What the page shows above the cache's own figures.
+struct PageHead {
+  std::string headline, rate_title;
+  std::vector<double> rates;  // one for every time it was looked at
 };
+
+/// The page at `path`, which ends with a slash, and PATHstate.json. Null: there is no status now.
+void serve_page(HttpServer& server, const std::string& path, const CacheStatus* status, const PageHead& head);
+/// At /metrics.
+void serve_metrics(HttpServer& server, std::string text);
 
 }  // namespace kv4::cli

@@ -53,6 +53,7 @@ int main(int argc, char** argv) {
       "  kv4 session inspect chat.kv4s                           what a saved request holds, and is it sound\n"
       "  kv4 inspect chat.kv4s --svg chat.svg                    its rows, decoded, as figures and a picture\n"
       "  kv4 replay TRACE --capacity 10M                         what a prefix cache finds on a trace\n"
+      "  kv4 serve-metrics /run/kv4/gpu0                         metrics and a live page of a running cache\n"
       "  kv4 run --device cuda                                   the same on a GPU; golden takes --device too\n"
       "\n"
       "'kv4 COMMAND --help' explains a command. Exit codes: 0 fine, 1 a check failed, 2 bad usage or input or no such "
@@ -67,6 +68,7 @@ int main(int argc, char** argv) {
   add_session(app, exit_code);
   add_inspect(app, exit_code);
   add_replay(app, exit_code);
+  add_serve_metrics(app, exit_code);
   add_completion(app, exit_code);
 
   try {

@@ -3,15 +3,11 @@
 #include <prometheus/text_serializer.h>
 
 #include <cmath>
-#include <cstdio>
-#include <fstream>
-#include <vector>
-
-#include "base/check.h"
 
 namespace kv4::cli {
 namespace {
 
+using prometheus::MetricType;
 using Labels = std::vector<prometheus::ClientMetric::Label>;
 
 struct Sample {
@@ -19,121 +15,183 @@ struct Sample {
   std::int64_t value = 0;
 };
 
-/// Families in the order they are added.
+/// Families in the order they are added; each has the samples of all caches.
 class Families {
  public:
-  void counter(const char* name, const char* help, const std::vector<Sample>& samples) {
-    prometheus::MetricFamily& family = add(name, help, prometheus::MetricType::Counter);
-    for (const Sample& s : samples) measure(family, s.labels).counter.value = static_cast<double>(s.value);
-  }
-  void gauge(const char* name, const char* help, const std::vector<Sample>& samples) {
-    prometheus::MetricFamily& family = add(name, help, prometheus::MetricType::Gauge);
-    for (const Sample& s : samples) measure(family, s.labels).gauge.value = static_cast<double>(s.value);
-  }
-  void histogram(const char* name, const char* help, const TokenHistogram& values) {
-    prometheus::MetricFamily& family = add(name, help, prometheus::MetricType::Histogram);
-    auto& out = measure(family, {}).histogram;
-    for (int i = 0; i < TokenHistogram::kBuckets; ++i) {
-      out.sample_count += static_cast<std::uint64_t>(values.counts[static_cast<std::size_t>(i)]);
-      const bool last = i + 1 == TokenHistogram::kBuckets;
-      out.bucket.push_back({out.sample_count, last ? INFINITY : static_cast<double>(TokenHistogram::bound(i))});
+  explicit Families(const std::vector<WatchedCache>& caches) : caches_(caches) {}
+
+  /// `samples(status)`: a cache's.
+  template <class Samples>
+  void add(MetricType type, const char* name, const char* help, Samples&& samples) {
+    prometheus::MetricFamily& family = start(type, name, help);
+    for (const WatchedCache& cache : caches_) {
+      if (cache.status == nullptr) continue;
+      for (const Sample& sample : samples(*cache.status)) {
+        prometheus::ClientMetric& metric = measure(family, cache, sample.labels);
+        (type == MetricType::Counter ? metric.counter.value : metric.gauge.value) = static_cast<double>(sample.value);
+      }
     }
-    out.sample_sum = static_cast<double>(values.sum);
+  }
+  void add_histogram(const char* name, const char* help, TokenHistogram CacheStatistics::*values) {
+    prometheus::MetricFamily& family = start(MetricType::Histogram, name, help);
+    for (const WatchedCache& cache : caches_) {
+      if (cache.status == nullptr) continue;
+      const TokenHistogram& from = cache.status->cache.*values;
+      auto& out = measure(family, cache, {}).histogram;
+      for (int i = 0; i < TokenHistogram::kBuckets; ++i) {
+        out.sample_count += static_cast<std::uint64_t>(from.counts[static_cast<std::size_t>(i)]);
+        const bool last = i + 1 == TokenHistogram::kBuckets;
+        out.bucket.push_back({out.sample_count, last ? INFINITY : static_cast<double>(TokenHistogram::bound(i))});
+      }
+      out.sample_sum = static_cast<double>(from.sum);
+    }
+  }
+  /// Whether each named cache is there.
+  void add_presence() {
+    prometheus::MetricFamily& family = start(MetricType::Gauge, "kv4_up", "Whether the cache's process publishes.");
+    for (const WatchedCache& cache : caches_)
+      if (!cache.name.empty()) measure(family, cache, {}).gauge.value = cache.status != nullptr;
+    if (family.metric.empty()) families_.pop_back();
   }
   std::string text() const { return prometheus::TextSerializer().Serialize(families_); }
 
  private:
-  prometheus::MetricFamily& add(const char* name, const char* help, prometheus::MetricType type) {
+  prometheus::MetricFamily& start(MetricType type, const char* name, const char* help) {
     families_.push_back({name, help, type, {}});
     return families_.back();
   }
-  static prometheus::ClientMetric& measure(prometheus::MetricFamily& family, const Labels& labels) {
-    family.metric.emplace_back().label = labels;
-    return family.metric.back();
+  static prometheus::ClientMetric& measure(prometheus::MetricFamily& family, const WatchedCache& cache,
+                                           const Labels& labels) {
+    prometheus::ClientMetric& metric = family.metric.emplace_back();
+    if (!cache.name.empty()) metric.label.push_back({"cache", cache.name});
+    metric.label.insert(metric.label.end(), labels.begin(), labels.end());
+    return metric;
   }
+  const std::vector<WatchedCache>& caches_;
   std::vector<prometheus::MetricFamily> families_;
 };
 
-void add_tiers(Families& families, std::span<const tier::ChainStats> tiers) {
-  std::vector<Sample> reads, read_bytes, writes, write_bytes, records, bytes, open;
-  for (const tier::ChainStats& each : tiers) {
-    const tier::QueueStats& q = each.queue;
-    const auto labels = [&](const char* result) { return Labels{{"tier", each.name}, {"result", result}}; };
-    const Labels tier{{"tier", each.name}};
-    reads.push_back({labels("hit"), q.hits});
-    reads.push_back({labels("miss"), q.misses});
-    reads.push_back({labels("failed"), q.failed_gets});
-    reads.push_back({labels("damaged"), q.damaged});
-    read_bytes.push_back({tier, q.hit_bytes});
-    writes.push_back({labels("stored"), q.stored});
-    writes.push_back({labels("failed"), q.failed_puts});
-    writes.push_back({labels("refused"), q.refused_puts});
-    write_bytes.push_back({tier, q.stored_bytes});
-    records.push_back({tier, q.tier.records});
-    bytes.push_back({tier, q.tier.payload_bytes});
-    open.push_back({tier, q.times_opened});
-  }
-  families.counter("kv4_tier_reads_total", "Records that were asked for.", reads);
-  families.counter("kv4_tier_read_bytes_total", "Bytes of records that were found.", read_bytes);
-  families.counter("kv4_tier_writes_total", "Records that were offered.", writes);
-  families.counter("kv4_tier_write_bytes_total", "Bytes of records that were stored.", write_bytes);
-  families.counter("kv4_tier_breaker_opened_total", "How often a tier was left alone because it failed.", open);
-  families.gauge("kv4_tier_records", "Records that a tier keeps.", records);
-  families.gauge("kv4_tier_bytes", "Bytes of records that a tier keeps.", bytes);
+using Samples = std::vector<Sample>;
+
+void add_cache(Families& families) {
+  const auto gauge = [&](const char* name, const char* help, auto&& samples) {
+    families.add(MetricType::Gauge, name, help, [&](const CacheStatus& s) -> Samples { return samples(s.cache); });
+  };
+  gauge("kv4_requests", "Running requests.", [](const CacheStatistics& c) { return Samples{{{}, c.requests}}; });
+  gauge("kv4_requests_max", "Requests that can run at once.", [](const CacheStatistics& c) {
+    return Samples{{{}, c.max_requests}};
+  });
+  gauge("kv4_blocks", "Blocks of the paged pool.", [](const CacheStatistics& c) {
+    return Samples{{{{"state", "free"}}, c.free_blocks},
+                   {{{"state", "held"}}, c.held_blocks},
+                   {{{"state", "evictable"}}, c.evictable_blocks}};
+  });
+  gauge("kv4_slots", "State slots.", [](const CacheStatistics& c) {
+    return Samples{{{{"state", "free"}}, c.free_slots}, {{{"state", "held"}}, c.slots - c.free_slots}};
+  });
+  gauge("kv4_memory_bytes", "Memory of the cache.", [](const CacheStatistics& c) {
+    return Samples{{{}, c.memory_bytes}};
+  });
+  gauge("kv4_prefix_blocks", "Blocks that the prefix cache keeps.", [](const CacheStatistics& c) {
+    return Samples{{{}, c.prefix.blocks}};
+  });
+  gauge("kv4_snapshots", "Snapshots that the prefix cache keeps.", [](const CacheStatistics& c) {
+    return Samples{{{}, c.prefix.snapshots}};
+  });
+  const auto by_tenant = [](const CacheStatistics& c, std::int64_t TenantUse::*value) {
+    Samples out;
+    for (std::size_t i = 0; i < c.tenants.size(); ++i)
+      out.push_back({Labels{{"tenant", std::to_string(i)}}, c.tenants[i].*value});
+    return out;
+  };
+  gauge("kv4_tenant_blocks", "Kept blocks by tenant.",
+        [&](const CacheStatistics& c) { return by_tenant(c, &TenantUse::blocks); });
+  gauge("kv4_tenant_share_blocks", "Blocks that others cannot evict.",
+        [&](const CacheStatistics& c) { return by_tenant(c, &TenantUse::share_blocks); });
+}
+
+void add_prefix(Families& families) {
+  const auto counter = [&](const char* name, const char* help, auto&& samples) {
+    families.add(MetricType::Counter, name, help,
+                 [&](const CacheStatus& s) -> Samples { return samples(s.cache.prefix); });
+  };
+  counter("kv4_prompts_total", "Prompts that were admitted.", [](const PrefixStatistics& p) {
+    return Samples{{{{"result", "hit"}}, p.hits}, {{{"result", "miss"}}, p.prompts - p.hits}};
+  });
+  counter("kv4_prompt_tokens_total", "Tokens of prompts.", [](const PrefixStatistics& p) {
+    return Samples{{{{"result", "usable"}}, p.usable_tokens}, {{{"result", "new"}}, p.prompt_tokens - p.usable_tokens}};
+  });
+  counter("kv4_replayed_tokens_total", "Usable tokens that were computed again for windows and pending rows.",
+          [](const PrefixStatistics& p) {
+            return Samples{{{}, p.replayed_tokens}};
+          });
+  counter("kv4_prefix_blocks_total", "What became of blocks of the prefix cache.", [](const PrefixStatistics& p) {
+    return Samples{{{{"event", "stored"}}, p.stored_blocks},
+                   {{{"event", "joined"}}, p.joined_blocks},
+                   {{{"event", "inserted"}}, p.inserted_blocks},
+                   {{{"event", "evicted"}}, p.evicted_blocks}};
+  });
+  counter("kv4_snapshots_total", "What became of snapshots.", [](const PrefixStatistics& p) {
+    return Samples{{{{"event", "saved"}}, p.saved_snapshots},
+                   {{{"event", "restored"}}, p.restored_snapshots},
+                   {{{"event", "dropped"}}, p.dropped_snapshots}};
+  });
+  families.add_histogram("kv4_usable_tokens", "Tokens of a prompt that were there.", &CacheStatistics::usable_tokens);
+  families.add_histogram("kv4_replayed_tokens", "Tokens that a hit computed again.", &CacheStatistics::replayed_tokens);
+}
+
+void add_tiers(Families& families) {
+  using Result = std::pair<const char*, std::int64_t>;
+  // `results(tier)`: values by the label `result`, or one without.
+  const auto add = [&](MetricType type, const char* name, const char* help, auto&& results) {
+    families.add(type, name, help, [&](const CacheStatus& s) {
+      Samples out;
+      for (const TierReport& tier : s.tiers)
+        for (const Result& result : results(tier)) {
+          Labels labels{{"tier", tier.name}};
+          if (result.first != nullptr) labels.push_back({"result", result.first});
+          out.push_back({labels, result.second});
+        }
+      return out;
+    });
+  };
+  using Results = std::vector<Result>;
+  add(MetricType::Counter, "kv4_tier_reads_total", "Records that were asked for.", [](const TierReport& t) {
+    return Results{{"hit", t.hits}, {"miss", t.misses}, {"failed", t.failed_gets}, {"damaged", t.damaged}};
+  });
+  add(MetricType::Counter, "kv4_tier_read_bytes_total", "Bytes of records that were found.", [](const TierReport& t) {
+    return Results{{nullptr, t.hit_bytes}};
+  });
+  add(MetricType::Counter, "kv4_tier_writes_total", "Records that were offered.", [](const TierReport& t) {
+    return Results{{"stored", t.stored}, {"failed", t.failed_puts}, {"refused", t.refused_puts}};
+  });
+  add(MetricType::Counter, "kv4_tier_write_bytes_total", "Bytes of records that were stored.", [](const TierReport& t) {
+    return Results{{nullptr, t.stored_bytes}};
+  });
+  add(MetricType::Gauge, "kv4_tier_open", "Whether a tier is left alone because it failed.", [](const TierReport& t) {
+    return Results{{nullptr, t.open}};
+  });
+  add(MetricType::Gauge, "kv4_tier_waiting_bytes", "Bytes that wait to be written.", [](const TierReport& t) {
+    return Results{{nullptr, t.waiting_bytes}};
+  });
+  add(MetricType::Gauge, "kv4_tier_records", "Records that a tier keeps; -1: only it knows.", [](const TierReport& t) {
+    return Results{{nullptr, t.tier.records}};
+  });
+  add(MetricType::Gauge, "kv4_tier_bytes", "Bytes of records that a tier keeps; -1: only it knows.",
+      [](const TierReport& t) {
+        return Results{{nullptr, t.tier.payload_bytes}};
+      });
 }
 
 }  // namespace
 
-std::string metrics_text(const CacheStatistics& cache, std::span<const tier::ChainStats> tiers) {
-  Families families;
-  const PrefixStatistics& p = cache.prefix;
-  families.gauge("kv4_requests", "Running requests.", {{{}, cache.requests}});
-  families.gauge("kv4_requests_max", "Requests that can run at once.", {{{}, cache.max_requests}});
-  families.gauge("kv4_blocks", "Blocks of the paged pool.",
-                 {{{{"state", "free"}}, cache.free_blocks},
-                  {{{"state", "held"}}, cache.held_blocks},
-                  {{{"state", "evictable"}}, cache.evictable_blocks}});
-  families.gauge("kv4_slots", "State slots.",
-                 {{{{"state", "free"}}, cache.free_slots}, {{{"state", "held"}}, cache.slots - cache.free_slots}});
-  families.gauge("kv4_memory_bytes", "Memory of the cache.", {{{}, cache.memory_bytes}});
-  families.counter("kv4_prompts_total", "Prompts that were admitted.",
-                   {{{{"result", "hit"}}, p.hits}, {{{"result", "miss"}}, p.prompts - p.hits}});
-  families.counter(
-      "kv4_prompt_tokens_total", "Tokens of prompts.",
-      {{{{"result", "usable"}}, p.usable_tokens}, {{{"result", "new"}}, p.prompt_tokens - p.usable_tokens}});
-  families.counter("kv4_replayed_tokens_total", "Usable tokens that were computed again for windows and pending rows.",
-                   {{{}, p.replayed_tokens}});
-  families.counter("kv4_prefix_blocks_total", "What became of blocks of the prefix cache.",
-                   {{{{"event", "stored"}}, p.stored_blocks},
-                    {{{"event", "joined"}}, p.joined_blocks},
-                    {{{"event", "inserted"}}, p.inserted_blocks},
-                    {{{"event", "evicted"}}, p.evicted_blocks}});
-  families.counter("kv4_snapshots_total", "What became of snapshots.",
-                   {{{{"event", "saved"}}, p.saved_snapshots},
-                    {{{"event", "restored"}}, p.restored_snapshots},
-                    {{{"event", "dropped"}}, p.dropped_snapshots}});
-  families.gauge("kv4_prefix_blocks", "Blocks that the prefix cache keeps.", {{{}, p.blocks}});
-  families.gauge("kv4_snapshots", "Snapshots that the prefix cache keeps.", {{{}, p.snapshots}});
-  std::vector<Sample> use, shares;
-  for (std::size_t i = 0; i < cache.tenants.size(); ++i) {
-    use.push_back({Labels{{"tenant", std::to_string(i)}}, cache.tenants[i].blocks});
-    shares.push_back({Labels{{"tenant", std::to_string(i)}}, cache.tenants[i].share_blocks});
-  }
-  families.gauge("kv4_tenant_blocks", "Kept blocks by tenant.", use);
-  families.gauge("kv4_tenant_share_blocks", "Blocks that others cannot evict.", shares);
-  families.histogram("kv4_usable_tokens", "Tokens of a prompt that were there.", cache.usable_tokens);
-  families.histogram("kv4_replayed_tokens", "Tokens that a hit computed again.", cache.replayed_tokens);
-  add_tiers(families, tiers);
+std::string metrics_text(const std::vector<WatchedCache>& caches) {
+  Families families(caches);
+  families.add_presence();
+  add_cache(families);
+  add_prefix(families);
+  add_tiers(families);
   return families.text();
-}
-
-void write_metrics(const std::string& path, const std::string& text) {
-  const std::string next = path + ".new";
-  std::ofstream file(next, std::ios::binary | std::ios::trunc);
-  file << text;
-  file.close();
-  require(!file.fail() && std::rename(next.c_str(), path.c_str()) == 0, ErrorCode::bad_file,
-          "the metrics cannot be written to {}; is the folder there, and writable?", path);
 }
 
 }  // namespace kv4::cli

@@ -1,17 +1,18 @@
-// What a cache and its tiers have and have done, in the text format that Prometheus reads.
+// What caches and their tiers have and have done, in the text format that Prometheus reads.
 #pragma once
 
-#include <span>
 #include <string>
+#include <vector>
 
-#include "kv4/statistics.h"
-#include "tier/tier_chain.h"
+#include "kv4/status_folder.h"
 
 namespace kv4::cli {
 
-std::string metrics_text(const CacheStatistics& cache, std::span<const tier::ChainStats> tiers);
+struct WatchedCache {
+  std::string name;                     // of its label; empty: none, there is one cache only
+  const CacheStatus* status = nullptr;  // null: there is none now
+};
 
-/// The file appears complete, or stays as it was. Throws Error(bad_file).
-void write_metrics(const std::string& path, const std::string& text);
+std::string metrics_text(const std::vector<WatchedCache>& caches);
 
 }  // namespace kv4::cli

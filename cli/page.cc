@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <cstdio>
 #include <fstream>
 
 #include "base/check.h"
@@ -46,6 +47,12 @@ void write_file(const std::string& path, const std::string& bytes) {
   out << bytes;
   out.close();
   require(!out.fail(), ErrorCode::bad_file, "{} cannot be written; is the folder there, and writable?", path);
+}
+
+void replace_file(const std::string& path, const std::string& bytes) {
+  const std::string next = path + ".new";
+  write_file(next, bytes);
+  require(std::rename(next.c_str(), path.c_str()) == 0, ErrorCode::bad_file, "{} cannot be replaced", path);
 }
 
 }  // namespace kv4::cli

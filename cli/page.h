@@ -11,5 +11,7 @@ std::string close_page();
 
 /// Throws Error(bad_file) where it cannot.
 void write_file(const std::string& path, const std::string& bytes);
+/// The same; whoever reads meanwhile finds the old bytes or the new ones.
+void replace_file(const std::string& path, const std::string& bytes);
 
 }  // namespace kv4::cli

@@ -40,7 +40,7 @@ struct ReplayFlags {
   std::string policy = "lru";
   std::string snapshots = "checkpoint";
   std::string tenants = "1";
-  std::string report, metrics;
+  std::string report, metrics, status;
   std::optional<std::string> serve;  // a port, or nothing: any
   bool json = false;
   // --data real
@@ -72,14 +72,14 @@ SnapshotPolicy parse_snapshots(const std::string& text) {
 }
 
 /// HOST:PORT[,HOST:PORT...].
-std::vector<tier::RedisAddress> parse_servers(const std::string& text) {
-  std::vector<tier::RedisAddress> out;
+std::vector<std::string> parse_servers(const std::string& text) {
+  std::vector<std::string> out;
   for (std::size_t at = 0; at <= text.size();) {
     const std::size_t end = std::min(text.find(',', at), text.size()), colon = text.rfind(':', end);
     require(colon != std::string::npos && colon > at && colon < end, ErrorCode::bad_argument,
             "--remote '{}' is no list of servers; give HOST:PORT[,HOST:PORT...]", text);
-    const std::string port = text.substr(colon + 1, end - colon - 1);
-    out.push_back({text.substr(at, colon - at), static_cast<int>(parse_count(port, "--remote", 1, 65535))});
+    parse_count(text.substr(colon + 1, end - colon - 1), "--remote", 1, 65535);
+    out.push_back(text.substr(at, end - at));
     at = end + 1;
   }
   return out;
@@ -107,6 +107,8 @@ double percentile(std::vector<double> values, int percent) {
   return values[at];
 }
 
+std::int64_t not_found(const TierReport& tier) { return tier.misses + tier.failed_gets + tier.damaged; }
+
 void add_data_rows(Table& table, const DataReplayResult& data) {
   table.rule();
   table.row({"tokens computed", group_digits(data.computed_tokens)});
@@ -115,8 +117,8 @@ void add_data_rows(Table& table, const DataReplayResult& data) {
              human_seconds(percentile(data.admit_s, 50)) + " / " + human_seconds(percentile(data.admit_s, 99))});
   table.row({"prefill, 50 % / 99 %",
              human_seconds(percentile(data.prefill_s, 50)) + " / " + human_seconds(percentile(data.prefill_s, 99))});
-  for (const TierUse& tier : data.tiers) {
-    table.row({tier.name + ": records found / not", group_digits(tier.hits) + " / " + group_digits(tier.misses)});
+  for (const TierReport& tier : data.tiers) {
+    table.row({tier.name + ": records found / not", group_digits(tier.hits) + " / " + group_digits(not_found(tier))});
     table.row({tier.name + ": bytes found / stored", human_bytes(static_cast<double>(tier.hit_bytes)) + " / " +
                                                          human_bytes(static_cast<double>(tier.stored_bytes))});
   }
@@ -182,16 +184,16 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
     out["computed_tokens"] = data.computed_tokens;
     out["stored_bytes"] = data.stored_bytes;
     out["loaded_blocks"] = data.loaded_blocks;
-    for (const TierUse& tier : data.tiers)
+    for (const TierReport& tier : data.tiers)
       out["tiers"].push_back({{"name", tier.name},
                               {"hits", tier.hits},
-                              {"misses", tier.misses},
+                              {"misses", not_found(tier)},
                               {"hit_bytes", tier.hit_bytes},
                               {"stored", tier.stored},
                               {"stored_bytes", tier.stored_bytes},
-                              {"refused", tier.refused},
-                              {"records", tier.records},
-                              {"bytes", tier.bytes}});
+                              {"refused", tier.refused_puts},
+                              {"records", tier.tier.records},
+                              {"bytes", tier.tier.payload_bytes}});
     for (const int percent : {50, 90, 99}) {
       out[fmt::format("admit_p{}_seconds", percent)] = percentile(data.admit_s, percent);
       out[fmt::format("prefill_p{}_seconds", percent)] = percentile(data.prefill_s, percent);
@@ -225,10 +227,11 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
   require(flags.verify >= 0 && flags.verify <= 1, ErrorCode::bad_argument, "--verify {} is no share; it may be 0 to 1",
           flags.verify);
   out.verify = flags.verify;
-  if (!flags.host.empty()) out.host_bytes = parse_bytes(flags.host, "--host");
-  out.disk = flags.disk;
-  if (!flags.remote.empty()) out.remote = parse_servers(flags.remote);
-  out.disk_bytes = parse_bytes(flags.disk_capacity, "--disk-capacity");
+  if (!flags.host.empty()) out.tiers.host_bytes = parse_bytes(flags.host, "--host");
+  out.tiers.directory = flags.disk;
+  if (!flags.remote.empty()) out.tiers.servers = parse_servers(flags.remote);
+  out.tiers.disk_bytes = parse_bytes(flags.disk_capacity, "--disk-capacity");
+  out.status = flags.status;
   out.seed = static_cast<std::uint64_t>(parse_count(flags.seed, "--seed", 0, std::numeric_limits<std::int64_t>::max()));
   out.device = flags.device;
   out.threads = static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024));
@@ -237,9 +240,9 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
 }
 
 /// Nullopt: no page.
-std::optional<int> serve_port(const ReplayFlags& flags) {
-  if (!flags.serve) return std::nullopt;
-  return flags.serve->empty() ? 0 : static_cast<int>(parse_count(*flags.serve, "--serve", 0, 65535));
+std::optional<std::string> serve_port(const ReplayFlags& flags) {
+  if (!flags.serve || flags.serve->empty()) return flags.serve ? std::optional<std::string>("0") : std::nullopt;
+  return std::to_string(parse_count(*flags.serve, "--serve", 0, 65535));
 }
 
 /// Exit code: 1 where a byte was wrong.
@@ -248,8 +251,8 @@ int run_replay(const ReplayFlags& flags) {
           "give a trace or --generate, and not both; see 'kv4 replay --help'");
   require(flags.data == "none" || flags.real(), ErrorCode::bad_argument,
           "--data '{}' is not known; it may be none or real", flags.data);
-  require((flags.metrics.empty() && !flags.serve) || flags.real(), ErrorCode::bad_argument,
-          "--metrics and --serve tell of a cache with bytes; give --data real with them");
+  require((flags.metrics.empty() && flags.status.empty() && !flags.serve) || flags.real(), ErrorCode::bad_argument,
+          "--metrics, --status and --serve tell of a cache with bytes; give --data real with them");
   ReplayOptions options;
   options.eviction = parse_eviction(flags.policy);
   options.snapshots = parse_snapshots(flags.snapshots);
@@ -321,6 +324,10 @@ void add_replay(CLI::App& app, int& exit_code) {
       ->type_name("FILE.html");
   command->add_option("--metrics", flags->metrics, "with bytes: write the cache's figures, in Prometheus' text format")
       ->type_name("FILE");
+  command
+      ->add_option("--status", flags->status,
+                   "with bytes: a folder where the cache says how it stands, for 'kv4 serve-metrics' and 'kv4 inspect'")
+      ->type_name("DIR");
   command
       ->add_option(
           "--serve", flags->serve,

@@ -14,10 +14,6 @@
 #include "inputs.h"
 #include "kv4/tiered_prefix.h"
 #include "run_steps.h"
-#include "tier/disk_tier.h"
-#include "tier/host_tier.h"
-#include "tier/remote_tier.h"
-#include "tier/tier_chain.h"
 
 namespace kv4::cli {
 namespace {
@@ -52,36 +48,6 @@ class Text {
   std::vector<std::int64_t> ids_;
 };
 
-/// Nullptr: none is asked for.
-std::unique_ptr<tier::TierChain> make_tiers(const DataReplayOptions& options, std::uint64_t layout_id) {
-  const auto clock = std::make_shared<tier::SteadyClock>();
-  std::vector<std::unique_ptr<tier::TierQueue>> queues;
-  const auto add = [&](std::shared_ptr<tier::Tier> tier) {
-    queues.push_back(std::make_unique<tier::TierQueue>(std::move(tier), tier::TierQueueOptions{}, clock));
-  };
-  if (options.host_bytes > 0) {
-    tier::HostTierOptions host;
-    host.layout_id = layout_id;
-    host.capacity_bytes = options.host_bytes / host.page_bytes * host.page_bytes;
-    add(std::make_shared<tier::HostTier>(host, clock));
-  }
-  if (!options.disk.empty()) {
-    tier::StoreOptions disk;
-    disk.directory = options.disk;
-    disk.layout_id = layout_id;
-    disk.capacity_bytes = options.disk_bytes;
-    add(std::make_shared<tier::DiskTier>(tier::make_posix_file_system(), disk, clock));
-  }
-  if (!options.remote.empty()) {
-    tier::RemoteOptions remote;
-    remote.servers = options.remote;
-    remote.layout_id = layout_id;
-    add(tier::make_remote_tier(remote));
-  }
-  if (queues.empty()) return nullptr;
-  return std::make_unique<tier::TierChain>(std::move(queues), clock);
-}
-
 /// A cache with its weights and a driver of its steps.
 struct Engine {
   Engine(const ModelConfig& config, const CacheOptions& options, const DataReplayOptions& replay,
@@ -99,6 +65,10 @@ struct Engine {
   KVCacheManager manager;
   StepDriver driver;
 };
+
+bool has_tiers(const TiersOptions& options) {
+  return options.host_bytes > 0 || !options.directory.empty() || !options.servers.empty();
+}
 
 std::int64_t count_differences(std::span<const std::byte> a, std::span<const std::byte> b) {
   std::int64_t out = static_cast<std::int64_t>(std::max(a.size(), b.size()) - std::min(a.size(), b.size()));
@@ -118,8 +88,12 @@ class DataReplay {
     result_.cache.tenants.resize(static_cast<std::size_t>(options.tenants));
     result_.cache.capacity_ids = options.capacity_tokens / trace.id_tokens;
     result_.cache.share_tokens = warm_.manager.schema().options.prefix.tenant_shares[0] * 128;
-    tiers_ = make_tiers(options, warm_.manager.schema().layout_id);
-    if (tiers_) tiered_.emplace(warm_.manager, *tiers_);
+    if (has_tiers(options.tiers)) {
+      tiers_.emplace(warm_.manager.schema(), options.tiers);
+      tiered_.emplace(warm_.manager, *tiers_);
+    }
+    if (!options.status.empty())
+      status_.emplace(warm_.manager, options.status, StatusOptions{.tiers = tiers_ ? &*tiers_ : nullptr});
   }
 
   DataReplayResult run() {
@@ -175,17 +149,11 @@ class DataReplay {
   void count_tiers() {
     tiers_->flush(in(std::chrono::seconds(60)));
     result_.loaded_blocks = tiered_->statistics().loaded_blocks;
-    for (const tier::ChainStats& each : tiers_->stats()) {
-      const tier::QueueStats& q = each.queue;
-      result_.tiers.push_back({each.name, q.hits, q.misses + q.failed_gets + q.damaged, q.hit_bytes, q.stored,
-                               q.stored_bytes, q.refused_puts, q.tier.records, q.tier.payload_bytes});
-    }
+    result_.tiers = tiers_->report();
   }
 
   void watch() {
-    if (!options_.watch) return;
-    const std::vector<tier::ChainStats> tiers = tiers_ ? tiers_->stats() : std::vector<tier::ChainStats>();
-    options_.watch({result_.cache.total, warm_.manager.statistics(), warm_.manager.allocator(), tiers});
+    if (options_.watch) options_.watch({result_.cache.total, read_status(warm_.manager, tiers_ ? &*tiers_ : nullptr)});
   }
 
   void retire() {
@@ -221,6 +189,7 @@ class DataReplay {
         for (Running& other : running_) other.length += other.length < other.end;
         result_.computed_tokens += static_cast<std::int64_t>(items.size()) - 1 + to - newest.length;
         newest.length = to;
+        if (status_) status_->publish();
         return true;
       }
       if (running_.empty()) return false;
@@ -298,8 +267,9 @@ class DataReplay {
   InputGenerator generator_;
   std::mt19937_64 random_;
   Engine warm_, cold_;
-  std::unique_ptr<tier::TierChain> tiers_;
+  std::optional<Tiers> tiers_;
   std::optional<TieredPrefix> tiered_;
+  std::optional<StatusFolder> status_;
   std::deque<Running> running_;
   std::int64_t evicted_ = 0;
   DataReplayResult result_;

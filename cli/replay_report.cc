@@ -113,8 +113,8 @@ std::string draw_latencies(const DataReplayResult& data) {
 std::string draw_tiers(const DataReplayResult& data) {
   if (data.tiers.empty()) return "";
   std::vector<Bar> bars{{"device, kept", static_cast<double>(data.stored_bytes)}};
-  for (const TierUse& tier : data.tiers) {
-    bars.push_back({tier.name + ", kept", static_cast<double>(tier.bytes)});
+  for (const TierReport& tier : data.tiers) {
+    bars.push_back({tier.name + ", kept", static_cast<double>(tier.tier.payload_bytes)});
     bars.push_back({tier.name + ", stored", static_cast<double>(tier.stored_bytes)});
     bars.push_back({tier.name + ", found", static_cast<double>(tier.hit_bytes)});
   }

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "live_page.h"
 #include "replay_data.h"
@@ -13,8 +12,8 @@ namespace kv4::cli {
 
 class ReplayWatcher {
  public:
-  /// An empty path: no file. A port: a page there (0: any that is free), whose address goes to stderr.
-  ReplayWatcher(std::string metrics_path, std::optional<int> port, std::int64_t requests);
+  /// An empty path: no file. A port: a page there on loopback (0: any that is free), whose address goes to stderr.
+  ReplayWatcher(std::string metrics_path, const std::optional<std::string>& port, std::int64_t requests);
 
   void see(const ReplayMoment& moment);
   /// The replay has ended; a page is served until the process is interrupted.
@@ -22,9 +21,9 @@ class ReplayWatcher {
 
  private:
   std::string metrics_path_;
-  std::optional<LivePage> page_;
+  std::optional<HttpServer> server_;
   std::int64_t requests_;
-  std::vector<double> rates_;  // of the requests so far
+  PageHead head_{.headline = {}, .rate_title = "Block hit rate so far", .rates = {}};
   std::chrono::steady_clock::time_point written_{};
 };
 

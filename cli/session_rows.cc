@@ -1,5 +1,6 @@
 #include "session_rows.h"
 
+#include <bit>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -42,6 +43,19 @@ class Decoder {
     take_(out);
   }
 
+  /// Numbers as they are.
+  void numbers(std::span<const std::byte> bytes, DType dtype, DecodedRow out) {
+    const std::size_t size = dtype == DType::bf16 ? 2 : 4;
+    values_.resize(bytes.size() / size);
+    for (std::size_t i = 0; i < values_.size(); ++i) {
+      std::uint32_t bits = 0;
+      std::memcpy(&bits, bytes.data() + i * size, size);
+      values_[i] = std::bit_cast<float>(dtype == DType::bf16 ? bits << 16 : bits);
+    }
+    out.values = values_;
+    take_(out);
+  }
+
  private:
   const std::function<void(const DecodedRow&)>& take_;
   std::vector<float> values_;
@@ -69,8 +83,30 @@ void decode_block(Decoder& decoder, const CacheSchema& schema, std::span<const s
     }
 }
 
-void decode_windows(Decoder& decoder, const CacheSchema& schema, std::span<const std::byte> image,
-                    std::span<const std::int64_t> lengths) {
+void decode_pending(Decoder& decoder, const CacheSchema& schema, std::span<const std::byte> image,
+                    const PendingPart& part) {
+  const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(part.layer)];
+  const PendingSchema& pending = layer.pending[static_cast<std::size_t>(part.kind)];
+  const RowKind& kind = layer.pages[static_cast<std::size_t>(part.kind)].kind;
+  const auto rows = [&](std::int64_t at, std::int64_t count, std::int64_t bytes, DType dtype, std::int64_t first) {
+    for (std::int64_t r = 0; r < count; ++r)
+      decoder.numbers(image.subspan(static_cast<std::size_t>(at + r * bytes), static_cast<std::size_t>(bytes)), dtype,
+                      {.layer = &layer.spec,
+                       .part = kind.role == RowRole::entry ? RowPart::pending : RowPart::pending_keys,
+                       .index = first + r,
+                       .position = first + r});
+  };
+  if (kind.overlap) {
+    rows(part.previous_at, part.previous_count, pending.row_bytes / 2, pending.dtype,
+         part.open_first - part.previous_count);
+    rows(part.open_at, part.open_count, pending.row_bytes, pending.dtype, part.open_first);
+  } else if (part.open_count > 0) {
+    rows(part.open_at, 3, std::int64_t{4} * kind.width, DType::f32, part.open_first);
+  }
+}
+
+void decode_image(Decoder& decoder, const CacheSchema& schema, std::span<const std::byte> image,
+                  std::span<const std::int64_t> lengths) {
   const ImageLayout layout = image_layout(schema, lengths);
   require(static_cast<std::int64_t>(image.size()) == layout.bytes, ErrorCode::bad_file,
           "the image has {} bytes; its layout says {}", image.size(), layout.bytes);
@@ -82,6 +118,7 @@ void decode_windows(Decoder& decoder, const CacheSchema& schema, std::span<const
       decoder.row(rows, r,
                   {.layer = &layer.spec, .part = RowPart::window, .index = part.first + r, .position = part.first + r});
   }
+  for (const PendingPart& part : layout.pending) decode_pending(decoder, schema, image, part);
 }
 
 }  // namespace
@@ -106,7 +143,7 @@ SessionContents read_session_rows(const std::string& path, const std::function<v
     BlockHasher hasher;
     const std::vector<BlockKey> keys = chain_keys(hasher, parts, token_ids_of(parts));
     for (std::size_t i = 0; i < keys.size(); ++i) block_of.emplace(keys[i], static_cast<std::int64_t>(i));
-    decode_windows(decoder, out.schema, parts.image, parts.lengths);
+    decode_image(decoder, out.schema, parts.image, parts.lengths);
     if (!parts.open_block.empty())
       decode_block(decoder, out.schema, parts.open_block, parts.full_blocks(), parts.lengths[0] % parts.block_tokens);
   }

@@ -11,13 +11,15 @@
 
 namespace kv4::cli {
 
-enum class RowPart : std::uint8_t { window, entries, keys };
-constexpr const char* kRowPartNames[] = {"window", "entries", "keys"};
+/// Pending: compressor rows that wait for their entry (or key), kv and gate of a token each; without overlap the open
+/// span's maximum, denominator and numerator.
+enum class RowPart : std::uint8_t { window, entries, keys, pending, pending_keys };
+constexpr const char* kRowPartNames[] = {"window", "entries", "keys", "pending", "pending-keys"};
 
 struct DecodedRow {
   const LayerSpec* layer = nullptr;
   RowPart part = RowPart::window;
-  std::int64_t index = 0;     // position of a window row, number of an entry or key
+  std::int64_t index = 0;     // position of a window or pending row, number of an entry or key
   std::int64_t position = 0;  // the first token it covers
   std::span<const float> values = {};
 };
@@ -32,8 +34,8 @@ struct SessionContents {
 /// Told how far it is, now and then.
 using ReadProgress = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
 
-/// Calls `take` for every row: those of the open block and the windows first, then block by block as they lie in the
-/// file. Throws Error(bad_file) at the first damage.
+/// Calls `take` for every row: windows, pending rows and those of the open block first, then block by block as they lie
+/// in the file. Throws Error(bad_file) at the first damage.
 SessionContents read_session_rows(const std::string& path, const std::function<void(const DecodedRow&)>& take,
                                   const ReadProgress& progress = {});
 

@@ -61,7 +61,12 @@ KV4_C_API const char* kv4_last_error(void);               /* of this thread; "" 
 /* What the library would say if it spoke (kv4/log.h); NULL: silence, as at the start. Called by any thread, one call at
  * a time; it must not call kv4. The texts are valid during the call only. */
 typedef enum kv4_log_level { KV4_LOG_INFO = 0, KV4_LOG_WARNING = 1, KV4_LOG_ERROR = 2 } kv4_log_level;
-typedef void (*kv4_log_sink)(void* user, kv4_log_level level, const char* event, const char* message);
+typedef struct kv4_log_field {
+  const char* name;
+  const char* value;
+} kv4_log_field;
+typedef void (*kv4_log_sink)(void* user, kv4_log_level level, const char* event, const char* message,
+                             const kv4_log_field* fields, int64_t num_fields);
 KV4_C_API kv4_status kv4_set_log_sink(kv4_log_sink sink, void* user);
 
 /* ---- Tensors: DLPack's DLTensor, field by field, so (const kv4_tensor*)&managed->dl_tensor is one. ---- */
@@ -465,6 +470,19 @@ KV4_C_API kv4_status kv4_get_prefix_statistics(const kv4_cache* cache, kv4_prefi
 KV4_C_API kv4_status kv4_read_block_events(kv4_cache* cache, kv4_block_event* out, int64_t capacity, int64_t* count);
 KV4_C_API kv4_status kv4_set_weights_id(kv4_cache* cache, const char* weights_id);
 KV4_C_API kv4_status kv4_invalidate(kv4_cache* cache, const char* weights_id);
+
+/* ---- A look from outside ---- */
+
+/* A folder where the cache says how it stands, for `kv4 serve-metrics`, and where it can be asked for a request, for
+ * `kv4 inspect` (kv4/status_folder.h). Free it before the cache. */
+typedef struct kv4_status_folder kv4_status_folder;
+
+KV4_C_API kv4_status kv4_status_folder_new(kv4_cache* cache, const char* directory, int64_t interval_ms,
+                                           kv4_status_folder** out);
+/* Between steps and while there is nothing to do, as often as you like. KV4_BAD_FILE: it could not be written, which is
+ * no reason to stop. */
+KV4_C_API kv4_status kv4_status_folder_publish(kv4_status_folder* folder);
+KV4_C_API void kv4_status_folder_free(kv4_status_folder* folder);
 
 #ifdef __cplusplus
 }

@@ -170,6 +170,7 @@ class KV4_API KVCacheManager {
   PagedKVPool& kv_pool();
   StateCachePool& state_pool();
   int num_requests() const;
+  std::vector<RequestId> requests() const;  // that run
   /// Exactly plan_memory(schema()).total_bytes.
   std::int64_t memory_bytes() const;
 

@@ -384,3 +384,22 @@ kv4_status kv4_set_weights_id(kv4_cache* cache, const char* weights_id) {
 kv4_status kv4_invalidate(kv4_cache* cache, const char* weights_id) {
   return guarded([&] { manager(cache).invalidate(&require_set(weights_id, "weights_id")); });
 }
+
+// --- a look from outside ---------------------------------------------------------------------------------------------
+
+kv4_status kv4_status_folder_new(kv4_cache* cache, const char* directory, int64_t interval_ms,
+                                 kv4_status_folder** out) {
+  return guarded([&] {
+    const kv4::StatusOptions options{.interval = std::chrono::milliseconds(interval_ms)};
+    require_set(out, "out") = new kv4_status_folder{{manager(cache), &require_set(directory, "directory"), options}};
+  });
+}
+
+kv4_status kv4_status_folder_publish(kv4_status_folder* folder) {
+  return guarded([&] {
+    kv4::require(require_set(folder, "folder").folder.publish(), kv4::ErrorCode::bad_file,
+                 "the status could not be published; the log (status.failed) says why");
+  });
+}
+
+void kv4_status_folder_free(kv4_status_folder* folder) { delete folder; }

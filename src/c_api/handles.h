@@ -18,6 +18,7 @@
 #include "kv4.h"
 #include "kv4/kv_cache_manager.h"
 #include "kv4/preempted_request.h"
+#include "kv4/status_folder.h"
 #include "kv4/version.h"
 
 struct kv4_model {
@@ -37,6 +38,10 @@ struct kv4_cache {
 
 struct kv4_preempted {
   kv4::PreemptedRequest request;
+};
+
+struct kv4_status_folder {
+  kv4::StatusFolder folder;
 };
 
 namespace kv4::c_api {

@@ -1,4 +1,5 @@
 #include <string>
+#include <vector>
 
 #include "c_api/handles.h"
 #include "kv4/log.h"
@@ -130,7 +131,15 @@ kv4_status kv4_set_log_sink(kv4_log_sink sink, void* user) {
       const kv4_log_level level = record.level == kv4::LogLevel::info      ? KV4_LOG_INFO
                                   : record.level == kv4::LogLevel::warning ? KV4_LOG_WARNING
                                                                            : KV4_LOG_ERROR;
-      sink(user, level, std::string(record.event).c_str(), std::string(record.message).c_str());
+      std::vector<std::string> texts;  // views need not end with a zero
+      for (const kv4::LogField& field : record.fields) {
+        texts.emplace_back(field.name);
+        texts.emplace_back(field.value);
+      }
+      std::vector<kv4_log_field> fields;
+      for (std::size_t i = 0; i < texts.size(); i += 2) fields.push_back({texts[i].c_str(), texts[i + 1].c_str()});
+      sink(user, level, std::string(record.event).c_str(), std::string(record.message).c_str(), fields.data(),
+           std::ssize(fields));
     });
   });
 }

@@ -634,6 +634,13 @@ int KVCacheManager::num_requests() const {
   return impl_->schema.options.max_requests - static_cast<int>(impl_->free_rows.size());
 }
 
+std::vector<RequestId> KVCacheManager::requests() const {
+  std::vector<RequestId> out;
+  for (const Sequence& s : impl_->sequences)
+    if (s.id != kNoRequest) out.push_back(s.id);
+  return out;
+}
+
 std::int64_t KVCacheManager::memory_bytes() const {
   const Impl& m = *impl_;
   return m.kv_pool.memory_bytes() + m.state_pool.memory_bytes() + m.tables.memory_bytes() + m.index_workspace.bytes() +

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <random>
 #include <string>
 #include <vector>
@@ -57,6 +58,11 @@ struct Tensor {
       : Tensor(data.data(), 2, 32, std::move(shape_in)) {}
   operator const kv4_tensor*() const { return &c; }
 };
+
+void expect_error(kv4_status status, kv4_status expected, const char* words) {
+  EXPECT_EQ(status, expected) << kv4_last_error();
+  EXPECT_NE(std::strstr(kv4_last_error(), words), nullptr) << kv4_last_error() << "\nshould say: " << words;
+}
 
 /// One layer of each kind, weights bound; inputs are the same for every request.
 class CApi : public testing::Test {
@@ -329,10 +335,6 @@ TEST_F(CApi, ShortagesArePositiveAndChangeNothing) {
 }
 
 TEST_F(CApi, ErrorsNameTheValue) {
-  const auto expect_error = [](kv4_status status, kv4_status expected, const char* words) {
-    EXPECT_EQ(status, expected) << kv4_last_error();
-    EXPECT_NE(std::strstr(kv4_last_error(), words), nullptr) << kv4_last_error() << "\nshould say: " << words;
-  };
   kv4_model* none = nullptr;
   expect_error(kv4_model_preset("v5", &none), KV4_BAD_ARGUMENT, "v5");
   expect_error(kv4_model_preset(nullptr, &none), KV4_BAD_ARGUMENT, "name is NULL");
@@ -378,16 +380,41 @@ TEST_F(CApi, ErrorsNameTheValue) {
   EXPECT_EQ(count, 5);
 }
 
+TEST_F(CApi, AFolderSaysHowTheCacheStands) {
+  ASSERT_NO_FATAL_FAILURE(open());
+  const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / "kv4_c_api_status";
+  std::filesystem::remove_all(folder);
+  kv4_status_folder *status = nullptr, *second = nullptr;
+  ASSERT_EQ(kv4_status_folder_new(cache, folder.c_str(), 0, &status), KV4_OK) << kv4_last_error();
+  expect_error(kv4_status_folder_new(cache, folder.c_str(), 0, &second), KV4_BAD_STATE, "in use");
+  const kv4_request request = admit();
+  ASSERT_NO_FATAL_FAILURE(forward(request, 5));
+  const std::filesystem::path wanted = folder / ("inspect-" + std::to_string(request) + "-0000000000000001.wanted"),
+                              answer = folder / ("inspect-" + std::to_string(request) + "-0000000000000001.kv4s");
+  std::ofstream(wanted).flush();
+  ASSERT_EQ(kv4_status_folder_publish(status), KV4_OK) << kv4_last_error();
+  EXPECT_TRUE(std::filesystem::exists(folder / "status.json"));
+  EXPECT_TRUE(std::filesystem::exists(answer) && !std::filesystem::exists(wanted));
+  std::filesystem::remove_all(folder);
+  expect_error(kv4_status_folder_publish(status), KV4_BAD_FILE, "status.failed");
+  kv4_status_folder_free(status);
+  kv4_status_folder_free(nullptr);
+}
+
 TEST(CApiLog, IsForwarded) {
   std::string heard;
-  const kv4_log_sink sink = [](void* user, kv4_log_level level, const char* event, const char* message) {
-    *static_cast<std::string*>(user) = std::to_string(level) + " " + event + ": " + message;
+  const kv4_log_sink sink = [](void* user, kv4_log_level level, const char* event, const char* message,
+                               const kv4_log_field* fields, int64_t num_fields) {
+    std::string& out = *static_cast<std::string*>(user);
+    out = std::to_string(level) + " " + event + ": " + message;
+    for (int64_t i = 0; i < num_fields; ++i) out += std::string(" ") + fields[i].name + "=" + fields[i].value;
   };
   ASSERT_EQ(kv4_set_log_sink(sink, &heard), KV4_OK);
-  kv4::log(kv4::LogLevel::warning, "tier.opened", "it fails", {});
+  kv4::log(kv4::LogLevel::warning, "tier.opened", "it fails",
+           {{"tier", "disk"}, {"reason", std::string_view("full!!", 4)}});
   ASSERT_EQ(kv4_set_log_sink(nullptr, nullptr), KV4_OK);
   kv4::log(kv4::LogLevel::error, "later", "nobody hears", {});
-  EXPECT_EQ(heard, "1 tier.opened: it fails");
+  EXPECT_EQ(heard, "1 tier.opened: it fails tier=disk reason=full");
 }
 
 TEST_F(CApi, StructsMayGrow) {

@@ -1,9 +1,9 @@
 // Requests that come from elsewhere, saved, handed over or set aside, in a cache that keeps prefixes: they take what is
 // kept, and later prompts find what they brought.
+#include "cache/prefix_options.h"
 #include "cache/session_records.h"
 #include "kv4/preempted_request.h"
 #include "kv4/tiered_prefix.h"
-#include "support/harness.h"
 #include "tier/host_tier.h"
 #include "tier/tier_chain.h"
 
@@ -20,16 +20,9 @@ const Model& tiny() {
 }
 
 CacheOptions keeping(SnapshotPolicy policy, const FormatCase& format = format_cases()[0]) {
-  CacheOptions o = options_for(format);
-  o.block_tokens = 16;
-  o.max_context = 160;
+  CacheOptions o = prefix_options(policy, format);
   o.num_blocks = 32;
-  o.max_step_tokens = 256;
-  o.max_rewind_tokens = 3;
-  o.prefix.enabled = true;
   o.prefix.weights_id = identity().weights_id;
-  o.prefix.snapshots = policy;
-  o.prefix.num_snapshots = 16;
   return o;
 }
 

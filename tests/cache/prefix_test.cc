@@ -2,11 +2,11 @@
 #include <cstdlib>
 #include <map>
 
+#include "cache/prefix_options.h"
 #include "cache/session_records.h"
 #include "kv4/error.h"
 #include "kv4/preempted_request.h"
 #include "kv4/tiered_prefix.h"
-#include "support/harness.h"
 #include "tier/host_tier.h"
 #include "tier/tier_chain.h"
 
@@ -14,20 +14,6 @@ namespace kv4::test {
 namespace {
 
 using Kind = SnapshotPolicy::Kind;
-
-CacheOptions prefix_options(SnapshotPolicy policy, const FormatCase& format = format_cases()[0]) {
-  CacheOptions o = options_for(format);
-  o.block_tokens = 16;
-  o.max_context = 160;
-  o.num_blocks = 64;
-  o.max_step_tokens = 256;
-  o.max_rewind_tokens = 3;
-  o.prefix.enabled = true;
-  o.prefix.weights_id = "weights";
-  o.prefix.snapshots = policy;
-  o.prefix.num_snapshots = 16;
-  return o;
-}
 
 const SnapshotPolicy kFull{.kind = Kind::full};
 const SnapshotPolicy kCheckpoint{.kind = Kind::checkpoint, .period_tokens = 48};

@@ -4,11 +4,11 @@
 #include <filesystem>
 #include <thread>
 
+#include "cache/prefix_options.h"
 #include "kv4/error.h"
 #include "kv4/tiered_prefix.h"
 #include "support/fake_tier.h"
 #include "support/far_backend.h"
-#include "support/harness.h"
 #include "tier/disk_tier.h"
 #include "tier/host_tier.h"
 #include "tier/tier_chain.h"
@@ -17,19 +17,6 @@ namespace kv4::test {
 namespace {
 
 using namespace std::chrono_literals;
-
-CacheOptions tiered_options(SnapshotPolicy policy, const FormatCase& format = format_cases()[0]) {
-  CacheOptions o = options_for(format);
-  o.block_tokens = 16;
-  o.max_context = 160;
-  o.num_blocks = 32;
-  o.max_step_tokens = 256;
-  o.prefix.enabled = true;
-  o.prefix.weights_id = "weights";
-  o.prefix.snapshots = policy;
-  o.prefix.num_snapshots = 16;
-  return o;
-}
 
 const SnapshotPolicy kCheckpoint{.kind = SnapshotPolicy::Kind::checkpoint, .period_tokens = 48};
 const SnapshotPolicy kPolicies[] = {
@@ -115,7 +102,7 @@ TEST(PrefixInTiers, AnotherCacheGoesOnWhereOneStopped) {
   const Model model(tiny_config());
   for (const SnapshotPolicy& policy : kPolicies)
     for (const FormatCase& format : format_cases()) {
-      const CacheOptions o = tiered_options(policy, format);
+      const CacheOptions o = prefix_options(policy, format);
       Tiers tiers(layout_of(model, o));
       TieredDriver(model, o, tiers).compute_and_save(7, 100);
       for (const std::int64_t tokens : {15, 16, 17, 33, 96, 97, 110}) {
@@ -138,7 +125,7 @@ TEST(PrefixInTiers, AnotherCacheGoesOnWhereOneStopped) {
 
 TEST(PrefixInTiers, ADiskKeepsContextsAcrossRestarts) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   std::string directory = (std::filesystem::temp_directory_path() / "kv4_tiered_XXXXXX").string();
   ASSERT_NE(mkdtemp(directory.data()), nullptr);
   const std::string store = directory + "/store";
@@ -165,7 +152,7 @@ TEST(PrefixInTiers, ADiskKeepsContextsAcrossRestarts) {
 
 TEST(PrefixInTiers, OtherSaltsAndWeightsFindNothing) {
   const Model model(tiny_config());
-  CacheOptions o = tiered_options(kCheckpoint);
+  CacheOptions o = prefix_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
   TieredDriver(model, o, tiers).compute_and_save(7, 100, "ours");
   TieredDriver d(model, o, tiers);
@@ -179,7 +166,7 @@ TEST(PrefixInTiers, OtherSaltsAndWeightsFindNothing) {
 
 TEST(PrefixInTiers, AMissingBlockEndsWhatIsBrought) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
   TieredDriver first(model, o, tiers);
   first.compute_and_save(7, 100);
@@ -199,7 +186,7 @@ TEST(PrefixInTiers, AMissingBlockEndsWhatIsBrought) {
 
 TEST(PrefixInTiers, LongContextsComeInBatches) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
   TieredDriver first(model, o, tiers);
   first.compute_and_save(7, 150);
@@ -223,7 +210,7 @@ TEST(PrefixInTiers, LongContextsComeInBatches) {
 
 TEST(PrefixInTiers, WhatTheDeviceEvictsComesBack) {
   const Model model(tiny_config());
-  CacheOptions o = tiered_options(kCheckpoint);
+  CacheOptions o = prefix_options(kCheckpoint);
   o.num_blocks = 10;
   o.prefix.num_snapshots = 2;
   Tiers tiers(layout_of(model, o));
@@ -272,7 +259,7 @@ void compute(Driver& d, std::uint64_t stream, std::int64_t tokens) {
 TEST(PrefixInTiers, WhatAFullQueueHasNoRoomForIsOfferedLater) {
   const Model model(tiny_config());
   FakeBelow below(3);
-  Driver d(model, tiered_options({.kind = SnapshotPolicy::Kind::none}));
+  Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
   TieredPrefix tiered(d.cache, *below.chain);
   compute(d, 7, 150);  // 9 blocks
   below.fake->hold();
@@ -290,7 +277,7 @@ TEST(PrefixInTiers, WhatAFullQueueHasNoRoomForIsOfferedLater) {
 TEST(PrefixInTiers, WhatATierFailsToStoreIsOfferedAgain) {
   const Model model(tiny_config());
   FakeBelow below(100);
-  Driver d(model, tiered_options({.kind = SnapshotPolicy::Kind::none}));
+  Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
   TieredPrefix tiered(d.cache, *below.chain, {.max_attempts = 3});
   const auto saved = [&] {
     while (tiered.save(100) > 0 || below.chain->stats()[0].queue.waiting_writes > 0) std::this_thread::yield();
@@ -323,7 +310,7 @@ TEST(PrefixInTiers, WhatATierFailsToStoreIsOfferedAgain) {
 
 TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   Tiers tiers(layout_of(model, o));
   TieredDriver(model, o, tiers).compute_and_save(7, 150);
   Driver d(model, o);
@@ -353,7 +340,7 @@ TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
 
 TEST(PrefixInTiers, ProgressCancels) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   FakeBelow below(100);
   Driver first(model, o);
   TieredPrefix saving(first.cache, *below.chain, {.save_bytes = first.cache.schema().block_image_bytes});
@@ -383,7 +370,7 @@ TEST(PrefixInTiers, ProgressCancels) {
 // By the public headers alone.
 TEST(PrefixInTiers, TiersOfAllKinds) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   std::string directory = (std::filesystem::temp_directory_path() / "kv4_tiered_XXXXXX").string();
   ASSERT_NE(mkdtemp(directory.data()), nullptr);
   TiersOptions options;
@@ -415,7 +402,7 @@ TEST(PrefixInTiers, TiersOfAllKinds) {
 // Blocks go from the tier's own memory to a device that cannot read the host's, while others take their place there.
 TEST(PrefixInTiers, StraightFromHostMemory) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   const std::shared_ptr<Backend> backends[] = {test_backend(), std::make_shared<FarBackend>(make_cpu_backend())};
   const auto later = [] { return std::chrono::steady_clock::now() + 60s; };
   for (const std::shared_ptr<Backend>& backend : backends)
@@ -447,7 +434,7 @@ TEST(PrefixInTiers, StraightFromHostMemory) {
 
 TEST(PrefixInTiers, BadInputChangesNothing) {
   const Model model(tiny_config());
-  const CacheOptions o = tiered_options(kCheckpoint);
+  const CacheOptions o = prefix_options(kCheckpoint);
   Driver d(model, o);
   const std::vector<std::int32_t> ids = ids_of(1, 40);
   const Prompt prompt{ids, 0, "", {}};

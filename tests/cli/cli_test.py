@@ -21,8 +21,7 @@ import urllib.request
 import zlib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-KV4 = os.environ.get("KV4", str(ROOT / "build" / "kv4"))
+from tool import KV4, ROOT, Skipped, equal, kv4, ok, ok_json, parse_metrics, refused, run_tests
 
 TINY = {
     "model_type": "deepseek_v4", "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8,
@@ -32,34 +31,6 @@ TINY = {
     "max_position_embeddings": 4096, "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
 }
 TINY_FORMATS = ["--rows", "fp8_row", "--keys", "fp8"]
-
-
-def kv4(*args, timeout=300):
-    return subprocess.run([KV4, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
-
-
-def ok(*args):
-    done = kv4(*args)
-    assert done.returncode == 0, f"kv4 {' '.join(args)}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-    return done
-
-
-def ok_json(*args):
-    return json.loads(ok(*args, "--json").stdout)
-
-
-def refused(args, *parts):
-    """Exit 2, nothing on stdout, one line on stderr that names what matters."""
-    done = kv4(*args)
-    assert done.returncode == 2, f"kv4 {' '.join(args)}: exit {done.returncode}, expected 2\n{done.stderr}"
-    assert done.stdout == "", f"stdout: {done.stdout[:200]}"
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    for part in parts:
-        assert part in done.stderr, f"'{part}' is missing in: {done.stderr}"
-
-
-def equal(got, expected):
-    assert got == expected, f"{got!r}, expected {expected!r}"
 
 
 def tiny_config(folder):
@@ -73,15 +44,18 @@ def tiny_config(folder):
 def test_version_and_help():
     assert ok("--version").stdout.startswith("kv4 ")
     text = ok("--help").stdout
-    for command in ("plan", "run", "bench", "golden", "store", "session", "inspect", "replay", "completion"):
+    for command in ("plan", "run", "bench", "golden", "store", "session", "inspect", "replay", "serve-metrics", "completion"):
         assert command in text
         help_text = ok(command, "--help").stdout
         assert "--json" in help_text and "kv4 " + command in help_text, f"no example in the help of {command}"
+    for command in ok_json("completion"):  # those below others, too: "kv4 store verify"
+        help_text = ok(*command.split()[1:], "--help").stdout
+        assert "Example" in help_text and (command == "kv4" or "--json" in help_text), command
 
 
 def test_bad_usage():
     refused([], "subcommand")
-    refused(["bogus"], "bogus", "plan, run, bench, golden, store, session, inspect, replay, completion")
+    refused(["bogus"], "bogus", "plan, run, bench, golden, store, session, inspect, replay, serve-metrics, completion")
     refused(["plan", "--bogus"], "--bogus", "kv4 plan --help")
     refused(["plan", "extra"], "extra")
     refused(["plan", "--context"], "--context")
@@ -467,21 +441,6 @@ class Redis:
         self.folder.cleanup()
 
 
-def parse_metrics(text):
-    """Names with labels to values; every family has its help and type before it."""
-    values, families = {}, set()
-    for line in text.splitlines():
-        if line.startswith("# TYPE "):
-            families.add(line.split()[2])
-        elif not line.startswith("# HELP "):
-            assert re.fullmatch(r'[a-z0-9_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? \d+', line), line
-            name, value = line.rsplit(" ", 1)
-            assert {name.split("{")[0], re.sub("_(bucket|sum|count)$", "", name.split("{")[0])} & families, line
-            assert name not in values, line
-            values[name] = int(value)
-    return values
-
-
 def test_replay_metrics():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kv4.prom"
@@ -510,7 +469,7 @@ def test_replay_live_page():
         address = re.match(r"live page: (http://127\.0\.0\.1:\d+/)\n", run.stderr.readline()).group(1)
         get = lambda path: urllib.request.urlopen(address + path, timeout=10).read().decode()
         deadline = time.time() + 120
-        while (state := json.loads(get("state.json"))).get("done", 0) < 20:
+        while not (state := json.loads(get("state.json")))["headline"].startswith("20 of 20 requests, block hit rate 0."):
             assert time.time() < deadline and run.poll() is None
             time.sleep(0.1)
         equal(len(state["blocks"]), 512)
@@ -529,11 +488,13 @@ def test_replay_live_page():
         with tempfile.TemporaryDirectory() as folder:
             shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile",
                                     "--virtual-time-budget=2500", "--dump-dom", address], capture_output=True, text=True, timeout=120).stdout
-        assert 'data-requests="20"' in shown and f"20 of 20 requests, block hit rate {state['block_hit_rate']:.4f}" in shown, shown[-2000:]
+        assert f'data-updates="{state["updates"]}"' in shown and state["headline"] in shown, shown[-2000:]
         equal(len(re.findall(r'<i class="(?:held|kept|)" title="block \d+: ', shown)), 512)
         for text in ("<td>host</td>", "<td>blocks evicted</td>", "<td>256</td>"):
             assert text in shown, text
         equal(len(re.search(r'<polyline id="rate" points="([^"]*)"', shown).group(1).split()), len(state["rates"]))
+        run.terminate()
+        equal(run.wait(20), 0)
     finally:
         run.kill()
         run.communicate()
@@ -751,6 +712,32 @@ def test_completion():
     refused(["completion", "tcsh"], "tcsh", "bash, zsh or fish")
 
 
+def test_completion_in_zsh_and_fish():
+    if not (shutil.which("zsh") and shutil.which("fish")):
+        raise Skipped("there is no zsh or no fish; apt-get install zsh fish")
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "_kv4"
+        script.write_text(ok("completion", "zsh").stdout)
+
+        def run(*command):
+            return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "HOME": folder}).stdout.split()
+
+        def zsh(*words):
+            """What the function offers for the last word, before zsh picks what fits."""
+            line = " ".join(f"'{word}'" for word in words)
+            return run("zsh", "-fc", f"compdef() {{ :; }}; source {script}; compadd() {{ shift; print -l -- $@; }}; _files() {{ :; }}; "
+                                     f"words=({line}); CURRENT={len(words)}; _kv4")
+
+        assert "plan" in zsh("kv4", "pl") and "--html" not in zsh("kv4", "pl")
+        assert "--html" in zsh("kv4", "plan", "--context", "1M", "--h")
+        assert "verify" in zsh("kv4", "store", "") and "plan" not in zsh("kv4", "store", "")
+        script.write_text(ok("completion", "fish").stdout)
+        fish = lambda line: run("fish", "-N", "-c", f"source {script}; complete -C '{line}'")
+        equal(fish("kv4 pl"), ["plan"])
+        equal(fish("kv4 store ver"), ["verify"])
+        equal(fish("kv4 plan --ht"), ["--html"])
+
+
 # ---- session
 
 def read_png(path):
@@ -781,7 +768,9 @@ def test_inspect():
         equal(found["tokens"], 801)
         parts = {(part["layer"], part["part"]): part for part in found["parts"]}
         equal({place: part["rows"] for place, part in parts.items()},
-              {(0, "window"): 128, (1, "window"): 128, (1, "entries"): 200, (1, "keys"): 200, (2, "window"): 128, (2, "entries"): 6})
+              {(0, "window"): 128, (1, "window"): 128, (1, "entries"): 200, (1, "keys"): 200, (2, "window"): 128, (2, "entries"): 6,
+               # 801 = 200 x 4 + 1 = 6 x 128 + 33: the span before and an open row; maximum, denominator and numerator of 33.
+               (1, "pending"): 4 + 1, (1, "pending-keys"): 4 + 1, (2, "pending"): 3})
         # Window inputs are i / 97 for i in 0 to 96; entries are normed, their weight is one.
         assert abs(parts[0, "window"]["rms"] - 0.5755) < 0.01 and parts[0, "window"]["largest"] == 1.0, parts
         assert abs(parts[1, "entries"]["rms"] - 1) < 0.01 and abs(parts[2, "entries"]["rms"] - 1) < 0.01, parts
@@ -795,7 +784,9 @@ def test_inspect():
         ok("inspect", str(path), "--layer", "1", "--part", "keys", "--png", str(png))
         equal(read_png(png)[:2], (128 * 2, 200 * 2))
         refused(["inspect", str(path), "--layer", "0", "--part", "keys", "--png", str(png)], "layer 0 has no keys")
-        refused(["inspect", str(path), "--part", "values"], "values", "window, entries or keys")
+        refused(["inspect", str(path), "--part", "values"], "values", "window, entries, keys, pending or pending-keys")
+        ok("inspect", str(path), "--layer", "1", "--part", "pending", "--png", str(png))
+        equal(read_png(png)[:2], (2 * 1024 * 2, 5 * 2))  # kv and gate of both series; of the span before of one
         sound = path.read_bytes()
         flip(path, len(sound) - 5000)
         refused(["inspect", str(path)], "damaged")
@@ -863,35 +854,5 @@ def test_session_refused():
         refused(["session", "inspect", str(link)], "link")
 
 
-class Skipped(Exception):
-    """What a test needs is not there."""
-
-
-def main():
-    if not os.access(KV4, os.X_OK):
-        print(f"there is no tool at {KV4}; build it, or set KV4")
-        print("0 passed, 1 failed")
-        return 1
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    passed = failed = skipped = 0
-    for name, test in list(globals().items()):
-        if not name.startswith("test_") or wanted not in name:
-            continue
-        started = time.time()
-        try:
-            test()
-        except Skipped as reason:
-            skipped += 1
-            print(f"skipped {name}: {reason}", flush=True)
-        except (AssertionError, subprocess.TimeoutExpired, ValueError, KeyError) as error:
-            failed += 1
-            print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
-        else:
-            passed += 1
-            print(f"ok      {name} ({time.time() - started:.1f} s)", flush=True)
-    print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tests(globals()))

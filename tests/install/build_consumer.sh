@@ -57,3 +57,14 @@ pkg-config --exact-version="$(cache CMAKE_PROJECT_VERSION)" kv4 || fail "kv4.pc 
 eval "flags=($(pkg-config --cflags --libs kv4))"
 "$cxx" -std=c++20 "$here/consumer.cc" -o "$temp/by_pkg_config" "${flags[@]}" || fail "the consumer does not build with pkg-config"
 LD_LIBRARY_PATH="$libdir" "$temp/by_pkg_config" || fail "the consumer built with pkg-config failed ($?)"
+
+# What the README shows, word for word: its first program in C++, and its lines of C.
+echo "README"
+block() { awk -v fence='```'"$1" '$0 == fence && !seen { on = seen = 1; next } $0 == "```" { on = 0 } on' "$here/../../README.md"; }
+block cpp >"$temp/readme.cc"
+{ echo '#include <stdio.h>'; block c | grep '^#'; echo 'int main(void) {'; block c | grep -v '^#'; echo 'return status; }'; } >"$temp/readme.c"
+"$cxx" -std=c++20 -Wall -Wextra -Werror "$temp/readme.cc" -o "$temp/readme_cc" "${flags[@]}" || fail "the README's C++ does not compile"
+cc -std=c99 -Wall -Wextra -Werror "$temp/readme.c" -o "$temp/readme_c" "${flags[@]}" || fail "the README's C does not compile"
+for program in readme_cc readme_c; do
+  LD_LIBRARY_PATH="$libdir" "$temp/$program" || fail "the README's program $program failed ($?)"
+done

@@ -15,7 +15,8 @@ package="$(find "$temp/out" -maxdepth 1 -name 'kv4_*.deb')"
 version="$(sed -n 's/^CMAKE_PROJECT_VERSION:[A-Z]*=//p' "$build/CMakeCache.txt")"
 [[ "$(dpkg-deb -f "$package" Version)" == "$version"* ]] || fail "it is not version $version"
 dpkg-deb -x "$package" "$temp/tree"
-for file in include/kv4.h include/kv4/kv_cache_manager.h bin/kv4 share/doc/kv4/copyright; do
+for file in include/kv4.h include/kv4/kv_cache_manager.h bin/kv4 share/doc/kv4/copyright \
+            share/bash-completion/completions/kv4 share/zsh/vendor-completions/_kv4 share/fish/vendor_completions.d/kv4.fish; do
   [[ -e "$temp/tree/usr/$file" ]] || fail "usr/$file is not in it"
 done
 for name in libkv4.so kv4Config.cmake kv4.pc; do

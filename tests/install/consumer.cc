@@ -18,6 +18,7 @@
 #include "kv4/paged_kv_pool.h"
 #include "kv4/schema.h"
 #include "kv4/state_cache_pool.h"
+#include "kv4/status_folder.h"
 #include "kv4/tensor.h"
 #include "kv4/tiered_prefix.h"
 #include "kv4/tiers.h"
@@ -63,6 +64,14 @@ int main() {
   if (tiered.save(1) != 0 || !tiered.save_all(soon) || tiered.statistics().dropped != 0) return 9;
   if (tiers.flush(soon).front() != kv4::tier::FlushStatus::kept || tiers.report().front().name != "host") return 10;
   kv4::set_log_sink({});
+  // What others may see of it; there is no such folder.
+  if (kv4::read_status(cache, &tiers).requests.size() != 1) return 11;
+  try {
+    kv4::StatusFolder(cache, "/no/such/folder").publish();
+    return 12;
+  } catch (const kv4::Error& error) {
+    if (error.code() != kv4::ErrorCode::bad_file) return 13;
+  }
   std::printf("kv4 %s: %s, %lld bytes\n", KV4_VERSION, kv4::cpu_target(), static_cast<long long>(cache.memory_bytes()));
   return 0;
 }

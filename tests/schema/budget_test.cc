@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kv4/error.h"
 #include "kv4/schema.h"
+#include "support/narrow_model.h"
 
 namespace {
 
@@ -18,31 +20,14 @@ using kv4::CacheSchema;
 using kv4::Format;
 using kv4::LayerKind;
 using kv4::ModelConfig;
+using kv4::test::narrow_options;
 
 constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
 
 ModelConfig narrow(std::vector<LayerKind> kinds) {
-  ModelConfig c;
-  c.name = "narrow";
-  c.num_layers = static_cast<int>(kinds.size());
-  c.kinds = std::move(kinds);
-  c.num_query_heads = 2;
-  c.head_dim = 32;
-  c.rope_dim = 8;
-  c.window = 8;
-  c.index_heads = 2;
-  c.index_dim = 16;
-  c.index_topk = 2;
-  c.hca_ratio = 8;
+  ModelConfig c = kv4::test::narrow_model(std::move(kinds));
   c.max_positions = 1 << 20;
   return c;
-}
-
-CacheOptions narrow_options() {
-  CacheOptions o;
-  o.row_format = Format::fp8_row;
-  o.index_format = Format::nvfp4;
-  return o;
 }
 
 // --- blocks for a context

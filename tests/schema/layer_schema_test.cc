@@ -11,6 +11,7 @@
 #include "kv4/error.h"
 #include "kv4/schema.h"
 #include "kv4/state_cache_pool.h"
+#include "support/narrow_model.h"
 
 namespace {
 
@@ -25,27 +26,14 @@ using kv4::LayerKind;
 using kv4::ModelConfig;
 
 ModelConfig tiny(int csa = 4, int hca = 8) {
-  ModelConfig c;
-  c.name = "tiny";
-  c.kinds = {LayerKind::swa, LayerKind::csa, LayerKind::hca, LayerKind::csa};
-  c.num_layers = 4;
-  c.num_query_heads = 2;
-  c.head_dim = 32;
-  c.rope_dim = 8;
-  c.window = 8;
-  c.index_heads = 2;
-  c.index_dim = 16;
-  c.index_topk = 2;
+  ModelConfig c = kv4::test::narrow_model({LayerKind::swa, LayerKind::csa, LayerKind::hca, LayerKind::csa});
   c.csa_ratio = csa;
   c.hca_ratio = hca;
-  c.max_positions = 4096;
   return c;
 }
 
 CacheOptions tiny_options() {
-  CacheOptions o;
-  o.row_format = Format::fp8_row;
-  o.index_format = Format::nvfp4;
+  CacheOptions o = kv4::test::narrow_options();
   o.max_context = 1024;
   o.max_requests = 3;
   return o;

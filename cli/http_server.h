@@ -1,0 +1,27 @@
+// Pages, figures and metrics for a browser and for Prometheus: what was last set for a path is what it gets.
+#pragma once
+
+#include <memory>
+#include <string>
+
+namespace kv4::cli {
+
+/// Answers GETs in a thread of its own.
+class HttpServer {
+ public:
+  /// HOST:PORT, or a port of 127.0.0.1; port 0: any that is free. Throws Error(bad_argument) that names `flag` where it
+  /// cannot be served.
+  HttpServer(const std::string& listen, const char* flag);
+  ~HttpServer();
+  HttpServer(const HttpServer&) = delete;
+  HttpServer& operator=(const HttpServer&) = delete;
+
+  std::string address() const;  // http://HOST:PORT/
+  void set(const std::string& path, const std::string& type, std::string body);
+
+ private:
+  struct Server;
+  std::unique_ptr<Server> server_;
+};
+
+}  // namespace kv4::cli

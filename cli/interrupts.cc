@@ -1,0 +1,30 @@
+#include "interrupts.h"
+
+#include <chrono>
+#include <csignal>
+#include <thread>
+
+namespace kv4::cli {
+namespace {
+
+volatile std::sig_atomic_t interrupt_seen = 0;
+
+}  // namespace
+
+void catch_interrupts() {
+  struct sigaction action {};
+  action.sa_handler = [](int) { interrupt_seen = 1; };
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+bool interrupted() { return interrupt_seen != 0; }
+
+// In short naps: a signal may be taken by another thread, and then does not wake this one.
+void sleep_ms(int milliseconds) {
+  constexpr int kNap = 50;
+  for (int slept = 0; slept < milliseconds && !interrupted(); slept += kNap)
+    std::this_thread::sleep_for(std::chrono::milliseconds(kNap));
+}
+
+}  // namespace kv4::cli

@@ -1,0 +1,70 @@
+// A running cache that can be looked at from outside, without a server in the engine: a folder where it says how it
+// stands, for `kv4 serve-metrics`, and where it can be asked for one of its requests, for `kv4 inspect`.
+//
+//   kv4::StatusFolder status(cache, "/run/kv4/gpu0", {.tiers = &tiers});
+//   for (;;) { ... a step, or nothing to do ...  status.publish(); }
+//
+// What lies in it is in docs/formats.md, "Status folder". A memory file system (/run) suits it best.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kv4/export.h"
+#include "kv4/kv_cache_manager.h"
+#include "kv4/statistics.h"
+#include "kv4/tiers.h"
+
+namespace kv4 {
+
+struct RequestStatus {
+  RequestId request = kNoRequest;
+  std::vector<std::int64_t> lengths;  // backbone, draft stages
+  std::int64_t rewind_floor = 0;      // of the backbone
+  std::int64_t blocks = 0;            // that it holds
+  std::int64_t shared_blocks = 0;     // of them: other requests hold them, too
+  std::int64_t kept_blocks = 0;       // of them: later prompts find them
+};
+
+/// How a cache stands, as plain values.
+struct CacheStatus {
+  CacheStatistics cache;
+  std::vector<RequestStatus> requests;
+  std::string block_states;  // [blocks] h: held by requests, k: kept for later ones, f: free
+  std::vector<TierReport> tiers;
+};
+
+/// Between steps.
+KV4_API CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers = nullptr);
+
+struct StatusOptions {
+  std::chrono::milliseconds interval{1000};  // publish() does nothing more often than that
+  Tiers* tiers = nullptr;                    // whose reports are published, too
+};
+
+/// Threads: the one that drives the cache.
+class KV4_API StatusFolder {
+ public:
+  /// Makes the folder, for the owner alone, where it is not there; its parent is. Cache and tiers outlive this. Throws
+  /// Error: bad_file where it cannot be used; bad_state where another process publishes there.
+  StatusFolder(KVCacheManager& cache, std::string directory, const StatusOptions& options = {});
+  /// Takes the status away: nobody is here any more.
+  ~StatusFolder();
+  StatusFolder(const StatusFolder&) = delete;
+  StatusFolder& operator=(const StatusFolder&) = delete;
+
+  /// Between steps, as often as you like, also while there is nothing to do: what is older than a few intervals counts
+  /// as gone. At most one request that is asked for is written each time, as it is now, and goes on unchanged; that
+  /// takes as long as save_session_file. False: something could not be written, which is no reason to stop; the log
+  /// ("status.failed") says what.
+  bool publish();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv4

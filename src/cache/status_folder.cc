@@ -1,0 +1,190 @@
+#include "kv4/status_folder.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <utility>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "cache/session_file.h"
+#include "cache/status_file.h"
+
+namespace kv4 {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kAnswersStay{60};  // whoever asked has taken it by then, or has gone
+
+/// Under its name at once or not at all; a status need not survive a crash of the machine.
+void write_text(const std::string& path, const std::string& text) {
+  const std::string next = path + ".new";
+  std::ofstream file(next, std::ios::binary | std::ios::trunc);
+  file << text;
+  file.close();
+  std::error_code error;
+  if (!file.fail()) std::filesystem::rename(next, path, error);
+  require(!file.fail() && !error, ErrorCode::bad_file, "{} cannot be written; is the folder there, and writable?",
+          path);
+}
+
+/// Of a folder, against other processes and other caches of this one; the system releases it however the process ends.
+class FolderLock {
+ public:
+  /// Throws Error: bad_state where somebody has it.
+  FolderLock(const std::string& directory, const std::string& path)
+      : descriptor_(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600)) {
+    if (descriptor_ >= 0 && ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
+    const int why = errno;
+    if (descriptor_ >= 0) ::close(descriptor_);
+    require(why != EWOULDBLOCK, ErrorCode::bad_state, "the status folder {} is in use: another cache publishes there",
+            directory);
+    fail(ErrorCode::bad_file, "the status folder {} cannot be locked: {}", directory, std::strerror(why));
+  }
+  ~FolderLock() { ::close(descriptor_); }
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  int descriptor_;
+};
+
+RequestStatus describe(const KVCacheManager& cache, RequestId request) {
+  RequestStatus out{.request = request, .lengths = {}, .rewind_floor = cache.rewind_floor(request)};
+  for (int group = 0; group < cache.schema().num_groups; ++group) out.lengths.push_back(cache.length(request, group));
+  for (const BlockId block : cache.blocks(request)) {
+    ++out.blocks;
+    out.shared_blocks += cache.allocator().reference_count(block) > 1;
+    out.kept_blocks += cache.allocator().is_published(block);
+  }
+  return out;
+}
+
+}  // namespace
+
+CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers) {
+  CacheStatus out{.cache = cache.statistics(), .requests = {}, .block_states = {}, .tiers = {}};
+  for (const RequestId request : cache.requests()) out.requests.push_back(describe(cache, request));
+  const BlockAllocator& blocks = cache.allocator();
+  out.block_states.resize(static_cast<std::size_t>(blocks.num_blocks()));
+  for (BlockId block = 0; block < blocks.num_blocks(); ++block)
+    out.block_states[static_cast<std::size_t>(block)] = blocks.reference_count(block) > 0 ? 'h'
+                                                        : blocks.is_published(block)      ? 'k'
+                                                                                          : 'f';
+  if (tiers != nullptr) out.tiers = tiers->report();
+  return out;
+}
+
+struct StatusFolder::Impl {
+  struct Answer {
+    std::string path;
+    Clock::time_point written;
+  };
+
+  KVCacheManager& cache;
+  std::string directory;
+  StatusOptions options;
+  std::unique_ptr<tier::FileSystem> files = tier::make_posix_file_system({.direct = false});
+  std::optional<FolderLock> lock;
+  std::vector<Answer> answers;  // that nobody may have taken
+  Clock::time_point published{};
+  bool fails = false;  // the last time
+
+  Impl(KVCacheManager& cache_in, std::string directory_in, const StatusOptions& options_in)
+      : cache(cache_in), directory(std::move(directory_in)), options(options_in) {
+    require(options.interval.count() >= 0, ErrorCode::bad_argument, "an interval of {} ms", options.interval.count());
+    check(files->make_directory(directory), "be made");
+    lock.emplace(directory, path_of(kStatusLockName));
+    for (const std::string& name : names())
+      if (is_of_question(name)) files->unlink(path_of(name));  // of a process before
+  }
+
+  ~Impl() {
+    files->unlink(path_of(kStatusFileName));
+    for (const Answer& answer : answers) files->unlink(answer.path);
+  }
+
+  std::string path_of(const std::string& name) const { return directory + "/" + name; }
+
+  void check(const tier::IoStatus& status, const char* what) const {
+    require(status.ok(), ErrorCode::bad_file, "the status folder {} cannot {}: {}", directory, what, to_string(status));
+  }
+
+  std::vector<std::string> names() const {
+    tier::Listing listing = files->list(directory);
+    check(listing.status, "be read");
+    return std::move(listing.names);
+  }
+
+  void write_status() const {
+    write_text(path_of(kStatusFileName), status_text({.model = cache.schema().config.name,
+                                                      .process = getpid(),
+                                                      .time_ms = files->now_ns() / 1'000'000,
+                                                      .interval_ms = options.interval.count(),
+                                                      .status = read_status(cache, options.tiers)}));
+  }
+
+  /// The first that is asked for; the others have their turn.
+  void answer_question() {
+    for (const std::string& name : names())
+      if (const std::optional<RequestQuestion> question = parse_question(name)) {
+        check(files->unlink(path_of(name)), "lose a file");  // before whoever asked can see the answer
+        return answer(*question);
+      }
+  }
+
+  void answer(const RequestQuestion& question) {
+    const std::string path = path_of(question.answer_name());
+    // To be looked at only: a salt of its own keeps it from being restored as somebody's session.
+    const SessionIdentity identity{.weights_id = cache.schema().options.prefix.weights_id, .salt = "kv4 inspect"};
+    try {
+      SessionFile{*files, path}.save(cache, question.request, identity);
+      answers.push_back({path, Clock::now()});
+    } catch (const Error& error) {
+      std::string why = error.what();
+      if (why.starts_with(path + ": ")) why.erase(0, path.size() + 2);  // nobody will find that file
+      write_text(path_of(question.error_name()), why);
+      answers.push_back({path_of(question.error_name()), Clock::now()});
+    }
+  }
+
+  void drop_answers() {
+    std::erase_if(answers, [&](const Answer& answer) {
+      if (Clock::now() - answer.written < kAnswersStay) return false;
+      files->unlink(answer.path);
+      return true;
+    });
+  }
+};
+
+StatusFolder::StatusFolder(KVCacheManager& cache, std::string directory, const StatusOptions& options)
+    : impl_(std::make_unique<Impl>(cache, std::move(directory), options)) {}
+StatusFolder::~StatusFolder() = default;
+
+bool StatusFolder::publish() {
+  Impl& m = *impl_;
+  if (const auto now = Clock::now(); m.published == Clock::time_point{} || now - m.published >= m.options.interval)
+    m.published = now;
+  else
+    return true;
+  try {
+    m.write_status();
+    m.answer_question();
+    m.drop_answers();
+    m.fails = false;
+  } catch (const Error& error) {
+    if (!std::exchange(m.fails, true))
+      log(LogLevel::warning, "status.failed", "the status of a cache could not be published",
+          {{"directory", m.directory}, {"reason", error.what()}});
+  }
+  return !m.fails;
+}
+
+}  // namespace kv4

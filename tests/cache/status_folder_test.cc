@@ -1,0 +1,229 @@
+#include "kv4/status_folder.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "cache/session_file.h"
+#include "cache/small_cache.h"
+#include "cache/status_file.h"
+#include "kv4/log.h"
+
+namespace kv4 {
+namespace {
+
+namespace fs = std::filesystem;
+using small::SmallCache;
+
+/// A folder of its own for each test.
+class StatusFolderTest : public ::testing::Test {
+ protected:
+  StatusFolderTest() {
+    const auto* const test = ::testing::UnitTest::GetInstance()->current_test_info();
+    parent_ = fs::path(::testing::TempDir()) / (std::string("kv4_status_") + test->name());
+    fs::remove_all(parent_);
+    fs::create_directory(parent_);
+    folder_ = (parent_ / "cache").string();
+  }
+  ~StatusFolderTest() override { fs::remove_all(parent_); }
+
+  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+  std::string text(const std::string& name) const {
+    std::ifstream file(path(name), std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  PublishedStatus read() const { return parse_published_status(text(kStatusFileName)); }
+  RequestQuestion ask(RequestId request, std::uint64_t number) const {
+    const RequestQuestion question{request, number};
+    std::ofstream(path(question.question_name())).flush();
+    return question;
+  }
+
+  const StatusOptions always_{.interval = std::chrono::milliseconds(0)};
+  fs::path parent_;
+  std::string folder_;
+};
+
+CacheOptions keeping_prefixes() {
+  CacheOptions o = small::options();
+  o.prefix.enabled = true;
+  o.prefix.weights_id = "weights";
+  o.prefix.num_snapshots = 4;
+  return o;
+}
+
+TEST_F(StatusFolderTest, SaysHowTheCacheStands) {
+  SmallCache small(keeping_prefixes());
+  StatusFolder status(small.cache, folder_, always_);
+  EXPECT_EQ(fs::status(folder_).permissions(), fs::perms::owner_all);
+  const std::vector<std::int32_t> ids = small::token_ids(1, 0, 40);
+  const RequestId first = small.cache.admit({.token_ids = ids, .tenant = 0, .salt = {}, .extra = {}}).value().request;
+  small.run({{first, 1, 40}});
+  const RequestId second = small.cache.fork(first).value();
+  ASSERT_TRUE(status.publish());
+
+  const PublishedStatus found = read();
+  EXPECT_EQ(found.model, "small");
+  EXPECT_EQ(found.interval_ms, 0);
+  EXPECT_FALSE(found.is_stale(found.time_ms + 4000));
+  EXPECT_TRUE(found.is_stale(found.time_ms + 6000));
+  const CacheStatus& s = found.status;
+  EXPECT_EQ(s.cache.requests, 2);
+  EXPECT_EQ(s.cache.prefix.prompts, 1);
+  EXPECT_EQ(s.cache.prefix.stored_blocks, 2);
+  EXPECT_EQ(s.cache.usable_tokens.counts[0], 1);
+  EXPECT_EQ(s.cache.memory_bytes, small.cache.memory_bytes());
+  // 40 tokens: two full blocks, which are kept and shared with the fork, and an open one of each.
+  EXPECT_EQ(s.block_states.size(), 20u);
+  EXPECT_EQ(std::count(s.block_states.begin(), s.block_states.end(), 'h'), 4);
+  ASSERT_EQ(s.requests.size(), 2u);
+  for (const RequestStatus& request : s.requests) {
+    EXPECT_TRUE(request.request == first || request.request == second);
+    EXPECT_EQ(request.lengths, std::vector<std::int64_t>{40});
+    EXPECT_EQ(request.rewind_floor, small.cache.rewind_floor(request.request));
+    EXPECT_EQ(request.blocks, 3);
+    EXPECT_EQ(request.shared_blocks, 2);
+    EXPECT_EQ(request.kept_blocks, 2);
+  }
+
+  small.cache.release(first);
+  small.cache.release(second);
+  ASSERT_TRUE(status.publish());
+  const CacheStatus after = read().status;
+  EXPECT_TRUE(after.requests.empty());
+  EXPECT_EQ(std::count(after.block_states.begin(), after.block_states.end(), 'k'), 2);
+}
+
+TEST_F(StatusFolderTest, NotMoreOftenThanItsInterval) {
+  SmallCache small;
+  StatusFolder status(small.cache, folder_, {.interval = std::chrono::hours(1)});
+  EXPECT_TRUE(status.publish());
+  const std::string first = text(kStatusFileName);
+  small.admit();
+  EXPECT_TRUE(status.publish());
+  EXPECT_EQ(text(kStatusFileName), first);
+  ask(0, 1);
+  EXPECT_TRUE(status.publish());
+  EXPECT_TRUE(fs::exists(path(RequestQuestion{0, 1}.question_name())));
+}
+
+// What is given is the request as it was saved by anybody, and the request goes on as if nobody had looked.
+TEST_F(StatusFolderTest, GivesARunningRequest) {
+  SmallCache small, alone;
+  StatusFolder status(small.cache, folder_, always_);
+  const RequestId request = small.admit(), other = alone.admit();
+  small.run({{request, 5, 37}});
+  alone.run({{other, 5, 37}});
+  const RequestQuestion question = ask(request, 0xABC);
+  ASSERT_TRUE(status.publish());
+  EXPECT_FALSE(fs::exists(path(question.question_name())));
+  EXPECT_EQ(fs::status(path(question.answer_name())).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+
+  const auto files = tier::make_posix_file_system({.direct = false});
+  const SessionSurvey survey = survey_session_file(*files, path(question.answer_name()));
+  EXPECT_TRUE(survey.sound());
+  EXPECT_EQ(survey.lengths, std::vector<std::int64_t>{37});
+  const SessionIdentity anybody{.weights_id = survey.weights_id, .salt = {}};
+  EXPECT_THROW((void)restore_session_file(alone.cache, anybody, path(question.answer_name())), Error);
+
+  small.run({{request, 5, 20}});
+  alone.run({{other, 5, 20}});
+  EXPECT_EQ(small.cache.export_image(request).bytes, alone.cache.export_image(other).bytes);
+  EXPECT_EQ(small.cache.export_blocks(request), alone.cache.export_blocks(other));
+}
+
+TEST_F(StatusFolderTest, OneQuestionAtATimeAndErrorsAsWords) {
+  SmallCache small;
+  StatusFolder status(small.cache, folder_, always_);
+  const RequestId request = small.admit();
+  small.run({{request, 1, 5}});
+  const RequestQuestion good = ask(request, 1), again = ask(request, 2), bad = ask(77, 3);
+  for (const char* const name : {"inspect-.wanted", "inspect-1-2.wanted", "inspect-0-00000000000000zz.wanted", "other"})
+    std::ofstream(path(name)).flush();
+  const auto answered = [&] {
+    return fs::exists(path(good.answer_name())) + fs::exists(path(again.answer_name())) +
+           fs::exists(path(bad.error_name()));
+  };
+  for (int round = 1; round <= 3; ++round) {
+    EXPECT_TRUE(status.publish());
+    EXPECT_EQ(answered(), round);
+  }
+  EXPECT_TRUE(text(bad.error_name()).starts_with("request 77 does not run")) << text(bad.error_name());
+  EXPECT_FALSE(fs::exists(path(bad.answer_name())));
+
+  // During a step it is still as the last commit left it.
+  const Step step = small.prepare({{request, 1, 1}});
+  small.append(step);
+  const RequestQuestion meanwhile = ask(request, 4);
+  EXPECT_TRUE(status.publish());
+  EXPECT_EQ(text(meanwhile.answer_name()), text(good.answer_name()));
+  small.cache.commit(step);
+  EXPECT_EQ(small.cache.length(request), 6);
+}
+
+TEST_F(StatusFolderTest, OneCacheAtATime) {
+  SmallCache small;
+  {
+    StatusFolder status(small.cache, folder_, always_);
+    status.publish();
+    std::ofstream(path("inspect-1-0000000000000001.kv4s")).flush();
+    EXPECT_TRUE(fs::exists(path(kStatusFileName)));
+    try {
+      StatusFolder second(small.cache, folder_);
+      ADD_FAILURE() << "two in one folder";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), ErrorCode::bad_state);
+      EXPECT_NE(std::string(e.what()).find(folder_), std::string::npos);
+    }
+  }
+  EXPECT_FALSE(fs::exists(path(kStatusFileName)));  // nobody is here any more
+  StatusFolder next(small.cache, folder_, always_);
+  EXPECT_FALSE(fs::exists(path("inspect-1-0000000000000001.kv4s")));  // of the one before
+  EXPECT_THROW(StatusFolder(small.cache, (parent_ / "no" / "such").string()), Error);
+}
+
+TEST_F(StatusFolderTest, AFolderThatIsLostIsNoReasonToStop) {
+  SmallCache small;
+  StatusFolder status(small.cache, folder_, always_);
+  ASSERT_TRUE(status.publish());
+  fs::remove_all(folder_);
+  int told = 0;
+  set_log_sink([&](const LogRecord& record) { told += record.event == "status.failed"; });
+  EXPECT_FALSE(status.publish());
+  EXPECT_FALSE(status.publish());
+  EXPECT_EQ(told, 1);
+  fs::create_directory(folder_);
+  EXPECT_TRUE(status.publish());
+  fs::remove_all(folder_);
+  EXPECT_FALSE(status.publish());
+  EXPECT_EQ(told, 2);
+  set_log_sink({});
+}
+
+TEST(StatusText, GoesThereAndBack) {
+  PublishedStatus in{.model = "m", .process = 7, .time_ms = 123456789012, .interval_ms = 5, .status = {}};
+  in.status.cache.tenants = {{3, 4}, {5, 6}};
+  in.status.cache.usable_tokens.add(200);
+  in.status.requests = {{.request = 9, .lengths = {3, 2}, .rewind_floor = 1, .blocks = 1}};
+  in.status.block_states = "hkf";
+  TierReport tier;
+  tier.name = "disk \"a\"";
+  tier.open = true;
+  tier.tier.payload_bytes = std::int64_t{1} << 50;
+  in.status.tiers = {tier};
+  const std::string text = status_text(in);
+  const PublishedStatus out = parse_published_status(text);
+  EXPECT_EQ(status_text(out), text);
+  EXPECT_EQ(out.status.requests[0].lengths, (std::vector<std::int64_t>{3, 2}));
+  EXPECT_EQ(out.status.cache.usable_tokens.sum, 200);
+  EXPECT_EQ(out.status.tiers[0].name, tier.name);
+  EXPECT_TRUE(out.status.tiers[0].open);
+  for (const char* const bad : {"", "{", "[]", "{}", R"({"format": "kv4 status 2"})",
+                                R"({"format": "kv4 status 1", "status": {"tiers": 3}})", R"({"format": 1})"})
+    EXPECT_THROW((void)parse_published_status(bad), Error) << bad;
+}
+
+}  // namespace
+}  // namespace kv4

@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""A running cache as others see it: `kv4 serve-metrics` and `kv4 inspect` on its status folder. Last line: `N passed, N failed`.
+
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+"""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+from tool import KV4, equal, kv4, ok, ok_json, parse_metrics, refused, run_tests
+
+
+@contextmanager
+def running(*args):
+    """A kv4 that is ended with the block."""
+    process = subprocess.Popen([KV4, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def running_cache(folder, layers=4):
+    """A replay that publishes in `folder` and takes longer than any test; more layers make its requests live longer."""
+    with running("replay", "--generate", "--seed", "3", "--limit", "5000", "--data", "real", "--layers", str(layers), "--capacity", "64K", "--verify", "0",
+                 "--tenants", "2", "--host", "8MB", "--status", folder) as process:
+        deadline = time.time() + 60
+        while kv4("serve-metrics", folder, "--once").returncode != 0:
+            assert time.time() < deadline and process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        yield process
+
+
+@contextmanager
+def serving(*args):
+    """`kv4 serve-metrics` on any port: a function that gets a path, and the process."""
+    with running("serve-metrics", *args, "--listen", "0", "--json") as process:
+        first = json.loads(process.stdout.readline())
+        address = first["address"]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address), address
+        get = lambda path: urllib.request.urlopen(address + path, timeout=10).read().decode()
+        yield get, process, first
+
+
+def test_metrics_of_a_running_cache():
+    with tempfile.TemporaryDirectory() as folder:
+        gpu0, away = str(Path(folder) / "gpu0"), str(Path(folder) / "gpu 1")
+        with running_cache(gpu0):
+            values = parse_metrics(ok("serve-metrics", gpu0, "--once").stdout)
+            equal(sum(values[f'kv4_blocks{{cache="gpu0",state="{state}"}}'] for state in ("free", "held", "evictable")), 512)
+            equal(values['kv4_tenant_share_blocks{cache="gpu0",tenant="1"}'], 256)
+            assert values['kv4_requests{cache="gpu0"}'] > 0 and values['kv4_up{cache="gpu0"}'] == 1, values
+            with serving(gpu0, away) as (get, process, first):
+                equal([(cache["name"], cache["up"]) for cache in first["caches"]], [("gpu0", True), ("gpu-1", False)])
+                before = parse_metrics(get("metrics"))
+                equal((before['kv4_up{cache="gpu0"}'], before['kv4_up{cache="gpu-1"}']), (1, 0))
+                assert not any("gpu-1" in name for name in before if not name.startswith("kv4_up")), before
+                deadline = time.time() + 30
+                name = 'kv4_prompt_tokens_total{cache="gpu0",result="usable"}'
+                while parse_metrics(get("metrics"))[name] <= before[name]:  # it goes on
+                    assert time.time() < deadline
+                    time.sleep(0.2)
+                state = json.loads(get("gpu0/state.json"))
+                assert len(state["blocks"]) == 512 and state["requests"] and state["tiers"][0]["name"] == "host", state
+                assert "prompts' tokens" in state["headline"], state["headline"]
+                assert "nobody publishes" in json.loads(get("gpu-1/state.json"))["headline"]
+                assert 'href="gpu0/"' in get("") and "<!doctype html>" in get("gpu0/")
+                try:
+                    get("gpu2/")
+                    raise AssertionError("a page that is not there")
+                except urllib.error.HTTPError as error:
+                    equal(error.code, 404)
+                port = first["address"].split(":")[2][:-1]
+                refused(["serve-metrics", gpu0, "--listen", port], "--listen", port, "in use")
+                process.send_signal(signal.SIGTERM)
+                equal(process.wait(20), 0)
+        # The process was killed: what it said is old after a while, and no figure of a cache then.
+        path = Path(gpu0) / "status.json"
+        status = json.loads(path.read_text())
+        status["time_ms"] -= 60_000
+        path.write_text(json.dumps(status))
+        done = kv4("serve-metrics", gpu0, "--once")
+        equal((done.returncode, parse_metrics(done.stdout)), (1, {'kv4_up{cache="gpu0"}': 0}))
+
+
+def test_requests_of_a_running_cache():
+    with tempfile.TemporaryDirectory() as folder:
+        folder = str(Path(folder) / "status")
+        with running_cache(folder, layers=20):
+            found = None
+            for _ in range(50):  # one may end before it is asked for
+                requests = ok_json("inspect", folder)["status"]["requests"]
+                done = kv4("inspect", folder, "--request", str(requests[-1]["request"]), "--json", "--svg", folder + "/now.svg")
+                if done.returncode == 0:
+                    found = json.loads(done.stdout)
+                    break
+                assert "does not run" in done.stderr, done.stderr
+            assert found is not None, "every request ended before it was asked for"
+            parts = {(part["layer"], part["part"]): part for part in found["parts"]}
+            tokens = found["tokens"]
+            equal(parts[2, "entries"]["rows"], tokens // 4)
+            equal(parts[2, "keys"]["rows"], tokens // 4)
+            equal(parts[0, "window"]["rows"], min(tokens, 128))
+            assert found["missing_blocks"] == 0 and all(part["not_finite"] == 0 for part in found["parts"]), found
+            held = found["running"]  # as it was published with the answer, or a little later
+            assert held["blocks"] >= (tokens + 127) // 128 and held["kept_blocks"] >= tokens // 128, found
+            assert "2 CSA" in Path(folder, "now.svg").read_text()
+            assert not [name for name in os.listdir(folder) if name.startswith("inspect-")], os.listdir(folder)
+            listed = ok("inspect", folder).stdout
+            assert "requests run" in listed and "shared" in listed, listed
+            refused(["inspect", folder, "--request", "2000000000"], "2000000000", "does not run")
+            # Nobody else may publish there.
+            refused(["replay", "--generate", "--limit", "5", "--data", "real", "--layers", "3", "--status", folder], folder, "in use")
+        refused(["inspect", folder + "/none"], "none")
+        refused(["inspect", folder + "/now.svg", "--request", "1"], "--request", "now.svg")
+
+
+def test_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        refused(["inspect", folder], folder, "nobody publishes")
+        refused(["inspect", folder, "--request", "1"], folder, "nobody publishes")
+        equal(os.listdir(folder), [])
+        for text in ("{", "[]", '{"format": "kv4 status 9"}', '{"format": "kv4 status 1", "status": {"requests": 7}}'):
+            Path(folder, "status.json").write_text(text)
+            refused(["inspect", folder], "status.json", "no status of a cache")
+    refused(["serve-metrics"], "DIR")
+    refused(["serve-metrics", "/a/x", "/b/x", "--once"], "/a/x", "/b/x", "'x'")
+    refused(["serve-metrics", "/a/x", "--listen", "no such host:1"], "--listen", "no such host")
+    refused(["replay", "--generate", "--status", "/tmp/x"], "--status", "--data real")
+
+
+if __name__ == "__main__":
+    sys.exit(run_tests(globals()))
