@@ -18,6 +18,8 @@ def test_names_of_the_design():
     for name in ("append", "write_swa", "flush_compression", "gather_compressed_kv", "gather_all_compressed_kv",
                  "gather_swa_kv", "read_swa_view", "read_classical_view", "read_indexer_view", "index_topk", "attend"):
         assert hasattr(kv4.LayerCacheHandle, name), name
+    for name in ("Tiers", "TieredPrefix", "PrefixLoad", "set_log_sink"):
+        assert hasattr(kv4, name), name
     for name in ("reset_slot", "memory_bytes"):
         assert hasattr(kv4.StateCachePool, name), name
     assert re.fullmatch(r"\d+\.\d+\.\d+", kv4.__version__)
@@ -37,8 +39,10 @@ def test_stubs_know_every_name():
 
 
 def test_public_calls_are_documented():
-    for kind in (kv4.LayerCacheHandle, kv4.KVCacheManager):
+    for kind in (kv4.LayerCacheHandle, kv4.KVCacheManager, kv4.Tiers, kv4.TieredPrefix):
         assert kind.__doc__
+    for name in ("save", "save_all", "load", "start_load"):
+        assert getattr(kv4.TieredPrefix, name).__doc__.count("\n") >= 1
     for name in ("append", "write_swa", "flush_compression", "index_topk", "attend", "gather_swa_kv"):
         assert "[tokens" in getattr(kv4.LayerCacheHandle, name).__doc__ or "[items" in getattr(kv4.LayerCacheHandle, name).__doc__
 
@@ -53,3 +57,4 @@ def test_examples_run(document, tmp_path, monkeypatch):
         if block.startswith("# needs "):  # torch, a GPU: shown, run elsewhere
             continue
         exec(compile(block, f"{document}, example {number}", "exec"), names)
+    kv4.set_log_sink(None)
