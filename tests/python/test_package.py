@@ -1,6 +1,9 @@
 """The package itself: names, stubs, and the guide's examples."""
 import ast
+import importlib.metadata
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,22 @@ def test_public_calls_are_documented():
         assert getattr(kv4.TieredPrefix, name).__doc__.count("\n") >= 1
     for name in ("append", "write_swa", "flush_compression", "index_topk", "attend", "gather_swa_kv"):
         assert "[tokens" in getattr(kv4.LayerCacheHandle, name).__doc__ or "[items" in getattr(kv4.LayerCacheHandle, name).__doc__
+
+
+def test_a_wheel_brings_what_it_needs():
+    """Beside the C and C++ runtimes, and for a GPU its driver, which is opened when it is used."""
+    try:
+        files = importlib.metadata.files("kv4")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("not a wheel: the package of a build tree")
+    if not shutil.which("readelf"):
+        pytest.skip("no readelf")
+    libraries = [file for file in files if ".so" in file.name]
+    assert libraries
+    for library in libraries:
+        dynamic = subprocess.run(["readelf", "-d", library.locate()], capture_output=True, text=True, check=True).stdout
+        needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)) - {file.name for file in libraries}
+        assert all(re.match(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux.*)\.so", name) for name in needed), needed
 
 
 @pytest.mark.parametrize("document", ["docs/python.md", "README.md"])
