@@ -1,8 +1,11 @@
 """Contexts below the device: kept over a restart, brought back in parts, by bytes that are never wrong."""
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -138,9 +141,61 @@ def test_options_are_checked(tmp_path):
         kv4.TieredPrefix(SmallCache().manager, kv4.Tiers(schema, kv4.TiersOptions(host_bytes=1 << 20)))
 
 
-def test_a_server_that_is_not_there_is_a_miss_and_told():
-    told = threading.Event()
-    records = []
+@pytest.fixture
+def redis_server(tmp_path):
+    """A process and its address; on another port where somebody else took the first one meanwhile."""
+    if not shutil.which("redis-server"):
+        pytest.skip("no redis-server")
+    for _ in range(5):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        process = subprocess.Popen(["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", tmp_path,
+                                    "--requirepass", "secret"], stdout=subprocess.DEVNULL)
+        for _ in range(200):
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                yield process, f"127.0.0.1:{port}"
+                process.kill()
+                process.wait()
+                return
+            except ConnectionRefusedError:
+                if process.poll() is not None:
+                    break
+                time.sleep(0.05)
+        process.kill()
+        process.wait()
+    raise RuntimeError("redis-server does not start")
+
+
+def remote_cache(**options):
+    try:
+        return TieredCache(**options)
+    except kv4.StateError as error:
+        pytest.skip(str(error))  # built without hiredis
+
+
+def test_workers_share_a_server_until_it_goes(redis_server):
+    process, address = redis_server
+    first = remote_cache(servers=[address], password="secret", close_limit=0.1)
+    _, state = first.answer()
+    assert first.tiered.save_all() and first.tiers.flush() == [kv4.FlushStatus.kept]
+    second = remote_cache(servers=[address], password="secret", close_limit=0.1)
+    assert second.tiered.load(kv4.Prompt(TOKENS)) == 4
+    assert second.answer() == (64, state)
+    assert second.tiers.report()[0].hits == 5 and first.tiers.report()[0].tier.connects >= 1
+    wrong = remote_cache(servers=[address], password="wrong", close_limit=0.1)
+    assert wrong.tiered.load(kv4.Prompt(TOKENS), timeout=1) == 0
+
+    process.kill()
+    process.wait()
+    third = remote_cache(servers=[address], password="secret", close_limit=0.1)
+    assert third.tiered.load(kv4.Prompt(TOKENS), timeout=1) == 0
+    assert third.answer() == (0, state)
+
+
+def test_a_breaker_that_opens_is_told():
+    told, records = threading.Event(), []
 
     def listen(record):
         records.append(record)
@@ -149,17 +204,37 @@ def test_a_server_that_is_not_there_is_a_miss_and_told():
 
     kv4.set_log_sink(listen)
     try:
-        cache = TieredCache(servers=["127.0.0.1:1"], close_limit=0.1)
-    except kv4.StateError as error:
+        cache = remote_cache(servers=["127.0.0.1:1"], close_limit=0.1)
+        end = time.monotonic() + 60
+        while not told.is_set():  # each load is a failed get
+            assert time.monotonic() < end
+            assert cache.tiered.load(kv4.Prompt(TOKENS), timeout=0.2) == 0
+        assert cache.tiers.report()[0].open
+    finally:
         kv4.set_log_sink(None)
-        pytest.skip(str(error))  # built without hiredis
-    _, state = cache.answer()
-    while not told.is_set():  # each load is a failed get, until the breaker opens
-        assert cache.tiered.load(kv4.Prompt(TOKENS + [len(records)] * 80), timeout=0.2) == 0
-    assert cache.tiers.report()[0].open
-    assert cache.answer()[1] == state
-    kv4.set_log_sink(None)
-    assert records[-1].fields["tier"] == cache.tiers.report()[0].name
+    assert records[-1].fields["tier"] == cache.tiers.report()[0].name and records[-1].level == kv4.LogLevel.warning
+
+
+def test_other_threads_run_while_a_load_waits_for_its_deadline():
+    stamps, stop = [], threading.Event()
+
+    def tick():
+        while not stop.wait(0.005):
+            stamps.append(time.monotonic())
+
+    with socket.socket() as silent:  # takes connections and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        cache = remote_cache(servers=[f"127.0.0.1:{silent.getsockname()[1]}"], close_limit=0.1)
+        ticker = threading.Thread(target=tick)
+        ticker.start()
+        start = time.monotonic()
+        assert cache.tiered.load(kv4.Prompt(TOKENS), timeout=1) == 0
+        end = time.monotonic()
+        stop.set()
+        ticker.join()
+    assert 0.1 < end - start < 10
+    assert sum(start < stamp < end for stamp in stamps) >= 5
 
 
 def test_threads_share_tiers():
