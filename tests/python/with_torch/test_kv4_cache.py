@@ -291,6 +291,21 @@ def test_a_prefix_hit_gives_the_same_tokens(model):
     assert cache.manager.prefix_statistics().hits == 1
 
 
+def test_a_context_comes_back_from_a_disk(accelerated, tmp_path):
+    prompt = random_tokens(1, 300, seed=16, device=accelerated.device)
+    prefix = kv4.PrefixOptions(enabled=True, weights_id="tiny", num_snapshots=4)
+    answers = []
+    for found in (0, 256):
+        cache = kv4_cache(accelerated, prefix=prefix)
+        with kv4.Tiers(cache.manager.schema(), kv4.TiersOptions(directory=tmp_path)) as tiers:
+            tiered = kv4.TieredPrefix(cache.manager, tiers)
+            tiered.load(kv4.Prompt(prompt[0].cpu()), timeout=60)
+            assert cache.begin(prompt) == found
+            answers.append(greedy(accelerated, prompt, 15, past_key_values=cache).tolist())
+            assert tiered.save_all(timeout=60)
+    assert answers[0] == answers[1]
+
+
 def test_what_the_cache_cannot_know(accelerated):
     embeds = accelerated.model.embed_tokens(random_tokens(1, 8, device=accelerated.device))
     with pytest.raises(kv4.ArgumentError, match="input_ids"):
