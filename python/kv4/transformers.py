@@ -189,6 +189,13 @@ class Kv4Cache(Cache):
         before = torch.tensor(lengths or [0] * len(mask))
         return (before[:, None] + mask.long().cumsum(1) - 1).clamp(min=0).to(device)
 
+    def column_mask(self, count, device):
+        """attention_mask [batch, columns] where rows began in different columns, for a forward that has none. None: all real."""
+        firsts = [row.first if length else self.num_columns for row, length in zip(self.rows, self._lengths())]
+        if not any(firsts):
+            return None
+        return (torch.arange(self.num_columns + count) >= torch.tensor(firsts)[:, None]).to(device)
+
     def open_step(self, batch, count, device, gaps=True):
         """Prepares the step of a forward of [batch, count] tokens. `gaps`: padding may lie between a row's tokens."""
         self._abort()
@@ -413,8 +420,9 @@ def _watch_forwards(model):
             return None
         given = kwargs["inputs_embeds"] if ids is None else ids
         cache.expect(ids, kwargs.get("attention_mask"), given.shape[1])
-        if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = cache.positions(given.shape[1], given.device)
+        for name, known in (("attention_mask", cache.column_mask), ("position_ids", cache.positions)):
+            if kwargs.get(name) is None:
+                kwargs[name] = known(given.shape[1], given.device)
         return (), kwargs
 
     def hide_missing_entries(module, args, kwargs, output):

@@ -139,15 +139,20 @@ def test_padding_without_position_ids(model, left):
     """As one forward or two; in the second, a row that has not begun, and one that has ended."""
     prompts = [random_tokens(1, n, seed=n, device=model.device) for n in (170, 33, 9)]
     ids, mask = padded(prompts, left)
+    following = random_tokens(3, 1, seed=17, device=model.device)
+    alone = [model(torch.cat([prompt, following[row:row + 1]], dim=1), past_key_values=DynamicCache(config=model.config)).logits[0]
+             for row, prompt in enumerate(prompts)]
     for chunks in ([170], [150, 20]):
         cache, parts, columns = kv4_cache(model, max_batch=3), [], 0
         for part in torch.split(ids, chunks, dim=1):
             columns += part.shape[1]
             parts.append(model(part, attention_mask=mask[:, :columns], past_key_values=cache).logits)
         logits = torch.cat(parts, dim=1)
-        for row, prompt in enumerate(prompts):
-            alone = model(prompt, past_key_values=DynamicCache(config=model.config)).logits[0]
-            assert (logits[row][mask[row].bool()] - alone).abs().max() < 1e-2
+        for row in range(3):
+            assert (logits[row][mask[row].bool()] - alone[row][:-1]).abs().max() < 1e-2
+        if left:  # the cache knows where rows began
+            logits = model(following, past_key_values=cache).logits
+            assert max((logits[row, 0] - alone[row][-1]).abs().max() for row in range(3)) < 1e-2
 
 
 def test_padding_between_tokens_needs_accelerate(device):
