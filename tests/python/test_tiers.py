@@ -65,9 +65,10 @@ def test_a_load_between_steps(tmp_path):
     second = TieredCache(first.tiers)
     load = second.tiered.start_load(kv4.Prompt(TOKENS), timeout=20)
     assert load.wanted_blocks() == 4
-    busy = second.manager.admit()
-    while not load.advance():
+    while not load.advance():  # meanwhile others decode
+        busy = second.manager.admit()
         second.cache.feed(busy, 1)
+        second.manager.release(busy)
     assert load.brought_blocks() == 4
     assert second.answer() == (64, state)
     assert (second.tiered.statistics().loaded_blocks, second.tiered.statistics().loaded_snapshots) == (4, 1)
