@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Greedy generation by a random DeepSeek-V4 of transformers after a long prompt: stock cache, Kv4Cache, and accelerated.
 
-    python examples/transformers_generate.py --device cuda --dtype bfloat16 --context 32768
+    python examples/transformers_generate.py --device cuda --dtype bfloat16 --context 32768 --layers 12 --hidden 2048 --heads 32
 
-Prints milliseconds per generated token and, on a GPU, the peak of memory beside the weights.
+Prints, for each, milliseconds per generated token and megabytes beside the weights: torch's peak while tokens are
+generated and during the prefill (on a GPU), and what kv4 holds.
 """
 import argparse
 import time
@@ -12,6 +13,9 @@ import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 from kv4.transformers import Kv4Cache, accelerate
+
+WARM_UP = 3  # tokens
+COLUMNS = ["ms/token", "torch MB", "kv4 MB", "prefill s", "prefill MB"]
 
 
 def random_model(options):
@@ -27,38 +31,38 @@ def random_model(options):
     return DeepseekV4ForCausalLM(config).to(options.device, getattr(torch, options.dtype)).eval()
 
 
-class Memory:
-    """The peak beside what was there before; kv4 allocates outside of torch, so it is asked of the device."""
+class TorchPeak:
+    """Megabytes that torch takes at most beside what it held at first; None on the CPU, where torch does not count."""
 
     def __init__(self, device):
         self.on_gpu = device == "cuda"
-        self.before = self.used()
-        self.peak = 0
+        self.before = torch.cuda.memory_allocated() if self.on_gpu else 0
+        self.take()
 
-    def used(self):
+    def take(self):
+        """The peak since the last call."""
         if not self.on_gpu:
-            return 0
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
-    def look(self):
-        self.peak = max(self.peak, self.used() - self.before)
+            return None
+        peak = torch.cuda.max_memory_allocated() - self.before
+        torch.cuda.reset_peak_memory_stats()
+        return peak / 1e6
 
 
 @torch.no_grad()
-def generate(model, cache, prompt, options, memory):
-    """The tokens chosen and milliseconds per token, prefill not counted."""
+def generate(model, cache, prompt, options, torch_peak):
+    """The tokens chosen and a row of figures. The first tokens only warm up."""
+    result, start = {}, time.monotonic()
     for part in torch.split(prompt, options.chunk, dim=1):
         logits = model(part, past_key_values=cache, logits_to_keep=1).logits
-        memory.look()
-    tokens, start = [], time.monotonic()
-    for _ in range(options.tokens):
-        following = logits[:, -1].argmax(-1, keepdim=True)
-        tokens.append(following.item())
-        logits = model(following, past_key_values=cache).logits
-    memory.look()
-    logits.sum().item()  # waits
-    return tokens, 1000 * (time.monotonic() - start) / options.tokens
+    tokens = [logits[:, -1].argmax(-1).item()]  # waits
+    result["prefill s"], result["prefill MB"] = time.monotonic() - start, torch_peak.take()
+    for count in range(WARM_UP + options.tokens):
+        if count == WARM_UP:
+            start = time.monotonic()
+        logits = model(torch.tensor([tokens[-1:]], device=prompt.device), past_key_values=cache).logits
+        tokens.append(logits[:, -1].argmax(-1).item())
+    result["ms/token"], result["torch MB"] = 1000 * (time.monotonic() - start) / options.tokens, torch_peak.take()
+    return tokens, result
 
 
 def main():
@@ -75,24 +79,25 @@ def main():
 
     model = random_model(options)
     prompt = torch.randint(2, 1024, (1, options.context), device=options.device)
+    longest = options.context + WARM_UP + options.tokens
     ways = {
         "stock": lambda: DynamicCache(config=model.config),
-        "kv4": lambda: Kv4Cache(model.config, model, max_context=options.context + options.tokens, max_step_tokens=options.chunk),
+        "kv4": lambda: Kv4Cache(model.config, model, max_context=longest, max_step_tokens=options.chunk),
     }
     ways["accelerated"] = ways["kv4"]
-    print(f"{'cache':<12} {'ms/token':>9} {'peak MB':>9}  same tokens as the stock cache")
+    print(f"{'cache':<12}", *(f"{column:>10}" for column in COLUMNS), " tokens as with the stock cache")
     expected = None
     for name, make_cache in ways.items():
         if name == "accelerated":
             accelerate(model)
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-        memory = Memory(options.device)
+        torch_peak = TorchPeak(options.device)
         cache = make_cache()
-        tokens, milliseconds = generate(model, cache, prompt, options, memory)
+        tokens, result = generate(model, cache, prompt, options, torch_peak)
+        result["kv4 MB"] = cache.manager.memory_bytes() / 1e6 if isinstance(cache, Kv4Cache) else 0
         expected = expected or tokens
         same = sum(a == b for a, b in zip(tokens, expected))
-        print(f"{name:<12} {milliseconds:9.2f} {memory.peak / 1e6:9.1f}  {same} of {options.tokens}")
+        figures = ("-" if result[column] is None else f"{result[column]:.2f}" for column in COLUMNS)
+        print(f"{name:<12}", *(f"{figure:>10}" for figure in figures), f" {same} of {len(tokens)}", flush=True)
         del cache
 
 

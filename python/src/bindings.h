@@ -23,6 +23,8 @@ void bind_layer(nb::module_& m);
 void bind_prefix(nb::module_& m);
 void bind_manager(nb::module_& m);
 void bind_sessions(nb::module_& m);
+void bind_tiers(nb::module_& m);
+void bind_log(nb::module_& m);
 
 /// Becomes kv4.ShortageError.
 struct NoRoom : std::runtime_error {

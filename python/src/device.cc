@@ -6,13 +6,6 @@
 
 namespace kv4::python {
 
-Device::Turn::Turn(Device& device) : device_(device), lock_(device.mutex_) {
-  if (device_.busy_)
-    throw Error(ErrorCode::bad_state,
-                "a callback may not call the cache it was called from, nor another on its backend");
-  device_.busy_ = true;
-}
-
 Stream parse_stream(nb::handle stream) {
   const auto handle_of = [](nb::handle value) {
     return Stream{reinterpret_cast<void*>(nb::cast<std::uintptr_t>(value))};

@@ -6,13 +6,13 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "kv4/backend.h"
 #include "kv4/kv_cache_manager.h"
+#include "turns.h"
 
 namespace kv4::python {
 
@@ -40,9 +40,7 @@ class Device {
   /// Runs `call` without the GIL, one at a time among all caches on this backend. It must touch no Python object.
   template <class Call>
   auto work(Call&& call) {
-    const nb::gil_scoped_release no_gil;
-    const Turn turn(*this);
-    return call();
+    return turns_.work(call);
   }
   /// The same with the work of `manager` queued on `stream`.
   template <class Call>
@@ -58,29 +56,15 @@ class Device {
   /// For destructors: waits for its turn, and may be called inside one.
   template <class Call>
   void at_end(Call&& call) {
-    const nb::gil_scoped_release no_gil;
-    const std::lock_guard lock(mutex_);
-    call();
+    turns_.at_end(call);
   }
 
  private:
-  // A callback of a call must not come back into the caches of its backend: they are in the middle of something.
-  class Turn {
-   public:
-    explicit Turn(Device& device);
-    ~Turn() { device_.busy_ = false; }
-
-   private:
-    Device& device_;
-    std::unique_lock<std::recursive_mutex> lock_;
-  };
-
   std::shared_ptr<Backend> backend_;
   int cuda_index_;
   std::optional<Stream> pinned_;
-  std::atomic<void*> current_;  // the stream that the backend queues on; changed under mutex_
-  std::recursive_mutex mutex_;
-  bool busy_ = false;  // under mutex_
+  std::atomic<void*> current_;  // the stream that the backend queues on; changed in a turn
+  Turns turns_;
 };
 
 /// An int, or what has `cuda_stream` (torch.cuda.Stream) or `__cuda_stream__` (the CUDA Python protocol).

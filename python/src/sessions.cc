@@ -16,6 +16,7 @@
 #include "kv4/error.h"
 #include "kv4/preempted_request.h"
 #include "kv4/session.h"
+#include "progress.h"
 #include "prompt.h"
 
 namespace kv4::python {
@@ -28,9 +29,6 @@ struct Sink : nb::object {
 };
 struct Records : nb::object {
   NB_OBJECT_DEFAULT(Records, nb::object, "collections.abc.Iterable[kv4.typing.ArrayLike]", any_object)
-};
-struct Progress : nb::object {
-  NB_OBJECT_DEFAULT(Progress, nb::object, "collections.abc.Callable[[int, int], bool | None]", any_object)
 };
 struct Blocks : nb::object {
   NB_OBJECT_DEFAULT(Blocks, nb::object, "collections.abc.Callable[[bytes], kv4.typing.ArrayLike | None]", any_object)
@@ -82,15 +80,6 @@ class PythonBlocks : public BlockSource {
  private:
   nb::object call_;
 };
-
-// Only an answer that is False stops: a function without one goes on.
-SessionProgress progress_of(nb::handle call) {
-  if (call.is_none()) return {};
-  return [call](std::int64_t done_bytes, std::int64_t total_bytes) {
-    const nb::gil_scoped_acquire gil;
-    return !call(done_bytes, total_bytes).is(nb::bool_(false));
-  };
-}
 
 std::optional<RequestId> restored(const Expected<RequestId>& request) {
   if (request) return *request;

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 import kv4
+from devices import DEVICES, needs_gpu
 from small_cache import SmallCache, bf16_bits, small_config, small_options
-
-needs_gpu = pytest.mark.skipif(bool(kv4.why_no_cuda()) or not torch.cuda.is_available(), reason="no GPU")
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
 class TorchCache(SmallCache):

@@ -25,5 +25,5 @@ def tiny_model(index_topk=64):
     return model
 
 
-def random_tokens(*shape, seed=0):
-    return torch.randint(2, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+def random_tokens(*shape, seed=0, device="cpu"):
+    return torch.randint(2, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed)).to(device)

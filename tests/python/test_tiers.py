@@ -1,0 +1,257 @@
+"""Contexts below the device: kept over a restart, brought back in parts, by bytes that are never wrong."""
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import kv4
+from small_cache import SmallCache
+
+TOKENS = list(range(70))  # 4 full blocks of 16
+PREFIX = kv4.PrefixOptions(enabled=True, weights_id="w", num_snapshots=8, snapshots=kv4.SnapshotPolicy(kind="full"))
+
+
+class TieredCache:
+    """The small cache with tiers below it; `answer` gives what is computed and found of TOKENS."""
+
+    def __init__(self, tiers=None, **options):
+        self.cache = SmallCache(prefix=PREFIX, max_step_tokens=96)
+        self.manager = self.cache.manager
+        options = {"segment_bytes": 1 << 20, "disk_bytes": 16 << 20, **options}
+        self.tiers = tiers or kv4.Tiers(self.manager.schema(), kv4.TiersOptions(**options))
+        self.tiered = kv4.TieredPrefix(self.manager, self.tiers, kv4.TieredOptions(load_bytes=1 << 20, save_bytes=1 << 20))
+
+    def answer(self, tokens=TOKENS):
+        admission = self.manager.admit(kv4.Prompt(tokens))
+        self.cache.feed(admission.request, len(tokens) - admission.resume_at)
+        state = self.cache.state(admission.request)
+        self.manager.release(admission.request)
+        return admission.resume_at, state
+
+
+def test_contexts_outlive_the_process(tmp_path):
+    program = """
+import sys, zlib
+from test_tiers import *
+here = TieredCache(directory=sys.argv[1])
+found = here.tiered.load(kv4.Prompt(TOKENS), timeout=20)
+resume_at, state = here.answer()
+assert here.tiered.save_all(timeout=20)
+assert here.tiers.close() == [kv4.FlushStatus.durable]
+print(found, resume_at, zlib.crc32(repr(state).encode()))
+"""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    answers = []
+    for _ in range(2):
+        result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environment)
+        assert result.returncode == 0 and not result.stderr, result.stderr
+        answers.append(result.stdout.split())
+    assert answers[0][:2] == ["0", "0"] and answers[1][:2] == ["4", "64"]
+    assert answers[0][2] == answers[1][2]  # the same bytes, computed or brought
+
+
+def test_a_load_between_steps(tmp_path):
+    first = TieredCache(host_bytes=4 << 20, directory=tmp_path)
+    _, state = first.answer()
+    assert first.tiered.save(100) >= 0 and first.tiered.save_all()
+    statistics = first.tiered.statistics()
+    assert (statistics.offered_blocks, statistics.offered_snapshots, statistics.dropped, statistics.waiting) == (4, 4, 0, 0)
+
+    second = TieredCache(first.tiers)
+    load = second.tiered.start_load(kv4.Prompt(TOKENS), timeout=20)
+    assert load.wanted_blocks() == 4
+    while not load.advance():  # meanwhile others decode
+        busy = second.manager.admit()
+        second.cache.feed(busy, 1)
+        second.manager.release(busy)
+    assert load.brought_blocks() == 4
+    assert second.answer() == (64, state)
+    assert (second.tiered.statistics().loaded_blocks, second.tiered.statistics().loaded_snapshots) == (4, 1)
+    assert first.tiers.flush() == [kv4.FlushStatus.kept, kv4.FlushStatus.durable]
+    host, disk = first.tiers.report()
+    assert host.hits >= 5 and host.stored == disk.stored == 8 and not host.open and not disk.open
+    assert disk.tier.records == 8 and disk.tier.capacity_bytes == 16 << 20
+    assert "hits=" in repr(host)
+
+
+def test_cancel_and_progress():
+    first = TieredCache(host_bytes=4 << 20)
+    first.answer()
+    seen = []
+    assert not first.tiered.save_all(progress=lambda done, total: seen.append((done, total)) or False)
+    assert len(seen) == 1
+    assert first.tiered.save_all(progress=lambda *done: seen.append(done)) and seen[-1][0] == seen[-1][1]
+
+    second = TieredCache(first.tiers)
+    load = second.tiered.start_load(kv4.Prompt(TOKENS))
+    load.cancel()
+    assert load.advance() and load.wanted_blocks() == 4
+    assert second.tiered.load(kv4.Prompt(TOKENS), progress=lambda done, total: None) == 4
+    with pytest.raises(KeyError, match="stop"):
+        def broken(done, total):
+            raise KeyError("stop")
+        first.tiered.save_all(progress=broken)
+    with pytest.raises(kv4.StateError, match="callback"):
+        first.tiered.save_all(progress=lambda done, total: first.tiers.report())
+
+
+def test_a_deadline_that_is_over_finds_nothing():
+    first = TieredCache(host_bytes=4 << 20)
+    first.answer()
+    first.tiered.save_all()
+    assert TieredCache(first.tiers).tiered.load(kv4.Prompt(TOKENS), timeout=0) == 0
+    with pytest.raises(kv4.ArgumentError, match="timeout must be from 0"):
+        first.tiered.load(kv4.Prompt(TOKENS), timeout=-1)
+
+
+def test_a_sealed_disk_needs_its_key(tmp_path):
+    key = bytes(range(32))
+    first = TieredCache(directory=tmp_path, disk_key=key)
+    first.answer()
+    first.tiered.save_all()
+    assert first.tiers.close() == [kv4.FlushStatus.durable]
+    for other, blocks in ((bytes(32), 0), (None, 0), (key, 4)):
+        again = TieredCache(directory=tmp_path, disk_key=other)
+        assert again.tiered.load(kv4.Prompt(TOKENS)) == blocks
+        again.tiers.close()
+        if other != key:  # what does not open is set aside: write it anew
+            writer = TieredCache(directory=tmp_path, disk_key=key)
+            writer.answer()
+            writer.tiered.save_all()
+            writer.tiers.close()
+
+
+def test_options_are_checked(tmp_path):
+    options = kv4.TiersOptions(close_limit=2.5, servers=["a:1"], directory=tmp_path)
+    assert (options.close_limit, options.servers, options.directory, options.disk_key) == (2.5, ["a:1"], str(tmp_path), None)
+    options.disk_key = bytes(32)
+    assert options.disk_key == bytes(32)
+    with pytest.raises(kv4.ArgumentError, match="disk_key must be 32 bytes; got 3"):
+        options.disk_key = b"abc"
+    schema = SmallCache().manager.schema()
+    with pytest.raises(kv4.ArgumentError, match="no tier is asked for"):
+        kv4.Tiers(schema, kv4.TiersOptions())
+    with pytest.raises(kv4.ArgumentError, match="host:port"):
+        kv4.Tiers(schema, kv4.TiersOptions(servers=["nowhere"]))
+    with pytest.raises(kv4.ArgumentError, match="prefix.enabled"):
+        kv4.TieredPrefix(SmallCache().manager, kv4.Tiers(schema, kv4.TiersOptions(host_bytes=1 << 20)))
+
+
+@pytest.fixture
+def redis_server(tmp_path):
+    """A process and its address; on another port where somebody else took the first one meanwhile."""
+    if not shutil.which("redis-server"):
+        pytest.skip("no redis-server")
+    for _ in range(5):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        process = subprocess.Popen(["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", tmp_path,
+                                    "--requirepass", "secret"], stdout=subprocess.DEVNULL)
+        for _ in range(200):
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                yield process, f"127.0.0.1:{port}"
+                process.kill()
+                process.wait()
+                return
+            except ConnectionRefusedError:
+                if process.poll() is not None:
+                    break
+                time.sleep(0.05)
+        process.kill()
+        process.wait()
+    raise RuntimeError("redis-server does not start")
+
+
+def remote_cache(**options):
+    try:
+        return TieredCache(**options)
+    except kv4.StateError as error:
+        pytest.skip(str(error))  # built without hiredis
+
+
+def test_workers_share_a_server_until_it_goes(redis_server):
+    process, address = redis_server
+    first = remote_cache(servers=[address], password="secret", close_limit=0.1)
+    _, state = first.answer()
+    assert first.tiered.save_all() and first.tiers.flush() == [kv4.FlushStatus.kept]
+    second = remote_cache(servers=[address], password="secret", close_limit=0.1)
+    assert second.tiered.load(kv4.Prompt(TOKENS)) == 4
+    assert second.answer() == (64, state)
+    assert second.tiers.report()[0].hits == 5 and first.tiers.report()[0].tier.connects >= 1
+    wrong = remote_cache(servers=[address], password="wrong", close_limit=0.1)
+    assert wrong.tiered.load(kv4.Prompt(TOKENS), timeout=1) == 0
+
+    process.kill()
+    process.wait()
+    third = remote_cache(servers=[address], password="secret", close_limit=0.1)
+    assert third.tiered.load(kv4.Prompt(TOKENS), timeout=1) == 0
+    assert third.answer() == (0, state)
+
+
+def test_a_breaker_that_opens_is_told():
+    told, records = threading.Event(), []
+
+    def listen(record):
+        records.append(record)
+        if record.event == "tier.opened":
+            told.set()
+
+    kv4.set_log_sink(listen)
+    try:
+        cache = remote_cache(servers=["127.0.0.1:1"], close_limit=0.1)
+        end = time.monotonic() + 60
+        while not told.is_set():  # each load is a failed get
+            assert time.monotonic() < end
+            assert cache.tiered.load(kv4.Prompt(TOKENS), timeout=0.2) == 0
+        assert cache.tiers.report()[0].open
+    finally:
+        kv4.set_log_sink(None)
+    assert records[-1].fields["tier"] == cache.tiers.report()[0].name and records[-1].level == kv4.LogLevel.warning
+
+
+def test_other_threads_run_while_a_load_waits_for_its_deadline():
+    stamps, stop = [], threading.Event()
+
+    def tick():
+        while not stop.wait(0.005):
+            stamps.append(time.monotonic())
+
+    with socket.socket() as silent:  # takes connections and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        cache = remote_cache(servers=[f"127.0.0.1:{silent.getsockname()[1]}"], close_limit=0.1)
+        ticker = threading.Thread(target=tick)
+        ticker.start()
+        start = time.monotonic()
+        assert cache.tiered.load(kv4.Prompt(TOKENS), timeout=1) == 0
+        end = time.monotonic()
+        stop.set()
+        ticker.join()
+    assert 0.1 < end - start < 10
+    assert sum(start < stamp < end for stamp in stamps) >= 5
+
+
+def test_threads_share_tiers():
+    tiers = TieredCache(host_bytes=4 << 20).tiers
+    states = []
+
+    def run():
+        cache = TieredCache(tiers)  # a backend of its own
+        for _ in range(5):
+            cache.tiered.load(kv4.Prompt(TOKENS))
+            states.append(cache.answer()[1])
+            cache.tiered.save_all()
+            tiers.flush()
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(states) == 20 and all(state == states[0] for state in states)
