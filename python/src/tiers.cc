@@ -8,12 +8,14 @@
 #include <array>
 #include <chrono>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "bindings.h"
 #include "cache.h"
+#include "device.h"
 #include "kv4/error.h"
 #include "kv4/tiered_prefix.h"
 #include "progress.h"
@@ -42,7 +44,8 @@ struct SharedTiers {
   Turns turns;
   std::optional<Tiers> tiers;
 
-  SharedTiers(const CacheSchema& schema, const TiersOptions& options) {
+  SharedTiers(const CacheSchema& schema, TiersOptions options, std::shared_ptr<Device> backend) {
+    if (backend) options.backend = backend->backend();
     turns.work([&] { tiers.emplace(schema, options); });
   }
   ~SharedTiers() {
@@ -133,7 +136,7 @@ void bind_tiers_options(nb::module_& m) {
   nb::class_<TiersOptions> options(m, "TiersOptions", "Which tiers there are, the fastest first, and how large.");
   def_keyword_init<TiersOptions>(options);
   options.def_rw("host_bytes", &TiersOptions::host_bytes, "0: no host memory")
-      .def_rw("host_threads", &TiersOptions::host_threads, "that copy and check records of one batch")
+      .def_rw("host_threads", &TiersOptions::host_threads, "that check its records")
       .def_prop_rw(
           "directory", [](const TiersOptions& self) { return self.directory; },
           [](TiersOptions& self, const std::filesystem::path& path) { self.directory = path.string(); },
@@ -141,7 +144,7 @@ void bind_tiers_options(nb::module_& m) {
           "Empty: no disk. One process at a time; made where it is not there.")
       .def_rw("disk_bytes", &TiersOptions::disk_bytes)
       .def_rw("segment_bytes", &TiersOptions::segment_bytes, "of the disk's files; a multiple of 4,096")
-      .def_rw("disk_threads", &TiersOptions::disk_threads, "that read and check records of one batch")
+      .def_rw("disk_threads", &TiersOptions::disk_threads, "that read and check its records")
       .def_prop_rw(
           "disk_key",
           [](const TiersOptions& self) -> std::optional<nb::bytes> {
@@ -208,12 +211,13 @@ void bind_shared_tiers(nb::module_& m) {
       "there\n"
       "are fewer hits, and never other bytes. Several caches may share them, of several threads.\n\n"
       "`with kv4.Tiers(...) as tiers:` closes them at its end.")
-      .def(nb::init<const CacheSchema&, const TiersOptions&>(), nb::arg("schema"), nb::arg("options"),
-           "schema: cache.schema(). Raises ArgumentError; StateError where another process has the directory, or kv4 "
-           "was\n"
-           "built without hiredis; FileError where the directory holds another layout or cannot be used. Servers that "
-           "are\n"
-           "not there are misses.")
+      .def(
+          nb::init<const CacheSchema&, TiersOptions, std::shared_ptr<Device>>(), nb::arg("schema"), nb::arg("options"),
+          nb::arg("backend") = nb::none(),
+          "schema: cache.schema(). backend: cache.backend(); for a GPU's, host memory is pinned, and blocks go to the\n"
+          "device without a copy in between. Raises ArgumentError; StateError where another process has the\n"
+          "directory, or kv4 was built without hiredis; FileError where the directory holds another layout or\n"
+          "cannot be used. Servers that are not there are misses.")
       .def("flush", &SharedTiers::flush, nb::arg("timeout") = kDefaultTimeout,
            "Waits until everything before is written, at most `timeout` seconds: a FlushStatus for each tier.")
       .def("close", &SharedTiers::close, nb::arg("timeout") = kDefaultTimeout,

@@ -23,7 +23,7 @@ class TieredCache:
         self.cache = SmallCache(prefix=PREFIX, max_step_tokens=96)
         self.manager = self.cache.manager
         options = {"segment_bytes": 1 << 20, "disk_bytes": 16 << 20, **options}
-        self.tiers = tiers or kv4.Tiers(self.manager.schema(), kv4.TiersOptions(**options))
+        self.tiers = tiers or kv4.Tiers(self.manager.schema(), kv4.TiersOptions(**options), self.manager.backend())
         self.tiered = kv4.TieredPrefix(self.manager, self.tiers, kv4.TieredOptions(load_bytes=1 << 20, save_bytes=1 << 20))
 
     def answer(self, tokens=TOKENS):
