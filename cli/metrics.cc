@@ -171,6 +171,9 @@ void add_tiers(Families& families) {
   add(MetricType::Gauge, "kv4_tier_open", "Whether a tier is left alone because it failed.", [](const TierReport& t) {
     return Results{{nullptr, t.open}};
   });
+  add(MetricType::Counter, "kv4_tier_opened_total", "How often a tier was left alone.", [](const TierReport& t) {
+    return Results{{nullptr, t.times_opened}};
+  });
   add(MetricType::Gauge, "kv4_tier_waiting_bytes", "Bytes that wait to be written.", [](const TierReport& t) {
     return Results{{nullptr, t.waiting_bytes}};
   });

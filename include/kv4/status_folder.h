@@ -33,7 +33,7 @@ struct RequestStatus {
 struct CacheStatus {
   CacheStatistics cache;
   std::vector<RequestStatus> requests;
-  std::string block_states;  // [blocks] h: held by requests, k: kept for later ones, f: free
+  std::string block_states;  // [blocks] h: held by requests or set aside, k: kept for later ones, f: free
   std::vector<TierReport> tiers;
 };
 

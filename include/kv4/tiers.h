@@ -56,6 +56,7 @@ struct TierReport {
   std::int64_t promoted = 0;       // found below and put here
   std::int64_t waiting_bytes = 0;  // now
   bool open = false;               // now: its circuit breaker; everything misses
+  std::int64_t times_opened = 0;   // the breaker
   tier::TierStats tier;            // a little old
 };
 

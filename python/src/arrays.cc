@@ -160,9 +160,14 @@ HostBytes host_bytes(nb::handle object, const char* name) {
   return out;
 }
 
-HostOutput host_output(nb::handle object, std::int64_t size, const char* name) {
+HostOutput host_output(nb::handle object, const char* name) {
   HostOutput out{host_array<nb::ndarray<>>(object, name, "writable dense"), {}};
   out.bytes = {static_cast<std::byte*>(out.held.data()), out.held.size()};
+  return out;
+}
+
+HostOutput host_output(nb::handle object, std::int64_t size, const char* name) {
+  HostOutput out = host_output(object, name);
   if (static_cast<std::int64_t>(out.bytes.size()) != size)
     refuse(std::string(name) + " must be " + std::to_string(size) + " bytes; it is " +
            std::to_string(out.bytes.size()));
@@ -196,30 +201,42 @@ nb::object export_memory(const Device& device, const void* data, const Shape& sh
       nb::ndarray<nb::numpy>(memory, sizes.size(), sizes.data(), owner, strides.data(), dlpack_dtype(dtype)));
 }
 
-std::vector<std::int32_t> token_ids_of(nb::handle object) {
-  if (object.is_none()) return {};
+namespace {
+
+template <class Int>
+std::vector<Int> ints_of(nb::handle object, const char* name) {
+  const std::string bits = std::to_string(8 * sizeof(Int)) + " bits";
   nb::ndarray<nb::ro> array;
   if (nb::ndarray_check(object) && nb::try_cast<nb::ndarray<nb::ro>>(object, array)) {
     const bool is_i32 = is_type(array.dtype(), Code::Int, 32), is_i64 = is_type(array.dtype(), Code::Int, 64);
     const std::string place = place_text(array.device_type(), array.device_id());
     if (array.ndim() != 1 || !(is_i32 || is_i64) || place != "cpu")
-      refuse("token_ids must be ints, or an int32 or int64 array [n] on the cpu; got " + dtype_text(array.dtype()) +
-             " with " + std::to_string(array.ndim()) + " dimensions on " + place);
-    std::vector<std::int32_t> ids(array.shape(0));
-    for (std::size_t i = 0; i < ids.size(); ++i) {
+      refuse(std::string(name) + " must be ints, or an int32 or int64 array [n] on the cpu; got " +
+             dtype_text(array.dtype()) + " with " + std::to_string(array.ndim()) + " dimensions on " + place);
+    std::vector<Int> ints(array.shape(0));
+    for (std::size_t i = 0; i < ints.size(); ++i) {
       const std::int64_t at = static_cast<std::int64_t>(i) * array.stride(0);
-      const std::int64_t id = is_i32 ? static_cast<const std::int32_t*>(array.data())[at]
-                                     : static_cast<const std::int64_t*>(array.data())[at];
-      if (id < std::numeric_limits<std::int32_t>::min() || id > std::numeric_limits<std::int32_t>::max())
-        refuse("token_ids[" + std::to_string(i) + "] = " + std::to_string(id) + " does not fit 32 bits");
-      ids[i] = static_cast<std::int32_t>(id);
+      const std::int64_t value = is_i32 ? static_cast<const std::int32_t*>(array.data())[at]
+                                        : static_cast<const std::int64_t*>(array.data())[at];
+      if (value < std::numeric_limits<Int>::min() || value > std::numeric_limits<Int>::max())
+        refuse(std::string(name) + "[" + std::to_string(i) + "] = " + std::to_string(value) + " does not fit " + bits);
+      ints[i] = static_cast<Int>(value);
     }
-    return ids;
+    return ints;
   }
-  std::vector<std::int32_t> ids;
-  if (!nb::try_cast<std::vector<std::int32_t>>(object, ids))
-    refuse("token_ids must be ints of 32 bits, or an int32 or int64 array [n]; got " + class_name(object));
-  return ids;
+  std::vector<Int> ints;
+  if (!nb::try_cast<std::vector<Int>>(object, ints))
+    refuse(std::string(name) + " must be ints of " + bits + ", or an int32 or int64 array [n]; got " +
+           class_name(object));
+  return ints;
 }
+
+}  // namespace
+
+std::vector<std::int32_t> token_ids_of(nb::handle object) {
+  return object.is_none() ? std::vector<std::int32_t>{} : ints_of<std::int32_t>(object, "token_ids");
+}
+
+std::vector<std::int64_t> slots_of(nb::handle object) { return ints_of<std::int64_t>(object, "slots"); }
 
 }  // namespace kv4::python

@@ -26,6 +26,9 @@ struct ArrayLike : nb::object {
 struct TokenIds : nb::object {
   NB_OBJECT_DEFAULT(TokenIds, nb::object, "collections.abc.Sequence[int] | kv4.typing.ArrayLike", any_object)
 };
+struct Slots : nb::object {
+  NB_OBJECT_DEFAULT(Slots, nb::object, "collections.abc.Sequence[int] | kv4.typing.ArrayLike", any_object)
+};
 struct StreamLike : nb::object {
   NB_OBJECT_DEFAULT(StreamLike, nb::object, "kv4.typing.Stream", any_object)
 };
@@ -66,11 +69,13 @@ struct HostBytes {
   std::span<const std::byte> bytes;
 };
 HostBytes host_bytes(nb::handle object, const char* name);
-/// The same, to be written; it must be exactly `size` long.
+/// The same, to be written.
 struct HostOutput {
   nb::ndarray<> held;
   std::span<std::byte> bytes;
 };
+HostOutput host_output(nb::handle object, const char* name);
+/// It must be exactly `size` long.
 HostOutput host_output(nb::handle object, std::int64_t size, const char* name);
 
 using Shape = std::vector<std::int64_t>;
@@ -97,7 +102,8 @@ nb::object own_array(std::vector<T> values) {
   return own_array(std::move(values), {size});
 }
 
-/// Token ids from any sequence of ints, or an int32 or int64 array [n] of the host.
+/// From any sequence of ints, or an int32 or int64 array [n] of the host.
 std::vector<std::int32_t> token_ids_of(nb::handle object);
+std::vector<std::int64_t> slots_of(nb::handle object);
 
 }  // namespace kv4::python

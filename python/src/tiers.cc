@@ -1,6 +1,7 @@
 // Tiers and TieredPrefix: contexts below the device, in host memory, on a disk, on servers.
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -193,6 +194,7 @@ void bind_reports(nb::module_& m) {
       .def_ro("promoted", &TierReport::promoted, "found below and put here")
       .def_ro("waiting_bytes", &TierReport::waiting_bytes, "now: to be written")
       .def_ro("open", &TierReport::open, "now: its circuit breaker; everything misses")
+      .def_ro("times_opened", &TierReport::times_opened, "the breaker")
       .def_ro("tier", &TierReport::tier, "TierStats, a little old")
       .def("__repr__", [](const TierReport& self) {
         return "TierReport(name='" + self.name + "', hits=" + std::to_string(self.hits) +

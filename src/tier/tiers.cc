@@ -105,6 +105,7 @@ std::vector<TierReport> Tiers::report() {
     report.promoted = each.promoted;
     report.waiting_bytes = q.waiting_write_bytes;
     report.open = q.breaker != tier::CircuitBreaker::State::closed;
+    report.times_opened = q.times_opened;
     report.tier = q.tier;
     reports.push_back(std::move(report));
   }

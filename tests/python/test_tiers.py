@@ -210,7 +210,7 @@ def test_a_breaker_that_opens_is_told():
         while not told.is_set():  # each load is a failed get
             assert time.monotonic() < end
             assert cache.tiered.load(kv4.Prompt(TOKENS), timeout=0.2) == 0
-        assert cache.tiers.report()[0].open
+        assert cache.tiers.report()[0].open and cache.tiers.report()[0].times_opened >= 1
     finally:
         kv4.set_log_sink(None)
     assert records[-1].fields["tier"] == cache.tiers.report()[0].name and records[-1].level == kv4.LogLevel.warning
