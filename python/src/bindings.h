@@ -24,6 +24,7 @@ void bind_prefix(nb::module_& m);
 void bind_manager(nb::module_& m);
 void bind_sessions(nb::module_& m);
 void bind_tiers(nb::module_& m);
+void bind_status(nb::module_& m);
 void bind_foreign_pages(nb::module_& m);
 void bind_log(nb::module_& m);
 

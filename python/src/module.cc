@@ -15,6 +15,7 @@ NB_MODULE(_kv4, m) {
   kv4::python::bind_manager(m);
   kv4::python::bind_sessions(m);
   kv4::python::bind_tiers(m);
+  kv4::python::bind_status(m);
   kv4::python::bind_foreign_pages(m);
   kv4::python::bind_log(m);
 }

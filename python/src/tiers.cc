@@ -16,50 +16,14 @@
 
 #include "bindings.h"
 #include "cache.h"
-#include "device.h"
 #include "kv4/error.h"
 #include "kv4/tiered_prefix.h"
 #include "progress.h"
 #include "prompt.h"
-#include "turns.h"
+#include "shared_tiers.h"
 
 namespace kv4::python {
 namespace {
-
-constexpr double kDefaultTimeout = 30.0, kLongestTimeout = 1e8;
-
-tier::Duration duration_of(double seconds, const char* name) {
-  if (!(seconds >= 0 && seconds <= kLongestTimeout))
-    throw Error(ErrorCode::bad_argument,
-                std::string(name) + " must be from 0 to 1e8 seconds; got " + std::to_string(seconds));
-  return std::chrono::duration_cast<tier::Duration>(std::chrono::duration<double>(seconds));
-}
-
-tier::Deadline deadline_of(double timeout) {
-  return std::chrono::steady_clock::now() + duration_of(timeout, "timeout");
-}
-
-/// The library's Tiers; caches on several backends may share them, so they have turns of their own. Those of a cache
-/// come first.
-struct SharedTiers {
-  Turns turns;
-  std::optional<Tiers> tiers;
-
-  SharedTiers(const CacheSchema& schema, TiersOptions options, std::shared_ptr<Device> backend) {
-    if (backend) options.backend = backend->backend();
-    turns.work([&] { tiers.emplace(schema, options); });
-  }
-  ~SharedTiers() {
-    turns.at_end([&] { tiers.reset(); });
-  }
-
-  std::vector<tier::FlushStatus> flush(double timeout) {
-    return turns.work([&] { return tiers->flush(deadline_of(timeout)); });
-  }
-  std::vector<tier::FlushStatus> close(double timeout) {
-    return turns.work([&] { return tiers->close(deadline_of(timeout)); });
-  }
-};
 
 /// Keeps its cache and its tiers alive (nb::keep_alive where it is made).
 struct Tiered {
