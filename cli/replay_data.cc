@@ -89,7 +89,9 @@ class DataReplay {
     result_.cache.capacity_ids = options.capacity_tokens / trace.id_tokens;
     result_.cache.share_tokens = warm_.manager.schema().options.prefix.tenant_shares[0] * 128;
     if (has_tiers(options.tiers)) {
-      tiers_.emplace(warm_.manager.schema(), options.tiers);
+      TiersOptions below = options.tiers;
+      below.backend = warm_.backend;
+      tiers_.emplace(warm_.manager.schema(), below);
       tiered_.emplace(warm_.manager, *tiers_);
     }
     if (!options.status.empty())

@@ -99,7 +99,11 @@ class StoreBench {
       works.emplace_back(writes ? "store put" : "store get",
                          [&] { return timed(bytes_, [&] { writes ? put() : get(); }); });
       works.emplace_back(writes ? "file per record write" : "file per record read",
-                         [&] { return timed(bytes_, [&] { one_file_each(kind); }); });
+                         [&] { return timed(bytes_, [&] { one_file_each(kind, *files_, "files"); }); });
+      works.emplace_back(writes ? "cached file per record write" : "cached file per record read", [&] {
+        if (!writes) forget_pages("cached files");
+        return timed(bytes_, [&] { one_file_each(kind, *cached_files_, "cached files"); });
+      });
       std::rotate(works.begin(), works.begin() + number % std::ssize(works), works.end());
       for (const auto& [name, work] : works) speeds[name] = work();
     };
@@ -182,14 +186,14 @@ class StoreBench {
     }
   }
 
-  /// What many caches do: a file for each, past the page cache too, one after the other, durable in the end.
-  void one_file_each(IoOp::Kind kind) {
-    const std::filesystem::path folder = folder_ / "files";
+  /// What many caches do: a file for each, one after the other, durable in the end.
+  void one_file_each(IoOp::Kind kind, FileSystem& files, const char* name) {
+    const std::filesystem::path folder = folder_ / name;
     std::filesystem::create_directory(folder);
     for (std::int64_t i = 0; i < records_; ++i) {
       const std::int64_t number = kind == IoOp::Kind::write ? i : order_[static_cast<std::size_t>(i)];
       const std::string path = (folder / std::to_string(number)).string();
-      Opened<File> opened = files_->open(path, kind == IoOp::Kind::write ? OpenMode::create : OpenMode::read);
+      Opened<File> opened = files.open(path, kind == IoOp::Kind::write ? OpenMode::create : OpenMode::read);
       const std::span<std::byte> bytes(payload(i).data(), static_cast<std::size_t>(block_bytes_));
       IoStatus status = opened.status;
       if (status.ok())
@@ -197,6 +201,15 @@ class StoreBench {
       require(status.ok(), ErrorCode::bad_file, "{}: {}", path, to_string(status));
     }
     if (kind == IoOp::Kind::write) sync_folder();
+  }
+
+  /// So that reads come from the disk.
+  void forget_pages(const char* name) {
+    for (const auto& file : std::filesystem::directory_iterator(folder_ / name)) {
+      const int fd = ::open(file.path().c_str(), O_RDONLY);
+      ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+      ::close(fd);
+    }
   }
 
   void sync_folder() {
@@ -226,7 +239,7 @@ class StoreBench {
   const StoreBenchFlags& flags_;
   std::int64_t record_bytes_, block_bytes_, records_, bytes_, batch_ = 0;
   std::filesystem::path folder_;
-  std::unique_ptr<FileSystem> files_;
+  std::unique_ptr<FileSystem> files_, cached_files_ = make_posix_file_system({.direct = false});
   std::unique_ptr<DiskStore> store_;
   BlockBuffer payloads_;
   std::span<std::byte> memory_;
@@ -241,9 +254,14 @@ double median(std::vector<double> values) {
 struct Comparison {
   const char *what, *with;
 };
-constexpr Comparison kComparisons[] = {
-    {"store put", "raw write"}, {"store put", "fio write"}, {"store put", "file per record write"},
-    {"store get", "raw read"},  {"store get", "fio read"},  {"store get", "file per record read"}};
+constexpr Comparison kComparisons[] = {{"store put", "raw write"},
+                                       {"store put", "fio write"},
+                                       {"store put", "file per record write"},
+                                       {"store put", "cached file per record write"},
+                                       {"store get", "raw read"},
+                                       {"store get", "fio read"},
+                                       {"store get", "file per record read"},
+                                       {"store get", "cached file per record read"}};
 
 json measure(const StoreBenchFlags& flags, std::int64_t record_bytes) {
   StoreBench bench(flags, record_bytes);
