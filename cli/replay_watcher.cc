@@ -22,10 +22,12 @@ ReplayWatcher::ReplayWatcher(std::string metrics_path, const std::optional<std::
 
 // The file is written once a second, and at the end.
 void ReplayWatcher::see(const ReplayMoment& moment) {
-  const std::string text = metrics_text({{.name = {}, .status = &moment.status}});
   const auto now = std::chrono::steady_clock::now();
   const bool last = moment.status.cache.requests == 0;
-  if (!metrics_path_.empty() && (last || now - written_ >= std::chrono::seconds(1))) {
+  const bool due = !metrics_path_.empty() && (last || now - written_ >= std::chrono::seconds(1));
+  if (!due && !server_) return;
+  const std::string text = metrics_text({{.name = {}, .status = &moment.status}});
+  if (due) {
     written_ = now;
     replace_file(metrics_path_, text);
   }

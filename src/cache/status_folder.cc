@@ -1,13 +1,7 @@
 #include "kv4/status_folder.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
 #include <unistd.h>
 
-#include <cerrno>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <optional>
 #include <utility>
 
@@ -15,6 +9,7 @@
 #include "base/log.h"
 #include "cache/session_file.h"
 #include "cache/status_file.h"
+#include "tier/segment_file.h"
 
 namespace kv4 {
 namespace {
@@ -22,39 +17,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::seconds kAnswersStay{60};  // whoever asked has taken it by then, or has gone
-
-/// Under its name at once or not at all; a status need not survive a crash of the machine.
-void write_text(const std::string& path, const std::string& text) {
-  const std::string next = path + ".new";
-  std::ofstream file(next, std::ios::binary | std::ios::trunc);
-  file << text;
-  file.close();
-  std::error_code error;
-  if (!file.fail()) std::filesystem::rename(next, path, error);
-  require(!file.fail() && !error, ErrorCode::bad_file, "{} cannot be written; is the folder there, and writable?",
-          path);
-}
-
-/// Of a folder, against other processes and other caches of this one; the system releases it however the process ends.
-class FolderLock {
- public:
-  /// Throws Error: bad_state where somebody has it.
-  FolderLock(const std::string& directory, const std::string& path)
-      : descriptor_(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600)) {
-    if (descriptor_ >= 0 && ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
-    const int why = errno;
-    if (descriptor_ >= 0) ::close(descriptor_);
-    require(why != EWOULDBLOCK, ErrorCode::bad_state, "the status folder {} is in use: another cache publishes there",
-            directory);
-    fail(ErrorCode::bad_file, "the status folder {} cannot be locked: {}", directory, std::strerror(why));
-  }
-  ~FolderLock() { ::close(descriptor_); }
-  FolderLock(const FolderLock&) = delete;
-  FolderLock& operator=(const FolderLock&) = delete;
-
- private:
-  int descriptor_;
-};
 
 RequestStatus describe(const KVCacheManager& cache, RequestId request) {
   RequestStatus out{.request = request, .lengths = {}, .rewind_floor = cache.rewind_floor(request)};
@@ -91,17 +53,25 @@ struct StatusFolder::Impl {
   KVCacheManager& cache;
   std::string directory;
   StatusOptions options;
-  std::unique_ptr<tier::FileSystem> files = tier::make_posix_file_system({.direct = false});
-  std::optional<FolderLock> lock;
+  // Nothing is in flight when a process is killed: the lock is there at once or somebody else's.
+  std::unique_ptr<tier::FileSystem> files =
+      tier::make_posix_file_system({.direct = false, .lock_wait = std::chrono::milliseconds(0)});
+  std::unique_ptr<tier::FileLock> lock;
   std::vector<Answer> answers;  // that nobody may have taken
   Clock::time_point published{};
   bool fails = false;  // the last time
 
   Impl(KVCacheManager& cache_in, std::string directory_in, const StatusOptions& options_in)
       : cache(cache_in), directory(std::move(directory_in)), options(options_in) {
-    require(options.interval.count() >= 0, ErrorCode::bad_argument, "an interval of {} ms", options.interval.count());
+    require(options.interval.count() >= 0, ErrorCode::bad_argument, "an interval of {} ms; it must be 0 or more",
+            options.interval.count());
     check(files->make_directory(directory), "be made");
-    lock.emplace(directory, path_of(kStatusLockName));
+    tier::Opened<tier::FileLock> locked = files->lock(path_of(kStatusLockName));
+    require(locked.status.code != tier::IoCode::in_use, ErrorCode::bad_state,
+            "the status folder {} is in use: another cache publishes there; give this one a folder of its own",
+            directory);
+    check(locked.status, "be locked");
+    lock = std::move(locked.handle);
     for (const std::string& name : names())
       if (is_of_question(name)) files->unlink(path_of(name));  // of a process before
   }
@@ -123,12 +93,23 @@ struct StatusFolder::Impl {
     return std::move(listing.names);
   }
 
+  /// Under its name at once or not at all; a status need not survive a crash of the machine.
+  void replace(const std::string& name, const std::string& text) const {
+    const std::string path = path_of(name), unfinished = path + std::string(tier::kUnfinishedSuffix);
+    (void)files->unlink(unfinished);  // of an attempt that failed
+    tier::Opened<tier::File> opened = files->open(unfinished, tier::OpenMode::create);
+    tier::IoStatus status = opened.status;
+    if (status.ok()) status = tier::write_all(*opened.handle, 0, std::as_bytes(std::span(text)));
+    if (status.ok()) status = files->rename(unfinished, path);
+    check(status, "be written to");
+  }
+
   void write_status() const {
-    write_text(path_of(kStatusFileName), status_text({.model = cache.schema().config.name,
-                                                      .process = getpid(),
-                                                      .time_ms = files->now_ns() / 1'000'000,
-                                                      .interval_ms = options.interval.count(),
-                                                      .status = read_status(cache, options.tiers)}));
+    replace(kStatusFileName, status_text({.model = cache.schema().config.name,
+                                          .process = getpid(),
+                                          .time_ms = files->now_ns() / 1'000'000,
+                                          .interval_ms = options.interval.count(),
+                                          .status = read_status(cache, options.tiers)}));
   }
 
   /// The first that is asked for; the others have their turn.
@@ -150,7 +131,7 @@ struct StatusFolder::Impl {
     } catch (const Error& error) {
       std::string why = error.what();
       if (why.starts_with(path + ": ")) why.erase(0, path.size() + 2);  // nobody will find that file
-      write_text(path_of(question.error_name()), why);
+      replace(question.error_name(), why);
       answers.push_back({path_of(question.error_name()), Clock::now()});
     }
   }

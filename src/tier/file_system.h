@@ -5,6 +5,7 @@
 // A FileSystem outlives its files and locks. One thread at a time changes a file, another may read it meanwhile.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -124,7 +125,7 @@ class FileSystem {
   virtual IoStatus rename(const std::string& from, const std::string& to) = 0;
   virtual IoStatus unlink(const std::string& path) = 0;
   /// Against other processes and other holders in this one. Waits no longer than it takes what a killed process had in
-  /// flight to end, five seconds at most.
+  /// flight to end.
   virtual Opened<FileLock> lock(const std::string& path) = 0;
   virtual std::int64_t now_ns() = 0;     // since 1970
   virtual std::uint64_t random64() = 0;  // not to be guessed
@@ -133,6 +134,7 @@ class FileSystem {
 struct PosixOptions {
   bool direct = true;    // bypass the page cache where the file system can
   bool io_uring = true;  // where the kernel lets us; else a queue's transfers are done one after the other
+  std::chrono::milliseconds lock_wait{5000};  // at most: for what a killed process had in flight
 };
 std::unique_ptr<FileSystem> make_posix_file_system(const PosixOptions& options = {});
 

@@ -33,7 +33,7 @@ namespace {
 
 IoStatus checked(long result) { return status_of(result < 0 ? errno : 0); }
 
-constexpr std::chrono::milliseconds kLockWait{5000}, kLockStep{5};
+constexpr std::chrono::milliseconds kLockStep{5};
 
 class PosixFileSystem : public FileSystem {
  public:
@@ -89,7 +89,7 @@ class PosixFileSystem : public FileSystem {
   Opened<FileLock> lock(const std::string& path) override {
     Descriptor fd(uninterrupted([&] { return ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600); }));
     if (!fd.valid()) return {status_of(errno), nullptr};
-    const auto deadline = std::chrono::steady_clock::now() + kLockWait;
+    const auto deadline = std::chrono::steady_clock::now() + options_.lock_wait;
     while (uninterrupted([&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) != 0) {
       if (errno != EWOULDBLOCK || std::chrono::steady_clock::now() >= deadline) return {status_of(errno), nullptr};
       std::this_thread::sleep_for(kLockStep);
