@@ -41,8 +41,8 @@ void ReplayWatcher::see(const ReplayMoment& moment) {
 
 void ReplayWatcher::stay() const {
   if (!server_) return;
-  std::fflush(stdout);
   catch_interrupts();
+  std::fflush(stdout);  // whoever reads the result may end the process from now on
   while (!interrupted()) sleep_ms(1000);
 }
 

@@ -16,8 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 import zlib
 from pathlib import Path
 
@@ -459,46 +457,6 @@ def test_replay_metrics():
         equal(os.listdir(folder), ["kv4.prom"])
         refused([*common, "--data", "real", "--metrics", folder + "/no/such/place"], "place")
         refused(["replay", "--generate", "--metrics", str(path)], "--metrics", "--data real")
-
-
-def test_replay_live_page():
-    browser = shutil.which("chromium")
-    run = subprocess.Popen([str(KV4), "replay", "--generate", "--data", "real", "--layers", "3", "--limit", "20", "--capacity", "64K", "--tenants", "2", "--host", "8MB", "--json", "--serve"],
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        address = re.match(r"live page: (http://127\.0\.0\.1:\d+/)\n", run.stderr.readline()).group(1)
-        get = lambda path: urllib.request.urlopen(address + path, timeout=10).read().decode()
-        deadline = time.time() + 120
-        while not (state := json.loads(get("state.json")))["headline"].startswith("20 of 20 requests, block hit rate 0."):
-            assert time.time() < deadline and run.poll() is None
-            time.sleep(0.1)
-        equal(len(state["blocks"]), 512)
-        equal(state["blocks"].count("h") + state["blocks"].count("k") + state["blocks"].count("f"), 512)
-        equal(parse_metrics(get("metrics"))['kv4_tenant_share_blocks{tenant="0"}'], 256)
-        assert "http" not in get("")  # nothing from elsewhere
-        try:
-            get("no/such/page")
-            raise AssertionError("a page that is not there")
-        except urllib.error.HTTPError as error:
-            equal(error.code, 404)
-        port = address.split(":")[2][:-1]
-        refused(["replay", "--generate", "--data", "real", "--serve", port], "--serve", port)
-        if browser is None:
-            raise Skipped("there is no chromium to open the page; apt-get install chromium")
-        with tempfile.TemporaryDirectory() as folder:
-            shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile",
-                                    "--virtual-time-budget=2500", "--dump-dom", address], capture_output=True, text=True, timeout=120).stdout
-        assert f'data-updates="{state["updates"]}"' in shown and state["headline"] in shown, shown[-2000:]
-        equal(len(re.findall(r'<i class="(?:held|kept|)" title="block \d+: ', shown)), 512)
-        for text in ("<td>host</td>", "<td>blocks evicted</td>", "<td>256</td>"):
-            assert text in shown, text
-        equal(len(re.search(r'<polyline id="rate" points="([^"]*)"', shown).group(1).split()), len(state["rates"]))
-        run.terminate()
-        equal(run.wait(20), 0)
-    finally:
-        run.kill()
-        run.communicate()
-    refused(["replay", "--generate", "--serve"], "--serve", "--data real")
 
 
 def test_replay_remote_tier():

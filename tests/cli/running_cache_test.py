@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A running cache as others see it: `kv4 serve-metrics` and `kv4 inspect` on its status folder. Last line: `N passed, N failed`.
+"""A running cache as others see it: `kv4 serve-metrics` and `kv4 inspect` on its status folder, and a replay's own page. Last line: `N passed, N failed`.
 
 KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
 """
@@ -35,7 +35,7 @@ def running_cache(folder):
     """A replay that publishes in `folder` and takes longer than any test."""
     with running("replay", "--generate", "--seed", "3", "--limit", "5000", "--data", "real", "--layers", "4", "--capacity", "64K", "--verify", "0",
                  "--tenants", "2", "--host", "8MB", "--status", folder) as process:
-        deadline = time.time() + 60
+        deadline = time.time() + 120
         while kv4("serve-metrics", folder, "--once").returncode != 0:
             assert time.time() < deadline and process.poll() is None, process.stderr.read()
             time.sleep(0.1)
@@ -49,8 +49,39 @@ def serving(*args):
         first = json.loads(process.stdout.readline())
         address = first["address"]
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address), address
-        get = lambda path: urllib.request.urlopen(address + path, timeout=10).read().decode()
+        get = lambda path: urllib.request.urlopen(address + path, timeout=60).read().decode()
         yield get, process, first
+
+
+@contextmanager
+def replay_with_page():
+    """A small replay with `--serve` that has ended: the process, a function that gets a path, the page's address and its last state."""
+    with running("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "20", "--capacity", "64K", "--tenants", "2", "--host", "8MB",
+                 "--json", "--serve") as process:
+        address = re.match(r"live page: (http://127\.0\.0\.1:\d+/)\n", process.stderr.readline()).group(1)
+        get = lambda path: urllib.request.urlopen(address + path, timeout=60).read().decode()
+        while (line := process.stdout.readline()) != "}\n":  # the end of its result: nothing changes any more, and the page stays
+            assert line, process.stderr.read()
+        yield process, get, address, json.loads(get("state.json"))
+
+
+def test_page_of_a_replay():
+    with replay_with_page() as (process, get, address, state):
+        assert state["headline"].startswith("20 of 20 requests, block hit rate 0.") and state["requests"] == [], state
+        equal(len(state["blocks"]), 512)
+        equal(state["blocks"].count("h") + state["blocks"].count("k") + state["blocks"].count("f"), 512)
+        equal(parse_metrics(get("metrics"))['kv4_tenant_share_blocks{tenant="0"}'], 256)
+        assert "http" not in get("")  # nothing from elsewhere
+        try:
+            get("no/such/page")
+            raise AssertionError("a page that is not there")
+        except urllib.error.HTTPError as error:
+            equal(error.code, 404)
+        port = address.split(":")[2][:-1]
+        refused(["replay", "--generate", "--data", "real", "--serve", port], "--serve", port)
+        process.send_signal(signal.SIGTERM)
+        equal(process.wait(60), 0)
+    refused(["replay", "--generate", "--serve"], "--serve", "--data real")
 
 
 def test_metrics_of_a_running_cache():
@@ -66,7 +97,7 @@ def test_metrics_of_a_running_cache():
                 before = parse_metrics(get("metrics"))
                 equal((before['kv4_up{cache="gpu0"}'], before['kv4_up{cache="gpu-1"}']), (1, 0))
                 assert not any("gpu-1" in name for name in before if not name.startswith("kv4_up")), before
-                deadline = time.time() + 30
+                deadline = time.time() + 120
                 name = 'kv4_prompt_tokens_total{cache="gpu0",result="usable"}'
                 while parse_metrics(get("metrics"))[name] <= before[name]:  # it goes on
                     assert time.time() < deadline
@@ -84,7 +115,7 @@ def test_metrics_of_a_running_cache():
                 port = first["address"].split(":")[2][:-1]
                 refused(["serve-metrics", gpu0, "--listen", port], "--listen", port, "in use")
                 process.send_signal(signal.SIGTERM)
-                equal(process.wait(20), 0)
+                equal(process.wait(60), 0)
         # The process was killed: what it said is old after a while, and no figure of a cache then.
         path = Path(gpu0) / "status.json"
         status = json.loads(path.read_text())
