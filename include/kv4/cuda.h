@@ -11,7 +11,8 @@
 //   for the same pools, or zeros.
 // - append: pending rows of positions before the step, if the record says the same before and after the wait. What
 //   writes records of a new step must therefore not let the next kernel start (griddepcontrol.launch_dependents) before
-//   it has itself waited for those before it. update_step does so, kernels and copies that know nothing of it too.
+//   it has itself waited for those before it. update_step does so, kernels and copies that know nothing of it too. And
+//   what else writes such rows (a snapshot that is restored) is queued before it.
 #pragma once
 
 #include <cuda_runtime_api.h>
