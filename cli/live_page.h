@@ -12,7 +12,7 @@ namespace kv4::cli {
 /// What the page shows above the cache's own figures.
 struct PageHead {
   std::string headline, rate_title;
-  std::vector<double> rates;  // one for every time it was looked at
+  std::vector<double> rates;  // so far
 };
 
 /// The page at `path`, which ends with a slash, and PATHstate.json. Null: there is no status now.

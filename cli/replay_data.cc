@@ -106,7 +106,7 @@ class DataReplay {
       if (number % interval == 0) result_.cache.over_time.emplace_back();
       serve(request, static_cast<std::uint64_t>(number++));
       if (options_.request_done) options_.request_done();
-      watch();
+      watch(false);
     }
     while (!running_.empty()) retire();
     const PrefixStatistics kept = warm_.manager.prefix_statistics();
@@ -114,7 +114,7 @@ class DataReplay {
     const std::vector<std::int64_t> lengths(static_cast<std::size_t>(schema.num_groups), schema.block_tokens);
     result_.stored_bytes = kept.blocks * schema.block_bytes + kept.snapshots * image_bytes(schema, lengths);
     if (tiers_) count_tiers();
-    watch();
+    watch(true);
     return std::move(result_);
   }
 
@@ -154,8 +154,8 @@ class DataReplay {
     result_.tiers = tiers_->report();
   }
 
-  void watch() {
-    if (options_.watch) options_.watch({result_.cache.total, read_status(warm_.manager, tiers_ ? &*tiers_ : nullptr)});
+  void watch(bool last) {
+    if (options_.watch) options_.watch({result_.cache.total, warm_.manager, tiers_ ? &*tiers_ : nullptr, last});
   }
 
   void retire() {

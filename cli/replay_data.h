@@ -18,7 +18,9 @@ namespace kv4::cli {
 /// How things stand; during the call only.
 struct ReplayMoment {
   const ReplayCounts& counts;  // so far
-  const CacheStatus& status;
+  const KVCacheManager& cache;
+  Tiers* tiers;  // or null
+  bool last;     // the replay has ended
 };
 
 struct DataReplayOptions {

@@ -20,22 +20,19 @@ ReplayWatcher::ReplayWatcher(std::string metrics_path, const std::optional<std::
   std::fflush(stderr);
 }
 
-// The file is written once a second, and at the end.
+// The cache is looked at once a second, and at the end.
 void ReplayWatcher::see(const ReplayMoment& moment) {
-  const auto now = std::chrono::steady_clock::now();
-  const bool last = moment.status.cache.requests == 0;
-  const bool due = !metrics_path_.empty() && (last || now - written_ >= std::chrono::seconds(1));
-  if (!due && !server_) return;
-  const std::string text = metrics_text({{.name = {}, .status = &moment.status}});
-  if (due) {
-    written_ = now;
-    replace_file(metrics_path_, text);
-  }
-  if (!server_) return;
   head_.rates.push_back(moment.counts.block_hit_rate());
+  const auto now = std::chrono::steady_clock::now();
+  if (!moment.last && now - seen_ < std::chrono::seconds(1)) return;
+  seen_ = now;
+  const CacheStatus status = read_status(moment.cache, moment.tiers);
+  const std::string text = metrics_text({{.name = {}, .status = &status}});
+  if (!metrics_path_.empty()) replace_file(metrics_path_, text);
+  if (!server_) return;
   head_.headline = fmt::format("{} of {} requests, block hit rate {:.4f}", group_digits(moment.counts.requests),
                                group_digits(requests_), moment.counts.block_hit_rate());
-  serve_page(*server_, "/", &moment.status, head_);
+  serve_page(*server_, "/", &status, head_);
   serve_metrics(*server_, text);
 }
 

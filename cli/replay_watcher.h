@@ -24,7 +24,7 @@ class ReplayWatcher {
   std::optional<HttpServer> server_;
   std::int64_t requests_;
   PageHead head_{.headline = {}, .rate_title = "Block hit rate so far", .rates = {}};
-  std::chrono::steady_clock::time_point written_{};
+  std::chrono::steady_clock::time_point seen_{};
 };
 
 }  // namespace kv4::cli

@@ -175,7 +175,9 @@ class Kv4Cache(Cache):
             input_ids, attention_mask = torch.stack([input_ids, attention_mask.to(input_ids)]).cpu().unbind()
         elif input_ids is not None:
             input_ids = input_ids.cpu()
-        mask = None if attention_mask is None or attention_mask.all() else attention_mask.cpu().bool()
+        elif attention_mask is not None:
+            attention_mask = attention_mask.cpu()
+        mask = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
         self._expected = input_ids, mask
 
     def positions(self, count, device):
