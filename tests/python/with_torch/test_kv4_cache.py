@@ -155,6 +155,15 @@ def test_padding_without_position_ids(model, left):
             assert max((logits[row, 0] - alone[row][-1]).abs().max() for row in range(3)) < 1e-2
 
 
+def test_padding_with_embeddings(accelerated):
+    """Without token ids the mask is all that is told."""
+    ids, mask = padded([random_tokens(1, n, seed=n, device=accelerated.device) for n in (140, 33)])
+    embeds = accelerated.model.embed_tokens(ids)
+    given = [{"input_ids": ids}, {"inputs_embeds": embeds}]
+    by_ids, by_embeds = (accelerated(**tokens, attention_mask=mask, past_key_values=kv4_cache(accelerated, max_batch=2)).logits for tokens in given)
+    assert torch.equal(by_ids[mask.bool()], by_embeds[mask.bool()])
+
+
 def test_padding_between_tokens_needs_accelerate(device):
     model = tiny_model().to(device)
     prompts = [random_tokens(1, n, seed=n, device=device) for n in (40, 30)]
