@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include <filesystem>
+#include <optional>
 #include <thread>
 
 #include "cache/prefix_options.h"
@@ -321,10 +322,6 @@ TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
   std::int64_t length = 0;
   {
     (void)tiered.start_load(prompt, tiers.soon()).advance();  // and cancelled
-    PrefixLoad other = tiered.start_load(prompt, tiers.soon());
-    const bool has_memory = !other.advance() && other.brought_blocks() == 0;  // until it goes on or goes away
-    EXPECT_TRUE(!has_memory || tiered.load(prompt, tiers.clock->now() + 10ms) == 0);
-    PrefixLoad(std::move(other));
     PrefixLoad load = tiered.start_load(prompt, tiers.soon());
     EXPECT_LE(load.wanted_blocks(), 9);
     while (!load.advance()) {
@@ -336,6 +333,33 @@ TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
   }
   EXPECT_EQ(d.cache.admit(prompt).value().resume_at, 144);
   if (length > 0) expect_same(bytes_of(d.cache, running), cold_bytes(model, o, 3, length), "beside a load");
+}
+
+TEST(PrefixInTiers, ALoadWaitsForTheMemoryOfAnother) {
+  const Model model(tiny_config());
+  const CacheOptions o = prefix_options(kCheckpoint);
+  FakeBelow below(100);
+  Driver first(model, o);
+  TieredPrefix saving(first.cache, *below.chain);
+  compute(first, 7, 150);
+  EXPECT_TRUE(saving.save_all(std::chrono::steady_clock::now() + 60s));
+  Driver d(model, o);
+  TieredPrefix tiered(d.cache, *below.chain, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
+  const std::vector<std::int32_t> ids = ids_of(7, 150);
+  const Prompt prompt{ids, 0, "", {}};
+  below.fake->hold();
+  std::optional<PrefixLoad> one(tiered.start_load(prompt, below.clock->in(60s)));
+  EXPECT_FALSE(one->advance());  // it has asked, and has the memory until it goes on or goes away
+  below.fake->release();
+  PrefixLoad other = tiered.start_load(prompt, below.clock->in(60s));
+  for (int i = 0; i < 200; ++i) {
+    EXPECT_FALSE(other.advance());
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(other.brought_blocks(), 0);
+  one.reset();
+  while (!other.advance()) std::this_thread::yield();
+  EXPECT_EQ(other.brought_blocks(), 9);
 }
 
 TEST(PrefixInTiers, ProgressCancels) {
