@@ -279,34 +279,29 @@ TEST(PrefixInTiers, WhatATierFailsToStoreIsOfferedAgain) {
   const Model model(tiny_config());
   FakeBelow below(100);
   Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
-  TieredPrefix tiered(d.cache, *below.chain, {.max_attempts = 3});
-  const auto saved = [&] {
-    while (tiered.save(100) > 0 || below.chain->stats()[0].queue.waiting_writes > 0) std::this_thread::yield();
-  };
-  const auto until_failed = [&](std::int64_t puts) {
-    while (below.chain->stats()[0].queue.failed_puts < puts) {
-      (void)tiered.save(100);
-      std::this_thread::yield();
-    }
-  };
-  compute(d, 7, 150);
+  TieredPrefix tiered(d.cache, *below.chain, {.max_attempts = 1'000'000});
+  compute(d, 7, 150);  // 9 blocks
   below.fake->fail(true);
-  until_failed(9);
+  while (below.chain->stats()[0].queue.failed_puts < 9) (void)tiered.save(100);
   below.fake->fail(false);
-  saved();
-  saved();
-  EXPECT_EQ(below.stored(), 9);
+  while (below.stored() < 9) (void)tiered.save(100);
+  EXPECT_EQ(tiered.save(100), 0);
   EXPECT_GE(tiered.statistics().offered_again, 9);
   EXPECT_EQ(tiered.statistics().dropped, 0);
   EXPECT_EQ(tiered.statistics().offered_blocks, 9);
-  // Not for ever.
-  below.fake->fail(true);
-  const std::int64_t failed = below.chain->stats()[0].queue.failed_puts;
+}
+
+TEST(PrefixInTiers, WhatATierAlwaysFailsToStoreIsGivenUp) {
+  const Model model(tiny_config());
+  FakeBelow below(100);
+  Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
+  TieredPrefix tiered(d.cache, *below.chain, {.max_attempts = 3});
   compute(d, 8, 150);
-  until_failed(failed + 3 * 9);
-  saved();
-  EXPECT_EQ(tiered.statistics().dropped, 9);
+  below.fake->fail(true);
+  while (tiered.statistics().dropped < 9) (void)tiered.save(100);
   EXPECT_EQ(tiered.save(100), 0);
+  EXPECT_EQ(below.chain->stats()[0].queue.failed_puts, 3 * 9);
+  EXPECT_EQ(below.stored(), 0);
 }
 
 TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
