@@ -98,6 +98,9 @@ class KV4_API Tier {
   virtual const char* name() const = 0;
   /// How many threads may be in get() and exists() at a time.
   virtual int read_threads() const { return 1; }
+  /// The most requests of one get() or exists(), 0: no matter. Few, where they are done one by one: what is ready early
+  /// is used early. Many, where they are under way together.
+  virtual int read_batch() const { return 0; }
   virtual void put(std::span<PutRequest> requests, Deadline deadline) = 0;
   virtual void get(std::span<GetRequest> requests, Deadline deadline) = 0;
   /// A hint: the payload is not looked at.

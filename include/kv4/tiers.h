@@ -26,7 +26,7 @@ class TierChain;  // src/tier/tier_chain.h
 
 struct TiersOptions {
   std::int64_t host_bytes = 0;  // 0: no host memory
-  int host_threads = 4;         // that check its records
+  int host_threads = 8;         // that check its records
   /// Of the caches above. Host memory is pinned for a GPU's then, and blocks go from there to the device without a copy
   /// in between.
   std::shared_ptr<Backend> backend = {};

@@ -37,6 +37,7 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
 
   const char* name() const override { return "host"; }
   int read_threads() const override { return options_.threads; }
+  int read_batch() const override { return 2; }
   void put(std::span<PutRequest> requests, Deadline deadline) override;
   void get(std::span<GetRequest> requests, Deadline deadline) override;
   void exists(std::span<ExistsRequest> requests, Deadline deadline) override;

@@ -76,6 +76,7 @@ struct TierQueue::Core {
         clock(std::move(clock_in)),
         write_pool(BytesPool::make(options.max_write_bytes)),
         read_pool(BytesPool::make(options.max_read_bytes)),
+        read_batch(tier->read_batch() > 0 ? tier->read_batch() : options.batch_requests),
         lanes(1 + static_cast<std::size_t>(std::max(1, tier->read_threads()))),
         breaker(options.breaker),
         unsure(options.max_unsure_ids) {}
@@ -85,6 +86,7 @@ struct TierQueue::Core {
   const TierQueueOptions options;
   const std::shared_ptr<Clock> clock;
   const std::shared_ptr<BytesPool> write_pool, read_pool;
+  const std::int64_t read_batch;
 
   std::mutex mutex;  // of all below
   std::condition_variable answered, reads_there, writes_there;
@@ -361,7 +363,7 @@ std::vector<TierQueue::Core::Place> TierQueue::Core::take_reads(Deadline& deadli
   deadline = now;
   // Readers share what waits.
   const std::int64_t share = std::max(kLeastPerReader, ceil_div(waiting_reads, std::ssize(readers()))),
-                     most = std::min(options.batch_requests, share);
+                     most = std::min({options.batch_requests, read_batch, share});
   while (!reads.empty() && static_cast<std::int64_t>(batch.size()) < most && bytes < options.batch_bytes) {
     const std::shared_ptr<ReadJob> job = reads.front();
     if (job->deadline <= now) {

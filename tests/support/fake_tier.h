@@ -13,8 +13,8 @@ namespace kv4::test {
 
 class FakeTier final : public tier::Tier {
  public:
-  explicit FakeTier(std::shared_ptr<ManualClock> clock, int read_threads = 1)
-      : clock_(std::move(clock)), read_threads_(read_threads) {}
+  explicit FakeTier(std::shared_ptr<ManualClock> clock, int read_threads = 1, int read_batch = 0)
+      : clock_(std::move(clock)), read_threads_(read_threads), read_batch_(read_batch) {}
 
   // Any thread.
   void fail(bool on) {
@@ -44,6 +44,7 @@ class FakeTier final : public tier::Tier {
 
   const char* name() const override { return "fake"; }
   int read_threads() const override { return read_threads_; }
+  int read_batch() const override { return read_batch_; }
   void put(std::span<tier::PutRequest> requests, tier::Deadline) override {
     const bool good = begin(requests.size(), false);
     const std::lock_guard lock(mutex_);
@@ -112,7 +113,7 @@ class FakeTier final : public tier::Tier {
   static std::pair<std::uint64_t, tier::Key> key(const tier::RecordId& id) { return {id.tenant, id.key}; }
 
   std::shared_ptr<ManualClock> clock_;
-  const int read_threads_;
+  const int read_threads_, read_batch_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool failing_ = false;

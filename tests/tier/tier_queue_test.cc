@@ -300,6 +300,19 @@ TEST_F(TierQueues, BatchesAreMadeOfWhatWaits) {
   EXPECT_EQ(fake->batches(), (std::vector<std::size_t>{1, 10, 5}));
 }
 
+TEST_F(TierQueues, ATierIsAskedForAsFewAtATimeAsItWants) {
+  fake = std::make_shared<FakeTier>(clock, 1, 2);
+  start();
+  fake->hold();
+  TierQueue::ReadTicket first = ask(0);
+  fake->wait_for_calls(1);
+  std::vector<TierQueue::ReadTicket> tickets;
+  for (std::uint64_t i = 0; i < 5; ++i) tickets.push_back(ask(i));
+  fake->release();
+  for (TierQueue::ReadTicket& ticket : tickets) EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+  EXPECT_EQ(fake->batches(), (std::vector<std::size_t>{1, 2, 2, 1}));
+}
+
 TEST_F(TierQueues, BreakerOpensProbesAndRecovers) {
   options.breaker.failures_to_open = 3;
   start();
