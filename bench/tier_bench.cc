@@ -19,6 +19,7 @@
 #include "base/check.h"
 #include "kv4/host_memory.h"
 #include "kv4/tiered_prefix.h"
+#include "prefix/block_hash.h"
 #include "tier/file_system.h"
 #include "tier/record_format.h"
 #include "tier/segment_file.h"
@@ -59,25 +60,30 @@ struct Bench {
   Prompt prompt() const { return {token_ids, 0, "", {}}; }
 };
 
-/// Records of the prompt's blocks, of random bytes, into the tiers.
+/// Records of the prompt's blocks and of the snapshot at its end, of random bytes, into the tiers.
 void fill(const Bench& bench, KVCacheManager& cache, Tiers& tiers) {
-  std::vector<std::byte> payload(static_cast<std::size_t>(cache.schema().block_image_bytes));
+  std::vector<std::byte> payload(
+      static_cast<std::size_t>(std::max(cache.snapshot_bytes(), cache.schema().block_image_bytes)));
   std::mt19937_64 random(1);
   for (std::byte& b : payload) b = static_cast<std::byte>(random());
-  for (const BlockKey& key : cache.block_keys(bench.prompt())) {
+  const auto put = [&](const BlockKey& key, std::int64_t bytes) {
     tier::RecordId id;
     std::memcpy(id.key.data(), key.data(), key.size());
-    while (tiers.chain().put(id, payload, tier::Content::of_key) == 0) {
+    while (tiers.chain().put(id, std::span(payload).first(static_cast<std::size_t>(bytes)), tier::Content::of_key) ==
+           0) {
       (void)tiers.chain().poll();
       std::this_thread::sleep_for(1ms);
     }
     (void)tiers.chain().poll();
-  }
+  };
+  const std::vector<BlockKey> keys = cache.block_keys(bench.prompt());
+  for (const BlockKey& key : keys) put(key, cache.schema().block_image_bytes);
+  put(BlockHasher().snapshot(keys.back()), cache.snapshot_bytes());
   for (const tier::FlushStatus status : tiers.flush(later()))
     require(status != tier::FlushStatus::failed, ErrorCode::bad_file, "the tiers could not be filled");
 }
 
-/// Seconds to bring the whole prompt into an empty cache.
+/// Bytes per second of bringing the whole prompt into an empty cache.
 double load(const Bench& bench, Tiers& tiers) {
   KVCacheManager cache(model_preset("v4-flash"), bench.options(), bench.backend);
   TieredPrefix tiered(cache, tiers);
@@ -86,8 +92,9 @@ double load(const Bench& bench, Tiers& tiers) {
   const std::int64_t brought = tiered.load(bench.prompt(), later());
   cache.synchronize();
   const double seconds = now_s() - start;
-  require(brought == bench.blocks, ErrorCode::bad_file, "{} of {} blocks came", brought, bench.blocks);
-  return seconds;
+  require(brought == bench.blocks && tiered.statistics().loaded_snapshots == 1, ErrorCode::bad_file,
+          "{} of {} blocks came, {} snapshots", brought, bench.blocks, tiered.statistics().loaded_snapshots);
+  return static_cast<double>(bench.blocks * cache.schema().block_image_bytes + cache.snapshot_bytes()) / seconds;
 }
 
 /// Bytes per second of plain transfers as large as a record, all over the store's files.
@@ -144,7 +151,7 @@ void bench_disk(const Bench& bench) {
       speeds.plain.push_back(read_plainly(options.directory, tier::stored_bytes(bytes), bench.blocks));
       options.disk_threads = threads;
       Tiers tiers(cache.schema(), options);
-      speeds.loads.push_back(static_cast<double>(bench.blocks * bytes) / load(bench, tiers));
+      speeds.loads.push_back(load(bench, tiers));
       speeds.ratios.push_back(speeds.loads.back() / speeds.plain.back());
     }
   for (const auto& [threads, speeds] : by_threads)
@@ -174,7 +181,7 @@ void bench_host(const Bench& bench) {
     TiersOptions options;
     options.host_threads = threads;
     options.backend = bench.backend;
-    options.host_bytes = bench.blocks * (std::int64_t{480} << 10);
+    options.host_bytes = (bench.blocks + 16) * (std::int64_t{480} << 10);
     KVCacheManager cache(model_preset("v4-flash"), bench.options(), bench.backend);
     const std::int64_t bytes = cache.schema().block_image_bytes;
     Tiers tiers(cache.schema(), options);
@@ -182,7 +189,7 @@ void bench_host(const Bench& bench) {
     std::vector<double> speeds, plain, ratios;
     for (int i = 0; i < bench.rounds; ++i) {
       plain.push_back(copy_plainly(bench, bytes));
-      speeds.push_back(static_cast<double>(bench.blocks * bytes) / load(bench, tiers));
+      speeds.push_back(load(bench, tiers));
       ratios.push_back(speeds.back() / plain.back());
     }
     fmt::print("from host memory, {} threads: {:.1f} GB/s, a pinned copy {:.1f}, ratio {:.2f} ({:.2f} to {:.2f})\n",
@@ -233,7 +240,7 @@ void bench_lookups(const Bench& bench) {
 void bench_steps(const Bench& bench) {
   constexpr int kRequests = 8;
   TiersOptions options;
-  options.host_bytes = bench.blocks * (std::int64_t{480} << 10);
+  options.host_bytes = (bench.blocks + 16) * (std::int64_t{480} << 10);
   options.directory = bench.directory + "/steps";
   KVCacheManager cache(model_preset("v4-flash"), bench.options(), bench.backend);
   const DeviceMemory zeros(bench.backend, std::int64_t{512} * 1024 * 4);
@@ -262,13 +269,17 @@ void bench_steps(const Bench& bench) {
   };
   Tiers tiers(cache.schema(), options);
   TieredPrefix tiered(cache, tiers);
-  const RequestId long_one = cache.admit(bench.prompt()).value().request;
-  for (std::int64_t at = 0; at < bench.blocks * kBlockTokens; at += 512) {
-    const StepItem item{long_one, 512, std::span(bench.token_ids).subspan(static_cast<std::size_t>(at), 512)};
-    step({&item, 1}, 512);
-  }
-  cache.release(long_one);
-  cache.synchronize();
+  std::vector<std::int32_t> ids = bench.token_ids;
+  const auto fill_again = [&](std::int32_t number) {  // with blocks that no tier has
+    ids[0] = -number;
+    const RequestId request = cache.admit(Prompt{ids, 0, "", {}}).value().request;
+    for (std::int64_t at = 0; at < bench.blocks * kBlockTokens; at += 512) {
+      const StepItem item{request, 512, std::span(ids).subspan(static_cast<std::size_t>(at), 512)};
+      step({&item, 1}, 512);
+    }
+    cache.release(request);
+    cache.synchronize();
+  };
   std::vector<RequestId> requests;
   for (int i = 0; i < kRequests; ++i) requests.push_back(cache.admit().value());
   const std::int32_t token = 5;
@@ -282,12 +293,15 @@ void bench_steps(const Bench& bench) {
   };
   std::vector<double> warm, without, with, saves;
   for (int i = 0; i < 100; ++i) decode(warm);
-  for (int i = 0; i < 400; ++i) decode(without);
-  for (int i = 0; i < 400; ++i) {
-    const double start = now_s();
-    (void)tiered.save(2);
-    saves.push_back((now_s() - start) * 1e6);
-    decode(with);
+  for (int round = 1; round <= 4; ++round) {
+    fill_again(round);
+    for (int i = 0; i < 400; ++i) decode(without);
+    for (int i = 0; i < 400; ++i) {
+      const double start = now_s();
+      (void)tiered.save(2);
+      saves.push_back((now_s() - start) * 1e6);
+      decode(with);
+    }
   }
   fmt::print(
       "a decode step of {}: {:.0f} us (p99 {:.0f}); with write-behind {:.0f} (p99 {:.0f}), p99 ratio {:.2f}; a "

@@ -34,7 +34,7 @@ struct TiersOptions {
   std::string directory = {};  // empty: no disk. One process at a time; made where it is not there
   std::int64_t disk_bytes = std::int64_t{64} << 30;
   std::int64_t segment_bytes = std::int64_t{256} << 20;  // of its files; a multiple of 4,096
-  int disk_threads = 2;                                  // that read and check its records
+  int disk_threads = 4;                                  // that read and check its records
   /// Payloads are sealed with keys that follow from it (AES-256-GCM). None: they are as they are.
   std::optional<std::array<std::byte, 32>> disk_key = {};
 

@@ -16,6 +16,9 @@ class BlockMover {
 
   const std::shared_ptr<Backend>& backend() const { return m_.backend; }
 
+  /// The key of a prompt's full block, `before`: those of all blocks before it.
+  BlockKey next_key(const Prompt& prompt, std::span<const BlockKey> before);
+
   /// Images of kept blocks, to[i] [block_image_bytes]. False, and nothing is done: one of them is not there.
   bool gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const;
   bool gather_snapshot(const BlockKey& key, std::byte* to) const;  // [snapshot_bytes()]

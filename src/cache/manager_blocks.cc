@@ -121,6 +121,11 @@ bool KVCacheManager::Impl::insert_snapshot(const BlockKey& key, const std::funct
 
 // --- in the backend's memory, queued
 
+BlockKey BlockMover::next_key(const Prompt& prompt, std::span<const BlockKey> before) {
+  PrefixCache& prefix = prefix_of(m_.prefix);
+  return prefix.block_key(before.empty() ? prefix.root(prompt.salt) : before.back(), prompt, before.size());
+}
+
 bool BlockMover::gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const {
   std::vector<BlockImage> images;
   for (std::size_t i = 0; i < keys.size(); ++i) {

@@ -95,13 +95,17 @@ BlockKey PrefixCache::block_key(const BlockKey& parent, std::span<const std::int
   return hasher_.block(parent, token_ids, std::as_bytes(std::span(extra)));
 }
 
+BlockKey PrefixCache::block_key(const BlockKey& parent, const Prompt& prompt, std::size_t block) {
+  const std::size_t block_tokens = static_cast<std::size_t>(index.block_tokens());
+  return block_key(parent, prompt.token_ids.subspan(block * block_tokens, block_tokens),
+                   block < prompt.extra.size() ? prompt.extra[block] : std::string_view());
+}
+
 std::span<const BlockKey> PrefixCache::keys_of(const BlockKey& root, const Prompt& prompt, bool kept) {
   const std::size_t block_tokens = static_cast<std::size_t>(index.block_tokens());
   keys_.clear();
   for (std::size_t i = 0; (i + 1) * block_tokens <= prompt.token_ids.size(); ++i) {
-    const BlockKey key =
-        block_key(i == 0 ? root : keys_.back(), prompt.token_ids.subspan(i * block_tokens, block_tokens),
-                  i < prompt.extra.size() ? prompt.extra[i] : std::string_view());
+    const BlockKey key = block_key(i == 0 ? root : keys_.back(), prompt, i);
     if (kept && index.find(key) == kNoSlot) break;
     keys_.push_back(key);
   }

@@ -37,6 +37,8 @@ class PrefixCache {
   KeptChain find_chain(const ChainName& chain, std::span<const std::int32_t> token_ids);
   BlockKey root(std::string_view salt);
   BlockKey block_key(const BlockKey& parent, std::span<const std::int32_t> token_ids, std::string_view extra);
+  /// Of a prompt's full block, whose parent is the root or the block before it.
+  BlockKey block_key(const BlockKey& parent, const Prompt& prompt, std::size_t block);
   void set_weights_id(std::string_view id);
   /// Of what is stored with the present weights, and with named ones; nullopt: nothing was.
   std::uint16_t origin() const { return origin_; }

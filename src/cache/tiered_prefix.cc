@@ -28,6 +28,7 @@ using Ticket = TierChain::Ticket;
 constexpr std::int64_t kMaxSlots = 1024;
 constexpr std::size_t kBatches = 8;  // of a load: while some move or are inserted, tiers have work
 constexpr int kSnapshotSlots = 2;    // on their way off the device
+constexpr std::size_t kKeysAtATime = 256, kSnapshotsAtATime = 64;
 constexpr std::chrono::microseconds kTransferPoll{20};
 constexpr std::chrono::milliseconds kProgressStep{20}, kQueuePoll{1};
 
@@ -153,10 +154,8 @@ struct TieredPrefix::Impl {
 // --- saves
 // -----------------------------------------------------------------------------------------------------------------------
 
-/// A key of its own that follows from the block's.
 RecordId TieredPrefix::Impl::snapshot_record(TenantId tenant, const BlockKey& key) {
-  static constexpr std::string_view kWhat = "kv4 snapshot";
-  return block_record(tenant, hasher.block(key, {}, std::as_bytes(std::span(kWhat))));
+  return block_record(tenant, hasher.snapshot(key));
 }
 
 RecordId TieredPrefix::Impl::record_of(const Waiting& what) {
@@ -305,6 +304,7 @@ struct PrefixLoad::Impl {
   void wait(Deadline until);
   bool late() const { return owner.tiers.now() >= deadline; }
 
+  void know_keys(std::size_t count);
   void ask_for_blocks();
   Batch ask(Slots& slots, std::span<const RecordId> ids, std::int64_t bytes);
   /// Its transfer, where tiers have answered.
@@ -314,32 +314,46 @@ struct PrefixLoad::Impl {
   std::vector<std::byte*> images(const Batch& batch) const;
   void release(Batch& batch, Slots& slots, bool queued);
   bool advance_blocks();
+  void ask_which_snapshots_exist();
+  bool find_snapshot();
   bool advance_snapshot();
-  void begin_snapshot();
   void stop();
 
   TieredPrefix::Impl& owner;
   const OwnPrompt prompt;
   const Deadline deadline;
+  const std::size_t wanted;  // full blocks of the prompt that a request can begin with
   Phase phase = Phase::blocks;
-  std::vector<BlockKey> keys;
-  std::size_t first = 0, next = 0, end = 0;  // of keys: not kept at the start, not asked for, not here
+  std::vector<BlockKey> keys;                // of the first of them; the others follow while these come
+  std::size_t first = 0, next = 0, end = 0;  // of blocks: not kept at the start, not asked for, not here
   std::deque<Batch> batches;
-  // Deepest snapshot first.
-  std::vector<RecordId> snapshots;
-  std::vector<BlockKey> snapshot_keys;
-  std::size_t snapshot = 0;
-  std::optional<Ticket> known;
+  // The deepest snapshot behind the deepest that the device has. It is looked for while blocks come: most often all do.
+  std::size_t below = 0;              // snapshots of blocks from here on have been asked for
+  std::vector<std::size_t> possible;  // blocks whose snapshots are asked for, or exist; the deepest last
+  std::optional<Ticket> known;        // which of them exist
+  std::size_t coming_at = 0;
   std::optional<Batch> coming;
 };
 
 PrefixLoad::Impl::Impl(TieredPrefix::Impl& owner_in, const Prompt& prompt_in, Deadline deadline_in)
-    : owner(owner_in), prompt(prompt_in), deadline(deadline_in), keys(owner.cache.block_keys(prompt_in)) {
-  // At least one token of the prompt is left for a query.
-  const std::size_t block_tokens = static_cast<std::size_t>(owner.cache.schema().block_tokens);
-  keys.resize(prompt.token_ids.empty() ? 0 : (prompt.token_ids.size() - 1) / block_tokens);
-  while (first < keys.size() && owner.cache.find_block(keys[first])) ++first;
+    : owner(owner_in),
+      prompt(prompt_in),
+      deadline(deadline_in),
+      // At least one token of the prompt is left for a query.
+      wanted(prompt.token_ids.empty()
+                 ? 0
+                 : (prompt.token_ids.size() - 1) / static_cast<std::size_t>(owner.cache.schema().block_tokens)),
+      below(wanted) {
+  for (; first < wanted; ++first) {
+    know_keys(first + 1);
+    if (!owner.cache.find_block(keys[first])) break;
+  }
   next = end = first;
+}
+
+void PrefixLoad::Impl::know_keys(std::size_t count) {
+  const Prompt view = prompt.view();
+  while (keys.size() < count) keys.push_back(owner.mover.next_key(view, keys));
 }
 
 PrefixLoad::Impl::Batch PrefixLoad::Impl::ask(Slots& slots, std::span<const RecordId> ids, std::int64_t bytes) {
@@ -394,11 +408,12 @@ void PrefixLoad::Impl::release(Batch& batch, Slots& slots, bool queued) {
 
 void PrefixLoad::Impl::ask_for_blocks() {
   const std::size_t most = std::max<std::size_t>(1, static_cast<std::size_t>(owner.load_slots) / kBatches);
-  while (batches.size() < kBatches && next < keys.size()) {
+  while (batches.size() < kBatches && next < wanted) {
     std::size_t free = static_cast<std::size_t>(owner.loads.host->num_free());
     if (owner.loads.device) free = std::min(free, static_cast<std::size_t>(owner.loads.device->num_free()));
-    const std::size_t count = std::min({most, free, keys.size() - next});
+    const std::size_t count = std::min({most, free, wanted - next});
     if (count == 0) return;
+    know_keys(next + count);
     std::vector<RecordId> ids;
     for (std::size_t i = 0; i < count; ++i) ids.push_back(block_record(prompt.tenant, keys[next + i]));
     batches.push_back(ask(owner.loads, ids, owner.block_bytes));
@@ -410,7 +425,7 @@ void PrefixLoad::Impl::ask_for_blocks() {
 bool PrefixLoad::Impl::advance_blocks() {
   for (;;) {
     ask_for_blocks();
-    if (batches.empty()) return next == keys.size() || late();                    // else other loads have the slots
+    if (batches.empty()) return next == wanted || late();                         // else other loads have the slots
     for (Batch& batch : batches) move_on(batch, owner.loads, owner.block_bytes);  // transfers go on end
     Batch& batch = batches.front();
     if (!arrive(batch, owner.loads, owner.block_bytes)) return false;
@@ -427,42 +442,61 @@ bool PrefixLoad::Impl::advance_blocks() {
   }
 }
 
-/// Those behind the deepest that the device has.
-void PrefixLoad::Impl::begin_snapshot() {
-  for (std::size_t i = end; i-- > 0;) {
-    const std::optional<KeptBlock> kept = owner.cache.find_block(keys[i]);
-    if (!kept || kept->has_snapshot) break;
-    snapshots.push_back(owner.snapshot_record(prompt.tenant, keys[i]));
-    snapshot_keys.push_back(keys[i]);
+/// The next few, deepest first.
+void PrefixLoad::Impl::ask_which_snapshots_exist() {
+  std::vector<RecordId> ids;
+  for (; below > 0 && ids.size() < kSnapshotsAtATime; --below) {
+    const BlockKey& key = keys[below - 1];
+    const std::optional<KeptBlock> kept = owner.cache.find_block(key);
+    if (kept ? kept->has_snapshot : below <= end) {  // that is as good, or the block is gone again
+      below = 0;
+      break;
+    }
+    possible.push_back(below - 1);
+    ids.push_back(owner.snapshot_record(prompt.tenant, key));
   }
-  if (!snapshots.empty()) known.emplace(owner.tiers.exists(snapshots, deadline));
+  std::reverse(possible.begin(), possible.end());
+  if (!ids.empty()) known.emplace(owner.tiers.exists(ids, deadline));
 }
 
-bool PrefixLoad::Impl::advance_snapshot() {
-  if (known) {
-    if (!known->done()) return false;
-    const std::vector<tier::ReadResult> exist = known->take();
-    known.reset();
-    std::size_t left = 0;
-    for (std::size_t i = 0; i < exist.size(); ++i)
-      if (exist[i].status == GetStatus::found) {
-        snapshots[left] = snapshots[i];
-        snapshot_keys[left++] = snapshot_keys[i];
-      }
-    snapshots.resize(left);
-  }
-  for (; snapshot < snapshots.size(); ++snapshot) {
-    if (!coming) {
-      if (!owner.snapshot_loads.has_free()) return late();  // another load has the slot
-      coming.emplace(ask(owner.snapshot_loads, std::span(snapshots).subspan(snapshot, 1), owner.snapshot_bytes));
+/// True: it is where the device can read it, or there is none.
+bool PrefixLoad::Impl::find_snapshot() {
+  for (;;) {
+    if (coming) {
+      if (!arrive(*coming, owner.snapshot_loads, owner.snapshot_bytes)) return false;
+      if (coming->whole) return true;
+      release(*coming, owner.snapshot_loads, false);
+      coming.reset();
     }
-    if (!arrive(*coming, owner.snapshot_loads, owner.snapshot_bytes)) return false;
-    const bool found = coming->whole;
-    if (found)
-      owner.statistics.loaded_snapshots += owner.mover.insert_snapshot(snapshot_keys[snapshot], images(*coming)[0]);
-    release(*coming, owner.snapshot_loads, found);
+    if (known) {
+      if (!known->done()) return false;
+      const std::vector<tier::ReadResult> exist = known->take();  // the deepest first
+      known.reset();
+      std::size_t left = 0;
+      for (std::size_t i = 0; i < exist.size(); ++i)
+        if (exist[exist.size() - 1 - i].status == GetStatus::found) possible[left++] = possible[i];
+      possible.resize(left);
+    }
+    if (!possible.empty()) {
+      if (!owner.snapshot_loads.has_free()) return late();  // another load has the slot
+      coming_at = possible.back();
+      possible.pop_back();
+      coming.emplace(
+          ask(owner.snapshot_loads, {{owner.snapshot_record(prompt.tenant, keys[coming_at])}}, owner.snapshot_bytes));
+      continue;
+    }
+    if (below == 0) return true;
+    ask_which_snapshots_exist();
+  }
+}
+
+/// Blocks are here: those from `end` on are not.
+bool PrefixLoad::Impl::advance_snapshot() {
+  if (!find_snapshot()) return false;
+  if (coming) {
+    owner.statistics.loaded_snapshots += owner.mover.insert_snapshot(keys[coming_at], images(*coming)[0]);
+    release(*coming, owner.snapshot_loads, true);
     coming.reset();
-    if (found) break;
   }
   return true;
 }
@@ -471,7 +505,14 @@ bool PrefixLoad::Impl::advance() {
   owner.give_unused();
   if (phase == Phase::blocks && advance_blocks()) {
     phase = Phase::snapshot;
-    begin_snapshot();
+    if (end < wanted) {
+      stop();
+      below = end;
+    }
+  }
+  if (phase == Phase::blocks) {
+    know_keys(std::min(wanted, keys.size() + kKeysAtATime));
+    if (keys.size() == wanted) (void)find_snapshot();
   }
   if (phase == Phase::snapshot && advance_snapshot()) phase = Phase::done;
   return phase == Phase::done;
@@ -479,9 +520,9 @@ bool PrefixLoad::Impl::advance() {
 
 void PrefixLoad::Impl::wait(Deadline until) {
   const Ticket* ticket = nullptr;
-  if (known) ticket = &*known;
-  if (!batches.empty() && batches.front().asked) ticket = &*batches.front().asked;
-  if (coming && coming->asked) ticket = &*coming->asked;
+  if (phase == Phase::blocks && !batches.empty() && batches.front().asked) ticket = &*batches.front().asked;
+  if (phase == Phase::snapshot && known) ticket = &*known;
+  if (phase == Phase::snapshot && coming && coming->asked) ticket = &*coming->asked;
   if (ticket != nullptr)
     (void)ticket->wait(until);
   else
@@ -501,7 +542,8 @@ void PrefixLoad::Impl::stop() {
   }
   coming.reset();
   known.reset();
-  next = keys.size();
+  possible.clear();
+  next = wanted;
 }
 
 PrefixLoad::PrefixLoad(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -509,7 +551,7 @@ PrefixLoad::~PrefixLoad() = default;
 PrefixLoad::PrefixLoad(PrefixLoad&&) noexcept = default;
 bool PrefixLoad::advance() { return impl_->advance(); }
 std::int64_t PrefixLoad::brought_blocks() const { return static_cast<std::int64_t>(impl_->end - impl_->first); }
-std::int64_t PrefixLoad::wanted_blocks() const { return static_cast<std::int64_t>(impl_->keys.size() - impl_->first); }
+std::int64_t PrefixLoad::wanted_blocks() const { return static_cast<std::int64_t>(impl_->wanted - impl_->first); }
 
 // --- the whole
 // -----------------------------------------------------------------------------------------------------------------------

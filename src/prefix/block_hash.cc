@@ -67,6 +67,11 @@ BlockKey BlockHasher::block(const BlockKey& parent, std::span<const std::int32_t
   return engine_->end();
 }
 
+BlockKey BlockHasher::snapshot(const BlockKey& block_key) {
+  static constexpr std::string_view kWhat = "kv4 snapshot";
+  return block(block_key, {}, std::as_bytes(std::span(kWhat)));
+}
+
 Sha256 BlockHasher::digest(std::string_view bytes) {
   engine_->begin(bytes);
   return engine_->end();

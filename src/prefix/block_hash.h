@@ -59,6 +59,8 @@ class BlockHasher {
   /// `extra`: whatever else the block's bytes depend on, a LoRA id or hashes of images.
   BlockKey block(const BlockKey& parent, std::span<const std::int32_t> token_ids,
                  std::span<const std::byte> extra = {});
+  /// Under which a tier has the snapshot at the block's end.
+  BlockKey snapshot(const BlockKey& block_key);
   Sha256 digest(std::string_view bytes);
 
  private:
