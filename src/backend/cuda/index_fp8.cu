@@ -35,6 +35,7 @@ static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && si
 
 // --- queries
 
+constexpr int kHeadLanes = 8, kLaneChannels = kWidth / kHeadLanes;
 constexpr int kEncodeThreads = 64, kEncodeHeads = kEncodeThreads / kHeadLanes;
 
 /// Queries as the keys are, where they are not given so; no key has been scored.
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kEncodeThreads) encode_fp8_queries(const __gri
   const int head = block * kEncodeHeads + static_cast<int>(threadIdx.x) / kHeadLanes;
   const int part = static_cast<int>(threadIdx.x) % kHeadLanes;
   if (tile.p.q.dtype == DType::u8 || tile.p.step.tokens[tile.first + token].padded()) return;
-  const RawChannels raw = load_channels(tile.p, tile.first + token, head, part);
+  const auto raw = load_channels<kLaneChannels>(tile.p, tile.first + token, head, part);
   float x[kLaneChannels];
   channels_of(raw, tile.p.q.dtype, x);
   if (tile.kind().hadamard) transform(x);

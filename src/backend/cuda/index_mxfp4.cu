@@ -31,7 +31,7 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kGroups = kQuad, kKeyBytes = kWidth / 2;
+constexpr int kGroups = kQuad, kGroupChannels = kWidth / kGroups, kKeyBytes = kWidth / 2;
 constexpr int kStages = 4;
 using Keys = KeyStream<kKeyBytes, kStages>;
 constexpr int kSteps = 4;
@@ -137,20 +137,22 @@ __device__ __noinline__ float sum_slowly(const Shared& s, const std::uint8_t* ke
 
 // --- queries
 
-/// A lane's half of a group.
-struct HalfGroup {
-  std::uint32_t codes[2], scale;
+// A quad prepares a head, a lane its group c: half of the block's warps. If all of them did, by eight lanes a head,
+// blocks that read the same keys would run in step and ask for them at the same time.
+using RawGroup = RawChannels<kGroupChannels>;
+
+struct Group {
+  uint4 codes;
+  std::uint32_t scale;
 };
 
 /// load_channels, or a lane's encoded ones.
-__device__ RawChannels load_query(const ops::IndexParams& p, std::int64_t token, int head, int part) {
-  RawChannels raw = load_channels(p, token, head, part);
+__device__ RawGroup load_query(const ops::IndexParams& p, std::int64_t token, int head, int c) {
+  RawGroup raw = load_channels<kGroupChannels>(p, token, head, c);
   if (p.q.dtype != DType::u8 || head >= p.num_heads) return raw;
-  const std::int64_t at = token * p.q.row_stride + head * kKeyBytes + 8 * part;
-  const uint2 codes = *reinterpret_cast<const uint2*>(static_cast<const std::uint8_t*>(p.q.data) + at);
-  raw.words[0] = {codes.x, codes.y, 0, 0};
-  raw.scale =
-      static_cast<const std::uint8_t*>(p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + part / 2];
+  const std::int64_t at = token * p.q.row_stride + head * kKeyBytes + 16 * c;
+  raw.words[0] = *reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + at);
+  raw.scale = static_cast<const std::uint8_t*>(p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + c];
   return raw;
 }
 
@@ -164,16 +166,15 @@ __device__ std::uint32_t e2m1_codes(float low, float high) {
   return __vminu2(rounded >> 9 & 0x007F007Fu, 0x00070007u) | (halves >> 12 & 0x00080008u);
 }
 
-/// Mxfp4::encode of the 32 channels of two lanes. x is rounded to bf16 first.
-__device__ HalfGroup encode(const float (&x)[kLaneChannels]) {
-  std::uint32_t pairs[kLaneChannels / 2];
-  const float amax = round_channels(x, pairs);
-  const int exponent = exponent_over_6(fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 1)));
+/// Mxfp4::encode. x is rounded to bf16 first.
+__device__ Group encode(const float (&x)[kGroupChannels]) {
+  std::uint32_t pairs[kGroupChannels / 2];
+  const int exponent = exponent_over_6(round_channels(x, pairs));
   // 2^(-14 - exponent), which may be a denormal
   const float by = exponent <= 112 ? pow2_normal(-14 - exponent) : codec::bits_float(1u << (135 - exponent));
-  HalfGroup group;
+  std::uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < 4; ++i) {
     std::uint32_t bytes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -181,10 +182,9 @@ __device__ HalfGroup encode(const float (&x)[kLaneChannels]) {
       const std::uint32_t codes = e2m1_codes(low_value(pair) * by, high_value(pair) * by);
       bytes[j] = codes | codes >> 12;
     }
-    group.codes[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
+    words[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
   }
-  group.scale = static_cast<std::uint32_t>(exponent + 127);
-  return group;
+  return {{words[0], words[1], words[2], words[3]}, static_cast<std::uint32_t>(exponent + 127)};
 }
 
 /// Word c of the 16 bytes that `sum` is spread over, as evenly as can be.
@@ -196,23 +196,22 @@ __device__ std::uint32_t spread(int sum, int c) {
   return word;
 }
 
-/// A head of a token into shared memory, made by its lanes. Whether the fast arithmetic holds for it.
-__device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawChannels& raw, int head, int part) {
+/// A head of a token into shared memory, made by a quad. Whether the fast arithmetic holds for it.
+__device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& raw, int head, int c) {
   const float weight = raw.weight;
-  HalfGroup group{{raw.words[0].x, raw.words[0].y}, raw.scale};
+  Group group{raw.words[0], raw.scale};
   if (tile.p.q.dtype != DType::u8) {
-    float x[kLaneChannels];
+    float x[kGroupChannels];
     channels_of(raw, tile.p.q.dtype, x);
     if (tile.kind().hadamard) transform(x);
     group = encode(x);
   }
 
-  const int c = part / 2;  // the group
-  const bool any = ((group.codes[0] | group.codes[1]) & ~kSigns) != 0;
+  const bool any = any_code(group.codes);
   std::uint32_t most = group.scale, scales = group.scale << (8 * c);
   bool any_in_head = any;
 #pragma unroll
-  for (int lane = 1; lane < kHeadLanes; lane *= 2) {
+  for (int lane = 1; lane < kGroups; lane *= 2) {
     most = max(most, __shfl_xor_sync(kAllLanes, most, lane));
     scales |= __shfl_xor_sync(kAllLanes, scales, lane);
     any_in_head |= static_cast<bool>(__shfl_xor_sync(kAllLanes, static_cast<int>(any_in_head), lane));
@@ -226,24 +225,26 @@ __device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawChannels
          (weight == 0.0f || !any_in_head || (size >= kLeastWeight && size <= kMostWeight));
 
   const std::uint32_t times = (1u << kQueryShift) >> min(below, kQueryShift);
-  const int row = operand_row(head), half = part % 2;
+  const std::uint32_t words[kSteps] = {group.codes.x, group.codes.y, group.codes.z, group.codes.w};
+  const int row = operand_row(head);
   const auto at = [&](int operand, int chunk) {
     return reinterpret_cast<std::uint32_t*>(&s.q[operand][row * kWidth + 16 * (chunk ^ (row % 8)) + 4 * c]);
   };
   int sum = 0;
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    const std::uint32_t quad = signed_quad(group.codes[i / 2] >> (16 * (i % 2)), times);
-    *at(0, kSteps * half + i) = quad;
+  for (int i = 0; i < 2 * kSteps; ++i) {
+    const std::uint32_t quad = signed_quad(words[i / 2] >> (16 * (i % 2)), times);
+    *at(0, i) = quad;
     sum = __dp4a(static_cast<int>(quad), 0x01010101, sum);
   }
 #pragma unroll
-  for (int lane = 1; lane < kHeadLanes; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
+  for (int lane = 1; lane < kGroups; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
   const int five_times = -sum / 6;
-  *at(1, half) = spread(half == 0 ? -sum - 5 * five_times : five_times, c);
+  *at(1, 0) = spread(-sum - 5 * five_times, c);
+  *at(1, 1) = spread(five_times, c);
   fits = fits && abs(sum) <= kMostSum;
-  *reinterpret_cast<uint2*>(&s.codes[head][2 * part]) = {group.codes[0], group.codes[1]};
-  if (part == 0) {
+  *reinterpret_cast<uint4*>(&s.codes[head][4 * c]) = group.codes;
+  if (c == 0) {
     s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = kWeightFactor * scaled;
     s.scales[head] = scales;
     s.given_weights[head] = weight;
@@ -342,12 +343,12 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
   const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
   Keys keys(s.ring[warp][0], pages, request, first + warpgroup, units, scored);
-  static_assert(kScoreThreads == kHeads * kHeadLanes);
-  const int head = static_cast<int>(threadIdx.x) / kHeadLanes, part = static_cast<int>(threadIdx.x) % kHeadLanes;
-  const RawChannels raw = load_query(tile.p, tile.first + token, head, part);
+  static_assert(kScoreThreads >= kHeads * kGroups && kHeads * kGroups % 32 == 0);
+  const int head = static_cast<int>(threadIdx.x) / kGroups;
+  const RawGroup raw = load_query(tile.p, tile.first + token, head, c);
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) keys.issue(i);
-  const bool fits = prepare_head(s, tile, raw, head, part);
+  const bool fits = head >= kHeads || prepare_head(s, tile, raw, head, c);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif

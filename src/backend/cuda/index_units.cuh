@@ -77,34 +77,36 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
 
 // --- queries
 
-// Eight lanes share a head, 16 channels each.
-constexpr int kHeadLanes = 8, kLaneChannels = kWidth / kHeadLanes;
+// Lanes next to each other share a head, kChannels of it each.
 
 /// A lane's channels of a head as given: bf16, fp32, or encoded.
+template <int kChannels>
 struct RawChannels {
-  uint4 words[4];
+  uint4 words[kChannels / 4];
   std::uint32_t scale;
   float weight;  // of the head
 };
 
 /// All loads are under way when it returns. Heads that are not there are zero.
-__device__ inline RawChannels load_channels(const ops::IndexParams& p, std::int64_t token, int head, int part) {
-  RawChannels raw{};
+template <int kChannels>
+__device__ RawChannels<kChannels> load_channels(const ops::IndexParams& p, std::int64_t token, int head, int part) {
+  RawChannels<kChannels> raw{};
   if (head >= p.num_heads) return raw;
   raw.weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
-  const std::int64_t at = token * p.q.row_stride + head * kWidth + kLaneChannels * part;
-  const int count = p.q.dtype == DType::bf16 ? 2 : p.q.dtype == DType::f32 ? 4 : 0;
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + at * count);
+  const std::int64_t at = token * p.q.row_stride + head * kWidth + kChannels * part;
+  const int bytes = p.q.dtype == DType::bf16 ? 2 : p.q.dtype == DType::f32 ? 4 : 0;
+  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + at * bytes);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (i < count) raw.words[i] = from[i];
+  for (int i = 0; i < kChannels / 4; ++i)
+    if (i < kChannels / 16 * bytes) raw.words[i] = from[i];
   return raw;
 }
 
-__device__ inline void channels_of(const RawChannels& raw, DType dtype, float (&x)[kLaneChannels]) {
-  std::uint32_t pairs[kLaneChannels / 2];
+template <int kChannels>
+__device__ void channels_of(const RawChannels<kChannels>& raw, DType dtype, float (&x)[kChannels]) {
+  std::uint32_t pairs[kChannels / 2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kChannels / 8; ++i) {
     const auto round = [](std::uint32_t low, std::uint32_t high) {
       return bf16_pair(codec::bits_float(low), codec::bits_float(high));
     };
@@ -116,39 +118,41 @@ __device__ inline void channels_of(const RawChannels& raw, DType dtype, float (&
     pairs[4 * i + 3] = wide ? round(b.z, b.w) : given.w;
   }
 #pragma unroll
-  for (int i = 0; i < kLaneChannels / 2; ++i) {
+  for (int i = 0; i < kChannels / 2; ++i) {
     x[2 * i] = low_value(pairs[i]);
     x[2 * i + 1] = high_value(pairs[i]);
   }
 }
 
 /// ops::hadamard_row over a head's 128 channels, without its last rounding.
-__device__ inline void transform(float (&x)[kLaneChannels]) {
+template <int kChannels>
+__device__ void transform(float (&x)[kChannels]) {
 #pragma unroll
-  for (int h = 1; h < kLaneChannels; h *= 2)
+  for (int h = 1; h < kChannels; h *= 2)
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) {
+    for (int i = 0; i < kChannels; ++i) {
       if (i & h) continue;
       const float a = x[i], b = x[i + h];
       x[i] = a + b;
       x[i + h] = a - b;
     }
 #pragma unroll
-  for (int lane = 1; lane < kHeadLanes; lane *= 2) {
+  for (int lane = 1; lane < kWidth / kChannels; lane *= 2) {
     const float sign = (threadIdx.x & lane) != 0 ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) x[i] = codec::fused(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], lane));
+    for (int i = 0; i < kChannels; ++i) x[i] = codec::fused(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], lane));
   }
   const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kWidth)));
 #pragma unroll
-  for (int i = 0; i < kLaneChannels; ++i) x[i] *= scale;
+  for (int i = 0; i < kChannels; ++i) x[i] *= scale;
 }
 
 /// A lane's channels rounded to bf16; returns the largest magnitude, NaN passed over.
-__device__ inline float round_channels(const float (&x)[kLaneChannels], std::uint32_t (&pairs)[kLaneChannels / 2]) {
+template <int kChannels>
+__device__ float round_channels(const float (&x)[kChannels], std::uint32_t (&pairs)[kChannels / 2]) {
   std::uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kLaneChannels / 2; ++i) {
+  for (int i = 0; i < kChannels / 2; ++i) {
     pairs[i] = bf16_pair(x[2 * i], x[2 * i + 1]);
     asm("max.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(pairs[i] & 0x7FFF7FFFu));
   }
