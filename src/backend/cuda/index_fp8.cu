@@ -149,8 +149,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kQuad;
   const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
   Keys keys(s.ring[warp][0], pages, request, first + warpgroup, units, scored);
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) keys.issue(i);
+  keys.begin();
   wait_for_previous();
   let_next_start();
   load_queries(s, tile, token);
@@ -162,19 +161,17 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   float weights[ops::kChainHeads];
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
-  int key = keys.first_key(0) + lane / kQuad + 8 * c;  // whose score this lane writes
+  int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
   float* to = tile.row(token) + key;
-  float* const maxima = tile.has_maxima && scored > kRowNumbers ? tile.maxima(token) : nullptr;
+  float* const maxima = maxima_of(tile, token, scored);
   const int group = group_size(scored);
   // Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
   const std::uint32_t chunk_at = 128 * (lane / kQuad) + 16 * (c ^ (lane / kQuad % 2 * 4));
   std::uint32_t largest = 0;
 
   for (int i = 0; i < units; ++i, key += kStep, to += kStep) {
-    Keys::wait();
-    keys.issue(i + kStages - 1);
-    const std::uint32_t stage = keys.stage(i);
-    const std::uint32_t scale = load_shared4(stage + Keys::kPayloadBytes + kKeyScaleBytes * (lane / kQuad + 8 * c));
+    const std::uint32_t stage = keys.take(), scale = keys.scales();
+    keys.refill(i);
     float sum[kRows];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -2,28 +2,26 @@
 // ops/score_row.h.
 //
 // A key's codes times 2 are whole numbers up to 12. With its largest group scale as the measure, a group d binades
-// below it is shifted left by 2 - d: up to 48, and 2 .. 98 with a bias of 50, which makes them unsigned. A query's head
-// likewise, 3 - d and up to 96, signed. Their products add up to less than 2^22, in integers, which fp32 holds exactly:
-// what the defined group sums in fp32 give, too. Powers of two come off: a head's goes into its weight, a key's is
-// applied to the total. Groups of zeros fit any scale. A warp whose 32 keys do not keep to two binades, or a token
-// whose heads do not keep to three or whose scales and weights come near the ends of fp32, takes sum_slowly instead.
+// below it is shifted left by 3 - d: even numbers up to 96. A query's head likewise, odd ones too. Their products add
+// up to less than 2^22, in integers, which fp32 holds exactly: what the defined group sums in fp32 give, too. Powers of
+// two come off: a head's goes into its weight, a key's is applied to the total. Groups of zeros fit any scale. Keys
+// that do not keep to two binades, and tokens whose heads do not keep to three or whose scales and weights come near
+// the ends of fp32, are left to score_odd, at the end of a warp's share of a token.
 //
-// A warpgroup takes 128 keys at a time, 32 of each warp, as two tiles of 64 keys x 64 heads: 5 wgmma of m64n64k32 each,
-// the first of which takes off what the bias will add. Keys are the register operand: lane c of a quad loads the 16
-// bytes of its row's group c and supplies them as the k-steps' channels 4c .. 4c + 3 and 16 + 4c .. 16 + 4c + 3;
-// queries lie in shared memory with their channels in that order. Two byte permutes look up four codes: the packed
-// nibbles are the selector, whose top bit (the sign) turns the looked-up byte into zero. Heads are ordered so that the
-// accumulators of a lane are one chain of heads in its order. An accumulator's bits, read as a float, are its value
-// times 2^-149, or NaN if it is negative: one saturating addition of zero is the relu.
+// A warpgroup takes 128 keys at a time, 32 of each warp, as two tiles of 64 keys x 64 heads: 4 wgmma of m64n64k32 each.
+// Keys are the register operand: lane c of a quad loads the 16 bytes of its row's group c and supplies them as the
+// k-steps' channels 4c .. 4c + 3 and 16 + 4c .. 16 + 4c + 3; queries lie in shared memory with their channels in that
+// order. Two byte permutes look up four codes: the packed nibbles are the selector, whose top bit (the sign) turns the
+// looked-up byte into zero. Heads are ordered so that the accumulators of a lane are one chain of heads in its order.
+// An accumulator's bits, read as a float, are its value times 2^-149, or NaN if it is negative: one saturating addition
+// of zero is the relu.
 //
 // Pipeline: a thread block of four warpgroups per multiprocessor, each warpgroup on its own keys: while one's products
 // are under way, others expand keys or add heads. Each warp has three units' keys on their way into its own ring
 // (cp.async), no barrier but the warp's own. All blocks take an equal run of units from the list of all tokens' units.
 //
-// Bound by instructions: about 240 per warp and 16 keys, of which 64 add heads and 72 look up codes, at 2.3 per clock;
-// the matrix unit is busy 35 % of the time and takes its share of the registers' ports. 18 % of the warps' time was
-// waiting at the ends of tokens, for warpgroups do not run equally fast. 32,768 keys of each of 128 requests: 117 us on
-// an H200 at 1.75 GHz, 2026-11-15, 6.4 clocks a key where the memory would allow one in 4.
+// Bound by instructions: about 210 per warp and 16 keys, of which 64 add heads and 72 look up codes: permutes and
+// shifts share a pipe of 16 lanes, so complements and sums are multiplications, on another.
 #include <cstdint>
 
 #include "backend/cuda/index_units.cuh"
@@ -34,15 +32,12 @@ namespace {
 constexpr int kGroups = kQuad, kGroupChannels = kWidth / kGroups, kKeyBytes = kWidth / 2;
 constexpr int kStages = 4;
 using Keys = KeyStream<kKeyBytes, kStages>;
-constexpr int kSteps = 4;
-constexpr int kKeyShift = 2, kQueryShift = 3, kBias = 50;
-constexpr std::uint32_t kBiases = kBias * 0x01010101u, kSigns = 0x88888888u;
+constexpr int kSteps = 4, kLookups = 4;
+constexpr int kKeyShift = 2, kQueryShift = 3;
+constexpr std::uint32_t kSigns = 0x88888888u;
 constexpr std::uint32_t kLowCodes = 0x03020100u, kHighCodes = 0x0C080604u;  // e2m1_double of codes 0 to 3, 4 to 7
-// The bias adds kBias times the sum of a query's head. A k-step of its own takes it off: keys of kBias and, in the
-// other half of its channels, of 5 * kBias, against bytes that add up to minus the sum, five times the latter counted.
-constexpr int kMostSum = 6 * 16 * 125;
-static_assert(kWidth * (12 << kKeyShift) * (12 << kQueryShift) < 1 << 22, "negative ones are NaN");
-static_assert((12 << kKeyShift) < kBias && kBias + (12 << kKeyShift) < 128, "a looked-up byte has no sign");
+static_assert(kWidth * (24 << kKeyShift) * (12 << kQueryShift) < 1 << 22, "negative ones are NaN");
+static_assert((24 << kKeyShift) < 128, "a looked-up byte has no sign");
 
 // Within these every intermediate result is a normal number and no sum overflows: a key's largest scale byte, a head's,
 // and its weight with the head's scale in it.
@@ -54,17 +49,6 @@ constexpr float kLeastWeight = 0x1p-45f, kMostWeight = 0x1p35f;
 constexpr int kSumShift = 59;
 constexpr float kWeightFactor = 0x1p90f;  // 2^(149 - kSumShift)
 
-struct Shared {
-  std::uint8_t q[2][kHeads * kWidth];  // matrix operands, 128-byte rows with swizzled chunks: queries; bias (2 chunks)
-  std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
-  float weights[kGroups][ops::kChainHeads];    // [chain]: the head's weight times its scale
-  std::uint32_t codes[kHeads][kKeyBytes / 4];  // as encoded, for sum_slowly
-  std::uint32_t scales[kHeads];
-  float given_weights[kHeads];
-  ShareRoom share;
-};
-static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0);
-
 // --- codes to bytes
 
 /// The permute reads 16 bits of its selector; __byte_perm would mask them once more.
@@ -74,28 +58,45 @@ __device__ std::uint32_t permute(std::uint32_t low, std::uint32_t high, std::uin
   return out;
 }
 
-/// kBias + value of each code, under one scale.
-struct Lookup {
+/// Twice the value of each code under one scale, as a signed byte, in two parts of which one is zero, whatever the
+/// code: a permute makes zero of a byte without its top bit where the selector's is set. So it looks up positive codes'
+/// bytes with the codes, negative ones' with their complements, which count from 7 down; the latter lie in 7 bits, one
+/// to the right of their place.
+struct alignas(16) Lookup {
   std::uint32_t positive_low, positive_high, negative_low, negative_high;
 
-  /// times: a power of two.
-  __device__ explicit Lookup(std::uint32_t times)
-      : positive_low(kBiases + kLowCodes * times),
-        positive_high(kBiases + kHighCodes * times),
-        negative_low(kBiases - kLowCodes * times),
-        negative_high(kBiases - kHighCodes * times) {}
+  /// times: a power of two, or 0.
+  __host__ __device__ constexpr explicit Lookup(std::uint32_t times)
+      : positive_low(2 * kLowCodes * times),
+        positive_high(2 * kHighCodes * times),
+        negative_low(reversed(0x80808080u - kHighCodes * times) & 0x7F7F7F7Fu),
+        negative_high(reversed(0x80808080u - kLowCodes * times) & 0x7F7F7F7Fu) {}
+
+ private:
+  __host__ __device__ static constexpr std::uint32_t reversed(std::uint32_t x) {
+    return x << 24 | (x & 0xFF00u) << 8 | (x >> 8 & 0xFF00u) | x >> 24;
+  }
 };
+
+/// a * b + c on the pipe that the permutes do not need.
+__device__ std::uint32_t multiply_add(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  std::uint32_t out;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
 
 /// Two quads of bytes from 8 codes.
 __device__ void expand(const Lookup& t, std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
-  const std::uint32_t flipped = codes ^ kSigns;
-  // Of two bytes one is zero. A sum: on either pipe.
-  low = permute(t.positive_low, t.positive_high, codes) + permute(t.negative_low, t.negative_high, flipped);
-  high =
-      permute(t.positive_low, t.positive_high, codes >> 16) + permute(t.negative_low, t.negative_high, flipped >> 16);
+  const auto quad = [&](std::uint32_t selector) {
+    const std::uint32_t complement = multiply_add(selector, 0xFFFF, 0xFFFF);  // of its 16 bits
+    return multiply_add(permute(t.negative_low, t.negative_high, complement), 2,
+                        permute(t.positive_low, t.positive_high, selector));
+  };
+  low = quad(codes);
+  high = quad(codes >> 16);
 }
 
-/// Signed bytes of 4 codes, without a bias: up to 96 would not fit beside one.
+/// Signed bytes of 4 codes, odd ones too.
 __device__ std::uint32_t signed_quad(std::uint32_t codes, std::uint32_t times) {
   const std::uint32_t magnitudes = permute(kLowCodes * times, kHighCodes * times, codes & ~kSigns);
   const std::uint32_t signs = permute(0x0000FF00u, 0, codes >> 3 & 0x1111u);
@@ -104,31 +105,44 @@ __device__ std::uint32_t signed_quad(std::uint32_t codes, std::uint32_t times) {
 
 __device__ bool any_code(const uint4& codes) { return ((codes.x | codes.y | codes.z | codes.w) & ~kSigns) != 0; }
 
+// --- shared memory
+
+struct Shared {
+  std::uint8_t q[kHeads * kWidth];  // a matrix operand, 128-byte rows with swizzled chunks
+  std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
+  float weights[kGroups][ops::kChainHeads];    // [chain]: the head's weight times its scale
+  std::uint32_t codes[kHeads][kKeyBytes / 4];  // as encoded, for sum_slowly
+  std::uint32_t scales[kHeads];
+  float given_weights[kHeads];
+  Lookup lookups[kLookups];  // Lookup of groups so many binades below
+  ShareRoom share;
+
+  __device__ const Lookup& lookup_at(std::uint32_t offset) const {
+    return *reinterpret_cast<const Lookup*>(reinterpret_cast<const std::uint8_t*>(lookups) + offset);
+  }
+};
+static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && offsetof(Shared, lookups) % 16 == 0);
+
 // --- the defined arithmetic, for what does not fit the fast one
 
 /// One chain of a key's heads.
 __device__ __noinline__ float sum_slowly(const Shared& s, const std::uint8_t* key, const std::uint8_t* scale, int chain,
                                          int num_heads) {
-  const Lookup plain(1);
+  constexpr Lookup plain(1);
   float sum = 0.0f;
   for (int head = chain * ops::kChainHeads; head < min((chain + 1) * ops::kChainHeads, num_heads); ++head) {
     float dot = 0.0f;
     for (int g = 0; g < kGroups; ++g) {
-      std::uint32_t products = 0, k_sum = 0, q_sum = 0;
+      int products = 0;  // of bytes that are four times the values
       for (int i = 0; i < 4; ++i) {
         std::uint32_t k[2], q[2];
         expand(plain, reinterpret_cast<const std::uint32_t*>(key)[4 * g + i], k[0], k[1]);
         expand(plain, s.codes[head][4 * g + i], q[0], q[1]);
-        for (int half = 0; half < 2; ++half) {
-          products = __dp4a(k[half], q[half], products);
-          k_sum = __dp4a(k[half], 0x01010101u, k_sum);
-          q_sum = __dp4a(q[half], 0x01010101u, q_sum);
-        }
+        for (int half = 0; half < 2; ++half)
+          products = __dp4a(static_cast<int>(k[half]), static_cast<int>(q[half]), products);
       }
-      // (k + bias) (q + bias), 32 of them
-      const int exact = static_cast<int>(products) - kBias * static_cast<int>(k_sum + q_sum) + 32 * kBias * kBias;
       const float q_scale = codec::ue8m0_value(static_cast<std::uint8_t>(s.scales[head] >> (8 * g)));
-      dot = dot + static_cast<float>(exact) * (codec::ue8m0_value(scale[g]) * 0.25f) * q_scale;
+      dot = dot + static_cast<float>(products / 4) * (codec::ue8m0_value(scale[g]) * 0.25f) * q_scale;
     }
     sum = codec::fused(s.given_weights[head], ops::relu(dot), sum);
   }
@@ -187,15 +201,6 @@ __device__ Group encode(const float (&x)[kGroupChannels]) {
   return {{words[0], words[1], words[2], words[3]}, static_cast<std::uint32_t>(exponent + 127)};
 }
 
-/// Word c of the 16 bytes that `sum` is spread over, as evenly as can be.
-__device__ std::uint32_t spread(int sum, int c) {
-  const int each = sum >> 4, rest = sum & 15;
-  std::uint32_t word = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) word |= static_cast<std::uint32_t>((each + (4 * c + i < rest)) & 0xFF) << (8 * i);
-  return word;
-}
-
 /// A head of a token into shared memory, made by a quad. Whether the fast arithmetic holds for it.
 __device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& raw, int head, int c) {
   const float weight = raw.weight;
@@ -227,22 +232,10 @@ __device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& r
   const std::uint32_t times = (1u << kQueryShift) >> min(below, kQueryShift);
   const std::uint32_t words[kSteps] = {group.codes.x, group.codes.y, group.codes.z, group.codes.w};
   const int row = operand_row(head);
-  const auto at = [&](int operand, int chunk) {
-    return reinterpret_cast<std::uint32_t*>(&s.q[operand][row * kWidth + 16 * (chunk ^ (row % 8)) + 4 * c]);
-  };
-  int sum = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * kSteps; ++i) {
-    const std::uint32_t quad = signed_quad(words[i / 2] >> (16 * (i % 2)), times);
-    *at(0, i) = quad;
-    sum = __dp4a(static_cast<int>(quad), 0x01010101, sum);
-  }
-#pragma unroll
-  for (int lane = 1; lane < kGroups; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
-  const int five_times = -sum / 6;
-  *at(1, 0) = spread(-sum - 5 * five_times, c);
-  *at(1, 1) = spread(five_times, c);
-  fits = fits && abs(sum) <= kMostSum;
+  for (int i = 0; i < 2 * kSteps; ++i)
+    *reinterpret_cast<std::uint32_t*>(&s.q[row * kWidth + 16 * (i ^ (row % 8)) + 4 * c]) =
+        signed_quad(words[i / 2] >> (16 * (i % 2)), times);
   *reinterpret_cast<uint4*>(&s.codes[head][4 * c]) = group.codes;
   if (c == 0) {
     s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = kWeightFactor * scaled;
@@ -255,11 +248,10 @@ __device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& r
 // --- products
 
 template <bool kAdd>
-__device__ void multiply(std::int32_t (&d)[32], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
-                         std::uint64_t b) {
+__device__ void multiply(std::int32_t (&d)[32], const std::uint32_t (&a)[4], std::uint64_t b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 "
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, %37;"
@@ -267,17 +259,16 @@ __device__ void multiply(std::int32_t (&d)[32], std::uint32_t a0, std::uint32_t 
         "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),
         "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]),
         "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kAdd ? 1 : 0));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 #endif
 }
 
-__device__ void multiply_tile(std::int32_t (&d)[32], const std::uint32_t (&a)[kSteps][4], std::uint64_t queries,
-                              std::uint64_t bias) {
+__device__ void multiply_tile(std::int32_t (&d)[32], const std::uint32_t (&a)[kSteps][4], std::uint64_t queries) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  multiply<false>(d, kBiases, kBiases, 5 * kBiases, 5 * kBiases, bias);
+  multiply<false>(d, a[0], queries);
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) multiply<true>(d, a[i][0], a[i][1], a[i][2], a[i][3], queries + (32 >> 4) * i);
+  for (int i = 1; i < kSteps; ++i) multiply<true>(d, a[i], queries + (32 >> 4) * i);
   asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < 32; ++i) asm volatile("" : "+r"(d[i])::"memory");
@@ -300,6 +291,7 @@ __device__ void add_heads(const std::int32_t (&d)[32], const float (&weights)[op
     add(second, d[at + 2], weights[i]);
   }
 }
+
 /// Lane c of a quad gets byte c of each lane's word.
 __device__ std::uint32_t transpose_quad(std::uint32_t word, int c) {
   const std::uint32_t pairs = permute(word, __shfl_xor_sync(kAllLanes, word, 1), c % 2 == 0 ? 0x6240u : 0x3715u);
@@ -311,29 +303,49 @@ __device__ std::uint32_t largest_byte(std::uint32_t word) {
   return max(pair & 0xFFFFu, pair >> 16);
 }
 
-/// Totals of a warp whose keys may not fit the fast arithmetic: the one it made, or the defined sum if a group that
-/// counts is out of bounds. Keys of zeros are zero whatever their scales.
-__device__ __noinline__ float score_odd(const Shared& s, const std::uint8_t* stage, int seen, float total, bool fast,
-                                        int num_heads) {
+/// Whether a key's largest scale byte is out of bounds.
+__device__ bool is_extreme(std::uint32_t most) { return most - kLeastKeyScale >= kKeyScales; }
+
+/// A warp's keys of `units` units, every kStep-th from first_key on, that may not fit the fast arithmetic: the score it
+/// left, or the defined sum if a group that counts is out of bounds, or everywhere. Keys of zeros are zero whatever
+/// their scales.
+__device__ __noinline__ void score_odd(const Shared& s, const IndexTile& tile, const Pages& pages, int token,
+                                       int request, int first_key, int units, int scored, bool everywhere) {
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
-  const std::uint8_t* scales = stage + Keys::kPayloadBytes;
-  bool slow = !fast;
-  for (int key = lane / kGroups; key < min(seen, kWarpKeys); key += 8) {
-    const std::uint32_t most = largest_byte(*reinterpret_cast<const std::uint32_t*>(scales + kGroups * key));
-    slow |= (most - scales[kGroups * key + c] > kKeyShift || most - kLeastKeyScale >= kKeyScales) &&
-            any_code(*reinterpret_cast<const uint4*>(stage + kKeyBytes * key + 16 * c));
-  }
-  if (__any_sync(kAllLanes, slow)) {
-    float sum[kRows];
-    for (int i = 0; i < kRows; ++i) {
-      const int key = lane / kGroups + 8 * i;
-      sum[i] = sum_slowly(s, stage + kKeyBytes * key, scales + kGroups * key, c, num_heads);
+  const int own = static_cast<int>(Keys::own_key());
+  const std::int32_t* table = pages.table + std::int64_t{request} * pages.blocks_per_request;
+  const std::uint32_t row = pages.row_of(first_key);
+  float* const maxima = maxima_of(tile, token, scored);
+  for (; units > 0 && first_key < scored; --units, first_key += kStep) {
+    const std::int32_t block = table[first_key >> pages.block_shift];
+    if (block < 0) continue;
+    const std::uint8_t* keys = pages.payload_of(static_cast<std::uint32_t>(block)) + kKeyBytes * row;
+    const std::uint8_t* scales = pages.scale_of(static_cast<std::uint32_t>(block)) + kGroups * row;
+    const auto most_of = [&](int key) {
+      return largest_byte(*reinterpret_cast<const std::uint32_t*>(scales + kGroups * key));
+    };
+    bool slow = everywhere;
+    for (int key = lane / kGroups; key < min(scored - first_key, kWarpKeys); key += 8) {
+      const std::uint32_t most = most_of(key);
+      slow |= (most - scales[kGroups * key + c] > kKeyShift || is_extreme(most)) &&
+              any_code(*reinterpret_cast<const uint4*>(keys + kKeyBytes * key + 16 * c));
     }
-    return codec::canonical_nan(add_chains(sum, c));
+    const bool is_seen = first_key + own < scored;
+    float* const to = tile.row(token) + first_key + own;
+    float total = 0.0f;
+    if (__any_sync(kAllLanes, slow)) {
+      float sum[kRows];
+      for (int i = 0; i < kRows; ++i) {
+        const int key = lane / kGroups + 8 * i;
+        sum[i] = sum_slowly(s, keys + kKeyBytes * key, scales + kGroups * key, c, tile.p.num_heads);
+      }
+      total = codec::canonical_nan(add_chains(sum, c));
+    } else if (is_seen && !is_extreme(most_of(own))) {
+      total = *to;
+    }
+    if (is_seen) *to = total;
+    if (maxima != nullptr) write_maxima(maxima, first_key, group_size(scored), is_seen ? total : kNoScore);
   }
-  const int mine = lane / kGroups + 8 * c;
-  const std::uint32_t most = largest_byte(*reinterpret_cast<const std::uint32_t*>(scales + kGroups * mine));
-  return most - kLeastKeyScale >= kKeyScales ? 0.0f : total;
 }
 
 /// Units [first, first + count) of a token: the queries' part of Shared is written anew.
@@ -344,34 +356,35 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
   Keys keys(s.ring[warp][0], pages, request, first + warpgroup, units, scored);
   static_assert(kScoreThreads >= kHeads * kGroups && kHeads * kGroups % 32 == 0);
-  const int head = static_cast<int>(threadIdx.x) / kGroups;
+  int head = static_cast<int>(threadIdx.x) / kGroups;
+  asm volatile("" : "+r"(head));  // or its addresses would be kept in registers from token to token
   const RawGroup raw = load_query(tile.p, tile.first + token, head, c);
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) keys.issue(i);
+  keys.begin();
   const bool fits = head >= kHeads || prepare_head(s, tile, raw, head, c);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
   const bool fast = __syncthreads_and(fits);
-  const std::uint64_t queries = operand_of(s.q[0]), bias = operand_of(s.q[1]);
+  const std::uint64_t queries = operand_of(s.q);
   float weights[ops::kChainHeads];
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
-  int key = keys.first_key(0) + lane / kGroups + 8 * c;  // whose score this lane writes
-  float* to = tile.row(token) + key;
-  float* const maxima = tile.has_maxima && scored > kRowNumbers ? tile.maxima(token) : nullptr;
+  int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
+  float* const row = tile.row(token);
+  float* const maxima = maxima_of(tile, token, scored);
   const int group = group_size(scored);
+  const int fast_units = fast ? units : 0;
+  int first_odd = fast_units;  // the first unit with keys that do not fit
 
-  for (int i = 0; i < units; ++i, key += kStep, to += kStep) {
-    Keys::wait();
-    keys.issue(i + kStages - 1);
-    const std::uint32_t stage = keys.stage(i);
-    const std::uint32_t scales = load_shared4(stage + Keys::kPayloadBytes + kGroups * (lane / kGroups + 8 * c));
+  for (int i = 0; i < fast_units; ++i, key += kStep) {
+    const std::uint32_t stage = keys.take() + 16 * lane;
+    const std::uint32_t scales = keys.scales();
+    keys.refill(i);
     const std::uint32_t most = largest_byte(scales), below = most * 0x01010101u - scales;
-    static_assert(kKeyShift == 2 && kKeyScales == 128);
-    const bool odd =
-        ((((below & 0x7F7F7F7Fu) + 0x7D7D7D7Du) | below) & 0x80808080u) != 0 || most - kLeastKeyScale >= kKeyScales;
-    const std::uint32_t shifts = transpose_quad(below, c);
+    static_assert(kKeyShift == 2 && kLookups == 4);
+    const bool odd = (((below & 0x7F7F7F7Fu) + 0x7D7D7D7Du) | below) & 0x80808080u || is_extreme(most);
+    // Offsets of lookups. If a group is further below, any does: its codes are zeros or its unit is odd.
+    const std::uint32_t lookups = transpose_quad((below & 0x03030303u) * sizeof(Lookup), c);
 
     float sum[kRows];
 #pragma unroll
@@ -380,26 +393,29 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int row = 2 * half + k;
-        const uint4 codes = load_shared16(stage + 512 * row + 16 * lane);
-        const Lookup lookup((1u << kKeyShift) >> (shifts >> (8 * row) & 31u));
+        const uint4 codes = load_shared16(stage + 512 * row);
+        const Lookup lookup = s.lookup_at(permute(lookups, 0, 0x4440u + row));
         expand(lookup, codes.x, a[0][k], a[0][2 + k]);
         expand(lookup, codes.y, a[1][k], a[1][2 + k]);
         expand(lookup, codes.z, a[2][k], a[2][2 + k]);
         expand(lookup, codes.w, a[3][k], a[3][2 + k]);
       }
       std::int32_t products[32] = {};  // no instruction: the first step does not read them
-      multiply_tile(products, a, queries, bias);
+      multiply_tile(products, a, queries);
       add_heads(products, weights, sum[2 * half], sum[2 * half + 1]);
     }
-    float total = add_chains(sum, c) * codec::bits_float((most + (kSumShift - kKeyShift - 1)) << 23);
-    if (__any_sync(kAllLanes, odd || !fast))
-      total = score_odd(s, s.ring[warp][i % kStages], scored - keys.first_key(i), total, fast, tile.p.num_heads);
-    if (key < scored) *to = total;
-    if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group, key < scored ? total : kNoScore);
+    const float total = add_chains(sum, c) * codec::bits_float((most + (kSumShift - kKeyShift - 2)) << 23);
+    const bool is_seen = key < scored;
+    if (is_seen) row[key] = total;
+    if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group, is_seen ? total : kNoScore);
+    if (__any_sync(kAllLanes, odd && is_seen)) first_odd = min(first_odd, i);
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
+  if (first_odd < units)
+    score_odd(s, tile, pages, token, request, keys.first_key(first_odd), units - first_odd, scored, !fast);
   __syncthreads();  // the queries may change
 }
+
 __global__ void __launch_bounds__(kScoreThreads, 1)
     score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
@@ -410,6 +426,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   let_next_start();
   // Those it would begin with if all tokens were equally long, while it looks for its share.
   prefetch_queries(tile, static_cast<int>(std::int64_t{blockIdx.x} * tile.count / gridDim.x));
+  if (threadIdx.x < kLookups) s.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   Share share = find_share(s.share, tile);
   while (share.count > 0) {
     const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];

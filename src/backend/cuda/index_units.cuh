@@ -192,79 +192,14 @@ struct Pages {
   const std::int32_t* table;                   // [requests, blocks_per_request]
   std::int32_t blocks_per_request;
 
+  /// A key's row in its block.
+  __device__ std::uint32_t row_of(int key) const { return static_cast<std::uint32_t>(key & ((1 << block_shift) - 1)); }
   __device__ const std::uint8_t* payload_of(std::uint32_t block) const {
     return payload + std::uint64_t{block} * payload_stride;
   }
   __device__ const std::uint8_t* scale_of(std::uint32_t block) const {
     return scale + std::uint64_t{block} * scale_stride;
   }
-};
-
-/// A warp's part of its warpgroup's units of keys on their way from the pages to its ring, which holds kStages of them.
-/// Of every other row of 128 bytes the halves change places, so that quads can load four chunks of a row each without
-/// bank conflicts.
-template <int kKeyBytes, int kStages>
-class KeyStream {
- public:
-  static constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kKeyScaleBytes;
-  static_assert(kStageBytes % 16 == 0 && (kKeyBytes == 64 || kKeyBytes == 128));
-
-  /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
-  __device__ KeyStream(const std::uint8_t* ring, const Pages& pages, int request, int first_unit, int units, int scored)
-      : pages_(pages),
-        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
-        units_(units),
-        scored_(scored),
-        row_(static_cast<std::uint32_t>(first_ & ((1 << pages.block_shift) - 1))),
-        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
-        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))),
-        next_(load_id(0)) {}
-
-  __device__ int first_key(int i) const { return first_ + i * kStep; }
-  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
-
-  /// In order. Keys that no token sees are left as they come.
-  __device__ void issue(int i) {
-    if (i % 32 == 0) {
-      ids_ = next_;
-      next_ = load_id(i + 32);
-    }
-    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
-    if (block >= 0) {
-      const std::uint32_t lane = threadIdx.x % 32, swapped = kKeyBytes == 128 ? lane / 8 % 2 * 4 : 0;
-      const std::uint32_t to = stage(i) + 16 * (lane ^ swapped);
-      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row_ + 16 * lane);
-#pragma unroll
-      for (int at = 0; at < kPayloadBytes; at += 512) copy16(to + at, from + at);
-      if (lane < kWarpKeys * kKeyScaleBytes / 16)  // none of them swapped
-        copy16(to + kPayloadBytes,
-               pages_.scale_of(static_cast<std::uint32_t>(block)) + (kKeyScaleBytes * row_ + 16 * lane));
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-
-  /// Until all but the kStages - 2 newest are there.
-  __device__ static void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncwarp();
-  }
-
- private:
-  /// The block of this lane's unit from the i-th on.
-  __device__ std::int32_t load_id(int i) const {
-    i += static_cast<int>(threadIdx.x % 32);
-    return i < units_ && first_key(i) < scored_ ? table_[first_key(i) >> pages_.block_shift] : -1;
-  }
-  __device__ static void copy16(std::uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  }
-
-  const Pages& pages_;
-  int first_, units_, scored_;
-  std::uint32_t row_;  // in any block
-  const std::int32_t* table_;
-  std::uint32_t ring_;
-  std::int32_t ids_ = -1, next_;
 };
 
 __device__ inline uint4 load_shared16(std::uint32_t at) {
@@ -278,6 +213,99 @@ __device__ inline std::uint32_t load_shared4(std::uint32_t at) {
   return v;
 }
 
+/// A warp's part of its warpgroup's units of keys on their way from the pages to its ring, which holds kStages of them.
+/// Of every other row of 128 bytes the halves change places, so that quads can load four chunks of a row each without
+/// bank conflicts. Each lane has a key of its own, whose scales it copies and whose score it writes.
+template <int kKeyBytes, int kStages>
+class KeyStream {
+ public:
+  static constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kKeyScaleBytes;
+  static_assert(kStageBytes % 16 == 0 && (kKeyBytes == 64 || kKeyBytes == 128));
+
+  /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
+  __device__ KeyStream(const std::uint8_t* ring, const Pages& pages, int request, int first_unit, int units, int scored)
+      : pages_(pages),
+        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
+        units_(units),
+        scored_(scored),
+        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
+        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))) {
+    const std::uint32_t row = pages.row_of(first_), lane = threadIdx.x % 32;
+    payload_ = pages.payload + (kKeyBytes * row + 16 * lane);
+    scale_ = pages.scale + kKeyScaleBytes * (row + own_key());
+    asm("" : "+l"(payload_), "+l"(scale_), "+r"(ring_));  // kept, not made anew for every unit
+    next_ = load_id(0);
+  }
+
+  /// Of the 32 of a warp and unit.
+  __device__ static std::uint32_t own_key() { return threadIdx.x % 32 / kQuad + 8 * (threadIdx.x % kQuad); }
+
+  /// The first key of the i-th unit.
+  __device__ int first_key(int i) const { return first_ + i * kStep; }
+
+  /// Asks for the first units.
+  __device__ void begin() {
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      free_ = i * kStageBytes;
+      ask(i);
+    }
+    stage_ = (kStages - 1) * kStageBytes;
+  }
+
+  /// The next unit, once it is there: where its keys lie, at 64 or 128 bytes from each to the next.
+  __device__ std::uint32_t take() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncwarp();
+    free_ = stage_;
+    stage_ = stage_ == (kStages - 1) * kStageBytes ? 0 : stage_ + kStageBytes;
+    return ring_ + stage_;
+  }
+  /// The scales of the lane's own key of the unit that was taken last.
+  __device__ std::uint32_t scales() const {
+    return load_shared4(ring_ + stage_ + kPayloadBytes + kKeyScaleBytes * (threadIdx.x % 32));
+  }
+
+  /// Asks for the unit kStages - 1 after the i-th, which was taken last: in place of the one before that.
+  __device__ void refill(int i) { ask(i + kStages - 1); }
+
+ private:
+  /// In order. Keys that no token sees are left as they come.
+  __device__ void ask(int i) {
+    if (i % 32 == 0) {
+      ids_ = next_;
+      next_ = load_id(i + 32);
+    }
+    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
+    const std::uint32_t lane = threadIdx.x % 32, swapped = kKeyBytes == 128 ? lane / 8 % 2 * 4 : 0;
+    const std::uint32_t to = ring_ + free_ + 16 * (lane ^ swapped), id = static_cast<std::uint32_t>(block);
+    if (block >= 0) {
+      const std::uint8_t* from = payload_ + std::uint64_t{id} * pages_.payload_stride;
+#pragma unroll
+      for (int at = 0; at < kPayloadBytes; at += 512)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at) : "memory");
+      asm volatile(
+          "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(ring_ + free_ + kPayloadBytes + kKeyScaleBytes * lane),
+          "l"(scale_ + std::uint64_t{id} * pages_.scale_stride)
+          : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  /// The block of this lane's unit from the i-th on.
+  __device__ std::int32_t load_id(int i) const {
+    i += static_cast<int>(threadIdx.x % 32);
+    return i < units_ && first_key(i) < scored_ ? table_[first_key(i) >> pages_.block_shift] : -1;
+  }
+
+  const Pages& pages_;
+  int first_, units_, scored_;
+  const std::int32_t* table_;
+  const std::uint8_t *payload_, *scale_;  // this lane's in block 0
+  std::uint32_t ring_, stage_, free_;     // stages as offsets
+  std::int32_t ids_ = -1, next_;
+};
+
 // --- scores
 
 /// (c0 + c1) + (c2 + c3) of a quad's four keys: lane c gets the c-th one's.
@@ -286,6 +314,11 @@ __device__ inline float add_chains(const float (&sum)[kRows], int c) {
   const float low = (odd ? sum[1] : sum[0]) + __shfl_xor_sync(kAllLanes, odd ? sum[0] : sum[1], 1);
   const float high = (odd ? sum[3] : sum[2]) + __shfl_xor_sync(kAllLanes, odd ? sum[2] : sum[3], 1);
   return (upper ? high : low) + __shfl_xor_sync(kAllLanes, upper ? low : high, 2);
+}
+
+/// Where a token's maxima go, if it has any.
+__device__ inline float* maxima_of(const IndexTile& tile, int token, int scored) {
+  return tile.has_maxima && scored > kRowNumbers ? tile.maxima(token) : nullptr;
 }
 
 /// The largest score of each group of a unit's keys, of which this lane has one. NaN is passed over.
