@@ -46,10 +46,11 @@ class DeviceArray {
   T* data_ = nullptr;
 };
 
-// edges: of mxfp4, scales of a row that lie exactly so many binades apart, rows of nothing but the largest code.
+// edges: of mxfp4, scales of a row that lie exactly so many binades apart, rows of nothing but the largest code;
+// rare_edges: a few such keys.
 // codes: of fp8, any but NaN, so that products lie far apart.
 // cutoff: of fp8, one product of 2^16 and then many of 7/8 of its ulp.
-enum class Data { normal, spread, extreme, repeated, edges, codes, cutoff };
+enum class Data { normal, spread, extreme, repeated, edges, rare_edges, codes, cutoff };
 
 struct Case {
   std::string name;
@@ -150,7 +151,8 @@ class IndexKernel : public testing::TestWithParam<Case> {
         encode(x.data(), page + row * payload_bytes(), scales);
         if (c_.data == Data::extreme && c_.format == Format::mxfp4 && random_() % 16 == 0)
           scales[random_() % scale_bytes()] = static_cast<std::uint8_t>(random_());
-        if (c_.data == Data::edges) change_to_edge(page + row * payload_bytes(), scales);
+        if (c_.data == Data::edges || (c_.data == Data::rare_edges && random_() % 200 == 0))
+          change_to_edge(page + row * payload_bytes(), scales);
         if (c_.format == Format::fp8 && c_.data == Data::spread && random_() % 16 == 0)
           page[row * payload_bytes() + random_() % c_.width] = codec::kE4m3Nan;
         if (c_.data == Data::cutoff) change_to_cutoff(page + row * payload_bytes(), scales, 0x1E);
@@ -434,6 +436,11 @@ std::vector<Case> make_cases() {
     c.q = DType::u8, c.hadamard = false, c.data = Data::edges, c.top = 100;
     for (int i = 0; i < 20; ++i) c.lengths.push_back(500 + i), c.counts.push_back(1);
   });
+  // Few keys, of some units only, that the fast arithmetic of mxfp4 is not for.
+  for (const int length : {6000, 60000, 140000})
+    add("rare_edges_" + std::to_string(length),
+        [&](Case& c) { c.data = Data::rare_edges, c.heads = 3, c.lengths = {length}, c.counts = {1}; });
+  add("long_extreme", [](Case& c) { c.data = Data::extreme, c.heads = 2, c.lengths = {60000}, c.counts = {1}; });
   add("narrow", [](Case& c) { c.width = 32, c.heads = 3, c.top = 20, c.lengths = {500}; });
   add("wide", [](Case& c) { c.width = 512, c.heads = 20, c.top = 20, c.lengths = {700}; });
   for (const Format format : {Format::nvfp4, Format::fp8, Format::bf16})
