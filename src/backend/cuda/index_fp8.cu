@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kEncodeThreads) encode_fp8_queries(const __gri
   if (tile.p.q.dtype == DType::u8 || tile.p.step.tokens[tile.first + token].padded()) return;
   const auto raw = load_channels<kLaneChannels>(tile.p, tile.first + token, head, part);
   float x[kLaneChannels];
-  channels_of(raw, tile.p.q.dtype, x);
+  channels_of(raw, x);
   if (tile.kind().hadamard) transform(x);
   std::uint32_t pairs[kLaneChannels / 2];
   float amax = round_channels(x, pairs);

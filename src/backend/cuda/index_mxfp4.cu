@@ -16,11 +16,16 @@
 // An accumulator's bits, read as a float, are its value times 2^-149, or NaN if it is negative: one saturating addition
 // of zero is the relu.
 //
-// Pipeline: a thread block of four warpgroups per multiprocessor, each warpgroup on its own keys: while one's products
-// are under way, others expand keys or add heads. Each warp has three units' keys on their way into its own ring
-// (cp.async), no barrier but the warp's own. All blocks take an equal run of units from the list of all tokens' units.
+// Pipeline: a thread block of four warpgroups per multiprocessor, each warpgroup on its own keys. While the products of
+// a tile are under way the keys of the next are expanded, so that a warpgroup hardly waits for the matrix unit; one set
+// of accumulators, weights from shared memory, or registers would not do. Each warp has three units' keys on their way
+// into its own ring (cp.async), no barrier but the warp's own. All blocks take an equal run of units from the list of
+// all tokens' units.
 //
-// Bound by instructions: about 210 per warp and 16 keys, of which 64 add heads and 72 look up codes: permutes and
+// Products under way in a loop need a trip count that the compiler knows to be the same in all of a warp's lanes, or it
+// waits after each wgmma.
+//
+// Bound by instructions: about 230 per warp and 16 keys, of which 64 add heads and 72 look up codes: permutes and
 // shifts share a pipe of 16 lanes, so complements and sums are multiplications, on another.
 #include <cstdint>
 
@@ -110,8 +115,8 @@ __device__ bool any_code(const uint4& codes) { return ((codes.x | codes.y | code
 struct Shared {
   std::uint8_t q[kHeads * kWidth];  // a matrix operand, 128-byte rows with swizzled chunks
   std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
-  float weights[kGroups][ops::kChainHeads];    // [chain]: the head's weight times its scale
-  std::uint32_t codes[kHeads][kKeyBytes / 4];  // as encoded, for sum_slowly
+  float weights[kGroups][ops::kChainHeads + 4];  // [chain]: the head's weight times its scale; no bank conflicts
+  std::uint32_t codes[kHeads][kKeyBytes / 4];    // as encoded, for sum_slowly
   std::uint32_t scales[kHeads];
   float given_weights[kHeads];
   Lookup lookups[kLookups];  // Lookup of groups so many binades below
@@ -207,7 +212,7 @@ __device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& r
   Group group{raw.words[0], raw.scale};
   if (tile.p.q.dtype != DType::u8) {
     float x[kGroupChannels];
-    channels_of(raw, tile.p.q.dtype, x);
+    channels_of(raw, x);
     if (tile.kind().hadamard) transform(x);
     group = encode(x);
   }
@@ -263,32 +268,46 @@ __device__ void multiply(std::int32_t (&d)[32], const std::uint32_t (&a)[4], std
 #endif
 }
 
-__device__ void multiply_tile(std::int32_t (&d)[32], const std::uint32_t (&a)[kSteps][4], std::uint64_t queries) {
+using Operand = std::uint32_t[kSteps][4];
+using Products = std::int32_t[32];
+
+/// Starts the products of a tile; neither they nor the keys may be touched before wait_for_products.
+__device__ void start_products(Products& d, const Operand& a, std::uint64_t queries) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   multiply<false>(d, a[0], queries);
 #pragma unroll
   for (int i = 1; i < kSteps; ++i) multiply<true>(d, a[i], queries + (32 >> 4) * i);
-  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+__device__ void wait_for_products(Products& d) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < 32; ++i) asm volatile("" : "+r"(d[i])::"memory");
 #endif
 }
 
 /// One chain of heads of two keys.
-__device__ void add_heads(const std::int32_t (&d)[32], const float (&weights)[ops::kChainHeads], float& first,
-                          float& second) {
-  const auto add = [](float& chain, std::int32_t product, float weight) {
+__device__ void add_heads(const Products& d, const Shared& s, int chain, float& first, float& second) {
+  const auto add = [](float& sum, std::int32_t product, float weight) {
     float relu;
     asm("add.rn.sat.f32 %0, %1, 0f00000000;" : "=f"(relu) : "f"(__int_as_float(product)));
-    chain = codec::fused(weight, relu, chain);
+    sum = codec::fused(weight, relu, sum);
   };
   first = second = 0.0f;
 #pragma unroll
-  for (int i = 0; i < ops::kChainHeads; ++i) {
-    const int at = i / 2 * 4 + i % 2;
-    add(first, d[at], weights[i]);
-    add(second, d[at + 2], weights[i]);
+  for (int i = 0; i < ops::kChainHeads; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(&s.weights[chain][i]);
+    const float weights[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at = (i + j) / 2 * 4 + j % 2;
+      add(first, d[at], weights[j]);
+      add(second, d[at + 2], weights[j]);
+    }
   }
 }
 
@@ -305,6 +324,45 @@ __device__ std::uint32_t largest_byte(std::uint32_t word) {
 
 /// Whether a key's largest scale byte is out of bounds.
 __device__ bool is_extreme(std::uint32_t most) { return most - kLeastKeyScale >= kKeyScales; }
+
+/// The scales of a warp's unit: of the lane's own key, and what they say of its group of the quad's four keys.
+struct UnitScales {
+  std::uint32_t most, below;  // the largest scale byte, how far each one is below
+  std::uint32_t lookups;      // offsets of lookups, a byte per key
+
+  UnitScales() = default;
+  __device__ UnitScales(std::uint32_t scales, int c)
+      : most(largest_byte(scales)),
+        below(most * 0x01010101u - scales),
+        // If a group is further below, any lookup does: its codes are zeros or its unit is odd.
+        lookups(transpose_quad((below & 0x03030303u) * sizeof(Lookup), c)) {}
+
+  __device__ bool are_odd() const {
+    static_assert(kKeyShift == 2 && kLookups == 4);
+    return (((below & 0x7F7F7F7Fu) + 0x7D7D7D7Du) | below) & 0x80808080u || is_extreme(most);
+  }
+};
+
+/// A lane's part of a tile of a unit, of which this lane's codes begin at `stage`. is_wanted: always; what the compiler
+/// takes for a branch it does not move behind the wait for products that follows.
+__device__ void expand_tile(const Shared& s, std::uint32_t stage, const UnitScales& scales, int tile, bool is_wanted,
+                            Operand& a) {
+  if (is_wanted) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int row = 2 * tile + k;
+      const uint4 codes = load_shared16(stage + 512 * row);
+      const Lookup lookup = s.lookup_at(permute(scales.lookups, 0, 0x4440u + row));
+      expand(lookup, codes.x, a[0][k], a[0][2 + k]);
+      expand(lookup, codes.y, a[1][k], a[1][2 + k]);
+      expand(lookup, codes.z, a[2][k], a[2][2 + k]);
+      expand(lookup, codes.w, a[3][k], a[3][2 + k]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) asm volatile("" : "=r"(a[i][0]), "=r"(a[i][1]), "=r"(a[i][2]), "=r"(a[i][3]));
+  }
+}
 
 /// A warp's keys of `units` units, every kStep-th from first_key on, that may not fit the fast arithmetic: the score it
 /// left, or the defined sum if a group that counts is out of bounds, or everywhere. Keys of zeros are zero whatever
@@ -348,17 +406,17 @@ __device__ __noinline__ void score_odd(const Shared& s, const IndexTile& tile, c
   }
 }
 
-/// Units [first, first + count) of a token: the queries' part of Shared is written anew.
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
-                            int request, int scored) {
-  const int warp = static_cast<int>(threadIdx.x / 32), warpgroup = warp / 4;
-  const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
-  const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  Keys keys(s.ring[warp][0], pages, request, first + warpgroup, units, scored);
+/// Units of one token: the queries' part of Shared is written anew.
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, int request,
+                            int scored) {
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
+  const int warp = thread / 32, warpgroup = warp / 4, lane = thread % 32, c = lane % kGroups;
+  const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
+  Keys keys(s.ring[warp][0], pages, request, share.unit + warpgroup, units, scored);
   static_assert(kScoreThreads >= kHeads * kGroups && kHeads * kGroups % 32 == 0);
-  int head = static_cast<int>(threadIdx.x) / kGroups;
-  asm volatile("" : "+r"(head));  // or its addresses would be kept in registers from token to token
-  const RawGroup raw = load_query(tile.p, tile.first + token, head, c);
+  const int head = thread / kGroups;
+  const RawGroup raw = load_query(tile.p, tile.first + share.token, head, c);
   keys.begin();
   const bool fits = head >= kHeads || prepare_head(s, tile, raw, head, c);
 #if __CUDA_ARCH__ >= 900
@@ -366,53 +424,43 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
 #endif
   const bool fast = __syncthreads_and(fits);
   const std::uint64_t queries = operand_of(s.q);
-  float weights[ops::kChainHeads];
-#pragma unroll
-  for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
-  int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
-  float* const row = tile.row(token);
-  float* const maxima = maxima_of(tile, token, scored);
-  const int group = group_size(scored);
-  const int fast_units = fast ? units : 0;
+  float* const row = tile.row(share.token);
+  float* const maxima = maxima_of(tile, share.token, scored);
+  const int fast_units = __shfl_sync(kAllLanes, fast ? units : 0, 0);
   int first_odd = fast_units;  // the first unit with keys that do not fit
-
-  for (int i = 0; i < fast_units; ++i, key += kStep) {
-    const std::uint32_t stage = keys.take() + 16 * lane;
-    const std::uint32_t scales = keys.scales();
-    keys.refill(i);
-    const std::uint32_t most = largest_byte(scales), below = most * 0x01010101u - scales;
-    static_assert(kKeyShift == 2 && kLookups == 4);
-    const bool odd = (((below & 0x7F7F7F7Fu) + 0x7D7D7D7Du) | below) & 0x80808080u || is_extreme(most);
-    // Offsets of lookups. If a group is further below, any does: its codes are zeros or its unit is odd.
-    const std::uint32_t lookups = transpose_quad((below & 0x03030303u) * sizeof(Lookup), c);
-
-    float sum[kRows];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      std::uint32_t a[kSteps][4];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int row = 2 * half + k;
-        const uint4 codes = load_shared16(stage + 512 * row);
-        const Lookup lookup = s.lookup_at(permute(lookups, 0, 0x4440u + row));
-        expand(lookup, codes.x, a[0][k], a[0][2 + k]);
-        expand(lookup, codes.y, a[1][k], a[1][2 + k]);
-        expand(lookup, codes.z, a[2][k], a[2][2 + k]);
-        expand(lookup, codes.w, a[3][k], a[3][2 + k]);
-      }
-      std::int32_t products[32] = {};  // no instruction: the first step does not read them
-      multiply_tile(products, a, queries);
-      add_heads(products, weights, sum[2 * half], sum[2 * half + 1]);
-    }
+  // While the products of a tile are under way, the keys of the next are expanded.
+  Products products = {};
+  std::uint32_t most = 0;
+  float sum[kRows];
+  const auto finish_unit = [&](int i) {
+    add_heads(products, s, c, sum[2], sum[3]);
     const float total = add_chains(sum, c) * codec::bits_float((most + (kSumShift - kKeyShift - 2)) << 23);
-    const bool is_seen = key < scored;
-    if (is_seen) row[key] = total;
-    if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group, is_seen ? total : kNoScore);
-    if (__any_sync(kAllLanes, odd && is_seen)) first_odd = min(first_odd, i);
+    const int key = keys.first_key(i) + static_cast<int>(Keys::own_key());
+    if (key < scored) row[key] = total;
+    if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group_size(scored), key < scored ? total : kNoScore);
+  };
+  for (int i = 0; i < fast_units; ++i) {
+    Operand a, b;
+    const std::uint32_t stage = keys.take() + 16 * lane;
+    const UnitScales scales(keys.scales(), c);
+    keys.refill(i);
+    if (__any_sync(kAllLanes, scales.are_odd() && keys.first_key(i) + static_cast<int>(Keys::own_key()) < scored))
+      first_odd = min(first_odd, i);
+    expand_tile(s, stage, scales, 0, pages.block_shift >= 0, a);
+    wait_for_products(products);
+    if (i > 0) finish_unit(i - 1);
+    most = scales.most;
+    start_products(products, a, queries);
+    expand_tile(s, stage, scales, 1, pages.block_shift >= 0, b);
+    wait_for_products(products);
+    add_heads(products, s, c, sum[0], sum[1]);
+    start_products(products, b, queries);
   }
+  wait_for_products(products);
+  if (fast_units > 0) finish_unit(fast_units - 1);
   asm volatile("cp.async.wait_all;" ::: "memory");
   if (first_odd < units)
-    score_odd(s, tile, pages, token, request, keys.first_key(first_odd), units - first_odd, scored, !fast);
+    score_odd(s, tile, pages, share.token, request, keys.first_key(first_odd), units - first_odd, scored, !fast);
   __syncthreads();  // the queries may change
 }
 
@@ -425,7 +473,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   wait_for_previous();
   let_next_start();
   // Those it would begin with if all tokens were equally long, while it looks for its share.
-  prefetch_queries(tile, static_cast<int>(std::int64_t{blockIdx.x} * tile.count / gridDim.x));
+  prefetch_queries(tile, static_cast<int>(blockIdx.x * static_cast<unsigned>(tile.count) / gridDim.x));
   if (threadIdx.x < kLookups) s.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   Share share = find_share(s.share, tile);
   while (share.count > 0) {
@@ -433,8 +481,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     const int scored = tile.scored(record);
     const int count = min(share.count, (scored + kUnitKeys - 1) / kUnitKeys - share.unit);
     if (count < share.count) prefetch_queries(tile, share.token + 1);
-    if (count > 0) score_units(s, tile, pages, share.token, share.unit, count, record.row, scored);
+    const Share now{share.token, share.unit, count};
     share = {share.token + 1, 0, share.count - count};
+    if (now.count > 0) score_units(s, tile, pages, now, record.row, scored);
   }
   if (tile.fill) fill_rest(tile);
 }

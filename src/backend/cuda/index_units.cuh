@@ -55,15 +55,11 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
     if (w < warp) before += of_warp;
     total += of_warp;
   }
-  const int blocks = min(static_cast<int>(gridDim.x), total), block = static_cast<int>(blockIdx.x);
+  const unsigned blocks = min(gridDim.x, static_cast<unsigned>(total)), block = blockIdx.x;
   if (block >= blocks) return {0, 0, 0};
-  const auto begin_of = [&](int i) {
-    constexpr int kShort = 1 << 20;  // of which a multiple fits 32 bits: dividing 64 takes hundreds of clocks
-    return total < kShort && blocks < 1 << 12
-               ? static_cast<int>(static_cast<unsigned>(i) * static_cast<unsigned>(total) /
-                                  static_cast<unsigned>(blocks))
-               : static_cast<int>(std::int64_t{i} * total / blocks);
-  };
+  // i * total / blocks, but dividing 64 bits takes hundreds of clocks.
+  const unsigned each_block = static_cast<unsigned>(total) / blocks, rest = static_cast<unsigned>(total) % blocks;
+  const auto begin_of = [&](unsigned i) { return static_cast<int>(i * each_block + i * rest / blocks); };
   const int begin = begin_of(block), stop = begin_of(block + 1);
   if (before <= begin && begin < before + mine) {
     int token = first, at = begin - before;
@@ -79,48 +75,46 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
 
 // Lanes next to each other share a head, kChannels of it each.
 
-/// A lane's channels of a head as given: bf16, fp32, or encoded.
+/// A lane's channels of a head: pairs of bf16, or encoded as given.
 template <int kChannels>
 struct RawChannels {
-  uint4 words[kChannels / 4];
+  uint4 words[kChannels / 8];
   std::uint32_t scale;
   float weight;  // of the head
 };
 
-/// All loads are under way when it returns. Heads that are not there are zero.
+/// Loads of bf16 are under way when it returns. Heads that are not there are zero.
 template <int kChannels>
 __device__ RawChannels<kChannels> load_channels(const ops::IndexParams& p, std::int64_t token, int head, int part) {
   RawChannels<kChannels> raw{};
   if (head >= p.num_heads) return raw;
   raw.weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
   const std::int64_t at = token * p.q.row_stride + head * kWidth + kChannels * part;
-  const int bytes = p.q.dtype == DType::bf16 ? 2 : p.q.dtype == DType::f32 ? 4 : 0;
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + at * bytes);
+  if (p.q.dtype == DType::bf16) {
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(p.q.data) + at);
 #pragma unroll
-  for (int i = 0; i < kChannels / 4; ++i)
-    if (i < kChannels / 16 * bytes) raw.words[i] = from[i];
+    for (int i = 0; i < kChannels / 8; ++i) raw.words[i] = from[i];
+  } else if (p.q.dtype == DType::f32) {
+    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(p.q.data) + at);
+#pragma unroll
+    for (int i = 0; i < kChannels / 8; ++i) {
+      const float4 a = from[2 * i], b = from[2 * i + 1];
+      raw.words[i] = {bf16_pair(a.x, a.y), bf16_pair(a.z, a.w), bf16_pair(b.x, b.y), bf16_pair(b.z, b.w)};
+    }
+  }
   return raw;
 }
 
 template <int kChannels>
-__device__ void channels_of(const RawChannels<kChannels>& raw, DType dtype, float (&x)[kChannels]) {
-  std::uint32_t pairs[kChannels / 2];
+__device__ void channels_of(const RawChannels<kChannels>& raw, float (&x)[kChannels]) {
 #pragma unroll
   for (int i = 0; i < kChannels / 8; ++i) {
-    const auto round = [](std::uint32_t low, std::uint32_t high) {
-      return bf16_pair(codec::bits_float(low), codec::bits_float(high));
-    };
-    const uint4 given = raw.words[i], a = raw.words[2 * i], b = raw.words[2 * i + 1];
-    const bool wide = dtype == DType::f32;
-    pairs[4 * i] = wide ? round(a.x, a.y) : given.x;
-    pairs[4 * i + 1] = wide ? round(a.z, a.w) : given.y;
-    pairs[4 * i + 2] = wide ? round(b.x, b.y) : given.z;
-    pairs[4 * i + 3] = wide ? round(b.z, b.w) : given.w;
-  }
+    const std::uint32_t pairs[4] = {raw.words[i].x, raw.words[i].y, raw.words[i].z, raw.words[i].w};
 #pragma unroll
-  for (int i = 0; i < kChannels / 2; ++i) {
-    x[2 * i] = low_value(pairs[i]);
-    x[2 * i + 1] = high_value(pairs[i]);
+    for (int j = 0; j < 4; ++j) {
+      x[8 * i + 2 * j] = low_value(pairs[j]);
+      x[8 * i + 2 * j + 1] = high_value(pairs[j]);
+    }
   }
 }
 
@@ -228,7 +222,7 @@ class KeyStream {
         first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
         units_(units),
         scored_(scored),
-        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
+        request_(request),
         ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))) {
     const std::uint32_t row = pages.row_of(first_), lane = threadIdx.x % 32;
     payload_ = pages.payload + (kKeyBytes * row + 16 * lane);
@@ -295,12 +289,12 @@ class KeyStream {
   /// The block of this lane's unit from the i-th on.
   __device__ std::int32_t load_id(int i) const {
     i += static_cast<int>(threadIdx.x % 32);
-    return i < units_ && first_key(i) < scored_ ? table_[first_key(i) >> pages_.block_shift] : -1;
+    if (i >= units_ || first_key(i) >= scored_) return -1;
+    return pages_.table[std::int64_t{request_} * pages_.blocks_per_request + (first_key(i) >> pages_.block_shift)];
   }
 
   const Pages& pages_;
-  int first_, units_, scored_;
-  const std::int32_t* table_;
+  int first_, units_, scored_, request_;
   const std::uint8_t *payload_, *scale_;  // this lane's in block 0
   std::uint32_t ring_, stage_, free_;     // stages as offsets
   std::int32_t ids_ = -1, next_;
