@@ -34,18 +34,50 @@ __device__ inline int units_of(const IndexTile& tile, int token) {
   return (tile.scored(tile.p.step.tokens[tile.first + token]) + kUnitKeys - 1) / kUnitKeys;
 }
 
+/// The sum over this lane and those before it.
+__device__ inline int scan_warp(int sum) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, sum, step);
+    if (static_cast<int>(threadIdx.x % 32) >= step) sum += other;
+  }
+  return sum;
+}
+
+/// A block's first unit of `total`, and how many it takes.
+struct Run {
+  int begin, count;
+
+  __device__ explicit Run(int total) : begin(0), count(0) {
+    const unsigned blocks = min(gridDim.x, static_cast<unsigned>(total)), block = blockIdx.x;
+    if (block >= blocks) return;
+    // i * total / blocks, but dividing 64 bits takes hundreds of clocks.
+    const unsigned each = static_cast<unsigned>(total) / blocks, rest = static_cast<unsigned>(total) % blocks;
+    const auto begin_of = [&](unsigned i) { return static_cast<int>(i * each + i * rest / blocks); };
+    begin = begin_of(block);
+    count = begin_of(block + 1) - begin;
+  }
+};
+
+/// Of up to 32 tokens: each warp finds it by itself.
+__device__ inline Share find_share_of_few(const IndexTile& tile) {
+  const int lane = static_cast<int>(threadIdx.x % 32), mine = lane < tile.count ? units_of(tile, lane) : 0;
+  const int sum = scan_warp(mine);
+  const Run run(__shfl_sync(kAllLanes, sum, 31));
+  const int at = run.begin - (sum - mine);
+  const int token = __ffs(static_cast<int>(__ballot_sync(kAllLanes, at >= 0 && at < mine))) - 1;
+  if (run.count == 0) return {0, 0, 0};
+  return {token, __shfl_sync(kAllLanes, at, token), run.count};
+}
+
 __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
+  if (tile.count <= 32) return find_share_of_few(tile);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int each = (tile.count + kScoreThreads - 1) / kScoreThreads, first = static_cast<int>(threadIdx.x) * each;
   const int end = min(first + each, tile.count);
   int mine = 0;
   for (int token = first; token < end; ++token) mine += units_of(tile, token);
-  int sum = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, sum, step);
-    if (lane >= step) sum += other;
-  }
+  const int sum = scan_warp(mine);
   if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
   __syncthreads();
   int before = sum - mine, total = 0;
@@ -55,20 +87,16 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
     if (w < warp) before += of_warp;
     total += of_warp;
   }
-  const unsigned blocks = min(gridDim.x, static_cast<unsigned>(total)), block = blockIdx.x;
-  if (block >= blocks) return {0, 0, 0};
-  // i * total / blocks, but dividing 64 bits takes hundreds of clocks.
-  const unsigned each_block = static_cast<unsigned>(total) / blocks, rest = static_cast<unsigned>(total) % blocks;
-  const auto begin_of = [&](unsigned i) { return static_cast<int>(i * each_block + i * rest / blocks); };
-  const int begin = begin_of(block), stop = begin_of(block + 1);
-  if (before <= begin && begin < before + mine) {
-    int token = first, at = begin - before;
+  const Run run(total);
+  if (run.count == 0) return {0, 0, 0};
+  if (before <= run.begin && run.begin < before + mine) {
+    int token = first, at = run.begin - before;
     for (int units; at >= (units = units_of(tile, token)); ++token) at -= units;
     s.token = token;
     s.unit = at;
   }
   __syncthreads();
-  return {s.token, s.unit, stop - begin};
+  return {s.token, s.unit, run.count};
 }
 
 // --- queries
