@@ -77,6 +77,9 @@ struct alignas(16) Lookup {
         negative_low(reversed(0x80808080u - kHighCodes * times) & 0x7F7F7F7Fu),
         negative_high(reversed(0x80808080u - kLowCodes * times) & 0x7F7F7F7Fu) {}
 
+  __device__ explicit Lookup(const uint4& words)
+      : positive_low(words.x), positive_high(words.y), negative_low(words.z), negative_high(words.w) {}
+
  private:
   __host__ __device__ static constexpr std::uint32_t reversed(std::uint32_t x) {
     return x << 24 | (x & 0xFF00u) << 8 | (x >> 8 & 0xFF00u) | x >> 24;
@@ -121,10 +124,6 @@ struct Shared {
   float given_weights[kHeads];
   Lookup lookups[kLookups];  // Lookup of groups so many binades below
   ShareRoom share;
-
-  __device__ const Lookup& lookup_at(std::uint32_t offset) const {
-    return *reinterpret_cast<const Lookup*>(reinterpret_cast<const std::uint8_t*>(lookups) + offset);
-  }
 };
 static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && offsetof(Shared, lookups) % 16 == 0);
 
@@ -291,7 +290,9 @@ __device__ void wait_for_products(Products& d) {
 }
 
 /// One chain of heads of two keys.
-__device__ void add_heads(const Products& d, const Shared& s, int chain, float& first, float& second) {
+__device__ void add_heads(const Products& d, std::uint32_t shared, int chain, float& first, float& second) {
+  const std::uint32_t from = shared + offsetof(Shared, weights) + sizeof(Shared::weights[0]) * chain;
+
   const auto add = [](float& sum, std::int32_t product, float weight) {
     float relu;
     asm("add.rn.sat.f32 %0, %1, 0f00000000;" : "=f"(relu) : "f"(__int_as_float(product)));
@@ -300,8 +301,9 @@ __device__ void add_heads(const Products& d, const Shared& s, int chain, float& 
   first = second = 0.0f;
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(&s.weights[chain][i]);
-    const float weights[4] = {four.x, four.y, four.z, four.w};
+    const uint4 four = load_shared16(from + sizeof(float) * i);
+    const float weights[4] = {codec::bits_float(four.x), codec::bits_float(four.y), codec::bits_float(four.z),
+                              codec::bits_float(four.w)};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = (i + j) / 2 * 4 + j % 2;
@@ -345,14 +347,15 @@ struct UnitScales {
 
 /// A lane's part of a tile of a unit, of which this lane's codes begin at `stage`. is_wanted: always; what the compiler
 /// takes for a branch it does not move behind the wait for products that follows.
-__device__ void expand_tile(const Shared& s, std::uint32_t stage, const UnitScales& scales, int tile, bool is_wanted,
-                            Operand& a) {
+__device__ void expand_tile(std::uint32_t shared, std::uint32_t stage, const UnitScales& scales, int tile,
+                            bool is_wanted, Operand& a) {
   if (is_wanted) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int row = 2 * tile + k;
       const uint4 codes = load_shared16(stage + 512 * row);
-      const Lookup lookup = s.lookup_at(permute(scales.lookups, 0, 0x4440u + row));
+      const Lookup lookup(
+          load_shared16(shared + offsetof(Shared, lookups) + permute(scales.lookups, 0, 0x4440u + row)));
       expand(lookup, codes.x, a[0][k], a[0][2 + k]);
       expand(lookup, codes.y, a[1][k], a[1][2 + k]);
       expand(lookup, codes.z, a[2][k], a[2][2 + k]);
@@ -423,7 +426,9 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
   const bool fast = __syncthreads_and(fits);
-  const std::uint64_t queries = operand_of(s.q);
+  std::uint32_t shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(&s));
+  asm("" : "+r"(shared));  // kept, not made anew where it is needed
+  const std::uint64_t queries = operand_at(shared);
   float* const row = tile.row(share.token);
   float* const maxima = maxima_of(tile, share.token, scored);
   const int fast_units = __shfl_sync(kAllLanes, fast ? units : 0, 0);
@@ -433,7 +438,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   std::uint32_t most = 0;
   float sum[kRows];
   const auto finish_unit = [&](int i) {
-    add_heads(products, s, c, sum[2], sum[3]);
+    add_heads(products, shared, c, sum[2], sum[3]);
     const float total = add_chains(sum, c) * codec::bits_float((most + (kSumShift - kKeyShift - 2)) << 23);
     const int key = keys.first_key(i) + static_cast<int>(Keys::own_key());
     if (key < scored) row[key] = total;
@@ -446,14 +451,14 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
     keys.refill(i);
     if (__any_sync(kAllLanes, scales.are_odd() && keys.first_key(i) + static_cast<int>(Keys::own_key()) < scored))
       first_odd = min(first_odd, i);
-    expand_tile(s, stage, scales, 0, pages.block_shift >= 0, a);
+    expand_tile(shared, stage, scales, 0, pages.block_shift >= 0, a);
     wait_for_products(products);
     if (i > 0) finish_unit(i - 1);
     most = scales.most;
     start_products(products, a, queries);
-    expand_tile(s, stage, scales, 1, pages.block_shift >= 0, b);
+    expand_tile(shared, stage, scales, 1, pages.block_shift >= 0, b);
     wait_for_products(products);
-    add_heads(products, s, c, sum[0], sum[1]);
+    add_heads(products, shared, c, sum[0], sum[1]);
     start_products(products, b, queries);
   }
   wait_for_products(products);

@@ -197,9 +197,12 @@ __device__ inline void prefetch_queries(const IndexTile& tile, int token) {
 __device__ inline int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
 
 /// K-major rows of 128 bytes, 128-byte swizzle, 1,024 bytes from 8 rows to the next.
+__device__ inline std::uint64_t operand_at(std::uint32_t shared_address) {
+  return (shared_address >> 4 & 0x3FFFu) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 |
+         std::uint64_t{1} << 62;
+}
 __device__ inline std::uint64_t operand_of(const std::uint8_t* q) {
-  const std::uint64_t address = static_cast<std::uint64_t>(__cvta_generic_to_shared(q)) >> 4;
-  return (address & 0x3FFF) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 | std::uint64_t{1} << 62;
+  return operand_at(static_cast<std::uint32_t>(__cvta_generic_to_shared(q)));
 }
 
 // --- keys
