@@ -351,15 +351,15 @@ __device__ inline void write_maxima(float* maxima, int first_key, int group, flo
   const int lane = static_cast<int>(threadIdx.x % 32);
   static_assert(kSmallGroup == 8 && kLargeGroup == kWarpKeys);
   if (group == kLargeGroup) {
-    // In the order of whole numbers; -infinity for NaN.
-    const int bits = codec::is_nan(score) ? __float_as_int(kNoScore) : __float_as_int(score);
+    const int bits = __float_as_int(fmaxf(score, kNoScore));  // in the order of whole numbers
     const int most = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
-    if (lane == 0) maxima[first_key / kLargeGroup] = __int_as_float(most ^ (most >> 31 & 0x7FFFFFFF));
+    if (lane == 0)
+      maxima[static_cast<unsigned>(first_key) / kLargeGroup] = __int_as_float(most ^ (most >> 31 & 0x7FFFFFFF));
     return;
   }
 #pragma unroll
   for (int step = kQuad; step < 32; step *= 2) score = fmaxf(score, __shfl_xor_sync(kAllLanes, score, step));
-  if (lane < kQuad) maxima[first_key / kSmallGroup + lane] = score;
+  if (lane < kQuad) maxima[static_cast<unsigned>(first_key) / kSmallGroup + lane] = score;
 }
 
 // --- what the host checks and passes
