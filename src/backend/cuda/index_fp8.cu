@@ -142,17 +142,17 @@ __device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kCha
   }
 }
 
-/// Units [first, first + count) of a token: the queries' part of Shared is written anew.
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
-                            int request, int scored) {
+/// Units of one token: the queries' part of Shared is written anew.
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, int request,
+                            int scored) {
   const int warp = static_cast<int>(threadIdx.x / 32), warpgroup = warp / 4;
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kQuad;
-  const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  Keys keys(s.ring[warp][0], pages, request, first + warpgroup, units, scored);
+  const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
+  Keys keys(s.ring[warp][0], pages, request, share.unit + warpgroup, units, scored);
   keys.begin();
   wait_for_previous();
   let_next_start();
-  load_queries(s, tile, token);
+  load_queries(s, tile, share.token);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -162,8 +162,8 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
   int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
-  float* to = tile.row(token) + key;
-  float* const maxima = maxima_of(tile, token, scored);
+  float* to = tile.row(share.token) + key;
+  float* const maxima = maxima_of(tile, share.token, scored);
   const int group = group_size(scored);
   // Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
   const std::uint32_t chunk_at = 128 * (lane / kQuad) + 16 * (c ^ (lane / kQuad % 2 * 4));
@@ -201,7 +201,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
   largest = __reduce_max_sync(kAllLanes, largest);
-  if (lane == 0 && largest > 0) atomicMax(tile.largest_scale(token), largest);
+  if (lane == 0 && largest > 0) atomicMax(tile.largest_scale(share.token), largest);
   __syncthreads();  // the queries may change
 }
 
@@ -212,14 +212,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   touch(tile);
   touch(pages);
   // The encoder let this start after its own wait: all but the queries is there.
-  Share share = find_share(s.share, tile);
-  while (share.count > 0) {
-    const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
-    const int scored = tile.scored(record);
-    const int count = min(share.count, (scored + kUnitKeys - 1) / kUnitKeys - share.unit);
-    if (count > 0) score_units(s, tile, pages, share.token, share.unit, count, record.row, scored);
-    share = {share.token + 1, 0, share.count - count};
-  }
+  for_each_share(
+      s.share, tile, [](int) {},
+      [&](const Share& share, int request, int scored) { score_units(s, tile, pages, share, request, scored); });
   wait_for_previous();
 }
 

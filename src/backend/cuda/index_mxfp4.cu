@@ -480,16 +480,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   // Those it would begin with if all tokens were equally long, while it looks for its share.
   prefetch_queries(tile, static_cast<int>(blockIdx.x * static_cast<unsigned>(tile.count) / gridDim.x));
   if (threadIdx.x < kLookups) s.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
-  Share share = find_share(s.share, tile);
-  while (share.count > 0) {
-    const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
-    const int scored = tile.scored(record);
-    const int count = min(share.count, (scored + kUnitKeys - 1) / kUnitKeys - share.unit);
-    if (count < share.count) prefetch_queries(tile, share.token + 1);
-    const Share now{share.token, share.unit, count};
-    share = {share.token + 1, 0, share.count - count};
-    if (now.count > 0) score_units(s, tile, pages, now, record.row, scored);
-  }
+  for_each_share(
+      s.share, tile, [&](int token) { prefetch_queries(tile, token); },
+      [&](const Share& share, int request, int scored) { score_units(s, tile, pages, share, request, scored); });
   if (tile.fill) fill_rest(tile);
 }
 

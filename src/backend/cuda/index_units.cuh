@@ -99,6 +99,21 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
   return {s.token, s.unit, run.count};
 }
 
+/// Calls score(share, request, scored) with the block's units of each of its tokens, and prefetch(token) before that
+/// with the token it will go on to.
+template <class Prefetch, class Score>
+__device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Prefetch&& prefetch, Score&& score) {
+  Share left = find_share(s, tile);
+  while (left.count > 0) {
+    const ops::StepRecord record = tile.p.step.tokens[tile.first + left.token];
+    const int scored = tile.scored(record);
+    const Share now{left.token, left.unit, min(left.count, (scored + kUnitKeys - 1) / kUnitKeys - left.unit)};
+    left = {now.token + 1, 0, left.count - now.count};
+    if (left.count > 0) prefetch(left.token);
+    if (now.count > 0) score(now, record.row, scored);
+  }
+}
+
 // --- queries
 
 // Lanes next to each other share a head, kChannels of it each.
