@@ -370,8 +370,8 @@ __device__ void expand_tile(std::uint32_t shared, std::uint32_t stage, const Uni
 /// A warp's keys of `units` units, every kStep-th from first_key on, that may not fit the fast arithmetic: the score it
 /// left, or the defined sum if a group that counts is out of bounds, or everywhere. Keys of zeros are zero whatever
 /// their scales.
-__device__ __noinline__ void score_odd(const Shared& s, const IndexTile& tile, const Pages& pages, int token,
-                                       int request, int first_key, int units, int scored, bool everywhere) {
+__device__ void score_odd(const Shared& s, const IndexTile& tile, const Pages& pages, int token, int request,
+                          int first_key, int units, int scored, bool everywhere) {
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
   const int own = static_cast<int>(Keys::own_key());
   const std::int32_t* table = pages.table + std::int64_t{request} * pages.blocks_per_request;
