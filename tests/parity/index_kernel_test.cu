@@ -529,7 +529,7 @@ TEST_F(TopkKernel, AnyRowAnyCount) {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   const float infinity = std::numeric_limits<float>::infinity();
-  for (const int count : {1, 512, 513, 2049, 8193, 40001, 262144, 270000})
+  for (const int count : {1, 512, 513, 2049, 4096, 4097, 8192, 8193, 40001, 262144, 270000})
     for (const int top : {1, 512, 2048})
       for (const char* kind : {"normal", "few", "equal", "rising", "odd"}) {
         SCOPED_TRACE(std::to_string(top) + " of " + std::to_string(count) + " " + kind);

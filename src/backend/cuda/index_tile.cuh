@@ -14,6 +14,9 @@ namespace kv4::cuda {
 constexpr int kRowNumbers = 8192;
 constexpr int kSmallGroup = 8, kLargeGroup = 32, kSmallGroupKeys = 32768;
 KV4_HD int group_size(int keys) { return keys <= kSmallGroupKeys ? kSmallGroup : kLargeGroup; }
+KV4_HD int groups_of(int keys) {
+  return keys <= kSmallGroupKeys ? (keys + kSmallGroup - 1) / kSmallGroup : (keys + kLargeGroup - 1) / kLargeGroup;
+}
 
 /// Tokens first .. first + count - 1 of a step.
 struct IndexTile {

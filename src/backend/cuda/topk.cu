@@ -12,7 +12,8 @@
 // If a list gets too long (many equal scores, say) or the row does not fit the registers, exact selection goes over the
 // row in memory.
 //
-// Bound by latency: about ten barriers, loads that depend on each other, instructions that are run once.
+// Bound by instructions, about 500 of each of 32 warps for 8,192 scores, and by latency: ten barriers, loads that depend
+// on each other.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -32,28 +33,27 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_row(const __grid_consta
   s.selection.clear();
   touch(tile);
   const int token = static_cast<int>(blockIdx.x);
-  const ops::StepRecord record = record_and_wait(tile, token);
-  const int count = tile.visible(record), top = tile.p.top;
-  const Choice choice{tile, token, record.row};
-  fill_choice(choice, count);
-  if (count <= top) return;
+  const TokenRow seen = row_and_wait(tile, token);
+  const int count = seen.count, top = tile.p.top;
+  const Choice choice{tile, token, seen.request};
+  if (count <= top) return take_whole(choice, count);
 
   const float* row = tile.row(token);
   const bool whole = count <= kRowNumbers;
-  const int group = group_size(count), numbers = whole ? count : (count + group - 1) / group;
-  if (numbers <= top) return select_from_row(s.selection, row, count, {0, 0xFFFFFFFFu}, choice);
+  const int group = group_size(count), numbers = whole ? count : groups_of(count);
+  if (numbers <= top) return select_from_row(s.selection, row, count, Bounds(), choice);
   float held[kRowHeld];
   load_numbers(whole ? row : tile.maxima(token), numbers, held);
-  const Range all = range_of(s.selection, numbers, held);
-  Scan<RowSelection> scan(s.selection);
   const HeldSource source{held, numbers};
-  const auto select = [&](const auto& from, const Range& range) {
-    write_chosen(s.selection, scan, from, find_cut(s.selection, scan, from, range, top), choice);
+  const Bounds all = find_bounds(s.selection, source);
+  Scan<RowSelection> scan(s.selection);
+  const auto select = [&](const auto& from, const Bounds& bounds) {
+    write_chosen(s.selection, scan, from, find_cut(s.selection, scan, from, bounds, top), choice);
   };
   if (whole)
     select(source, all);
   else if (!select_by_groups(s, scan, source, all, {row, count, group, top, 0.0f}, select))
-    select_from_row(s.selection, row, count, {0, 0xFFFFFFFFu}, choice);
+    select_from_row(s.selection, row, count, Bounds(), choice);
 }
 
 // --- longer rows of given scores
@@ -163,18 +163,20 @@ __global__ void __launch_bounds__(kLongThreads, 1)
   wait_for_previous();
   let_next_start();
   const int token = static_cast<int>(blockIdx.x) / most_blocks, rank = block_in_cluster();
-  const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
-  const int count = tile.visible(record), top = tile.p.top;
+  const TokenRow seen(tile, token);
+  const int count = seen.count, top = tile.p.top;
   const int blocks = count <= kBlockScores ? 1 : most_blocks;  // all of a cluster or one: a barrier waits for all
   if (rank >= blocks) return;
-  const Choice choice{tile, token, record.row};
-  if (rank == 0) fill_choice(choice, count);
-  if (count <= top) return;
+  const Choice choice{tile, token, seen.request};
+  if (count <= top) {
+    if (rank == 0) take_whole(choice, count);
+    return;
+  }
 
   const float* row = tile.row(token);
   const int stride = blocks * kLongThreads, first = rank * kLongThreads + static_cast<int>(threadIdx.x);
   if (count > stride * kHeld) {
-    if (rank == 0) select_from_row(s.selection, row, count, {0, 0xFFFFFFFFu}, choice);
+    if (rank == 0) select_from_row(s.selection, row, count, Bounds(), choice);
     return;
   }
   if (blocks > 1) arrive_cluster();
@@ -220,9 +222,10 @@ __global__ void __launch_bounds__(kLongThreads, 1)
     most = max(most, s.listed[block]);
     all += s.listed[block];
   }
-  if (most > segment) return select_from_row(s.selection, row, count, range, choice);
+  if (most > segment) return select_from_row(s.selection, row, count, Bounds(range), choice);
   const ListSource source{s, blocks, count};
-  const Cut cut = all == top ? Cut{{0, 0xFFFFFFFFu}, 0xFFFFFFFFu} : find_cut(s.selection, scan, source, range, top);
+  const Cut cut =
+      all == top ? Cut{{0, 0xFFFFFFFFu}, 0xFFFFFFFFu} : find_cut(s.selection, scan, source, Bounds(range), top);
   write_chosen(s.selection, scan, source, cut, choice);
 }
 

@@ -168,7 +168,7 @@ __device__ __noinline__ void select_slowly(NearShared& s, const TokenKeys& keys,
     if (i < batch) row[first + i] = in_doubt ? __uint_as_float(s.keys[i]) : near > doubt.high ? -kNoScore : kNoScore;
   }
   if (threadIdx.x == 0) s.row.selection.few = 0;
-  select_from_row(s.row.selection, row, count, {0, 0xFFFFFFFFu}, choice);
+  select_from_row(s.row.selection, row, count, Bounds(), choice);
 }
 
 /// What is in, and the best of what is in doubt. False: too much is.
@@ -178,7 +178,7 @@ __device__ bool write_best(NearShared& s, Scan<RowSelection>& scan, const Source
   int mine = 0, certain;
   source.for_each([&](float near, std::int32_t entry) {
     mine += near > doubt.high;
-    if (near > doubt.high || near < doubt.low) return;
+    if (near > doubt.high || !(near >= doubt.low)) return;  // absent ones are NaN
     const int at = atomicAdd(&s.listed, 1);
     if (at < kFew) s.entries[at] = entry;
   });
@@ -219,26 +219,26 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_c
   if (threadIdx.x == 0) s.listed = 0;
   const int token = static_cast<int>(blockIdx.x);
   // The scorer let this start after its own wait: queries are there.
-  const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
-  const int count = tile.visible(record), top = tile.p.top;
+  const TokenRow seen(tile, token);
+  const int count = seen.count, top = tile.p.top;
   float per_scale = count > top ? load_queries(s, tile, token) : 0.0f;
-  wait_for_previous();
-  let_next_start();
-  const Choice choice{tile, token, record.row};
-  fill_choice(choice, count);
-  if (count <= top) return;
-
-  float* const row = tile.row(token);
-  const bool whole = count <= kRowNumbers;
-  const int group = group_size(count), numbers = whole ? count : (count + group - 1) / group;
-  const TokenKeys keys{tile, tile.p.step.block_table + std::int64_t{record.row} * tile.p.step.blocks_per_request};
-  float held[kRowHeld];
-  load_numbers(whole ? row : tile.maxima(token), numbers, held);
-  const std::uint32_t largest = *tile.largest_scale(token);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) per_scale += __shfl_xor_sync(kAll, per_scale, step);
   if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = per_scale;
-  const Range all = range_of(selection, numbers, held);
+  wait_for_previous();
+  let_next_start();
+  const Choice choice{tile, token, seen.request};
+  if (count <= top) return take_whole(choice, count);
+
+  float* const row = tile.row(token);
+  const bool whole = count <= kRowNumbers;
+  const int group = group_size(count), numbers = whole ? count : groups_of(count);
+  const TokenKeys keys{tile, tile.p.step.block_table + std::int64_t{seen.request} * tile.p.step.blocks_per_request};
+  float held[kRowHeld];
+  load_numbers(whole ? row : tile.maxima(token), numbers, held);
+  const std::uint32_t largest = *tile.largest_scale(token);
+  const HeldSource source{held, numbers};
+  const Bounds all = find_bounds(selection, source);
   static_assert(kRowWarps == 32);
   per_scale = s.sums[threadIdx.x % 32];
 #pragma unroll
@@ -248,11 +248,10 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_c
     return select_slowly(s, keys, row, count, Doubt(), choice);
 
   Scan<RowSelection> scan(selection);
-  const HeldSource source{held, numbers};
   Doubt doubt;
   bool found = false, written = false;
-  const auto select = [&](const auto& from, const Range& range) {
-    doubt = Doubt(find_cut(selection, scan, from, range, top), margin);
+  const auto select = [&](const auto& from, const Bounds& bounds) {
+    doubt = Doubt(find_cut(selection, scan, from, bounds, top), margin);
     found = true;
     written = write_best(s, scan, from, doubt, keys, choice);
   };
@@ -262,8 +261,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_c
     select_by_groups(s.row, scan, source, all, {row, count, group, top, 2.0f * margin}, select);
   if (written) return;
   __syncthreads();
-  if (!found)
-    doubt = Doubt(find_cut(selection, scan, RowSource<kRowThreads>{row, count}, {0, 0xFFFFFFFFu}, top), margin);
+  if (!found) doubt = Doubt(find_cut(selection, scan, RowSource<kRowThreads>{row, count}, Bounds(), top), margin);
   select_slowly(s, keys, row, count, doubt, choice);
 }
 
