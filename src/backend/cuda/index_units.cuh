@@ -231,6 +231,7 @@ struct Pages {
   std::int32_t block_shift;                    // log2 of rows per block
   const std::int32_t* table;                   // [requests, blocks_per_request]
   std::int32_t blocks_per_request;
+  std::uint64_t policy;  // what L2 does with keys that were read
 
   /// A key's row in its block.
   __device__ std::uint32_t row_of(int key) const { return static_cast<std::uint32_t>(key & ((1 << block_shift) - 1)); }
@@ -323,11 +324,13 @@ class KeyStream {
       const std::uint8_t* from = payload_ + std::uint64_t{id} * pages_.payload_stride;
 #pragma unroll
       for (int at = 0; at < kPayloadBytes; at += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at) : "memory");
-      asm volatile(
-          "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(ring_ + free_ + kPayloadBytes + kKeyScaleBytes * lane),
-          "l"(scale_ + std::uint64_t{id} * pages_.scale_stride)
-          : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to + at), "l"(from + at),
+                     "l"(pages_.policy)
+                     : "memory");
+      asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(ring_ + free_ + kPayloadBytes +
+                                                                                       kKeyScaleBytes * lane),
+                   "l"(scale_ + std::uint64_t{id} * pages_.scale_stride), "l"(pages_.policy)
+                   : "memory");
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -398,9 +401,14 @@ inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes) {
          is_aligned(scale.data, scale.block_stride, 16) && is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
 }
 
+// As createpolicy.fractional gives them on sm_90.
+constexpr std::uint64_t kEvictNormal = 0x16F0000000000000u, kEvictFirst = 0x12F0000000000000u;
+
 inline Pages make_pages(const IndexTile& tile) {
   const ops::KindDesc& kind = tile.kind();
   Pages pages{};
+  // Keys that one token sees are not read again for long: scores, tables and code stay in L2 instead.
+  pages.policy = tile.p.step.num_items == tile.p.step.num_tokens ? kEvictFirst : kEvictNormal;
   pages.payload = kind.page.payload.data;
   pages.scale = kind.page.scale.data;
   pages.payload_stride = static_cast<std::uint32_t>(kind.page.payload.block_stride);
