@@ -41,10 +41,12 @@ constexpr int kEncodeThreads = 64, kEncodeHeads = kEncodeThreads / kHeadLanes;
 /// Queries as the keys are, where they are not given so; no key has been scored.
 __global__ void __launch_bounds__(kEncodeThreads) encode_fp8_queries(const __grid_constant__ IndexTile tile) {
   touch(tile);
-  wait_for_previous();
-  let_next_start();
   constexpr int kBlocks = kHeads / kEncodeHeads;
   const int token = static_cast<int>(blockIdx.x) / kBlocks, block = static_cast<int>(blockIdx.x) % kBlocks;
+  fetch_queries(tile, token, block * kEncodeHeads, kEncodeHeads);
+  if (threadIdx.x == 0) fetch_ahead(record_of(tile, token));
+  wait_for_previous();
+  let_next_start();
   if (block == 0 && threadIdx.x == 0) *tile.largest_scale(token) = 0;
   const int head = block * kEncodeHeads + static_cast<int>(threadIdx.x) / kHeadLanes;
   const int part = static_cast<int>(threadIdx.x) % kHeadLanes;

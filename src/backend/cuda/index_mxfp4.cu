@@ -475,13 +475,15 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   touch(tile);
   touch(pages);
+  fetch_queries(tile, likely_token(tile), 0, kHeads);
+  constexpr int kPreparing = kHeads * kGroups / 32;  // warps; the others wait for them anyway
+  if (const int warp = static_cast<int>(threadIdx.x / 32); warp >= kPreparing)
+    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(tile, pages, warp - kPreparing);
   wait_for_previous();
   let_next_start();
-  // Those it would begin with if all tokens were equally long, while it looks for its share.
-  prefetch_queries(tile, static_cast<int>(blockIdx.x * static_cast<unsigned>(tile.count) / gridDim.x));
   if (threadIdx.x < kLookups) s.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   for_each_share(
-      s.share, tile, [&](int token) { prefetch_queries(tile, token); },
+      s.share, tile, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
       [&](const Share& share, int request, int scored) { score_units(s, tile, pages, share, request, scored); });
   if (tile.fill) fill_rest(tile);
 }

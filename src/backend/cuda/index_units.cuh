@@ -9,6 +9,7 @@
 #include "backend/cuda/index_tile.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_encode.cuh"
+#include "backend/cuda/source_rows.cuh"
 #include "ops/score_row.h"
 
 namespace kv4::cuda {
@@ -30,8 +31,11 @@ struct ShareRoom {
   int token, unit;  // the first of this block
 };
 
-__device__ inline int units_of(const IndexTile& tile, int token) {
-  return (tile.scored(tile.p.step.tokens[tile.first + token]) + kUnitKeys - 1) / kUnitKeys;
+__device__ inline const ops::StepRecord* record_of(const IndexTile& tile, int token) {
+  return tile.p.step.tokens + tile.first + token;
+}
+__device__ inline int units_of(const IndexTile& tile, const ops::StepRecord& record) {
+  return (tile.scored(record) + kUnitKeys - 1) / kUnitKeys;
 }
 
 /// The sum over this lane and those before it.
@@ -59,9 +63,12 @@ struct Run {
   }
 };
 
-/// Of up to 32 tokens: each warp finds it by itself.
-__device__ inline Share find_share_of_few(const IndexTile& tile) {
-  const int lane = static_cast<int>(threadIdx.x % 32), mine = lane < tile.count ? units_of(tile, lane) : 0;
+/// Of up to 32 tokens, whose records load(address) gives: each warp finds it by itself.
+constexpr int kFewTokens = 32;
+template <class Load>
+__device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int mine = lane < tile.count ? units_of(tile, load(record_of(tile, lane))) : 0;
   const int sum = scan_warp(mine);
   const Run run(__shfl_sync(kAllLanes, sum, 31));
   const int at = run.begin - (sum - mine);
@@ -71,12 +78,12 @@ __device__ inline Share find_share_of_few(const IndexTile& tile) {
 }
 
 __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
-  if (tile.count <= 32) return find_share_of_few(tile);
+  if (tile.count <= kFewTokens) return find_share_of_few(tile, load_record);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int each = (tile.count + kScoreThreads - 1) / kScoreThreads, first = static_cast<int>(threadIdx.x) * each;
   const int end = min(first + each, tile.count);
   int mine = 0;
-  for (int token = first; token < end; ++token) mine += units_of(tile, token);
+  for (int token = first; token < end; ++token) mine += units_of(tile, *record_of(tile, token));
   const int sum = scan_warp(mine);
   if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
   __syncthreads();
@@ -91,12 +98,25 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
   if (run.count == 0) return {0, 0, 0};
   if (before <= run.begin && run.begin < before + mine) {
     int token = first, at = run.begin - before;
-    for (int units; at >= (units = units_of(tile, token)); ++token) at -= units;
+    for (int units; at >= (units = units_of(tile, *record_of(tile, token))); ++token) at -= units;
     s.token = token;
     s.unit = at;
   }
   __syncthreads();
   return {s.token, s.unit, run.count};
+}
+
+/// The token that this block begins with if all are equally long.
+__device__ inline int likely_token(const IndexTile& tile) {
+  return static_cast<int>(blockIdx.x * static_cast<unsigned>(tile.count) / gridDim.x);
+}
+
+/// The share by the records as they are before the wait; of many tokens, if all are as long as its first.
+__device__ inline Share guess_share(const IndexTile& tile) {
+  if (tile.count <= kFewTokens) return find_share_of_few(tile, load_record_again);
+  const int token = likely_token(tile), units = units_of(tile, load_record_again(record_of(tile, token)));
+  const Run run(units * tile.count);
+  return {token, max(run.begin - token * units, 0), run.count};
 }
 
 /// Calls score(share, request, scored) with the block's units of each of its tokens, and prefetch(token) before that
@@ -105,7 +125,7 @@ template <class Prefetch, class Score>
 __device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Prefetch&& prefetch, Score&& score) {
   Share left = find_share(s, tile);
   while (left.count > 0) {
-    const ops::StepRecord record = tile.p.step.tokens[tile.first + left.token];
+    const ops::StepRecord record = load_record(record_of(tile, left.token));
     const int scored = tile.scored(record);
     const Share now{left.token, left.unit, min(left.count, (scored + kUnitKeys - 1) / kUnitKeys - left.unit)};
     left = {now.token + 1, 0, left.count - now.count};
@@ -179,9 +199,10 @@ __device__ void transform(float (&x)[kChannels]) {
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) x[i] = codec::fused(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], lane));
   }
-  const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kWidth)));
+  static_assert(kWidth == 128);
+  constexpr float kScale = 0x1.6a09e6p-4f;  // 1 / sqrt(128), each rounded
 #pragma unroll
-  for (int i = 0; i < kChannels; ++i) x[i] *= scale;
+  for (int i = 0; i < kChannels; ++i) x[i] *= kScale;
 }
 
 /// A lane's channels rounded to bf16; returns the largest magnitude, NaN passed over.
@@ -196,16 +217,22 @@ __device__ float round_channels(const float (&x)[kChannels], std::uint32_t (&pai
   return fmaxf(low_value(largest), high_value(largest));
 }
 
-/// A token's queries into L2.
-__device__ inline void prefetch_queries(const IndexTile& tile, int token) {
+/// A token's queries of some heads, and its weights, into L2. Before the wait, too.
+__device__ inline void fetch_queries(const IndexTile& tile, int token, int first_head, int heads) {
   constexpr int kLine = 64;
-  if (tile.p.q.dtype == DType::u8 || token >= tile.count) return;
-  const int element = tile.p.q.dtype == DType::f32 ? 4 : 2;
-  const std::uint8_t* q =
-      static_cast<const std::uint8_t*>(tile.p.q.data) + (tile.first + token) * tile.p.q.row_stride * element;
-  for (int at = static_cast<int>(threadIdx.x) * kLine; at < tile.p.num_heads * kWidth * element;
-       at += kScoreThreads * kLine)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at));
+  const ops::IndexParams& p = tile.p;
+  if (token >= tile.count) return;
+  const auto fetch = [&](const ops::InputDesc& in, int at, int bytes, int element) {
+    const std::uint8_t* from =
+        static_cast<const std::uint8_t*>(in.data) + (tile.first + token) * in.row_stride * element + at;
+    for (int i = static_cast<int>(threadIdx.x) * kLine; i < bytes; i += static_cast<int>(blockDim.x) * kLine)
+      fetch_ahead(from + i);
+  };
+  if (p.q.dtype != DType::u8) {
+    const int element = p.q.dtype == DType::f32 ? 4 : 2;
+    fetch(p.q, first_head * kWidth * element, min(heads, p.num_heads - first_head) * kWidth * element, element);
+  }
+  if (first_head == 0) fetch(p.weights, 0, p.num_heads * 4, 4);
 }
 
 /// Where a head's row of the matrix operand lies, so that a lane's accumulators are a chain.
@@ -348,6 +375,32 @@ class KeyStream {
   std::uint32_t ring_, stage_, free_;     // stages as offsets
   std::int32_t ids_ = -1, next_;
 };
+
+/// Before the wait: the keys that this block probably begins with, kStages of 32 for each of its warps, into L2.
+/// Nothing depends on it (kv4/cuda.h). By kWorkers warps.
+template <int kKeyBytes, int kStages, int kWorkers>
+__device__ void fetch_first_keys(const IndexTile& tile, const Pages& pages, int worker) {
+  constexpr int kEach = kStages * kScoreWarps / kWorkers;
+  static_assert(kEach <= 32);
+  const Share share = guess_share(tile);
+  if (share.count == 0) return;
+  const ops::StepRecord record = load_record_again(record_of(tile, share.token));
+  const int first = share.unit * kUnitKeys, end = min(first + share.count * kUnitKeys, tile.scored(record));
+  const int lane = static_cast<int>(threadIdx.x % 32), key = first + (worker + lane * kWorkers) * kWarpKeys;
+  if (lane >= kEach || key >= end) return;
+  const std::int32_t block =
+      __ldcg(pages.table + std::int64_t{record.row} * pages.blocks_per_request + (key >> pages.block_shift));
+  if (block < 0) return;
+  const auto fetch = [&](const std::uint8_t* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes),
+                 "l"(pages.policy));
+#endif
+  };
+  const std::uint32_t row = pages.row_of(key), id = static_cast<std::uint32_t>(block);
+  fetch(pages.payload_of(id) + kKeyBytes * row, kWarpKeys * kKeyBytes);
+  fetch(pages.scale_of(id) + kKeyScaleBytes * row, kWarpKeys * kKeyScaleBytes);
+}
 
 // --- scores
 
