@@ -145,12 +145,12 @@ __device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kCha
 }
 
 /// Units of one token: the queries' part of Shared is written anew.
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, int request,
-                            int scored) {
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share) {
+  const int scored = share.scored;
   const int warp = static_cast<int>(threadIdx.x / 32), warpgroup = warp / 4;
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kQuad;
   const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  Keys keys(s.ring[warp][0], pages, request, share.unit + warpgroup, units, scored);
+  Keys keys(s.ring[warp][0], pages, share.request, share.unit + warpgroup, units, scored);
   keys.begin();
   wait_for_previous();
   let_next_start();
@@ -215,8 +215,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   touch(pages);
   // The encoder let this start after its own wait: all but the queries is there.
   for_each_share(
-      s.share, tile, [](int) {},
-      [&](const Share& share, int request, int scored) { score_units(s, tile, pages, share, request, scored); });
+      s.share, tile, [](int) {}, [&](const Share& share) { score_units(s, tile, pages, share); });
   wait_for_previous();
 }
 

@@ -410,13 +410,13 @@ __device__ void score_odd(const Shared& s, const IndexTile& tile, const Pages& p
 }
 
 /// Units of one token: the queries' part of Shared is written anew.
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, int request,
-                            int scored) {
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share) {
+  const int scored = share.scored;
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
   const int warp = thread / 32, warpgroup = warp / 4, lane = thread % 32, c = lane % kGroups;
   const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  Keys keys(s.ring[warp][0], pages, request, share.unit + warpgroup, units, scored);
+  Keys keys(s.ring[warp][0], pages, share.request, share.unit + warpgroup, units, scored);
   static_assert(kScoreThreads >= kHeads * kGroups && kHeads * kGroups % 32 == 0);
   const int head = thread / kGroups;
   const RawGroup raw = load_query(tile.p, tile.first + share.token, head, c);
@@ -465,7 +465,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   if (fast_units > 0) finish_unit(fast_units - 1);
   asm volatile("cp.async.wait_all;" ::: "memory");
   if (first_odd < units)
-    score_odd(s, tile, pages, share.token, request, keys.first_key(first_odd), units - first_odd, scored, !fast);
+    score_odd(s, tile, pages, share.token, share.request, keys.first_key(first_odd), units - first_odd, scored, !fast);
   __syncthreads();  // the queries may change
 }
 
@@ -481,11 +481,13 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(tile, pages, warp - kPreparing);
   wait_for_previous();
   let_next_start();
+  // Early, where the others would else do nothing.
+  if (const int thread = static_cast<int>(threadIdx.x) - 32 * kPreparing; tile.fill && thread >= 0)
+    fill_rest(tile, thread, kScoreThreads - 32 * kPreparing);
   if (threadIdx.x < kLookups) s.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   for_each_share(
       s.share, tile, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
-      [&](const Share& share, int request, int scored) { score_units(s, tile, pages, share, request, scored); });
-  if (tile.fill) fill_rest(tile);
+      [&](const Share& share) { score_units(s, tile, pages, share); });
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ struct IndexTile {
   std::int64_t query_stride = 0;
   std::int64_t maxima_at = 0;  // behind the queries, where they are kept
   bool has_maxima = false;     // of rows longer than kRowNumbers
-  bool is_scored = false;      // by the kernel queued just before
+  bool is_scored = false;      // by a kernel that is followed at once by the selection
 
   KV4_HD const ops::KindDesc& kind() const { return p.layer.kinds[p.kind]; }
   KV4_HD float* row(std::int64_t token) const { return scores + token * score_stride; }
@@ -104,16 +104,15 @@ __device__ QueryRows query_rows(const IndexTile& tile, int token) {
 
 constexpr float kNoScore = -__builtin_huge_valf();
 
-/// -infinity behind what tokens see. A thread block takes every gridDim.x-th part of a row, a row has enough parts for
-/// all.
-__device__ inline void fill_rest(const IndexTile& tile) {
+/// -infinity behind what tokens see, by `threads` threads of each block. A block takes every gridDim.x-th part of a
+/// row, a row has enough parts for all.
+__device__ inline void fill_rest(const IndexTile& tile, int thread, int threads) {
   const int parts = max(1, static_cast<int>(gridDim.x) / tile.count);
   for (int unit = static_cast<int>(blockIdx.x); unit < parts * tile.count; unit += static_cast<int>(gridDim.x)) {
     const int token = unit / parts, part = unit % parts;
     const int seen = tile.visible(tile.p.step.tokens[tile.first + token]);
     float* const row = tile.row(token);
-    for (std::int64_t j = seen + part * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-         j < tile.score_stride; j += parts * static_cast<int>(blockDim.x))
+    for (std::int64_t j = seen + part * threads + thread; j < tile.score_stride; j += parts * threads)
       row[j] = kNoScore;
   }
 }

@@ -24,19 +24,18 @@ constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: ke
 /// A block's part of all tokens' units: `count` of them from this one on.
 struct Share {
   int token, unit, count;
+  int request, scored;  // of the token: its request, how many keys it has scored
 };
 
 struct ShareRoom {
   std::uint32_t sums[kScoreWarps];
-  int token, unit;  // the first of this block
+  Share first;
 };
 
 __device__ inline const ops::StepRecord* record_of(const IndexTile& tile, int token) {
   return tile.p.step.tokens + tile.first + token;
 }
-__device__ inline int units_of(const IndexTile& tile, const ops::StepRecord& record) {
-  return (tile.scored(record) + kUnitKeys - 1) / kUnitKeys;
-}
+__device__ inline int units_of(int keys) { return (keys + kUnitKeys - 1) / kUnitKeys; }
 
 /// The sum over this lane and those before it.
 __device__ inline int scan_warp(int sum) {
@@ -55,11 +54,9 @@ struct Run {
   __device__ explicit Run(int total) : begin(0), count(0) {
     const unsigned blocks = min(gridDim.x, static_cast<unsigned>(total)), block = blockIdx.x;
     if (block >= blocks) return;
-    // i * total / blocks, but dividing 64 bits takes hundreds of clocks.
     const unsigned each = static_cast<unsigned>(total) / blocks, rest = static_cast<unsigned>(total) % blocks;
-    const auto begin_of = [&](unsigned i) { return static_cast<int>(i * each + i * rest / blocks); };
-    begin = begin_of(block);
-    count = begin_of(block + 1) - begin;
+    begin = static_cast<int>(block * each + min(block, rest));
+    count = static_cast<int>(each + (block < rest ? 1 : 0));
   }
 };
 
@@ -68,13 +65,19 @@ constexpr int kFewTokens = 32;
 template <class Load>
 __device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const int mine = lane < tile.count ? units_of(tile, load(record_of(tile, lane))) : 0;
-  const int sum = scan_warp(mine);
+  int request = 0, scored = 0;
+  if (lane < tile.count) {
+    const ops::StepRecord record = load(record_of(tile, lane));
+    request = record.row;
+    scored = tile.scored(record);
+  }
+  const int mine = units_of(scored), sum = scan_warp(mine);
   const Run run(__shfl_sync(kAllLanes, sum, 31));
   const int at = run.begin - (sum - mine);
   const int token = __ffs(static_cast<int>(__ballot_sync(kAllLanes, at >= 0 && at < mine))) - 1;
-  if (run.count == 0) return {0, 0, 0};
-  return {token, __shfl_sync(kAllLanes, at, token), run.count};
+  if (run.count == 0) return {};
+  return {token, __shfl_sync(kAllLanes, at, token), run.count, __shfl_sync(kAllLanes, request, token),
+          __shfl_sync(kAllLanes, scored, token)};
 }
 
 __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
@@ -83,7 +86,7 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
   const int each = (tile.count + kScoreThreads - 1) / kScoreThreads, first = static_cast<int>(threadIdx.x) * each;
   const int end = min(first + each, tile.count);
   int mine = 0;
-  for (int token = first; token < end; ++token) mine += units_of(tile, *record_of(tile, token));
+  for (int token = first; token < end; ++token) mine += units_of(tile.scored(*record_of(tile, token)));
   const int sum = scan_warp(mine);
   if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
   __syncthreads();
@@ -95,15 +98,20 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
     total += of_warp;
   }
   const Run run(total);
-  if (run.count == 0) return {0, 0, 0};
+  if (run.count == 0) return {};
   if (before <= run.begin && run.begin < before + mine) {
-    int token = first, at = run.begin - before;
-    for (int units; at >= (units = units_of(tile, *record_of(tile, token))); ++token) at -= units;
-    s.token = token;
-    s.unit = at;
+    for (int token = first, at = run.begin - before;; ++token) {
+      const ops::StepRecord record = load_record(record_of(tile, token));
+      const int scored = tile.scored(record), units = units_of(scored);
+      if (at < units) {
+        s.first = {token, at, run.count, record.row, scored};
+        break;
+      }
+      at -= units;
+    }
   }
   __syncthreads();
-  return {s.token, s.unit, run.count};
+  return s.first;
 }
 
 /// The token that this block begins with if all are equally long.
@@ -114,23 +122,26 @@ __device__ inline int likely_token(const IndexTile& tile) {
 /// The share by the records as they are before the wait; of many tokens, if all are as long as its first.
 __device__ inline Share guess_share(const IndexTile& tile) {
   if (tile.count <= kFewTokens) return find_share_of_few(tile, load_record_again);
-  const int token = likely_token(tile), units = units_of(tile, load_record_again(record_of(tile, token)));
+  const int token = likely_token(tile);
+  const ops::StepRecord record = load_record_again(record_of(tile, token));
+  const int scored = tile.scored(record), units = units_of(scored);
   const Run run(units * tile.count);
-  return {token, max(run.begin - token * units, 0), run.count};
+  return {token, max(run.begin - token * units, 0), run.count, record.row, scored};
 }
 
-/// Calls score(share, request, scored) with the block's units of each of its tokens, and prefetch(token) before that
-/// with the token it will go on to.
+/// Calls score(share) with the block's units of each of its tokens, and prefetch(token) before that with the token it
+/// will go on to.
 template <class Prefetch, class Score>
 __device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Prefetch&& prefetch, Score&& score) {
-  Share left = find_share(s, tile);
-  while (left.count > 0) {
-    const ops::StepRecord record = load_record(record_of(tile, left.token));
-    const int scored = tile.scored(record);
-    const Share now{left.token, left.unit, min(left.count, (scored + kUnitKeys - 1) / kUnitKeys - left.unit)};
-    left = {now.token + 1, 0, left.count - now.count};
-    if (left.count > 0) prefetch(left.token);
-    if (now.count > 0) score(now, record.row, scored);
+  Share share = find_share(s, tile);
+  while (share.count > 0) {
+    const int left = max(share.count - (units_of(share.scored) - share.unit), 0), next = share.token + 1;
+    share.count -= left;
+    if (left > 0) prefetch(next);
+    if (share.count > 0) score(share);
+    if (left == 0) break;
+    const ops::StepRecord record = load_record(record_of(tile, next));
+    share = {next, 0, left, record.row, tile.scored(record)};
   }
 }
 
@@ -384,12 +395,11 @@ __device__ void fetch_first_keys(const IndexTile& tile, const Pages& pages, int 
   static_assert(kEach <= 32);
   const Share share = guess_share(tile);
   if (share.count == 0) return;
-  const ops::StepRecord record = load_record_again(record_of(tile, share.token));
-  const int first = share.unit * kUnitKeys, end = min(first + share.count * kUnitKeys, tile.scored(record));
+  const int first = share.unit * kUnitKeys, end = min(first + share.count * kUnitKeys, share.scored);
   const int lane = static_cast<int>(threadIdx.x % 32), key = first + (worker + lane * kWorkers) * kWarpKeys;
   if (lane >= kEach || key >= end) return;
   const std::int32_t block =
-      __ldcg(pages.table + std::int64_t{record.row} * pages.blocks_per_request + (key >> pages.block_shift));
+      __ldcg(pages.table + std::int64_t{share.request} * pages.blocks_per_request + (key >> pages.block_shift));
   if (block < 0) return;
   const auto fetch = [&](const std::uint8_t* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -472,11 +482,13 @@ inline Pages make_pages(const IndexTile& tile) {
   return pages;
 }
 
-/// As many blocks as can run at once; if tokens are few and not long, so many to each of them: a block that goes on to
-/// a second token prepares queries twice.
+/// As many blocks as can run at once, but for very few tokens' selection, which then gets ready meanwhile; if tokens
+/// are few and not long, so many to each of them: a block that goes on to a second token prepares queries twice.
 inline unsigned score_blocks(const IndexTile& tile) {
+  constexpr int kVeryFew = 2;
   const std::int64_t units = (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
-  const std::int64_t all = std::clamp<std::int64_t>(units, 1, multiprocessors());
+  const int selecting = tile.is_scored && tile.count <= kVeryFew ? tile.count : 0;
+  const std::int64_t all = std::clamp<std::int64_t>(units, 1, std::max(multiprocessors() - selecting, 1));
   const std::int64_t even = all / tile.count * tile.count;
   return static_cast<unsigned>(20 * even >= 19 * all && units <= kEvenUnits * all ? even : all);
 }
