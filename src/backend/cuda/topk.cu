@@ -1,6 +1,6 @@
 // The best k of a row of scores, exactly: ties go to the smaller entry. The result's order is the same on every run.
 //
-// select_row: a thread block of 1,024 per row, at most 8 numbers in a thread's registers.
+// select_row: a thread block of 512 per row, at most 16 numbers in a thread's registers.
 //   Rows of up to 8,192 scores: selection from them.
 //   Longer ones, where the scorer left the largest score of each group of keys: the k-th largest of those is a bound
 //   below the k-th best score, for k scores are at least as large. Only groups that reach it are read, and their
@@ -12,8 +12,8 @@
 // If a list gets too long (many equal scores, say) or the row does not fit the registers, exact selection goes over the
 // row in memory.
 //
-// Bound by instructions, about 500 of each of 32 warps for 8,192 scores, and by latency: ten barriers, loads that depend
-// on each other.
+// Bound by instructions, of which half are the same for any number of scores: so not more warps. And by latency: ten
+// barriers, loads that depend on each other.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -27,9 +27,12 @@ namespace {
 
 namespace cg = cooperative_groups;
 
+constexpr int kRowThreads = 512;
+using Row = RowShared<kRowThreads>;
+
 __global__ void __launch_bounds__(kRowThreads, 1) select_row(const __grid_constant__ IndexTile tile) {
   extern __shared__ __align__(16) unsigned char bytes[];
-  RowShared& s = *reinterpret_cast<RowShared*>(bytes);
+  Row& s = *reinterpret_cast<Row*>(bytes);
   s.selection.clear();
   touch(tile);
   const int token = static_cast<int>(blockIdx.x);
@@ -42,11 +45,11 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_row(const __grid_consta
   const bool whole = count <= kRowNumbers;
   const int group = group_size(count), numbers = whole ? count : groups_of(count);
   if (numbers <= top) return select_from_row(s.selection, row, count, Bounds(), choice);
-  float held[kRowHeld];
+  float held[Row::kHeld];
   load_numbers(whole ? row : tile.maxima(token), numbers, held);
-  const HeldSource source{held, numbers};
-  const Bounds all = find_bounds(s.selection, source);
-  Scan<RowSelection> scan(s.selection);
+  const HeldSource<Row> source{held, numbers};
+  const Bounds all = find_bounds(s, source);
+  Scan scan(s.selection);
   const auto select = [&](const auto& from, const Bounds& bounds) {
     write_chosen(s.selection, scan, from, find_cut(s.selection, scan, from, bounds, top), choice);
   };
@@ -235,9 +238,9 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream) {
   const std::int64_t longest = std::min(tile.score_stride, max_entries(tile.p));
   const unsigned rows = static_cast<unsigned>(tile.count);
   if (tile.has_maxima || longest <= kRowNumbers) {
-    const cudaError_t status = cudaFuncSetAttribute(select_row, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    static_cast<int>(sizeof(RowShared)));
-    return status == cudaSuccess ? launch<sizeof(RowShared)>(select_row, rows, kRowThreads, stream, tile) : status;
+    const cudaError_t status =
+        cudaFuncSetAttribute(select_row, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Row)));
+    return status == cudaSuccess ? launch<sizeof(Row)>(select_row, rows, kRowThreads, stream, tile) : status;
   }
   const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(LongShared)));

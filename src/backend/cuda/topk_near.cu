@@ -26,21 +26,22 @@ namespace kv4::cuda {
 namespace {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kOctets = kWidth / kOctet;
-constexpr int kEach = 4, kBatch = kRowThreads / kHeads * kEach;  // keys scored again at a time
-static_assert(kRowThreads == kHeads * kOctets && kRowThreads == kBatch * kOctets &&
-              kRowThreads >= kBatch * ops::kChains);
+constexpr int kThreads = 1024;
+using Row = RowShared<kThreads>;
+constexpr int kEach = 4, kBatch = kThreads / kHeads * kEach;  // keys scored again at a time
+static_assert(kThreads == kHeads * kOctets && kThreads == kBatch * kOctets && kThreads >= kBatch * ops::kChains);
 constexpr float kMostCode = 448.0f, kTiny = 0x1p-80f;
 constexpr int kOtherRoundings = 48;
 constexpr int kStepParts = 4;
 constexpr float kStepRoundings = 0.5f * (kStepChannels + kStepParts) + 2.0f * kStepParts;
 
 struct NearShared {
-  RowShared row;
+  Row row;
   float4 q[2 * kOctets][kHeads];
   float weights[kHeads];
   float k[kBatch][kWidth];
   float dots[kBatch][kHeads + 1];
-  float sums[kRowWarps];
+  float sums[Row::kWarps];
   // Near T, and their defined scores.
   int listed;
   std::int32_t entries[kFew];
@@ -173,7 +174,7 @@ __device__ __noinline__ void select_slowly(NearShared& s, const TokenKeys& keys,
 
 /// What is in, and the best of what is in doubt. False: too much is.
 template <class Source>
-__device__ bool write_best(NearShared& s, Scan<RowSelection>& scan, const Source& source, const Doubt& doubt,
+__device__ bool write_best(NearShared& s, Scan<Selection<kThreads>>& scan, const Source& source, const Doubt& doubt,
                            const TokenKeys& keys, const Choice& choice) {
   int mine = 0, certain;
   source.for_each([&](float near, std::int32_t entry) {
@@ -197,7 +198,7 @@ __device__ bool write_best(NearShared& s, Scan<RowSelection>& scan, const Source
   }
   __syncthreads();
   const int lane = static_cast<int>(threadIdx.x % 32);
-  for (int i = static_cast<int>(threadIdx.x / 32); i < listed; i += kRowWarps) {
+  for (int i = static_cast<int>(threadIdx.x / 32); i < listed; i += Row::kWarps) {
     const std::uint32_t key = s.keys[i];
     const std::int32_t entry = s.entries[i];
     int better = 0;
@@ -206,14 +207,14 @@ __device__ bool write_best(NearShared& s, Scan<RowSelection>& scan, const Source
     if (lane == 0 && certain + better < top) chosen[certain + better] = entry;
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < top; i += kRowThreads) choice.put(i, chosen[i]);
+  for (int i = static_cast<int>(threadIdx.x); i < top; i += kThreads) choice.put(i, chosen[i]);
   return true;
 }
 
-__global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_constant__ IndexTile tile) {
+__global__ void __launch_bounds__(kThreads, 1) select_near_row(const __grid_constant__ IndexTile tile) {
   extern __shared__ __align__(16) unsigned char bytes[];
   NearShared& s = *reinterpret_cast<NearShared*>(bytes);
-  RowSelection& selection = s.row.selection;
+  Selection<kThreads>& selection = s.row.selection;
   selection.clear();
   touch(tile);
   if (threadIdx.x == 0) s.listed = 0;
@@ -234,12 +235,12 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_c
   const bool whole = count <= kRowNumbers;
   const int group = group_size(count), numbers = whole ? count : groups_of(count);
   const TokenKeys keys{tile, tile.p.step.block_table + std::int64_t{seen.request} * tile.p.step.blocks_per_request};
-  float held[kRowHeld];
+  float held[Row::kHeld];
   load_numbers(whole ? row : tile.maxima(token), numbers, held);
   const std::uint32_t largest = *tile.largest_scale(token);
-  const HeldSource source{held, numbers};
-  const Bounds all = find_bounds(selection, source);
-  static_assert(kRowWarps == 32);
+  const HeldSource<Row> source{held, numbers};
+  const Bounds all = find_bounds(s.row, source);
+  static_assert(Row::kWarps == 32);
   per_scale = s.sums[threadIdx.x % 32];
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) per_scale += __shfl_xor_sync(kAll, per_scale, step);
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_c
   if (largest > kMostScale || !(per_scale < 0x1p100f) || !(margin < 0x1p60f))
     return select_slowly(s, keys, row, count, Doubt(), choice);
 
-  Scan<RowSelection> scan(selection);
+  Scan scan(selection);
   Doubt doubt;
   bool found = false, written = false;
   const auto select = [&](const auto& from, const Bounds& bounds) {
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_c
     select_by_groups(s.row, scan, source, all, {row, count, group, top, 2.0f * margin}, select);
   if (written) return;
   __syncthreads();
-  if (!found) doubt = Doubt(find_cut(selection, scan, RowSource<kRowThreads>{row, count}, Bounds(), top), margin);
+  if (!found) doubt = Doubt(find_cut(selection, scan, RowSource<kThreads>{row, count}, Bounds(), top), margin);
   select_slowly(s, keys, row, count, doubt, choice);
 }
 
@@ -271,7 +272,7 @@ cudaError_t select_near(const IndexTile& tile, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(select_near_row, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(NearShared)));
   if (status != cudaSuccess) return status;
-  return launch<sizeof(NearShared)>(select_near_row, static_cast<unsigned>(tile.count), kRowThreads, stream, tile);
+  return launch<sizeof(NearShared)>(select_near_row, static_cast<unsigned>(tile.count), kThreads, stream, tile);
 }
 
 }  // namespace kv4::cuda

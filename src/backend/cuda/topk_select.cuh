@@ -347,40 +347,44 @@ __device__ inline TokenRow row_and_wait(const IndexTile& tile, int token) {
 
 // --- rows of up to 8,192 scores, or of groups
 
-constexpr int kRowThreads = 1024, kRowHeld = kRowNumbers / kRowThreads, kRowWarps = kRowThreads / 32;
 constexpr int kGroupRoom = 4096;  // groups that reach the bound
-constexpr int kWarpRoom = 128;    // of a warp's list of their scores
-using RowSelection = Selection<kRowThreads>;
+constexpr int kListRoom = 4096;   // of all warps' lists of their scores
 
+/// What a block of so many threads selects from a row with.
+template <int kBlockThreads>
 struct RowShared {
-  RowSelection selection;
+  static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32, kWarpRoom = kListRoom / kWarps;
+  static constexpr int kHeld = kRowNumbers / kThreads;  // numbers in a thread's registers
+  Selection<kThreads> selection;
   std::int32_t groups[kGroupRoom];
-  float scores[kRowWarps][kWarpRoom];
-  std::int32_t entries[kRowWarps][kWarpRoom];
+  float scores[kWarps][kWarpRoom];
+  std::int32_t entries[kWarps][kWarpRoom];
 };
 
-/// Numbers in registers, the i-th of a thread being that of entry thread + i * kRowThreads. No branch but one that all
+/// Numbers in registers, the i-th of a thread being that of entry thread + i * kThreads. No branches but two that all
 /// threads take: those that are absent are NaN.
+template <class Shared>
 struct HeldSource {
-  static constexpr int kMost = kRowHeld;
-  const float (&held)[kRowHeld];
+  static constexpr int kMost = Shared::kHeld;
+  const float (&held)[kMost];
   int count;
-  __device__ static std::int32_t entry(int i) { return static_cast<int>(threadIdx.x) + i * kRowThreads; }
+  __device__ static std::int32_t entry(int i) { return static_cast<int>(threadIdx.x) + i * Shared::kThreads; }
   __device__ int size() const { return count; }
   template <class F>
   __device__ void for_each(F&& f) const {
 #pragma unroll
-    for (int i = 0; i < kRowHeld; ++i) {
-      if (i == kRowHeld / 2 && count <= i * kRowThreads) break;
+    for (int i = 0; i < kMost; ++i) {
+      if ((i == kMost / 4 || i == kMost / 2) && count <= i * Shared::kThreads) break;
       f(held[i], entry(i));
     }
   }
 };
 
 /// The warps' lists of entries below `bound`; each thread has some of its own warp's.
+template <class Shared>
 struct WarpListSource {
-  static constexpr int kMost = kWarpRoom / 32;
-  const RowShared& s;
+  static constexpr int kMost = Shared::kWarpRoom / 32;
+  const Shared& s;
   int listed, bound;
   __device__ std::int32_t entry(int i) const { return s.entries[threadIdx.x / 32][threadIdx.x % 32 + 32 * i]; }
   __device__ int size() const { return bound; }
@@ -392,16 +396,18 @@ struct WarpListSource {
 };
 
 /// The numbers of a row and NaN: all loads are under way when it returns.
-__device__ inline void load_numbers(const float* from, int numbers, float (&held)[kRowHeld]) {
+template <int kHeld>
+__device__ void load_numbers(const float* from, int numbers, float (&held)[kHeld]) {
 #pragma unroll
-  for (int i = 0; i < kRowHeld; ++i) {
-    const int at = static_cast<int>(threadIdx.x) + i * kRowThreads;
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = static_cast<int>(threadIdx.x) + i * (kRowNumbers / kHeld);
     held[i] = at < numbers ? from[at] : __builtin_nanf("");
   }
 }
 
 /// Of the block's numbers.
-__device__ inline Bounds find_bounds(RowSelection& s, const HeldSource& source) {
+template <class Shared>
+__device__ Bounds find_bounds(Shared& s, const HeldSource<Shared>& source) {
   Bounds mine;
   source.for_each([&](float score, std::int32_t) {
     mine.low = fminf(mine.low, score);
@@ -411,7 +417,7 @@ __device__ inline Bounds find_bounds(RowSelection& s, const HeldSource& source) 
     const std::uint32_t bits = __float_as_uint(number);
     return bits ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31) | 0x80000000u);
   };
-  return Bounds(find_range(s, order(mine.low), order(mine.high)));  // its barrier is the one after clear()
+  return Bounds(find_range(s.selection, order(mine.low), order(mine.high)));  // its barrier is the one after clear()
 }
 
 /// A row whose groups' maxima are known.
@@ -423,8 +429,8 @@ struct GroupedRow {
 
 /// Calls select(source, bounds) with what may be among the best of the row, found by the maxima of its groups, which
 /// lie in registers. False: too many reach the bound.
-template <class Select>
-__device__ bool select_by_groups(RowShared& s, Scan<RowSelection>& scan, const HeldSource& maxima, Bounds bounds,
+template <class Shared, class S, class Select>
+__device__ bool select_by_groups(Shared& s, Scan<S>& scan, const HeldSource<Shared>& maxima, Bounds bounds,
                                  const GroupedRow& row, Select&& select) {
   const int count = row.count, group = row.group;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -446,15 +452,15 @@ __device__ bool select_by_groups(RowShared& s, Scan<RowSelection>& scan, const H
   });
   __syncthreads();
 
-  constexpr int kAhead = 8;
+  constexpr int kAhead = Shared::kHeld;
   const int bits = 31 - __clz(group);
   int listed = 0;
-  for (int first = 32 * warp; first < total * group; first += kAhead * kRowThreads) {
+  for (int first = 32 * warp; first < total * group; first += kAhead * Shared::kThreads) {
     float scores[kAhead];
     std::int32_t entries[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int at = first + i * kRowThreads + lane;
+      const int at = first + i * Shared::kThreads + lane;
       const int entry = at < total * group ? (s.groups[at >> bits] << bits) + (at & (group - 1)) : count;
       entries[i] = entry < count ? entry : -1;
       scores[i] = entry < count ? row.scores[entry] : 0.0f;
@@ -464,15 +470,15 @@ __device__ bool select_by_groups(RowShared& s, Scan<RowSelection>& scan, const H
       const bool reaches = entries[i] >= 0 && reaches_bound(scores[i]);
       const unsigned all = __ballot_sync(kAll, reaches);
       const int at = listed + __popc(all & ((1u << lane) - 1u));
-      if (reaches && at < kWarpRoom) {
+      if (reaches && at < Shared::kWarpRoom) {
         s.scores[warp][at] = scores[i];
         s.entries[warp][at] = entries[i];
       }
       listed += __popc(all);
     }
   }
-  if (__syncthreads_or(listed > kWarpRoom)) return false;
-  const WarpListSource source{s, listed, count};
+  if (__syncthreads_or(listed > Shared::kWarpRoom)) return false;
+  const WarpListSource<Shared> source{s, listed, count};
   bounds.low = fmaxf(bounds.low, intervals.below(bound));
   select(source, bounds);
   return true;
