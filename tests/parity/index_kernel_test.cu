@@ -332,6 +332,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
   p.layer.num_kinds = 2;
   p.layer.kinds[1] = make_kind(pool.data());
   p.step.num_tokens = num_tokens;
+  p.step.num_items = static_cast<int>(c_.counts.size()) + 1;  // the padding
   p.step.blocks_per_request = blocks_per_request_;
   p.step.tokens = tokens.data();
   p.step.block_table = table.data();
@@ -425,6 +426,14 @@ std::vector<Case> make_cases() {
   add("large_blocks", [](Case& c) { c.rows_per_block = 96, c.top = 2048, c.lengths = {9000}; });
   add("tiny_blocks", [](Case& c) { c.rows_per_block = 2, c.top = 10, c.lengths = {333}; });
   add("prefill", [](Case& c) { c.lengths = {0, 517}, c.counts = {70, 30}, c.top = 16, c.tile_tokens = 33; });
+  for (const DType q : {DType::bf16, DType::f32, DType::u8})  // one token of each request
+    add(std::string("single_") + (q == DType::bf16  ? "bf16"
+                                  : q == DType::f32 ? "f32"
+                                                    : "encoded"),
+        [&](Case& c) {
+          c.q = q, c.hadamard = q != DType::u8, c.data = Data::spread, c.top = 100;
+          c.lengths = {4000, 399, 90, 9000}, c.counts = {1, 1, 1, 1};
+        });
   add("many_requests", [](Case& c) {
     c.top = 8, c.heads = 4;
     c.lengths.clear(), c.counts.clear();

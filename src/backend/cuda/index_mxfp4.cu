@@ -34,7 +34,7 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kGroups = kQuad, kGroupChannels = kWidth / kGroups, kKeyBytes = kWidth / 2;
+constexpr int kGroups = kQuad, kKeyBytes = kWidth / 2;
 constexpr int kStages = 4;
 using Keys = KeyStream<kKeyBytes, kStages>;
 constexpr int kSteps = 4, kLookups = 4;
@@ -155,22 +155,31 @@ __device__ __noinline__ float sum_slowly(const Shared& s, const std::uint8_t* ke
 
 // --- queries
 
-// A quad prepares a head, a lane its group c: half of the block's warps. If all of them did, by eight lanes a head,
-// blocks that read the same keys would run in step and ask for them at the same time.
-using RawGroup = RawChannels<kGroupChannels>;
+// kLanes lanes prepare a head: four, a group each, in half of the block's warps; or eight in all of them, which takes
+// less time, but then blocks that read the same keys run in step and ask for them at the same time.
+template <int kLanes>
+constexpr int kLaneWords = kKeyBytes / 4 / kLanes;
 
-struct Group {
-  uint4 codes;
-  std::uint32_t scale;
+/// Codes of a lane's channels and their group's scale.
+template <int kLanes>
+struct Part {
+  std::uint32_t codes[kLaneWords<kLanes>], scale;
 };
 
+template <int kLanes>
+using RawPart = RawChannels<kWidth / kLanes>;
+
 /// load_channels, or a lane's encoded ones.
-__device__ RawGroup load_query(const ops::IndexParams& p, std::int64_t token, int head, int c) {
-  RawGroup raw = load_channels<kGroupChannels>(p, token, head, c);
+template <int kLanes>
+__device__ RawPart<kLanes> load_query(const ops::IndexParams& p, std::int64_t token, int head, int part) {
+  RawPart<kLanes> raw = load_channels<kWidth / kLanes>(p, token, head, part);
   if (p.q.dtype != DType::u8 || head >= p.num_heads) return raw;
-  const std::int64_t at = token * p.q.row_stride + head * kKeyBytes + 16 * c;
-  raw.words[0] = *reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + at);
-  raw.scale = static_cast<const std::uint8_t*>(p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + c];
+  const std::uint32_t* from = reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint8_t*>(p.q.data) +
+                                                                     token * p.q.row_stride + head * kKeyBytes) +
+                              part * kLaneWords<kLanes>;
+  raw.words[0] = {from[0], from[1], kLanes == kGroups ? from[2] : 0, kLanes == kGroups ? from[3] : 0};
+  raw.scale = static_cast<const std::uint8_t*>(
+      p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + part * kGroups / kLanes];
   return raw;
 }
 
@@ -184,15 +193,18 @@ __device__ std::uint32_t e2m1_codes(float low, float high) {
   return __vminu2(rounded >> 9 & 0x007F007Fu, 0x00070007u) | (halves >> 12 & 0x00080008u);
 }
 
-/// Mxfp4::encode. x is rounded to bf16 first.
-__device__ Group encode(const float (&x)[kGroupChannels]) {
-  std::uint32_t pairs[kGroupChannels / 2];
-  const int exponent = exponent_over_6(round_channels(x, pairs));
+/// Mxfp4::encode of a group, made by its lanes. x is rounded to bf16 first.
+template <int kLanes>
+__device__ Part<kLanes> encode(const float (&x)[kWidth / kLanes]) {
+  std::uint32_t pairs[kWidth / kLanes / 2];
+  float amax = round_channels(x, pairs);
+  if constexpr (kLanes > kGroups) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+  const int exponent = exponent_over_6(amax);
   // 2^(-14 - exponent), which may be a denormal
   const float by = exponent <= 112 ? pow2_normal(-14 - exponent) : codec::bits_float(1u << (135 - exponent));
-  std::uint32_t words[4];
+  Part<kLanes> part;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kLaneWords<kLanes>; ++i) {
     std::uint32_t bytes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -200,27 +212,40 @@ __device__ Group encode(const float (&x)[kGroupChannels]) {
       const std::uint32_t codes = e2m1_codes(low_value(pair) * by, high_value(pair) * by);
       bytes[j] = codes | codes >> 12;
     }
-    words[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
+    part.codes[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
   }
-  return {{words[0], words[1], words[2], words[3]}, static_cast<std::uint32_t>(exponent + 127)};
+  part.scale = static_cast<std::uint32_t>(exponent + 127);
+  return part;
 }
 
-/// A head of a token into shared memory, made by a quad. Whether the fast arithmetic holds for it.
-__device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& raw, int head, int c) {
+/// A head of a token into shared memory, made by its lanes. Whether the fast arithmetic holds for it.
+template <int kLanes>
+__device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawPart<kLanes>& raw, int head, int part) {
+  static_assert(kLanes == kGroups || kLanes == 2 * kGroups);
+  constexpr int kWords = kLaneWords<kLanes>;
   const float weight = raw.weight;
-  Group group{raw.words[0], raw.scale};
+  Part<kLanes> group;
   if (tile.p.q.dtype != DType::u8) {
-    float x[kGroupChannels];
+    float x[kWidth / kLanes];
     channels_of(raw, x);
     if (tile.kind().hadamard) transform(x);
-    group = encode(x);
+    group = encode<kLanes>(x);
+  } else {
+    const std::uint32_t words[4] = {raw.words[0].x, raw.words[0].y, raw.words[0].z, raw.words[0].w};
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) group.codes[i] = words[i];
+    group.scale = raw.scale;
   }
 
-  const bool any = any_code(group.codes);
+  const int c = part * kGroups / kLanes;  // the group
+  std::uint32_t all = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) all |= group.codes[i];
+  const bool any = (all & ~kSigns) != 0;
   std::uint32_t most = group.scale, scales = group.scale << (8 * c);
   bool any_in_head = any;
 #pragma unroll
-  for (int lane = 1; lane < kGroups; lane *= 2) {
+  for (int lane = 1; lane < kLanes; lane *= 2) {
     most = max(most, __shfl_xor_sync(kAllLanes, most, lane));
     scales |= __shfl_xor_sync(kAllLanes, scales, lane);
     any_in_head |= static_cast<bool>(__shfl_xor_sync(kAllLanes, static_cast<int>(any_in_head), lane));
@@ -234,14 +259,16 @@ __device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawGroup& r
          (weight == 0.0f || !any_in_head || (size >= kLeastWeight && size <= kMostWeight));
 
   const std::uint32_t times = (1u << kQueryShift) >> min(below, kQueryShift);
-  const std::uint32_t words[kSteps] = {group.codes.x, group.codes.y, group.codes.z, group.codes.w};
-  const int row = operand_row(head);
+  const int row = operand_row(head), first = part * kWords;  // of the head's words
 #pragma unroll
-  for (int i = 0; i < 2 * kSteps; ++i)
-    *reinterpret_cast<std::uint32_t*>(&s.q[row * kWidth + 16 * (i ^ (row % 8)) + 4 * c]) =
-        signed_quad(words[i / 2] >> (16 * (i % 2)), times);
-  *reinterpret_cast<uint4*>(&s.codes[head][4 * c]) = group.codes;
-  if (c == 0) {
+  for (int i = 0; i < 2 * kWords; ++i) {
+    const int chunk = 2 * (first % kSteps) + i;
+    *reinterpret_cast<std::uint32_t*>(&s.q[row * kWidth + 16 * (chunk ^ (row % 8)) + 4 * c]) =
+        signed_quad(group.codes[i / 2] >> (16 * (i % 2)), times);
+  }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) s.codes[head][first + i] = group.codes[i];
+  if (part == 0) {
     s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = kWeightFactor * scaled;
     s.scales[head] = scales;
     s.given_weights[head] = weight;
@@ -410,6 +437,7 @@ __device__ void score_odd(const Shared& s, const IndexTile& tile, const Pages& p
 }
 
 /// Units of one token: the queries' part of Shared is written anew.
+template <int kLanes>
 __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share) {
   const int scored = share.scored;
   int thread = static_cast<int>(threadIdx.x);
@@ -417,11 +445,11 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   const int warp = thread / 32, warpgroup = warp / 4, lane = thread % 32, c = lane % kGroups;
   const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
   Keys keys(s.ring[warp][0], pages, share.request, share.unit + warpgroup, units, scored);
-  static_assert(kScoreThreads >= kHeads * kGroups && kHeads * kGroups % 32 == 0);
-  const int head = thread / kGroups;
-  const RawGroup raw = load_query(tile.p, tile.first + share.token, head, c);
+  static_assert(kScoreThreads >= kHeads * kLanes && kHeads * kLanes % 32 == 0);
+  const int head = thread / kLanes;
+  const RawPart<kLanes> raw = load_query<kLanes>(tile.p, tile.first + share.token, head, thread % kLanes);
   keys.begin();
-  const bool fits = head >= kHeads || prepare_head(s, tile, raw, head, c);
+  const bool fits = head >= kHeads || prepare_head<kLanes>(s, tile, raw, head, thread % kLanes);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -469,6 +497,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   __syncthreads();  // the queries may change
 }
 
+template <int kLanes>
 __global__ void __launch_bounds__(kScoreThreads, 1)
     score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
@@ -476,7 +505,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   touch(tile);
   touch(pages);
   fetch_queries(tile, likely_token(tile), 0, kHeads);
-  constexpr int kPreparing = kHeads * kGroups / 32;  // warps; the others wait for them anyway
+  constexpr int kPreparing = kHeads * kGroups / 32;  // warps; with four lanes a head the others wait for them anyway
   if (const int warp = static_cast<int>(threadIdx.x / 32); warp >= kPreparing)
     fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(tile, pages, warp - kPreparing);
   wait_for_previous();
@@ -487,7 +516,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   if (threadIdx.x < kLookups) s.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   for_each_share(
       s.share, tile, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
-      [&](const Share& share) { score_units(s, tile, pages, share); });
+      [&](const Share& share) { score_units<kLanes>(s, tile, pages, share); });
 }
 
 }  // namespace
@@ -497,10 +526,14 @@ bool can_score_mxfp4(const ops::IndexParams& p) {
 }
 
 cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
-  const cudaError_t status = cudaFuncSetAttribute(score_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  static_cast<int>(sizeof(Shared)));
+  constexpr std::int64_t kShort = 32;  // units of a block
+  const unsigned blocks = score_blocks(tile);
+  const bool is_short = units_of(tile) <= kShort * blocks && tile.p.step.num_items == tile.p.step.num_tokens;
+  const auto kernel = is_short ? score_mxfp4_keys<2 * kGroups> : score_mxfp4_keys<kGroups>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
   if (status != cudaSuccess) return status;
-  return launch<sizeof(Shared)>(score_mxfp4_keys, score_blocks(tile), kScoreThreads, stream, tile, make_pages(tile));
+  return launch<sizeof(Shared)>(kernel, blocks, kScoreThreads, stream, tile, make_pages(tile));
 }
 
 }  // namespace kv4::cuda

@@ -482,11 +482,16 @@ inline Pages make_pages(const IndexTile& tile) {
   return pages;
 }
 
+/// If all tokens are as long as can be.
+inline std::int64_t units_of(const IndexTile& tile) {
+  return (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
+}
+
 /// As many blocks as can run at once, but for very few tokens' selection, which then gets ready meanwhile; if tokens
 /// are few and not long, so many to each of them: a block that goes on to a second token prepares queries twice.
 inline unsigned score_blocks(const IndexTile& tile) {
   constexpr int kVeryFew = 2;
-  const std::int64_t units = (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
+  const std::int64_t units = units_of(tile);
   const int selecting = tile.is_scored && tile.count <= kVeryFew ? tile.count : 0;
   const std::int64_t all = std::clamp<std::int64_t>(units, 1, std::max(multiprocessors() - selecting, 1));
   const std::int64_t even = all / tile.count * tile.count;
