@@ -45,7 +45,7 @@ KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t 
 KV4_API cudaError_t index_scores(const ops::IndexParams& params, cudaStream_t stream);
 /// The `top` best of given scores: NaN is the lowest, of equal ones the smaller index wins.
 KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t stream);
-/// Both: the scores stay in the workspace.
+/// Both: scores go no further than the workspace.
 KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
 
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);

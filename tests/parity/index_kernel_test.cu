@@ -439,6 +439,12 @@ std::vector<Case> make_cases() {
     c.lengths.clear(), c.counts.clear();
     for (int i = 0; i < 300; ++i) c.lengths.push_back(i * 37 % 600), c.counts.push_back(1);
   });
+  for (const int tokens : {3, 15, 31, 63, 127})  // with the padding: of one launch on an H200 from 63 on
+    add("batch_" + std::to_string(tokens), [&](Case& c) {
+      c.top = 100, c.heads = 3, c.data = Data::rare_edges;
+      c.lengths.clear(), c.counts.clear();
+      for (int i = 0; i < tokens; ++i) c.lengths.push_back((i + 1) * 5003 % 8192), c.counts.push_back(1);
+    });
   add("long", [](Case& c) { c.lengths = {60000}, c.heads = 2; });
   add("longer", [](Case& c) { c.lengths = {140000, 50000, 20000}, c.counts = {1, 2, 1}, c.heads = 2; });
   add("edges", [](Case& c) {

@@ -67,6 +67,9 @@ cudaError_t score_plain(const IndexTile& tile, cudaStream_t stream);
 /// mxfp4 keys of 128 channels on Hopper, one launch.
 bool can_score_mxfp4(const ops::IndexParams& p);
 cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream);
+/// With the best of them, in one launch: so many blocks for each token, 0 where two launches are better or have to be.
+int topk_blocks(const IndexTile& tile);
+cudaError_t topk_mxfp4(const IndexTile& tile, int blocks, cudaStream_t stream);
 
 /// The best of the tile's scores.
 cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);

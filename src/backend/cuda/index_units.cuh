@@ -390,10 +390,9 @@ class KeyStream {
 /// Before the wait: the keys that this block probably begins with, kStages of 32 for each of its warps, into L2.
 /// Nothing depends on it (kv4/cuda.h). By kWorkers warps.
 template <int kKeyBytes, int kStages, int kWorkers>
-__device__ void fetch_first_keys(const IndexTile& tile, const Pages& pages, int worker) {
+__device__ void fetch_first_keys(const Share& share, const Pages& pages, int worker) {
   constexpr int kEach = kStages * kScoreWarps / kWorkers;
   static_assert(kEach <= 32);
-  const Share share = guess_share(tile);
   if (share.count == 0) return;
   const int first = share.unit * kUnitKeys, end = min(first + share.count * kUnitKeys, share.scored);
   const int lane = static_cast<int>(threadIdx.x % 32), key = first + (worker + lane * kWorkers) * kWarpKeys;

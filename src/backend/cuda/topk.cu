@@ -14,21 +14,18 @@
 //
 // Bound by instructions, of which half are the same for any number of scores: so not more warps. And by latency: ten
 // barriers, loads that depend on each other.
-#include <cooperative_groups.h>
-
 #include <algorithm>
 #include <cstdint>
 
+#include "backend/cuda/cluster.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/topk_select.cuh"
 
 namespace kv4::cuda {
 namespace {
 
-namespace cg = cooperative_groups;
-
 constexpr int kRowThreads = 512;
-using Row = RowShared<kRowThreads>;
+using Row = RowSelection<kRowThreads>;
 
 __global__ void __launch_bounds__(kRowThreads, 1) select_row(const __grid_constant__ IndexTile tile) {
   extern __shared__ __align__(16) unsigned char bytes[];
@@ -137,24 +134,6 @@ __device__ Range find_bound(LongShared& s, Scan<LongSelection>& scan, const std:
     if (last || found.inside <= 64) break;
   }
   return {range.low, top};
-}
-
-// A block may write another's memory once that one has started: each arrives when it starts, and waits before it
-// writes.
-#if __CUDA_ARCH__ >= 900
-__device__ void arrive_cluster() { cg::this_cluster().barrier_arrive(); }
-__device__ void wait_cluster() { cg::this_cluster().barrier_wait(); }
-__device__ int block_in_cluster() { return static_cast<int>(cg::this_cluster().block_rank()); }
-__device__ LongShared& shared_of(LongShared& s, int block) { return *cg::this_cluster().map_shared_rank(&s, block); }
-#else
-__device__ void arrive_cluster() {}
-__device__ void wait_cluster() {}
-__device__ int block_in_cluster() { return 0; }
-__device__ LongShared& shared_of(LongShared& s, int) { return s; }
-#endif
-__device__ void sync_cluster() {
-  arrive_cluster();
-  wait_cluster();
 }
 
 __global__ void __launch_bounds__(kLongThreads, 1)

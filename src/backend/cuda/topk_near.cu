@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kOctets = kWidth / kOctet;
 constexpr int kThreads = 1024;
-using Row = RowShared<kThreads>;
+using Row = RowSelection<kThreads>;
 constexpr int kEach = 4, kBatch = kThreads / kHeads * kEach;  // keys scored again at a time
 static_assert(kThreads == kHeads * kOctets && kThreads == kBatch * kOctets && kThreads >= kBatch * ops::kChains);
 constexpr float kMostCode = 448.0f, kTiny = 0x1p-80f;

@@ -352,7 +352,7 @@ constexpr int kListRoom = 4096;   // of all warps' lists of their scores
 
 /// What a block of so many threads selects from a row with.
 template <int kBlockThreads>
-struct RowShared {
+struct RowSelection {
   static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32, kWarpRoom = kListRoom / kWarps;
   static constexpr int kHeld = kRowNumbers / kThreads;  // numbers in a thread's registers
   Selection<kThreads> selection;
