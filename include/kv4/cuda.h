@@ -6,9 +6,9 @@
 // A kernel may start while the one before it still runs. It waits for that one's results, but some things it reads at
 // once:
 // - Constants (weights, biases, rope tables): the kernel queued just before must not write them.
-// - append, attend, gather_all, gather_window: the step's records and block table, to guess what they will need; the
-//   guess is checked. They may be those of a step before: from the first call on, that memory holds what was written
-//   for the same pools, or zeros.
+// - append, attend, gather_all, gather_window, index_scores, index_topk: the step's records and block table, to guess
+//   what they will need; the guess is checked. They may be those of a step before: from the first call on, that memory
+//   holds what was written for the same pools, or zeros.
 // - append: pending rows of positions before the step, if the record says the same before and after the wait. What
 //   writes records of a new step must therefore not let the next kernel start (griddepcontrol.launch_dependents) before
 //   it has itself waited for those before it. update_step does so, kernels and copies that know nothing of it too. And
@@ -45,7 +45,7 @@ KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t 
 KV4_API cudaError_t index_scores(const ops::IndexParams& params, cudaStream_t stream);
 /// The `top` best of given scores: NaN is the lowest, of equal ones the smaller index wins.
 KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t stream);
-/// Both: the scores stay in the workspace.
+/// Both: scores go no further than the workspace.
 KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
 
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);

@@ -46,10 +46,11 @@ class DeviceArray {
   T* data_ = nullptr;
 };
 
-// edges: of mxfp4, scales of a row that lie exactly so many binades apart, rows of nothing but the largest code.
+// edges: of mxfp4, scales of a row that lie exactly so many binades apart, rows of nothing but the largest code;
+// rare_edges: a few such keys.
 // codes: of fp8, any but NaN, so that products lie far apart.
 // cutoff: of fp8, one product of 2^16 and then many of 7/8 of its ulp.
-enum class Data { normal, spread, extreme, repeated, edges, codes, cutoff };
+enum class Data { normal, spread, extreme, repeated, edges, rare_edges, codes, cutoff };
 
 struct Case {
   std::string name;
@@ -150,7 +151,8 @@ class IndexKernel : public testing::TestWithParam<Case> {
         encode(x.data(), page + row * payload_bytes(), scales);
         if (c_.data == Data::extreme && c_.format == Format::mxfp4 && random_() % 16 == 0)
           scales[random_() % scale_bytes()] = static_cast<std::uint8_t>(random_());
-        if (c_.data == Data::edges) change_to_edge(page + row * payload_bytes(), scales);
+        if (c_.data == Data::edges || (c_.data == Data::rare_edges && random_() % 200 == 0))
+          change_to_edge(page + row * payload_bytes(), scales);
         if (c_.format == Format::fp8 && c_.data == Data::spread && random_() % 16 == 0)
           page[row * payload_bytes() + random_() % c_.width] = codec::kE4m3Nan;
         if (c_.data == Data::cutoff) change_to_cutoff(page + row * payload_bytes(), scales, 0x1E);
@@ -330,6 +332,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
   p.layer.num_kinds = 2;
   p.layer.kinds[1] = make_kind(pool.data());
   p.step.num_tokens = num_tokens;
+  p.step.num_items = static_cast<int>(c_.counts.size()) + 1;  // the padding
   p.step.blocks_per_request = blocks_per_request_;
   p.step.tokens = tokens.data();
   p.step.block_table = table.data();
@@ -423,17 +426,36 @@ std::vector<Case> make_cases() {
   add("large_blocks", [](Case& c) { c.rows_per_block = 96, c.top = 2048, c.lengths = {9000}; });
   add("tiny_blocks", [](Case& c) { c.rows_per_block = 2, c.top = 10, c.lengths = {333}; });
   add("prefill", [](Case& c) { c.lengths = {0, 517}, c.counts = {70, 30}, c.top = 16, c.tile_tokens = 33; });
+  for (const DType q : {DType::bf16, DType::f32, DType::u8})  // one token of each request
+    add(std::string("single_") + (q == DType::bf16  ? "bf16"
+                                  : q == DType::f32 ? "f32"
+                                                    : "encoded"),
+        [&](Case& c) {
+          c.q = q, c.hadamard = q != DType::u8, c.data = Data::spread, c.top = 100;
+          c.lengths = {4000, 399, 90, 9000}, c.counts = {1, 1, 1, 1};
+        });
   add("many_requests", [](Case& c) {
     c.top = 8, c.heads = 4;
     c.lengths.clear(), c.counts.clear();
     for (int i = 0; i < 300; ++i) c.lengths.push_back(i * 37 % 600), c.counts.push_back(1);
   });
+  for (const int tokens : {3, 15, 31, 63, 127})  // with the padding: of one launch on an H200 from 63 on
+    add("batch_" + std::to_string(tokens), [&](Case& c) {
+      c.top = 100, c.heads = 3, c.data = Data::rare_edges;
+      c.lengths.clear(), c.counts.clear();
+      for (int i = 0; i < tokens; ++i) c.lengths.push_back((i + 1) * 5003 % 8192), c.counts.push_back(1);
+    });
   add("long", [](Case& c) { c.lengths = {60000}, c.heads = 2; });
   add("longer", [](Case& c) { c.lengths = {140000, 50000, 20000}, c.counts = {1, 2, 1}, c.heads = 2; });
   add("edges", [](Case& c) {
     c.q = DType::u8, c.hadamard = false, c.data = Data::edges, c.top = 100;
     for (int i = 0; i < 20; ++i) c.lengths.push_back(500 + i), c.counts.push_back(1);
   });
+  // Few keys, of some units only, that the fast arithmetic of mxfp4 is not for.
+  for (const int length : {6000, 60000, 140000})
+    add("rare_edges_" + std::to_string(length),
+        [&](Case& c) { c.data = Data::rare_edges, c.heads = 3, c.lengths = {length}, c.counts = {1}; });
+  add("long_extreme", [](Case& c) { c.data = Data::extreme, c.heads = 2, c.lengths = {60000}, c.counts = {1}; });
   add("narrow", [](Case& c) { c.width = 32, c.heads = 3, c.top = 20, c.lengths = {500}; });
   add("wide", [](Case& c) { c.width = 512, c.heads = 20, c.top = 20, c.lengths = {700}; });
   for (const Format format : {Format::nvfp4, Format::fp8, Format::bf16})
@@ -522,7 +544,7 @@ TEST_F(TopkKernel, AnyRowAnyCount) {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   const float infinity = std::numeric_limits<float>::infinity();
-  for (const int count : {1, 512, 513, 2049, 8193, 40001, 262144, 270000})
+  for (const int count : {1, 512, 513, 2049, 4096, 4097, 8192, 8193, 40001, 262144, 270000})
     for (const int top : {1, 512, 2048})
       for (const char* kind : {"normal", "few", "equal", "rising", "odd"}) {
         SCOPED_TRACE(std::to_string(top) + " of " + std::to_string(count) + " " + kind);

@@ -80,6 +80,8 @@ cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
 cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
   return for_each_tile(params, params.scores, [&](IndexTile& tile) {
     if (params.scores == nullptr) tile.skip = params.top;  // all of them are taken
+    if (const int blocks = params.scores == nullptr ? topk_blocks(tile) : 0; blocks > 0)
+      return topk_mxfp4(tile, blocks, stream);
     tile.is_scored = true;
     if (const IndexTile near = make_near(tile);
         params.scores == nullptr && can_score_near(params) && can_hold_maxima(near)) {

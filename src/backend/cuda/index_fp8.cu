@@ -35,22 +35,25 @@ static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && si
 
 // --- queries
 
+constexpr int kHeadLanes = 8, kLaneChannels = kWidth / kHeadLanes;
 constexpr int kEncodeThreads = 64, kEncodeHeads = kEncodeThreads / kHeadLanes;
 
 /// Queries as the keys are, where they are not given so; no key has been scored.
 __global__ void __launch_bounds__(kEncodeThreads) encode_fp8_queries(const __grid_constant__ IndexTile tile) {
   touch(tile);
-  wait_for_previous();
-  let_next_start();
   constexpr int kBlocks = kHeads / kEncodeHeads;
   const int token = static_cast<int>(blockIdx.x) / kBlocks, block = static_cast<int>(blockIdx.x) % kBlocks;
+  fetch_queries(tile, token, block * kEncodeHeads, kEncodeHeads);
+  if (threadIdx.x == 0) fetch_ahead(record_of(tile, token));
+  wait_for_previous();
+  let_next_start();
   if (block == 0 && threadIdx.x == 0) *tile.largest_scale(token) = 0;
   const int head = block * kEncodeHeads + static_cast<int>(threadIdx.x) / kHeadLanes;
   const int part = static_cast<int>(threadIdx.x) % kHeadLanes;
   if (tile.p.q.dtype == DType::u8 || tile.p.step.tokens[tile.first + token].padded()) return;
-  const RawChannels raw = load_channels(tile.p, tile.first + token, head, part);
+  const auto raw = load_channels<kLaneChannels>(tile.p, tile.first + token, head, part);
   float x[kLaneChannels];
-  channels_of(raw, tile.p.q.dtype, x);
+  channels_of(raw, x);
   if (tile.kind().hadamard) transform(x);
   std::uint32_t pairs[kLaneChannels / 2];
   float amax = round_channels(x, pairs);
@@ -141,18 +144,17 @@ __device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kCha
   }
 }
 
-/// Units [first, first + count) of a token: the queries' part of Shared is written anew.
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, int token, int first, int count,
-                            int request, int scored) {
+/// Units of one token: the queries' part of Shared is written anew.
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share) {
+  const int scored = share.scored;
   const int warp = static_cast<int>(threadIdx.x / 32), warpgroup = warp / 4;
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kQuad;
-  const int units = (count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  Keys keys(s.ring[warp][0], pages, request, first + warpgroup, units, scored);
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) keys.issue(i);
+  const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
+  Keys keys(s.ring[warp][0], pages, share.request, share.unit + warpgroup, units, scored);
+  keys.begin();
   wait_for_previous();
   let_next_start();
-  load_queries(s, tile, token);
+  load_queries(s, tile, share.token);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -161,19 +163,17 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   float weights[ops::kChainHeads];
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
-  int key = keys.first_key(0) + lane / kQuad + 8 * c;  // whose score this lane writes
-  float* to = tile.row(token) + key;
-  float* const maxima = tile.has_maxima && scored > kRowNumbers ? tile.maxima(token) : nullptr;
+  int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
+  float* to = tile.row(share.token) + key;
+  float* const maxima = maxima_of(tile, share.token, scored);
   const int group = group_size(scored);
   // Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
   const std::uint32_t chunk_at = 128 * (lane / kQuad) + 16 * (c ^ (lane / kQuad % 2 * 4));
   std::uint32_t largest = 0;
 
   for (int i = 0; i < units; ++i, key += kStep, to += kStep) {
-    Keys::wait();
-    keys.issue(i + kStages - 1);
-    const std::uint32_t stage = keys.stage(i);
-    const std::uint32_t scale = load_shared4(stage + Keys::kPayloadBytes + kKeyScaleBytes * (lane / kQuad + 8 * c));
+    const std::uint32_t stage = keys.take(), scale = keys.scales();
+    keys.refill(i);
     float sum[kRows];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -203,7 +203,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
   largest = __reduce_max_sync(kAllLanes, largest);
-  if (lane == 0 && largest > 0) atomicMax(tile.largest_scale(token), largest);
+  if (lane == 0 && largest > 0) atomicMax(tile.largest_scale(share.token), largest);
   __syncthreads();  // the queries may change
 }
 
@@ -214,14 +214,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   touch(tile);
   touch(pages);
   // The encoder let this start after its own wait: all but the queries is there.
-  Share share = find_share(s.share, tile);
-  while (share.count > 0) {
-    const ops::StepRecord record = tile.p.step.tokens[tile.first + share.token];
-    const int scored = tile.scored(record);
-    const int count = min(share.count, (scored + kUnitKeys - 1) / kUnitKeys - share.unit);
-    if (count > 0) score_units(s, tile, pages, share.token, share.unit, count, record.row, scored);
-    share = {share.token + 1, 0, share.count - count};
-  }
+  for_each_share(
+      s.share, tile, [](int) {}, [&](const Share& share) { score_units(s, tile, pages, share); });
   wait_for_previous();
 }
 

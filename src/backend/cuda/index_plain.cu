@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) score_keys(const __grid_constant__ I
     sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
     if (chain == 0 && first + key < scored) tile.row(token)[first + key] = codec::canonical_nan(sum);
   }
-  if (tile.fill) fill_rest(tile);
+  if (tile.fill) fill_rest(tile, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
 constexpr int kMostBlocks = 132 * 6;

@@ -14,6 +14,9 @@ namespace kv4::cuda {
 constexpr int kRowNumbers = 8192;
 constexpr int kSmallGroup = 8, kLargeGroup = 32, kSmallGroupKeys = 32768;
 KV4_HD int group_size(int keys) { return keys <= kSmallGroupKeys ? kSmallGroup : kLargeGroup; }
+KV4_HD int groups_of(int keys) {
+  return keys <= kSmallGroupKeys ? (keys + kSmallGroup - 1) / kSmallGroup : (keys + kLargeGroup - 1) / kLargeGroup;
+}
 
 /// Tokens first .. first + count - 1 of a step.
 struct IndexTile {
@@ -28,7 +31,7 @@ struct IndexTile {
   std::int64_t query_stride = 0;
   std::int64_t maxima_at = 0;  // behind the queries, where they are kept
   bool has_maxima = false;     // of rows longer than kRowNumbers
-  bool is_scored = false;      // by the kernel queued just before
+  bool is_scored = false;      // by a kernel that is followed at once by the selection
 
   KV4_HD const ops::KindDesc& kind() const { return p.layer.kinds[p.kind]; }
   KV4_HD float* row(std::int64_t token) const { return scores + token * score_stride; }
@@ -64,6 +67,9 @@ cudaError_t score_plain(const IndexTile& tile, cudaStream_t stream);
 /// mxfp4 keys of 128 channels on Hopper, one launch.
 bool can_score_mxfp4(const ops::IndexParams& p);
 cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream);
+/// With the best of them, in one launch: so many blocks for each token, 0 where two launches are better or have to be.
+int topk_blocks(const IndexTile& tile);
+cudaError_t topk_mxfp4(const IndexTile& tile, int blocks, cudaStream_t stream);
 
 /// The best of the tile's scores.
 cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);
@@ -101,16 +107,15 @@ __device__ QueryRows query_rows(const IndexTile& tile, int token) {
 
 constexpr float kNoScore = -__builtin_huge_valf();
 
-/// -infinity behind what tokens see. A thread block takes every gridDim.x-th part of a row, a row has enough parts for
-/// all.
-__device__ inline void fill_rest(const IndexTile& tile) {
+/// -infinity behind what tokens see, by `threads` threads of each block. A block takes every gridDim.x-th part of a
+/// row, a row has enough parts for all.
+__device__ inline void fill_rest(const IndexTile& tile, int thread, int threads) {
   const int parts = max(1, static_cast<int>(gridDim.x) / tile.count);
   for (int unit = static_cast<int>(blockIdx.x); unit < parts * tile.count; unit += static_cast<int>(gridDim.x)) {
     const int token = unit / parts, part = unit % parts;
     const int seen = tile.visible(tile.p.step.tokens[tile.first + token]);
     float* const row = tile.row(token);
-    for (std::int64_t j = seen + part * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-         j < tile.score_stride; j += parts * static_cast<int>(blockDim.x))
+    for (std::int64_t j = seen + part * threads + thread; j < tile.score_stride; j += parts * threads)
       row[j] = kNoScore;
   }
 }

@@ -9,6 +9,7 @@
 #include "backend/cuda/index_tile.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_encode.cuh"
+#include "backend/cuda/source_rows.cuh"
 #include "ops/score_row.h"
 
 namespace kv4::cuda {
@@ -23,29 +24,70 @@ constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: ke
 /// A block's part of all tokens' units: `count` of them from this one on.
 struct Share {
   int token, unit, count;
+  int request, scored;  // of the token: its request, how many keys it has scored
 };
 
 struct ShareRoom {
   std::uint32_t sums[kScoreWarps];
-  int token, unit;  // the first of this block
+  Share first;
 };
 
-__device__ inline int units_of(const IndexTile& tile, int token) {
-  return (tile.scored(tile.p.step.tokens[tile.first + token]) + kUnitKeys - 1) / kUnitKeys;
+__device__ inline const ops::StepRecord* record_of(const IndexTile& tile, int token) {
+  return tile.p.step.tokens + tile.first + token;
+}
+__device__ inline int units_of(int keys) { return (keys + kUnitKeys - 1) / kUnitKeys; }
+
+/// The sum over this lane and those before it.
+__device__ inline int scan_warp(int sum) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, sum, step);
+    if (static_cast<int>(threadIdx.x % 32) >= step) sum += other;
+  }
+  return sum;
+}
+
+/// A block's first unit of `total`, and how many it takes.
+struct Run {
+  int begin, count;
+
+  __device__ explicit Run(int total) : begin(0), count(0) {
+    const unsigned blocks = min(gridDim.x, static_cast<unsigned>(total)), block = blockIdx.x;
+    if (block >= blocks) return;
+    const unsigned each = static_cast<unsigned>(total) / blocks, rest = static_cast<unsigned>(total) % blocks;
+    begin = static_cast<int>(block * each + min(block, rest));
+    count = static_cast<int>(each + (block < rest ? 1 : 0));
+  }
+};
+
+/// Of up to 32 tokens, whose records load(address) gives: each warp finds it by itself.
+constexpr int kFewTokens = 32;
+template <class Load>
+__device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int request = 0, scored = 0;
+  if (lane < tile.count) {
+    const ops::StepRecord record = load(record_of(tile, lane));
+    request = record.row;
+    scored = tile.scored(record);
+  }
+  const int mine = units_of(scored), sum = scan_warp(mine);
+  const Run run(__shfl_sync(kAllLanes, sum, 31));
+  const int at = run.begin - (sum - mine);
+  const int token = __ffs(static_cast<int>(__ballot_sync(kAllLanes, at >= 0 && at < mine))) - 1;
+  if (run.count == 0) return {};
+  return {token, __shfl_sync(kAllLanes, at, token), run.count, __shfl_sync(kAllLanes, request, token),
+          __shfl_sync(kAllLanes, scored, token)};
 }
 
 __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
+  if (tile.count <= kFewTokens) return find_share_of_few(tile, load_record);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int each = (tile.count + kScoreThreads - 1) / kScoreThreads, first = static_cast<int>(threadIdx.x) * each;
   const int end = min(first + each, tile.count);
   int mine = 0;
-  for (int token = first; token < end; ++token) mine += units_of(tile, token);
-  int sum = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, sum, step);
-    if (lane >= step) sum += other;
-  }
+  for (int token = first; token < end; ++token) mine += units_of(tile.scored(*record_of(tile, token)));
+  const int sum = scan_warp(mine);
   if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
   __syncthreads();
   int before = sum - mine, total = 0;
@@ -55,125 +97,165 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
     if (w < warp) before += of_warp;
     total += of_warp;
   }
-  const int blocks = min(static_cast<int>(gridDim.x), total), block = static_cast<int>(blockIdx.x);
-  if (block >= blocks) return {0, 0, 0};
-  const auto begin_of = [&](int i) {
-    constexpr int kShort = 1 << 20;  // of which a multiple fits 32 bits: dividing 64 takes hundreds of clocks
-    return total < kShort && blocks < 1 << 12
-               ? static_cast<int>(static_cast<unsigned>(i) * static_cast<unsigned>(total) /
-                                  static_cast<unsigned>(blocks))
-               : static_cast<int>(std::int64_t{i} * total / blocks);
-  };
-  const int begin = begin_of(block), stop = begin_of(block + 1);
-  if (before <= begin && begin < before + mine) {
-    int token = first, at = begin - before;
-    for (int units; at >= (units = units_of(tile, token)); ++token) at -= units;
-    s.token = token;
-    s.unit = at;
+  const Run run(total);
+  if (run.count == 0) return {};
+  if (before <= run.begin && run.begin < before + mine) {
+    for (int token = first, at = run.begin - before;; ++token) {
+      const ops::StepRecord record = load_record(record_of(tile, token));
+      const int scored = tile.scored(record), units = units_of(scored);
+      if (at < units) {
+        s.first = {token, at, run.count, record.row, scored};
+        break;
+      }
+      at -= units;
+    }
   }
   __syncthreads();
-  return {s.token, s.unit, stop - begin};
+  return s.first;
+}
+
+/// The token that this block begins with if all are equally long.
+__device__ inline int likely_token(const IndexTile& tile) {
+  return static_cast<int>(blockIdx.x * static_cast<unsigned>(tile.count) / gridDim.x);
+}
+
+/// The share by the records as they are before the wait; of many tokens, if all are as long as its first.
+__device__ inline Share guess_share(const IndexTile& tile) {
+  if (tile.count <= kFewTokens) return find_share_of_few(tile, load_record_again);
+  const int token = likely_token(tile);
+  const ops::StepRecord record = load_record_again(record_of(tile, token));
+  const int scored = tile.scored(record), units = units_of(scored);
+  const Run run(units * tile.count);
+  return {token, max(run.begin - token * units, 0), run.count, record.row, scored};
+}
+
+/// Calls score(share) with the block's units of each of its tokens, and prefetch(token) before that with the token it
+/// will go on to.
+template <class Prefetch, class Score>
+__device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Prefetch&& prefetch, Score&& score) {
+  Share share = find_share(s, tile);
+  while (share.count > 0) {
+    const int left = max(share.count - (units_of(share.scored) - share.unit), 0), next = share.token + 1;
+    share.count -= left;
+    if (left > 0) prefetch(next);
+    if (share.count > 0) score(share);
+    if (left == 0) break;
+    const ops::StepRecord record = load_record(record_of(tile, next));
+    share = {next, 0, left, record.row, tile.scored(record)};
+  }
 }
 
 // --- queries
 
-// Eight lanes share a head, 16 channels each.
-constexpr int kHeadLanes = 8, kLaneChannels = kWidth / kHeadLanes;
+// Lanes next to each other share a head, kChannels of it each.
 
-/// A lane's channels of a head as given: bf16, fp32, or encoded.
+/// A lane's channels of a head: pairs of bf16, or encoded as given.
+template <int kChannels>
 struct RawChannels {
-  uint4 words[4];
+  uint4 words[kChannels / 8];
   std::uint32_t scale;
   float weight;  // of the head
 };
 
-/// All loads are under way when it returns. Heads that are not there are zero.
-__device__ inline RawChannels load_channels(const ops::IndexParams& p, std::int64_t token, int head, int part) {
-  RawChannels raw{};
+/// Loads of bf16 are under way when it returns. Heads that are not there are zero.
+template <int kChannels>
+__device__ RawChannels<kChannels> load_channels(const ops::IndexParams& p, std::int64_t token, int head, int part) {
+  RawChannels<kChannels> raw{};
   if (head >= p.num_heads) return raw;
   raw.weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
-  const std::int64_t at = token * p.q.row_stride + head * kWidth + kLaneChannels * part;
-  const int count = p.q.dtype == DType::bf16 ? 2 : p.q.dtype == DType::f32 ? 4 : 0;
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.q.data) + at * count);
+  const std::int64_t at = token * p.q.row_stride + head * kWidth + kChannels * part;
+  if (p.q.dtype == DType::bf16) {
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(p.q.data) + at);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (i < count) raw.words[i] = from[i];
+    for (int i = 0; i < kChannels / 8; ++i) raw.words[i] = from[i];
+  } else if (p.q.dtype == DType::f32) {
+    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(p.q.data) + at);
+#pragma unroll
+    for (int i = 0; i < kChannels / 8; ++i) {
+      const float4 a = from[2 * i], b = from[2 * i + 1];
+      raw.words[i] = {bf16_pair(a.x, a.y), bf16_pair(a.z, a.w), bf16_pair(b.x, b.y), bf16_pair(b.z, b.w)};
+    }
+  }
   return raw;
 }
 
-__device__ inline void channels_of(const RawChannels& raw, DType dtype, float (&x)[kLaneChannels]) {
-  std::uint32_t pairs[kLaneChannels / 2];
+template <int kChannels>
+__device__ void channels_of(const RawChannels<kChannels>& raw, float (&x)[kChannels]) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const auto round = [](std::uint32_t low, std::uint32_t high) {
-      return bf16_pair(codec::bits_float(low), codec::bits_float(high));
-    };
-    const uint4 given = raw.words[i], a = raw.words[2 * i], b = raw.words[2 * i + 1];
-    const bool wide = dtype == DType::f32;
-    pairs[4 * i] = wide ? round(a.x, a.y) : given.x;
-    pairs[4 * i + 1] = wide ? round(a.z, a.w) : given.y;
-    pairs[4 * i + 2] = wide ? round(b.x, b.y) : given.z;
-    pairs[4 * i + 3] = wide ? round(b.z, b.w) : given.w;
-  }
+  for (int i = 0; i < kChannels / 8; ++i) {
+    const std::uint32_t pairs[4] = {raw.words[i].x, raw.words[i].y, raw.words[i].z, raw.words[i].w};
 #pragma unroll
-  for (int i = 0; i < kLaneChannels / 2; ++i) {
-    x[2 * i] = low_value(pairs[i]);
-    x[2 * i + 1] = high_value(pairs[i]);
+    for (int j = 0; j < 4; ++j) {
+      x[8 * i + 2 * j] = low_value(pairs[j]);
+      x[8 * i + 2 * j + 1] = high_value(pairs[j]);
+    }
   }
 }
 
 /// ops::hadamard_row over a head's 128 channels, without its last rounding.
-__device__ inline void transform(float (&x)[kLaneChannels]) {
+template <int kChannels>
+__device__ void transform(float (&x)[kChannels]) {
 #pragma unroll
-  for (int h = 1; h < kLaneChannels; h *= 2)
+  for (int h = 1; h < kChannels; h *= 2)
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) {
+    for (int i = 0; i < kChannels; ++i) {
       if (i & h) continue;
       const float a = x[i], b = x[i + h];
       x[i] = a + b;
       x[i + h] = a - b;
     }
 #pragma unroll
-  for (int lane = 1; lane < kHeadLanes; lane *= 2) {
+  for (int lane = 1; lane < kWidth / kChannels; lane *= 2) {
     const float sign = (threadIdx.x & lane) != 0 ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) x[i] = codec::fused(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], lane));
+    for (int i = 0; i < kChannels; ++i) x[i] = codec::fused(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], lane));
   }
-  const float scale = codec::quotient(1.0f, codec::square_root(static_cast<float>(kWidth)));
+  static_assert(kWidth == 128);
+  constexpr float kScale = 0x1.6a09e6p-4f;  // 1 / sqrt(128), each rounded
 #pragma unroll
-  for (int i = 0; i < kLaneChannels; ++i) x[i] *= scale;
+  for (int i = 0; i < kChannels; ++i) x[i] *= kScale;
 }
 
 /// A lane's channels rounded to bf16; returns the largest magnitude, NaN passed over.
-__device__ inline float round_channels(const float (&x)[kLaneChannels], std::uint32_t (&pairs)[kLaneChannels / 2]) {
+template <int kChannels>
+__device__ float round_channels(const float (&x)[kChannels], std::uint32_t (&pairs)[kChannels / 2]) {
   std::uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kLaneChannels / 2; ++i) {
+  for (int i = 0; i < kChannels / 2; ++i) {
     pairs[i] = bf16_pair(x[2 * i], x[2 * i + 1]);
     asm("max.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(pairs[i] & 0x7FFF7FFFu));
   }
   return fmaxf(low_value(largest), high_value(largest));
 }
 
-/// A token's queries into L2.
-__device__ inline void prefetch_queries(const IndexTile& tile, int token) {
+/// A token's queries of some heads, and its weights, into L2. Before the wait, too.
+__device__ inline void fetch_queries(const IndexTile& tile, int token, int first_head, int heads) {
   constexpr int kLine = 64;
-  if (tile.p.q.dtype == DType::u8 || token >= tile.count) return;
-  const int element = tile.p.q.dtype == DType::f32 ? 4 : 2;
-  const std::uint8_t* q =
-      static_cast<const std::uint8_t*>(tile.p.q.data) + (tile.first + token) * tile.p.q.row_stride * element;
-  for (int at = static_cast<int>(threadIdx.x) * kLine; at < tile.p.num_heads * kWidth * element;
-       at += kScoreThreads * kLine)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at));
+  const ops::IndexParams& p = tile.p;
+  if (token >= tile.count) return;
+  const auto fetch = [&](const ops::InputDesc& in, int at, int bytes, int element) {
+    const std::uint8_t* from =
+        static_cast<const std::uint8_t*>(in.data) + (tile.first + token) * in.row_stride * element + at;
+    for (int i = static_cast<int>(threadIdx.x) * kLine; i < bytes; i += static_cast<int>(blockDim.x) * kLine)
+      fetch_ahead(from + i);
+  };
+  if (p.q.dtype != DType::u8) {
+    const int element = p.q.dtype == DType::f32 ? 4 : 2;
+    fetch(p.q, first_head * kWidth * element, min(heads, p.num_heads - first_head) * kWidth * element, element);
+  }
+  if (first_head == 0) fetch(p.weights, 0, p.num_heads * 4, 4);
 }
 
 /// Where a head's row of the matrix operand lies, so that a lane's accumulators are a chain.
 __device__ inline int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
 
 /// K-major rows of 128 bytes, 128-byte swizzle, 1,024 bytes from 8 rows to the next.
+__device__ inline std::uint64_t operand_at(std::uint32_t shared_address) {
+  return (shared_address >> 4 & 0x3FFFu) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 |
+         std::uint64_t{1} << 62;
+}
 __device__ inline std::uint64_t operand_of(const std::uint8_t* q) {
-  const std::uint64_t address = static_cast<std::uint64_t>(__cvta_generic_to_shared(q)) >> 4;
-  return (address & 0x3FFF) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 | std::uint64_t{1} << 62;
+  return operand_at(static_cast<std::uint32_t>(__cvta_generic_to_shared(q)));
 }
 
 // --- keys
@@ -187,80 +269,16 @@ struct Pages {
   std::int32_t block_shift;                    // log2 of rows per block
   const std::int32_t* table;                   // [requests, blocks_per_request]
   std::int32_t blocks_per_request;
+  std::uint64_t policy;  // what L2 does with keys that were read
 
+  /// A key's row in its block.
+  __device__ std::uint32_t row_of(int key) const { return static_cast<std::uint32_t>(key & ((1 << block_shift) - 1)); }
   __device__ const std::uint8_t* payload_of(std::uint32_t block) const {
     return payload + std::uint64_t{block} * payload_stride;
   }
   __device__ const std::uint8_t* scale_of(std::uint32_t block) const {
     return scale + std::uint64_t{block} * scale_stride;
   }
-};
-
-/// A warp's part of its warpgroup's units of keys on their way from the pages to its ring, which holds kStages of them.
-/// Of every other row of 128 bytes the halves change places, so that quads can load four chunks of a row each without
-/// bank conflicts.
-template <int kKeyBytes, int kStages>
-class KeyStream {
- public:
-  static constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kKeyScaleBytes;
-  static_assert(kStageBytes % 16 == 0 && (kKeyBytes == 64 || kKeyBytes == 128));
-
-  /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
-  __device__ KeyStream(const std::uint8_t* ring, const Pages& pages, int request, int first_unit, int units, int scored)
-      : pages_(pages),
-        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
-        units_(units),
-        scored_(scored),
-        row_(static_cast<std::uint32_t>(first_ & ((1 << pages.block_shift) - 1))),
-        table_(pages.table + std::int64_t{request} * pages.blocks_per_request),
-        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))),
-        next_(load_id(0)) {}
-
-  __device__ int first_key(int i) const { return first_ + i * kStep; }
-  __device__ std::uint32_t stage(int i) const { return ring_ + static_cast<std::uint32_t>(i % kStages * kStageBytes); }
-
-  /// In order. Keys that no token sees are left as they come.
-  __device__ void issue(int i) {
-    if (i % 32 == 0) {
-      ids_ = next_;
-      next_ = load_id(i + 32);
-    }
-    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
-    if (block >= 0) {
-      const std::uint32_t lane = threadIdx.x % 32, swapped = kKeyBytes == 128 ? lane / 8 % 2 * 4 : 0;
-      const std::uint32_t to = stage(i) + 16 * (lane ^ swapped);
-      const std::uint8_t* from = pages_.payload_of(static_cast<std::uint32_t>(block)) + (kKeyBytes * row_ + 16 * lane);
-#pragma unroll
-      for (int at = 0; at < kPayloadBytes; at += 512) copy16(to + at, from + at);
-      if (lane < kWarpKeys * kKeyScaleBytes / 16)  // none of them swapped
-        copy16(to + kPayloadBytes,
-               pages_.scale_of(static_cast<std::uint32_t>(block)) + (kKeyScaleBytes * row_ + 16 * lane));
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-
-  /// Until all but the kStages - 2 newest are there.
-  __device__ static void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncwarp();
-  }
-
- private:
-  /// The block of this lane's unit from the i-th on.
-  __device__ std::int32_t load_id(int i) const {
-    i += static_cast<int>(threadIdx.x % 32);
-    return i < units_ && first_key(i) < scored_ ? table_[first_key(i) >> pages_.block_shift] : -1;
-  }
-  __device__ static void copy16(std::uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  }
-
-  const Pages& pages_;
-  int first_, units_, scored_;
-  std::uint32_t row_;  // in any block
-  const std::int32_t* table_;
-  std::uint32_t ring_;
-  std::int32_t ids_ = -1, next_;
 };
 
 __device__ inline uint4 load_shared16(std::uint32_t at) {
@@ -274,6 +292,125 @@ __device__ inline std::uint32_t load_shared4(std::uint32_t at) {
   return v;
 }
 
+/// A warp's part of its warpgroup's units of keys on their way from the pages to its ring, which holds kStages of them.
+/// Of every other row of 128 bytes the halves change places, so that quads can load four chunks of a row each without
+/// bank conflicts. Each lane has a key of its own, whose scales it copies and whose score it writes.
+template <int kKeyBytes, int kStages>
+class KeyStream {
+ public:
+  static constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kKeyScaleBytes;
+  static_assert(kStageBytes % 16 == 0 && (kKeyBytes == 64 || kKeyBytes == 128));
+
+  /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
+  __device__ KeyStream(const std::uint8_t* ring, const Pages& pages, int request, int first_unit, int units, int scored)
+      : pages_(pages),
+        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
+        units_(units),
+        scored_(scored),
+        request_(request),
+        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))) {
+    const std::uint32_t row = pages.row_of(first_), lane = threadIdx.x % 32;
+    payload_ = pages.payload + (kKeyBytes * row + 16 * lane);
+    scale_ = pages.scale + kKeyScaleBytes * (row + own_key());
+    asm("" : "+l"(payload_), "+l"(scale_), "+r"(ring_));  // kept, not made anew for every unit
+    next_ = load_id(0);
+  }
+
+  /// Of the 32 of a warp and unit.
+  __device__ static std::uint32_t own_key() { return threadIdx.x % 32 / kQuad + 8 * (threadIdx.x % kQuad); }
+
+  /// The first key of the i-th unit.
+  __device__ int first_key(int i) const { return first_ + i * kStep; }
+
+  /// Asks for the first units.
+  __device__ void begin() {
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      free_ = i * kStageBytes;
+      ask(i);
+    }
+    stage_ = (kStages - 1) * kStageBytes;
+  }
+
+  /// The next unit, once it is there: where its keys lie, at 64 or 128 bytes from each to the next.
+  __device__ std::uint32_t take() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncwarp();
+    free_ = stage_;
+    stage_ = stage_ == (kStages - 1) * kStageBytes ? 0 : stage_ + kStageBytes;
+    return ring_ + stage_;
+  }
+  /// The scales of the lane's own key of the unit that was taken last.
+  __device__ std::uint32_t scales() const {
+    return load_shared4(ring_ + stage_ + kPayloadBytes + kKeyScaleBytes * (threadIdx.x % 32));
+  }
+
+  /// Asks for the unit kStages - 1 after the i-th, which was taken last: in place of the one before that.
+  __device__ void refill(int i) { ask(i + kStages - 1); }
+
+ private:
+  /// In order. Keys that no token sees are left as they come.
+  __device__ void ask(int i) {
+    if (i % 32 == 0) {
+      ids_ = next_;
+      next_ = load_id(i + 32);
+    }
+    const std::int32_t block = __shfl_sync(kAllLanes, ids_, i % 32);
+    const std::uint32_t lane = threadIdx.x % 32, swapped = kKeyBytes == 128 ? lane / 8 % 2 * 4 : 0;
+    const std::uint32_t to = ring_ + free_ + 16 * (lane ^ swapped), id = static_cast<std::uint32_t>(block);
+    if (block >= 0) {
+      const std::uint8_t* from = payload_ + std::uint64_t{id} * pages_.payload_stride;
+#pragma unroll
+      for (int at = 0; at < kPayloadBytes; at += 512)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to + at), "l"(from + at),
+                     "l"(pages_.policy)
+                     : "memory");
+      asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(ring_ + free_ + kPayloadBytes +
+                                                                                       kKeyScaleBytes * lane),
+                   "l"(scale_ + std::uint64_t{id} * pages_.scale_stride), "l"(pages_.policy)
+                   : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  /// The block of this lane's unit from the i-th on.
+  __device__ std::int32_t load_id(int i) const {
+    i += static_cast<int>(threadIdx.x % 32);
+    if (i >= units_ || first_key(i) >= scored_) return -1;
+    return pages_.table[std::int64_t{request_} * pages_.blocks_per_request + (first_key(i) >> pages_.block_shift)];
+  }
+
+  const Pages& pages_;
+  int first_, units_, scored_, request_;
+  const std::uint8_t *payload_, *scale_;  // this lane's in block 0
+  std::uint32_t ring_, stage_, free_;     // stages as offsets
+  std::int32_t ids_ = -1, next_;
+};
+
+/// Before the wait: the keys that this block probably begins with, kStages of 32 for each of its warps, into L2.
+/// Nothing depends on it (kv4/cuda.h). By kWorkers warps.
+template <int kKeyBytes, int kStages, int kWorkers>
+__device__ void fetch_first_keys(const Share& share, const Pages& pages, int worker) {
+  constexpr int kEach = kStages * kScoreWarps / kWorkers;
+  static_assert(kEach <= 32);
+  if (share.count == 0) return;
+  const int first = share.unit * kUnitKeys, end = min(first + share.count * kUnitKeys, share.scored);
+  const int lane = static_cast<int>(threadIdx.x % 32), key = first + (worker + lane * kWorkers) * kWarpKeys;
+  if (lane >= kEach || key >= end) return;
+  const std::int32_t block =
+      __ldcg(pages.table + std::int64_t{share.request} * pages.blocks_per_request + (key >> pages.block_shift));
+  if (block < 0) return;
+  const auto fetch = [&](const std::uint8_t* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes),
+                 "l"(pages.policy));
+#endif
+  };
+  const std::uint32_t row = pages.row_of(key), id = static_cast<std::uint32_t>(block);
+  fetch(pages.payload_of(id) + kKeyBytes * row, kWarpKeys * kKeyBytes);
+  fetch(pages.scale_of(id) + kKeyScaleBytes * row, kWarpKeys * kKeyScaleBytes);
+}
+
 // --- scores
 
 /// (c0 + c1) + (c2 + c3) of a quad's four keys: lane c gets the c-th one's.
@@ -284,20 +421,25 @@ __device__ inline float add_chains(const float (&sum)[kRows], int c) {
   return (upper ? high : low) + __shfl_xor_sync(kAllLanes, upper ? low : high, 2);
 }
 
+/// Where a token's maxima go, if it has any.
+__device__ inline float* maxima_of(const IndexTile& tile, int token, int scored) {
+  return tile.has_maxima && scored > kRowNumbers ? tile.maxima(token) : nullptr;
+}
+
 /// The largest score of each group of a unit's keys, of which this lane has one. NaN is passed over.
 __device__ inline void write_maxima(float* maxima, int first_key, int group, float score) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   static_assert(kSmallGroup == 8 && kLargeGroup == kWarpKeys);
   if (group == kLargeGroup) {
-    // In the order of whole numbers; -infinity for NaN.
-    const int bits = codec::is_nan(score) ? __float_as_int(kNoScore) : __float_as_int(score);
+    const int bits = __float_as_int(fmaxf(score, kNoScore));  // in the order of whole numbers
     const int most = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
-    if (lane == 0) maxima[first_key / kLargeGroup] = __int_as_float(most ^ (most >> 31 & 0x7FFFFFFF));
+    if (lane == 0)
+      maxima[static_cast<unsigned>(first_key) / kLargeGroup] = __int_as_float(most ^ (most >> 31 & 0x7FFFFFFF));
     return;
   }
 #pragma unroll
   for (int step = kQuad; step < 32; step *= 2) score = fmaxf(score, __shfl_xor_sync(kAllLanes, score, step));
-  if (lane < kQuad) maxima[first_key / kSmallGroup + lane] = score;
+  if (lane < kQuad) maxima[static_cast<unsigned>(first_key) / kSmallGroup + lane] = score;
 }
 
 // --- what the host checks and passes
@@ -321,9 +463,14 @@ inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes) {
          is_aligned(scale.data, scale.block_stride, 16) && is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
 }
 
+// As createpolicy.fractional gives them on sm_90.
+constexpr std::uint64_t kEvictNormal = 0x16F0000000000000u, kEvictFirst = 0x12F0000000000000u;
+
 inline Pages make_pages(const IndexTile& tile) {
   const ops::KindDesc& kind = tile.kind();
   Pages pages{};
+  // Keys that one token sees are not read again for long: scores, tables and code stay in L2 instead.
+  pages.policy = tile.p.step.num_items == tile.p.step.num_tokens ? kEvictFirst : kEvictNormal;
   pages.payload = kind.page.payload.data;
   pages.scale = kind.page.scale.data;
   pages.payload_stride = static_cast<std::uint32_t>(kind.page.payload.block_stride);
@@ -334,11 +481,18 @@ inline Pages make_pages(const IndexTile& tile) {
   return pages;
 }
 
-/// As many blocks as can run at once; if tokens are few and not long, so many to each of them: a block that goes on to
-/// a second token prepares queries twice.
+/// If all tokens are as long as can be.
+inline std::int64_t units_of(const IndexTile& tile) {
+  return (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
+}
+
+/// As many blocks as can run at once, but for very few tokens' selection, which then gets ready meanwhile; if tokens
+/// are few and not long, so many to each of them: a block that goes on to a second token prepares queries twice.
 inline unsigned score_blocks(const IndexTile& tile) {
-  const std::int64_t units = (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
-  const std::int64_t all = std::clamp<std::int64_t>(units, 1, multiprocessors());
+  constexpr int kVeryFew = 2;
+  const std::int64_t units = units_of(tile);
+  const int selecting = tile.is_scored && tile.count <= kVeryFew ? tile.count : 0;
+  const std::int64_t all = std::clamp<std::int64_t>(units, 1, std::max(multiprocessors() - selecting, 1));
   const std::int64_t even = all / tile.count * tile.count;
   return static_cast<unsigned>(20 * even >= 19 * all && units <= kEvenUnits * all ? even : all);
 }

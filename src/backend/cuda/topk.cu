@@ -1,6 +1,6 @@
 // The best k of a row of scores, exactly: ties go to the smaller entry. The result's order is the same on every run.
 //
-// select_row: a thread block of 1,024 per row, at most 8 numbers in a thread's registers.
+// select_row: a thread block of 512 per row, at most 16 numbers in a thread's registers.
 //   Rows of up to 8,192 scores: selection from them.
 //   Longer ones, where the scorer left the largest score of each group of keys: the k-th largest of those is a bound
 //   below the k-th best score, for k scores are at least as large. Only groups that reach it are read, and their
@@ -12,48 +12,48 @@
 // If a list gets too long (many equal scores, say) or the row does not fit the registers, exact selection goes over the
 // row in memory.
 //
-// Bound by latency: about ten barriers, loads that depend on each other, instructions that are run once.
-#include <cooperative_groups.h>
-
+// Bound by instructions, of which half are the same for any number of scores: so not more warps. And by latency: ten
+// barriers, loads that depend on each other.
 #include <algorithm>
 #include <cstdint>
 
+#include "backend/cuda/cluster.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/topk_select.cuh"
 
 namespace kv4::cuda {
 namespace {
 
-namespace cg = cooperative_groups;
+constexpr int kRowThreads = 512;
+using Row = RowSelection<kRowThreads>;
 
 __global__ void __launch_bounds__(kRowThreads, 1) select_row(const __grid_constant__ IndexTile tile) {
   extern __shared__ __align__(16) unsigned char bytes[];
-  RowShared& s = *reinterpret_cast<RowShared*>(bytes);
+  Row& s = *reinterpret_cast<Row*>(bytes);
   s.selection.clear();
   touch(tile);
   const int token = static_cast<int>(blockIdx.x);
-  const ops::StepRecord record = record_and_wait(tile, token);
-  const int count = tile.visible(record), top = tile.p.top;
-  const Choice choice{tile, token, record.row};
-  fill_choice(choice, count);
-  if (count <= top) return;
+  const TokenRow seen = row_and_wait(tile, token);
+  const int count = seen.count, top = tile.p.top;
+  const Choice choice{tile, token, seen.request};
+  if (count <= top) return take_whole(choice, count);
 
   const float* row = tile.row(token);
   const bool whole = count <= kRowNumbers;
-  const int group = group_size(count), numbers = whole ? count : (count + group - 1) / group;
-  if (numbers <= top) return select_from_row(s.selection, row, count, {0, 0xFFFFFFFFu}, choice);
-  float held[kRowHeld];
+  const int group = group_size(count), numbers = whole ? count : groups_of(count);
+  if (numbers <= top) return select_from_row(s.selection, row, count, Bounds(), choice);
+  float held[Row::kHeld];
   load_numbers(whole ? row : tile.maxima(token), numbers, held);
-  const Range all = range_of(s.selection, numbers, held);
-  Scan<RowSelection> scan(s.selection);
-  const HeldSource source{held, numbers};
-  const auto select = [&](const auto& from, const Range& range) {
-    write_chosen(s.selection, scan, from, find_cut(s.selection, scan, from, range, top), choice);
+  const HeldSource<Row> source{held, numbers};
+  const Bounds all = find_bounds(s, source);
+  Scan scan(s.selection);
+  const auto select = [&](const auto& from, const Bounds& bounds) {
+    write_chosen(s.selection, scan, from, find_cut(s.selection, scan, from, bounds, top), choice);
   };
   if (whole)
     select(source, all);
   else if (!select_by_groups(s, scan, source, all, {row, count, group, top, 0.0f}, select))
-    select_from_row(s.selection, row, count, {0, 0xFFFFFFFFu}, choice);
+    select_from_row(s.selection, row, count, Bounds(), choice);
 }
 
 // --- longer rows of given scores
@@ -136,24 +136,6 @@ __device__ Range find_bound(LongShared& s, Scan<LongSelection>& scan, const std:
   return {range.low, top};
 }
 
-// A block may write another's memory once that one has started: each arrives when it starts, and waits before it
-// writes.
-#if __CUDA_ARCH__ >= 900
-__device__ void arrive_cluster() { cg::this_cluster().barrier_arrive(); }
-__device__ void wait_cluster() { cg::this_cluster().barrier_wait(); }
-__device__ int block_in_cluster() { return static_cast<int>(cg::this_cluster().block_rank()); }
-__device__ LongShared& shared_of(LongShared& s, int block) { return *cg::this_cluster().map_shared_rank(&s, block); }
-#else
-__device__ void arrive_cluster() {}
-__device__ void wait_cluster() {}
-__device__ int block_in_cluster() { return 0; }
-__device__ LongShared& shared_of(LongShared& s, int) { return s; }
-#endif
-__device__ void sync_cluster() {
-  arrive_cluster();
-  wait_cluster();
-}
-
 __global__ void __launch_bounds__(kLongThreads, 1)
     select_long(const __grid_constant__ IndexTile tile, int most_blocks) {
   extern __shared__ __align__(16) unsigned char bytes[];
@@ -163,18 +145,20 @@ __global__ void __launch_bounds__(kLongThreads, 1)
   wait_for_previous();
   let_next_start();
   const int token = static_cast<int>(blockIdx.x) / most_blocks, rank = block_in_cluster();
-  const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
-  const int count = tile.visible(record), top = tile.p.top;
+  const TokenRow seen(tile, token);
+  const int count = seen.count, top = tile.p.top;
   const int blocks = count <= kBlockScores ? 1 : most_blocks;  // all of a cluster or one: a barrier waits for all
   if (rank >= blocks) return;
-  const Choice choice{tile, token, record.row};
-  if (rank == 0) fill_choice(choice, count);
-  if (count <= top) return;
+  const Choice choice{tile, token, seen.request};
+  if (count <= top) {
+    if (rank == 0) take_whole(choice, count);
+    return;
+  }
 
   const float* row = tile.row(token);
   const int stride = blocks * kLongThreads, first = rank * kLongThreads + static_cast<int>(threadIdx.x);
   if (count > stride * kHeld) {
-    if (rank == 0) select_from_row(s.selection, row, count, {0, 0xFFFFFFFFu}, choice);
+    if (rank == 0) select_from_row(s.selection, row, count, Bounds(), choice);
     return;
   }
   if (blocks > 1) arrive_cluster();
@@ -220,9 +204,10 @@ __global__ void __launch_bounds__(kLongThreads, 1)
     most = max(most, s.listed[block]);
     all += s.listed[block];
   }
-  if (most > segment) return select_from_row(s.selection, row, count, range, choice);
+  if (most > segment) return select_from_row(s.selection, row, count, Bounds(range), choice);
   const ListSource source{s, blocks, count};
-  const Cut cut = all == top ? Cut{{0, 0xFFFFFFFFu}, 0xFFFFFFFFu} : find_cut(s.selection, scan, source, range, top);
+  const Cut cut =
+      all == top ? Cut{{0, 0xFFFFFFFFu}, 0xFFFFFFFFu} : find_cut(s.selection, scan, source, Bounds(range), top);
   write_chosen(s.selection, scan, source, cut, choice);
 }
 
@@ -232,9 +217,9 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream) {
   const std::int64_t longest = std::min(tile.score_stride, max_entries(tile.p));
   const unsigned rows = static_cast<unsigned>(tile.count);
   if (tile.has_maxima || longest <= kRowNumbers) {
-    const cudaError_t status = cudaFuncSetAttribute(select_row, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    static_cast<int>(sizeof(RowShared)));
-    return status == cudaSuccess ? launch<sizeof(RowShared)>(select_row, rows, kRowThreads, stream, tile) : status;
+    const cudaError_t status =
+        cudaFuncSetAttribute(select_row, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Row)));
+    return status == cudaSuccess ? launch<sizeof(Row)>(select_row, rows, kRowThreads, stream, tile) : status;
   }
   const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(LongShared)));

@@ -26,21 +26,22 @@ namespace kv4::cuda {
 namespace {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kOctets = kWidth / kOctet;
-constexpr int kEach = 4, kBatch = kRowThreads / kHeads * kEach;  // keys scored again at a time
-static_assert(kRowThreads == kHeads * kOctets && kRowThreads == kBatch * kOctets &&
-              kRowThreads >= kBatch * ops::kChains);
+constexpr int kThreads = 1024;
+using Row = RowSelection<kThreads>;
+constexpr int kEach = 4, kBatch = kThreads / kHeads * kEach;  // keys scored again at a time
+static_assert(kThreads == kHeads * kOctets && kThreads == kBatch * kOctets && kThreads >= kBatch * ops::kChains);
 constexpr float kMostCode = 448.0f, kTiny = 0x1p-80f;
 constexpr int kOtherRoundings = 48;
 constexpr int kStepParts = 4;
 constexpr float kStepRoundings = 0.5f * (kStepChannels + kStepParts) + 2.0f * kStepParts;
 
 struct NearShared {
-  RowShared row;
+  Row row;
   float4 q[2 * kOctets][kHeads];
   float weights[kHeads];
   float k[kBatch][kWidth];
   float dots[kBatch][kHeads + 1];
-  float sums[kRowWarps];
+  float sums[Row::kWarps];
   // Near T, and their defined scores.
   int listed;
   std::int32_t entries[kFew];
@@ -168,17 +169,17 @@ __device__ __noinline__ void select_slowly(NearShared& s, const TokenKeys& keys,
     if (i < batch) row[first + i] = in_doubt ? __uint_as_float(s.keys[i]) : near > doubt.high ? -kNoScore : kNoScore;
   }
   if (threadIdx.x == 0) s.row.selection.few = 0;
-  select_from_row(s.row.selection, row, count, {0, 0xFFFFFFFFu}, choice);
+  select_from_row(s.row.selection, row, count, Bounds(), choice);
 }
 
 /// What is in, and the best of what is in doubt. False: too much is.
 template <class Source>
-__device__ bool write_best(NearShared& s, Scan<RowSelection>& scan, const Source& source, const Doubt& doubt,
+__device__ bool write_best(NearShared& s, Scan<Selection<kThreads>>& scan, const Source& source, const Doubt& doubt,
                            const TokenKeys& keys, const Choice& choice) {
   int mine = 0, certain;
   source.for_each([&](float near, std::int32_t entry) {
     mine += near > doubt.high;
-    if (near > doubt.high || near < doubt.low) return;
+    if (near > doubt.high || !(near >= doubt.low)) return;  // absent ones are NaN
     const int at = atomicAdd(&s.listed, 1);
     if (at < kFew) s.entries[at] = entry;
   });
@@ -197,7 +198,7 @@ __device__ bool write_best(NearShared& s, Scan<RowSelection>& scan, const Source
   }
   __syncthreads();
   const int lane = static_cast<int>(threadIdx.x % 32);
-  for (int i = static_cast<int>(threadIdx.x / 32); i < listed; i += kRowWarps) {
+  for (int i = static_cast<int>(threadIdx.x / 32); i < listed; i += Row::kWarps) {
     const std::uint32_t key = s.keys[i];
     const std::int32_t entry = s.entries[i];
     int better = 0;
@@ -206,40 +207,40 @@ __device__ bool write_best(NearShared& s, Scan<RowSelection>& scan, const Source
     if (lane == 0 && certain + better < top) chosen[certain + better] = entry;
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < top; i += kRowThreads) choice.put(i, chosen[i]);
+  for (int i = static_cast<int>(threadIdx.x); i < top; i += kThreads) choice.put(i, chosen[i]);
   return true;
 }
 
-__global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_constant__ IndexTile tile) {
+__global__ void __launch_bounds__(kThreads, 1) select_near_row(const __grid_constant__ IndexTile tile) {
   extern __shared__ __align__(16) unsigned char bytes[];
   NearShared& s = *reinterpret_cast<NearShared*>(bytes);
-  RowSelection& selection = s.row.selection;
+  Selection<kThreads>& selection = s.row.selection;
   selection.clear();
   touch(tile);
   if (threadIdx.x == 0) s.listed = 0;
   const int token = static_cast<int>(blockIdx.x);
   // The scorer let this start after its own wait: queries are there.
-  const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
-  const int count = tile.visible(record), top = tile.p.top;
+  const TokenRow seen(tile, token);
+  const int count = seen.count, top = tile.p.top;
   float per_scale = count > top ? load_queries(s, tile, token) : 0.0f;
-  wait_for_previous();
-  let_next_start();
-  const Choice choice{tile, token, record.row};
-  fill_choice(choice, count);
-  if (count <= top) return;
-
-  float* const row = tile.row(token);
-  const bool whole = count <= kRowNumbers;
-  const int group = group_size(count), numbers = whole ? count : (count + group - 1) / group;
-  const TokenKeys keys{tile, tile.p.step.block_table + std::int64_t{record.row} * tile.p.step.blocks_per_request};
-  float held[kRowHeld];
-  load_numbers(whole ? row : tile.maxima(token), numbers, held);
-  const std::uint32_t largest = *tile.largest_scale(token);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) per_scale += __shfl_xor_sync(kAll, per_scale, step);
   if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = per_scale;
-  const Range all = range_of(selection, numbers, held);
-  static_assert(kRowWarps == 32);
+  wait_for_previous();
+  let_next_start();
+  const Choice choice{tile, token, seen.request};
+  if (count <= top) return take_whole(choice, count);
+
+  float* const row = tile.row(token);
+  const bool whole = count <= kRowNumbers;
+  const int group = group_size(count), numbers = whole ? count : groups_of(count);
+  const TokenKeys keys{tile, tile.p.step.block_table + std::int64_t{seen.request} * tile.p.step.blocks_per_request};
+  float held[Row::kHeld];
+  load_numbers(whole ? row : tile.maxima(token), numbers, held);
+  const std::uint32_t largest = *tile.largest_scale(token);
+  const HeldSource<Row> source{held, numbers};
+  const Bounds all = find_bounds(s.row, source);
+  static_assert(Row::kWarps == 32);
   per_scale = s.sums[threadIdx.x % 32];
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) per_scale += __shfl_xor_sync(kAll, per_scale, step);
@@ -247,12 +248,11 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_c
   if (largest > kMostScale || !(per_scale < 0x1p100f) || !(margin < 0x1p60f))
     return select_slowly(s, keys, row, count, Doubt(), choice);
 
-  Scan<RowSelection> scan(selection);
-  const HeldSource source{held, numbers};
+  Scan scan(selection);
   Doubt doubt;
   bool found = false, written = false;
-  const auto select = [&](const auto& from, const Range& range) {
-    doubt = Doubt(find_cut(selection, scan, from, range, top), margin);
+  const auto select = [&](const auto& from, const Bounds& bounds) {
+    doubt = Doubt(find_cut(selection, scan, from, bounds, top), margin);
     found = true;
     written = write_best(s, scan, from, doubt, keys, choice);
   };
@@ -262,8 +262,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) select_near_row(const __grid_c
     select_by_groups(s.row, scan, source, all, {row, count, group, top, 2.0f * margin}, select);
   if (written) return;
   __syncthreads();
-  if (!found)
-    doubt = Doubt(find_cut(selection, scan, RowSource<kRowThreads>{row, count}, {0, 0xFFFFFFFFu}, top), margin);
+  if (!found) doubt = Doubt(find_cut(selection, scan, RowSource<kThreads>{row, count}, Bounds(), top), margin);
   select_slowly(s, keys, row, count, doubt, choice);
 }
 
@@ -273,7 +272,7 @@ cudaError_t select_near(const IndexTile& tile, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(select_near_row, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(NearShared)));
   if (status != cudaSuccess) return status;
-  return launch<sizeof(NearShared)>(select_near_row, static_cast<unsigned>(tile.count), kRowThreads, stream, tile);
+  return launch<sizeof(NearShared)>(select_near_row, static_cast<unsigned>(tile.count), kThreads, stream, tile);
 }
 
 }  // namespace kv4::cuda

@@ -41,12 +41,20 @@ __device__ inline float score_of(std::uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-/// Equal intervals of scores. What lies outside counts as in the first or the last.
+/// The smallest and the largest of some scores, NaN passed over.
+struct Bounds {
+  float low, high;
+
+  __device__ Bounds() : low(__builtin_huge_valf()), high(-low) {}
+  __device__ Bounds(float low, float high) : low(low), high(high) {}
+  __device__ explicit Bounds(const Range& keys) : low(score_of(keys.low)), high(score_of(keys.high)) {}
+};
+
+/// Equal intervals of scores. What lies outside counts as in the first or the last, NaN as in the first.
 struct Intervals {
   float low, per_score;  // the range is 0 to 1
 
-  __device__ explicit Intervals(const Range& keys)
-      : low(score_of(keys.low)), per_score(1.0f / (score_of(keys.high) - low)) {}
+  __device__ explicit Intervals(const Bounds& bounds) : low(bounds.low), per_score(1.0f / (bounds.high - low)) {}
   /// Whether there are any: scores are finite and not all the same.
   __device__ bool are_finite() const { return per_score > 0.0f && per_score < __builtin_huge_valf(); }
   __device__ int bin_of(float score) const {
@@ -92,10 +100,13 @@ class Scan {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
     int sum = mine;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kAll, sum, step);
-      if (lane >= step) sum += other;
-    }
+    for (int step = 1; step < 32; step *= 2)  // the shuffle tells whether there is a lane so far below
+      asm volatile(
+          "{ .reg .pred below; .reg .s32 other;\n"
+          "shfl.sync.up.b32 other|below, %0, %1, 0, 0xFFFFFFFF;\n"
+          "@below add.s32 %0, other, %0; }"
+          : "+r"(sum)
+          : "r"(step));
     int(&sums)[kWarps] = s_.sums[half_];
     half_ ^= 1;
     if (lane == 31) sums[warp] = sum;
@@ -144,8 +155,8 @@ struct Cut {
   __device__ void with_test(F&& f) const {
     const float score = score_of(range.low);
     if (range.low == range.high && !codec::is_nan(score))
-      f([score, last = last](float x, std::int32_t entry) {
-        return x > score || (x == score && static_cast<std::uint32_t>(entry) <= last);
+      f([score, last = last](float x, std::int32_t entry) {  // no branches
+        return bool(int{x > score} | (int{x >= score} & int{static_cast<std::uint32_t>(entry) <= last}));
       });
     else
       f([*this](float x, std::int32_t entry) {
@@ -179,10 +190,11 @@ __device__ Cut cut_few(S& s, const Source& source, int count, Among&& among) {
   return {{key, key}, static_cast<std::uint32_t>(s.few_entries[s.last_of_few])};
 }
 
-/// The cut that takes `count` of a source's scores, at least as many of which lie in `range`. Once per selection.
+/// The cut that takes `count` of a source's scores. bounds: of those among which it is likely to lie. Once per
+/// selection.
 template <class S, class Source>
-__device__ Cut find_cut(S& s, Scan<S>& scan, const Source& source, Range range, int count) {
-  if (const Intervals intervals(range); intervals.are_finite()) {
+__device__ Cut find_cut(S& s, Scan<S>& scan, const Source& source, const Bounds& bounds, int count) {
+  if (const Intervals intervals(bounds); intervals.are_finite()) {
     const Found found = find_bin(s, scan, count, [&](auto&& f) {
       source.for_each([&](float score, std::int32_t) { f(intervals.bin_of(score)); });
     });
@@ -190,6 +202,7 @@ __device__ Cut find_cut(S& s, Scan<S>& scan, const Source& source, Range range, 
       return cut_few(s, source, count - found.above,
                      [&](float score) { return intervals.bin_of(score) == static_cast<int>(found.bin); });
   }
+  Range range{0, 0xFFFFFFFFu};
   for (;;) {
     const bool last = range.shift() == 0;
     const Found found = find_bin(s, scan, count, [&](auto&& f) {
@@ -218,8 +231,9 @@ __device__ Cut find_cut(S& s, Scan<S>& scan, const Source& source, Range range, 
   }
 }
 
-// Where scores come from: for_each(f) calls f(score, entry) for this thread's, in an order that stays the same. kMost:
-// as many at most, and entry(i) is that of the i-th; 0: any number.
+// Where scores come from: for_each(f) calls f(score, entry) for this thread's, in an order that stays the same. Some
+// may be absent: NaN of an entry behind all that count, so that they come after all others in any order. kMost: as many
+// at most, and entry(i) is that of the i-th; 0: any number.
 
 /// A row in memory.
 template <int kThreads>
@@ -277,17 +291,17 @@ __device__ void write_chosen(S& s, Scan<S>& scan, const Source& source, const Cu
 }
 
 template <class S>
-__device__ __noinline__ void select_from_row(S& s, const float* scores, int count, Range range, Choice choice) {
+__device__ __noinline__ void select_from_row(S& s, const float* scores, int count, Bounds bounds, Choice choice) {
   const RowSource<S::kThreads> row{scores, count};
   Scan<S> scan(s);
   __syncthreads();
-  write_chosen(s, scan, row, find_cut(s, scan, row, range, choice.tile.p.top), choice);
+  write_chosen(s, scan, row, find_cut(s, scan, row, bounds, choice.tile.p.top), choice);
 }
 
-/// A row that is taken whole, and what no entry is left for.
-__device__ inline void fill_choice(const Choice& choice, int count) {
+/// A row that is taken whole: all of it, then none.
+__device__ inline void take_whole(const Choice& choice, int count) {
   for (int i = static_cast<int>(threadIdx.x); i < choice.tile.p.top; i += static_cast<int>(blockDim.x))
-    if (i >= count || count <= choice.tile.p.top) choice.put(i, i < count ? i : -1);
+    choice.put(i, i < count ? i : -1);
 }
 
 /// The smallest and largest of the block's numbers.
@@ -305,51 +319,72 @@ __device__ Range find_range(S& s, std::uint32_t low, std::uint32_t high) {
   return {__reduce_min_sync(kAll, s.lows[at]), __reduce_max_sync(kAll, s.highs[at])};
 }
 
-/// A token's record, after the wait for all that was queued before. A scorer has itself waited before it lets the
-/// selection start: the record is there.
-__device__ inline ops::StepRecord record_and_wait(const IndexTile& tile, int token) {
-  ops::StepRecord record;
-  if (tile.is_scored) record = tile.p.step.tokens[tile.first + token];
+/// What a token's record says.
+struct TokenRow {
+  int request, count;  // count: of keys it sees
+
+  TokenRow() = default;
+  __device__ TokenRow(const IndexTile& tile, int token) {
+    const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
+    request = record.row;
+    count = tile.visible(record);
+  }
+};
+
+/// It, after the wait for all that was queued before. A scorer has itself waited before it lets the selection start:
+/// the record is there.
+__device__ inline TokenRow row_and_wait(const IndexTile& tile, int token) {
+  TokenRow row;
+  if (tile.is_scored) {
+    row = TokenRow(tile, token);
+    asm volatile("" : "+r"(row.request), "+r"(row.count));  // not after the wait
+  }
   wait_for_previous();
   let_next_start();
-  if (!tile.is_scored) record = tile.p.step.tokens[tile.first + token];
-  return record;
+  if (!tile.is_scored) row = TokenRow(tile, token);
+  return row;
 }
 
 // --- rows of up to 8,192 scores, or of groups
 
-constexpr int kRowThreads = 1024, kRowHeld = kRowNumbers / kRowThreads, kRowWarps = kRowThreads / 32;
 constexpr int kGroupRoom = 4096;  // groups that reach the bound
-constexpr int kWarpRoom = 128;    // of a warp's list of their scores
-using RowSelection = Selection<kRowThreads>;
+constexpr int kListRoom = 4096;   // of all warps' lists of their scores
 
-struct RowShared {
-  RowSelection selection;
+/// What a block of so many threads selects from a row with.
+template <int kBlockThreads>
+struct RowSelection {
+  static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32, kWarpRoom = kListRoom / kWarps;
+  static constexpr int kHeld = kRowNumbers / kThreads;  // numbers in a thread's registers
+  Selection<kThreads> selection;
   std::int32_t groups[kGroupRoom];
-  float scores[kRowWarps][kWarpRoom];
-  std::int32_t entries[kRowWarps][kWarpRoom];
+  float scores[kWarps][kWarpRoom];
+  std::int32_t entries[kWarps][kWarpRoom];
 };
 
-/// Numbers in registers, the i-th of a thread being that of entry thread + i * kRowThreads.
+/// Numbers in registers, the i-th of a thread being that of entry thread + i * kThreads. No branches but two that all
+/// threads take: those that are absent are NaN.
+template <class Shared>
 struct HeldSource {
-  static constexpr int kMost = kRowHeld;
-  const float (&held)[kRowHeld];
+  static constexpr int kMost = Shared::kHeld;
+  const float (&held)[kMost];
   int count;
-  __device__ static std::int32_t entry(int i) { return static_cast<int>(threadIdx.x) + i * kRowThreads; }
+  __device__ static std::int32_t entry(int i) { return static_cast<int>(threadIdx.x) + i * Shared::kThreads; }
   __device__ int size() const { return count; }
   template <class F>
   __device__ void for_each(F&& f) const {
 #pragma unroll
-    for (int i = 0; i < kRowHeld; ++i) {
-      if (entry(i) < count) f(held[i], entry(i));
+    for (int i = 0; i < kMost; ++i) {
+      if ((i == kMost / 4 || i == kMost / 2) && count <= i * Shared::kThreads) break;
+      f(held[i], entry(i));
     }
   }
 };
 
 /// The warps' lists of entries below `bound`; each thread has some of its own warp's.
+template <class Shared>
 struct WarpListSource {
-  static constexpr int kMost = kWarpRoom / 32;
-  const RowShared& s;
+  static constexpr int kMost = Shared::kWarpRoom / 32;
+  const Shared& s;
   int listed, bound;
   __device__ std::int32_t entry(int i) const { return s.entries[threadIdx.x / 32][threadIdx.x % 32 + 32 * i]; }
   __device__ int size() const { return bound; }
@@ -360,30 +395,29 @@ struct WarpListSource {
   }
 };
 
-__device__ inline float smaller_or_nan(float a, float b) {
-  float out;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
-  return out;
-}
-
-/// The numbers of a row: all loads are under way when it returns.
-__device__ inline void load_numbers(const float* from, int numbers, float (&held)[kRowHeld]) {
+/// The numbers of a row and NaN: all loads are under way when it returns.
+template <int kHeld>
+__device__ void load_numbers(const float* from, int numbers, float (&held)[kHeld]) {
 #pragma unroll
-  for (int i = 0; i < kRowHeld; ++i) {
-    const int at = static_cast<int>(threadIdx.x) + i * kRowThreads;
-    held[i] = at < numbers ? from[at] : 0.0f;
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = static_cast<int>(threadIdx.x) + i * (kRowNumbers / kHeld);
+    held[i] = at < numbers ? from[at] : __builtin_nanf("");
   }
 }
 
-__device__ inline Range range_of(RowSelection& s, int numbers, const float (&held)[kRowHeld]) {
-  float low = __builtin_huge_valf(), high = -low;
-#pragma unroll
-  for (int i = 0; i < kRowHeld; ++i) {
-    if (static_cast<int>(threadIdx.x) + i * kRowThreads >= numbers) continue;
-    low = smaller_or_nan(low, held[i]);
-    high = fmaxf(high, held[i]);
-  }
-  return find_range(s, ops::score_order(low), ops::score_order(high));  // its barrier is the one after clear()
+/// Of the block's numbers.
+template <class Shared>
+__device__ Bounds find_bounds(Shared& s, const HeldSource<Shared>& source) {
+  Bounds mine;
+  source.for_each([&](float score, std::int32_t) {
+    mine.low = fminf(mine.low, score);
+    mine.high = fmaxf(mine.high, score);
+  });
+  const auto order = [](float number) {  // score_of's inverse
+    const std::uint32_t bits = __float_as_uint(number);
+    return bits ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31) | 0x80000000u);
+  };
+  return Bounds(find_range(s.selection, order(mine.low), order(mine.high)));  // its barrier is the one after clear()
 }
 
 /// A row whose groups' maxima are known.
@@ -393,14 +427,14 @@ struct GroupedRow {
   float slack;  // how far below the k-th best scores still count
 };
 
-/// Calls select(source, range) with what may be among the best of the row, found by the maxima of its groups, which lie
-/// in registers. False: too many reach the bound.
-template <class Select>
-__device__ bool select_by_groups(RowShared& s, Scan<RowSelection>& scan, const HeldSource& maxima, Range range,
+/// Calls select(source, bounds) with what may be among the best of the row, found by the maxima of its groups, which
+/// lie in registers. False: too many reach the bound.
+template <class Shared, class S, class Select>
+__device__ bool select_by_groups(Shared& s, Scan<S>& scan, const HeldSource<Shared>& maxima, Bounds bounds,
                                  const GroupedRow& row, Select&& select) {
   const int count = row.count, group = row.group;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const Intervals intervals(range);
+  const Intervals intervals(bounds);
   if (!intervals.are_finite()) return false;
   const Found found = find_bin(s.selection, scan, row.top, [&](auto&& f) {
     maxima.for_each([&](float score, std::int32_t) { f(intervals.bin_of(score)); });
@@ -418,15 +452,15 @@ __device__ bool select_by_groups(RowShared& s, Scan<RowSelection>& scan, const H
   });
   __syncthreads();
 
-  constexpr int kAhead = 8;
+  constexpr int kAhead = Shared::kHeld;
   const int bits = 31 - __clz(group);
   int listed = 0;
-  for (int first = 32 * warp; first < total * group; first += kAhead * kRowThreads) {
+  for (int first = 32 * warp; first < total * group; first += kAhead * Shared::kThreads) {
     float scores[kAhead];
     std::int32_t entries[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int at = first + i * kRowThreads + lane;
+      const int at = first + i * Shared::kThreads + lane;
       const int entry = at < total * group ? (s.groups[at >> bits] << bits) + (at & (group - 1)) : count;
       entries[i] = entry < count ? entry : -1;
       scores[i] = entry < count ? row.scores[entry] : 0.0f;
@@ -436,17 +470,17 @@ __device__ bool select_by_groups(RowShared& s, Scan<RowSelection>& scan, const H
       const bool reaches = entries[i] >= 0 && reaches_bound(scores[i]);
       const unsigned all = __ballot_sync(kAll, reaches);
       const int at = listed + __popc(all & ((1u << lane) - 1u));
-      if (reaches && at < kWarpRoom) {
+      if (reaches && at < Shared::kWarpRoom) {
         s.scores[warp][at] = scores[i];
         s.entries[warp][at] = entries[i];
       }
       listed += __popc(all);
     }
   }
-  if (__syncthreads_or(listed > kWarpRoom)) return false;
-  const WarpListSource source{s, listed, count};
-  range.low = max(range.low, ops::score_order(intervals.below(bound)));
-  select(source, range);
+  if (__syncthreads_or(listed > Shared::kWarpRoom)) return false;
+  const WarpListSource<Shared> source{s, listed, count};
+  bounds.low = fmaxf(bounds.low, intervals.below(bound));
+  select(source, bounds);
   return true;
 }
 
