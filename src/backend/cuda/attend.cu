@@ -15,8 +15,9 @@
 // spare also the channels of V, which needs no merging: such blocks score the same rows. Blocks exchange (max, sum) of
 // each head and leave their part of O in shared memory; then each finishes some heads and reads the others' shares of
 // them, in fp16 with a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction):
-// one launch, nothing through global memory. The grid depends on the params alone; how many rows there are is read on
-// the device.
+// one launch, nothing through global memory. Where a cluster is too small (one token and a long list of entries), parts
+// are no cluster and merge through a workspace: attend_meet.cuh. The grid depends on the params alone; how many rows
+// there are is read on the device.
 //
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory
 // about 40 (scores 16, values 12, converted rows 8, raw rows 4), conversion 12. Measured: 66, of a row shared by 128
@@ -428,7 +429,7 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
     if (job.in_cluster()) cluster_wait();
   }
   named_barrier(1, 2 * kGroup);  // queries and rows are no longer needed
-  if (job.parts == 1) {
+  if (!kThroughMemory && job.parts == 1) {
     const int head = head_of_thread();
     scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));
     store_lse(p, s, job);

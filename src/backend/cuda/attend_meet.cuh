@@ -101,25 +101,30 @@ class MemoryMerge {
   __device__ int meet() const {
     std::uint32_t* const come = &meeting().come;
     const std::uint32_t parts = static_cast<std::uint32_t>(job_.parts);
-    __threadfence();  // the block's share comes first
-    std::uint32_t seen = atomicAdd(come, 1) + 1;
+    std::uint32_t seen = add(come, 1) + 1;
     const bool last = (seen & Meeting::kOnes) == parts;
     for (const long long start = clock64(); (seen & Meeting::kOnes) < parts;) {
       if (clock64() - start > kPatience) {
-        seen = atomicAdd(come, Meeting::kGaveUp);
+        seen = add(come, Meeting::kGaveUp);
         if ((seen & Meeting::kOnes) < parts) return 0;
       } else {
-        seen = *static_cast<volatile std::uint32_t*>(come);
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(come) : "memory");
       }
     }
-    __threadfence();
     return last && seen >= Meeting::kGaveUp ? job_.parts : 1;
+  }
+
+  /// The value before. What the block did before comes first, what it does next comes after.
+  __device__ static std::uint32_t add(std::uint32_t* at, std::uint32_t x) {
+    std::uint32_t before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
+    return before;
   }
 
   /// The last to go leaves the meeting as it was.
   __device__ void go() const {
     Meeting& m = meeting();
-    if (atomicAdd(&m.gone, 1) + 1 < static_cast<std::uint32_t>(job_.parts)) return;
+    if (add(&m.gone, 1) + 1 < static_cast<std::uint32_t>(job_.parts)) return;
     m.come = 0;
     m.gone = 0;
   }
