@@ -638,6 +638,13 @@ std::array<int, kMaxCluster + 1> count_clusters() {
   return most;
 }
 
+/// Thread blocks that find a place in the workspace.
+std::int64_t places_of(const AttendParams& p) {
+  if (p.workspace == nullptr || !is_aligned(p.workspace, 16)) return 0;
+  const std::int64_t shares = (p.workspace_bytes - ops::kAttendMeetingBytes) / ops::kAttendShareBytes;
+  return std::clamp<std::int64_t>(shares, 0, kMostMeetings);
+}
+
 struct TimedSplit {
   AttendSplit split;
   std::int64_t time;  // in hundredths of a microsecond
@@ -652,12 +659,11 @@ TimedSplit through_memory(const AttendParams& p, std::int64_t tiles, const int (
   };
   constexpr Cost kCosts[] = {{true, 1150, 215}, {false, 1150, 250}};
   TimedSplit best{{}, std::numeric_limits<std::int64_t>::max()};
-  const std::int64_t room = (p.workspace_bytes - ops::kAttendMeetingBytes) / ops::kAttendShareBytes;
   const std::int64_t units = std::int64_t{p.step.num_tokens} * head_tiles_of(p);
   for (const Cost& cost : kCosts) {
     const int mates = cost.paired ? 2 : 1;
-    if (p.workspace == nullptr || head_tiles_of(p) % mates != 0) continue;
-    const std::int64_t blocks = std::min<std::int64_t>({room, std::int64_t{at_once[mates - 1]} * mates, kMostMeetings});
+    if (head_tiles_of(p) % mates != 0) continue;
+    const std::int64_t blocks = std::min<std::int64_t>(places_of(p), at_once[mates - 1] * mates);
     const std::int64_t most = std::min<std::int64_t>(blocks / units, kMostMemoryParts);
     if (most < 2) continue;
     const std::int64_t own = (tiles + most - 1) / most, parts = (tiles + own - 1) / own;
@@ -706,9 +712,7 @@ AttendSplit split_of(const AttendParams& p) { return best_split(p).split; }
 cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaStream_t stream) {
   if (split.through_memory) {
     const std::int64_t blocks = std::int64_t{p.step.num_tokens} * head_tiles_of(p) * split.rows;
-    if (split.channels != 1 || split.rows > kMostMemoryParts || blocks > kMostMeetings || p.workspace == nullptr ||
-        p.workspace_bytes < ops::attend_workspace_bytes(blocks))
-      return cudaErrorInvalidValue;
+    if (split.channels != 1 || split.rows > kMostMemoryParts || blocks > places_of(p)) return cudaErrorInvalidValue;
     return split.paired ? launch_tiles<1, true, true>(p, split.rows, stream)
                         : launch_tiles<1, false, true>(p, split.rows, stream);
   }
