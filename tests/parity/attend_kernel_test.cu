@@ -225,10 +225,6 @@ class Problem {
       p.turn_back.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
       p.turn_back.rope_dim = c_.shape.tail;
     }
-    if (c_.late_records) {
-      p.step.tokens = late_records.there();
-      write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
-    }
     const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_blocks);
     Twin<std::uint8_t> workspace(std::vector<std::uint8_t>(static_cast<std::size_t>(workspace_bytes), 0xFF));
     std::fill_n(workspace.host.begin(), ops::kAttendMeetingBytes, std::uint8_t{0});
@@ -236,6 +232,11 @@ class Problem {
     if (c_.workspace_blocks > 0) {
       p.workspace = workspace.there();
       p.workspace_bytes = workspace_bytes;
+    }
+    // From here on nothing waits for the GPU: what is late would be there.
+    if (c_.late_records) {
+      p.step.tokens = late_records.there();
+      write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
     }
     EXPECT_EQ(c_.split   ? cuda::attend_split(p, *c_.split, nullptr)
               : c_.small ? cuda::attend_small(p, *c_.small, nullptr)
