@@ -54,7 +54,8 @@ class Pools {
         windows_(bench.backend, kPoolBytes / 4),
         pages_(bench.backend, kPoolBytes),
         sweep_(bench.backend, kSweepBytes),
-        outputs_(bench.backend, kSweepBytes) {
+        outputs_(bench.backend, kSweepBytes),
+        workspace_(bench.backend, ops::attend_workspace_bytes()) {
     fill(windows_, kWindow * (kRowBytes + kScaleBytes), kWindow);
   }
 
@@ -66,6 +67,7 @@ class Pools {
   }
   std::uint8_t* windows() const { return reinterpret_cast<std::uint8_t*>(windows_.data()); }
   std::uint8_t* pages() const { return reinterpret_cast<std::uint8_t*>(pages_.data()); }
+  const DeviceMemory& workspace() const { return workspace_; }
   std::uint16_t* output(std::int64_t values) {
     if (next_ + values * 2 > kSweepBytes) next_ = 0;
     std::byte* out = outputs_.data() + next_;
@@ -98,7 +100,7 @@ class Pools {
   }
 
   Bench& bench_;
-  DeviceMemory windows_, pages_, sweep_, outputs_;
+  DeviceMemory windows_, pages_, sweep_, outputs_, workspace_;
   std::int64_t next_ = 0;
 };
 
@@ -177,6 +179,8 @@ class Cell {
           DType::i32, shape_.entries};
     }
     p.out = {pools_.output(std::int64_t{batch_} * shape_.heads * kWidth), DType::bf16};
+    p.workspace = reinterpret_cast<std::uint8_t*>(pools_.workspace().data());
+    p.workspace_bytes = pools_.workspace().bytes();
     return p;
   }
 
