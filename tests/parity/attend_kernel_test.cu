@@ -734,6 +734,27 @@ TEST_F(AttendKernel, OneLongTokenOnTheWholeGpu) {
   for (int i = 0; i < 20; ++i) ASSERT_EQ(problem.run().out, first.out) << "run " << i;
 }
 
+/// Whatever the heads: a list that is too long for a cluster, where there is a workspace.
+TEST_F(AttendKernel, ALongListIsMergedThroughMemory) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const int heads : {64, 128}) {
+    SCOPED_TRACE(testing::Message() << heads << " heads");
+    ops::AttendParams p;
+    p.num_heads = heads;
+    p.layer.window_tokens = 128;
+    p.layer.num_kinds = 1;
+    p.layer.kinds[0].rows_per_block = 1;
+    p.step.num_tokens = 1;
+    p.step.blocks_per_request = 8192;
+    EXPECT_FALSE(cuda::split_of(p).through_memory);
+    alignas(16) std::uint8_t workspace[16];  // not looked into
+    p.workspace = workspace;
+    p.workspace_bytes = ops::attend_workspace_bytes();
+    EXPECT_TRUE(cuda::split_of(p).through_memory);
+    EXPECT_GT(cuda::split_of(p).rows, cuda::kMaxCluster);
+  }
+}
+
 TEST_F(AttendKernel, BlocksThatDoNotRunAtOnceMergeThroughMemory) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);

@@ -627,7 +627,8 @@ std::int64_t most_rows(const AttendParams& p) {
 std::array<int, kMaxCluster + 1> count_clusters() {
   std::array<int, kMaxCluster + 1> most{};
   if (allow_tiles(attend_tiles<1, false, false>) != cudaSuccess) return most;
-  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
+  most[1] = multiprocessors();  // no clusters: the runtime would count none
+  for (int blocks = 2; blocks <= kMaxCluster; ++blocks) {
     cudaLaunchAttribute cluster{};
     const cudaLaunchConfig_t config = tiles_config(1, blocks, cluster);
     if (cudaOccupancyMaxActiveClusters(&most[static_cast<std::size_t>(blocks)], attend_tiles<1, false, false>,
@@ -657,14 +658,16 @@ TimedSplit through_memory(const AttendParams& p, std::int64_t tiles, const int (
     bool paired;
     int start, tile;
   };
-  constexpr Cost kCosts[] = {{true, 1150, 215}, {false, 1150, 250}};
+  constexpr Cost kCosts[] = {{true, 1300, 210}, {false, 1320, 245}};
+  constexpr std::int64_t kMostWorthwhile = 96;  // parts: 130 of a tile each took longer than 65 of two
+  static_assert(kMostWorthwhile <= kMostMemoryParts);
   TimedSplit best{{}, std::numeric_limits<std::int64_t>::max()};
   const std::int64_t units = std::int64_t{p.step.num_tokens} * head_tiles_of(p);
   for (const Cost& cost : kCosts) {
     const int mates = cost.paired ? 2 : 1;
     if (head_tiles_of(p) % mates != 0) continue;
     const std::int64_t blocks = std::min<std::int64_t>(places_of(p), at_once[mates - 1] * mates);
-    const std::int64_t most = std::min<std::int64_t>(blocks / units, kMostMemoryParts);
+    const std::int64_t most = std::min(blocks / units, kMostWorthwhile);
     if (most < 2) continue;
     const std::int64_t own = (tiles + most - 1) / most, parts = (tiles + own - 1) / own;
     const std::int64_t time = cost.start + own * cost.tile;
@@ -675,7 +678,7 @@ TimedSplit through_memory(const AttendParams& p, std::int64_t tiles, const int (
 }
 
 /// The split that should take the least time, of those whose blocks all run at once: a start and an end that depend on
-/// how O is merged, and a time per tile. Fitted to an H200, 2026-11-15; through memory: expected.
+/// how O is merged, and a time per tile. Fitted to an H200, 2026-11-15; through memory: 2026-11-16.
 TimedSplit best_split(const AttendParams& p) {
   static const std::array<int, kMaxCluster + 1> at_once = count_clusters();
   const std::int64_t units = std::int64_t{p.step.num_tokens} * head_tiles_of(p);
