@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <string>
+#include <vector>
 
+#include "backend/cuda/attend_split.h"
 #include "base/group.h"
 #include "codec/codec.h"
 #include "gpu_bench.h"
@@ -54,7 +57,8 @@ class Pools {
         windows_(bench.backend, kPoolBytes / 4),
         pages_(bench.backend, kPoolBytes),
         sweep_(bench.backend, kSweepBytes),
-        outputs_(bench.backend, kSweepBytes) {
+        outputs_(bench.backend, kSweepBytes),
+        workspace_(bench.backend, ops::attend_workspace_bytes()) {
     fill(windows_, kWindow * (kRowBytes + kScaleBytes), kWindow);
   }
 
@@ -66,6 +70,7 @@ class Pools {
   }
   std::uint8_t* windows() const { return reinterpret_cast<std::uint8_t*>(windows_.data()); }
   std::uint8_t* pages() const { return reinterpret_cast<std::uint8_t*>(pages_.data()); }
+  const DeviceMemory& workspace() const { return workspace_; }
   std::uint16_t* output(std::int64_t values) {
     if (next_ + values * 2 > kSweepBytes) next_ = 0;
     std::byte* out = outputs_.data() + next_;
@@ -98,7 +103,7 @@ class Pools {
   }
 
   Bench& bench_;
-  DeviceMemory windows_, pages_, sweep_, outputs_;
+  DeviceMemory windows_, pages_, sweep_, outputs_, workspace_;
   std::int64_t next_ = 0;
 };
 
@@ -177,6 +182,8 @@ class Cell {
           DType::i32, shape_.entries};
     }
     p.out = {pools_.output(std::int64_t{batch_} * shape_.heads * kWidth), DType::bf16};
+    p.workspace = reinterpret_cast<std::uint8_t*>(pools_.workspace().data());
+    p.workspace_bytes = pools_.workspace().bytes();
     return p;
   }
 
@@ -249,6 +256,68 @@ void add_attend_rows(Bench& bench) {
     row.aim = {Aim::Kind::most_us, cell.flop() / kPrefillFlopPerUs};
     row.note = fmt::format("{:.0f} TFLOP/s", cell.flop() / row.us * 1e-6);
     bench.add(row);
+  }
+}
+
+namespace {
+
+/// What a split is called in the table.
+std::string name_of(const cuda::AttendSplit& split) {
+  return fmt::format("{} parts{}{}{}", split.rows, split.through_memory ? " through memory" : "",
+                     split.channels > 1 ? fmt::format(", channels in {}", split.channels) : "",
+                     split.paired ? ", paired" : "");
+}
+
+/// Of the kernel for many tokens.
+std::vector<cuda::AttendSplit> large_splits(const Shape& shape, int batch) {
+  std::vector<cuda::AttendSplit> splits;
+  constexpr int kBlocks = 132;  // that an H200 runs at once
+  for (const bool paired : {false, true}) {
+    const int heads = shape.heads / 64, mates = paired ? 2 : 1;
+    if (heads % mates != 0) continue;
+    const int tiles = (kWindow + shape.entries + 63) / 64, units = batch * heads;
+    int last = 0;
+    for (int own = 1; own <= 64; own = own < 8 ? own + 1 : own * 3 / 2) {  // tiles of a part
+      const int parts = (tiles + own - 1) / own;
+      if (parts != last && parts > 1 && parts * units <= kBlocks) splits.push_back({last = parts, 1, paired, true});
+    }
+    for (const int channels : {1, 2, 4})
+      for (const int rows : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16})
+        if (rows * channels * mates <= cuda::kMaxCluster && (channels == 1 || !paired) && rows <= tiles &&
+            rows * channels * units <= kBlocks)
+          splits.push_back({rows, channels, paired});
+  }
+  return splits;
+}
+
+}  // namespace
+
+void add_attend_split_rows(Bench& bench) {
+  Pools pools(bench);
+  for (const Shape& shape : kShapes) {
+    pools.arrange(shape);
+    for (const int batch : kBatches) {
+      if (batch > 16 && shape.entries > 0) continue;
+      Cell cell(bench, pools, shape, batch, batch);
+      const auto add = [&](const std::string& name, auto attend) {
+        Row row;
+        row.name = fmt::format("{}, b = {}: {}", shape.name, batch, name);
+        row.us = cell.time(attend);
+        bench.add(row);
+      };
+      for (const cuda::AttendSplit& split : large_splits(shape, batch))
+        add(name_of(split),
+            [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
+      for (const cuda::SmallSplit split : {cuda::SmallSplit{8, 0, true}, {8, 0, false}, {16, 0, false}})
+        for (const int parts : {1, 2, 4, 8, 16}) {
+          const int blocks = batch * shape.heads / split.heads * parts, rows = (kWindow + shape.entries) / parts;
+          if (blocks > 1100 || blocks < 32 || rows > 1100 || (split.few_rows && rows > 128)) continue;
+          add(fmt::format("small, {} heads, {} parts{}", split.heads, parts, split.few_rows ? ", few rows" : ""),
+              [&](const ops::AttendParams& p, cudaStream_t stream) {
+                return cuda::attend_small(p, {split.heads, parts, split.few_rows}, stream);
+              });
+        }
+    }
   }
 }
 

@@ -114,11 +114,18 @@ nlohmann::ordered_json to_json(const Bench& bench, const std::string& device, co
 struct Group {
   const char* name;
   void (*add)(Bench&);
+  bool if_named = false;  // not part of a run of all groups
 };
-constexpr Group kGroups[] = {
-    {"parity", add_parity_row},      {"append", add_append_rows},   {"prefill", add_prefill_rows},
-    {"gather", add_gather_rows},     {"index", add_index_rows},     {"attend", add_attend_rows},
-    {"snapshot", add_snapshot_rows}, {"control", add_control_rows}, {"decode_step", add_decode_step_rows}};
+constexpr Group kGroups[] = {{"parity", add_parity_row},
+                             {"append", add_append_rows},
+                             {"prefill", add_prefill_rows},
+                             {"gather", add_gather_rows},
+                             {"index", add_index_rows},
+                             {"attend", add_attend_rows},
+                             {"snapshot", add_snapshot_rows},
+                             {"control", add_control_rows},
+                             {"decode_step", add_decode_step_rows},
+                             {"attend_splits", add_attend_split_rows, true}};
 
 struct Flags {
   int device = 0;
@@ -136,8 +143,8 @@ int run(const Flags& flags) {
   bench.copy_bytes_per_us = measure_copy(bench);
   bench.empty_us = measure_empty(bench);
   for (const Group& group : kGroups) {
-    if (!flags.only.empty() && std::find(flags.only.begin(), flags.only.end(), group.name) == flags.only.end())
-      continue;
+    const bool named = std::find(flags.only.begin(), flags.only.end(), group.name) != flags.only.end();
+    if (!named && (group.if_named || !flags.only.empty())) continue;
     try {
       group.add(bench);
     } catch (const std::exception& e) {  // what was measured so far is still printed

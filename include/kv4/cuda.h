@@ -48,6 +48,8 @@ KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t str
 /// Both: scores go no further than the workspace.
 KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
 
+/// With a workspace (ops::attend_workspace_bytes) more thread blocks may share a token with a long list of entries than
+/// without. It is zero before its first use and left so where it matters; only calls on one stream may share it.
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
 
 /// Copies pieces [count] (device address) in one launch; none overlaps another's target. largest: bytes of the largest.

@@ -273,7 +273,19 @@ struct AttendParams {
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
   RopeDesc turn_back;           // rope_dim > 0: the output's last channels are turned back by the query's position
+  // For what thread blocks of a token leave to each other: attend_workspace_bytes, or null. Zero before the first call;
+  // calls that share it are queued one after the other.
+  std::uint8_t* workspace = nullptr;
+  std::int64_t workspace_bytes = 0;
 };
+
+/// An attend workspace: where thread blocks of a token meet, then what each leaves, 64 heads of rows that wide.
+constexpr std::int32_t kAttendShareWidth = 512;
+constexpr std::int64_t kAttendMeetingBytes = 2048, kAttendShareBytes = 67072;
+/// Enough for as many thread blocks as a Hopper GPU has multiprocessors.
+constexpr std::int64_t attend_workspace_bytes(std::int64_t blocks = 144) {
+  return kAttendMeetingBytes + blocks * kAttendShareBytes;
+}
 
 /// `bytes` from one place to another. If `when` is set and *when == equals, they come from `instead`.
 struct CopyPiece {

@@ -29,7 +29,8 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
       kv_pool(schema, backend),
       state_pool(schema, backend),
       tables(schema, backend),
-      index_workspace(backend, index_workspace_bytes(schema)) {
+      index_workspace(backend, index_workspace_bytes(schema)),
+      attend_workspace(backend, attend_workspace_bytes(schema)) {
   const std::size_t requests = static_cast<std::size_t>(schema.options.max_requests);
   token_ids = std::make_unique_for_overwrite<std::int32_t[]>(static_cast<std::size_t>(schema.options.num_blocks) *
                                                              static_cast<std::size_t>(schema.block_tokens));
@@ -644,7 +645,7 @@ std::vector<RequestId> KVCacheManager::requests() const {
 std::int64_t KVCacheManager::memory_bytes() const {
   const Impl& m = *impl_;
   return m.kv_pool.memory_bytes() + m.state_pool.memory_bytes() + m.tables.memory_bytes() + m.index_workspace.bytes() +
-         m.allocator.memory_bytes() + (m.prefix ? m.prefix->memory_bytes() : 0) +
+         m.attend_workspace.bytes() + m.allocator.memory_bytes() + (m.prefix ? m.prefix->memory_bytes() : 0) +
          m.schema.options.num_blocks * m.block_tokens() * 4 + (m.swa_angles ? m.swa_angles->memory_bytes() : 0) +
          (m.compress_angles ? m.compress_angles->memory_bytes() : 0);
 }

@@ -394,6 +394,8 @@ void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out,
           params.num_heads);
   if (!lse.empty()) params.lse = dense_array<float>(lse, DType::f32, scope.tokens(), params.num_heads, "lse");
   if (inputs.turn_back) params.turn_back = scope.desc.num_kinds > 0 ? scope.m.compress_rope : scope.m.swa_rope;
+  params.workspace = reinterpret_cast<std::uint8_t*>(scope.m.attend_workspace.data());
+  params.workspace_bytes = scope.m.attend_workspace.bytes();
   scope.m.backend->attend(params);
 }
 

@@ -32,7 +32,7 @@ struct KVCacheManager::Impl {
   PagedKVPool kv_pool;
   StateCachePool state_pool;
   StepTables tables;
-  DeviceMemory index_workspace;
+  DeviceMemory index_workspace, attend_workspace;
   std::unique_ptr<std::int32_t[]> token_ids;  // [num_blocks, block_tokens]
   std::optional<PrefixCache> prefix;
 

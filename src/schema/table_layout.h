@@ -56,5 +56,7 @@ std::int64_t prefix_index_bytes(const CacheSchema& schema);
 
 /// Scores and queries of index_tile_tokens tokens; 0 where no layer has index keys.
 std::int64_t index_workspace_bytes(const CacheSchema& schema);
+/// For long lists of entries that attend reads whole; 0 where there are none.
+std::int64_t attend_workspace_bytes(const CacheSchema& schema);
 
 }  // namespace kv4

@@ -119,6 +119,7 @@ struct Case {
   int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
   std::optional<cuda::AttendSplit> split = {};  // of the tuned kernel
   std::optional<cuda::SmallSplit> small = {};   // of the one for few tokens
+  int workspace_blocks = 0;                     // thread blocks that may leave something in a workspace
   bool late_records = false;                    // written while attend may have started already
   int slot_window = 0, slot_entries = 0;        // lists of that many instead of what the step says
   unsigned seed = 1;
@@ -224,6 +225,15 @@ class Problem {
       p.turn_back.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
       p.turn_back.rope_dim = c_.shape.tail;
     }
+    const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_blocks);
+    Twin<std::uint8_t> workspace(std::vector<std::uint8_t>(static_cast<std::size_t>(workspace_bytes), 0xFF));
+    std::fill_n(workspace.host.begin(), ops::kAttendMeetingBytes, std::uint8_t{0});
+    workspace.send();
+    if (c_.workspace_blocks > 0) {
+      p.workspace = workspace.there();
+      p.workspace_bytes = workspace_bytes;
+    }
+    // From here on nothing waits for the GPU: what is late would be there.
     if (c_.late_records) {
       p.step.tokens = late_records.there();
       write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
@@ -235,6 +245,10 @@ class Problem {
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cudaGetErrorString(cudaGetLastError());
     out.fetch();
     lse.fetch();
+    workspace.fetch();
+    EXPECT_TRUE(std::all_of(workspace.host.begin(), workspace.host.begin() + ops::kAttendMeetingBytes,
+                            [](std::uint8_t x) { return x == 0; }))
+        << "the next call finds a meeting under way";
     Result result;
     for (std::int64_t i = 0; i < count * width; ++i) {
       const std::uint8_t* at = out.host.data() + i * element;
@@ -683,6 +697,75 @@ TEST_F(AttendKernel, FewTokensOfEveryKind) {
     c.heads = 16;
     spoil_first(c);
   }
+}
+
+TEST_F(AttendKernel, PartsMergeThroughMemory) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const bool paired : {false, true})
+    for (const int parts : {2, 3, 7, 14, 24}) {  // more than there are tiles, too
+      SCOPED_TRACE(testing::Message() << parts << (paired ? " paired" : ""));
+      Case c = entries_case(4, 0);
+      c.heads = 96;
+      c.requests = {{300, 1}, {0, 0}, {2900, 1}};  // up to 853 rows
+      c.workspace_blocks = 6 * parts;
+      c.split = cuda::AttendSplit{parts, 1, paired, true};
+      run(c);
+      c.out_type = DType::bf16;
+      c.chosen = 333;
+      run(c);
+    }
+  Case c = entries_case(4, 0);
+  c.heads = 128;
+  c.requests = {{2900, 1}, {1200, 1}};
+  c.workspace_blocks = 4 * 12;
+  c.split = cuda::AttendSplit{12, 1, true, true};
+  spoil_first(c);
+}
+
+TEST_F(AttendKernel, OneLongTokenOnTheWholeGpu) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  Case c = entries_case(4, 0);
+  c.requests = {{33000, 1}};  // 8,378 rows
+  c.turn_back = false;
+  c.workspace_blocks = 144;
+  Problem problem(c);
+  const Problem::Result first = problem.run();
+  problem.check(first);
+  for (int i = 0; i < 20; ++i) ASSERT_EQ(problem.run().out, first.out) << "run " << i;
+}
+
+/// Whatever the heads: a list that is too long for a cluster, where there is a workspace.
+TEST_F(AttendKernel, ALongListIsMergedThroughMemory) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const int heads : {64, 128}) {
+    SCOPED_TRACE(testing::Message() << heads << " heads");
+    ops::AttendParams p;
+    p.num_heads = heads;
+    p.layer.window_tokens = 128;
+    p.layer.num_kinds = 1;
+    p.layer.kinds[0].rows_per_block = 1;
+    p.step.num_tokens = 1;
+    p.step.blocks_per_request = 8192;
+    EXPECT_FALSE(cuda::split_of(p).through_memory);
+    alignas(16) std::uint8_t workspace[16];  // not looked into
+    p.workspace = workspace;
+    p.workspace_bytes = ops::attend_workspace_bytes();
+    EXPECT_TRUE(cuda::split_of(p).through_memory);
+    EXPECT_GT(cuda::split_of(p).rows, cuda::kMaxCluster);
+  }
+}
+
+TEST_F(AttendKernel, BlocksThatDoNotRunAtOnceMergeThroughMemory) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  Case c = entries_case(4, 0);
+  c.heads = 66;
+  c.requests = {{15800, 1}, {15000, 1}};  // up to 4,078 rows: a tile each
+  c.workspace_blocks = 256;               // twice as many as run at once: the first ones give up
+  c.split = cuda::AttendSplit{64, 1, false, true};
+  Problem problem(c);
+  const Problem::Result first = problem.run();
+  problem.check(first);
+  for (int i = 0; i < 5; ++i) ASSERT_EQ(problem.run().out, first.out) << "run " << i;
 }
 
 TEST_F(AttendKernel, TheSameTwice) {

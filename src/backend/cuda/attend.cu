@@ -15,8 +15,9 @@
 // spare also the channels of V, which needs no merging: such blocks score the same rows. Blocks exchange (max, sum) of
 // each head and leave their part of O in shared memory; then each finishes some heads and reads the others' shares of
 // them, in fp16 with a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction):
-// one launch, nothing through global memory. The grid depends on the params alone; how many rows there are is read on
-// the device.
+// one launch, nothing through global memory. Where a cluster is too small (one token and a long list of entries), parts
+// are no cluster and merge through a workspace: attend_meet.cuh. The grid depends on the params alone; how many rows
+// there are is read on the device.
 //
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory
 // about 40 (scores 16, values 12, converted rows 8, raw rows 4), conversion 12. Measured: 66, of a row shared by 128
@@ -41,6 +42,7 @@
 #include "backend/cuda/attend_block.cuh"
 #include "backend/cuda/attend_end.cuh"
 #include "backend/cuda/attend_load.cuh"
+#include "backend/cuda/attend_meet.cuh"
 #include "backend/cuda/attend_mma.cuh"
 #include "backend/cuda/attend_plain.cuh"
 #include "backend/cuda/attend_rows.cuh"
@@ -400,7 +402,7 @@ __device__ void run_adder(float (&o)[kSize], Shared& s, Finder& finder, int tile
 }
 
 /// Scorer (kGroupIndex 0) or adder (1), up to the output.
-template <int kChannelParts, bool kPaired, int kGroupIndex>
+template <int kChannelParts, bool kPaired, bool kThroughMemory, int kGroupIndex>
 __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder& finder, std::uint32_t to_mate) {
   constexpr int kChannels = kWidth / kChannelParts / 2, kGroupPanels = kChannels / kTile;
   const int panel = (job.channel_part * 2 + kGroupIndex) * kGroupPanels;
@@ -414,6 +416,10 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
     if (job.in_cluster()) cluster_wait();  // all blocks have begun
     for (int half = 0; half < 2; ++half) {
       const Stats mine = scorer.stats(half);
+      if (job.through_memory) {
+        if (quad_of_thread() == 0) s.stats[0][head_of_thread() + 8 * half] = mine;
+        continue;
+      }
       const std::uint32_t at = shared_address(&s.stats[job.part][head_of_thread() + 8 * half]);
       for (int to = quad_of_thread(); to < job.parts; to += 4)
         cluster_store(in_block(at, job.rank_of(to)), mine.most, mine.sum);
@@ -423,7 +429,7 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
     if (job.in_cluster()) cluster_wait();
   }
   named_barrier(1, 2 * kGroup);  // queries and rows are no longer needed
-  if (job.parts == 1) {
+  if (!kThroughMemory && job.parts == 1) {
     const int head = head_of_thread();
     scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));
     store_lse(p, s, job);
@@ -433,7 +439,10 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
   } else {
     if (kPaired) cluster_done_reading();  // the mate has all rows
     store_shares<kChannelParts, kGroupIndex>(s, o);
-    finish_heads<kChannelParts>(p, s, job);
+    if constexpr (kThroughMemory)
+      MemoryMerge(p, s, job).run();
+    else
+      finish_heads<kChannelParts>(p, s, job);
   }
 }
 
@@ -472,7 +481,7 @@ __device__ void fetch_ahead(const AttendParams& p, Job job) {
   if (listed && words < p.step.blocks_per_request) fetch(blocks + words);
 }
 
-template <int kChannelParts, bool kPaired>
+template <int kChannelParts, bool kPaired, bool kThroughMemory>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_tiles(const __grid_constant__ AttendParams p, int row_parts, int head_tiles) {
 #if __CUDA_ARCH__ == 900
@@ -493,16 +502,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_next_start();
   touch(p);
   __syncthreads();
-  const bool in_cluster = kPaired || row_parts > 1;
+  const bool in_cluster = kPaired || (!kThroughMemory && row_parts > 1);
   if (in_cluster) cluster_arrive();
-  Job job(row_parts, kChannelParts, kMates, head_tiles);
+  Job job(row_parts, kChannelParts, kMates, head_tiles, kThroughMemory);
   fetch_ahead(p, job);
   wait_for_previous();
 
   const int group = static_cast<int>(threadIdx.x) / kGroup;
-  const std::uint32_t to_mate = kPaired ? in_block(shared_address(&s), job.rank ^ 1u) - shared_address(&s) : 0;
+  const std::uint32_t to_mate = kPaired ? in_block(shared_address(&s), job.mate_rank()) - shared_address(&s) : 0;
   const QueryRows rows(p, job.token);
   job.take_rows(rows);
+  if (kThroughMemory && job.left_over()) {  // so is the mate
+    if (in_cluster) cluster_wait();
+    return;
+  }
   const Queries queries(p, s, job);
   Finder finder(p, s, rows, job);
   queries.begin();
@@ -510,10 +523,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   queries.finish();
   if (group == 0) {
     more_registers<kScorerRegisters>();
-    consume<kChannelParts, kPaired, 0>(p, s, job, finder, to_mate);
+    consume<kChannelParts, kPaired, kThroughMemory, 0>(p, s, job, finder, to_mate);
   } else if (group == 1) {
     more_registers<kAdderRegisters>();
-    consume<kChannelParts, kPaired, 1>(p, s, job, finder, to_mate);
+    consume<kChannelParts, kPaired, kThroughMemory, 1>(p, s, job, finder, to_mate);
   } else {
     fewer_registers<kLoaderRegisters>();
     named_barrier_arrive(1, kThreads);
@@ -523,8 +536,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       Loader(s).run(job.tiles());
     }
-    if (row_parts > 1) {
-      job = Job(row_parts, kChannelParts, kMates, head_tiles);  // again: no registers to keep it in
+    if (!kThroughMemory && row_parts > 1) {
+      job = Job(row_parts, kChannelParts, kMates, head_tiles, false);  // again: no registers to keep it in
       job.take_rows(QueryRows(p, job.token));
       if (kPaired)
         cluster_done_reading();
@@ -580,16 +593,18 @@ cudaLaunchConfig_t tiles_config(int clusters, int blocks, cudaLaunchAttribute& c
 
 int head_tiles_of(const AttendParams& p) { return (p.num_heads + kTile - 1) / kTile; }
 
-template <int kChannelParts, bool kPaired>
+template <int kChannelParts, bool kPaired, bool kThroughMemory = false>
 cudaError_t launch_tiles(const AttendParams& p, int row_parts, cudaStream_t stream) {
-  const auto kernel = attend_tiles<kChannelParts, kPaired>;
+  const auto kernel = attend_tiles<kChannelParts, kPaired, kThroughMemory>;
   constexpr int kMates = kPaired ? 2 : 1;
-  const int blocks = row_parts * kChannelParts * kMates, head_tiles = head_tiles_of(p);
+  const int head_tiles = head_tiles_of(p), units = p.step.num_tokens * head_tiles / kMates;
+  const int blocks = row_parts * kChannelParts * kMates;
   if (const cudaError_t error = allow_tiles(kernel); error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = tiles_config(p.step.num_tokens * head_tiles / kMates, blocks, attributes[1]);
+  cudaLaunchConfig_t config = kThroughMemory ? tiles_config(units * row_parts, kMates, attributes[1])
+                                             : tiles_config(units, blocks, attributes[1]);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs += 1;
@@ -611,23 +626,60 @@ std::int64_t most_rows(const AttendParams& p) {
 /// the chip. [kMaxCluster + 1]
 std::array<int, kMaxCluster + 1> count_clusters() {
   std::array<int, kMaxCluster + 1> most{};
-  if (allow_tiles(attend_tiles<1, false>) != cudaSuccess) return most;
-  for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
+  if (allow_tiles(attend_tiles<1, false, false>) != cudaSuccess) return most;
+  most[1] = multiprocessors();  // no clusters: the runtime would count none
+  for (int blocks = 2; blocks <= kMaxCluster; ++blocks) {
     cudaLaunchAttribute cluster{};
     const cudaLaunchConfig_t config = tiles_config(1, blocks, cluster);
-    if (cudaOccupancyMaxActiveClusters(&most[static_cast<std::size_t>(blocks)], attend_tiles<1, false>, &config) !=
-        cudaSuccess)
+    if (cudaOccupancyMaxActiveClusters(&most[static_cast<std::size_t>(blocks)], attend_tiles<1, false, false>,
+                                       &config) != cudaSuccess)
       most[static_cast<std::size_t>(blocks)] = 0;
   }
   static_cast<void>(cudaGetLastError());  // of sizes that the chip does not have
   return most;
 }
 
-}  // namespace
+/// Thread blocks that find a place in the workspace.
+std::int64_t places_of(const AttendParams& p) {
+  if (p.workspace == nullptr || !is_aligned(p.workspace, 16)) return 0;
+  const std::int64_t shares = (p.workspace_bytes - ops::kAttendMeetingBytes) / ops::kAttendShareBytes;
+  return std::clamp<std::int64_t>(shares, 0, kMostMeetings);
+}
+
+struct TimedSplit {
+  AttendSplit split;
+  std::int64_t time;  // in hundredths of a microsecond
+};
+
+/// Of blocks that all run at once, with at_once of one and of two in a cluster. Each part has the same number of tiles,
+/// and no more parts than that takes.
+TimedSplit through_memory(const AttendParams& p, std::int64_t tiles, const int (&at_once)[2]) {
+  struct Cost {
+    bool paired;
+    int start, tile;
+  };
+  constexpr Cost kCosts[] = {{true, 1300, 210}, {false, 1320, 245}};
+  constexpr std::int64_t kMostWorthwhile = 96;  // parts: 130 of a tile each took longer than 65 of two
+  static_assert(kMostWorthwhile <= kMostMemoryParts);
+  TimedSplit best{{}, std::numeric_limits<std::int64_t>::max()};
+  const std::int64_t units = std::int64_t{p.step.num_tokens} * head_tiles_of(p);
+  for (const Cost& cost : kCosts) {
+    const int mates = cost.paired ? 2 : 1;
+    if (head_tiles_of(p) % mates != 0) continue;
+    const std::int64_t blocks = std::min<std::int64_t>(places_of(p), at_once[mates - 1] * mates);
+    const std::int64_t most = std::min(blocks / units, kMostWorthwhile);
+    if (most < 2) continue;
+    const std::int64_t own = (tiles + most - 1) / most, parts = (tiles + own - 1) / own;
+    const std::int64_t time = cost.start + own * cost.tile;
+    if (parts < 2 || time >= best.time) continue;
+    best = {{static_cast<int>(parts), 1, cost.paired, true}, time};
+  }
+  return best;
+}
 
 /// The split that should take the least time, of those whose blocks all run at once: a start and an end that depend on
-/// how O is merged, and a time per tile. In hundredths of a microsecond, fitted to an H200, 2026-11-15.
-AttendSplit split_of(const AttendParams& p) {
+/// how O is merged, and a time per tile. Fitted to an H200, 2026-11-15; through memory: 2026-11-16.
+TimedSplit best_split(const AttendParams& p) {
   static const std::array<int, kMaxCluster + 1> at_once = count_clusters();
   const std::int64_t units = std::int64_t{p.step.num_tokens} * head_tiles_of(p);
   const std::int64_t tiles = std::max<std::int64_t>((most_rows(p) + kTile - 1) / kTile, 1);
@@ -640,8 +692,7 @@ AttendSplit split_of(const AttendParams& p) {
                              {1, false, 800, 278, 980, 28, 220},
                              {2, false, 660, 260, 760, 30, 220},
                              {4, false, 560, 275, 600, 50, 220}};
-  AttendSplit best{1, 1};
-  std::int64_t least = std::numeric_limits<std::int64_t>::max();
+  TimedSplit best = through_memory(p, tiles, {at_once[1], at_once[2]});
   for (const Cost& cost : kCosts) {
     const int mates = cost.paired ? 2 : 1, blocks = cost.channels * mates;  // of a row part
     if (head_tiles_of(p) % mates != 0) continue;
@@ -650,15 +701,24 @@ AttendSplit split_of(const AttendParams& p) {
       const std::int64_t time =
           rows == 1 ? cost.alone + own * cost.tile_alone : cost.merged + rows * cost.per_part + own * cost.tile_merged;
       const bool fits = units / mates <= at_once[static_cast<std::size_t>(rows * blocks)];
-      if ((!fits && rows * cost.channels > 1) || time >= least) continue;
-      least = time;
-      best = {rows, cost.channels, cost.paired};
+      if ((!fits && rows * cost.channels > 1) || time >= best.time) continue;
+      best = {{rows, cost.channels, cost.paired}, time};
     }
   }
   return best;
 }
 
+}  // namespace
+
+AttendSplit split_of(const AttendParams& p) { return best_split(p).split; }
+
 cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaStream_t stream) {
+  if (split.through_memory) {
+    const std::int64_t blocks = std::int64_t{p.step.num_tokens} * head_tiles_of(p) * split.rows;
+    if (split.channels != 1 || split.rows > kMostMemoryParts || blocks > places_of(p)) return cudaErrorInvalidValue;
+    return split.paired ? launch_tiles<1, true, true>(p, split.rows, stream)
+                        : launch_tiles<1, false, true>(p, split.rows, stream);
+  }
   const auto launch = [&](auto paired) {
     switch (split.channels) {
       case 1: return launch_tiles<1, paired>(p, split.rows, stream);
@@ -672,8 +732,12 @@ cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaSt
 cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
   if (!overlaps_launches() || !can_tile(p)) return attend_plain(p, stream);
-  if (const auto small = small_split_of(p, most_rows(p))) return attend_small(p, *small, stream);
-  return attend_split(p, split_of(p), stream);
+  const TimedSplit best = best_split(p);
+  const double in_cluster = 1050 + 0.36 * static_cast<double>(most_rows(p));  // of few tokens, in the same unit
+  const double other =
+      best.split.through_memory ? std::min<double>(in_cluster, static_cast<double>(best.time)) : in_cluster;
+  if (const auto small = small_split_of(p, most_rows(p), other)) return attend_small(p, *small, stream);
+  return attend_split(p, best.split, stream);
 }
 
 }  // namespace kv4::cuda

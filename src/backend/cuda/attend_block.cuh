@@ -78,6 +78,7 @@ struct Shared {
   Fours fours[kStages][2];                            // of the halves of a tile
   std::uint64_t full[kStages][2], empty[kStages][2];  // left panels, the scorer's, and right ones, the adder's
   std::uint64_t weighted[kStages], located[kFoundTiles];
+  int shares_to_add;  // see MemoryMerge
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
@@ -88,15 +89,16 @@ struct Job {
   int rank;         // in the cluster
   int part, parts;  // of the rows
   int channel_part;
-  int part_blocks;  // of a part
-  int mate, mates;  // of two blocks that share the rows' conversion; 0 of 1 otherwise
-  int position;     // of the query
-  int begin, end;   // rows
+  int part_blocks;      // of a part
+  int mate, mates;      // of two blocks that share the rows' conversion; 0 of 1 otherwise
+  bool through_memory;  // parts are not in one cluster
+  int position;         // of the query
+  int begin, end;       // rows
   bool padded;
 
   /// Mates are neighbours and have neighbouring heads.
-  __device__ Job(int row_parts, int channel_parts, int mates, int head_tiles)
-      : parts(row_parts), part_blocks(channel_parts * mates), mates(mates) {
+  __device__ Job(int row_parts, int channel_parts, int mates, int head_tiles, bool through_memory)
+      : parts(row_parts), part_blocks(channel_parts * mates), mates(mates), through_memory(through_memory) {
     const int blocks = row_parts * part_blocks, unit = static_cast<int>(blockIdx.x) / blocks;
     const int units = head_tiles / mates;  // of a token
     rank = static_cast<int>(blockIdx.x) % blocks;
@@ -108,14 +110,19 @@ struct Job {
   }
 
   __device__ void take_rows(const QueryRows& rows) {
-    const int share = ((rows.count() + parts - 1) / parts + 7) / 8 * 8;
+    const int unit = through_memory ? kTile : 8, least = through_memory ? kTile : 0;
+    const int share = max(((rows.count() + parts - 1) / parts + unit - 1) / unit * unit, least);
+    if (through_memory) parts = max((rows.count() + share - 1) / share, 1);
     begin = min(part * share, rows.count());
     end = min(begin + share, rows.count());
     position = rows.at.position;
     padded = rows.at.padded();
   }
 
-  __device__ bool in_cluster() const { return parts * mates > 1; }
+  /// Part of fewer rows than were planned for: nothing to do, and nobody waits for it.
+  __device__ bool left_over() const { return part >= parts; }
+  __device__ bool in_cluster() const { return (through_memory ? 1 : parts) * mates > 1; }
+  __device__ std::uint32_t mate_rank() const { return static_cast<std::uint32_t>(through_memory ? mate : rank) ^ 1u; }
   /// The block that does the same for another part.
   __device__ std::uint32_t rank_of(int other) const {
     return static_cast<std::uint32_t>(rank + (other - part) * part_blocks);

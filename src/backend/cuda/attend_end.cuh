@@ -152,6 +152,24 @@ __device__ void add_share(uint4 channels, float scale, float (&sum)[kOctet]) {
   }
 }
 
+/// Eight channels of a head that are added up.
+__device__ void store_octet(const AttendParams& p, const Job& job, int head, int channel, float (&sum)[kOctet]) {
+  if (job.first_head + head >= p.num_heads) return;
+  if (!job.padded && channel + kOctet > kWidth - p.turn_back.rope_dim) {
+#pragma unroll
+    for (int pair = 0; pair < kOctet; pair += 2)
+      turn_back(load_turn(p.turn_back, job.position, channel + pair, kWidth), sum[pair], sum[pair + 1]);
+  }
+  if (p.out.dtype == DType::f32) {
+    float4* out = reinterpret_cast<float4*>(output_of<float>(p, job, head) + channel);
+    out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  } else {
+    store16(output_of<std::uint16_t>(p, job, head) + channel, pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
+            pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+  }
+}
+
 /// All threads: exchanges shares and adds up those of this block's heads, eight channels per thread and turn.
 template <int kChannelParts>
 __device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
@@ -188,21 +206,7 @@ __device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) add_share(channels[k], scale[k], sum);
     }
-    if (job.first_head + head >= p.num_heads) continue;
-    const int channel = job.channel_part * Share<kChannelParts>::kChannels + unit * kOctet;
-    if (!job.padded && channel + kOctet > kWidth - p.turn_back.rope_dim) {
-#pragma unroll
-      for (int pair = 0; pair < kOctet; pair += 2)
-        turn_back(load_turn(p.turn_back, job.position, channel + pair, kWidth), sum[pair], sum[pair + 1]);
-    }
-    if (p.out.dtype == DType::f32) {
-      float4* out = reinterpret_cast<float4*>(output_of<float>(p, job, head) + channel);
-      out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-    } else {
-      store16(output_of<std::uint16_t>(p, job, head) + channel, pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
-              pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
-    }
+    store_octet(p, job, head, job.channel_part * Share<kChannelParts>::kChannels + unit * kOctet, sum);
   }
   cluster_done_reading();  // others may still be reading here
 }

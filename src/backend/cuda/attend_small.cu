@@ -839,9 +839,9 @@ struct Parts {
 
 }  // namespace
 
-/// What should take the least time, of splits whose blocks all run at once: a start, and a time per row of a part. The
-/// other kernel's time by the rows of a token. In hundredths of a microsecond, fitted to an H200, 2026-11-15.
-std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t most_rows) {
+/// What should take the least time, of splits whose blocks all run at once: a start, and a time per row of a part. In
+/// hundredths of a microsecond, fitted to an H200, 2026-11-15.
+std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t most_rows, double other) {
   static const std::array<int, kMaxPartsLog2 + 1> at_once[] = {
       Parts<8, 2>::count_clusters(), Parts<8, 3>::count_clusters(), Parts<16, 3>::count_clusters()};
   struct Kernel {
@@ -852,7 +852,7 @@ std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t mos
   constexpr Kernel kKernels[] = {{8, true, 420, 3.8}, {8, false, 420, 3.8}, {16, false, 620, 5.0}};
   constexpr double kRound = 15;          // of heads that a warp finishes
   constexpr double kLargeCluster = 300;  // more for 16 blocks of 8 heads, which crowd a part of the chip
-  double least = 1050 + 0.36 * static_cast<double>(most_rows);
+  double least = other;
   std::optional<SmallSplit> best;
   for (std::size_t k = 0; k < std::size(kKernels); ++k)
     for (int log2 = 0; log2 <= kMaxPartsLog2; ++log2) {

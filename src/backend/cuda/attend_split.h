@@ -13,11 +13,15 @@ namespace kv4::cuda {
 
 constexpr int kMaxCluster = 16, kMostChannelParts = 4;
 
-/// Together at most kMaxCluster. Blocks with the same rows and other channels score those rows each.
+/// Together at most kMaxCluster, but for those that merge through memory. Blocks with the same rows and other channels
+/// score those rows each.
 struct AttendSplit {
   int rows;             // parts
   int channels;         // parts of V's channels: 1, 2 or 4
   bool paired = false;  // two blocks with other heads convert each row once; for an even number of 64 heads
+  // Parts are not blocks of a cluster: they merge through params.workspace, and there may be more of them, as many as
+  // have a place there. All channels.
+  bool through_memory = false;
 };
 
 AttendSplit split_of(const ops::AttendParams& params);
@@ -30,8 +34,8 @@ struct SmallSplit {
   int parts;      // of the rows: a power of two up to kMaxCluster
   bool few_rows;  // at most 128 in each part; with 8 heads two thread blocks then share a multiprocessor
 };
-/// Null where the other kernel is faster. most_rows: of any token.
-std::optional<SmallSplit> small_split_of(const ops::AttendParams& params, std::int64_t most_rows);
+/// Null where the other kernel is faster, which takes so many hundredths of a microsecond. most_rows: of any token.
+std::optional<SmallSplit> small_split_of(const ops::AttendParams& params, std::int64_t most_rows, double other);
 cudaError_t attend_small(const ops::AttendParams& params, const SmallSplit& split, cudaStream_t stream);
 
 }  // namespace kv4::cuda
