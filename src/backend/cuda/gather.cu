@@ -105,19 +105,26 @@ struct WindowRows {
   }
 };
 
-// A lane finds a row, all lanes read it.
-template <class Row>
-__device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
-  const auto share = [lane](const std::uint8_t* at) {
-    return reinterpret_cast<const std::uint8_t*>(
-        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(at), lane));
-  };
-  RowPlace place;
-  place.payload = share(mine.payload);
-  if constexpr (Row::kScaleAlign > 0) place.scale = share(mine.scale);
-  if constexpr (Row::kGlobal) place.global = share(mine.global);
-  return place;
-}
+/// A thread finds a row, others read it. As much of a place as the format has.
+template <class Row, int kRows>
+struct SharedPlaces {
+  const std::uint8_t* payload[kRows];
+  const std::uint8_t* scale[Row::kScaleAlign > 0 ? kRows : 1];
+  const std::uint8_t* global[Row::kGlobal ? kRows : 1];
+
+  __device__ void put(unsigned row, const RowPlace& place) {
+    payload[row] = place.payload;
+    if constexpr (Row::kScaleAlign > 0) scale[row] = place.scale;
+    if constexpr (Row::kGlobal) global[row] = place.global;
+  }
+  __device__ RowPlace get(int row) const {
+    RowPlace place;
+    place.payload = payload[row];
+    if constexpr (Row::kScaleAlign > 0) place.scale = scale[row];
+    if constexpr (Row::kGlobal) place.global = global[row];
+    return place;
+  }
+};
 
 /// Brings a lane's part of a row, if there is one, into L2.
 template <class Row>
@@ -138,11 +145,12 @@ struct Batch {
   static constexpr int kLoads = Row::kWidth == 512 || Row::kGlobal ? 2 : 4;
   static constexpr int kRows = kLoads * kRowsPerLoad;
   static constexpr int kRowsPerBlock = kWarps * kRows;
-  static_assert(kRows <= 32, "a lane finds a row");
+  static_assert(kRowsPerBlock <= 32 * kWarps, "a thread finds a row");
 };
 
 // Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
 // on each other (index, block, row), hence many warps with few rows each: while some look for rows, others read them.
+// A thread finds a row, for all of its thread block: the others have no part in those instructions.
 // The next kernel's thread blocks take the places of those that end, and wait there. first_blocks: those that may have
 // to; they bring into L2 what the tables, which are nearly always those of this step already, point at. H200,
 // 2026-11-15: 75 % of the copy speed for 512 entries of each of 64 tokens, 81 % for 32,768 in a row.
@@ -151,46 +159,49 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     gather_rows(const __grid_constant__ GatherParams p, unsigned tiles, unsigned first_blocks) {
   using Rows = Batch<Row>;
   let_next_start();
+  __shared__ SharedPlaces<Row, Rows::kRowsPerBlock> places;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t outer = blockIdx.x / tiles;
   const unsigned tile = blockIdx.x % tiles;
-  const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock + warp * Rows::kRows;
-  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
-  const int in_row = lane % Row::kLanes;
+  const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock;
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRowsPerBlock}));
+  const int in_row = lane % Row::kLanes, warp_row = warp * Rows::kRows + lane / Row::kLanes;  // of the lane's first
+  const auto share_places = [&](auto find) {
+    if (threadIdx.x < Rows::kRowsPerBlock)
+      places.put(threadIdx.x, static_cast<int>(threadIdx.x) < num_rows ? find(first_row + threadIdx.x) : RowPlace{});
+    __syncthreads();
+  };
 
   if constexpr (Find::kGuesses) {
     if (blockIdx.x < first_blocks) {
       const StepRecord guess = load_record_again(Find::records(p) + outer);
-      RowPlace place;
-      if (lane < num_rows) place = Find::guess(p, guess, first_row + lane);
+      share_places([&](std::int64_t row) { return Find::guess(p, guess, row); });
 #pragma unroll
       for (int i = 0; i < Rows::kLoads; ++i)
-        fetch_row<Row>(place_from_lane<Row>(place, i * Rows::kRowsPerLoad + lane / Row::kLanes),
-                       Find::rows(p).payload.row_stride, in_row);
+        fetch_row<Row>(places.get(warp_row + i * Rows::kRowsPerLoad), Find::rows(p).payload.row_stride, in_row);
+      __syncthreads();
     }
   }
-  wait_for_previous();
-  const StepRecord record = load_record(Find::records(p) + outer);
-  if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, record, outer);
-  if (num_rows <= 0) return;
-  RowPlace mine;
-  if (lane < num_rows) mine = Find::find(p, record, outer, first_row + lane);
+  wait_for_previous_after(static_cast<int>(tile));
+  if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, load_record(Find::records(p) + outer), outer);
+  share_places([&](std::int64_t row) { return Find::find(p, load_record(Find::records(p) + outer), outer, row); });
 
   typename Row::Raw raw[Rows::kLoads];
 #pragma unroll
   for (int i = 0; i < Rows::kLoads; ++i) {
-    const RowPlace place = place_from_lane<Row>(mine, i * Rows::kRowsPerLoad + lane / Row::kLanes);
+    const RowPlace place = places.get(warp_row + i * Rows::kRowsPerLoad);
     raw[i] = {};
     if (place.payload != nullptr) raw[i] = Row::load_raw(place, in_row);
   }
-  Out* out = static_cast<Out*>(p.out.data) + (outer * p.rows_per_item + first_row) * Row::kWidth + kOctet * in_row;
+  Out* out =
+      static_cast<Out*>(p.out.data) + (outer * p.rows_per_item + first_row + warp_row) * Row::kWidth + kOctet * in_row;
 #pragma unroll
   for (int i = 0; i < Rows::kLoads; ++i) {
-    const int row = i * Rows::kRowsPerLoad + lane / Row::kLanes;
+    const int row = i * Rows::kRowsPerLoad;  // after the lane's first
 #pragma unroll
     for (int j = 0; j < Row::kOctets; ++j)
       store_octet(out + row * Row::kWidth + j * Row::kLanes * kOctet, Row::template decode<Out>(raw[i], in_row, j),
-                  row < num_rows);
+                  warp_row + row < num_rows);
   }
 }
 
