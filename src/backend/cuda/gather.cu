@@ -40,7 +40,6 @@ __device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std:
 }
 
 struct ChosenRows {
-  static constexpr bool kGuesses = false;  // the kernel before may be the one that chooses
   static std::int64_t count(const GatherParams& p) { return p.step.num_tokens; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
   __device__ static const StepRecord* records(const GatherParams& p) { return p.step.tokens; }
@@ -57,7 +56,6 @@ struct ChosenRows {
 };
 
 struct AllRows {
-  static constexpr bool kGuesses = true;
   static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
   __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
@@ -78,7 +76,6 @@ struct AllRows {
 };
 
 struct WindowRows {
-  static constexpr bool kGuesses = true;
   static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.window.ring; }
   __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
@@ -105,7 +102,21 @@ struct WindowRows {
   }
 };
 
-/// A thread finds a row, others read it. As much of a place as the format has.
+/// A lane finds a row, all lanes read it.
+template <class Row>
+__device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
+  const auto share = [lane](const std::uint8_t* at) {
+    return reinterpret_cast<const std::uint8_t*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(at), lane));
+  };
+  RowPlace place;
+  place.payload = share(mine.payload);
+  if constexpr (Row::kScaleAlign > 0) place.scale = share(mine.scale);
+  if constexpr (Row::kGlobal) place.global = share(mine.global);
+  return place;
+}
+
+/// The same for a thread block: a thread finds a row. As much of a place as the format has.
 template <class Row, int kRows>
 struct SharedPlaces {
   const std::uint8_t* payload[kRows];
@@ -148,12 +159,35 @@ struct Batch {
   static_assert(kRowsPerBlock <= 32 * kWarps, "a thread finds a row");
 };
 
+/// A warp's rows from their places to `out`. first_row: a lane's first one of `item`; left: how many there are from it
+/// on; place(i): that of the i-th from it on.
+template <class Row, class Out, class Place>
+__device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t first_row, int left, Out* out,
+                          Place place) {
+  using Rows = Batch<Row>;
+  const int in_row = static_cast<int>(threadIdx.x % Row::kLanes);
+  typename Row::Raw raw[Rows::kLoads];
+#pragma unroll
+  for (int i = 0; i < Rows::kLoads; ++i) {
+    const RowPlace from = place(i * Rows::kRowsPerLoad);
+    raw[i] = {};
+    if (from.payload != nullptr) raw[i] = Row::load_raw(from, in_row);
+  }
+  out += (item * p.rows_per_item + first_row) * Row::kWidth + kOctet * in_row;
+#pragma unroll
+  for (int i = 0; i < Rows::kLoads; ++i)
+#pragma unroll
+    for (int j = 0; j < Row::kOctets; ++j)
+      store_octet(out + i * Rows::kRowsPerLoad * Row::kWidth + j * Row::kLanes * kOctet,
+                  Row::template decode<Out>(raw[i], in_row, j), i * Rows::kRowsPerLoad < left);
+}
+
 // Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
-// on each other (index, block, row), hence many warps with few rows each: while some look for rows, others read them.
+// on each other (record, block, row), hence many warps with few rows each: while some look for rows, others read them.
 // A thread finds a row, for all of its thread block: the others have no part in those instructions.
 // The next kernel's thread blocks take the places of those that end, and wait there. first_blocks: those that may have
 // to; they bring into L2 what the tables, which are nearly always those of this step already, point at. H200,
-// 2026-11-15: 75 % of the copy speed for 512 entries of each of 64 tokens, 81 % for 32,768 in a row.
+// 2026-11-16: 85 % of the copy speed for 32,768 entries in a row, where a copy of as many bytes has 87 %.
 template <class Find, class Row, class Out>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     gather_rows(const __grid_constant__ GatherParams p, unsigned tiles, unsigned first_blocks) {
@@ -172,37 +206,42 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     __syncthreads();
   };
 
-  if constexpr (Find::kGuesses) {
-    if (blockIdx.x < first_blocks) {
-      const StepRecord guess = load_record_again(Find::records(p) + outer);
-      share_places([&](std::int64_t row) { return Find::guess(p, guess, row); });
+  if (blockIdx.x < first_blocks) {
+    const StepRecord guess = load_record_again(Find::records(p) + outer);
+    share_places([&](std::int64_t row) { return Find::guess(p, guess, row); });
 #pragma unroll
-      for (int i = 0; i < Rows::kLoads; ++i)
-        fetch_row<Row>(places.get(warp_row + i * Rows::kRowsPerLoad), Find::rows(p).payload.row_stride, in_row);
-      __syncthreads();
-    }
+    for (int i = 0; i < Rows::kLoads; ++i)
+      fetch_row<Row>(places.get(warp_row + i * Rows::kRowsPerLoad), Find::rows(p).payload.row_stride, in_row);
+    __syncthreads();
   }
   wait_for_previous_after(static_cast<int>(tile));
   if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, load_record(Find::records(p) + outer), outer);
   share_places([&](std::int64_t row) { return Find::find(p, load_record(Find::records(p) + outer), outer, row); });
 
-  typename Row::Raw raw[Rows::kLoads];
-#pragma unroll
-  for (int i = 0; i < Rows::kLoads; ++i) {
-    const RowPlace place = places.get(warp_row + i * Rows::kRowsPerLoad);
-    raw[i] = {};
-    if (place.payload != nullptr) raw[i] = Row::load_raw(place, in_row);
-  }
-  Out* out =
-      static_cast<Out*>(p.out.data) + (outer * p.rows_per_item + first_row + warp_row) * Row::kWidth + kOctet * in_row;
-#pragma unroll
-  for (int i = 0; i < Rows::kLoads; ++i) {
-    const int row = i * Rows::kRowsPerLoad;  // after the lane's first
-#pragma unroll
-    for (int j = 0; j < Row::kOctets; ++j)
-      store_octet(out + row * Row::kWidth + j * Row::kLanes * kOctet, Row::template decode<Out>(raw[i], in_row, j),
-                  warp_row + row < num_rows);
-  }
+  copy_rows<Row>(p, outer, first_row + warp_row, num_rows - warp_row, static_cast<Out*>(p.out.data),
+                 [&](int row) { return places.get(warp_row + row); });
+}
+
+// Chosen rows: the kernel before may be the one that chooses, so nothing of them is known before the wait. Warps find
+// their rows by themselves: one that waits for the other rows of its thread block is slower (16.8 to 17.1 us). H200,
+// 2026-11-16: 75 % of the copy speed for 512 entries of each of 64 tokens.
+template <class Row, class Out>
+__global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
+    gather_chosen_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
+  using Rows = Batch<Row>;
+  let_next_start();
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const std::int64_t token = blockIdx.x / tiles;
+  const std::int64_t first_row = std::int64_t{blockIdx.x % tiles} * Rows::kRowsPerBlock + warp * Rows::kRows;
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
+  const int lane_row = lane / Row::kLanes;  // the lane's first of the warp
+  wait_for_previous();
+  if (num_rows <= 0) return;
+  RowPlace mine;
+  if (lane < num_rows) mine = ChosenRows::find(p, load_record(p.step.tokens + token), token, first_row + lane);
+
+  copy_rows<Row>(p, token, first_row + lane_row, num_rows - lane_row, static_cast<Out*>(p.out.data),
+                 [&](int row) { return place_from_lane<Row>(mine, lane_row + row); });
 }
 
 bool is_aligned(const ops::Plane& plane, std::int64_t to) {
@@ -223,10 +262,17 @@ cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
   if (!tuned) return gather_plain<Find>(p, Find::count(p), stream);
   const std::int64_t tiles =
       std::max<std::int64_t>((p.rows_per_item + Batch<Row>::kRowsPerBlock - 1) / Batch<Row>::kRowsPerBlock, 1);
-  const auto kernel =
-      p.out.dtype == DType::bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>;
-  return launch(kernel, static_cast<unsigned>(Find::count(p) * tiles), 32 * kWarps, stream, p,
-                static_cast<unsigned>(tiles), static_cast<unsigned>(kBlocksPerSm * multiprocessors()));
+  const auto launch_blocks = [&](auto kernel, auto... args) {
+    return launch(kernel, static_cast<unsigned>(Find::count(p) * tiles), 32 * kWarps, stream, p,
+                  static_cast<unsigned>(tiles), args...);
+  };
+  const bool bf16 = p.out.dtype == DType::bf16;
+  if constexpr (std::is_same_v<Find, ChosenRows>) {
+    return launch_blocks(bf16 ? gather_chosen_rows<Row, std::uint16_t> : gather_chosen_rows<Row, float>);
+  } else {
+    return launch_blocks(bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>,
+                         static_cast<unsigned>(kBlocksPerSm * multiprocessors()));
+  }
 }
 
 template <class Find>
