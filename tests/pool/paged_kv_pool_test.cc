@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <random>
 #include <span>
 #include <vector>
 
+#include "backend/device_memory.h"
 #include "kv4/error.h"
 #include "pool/small_schema.h"
 #include "support/device.h"
@@ -164,6 +167,41 @@ TEST(PagedKVPool, AModelWithoutEntriesHasEmptyBlocks) {
   pool.save_block(0, 16, image);
   pool.load_block(1, image);
   pool.copy_block(0, 1);
+}
+
+// Short lists of many bytes may take another way than those of few: whole pieces, short ones among large ones, one that
+// begins or ends between multiples of 16.
+TEST(CopyPieces, LargePieces) {
+  constexpr std::int64_t kStride = 600 << 10, kPieces = 21;
+  const std::shared_ptr<kv4::Backend> device = backend();
+  kv4::DeviceMemory from(device, kPieces * kStride), to(device, kPieces * kStride);
+  Bytes source(static_cast<std::size_t>(kPieces * kStride));
+  std::mt19937_64 random(kSeed);
+  for (std::size_t i = 0; i < source.size(); i += 8) {
+    const std::uint64_t word = random();
+    std::memcpy(source.data() + i, &word, 8);
+  }
+  kv4::test::write_bytes(*device, from.data(), source.data(), kPieces * kStride);
+  const auto check = [&](std::int64_t shift, std::int64_t cut) {
+    device->fill(to.data(), 0xEE, kPieces * kStride);
+    Bytes expected(source.size(), std::byte{0xEE});
+    std::vector<kv4::ops::CopyPiece> pieces;
+    for (std::int64_t i = 0; i < kPieces; ++i) {
+      const std::int64_t at = i * kStride + shift, bytes = i % 5 == 3 ? 48 * i : kStride - cut - 4096 * i;
+      const std::int64_t source_at = (kPieces - 1 - i) * kStride + shift;
+      pieces.push_back({reinterpret_cast<const std::uint8_t*>(from.data()) + source_at,
+                        reinterpret_cast<std::uint8_t*>(to.data()) + at, bytes});
+      std::copy_n(source.begin() + source_at, bytes, expected.begin() + at);
+    }
+    device->copy_pieces(pieces);
+    EXPECT_EQ(kv4::test::read_bytes(*device, to.data(), kPieces * kStride), expected)
+        << "shift " << shift << ", cut " << cut;
+  };
+  check(0, 0);
+  check(0, 16);
+  check(16, 112);
+  check(8, 40);
+  check(0, 1);
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     }
   }
   const int token = block * kBlockWarps + static_cast<int>(threadIdx.x) / kWarp;
-  with_window_input(p, [&](auto element, auto projection, auto format) {
+  with_window_input<WindowCase::usual, WindowCase::rare>(p, [&](auto element, auto projection, auto format) {
     append_window_row<projection.value, decltype(element)>(p, format, token);
   });
 }
@@ -103,7 +103,8 @@ struct Prefill {
 constexpr int odd(int n) { return (n - 1) | 1; }
 
 // A prefill, bound by the bytes of its inputs, each read once.
-template <Compression kCompression, class In, class Pending, class Spread = Prefill<kCompression, In, Pending>>
+template <WindowCase kWindow, Compression kCompression, class In, class Pending,
+          class Spread = Prefill<kCompression, In, Pending>>
 __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
     prefill_kernel(const __grid_constant__ ops::AppendParams p, int num_kinds) {
   extern __shared__ __align__(16) std::uint8_t stage[];
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
   const auto append_window = [&] {
     const int warp = window_warp();
     const std::uint8_t* window_stage = stage + Spread::kWindowAt + warp * kWindowStage;
-    with_window_input(p, [&](auto element, auto projection, auto format) {
+    with_window_input<kWindow>(p, [&](auto element, auto projection, auto format) {
       append_window_rows<projection.value, decltype(element)>(p, format, window_stage, shared.window_weights,
                                                               warp * blocks + block, window_warps);
     });
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
   let_next_start();
   touch(p);
   if (kCompression == Compression::none || (Spread::kWindowApart && window_warp() >= 0)) {
-    with_window_input(p, [&](auto element, auto, auto) {
+    with_window_input<kWindow>(p, [&](auto element, auto, auto) {
       fetch_window_rows<decltype(element)>(p, window_warp() * blocks + block, window_warps);
     });
     load_window_weights();
@@ -245,7 +246,8 @@ cudaError_t launch_decode(const ops::AppendParams& p, int num_kinds, cudaStream_
 template <Compression kCompression, class In, class Pending>
 cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
   using Spread = Prefill<kCompression, In, Pending>;
-  const auto kernel = prefill_kernel<kCompression, In, Pending>;
+  const auto kernel = window_case(p) == WindowCase::usual ? prefill_kernel<WindowCase::usual, kCompression, In, Pending>
+                                                          : prefill_kernel<WindowCase::rare, kCompression, In, Pending>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Spread::kStageBytes);
   if (error != cudaSuccess) return error;

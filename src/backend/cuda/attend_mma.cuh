@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "backend/cuda/bulk_copy.cuh"
+
 namespace kv4::cuda {
 
 constexpr int kPanelRowBytes = 128, kPanelRows = 64, kPanelBytes = kPanelRowBytes * kPanelRows;
@@ -94,30 +96,8 @@ __device__ inline void shared_store(std::uint32_t address, std::uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// --- barriers in shared memory
+// --- named barriers
 
-__device__ inline void barrier_init(std::uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ inline void barrier_arrive(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-/// And so many bytes of asynchronous stores are to come before the barrier is passed.
-__device__ inline void barrier_arrive_expecting(std::uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-/// Of another block.
-__device__ inline void barrier_arrive_in_cluster(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ inline void barrier_wait(std::uint32_t barrier, int parity) {
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 /// Of `threads` threads; 0 is __syncthreads's.
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <span>
 
+#include "backend/cuda/bulk_copy.cuh"
 #include "backend/cuda/launch.cuh"
 #include "codec/numeric.h"
 #include "kv4/cuda.h"
@@ -82,6 +83,102 @@ cudaError_t launch_units(const Pieces& pieces, std::int32_t count, std::int64_t 
   return launch(copy_units<Pieces>, grid, kThreads, stream, pieces, unit_bytes);
 }
 
+// --- many bytes: bulk copies through shared memory
+
+constexpr int kStages = 16, kBulkUnitBytes = 4 << 10, kBulkBytes = kStages * kBulkUnitBytes;
+constexpr int kBulkBlocksPerSm = 3;  // as shared memory allows
+constexpr int kBulkThreads = 32;
+constexpr std::int64_t kBulkFrom = 8 << 20;  // total bytes from which it is used
+
+/// What one thread of a thread block copies: units first, first + stride, ... of all pieces. kStages - 1 of them are on
+/// their way in, the one before on its way out.
+class BulkUnits {
+ public:
+  __device__ BulkUnits(const FewPieces& list, int count, int units_per_piece, std::uint8_t* stage,
+                       std::uint64_t (&arrived)[kStages])
+      : list_(list),
+        units_(count * units_per_piece),
+        units_per_piece_(units_per_piece),
+        stage_(static_cast<std::uint32_t>(__cvta_generic_to_shared(stage))),
+        arrived_(static_cast<std::uint32_t>(__cvta_generic_to_shared(arrived))) {
+    for (int i = 0; i < kStages; ++i) barrier_init(arrived_ + 8 * i, 1);
+    publish_barriers();
+  }
+
+  __device__ void copy(int first, int stride) const {
+    for (int i = 0; i < kStages - 1; ++i) ask(i, first + i * stride);
+    int number = 0;
+    for (int unit = first; unit < units_; unit += stride, ++number) {
+      const Part part = part_of(unit);
+      const int stage = number % kStages;
+      barrier_wait(arrived_ + 8 * stage, number / kStages % 2);
+      if (part.bytes > 0)
+        bulk_store(list_.pieces[part.piece].to + part.at, stage_ + stage * kBulkUnitBytes, part.bytes);
+      close_bulk_stores();
+      wait_for_bulk_reads<1>();  // the stage of the unit before is free
+      ask(number + kStages - 1, unit + (kStages - 1) * stride);
+    }
+    wait_for_bulk_stores();
+  }
+
+ private:
+  struct Part {
+    int piece;
+    std::int64_t at;
+    int bytes;  // none beyond a short piece's end
+  };
+  __device__ Part part_of(int unit) const {
+    const int piece = unit / units_per_piece_;
+    const std::int64_t at = std::int64_t{unit - piece * units_per_piece_} * kBulkUnitBytes;
+    const std::int64_t left = list_.pieces[piece].bytes - at;
+    return {piece, at, static_cast<int>(max(min(left, std::int64_t{kBulkUnitBytes}), std::int64_t{0}))};
+  }
+
+  /// A unit that is there, into the stage of that number.
+  __device__ void ask(int number, int unit) const {
+    if (unit >= units_) return;
+    const Part part = part_of(unit);
+    const int stage = number % kStages;
+    barrier_arrive_expecting(arrived_ + 8 * stage, part.bytes);
+    if (part.bytes > 0)
+      bulk_load(stage_ + stage * kBulkUnitBytes, list_.pieces[part.piece].source() + part.at, part.bytes,
+                arrived_ + 8 * stage);
+  }
+
+  const FewPieces& list_;
+  int units_, units_per_piece_;
+  std::uint32_t stage_, arrived_;
+};
+
+// Bound by bytes. Few thread blocks, so that they are all there at once, and 192 KB under way per multiprocessor.
+__global__ void __launch_bounds__(kBulkThreads)
+    copy_bulk(const __grid_constant__ FewPieces list, int count, int units_per_piece) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) std::uint8_t stage[];
+  __shared__ std::uint64_t arrived[kStages];
+  let_next_start();
+  if (threadIdx.x != 0) return wait_for_previous();
+  const BulkUnits units(list, count, units_per_piece, stage, arrived);
+  wait_for_previous();
+  units.copy(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+#endif
+}
+
+bool fits_bulk(const CopyPiece& piece) {
+  const auto all = reinterpret_cast<std::uintptr_t>(piece.from) | reinterpret_cast<std::uintptr_t>(piece.to) |
+                   reinterpret_cast<std::uintptr_t>(piece.instead) | static_cast<std::uintptr_t>(piece.bytes);
+  return all % 16 == 0;
+}
+
+cudaError_t launch_bulk(const FewPieces& few, int count, std::int64_t largest, cudaStream_t stream) {
+  const cudaError_t error = cudaFuncSetAttribute(copy_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkBytes);
+  if (error != cudaSuccess) return error;
+  const std::int64_t per_piece = (largest + kBulkUnitBytes - 1) / kBulkUnitBytes;
+  const std::int64_t blocks = std::min<std::int64_t>(count * per_piece, kBulkBlocksPerSm * multiprocessors());
+  return launch<kBulkBytes>(copy_bulk, static_cast<unsigned>(blocks), kBulkThreads, stream, few, count,
+                            static_cast<int>(per_piece));
+}
+
 // --- open spans
 
 __device__ float stored_value(float x) { return x; }
@@ -147,6 +244,10 @@ cudaError_t copy_few_pieces(std::span<const CopyPiece> pieces, cudaStream_t stre
   if (pieces.size() > kMostFewPieces) return cudaErrorInvalidValue;
   FewPieces few;
   std::copy(pieces.begin(), pieces.end(), few.pieces);
+  const std::int64_t most = largest * static_cast<std::int64_t>(pieces.size());  // if all were as large
+  if (total >= kBulkFrom && most <= 2 * total && most / kBulkUnitBytes < INT32_MAX / 2 && overlaps_launches() &&
+      std::ranges::all_of(pieces, fits_bulk))
+    return launch_bulk(few, static_cast<int>(pieces.size()), largest, stream);
   // Few bytes go to all multiprocessors; many in larger units.
   std::int64_t unit_bytes = kLeastUnitBytes;
   while (unit_bytes < kUnitBytes && total > kBlocksPerSm * multiprocessors() * unit_bytes) unit_bytes *= 2;

@@ -40,7 +40,6 @@ __device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std:
 }
 
 struct ChosenRows {
-  static constexpr bool kGuesses = false;  // the kernel before may be the one that chooses
   static std::int64_t count(const GatherParams& p) { return p.step.num_tokens; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
   __device__ static const StepRecord* records(const GatherParams& p) { return p.step.tokens; }
@@ -57,7 +56,6 @@ struct ChosenRows {
 };
 
 struct AllRows {
-  static constexpr bool kGuesses = true;
   static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
   __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
@@ -78,7 +76,6 @@ struct AllRows {
 };
 
 struct WindowRows {
-  static constexpr bool kGuesses = true;
   static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.window.ring; }
   __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
@@ -105,7 +102,7 @@ struct WindowRows {
   }
 };
 
-// A lane finds a row, all lanes read it.
+/// A lane finds a row, all lanes read it.
 template <class Row>
 __device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
   const auto share = [lane](const std::uint8_t* at) {
@@ -118,6 +115,27 @@ __device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
   if constexpr (Row::kGlobal) place.global = share(mine.global);
   return place;
 }
+
+/// The same for a thread block: a thread finds a row. As much of a place as the format has.
+template <class Row, int kRows>
+struct SharedPlaces {
+  const std::uint8_t* payload[kRows];
+  const std::uint8_t* scale[Row::kScaleAlign > 0 ? kRows : 1];
+  const std::uint8_t* global[Row::kGlobal ? kRows : 1];
+
+  __device__ void put(unsigned row, const RowPlace& place) {
+    payload[row] = place.payload;
+    if constexpr (Row::kScaleAlign > 0) scale[row] = place.scale;
+    if constexpr (Row::kGlobal) global[row] = place.global;
+  }
+  __device__ RowPlace get(int row) const {
+    RowPlace place;
+    place.payload = payload[row];
+    if constexpr (Row::kScaleAlign > 0) place.scale = scale[row];
+    if constexpr (Row::kGlobal) place.global = global[row];
+    return place;
+  }
+};
 
 /// Brings a lane's part of a row, if there is one, into L2.
 template <class Row>
@@ -138,60 +156,92 @@ struct Batch {
   static constexpr int kLoads = Row::kWidth == 512 || Row::kGlobal ? 2 : 4;
   static constexpr int kRows = kLoads * kRowsPerLoad;
   static constexpr int kRowsPerBlock = kWarps * kRows;
-  static_assert(kRows <= 32, "a lane finds a row");
+  static_assert(kRowsPerBlock <= 32 * kWarps, "a thread finds a row");
 };
 
+/// A warp's rows from their places to `out`. first_row: a lane's first one of `item`; left: how many there are from it
+/// on; place(i): that of the i-th from it on.
+template <class Row, class Out, class Place>
+__device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t first_row, int left, Out* out,
+                          Place place) {
+  using Rows = Batch<Row>;
+  const int in_row = static_cast<int>(threadIdx.x % Row::kLanes);
+  typename Row::Raw raw[Rows::kLoads];
+#pragma unroll
+  for (int i = 0; i < Rows::kLoads; ++i) {
+    const RowPlace from = place(i * Rows::kRowsPerLoad);
+    raw[i] = {};
+    if (from.payload != nullptr) raw[i] = Row::load_raw(from, in_row);
+  }
+  out += (item * p.rows_per_item + first_row) * Row::kWidth + kOctet * in_row;
+#pragma unroll
+  for (int i = 0; i < Rows::kLoads; ++i)
+#pragma unroll
+    for (int j = 0; j < Row::kOctets; ++j)
+      store_octet(out + i * Rows::kRowsPerLoad * Row::kWidth + j * Row::kLanes * kOctet,
+                  Row::template decode<Out>(raw[i], in_row, j), i * Rows::kRowsPerLoad < left);
+}
+
 // Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
-// on each other (index, block, row), hence many warps with few rows each: while some look for rows, others read them.
+// on each other (record, block, row), hence many warps with few rows each: while some look for rows, others read them.
+// A thread finds a row, for all of its thread block: the others have no part in those instructions.
 // The next kernel's thread blocks take the places of those that end, and wait there. first_blocks: those that may have
 // to; they bring into L2 what the tables, which are nearly always those of this step already, point at. H200,
-// 2026-11-15: 75 % of the copy speed for 512 entries of each of 64 tokens, 81 % for 32,768 in a row.
+// 2026-11-16: 85 % of the copy speed for 32,768 entries in a row, where a copy of as many bytes has 87 %.
 template <class Find, class Row, class Out>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     gather_rows(const __grid_constant__ GatherParams p, unsigned tiles, unsigned first_blocks) {
   using Rows = Batch<Row>;
   let_next_start();
+  __shared__ SharedPlaces<Row, Rows::kRowsPerBlock> places;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t outer = blockIdx.x / tiles;
   const unsigned tile = blockIdx.x % tiles;
-  const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock + warp * Rows::kRows;
-  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
-  const int in_row = lane % Row::kLanes;
+  const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock;
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRowsPerBlock}));
+  const int in_row = lane % Row::kLanes, warp_row = warp * Rows::kRows + lane / Row::kLanes;  // of the lane's first
+  const auto share_places = [&](auto find) {
+    if (threadIdx.x < Rows::kRowsPerBlock)
+      places.put(threadIdx.x, static_cast<int>(threadIdx.x) < num_rows ? find(first_row + threadIdx.x) : RowPlace{});
+    __syncthreads();
+  };
 
-  if constexpr (Find::kGuesses) {
-    if (blockIdx.x < first_blocks) {
-      const StepRecord guess = load_record_again(Find::records(p) + outer);
-      RowPlace place;
-      if (lane < num_rows) place = Find::guess(p, guess, first_row + lane);
+  if (blockIdx.x < first_blocks) {
+    const StepRecord guess = load_record_again(Find::records(p) + outer);
+    share_places([&](std::int64_t row) { return Find::guess(p, guess, row); });
 #pragma unroll
-      for (int i = 0; i < Rows::kLoads; ++i)
-        fetch_row<Row>(place_from_lane<Row>(place, i * Rows::kRowsPerLoad + lane / Row::kLanes),
-                       Find::rows(p).payload.row_stride, in_row);
-    }
+    for (int i = 0; i < Rows::kLoads; ++i)
+      fetch_row<Row>(places.get(warp_row + i * Rows::kRowsPerLoad), Find::rows(p).payload.row_stride, in_row);
+    __syncthreads();
   }
+  wait_for_previous_after(static_cast<int>(tile));
+  if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, load_record(Find::records(p) + outer), outer);
+  share_places([&](std::int64_t row) { return Find::find(p, load_record(Find::records(p) + outer), outer, row); });
+
+  copy_rows<Row>(p, outer, first_row + warp_row, num_rows - warp_row, static_cast<Out*>(p.out.data),
+                 [&](int row) { return places.get(warp_row + row); });
+}
+
+// Chosen rows: the kernel before may be the one that chooses, so nothing of them is known before the wait. Warps find
+// their rows by themselves: one that waits for the other rows of its thread block is slower (16.8 to 17.1 us). H200,
+// 2026-11-16: 75 % of the copy speed for 512 entries of each of 64 tokens.
+template <class Row, class Out>
+__global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
+    gather_chosen_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
+  using Rows = Batch<Row>;
+  let_next_start();
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const std::int64_t token = blockIdx.x / tiles;
+  const std::int64_t first_row = std::int64_t{blockIdx.x % tiles} * Rows::kRowsPerBlock + warp * Rows::kRows;
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
+  const int lane_row = lane / Row::kLanes;  // the lane's first of the warp
   wait_for_previous();
-  const StepRecord record = load_record(Find::records(p) + outer);
-  if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, record, outer);
   if (num_rows <= 0) return;
   RowPlace mine;
-  if (lane < num_rows) mine = Find::find(p, record, outer, first_row + lane);
+  if (lane < num_rows) mine = ChosenRows::find(p, load_record(p.step.tokens + token), token, first_row + lane);
 
-  typename Row::Raw raw[Rows::kLoads];
-#pragma unroll
-  for (int i = 0; i < Rows::kLoads; ++i) {
-    const RowPlace place = place_from_lane<Row>(mine, i * Rows::kRowsPerLoad + lane / Row::kLanes);
-    raw[i] = {};
-    if (place.payload != nullptr) raw[i] = Row::load_raw(place, in_row);
-  }
-  Out* out = static_cast<Out*>(p.out.data) + (outer * p.rows_per_item + first_row) * Row::kWidth + kOctet * in_row;
-#pragma unroll
-  for (int i = 0; i < Rows::kLoads; ++i) {
-    const int row = i * Rows::kRowsPerLoad + lane / Row::kLanes;
-#pragma unroll
-    for (int j = 0; j < Row::kOctets; ++j)
-      store_octet(out + row * Row::kWidth + j * Row::kLanes * kOctet, Row::template decode<Out>(raw[i], in_row, j),
-                  row < num_rows);
-  }
+  copy_rows<Row>(p, token, first_row + lane_row, num_rows - lane_row, static_cast<Out*>(p.out.data),
+                 [&](int row) { return place_from_lane<Row>(mine, lane_row + row); });
 }
 
 bool is_aligned(const ops::Plane& plane, std::int64_t to) {
@@ -212,10 +262,17 @@ cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
   if (!tuned) return gather_plain<Find>(p, Find::count(p), stream);
   const std::int64_t tiles =
       std::max<std::int64_t>((p.rows_per_item + Batch<Row>::kRowsPerBlock - 1) / Batch<Row>::kRowsPerBlock, 1);
-  const auto kernel =
-      p.out.dtype == DType::bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>;
-  return launch(kernel, static_cast<unsigned>(Find::count(p) * tiles), 32 * kWarps, stream, p,
-                static_cast<unsigned>(tiles), static_cast<unsigned>(kBlocksPerSm * multiprocessors()));
+  const auto launch_blocks = [&](auto kernel, auto... args) {
+    return launch(kernel, static_cast<unsigned>(Find::count(p) * tiles), 32 * kWarps, stream, p,
+                  static_cast<unsigned>(tiles), args...);
+  };
+  const bool bf16 = p.out.dtype == DType::bf16;
+  if constexpr (std::is_same_v<Find, ChosenRows>) {
+    return launch_blocks(bf16 ? gather_chosen_rows<Row, std::uint16_t> : gather_chosen_rows<Row, float>);
+  } else {
+    return launch_blocks(bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>,
+                         static_cast<unsigned>(kBlocksPerSm * multiprocessors()));
+  }
 }
 
 template <class Find>

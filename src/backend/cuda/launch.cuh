@@ -25,6 +25,13 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
+/// The same after `made` is, which is not negative: else the assembler puts what it is made of behind the wait.
+__device__ inline void wait_for_previous_after(int made) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .pred p; setp.ge.s32 p, %0, 0; @p griddepcontrol.wait; }" ::"r"(made) : "memory");
+#endif
+}
+
 /// Brings a kernel's parameters into the constant cache while it would wait anyway: a miss for every line of them would
 /// else lie on its way.
 template <class Params>

@@ -28,11 +28,26 @@ __device__ inline RowPlace place_of(const ops::RowPlanes& rows, std::int64_t blo
           rows.global.data == nullptr ? nullptr : rows.global.at(block, 0)};
 }
 
-/// Not through the read-only path: a kernel that started early is there while rows are written.
+/// Not through the read-only path: a kernel that started early is there while rows are written. Spelled out: the
+/// compiler does not see that addresses out of shared memory are global ones.
 template <class T>
 __device__ T load(const std::uint8_t* at) {
-  __builtin_assume(__isGlobal(at));
-  return *reinterpret_cast<const T*>(at);
+  const auto from = __cvta_generic_to_global(at);
+  std::uint32_t words[4] = {};
+  if constexpr (sizeof(T) == 16)
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from)
+                 : "memory");
+  else if constexpr (sizeof(T) == 8)
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from) : "memory");
+  else if constexpr (sizeof(T) == 4)
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
+  else
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
+  T value;
+  memcpy(&value, words, sizeof(T));
+  return value;
 }
 
 // --- eight channels: codes to values

@@ -271,21 +271,32 @@ __device__ void append_window_rows(const ops::AppendParams& p, F format, const s
   }
 }
 
+/// What kernels of a prefill are compiled for: the usual input and format, or all others. In one kernel those others
+/// cost the usual ones registers.
+enum class WindowCase { usual, rare };
+
+inline WindowCase window_case(const ops::AppendParams& p) {
+  const bool usual = p.window_rows.dtype == DType::bf16 && p.layer.window.ring.format == Format::fp8_tile64;
+  return usual ? WindowCase::usual : WindowCase::rare;
+}
+
 /// Calls f with an input's element, whether rows are projections, and the ring's format: a type where it is the usual
 /// one.
-template <class F>
+template <WindowCase... kCases, class F>
 __device__ void with_window_input(const ops::AppendParams& p, F&& f) {
-  const auto with_format = [&](auto element, auto projection) {
-    if (p.layer.window.ring.format == Format::fp8_tile64)
-      return f(element, projection, std::integral_constant<Format, Format::fp8_tile64>{});
-    f(element, projection, RingFormat{p});
+  constexpr bool kUsual = ((kCases == WindowCase::usual) || ...), kRare = ((kCases == WindowCase::rare) || ...);
+  constexpr std::integral_constant<Format, Format::fp8_tile64> kUsualFormat;
+  const auto with_projection = [&](auto element, auto format) {
+    if (p.front_end.norm_weight != nullptr) return f(element, std::true_type{}, format);
+    f(element, std::false_type{}, format);
   };
-  const auto with_input = [&](auto element) {
-    if (p.front_end.norm_weight != nullptr) return with_format(element, std::true_type{});
-    with_format(element, std::false_type{});
-  };
-  if (p.window_rows.dtype == DType::f32) return with_input(float{});
-  with_input(Bf16{});
+  if constexpr (kRare) {
+    const bool usual_format = p.layer.window.ring.format == kUsualFormat.value;
+    if (p.window_rows.dtype == DType::f32)
+      return usual_format ? with_projection(float{}, kUsualFormat) : with_projection(float{}, RingFormat{p});
+    if (!usual_format) return with_projection(Bf16{}, RingFormat{p});
+  }
+  if constexpr (kUsual) with_projection(Bf16{}, kUsualFormat);
 }
 
 }  // namespace kv4::cuda

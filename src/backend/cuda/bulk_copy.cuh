@@ -1,0 +1,55 @@
+// Barriers in shared memory, and the copies that arrive at them (sm_90): one thread starts a copy of many bytes, which
+// holds no registers and no instruction slots, and everybody waits at the barrier that counts its bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace kv4::cuda {
+
+__device__ inline void barrier_init(std::uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+/// After the last barrier_init, by the same thread: copies see them, too. Other threads need a barrier of their own.
+__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void barrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// And so many bytes of asynchronous stores are to come before the barrier is passed.
+__device__ inline void barrier_arrive_expecting(std::uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+/// Of another block.
+__device__ inline void barrier_arrive_in_cluster(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_wait(std::uint32_t barrier, int parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+/// From global into shared memory; its bytes count at `barrier`. Addresses and bytes: multiples of 16.
+__device__ inline void bulk_load(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+/// The other way. The thread's stores since the last close_bulk_stores are a group.
+__device__ inline void bulk_store(void* to, std::uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+               "r"(from), "r"(bytes)
+               : "memory");
+}
+__device__ inline void close_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Shared memory of all but the thread's last kMore groups was read and may be written.
+template <int kMore>
+__device__ void wait_for_bulk_reads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kMore) : "memory");
+}
+/// All of them are done.
+__device__ inline void wait_for_bulk_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+}  // namespace kv4::cuda
