@@ -4,9 +4,11 @@
     python examples/transformers_generate.py --device cuda --dtype bfloat16 --context 32768 --layers 12 --hidden 2048 --heads 32
 
 Prints, for each, milliseconds per generated token and megabytes beside the weights: torch's peak while tokens are
-generated and during the prefill (on a GPU), and what kv4 holds.
+generated and during the prefill (on a GPU), and what kv4 holds. The three take turns, so that what else the machine does
+troubles all of them. The stock cache chooses the tokens; the last column counts those that the others would choose, too.
 """
 import argparse
+import statistics
 import time
 
 import torch
@@ -15,6 +17,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from kv4.transformers import Kv4Cache, accelerate
 
 WARM_UP = 3  # tokens
+TURNS = 4
 COLUMNS = ["ms/token", "torch MB", "kv4 MB", "prefill s", "prefill MB"]
 
 
@@ -31,44 +34,72 @@ def random_model(options):
     return DeepseekV4ForCausalLM(config).to(options.device, getattr(torch, options.dtype)).eval()
 
 
+def unmodified(model):
+    """Undoes accelerate()."""
+    for layer in model.model.layers:
+        vars(layer.self_attn).pop("forward", None)
+
+
+class Way:
+    """A cache, how the model uses it, and what it has cost."""
+
+    def __init__(self, model, prepare, make_cache, device):
+        self.model, self.prepare, self.on_gpu = model, prepare, device == "cuda"
+        self.held, self.peak, self.ms, self.chosen = 0, 0, [], []
+        with self.counting():
+            self.cache = make_cache()
+
+    def counting(self):
+        """Counts megabytes that torch takes at most beside what others hold. On the CPU torch does not count."""
+        return TorchPeak(self)
+
+    @torch.no_grad()
+    def prefill(self, prompt, chunk):
+        self.prepare(self.model)
+        start = time.monotonic()
+        with self.counting():
+            for part in torch.split(prompt, chunk, dim=1):
+                logits = self.model(part, past_key_values=self.cache, logits_to_keep=1).logits
+            self.chosen.append(logits[:, -1].argmax(-1).item())  # waits
+        self.prefill_s, self.prefill_mb, self.peak = time.monotonic() - start, self.peak, 0
+
+    @torch.no_grad()
+    def generate(self, count, tokens, device):
+        """`count` steps. `tokens`: what to go on with, from its own last choice on where there is no more."""
+        self.prepare(self.model)
+        start = time.monotonic()
+        with self.counting():
+            for _ in range(count):
+                at = len(self.chosen) - 1
+                token = tokens[at] if at < len(tokens) else self.chosen[-1]
+                logits = self.model(torch.tensor([[token]], device=device), past_key_values=self.cache).logits
+                self.chosen.append(logits[:, -1].argmax(-1).item())
+        self.ms.append(1000 * (time.monotonic() - start) / count)
+
+
 class TorchPeak:
-    """Megabytes that torch takes at most beside what it held at first; None on the CPU, where torch does not count."""
+    def __init__(self, way):
+        self.way = way
 
-    def __init__(self, device):
-        self.on_gpu = device == "cuda"
-        self.before = torch.cuda.memory_allocated() if self.on_gpu else 0
-        self.take()
+    def __enter__(self):
+        if self.way.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
 
-    def take(self):
-        """The peak since the last call."""
-        if not self.on_gpu:
-            return None
-        peak = torch.cuda.max_memory_allocated() - self.before
-        torch.cuda.reset_peak_memory_stats()
-        return peak / 1e6
-
-
-@torch.no_grad()
-def generate(model, cache, prompt, options, torch_peak):
-    """The tokens chosen and a row of figures. The first tokens only warm up."""
-    result, start = {}, time.monotonic()
-    for part in torch.split(prompt, options.chunk, dim=1):
-        logits = model(part, past_key_values=cache, logits_to_keep=1).logits
-    tokens = [logits[:, -1].argmax(-1).item()]  # waits
-    result["prefill s"], result["prefill MB"] = time.monotonic() - start, torch_peak.take()
-    for count in range(WARM_UP + options.tokens):
-        if count == WARM_UP:
-            start = time.monotonic()
-        logits = model(torch.tensor([tokens[-1:]], device=prompt.device), past_key_values=cache).logits
-        tokens.append(logits[:, -1].argmax(-1).item())
-    result["ms/token"], result["torch MB"] = 1000 * (time.monotonic() - start) / options.tokens, torch_peak.take()
-    return tokens, result
+    def __exit__(self, *_):
+        if not self.way.on_gpu:
+            return
+        peak = self.way.held + torch.cuda.max_memory_allocated() - self.before
+        self.way.peak = max(self.way.peak, peak / 1e6)
+        self.way.held += torch.cuda.memory_allocated() - self.before
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--rows", default="fp8_tile64", help="kv4's row format")
+    parser.add_argument("--index-keys", default="mxfp4", help="kv4's format of index keys")
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--heads", type=int, default=16)
@@ -79,26 +110,29 @@ def main():
 
     model = random_model(options)
     prompt = torch.randint(2, 1024, (1, options.context), device=options.device)
-    longest = options.context + WARM_UP + options.tokens
-    ways = {
-        "stock": lambda: DynamicCache(config=model.config),
-        "kv4": lambda: Kv4Cache(model.config, model, max_context=longest, max_step_tokens=options.chunk),
-    }
-    ways["accelerated"] = ways["kv4"]
-    print(f"{'cache':<12}", *(f"{column:>10}" for column in COLUMNS), " tokens as with the stock cache")
-    expected = None
-    for name, make_cache in ways.items():
-        if name == "accelerated":
-            accelerate(model)
-        torch_peak = TorchPeak(options.device)
-        cache = make_cache()
-        tokens, result = generate(model, cache, prompt, options, torch_peak)
-        result["kv4 MB"] = cache.manager.memory_bytes() / 1e6 if isinstance(cache, Kv4Cache) else 0
-        expected = expected or tokens
-        same = sum(a == b for a, b in zip(tokens, expected))
-        figures = ("-" if result[column] is None else f"{result[column]:.2f}" for column in COLUMNS)
-        print(f"{name:<12}", *(f"{figure:>10}" for figure in figures), f" {same} of {len(tokens)}", flush=True)
-        del cache
+    each = max(1, options.tokens // TURNS)
+    longest = options.context + WARM_UP + TURNS * each
+    stock_cache = lambda: DynamicCache(config=model.config)
+    kv4_cache = lambda: Kv4Cache(model.config, model, max_context=longest, max_step_tokens=options.chunk,
+                                 row_format=options.rows, index_format=options.index_keys)
+    ways = {name: Way(model, prepare, make_cache, options.device) for name, prepare, make_cache in (
+        ("stock", unmodified, stock_cache), ("kv4", unmodified, kv4_cache), ("accelerated", accelerate, kv4_cache))}
+    stock = ways["stock"]
+    for way in ways.values():
+        way.prefill(prompt, options.chunk)
+        way.generate(WARM_UP, stock.chosen, options.device)
+        way.ms.clear()
+    for _ in range(TURNS):
+        for way in ways.values():
+            way.generate(each, stock.chosen, options.device)
+
+    print(f"{'cache':<12}", *(f"{column:>10}" for column in COLUMNS), " tokens as the stock cache chooses them")
+    for name, way in ways.items():
+        kv4_mb = way.cache.manager.memory_bytes() / 1e6 if isinstance(way.cache, Kv4Cache) else 0
+        on_gpu = lambda figure: figure if way.on_gpu else None
+        figures = [statistics.median(way.ms), on_gpu(way.peak), kv4_mb, way.prefill_s, on_gpu(way.prefill_mb)]
+        same = sum(a == b for a, b in zip(way.chosen, stock.chosen))
+        print(f"{name:<12}", *(f"{'-' if f is None else format(f, '.2f'):>10}" for f in figures), f" {same} of {len(way.chosen)}")
 
 
 if __name__ == "__main__":
