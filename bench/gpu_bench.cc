@@ -115,10 +115,16 @@ struct Group {
   const char* name;
   void (*add)(Bench&);
 };
-constexpr Group kGroups[] = {
-    {"parity", add_parity_row},      {"append", add_append_rows},   {"prefill", add_prefill_rows},
-    {"gather", add_gather_rows},     {"index", add_index_rows},     {"attend", add_attend_rows},
-    {"snapshot", add_snapshot_rows}, {"control", add_control_rows}, {"decode_step", add_decode_step_rows}};
+constexpr Group kGroups[] = {{"parity", add_parity_row},
+                             {"append", add_append_rows},
+                             {"prefill", add_prefill_rows},
+                             {"gather", add_gather_rows},
+                             {"index", add_index_rows},
+                             {"attend", add_attend_rows},
+                             {"attend_prefill", add_attend_prefill_rows},
+                             {"snapshot", add_snapshot_rows},
+                             {"control", add_control_rows},
+                             {"decode_step", add_decode_step_rows}};
 
 struct Flags {
   int device = 0;

@@ -75,6 +75,7 @@ void add_append_rows(Bench& bench);
 void add_prefill_rows(Bench& bench);
 void add_gather_rows(Bench& bench);
 void add_attend_rows(Bench& bench);
+void add_attend_prefill_rows(Bench& bench);
 void add_index_rows(Bench& bench);
 void add_snapshot_rows(Bench& bench);
 void add_control_rows(Bench& bench);
