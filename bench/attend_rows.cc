@@ -134,10 +134,10 @@ class Cell {
       for (int i = 0; i < batch_; ++i) {
         ops::StepRecord r;
         r.row = i % requests_;
-        r.position = std::max(shape.context_entries * ratio(), kWindow) + 1;
-        r.length = r.position;
-        r.count = 1;
-        r.first_token = i;
+        r.length = std::max(shape.context_entries * ratio(), kWindow) + 1;
+        r.count = batch_ / requests_;
+        r.first_token = i - i / requests_;
+        r.position = r.length + i / requests_;
         r.read_slot = r.write_slot = static_cast<std::int32_t>((launch * requests_ + r.row) % window_slots());
         records.push_back(r);
         if (!shape.chosen) continue;
@@ -167,6 +167,7 @@ class Cell {
       p.layer.kinds[0].rows_per_block = shape_.page_rows;
     }
     p.step.num_tokens = batch_;
+    p.step.num_items = requests_;
     p.step.blocks_per_request = blocks_per_request();
     p.step.tokens = reinterpret_cast<const ops::StepRecord*>(records_->data()) + launch * batch_;
     p.step.block_table =
@@ -206,7 +207,10 @@ class Cell {
 
  private:
   int ratio() const { return shape_.page_rows == 1 ? 128 : 4; }
-  int blocks_per_request() const { return shape_.context_entries / shape_.page_rows; }
+  int blocks_per_request() const {
+    const int later_entries = shape_.chosen ? 0 : (batch_ / requests_ + 1) / ratio();
+    return (shape_.context_entries + later_entries) / shape_.page_rows;
+  }
   static std::int64_t window_slots() { return kPoolBytes / 4 / (kWindow * (kRowBytes + kScaleBytes)); }
   // Few enough not to meet the same pages again in a graph.
   int count_launches() const {
@@ -247,7 +251,13 @@ void add_attend_rows(Bench& bench) {
       row.note = fmt::format("FlashMLA {} us; {:.0f} TFLOP/s", shape.others_us[i], cell.flop() / row.us * 1e-6);
       bench.add(row);
     }
-    if (!shape.chosen) continue;
+  }
+}
+
+void add_attend_prefill_rows(Bench& bench) {
+  Pools pools(bench);
+  for (const Shape& shape : kShapes) {
+    pools.arrange(shape);
     Cell cell(bench, pools, shape, 1, kPrefillTokens);
     Row row;
     row.name = fmt::format("attend {} rows, prefill of {}", shape.name, kPrefillTokens);
