@@ -22,7 +22,7 @@ using tier::GetStatus;
 using tier::PutStatus;
 using Time = std::chrono::steady_clock;
 
-constexpr auto kSlack = 3s;  // a busy machine's; far less than a hang
+constexpr auto kSlack = 10s;  // a busy machine's; far less than a hang
 constexpr std::uint64_t kLayout = 11;
 
 TEST(TierRedisSlots, AreTheServers) {
@@ -71,7 +71,7 @@ struct TierRemote : testing::Test {
     make(servers->options());
   }
   void make(tier::RemoteOptions options) {
-    options.silence_limit = 600ms;
+    options.silence_limit = 2s;  // a server on a busy machine is not silent sooner
     options.first_pause = 20ms;
     options.longest_pause = 200ms;
     remote = tier::make_remote_tier(options);
@@ -177,7 +177,7 @@ TEST_F(TierRemote, StalledNode) {
 
 // What a stalled server took in and did not answer may not come after what was put later.
 TEST_F(TierRemote, PutsInDoubtNeverReplaceLaterOnes) {
-  for (const auto limit : {100ms, 900ms}) {  // shorter and longer than the limit of silence
+  for (const auto limit : {100ms, 2500ms}) {  // shorter and longer than the limit of silence
     expect_all(put(kCount), PutStatus::stored);
     for (int node = 0; node < RedisServers::kNodes; ++node) servers->stall(node);
     for (const PutStatus status : put(kCount, limit, 1)) EXPECT_EQ(status, PutStatus::failed);
