@@ -8,6 +8,7 @@ generated and during the prefill (on a GPU), and what kv4 holds. The three take 
 troubles all of them. The stock cache chooses the tokens; the last column counts those that the others would choose, too.
 """
 import argparse
+import contextlib
 import statistics
 import time
 
@@ -49,9 +50,17 @@ class Way:
         with self.counting():
             self.cache = make_cache()
 
+    @contextlib.contextmanager
     def counting(self):
         """Counts megabytes that torch takes at most beside what others hold. On the CPU torch does not count."""
-        return TorchPeak(self)
+        if not self.on_gpu:
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield
+        self.peak = max(self.peak, (self.held + torch.cuda.max_memory_allocated() - before) / 1e6)
+        self.held += torch.cuda.memory_allocated() - before
 
     @torch.no_grad()
     def prefill(self, prompt, chunk):
@@ -75,23 +84,6 @@ class Way:
                 logits = self.model(torch.tensor([[token]], device=device), past_key_values=self.cache).logits
                 self.chosen.append(logits[:, -1].argmax(-1).item())
         self.ms.append(1000 * (time.monotonic() - start) / count)
-
-
-class TorchPeak:
-    def __init__(self, way):
-        self.way = way
-
-    def __enter__(self):
-        if self.way.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-
-    def __exit__(self, *_):
-        if not self.way.on_gpu:
-            return
-        peak = self.way.held + torch.cuda.max_memory_allocated() - self.before
-        self.way.peak = max(self.way.peak, peak / 1e6)
-        self.way.held += torch.cuda.memory_allocated() - self.before
 
 
 def main():

@@ -327,7 +327,8 @@ struct PrefixLoad::Impl {
   std::vector<BlockKey> keys;                // of the first of them; the others follow while these come
   std::size_t first = 0, next = 0, end = 0;  // of blocks: not kept at the start, not asked for, not here
   std::deque<Batch> batches;
-  // The deepest snapshot behind the deepest that the device has. It is looked for while blocks come: most often all do.
+  // The deepest snapshot behind the deepest that the device has. It is looked for once some blocks have come: most
+  // often all do.
   std::size_t below = 0;              // snapshots of blocks from here on have been asked for
   std::vector<std::size_t> possible;  // blocks whose snapshots are asked for, or exist; the deepest last
   std::optional<Ticket> known;        // which of them exist
@@ -436,9 +437,7 @@ bool PrefixLoad::Impl::advance_blocks() {
     const bool go_on = batch.whole && brought == count;
     release(batch, owner.loads, true);
     batches.pop_front();
-    if (go_on) continue;
-    stop();
-    return true;
+    if (!go_on) return true;
   }
 }
 
@@ -510,7 +509,7 @@ bool PrefixLoad::Impl::advance() {
       below = end;
     }
   }
-  if (phase == Phase::blocks) {
+  if (phase == Phase::blocks && end > first) {  // tiers have some of it
     know_keys(std::min(wanted, keys.size() + kKeysAtATime));
     if (keys.size() == wanted) (void)find_snapshot();
   }
@@ -543,7 +542,6 @@ void PrefixLoad::Impl::stop() {
   coming.reset();
   known.reset();
   possible.clear();
-  next = wanted;
 }
 
 PrefixLoad::PrefixLoad(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

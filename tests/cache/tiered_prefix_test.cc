@@ -209,6 +209,23 @@ TEST(PrefixInTiers, LongContextsComeInBatches) {
   }
 }
 
+TEST(PrefixInTiers, ASnapshotFarBeforeTheEndIsFound) {
+  const Model model(tiny_config());
+  CacheOptions o = prefix_options(kCheckpoint);
+  o.max_context = 90 * 16;
+  o.num_blocks = 120;
+  Tiers tiers(layout_of(model, o));
+  TieredDriver(model, o, tiers).compute_and_save(7, 49);  // with a snapshot behind three blocks
+  CacheOptions without = o;
+  without.prefix.snapshots = {.kind = SnapshotPolicy::Kind::none};
+  TieredDriver(model, without, tiers).compute_and_save(7, 80 * 16 + 1);
+  TieredDriver d(model, o, tiers);
+  EXPECT_EQ(d.load(7, 80 * 16 + 1), 80);
+  EXPECT_EQ(d.tiered.statistics().loaded_snapshots, 1);
+  const std::vector<std::int32_t> ids = ids_of(7, 48);
+  EXPECT_TRUE(d.cache.find_block(d.cache.block_keys({ids, 0, "", {}})[2])->has_snapshot);
+}
+
 TEST(PrefixInTiers, WhatTheDeviceEvictsComesBack) {
   const Model model(tiny_config());
   CacheOptions o = prefix_options(kCheckpoint);

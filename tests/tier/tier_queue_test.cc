@@ -58,6 +58,16 @@ struct TierQueues : testing::Test {
     const auto bytes = result.payload.span();
     EXPECT_EQ(std::vector<std::byte>(bytes.begin(), bytes.end()), random_bytes(version, 1000));
   }
+  /// One get that holds the tier up, then so many that wait, until all are answered.
+  void ask_while_held(std::uint64_t count) {
+    fake->hold();
+    std::vector<TierQueue::ReadTicket> tickets;
+    tickets.push_back(ask(0));
+    fake->wait_for_calls(1);
+    for (std::uint64_t i = 0; i < count; ++i) tickets.push_back(ask(i));
+    fake->release();
+    for (TierQueue::ReadTicket& ticket : tickets) EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+  }
   FlushStatus flush() {
     const TierQueue::FlushTicket ticket = queue->flush(clock->in(1s));
     EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
@@ -290,26 +300,14 @@ TEST_F(TierQueues, BatchesAreMadeOfWhatWaits) {
   options.max_reads = 100;
   options.batch_requests = 10;
   start();
-  fake->hold();
-  TierQueue::ReadTicket first = ask(0);
-  fake->wait_for_calls(1);
-  std::vector<TierQueue::ReadTicket> tickets;
-  for (std::uint64_t i = 0; i < 15; ++i) tickets.push_back(ask(i));
-  fake->release();
-  for (TierQueue::ReadTicket& ticket : tickets) EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+  ask_while_held(15);
   EXPECT_EQ(fake->batches(), (std::vector<std::size_t>{1, 10, 5}));
 }
 
 TEST_F(TierQueues, ATierIsAskedForAsFewAtATimeAsItWants) {
   fake = std::make_shared<FakeTier>(clock, 1, 2);
   start();
-  fake->hold();
-  TierQueue::ReadTicket first = ask(0);
-  fake->wait_for_calls(1);
-  std::vector<TierQueue::ReadTicket> tickets;
-  for (std::uint64_t i = 0; i < 5; ++i) tickets.push_back(ask(i));
-  fake->release();
-  for (TierQueue::ReadTicket& ticket : tickets) EXPECT_TRUE(ticket.wait(tier::Deadline::max()));
+  ask_while_held(5);
   EXPECT_EQ(fake->batches(), (std::vector<std::size_t>{1, 2, 2, 1}));
 }
 

@@ -45,6 +45,7 @@ __device__ T load(const std::uint8_t* at) {
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
   else
     asm volatile("ld.global.u8 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
+  static_assert(sizeof(T) == 16 || sizeof(T) == 8 || sizeof(T) == 4 || sizeof(T) == 1);
   T value;
   memcpy(&value, words, sizeof(T));
   return value;
