@@ -1,8 +1,9 @@
 // Contexts of V4-Flash through the tiers, beside what the disk and the bus do themselves in the same run.
 //
-//   kv4_tier_bench DIR [cpu|cuda] [BLOCKS] [ROUNDS]
+//   kv4_tier_bench DIR [cpu|cuda] [BLOCKS] [ROUNDS] [PART...]
 //
-// DIR: where to write; what it makes there it removes. BLOCKS of 128 tokens; 1024 is a context of 128K.
+// DIR: where to write; what it makes there it removes. BLOCKS of 128 tokens; 1024 is a context of 128K. PART: lookups,
+// disk, host, steps (cuda only); all if none is given.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -318,7 +319,7 @@ int main(int argc, char** argv) {
   using namespace kv4;
   bench::Bench bench;
   if (argc < 2) {
-    fmt::print("usage: kv4_tier_bench DIR [cpu|cuda] [BLOCKS] [ROUNDS]\n");
+    fmt::print("usage: kv4_tier_bench DIR [cpu|cuda] [BLOCKS] [ROUNDS] [lookups|disk|host|steps]...\n");
     return 2;
   }
   const bool cuda = argc > 2 && std::string(argv[2]) == "cuda";
@@ -328,12 +329,15 @@ int main(int argc, char** argv) {
   bench.backend = cuda ? make_cuda_backend() : make_cpu_backend();
   for (std::int64_t i = 0; i <= bench.blocks * bench::kBlockTokens; ++i)
     bench.token_ids.push_back(static_cast<std::int32_t>(i * 7 % 1000));
+  const auto wanted = [&](std::string_view part) {
+    return argc <= 5 || std::find(argv + 5, argv + argc, part) != argv + argc;
+  };
   std::filesystem::create_directories(bench.directory);
   try {
-    bench::bench_lookups(bench);
-    bench::bench_disk(bench);
-    bench::bench_host(bench);
-    if (cuda) bench::bench_steps(bench);
+    if (wanted("lookups")) bench::bench_lookups(bench);
+    if (wanted("disk")) bench::bench_disk(bench);
+    if (wanted("host")) bench::bench_host(bench);
+    if (wanted("steps") && cuda) bench::bench_steps(bench);
   } catch (const std::exception& error) {
     fmt::print("{}\n", error.what());
     return 1;

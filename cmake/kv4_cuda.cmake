@@ -47,6 +47,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/topk_near.cu
   src/backend/cuda/cuda_backend.cc
   src/backend/cuda/cuda_check.cc
+  src/backend/cuda/pinned_memory.cc
   src/backend/cuda/upload_ring.cc
 )
 set_target_properties(kv4_objects PROPERTIES CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden)

@@ -19,7 +19,6 @@ class DiskTier final : public Tier {
 
   const char* name() const override { return "disk"; }
   int read_threads() const override { return read_threads_; }
-  int read_batch() const override { return 16; }
   void put(std::span<PutRequest> requests, Deadline deadline) override;
   void get(std::span<GetRequest> requests, Deadline deadline) override;
   void exists(std::span<ExistsRequest> requests, Deadline deadline) override;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "backend/cuda/cuda_check.h"
+#include "backend/cuda/pinned_memory.h"
 #include "backend/image_pieces.h"
 #include "base/check.h"
 #include "kv4/cuda.h"
@@ -146,10 +147,17 @@ void CudaBackend::deallocate(std::byte* memory, std::int64_t) {
 std::byte* CudaBackend::allocate_host(std::int64_t bytes) {
   if (bytes == 0) return nullptr;
   const Call call(*this);
-  return static_cast<std::byte*>(pinned_malloc(bytes));
+  return static_cast<std::byte*>(allocate_pinned(bytes));
 }
 
-void CudaBackend::deallocate_host(std::byte* memory, std::int64_t) { cudaFreeHost(memory); }
+void CudaBackend::deallocate_host(std::byte* memory, std::int64_t bytes) {
+  try {
+    const DeviceGuard guard(device_);
+    cudaStreamSynchronize(transfer_stream_);
+    free_pinned(memory, bytes);
+  } catch (const Error&) {  // the process is ending
+  }
+}
 
 void CudaBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) {
   const Call call(*this);
