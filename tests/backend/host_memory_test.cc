@@ -1,0 +1,48 @@
+// Memory of the host that transfers reach: whole at every size, refused where the machine has not as much.
+#include "kv4/host_memory.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "backend/device_memory.h"
+#include "kv4/error.h"
+#include "support/device.h"
+
+namespace kv4 {
+namespace {
+
+std::uint8_t* bytes_at(std::byte* memory) { return reinterpret_cast<std::uint8_t*>(memory); }
+
+// The last ones lie in huge pages on a GPU's host.
+TEST(HostMemory, BytesGoToTheDeviceAndBack) {
+  const std::shared_ptr<Backend> backend = test::test_backend();
+  for (const std::int64_t size : {1ll, 4097ll, (8ll << 20) - 1, 8ll << 20, (10ll << 20) + 4099}) {
+    const HostMemory sent(backend, size), back(backend, size);
+    ASSERT_EQ(static_cast<std::int64_t>(sent.bytes().size()), size);
+    std::minstd_rand random(static_cast<unsigned>(size));
+    std::generate(sent.bytes().begin(), sent.bytes().end(), [&] { return static_cast<std::byte>(random() >> 8); });
+    const DeviceMemory there(backend, size);
+    backend->synchronize();
+    const ops::CopyPiece in{bytes_at(sent.bytes().data()), bytes_at(there.data()), size},
+        out{bytes_at(there.data()), bytes_at(back.bytes().data()), size};
+    const std::int64_t first = backend->transfer_in({&in, 1});
+    while (!backend->transferred(first)) continue;
+    const std::int64_t second = backend->transfer_out({&out, 1});
+    while (!backend->transferred(second)) continue;
+    EXPECT_TRUE(std::ranges::equal(sent.bytes(), back.bytes())) << size;
+  }
+}
+
+TEST(HostMemory, TooMuchIsRefused) {
+  try {
+    const HostMemory memory(test::test_backend(), std::int64_t{1} << 50);
+    FAIL() << "a petabyte was there";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::out_of_memory) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace kv4
