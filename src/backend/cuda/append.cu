@@ -32,19 +32,17 @@ struct AppendGrid {
 
 __device__ bool holds_entries(const ops::KindDesc& kind) { return kind.page.shape.width == EntryLanes::kWidth; }
 
-// A decode of few thread blocks lets the next kernel start only after its own wait, so that one kernel waits and not a
-// queue of them (CSA, one request, entry due: 2.86 to 2.45 us). The start of more takes longer and begins at once (64
-// requests: 3.44 to 3.17 us).
-// With rows straight from the projection, whose weights are loaded before the wait, fewer are many (16 requests: 3.10
-// to 2.49 us).
-constexpr unsigned kFewBlocks = 80, kFewBlocksOfProjection = 8;
+// When a decode lets the next kernel start. Of entries that overlap at once: 16 requests, entry due, 2.52 to 2.13 us.
+// Others of few thread blocks only after their own wait, so that one kernel waits and not a queue of them (HCA, 16
+// requests, entry due: 3.31 to 3.06 us; SWA, 128 requests: 2.16 to 1.92). H200, 2026-11-16.
+constexpr unsigned kFewBlocks = 80;
 
 // A decode, bound by latency: a token per group of lanes, thread blocks take roles by index.
-template <Compression kCompression, class In, class Pending>
+template <WindowCase kWindow, Compression kCompression, class In, class Pending>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     decode_kernel(const __grid_constant__ ops::AppendParams p, const __grid_constant__ AppendGrid grid) {
   __shared__ RowsShared shared;
-  if (gridDim.x > (p.front_end.norm_weight != nullptr ? kFewBlocksOfProjection : kFewBlocks)) let_next_start();
+  if (kCompression == Compression::overlap || gridDim.x > kFewBlocks) let_next_start();
   touch(p);
   int block = static_cast<int>(blockIdx.x);
   if constexpr (kCompression != Compression::none) {
@@ -64,7 +62,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     }
   }
   const int token = block * kBlockWarps + static_cast<int>(threadIdx.x) / kWarp;
-  with_window_input<WindowCase::usual, WindowCase::rare>(p, [&](auto element, auto projection, auto format) {
+  with_window_input<kWindow>(p, [&](auto element, auto projection, auto format) {
     append_window_row<projection.value, decltype(element)>(p, format, token);
   });
 }
@@ -239,8 +237,9 @@ cudaError_t launch_decode(const ops::AppendParams& p, int num_kinds, cudaStream_
     grid.blocks[k] = ceil_div(p.step.num_tokens, entries ? EntryLanes::kRows : KeyLanes::kRows);
     blocks += grid.blocks[k];
   }
-  return launch(decode_kernel<kCompression, In, Pending>, static_cast<unsigned>(blocks), kBlockThreads, stream, p,
-                grid);
+  const auto kernel = window_case(p) == WindowCase::usual ? decode_kernel<WindowCase::usual, kCompression, In, Pending>
+                                                          : decode_kernel<WindowCase::rare, kCompression, In, Pending>;
+  return launch(kernel, static_cast<unsigned>(blocks), kBlockThreads, stream, p, grid);
 }
 
 template <Compression kCompression, class In, class Pending>

@@ -40,18 +40,21 @@ cudaError_t for_each_tile(const IndexParams& p, float* scores, F&& f) {
   return cudaSuccess;
 }
 
-/// Of any row there may be: in a selecting block's registers, and in the workspace.
+/// Of any row there may be: in a selecting block's registers, and in the workspace. Scores are read in fours then.
 bool can_hold_maxima(const IndexTile& tile) {
   const std::int64_t longest = max_entries(tile.p);
   const std::int64_t groups = std::max(std::min<std::int64_t>(longest, kSmallGroupKeys) / kSmallGroup,
                                        (longest + kLargeGroup - 1) / kLargeGroup);
-  return groups <= kRowNumbers && tile.maxima_at + groups * std::int64_t{sizeof(float)} <= tile.query_stride;
+  const bool in_fours = reinterpret_cast<std::intptr_t>(tile.scores) % 16 == 0 && tile.score_stride % 4 == 0;
+  return in_fours && groups <= kRowNumbers &&
+         tile.maxima_at + groups * std::int64_t{sizeof(float)} <= tile.query_stride;
 }
 
-/// The tile with its maxima behind encoded queries and the largest scale.
+/// The tile with its maxima behind encoded queries and the largest scales.
 IndexTile make_near(IndexTile tile) {
   constexpr std::int64_t kLine = 256;
-  const std::int64_t bytes = tile.p.num_heads * query_row_bytes(tile.kind().page.shape.width) + 4;
+  const std::int64_t bytes =
+      tile.p.num_heads * query_row_bytes(tile.kind().page.shape.width) + std::int64_t{sizeof(LargestScales)};
   tile.maxima_at = (bytes + kLine - 1) / kLine * kLine;
   tile.has_maxima = true;
   return tile;

@@ -4,15 +4,16 @@
 // Every e4m3 is exact in fp16, and so are products of two in fp32; what differs from the defined score are roundings of
 // sums, bounded in topk_near.cu. Scales come off: a head's goes into its weight, a key's is applied to the total. A key
 // of a code that is NaN scores 0 here as there, for NaN is no product above 0. A key whose scale is no normal number of
-// ordinary size makes its token one that is scored again key by key: kOddScale in its place for the largest scale.
+// ordinary size makes its token one that is scored again key by key: kOddScale in place of the largest scale.
 //
-// First the queries are encoded as keys are, eight lanes per head. Then units of keys are scored as in
-// index_mxfp4.cu, but with fp16 operands: a tile of 64 keys x 64 heads is 8 wgmma of m64n64k16. Lane c of a quad loads
-// 16 bytes of each half of its row and supplies them as the k-steps' channels 2c, 2c + 1 and 8 + 2c, 9 + 2c; queries
-// lie in shared memory with their channels in that order.
+// Queries are encoded as keys are, eight lanes per head. Units of keys are scored as in index_mxfp4.cu, but with fp16
+// operands: a tile of 64 keys x 64 heads is 8 wgmma of m64n64k16. Lane c of a quad loads 16 bytes of each half of its
+// row and supplies them as the k-steps' channels 2c, 2c + 1 and 8 + 2c, 9 + 2c; queries lie in shared memory with their
+// channels in that order.
 //
-// Bound by bytes: 132 per key are 7.3 clocks of a multiprocessor; the matrix unit takes 4.8, conversions 4. 262,144
-// keys of each of 128 requests, with the selection: 1,224 us on an H200, 2026-11-15, where keys and scores take 1,089.
+// Bound by bytes: 132 per key are 7.3 clocks of a multiprocessor; the matrix unit takes 4.8, conversions 4. A profile
+// on an H200, 2026-11-16, 32,768 keys of each of 128 requests: 153 us, of which keys and scores take 137; L2 86 % busy,
+// the matrix unit 51 %, at 1.62 GHz.
 #include <cstdint>
 
 #include "backend/cuda/index_near.cuh"
@@ -30,28 +31,24 @@ struct Shared {
   std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
   float weights[ops::kChains][ops::kChainHeads];  // a head's weight times its scale
   ShareRoom share;
+  std::uint32_t largest;  // scale of the block's keys of a token
+  int ordinal;            // which of the token's shares they are
 };
 static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && sizeof(Shared) <= 227 << 10);
 
 // --- queries
 
 constexpr int kHeadLanes = 8, kLaneChannels = kWidth / kHeadLanes;
-constexpr int kEncodeThreads = 64, kEncodeHeads = kEncodeThreads / kHeadLanes;
+static_assert(kScoreThreads == kHeads * kHeadLanes && kLaneChannels == 16);
 
-/// Queries as the keys are, where they are not given so; no key has been scored.
-__global__ void __launch_bounds__(kEncodeThreads) encode_fp8_queries(const __grid_constant__ IndexTile tile) {
-  touch(tile);
-  constexpr int kBlocks = kHeads / kEncodeHeads;
-  const int token = static_cast<int>(blockIdx.x) / kBlocks, block = static_cast<int>(blockIdx.x) % kBlocks;
-  fetch_queries(tile, token, block * kEncodeHeads, kEncodeHeads);
-  if (threadIdx.x == 0) fetch_ahead(record_of(tile, token));
-  wait_for_previous();
-  let_next_start();
-  if (block == 0 && threadIdx.x == 0) *tile.largest_scale(token) = 0;
-  const int head = block * kEncodeHeads + static_cast<int>(threadIdx.x) / kHeadLanes;
-  const int part = static_cast<int>(threadIdx.x) % kHeadLanes;
-  if (tile.p.q.dtype == DType::u8 || tile.p.step.tokens[tile.first + token].padded()) return;
-  const auto raw = load_channels<kLaneChannels>(tile.p, tile.first + token, head, part);
+/// Codes of a lane's channels and their head's scale and weight.
+struct Part {
+  uint4 codes;
+  float scale, weight;
+};
+
+/// As keys are encoded, by the head's lanes.
+__device__ Part encode(const IndexTile& tile, const RawChannels<kLaneChannels>& raw) {
   float x[kLaneChannels];
   channels_of(raw, x);
   if (tile.kind().hadamard) transform(x);
@@ -67,10 +64,17 @@ __global__ void __launch_bounds__(kEncodeThreads) encode_fp8_queries(const __gri
     words[i] = e4m3_quad(
         {low_value(pairs[2 * i]), high_value(pairs[2 * i]), low_value(pairs[2 * i + 1]), high_value(pairs[2 * i + 1])},
         by);
-  if (head >= tile.p.num_heads) return;
-  std::uint8_t* const to = tile.queries + token * tile.query_stride + head * query_row_bytes(kWidth);
-  *reinterpret_cast<uint4*>(to + kLaneChannels * part) = {words[0], words[1], words[2], words[3]};
-  if (part == 0) *reinterpret_cast<float*>(to + 2 * kWidth) = pow2_normal(exponent);
+  return {{words[0], words[1], words[2], words[3]}, pow2_normal(exponent), raw.weight};
+}
+
+/// Loads of queries that are to be encoded are under way when it returns; encoded ones are in `words`.
+__device__ RawChannels<kLaneChannels> load_query(const IndexTile& tile, int token, int head, int part) {
+  RawChannels<kLaneChannels> raw = load_channels<kLaneChannels>(tile.p, tile.first + token, head, part);
+  if (tile.p.q.dtype != DType::u8 || head >= tile.p.num_heads) return raw;
+  const QueryRows from = query_rows<codec::Fp8Key>(tile, token);
+  raw.words[0] = *reinterpret_cast<const uint4*>(from.payload + head * from.payload_stride + kLaneChannels * part);
+  raw.scale = *reinterpret_cast<const std::uint32_t*>(from.scale + head * from.scale_stride);
+  return raw;
 }
 
 /// Two e4m3 as fp16, exactly.
@@ -79,27 +83,23 @@ __device__ std::uint32_t half_pair(std::uint32_t codes) {
   return halves.x | static_cast<std::uint32_t>(halves.y) << 16;
 }
 
-/// A token's queries into shared memory: 16 channels of a head per thread.
-__device__ void load_queries(Shared& s, const IndexTile& tile, int token) {
-  constexpr int kChunks = kWidth / 16;
-  static_assert(kScoreThreads == kHeads * kChunks);
-  const int head = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
-  const QueryRows from = query_rows<codec::Fp8Key>(tile, token);
-  uint4 codes{};
-  float weight = 0.0f;
-  if (head < tile.p.num_heads) {
-    codes = *reinterpret_cast<const uint4*>(from.payload + head * from.payload_stride + 16 * chunk);
-    if (chunk == 0)
-      weight = static_cast<const float*>(tile.p.weights.data)[(tile.first + token) * tile.p.weights.row_stride + head] *
-               *reinterpret_cast<const float*>(from.scale + head * from.scale_stride);
-  }
+/// A token's queries into shared memory, and encoded ones to where the selection finds them.
+__device__ void prepare_queries(Shared& s, const IndexTile& tile, const RawChannels<kLaneChannels>& raw, int token,
+                                int thread, bool is_kept) {
+  const int head = thread / kHeadLanes, part = thread % kHeadLanes;
+  const bool is_given = tile.p.q.dtype == DType::u8;
+  const Part q = is_given ? Part{raw.words[0], codec::bits_float(raw.scale), raw.weight} : encode(tile, raw);
   const int row = operand_row(head);
-  const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+  const std::uint32_t words[4] = {q.codes.x, q.codes.y, q.codes.z, q.codes.w};
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    *reinterpret_cast<std::uint32_t*>(&s.q[chunk / 4][row * 128 + 16 * (i ^ (row % 8)) + 4 * (chunk % 4)]) =
+    *reinterpret_cast<std::uint32_t*>(&s.q[part / 4][row * 128 + 16 * (i ^ (row % 8)) + 4 * (part % 4)]) =
         half_pair(words[i / 2] >> (16 * (i % 2)));
-  if (chunk == 0) s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = weight;
+  if (part == 0) s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = q.weight * q.scale;
+  if (is_given || !is_kept || head >= tile.p.num_heads) return;
+  std::uint8_t* const to = tile.queries + token * tile.query_stride + head * query_row_bytes(kWidth);
+  *reinterpret_cast<uint4*>(to + kLaneChannels * part) = q.codes;
+  if (part == 0) *reinterpret_cast<float*>(to + 2 * kWidth) = q.scale;
 }
 
 // --- products
@@ -147,14 +147,18 @@ __device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kCha
 /// Units of one token: the queries' part of Shared is written anew.
 __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share) {
   const int scored = share.scored;
-  const int warp = static_cast<int>(threadIdx.x / 32), warpgroup = warp / 4;
-  const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kQuad;
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
+  const int warp = thread / 32, warpgroup = warp / 4, lane = thread % 32, c = lane % kQuad;
   const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
   Keys keys(s.ring[warp][0], pages, share.request, share.unit + warpgroup, units, scored);
+  const RawChannels<kLaneChannels> raw = load_query(tile, share.token, thread / kHeadLanes, thread % kHeadLanes);
   keys.begin();
-  wait_for_previous();
-  let_next_start();
-  load_queries(s, tile, share.token);
+  if (threadIdx.x == 0) {
+    s.largest = 0;
+    s.ordinal = ordinal_of(share);
+  }
+  prepare_queries(s, tile, raw, share.token, thread, share.unit == 0);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -203,8 +207,14 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
   largest = __reduce_max_sync(kAllLanes, largest);
-  if (lane == 0 && largest > 0) atomicMax(tile.largest_scale(share.token), largest);
+  if (lane == 0) atomicMax(&s.largest, largest);
   __syncthreads();  // the queries may change
+  if (threadIdx.x == 0) {
+    const int ordinal = s.ordinal;
+    LargestScales& scales = *tile.largest_scales(share.token);
+    scales.of_share[ordinal] = s.largest;
+    if (share.unit + share.count == units_of(scored)) scales.shares = ordinal + 1;
+  }
 }
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
@@ -213,10 +223,13 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   touch(tile);
   touch(pages);
-  // The encoder let this start after its own wait: all but the queries is there.
-  for_each_share(
-      s.share, tile, [](int) {}, [&](const Share& share) { score_units(s, tile, pages, share); });
+  fetch_queries(tile, likely_token(tile), 0, kHeads);
+  fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(guess_share(tile), pages, static_cast<int>(threadIdx.x / 32));
   wait_for_previous();
+  let_next_start();
+  for_each_share(
+      s.share, tile, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
+      [&](const Share& share) { score_units(s, tile, pages, share); });
 }
 
 }  // namespace
@@ -228,13 +241,11 @@ bool can_score_near(const ops::IndexParams& p) {
 }
 
 cudaError_t score_near(const IndexTile& tile, cudaStream_t stream) {
-  cudaError_t status = launch(encode_fp8_queries, static_cast<unsigned>(tile.count * (kHeads / kEncodeHeads)),
-                              kEncodeThreads, stream, tile);
+  const cudaError_t status = cudaFuncSetAttribute(score_fp8_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  static_cast<int>(sizeof(Shared)));
   if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(score_fp8_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                static_cast<int>(sizeof(Shared)));
-  if (status != cudaSuccess) return status;
-  return launch<sizeof(Shared)>(score_fp8_keys, score_blocks(tile), kScoreThreads, stream, tile, make_pages(tile));
+  const unsigned blocks = std::min(score_blocks(tile), static_cast<unsigned>(LargestScales::kMostShares));
+  return launch<sizeof(Shared)>(score_fp8_keys, blocks, kScoreThreads, stream, tile, make_pages(tile));
 }
 
 }  // namespace kv4::cuda

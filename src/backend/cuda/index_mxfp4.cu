@@ -525,9 +525,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 
 // A cluster takes a token of up to kRowNumbers keys. Scores go straight into the shared memory of its first block,
 // which selects from them: no second launch, and nothing waits for memory between the two. For as many tokens as keep
-// all multiprocessors busy with one block each or two; a few tokens' keys are better shared out over all of them
-// (8,192 keys on an H200, 2026-11-16: of 64 tokens 26.0 to 22.2 us, of 128 39.5 to 34.8, but one by 16 blocks 8.8 to
-// 9.5).
+// more than half of the multiprocessors busy; fewer tokens' keys are better shared out over all of them (8,192 keys on
+// an H200, 2026-11-16, in us: of 12 tokens 15.1 to 12.0, of 24 19.4 to 15.0, of 40 23.6 to 20.4, of 64 26.0 to 22.2, of
+// 128 39.5 to 34.8, but of 8 10.8 to 11.8 and one by 16 blocks 8.8 to 9.5).
 
 struct TopkShared {
   static constexpr int kThreads = kScoreThreads, kHeld = kRowNumbers / kThreads;
@@ -541,7 +541,7 @@ static_assert(sizeof(TopkShared) <= 227 << 10);
 __device__ Share share_of_cluster(const IndexTile& tile, int token, int blocks, const ops::StepRecord& record) {
   const int scored = tile.scored(record), units = units_of(scored), rank = block_in_cluster();
   const int each = units / blocks, rest = units % blocks;
-  return {token, rank * each + min(rank, rest), each + (rank < rest ? 1 : 0), record.row, scored};
+  return {token, rank * each + min(rank, rest), each + (rank < rest ? 1 : 0), record.row, scored, 0, 0};
 }
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
@@ -574,8 +574,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   float held[TopkShared::kHeld];
   load_numbers(s.row, count, held);
   const HeldSource<TopkShared> source{held, count};
-  const Bounds bounds = find_bounds(s, source);
   Scan scan(s.selection);
+  const Bounds bounds = find_bounds(s, source);
   write_chosen(s.selection, scan, source, find_cut(s.selection, scan, source, bounds, top), choice);
 }
 
@@ -599,10 +599,20 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
 }
 
 int topk_blocks(const IndexTile& tile) {
-  constexpr int kMostBlocks = 2;
   if (!can_score_mxfp4(tile.p) || max_entries(tile.p) > kRowNumbers) return 0;
-  const int all = multiprocessors(), blocks = all / tile.count;
-  return blocks <= kMostBlocks && 10 * blocks * tile.count >= 9 * all ? blocks : 0;
+  // So many clusters run at once on an H200.
+  struct Fit {
+    int blocks, clusters;
+  };
+  constexpr int kOf = 132;
+  constexpr Fit kFits[] = {{6, 16}, {4, 28}, {3, 32}, {2, 66}, {1, 132}};
+  const int all = multiprocessors(), count = tile.count;
+  for (const Fit& fit : kFits)
+    if (count * kOf <= fit.clusters * all) {
+      const bool keep_busy = fit.blocks == 1 ? 10 * count >= 9 * all : 2 * fit.blocks * count > all;
+      return keep_busy ? fit.blocks : 0;
+    }
+  return 0;
 }
 
 cudaError_t topk_mxfp4(const IndexTile& tile, int blocks, cudaStream_t stream) {

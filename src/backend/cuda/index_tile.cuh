@@ -18,6 +18,13 @@ KV4_HD int groups_of(int keys) {
   return keys <= kSmallGroupKeys ? (keys + kSmallGroup - 1) / kSmallGroup : (keys + kLargeGroup - 1) / kLargeGroup;
 }
 
+/// Of a token's keys, written by the blocks that score them, each of which has a share.
+struct LargestScales {
+  static constexpr int kMostShares = 256;
+  std::uint32_t of_share[kMostShares];  // bits of the largest scale, kOddScale if one is out of bounds
+  std::int32_t shares;                  // how many there are
+};
+
 /// Tokens first .. first + count - 1 of a step.
 struct IndexTile {
   ops::IndexParams p;
@@ -39,9 +46,9 @@ struct IndexTile {
   KV4_HD float* maxima(std::int64_t token) const {
     return reinterpret_cast<float*>(queries + token * query_stride + maxima_at);
   }
-  /// Of near scores: bits of the largest scale among the token's keys, kOddScale if one is out of bounds.
-  KV4_HD std::uint32_t* largest_scale(std::int64_t token) const {
-    return reinterpret_cast<std::uint32_t*>(queries + token * query_stride + maxima_at) - 1;
+  /// Of near scores, before the maxima.
+  KV4_HD LargestScales* largest_scales(std::int64_t token) const {
+    return reinterpret_cast<LargestScales*>(queries + token * query_stride + maxima_at) - 1;
   }
   /// Keys a token of the tile sees, as far as there is room for scores.
   KV4_HD std::int32_t visible(const ops::StepRecord& token) const {
@@ -74,7 +81,7 @@ cudaError_t topk_mxfp4(const IndexTile& tile, int blocks, cudaStream_t stream);
 /// The best of the tile's scores.
 cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);
 
-/// fp8 keys of 128 channels on Hopper: scores up to rounding, two launches, and the best of the defined ones.
+/// fp8 keys of 128 channels on Hopper: scores up to rounding, and the best of the defined ones.
 bool can_score_near(const ops::IndexParams& p);
 cudaError_t score_near(const IndexTile& tile, cudaStream_t stream);
 cudaError_t select_near(const IndexTile& tile, cudaStream_t stream);

@@ -25,6 +25,7 @@ constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: ke
 struct Share {
   int token, unit, count;
   int request, scored;  // of the token: its request, how many keys it has scored
+  int before, total;    // units of all tokens: before this one's, in all
 };
 
 struct ShareRoom {
@@ -58,7 +59,18 @@ struct Run {
     begin = static_cast<int>(block * each + min(block, rest));
     count = static_cast<int>(each + (block < rest ? 1 : 0));
   }
+
+  /// The block that takes a unit of `total`.
+  __device__ static int block_of(int unit, int total) {
+    const int blocks = min(static_cast<int>(gridDim.x), total), each = total / blocks, rest = total % blocks;
+    return unit < rest * (each + 1) ? unit / (each + 1) : rest + (unit - rest * (each + 1)) / each;
+  }
 };
+
+/// Which of its token's shares it is.
+__device__ inline int ordinal_of(const Share& share) {
+  return share.unit == 0 ? 0 : static_cast<int>(blockIdx.x) - Run::block_of(share.before, share.total);
+}
 
 /// Of up to 32 tokens, whose records load(address) gives: each warp finds it by itself.
 constexpr int kFewTokens = 32;
@@ -72,12 +84,18 @@ __device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
     scored = tile.scored(record);
   }
   const int mine = units_of(scored), sum = scan_warp(mine);
-  const Run run(__shfl_sync(kAllLanes, sum, 31));
+  const int total = __shfl_sync(kAllLanes, sum, 31);
+  const Run run(total);
   const int at = run.begin - (sum - mine);
   const int token = __ffs(static_cast<int>(__ballot_sync(kAllLanes, at >= 0 && at < mine))) - 1;
   if (run.count == 0) return {};
-  return {token, __shfl_sync(kAllLanes, at, token), run.count, __shfl_sync(kAllLanes, request, token),
-          __shfl_sync(kAllLanes, scored, token)};
+  return {token,
+          __shfl_sync(kAllLanes, at, token),
+          run.count,
+          __shfl_sync(kAllLanes, request, token),
+          __shfl_sync(kAllLanes, scored, token),
+          run.begin - __shfl_sync(kAllLanes, at, token),
+          total};
 }
 
 __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
@@ -104,7 +122,7 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
       const ops::StepRecord record = load_record(record_of(tile, token));
       const int scored = tile.scored(record), units = units_of(scored);
       if (at < units) {
-        s.first = {token, at, run.count, record.row, scored};
+        s.first = {token, at, run.count, record.row, scored, run.begin - at, total};
         break;
       }
       at -= units;
@@ -126,7 +144,7 @@ __device__ inline Share guess_share(const IndexTile& tile) {
   const ops::StepRecord record = load_record_again(record_of(tile, token));
   const int scored = tile.scored(record), units = units_of(scored);
   const Run run(units * tile.count);
-  return {token, max(run.begin - token * units, 0), run.count, record.row, scored};
+  return {token, max(run.begin - token * units, 0), run.count, record.row, scored, 0, 0};
 }
 
 /// Calls score(share) with the block's units of each of its tokens, and prefetch(token) before that with the token it
@@ -141,7 +159,7 @@ __device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Prefetch&& p
     if (share.count > 0) score(share);
     if (left == 0) break;
     const ops::StepRecord record = load_record(record_of(tile, next));
-    share = {next, 0, left, record.row, tile.scored(record)};
+    share = {next, 0, left, record.row, tile.scored(record), 0, 0};
   }
 }
 

@@ -2,7 +2,8 @@
 //
 // Near scores differ from the defined ones by at most a margin m. Let T be the k-th best near score. The k-th best
 // defined score is at least T - m, so keys below T - 2m are out; fewer than k keys have a near score above T, so a key
-// above T + 2m is in. Those between, a few dozen as a rule, are scored again as defined.
+// above T + 2m is in. Those between, a few dozen as a rule, are scored again as defined. Of T it is enough to know the
+// bin of a histogram.
 //
 // The margin: with S_c = |q_c| * 448 * (the largest scale of the token's keys) >= |q_c k_c|, in units u = 2^-24,
 //   the defined dot     channel c's product is in 128 - c sums, each rounded: S_c (128 - c)
@@ -13,8 +14,9 @@
 // added up over channels and heads times their weights. Denormals: less than kTiny. Where a scale, weight or sum is
 // beyond what these bounds hold for, or more keys than kFew are near T, the row is scored again as far as need be.
 //
-// Selection as in topk.cu. Scoring again: 64 keys at a time, decoded into shared memory; a thread makes the dots of one
-// head and four keys, four threads per key add up the chains. Bound by latency, and by 64 clocks per key.
+// Selection as in topk.cu. Scoring again: 64 keys at a time, decoded into shared memory; a thread makes the dots of
+// two heads and four keys, four threads per key add up the chains. Bound by latency, and by 64 clocks per key:
+// about 17,000 clocks for 8,192 keys and one token on an H200, 2026-11-16, of which the dots of 27 keys take 5,100.
 #include <cstdint>
 
 #include "backend/cuda/index_near.cuh"
@@ -28,7 +30,7 @@ namespace {
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kOctets = kWidth / kOctet;
 constexpr int kThreads = 1024;
 using Row = RowSelection<kThreads>;
-constexpr int kEach = 4, kBatch = kThreads / kHeads * kEach;  // keys scored again at a time
+constexpr int kBatch = 64;  // keys scored again at a time
 static_assert(kThreads == kHeads * kOctets && kThreads == kBatch * kOctets && kThreads >= kBatch * ops::kChains);
 constexpr float kMostCode = 448.0f, kTiny = 0x1p-80f;
 constexpr int kOtherRoundings = 48;
@@ -37,13 +39,13 @@ constexpr float kStepRoundings = 0.5f * (kStepChannels + kStepParts) + 2.0f * kS
 
 struct NearShared {
   Row row;
-  float4 q[2 * kOctets][kHeads];
+  float4 q[kWidth / 4][kHeads];
   float weights[kHeads];
   float k[kBatch][kWidth];
   float dots[kBatch][kHeads + 1];
   float sums[Row::kWarps];
+  std::uint32_t largest[Row::kWarps];
   // Near T, and their defined scores.
-  int listed;
   std::int32_t entries[kFew];
   std::uint32_t keys[kFew];
 };
@@ -75,36 +77,51 @@ __device__ float load_queries(NearShared& s, const IndexTile& tile, int token) {
   if (octet == 0) s.weights[head] = weight;
   const std::uint32_t bits = codec::float_bits(scale);
   if (bits < kLeastScale || bits > kMostScale) return __builtin_huge_valf();
+  // Of its first channel, which has the most of them.
+  const float roundings = static_cast<float>(kWidth - kOctet * octet + kOtherRoundings) +
+                          kStepRoundings * static_cast<float>(kMatrixSteps - matrix_step(kOctet * octet));
 #pragma unroll
-  for (int i = 0; i < kOctet; ++i) {
-    const int channel = kOctet * octet + i;
-    const int steps = kMatrixSteps - matrix_step(channel);
-    const float roundings = static_cast<float>(kWidth - channel + kOtherRoundings) + kStepRoundings * steps;
-    sum += fabsf(q[i]) * roundings;
-  }
-  return sum * fabsf(weight) * (kMostCode * 0x1p-24f * 1.001f);  // 1.001: these sums are rounded, too
+  for (int i = 0; i < kOctet; ++i) sum += fabsf(q[i]);
+  return sum * roundings * fabsf(weight) * (kMostCode * 0x1p-24f * 1.001f);  // 1.001: these sums are rounded, too
 }
 
-/// Of the first `count` keys.
+/// Of a warp's part of a token's shares.
+__device__ std::uint32_t largest_scale(const LargestScales& scales) {
+  static_assert(LargestScales::kMostShares <= kThreads);
+  const int i = static_cast<int>(threadIdx.x);
+  const std::uint32_t mine = i < LargestScales::kMostShares ? scales.of_share[i] : 0;
+  return __reduce_max_sync(kAll, i < scales.shares ? mine : 0);
+}
+
+/// Of the first `count` keys. A thread has two heads and four keys, a warp all heads.
 __device__ void make_dots(NearShared& s, int count) {
-  const int head = static_cast<int>(threadIdx.x) % kHeads, first = static_cast<int>(threadIdx.x) / kHeads * kEach;
+  constexpr int kEachHeads = 2, kEachKeys = 4, kLanes = kHeads / kEachHeads;
+  static_assert(kLanes == 32);
+  const int head = static_cast<int>(threadIdx.x) % kLanes, first = static_cast<int>(threadIdx.x) / kLanes * kEachKeys;
   if (first >= count) return;
-  float dot[kEach] = {};
-#pragma unroll 4
-  for (int octet = 0; octet < kOctets; ++octet) {
-    const float4 q_low = s.q[2 * octet][head], q_high = s.q[2 * octet + 1][head];
-    const float q[kOctet] = {q_low.x, q_low.y, q_low.z, q_low.w, q_high.x, q_high.y, q_high.z, q_high.w};
+  float dots[kEachKeys][kEachHeads] = {};
+#pragma unroll 2
+  for (int i = 0; i < kWidth / 4; ++i) {
+    float4 k[kEachKeys], q[kEachHeads];
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const float4* from = reinterpret_cast<const float4*>(&s.k[first + j][kOctet * octet]);
-      const float4 low = from[0], high = from[1];
-      const float k[kOctet] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    for (int j = 0; j < kEachKeys; ++j) k[j] = *reinterpret_cast<const float4*>(&s.k[first + j][4 * i]);
 #pragma unroll
-      for (int i = 0; i < kOctet; ++i) dot[j] = codec::fused(q[i], k[i], dot[j]);
-    }
+    for (int h = 0; h < kEachHeads; ++h) q[h] = s.q[i][head + kLanes * h];
+#pragma unroll
+    for (int j = 0; j < kEachKeys; ++j)
+#pragma unroll
+      for (int h = 0; h < kEachHeads; ++h) {
+        float& dot = dots[j][h];
+        dot = codec::fused(q[h].x, k[j].x, dot);
+        dot = codec::fused(q[h].y, k[j].y, dot);
+        dot = codec::fused(q[h].z, k[j].z, dot);
+        dot = codec::fused(q[h].w, k[j].w, dot);
+      }
   }
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) s.dots[first + j][head] = dot[j];
+  for (int j = 0; j < kEachKeys; ++j)
+#pragma unroll
+    for (int h = 0; h < kEachHeads; ++h) s.dots[first + j][head + kLanes * h] = dots[j][h];
 }
 
 /// Calls put(i, score) for the defined scores of `count` keys, of which the i-th is entry_of(i): at most kBatch.
@@ -152,7 +169,24 @@ struct Doubt {
   __device__ Doubt(const Cut& cut, float margin)
       : low(fmaxf(score_of(cut.range.low) - 2.0f * margin, kNoScore)),
         high(fminf(score_of(cut.range.high) + 2.0f * margin, -kNoScore)) {}
+  /// The interval that the cut lies in; the first and the last have no end.
+  __device__ Doubt(const Intervals& intervals, int bin, float margin) {
+    if (bin > 0) low = intervals.edge_below(bin) - 2.0f * margin;
+    if (bin < kBins - 1) high = intervals.edge_above(bin) + 2.0f * margin;
+  }
 };
+
+/// What is in doubt about the best `top` of a source's near scores.
+template <class S, class Source>
+__device__ Doubt find_doubt(S& s, Scan<S>& scan, const Source& source, const Bounds& bounds, int top, float margin) {
+  constexpr int kInBin = 64;  // not worth a closer look
+  if (const Intervals intervals(bounds); intervals.are_finite()) {
+    const Found found = find_bin(
+        s, scan, top, [&](auto&& f) { source.for_each([&](float near, std::int32_t) { f(intervals.bin_of(near)); }); });
+    if (found.inside <= kInBin) return {intervals, static_cast<int>(found.bin), margin};
+  }
+  return {find_cut(s, scan, source, bounds, top), margin};
+}
 
 /// Goes over the whole row: in doubt, the defined score takes the near one's place.
 __device__ __noinline__ void select_slowly(NearShared& s, const TokenKeys& keys, float* row, int count, Doubt doubt,
@@ -176,20 +210,24 @@ __device__ __noinline__ void select_slowly(NearShared& s, const TokenKeys& keys,
 template <class Source>
 __device__ bool write_best(NearShared& s, Scan<Selection<kThreads>>& scan, const Source& source, const Doubt& doubt,
                            const TokenKeys& keys, const Choice& choice) {
-  int mine = 0, certain;
-  source.for_each([&](float near, std::int32_t entry) {
-    mine += near > doubt.high;
-    if (near > doubt.high || !(near >= doubt.low)) return;  // absent ones are NaN
-    const int at = atomicAdd(&s.listed, 1);
-    if (at < kFew) s.entries[at] = entry;
+  std::uint32_t in = 0, in_doubt = 0, at = 1;
+  source.for_each([&](float near, std::int32_t) {  // absent ones are NaN
+    if (near > doubt.high) in |= at;
+    if (near >= doubt.low) in_doubt |= at;
+    at += at;
   });
-  int place = scan.before(mine, certain);
-  const int listed = s.listed, top = choice.tile.p.top;
+  in_doubt &= ~in;
+  constexpr int kHalf = 16;  // of a word, for either count
+  int total, place = scan.before(__popc(in) | __popc(in_doubt) << kHalf, total);
+  const int certain = total & ((1 << kHalf) - 1), listed = total >> kHalf, top = choice.tile.p.top;
+  static_assert(kRowNumbers < 1 << (kHalf - 1) && kListRoom <= kRowNumbers);
   if (listed > kFew) return false;
   std::int32_t(&chosen)[ops::kMaxTopk] = s.row.selection.chosen;
-  source.for_each([&](float near, std::int32_t entry) {
-    if (near > doubt.high) chosen[place++] = entry;
-  });
+  int listed_place = place >> kHalf;
+  place &= (1 << kHalf) - 1;
+  for (; in != 0; in &= in - 1) chosen[place++] = source.entry(__ffs(static_cast<int>(in)) - 1);
+  for (; in_doubt != 0; in_doubt &= in_doubt - 1)
+    s.entries[listed_place++] = source.entry(__ffs(static_cast<int>(in_doubt)) - 1);
   for (int first = 0; first < listed; first += kBatch) {
     __syncthreads();
     score_again(
@@ -217,17 +255,9 @@ __global__ void __launch_bounds__(kThreads, 1) select_near_row(const __grid_cons
   Selection<kThreads>& selection = s.row.selection;
   selection.clear();
   touch(tile);
-  if (threadIdx.x == 0) s.listed = 0;
   const int token = static_cast<int>(blockIdx.x);
-  // The scorer let this start after its own wait: queries are there.
-  const TokenRow seen(tile, token);
+  const TokenRow seen = row_and_wait(tile, token);
   const int count = seen.count, top = tile.p.top;
-  float per_scale = count > top ? load_queries(s, tile, token) : 0.0f;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) per_scale += __shfl_xor_sync(kAll, per_scale, step);
-  if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = per_scale;
-  wait_for_previous();
-  let_next_start();
   const Choice choice{tile, token, seen.request};
   if (count <= top) return take_whole(choice, count);
 
@@ -237,22 +267,30 @@ __global__ void __launch_bounds__(kThreads, 1) select_near_row(const __grid_cons
   const TokenKeys keys{tile, tile.p.step.block_table + std::int64_t{seen.request} * tile.p.step.blocks_per_request};
   float held[Row::kHeld];
   load_numbers(whole ? row : tile.maxima(token), numbers, held);
-  const std::uint32_t largest = *tile.largest_scale(token);
+  const std::uint32_t largest_of_warp = largest_scale(*tile.largest_scales(token));
+  float per_scale = load_queries(s, tile, token);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) per_scale += __shfl_xor_sync(kAll, per_scale, step);
+  if (threadIdx.x % 32 == 0) {
+    s.sums[threadIdx.x / 32] = per_scale;
+    s.largest[threadIdx.x / 32] = largest_of_warp;
+  }
   const HeldSource<Row> source{held, numbers};
+  Scan scan(selection);
   const Bounds all = find_bounds(s.row, source);
   static_assert(Row::kWarps == 32);
   per_scale = s.sums[threadIdx.x % 32];
+  const std::uint32_t largest = __reduce_max_sync(kAll, s.largest[threadIdx.x % 32]);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) per_scale += __shfl_xor_sync(kAll, per_scale, step);
   const float margin = per_scale * codec::bits_float(largest) + kTiny;
   if (largest > kMostScale || !(per_scale < 0x1p100f) || !(margin < 0x1p60f))
     return select_slowly(s, keys, row, count, Doubt(), choice);
 
-  Scan scan(selection);
   Doubt doubt;
   bool found = false, written = false;
   const auto select = [&](const auto& from, const Bounds& bounds) {
-    doubt = Doubt(find_cut(selection, scan, from, bounds, top), margin);
+    doubt = find_doubt(selection, scan, from, bounds, top, margin);
     found = true;
     written = write_best(s, scan, from, doubt, keys, choice);
   };

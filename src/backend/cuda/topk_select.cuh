@@ -65,6 +65,13 @@ struct Intervals {
   __device__ float below(int bin) const {
     return low + (static_cast<float>(bin) - 1.0f) / (float{kBins - 1} * per_score);  // a whole bin: roundings
   }
+  /// Scores that no score of a bin between the first and the last is beyond. Bins end half way from one to the next;
+  /// roundings of differences, which are at most the range, are below 2^-9 of a bin, and that of the sum keeps order.
+  __device__ float edge_below(int bin) const { return at(static_cast<float>(bin) - 0.53125f); }
+  __device__ float edge_above(int bin) const { return at(static_cast<float>(bin) + 0.53125f); }
+
+ private:
+  __device__ float at(float bins) const { return low + bins / (float{kBins - 1} * per_score); }
 };
 
 /// What a block of so many threads selects with.
@@ -88,6 +95,19 @@ struct Selection {
   }
 };
 
+/// The sum over a warp's lanes up to this one.
+__device__ inline int sum_to_lane(int sum) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2)  // the shuffle tells whether there is a lane so far below
+    asm volatile(
+        "{ .reg .pred below; .reg .s32 other;\n"
+        "shfl.sync.up.b32 other|below, %0, %1, 0, 0xFFFFFFFF;\n"
+        "@below add.s32 %0, other, %0; }"
+        : "+r"(sum)
+        : "r"(step));
+  return sum;
+}
+
 /// Sums over a block's threads, two barriers apart.
 template <class S>
 class Scan {
@@ -98,15 +118,7 @@ class Scan {
   __device__ int before(int mine, int& total) {
     constexpr int kWarps = S::kWarps;
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    int sum = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2)  // the shuffle tells whether there is a lane so far below
-      asm volatile(
-          "{ .reg .pred below; .reg .s32 other;\n"
-          "shfl.sync.up.b32 other|below, %0, %1, 0, 0xFFFFFFFF;\n"
-          "@below add.s32 %0, other, %0; }"
-          : "+r"(sum)
-          : "r"(step));
+    const int sum = sum_to_lane(mine);
     int(&sums)[kWarps] = s_.sums[half_];
     half_ ^= 1;
     if (lane == 31) sums[warp] = sum;
@@ -331,17 +343,12 @@ struct TokenRow {
   }
 };
 
-/// It, after the wait for all that was queued before. A scorer has itself waited before it lets the selection start:
-/// the record is there.
+/// It, then the wait for the scorer, which has itself waited before it let the selection start: the record is there.
 __device__ inline TokenRow row_and_wait(const IndexTile& tile, int token) {
-  TokenRow row;
-  if (tile.is_scored) {
-    row = TokenRow(tile, token);
-    asm volatile("" : "+r"(row.request), "+r"(row.count));  // not after the wait
-  }
+  TokenRow row(tile, token);
+  asm volatile("" : "+r"(row.request), "+r"(row.count));  // not after the wait
   wait_for_previous();
   let_next_start();
-  if (!tile.is_scored) row = TokenRow(tile, token);
   return row;
 }
 
@@ -405,6 +412,24 @@ __device__ void load_numbers(const float* from, int numbers, float (&held)[kHeld
   }
 }
 
+/// Of numbers that were loaded before it was known how many there are.
+template <int kHeld>
+__device__ void leave_out_rest(int numbers, float (&held)[kHeld]) {
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    if (static_cast<int>(threadIdx.x) + i * (kRowNumbers / kHeld) >= numbers) held[i] = __builtin_nanf("");
+}
+
+/// Over the block's threads. Its barrier is the one after clear().
+template <class S>
+__device__ Bounds join_bounds(S& s, const Bounds& mine) {
+  const auto order = [](float number) {  // score_of's inverse
+    const std::uint32_t bits = __float_as_uint(number);
+    return bits ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31) | 0x80000000u);
+  };
+  return Bounds(find_range(s, order(mine.low), order(mine.high)));
+}
+
 /// Of the block's numbers.
 template <class Shared>
 __device__ Bounds find_bounds(Shared& s, const HeldSource<Shared>& source) {
@@ -413,16 +438,12 @@ __device__ Bounds find_bounds(Shared& s, const HeldSource<Shared>& source) {
     mine.low = fminf(mine.low, score);
     mine.high = fmaxf(mine.high, score);
   });
-  const auto order = [](float number) {  // score_of's inverse
-    const std::uint32_t bits = __float_as_uint(number);
-    return bits ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31) | 0x80000000u);
-  };
-  return Bounds(find_range(s.selection, order(mine.low), order(mine.high)));  // its barrier is the one after clear()
+  return join_bounds(s.selection, mine);
 }
 
 /// A row whose groups' maxima are known.
 struct GroupedRow {
-  const float* scores;
+  const float* scores;  // at a multiple of 16 bytes, with room for whole fours
   int count, group, top;
   float slack;  // how far below the k-th best scores still count
 };
@@ -430,19 +451,17 @@ struct GroupedRow {
 /// Calls select(source, bounds) with what may be among the best of the row, found by the maxima of its groups, which
 /// lie in registers. False: too many reach the bound.
 template <class Shared, class S, class Select>
-__device__ bool select_by_groups(Shared& s, Scan<S>& scan, const HeldSource<Shared>& maxima, Bounds bounds,
+__device__ bool select_by_groups(Shared& s, Scan<S>& scan, const HeldSource<Shared>& maxima, const Bounds& bounds,
                                  const GroupedRow& row, Select&& select) {
   const int count = row.count, group = row.group;
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int warp = static_cast<int>(threadIdx.x / 32);
   const Intervals intervals(bounds);
   if (!intervals.are_finite()) return false;
   const Found found = find_bin(s.selection, scan, row.top, [&](auto&& f) {
     maxima.for_each([&](float score, std::int32_t) { f(intervals.bin_of(score)); });
   });
-  // Rounded up, and one more for roundings; a slack of the whole range leaves no bound.
-  const float slack = row.slack > 0.0f ? fminf(row.slack * intervals.per_score, 1.0f) * kBins + 2.0f : 0.0f;
-  const int bound = static_cast<int>(found.bin) - static_cast<int>(slack);
-  const auto reaches_bound = [&](float score) { return intervals.bin_of(score) >= bound; };
+  const float least = intervals.below(static_cast<int>(found.bin)) - row.slack;
+  const auto reaches_bound = [&](float score) { return score >= least; };
   int mine = 0, total;
   maxima.for_each([&](float score, std::int32_t) { mine += reaches_bound(score); });
   int place = scan.before(mine, total);
@@ -452,35 +471,44 @@ __device__ bool select_by_groups(Shared& s, Scan<S>& scan, const HeldSource<Shar
   });
   __syncthreads();
 
-  constexpr int kAhead = Shared::kHeld;
-  const int bits = 31 - __clz(group);
+  // Fours of scores: as many of a thread under way as a row of 262,144 needs, whose groups are a few more than 512.
+  constexpr int kAhead = 5 * 1024 / Shared::kThreads;
+  const int bits = 31 - __clz(group), fours = total * group / 4;
   int listed = 0;
-  for (int first = 32 * warp; first < total * group; first += kAhead * Shared::kThreads) {
-    float scores[kAhead];
-    std::int32_t entries[kAhead];
+  for (int first = 0; first < fours; first += kAhead * Shared::kThreads) {
+    float4 scores[kAhead];
+    std::int32_t entries[kAhead];  // of each four the first
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int at = first + i * Shared::kThreads + lane;
-      const int entry = at < total * group ? (s.groups[at >> bits] << bits) + (at & (group - 1)) : count;
-      entries[i] = entry < count ? entry : -1;
-      scores[i] = entry < count ? row.scores[entry] : 0.0f;
+      if (first + i * Shared::kThreads >= fours) break;
+      const int at = 4 * (first + i * Shared::kThreads + static_cast<int>(threadIdx.x));
+      entries[i] = at < 4 * fours ? (s.groups[at >> bits] << bits) + (at & (group - 1)) : count;
+      if (entries[i] < count) scores[i] = *reinterpret_cast<const float4*>(row.scores + entries[i]);
     }
+    std::uint64_t reach = 0;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const bool reaches = entries[i] >= 0 && reaches_bound(scores[i]);
-      const unsigned all = __ballot_sync(kAll, reaches);
-      const int at = listed + __popc(all & ((1u << lane) - 1u));
-      if (reaches && at < Shared::kWarpRoom) {
-        s.scores[warp][at] = scores[i];
-        s.entries[warp][at] = entries[i];
-      }
-      listed += __popc(all);
+      if (first + i * Shared::kThreads >= fours) break;
+      std::uint32_t mask = (reaches_bound(scores[i].x) ? 1u : 0u) | (reaches_bound(scores[i].y) ? 2u : 0u) |
+                           (reaches_bound(scores[i].z) ? 4u : 0u) | (reaches_bound(scores[i].w) ? 8u : 0u);
+      if (entries[i] + 4 > count) mask &= (1u << max(count - entries[i], 0)) - 1u;
+      reach |= std::uint64_t{mask} << (4 * i);
+    }
+    const int mine = __popcll(reach), sum = sum_to_lane(mine);
+    int to = listed + sum - mine;
+    listed += __shfl_sync(kAll, sum, 31);
+    for (; reach != 0; reach &= reach - 1, ++to) {
+      const int bit = __ffsll(static_cast<long long>(reach)) - 1;
+      const int at = 4 * (first + bit / 4 * Shared::kThreads + static_cast<int>(threadIdx.x)) + bit % 4;
+      const std::int32_t entry = (s.groups[at >> bits] << bits) + (at & (group - 1));
+      if (to >= Shared::kWarpRoom) break;
+      s.scores[warp][to] = row.scores[entry];  // once more: it is in the nearest cache
+      s.entries[warp][to] = entry;
     }
   }
   if (__syncthreads_or(listed > Shared::kWarpRoom)) return false;
   const WarpListSource<Shared> source{s, listed, count};
-  bounds.low = fmaxf(bounds.low, intervals.below(bound));
-  select(source, bounds);
+  select(source, Bounds(least, bounds.high));
   return true;
 }
 
