@@ -24,7 +24,6 @@ TEST(HostMemory, BytesGoToTheDeviceAndBack) {
     std::minstd_rand random(static_cast<unsigned>(size));
     std::generate(sent.bytes().begin(), sent.bytes().end(), [&] { return static_cast<std::byte>(random() >> 8); });
     const DeviceMemory there(backend, size);
-    backend->synchronize();
     const ops::CopyPiece in{bytes_at(sent.bytes().data()), bytes_at(there.data()), size},
         out{bytes_at(there.data()), bytes_at(back.bytes().data()), size};
     const std::int64_t first = backend->transfer_in({&in, 1});
@@ -33,6 +32,22 @@ TEST(HostMemory, BytesGoToTheDeviceAndBack) {
     while (!backend->transferred(second)) continue;
     EXPECT_TRUE(std::ranges::equal(sent.bytes(), back.bytes())) << size;
   }
+}
+
+// New memory is cleared in the order of the stream; transfers have one of their own.
+TEST(HostMemory, ATransferIntoNewMemoryComesAfterItIsCleared) {
+  constexpr std::int64_t kBusy = 64 << 20, kSize = 1 << 16;
+  const std::shared_ptr<Backend> backend = test::test_backend();
+  const DeviceMemory busy(backend, kBusy);
+  const HostMemory sent(backend, kSize);
+  std::fill(sent.bytes().begin(), sent.bytes().end(), std::byte{0xA5});
+  for (int i = 0; i < (test::device() == test::Device::cuda ? 400 : 2); ++i) backend->fill(busy.data(), 1, kBusy);
+  const DeviceMemory there(backend, kSize);
+  const ops::CopyPiece in{bytes_at(sent.bytes().data()), bytes_at(there.data()), kSize};
+  const std::int64_t ticket = backend->transfer_in({&in, 1});
+  while (!backend->transferred(ticket)) continue;
+  backend->synchronize();
+  EXPECT_TRUE(std::ranges::equal(sent.bytes(), test::read_bytes(*backend, there.data(), kSize)));
 }
 
 TEST(HostMemory, TooMuchIsRefused) {

@@ -129,7 +129,10 @@ std::byte* CudaBackend::allocate(std::int64_t bytes) {
   if (bytes == 0) return nullptr;
   const Call call(*this);
   std::byte* memory = static_cast<std::byte*>(device_malloc(bytes));
-  const cudaError_t status = cudaMemsetAsync(memory, 0, size(bytes), stream_);
+  cudaError_t status = cudaMemsetAsync(memory, 0, size(bytes), stream_);
+  // A transfer into it may be the next thing, on the other stream.
+  if (status == cudaSuccess) status = cudaEventRecord(queued_, stream_);
+  if (status == cudaSuccess) status = cudaStreamWaitEvent(transfer_stream_, queued_, 0);
   if (status != cudaSuccess) cudaFree(memory);
   check(status, "clearing new memory");
   return memory;
