@@ -28,23 +28,34 @@ __device__ inline RowPlace place_of(const ops::RowPlanes& rows, std::int64_t blo
           rows.global.data == nullptr ? nullptr : rows.global.at(block, 0)};
 }
 
+/// Rows leave L2 before what they become, which an engine's next kernel reads and its next layer writes again.
+__device__ inline std::uint64_t leave_first() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 /// Not through the read-only path: a kernel that started early is there while rows are written. Spelled out: the
 /// compiler does not see that addresses out of shared memory are global ones.
 template <class T>
 __device__ T load(const std::uint8_t* at) {
   const auto from = __cvta_generic_to_global(at);
+  const std::uint64_t policy = leave_first();
   std::uint32_t words[4] = {};
   if constexpr (sizeof(T) == 16)
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "l"(from)
+                 : "l"(from), "l"(policy)
                  : "memory");
   else if constexpr (sizeof(T) == 8)
-    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from) : "memory");
+    asm volatile("ld.global.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "l"(from), "l"(policy)
+                 : "memory");
   else if constexpr (sizeof(T) == 4)
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
+    asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(words[0]) : "l"(from), "l"(policy) : "memory");
   else
-    asm volatile("ld.global.u8 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
+    asm volatile("ld.global.L2::cache_hint.u8 %0, [%1], %2;" : "=r"(words[0]) : "l"(from), "l"(policy) : "memory");
   static_assert(sizeof(T) == 16 || sizeof(T) == 8 || sizeof(T) == 4 || sizeof(T) == 1);
   T value;
   memcpy(&value, words, sizeof(T));
