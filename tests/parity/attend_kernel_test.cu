@@ -648,9 +648,9 @@ bool is_hopper() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
 }
 
-constexpr cuda::SmallSplit kSmallSplits[] = {{8, 8, true},   {8, 16, true},  {8, 1, false},
-                                             {8, 2, false},  {8, 16, false}, {16, 1, false},
-                                             {16, 4, false}, {16, 8, false}, {16, 16, false}};
+constexpr cuda::SmallSplit kSmallSplits[] = {{8, 8, true},   {8, 9, true},   {8, 16, true},  {8, 1, false},
+                                             {8, 2, false},  {8, 9, false},  {8, 16, false}, {16, 1, false},
+                                             {16, 4, false}, {16, 8, false}, {16, 9, false}, {16, 16, false}};
 
 TEST_F(AttendKernel, EverySmallSplit) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
