@@ -773,6 +773,29 @@ TEST_F(AttendKernel, TheSameTwice) {
   EXPECT_EQ(problem.run().out, problem.run().out);
 }
 
+// More tokens than thread blocks run at once, so that each takes several: long and short ones, padded ones, two lots of
+// heads, more rounds than are known at a time.
+TEST_F(AttendKernel, TokensInTurn) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  Case c = entries_case(4, 0);
+  c.heads = 5;
+  c.split = cuda::AttendSplit{1, 1, false, false, true};
+  c.requests = {{250, 150, false}, {0, 0}, {0, 170, false}, {1900, 1}, {0, 0}, {9, 2, true}};
+  run(c);
+  c.chosen = 77;
+  c.out_type = DType::bf16;
+  run(c);
+  c.heads = 70;
+  c.requests = {{500, 90, false}, {0, 0}, {0, 1}, {3, 20, false}};
+  run(c);
+  c = window_case();
+  c.heads = 1;
+  c.split = cuda::AttendSplit{1, 1, false, false, true};
+  c.window = 8;
+  c.requests = {{5, 6000, false}, {0, 0}};  // 46 rounds of a tile
+  run(c);
+}
+
 TEST_F(AttendKernel, FewTokensByTheKernelForMany) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   for (const cuda::AttendSplit& split :

@@ -22,6 +22,8 @@ struct AttendSplit {
   // Parts are not blocks of a cluster: they merge through params.workspace, and there may be more of them, as many as
   // have a place there. All channels.
   bool through_memory = false;
+  // One part, all channels, not paired: as many thread blocks as run at once take tokens in turn.
+  bool in_rounds = false;
 };
 
 AttendSplit split_of(const ops::AttendParams& params);
