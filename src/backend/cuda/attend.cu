@@ -472,10 +472,8 @@ TimedSplit best_split(const AttendParams& p) {
       best = {{rows, cost.channels, cost.paired}, time};
     }
   }
-  // 128 rows, 1,024 tokens: 104 to 77 us; 640 rows: 259 to 265, finding rows takes longer there.
-  constexpr std::int64_t kMostRoundTiles = 8;
   AttendSplit& split = best.split;
-  split.in_rounds = split.rows * split.channels == 1 && !split.paired && units > at_once[1] && tiles <= kMostRoundTiles;
+  split.in_rounds = split.rows * split.channels == 1 && !split.paired && units > at_once[1];
   return best;
 }
 

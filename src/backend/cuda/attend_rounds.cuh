@@ -26,6 +26,21 @@ class Rounds {
   __device__ int count() const { return s_.num_rounds; }  // there are no registers to keep it in
   __device__ const Round& at(int round) const { return s_.rounds[round % kRounds]; }
   __device__ int tiles(int round) const { return at(round).tiles(); }
+  /// In registers. By whole words: an assignment would be one of bytes.
+  __device__ Round copy_of(int round) const {
+    const auto* from = reinterpret_cast<const uint4*>(&at(round));
+    const uint4 a = from[0], b = from[1], c = from[2], d = from[3];
+    Round x;
+    x.rows.at = {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z), static_cast<int>(a.w),
+                 static_cast<int>(b.x), static_cast<int>(b.y), static_cast<int>(b.z), static_cast<int>(b.w)};
+    x.rows.first = static_cast<int>(c.x);
+    x.rows.begin = static_cast<int>(c.y);
+    x.rows.window = static_cast<int>(c.z);
+    x.rows.entries = static_cast<int>(c.w);
+    x.token = static_cast<int>(d.x);
+    x.first_head = static_cast<int>(d.y);
+    return x;
+  }
 
   /// A thread per round.
   __device__ void learn_first() const {
@@ -65,67 +80,69 @@ class RoundFinder {
 
   __device__ void begin() {
     if (!takes_part()) return;
-    Cursor at[kLead + 2];
+    Place at[kLead + 2];
     int keys[kLead + 2], blocks[kLead + 1];
     at[0] = {0, 0};
 #pragma unroll
-    for (int i = 1; i < kLead + 2; ++i) at[i] = after(at[i - 1]);
+    for (int i = 1; i < kLead + 2; ++i) at[i] = after(at[i - 1], rounds_.at(at[i - 1].round));
 #pragma unroll
-    for (int i = 0; i < kLead + 2; ++i) keys[i] = key(at[i]);
+    for (int i = 0; i < kLead + 2; ++i) keys[i] = key(at[i], rounds_.at(at[i].round));
 #pragma unroll
-    for (int i = 0; i < kLead + 1; ++i) blocks[i] = block(at[i], keys[i]);
+    for (int i = 0; i < kLead + 1; ++i) blocks[i] = block(at[i], rounds_.at(at[i].round), keys[i]);
 #pragma unroll
-    for (int i = 0; i < kLead; ++i) locate(i, at[i], keys[i], blocks[i]);
+    for (int i = 0; i < kLead; ++i) locate(i, at[i], rounds_.at(at[i].round), keys[i], blocks[i]);
     at_ = at[kLead];
     key_ = keys[kLead];
     block_ = blocks[kLead];
     next_key_ = keys[kLead + 1];
   }
 
-  /// When `tile` has been filled.
+  /// When `tile` has been filled. What is known of the round is read once: each look into shared memory waits behind
+  /// the loaders' stores. Tiles rarely lie in different rounds.
   __device__ void advance(int tile) {
     if (!takes_part()) return;
-    locate(tile + kLead, at_, key_, block_);
-    at_ = after(at_);
+    Round round = rounds_.copy_of(at_.round);
+    locate(tile + kLead, at_, round, key_, block_);
+    at_ = after(at_, round);
+    if (at_.tile == 0) round = rounds_.copy_of(at_.round);
     key_ = next_key_;
-    block_ = block(at_, key_);
-    const Cursor next = after(at_);
-    if (next.tile == 0 && lane() < 32) {
-      rounds_.learn_more(next.round, lane());
-      __syncwarp();
+    block_ = block(at_, round, key_);
+    const Place next = after(at_, round);
+    if (next.tile == 0) {
+      if (lane() < 32) {
+        rounds_.learn_more(next.round, lane());
+        __syncwarp();
+      }
+      round = rounds_.copy_of(next.round);
     }
-    next_key_ = key(next);
+    next_key_ = key(next, round);
   }
 
  private:
   static constexpr int kLead = kFoundTiles - 1;
 
-  struct Cursor {
+  struct Place {
     int round, tile;  // of the round
   };
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) - kGroup; }
   __device__ static bool takes_part() { return lane() < kTile; }
-  __device__ static int row(const Cursor& at) { return at.tile * kTile + lane(); }
-  __device__ bool ended(const Cursor& at) const { return at.round >= rounds_.count(); }
+  __device__ static int row(const Place& at) { return at.tile * kTile + lane(); }
+  __device__ bool ended(const Place& at) const { return at.round >= rounds_.count(); }
 
-  __device__ Cursor after(Cursor at) const {
-    if (ended(at)) return at;
-    ++at.tile;
-    return at.tile < rounds_.at(at.round).tiles() ? at : Cursor{at.round + 1, 0};
+  /// Past the end, rounds go on, a tile each.
+  __device__ Place after(const Place& at, const Round& round) const {
+    return !ended(at) && at.tile + 1 < round.tiles() ? Place{at.round, at.tile + 1} : Place{at.round + 1, 0};
   }
-
-  __device__ int key(const Cursor& at) const {
-    if (ended(at)) return -1;
-    const Round& round = rounds_.at(at.round);
-    return round.rows.key(p_, round.token, row(at));
+  __device__ int key(const Place& at, const Round& round) const {
+    return ended(at) ? -1 : round.rows.key(p_, round.token, row(at));
   }
-  __device__ int block(const Cursor& at, int key) const {
-    return ended(at) ? -1 : rounds_.at(at.round).rows.block(p_, row(at), key);
+  __device__ int block(const Place& at, const Round& round, int key) const {
+    return ended(at) ? -1 : round.rows.block(p_, row(at), key);
   }
-  __device__ void locate(int tile, const Cursor& at, int key, int block) {
+  __device__ void locate(int tile, const Place& at, const Round& round, int key, int block) {
     if (ended(at)) return;
-    const RowPlace place = rounds_.at(at.round).rows.place(p_, row(at), key, block);
+    const RowPlace place = round.rows.place(p_, row(at), key, block);
     Found found{kAbsentRow.payload, kAbsentRow.scale};
     if (place.payload != nullptr) {
       found = {place.payload, place.scale};
@@ -139,7 +156,7 @@ class RoundFinder {
   Shared& s_;
   const Rounds& rounds_;
   const bool fetches_;
-  Cursor at_;  // of the rows that are to be located next; there are no registers for later ones
+  Place at_;  // of the rows that are to be located next; there are no registers for later ones
   int key_, block_, next_key_;
 };
 
