@@ -319,7 +319,7 @@ void add_attend_split_rows(Bench& bench) {
         add(name_of(split),
             [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
       for (const cuda::SmallSplit split : {cuda::SmallSplit{8, 0, true}, {8, 0, false}, {16, 0, false}})
-        for (const int parts : {1, 2, 4, 8, 16}) {
+        for (const int parts : {1, 2, 4, 8, 9, 16}) {
           const int blocks = batch * shape.heads / split.heads * parts, rows = (kWindow + shape.entries) / parts;
           if (blocks > 1100 || blocks < 32 || rows > 1100 || (split.few_rows && rows > 128)) continue;
           add(fmt::format("small, {} heads, {} parts{}", split.heads, parts, split.few_rows ? ", few rows" : ""),

@@ -648,9 +648,9 @@ bool is_hopper() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
 }
 
-constexpr cuda::SmallSplit kSmallSplits[] = {{8, 8, true},   {8, 16, true},  {8, 1, false},
-                                             {8, 2, false},  {8, 16, false}, {16, 1, false},
-                                             {16, 4, false}, {16, 8, false}, {16, 16, false}};
+constexpr cuda::SmallSplit kSmallSplits[] = {{8, 8, true},   {8, 9, true},   {8, 16, true},  {8, 1, false},
+                                             {8, 2, false},  {8, 9, false},  {8, 16, false}, {16, 1, false},
+                                             {16, 4, false}, {16, 8, false}, {16, 9, false}, {16, 16, false}};
 
 TEST_F(AttendKernel, EverySmallSplit) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
@@ -771,6 +771,29 @@ TEST_F(AttendKernel, BlocksThatDoNotRunAtOnceMergeThroughMemory) {
 TEST_F(AttendKernel, TheSameTwice) {
   Problem problem(entries_case(4, 500));
   EXPECT_EQ(problem.run().out, problem.run().out);
+}
+
+// More tokens than thread blocks run at once, so that each takes several: long and short ones, padded ones, two lots of
+// heads, more rounds than are known at a time.
+TEST_F(AttendKernel, TokensInTurn) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  Case c = entries_case(4, 0);
+  c.heads = 5;
+  c.split = cuda::AttendSplit{1, 1, false, false, true};
+  c.requests = {{250, 150, false}, {0, 0}, {0, 170, false}, {1900, 1}, {0, 0}, {9, 2, true}};
+  run(c);
+  c.chosen = 77;
+  c.out_type = DType::bf16;
+  run(c);
+  c.heads = 70;
+  c.requests = {{500, 90, false}, {0, 0}, {0, 1}, {3, 20, false}};
+  run(c);
+  c = window_case();
+  c.heads = 1;
+  c.split = cuda::AttendSplit{1, 1, false, false, true};
+  c.window = 8;
+  c.requests = {{5, 6000, false}, {0, 0}};  // 46 rounds of a tile
+  run(c);
 }
 
 TEST_F(AttendKernel, FewTokensByTheKernelForMany) {

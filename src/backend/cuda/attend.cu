@@ -17,7 +17,7 @@
 // them, in fp16 with a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction):
 // one launch, nothing through global memory. Where a cluster is too small (one token and a long list of entries), parts
 // are no cluster and merge through a workspace: attend_meet.cuh. The grid depends on the params alone; how many rows
-// there are is read on the device.
+// there are is read on the device. More tokens with few rows than thread blocks run at once: attend_rounds.cuh.
 //
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory and
 // first cache level 54 (scores 16, values 12, converted rows 9, raw rows 9, lines that are prefetched about 5),
@@ -45,7 +45,9 @@
 #include "backend/cuda/attend_load.cuh"
 #include "backend/cuda/attend_meet.cuh"
 #include "backend/cuda/attend_mma.cuh"
+#include "backend/cuda/attend_multiply.cuh"
 #include "backend/cuda/attend_plain.cuh"
+#include "backend/cuda/attend_rounds.cuh"
 #include "backend/cuda/attend_rows.cuh"
 #include "backend/cuda/attend_split.h"
 #include "backend/cuda/launch.cuh"
@@ -55,271 +57,7 @@
 namespace kv4::cuda {
 namespace {
 
-// --- scorer and adder
-
-/// Queries in shared memory as fp16. All warps take part, a head each at a time; lanes convert what they have copied.
-class Queries {
- public:
-  __device__ Queries(const AttendParams& p, Shared& s, const Job& job) : p_(p), s_(s), job_(job) {}
-
-  __device__ void begin() const {
-    const auto* q = static_cast<const std::uint8_t*>(p_.q.data) +
-                    (std::int64_t{job_.token} * p_.q.row_stride + job_.first_head * kWidth) * 2;
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i)
-#pragma unroll
-      for (int unit = lane(); unit < kUnits; unit += 32) {
-        const bool there = job_.first_head + head(i) < p_.num_heads;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place(head(i), unit)),
-                     "l"(q + (there ? (head(i) * kUnits + unit) * 16 : 0)), "r"(there ? 16 : 0)
-                     : "memory");
-      }
-    if (threadIdx.x < kTile) {
-      const int head = job_.first_head + static_cast<int>(threadIdx.x);
-      const bool sinks = p_.sink != nullptr && !job_.padded && head < p_.num_heads;
-      s_.sink[threadIdx.x] = sinks ? p_.sink[head] * codec::kLog2e : -INFINITY;
-    }
-  }
-
-  __device__ void finish() const {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      const uint4 left = load_shared(place(head(i), lane())), right = load_shared(place(head(i), lane() + 32));
-      const int exponent = exponent_of(__reduce_max_sync(kAllLanes, max(top_of_pairs(left), top_of_pairs(right))));
-      store_shared(place(head(i), lane()), to_fp16(left, power_of_two(-exponent)));
-      store_shared(place(head(i), lane() + 32), to_fp16(right, power_of_two(-exponent)));
-      if (lane() == 0) s_.q_unit[head(i)] = power_of_two(exponent);
-    }
-    publish_to_mma();
-  }
-
- private:
-  static constexpr int kUnits = kWidth * 2 / 16, kWarps = kThreads / 32, kHeads = kTile / kWarps;
-
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ static int head(int i) { return static_cast<int>(threadIdx.x) / 32 + i * kWarps; }
-  __device__ std::uint32_t place(int head, int unit) const {
-    return shared_address(s_.q) + unit / 8 * kPanelBytes + panel_offset(head, unit % 8);
-  }
-
-  const AttendParams& p_;
-  Shared& s_;
-  const Job& job_;
-};
-
-template <int kSize>
-__device__ void scale_heads(float (&o)[kSize], float upper, float lower) {
-#pragma unroll
-  for (int i = 0; i < kSize; i += 4) {
-    o[i] *= upper;
-    o[i + 1] *= upper;
-    o[i + 2] *= lower;
-    o[i + 3] *= lower;
-  }
-}
-
-/// O += P V over the channels of a group, from its first panel on.
-template <int kSize>
-__device__ void add_values(float (&o)[kSize], Shared& s, int stage, int panel) {
-  const std::uint32_t values = panel_place(shared_address(s.rows[stage]) + panel * kPanelBytes, kPanelBytes);
-  const std::uint32_t weights = panel_place(shared_address(s.weights[stage]));
-  mma_begin();
-#pragma unroll
-  for (int k = 0; k < kTile / 16; ++k) {
-    const std::uint64_t a = panel_descriptor(weights, k * 32), b = panel_descriptor(values, k * 16 * kPanelRowBytes);
-    if constexpr (kSize == 32) {
-      multiply_rows_64<0>(o, a, b);
-    } else {
-      multiply_rows_128<0>(o, a, b);
-      if constexpr (kSize == 128)
-        multiply_rows_128<64>(o, a, panel_descriptor(values, k * 16 * kPanelRowBytes + 2 * kPanelBytes));
-    }
-  }
-  mma_commit();
-}
-
-/// Whether scorer and adder each add up one half of the panels, so that a half is free when one of them is done with
-/// it.
-template <int kSize>
-constexpr bool kOwnHalf = kSize == kWidth / 4;
-
-/// A tile is no longer read by this warp, of the scorer (0) or the adder (1); `to_mate` is 0 where there is none.
-template <int kSize>
-__device__ void release(Shared& s, int stage, int group, std::uint32_t to_mate) {
-  __syncwarp();
-  if (threadIdx.x % 32 != 0) return;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (kOwnHalf<kSize> && half != group) continue;
-    const std::uint32_t empty = shared_address(&s.empty[stage][half]);
-    barrier_arrive(empty);
-    if (to_mate != 0) barrier_arrive_in_cluster(empty + to_mate);
-  }
-}
-
-class Scorer {
- public:
-  /// Queries are in place.
-  __device__ Scorer(const AttendParams& p, Shared& s) : s_(s) {
-    for (int half = 0; half < 2; ++half)
-      scale_[half] = p.softmax_scale * codec::kLog2e * s.q_unit[head_of_thread() + 8 * half];
-  }
-
-  /// The values of a tile are multiplied while the next one's scores become weights, because the loaders bound it.
-  /// Paired loaders are faster and would wait: there it is done before the next one's scores, so that the left panels
-  /// can be filled again sooner.
-  template <bool kPaired, int kSize>
-  __device__ void run(float (&o)[kSize], int tiles, int panel, std::uint32_t to_mate) {
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int stage = tile % kStages;
-      score<kPaired>(tile, 1);
-      if (kPaired) mma_commit();
-      if (kPaired && tile > 0) {
-        mma_wait<1>();
-        release<kSize>(s_, stage ^ 1, 0, to_mate);
-      }
-      score<kPaired>(tile, 0);
-      mma_commit();
-      const RowsOfTile rows(s_, stage);
-      if (!kPaired && tile > 0) {
-        add_values(o, s_, stage ^ 1, panel);
-        mma_wait<1>();
-      } else {
-        mma_wait<0>();
-      }
-      float past[2];
-      weigh(stage, rows, past);
-      publish_to_mma();
-      named_barrier(2, kGroup);
-      if (threadIdx.x == 0) barrier_arrive(shared_address(&s_.weighted[stage]));
-      if (!kPaired) {
-        mma_wait<0>();
-        if (tile > 0) release<kSize>(s_, stage ^ 1, 0, to_mate);
-      }
-      if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
-      if (kPaired) add_values(o, s_, stage, panel);
-    }
-    if (!kPaired && tiles > 0) add_values(o, s_, (tiles - 1) % kStages, panel);
-    mma_wait<0>();
-  }
-
-  /// Of the thread's upper or lower head; all lanes call it.
-  __device__ Stats stats(int half) const {
-    float sum = sum_[half];
-    sum += __shfl_xor_sync(kAllLanes, sum, 1);
-    sum += __shfl_xor_sync(kAllLanes, sum, 2);
-    return {base_[half], sum};
-  }
-
- private:
-  static constexpr int kScores = kTile / 2;
-  static constexpr float kSlack = 8.0f;                      // weights are below 2^8
-  static constexpr int kNanExponent = 255 + 9 - kTopInFp16;  // of rows with a scale that is NaN
-
-  /// Of a tile.
-  struct RowsOfTile {
-    bool plain, all_there;
-
-    __device__ RowsOfTile(const Shared& s, int stage) {
-      const uint4 a = *reinterpret_cast<const uint4*>(&s.fours[stage][0]);
-      const uint4 b = *reinterpret_cast<const uint4*>(&s.fours[stage][1]);
-      plain = (a.x | a.y | b.x | b.y) == 0;
-      all_there = (a.z & a.w & b.z & b.w) == 0x0F0F0F0Fu;
-    }
-  };
-
-  /// The products of half of the channels; right ones first.
-  template <bool kPaired>
-  __device__ void score(int tile, int half) {
-    const int stage = tile % kStages, parity = tile / kStages & 1;
-    const std::uint32_t q = panel_place(shared_address(s_.q)), rows = panel_place(shared_address(s_.rows[stage]));
-    barrier_wait(shared_address(&s_.full[stage][half]), parity);
-    if (!kPaired) publish_to_mma();  // else the loaders have done it
-    mma_begin();
-#pragma unroll
-    for (int i = 0; i < kPanels / 2; ++i)
-#pragma unroll
-      for (int k = 0; k < kTile / 16; ++k) {
-        const std::uint32_t at = (half * kPanels / 2 + i) * kPanelBytes + k * 32;
-        multiply_channels(z_, panel_descriptor(q, at), panel_descriptor(rows, at), half == 0 || i > 0 || k > 0);
-      }
-  }
-
-  /// To the largest logits so far; lanes of a head agree on them.
-  __device__ void raise_base(float (&most)[2], float (&past)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 1));
-      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 2));
-      most[half] = fmaxf(most[half], base_[half]);
-      past[half] = exp2_fast(base_[half] - (most[half] == -INFINITY ? 0.0f : most[half]));
-      base_[half] = most[half];
-      sum_[half] *= past[half];
-    }
-  }
-
-  /// Scores to weights relative to a base; O must be multiplied by `past`. The base stays while no logit is far above
-  /// it: to find the largest, lanes would wait for each other behind the loaders' stores. Weights include the power of
-  /// two that a row's values lack, so that the largest is about 1 in fp16 however rows differ; the sum does not.
-  __device__ void weigh(int stage, const RowsOfTile& rows, float (&past)[2]) {
-    // Read again where they matter, hardly ever.
-    const auto byte_of_score = [&](int word, int i) {
-      const auto* words = reinterpret_cast<const std::uint32_t*>(&s_.fours[stage][i / 16]);
-      return words[word + i / 8 % 2] >> (i / 4 % 2 * 16 + quad_of_thread() / 2 * 8);
-    };
-    const auto exponent_of_score = [&](int i) { return static_cast<int>(byte_of_score(0, i) << 24) >> 24; };
-    const auto is_there = [&](int i) { return (byte_of_score(2, i) >> (quad_of_thread() % 2 * 2 + i % 2) & 1) != 0; };
-    float factor[2] = {scale_[0], scale_[1]};
-    if (!rows.plain) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        const int exponent = exponent_of_score(i);
-        const float unit = exponent == kNanExponent ? NAN : power_of_two(exponent);
-        z_[i] = codec::fused(z_[i], scale_[i / 2 % 2] * unit, static_cast<float>(exponent));
-      }
-      factor[0] = factor[1] = 1.0f;
-    }
-    if (!rows.all_there) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i)
-        if (!is_there(i)) z_[i] = -INFINITY;
-    }
-    float most[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], fmaxf(z_[i], z_[i + 1]));
-    most[0] *= factor[0];
-    most[1] *= factor[1];
-    past[0] = past[1] = 1.0f;
-    if (__any_sync(kAllLanes, most[0] > base_[0] + kSlack || most[1] > base_[1] + kSlack)) raise_base(most, past);
-    const float base[2] = {base_[0] == -INFINITY ? 0.0f : base_[0], base_[1] == -INFINITY ? 0.0f : base_[1]};
-    const int head = head_of_thread(), quad = quad_of_thread();
-    const std::uint32_t to = shared_address(s_.weights[stage]) + quad * 4;
-    const auto store_weights = [&](auto inverse_unit) {
-#pragma unroll
-      for (int i = 0; i < kScores; i += 2) {
-        const int half = i / 2 % 2;
-        const float x = exp2_fast(codec::fused(z_[i], factor[half], -base[half]));
-        const float y = exp2_fast(codec::fused(z_[i + 1], factor[half], -base[half]));
-        sum_[half] = codec::fused(x + y, inverse_unit(i), sum_[half]);
-        shared_store(to + panel_offset(head + 8 * half, i / 4), pack_fp16(x, y));
-      }
-    };
-    if (rows.plain)
-      store_weights([](int) { return 1.0f; });
-    else
-      store_weights([&](int i) { return power_of_two(-exponent_of_score(i)); });
-    if (quad == 0) {
-      s_.past[stage][head] = past[0];
-      s_.past[stage][head + 8] = past[1];
-    }
-  }
-
-  Shared& s_;
-  float scale_[2];  // of the thread's heads
-  float z_[kScores];
-  float base_[2] = {-INFINITY, -INFINITY}, sum_[2] = {0.0f, 0.0f};
-};
+// --- rows
 
 /// Finds rows for the loaders, three tiles ahead; a thread per row, of the adder's first two warps. The index of a row
 /// is loaded two tiles before its place is needed, its block one.
@@ -371,36 +109,12 @@ class Finder {
     barrier_arrive(shared_address(&s_.located[tile % kFoundTiles]));
   }
 
-  /// Into L2: the loaders have registers for one tile, less than what must be under way.
-  __device__ static void prefetch(const Found& row) {
-#pragma unroll
-    for (int at = 0; at < kWidth + kTail; at += 128) fetch(row.payload + at);
-    fetch(row.scale);
-  }
-
   const AttendParams& p_;
   Shared& s_;
   const QueryRows& rows_;
   const Job& job_;
   int key_, block_, next_key_;
 };
-
-template <bool kPaired, int kSize>
-__device__ void run_adder(float (&o)[kSize], Shared& s, Finder& finder, int tiles, int panel, std::uint32_t to_mate) {
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kStages, parity = tile / kStages & 1;
-    barrier_wait(shared_address(&s.full[stage][0]), parity);
-    barrier_wait(shared_address(&s.full[stage][1]), parity);
-    if (!kPaired) publish_to_mma();
-    finder.advance(tile);
-    barrier_wait(shared_address(&s.weighted[stage]), parity);
-    const float upper = s.past[stage][head_of_thread()], lower = s.past[stage][head_of_thread() + 8];
-    if (__any_sync(kAllLanes, upper != 1.0f || lower != 1.0f)) scale_heads(o, upper, lower);
-    add_values(o, s, stage, panel);
-    mma_wait<0>();
-    release<kSize>(s, stage, 1, to_mate);
-  }
-}
 
 /// Scorer (kGroupIndex 0) or adder (1), up to the output.
 template <int kChannelParts, bool kPaired, bool kThroughMemory, int kGroupIndex>
@@ -413,7 +127,7 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
   for (int i = 0; i < kChannels / 2; ++i) o[i] = 0.0f;
   if constexpr (kGroupIndex == 0) {
     Scorer scorer(p, s);
-    scorer.run<kPaired>(o, job.tiles(), panel, to_mate);
+    scorer.run<kPaired, false>(o, 0, job.tiles(), panel, to_mate);
     if (job.in_cluster()) cluster_wait();  // all blocks have begun
     for (int half = 0; half < 2; ++half) {
       const Stats mine = scorer.stats(half);
@@ -426,7 +140,7 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
         cluster_store(in_block(at, job.rank_of(to)), mine.most, mine.sum);
     }
   } else {
-    run_adder<kPaired>(o, s, finder, job.tiles(), panel, to_mate);
+    run_adder<kPaired>(o, s, finder, 0, job.tiles(), panel, to_mate);
     if (job.in_cluster()) cluster_wait();
   }
   named_barrier(1, 2 * kGroup);  // queries and rows are no longer needed
@@ -445,15 +159,6 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
     else
       finish_heads<kChannelParts>(p, s, job);
   }
-}
-
-template <int kRegisters>
-__device__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 /// Before the kernel before has ended: queries, the first window rows, and what chosen entries are found by.
@@ -517,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (in_cluster) cluster_wait();
     return;
   }
-  const Queries queries(p, s, job);
+  const Queries<kThreads / 32, 4> queries(p, s, job);
   Finder finder(p, s, rows, job);
   queries.begin();
   if (group == 1) finder.begin();
@@ -535,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       cluster_wait();  // the mate has begun
       PairLoader(s, job, to_mate).run(job.tiles());
     } else {
-      Loader(s).run(job.tiles());
+      Loader<0>(s).run(job.tiles());
     }
     if (!kThroughMemory && row_parts > 1) {
       job = Job(row_parts, kChannelParts, kMates, head_tiles, false);  // again: no registers to keep it in
@@ -548,6 +253,54 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (in_cluster) {
       cluster_done_reading();
     }
+  }
+#endif
+}
+
+/// As many thread blocks as run at once, which take 64 heads of a token in turn: see attend_rounds.cuh.
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_rounds(const __grid_constant__ AttendParams p, int head_tiles, bool fetches) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ std::uint8_t base[];
+  Shared& s = *reinterpret_cast<Shared*>(base + (1024 - shared_address(base) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      for (int half = 0; half < 2; ++half) {
+        barrier_init(shared_address(&s.full[stage][half]), kLoaderWarps);
+        barrier_init(shared_address(&s.empty[stage][half]), kGroupWarps);
+      }
+      barrier_init(shared_address(&s.weighted[stage]), 1);
+    }
+    for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile);
+    barrier_init(shared_address(&s.queries_used), kGroupWarps);
+    barrier_init(shared_address(&s.queries_there), kLoaderWarps);
+  }
+  let_next_start();
+  touch(p);
+  fetch_ahead(p, Job(1, 1, 1, head_tiles, false));
+  wait_for_previous();
+  const Rounds rounds(p, s, head_tiles);
+  rounds.learn_first();
+  __syncthreads();
+  const int group = static_cast<int>(threadIdx.x) / kGroup;
+  RoundFinder finder(p, s, rounds, fetches);
+  {
+    const Job job(rounds.at(0), 0);
+    const Queries<kThreads / 32, 4> queries(p, s, job);
+    queries.begin();
+    if (group == 1) finder.begin();
+    queries.finish();
+  }
+  if (group == 0) {
+    more_registers<kScorerRegisters>();
+    consume_rounds<0>(p, s, rounds, finder);
+  } else if (group == 1) {
+    more_registers<kRoundAdderRegisters>();
+    consume_rounds<1>(p, s, rounds, finder);
+  } else {
+    fewer_registers<kRoundLoaderRegisters>();
+    named_barrier_arrive(1, kThreads);
+    load_rounds(p, s, rounds);
   }
 #endif
 }
@@ -610,6 +363,19 @@ cudaError_t launch_tiles(const AttendParams& p, int row_parts, cudaStream_t stre
   config.attrs = attributes;
   config.numAttrs += 1;
   return cudaLaunchKernelEx(&config, kernel, p, row_parts, head_tiles);
+}
+
+/// Rows that tokens of the same request share come from L2 anyway, most of them.
+bool shares_rows(const ops::StepDesc& step) {
+  constexpr int kSharers = 8;
+  return step.num_items > 0 && step.num_tokens / step.num_items >= kSharers;
+}
+
+cudaError_t launch_rounds(const AttendParams& p, cudaStream_t stream) {
+  const int head_tiles = head_tiles_of(p), units = p.step.num_tokens * head_tiles;
+  if (const cudaError_t error = allow_tiles(attend_rounds); error != cudaSuccess) return error;
+  return launch<kSharedBytes>(attend_rounds, static_cast<unsigned>(std::min(units, multiprocessors())), kThreads,
+                              stream, p, head_tiles, !shares_rows(p.step));
 }
 
 /// As many rows as any query may have.
@@ -706,6 +472,8 @@ TimedSplit best_split(const AttendParams& p) {
       best = {{rows, cost.channels, cost.paired}, time};
     }
   }
+  AttendSplit& split = best.split;
+  split.in_rounds = split.rows * split.channels == 1 && !split.paired && units > at_once[1];
   return best;
 }
 
@@ -720,6 +488,7 @@ cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaSt
     return split.paired ? launch_tiles<1, true, true>(p, split.rows, stream)
                         : launch_tiles<1, false, true>(p, split.rows, stream);
   }
+  if (split.in_rounds) return launch_rounds(p, stream);
   const auto launch = [&](auto paired) {
     switch (split.channels) {
       case 1: return launch_tiles<1, paired>(p, split.rows, stream);

@@ -21,11 +21,14 @@ using ops::AttendParams;
 constexpr int kWidth = 512, kTail = 64, kTile = 64;  // a tile: 64 heads or 64 rows, and the channels of a panel
 constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
 constexpr int kStages = 2, kFoundTiles = 4;
+constexpr int kRounds = 24, kSinks = 4;  // rounds of a thread block that are known, and sinks kept, at a time
 constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
 constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
 constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
 static_assert(kStages == 2);
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
+constexpr int kRoundAdderRegisters = 176, kRoundLoaderRegisters = 72, kRoundStagedUnits = 2;  // see attend_rounds.cuh
+static_assert(kScorerRegisters + kRoundAdderRegisters + 2 * kRoundLoaderRegisters <= 65536 / kGroup);
 constexpr float kLn2 = 0.693147181f;
 
 /// Of one head over some rows: about the largest logit (times log2 e), plus the exponent of its row, and the sum of
@@ -64,13 +67,24 @@ struct alignas(16) Fours {
   std::uint8_t there[kHalfFours];
 };
 
+/// What a thread block that takes 64 heads of a token after another does next: see attend_rounds.cuh.
+struct alignas(16) Round {
+  QueryRows rows;
+  int token, first_head;
+
+  __device__ int tiles() const { return max((rows.count() + kTile - 1) / kTile, 1); }
+};
+
+constexpr int kStagedBytes = kRoundStagedUnits * kLoaders * 16;
+
 struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
   std::uint8_t rows[kStages][kTileBytes];  // [8 panels, 64 rows]
   std::uint8_t weights[kStages][kPanelBytes];
   Stats stats[kMaxCluster][kTile];     // [row part, head]
+  Stats round_stats[2][kTile];         // of rounds by turns
   float past[kStages][kTile];          // what O is multiplied by before a tile is added
-  float sink[kTile];                   // times log2 e
+  float sink[kSinks][kTile];           // times log2 e
   float factors[kTile + kMaxCluster];  // [head that this block finishes, row part]: what shares are multiplied by
   float q_unit[kTile];                 // what a head's queries are multiples of, a power of two
   Found found[kFoundTiles][kTile];
@@ -79,9 +93,17 @@ struct Shared {
   std::uint64_t full[kStages][2], empty[kStages][2];  // left panels, the scorer's, and right ones, the adder's
   std::uint64_t weighted[kStages], located[kFoundTiles];
   int shares_to_add;  // see MemoryMerge
+  Round rounds[kRounds];
+  int num_rounds;
+  std::uint64_t queries_used, queries_there;  // of a round
+
+  /// Raw rows, where there are no parts.
+  __device__ std::uint8_t* staged() { return reinterpret_cast<std::uint8_t*>(stats); }
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
+static_assert(kStagedBytes <= sizeof(Shared::stats));
+
 /// What a thread block does.
 struct Job {
   int token;
@@ -95,6 +117,8 @@ struct Job {
   int position;         // of the query
   int begin, end;       // rows
   bool padded;
+  bool in_rounds = false;
+  int round = 0;  // of the thread block
 
   /// Mates are neighbours and have neighbouring heads.
   __device__ Job(int row_parts, int channel_parts, int mates, int head_tiles, bool through_memory)
@@ -108,6 +132,25 @@ struct Job {
     part = rank / part_blocks;
     channel_part = rank % part_blocks / mates;
   }
+
+  /// One that does everything for a token, and then for others.
+  __device__ Job(const Round& of, int round)
+      : token(of.token),
+        first_head(of.first_head),
+        rank(0),
+        part(0),
+        parts(1),
+        channel_part(0),
+        part_blocks(1),
+        mate(0),
+        mates(1),
+        through_memory(false),
+        position(of.rows.at.position),
+        begin(0),
+        end(of.rows.count()),
+        padded(of.rows.at.padded()),
+        in_rounds(true),
+        round(round) {}
 
   __device__ void take_rows(const QueryRows& rows) {
     const int unit = through_memory ? kTile : 8, least = through_memory ? kTile : 0;
@@ -130,6 +173,13 @@ struct Job {
   __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
   __device__ int own_heads() const { return (kTile + parts - 1) / parts; }  // that a part finishes, the last one fewer
 };
+
+/// The thread's index, in a register: else it is read again and again, each time behind the stores under way. What
+/// follows from it is not found ahead of loops either. Whole warps only.
+__device__ int thread_here() {
+  const int thread = static_cast<int>(threadIdx.x);
+  return __shfl_sync(kAllLanes, thread, thread % 32);
+}
 
 /// 2^x; 0 for -infinity.
 __device__ float exp2_fast(float x) {

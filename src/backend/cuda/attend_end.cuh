@@ -8,15 +8,16 @@ namespace {
 
 /// Of all parts and the sink.
 __device__ Stats total_of(const Shared& s, const Job& job, int head) {
-  const float sink = s.sink[head];
+  const float sink = s.sink[job.round % kSinks][head];
+  const auto* stats = job.in_rounds ? s.round_stats + job.round % 2 : s.stats;
   Stats total{sink, 0.0f};
 #pragma unroll 1
-  for (int part = 0; part < job.parts; ++part) total.most = fmaxf(total.most, s.stats[part][head].most);
+  for (int part = 0; part < job.parts; ++part) total.most = fmaxf(total.most, stats[part][head].most);
   const float base = total.most == -INFINITY ? 0.0f : total.most;
   total.sum = exp2_fast(sink - base);
 #pragma unroll 1
   for (int part = 0; part < job.parts; ++part)
-    total.sum += s.stats[part][head].sum * exp2_fast(s.stats[part][head].most - base);
+    total.sum += stats[part][head].sum * exp2_fast(stats[part][head].most - base);
   return total;
 }
 
@@ -24,7 +25,9 @@ __device__ Stats total_of(const Shared& s, const Job& job, int head) {
 __device__ float factor_of(const Shared& s, const Job& job, int head, int part) {
   const Stats total = total_of(s, job, head);
   if (total.sum == 0.0f) return 0.0f;
-  return __fdividef(exp2_fast(s.stats[part][head].most - (total.most == -INFINITY ? 0.0f : total.most)), total.sum);
+  return __fdividef(exp2_fast((job.in_rounds ? s.round_stats[job.round % 2] : s.stats[part])[head].most -
+                              (total.most == -INFINITY ? 0.0f : total.most)),
+                    total.sum);
 }
 
 __device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job) {

@@ -48,73 +48,46 @@ __device__ uint4 eight_codes(std::uint32_t low, std::uint32_t high, std::uint32_
 }
 
 /// Four lanes share a row: of each 64 bytes a lane has 16. 7 units of codes, one of each scale's tile, and 2 of bf16.
+/// kStaged of the left panels' units are copied into shared memory and wait there: fewer registers, and loads that are
+/// not waited for.
+template <int kStaged>
 class Loader {
  public:
-  __device__ explicit Loader(Shared& s) : s_(s), row_(lane() / 4), unit_(lane() % 4) {}
+  __device__ explicit Loader(Shared& s) : s_(s), lane_(static_cast<unsigned>(thread_here()) % kLoaders) {
+    const unsigned row = lane_ / 4, unit = lane_ % 4;
+    codes_at_ = panel_offset(row, 2 * unit);
+    tail_at_ = kCodeUnits * kPanelBytes + panel_offset(row, row % 2 * 4 + unit);
+  }
 
   __device__ void run(int tiles) {
-    if (tiles > 0) start(0);
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) load(unit_at(i));
+    begin(tiles > 0);
     for (int tile = 0; tile < tiles; ++tile) fill(tile, tile + 1 < tiles);
   }
 
- private:
-  static constexpr int kCodeUnits = 7, kUnits = 9, kRightUnits = 5;
-
-  /// Units in the order they are converted: right panels first, which are free first, and of them first the bf16 ones.
-  __device__ static constexpr int unit_at(int i) {
-    return (i + kCodeUnits) % kUnits + (i < 2 ? 0 : i < kRightUnits ? 4 : -3);
-  }
-
-  // Unsigned: less to compute and to keep for a warp that has no register to spare.
-  __device__ static unsigned lane() { return threadIdx.x % kLoaders; }
-
-  __device__ void start(int tile) {
-    const int slot = tile % kFoundTiles;
-    barrier_wait(shared_address(&s_.located[slot]), tile / kFoundTiles & 1);
-    const Found row = s_.found[slot][row_];
-    if (unit_ == 0)
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(&s_.scales[tile % 2][row_])),
-                   "l"(__cvta_generic_to_global(row.scale))
-                   : "memory");
-    from_ = row.payload + unit_ * 16;
-    there_ = row.payload != kAbsentRow.payload;
-  }
-
-  __device__ void load(int j) {
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(raw_[j].x), "=r"(raw_[j].y), "=r"(raw_[j].z), "=r"(raw_[j].w)
-                 : "l"(from_ + j * 64));
-  }
-
-  /// Waits for all loads under way. Else the first use of each unit would: a warp has few counters of loads under way,
-  /// so waiting for a unit means waiting for younger loads too, those of the next tile among them.
-  __device__ void settle() const {
-    unsigned any = 0;
+  /// Loads the first tile, if there is one.
+  __device__ void begin(bool is_first) {
+    if (is_first) start(0);
+    if (kStaged) close_copies();
 #pragma unroll
-    for (int j = 0; j < kUnits; ++j) any |= raw_[j].x;
-    branch_on(any);
-  }
-
-  /// Of the warp's rows.
-  __device__ int exponent_of_rows(uint2 scales) const {
-    return exponent_for_warp(top_of_codes(scales),
-                             max(top_of_pairs(raw_[kCodeUnits]), top_of_pairs(raw_[kCodeUnits + 1])));
+    for (int i = 0; i < kInRegisters; ++i) load(unit_at(i));
+#pragma unroll
+    for (int i = 0; i < kStaged; ++i) copy(i);
+    if (kStaged) close_copies();
   }
 
   /// Converts what was loaded, and loads the next tile's in its place.
   __device__ void fill(int tile, bool is_next) {
     const unsigned stage = static_cast<unsigned>(tile) % kStages, warp = lane() / 32;
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_copies();
     __syncwarp();
-    const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row_]);
-    settle();
-    const int exponent = exponent_of_rows(scales);
+    const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row()]);
     unsigned there = __ballot_sync(kAllLanes, there_) & 0x11111111u;
     there = (there | there >> 3) & 0x03030303u;
     there = (there | there >> 6) & 0x000F000Fu;
     if (is_next) start(tile + 1);
+    settle();
+    const int exponent = exponent_of_rows(scales);
+    if (kStaged) close_copies();
     barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
     if (lane() % 32 == 0) {
       Fours& fours = s_.fours[stage][warp / 4];
@@ -124,31 +97,120 @@ class Loader {
     }
 #pragma unroll
     for (int i = 0; i < kRightUnits; ++i) {
-      convert(unit_at(i), shared_address(s_.rows[stage]), scales, exponent);
+      convert(unit_at(i), raw(unit_at(i)), shared_address(s_.rows[stage]), scales, exponent);
       load(unit_at(i));
     }
     announce(stage, 1);
+    uint4 late[kStaged > 0 ? kStaged : 1];
+    if constexpr (kStaged > 0) {
+      wait_for_copies();
+      unsigned any = 0;
+#pragma unroll
+      for (int j = 0; j < kStaged; ++j) {
+        late[j] = load_shared(staged(j));
+        any |= late[j].x;
+      }
+      branch_on(any);  // before others are copied there
+#pragma unroll
+      for (int j = 0; j < kStaged; ++j) copy(j);
+      close_copies();
+    }
     barrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
     // The scorer waits for these. Loads come after them: conversions share a counter with loads under way.
 #pragma unroll
     for (int i = kRightUnits; i < kUnits; ++i) {
+      const int j = unit_at(i);
       if (i == kRightUnits + 2) branch_on(scales.x);  // there are no registers for three units at once
-      convert(unit_at(i), shared_address(s_.rows[stage]), scales, exponent);
+      convert(j, j < kStaged ? late[j] : raw(j), shared_address(s_.rows[stage]), scales, exponent);
+      if (kStaged > 0 && i + 1 == kInRegisters) load_left();
     }
     announce(stage, 0);
-#pragma unroll
-    for (int i = kRightUnits; i < kUnits; ++i) load(unit_at(i));
+    if (kStaged == 0) load_left();
   }
 
-  __device__ void convert(int j, std::uint32_t to, uint2 scales, int exponent) const {
-    const uint4 raw = raw_[j];
+ private:
+  static constexpr int kCodeUnits = 7, kUnits = 9, kRightUnits = 5;
+  static constexpr int kInRegisters = kUnits - kStaged;
+  static_assert(kStaged * kLoaders * 16 <= kStagedBytes);
+
+  // Copies go in two batches by turns, the next tile's scales and then its left panels.
+  __device__ static void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  __device__ static void wait_for_copies() {
+    if (kStaged)
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else
+      asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+  __device__ std::uint32_t staged(int j) const {
+    return shared_address(s_.staged()) + (static_cast<unsigned>(j) * kLoaders + lane()) * 16;
+  }
+  __device__ void copy(int j) const {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(staged(j)),
+                 "l"(__cvta_generic_to_global(from_ + j * 64))
+                 : "memory");
+  }
+
+  /// Units in the order they are converted: right panels first, which are free first, and of them first the bf16 ones.
+  __device__ static constexpr int unit_at(int i) {
+    return i < 2 ? kCodeUnits + i : i < kRightUnits ? i + 2 : kUnits - 1 - i;
+  }
+
+  // Unsigned: less to compute and to keep for a warp that has no register to spare.
+  __device__ unsigned lane() const { return lane_; }
+  __device__ unsigned row() const { return lane_ / 4; }
+  __device__ unsigned unit() const { return lane_ % 4; }
+
+  __device__ void start(int tile) {
+    const int slot = tile % kFoundTiles;
+    barrier_wait(shared_address(&s_.located[slot]), tile / kFoundTiles & 1);
+    const Found found = s_.found[slot][row()];
+    if (unit() == 0)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(&s_.scales[tile % 2][row()])),
+                   "l"(__cvta_generic_to_global(found.scale))
+                   : "memory");
+    from_ = found.payload + unit() * 16;
+    there_ = found.payload != kAbsentRow.payload;
+  }
+
+  __device__ void load(int j) {
+    // The last panel's halves the other way round in odd rows: else stores of neighbours would meet in the same banks.
+    const unsigned odd = j < kCodeUnits ? 0 : row() % 2 * 64 ^ (j > kCodeUnits ? 64 : 0);
+    const std::uint8_t* from = from_ + odd + min(j, kCodeUnits) * 64;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(raw(j).x), "=r"(raw(j).y), "=r"(raw(j).z), "=r"(raw(j).w)
+                 : "l"(from));
+  }
+
+  __device__ void load_left() {
+#pragma unroll
+    for (int i = kRightUnits; i < kInRegisters; ++i) load(unit_at(i));
+  }
+
+  __device__ uint4& raw(int j) { return raw_[j - kStaged]; }
+  __device__ const uint4& raw(int j) const { return raw_[j - kStaged]; }
+
+  /// Waits for all loads under way. Else the first use of each unit would: a warp has few counters of loads under way,
+  /// so waiting for a unit means waiting for younger loads too, those of the next tile among them.
+  __device__ void settle() const {
+    unsigned any = 0;
+#pragma unroll
+    for (int j = 0; j < kInRegisters; ++j) any |= raw_[j].x;
+    branch_on(any);
+  }
+
+  /// Of the warp's rows.
+  __device__ int exponent_of_rows(uint2 scales) const {
+    return exponent_for_warp(top_of_codes(scales),
+                             max(top_of_pairs(raw(kCodeUnits)), top_of_pairs(raw(kCodeUnits + 1))));
+  }
+
+  __device__ void convert(int j, const uint4& raw, std::uint32_t to, uint2 scales, int exponent) const {
     if (j < kCodeUnits) {
       const std::uint32_t factors = factors_of(scales, j, exponent);
-      store_shared(to + panel_offset(row_, 2 * unit_) + j * kPanelBytes, eight_codes(raw.x, raw.y, factors));
-      store_shared(to + panel_offset(row_, 2 * unit_ + 1) + j * kPanelBytes, eight_codes(raw.z, raw.w, factors));
+      store_shared(to + codes_at_ + j * kPanelBytes, eight_codes(raw.x, raw.y, factors));
+      store_shared(to + (codes_at_ ^ 16) + j * kPanelBytes, eight_codes(raw.z, raw.w, factors));
     } else {
-      store_shared(to + kCodeUnits * kPanelBytes + panel_offset(row_, (j - kCodeUnits) * 4 + unit_),
-                   to_fp16(raw, power_of_two(-exponent)));
+      store_shared(to + (j == kCodeUnits ? tail_at_ : tail_at_ ^ 64), to_fp16(raw, power_of_two(-exponent)));
     }
   }
 
@@ -159,10 +221,11 @@ class Loader {
   }
 
   Shared& s_;
-  const unsigned row_, unit_;
+  const unsigned lane_;
+  std::uint32_t codes_at_, tail_at_;  // where it stores its units in a tile's first panel, and of the last one's first
   const std::uint8_t* from_ = kAbsentRow.payload;  // the row whose units are being loaded
   bool there_ = false;
-  uint4 raw_[kUnits];
+  uint4 raw_[kInRegisters];
 };
 
 /// The same where two thread blocks share the rows: each converts half of a tile's, and copies what it made into the

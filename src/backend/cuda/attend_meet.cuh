@@ -132,7 +132,7 @@ class MemoryMerge {
   /// What each part's channels of half a head are multiplied by; a warp per half head.
   __device__ void find_factors(int half, float* factors) const {
     const int head = half / 2, group = half % 2;
-    const float sink = s_.sink[head];
+    const float sink = s_.sink[0][head];
     Stats stats[kMostPerLane];
     float scale[kMostPerLane], most = sink;
 #pragma unroll

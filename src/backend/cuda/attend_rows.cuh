@@ -22,6 +22,7 @@ struct QueryRows {
   std::int32_t window = 0;   // rows of the window
   std::int32_t entries = 0;  // rows after them; some may not be there
 
+  QueryRows() = default;
   __device__ QueryRows(const ops::AttendParams& p, std::int64_t token) : QueryRows(p, token, record_of(p, token)) {}
 
   /// With the token's record, or what takes its place where there are slot lists only.

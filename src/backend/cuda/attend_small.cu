@@ -1,6 +1,5 @@
 // attend for few tokens: rows of 512 channels in fp8_tile64 and bf16 queries on Hopper, bound by latency. Heads and
 // rows are both split, so that even one token fills the GPU.
-//
 // A thread block takes 8 or 16 heads of a token and a part of its rows, in tiles of 64 rows; the parts are the thread
 // blocks of a cluster. Raw rows are copied into shared memory and never stored converted: an e4m3 code is exact in
 // fp16, and its scale, a power of two per row and 64 channels, can wait until codes have been multiplied. A tile is
@@ -17,10 +16,9 @@
 //
 // What the token's record points at is brought into L2 before the kernel before has ended, and the first rows are asked
 // for by that record while it is read again.
-//
 // H200, 2026-11-15, one token, 64 heads: 128 rows in 4.9 us (7,200 clocks: 1,200 until rows are asked for, 1,000 until
 // they and the queries are there, 1,100 scores, 1,350 weights and values, 900 exchange, then the end), 640 chosen rows
-// in 7.5. Bound by the latency of code that runs once; a further tile takes 4,100 clocks (8 heads) or 5,400 (16).
+// in 7.6. Bound by the latency of code that runs once; a further tile takes 4,100 clocks (8 heads) or 5,400 (16).
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
@@ -56,13 +54,25 @@ constexpr int kWeightBits = 15;  // weights are as large as fp16 allows: times 2
 constexpr int kQueryTop = 8;     // exponent of the largest query element of a head and 64 channels
 constexpr int kShareTop = 14;    // of a share's largest channel
 constexpr float kLn2 = 0.693147181f;
+constexpr int kNineParts = 9;  // of which eight finish: of 9 x 128 rows two tiles each instead of three
 
 /// Of one head over some rows: the largest logit (times log2 e) and the sum of 2^(logit - largest).
 struct Stats {
   float most, sum;
 };
 
-template <int kHeads_, int kStages_>
+/// Of a token's rows: 2^log2, whose thread blocks finish pairs of a head and 64 channels; kMore: one more.
+template <bool kMore>
+struct Parts {
+  int log2;
+  __device__ int finishers() const { return 1 << log2; }
+  __device__ int count() const { return kMore ? kNineParts : finishers(); }
+  __device__ int over(int x) const { return kMore ? x / kNineParts : x >> log2; }
+  __device__ int rest(int x) const { return kMore ? x % kNineParts : x & (finishers() - 1); }
+  __device__ bool alone() const { return !kMore && log2 == 0; }
+};
+
+template <int kHeads_, int kStages_, bool kMore>
 struct Shared {
   static constexpr int kHeads = kHeads_, kStages = kStages_;
   static constexpr int kPairs = kWarps * kHeads;  // of 64 channels and a head
@@ -74,8 +84,9 @@ struct Shared {
   float absent[kStages][kTile];              // -infinity for rows that are not there
   float sink[kHeads];                        // times log2 e
   // From the thread blocks of the cluster:
-  std::uint16_t shares[kPairs][kTile];  // [part, pair of this block]: fp16
-  float logs[kPairs];                   // of what shares are multiplied by; then that itself
+  static constexpr int kShares = kMore ? kPairs / (kNineParts - 1) * kNineParts : kPairs;
+  std::uint16_t shares[kShares][kTile];  // [part, pair of this block]: fp16
+  float logs[kShares];                   // of what shares are multiplied by; then that itself
   Stats stats[kMaxCluster][kHeads];
   std::uint64_t arrived;  // of these
 
@@ -149,19 +160,20 @@ __device__ void multiply(float (&d)[4], const Fragment& a, std::uint32_t b0, std
 struct Job {
   std::int64_t token;
   int first_head;
-  int part, parts_log2;
+  int part;
   int begin, end;  // rows
 
-  __device__ Job(int parts_log2, int head_groups, int heads) : parts_log2(parts_log2) {
-    const int unit = static_cast<int>(blockIdx.x) >> parts_log2;
-    part = static_cast<int>(blockIdx.x) & (parts() - 1);
+  template <bool kMore>
+  __device__ Job(const Parts<kMore>& parts, int head_groups, int heads) {
+    const int unit = parts.over(static_cast<int>(blockIdx.x));
+    part = parts.rest(static_cast<int>(blockIdx.x));
     token = unit / head_groups;
     first_head = unit % head_groups * heads;
   }
 
-  __device__ int parts() const { return 1 << parts_log2; }
-  __device__ void take_rows(const QueryRows& rows) {
-    const int share = (rows.count() + parts() - 1) >> parts_log2;
+  template <bool kMore>
+  __device__ void take_rows(const QueryRows& rows, const Parts<kMore>& parts) {
+    const int share = parts.over(rows.count() + parts.count() - 1);
     begin = min(part * share, rows.count());
     end = min(begin + share, rows.count());
   }
@@ -174,17 +186,18 @@ struct Job {
 
 /// Brings into L2 what the token's thread blocks will ask for: queries, the list of entries and the block table. They
 /// share the work.
-template <int kHeads>
-__device__ void fetch_ahead(const AttendParams& p, const Job& job, const QueryRows& rows, int head_groups) {
+template <int kHeads, bool kMore>
+__device__ void fetch_ahead(const AttendParams& p, const Job& job, const Parts<kMore>& parts, const QueryRows& rows,
+                            int head_groups) {
   constexpr int kLinesPerHead = kWidth * 2 / kLine, kLineWords = kLine / 4;
   const int thread = static_cast<int>(threadIdx.x);
   const auto* q =
       static_cast<const std::uint8_t*>(p.q.data) + (job.token * p.q.row_stride + job.first_head * kWidth) * 2;
-  if (thread < kHeads * kLinesPerHead && (thread & (job.parts() - 1)) == job.part &&
+  if (thread < kHeads * kLinesPerHead && parts.rest(thread) == job.part &&
       job.first_head + thread / kLinesPerHead < p.num_heads)
     fetch(q + thread * kLine);
   if (rows.entries == 0 || p.chosen.data == nullptr) return;
-  const int words = (job.first_head / kHeads + (job.part + thread * job.parts()) * head_groups) * kLineWords;
+  const int words = (job.first_head / kHeads + (job.part + thread * parts.count()) * head_groups) * kLineWords;
   if (words < p.num_chosen)
     fetch(static_cast<const std::int32_t*>(p.chosen.data) + job.token * p.chosen.row_stride + words);
   if (words < p.step.blocks_per_request)
@@ -461,8 +474,9 @@ __device__ void score_rows(S& s, int tile, int step, int half, const Queries<S>&
 /// Another block of the cluster, or this one, whose barrier counts the bytes that arrive.
 class Remote {
  public:
-  __device__ Remote(const std::uint64_t& arrived, int rank, const Job& job)
-      : alone_(job.parts_log2 == 0),
+  template <bool kMore>
+  __device__ Remote(const std::uint64_t& arrived, int rank, const Parts<kMore>& parts)
+      : alone_(parts.alone()),
         rank_(static_cast<std::uint32_t>(rank)),
         arrived_(in_block(shared_address(&arrived), rank_)) {}
 
@@ -534,8 +548,9 @@ class Values {
     }
   }
 
-  /// Shares to the blocks that finish them, the softmax's numbers to all.
-  __device__ void send(S& s, const Job& job) const {
+  /// Shares to the blocks that finish them, the softmax's numbers to all of those.
+  template <bool kMore>
+  __device__ void send(S& s, const Job& job, const Parts<kMore>& parts) const {
     const int g = lane_of_thread() / 4, q = lane_of_thread() % 4;
     const bool tail = warp_of_thread() == kWarps - 1;
 #pragma unroll
@@ -554,9 +569,9 @@ class Values {
         std::uint32_t words[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) words[j] = half2_bits(o_[n][j][i] * up, o_[n][j][i + 2] * up);
-        const int pair = warp_of_thread() * kHeads + 8 * n + 2 * q + i, own_log2 = kPairsLog2 - job.parts_log2;
+        const int pair = warp_of_thread() * kHeads + 8 * n + 2 * q + i, own_log2 = kPairsLog2 - parts.log2;
         const int slot = (job.part << own_log2) + (pair & ((1 << own_log2) - 1));
-        const Remote to(s.arrived, pair >> own_log2, job);
+        const Remote to(s.arrived, pair >> own_log2, parts);
         to.store(s.shares[slot][8 * g], words);
         if (g == 0) to.store(s.logs[slot], {codec::float_bits(log)});
       }
@@ -564,8 +579,8 @@ class Values {
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       if (!tail) continue;
-      for (int to = q; to < job.parts(); to += 4)
-        Remote(s.arrived, to, job)
+      for (int to = q; to < parts.finishers(); to += 4)
+        Remote(s.arrived, to, parts)
             .store(s.stats[job.part][8 * n + g], {codec::float_bits(most_[n]), codec::float_bits(sum)});
     }
   }
@@ -658,20 +673,22 @@ class Values {
 // --- the end
 
 /// Adds up the shares that this block finishes.
-template <class S>
-__device__ void finish(const AttendParams& p, S& s, const Job& job, const Turn& turn) {
+template <class S, bool kMore>
+__device__ void finish(const AttendParams& p, S& s, const Job& job, const Parts<kMore>& parts, const Turn& turn) {
   constexpr int kHeads = S::kHeads;
-  const int own = S::kPairs >> job.parts_log2, first = job.part * own, thread = static_cast<int>(threadIdx.x);
-  if (thread < S::kPairs) {  // what a share is multiplied by, a thread each
+  const int own = S::kPairs >> parts.log2, first = job.part * own;
+  const int thread = static_cast<int>(threadIdx.x);
+  static_assert(S::kShares <= kThreads);
+  if (thread < S::kShares) {  // what a share is multiplied by, a thread each
     const int pair = first + thread % own, local = pair % kHeads, head = job.first_head + local;
     const float sink = s.sink[local];
     float most = sink;
 #pragma unroll 4
-    for (int part = 0; part < job.parts(); ++part) most = fmaxf(most, s.stats[part][local].most);
+    for (int part = 0; part < parts.count(); ++part) most = fmaxf(most, s.stats[part][local].most);
     const float base = most == -INFINITY ? 0.0f : most;
     float sum = exp2_fast(sink - base);
 #pragma unroll 4
-    for (int part = 0; part < job.parts(); ++part)
+    for (int part = 0; part < parts.count(); ++part)
       sum += s.stats[part][local].sum * exp2_fast(s.stats[part][local].most - base);
     s.logs[thread] = sum == 0.0f ? 0.0f : __fdividef(exp2_fast(s.logs[thread] - base), sum);
     if (p.lse != nullptr && pair < kHeads && thread < own && head < p.num_heads)
@@ -685,7 +702,7 @@ __device__ void finish(const AttendParams& p, S& s, const Job& job, const Turn& 
     if (head >= p.num_heads) continue;
     float x = 0.0f, y = 0.0f;
 #pragma unroll 4
-    for (int part = 0; part < job.parts(); ++part) {
+    for (int part = 0; part < parts.count(); ++part) {
       const float2 share = __half22float2(reinterpret_cast<const __half2*>(s.shares[part * own + slot])[lane]);
       const float factor = s.logs[part * own + slot];
       x = codec::fused(share.x, factor, x);
@@ -709,29 +726,27 @@ __device__ bool same(const ops::StepRecord& a, const ops::StepRecord& b) {
          a.read_slot == b.read_slot && a.write_slot == b.write_slot && a.position == b.position;
 }
 
-template <int kHeads, int kStages>
+template <int kHeads, int kStages, bool kMore>
 __global__ void __launch_bounds__(kThreads, kStages == 2 ? 2 : 1)
-    attend_parts(const __grid_constant__ AttendParams p, int parts_log2, int head_groups) {
+    attend_parts(const __grid_constant__ AttendParams p, Parts<kMore> parts, int head_groups) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(16) std::uint8_t base[];
-  auto& s = *reinterpret_cast<Shared<kHeads, kStages>*>(base);
+  auto& s = *reinterpret_cast<Shared<kHeads, kStages, kMore>*>(base);
   if (threadIdx.x == 0) {
     const std::uint32_t arrived = shared_address(&s.arrived);
     barrier_init(arrived, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),
-                 "r"(s.bytes_sent(1 << parts_log2))
-                 : "memory");
+    publish_barriers();
+    barrier_arrive_expecting(arrived, s.bytes_sent(parts.count()));
   }
   touch(p);
   __syncwarp();
   cluster_arrive();
-  Job job(parts_log2, head_groups, kHeads);
+  Job job(parts, head_groups, kHeads);
   QueryRows rows(p, job.token, guess_record(p, job.token));
-  job.take_rows(rows);
+  job.take_rows(rows, parts);
   RowCopier copier(p, rows, job);
   copier.guess(job.first_head / kHeads, head_groups);
-  fetch_ahead<kHeads>(p, job, rows, head_groups);
+  fetch_ahead<kHeads>(p, job, parts, rows, head_groups);
   float sink = -INFINITY;
   if (p.sink != nullptr && threadIdx.x < kHeads && job.first_head + static_cast<int>(threadIdx.x) < p.num_heads)
     sink = p.sink[job.first_head + threadIdx.x] * codec::kLog2e;
@@ -740,7 +755,7 @@ __global__ void __launch_bounds__(kThreads, kStages == 2 ? 2 : 1)
 
   const int warp = warp_of_thread(), half = warp / kSteps;
   const int step = (warp + half) % kSteps;  // the two halves of 16 rows in different quarters of the multiprocessor
-  Queries<Shared<kHeads, kStages>> queries;
+  Queries<Shared<kHeads, kStages, kMore>> queries;
   ops::StepRecord record;
   record.row = 0;
   if (p.step.tokens != nullptr) record = load_record_again(p.step.tokens + job.token);
@@ -754,18 +769,18 @@ __global__ void __launch_bounds__(kThreads, kStages == 2 ? 2 : 1)
     wait_for_batch<0>();
     __syncthreads();
     rows = QueryRows(p, job.token, record);
-    job.take_rows(rows);
+    job.take_rows(rows, parts);
     copier.begin(false);
     copier.copy_first(s);
   }
   if (threadIdx.x < kHeads) s.sink[threadIdx.x] = rows.at.padded() ? -INFINITY : sink;
   Turn turn{};
-  if (p.turn_back.rope_dim > 0 && !rows.at.padded() && (job.part + 1) * kWarps > kScales << parts_log2)
+  if (p.turn_back.rope_dim > 0 && !rows.at.padded() && (job.part + 1) * kWarps > kScales << parts.log2)
     turn = load_turn(p.turn_back, rows.at.position, kTailAt + 2 * lane_of_thread(), kWidth);
   queries.take(s, half);
 
   // A tile is scored while the one before it is added up: one barrier each.
-  Values<Shared<kHeads, kStages>> values;
+  Values<Shared<kHeads, kStages, kMore>> values;
   for (int tile = -1; tile < job.tiles(); ++tile) {
     if (tile < 0)
       wait_for_batch<RowCopier::kAhead - 1>();
@@ -783,54 +798,56 @@ __global__ void __launch_bounds__(kThreads, kStages == 2 ? 2 : 1)
       score_rows(s, tile + 1, step, half, queries, p.softmax_scale * codec::kLog2e);
   }
   cluster_wait();  // all blocks have begun
-  values.send(s, job);
-  if (parts_log2 > 0) barrier_wait(shared_address(&s.arrived), 0);
+  values.send(s, job, parts);
+  if (kMore && job.part >= parts.finishers()) return;  // nothing is sent here
+  if (!parts.alone()) barrier_wait(shared_address(&s.arrived), 0);
   __syncthreads();  // and what this block stored for itself
-  finish(p, s, job, turn);
+  finish(p, s, job, parts, turn);
 #endif
 }
 
 // --- on the host
 
-constexpr int kMaxPartsLog2 = 4;
-static_assert(1 << kMaxPartsLog2 == kMaxCluster);
+// Not between nine and 16: such clusters do not lie in pairs in the parts of an H200.
+constexpr int kPartCounts[] = {1, 2, 4, 8, kNineParts, 16};
+constexpr std::size_t kNumPartCounts = std::size(kPartCounts);
+int log2_of(int parts) { return static_cast<int>(std::bit_width(static_cast<unsigned>(parts))) - 1; }
 
 /// One of the kernels.
 template <int kHeads, int kStages>
-struct Parts {
-  static constexpr int kSharedBytes = sizeof(Shared<kHeads, kStages>);
+struct Variant {
+  static constexpr int kSharedBytes = sizeof(Shared<kHeads, kStages, true>);
   static_assert(kSharedBytes <= (kStages == 2 ? 113 : 227) * 1024);
 
-  static cudaError_t allow() {
-    const auto kernel = attend_parts<kHeads, kStages>;
+  template <class Kernel>
+  static cudaError_t allow(Kernel kernel) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     return error != cudaSuccess ? error
                                 : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-
+  template <bool kMore>
   static cudaError_t launch(const AttendParams& p, int parts, cudaStream_t stream) {
-    if (const cudaError_t error = allow(); error != cudaSuccess) return error;
+    const auto kernel = attend_parts<kHeads, kStages, kMore>;
+    if (const cudaError_t error = allow(kernel); error != cudaSuccess) return error;
     const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
-    return launch_clusters<kSharedBytes>(attend_parts<kHeads, kStages>, static_cast<unsigned>(parts),
-                                         static_cast<unsigned>(p.step.num_tokens * head_groups * parts), kThreads,
-                                         stream, p, std::countr_zero(static_cast<unsigned>(parts)), head_groups);
+    return launch_clusters<sizeof(Shared<kHeads, kStages, kMore>)>(
+        kernel, static_cast<unsigned>(parts), static_cast<unsigned>(p.step.num_tokens * head_groups * parts), kThreads,
+        stream, p, Parts<kMore>{log2_of(parts)}, head_groups);
   }
-
-  /// Clusters that run at once, by the logarithm of their size.
-  static std::array<int, kMaxPartsLog2 + 1> count_clusters() {
-    std::array<int, kMaxPartsLog2 + 1> most{};
-    if (allow() != cudaSuccess) return most;
+  static cudaError_t launch(const AttendParams& p, int parts, cudaStream_t stream) {
+    return parts == kNineParts ? launch<true>(p, parts, stream) : launch<false>(p, parts, stream);
+  }
+  /// Clusters that run at once, by their size. [kPartCounts]
+  static std::array<int, kNumPartCounts> count_clusters() {
+    std::array<int, kNumPartCounts> most{};
+    if (allow(attend_parts<kHeads, kStages, false>) != cudaSuccess) return most;
     for (std::size_t i = 0; i < most.size(); ++i) {
       cudaLaunchAttribute cluster{};
       cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {1u << i, 1, 1};
-      cudaLaunchConfig_t config{};
-      config.gridDim = 1u << i;
-      config.blockDim = kThreads;
-      config.dynamicSmemBytes = kSharedBytes;
-      config.attrs = &cluster;
-      config.numAttrs = 1;
-      if (cudaOccupancyMaxActiveClusters(&most[i], attend_parts<kHeads, kStages>, &config) != cudaSuccess) most[i] = 0;
+      cluster.val.clusterDim = {static_cast<unsigned>(kPartCounts[i]), 1, 1};
+      const cudaLaunchConfig_t config{cluster.val.clusterDim.x, kThreads, kSharedBytes, nullptr, &cluster, 1};
+      if (cudaOccupancyMaxActiveClusters(&most[i], attend_parts<kHeads, kStages, false>, &config) != cudaSuccess)
+        most[i] = 0;
     }
     static_cast<void>(cudaGetLastError());  // of sizes that the chip does not have
     return most;
@@ -842,8 +859,8 @@ struct Parts {
 /// What should take the least time, of splits whose blocks all run at once: a start, and a time per row of a part. In
 /// hundredths of a microsecond, fitted to an H200, 2026-11-15.
 std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t most_rows, double other) {
-  static const std::array<int, kMaxPartsLog2 + 1> at_once[] = {
-      Parts<8, 2>::count_clusters(), Parts<8, 3>::count_clusters(), Parts<16, 3>::count_clusters()};
+  static const std::array<int, kNumPartCounts> at_once[] = {
+      Variant<8, 2>::count_clusters(), Variant<8, 3>::count_clusters(), Variant<16, 3>::count_clusters()};
   struct Kernel {
     int heads;
     bool few_rows;
@@ -854,26 +871,29 @@ std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t mos
   constexpr double kLargeCluster = 300;  // more for 16 blocks of 8 heads, which crowd a part of the chip
   double least = other;
   std::optional<SmallSplit> best;
+  const auto rows_of = [&](int parts) { return (most_rows + parts - 1) / parts; };
+  const auto tiles_of = [&](int parts) { return (rows_of(parts) + kTile - 1) / kTile; };
   for (std::size_t k = 0; k < std::size(kKernels); ++k)
-    for (int log2 = 0; log2 <= kMaxPartsLog2; ++log2) {
+    for (std::size_t i = 0; i < kNumPartCounts; ++i) {
       const Kernel& kernel = kKernels[k];
+      const int parts = kPartCounts[i], finishers = 1 << log2_of(parts);
       const std::int64_t clusters = std::int64_t{p.step.num_tokens} * ((p.num_heads + kernel.heads - 1) / kernel.heads);
-      const std::int64_t rows = (most_rows + (1 << log2) - 1) >> log2;
-      if (clusters > at_once[k][static_cast<std::size_t>(log2)] || (kernel.few_rows && rows > 2 * kTile)) continue;
-      const bool shared = (clusters << log2) > multiprocessors();  // two blocks on one multiprocessor
-      const double time = kernel.start + kRound * kernel.heads / (1 << log2) +
-                          kernel.per_row * static_cast<double>(rows) * (shared ? 2 : 1) +
-                          (log2 == kMaxPartsLog2 && kernel.heads == 8 ? kLargeCluster : 0);
+      if (clusters > at_once[k][i] || (kernel.few_rows && rows_of(parts) > 2 * kTile)) continue;
+      if (parts > finishers && tiles_of(parts) == tiles_of(finishers)) continue;  // 640 rows: 7.6 to 8.0 us
+      const bool shared = clusters * parts > multiprocessors();                   // two blocks on one multiprocessor
+      const double time = kernel.start + kRound * kernel.heads / finishers +
+                          kernel.per_row * static_cast<double>(rows_of(parts)) * (shared ? 2 : 1) +
+                          (parts == kMaxCluster && kernel.heads == 8 ? kLargeCluster : 0);
       if (time >= least) continue;
       least = time;
-      best = SmallSplit{kernel.heads, 1 << log2, kernel.few_rows};
+      best = SmallSplit{kernel.heads, parts, kernel.few_rows};
     }
   return best;
 }
 
 cudaError_t attend_small(const AttendParams& p, const SmallSplit& split, cudaStream_t stream) {
-  if (split.heads == 16) return Parts<16, 3>::launch(p, split.parts, stream);
-  return split.few_rows ? Parts<8, 2>::launch(p, split.parts, stream) : Parts<8, 3>::launch(p, split.parts, stream);
+  if (split.heads == 16) return Variant<16, 3>::launch(p, split.parts, stream);
+  return split.few_rows ? Variant<8, 2>::launch(p, split.parts, stream) : Variant<8, 3>::launch(p, split.parts, stream);
 }
 
 }  // namespace kv4::cuda

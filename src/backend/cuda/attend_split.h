@@ -22,6 +22,8 @@ struct AttendSplit {
   // Parts are not blocks of a cluster: they merge through params.workspace, and there may be more of them, as many as
   // have a place there. All channels.
   bool through_memory = false;
+  // One part, all channels, not paired: as many thread blocks as run at once take tokens in turn.
+  bool in_rounds = false;
 };
 
 AttendSplit split_of(const ops::AttendParams& params);
@@ -31,7 +33,7 @@ cudaError_t attend_split(const ops::AttendParams& params, const AttendSplit& spl
 /// How attend_small.cu divides a token.
 struct SmallSplit {
   int heads;      // of a thread block: 8 or 16
-  int parts;      // of the rows: a power of two up to kMaxCluster
+  int parts;      // of the rows: a power of two up to kMaxCluster, or 9
   bool few_rows;  // at most 128 in each part; with 8 heads two thread blocks then share a multiprocessor
 };
 /// Null where the other kernel is faster, which takes so many hundredths of a microsecond. most_rows: of any token.
