@@ -3,9 +3,8 @@
 // the loaders go on into the next round's rows while scorer and adder are at the last tiles of the one before; the
 // loaders bring the next queries once the last scores are there, while those store their output. For attend.cu alone.
 //
-// H200, 2026-11-16, 1,024 tokens: 128 rows 104 to 77 us, but 640 chosen rows 259 to 265. A tile takes 5,400 clocks
-// instead of 4,470: finding its rows is three quarters of the time of the two warps that do it (ncu), since what they
-// know of a round lies in shared memory and each look waits behind the loaders' stores.
+// H200, 2026-11-16, 1,024 tokens: 128 rows 104 to 78 us, 640 chosen rows 257 to 243, 8,320 rows 2,492 to 2,467. What is
+// known of a round is read once per tile: each look into shared memory waits behind the loaders' stores.
 #pragma once
 
 #include "backend/cuda/attend_ahead.cuh"
