@@ -86,7 +86,7 @@ void add_case(Bench& bench, GpuCache& cache, OutputPool& outputs, const GatherCa
   row.us /= static_cast<double>(kRounds * c.layers.size());
   row.bytes = c.bytes;
   row.floor_us = bench.copy_us(c.bytes);
-  if (!c.one_output) row.aim = {Aim::Kind::least_share, kShare};
+  row.aim = {Aim::Kind::least_share, kShare};
   bench.add(row);
 }
 
