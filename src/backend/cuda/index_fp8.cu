@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 // --- scores and selection
 
 // A cluster takes a token of up to kRowNumbers keys, as in index_mxfp4.cu; its first block selects. Keys on their way
-// leave no room for scores in shared memory: they go by L2.
+// leave no room for scores in shared memory: they go by L2. What is in doubt all blocks score again, each its part.
 
 using Near = NearShared<kScoreThreads>;
 constexpr int kMostBlocks = kRowNumbers / kWarpKeys;  // of a row of the block table
@@ -253,6 +253,25 @@ union TopkShared {
   Near near;  // in place of queries and keys
 };
 static_assert(sizeof(Near) <= offsetof(Shared, weights) && sizeof(TopkShared) <= 227 << 10);
+
+/// Scores every blocks-th key that the cluster's first block has listed, from the rank-th on, for it. The cluster's
+/// barriers are those of call_help and of the end.
+__device__ void help_first(TopkShared& s, const TokenKeys& keys, int blocks, int rank) {
+  arrive_cluster();
+  wait_cluster();  // the list is there
+  Near& first = shared_of(s, 0).near;
+  score_listed(s.near, keys, s.near.listed, 1, [&](int i, std::uint32_t key) { first.keys[i * blocks + rank] = key; });
+  arrive_cluster();
+}
+
+/// Shares the first `listed` of s.near.entries out; there is a barrier before. 0: no help is needed.
+__device__ void call_help(TopkShared& s, int blocks, int listed) {
+  const int i = static_cast<int>(threadIdx.x);
+  static_assert(kFew <= kScoreThreads);
+  if (i < listed && i % blocks > 0) shared_of(s, i % blocks).near.entries[i / blocks] = s.near.entries[i];
+  if (i > 0 && i < blocks) shared_of(s, i).near.listed = (listed - i + blocks - 1) / blocks;
+  arrive_cluster();
+}
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
@@ -280,7 +299,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   wait_cluster();
   if (threadIdx.x == 0) shared_of(s, 0).largest[rank] = share.count > 0 ? s.scorer.largest : 0;
   arrive_cluster();
-  if (rank > 0) return;
+  if (rank > 0) wait_cluster();  // the first block's queries are there
   Near& near = s.near;
   near.row.selection.clear();
   const int thread = static_cast<int>(threadIdx.x), table_blocks = tile.p.step.blocks_per_request;
@@ -289,6 +308,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   if (thread < table_blocks) block = tile.p.step.block_table[std::int64_t{record.row} * table_blocks + thread];
   const float per_scale = load_queries(near, tile, token);
   if (thread < table_blocks) s.table[thread] = block;
+  const TokenKeys keys{tile, s.table};
+  if (rank > 0) return help_first(s, keys, blocks, rank);
   wait_cluster();
 
   float held[Near::Row::kHeld];
@@ -296,14 +317,25 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   load_numbers(row, count, held);
   const int lane = thread % 32;
   put_margin(near, per_scale, __reduce_max_sync(kAllLanes, lane < blocks ? s.largest[lane] : 0));
-  const TokenKeys keys{tile, s.table};
   const HeldSource<Near::Row> source{held, count};
   Scan scan(near.row.selection);
   const Bounds bounds = find_bounds(near.row, source);
   const Margin margin = join_margin(near);
-  if (!margin.holds) return select_slowly(near, keys, row, count, Doubt(), choice);
-  const Doubt doubt = find_doubt(near.row.selection, scan, source, bounds, top, margin.size);
-  if (write_best(near, scan, source, doubt, keys, choice)) return;
+  Doubt doubt;
+  if (margin.holds) {
+    doubt = find_doubt(near.row.selection, scan, source, bounds, top, margin.size);
+    const auto score = [&](int listed) {
+      __syncthreads();
+      if (blocks > 1) {
+        call_help(s, blocks, listed);
+        wait_cluster();
+      }
+      score_listed(near, keys, listed, blocks, [&](int i, std::uint32_t key) { near.keys[i] = key; });
+      if (blocks > 1) sync_cluster();
+    };
+    if (write_best(near, scan, source, doubt, choice, score)) return;
+  }
+  if (blocks > 1) call_help(s, blocks, 0);
   __syncthreads();
   select_slowly(near, keys, row, count, doubt, choice);
 }

@@ -49,7 +49,9 @@ __global__ void __launch_bounds__(kThreads, 1) select_near_row(const __grid_cons
   const auto select = [&](const auto& from, const Bounds& bounds) {
     doubt = find_doubt(selection, scan, from, bounds, top, margin.size);
     found = true;
-    written = write_best(s, scan, from, doubt, keys, choice);
+    written = write_best(s, scan, from, doubt, choice, [&](int listed) {
+      score_listed(s, keys, listed, 1, [&](int i, std::uint32_t key) { s.keys[i] = key; });
+    });
   };
   if (whole)
     select(source, all);

@@ -29,7 +29,7 @@
 namespace kv4::cuda {
 
 constexpr int kOctets = kWidth / kOctet;
-constexpr int kBatch = 64;  // keys scored again at a time
+constexpr int kBatch = 64, kEachKeys = 4;  // keys scored again at a time, by a warp
 constexpr float kMostCode = 448.0f, kTiny = 0x1p-80f;
 constexpr int kOtherRoundings = 48;
 constexpr int kStepParts = 4;
@@ -51,6 +51,7 @@ struct NearShared {
   // Near T, and their defined scores.
   std::int32_t entries[kFew];
   std::uint32_t keys[kFew];
+  int listed;  // of entries, in a block that helps another
 };
 
 /// A token's keys.
@@ -128,13 +129,13 @@ __device__ Margin join_margin(const S& s) {
   return {size, largest <= kMostScale && per_scale < 0x1p100f && size < 0x1p60f};
 }
 
-/// Of the first `count` keys. A thread has two heads and four keys, a warp all heads. With enough registers the next
-/// channels are under way while these are multiplied.
-template <class S>
+/// Of the first `count` keys. A thread has two heads and kEachKeys keys, a warp all heads. With enough registers the
+/// next channels are under way while these are multiplied.
+template <int kEachKeys, class S>
 __device__ void make_dots(S& s, int count) {
-  constexpr int kEachHeads = 2, kEachKeys = 4, kLanes = kHeads / kEachHeads, kSteps = kWidth / 4;
+  constexpr int kEachHeads = 2, kLanes = kHeads / kEachHeads, kSteps = kWidth / 4;
   constexpr int kAhead = S::kThreads <= 512 ? 1 : 0, kBuffers = 2;
-  static_assert(kLanes == 32 && kSteps % kBuffers == 0 && S::kThreads / 32 * kEachKeys >= kBatch);
+  static_assert(kLanes == 32 && kSteps % kBuffers == 0);
   const int head = static_cast<int>(threadIdx.x) % kLanes, first = static_cast<int>(threadIdx.x) / kLanes * kEachKeys;
   if (first >= count) return;
   float dots[kEachKeys][kEachHeads] = {};
@@ -190,7 +191,11 @@ __device__ void score_again(S& s, const TokenKeys& keys, int count, EntryOf&& en
     to[1] = {x[4], x[5], x[6], x[7]};
   }
   __syncthreads();
-  make_dots(s, count);
+  static_assert(S::kThreads / 32 * kEachKeys >= kBatch);
+  if (S::kThreads <= 512 && count <= 2 * kEachKeys)  // of a cluster's blocks each has few
+    make_dots<kEachKeys / 2>(s, count);
+  else
+    make_dots<kEachKeys>(s, count);
   __syncthreads();
   const int key = static_cast<int>(threadIdx.x) / ops::kChains, chain = static_cast<int>(threadIdx.x) % ops::kChains;
   if (key >= (count + 7) / 8 * 8) return;  // whole warps
@@ -252,10 +257,24 @@ __device__ __noinline__ void select_slowly(S& s, const TokenKeys& keys, float* r
   select_from_row(s.row.selection, row, count, Bounds(), choice);
 }
 
-/// What is in, and the best of what is in doubt. False: too much is.
-template <class S, class Source>
+/// Calls put(i, key) with the order of the defined scores of s.entries[i], for every step-th i of `listed`. There is a
+/// barrier before.
+template <class S, class Put>
+__device__ void score_listed(S& s, const TokenKeys& keys, int listed, int step, Put&& put) {
+  const int mine = (listed + step - 1) / step;
+  for (int first = 0; first < mine; first += kBatch) {
+    __syncthreads();
+    score_again(
+        s, keys, min(kBatch, mine - first), [&](int i) { return s.entries[(first + i) * step]; },
+        [&](int i, float score) { put((first + i) * step, ops::score_order(score)); });
+  }
+}
+
+/// What is in, and the best of what is in doubt. False: too much is. score(listed) puts the orders of the defined
+/// scores of s.entries into s.keys; barriers come before and after.
+template <class S, class Source, class Score>
 __device__ bool write_best(S& s, Scan<Selection<S::kThreads>>& scan, const Source& source, const Doubt& doubt,
-                           const TokenKeys& keys, const Choice& choice) {
+                           const Choice& choice, Score&& score) {
   std::uint32_t in = 0, in_doubt = 0, at = 1;
   source.for_each([&](float near, std::int32_t) {  // absent ones are NaN
     if (near > doubt.high) in |= at;
@@ -274,12 +293,7 @@ __device__ bool write_best(S& s, Scan<Selection<S::kThreads>>& scan, const Sourc
   for (; in != 0; in &= in - 1) chosen[place++] = source.entry(__ffs(static_cast<int>(in)) - 1);
   for (; in_doubt != 0; in_doubt &= in_doubt - 1)
     s.entries[listed_place++] = source.entry(__ffs(static_cast<int>(in_doubt)) - 1);
-  for (int first = 0; first < listed; first += kBatch) {
-    __syncthreads();
-    score_again(
-        s, keys, min(kBatch, listed - first), [&](int i) { return s.entries[first + i]; },
-        [&](int i, float score) { s.keys[first + i] = ops::score_order(score); });
-  }
+  score(listed);
   __syncthreads();
   const int lane = static_cast<int>(threadIdx.x % 32);
   for (int i = static_cast<int>(threadIdx.x / 32); i < listed; i += S::Row::kWarps) {
