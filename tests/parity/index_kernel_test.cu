@@ -257,7 +257,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
   int visible(const ops::StepRecord& token) const { return token.padded() ? 0 : (token.position + 1) / kRatio; }
 
   // Near scores, which index_topk leaves in its workspace, against the defined ones: a matrix unit that kept fewer bits
-  // than the margin of topk_near.cu takes for granted would be seen here, on products that lie far apart.
+  // than the margin of topk_near.cuh takes for granted would be seen here, on products that lie far apart.
   void check_near(const Bytes& workspace, const std::vector<float>& defined, std::int64_t stride) const {
     const std::int64_t near_stride = (std::int64_t{blocks_per_request_} * c_.rows_per_block + 63) / 64 * 64;
     for (std::size_t t = 0; t < tokens_.size(); ++t)
@@ -492,6 +492,24 @@ std::vector<Case> make_cases() {
   add_near("long", [](Case& c) { c.lengths = {140000, 60000, 34000}, c.counts = {1, 1, 1}, c.heads = 2, c.top = 512; });
   add_near("long_equal", [](Case& c) { c.lengths = {40000}, c.counts = {1}, c.heads = 2, c.data = Data::repeated; });
   add_near("tiles", [](Case& c) { c.lengths = {0, 517}, c.counts = {70, 30}, c.top = 16, c.tile_tokens = 33; });
+  const auto add_near_batch = [&](const std::string& name, int tokens, auto&& change) {  // of one launch, as above
+    add_near(name + "_batch_" + std::to_string(tokens), [&](Case& c) {
+      c.heads = 3;
+      c.lengths.clear(), c.counts.clear();
+      const int by = tokens < 32 ? 3 : 1;
+      for (int i = 0; i < tokens; ++i) c.lengths.push_back((i + 1) * 5003 % 8192 * by), c.counts.push_back(1);
+      change(c);
+    });
+  };
+  for (const int tokens : {15, 27, 31, 63, 127})
+    add_near_batch("normal", tokens, [&](Case& c) { c.near_roundings = tokens == 15 ? 32 : 0; });
+  for (const int tokens : {15, 63}) {
+    add_near_batch("given", tokens, [](Case& c) { c.q = DType::u8, c.heads = 16; });
+    add_near_batch("nan", tokens, [](Case& c) { c.data = Data::spread; });
+    add_near_batch("extreme", tokens, [](Case& c) { c.data = Data::extreme; });
+    add_near_batch("equal", tokens, [](Case& c) { c.data = Data::repeated, c.top = 512; });
+    add_near_batch("codes", tokens, [](Case& c) { c.data = Data::codes, c.q = DType::u8, c.top = 1; });
+  }
   return cases;
 }
 

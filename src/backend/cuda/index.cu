@@ -88,6 +88,7 @@ cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
     tile.is_scored = true;
     if (const IndexTile near = make_near(tile);
         params.scores == nullptr && can_score_near(params) && can_hold_maxima(near)) {
+      if (const int blocks = near_topk_blocks(near); blocks > 0) return topk_near(near, blocks, stream);
       const cudaError_t status = score_near(near, stream);
       return status == cudaSuccess ? select_near(near, stream) : status;
     }

@@ -1,10 +1,10 @@
 // Near scores of fp8 keys of 128 channels on Hopper, by matrix products, for a top-k that makes up for what they lack
-// (topk_near.cu): the defined sums are fp32 fma in the order of channels, which a matrix unit does not follow.
+// (topk_near.cuh): the defined sums are fp32 fma in the order of channels, which a matrix unit does not follow.
 //
 // Every e4m3 is exact in fp16, and so are products of two in fp32; what differs from the defined score are roundings of
-// sums, bounded in topk_near.cu. Scales come off: a head's goes into its weight, a key's is applied to the total. A key
-// of a code that is NaN scores 0 here as there, for NaN is no product above 0. A key whose scale is no normal number of
-// ordinary size makes its token one that is scored again key by key: kOddScale in place of the largest scale.
+// sums, bounded in topk_near.cuh. Scales come off: a head's goes into its weight, a key's is applied to the total. A
+// key of a code that is NaN scores 0 here as there, for NaN is no product above 0. A key whose scale is no normal
+// number of ordinary size makes its token one that is scored again key by key: kOddScale in place of the largest scale.
 //
 // Queries are encoded as keys are, eight lanes per head. Units of keys are scored as in index_mxfp4.cu, but with fp16
 // operands: a tile of 64 keys x 64 heads is 8 wgmma of m64n64k16. Lane c of a quad loads 16 bytes of each half of its
@@ -16,9 +16,11 @@
 // the matrix unit 51 %, at 1.62 GHz.
 #include <cstdint>
 
+#include "backend/cuda/cluster.cuh"
 #include "backend/cuda/index_near.cuh"
 #include "backend/cuda/index_units.cuh"
 #include "backend/cuda/row_decode.cuh"
+#include "backend/cuda/topk_near.cuh"
 
 namespace kv4::cuda {
 namespace {
@@ -144,8 +146,10 @@ __device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kCha
   }
 }
 
-/// Units of one token: the queries' part of Shared is written anew.
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share) {
+/// Units of one token: the queries' part of Shared is written anew. Then s.largest is known to all threads. note() is
+/// called by one of them while keys and queries are on their way.
+template <bool kMaxima, class Note>
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, Note&& note) {
   const int scored = share.scored;
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
@@ -156,7 +160,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   keys.begin();
   if (threadIdx.x == 0) {
     s.largest = 0;
-    s.ordinal = ordinal_of(share);
+    note();
   }
   prepare_queries(s, tile, raw, share.token, thread, share.unit == 0);
 #if __CUDA_ARCH__ >= 900
@@ -169,7 +173,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
   int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
   float* to = tile.row(share.token) + key;
-  float* const maxima = maxima_of(tile, share.token, scored);
+  float* const maxima = kMaxima ? maxima_of(tile, share.token, scored) : nullptr;
   const int group = group_size(scored);
   // Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
   const std::uint32_t chunk_at = 128 * (lane / kQuad) + 16 * (c ^ (lane / kQuad % 2 * 4));
@@ -209,12 +213,6 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   largest = __reduce_max_sync(kAllLanes, largest);
   if (lane == 0) atomicMax(&s.largest, largest);
   __syncthreads();  // the queries may change
-  if (threadIdx.x == 0) {
-    const int ordinal = s.ordinal;
-    LargestScales& scales = *tile.largest_scales(share.token);
-    scales.of_share[ordinal] = s.largest;
-    if (share.unit + share.count == units_of(scored)) scales.shares = ordinal + 1;
-  }
 }
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
@@ -229,7 +227,117 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   let_next_start();
   for_each_share(
       s.share, tile, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
-      [&](const Share& share) { score_units(s, tile, pages, share); });
+      [&](const Share& share) {
+        score_units<true>(s, tile, pages, share, [&] { s.ordinal = ordinal_of(share); });
+        if (threadIdx.x > 0) return;
+        const int ordinal = s.ordinal;
+        LargestScales& scales = *tile.largest_scales(share.token);
+        scales.of_share[ordinal] = s.largest;
+        if (share.unit + share.count == units_of(share.scored)) scales.shares = ordinal + 1;
+      });
+}
+
+// --- scores and selection
+
+// A cluster takes a token of up to kRowNumbers keys, as in index_mxfp4.cu; its first block selects. Keys on their way
+// leave no room for scores in shared memory: they go by L2. What is in doubt all blocks score again, each its part.
+
+using Near = NearShared<kScoreThreads>;
+constexpr int kMostBlocks = kRowNumbers / kWarpKeys;  // of a row of the block table
+union TopkShared {
+  struct {
+    Shared scorer;
+    std::uint32_t largest[kMostClusterBlocks];  // scales of the cluster's blocks, in the first one
+    std::int32_t table[kMostBlocks];            // of the token's request
+  };
+  Near near;  // in place of queries and keys
+};
+static_assert(sizeof(Near) <= offsetof(Shared, weights) && sizeof(TopkShared) <= 227 << 10);
+
+/// Scores every blocks-th key that the cluster's first block has listed, from the rank-th on, for it. The cluster's
+/// barriers are those of call_help and of the end.
+__device__ void help_first(TopkShared& s, const TokenKeys& keys, int blocks, int rank) {
+  arrive_cluster();
+  wait_cluster();  // the list is there
+  Near& first = shared_of(s, 0).near;
+  score_listed(s.near, keys, s.near.listed, 1, [&](int i, std::uint32_t key) { first.keys[i * blocks + rank] = key; });
+  arrive_cluster();
+}
+
+/// Shares the first `listed` of s.near.entries out; there is a barrier before. 0: no help is needed.
+__device__ void call_help(TopkShared& s, int blocks, int listed) {
+  const int i = static_cast<int>(threadIdx.x);
+  static_assert(kFew <= kScoreThreads);
+  if (i < listed && i % blocks > 0) shared_of(s, i % blocks).near.entries[i / blocks] = s.near.entries[i];
+  if (i > 0 && i < blocks) shared_of(s, i).near.listed = (listed - i + blocks - 1) / blocks;
+  arrive_cluster();
+}
+
+__global__ void __launch_bounds__(kScoreThreads, 1)
+    topk_of_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  TopkShared& s = *reinterpret_cast<TopkShared*>(bytes);
+  arrive_cluster();
+  touch(tile);
+  touch(pages);
+  const int token = static_cast<int>(blockIdx.x) / blocks, rank = block_in_cluster();
+  fetch_queries(tile, token, 0, kHeads);
+  fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(
+      share_of_cluster(tile, token, blocks, load_record_again(record_of(tile, token))), pages,
+      static_cast<int>(threadIdx.x / 32));
+  wait_for_previous();
+  let_next_start();
+  const ops::StepRecord record = load_record(record_of(tile, token));
+  const int count = tile.visible(record), top = tile.p.top;
+  const Choice choice{tile, token, record.row};
+  if (count <= top) {
+    if (rank == 0) take_whole(choice, count);
+    return;
+  }
+  const Share share = share_of_cluster(tile, token, blocks, record);
+  if (share.count > 0) score_units<false>(s.scorer, tile, pages, share, [] {});
+  wait_cluster();
+  if (threadIdx.x == 0) shared_of(s, 0).largest[rank] = share.count > 0 ? s.scorer.largest : 0;
+  arrive_cluster();
+  if (rank > 0) wait_cluster();  // the first block's queries are there
+  Near& near = s.near;
+  near.row.selection.clear();
+  const int thread = static_cast<int>(threadIdx.x), table_blocks = tile.p.step.blocks_per_request;
+  static_assert(kMostBlocks <= kScoreThreads);
+  std::int32_t block = -1;
+  if (thread < table_blocks) block = tile.p.step.block_table[std::int64_t{record.row} * table_blocks + thread];
+  const float per_scale = load_queries(near, tile, token);
+  if (thread < table_blocks) s.table[thread] = block;
+  const TokenKeys keys{tile, s.table};
+  if (rank > 0) return help_first(s, keys, blocks, rank);
+  wait_cluster();
+
+  float held[Near::Row::kHeld];
+  float* const row = tile.row(token);
+  load_numbers(row, count, held);
+  const int lane = thread % 32;
+  put_margin(near, per_scale, __reduce_max_sync(kAllLanes, lane < blocks ? s.largest[lane] : 0));
+  const HeldSource<Near::Row> source{held, count};
+  Scan scan(near.row.selection);
+  const Bounds bounds = find_bounds(near.row, source);
+  const Margin margin = join_margin(near);
+  Doubt doubt;
+  if (margin.holds) {
+    doubt = find_doubt(near.row.selection, scan, source, bounds, top, margin.size);
+    const auto score = [&](int listed) {
+      __syncthreads();
+      if (blocks > 1) {
+        call_help(s, blocks, listed);
+        wait_cluster();
+      }
+      score_listed(near, keys, listed, blocks, [&](int i, std::uint32_t key) { near.keys[i] = key; });
+      if (blocks > 1) sync_cluster();
+    };
+    if (write_best(near, scan, source, doubt, choice, score)) return;
+  }
+  if (blocks > 1) call_help(s, blocks, 0);
+  __syncthreads();
+  select_slowly(near, keys, row, count, doubt, choice);
 }
 
 }  // namespace
@@ -246,6 +354,17 @@ cudaError_t score_near(const IndexTile& tile, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const unsigned blocks = std::min(score_blocks(tile), static_cast<unsigned>(LargestScales::kMostShares));
   return launch<sizeof(Shared)>(score_fp8_keys, blocks, kScoreThreads, stream, tile, make_pages(tile));
+}
+
+int near_topk_blocks(const IndexTile& tile) { return cluster_blocks(tile); }
+
+cudaError_t topk_near(const IndexTile& tile, int blocks, cudaStream_t stream) {
+  const cudaError_t status = cudaFuncSetAttribute(topk_of_fp8_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  static_cast<int>(sizeof(TopkShared)));
+  if (status != cudaSuccess) return status;
+  const unsigned size = static_cast<unsigned>(blocks);
+  return launch_clusters<sizeof(TopkShared)>(topk_of_fp8_keys, size, size * static_cast<unsigned>(tile.count),
+                                             kScoreThreads, stream, tile, make_pages(tile), blocks);
 }
 
 }  // namespace kv4::cuda

@@ -537,13 +537,6 @@ struct TopkShared {
 };
 static_assert(sizeof(TopkShared) <= 227 << 10);
 
-/// This block's part of its cluster's token.
-__device__ Share share_of_cluster(const IndexTile& tile, int token, int blocks, const ops::StepRecord& record) {
-  const int scored = tile.scored(record), units = units_of(scored), rank = block_in_cluster();
-  const int each = units / blocks, rest = units % blocks;
-  return {token, rank * each + min(rank, rest), each + (rank < rest ? 1 : 0), record.row, scored, 0, 0};
-}
-
 __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
   extern __shared__ __align__(1024) unsigned char bytes[];
@@ -598,22 +591,7 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   return launch<sizeof(Shared)>(kernel, blocks, kScoreThreads, stream, tile, make_pages(tile));
 }
 
-int topk_blocks(const IndexTile& tile) {
-  if (!can_score_mxfp4(tile.p) || max_entries(tile.p) > kRowNumbers) return 0;
-  // So many clusters run at once on an H200.
-  struct Fit {
-    int blocks, clusters;
-  };
-  constexpr int kOf = 132;
-  constexpr Fit kFits[] = {{6, 16}, {4, 28}, {3, 32}, {2, 66}, {1, 132}};
-  const int all = multiprocessors(), count = tile.count;
-  for (const Fit& fit : kFits)
-    if (count * kOf <= fit.clusters * all) {
-      const bool keep_busy = fit.blocks == 1 ? 10 * count >= 9 * all : 2 * fit.blocks * count > all;
-      return keep_busy ? fit.blocks : 0;
-    }
-  return 0;
-}
+int topk_blocks(const IndexTile& tile) { return can_score_mxfp4(tile.p) ? cluster_blocks(tile) : 0; }
 
 cudaError_t topk_mxfp4(const IndexTile& tile, int blocks, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(topk_of_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,

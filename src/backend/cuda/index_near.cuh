@@ -1,4 +1,4 @@
-// Near scores of fp8 keys: what their scorer (index_fp8.cu) and the selection that corrects them (topk_near.cu) agree
+// Near scores of fp8 keys: what their scorer (index_fp8.cu) and the selection that corrects them (topk_near.cuh) agree
 // on.
 #pragma once
 

@@ -85,6 +85,9 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);
 bool can_score_near(const ops::IndexParams& p);
 cudaError_t score_near(const IndexTile& tile, cudaStream_t stream);
 cudaError_t select_near(const IndexTile& tile, cudaStream_t stream);
+/// In one launch, so many blocks for each token; 0: by the two calls.
+int near_topk_blocks(const IndexTile& tile);
+cudaError_t topk_near(const IndexTile& tile, int blocks, cudaStream_t stream);
 
 /// An encoded query: two bytes per channel at most, then its scales.
 constexpr int kQueryScaleRoom = 32;

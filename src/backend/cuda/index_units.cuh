@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "backend/cuda/cluster.cuh"
 #include "backend/cuda/index_tile.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_encode.cuh"
@@ -16,6 +17,7 @@ namespace kv4::cuda {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kQuad = 4, kKeyScaleBytes = 4;
 constexpr int kScoreThreads = 512, kScoreWarps = kScoreThreads / 32, kWarpgroups = kScoreThreads / 128;
+constexpr int kMostClusterBlocks = 6;
 constexpr int kEvenUnits = 256;  // of a block, up to which it is worth a few multiprocessors that do nothing
 constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: keys of a quad in a unit
 
@@ -161,6 +163,13 @@ __device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Prefetch&& p
     const ops::StepRecord record = load_record(record_of(tile, next));
     share = {next, 0, left, record.row, tile.scored(record), 0, 0};
   }
+}
+
+/// This block's part of its cluster's token.
+__device__ inline Share share_of_cluster(const IndexTile& tile, int token, int blocks, const ops::StepRecord& record) {
+  const int scored = tile.scored(record), units = units_of(scored), rank = block_in_cluster();
+  const int each = units / blocks, rest = units % blocks;
+  return {token, rank * each + min(rank, rest), each + (rank < rest ? 1 : 0), record.row, scored, 0, 0};
 }
 
 // --- queries
@@ -513,6 +522,25 @@ inline unsigned score_blocks(const IndexTile& tile) {
   const std::int64_t all = std::clamp<std::int64_t>(units, 1, std::max(multiprocessors() - selecting, 1));
   const std::int64_t even = all / tile.count * tile.count;
   return static_cast<unsigned>(20 * even >= 19 * all && units <= kEvenUnits * all ? even : all);
+}
+
+/// Of clusters that take a token of up to kRowNumbers keys each, with the selection: how many thread blocks; 0 where
+/// two launches are better or have to be.
+inline int cluster_blocks(const IndexTile& tile) {
+  if (max_entries(tile.p) > kRowNumbers) return 0;
+  // So many clusters run at once on an H200.
+  struct Fit {
+    int blocks, clusters;
+  };
+  constexpr int kOf = 132;
+  constexpr Fit kFits[] = {{kMostClusterBlocks, 16}, {4, 28}, {3, 32}, {2, 66}, {1, 132}};
+  const int all = multiprocessors(), count = tile.count;
+  for (const Fit& fit : kFits)
+    if (count * kOf <= fit.clusters * all) {
+      const bool keep_busy = fit.blocks == 1 ? 10 * count >= 9 * all : 2 * fit.blocks * count > all;
+      return keep_busy ? fit.blocks : 0;
+    }
+  return 0;
 }
 
 }  // namespace kv4::cuda
