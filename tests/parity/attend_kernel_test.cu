@@ -648,9 +648,9 @@ bool is_hopper() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
 }
 
-constexpr cuda::SmallSplit kSmallSplits[] = {{8, 8, true},   {8, 9, true},   {8, 16, true},  {8, 1, false},
-                                             {8, 2, false},  {8, 9, false},  {8, 16, false}, {16, 1, false},
-                                             {16, 4, false}, {16, 8, false}, {16, 9, false}, {16, 16, false}};
+constexpr cuda::SmallSplit kSmallSplits[] = {{8, 16, 1}, {8, 8, 2},  {8, 9, 2},  {8, 16, 2}, {8, 1, 3},
+                                             {8, 2, 3},  {8, 9, 3},  {8, 16, 3}, {16, 1, 3}, {16, 4, 3},
+                                             {16, 8, 3}, {16, 9, 3}, {16, 16, 3}};
 
 TEST_F(AttendKernel, EverySmallSplit) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
@@ -669,15 +669,41 @@ TEST_F(AttendKernel, EverySmallSplit) {
     }
 }
 
+TEST_F(AttendKernel, OneTileOfEveryLength) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const int rows : {1, 16, 17, 40, 64, 65, 80}) {  // of a part, at most
+    SCOPED_TRACE(rows);
+    Case c = entries_case(4, 0);
+    c.heads = 20;
+    c.requests = {{2900, 1}, {0, 0}, {300, 1}, {0, 1}};
+    c.out_type = DType::bf16;
+    for (const int parts : {1, 2, 8, 16}) {
+      if (rows * parts <= c.window) continue;
+      c.small = cuda::SmallSplit{8, parts, 1};
+      c.chosen = rows * parts - c.window;
+      run(c);
+    }
+    c = window_case();
+    c.heads = 16;
+    c.window = rows;
+    c.small = cuda::SmallSplit{8, 1, 1};
+    run(c);
+  }
+}
+
 TEST_F(AttendKernel, FewTokensOfEveryKind) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::SmallSplit& split : {cuda::SmallSplit{8, 4, true}, cuda::SmallSplit{16, 2, false}}) {
-    SCOPED_TRACE(testing::Message() << split.heads << " heads");
+  for (const cuda::SmallSplit& split :
+       {cuda::SmallSplit{8, 8, 1}, cuda::SmallSplit{8, 4, 2}, cuda::SmallSplit{16, 2, 3}}) {
+    SCOPED_TRACE(testing::Message() << split.heads << " heads, " << split.stages << " stages");
     Case c = entries_case(4, 0);
     c.heads = 24;
     c.small = split;
     c.late_records = true;
     run(c);
+    c.chosen = 200;
+    run(c);
+    c.chosen = 0;
     c.late_records = false;
     c.requests = {{250, 10, false}, {0, 3, false}, {0, 0}, {9, 2, true}};
     run(c);
