@@ -318,13 +318,15 @@ void add_attend_split_rows(Bench& bench) {
       for (const cuda::AttendSplit& split : large_splits(shape, batch))
         add(name_of(split),
             [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
-      for (const cuda::SmallSplit split : {cuda::SmallSplit{8, 0, true}, {8, 0, false}, {16, 0, false}})
+      for (const cuda::SmallSplit split : {cuda::SmallSplit{8, 0, 1}, {8, 0, 2}, {8, 0, 3}, {16, 0, 3}})
         for (const int parts : {1, 2, 4, 8, 9, 16}) {
           const int blocks = batch * shape.heads / split.heads * parts, rows = (kWindow + shape.entries) / parts;
-          if (blocks > 1100 || blocks < 32 || rows > 1100 || (split.few_rows && rows > 128)) continue;
-          add(fmt::format("small, {} heads, {} parts{}", split.heads, parts, split.few_rows ? ", few rows" : ""),
+          if (blocks > 1100 || blocks < 32 || rows > (split.stages == 1 ? 80 : split.stages == 2 ? 128 : 1100))
+            continue;
+          if (split.stages == 1 && parts == 9) continue;
+          add(fmt::format("small, {} heads, {} parts, {} stages", split.heads, parts, split.stages),
               [&](const ops::AttendParams& p, cudaStream_t stream) {
-                return cuda::attend_small(p, {split.heads, parts, split.few_rows}, stream);
+                return cuda::attend_small(p, {split.heads, parts, split.stages}, stream);
               });
         }
     }

@@ -116,17 +116,18 @@ struct Case {
   bool sink = true, turn_back = false;
   DType q_type = DType::bf16, out_type = DType::f32;
   float q_size = 2.0f;
-  int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
-  std::optional<cuda::AttendSplit> split = {};  // of the tuned kernel
-  std::optional<cuda::SmallSplit> small = {};   // of the one for few tokens
-  int workspace_blocks = 0;                     // thread blocks that may leave something in a workspace
-  bool late_records = false;                    // written while attend may have started already
-  int slot_window = 0, slot_entries = 0;        // lists of that many instead of what the step says
+  int least_exponent = 0, most_exponent = 0;      // a row is multiplied by a power of two between these
+  std::optional<cuda::AttendSplit> split = {};    // of the tuned kernel
+  std::optional<cuda::SmallSplit> small = {};     // of the one for few tokens
+  int workspace_blocks = 0;                       // thread blocks that may leave something in a workspace
+  bool late_records = false, late_table = false;  // written while attend may have started already
+  int slot_window = 0, slot_entries = 0;          // lists of that many instead of what the step says
   unsigned seed = 1;
 };
 
-/// Lets the next kernel start long before the records are there.
-__global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int count) {
+/// Lets the next kernel start long before what it reads is there.
+template <class T>
+__global__ void write_late(const T* from, T* to, int count) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -186,9 +187,9 @@ class Problem {
     std::vector<std::uint16_t> half(q_.size());
     std::transform(q_.begin(), q_.end(), half.begin(), codec::bf16_bits);
     const Twin<std::uint16_t> q16(half);
-    const Twin<ops::StepRecord> records(records_), late_records(other_records());
-    const Twin<std::int32_t> table(table_), chosen(chosen_), window_slots(window_slots_), entry_slots(entry_slots_),
-        entry_lens(entry_lens_);
+    const Twin<ops::StepRecord> records(records_), late_records(others(records_));
+    const Twin<std::int32_t> table(table_), late_table(others(table_)), chosen(chosen_), window_slots(window_slots_),
+        entry_slots(entry_slots_), entry_lens(entry_lens_);
     constexpr std::int64_t kPositions = 1 << 14;
     const Twin<double> angles(build_rope_angles(RopeSpec{}, c_.shape.tail, kPositions));
 
@@ -237,6 +238,10 @@ class Problem {
     if (c_.late_records) {
       p.step.tokens = late_records.there();
       write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
+    }
+    if (c_.late_table) {
+      p.step.block_table = late_table.there();
+      write_late<<<1, 32>>>(table.there(), late_table.there(), static_cast<int>(table_.size()));
     }
     EXPECT_EQ(c_.split   ? cuda::attend_split(p, *c_.split, nullptr)
               : c_.small ? cuda::attend_small(p, *c_.small, nullptr)
@@ -300,10 +305,10 @@ class Problem {
 
  private:
   /// Of the same pools, but each of another token.
-  std::vector<ops::StepRecord> other_records() const {
-    std::vector<ops::StepRecord> others = records_;
-    std::rotate(others.begin(), others.begin() + 1, others.end());
-    return others;
+  template <class T>
+  static std::vector<T> others(std::vector<T> values) {
+    if (!values.empty()) std::rotate(values.begin(), values.begin() + 1, values.end());
+    return values;
   }
   double scale() const { return 1.0 / std::sqrt(static_cast<double>(c_.shape.width)); }
   int entries_of_all() const {
@@ -648,9 +653,9 @@ bool is_hopper() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
 }
 
-constexpr cuda::SmallSplit kSmallSplits[] = {{8, 8, true},   {8, 9, true},   {8, 16, true},  {8, 1, false},
-                                             {8, 2, false},  {8, 9, false},  {8, 16, false}, {16, 1, false},
-                                             {16, 4, false}, {16, 8, false}, {16, 9, false}, {16, 16, false}};
+constexpr cuda::SmallSplit kSmallSplits[] = {{8, 16, 1}, {8, 8, 2},  {8, 9, 2},  {8, 16, 2}, {8, 1, 3},
+                                             {8, 2, 3},  {8, 9, 3},  {8, 16, 3}, {16, 1, 3}, {16, 4, 3},
+                                             {16, 8, 3}, {16, 9, 3}, {16, 16, 3}};
 
 TEST_F(AttendKernel, EverySmallSplit) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
@@ -669,16 +674,48 @@ TEST_F(AttendKernel, EverySmallSplit) {
     }
 }
 
+TEST_F(AttendKernel, OneTileOfEveryLength) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const int rows : {1, 16, 17, 40, 64, 65, 80}) {  // of a part, at most
+    SCOPED_TRACE(rows);
+    Case c = entries_case(4, 0);
+    c.heads = 20;
+    c.requests = {{2900, 1}, {0, 0}, {300, 1}, {0, 1}};
+    c.out_type = DType::bf16;
+    for (const int parts : {1, 2, 8, 16}) {
+      if (rows * parts <= c.window) continue;
+      c.small = cuda::SmallSplit{8, parts, 1};
+      c.chosen = rows * parts - c.window;
+      run(c);
+    }
+    c = window_case();
+    c.heads = 16;
+    c.window = rows;
+    c.small = cuda::SmallSplit{8, 1, 1};
+    run(c);
+  }
+}
+
 TEST_F(AttendKernel, FewTokensOfEveryKind) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::SmallSplit& split : {cuda::SmallSplit{8, 4, true}, cuda::SmallSplit{16, 2, false}}) {
-    SCOPED_TRACE(testing::Message() << split.heads << " heads");
+  for (const cuda::SmallSplit& split :
+       {cuda::SmallSplit{8, 8, 1}, cuda::SmallSplit{8, 4, 2}, cuda::SmallSplit{16, 2, 3}}) {
+    SCOPED_TRACE(testing::Message() << split.heads << " heads, " << split.stages << " stages");
     Case c = entries_case(4, 0);
     c.heads = 24;
     c.small = split;
     c.late_records = true;
     run(c);
     c.late_records = false;
+    c.late_table = true;
+    run(c);
+    c.chosen = 200;
+    run(c);
+    c.late_table = false;
+    c.late_records = true;
+    run(c);
+    c.late_records = false;
+    c.chosen = 0;
     c.requests = {{250, 10, false}, {0, 3, false}, {0, 0}, {9, 2, true}};
     run(c);
     c.q_size = 3e-6f;  // logits of nothing, and queries below what fp16 has

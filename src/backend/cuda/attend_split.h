@@ -32,9 +32,11 @@ cudaError_t attend_split(const ops::AttendParams& params, const AttendSplit& spl
 
 /// How attend_small.cu divides a token.
 struct SmallSplit {
-  int heads;      // of a thread block: 8 or 16
-  int parts;      // of the rows: a power of two up to kMaxCluster, or 9
-  bool few_rows;  // at most 128 in each part; with 8 heads two thread blocks then share a multiprocessor
+  int heads;  // of a thread block: 8 or 16
+  int parts;  // of the rows: a power of two up to kMaxCluster, or 9 (not with one stage)
+  // Tiles of rows in shared memory: 1, for at most 80 rows in each part; 2, for at most 128; 3, for any number. 16
+  // heads have three. With fewer, two thread blocks share a multiprocessor.
+  int stages;
 };
 /// Null where the other kernel is faster, which takes so many hundredths of a microsecond. most_rows: of any token.
 std::optional<SmallSplit> small_split_of(const ops::AttendParams& params, std::int64_t most_rows, double other);
