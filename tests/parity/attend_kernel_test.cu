@@ -116,18 +116,17 @@ struct Case {
   bool sink = true, turn_back = false;
   DType q_type = DType::bf16, out_type = DType::f32;
   float q_size = 2.0f;
-  int least_exponent = 0, most_exponent = 0;      // a row is multiplied by a power of two between these
-  std::optional<cuda::AttendSplit> split = {};    // of the tuned kernel
-  std::optional<cuda::SmallSplit> small = {};     // of the one for few tokens
-  int workspace_blocks = 0;                       // thread blocks that may leave something in a workspace
-  bool late_records = false, late_table = false;  // written while attend may have started already
-  int slot_window = 0, slot_entries = 0;          // lists of that many instead of what the step says
+  int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
+  std::optional<cuda::AttendSplit> split = {};  // of the tuned kernel
+  std::optional<cuda::SmallSplit> small = {};   // of the one for few tokens
+  int workspace_blocks = 0;                     // thread blocks that may leave something in a workspace
+  bool late_records = false;                    // written while attend may have started already
+  int slot_window = 0, slot_entries = 0;        // lists of that many instead of what the step says
   unsigned seed = 1;
 };
 
-/// Lets the next kernel start long before what it reads is there.
-template <class T>
-__global__ void write_late(const T* from, T* to, int count) {
+/// Lets the next kernel start long before the records are there.
+__global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int count) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -187,9 +186,9 @@ class Problem {
     std::vector<std::uint16_t> half(q_.size());
     std::transform(q_.begin(), q_.end(), half.begin(), codec::bf16_bits);
     const Twin<std::uint16_t> q16(half);
-    const Twin<ops::StepRecord> records(records_), late_records(others(records_));
-    const Twin<std::int32_t> table(table_), late_table(others(table_)), chosen(chosen_), window_slots(window_slots_),
-        entry_slots(entry_slots_), entry_lens(entry_lens_);
+    const Twin<ops::StepRecord> records(records_), late_records(other_records());
+    const Twin<std::int32_t> table(table_), chosen(chosen_), window_slots(window_slots_), entry_slots(entry_slots_),
+        entry_lens(entry_lens_);
     constexpr std::int64_t kPositions = 1 << 14;
     const Twin<double> angles(build_rope_angles(RopeSpec{}, c_.shape.tail, kPositions));
 
@@ -238,10 +237,6 @@ class Problem {
     if (c_.late_records) {
       p.step.tokens = late_records.there();
       write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
-    }
-    if (c_.late_table) {
-      p.step.block_table = late_table.there();
-      write_late<<<1, 32>>>(table.there(), late_table.there(), static_cast<int>(table_.size()));
     }
     EXPECT_EQ(c_.split   ? cuda::attend_split(p, *c_.split, nullptr)
               : c_.small ? cuda::attend_small(p, *c_.small, nullptr)
@@ -305,10 +300,10 @@ class Problem {
 
  private:
   /// Of the same pools, but each of another token.
-  template <class T>
-  static std::vector<T> others(std::vector<T> values) {
-    if (!values.empty()) std::rotate(values.begin(), values.begin() + 1, values.end());
-    return values;
+  std::vector<ops::StepRecord> other_records() const {
+    std::vector<ops::StepRecord> others = records_;
+    std::rotate(others.begin(), others.begin() + 1, others.end());
+    return others;
   }
   double scale() const { return 1.0 / std::sqrt(static_cast<double>(c_.shape.width)); }
   int entries_of_all() const {
@@ -706,16 +701,10 @@ TEST_F(AttendKernel, FewTokensOfEveryKind) {
     c.small = split;
     c.late_records = true;
     run(c);
-    c.late_records = false;
-    c.late_table = true;
-    run(c);
     c.chosen = 200;
     run(c);
-    c.late_table = false;
-    c.late_records = true;
-    run(c);
-    c.late_records = false;
     c.chosen = 0;
+    c.late_records = false;
     c.requests = {{250, 10, false}, {0, 3, false}, {0, 0}, {9, 2, true}};
     run(c);
     c.q_size = 3e-6f;  // logits of nothing, and queries below what fp16 has

@@ -26,7 +26,6 @@
 #include <bit>
 #include <cstdint>
 #include <optional>
-#include <type_traits>
 
 #include "backend/cuda/launch.cuh"
 
@@ -116,10 +115,13 @@ class RowCopier {
     };
     const std::uint8_t *payload = give(place_.payload), *scale = give(place_.scale);
     if (tile >= job_.tiles() || row_ >= job_.steps(tile) * 16) return;
+    // One tile is two here, the second one short; a guess may have more rows.
+    const int row = S::kOneTile ? tile * kTile + row_ : row_;
+    if (S::kOneTile && row >= S::kRows) return;
     const bool there = payload != nullptr;
     if (!there) payload = scale = static_cast<const std::uint8_t*>(p_.q.data);  // an address: nothing is read
     const int bytes = there ? 16 : 0, stage = tile % S::kStages;
-    const std::uint32_t to = shared_address(s.rows[stage]) + row_ * kRowStride;
+    const std::uint32_t to = shared_address(s.rows[stage]) + row * kRowStride;
 #pragma unroll
     for (int at = 0; at < kScaleAt; at += 64)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at + unit_ * 16),
@@ -128,7 +130,7 @@ class RowCopier {
     if (unit_ != 0) return;
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + kScaleAt), "l"(scale), "r"(bytes / 2)
                  : "memory");
-    s.absent[stage][row_] = there ? 0.0f : -INFINITY;
+    s.absent[stage][row] = there ? 0.0f : -INFINITY;
   }
 
   __device__ int row(int tile) const { return job_.begin + (tile + unit_) * kTile + row_; }
@@ -147,141 +149,6 @@ class RowCopier {
   bool known_ = false;
   int key_, block_;
   RowPlace place_, next_;
-};
-
-/// Where there is only one tile: a warp copies a row in one go, 512 bytes, and then the ends of eight rows. A lane
-/// finds one of its rows.
-class OneTileCopier {
- public:
-  __device__ OneTileCopier(const AttendParams& p, const QueryRows& rows, const Job& job)
-      : p_(p), rows_(rows), job_(job), entry_rows_(p.layer.num_kinds > 0 ? p.layer.kinds[0].rows_per_block : 1) {
-    inverse_ = ~0u / static_cast<unsigned>(entry_rows_);
-  }
-
-  /// As RowCopier's.
-  __device__ void guess(int unit, int units) {
-    known_ = !has_row() || row() < rows_.window || p_.chosen.data == nullptr;
-    if (!known_ || !has_row()) return;
-    name();
-    block_ = row() < rows_.window ? rows_.block(p_, row(), key_) : __ldcg(entry_block());  // it may change yet
-    place_ = placed();
-    if (place_.payload == nullptr) return;
-    for (int at = unit * kFetched; at < kScaleAt + kFetched; at += units * kFetched)
-      fetch(at < kScaleAt ? place_.payload + at : place_.scale);
-  }
-
-  /// Copies the block table as it is before the kernel before has ended, where a list will name rows. Threads may have
-  /// read different records then.
-  template <class S>
-  __device__ void copy_table(S& s) {
-    const bool listed = p_.chosen.data != nullptr && job_.end > max(job_.begin, rows_.window);
-    if (listed) {
-      const std::int32_t* from = p_.step.block_table + std::int64_t{rows_.at.row} * p_.step.blocks_per_request;
-#pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x); i < table_blocks(); i += kThreads) table(s)[i] = __ldcg(from + i);
-    }
-    has_table_ = __syncthreads_and(listed);
-  }
-
-  __device__ void begin(bool guessed) {
-    known_ = known_ && guessed;
-    has_table_ = has_table_ && guessed;
-    if (!known_) name();
-  }
-
-  template <class S>
-  __device__ void copy_first(S& s) {
-    if (!known_) {
-      int number = 0;
-      if (has_table_ && key_ >= 0 && row() >= rows_.window && (number = block_number()) < table_blocks()) {
-        block_ = table(s)[number];
-        place_ = block_ < 0 ? RowPlace{} : place_of(p_.layer.kinds[0].page, block_, key_ - number * entry_rows_);
-      } else {
-        block_ = rows_.block(p_, row(), key_);
-        place_ = placed();
-      }
-    }
-    ask(s);
-    close_batch();
-    if ((known_ || has_table_) && has_row() && row() >= rows_.window && key_ >= 0) block_now_ = *entry_block();
-  }
-
-  __device__ bool was_right() const { return block_now_ == kUnread || block_now_ == block_; }
-
- private:
-  static constexpr int kFetched = 64;                      // bytes that a fetch brings at least
-  static constexpr int kMostRows = kOneTileRows / kWarps;  // of a warp
-  static_assert(kOneTileRows % kWarps == 0 && kMostRows <= 16);
-  static constexpr int kUnread = INT32_MIN;
-
-  // In the place of scores, which come when all rows have been found.
-  static constexpr int kTableBlocks = sizeof(Shared<8, 1, false>::scores) / 4;
-  __device__ int table_blocks() const { return min(p_.step.blocks_per_request, kTableBlocks); }
-  template <class S>
-  __device__ static std::int32_t* table(S& s) {
-    return reinterpret_cast<std::int32_t*>(s.scores);
-  }
-
-  template <class S>
-  __device__ void ask(S& s) {
-    const int lane = lane_of_thread(), rows = __shfl_sync(kAllLanes, warp_rows(), 0);  // guesses may differ
-    const int first = warp_of_thread() * rows;
-    const std::uint32_t to = shared_address(s.rows[0]) + first * kRowStride;
-    const auto payload_of = [&](int i) {
-      return reinterpret_cast<const std::uint8_t*>(
-          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(place_.payload), i));
-    };
-    const auto copy = [&](int i, const std::uint8_t* from, int at) {
-      const bool there = from != nullptr;
-      if (!there) from = static_cast<const std::uint8_t*>(p_.q.data);  // an address: nothing is read
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * kRowStride + at), "l"(from + at),
-                   "r"(there ? 16 : 0)
-                   : "memory");
-    };
-#pragma unroll
-    for (int i = 0; i < kMostRows; i += 2) {
-      if (i >= rows) break;
-      const std::uint8_t *a = payload_of(i), *b = payload_of(i + 1);
-      copy(i, a, lane * 16);
-      copy(i + 1, b, lane * 16);
-    }
-#pragma unroll
-    for (int i = 0; i < kMostRows; i += 8) {
-      if (i >= rows) break;
-      const std::uint8_t* from = payload_of(i + lane / 4);
-      if (i + lane / 4 < rows) copy(i + lane / 4, from, 512 + lane % 4 * 16);
-    }
-    if (lane >= rows) return;
-    const bool there = place_.payload != nullptr;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + lane * kRowStride + kScaleAt),
-                 "l"(there ? place_.scale : static_cast<const std::uint8_t*>(p_.q.data)), "r"(there ? 8 : 0)
-                 : "memory");
-    s.absent[0][first + lane] = there ? 0.0f : -INFINITY;
-  }
-
-  static_assert(16 / kWarps == 2);
-  __device__ int warp_rows() const { return job_.steps() * (16 / kWarps); }
-  __device__ int row() const { return job_.begin + warp_of_thread() * warp_rows() + lane_of_thread(); }
-  __device__ bool has_row() const { return lane_of_thread() < warp_rows() && row() < job_.end; }
-  __device__ void name() { key_ = has_row() ? rows_.key(p_, job_.token, row()) : -1; }
-  /// key / entry_rows: times the inverse it may be one too few.
-  __device__ int block_number() const {
-    const int number = static_cast<int>(__umulhi(static_cast<unsigned>(key_), inverse_));
-    return key_ - number * entry_rows_ >= entry_rows_ ? number + 1 : number;
-  }
-  __device__ const std::int32_t* entry_block() const {
-    return p_.step.block_table + std::int64_t{rows_.at.row} * p_.step.blocks_per_request + block_number();
-  }
-  __device__ RowPlace placed() const { return rows_.place(p_, row(), key_, block_); }
-
-  const AttendParams& p_;
-  const QueryRows& rows_;
-  const Job& job_;
-  const int entry_rows_;
-  unsigned inverse_;
-  bool known_ = false, has_table_ = false;
-  int key_ = -1, block_ = -1, block_now_ = kUnread;
-  RowPlace place_;
 };
 
 __device__ bool same(const ops::StepRecord& a, const ops::StepRecord& b) {
@@ -308,13 +175,12 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   Job job(parts, head_groups, kHeads);
   QueryRows rows(p, job.token, guess_record(p, job.token));
   job.take_rows(rows, parts);
-  std::conditional_t<S::kOneTile, OneTileCopier, RowCopier> copier(p, rows, job);
+  RowCopier copier(p, rows, job);
   copier.guess(job.first_head / kHeads, head_groups);
   fetch_ahead<kHeads>(p, job, parts, rows, head_groups);
   float sink = -INFINITY;
   if (p.sink != nullptr && threadIdx.x < kHeads && job.first_head + static_cast<int>(threadIdx.x) < p.num_heads)
     sink = p.sink[job.first_head + threadIdx.x] * codec::kLog2e;
-  if constexpr (S::kOneTile) copier.copy_table(s);
   wait_for_previous();
   let_next_start();
 
@@ -324,8 +190,8 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   ops::StepRecord record;
   record.row = 0;
   if (p.step.tokens != nullptr) record = load_record_again(p.step.tokens + job.token);
-  queries.load(p, job);  // before a list is waited for
   copier.begin(true);
+  queries.load(p, job);
   copier.copy_first(s);
   queries.convert(s);
   const bool same_query =
