@@ -28,35 +28,44 @@ __device__ inline RowPlace place_of(const ops::RowPlanes& rows, std::int64_t blo
           rows.global.data == nullptr ? nullptr : rows.global.at(block, 0)};
 }
 
-/// Rows leave L2 before what they become, which an engine's next kernel reads and its next layer writes again.
-__device__ inline std::uint64_t leave_first() {
-  std::uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
+/// How long L2 keeps a row that is loaded.
+enum class Keep {
+  usual,
+  briefly  ///< less than what it becomes, which an engine's next kernel reads and its next layer writes again
+};
 
 /// Not through the read-only path: a kernel that started early is there while rows are written. Spelled out: the
 /// compiler does not see that addresses out of shared memory are global ones.
-template <class T>
+template <class T, Keep kKeep>
 __device__ T load(const std::uint8_t* at) {
   const auto from = __cvta_generic_to_global(at);
-  const std::uint64_t policy = leave_first();
+  std::uint64_t policy = 0;
+  if constexpr (kKeep == Keep::briefly) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   std::uint32_t words[4] = {};
-  if constexpr (sizeof(T) == 16)
+  static_assert(sizeof(T) == 16 || sizeof(T) == 8 || sizeof(T) == 4 || sizeof(T) == 1);
+  if constexpr (sizeof(T) == 16 && kKeep == Keep::briefly)
     asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(from), "l"(policy)
                  : "memory");
-  else if constexpr (sizeof(T) == 8)
+  else if constexpr (sizeof(T) == 16)
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from)
+                 : "memory");
+  else if constexpr (sizeof(T) == 8 && kKeep == Keep::briefly)
     asm volatile("ld.global.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;"
                  : "=r"(words[0]), "=r"(words[1])
                  : "l"(from), "l"(policy)
                  : "memory");
-  else if constexpr (sizeof(T) == 4)
+  else if constexpr (sizeof(T) == 8)
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from) : "memory");
+  else if constexpr (sizeof(T) == 4 && kKeep == Keep::briefly)
     asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(words[0]) : "l"(from), "l"(policy) : "memory");
+  else if constexpr (sizeof(T) == 4)
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
   else
-    asm volatile("ld.global.L2::cache_hint.u8 %0, [%1], %2;" : "=r"(words[0]) : "l"(from), "l"(policy) : "memory");
-  static_assert(sizeof(T) == 16 || sizeof(T) == 8 || sizeof(T) == 4 || sizeof(T) == 1);
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
   T value;
   memcpy(&value, words, sizeof(T));
   return value;
@@ -250,19 +259,20 @@ struct Fp8RowReader {
     uint2 scale;  // 7 UE8M0; or one fp32, in x
   };
 
+  template <Keep kKeep>
   __device__ static Raw load_raw(const RowPlace& place, int lane) {
     Raw raw{};
-    raw.low = load<uint2>(place.payload + kOctet * lane);
+    raw.low = load<uint2, kKeep>(place.payload + kOctet * lane);
     if (lane < kTailLane) {
-      const uint2 codes = load<uint2>(place.payload + kOctet * (kLanes + lane));
+      const uint2 codes = load<uint2, kKeep>(place.payload + kOctet * (kLanes + lane));
       raw.high = make_uint4(codes.x, codes.y, 0, 0);
     } else {
-      raw.high = load<uint4>(place.payload + kWidth - kTail + 2 * kOctet * (lane - kTailLane));
+      raw.high = load<uint4, kKeep>(place.payload + kWidth - kTail + 2 * kOctet * (lane - kTailLane));
     }
     if constexpr (kTiles)
-      raw.scale = load<uint2>(place.scale);
+      raw.scale = load<uint2, kKeep>(place.scale);
     else
-      raw.scale.x = load<std::uint32_t>(place.scale);
+      raw.scale.x = load<std::uint32_t, kKeep>(place.scale);
     return raw;
   }
 
@@ -291,10 +301,11 @@ struct Fp4KeyReader {
     float global;
   };
 
+  template <Keep kKeep>
   __device__ static Raw load_raw(const RowPlace& place, int lane) {
-    Raw raw{load<std::uint32_t>(place.payload + kOctet / 2 * lane),
-            load<std::uint8_t>(place.scale + lane / kLanesPerScale), 1.0f};
-    if (kGlobal && place.global != nullptr) raw.global = load<float>(place.global);
+    Raw raw{load<std::uint32_t, kKeep>(place.payload + kOctet / 2 * lane),
+            load<std::uint8_t, kKeep>(place.scale + lane / kLanesPerScale), 1.0f};
+    if (kGlobal && place.global != nullptr) raw.global = load<float, kKeep>(place.global);
     return raw;
   }
 
@@ -314,8 +325,9 @@ struct Fp8KeyReader {
     float scale;
   };
 
+  template <Keep kKeep>
   __device__ static Raw load_raw(const RowPlace& place, int lane) {
-    return {load<uint2>(place.payload + kOctet * lane), load<float>(place.scale)};
+    return {load<uint2, kKeep>(place.payload + kOctet * lane), load<float, kKeep>(place.scale)};
   }
 
   template <class Out>
@@ -337,10 +349,12 @@ struct Bf16Reader {
     uint4 pairs[kOctets];
   };
 
+  template <Keep kKeep>
   __device__ static Raw load_raw(const RowPlace& place, int lane) {
     Raw raw;
 #pragma unroll
-    for (int j = 0; j < kOctets; ++j) raw.pairs[j] = load<uint4>(place.payload + 2 * kOctet * (lane + j * kLanes));
+    for (int j = 0; j < kOctets; ++j)
+      raw.pairs[j] = load<uint4, kKeep>(place.payload + 2 * kOctet * (lane + j * kLanes));
     return raw;
   }
 
