@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
 
 // Chosen rows: the kernel before may be the one that chooses, so nothing of them is known before the wait. Warps find
 // their rows by themselves: one that waits for the other rows of its thread block is slower (16.8 to 17.1 us). Rows
-// leave L2 first, so that results stay there. H200, 2026-11-16, 512 entries of each of 64 tokens: 86 % of the copy speed
-// into one tensor, 75 % into one per layer.
+// leave L2 first, so that results stay there. H200, 2026-11-16, 512 entries of each of 64 tokens: 86 % of the copy
+// speed into one tensor, 75 % into one per layer.
 template <class Row, class Out>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     gather_chosen_rows(const __grid_constant__ GatherParams p, unsigned tiles) {

@@ -241,6 +241,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 
 // A cluster takes a token of up to kRowNumbers keys, as in index_mxfp4.cu; its first block selects. Keys on their way
 // leave no room for scores in shared memory: they go by L2. What is in doubt all blocks score again, each its part.
+// 8,192 keys on an H200, 2026-11-16, in us: of 16 tokens 23.2 to 19.4, of 64 36.1 to 31.8, of 128 53.5 to 49.4.
 
 using Near = NearShared<kScoreThreads>;
 constexpr int kMostBlocks = kRowNumbers / kWarpKeys;  // of a row of the block table
