@@ -12,7 +12,9 @@
 #include <functional>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -318,7 +320,9 @@ void bench_steps(const Bench& bench) {
 int main(int argc, char** argv) {
   using namespace kv4;
   bench::Bench bench;
-  if (argc < 2) {
+  const std::set<std::string_view> known{"lookups", "disk", "host", "steps"};
+  if (argc < 2 ||
+      !std::all_of(argv + std::min(argc, 5), argv + argc, [&](auto part) { return known.contains(part); })) {
     fmt::print("usage: kv4_tier_bench DIR [cpu|cuda] [BLOCKS] [ROUNDS] [lookups|disk|host|steps]...\n");
     return 2;
   }
@@ -329,8 +333,9 @@ int main(int argc, char** argv) {
   bench.backend = cuda ? make_cuda_backend() : make_cpu_backend();
   for (std::int64_t i = 0; i <= bench.blocks * bench::kBlockTokens; ++i)
     bench.token_ids.push_back(static_cast<std::int32_t>(i * 7 % 1000));
+  const std::vector<std::string_view> parts(argv + std::min(argc, 5), argv + argc);
   const auto wanted = [&](std::string_view part) {
-    return argc <= 5 || std::find(argv + 5, argv + argc, part) != argv + argc;
+    return parts.empty() || std::find(parts.begin(), parts.end(), part) != parts.end();
   };
   std::filesystem::create_directories(bench.directory);
   try {

@@ -41,10 +41,11 @@ class Backend {
   /// The other way: each `from` lies in host [bytes], which may be reused when it returns.
   virtual void write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) = 0;
 
-  /// Each piece is one transfer from memory of allocate() to memory of allocate_host(), after what was queued so far and
-  /// beside what is queued later: that must not change it before it is transferred(). Returns a ticket.
+  /// Each piece is one transfer from memory of allocate() to memory of allocate_host(), after what was queued so far
+  /// and beside what is queued later: that must not change it before it is transferred(). Returns a ticket.
   virtual std::int64_t transfer_out(std::span<const ops::CopyPiece> pieces) = 0;
-  /// The other way, beside everything: nothing that is queued uses the pieces' targets.
+  /// The other way, beside everything but the clearing of new memory: nothing else that is queued uses the pieces'
+  /// targets.
   virtual std::int64_t transfer_in(std::span<const ops::CopyPiece> pieces) = 0;
   virtual bool transferred(std::int64_t ticket) = 0;
 

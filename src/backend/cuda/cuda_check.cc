@@ -41,13 +41,17 @@ void* device_malloc(std::int64_t bytes) {
 
 void* pinned_malloc(std::int64_t bytes) {
   void* memory = nullptr;
-  const cudaError_t status = cudaMallocHost(&memory, static_cast<std::size_t>(bytes));
+  check_pinned(cudaMallocHost(&memory, static_cast<std::size_t>(bytes)), bytes);
+  return memory;
+}
+
+void check_pinned(cudaError_t status, std::int64_t bytes) {
   if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();
-    fail(ErrorCode::out_of_memory, "the system refused {} bytes of pinned memory", bytes);
+    fail(ErrorCode::out_of_memory,
+         "the system refused {} bytes of pinned memory; ask for less, or free some of the host's memory", bytes);
   }
-  check(status, "cudaMallocHost");
-  return memory;
+  check(status, "pinning memory");
 }
 
 DeviceGuard::DeviceGuard(int device) {

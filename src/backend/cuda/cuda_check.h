@@ -16,6 +16,8 @@ bool context_lost();
 void* device_malloc(std::int64_t bytes);
 /// Pinned host memory, likewise.
 void* pinned_malloc(std::int64_t bytes);
+/// After an attempt to pin so much.
+void check_pinned(cudaError_t status, std::int64_t bytes);
 
 /// Makes `device` current while it lives.
 class DeviceGuard {

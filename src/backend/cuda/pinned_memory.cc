@@ -2,8 +2,9 @@
 
 #include <sys/mman.h>
 
+#include <cstddef>
+
 #include "backend/cuda/cuda_check.h"
-#include "base/check.h"
 
 namespace kv4::cuda {
 namespace {
@@ -43,10 +44,9 @@ void* allocate_pinned(std::int64_t bytes) {
   std::byte* const memory = map_huge_pages(bytes);
   const cudaError_t status =
       memory == nullptr ? cudaErrorMemoryAllocation : cudaHostRegister(memory, size, cudaHostRegisterPortable);
-  if (status == cudaSuccess) return memory;
-  if (memory != nullptr) munmap(memory, size);
-  cudaGetLastError();
-  fail(ErrorCode::out_of_memory, "the system refused {} bytes of pinned memory: {}", bytes, cudaGetErrorString(status));
+  if (memory != nullptr && status != cudaSuccess) munmap(memory, size);
+  check_pinned(status, bytes);
+  return memory;
 }
 
 void free_pinned(void* memory, std::int64_t bytes) {
