@@ -89,8 +89,8 @@ struct Prefill {
 
   // Of rows under way.
   static constexpr int kRowBytes = stage_row_bytes(kBlockThreads);
-  static constexpr int kOverlapStage = 2 * kOverlapRows * 2 * kRowBytes;              // two entries'
-  static constexpr int kOpenStage = kOpenBatches * kOpenBatch * (2 + 1) * kRowBytes;  // some of one's, with biases
+  static constexpr int kOverlapStage = 2 * kOverlapRows * 2 * kRowBytes;        // two entries'
+  static constexpr int kOpenStage = kOpenBatches * kOpenBatch * 2 * kRowBytes;  // some of one's
   static constexpr int kWindowStageBytes = kWindowWarps * kWindowStage;
   static constexpr int kWindowAt = kWindowApart ? kOpenStage : 0;
   static constexpr int kStageBytes =
@@ -105,7 +105,7 @@ template <WindowCase kWindow, Compression kCompression, class In, class Pending,
           class Spread = Prefill<kCompression, In, Pending>>
 __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
     prefill_kernel(const __grid_constant__ ops::AppendParams p, int num_kinds) {
-  extern __shared__ __align__(16) std::uint8_t stage[];
+  extern __shared__ __align__(kStageLine) std::uint8_t stage[];
   __shared__
       std::conditional_t<kCompression == Compression::overlap, typename Spread::BatchShared, typename Spread::Shared>
           shared;

@@ -104,7 +104,7 @@ class OpenSpans {
   // The first `count` rows of a span. After the first save_at of them the pool goes into the accumulator.
   __device__ void pool_inputs(const std::uint8_t* stage, const ops::StepRecord& r, int begin, int count, int save_at) {
     constexpr int kPairBytes = kPair * static_cast<int>(sizeof(In));
-    Copies copies(p_.kv[k_], p_.gate[k_], kind_.bias, static_cast<int>(r.token_of(begin)));
+    Copies copies(p_.kv[k_], p_.gate[k_], static_cast<int>(r.token_of(begin)));
     const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
     int left = count, batch = 0;  // rows not asked for; of the stage, the next one to ask for
     const auto ask_next = [&] {
@@ -120,24 +120,28 @@ class OpenSpans {
       turn_ = load_turn(p_.rope, begin, channel_, kWidth);
     }
     clear(pool_);
-    const std::uint8_t *rows = stage + channel_ * static_cast<int>(sizeof(In)),
-                       *bias = stage + Copies::kBiasesAt + channel_ * static_cast<int>(sizeof(float));
+    const std::uint8_t* rows = stage + channel_ * static_cast<int>(sizeof(In));
+    const float* biases = kind_.bias + channel_;
     for (int done = 0; done < count; done += kBatch) {
+      Pair bias[kBatch];  // the same for all entries, so most are in the first-level cache
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) bias[i] = load_weight(biases + (done + i < kind_.ratio ? i : 0) * kWidth);
+      biases += kBatch * kWidth;
       wait_for_batch<kBatches - 2>();
       lanes_.sync();  // the others' copies are there, too, and all have read the batch before: its place is free
       ask_next();
       const auto pool_row = [&](int i) {
         const std::uint8_t* at = rows + batch * Copies::kBytes + i * 2 * kRowBytes;  // of the oldest
-        pool_pair(pool_, Source::read(read_stage(at + kRowBytes, kPairBytes), false),
-                  *reinterpret_cast<const Pair*>(bias + batch * Copies::kBytes + i * kWidth * sizeof(float)),
+        pool_pair(pool_, Source::read(read_stage(at + kRowBytes, kPairBytes), false), bias[i],
                   Source::read(read_stage(at, kPairBytes), false));
       };
       if (done + kBatch <= count && (save_at <= done || save_at >= done + kBatch)) {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) pool_row(i);
       } else {
-#pragma unroll 1
-        for (int i = 0; i < min(kBatch, count - done); ++i) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (done + i == count) break;
           if (done + i == save_at) save(r.write_slot);
           pool_row(i);
         }

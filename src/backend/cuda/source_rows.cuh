@@ -82,6 +82,10 @@ __device__ void store_pair(T* at, const Pair& x) {
 
 // --- rows on their way into shared memory, where they hold no registers
 
+/// Where rows begin there. Copies to a place that lies 16 bytes beside a multiple of 32 take much longer, and those to
+/// multiples of 64 somewhat (H200, 2026-11-16; HCA prefill 64, 51.4 and 49.4 us).
+constexpr int kStageLine = 128;
+
 /// to: shared address. 16 bytes at once pass the first-level cache by.
 template <int kBytes>
 __device__ void copy_ahead(unsigned to, const void* from) {
@@ -90,10 +94,6 @@ __device__ void copy_ahead(unsigned to, const void* from) {
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
   }
-}
-/// 16 bytes through the first-level cache: what thread blocks of a multiprocessor read at about the same time.
-__device__ inline void copy_cached_ahead(unsigned to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 /// Ends a batch of copies.
 __device__ inline void close_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -152,15 +152,14 @@ class InputCopies {
   int offset_;
 };
 
-/// Whole rows on their way there, by kWarps warps that wait for each other: [kRows, kv and gate, kRowBytes], then
-/// [kRows] biases. A warp copies a part of one row and of one bias.
+/// Whole rows on their way there, by kWarps warps that wait for each other: [kRows, kv and gate, kRowBytes]. A warp
+/// copies a part of one row.
 template <class In, int kWidth, int kRowBytes, int kWarps, int kRows>
 class WholeRowCopies {
  public:
-  static constexpr int kBiasBytes = kWidth * static_cast<int>(sizeof(float)), kBiasesAt = kRows * 2 * kRowBytes;
-  static constexpr int kBytes = kBiasesAt + kRows * kBiasBytes;
+  static constexpr int kBytes = kRows * 2 * kRowBytes;
 
-  __device__ WholeRowCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, const float* bias, int token) {
+  __device__ WholeRowCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, int token) {
     const int thread = thread_again(), warp = thread / kWarp, lane_at = thread % kWarp * 16;
     const int part = warp % kParts;
     const ops::InputDesc& in = warp / kParts % 2 == 0 ? kv : gate;
@@ -169,8 +168,6 @@ class WholeRowCopies {
     from_ = row_at(static_cast<const std::uint8_t*>(in.data), token + row_, stride) + part * kPart + lane_at;
     step_ = kRows * static_cast<unsigned>(stride);
     offset_ = warp / kParts * kRowBytes + part * kPart + lane_at;
-    bias_ = reinterpret_cast<const std::uint8_t*>(bias) + warp * kBiasPart + lane_at;
-    bias_offset_ = kBiasesAt + warp * kBiasPart + lane_at;
   }
 
   /// The next kRows rows, `count` of which are there. to: shared address.
@@ -178,19 +175,16 @@ class WholeRowCopies {
     if (row_ >= count) return;
 #pragma unroll
     for (int i = 0; i < kPart; i += kPiece) copy_ahead<16>(to + offset_ + i, from_ + i);
-#pragma unroll
-    for (int i = 0; i < kBiasPart; i += kPiece) copy_cached_ahead(to + bias_offset_ + i, bias_ + i);
     from_ += step_;
-    bias_ += kRows * kBiasBytes;
   }
 
  private:
   static constexpr int kParts = kWarps / (2 * kRows), kPart = kWidth * static_cast<int>(sizeof(In)) / kParts;
-  static constexpr int kPiece = kWarp * 16, kBiasPart = kRows * kBiasBytes / kWarps;
-  static_assert(kPart % kPiece == 0 && kBiasPart % kPiece == 0);
-  const std::uint8_t *from_, *bias_;
+  static constexpr int kPiece = kWarp * 16;
+  static_assert(kPart % kPiece == 0);
+  const std::uint8_t* from_;
   unsigned step_;
-  int row_, offset_, bias_offset_;
+  int row_, offset_;
 };
 
 // --- records

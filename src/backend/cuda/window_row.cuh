@@ -172,6 +172,7 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
 /// Shared memory of a warp's rows under way, and how many rows are brought into L2 before the wait. More of either is
 /// slower (SWA, 4 rows and 4: 15.4 us instead of 14.7).
 constexpr int kWindowStage = 8192, kWindowFetched = 2;
+static_assert(kWindowStage % kStageLine == 0);
 
 /// How it is used: records [kSlots], then slots of a row and, of one that comes from the projection, its angles.
 template <bool kProjection, class In>
@@ -179,9 +180,9 @@ struct WindowSlots {
   static constexpr int kMost = 3, kRecordBytes = static_cast<int>(sizeof(ops::StepRecord));
   static constexpr int kTurnAt = kRowWidth * static_cast<int>(sizeof(In));
   static constexpr int kTurnWord = kWarp * static_cast<int>(sizeof(uint4));
-  static constexpr int kFirst = kMost * kRecordBytes, kBytes = kTurnAt + (kProjection ? 2 * kTurnWord : 0);
+  static constexpr int kFirst = kStageLine, kBytes = kTurnAt + (kProjection ? 2 * kTurnWord : 0);
   static constexpr int kSlots = std::min((kWindowStage - kFirst) / kBytes, kMost);
-  static_assert(kSlots >= 2);
+  static_assert(kSlots >= 2 && kSlots * kRecordBytes <= kFirst && kBytes % kStageLine == 0);
 };
 
 /// Before the wait: the first rows of append_window_rows are brought into L2.
