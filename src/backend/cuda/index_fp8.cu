@@ -11,9 +11,10 @@
 // row and supplies them as the k-steps' channels 2c, 2c + 1 and 8 + 2c, 9 + 2c; queries lie in shared memory with their
 // channels in that order.
 //
-// Bound by bytes: 132 per key are 7.3 clocks of a multiprocessor; the matrix unit takes 4.8, conversions 4. A profile
-// on an H200, 2026-11-16, 32,768 keys of each of 128 requests: 153 us, of which keys and scores take 137; L2 86 % busy,
-// the matrix unit 51 %, at 1.62 GHz.
+// Bound by power, then by bytes: 132 per key are 7.3 clocks of a multiprocessor; the matrix unit takes 4.8, conversions
+// 4. A profile on an H200, 2026-11-16, 32,768 keys of each of 128 requests: 149 us, of which keys and scores take 137;
+// L2 86 % busy, the matrix unit 51 %, a quarter of the warps' time is waiting for it; 1.59 GHz of 1.98, because the GPU
+// is at its power limit (docs/performance.md): 262,144 keys of 128 requests take 1,146 us after rests, else 1,226.
 #include <cstdint>
 
 #include "backend/cuda/cluster.cuh"
@@ -27,11 +28,16 @@ namespace {
 
 constexpr int kKeyBytes = kWidth, kStages = 3, kSteps = kWidth / 16;
 using Keys = KeyStream<kKeyBytes, kStages>;
+// Dots of codes are less than 2^kDotShift; heads' weights are multiplied by it. A head of other codes than zeros whose
+// weight times scale is beyond kMostWeight makes its token's margin one that does not hold (topk_near.cuh).
+constexpr int kDotShift = 25;
+constexpr float kMostWeight = 0x1p90f;
+static_assert(kWidth * 448 * 448 < 1 << kDotShift);
 
 struct Shared {
   std::uint8_t q[2][kHeads * 128];  // matrix operands: halves of the channels, fp16, rows with swizzled chunks
   std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
-  float weights[ops::kChains][ops::kChainHeads];  // a head's weight times its scale
+  float weights[ops::kChains][ops::kChainHeads];  // a head's weight times its scale and 2^kDotShift
   ShareRoom share;
   std::uint32_t largest;  // scale of the block's keys of a token
   int ordinal;            // which of the token's shares they are
@@ -79,10 +85,15 @@ __device__ RawChannels<kLaneChannels> load_query(const IndexTile& tile, int toke
   return raw;
 }
 
-/// Two e4m3 as fp16, exactly.
-__device__ std::uint32_t half_pair(std::uint32_t codes) {
-  const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes & 0xFFFFu), __NV_E4M3);
-  return halves.x | static_cast<std::uint32_t>(halves.y) << 16;
+/// Four e4m3 as fp16, exactly. Written so that the conversion itself takes the upper half of a register: no shifts.
+__device__ void half_pairs(std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+  asm("{ .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.rn.f16x2.e4m3x2 %0, a;\n cvt.rn.f16x2.e4m3x2 %1, b; }"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+#else
+  low = high = codes;  // never run
+#endif
 }
 
 /// A token's queries into shared memory, and encoded ones to where the selection finds them.
@@ -93,11 +104,20 @@ __device__ void prepare_queries(Shared& s, const IndexTile& tile, const RawChann
   const Part q = is_given ? Part{raw.words[0], codec::bits_float(raw.scale), raw.weight} : encode(tile, raw);
   const int row = operand_row(head);
   const std::uint32_t words[4] = {q.codes.x, q.codes.y, q.codes.z, q.codes.w};
+  const auto put = [&](int i, std::uint32_t pair) {
+    *reinterpret_cast<std::uint32_t*>(&s.q[part / 4][row * 128 + 16 * (i ^ (row % 8)) + 4 * (part % 4)]) = pair;
+  };
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    *reinterpret_cast<std::uint32_t*>(&s.q[part / 4][row * 128 + 16 * (i ^ (row % 8)) + 4 * (part % 4)]) =
-        half_pair(words[i / 2] >> (16 * (i % 2)));
-  if (part == 0) s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = q.weight * q.scale;
+  for (int i = 0; i < 4; ++i) {
+    std::uint32_t low, high;
+    half_pairs(words[i], low, high);
+    put(2 * i, low);
+    put(2 * i + 1, high);
+  }
+  if (part == 0) {
+    const float weight = fmaxf(fminf(q.weight * q.scale, kMostWeight), -kMostWeight);
+    s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = weight * (1 << kDotShift);
+  }
   if (is_given || !is_kept || head >= tile.p.num_heads) return;
   std::uint8_t* const to = tile.queries + token * tile.query_stride + head * query_row_bytes(kWidth);
   *reinterpret_cast<uint4*>(to + kLaneChannels * part) = q.codes;
@@ -135,14 +155,18 @@ __device__ void multiply_tile(float (&d)[32], const std::uint32_t (&a)[kSteps][4
 #endif
 }
 
+/// relu of a dot times 2^-kDotShift, which is less than 1, by a saturating product: a maximum would need the pipe of
+/// the conversions.
+__device__ float relu(float dot) { return __saturatef(dot * (1.0f / (1 << kDotShift))); }
+
 /// One chain of heads of two keys.
 __device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kChainHeads], float& first, float& second) {
   first = second = 0.0f;
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) {
     const int at = i / 2 * 4 + i % 2;
-    first = codec::fused(weights[i], fmaxf(d[at], 0.0f), first);
-    second = codec::fused(weights[i], fmaxf(d[at + 2], 0.0f), second);
+    first = codec::fused(weights[i], relu(d[at]), first);
+    second = codec::fused(weights[i], relu(d[at + 2]), second);
   }
 }
 
@@ -193,10 +217,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
           const uint4 codes = load_shared16(stage + 1024 * (2 * half + k) + (chunk_at ^ (64 * part)));
           const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            a[4 * part + j][k] = half_pair(words[j]);
-            a[4 * part + j][2 + k] = half_pair(words[j] >> 16);
-          }
+          for (int j = 0; j < 4; ++j) half_pairs(words[j], a[4 * part + j][k], a[4 * part + j][2 + k]);
         }
       float products[32] = {};  // no instruction: the first step does not read them
       multiply_tile(products, a, queries);

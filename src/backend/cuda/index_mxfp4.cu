@@ -25,7 +25,8 @@
 // Products under way in a loop need a trip count that the compiler knows to be the same in all of a warp's lanes, or it
 // waits after each wgmma.
 //
-// Bound by instructions: about 230 per warp and 16 keys, of which 64 add heads and 72 look up codes: permutes and
+// Bound by power, at 1.72 GHz of 1.98 (docs/performance.md), and by no pipe alone: about 235 instructions per warp and
+// 16 keys, of which 64 add heads and 72 look up codes, at 2.5 per clock; 7 % fewer of them gave 0 to 3 %. Permutes and
 // shifts share a pipe of 16 lanes, so complements and sums are multiplications, on another.
 #include <cstdint>
 

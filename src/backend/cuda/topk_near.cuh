@@ -126,7 +126,7 @@ __device__ Margin join_margin(const S& s) {
 #pragma unroll
   for (int step = 1; step < kWarps; step *= 2) per_scale += __shfl_xor_sync(kAll, per_scale, step);
   const float size = per_scale * codec::bits_float(largest) + kTiny;
-  return {size, largest <= kMostScale && per_scale < 0x1p100f && size < 0x1p60f};
+  return {size, largest <= kMostScale && per_scale < 0x1p70f && size < 0x1p60f};
 }
 
 /// Of the first `count` keys. A thread has two heads and kEachKeys keys, a warp all heads. With enough registers the
