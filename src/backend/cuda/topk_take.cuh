@@ -155,12 +155,13 @@ __device__ bool take_best(Shared& s, const Source& source, const Bounds& bounds,
   int taken = 0;
 #pragma unroll 1
   for (int first = 0; first < listed; first += 32) {
-    __syncwarp();
+    __syncwarp();  // and all have written
     const bool is_there = first + lane < listed;
     const float score = scores[first + lane];
     const std::int32_t entry = entries[first + lane];
     const float bin = is_there ? bin_of(score) : 0.0f;
     const std::uint32_t above = __ballot_sync(kAll, bin > found);
+    __syncwarp();  // all have read what others may write now
     if (bin == found) {
       const int at = atomicAdd(&selection.few, 1);
       if (at < kFew) {
