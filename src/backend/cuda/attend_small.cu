@@ -17,8 +17,9 @@
 //
 // What the token's record points at is brought into L2 before the kernel before has ended, and the first rows are asked
 // for by that record while it is read again.
-// H200, 2026-11-16, one token, 64 heads: 128 rows in 4.5 us, 640 chosen rows in 6.6. Bound by the latency of code that
-// runs once; a further tile takes 4,100 clocks (8 heads) or 5,400 (16).
+// H200, 2026-11-16, one token, 64 heads: 128 rows in 4.0 us, 640 chosen rows in 5.9. Bound by the latency of code that
+// runs once, about five clocks an instruction: what can be found before the wait is, and eight parts are known to the
+// compiler. A further tile takes 4,100 clocks (8 heads) or 5,400 (16).
 #include "backend/cuda/attend_small.cuh"
 
 #include <array>
@@ -32,6 +33,44 @@ namespace kv4::cuda {
 namespace {
 
 // --- rows
+
+/// An entry that a list names. Everything that the list's number does not tell is found before the wait.
+class ChosenRow {
+ public:
+  ChosenRow() = default;
+  __device__ ChosenRow(const AttendParams& p, const QueryRows& rows, std::int64_t token, int row)
+      : list_(static_cast<const std::int32_t*>(p.chosen.data) + token * p.chosen.row_stride + (row - rows.window)),
+        table_(p.step.block_table + std::int64_t{rows.at.row} * p.step.blocks_per_request),
+        visible_((rows.at.position + 1) / p.layer.kinds[0].ratio) {
+    const int in_block = p.layer.kinds[0].rows_per_block;
+    shift_ = (in_block & (in_block - 1)) == 0 ? __popc(in_block - 1) : -1;
+    asm volatile("" : "+l"(list_), "+l"(table_), "+r"(visible_), "+r"(shift_));  // not after the wait
+  }
+
+  __device__ void ask() { entry_ = load(list_); }
+  __device__ RowPlace place(const AttendParams& p) const {
+    if (entry_ < 0 || entry_ >= visible_) return {};
+    const ops::KindDesc& kind = p.layer.kinds[0];
+    const int in_table = shift_ >= 0 ? entry_ >> shift_ : entry_ / kind.rows_per_block;
+    const int block = load(table_ + in_table);
+    const int row = shift_ >= 0 ? entry_ - (in_table << shift_) : entry_ - in_table * kind.rows_per_block;
+    std::int64_t payload = row * kind.page.payload.row_stride, scale = row * kind.page.scale.row_stride;
+    asm volatile("" : "+l"(payload), "+l"(scale));  // while the table is read
+    if (block < 0) return {};
+    return {kind.page.payload.data + payload + block * kind.page.payload.block_stride,
+            kind.page.scale.data + scale + block * kind.page.scale.block_stride, nullptr};
+  }
+
+ private:
+  __device__ static std::int32_t load(const std::int32_t* at) {
+    std::int32_t x;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+  }
+  const std::int32_t *list_, *table_;
+  int visible_, shift_;  // shift_: rows of a block; negative: not a power of two
+  int entry_;
+};
 
 /// Four threads copy a row: of each 64 bytes a thread has 16. Each finds the row of every fourth tile, one step (see
 /// QueryRows) per tile, and gives its place to the others.
@@ -50,6 +89,7 @@ class RowCopier {
   /// line of them into L2.
   __device__ void guess(int line, int lines) {
     known_ = row(0) >= job_.end || row(0) < rows_.window || p_.chosen.data == nullptr;
+    if (!known_) chosen_ = ChosenRow(p_, rows_, job_.token, row(0));
     if (!known_ || row(0) >= job_.end) return;
     name(0);
     block_ = row(0) < rows_.window ? rows_.block(p_, row(0), key_) : __ldcg(entry_block());  // it may change yet
@@ -61,16 +101,25 @@ class RowCopier {
 
   /// Asks for what tells where those rows are that are not known yet; all of them if the guess was wrong.
   __device__ void begin(bool guessed) {
+    guessed_ = guessed;
     known_ = known_ && guessed;
-    if (!known_) name(0);
+    if (known_) return;
+    if (guessed)
+      chosen_.ask();
+    else
+      name(0);
   }
 
   /// Copies the first tiles.
   template <class S>
   __device__ void copy_first(S& s) {
     if (!known_) {
-      find_block(0);
-      place_ = placed(0);
+      if (guessed_) {
+        place_ = chosen_.place(p_);
+      } else {
+        find_block(0);
+        place_ = placed(0);
+      }
     }
 #pragma unroll
     for (int tile = 0; tile < kAhead; ++tile) copy(s, tile);
@@ -145,8 +194,9 @@ class RowCopier {
   const QueryRows& rows_;
   const Job& job_;
   const int row_, unit_;
-  bool known_ = false;
+  bool known_ = false, guessed_ = true;
   int key_, block_;
+  ChosenRow chosen_;
   RowPlace place_, next_;
 };
 
@@ -155,10 +205,11 @@ __device__ bool same(const ops::StepRecord& a, const ops::StepRecord& b) {
          a.read_slot == b.read_slot && a.write_slot == b.write_slot && a.position == b.position;
 }
 
-template <int kHeads, int kStages, bool kMore>
+template <int kHeads, int kStages, int kFixed>
 __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
-    attend_parts(const __grid_constant__ AttendParams p, Parts<kMore> parts, int head_groups) {
+    attend_parts(const __grid_constant__ AttendParams p, Parts<kFixed> parts, int head_groups) {
 #if __CUDA_ARCH__ == 900
+  constexpr bool kMore = Parts<kFixed>::kMore;
   using S = Shared<kHeads, kStages, kMore>;
   extern __shared__ __align__(16) std::uint8_t base[];
   auto& s = *reinterpret_cast<S*>(base);
@@ -205,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   }
   if (threadIdx.x < kHeads) s.sink[threadIdx.x] = rows.at.padded() ? -INFINITY : sink;
   Turn turn{};
-  if (p.turn_back.rope_dim > 0 && !rows.at.padded() && (job.part + 1) * kWarps > kScales << parts.log2)
+  if (p.turn_back.rope_dim > 0 && !rows.at.padded() && (job.part + 1) * kWarps > kScales << parts.log2())
     turn = load_turn(p.turn_back, rows.at.position, kTailAt + 2 * lane_of_thread(), kWidth);
   queries.take(s, half);
 
@@ -244,9 +295,18 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   cluster_wait();  // all blocks have begun
   values.send(s, job, parts);
   if (kMore && job.part >= parts.finishers()) return;  // nothing is sent here
-  if (!parts.alone()) barrier_wait(shared_address(&s.arrived), 0);
-  __syncthreads();  // and what this block stored for itself
-  finish(p, s, job, parts, turn);
+  const auto wait = [&] {
+    if (parts.alone())
+      __syncthreads();  // what this block stored for itself
+    else
+      barrier_wait(shared_address(&s.arrived), 0);
+  };
+  if (S::kPairs >> parts.log2() <= kWarps) {
+    finish_one(p, s, job, parts, turn, wait);
+  } else {
+    wait();
+    finish_several(p, s, job, parts, turn);
+  }
 #endif
 }
 
@@ -270,31 +330,34 @@ struct Variant {
     return error != cudaSuccess ? error
                                 : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-  template <bool kMore>
+  template <int kFixed>
   static cudaError_t launch(const AttendParams& p, int parts, cudaStream_t stream) {
-    const auto kernel = attend_parts<kHeads, kStages, kMore>;
+    const auto kernel = attend_parts<kHeads, kStages, kFixed>;
     if (const cudaError_t error = allow(kernel); error != cudaSuccess) return error;
     const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
-    return launch_clusters<sizeof(Shared<kHeads, kStages, kMore>)>(
+    return launch_clusters<sizeof(Shared<kHeads, kStages, Parts<kFixed>::kMore>)>(
         kernel, static_cast<unsigned>(parts), static_cast<unsigned>(p.step.num_tokens * head_groups * parts), kThreads,
-        stream, p, Parts<kMore>{log2_of(parts)}, head_groups);
+        stream, p, Parts<kFixed>{log2_of(parts)}, head_groups);
   }
   static cudaError_t launch(const AttendParams& p, int parts, cudaStream_t stream) {
-    if constexpr (kNine)
-      if (parts == kNineParts) return launch<true>(p, parts, stream);
-    return launch<false>(p, parts, stream);
+    if constexpr (kNine) {
+      if (parts == kNineParts) return launch<kNineParts>(p, parts, stream);
+    } else {
+      if (parts == kEightParts) return launch<kEightParts>(p, parts, stream);
+    }
+    return launch<0>(p, parts, stream);
   }
   /// Clusters that run at once, by their size. [kPartCounts]
   static std::array<int, kNumPartCounts> count_clusters() {
     std::array<int, kNumPartCounts> most{};
-    if (allow(attend_parts<kHeads, kStages, false>) != cudaSuccess) return most;
+    if (allow(attend_parts<kHeads, kStages, 0>) != cudaSuccess) return most;
     for (std::size_t i = 0; i < most.size(); ++i) {
       if (!kNine && kPartCounts[i] == kNineParts) continue;
       cudaLaunchAttribute cluster{};
       cluster.id = cudaLaunchAttributeClusterDimension;
       cluster.val.clusterDim = {static_cast<unsigned>(kPartCounts[i]), 1, 1};
       const cudaLaunchConfig_t config{cluster.val.clusterDim.x, kThreads, kSharedBytes, nullptr, &cluster, 1};
-      if (cudaOccupancyMaxActiveClusters(&most[i], attend_parts<kHeads, kStages, false>, &config) != cudaSuccess)
+      if (cudaOccupancyMaxActiveClusters(&most[i], attend_parts<kHeads, kStages, 0>, &config) != cudaSuccess)
         most[i] = 0;
     }
     static_cast<void>(cudaGetLastError());  // of sizes that the chip does not have

@@ -33,6 +33,7 @@ constexpr int kQueryTop = 8;     // exponent of the largest query element of a h
 constexpr int kShareTop = 14;    // of a share's largest channel
 constexpr float kLn2 = 0.693147181f;
 constexpr int kOneTileRows = 80;  // of the kernel that has only one tile: eight parts of 640 rows
+constexpr int kEightParts = 8;    // the usual number for one token
 constexpr int kNineParts = 9;     // of which eight finish: of 9 x 128 rows two tiles each instead of three
 
 /// Of one head over some rows: the largest logit (times log2 e) and the sum of 2^(logit - largest).
@@ -40,15 +41,18 @@ struct Stats {
   float most, sum;
 };
 
-/// Of a token's rows: 2^log2, whose thread blocks finish pairs of a head and 64 channels; kMore: one more.
-template <bool kMore>
+/// Parts of a token's rows. The thread blocks of 2^log2 of them finish pairs of a head and 64 channels. kFixed:
+/// kEightParts or kNineParts; 0: any power of two.
+template <int kFixed>
 struct Parts {
-  int log2;
-  __device__ int finishers() const { return 1 << log2; }
-  __device__ int count() const { return kMore ? kNineParts : finishers(); }
-  __device__ int over(int x) const { return kMore ? x / kNineParts : x >> log2; }
+  static constexpr bool kMore = kFixed == kNineParts;
+  int any_log2;
+  __device__ int log2() const { return kFixed > 0 ? 3 : any_log2; }
+  __device__ int finishers() const { return 1 << log2(); }
+  __device__ int count() const { return kFixed > 0 ? kFixed : finishers(); }
+  __device__ int over(int x) const { return kMore ? x / kNineParts : x >> log2(); }
   __device__ int rest(int x) const { return kMore ? x % kNineParts : x & (finishers() - 1); }
-  __device__ bool alone() const { return !kMore && log2 == 0; }
+  __device__ bool alone() const { return kFixed == 0 && any_log2 == 0; }
 };
 
 template <int kHeads_, int kStages_, bool kMore>
@@ -145,16 +149,16 @@ struct Job {
   int part;
   int begin, end;  // rows
 
-  template <bool kMore>
-  __device__ Job(const Parts<kMore>& parts, int head_groups, int heads) {
+  template <int kFixed>
+  __device__ Job(const Parts<kFixed>& parts, int head_groups, int heads) {
     const int unit = parts.over(static_cast<int>(blockIdx.x));
     part = parts.rest(static_cast<int>(blockIdx.x));
     token = unit / head_groups;
     first_head = unit % head_groups * heads;
   }
 
-  template <bool kMore>
-  __device__ void take_rows(const QueryRows& rows, const Parts<kMore>& parts) {
+  template <int kFixed>
+  __device__ void take_rows(const QueryRows& rows, const Parts<kFixed>& parts) {
     const int share = parts.over(rows.count() + parts.count() - 1);
     begin = min(part * share, rows.count());
     end = min(begin + share, rows.count());
@@ -170,8 +174,8 @@ struct Job {
 
 /// Brings into L2 what the token's thread blocks will ask for: queries, the list of entries and the block table. They
 /// share the work.
-template <int kHeads, bool kMore>
-__device__ void fetch_ahead(const AttendParams& p, const Job& job, const Parts<kMore>& parts, const QueryRows& rows,
+template <int kHeads, int kFixed>
+__device__ void fetch_ahead(const AttendParams& p, const Job& job, const Parts<kFixed>& parts, const QueryRows& rows,
                             int head_groups) {
   constexpr int kLinesPerHead = kWidth * 2 / kLine, kLineWords = kLine / 4;
   const int thread = static_cast<int>(threadIdx.x);
@@ -415,8 +419,8 @@ __device__ void score_spread(S& s, int step, float logit_scale) {
 /// Another block of the cluster, or this one, whose barrier counts the bytes that arrive.
 class Remote {
  public:
-  template <bool kMore>
-  __device__ Remote(const std::uint64_t& arrived, int rank, const Parts<kMore>& parts)
+  template <int kFixed>
+  __device__ Remote(const std::uint64_t& arrived, int rank, const Parts<kFixed>& parts)
       : alone_(parts.alone()),
         rank_(static_cast<std::uint32_t>(rank)),
         arrived_(in_block(shared_address(&arrived), rank_)) {}
@@ -491,8 +495,8 @@ class Values {
   }
 
   /// Shares to the blocks that finish them, the softmax's numbers to all of those.
-  template <bool kMore>
-  __device__ void send(S& s, const Job& job, const Parts<kMore>& parts) const {
+  template <int kFixed>
+  __device__ void send(S& s, const Job& job, const Parts<kFixed>& parts) const {
     const int g = lane_of_thread() / 4, q = lane_of_thread() % 4;
     const bool tail = warp_of_thread() == kWarps - 1;
 #pragma unroll
@@ -511,7 +515,7 @@ class Values {
         std::uint32_t words[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) words[j] = half2_bits(o_[n][j][i] * up, o_[n][j][i + 2] * up);
-        const int pair = warp_of_thread() * kHeads + 8 * n + 2 * q + i, own_log2 = kPairsLog2 - parts.log2;
+        const int pair = warp_of_thread() * kHeads + 8 * n + 2 * q + i, own_log2 = kPairsLog2 - parts.log2();
         const int slot = (job.part << own_log2) + (pair & ((1 << own_log2) - 1));
         const Remote to(s.arrived, pair >> own_log2, parts);
         to.store(s.shares[slot][8 * g], words);
@@ -592,7 +596,7 @@ class Values {
         weights[step][i] =
             kTail ? bf16_pair(z[step][2 * i], z[step][2 * i + 1]) : half2_bits(z[step][2 * i], z[step][2 * i + 1]);
     }
-    if (!__any_sync(kAllLanes, past != 1.0f)) return;
+    if (S::kOneTile || !__any_sync(kAllLanes, past != 1.0f)) return;  // with one tile there is nothing yet
     const float even = __shfl_sync(kAllLanes, past, 8 * q), odd = __shfl_sync(kAllLanes, past, 8 * q + 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -635,11 +639,73 @@ class Values {
 
 // --- the end
 
-/// Adds up the shares that this block finishes.
-template <class S, bool kMore>
-__device__ void finish(const AttendParams& p, S& s, const Job& job, const Parts<kMore>& parts, const Turn& turn) {
+/// Two channels of a head, turned back where they are to be. to: the first one's place.
+__device__ inline void store_channels(const AttendParams& p, const Turn& turn, std::int64_t to, int tile, float x,
+                                      float y) {
+  if (tile == kScales && turn.active) {
+    const float a = x, b = y;
+    x = codec::fused(a, turn.cos, b * turn.sin);
+    y = codec::fused(b, turn.cos, -(a * turn.sin));
+  }
+  if (p.out.dtype == DType::f32)
+    *reinterpret_cast<float2*>(static_cast<float*>(p.out.data) + to) = make_float2(x, y);
+  else
+    *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(p.out.data) + to) = bf16_pair(x, y);
+}
+__device__ inline std::int64_t channels_at(const AttendParams& p, const Job& job, int head, int tile) {
+  return (job.token * p.num_heads + head) * kWidth + tile * kTile + 2 * lane_of_thread();
+}
+
+/// Adds up the shares that this block finishes, one for each warp: a lane has the numbers of one part, no barrier.
+/// wait: for what the other blocks send.
+template <class S, int kFixed, class Wait>
+__device__ void finish_one(const AttendParams& p, const S& s, const Job& job, const Parts<kFixed>& parts,
+                           const Turn& turn, Wait&& wait) {
+  constexpr int kHeads = S::kHeads, kLanes = kFixed == kEightParts ? kFixed : kMaxCluster;
+  const int own = S::kPairs >> parts.log2(), slot = warp_of_thread(), pair = job.part * own + slot;
+  const int local = pair % kHeads, head = job.first_head + local, tile = pair / kHeads, count = parts.count();
+  std::int64_t to = channels_at(p, job, head, tile);
+  asm volatile("" : "+l"(to));  // not after the wait
+  wait();
+  if (slot >= own || head >= p.num_heads) return;
+  const int lane = lane_of_thread(), part = min(lane % kLanes, count - 1);
+  const bool is_part = lane % kLanes < count;
+  const Stats stats = s.stats[part][local];
+  const float sink = s.sink[local], log = s.logs[part * own + slot];
+  float most = fmaxf(stats.most, sink);
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
+  const float base = most == -INFINITY ? 0.0f : most;
+  float sum = is_part ? stats.sum * exp2_fast(stats.most - base) : 0.0f;
+  const float weight = is_part ? exp2_fast(log - base) : 0.0f;
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  sum += exp2_fast(sink - base);
+  const float factor = sum == 0.0f ? 0.0f : __fdividef(weight, sum);
+  float x = 0.0f, y = 0.0f;
+  constexpr int kBatch = kFixed == kEightParts ? kFixed : 4;
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int from = min(first + i, count - 1);  // then its factor is 0
+      const float2 share = __half22float2(reinterpret_cast<const __half2*>(s.shares[from * own + slot])[lane]);
+      const float by = __shfl_sync(kAllLanes, factor, first + i);
+      x = codec::fused(share.x, by, x);
+      y = codec::fused(share.y, by, y);
+    }
+  }
+  store_channels(p, turn, to, tile, x, y);
+  if (p.lse != nullptr && pair < kHeads && lane == 0)
+    p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (most + log2f(sum)) * kLn2;
+}
+
+/// The same where a warp has several of them.
+template <class S, int kFixed>
+__device__ void finish_several(const AttendParams& p, S& s, const Job& job, const Parts<kFixed>& parts,
+                               const Turn& turn) {
   constexpr int kHeads = S::kHeads;
-  const int own = S::kPairs >> parts.log2, first = job.part * own;
+  const int own = S::kPairs >> parts.log2(), first = job.part * own;
   const int thread = static_cast<int>(threadIdx.x);
   static_assert(S::kShares <= kThreads);
   if (thread < S::kShares) {  // what a share is multiplied by, a thread each
@@ -661,7 +727,7 @@ __device__ void finish(const AttendParams& p, S& s, const Job& job, const Parts<
   const int lane = lane_of_thread();
 #pragma unroll 1
   for (int slot = warp_of_thread(); slot < own; slot += kWarps) {  // a warp per head and 64 channels, a lane has two
-    const int tile = (first + slot) / kHeads, head = job.first_head + (first + slot) % kHeads;
+    const int head = job.first_head + (first + slot) % kHeads;
     if (head >= p.num_heads) continue;
     float x = 0.0f, y = 0.0f;
 #pragma unroll 4
@@ -671,16 +737,8 @@ __device__ void finish(const AttendParams& p, S& s, const Job& job, const Parts<
       x = codec::fused(share.x, factor, x);
       y = codec::fused(share.y, factor, y);
     }
-    if (tile == kScales && turn.active) {
-      const float a = x, b = y;
-      x = codec::fused(a, turn.cos, b * turn.sin);
-      y = codec::fused(b, turn.cos, -(a * turn.sin));
-    }
-    const std::int64_t to = (job.token * p.num_heads + head) * kWidth + tile * kTile + 2 * lane;
-    if (p.out.dtype == DType::f32)
-      *reinterpret_cast<float2*>(static_cast<float*>(p.out.data) + to) = make_float2(x, y);
-    else
-      *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(p.out.data) + to) = bf16_pair(x, y);
+    const int tile = (first + slot) / kHeads;
+    store_channels(p, turn, channels_at(p, job, head, tile), tile, x, y);
   }
 }
 

@@ -1,7 +1,7 @@
 // The best k of a row of scores, exactly: ties go to the smaller entry. The result's order is the same on every run.
 //
-// select_row: a thread block per row, up to 8,192 numbers in its registers.
-//   Rows of up to 8,192 scores: selection from them.
+// select_row: a thread block per row, up to 8,192 numbers in its registers (a kernel of its own for up to 2,048).
+//   Rows of up to 8,192 scores: selection from them (topk_take.cuh).
 //   Longer ones, where the scorer left the largest score of each group of keys: the k-th largest of those is a bound
 //   below the k-th best score, for k scores are at least as large. Only groups that reach it are read, and their
 //   scores that reach it, a little more than k as a rule, are selected from.
@@ -10,70 +10,93 @@
 //   the entries of those that reach it are listed; their scores are fetched again, into the first block's shared
 //   memory, which selects from the lists.
 // If a list gets too long (many equal scores, say), or, against all odds, fewer than k reach the bound, exact selection
-// goes over the row in memory.
+// (topk_select.cuh) goes over the row in memory.
 //
-// Rows of up to 8,192: bound by instructions, of which half are the same for any number of scores: so not more warps.
-// And by latency: ten barriers, loads that depend on each other. Long rows: by memory if there are many, 128 x 262,144
-// scores in 45 us on an H200, 2026-11-16, where reading them takes 31; a single one by latency, 12.9 us.
+// Given rows are brought into L2 and records looked at while the kernel before ends; the record is read again after the
+// wait, beside the scores.
+// Rows of up to 8,192: bound by latency and instructions. H200, 2026-11-16: 2.2 us for 2,048 scores, 2.9 for 8,192,
+// 1,000 clocks of it until the kernel after may begin. Long rows: by memory if there are many, 128 x 262,144 scores in
+// 44.5 us where reading them takes 31; a single one by latency, 9.3 us.
 #include <algorithm>
 #include <cstdint>
 
 #include "backend/cuda/cluster.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/topk_select.cuh"
+#include "backend/cuda/topk_take.cuh"
 
 namespace kv4::cuda {
 namespace {
 
-template <int kThreads>
+/// By the record as it is now, from the row in memory: where the record or the numbers are not as expected.
+template <class S>
+__device__ __noinline__ void select_anew(S& s, const IndexTile& tile, int token) {
+  const TokenRow seen(tile, token);
+  const Choice choice{tile, token, seen.request};
+  if (seen.count <= tile.p.top) return take_whole(choice, seen.count);
+  select_from_row(s, tile.row(token), seen.count, Bounds(), choice);
+}
+
+template <int kThreads, int kNumbers>
 __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant__ IndexTile tile) {
-  using Row = RowSelection<kThreads>;
+  using Row = RowSelection<kThreads, kNumbers>;
   extern __shared__ __align__(16) unsigned char bytes[];
   Row& s = *reinterpret_cast<Row*>(bytes);
   s.selection.clear();
   touch(tile);
-  const int token = static_cast<int>(blockIdx.x);
+  const int token = static_cast<int>(blockIdx.x), top = tile.p.top;
   const float* row = tile.row(token);
-  float held[Row::kHeld];
-  TokenRow seen;
-  if (tile.is_scored) {
-    seen = row_and_wait(tile, token);
-  } else {  // given scores are under way before it is known how many of them count
-    wait_for_previous();
-    let_next_start();
-    load_numbers(row, tile.score_stride < kRowNumbers ? static_cast<int>(tile.score_stride) : kRowNumbers, held);
-    seen = TokenRow(tile, token);
-  }
-  const int count = seen.count, top = tile.p.top;
-  const Choice choice{tile, token, seen.request};
-  if (count <= top) return take_whole(choice, count);
-
-  const bool whole = count <= kRowNumbers;
-  const int group = group_size(count), numbers = whole ? count : groups_of(count);
-  if (numbers <= top) return select_from_row(s.selection, row, count, Bounds(), choice);
-  if (tile.is_scored)
-    load_numbers(whole ? row : tile.maxima(token), numbers, held);
-  else
-    leave_out_rest(numbers, held);
-  const HeldSource<Row> source{held, numbers};
-  Scan scan(s.selection);
-  const Bounds all = find_bounds(s, source);
-  const auto select = [&](const auto& from, const Bounds& bounds) {
-    write_chosen(s.selection, scan, from, find_cut(s.selection, scan, from, bounds, top), choice);
+  const bool in_fours = reinterpret_cast<std::intptr_t>(row) % 16 == 0 && tile.score_stride % 4 == 0;
+  constexpr int kLineNumbers = 32;
+  if (!tile.is_scored && static_cast<int>(threadIdx.x) * kLineNumbers < min(tile.score_stride, std::int64_t{kNumbers}))
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + threadIdx.x * kLineNumbers));
+  // The record is there already, unless the kernel before writes it: it is read again after the wait.
+  const ops::StepRecord* const record = tile.p.step.tokens + tile.first + token;
+  const auto load = [](const std::int32_t& x) {
+    std::int32_t value;
+    asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(value) : "l"(&x) : "memory");
+    return value;
   };
-  if (whole)
-    select(source, all);
-  else if (!select_by_groups(s, scan, source, all, {row, count, group, top, 0.0f}, select))
-    select_from_row(s.selection, row, count, Bounds(), choice);
+  ops::StepRecord guess;
+  guess.row = load(record->row);
+  guess.position = load(record->position);
+  const int count = tile.visible(guess);
+  const bool whole = kNumbers < kRowNumbers || count <= kNumbers;
+  const int numbers = whole ? count : groups_of(count);
+  const float* const from = whole ? row : tile.maxima(token);
+  wait_for_previous_after(max(numbers, 0));
+  let_next_start();
+  float held[Row::kHeld];
+  load_fours<kThreads>(from, numbers, in_fours, held);
+  const bool is_same = load(record->row) == guess.row & load(record->position) == guess.position;
+  if (!is_same || numbers <= top || numbers > kNumbers) return select_anew(s.selection, tile, token);
+  if (in_fours && numbers % 4 != 0) {
+#pragma unroll
+    for (int i = 0; i < Row::kHeld; ++i)
+      if (FoursSource<Row>::entry(i) >= numbers) held[i] = __builtin_nanf("");
+  }
+  const Choice choice{tile, token, guess.row};
+  const FoursSource<Row> source{held, numbers};
+  const Bounds bounds = find_top_bounds(s, source, top);
+  bool is_done = false;
+  if (whole) {
+    is_done = take_best(s, source, bounds, choice);
+  } else if constexpr (kNumbers == kRowNumbers) {
+    Scan scan(s.selection);
+    select_by_groups(
+        s, scan, source, bounds, {row, count, group_size(count), top, 0.0f},
+        [&](const auto& lists, const Bounds& of_lists) { is_done = take_best(s, lists, of_lists, choice); });
+  }
+  if (!is_done) select_anew(s.selection, tile, token);
 }
 
-template <int kThreads>
+template <int kThreads, int kNumbers>
 cudaError_t launch_select_row(const IndexTile& tile, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(RowSelection<kThreads>);
-  const cudaError_t status =
-      cudaFuncSetAttribute(select_row<kThreads>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  constexpr int kBytes = sizeof(RowSelection<kThreads, kNumbers>);
+  const auto kernel = select_row<kThreads, kNumbers>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
-  return launch<kBytes>(select_row<kThreads>, static_cast<unsigned>(tile.count), kThreads, stream, tile);
+  return launch<kBytes>(kernel, static_cast<unsigned>(tile.count), kThreads, stream, tile);
 }
 
 // --- longer rows of given scores
@@ -87,11 +110,14 @@ constexpr std::int64_t kBlockScores = 32768;  // a row is shared out over more b
 using LongSelection = Selection<kLongThreads>;
 
 struct LongShared {
+  static constexpr int kWarpRoom = kListRoom / LongSelection::kWarps;
   LongSelection selection;
+  float scores[LongSelection::kWarps][kWarpRoom];  // for take_best
+  std::int32_t entries[LongSelection::kWarps][kWarpRoom];
   // Of the cluster's first block: each block writes its own part.
   int listed[kMostBlocks];
-  float scores[kRoom];
-  std::int32_t entries[kRoom];
+  float listed_scores[kRoom];
+  std::int32_t listed_entries[kRoom];
 };
 
 /// The cluster's lists of entries below `bound`.
@@ -105,8 +131,29 @@ struct ListSource {
     const int segment = kRoom / blocks;
     for (int block = 0; block < blocks; ++block)
       for (int i = static_cast<int>(threadIdx.x); i < s.listed[block]; i += kLongThreads)
-        f(s.scores[block * segment + i], s.entries[block * segment + i]);
+        f(s.listed_scores[block * segment + i], s.listed_entries[block * segment + i]);
   }
+};
+
+/// The same, each block's list by some of the warps; for short lists.
+struct ShortListSource {
+  static constexpr int kMost = LongShared::kWarpRoom / 32, kStep = 1;
+  static constexpr bool kInLists = false, kIsBounded = false;
+  const LongShared& s;
+  int begin, end, step;  // this thread's
+
+  __device__ ShortListSource(const LongShared& s, int blocks) : s(s) {
+    const int warp = static_cast<int>(threadIdx.x / 32), block = warp & (blocks - 1), segment = kRoom / blocks;
+    begin = block * segment + warp / blocks * 32 + static_cast<int>(threadIdx.x % 32);
+    end = block * segment + s.listed[block];
+    step = kLongThreads / blocks;
+  }
+  __device__ static bool fits(int longest, int blocks) { return longest * blocks <= kMost * kLongThreads; }
+  __device__ std::int32_t entry(int i) const { return s.listed_entries[min(begin + i * step, kRoom - 1)]; }
+  __device__ float score(int i) const {
+    return begin + i * step < end ? s.listed_scores[begin + i * step] : __builtin_nanf("");
+  }
+  __device__ bool reaches(int i) const { return begin - static_cast<int>(threadIdx.x % 32) + i * step < end; }
 };
 
 /// A row as fours at multiples of 16 bytes, and what is left of it at its ends.
@@ -196,6 +243,16 @@ __device__ Bounds estimate_bounds(LongSelection& s, Scan<LongSelection>& scan, c
   return {intervals.below(static_cast<int>(found.bin)), all.high};
 }
 
+/// Of lists that are too long for take_best, or have too many equal scores.
+__device__ __noinline__ void select_from_lists(LongShared& s, const ListSource& source, int all, Bounds bounds,
+                                               Choice choice) {
+  __syncthreads();
+  Scan<LongSelection> scan(s.selection);
+  const int top = choice.tile.p.top;
+  const Cut cut = all == top ? Cut{{0, 0xFFFFFFFFu}, 0xFFFFFFFFu} : find_cut(s.selection, scan, source, bounds, top);
+  write_chosen(s.selection, scan, source, cut, choice);
+}
+
 __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_constant__ IndexTile tile, int blocks) {
   extern __shared__ __align__(16) unsigned char bytes[];
   LongShared& s = *reinterpret_cast<LongShared*>(bytes);
@@ -231,7 +288,7 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
 
   // Entries that reach the bound into this block's own memory.
   const int segment = kRoom / blocks;
-  std::int32_t* const entries = s.entries + rank * segment;
+  std::int32_t* const entries = s.listed_entries + rank * segment;
   int listed = 0;
   const auto list = [&](std::uint32_t reach, auto&& entry_of) {
     int total, place = listed + scan.before(__popc(reach), total);
@@ -268,8 +325,8 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
   if (listed <= segment)
     for (int i = static_cast<int>(threadIdx.x); i < listed; i += kLongThreads) {
       const std::int32_t entry = entries[i];
-      leader.scores[rank * segment + i] = row.scores[entry];
-      if (rank > 0) leader.entries[rank * segment + i] = entry;
+      leader.listed_scores[rank * segment + i] = row.scores[entry];
+      if (rank > 0) leader.listed_entries[rank * segment + i] = entry;
     }
   if (blocks > 1)
     sync_cluster();
@@ -282,10 +339,10 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
     most = max(most, s.listed[block]);
     all += s.listed[block];
   }
+  const bool are_short = ShortListSource::fits(most, blocks) && all >= top;
+  if (are_short && take_best(s, ShortListSource(s, blocks), bounds, choice)) return;
   if (most > segment || all < top) return select_from_row(s.selection, row.scores, count, Bounds(), choice);
-  const ListSource source{s, blocks, count};
-  const Cut cut = all == top ? Cut{{0, 0xFFFFFFFFu}, 0xFFFFFFFFu} : find_cut(s.selection, scan, source, bounds, top);
-  write_chosen(s.selection, scan, source, cut, choice);
+  select_from_lists(s, {s, blocks, count}, all, bounds, choice);
 }
 
 /// Whether clusters of so many blocks, one to a multiprocessor, run together on an H200: its parts are of different
@@ -298,9 +355,9 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream) {
   const std::int64_t longest = std::min(tile.score_stride, max_entries(tile.p));
   const unsigned rows = static_cast<unsigned>(tile.count);
   if (tile.has_maxima || longest <= kRowNumbers) {
-    // Scores that have just been written: more threads have them sooner (16 x 8,192 with the scorer: 13.8 to 13.4 us).
-    if (tile.is_scored && longest <= kRowNumbers) return launch_select_row<1024>(tile, stream);
-    return launch_select_row<512>(tile, stream);
+    constexpr int kFewNumbers = 2048;
+    if (longest <= kFewNumbers) return launch_select_row<512, kFewNumbers>(tile, stream);
+    return launch_select_row<512, kRowNumbers>(tile, stream);
   }
   const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(LongShared)));

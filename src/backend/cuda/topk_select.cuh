@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "backend/cuda/index_tile.cuh"
 #include "backend/cuda/launch.cuh"
@@ -79,7 +81,8 @@ template <int kBlockThreads>
 struct Selection {
   static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32;
   static_assert(kBins % kThreads == 0);
-  std::uint32_t histogram[kBins];  // all zero between uses
+  alignas(16) std::uint32_t below[4];  // take_best counts here what is below its bins
+  std::uint32_t histogram[kBins];      // all zero between uses
   int sums[2][kWarps];
   std::uint32_t lows[kWarps], highs[kWarps];
   Found found;
@@ -141,10 +144,15 @@ __device__ Found find_bin(S& s, Scan<S>& scan, int rank, ForEach&& for_each) {
   __syncthreads();
   const std::uint32_t highest = kBins - 1 - kEach * threadIdx.x;
   int inside[kEach], mine = 0;  // the uppermost first
+  using Bins = std::conditional_t<kEach == 4, uint4, uint2>;
+  static_assert(sizeof(Bins) == 4 * kEach);
+  Bins* const own = reinterpret_cast<Bins*>(&s.histogram[highest - (kEach - 1)]);
+  std::uint32_t bins[kEach];
+  memcpy(bins, own, sizeof(bins));
+  *own = {};
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    inside[i] = static_cast<int>(s.histogram[highest - i]);
-    s.histogram[highest - i] = 0;
+    inside[i] = static_cast<int>(bins[kEach - 1 - i]);
     mine += inside[i];
   }
   int total, before = scan.before(mine, total);
@@ -266,6 +274,7 @@ struct Choice {
   const IndexTile& tile;
   int token, request;
 
+  __device__ std::int32_t* indices() const { return tile.p.indices + std::int64_t{tile.first + token} * tile.p.top; }
   __device__ void put(int place, std::int32_t entry) const {
     const std::int64_t at = std::int64_t{tile.first + token} * tile.p.top + place;
     tile.p.indices[at] = entry;
@@ -311,7 +320,7 @@ __device__ __noinline__ void select_from_row(S& s, const float* scores, int coun
 }
 
 /// A row that is taken whole: all of it, then none.
-__device__ inline void take_whole(const Choice& choice, int count) {
+__device__ inline __noinline__ void take_whole(Choice choice, int count) {
   for (int i = static_cast<int>(threadIdx.x); i < choice.tile.p.top; i += static_cast<int>(blockDim.x))
     choice.put(i, i < count ? i : -1);
 }
@@ -358,10 +367,10 @@ constexpr int kGroupRoom = 4096;  // groups that reach the bound
 constexpr int kListRoom = 4096;   // of all warps' lists of their scores
 
 /// What a block of so many threads selects from a row with.
-template <int kBlockThreads>
+template <int kBlockThreads, int kNumbers = kRowNumbers>
 struct RowSelection {
   static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32, kWarpRoom = kListRoom / kWarps;
-  static constexpr int kHeld = kRowNumbers / kThreads;  // numbers in a thread's registers
+  static constexpr int kHeld = kNumbers / kThreads;  // numbers in a thread's registers
   Selection<kThreads> selection;
   std::int32_t groups[kGroupRoom];
   float scores[kWarps][kWarpRoom];
@@ -390,11 +399,17 @@ struct HeldSource {
 /// The warps' lists of entries below `bound`; each thread has some of its own warp's.
 template <class Shared>
 struct WarpListSource {
-  static constexpr int kMost = Shared::kWarpRoom / 32;
+  static constexpr int kMost = Shared::kWarpRoom / 32, kStep = 1;
+  static constexpr bool kInLists = true, kIsBounded = true;
   const Shared& s;
   int listed, bound;
   __device__ std::int32_t entry(int i) const { return s.entries[threadIdx.x / 32][threadIdx.x % 32 + 32 * i]; }
   __device__ int size() const { return bound; }
+  __device__ bool reaches(int i) const { return 32 * i < listed; }
+  __device__ float score(int i) const {
+    const int at = static_cast<int>(threadIdx.x % 32) + 32 * i;
+    return at < listed ? s.scores[threadIdx.x / 32][at] : __builtin_nanf("");
+  }
   template <class F>
   __device__ void for_each(F&& f) const {
     const int warp = static_cast<int>(threadIdx.x / 32);
@@ -450,8 +465,8 @@ struct GroupedRow {
 
 /// Calls select(source, bounds) with what may be among the best of the row, found by the maxima of its groups, which
 /// lie in registers. False: too many reach the bound.
-template <class Shared, class S, class Select>
-__device__ bool select_by_groups(Shared& s, Scan<S>& scan, const HeldSource<Shared>& maxima, const Bounds& bounds,
+template <class Shared, class S, class Maxima, class Select>
+__device__ bool select_by_groups(Shared& s, Scan<S>& scan, const Maxima& maxima, const Bounds& bounds,
                                  const GroupedRow& row, Select&& select) {
   const int count = row.count, group = row.group;
   const int warp = static_cast<int>(threadIdx.x / 32);
