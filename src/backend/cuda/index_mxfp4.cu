@@ -33,6 +33,7 @@
 #include "backend/cuda/cluster.cuh"
 #include "backend/cuda/index_units.cuh"
 #include "backend/cuda/topk_select.cuh"
+#include "backend/cuda/topk_take.cuh"
 
 namespace kv4::cuda {
 namespace {
@@ -534,9 +535,25 @@ struct TopkShared {
   static constexpr int kThreads = kScoreThreads, kHeld = kRowNumbers / kThreads;
   Shared scorer;
   Selection<kThreads> selection;
-  float row[kRowNumbers];
+  alignas(16) float row[kRowNumbers];
 };
 static_assert(sizeof(TopkShared) <= 227 << 10);
+
+/// What take_best selects with, its lists where the scorer was.
+struct TopkLists {
+  static constexpr int kThreads = kScoreThreads, kHeld = TopkShared::kHeld, kWarpRoom = kListRoom / kScoreWarps;
+  using Scores = float[kScoreWarps][kWarpRoom];
+  using Entries = std::int32_t[kScoreWarps][kWarpRoom];
+  static_assert(sizeof(Scores) + sizeof(Entries) <= sizeof(Shared));
+  Selection<kThreads>& selection;
+  Scores& scores;
+  Entries& entries;
+
+  __device__ explicit TopkLists(TopkShared& s)
+      : selection(s.selection),
+        scores(*reinterpret_cast<Scores*>(&s.scorer)),
+        entries(*reinterpret_cast<Entries*>(reinterpret_cast<unsigned char*>(&s.scorer) + sizeof(Scores))) {}
+};
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
@@ -566,11 +583,12 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   const Choice choice{tile, token, record.row};
   if (count <= top) return take_whole(choice, count);
   float held[TopkShared::kHeld];
-  load_numbers(s.row, count, held);
-  const HeldSource<TopkShared> source{held, count};
-  Scan scan(s.selection);
-  const Bounds bounds = find_bounds(s, source);
-  write_chosen(s.selection, scan, source, find_cut(s.selection, scan, source, bounds, top), choice);
+  load_fours<kScoreThreads>(s.row, count, true, held);
+  if (count % 4 != 0) leave_out_rest_of_fours<TopkLists>(count, held);
+  TopkLists lists(s);
+  const FoursSource<TopkLists> source{held, count};
+  if (take_best(lists, source, find_top_bounds(lists, source, top), choice)) return;
+  select_from_row(s.selection, s.row, count, Bounds(), choice);
 }
 
 }  // namespace

@@ -70,11 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   load_fours<kThreads>(from, numbers, in_fours, held);
   const bool is_same = load(record->row) == guess.row & load(record->position) == guess.position;
   if (!is_same || numbers <= top || numbers > kNumbers) return select_anew(s.selection, tile, token);
-  if (in_fours && numbers % 4 != 0) {
-#pragma unroll
-    for (int i = 0; i < Row::kHeld; ++i)
-      if (FoursSource<Row>::entry(i) >= numbers) held[i] = __builtin_nanf("");
-  }
+  if (in_fours && numbers % 4 != 0) leave_out_rest_of_fours<Row>(numbers, held);
   const Choice choice{tile, token, guess.row};
   const FoursSource<Row> source{held, numbers};
   const Bounds bounds = find_top_bounds(s, source, top);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "backend/cuda/topk_select.cuh"
 
@@ -62,6 +63,14 @@ __device__ void load_fours(const float* from, int numbers, bool in_fours, float 
   }
 }
 
+/// Of fours that were loaded whole.
+template <class Shared>
+__device__ void leave_out_rest_of_fours(int numbers, float (&held)[Shared::kHeld]) {
+#pragma unroll
+  for (int i = 0; i < Shared::kHeld; ++i)
+    if (FoursSource<Shared>::entry(i) >= numbers) held[i] = __builtin_nanf("");
+}
+
 /// Bounds that `top` numbers or more lie between: where every thread has a number and there are enough threads, the
 /// least of the threads' largest, else the least of all. Its barrier is the one after clear().
 template <class Shared>
@@ -90,7 +99,7 @@ __device__ inline __noinline__ void put_slots(Choice choice) {
 /// taken. False: it could not, and nothing is written; the selection is as after clear(), once a barrier is passed.
 template <class Shared, class Source>
 __device__ bool take_best(Shared& s, const Source& source, const Bounds& bounds, const Choice& choice) {
-  using S = decltype(s.selection);
+  using S = std::remove_reference_t<decltype(s.selection)>;
   constexpr int kThreads = S::kThreads, kWarps = S::kWarps, kMost = Source::kMost, kRoom = Shared::kWarpRoom;
   S& selection = s.selection;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32, top = choice.tile.p.top;
