@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 // leave no room for scores in shared memory: they go by L2. What is in doubt all blocks score again, each its part.
 // 8,192 keys on an H200, 2026-11-16, in us: of 16 tokens 23.2 to 19.4, of 64 36.1 to 31.8, of 128 53.5 to 49.4.
 
-using Near = NearShared<kScoreThreads>;
+using Near = NearShared<kScoreThreads, true>;
 constexpr int kMostBlocks = kRowNumbers / kWarpKeys;  // of a row of the block table
 union TopkShared {
   struct {
@@ -275,25 +275,6 @@ union TopkShared {
   Near near;  // in place of queries and keys
 };
 static_assert(sizeof(Near) <= offsetof(Shared, weights) && sizeof(TopkShared) <= 227 << 10);
-
-/// Scores every blocks-th key that the cluster's first block has listed, from the rank-th on, for it. The cluster's
-/// barriers are those of call_help and of the end.
-__device__ void help_first(TopkShared& s, const TokenKeys& keys, int blocks, int rank) {
-  arrive_cluster();
-  wait_cluster();  // the list is there
-  Near& first = shared_of(s, 0).near;
-  score_listed(s.near, keys, s.near.listed, 1, [&](int i, std::uint32_t key) { first.keys[i * blocks + rank] = key; });
-  arrive_cluster();
-}
-
-/// Shares the first `listed` of s.near.entries out; there is a barrier before. 0: no help is needed.
-__device__ void call_help(TopkShared& s, int blocks, int listed) {
-  const int i = static_cast<int>(threadIdx.x);
-  static_assert(kFew <= kScoreThreads);
-  if (i < listed && i % blocks > 0) shared_of(s, i % blocks).near.entries[i / blocks] = s.near.entries[i];
-  if (i > 0 && i < blocks) shared_of(s, i).near.listed = (listed - i + blocks - 1) / blocks;
-  arrive_cluster();
-}
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
@@ -331,7 +312,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   const float per_scale = load_queries(near, tile, token);
   if (thread < table_blocks) s.table[thread] = block;
   const TokenKeys keys{tile, s.table};
-  if (rank > 0) return help_first(s, keys, blocks, rank);
+  if (rank > 0) return help_first(near, keys, blocks, rank);
   wait_cluster();
 
   float held[Near::Row::kHeld];
@@ -346,18 +327,10 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   Doubt doubt;
   if (margin.holds) {
     doubt = find_doubt(near.row.selection, scan, source, bounds, top, margin.size);
-    const auto score = [&](int listed) {
-      __syncthreads();
-      if (blocks > 1) {
-        call_help(s, blocks, listed);
-        wait_cluster();
-      }
-      score_listed(near, keys, listed, blocks, [&](int i, std::uint32_t key) { near.keys[i] = key; });
-      if (blocks > 1) sync_cluster();
-    };
+    const auto score = [&](int listed) { score_together(near, keys, blocks, listed); };
     if (write_best(near, scan, source, doubt, choice, score)) return;
   }
-  if (blocks > 1) call_help(s, blocks, 0);
+  if (blocks > 1) call_help(near, blocks, 0);
   __syncthreads();
   select_slowly(near, keys, row, count, doubt, choice);
 }

@@ -21,6 +21,7 @@
 
 #include <cstdint>
 
+#include "backend/cuda/cluster.cuh"
 #include "backend/cuda/index_near.cuh"
 #include "backend/cuda/index_units.cuh"
 #include "backend/cuda/row_decode.cuh"
@@ -35,10 +36,11 @@ constexpr int kOtherRoundings = 48;
 constexpr int kStepParts = 4;
 constexpr float kStepRoundings = 0.5f * (kStepChannels + kStepParts) + 2.0f * kStepParts;
 
-/// What a block of so many threads selects with.
-template <int kBlockThreads>
+/// What a block of so many threads, which may be one of a cluster, selects with.
+template <int kBlockThreads, bool kOfCluster>
 struct NearShared {
   static constexpr int kThreads = kBlockThreads;
+  static constexpr bool kInCluster = kOfCluster;
   static_assert(kHeads * kOctets % kThreads == 0 && kThreads % kHeads == 0 && kThreads >= kBatch * ops::kChains);
   using Row = RowSelection<kThreads>;
   Row row;
@@ -134,7 +136,7 @@ __device__ Margin join_margin(const S& s) {
 template <int kEachKeys, class S>
 __device__ void make_dots(S& s, int count) {
   constexpr int kEachHeads = 2, kLanes = kHeads / kEachHeads, kSteps = kWidth / 4;
-  constexpr int kAhead = S::kThreads <= 512 ? 1 : 0, kBuffers = 2;
+  constexpr int kAhead = S::kThreads <= 512 || kEachKeys <= 2 ? 1 : 0, kBuffers = 2;
   static_assert(kLanes == 32 && kSteps % kBuffers == 0);
   const int head = static_cast<int>(threadIdx.x) % kLanes, first = static_cast<int>(threadIdx.x) / kLanes * kEachKeys;
   if (first >= count) return;
@@ -192,7 +194,7 @@ __device__ void score_again(S& s, const TokenKeys& keys, int count, EntryOf&& en
   }
   __syncthreads();
   static_assert(S::kThreads / 32 * kEachKeys >= kBatch);
-  if (S::kThreads <= 512 && count <= 2 * kEachKeys)  // of a cluster's blocks each has few
+  if (S::kInCluster && count <= 2 * kEachKeys)  // each block has few
     make_dots<kEachKeys / 2>(s, count);
   else
     make_dots<kEachKeys>(s, count);
@@ -268,6 +270,40 @@ __device__ void score_listed(S& s, const TokenKeys& keys, int listed, int step, 
         s, keys, min(kBatch, mine - first), [&](int i) { return s.entries[(first + i) * step]; },
         [&](int i, float score) { put((first + i) * step, ops::score_order(score)); });
   }
+}
+
+// A cluster's blocks share what is in doubt. Its barriers are those of these functions.
+
+/// Scores every blocks-th key that the cluster's first block has listed, from the rank-th on, for it.
+template <class S>
+__device__ void help_first(S& s, const TokenKeys& keys, int blocks, int rank) {
+  arrive_cluster();
+  wait_cluster();  // the list is there
+  S& first = shared_of(s, 0);
+  score_listed(s, keys, s.listed, 1, [&](int i, std::uint32_t key) { first.keys[i * blocks + rank] = key; });
+  arrive_cluster();
+}
+
+/// Shares the first `listed` of s.entries out; there is a barrier before. 0: no help is needed.
+template <class S>
+__device__ void call_help(S& s, int blocks, int listed) {
+  const int i = static_cast<int>(threadIdx.x);
+  static_assert(kFew <= S::kThreads);
+  if (i < listed && i % blocks > 0) shared_of(s, i % blocks).entries[i / blocks] = s.entries[i];
+  if (i > 0 && i < blocks) shared_of(s, i).listed = (listed - i + blocks - 1) / blocks;
+  arrive_cluster();
+}
+
+/// score_listed by all blocks of the cluster, into s.keys of its first, which calls it.
+template <class S>
+__device__ void score_together(S& s, const TokenKeys& keys, int blocks, int listed) {
+  if (blocks > 1) {
+    __syncthreads();
+    call_help(s, blocks, listed);
+    wait_cluster();
+  }
+  score_listed(s, keys, listed, blocks, [&](int i, std::uint32_t key) { s.keys[i] = key; });
+  if (blocks > 1) sync_cluster();
 }
 
 /// What is in, and the best of what is in doubt. False: too much is. score(listed) puts the orders of the defined
