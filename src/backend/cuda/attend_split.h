@@ -24,6 +24,9 @@ struct AttendSplit {
   bool through_memory = false;
   // One part, all channels, not paired: as many thread blocks as run at once take tokens in turn.
   bool in_rounds = false;
+  // One part, all channels: two blocks have neighbouring tokens and convert rows for each other; in rounds or not. Not
+  // for chosen entries or slot lists.
+  bool neighbours = false;
 };
 
 AttendSplit split_of(const ops::AttendParams& params);
