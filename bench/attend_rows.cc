@@ -273,6 +273,7 @@ namespace {
 
 /// What a split is called in the table.
 std::string name_of(const cuda::AttendSplit& split) {
+  if (split.in_runs) return "runs";
   if (split.neighbours) return split.in_rounds ? "neighbours in rounds" : "neighbours";
   if (split.in_rounds) return "rounds";
   return fmt::format("{} parts{}{}{}", split.rows, split.through_memory ? " through memory" : "",
@@ -306,6 +307,7 @@ std::vector<cuda::AttendSplit> large_splits(const Shape& shape, int batch) {
 std::vector<cuda::AttendSplit> prefill_splits(const Shape& shape) {
   std::vector<cuda::AttendSplit> splits = {{1, 1}, {.rows = 1, .channels = 1, .in_rounds = true}};
   if (shape.heads > 64) splits.push_back({1, 1, true});
+  if (shape.entries == 0) splits.push_back({.rows = 1, .channels = 1, .in_runs = true});
   for (const bool in_rounds : {false, true})
     if (!shape.chosen) splits.push_back({.rows = 1, .channels = 1, .in_rounds = in_rounds, .neighbours = true});
   return splits;

@@ -18,7 +18,8 @@
 // one launch, nothing through global memory. Where a cluster is too small (one token and a long list of entries), parts
 // are no cluster and merge through a workspace: attend_meet.cuh. The grid depends on the params alone; how many rows
 // there are is read on the device. More tokens than thread blocks run at once, of few requests: attend_rounds.cuh; of
-// them, where a token sees all entries before it, two neighbours side by side: attend_neighbours.cuh.
+// them, where a token sees all entries before it, two neighbours side by side: attend_neighbours.cuh; windows alone:
+// attend_runs.cu.
 //
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory and
 // first cache level 54 (scores 16, values 12, converted rows 9, raw rows 9, lines that are prefetched about 5),
@@ -441,6 +442,10 @@ bool sees_all(const AttendParams& p) {
          p.chosen.data == nullptr;
 }
 
+bool has_run_window(const AttendParams& p) {
+  return p.layer.num_kinds == 0 && p.layer.window_tokens >= 1 && p.layer.window_tokens <= kMostRunWindow;
+}
+
 /// As many rows as any query may have.
 std::int64_t most_rows(const AttendParams& p) {
   std::int64_t rows = p.window_slots.slots != nullptr ? p.window_slots.stride : p.layer.window_tokens;
@@ -553,6 +558,8 @@ TimedSplit best_split(const AttendParams& p) {
   if (split.rows * split.channels > 1 || units <= at_once[1] || !shares_rows(p.step)) return best;
   if (sees_all(p) && p.layer.num_kinds > 0)
     split = {.rows = 1, .channels = 1, .in_rounds = true, .neighbours = true};
+  else if (sees_all(p) && has_run_window(p) && !split.paired)
+    split.in_runs = true;
   else
     split.in_rounds = !split.paired;
   return best;
@@ -569,7 +576,8 @@ cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaSt
     return split.paired ? launch_tiles<1, true, true>(p, split.rows, stream)
                         : launch_tiles<1, false, true>(p, split.rows, stream);
   }
-  if (split.neighbours && !sees_all(p)) return cudaErrorInvalidValue;
+  if ((split.in_runs || split.neighbours) && !sees_all(p)) return cudaErrorInvalidValue;
+  if (split.in_runs) return has_run_window(p) ? attend_runs(p, stream) : cudaErrorInvalidValue;
   if (split.neighbours) return launch_neighbours(p, split.in_rounds, stream);
   if (split.in_rounds) return launch_rounds(p, stream);
   const auto launch = [&](auto paired) {

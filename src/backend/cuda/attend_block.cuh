@@ -1,5 +1,5 @@
 // What a thread block of attend.cu has in common: sizes, shared memory, its job, and numbers in fp16 with an exponent
-// kept apart. For attend.cu alone.
+// kept apart. For attend.cu and attend_runs.cu.
 #pragma once
 
 #include <cuda_bf16.h>
