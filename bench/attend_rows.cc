@@ -273,6 +273,9 @@ namespace {
 
 /// What a split is called in the table.
 std::string name_of(const cuda::AttendSplit& split) {
+  if (split.in_runs) return "runs";
+  if (split.neighbours) return split.in_rounds ? "neighbours in rounds" : "neighbours";
+  if (split.in_rounds) return "rounds";
   return fmt::format("{} parts{}{}{}", split.rows, split.through_memory ? " through memory" : "",
                      split.channels > 1 ? fmt::format(", channels in {}", split.channels) : "",
                      split.paired ? ", paired" : "");
@@ -300,7 +303,32 @@ std::vector<cuda::AttendSplit> large_splits(const Shape& shape, int batch) {
   return splits;
 }
 
+/// Of a prefill.
+std::vector<cuda::AttendSplit> prefill_splits(const Shape& shape) {
+  std::vector<cuda::AttendSplit> splits = {{1, 1}, {.rows = 1, .channels = 1, .in_rounds = true}};
+  if (shape.heads > 64) splits.push_back({1, 1, true});
+  if (shape.entries == 0) splits.push_back({.rows = 1, .channels = 1, .in_runs = true});
+  for (const bool in_rounds : {false, true})
+    if (!shape.chosen) splits.push_back({.rows = 1, .channels = 1, .in_rounds = in_rounds, .neighbours = true});
+  return splits;
+}
+
 }  // namespace
+
+void add_attend_prefill_split_rows(Bench& bench) {
+  Pools pools(bench);
+  for (const Shape& shape : kShapes) {
+    pools.arrange(shape);
+    Cell cell(bench, pools, shape, 1, kPrefillTokens);
+    for (const cuda::AttendSplit& split : prefill_splits(shape)) {
+      Row row;
+      row.name = fmt::format("{}, prefill of {}: {}", shape.name, kPrefillTokens, name_of(split));
+      row.us = cell.time(
+          [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
+      bench.add(row);
+    }
+  }
+}
 
 void add_attend_split_rows(Bench& bench) {
   Pools pools(bench);

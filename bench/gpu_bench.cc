@@ -126,7 +126,8 @@ constexpr Group kGroups[] = {{"parity", add_parity_row},
                              {"snapshot", add_snapshot_rows},
                              {"control", add_control_rows},
                              {"decode_step", add_decode_step_rows},
-                             {"attend_splits", add_attend_split_rows, true}};
+                             {"attend_splits", add_attend_split_rows, true},
+                             {"attend_prefill_splits", add_attend_prefill_split_rows, true}};
 
 struct Flags {
   int device = 0;

@@ -77,6 +77,8 @@ void add_gather_rows(Bench& bench);
 void add_attend_rows(Bench& bench);
 /// attend divided in every way that may be the fastest, at few tokens.
 void add_attend_split_rows(Bench& bench);
+/// The same for a prefill.
+void add_attend_prefill_split_rows(Bench& bench);
 void add_attend_prefill_rows(Bench& bench);
 void add_index_rows(Bench& bench);
 void add_snapshot_rows(Bench& bench);

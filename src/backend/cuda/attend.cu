@@ -17,11 +17,14 @@
 // them, in fp16 with a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction):
 // one launch, nothing through global memory. Where a cluster is too small (one token and a long list of entries), parts
 // are no cluster and merge through a workspace: attend_meet.cuh. The grid depends on the params alone; how many rows
-// there are is read on the device. More tokens than thread blocks run at once, of few requests: attend_rounds.cuh.
+// there are is read on the device. More tokens than thread blocks run at once, of few requests: attend_rounds.cuh; of
+// them, where a token sees all entries before it, two neighbours side by side: attend_neighbours.cuh; windows alone:
+// attend_runs.cu.
 //
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory and
 // first cache level 54 (scores 16, values 12, converted rows 9, raw rows 9, lines that are prefetched about 5),
-// conversion 12. Measured: 64, of a row shared by 128 heads 58 (H200, 2026-11-16; docs/performance.md). Alone the
+// conversion 12. Measured: 64, of a row shared by 128 heads 58, by two tokens of 64 heads 55 (H200, 2026-11-16;
+// docs/performance.md). Alone the
 // loaders bound it, closely before shared memory and the scorer: stores wait for multiplies that read shared memory,
 // and loads are waited for between one tile's conversion and the next, 18 clocks a row even out of L2. Paired, it is
 // one tile's way through scores, weights and values, and the mate's copy.
@@ -238,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     named_barrier_arrive(1, kThreads);
     if constexpr (kPaired) {
       cluster_wait();  // the mate has begun
-      PairLoader(s, job, to_mate).run(job.tiles());
+      PairLoader<false>(s, job.mate, to_mate).run(job.tiles());
     } else {
       Loader<0>(s).run(job.tiles());
     }
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   touch(p);
   fetch_ahead(p, Job(1, 1, 1, head_tiles, false));
   wait_for_previous();
-  const Rounds rounds(p, s, head_tiles);
+  const Rounds<1> rounds(p, s, head_tiles);
   rounds.learn_first();
   __syncthreads();
   const int group = static_cast<int>(threadIdx.x) / kGroup;
@@ -293,15 +296,70 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (group == 0) {
     more_registers<kScorerRegisters>();
-    consume_rounds<0>(p, s, rounds, finder);
+    consume_rounds<0>(p, s, rounds, finder, 0);
   } else if (group == 1) {
     more_registers<kRoundAdderRegisters>();
-    consume_rounds<1>(p, s, rounds, finder);
+    consume_rounds<1>(p, s, rounds, finder, 0);
   } else {
     fewer_registers<kRoundLoaderRegisters>();
     named_barrier_arrive(1, kThreads);
     load_rounds(p, s, rounds);
   }
+#endif
+}
+
+/// The same of pairs of thread blocks, which have neighbouring tokens: see attend_neighbours.cuh. Of an odd number the
+/// last one is done twice.
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_neighbours(const __grid_constant__ AttendParams p, int head_tiles) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ std::uint8_t base[];
+  Shared& s = *reinterpret_cast<Shared*>(base + (1024 - shared_address(base) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      for (int half = 0; half < 2; ++half) {
+        barrier_init(shared_address(&s.full[stage][half]), 1);
+        barrier_init(shared_address(&s.empty[stage][half]), 2 * kGroupWarps);
+      }
+      barrier_init(shared_address(&s.weighted[stage]), 1);
+    }
+    for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile);
+    barrier_init(shared_address(&s.queries_used), kGroupWarps);
+    barrier_init(shared_address(&s.queries_there), kLoaderWarps);
+  }
+  let_next_start();
+  touch(p);
+  __syncthreads();
+  cluster_arrive();
+  const int mate = static_cast<int>(blockIdx.x) % 2;
+  fetch_ahead(p, Job(2, head_tiles, p.step.num_tokens));
+  wait_for_previous();
+  const Rounds<2> rounds(p, s, head_tiles);
+  rounds.learn_first();
+  __syncthreads();
+  const int group = static_cast<int>(threadIdx.x) / kGroup;
+  const std::uint32_t to_mate = in_block(shared_address(&s), static_cast<unsigned>(mate ^ 1)) - shared_address(&s);
+  NeighbourFinder finder(p, s, rounds);
+  {
+    const Job job(rounds.at(0), 0);
+    const Queries<kThreads / 32, 4> queries(p, s, job);
+    queries.begin();
+    if (group == 1) finder.begin();
+    queries.finish();
+  }
+  cluster_wait();  // the mate has begun
+  if (group == 0) {
+    more_registers<kScorerRegisters>();
+    consume_rounds<0>(p, s, rounds, finder, to_mate);
+  } else if (group == 1) {
+    more_registers<kNeighbourAdderRegisters>();
+    consume_rounds<1>(p, s, rounds, finder, to_mate);
+  } else {
+    fewer_registers<kNeighbourLoaderRegisters>();
+    named_barrier_arrive(1, kThreads);
+    load_neighbours(p, s, rounds, mate, to_mate);
+  }
+  cluster_done_reading();
 #endif
 }
 
@@ -378,6 +436,16 @@ cudaError_t launch_rounds(const AttendParams& p, cudaStream_t stream) {
                               stream, p, head_tiles, !shares_rows(p.step));
 }
 
+/// Whether the step alone says which rows a query has.
+bool sees_all(const AttendParams& p) {
+  return p.step.tokens != nullptr && p.window_slots.slots == nullptr && p.entry_slots.slots == nullptr &&
+         p.chosen.data == nullptr;
+}
+
+bool has_run_window(const AttendParams& p) {
+  return p.layer.num_kinds == 0 && p.layer.window_tokens >= 1 && p.layer.window_tokens <= kMostRunWindow;
+}
+
 /// As many rows as any query may have.
 std::int64_t most_rows(const AttendParams& p) {
   std::int64_t rows = p.window_slots.slots != nullptr ? p.window_slots.stride : p.layer.window_tokens;
@@ -404,6 +472,19 @@ std::array<int, kMaxCluster + 1> count_clusters() {
   }
   static_cast<void>(cudaGetLastError());  // of sizes that the chip does not have
   return most;
+}
+
+const std::array<int, kMaxCluster + 1>& clusters_at_once() {
+  static const std::array<int, kMaxCluster + 1> at_once = count_clusters();
+  return at_once;
+}
+
+cudaError_t launch_neighbours(const AttendParams& p, bool in_rounds, cudaStream_t stream) {
+  const int head_tiles = head_tiles_of(p), units = (p.step.num_tokens + 1) / 2 * head_tiles;
+  const int clusters = in_rounds ? std::min(units, std::max(clusters_at_once()[2], 1)) : units;
+  if (const cudaError_t error = allow_tiles(attend_neighbours); error != cudaSuccess) return error;
+  return launch_clusters<kSharedBytes>(attend_neighbours, 2, static_cast<unsigned>(2 * clusters), kThreads, stream, p,
+                                       head_tiles);
 }
 
 /// Thread blocks that find a place in the workspace.
@@ -447,7 +528,7 @@ TimedSplit through_memory(const AttendParams& p, std::int64_t tiles, const int (
 /// The split that should take the least time, of those whose blocks all run at once: a start and an end that depend on
 /// how O is merged, and a time per tile. Fitted to an H200, 2026-11-15; through memory: 2026-11-16.
 TimedSplit best_split(const AttendParams& p) {
-  static const std::array<int, kMaxCluster + 1> at_once = count_clusters();
+  const std::array<int, kMaxCluster + 1>& at_once = clusters_at_once();
   const std::int64_t units = std::int64_t{p.step.num_tokens} * head_tiles_of(p);
   const std::int64_t tiles = std::max<std::int64_t>((most_rows(p) + kTile - 1) / kTile, 1);
   struct Cost {
@@ -472,9 +553,15 @@ TimedSplit best_split(const AttendParams& p) {
       best = {{rows, cost.channels, cost.paired}, time};
     }
   }
-  AttendSplit& split = best.split;
   // As measured: 1,024 tokens of one request. 128 requests of a token each are slower so.
-  split.in_rounds = split.rows * split.channels == 1 && !split.paired && units > at_once[1] && shares_rows(p.step);
+  AttendSplit& split = best.split;
+  if (split.rows * split.channels > 1 || units <= at_once[1] || !shares_rows(p.step)) return best;
+  if (sees_all(p) && p.layer.num_kinds > 0)
+    split = {.rows = 1, .channels = 1, .in_rounds = true, .neighbours = true};
+  else if (sees_all(p) && has_run_window(p) && !split.paired)
+    split.in_runs = true;
+  else
+    split.in_rounds = !split.paired;
   return best;
 }
 
@@ -489,6 +576,9 @@ cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaSt
     return split.paired ? launch_tiles<1, true, true>(p, split.rows, stream)
                         : launch_tiles<1, false, true>(p, split.rows, stream);
   }
+  if ((split.in_runs || split.neighbours) && !sees_all(p)) return cudaErrorInvalidValue;
+  if (split.in_runs) return has_run_window(p) ? attend_runs(p, stream) : cudaErrorInvalidValue;
+  if (split.neighbours) return launch_neighbours(p, split.in_rounds, stream);
   if (split.in_rounds) return launch_rounds(p, stream);
   const auto launch = [&](auto paired) {
     switch (split.channels) {

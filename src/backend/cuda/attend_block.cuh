@@ -1,5 +1,5 @@
 // What a thread block of attend.cu has in common: sizes, shared memory, its job, and numbers in fp16 with an exponent
-// kept apart. For attend.cu alone.
+// kept apart. For attend.cu and attend_runs.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,6 +29,8 @@ static_assert(kStages == 2);
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
 constexpr int kRoundAdderRegisters = 176, kRoundLoaderRegisters = 72, kRoundStagedUnits = 2;  // see attend_rounds.cuh
 static_assert(kScorerRegisters + kRoundAdderRegisters + 2 * kRoundLoaderRegisters <= 65536 / kGroup);
+constexpr int kNeighbourAdderRegisters = 176, kNeighbourLoaderRegisters = 72;
+static_assert(kScorerRegisters + kNeighbourAdderRegisters + 2 * kNeighbourLoaderRegisters <= 65536 / kGroup);
 constexpr float kLn2 = 0.693147181f;
 
 /// Of one head over some rows: about the largest logit (times log2 e), plus the exponent of its row, and the sum of
@@ -67,13 +69,24 @@ struct alignas(16) Fours {
   std::uint8_t there[kHalfFours];
 };
 
+/// Tiles that are the same for two neighbouring tokens: see attend_neighbours.cuh.
+struct CommonTiles {
+  static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+  std::uint32_t others = kNone;  // two that are not, 16 bits each; 0: all of them
+
+  __device__ bool has(int tile) const {
+    const auto x = static_cast<std::uint32_t>(tile) + 1;
+    return others != 0 && x != (others & 0xFFFFu) && x != others >> 16;
+  }
+};
+
 /// What a thread block that takes 64 heads of a token after another does next: see attend_rounds.cuh.
 struct alignas(16) Round {
   QueryRows rows;
-  int token, first_head;
-
-  __device__ int tiles() const { return max((rows.count() + kTile - 1) / kTile, 1); }
+  int token, first_head, tiles;
+  CommonTiles common;  // with the mate
 };
+static_assert(sizeof(Round) == 64);
 
 constexpr int kStagedBytes = kRoundStagedUnits * kLoaders * 16;
 
@@ -131,6 +144,13 @@ struct Job {
     first_head = (unit % units * mates + mate) * kTile;
     part = rank / part_blocks;
     channel_part = rank % part_blocks / mates;
+  }
+
+  /// Mates have neighbouring tokens, whose head tiles come one after the other.
+  __device__ Job(int mates, int head_tiles, int tokens) : Job(1, 1, mates, mates, false) {
+    const int unit = static_cast<int>(blockIdx.x) / mates;
+    token = min(unit / head_tiles * mates + mate, tokens - 1);
+    first_head = unit % head_tiles * kTile;
   }
 
   /// One that does everything for a token, and then for others.

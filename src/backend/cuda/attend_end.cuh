@@ -1,4 +1,5 @@
-// How a thread block of attend.cu ends: denominators, merging over the cluster, output. For attend.cu alone.
+// How a thread block of attend.cu ends: denominators, merging over the cluster, output. For attend.cu and
+// attend_runs.cu.
 #pragma once
 
 #include "backend/cuda/attend_block.cuh"

@@ -89,6 +89,32 @@ __device__ void multiply_rows_128(float (&d)[kSize], std::uint64_t a, std::uint6
       : "l"(a), "l"(b));
 }
 
+// The same of bf16.
+__device__ inline void multiply_bf16_channels(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0; }"
+      : KV4_EIGHT(d, 0), KV4_EIGHT(d, 8), KV4_EIGHT(d, 16), KV4_EIGHT(d, 24)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+template <int kAt, int kSize>
+__device__ void multiply_bf16_rows(float (&d)[kSize], std::uint64_t a, std::uint64_t b, bool add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0; "
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 1; }"
+      : KV4_EIGHT(d, kAt + 0), KV4_EIGHT(d, kAt + 8), KV4_EIGHT(d, kAt + 16), KV4_EIGHT(d, kAt + 24), KV4_EIGHT(d, kAt + 32), KV4_EIGHT(d, kAt + 40), KV4_EIGHT(d, kAt + 48), KV4_EIGHT(d, kAt + 56)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
 // clang-format on
 #undef KV4_EIGHT
 

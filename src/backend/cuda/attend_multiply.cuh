@@ -1,4 +1,5 @@
-// What scorer and adder of attend.cu do with a tile, and how queries get there. For attend.cu and attend_rounds.cuh.
+// What scorer and adder of attend.cu do with a tile, and how queries get there. For attend.cu, attend_rounds.cuh and
+// attend_runs.cu.
 #pragma once
 
 #include "backend/cuda/attend_ahead.cuh"

@@ -12,19 +12,21 @@
 #include "backend/cuda/attend_end.cuh"
 #include "backend/cuda/attend_load.cuh"
 #include "backend/cuda/attend_multiply.cuh"
+#include "backend/cuda/attend_neighbours.cuh"
 
 namespace kv4::cuda {
 namespace {
 
-/// What a thread block does, round by round. Half of Shared::rounds is learned at a time, when nobody is left in the
-/// half before: the finder is at most kSpread rounds ahead of others.
+/// What a thread block does, or two that have neighbouring tokens, round by round. Half of Shared::rounds is learned at
+/// a time, when nobody is left in the half before: the finder is at most kSpread rounds ahead of others.
+template <int kMates>
 class Rounds {
  public:
   __device__ Rounds(const AttendParams& p, Shared& s, int head_tiles) : p_(p), s_(s), head_tiles_(head_tiles) {}
 
   __device__ int count() const { return s_.num_rounds; }  // there are no registers to keep it in
   __device__ const Round& at(int round) const { return s_.rounds[round % kRounds]; }
-  __device__ int tiles(int round) const { return at(round).tiles(); }
+  __device__ int tiles(int round) const { return at(round).tiles; }
   /// In registers. By whole words: an assignment would be one of bytes.
   __device__ Round copy_of(int round) const {
     const auto* from = reinterpret_cast<const uint4*>(&at(round));
@@ -38,13 +40,15 @@ class Rounds {
     x.rows.entries = static_cast<int>(c.w);
     x.token = static_cast<int>(d.x);
     x.first_head = static_cast<int>(d.y);
+    x.tiles = static_cast<int>(d.z);
+    x.common = {d.w};
     return x;
   }
 
   /// A thread per round.
   __device__ void learn_first() const {
-    const int units = p_.step.num_tokens * head_tiles_, blocks = static_cast<int>(gridDim.x);
-    const int count = (units - static_cast<int>(blockIdx.x) + blocks - 1) / blocks;
+    const int units = (p_.step.num_tokens + kMates - 1) / kMates * head_tiles_;
+    const int count = (units - first_unit() + at_once() - 1) / at_once();
     if (threadIdx.x == 0) s_.num_rounds = count;
     if (static_cast<int>(threadIdx.x) < min(kHalf, count)) learn(static_cast<int>(threadIdx.x));
   }
@@ -58,13 +62,27 @@ class Rounds {
   static constexpr int kHalf = kRounds / 2, kSpread = 8;
   static_assert(kSpread < kHalf && kFoundTiles + 3 < kSpread);  // key, block and end: three more
 
+  __device__ static int first_unit() { return static_cast<int>(blockIdx.x) / kMates; }
+  __device__ static int at_once() { return static_cast<int>(gridDim.x) / kMates; }
+
   __device__ void learn(int round) const {
-    const int unit = static_cast<int>(blockIdx.x) + round * static_cast<int>(gridDim.x), token = unit / head_tiles_;
+    const int unit = first_unit() + round * at_once(), first = unit / head_tiles_ * kMates;
     Round& to = s_.rounds[round % kRounds];
-    to.rows = QueryRows(p_, token);
-    to.token = token;
     to.first_head = unit % head_tiles_ * kTile;
+    if constexpr (kMates == 1) {
+      to.token = first;
+      to.rows = QueryRows(p_, first);
+      to.tiles = tiles_of(to.rows.count());
+    } else {
+      const int last = p_.step.num_tokens - 1, mate = static_cast<int>(blockIdx.x) % kMates;
+      to.token = min(first + mate, last);
+      to.rows = ring_rows(p_, to.token);
+      const QueryRows others = ring_rows(p_, min(first + (mate ^ 1), last));
+      to.tiles = tiles_of(max(to.rows.count(), others.count()));
+      to.common = common_tiles(to.rows, others);
+    }
   }
+  __device__ static int tiles_of(int rows) { return max((rows + kTile - 1) / kTile, 1); }
 
   const AttendParams& p_;
   Shared& s_;
@@ -74,7 +92,7 @@ class Rounds {
 /// Finder through all rounds.
 class RoundFinder {
  public:
-  __device__ RoundFinder(const AttendParams& p, Shared& s, const Rounds& rounds, bool fetches)
+  __device__ RoundFinder(const AttendParams& p, Shared& s, const Rounds<1>& rounds, bool fetches)
       : p_(p), s_(s), rounds_(rounds), fetches_(fetches) {}
 
   __device__ void begin() {
@@ -131,7 +149,7 @@ class RoundFinder {
 
   /// Past the end, rounds go on, a tile each.
   __device__ Place after(const Place& at, const Round& round) const {
-    return !ended(at) && at.tile + 1 < round.tiles() ? Place{at.round, at.tile + 1} : Place{at.round + 1, 0};
+    return !ended(at) && at.tile + 1 < round.tiles ? Place{at.round, at.tile + 1} : Place{at.round + 1, 0};
   }
   __device__ int key(const Place& at, const Round& round) const {
     return ended(at) ? -1 : round.rows.key(p_, round.token, row(at));
@@ -153,15 +171,16 @@ class RoundFinder {
 
   const AttendParams& p_;
   Shared& s_;
-  const Rounds& rounds_;
+  const Rounds<1>& rounds_;
   const bool fetches_;
   Place at_;  // of the rows that are to be located next; there are no registers for later ones
   int key_, block_, next_key_;
 };
 
 /// Scorer (kGroupIndex 0) or adder (1).
-template <int kGroupIndex>
-__device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds& rounds, RoundFinder& finder) {
+template <int kGroupIndex, int kMates, class RowFinder>
+__device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds<kMates>& rounds, RowFinder& finder,
+                               std::uint32_t to_mate) {
   constexpr int kPanel = kGroupIndex * kPanels / 2;
   named_barrier(1, kThreads);  // the first queries are in place
   for (int round = 0, tile = 0; round < rounds.count(); ++round) {
@@ -172,13 +191,13 @@ __device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds& r
     if constexpr (kGroupIndex == 0) {
       if (round > 0) barrier_wait(shared_address(&s.queries_there), (round - 1) & 1);
       Scorer scorer(p, s);
-      scorer.run<false, true>(o, tile, end, kPanel, 0);
+      scorer.template run<(kMates > 1), true>(o, tile, end, kPanel, to_mate);
       for (int half = 0; half < 2; ++half) {
         const Stats mine = scorer.stats(half);
         if (quad_of_thread() == 0) s.round_stats[round % 2][head_of_thread() + 8 * half] = mine;
       }
     } else {
-      run_adder<false>(o, s, finder, tile, end, kPanel, 0);
+      run_adder<(kMates > 1)>(o, s, finder, tile, end, kPanel, to_mate);
     }
     named_barrier(1, 2 * kGroup);
     const Job job(rounds.at(round), round);
@@ -192,7 +211,8 @@ __device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds& r
 }
 
 /// The queries of a round, after its first tile has been filled: scorer and adder are at the round before.
-__device__ void renew_queries(const AttendParams& p, Shared& s, const Rounds& rounds, int round) {
+template <int kMates>
+__device__ void renew_queries(const AttendParams& p, Shared& s, const Rounds<kMates>& rounds, int round) {
   if (round > 0) {
     const Job job(rounds.at(round), round);
     const Queries<kLoaderWarps, 2> queries(p, s, job);
@@ -212,13 +232,28 @@ __device__ void renew_queries(const AttendParams& p, Shared& s, const Rounds& ro
   if (line + kLoaders * kLine < bytes) fetch(q + line + kLoaders * kLine);
 }
 
-__device__ void load_rounds(const AttendParams& p, Shared& s, const Rounds& rounds) {
+__device__ void load_rounds(const AttendParams& p, Shared& s, const Rounds<1>& rounds) {
   Loader<kRoundStagedUnits> loader(s);
   loader.begin(true);
   for (int round = 0, tile = 0; round < rounds.count(); ++round) {
     const int first = tile, end = tile + rounds.tiles(round);
     for (; tile < end; ++tile) {
       loader.fill(tile, tile + 1 < end || round + 1 < rounds.count());
+      if (tile == first) renew_queries(p, s, rounds, round);
+    }
+  }
+}
+
+/// Of two thread blocks that have neighbouring tokens.
+__device__ void load_neighbours(const AttendParams& p, Shared& s, const Rounds<2>& rounds, int mate,
+                                std::uint32_t to_mate) {
+  PairLoader<true> loader(s, mate, to_mate);
+  loader.begin();
+  for (int round = 0, tile = 0; round < rounds.count(); ++round) {
+    const int first = tile, end = tile + rounds.tiles(round);
+    const CommonTiles common = rounds.at(round).common;
+    for (; tile < end; ++tile) {
+      loader.fill(tile, common.has(tile - first), tile + 1 < end || round + 1 < rounds.count());
       if (tile == first) renew_queries(p, s, rounds, round);
     }
   }

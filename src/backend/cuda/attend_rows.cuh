@@ -95,4 +95,21 @@ struct QueryRows {
   }
 };
 
+/// Which rows a window has where each stands at its position modulo the window's tokens.
+struct RingSlots {
+  std::int32_t tokens, first, first_slot, count;
+
+  __device__ RingSlots(const ops::AttendParams& p, const QueryRows& rows)
+      : tokens(p.layer.window_tokens), first(rows.first), first_slot(0), count(0) {
+    if (rows.at.padded() || tokens == 0) return;
+    first_slot = first % tokens;
+    count = rows.at.position + 1 - first;
+  }
+  /// Of the row in a slot; -1: there is none.
+  __device__ std::int32_t position(std::int32_t slot) const {
+    const std::int32_t behind = slot - first_slot + (slot < first_slot ? tokens : 0);
+    return slot < tokens && behind < count ? first + behind : -1;
+  }
+};
+
 }  // namespace kv4::cuda

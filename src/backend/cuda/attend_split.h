@@ -11,7 +11,7 @@
 
 namespace kv4::cuda {
 
-constexpr int kMaxCluster = 16, kMostChannelParts = 4;
+constexpr int kMaxCluster = 16, kMostChannelParts = 4, kMostRunWindow = 128;
 
 /// Together at most kMaxCluster, but for those that merge through memory. Blocks with the same rows and other channels
 /// score those rows each.
@@ -24,11 +24,18 @@ struct AttendSplit {
   bool through_memory = false;
   // One part, all channels, not paired: as many thread blocks as run at once take tokens in turn.
   bool in_rounds = false;
+  // One part, all channels: two blocks have neighbouring tokens and convert rows for each other; in rounds or not. Not
+  // for chosen entries or slot lists.
+  bool neighbours = false;
+  // attend_runs.cu: the step's window alone, of 1 to kMostRunWindow tokens.
+  bool in_runs = false;
 };
 
 AttendSplit split_of(const ops::AttendParams& params);
 /// The tuned kernel only.
 cudaError_t attend_split(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
+
+cudaError_t attend_runs(const ops::AttendParams& params, cudaStream_t stream);
 
 /// How attend_small.cu divides a token.
 struct SmallSplit {

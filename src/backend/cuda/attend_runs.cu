@@ -1,0 +1,420 @@
+// attend over windows alone, for many tokens of few requests: a thread block takes 64 heads of a run of tokens and
+// keeps their window in shared memory as bf16, each row at its position modulo the window. Of two tokens that follow
+// each other one row differs, so a row is converted once per run. The softmax does not mind the order.
+//
+// Four warpgroups. Two loaders bring a token's queries, which need no conversion, and its new row; all rows where the
+// request changes. Two consumers each score one half of the rows (m64n64k16), agree on the largest logit and sum of
+// each head, leave their weights in shared memory, and add up one half of the channels over all rows (m64n128k16).
+//
+// bf16, because a row and a query are exact in it without an exponent kept apart; weights lose all but 8 bits there.
+//
+// Bounds, per token and 64 heads: 128 KB of queries and outputs, 31 us for 1,024 tokens; multiplies 4,096 clocks. H200,
+// 2026-11-16, 1,024 tokens: 56 us (attend_rounds.cuh: 78). Of 13,000 clocks a token has on its multiprocessor, 3,700
+// were the output's shuffles and stores beside the next token's scores, both of which want shared memory, 2,000
+// weights, 2,300 values, and the first token's rows 15,000 once (ncu, before the last change: 59 us).
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#pragma nv_diag_suppress 177  // parts of attend.cu that are not used here
+
+#include "backend/cuda/attend_ahead.cuh"
+#include "backend/cuda/attend_block.cuh"
+#include "backend/cuda/attend_end.cuh"
+#include "backend/cuda/attend_mma.cuh"
+#include "backend/cuda/attend_multiply.cuh"
+#include "backend/cuda/attend_rows.cuh"
+#include "backend/cuda/attend_split.h"
+#include "backend/cuda/launch.cuh"
+#include "backend/cuda/row_decode.cuh"
+#include "kv4/cuda.h"
+
+namespace kv4::cuda {
+namespace {
+
+constexpr int kSides = 2;  // halves of the rows, or of the channels
+constexpr int kConsumers = kSides * kGroup, kConsumerWarps = kConsumers / 32;
+constexpr int kConsumerRegisters = 168, kRunLoaderRegisters = 88;
+static_assert(2 * (kConsumerRegisters + kRunLoaderRegisters) <= 65536 / kGroup);
+static_assert(kMostRunWindow == kSides * kTile);
+
+struct RunShared {
+  std::uint8_t q[kTileBytes];             // [8 panels, 64 heads]
+  std::uint8_t rows[kSides][kTileBytes];  // [8 panels, 64 rows]
+  std::uint8_t weights[kSides][kPanelBytes];
+  float most[kSides][kTile], sum[kSides][kTile];  // of a head over half of the rows
+  Round rounds[2];                                // of tokens by turns
+  int next_side[2];                               // the half where the next token's row differs
+  std::uint64_t queries_there, queries_used, rows_there;
+  std::uint64_t side_used, rows_used;  // that half, and all
+};
+constexpr int kRunSharedBytes = sizeof(RunShared) + 1024;
+static_assert(kRunSharedBytes <= 227 * 1024);
+
+// --- rows
+
+/// Brings rows from the pool into their slots. Whole warps call it.
+class RunRows {
+ public:
+  using Reader = Fp8RowReader<Format::fp8_tile64>;
+
+  __device__ RunRows(const AttendParams& p, RunShared& s) : p_(p), s_(s), lane_(thread_here() % 32) {}
+
+  /// Zeros where there is no row.
+  __device__ Reader::Raw load(const Found& found) const {
+    if (found.payload == nullptr) return {};
+    return Reader::load_raw<Keep::usual>({found.payload, found.scale, nullptr}, lane_);
+  }
+  __device__ Found find(const QueryRows& rows, int position) const {
+    const RowPlace place = rows.place(p_, 0, position, rows.block(p_, 0, position));
+    return {place.payload, place.scale};
+  }
+  __device__ void store(const Reader::Raw& raw, int slot) const {
+#pragma unroll
+    for (int octet = 0; octet < Reader::kOctets; ++octet) {
+      const auto x = Reader::decode<std::uint16_t>(raw, lane_, octet);
+      const int unit = lane_ + octet * Reader::kLanes;
+      store_shared(
+          shared_address(s_.rows[slot / kTile]) + unit / 8 * kPanelBytes + panel_offset(slot % kTile, unit % 8),
+          make_uint4(x.words[0], x.words[1], x.words[2], x.words[3]));
+    }
+  }
+
+  /// Every slot; warps take them by turns. A lane finds a row, for all of its warp.
+  template <int kWarps>
+  __device__ void fill(const QueryRows& rows, int warp) const {
+    constexpr int kOwn = kMostRunWindow / kWarps, kAtOnce = 4;
+    static_assert(kOwn <= 32 && kOwn % kAtOnce == 0);
+    const int position = RingSlots(p_, rows).position(warp + lane_ % kOwn * kWarps);
+    Found found{};
+    if (position >= 0) found = find(rows, position);
+#pragma unroll 1
+    for (int own = 0; own < kOwn; own += kAtOnce) {
+      Reader::Raw raw[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) raw[j] = load({of_lane(found.payload, own + j), of_lane(found.scale, own + j)});
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) store(raw[j], warp + (own + j) * kWarps);
+    }
+  }
+
+ private:
+  __device__ static const std::uint8_t* of_lane(const std::uint8_t* at, int lane) {
+    return reinterpret_cast<const std::uint8_t*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(at), lane));
+  }
+
+  const AttendParams& p_;
+  RunShared& s_;
+  const int lane_;
+};
+
+// --- loaders
+
+class RunLoader {
+ public:
+  __device__ RunLoader(const AttendParams& p, RunShared& s, int first_head)
+      : p_(p), s_(s), rows_(p, s), first_head_(first_head), thread_(thread_here() % kLoaders) {}
+
+  /// The first token's rows are in place, its queries on their way.
+  __device__ void run(int first, int end) {
+    QueryRows rows(p_, first);
+    ops::StepRecord before;
+    for (int token = first; token < end; ++token) {
+      const int i = token - first;
+      const bool follows = !rows.at.padded() && rows.at.row == before.row && rows.at.position == before.position + 1;
+      const int slot = rows.at.position % p_.layer.window_tokens;
+      const bool mine = follows && slot % kLoaderWarps == warp();
+      RunRows::Reader::Raw raw{};
+      if (mine) raw = rows_.load(rows_.find(rows, rows.at.position));
+      if (i > 0) {
+        barrier_wait(shared_address(&s_.queries_used), (i - 1) & 1);
+        copy_queries(token);
+      }
+      if (token + 1 < end) fetch_queries(token + 1);
+      if (thread_ == 0) {
+        s_.rounds[i % 2] = {rows, token, first_head_, 1, {}};
+        s_.next_side[i % 2] = slot + 1 == p_.layer.window_tokens ? 0 : (slot + 1) / kTile;
+      }
+      announce_queries();
+      if (i > 0) barrier_wait(shared_address(follows ? &s_.side_used : &s_.rows_used), (i - 1) & 1);
+      if (mine) rows_.store(raw, slot);
+      if (i > 0 && !follows) rows_.fill<kLoaderWarps>(rows, warp());
+      announce(s_.rows_there);
+      before = rows.at;
+      if (token + 1 < end) rows = QueryRows(p_, token + 1);
+    }
+  }
+
+  __device__ void copy_queries(int token) const {
+    const std::uint8_t* q = queries_of(token);
+#pragma unroll 4
+    for (int i = 0; i < kTile * kUnits / kLoaders; ++i) {
+      const int at = thread_ + i * kLoaders, head = at / kUnits, unit = at % kUnits;
+      const bool there = head < heads();
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(s_.q) + unit / 8 * kPanelBytes +
+                                                                         panel_offset(head, unit % 8)),
+                   "l"(q + (there ? at * 16 : 0)), "r"(there ? 16 : 0)
+                   : "memory");
+    }
+  }
+  __device__ void fetch_queries(int token) const {
+    const std::uint8_t* q = queries_of(token);
+    for (int at = thread_ * kLine; at < heads() * kWidth * 2; at += kLoaders * kLine) fetch(q + at);
+  }
+
+ private:
+  static constexpr int kUnits = kWidth * 2 / 16;
+
+  __device__ int lane() const { return thread_ % 32; }
+  __device__ int warp() const { return thread_ / 32; }
+  __device__ const std::uint8_t* queries_of(int token) const {
+    return static_cast<const std::uint8_t*>(p_.q.data) +
+           (std::int64_t{token} * p_.q.row_stride + first_head_ * kWidth) * 2;
+  }
+  __device__ int heads() const { return min(kTile, p_.num_heads - first_head_); }
+
+  __device__ void announce_queries() const {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    announce(s_.queries_there);
+  }
+  __device__ void announce(std::uint64_t& barrier) const {
+    publish_to_mma();
+    __syncwarp();
+    if (lane() == 0) barrier_arrive(shared_address(&barrier));
+  }
+
+  const AttendParams& p_;
+  RunShared& s_;
+  const RunRows rows_;
+  const int first_head_, thread_;
+};
+
+// --- consumers
+
+/// One half of the rows' weights, and one half of the channels.
+class RunConsumer {
+ public:
+  __device__ RunConsumer(const AttendParams& p, RunShared& s, int first_head)
+      : p_(p), s_(s), side_(static_cast<int>(threadIdx.x) / kGroup), scale_(p.softmax_scale * codec::kLog2e) {
+    for (int half = 0; half < 2; ++half) {
+      const int head = first_head + head_of_thread() + 8 * half;
+      sink_[half] = p.sink != nullptr && head < p.num_heads ? p.sink[head] * codec::kLog2e : -INFINITY;
+    }
+  }
+
+  /// A token's scores are multiplied while the output of the one before is stored, if that is bf16; those after the
+  /// last are of nothing.
+  __device__ void run(int tokens) {
+    std::uint32_t words[kWords] = {};
+    for (int i = 0;; ++i) {
+      float z[kScores];
+      score(z, i, i < tokens);
+      if (i > 0 && p_.out.dtype == DType::bf16) store(words, Job(s_.rounds[(i - 1) % 2], 0));
+      mma_wait<0>();
+      if (i == tokens) break;
+      release(s_.queries_used);
+      const Round& round = s_.rounds[i % 2];
+      float o[kWidth / 4], base[2], factor[2];
+      weigh(round.rows, z, base);
+      const int first_side = s_.next_side[i % 2];
+      add_values(o, first_side, false);
+      add_values(o, first_side ^ 1, true);
+      for (int half = 0; half < 2; ++half) factor[half] = finish(round, base[half], half);
+      mma_wait<1>();
+      release(s_.side_used);
+      mma_wait<0>();
+      release(s_.rows_used);
+      scale_heads(o, factor[0], factor[1]);
+      const Job job(round, 0);
+      if (side_ == 1) turn_back_last(p_, job, o);
+      if (p_.out.dtype == DType::f32) store_output(p_, job, o, side_ * (kWidth / 2));
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) words[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
+    }
+  }
+
+ private:
+  static constexpr int kScores = kTile / 2, kWords = kWidth / 8;  // of a thread
+
+  __device__ void release(std::uint64_t& barrier) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barrier));
+  }
+
+  /// Of this side's rows.
+  __device__ void score(float (&z)[kScores], int token, bool is_there) const {
+    const std::uint32_t q = panel_place(shared_address(s_.q)), keys = panel_place(shared_address(s_.rows[side_]));
+    if (is_there) {
+      barrier_wait(shared_address(&s_.rows_there), token & 1);
+      barrier_wait(shared_address(&s_.queries_there), token & 1);
+    }
+    mma_begin();
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+      for (int k = 0; k < kTile / 16; ++k) {
+        const std::uint32_t at = panel * kPanelBytes + k * 32;
+        multiply_bf16_channels(z, panel_descriptor(q, at), panel_descriptor(keys, at), panel > 0 || k > 0);
+      }
+    mma_commit();
+  }
+
+  /// Scores to weights relative to the largest of both sides.
+  __device__ void weigh(const QueryRows& rows, float (&z)[kScores], float (&base)[2]) {
+    if (rows.window < kMostRunWindow) {
+      const RingSlots slots(p_, rows);
+#pragma unroll
+      for (int i = 0; i < kScores; ++i)
+        if (slots.position(side_ * kTile + i / 4 * 8 + 2 * quad_of_thread() + i % 2) < 0) z[i] = -INFINITY;
+    }
+    const int head = head_of_thread(), quad = quad_of_thread();
+    float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], fmaxf(z[i], z[i + 1]));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 1));
+      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 2));
+      if (quad == 0) s_.most[side_][head + 8 * half] = most[half];
+    }
+    named_barrier(1, kConsumers);
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float larger = fmaxf(most[half], s_.most[side_ ^ 1][head + 8 * half]);
+      base[half] = larger == -INFINITY ? 0.0f : larger * scale_;
+    }
+    const std::uint32_t to = shared_address(s_.weights[side_]) + quad * 4;
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      const int half = i / 2 % 2;
+      const float x = exp2_fast(codec::fused(z[i], scale_, -base[half]));
+      const float y = exp2_fast(codec::fused(z[i + 1], scale_, -base[half]));
+      sum[half] += x + y;
+      shared_store(to + panel_offset(head + 8 * half, i / 4), pack_bf16(x, y));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(kAllLanes, sum[half], 1);
+      sum[half] += __shfl_xor_sync(kAllLanes, sum[half], 2);
+      if (quad == 0) s_.sum[side_][head + 8 * half] = sum[half];
+    }
+    publish_to_mma();
+    named_barrier(1, kConsumers);
+  }
+
+  /// O += P V over half of the rows and this side's channels.
+  __device__ void add_values(float (&o)[kWidth / 4], int rows, bool add) const {
+    const std::uint32_t weights = panel_place(shared_address(s_.weights[rows]));
+    const std::uint32_t values = panel_place(shared_address(s_.rows[rows]) + side_ * (kTileBytes / 2), kPanelBytes);
+    mma_begin();
+#pragma unroll
+    for (int k = 0; k < kTile / 16; ++k) {
+      const std::uint64_t a = panel_descriptor(weights, k * 32);
+      const std::uint32_t at = k * 16 * kPanelRowBytes;
+      multiply_bf16_rows<0>(o, a, panel_descriptor(values, at), add || k > 0);
+      multiply_bf16_rows<64>(o, a, panel_descriptor(values, at + 2 * kPanelBytes), add || k > 0);
+    }
+    mma_commit();
+  }
+
+  /// The four lanes of a head swap words until each has 8 channels side by side, all of them at once: a shuffle waits
+  /// for multiplies that read shared memory.
+  __device__ void store(std::uint32_t (&words)[kWords], const Job& job) const {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const bool high = (quad_of_thread() & step) != 0;
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        if ((i & 2 * step) != 0) continue;
+        std::uint32_t &low_word = words[i], &high_word = words[i + 2 * step];
+        const std::uint32_t other = __shfl_xor_sync(kAllLanes, high ? low_word : high_word, step);
+        (high ? low_word : high_word) = other;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int head = head_of_thread() + 8 * half;
+      std::uint16_t* out = output_of<std::uint16_t>(p_, job, head) + side_ * (kWidth / 2) + 8 * quad_of_thread();
+      if (job.first_head + head >= p_.num_heads) continue;
+#pragma unroll
+      for (int i = half; i < kWords; i += 8)
+        store16(out + i / 8 * 32, words[i], words[i + 2], words[i + 4], words[i + 6]);
+    }
+  }
+
+  /// What O is multiplied by, of the upper or lower head.
+  __device__ float finish(const Round& round, float base, int half) const {
+    const int head = head_of_thread() + 8 * half;
+    const float sink = round.rows.at.padded() ? -INFINITY : sink_[half];
+    const float rows = s_.sum[0][head] + s_.sum[1][head];
+    const float top = rows == 0.0f ? sink : fmaxf(base, sink);  // rows == 0: there are none
+    const float shift = top == -INFINITY ? 0.0f : top;
+    const float total = rows * exp2_fast(base - shift) + exp2_fast(sink - shift);
+    if (p_.lse != nullptr && side_ == 0 && quad_of_thread() == 0 && round.first_head + head < p_.num_heads)
+      p_.lse[std::int64_t{round.token} * p_.num_heads + round.first_head + head] =
+          total == 0.0f ? -INFINITY : (shift + log2f(total)) * kLn2;
+    return total == 0.0f ? 0.0f : __fdividef(exp2_fast(base - shift), total);
+  }
+
+  const AttendParams& p_;
+  RunShared& s_;
+  const int side_;
+  const float scale_;
+  float sink_[2];
+};
+
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_runs_kernel(const __grid_constant__ AttendParams p, int head_tiles, int run_tokens) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ std::uint8_t base[];
+  RunShared& s = *reinterpret_cast<RunShared*>(base + (1024 - shared_address(base) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&s.queries_there), kLoaderWarps);
+    barrier_init(shared_address(&s.queries_used), kConsumerWarps);
+    barrier_init(shared_address(&s.rows_there), kLoaderWarps);
+    barrier_init(shared_address(&s.side_used), kConsumerWarps);
+    barrier_init(shared_address(&s.rows_used), kConsumerWarps);
+  }
+  let_next_start();
+  touch(p);
+  __syncthreads();
+  const int first_head = static_cast<int>(blockIdx.x) % head_tiles * kTile;
+  const int first = static_cast<int>(blockIdx.x) / head_tiles * run_tokens;
+  const int end = min(first + run_tokens, p.step.num_tokens);
+  const bool loads = threadIdx.x >= kConsumers;
+  if (loads) RunLoader(p, s, first_head).fetch_queries(first);
+  wait_for_previous();
+  if (loads) RunLoader(p, s, first_head).copy_queries(first);
+  RunRows(p, s).fill<kThreads / 32>(QueryRows(p, first), thread_here() / 32);
+  publish_to_mma();
+  __syncthreads();
+  if (!loads) {
+    more_registers<kConsumerRegisters>();
+    RunConsumer(p, s, first_head).run(end - first);
+  } else {
+    fewer_registers<kRunLoaderRegisters>();
+    RunLoader(p, s, first_head).run(first, end);
+  }
+#endif
+}
+
+}  // namespace
+
+cudaError_t attend_runs(const AttendParams& p, cudaStream_t stream) {
+  const int head_tiles = (p.num_heads + kTile - 1) / kTile;
+  const int at_once = std::max(multiprocessors() / head_tiles, 1);
+  const int run_tokens = (p.step.num_tokens + at_once - 1) / at_once;
+  const int runs = (p.step.num_tokens + run_tokens - 1) / run_tokens;
+  const cudaError_t error =
+      cudaFuncSetAttribute(attend_runs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRunSharedBytes);
+  if (error != cudaSuccess) return error;
+  return launch<kRunSharedBytes>(attend_runs_kernel, static_cast<unsigned>(runs * head_tiles), kThreads, stream, p,
+                                 head_tiles, run_tokens);
+}
+
+}  // namespace kv4::cuda

@@ -1,0 +1,146 @@
+// attend's kernels for many tokens of one request, whose rows are mostly the same.
+#include "parity/attend_problem.cuh"
+
+namespace {
+
+class AttendKernelPrefill : public AttendKernel {};
+
+TEST_F(AttendKernelPrefill, IsDividedByWhatTokensShare) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  const ops::StepRecord record;  // not looked into
+  const std::int32_t entry = 0;
+  for (const int heads : {64, 128}) {
+    SCOPED_TRACE(testing::Message() << heads << " heads");
+    ops::AttendParams p;
+    p.num_heads = heads;
+    p.layer.window_tokens = 128;
+    p.step.tokens = &record;
+    p.step.num_tokens = 1024;
+    p.step.num_items = 1;
+    EXPECT_EQ(cuda::split_of(p).in_runs, heads == 64);
+    p.layer.num_kinds = 1;
+    p.layer.kinds[0].rows_per_block = 1;
+    p.step.blocks_per_request = 1024;
+    EXPECT_TRUE(cuda::split_of(p).neighbours);
+    EXPECT_FALSE(cuda::split_of(p).paired);
+    p.step.num_items = 1024;  // a token of each
+    EXPECT_FALSE(cuda::split_of(p).neighbours);
+    p.step.num_items = 1;
+    p.chosen.data = &entry;
+    p.num_chosen = 512;
+    EXPECT_FALSE(cuda::split_of(p).neighbours);
+    EXPECT_EQ(cuda::split_of(p).in_rounds, heads == 64);
+  }
+}
+
+/// Requests of odd numbers of tokens, so that neighbours are of different ones; chunks that begin inside the window,
+/// after it and with nothing; rows that lie in the ring and in the scratch; padded tokens; a window cut short.
+const std::vector<Request> kChunks = {{250, 41, false}, {0, 33, false},   {0, 0}, {9, 2}, {100, 51, false, 70},
+                                      {300, 1},         {400, 37, false}, {0, 0}, {0, 0}, {77, 1}};
+
+TEST_F(AttendKernelPrefill, TokensSideBySide) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const auto& [ratio, in_rounds] : {std::pair{4, true}, {4, false}, {128, true}, {0, true}}) {
+    SCOPED_TRACE(testing::Message() << "ratio " << ratio << (in_rounds ? ", in rounds" : ""));
+    Case c = ratio > 0 ? entries_case(ratio, 0) : window_case();
+    c.requests = kChunks;
+    c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_rounds = in_rounds, .neighbours = true};
+    run(c);
+    c.heads = 5;
+    c.out_type = DType::bf16;
+    c.late_records = true;
+    run(c);
+    c.late_records = false;
+    c.sink = false;
+    for (const int window : {0, 8, 100, 190}) {
+      if (window + ratio == 0) continue;
+      c.window = window;
+      run(c);
+    }
+    c.window = 128;
+    c.heads = 70;
+    c.requests = {{1000, 11, false}, {0, 3}, {2040, 17, false}};  // entries that fill a tile, and one more
+    run(c);
+    c.heads = 1;
+    c.requests = {
+        {200, 2005, false}, {0, 0}, {70, 900, false}};  // many rounds, of more tokens than are known at a time
+    if (ratio != 4) run(c);
+  }
+}
+
+TEST_F(AttendKernelPrefill, TokensSideBySideSeeOnlyTheirOwnRows) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  Case c = entries_case(4, 0);
+  c.heads = 3;
+  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_rounds = true, .neighbours = true};
+  c.requests = {{300, 7, false}, {0, 5}, {251, 3, false}};
+  spoil_row(c, 0, 0);  // no later token sees it
+  spoil_row(c, 2, 0);
+  spoil_row(c, 3, 127);  // no earlier one: its own
+  spoil_row(c, 3, -1);   // nor the entry that ends with it
+  spoil_row(c, 7, 0);    // its neighbour's request is another
+  spoil_row(c, 14, -1);
+}
+
+TEST_F(AttendKernelPrefill, RunsOfTokens) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  Case c = window_case();
+  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_runs = true};
+  c.turn_back = true;
+  c.requests = kChunks;
+  run(c);
+  c.heads = 5;
+  c.out_type = DType::bf16;
+  c.late_records = true;
+  run(c);
+  c.late_records = false;
+  c.sink = false;
+  for (const int window : {1, 8, 100}) {
+    c.window = window;
+    run(c);
+  }
+  c.window = 128;
+  c.heads = 70;
+  c.requests = {{1000, 300, false}, {0, 3}, {90, 200, false}};  // runs of eight
+  run(c);
+  c.heads = 1;
+  c.requests = {{60, 4000, false}, {0, 0}, {0, 131, false}};  // of 32
+  run(c);
+}
+
+TEST_F(AttendKernelPrefill, RunsOfTokensSeeOnlyTheirOwnRows) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  Case c = window_case();
+  c.heads = 3;
+  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_runs = true};
+  c.requests = {{300, 500, false}, {0, 5}, {130, 301, false}};  // runs of seven
+  spoil_row(c, 0, 0);
+  spoil_row(c, 3, 0);    // no later token sees it, though of the same run
+  spoil_row(c, 4, 127);  // no earlier one
+  spoil_row(c, 499, -1);
+  spoil_row(c, 504, 0);
+  spoil_row(c, 505, 0);
+}
+
+// Queries such that no row has all the weight.
+TEST_F(AttendKernelPrefill, RunsOfRowsOfAnySize) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  struct Sizes {
+    int least, most, q;
+  };
+  for (const Sizes& sizes :
+       {Sizes{-8, 8, -8}, {-20, 20, -20}, {60, 61, -60}, {-40, -39, 40}, {-90, 0, 0}, {0, 0, -6}}) {
+    SCOPED_TRACE(testing::Message() << "2^" << sizes.least << " to 2^" << sizes.most);
+    for (const bool runs : {false, true}) {
+      Case c = window_case();
+      c.requests = {{300, 9, false}, {0, 4}};
+      c.least_exponent = sizes.least;
+      c.most_exponent = sizes.most;
+      c.q_size = std::ldexp(1.0f, sizes.q);
+      c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_rounds = !runs, .neighbours = !runs, .in_runs = runs};
+      run(c);
+    }
+  }
+}
+
+}  // namespace
