@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     named_barrier_arrive(1, kThreads);
     if constexpr (kPaired) {
       cluster_wait();  // the mate has begun
-      PairLoader<false>(s, job.mate, to_mate).run(job.tiles());
+      PairLoader(s, job.mate, to_mate).run(job.tiles());
     } else {
       Loader<0>(s).run(job.tiles());
     }

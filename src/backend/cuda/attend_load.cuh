@@ -232,10 +232,9 @@ class Loader {
 /// other's shared memory, whole panels of it at a time. Eight lanes share a row, 16 bytes of a panel each. The next
 /// half is loaded while one is converted. Of a tile that is not the same for both, each converts its own half and then
 /// the other.
-/// kFewFences: what was stored becomes visible to copies and multiplies by fences of the few threads that copy and
-/// announce it, after all have met, instead of by one of each thread before, which waits for the thread's loads under
-/// way (H200, 2026-11-16, neighbouring tokens, 8,320 rows: 2,393 to 2,124 us; not measured where heads differ).
-template <bool kFewFences>
+/// What was stored becomes visible to copies and multiplies by fences of the few threads that copy and announce it,
+/// after all have met: one of each thread before that would wait for the thread's loads under way (H200, 2026-11-16,
+/// 8,320 rows: 1,024 neighbouring tokens 2,393 to 2,124 us, 128 tokens of 128 heads 571 to 517).
 class PairLoader {
  public:
   __device__ PairLoader(Shared& s, int mate, std::uint32_t to_mate)
@@ -346,9 +345,8 @@ class PairLoader {
   /// To the multiplies here, and to the mate. The place is not written again before the mate has read what it got.
   __device__ void hand_over(int stage, int half, bool shared) const {
     constexpr unsigned kCopies = kPanels / 2;
-    if (!kFewFences) publish_to_mma();
     named_barrier(3, kLoaders);
-    if (kFewFences && lane() <= kCopies) publish_to_mma();
+    if (lane() <= kCopies) publish_to_mma();
     const std::uint32_t full = shared_address(&s_.full[stage][half]);
     const unsigned i = lane(), mine = static_cast<unsigned>(mate_);
     if (!shared) {

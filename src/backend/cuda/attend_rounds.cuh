@@ -247,7 +247,7 @@ __device__ void load_rounds(const AttendParams& p, Shared& s, const Rounds<1>& r
 /// Of two thread blocks that have neighbouring tokens.
 __device__ void load_neighbours(const AttendParams& p, Shared& s, const Rounds<2>& rounds, int mate,
                                 std::uint32_t to_mate) {
-  PairLoader<true> loader(s, mate, to_mate);
+  PairLoader loader(s, mate, to_mate);
   loader.begin();
   for (int round = 0, tile = 0; round < rounds.count(); ++round) {
     const int first = tile, end = tile + rounds.tiles(round);
