@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   ops::StepRecord guess;
   guess.row = load(record->row);
   guess.position = load(record->position);
-  const int count = tile.visible(guess);
+  // No more than there is room for, whatever a record of another step says.
+  const int count = static_cast<int>(min(std::int64_t{tile.visible(guess)}, tile.score_stride));
   const bool whole = kNumbers < kRowNumbers || count <= kNumbers;
   const int numbers = whole ? count : groups_of(count);
   const float* const from = whole ? row : tile.maxima(token);
