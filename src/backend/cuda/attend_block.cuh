@@ -29,8 +29,6 @@ static_assert(kStages == 2);
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
 constexpr int kRoundAdderRegisters = 176, kRoundLoaderRegisters = 72, kRoundStagedUnits = 2;  // see attend_rounds.cuh
 static_assert(kScorerRegisters + kRoundAdderRegisters + 2 * kRoundLoaderRegisters <= 65536 / kGroup);
-constexpr int kNeighbourAdderRegisters = 176, kNeighbourLoaderRegisters = 72;
-static_assert(kScorerRegisters + kNeighbourAdderRegisters + 2 * kNeighbourLoaderRegisters <= 65536 / kGroup);
 constexpr float kLn2 = 0.693147181f;
 
 /// Of one head over some rows: about the largest logit (times log2 e), plus the exponent of its row, and the sum of
