@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "backend/cuda/attend_mma.cuh"
@@ -21,14 +22,14 @@ using ops::AttendParams;
 constexpr int kWidth = 512, kTail = 64, kTile = 64;  // a tile: 64 heads or 64 rows, and the channels of a panel
 constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
 constexpr int kStages = 2, kFoundTiles = 4;
-constexpr int kRounds = 24, kSinks = 4;  // rounds of a thread block that are known, and sinks kept, at a time
+constexpr int kRounds = 26, kSinks = 2;  // rounds of a thread block that are known, and sinks kept, at a time
 constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
 constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
 constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
 static_assert(kStages == 2);
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
-constexpr int kRoundAdderRegisters = 176, kRoundLoaderRegisters = 72, kRoundStagedUnits = 2;  // see attend_rounds.cuh
-static_assert(kScorerRegisters + kRoundAdderRegisters + 2 * kRoundLoaderRegisters <= 65536 / kGroup);
+constexpr int kConsumerRegisters = 192, kRoundLoaderRegisters = 64, kStagedUnits = 4;  // see attend_rounds.cuh
+static_assert(2 * (kConsumerRegisters + kRoundLoaderRegisters) <= 65536 / kGroup);
 constexpr int kNeighbourAdderRegisters = 176, kNeighbourLoaderRegisters = 72;
 static_assert(kScorerRegisters + kNeighbourAdderRegisters + 2 * kNeighbourLoaderRegisters <= 65536 / kGroup);
 constexpr float kLn2 = 0.693147181f;
@@ -88,15 +89,16 @@ struct alignas(16) Round {
 };
 static_assert(sizeof(Round) == 64);
 
-constexpr int kStagedBytes = kRoundStagedUnits * kLoaders * 16;
+constexpr int kStagedBytes = kStagedUnits * kLoaders * 16;
 
 struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
   std::uint8_t rows[kStages][kTileBytes];  // [8 panels, 64 rows]
   std::uint8_t weights[kStages][kPanelBytes];
   Stats stats[kMaxCluster][kTile];     // [row part, head]
-  Stats round_stats[2][kTile];         // of rounds by turns
-  float past[kStages][kTile];          // what O is multiplied by before a tile is added
+  Stats round_stats[2][kTile];         // of rounds by turns, of the left consumer
+  float right_sums[2][kTile];          // of the right one, relative to the same
+  float past[kStages][kTile];          // what O is multiplied by before a tile is added; in rounds the tile's base
   float sink[kSinks][kTile];           // times log2 e
   float factors[kTile + kMaxCluster];  // [head that this block finishes, row part]: what shares are multiplied by
   float q_unit[kTile];                 // what a head's queries are multiples of, a power of two
@@ -110,12 +112,13 @@ struct Shared {
   int num_rounds;
   std::uint64_t queries_used, queries_there;  // of a round
 
-  /// Raw rows, where there are no parts.
-  __device__ std::uint8_t* staged() { return reinterpret_cast<std::uint8_t*>(stats); }
+  /// Raw rows, where there are no parts and one lot of weights.
+  __device__ std::uint8_t* staged() { return weights[1]; }
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
-static_assert(kStagedBytes <= sizeof(Shared::stats));
+static_assert(kStagedBytes <= kPanelBytes + sizeof(Shared::stats));
+static_assert(offsetof(Shared, stats) == offsetof(Shared, weights) + kStages * kPanelBytes);
 
 /// What a thread block does.
 struct Job {

@@ -16,6 +16,11 @@ __device__ Stats total_of(const Shared& s, const Job& job, int head) {
   for (int part = 0; part < job.parts; ++part) total.most = fmaxf(total.most, stats[part][head].most);
   const float base = total.most == -INFINITY ? 0.0f : total.most;
   total.sum = exp2_fast(sink - base);
+  if (job.in_rounds) {
+    const Stats& left = stats[0][head];
+    total.sum += (left.sum + s.right_sums[job.round % 2][head]) * exp2_fast(left.most - base);
+    return total;
+  }
 #pragma unroll 1
   for (int part = 0; part < job.parts; ++part)
     total.sum += stats[part][head].sum * exp2_fast(stats[part][head].most - base);
