@@ -3,7 +3,32 @@
 
 namespace {
 
-class AttendKernelPrefill : public AttendKernel {};
+/// Requests of odd numbers of tokens, so that neighbours are of different ones; chunks that begin inside the window,
+/// after it and with nothing; rows that lie in the ring and in the scratch; padded tokens; a window cut short.
+const std::vector<Request> kChunks = {{250, 41, false}, {0, 33, false},   {0, 0}, {9, 2}, {100, 51, false, 70},
+                                      {300, 1},         {400, 37, false}, {0, 0}, {0, 0}, {77, 1}};
+
+class AttendKernelPrefill : public AttendKernel {
+ protected:
+  /// With all heads into fp32, with few into bf16 after a wrong guess, and then without a sink over other windows.
+  void run_chunks(Case& c, std::initializer_list<int> windows) {
+    c.requests = kChunks;
+    run(c);
+    c.heads = 5;
+    c.out_type = DType::bf16;
+    c.late_records = true;
+    run(c);
+    c.late_records = false;
+    c.sink = false;
+    const int window = c.window;
+    for (const int other : windows) {
+      if (other + c.ratio == 0) continue;
+      c.window = other;
+      run(c);
+    }
+    c.window = window;
+  }
+};
 
 TEST_F(AttendKernelPrefill, IsDividedByWhatTokensShare) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
@@ -33,31 +58,13 @@ TEST_F(AttendKernelPrefill, IsDividedByWhatTokensShare) {
   }
 }
 
-/// Requests of odd numbers of tokens, so that neighbours are of different ones; chunks that begin inside the window,
-/// after it and with nothing; rows that lie in the ring and in the scratch; padded tokens; a window cut short.
-const std::vector<Request> kChunks = {{250, 41, false}, {0, 33, false},   {0, 0}, {9, 2}, {100, 51, false, 70},
-                                      {300, 1},         {400, 37, false}, {0, 0}, {0, 0}, {77, 1}};
-
 TEST_F(AttendKernelPrefill, TokensSideBySide) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   for (const auto& [ratio, in_rounds] : {std::pair{4, true}, {4, false}, {128, true}, {0, true}}) {
     SCOPED_TRACE(testing::Message() << "ratio " << ratio << (in_rounds ? ", in rounds" : ""));
     Case c = ratio > 0 ? entries_case(ratio, 0) : window_case();
-    c.requests = kChunks;
     c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_rounds = in_rounds, .neighbours = true};
-    run(c);
-    c.heads = 5;
-    c.out_type = DType::bf16;
-    c.late_records = true;
-    run(c);
-    c.late_records = false;
-    c.sink = false;
-    for (const int window : {0, 8, 100, 190}) {
-      if (window + ratio == 0) continue;
-      c.window = window;
-      run(c);
-    }
-    c.window = 128;
+    run_chunks(c, {0, 8, 100, 190});
     c.heads = 70;
     c.requests = {{1000, 11, false}, {0, 3}, {2040, 17, false}};  // entries that fill a tile, and one more
     run(c);
@@ -87,19 +94,7 @@ TEST_F(AttendKernelPrefill, RunsOfTokens) {
   Case c = window_case();
   c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_runs = true};
   c.turn_back = true;
-  c.requests = kChunks;
-  run(c);
-  c.heads = 5;
-  c.out_type = DType::bf16;
-  c.late_records = true;
-  run(c);
-  c.late_records = false;
-  c.sink = false;
-  for (const int window : {1, 8, 100}) {
-    c.window = window;
-    run(c);
-  }
-  c.window = 128;
+  run_chunks(c, {1, 8, 100});
   c.heads = 70;
   c.requests = {{1000, 300, false}, {0, 3}, {90, 200, false}};  // runs of eight
   run(c);

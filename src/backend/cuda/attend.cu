@@ -24,10 +24,9 @@
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory and
 // first cache level 54 (scores 16, values 12, converted rows 9, raw rows 9, lines that are prefetched about 5),
 // conversion 12. Measured: 64, of a row shared by 128 heads 58, by two tokens of 64 heads 55 (H200, 2026-11-16;
-// docs/performance.md). Alone the
-// loaders bound it, closely before shared memory and the scorer: stores wait for multiplies that read shared memory,
-// and loads are waited for between one tile's conversion and the next, 18 clocks a row even out of L2. Paired, it is
-// one tile's way through scores, weights and values, and the mate's copy.
+// docs/performance.md). Alone the loaders bound it, closely before shared memory and the scorer: stores wait for
+// multiplies that read shared memory, and loads are waited for between one tile's conversion and the next, 18 clocks a
+// row even out of L2. Paired, it is one tile's way through scores, weights and values, and the mate's copy.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>

@@ -50,43 +50,39 @@ __device__ inline void publish_to_mma() { asm volatile("fence.proxy.async.shared
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 
+#define KV4_32(d, i) KV4_EIGHT(d, i), KV4_EIGHT(d, i + 8), KV4_EIGHT(d, i + 16), KV4_EIGHT(d, i + 24)
+#define KV4_64(d, i) KV4_32(d, i), KV4_32(d, i + 32)
+#define KV4_32_NAMES                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define KV4_64_NAMES                                                                        \
+  KV4_32_NAMES                                                                              \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+  "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
 // d = a b^T (+ d), 16 channels: a is [64 heads, 16], b [64 rows, 16], both with channels side by side.
-// clang-format off
 __device__ inline void multiply_channels(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0; }"
-      : KV4_EIGHT(d, 0), KV4_EIGHT(d, 8), KV4_EIGHT(d, 16), KV4_EIGHT(d, 24)
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" KV4_32_NAMES "}, %32, %33, p, 1, 1, 0, 0; }"
+      : KV4_32(d, 0)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// d[kAt ..] += a b, 16 rows: a is [64 heads, 16], b [16 rows, 64 or 128 channels], channels side by side. Not 256: ptxas
-// wants registers for that from the start, before warpgroups have changed their share.
+// d[kAt ..] += a b, 16 rows: a is [64 heads, 16], b [16 rows, 64 or 128 channels], channels side by side. Not 256:
+// ptxas wants registers for that from the start, before warpgroups have changed their share.
 template <int kAt, int kSize>
 __device__ void multiply_rows_64(float (&d)[kSize], std::uint64_t a, std::uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, 1, 1, 1, 0, 1;"
-      : KV4_EIGHT(d, kAt + 0), KV4_EIGHT(d, kAt + 8), KV4_EIGHT(d, kAt + 16), KV4_EIGHT(d, kAt + 24)
-      : "l"(a), "l"(b));
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" KV4_32_NAMES "}, %32, %33, 1, 1, 1, 0, 1;"
+               : KV4_32(d, kAt)
+               : "l"(a), "l"(b));
 }
 
 template <int kAt, int kSize>
 __device__ void multiply_rows_128(float (&d)[kSize], std::uint64_t a, std::uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, 1, 1, 1, 0, 1;"
-      : KV4_EIGHT(d, kAt + 0), KV4_EIGHT(d, kAt + 8), KV4_EIGHT(d, kAt + 16), KV4_EIGHT(d, kAt + 24), KV4_EIGHT(d, kAt + 32), KV4_EIGHT(d, kAt + 40), KV4_EIGHT(d, kAt + 48), KV4_EIGHT(d, kAt + 56)
-      : "l"(a), "l"(b));
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" KV4_64_NAMES "}, %64, %65, 1, 1, 1, 0, 1;"
+               : KV4_64(d, kAt)
+               : "l"(a), "l"(b));
 }
 
 // The same with weights in registers: a thread's four words of 16 columns are those of its accumulators' places.
@@ -107,11 +103,8 @@ __device__ void multiply_rows_128(float (&d)[kSize], const std::uint32_t* a, std
 __device__ inline void multiply_bf16_channels(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0; }"
-      : KV4_EIGHT(d, 0), KV4_EIGHT(d, 8), KV4_EIGHT(d, 16), KV4_EIGHT(d, 24)
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" KV4_32_NAMES "}, %32, %33, p, 1, 1, 0, 0; }"
+      : KV4_32(d, 0)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
@@ -119,17 +112,15 @@ template <int kAt, int kSize>
 __device__ void multiply_bf16_rows(float (&d)[kSize], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %66, 0; "
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 1; }"
-      : KV4_EIGHT(d, kAt + 0), KV4_EIGHT(d, kAt + 8), KV4_EIGHT(d, kAt + 16), KV4_EIGHT(d, kAt + 24), KV4_EIGHT(d, kAt + 32), KV4_EIGHT(d, kAt + 40), KV4_EIGHT(d, kAt + 48), KV4_EIGHT(d, kAt + 56)
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KV4_64_NAMES "}, %64, %65, p, 1, 1, 0, 1; }"
+      : KV4_64(d, kAt)
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// clang-format on
+#undef KV4_64_NAMES
+#undef KV4_32_NAMES
+#undef KV4_64
+#undef KV4_32
 #undef KV4_EIGHT
 
 __device__ inline void shared_store(std::uint32_t address, std::uint32_t x) {

@@ -11,7 +11,7 @@
 
 namespace kv4::cuda {
 
-constexpr int kMaxCluster = 16, kMostChannelParts = 4, kMostRunWindow = 128;
+constexpr int kMaxCluster = 16, kMostRunWindow = 128;
 
 /// Together at most kMaxCluster, but for those that merge through memory. Blocks with the same rows and other channels
 /// score those rows each.

@@ -14,7 +14,7 @@
 //
 // Given rows are brought into L2 and records looked at while the kernel before ends; the record is read again after the
 // wait, beside the scores.
-// Rows of up to 8,192: bound by latency and instructions. H200, 2026-11-16: 2.2 us for 2,048 scores, 2.9 for 8,192,
+// Rows of up to 8,192: bound by latency and instructions. H200, 2026-11-16: 2.2 us for 2,048 scores, 3.0 for 8,192,
 // 1,000 clocks of it until the kernel after may begin. Long rows: by memory if there are many, 128 x 262,144 scores in
 // 44.5 us where reading them takes 31; a single one by latency, 9.3 us.
 #include <algorithm>
@@ -60,8 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   ops::StepRecord guess;
   guess.row = load(record->row);
   guess.position = load(record->position);
-  // No more than there is room for, whatever a record of another step says.
-  const int count = static_cast<int>(min(std::int64_t{tile.visible(guess)}, tile.score_stride));
+  const int count = tile.visible(guess);
   const bool whole = kNumbers < kRowNumbers || count <= kNumbers;
   const int numbers = whole ? count : groups_of(count);
   const float* const from = whole ? row : tile.maxima(token);

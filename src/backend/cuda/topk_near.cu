@@ -51,8 +51,9 @@ __global__ void __launch_bounds__(kThreads, 1) select_near_row(const __grid_cons
   touch(tile);
   if (!kInCluster) blocks = 1;
   const int token = static_cast<int>(blockIdx.x) / blocks, rank = kInCluster ? block_in_cluster() : 0;
+  // The scorer has itself waited before it let this kernel start: record and block table are there.
   TokenRow seen(tile, token);
-  asm volatile("" : "+r"(seen.request), "+r"(seen.count));  // before the wait, as row_and_wait
+  asm volatile("" : "+r"(seen.request), "+r"(seen.count));  // not after the wait
   const int count = seen.count, top = tile.p.top;
   const TokenKeys in_memory{tile,
                             tile.p.step.block_table + std::int64_t{seen.request} * tile.p.step.blocks_per_request};

@@ -352,15 +352,6 @@ struct TokenRow {
   }
 };
 
-/// It, then the wait for the scorer, which has itself waited before it let the selection start: the record is there.
-__device__ inline TokenRow row_and_wait(const IndexTile& tile, int token) {
-  TokenRow row(tile, token);
-  asm volatile("" : "+r"(row.request), "+r"(row.count));  // not after the wait
-  wait_for_previous();
-  let_next_start();
-  return row;
-}
-
 // --- rows of up to 8,192 scores, or of groups
 
 constexpr int kGroupRoom = 4096;  // groups that reach the bound
@@ -425,14 +416,6 @@ __device__ void load_numbers(const float* from, int numbers, float (&held)[kHeld
     const int at = static_cast<int>(threadIdx.x) + i * (kRowNumbers / kHeld);
     held[i] = at < numbers ? from[at] : __builtin_nanf("");
   }
-}
-
-/// Of numbers that were loaded before it was known how many there are.
-template <int kHeld>
-__device__ void leave_out_rest(int numbers, float (&held)[kHeld]) {
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i)
-    if (static_cast<int>(threadIdx.x) + i * (kRowNumbers / kHeld) >= numbers) held[i] = __builtin_nanf("");
 }
 
 /// Over the block's threads. Its barrier is the one after clear().
