@@ -88,15 +88,10 @@ __device__ void multiply_rows_128(float (&d)[kSize], std::uint64_t a, std::uint6
 // The same with weights in registers: a thread's four words of 16 columns are those of its accumulators' places.
 template <int kAt, int kSize>
 __device__ void multiply_rows_128(float (&d)[kSize], const std::uint32_t* a, std::uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-      : KV4_EIGHT(d, kAt + 0), KV4_EIGHT(d, kAt + 8), KV4_EIGHT(d, kAt + 16), KV4_EIGHT(d, kAt + 24), KV4_EIGHT(d, kAt + 32), KV4_EIGHT(d, kAt + 40), KV4_EIGHT(d, kAt + 48), KV4_EIGHT(d, kAt + 56)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" KV4_64_NAMES
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : KV4_64(d, kAt)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // As multiply_channels and multiply_rows_128, of bf16.
