@@ -286,18 +286,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = static_cast<int>(threadIdx.x) / kGroup;
   RoundFinder finder(p, s, rounds, fetches);
   {
-    const Job job(rounds.at(0), 0);
+    const Job job(rounds.at(0), 0, true);
     const Queries<kThreads / 32, 4> queries(p, s, job);
     queries.begin();
     if (group >= 2) finder.begin();
     queries.finish();
   }
-  if (group == 0) {
+  if (group < 2) {
     more_registers<kConsumerRegisters>();
-    consume_rounds<0>(p, s, rounds);
-  } else if (group == 1) {
-    more_registers<kConsumerRegisters>();
-    consume_rounds<1>(p, s, rounds);
+    consume_rounds(p, s, rounds);
   } else {
     fewer_registers<kRoundLoaderRegisters>();
     named_barrier_arrive(1, kThreads);
@@ -322,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared_address(&s.weighted[stage]), 1);
     }
     for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile);
-    barrier_init(shared_address(&s.queries_used), 2 * kGroupWarps);
+    barrier_init(shared_address(&s.queries_used), kGroupWarps);
     barrier_init(shared_address(&s.queries_there), kLoaderWarps);
   }
   let_next_start();
@@ -339,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t to_mate = in_block(shared_address(&s), static_cast<unsigned>(mate ^ 1)) - shared_address(&s);
   NeighbourFinder finder(p, s, rounds);
   {
-    const Job job(rounds.at(0), 0);
+    const Job job(rounds.at(0), 0, false);
     const Queries<kThreads / 32, 4> queries(p, s, job);
     queries.begin();
     if (group == 1) finder.begin();
@@ -348,10 +345,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   cluster_wait();  // the mate has begun
   if (group == 0) {
     more_registers<kScorerRegisters>();
-    consume_rounds<0>(p, s, rounds, finder, to_mate);
+    consume_neighbours<0>(p, s, rounds, finder, to_mate);
   } else if (group == 1) {
     more_registers<kNeighbourAdderRegisters>();
-    consume_rounds<1>(p, s, rounds, finder, to_mate);
+    consume_neighbours<1>(p, s, rounds, finder, to_mate);
   } else {
     fewer_registers<kNeighbourLoaderRegisters>();
     named_barrier_arrive(1, kThreads);

@@ -22,7 +22,7 @@ using ops::AttendParams;
 constexpr int kWidth = 512, kTail = 64, kTile = 64;  // a tile: 64 heads or 64 rows, and the channels of a panel
 constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
 constexpr int kStages = 2, kFoundTiles = 4;
-constexpr int kRounds = 26, kSinks = 2;  // rounds of a thread block that are known, and sinks kept, at a time
+constexpr int kRounds = 26, kSinks = 4;  // rounds of a thread block that are known, and sinks kept, at a time
 constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
 constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
 constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
@@ -96,10 +96,9 @@ struct Shared {
   std::uint8_t rows[kStages][kTileBytes];  // [8 panels, 64 rows]
   std::uint8_t weights[kStages][kPanelBytes];
   Stats stats[kMaxCluster][kTile];     // [row part, head]
-  Stats round_stats[2][kTile];         // of rounds by turns, of the left consumer
-  float right_sums[2][kTile];          // of the right one, relative to the same
+  Stats round_stats[2][kTile];         // of rounds by turns
   float past[kStages][kTile];          // what O is multiplied by before a tile is added; in rounds the tile's base
-  float sink[kSinks][kTile];           // times log2 e
+  float sink[kSinks][kTile];           // times log2 e; of consumers alike the upper half are sums
   float factors[kTile + kMaxCluster];  // [head that this block finishes, row part]: what shares are multiplied by
   float q_unit[kTile];                 // what a head's queries are multiples of, a power of two
   Found found[kFoundTiles][kTile];
@@ -134,7 +133,8 @@ struct Job {
   int begin, end;       // rows
   bool padded;
   bool in_rounds = false;
-  int round = 0;  // of the thread block
+  int round = 0;       // of the thread block
+  bool alike = false;  // two consumers, with a sum of weights each
 
   /// Mates are neighbours and have neighbouring heads.
   __device__ Job(int row_parts, int channel_parts, int mates, int head_tiles, bool through_memory)
@@ -157,7 +157,7 @@ struct Job {
   }
 
   /// One that does everything for a token, and then for others.
-  __device__ Job(const Round& of, int round)
+  __device__ Job(const Round& of, int round, bool alike = false)
       : token(of.token),
         first_head(of.first_head),
         rank(0),
@@ -173,7 +173,8 @@ struct Job {
         end(of.rows.count()),
         padded(of.rows.at.padded()),
         in_rounds(true),
-        round(round) {}
+        round(round),
+        alike(alike) {}
 
   __device__ void take_rows(const QueryRows& rows) {
     const int unit = through_memory ? kTile : 8, least = through_memory ? kTile : 0;
@@ -194,6 +195,7 @@ struct Job {
     return static_cast<std::uint32_t>(rank + (other - part) * part_blocks);
   }
   __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
+  __device__ int sinks() const { return round % (alike ? kSinks / 2 : kSinks); }  // which of Shared::sink
   __device__ int own_heads() const { return (kTile + parts - 1) / parts; }  // that a part finishes, the last one fewer
 };
 
@@ -239,6 +241,11 @@ __device__ int top_of_pairs(const uint4& pairs) {
   const std::uint32_t most = larger_halves(larger_halves(pairs.x & 0x7FFF7FFFu, pairs.y & 0x7FFF7FFFu),
                                            larger_halves(pairs.z & 0x7FFF7FFFu, pairs.w & 0x7FFF7FFFu));
   return (larger_half(most) >> 7) + 1;
+}
+
+__device__ int top_of_pairs(const uint4& a, const uint4& b) {
+  const auto larger = [](std::uint32_t x, std::uint32_t y) { return larger_halves(x & 0x7FFF7FFFu, y & 0x7FFF7FFFu); };
+  return top_of_pairs(make_uint4(larger(a.x, b.x), larger(a.y, b.y), larger(a.z, b.z), larger(a.w, b.w)));
 }
 
 __device__ int exponent_of(int top) { return max(top, kLeastTop) - kTopInFp16; }

@@ -33,12 +33,16 @@ class Queries {
     if (thread_ < kTile) {
       const int head = job_.first_head + thread_;
       const bool sinks = p_.sink != nullptr && !job_.padded && head < p_.num_heads;
-      s_.sink[job_.round % kSinks][thread_] = sinks ? p_.sink[head] * codec::kLog2e : -INFINITY;
+      s_.sink[job_.sinks()][thread_] = sinks ? p_.sink[head] * codec::kLog2e : -INFINITY;
     }
   }
 
   __device__ void finish() const {
     asm volatile("cp.async.wait_all;" ::: "memory");
+    convert();
+  }
+  /// Once what the thread has copied is there.
+  __device__ void convert() const {
 #pragma unroll kAtOnce
     for (int i = 0; i < kHeads; ++i) {
       const uint4 left = load_shared(place(head(i), lane())), right = load_shared(place(head(i), lane() + 32));

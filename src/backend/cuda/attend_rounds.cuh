@@ -5,9 +5,10 @@
 // consumers are alike (attend_consumer.cuh), which leaves 64 registers to a loader's thread: the left panels' raw rows
 // wait in shared memory. For attend.cu alone.
 //
-// H200, 2026-11-16, 1,024 tokens, with scorer and adder: 128 rows 104 to 78 us, 640 chosen rows 257 to 243, 8,320 rows
-// 2,492 to 2,467. With consumers alike 78, 225 and 2,325 to 2,349 (docs/performance.md). Loaders bound it: a register
-// that is spilled comes back behind all loads under way, 350 clocks of a tile's 4,100.
+// H200, 2026-11-16, 1,024 tokens of 640 chosen rows: a thread block per token 257 us, in turn with scorer and adder
+// 241, with consumers alike 213 (docs/performance.md). Nobody is busy all the time: a tile goes through loaders,
+// scores, weights and values in two stages, and what loaders store waits behind multiplies that read shared memory. A
+// register that is spilled comes back behind all loads under way, 350 clocks of a tile's 4,100.
 #pragma once
 
 #include "backend/cuda/attend_ahead.cuh"
@@ -106,7 +107,7 @@ class RoundFinder {
     const unsigned lane = static_cast<unsigned>(thread_here()) % kLoaders;
     at_ = {0, 0};
     find_key(static_cast<int>(lane % kFoundTiles), lane);
-    if (key_ == kEnded) {  // something to load
+    if (ended()) {  // something to load
       at_ = {0, 0};
       find_key(0, lane);
     }
@@ -114,7 +115,8 @@ class RoundFinder {
     locate(lane);
   }
 
-  /// After the place of a row of the tile after `tile` has been read. Loads have a tile's time each.
+  /// After the place of a row of the tile after `tile` has been read. Loads have a tile's time each: nothing of what
+  /// they bring is looked at before.
   __device__ void advance(int tile, unsigned lane) {
     const int turn = tile % kFoundTiles;
     if (turn == 0) find_key(kFoundTiles, lane);
@@ -123,30 +125,38 @@ class RoundFinder {
   }
 
  private:
-  static constexpr int kEnded = -2;  // no key
   struct Place {
-    int round, tile;  // of the round
+    int round, tile;  // of the round; round -1: after all of them
   };
+
+  __device__ bool ended() const { return at_.round < 0; }
 
   __device__ int row(unsigned lane) const { return at_.tile * kTile + static_cast<int>(lane / kFoundTiles); }
 
   /// So many tiles on.
   __device__ void find_key(int tiles, unsigned lane) {
+    if (ended()) return;
     at_.tile += tiles;
     Round round = rounds_.copy_of(at_.round);
-    while (at_.tile >= round.tiles && at_.round < rounds_.count()) {
+    while (at_.tile >= round.tiles) {
       at_ = {at_.round + 1, at_.tile - round.tiles};
+      if (at_.round == rounds_.count()) {
+        at_.round = -1;
+        return;
+      }
       round = rounds_.copy_of(at_.round);
     }
-    // A list may name what is not there by any negative number.
-    key_ = at_.round < rounds_.count() ? max(round.rows.key<true>(p_, round.token, row(lane)), -1) : kEnded;
+    key_ = round.rows.key<true>(p_, round.token, row(lane));
   }
   __device__ void find_block(unsigned lane) {
-    block_ = rounds_.copy_of(at_.round).rows.block<true>(p_, row(lane), key_);
+    if (ended()) return;
+    const Round round = rounds_.copy_of(at_.round);
+    key_ = round.rows.seen<true>(p_, row(lane), key_);
+    block_ = round.rows.block<true>(p_, row(lane), key_);
   }
   __device__ void locate(unsigned lane) {
-    __syncwarp();          // the last of the places before these has been read
-    if (key_ != kEnded) {  // else what is there is loaded once more, and not used
+    __syncwarp();    // the last of the places before these has been read
+    if (!ended()) {  // else what is there is loaded once more, and not used
       const RowPlace place = rounds_.copy_of(at_.round).rows.place<true>(p_, row(lane), key_, block_);
       Found found{kAbsentRow.payload, kAbsentRow.scale};
       if (place.payload != nullptr) {
@@ -182,17 +192,18 @@ class RoundLoader {
     copy_left();
   }
 
-  /// Converts what was loaded, and loads the next tile's in its place.
-  __device__ void fill(int tile) {
+  /// Converts what was loaded, and loads the next tile's in its place. `between` right and left panels a batch of other
+  /// copies may begin.
+  template <class Between>
+  __device__ void fill(int tile, Between between) {
     const unsigned stage = static_cast<unsigned>(tile) % kStages, warp = lane() / 32;
     wait_for_copies();
     __syncwarp();
     const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row()]);
-    unsigned there = __ballot_sync(kAllLanes, there_) & 0x11111111u;
+    unsigned there = __ballot_sync(kAllLanes, is_there()) & 0x11111111u;
     there = (there | there >> 3) & 0x03030303u;
     there = (there | there >> 6) & 0x000F000Fu;
     start(tile + 1);
-    finder_.advance(tile, lane());
     settle();
     const int exponent = exponent_of_rows(scales);
     close_copies();
@@ -217,27 +228,32 @@ class RoundLoader {
     }
     announce(stage, 1);
     wait_for_copies();
+    between();
+    // Two units under way, and rows are found meanwhile: what is read waits behind the stores of all loaders.
+    uint4 even = load_shared(staged(unit_at(kRightUnits))), odd = load_shared(staged(unit_at(kRightUnits + 1)));
+    finder_.advance(tile, lane());
     barrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
     codes_to = codes_at(tile_at);
 #pragma unroll
     for (int i = kRightUnits; i < kUnits; ++i) {
-      const int j = unit_at(i);
-      if (i == kRightUnits + 2) branch_on(scales.x);
-      convert(j, load_shared(staged(j)), codes_to, scales, exponent);
+      uint4& raw = (i - kRightUnits) % 2 == 0 ? even : odd;
+      convert(unit_at(i), raw, codes_to, scales, exponent);
+      if (i + 2 < kUnits) raw = load_shared(staged(unit_at(i + 2)));
     }
     announce(stage, 0);
     copy_left();
   }
 
+  __device__ static void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  /// For all copies but the youngest batch. Batches are, by turns, the next tile's scales and its left panels, and
+  /// between these sometimes others'.
+  __device__ static void wait_for_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
   /// Nothing is on its way any more.
   __device__ void end() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
  private:
   static_assert(kStagedUnits == kUnits - kRightUnits);
 
-  // Copies go in two batches by turns, the next tile's scales and then its left panels.
-  __device__ static void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-  __device__ static void wait_for_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
   __device__ std::uint32_t staged(int j) const {
     return shared_address(s_.staged()) + (static_cast<unsigned>(j) * kLoaders + lane()) * 16;
   }
@@ -267,8 +283,8 @@ class RoundLoader {
                    "l"(__cvta_generic_to_global(found.scale))
                    : "memory");
     from_ = found.payload + unit() * 16;
-    there_ = found.payload != kAbsentRow.payload;
   }
+  __device__ bool is_there() const { return from_ != kAbsentRow.payload + unit() * 16; }
 
   __device__ void load(int j) {
     // As in Loader.
@@ -292,8 +308,7 @@ class RoundLoader {
 
   /// Of the warp's rows.
   __device__ int exponent_of_rows(uint2 scales) const {
-    return exponent_for_warp(top_of_codes(scales),
-                             max(top_of_pairs(raw(kCodeUnits)), top_of_pairs(raw(kCodeUnits + 1))));
+    return exponent_for_warp(top_of_codes(scales), top_of_pairs(raw(kCodeUnits), raw(kCodeUnits + 1)));
   }
 
   /// Where units go in a tile: codes of the first panel, and bf16 of the last one.
@@ -322,14 +337,53 @@ class RoundLoader {
   RoundFinder& finder_;
   const unsigned lane_;
   const std::uint8_t* from_;  // the row whose units are being loaded
-  bool there_;
   uint4 raw_[kRightUnits];
 };
 
-/// Scorer and adder, or two consumers alike: the left (0) or the right half of the channels. add_tiles(o, round, first,
-/// end): of a round, and leaves its statistics.
-template <int kGroupIndex, int kMates, class AddTiles>
-__device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds<kMates>& rounds, AddTiles add_tiles) {
+/// The end of a round, by a thread that has the left (0) or the right half of the channels.
+template <int kMates>
+__device__ void store_round(const AttendParams& p, Shared& s, const Rounds<kMates>& rounds, int round,
+                            float (&o)[kWidth / 4], int half) {
+  named_barrier(1, 2 * kGroup);
+  const Job job(rounds.at(round), round, kMates == 1);
+  const int head = head_of_thread();
+  scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));
+  if (half == 0) store_lse(p, s, job);
+  if (half == 1) turn_back_last(p, job, o);
+  store_output(p, job, o, half * (kWidth / 2));
+}
+
+/// Two consumers alike, which run the same instructions.
+__device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds<1>& rounds) {
+  // The same for a warp, and known to be: in uniform registers.
+  const int half = static_cast<int>(__reduce_max_sync(kAllLanes, threadIdx.x / kGroup));
+  named_barrier(1, kThreads);  // the first queries are in place
+  for (int round = 0, tile = 0; round < rounds.count(); ++round) {
+    const int end = tile + rounds.tiles(round);
+    float o[kWidth / 4];
+#pragma unroll
+    for (int i = 0; i < kWidth / 4; ++i) o[i] = 0.0f;
+    if (round > 0) barrier_wait(shared_address(&s.queries_there), (round - 1) & 1);
+    Consumer consumer(p, s, half);
+    consumer.run(o, tile, end);
+    for (int below = 0; below < 2; ++below) {
+      const Stats mine = consumer.stats(below);
+      const int head = head_of_thread() + 8 * below;
+      if (quad_of_thread() != 0) continue;
+      if (half == 0)
+        s.round_stats[round % 2][head] = mine;
+      else
+        s.sink[kSinks / 2 + round % 2][head] = mine.sum;
+    }
+    store_round(p, s, rounds, round, o, half);
+    tile = end;
+  }
+}
+
+/// Of two thread blocks that have neighbouring tokens: scorer (0) and adder.
+template <int kGroupIndex, class RowFinder>
+__device__ void consume_neighbours(const AttendParams& p, Shared& s, const Rounds<2>& rounds, RowFinder& finder,
+                                   std::uint32_t to_mate) {
   constexpr int kPanel = kGroupIndex * kPanels / 2;
   named_barrier(1, kThreads);  // the first queries are in place
   for (int round = 0, tile = 0; round < rounds.count(); ++round) {
@@ -337,77 +391,35 @@ __device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds<kM
     float o[kWidth / 4];
 #pragma unroll
     for (int i = 0; i < kWidth / 4; ++i) o[i] = 0.0f;
-    add_tiles(o, round, tile, end);
-    named_barrier(1, 2 * kGroup);
-    const Job job(rounds.at(round), round);
-    const int head = head_of_thread();
-    scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));
-    if (kGroupIndex == 0) store_lse(p, s, job);
-    if (kGroupIndex == 1) turn_back_last(p, job, o);
-    store_output(p, job, o, kPanel * kTile);
+    if constexpr (kGroupIndex == 0) {
+      if (round > 0) barrier_wait(shared_address(&s.queries_there), (round - 1) & 1);
+      Scorer scorer(p, s);
+      scorer.run<true, true>(o, tile, end, kPanel, to_mate);
+      for (int half = 0; half < 2; ++half) {
+        const Stats mine = scorer.stats(half);
+        if (quad_of_thread() == 0) s.round_stats[round % 2][head_of_thread() + 8 * half] = mine;
+      }
+    } else {
+      run_adder<true>(o, s, finder, tile, end, kPanel, to_mate);
+    }
+    store_round(p, s, rounds, round, o, kGroupIndex);
     tile = end;
   }
 }
 
-__device__ void wait_for_queries(const Shared& s, int round) {
-  if (round > 0) barrier_wait(shared_address(&s.queries_there), (round - 1) & 1);
+using RoundQueries = Queries<kLoaderWarps, 2>;
+
+__device__ void wait_for_use(const Shared& s, int round) {
+  barrier_wait(shared_address(&s.queries_used), (round - 1) & 1);
+}
+__device__ void announce_queries(const Shared& s) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s.queries_there));
 }
 
-template <int kGroupIndex>
-__device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds<1>& rounds) {
-  consume_rounds<kGroupIndex>(p, s, rounds, [&](float(&o)[kWidth / 4], int round, int first, int end) {
-    wait_for_queries(s, round);
-    Consumer<kGroupIndex> consumer(p, s);
-    consumer.run(o, first, end);
-    for (int half = 0; half < 2; ++half) {
-      const Stats mine = consumer.stats(half);
-      const int head = head_of_thread() + 8 * half;
-      if (quad_of_thread() != 0) continue;
-      if (kGroupIndex == 0)
-        s.round_stats[round % 2][head] = mine;
-      else
-        s.right_sums[round % 2][head] = mine.sum;
-    }
-  });
-}
-
-/// Of two thread blocks that have neighbouring tokens.
-template <int kGroupIndex, class RowFinder>
-__device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds<2>& rounds, RowFinder& finder,
-                               std::uint32_t to_mate) {
-  consume_rounds<kGroupIndex>(p, s, rounds, [&](float(&o)[kWidth / 4], int round, int first, int end) {
-    constexpr int kPanel = kGroupIndex * kPanels / 2;
-    if constexpr (kGroupIndex == 0) {
-      wait_for_queries(s, round);
-      Scorer scorer(p, s);
-      scorer.run<true, true>(o, first, end, kPanel, to_mate);
-      for (int half = 0; half < 2; ++half) {
-        const Stats mine = scorer.stats(half);
-        const int head = head_of_thread() + 8 * half;
-        if (quad_of_thread() != 0) continue;
-        s.round_stats[round % 2][head] = mine;
-        s.right_sums[round % 2][head] = 0.0f;  // all of them are the scorer's
-      }
-    } else {
-      __syncwarp();  // the output before is stored: its sinks are not needed any more
-      if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s.queries_used));
-      run_adder<true>(o, s, finder, first, end, kPanel, to_mate);
-    }
-  });
-}
-
-/// The queries of a round, after its first tile has been filled: the consumers are at the round before.
+/// The next round's queries into L2.
 template <int kMates>
-__device__ void renew_queries(const AttendParams& p, Shared& s, const Rounds<kMates>& rounds, int round) {
-  if (round > 0) {
-    const Job job(rounds.at(round), round);
-    const Queries<kLoaderWarps, 2> queries(p, s, job);
-    barrier_wait(shared_address(&s.queries_used), (round - 1) & 1);
-    queries.begin();
-    queries.finish();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s.queries_there));
-  }
+__device__ void fetch_queries(const AttendParams& p, const Rounds<kMates>& rounds, int round) {
   if (round + 1 == rounds.count()) return;
   const Round& next = rounds.at(round + 1);
   const auto* q = static_cast<const std::uint8_t*>(p.q.data) +
@@ -418,16 +430,34 @@ __device__ void renew_queries(const AttendParams& p, Shared& s, const Rounds<kMa
   if (line + kLoaders * kLine < bytes) fetch(q + line + kLoaders * kLine);
 }
 
+/// The queries of a round are asked for while its first tile is filled, and taken after it: the consumers are at the
+/// round before.
 __device__ void load_rounds(const AttendParams& p, Shared& s, const Rounds<1>& rounds, RoundFinder& finder) {
   RoundLoader loader(s, finder);
   loader.begin();
   for (int round = 0, tile = 0; round < rounds.count(); ++round) {
     if (static_cast<int>(threadIdx.x) < kThreads - kLoaders + 32) rounds.learn_more(round, thread_here() % 32);
-    bool is_first = true;
-    for (int more = rounds.tiles(round); more > 0; --more) {
-      loader.fill(tile++);
-      if (is_first) renew_queries(p, s, rounds, round);
-      is_first = false;
+    // Twice the tiles that are left, plus one at the first: a register less. Nor are there any for what follows from
+    // these two, hence the empty statements.
+    for (int more = 2 * rounds.tiles(round) + 1; more > 1; more = (more - 2) & ~1) {
+      loader.fill(tile++, [&] {
+        asm volatile("" : "+r"(more), "+r"(round));
+        if (more % 2 == 0 || round == 0) return;
+        const Job job(rounds.at(round), round, true);
+        wait_for_use(s, round);
+        RoundQueries(p, s, job).begin();
+        loader.close_copies();
+      });
+      asm volatile("" : "+r"(more), "+r"(round));
+      if (more % 2 == 0) continue;
+      if (round > 0) {
+        loader.wait_for_copies();
+        const Job job(rounds.at(round), round, true);
+        RoundQueries(p, s, job).convert();
+        announce_queries(s);
+      }
+      asm volatile("" : "+r"(round));
+      fetch_queries(p, rounds, round);
     }
   }
   loader.end();
@@ -443,7 +473,16 @@ __device__ void load_neighbours(const AttendParams& p, Shared& s, const Rounds<2
     const CommonTiles common = rounds.at(round).common;
     for (; tile < end; ++tile) {
       loader.fill(tile, common.has(tile - first), tile + 1 < end || round + 1 < rounds.count());
-      if (tile == first) renew_queries(p, s, rounds, round);
+      if (tile != first) continue;
+      if (round > 0) {
+        const Job job(rounds.at(round), round, false);
+        const RoundQueries queries(p, s, job);
+        wait_for_use(s, round);
+        queries.begin();
+        queries.finish();
+        announce_queries(s);
+      }
+      fetch_queries(p, rounds, round);
     }
   }
 }

@@ -54,8 +54,9 @@ struct QueryRows {
 
   __device__ std::int32_t count() const { return window + entries; }
 
-  /// What names row i: a position, an entry, or a slot of a list; -1: it is not there.
-  template <bool kByShift = false>
+  /// What names row i: a position, an entry, or a slot of a list; negative: it is not there. kAnyEntry: whether the
+  /// query sees an entry that was chosen is to be asked later (`seen`), so that nothing waits for the list.
+  template <bool kAnyEntry = false>
   __device__ std::int32_t key(const ops::AttendParams& p, std::int64_t token, std::int32_t i) const {
     if (i >= count()) return -1;
     if (i < window)
@@ -64,7 +65,12 @@ struct QueryRows {
     if (p.entry_slots.slots != nullptr) return p.entry_slots.slots[token * p.entry_slots.stride + i];
     if (p.chosen.data == nullptr) return i;
     const std::int32_t entry = static_cast<const std::int32_t*>(p.chosen.data)[token * p.chosen.row_stride + i];
-    return entry < visible<kByShift>(p) ? entry : -1;
+    return kAnyEntry || entry < visible<false>(p) ? entry : -1;
+  }
+  template <bool kByShift>
+  __device__ std::int32_t seen(const ops::AttendParams& p, std::int32_t i, std::int32_t key) const {
+    const bool is_chosen = i >= window && p.entry_slots.slots == nullptr && p.chosen.data != nullptr;
+    return is_chosen && key >= visible<kByShift>(p) ? -1 : key;
   }
 
   /// The block, or state slot, of row i; negative: the row is not there.
