@@ -17,9 +17,9 @@
 // them, in fp16 with a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction):
 // one launch, nothing through global memory. Where a cluster is too small (one token and a long list of entries), parts
 // are no cluster and merge through a workspace: attend_meet.cuh. The grid depends on the params alone; how many rows
-// there are is read on the device. More tokens than thread blocks run at once, of few requests: attend_rounds.cuh; of
-// them, where a token sees all entries before it, two neighbours side by side: attend_neighbours.cuh; windows alone:
-// attend_runs.cu.
+// there are is read on the device. More tokens than thread blocks run at once, of few requests: attend_rounds.cuh,
+// where scorer and adder share their work otherwise; of them, where a token sees all entries before it, two neighbours
+// side by side: attend_neighbours.cuh; windows alone: attend_runs.cu.
 //
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory and
 // first cache level 54 (scores 16, values 12, converted rows 9, raw rows 9, lines that are prefetched about 5),
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       cluster_wait();  // the mate has begun
       PairLoader(s, job.mate, to_mate).run(job.tiles());
     } else {
-      Loader<0>(s).run(job.tiles());
+      Loader(s).run(job.tiles());
     }
     if (!kThroughMemory && row_parts > 1) {
       job = Job(row_parts, kChannelParts, kMates, head_tiles, false);  // again: no registers to keep it in
@@ -271,10 +271,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         barrier_init(shared_address(&s.full[stage][half]), kLoaderWarps);
         barrier_init(shared_address(&s.empty[stage][half]), kGroupWarps);
       }
-      barrier_init(shared_address(&s.weighted[stage]), 1);
+      barrier_init(shared_address(&s.weighted[stage]), kGroupWarps);
     }
-    for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile);
-    barrier_init(shared_address(&s.queries_used), kGroupWarps);
+    barrier_init(shared_address(&s.queries_used), 2 * kGroupWarps);
     barrier_init(shared_address(&s.queries_there), kLoaderWarps);
   }
   let_next_start();
@@ -287,22 +286,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = static_cast<int>(threadIdx.x) / kGroup;
   RoundFinder finder(p, s, rounds, fetches);
   {
-    const Job job(rounds.at(0), 0);
+    const Job job(rounds.at(0), 0, true);
     const Queries<kThreads / 32, 4> queries(p, s, job);
     queries.begin();
-    if (group == 1) finder.begin();
+    if (group >= 2) finder.begin();
     queries.finish();
   }
-  if (group == 0) {
-    more_registers<kScorerRegisters>();
-    consume_rounds<0>(p, s, rounds, finder, 0);
-  } else if (group == 1) {
-    more_registers<kRoundAdderRegisters>();
-    consume_rounds<1>(p, s, rounds, finder, 0);
+  if (group < 2) {
+    more_registers<kConsumerRegisters>();
+    consume_rounds(p, s, rounds);
   } else {
     fewer_registers<kRoundLoaderRegisters>();
     named_barrier_arrive(1, kThreads);
-    load_rounds(p, s, rounds);
+    load_rounds(p, s, rounds, finder);
   }
 #endif
 }
@@ -340,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t to_mate = in_block(shared_address(&s), static_cast<unsigned>(mate ^ 1)) - shared_address(&s);
   NeighbourFinder finder(p, s, rounds);
   {
-    const Job job(rounds.at(0), 0);
+    const Job job(rounds.at(0), 0, false);
     const Queries<kThreads / 32, 4> queries(p, s, job);
     queries.begin();
     if (group == 1) finder.begin();
@@ -349,12 +345,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   cluster_wait();  // the mate has begun
   if (group == 0) {
     more_registers<kScorerRegisters>();
-    consume_rounds<0>(p, s, rounds, finder, to_mate);
+    consume_neighbours<0>(p, s, rounds, finder, to_mate);
   } else if (group == 1) {
-    more_registers<kRoundAdderRegisters>();
-    consume_rounds<1>(p, s, rounds, finder, to_mate);
+    more_registers<kNeighbourAdderRegisters>();
+    consume_neighbours<1>(p, s, rounds, finder, to_mate);
   } else {
-    fewer_registers<kRoundLoaderRegisters>();
+    fewer_registers<kNeighbourLoaderRegisters>();
     named_barrier_arrive(1, kThreads);
     load_neighbours(p, s, rounds, mate, to_mate);
   }

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "backend/cuda/attend_mma.cuh"
@@ -21,14 +22,16 @@ using ops::AttendParams;
 constexpr int kWidth = 512, kTail = 64, kTile = 64;  // a tile: 64 heads or 64 rows, and the channels of a panel
 constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
 constexpr int kStages = 2, kFoundTiles = 4;
-constexpr int kRounds = 24, kSinks = 4;  // rounds of a thread block that are known, and sinks kept, at a time
+constexpr int kRounds = 26, kSinks = 4;  // rounds of a thread block that are known, and sinks kept, at a time
 constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
 constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
 constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
 static_assert(kStages == 2);
 static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
-constexpr int kRoundAdderRegisters = 176, kRoundLoaderRegisters = 72, kRoundStagedUnits = 2;  // see attend_rounds.cuh
-static_assert(kScorerRegisters + kRoundAdderRegisters + 2 * kRoundLoaderRegisters <= 65536 / kGroup);
+constexpr int kConsumerRegisters = 192, kRoundLoaderRegisters = 64, kStagedUnits = 4;  // see attend_rounds.cuh
+static_assert(2 * (kConsumerRegisters + kRoundLoaderRegisters) <= 65536 / kGroup);
+constexpr int kNeighbourAdderRegisters = 176, kNeighbourLoaderRegisters = 72;
+static_assert(kScorerRegisters + kNeighbourAdderRegisters + 2 * kNeighbourLoaderRegisters <= 65536 / kGroup);
 constexpr float kLn2 = 0.693147181f;
 
 /// Of one head over some rows: about the largest logit (times log2 e), plus the exponent of its row, and the sum of
@@ -86,7 +89,7 @@ struct alignas(16) Round {
 };
 static_assert(sizeof(Round) == 64);
 
-constexpr int kStagedBytes = kRoundStagedUnits * kLoaders * 16;
+constexpr int kStagedBytes = kStagedUnits * kLoaders * 16;
 
 struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
@@ -94,8 +97,8 @@ struct Shared {
   std::uint8_t weights[kStages][kPanelBytes];
   Stats stats[kMaxCluster][kTile];     // [row part, head]
   Stats round_stats[2][kTile];         // of rounds by turns
-  float past[kStages][kTile];          // what O is multiplied by before a tile is added
-  float sink[kSinks][kTile];           // times log2 e
+  float past[kStages][kTile];          // what O is multiplied by before a tile is added; in rounds the tile's base
+  float sink[kSinks][kTile];           // times log2 e; of consumers alike the upper half are sums
   float factors[kTile + kMaxCluster];  // [head that this block finishes, row part]: what shares are multiplied by
   float q_unit[kTile];                 // what a head's queries are multiples of, a power of two
   Found found[kFoundTiles][kTile];
@@ -108,12 +111,13 @@ struct Shared {
   int num_rounds;
   std::uint64_t queries_used, queries_there;  // of a round
 
-  /// Raw rows, where there are no parts.
-  __device__ std::uint8_t* staged() { return reinterpret_cast<std::uint8_t*>(stats); }
+  /// Raw rows, where there are no parts and one lot of weights.
+  __device__ std::uint8_t* staged() { return weights[1]; }
 };
 constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
-static_assert(kStagedBytes <= sizeof(Shared::stats));
+static_assert(kStagedBytes <= kPanelBytes + sizeof(Shared::stats));
+static_assert(offsetof(Shared, stats) == offsetof(Shared, weights) + kStages * kPanelBytes);
 
 /// What a thread block does.
 struct Job {
@@ -129,7 +133,8 @@ struct Job {
   int begin, end;       // rows
   bool padded;
   bool in_rounds = false;
-  int round = 0;  // of the thread block
+  int round = 0;       // of the thread block
+  bool alike = false;  // two consumers, with a sum of weights each
 
   /// Mates are neighbours and have neighbouring heads.
   __device__ Job(int row_parts, int channel_parts, int mates, int head_tiles, bool through_memory)
@@ -152,7 +157,7 @@ struct Job {
   }
 
   /// One that does everything for a token, and then for others.
-  __device__ Job(const Round& of, int round)
+  __device__ Job(const Round& of, int round, bool alike = false)
       : token(of.token),
         first_head(of.first_head),
         rank(0),
@@ -168,7 +173,8 @@ struct Job {
         end(of.rows.count()),
         padded(of.rows.at.padded()),
         in_rounds(true),
-        round(round) {}
+        round(round),
+        alike(alike) {}
 
   __device__ void take_rows(const QueryRows& rows) {
     const int unit = through_memory ? kTile : 8, least = through_memory ? kTile : 0;
@@ -189,6 +195,7 @@ struct Job {
     return static_cast<std::uint32_t>(rank + (other - part) * part_blocks);
   }
   __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
+  __device__ int sinks() const { return round % (alike ? kSinks / 2 : kSinks); }  // which of Shared::sink
   __device__ int own_heads() const { return (kTile + parts - 1) / parts; }  // that a part finishes, the last one fewer
 };
 
@@ -234,6 +241,11 @@ __device__ int top_of_pairs(const uint4& pairs) {
   const std::uint32_t most = larger_halves(larger_halves(pairs.x & 0x7FFF7FFFu, pairs.y & 0x7FFF7FFFu),
                                            larger_halves(pairs.z & 0x7FFF7FFFu, pairs.w & 0x7FFF7FFFu));
   return (larger_half(most) >> 7) + 1;
+}
+
+__device__ int top_of_pairs(const uint4& a, const uint4& b) {
+  const auto larger = [](std::uint32_t x, std::uint32_t y) { return larger_halves(x & 0x7FFF7FFFu, y & 0x7FFF7FFFu); };
+  return top_of_pairs(make_uint4(larger(a.x, b.x), larger(a.y, b.y), larger(a.z, b.z), larger(a.w, b.w)));
 }
 
 __device__ int exponent_of(int top) { return max(top, kLeastTop) - kTopInFp16; }

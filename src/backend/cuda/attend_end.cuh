@@ -9,13 +9,18 @@ namespace {
 
 /// Of all parts and the sink.
 __device__ Stats total_of(const Shared& s, const Job& job, int head) {
-  const float sink = s.sink[job.round % kSinks][head];
+  const float sink = s.sink[job.sinks()][head];
   const auto* stats = job.in_rounds ? s.round_stats + job.round % 2 : s.stats;
   Stats total{sink, 0.0f};
 #pragma unroll 1
   for (int part = 0; part < job.parts; ++part) total.most = fmaxf(total.most, stats[part][head].most);
   const float base = total.most == -INFINITY ? 0.0f : total.most;
   total.sum = exp2_fast(sink - base);
+  if (job.alike) {
+    const Stats& left = stats[0][head];
+    total.sum += (left.sum + s.sink[kSinks / 2 + job.round % 2][head]) * exp2_fast(left.most - base);
+    return total;
+  }
 #pragma unroll 1
   for (int part = 0; part < job.parts; ++part)
     total.sum += stats[part][head].sum * exp2_fast(stats[part][head].most - base);

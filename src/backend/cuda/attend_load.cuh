@@ -47,10 +47,14 @@ __device__ uint4 eight_codes(std::uint32_t low, std::uint32_t high, std::uint32_
   return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
-/// Four lanes share a row: of each 64 bytes a lane has 16. 7 units of codes, one of each scale's tile, and 2 of bf16.
-/// kStaged of the left panels' units are copied into shared memory and wait there: fewer registers, and loads that are
-/// not waited for.
-template <int kStaged>
+// Four lanes share a row: of each 64 bytes a lane has 16. 7 units of codes, one of each scale's tile, and 2 of bf16, of
+// which 5 belong to the right panels.
+constexpr int kCodeUnits = 7, kUnits = 9, kRightUnits = 5;
+
+/// Units in the order they are converted: right panels first, which are free first, and of them first the bf16 ones.
+__device__ constexpr int unit_at(int i) { return i < 2 ? kCodeUnits + i : i < kRightUnits ? i + 2 : kUnits - 1 - i; }
+
+/// The whole tile in registers.
 class Loader {
  public:
   __device__ explicit Loader(Shared& s) : s_(s), lane_(static_cast<unsigned>(thread_here()) % kLoaders) {
@@ -67,18 +71,14 @@ class Loader {
   /// Loads the first tile, if there is one.
   __device__ void begin(bool is_first) {
     if (is_first) start(0);
-    if (kStaged) close_copies();
 #pragma unroll
-    for (int i = 0; i < kInRegisters; ++i) load(unit_at(i));
-#pragma unroll
-    for (int i = 0; i < kStaged; ++i) copy(i);
-    if (kStaged) close_copies();
+    for (int i = 0; i < kUnits; ++i) load(unit_at(i));
   }
 
   /// Converts what was loaded, and loads the next tile's in its place.
   __device__ void fill(int tile, bool is_next) {
     const unsigned stage = static_cast<unsigned>(tile) % kStages, warp = lane() / 32;
-    wait_for_copies();
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
     const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row()]);
     unsigned there = __ballot_sync(kAllLanes, there_) & 0x11111111u;
@@ -87,7 +87,6 @@ class Loader {
     if (is_next) start(tile + 1);
     settle();
     const int exponent = exponent_of_rows(scales);
-    if (kStaged) close_copies();
     barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
     if (lane() % 32 == 0) {
       Fours& fours = s_.fours[stage][warp / 4];
@@ -97,64 +96,23 @@ class Loader {
     }
 #pragma unroll
     for (int i = 0; i < kRightUnits; ++i) {
-      convert(unit_at(i), raw(unit_at(i)), shared_address(s_.rows[stage]), scales, exponent);
+      convert(unit_at(i), shared_address(s_.rows[stage]), scales, exponent);
       load(unit_at(i));
     }
     announce(stage, 1);
-    uint4 late[kStaged > 0 ? kStaged : 1];
-    if constexpr (kStaged > 0) {
-      wait_for_copies();
-      unsigned any = 0;
-#pragma unroll
-      for (int j = 0; j < kStaged; ++j) {
-        late[j] = load_shared(staged(j));
-        any |= late[j].x;
-      }
-      branch_on(any);  // before others are copied there
-#pragma unroll
-      for (int j = 0; j < kStaged; ++j) copy(j);
-      close_copies();
-    }
     barrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
     // The scorer waits for these. Loads come after them: conversions share a counter with loads under way.
 #pragma unroll
     for (int i = kRightUnits; i < kUnits; ++i) {
-      const int j = unit_at(i);
       if (i == kRightUnits + 2) branch_on(scales.x);  // there are no registers for three units at once
-      convert(j, j < kStaged ? late[j] : raw(j), shared_address(s_.rows[stage]), scales, exponent);
-      if (kStaged > 0 && i + 1 == kInRegisters) load_left();
+      convert(unit_at(i), shared_address(s_.rows[stage]), scales, exponent);
     }
     announce(stage, 0);
-    if (kStaged == 0) load_left();
+#pragma unroll
+    for (int i = kRightUnits; i < kUnits; ++i) load(unit_at(i));
   }
 
  private:
-  static constexpr int kCodeUnits = 7, kUnits = 9, kRightUnits = 5;
-  static constexpr int kInRegisters = kUnits - kStaged;
-  static_assert(kStaged * kLoaders * 16 <= kStagedBytes);
-
-  // Copies go in two batches by turns, the next tile's scales and then its left panels.
-  __device__ static void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-  __device__ static void wait_for_copies() {
-    if (kStaged)
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else
-      asm volatile("cp.async.wait_all;" ::: "memory");
-  }
-  __device__ std::uint32_t staged(int j) const {
-    return shared_address(s_.staged()) + (static_cast<unsigned>(j) * kLoaders + lane()) * 16;
-  }
-  __device__ void copy(int j) const {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(staged(j)),
-                 "l"(__cvta_generic_to_global(from_ + j * 64))
-                 : "memory");
-  }
-
-  /// Units in the order they are converted: right panels first, which are free first, and of them first the bf16 ones.
-  __device__ static constexpr int unit_at(int i) {
-    return i < 2 ? kCodeUnits + i : i < kRightUnits ? i + 2 : kUnits - 1 - i;
-  }
-
   // Unsigned: less to compute and to keep for a warp that has no register to spare.
   __device__ unsigned lane() const { return lane_; }
   __device__ unsigned row() const { return lane_ / 4; }
@@ -177,34 +135,27 @@ class Loader {
     const unsigned odd = j < kCodeUnits ? 0 : row() % 2 * 64 ^ (j > kCodeUnits ? 64 : 0);
     const std::uint8_t* from = from_ + odd + min(j, kCodeUnits) * 64;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(raw(j).x), "=r"(raw(j).y), "=r"(raw(j).z), "=r"(raw(j).w)
+                 : "=r"(raw_[j].x), "=r"(raw_[j].y), "=r"(raw_[j].z), "=r"(raw_[j].w)
                  : "l"(from));
   }
-
-  __device__ void load_left() {
-#pragma unroll
-    for (int i = kRightUnits; i < kInRegisters; ++i) load(unit_at(i));
-  }
-
-  __device__ uint4& raw(int j) { return raw_[j - kStaged]; }
-  __device__ const uint4& raw(int j) const { return raw_[j - kStaged]; }
 
   /// Waits for all loads under way. Else the first use of each unit would: a warp has few counters of loads under way,
   /// so waiting for a unit means waiting for younger loads too, those of the next tile among them.
   __device__ void settle() const {
     unsigned any = 0;
 #pragma unroll
-    for (int j = 0; j < kInRegisters; ++j) any |= raw_[j].x;
+    for (int j = 0; j < kUnits; ++j) any |= raw_[j].x;
     branch_on(any);
   }
 
   /// Of the warp's rows.
   __device__ int exponent_of_rows(uint2 scales) const {
     return exponent_for_warp(top_of_codes(scales),
-                             max(top_of_pairs(raw(kCodeUnits)), top_of_pairs(raw(kCodeUnits + 1))));
+                             max(top_of_pairs(raw_[kCodeUnits]), top_of_pairs(raw_[kCodeUnits + 1])));
   }
 
-  __device__ void convert(int j, const uint4& raw, std::uint32_t to, uint2 scales, int exponent) const {
+  __device__ void convert(int j, std::uint32_t to, uint2 scales, int exponent) const {
+    const uint4& raw = raw_[j];
     if (j < kCodeUnits) {
       const std::uint32_t factors = factors_of(scales, j, exponent);
       store_shared(to + codes_at_ + j * kPanelBytes, eight_codes(raw.x, raw.y, factors));
@@ -225,7 +176,7 @@ class Loader {
   std::uint32_t codes_at_, tail_at_;  // where it stores its units in a tile's first panel, and of the last one's first
   const std::uint8_t* from_ = kAbsentRow.payload;  // the row whose units are being loaded
   bool there_ = false;
-  uint4 raw_[kInRegisters];
+  uint4 raw_[kUnits];
 };
 
 /// The same where two thread blocks share the rows: each converts half of a tile's, and copies what it made into the

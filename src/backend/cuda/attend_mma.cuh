@@ -85,7 +85,16 @@ __device__ void multiply_rows_128(float (&d)[kSize], std::uint64_t a, std::uint6
                : "l"(a), "l"(b));
 }
 
-// The same of bf16.
+// The same with weights in registers: a thread's four words of 16 columns are those of its accumulators' places.
+template <int kAt, int kSize>
+__device__ void multiply_rows_128(float (&d)[kSize], const std::uint32_t* a, std::uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" KV4_64_NAMES
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : KV4_64(d, kAt)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// As multiply_channels and multiply_rows_128, of bf16.
 __device__ inline void multiply_bf16_channels(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %34, 0; "

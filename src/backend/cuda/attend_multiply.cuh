@@ -1,5 +1,5 @@
-// What scorer and adder of attend.cu do with a tile, and how queries get there. For attend.cu, attend_rounds.cuh and
-// attend_runs.cu.
+// What scorer and adder of attend.cu do with a tile, or two consumers alike, and how queries get there. For attend.cu,
+// attend_rounds.cuh and attend_runs.cu.
 #pragma once
 
 #include "backend/cuda/attend_ahead.cuh"
@@ -33,12 +33,16 @@ class Queries {
     if (thread_ < kTile) {
       const int head = job_.first_head + thread_;
       const bool sinks = p_.sink != nullptr && !job_.padded && head < p_.num_heads;
-      s_.sink[job_.round % kSinks][thread_] = sinks ? p_.sink[head] * codec::kLog2e : -INFINITY;
+      s_.sink[job_.sinks()][thread_] = sinks ? p_.sink[head] * codec::kLog2e : -INFINITY;
     }
   }
 
   __device__ void finish() const {
     asm volatile("cp.async.wait_all;" ::: "memory");
+    convert();
+  }
+  /// Once what the thread has copied is there.
+  __device__ void convert() const {
 #pragma unroll kAtOnce
     for (int i = 0; i < kHeads; ++i) {
       const uint4 left = load_shared(place(head(i), lane())), right = load_shared(place(head(i), lane() + 32));
@@ -76,11 +80,11 @@ __device__ void scale_heads(float (&o)[kSize], float upper, float lower) {
   }
 }
 
-/// O += P V over the channels of a group, from its first panel on.
+/// O += P V over the channels of a group, from its first panel on. `lot`: of weights.
 template <int kSize>
-__device__ void add_values(float (&o)[kSize], Shared& s, int stage, int panel) {
+__device__ void add_values(float (&o)[kSize], Shared& s, int stage, int panel, int lot) {
   const std::uint32_t values = panel_place(shared_address(s.rows[stage]) + panel * kPanelBytes, kPanelBytes);
-  const std::uint32_t weights = panel_place(shared_address(s.weights[stage]));
+  const std::uint32_t weights = panel_place(shared_address(s.weights[lot]));
   mma_begin();
 #pragma unroll
   for (int k = 0; k < kTile / 16; ++k) {
@@ -115,57 +119,9 @@ __device__ void release(Shared& s, int stage, int group, std::uint32_t to_mate) 
   }
 }
 
-class Scorer {
+/// Scores and weights of 64 heads over a tile, by a warpgroup.
+class Weigher {
  public:
-  /// Queries are in place.
-  __device__ Scorer(const AttendParams& p, Shared& s) : s_(s) {
-    for (int half = 0; half < 2; ++half)
-      scale_[half] = p.softmax_scale * codec::kLog2e * s.q_unit[head_of_thread() + 8 * half];
-  }
-
-  /// The values of a tile are multiplied while the next one's scores become weights, because the loaders bound it.
-  /// Paired loaders are faster and would wait: there it is done before the next one's scores, so that the left panels
-  /// can be filled again sooner. Tiles are counted through all rounds of a thread block.
-  template <bool kPaired, bool kInRounds, int kSize>
-  __device__ void run(float (&o)[kSize], int first, int end, int panel, std::uint32_t to_mate) {
-    for (int tile = first; tile < end; ++tile) {
-      const int stage = tile % kStages;
-      score<kPaired>(tile, 1);
-      if (kPaired) mma_commit();
-      if (kPaired && tile > first) {
-        mma_wait<1>();
-        release<kSize>(s_, stage ^ 1, 0, to_mate);
-      }
-      score<kPaired>(tile, 0);
-      mma_commit();
-      const RowsOfTile rows(s_, stage);
-      if (!kPaired && tile > first) {
-        add_values(o, s_, stage ^ 1, panel);
-        mma_wait<1>();
-      } else {
-        mma_wait<0>();
-      }
-      if (kInRounds && tile + 1 == end) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s_.queries_used));
-      }
-      float past[2];
-      weigh(stage, rows, past);
-      publish_to_mma();
-      named_barrier(2, kGroup);
-      if (threadIdx.x == 0) barrier_arrive(shared_address(&s_.weighted[stage]));
-      if (!kPaired) {
-        mma_wait<0>();
-        if (tile > first) release<kSize>(s_, stage ^ 1, 0, to_mate);
-      }
-      if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
-      if (kPaired) add_values(o, s_, stage, panel);
-    }
-    if (!kPaired && end > first) add_values(o, s_, (end - 1) % kStages, panel);
-    mma_wait<0>();
-    if (kInRounds) release<kSize>(s_, (end - 1) % kStages, 0, to_mate);
-  }
-
   /// Of the thread's upper or lower head; all lanes call it.
   __device__ Stats stats(int half) const {
     float sum = sum_[half];
@@ -174,10 +130,12 @@ class Scorer {
     return {base_[half], sum};
   }
 
- private:
-  static constexpr int kScores = kTile / 2;
-  static constexpr float kSlack = 8.0f;                      // weights are below 2^8
-  static constexpr int kNanExponent = 255 + 9 - kTopInFp16;  // of rows with a scale that is NaN
+ protected:
+  /// Queries are in place.
+  __device__ Weigher(const AttendParams& p, Shared& s) : s_(s) {
+    for (int half = 0; half < 2; ++half)
+      scale_[half] = p.softmax_scale * codec::kLog2e * s.q_unit[head_of_thread() + 8 * half];
+  }
 
   /// Of a tile.
   struct RowsOfTile {
@@ -208,23 +166,12 @@ class Scorer {
       }
   }
 
-  /// To the largest logits so far; lanes of a head agree on them.
-  __device__ void raise_base(float (&most)[2], float (&past)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 1));
-      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 2));
-      most[half] = fmaxf(most[half], base_[half]);
-      past[half] = exp2_fast(base_[half] - (most[half] == -INFINITY ? 0.0f : most[half]));
-      base_[half] = most[half];
-      sum_[half] *= past[half];
-    }
-  }
-
   /// Scores to weights relative to a base; O must be multiplied by `past`. The base stays while no logit is far above
   /// it: to find the largest, lanes would wait for each other behind the loaders' stores. Weights include the power of
   /// two that a row's values lack, so that the largest is about 1 in fp16 however rows differ; the sum does not.
-  __device__ void weigh(int stage, const RowsOfTile& rows, float (&past)[2]) {
+  /// `store` gets them by twos.
+  template <class Store>
+  __device__ void weigh(int stage, const RowsOfTile& rows, float (&past)[2], Store store) {
     // Read again where they matter, hardly ever.
     const auto byte_of_score = [&](int word, int i) {
       const auto* words = reinterpret_cast<const std::uint32_t*>(&s_.fours[stage][i / 16]);
@@ -255,8 +202,6 @@ class Scorer {
     past[0] = past[1] = 1.0f;
     if (__any_sync(kAllLanes, most[0] > base_[0] + kSlack || most[1] > base_[1] + kSlack)) raise_base(most, past);
     const float base[2] = {base_[0] == -INFINITY ? 0.0f : base_[0], base_[1] == -INFINITY ? 0.0f : base_[1]};
-    const int head = head_of_thread(), quad = quad_of_thread();
-    const std::uint32_t to = shared_address(s_.weights[stage]) + quad * 4;
     const auto store_weights = [&](auto inverse_unit) {
 #pragma unroll
       for (int i = 0; i < kScores; i += 2) {
@@ -264,23 +209,103 @@ class Scorer {
         const float x = exp2_fast(codec::fused(z_[i], factor[half], -base[half]));
         const float y = exp2_fast(codec::fused(z_[i + 1], factor[half], -base[half]));
         sum_[half] = codec::fused(x + y, inverse_unit(i), sum_[half]);
-        shared_store(to + panel_offset(head + 8 * half, i / 4), pack_fp16(x, y));
+        store(i, pack_fp16(x, y));
       }
     };
     if (rows.plain)
       store_weights([](int) { return 1.0f; });
     else
       store_weights([&](int i) { return power_of_two(-exponent_of_score(i)); });
+  }
+
+  /// No more scores of this round are needed.
+  __device__ void leave_queries() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s_.queries_used));
+  }
+
+  static constexpr int kScores = kTile / 2;
+
+  Shared& s_;
+  float z_[kScores];
+  float base_[2] = {-INFINITY, -INFINITY}, sum_[2] = {0.0f, 0.0f};
+
+ private:
+  static constexpr float kSlack = 8.0f;                      // weights are below 2^8
+  static constexpr int kNanExponent = 255 + 9 - kTopInFp16;  // of rows with a scale that is NaN
+
+  /// To the largest logits so far; lanes of a head agree on them.
+  __device__ void raise_base(float (&most)[2], float (&past)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 1));
+      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 2));
+      most[half] = fmaxf(most[half], base_[half]);
+      past[half] = exp2_fast(base_[half] - (most[half] == -INFINITY ? 0.0f : most[half]));
+      base_[half] = most[half];
+      sum_[half] *= past[half];
+    }
+  }
+
+  float scale_[2];  // of the thread's heads
+};
+
+class Scorer : public Weigher {
+ public:
+  __device__ Scorer(const AttendParams& p, Shared& s) : Weigher(p, s) {}
+
+  /// The values of a tile are multiplied while the next one's scores become weights, because the loaders bound it.
+  /// Paired loaders are faster and would wait: there it is done before the next one's scores, so that the left panels
+  /// can be filled again sooner. Tiles are counted through all rounds of a thread block.
+  template <bool kPaired, bool kInRounds, int kSize>
+  __device__ void run(float (&o)[kSize], int first, int end, int panel, std::uint32_t to_mate) {
+    for (int tile = first; tile < end; ++tile) {
+      const int stage = tile % kStages;
+      score<kPaired>(tile, 1);
+      if (kPaired) mma_commit();
+      if (kPaired && tile > first) {
+        mma_wait<1>();
+        release<kSize>(s_, stage ^ 1, 0, to_mate);
+      }
+      score<kPaired>(tile, 0);
+      mma_commit();
+      const RowsOfTile rows(s_, stage);
+      if (!kPaired && tile > first) {
+        add_values(o, s_, stage ^ 1, panel, stage ^ 1);
+        mma_wait<1>();
+      } else {
+        mma_wait<0>();
+      }
+      if (kInRounds && tile + 1 == end) leave_queries();
+      float past[2];
+      weigh_into(stage, rows, past);
+      publish_to_mma();
+      named_barrier(2, kGroup);
+      if (threadIdx.x == 0) barrier_arrive(shared_address(&s_.weighted[stage]));
+      if (!kPaired) {
+        mma_wait<0>();
+        if (tile > first) release<kSize>(s_, stage ^ 1, 0, to_mate);
+      }
+      if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
+      if (kPaired) add_values(o, s_, stage, panel, stage);
+    }
+    if (!kPaired && end > first) add_values(o, s_, (end - 1) % kStages, panel, (end - 1) % kStages);
+    mma_wait<0>();
+    if (kInRounds) release<kSize>(s_, (end - 1) % kStages, 0, to_mate);
+  }
+
+ private:
+  /// Into shared memory.
+  __device__ void weigh_into(int stage, const RowsOfTile& rows, float (&past)[2]) {
+    const int head = head_of_thread(), quad = quad_of_thread();
+    const std::uint32_t to = shared_address(s_.weights[stage]) + quad * 4;
+    weigh(stage, rows, past,
+          [&](int i, std::uint32_t pair) { shared_store(to + panel_offset(head + 8 * (i / 2 % 2), i / 4), pair); });
     if (quad == 0) {
       s_.past[stage][head] = past[0];
       s_.past[stage][head + 8] = past[1];
     }
   }
-
-  Shared& s_;
-  float scale_[2];  // of the thread's heads
-  float z_[kScores];
-  float base_[2] = {-INFINITY, -INFINITY}, sum_[2] = {0.0f, 0.0f};
 };
 
 /// Into L2: the loaders have registers for one tile, less than what must be under way.
@@ -302,7 +327,7 @@ __device__ void run_adder(float (&o)[kSize], Shared& s, RowFinder& finder, int f
     barrier_wait(shared_address(&s.weighted[stage]), parity);
     const float upper = s.past[stage][head_of_thread()], lower = s.past[stage][head_of_thread() + 8];
     if (__any_sync(kAllLanes, upper != 1.0f || lower != 1.0f)) scale_heads(o, upper, lower);
-    add_values(o, s, stage, panel);
+    add_values(o, s, stage, panel, stage);
     mma_wait<0>();
     release<kSize>(s, stage, 1, to_mate);
   }

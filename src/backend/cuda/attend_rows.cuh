@@ -15,6 +15,16 @@ KV4_HD std::int32_t width_of(const ops::AttendParams& p) {
   return p.layer.window.ring.shape.width > 0 ? p.layer.window.ring.shape.width : p.layer.kinds[0].page.shape.width;
 }
 
+/// Of numbers that are not negative. kByShift: what they are divided by is nearly always a power of two.
+template <bool kByShift>
+__device__ std::int32_t quotient(std::int32_t x, std::int32_t by) {
+  return kByShift && (by & (by - 1)) == 0 ? x >> (31 - __clz(by)) : x / by;
+}
+template <bool kByShift>
+__device__ std::int32_t remainder(std::int32_t x, std::int32_t by) {
+  return kByShift && (by & (by - 1)) == 0 ? x & (by - 1) : x % by;
+}
+
 struct QueryRows {
   ops::StepRecord at;        // padded: no rows, and no sink either
   std::int32_t first = 0;    // position of the first window row
@@ -39,12 +49,14 @@ struct QueryRows {
     if (p.entry_slots.slots != nullptr)
       entries = length_of(p.entry_slots, token);
     else if (has_step && p.layer.num_kinds > 0)
-      entries = p.chosen.data == nullptr ? visible(p) : p.num_chosen;
+      entries = p.chosen.data == nullptr ? visible<false>(p) : p.num_chosen;
   }
 
   __device__ std::int32_t count() const { return window + entries; }
 
-  /// What names row i: a position, an entry, or a slot of a list; -1: it is not there.
+  /// What names row i: a position, an entry, or a slot of a list; negative: it is not there. kAnyEntry: whether the
+  /// query sees an entry that was chosen is to be asked later (`seen`), so that nothing waits for the list.
+  template <bool kAnyEntry = false>
   __device__ std::int32_t key(const ops::AttendParams& p, std::int64_t token, std::int32_t i) const {
     if (i >= count()) return -1;
     if (i < window)
@@ -53,27 +65,35 @@ struct QueryRows {
     if (p.entry_slots.slots != nullptr) return p.entry_slots.slots[token * p.entry_slots.stride + i];
     if (p.chosen.data == nullptr) return i;
     const std::int32_t entry = static_cast<const std::int32_t*>(p.chosen.data)[token * p.chosen.row_stride + i];
-    return entry < visible(p) ? entry : -1;
+    return kAnyEntry || entry < visible<false>(p) ? entry : -1;
+  }
+  template <bool kByShift>
+  __device__ std::int32_t seen(const ops::AttendParams& p, std::int32_t i, std::int32_t key) const {
+    const bool is_chosen = i >= window && p.entry_slots.slots == nullptr && p.chosen.data != nullptr;
+    return is_chosen && key >= visible<kByShift>(p) ? -1 : key;
   }
 
   /// The block, or state slot, of row i; negative: the row is not there.
+  template <bool kByShift = false>
   __device__ std::int32_t block(const ops::AttendParams& p, std::int32_t i, std::int32_t key) const {
     if (key < 0) return -1;
     if (i < window) {
-      if (p.window_slots.slots != nullptr) return key / p.layer.window.rows;
+      if (p.window_slots.slots != nullptr) return quotient<kByShift>(key, p.layer.window.rows);
       return in_scratch(p, key) ? 0 : at.read_slot;
     }
-    const std::int32_t block = key / p.layer.kinds[0].rows_per_block;
+    const std::int32_t block = quotient<kByShift>(key, p.layer.kinds[0].rows_per_block);
     if (p.entry_slots.slots != nullptr) return block;
     return p.step.block_table[std::int64_t{at.row} * p.step.blocks_per_request + block];
   }
 
+  template <bool kByShift = false>
   __device__ RowPlace place(const ops::AttendParams& p, std::int32_t i, std::int32_t key, std::int32_t block) const {
     if (block < 0) return {};
-    if (i >= window) return place_of(p.layer.kinds[0].page, block, key % p.layer.kinds[0].rows_per_block);
+    if (i >= window)
+      return place_of(p.layer.kinds[0].page, block, remainder<kByShift>(key, p.layer.kinds[0].rows_per_block));
     const ops::WindowDesc& w = p.layer.window;
     if (in_scratch(p, key)) return place_of(w.scratch, 0, at.token_of(key));
-    return place_of(w.ring, block, key % w.rows);
+    return place_of(w.ring, block, remainder<kByShift>(key, w.rows));
   }
 
  private:
@@ -86,8 +106,9 @@ struct QueryRows {
   __device__ bool in_scratch(const ops::AttendParams& p, std::int32_t position) const {
     return p.window_slots.slots == nullptr && position >= at.length && !at.in_place();
   }
+  template <bool kByShift>
   __device__ std::int32_t visible(const ops::AttendParams& p) const {
-    return (at.position + 1) / p.layer.kinds[0].ratio;
+    return quotient<kByShift>(at.position + 1, p.layer.kinds[0].ratio);
   }
   __device__ static std::int32_t length_of(const ops::SlotList& list, std::int64_t token) {
     const std::int32_t most = static_cast<std::int32_t>(list.stride);

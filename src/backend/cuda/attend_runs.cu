@@ -37,8 +37,8 @@ namespace {
 
 constexpr int kSides = 2;  // halves of the rows, or of the channels
 constexpr int kConsumers = kSides * kGroup, kConsumerWarps = kConsumers / 32;
-constexpr int kConsumerRegisters = 168, kRunLoaderRegisters = 88;
-static_assert(2 * (kConsumerRegisters + kRunLoaderRegisters) <= 65536 / kGroup);
+constexpr int kRunConsumerRegisters = 168, kRunLoaderRegisters = 88;
+static_assert(2 * (kRunConsumerRegisters + kRunLoaderRegisters) <= 65536 / kGroup);
 static_assert(kMostRunWindow == kSides * kTile);
 
 struct RunShared {
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   publish_to_mma();
   __syncthreads();
   if (!loads) {
-    more_registers<kConsumerRegisters>();
+    more_registers<kRunConsumerRegisters>();
     RunConsumer(p, s, first_head).run(end - first);
   } else {
     fewer_registers<kRunLoaderRegisters>();
