@@ -1,12 +1,13 @@
 // Index scores of any format, width, alignment and head count.
 //
-// First the queries are encoded as keys are, into the workspace. Then a thread block takes 64 keys of a token: 128
-// channels at a time of queries and keys are decoded into shared memory, a thread makes 4 x 4 dot products, and one per
-// key and chain adds the heads (ops/score_row.h).
+// First the queries are encoded as keys are, into the workspace. Then a thread block takes 64 or 128 keys of a token:
+// 128 channels at a time of queries and keys are decoded into shared memory, a thread makes 4 x 4 or 8 x 8 dot
+// products, and one per key and chain adds the heads (ops/score_row.h).
 //
 // Bound by fp32 fma: 8,192 per key of 128 channels and 64 heads are 64 clocks of a multiprocessor. Their order is part
-// of the definition, so a matrix unit, which adds as it likes, cannot take them over. Measured are 220, on an H200,
-// 2026-11-15: loads from shared memory and decoding take the rest.
+// of the definition, so a matrix unit, which adds as it likes, cannot take them over.
+#include <cuda_fp16.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -47,28 +48,49 @@ struct WarpGroup {
   __device__ int size() const { return 32; }
 };
 
-constexpr int kTileKeys = 64, kSlice = 128, kPitch = kSlice + 4, kThreads = 256, kRegisterTile = 4;
-constexpr int kRowsPerPass = kTileKeys / kRegisterTile;  // a thread's rows lie this far apart
-static_assert(ops::kMaxIndexHeads == kTileKeys && kRowsPerPass * kRowsPerPass == kThreads);
+constexpr int kHeads = ops::kMaxIndexHeads, kSlice = 128, kPitch = kSlice + 4;
 
-/// Rows of queries or keys in shared memory: a slice of their channels. mxfp4: codes times 2, scales apart.
-struct Slice {
-  float x[kTileKeys][kPitch];
-  float scale[kTileKeys][kSlice / codec::Mxfp4::kGroup];
+/// How a thread block divides its dot products: a thread has kSide x kSide of them, of heads and keys that lie
+/// kHeadsApart and kKeysApart apart. mxfp4 needs registers for a group's sums, too.
+template <class Codec>
+struct Tiling {
+  static constexpr bool kHasGroups = std::is_same_v<Codec, codec::Mxfp4>;
+  static constexpr int kSide = kHasGroups ? 4 : 8, kKeys = kHasGroups ? 64 : 128;
+  static constexpr int kHeadsApart = kHeads / kSide, kKeysApart = kKeys / kSide;
+  static constexpr int kThreads = kHeadsApart * kKeysApart, kWarps = kThreads / 32;
+  static constexpr int kBlocks = kHasGroups ? 6 : 2;  // for a multiprocessor; the latter run at once
+  // A warp has 4 x 8 of them: what its lanes load at once lies in different banks.
+  static constexpr int kWarpHeads = 4, kWarpKeys = 32 / kWarpHeads, kWarpsByKeys = kKeysApart / kWarpKeys;
+
+  __device__ static int first_head() {
+    return static_cast<int>(threadIdx.x) / 32 / kWarpsByKeys * kWarpHeads +
+           static_cast<int>(threadIdx.x) % 32 / kWarpKeys;
+  }
+  __device__ static int first_key() {
+    return static_cast<int>(threadIdx.x) / 32 % kWarpsByKeys * kWarpKeys + static_cast<int>(threadIdx.x) % kWarpKeys;
+  }
 };
 
+/// Rows of queries or keys in shared memory: a slice of their channels. mxfp4: codes times 2, scales apart.
+template <int kRows>
+struct Slice {
+  float x[kRows][kPitch];
+  float scale[kRows][kSlice / codec::Mxfp4::kGroup];
+};
+
+template <class Codec>
 struct Shared {
-  Slice q;
+  Slice<kHeads> q;
   union {
-    Slice k;
-    float dots[ops::kMaxIndexHeads][kTileKeys + 1];
+    Slice<Tiling<Codec>::kKeys> k;
+    float dots[kHeads][Tiling<Codec>::kKeys + 1];
   };
 };
 
 /// Channels [begin, begin + count) of a row, decoded by a warp. A slice of groups is a row itself.
-template <class Codec>
-__device__ void load_slice(Slice& to, int row, const std::uint8_t* payload, const std::uint8_t* scale, float global,
-                           int begin, int count) {
+template <class Codec, int kRows>
+__device__ void load_slice(Slice<kRows>& to, int row, const std::uint8_t* payload, const std::uint8_t* scale,
+                           float global, int begin, int count) {
   const WarpGroup g;
   payload += Codec::payload_bytes({begin, 0});
   if constexpr (std::is_same_v<Codec, codec::Mxfp4>) {
@@ -82,21 +104,124 @@ __device__ void load_slice(Slice& to, int row, const std::uint8_t* payload, cons
   }
 }
 
-__device__ void clear_slice(Slice& to, int row) {
+template <int kRows>
+__device__ void clear_slice(Slice<kRows>& to, int row) {
   for (int c = static_cast<int>(threadIdx.x % 32); c < kSlice; c += 32) to.x[row][c] = 0.0f;
   if (threadIdx.x % 32 < kSlice / codec::Mxfp4::kGroup) to.scale[row][threadIdx.x % 32] = 0.0f;
 }
 
-template <class Codec>
-__global__ void __launch_bounds__(kThreads) score_keys(const __grid_constant__ IndexTile tile) {
+/// Where the keys of a tile lie: a lane finds one of eight.
+struct KeyPlace {
+  const std::uint8_t *payload = nullptr, *scale = nullptr;
+  float global = 1.0f;
+
+  __device__ KeyPlace() = default;
+  __device__ KeyPlace(const IndexTile& tile, const std::int32_t* table, int entry) {
+    const ops::KindDesc& kind = tile.kind();
+    const std::int32_t block = table[entry / kind.rows_per_block];
+    if (block < 0) return;
+    if (kind.page.global.data != nullptr) memcpy(&global, kind.page.global.at(block, 0), 4);
+    payload = kind.page.payload.at(block, entry % kind.rows_per_block);
+    scale = kind.page.scale.at(block, entry % kind.rows_per_block);
+  }
+  __device__ KeyPlace of_lane(int lane) const {
+    const auto pointer = [lane](const std::uint8_t* p) {
+      return reinterpret_cast<const std::uint8_t*>(
+          __shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(p), lane));
+    };
+    KeyPlace other;
+    other.payload = pointer(payload);
+    other.scale = pointer(scale);
+    other.global = __shfl_sync(0xFFFFFFFFu, global, lane);
+    return other;
+  }
+};
+
+/// Four e4m3 codes.
+__device__ float4 four_values(std::uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+  const auto pair = [](std::uint32_t codes) {
+    std::uint32_t bits;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(bits) : "h"(static_cast<std::uint16_t>(codes)));
+    __half2 halves;
+    memcpy(&halves, &bits, 4);
+    return __half22float2(halves);
+  };
+  const float2 low = pair(codes), high = pair(codes >> 16);
+  return make_float4(low.x, low.y, high.x, high.y);
+#else
+  const auto value = [codes](int i) { return codec::e4m3_value(static_cast<std::uint8_t>(codes >> (8 * i))); };
+  return make_float4(value(0), value(1), value(2), value(3));
+#endif
+}
+
+constexpr int kAtOnce = 8;
+
+/// kAtOnce fp8 rows of 128 channels: four of them by a lane, all rows asked for before the first is decoded. Rows that
+/// are not there are zeros.
+template <int kRows, class Places>
+__device__ void load_fp8(Slice<kRows>& to, int first, Places place) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t codes[kAtOnce];
+  float scales[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const KeyPlace row = place(i);
+    codes[i] = 0;
+    scales[i] = 0.0f;
+    if (row.payload == nullptr) continue;
+    codes[i] = reinterpret_cast<const std::uint32_t*>(row.payload)[lane];
+    scales[i] = *reinterpret_cast<const float*>(row.scale);
+  }
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const float4 x = four_values(codes[i]);
+    *reinterpret_cast<float4*>(&to.x[first + i][4 * lane]) =
+        make_float4(x.x * scales[i], x.y * scales[i], x.z * scales[i], x.w * scales[i]);
+  }
+}
+
+/// kAtOnce rows from `first` on, by a warp.
+template <class Codec, bool kWords, int kRows, class Places>
+__device__ void fill(Slice<kRows>& to, int first, Places place, int begin, int count) {
+  if constexpr (kWords) {
+    load_fp8(to, first, place);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kAtOnce; ++i) {
+      const KeyPlace row = place(i);
+      clear_slice(to, first + i);
+      __syncwarp();
+      if (row.payload != nullptr) load_slice<Codec>(to, first + i, row.payload, row.scale, row.global, begin, count);
+    }
+  }
+}
+
+bool is_aligned(const ops::Plane& plane, std::int64_t to) {
+  return (reinterpret_cast<std::uintptr_t>(plane.data) | plane.block_stride | plane.row_stride) % to == 0;
+}
+
+/// Rows that load_fp8 can read.
+bool has_fp8_words(const ops::IndexParams& p) {
+  const ops::RowPlanes& page = p.layer.kinds[p.kind].page;
+  return page.format == Format::fp8 && page.shape.width == kSlice && is_aligned(page.payload, 4) &&
+         is_aligned(page.scale, 4) &&
+         (p.q.dtype != DType::u8 || ((reinterpret_cast<std::uintptr_t>(p.q.data) | p.q.row_stride |
+                                      reinterpret_cast<std::uintptr_t>(p.q_scale.data) | p.q_scale.row_stride) %
+                                     4) == 0);
+}
+
+template <class Codec, bool kWords>
+__global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __grid_constant__ IndexTile tile) {
+  using T = Tiling<Codec>;
   extern __shared__ __align__(16) unsigned char bytes[];
-  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  Shared<Codec>& s = *reinterpret_cast<Shared<Codec>*>(bytes);
   wait_for_previous();
   const ops::IndexParams& p = tile.p;
   const ops::KindDesc& kind = tile.kind();
-  const int width = kind.page.shape.width, warp = static_cast<int>(threadIdx.x / 32);
-  const int at_key = static_cast<int>(threadIdx.x) % kRowsPerPass,
-            at_head = static_cast<int>(threadIdx.x) / kRowsPerPass;
+  const int width = kind.page.shape.width, warp = static_cast<int>(threadIdx.x / 32),
+            lane = static_cast<int>(threadIdx.x % 32);
+  const int at_key = T::first_key(), at_head = T::first_head();
   const int parts = static_cast<int>(gridDim.x) / tile.count, token = static_cast<int>(blockIdx.x) / parts;
   const ops::StepRecord record = p.step.tokens[tile.first + token];
   const int scored = tile.scored(record);
@@ -105,80 +230,94 @@ __global__ void __launch_bounds__(kThreads) score_keys(const __grid_constant__ I
   const float* weights = static_cast<const float*>(p.weights.data) + (tile.first + token) * p.weights.row_stride;
 
   bool has_queries = false;  // in shared memory, all channels
-  for (int first = static_cast<int>(blockIdx.x) % parts * kTileKeys; first < scored; first += parts * kTileKeys) {
-    float dot[kRegisterTile][kRegisterTile] = {};  // [head, key]
+  for (int first = static_cast<int>(blockIdx.x) % parts * T::kKeys; first < scored; first += parts * T::kKeys) {
+    float dot[T::kSide][T::kSide] = {};  // [head, key]
     for (int begin = 0; begin < width; begin += kSlice) {
       const int count = min(kSlice, width - begin);
       __syncthreads();
-      for (int row = warp; row < kTileKeys; row += kThreads / 32) {
-        if (!has_queries) clear_slice(s.q, row);
-        clear_slice(s.k, row);
-        __syncwarp();
-        if (!has_queries && row < p.num_heads)
-          load_slice<Codec>(s.q, row, queries.payload + row * queries.payload_stride,
-                            queries.scale + row * queries.scale_stride, kind.global_scale, begin, count);
-        const int entry = first + row;
-        const std::int32_t block = entry < scored ? table[entry / kind.rows_per_block] : -1;
-        if (block < 0) continue;
-        float global = 1.0f;
-        if (kind.page.global.data != nullptr) memcpy(&global, kind.page.global.at(block, 0), 4);
-        const int in_block = entry % kind.rows_per_block;
-        load_slice<Codec>(s.k, row, kind.page.payload.at(block, in_block), kind.page.scale.at(block, in_block), global,
-                          begin, count);
+      for (int row = warp * kAtOnce; !has_queries && row < kHeads; row += T::kWarps * kAtOnce) {
+        const auto place = [&](int i) {
+          KeyPlace head;
+          if (row + i >= p.num_heads) return head;
+          head.payload = queries.payload + (row + i) * queries.payload_stride;
+          head.scale = queries.scale + (row + i) * queries.scale_stride;
+          head.global = kind.global_scale;
+          return head;
+        };
+        fill<Codec, kWords>(s.q, row, place, begin, count);
+      }
+      for (int row = warp * kAtOnce; row < T::kKeys; row += T::kWarps * kAtOnce) {
+        KeyPlace mine;
+        if (lane < kAtOnce && first + row + lane < scored) mine = KeyPlace(tile, table, first + row + lane);
+        fill<Codec, kWords>(
+            s.k, row, [&](int i) { return mine.of_lane(i); }, begin, count);
       }
       __syncthreads();
       has_queries = width <= kSlice;
-      constexpr int kGroup = std::is_same_v<Codec, codec::Mxfp4> ? codec::Mxfp4::kGroup : kSlice;
+      constexpr int kGroup = T::kHasGroups ? codec::Mxfp4::kGroup : kSlice;
       for (int group = 0; group < kSlice / kGroup; ++group) {
-        float sum[kRegisterTile][kRegisterTile] = {};
-        float(&to)[kRegisterTile][kRegisterTile] = std::is_same_v<Codec, codec::Mxfp4> ? sum : dot;
-#pragma unroll 4
+        float sum[T::kSide][T::kSide] = {};
+        float(&to)[T::kSide][T::kSide] = T::kHasGroups ? sum : dot;
+#pragma unroll 2
         for (int c = group * kGroup; c < (group + 1) * kGroup; c += 4) {
-          float4 q[kRegisterTile], k[kRegisterTile];
+          float4 q[T::kSide], k[T::kSide];
 #pragma unroll
-          for (int i = 0; i < kRegisterTile; ++i) {
-            q[i] = *reinterpret_cast<const float4*>(&s.q.x[at_head + i * kRowsPerPass][c]);
-            k[i] = *reinterpret_cast<const float4*>(&s.k.x[at_key + i * kRowsPerPass][c]);
+          for (int i = 0; i < T::kSide; ++i) {
+            q[i] = *reinterpret_cast<const float4*>(&s.q.x[at_head + i * T::kHeadsApart][c]);
+            k[i] = *reinterpret_cast<const float4*>(&s.k.x[at_key + i * T::kKeysApart][c]);
           }
 #pragma unroll
-          for (int i = 0; i < kRegisterTile; ++i)
+          for (int i = 0; i < T::kSide; ++i)
 #pragma unroll
-            for (int j = 0; j < kRegisterTile; ++j) {
+            for (int j = 0; j < T::kSide; ++j) {
               to[i][j] = codec::fused(q[i].x, k[j].x, to[i][j]);
               to[i][j] = codec::fused(q[i].y, k[j].y, to[i][j]);
               to[i][j] = codec::fused(q[i].z, k[j].z, to[i][j]);
               to[i][j] = codec::fused(q[i].w, k[j].w, to[i][j]);
             }
         }
-        if constexpr (std::is_same_v<Codec, codec::Mxfp4>) {
+        if constexpr (T::kHasGroups) {
 #pragma unroll
-          for (int i = 0; i < kRegisterTile; ++i)
+          for (int i = 0; i < T::kSide; ++i)
 #pragma unroll
-            for (int j = 0; j < kRegisterTile; ++j)
-              dot[i][j] = dot[i][j] + sum[i][j] * (s.k.scale[at_key + j * kRowsPerPass][group] * 0.25f) *
-                                          s.q.scale[at_head + i * kRowsPerPass][group];
+            for (int j = 0; j < T::kSide; ++j)
+              dot[i][j] = dot[i][j] + sum[i][j] * (s.k.scale[at_key + j * T::kKeysApart][group] * 0.25f) *
+                                          s.q.scale[at_head + i * T::kHeadsApart][group];
         }
       }
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kRegisterTile; ++i)
+    for (int i = 0; i < T::kSide; ++i)
 #pragma unroll
-      for (int j = 0; j < kRegisterTile; ++j) s.dots[at_head + i * kRowsPerPass][at_key + j * kRowsPerPass] = dot[i][j];
+      for (int j = 0; j < T::kSide; ++j) s.dots[at_head + i * T::kHeadsApart][at_key + j * T::kKeysApart] = dot[i][j];
     __syncthreads();
 
-    const int key = static_cast<int>(threadIdx.x) / ops::kChains, chain = static_cast<int>(threadIdx.x) % ops::kChains;
-    float sum = 0.0f;
-    for (int h = chain * ops::kChainHeads; h < min((chain + 1) * ops::kChainHeads, p.num_heads); ++h)
-      sum = codec::fused(weights[h], ops::relu(s.dots[h][key]), sum);
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
-    if (chain == 0 && first + key < scored) tile.row(token)[first + key] = codec::canonical_nan(sum);
+    const int chain = static_cast<int>(threadIdx.x) % ops::kChains;
+    for (int key = static_cast<int>(threadIdx.x) / ops::kChains; key < T::kKeys; key += T::kThreads / ops::kChains) {
+      float sum = 0.0f;
+      for (int h = chain * ops::kChainHeads; h < min((chain + 1) * ops::kChainHeads, p.num_heads); ++h)
+        sum = codec::fused(weights[h], ops::relu(s.dots[h][key]), sum);
+      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+      if (chain == 0 && first + key < scored) tile.row(token)[first + key] = codec::canonical_nan(sum);
+    }
   }
   if (tile.fill) fill_rest(tile, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
-constexpr int kMostBlocks = 132 * 6;
+template <class Codec, bool kWords>
+cudaError_t launch_scores(const IndexTile& tile, cudaStream_t stream) {
+  using T = Tiling<Codec>;
+  constexpr int kBytes = sizeof(Shared<Codec>);
+  static_assert(kBytes > 48 << 10);
+  const auto kernel = score_keys<Codec, kWords>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  const std::int64_t tiles = std::max<std::int64_t>((max_entries(tile.p) + T::kKeys - 1) / T::kKeys, 1);
+  const std::int64_t parts = std::clamp<std::int64_t>(multiprocessors() * T::kBlocks / tile.count, 1, tiles);
+  return launch<kBytes>(kernel, static_cast<unsigned>(parts * tile.count), T::kThreads, stream, tile);
+}
 
 template <class Codec>
 cudaError_t score_with(const IndexTile& tile, cudaStream_t stream) {
@@ -193,13 +332,10 @@ cudaError_t score_with(const IndexTile& tile, cudaStream_t stream) {
     const cudaError_t status = cudaLaunchKernelEx(&config, encode_queries<Codec>, tile);
     if (status != cudaSuccess) return status;
   }
-  static_assert(sizeof(Shared) > 48 << 10);
-  const cudaError_t status = cudaFuncSetAttribute(score_keys<Codec>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  static_cast<int>(sizeof(Shared)));
-  if (status != cudaSuccess) return status;
-  const std::int64_t tiles = std::max<std::int64_t>((max_entries(tile.p) + kTileKeys - 1) / kTileKeys, 1);
-  const std::int64_t parts = std::clamp<std::int64_t>(kMostBlocks / tile.count, 1, tiles);
-  return launch<sizeof(Shared)>(score_keys<Codec>, static_cast<unsigned>(parts * tile.count), kThreads, stream, tile);
+  if constexpr (std::is_same_v<Codec, codec::Fp8Key>) {
+    if (has_fp8_words(tile.p)) return launch_scores<Codec, true>(tile, stream);
+  }
+  return launch_scores<Codec, false>(tile, stream);
 }
 
 }  // namespace
