@@ -41,6 +41,7 @@
 #pragma nv_diag_suppress 177  // the kernel has no body there, so its parts are not used
 #endif
 
+#include "backend/cuda/aligned.h"
 #include "backend/cuda/attend_ahead.cuh"
 #include "backend/cuda/attend_block.cuh"
 #include "backend/cuda/attend_end.cuh"
@@ -359,12 +360,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // --- on the host
-
-bool is_aligned(const void* data, std::int64_t to) { return reinterpret_cast<std::uintptr_t>(data) % to == 0; }
-
-bool is_aligned(const ops::Plane& plane, std::int64_t to) {
-  return is_aligned(plane.data, to) && (plane.block_stride | plane.row_stride) % to == 0;
-}
 
 /// Rows that are never read have no planes.
 bool can_read(const ops::RowPlanes& rows) {

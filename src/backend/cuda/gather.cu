@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "backend/cuda/aligned.h"
 #include "backend/cuda/gather_plain.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_decode.cuh"
@@ -245,14 +246,10 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
                                 [&](int row) { return place_from_lane<Row>(mine, lane_row + row); });
 }
 
-bool is_aligned(const ops::Plane& plane, std::int64_t to) {
-  return to == 0 || (reinterpret_cast<std::intptr_t>(plane.data) | plane.block_stride | plane.row_stride) % to == 0;
-}
-
 template <class Row>
 bool can_read(const ops::RowPlanes& rows) {
   return rows.shape.width == Row::kWidth && (Row::kTail < 0 || rows.shape.tail == Row::kTail) &&
-         is_aligned(rows.payload, 16) && is_aligned(rows.scale, Row::kScaleAlign) &&
+         is_aligned(rows.payload, 16) && (Row::kScaleAlign == 0 || is_aligned(rows.scale, Row::kScaleAlign)) &&
          (!Row::kGlobal || is_aligned(rows.global, Row::kScaleAlign));
 }
 

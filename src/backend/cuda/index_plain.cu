@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "backend/cuda/aligned.h"
 #include "backend/cuda/group.cuh"
 #include "backend/cuda/index_tile.cuh"
 #include "backend/cuda/launch.cuh"
@@ -261,18 +262,13 @@ class Keys<codec::Fp8Key, true> {
   float scale_;
 };
 
-bool is_aligned(const ops::Plane& plane, std::int64_t to) {
-  return (reinterpret_cast<std::uintptr_t>(plane.data) | plane.block_stride | plane.row_stride) % to == 0;
-}
-
 /// Whether keys and queries can be read by words.
 bool has_fp8_words(const ops::IndexParams& p) {
   const ops::RowPlanes& page = p.layer.kinds[p.kind].page;
   return page.format == Format::fp8 && page.shape.width == kSlice && is_aligned(page.payload, 4) &&
          is_aligned(page.scale, 4) &&
-         (p.q.dtype != DType::u8 || ((reinterpret_cast<std::uintptr_t>(p.q.data) | p.q.row_stride |
-                                      reinterpret_cast<std::uintptr_t>(p.q_scale.data) | p.q_scale.row_stride) %
-                                     4) == 0);
+         (p.q.dtype != DType::u8 ||
+          (is_aligned(p.q.data, p.q.row_stride, 4) && is_aligned(p.q_scale.data, p.q_scale.row_stride, 4)));
 }
 
 template <class Codec, bool kWords>

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "backend/cuda/aligned.h"
 #include "backend/cuda/cluster.cuh"
 #include "backend/cuda/index_tile.cuh"
 #include "backend/cuda/launch.cuh"
@@ -472,10 +473,6 @@ __device__ inline void write_maxima(float* maxima, int first_key, int group, flo
 // --- what the host checks and passes
 
 inline bool is_power_of_two(std::int64_t x) { return (x & (x - 1)) == 0; }
-
-inline bool is_aligned(const void* data, std::int64_t stride_bytes, std::int64_t to) {
-  return (reinterpret_cast<std::intptr_t>(data) | stride_bytes) % to == 0;
-}
 
 /// Whether keys of so many bytes, and queries, lie as the above reads them.
 inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes) {
