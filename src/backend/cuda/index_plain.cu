@@ -117,7 +117,7 @@ struct KeyPlace {
   const std::uint8_t *payload = nullptr, *scale = nullptr;
   float global = 1.0f;
 
-  __device__ KeyPlace() = default;
+  KeyPlace() = default;
   __device__ KeyPlace(const IndexTile& tile, const std::int32_t* table, int entry) {
     const ops::KindDesc& kind = tile.kind();
     const std::int32_t block = table[entry / kind.rows_per_block];
