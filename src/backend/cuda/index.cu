@@ -50,12 +50,10 @@ bool can_hold_maxima(const IndexTile& tile) {
          tile.maxima_at + groups * std::int64_t{sizeof(float)} <= tile.query_stride;
 }
 
-/// The tile with its maxima behind encoded queries and the largest scales.
+/// The tile with its maxima behind the largest scales.
 IndexTile make_near(IndexTile tile) {
   constexpr std::int64_t kLine = 256;
-  const std::int64_t bytes =
-      tile.p.num_heads * query_row_bytes(tile.kind().page.shape.width) + std::int64_t{sizeof(LargestScales)};
-  tile.maxima_at = (bytes + kLine - 1) / kLine * kLine;
+  tile.maxima_at = (std::int64_t{sizeof(LargestScales)} + kLine - 1) / kLine * kLine;
   tile.has_maxima = true;
   return tile;
 }

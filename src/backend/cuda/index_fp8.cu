@@ -46,62 +46,8 @@ static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && si
 
 // --- queries
 
-constexpr int kHeadLanes = 8, kLaneChannels = kWidth / kHeadLanes;
-static_assert(kScoreThreads == kHeads * kHeadLanes && kLaneChannels == 16);
-
-/// Codes of a lane's channels and their head's scale and weight.
-struct Part {
-  uint4 codes;
-  float scale, weight;
-};
-
-/// As keys are encoded, by the head's lanes.
-__device__ Part encode(const IndexTile& tile, const RawChannels<kLaneChannels>& raw) {
-  float x[kLaneChannels];
-  channels_of(raw, x);
-  if (tile.kind().hadamard) transform(x);
-  std::uint32_t pairs[kLaneChannels / 2];
-  float amax = round_channels(x, pairs);
-#pragma unroll
-  for (int lane = 1; lane < kHeadLanes; lane *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, lane));
-  const int exponent = exponent_over_448(amax);
-  const float by = pow2_normal(-exponent);
-  std::uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    words[i] = e4m3_quad(
-        {low_value(pairs[2 * i]), high_value(pairs[2 * i]), low_value(pairs[2 * i + 1]), high_value(pairs[2 * i + 1])},
-        by);
-  return {{words[0], words[1], words[2], words[3]}, pow2_normal(exponent), raw.weight};
-}
-
-/// Loads of queries that are to be encoded are under way when it returns; encoded ones are in `words`.
-__device__ RawChannels<kLaneChannels> load_query(const IndexTile& tile, int token, int head, int part) {
-  RawChannels<kLaneChannels> raw = load_channels<kLaneChannels>(tile.p, tile.first + token, head, part);
-  if (tile.p.q.dtype != DType::u8 || head >= tile.p.num_heads) return raw;
-  const QueryRows from = query_rows<codec::Fp8Key>(tile, token);
-  raw.words[0] = *reinterpret_cast<const uint4*>(from.payload + head * from.payload_stride + kLaneChannels * part);
-  raw.scale = *reinterpret_cast<const std::uint32_t*>(from.scale + head * from.scale_stride);
-  return raw;
-}
-
-/// Four e4m3 as fp16, exactly. Written so that the conversion itself takes the upper half of a register: no shifts.
-__device__ void half_pairs(std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
-#if __CUDA_ARCH__ >= 890
-  asm("{ .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.rn.f16x2.e4m3x2 %0, a;\n cvt.rn.f16x2.e4m3x2 %1, b; }"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
-#else
-  low = high = codes;  // never run
-#endif
-}
-
-/// A token's queries into shared memory, and encoded ones to where the selection finds them.
-__device__ void prepare_queries(Shared& s, const IndexTile& tile, const RawChannels<kLaneChannels>& raw, int token,
-                                int thread, bool is_kept) {
-  const int head = thread / kHeadLanes, part = thread % kHeadLanes;
-  const bool is_given = tile.p.q.dtype == DType::u8;
-  const Part q = is_given ? Part{raw.words[0], codec::bits_float(raw.scale), raw.weight} : encode(tile, raw);
+/// A token's queries into shared memory.
+__device__ void prepare_queries(Shared& s, const QueryPart& q, int head, int part) {
   const int row = operand_row(head);
   const std::uint32_t words[4] = {q.codes.x, q.codes.y, q.codes.z, q.codes.w};
   const auto put = [&](int i, std::uint32_t pair) {
@@ -118,10 +64,6 @@ __device__ void prepare_queries(Shared& s, const IndexTile& tile, const RawChann
     const float weight = fmaxf(fminf(q.weight * q.scale, kMostWeight), -kMostWeight);
     s.weights[head / ops::kChainHeads][head % ops::kChainHeads] = weight * (1 << kDotShift);
   }
-  if (is_given || !is_kept || head >= tile.p.num_heads) return;
-  std::uint8_t* const to = tile.queries + token * tile.query_stride + head * query_row_bytes(kWidth);
-  *reinterpret_cast<uint4*>(to + kLaneChannels * part) = q.codes;
-  if (part == 0) *reinterpret_cast<float*>(to + 2 * kWidth) = q.scale;
 }
 
 // --- products
@@ -171,9 +113,10 @@ __device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kCha
 }
 
 /// Units of one token: the queries' part of Shared is written anew. Then s.largest is known to all threads. note() is
-/// called by one of them while keys and queries are on their way.
-template <bool kMaxima, class Note>
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, Note&& note) {
+/// called by one of them while keys and queries are on their way, keep(part of a head, head, part) by all.
+template <bool kMaxima, class Note, class Keep>
+__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, Note&& note,
+                            Keep&& keep) {
   const int scored = share.scored;
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
@@ -186,7 +129,9 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
     s.largest = 0;
     note();
   }
-  prepare_queries(s, tile, raw, share.token, thread, share.unit == 0);
+  const QueryPart query = make_query(tile, raw);
+  prepare_queries(s, query, thread / kHeadLanes, thread % kHeadLanes);
+  keep(query, thread / kHeadLanes, thread % kHeadLanes);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -249,7 +194,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   for_each_share(
       s.share, tile, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
       [&](const Share& share) {
-        score_units<true>(s, tile, pages, share, [&] { s.ordinal = ordinal_of(share); });
+        score_units<true>(
+            s, tile, pages, share, [&] { s.ordinal = ordinal_of(share); }, [](const QueryPart&, int, int) {});
         if (threadIdx.x > 0) return;
         const int ordinal = s.ordinal;
         LargestScales& scales = *tile.largest_scales(share.token);
@@ -261,20 +207,24 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 // --- scores and selection
 
 // A cluster takes a token of up to kRowNumbers keys, as in index_mxfp4.cu; its first block selects. Keys on their way
-// leave no room for scores in shared memory: they go by L2. What is in doubt all blocks score again, each its part.
-// 8,192 keys on an H200, 2026-11-16, in us: of 16 tokens 23.2 to 19.4, of 64 36.1 to 31.8, of 128 53.5 to 49.4.
+// leave no room for scores in shared memory: they go by L2. 8,192 keys on an H200, 2026-11-16, in us: of 16
+// tokens 17.5, of 64 28.6, of 128 45.0; of 16 the scores take 14,400 clocks, the selection 13,300.
 
-using Near = NearShared<kScoreThreads, true>;
 constexpr int kMostBlocks = kRowNumbers / kWarpKeys;  // of a row of the block table
-union TopkShared {
-  struct {
+struct TopkShared {
+  union {
     Shared scorer;
-    std::uint32_t largest[kMostClusterBlocks];  // scales of the cluster's blocks, in the first one
-    std::int32_t table[kMostBlocks];            // of the token's request
+    struct {
+      std::uint8_t operands[sizeof(Shared::q)];
+      NearShared near;  // in place of keys
+    };
   };
-  Near near;  // in place of queries and keys
+  NearQueries queries;
+  std::uint32_t largest[kMostClusterBlocks];  // scales of the cluster's blocks, in the first one
+  std::int32_t table[kMostBlocks];            // of the token's request
 };
-static_assert(sizeof(Near) <= offsetof(Shared, weights) && sizeof(TopkShared) <= 227 << 10);
+static_assert(offsetof(TopkShared, near) + sizeof(NearShared) <= offsetof(Shared, weights));
+static_assert(sizeof(TopkShared) <= 227 << 10);
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
@@ -298,41 +248,46 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     return;
   }
   const Share share = share_of_cluster(tile, token, blocks, record);
-  if (share.count > 0) score_units<false>(s.scorer, tile, pages, share, [] {});
+  const int thread = static_cast<int>(threadIdx.x), table_blocks = tile.p.step.blocks_per_request;
+  static_assert(kMostBlocks <= kScoreThreads);
+  if (rank == 0 && thread < table_blocks)  // with the first keys
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                     static_cast<std::uint32_t>(__cvta_generic_to_shared(&s.table[thread]))),
+                 "l"(tile.p.step.block_table + std::int64_t{record.row} * table_blocks + thread)
+                 : "memory");
+  if (share.count > 0)
+    score_units<false>(
+        s.scorer, tile, pages, share, [] {},
+        [&](const QueryPart& query, int head, int part) { s.queries.put(query, head, part); });
   wait_cluster();
   if (threadIdx.x == 0) shared_of(s, 0).largest[rank] = share.count > 0 ? s.scorer.largest : 0;
   arrive_cluster();
-  if (rank > 0) wait_cluster();  // the first block's queries are there
-  Near& near = s.near;
-  near.row.selection.clear();
-  const int thread = static_cast<int>(threadIdx.x), table_blocks = tile.p.step.blocks_per_request;
-  static_assert(kMostBlocks <= kScoreThreads);
-  std::int32_t block = -1;
-  if (thread < table_blocks) block = tile.p.step.block_table[std::int64_t{record.row} * table_blocks + thread];
-  const float per_scale = load_queries(near, tile, token);
-  if (thread < table_blocks) s.table[thread] = block;
-  const TokenKeys keys{tile, s.table};
-  if (rank > 0) return help_first(near, keys, blocks, rank);
-  wait_cluster();
+  if (rank > 0) return;
 
-  float held[Near::Row::kHeld];
+  NearShared& near = s.near;
+  near.clear();
+  make_bounds(near, s.queries, tile.p.num_heads);
+  wait_cluster();
   float* const row = tile.row(token);
-  load_numbers(row, count, held);
-  const int lane = thread % 32;
-  put_margin(near, per_scale, __reduce_max_sync(kAllLanes, lane < blocks ? s.largest[lane] : 0));
-  const HeldSource<Near::Row> source{held, count};
-  Scan scan(near.row.selection);
-  const Bounds bounds = find_bounds(near.row, source);
-  const Margin margin = join_margin(near);
-  Doubt doubt;
-  if (margin.holds) {
-    doubt = find_doubt(near.row.selection, scan, source, bounds, top, margin.size);
-    const auto score = [&](int listed) { score_together(near, keys, blocks, listed); };
-    if (write_best(near, scan, source, doubt, choice, score)) return;
-  }
-  if (blocks > 1) call_help(near, blocks, 0);
-  __syncthreads();
-  select_slowly(near, keys, row, count, doubt, choice);
+  float held[NearShared::Row::kHeld];
+  load_fours<kScoreThreads>(row, count, true, held);
+  if (count % 4 != 0) leave_out_rest_of_fours<NearShared::Row>(count, held);
+  const std::uint32_t largest = __reduce_max_sync(kAllLanes, thread % 32 < blocks ? s.largest[thread % 32] : 0);
+  const FoursSource<NearShared::Row> source{held, count};
+  const Bounds bounds = find_top_bounds(near.row, source, top);
+  const Margin margin = margin_of(s.queries, largest);
+  const TokenKeys keys{tile, s.table};
+  if (margin.holds && take_near(near, s.queries, source, bounds, keys, choice, margin.size)) return;
+  select_slowly(near, s.queries, keys, row, count, margin, choice);
+}
+
+/// Keys in doubt are read a second time: where all keys fit into L2, they stay there (16 x 8,192 keys 18.35 to 17.5 us;
+/// of 64 tokens it would be 29.4 to 31.4).
+Pages make_near_pages(const IndexTile& tile) {
+  constexpr std::int64_t kSmall = std::int64_t{24} << 20;
+  Pages pages = make_pages(tile);
+  if (units_of(tile) * kUnitKeys * kKeyBytes <= kSmall) pages.policy = kEvictNormal;
+  return pages;
 }
 
 }  // namespace
@@ -348,7 +303,7 @@ cudaError_t score_near(const IndexTile& tile, cudaStream_t stream) {
                                                   static_cast<int>(sizeof(Shared)));
   if (status != cudaSuccess) return status;
   const unsigned blocks = std::min(score_blocks(tile), static_cast<unsigned>(LargestScales::kMostShares));
-  return launch<sizeof(Shared)>(score_fp8_keys, blocks, kScoreThreads, stream, tile, make_pages(tile));
+  return launch<sizeof(Shared)>(score_fp8_keys, blocks, kScoreThreads, stream, tile, make_near_pages(tile));
 }
 
 int near_topk_blocks(const IndexTile& tile) { return cluster_blocks(tile); }
@@ -359,7 +314,7 @@ cudaError_t topk_near(const IndexTile& tile, int blocks, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const unsigned size = static_cast<unsigned>(blocks);
   return launch_clusters<sizeof(TopkShared)>(topk_of_fp8_keys, size, size * static_cast<unsigned>(tile.count),
-                                             kScoreThreads, stream, tile, make_pages(tile), blocks);
+                                             kScoreThreads, stream, tile, make_near_pages(tile), blocks);
 }
 
 }  // namespace kv4::cuda

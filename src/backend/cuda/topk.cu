@@ -37,7 +37,8 @@ __device__ __noinline__ void select_anew(S& s, const IndexTile& tile, int token)
   select_from_row(s, tile.row(token), seen.count, Bounds(), choice);
 }
 
-template <int kThreads, int kNumbers>
+/// kByGroups: rows may be longer than kNumbers, and then their groups' maxima are known.
+template <int kThreads, int kNumbers, bool kByGroups>
 __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant__ IndexTile tile) {
   using Row = RowSelection<kThreads, kNumbers>;
   extern __shared__ __align__(16) unsigned char bytes[];
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   guess.row = load(record->row);
   guess.position = load(record->position);
   const int count = tile.visible(guess);
-  const bool whole = kNumbers < kRowNumbers || count <= kNumbers;
+  const bool whole = !kByGroups || count <= kNumbers;
   const int numbers = whole ? count : groups_of(count);
   const float* const from = whole ? row : tile.maxima(token);
   wait_for_previous_after(max(numbers, 0));
@@ -77,19 +78,20 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   bool is_done = false;
   if (whole) {
     is_done = take_best(s, source, bounds, choice);
-  } else if constexpr (kNumbers == kRowNumbers) {
-    Scan scan(s.selection);
+  } else if constexpr (kByGroups) {
     select_by_groups(
-        s, scan, source, bounds, {row, count, group_size(count), top, 0.0f},
+        s, source, bounds, {row, count, group_size(count), top, 0.0f},
         [&](const auto& lists, const Bounds& of_lists) { is_done = take_best(s, lists, of_lists, choice); });
   }
   if (!is_done) select_anew(s.selection, tile, token);
 }
 
-template <int kThreads, int kNumbers>
+template <int kThreads, int kNumbers, bool kByGroups>
 cudaError_t launch_select_row(const IndexTile& tile, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(RowSelection<kThreads, kNumbers>);
-  const auto kernel = select_row<kThreads, kNumbers>;
+  // After a scorer one block to a multiprocessor: those that begin early would else crowd the few that are free.
+  constexpr int kMoreThanHalf = 116 << 10, kUsed = sizeof(RowSelection<kThreads, kNumbers>);
+  constexpr int kBytes = kByGroups ? std::max(kUsed, kMoreThanHalf) : kUsed;
+  const auto kernel = select_row<kThreads, kNumbers, kByGroups>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   return launch<kBytes>(kernel, static_cast<unsigned>(tile.count), kThreads, stream, tile);
@@ -352,8 +354,9 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream) {
   const unsigned rows = static_cast<unsigned>(tile.count);
   if (tile.has_maxima || longest <= kRowNumbers) {
     constexpr int kFewNumbers = 2048;
-    if (longest <= kFewNumbers) return launch_select_row<512, kFewNumbers>(tile, stream);
-    return launch_select_row<512, kRowNumbers>(tile, stream);
+    if (longest <= kFewNumbers) return launch_select_row<512, kFewNumbers, false>(tile, stream);
+    if (longest <= kRowNumbers) return launch_select_row<512, kRowNumbers, false>(tile, stream);
+    return launch_select_row<512, kRowNumbers, true>(tile, stream);
   }
   const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(LongShared)));

@@ -1,7 +1,7 @@
-// Selection from near scores of fp8 keys (topk_near.cuh) by a kernel of its own: a thread block per token, or a cluster
-// whose first block selects while all score again what is in doubt. To hand keys out and collect their scores takes as
-// long as it saves for one token, but where tokens wait for multiprocessors it pays (an H200, 2026-11-16, in us, 8,192
-// keys of 8 tokens 18.5 to 17.8, 32,768 of 16 38.2 to 36.9; of one 13.0 to 13.4).
+// Selection from near scores of fp8 keys (topk_near.cuh) by a kernel of its own, a thread block per token. While the
+// scorer ends it encodes the token's queries as that one does, and makes bounds of them: 4,900 clocks, hidden for up to
+// 64 tokens of 32,768 keys (an H200, 2026-11-16). Of 128 most blocks begin when the scorer has ended; codes that the
+// scorer had left for them took as long, since the bounds then came after the wait.
 #include <cstdint>
 
 #include "backend/cuda/launch.cuh"
@@ -10,120 +10,112 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
-template <bool kInCluster>
-using Near = NearShared<kThreads, kInCluster>;
-
 constexpr int kMostTable = 8192;  // blocks of a request whose part of the table fits
-struct ClusterShared {
-  Near<true> near;
+struct Shared {
+  NearShared near;
+  NearQueries queries;
   std::int32_t table[kMostTable];
 };
-static_assert(sizeof(ClusterShared) <= 227 << 10 && offsetof(ClusterShared, near) == 0);
-template <bool kInCluster>
-constexpr int kSharedBytes = kInCluster ? sizeof(ClusterShared) : sizeof(Near<false>);
+static_assert(sizeof(Shared) <= 227 << 10);
 
-/// Those of up to `count` keys, from shared memory if they fit. A barrier must follow.
-__device__ TokenKeys copy_table(ClusterShared& s, TokenKeys keys, int count) {
-  const int rows = keys.tile.kind().rows_per_block, used = (count + rows - 1) / rows;
-  if (used > kMostTable) return keys;
-  for (int i = static_cast<int>(threadIdx.x); i < used; i += kThreads) s.table[i] = keys.table[i];
-  return {keys.tile, s.table};
+/// A request's keys, of which there are `count`: their table from shared memory if it fits. A barrier must follow.
+__device__ TokenKeys copy_table(Shared& s, const IndexTile& tile, int request, int count) {
+  const std::int32_t* const from = tile.p.step.block_table + std::int64_t{request} * tile.p.step.blocks_per_request;
+  const int rows = tile.kind().rows_per_block, used = (count + rows - 1) / rows;
+  if (used > kMostTable) return {tile, from};
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < used; i += kNearThreads) s.table[i] = from[i];
+  return {tile, s.table};
 }
 
 /// Of a warp's part of a token's shares.
 __device__ std::uint32_t largest_scale(const LargestScales& scales) {
-  static_assert(LargestScales::kMostShares <= kThreads);
+  static_assert(LargestScales::kMostShares <= kNearThreads);
   const int i = static_cast<int>(threadIdx.x);
   const std::uint32_t mine = i < LargestScales::kMostShares ? scales.of_share[i] : 0;
   return __reduce_max_sync(kAll, i < scales.shares ? mine : 0);
 }
 
-/// blocks: of a cluster.
-template <bool kInCluster>
-__global__ void __launch_bounds__(kThreads, 1) select_near_row(const __grid_constant__ IndexTile tile, int blocks) {
+/// A token whose scores or maxima are there.
+struct NearToken {
+  const TokenKeys& keys;
+  Choice choice;
+  int count;
+  float* row;
+};
+
+/// Loads numbers, finds their bounds, calls select(source, bounds, margin) if the margin holds.
+template <class Select>
+__device__ Margin with_numbers(Shared& s, const NearToken& token, const float* from, int numbers, Select&& select) {
+  const IndexTile& tile = token.choice.tile;
+  const int thread = static_cast<int>(threadIdx.x);
+  float held[NearShared::Row::kHeld];
+  load_fours<kNearThreads>(from, numbers, true, held);
+  const std::uint32_t largest_of_warp = largest_scale(*tile.largest_scales(token.choice.token));
+  if (thread % 32 == 0) s.near.largest[thread / 32] = largest_of_warp;
+  if (numbers % 4 != 0) leave_out_rest_of_fours<NearShared::Row>(numbers, held);
+  const FoursSource<NearShared::Row> source{held, numbers};
+  const Bounds bounds = find_top_bounds(s.near.row, source, tile.p.top);
+  const Margin margin = margin_of(s.queries, __reduce_max_sync(kAll, s.near.largest[thread % kNearWarps]));
+  if (margin.holds) select(source, bounds, margin.size);
+  return margin;
+}
+
+__device__ __forceinline__ void select_whole(Shared& s, const NearToken& token) {
+  bool is_done = false;
+  const Margin margin =
+      with_numbers(s, token, token.row, token.count, [&](const auto& source, const Bounds& bounds, float margin) {
+        is_done = take_near(s.near, s.queries, source, bounds, token.keys, token.choice, margin);
+      });
+  if (!is_done) select_slowly(s.near, s.queries, token.keys, token.row, token.count, margin, token.choice);
+}
+__device__ __noinline__ void select_short(Shared& s, NearToken token) { select_whole(s, token); }
+
+/// kByGroups: rows may be longer than kRowNumbers.
+template <bool kByGroups>
+__global__ void __launch_bounds__(kNearThreads, 1) select_near_row(const __grid_constant__ IndexTile tile) {
   extern __shared__ __align__(16) unsigned char bytes[];
-  using Shared = Near<kInCluster>;
   Shared& s = *reinterpret_cast<Shared*>(bytes);
-  if (kInCluster) arrive_cluster();
-  Selection<kThreads>& selection = s.row.selection;
-  selection.clear();
+  const int at = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x), top = tile.p.top;
+  // The scorer has itself waited before it let this kernel start: queries, record and block table are there.
+  const RawChannels<kLaneChannels> raw = load_query(tile, at, thread / kHeadLanes, thread % kHeadLanes);
+  TokenRow seen(tile, at);
+  s.near.clear();
   touch(tile);
-  if (!kInCluster) blocks = 1;
-  const int token = static_cast<int>(blockIdx.x) / blocks, rank = kInCluster ? block_in_cluster() : 0;
-  // The scorer has itself waited before it let this kernel start: record and block table are there.
-  TokenRow seen(tile, token);
   asm volatile("" : "+r"(seen.request), "+r"(seen.count));  // not after the wait
-  const int count = seen.count, top = tile.p.top;
-  const TokenKeys in_memory{tile,
-                            tile.p.step.block_table + std::int64_t{seen.request} * tile.p.step.blocks_per_request};
-  const TokenKeys keys =
-      kInCluster ? copy_table(*reinterpret_cast<ClusterShared*>(bytes), in_memory, count) : in_memory;
+  const TokenKeys keys = copy_table(s, tile, seen.request, seen.count);
+  s.queries.put(make_query(tile, raw), thread / kHeadLanes, thread % kHeadLanes);
+  __syncthreads();
+  make_bounds(s.near, s.queries, tile.p.num_heads);
+  __syncthreads();
   wait_for_previous();
   let_next_start();
-  const Choice choice{tile, token, seen.request};
-  if (count <= top) {
-    if (rank == 0) take_whole(choice, count);
-    return;
-  }
-
-  float* const row = tile.row(token);
-  const bool whole = count <= kRowNumbers;
-  const int group = group_size(count), numbers = whole ? count : groups_of(count);
-  float held[Shared::Row::kHeld];
-  if (rank == 0) load_numbers(whole ? row : tile.maxima(token), numbers, held);
-  const std::uint32_t largest_of_warp = largest_scale(*tile.largest_scales(token));
-  const float per_scale = load_queries(s, tile, token);
-  if (kInCluster) wait_cluster();  // all have started
-  if (rank > 0) return help_first(s, keys, blocks, rank);
-  put_margin(s, per_scale, largest_of_warp);
-  const HeldSource<typename Shared::Row> source{held, numbers};
-  Scan scan(selection);
-  const Bounds all = find_bounds(s.row, source);
-  const Margin margin = join_margin(s);
-
-  Doubt doubt;
-  bool found = false, written = false;
-  const auto select = [&](const auto& from, const Bounds& bounds) {
-    doubt = find_doubt(selection, scan, from, bounds, top, margin.size);
-    found = true;
-    written = write_best(s, scan, from, doubt, choice, [&](int listed) { score_together(s, keys, blocks, listed); });
-  };
-  if (margin.holds && whole)
-    select(source, all);
-  else if (margin.holds && numbers > top)
-    select_by_groups(s.row, scan, source, all, {row, count, group, top, 2.0f * margin.size}, select);
-  if (written) return;
-  __syncthreads();
-  if (blocks > 1) call_help(s, blocks, 0);  // for write_best has not
-  if (margin.holds && !found)
-    doubt = Doubt(find_cut(selection, scan, RowSource<kThreads>{row, count}, Bounds(), top), margin.size);
-  select_slowly(s, keys, row, count, doubt, choice);
-}
-
-/// Of clusters, where tokens are neither so few that the scorer leaves them multiprocessors nor so many that there are
-/// none for helpers.
-int select_blocks(const IndexTile& tile) {
-  constexpr int kBlocks = 4, kFewest = 8, kMost = 28, kOf = 132;
-  return tile.count >= kFewest && tile.count * kOf <= kMost * multiprocessors() ? kBlocks : 1;
-}
-
-template <bool kInCluster>
-cudaError_t launch_select(const IndexTile& tile, int blocks, cudaStream_t stream) {
-  constexpr int kBytes = kSharedBytes<kInCluster>;
-  const auto kernel = select_near_row<kInCluster>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
-  const unsigned size = static_cast<unsigned>(blocks);
-  return launch_clusters<kBytes>(kernel, size, size * static_cast<unsigned>(tile.count), kThreads, stream, tile,
-                                 blocks);
+  const NearToken token{keys, {tile, at, seen.request}, seen.count, tile.row(at)};
+  if (token.count <= top) return take_whole(token.choice, token.count);
+  if constexpr (!kByGroups) return select_whole(s, token);
+  if (token.count <= kRowNumbers) return select_short(s, token);
+  const int numbers = groups_of(token.count);
+  bool is_done = false;
+  const Margin margin =
+      with_numbers(s, token, tile.maxima(at), numbers, [&](const auto& source, const Bounds& bounds, float margin) {
+        if (numbers <= top) return;
+        select_by_groups(s.near.row, source, bounds,
+                         {token.row, token.count, group_size(token.count), top, 2.0f * margin},
+                         [&](const auto& lists, const Bounds& of_lists) {
+                           is_done = take_near(s.near, s.queries, lists, of_lists, keys, token.choice, margin);
+                         });
+      });
+  if (!is_done) select_slowly(s.near, s.queries, keys, token.row, token.count, margin, token.choice);
 }
 
 }  // namespace
 
 cudaError_t select_near(const IndexTile& tile, cudaStream_t stream) {
-  const int blocks = select_blocks(tile);
-  return blocks > 1 ? launch_select<true>(tile, blocks, stream) : launch_select<false>(tile, blocks, stream);
+  const auto kernel = max_entries(tile.p) > kRowNumbers ? select_near_row<true> : select_near_row<false>;
+  constexpr int kBytes = sizeof(Shared);
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  return launch<kBytes>(kernel, static_cast<unsigned>(tile.count), kNearThreads, stream, tile);
 }
 
 }  // namespace kv4::cuda

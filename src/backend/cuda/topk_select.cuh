@@ -67,13 +67,6 @@ struct Intervals {
   __device__ float below(int bin) const {
     return low + (static_cast<float>(bin) - 1.0f) / (float{kBins - 1} * per_score);  // a whole bin: roundings
   }
-  /// Scores that no score of a bin between the first and the last is beyond. Bins end half way from one to the next;
-  /// roundings of differences, which are at most the range, are below 2^-9 of a bin, and that of the sum keeps order.
-  __device__ float edge_below(int bin) const { return at(static_cast<float>(bin) - 0.53125f); }
-  __device__ float edge_above(int bin) const { return at(static_cast<float>(bin) + 0.53125f); }
-
- private:
-  __device__ float at(float bins) const { return low + bins / (float{kBins - 1} * per_score); }
 };
 
 /// What a block of so many threads selects with.
@@ -368,25 +361,6 @@ struct RowSelection {
   std::int32_t entries[kWarps][kWarpRoom];
 };
 
-/// Numbers in registers, the i-th of a thread being that of entry thread + i * kThreads. No branches but two that all
-/// threads take: those that are absent are NaN.
-template <class Shared>
-struct HeldSource {
-  static constexpr int kMost = Shared::kHeld;
-  const float (&held)[kMost];
-  int count;
-  __device__ static std::int32_t entry(int i) { return static_cast<int>(threadIdx.x) + i * Shared::kThreads; }
-  __device__ int size() const { return count; }
-  template <class F>
-  __device__ void for_each(F&& f) const {
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if ((i == kMost / 4 || i == kMost / 2) && count <= i * Shared::kThreads) break;
-      f(held[i], entry(i));
-    }
-  }
-};
-
 /// The warps' lists of entries below `bound`; each thread has some of its own warp's.
 template <class Shared>
 struct WarpListSource {
@@ -401,22 +375,7 @@ struct WarpListSource {
     const int at = static_cast<int>(threadIdx.x % 32) + 32 * i;
     return at < listed ? s.scores[threadIdx.x / 32][at] : __builtin_nanf("");
   }
-  template <class F>
-  __device__ void for_each(F&& f) const {
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    for (int i = static_cast<int>(threadIdx.x % 32); i < listed; i += 32) f(s.scores[warp][i], s.entries[warp][i]);
-  }
 };
-
-/// The numbers of a row and NaN: all loads are under way when it returns.
-template <int kHeld>
-__device__ void load_numbers(const float* from, int numbers, float (&held)[kHeld]) {
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int at = static_cast<int>(threadIdx.x) + i * (kRowNumbers / kHeld);
-    held[i] = at < numbers ? from[at] : __builtin_nanf("");
-  }
-}
 
 /// Over the block's threads. Its barrier is the one after clear().
 template <class S>
@@ -426,88 +385,6 @@ __device__ Bounds join_bounds(S& s, const Bounds& mine) {
     return bits ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31) | 0x80000000u);
   };
   return Bounds(find_range(s, order(mine.low), order(mine.high)));
-}
-
-/// Of the block's numbers.
-template <class Shared>
-__device__ Bounds find_bounds(Shared& s, const HeldSource<Shared>& source) {
-  Bounds mine;
-  source.for_each([&](float score, std::int32_t) {
-    mine.low = fminf(mine.low, score);
-    mine.high = fmaxf(mine.high, score);
-  });
-  return join_bounds(s.selection, mine);
-}
-
-/// A row whose groups' maxima are known.
-struct GroupedRow {
-  const float* scores;  // at a multiple of 16 bytes, with room for whole fours
-  int count, group, top;
-  float slack;  // how far below the k-th best scores still count
-};
-
-/// Calls select(source, bounds) with what may be among the best of the row, found by the maxima of its groups, which
-/// lie in registers. False: too many reach the bound.
-template <class Shared, class S, class Maxima, class Select>
-__device__ bool select_by_groups(Shared& s, Scan<S>& scan, const Maxima& maxima, const Bounds& bounds,
-                                 const GroupedRow& row, Select&& select) {
-  const int count = row.count, group = row.group;
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  const Intervals intervals(bounds);
-  if (!intervals.are_finite()) return false;
-  const Found found = find_bin(s.selection, scan, row.top, [&](auto&& f) {
-    maxima.for_each([&](float score, std::int32_t) { f(intervals.bin_of(score)); });
-  });
-  const float least = intervals.below(static_cast<int>(found.bin)) - row.slack;
-  const auto reaches_bound = [&](float score) { return score >= least; };
-  int mine = 0, total;
-  maxima.for_each([&](float score, std::int32_t) { mine += reaches_bound(score); });
-  int place = scan.before(mine, total);
-  if (total > kGroupRoom) return false;
-  maxima.for_each([&](float score, std::int32_t entry) {
-    if (reaches_bound(score)) s.groups[place++] = entry;
-  });
-  __syncthreads();
-
-  // Fours of scores: as many of a thread under way as a row of 262,144 needs, whose groups are a few more than 512.
-  constexpr int kAhead = 5 * 1024 / Shared::kThreads;
-  const int bits = 31 - __clz(group), fours = total * group / 4;
-  int listed = 0;
-  for (int first = 0; first < fours; first += kAhead * Shared::kThreads) {
-    float4 scores[kAhead];
-    std::int32_t entries[kAhead];  // of each four the first
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i * Shared::kThreads >= fours) break;
-      const int at = 4 * (first + i * Shared::kThreads + static_cast<int>(threadIdx.x));
-      entries[i] = at < 4 * fours ? (s.groups[at >> bits] << bits) + (at & (group - 1)) : count;
-      if (entries[i] < count) scores[i] = *reinterpret_cast<const float4*>(row.scores + entries[i]);
-    }
-    std::uint64_t reach = 0;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i * Shared::kThreads >= fours) break;
-      std::uint32_t mask = (reaches_bound(scores[i].x) ? 1u : 0u) | (reaches_bound(scores[i].y) ? 2u : 0u) |
-                           (reaches_bound(scores[i].z) ? 4u : 0u) | (reaches_bound(scores[i].w) ? 8u : 0u);
-      if (entries[i] + 4 > count) mask &= (1u << max(count - entries[i], 0)) - 1u;
-      reach |= std::uint64_t{mask} << (4 * i);
-    }
-    const int mine = __popcll(reach), sum = sum_to_lane(mine);
-    int to = listed + sum - mine;
-    listed += __shfl_sync(kAll, sum, 31);
-    for (; reach != 0; reach &= reach - 1, ++to) {
-      const int bit = __ffsll(static_cast<long long>(reach)) - 1;
-      const int at = 4 * (first + bit / 4 * Shared::kThreads + static_cast<int>(threadIdx.x)) + bit % 4;
-      const std::int32_t entry = (s.groups[at >> bits] << bits) + (at & (group - 1));
-      if (to >= Shared::kWarpRoom) break;
-      s.scores[warp][to] = row.scores[entry];  // once more: it is in the nearest cache
-      s.entries[warp][to] = entry;
-    }
-  }
-  if (__syncthreads_or(listed > Shared::kWarpRoom)) return false;
-  const WarpListSource<Shared> source{s, listed, count};
-  select(source, Bounds(least, bounds.high));
-  return true;
 }
 
 }  // namespace kv4::cuda

@@ -1,11 +1,13 @@
 // The best k of a thread block's numbers, the short way: one histogram of as many equal intervals as there are threads.
-// Numbers of intervals above the one that the k-th best lies in are taken as they are listed, those in it (few, as a
-// rule) go by their rank among each other: five barriers, one pass over the numbers after the histogram, nothing sorted
-// or looked at again. Where too many lie in the interval, nothing is written, and topk_select.cuh does it.
+// Numbers above the interval that the k-th best lies in are taken as they are listed, those in it (few, as a rule) are
+// settled among each other: five barriers, one pass over the numbers after the histogram, nothing sorted or looked at
+// again. Where too many lie in the interval, nothing is written, and topk_select.cuh does it. Of long rows whose
+// groups' largest scores are known, the same histogram of those finds which groups to read.
 //
 // It runs once per launch, so it is bound by latency and by how fast code is fetched: what is rarely needed is not
 // inlined (the way over such code to the last part took 780 clocks on an H200, 2026-11-16, 200 where there was none),
-// and loops that are short are not unrolled.
+// and loops that are short are not unrolled. Loops that a lane runs as often as it has numbers are slow: lists by a
+// mask and such a loop took 3,000 clocks, by votes 2,250.
 #pragma once
 
 #include <cstdint>
@@ -95,90 +97,109 @@ __device__ inline __noinline__ void put_slots(Choice choice) {
 // for multiples of kStep reaches(i) tells whether some thread of the warp has it. kInLists: it is read from where a
 // warp lists numbers. kIsBounded: no number is larger than the upper bound.
 
-/// Writes the best of a source's numbers. bounds: the largest number, and one that at least as many reach as are to be
-/// taken. False: it could not, and nothing is written; the selection is as after clear(), once a barrier is passed.
-template <class Shared, class Source>
-__device__ bool take_best(Shared& s, const Source& source, const Bounds& bounds, const Choice& choice) {
-  using S = std::remove_reference_t<decltype(s.selection)>;
-  constexpr int kThreads = S::kThreads, kWarps = S::kWarps, kMost = Source::kMost, kRoom = Shared::kWarpRoom;
-  S& selection = s.selection;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32, top = choice.tile.p.top;
+template <class Source, class F>
+__device__ void for_each_number(const Source& source, F&& f) {
+#pragma unroll
+  for (int i = 0; i < Source::kMost; ++i) {
+    if (i % Source::kStep == 0 && i > 0 && !source.reaches(i)) break;
+    f(i);
+  }
+}
+
+/// Numbers from low to high are in doubt: above they are among the best, below they are not.
+struct Doubt {
+  float low, high;
+};
+
+/// The interval of a histogram that the `top`-th best number lies in, and `slack` more on either side. bounds: the
+/// largest number, and one that at least `top` reach. False: there is none, and the histogram is as it was, once a
+/// barrier is passed.
+template <class S, class Source>
+__device__ bool find_doubt(S& s, const Source& source, const Bounds& bounds, int top, float slack, Doubt& doubt) {
+  constexpr int kThreads = S::kThreads;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   // Bins are floats from 2^23 on, whose bits count in ones. What is below them, NaN too, comes one or two before.
   constexpr float kFirst = 0x1p23f;
-  const std::uint32_t first_bits = __float_as_uint(kFirst);
   const float low = bounds.low, per_score = __fdividef(float{kThreads - 1}, bounds.high - low);
   if (!(per_score > 0.0f && per_score < -kNoScore)) return false;  // also: all the same, or not finite
-  const auto bin_of = [&](float score) {
-    const float bin = fmaxf(codec::fused(score - low, per_score, kFirst), kFirst - 1.0f);
-    return Source::kIsBounded ? bin : fminf(bin, kFirst + float{kThreads - 1});
-  };
-  const auto for_each = [&](auto&& f) {
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if (i % Source::kStep == 0 && i > 0 && !source.reaches(i)) break;
-      f(i);
-    }
-  };
-
-  float bins[kMost];
-  std::uint32_t bin_zero = static_cast<std::uint32_t>(__cvta_generic_to_shared(selection.histogram)) - 4 * first_bits;
+  std::uint32_t bin_zero =
+      static_cast<std::uint32_t>(__cvta_generic_to_shared(s.histogram)) - 4 * __float_as_uint(kFirst);
   asm volatile("" : "+r"(bin_zero));  // one number: not two to be added for each address
-  for_each([&](int i) {
-    bins[i] = bin_of(source.score(i));
-    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(bin_zero + 4 * __float_as_uint(bins[i])) : "memory");
+  for_each_number(source, [&](int i) {
+    float bin = fmaxf(codec::fused(source.score(i) - low, per_score, kFirst), kFirst - 1.0f);
+    if (!Source::kIsBounded) bin = fminf(bin, kFirst + float{kThreads - 1});
+    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(bin_zero + 4 * __float_as_uint(bin)) : "memory");
   });
   __syncthreads();
-  const int inside = static_cast<int>(selection.histogram[kThreads - 1 - thread]);  // the uppermost first
-  selection.histogram[kThreads - 1 - thread] = 0;
+  const int inside = static_cast<int>(s.histogram[kThreads - 1 - thread]);  // the uppermost first
+  s.histogram[kThreads - 1 - thread] = 0;
   const int sum = sum_to_lane(inside);
-  if (lane == 31) selection.sums[0][warp] = sum;
+  if (lane == 31) s.sums[0][warp] = sum;
   __syncthreads();
-  const int before_warp = __reduce_add_sync(kAll, lane < warp ? selection.sums[0][lane] : 0);
+  const int before_warp = __reduce_add_sync(kAll, lane < warp ? s.sums[0][lane] : 0);
   const int bins_above = __syncthreads_count(before_warp + sum < top);
   if (bins_above == kThreads) return false;  // too few numbers
-  const float found = __uint_as_float(first_bits + kThreads - 1 - static_cast<std::uint32_t>(bins_above));
+  // Bins end half way from one to the next; roundings are below 2^-9 of a bin, and that of the sum keeps order.
+  const float bin = static_cast<float>(kThreads - 1 - bins_above);
+  doubt.low = low + __fdividef(bin - 0.53125f, per_score) - slack;
+  doubt.high = bins_above == 0 ? -kNoScore : low + __fdividef(bin + 0.53125f, per_score) + slack;
+  return true;
+}
 
-  // A warp lists its numbers from that bin on.
+/// Writes the best of a source's numbers, of which those in doubt are left to settle(taken, few, write_taken), beside
+/// those that are taken: they lie in the selection's lists. It calls its last argument, which writes those. bounds,
+/// slack: as above. False: it could not, and nothing is written; the selection is as after clear(), once a barrier is
+/// passed.
+template <class Shared, class Source, class Settle>
+__device__ bool take_best(Shared& s, const Source& source, const Bounds& bounds, const Choice& choice, float slack,
+                          Settle&& settle) {
+  using S = std::remove_reference_t<decltype(s.selection)>;
+  constexpr int kWarps = S::kWarps, kRoom = Shared::kWarpRoom;
+  S& selection = s.selection;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  Doubt doubt;
+  if (!find_doubt(selection, source, bounds, choice.tile.p.top, slack, doubt)) return false;
+
+  // A warp lists its numbers that are not out.
   const std::uint32_t lower_lanes = (1u << lane) - 1u;
   float* const scores = s.scores[warp];
   std::int32_t* const entries = s.entries[warp];
   int listed = 0;
-  for_each([&](int i) {
+  for_each_number(source, [&](int i) {
     const float score = source.score(i);
     const std::int32_t entry = source.entry(i);
     if constexpr (Source::kInLists) __syncwarp();  // all have read what others may write now
-    const std::uint32_t in = __ballot_sync(kAll, bins[i] >= found);
+    const std::uint32_t in = __ballot_sync(kAll, score >= doubt.low);
     const bool fits = 32 * (i + 1) <= kRoom || listed <= kRoom - 32;
-    if (bins[i] >= found && fits) {
+    if (score >= doubt.low && fits) {
       const int at = listed + __popc(in & lower_lanes);
       scores[at] = score;
       entries[at] = entry;
     }
     listed += __popc(in);
   });
-  if (32 * kMost > kRoom && listed > kRoom - 32) {
+  if (32 * Source::kMost > kRoom && listed > kRoom - 32) {
     if (lane == 0) atomicAdd(&selection.few, kFew + 1);
     listed = 0;
   }
-  // Those above it stay, those in it go to the block's list.
+  // Those that are in stay, those in doubt go to the block's list.
   int taken = 0;
 #pragma unroll 1
   for (int first = 0; first < listed; first += 32) {
     __syncwarp();  // and all have written
     const bool is_there = first + lane < listed;
-    const float score = scores[first + lane];
+    const float score = is_there ? scores[first + lane] : __builtin_nanf("");
     const std::int32_t entry = entries[first + lane];
-    const float bin = is_there ? bin_of(score) : 0.0f;
-    const std::uint32_t above = __ballot_sync(kAll, bin > found);
+    const std::uint32_t above = __ballot_sync(kAll, score > doubt.high);
     __syncwarp();  // all have read what others may write now
-    if (bin == found) {
+    if (score <= doubt.high) {
       const int at = atomicAdd(&selection.few, 1);
       if (at < kFew) {
         selection.few_keys[at] = ops::score_order(score);
         selection.few_entries[at] = entry;
       }
     }
-    if (bin > found) entries[taken + __popc(above & lower_lanes)] = entry;
+    if (score > doubt.high) entries[taken + __popc(above & lower_lanes)] = entry;
     taken += __popc(above);
   }
   if (lane == 0) selection.sums[1][warp] = taken;
@@ -191,20 +212,110 @@ __device__ bool take_best(Shared& s, const Source& source, const Bounds& bounds,
     if (thread == 0) selection.few = 0;
     return false;
   }
+  settle(all_taken, few, [&] {
 #pragma unroll 1
-  for (int i = lane; i < taken; i += 32) to[i] = entries[i];
-#pragma unroll 1
-  for (int i = warp; i < few; i += kWarps) {
-    const std::uint32_t key = selection.few_keys[i];
-    const std::int32_t entry = selection.few_entries[i];
-    int better = 0;
-#pragma unroll 1
-    for (int j = lane; j < few; j += 32)
-      better += selection.few_keys[j] > key || (selection.few_keys[j] == key && selection.few_entries[j] < entry);
-    const int place = all_taken + __reduce_add_sync(kAll, better);
-    if (lane == 0 && place < top) choice.indices()[place] = entry;
-  }
+    for (int i = lane; i < taken; i += 32) to[i] = entries[i];
+  });
   if (choice.tile.p.slots != nullptr) put_slots(choice);
+  return true;
+}
+
+/// Of exact scores: those in doubt go by their rank.
+template <class Shared, class Source>
+__device__ bool take_best(Shared& s, const Source& source, const Bounds& bounds, const Choice& choice) {
+  using S = std::remove_reference_t<decltype(s.selection)>;
+  const S& selection = s.selection;
+  return take_best(s, source, bounds, choice, 0.0f, [&](int taken, int few, auto&& write_taken) {
+    write_taken();
+    const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x / 32); i < few; i += S::kWarps) {
+      const std::uint32_t key = selection.few_keys[i];
+      const std::int32_t entry = selection.few_entries[i];
+      int better = 0;
+#pragma unroll 1
+      for (int j = lane; j < few; j += 32)
+        better += selection.few_keys[j] > key || (selection.few_keys[j] == key && selection.few_entries[j] < entry);
+      const int place = taken + __reduce_add_sync(kAll, better);
+      if (lane == 0 && place < choice.tile.p.top) choice.indices()[place] = entry;
+    }
+  });
+}
+
+/// A row whose groups' maxima are known.
+struct GroupedRow {
+  const float* scores;  // at a multiple of 16 bytes, with room for whole fours
+  int count, group, top;
+  float slack;  // how far below the k-th best scores still count
+};
+
+/// Calls select(source, bounds) with what may be among the best of the row, found by the maxima of its groups. bounds:
+/// of those, as above. False: too many reach the bound.
+template <class Shared, class Maxima, class Select>
+__device__ bool select_by_groups(Shared& s, const Maxima& maxima, const Bounds& bounds, const GroupedRow& row,
+                                 Select&& select) {
+  auto& selection = s.selection;
+  const int count = row.count, group = row.group;
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  Doubt doubt;
+  if (!find_doubt(selection, maxima, bounds, row.top, row.slack, doubt)) return false;
+  const float least = doubt.low;
+  const std::uint32_t lower_lanes = (1u << lane) - 1u;
+  const auto reaches_bound = [&](float score) { return score >= least; };
+  // Groups that reach it, those of a warp side by side.
+  int mine = 0;
+  for_each_number(maxima, [&](int i) { mine += __popc(__ballot_sync(kAll, reaches_bound(maxima.score(i)))); });
+  if (lane == 0) selection.sums[1][warp] = mine;
+  __syncthreads();
+  const int of_warp = lane < Shared::kWarps ? selection.sums[1][lane] : 0;
+  const int total = __reduce_add_sync(kAll, of_warp);
+  int place = __reduce_add_sync(kAll, lane < warp ? of_warp : 0);
+  if (total > kGroupRoom) return false;
+  for_each_number(maxima, [&](int i) {
+    const bool reaches = reaches_bound(maxima.score(i));
+    const std::uint32_t in = __ballot_sync(kAll, reaches);
+    if (reaches) s.groups[place + __popc(in & lower_lanes)] = maxima.entry(i);
+    place += __popc(in);
+  });
+  __syncthreads();
+
+  // Fours of scores, some of each thread under way: of a row of 32,768 all, whose groups are a few more than 512.
+  constexpr int kAhead = 5;
+  const int bits = 31 - __clz(group), fours = total * group / 4;
+  const float nan = __builtin_nanf("");
+  int listed = 0;
+#pragma unroll 1
+  for (int first = 0; first < fours; first += kAhead * Shared::kThreads) {
+    float4 scores[kAhead];
+    std::int32_t entries[kAhead];  // of each four the first
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i * Shared::kThreads >= fours) break;
+      const int at = 4 * (first + i * Shared::kThreads + static_cast<int>(threadIdx.x));
+      entries[i] = at < 4 * fours ? (s.groups[at >> bits] << bits) + (at & (group - 1)) : count;
+      scores[i] = {nan, nan, nan, nan};
+      if (entries[i] < count) scores[i] = *reinterpret_cast<const float4*>(row.scores + entries[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i * Shared::kThreads >= fours) break;
+      const float four[4] = {scores[i].x, scores[i].y, scores[i].z, scores[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool reaches = reaches_bound(four[j]) && entries[i] + j < count;
+        const std::uint32_t in = __ballot_sync(kAll, reaches);
+        const int at = listed + __popc(in & lower_lanes);
+        if (reaches && at < Shared::kWarpRoom) {
+          s.scores[warp][at] = four[j];
+          s.entries[warp][at] = entries[i] + j;
+        }
+        listed += __popc(in);
+      }
+    }
+  }
+  if (__syncthreads_or(listed > Shared::kWarpRoom)) return false;
+  const WarpListSource<Shared> source{s, listed, count};
+  select(source, Bounds(least, bounds.high));
   return true;
 }
 
