@@ -276,6 +276,7 @@ std::string name_of(const cuda::AttendSplit& split) {
   if (split.in_runs) return "runs";
   if (split.neighbours) return split.in_rounds ? "neighbours in rounds" : "neighbours";
   if (split.in_rounds) return "rounds";
+  if (split.alone) return "alone";
   return fmt::format("{} parts{}{}{}", split.rows, split.through_memory ? " through memory" : "",
                      split.channels > 1 ? fmt::format(", channels in {}", split.channels) : "",
                      split.paired ? ", paired" : "");
@@ -300,6 +301,7 @@ std::vector<cuda::AttendSplit> large_splits(const Shape& shape, int batch) {
             rows * channels * units <= kBlocks)
           splits.push_back({rows, channels, paired});
   }
+  splits.push_back({.rows = 1, .channels = 1, .alone = true});
   return splits;
 }
 

@@ -66,19 +66,22 @@ TEST_F(AttendKernel, EverySplit) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (major != 9) GTEST_SKIP() << "the tuned kernel is for Hopper";
+  std::vector<cuda::AttendSplit> splits = {{.rows = 1, .channels = 1, .alone = true}};
   for (const bool paired : {false, true})
     for (const int channels : {1, 2, 4})
       for (int rows = 1; rows * channels * (paired ? 2 : 1) <= cuda::kMaxCluster; ++rows)
-        for (const DType type : {DType::f32, DType::bf16}) {
-          SCOPED_TRACE(testing::Message() << rows << " x " << channels << (paired ? " paired" : "")
-                                          << (type == DType::f32 ? " f32" : " bf16"));
-          Case c = entries_case(4, 0);
-          c.heads = 96;
-          c.requests = {{300, 1}, {0, 0}, {1200, 1}};
-          c.out_type = type;
-          c.split = cuda::AttendSplit{rows, channels, paired};
-          run(c);
-        }
+        splits.push_back({rows, channels, paired});
+  for (const cuda::AttendSplit& split : splits)
+    for (const DType type : {DType::f32, DType::bf16}) {
+      SCOPED_TRACE(testing::Message() << split.rows << " x " << split.channels << (split.paired ? " paired" : "")
+                                      << (split.alone ? " alone" : "") << (type == DType::f32 ? " f32" : " bf16"));
+      Case c = entries_case(4, 0);
+      c.heads = 96;
+      c.requests = {{300, 1}, {0, 0}, {1200, 1}};
+      c.out_type = type;
+      c.split = split;
+      run(c);
+    }
 }
 
 TEST_F(AttendKernel, EveryFormatWidthAndQueryType) {

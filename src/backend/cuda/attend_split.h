@@ -29,6 +29,8 @@ struct AttendSplit {
   bool neighbours = false;
   // attend_runs.cu: the step's window alone, of 1 to kMostRunWindow tokens.
   bool in_runs = false;
+  // One part, all channels, not paired: a kernel that can do nothing else, for few rows.
+  bool alone = false;
 };
 
 AttendSplit split_of(const ops::AttendParams& params);
