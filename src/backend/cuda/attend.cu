@@ -547,11 +547,14 @@ TimedSplit best_split(const AttendParams& p) {
       best = {{rows, cost.channels, cost.paired}, time};
     }
   }
-  constexpr std::int64_t kMostAloneTiles = 20;
   AttendSplit& split = best.split;
-  split.alone = split.rows * split.channels == 1 && !split.paired && tiles <= kMostAloneTiles;
+  if (split.rows * split.channels > 1) return best;
   // As measured: 1,024 tokens of one request. 128 requests of a token each are slower so.
-  if (split.rows * split.channels > 1 || units <= at_once[1] || !shares_rows(p.step)) return best;
+  if (units <= at_once[1] || !shares_rows(p.step)) {
+    constexpr std::int64_t kMostAloneTiles = 20;
+    split.alone = !split.paired && tiles <= kMostAloneTiles;
+    return best;
+  }
   if (sees_all(p) && p.layer.num_kinds > 0)
     split = {.rows = 1, .channels = 1, .in_rounds = true, .neighbours = true};
   else if (sees_all(p) && has_run_window(p) && !split.paired)

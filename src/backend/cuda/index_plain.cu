@@ -73,25 +73,30 @@ struct Tiling {
   }
 };
 
-/// Rows of queries or keys in shared memory: a slice of their channels. mxfp4: codes times 2, scales apart.
-template <int kRows>
+/// Rows of queries or keys in shared memory: a slice of their channels.
+template <class Codec, int kRows>
 struct Slice {
+  float x[kRows][kPitch];
+};
+/// mxfp4: codes times 2, scales apart.
+template <int kRows>
+struct Slice<codec::Mxfp4, kRows> {
   float x[kRows][kPitch];
   float scale[kRows][kSlice / codec::Mxfp4::kGroup];
 };
 
 template <class Codec>
 struct Shared {
-  Slice<kHeads> q;
+  Slice<Codec, kHeads> q;
   union {
-    Slice<Tiling<Codec>::kKeys> k;
+    Slice<Codec, Tiling<Codec>::kKeys> k;
     float dots[kHeads][Tiling<Codec>::kKeys + 1];
   };
 };
 
 /// Channels [begin, begin + count) of a row, decoded by a warp. A slice of groups is a row itself.
 template <class Codec, int kRows>
-__device__ void load_slice(Slice<kRows>& to, int row, const std::uint8_t* payload, const std::uint8_t* scale,
+__device__ void load_slice(Slice<Codec, kRows>& to, int row, const std::uint8_t* payload, const std::uint8_t* scale,
                            float global, int begin, int count) {
   const WarpGroup g;
   payload += Codec::payload_bytes({begin, 0});
@@ -106,10 +111,11 @@ __device__ void load_slice(Slice<kRows>& to, int row, const std::uint8_t* payloa
   }
 }
 
-template <int kRows>
-__device__ void clear_slice(Slice<kRows>& to, int row) {
+template <class Codec, int kRows>
+__device__ void clear_slice(Slice<Codec, kRows>& to, int row) {
   for (int c = static_cast<int>(threadIdx.x % 32); c < kSlice; c += 32) to.x[row][c] = 0.0f;
-  if (threadIdx.x % 32 < kSlice / codec::Mxfp4::kGroup) to.scale[row][threadIdx.x % 32] = 0.0f;
+  if constexpr (Tiling<Codec>::kHasGroups)
+    if (threadIdx.x % 32 < kSlice / codec::Mxfp4::kGroup) to.scale[row][threadIdx.x % 32] = 0.0f;
 }
 
 /// Where a key lies.
@@ -167,7 +173,7 @@ __device__ void store_four(float* to, std::uint32_t codes, float scale) {
 /// kAtOnce fp8 rows of 128 channels, four of them by a lane, all asked for before the first is decoded. Rows that are
 /// not there are zeros.
 template <int kRows, class Places>
-__device__ void fill_words(Slice<kRows>& to, int first, Places place) {
+__device__ void fill_words(Slice<codec::Fp8Key, kRows>& to, int first, Places place) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t codes[kAtOnce];
   float scales[kAtOnce];
@@ -183,13 +189,13 @@ __device__ void fill_words(Slice<kRows>& to, int first, Places place) {
 
 /// kAtOnce rows from `first` on, by a warp.
 template <class Codec, int kRows, class Places>
-__device__ void fill(Slice<kRows>& to, int first, Places place, int begin, int count) {
+__device__ void fill(Slice<Codec, kRows>& to, int first, Places place, int begin, int count) {
 #pragma unroll 1
   for (int i = 0; i < kAtOnce; ++i) {
     const KeyPlace row = place(i);
     clear_slice(to, first + i);
     __syncwarp();
-    if (row.payload != nullptr) load_slice<Codec>(to, first + i, row.payload, row.scale, row.global, begin, count);
+    if (row.payload != nullptr) load_slice(to, first + i, row.payload, row.scale, row.global, begin, count);
   }
 }
 
@@ -203,11 +209,11 @@ class Keys {
 
   /// Those from `first` on will be filled in next.
   __device__ void ask(int) {}
-  __device__ void fill_in(Slice<T::kKeys>& to, int first, int begin, int count) const {
+  __device__ void fill_in(Slice<Codec, T::kKeys>& to, int first, int begin, int count) const {
     for (int row = warp() * kAtOnce; row < T::kKeys; row += T::kWarps * kAtOnce) {
       KeyPlace mine;
       if (lane() < kAtOnce && first + row + lane() < scored_) mine = KeyPlace(tile_, table_, first + row + lane());
-      fill<Codec>(
+      fill(
           to, row, [&](int i) { return mine.of_lane(i); }, begin, count);
     }
   }
@@ -240,7 +246,7 @@ class Keys<codec::Fp8Key, true> {
       if (row.payload != nullptr) codes_[i] = reinterpret_cast<const std::uint32_t*>(row.payload)[lane()];
     }
   }
-  __device__ void fill_in(Slice<T::kKeys>& to, int, int, int) const {
+  __device__ void fill_in(Slice<codec::Fp8Key, T::kKeys>& to, int, int, int) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float scale = __shfl_sync(0xFFFFFFFFu, scale_, i);
@@ -309,7 +315,7 @@ __global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __gr
         if constexpr (kWords)
           fill_words(s.q, row, place);
         else
-          fill<Codec>(s.q, row, place, begin, count);
+          fill(s.q, row, place, begin, count);
       }
       keys.fill_in(s.k, first, begin, count);
       __syncthreads();
@@ -371,7 +377,7 @@ template <class Codec, bool kWords>
 cudaError_t launch_scores(const IndexTile& tile, cudaStream_t stream) {
   using T = Tiling<Codec>;
   constexpr int kBytes = sizeof(Shared<Codec>);
-  static_assert(kBytes > 48 << 10);
+  static_assert(kBytes > 48 << 10 && kBytes <= 99 << 10);  // what a thread block may have on any GPU from sm_80 on
   const auto kernel = score_keys<Codec, kWords>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;

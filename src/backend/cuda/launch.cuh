@@ -60,6 +60,14 @@ inline int multiprocessors() {
   return count;
 }
 
+/// Whether a thread block of the current device may have so many bytes of shared memory.
+inline bool has_shared_memory(int bytes) {
+  int device = 0, most = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return false;
+  return bytes <= most;
+}
+
 /// `cluster` neighbouring thread blocks share their memory; 1 where launches do not overlap.
 template <int kSharedBytes = 0, class... Params, class... Args>
 cudaError_t launch_clusters(void (*kernel)(Params...), unsigned cluster, dim3 blocks, unsigned threads,

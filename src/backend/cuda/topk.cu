@@ -358,6 +358,8 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream) {
     if (longest <= kRowNumbers) return launch_select_row<512, kRowNumbers, false>(tile, stream);
     return launch_select_row<512, kRowNumbers, true>(tile, stream);
   }
+  // Other GPUs than Hopper: exact selection goes over rows in memory.
+  if (!has_shared_memory(sizeof(LongShared))) return launch_select_row<512, kRowNumbers, false>(tile, stream);
   const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(LongShared)));
   if (status != cudaSuccess) return status;
