@@ -277,6 +277,7 @@ std::string name_of(const cuda::AttendSplit& split) {
   if (split.neighbours) return split.in_rounds ? "neighbours in rounds" : "neighbours";
   if (split.in_rounds) return "rounds";
   if (split.alone) return "alone";
+  if (split.in_one_go) return split.channels > 1 ? "in one go, channels in 2" : "in one go";
   return fmt::format("{} parts{}{}{}", split.rows, split.through_memory ? " through memory" : "",
                      split.channels > 1 ? fmt::format(", channels in {}", split.channels) : "",
                      split.paired ? ", paired" : "");
@@ -302,6 +303,9 @@ std::vector<cuda::AttendSplit> large_splits(const Shape& shape, int batch) {
           splits.push_back({rows, channels, paired});
   }
   splits.push_back({.rows = 1, .channels = 1, .alone = true});
+  for (const int channels : {1, 2})
+    if (shape.entries == 0 && channels * batch <= kBlocks)
+      splits.push_back({.rows = 1, .channels = channels, .in_one_go = true});
   return splits;
 }
 

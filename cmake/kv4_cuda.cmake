@@ -36,6 +36,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/attend_plain.cu
   src/backend/cuda/attend_runs.cu
   src/backend/cuda/attend_small.cu
+  src/backend/cuda/attend_window.cu
   src/backend/cuda/boundary.cu
   src/backend/cuda/copy.cu
   src/backend/cuda/expand.cu

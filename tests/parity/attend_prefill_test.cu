@@ -117,8 +117,29 @@ TEST_F(AttendKernelPrefill, RunsOfTokensSeeOnlyTheirOwnRows) {
   spoil_row(c, 505, 0);
 }
 
+TEST_F(AttendKernelPrefill, WindowsInOneGo) {
+  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
+  for (const int channels : {1, 2}) {
+    SCOPED_TRACE(testing::Message() << channels << " parts of the channels");
+    Case c = window_case();
+    c.split = cuda::AttendSplit{.rows = 1, .channels = channels, .in_one_go = true};
+    c.turn_back = true;
+    run_chunks(c, {1, 8, 64, 65, 100});
+    c.heads = 70;
+    c.requests = kDecode;
+    c.late_records = true;
+    run(c);
+    c.heads = 3;
+    c.late_records = false;
+    c.requests = {{300, 7, false}, {0, 5}, {130, 3}};
+    spoil_row(c, 3, 0);    // no later token sees it
+    spoil_row(c, 4, 127);  // no earlier one
+    spoil_row(c, 9, -1);
+  }
+}
+
 // Queries such that no row has all the weight.
-TEST_F(AttendKernelPrefill, RunsOfRowsOfAnySize) {
+TEST_F(AttendKernelPrefill, WindowRowsOfAnySize) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   struct Sizes {
     int least, most, q;
@@ -126,13 +147,16 @@ TEST_F(AttendKernelPrefill, RunsOfRowsOfAnySize) {
   for (const Sizes& sizes :
        {Sizes{-8, 8, -8}, {-20, 20, -20}, {60, 61, -60}, {-40, -39, 40}, {-90, 0, 0}, {0, 0, -6}}) {
     SCOPED_TRACE(testing::Message() << "2^" << sizes.least << " to 2^" << sizes.most);
-    for (const bool runs : {false, true}) {
+    const cuda::AttendSplit kWindowSplits[] = {{.rows = 1, .channels = 1, .in_rounds = true, .neighbours = true},
+                                               {.rows = 1, .channels = 1, .in_runs = true},
+                                               {.rows = 1, .channels = 2, .in_one_go = true}};
+    for (const cuda::AttendSplit& split : kWindowSplits) {
       Case c = window_case();
       c.requests = {{300, 9, false}, {0, 4}};
       c.least_exponent = sizes.least;
       c.most_exponent = sizes.most;
       c.q_size = std::ldexp(1.0f, sizes.q);
-      c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_rounds = !runs, .neighbours = !runs, .in_runs = runs};
+      c.split = split;
       run(c);
     }
   }

@@ -19,7 +19,7 @@
 // are no cluster and merge through a workspace: attend_meet.cuh. The grid depends on the params alone; how many rows
 // there are is read on the device. More tokens than thread blocks run at once, of few requests: attend_rounds.cuh,
 // where scorer and adder share their work otherwise; of them, where a token sees all entries before it, two neighbours
-// side by side: attend_neighbours.cuh; windows alone: attend_runs.cu.
+// side by side: attend_neighbours.cuh; windows alone: attend_runs.cu, and of fewer tokens attend_window.cu.
 //
 // Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory and
 // first cache level 54 (scores 16, values 12, converted rows 9, raw rows 9, lines that are prefetched about 5),
@@ -534,6 +534,10 @@ TimedSplit best_split(const AttendParams& p) {
                              {1, false, 800, 278, 980, 28, 220},
                              {2, false, 660, 260, 760, 30, 220},
                              {4, false, 560, 275, 600, 50, 220}};
+  if (sees_all(p) && has_run_window(p) && (units <= at_once[1] || !shares_rows(p.step))) {
+    const bool divided = 4 * units <= at_once[1];  // so that the next launch finds room beside this one
+    return {{.rows = 1, .channels = divided ? 2 : 1, .in_one_go = true}, divided ? 750 : 930};
+  }
   TimedSplit best = through_memory(p, tiles, {at_once[1], at_once[2]});
   for (const Cost& cost : kCosts) {
     const int mates = cost.paired ? 2 : 1, blocks = cost.channels * mates;  // of a row part
@@ -575,7 +579,8 @@ cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaSt
     return split.paired ? launch_tiles<1, true, true>(p, split.rows, stream)
                         : launch_tiles<1, false, true>(p, split.rows, stream);
   }
-  if ((split.in_runs || split.neighbours) && !sees_all(p)) return cudaErrorInvalidValue;
+  if ((split.in_runs || split.in_one_go || split.neighbours) && !sees_all(p)) return cudaErrorInvalidValue;
+  if (split.in_one_go) return has_run_window(p) ? attend_window(p, split.channels, stream) : cudaErrorInvalidValue;
   if (split.in_runs) return has_run_window(p) ? attend_runs(p, stream) : cudaErrorInvalidValue;
   if (split.neighbours) return launch_neighbours(p, split.in_rounds, stream);
   if (split.in_rounds) return launch_rounds(p, stream);
@@ -594,9 +599,11 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
   if (!overlaps_launches() || !can_tile(p)) return attend_plain(p, stream);
   const TimedSplit best = best_split(p);
+  const double time = static_cast<double>(best.time);
   const double in_cluster = 1050 + 0.36 * static_cast<double>(most_rows(p));  // of few tokens, in the same unit
-  const double other =
-      best.split.through_memory ? std::min<double>(in_cluster, static_cast<double>(best.time)) : in_cluster;
+  const double other = best.split.in_one_go        ? time
+                       : best.split.through_memory ? std::min(in_cluster, time)
+                                                   : in_cluster;
   if (const auto small = small_split_of(p, most_rows(p), other)) return attend_small(p, *small, stream);
   return attend_split(p, best.split, stream);
 }

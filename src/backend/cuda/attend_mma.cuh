@@ -112,6 +112,15 @@ __device__ void multiply_bf16_rows(float (&d)[kSize], std::uint64_t a, std::uint
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
+template <int kSize>
+__device__ void multiply_bf16_rows_64(float (&d)[kSize], std::uint64_t a, std::uint64_t b, bool add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" KV4_32_NAMES "}, %32, %33, p, 1, 1, 0, 1; }"
+      : KV4_32(d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
 #undef KV4_64_NAMES
 #undef KV4_32_NAMES
 #undef KV4_64

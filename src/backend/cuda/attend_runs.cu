@@ -6,8 +6,6 @@
 // request changes. Two consumers each score one half of the rows (m64n64k16), agree on the largest logit and sum of
 // each head, leave their weights in shared memory, and add up one half of the channels over all rows (m64n128k16).
 //
-// bf16, because a row and a query are exact in it without an exponent kept apart; weights lose all but 8 bits there.
-//
 // Bounds, per token and 64 heads: 128 KB of queries and outputs, 31 us for 1,024 tokens; multiplies 4,096 clocks. H200,
 // 2026-11-16, 1,024 tokens: 56 us (attend_rounds.cuh: 78). Of 13,000 clocks a token has on its multiprocessor, 3,700
 // were the output's shuffles and stores beside the next token's scores, both of which want shared memory, 2,000
@@ -28,6 +26,7 @@
 #include "backend/cuda/attend_multiply.cuh"
 #include "backend/cuda/attend_rows.cuh"
 #include "backend/cuda/attend_split.h"
+#include "backend/cuda/attend_window.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/row_decode.cuh"
 #include "kv4/cuda.h"
@@ -35,19 +34,13 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kSides = 2;  // halves of the rows, or of the channels
-constexpr int kConsumers = kSides * kGroup, kConsumerWarps = kConsumers / 32;
+constexpr int kConsumers = kScorers, kConsumerWarps = kConsumers / 32;  // of halves of the rows, then of the channels
 constexpr int kRunConsumerRegisters = 168, kRunLoaderRegisters = 88;
 static_assert(2 * (kRunConsumerRegisters + kRunLoaderRegisters) <= 65536 / kGroup);
-static_assert(kMostRunWindow == kSides * kTile);
 
-struct RunShared {
-  std::uint8_t q[kTileBytes];             // [8 panels, 64 heads]
-  std::uint8_t rows[kSides][kTileBytes];  // [8 panels, 64 rows]
-  std::uint8_t weights[kSides][kPanelBytes];
-  float most[kSides][kTile], sum[kSides][kTile];  // of a head over half of the rows
-  Round rounds[2];                                // of tokens by turns
-  int next_side[2];                               // the half where the next token's row differs
+struct RunShared : WindowTiles {
+  Round rounds[2];   // of tokens by turns
+  int next_side[2];  // the half where the next token's row differs
   std::uint64_t queries_there, queries_used, rows_there;
   std::uint64_t side_used, rows_used;  // that half, and all
 };
@@ -200,10 +193,7 @@ class RunConsumer {
  public:
   __device__ RunConsumer(const AttendParams& p, RunShared& s, int first_head)
       : p_(p), s_(s), side_(static_cast<int>(threadIdx.x) / kGroup), scale_(p.softmax_scale * codec::kLog2e) {
-    for (int half = 0; half < 2; ++half) {
-      const int head = first_head + head_of_thread() + 8 * half;
-      sink_[half] = p.sink != nullptr && head < p.num_heads ? p.sink[head] * codec::kLog2e : -INFINITY;
-    }
+    for (int half = 0; half < 2; ++half) sink_[half] = sink_of(p, first_head + head_of_thread() + 8 * half);
   }
 
   /// A token's scores are multiplied while the output of the one before is stored, if that is bf16; those after the
@@ -238,7 +228,7 @@ class RunConsumer {
   }
 
  private:
-  static constexpr int kScores = kTile / 2, kWords = kWidth / 8;  // of a thread
+  static constexpr int kWords = kWidth / 8;  // of a thread
 
   __device__ void release(std::uint64_t& barrier) const {
     __syncwarp();
@@ -247,20 +237,11 @@ class RunConsumer {
 
   /// Of this side's rows.
   __device__ void score(float (&z)[kScores], int token, bool is_there) const {
-    const std::uint32_t q = panel_place(shared_address(s_.q)), keys = panel_place(shared_address(s_.rows[side_]));
     if (is_there) {
       barrier_wait(shared_address(&s_.rows_there), token & 1);
       barrier_wait(shared_address(&s_.queries_there), token & 1);
     }
-    mma_begin();
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-#pragma unroll
-      for (int k = 0; k < kTile / 16; ++k) {
-        const std::uint32_t at = panel * kPanelBytes + k * 32;
-        multiply_bf16_channels(z, panel_descriptor(q, at), panel_descriptor(keys, at), panel > 0 || k > 0);
-      }
-    mma_commit();
+    score_side(s_, z, side_);
   }
 
   /// Scores to weights relative to the largest of both sides.
@@ -269,41 +250,9 @@ class RunConsumer {
       const RingSlots slots(p_, rows);
 #pragma unroll
       for (int i = 0; i < kScores; ++i)
-        if (slots.position(side_ * kTile + i / 4 * 8 + 2 * quad_of_thread() + i % 2) < 0) z[i] = -INFINITY;
+        if (slots.position(side_ * kTile + row_of_score(i)) < 0) z[i] = -INFINITY;
     }
-    const int head = head_of_thread(), quad = quad_of_thread();
-    float most[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], fmaxf(z[i], z[i + 1]));
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 1));
-      most[half] = fmaxf(most[half], __shfl_xor_sync(kAllLanes, most[half], 2));
-      if (quad == 0) s_.most[side_][head + 8 * half] = most[half];
-    }
-    named_barrier(1, kConsumers);
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float larger = fmaxf(most[half], s_.most[side_ ^ 1][head + 8 * half]);
-      base[half] = larger == -INFINITY ? 0.0f : larger * scale_;
-    }
-    const std::uint32_t to = shared_address(s_.weights[side_]) + quad * 4;
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      const int half = i / 2 % 2;
-      const float x = exp2_fast(codec::fused(z[i], scale_, -base[half]));
-      const float y = exp2_fast(codec::fused(z[i + 1], scale_, -base[half]));
-      sum[half] += x + y;
-      shared_store(to + panel_offset(head + 8 * half, i / 4), pack_bf16(x, y));
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(kAllLanes, sum[half], 1);
-      sum[half] += __shfl_xor_sync(kAllLanes, sum[half], 2);
-      if (quad == 0) s_.sum[side_][head + 8 * half] = sum[half];
-    }
-    publish_to_mma();
+    weigh_side(s_, z, side_, scale_, base);
     named_barrier(1, kConsumers);
   }
 
@@ -351,14 +300,8 @@ class RunConsumer {
   __device__ float finish(const Round& round, float base, int half) const {
     const int head = head_of_thread() + 8 * half;
     const float sink = round.rows.at.padded() ? -INFINITY : sink_[half];
-    const float rows = s_.sum[0][head] + s_.sum[1][head];
-    const float top = rows == 0.0f ? sink : fmaxf(base, sink);  // rows == 0: there are none
-    const float shift = top == -INFINITY ? 0.0f : top;
-    const float total = rows * exp2_fast(base - shift) + exp2_fast(sink - shift);
-    if (p_.lse != nullptr && side_ == 0 && quad_of_thread() == 0 && round.first_head + head < p_.num_heads)
-      p_.lse[std::int64_t{round.token} * p_.num_heads + round.first_head + head] =
-          total == 0.0f ? -INFINITY : (shift + log2f(total)) * kLn2;
-    return total == 0.0f ? 0.0f : __fdividef(exp2_fast(base - shift), total);
+    const bool has_lse = side_ == 0 && quad_of_thread() == 0;
+    return finish_head(s_, head, base, sink, has_lse ? lse_of(p_, round.token, round.first_head + head) : nullptr);
   }
 
   const AttendParams& p_;

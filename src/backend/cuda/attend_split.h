@@ -31,6 +31,8 @@ struct AttendSplit {
   bool in_runs = false;
   // One part, all channels, not paired: a kernel that can do nothing else, for few rows.
   bool alone = false;
+  // attend_window.cu: the step's window alone, of 1 to kMostRunWindow tokens, in one go; 1 or 2 parts of the channels.
+  bool in_one_go = false;
 };
 
 AttendSplit split_of(const ops::AttendParams& params);
@@ -38,6 +40,8 @@ AttendSplit split_of(const ops::AttendParams& params);
 cudaError_t attend_split(const ops::AttendParams& params, const AttendSplit& split, cudaStream_t stream);
 
 cudaError_t attend_runs(const ops::AttendParams& params, cudaStream_t stream);
+/// channel_parts: 1 or 2.
+cudaError_t attend_window(const ops::AttendParams& params, int channel_parts, cudaStream_t stream);
 
 /// How attend_small.cu divides a token.
 struct SmallSplit {
