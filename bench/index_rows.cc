@@ -163,12 +163,15 @@ void add_row(Bench& bench, const std::string& name, std::int64_t bytes, double a
   bench.add(row);
 }
 
-void add_scores(Bench& bench, IndexSets& sets, const std::string& name, double anchor) {
-  add_row(bench, "index scores, " + name, sets.bytes(), anchor, sets.launches(), [&] {
-    ops::IndexParams p = sets.next();
-    sets.keep_scores(p);
-    check(cuda::index_scores(p, bench.timer.stream()), "index_scores");
-  });
+void add_scores(Bench& bench, IndexSets& sets, const std::string& name, double anchor,
+                ScoreSums sums = ScoreSums::defined) {
+  add_row(bench, (sums == ScoreSums::near ? "near index scores, " : "index scores, ") + name, sets.bytes(), anchor,
+          sets.launches(), [&] {
+            ops::IndexParams p = sets.next();
+            p.sums = sums;
+            sets.keep_scores(p);
+            check(cuda::index_scores(p, bench.timer.stream()), "index_scores");
+          });
 }
 
 void add_both(Bench& bench, IndexSets& sets, const std::string& name, double anchor) {
@@ -221,8 +224,9 @@ void add_index_rows(Bench& bench) {
         IndexSets sets(bench, {format, a.keys, kBatches[b]});
         const bool fp8 = format == Format::fp8;
         const std::string name = fmt::format("{}{} keys, b = {}", fp8 ? "fp8, " : "", a.keys, kBatches[b]);
-        // Raw scores of fp8 keys come from the plain scorer, which would take a second here.
+        // Defined scores of fp8 keys come from the plain scorer, which would take a second here.
         if (!fp8 || (a.keys <= 32768 && b < 3)) add_scores(bench, sets, name, a.us[b]);
+        if (fp8) add_scores(bench, sets, name, a.us[b], ScoreSums::near);
         add_both(bench, sets, name, a.us[b] + find_anchor(kTopkAnchors, a.keys, b));
       }
   const std::pair<IndexCase, const char*> several[] = {

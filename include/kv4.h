@@ -308,6 +308,7 @@ typedef struct kv4_index_inputs {
   const kv4_tensor* q;       /* [tokens, heads, index_dim], or u8 payloads */
   const kv4_tensor* q_scale; /* with payloads */
   const kv4_tensor* weights; /* f32 [tokens, heads] */
+  int32_t near_sums;         /* kv4_index_scores alone: not the defined bits but what is fastest, within a bound */
 } kv4_index_inputs;
 
 typedef struct kv4_attend_inputs {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kv4/export.h"
+#include "kv4/options.h"
 #include "kv4/schema.h"
 #include "kv4/tensor.h"
 
@@ -138,9 +139,9 @@ class KV4_API LayerCacheHandle {
   /// window - 1) + count.
   KVPair gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first);
 
-  /// score[t, j] = sum over heads of weight * relu(q . key j), to the bit as docs/formats.md says. scores [tokens, n]
-  /// f32, n at least the longest item's entries; -infinity where a token sees none.
-  void index_scores(const IndexInputs& inputs, const TensorView& scores);
+  /// score[t, j] = sum over heads of weight * relu(q . key j), to the bit as docs/formats.md says, or near it. scores
+  /// [tokens, n] f32, n at least the longest item's entries; -infinity where a token sees none.
+  void index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreSums sums = ScoreSums::defined);
   /// The k best entries that each token sees, of given scores (the sum of several ranks', say). indices [tokens, k]
   /// i32, in no order, -1 filled; of equal scores the smaller index, NaN last. slots [tokens, k] i32 or empty: block *
   /// rows_per_block + row of each.

@@ -236,9 +236,10 @@ struct IndexParams {
   InputDesc weights;           // f32 [tokens, heads]
   float* scores = nullptr;     // [tokens, score_stride]; -infinity where nothing is visible. Not for index_topk
   std::int64_t score_stride = 0;
-  std::int32_t top = 0;             // k
-  std::int32_t* indices = nullptr;  // [tokens, k] entries, -1 filled, in no order
-  std::int32_t* slots = nullptr;    // [tokens, k] block * rows_per_block + row of each, -1 filled; or null
+  ScoreSums sums = ScoreSums::defined;  // index_scores alone
+  std::int32_t top = 0;                 // k
+  std::int32_t* indices = nullptr;      // [tokens, k] entries, -1 filled, in no order
+  std::int32_t* slots = nullptr;        // [tokens, k] block * rows_per_block + row of each, -1 filled; or null
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
 };

@@ -185,22 +185,23 @@ void def_index(nb::class_<Layer>& layer) {
   layer.def(
       "index_scores",
       [](const Layer& self, const ArrayLike& q, const ArrayLike& weights, const ArrayLike& scores,
-         const ArrayLike& q_scale, const StreamLike& stream) {
+         const ArrayLike& q_scale, bool near, const StreamLike& stream) {
         LayerCall call(self, stream);
         const IndexInputs inputs{call.in(q, "q"), call.in(q_scale, "q_scale"), call.in(weights, "weights")};
         TensorView view;
         AnyArray array =
             call.out_or_new(scores, "scores", q, {step_tokens(self), self.most_entries()}, DType::f32, view);
         LayerCacheHandle handle = self.handle;
-        call.run([&] { handle.index_scores(inputs, view); });
+        call.run([&] { handle.index_scores(inputs, view, near ? ScoreSums::near : ScoreSums::defined); });
         return array;
       },
       nb::arg("q"), nb::arg("weights"), nb::arg("scores") = nb::none(), nb::kw_only(), nb::arg("q_scale") = nb::none(),
-      nb::arg("stream") = nb::none(),
+      nb::arg("near") = false, nb::arg("stream") = nb::none(),
       "score[t, j] = sum over heads of weight * relu(q . key j); -inf where a token sees no entry j.\n\n"
       "q       float32 or bf16 [tokens, heads, index_dim], rotated; or uint8, encoded, with q_scale\n"
       "weights float32 [tokens, heads], every factor of the score in it; 1 to 64 heads\n"
-      "scores  float32 [tokens, n], n at least the longest item's entries; None: a new one, returned");
+      "scores  float32 [tokens, n], n at least the longest item's entries; None: a new one, returned\n"
+      "near    sums rounded as is fastest, within the bound of docs/formats.md, instead of to the defined bit");
   layer.def(
       "select_topk",
       [](const Layer& self, const ArrayLike& scores, const ArrayLike& indices, const ArrayLike& slots,

@@ -18,8 +18,7 @@ struct LayerCall {
   }
 };
 
-kv4::IndexInputs index_inputs(const LayerCall& call, const kv4_index_inputs* given) {
-  const kv4_index_inputs in = read_struct(given, sized<kv4_index_inputs>(), "inputs");
+kv4::IndexInputs index_inputs(const LayerCall& call, const kv4_index_inputs& in) {
   return {call.view(in.q, "q"), call.optional(in.q_scale, "q_scale"), call.view(in.weights, "weights")};
 }
 
@@ -82,7 +81,9 @@ kv4_status kv4_flush_compression(kv4_cache* cache, int32_t layer, const kv4_flus
 kv4_status kv4_index_scores(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs, const kv4_tensor* scores) {
   return guarded([&] {
     LayerCall call(cache, layer);
-    call.handle.index_scores(index_inputs(call, inputs), call.view(scores, "scores"));
+    const kv4_index_inputs in = read_struct(inputs, sized<kv4_index_inputs>(), "inputs");
+    call.handle.index_scores(index_inputs(call, in), call.view(scores, "scores"),
+                             in.near_sums != 0 ? kv4::ScoreSums::near : kv4::ScoreSums::defined);
   });
 }
 
@@ -98,7 +99,8 @@ kv4_status kv4_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_input
                           const kv4_tensor* slots) {
   return guarded([&] {
     LayerCall call(cache, layer);
-    call.handle.index_topk(index_inputs(call, inputs), call.view(indices, "indices"), call.optional(slots, "slots"));
+    const kv4_index_inputs in = read_struct(inputs, sized<kv4_index_inputs>(), "inputs");
+    call.handle.index_topk(index_inputs(call, in), call.view(indices, "indices"), call.optional(slots, "slots"));
   });
 }
 

@@ -346,9 +346,10 @@ KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& 
   return {out, out};
 }
 
-void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView& scores) {
+void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreSums sums) {
   KV4_SCOPE;
   ops::IndexParams params = scope.index_params();
+  params.sums = sums;
   scope.set_queries(inputs, params);
   scope.set_scores(scores, params);
   scope.m.backend->index_scores(params);

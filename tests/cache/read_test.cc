@@ -129,6 +129,17 @@ Queries make_queries(const OpenStep& s, LayerCacheHandle handle, std::int64_t he
   return out;
 }
 
+// How far a near score may be off: docs/formats.md, Index scores.
+double near_bound(const Queries& q, std::size_t token, const float* key) {
+  double size = 0;
+  for (std::size_t h = 0; h < static_cast<std::size_t>(q.heads); ++h) {
+    const std::size_t head = token * static_cast<std::size_t>(q.heads) + h;
+    for (std::size_t c = 0; c < static_cast<std::size_t>(q.width); ++c)
+      size += std::abs(double{q.weights[head]} * q.decoded[head * static_cast<std::size_t>(q.width) + c] * key[c]);
+  }
+  return 2e-5 * size + 0x1p-80;
+}
+
 // docs/formats.md, Index scores.
 float defined_score(const Queries& q, std::size_t token, Format format, const float* key) {
   float chains[4] = {};
@@ -250,6 +261,20 @@ void check_index(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads,
       ASSERT_EQ(scores[i], want[i]) << "score " << i % static_cast<std::size_t>(columns) << " of token "
                                     << i / static_cast<std::size_t>(columns) << ", query type "
                                     << static_cast<int>(type);
+    twins.send();
+    handle.index_scores(in, out, ScoreSums::near);
+    twins.fetch();
+    for (std::int64_t t = 0; t < s.count(); ++t) {
+      const Token& token = s.tokens[static_cast<std::size_t>(t)];
+      for (std::int64_t j = 0; j < columns; ++j) {
+        const std::size_t at = static_cast<std::size_t>(t * columns + j);
+        if (j < s.visible(token, kind.ratio))
+          ASSERT_NEAR(scores[at], want[at], near_bound(q, static_cast<std::size_t>(t), keys.row(token.item, j)))
+              << "near score " << j << " of token " << t;
+        else
+          ASSERT_EQ(scores[at], want[at]) << "near score " << j << " of token " << t;
+      }
+    }
   }
   const std::int64_t some = std::max<std::int64_t>(1, s.longest(kind.ratio) / 3);
   for (const std::int64_t k : {std::int64_t{1}, some, s.longest(kind.ratio) + 5})

@@ -1,5 +1,5 @@
 // Index scores and top-k of kv4/cuda.h on pools made by hand: scores are bit by bit those of ops/score_row.h run on the
-// host, chosen sets those of an exact sort.
+// host, near ones within their bound of those, chosen sets those of an exact sort.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -50,7 +50,8 @@ class DeviceArray {
 // rare_edges: a few such keys.
 // codes: of fp8, any but NaN, so that products lie far apart.
 // cutoff: of fp8, one product of 2^16 and then many of 7/8 of its ulp.
-enum class Data { normal, spread, extreme, repeated, edges, rare_edges, codes, cutoff };
+// odd: of fp8, codes and a few scales and weights that are anything at all.
+enum class Data { normal, spread, extreme, repeated, edges, rare_edges, codes, cutoff, odd };
 
 struct Case {
   std::string name;
@@ -110,6 +111,31 @@ class IndexKernel : public testing::TestWithParam<Case> {
 
   std::uint8_t random_code() { return static_cast<std::uint8_t>(random_() % 127 + (random_() % 2 == 0 ? 128 : 0)); }
 
+  // Zeros, denormals, infinities, NaN, numbers beyond what near sums are for.
+  float odd_number() {
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    constexpr float kNumbers[] = {0.0f,
+                                  -0.0f,
+                                  0x1p-149f,
+                                  0x1p-127f,
+                                  0x1p-126f,
+                                  0x1.8p-41f,
+                                  0x1p-40f,
+                                  0x1p30f,
+                                  0x1.8p30f,
+                                  0x1p60f,
+                                  0x1p100f,
+                                  0x1p127f,
+                                  kInfinity,
+                                  -kInfinity,
+                                  -1.0f,
+                                  -0x1p31f,
+                                  -0x1p-60f,
+                                  3e38f,
+                                  std::numeric_limits<float>::quiet_NaN()};
+    return kNumbers[random_() % std::size(kNumbers)];
+  }
+
   std::vector<float> random_row() {
     std::normal_distribution<float> normal;
     std::vector<float> x(static_cast<std::size_t>(c_.width));
@@ -156,8 +182,14 @@ class IndexKernel : public testing::TestWithParam<Case> {
         if (c_.format == Format::fp8 && c_.data == Data::spread && random_() % 16 == 0)
           page[row * payload_bytes() + random_() % c_.width] = codec::kE4m3Nan;
         if (c_.data == Data::cutoff) change_to_cutoff(page + row * payload_bytes(), scales, 0x1E);
-        if (c_.data == Data::codes)
+        if (c_.data == Data::codes || c_.data == Data::odd)
           for (int c = 0; c < c_.width; ++c) page[row * payload_bytes() + c] = random_code();
+        if (c_.data == Data::odd && random_() % 8 == 0) {
+          const float odd = odd_number();
+          std::memcpy(scales, &odd, 4);
+          if (random_() % 4 == 0) std::memset(page + row * payload_bytes(), 0, payload_bytes());
+          if (random_() % 8 == 0) page[row * payload_bytes() + random_() % c_.width] = codec::kE4m3Nan;
+        }
       }
     }
     // What lies behind the last entry may be anything.
@@ -202,7 +234,15 @@ class IndexKernel : public testing::TestWithParam<Case> {
       encode(x.data(), payload.data(), scale.data());
       if (c_.data == Data::edges) change_to_edge(payload.data(), scale.data());
       if (c_.data == Data::cutoff) change_to_cutoff(payload.data(), scale.data(), 0x18);
-      if (c_.data == Data::codes) std::generate(payload.begin(), payload.end(), [&] { return random_code(); });
+      if (c_.data == Data::codes || c_.data == Data::odd)
+        std::generate(payload.begin(), payload.end(), [&] { return random_code(); });
+      if (c_.data == Data::odd && i % c_.heads == 1) {  // of a token, or none
+        const std::size_t token = i / c_.heads;
+        const float odd = odd_number();
+        if (token % 4 == 1) std::memcpy(scale.data(), &odd, 4);
+        if (token % 4 == 2) weights_.back() = odd;
+        if (token % 4 == 3) payload[random_() % payload.size()] = codec::kE4m3Nan;
+      }
       q_payload_.insert(q_payload_.end(), payload.begin(), payload.end());
       q_scale_.insert(q_scale_.end(), scale.begin(), scale.end());
     }
@@ -239,7 +279,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
     return sum.total();
   }
 
-  // Sum of the magnitudes of all that score_of adds up.
+  // Sum of the magnitudes of all that score_of adds up, NaN left out.
   double size_of(std::size_t token, int entry) const {
     const std::uint8_t* page = page_of(tokens_[token], entry);
     const int row = entry % c_.rows_per_block;
@@ -249,9 +289,19 @@ class IndexKernel : public testing::TestWithParam<Case> {
     for (int h = 0; h < c_.heads; ++h) {
       const std::size_t at = token * c_.heads + h;
       codec::Fp8Key::decode(OneLane{}, shape(), &q_payload_[at * payload_bytes()], &q_scale_[at * 4], 1.0f, q.data());
-      for (int c = 0; c < c_.width; ++c) size += std::abs(double{weights_[at]} * q[c] * k[c]);
+      for (int c = 0; c < c_.width; ++c) {
+        const double part = std::abs(double{weights_[at]} * q[c] * k[c]);
+        if (!std::isnan(part)) size += part;
+      }
     }
     return size;
+  }
+
+  // docs/formats.md: of fp8 keys; all others are scored as defined.
+  bool is_near(float near, float defined, std::size_t token, int entry) const {
+    if (codec::float_bits(codec::canonical_nan(near)) == codec::float_bits(codec::canonical_nan(defined))) return true;
+    return c_.format == Format::fp8 &&
+           std::abs(double{near} - double{defined}) <= 2e-5 * size_of(token, entry) + 0x1p-80;
   }
 
   int visible(const ops::StepRecord& token) const { return token.padded() ? 0 : (token.position + 1) / kRatio; }
@@ -376,7 +426,28 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     best.push_back(best_of(want, c_.top));
   }
 
-  // Selection from those scores, then everything in one call with scores in the workspace, then with scores given.
+  // Near scores, and a selection from them.
+  const DeviceArray<float> near_scores(static_cast<std::size_t>(num_tokens * stride), 1e30f);
+  p.scores = near_scores.data();
+  p.sums = ScoreSums::near;
+  ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
+  const std::vector<float> near = near_scores.read();
+  ASSERT_EQ(cuda::select_topk(p, nullptr), cudaSuccess);
+  const std::vector<std::int32_t> of_near = indices.read();
+  for (int t = 0; t < num_tokens; ++t) {
+    const int seen = visible(tokens_[t]);
+    for (std::int64_t j = 0; j < stride; ++j)
+      ASSERT_TRUE(j < seen ? is_near(near[t * stride + j], got[t * stride + j], t, static_cast<int>(j))
+                           : near[t * stride + j] == -std::numeric_limits<float>::infinity())
+          << "token " << t << " key " << j << " of " << seen << ": " << near[t * stride + j] << " near "
+          << got[t * stride + j];
+    SCOPED_TRACE("of near scores, token " + std::to_string(t));
+    const auto row = near.begin() + t * stride;
+    expect_chosen(&of_near[t * c_.top], c_.top, best_of(std::vector<float>(row, row + seen), c_.top));
+  }
+
+  // Selection from the defined scores, then everything in one call with scores in the workspace, then with scores
+  // given.
   for (const char* way : {"select", "both", "both with scores"}) {
     SCOPED_TRACE(way);
     ASSERT_EQ(cudaMemset(indices.data(), 0xCC, 4 * num_tokens * c_.top), cudaSuccess);
@@ -487,6 +558,14 @@ std::vector<Case> make_cases() {
     c.data = Data::cutoff, c.q = DType::u8, c.hadamard = false, c.heads = 1, c.top = 10, c.near_roundings = 101.5;
     c.lengths = {800}, c.counts = {1};
   });
+  add_near("odd", [](Case& c) { c.data = Data::odd, c.q = DType::u8, c.hadamard = false; });
+  add_near("odd_heads", [](Case& c) {
+    c.data = Data::odd, c.q = DType::u8, c.hadamard = false, c.heads = 33, c.lengths = {9000, 90, 0, 4000};
+    c.counts = {1, 2, 5, 1};
+  });
+  add_near("one_head", [](Case& c) { c.heads = 1; });
+  add_near("few_heads", [](Case& c) { c.heads = 37, c.q = DType::f32; });
+  add_near("large_blocks", [](Case& c) { c.rows_per_block = 128; });
   add_near("equal", [](Case& c) { c.data = Data::repeated; });  // more than one batch in doubt
   add_near("all_equal", [](Case& c) { c.data = Data::repeated, c.lengths[0] = 16000, c.heads = 16; });  // too many
   add_near("long", [](Case& c) { c.lengths = {140000, 60000, 34000}, c.counts = {1, 1, 1}, c.heads = 2, c.top = 512; });

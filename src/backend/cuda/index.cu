@@ -58,6 +58,16 @@ IndexTile make_near(IndexTile tile) {
   return tile;
 }
 
+/// All tokens at once, with given scores.
+IndexTile whole_step(const IndexParams& p) {
+  IndexTile tile;
+  tile.p = p;
+  tile.count = p.step.num_tokens;
+  tile.scores = p.scores;
+  tile.score_stride = p.score_stride;
+  return tile;
+}
+
 cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
   return can_score_mxfp4(tile.p) ? score_mxfp4(tile, stream) : score_plain(tile, stream);
 }
@@ -65,17 +75,18 @@ cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
+  if (params.sums == ScoreSums::near && can_score_near(params)) {  // needs no workspace
+    if (params.step.num_tokens == 0) return cudaSuccess;
+    IndexTile tile = whole_step(params);
+    tile.fill = true;
+    return score_near_raw(tile, stream);
+  }
   return for_each_tile(params, params.scores, [&](const IndexTile& tile) { return score(tile, stream); });
 }
 
 cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
   if (params.step.num_tokens == 0) return cudaSuccess;
-  IndexTile tile;
-  tile.p = params;
-  tile.count = params.step.num_tokens;
-  tile.scores = params.scores;
-  tile.score_stride = params.score_stride;
-  return select_tile(tile, stream);
+  return select_tile(whole_step(params), stream);
 }
 
 cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {

@@ -38,6 +38,7 @@ struct Shared {
   std::uint8_t q[2][kHeads * 128];  // matrix operands: halves of the channels, fp16, rows with swizzled chunks
   std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
   float weights[ops::kChains][ops::kChainHeads];  // a head's weight times its scale and 2^kDotShift
+  float scales[kHeads], plain_weights[kHeads];    // as given, for keys that are scored as defined
   ShareRoom share;
   std::uint32_t largest;  // scale of the block's keys of a token
   int ordinal;            // which of the token's shares they are
@@ -112,6 +113,35 @@ __device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kCha
   }
 }
 
+/// Of a lane's row of codes. Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
+__device__ std::uint32_t first_chunk(int lane) {
+  return static_cast<std::uint32_t>(128 * (lane / kQuad) + 16 * (lane % kQuad ^ (lane / kQuad % 2 * 4)));
+}
+
+/// The score of a lane's own key, but for the key's scale, of a warp's 32 whose codes lie at `stage`.
+__device__ __forceinline__ float score_unit(std::uint32_t stage, std::uint32_t chunk_at,
+                                            const std::uint64_t (&queries)[2], const float (&weights)[ops::kChainHeads],
+                                            int c) {
+  float sum[kRows];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    std::uint32_t a[kSteps][4];
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const uint4 codes = load_shared16(stage + 1024 * (2 * half + k) + (chunk_at ^ (64 * part)));
+        const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) half_pairs(words[j], a[4 * part + j][k], a[4 * part + j][2 + k]);
+      }
+    float products[32] = {};  // no instruction: the first step does not read them
+    multiply_tile(products, a, queries);
+    add_heads(products, weights, sum[2 * half], sum[2 * half + 1]);
+  }
+  return add_chains(sum, c);
+}
+
 /// Units of one token: the queries' part of Shared is written anew. Then s.largest is known to all threads. note() is
 /// called by one of them while keys and queries are on their way, keep(part of a head, head, part) by all.
 template <bool kMaxima, class Note, class Keep>
@@ -144,31 +174,13 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   float* to = tile.row(share.token) + key;
   float* const maxima = kMaxima ? maxima_of(tile, share.token, scored) : nullptr;
   const int group = group_size(scored);
-  // Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
-  const std::uint32_t chunk_at = 128 * (lane / kQuad) + 16 * (c ^ (lane / kQuad % 2 * 4));
+  const std::uint32_t chunk_at = first_chunk(lane);
   std::uint32_t largest = 0;
 
   for (int i = 0; i < units; ++i, key += kStep, to += kStep) {
     const std::uint32_t stage = keys.take(), scale = keys.scales();
     keys.refill(i);
-    float sum[kRows];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      std::uint32_t a[kSteps][4];
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          const uint4 codes = load_shared16(stage + 1024 * (2 * half + k) + (chunk_at ^ (64 * part)));
-          const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) half_pairs(words[j], a[4 * part + j][k], a[4 * part + j][2 + k]);
-        }
-      float products[32] = {};  // no instruction: the first step does not read them
-      multiply_tile(products, a, queries);
-      add_heads(products, weights, sum[2 * half], sum[2 * half + 1]);
-    }
-    const float total = add_chains(sum, c) * codec::bits_float(scale);
+    const float total = score_unit(stage, chunk_at, queries, weights, c) * codec::bits_float(scale);
     if (key < scored) {
       *to = total;
       largest = max(largest, scale - kLeastScale <= kMostScale - kLeastScale ? scale : kOddScale);
@@ -202,6 +214,187 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
         scales.of_share[ordinal] = s.largest;
         if (share.unit + share.count == units_of(share.scored)) scales.shares = ordinal + 1;
       });
+}
+
+// --- raw scores
+
+// One launch. What index_topk would score again is scored as defined at once: a token with a head that is out of
+// bounds, and after a warp's units those of its keys whose scale is (docs/formats.md has the bound).
+//
+// Short rows are bound by what a block does before its first unit. Clocks of a block on an H200, 2026-11-16, 16 tokens
+// of 8,192 keys, one block on every multiprocessor, so that blocks begin where those of the launch before end: 24,600,
+// of which 7,700 until the wait is over (guess and fetches into L2, hidden by nothing), 3,200 a share, 1,600 until keys
+// are asked for, 2,400 queries, 900 a barrier, 7,300 two units of each warpgroup, 900 the rest of rows. So such blocks
+// guess nothing: 13.4 to 12.4 us. One token of 8,192 keys leaves multiprocessors to the next launch: there guessing
+// is hidden, 5.2 to 4.85 us.
+
+/// Of heads, so that no sum overflows: with the largest code, 64 heads and the largest scale of a key 2^121.
+constexpr float kMostRawWeight = 0x1p60f;
+
+/// The value of a query's channel, without its scale, in the matrix operand.
+__device__ float query_value(const Shared& s, int head, int channel) {
+  const int row = operand_row(head), chunk = channel % 16 / 2, part = channel / kLaneChannels;
+  const std::uint8_t* const at = &s.q[part / 4][row * 128 + 16 * (chunk ^ (row % 8)) + 4 * (part % 4)];
+  return __half2float(reinterpret_cast<const __half*>(at)[channel % 2]);
+}
+
+/// The defined score, in every lane. Lanes have two heads each, then a chain of them.
+__device__ float defined_score(const Shared& s, const std::uint8_t* codes, float scale) {
+  const int lane = static_cast<int>(threadIdx.x % 32), chain = lane % ops::kChains;
+  float dots[2] = {};
+#pragma unroll 1
+  for (int channel = 0; channel < kWidth; ++channel) {
+    const float k = codec::e4m3_value(codes[channel]) * scale;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      dots[i] = codec::fused(query_value(s, lane + 32 * i, channel) * s.scales[lane + 32 * i], k, dots[i]);
+  }
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int i = 0; i < ops::kChainHeads; ++i) {
+    const int head = chain * ops::kChainHeads + i;
+    const float low = __shfl_sync(kAllLanes, dots[0], head % 32), high = __shfl_sync(kAllLanes, dots[1], head % 32);
+    sum = codec::fused(s.plain_weights[head], ops::relu(head < 32 ? low : high), sum);
+  }
+  sum += __shfl_xor_sync(kAllLanes, sum, 1);
+  return codec::canonical_nan(sum + __shfl_xor_sync(kAllLanes, sum, 2));
+}
+
+__device__ bool is_odd(std::uint32_t scale) { return scale - kLeastScale > kMostScale - kLeastScale; }
+
+/// Of a warp's keys of `units` units, every kStep-th from first_key on: those whose scale is out of bounds, or all.
+__device__ __noinline__ void score_odd(const Shared& s, const Pages& pages, int request, int scored, float* row,
+                                       int first_key, int units, bool everywhere) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const std::int32_t* table = pages.table + std::int64_t{request} * pages.blocks_per_request;
+  const std::uint32_t in_block = pages.row_of(first_key);
+#pragma unroll 1
+  for (; units > 0 && first_key < scored; --units, first_key += kStep) {
+    const std::int32_t block = table[first_key >> pages.block_shift];
+    if (block < 0) continue;
+    const std::uint8_t* keys = pages.payload_of(static_cast<std::uint32_t>(block)) + kKeyBytes * in_block;
+    const std::uint32_t scale = reinterpret_cast<const std::uint32_t*>(
+        pages.scale_of(static_cast<std::uint32_t>(block)) + kKeyScaleBytes * in_block)[lane];
+    unsigned todo = __ballot_sync(kAllLanes, first_key + lane < scored && (everywhere || is_odd(scale)));
+    for (; todo != 0; todo &= todo - 1) {
+      const int key = __ffs(static_cast<int>(todo)) - 1;
+      const float score =
+          defined_score(s, keys + kKeyBytes * key, codec::bits_float(__shfl_sync(kAllLanes, scale, key)));
+      if (lane == 0) row[first_key + key] = score;
+    }
+  }
+}
+
+/// kGuess: the block begins with the share and the blocks of keys that records and table give before the wait, fetches
+/// what it will need into L2, and looks at both again while keys and queries are on their way. Seldom has either
+/// changed, and then it begins anew. At most kScoreThreads tokens.
+template <bool kGuess>
+__global__ void __launch_bounds__(kScoreThreads, 1)
+    raw_scores_of_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  touch(tile);
+  touch(pages);
+  const int thread = static_cast<int>(threadIdx.x), head = thread / kHeadLanes, part = thread % kHeadLanes;
+  const int warp = thread / 32, warpgroup = warp / 4, lane = thread % 32, c = lane % kQuad;
+  const auto units_of_warpgroup = [&](const Share& share) {
+    return (of_first_token(share) - warpgroup + kWarpgroups - 1) / kWarpgroups;
+  };
+  Keys keys(s.ring[warp][0], pages);
+  Share share{};
+  bool is_guess = kGuess;
+  // A token whose record this thread has: of few tokens every warp has all.
+  const int own_token = tile.count <= kFewTokens ? lane : thread;
+  int own_request = 0, own_scored = 0;
+  if constexpr (kGuess) {
+    ops::StepRecord own{};
+    if (own_token < tile.count) own = load_record_again(record_of(tile, own_token));
+    share = tile.count <= kFewTokens ? find_share_of_few(tile, [&](const ops::StepRecord*) { return own; })
+                                     : find_share_of_some(s.share, tile, own);
+    keys.move_to<true>(share.request, share.unit + warpgroup, units_of_warpgroup(share), share.scored);
+    fetch_queries(tile, share.token, 0, kHeads);
+    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(share, pages, warp);
+    own_request = own.row;
+    own_scored = tile.scored(own);
+    asm volatile("" : "+r"(own_scored), "+r"(own_request));  // not after the wait
+  } else {
+    fetch_queries(tile, likely_token(tile), 0, kHeads);
+    for (int i = thread; i < tile.count; i += kScoreThreads) fetch_ahead(record_of(tile, i));
+  }
+  wait_for_previous();
+  let_next_start();
+  RawChannels<kLaneChannels> raw{};
+  if constexpr (kGuess) {
+    raw = load_query(tile, share.token, head, part);
+  } else {
+    const int likely = likely_token(tile);
+    raw = load_query(tile, likely, head, part);
+    share = find_share(s.share, tile);
+    keys.move_to(share.request, share.unit + warpgroup, units_of_warpgroup(share), share.scored);
+    if (share.token != likely) raw = load_query(tile, share.token, head, part);
+  }
+  bool is_filled = !tile.fill;
+  while (true) {
+    keys.begin();
+    bool holds = true;
+    if (is_guess) {
+      ops::StepRecord now{};
+      if (own_token < tile.count) now = load_record_again(record_of(tile, own_token));
+      holds = keys.hold() && (own_token >= tile.count || (now.row == own_request && tile.scored(now) == own_scored));
+    }
+    if (!is_filled) fill_rest(tile, thread, kScoreThreads);
+    is_filled = true;
+    const int left = share.count - of_first_token(share);
+    if (left > 0) fetch_queries(tile, share.token + 1, 0, kHeads);
+    const QueryPart query = make_query(tile, raw);
+    prepare_queries(s, query, head, part);
+    if (part == 0) s.scales[head] = query.scale, s.plain_weights[head] = query.weight;
+    const bool fits = head >= tile.p.num_heads ||
+                      (!is_odd(codec::float_bits(query.scale)) && fabsf(query.weight) * query.scale <= kMostRawWeight);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    const bool fast = __syncthreads_and(fits && holds);
+    if (!fast && is_guess && !__syncthreads_and(holds)) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      __syncwarp();
+      is_guess = false;
+      share = find_share(s.share, tile);
+      keys.move_to(share.request, share.unit + warpgroup, units_of_warpgroup(share), share.scored);
+      raw = load_query(tile, share.token, head, part);
+      continue;
+    }
+    is_guess = false;
+    const int scored = share.scored, units = units_of_warpgroup(share), fast_units = fast ? units : 0;
+    const std::uint64_t queries[2] = {operand_of(s.q[0]), operand_of(s.q[1])};
+    float weights[ops::kChainHeads];
+#pragma unroll
+    for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
+    int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
+    float* to = tile.row(share.token) + key;
+    const std::uint32_t chunk_at = first_chunk(lane);
+    int first_odd = fast_units;
+    for (int i = 0; i < fast_units; ++i, key += kStep, to += kStep) {
+      const std::uint32_t stage = keys.take(), scale = keys.scales();
+      keys.refill(i);
+      const float total = score_unit(stage, chunk_at, queries, weights, c) * codec::bits_float(scale);
+      if (key < scored) {
+        *to = total;
+        if (is_odd(scale)) first_odd = min(first_odd, i);
+      }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    first_odd = __reduce_min_sync(kAllLanes, first_odd);
+    if (first_odd < units)
+      score_odd(s, pages, share.request, scored, tile.row(share.token), keys.first_key(first_odd), units - first_odd,
+                !fast);
+    if (left == 0) break;
+    __syncthreads();  // the queries may change
+    const ops::StepRecord record = load_record(record_of(tile, share.token + 1));
+    share = {share.token + 1, 0, left, record.row, tile.scored(record), 0, 0};
+    keys.move_to(share.request, share.unit + warpgroup, units_of_warpgroup(share), share.scored);
+    raw = load_query(tile, share.token, head, part);
+  }
 }
 
 // --- scores and selection
@@ -304,6 +497,17 @@ cudaError_t score_near(const IndexTile& tile, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const unsigned blocks = std::min(score_blocks(tile), static_cast<unsigned>(LargestScales::kMostShares));
   return launch<sizeof(Shared)>(score_fp8_keys, blocks, kScoreThreads, stream, tile, make_near_pages(tile));
+}
+
+cudaError_t score_near_raw(const IndexTile& tile, cudaStream_t stream) {
+  const unsigned blocks = score_blocks(tile);
+  // Blocks that find a multiprocessor free begin long before the kernel before has ended.
+  const bool begins_early = 2 * static_cast<int>(blocks) <= multiprocessors() && tile.count <= kScoreThreads;
+  const auto kernel = begins_early ? raw_scores_of_fp8_keys<true> : raw_scores_of_fp8_keys<false>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
+  if (status != cudaSuccess) return status;
+  return launch<sizeof(Shared)>(kernel, blocks, kScoreThreads, stream, tile, make_pages(tile));
 }
 
 int near_topk_blocks(const IndexTile& tile) { return cluster_blocks(tile); }

@@ -84,6 +84,8 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);
 /// fp8 keys of 128 channels on Hopper: scores up to rounding, and the best of the defined ones.
 bool can_score_near(const ops::IndexParams& p);
 cudaError_t score_near(const IndexTile& tile, cudaStream_t stream);
+/// The same to be kept: without what a selection needs, and as defined where the bound does not hold (docs/formats.md).
+cudaError_t score_near_raw(const IndexTile& tile, cudaStream_t stream);
 cudaError_t select_near(const IndexTile& tile, cudaStream_t stream);
 /// In one launch, so many blocks for each token; 0: by the two calls.
 int near_topk_blocks(const IndexTile& tile);

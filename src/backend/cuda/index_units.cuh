@@ -101,6 +101,23 @@ __device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
           total};
 }
 
+/// Of up to kScoreThreads tokens, of which each thread has the record of one.
+__device__ inline Share find_share_of_some(ShareRoom& s, const IndexTile& tile, const ops::StepRecord& record) {
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int token = static_cast<int>(threadIdx.x), scored = token < tile.count ? tile.scored(record) : 0;
+  const int mine = units_of(scored), sum = scan_warp(mine);
+  if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
+  __syncthreads();
+  const int of_warp = static_cast<int>(s.sums[lane % kScoreWarps]);
+  const int total = __reduce_add_sync(kAllLanes, lane < kScoreWarps ? of_warp : 0);
+  const int before = sum - mine + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0);
+  const Run run(total);
+  if (before <= run.begin && run.begin < before + mine)
+    s.first = {token, run.begin - before, run.count, record.row, scored, before, total};
+  __syncthreads();
+  return run.count > 0 ? s.first : Share{};
+}
+
 __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
   if (tile.count <= kFewTokens) return find_share_of_few(tile, load_record);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -148,6 +165,11 @@ __device__ inline Share guess_share(const IndexTile& tile) {
   const int scored = tile.scored(record), units = units_of(scored);
   const Run run(units * tile.count);
   return {token, max(run.begin - token * units, 0), run.count, record.row, scored, 0, 0};
+}
+
+/// How many of a share's units are its first token's.
+__device__ inline int of_first_token(const Share& share) {
+  return min(share.count, units_of(share.scored) - share.unit);
 }
 
 /// Calls score(share) with the block's units of each of its tokens, and prefetch(token) before that with the token it
@@ -331,18 +353,28 @@ class KeyStream {
 
   /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
   __device__ KeyStream(const std::uint8_t* ring, const Pages& pages, int request, int first_unit, int units, int scored)
-      : pages_(pages),
-        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
-        units_(units),
-        scored_(scored),
-        request_(request),
-        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))) {
-    const std::uint32_t row = pages.row_of(first_), lane = threadIdx.x % 32;
-    payload_ = pages.payload + (kKeyBytes * row + 16 * lane);
-    scale_ = pages.scale + kKeyScaleBytes * (row + own_key());
-    asm("" : "+l"(payload_), "+l"(scale_), "+r"(ring_));  // kept, not made anew for every unit
-    next_ = load_id(0);
+      : KeyStream(ring, pages) {
+    move_to(request, first_unit, units, scored);
   }
+  __device__ KeyStream(const std::uint8_t* ring, const Pages& pages)
+      : pages_(pages), ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))) {}
+
+  /// To a request's units. None are on their way. kGuess: before the wait, from L2.
+  template <bool kGuess = false>
+  __device__ void move_to(int request, int first_unit, int units, int scored) {
+    first_ = first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys;
+    units_ = units;
+    scored_ = scored;
+    request_ = request;
+    const std::uint32_t row = pages_.row_of(first_), lane = threadIdx.x % 32;
+    payload_ = pages_.payload + (kKeyBytes * row + 16 * lane);
+    scale_ = pages_.scale + kKeyScaleBytes * (row + own_key());
+    asm("" : "+l"(payload_), "+l"(scale_), "+r"(ring_));  // kept, not made anew for every unit
+    next_ = load_id<kGuess>(0);
+  }
+
+  /// After begin(), whether the table still has the blocks that were found before the wait (kGuess).
+  __device__ bool hold() const { return __all_sync(kAllLanes, load_id<true>(0) == ids_); }
 
   /// Of the 32 of a warp and unit.
   __device__ static std::uint32_t own_key() { return threadIdx.x % 32 / kQuad + 8 * (threadIdx.x % kQuad); }
@@ -402,10 +434,13 @@ class KeyStream {
   }
 
   /// The block of this lane's unit from the i-th on.
+  template <bool kFromL2 = false>
   __device__ std::int32_t load_id(int i) const {
     i += static_cast<int>(threadIdx.x % 32);
     if (i >= units_ || first_key(i) >= scored_) return -1;
-    return pages_.table[std::int64_t{request_} * pages_.blocks_per_request + (first_key(i) >> pages_.block_shift)];
+    const std::int32_t* const at =
+        pages_.table + std::int64_t{request_} * pages_.blocks_per_request + (first_key(i) >> pages_.block_shift);
+    return kFromL2 ? __ldcg(at) : *at;
   }
 
   const Pages& pages_;
