@@ -565,6 +565,11 @@ std::vector<Case> make_cases() {
   });
   add_near("one_head", [](Case& c) { c.heads = 1; });
   add_near("few_heads", [](Case& c) { c.heads = 37, c.q = DType::f32; });
+  add_near("short_rows", [](Case& c) {  // of more tokens than a warp has lanes, fewer blocks than half of an H200
+    c.heads = 5, c.top = 16;
+    c.lengths.clear(), c.counts.clear();
+    for (int i = 0; i < 40; ++i) c.lengths.push_back(9 * i), c.counts.push_back(1);
+  });
   add_near("large_blocks", [](Case& c) { c.rows_per_block = 128; });
   add_near("equal", [](Case& c) { c.data = Data::repeated; });  // more than one batch in doubt
   add_near("all_equal", [](Case& c) { c.data = Data::repeated, c.lengths[0] = 16000, c.heads = 16; });  // too many

@@ -280,7 +280,7 @@ __device__ __noinline__ void score_odd(const Shared& s, const Pages& pages, int 
       const int key = __ffs(static_cast<int>(todo)) - 1;
       const float score =
           defined_score(s, keys + kKeyBytes * key, codec::bits_float(__shfl_sync(kAllLanes, scale, key)));
-      if (lane == 0) row[first_key + key] = score;
+      if (static_cast<int>(Keys::own_key()) == key) row[first_key + key] = score;  // by the lane that wrote it before
     }
   }
 }
