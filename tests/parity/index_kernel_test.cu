@@ -467,6 +467,35 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
       }
     }
   }
+
+  // Records and table that the kernel just before writes, while this one has already looked at others.
+  std::vector<ops::StepRecord> old_tokens(tokens_.rbegin(), tokens_.rend());
+  std::vector<std::int32_t> old_table(table_.rbegin(), table_.rend());
+  const DeviceArray<ops::StepRecord> new_tokens(tokens_);
+  const DeviceArray<std::int32_t> new_table(table_);
+  const auto piece = [](const auto& from, const auto& to, std::size_t bytes) {
+    return ops::CopyPiece{reinterpret_cast<const std::uint8_t*>(from.data()),
+                          reinterpret_cast<std::uint8_t*>(to.data()), static_cast<std::int64_t>(bytes)};
+  };
+  const std::size_t token_bytes = tokens_.size() * sizeof(ops::StepRecord), table_bytes = 4 * table_.size();
+  const ops::CopyPiece pieces[] = {piece(new_tokens, tokens, token_bytes), piece(new_table, table, table_bytes)};
+  for (const bool change_tokens : {true, false}) {
+    SCOPED_TRACE(change_tokens ? "other records" : "another table");
+    if (change_tokens)
+      ASSERT_EQ(cudaMemcpy(tokens.data(), old_tokens.data(), token_bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    else
+      ASSERT_EQ(cudaMemcpy(table.data(), old_table.data(), table_bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    ASSERT_EQ(cudaMemset(indices.data(), 0xCC, 4 * num_tokens * c_.top), cudaSuccess);
+    p.scores = nullptr;
+    ASSERT_EQ(cuda::index_topk(p, nullptr), cudaSuccess);
+    ASSERT_EQ(cuda::copy_few_pieces(pieces, nullptr), cudaSuccess);
+    ASSERT_EQ(cuda::index_topk(p, nullptr), cudaSuccess);
+    const std::vector<std::int32_t> chosen = indices.read();
+    for (int t = 0; t < num_tokens; ++t) {
+      SCOPED_TRACE("token " + std::to_string(t));
+      expect_chosen(&chosen[t * c_.top], c_.top, best[t]);
+    }
+  }
 }
 
 std::vector<Case> make_cases() {

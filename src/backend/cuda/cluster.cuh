@@ -7,6 +7,8 @@
 namespace kv4::cuda {
 
 #if __CUDA_ARCH__ >= 900
+/// Where nothing was written yet that others are to see: no fence.
+__device__ inline void arrive_first() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
 __device__ inline void arrive_cluster() { cooperative_groups::this_cluster().barrier_arrive(); }
 __device__ inline void wait_cluster() { cooperative_groups::this_cluster().barrier_wait(); }
 __device__ inline int block_in_cluster() { return static_cast<int>(cooperative_groups::this_cluster().block_rank()); }
@@ -16,6 +18,7 @@ __device__ T& shared_of(T& shared, int block) {
   return *cooperative_groups::this_cluster().map_shared_rank(&shared, block);
 }
 #else
+__device__ inline void arrive_first() {}
 __device__ inline void arrive_cluster() {}
 __device__ inline void wait_cluster() {}
 __device__ inline int block_in_cluster() { return 0; }

@@ -27,7 +27,8 @@ namespace kv4::cuda {
 namespace {
 
 constexpr int kKeyBytes = kWidth, kStages = 3, kSteps = kWidth / 16;
-using Keys = KeyStream<kKeyBytes, kStages>;
+using Keys = KeyStream<kKeyBytes, kStages, true>;
+using FewKeys = KeyStream<kKeyBytes, kStages, false>;
 // Dots of codes are less than 2^kDotShift; heads' weights are multiplied by it. A head of other codes than zeros whose
 // weight times scale is beyond kMostWeight makes its token's margin one that does not hold (topk_near.cuh).
 constexpr int kDotShift = 25;
@@ -36,7 +37,7 @@ static_assert(kWidth * 448 * 448 < 1 << kDotShift);
 
 struct Shared {
   std::uint8_t q[2][kHeads * 128];  // matrix operands: halves of the channels, fp16, rows with swizzled chunks
-  std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
+  Keys::Ring ring;
   float weights[ops::kChains][ops::kChainHeads];  // a head's weight times its scale and 2^kDotShift
   float scales[kHeads], plain_weights[kHeads];    // as given, for keys that are scored as defined
   ShareRoom share;
@@ -142,19 +143,20 @@ __device__ __forceinline__ float score_unit(std::uint32_t stage, std::uint32_t c
   return add_chains(sum, c);
 }
 
-/// Units of one token: the queries' part of Shared is written anew. Then s.largest is known to all threads. note() is
-/// called by one of them while keys and queries are on their way, keep(part of a head, head, part) by all.
-template <bool kMaxima, class Note, class Keep>
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, Note&& note,
-                            Keep&& keep) {
-  const int scored = share.scored;
+/// Units of one token, its scores into `row`: the queries' part of Shared is written anew. Then s.largest is known to
+/// all threads. note() is called by one of them while keys and queries are on their way, keep(part of a head, head,
+/// part) by all. Where the share was guessed, and not rightly, renew(share) makes it right, or returns false: its token
+/// is another one, too.
+template <class Keys, bool kMaxima, class Note, class Keep, class Renew>
+__device__ bool score_units(Shared& s, const IndexTile& tile, const Pages& pages, Share& share, const Guess& guess,
+                            float* row, Note&& note, Keep&& keep, Renew&& renew) {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
-  const int warp = thread / 32, warpgroup = warp / 4, lane = thread % 32, c = lane % kQuad;
-  const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  Keys keys(s.ring[warp][0], pages, share.request, share.unit + warpgroup, units, scored);
+  const int warpgroup = thread / 128, lane = thread % 32, c = lane % kQuad;
+  Keys keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
   const RawChannels<kLaneChannels> raw = load_query(tile, share.token, thread / kHeadLanes, thread % kHeadLanes);
-  keys.begin();
+  keys.begin(guess.is_there ? guess.ids : keys.first_ids());
+  SecondLook look(tile, keys, guess);
   if (threadIdx.x == 0) {
     s.largest = 0;
     note();
@@ -165,13 +167,19 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-  __syncthreads();
+  if (!__syncthreads_and(look.confirms(guess))) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (!renew(share)) return false;
+    keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
+    keys.begin(keys.first_ids());
+  }
+  const int scored = share.scored, units = units_of_warpgroup(share, warpgroup);
   const std::uint64_t queries[2] = {operand_of(s.q[0]), operand_of(s.q[1])};
   float weights[ops::kChainHeads];
 #pragma unroll
   for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
   int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
-  float* to = tile.row(share.token) + key;
+  float* to = row + key;
   float* const maxima = kMaxima ? maxima_of(tile, share.token, scored) : nullptr;
   const int group = group_size(scored);
   const std::uint32_t chunk_at = first_chunk(lane);
@@ -191,28 +199,37 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   largest = __reduce_max_sync(kAllLanes, largest);
   if (lane == 0) atomicMax(&s.largest, largest);
   __syncthreads();  // the queries may change
+  return true;
 }
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
     score_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
+  Guess guess;
+  Share first = guess_share(s.share, tile, guess);
   touch(tile);
   touch(pages);
   fetch_queries(tile, likely_token(tile), 0, kHeads);
-  fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(guess_share(tile), pages, static_cast<int>(threadIdx.x / 32));
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(first, pages, warp);
+  guess.ids = keys_of<Keys>(s.ring, pages, first, warp / 4).guess_ids();
   wait_for_previous();
   let_next_start();
+  if (!guess.is_there) first = find_share_anew(s.share, tile);
   for_each_share(
-      s.share, tile, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
-      [&](const Share& share) {
-        score_units<true>(
-            s, tile, pages, share, [&] { s.ordinal = ordinal_of(share); }, [](const QueryPart&, int, int) {});
-        if (threadIdx.x > 0) return;
+      s.share, tile, first, guess, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
+      [&](Share& share, const Guess& guess) {
+        if (!score_units<Keys, true>(
+                s, tile, pages, share, guess, tile.row(share.token), [&] { s.ordinal = ordinal_of(share); },
+                [](const QueryPart&, int, int) {}, [](Share&) { return false; }))
+          return false;
+        if (threadIdx.x > 0) return true;
         const int ordinal = s.ordinal;
         LargestScales& scales = *tile.largest_scales(share.token);
         scales.of_share[ordinal] = s.largest;
         if (share.unit + share.count == units_of(share.scored)) scales.shares = ordinal + 1;
+        return true;
       });
 }
 
@@ -287,7 +304,7 @@ __device__ __noinline__ void score_odd(const Shared& s, const Pages& pages, int 
 
 /// kGuess: the block begins with the share and the blocks of keys that records and table give before the wait, fetches
 /// what it will need into L2, and looks at both again while keys and queries are on their way. Seldom has either
-/// changed, and then it begins anew. At most kScoreThreads tokens.
+/// changed, and then it begins anew.
 template <bool kGuess>
 __global__ void __launch_bounds__(kScoreThreads, 1)
     raw_scores_of_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
@@ -295,106 +312,81 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   touch(tile);
   touch(pages);
-  const int thread = static_cast<int>(threadIdx.x), head = thread / kHeadLanes, part = thread % kHeadLanes;
-  const int warp = thread / 32, warpgroup = warp / 4, lane = thread % 32, c = lane % kQuad;
-  const auto units_of_warpgroup = [&](const Share& share) {
-    return (of_first_token(share) - warpgroup + kWarpgroups - 1) / kWarpgroups;
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const auto queries_of = [&](int token) {
+    return load_query(tile, token, static_cast<int>(threadIdx.x / kHeadLanes),
+                      static_cast<int>(threadIdx.x % kHeadLanes));
   };
-  Keys keys(s.ring[warp][0], pages);
-  Share share{};
-  bool is_guess = kGuess;
-  // A token whose record this thread has: of few tokens every warp has all.
-  const int own_token = tile.count <= kFewTokens ? lane : thread;
-  int own_request = 0, own_scored = 0;
+  Guess guess;
+  Share first{};
+  int token = likely_token(tile);  // whose queries the thread has
   if constexpr (kGuess) {
-    ops::StepRecord own{};
-    if (own_token < tile.count) own = load_record_again(record_of(tile, own_token));
-    share = tile.count <= kFewTokens ? find_share_of_few(tile, [&](const ops::StepRecord*) { return own; })
-                                     : find_share_of_some(s.share, tile, own);
-    keys.move_to<true>(share.request, share.unit + warpgroup, units_of_warpgroup(share), share.scored);
-    fetch_queries(tile, share.token, 0, kHeads);
-    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(share, pages, warp);
-    own_request = own.row;
-    own_scored = tile.scored(own);
-    asm volatile("" : "+r"(own_scored), "+r"(own_request));  // not after the wait
+    first = guess_share(s.share, tile, guess);
+    token = first.token;
+    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(first, pages, warp);
+    guess.ids = keys_of<Keys>(s.ring, pages, first, warp / 4).guess_ids();
   } else {
-    fetch_queries(tile, likely_token(tile), 0, kHeads);
-    for (int i = thread; i < tile.count; i += kScoreThreads) fetch_ahead(record_of(tile, i));
+    for (int i = static_cast<int>(threadIdx.x); i < tile.count; i += kScoreThreads) fetch_ahead(record_of(tile, i));
   }
+  fetch_queries(tile, token, 0, kHeads);
   wait_for_previous();
   let_next_start();
-  RawChannels<kLaneChannels> raw{};
-  if constexpr (kGuess) {
-    raw = load_query(tile, share.token, head, part);
-  } else {
-    const int likely = likely_token(tile);
-    raw = load_query(tile, likely, head, part);
-    share = find_share(s.share, tile);
-    keys.move_to(share.request, share.unit + warpgroup, units_of_warpgroup(share), share.scored);
-    if (share.token != likely) raw = load_query(tile, share.token, head, part);
-  }
+  RawChannels<kLaneChannels> raw = queries_of(token);
+  if (!guess.is_there) first = find_share(s.share, tile, load_record);
   bool is_filled = !tile.fill;
-  while (true) {
-    keys.begin();
-    bool holds = true;
-    if (is_guess) {
-      ops::StepRecord now{};
-      if (own_token < tile.count) now = load_record_again(record_of(tile, own_token));
-      holds = keys.hold() && (own_token >= tile.count || (now.row == own_request && tile.scored(now) == own_scored));
-    }
-    if (!is_filled) fill_rest(tile, thread, kScoreThreads);
-    is_filled = true;
-    const int left = share.count - of_first_token(share);
-    if (left > 0) fetch_queries(tile, share.token + 1, 0, kHeads);
-    const QueryPart query = make_query(tile, raw);
-    prepare_queries(s, query, head, part);
-    if (part == 0) s.scales[head] = query.scale, s.plain_weights[head] = query.weight;
-    const bool fits = head >= tile.p.num_heads ||
-                      (!is_odd(codec::float_bits(query.scale)) && fabsf(query.weight) * query.scale <= kMostRawWeight);
+  for_each_share(
+      s.share, tile, first, guess, [&](int next) { fetch_queries(tile, next, 0, kHeads); },
+      [&](const Share& share, const Guess& guess) {
+        if (share.token != token) raw = queries_of(token = share.token);
+        int thread = static_cast<int>(threadIdx.x);
+        asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
+        const int head = thread / kHeadLanes, part = thread % kHeadLanes, warpgroup = thread / 128;
+        const int lane = thread % 32, c = lane % kQuad;
+        Keys keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
+        keys.begin(guess.is_there ? guess.ids : keys.first_ids());
+        SecondLook look(tile, keys, guess);
+        if (!is_filled) fill_rest(tile, thread, kScoreThreads);
+        is_filled = true;
+        const QueryPart query = make_query(tile, raw);
+        prepare_queries(s, query, head, part);
+        if (part == 0) s.scales[head] = query.scale, s.plain_weights[head] = query.weight;
+        const bool fits = head >= tile.p.num_heads || (!is_odd(codec::float_bits(query.scale)) &&
+                                                       fabsf(query.weight) * query.scale <= kMostRawWeight);
 #if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-    const bool fast = __syncthreads_and(fits && holds);
-    if (!fast && is_guess && !__syncthreads_and(holds)) {
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      __syncwarp();
-      is_guess = false;
-      share = find_share(s.share, tile);
-      keys.move_to(share.request, share.unit + warpgroup, units_of_warpgroup(share), share.scored);
-      raw = load_query(tile, share.token, head, part);
-      continue;
-    }
-    is_guess = false;
-    const int scored = share.scored, units = units_of_warpgroup(share), fast_units = fast ? units : 0;
-    const std::uint64_t queries[2] = {operand_of(s.q[0]), operand_of(s.q[1])};
-    float weights[ops::kChainHeads];
+        const bool holds = !kGuess || look.confirms(guess), fast = __syncthreads_and(fits && holds);
+        if (kGuess && !fast && !__syncthreads_and(holds)) {
+          asm volatile("cp.async.wait_all;" ::: "memory");
+          return false;
+        }
+        const int scored = share.scored, units = units_of_warpgroup(share, warpgroup), fast_units = fast ? units : 0;
+        const std::uint64_t queries[2] = {operand_of(s.q[0]), operand_of(s.q[1])};
+        float weights[ops::kChainHeads];
 #pragma unroll
-    for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
-    int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
-    float* to = tile.row(share.token) + key;
-    const std::uint32_t chunk_at = first_chunk(lane);
-    int first_odd = fast_units;
-    for (int i = 0; i < fast_units; ++i, key += kStep, to += kStep) {
-      const std::uint32_t stage = keys.take(), scale = keys.scales();
-      keys.refill(i);
-      const float total = score_unit(stage, chunk_at, queries, weights, c) * codec::bits_float(scale);
-      if (key < scored) {
-        *to = total;
-        if (is_odd(scale)) first_odd = min(first_odd, i);
-      }
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    first_odd = __reduce_min_sync(kAllLanes, first_odd);
-    if (first_odd < units)
-      score_odd(s, pages, share.request, scored, tile.row(share.token), keys.first_key(first_odd), units - first_odd,
-                !fast);
-    if (left == 0) break;
-    __syncthreads();  // the queries may change
-    const ops::StepRecord record = load_record(record_of(tile, share.token + 1));
-    share = {share.token + 1, 0, left, record.row, tile.scored(record), 0, 0};
-    keys.move_to(share.request, share.unit + warpgroup, units_of_warpgroup(share), share.scored);
-    raw = load_query(tile, share.token, head, part);
-  }
+        for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
+        int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
+        float* to = tile.row(share.token) + key;
+        const std::uint32_t chunk_at = first_chunk(lane);
+        int first_odd = fast_units;
+        for (int i = 0; i < fast_units; ++i, key += kStep, to += kStep) {
+          const std::uint32_t stage = keys.take(), scale = keys.scales();
+          keys.refill(i);
+          const float total = score_unit(stage, chunk_at, queries, weights, c) * codec::bits_float(scale);
+          if (key < scored) {
+            *to = total;
+            if (is_odd(scale)) first_odd = min(first_odd, i);
+          }
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        first_odd = __reduce_min_sync(kAllLanes, first_odd);
+        if (first_odd < units)
+          score_odd(s, pages, share.request, scored, tile.row(share.token), keys.first_key(first_odd),
+                    units - first_odd, !fast);
+        __syncthreads();  // the queries may change
+        return true;
+      });
+  if (!is_filled) fill_rest(tile, static_cast<int>(threadIdx.x), kScoreThreads);
 }
 
 // --- scores and selection
@@ -423,44 +415,55 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   TopkShared& s = *reinterpret_cast<TopkShared*>(bytes);
-  arrive_cluster();
+  arrive_first();
+  const int token = static_cast<int>(blockIdx.x) / blocks, rank = block_in_cluster();
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, top = tile.p.top;
+  Guess guess;
+  Share share = guess_share_of_cluster(tile, blocks, token, guess);
   touch(tile);
   touch(pages);
-  const int token = static_cast<int>(blockIdx.x) / blocks, rank = block_in_cluster();
   fetch_queries(tile, token, 0, kHeads);
-  fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(
-      share_of_cluster(tile, token, blocks, load_record_again(record_of(tile, token))), pages,
-      static_cast<int>(threadIdx.x / 32));
+  fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(share, pages, warp);
+  guess.ids = keys_of<FewKeys>(s.scorer.ring, pages, share, warp / 4).guess_ids();
   wait_for_previous();
   let_next_start();
-  const ops::StepRecord record = load_record(record_of(tile, token));
-  const int count = tile.visible(record), top = tile.p.top;
-  const Choice choice{tile, token, record.row};
-  if (count <= top) {
-    if (rank == 0) take_whole(choice, count);
+  const auto copy_table = [&] {
+    const int table_blocks = tile.p.step.blocks_per_request;
+    static_assert(kMostBlocks <= kScoreThreads);
+    if (rank == 0 && thread < table_blocks)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                       static_cast<std::uint32_t>(__cvta_generic_to_shared(&s.table[thread]))),
+                   "l"(tile.p.step.block_table + std::int64_t{share.request} * table_blocks + thread)
+                   : "memory");
+  };
+  if (!guess.is_there) share = find_share_of_cluster(tile, blocks, token);
+  if (share.count > 0) {
+    copy_table();  // with the first keys
+    score_units<FewKeys, false>(
+        s.scorer, tile, pages, share, guess, tile.row(token), [] {},
+        [&](const QueryPart& query, int head, int part) { s.queries.put(query, head, part); },
+        [&](Share& anew) {
+          anew = find_share_of_cluster(tile, blocks, token);
+          if (anew.count > 0) copy_table();
+          return true;
+        });
+  }
+  if (share.scored == 0) {
+    if (rank == 0) take_whole_anew(tile, token);
     return;
   }
-  const Share share = share_of_cluster(tile, token, blocks, record);
-  const int thread = static_cast<int>(threadIdx.x), table_blocks = tile.p.step.blocks_per_request;
-  static_assert(kMostBlocks <= kScoreThreads);
-  if (rank == 0 && thread < table_blocks)  // with the first keys
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
-                     static_cast<std::uint32_t>(__cvta_generic_to_shared(&s.table[thread]))),
-                 "l"(tile.p.step.block_table + std::int64_t{record.row} * table_blocks + thread)
-                 : "memory");
-  if (share.count > 0)
-    score_units<false>(
-        s.scorer, tile, pages, share, [] {},
-        [&](const QueryPart& query, int head, int part) { s.queries.put(query, head, part); });
   wait_cluster();
-  if (threadIdx.x == 0) shared_of(s, 0).largest[rank] = share.count > 0 ? s.scorer.largest : 0;
+  if (thread == 0) shared_of(s, 0).largest[rank] = share.count > 0 ? s.scorer.largest : 0;
   arrive_cluster();
   if (rank > 0) return;
 
+  // While the others end.
   NearShared& near = s.near;
   near.clear();
   make_bounds(near, s.queries, tile.p.num_heads);
   wait_cluster();
+  const int count = share.scored;
+  const Choice choice{tile, token, share.request};
   float* const row = tile.row(token);
   float held[NearShared::Row::kHeld];
   load_fours<kScoreThreads>(row, count, true, held);
@@ -492,10 +495,10 @@ bool can_score_near(const ops::IndexParams& p) {
 }
 
 cudaError_t score_near(const IndexTile& tile, cudaStream_t stream) {
+  const unsigned blocks = std::min(score_blocks(tile), static_cast<unsigned>(LargestScales::kMostShares));
   const cudaError_t status = cudaFuncSetAttribute(score_fp8_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(Shared)));
   if (status != cudaSuccess) return status;
-  const unsigned blocks = std::min(score_blocks(tile), static_cast<unsigned>(LargestScales::kMostShares));
   return launch<sizeof(Shared)>(score_fp8_keys, blocks, kScoreThreads, stream, tile, make_near_pages(tile));
 }
 

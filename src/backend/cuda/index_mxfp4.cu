@@ -40,7 +40,8 @@ namespace {
 
 constexpr int kGroups = kQuad, kKeyBytes = kWidth / 2;
 constexpr int kStages = 4;
-using Keys = KeyStream<kKeyBytes, kStages>;
+using Keys = KeyStream<kKeyBytes, kStages, true>;
+using FewKeys = KeyStream<kKeyBytes, kStages, false>;
 constexpr int kSteps = 4, kLookups = 4;
 constexpr int kKeyShift = 2, kQueryShift = 3;
 constexpr std::uint32_t kSigns = 0x88888888u;
@@ -121,7 +122,7 @@ __device__ bool any_code(const uint4& codes) { return ((codes.x | codes.y | code
 
 struct Shared {
   std::uint8_t q[kHeads * kWidth];  // a matrix operand, 128-byte rows with swizzled chunks
-  std::uint8_t ring[kScoreWarps][kStages][Keys::kStageBytes];
+  Keys::Ring ring;
   float weights[kGroups][ops::kChainHeads + 4];  // [chain]: the head's weight times its scale; no bank conflicts
   std::uint32_t codes[kHeads][kKeyBytes / 4];    // as encoded, for sum_slowly
   std::uint32_t scales[kHeads];
@@ -441,24 +442,36 @@ __device__ void score_odd(const Shared& s, const IndexTile& tile, const Pages& p
   }
 }
 
-/// Units of one token, its scores into `row`: the queries' part of Shared is written anew.
-template <int kLanes>
-__device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, float* row) {
-  const int scored = share.scored;
+/// Units of one token, its scores into `row`: the queries' part of Shared is written anew. Where the share was guessed,
+/// and not rightly, renew(share) makes it right, or returns false: its token is another one, too.
+template <class Keys, int kLanes, class Renew>
+__device__ bool score_units(Shared& s, const IndexTile& tile, const Pages& pages, Share& share, const Guess& guess,
+                            float* row, Renew&& renew) {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
-  const int warp = thread / 32, warpgroup = warp / 4, lane = thread % 32, c = lane % kGroups;
-  const int units = (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
-  Keys keys(s.ring[warp][0], pages, share.request, share.unit + warpgroup, units, scored);
+  const int warpgroup = thread / 128, lane = thread % 32, c = lane % kGroups;
+  Keys keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
   static_assert(kScoreThreads >= kHeads * kLanes && kHeads * kLanes % 32 == 0);
   const int head = thread / kLanes;
   const RawPart<kLanes> raw = load_query<kLanes>(tile.p, tile.first + share.token, head, thread % kLanes);
-  keys.begin();
+  keys.begin(guess.is_there ? guess.ids : keys.first_ids());
+  SecondLook look(tile, keys, guess);
   const bool fits = head >= kHeads || prepare_head<kLanes>(s, tile, raw, head, thread % kLanes);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-  const bool fast = __syncthreads_and(fits);
+  const bool holds = look.confirms(guess);
+  bool fast = __syncthreads_and(fits && holds);
+  if (guess.is_there && !fast) {
+    fast = __syncthreads_and(fits);
+    if (!__syncthreads_and(holds)) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      if (!renew(share)) return false;
+      keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
+      keys.begin(keys.first_ids());
+    }
+  }
+  const int scored = share.scored, units = units_of_warpgroup(share, warpgroup);
   std::uint32_t shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(&s));
   asm("" : "+r"(shared));  // kept, not made anew where it is needed
   const std::uint64_t queries = operand_at(shared);
@@ -498,6 +511,7 @@ __device__ void score_units(Shared& s, const IndexTile& tile, const Pages& pages
   asm volatile("cp.async.wait_all;" ::: "memory");
   if (first_odd < units) score_odd(s, tile, pages, share, row, keys.first_key(first_odd), units - first_odd, !fast);
   __syncthreads();  // the queries may change
+  return true;
 }
 
 constexpr int kPreparing = kHeads * kGroups / 32;  // warps; with four lanes a head the others wait for them anyway
@@ -507,20 +521,28 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
+  Guess guess;
+  Share first = guess_share(s.share, tile, guess);
   touch(tile);
   touch(pages);
   fetch_queries(tile, likely_token(tile), 0, kHeads);
-  if (const int warp = static_cast<int>(threadIdx.x / 32); warp >= kPreparing)
-    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(guess_share(tile), pages, warp - kPreparing);
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  if (warp >= kPreparing)
+    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(first, pages, warp - kPreparing);
+  guess.ids = keys_of<Keys>(s.ring, pages, first, warp / 4).guess_ids();
   wait_for_previous();
   let_next_start();
   // Early, where the others would else do nothing.
   if (const int thread = static_cast<int>(threadIdx.x) - 32 * kPreparing; tile.fill && thread >= 0)
     fill_rest(tile, thread, kScoreThreads - 32 * kPreparing);
   if (threadIdx.x < kLookups) s.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
+  if (!guess.is_there) first = find_share_anew(s.share, tile);
   for_each_share(
-      s.share, tile, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
-      [&](const Share& share) { score_units<kLanes>(s, tile, pages, share, tile.row(share.token)); });
+      s.share, tile, first, guess, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
+      [&](Share& share, const Guess& guess) {
+        return score_units<Keys, kLanes>(s, tile, pages, share, guess, tile.row(share.token),
+                                         [](Share&) { return false; });
+      });
 }
 
 // --- scores and selection
@@ -559,29 +581,34 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   TopkShared& s = *reinterpret_cast<TopkShared*>(bytes);
-  arrive_cluster();
+  arrive_first();
+  const int token = static_cast<int>(blockIdx.x) / blocks, warp = static_cast<int>(threadIdx.x / 32);
+  Guess guess;
+  Share share = guess_share_of_cluster(tile, blocks, token, guess);
   touch(tile);
   touch(pages);
-  const int token = static_cast<int>(blockIdx.x) / blocks;
   fetch_queries(tile, token, 0, kHeads);
-  if (const int warp = static_cast<int>(threadIdx.x / 32); warp >= kPreparing)
-    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(
-        share_of_cluster(tile, token, blocks, load_record_again(record_of(tile, token))), pages, warp - kPreparing);
+  if (warp >= kPreparing)
+    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(share, pages, warp - kPreparing);
+  guess.ids = keys_of<FewKeys>(s.scorer.ring, pages, share, warp / 4).guess_ids();
   s.selection.clear();
   if (threadIdx.x < kLookups) s.scorer.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   wait_for_previous();
   let_next_start();
-  const ops::StepRecord record = load_record(record_of(tile, token));
-  const Share share = share_of_cluster(tile, token, blocks, record);
   wait_cluster();
-  if (share.count > 0) score_units<kGroups>(s.scorer, tile, pages, share, shared_of(s, 0).row);
+  if (!guess.is_there) share = find_share_of_cluster(tile, blocks, token);
+  if (share.count > 0)
+    score_units<FewKeys, kGroups>(s.scorer, tile, pages, share, guess, shared_of(s, 0).row, [&](Share& anew) {
+      anew = find_share_of_cluster(tile, blocks, token);
+      return true;
+    });
   arrive_cluster();
   if (block_in_cluster() > 0) return;
   wait_cluster();
 
-  const int count = tile.visible(record), top = tile.p.top;
-  const Choice choice{tile, token, record.row};
-  if (count <= top) return take_whole(choice, count);
+  if (share.scored == 0) return take_whole_anew(tile, token);
+  const int count = share.scored, top = tile.p.top;
+  const Choice choice{tile, token, share.request};
   float held[TopkShared::kHeld];
   load_fours<kScoreThreads>(s.row, count, true, held);
   if (count % 4 != 0) leave_out_rest_of_fours<TopkLists>(count, held);

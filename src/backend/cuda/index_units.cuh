@@ -75,7 +75,7 @@ __device__ inline int ordinal_of(const Share& share) {
   return share.unit == 0 ? 0 : static_cast<int>(blockIdx.x) - Run::block_of(share.before, share.total);
 }
 
-/// Of up to 32 tokens, whose records load(address) gives: each warp finds it by itself.
+/// Of up to 32 tokens: each warp finds it by itself. load(address) gives records.
 constexpr int kFewTokens = 32;
 template <class Load>
 __device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
@@ -101,30 +101,14 @@ __device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
           total};
 }
 
-/// Of up to kScoreThreads tokens, of which each thread has the record of one.
-__device__ inline Share find_share_of_some(ShareRoom& s, const IndexTile& tile, const ops::StepRecord& record) {
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int token = static_cast<int>(threadIdx.x), scored = token < tile.count ? tile.scored(record) : 0;
-  const int mine = units_of(scored), sum = scan_warp(mine);
-  if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
-  __syncthreads();
-  const int of_warp = static_cast<int>(s.sums[lane % kScoreWarps]);
-  const int total = __reduce_add_sync(kAllLanes, lane < kScoreWarps ? of_warp : 0);
-  const int before = sum - mine + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0);
-  const Run run(total);
-  if (before <= run.begin && run.begin < before + mine)
-    s.first = {token, run.begin - before, run.count, record.row, scored, before, total};
-  __syncthreads();
-  return run.count > 0 ? s.first : Share{};
-}
-
-__device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
-  if (tile.count <= kFewTokens) return find_share_of_few(tile, load_record);
+template <class Load>
+__device__ Share find_share(ShareRoom& s, const IndexTile& tile, Load&& load) {
+  if (tile.count <= kFewTokens) return find_share_of_few(tile, load);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int each = (tile.count + kScoreThreads - 1) / kScoreThreads, first = static_cast<int>(threadIdx.x) * each;
   const int end = min(first + each, tile.count);
   int mine = 0;
-  for (int token = first; token < end; ++token) mine += units_of(tile.scored(*record_of(tile, token)));
+  for (int token = first; token < end; ++token) mine += units_of(tile.scored(load(record_of(tile, token))));
   const int sum = scan_warp(mine);
   if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
   __syncthreads();
@@ -139,7 +123,7 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
   if (run.count == 0) return {};
   if (before <= run.begin && run.begin < before + mine) {
     for (int token = first, at = run.begin - before;; ++token) {
-      const ops::StepRecord record = load_record(record_of(tile, token));
+      const ops::StepRecord record = load(record_of(tile, token));
       const int scored = tile.scored(record), units = units_of(scored);
       if (at < units) {
         s.first = {token, at, run.count, record.row, scored, run.begin - at, total};
@@ -152,36 +136,87 @@ __device__ inline Share find_share(ShareRoom& s, const IndexTile& tile) {
   return s.first;
 }
 
+/// By the records as they are after the wait.
+__device__ inline __noinline__ Share find_share_anew(ShareRoom& s, const IndexTile& tile) {
+  return find_share(s, tile, load_record);
+}
+
 /// The token that this block begins with if all are equally long.
 __device__ inline int likely_token(const IndexTile& tile) {
   return static_cast<int>(blockIdx.x * static_cast<unsigned>(tile.count) / gridDim.x);
 }
 
-/// The share by the records as they are before the wait; of many tokens, if all are as long as its first.
-__device__ inline Share guess_share(const IndexTile& tile) {
-  if (tile.count <= kFewTokens) return find_share_of_few(tile, load_record_again);
-  const int token = likely_token(tile);
-  const ops::StepRecord record = load_record_again(record_of(tile, token));
-  const int scored = tile.scored(record), units = units_of(scored);
-  const Run run(units * tile.count);
-  return {token, max(run.begin - token * units, 0), run.count, record.row, scored, 0, 0};
+/// What a share rests on that was found by the records and the block table as they are before the wait, so that keys
+/// can be asked for right after it; it is looked at again meanwhile.
+struct Guess {
+  bool is_there = false;
+  std::int32_t token = -1;             // whose record this thread has seen, if any
+  std::int32_t row = 0, position = 0;  // in that record
+  std::int32_t ids = -1;               // blocks of the lane's first keys (KeyStream)
+
+  /// What counts of a token's record. Asked again, the same, even if the record is written meanwhile.
+  __device__ ops::StepRecord see(const IndexTile& tile, int token_in) {
+    if (token != token_in) {
+      const ops::StepRecord record = load_record_again(record_of(tile, token_in));
+      token = token_in;
+      row = record.row;
+      position = record.position;
+    }
+    ops::StepRecord seen;
+    seen.row = row;
+    seen.position = position;
+    return seen;
+  }
+};
+
+/// The same after the wait. Loads are under way once it is made.
+class SecondLook {
+ public:
+  template <class Keys>
+  __device__ SecondLook(const IndexTile& tile, const Keys& keys, const Guess& guess)
+      : row_(guess.row), position_(guess.position), ids_(guess.ids) {
+    if (!guess.is_there) return;
+    ids_ = keys.first_ids();
+    if (guess.token < 0) return;
+    const ops::StepRecord* const record = record_of(tile, guess.token);
+    row_ = record->row;
+    position_ = record->position;
+  }
+  __device__ bool confirms(const Guess& guess) {
+    asm volatile("" : "+r"(row_), "+r"(position_), "+r"(ids_));  // not earlier
+    return row_ == guess.row & position_ == guess.position & ids_ == guess.ids;
+  }
+
+ private:
+  std::int32_t row_, position_, ids_;
+};
+
+/// The share by the records as they are before the wait; of no units if it is not known then.
+__device__ inline Share guess_share(ShareRoom& s, const IndexTile& tile, Guess& guess) {
+  if (tile.count > kScoreThreads) return {};
+  const Share share = find_share(s, tile, [&](const ops::StepRecord* at) {  // each thread asks for one
+    return guess.see(tile, static_cast<int>(at - record_of(tile, 0)));
+  });
+  guess.is_there = share.count > 0;
+  return share;
 }
 
-/// How many of a share's units are its first token's.
-__device__ inline int of_first_token(const Share& share) {
-  return min(share.count, units_of(share.scored) - share.unit);
-}
-
-/// Calls score(share) with the block's units of each of its tokens, and prefetch(token) before that with the token it
-/// will go on to.
+/// Calls score(share, guess) with the block's units of each of its tokens, of which the first were guessed, and
+/// prefetch(token) before that with the token it will go on to. score returns false where the guess did not hold, and
+/// then has done nothing.
 template <class Prefetch, class Score>
-__device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Prefetch&& prefetch, Score&& score) {
-  Share share = find_share(s, tile);
+__device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Share share, Guess guess, Prefetch&& prefetch,
+                               Score&& score) {
   while (share.count > 0) {
     const int left = max(share.count - (units_of(share.scored) - share.unit), 0), next = share.token + 1;
     share.count -= left;
     if (left > 0) prefetch(next);
-    if (share.count > 0) score(share);
+    const bool is_done = share.count == 0 || score(share, guess);
+    guess = {};
+    if (!is_done) {
+      share = find_share_anew(s, tile);
+      continue;
+    }
     if (left == 0) break;
     const ops::StepRecord record = load_record(record_of(tile, next));
     share = {next, 0, left, record.row, tile.scored(record), 0, 0};
@@ -189,10 +224,22 @@ __device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Prefetch&& p
 }
 
 /// This block's part of its cluster's token.
-__device__ inline Share share_of_cluster(const IndexTile& tile, int token, int blocks, const ops::StepRecord& record) {
+static_assert(kRowNumbers <= 32 * kWarpgroups * kUnitKeys);
+__device__ inline Share share_of_cluster(const IndexTile& tile, int blocks, int token, const ops::StepRecord& record) {
   const int scored = tile.scored(record), units = units_of(scored), rank = block_in_cluster();
   const int each = units / blocks, rest = units % blocks;
   return {token, rank * each + min(rank, rest), each + (rank < rest ? 1 : 0), record.row, scored, 0, 0};
+}
+
+/// By the record as it is after the wait.
+__device__ inline __noinline__ Share find_share_of_cluster(const IndexTile& tile, int blocks, int token) {
+  return share_of_cluster(tile, blocks, token, load_record(record_of(tile, token)));
+}
+
+__device__ inline Share guess_share_of_cluster(const IndexTile& tile, int blocks, int token, Guess& guess) {
+  const Share share = share_of_cluster(tile, blocks, token, guess.see(tile, token));
+  guess.is_there = share.count > 0;
+  return share;
 }
 
 // --- queries
@@ -345,36 +392,32 @@ __device__ inline std::uint32_t load_shared4(std::uint32_t at) {
 /// A warp's part of its warpgroup's units of keys on their way from the pages to its ring, which holds kStages of them.
 /// Of every other row of 128 bytes the halves change places, so that quads can load four chunks of a row each without
 /// bank conflicts. Each lane has a key of its own, whose scales it copies and whose score it writes.
-template <int kKeyBytes, int kStages>
+/// kIsLong: it may have more than 32 units, which no warpgroup of a cluster has (below).
+template <int kKeyBytes, int kStages, bool kIsLong>
 class KeyStream {
  public:
   static constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kKeyScaleBytes;
+  static constexpr int kStageStep = kScoreWarps * kStageBytes;
+  using Ring = std::uint8_t[kStages][kScoreWarps][kStageBytes];
   static_assert(kStageBytes % 16 == 0 && (kKeyBytes == 64 || kKeyBytes == 128));
 
   /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
-  __device__ KeyStream(const std::uint8_t* ring, const Pages& pages, int request, int first_unit, int units, int scored)
-      : KeyStream(ring, pages) {
-    move_to(request, first_unit, units, scored);
-  }
-  __device__ KeyStream(const std::uint8_t* ring, const Pages& pages)
-      : pages_(pages), ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring))) {}
-
-  /// To a request's units. None are on their way. kGuess: before the wait, from L2.
-  template <bool kGuess = false>
-  __device__ void move_to(int request, int first_unit, int units, int scored) {
-    first_ = first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys;
-    units_ = units;
-    scored_ = scored;
-    request_ = request;
-    const std::uint32_t row = pages_.row_of(first_), lane = threadIdx.x % 32;
-    payload_ = pages_.payload + (kKeyBytes * row + 16 * lane);
-    scale_ = pages_.scale + kKeyScaleBytes * (row + own_key());
+  __device__ KeyStream(const Ring& ring, const Pages& pages, int request, int first_unit, int units, int scored)
+      : pages_(&pages),
+        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
+        units_(units),
+        scored_(scored),
+        request_(request),
+        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring[0][threadIdx.x / 32]))) {
+    const std::uint32_t row = pages.row_of(first_), lane = threadIdx.x % 32;
+    payload_ = pages.payload + (kKeyBytes * row + 16 * lane);
+    scale_ = pages.scale + kKeyScaleBytes * (row + own_key());
     asm("" : "+l"(payload_), "+l"(scale_), "+r"(ring_));  // kept, not made anew for every unit
-    next_ = load_id<kGuess>(0);
   }
 
-  /// After begin(), whether the table still has the blocks that were found before the wait (kGuess).
-  __device__ bool hold() const { return __all_sync(kAllLanes, load_id<true>(0) == ids_); }
+  /// The blocks of the first units, one of each lane; before the wait, what they probably are.
+  __device__ std::int32_t first_ids() const { return load_id(0); }
+  __device__ std::int32_t guess_ids() const { return load_id<true>(0); }
 
   /// Of the 32 of a warp and unit.
   __device__ static std::uint32_t own_key() { return threadIdx.x % 32 / kQuad + 8 * (threadIdx.x % kQuad); }
@@ -382,14 +425,15 @@ class KeyStream {
   /// The first key of the i-th unit.
   __device__ int first_key(int i) const { return first_ + i * kStep; }
 
-  /// Asks for the first units.
-  __device__ void begin() {
+  /// Asks for the first units, which lie in these blocks.
+  __device__ void begin(std::int32_t first_ids) {
+    ids_ = next_ = first_ids;
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-      free_ = i * kStageBytes;
+      free_ = i * kStageStep;
       ask(i);
     }
-    stage_ = (kStages - 1) * kStageBytes;
+    stage_ = (kStages - 1) * kStageStep;
   }
 
   /// The next unit, once it is there: where its keys lie, at 64 or 128 bytes from each to the next.
@@ -397,7 +441,7 @@ class KeyStream {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
     __syncwarp();
     free_ = stage_;
-    stage_ = stage_ == (kStages - 1) * kStageBytes ? 0 : stage_ + kStageBytes;
+    stage_ = stage_ == (kStages - 1) * kStageStep ? 0 : stage_ + kStageStep;
     return ring_ + stage_;
   }
   /// The scales of the lane's own key of the unit that was taken last.
@@ -411,7 +455,7 @@ class KeyStream {
  private:
   /// In order. Keys that no token sees are left as they come.
   __device__ void ask(int i) {
-    if (i % 32 == 0) {
+    if (kIsLong && i % 32 == 0) {
       ids_ = next_;
       next_ = load_id(i + 32);
     }
@@ -419,15 +463,15 @@ class KeyStream {
     const std::uint32_t lane = threadIdx.x % 32, swapped = kKeyBytes == 128 ? lane / 8 % 2 * 4 : 0;
     const std::uint32_t to = ring_ + free_ + 16 * (lane ^ swapped), id = static_cast<std::uint32_t>(block);
     if (block >= 0) {
-      const std::uint8_t* from = payload_ + std::uint64_t{id} * pages_.payload_stride;
+      const std::uint8_t* from = payload_ + std::uint64_t{id} * pages_->payload_stride;
 #pragma unroll
       for (int at = 0; at < kPayloadBytes; at += 512)
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to + at), "l"(from + at),
-                     "l"(pages_.policy)
+                     "l"(pages_->policy)
                      : "memory");
       asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(ring_ + free_ + kPayloadBytes +
                                                                                        kKeyScaleBytes * lane),
-                   "l"(scale_ + std::uint64_t{id} * pages_.scale_stride), "l"(pages_.policy)
+                   "l"(scale_ + std::uint64_t{id} * pages_->scale_stride), "l"(pages_->policy)
                    : "memory");
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -439,16 +483,25 @@ class KeyStream {
     i += static_cast<int>(threadIdx.x % 32);
     if (i >= units_ || first_key(i) >= scored_) return -1;
     const std::int32_t* const at =
-        pages_.table + std::int64_t{request_} * pages_.blocks_per_request + (first_key(i) >> pages_.block_shift);
+        pages_->table + (std::int64_t{request_} * pages_->blocks_per_request + (first_key(i) >> pages_->block_shift));
     return kFromL2 ? __ldcg(at) : *at;
   }
 
-  const Pages& pages_;
+  const Pages* pages_;
   int first_, units_, scored_, request_;
   const std::uint8_t *payload_, *scale_;  // this lane's in block 0
   std::uint32_t ring_, stage_, free_;     // stages as offsets
   std::int32_t ids_ = -1, next_;
 };
+
+/// How many units of its block's share a warpgroup has, and their keys.
+__device__ inline int units_of_warpgroup(const Share& share, int warpgroup) {
+  return (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
+}
+template <class Keys>
+__device__ Keys keys_of(const typename Keys::Ring& ring, const Pages& pages, const Share& share, int warpgroup) {
+  return Keys(ring, pages, share.request, share.unit + warpgroup, units_of_warpgroup(share, warpgroup), share.scored);
+}
 
 /// Before the wait: the keys that this block probably begins with, kStages of 32 for each of its warps, into L2.
 /// Nothing depends on it (kv4/cuda.h). By kWorkers warps.

@@ -312,10 +312,28 @@ __device__ __noinline__ void select_from_row(S& s, const float* scores, int coun
   write_chosen(s, scan, row, find_cut(s, scan, row, bounds, choice.tile.p.top), choice);
 }
 
+/// What a token's record says.
+struct TokenRow {
+  int request, count;  // count: of keys it sees
+
+  TokenRow() = default;
+  __device__ TokenRow(const IndexTile& tile, int token) {
+    const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
+    request = record.row;
+    count = tile.visible(record);
+  }
+};
+
 /// A row that is taken whole: all of it, then none.
 __device__ inline __noinline__ void take_whole(Choice choice, int count) {
   for (int i = static_cast<int>(threadIdx.x); i < choice.tile.p.top; i += static_cast<int>(blockDim.x))
     choice.put(i, i < count ? i : -1);
+}
+
+/// The same of a token's row, by its record.
+__device__ inline __noinline__ void take_whole_anew(const IndexTile& tile, int token) {
+  const TokenRow seen(tile, token);
+  take_whole({tile, token, seen.request}, seen.count);
 }
 
 /// The smallest and largest of the block's numbers.
@@ -332,18 +350,6 @@ __device__ Range find_range(S& s, std::uint32_t low, std::uint32_t high) {
   const int at = lane % S::kWarps;
   return {__reduce_min_sync(kAll, s.lows[at]), __reduce_max_sync(kAll, s.highs[at])};
 }
-
-/// What a token's record says.
-struct TokenRow {
-  int request, count;  // count: of keys it sees
-
-  TokenRow() = default;
-  __device__ TokenRow(const IndexTile& tile, int token) {
-    const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
-    request = record.row;
-    count = tile.visible(record);
-  }
-};
 
 // --- rows of up to 8,192 scores, or of groups
 
