@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 
 // A cluster takes a token of up to kRowNumbers keys, as in index_mxfp4.cu; its first block selects. Keys on their way
 // leave no room for scores in shared memory: they go by L2. 8,192 keys on an H200, 2026-11-16, in us: of 16
-// tokens 17.5, of 64 28.6, of 128 45.0; of 16 the scores take 14,400 clocks, the selection 13,300.
+// tokens 17.8, of 64 28.0, of 128 44.1; of 16 the scores take 14,400 clocks, the selection 13,300.
 
 constexpr int kMostBlocks = kRowNumbers / kWarpKeys;  // of a row of the block table
 struct TopkShared {
