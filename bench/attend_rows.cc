@@ -1,6 +1,7 @@
 // Attention over fp8_tile64 rows: raw calls on pools made by hand, at the shapes of V4-Flash and V4-Pro; decodes of as
-// many requests as there are tokens, and a prefill chunk of one. Every launch of a graph has its own rows, queries and
-// outputs, and L2 is swept before each replay.
+// many requests as there are tokens, and a prefill chunk of one. Launches of a graph take pages from a pool in turn,
+// and queries and outputs too, so that L2 has none of them; it is swept before each replay. There are many launches to
+// a graph: about 10 us of a replay are not theirs.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -120,7 +121,12 @@ DeviceMemory to_device(Bench& bench, const std::vector<T>& values) {
 class Cell {
  public:
   Cell(Bench& bench, Pools& pools, const Shape& shape, int requests, int tokens)
-      : bench_(bench), pools_(pools), shape_(shape), requests_(requests), batch_(tokens), launches_(count_launches()) {
+      : bench_(bench),
+        pools_(pools),
+        shape_(shape),
+        requests_(requests),
+        batch_(tokens),
+        launches_(std::min(kMostLaunches, kMostTokens / tokens)) {
     std::mt19937 random(11);
     const std::int32_t pool_blocks = static_cast<std::int32_t>(kPoolBytes / shape.page_bytes);
     std::vector<std::int32_t> blocks(static_cast<std::size_t>(pool_blocks));
@@ -212,12 +218,6 @@ class Cell {
     return (shape_.context_entries + later_entries) / shape_.page_rows;
   }
   static std::int64_t window_slots() { return kPoolBytes / 4 / (kWindow * (kRowBytes + kScaleBytes)); }
-  // Few enough not to meet the same pages again in a graph.
-  int count_launches() const {
-    const std::int64_t pages = std::max<std::int64_t>(std::int64_t{requests_} * blocks_per_request(), 1);
-    const std::int64_t fit = std::min(kPoolBytes / shape_.page_bytes / pages, window_slots() / requests_);
-    return static_cast<int>(std::clamp<std::int64_t>(fit, 2, std::min(kMostLaunches, kMostTokens / batch_)));
-  }
   static ops::RowPlanes planes(std::uint8_t* data, std::int64_t page_bytes, std::int64_t rows) {
     ops::RowPlanes p;
     p.format = Format::fp8_tile64;
