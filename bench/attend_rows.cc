@@ -25,8 +25,8 @@ constexpr std::int64_t kRowBytes = 576, kScaleBytes = 8;
 constexpr double kFlopPerUs = 790e6;         // bf16, measured
 constexpr double kPrefillFlopPerUs = 500e6;  // aim
 constexpr int kPrefillTokens = 1024;
-constexpr std::int64_t kPoolBytes = std::int64_t{1} << 30, kSweepBytes = std::int64_t{256} << 20;
-constexpr int kMostLaunches = 24, kMostTokens = 4096;
+constexpr std::int64_t kPoolBytes = std::int64_t{2} << 30, kSweepBytes = std::int64_t{256} << 20;
+constexpr int kMostLaunches = 24, kMostTokens = 8192;
 
 struct Shape {
   const char* name;

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kWidth = 128, kHeads = 64, kTop = 512, kRatio = 4, kRowsPerBlock = 32;
 constexpr std::int64_t kColdBytes = std::int64_t{192} << 20;
-constexpr int kFewestLaunches = 8, kMostSets = 64;
+constexpr int kFewestLaunches = 24, kMostSets = 64;
 constexpr int kBatches[] = {1, 16, 64, 128};
 
 struct Anchor {
