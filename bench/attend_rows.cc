@@ -22,11 +22,13 @@ namespace {
 constexpr int kWidth = 512, kWindow = 128;
 constexpr RowShape kShape{kWidth, 64};
 constexpr std::int64_t kRowBytes = 576, kScaleBytes = 8;
-constexpr double kFlopPerUs = 790e6;         // bf16, measured
+constexpr double kFlopPerUs = 790e6;  // bf16, measured
+constexpr double kBytesPerUs = 4.3e6;
 constexpr double kPrefillFlopPerUs = 500e6;  // aim
 constexpr int kPrefillTokens = 1024;
 constexpr std::int64_t kPoolBytes = std::int64_t{2} << 30, kSweepBytes = std::int64_t{256} << 20;
-constexpr int kMostLaunches = 24, kMostTokens = 8192;
+constexpr int kFewestLaunches = 3, kMostLaunches = 24, kMostTokens = 8192;
+constexpr double kGraphUs = 1000;
 
 struct Shape {
   const char* name;
@@ -121,12 +123,7 @@ DeviceMemory to_device(Bench& bench, const std::vector<T>& values) {
 class Cell {
  public:
   Cell(Bench& bench, Pools& pools, const Shape& shape, int requests, int tokens)
-      : bench_(bench),
-        pools_(pools),
-        shape_(shape),
-        requests_(requests),
-        batch_(tokens),
-        launches_(std::min(kMostLaunches, kMostTokens / tokens)) {
+      : bench_(bench), pools_(pools), shape_(shape), requests_(requests), batch_(tokens), launches_(count_launches()) {
     std::mt19937 random(11);
     const std::int32_t pool_blocks = static_cast<std::int32_t>(kPoolBytes / shape.page_bytes);
     std::vector<std::int32_t> blocks(static_cast<std::size_t>(pool_blocks));
@@ -216,6 +213,13 @@ class Cell {
   int blocks_per_request() const {
     const int later_entries = shape_.chosen ? 0 : (batch_ / requests_ + 1) / ratio();
     return (shape_.context_entries + later_entries) / shape_.page_rows;
+  }
+  // As many as take a millisecond at the floor: fewer would not make up for what a replay takes besides, more run at
+  // the speed that the GPU's power allows for long.
+  int count_launches() const {
+    const double floor_us = std::max(static_cast<double>(bytes()) / kBytesPerUs, flop() / kFlopPerUs);
+    return std::clamp(static_cast<int>(kGraphUs / floor_us), kFewestLaunches,
+                      std::min(kMostLaunches, kMostTokens / batch_));
   }
   static std::int64_t window_slots() { return kPoolBytes / 4 / (kWindow * (kRowBytes + kScaleBytes)); }
   static ops::RowPlanes planes(std::uint8_t* data, std::int64_t page_bytes, std::int64_t rows) {

@@ -149,7 +149,7 @@ __device__ inline int likely_token(const IndexTile& tile) {
 /// What a share rests on that was found by the records and the block table as they are before the wait, so that keys
 /// can be asked for right after it; it is looked at again meanwhile.
 struct Guess {
-  bool is_there = false;
+  bool is_there = false;               // of the whole block: where it is not, all find their share after the wait
   std::int32_t token = -1;             // whose record this thread has seen, if any
   std::int32_t row = 0, position = 0;  // in that record
   std::int32_t ids = -1;               // blocks of the lane's first keys (KeyStream)
@@ -197,7 +197,7 @@ __device__ inline Share guess_share(ShareRoom& s, const IndexTile& tile, Guess& 
   const Share share = find_share(s, tile, [&](const ops::StepRecord* at) {  // each thread asks for one
     return guess.see(tile, static_cast<int>(at - record_of(tile, 0)));
   });
-  guess.is_there = share.count > 0;
+  guess.is_there = __syncthreads_and(share.count > 0);  // a record may change while warps look at it
   return share;
 }
 
@@ -238,7 +238,7 @@ __device__ inline __noinline__ Share find_share_of_cluster(const IndexTile& tile
 
 __device__ inline Share guess_share_of_cluster(const IndexTile& tile, int blocks, int token, Guess& guess) {
   const Share share = share_of_cluster(tile, blocks, token, guess.see(tile, token));
-  guess.is_there = share.count > 0;
+  guess.is_there = __syncthreads_and(share.count > 0);
   return share;
 }
 
