@@ -481,10 +481,11 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
   const ops::CopyPiece pieces[] = {piece(new_tokens, tokens, token_bytes), piece(new_table, table, table_bytes)};
   for (const bool change_tokens : {true, false}) {
     SCOPED_TRACE(change_tokens ? "other records" : "another table");
-    if (change_tokens)
-      ASSERT_EQ(cudaMemcpy(tokens.data(), old_tokens.data(), token_bytes, cudaMemcpyHostToDevice), cudaSuccess);
-    else
-      ASSERT_EQ(cudaMemcpy(table.data(), old_table.data(), table_bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    const auto put_old = [&] {
+      return change_tokens ? cudaMemcpy(tokens.data(), old_tokens.data(), token_bytes, cudaMemcpyHostToDevice)
+                           : cudaMemcpy(table.data(), old_table.data(), table_bytes, cudaMemcpyHostToDevice);
+    };
+    ASSERT_EQ(put_old(), cudaSuccess);
     ASSERT_EQ(cudaMemset(indices.data(), 0xCC, 4 * num_tokens * c_.top), cudaSuccess);
     p.scores = nullptr;
     ASSERT_EQ(cuda::index_topk(p, nullptr), cudaSuccess);
@@ -495,6 +496,15 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
       SCOPED_TRACE("token " + std::to_string(t));
       expect_chosen(&chosen[t * c_.top], c_.top, best[t]);
     }
+    ASSERT_EQ(put_old(), cudaSuccess);
+    ASSERT_EQ(cudaMemset(near_scores.data(), 0xCC, near.size() * sizeof(float)), cudaSuccess);
+    p.scores = near_scores.data();
+    ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
+    ASSERT_EQ(cuda::copy_few_pieces(pieces, nullptr), cudaSuccess);
+    ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
+    const std::vector<float> again = near_scores.read();
+    for (std::size_t i = 0; i < near.size(); ++i)
+      ASSERT_EQ(codec::float_bits(again[i]), codec::float_bits(near[i])) << "near score " << i;
   }
 }
 

@@ -1,5 +1,5 @@
 // What attend's kernels do before the kernel before them has ended: bring into L2 what the token's record, as it is
-// then, points at. Nothing else may depend on it.
+// then, points at, or find where that lies, to load it right after the wait if the record is still the same.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,19 @@ __device__ inline ops::StepRecord guess_record(const ops::AttendParams& p, std::
   if (p.step.tokens == nullptr || p.window_slots.slots != nullptr || p.entry_slots.slots != nullptr) return {};
   const ops::StepRecord r = load_record_again(p.step.tokens + token);
   return min(r.read_slot, r.write_slot) < 0 ? ops::StepRecord{} : r;  // half written
+}
+
+/// The same for loads that do not wait until the record has proved right: they must not leave the pools. Of two halves
+/// that are of different steps, rows of the scratch could.
+__device__ inline ops::StepRecord guess_record_to_load(const ops::AttendParams& p, std::int64_t token) {
+  const ops::StepRecord r = guess_record(p, token);
+  return r.in_place() || r.token_of(r.position) == token ? r : ops::StepRecord{};
+}
+
+/// All that says which rows a query has.
+__device__ inline bool is_same(const ops::StepRecord& a, const ops::StepRecord& b) {
+  return a.row == b.row && a.length == b.length && a.count == b.count && a.first_token == b.first_token &&
+         a.read_slot == b.read_slot && a.write_slot == b.write_slot && a.position == b.position;
 }
 
 }  // namespace kv4::cuda

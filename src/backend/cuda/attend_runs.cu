@@ -143,31 +143,16 @@ class RunLoader {
   }
 
   __device__ void copy_queries(int token) const {
-    const std::uint8_t* q = queries_of(token);
-#pragma unroll 4
-    for (int i = 0; i < kTile * kUnits / kLoaders; ++i) {
-      const int at = thread_ + i * kLoaders, head = at / kUnits, unit = at % kUnits;
-      const bool there = head < heads();
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(s_.q) + unit / 8 * kPanelBytes +
-                                                                         panel_offset(head, unit % 8)),
-                   "l"(q + (there ? at * 16 : 0)), "r"(there ? 16 : 0)
-                   : "memory");
-    }
+    cuda::copy_queries<kLoaders, 4>(p_, s_, token, first_head_, thread_);
   }
   __device__ void fetch_queries(int token) const {
-    const std::uint8_t* q = queries_of(token);
+    const std::uint8_t* q = queries_of(p_, token, first_head_);
     for (int at = thread_ * kLine; at < heads() * kWidth * 2; at += kLoaders * kLine) fetch(q + at);
   }
 
  private:
-  static constexpr int kUnits = kWidth * 2 / 16;
-
   __device__ int lane() const { return thread_ % 32; }
   __device__ int warp() const { return thread_ / 32; }
-  __device__ const std::uint8_t* queries_of(int token) const {
-    return static_cast<const std::uint8_t*>(p_.q.data) +
-           (std::int64_t{token} * p_.q.row_stride + first_head_ * kWidth) * 2;
-  }
   __device__ int heads() const { return min(kTile, p_.num_heads - first_head_); }
 
   __device__ void announce_queries() const {

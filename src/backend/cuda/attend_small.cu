@@ -200,11 +200,6 @@ class RowCopier {
   RowPlace place_, next_;
 };
 
-__device__ bool same(const ops::StepRecord& a, const ops::StepRecord& b) {
-  return a.row == b.row && a.length == b.length && a.count == b.count && a.first_token == b.first_token &&
-         a.read_slot == b.read_slot && a.write_slot == b.write_slot && a.position == b.position;
-}
-
 template <int kHeads, int kStages, int kFixed>
 __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
     attend_parts(const __grid_constant__ AttendParams p, Parts<kFixed> parts, int head_groups) {
@@ -223,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   __syncwarp();
   cluster_arrive();
   Job job(parts, head_groups, kHeads);
-  QueryRows rows(p, job.token, guess_record(p, job.token));
+  QueryRows rows(p, job.token, guess_record_to_load(p, job.token));
   job.take_rows(rows, parts);
   RowCopier copier(p, rows, job);
   copier.guess(job.first_head / kHeads, head_groups);
@@ -245,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   copier.copy_first(s);
   queries.convert(s);
   const bool same_query =
-      same(record, rows.at) && (p.step.tokens == nullptr || window_begin(p.step, record) == rows.begin);
+      is_same(record, rows.at) && (p.step.tokens == nullptr || window_begin(p.step, record) == rows.begin);
   if (__syncthreads_or(!same_query || !copier.was_right())) {
     wait_for_batch<0>();
     __syncthreads();

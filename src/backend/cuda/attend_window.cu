@@ -39,26 +39,6 @@ constexpr int kWindowSharedBytes = sizeof(WindowTiles) + 1024;
 static_assert(kThreads == 4 * kMostRunWindow);
 static_assert(kWindowSharedBytes <= 227 * 1024);
 
-__device__ const std::uint8_t* queries_of(const AttendParams& p, const Job& job) {
-  return static_cast<const std::uint8_t*>(p.q.data) +
-         (std::int64_t{job.token} * p.q.row_stride + job.first_head * kWidth) * 2;
-}
-
-__device__ void copy_queries(const AttendParams& p, WindowTiles& s, const Job& job, int thread) {
-  constexpr int kHeadUnits = kWidth * 2 / 16, kAtOnce = kThreads / kHeadUnits;
-  const int heads = min(kTile, p.num_heads - job.first_head), unit = thread % kHeadUnits;
-  const std::uint8_t* q = queries_of(p, job);
-  const std::uint32_t to = shared_address(s.q) + unit / 8 * kPanelBytes;
-#pragma unroll
-  for (int i = 0; i < kTile / kAtOnce; ++i) {
-    const int head = thread / kHeadUnits + i * kAtOnce;
-    const bool there = head < heads;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + panel_offset(head, unit % 8)),
-                 "l"(q + (there ? (head * kHeadUnits + unit) * 16 : 0)), "r"(there ? 16 : 0)
-                 : "memory");
-  }
-}
-
 /// A quarter of a row, of each 64 bytes 16: 7 units of codes, one of each scale's tile, and 2 of bf16.
 class RowQuarter {
  public:
@@ -125,11 +105,6 @@ class RowQuarter {
   uint4 raw_[kCodeUnits + 2];
 };
 
-__device__ bool is_same(const ops::StepRecord& a, const ops::StepRecord& b) {
-  return a.row == b.row && a.length == b.length && a.count == b.count && a.first_token == b.first_token &&
-         a.position == b.position && a.read_slot == b.read_slot && a.write_slot == b.write_slot;
-}
-
 /// O += P V over a warpgroup's channels.
 template <int kSize>
 __device__ void add_values(WindowTiles& s, float (&o)[kSize], int first_channel) {
@@ -162,16 +137,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int thread = thread_here(), group = thread / kGroup;
   Job job(1, kChannelParts, 1, head_tiles, false);
   RowQuarter quarter(s, thread);
-  if (job.first_head + thread * kLine / (kWidth * 2) < p.num_heads) fetch(queries_of(p, job) + thread * kLine);
-  QueryRows rows(p, job.token, guess_record(p, job.token));
-  RowPlace place = quarter.find(p, rows);
+  if (job.first_head + thread * kLine / (kWidth * 2) < p.num_heads)
+    fetch(queries_of(p, job.token, job.first_head) + thread * kLine);
+  QueryRows rows(p, job.token, guess_record_to_load(p, job.token));
+  const RowPlace place = quarter.find(p, rows);
   quarter.fetch_ahead(place);
   wait_for_previous();
 
   // Rows are asked for where they are if the record is as it was.
   const ops::StepRecord record = load_record_again(p.step.tokens + job.token);
   quarter.load(place);
-  copy_queries(p, s, job, thread);
+  copy_queries<kThreads, kTile * kQueryUnits / kThreads>(p, s, job.token, job.first_head, thread);
   const int head = head_of_thread();
   float sinks[2];
   for (int half = 0; half < 2; ++half) sinks[half] = sink_of(p, job.first_head + head + 8 * half);

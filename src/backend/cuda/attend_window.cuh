@@ -22,6 +22,31 @@ struct WindowTiles {
   float most[kSides][kTile], sum[kSides][kTile];  // of a head over half of the rows
 };
 
+/// Of a token, from its first head of the thread block on.
+__device__ const std::uint8_t* queries_of(const AttendParams& p, int token, int first_head) {
+  return static_cast<const std::uint8_t*>(p.q.data) + (std::int64_t{token} * p.q.row_stride + first_head * kWidth) * 2;
+}
+
+/// By so many threads, kAtOnce copies of each side by side; zeros for heads that are not there. They are to be waited
+/// for.
+constexpr int kQueryUnits = kWidth * 2 / 16;  // of a head
+template <int kWorkers, int kAtOnce>
+__device__ void copy_queries(const AttendParams& p, WindowTiles& s, int token, int first_head, int worker) {
+  static_assert(kWorkers % kQueryUnits == 0);
+  constexpr int kHeads = kWorkers / kQueryUnits;  // at a time
+  const int heads = min(kTile, p.num_heads - first_head), unit = worker % kQueryUnits;
+  const std::uint8_t* q = queries_of(p, token, first_head);
+  const std::uint32_t to = shared_address(s.q) + unit / 8 * kPanelBytes;
+#pragma unroll kAtOnce
+  for (int i = 0; i < kTile / kHeads; ++i) {
+    const int head = worker / kQueryUnits + i * kHeads;
+    const bool there = head < heads;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + panel_offset(head, unit % 8)),
+                 "l"(q + (there ? (head * kQueryUnits + unit) * 16 : 0)), "r"(there ? 16 : 0)
+                 : "memory");
+  }
+}
+
 /// Times log2 e. A constant, but for padded tokens, which have none.
 __device__ float sink_of(const AttendParams& p, int head) {
   return p.sink != nullptr && head < p.num_heads ? p.sink[head] * codec::kLog2e : -INFINITY;

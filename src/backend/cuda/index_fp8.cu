@@ -143,6 +143,9 @@ __device__ __forceinline__ float score_unit(std::uint32_t stage, std::uint32_t c
   return add_chains(sum, c);
 }
 
+/// No normal number of ordinary size.
+__device__ bool is_odd(std::uint32_t scale) { return scale - kLeastScale > kMostScale - kLeastScale; }
+
 /// Units of one token, its scores into `row`: the queries' part of Shared is written anew. Then s.largest is known to
 /// all threads. note() is called by one of them while keys and queries are on their way, keep(part of a head, head,
 /// part) by all. Where the share was guessed, and not rightly, renew(share) makes it right, or returns false: its token
@@ -191,7 +194,7 @@ __device__ bool score_units(Shared& s, const IndexTile& tile, const Pages& pages
     const float total = score_unit(stage, chunk_at, queries, weights, c) * codec::bits_float(scale);
     if (key < scored) {
       *to = total;
-      largest = max(largest, scale - kLeastScale <= kMostScale - kLeastScale ? scale : kOddScale);
+      largest = max(largest, is_odd(scale) ? kOddScale : scale);
     }
     if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group, key < scored ? total : kNoScore);
   }
@@ -242,8 +245,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 // of 8,192 keys, one block on every multiprocessor, so that blocks begin where those of the launch before end: 24,600,
 // of which 7,700 until the wait is over (guess and fetches into L2, hidden by nothing), 3,200 a share, 1,600 until keys
 // are asked for, 2,400 queries, 900 a barrier, 7,300 two units of each warpgroup, 900 the rest of rows. So such blocks
-// guess nothing: 13.4 to 12.4 us. One token of 8,192 keys leaves multiprocessors to the next launch: there guessing
-// is hidden, 5.2 to 4.85 us.
+// guess nothing: 13.4 to 12.4 us (11.6 now, in longer graphs). One token of 8,192 keys leaves multiprocessors to the
+// next launch: there guessing is hidden, 5.2 to 4.85 us (4.1).
 
 /// Of heads, so that no sum overflows: with the largest code, 64 heads and the largest scale of a key 2^121.
 constexpr float kMostRawWeight = 0x1p60f;
@@ -276,8 +279,6 @@ __device__ float defined_score(const Shared& s, const std::uint8_t* codes, float
   sum += __shfl_xor_sync(kAllLanes, sum, 1);
   return codec::canonical_nan(sum + __shfl_xor_sync(kAllLanes, sum, 2));
 }
-
-__device__ bool is_odd(std::uint32_t scale) { return scale - kLeastScale > kMostScale - kLeastScale; }
 
 /// Of a warp's keys of `units` units, every kStep-th from first_key on: those whose scale is out of bounds, or all.
 __device__ __noinline__ void score_odd(const Shared& s, const Pages& pages, int request, int scored, float* row,
@@ -393,7 +394,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 
 // A cluster takes a token of up to kRowNumbers keys, as in index_mxfp4.cu; its first block selects. Keys on their way
 // leave no room for scores in shared memory: they go by L2. 8,192 keys on an H200, 2026-11-16, in us: of 16
-// tokens 17.8, of 64 28.0, of 128 44.1; of 16 the scores take 14,400 clocks, the selection 13,300.
+// tokens 17.3, of 64 28.1, of 128 46.9; of 16 the scores take 14,400 clocks, the selection 13,300.
 
 constexpr int kMostBlocks = kRowNumbers / kWarpKeys;  // of a row of the block table
 struct TopkShared {
