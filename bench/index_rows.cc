@@ -67,6 +67,8 @@ class IndexSets {
         keys_(bench.backend, align(blocks_ * kRowsPerBlock * row_bytes())),
         table_memory_(bench.backend, align(4 * blocks_)),
         record_memory_(bench.backend, align(std::int64_t{32} * sets_ * tokens_)),
+        codes_(bench.backend, align(std::int64_t{sets_} * tokens_ * kHeads * payload_)),
+        code_scales_(bench.backend, align(std::int64_t{4} * sets_ * tokens_ * kHeads)),
         results_(bench.backend, align(std::int64_t{4} * tokens_ * kTop)),
         workspace_(bench.backend, align(part_bytes_ * tokens_)) {
     const cudaStream_t stream = bench.timer.stream();
@@ -78,6 +80,9 @@ class IndexSets {
     check(fill_bytes({keys + scale_at, blocks_, page_bytes, page_bytes - scale_at}, fp8 ? 0x3F : 126, fp8 ? 0x40 : 129,
                      6, stream),
           "fill_bytes");
+    const std::int64_t heads = std::int64_t{sets_} * tokens_ * kHeads;  // encoded, as keys are
+    check(fill_bytes({codes(), heads, payload_, payload_}, 0, fp8 ? 0x7F : 256, 7, stream), "fill_bytes");
+    check(fill_bytes({code_scales(), heads, 4, 4}, fp8 ? 0x3F : 126, fp8 ? 0x40 : 129, 8, stream), "fill_bytes");
     std::vector<std::int32_t> table(static_cast<std::size_t>(blocks_));
     std::iota(table.begin(), table.end(), 0);
     std::shuffle(table.begin(), table.end(), std::mt19937(9));
@@ -118,10 +123,17 @@ class IndexSets {
   std::int64_t row_bytes() const { return payload_ + 4; }
   int launches() const { return std::max(sets_, kFewestLaunches); }
 
-  ops::IndexParams next() {
+  /// With queries as bf16, or encoded.
+  ops::IndexParams next(bool encoded = false) {
     ops::IndexParams p = params_;
-    p.step.tokens = records_ + std::int64_t{turn_++ % sets_} * tokens_;
-    p.q = {bench_.inputs.bf16(tokens_, kHeads * kWidth).data, DType::bf16, kHeads * kWidth};
+    const std::int64_t set = turn_++ % sets_;
+    p.step.tokens = records_ + set * tokens_;
+    if (encoded) {
+      p.q = {codes() + set * tokens_ * kHeads * payload_, DType::u8, kHeads * payload_};
+      p.q_scale = {code_scales() + set * tokens_ * kHeads * 4, DType::u8, kHeads * 4};
+    } else {
+      p.q = {bench_.inputs.bf16(tokens_, kHeads * kWidth).data, DType::bf16, kHeads * kWidth};
+    }
     p.weights = {bench_.inputs.f32(tokens_, kHeads).data, DType::f32, kHeads};
     return p;
   }
@@ -137,6 +149,9 @@ class IndexSets {
   }
 
  private:
+  std::uint8_t* codes() const { return reinterpret_cast<std::uint8_t*>(codes_.data()); }
+  std::uint8_t* code_scales() const { return reinterpret_cast<std::uint8_t*>(code_scales_.data()); }
+
   Bench& bench_;
   IndexCase case_;
   int tokens_;
@@ -144,7 +159,7 @@ class IndexSets {
   int sets_;
   std::int32_t blocks_each_;
   std::int64_t blocks_, part_bytes_;
-  DeviceMemory keys_, table_memory_, record_memory_, results_, workspace_;
+  DeviceMemory keys_, table_memory_, record_memory_, codes_, code_scales_, results_, workspace_;
   const ops::StepRecord* records_ = nullptr;
   ops::IndexParams params_;
   int turn_ = 0;
@@ -164,14 +179,15 @@ void add_row(Bench& bench, const std::string& name, std::int64_t bytes, double a
 }
 
 void add_scores(Bench& bench, IndexSets& sets, const std::string& name, double anchor,
-                ScoreSums sums = ScoreSums::defined) {
-  add_row(bench, (sums == ScoreSums::near ? "near index scores, " : "index scores, ") + name, sets.bytes(), anchor,
-          sets.launches(), [&] {
-            ops::IndexParams p = sets.next();
-            p.sums = sums;
-            sets.keep_scores(p);
-            check(cuda::index_scores(p, bench.timer.stream()), "index_scores");
-          });
+                ScoreSums sums = ScoreSums::defined, bool encoded = false) {
+  const std::string what = fmt::format("{}index scores{}, {}", sums == ScoreSums::near ? "near " : "",
+                                       encoded ? " of encoded queries" : "", name);
+  add_row(bench, what, sets.bytes(), anchor, sets.launches(), [&] {
+    ops::IndexParams p = sets.next(encoded);
+    p.sums = sums;
+    sets.keep_scores(p);
+    check(cuda::index_scores(p, bench.timer.stream()), "index_scores");
+  });
 }
 
 void add_both(Bench& bench, IndexSets& sets, const std::string& name, double anchor) {
@@ -227,6 +243,8 @@ void add_index_rows(Bench& bench) {
         // Defined scores of fp8 keys come from the plain scorer, which would take a second here.
         if (!fp8 || (a.keys <= 32768 && b < 3)) add_scores(bench, sets, name, a.us[b]);
         if (fp8) add_scores(bench, sets, name, a.us[b], ScoreSums::near);
+        // As the anchor has them.
+        add_scores(bench, sets, name, a.us[b], fp8 ? ScoreSums::near : ScoreSums::defined, true);
         add_both(bench, sets, name, a.us[b] + find_anchor(kTopkAnchors, a.keys, b));
       }
   const std::pair<IndexCase, const char*> several[] = {
