@@ -43,6 +43,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/gather.cu
   src/backend/cuda/index.cu
   src/backend/cuda/index_fp8.cu
+  src/backend/cuda/index_fp8_raw.cu
   src/backend/cuda/index_mxfp4.cu
   src/backend/cuda/index_plain.cu
   src/backend/cuda/topk.cu

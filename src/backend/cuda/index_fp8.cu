@@ -27,19 +27,13 @@ namespace kv4::cuda {
 namespace {
 
 constexpr int kKeyBytes = kWidth, kStages = 3, kSteps = kWidth / 16;
-using Keys = KeyStream<kKeyBytes, kStages, true>;
-using FewKeys = KeyStream<kKeyBytes, kStages, false>;
-// Dots of codes are less than 2^kDotShift; heads' weights are multiplied by it. A head of other codes than zeros whose
-// weight times scale is beyond kMostWeight makes its token's margin one that does not hold (topk_near.cuh).
-constexpr int kDotShift = 25;
-constexpr float kMostWeight = 0x1p90f;
-static_assert(kWidth * 448 * 448 < 1 << kDotShift);
+using Keys = KeyStream<WholeCrew, kKeyBytes, kStages, true>;
+using FewKeys = KeyStream<WholeCrew, kKeyBytes, kStages, false>;
 
 struct Shared {
   std::uint8_t q[2][kHeads * 128];  // matrix operands: halves of the channels, fp16, rows with swizzled chunks
   Keys::Ring ring;
   float weights[ops::kChains][ops::kChainHeads];  // a head's weight times its scale and 2^kDotShift
-  float scales[kHeads], plain_weights[kHeads];    // as given, for keys that are scored as defined
   ShareRoom share;
   std::uint32_t largest;  // scale of the block's keys of a token
   int ordinal;            // which of the token's shares they are
@@ -99,26 +93,6 @@ __device__ void multiply_tile(float (&d)[32], const std::uint32_t (&a)[kSteps][4
 #endif
 }
 
-/// relu of a dot times 2^-kDotShift, which is less than 1, by a saturating product: a maximum would need the pipe of
-/// the conversions.
-__device__ float relu(float dot) { return __saturatef(dot * (1.0f / (1 << kDotShift))); }
-
-/// One chain of heads of two keys.
-__device__ void add_heads(const float (&d)[32], const float (&weights)[ops::kChainHeads], float& first, float& second) {
-  first = second = 0.0f;
-#pragma unroll
-  for (int i = 0; i < ops::kChainHeads; ++i) {
-    const int at = i / 2 * 4 + i % 2;
-    first = codec::fused(weights[i], relu(d[at]), first);
-    second = codec::fused(weights[i], relu(d[at + 2]), second);
-  }
-}
-
-/// Of a lane's row of codes. Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
-__device__ std::uint32_t first_chunk(int lane) {
-  return static_cast<std::uint32_t>(128 * (lane / kQuad) + 16 * (lane % kQuad ^ (lane / kQuad % 2 * 4)));
-}
-
 /// The score of a lane's own key, but for the key's scale, of a warp's 32 whose codes lie at `stage`.
 __device__ __forceinline__ float score_unit(std::uint32_t stage, std::uint32_t chunk_at,
                                             const std::uint64_t (&queries)[2], const float (&weights)[ops::kChainHeads],
@@ -143,40 +117,45 @@ __device__ __forceinline__ float score_unit(std::uint32_t stage, std::uint32_t c
   return add_chains(sum, c);
 }
 
-/// No normal number of ordinary size.
-__device__ bool is_odd(std::uint32_t scale) { return scale - kLeastScale > kMostScale - kLeastScale; }
-
 /// Units of one token, its scores into `row`: the queries' part of Shared is written anew. Then s.largest is known to
-/// all threads. note() is called by one of them while keys and queries are on their way, keep(part of a head, head,
-/// part) by all. Where the share was guessed, and not rightly, renew(share) makes it right, or returns false: its token
-/// is another one, too.
-template <class Keys, bool kMaxima, class Note, class Keep, class Renew>
+/// all threads. Where the share was guessed, keys and place are of it. note() is called by one thread while keys and
+/// queries are on their way, keep(part of a head, head, part) by all. Where the guess is not right, renew(share) makes
+/// the share right, or returns false: its token is another one, too.
+template <bool kMaxima, class Keys, class Note, class Keep, class Renew>
 __device__ bool score_units(Shared& s, const IndexTile& tile, const Pages& pages, Share& share, const Guess& guess,
-                            float* row, Note&& note, Keep&& keep, Renew&& renew) {
+                            Keys& keys, NearPlace& place, float* row, Note&& note, Keep&& keep, Renew&& renew) {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
   const int warpgroup = thread / 128, lane = thread % 32, c = lane % kQuad;
-  Keys keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
-  const RawChannels<kLaneChannels> raw = load_query(tile, share.token, thread / kHeadLanes, thread % kHeadLanes);
-  keys.begin(guess.is_there ? guess.ids : keys.first_ids());
+  if (!guess.is_there) {
+    keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
+    place = NearPlace(tile, share.token, thread / kHeadLanes, thread % kHeadLanes);
+  }
+  // What is small is asked for before keys, or it would come after them.
+  RawChannels<kLaneChannels> raw[1];
+  place.load(tile.p, raw);
+  place.drop();
   SecondLook look(tile, keys, guess);
+  keys.begin(guess.is_there ? guess.ids : keys.first_ids());
   if (threadIdx.x == 0) {
     s.largest = 0;
     note();
   }
-  const QueryPart query = make_query(tile, raw);
-  prepare_queries(s, query, thread / kHeadLanes, thread % kHeadLanes);
-  keep(query, thread / kHeadLanes, thread % kHeadLanes);
+  const bool holds = look.confirms(guess);
+  QueryPart query[1];
+  make_queries(tile, raw, query);
+  prepare_queries(s, query[0], thread / kHeadLanes, thread % kHeadLanes);
+  keep(query[0], thread / kHeadLanes, thread % kHeadLanes);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-  if (!__syncthreads_and(look.confirms(guess))) {
+  if (!__syncthreads_and(holds)) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     if (!renew(share)) return false;
     keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
     keys.begin(keys.first_ids());
   }
-  const int scored = share.scored, units = units_of_warpgroup(share, warpgroup);
+  const int scored = share.scored, units = units_of_warpgroup<WholeCrew>(share, warpgroup);
   const std::uint64_t queries[2] = {operand_of(s.q[0]), operand_of(s.q[1])};
   float weights[ops::kChainHeads];
 #pragma unroll
@@ -188,7 +167,7 @@ __device__ bool score_units(Shared& s, const IndexTile& tile, const Pages& pages
   const std::uint32_t chunk_at = first_chunk(lane);
   std::uint32_t largest = 0;
 
-  for (int i = 0; i < units; ++i, key += kStep, to += kStep) {
+  for (int i = 0; i < units; ++i, key += WholeCrew::kStep, to += WholeCrew::kStep) {
     const std::uint32_t stage = keys.take(), scale = keys.scales();
     keys.refill(i);
     const float total = score_unit(stage, chunk_at, queries, weights, c) * codec::bits_float(scale);
@@ -209,23 +188,26 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     score_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
+  const int thread = static_cast<int>(threadIdx.x);
   Guess guess;
-  Share first = guess_share(s.share, tile, guess);
+  Share first = guess_share<WholeCrew>(s.share, tile, guess);
+  Keys keys = keys_of<Keys>(s.ring, pages, first, thread / 128);
+  guess.ids = keys.guess_ids();
   touch(tile);
   touch(pages);
-  fetch_queries(tile, likely_token(tile), 0, kHeads);
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(first, pages, warp);
-  guess.ids = keys_of<Keys>(s.ring, pages, first, warp / 4).guess_ids();
-  wait_for_previous();
+  fetch_queries(tile, first.token);
+  keys.fetch<kStages - 1>(guess.ids);
+  NearPlace place(tile, first.token, thread / kHeadLanes, thread % kHeadLanes);
+  wait_for_previous_after(place.made());
   let_next_start();
-  if (!guess.is_there) first = find_share_anew(s.share, tile);
-  for_each_share(
-      s.share, tile, first, guess, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
+  if (!guess.is_there) first = find_share_anew<WholeCrew>(s.share, tile);
+  for_each_share<WholeCrew>(
+      s.share, tile, first, guess, [&](int token) { fetch_queries(tile, token); },
       [&](Share& share, const Guess& guess) {
-        if (!score_units<Keys, true>(
-                s, tile, pages, share, guess, tile.row(share.token), [&] { s.ordinal = ordinal_of(share); },
-                [](const QueryPart&, int, int) {}, [](Share&) { return false; }))
+        if (!score_units<true>(
+                s, tile, pages, share, guess, keys, place, tile.row(share.token),
+                [&] { s.ordinal = ordinal_of(share); }, [](const QueryPart&, int, int) {},
+                [](Share&) { return false; }))
           return false;
         if (threadIdx.x > 0) return true;
         const int ordinal = s.ordinal;
@@ -234,160 +216,6 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
         if (share.unit + share.count == units_of(share.scored)) scales.shares = ordinal + 1;
         return true;
       });
-}
-
-// --- raw scores
-
-// One launch. What index_topk would score again is scored as defined at once: a token with a head that is out of
-// bounds, and after a warp's units those of its keys whose scale is (docs/formats.md has the bound).
-//
-// Short rows are bound by what a block does before its first unit. Clocks of a block on an H200, 2026-11-16, 16 tokens
-// of 8,192 keys, one block on every multiprocessor, so that blocks begin where those of the launch before end: 24,600,
-// of which 7,700 until the wait is over (guess and fetches into L2, hidden by nothing), 3,200 a share, 1,600 until keys
-// are asked for, 2,400 queries, 900 a barrier, 7,300 two units of each warpgroup, 900 the rest of rows. So such blocks
-// guess nothing: 13.4 to 12.4 us (11.6 now, in longer graphs). One token of 8,192 keys leaves multiprocessors to the
-// next launch: there guessing is hidden, 5.2 to 4.85 us (4.1).
-
-/// Of heads, so that no sum overflows: with the largest code, 64 heads and the largest scale of a key 2^121.
-constexpr float kMostRawWeight = 0x1p60f;
-
-/// The value of a query's channel, without its scale, in the matrix operand.
-__device__ float query_value(const Shared& s, int head, int channel) {
-  const int row = operand_row(head), chunk = channel % 16 / 2, part = channel / kLaneChannels;
-  const std::uint8_t* const at = &s.q[part / 4][row * 128 + 16 * (chunk ^ (row % 8)) + 4 * (part % 4)];
-  return __half2float(reinterpret_cast<const __half*>(at)[channel % 2]);
-}
-
-/// The defined score, in every lane. Lanes have two heads each, then a chain of them.
-__device__ float defined_score(const Shared& s, const std::uint8_t* codes, float scale) {
-  const int lane = static_cast<int>(threadIdx.x % 32), chain = lane % ops::kChains;
-  float dots[2] = {};
-#pragma unroll 1
-  for (int channel = 0; channel < kWidth; ++channel) {
-    const float k = codec::e4m3_value(codes[channel]) * scale;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      dots[i] = codec::fused(query_value(s, lane + 32 * i, channel) * s.scales[lane + 32 * i], k, dots[i]);
-  }
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int i = 0; i < ops::kChainHeads; ++i) {
-    const int head = chain * ops::kChainHeads + i;
-    const float low = __shfl_sync(kAllLanes, dots[0], head % 32), high = __shfl_sync(kAllLanes, dots[1], head % 32);
-    sum = codec::fused(s.plain_weights[head], ops::relu(head < 32 ? low : high), sum);
-  }
-  sum += __shfl_xor_sync(kAllLanes, sum, 1);
-  return codec::canonical_nan(sum + __shfl_xor_sync(kAllLanes, sum, 2));
-}
-
-/// Of a warp's keys of `units` units, every kStep-th from first_key on: those whose scale is out of bounds, or all.
-__device__ __noinline__ void score_odd(const Shared& s, const Pages& pages, int request, int scored, float* row,
-                                       int first_key, int units, bool everywhere) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::int32_t* table = pages.table + std::int64_t{request} * pages.blocks_per_request;
-  const std::uint32_t in_block = pages.row_of(first_key);
-#pragma unroll 1
-  for (; units > 0 && first_key < scored; --units, first_key += kStep) {
-    const std::int32_t block = table[first_key >> pages.block_shift];
-    if (block < 0) continue;
-    const std::uint8_t* keys = pages.payload_of(static_cast<std::uint32_t>(block)) + kKeyBytes * in_block;
-    const std::uint32_t scale = reinterpret_cast<const std::uint32_t*>(
-        pages.scale_of(static_cast<std::uint32_t>(block)) + kKeyScaleBytes * in_block)[lane];
-    unsigned todo = __ballot_sync(kAllLanes, first_key + lane < scored && (everywhere || is_odd(scale)));
-    for (; todo != 0; todo &= todo - 1) {
-      const int key = __ffs(static_cast<int>(todo)) - 1;
-      const float score =
-          defined_score(s, keys + kKeyBytes * key, codec::bits_float(__shfl_sync(kAllLanes, scale, key)));
-      if (static_cast<int>(Keys::own_key()) == key) row[first_key + key] = score;  // by the lane that wrote it before
-    }
-  }
-}
-
-/// kGuess: the block begins with the share and the blocks of keys that records and table give before the wait, fetches
-/// what it will need into L2, and looks at both again while keys and queries are on their way. Seldom has either
-/// changed, and then it begins anew.
-template <bool kGuess>
-__global__ void __launch_bounds__(kScoreThreads, 1)
-    raw_scores_of_fp8_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
-  extern __shared__ __align__(1024) unsigned char bytes[];
-  Shared& s = *reinterpret_cast<Shared*>(bytes);
-  touch(tile);
-  touch(pages);
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  const auto queries_of = [&](int token) {
-    return load_query(tile, token, static_cast<int>(threadIdx.x / kHeadLanes),
-                      static_cast<int>(threadIdx.x % kHeadLanes));
-  };
-  Guess guess;
-  Share first{};
-  int token = likely_token(tile);  // whose queries the thread has
-  if constexpr (kGuess) {
-    first = guess_share(s.share, tile, guess);
-    token = first.token;
-    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(first, pages, warp);
-    guess.ids = keys_of<Keys>(s.ring, pages, first, warp / 4).guess_ids();
-  } else {
-    for (int i = static_cast<int>(threadIdx.x); i < tile.count; i += kScoreThreads) fetch_ahead(record_of(tile, i));
-  }
-  fetch_queries(tile, token, 0, kHeads);
-  wait_for_previous();
-  let_next_start();
-  RawChannels<kLaneChannels> raw = queries_of(token);
-  if (!guess.is_there) first = find_share(s.share, tile, load_record);
-  bool is_filled = !tile.fill;
-  for_each_share(
-      s.share, tile, first, guess, [&](int next) { fetch_queries(tile, next, 0, kHeads); },
-      [&](const Share& share, const Guess& guess) {
-        if (share.token != token) raw = queries_of(token = share.token);
-        int thread = static_cast<int>(threadIdx.x);
-        asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
-        const int head = thread / kHeadLanes, part = thread % kHeadLanes, warpgroup = thread / 128;
-        const int lane = thread % 32, c = lane % kQuad;
-        Keys keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
-        keys.begin(guess.is_there ? guess.ids : keys.first_ids());
-        SecondLook look(tile, keys, guess);
-        if (!is_filled) fill_rest(tile, thread, kScoreThreads);
-        is_filled = true;
-        const QueryPart query = make_query(tile, raw);
-        prepare_queries(s, query, head, part);
-        if (part == 0) s.scales[head] = query.scale, s.plain_weights[head] = query.weight;
-        const bool fits = head >= tile.p.num_heads || (!is_odd(codec::float_bits(query.scale)) &&
-                                                       fabsf(query.weight) * query.scale <= kMostRawWeight);
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-        const bool holds = !kGuess || look.confirms(guess), fast = __syncthreads_and(fits && holds);
-        if (kGuess && !fast && !__syncthreads_and(holds)) {
-          asm volatile("cp.async.wait_all;" ::: "memory");
-          return false;
-        }
-        const int scored = share.scored, units = units_of_warpgroup(share, warpgroup), fast_units = fast ? units : 0;
-        const std::uint64_t queries[2] = {operand_of(s.q[0]), operand_of(s.q[1])};
-        float weights[ops::kChainHeads];
-#pragma unroll
-        for (int i = 0; i < ops::kChainHeads; ++i) weights[i] = s.weights[c][i];
-        int key = keys.first_key(0) + static_cast<int>(Keys::own_key());  // whose score this lane writes
-        float* to = tile.row(share.token) + key;
-        const std::uint32_t chunk_at = first_chunk(lane);
-        int first_odd = fast_units;
-        for (int i = 0; i < fast_units; ++i, key += kStep, to += kStep) {
-          const std::uint32_t stage = keys.take(), scale = keys.scales();
-          keys.refill(i);
-          const float total = score_unit(stage, chunk_at, queries, weights, c) * codec::bits_float(scale);
-          if (key < scored) {
-            *to = total;
-            if (is_odd(scale)) first_odd = min(first_odd, i);
-          }
-        }
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        first_odd = __reduce_min_sync(kAllLanes, first_odd);
-        if (first_odd < units)
-          score_odd(s, pages, share.request, scored, tile.row(share.token), keys.first_key(first_odd),
-                    units - first_odd, !fast);
-        __syncthreads();  // the queries may change
-        return true;
-      });
-  if (!is_filled) fill_rest(tile, static_cast<int>(threadIdx.x), kScoreThreads);
 }
 
 // --- scores and selection
@@ -421,12 +249,14 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, top = tile.p.top;
   Guess guess;
   Share share = guess_share_of_cluster(tile, blocks, token, guess);
+  FewKeys keys = keys_of<FewKeys>(s.scorer.ring, pages, share, warp / 4);
+  guess.ids = keys.guess_ids();
   touch(tile);
   touch(pages);
-  fetch_queries(tile, token, 0, kHeads);
-  fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps>(share, pages, warp);
-  guess.ids = keys_of<FewKeys>(s.scorer.ring, pages, share, warp / 4).guess_ids();
-  wait_for_previous();
+  fetch_queries(tile, token);
+  keys.fetch<kStages - 1>(guess.ids);
+  NearPlace place(tile, token, thread / kHeadLanes, thread % kHeadLanes);
+  wait_for_previous_after(place.made());
   let_next_start();
   const auto copy_table = [&] {
     const int table_blocks = tile.p.step.blocks_per_request;
@@ -440,8 +270,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   if (!guess.is_there) share = find_share_of_cluster(tile, blocks, token);
   if (share.count > 0) {
     copy_table();  // with the first keys
-    score_units<FewKeys, false>(
-        s.scorer, tile, pages, share, guess, tile.row(token), [] {},
+    score_units<false>(
+        s.scorer, tile, pages, share, guess, keys, place, tile.row(token), [] {},
         [&](const QueryPart& query, int head, int part) { s.queries.put(query, head, part); },
         [&](Share& anew) {
           anew = find_share_of_cluster(tile, blocks, token);
@@ -473,9 +303,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   const FoursSource<NearShared::Row> source{held, count};
   const Bounds bounds = find_top_bounds(near.row, source, top);
   const Margin margin = margin_of(s.queries, largest);
-  const TokenKeys keys{tile, s.table};
-  if (margin.holds && take_near(near, s.queries, source, bounds, keys, choice, margin.size)) return;
-  select_slowly(near, s.queries, keys, row, count, margin, choice);
+  const TokenKeys token_keys{tile, s.table};
+  if (margin.holds && take_near(near, s.queries, source, bounds, token_keys, choice, margin.size)) return;
+  select_slowly(near, s.queries, token_keys, row, count, margin, choice);
 }
 
 /// Keys in doubt are read a second time: where all keys fit into L2, they stay there (16 x 8,192 keys 18.35 to 17.5 us;
@@ -501,17 +331,6 @@ cudaError_t score_near(const IndexTile& tile, cudaStream_t stream) {
                                                   static_cast<int>(sizeof(Shared)));
   if (status != cudaSuccess) return status;
   return launch<sizeof(Shared)>(score_fp8_keys, blocks, kScoreThreads, stream, tile, make_near_pages(tile));
-}
-
-cudaError_t score_near_raw(const IndexTile& tile, cudaStream_t stream) {
-  const unsigned blocks = score_blocks(tile);
-  // Blocks that find a multiprocessor free begin long before the kernel before has ended.
-  const bool begins_early = 2 * static_cast<int>(blocks) <= multiprocessors() && tile.count <= kScoreThreads;
-  const auto kernel = begins_early ? raw_scores_of_fp8_keys<true> : raw_scores_of_fp8_keys<false>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
-  if (status != cudaSuccess) return status;
-  return launch<sizeof(Shared)>(kernel, blocks, kScoreThreads, stream, tile, make_pages(tile));
 }
 
 int near_topk_blocks(const IndexTile& tile) { return cluster_blocks(tile); }

@@ -40,8 +40,9 @@ namespace {
 
 constexpr int kGroups = kQuad, kKeyBytes = kWidth / 2;
 constexpr int kStages = 4;
-using Keys = KeyStream<kKeyBytes, kStages, true>;
-using FewKeys = KeyStream<kKeyBytes, kStages, false>;
+template <class Crew>
+using Keys = KeyStream<Crew, kKeyBytes, kStages, true>;
+using FewKeys = KeyStream<WholeCrew, kKeyBytes, kStages, false>;
 constexpr int kSteps = 4, kLookups = 4;
 constexpr int kKeyShift = 2, kQueryShift = 3;
 constexpr std::uint32_t kSigns = 0x88888888u;
@@ -120,23 +121,28 @@ __device__ bool any_code(const uint4& codes) { return ((codes.x | codes.y | code
 
 // --- shared memory
 
-struct Shared {
-  std::uint8_t q[kHeads * kWidth];  // a matrix operand, 128-byte rows with swizzled chunks
-  Keys::Ring ring;
+struct Queries {
+  std::uint8_t q[kHeads * kWidth];               // a matrix operand, 128-byte rows with swizzled chunks
   float weights[kGroups][ops::kChainHeads + 4];  // [chain]: the head's weight times its scale; no bank conflicts
   std::uint32_t codes[kHeads][kKeyBytes / 4];    // as encoded, for sum_slowly
   std::uint32_t scales[kHeads];
   float given_weights[kHeads];
   Lookup lookups[kLookups];  // Lookup of groups so many binades below
+};
+static_assert(offsetof(Queries, q) == 0 && offsetof(Queries, weights) % 16 == 0 &&
+              offsetof(Queries, lookups) % 16 == 0);
+
+template <class Crew>
+struct alignas(16) Shared : Queries {
+  alignas(16) typename Keys<Crew>::Ring ring;
   ShareRoom share;
 };
-static_assert(offsetof(Shared, q) == 0 && offsetof(Shared, ring) % 16 == 0 && offsetof(Shared, lookups) % 16 == 0);
 
 // --- the defined arithmetic, for what does not fit the fast one
 
 /// One chain of a key's heads.
-__device__ __noinline__ float sum_slowly(const Shared& s, const std::uint8_t* key, const std::uint8_t* scale, int chain,
-                                         int num_heads) {
+__device__ __noinline__ float sum_slowly(const Queries& s, const std::uint8_t* key, const std::uint8_t* scale,
+                                         int chain, int num_heads) {
   constexpr Lookup plain(1);
   float sum = 0.0f;
   for (int head = chain * ops::kChainHeads; head < min((chain + 1) * ops::kChainHeads, num_heads); ++head) {
@@ -173,20 +179,6 @@ struct Part {
 
 template <int kLanes>
 using RawPart = RawChannels<kWidth / kLanes>;
-
-/// load_channels, or a lane's encoded ones.
-template <int kLanes>
-__device__ RawPart<kLanes> load_query(const ops::IndexParams& p, std::int64_t token, int head, int part) {
-  RawPart<kLanes> raw = load_channels<kWidth / kLanes>(p, token, head, part);
-  if (p.q.dtype != DType::u8 || head >= p.num_heads) return raw;
-  const std::uint32_t* from = reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint8_t*>(p.q.data) +
-                                                                     token * p.q.row_stride + head * kKeyBytes) +
-                              part * kLaneWords<kLanes>;
-  raw.words[0] = {from[0], from[1], kLanes == kGroups ? from[2] : 0, kLanes == kGroups ? from[3] : 0};
-  raw.scale = static_cast<const std::uint8_t*>(
-      p.q_scale.data)[token * p.q_scale.row_stride + head * kGroups + part * kGroups / kLanes];
-  return raw;
-}
 
 /// codec::e2m1_bits of two numbers times 2^14, in the halves of a word: e2m1 is how fp16 begins, and 2^-14 the least
 /// normal number of both. No bf16 from 0.25 on loses bits here. NaN: +6.
@@ -225,7 +217,7 @@ __device__ Part<kLanes> encode(const float (&x)[kWidth / kLanes]) {
 
 /// A head of a token into shared memory, made by its lanes. Whether the fast arithmetic holds for it.
 template <int kLanes>
-__device__ bool prepare_head(Shared& s, const IndexTile& tile, const RawPart<kLanes>& raw, int head, int part) {
+__device__ bool prepare_head(Queries& s, const IndexTile& tile, const RawPart<kLanes>& raw, int head, int part) {
   static_assert(kLanes == kGroups || kLanes == 2 * kGroups);
   constexpr int kWords = kLaneWords<kLanes>;
   const float weight = raw.weight;
@@ -323,7 +315,7 @@ __device__ void wait_for_products(Products& d) {
 
 /// One chain of heads of two keys.
 __device__ void add_heads(const Products& d, std::uint32_t shared, int chain, float& first, float& second) {
-  const std::uint32_t from = shared + offsetof(Shared, weights) + sizeof(Shared::weights[0]) * chain;
+  const std::uint32_t from = shared + offsetof(Queries, weights) + sizeof(Queries::weights[0]) * chain;
 
   const auto add = [](float& sum, std::int32_t product, float weight) {
     float relu;
@@ -387,7 +379,7 @@ __device__ void expand_tile(std::uint32_t shared, std::uint32_t stage, const Uni
       const int row = 2 * tile + k;
       const uint4 codes = load_shared16(stage + 512 * row);
       const Lookup lookup(
-          load_shared16(shared + offsetof(Shared, lookups) + permute(scales.lookups, 0, 0x4440u + row)));
+          load_shared16(shared + offsetof(Queries, lookups) + permute(scales.lookups, 0, 0x4440u + row)));
       expand(lookup, codes.x, a[0][k], a[0][2 + k]);
       expand(lookup, codes.y, a[1][k], a[1][2 + k]);
       expand(lookup, codes.z, a[2][k], a[2][2 + k]);
@@ -402,15 +394,16 @@ __device__ void expand_tile(std::uint32_t shared, std::uint32_t stage, const Uni
 /// A warp's keys of `units` units, every kStep-th from first_key on, that may not fit the fast arithmetic: the score it
 /// left, or the defined sum if a group that counts is out of bounds, or everywhere. Keys of zeros are zero whatever
 /// their scales.
-__device__ void score_odd(const Shared& s, const IndexTile& tile, const Pages& pages, const Share& share, float* scores,
-                          int first_key, int units, bool everywhere) {
+template <class Crew>
+__device__ void score_odd(const Queries& s, const IndexTile& tile, const Pages& pages, const Share& share,
+                          float* scores, int first_key, int units, bool everywhere) {
   const int scored = share.scored;
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
-  const int own = static_cast<int>(Keys::own_key());
+  const int own = static_cast<int>(Keys<Crew>::own_key());
   const std::int32_t* table = pages.table + std::int64_t{share.request} * pages.blocks_per_request;
   const std::uint32_t row = pages.row_of(first_key);
   float* const maxima = maxima_of(tile, share.token, scored);
-  for (; units > 0 && first_key < scored; --units, first_key += kStep) {
+  for (; units > 0 && first_key < scored; --units, first_key += Crew::kStep) {
     const std::int32_t block = table[first_key >> pages.block_shift];
     if (block < 0) continue;
     const std::uint8_t* keys = pages.payload_of(static_cast<std::uint32_t>(block)) + kKeyBytes * row;
@@ -443,20 +436,24 @@ __device__ void score_odd(const Shared& s, const IndexTile& tile, const Pages& p
 }
 
 /// Units of one token, its scores into `row`: the queries' part of Shared is written anew. Where the share was guessed,
-/// and not rightly, renew(share) makes it right, or returns false: its token is another one, too.
+/// place is of it; if it was not rightly, renew(share) makes it right, or returns false: its token is another
+/// one, too.
 template <class Keys, int kLanes, class Renew>
-__device__ bool score_units(Shared& s, const IndexTile& tile, const Pages& pages, Share& share, const Guess& guess,
-                            float* row, Renew&& renew) {
+__device__ bool score_units(Shared<typename Keys::Crew>& s, const IndexTile& tile, const Pages& pages, Share& share,
+                            const Guess& guess, float* row, Renew&& renew) {
+  using Crew = typename Keys::Crew;
+  static_assert(Crew::kThreads >= kHeads * kLanes && kHeads * kLanes % 32 == 0);
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
-  const int warpgroup = thread / 128, lane = thread % 32, c = lane % kGroups;
+  const int warpgroup = thread / 128, lane = thread % 32, c = lane % kGroups, head = thread / kLanes;
   Keys keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
-  static_assert(kScoreThreads >= kHeads * kLanes && kHeads * kLanes % 32 == 0);
-  const int head = thread / kLanes;
-  const RawPart<kLanes> raw = load_query<kLanes>(tile.p, tile.first + share.token, head, thread % kLanes);
-  keys.begin(guess.is_there ? guess.ids : keys.first_ids());
+  constexpr bool kSmallFirst = Crew::kWarps < WholeCrew::kWarps;  // or it comes after keys
+  RawPart<kLanes> raw[1];
+  QueryPlace<kKeyBytes, kWidth / kLanes>(tile, share.token, head, thread % kLanes).load(tile.p, raw);
+  if constexpr (!kSmallFirst) keys.begin(guess.is_there ? guess.ids : keys.first_ids());
   SecondLook look(tile, keys, guess);
-  const bool fits = head >= kHeads || prepare_head<kLanes>(s, tile, raw, head, thread % kLanes);
+  if constexpr (kSmallFirst) keys.begin(guess.is_there ? guess.ids : keys.first_ids());
+  const bool fits = head >= kHeads || prepare_head<kLanes>(s, tile, raw[0], head, thread % kLanes);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -471,7 +468,7 @@ __device__ bool score_units(Shared& s, const IndexTile& tile, const Pages& pages
       keys.begin(keys.first_ids());
     }
   }
-  const int scored = share.scored, units = units_of_warpgroup(share, warpgroup);
+  const int scored = share.scored, units = units_of_warpgroup<Crew>(share, warpgroup);
   std::uint32_t shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(&s));
   asm("" : "+r"(shared));  // kept, not made anew where it is needed
   const std::uint64_t queries = operand_at(shared);
@@ -509,40 +506,47 @@ __device__ bool score_units(Shared& s, const IndexTile& tile, const Pages& pages
   wait_for_products(products);
   if (fast_units > 0) finish_unit(fast_units - 1);
   asm volatile("cp.async.wait_all;" ::: "memory");
-  if (first_odd < units) score_odd(s, tile, pages, share, row, keys.first_key(first_odd), units - first_odd, !fast);
+  if (first_odd < units)
+    score_odd<Crew>(s, tile, pages, share, row, keys.first_key(first_odd), units - first_odd, !fast);
   __syncthreads();  // the queries may change
   return true;
 }
 
 constexpr int kPreparing = kHeads * kGroups / 32;  // warps; with four lanes a head the others wait for them anyway
 
-template <int kLanes>
-__global__ void __launch_bounds__(kScoreThreads, 1)
+template <class Crew, int kLanes>
+__global__ void __launch_bounds__(Crew::kThreads, WholeCrew::kThreads / Crew::kThreads)
     score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
+  constexpr int kHelpers = Crew::kWarps - kPreparing;
   extern __shared__ __align__(1024) unsigned char bytes[];
-  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  Shared<Crew>& s = *reinterpret_cast<Shared<Crew>*>(bytes);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   Guess guess;
-  Share first = guess_share(s.share, tile, guess);
+  Share first = guess_share<Crew>(s.share, tile, guess);
+  const Keys<Crew> keys = keys_of<Keys<Crew>>(s.ring, pages, first, warp / 4);
+  if constexpr (kHelpers == 0) guess.ids = keys.guess_ids();
   touch(tile);
   touch(pages);
-  fetch_queries(tile, likely_token(tile), 0, kHeads);
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  if (warp >= kPreparing)
-    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(first, pages, warp - kPreparing);
-  guess.ids = keys_of<Keys>(s.ring, pages, first, warp / 4).guess_ids();
+  fetch_queries(tile, first.token);
+  if constexpr (kHelpers == 0) {
+    keys.template fetch<kStages - 1>(guess.ids);
+  } else {
+    if (warp >= kPreparing) fetch_first_keys<Crew, kKeyBytes, kStages - 1, kHelpers>(first, pages, warp - kPreparing);
+    guess.ids = keys.guess_ids();
+  }
+  if (thread < kLookups) s.lookups[thread] = Lookup((1u << kKeyShift) >> thread);
   wait_for_previous();
   let_next_start();
   // Early, where the others would else do nothing.
-  if (const int thread = static_cast<int>(threadIdx.x) - 32 * kPreparing; tile.fill && thread >= 0)
-    fill_rest(tile, thread, kScoreThreads - 32 * kPreparing);
-  if (threadIdx.x < kLookups) s.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
-  if (!guess.is_there) first = find_share_anew(s.share, tile);
-  for_each_share(
-      s.share, tile, first, guess, [&](int token) { fetch_queries(tile, token, 0, kHeads); },
+  if (kHelpers > 0 && tile.fill && warp >= kPreparing) fill_rest(tile, thread - 32 * kPreparing, 32 * kHelpers);
+  if (!guess.is_there) first = find_share_anew<Crew>(s.share, tile);
+  for_each_share<Crew>(
+      s.share, tile, first, guess, [&](int token) { fetch_queries(tile, token); },
       [&](Share& share, const Guess& guess) {
-        return score_units<Keys, kLanes>(s, tile, pages, share, guess, tile.row(share.token),
-                                         [](Share&) { return false; });
+        return score_units<Keys<Crew>, kLanes>(s, tile, pages, share, guess, tile.row(share.token),
+                                               [](Share&) { return false; });
       });
+  if (kHelpers == 0 && tile.fill) fill_rest(tile, thread, Crew::kThreads);
 }
 
 // --- scores and selection
@@ -555,7 +559,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 
 struct TopkShared {
   static constexpr int kThreads = kScoreThreads, kHeld = kRowNumbers / kThreads;
-  Shared scorer;
+  Shared<WholeCrew> scorer;
   Selection<kThreads> selection;
   alignas(16) float row[kRowNumbers];
 };
@@ -566,7 +570,7 @@ struct TopkLists {
   static constexpr int kThreads = kScoreThreads, kHeld = TopkShared::kHeld, kWarpRoom = kListRoom / kScoreWarps;
   using Scores = float[kScoreWarps][kWarpRoom];
   using Entries = std::int32_t[kScoreWarps][kWarpRoom];
-  static_assert(sizeof(Scores) + sizeof(Entries) <= sizeof(Shared));
+  static_assert(sizeof(Scores) + sizeof(Entries) <= sizeof(Shared<WholeCrew>));
   Selection<kThreads>& selection;
   Scores& scores;
   Entries& entries;
@@ -587,9 +591,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   Share share = guess_share_of_cluster(tile, blocks, token, guess);
   touch(tile);
   touch(pages);
-  fetch_queries(tile, token, 0, kHeads);
+  fetch_queries(tile, token);
   if (warp >= kPreparing)
-    fetch_first_keys<kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(share, pages, warp - kPreparing);
+    fetch_first_keys<WholeCrew, kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(share, pages, warp - kPreparing);
   guess.ids = keys_of<FewKeys>(s.scorer.ring, pages, share, warp / 4).guess_ids();
   s.selection.clear();
   if (threadIdx.x < kLookups) s.scorer.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
@@ -624,17 +628,28 @@ bool can_score_mxfp4(const ops::IndexParams& p) {
   return p.layer.kinds[p.kind].page.format == Format::mxfp4 && can_stream_keys(p, kKeyBytes);
 }
 
+namespace {
+
+template <class Crew, int kLanes>
+cudaError_t start(const IndexTile& tile, unsigned blocks, cudaStream_t stream) {
+  const auto kernel = score_mxfp4_keys<Crew, kLanes>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared<Crew>)));
+  if (status != cudaSuccess) return status;
+  return launch<sizeof(Shared<Crew>)>(kernel, blocks, Crew::kThreads, stream, tile, make_pages(tile));
+}
+
+}  // namespace
+
 cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   const unsigned blocks = score_blocks(tile);
   constexpr int kFewTokens = 4;
-  const std::int64_t few_units = tile.fill ? 1 : 32;  // of a block; filling takes half of the warps first
-  const bool is_short = tile.count <= kFewTokens && units_of(tile) <= few_units * blocks &&
-                        tile.p.step.num_items == tile.p.step.num_tokens;
-  const auto kernel = is_short ? score_mxfp4_keys<2 * kGroups> : score_mxfp4_keys<kGroups>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
-  if (status != cudaSuccess) return status;
-  return launch<sizeof(Shared)>(kernel, blocks, kScoreThreads, stream, tile, make_pages(tile));
+  const std::int64_t units = units_of(tile), few_units = tile.fill ? 1 : 32;  // of a block; filling delays helpers
+  if (tile.count <= kFewTokens && units <= few_units * blocks && tile.p.step.num_items == tile.p.step.num_tokens)
+    return start<WholeCrew, 2 * kGroups>(tile, blocks, stream);
+  // Scores alone: a selection would leave room for two half crews on some multiprocessors and for none on others.
+  if (tile.fill && can_halve(tile, 16)) return start<HalfCrew, kGroups>(tile, blocks, stream);
+  return start<WholeCrew, kGroups>(tile, blocks, stream);
 }
 
 int topk_blocks(const IndexTile& tile) { return can_score_mxfp4(tile.p) ? cluster_blocks(tile) : 0; }

@@ -119,17 +119,49 @@ __device__ QueryRows query_rows(const IndexTile& tile, int token) {
 
 constexpr float kNoScore = -__builtin_huge_valf();
 
-/// -infinity behind what tokens see, by `threads` threads of each block. A block takes every gridDim.x-th part of a
-/// row, a row has enough parts for all.
-__device__ inline void fill_rest(const IndexTile& tile, int thread, int threads) {
-  const int parts = max(1, static_cast<int>(gridDim.x) / tile.count);
-  for (int unit = static_cast<int>(blockIdx.x); unit < parts * tile.count; unit += static_cast<int>(gridDim.x)) {
-    const int token = unit / parts, part = unit % parts;
-    const int seen = tile.visible(tile.p.step.tokens[tile.first + token]);
-    float* const row = tile.row(token);
-    for (std::int64_t j = seen + part * threads + thread; j < tile.score_stride; j += parts * threads)
-      row[j] = kNoScore;
+/// -infinity behind what tokens see, by the threads of all blocks: a block takes every gridDim.x-th part of a row, a
+/// row has enough parts for all.
+class Rest {
+ public:
+  /// Before the wait, too.
+  __device__ explicit Rest(const IndexTile& tile) : parts_(max(1, static_cast<int>(gridDim.x) / tile.count)) {
+    token_ = static_cast<int>(blockIdx.x) / parts_;
+    part_ = static_cast<int>(blockIdx.x) % parts_;
   }
+  /// For wait_for_previous_after.
+  __device__ int made() const { return token_ ^ part_ ^ parts_; }
+
+  /// Asks for what fill needs of the record of the block's first row.
+  __device__ void look(const IndexTile& tile) {
+    if (token_ >= tile.count) return;
+    const ops::StepRecord* const record = tile.p.step.tokens + tile.first + token_;
+    row_ = record->row;
+    position_ = record->position;
+  }
+
+  __device__ void fill(const IndexTile& tile, int thread, int threads) {
+    for (; token_ < tile.count; token_ += static_cast<int>(gridDim.x), look(tile)) {
+      ops::StepRecord record;
+      record.row = row_;
+      record.position = position_;
+      float* const row = tile.row(token_);
+      for (std::int64_t j = tile.visible(record) + part_ * threads + thread; j < tile.score_stride;
+           j += parts_ * threads)
+        row[j] = kNoScore;
+      if (parts_ > 1) break;  // there are as many blocks as parts
+    }
+    token_ = part_ = parts_ = row_ = position_ = 0;  // no registers are needed any more, in a loop that goes on
+  }
+
+ private:
+  int parts_, token_, part_;
+  std::int32_t row_ = 0, position_ = 0;
+};
+
+__device__ inline void fill_rest(const IndexTile& tile, int thread, int threads) {
+  Rest rest(tile);
+  rest.look(tile);
+  rest.fill(tile, thread, threads);
 }
 #endif
 

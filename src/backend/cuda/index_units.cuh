@@ -1,4 +1,4 @@
-// What scorers on Hopper's matrix unit share: a thread block of four warpgroups per multiprocessor that takes an equal
+// What scorers on Hopper's matrix unit share: a thread block of a few warpgroups per multiprocessor that takes an equal
 // run of units, 128 keys of a token each, from the list of all tokens' units; keys on their way from pages to shared
 // memory; queries as given. Queries have 128 channels and at most 64 heads, a key 4 bytes of scales.
 #pragma once
@@ -17,10 +17,20 @@
 namespace kv4::cuda {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kQuad = 4, kKeyScaleBytes = 4;
-constexpr int kScoreThreads = 512, kScoreWarps = kScoreThreads / 32, kWarpgroups = kScoreThreads / 128;
 constexpr int kMostClusterBlocks = 6;
 constexpr int kEvenUnits = 256;  // of a block, up to which it is worth a few multiprocessors that do nothing
 constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: keys of a quad in a unit
+
+/// The warpgroups of a thread block, each on units of its own: a warpgroup's lie kStep keys apart. A multiprocessor has
+/// room for a whole crew or for two halves. Short rows are for half crews, one to a multiprocessor: beside it the next
+/// launch's gets ready and waits.
+template <int kCount>
+struct Crew {
+  static constexpr int kWarpgroups = kCount, kWarps = 4 * kCount, kThreads = 128 * kCount, kStep = kCount * kUnitKeys;
+};
+using WholeCrew = Crew<4>;
+using HalfCrew = Crew<2>;
+constexpr int kScoreThreads = WholeCrew::kThreads, kScoreWarps = WholeCrew::kWarps;
 
 // --- shares
 
@@ -101,11 +111,11 @@ __device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
           total};
 }
 
-template <class Load>
+template <class Crew, class Load>
 __device__ Share find_share(ShareRoom& s, const IndexTile& tile, Load&& load) {
   if (tile.count <= kFewTokens) return find_share_of_few(tile, load);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int each = (tile.count + kScoreThreads - 1) / kScoreThreads, first = static_cast<int>(threadIdx.x) * each;
+  const int each = (tile.count + Crew::kThreads - 1) / Crew::kThreads, first = static_cast<int>(threadIdx.x) * each;
   const int end = min(first + each, tile.count);
   int mine = 0;
   for (int token = first; token < end; ++token) mine += units_of(tile.scored(load(record_of(tile, token))));
@@ -114,7 +124,7 @@ __device__ Share find_share(ShareRoom& s, const IndexTile& tile, Load&& load) {
   __syncthreads();
   int before = sum - mine, total = 0;
 #pragma unroll
-  for (int w = 0; w < kScoreWarps; ++w) {
+  for (int w = 0; w < Crew::kWarps; ++w) {
     const int of_warp = static_cast<int>(s.sums[w]);
     if (w < warp) before += of_warp;
     total += of_warp;
@@ -137,8 +147,9 @@ __device__ Share find_share(ShareRoom& s, const IndexTile& tile, Load&& load) {
 }
 
 /// By the records as they are after the wait.
-__device__ inline __noinline__ Share find_share_anew(ShareRoom& s, const IndexTile& tile) {
-  return find_share(s, tile, load_record);
+template <class Crew>
+__device__ __noinline__ Share find_share_anew(ShareRoom& s, const IndexTile& tile) {
+  return find_share<Crew>(s, tile, load_record);
 }
 
 /// The token that this block begins with if all are equally long.
@@ -184,7 +195,9 @@ class SecondLook {
   }
   __device__ bool confirms(const Guess& guess) {
     asm volatile("" : "+r"(row_), "+r"(position_), "+r"(ids_));  // not earlier
-    return row_ == guess.row & position_ == guess.position & ids_ == guess.ids;
+    const bool same = row_ == guess.row & position_ == guess.position & ids_ == guess.ids;
+    row_ = position_ = ids_ = 0;  // no registers are needed any more, in a loop that goes on
+    return same;
   }
 
  private:
@@ -192,9 +205,10 @@ class SecondLook {
 };
 
 /// The share by the records as they are before the wait; of no units if it is not known then.
-__device__ inline Share guess_share(ShareRoom& s, const IndexTile& tile, Guess& guess) {
-  if (tile.count > kScoreThreads) return {};
-  const Share share = find_share(s, tile, [&](const ops::StepRecord* at) {  // each thread asks for one
+template <class Crew>
+__device__ Share guess_share(ShareRoom& s, const IndexTile& tile, Guess& guess) {
+  if (tile.count > Crew::kThreads) return {};
+  const Share share = find_share<Crew>(s, tile, [&](const ops::StepRecord* at) {  // each thread asks for one
     return guess.see(tile, static_cast<int>(at - record_of(tile, 0)));
   });
   guess.is_there = __syncthreads_and(share.count > 0);  // a record may change while warps look at it
@@ -204,7 +218,7 @@ __device__ inline Share guess_share(ShareRoom& s, const IndexTile& tile, Guess& 
 /// Calls score(share, guess) with the block's units of each of its tokens, of which the first were guessed, and
 /// prefetch(token) before that with the token it will go on to. score returns false where the guess did not hold, and
 /// then has done nothing.
-template <class Prefetch, class Score>
+template <class Crew, class Prefetch, class Score>
 __device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Share share, Guess guess, Prefetch&& prefetch,
                                Score&& score) {
   while (share.count > 0) {
@@ -214,7 +228,7 @@ __device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Share share,
     const bool is_done = share.count == 0 || score(share, guess);
     guess = {};
     if (!is_done) {
-      share = find_share_anew(s, tile);
+      share = find_share_anew<Crew>(s, tile);
       continue;
     }
     if (left == 0) break;
@@ -224,7 +238,7 @@ __device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Share share,
 }
 
 /// This block's part of its cluster's token.
-static_assert(kRowNumbers <= 32 * kWarpgroups * kUnitKeys);
+static_assert(kRowNumbers <= 32 * WholeCrew::kStep);
 __device__ inline Share share_of_cluster(const IndexTile& tile, int blocks, int token, const ops::StepRecord& record) {
   const int scored = tile.scored(record), units = units_of(scored), rank = block_in_cluster();
   const int each = units / blocks, rest = units % blocks;
@@ -254,27 +268,85 @@ struct RawChannels {
   float weight;  // of the head
 };
 
-/// Loads of bf16 are under way when it returns. Heads that are not there are zero.
-template <int kChannels>
-__device__ RawChannels<kChannels> load_channels(const ops::IndexParams& p, std::int64_t token, int head, int part) {
-  RawChannels<kChannels> raw{};
-  if (head >= p.num_heads) return raw;
-  raw.weight = static_cast<const float*>(p.weights.data)[token * p.weights.row_stride + head];
-  const std::int64_t at = token * p.q.row_stride + head * kWidth + kChannels * part;
-  if (p.q.dtype == DType::bf16) {
-    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(p.q.data) + at);
-#pragma unroll
-    for (int i = 0; i < kChannels / 8; ++i) raw.words[i] = from[i];
-  } else if (p.q.dtype == DType::f32) {
-    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(p.q.data) + at);
-#pragma unroll
-    for (int i = 0; i < kChannels / 8; ++i) {
-      const float4 a = from[2 * i], b = from[2 * i + 1];
-      raw.words[i] = {bf16_pair(a.x, a.y), bf16_pair(a.z, a.w), bf16_pair(b.x, b.y), bf16_pair(b.z, b.w)};
-    }
+/// Where a lane's part of a token's queries lies: kChannels of a head, whose codes take kCodeBytes.
+template <int kCodeBytes, int kChannels>
+class QueryPlace {
+ public:
+  __device__ QueryPlace(const IndexTile& tile, int token, int head, int part) : head_(head) {
+    constexpr bool kHasOneScale = kCodeBytes == kWidth;
+    const ops::IndexParams& p = tile.p;
+    const std::int64_t at = tile.first + token;
+    const int element = p.q.dtype == DType::f32 ? 4 : 2;
+    q_ = static_cast<const std::uint8_t*>(p.q.data) +
+         (p.q.dtype == DType::u8 ? at * p.q.row_stride + head * kCodeBytes + part * kPartBytes
+                                 : (at * p.q.row_stride + head * kWidth + part * kChannels) * element);
+    scale_ = static_cast<const std::uint8_t*>(p.q_scale.data) + at * p.q_scale.row_stride + head * kKeyScaleBytes +
+             (kHasOneScale ? 0 : part * kKeyScaleBytes * kChannels / kWidth);
+    weight_ = static_cast<const float*>(p.weights.data) + at * p.weights.row_stride + head;
   }
-  return raw;
-}
+
+  /// Of this head and those kHeads / kCount after each other. Loads are under way when it returns, but for fp32. Heads
+  /// that are not there are zero.
+  template <int kCount>
+  __device__ void load(const ops::IndexParams& p, RawChannels<kChannels> (&raw)[kCount]) const {
+    constexpr int kApart = kHeads / kCount;
+    const auto for_each = [&](auto&& load_codes) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        raw[i] = {};
+        if (head_ + kApart * i >= p.num_heads) continue;
+        load_codes(raw[i], kApart * i);
+        raw[i].weight = weight_[kApart * i];
+      }
+    };
+    if (p.q.dtype == DType::u8)
+      for_each([&](RawChannels<kChannels>& to, int head) {
+        const std::uint8_t *from = q_ + head * kCodeBytes, *scale = scale_ + head * kKeyScaleBytes;
+        if constexpr (kPartBytes == 16) {
+          to.words[0] = *reinterpret_cast<const uint4*>(from);
+        } else {
+          const uint2 half = *reinterpret_cast<const uint2*>(from);
+          to.words[0].x = half.x, to.words[0].y = half.y;
+        }
+        to.scale = kCodeBytes == kWidth ? *reinterpret_cast<const std::uint32_t*>(scale) : *scale;
+      });
+    else if (p.q.dtype == DType::bf16)
+      for_each([&](RawChannels<kChannels>& to, int head) {
+        const uint4* from = reinterpret_cast<const uint4*>(q_ + head * kWidth * 2);
+#pragma unroll
+        for (int j = 0; j < kChannels / 8; ++j) to.words[j] = from[j];
+      });
+    else
+      for_each([&](RawChannels<kChannels>& to, int head) {
+        const float4* from = reinterpret_cast<const float4*>(q_ + head * kWidth * 4);
+#pragma unroll
+        for (int j = 0; j < kChannels / 8; ++j) {
+          const float4 a = from[2 * j], b = from[2 * j + 1];
+          to.words[j] = {bf16_pair(a.x, a.y), bf16_pair(a.z, a.w), bf16_pair(b.x, b.y), bf16_pair(b.z, b.w)};
+        }
+      });
+  }
+
+  /// Not needed any more, so that no registers are, in a loop that goes on.
+  __device__ void drop() {
+    q_ = scale_ = nullptr;
+    weight_ = nullptr;
+    head_ = 0;
+  }
+
+  /// For wait_for_previous_after.
+  __device__ int made() const {
+    const auto low = [](const void* at) { return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(at)); };
+    return static_cast<int>((low(q_) ^ low(scale_) ^ low(weight_)) & 0x7FFFFFFFu);
+  }
+
+ private:
+  static constexpr int kPartBytes = kCodeBytes * kChannels / kWidth;
+  static_assert(kPartBytes == 16 || kPartBytes == 8);
+  const std::uint8_t *q_, *scale_;
+  const float* weight_;
+  int head_;
+};
 
 template <int kChannels>
 __device__ void channels_of(const RawChannels<kChannels>& raw, float (&x)[kChannels]) {
@@ -325,22 +397,25 @@ __device__ float round_channels(const float (&x)[kChannels], std::uint32_t (&pai
   return fmaxf(low_value(largest), high_value(largest));
 }
 
-/// A token's queries of some heads, and its weights, into L2. Before the wait, too.
-__device__ inline void fetch_queries(const IndexTile& tile, int token, int first_head, int heads) {
+/// A token's queries and weights into L2. Before the wait, too.
+__device__ inline void fetch_queries(const IndexTile& tile, int token) {
   constexpr int kLine = 64;
   const ops::IndexParams& p = tile.p;
   if (token >= tile.count) return;
-  const auto fetch = [&](const ops::InputDesc& in, int at, int bytes, int element) {
+  const auto fetch = [&](const ops::InputDesc& in, int bytes, int element) {
     const std::uint8_t* from =
-        static_cast<const std::uint8_t*>(in.data) + (tile.first + token) * in.row_stride * element + at;
+        static_cast<const std::uint8_t*>(in.data) + (tile.first + token) * in.row_stride * element;
     for (int i = static_cast<int>(threadIdx.x) * kLine; i < bytes; i += static_cast<int>(blockDim.x) * kLine)
       fetch_ahead(from + i);
   };
-  if (p.q.dtype != DType::u8) {
+  if (p.q.dtype == DType::u8) {
+    fetch(p.q, p.num_heads * static_cast<int>(tile.kind().page.payload.row_stride), 1);
+    fetch(p.q_scale, p.num_heads * kKeyScaleBytes, 1);
+  } else {
     const int element = p.q.dtype == DType::f32 ? 4 : 2;
-    fetch(p.q, first_head * kWidth * element, min(heads, p.num_heads - first_head) * kWidth * element, element);
+    fetch(p.q, p.num_heads * kWidth * element, element);
   }
-  if (first_head == 0) fetch(p.weights, 0, p.num_heads * 4, 4);
+  fetch(p.weights, p.num_heads * 4, 4);
 }
 
 /// Where a head's row of the matrix operand lies, so that a lane's accumulators are a chain.
@@ -357,9 +432,8 @@ __device__ inline std::uint64_t operand_of(const std::uint8_t* q) {
 
 // --- keys
 
-/// The pages of keys: dense rows of payload and of scales. A warpgroup's units lie kStep rows apart, a whole number of
-/// blocks: so a warp's row in a block stays the same.
-constexpr int kStep = kWarpgroups * kUnitKeys;
+/// The pages of keys: dense rows of payload and of scales. From one unit of a warpgroup to its next there is a whole
+/// number of blocks: so a warp's row in a block stays the same.
 struct Pages {
   const std::uint8_t *payload, *scale;
   std::uint32_t payload_stride, scale_stride;  // from block to block
@@ -375,6 +449,19 @@ struct Pages {
   }
   __device__ const std::uint8_t* scale_of(std::uint32_t block) const {
     return scale + std::uint64_t{block} * scale_stride;
+  }
+
+  /// A warp's 32 keys from a row of a block on into L2. Before the wait, too: nothing depends on it (kv4/cuda.h).
+  template <int kKeyBytes>
+  __device__ void fetch(std::uint32_t block, std::uint32_t row) const {
+    const auto bring = [&](const std::uint8_t* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+      asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes),
+                   "l"(policy));
+#endif
+    };
+    bring(payload_of(block) + kKeyBytes * row, kWarpKeys * kKeyBytes);
+    bring(scale_of(block) + kKeyScaleBytes * row, kWarpKeys * kKeyScaleBytes);
   }
 };
 
@@ -393,15 +480,16 @@ __device__ inline std::uint32_t load_shared4(std::uint32_t at) {
 /// Of every other row of 128 bytes the halves change places, so that quads can load four chunks of a row each without
 /// bank conflicts. Each lane has a key of its own, whose scales it copies and whose score it writes.
 /// kIsLong: it may have more than 32 units, which no warpgroup of a cluster has (below).
-template <int kKeyBytes, int kStages, bool kIsLong>
+template <class CrewOf, int kKeyBytes, int kStages, bool kIsLong>
 class KeyStream {
  public:
+  using Crew = CrewOf;
   static constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kKeyScaleBytes;
-  static constexpr int kStageStep = kScoreWarps * kStageBytes;
-  using Ring = std::uint8_t[kStages][kScoreWarps][kStageBytes];
+  static constexpr int kStageStep = Crew::kWarps * kStageBytes;
+  using Ring = std::uint8_t[kStages][Crew::kWarps][kStageBytes];
   static_assert(kStageBytes % 16 == 0 && (kKeyBytes == 64 || kKeyBytes == 128));
 
-  /// units: of this warpgroup, every kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
+  /// units: of this warpgroup, every Crew::kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
   __device__ KeyStream(const Ring& ring, const Pages& pages, int request, int first_unit, int units, int scored)
       : pages_(&pages),
         first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
@@ -419,11 +507,18 @@ class KeyStream {
   __device__ std::int32_t first_ids() const { return load_id(0); }
   __device__ std::int32_t guess_ids() const { return load_id<true>(0); }
 
+  /// Brings the first kCount units, which lie in these blocks, into L2. Before the wait, too.
+  template <int kCount>
+  __device__ void fetch(std::int32_t first_ids) const {
+    if (static_cast<int>(threadIdx.x % 32) < kCount && first_ids >= 0)
+      pages_->template fetch<kKeyBytes>(static_cast<std::uint32_t>(first_ids), pages_->row_of(first_));
+  }
+
   /// Of the 32 of a warp and unit.
   __device__ static std::uint32_t own_key() { return threadIdx.x % 32 / kQuad + 8 * (threadIdx.x % kQuad); }
 
   /// The first key of the i-th unit.
-  __device__ int first_key(int i) const { return first_ + i * kStep; }
+  __device__ int first_key(int i) const { return first_ + i * Crew::kStep; }
 
   /// Asks for the first units, which lie in these blocks.
   __device__ void begin(std::int32_t first_ids) {
@@ -495,19 +590,21 @@ class KeyStream {
 };
 
 /// How many units of its block's share a warpgroup has, and their keys.
-__device__ inline int units_of_warpgroup(const Share& share, int warpgroup) {
-  return (share.count - warpgroup + kWarpgroups - 1) / kWarpgroups;
+template <class Crew>
+__device__ int units_of_warpgroup(const Share& share, int warpgroup) {
+  return (share.count - warpgroup + Crew::kWarpgroups - 1) / Crew::kWarpgroups;
 }
 template <class Keys>
 __device__ Keys keys_of(const typename Keys::Ring& ring, const Pages& pages, const Share& share, int warpgroup) {
-  return Keys(ring, pages, share.request, share.unit + warpgroup, units_of_warpgroup(share, warpgroup), share.scored);
+  return Keys(ring, pages, share.request, share.unit + warpgroup,
+              units_of_warpgroup<typename Keys::Crew>(share, warpgroup), share.scored);
 }
 
-/// Before the wait: the keys that this block probably begins with, kStages of 32 for each of its warps, into L2.
-/// Nothing depends on it (kv4/cuda.h). By kWorkers warps.
-template <int kKeyBytes, int kStages, int kWorkers>
+/// Before the wait: the keys that this block probably begins with, kStages of 32 for each of its warps, into L2, by
+/// kWorkers warps that have nothing else to do; KeyStream::fetch, where all have as much to do.
+template <class Crew, int kKeyBytes, int kStages, int kWorkers>
 __device__ void fetch_first_keys(const Share& share, const Pages& pages, int worker) {
-  constexpr int kEach = kStages * kScoreWarps / kWorkers;
+  constexpr int kEach = kStages * Crew::kWarps / kWorkers;
   static_assert(kEach <= 32);
   if (share.count == 0) return;
   const int first = share.unit * kUnitKeys, end = min(first + share.count * kUnitKeys, share.scored);
@@ -515,16 +612,7 @@ __device__ void fetch_first_keys(const Share& share, const Pages& pages, int wor
   if (lane >= kEach || key >= end) return;
   const std::int32_t block =
       __ldcg(pages.table + std::int64_t{share.request} * pages.blocks_per_request + (key >> pages.block_shift));
-  if (block < 0) return;
-  const auto fetch = [&](const std::uint8_t* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes),
-                 "l"(pages.policy));
-#endif
-  };
-  const std::uint32_t row = pages.row_of(key), id = static_cast<std::uint32_t>(block);
-  fetch(pages.payload_of(id) + kKeyBytes * row, kWarpKeys * kKeyBytes);
-  fetch(pages.scale_of(id) + kKeyScaleBytes * row, kWarpKeys * kKeyScaleBytes);
+  if (block >= 0) pages.fetch<kKeyBytes>(static_cast<std::uint32_t>(block), pages.row_of(key));
 }
 
 // --- scores
@@ -569,10 +657,11 @@ inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes) {
   const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
   return overlaps_launches() && kind.page.shape.width == kWidth && kind.rows_per_block >= kWarpKeys &&
-         is_power_of_two(kind.rows_per_block) && kStep % kind.rows_per_block == 0 && max_entries(p) < kMost &&
-         payload.row_stride == key_bytes && scale.row_stride == kKeyScaleBytes && payload.block_stride < kMost &&
-         scale.block_stride < kMost && is_aligned(payload.data, payload.block_stride, 16) &&
-         is_aligned(scale.data, scale.block_stride, 16) && is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
+         is_power_of_two(kind.rows_per_block) && WholeCrew::kStep % kind.rows_per_block == 0 &&
+         max_entries(p) < kMost && payload.row_stride == key_bytes && scale.row_stride == kKeyScaleBytes &&
+         payload.block_stride < kMost && scale.block_stride < kMost &&
+         is_aligned(payload.data, payload.block_stride, 16) && is_aligned(scale.data, scale.block_stride, 16) &&
+         is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
 }
 
 // As createpolicy.fractional gives them on sm_90.
@@ -607,6 +696,12 @@ inline unsigned score_blocks(const IndexTile& tile) {
   const std::int64_t all = std::clamp<std::int64_t>(units, 1, std::max(multiprocessors() - selecting, 1));
   const std::int64_t even = all / tile.count * tile.count;
   return static_cast<unsigned>(20 * even >= 19 * all && units <= kEvenUnits * all ? even : all);
+}
+
+/// Whether blocks may be half crews and have at most so many units each.
+inline bool can_halve(const IndexTile& tile, int most_units) {
+  return HalfCrew::kStep % tile.kind().rows_per_block == 0 &&
+         units_of(tile) <= most_units * std::int64_t{score_blocks(tile)};
 }
 
 /// Of clusters that take a token of up to kRowNumbers keys each, with the selection: how many thread blocks; 0 where

@@ -78,13 +78,16 @@ __global__ void __launch_bounds__(kNearThreads, 1) select_near_row(const __grid_
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   const int at = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x), top = tile.p.top;
   // The scorer has itself waited before it let this kernel start: queries, record and block table are there.
-  const RawChannels<kLaneChannels> raw = load_query(tile, at, thread / kHeadLanes, thread % kHeadLanes);
+  RawChannels<kLaneChannels> raw[1];
+  NearPlace(tile, at, thread / kHeadLanes, thread % kHeadLanes).load(tile.p, raw);
   TokenRow seen(tile, at);
   s.near.clear();
   touch(tile);
   asm volatile("" : "+r"(seen.request), "+r"(seen.count));  // not after the wait
   const TokenKeys keys = copy_table(s, tile, seen.request, seen.count);
-  s.queries.put(make_query(tile, raw), thread / kHeadLanes, thread % kHeadLanes);
+  QueryPart query[1];
+  make_queries(tile, raw, query);
+  s.queries.put(query[0], thread / kHeadLanes, thread % kHeadLanes);
   __syncthreads();
   make_bounds(s.near, s.queries, tile.p.num_heads);
   __syncthreads();
