@@ -69,17 +69,26 @@ class Finder {
   __device__ Finder(const AttendParams& p, Shared& s, const QueryRows& rows, const Job& job)
       : p_(p), s_(s), rows_(rows), job_(job) {}
 
-  __device__ void begin() {
+  static constexpr int kLead = kFoundTiles - 1;
+
+  /// Asks for what names the first tiles' rows. Before queries are asked for, for loads come back in order.
+  __device__ void ask(int (&keys)[kLead]) {
     if (!takes_part()) return;
-    int keys[kLead], blocks[kLead];
 #pragma unroll
-    for (int i = 0; i < kLead; ++i) keys[i] = key(i);
+    for (int i = 0; i < kLead; ++i) keys[i] = row(i) < job_.end ? rows_.key<true>(p_, job_.token, row(i)) : -1;
+  }
+
+  __device__ void begin(int (&keys)[kLead]) {
+    if (!takes_part()) return;
+    int blocks[kLead];
 #pragma unroll
-    for (int i = 0; i < kLead; ++i) blocks[i] = rows_.block(p_, row(i), keys[i]);
+    for (int i = 0; i < kLead; ++i) keys[i] = rows_.seen<true>(p_, row(i), keys[i]);
+#pragma unroll
+    for (int i = 0; i < kLead; ++i) blocks[i] = rows_.block<true>(p_, row(i), keys[i]);
 #pragma unroll
     for (int i = 0; i < kLead; ++i) locate(i, keys[i], blocks[i]);
     key_ = key(kLead);
-    block_ = rows_.block(p_, row(kLead), key_);
+    block_ = rows_.block<true>(p_, row(kLead), key_);
     next_key_ = key(kLead + 1);
   }
 
@@ -88,21 +97,21 @@ class Finder {
     if (!takes_part()) return;
     locate(tile + kLead, key_, block_);
     key_ = next_key_;
-    block_ = rows_.block(p_, row(tile + kLead + 1), key_);
+    block_ = rows_.block<true>(p_, row(tile + kLead + 1), key_);
     next_key_ = key(tile + kLead + 2);
   }
 
  private:
-  static constexpr int kLead = kFoundTiles - 1;
-
   __device__ static int lane() { return static_cast<int>(threadIdx.x) - kGroup; }
   __device__ bool takes_part() const { return lane() < kTile / job_.mates; }
   __device__ int place_in_tile() const { return job_.mate * (kTile / 2) + lane(); }
   __device__ int row(int tile) const { return job_.begin + tile * kTile + place_in_tile(); }
-  __device__ int key(int tile) const { return row(tile) < job_.end ? rows_.key(p_, job_.token, row(tile)) : -1; }
+  __device__ int key(int tile) const {
+    return row(tile) < job_.end ? rows_.seen<true>(p_, row(tile), rows_.key<true>(p_, job_.token, row(tile))) : -1;
+  }
   __device__ void locate(int tile, int key, int block) {
     if (tile >= job_.tiles()) return;
-    const RowPlace place = rows_.place(p_, row(tile), key, block);
+    const RowPlace place = rows_.place<true>(p_, row(tile), key, block);
     Found found{kAbsentRow.payload, kAbsentRow.scale};
     if (place.payload != nullptr) {
       found = {place.payload, place.scale};
@@ -231,8 +240,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const Queries<kThreads / 32, 4> queries(p, s, job);
   Finder finder(p, s, rows, job);
+  int keys[Finder::kLead] = {};  // of the first tiles
+  if (group == 1) finder.ask(keys);
   queries.begin();
-  if (group == 1) finder.begin();
+  if (group == 1) finder.begin(keys);
   queries.finish();
   if (group == 0) {
     more_registers<kScorerRegisters>();
