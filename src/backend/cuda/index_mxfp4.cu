@@ -648,7 +648,7 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   if (tile.count <= kFewTokens && units <= few_units * blocks && tile.p.step.num_items == tile.p.step.num_tokens)
     return start<WholeCrew, 2 * kGroups>(tile, blocks, stream);
   // Scores alone: a selection would leave room for two half crews on some multiprocessors and for none on others.
-  if (tile.fill && can_halve(tile, 16)) return start<HalfCrew, kGroups>(tile, blocks, stream);
+  if (tile.fill && can_halve(tile, 8)) return start<HalfCrew, kGroups>(tile, blocks, stream);
   return start<WholeCrew, kGroups>(tile, blocks, stream);
 }
 

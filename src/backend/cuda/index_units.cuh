@@ -299,7 +299,13 @@ class QueryPlace {
         raw[i].weight = weight_[kApart * i];
       }
     };
-    if (p.q.dtype == DType::u8)
+    if (p.q.dtype == DType::bf16)
+      for_each([&](RawChannels<kChannels>& to, int head) {
+        const uint4* from = reinterpret_cast<const uint4*>(q_ + head * kWidth * 2);
+#pragma unroll
+        for (int j = 0; j < kChannels / 8; ++j) to.words[j] = from[j];
+      });
+    else if (p.q.dtype == DType::u8)
       for_each([&](RawChannels<kChannels>& to, int head) {
         const std::uint8_t *from = q_ + head * kCodeBytes, *scale = scale_ + head * kKeyScaleBytes;
         if constexpr (kPartBytes == 16) {
@@ -309,12 +315,6 @@ class QueryPlace {
           to.words[0].x = half.x, to.words[0].y = half.y;
         }
         to.scale = kCodeBytes == kWidth ? *reinterpret_cast<const std::uint32_t*>(scale) : *scale;
-      });
-    else if (p.q.dtype == DType::bf16)
-      for_each([&](RawChannels<kChannels>& to, int head) {
-        const uint4* from = reinterpret_cast<const uint4*>(q_ + head * kWidth * 2);
-#pragma unroll
-        for (int j = 0; j < kChannels / 8; ++j) to.words[j] = from[j];
       });
     else
       for_each([&](RawChannels<kChannels>& to, int head) {
