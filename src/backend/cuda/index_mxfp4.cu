@@ -17,11 +17,10 @@
 // of zero is the relu.
 //
 // Pipeline: a thread block of four warpgroups per multiprocessor, of two where rows are short and nothing is selected
-// (index_units.cuh, crews), each warpgroup on its own keys. While the products of
-// a tile are under way the keys of the next are expanded, so that a warpgroup hardly waits for the matrix unit; one set
-// of accumulators, weights from shared memory, or registers would not do. Each warp has three units' keys on their way
-// into its own ring (cp.async), no barrier but the warp's own. All blocks take an equal run of units from the list of
-// all tokens' units.
+// (index_units.cuh, crews), each warpgroup on its own keys. While the products of a tile are under way the keys of the
+// next are expanded, so that a warpgroup hardly waits for the matrix unit; one set of accumulators, weights from shared
+// memory, or registers would not do. Each warp has three units' keys on their way into its own ring (cp.async), no
+// barrier but the warp's own. All blocks take an equal run of units from the list of all tokens' units.
 //
 // Products under way in a loop need a trip count that the compiler knows to be the same in all of a warp's lanes, or it
 // waits after each wgmma.
