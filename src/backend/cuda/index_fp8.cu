@@ -222,7 +222,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 
 // A cluster takes a token of up to kRowNumbers keys, as in index_mxfp4.cu; its first block selects. Keys on their way
 // leave no room for scores in shared memory: they go by L2. 8,192 keys on an H200, 2026-11-16, in us: of 16
-// tokens 17.3, of 64 28.1, of 128 46.9; of 16 the scores take 14,400 clocks, the selection 13,300.
+// tokens 16.3, of 64 27.8, of 128 45.8; of 16, when they took 17.8, the scores were 14,400 clocks, the selection
+// 13,300.
 
 constexpr int kMostBlocks = kRowNumbers / kWarpKeys;  // of a row of the block table
 struct TopkShared {
@@ -327,10 +328,7 @@ bool can_score_near(const ops::IndexParams& p) {
 
 cudaError_t score_near(const IndexTile& tile, cudaStream_t stream) {
   const unsigned blocks = std::min(score_blocks(tile), static_cast<unsigned>(LargestScales::kMostShares));
-  const cudaError_t status = cudaFuncSetAttribute(score_fp8_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  static_cast<int>(sizeof(Shared)));
-  if (status != cudaSuccess) return status;
-  return launch<sizeof(Shared)>(score_fp8_keys, blocks, kScoreThreads, stream, tile, make_near_pages(tile));
+  return launch_scorer<Shared>(score_fp8_keys, blocks, kScoreThreads, tile, make_near_pages(tile), stream);
 }
 
 int near_topk_blocks(const IndexTile& tile) { return cluster_blocks(tile); }

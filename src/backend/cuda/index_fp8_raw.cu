@@ -304,16 +304,15 @@ __global__ void __launch_bounds__(Crew::kThreads, WholeCrew::kThreads / Crew::kT
 
 template <class Crew>
 cudaError_t start(const IndexTile& tile, cudaStream_t stream) {
-  const auto kernel = raw_scores_of_fp8_keys<Crew>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared<Crew>)));
-  if (status != cudaSuccess) return status;
-  return launch<sizeof(Shared<Crew>)>(kernel, score_blocks(tile), Crew::kThreads, stream, tile, make_pages(tile));
+  return launch_scorer<Shared<Crew>>(raw_scores_of_fp8_keys<Crew>, score_blocks(tile), Crew::kThreads, tile,
+                                     make_pages(tile), stream);
 }
 
 }  // namespace
 
 cudaError_t score_near_raw(const IndexTile& tile, cudaStream_t stream) {
+  // 128 units a block and more, H200, 2026-11-16: 128 x 32,768 keys 143 us by half crews, 138 by whole ones; 64 x
+  // 262,144 561 and 552.
   return can_halve(tile, 64) ? start<HalfCrew>(tile, stream) : start<WholeCrew>(tile, stream);
 }
 

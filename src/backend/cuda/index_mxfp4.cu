@@ -436,8 +436,7 @@ __device__ void score_odd(const Queries& s, const IndexTile& tile, const Pages& 
 }
 
 /// Units of one token, its scores into `row`: the queries' part of Shared is written anew. Where the share was guessed,
-/// place is of it; if it was not rightly, renew(share) makes it right, or returns false: its token is another
-/// one, too.
+/// and not rightly, renew(share) makes it right, or returns false: its token is another one, too.
 template <class Keys, int kLanes, class Renew>
 __device__ bool score_units(Shared<typename Keys::Crew>& s, const IndexTile& tile, const Pages& pages, Share& share,
                             const Guess& guess, float* row, Renew&& renew) {
@@ -634,11 +633,8 @@ namespace {
 
 template <class Crew, int kLanes>
 cudaError_t start(const IndexTile& tile, unsigned blocks, cudaStream_t stream) {
-  const auto kernel = score_mxfp4_keys<Crew, kLanes>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared<Crew>)));
-  if (status != cudaSuccess) return status;
-  return launch<sizeof(Shared<Crew>)>(kernel, blocks, Crew::kThreads, stream, tile, make_pages(tile));
+  return launch_scorer<Shared<Crew>>(score_mxfp4_keys<Crew, kLanes>, blocks, Crew::kThreads, tile, make_pages(tile),
+                                     stream);
 }
 
 }  // namespace
@@ -649,7 +645,8 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   const std::int64_t units = units_of(tile), few_units = tile.fill ? 1 : 32;  // of a block; filling delays helpers
   if (tile.count <= kFewTokens && units <= few_units * blocks && tile.p.step.num_items == tile.p.step.num_tokens)
     return start<WholeCrew, 2 * kGroups>(tile, blocks, stream);
-  // Scores alone: a selection would leave room for two half crews on some multiprocessors and for none on others.
+  // Scores alone: a selection would leave room for two half crews on some multiprocessors and for none on others. Of 16
+  // units a block and more whole ones are as fast or faster.
   if (tile.fill && can_halve(tile, 8)) return start<HalfCrew, kGroups>(tile, blocks, stream);
   return start<WholeCrew, kGroups>(tile, blocks, stream);
 }

@@ -698,6 +698,15 @@ inline unsigned score_blocks(const IndexTile& tile) {
   return static_cast<unsigned>(20 * even >= 19 * all && units <= kEvenUnits * all ? even : all);
 }
 
+/// A scorer whose blocks have a Shared each.
+template <class Shared>
+cudaError_t launch_scorer(void (*kernel)(IndexTile, Pages), unsigned blocks, unsigned threads, const IndexTile& tile,
+                          const Pages& pages, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(Shared);
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  return status != cudaSuccess ? status : launch<kBytes>(kernel, blocks, threads, stream, tile, pages);
+}
+
 /// Whether blocks may be half crews and have at most so many units each.
 inline bool can_halve(const IndexTile& tile, int most_units) {
   return HalfCrew::kStep % tile.kind().rows_per_block == 0 &&
