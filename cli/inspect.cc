@@ -220,7 +220,7 @@ SessionContents read_rows(const Subject& subject, Inspection& inspection) try {
   std::optional<Progress> progress;
   std::int64_t shown = 0;
   return read_session_rows(
-      subject.path, [&](const DecodedRow& row) { inspection.take(row); },
+      subject.path, {}, [&](const DecodedRow& row) { inspection.take(row); },
       [&](std::int64_t done, std::int64_t total) {
         if (!progress) progress.emplace("reading", total);
         progress->advance(done - std::exchange(shown, done));

@@ -123,20 +123,17 @@ void decode_image(Decoder& decoder, const CacheSchema& schema, std::span<const s
 
 }  // namespace
 
-SessionContents read_session_rows(const std::string& path, const std::function<void(const DecodedRow&)>& take,
-                                  const ReadProgress& progress) {
+SessionContents read_session_rows(const std::string& path, const SessionIdentity& identity,
+                                  const std::function<void(const DecodedRow&)>& take, const ReadProgress& progress) {
   const auto files = tier::make_posix_file_system({.direct = false});
   SessionFileSource source(*files, path);
-  const auto payload_of = [](std::span<const std::byte> record) {
-    return record.subspan(static_cast<std::size_t>(tier::kRecordHeaderBytes));
-  };
+  const auto guard = session_guard(identity);
+  std::vector<std::byte> memory;
   Decoder decoder(take);
   SessionContents out;
   std::map<BlockKey, std::int64_t> block_of;  // those that have not come yet
   {
-    const std::span<const std::byte> own = source.next();
-    check_record(own);
-    const SessionParts parts = parse_session(payload_of(own));
+    const SessionParts parts = parse_session(open_record(*guard, source.next(), memory).payload);
     out.schema = parse_layout(std::string(parts.layout), parts.lengths[0]);
     out.lengths = parts.lengths;
     out.weights_id = parts.weights_id;
@@ -148,11 +145,11 @@ SessionContents read_session_rows(const std::string& path, const std::function<v
       decode_block(decoder, out.schema, parts.open_block, parts.full_blocks(), parts.lengths[0] % parts.block_tokens);
   }
   for (std::span<const std::byte> record = source.next(); !record.empty(); record = source.next()) {
-    const tier::RecordHeader header = check_record(record);
+    const auto [header, payload] = open_record(*guard, record, memory);
     const auto found = block_of.find(block_key(header.id.key));
     require(found != block_of.end(), ErrorCode::bad_file, "a record before byte {} is no block of this session",
             source.offset());
-    decode_block(decoder, out.schema, payload_of(record), found->second, out.schema.block_tokens);
+    decode_block(decoder, out.schema, payload, found->second, out.schema.block_tokens);
     block_of.erase(found);
     if (progress) progress(source.offset(), source.file_bytes());
   }

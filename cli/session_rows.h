@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kv4/schema.h"
+#include "kv4/session.h"
 
 namespace kv4::cli {
 
@@ -35,8 +36,9 @@ struct SessionContents {
 using ReadProgress = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
 
 /// Calls `take` for every row: windows, pending rows and those of the open block first, then block by block as they lie
-/// in the file. Throws Error(bad_file) at the first damage.
-SessionContents read_session_rows(const std::string& path, const std::function<void(const DecodedRow&)>& take,
+/// in the file. Of the identity only its keys count. Throws Error(bad_file) at the first damage.
+SessionContents read_session_rows(const std::string& path, const SessionIdentity& identity,
+                                  const std::function<void(const DecodedRow&)>& take,
                                   const ReadProgress& progress = {});
 
 }  // namespace kv4::cli

@@ -22,7 +22,7 @@
 #include "table.h"
 #include "tier/disk_store.h"
 #include "tier/index_checkpoint.h"
-#include "tier/record_cipher.h"
+#include "tier/record_guard.h"
 
 namespace kv4::cli {
 namespace {
@@ -163,7 +163,8 @@ class StoreBench {
     options.capacity_bytes = INT64_MAX;
     options.queue_depth = flags_.depth;
     options.sync_every_bytes = flags_.sync_bytes;
-    if (flags_.encrypt) options.cipher = std::make_shared<RecordCipher>(std::array<std::byte, kCipherKeyBytes>{});
+    if (flags_.encrypt)
+      options.guard = std::make_shared<RecordGuard>(GuardOptions{"disk", {CacheKey{}}, Protection::sealed, false});
     store_ = DiskStore::open(*files_, options);
     for (std::int64_t i = 0; i < records_; i += batch_) {
       std::vector<PutRequest> requests;

@@ -10,7 +10,8 @@
 //   RequestId request = restore_session_file(cache, identity, "chat.kv4s").value();
 //
 // Threads: as KVCacheManager. Errors: what is truncated, damaged, foreign, of another layout, other weights, another
-// salt or tenant is Error(bad_file) that names what differs; no room is a Shortage. Either way the cache is unchanged.
+// salt or tenant, or not made by a key of the identity's is Error(bad_file) that names what differs; no room is a
+// Shortage. Either way the cache is unchanged.
 // A restored request cannot be rewound behind the length it was saved with.
 //
 // A cache that keeps prefixes, with these weights: blocks that it has are not taken from the session, and the others
@@ -26,6 +27,7 @@
 #include <string>
 #include <vector>
 
+#include "kv4/cache_keys.h"
 #include "kv4/export.h"
 #include "kv4/kv_cache_manager.h"
 
@@ -34,12 +36,19 @@ namespace kv4 {
 /// Who may restore a session. Layout and model come from the cache.
 struct SessionIdentity {
   std::string weights_id;    // the caller's name for all it computes with: weights, and a rope table if it binds one
-  std::string salt;          // a secret of the tenant: not stored, but nothing is restored with another one
+  /// Of the tenant: nothing is restored with another one. It keeps tenants' contexts apart, and proves nothing: whoever
+  /// has read one session of a tenant's can make another that restores. Only `keys` tell who wrote a session.
+  std::string salt;
   std::uint64_t tenant = 0;  // written into every record
   /// By full block, for as many as have some: what their keys hash beside tokens, a LoRA id or hashes of images. To
   /// save only; a session brings its own.
   std::vector<std::vector<std::byte>> block_extra = {};
   TenantId share_of = 0;  // of a prefix cache: whose share the blocks of a restored session count for
+  /// Records are protected with the first of these; to restore, each has to be made by one of them, unless
+  /// accept_unauthenticated. None: digests only, and a protected session is refused.
+  std::vector<CacheKey> keys = {};
+  Protection protection = Protection::sealed;  // of what is saved, where there are keys
+  bool accept_unauthenticated = false;         // for the while of a change: sessions from before there were keys
 };
 
 /// Takes whole records, header and payload, each valid during the call only. What it throws comes out of the save.

@@ -89,6 +89,7 @@ struct TierStats {
   std::int64_t capacity_bytes = 0;              // kUnknown: the tier's own business
   std::int64_t evicted_records = 0;             // made room; this and the next since the tier was made
   std::int64_t set_aside_records = 0;           // damaged
+  std::int64_t unauthenticated_records = 0;     // not believed: no key of the cache's protects them
   std::int64_t connects = 0, redirects = 0;     // of a remote tier
 };
 

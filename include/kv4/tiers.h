@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kv4/backend.h"
+#include "kv4/cache_keys.h"
 #include "kv4/export.h"
 #include "kv4/schema.h"
 #include "kv4/tier.h"
@@ -35,13 +36,19 @@ struct TiersOptions {
   std::int64_t disk_bytes = std::int64_t{64} << 30;
   std::int64_t segment_bytes = std::int64_t{256} << 20;  // of its files; a multiple of 4,096
   int disk_threads = 4;                                  // that read and check its records
-  /// Payloads are sealed with keys that follow from it (AES-256-GCM). None: they are as they are.
-  std::optional<std::array<std::byte, 32>> disk_key = {};
+  /// One more key of the disk's alone, after `keys`: that of a store which 0.1 sealed. Prefer `keys`.
+  std::optional<CacheKey> disk_key = {};
 
   std::vector<std::string> servers = {};  // "host:port", some of a Redis cluster or one server; empty: none
   std::string user = {}, password = {};
 
   std::vector<std::shared_ptr<tier::Tier>> more = {};  // below all these
+
+  /// Protect every record that leaves the process: on disk, on servers, in `more`. What none of them made is a miss,
+  /// unless accept_unauthenticated. None: whoever can write there chooses what prompts find; the log says so.
+  std::vector<CacheKey> keys = {};
+  Protection protection = Protection::sealed;  // of what is written, where there are keys
+  bool accept_unauthenticated = false;         // for the while of a change: records from before there were keys
 
   std::int64_t max_write_bytes = std::int64_t{256} << 20;  // of each tier: that wait to be written
   std::int64_t max_read_bytes = std::int64_t{256} << 20;
@@ -51,6 +58,7 @@ struct TiersOptions {
 /// Of one tier, since it was made.
 struct TierReport {
   std::string name;
+  Protection protection = Protection::none;  // of what is written; host memory needs none
   std::int64_t hits = 0, misses = 0, failed_gets = 0, damaged = 0, hit_bytes = 0;
   std::int64_t stored = 0, failed_puts = 0, refused_puts = 0, stored_bytes = 0;
   std::int64_t promoted = 0;       // found below and put here
@@ -83,6 +91,7 @@ class KV4_API Tiers {
 
  private:
   std::shared_ptr<Backend> backend_;
+  std::vector<Protection> protections_;  // by tier
   std::unique_ptr<tier::TierChain> chain_;
 };
 

@@ -58,13 +58,18 @@ struct SessionSender::Impl {
   KVCacheManager& manager;
   RequestId request;
   std::uint64_t tenant;
+  std::shared_ptr<const tier::RecordGuard> guard;
   std::vector<std::int32_t> token_ids;
   std::vector<BlockKey> keys;             // of the full blocks
   std::map<BlockKey, std::size_t> found;  // the same, by key
   std::vector<std::byte> own_record;
 
   Impl(KVCacheManager& manager_in, RequestId request_in, const SessionIdentity& identity)
-      : manager(manager_in), request(request_in), tenant(identity.tenant), token_ids(manager.token_ids(request)) {
+      : manager(manager_in),
+        request(request_in),
+        tenant(identity.tenant),
+        guard(session_guard(identity)),
+        token_ids(manager.token_ids(request)) {
     const CacheSchema& schema = manager.schema();
     const CanonicalImage image = manager.export_image(request);
     const std::string layout = describe_layout(schema);
@@ -104,7 +109,7 @@ struct SessionSender::Impl {
     const std::vector<std::byte> payload = encode_session(parts);
     own_record.resize(static_cast<std::size_t>(kRecordHeaderBytes));
     own_record.insert(own_record.end(), payload.begin(), payload.end());
-    seal_record(header(session_key(hasher, parts, token_ids), 0), own_record);
+    finish_record(*guard, header(session_key(hasher, parts, token_ids), 0), own_record);
   }
 
   /// `number`: of the record in the session, its own is 0.
@@ -155,7 +160,7 @@ bool SessionSender::send(std::span<const BlockKey> wanted, RecordSink& sink, con
     const std::size_t i = s.found.at(key);
     s.manager.kv_pool().save_block(blocks[i], schema.block_tokens,
                                    std::span(record).subspan(static_cast<std::size_t>(kRecordHeaderBytes)));
-    seal_record(s.header(key, i + 1), record);
+    finish_record(*s.guard, s.header(key, i + 1), record);
     sink.write(record);
     done += static_cast<std::int64_t>(record.size());
     if (progress && !progress(done, s.all_bytes())) return false;
@@ -176,8 +181,10 @@ bool save_session(KVCacheManager& manager, RequestId request, const SessionIdent
 struct SessionReceiver::Impl {
   KVCacheManager& manager;
   const SessionIdentity identity;
+  const std::shared_ptr<const tier::RecordGuard> guard;
   BlockSource* source;
   std::int64_t num_taken = 0;
+  std::vector<std::byte> memory;  // of the payload that is being taken, where it came sealed
 
   std::vector<std::vector<std::byte>> early;  // blocks' records that came before the session's own
 
@@ -194,7 +201,7 @@ struct SessionReceiver::Impl {
   bool finished = false;
 
   Impl(KVCacheManager& manager_in, SessionIdentity identity_in, BlockSource* source_in)
-      : manager(manager_in), identity(std::move(identity_in)), source(source_in) {}
+      : manager(manager_in), identity(std::move(identity_in)), guard(session_guard(identity)), source(source_in) {}
 
   std::size_t image_bytes() const { return static_cast<std::size_t>(manager.schema().block_image_bytes); }
   std::span<std::byte> block(std::size_t i) const { return {blocks.get() + i * image_bytes(), image_bytes()}; }
@@ -202,14 +209,13 @@ struct SessionReceiver::Impl {
 
   void take(std::span<const std::byte> record) {
     require(!finished, ErrorCode::bad_state, "the session was restored already; take another receiver for another one");
-    const tier::RecordHeader header = check_record(record);
+    const auto [header, body] = open_record(*guard, record, memory);
     require(header.id.tenant == identity.tenant, ErrorCode::bad_file,
             "it is tenant {}'s, and was asked for as tenant {}'s", header.id.tenant, identity.tenant);
-    const auto body = record.subspan(static_cast<std::size_t>(kRecordHeaderBytes));
     if (is_session(body))
       take_own(header, body);
     else if (payload.empty())
-      keep_early(record);
+      keep_early(body.size(), record);
     else
       take_block(header, body);
   }
@@ -223,8 +229,10 @@ struct SessionReceiver::Impl {
     Impl next(manager, identity, source);
     next.open(header, body);
     // Records before it that do not fit are refused now, and with them the session.
-    for (const std::vector<std::byte>& record : early)
-      next.take_block(check_record(record), std::span(record).subspan(static_cast<std::size_t>(kRecordHeaderBytes)));
+    for (const std::vector<std::byte>& record : early) {
+      const auto [block_header, block_body] = open_record(*guard, record, next.memory);
+      next.take_block(block_header, block_body);
+    }
     next.look_for_kept();
     next.ask_source();
     adopt(std::move(next));
@@ -268,10 +276,10 @@ struct SessionReceiver::Impl {
       std::copy(parts.open_block.begin(), parts.open_block.end(), block(keys.size()).begin());
   }
 
-  void keep_early(std::span<const std::byte> record) {
+  void keep_early(std::size_t payload_bytes, std::span<const std::byte> record) {
     require(early.size() < static_cast<std::size_t>(manager.schema().blocks_per_request), ErrorCode::bad_file,
             "{} records came before the session's own; send that one first", early.size());
-    require(record.size() == static_cast<std::size_t>(block_record_bytes(manager.schema())), ErrorCode::bad_file,
+    require(payload_bytes == image_bytes(), ErrorCode::bad_file,
             "it is neither a session's nor a block's of this cache");
     early.emplace_back(record.begin(), record.end());
   }

@@ -10,13 +10,7 @@
 namespace kv4 {
 namespace {
 
-/// Of a record in a session's file: header, payload, zeros up to a whole block.
-constexpr std::int64_t filed_bytes(std::int64_t length) {
-  return tier::whole_blocks(tier::kRecordHeaderBytes + length);
-}
-
 using tier::kBlockBytes;
-using tier::kRecordHeaderBytes;
 
 std::string directory_of(const std::string& path) {
   const std::string parent = std::filesystem::path(path).parent_path().string();
@@ -55,8 +49,7 @@ class UnfinishedFile : public RecordSink {
   }
 
   void write(std::span<const std::byte> record) override {
-    const std::int64_t length = static_cast<std::int64_t>(record.size()) - kRecordHeaderBytes;
-    const std::span<std::byte> blocks = buffer_.get(filed_bytes(length));
+    const std::span<std::byte> blocks = buffer_.get(tier::whole_blocks(std::ssize(record)));
     std::fill(std::copy(record.begin(), record.end(), blocks.begin()), blocks.end(), std::byte{0});
     check_io(write_all(*file_, offset_, blocks), "write the session");
     offset_ += static_cast<std::int64_t>(blocks.size());
@@ -99,12 +92,12 @@ std::span<const std::byte> SessionFileSource::next() {
   read(offset_, first);
   const auto [refusal, header] = tier::parse_header(first);
   require(refusal == tier::RecordRefusal::none, ErrorCode::bad_file, "at byte {}: {}", offset_, to_string(refusal));
-  const std::int64_t stored = filed_bytes(header.length);
+  const std::int64_t stored = tier::whole_blocks(header.header_bytes() + header.length);
   require(stored <= left, ErrorCode::bad_file, "truncated: at byte {} begins a record of {} bytes, and {} are left",
           offset_, stored, left);
   const std::span<std::byte> blocks = buffer_.get(stored);
   read(offset_, blocks);
-  const std::size_t used = static_cast<std::size_t>(kRecordHeaderBytes + header.length);
+  const std::size_t used = static_cast<std::size_t>(header.header_bytes() + header.length);
   const auto rest = blocks.subspan(used);
   require(std::all_of(rest.begin(), rest.end(), [](std::byte b) { return b == std::byte{0}; }), ErrorCode::bad_file,
           "damaged: bytes that should be zero follow the record at byte {}", offset_);
@@ -151,7 +144,8 @@ namespace {
 /// Goes through a file and notes what is wrong.
 class Surveyor {
  public:
-  explicit Surveyor(SessionFileSource& source) : source_(source) {}
+  Surveyor(SessionFileSource& source, const SessionIdentity& identity)
+      : source_(source), guard_(session_guard(identity)) {}
 
   SessionSurvey run() {
     survey_.file_bytes = source_.file_bytes();
@@ -180,8 +174,9 @@ class Surveyor {
   }
 
   void take_own(std::span<const std::byte> record) {
-    const tier::RecordHeader header = check_record(record);
-    const SessionParts parts = parse_session(record.subspan(static_cast<std::size_t>(kRecordHeaderBytes)));
+    const auto [header, payload] = open_record(*guard_, record, memory_);
+    const SessionParts parts = parse_session(payload);
+    survey_.protection = protection_of(header.kind);
     survey_.layout_id = header.layout_id;
     survey_.tenant = header.id.tenant;
     survey_.block_tokens = parts.block_tokens;
@@ -206,7 +201,7 @@ class Surveyor {
   }
 
   void take_block(std::span<const std::byte> record) {
-    const tier::RecordHeader header = check_record(record);
+    const tier::RecordHeader header = open_record(*guard_, record, memory_).header;
     require(header.id.tenant == survey_.tenant, ErrorCode::bad_file, "it is tenant {}'s", header.id.tenant);
     require(header.layout_id == survey_.layout_id, ErrorCode::bad_file, "it is of layout {:016x}", header.layout_id);
     const auto found = found_.find(block_key(header.id.key));
@@ -216,16 +211,18 @@ class Surveyor {
   }
 
   SessionFileSource& source_;
+  const std::shared_ptr<const tier::RecordGuard> guard_;
+  std::vector<std::byte> memory_;
   SessionSurvey survey_;
   std::map<BlockKey, bool> found_;  // every full block: whether it came
 };
 
 }  // namespace
 
-SessionSurvey survey_session_file(tier::FileSystem& files, const std::string& path) {
+SessionSurvey survey_session_file(tier::FileSystem& files, const std::string& path, const SessionIdentity& identity) {
   return naming(path, [&] {
     SessionFileSource source(files, path);
-    return Surveyor(source).run();
+    return Surveyor(source, identity).run();
   });
 }
 

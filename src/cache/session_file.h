@@ -45,6 +45,7 @@ struct SessionFile {
 /// What is in a session's file, as far as that can be told without its salt.
 struct SessionSurvey {
   std::int64_t file_bytes = 0;
+  Protection protection = Protection::none;  // of its own record
   std::uint64_t layout_id = 0, tenant = 0;
   std::uint32_t block_tokens = 0;
   std::vector<std::int64_t> lengths;
@@ -57,8 +58,10 @@ struct SessionSurvey {
   bool sound() const { return problems.empty(); }
 };
 
-/// Throws Error(bad_file) where the file cannot be read or its first record is no session's; what comes after that is
-/// among the problems.
-SessionSurvey survey_session_file(tier::FileSystem& files, const std::string& path);
+/// With the keys of `identity`, which a sealed session needs; the rest of it does not count. Without keys an
+/// authenticated session is read as it is. Throws Error(bad_file) where the file cannot be read or its first record is no
+/// session's; what comes after that is among the problems.
+SessionSurvey survey_session_file(tier::FileSystem& files, const std::string& path,
+                                  const SessionIdentity& identity = {});
 
 }  // namespace kv4

@@ -180,21 +180,45 @@ std::vector<BlockKey> chain_keys(BlockHasher& hasher, const SessionParts& parts,
   return keys;
 }
 
-void seal_record(const tier::RecordHeader& header, std::span<std::byte> record) {
-  tier::RecordHeader sealed = header;
-  const auto payload = record.subspan(tier::kRecordHeaderBytes);
-  sealed.length = static_cast<std::int64_t>(payload.size());
-  sealed.payload_digest = digest128(payload);
-  tier::encode_header(sealed, record.first<tier::kRecordHeaderBytes>());
+std::shared_ptr<const tier::RecordGuard> session_guard(const SessionIdentity& identity) {
+  return std::make_shared<tier::RecordGuard>(
+      tier::GuardOptions{"session", identity.keys, identity.protection, identity.accept_unauthenticated});
 }
 
-tier::RecordHeader check_record(std::span<const std::byte> record) {
-  const auto [refusal, header] = tier::verify_record(record);
-  require(refusal == tier::RecordRefusal::none, ErrorCode::bad_file, "{}", to_string(refusal));
+void finish_record(const tier::RecordGuard& guard, const tier::RecordHeader& header, std::span<std::byte> record) {
+  tier::RecordHeader finished = header;
+  const auto payload = record.subspan(tier::kRecordHeaderBytes);
+  finished.length = static_cast<std::int64_t>(payload.size());
+  require(guard.protect(finished, payload, payload), ErrorCode::out_of_memory,
+          "the system has no random bytes, or no memory, to protect a record of {} bytes", payload.size());
+  finished.payload_digest = digest128(payload);
+  tier::encode_header(finished, record);
+}
+
+SessionRecord open_record(const tier::RecordGuard& guard, std::span<const std::byte> record,
+                          std::vector<std::byte>& memory) {
+  const auto [damage, header] = tier::verify_record(record);
+  require(damage == tier::RecordRefusal::none, ErrorCode::bad_file, "{}", to_string(damage));
   require(header.place == 0, ErrorCode::bad_file, "{}: it is a segment's", to_string(tier::RecordRefusal::misplaced));
-  const std::size_t bytes = static_cast<std::size_t>(tier::kRecordHeaderBytes + header.length);
+  const std::size_t bytes = static_cast<std::size_t>(header.header_bytes() + header.length);
   require(record.size() == bytes, ErrorCode::bad_file, "{} bytes more than it says", record.size() - bytes);
-  return header;
+  SessionRecord opened{header, record.subspan(static_cast<std::size_t>(header.header_bytes()))};
+  if (header.kind == tier::RecordKind::sealed) {
+    memory.resize(
+        static_cast<std::size_t>(tier::payload_bytes(header.version, header.kind, header.length)));
+    const tier::RecordRefusal refusal = guard.open(header, opened.payload, memory);
+    opened.payload = memory;
+    require(refusal == tier::RecordRefusal::none, ErrorCode::bad_file, "{}; a sealed session needs the key of its writer",
+            to_string(refusal));
+    return opened;
+  }
+  // It stays where it is: open() copies nothing to the memory that it reads.
+  const tier::RecordRefusal refusal =
+      guard.open(header, opened.payload, {const_cast<std::byte*>(opened.payload.data()), opened.payload.size()});
+  require(refusal != tier::RecordRefusal::unauthenticated, ErrorCode::bad_file,
+          "{}, and only what the given keys made is believed; accept_unauthenticated lets it in", to_string(refusal));
+  require(refusal == tier::RecordRefusal::none, ErrorCode::bad_file, "{}", to_string(refusal));
+  return opened;
 }
 
 tier::Key record_key(const BlockKey& key) { return std::bit_cast<tier::Key>(key); }

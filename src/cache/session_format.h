@@ -30,6 +30,7 @@
 #include "kv4/session.h"
 #include "prefix/block_hash.h"
 #include "tier/record_format.h"
+#include "tier/record_guard.h"
 
 namespace kv4 {
 
@@ -66,10 +67,21 @@ BlockKey session_key(BlockHasher& hasher, const SessionParts& parts, std::span<c
 std::vector<BlockKey> chain_keys(BlockHasher& hasher, const SessionParts& parts,
                                  std::span<const std::int32_t> token_ids);
 
-/// Header and digests for the payload that lies behind the header's place in `record`.
-void seal_record(const tier::RecordHeader& header, std::span<std::byte> record);
-/// A sound record of a session that is exactly as long as it says. Throws Error(bad_file) with the reason.
-tier::RecordHeader check_record(std::span<const std::byte> record);
+/// Of files and of streams: a file may be sent as a stream, and a stream kept as a file.
+std::shared_ptr<const tier::RecordGuard> session_guard(const SessionIdentity& identity);
+
+/// Protects the payload that lies behind the header's place in `record`, and puts the header there. Throws
+/// Error(out_of_memory) where the system has no random bytes or no memory for that.
+void finish_record(const tier::RecordGuard& guard, const tier::RecordHeader& header, std::span<std::byte> record);
+
+/// A sound record of a session that is exactly as long as it says, and that the guard believes.
+struct SessionRecord {
+  tier::RecordHeader header;
+  std::span<const std::byte> payload;  // in the record, or in the memory that was given
+};
+/// Throws Error(bad_file) with the reason. `memory`: for the payload where it is sealed.
+SessionRecord open_record(const tier::RecordGuard& guard, std::span<const std::byte> record,
+                          std::vector<std::byte>& memory);
 
 tier::Key record_key(const BlockKey& key);
 BlockKey block_key(const tier::Key& key);

@@ -49,7 +49,9 @@ void DiskStore::report_opened() {
 }
 
 DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
-    : files_(files), options_(options), writes_(options.queue_depth + 1) {}
+    : files_(files), options_(options), writes_(options.queue_depth + 1) {
+  if (!options_.guard) options_.guard = std::make_shared<RecordGuard>();
+}
 
 DiskStore::~DiskStore() = default;
 
@@ -84,8 +86,8 @@ void DiskStore::open_segments() {
     if (!id) continue;
     OpenedSegment opened = SegmentFile::open(files_, options_.directory, *id, OpenMode::read_write);
     require(opened.refusal != SegmentRefusal::other_version, ErrorCode::bad_file,
-            "{}/{} has format version {}, this build reads {}; use another directory, or delete the store",
-            options_.directory, name, opened.version, kSegmentVersion);
+            "{}/{} has format version {}, this build reads {} and {}; use another directory, or delete the store",
+            options_.directory, name, opened.version, kSegmentVersionV1Records, kSegmentVersion);
     auto segment = std::make_shared<Segment>();
     segment->id = *id;
     segment->bytes = options_.segment_bytes;
@@ -138,7 +140,7 @@ void DiskStore::rebuild_index() {
       const RecordHeader& header = found.header;
       next_sequence_ = std::max(next_sequence_, header.sequence + 1);
       if (header.kind == RecordKind::dead || header.layout_id != options_.layout_id) continue;
-      add_found(*segment, {header.id, header.kind, found.offset, header.length, header.sequence});
+      add_found(*segment, {header.id, header.kind, header.version, found.offset, header.length, header.sequence});
     }
     appended_bytes_ += contents.end - from;
     // What the checkpoint does not cover may be in the page cache only, past help of a sync (File::fdatasync()).
@@ -146,24 +148,44 @@ void DiskStore::rebuild_index() {
       leave(*segment);
       continue;
     }
-    active_ = segment.get();  // the last one that can be read
+    active_ = file.header().version == kSegmentVersion ? segment.get() : nullptr;  // the last one that can be read
   }
   for (auto& [id, entries] : older_) choose_sound(id, std::move(entries));
   older_.clear();
 }
 
 void DiskStore::add_found(Segment& segment, const CheckpointRecord& record) {
-  const Entry entry{{&segment, record.offset, record.length}, record.sequence, record.kind, record.kind != own_kind()};
+  const Entry entry{{&segment, record.offset, record.length},
+                    record.sequence,
+                    record.kind,
+                    record.version,
+                    !options_.guard->believes(record.kind)};
   if (const std::optional<Entry> before = index_.put(record.id, entry)) older_[record.id].push_back(*before);
+  if (entry.set_aside)
+    note_unauthenticated(record.kind == RecordKind::value ? RecordRefusal::unauthenticated : RecordRefusal::wrong_key);
   segment.ids.push_back(record.id);
   segment.live_bytes += stored_bytes(record.length);
+}
+
+/// Not what this cache believes, and not damage: it stays until its segment goes or a newer record takes its place.
+void DiskStore::note_unauthenticated(RecordRefusal refusal) {
+  if (unauthenticated_records_++ > 0 || !log_wanted()) return;
+  log(LogLevel::warning, "tier.unauthenticated",
+      fmt::format("the store {} has records that are not believed: {}", options_.directory, to_string(refusal)),
+      {{"tier", "disk"}, {"directory", options_.directory}, {"reason", to_string(refusal)}});
 }
 
 // The newest may have been under way in a crash: its header there, its payload not.
 void DiskStore::choose_sound(const RecordId& id, std::vector<Entry> older) {
   older.push_back(index_.find(id).value());
   auto sound = older.rbegin();
-  while (sound != older.rend() && read_entry(id, *sound, read_buffer_).refusal != RecordRefusal::none) ++sound;
+  std::vector<std::byte> scratch;
+  const auto believed = [&](const Entry& entry) {
+    const ReadRecord record = read_entry(id, entry, read_buffer_);
+    return record.refusal == RecordRefusal::none &&
+           options_.guard->check(record.header, record.payload, scratch) == RecordRefusal::none;
+  };
+  while (sound != older.rend() && !believed(*sound)) ++sound;
   if (sound == older.rend()) sound = older.rbegin();
   const Entry chosen = *sound;
   index_.put(id, chosen);
@@ -179,8 +201,7 @@ void DiskStore::put(std::span<PutRequest> requests) {
 }
 
 std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
-  const std::int64_t seal_bytes = options_.cipher ? kSealBytes : 0;
-  const auto length_of = [&](const PutRequest& request) { return std::ssize(request.payload) + seal_bytes; };
+  const auto length_of = [&](const PutRequest& request) { return std::ssize(request.payload); };
   const auto bytes_of = [&](const PutRequest& request) { return stored_bytes(length_of(request)); };
   const std::int64_t most = options_.segment_bytes - kSegmentDataOffset;
   PutRequest& first = requests.front();
@@ -201,7 +222,13 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
   for (const PutRequest& request : requests) {
     if (!records.empty() && (length_of(request) > kMaxPayloadBytes || bytes + bytes_of(request) > room)) break;
     bytes += bytes_of(request);
-    records.push_back({request.id, next_sequence_++, request.payload, own_kind(), options_.cipher.get(), {}, {}});
+    RecordHeader header;
+    header.kind = options_.guard->kind();
+    header.layout_id = options_.layout_id;
+    header.id = request.id;
+    header.length = length_of(request);
+    header.sequence = next_sequence_++;
+    records.push_back({header, request.payload, options_.guard.get(), {}, {}});
   }
   append(records);
 
@@ -211,8 +238,8 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
       requests[i].status = record.status.code == IoCode::no_space ? PutStatus::no_space : PutStatus::failed;
       continue;
     }
-    const Entry entry{record.place, record.sequence, record.kind, false};
-    if (const std::optional<Entry> before = index_.put(record.id, entry)) {
+    const Entry entry{record.place, record.header.sequence, record.header.kind, kRecordVersion, false};
+    if (const std::optional<Entry> before = index_.put(record.header.id, entry)) {
       before->place.segment->live_bytes -= stored_bytes(before->place.length);
       superseded_.push_back(before->place);
     }
@@ -245,7 +272,9 @@ void DiskStore::get(std::span<GetRequest> requests) {
       [&]() -> IoOp* {
         if (!skip_to_next()) return nullptr;
         const Place& place = found[next].entry.place;
-        const std::span<std::byte> to = options_.cipher ? std::span<std::byte>() : requests[next].to;
+        // A payload with its seal behind it may be longer than `to`.
+        const bool fits = place.length == found[next].entry.payload_bytes();
+        const std::span<std::byte> to = fits ? requests[next].to : std::span<std::byte>();
         RecordRead* read = reader.reads.take(RecordRead::buffer_bytes(to, place.length));
         if (read == nullptr) return nullptr;
         read->index = next++;
@@ -285,9 +314,14 @@ void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, 
     request.status = GetStatus::failed;
     return;
   }
-  if (record.refusal == RecordRefusal::none && options_.cipher &&
-      !options_.cipher->open(record.header, record.payload, request.to.first(static_cast<std::size_t>(request.bytes))))
-    record.refusal = RecordRefusal::wrong_key;
+  if (record.refusal == RecordRefusal::none)
+    record.refusal = options_.guard->open(record.header, record.payload,
+                                          request.to.first(static_cast<std::size_t>(request.bytes)));
+  if (record.refusal == RecordRefusal::wrong_key) {
+    request.status = GetStatus::missing;
+    if (index_.set_aside(request.id, found.entry.place)) note_unauthenticated(record.refusal);
+    return;
+  }
   if (record.refusal != RecordRefusal::none) {
     request.status = GetStatus::damaged;
     if (!index_.set_aside(request.id, found.entry.place)) return;
@@ -297,11 +331,9 @@ void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, 
           fmt::format("a record in {}, segment {}, is set aside: {}", options_.directory, found.segment->id,
                       to_string(record.refusal)),
           {{"directory", options_.directory}, {"reason", to_string(record.refusal)}});
-    if (record.refusal != RecordRefusal::wrong_key) found.segment->damaged = true;
+    found.segment->damaged = true;
     return;
   }
-  if (!options_.cipher && record.payload.data() != request.to.data())
-    std::copy(record.payload.begin(), record.payload.end(), request.to.begin());
   request.status = GetStatus::found;
 }
 
@@ -313,7 +345,8 @@ ReadRecord DiskStore::read_entry(const RecordId& id, const Entry& entry, BlockBu
 
 void DiskStore::compare(const RecordId& id, const Entry& entry, ReadRecord& record) const {
   if (record.refusal != RecordRefusal::none) return;
-  if (record.header.id != id || record.header.kind != entry.kind) record.refusal = RecordRefusal::other_record;
+  if (record.header.id != id || record.header.kind != entry.kind || record.header.version != entry.version)
+    record.refusal = RecordRefusal::other_record;
   if (record.header.layout_id != options_.layout_id) record.refusal = RecordRefusal::other_layout;
   if (record.header.sequence != entry.sequence) record.refusal = RecordRefusal::other_sequence;
 }
@@ -385,6 +418,7 @@ StoreStats DiskStore::stats() const {
   stats.records = index_.sound_records();
   stats.payload_bytes = index_.payload_bytes();
   stats.set_aside_records = set_aside_records_;
+  stats.unauthenticated_records = unauthenticated_records_;
   stats.segments = static_cast<std::int64_t>(segments_.size());
   stats.segment_bytes = total_bytes();
   return stats;

@@ -37,8 +37,8 @@
 
 #include "tier/file_system.h"
 #include "tier/index_checkpoint.h"
-#include "tier/record_cipher.h"
 #include "tier/record_format.h"
+#include "tier/record_guard.h"
 #include "tier/record_index.h"
 #include "tier/record_transfer.h"
 #include "tier/requests.h"
@@ -54,15 +54,15 @@ struct StoreOptions {
   std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, beside later writes
   int queue_depth = 32;                                    // transfers in flight; 1 to 4,096
   int read_threads = 1;                                    // that may get(), each with such a queue; 1 to 64
-  /// Payloads are sealed with it, and what is not sealed with it is a miss. Null: payloads as they are, sealed ones
-  /// miss.
-  std::shared_ptr<const RecordCipher> cipher;
+  /// Protects records, and says which ones are believed; others are misses. Null: as one without keys.
+  std::shared_ptr<const RecordGuard> guard;
 };
 
 struct StoreStats {
   std::int64_t records = 0, payload_bytes = 0;   // that can be found
   std::int64_t segments = 0, segment_bytes = 0;  // files
   std::int64_t set_aside_records = 0;            // damaged; since the store was opened, as all below
+  std::int64_t unauthenticated_records = 0;      // no key of the guard's protects them
   std::int64_t evicted_records = 0;              // made room
   std::int64_t lost_records = 0;                 // could not be read when their segment had to be dropped
   std::int64_t dropped_segments = 0;             // after a failed sync
@@ -135,15 +135,11 @@ class DiskStore {
 
   /// A record on its way into the active segment.
   struct NewRecord {
-    RecordId id;
-    std::uint64_t sequence = 0;
+    RecordHeader header;  // its protection, digest and place follow
     std::span<const std::byte> payload;
-    RecordKind kind = RecordKind::value;
-    const RecordCipher* cipher = nullptr;  // seals it on its way
-    Place place;                           // out
-    IoStatus status;                       // out
-
-    std::int64_t length() const { return std::ssize(payload) + (cipher != nullptr ? kSealBytes : 0); }  // stored
+    const RecordGuard* guard = nullptr;  // protects it on its way; null: it moves as it is
+    Place place;                         // out
+    IoStatus status;                     // out
   };
 
   struct SegmentSync : IoOp {
@@ -167,7 +163,7 @@ class DiskStore {
   /// And compares with the index.
   ReadRecord read_entry(const RecordId& id, const Entry& entry, BlockBuffer& buffer) const;
   void compare(const RecordId& id, const Entry& entry, ReadRecord& record) const;
-  RecordKind own_kind() const { return options_.cipher ? RecordKind::sealed : RecordKind::value; }
+  void note_unauthenticated(RecordRefusal refusal);
   void forget(const RecordId& id);  // out of the index; the bytes stay
 
   /// All in flight together, and the syncs that are due; the active segment has room for them. The place of one that
@@ -209,7 +205,7 @@ class DiskStore {
   BlockBuffer read_buffer_, write_buffer_;
   TransferPool<RecordWrite> writes_;
   // Of whoever gets.
-  std::atomic<std::int64_t> set_aside_records_{0};
+  std::atomic<std::int64_t> set_aside_records_{0}, unauthenticated_records_{0};
   std::mutex readers_mutex_;
   std::vector<Reader> readers_;
   std::vector<Reader*> idle_readers_;  // with the lock

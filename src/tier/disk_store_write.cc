@@ -41,10 +41,10 @@ void DiskStore::append(std::span<NewRecord> records) {
         std::size_t last = next;
         std::int64_t bytes = 0, buffer_bytes = 0;
         do {
-          bytes += stored_bytes(records[last].length());
-          buffer_bytes += RecordWrite::buffer_bytes(records[last].payload, records[last].cipher);
+          bytes += stored_bytes(records[last].header.length);
+          buffer_bytes += RecordWrite::buffer_bytes(records[last].payload, records[last].guard);
         } while (++last < records.size() && last - next < kMaxMergedRecords &&
-                 bytes + stored_bytes(records[last].length()) <= kMergedBytes);
+                 bytes + stored_bytes(records[last].header.length) <= kMergedBytes);
         RecordWrite* write = writes_.take(buffer_bytes);
         if (write == nullptr) return nullptr;
         write->start(*segment.file, segment.file->end(), buffer_bytes);
@@ -52,14 +52,9 @@ void DiskStore::append(std::span<NewRecord> records) {
         write->last = last;
         for (; next < last; ++next) {
           NewRecord& record = records[next];
-          RecordHeader header;
-          header.kind = record.kind;
-          header.layout_id = options_.layout_id;
-          header.id = record.id;
-          header.length = record.length();
-          header.sequence = record.sequence;
-          record.place = {&segment, segment.file->reserve(header.length), header.length};
-          if (!write->add(header, record.payload, record.cipher)) record.status = {IoCode::failed, 0};
+          const std::int64_t length = record.header.length;
+          record.place = {&segment, segment.file->reserve(length), length};
+          if (!write->add(record.header, record.payload, record.guard)) record.status = {IoCode::failed, 0};
         }
         return write;
       },
@@ -76,10 +71,11 @@ void DiskStore::append(std::span<NewRecord> records) {
       if (!segment.file->kill(record.place.offset, record.place.length, write_buffer_).ok()) leave(segment);
       continue;
     }
-    segment.ids.push_back(record.id);
-    segment.live_bytes += stored_bytes(record.length());
-    segment.unsynced_bytes += stored_bytes(record.length());
-    appended_bytes_ += stored_bytes(record.length());
+    const std::int64_t bytes = stored_bytes(record.header.length);
+    segment.ids.push_back(record.header.id);
+    segment.live_bytes += bytes;
+    segment.unsynced_bytes += bytes;
+    appended_bytes_ += bytes;
   }
   for (const SegmentSync& sync : syncs) {
     if (sync.moved.status.ok() && sync.segment != &segment) sync.segment->dirty = false;
@@ -101,8 +97,8 @@ IoStatus DiskStore::make_active(std::int64_t record_bytes, bool may_evict) {
 }
 
 IoStatus DiskStore::add_segment() {
-  const SegmentHeader header{next_segment_++, files_.random64(), options_.layout_id, options_.segment_bytes,
-                             files_.now_ns()};
+  const SegmentHeader header{kSegmentVersion,       next_segment_++, files_.random64(), options_.layout_id,
+                             options_.segment_bytes, files_.now_ns()};
   OpenedSegment made = SegmentFile::create(files_, options_.directory, header);
   if (!made.file) return made.status;
   auto segment = std::make_shared<Segment>();
@@ -185,11 +181,11 @@ bool DiskStore::move_records(Segment& segment) {
       continue;
     }
     if (!make_active(stored_bytes(old->place.length), false).ok()) return false;
-    NewRecord moved{id, old->sequence, record.payload, old->kind, nullptr, {}, {}};
+    NewRecord moved{record.header, record.payload, nullptr, {}, {}};
     append({&moved, 1});
     if (!moved.status.ok()) return false;
     old->place.segment->live_bytes -= stored_bytes(old->place.length);
-    index_.put(id, Entry{moved.place, old->sequence, old->kind, old->set_aside});
+    index_.put(id, Entry{moved.place, old->sequence, old->kind, old->version, old->set_aside});
   }
   segment.ids.clear();
   return true;
@@ -264,7 +260,7 @@ void DiskStore::write_checkpoint() {
                counts[segment.get()]);
     for (; next != entries.end() && next->first->place.segment == segment.get(); ++next) {
       const auto& [entry, record] = *next;
-      writer.add({*record, entry->kind, entry->place.offset, entry->place.length, entry->sequence});
+      writer.add({*record, entry->kind, entry->version, entry->place.offset, entry->place.length, entry->sequence});
     }
   }
   for (auto& [id, segment] : segments_) segment->named = true;

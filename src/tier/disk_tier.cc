@@ -79,6 +79,7 @@ TierStats DiskTier::stats() {
   stats.capacity_bytes = capacity_bytes_;
   stats.evicted_records = store.evicted_records;
   stats.set_aside_records = store.set_aside_records;
+  stats.unauthenticated_records = store.unauthenticated_records;
   return stats;
 }
 

@@ -10,11 +10,11 @@ namespace kv4::tier {
 namespace {
 
 constexpr char kMagic[] = {'K', 'V', '4', 'I', 'D', 'X', '\r', '\n'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr int kVersionAt = 8, kLayoutAt = 16, kBodyBytesAt = 24, kSequenceAt = 32, kBodyDigestAt = 40, kDigestAt = 56;
 constexpr std::int64_t kHeaderBytes = 64, kSegmentBytes = 48;
 constexpr std::uint64_t kSealed = 1, kDamaged = 2;
-constexpr int kBlockAt = 40, kKindAt = 44, kLengthAt = 48, kRecordSequenceAt = 56;  // of a record
+constexpr int kBlockAt = 40, kKindAt = 44, kRecordVersionAt = 46, kLengthAt = 48, kRecordSequenceAt = 56;  // of a record
 static_assert(kRecordSequenceAt + 8 == kCheckpointRecordBytes);
 
 struct Header {
@@ -57,6 +57,7 @@ bool parse_segments(std::span<const std::byte> body, Checkpoint& checkpoint) {
     for (std::size_t i = 0; i < segment.records.size(); i += kCheckpointRecordBytes) {
       const CheckpointRecord record = decode_checkpoint_record(segment.records.subspan(i));
       if (record.offset < kSegmentDataOffset || record.length < 0 || record.length > kMaxPayloadBytes ||
+          payload_bytes(record.version, record.kind, record.length) < 0 ||
           stored_bytes(record.length) > segment.end - record.offset)
         return false;
     }
@@ -73,7 +74,8 @@ CheckpointRecord decode_checkpoint_record(std::span<const std::byte> bytes) {
   record.id.tenant = load_le<std::uint64_t>(at);
   std::memcpy(record.id.key.data(), at + 8, record.id.key.size());
   record.offset = load_le<std::uint32_t>(at + kBlockAt) * kBlockBytes;
-  record.kind = static_cast<RecordKind>(load_le<std::uint32_t>(at + kKindAt));
+  record.kind = static_cast<RecordKind>(load_le<std::uint16_t>(at + kKindAt));
+  record.version = load_le<std::uint16_t>(at + kRecordVersionAt);
   record.length = static_cast<std::int64_t>(load_le<std::uint64_t>(at + kLengthAt));
   record.sequence = load_le<std::uint64_t>(at + kRecordSequenceAt);
   return record;
@@ -123,7 +125,8 @@ void CheckpointWriter::add(const CheckpointRecord& record) {
   store_le(at, record.id.tenant);
   std::memcpy(at + 8, record.id.key.data(), record.id.key.size());
   store_le(at + kBlockAt, static_cast<std::uint32_t>(record.offset / kBlockBytes));
-  store_le(at + kKindAt, static_cast<std::uint32_t>(record.kind));
+  store_le(at + kKindAt, static_cast<std::uint16_t>(record.kind));
+  store_le(at + kRecordVersionAt, record.version);
   store_le(at + kLengthAt, static_cast<std::uint64_t>(record.length));
   store_le(at + kRecordSequenceAt, record.sequence);
   free_ = free_.subspan(kCheckpointRecordBytes);

@@ -2,7 +2,7 @@
 //
 //   offset  size  meaning
 //        0     8  "KV4IDX\r\n"
-//        8     4  version, 1
+//        8     4  version, 2
 //       12     4  zero
 //       16     8  layout id of the store
 //       24     8  bytes that follow the header
@@ -13,7 +13,7 @@
 //
 //   segment: id, nonce, bytes of the file, where its records end, flags (1: nothing is ever appended, 2: it has
 //            damaged bytes), number of records; 8 bytes each
-//   record:  tenant 8, key 32, offset / 4,096 4, kind 4, length 8, sequence 8
+//   record:  tenant 8, key 32, offset / 4,096 4, kind 2, version 2, length 8, sequence 8
 //
 // Headers remain the truth. The file only says where to look:
 //   1. Whatever is read through it is compared with its header, as always.
@@ -51,6 +51,7 @@ struct CheckpointSegment {
 struct CheckpointRecord {
   RecordId id;
   RecordKind kind = RecordKind::value;
+  std::uint16_t version = kRecordVersion;
   std::int64_t offset = 0, length = 0;
   std::uint64_t sequence = 0;
 };

@@ -9,13 +9,117 @@ namespace kv4::tier {
 namespace {
 
 constexpr char kMagic[] = {'K', 'V', '4', 'R', 'E', 'C', '\r', '\n'};
-constexpr int kVersionAt = 8, kKindAt = 12, kLayoutAt = 16, kTenantAt = 24, kKeyAt = 32, kLengthAt = 64,
-              kSequenceAt = 72, kPayloadDigestAt = 80, kPlaceAt = 96, kZeroAt = 104, kDigestAt = 120;
-static_assert(sizeof(kMagic) == kVersionAt && kKeyAt + sizeof(Key) == kLengthAt);
-static_assert(kRecordIdentityBytes == kPayloadDigestAt);
-static_assert(kZeroAt % 8 == 0 && kDigestAt + 8 == kRecordHeaderBytes);
+constexpr int kVersionAt = 8, kKindAt = 12, kLayoutAt = 16, kTenantAt = 24;  // of both versions
+static_assert(sizeof(kMagic) == kVersionAt);
 
-ParsedHeader refused(RecordRefusal refusal) { return {refusal, {}}; }
+namespace v2 {
+constexpr int kCodingAt = 14, kLengthAt = 32, kDecodedLengthAt = 40, kSequenceAt = 48, kKeyBytesAt = 56, kZeroAt = 58,
+              kKeyAt = 64, kKeyIdAt = 320, kSaltAt = 336, kTagAt = 360, kPlaceAt = 376, kPayloadDigestAt = 384,
+              kEndZeroAt = 400, kDigestAt = 504;
+static_assert(kKeyAt + kMaxRecordKeyBytes == kKeyIdAt && sizeof(Key) <= kMaxRecordKeyBytes);
+static_assert(kKeyIdAt + sizeof(KeyId) == kRecordIdentityBytes && kSaltAt == kRecordIdentityBytes);
+static_assert(kSaltAt + sizeof(SealSalt) == kTagAt && kTagAt + sizeof(SealTag) == kPlaceAt);
+static_assert(kPayloadDigestAt + 16 == kEndZeroAt && kDigestAt + 8 == kRecordHeaderBytes);
+}  // namespace v2
+
+namespace v1 {
+constexpr int kKeyAt = 32, kLengthAt = 64, kSequenceAt = 72, kPayloadDigestAt = 80, kPlaceAt = 96, kZeroAt = 104,
+              kDigestAt = 120;
+static_assert(kKeyAt + sizeof(Key) == kLengthAt && kRecordIdentityBytesV1 == kPayloadDigestAt);
+static_assert(kDigestAt + 8 == kRecordHeaderBytesV1);
+}  // namespace v1
+
+bool is_zero(std::span<const std::byte> bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
+template <std::size_t N>
+void copy_from(const std::byte* at, std::array<std::byte, N>& to) {
+  std::memcpy(to.data(), at, N);
+}
+
+void store_digest(std::byte* at, const Digest128& digest) {
+  store_le(at, digest.low);
+  store_le(at + 8, digest.high);
+}
+
+Digest128 load_digest(const std::byte* at) { return {load_le<std::uint64_t>(at), load_le<std::uint64_t>(at + 8)}; }
+
+void encode_v2(const RecordHeader& header, std::byte* at) {
+  store_le(at + kKindAt, static_cast<std::uint16_t>(header.kind));
+  store_le(at + v2::kLengthAt, static_cast<std::uint64_t>(header.length));
+  store_le(at + v2::kDecodedLengthAt, static_cast<std::uint64_t>(header.length));
+  store_le(at + v2::kSequenceAt, header.sequence);
+  store_le(at + v2::kKeyBytesAt, static_cast<std::uint16_t>(sizeof(Key)));
+  std::memcpy(at + v2::kKeyAt, header.id.key.data(), sizeof(Key));
+  std::memcpy(at + v2::kKeyIdAt, header.key_id.data(), sizeof(KeyId));
+  std::memcpy(at + v2::kSaltAt, header.salt.data(), sizeof(SealSalt));
+  std::memcpy(at + v2::kTagAt, header.tag.data(), sizeof(SealTag));
+  store_le(at + v2::kPlaceAt, header.place);
+  store_digest(at + v2::kPayloadDigestAt, header.payload_digest);
+  store_le(at + v2::kDigestAt, digest64({at, v2::kDigestAt}));
+}
+
+void encode_v1(const RecordHeader& header, std::byte* at) {
+  store_le(at + kKindAt, static_cast<std::uint32_t>(header.kind));
+  std::memcpy(at + v1::kKeyAt, header.id.key.data(), sizeof(Key));
+  store_le(at + v1::kLengthAt, static_cast<std::uint64_t>(header.length));
+  store_le(at + v1::kSequenceAt, header.sequence);
+  store_digest(at + v1::kPayloadDigestAt, header.payload_digest);
+  store_le(at + v1::kPlaceAt, header.place);
+  store_le(at + v1::kDigestAt, digest64({at, v1::kDigestAt}));
+}
+
+/// The rest of the header, of which magic and version are known.
+RecordRefusal parse_v2(std::span<const std::byte> bytes, RecordHeader& header) {
+  if (bytes.size() < kRecordHeaderBytes) return RecordRefusal::too_short;
+  const std::byte* at = bytes.data();
+  if (load_le<std::uint64_t>(at + v2::kDigestAt) != digest64(bytes.first(v2::kDigestAt)))
+    return RecordRefusal::damaged_header;
+  const auto kind = load_le<std::uint16_t>(at + kKindAt);
+  if (kind > static_cast<std::uint16_t>(RecordKind::authenticated) || load_le<std::uint16_t>(at + v2::kCodingAt) != 0 ||
+      load_le<std::uint16_t>(at + v2::kKeyBytesAt) != sizeof(Key))
+    return RecordRefusal::unknown_kind;
+  header.kind = static_cast<RecordKind>(kind);
+  const auto length = load_le<std::uint64_t>(at + v2::kLengthAt);
+  if (length > static_cast<std::uint64_t>(kMaxPayloadBytes) ||
+      load_le<std::uint64_t>(at + v2::kDecodedLengthAt) != length)
+    return RecordRefusal::bad_length;
+  header.length = static_cast<std::int64_t>(length);
+  const bool guarded = header.kind == RecordKind::sealed || header.kind == RecordKind::authenticated;
+  const auto zero_between = [&](std::size_t from, std::size_t to) { return is_zero(bytes.subspan(from, to - from)); };
+  if (!zero_between(v2::kZeroAt, v2::kKeyAt) || !zero_between(v2::kKeyAt + sizeof(Key), v2::kKeyIdAt) ||
+      (!guarded && !zero_between(v2::kKeyIdAt, v2::kPlaceAt)) || !zero_between(v2::kEndZeroAt, v2::kDigestAt))
+    return RecordRefusal::reserved_not_zero;
+  copy_from(at + v2::kKeyAt, header.id.key);
+  header.sequence = load_le<std::uint64_t>(at + v2::kSequenceAt);
+  copy_from(at + v2::kKeyIdAt, header.key_id);
+  copy_from(at + v2::kSaltAt, header.salt);
+  copy_from(at + v2::kTagAt, header.tag);
+  header.place = load_le<std::uint64_t>(at + v2::kPlaceAt);
+  header.payload_digest = load_digest(at + v2::kPayloadDigestAt);
+  return RecordRefusal::none;
+}
+
+RecordRefusal parse_v1(std::span<const std::byte> bytes, RecordHeader& header) {
+  const std::byte* at = bytes.data();
+  if (load_le<std::uint64_t>(at + v1::kDigestAt) != digest64(bytes.first(v1::kDigestAt)))
+    return RecordRefusal::damaged_header;
+  const auto kind = load_le<std::uint32_t>(at + kKindAt);
+  if (kind > static_cast<std::uint32_t>(RecordKind::sealed)) return RecordRefusal::unknown_kind;
+  if (!is_zero(bytes.subspan(v1::kZeroAt, v1::kDigestAt - v1::kZeroAt))) return RecordRefusal::reserved_not_zero;
+  header.kind = static_cast<RecordKind>(kind);
+  const auto length = load_le<std::uint64_t>(at + v1::kLengthAt);
+  if (length > static_cast<std::uint64_t>(kMaxPayloadBytes) ||
+      (header.kind == RecordKind::sealed && length < static_cast<std::uint64_t>(kSealBytesV1)))
+    return RecordRefusal::bad_length;
+  header.length = static_cast<std::int64_t>(length);
+  copy_from(at + v1::kKeyAt, header.id.key);
+  header.sequence = load_le<std::uint64_t>(at + v1::kSequenceAt);
+  header.payload_digest = load_digest(at + v1::kPayloadDigestAt);
+  header.place = load_le<std::uint64_t>(at + v1::kPlaceAt);
+  return RecordRefusal::none;
+}
 
 }  // namespace
 
@@ -35,68 +139,51 @@ const char* to_string(RecordRefusal refusal) {
     case RecordRefusal::other_record: return "another record";
     case RecordRefusal::other_layout: return "other layout";
     case RecordRefusal::other_sequence: return "another sequence";
-    case RecordRefusal::wrong_key: return "sealed with another key";
+    case RecordRefusal::wrong_key: return "protected by a key that is not among those given";
+    case RecordRefusal::unauthenticated: return "not authenticated by any key";
+    case RecordRefusal::forged: return "not what its key made: forged or damaged";
   }
   return "unknown";
 }
 
-void encode_header(const RecordHeader& header, std::span<std::byte, kRecordHeaderBytes> to) {
+void encode_header(const RecordHeader& header, std::span<std::byte> to) {
   std::byte* at = to.data();
-  std::memset(at, 0, to.size());
+  std::memset(at, 0, static_cast<std::size_t>(header.header_bytes()));
   std::memcpy(at, kMagic, sizeof(kMagic));
-  store_le(at + kVersionAt, kRecordVersion);
-  store_le(at + kKindAt, static_cast<std::uint32_t>(header.kind));
+  store_le(at + kVersionAt, std::uint32_t{header.version});
   store_le(at + kLayoutAt, header.layout_id);
   store_le(at + kTenantAt, header.id.tenant);
-  std::memcpy(at + kKeyAt, header.id.key.data(), header.id.key.size());
-  store_le(at + kLengthAt, static_cast<std::uint64_t>(header.length));
-  store_le(at + kSequenceAt, header.sequence);
-  store_le(at + kPayloadDigestAt, header.payload_digest.low);
-  store_le(at + kPayloadDigestAt + 8, header.payload_digest.high);
-  store_le(at + kPlaceAt, header.place);
-  store_le(at + kDigestAt, digest64(to.first(kDigestAt)));
+  header.version == 1 ? encode_v1(header, at) : encode_v2(header, at);
 }
 
 ParsedHeader parse_header(std::span<const std::byte> bytes) {
-  if (bytes.size() < kRecordHeaderBytes) return refused(RecordRefusal::too_short);
+  ParsedHeader parsed{RecordRefusal::too_short, {}};
+  if (bytes.size() < kRecordHeaderBytesV1) return parsed;
   const std::byte* at = bytes.data();
-  if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0) return refused(RecordRefusal::foreign);
+  parsed.refusal = RecordRefusal::foreign;
+  if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0) return parsed;
   // Before the digest: another version may keep it elsewhere.
-  if (load_le<std::uint32_t>(at + kVersionAt) != kRecordVersion) return refused(RecordRefusal::other_version);
-  if (load_le<std::uint64_t>(at + kDigestAt) != digest64(bytes.first(kDigestAt)))
-    return refused(RecordRefusal::damaged_header);
-
-  const auto kind = load_le<std::uint32_t>(at + kKindAt);
-  if (kind > static_cast<std::uint32_t>(RecordKind::sealed)) return refused(RecordRefusal::unknown_kind);
-  if (std::any_of(at + kZeroAt, at + kDigestAt, [](std::byte b) { return b != std::byte{0}; }))
-    return refused(RecordRefusal::reserved_not_zero);
-  const auto length = load_le<std::uint64_t>(at + kLengthAt);
-  if (length > static_cast<std::uint64_t>(kMaxPayloadBytes) ||
-      (kind == static_cast<std::uint32_t>(RecordKind::sealed) && length < kSealBytes))
-    return refused(RecordRefusal::bad_length);
-
-  ParsedHeader parsed;
-  RecordHeader& header = parsed.header;
-  header.kind = static_cast<RecordKind>(kind);
-  header.layout_id = load_le<std::uint64_t>(at + kLayoutAt);
-  header.id.tenant = load_le<std::uint64_t>(at + kTenantAt);
-  std::memcpy(header.id.key.data(), at + kKeyAt, header.id.key.size());
-  header.length = static_cast<std::int64_t>(length);
-  header.sequence = load_le<std::uint64_t>(at + kSequenceAt);
-  header.payload_digest = {load_le<std::uint64_t>(at + kPayloadDigestAt),
-                           load_le<std::uint64_t>(at + kPayloadDigestAt + 8)};
-  header.place = load_le<std::uint64_t>(at + kPlaceAt);
+  const auto version = load_le<std::uint32_t>(at + kVersionAt);
+  parsed.refusal = RecordRefusal::other_version;
+  if (version != 1 && version != kRecordVersion) return parsed;
+  parsed.header.version = static_cast<std::uint16_t>(version);
+  parsed.header.layout_id = load_le<std::uint64_t>(at + kLayoutAt);
+  parsed.header.id.tenant = load_le<std::uint64_t>(at + kTenantAt);
+  parsed.refusal = version == 1 ? parse_v1(bytes, parsed.header) : parse_v2(bytes, parsed.header);
   return parsed;
 }
 
 ParsedHeader verify_record(std::span<const std::byte> bytes) {
   ParsedHeader parsed = parse_header(bytes);
   if (parsed.refusal != RecordRefusal::none) return parsed;
-  if (parsed.header.kind == RecordKind::dead) return refused(RecordRefusal::dead);
-  const auto payload = bytes.subspan(kRecordHeaderBytes);
+  const auto header_bytes = static_cast<std::size_t>(parsed.header.header_bytes());
   const auto length = static_cast<std::size_t>(parsed.header.length);
-  if (payload.size() < length) return refused(RecordRefusal::too_short);
-  if (digest128(payload.first(length)) != parsed.header.payload_digest) return refused(RecordRefusal::damaged_payload);
+  if (parsed.header.kind == RecordKind::dead)
+    parsed.refusal = RecordRefusal::dead;
+  else if (bytes.size() < header_bytes + length)
+    parsed.refusal = RecordRefusal::too_short;
+  else if (digest128(bytes.subspan(header_bytes, length)) != parsed.header.payload_digest)
+    parsed.refusal = RecordRefusal::damaged_payload;
   return parsed;
 }
 

@@ -1,17 +1,32 @@
-// One record: a header of 128 bytes and a payload. The same bytes in every tier; docs/formats.md has the table in hex.
+// One record: a header of 512 bytes and a payload. The same bytes in every tier; docs/formats.md has the table in hex.
 //
 //   offset  size  meaning
 //        0     8  "KV4REC\r\n"
-//        8     4  version, 1
-//       12     4  kind: 0 a value, 1 dead (its place is used up, its payload is gone), 2 a sealed value
-//       (record_cipher.h) 16     8  layout id of the cache whose bytes these are 24     8  tenant 32    32  key 64 8
-//       length of the payload 72     8  sequence: grows with every put of a store 80    16  XXH3-128 of the payload,
-//       low half first 96     8  place: a digest of where a segment keeps it, 0 elsewhere. Bytes of a payload that look
-//       like a record,
+//        8     4  version, 2
+//       12     2  kind: 0 a value, 1 dead (its place is used up, its payload is gone), 2 sealed, 3 authenticated
+//                 (record_guard.h)
+//       14     2  coding of the payload: 0 as it is; 1 trimmed, 2 zstd, 3 LZ4 are for later versions, refused by this
+//                 one
+//       16     8  layout id of the cache whose bytes these are
+//       24     8  tenant
+//       32     8  length of the payload as stored
+//       40     8  length of the payload once decoded
+//       48     8  sequence: grows with every put of a store
+//       56     2  bytes of the key, up to 256; this version has keys of 32
+//       58     6  zero
+//       64   256  key, then zeros
+//      320    16  id of the cache key; zero where no key protects it
+//      336    24  salt, random; likewise
+//      360    16  tag; likewise
+//      376     8  place: a digest of where a segment keeps it, 0 elsewhere. Bytes of a payload that look like a record,
 //                 and a record that was written to another place, have another one
-//      104    16  zero
-//      120     8  XXH3-64 of bytes 0 to 119
-//      128        payload; on a disk it begins at 4,096, so that it can be read straight into aligned memory
+//      384    16  XXH3-128 of the payload as stored, low half first
+//      400   104  zero
+//      504     8  XXH3-64 of bytes 0 to 503
+//      512        payload; on a disk it begins at 4,096, so that it can be read straight into aligned memory
+//
+// Version 1 (0.1) had 128 bytes, and the salt and tag of a sealed payload behind it. Its records are read, and move
+// within a store as they are; new ones are of version 2.
 #pragma once
 
 #include <array>
@@ -24,24 +39,41 @@
 
 namespace kv4::tier {
 
-inline constexpr std::int64_t kRecordHeaderBytes = 128;
+inline constexpr std::int64_t kRecordHeaderBytes = 512, kRecordHeaderBytesV1 = 128;
 inline constexpr std::int64_t kBlockBytes = 4096;  // what records on a disk are aligned to
 inline constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 30;
-inline constexpr std::uint32_t kRecordVersion = 1;
-inline constexpr std::int64_t kRecordIdentityBytes = 80;  // of the header: what a seal is bound to
-inline constexpr std::int64_t kSealBytes = 40;            // what a sealed payload is longer than what is in it
+inline constexpr std::uint16_t kRecordVersion = 2;
+/// Of the header: what a seal is bound to. The place is not among it, so that a record can move without being opened.
+inline constexpr std::int64_t kRecordIdentityBytes = 336, kRecordIdentityBytesV1 = 80;
+inline constexpr std::int64_t kSealBytesV1 = 40;  // salt and tag behind a payload that version 1 sealed
+inline constexpr std::size_t kMaxRecordKeyBytes = 256;
 
-enum class RecordKind : std::uint32_t { value = 0, dead = 1, sealed = 2 };
+enum class RecordKind : std::uint16_t { value = 0, dead = 1, sealed = 2, authenticated = 3 };
+
+using KeyId = std::array<std::byte, 16>;
+using SealSalt = std::array<std::byte, 24>;
+using SealTag = std::array<std::byte, 16>;
 
 struct RecordHeader {
+  std::uint16_t version = kRecordVersion;
   RecordKind kind = RecordKind::value;
   std::uint64_t layout_id = 0;
   RecordId id;
-  std::int64_t length = 0;
+  std::int64_t length = 0;  // of the payload as stored
   std::uint64_t sequence = 0;
-  Digest128 payload_digest;
+  KeyId key_id{};  // this and the next two: of a sealed or authenticated record of version 2
+  SealSalt salt{};
+  SealTag tag{};
   std::uint64_t place = 0;
+  Digest128 payload_digest;
+
+  std::int64_t header_bytes() const { return version == 1 ? kRecordHeaderBytesV1 : kRecordHeaderBytes; }
 };
+
+/// Of what was put; `length` is that of what is stored.
+constexpr std::int64_t payload_bytes(std::uint16_t version, RecordKind kind, std::int64_t length) {
+  return version == 1 && kind == RecordKind::sealed ? length - kSealBytesV1 : length;
+}
 
 /// Why bytes are not taken for a record.
 enum class RecordRefusal : std::uint8_t {
@@ -59,7 +91,9 @@ enum class RecordRefusal : std::uint8_t {
   other_record,       // another tenant or key than was asked for
   other_layout,       // bytes of a cache of another layout
   other_sequence,     // an older or newer record of the same key
-  wrong_key           // sealed with another key; or not sealed where that is asked for, or the other way round
+  wrong_key,          // sealed or authenticated with a key that the reader has not
+  unauthenticated,    // no key protects it, and the reader believes only what one does
+  forged              // it names a key of the reader's, which did not make it
 };
 
 const char* to_string(RecordRefusal refusal);
@@ -70,7 +104,9 @@ struct ParsedHeader {
   RecordHeader header;
 };
 
-void encode_header(const RecordHeader& header, std::span<std::byte, kRecordHeaderBytes> to);
+/// Its header_bytes() at the front of `to`, in the format of its version.
+void encode_header(const RecordHeader& header, std::span<std::byte> to);
+/// Of either version.
 ParsedHeader parse_header(std::span<const std::byte> bytes);
 
 /// Header and payload; what follows them is not looked at.

@@ -21,8 +21,15 @@ void push(std::vector<IoPiece>& pieces, std::byte* data, std::int64_t bytes) {
 
 }  // namespace
 
-std::int64_t RecordWrite::buffer_bytes(std::span<const std::byte> payload, const RecordCipher* cipher) {
-  if (cipher != nullptr) return stored_bytes(std::ssize(payload) + kSealBytes);
+namespace {
+
+/// Whether the payload is written from a copy: its ciphertext.
+bool seals(const RecordGuard* guard) { return guard != nullptr && guard->kind() == RecordKind::sealed; }
+
+}  // namespace
+
+std::int64_t RecordWrite::buffer_bytes(std::span<const std::byte> payload, const RecordGuard* guard) {
+  if (seals(guard)) return stored_bytes(std::ssize(payload));
   return stored_bytes(std::ssize(payload)) - straight_bytes(payload.data(), std::ssize(payload));
 }
 
@@ -43,17 +50,17 @@ std::span<std::byte> RecordWrite::take(std::int64_t bytes) {
   return taken;
 }
 
-bool RecordWrite::add(RecordHeader header, std::span<const std::byte> payload, const RecordCipher* cipher) {
+bool RecordWrite::add(RecordHeader header, std::span<const std::byte> payload, const RecordGuard* guard) {
   const std::span<std::byte> block = take(kBlockBytes);
   bool whole = true;
-  if (cipher != nullptr) {
+  if (seals(guard)) {
     const std::span<std::byte> copy = take(whole_blocks(header.length));
     const std::span<std::byte> sealed = copy.first(static_cast<std::size_t>(header.length));
     std::fill(copy.begin() + header.length, copy.end(), std::byte{0});
-    whole = cipher->seal(header, payload, sealed);
-    if (!whole) header.kind = RecordKind::dead;
+    whole = guard->protect(header, payload, sealed);
     header.payload_digest = digest128(sealed);
   } else {
+    whole = guard == nullptr || guard->protect(header, payload, {});
     header.payload_digest = digest128(payload);
     const std::int64_t straight = straight_bytes(payload.data(), header.length);
     push(pieces, const_cast<std::byte*>(payload.data()), straight);
@@ -61,6 +68,7 @@ bool RecordWrite::add(RecordHeader header, std::span<const std::byte> payload, c
     const std::span<std::byte> copy = take(whole_blocks(header.length - straight));
     std::fill(std::copy(rest.begin(), rest.end(), copy.begin()), copy.end(), std::byte{0});
   }
+  if (!whole) header = segment_->dead(header.length);
   segment_->encode_at(end_, header, block);
   end_ += stored_bytes(header.length);
   return whole;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tier/file_system.h"
-#include "tier/record_cipher.h"
+#include "tier/record_guard.h"
 #include "tier/segment_file.h"
 
 namespace kv4::tier {
@@ -16,14 +16,14 @@ namespace kv4::tier {
 /// Some records, one after the other, in one write.
 class RecordWrite : public IoOp {
  public:
-  /// Of the buffer, for one record. `cipher`: null where the payload is not sealed on its way.
-  static std::int64_t buffer_bytes(std::span<const std::byte> payload, const RecordCipher* cipher);
+  /// Of the buffer, for one record. `guard`: null where the record is written as it is.
+  static std::int64_t buffer_bytes(std::span<const std::byte> payload, const RecordGuard* guard);
 
   /// add() may then take as much of the buffer as that.
   void start(SegmentFile& segment, std::int64_t at, std::int64_t needed_bytes);
-  /// The next record; `payload` stays until the write is done. The header's length is that of what is stored; it gets
-  /// its digest here. False: it could not be sealed, and is written as a dead one.
-  bool add(RecordHeader header, std::span<const std::byte> payload, const RecordCipher* cipher);
+  /// The next record; `payload` stays until the write is done. The header gets its protection and digest here. False:
+  /// it could not be protected, and is written as a dead one.
+  bool add(RecordHeader header, std::span<const std::byte> payload, const RecordGuard* guard);
 
   std::size_t first = 0, last = 0;  // which of a batch
   BlockBuffer buffer;

@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <memory>
+#include <optional>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "tier/redis_cluster.h"
 
 namespace kv4::tier {
@@ -33,33 +35,43 @@ class RemoteTier final : public Tier {
   struct Encoded {
     std::string name;
     std::array<std::byte, kRecordHeaderBytes> header;
+    std::unique_ptr<std::byte[]> sealed;  // ciphertext; null: the payload goes as it is
+    std::span<const std::byte> payload;   // as stored
   };
 
   RedisOperation operation(const std::string& name, std::function<RedisCommand()> command,
                            std::function<void(const redisReply&)> done) const {
     return {redis_slot(name), std::move(command), std::move(done)};
   }
-  Encoded encode(const PutRequest& request);
-  void take(GetRequest& request, const redisReply& reply) const;
+  /// Nothing: it could not be protected.
+  std::optional<Encoded> encode(const PutRequest& request);
+  void take(GetRequest& request, const redisReply& reply);
   /// Of a value as it was put under this id, by a cache of this layout.
   ParsedHeader parse(const RecordId& id, std::span<const std::byte> value) const;
+  void note_unauthenticated(RecordRefusal refusal);
 
   RemoteOptions options_;
   RedisCluster readers_, writers_;  // connections for gets, and for all that changes something
   // Grows over restarts of the process, too.
   std::uint64_t next_sequence_ =
       static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
-  std::atomic<std::int64_t> set_aside_records_{0};
+  std::atomic<std::int64_t> set_aside_records_{0}, unauthenticated_records_{0};
 };
 
-RemoteTier::Encoded RemoteTier::encode(const PutRequest& request) {
+std::optional<RemoteTier::Encoded> RemoteTier::encode(const PutRequest& request) {
   RecordHeader header;
   header.layout_id = options_.layout_id;
   header.id = request.id;
   header.length = static_cast<std::int64_t>(request.payload.size());
   header.sequence = next_sequence_++;
-  header.payload_digest = digest128(request.payload);
-  Encoded encoded{redis_name(options_.layout_id, request.id), {}};
+  Encoded encoded{redis_name(options_.layout_id, request.id), {}, nullptr, request.payload};
+  if (options_.guard->kind() == RecordKind::sealed) {
+    encoded.sealed = std::make_unique_for_overwrite<std::byte[]>(request.payload.size());
+    encoded.payload = {encoded.sealed.get(), request.payload.size()};
+  }
+  if (!options_.guard->protect(header, request.payload, {encoded.sealed.get(), encoded.payload.size()}))
+    return std::nullopt;
+  header.payload_digest = digest128(encoded.payload);
   encode_header(header, encoded.header);
   return encoded;
 }
@@ -72,11 +84,13 @@ void RemoteTier::put(std::span<PutRequest> requests, Deadline deadline) {
     const bool fits = static_cast<std::int64_t>(request.payload.size()) <= options_.max_payload_bytes;
     request.status = fits ? PutStatus::failed : PutStatus::too_large;
     if (!fits) continue;
-    const Encoded& record = encoded.emplace_back(encode(request));
+    std::optional<Encoded> made = encode(request);
+    if (!made) continue;
+    const Encoded& record = encoded.emplace_back(std::move(*made));
     operations.push_back(operation(
         record.name,
-        [&record, &request] {
-          return redis_command({"SET", record.name}, record.header, request.payload);
+        [&record] {
+          return redis_command({"SET", record.name}, record.header, record.payload);
         },
         [&request](const redisReply& reply) {
           if (reply.type == REDIS_REPLY_STATUS) request.status = PutStatus::stored;
@@ -120,34 +134,55 @@ void RemoteTier::get(std::span<GetRequest> requests, Deadline deadline) {
 ParsedHeader RemoteTier::parse(const RecordId& id, std::span<const std::byte> value) const {
   ParsedHeader parsed = parse_header(value);
   if (parsed.refusal != RecordRefusal::none) return parsed;
-  if (parsed.header.kind != RecordKind::value) parsed.refusal = RecordRefusal::dead;
+  if (parsed.header.kind == RecordKind::dead) parsed.refusal = RecordRefusal::dead;
   if (parsed.header.id != id) parsed.refusal = RecordRefusal::other_record;
   if (parsed.header.layout_id != options_.layout_id) parsed.refusal = RecordRefusal::other_layout;
   return parsed;
 }
 
-void RemoteTier::take(GetRequest& request, const redisReply& reply) const {
+/// Not what this cache believes, and not for it to remove: another one may.
+void RemoteTier::note_unauthenticated(RecordRefusal refusal) {
+  if (unauthenticated_records_++ > 0 || !log_wanted()) return;
+  log(LogLevel::warning, "tier.unauthenticated",
+      fmt::format("the remote tier has records that are not believed: {}", to_string(refusal)),
+      {{"tier", "remote"}, {"reason", to_string(refusal)}});
+}
+
+void RemoteTier::take(GetRequest& request, const redisReply& reply) {
   if (reply.type == REDIS_REPLY_NIL) request.status = GetStatus::missing;
   // Another type under the name is damage as well: somebody else wrote it.
   if (reply.type == REDIS_REPLY_ERROR && text_of(reply).starts_with("WRONGTYPE")) request.status = GetStatus::damaged;
   if (reply.type != REDIS_REPLY_STRING) return;
   const std::span<const std::byte> value = bytes_of(reply);
   const ParsedHeader parsed = parse(request.id, value);
-  const auto length = static_cast<std::size_t>(parsed.header.length);
-  if (parsed.refusal != RecordRefusal::none || value.size() != kRecordHeaderBytes + length) {
+  const RecordHeader& header = parsed.header;
+  if (parsed.refusal != RecordRefusal::none || std::ssize(value) != header.header_bytes() + header.length) {
     request.status = GetStatus::damaged;
     return;
   }
-  request.bytes = parsed.header.length;
-  if (request.to.size() < length) {
+  const std::span<const std::byte> stored = value.subspan(static_cast<std::size_t>(header.header_bytes()));
+  const std::int64_t bytes = payload_bytes(header.version, header.kind, header.length);
+  request.bytes = bytes;
+  if (std::ssize(request.to) < bytes) {
     request.status = GetStatus::too_small;
     return;
   }
-  if (length > 0) std::memcpy(request.to.data(), value.data() + kRecordHeaderBytes, length);
-  // The copy is what is checked: it is what the caller uses.
-  const bool sound = digest128(request.to.first(length)) == parsed.header.payload_digest;
-  request.status = sound ? GetStatus::found : GetStatus::damaged;
-  if (!sound) request.bytes = 0;
+  const std::span<std::byte> payload = request.to.first(static_cast<std::size_t>(bytes));
+  RecordRefusal refusal = options_.guard->open(header, stored, payload);
+  // The copy is what is checked: it is what the caller uses. A key has looked at its own already.
+  if (refusal == RecordRefusal::none && header.kind != RecordKind::sealed &&
+      digest128(payload) != header.payload_digest)
+    refusal = RecordRefusal::damaged_payload;
+  if (refusal != RecordRefusal::none) request.bytes = 0;
+  switch (refusal) {
+    case RecordRefusal::none: request.status = GetStatus::found; break;
+    case RecordRefusal::unauthenticated:
+    case RecordRefusal::wrong_key:
+      request.status = GetStatus::missing;
+      note_unauthenticated(refusal);
+      break;
+    default: request.status = GetStatus::damaged;
+  }
 }
 
 void RemoteTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
@@ -165,7 +200,9 @@ void RemoteTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
           request.answered = reply.type == REDIS_REPLY_STRING;
           if (!request.answered) return;
           const ParsedHeader parsed = parse(request.id, bytes_of(reply));
-          if (parsed.refusal == RecordRefusal::none) request.bytes = parsed.header.length;
+          const RecordHeader& header = parsed.header;
+          if (parsed.refusal == RecordRefusal::none && options_.guard->believes(header.kind))
+            request.bytes = payload_bytes(header.version, header.kind, header.length);
         }));
   }
   readers_.run(operations, deadline);
@@ -193,6 +230,7 @@ TierStats RemoteTier::stats() {
   TierStats stats;
   stats.records = stats.payload_bytes = stats.capacity_bytes = TierStats::kUnknown;
   stats.set_aside_records = set_aside_records_;
+  stats.unauthenticated_records = unauthenticated_records_;
   stats.connects = readers_.connects() + writers_.connects();
   stats.redirects = readers_.redirects() + writers_.redirects();
   return stats;
@@ -223,6 +261,7 @@ std::unique_ptr<Tier> make_remote_tier(const RemoteOptions& options) {
           ErrorCode::bad_argument, "max_payload_bytes is {}; a Redis string holds 512 MiB with the header",
           options.max_payload_bytes);
   RemoteOptions looked_up = options;
+  if (!looked_up.guard) looked_up.guard = std::make_shared<RecordGuard>();
   for (RedisAddress& address : looked_up.servers) {
     require(address.port > 0 && address.port < 65536, ErrorCode::bad_argument, "port {} of the server '{}'",
             address.port, address.host);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kv4/tier.h"
+#include "tier/record_guard.h"
 #include "tier/redis_slots.h"
 
 namespace kv4::tier {
@@ -18,6 +19,8 @@ struct RemoteOptions {
   std::vector<RedisAddress> servers;  // some of the cluster; they tell the rest
   std::string user, password;         // AUTH where there is a password; the user needs CLIENT INFO and CLIENT KILL
   std::uint64_t layout_id = 0;
+  /// Protects records, and says which ones are believed; others are misses. Null: as one without keys.
+  std::shared_ptr<const RecordGuard> guard = {};
   std::int64_t max_payload_bytes = std::int64_t{64} << 20;
   Duration silence_limit = std::chrono::seconds(1);      // a server that owes an answer and sends nothing is left
   Duration first_pause = std::chrono::milliseconds(50);  // before it is tried again; doubles

@@ -30,7 +30,7 @@ void encode_segment_header(const SegmentHeader& header, std::span<std::byte> blo
   std::byte* at = block.data();
   std::memset(at, 0, block.size());
   std::memcpy(at, kMagic, sizeof(kMagic));
-  store_le(at + kVersionAt, kSegmentVersion);
+  store_le(at + kVersionAt, header.version);
   store_le(at + kIdAt, header.id);
   store_le(at + kNonceAt, header.nonce);
   store_le(at + kLayoutAt, header.layout_id);
@@ -50,7 +50,7 @@ ParsedSegmentHeader parse_segment_header(std::span<const std::byte> block, std::
   ParsedSegmentHeader parsed{SegmentRefusal::damaged, kSegmentVersion, {}};
   if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0) return parsed;
   parsed.version = load_le<std::uint32_t>(at + kVersionAt);
-  if (parsed.version != kSegmentVersion) {  // before the digest, which it may keep elsewhere
+  if (parsed.version != kSegmentVersion && parsed.version != kSegmentVersionV1Records) {  // before the digest, which it may keep elsewhere
     parsed.refusal = SegmentRefusal::other_version;
     return parsed;
   }
@@ -59,7 +59,7 @@ ParsedSegmentHeader parse_segment_header(std::span<const std::byte> block, std::
       load_le<std::uint64_t>(at + kIdAt) != id || bytes > static_cast<std::uint64_t>(kMaxSegmentBytes))
     return parsed;
   parsed.refusal = SegmentRefusal::none;
-  parsed.header = {id, load_le<std::uint64_t>(at + kNonceAt), load_le<std::uint64_t>(at + kLayoutAt),
+  parsed.header = {parsed.version, id, load_le<std::uint64_t>(at + kNonceAt), load_le<std::uint64_t>(at + kLayoutAt),
                    static_cast<std::int64_t>(bytes),
                    static_cast<std::int64_t>(load_le<std::uint64_t>(at + kCreatedAt))};
   return parsed;
@@ -211,8 +211,8 @@ std::int64_t SegmentFile::reserve(std::int64_t length) { return std::exchange(en
 
 void SegmentFile::encode_at(std::int64_t offset, RecordHeader header, std::span<std::byte> block) const {
   header.place = place_of(offset);
-  encode_header(header, block.first<kRecordHeaderBytes>());
-  std::fill(block.begin() + kRecordHeaderBytes, block.end(), std::byte{0});
+  std::fill(block.begin(), block.end(), std::byte{0});
+  encode_header(header, block);
 }
 
 ReadRecord SegmentFile::check(std::int64_t offset, std::span<const std::byte> block,
@@ -282,13 +282,18 @@ IoStatus SegmentFile::write_again(std::span<const FoundRecord> records, BlockBuf
   return {};
 }
 
-IoStatus SegmentFile::kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
+RecordHeader SegmentFile::dead(std::int64_t length) const {
   RecordHeader header;
+  header.version = header_.version == kSegmentVersionV1Records ? 1 : kRecordVersion;
   header.kind = RecordKind::dead;
   header.layout_id = header_.layout_id;
   header.length = length;
+  return header;
+}
+
+IoStatus SegmentFile::kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
   const std::span<std::byte> block = buffer.get(kBlockBytes);
-  encode_at(offset, header, block);
+  encode_at(offset, dead(length), block);
   const IoStatus status = write_all(*file_, offset, block);
   const std::int64_t rest = stored_bytes(length) - kBlockBytes;
   if (status.ok() && rest > 0)

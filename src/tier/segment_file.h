@@ -5,6 +5,9 @@
 //    4,096  4,096  the same again, so that one damaged block does not lose the segment
 //    8,192         records, each at a multiple of 4,096: a block with its header (record_format.h), its payload, zeros
 //
+// Version 2 (0.1) holds records of version 1. It is read and thinned out, and nothing is appended to it: a build that
+// does not know version 3 refuses the store instead of taking new records for damage.
+//
 // The nonce is random and makes the records' places (`RecordHeader::place`): a scan that looks for the next record
 // after a damaged one cannot be fooled by what a payload holds.
 #pragma once
@@ -23,10 +26,11 @@
 
 namespace kv4::tier {
 
-inline constexpr std::uint32_t kSegmentVersion = 2;
+inline constexpr std::uint32_t kSegmentVersion = 3, kSegmentVersionV1Records = 2;
 inline constexpr std::int64_t kSegmentDataOffset = 2 * kBlockBytes;
 
 struct SegmentHeader {
+  std::uint32_t version = kSegmentVersion;
   std::uint64_t id = 0;
   std::uint64_t nonce = 0;
   std::uint64_t layout_id = 0;
@@ -106,6 +110,8 @@ class SegmentFile {
   SegmentContents scan(BlockBuffer& buffer, std::int64_t from = kSegmentDataOffset);
   /// Room for a payload at end(), which moves behind it. What is not written there in the end has to be killed.
   std::int64_t reserve(std::int64_t length);
+  /// Of a record that takes up as much room as one with so long a payload, and holds nothing.
+  RecordHeader dead(std::int64_t length) const;
   /// The header as it stands at `offset`.
   void encode_at(std::int64_t offset, RecordHeader header, std::span<std::byte> block) const;
   /// What was read from `offset`: is it a sound value that belongs there?

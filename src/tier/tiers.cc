@@ -5,9 +5,11 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "tier/disk_tier.h"
+#include "tier/guarded_tier.h"
 #include "tier/host_tier.h"
-#include "tier/record_cipher.h"
+#include "tier/record_guard.h"
 #include "tier/remote_tier.h"
 #include "tier/tier_chain.h"
 
@@ -33,6 +35,17 @@ tier::RedisAddress parse_address(const std::string& text) {
   return address;
 }
 
+/// Of one tier; what it writes is bound to its name.
+std::shared_ptr<const tier::RecordGuard> guard_of(const std::string& tier, const TiersOptions& options) {
+  tier::GuardOptions guard{tier, options.keys, options.protection, options.accept_unauthenticated};
+  if (tier == "disk" && options.disk_key) guard.keys.push_back(*options.disk_key);
+  if (guard.keys.empty() && log_wanted())
+    log(LogLevel::warning, "tier.no_key",
+        fmt::format("the tier '{}' has no cache key: its records are checked for damage, not for who wrote them", tier),
+        {{"tier", tier}});
+  return std::make_shared<tier::RecordGuard>(guard);
+}
+
 tier::StoreOptions store_options(const CacheSchema& schema, const TiersOptions& options) {
   tier::StoreOptions store;
   store.directory = options.directory;
@@ -40,7 +53,7 @@ tier::StoreOptions store_options(const CacheSchema& schema, const TiersOptions& 
   store.segment_bytes = options.segment_bytes;
   store.capacity_bytes = options.disk_bytes;
   store.read_threads = options.disk_threads;
-  if (options.disk_key) store.cipher = std::make_shared<tier::RecordCipher>(*options.disk_key);
+  store.guard = guard_of("disk", options);
   return store;
 }
 
@@ -50,6 +63,7 @@ tier::RemoteOptions remote_options(const CacheSchema& schema, const TiersOptions
   remote.user = options.user;
   remote.password = options.password;
   remote.layout_id = schema.layout_id;
+  remote.guard = guard_of("remote", options);
   return remote;
 }
 
@@ -64,11 +78,24 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(
         tier::HostTierOptions{schema.layout_id, pages * page_bytes, page_bytes, options.host_threads, options.backend},
         clock));
   }
-  if (!options.directory.empty())
-    all.push_back(
-        std::make_shared<tier::DiskTier>(tier::make_posix_file_system(), store_options(schema, options), clock));
-  if (!options.servers.empty()) all.push_back(tier::make_remote_tier(remote_options(schema, options)));
-  all.insert(all.end(), options.more.begin(), options.more.end());
+  protections_.resize(all.size(), Protection::none);
+  const auto add = [&](std::shared_ptr<tier::Tier> each, const tier::RecordGuard& guard) {
+    all.push_back(std::move(each));
+    protections_.push_back(guard.protection());
+  };
+  if (!options.directory.empty()) {
+    const tier::StoreOptions store = store_options(schema, options);
+    add(std::make_shared<tier::DiskTier>(tier::make_posix_file_system(), store, clock), *store.guard);
+  }
+  if (!options.servers.empty()) {
+    const tier::RemoteOptions remote = remote_options(schema, options);
+    add(tier::make_remote_tier(remote), *remote.guard);
+  }
+  for (const std::shared_ptr<tier::Tier>& own : options.more) {
+    const auto guard = guard_of(own->name(), options);
+    const bool plain = guard->protection() == Protection::none;
+    add(plain ? own : std::make_shared<tier::GuardedTier>(own, guard, schema.layout_id), *guard);
+  }
   require(!all.empty(), ErrorCode::bad_argument, "no tier is asked for; set host_bytes, directory, servers or more");
 
   tier::TierQueueOptions queue;
@@ -93,6 +120,7 @@ std::vector<TierReport> Tiers::report() {
     const tier::QueueStats& q = each.queue;
     TierReport report;
     report.name = each.name;
+    report.protection = protections_[reports.size()];
     report.hits = q.hits;
     report.misses = q.misses;
     report.failed_gets = q.failed_gets;

@@ -56,7 +56,7 @@ TEST(SessionFormat, TheDocumentedBytes) {
   tier::RecordHeader header;
   header.layout_id = digest64("layout");
   header.id = {7, record_key(session_key(hasher, parts, kTokens))};
-  seal_record(header, record);
+  finish_record(tier::RecordGuard(), header, record);
 
   std::ifstream in(source_path("tests/cli/three_tokens.session"), std::ios::binary);
   const std::vector<char> stored{std::istreambuf_iterator<char>(in), {}};

@@ -67,11 +67,16 @@ inline void grow(Driver& driver, RequestId request, std::int64_t length) {
     }
 }
 
-/// Header digests after a change of the payload.
-inline void seal_again(std::vector<std::byte>& record) {
-  tier::RecordHeader header = tier::parse_header(record).header;
-  seal_record(header, record);
+/// Whoever can write has no key, and needs none for digests: the record says what it is told to.
+inline void encode_again(tier::RecordHeader header, std::vector<std::byte>& record) {
+  const auto payload = std::span(record).subspan(static_cast<std::size_t>(header.header_bytes()));
+  header.length = static_cast<std::int64_t>(payload.size());
+  header.payload_digest = digest128(payload);
+  tier::encode_header(header, record);
 }
+
+/// Header digests after a change of the payload.
+inline void encode_again(std::vector<std::byte>& record) { encode_again(tier::parse_header(record).header, record); }
 
 /// The call throws an Error of this code whose message holds `part`.
 template <class F>

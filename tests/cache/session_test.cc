@@ -257,7 +257,7 @@ TEST(SessionRefused, EveryFieldByItself) {
       SCOPED_TRACE("byte " + std::to_string(place) + ", bit " + std::to_string(bit));
       RecordList records = sound;
       records.list[0][tier::kRecordHeaderBytes + place] ^= std::byte{1} << bit;
-      seal_again(records.list[0]);
+      encode_again(records.list[0]);
       EXPECT_THROW(restore(to.cache, records), Error);
     }
   // The same for what a header says.
@@ -265,7 +265,7 @@ TEST(SessionRefused, EveryFieldByItself) {
     RecordList records = sound;
     tier::RecordHeader header = tier::parse_header(records.list[r]).header;
     change(header);
-    seal_record(header, records.list[r]);
+    encode_again(header, records.list[r]);
     expect_refused(ErrorCode::bad_file, part, [&] { restore(to.cache, records); });
   };
   for (std::size_t r : {0, 1}) {
@@ -294,7 +294,7 @@ TEST(SessionRefused, BytesTooManyOrTooFew) {
     longer.list[r].push_back(std::byte{0});
     shorter.list[r].pop_back();
     for (RecordList* list : {&longer, &shorter}) {
-      seal_again(list->list[r]);
+      encode_again(list->list[r]);
       expect_refused(ErrorCode::bad_file, "bytes", [&] { restore(to.cache, *list); });
     }
   }
@@ -425,7 +425,7 @@ TEST(SessionHandOver, ForeignRecordsAreRefused) {
   receiver.take(mine.list[1]);
   std::vector<std::byte> changed = mine.list[1];
   changed.back() ^= std::byte{1};
-  seal_again(changed);
+  encode_again(changed);
   expect_refused(ErrorCode::bad_file, "other bytes", [&] { receiver.take(changed); });
   receiver.take(mine.list[2]);
   const RequestId restored = receiver.finish().value();
@@ -586,6 +586,89 @@ TEST(Preempt, RefusalsChangeNothing) {
   expect_refused(ErrorCode::bad_argument, "layout", [&] { resume(another.cache, aside); });
   EXPECT_FALSE(aside.empty());
   EXPECT_EQ(driver.cache.length(resume(driver.cache, aside).value()), 40);
+}
+
+// --- whose records
+
+CacheKey session_key_of(unsigned char first) { return {std::byte{first}}; }
+
+SessionIdentity with_keys(std::vector<CacheKey> keys, Protection protection = Protection::sealed) {
+  SessionIdentity who = identity();
+  who.keys = std::move(keys);
+  who.protection = protection;
+  return who;
+}
+
+TEST(SessionKeys, ProtectedSessionsComeBack) {
+  for (const Protection protection : {Protection::sealed, Protection::authenticated}) {
+    Driver from(tiny(), session_options()), to(tiny(), session_options());
+    const RequestId request = from.admit();
+    grow(from, request, 260);
+    const RecordList plain = save(from.cache, request);
+    const RecordList records = save(from.cache, request, with_keys({session_key_of(1)}, protection));
+    ASSERT_EQ(records.list.size(), plain.list.size());
+    for (std::size_t r = 0; r < records.list.size(); ++r) {
+      ASSERT_EQ(records.list[r].size(), plain.list[r].size());
+      const bool same = std::equal(records.list[r].begin() + tier::kRecordHeaderBytes, records.list[r].end(),
+                                   plain.list[r].begin() + tier::kRecordHeaderBytes);
+      EXPECT_EQ(same, protection == Protection::authenticated);
+    }
+    // A reader of several keys, blocks before the session's own record.
+    RecordList turned = records;
+    std::reverse(turned.list.begin(), turned.list.end());
+    const RequestId back = restore(to.cache, turned, with_keys({session_key_of(2), session_key_of(1)}));
+    expect_same(bytes_of(to.cache, back), bytes_of(from.cache, request), to_string(protection));
+  }
+}
+
+// One file of a tenant's says all that his salt does: the root lies in it.
+TEST(SessionKeys, AStrangerWithOneSessionCannotMakeAnother) {
+  Driver from(tiny(), session_options()), to(tiny(), session_options());
+  const RequestId request = from.admit();
+  grow(from, request, 130);
+  const auto forge = [](RecordList records) {
+    std::vector<std::byte>& own = records.list[0];
+    const tier::RecordHeader header = tier::parse_header(own).header;
+    const auto payload = std::span(own).subspan(static_cast<std::size_t>(header.header_bytes()));
+    payload[payload.size() - 1] ^= std::byte{1};  // of the image or the open block
+    encode_again(own);
+    return records;
+  };
+  const auto unprotected = [](RecordList records) {
+    for (std::vector<std::byte>& record : records.list) {
+      tier::RecordHeader header = tier::parse_header(record).header;
+      header.kind = tier::RecordKind::value;
+      header.key_id = {};
+      header.salt = {};
+      header.tag = {};
+      encode_again(header, record);
+    }
+    return records;
+  };
+  const RecordList plain = save(from.cache, request);
+  to.cache.release(restore(to.cache, forge(plain)));  // which is why there are keys
+
+  const Occupancy before = occupancy(to.cache);
+  const SessionIdentity who = with_keys({session_key_of(1)});
+  for (const Protection protection : {Protection::sealed, Protection::authenticated}) {
+    const RecordList sound = save(from.cache, request, with_keys({session_key_of(1)}, protection));
+    expect_refused(ErrorCode::bad_file, "forged", [&] { restore(to.cache, forge(sound), who); });
+    expect_refused(ErrorCode::bad_file, "not authenticated", [&] { restore(to.cache, unprotected(sound), who); });
+  }
+  expect_refused(ErrorCode::bad_file, "not authenticated", [&] { restore(to.cache, plain, who); });
+  expect_refused(ErrorCode::bad_file, "not authenticated", [&] { restore(to.cache, forge(plain), who); });
+  const RecordList other = save(from.cache, request, with_keys({session_key_of(2)}));
+  expect_refused(ErrorCode::bad_file, "not among those given", [&] { restore(to.cache, other, who); });
+  expect_refused(ErrorCode::bad_file, "needs the key", [&] { restore(to.cache, other); });
+  // Blocks of his own in a session that is whole.
+  RecordList mixed = save(from.cache, request, who);
+  mixed.list[1] = plain.list[1];
+  expect_refused(ErrorCode::bad_file, "not authenticated", [&] { restore(to.cache, mixed, who); });
+  EXPECT_EQ(occupancy(to.cache), before);
+
+  SessionIdentity lenient = who;
+  lenient.accept_unauthenticated = true;
+  restore(to.cache, plain, lenient);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "support/simulated_disk.h"
 #include "tier/disk_tier.h"
+#include "tier/guarded_tier.h"
 #include "tier/host_tier.h"
 #if KV4_TEST_REMOTE
 #include "support/redis_servers.h"
@@ -28,8 +29,29 @@ struct HostPlace {
   void damage(const tier::RecordId& id) { host.pages_of(id).back().back() ^= std::byte{1}; }
 };
 
-struct DiskPlace {
-  static constexpr const char* kName = "disk";
+inline std::shared_ptr<const tier::RecordGuard> contract_guard(const char* tier, Protection protection) {
+  return std::make_shared<tier::RecordGuard>(tier::GuardOptions{tier, {CacheKey{std::byte{3}}}, protection, false});
+}
+
+/// A tier of somebody else's, whose records are protected.
+struct GuardedPlace {
+  static constexpr const char* kName = "guarded";
+  static constexpr std::int64_t kTooLarge = 1 << 20;
+  static std::string why_not() { return ""; }
+
+  std::shared_ptr<tier::HostTier> host = std::make_shared<tier::HostTier>(
+      tier::HostTierOptions{kContractLayout, 1 << 20, 1 << 10}, std::make_shared<tier::SteadyClock>());
+  tier::GuardedTier guarded{host, contract_guard("host", Protection::authenticated), kContractLayout};
+
+  tier::Tier& tier() { return guarded; }
+  void damage(const tier::RecordId& id) { host->pages_of(id).back().back() ^= std::byte{1}; }
+};
+
+template <Protection kProtection>
+struct DiskPlaceWith {
+  static constexpr const char* kName = kProtection == Protection::none     ? "disk"
+                                       : kProtection == Protection::sealed ? "disk_sealed"
+                                                                           : "disk_authenticated";
   static constexpr std::int64_t kTooLarge = 256 << 10;
   static std::string why_not() { return ""; }
 
@@ -39,6 +61,7 @@ struct DiskPlace {
     options.layout_id = kContractLayout;
     options.segment_bytes = 256 << 10;
     options.capacity_bytes = 4 << 20;
+    if (kProtection != Protection::none) options.guard = contract_guard("disk", kProtection);
     return options;
   }
 
@@ -52,24 +75,37 @@ struct DiskPlace {
   }
 };
 
+using DiskPlace = DiskPlaceWith<Protection::none>;
+
 #if KV4_TEST_REMOTE
-struct RemotePlace {
-  static constexpr const char* kName = "remote";
+template <Protection kProtection>
+struct RemotePlaceWith {
+  static constexpr const char* kName = kProtection == Protection::none     ? "remote"
+                                       : kProtection == Protection::sealed ? "remote_sealed"
+                                                                           : "remote_authenticated";
   static constexpr std::int64_t kTooLarge = (8 << 20) + 1;
   static std::string why_not() { return why_no_redis(); }
 
   RedisServers& servers = shared_redis();
-  std::unique_ptr<tier::Tier> remote = tier::make_remote_tier(servers.options());
+  std::unique_ptr<tier::Tier> remote = [this] {
+    tier::RemoteOptions options = servers.options();
+    if (kProtection != Protection::none) options.guard = contract_guard("remote", kProtection);
+    return tier::make_remote_tier(options);
+  }();
 
   tier::Tier& tier() { return *remote; }
   void damage(const tier::RecordId& id) {
     const std::string name = tier::redis_name(kContractLayout, id);
-    servers.command(servers.node_of(name), {"SETRANGE", name, "200", "?!"});
+    servers.command(servers.node_of(name), {"SETRANGE", name, std::to_string(tier::kRecordHeaderBytes + 2), "?!"});
   }
 };
-using AllPlaces = testing::Types<HostPlace, DiskPlace, RemotePlace>;
+using AllPlaces =
+    testing::Types<HostPlace, DiskPlace, RemotePlaceWith<Protection::none>, DiskPlaceWith<Protection::sealed>,
+                   DiskPlaceWith<Protection::authenticated>, RemotePlaceWith<Protection::sealed>,
+                   RemotePlaceWith<Protection::authenticated>, GuardedPlace>;
 #else
-using AllPlaces = testing::Types<HostPlace, DiskPlace>;
+using AllPlaces = testing::Types<HostPlace, DiskPlace, DiskPlaceWith<Protection::sealed>,
+                                 DiskPlaceWith<Protection::authenticated>, GuardedPlace>;
 #endif
 
 }  // namespace kv4::test

@@ -14,11 +14,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (header.refusal == RecordRefusal::none) {
     std::byte again[kRecordHeaderBytes];
     encode_header(header.header, again);
-    if (std::memcmp(again, data, sizeof(again)) != 0) std::abort();
+    if (std::memcmp(again, data, static_cast<std::size_t>(header.header.header_bytes())) != 0) std::abort();
   }
   if (record.refusal == RecordRefusal::none &&
       (header.refusal != RecordRefusal::none ||
-       size < static_cast<std::size_t>(kRecordHeaderBytes + record.header.length)))
+       size < static_cast<std::size_t>(record.header.header_bytes() + record.header.length)))
     std::abort();
   return 0;
 }

@@ -122,7 +122,7 @@ void as_payload(std::span<const std::byte> bytes) {
     header.id.key = record_key(session_key(hasher, parts, token_ids_of(parts)));
   } catch (const Error&) {
   }
-  seal_record(header, record);
+  finish_record(tier::RecordGuard(), header, record);
   try {
     SessionReceiver receiver(cache(), kIdentity);
     receiver.take(record);

@@ -50,7 +50,8 @@ class CrashRun {
     options_.sync_every_bytes = random_.below(2) ? 16 << 10 : 1 << 20;
     options_.queue_depth = static_cast<int>(random_.between(1, 5));
     if (random_.below(4) == 0)
-      options_.cipher = std::make_shared<tier::RecordCipher>(std::array<std::byte, tier::kCipherKeyBytes>{});
+      options_.guard = std::make_shared<tier::RecordGuard>(tier::GuardOptions{
+          "disk", {CacheKey{}}, random_.below(2) ? Protection::sealed : Protection::authenticated, false});
     disk_.set_short_transfers(random_.below(2) == 0);
     disk_.set_flips_on_the_way(random_.below(4) == 0);
   }

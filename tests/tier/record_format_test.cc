@@ -27,7 +27,7 @@ tier::RecordHeader header_of(std::span<const std::byte> payload) {
 
 std::vector<std::byte> record_of(const tier::RecordHeader& header, std::span<const std::byte> payload) {
   std::vector<std::byte> bytes(tier::kRecordHeaderBytes);
-  tier::encode_header(header, std::span<std::byte, tier::kRecordHeaderBytes>(bytes));
+  tier::encode_header(header, bytes);
   bytes.insert(bytes.end(), payload.begin(), payload.end());
   return bytes;
 }
@@ -64,12 +64,17 @@ TEST(TierRecord, HasTheDocumentedBytes) {
   std::string hex;
   for (const std::byte b : record_of(header, payload)) hex += fmt::format("{:02x}", std::to_integer<unsigned>(b));
   EXPECT_EQ(hex,
-            "4b56345245430d0a0100000000000000efcdab89674523010700000000000000"
-            "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
-            "05000000000000000300000000000000"
-            "1838525eaacf79c77f3e1b07adc1e9b5"
-            "0000000000000000000000000000000000000000000000003602fe0978733551"
-            "68656c6c6f");
+            "4b56345245430d0a0200000000000000efcdab8967452301070000000000000005000000000000000500000000000000"
+            "03000000000000002000000000000000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+            "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+            "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+            "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+            "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+            "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+            "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+            "1838525eaacf79c77f3e1b07adc1e9b50000000000000000000000000000000000000000000000000000000000000000"
+            "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+            "0000000000000000000000000000000000000000000000003cb1a54d8b0161c768656c6c6f");
 }
 
 TEST(TierRecord, EverySingleBitCounts) {
@@ -93,31 +98,61 @@ TEST(TierRecord, SaysWhatIsWrong) {
   EXPECT_EQ(refusal_with(0), RecordRefusal::foreign);
   EXPECT_EQ(refusal_with(8), RecordRefusal::other_version);
   EXPECT_EQ(refusal_with(40), RecordRefusal::damaged_header);
-  EXPECT_EQ(refusal_with(125), RecordRefusal::damaged_header);
-  EXPECT_EQ(refusal_with(200), RecordRefusal::damaged_payload);
-  for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{127}, std::size_t{128}, sound.size() - 1})
+  EXPECT_EQ(refusal_with(509), RecordRefusal::damaged_header);
+  EXPECT_EQ(refusal_with(600), RecordRefusal::damaged_payload);
+  for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{127}, std::size_t{128}, std::size_t{511},
+                                 std::size_t{512}, sound.size() - 1})
     EXPECT_EQ(tier::verify_record(std::span(sound).first(size)).refusal, RecordRefusal::too_short);
 
   tier::RecordHeader header = header_of({});
   header.kind = tier::RecordKind::dead;
   EXPECT_EQ(refusal_of(header), RecordRefusal::dead);
-  header.kind = static_cast<tier::RecordKind>(3);
+  header.kind = static_cast<tier::RecordKind>(4);
   EXPECT_EQ(refusal_of(header), RecordRefusal::unknown_kind);
   header = header_of({});
   header.length = tier::kMaxPayloadBytes + 1;
   EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
   header.length = -1;
   EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
-
   header = header_of({});
+  header.version = 1;
   header.kind = tier::RecordKind::sealed;
-  header.length = tier::kSealBytes - 1;
+  header.length = tier::kSealBytesV1 - 1;
   EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
 
-  std::vector<std::byte> reserved = record_of(header_of({}), {});
-  reserved[110] = std::byte{1};
-  tier::store_le(reserved.data() + 120, digest64(std::span<const std::byte>(reserved).first(120)));
-  EXPECT_EQ(tier::verify_record(reserved).refusal, RecordRefusal::reserved_not_zero);
+  // A sound digest over bytes that this version does not know.
+  const auto refusal_of_bytes = [&](std::size_t at, std::uint16_t value) {
+    std::vector<std::byte> bytes = record_of(header_of({}), {});
+    tier::store_le(bytes.data() + at, value);
+    tier::store_le(bytes.data() + 504, digest64(std::span<const std::byte>(bytes).first(504)));
+    return tier::verify_record(bytes).refusal;
+  };
+  EXPECT_EQ(refusal_of_bytes(14, 1), RecordRefusal::unknown_kind);   // a coding of a later version
+  EXPECT_EQ(refusal_of_bytes(56, 36), RecordRefusal::unknown_kind);  // a key of another length
+  EXPECT_EQ(refusal_of_bytes(40, 7), RecordRefusal::bad_length);     // decoded longer than stored, without a coding
+  for (const std::size_t at : {58, 100, 318, 320, 340, 370, 400, 502})
+    EXPECT_EQ(refusal_of_bytes(at, 1), RecordRefusal::reserved_not_zero) << at;
+}
+
+// What 0.1 wrote is read as what it was.
+TEST(TierRecord, VersionOneComesBack) {
+  const std::vector<std::byte> payload = random_bytes(5, 300);
+  tier::RecordHeader header = header_of(payload);
+  header.version = 1;
+  std::vector<std::byte> bytes(tier::kRecordHeaderBytesV1);
+  tier::encode_header(header, bytes);
+  bytes.insert(bytes.end(), payload.begin(), payload.end());
+  const tier::ParsedHeader parsed = tier::verify_record(bytes);
+  ASSERT_EQ(parsed.refusal, RecordRefusal::none);
+  EXPECT_EQ(parsed.header.version, 1);
+  EXPECT_EQ(parsed.header.header_bytes(), 128);
+  EXPECT_EQ(parsed.header.id, header.id);
+  EXPECT_EQ(parsed.header.sequence, 42u);
+  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
+    std::vector<std::byte> other = bytes;
+    other[bit / 8] ^= std::byte{1} << (bit % 8);
+    EXPECT_NE(tier::verify_record(other).refusal, RecordRefusal::none) << "bit " << bit;
+  }
 }
 
 }  // namespace

@@ -207,8 +207,9 @@ TEST_F(TierRemote, FullMemory) {
 }
 
 TEST_F(TierRemote, ValuesChangedBehindItsBack) {
-  const std::size_t length = 128 + payload(0).size();
-  for (std::size_t at = 0; at < length; at += at < 128 ? 1 : 67) {
+  constexpr std::size_t kHeader = tier::kRecordHeaderBytes;
+  const std::size_t length = kHeader + payload(0).size();
+  for (std::size_t at = 0; at < length; at += at < 96 ? 1 : 37) {
     expect_all(put(1), PutStatus::stored);
     std::string value = value_of(0);
     ASSERT_EQ(value.size(), length);
@@ -357,6 +358,51 @@ TEST_F(TierRemote, ServersThatTalkNonsense) {
     expect_all(get(3, 200ms), GetStatus::failed);
     expect_all(put(3, 200ms), PutStatus::failed);
     remote.reset();
+  }
+}
+
+// Whoever can write to the server, without a key or with another one.
+TEST_F(TierRemote, ForgedRecordsAreMisses) {
+  const auto options_with = [&](std::vector<CacheKey> keys, Protection protection = Protection::sealed) {
+    tier::RemoteOptions options = servers->options();
+    options.guard = std::make_shared<tier::RecordGuard>(tier::GuardOptions{"remote", std::move(keys), protection, false});
+    return options;
+  };
+  const CacheKey key{std::byte{1}}, other{std::byte{2}};
+  const auto status_of = [&](tier::Tier& tier, const tier::RecordId& id, std::span<const std::byte> payload) {
+    std::vector<std::byte> to(payload.size());
+    tier::GetRequest request{id, to};
+    tier.get({&request, 1}, Time::now() + kSlack);
+    EXPECT_EQ(request.status == GetStatus::found, std::equal(to.begin(), to.end(), payload.begin()));
+    return request.status;
+  };
+  const auto store = [&](tier::Tier& tier, const tier::RecordId& id, std::span<const std::byte> payload) {
+    tier::PutRequest request{id, payload};
+    tier.put({&request, 1}, Time::now() + kSlack);
+    EXPECT_EQ(request.status, PutStatus::stored);
+  };
+  const std::vector<std::byte> payload = random_bytes(1, 3000), forged = random_bytes(2, 3000);
+  for (const Protection protection : {Protection::sealed, Protection::authenticated}) {
+    const auto mine = tier::make_remote_tier(options_with({key}, protection));
+    const auto rotated = tier::make_remote_tier(options_with({other, key}, protection));
+    std::vector<std::unique_ptr<tier::Tier>> strangers;
+    strangers.push_back(tier::make_remote_tier(servers->options()));
+    strangers.push_back(tier::make_remote_tier(options_with({other})));
+    strangers.push_back(tier::make_remote_tier(options_with({other}, Protection::authenticated)));
+    const tier::RecordId id = record_id(70, 3);
+    for (const auto& stranger : strangers) {
+      store(*mine, id, payload);
+      EXPECT_EQ(status_of(*mine, id, payload), GetStatus::found);
+      EXPECT_EQ(status_of(*rotated, id, payload), GetStatus::found);
+      store(*stranger, id, forged);
+      EXPECT_EQ(status_of(*mine, id, forged), GetStatus::missing);
+    }
+    EXPECT_EQ(mine->stats().unauthenticated_records, 3);
+    // A record of his own key, moved to the name of another.
+    store(*mine, id, payload);
+    const std::string from = tier::redis_name(kLayout, id), to = tier::redis_name(kLayout, record_id(71, 3));
+    servers->command(servers->node_of(to), {"SET", to, servers->command(servers->node_of(from), {"GET", from})});
+    EXPECT_EQ(status_of(*mine, record_id(71, 3), payload), GetStatus::damaged);
   }
 }
 

@@ -1,0 +1,38 @@
+// Keys that make what leaves the process authentic: records on a disk, on a server, in tiers of your own, sessions and
+// hand-over streams.
+//
+// A digest proves that nobody damaged a record, not who wrote it. With keys a record counts only if its writer had one
+// of them; everything else is a miss (in a tier) or Error(bad_file) (in a session). docs/security.md says what that
+// promises and what it does not.
+//
+// The first key writes, all of them read. To rotate: put a new key first, keep the old one behind it until what it
+// wrote has been evicted or rewritten, then drop it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kv4/export.h"
+
+namespace kv4 {
+
+using CacheKey = std::array<std::byte, 32>;
+inline constexpr std::size_t kMaxCacheKeys = 64;  // of one list
+
+/// What a key does to a record.
+enum class Protection : std::uint8_t {
+  none,          // there is no key: a digest against accident only
+  sealed,        // AES-256-GCM: nobody without the key reads or writes it
+  authenticated  // GMAC: everybody reads it, nobody without the key writes it
+};
+KV4_API const char* to_string(Protection protection);
+
+/// Lines of 64 hex digits, a key each, in the order of the list; empty lines count for nothing. Throws Error(bad_file):
+/// no such file, not a regular file, group or others can read it, a line that is no key, no key, more than
+/// kMaxCacheKeys. No message holds anything of the file but line numbers.
+KV4_API std::vector<CacheKey> read_key_file(const std::string& path);
+
+}  // namespace kv4

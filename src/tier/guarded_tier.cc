@@ -1,0 +1,131 @@
+#include "tier/guarded_tier.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace kv4::tier {
+
+GuardedTier::GuardedTier(std::shared_ptr<Tier> inner, std::shared_ptr<const RecordGuard> guard, std::uint64_t layout_id)
+    : inner_(std::move(inner)),
+      guard_(std::move(guard)),
+      layout_id_(layout_id),
+      // Grows over restarts of the process, too.
+      next_sequence_(static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count())) {}
+
+void GuardedTier::put(std::span<PutRequest> requests, Deadline deadline) {
+  std::vector<std::unique_ptr<std::byte[]>> records;
+  std::vector<PutRequest> inner;
+  std::vector<std::size_t> asked;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    PutRequest& request = requests[i];
+    request.status = PutStatus::too_large;
+    if (std::ssize(request.payload) > kMaxPayloadBytes) continue;
+    request.status = PutStatus::failed;
+    const std::size_t bytes = request.payload.size();
+    auto record = std::make_unique_for_overwrite<std::byte[]>(kRecordHeaderBytes + bytes);
+    const std::span<std::byte> stored{record.get() + kRecordHeaderBytes, bytes};
+    RecordHeader header;
+    header.layout_id = layout_id_;
+    header.id = request.id;
+    header.length = static_cast<std::int64_t>(bytes);
+    header.sequence = next_sequence_++;
+    if (!guard_->protect(header, request.payload, stored)) continue;
+    if (header.kind != RecordKind::sealed) std::copy(request.payload.begin(), request.payload.end(), stored.begin());
+    header.payload_digest = digest128(stored);
+    encode_header(header, {record.get(), kRecordHeaderBytes});
+    inner.push_back({request.id, {record.get(), kRecordHeaderBytes + bytes}});
+    records.push_back(std::move(record));
+    asked.push_back(i);
+  }
+  if (!inner.empty()) inner_->put(inner, deadline);
+  for (std::size_t i = 0; i < inner.size(); ++i) requests[asked[i]].status = inner[i].status;
+}
+
+void GuardedTier::get(std::span<GetRequest> requests, Deadline deadline) {
+  std::vector<std::unique_ptr<std::byte[]>> buffers;
+  std::vector<GetRequest> inner;
+  for (const GetRequest& request : requests) {
+    const std::size_t bytes = kRecordHeaderBytes + request.to.size();
+    inner.push_back({request.id, {buffers.emplace_back(std::make_unique_for_overwrite<std::byte[]>(bytes)).get(), bytes}});
+    inner.back().view_allowed = true;
+  }
+  inner_->get(inner, deadline);
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    GetRequest& request = requests[i];
+    const GetRequest& answer = inner[i];
+    request.status = answer.status;
+    request.bytes = std::max<std::int64_t>(0, answer.bytes - kRecordHeaderBytes);
+    if (answer.status != GetStatus::found) continue;
+    // What a foreign tier says of lengths is not believed either.
+    const std::int64_t most = answer.view ? kRecordHeaderBytes + kMaxPayloadBytes : std::ssize(answer.to);
+    const std::byte* bytes = answer.view ? answer.view.get() : answer.to.data();
+    request.status = GetStatus::damaged;
+    request.bytes = 0;
+    if (answer.bytes >= 0 && answer.bytes <= most) take(request, {bytes, static_cast<std::size_t>(answer.bytes)});
+  }
+}
+
+void GuardedTier::take(GetRequest& request, std::span<const std::byte> value) {
+  const ParsedHeader parsed = parse_header(value);
+  const RecordHeader& header = parsed.header;
+  const bool record = parsed.refusal == RecordRefusal::none && header.version == kRecordVersion &&
+                      std::ssize(value) == header.header_bytes() + header.length;
+  std::span<const std::byte> stored = value;
+  RecordRefusal refusal = RecordRefusal::unauthenticated;
+  if (record) {
+    stored = value.subspan(static_cast<std::size_t>(header.header_bytes()));
+    refusal = header.id == request.id && header.layout_id == layout_id_ ? RecordRefusal::none : RecordRefusal::forged;
+  } else if (guard_->believes(RecordKind::value)) {  // as it was put before there were keys
+    refusal = RecordRefusal::none;
+  }
+  const std::int64_t length = std::ssize(stored);
+  if (refusal == RecordRefusal::none && std::ssize(request.to) < length) {
+    request.status = GetStatus::too_small;
+    request.bytes = length;
+    return;
+  }
+  const RecordHeader plain;
+  if (refusal == RecordRefusal::none)
+    refusal = guard_->open(record ? header : plain, stored, request.to.first(static_cast<std::size_t>(length)));
+  switch (refusal) {
+    case RecordRefusal::none:
+      request.status = GetStatus::found;
+      request.bytes = length;
+      return;
+    case RecordRefusal::unauthenticated:
+    case RecordRefusal::wrong_key:
+      ++unauthenticated_records_;
+      request.status = GetStatus::missing;
+      return;
+    default:
+      ++forged_records_;
+      request.status = GetStatus::damaged;
+  }
+}
+
+void GuardedTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
+  inner_->exists(requests, deadline);
+  for (ExistsRequest& request : requests)
+    if (request.bytes >= 0) request.bytes = std::max<std::int64_t>(0, request.bytes - kRecordHeaderBytes);
+}
+
+bool GuardedTier::look_up(std::span<ExistsRequest> requests) const {
+  if (!inner_->look_up(requests)) return false;
+  for (ExistsRequest& request : requests)
+    if (request.bytes >= 0) request.bytes = std::max<std::int64_t>(0, request.bytes - kRecordHeaderBytes);
+  return true;
+}
+
+TierStats GuardedTier::stats() {
+  TierStats stats = inner_->stats();
+  if (stats.records >= 0 && stats.payload_bytes >= 0)
+    stats.payload_bytes = std::max<std::int64_t>(0, stats.payload_bytes - stats.records * kRecordHeaderBytes);
+  stats.unauthenticated_records += unauthenticated_records_;
+  stats.set_aside_records += forged_records_;
+  return stats;
+}
+
+}  // namespace kv4::tier
