@@ -22,6 +22,7 @@ void bind_views(nb::module_& m);
 void bind_layer(nb::module_& m);
 void bind_prefix(nb::module_& m);
 void bind_manager(nb::module_& m);
+void bind_keys(nb::module_& m);
 void bind_sessions(nb::module_& m);
 void bind_tiers(nb::module_& m);
 void bind_status(nb::module_& m);

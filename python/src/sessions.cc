@@ -13,6 +13,7 @@
 
 #include "bindings.h"
 #include "cache.h"
+#include "keys.h"
 #include "kv4/error.h"
 #include "kv4/preempted_request.h"
 #include "kv4/session.h"
@@ -103,8 +104,12 @@ void bind_identity(nb::module_& m) {
       .def(
           "__init__",
           [](SessionIdentity* self, std::string weights_id, nb::object salt, std::uint64_t tenant,
-             const std::vector<ArrayLike>& block_extra) {
+             const std::vector<ArrayLike>& block_extra, const std::vector<nb::bytes>& keys, Protection protection,
+             bool accept_unauthenticated) {
             SessionIdentity identity{std::move(weights_id), text_of(salt, "salt"), tenant, {}};
+            identity.keys = keys_of(keys);
+            identity.protection = protection;
+            identity.accept_unauthenticated = accept_unauthenticated;
             for (const ArrayLike& extra : block_extra) {
               const HostBytes bytes = host_bytes(extra, "block_extra");
               identity.block_extra.emplace_back(bytes.bytes.begin(), bytes.bytes.end());
@@ -112,13 +117,18 @@ void bind_identity(nb::module_& m) {
             new (self) SessionIdentity(std::move(identity));
           },
           nb::arg("weights_id") = "", nb::arg("salt") = "", nb::arg("tenant") = 0,
-          nb::arg("block_extra") = std::vector<ArrayLike>(),
+          nb::arg("block_extra") = std::vector<ArrayLike>(), nb::arg("keys") = std::vector<nb::bytes>(),
+          nb::arg("protection") = Protection::sealed, nb::arg("accept_unauthenticated") = false,
           nb::sig("def __init__(self, weights_id: str = '', salt: str | bytes = '', tenant: int = 0, block_extra: "
-                  "collections.abc.Sequence[kv4.typing.ArrayLike] = ()) -> None"),
+                  "collections.abc.Sequence[kv4.typing.ArrayLike] = (), keys: collections.abc.Sequence[bytes] = (), "
+                  "protection: Protection = Protection.sealed, accept_unauthenticated: bool = False) -> None"),
           "weights_id   the caller's name for all it computes with\n"
-          "salt         a secret of the tenant: not stored, but nothing is restored with another one\n"
+          "salt         of the tenant: nothing is restored with another one; it proves nothing, keys do\n"
           "tenant       written into every record\n"
-          "block_extra  by full block: what its key hashes beside tokens; to save only")
+          "block_extra  by full block: what its key hashes beside tokens; to save only\n"
+          "keys         bytes [32] each: the first protects what is saved, and what none of them made is refused\n"
+          "protection   of what is saved with keys: sealed or authenticated\n"
+          "accept_unauthenticated  sessions from before there were keys are restored, too")
       .def_rw("weights_id", &SessionIdentity::weights_id)
       .def_rw("tenant", &SessionIdentity::tenant);
 }

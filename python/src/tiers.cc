@@ -6,7 +6,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <filesystem>
 #include <memory>
@@ -16,6 +15,7 @@
 
 #include "bindings.h"
 #include "cache.h"
+#include "keys.h"
 #include "kv4/error.h"
 #include "kv4/tiered_prefix.h"
 #include "progress.h"
@@ -85,18 +85,6 @@ struct Load {
   }
 };
 
-void set_disk_key(TiersOptions& options, const std::optional<nb::bytes>& key) {
-  if (!key) {
-    options.disk_key.reset();
-    return;
-  }
-  std::array<std::byte, 32> bytes;
-  if (key->size() != bytes.size())
-    throw Error(ErrorCode::bad_argument, "disk_key must be 32 bytes; got " + std::to_string(key->size()));
-  std::copy_n(static_cast<const std::byte*>(key->data()), bytes.size(), bytes.begin());
-  options.disk_key = bytes;
-}
-
 void bind_tiers_options(nb::module_& m) {
   nb::class_<TiersOptions> options(m, "TiersOptions", "Which tiers there are, the fastest first, and how large.");
   def_keyword_init<TiersOptions>(options);
@@ -116,8 +104,21 @@ void bind_tiers_options(nb::module_& m) {
             if (!self.disk_key) return std::nullopt;
             return nb::bytes(self.disk_key->data(), self.disk_key->size());
           },
-          set_disk_key, nb::for_setter(nb::arg("key").none()),
-          "bytes [32]: payloads are sealed with keys that follow from it (AES-256-GCM). None: they are as they are.")
+          [](TiersOptions& self, const std::optional<nb::bytes>& key) {
+            self.disk_key.reset();
+            if (key) self.disk_key = key_of(*key, "disk_key");
+          },
+          nb::for_setter(nb::arg("key").none()),
+          "bytes [32], one more key of the disk's alone, after `keys`: that of a store which 0.1 sealed. Prefer `keys`.")
+      .def_prop_rw(
+          "keys", [](const TiersOptions& self) { return bytes_of(self.keys); },
+          [](TiersOptions& self, const std::vector<nb::bytes>& keys) { self.keys = keys_of(keys); },
+          nb::for_setter(nb::sig("def keys(self, keys: collections.abc.Sequence[bytes], /) -> None")),
+          "list of bytes [32]: they protect every record outside host memory. The first writes, all read, and what none\n"
+          "of them made is a miss. None: whoever can write there chooses what prompts find. See read_key_file().")
+      .def_rw("protection", &TiersOptions::protection, "of what is written with keys: sealed or authenticated")
+      .def_rw("accept_unauthenticated", &TiersOptions::accept_unauthenticated,
+              "for the while of a change: records from before there were keys count")
       .def_rw("servers", &TiersOptions::servers,
               "list of 'host:port', some of a Redis cluster or one server; assign a whole list to change it")
       .def_rw("user", &TiersOptions::user)
@@ -142,10 +143,13 @@ void bind_reports(nb::module_& m) {
       .def_ro("capacity_bytes", &tier::TierStats::capacity_bytes)
       .def_ro("evicted_records", &tier::TierStats::evicted_records, "made room")
       .def_ro("set_aside_records", &tier::TierStats::set_aside_records, "damaged")
+      .def_ro("unauthenticated_records", &tier::TierStats::unauthenticated_records,
+              "not believed: no key of the cache's protects them")
       .def_ro("connects", &tier::TierStats::connects, "of a remote tier")
       .def_ro("redirects", &tier::TierStats::redirects, "of a remote tier");
   nb::class_<TierReport>(m, "TierReport", "Of one tier, since it was made.")
       .def_ro("name", &TierReport::name)
+      .def_ro("protection", &TierReport::protection, "of what is written; host memory needs none")
       .def_ro("hits", &TierReport::hits)
       .def_ro("misses", &TierReport::misses)
       .def_ro("failed_gets", &TierReport::failed_gets)
