@@ -35,7 +35,7 @@ namespace kv4 {
 
 /// Who may restore a session. Layout and model come from the cache.
 struct SessionIdentity {
-  std::string weights_id;    // the caller's name for all it computes with: weights, and a rope table if it binds one
+  std::string weights_id;  // the caller's name for all it computes with: weights, and a rope table if it binds one
   /// Of the tenant: nothing is restored with another one. It keeps tenants' contexts apart, and proves nothing: whoever
   /// has read one session of a tenant's can make another that restores. Only `keys` tell who wrote a session.
   std::string salt;

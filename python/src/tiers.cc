@@ -109,12 +109,14 @@ void bind_tiers_options(nb::module_& m) {
             if (key) self.disk_key = key_of(*key, "disk_key");
           },
           nb::for_setter(nb::arg("key").none()),
-          "bytes [32], one more key of the disk's alone, after `keys`: that of a store which 0.1 sealed. Prefer `keys`.")
+          "bytes [32], one more key of the disk's alone, after `keys`: that of a store which 0.1 sealed. Prefer "
+          "`keys`.")
       .def_prop_rw(
           "keys", [](const TiersOptions& self) { return bytes_of(self.keys); },
           [](TiersOptions& self, const std::vector<nb::bytes>& keys) { self.keys = keys_of(keys); },
           nb::for_setter(nb::sig("def keys(self, keys: collections.abc.Sequence[bytes], /) -> None")),
-          "list of bytes [32]: they protect every record outside host memory. The first writes, all read, and what none\n"
+          "list of bytes [32]: they protect every record outside host memory. The first writes, all read, and what "
+          "none\n"
           "of them made is a miss. None: whoever can write there chooses what prompts find. See read_key_file().")
       .def_rw("protection", &TiersOptions::protection, "of what is written with keys: sealed or authenticated")
       .def_rw("accept_unauthenticated", &TiersOptions::accept_unauthenticated,

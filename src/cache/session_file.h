@@ -59,8 +59,8 @@ struct SessionSurvey {
 };
 
 /// With the keys of `identity`, which a sealed session needs; the rest of it does not count. Without keys an
-/// authenticated session is read as it is. Throws Error(bad_file) where the file cannot be read or its first record is no
-/// session's; what comes after that is among the problems.
+/// authenticated session is read as it is. Throws Error(bad_file) where the file cannot be read or its first record is
+/// no session's; what comes after that is among the problems.
 SessionSurvey survey_session_file(tier::FileSystem& files, const std::string& path,
                                   const SessionIdentity& identity = {});
 

@@ -204,12 +204,11 @@ SessionRecord open_record(const tier::RecordGuard& guard, std::span<const std::b
   require(record.size() == bytes, ErrorCode::bad_file, "{} bytes more than it says", record.size() - bytes);
   SessionRecord opened{header, record.subspan(static_cast<std::size_t>(header.header_bytes()))};
   if (header.kind == tier::RecordKind::sealed) {
-    memory.resize(
-        static_cast<std::size_t>(tier::payload_bytes(header.version, header.kind, header.length)));
+    memory.resize(static_cast<std::size_t>(tier::payload_bytes(header.version, header.kind, header.length)));
     const tier::RecordRefusal refusal = guard.open(header, opened.payload, memory);
     opened.payload = memory;
-    require(refusal == tier::RecordRefusal::none, ErrorCode::bad_file, "{}; a sealed session needs the key of its writer",
-            to_string(refusal));
+    require(refusal == tier::RecordRefusal::none, ErrorCode::bad_file,
+            "{}; a sealed session needs the key of its writer", to_string(refusal));
     return opened;
   }
   // It stays where it is: open() copies nothing to the memory that it reads.

@@ -97,8 +97,8 @@ IoStatus DiskStore::make_active(std::int64_t record_bytes, bool may_evict) {
 }
 
 IoStatus DiskStore::add_segment() {
-  const SegmentHeader header{kSegmentVersion,       next_segment_++, files_.random64(), options_.layout_id,
-                             options_.segment_bytes, files_.now_ns()};
+  const SegmentHeader header{kSegmentVersion,    next_segment_++,        files_.random64(),
+                             options_.layout_id, options_.segment_bytes, files_.now_ns()};
   OpenedSegment made = SegmentFile::create(files_, options_.directory, header);
   if (!made.file) return made.status;
   auto segment = std::make_shared<Segment>();

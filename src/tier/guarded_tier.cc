@@ -49,7 +49,8 @@ void GuardedTier::get(std::span<GetRequest> requests, Deadline deadline) {
   std::vector<GetRequest> inner;
   for (const GetRequest& request : requests) {
     const std::size_t bytes = kRecordHeaderBytes + request.to.size();
-    inner.push_back({request.id, {buffers.emplace_back(std::make_unique_for_overwrite<std::byte[]>(bytes)).get(), bytes}});
+    inner.push_back(
+        {request.id, {buffers.emplace_back(std::make_unique_for_overwrite<std::byte[]>(bytes)).get(), bytes}});
     inner.back().view_allowed = true;
   }
   inner_->get(inner, deadline);
@@ -100,9 +101,7 @@ void GuardedTier::take(GetRequest& request, std::span<const std::byte> value) {
       ++unauthenticated_records_;
       request.status = GetStatus::missing;
       return;
-    default:
-      ++forged_records_;
-      request.status = GetStatus::damaged;
+    default: ++forged_records_; request.status = GetStatus::damaged;
   }
 }
 

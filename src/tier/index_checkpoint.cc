@@ -14,7 +14,8 @@ constexpr std::uint32_t kVersion = 2;
 constexpr int kVersionAt = 8, kLayoutAt = 16, kBodyBytesAt = 24, kSequenceAt = 32, kBodyDigestAt = 40, kDigestAt = 56;
 constexpr std::int64_t kHeaderBytes = 64, kSegmentBytes = 48;
 constexpr std::uint64_t kSealed = 1, kDamaged = 2;
-constexpr int kBlockAt = 40, kKindAt = 44, kRecordVersionAt = 46, kLengthAt = 48, kRecordSequenceAt = 56;  // of a record
+constexpr int kBlockAt = 40, kKindAt = 44, kRecordVersionAt = 46, kLengthAt = 48,
+              kRecordSequenceAt = 56;  // of a record
 static_assert(kRecordSequenceAt + 8 == kCheckpointRecordBytes);
 
 struct Header {

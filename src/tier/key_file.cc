@@ -57,14 +57,14 @@ void read_private(const std::string& path, SecretText& out) {
   out.text.resize(kMaxKeyFileBytes + 1);
   std::size_t bytes = 0;
   while (bytes < out.text.size()) {
-    const auto got = tier::uninterrupted(
-        [&] { return ::read(file.get(), out.text.data() + bytes, out.text.size() - bytes); });
+    const auto got =
+        tier::uninterrupted([&] { return ::read(file.get(), out.text.data() + bytes, out.text.size() - bytes); });
     require(got >= 0, ErrorCode::bad_file, "the key file {} cannot be read: {}", path, std::strerror(errno));
     if (got == 0) break;
     bytes += static_cast<std::size_t>(got);
   }
-  require(bytes <= kMaxKeyFileBytes, ErrorCode::bad_file, "the key file {} has more than {} bytes; {} keys are the most",
-          path, kMaxKeyFileBytes, kMaxCacheKeys);
+  require(bytes <= kMaxKeyFileBytes, ErrorCode::bad_file,
+          "the key file {} has more than {} bytes; {} keys are the most", path, kMaxKeyFileBytes, kMaxCacheKeys);
   out.text.resize(bytes);
 }
 

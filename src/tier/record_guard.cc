@@ -65,11 +65,10 @@ bool hkdf(std::span<const std::byte> key, std::span<const std::byte> salt, std::
   const auto octets = [](const char* name, std::span<const std::byte> bytes) {
     return OSSL_PARAM_construct_octet_string(name, const_cast<std::byte*>(bytes.data()), bytes.size());
   };
-  const OSSL_PARAM parameters[] = {OSSL_PARAM_construct_utf8_string(OSSL_KDF_PARAM_DIGEST, digest, 0),
-                                   octets(OSSL_KDF_PARAM_KEY, key),
-                                   octets(OSSL_KDF_PARAM_INFO, std::as_bytes(std::span(info))),
-                                   salt.empty() ? OSSL_PARAM_construct_end() : octets(OSSL_KDF_PARAM_SALT, salt),
-                                   OSSL_PARAM_construct_end()};
+  const OSSL_PARAM parameters[] = {
+      OSSL_PARAM_construct_utf8_string(OSSL_KDF_PARAM_DIGEST, digest, 0), octets(OSSL_KDF_PARAM_KEY, key),
+      octets(OSSL_KDF_PARAM_INFO, std::as_bytes(std::span(info))),
+      salt.empty() ? OSSL_PARAM_construct_end() : octets(OSSL_KDF_PARAM_SALT, salt), OSSL_PARAM_construct_end()};
   return EVP_KDF_derive(context.get(), raw(out.data()), out.size(), parameters) == 1;
 }
 

@@ -11,8 +11,8 @@
 // a context two have the same salt with a chance of 2^-65. Nothing is counted, so nothing can begin again: not after a
 // crash, a restored backup or a forked process, and not where several processes write to one remote tier.
 //
-// Why GMAC: over blocks of 450 KB it is the fastest of what OpenSSL has (docs/security.md has the figures), and there is
-// one construction to look at instead of two.
+// Why GMAC: over blocks of 450 KB it is the fastest of what OpenSSL has (docs/security.md has the figures), and there
+// is one construction to look at instead of two.
 //
 // Records of version 1 were sealed with keys from one master key, without the layout and the tier in the context. They
 // are opened with any key of the list.

@@ -50,7 +50,8 @@ ParsedSegmentHeader parse_segment_header(std::span<const std::byte> block, std::
   ParsedSegmentHeader parsed{SegmentRefusal::damaged, kSegmentVersion, {}};
   if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0) return parsed;
   parsed.version = load_le<std::uint32_t>(at + kVersionAt);
-  if (parsed.version != kSegmentVersion && parsed.version != kSegmentVersionV1Records) {  // before the digest, which it may keep elsewhere
+  if (parsed.version != kSegmentVersion &&
+      parsed.version != kSegmentVersionV1Records) {  // before the digest, which it may keep elsewhere
     parsed.refusal = SegmentRefusal::other_version;
     return parsed;
   }
@@ -59,7 +60,10 @@ ParsedSegmentHeader parse_segment_header(std::span<const std::byte> block, std::
       load_le<std::uint64_t>(at + kIdAt) != id || bytes > static_cast<std::uint64_t>(kMaxSegmentBytes))
     return parsed;
   parsed.refusal = SegmentRefusal::none;
-  parsed.header = {parsed.version, id, load_le<std::uint64_t>(at + kNonceAt), load_le<std::uint64_t>(at + kLayoutAt),
+  parsed.header = {parsed.version,
+                   id,
+                   load_le<std::uint64_t>(at + kNonceAt),
+                   load_le<std::uint64_t>(at + kLayoutAt),
                    static_cast<std::int64_t>(bytes),
                    static_cast<std::int64_t>(load_le<std::uint64_t>(at + kCreatedAt))};
   return parsed;

@@ -467,8 +467,8 @@ TEST_F(TierDiskStore, KeysRotateAndNothingIsLost) {
   put(*store, record_id(1), payload);
   const auto reopen_with = [&](std::vector<CacheKey> keys, bool accept = false) {
     ASSERT_TRUE(store->close());
-    options.guard = std::make_shared<tier::RecordGuard>(
-        tier::GuardOptions{"disk", std::move(keys), Protection::sealed, accept});
+    options.guard =
+        std::make_shared<tier::RecordGuard>(tier::GuardOptions{"disk", std::move(keys), Protection::sealed, accept});
     reopen();
   };
   reopen_with({key_of(1)}, true);  // from before there were keys
@@ -509,8 +509,8 @@ struct TierStoreOf01 : TierDiskStore {
     store.reset();
     (void)disk.make_directory(options.directory);
     disk.replace(first_segment(), file_of_0_1(segment));
-    options.guard = std::make_shared<tier::RecordGuard>(
-        tier::GuardOptions{"disk", std::move(keys), Protection::sealed, accept});
+    options.guard =
+        std::make_shared<tier::RecordGuard>(tier::GuardOptions{"disk", std::move(keys), Protection::sealed, accept});
     store = DiskStore::open(disk, options);
   }
   std::string text(const tier::RecordId& id) {
@@ -549,7 +549,7 @@ TEST_F(TierStoreOf01, SealedWithItsDiskKeyStaysReadable) {
   open("sealed_record.segment", {key_of(1), disk_key});
   EXPECT_EQ(text(hello), "hello");
   EXPECT_EQ(text(z), "missing");  // it was not sealed
-  for (int i = 0; i < 2; ++i) {  // moved, and found again by the checkpoint
+  for (int i = 0; i < 2; ++i) {   // moved, and found again by the checkpoint
     EXPECT_TRUE(store->collect().durable);
     ASSERT_TRUE(store->close());
     store = DiskStore::open(disk, options);

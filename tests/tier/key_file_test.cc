@@ -68,9 +68,7 @@ TEST_F(KeyFile, IsRefusedWithItsLineNumber) {
 }
 
 TEST_F(KeyFile, IsARegularFile) {
-  const auto refused_path = [](const std::string& name) {
-    EXPECT_THROW(read_key_file(name), Error) << name;
-  };
+  const auto refused_path = [](const std::string& name) { EXPECT_THROW(read_key_file(name), Error) << name; };
   refused_path(path.string());  // not there
   refused_path(std::filesystem::temp_directory_path().string());
   refused_path("/dev/zero");

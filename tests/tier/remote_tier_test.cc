@@ -365,7 +365,8 @@ TEST_F(TierRemote, ServersThatTalkNonsense) {
 TEST_F(TierRemote, ForgedRecordsAreMisses) {
   const auto options_with = [&](std::vector<CacheKey> keys, Protection protection = Protection::sealed) {
     tier::RemoteOptions options = servers->options();
-    options.guard = std::make_shared<tier::RecordGuard>(tier::GuardOptions{"remote", std::move(keys), protection, false});
+    options.guard =
+        std::make_shared<tier::RecordGuard>(tier::GuardOptions{"remote", std::move(keys), protection, false});
     return options;
   };
   const CacheKey key{std::byte{1}}, other{std::byte{2}};
