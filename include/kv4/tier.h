@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "kv4/export.h"
 
@@ -92,6 +93,33 @@ struct TierStats {
   std::int64_t connects = 0, redirects = 0;     // of a remote tier
 };
 
+/// Why a tier that others serve does not do what it is asked. Names stay the same: logs, reports and metrics have them.
+enum class FailureReason : std::uint8_t {
+  none,
+  connection_refused,   // nobody listens: a wrong port, or the server is down
+  unreachable,          // no way to the address, or no answer from there
+  silent,               // it is connected, owes an answer and sends nothing
+  disconnected,         // it closed the connection
+  password_needed,      // NOAUTH
+  wrong_password,       // WRONGPASS, or a password for a server without one
+  not_permitted,        // NOPERM, DENIED
+  tls_refused,          // the handshake failed, or the server speaks no TLS
+  certificate_refused,  // it is not of a known authority, not for this host, or out of date
+  not_redis,            // what it sends is no reply
+  reply_too_large,      // beyond what the command can have for an answer
+  server_full,          // OOM, where the server evicts nothing
+  server_error,         // any other error
+  not_admitted          // the cluster names a server that is neither configured nor allowed
+};
+inline constexpr std::size_t kFailureReasons = static_cast<std::size_t>(FailureReason::not_admitted) + 1;
+KV4_API const char* to_string(FailureReason reason);
+
+struct TierFailure {
+  FailureReason reason = FailureReason::none;  // now, the newest of all servers; none: all work, as far as is known
+  std::string detail;                          // which server, and what it says; never a password
+  std::array<std::int64_t, kFailureReasons> counts{};  // by reason, since the tier was made: batches with failures
+};
+
 class KV4_API Tier {
  public:
   virtual ~Tier() = default;
@@ -110,6 +138,8 @@ class KV4_API Tier {
   virtual void remove(std::span<RemoveRequest> requests, Deadline deadline) = 0;
   virtual FlushStatus flush(Deadline deadline) = 0;
   virtual TierStats stats() = 0;
+  /// At once and from memory: any thread, beside any other call.
+  virtual TierFailure failure() const { return {}; }
 };
 
 }  // namespace kv4::tier
