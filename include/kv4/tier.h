@@ -2,8 +2,18 @@
 // your own.
 //
 // Promises of every tier:
-//   1. What get() gives are exactly the bytes of one put() of that tenant and key and of the tier's layout, and never
-//      those of a put before the newest one that was `stored`. They are checked on every read; anything else is a miss.
+//   1. What get() gives are exactly the bytes of one put() of that tenant and key and of the tier's layout. They are
+//      checked on every read; anything else is a miss.
+//   1a. Never those of a put before the newest one that was `stored`, and nothing after a remove that was `answered`,
+//      as long as what keeps the records does not go back in time itself:
+//        host memory     never does
+//        disk            never does, killed or not, after a flush() that said `durable`; where the file system or the
+//                        disk is put back to an older state from outside, older records come back
+//        Redis           does: a failover to a replica that lags, or a restart from an older file, brings older and
+//                        removed records back, whole
+//        your own        say so
+//      So records whose bytes follow from their key (all that TieredPrefix keeps) may be in any tier: an older one is
+//      the same. Records that change may not be in Redis.
 //   2. No call throws, but for want of memory.
 //   3. No call goes on much longer than its deadline, as far as the operating system lets it: what has no answer by
 //   then

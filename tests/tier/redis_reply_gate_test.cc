@@ -67,8 +67,8 @@ TEST(TierReplyGate, RefusesWhatIsTooLargeOrNoReply) {
                            {"*1\r\n*1\r\n*1\r\n", large},
                            {"$21\r\n", large},
                            {"$9223372036854775807\r\n", large},
-                           {"*5\r\n$20\r\n01234567890123456789\r\n$20\r\n01234567890123456789\r\n$20\r\n01234567890123456789"
-                            "\r\n$20\r\n",
+                           {"*5\r\n$20\r\n01234567890123456789\r\n$20\r\n01234567890123456789\r\n$20\r\n"
+                            "01234567890123456789\r\n$20\r\n",
                             large},
                            {std::string(20000, '+'), large},
                            {"-" + std::string(120, 'x') + "\r\n", large},

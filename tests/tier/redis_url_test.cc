@@ -52,14 +52,15 @@ TEST(TierRedisUrl, WhatIsTaken) {
 
 TEST(TierRedisUrl, WhatIsRefusedNeverRepeatsAPassword) {
   for (const char* text :
-       {"", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "host:1x", "host:99999999999", "a b:1", "::1:6379",
-        "[::1]", "[::1", "[::1]6379", "[host]:1", "redis://", "redis://:1", "redis://host:", "redis://host:0",
-        "http://host:1", "redis+sentinel://host:1", "redis://host/1", "redis://host/0/", "redis://host?db=1",
-        "redis://host#x", "redis://secret@host", "redis://user:@host", "redis://@host", "redis://u:secret%@host",
-        "redis://u:secret%4@host", "redis://u:secret%zz@host", "redis://u:secret@host:99999", "redis://u:secret@",
-        "redis://u:sec/secret@host:1", "redis://u:sec?secret@host:1", "redis://u:s@secret@", "u:secret@host:1",
-        "redis://user:secret", "user:secret", "rediss://u:secret@ho st", "ftp://u:secret@host", "redis://u:secret@[::1",
-        "redis://u:secret@host/2", "redis://u:p#secret@host", "redis://u:secret@host:1/0?ssl_cert_reqs=none"}) {
+       {"", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "host:1x", "host:99999999999", "a b:1",
+        "::1:6379", "[::1]", "[::1", "[::1]6379", "[host]:1", "redis://", "redis://:1", "redis://host:",
+        "redis://host:0", "http://host:1", "redis+sentinel://host:1", "redis://host/1", "redis://host/0/",
+        "redis://host?db=1", "redis://host#x", "redis://secret@host", "redis://user:@host", "redis://@host",
+        "redis://u:secret%@host", "redis://u:secret%4@host", "redis://u:secret%zz@host",
+        "redis://u:secret@host:99999", "redis://u:secret@", "redis://u:sec/secret@host:1",
+        "redis://u:sec?secret@host:1", "redis://u:s@secret@", "u:secret@host:1", "redis://user:secret", "user:secret",
+        "rediss://u:secret@ho st", "ftp://u:secret@host", "redis://u:secret@[::1", "redis://u:secret@host/2",
+        "redis://u:p#secret@host", "redis://u:secret@host:1/0?ssl_cert_reqs=none"}) {
     const std::string error = error_of([&] { (void)parse_server(text); });
     EXPECT_FALSE(error.empty()) << text;
     EXPECT_EQ(error.find("secret"), std::string::npos) << error;
@@ -68,7 +69,8 @@ TEST(TierRedisUrl, WhatIsRefusedNeverRepeatsAPassword) {
 }
 
 TEST(TierRedisUrl, OneKindOfServerAndOnePasswordForAll) {
-  const auto set = [](std::vector<std::string> entries, const std::string& user = "", const std::string& password = "") {
+  const auto set = [](const std::vector<std::string>& entries, const std::string& user = "",
+                      const std::string& password = "") {
     tier::RemoteOptions options;
     tier::set_servers(options, entries, user, password);
     return options;
@@ -80,7 +82,9 @@ TEST(TierRedisUrl, OneKindOfServerAndOnePasswordForAll) {
   EXPECT_EQ(set({"redis://u:p@a", "redis://u:p@b"}, "u", "p").password, "p");
   EXPECT_EQ(set({"a:1"}, "", "p").password, "p");
   for (const std::vector<std::string>& entries :
-       {std::vector<std::string>{"rediss://a", "b:1"}, {"redis://a", "rediss://b"}, {"redis://u:secret@a", "redis://u:p@b"},
+       {std::vector<std::string>{"rediss://a", "b:1"},
+        {"redis://a", "rediss://b"},
+        {"redis://u:secret@a", "redis://u:p@b"},
         {"redis://u:secret@a", "redis://v:secret@b"}}) {
     const std::string error = error_of([&] { (void)set(entries); });
     EXPECT_FALSE(error.empty()) << entries[0];
@@ -106,8 +110,8 @@ TEST(TierRedisUrl, RulesAreHostsPortsAndNetworks) {
   is("10.0.0.0/8", "10.0.0.0", 8, 0);
   is("0.0.0.0/0", "0.0.0.0", 0, 0);
   is("fd00::/16", "fd00::", 16, 0);
-  for (const char* text : {"", "host:", "host:0", "10.0.0.0/33", "10.0.0.0/", "10.0.0.0/-1", "fd00::/129", "host/8", "/8",
-                           "redis://host", "a b", "10.0.0.0/8:1"})
+  for (const char* text : {"", "host:", "host:0", "10.0.0.0/33", "10.0.0.0/", "10.0.0.0/-1", "fd00::/129", "host/8",
+                           "/8", "redis://host", "a b", "10.0.0.0/8:1"})
     EXPECT_FALSE(error_of([&] { (void)parse_rule(text); }).empty()) << text;
 }
 

@@ -136,7 +136,8 @@ TEST_F(TierRemoteTls, ServersMayAskForACertificate) {
   start("IP:127.0.0.1", 30, {"--tls-auth-clients", "yes"});
   expect_refused(options(), FailureReason::tls_refused, "certificate");
   tier::RemoteOptions with = options();
-  const Certificates::Files own = authority.issue("client", "DNS:worker"), other = authority.issue("other", "DNS:other");
+  const Certificates::Files own = authority.issue("client", "DNS:worker"),
+                            other = authority.issue("other", "DNS:other");
   with.tls_files.certificate = own.certificate;
   with.tls_files.key = own.key;
   remote = tier::make_remote_tier(with);
