@@ -174,6 +174,21 @@ void add_tiers(Families& families) {
   add(MetricType::Counter, "kv4_tier_opened_total", "How often a tier was left alone.", [](const TierReport& t) {
     return Results{{nullptr, t.times_opened}};
   });
+  const auto by_reason = [&](MetricType type, const char* name, const char* help, auto&& value) {
+    families.add(type, name, help, [&](const CacheStatus& s) {
+      Samples out;
+      for (const TierReport& tier : s.tiers)
+        for (const auto& [reason, count] : tier.failures)
+          out.push_back({Labels{{"tier", tier.name}, {"reason", reason}}, value(tier, reason, count)});
+      return out;
+    });
+  };
+  by_reason(MetricType::Counter, "kv4_tier_failures_total", "Batches that a server of a tier failed, by reason.",
+            [](const TierReport&, const std::string&, std::int64_t count) { return count; });
+  by_reason(MetricType::Gauge, "kv4_tier_failing", "Whether a server of a tier fails now, for this reason.",
+            [](const TierReport& t, const std::string& reason, std::int64_t) -> std::int64_t {
+              return t.failure == reason;
+            });
   add(MetricType::Gauge, "kv4_tier_waiting_bytes", "Bytes that wait to be written.", [](const TierReport& t) {
     return Results{{nullptr, t.waiting_bytes}};
   });

@@ -4,6 +4,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -22,6 +24,7 @@
 #include "replay_watcher.h"
 #include "sizes.h"
 #include "table.h"
+#include "tier/redis_url.h"
 
 namespace kv4::cli {
 namespace {
@@ -48,7 +51,10 @@ struct ReplayFlags {
   FormatFlags formats;
   std::string layers = "4", threads = "1", device = "cpu";
   double verify = 0.05;
-  std::string host, disk, disk_capacity = "16GB", remote;
+  std::string host, disk, disk_capacity = "16GB";
+  std::string remote, remote_allow, remote_ca, remote_cert, remote_key;
+  std::optional<std::string> remote_ttl;
+  bool remote_optional = false;
   bool real() const { return data == "real"; }
 };
 
@@ -71,18 +77,53 @@ SnapshotPolicy parse_snapshots(const std::string& text) {
   return out;
 }
 
-/// HOST:PORT[,HOST:PORT...].
-std::vector<std::string> parse_servers(const std::string& text) {
+/// Of a list with commas; `check` throws what is wrong with an entry.
+template <class Check>
+std::vector<std::string> parse_list(const std::string& text, const char* flag, Check&& check) {
   std::vector<std::string> out;
-  for (std::size_t at = 0; at <= text.size();) {
-    const std::size_t end = std::min(text.find(',', at), text.size()), colon = text.rfind(':', end);
-    require(colon != std::string::npos && colon > at && colon < end, ErrorCode::bad_argument,
-            "--remote '{}' is no list of servers; give HOST:PORT[,HOST:PORT...]", text);
-    parse_count(text.substr(colon + 1, end - colon - 1), "--remote", 1, 65535);
-    out.push_back(text.substr(at, end - at));
-    at = end + 1;
+  for (std::size_t at = 0; at <= text.size(); at += out.back().size() + 1) {
+    out.push_back(text.substr(at, text.find(',', at) - at));
+    try {
+      check(out.back());
+    } catch (const Error& e) {
+      fail(e.code(), "{}: {}", flag, e.what());
+    }
   }
   return out;
+}
+
+void set_remote(const ReplayFlags& flags, TiersOptions& tiers) {
+  const bool more = !flags.remote_allow.empty() || !flags.remote_ca.empty() || !flags.remote_cert.empty() ||
+                    !flags.remote_key.empty() || flags.remote_ttl || flags.remote_optional;
+  require(!flags.remote.empty() || !more, ErrorCode::bad_argument, "--remote-...: there is no --remote to go with it");
+  if (flags.remote.empty()) return;
+  tiers.servers = parse_list(flags.remote, "--remote", tier::parse_server);
+  if (!flags.remote_allow.empty())
+    tiers.allowed_servers = parse_list(flags.remote_allow, "--remote-allow", tier::parse_rule);
+  tiers.tls_ca_file = flags.remote_ca;
+  tiers.tls_certificate_file = flags.remote_cert;
+  tiers.tls_key_file = flags.remote_key;
+  const std::int64_t most = std::chrono::floor<std::chrono::seconds>(tier::kMaxTtl).count();
+  if (flags.remote_ttl)
+    tiers.remote_ttl = std::chrono::seconds(parse_count(*flags.remote_ttl, "--remote-ttl", 1, most));
+  // Arguments are seen by everybody on the machine.
+  if (const char* password = std::getenv("KV4_REMOTE_PASSWORD")) tiers.password = password;
+}
+
+/// False: a tier does not work. What went wrong and works again is told, too.
+bool tell_failures(const std::vector<TierReport>& tiers, bool optional) {
+  bool good = true;
+  for (const TierReport& tier : tiers) {
+    std::string counts;
+    for (const auto& [reason, count] : tier.failures) counts += fmt::format(", {} {} times", reason, count);
+    if (counts.empty()) continue;
+    const bool failing = !tier.failure.empty();
+    fmt::print(stderr, "{}: the {} tier {}{}\n", failing && !optional ? "error" : "warning", tier.name,
+               failing ? fmt::format("fails: {} ({})", tier.failure_detail, tier.failure) : "failed and works again",
+               counts);
+    good = good && (!failing || optional);
+  }
+  return good;
 }
 
 /// What hit rates count: with bytes the cache's own blocks.
@@ -193,7 +234,10 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
                               {"stored_bytes", tier.stored_bytes},
                               {"refused", tier.refused_puts},
                               {"records", tier.tier.records},
-                              {"bytes", tier.tier.payload_bytes}});
+                              {"bytes", tier.tier.payload_bytes},
+                              {"failure", tier.failure},
+                              {"failure_detail", tier.failure_detail},
+                              {"failures", tier.failures}});
     for (const int percent : {50, 90, 99}) {
       out[fmt::format("admit_p{}_seconds", percent)] = percentile(data.admit_s, percent);
       out[fmt::format("prefill_p{}_seconds", percent)] = percentile(data.prefill_s, percent);
@@ -229,7 +273,8 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
   out.verify = flags.verify;
   if (!flags.host.empty()) out.tiers.host_bytes = parse_bytes(flags.host, "--host");
   out.tiers.directory = flags.disk;
-  if (!flags.remote.empty()) out.tiers.servers = parse_servers(flags.remote);
+  set_remote(flags, out.tiers);
+  out.remote_optional = flags.remote_optional;
   out.tiers.disk_bytes = parse_bytes(flags.disk_capacity, "--disk-capacity");
   out.status = flags.status;
   out.seed = static_cast<std::uint64_t>(parse_count(flags.seed, "--seed", 0, std::numeric_limits<std::int64_t>::max()));
@@ -245,7 +290,7 @@ std::optional<std::string> serve_port(const ReplayFlags& flags) {
   return std::to_string(parse_count(*flags.serve, "--serve", 0, 65535));
 }
 
-/// Exit code: 1 where a byte was wrong.
+/// Exit code: 1 where a byte was wrong, or the remote tier fails.
 int run_replay(const ReplayFlags& flags) {
   require(flags.generate != !flags.trace.empty(), ErrorCode::bad_argument,
           "give a trace or --generate, and not both; see 'kv4 replay --help'");
@@ -281,8 +326,10 @@ int run_replay(const ReplayFlags& flags) {
     write_report(flags.report, flags.generate ? "generated, seed " + flags.seed : flags.trace, trace, options, result);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   (flags.json ? print_json : print_table)(result, trace, flags, seconds);
+  std::fflush(stdout);
+  const bool tiers_work = tell_failures(result.tiers, flags.remote_optional);
   if (watcher) watcher->stay();
-  return result.wrong_bytes == 0 ? 0 : 1;
+  return result.wrong_bytes == 0 && tiers_work ? 0 : 1;
 }
 
 }  // namespace
@@ -350,8 +397,24 @@ void add_replay(CLI::App& app, int& exit_code) {
       ->type_name("DIR");
   command
       ->add_option("--remote", flags->remote,
-                   "with bytes: a tier in a Redis cluster, or a single server; some of its servers are enough")
-      ->type_name("HOST:PORT[,...]");
+                   "with bytes: a tier in a Redis cluster, or a single server; some of its servers are enough: "
+                   "HOST:PORT, redis://USER:PASSWORD@HOST:PORT, or rediss://... with TLS. A password may be in "
+                   "KV4_REMOTE_PASSWORD instead. A server that does not work ends the replay with an error")
+      ->type_name("SERVER[,...]");
+  command->add_flag("--remote-optional", flags->remote_optional,
+                    "servers of --remote that do not work are misses and a warning");
+  command
+      ->add_option("--remote-allow", flags->remote_allow,
+                   "other servers that the cluster may name, where there is a password or TLS: host, host:port or "
+                   "10.0.0.0/8")
+      ->type_name("HOST[,...]");
+  command->add_option("--remote-ca", flags->remote_ca, "authorities for rediss://, PEM; default: the system's")
+      ->type_name("FILE");
+  command->add_option("--remote-cert", flags->remote_cert, "a certificate for rediss:// servers that ask for one, PEM")
+      ->type_name("FILE");
+  command->add_option("--remote-key", flags->remote_key, "the key of --remote-cert, PEM")->type_name("FILE");
+  command->add_option("--remote-ttl", flags->remote_ttl, "after which servers forget a record; default: never")
+      ->type_name("SECONDS");
   command->add_option("--disk-capacity", flags->disk_capacity, "of the tier on disk")
       ->capture_default_str()
       ->type_name("BYTES");

@@ -92,6 +92,7 @@ class DataReplay {
       TiersOptions below = options.tiers;
       below.backend = warm_.backend;
       tiers_.emplace(warm_.manager.schema(), below);
+      if (!options.remote_optional && !below.servers.empty()) try_remote();
       tiered_.emplace(warm_.manager, *tiers_);
     }
     if (!options.status.empty())
@@ -147,6 +148,16 @@ class DataReplay {
   }
 
   static tier::Deadline in(std::chrono::seconds time) { return std::chrono::steady_clock::now() + time; }
+
+  /// Throws Error where servers do not work: before a long replay, not after it.
+  void try_remote() {
+    const tier::RecordId any{};
+    (void)tiers_->chain().exists({&any, 1}, in(std::chrono::seconds(10))).wait(in(std::chrono::seconds(10)));
+    for (const TierReport& tier : tiers_->report())
+      require(tier.failure.empty(), ErrorCode::bad_state,
+              "the {} tier does not work: {} ({}); --remote-optional replays without it", tier.name,
+              tier.failure_detail, tier.failure);
+  }
 
   void count_tiers() {
     tiers_->flush(in(std::chrono::seconds(60)));

@@ -2,8 +2,18 @@
 // your own.
 //
 // Promises of every tier:
-//   1. What get() gives are exactly the bytes of one put() of that tenant and key and of the tier's layout, and never
-//      those of a put before the newest one that was `stored`. They are checked on every read; anything else is a miss.
+//   1. What get() gives are exactly the bytes of one put() of that tenant and key and of the tier's layout. They are
+//      checked on every read; anything else is a miss.
+//   1a. Never those of a put before the newest one that was `stored`, and nothing after a remove that was `answered`,
+//      as long as what keeps the records does not go back in time itself:
+//        host memory     never does
+//        disk            never does, killed or not, after a flush() that said `durable`; where the file system or the
+//                        disk is put back to an older state from outside, older records come back
+//        Redis           does: a failover to a replica that lags, or a restart from an older file, brings older and
+//                        removed records back, whole
+//        your own        say so
+//      So records whose bytes follow from their key (all that TieredPrefix keeps) may be in any tier: an older one is
+//      the same. Records that change may not be in Redis.
 //   2. No call throws, but for want of memory.
 //   3. No call goes on much longer than its deadline, as far as the operating system lets it: what has no answer by
 //   then
@@ -21,6 +31,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "kv4/export.h"
 
@@ -93,6 +104,33 @@ struct TierStats {
   std::int64_t connects = 0, redirects = 0;     // of a remote tier
 };
 
+/// Why a tier that others serve does not do what it is asked. Names stay the same: logs, reports and metrics have them.
+enum class FailureReason : std::uint8_t {
+  none,
+  connection_refused,   // nobody listens: a wrong port, or the server is down
+  unreachable,          // no way to the address, or no answer from there
+  silent,               // it is connected, owes an answer and sends nothing
+  disconnected,         // it closed the connection
+  password_needed,      // NOAUTH
+  wrong_password,       // WRONGPASS, or a password for a server without one
+  not_permitted,        // NOPERM, DENIED
+  tls_refused,          // the handshake failed, or the server speaks no TLS
+  certificate_refused,  // it is not of a known authority, not for this host, or out of date
+  not_redis,            // what it sends is no reply
+  reply_too_large,      // beyond what the command can have for an answer
+  server_full,          // OOM, where the server evicts nothing
+  server_error,         // any other error
+  not_admitted          // the cluster names a server that is neither configured nor allowed
+};
+inline constexpr std::size_t kFailureReasons = static_cast<std::size_t>(FailureReason::not_admitted) + 1;
+KV4_API const char* to_string(FailureReason reason);
+
+struct TierFailure {
+  FailureReason reason = FailureReason::none;  // now, the newest of all servers; none: all work, as far as is known
+  std::string detail;                          // which server, and what it says; never a password
+  std::array<std::int64_t, kFailureReasons> counts{};  // by reason, since the tier was made: batches with failures
+};
+
 class KV4_API Tier {
  public:
   virtual ~Tier() = default;
@@ -111,6 +149,8 @@ class KV4_API Tier {
   virtual void remove(std::span<RemoveRequest> requests, Deadline deadline) = 0;
   virtual FlushStatus flush(Deadline deadline) = 0;
   virtual TierStats stats() = 0;
+  /// At once and from memory: any thread, beside any other call.
+  virtual TierFailure failure() const { return {}; }
 };
 
 }  // namespace kv4::tier

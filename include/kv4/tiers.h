@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,8 +40,18 @@ struct TiersOptions {
   /// One more key of the disk's alone, after `keys`: that of a store which 0.1 sealed. Prefer `keys`.
   std::optional<CacheKey> disk_key = {};
 
-  std::vector<std::string> servers = {};  // "host:port", some of a Redis cluster or one server; empty: none
-  std::string user = {}, password = {};
+  /// Some of a Redis cluster, or one server; empty: none. "redis://user:password@host:port", "rediss://..." for TLS,
+  /// where port is 6379 unless it is said and what is no letter or digit is written %XX; or "host:port". All with TLS
+  /// or none of them, and one user and password for all.
+  std::vector<std::string> servers = {};
+  std::string user = {}, password = {};  // where the URLs have none
+  /// Which other servers the cluster may name: "host", "host:port", "10.0.0.0/8". With a password or TLS nothing is
+  /// ever sent to servers that are neither here nor configured: their records miss. Without either, and with an empty
+  /// list, any address that the cluster names is taken.
+  std::vector<std::string> allowed_servers = {};
+  /// PEM files for rediss://. Empty: the system's authorities; no certificate of our own.
+  std::string tls_ca_file = {}, tls_certificate_file = {}, tls_key_file = {};
+  tier::Duration remote_ttl{0};  // after which servers forget a record, from 1 ms to 10 years; 0: never
 
   std::vector<std::shared_ptr<tier::Tier>> more = {};  // below all these
 
@@ -66,14 +77,17 @@ struct TierReport {
   bool open = false;               // now: its circuit breaker; everything misses
   std::int64_t times_opened = 0;   // the breaker
   tier::TierStats tier;            // a little old
+  /// Now: to_string() of a tier::FailureReason, and a sentence. Empty: the tier works, as far as is known.
+  std::string failure, failure_detail;
+  std::map<std::string, std::int64_t> failures;  // by reason: batches that a server failed
 };
 
 /// One thread, that of the caches above; several caches of one layout may use it in turn.
 class KV4_API Tiers {
  public:
   /// Throws Error: bad_argument; bad_state where another process has the directory, or kv4 was built without hiredis;
-  /// bad_file where the directory holds another layout or cannot be used; out_of_memory. Servers that are not there are
-  /// misses.
+  /// bad_file where the directory holds another layout or cannot be used, or a PEM file cannot; out_of_memory. Servers
+  /// that are not there are misses; report() and the log (remote.failed) say why.
   Tiers(const CacheSchema& schema, const TiersOptions& options);
   /// Closes them.
   ~Tiers();

@@ -1,5 +1,6 @@
 // Tiers and TieredPrefix: contexts below the device, in host memory, on a disk, on servers.
 #include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -85,6 +86,13 @@ struct Load {
   }
 };
 
+template <auto kMember>
+void def_file(nb::class_<TiersOptions>& options, const char* name, const char* help) {
+  options.def_prop_rw(
+      name, [](const TiersOptions& self) { return self.*kMember; },
+      [](TiersOptions& self, const std::filesystem::path& path) { self.*kMember = path.string(); }, help);
+}
+
 void bind_tiers_options(nb::module_& m) {
   nb::class_<TiersOptions> options(m, "TiersOptions", "Which tiers there are, the fastest first, and how large.");
   def_keyword_init<TiersOptions>(options);
@@ -122,9 +130,18 @@ void bind_tiers_options(nb::module_& m) {
       .def_rw("accept_unauthenticated", &TiersOptions::accept_unauthenticated,
               "for the while of a change: records from before there were keys count")
       .def_rw("servers", &TiersOptions::servers,
-              "list of 'host:port', some of a Redis cluster or one server; assign a whole list to change it")
-      .def_rw("user", &TiersOptions::user)
+              "list of 'redis://user:password@host:port', 'rediss://...' (TLS) or 'host:port', some of a Redis cluster "
+              "or one server; assign a whole list to change it")
+      .def_rw("user", &TiersOptions::user, "of all servers, where their URLs have none")
       .def_rw("password", &TiersOptions::password)
+      .def_rw("allowed_servers", &TiersOptions::allowed_servers,
+              "list of 'host', 'host:port' or '10.0.0.0/8': which other servers the cluster may name. With a password "
+              "or TLS nothing is ever sent to servers that are neither here nor configured.")
+      .def_prop_rw(
+          "remote_ttl",
+          [](const TiersOptions& self) { return std::chrono::duration<double>(self.remote_ttl).count(); },
+          [](TiersOptions& self, double seconds) { self.remote_ttl = duration_of(seconds, "remote_ttl"); },
+          "Seconds after which servers forget a record; 0: never.")
       .def_rw("max_write_bytes", &TiersOptions::max_write_bytes, "of each tier: that wait to be written")
       .def_rw("max_read_bytes", &TiersOptions::max_read_bytes)
       .def_prop_rw(
@@ -132,6 +149,9 @@ void bind_tiers_options(nb::module_& m) {
           [](const TiersOptions& self) { return std::chrono::duration<double>(self.close_limit).count(); },
           [](TiersOptions& self, double seconds) { self.close_limit = duration_of(seconds, "close_limit"); },
           "Seconds that Tiers take at most when they go away without close(): for what waits, and a flush.");
+  def_file<&TiersOptions::tls_ca_file>(options, "tls_ca_file", "PEM, for rediss://; empty: the system's authorities");
+  def_file<&TiersOptions::tls_certificate_file>(options, "tls_certificate_file", "PEM, for servers that ask for one");
+  def_file<&TiersOptions::tls_key_file>(options, "tls_key_file", "of tls_certificate_file");
 }
 
 void bind_reports(nb::module_& m) {
@@ -166,11 +186,16 @@ void bind_reports(nb::module_& m) {
       .def_ro("open", &TierReport::open, "now: its circuit breaker; everything misses")
       .def_ro("times_opened", &TierReport::times_opened, "the breaker")
       .def_ro("tier", &TierReport::tier, "TierStats, a little old")
+      .def_ro("failure", &TierReport::failure,
+              "now: why servers fail, a name that stays the same ('connection_refused', 'wrong_password', ...); empty: "
+              "all work, as far as is known")
+      .def_ro("failure_detail", &TierReport::failure_detail, "the same as a sentence, with the server")
+      .def_ro("failures", &TierReport::failures, "dict: how many batches failed, by reason")
       .def("__repr__", [](const TierReport& self) {
         return "TierReport(name='" + self.name + "', hits=" + std::to_string(self.hits) +
                ", misses=" + std::to_string(self.misses) + ", stored=" + std::to_string(self.stored) +
                ", waiting_bytes=" + std::to_string(self.waiting_bytes) + ", open=" + (self.open ? "True" : "False") +
-               ")";
+               ", failure='" + self.failure + "')";
       });
 }
 
@@ -189,7 +214,7 @@ void bind_shared_tiers(nb::module_& m) {
           "schema: cache.schema(). backend: cache.backend(); for a GPU's, host memory is pinned, and blocks go to the\n"
           "device without a copy in between. Raises ArgumentError; StateError where another process has the\n"
           "directory, or kv4 was built without hiredis; FileError where the directory holds another layout or\n"
-          "cannot be used. Servers that are not there are misses.")
+          "cannot be used. Servers that are not there are misses; report() says why.")
       .def("flush", &SharedTiers::flush, nb::arg("timeout") = kDefaultTimeout,
            "Waits until everything before is written, at most `timeout` seconds: a FlushStatus for each tier.")
       .def("close", &SharedTiers::close, nb::arg("timeout") = kDefaultTimeout,

@@ -29,7 +29,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TierStats, records, payload_byte
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TierReport, name, hits, misses, failed_gets, damaged, hit_bytes, stored,
                                                 failed_puts, refused_puts, stored_bytes, promoted, waiting_bytes, open,
-                                                times_opened, tier)
+                                                times_opened, tier, failure, failure_detail, failures)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(CacheStatus, cache, requests, block_states, tiers)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(PublishedStatus, model, process, time_ms, interval_ms, status)
 

@@ -1,6 +1,6 @@
 #include "tier/redis_cluster.h"
 
-#include <arpa/inet.h>
+#include <fmt/format.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -12,15 +12,13 @@ namespace {
 constexpr int kMaxRedirects = 5;         // of one command
 constexpr std::size_t kMaxNodes = 1000;  // a cluster has no more masters
 constexpr Duration kSlotsAskedEvery = std::chrono::milliseconds(100);
-constexpr std::int64_t kReplyOverhead = 1 << 20;  // a list of slots, the reader's slack
+constexpr Duration kRefusalKept = std::chrono::seconds(10);  // of a named server: not every run meets it again
+// The tree of 2^18 elements takes 30 MB: every slot by itself with three servers.
+constexpr ReplyLimits kSlotsLimits = {.depth = 4, .elements = 1 << 18, .bulk_bytes = 1 << 10, .total_bytes = 16 << 20};
+constexpr ReplyLimits kHelloLimits = {.bulk_bytes = kMaxLineBytes, .total_bytes = 2 * kMaxLineBytes};
+constexpr std::int64_t kRecordSlack = 4 << 10;  // of a record beside its payload and header
 
 Deadline clock_now() { return std::chrono::steady_clock::now(); }
-
-/// Looking up a name could take any time.
-bool is_numeric(const std::string& host) {
-  in6_addr address;
-  return ::inet_pton(AF_INET, host.c_str(), &address) == 1 || ::inet_pton(AF_INET6, host.c_str(), &address) == 1;
-}
 
 /// A connection as its server knows it. The number alone would name another client after the server has started anew.
 struct ClientName {
@@ -44,9 +42,11 @@ ClientName parse_client(std::string_view info) {
 struct RedisCluster::Node {
   struct Unsent {
     RedisCommand command;
+    ReplyLimits limits;
     OnReply on_reply;
   };
-  RedisAddress address;
+  RedisEndpoint endpoint;
+  std::string shown;  // its name and port
   std::unique_ptr<RedisConnection> connection;
   Hello hello = Hello::waiting;
   std::vector<Unsent> queue;  // until hello is done
@@ -56,10 +56,20 @@ struct RedisCluster::Node {
   Deadline retry_at{};
   std::int64_t progress = 0;  // of the connection, when it was looked at last
   Deadline progress_at{};     // since when it owes an answer and has made none
+  // Of the run that goes on.
+  RedisFailure failure;
+  bool worked = false;
+
+  void fail(const RedisFailure& why) {
+    if (failure.reason == FailureReason::none) failure = why;
+  }
 };
 
-RedisCluster::RedisCluster(const RemoteOptions& options) : options_(options) {
-  for (const RedisAddress& address : options.servers) node_at(address);
+RedisCluster::RedisCluster(const RemoteOptions& options, const Shared& shared, RedisFailures::Side side)
+    : options_(options), shared_(shared), side_(side) {
+  value_limits_.bulk_bytes = options.max_payload_bytes + kRecordHeaderBytes + kRecordSlack;
+  value_limits_.total_bytes = value_limits_.bulk_bytes + kMaxLineBytes;
+  for (const RedisEndpoint& server : shared.admission->servers()) node_at(server);
 }
 
 RedisCluster::~RedisCluster() = default;
@@ -67,14 +77,14 @@ RedisCluster::~RedisCluster() = default;
 // --- runs
 
 void RedisCluster::run(std::span<const RedisOperation> operations, Deadline deadline) {
-  if (!find_slots(deadline)) return;
+  if (!find_slots(deadline)) return settle(false);
   begin_run(operations.size());
   operations_ = operations;
   redirects_of_.assign(operations.size(), 0);
   for (std::size_t i = 0; i < operations.size(); ++i)
     dispatch(i, slots_[static_cast<std::size_t>(operations[i].slot)], false);
   exchange(deadline);
-  end_run();
+  end_run(true);
 }
 
 void RedisCluster::begin_run(std::size_t answers) {
@@ -94,7 +104,7 @@ void RedisCluster::exchange(Deadline deadline) {
     asked.clear();
     for (const auto& node : nodes_) {
       if (!node->connection || node->connection->idle()) continue;
-      wake = std::min(wake, node->progress_at + options_.silence_limit);
+      wake = node->connection->more() ? now : std::min(wake, node->progress_at + options_.silence_limit);
       polled.push_back({node->connection->fd(), node->connection->events(), 0});
       asked.push_back(node.get());
     }
@@ -109,21 +119,44 @@ void RedisCluster::proceed(Node& node, short ready) {
   bool alive = node.connection->proceed(ready) && node.hello != Hello::refused;
   // Looked at after a read: between runs nobody did, and the answer may have been there for long.
   const Deadline now = clock_now();
-  if (std::exchange(node.progress, node.connection->progress()) != node.connection->progress())
+  if (std::exchange(node.progress, node.connection->progress()) != node.connection->progress()) {
     node.progress_at = now;
-  else if (!node.connection->idle() && now - node.progress_at >= options_.silence_limit)
+  } else if (alive && !node.connection->idle() && now - node.progress_at >= options_.silence_limit) {
+    node.connection->time_out();
     alive = false;
+  }
   if (!alive) drop(node);
 }
 
 /// Payloads of this run may go away now.
-void RedisCluster::end_run() {
+void RedisCluster::end_run(bool of_operations) {
   ++run_;
   for (const auto& node : nodes_) {
     node->queue.clear();
     if (node->connection && node->hello == Hello::done && !node->connection->all_sent()) drop(*node);
   }
   operations_ = {};
+  settle(of_operations);
+}
+
+/// A server works when it did in a whole run: one that is full may take every second record.
+void RedisCluster::settle(bool of_operations) {
+  for (const auto& node : nodes_) {
+    if (node->failure.reason != FailureReason::none)
+      shared_.failures->failed(side_, node->shown, node->failure);
+    else if (node->worked && of_operations)
+      shared_.failures->worked(side_, node->shown);
+    node->failure = {};
+    node->worked = false;
+  }
+  constexpr const char* kCluster = "of the cluster";
+  const Deadline now = clock_now();
+  if (!refused_.empty()) {
+    shared_.failures->failed(side_, kCluster, {FailureReason::not_admitted, std::exchange(refused_, {})});
+    refused_until_ = now + kRefusalKept;
+  } else if (of_operations && !slots_refused_ && now >= refused_until_) {
+    shared_.failures->worked(side_, kCluster);
+  }
 }
 
 void RedisCluster::dispatch(std::size_t operation, Node* node, bool asking) {
@@ -132,19 +165,20 @@ void RedisCluster::dispatch(std::size_t operation, Node* node, bool asking) {
     slots_stale_ = true;
     return;
   }
-  if (asking) send(*node, redis_command({"ASKING"}), [](const redisReply*) {});
-  send(*node, operations_[operation].command(), [this, node, operation, run = run_](const redisReply* reply) {
+  if (asking) send(*node, redis_command({"ASKING"}), value_limits_, [](const redisReply*) {});
+  const auto on_reply = [this, node, operation, run = run_](const redisReply* reply) {
     if (run == run_) on_answer(*node, operation, reply);
-  });
+  };
+  send(*node, operations_[operation].command(), value_limits_, on_reply);
 }
 
 void RedisCluster::on_answer(Node& node, std::size_t operation, const redisReply* reply) {
   if (reply == nullptr) return dispatch(operation, nullptr, false);
   if (reply->type == REDIS_REPLY_ERROR) {
-    const RedisRedirect redirect = parse_redirect(text_of(*reply), node.address);
+    const RedisRedirect redirect = parse_redirect(text_of(*reply), node.endpoint.name);
     if (redirect.kind != RedisRedirect::Kind::none) {
       ++redirects_;
-      Node* to = node_at(redirect.to);
+      Node* to = admit(redirect.to, node);
       if (redirect.kind == RedisRedirect::Kind::moved) {
         slots_[static_cast<std::size_t>(redirect.slot)] = to;
         slots_stale_ = true;
@@ -153,20 +187,33 @@ void RedisCluster::on_answer(Node& node, std::size_t operation, const redisReply
       return dispatch(operation, to, redirect.kind == RedisRedirect::Kind::ask);
     }
     if (text_of(*reply).starts_with("CLUSTERDOWN")) slots_stale_ = true;
+    // Another type under a record's name is that record's damage, not the server's.
+    if (!text_of(*reply).starts_with("WRONGTYPE")) node.fail(failure_of_error(text_of(*reply), options_.password));
   }
+  node.worked = true;
   --unanswered_;
   operations_[operation].done(*reply);
 }
 
 // --- connections
 
-RedisCluster::Node* RedisCluster::node_at(const RedisAddress& address) {
+RedisCluster::Node* RedisCluster::node_at(const RedisEndpoint& endpoint) {
   for (const auto& node : nodes_)
-    if (node->address == address) return node.get();
-  if (nodes_.size() >= kMaxNodes || !is_numeric(address.host)) return nullptr;
+    if (node->endpoint.name == endpoint.name) return node.get();
+  if (nodes_.size() >= kMaxNodes) return nullptr;
   nodes_.push_back(std::make_unique<Node>());
-  nodes_.back()->address = address;
-  return nodes_.back().get();
+  Node& node = *nodes_.back();
+  node.endpoint = endpoint;
+  node.shown = to_text(endpoint.name);
+  return &node;
+}
+
+RedisCluster::Node* RedisCluster::admit(const RedisAddress& named, const Node& by) {
+  if (const std::optional<RedisEndpoint> endpoint = shared_.admission->find(named)) return node_at(*endpoint);
+  if (refused_.empty())
+    refused_ = fmt::format("{} names {}, which is neither configured nor allowed; nothing is sent there", by.shown,
+                           printable(to_text(named)));
+  return nullptr;
 }
 
 /// False: it is not tried now.
@@ -175,11 +222,10 @@ bool RedisCluster::connect(Node& node) {
   const Deadline now = clock_now();
   if (now < node.retry_at) return false;
   ++connects_;
-  const std::int64_t max_reply_bytes = options_.max_payload_bytes + kRecordHeaderBytes + kReplyOverhead;
-  node.connection = std::make_unique<RedisConnection>(node.address, max_reply_bytes);
+  node.connection = std::make_unique<RedisConnection>(node.endpoint, shared_.tls.get());
   node.progress = 0;
   node.progress_at = now;
-  if (node.connection->fd() < 0) {
+  if (node.connection->failure().reason != FailureReason::none) {
     drop(node);
     return false;
   }
@@ -195,41 +241,43 @@ void RedisCluster::say_hello(Node& node) {
   if (!options_.password.empty())
     node.connection->send(
         named ? redis_command({"AUTH", options_.user, options_.password}) : redis_command({"AUTH", options_.password}),
-        on_reply);
-  node.connection->send(redis_command({"CLIENT", "INFO"}), on_reply);
+        kHelloLimits, on_reply);
+  node.connection->send(redis_command({"CLIENT", "INFO"}), kHelloLimits, on_reply);
 }
 
 /// AUTH gives a status, CLIENT INFO a text, CLIENT KILL a number.
 void RedisCluster::on_hello(Node& node, const redisReply* reply) {
   if (reply == nullptr || reply->type == REDIS_REPLY_STATUS || node.hello != Hello::waiting) return;
+  const auto refuse = [&] {
+    node.hello = Hello::refused;
+    node.fail(reply->type == REDIS_REPLY_ERROR
+                  ? failure_of_error(text_of(*reply), options_.password)
+                  : RedisFailure{FailureReason::not_redis, "its answers are not those to AUTH and CLIENT"});
+  };
   if (node.client.empty()) {
     if (reply->type == REDIS_REPLY_STRING) node.client = parse_client(text_of(*reply));
-    if (node.client.empty()) {
-      node.hello = Hello::refused;
-      return;
-    }
+    if (node.client.empty()) return refuse();
     if (!node.dropped.empty())
       return node.connection->send(
-          redis_command({"CLIENT", "KILL", "ID", node.dropped.id, "ADDR", node.dropped.address}),
+          redis_command({"CLIENT", "KILL", "ID", node.dropped.id, "ADDR", node.dropped.address}), kHelloLimits,
           [this, &node](const redisReply* killed) { on_hello(node, killed); });
   } else if (reply->type != REDIS_REPLY_INTEGER) {
-    node.hello = Hello::refused;
-    return;
+    return refuse();
   }
   node.dropped = {};
   node.hello = Hello::done;
   node.pause = Duration(0);
   for (Node::Unsent& unsent : std::exchange(node.queue, {}))
-    send(node, std::move(unsent.command), std::move(unsent.on_reply));
+    send(node, std::move(unsent.command), unsent.limits, std::move(unsent.on_reply));
 }
 
-void RedisCluster::send(Node& node, RedisCommand command, OnReply on_reply) {
+void RedisCluster::send(Node& node, RedisCommand command, const ReplyLimits& limits, OnReply on_reply) {
   if (node.hello != Hello::done) {
-    node.queue.push_back({std::move(command), std::move(on_reply)});
+    node.queue.push_back({std::move(command), limits, std::move(on_reply)});
     return;
   }
   if (node.connection->idle()) node.progress_at = clock_now();
-  node.connection->send(std::move(command), std::move(on_reply));
+  node.connection->send(std::move(command), limits, std::move(on_reply));
 }
 
 void RedisCluster::drop(Node& node) {
@@ -238,6 +286,7 @@ void RedisCluster::drop(Node& node) {
   node.pause = node.pause == Duration(0) ? options_.first_pause : std::min(node.pause * 2, options_.longest_pause);
   node.retry_at = clock_now() + node.pause;
   const std::unique_ptr<RedisConnection> connection = std::move(node.connection);
+  node.fail(connection->failure());
   connection->give_up();
   for (const Node::Unsent& unsent : std::exchange(node.queue, {})) unsent.on_reply(nullptr);
 }
@@ -259,17 +308,18 @@ bool RedisCluster::find_slots(Deadline deadline) {
       if (now >= deadline) return slots_known_;
       bool answered = false;
       begin_run(1);
-      send(node, redis_command({"CLUSTER", "SLOTS"}), [&, run = run_](const redisReply* reply) {
+      const auto on_reply = [&, run = run_](const redisReply* reply) {
         if (run != run_) return;
         --unanswered_;
         slots_stale_ = true;
         if (reply != nullptr) on_slots(node, *reply);
         answered = reply != nullptr && !slots_stale_;
-      });
+      };
+      send(node, redis_command({"CLUSTER", "SLOTS"}), kSlotsLimits, on_reply);
       // Half of the time for each, so that the next one has a chance.
       exchange(now + std::min<Duration>(options_.silence_limit, (deadline - now) / 2));
       const bool found = answered;
-      end_run();
+      end_run(false);
       if (found) return true;
     }
   }
@@ -278,26 +328,34 @@ bool RedisCluster::find_slots(Deadline deadline) {
 
 void RedisCluster::on_slots(Node& node, const redisReply& reply) {
   std::array<Node*, kRedisSlots> slots{};
+  const auto is_nonsense = [&] { node.fail({FailureReason::not_redis, "its list of slots makes no sense"}); };
+  bool refused = false;
   if (reply.type == REDIS_REPLY_ERROR) {
-    if (text_of(reply).find("cluster support disabled") == std::string_view::npos) return;
+    if (text_of(reply).find("cluster support disabled") == std::string_view::npos)
+      return node.fail(failure_of_error(text_of(reply), options_.password));
     slots.fill(&node);
   } else {
-    if (reply.type != REDIS_REPLY_ARRAY || reply.elements == 0) return;
+    if (reply.type != REDIS_REPLY_ARRAY) return is_nonsense();
+    if (reply.elements == 0) return node.fail({FailureReason::server_error, "its cluster serves no slots"});
     for (std::size_t i = 0; i < reply.elements; ++i) {
       const redisReply& range = *reply.element[i];  // first, last, master, replicas
-      if (range.type != REDIS_REPLY_ARRAY || range.elements < 3) return;
+      if (range.type != REDIS_REPLY_ARRAY || range.elements < 3) return is_nonsense();
       const redisReply &first = *range.element[0], &last = *range.element[1], &master = *range.element[2];
       if (first.type != REDIS_REPLY_INTEGER || last.type != REDIS_REPLY_INTEGER || first.integer < 0 ||
           first.integer > last.integer || last.integer >= kRedisSlots)
-        return;
-      if (master.type != REDIS_REPLY_ARRAY || master.elements < 2 || master.element[1]->type != REDIS_REPLY_INTEGER)
-        return;
+        return is_nonsense();
+      if (master.type != REDIS_REPLY_ARRAY || master.elements < 2 || master.element[1]->type != REDIS_REPLY_INTEGER ||
+          master.element[1]->integer < 0 || master.element[1]->integer > 65535)
+        return is_nonsense();
       RedisAddress address{std::string(text_of(*master.element[0])), static_cast<int>(master.element[1]->integer)};
-      if (address.host.empty()) address.host = node.address.host;
-      std::fill(slots.begin() + first.integer, slots.begin() + last.integer + 1, node_at(address));
+      if (address.host.empty()) address.host = node.endpoint.name.host;
+      Node* const to = admit(address, node);
+      refused = refused || to == nullptr;
+      std::fill(slots.begin() + first.integer, slots.begin() + last.integer + 1, to);
     }
   }
   slots_ = slots;
+  slots_refused_ = refused;
   slots_known_ = true;
   slots_stale_ = false;
 }

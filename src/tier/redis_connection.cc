@@ -1,88 +1,88 @@
 #include "tier/redis_connection.h"
 
 #include <fmt/format.h>
-#include <netinet/in.h>
 #include <poll.h>
-#include <sys/socket.h>
 
-#include <cerrno>
+#include <new>
 #include <utility>
 
 namespace kv4::tier {
 namespace {
 
 constexpr std::size_t kReadBytes = 256 << 10;
-constexpr int kPiecesAtOnce = 48;  // of one sendmsg
+constexpr std::size_t kKeptBytes = 8 << 20;  // of the parser's buffer, between replies
+constexpr std::size_t kPiecesAtOnce = 48;    // of one write
 constexpr std::string_view kLineEnd = "\r\n";
 
 std::size_t bytes_of(const RedisCommand& command) {
-  return command.head.size() + command.payload.size() + (command.with_payload ? kLineEnd.size() : 0);
+  return command.head.size() + command.payload.size() + command.tail.size();
 }
 
-bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+void append(std::string& to, std::string_view argument) {
+  to += fmt::format("${}\r\n", argument.size());
+  to.append(argument).append(kLineEnd);
+}
 
 }  // namespace
 
 RedisCommand redis_command(std::initializer_list<std::string_view> arguments) {
   RedisCommand command;
   command.head = fmt::format("*{}\r\n", arguments.size());
-  for (const std::string_view argument : arguments)
-    command.head += fmt::format("${}\r\n{}\r\n", argument.size(), argument);
+  for (const std::string_view argument : arguments) append(command.head, argument);
   return command;
 }
 
 RedisCommand redis_command(std::initializer_list<std::string_view> arguments, std::span<const std::byte> prefix,
-                           std::span<const std::byte> payload) {
+                           std::span<const std::byte> payload, std::span<const std::string_view> more) {
   RedisCommand command;
-  command.head = fmt::format("*{}\r\n", arguments.size() + 1);
-  for (const std::string_view argument : arguments)
-    command.head += fmt::format("${}\r\n{}\r\n", argument.size(), argument);
+  command.head = fmt::format("*{}\r\n", arguments.size() + 1 + more.size());
+  for (const std::string_view argument : arguments) append(command.head, argument);
   command.head += fmt::format("${}\r\n", prefix.size() + payload.size());
   command.head.append(reinterpret_cast<const char*>(prefix.data()), prefix.size());
   command.payload = payload;
-  command.with_payload = true;
+  command.tail = kLineEnd;
+  for (const std::string_view argument : more) append(command.tail, argument);
   return command;
 }
 
-RedisConnection::RedisConnection(const RedisAddress& address, std::int64_t max_reply_bytes)
-    : context_(redisConnectNonBlock(address.host.c_str(), address.port)), max_reply_bytes_(max_reply_bytes) {
-  if (context_ && context_->err) context_.reset();
-  if (context_) context_->reader->maxbuf = 0;  // keeps its buffer between replies
+RedisConnection::RedisConnection(const RedisEndpoint& endpoint, const RedisTls* tls)
+    : socket_(endpoint, tls), reader_(redisReaderCreate()) {
+  if (!reader_) throw std::bad_alloc();
+  reader_->maxbuf = kKeptBytes;
 }
 
-void RedisConnection::send(RedisCommand command, OnReply on_reply) {
+void RedisConnection::send(RedisCommand command, const ReplyLimits& limits, OnReply on_reply) {
   out_.push_back(std::move(command));
-  waiting_.push_back(std::move(on_reply));
+  waiting_.push_back({limits, std::move(on_reply)});
 }
 
 void RedisConnection::give_up() {
-  for (const OnReply& on_reply : std::exchange(waiting_, {})) on_reply(nullptr);
+  for (const Waiting& waiting : std::exchange(waiting_, {})) waiting.on_reply(nullptr);
 }
 
-short RedisConnection::events() const {
-  return static_cast<short>(!connected_ ? POLLOUT : POLLIN | (out_.empty() ? 0 : POLLOUT));
+bool RedisConnection::fail(FailureReason reason, std::string detail) {
+  failure_ = {reason, std::move(detail)};
+  return false;
 }
 
 bool RedisConnection::proceed(short ready) {
-  if (!context_) return false;
-  if (ready == 0) return true;
-  if (!connected_) {
-    int failure = 0;
-    socklen_t length = sizeof(failure);
-    if (::getsockopt(fd(), SOL_SOCKET, SO_ERROR, &failure, &length) != 0 || failure != 0) return false;
-    connected_ = true;
+  if (socket_.failed()) return false;
+  if (ready == 0 && !more()) return true;
+  if (!socket_.established()) {
+    if (!socket_.proceed(ready)) return false;
     ++progress_;
+    if (!socket_.established()) return true;
+    ready = POLLOUT | POLLIN;  // TLS may have read beyond the handshake
   }
-  if ((ready & POLLOUT) && !out_.empty() && !write()) return false;
-  if ((ready & (POLLIN | POLLHUP | POLLERR)) && !read()) return false;
+  if ((ready & POLLOUT) && !write()) return false;
+  if (((ready & (POLLIN | POLLHUP | POLLERR)) || more()) && !read()) return false;
   return true;
 }
 
 bool RedisConnection::write() {
-  while (!out_.empty()) {
+  for (;;) {
     iovec pieces[kPiecesAtOnce];
-    int count = 0;
-    std::size_t skip = out_done_;
+    std::size_t count = 0, skip = out_done_;
     const auto add = [&](const void* data, std::size_t size) {
       if (skip >= size) {
         skip -= size;
@@ -95,42 +95,50 @@ bool RedisConnection::write() {
       if (count + 3 > kPiecesAtOnce) break;
       add(command.head.data(), command.head.size());
       add(command.payload.data(), command.payload.size());
-      if (command.with_payload) add(kLineEnd.data(), kLineEnd.size());
+      add(command.tail.data(), command.tail.size());
     }
-    msghdr message{};
-    message.msg_iov = pieces;
-    message.msg_iovlen = static_cast<std::size_t>(count);
-    const ssize_t sent = ::sendmsg(fd(), &message, MSG_NOSIGNAL);
-    if (sent < 0) return would_block(errno);
-    progress_ += sent;
-    out_done_ += static_cast<std::size_t>(sent);
+    if (count == 0 && socket_.all_gone()) return true;
+    const std::size_t sent = socket_.write({pieces, count});
+    if (sent == 0) return !socket_.failed();
+    progress_ += static_cast<std::int64_t>(sent);
+    out_done_ += sent;
     while (!out_.empty() && out_done_ >= bytes_of(out_.front())) {
       out_done_ -= bytes_of(out_.front());
       out_.pop_front();
     }
   }
-  return true;
 }
 
 bool RedisConnection::read() {
   in_.resize(kReadBytes);
-  const ssize_t got = ::recv(fd(), in_.data(), in_.size(), 0);
-  if (got < 0) return would_block(errno);
-  if (got == 0) return false;
-  progress_ += got;
-  redisReader* reader = context_->reader;
-  if (redisReaderFeed(reader, in_.data(), static_cast<std::size_t>(got)) != REDIS_OK) return false;
-  for (;;) {
+  const std::size_t got = socket_.read(in_);
+  progress_ += static_cast<std::int64_t>(got);
+  // What came before the end counts: often it says why it ends.
+  return take({in_.data(), got}) && !socket_.failed();
+}
+
+bool RedisConnection::take(std::span<const char> bytes) {
+  while (!bytes.empty()) {
+    if (waiting_.empty()) return fail(FailureReason::not_redis, "it sends what nobody asked for");
+    std::size_t taken = 0;
+    const ReplyGate::Verdict verdict = gate_.look(bytes, waiting_.front().limits, taken);
+    if (verdict == ReplyGate::Verdict::refused) {
+      failure_ = gate_.failure();
+      return false;
+    }
+    if (redisReaderFeed(reader_.get(), bytes.data(), taken) != REDIS_OK)
+      return fail(FailureReason::not_redis, reader_->errstr);
+    bytes = bytes.subspan(taken);
+    if (verdict == ReplyGate::Verdict::more) continue;
     void* object = nullptr;
-    if (redisReaderGetReply(reader, &object) != REDIS_OK) return false;
-    if (object == nullptr) break;
+    if (redisReaderGetReply(reader_.get(), &object) != REDIS_OK || object == nullptr)
+      return fail(FailureReason::not_redis, printable(reader_->errstr));
     const Reply reply(static_cast<redisReply*>(object));
-    if (waiting_.empty()) return false;  // nobody asked for it
-    const OnReply on_reply = std::move(waiting_.front());
+    const OnReply on_reply = std::move(waiting_.front().on_reply);
     waiting_.pop_front();
     on_reply(reply.get());
   }
-  return static_cast<std::int64_t>(reader->len) <= max_reply_bytes_;
+  return true;
 }
 
 }  // namespace kv4::tier

@@ -38,6 +38,11 @@ int redis_slot(std::string_view name) {
   return static_cast<int>(crc % kRedisSlots);
 }
 
+std::string to_text(const RedisAddress& address) {
+  const bool v6 = address.host.find(':') != std::string::npos;
+  return fmt::format("{}{}{}:{}", v6 ? "[" : "", address.host, v6 ? "]" : "", address.port);
+}
+
 RedisRedirect parse_redirect(std::string_view error, const RedisAddress& asked) {
   RedisRedirect redirect;
   const bool moved = error.starts_with("MOVED "), ask = error.starts_with("ASK ");

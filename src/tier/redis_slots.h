@@ -19,10 +19,12 @@ std::string redis_name(std::uint64_t layout_id, const RecordId& id);
 int redis_slot(std::string_view name);
 
 struct RedisAddress {
-  std::string host;  // a numeric address
+  std::string host;  // a name or a numeric address
   int port = 0;
   friend bool operator==(const RedisAddress&, const RedisAddress&) = default;
 };
+/// "host:port", "[::1]:port".
+std::string to_text(const RedisAddress& address);
 
 /// "-MOVED 3999 127.0.0.1:6381" and "-ASK ...", without the minus; a node that does not know its own address leaves it
 /// out, and then it is `asked`'s.

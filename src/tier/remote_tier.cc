@@ -1,8 +1,5 @@
 #include "tier/remote_tier.h"
 
-#include <netdb.h>
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -21,7 +18,11 @@ std::span<const std::byte> bytes_of(const redisReply& reply) {
 
 class RemoteTier final : public Tier {
  public:
-  explicit RemoteTier(const RemoteOptions& options) : options_(options), readers_(options), writers_(options) {}
+  RemoteTier(const RemoteOptions& options, const RedisCluster::Shared& shared)
+      : options_(options),
+        failures_(shared.failures),
+        readers_(options, shared, RedisFailures::Side::reads),
+        writers_(options, shared, RedisFailures::Side::writes) {}
 
   const char* name() const override { return "remote"; }
   void put(std::span<PutRequest> requests, Deadline deadline) override;
@@ -30,6 +31,7 @@ class RemoteTier final : public Tier {
   void remove(std::span<RemoveRequest> requests, Deadline deadline) override;
   FlushStatus flush(Deadline) override { return FlushStatus::kept; }  // a put is stored when the server has it
   TierStats stats() override;
+  TierFailure failure() const override { return failures_->now(); }
 
  private:
   struct Encoded {
@@ -51,6 +53,7 @@ class RemoteTier final : public Tier {
   void note_unauthenticated(RecordRefusal refusal);
 
   RemoteOptions options_;
+  std::shared_ptr<RedisFailures> failures_;
   RedisCluster readers_, writers_;  // connections for gets, and for all that changes something
   // Grows over restarts of the process, too.
   std::uint64_t next_sequence_ =
@@ -79,6 +82,9 @@ std::optional<RemoteTier::Encoded> RemoteTier::encode(const PutRequest& request)
 void RemoteTier::put(std::span<PutRequest> requests, Deadline deadline) {
   std::vector<Encoded> encoded;
   std::vector<RedisOperation> operations;
+  const std::string ttl_ms = std::to_string(std::chrono::floor<std::chrono::milliseconds>(options_.ttl).count());
+  const std::string_view expiry[] = {"PX", ttl_ms};
+  const std::span<const std::string_view> more(expiry, options_.ttl > Duration(0) ? std::size(expiry) : 0);
   encoded.reserve(requests.size());
   for (PutRequest& request : requests) {
     const bool fits = static_cast<std::int64_t>(request.payload.size()) <= options_.max_payload_bytes;
@@ -89,8 +95,8 @@ void RemoteTier::put(std::span<PutRequest> requests, Deadline deadline) {
     const Encoded& record = encoded.emplace_back(std::move(*made));
     operations.push_back(operation(
         record.name,
-        [&record] {
-          return redis_command({"SET", record.name}, record.header, record.payload);
+        [&record, more] {
+          return redis_command({"SET", record.name}, record.header, record.payload, more);
         },
         [&request](const redisReply& reply) {
           if (reply.type == REDIS_REPLY_STATUS) request.status = PutStatus::stored;
@@ -236,21 +242,6 @@ TierStats RemoteTier::stats() {
   return stats;
 }
 
-/// Names are looked up here, once; later only addresses are used.
-std::string numeric(const RedisAddress& address) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  const int error = ::getaddrinfo(address.host.c_str(), nullptr, &hints, &found);
-  require(error == 0, ErrorCode::bad_argument, "no address of the server '{}': {}", address.host,
-          ::gai_strerror(error));
-  char text[NI_MAXHOST];
-  const int named = ::getnameinfo(found->ai_addr, found->ai_addrlen, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
-  ::freeaddrinfo(found);
-  require(named == 0, ErrorCode::bad_argument, "no address of the server '{}'", address.host);
-  return text;
-}
-
 }  // namespace
 
 std::string why_no_remote_tier() { return ""; }
@@ -260,14 +251,21 @@ std::unique_ptr<Tier> make_remote_tier(const RemoteOptions& options) {
   require(options.max_payload_bytes > 0 && options.max_payload_bytes < (std::int64_t{512} << 20) - kRecordHeaderBytes,
           ErrorCode::bad_argument, "max_payload_bytes is {}; a Redis string holds 512 MiB with the header",
           options.max_payload_bytes);
-  RemoteOptions looked_up = options;
-  if (!looked_up.guard) looked_up.guard = std::make_shared<RecordGuard>();
-  for (RedisAddress& address : looked_up.servers) {
-    require(address.port > 0 && address.port < 65536, ErrorCode::bad_argument, "port {} of the server '{}'",
-            address.port, address.host);
-    address.host = numeric(address);
-  }
-  return std::make_unique<RemoteTier>(looked_up);
+  require(options.user.empty() || !options.password.empty(), ErrorCode::bad_argument,
+          "a user without a password; give both");
+  require(options.tls || options.tls_files.empty(), ErrorCode::bad_argument,
+          "files for TLS, but the servers have none; write rediss:// for them");
+  require(options.ttl == Duration(0) || (options.ttl >= kLeastTtl && options.ttl <= kMaxTtl), ErrorCode::bad_argument,
+          "remote_ttl of {} s; it may be 0.001 s to {} s, or 0 for none",
+          std::chrono::duration<double>(options.ttl).count(),
+          std::chrono::floor<std::chrono::seconds>(kMaxTtl).count());
+  RedisCluster::Shared shared;
+  shared.admission = std::make_shared<RedisAdmission>(options);
+  if (options.tls) shared.tls = std::make_shared<RedisTls>(options);
+  shared.failures = std::make_shared<RedisFailures>();
+  RemoteOptions guarded = options;
+  if (!guarded.guard) guarded.guard = std::make_shared<RecordGuard>();
+  return std::make_unique<RemoteTier>(guarded, shared);
 }
 
 }  // namespace kv4::tier

@@ -15,9 +15,19 @@
 
 namespace kv4::tier {
 
+/// PEM. Empty: the system's authorities; no certificate of our own.
+struct RemoteTlsFiles {
+  std::string ca, certificate, key;
+  bool empty() const { return ca.empty() && certificate.empty() && key.empty(); }
+};
+
 struct RemoteOptions {
   std::vector<RedisAddress> servers;  // some of the cluster; they tell the rest
   std::string user, password;         // AUTH where there is a password; the user needs CLIENT INFO and CLIENT KILL
+  std::vector<std::string> allowed;   // which others the cluster may name (redis_admission.h): as parse_rule() has them
+  bool tls = false;                   // to all of them
+  RemoteTlsFiles tls_files;
+  Duration ttl{0};  // of a record, from its put on; 0: none
   std::uint64_t layout_id = 0;
   /// Protects records, and says which ones are believed; others are misses. Null: as one without keys.
   std::shared_ptr<const RecordGuard> guard = {};
@@ -27,8 +37,10 @@ struct RemoteOptions {
   Duration longest_pause = std::chrono::seconds(5);
 };
 
-/// Does not connect yet: servers that are not there are misses. Throws Error: bad_argument; bad_state where kv4 was
-/// built without hiredis.
+inline constexpr Duration kLeastTtl = std::chrono::milliseconds(1), kMaxTtl = std::chrono::hours(24 * 3652);
+
+/// Does not connect yet: servers that are not there are misses. Throws Error: bad_argument; bad_file where a PEM file
+/// cannot be used; bad_state where kv4 was built without hiredis.
 std::unique_ptr<Tier> make_remote_tier(const RemoteOptions& options);
 /// Empty: make_remote_tier() works.
 std::string why_no_remote_tier();

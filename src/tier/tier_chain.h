@@ -3,7 +3,8 @@
 //
 // Any tier may be missing a record, full, slow or away: the chain then has fewer hits, and never other bytes. What
 // keeps that with tiers that disagree: each queue misses what it may hold in an older version (tier_queue.h), and what
-// was found is not put anywhere if its id was written meanwhile.
+// was found is not put anywhere if its id was written meanwhile. A tier that goes back in time by itself, as Redis may
+// (kv4/tier.h, 1a), cannot be told from one that does not: keep only Content::of_key in a chain with such a tier.
 //
 // One thread drives a chain, its tickets included. Work goes on when it calls: poll(), or a ticket's done() or wait().
 #pragma once

@@ -106,6 +106,7 @@ struct TierQueue::Core {
   UnsureIds unsure;
   QueueStats counts;
   TierStats tier_stats;
+  TierFailure tier_failure;  // when the tier has ended: its last
   bool stats_wanted = false, stopping = false;
 
   // With the lock.
@@ -308,6 +309,7 @@ void TierQueue::Core::write(Lane& lane) {
 void TierQueue::Core::leave(std::unique_lock<std::mutex>& lock, Lane& lane) {
   if (std::count_if(lanes.begin(), lanes.end(), [](const Lane& l) { return !l.exited; }) == 1) {
     // By the last one here, not in the queue's destructor: closing a store can take as long as any call.
+    tier_failure = tier->failure();
     std::shared_ptr<Tier> last = std::move(tier);
     lock.unlock();
     last.reset();
@@ -622,6 +624,7 @@ QueueStats TierQueue::stats() {
   stats.waiting_write_bytes = core_->open_write_bytes;
   stats.unsure_ids = static_cast<std::int64_t>(core_->unsure.size());
   stats.tier = core_->tier_stats;
+  stats.failure = core_->tier ? core_->tier->failure() : core_->tier_failure;
   core_->stats_wanted = true;
   core_->writes_there.notify_one();
   return stats;

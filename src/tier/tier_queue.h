@@ -72,6 +72,7 @@ struct QueueStats {
   std::int64_t waiting_reads = 0, waiting_writes = 0, waiting_write_bytes = 0, unsure_ids = 0;
   CircuitBreaker::State breaker = CircuitBreaker::State::closed;
   TierStats tier;  // as of the last flush, or the last time nothing was to be written after a call of stats()
+  TierFailure failure;
 };
 
 class TierQueue {

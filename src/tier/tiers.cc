@@ -1,7 +1,6 @@
 #include "kv4/tiers.h"
 
 #include <algorithm>
-#include <charconv>
 #include <utility>
 
 #include "base/check.h"
@@ -10,6 +9,7 @@
 #include "tier/guarded_tier.h"
 #include "tier/host_tier.h"
 #include "tier/record_guard.h"
+#include "tier/redis_url.h"
 #include "tier/remote_tier.h"
 #include "tier/tier_chain.h"
 
@@ -22,17 +22,6 @@ constexpr std::int64_t kPageAlignment = 4096, kLeastPageBytes = 16 << 10;
 std::int64_t host_page_bytes(const CacheSchema& schema) {
   const std::int64_t record_bytes = tier::kRecordHeaderBytes + schema.block_image_bytes;
   return std::max(kLeastPageBytes, ceil_div(record_bytes, kPageAlignment) * kPageAlignment);
-}
-
-tier::RedisAddress parse_address(const std::string& text) {
-  const std::size_t colon = text.rfind(':');
-  tier::RedisAddress address;
-  const char* const end = text.data() + text.size();
-  const bool good = colon != std::string::npos && colon > 0 &&
-                    std::from_chars(text.data() + colon + 1, end, address.port).ptr == end && colon + 1 < text.size();
-  require(good, ErrorCode::bad_argument, "'{}' is no server; write host:port", text);
-  address.host = text.substr(0, colon);
-  return address;
 }
 
 /// Of one tier; what it writes is bound to its name.
@@ -59,15 +48,37 @@ tier::StoreOptions store_options(const CacheSchema& schema, const TiersOptions& 
 
 tier::RemoteOptions remote_options(const CacheSchema& schema, const TiersOptions& options) {
   tier::RemoteOptions remote;
-  for (const std::string& server : options.servers) remote.servers.push_back(parse_address(server));
-  remote.user = options.user;
-  remote.password = options.password;
+  tier::set_servers(remote, options.servers, options.user, options.password);
+  remote.allowed = options.allowed_servers;
+  remote.tls_files = {options.tls_ca_file, options.tls_certificate_file, options.tls_key_file};
+  remote.ttl = options.remote_ttl;
   remote.layout_id = schema.layout_id;
   remote.guard = guard_of("remote", options);
   return remote;
 }
 
 }  // namespace
+
+const char* tier::to_string(FailureReason reason) {
+  switch (reason) {
+    case FailureReason::none: break;
+    case FailureReason::connection_refused: return "connection_refused";
+    case FailureReason::unreachable: return "unreachable";
+    case FailureReason::silent: return "silent";
+    case FailureReason::disconnected: return "disconnected";
+    case FailureReason::password_needed: return "password_needed";
+    case FailureReason::wrong_password: return "wrong_password";
+    case FailureReason::not_permitted: return "not_permitted";
+    case FailureReason::tls_refused: return "tls_refused";
+    case FailureReason::certificate_refused: return "certificate_refused";
+    case FailureReason::not_redis: return "not_redis";
+    case FailureReason::reply_too_large: return "reply_too_large";
+    case FailureReason::server_full: return "server_full";
+    case FailureReason::server_error: return "server_error";
+    case FailureReason::not_admitted: return "not_admitted";
+  }
+  return "none";
+}
 
 Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(options.backend) {
   const auto clock = std::make_shared<tier::SteadyClock>();
@@ -92,7 +103,7 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(
     add(tier::make_remote_tier(remote), *remote.guard);
   }
   for (const std::shared_ptr<tier::Tier>& own : options.more) {
-    const auto guard = guard_of(own->name(), options);
+    const auto guard = guard_of(fmt::format("own {}", own->name()), options);
     const bool plain = guard->protection() == Protection::none;
     add(plain ? own : std::make_shared<tier::GuardedTier>(own, guard, schema.layout_id), *guard);
   }
@@ -135,6 +146,11 @@ std::vector<TierReport> Tiers::report() {
     report.open = q.breaker != tier::CircuitBreaker::State::closed;
     report.times_opened = q.times_opened;
     report.tier = q.tier;
+    report.failure_detail = q.failure.detail;
+    if (q.failure.reason != tier::FailureReason::none) report.failure = tier::to_string(q.failure.reason);
+    for (std::size_t i = 0; i < tier::kFailureReasons; ++i)
+      if (q.failure.counts[i] > 0)
+        report.failures[tier::to_string(static_cast<tier::FailureReason>(i))] = q.failure.counts[i];
     reports.push_back(std::move(report));
   }
   return reports;

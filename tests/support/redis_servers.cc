@@ -35,16 +35,6 @@ bool is_free(int port) {
   return bound;
 }
 
-/// Below the ports that connections get, so that none takes it while a server is down. Another test may still take it
-/// before the server does: whoever starts one tries again with the next.
-int free_port() {
-  constexpr int kFirst = 12'000, kPorts = 20'000;
-  static std::mt19937 random{std::random_device{}()};
-  for (int i = 0; i < kPorts; ++i)
-    if (const int port = kFirst + static_cast<int>(random() % kPorts); is_free(port)) return port;
-  throw std::runtime_error("no free port on loopback");
-}
-
 /// Null: nobody answers there yet.
 redisContext* connect(int port) {
   redisContext* context = redisConnectWithTimeout("127.0.0.1", port, {5, 0});
@@ -58,6 +48,14 @@ redisContext* connect(int port) {
 
 }  // namespace
 
+int free_port() {
+  constexpr int kFirst = 12'000, kPorts = 20'000;
+  static std::mt19937 random{std::random_device{}()};
+  for (int i = 0; i < kPorts; ++i)
+    if (const int port = kFirst + static_cast<int>(random() % kPorts); is_free(port)) return port;
+  throw std::runtime_error("no free port on loopback");
+}
+
 std::string why_no_redis() {
   if (const std::string why = tier::why_no_remote_tier(); !why.empty()) return why;
   const char* path = std::getenv("PATH");
@@ -69,7 +67,8 @@ std::string why_no_redis() {
   return "there is no redis-server in PATH (Debian: redis-server)";
 }
 
-RedisServers::RedisServers(Mode mode) : mode_(mode), servers_(mode == Mode::cluster ? kNodes : 1) {
+RedisServers::RedisServers(Mode mode, std::vector<std::string> arguments)
+    : mode_(mode), arguments_(std::move(arguments)), servers_(mode == Mode::cluster ? kNodes : 1) {
   std::string name = (std::filesystem::temp_directory_path() / "kv4_redis_XXXXXX").string();
   if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no folder for redis servers");
   folder_ = name;
@@ -118,6 +117,7 @@ void RedisServers::launch(Server& server) {
     for (const char* argument : {"--cluster-enabled", "yes", "--cluster-port", bus_port.c_str(),
                                  "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no"})
       arguments.push_back(argument);
+  for (const std::string& argument : arguments_) arguments.push_back(argument.c_str());
   arguments.push_back(nullptr);
   const pid_t parent = ::getpid();
   server.pid = ::fork();

@@ -22,9 +22,10 @@ class RedisServers {
  public:
   static constexpr int kNodes = 3;
 
-  /// Each node has a third of the slots. Throws std::runtime_error where they do not start.
+  /// Each node has a third of the slots. Throws std::runtime_error where they do not start. `arguments`: more for each
+  /// server; it still answers plain connections without a password on its port.
   enum class Mode : std::uint8_t { cluster, single };
-  explicit RedisServers(Mode mode = Mode::cluster);
+  explicit RedisServers(Mode mode = Mode::cluster, std::vector<std::string> arguments = {});
   ~RedisServers();
   RedisServers(const RedisServers&) = delete;
   RedisServers& operator=(const RedisServers&) = delete;
@@ -68,9 +69,14 @@ class RedisServers {
   std::string id_of(int node);
 
   Mode mode_;
+  std::vector<std::string> arguments_;
   std::filesystem::path folder_;
   std::vector<Server> servers_;
 };
+
+/// Below the ports that connections get, so that none takes it while a server is down. Another test may still take it
+/// before the server does: whoever starts one tries again with the next.
+int free_port();
 
 /// One cluster for all tests of a process that leave it as they found it; cleared on every call.
 RedisServers& shared_redis();
