@@ -8,6 +8,7 @@
 #include "kv4/backend.h"
 #include "kv4/error.h"
 #include "kv4/version.h"
+#include "printable.h"
 
 namespace {
 
@@ -15,7 +16,7 @@ enum ExitCode : int { kFine = 0, kCheckFailed = 1, kBadUsage = 2, kUnexpected = 
 
 int fail(ExitCode code, const std::string& message) {
   std::fflush(stdout);
-  std::fprintf(stderr, "error: %s\n", message.c_str());
+  std::fprintf(stderr, "error: %s\n", kv4::cli::printable(message).c_str());
   return code;
 }
 
