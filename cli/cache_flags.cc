@@ -5,12 +5,14 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
+#include "input_file.h"
 #include "kv4/error.h"
 #include "sizes.h"
 
 namespace kv4::cli {
 namespace {
 
+constexpr std::int64_t kMaxConfigBytes = 1 << 20;
 constexpr int kMaxCount = 1 << 24;  // build_schema has the real limits; this one keeps the value an int
 
 DType parse_pending(const std::string& name) {
@@ -33,7 +35,8 @@ void add_flags(CLI::App& app, ModelFlags& flags) {
 }
 
 ModelConfig read_model(const ModelFlags& flags) {
-  return flags.config.empty() ? model_preset(flags.model) : load_model_config(flags.config);
+  return flags.config.empty() ? model_preset(flags.model)
+                              : parse_model_config(read_input_file(flags.config, kMaxConfigBytes, "a config.json"));
 }
 
 void add_flags(CLI::App& app, FormatFlags& flags) {

@@ -17,6 +17,7 @@
 #include "commands.h"
 #include "heat_map.h"
 #include "page.h"
+#include "printable.h"
 #include "progress.h"
 #include "session_rows.h"
 #include "sizes.h"
@@ -76,7 +77,8 @@ class Inspection {
 
   void take(const DecodedRow& row) {
     totals_[{row.layer->layer, row.part}].add(row.values);
-    if (kRowPartNames[static_cast<int>(row.part)] != flags_.part) return;
+    const bool draws = !flags_.svg.empty() || !flags_.png.empty();
+    if (!draws || kRowPartNames[static_cast<int>(row.part)] != flags_.part) return;
     if (flags_.layer == kLayersAll)
       of_layer_[row.layer->layer].emplace_back(row.position, static_cast<float>(rms_of(row.values)));
     else if (flags_.layer == row.layer->layer)
@@ -191,13 +193,13 @@ void print_json(const SessionContents& contents, const Inspection& inspection, c
                       {"blocks", r->blocks},
                       {"shared_blocks", r->shared_blocks},
                       {"kept_blocks", r->kept_blocks}};
-  fmt::print("{}\n", out.dump(2, ' ', false, json::error_handler_t::replace));
+  fmt::print("{}\n", out.dump(2, ' ', true, json::error_handler_t::replace));
 }
 
 void print_text(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
   fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n", subject.title, group_digits(contents.lengths[0]),
              to_string(contents.schema.options.row_format), to_string(contents.schema.options.index_format),
-             contents.weights_id);
+             printable(contents.weights_id));
   if (const auto& r = subject.running)
     fmt::print("{} blocks, of them {} shared with other requests and {} kept for later ones; can be rewound to {}\n",
                group_digits(r->blocks), group_digits(r->shared_blocks), group_digits(r->kept_blocks),
@@ -245,13 +247,14 @@ int inspect_rows(const InspectFlags& flags, const Subject& subject) {
 int list_requests(const InspectFlags& flags) {
   const PublishedStatus published = read_published_status(flags.path);
   if (flags.json) {
-    fmt::print("{}\n", json::parse(status_text(published)).dump(2));
+    fmt::print("{}\n", json::parse(status_text(published)).dump(2, ' ', true));
     return 0;
   }
   const CacheStatistics& cache = published.status.cache;
   fmt::print("{}: {} of process {}, {} of {} requests run, {} blocks held, {} kept, {} free\n\n", flags.path,
-             published.model, published.process, group_digits(cache.requests), group_digits(cache.max_requests),
-             group_digits(cache.held_blocks), group_digits(cache.evictable_blocks), group_digits(cache.free_blocks));
+             printable(published.model), published.process, group_digits(cache.requests),
+             group_digits(cache.max_requests), group_digits(cache.held_blocks), group_digits(cache.evictable_blocks),
+             group_digits(cache.free_blocks));
   Table table("rrrrrr", {"request", "tokens", "rewinds to", "blocks", "shared", "kept"});
   for (const RequestStatus& r : published.status.requests)
     table.row({fmt::format("{}", r.request), fmt::format("{}", fmt::join(r.lengths, " + ")),

@@ -11,6 +11,7 @@ namespace kv4::cli {
 namespace {
 
 constexpr std::int64_t kBlockTokens = 128;
+constexpr std::int64_t kMaxBlocks = 1 << 22;  // that the index is made for
 
 /// Stands for a SHA-256: as uniform in the first bytes, and as unique.
 BlockKey make_key(std::int64_t id) {
@@ -126,6 +127,9 @@ ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options) {
           "a capacity of {} tokens holds no block; an id of this trace is {} tokens", options.capacity_tokens,
           trace.id_tokens);
   const std::int64_t blocks = std::min(result.capacity_ids, most);
+  require(blocks <= kMaxBlocks, ErrorCode::bad_argument,
+          "the trace has up to {} different blocks, and a replay keeps at most {}; give --capacity {} or less", most,
+          kMaxBlocks, kMaxBlocks * trace.id_tokens);
   result.share_tokens = equal_shares(blocks, options.tenants)[0] * trace.id_tokens;
   CacheReplay replay(trace, options, blocks);
   result.tenants.resize(static_cast<std::size_t>(options.tenants));

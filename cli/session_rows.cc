@@ -9,6 +9,7 @@
 #include "base/group.h"
 #include "cache/session_file.h"
 #include "codec/codec.h"
+#include "input_file.h"
 #include "schema/image_layout.h"
 #include "schema/layout_text.h"
 
@@ -125,6 +126,7 @@ void decode_image(Decoder& decoder, const CacheSchema& schema, std::span<const s
 
 SessionContents read_session_rows(const std::string& path, const std::function<void(const DecodedRow&)>& take,
                                   const ReadProgress& progress) {
+  require_regular_file(path);
   const auto files = tier::make_posix_file_system({.direct = false});
   SessionFileSource source(*files, path);
   const auto payload_of = [](std::span<const std::byte> record) {
