@@ -25,12 +25,13 @@ const char* kind_of(mode_t mode) {
 // O_NONBLOCK: opening a FIFO without a writer would wait for one.
 InputFile::InputFile(const std::string& path)
     : path_(path), descriptor_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC)) {
-  require(descriptor_ >= 0, ErrorCode::bad_file, "{} cannot be opened: {}", path, std::strerror(errno));
+  require(descriptor_ >= 0, ErrorCode::bad_file, "{} cannot be read: {}", path, std::strerror(errno));
   struct stat info {};
   const bool known = ::fstat(descriptor_, &info) == 0;
   if (!known || !S_ISREG(info.st_mode)) {
     ::close(descriptor_);
-    fail(ErrorCode::bad_file, "{} is {}; give a regular file", path, known ? kind_of(info.st_mode) : "not known");
+    fail(ErrorCode::bad_file, "{} cannot be read: it is {}; give a regular file", path,
+         known ? kind_of(info.st_mode) : "not known");
   }
   bytes_ = info.st_size;
 }

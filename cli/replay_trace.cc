@@ -26,8 +26,6 @@ constexpr std::int64_t kMaxTraceBytes = std::int64_t{1} << 32;  // unpacked
 constexpr std::int64_t kMaxTraceRequests = 1 << 22;
 constexpr std::int64_t kMaxTraceRuns = 1 << 24;               // of all requests
 constexpr std::int64_t kMaxTraceIds = std::int64_t{1} << 30;  // of all requests: each is looked up
-constexpr std::int64_t kMaxRequestTokens = 1 << 22;           // the longest context of the models is 2^20
-constexpr std::int64_t kMaxRequestIds = 1 << 15;              // 2^22 tokens by 128
 constexpr std::int64_t kMaxId = std::int64_t{1} << 53;
 constexpr std::string_view kRunLengthFormat = "weka128_rle v1";
 // Sessions of the run-length form know their own clock only.
