@@ -16,6 +16,7 @@
 #include "base/check.h"
 #include "commands.h"
 #include "heat_map.h"
+#include "option_values.h"
 #include "page.h"
 #include "printable.h"
 #include "progress.h"
@@ -228,7 +229,7 @@ SessionContents read_rows(const Subject& subject, Inspection& inspection) try {
         progress->advance(done - std::exchange(shown, done));
       });
 } catch (const Error& e) {
-  fail(e.code(), "{}: {}", subject.title, e.what());
+  fail(e.code(), "{}: {}{}", subject.title, e.what(), what_it_is(subject.path));
 }
 
 int inspect_rows(const InspectFlags& flags, const Subject& subject) {
@@ -265,8 +266,6 @@ int list_requests(const InspectFlags& flags) {
 }
 
 int inspect(const InspectFlags& flags) {
-  require(std::find(std::begin(kRowPartNames), std::end(kRowPartNames), flags.part) != std::end(kRowPartNames),
-          ErrorCode::bad_argument, "--part '{}'; window, entries, keys, pending or pending-keys", flags.part);
   const bool running = std::filesystem::is_directory(flags.path);
   require(running || !flags.request, ErrorCode::bad_argument,
           "--request is one of a running cache; {} is no status folder", flags.path);
@@ -296,10 +295,11 @@ void add_inspect(CLI::App& app, int& exit_code) {
       ->add_option("--request", flags->request,
                    "of a running cache: this one, which goes on meanwhile; without it the requests are listed")
       ->type_name("ID");
-  command
-      ->add_option("--part", flags->part,
-                   "of the picture: window, entries, keys, pending or pending-keys (rows that wait)")
-      ->capture_default_str();
+  take_one_of(*command
+                   ->add_option("--part", flags->part,
+                                "of the picture: window, entries, keys, pending or pending-keys (rows that wait)")
+                   ->capture_default_str(),
+              {std::begin(kRowPartNames), std::end(kRowPartNames)});
   command
       ->add_option("--layer", flags->layer,
                    "of the picture: one layer's rows, channel by channel; without it every layer, by position")

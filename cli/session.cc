@@ -7,10 +7,12 @@
 #include <string>
 #include <string_view>
 
+#include "base/check.h"
 #include "cache/session_file.h"
 #include "commands.h"
 #include "input_file.h"
 #include "printable.h"
+#include "session_rows.h"
 #include "sizes.h"
 #include "table.h"
 
@@ -70,10 +72,16 @@ void print_text(const SessionSurvey& s, const std::string& path) {
   if (s.sound()) fmt::print("Every record is sound.\n");
 }
 
+SessionSurvey survey_file(tier::FileSystem& files, const std::string& path) try {
+  return survey_session_file(files, path);
+} catch (const Error& e) {
+  fail(e.code(), "{}{}", e.what(), what_it_is(path));
+}
+
 int inspect(const SessionFlags& flags) {
   require_regular_file(flags.path);
   const auto files = tier::make_posix_file_system({.direct = false});
-  const SessionSurvey survey = survey_session_file(*files, flags.path);
+  const SessionSurvey survey = survey_file(*files, flags.path);
   if (flags.json)
     print_json(survey);
   else
