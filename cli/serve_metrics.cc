@@ -16,6 +16,7 @@
 #include "interrupts.h"
 #include "live_page.h"
 #include "metrics.h"
+#include "output.h"
 #include "page.h"
 #include "plot.h"
 #include "printable.h"
@@ -143,7 +144,7 @@ int serve(const ServeFlags& flags) {
     fmt::print("serving {} and {}metrics\n", server.address(), server.address());
     for (const Watched& cache : caches) fmt::print("{}: {}\n", cache.name, printable(cache.head.headline));
   }
-  std::fflush(stdout);
+  flush_output();
   for (sleep_ms(kPeriodMs); !interrupted(); sleep_ms(kPeriodMs)) refresh(caches, server);
   return 0;
 }
