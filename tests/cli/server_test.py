@@ -147,7 +147,7 @@ def test_client_that_never_reads():
 
 
 def test_connections_end():
-    """One that sends a byte now and then is ended as well, so that it cannot hold its place for ever."""
+    """An answer ends its connection: idle ones would only hold their places."""
     with tempfile.TemporaryDirectory() as folder, serving(folder) as (_, _, first):
         with socket.create_connection(place_of(first), timeout=SOON) as connection:
             connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
