@@ -10,7 +10,10 @@
 #include "bench_copy.h"
 #include "cache_flags.h"
 #include "commands.h"
+#include "interrupts.h"
 #include "kv4/error.h"
+#include "option_values.h"
+#include "output.h"
 #include "sizes.h"
 #include "table.h"
 
@@ -29,6 +32,7 @@ struct Result {
   std::string name, item, error;
   std::int64_t bytes = 0;
   double seconds = 0, memcpy_seconds = 0, plain_seconds = 0, items = 1;
+  bool interrupted = false;
 
   std::optional<double> memcpy_ratio() const {
     return bytes > 0 && seconds > 0 ? std::optional(memcpy_seconds / seconds) : std::nullopt;
@@ -75,13 +79,18 @@ class CaseRunner {
   void warm_up() {
     constexpr int kWarmUps = 40;
     operation_ = case_.make();
-    for (int i = 0; i < kWarmUps; ++i) operation_();
+    for (int i = 0; i < kWarmUps && !interrupted(); ++i) operation_();
   }
 
   void measure(benchmark::State& state) {
     std::vector<double> seconds, copies, plains;
     Sample sample;
     for (auto _ : state) {
+      if (interrupted()) {
+        result_.interrupted = true;
+        state.SkipWithError("interrupted");
+        break;
+      }
       sample = operation_();
       state.SetIterationTime(sample.seconds);
       seconds.push_back(sample.seconds);
@@ -120,6 +129,19 @@ Result measure_case(const Case& c, CopyBaseline& copy, double min_time) {
   return runner.finish();
 }
 
+/// Of whole names and of their parts: "gathre" is near "gather".
+std::string suggest_case(const std::string& filter, const std::vector<Case>& all) {
+  std::vector<std::string> names;
+  for (const Case& c : all) {
+    names.push_back(c.name);
+    for (std::size_t at = 0, end; at < c.name.size(); at = end + 1) {
+      end = std::min(c.name.find('/', at), c.name.size());
+      names.push_back(c.name.substr(at, end - at));
+    }
+  }
+  return did_you_mean(filter, names);
+}
+
 std::vector<Case> select_cases(const BenchFlags& flags, const BenchSettings& settings) {
   std::vector<Case> all;
   add_append_cases(all, settings);
@@ -140,8 +162,8 @@ std::vector<Case> select_cases(const BenchFlags& flags, const BenchSettings& set
                             flags.filter, e.what()));
   }
   if (chosen.empty())
-    throw Error(ErrorCode::bad_argument, fmt::format("--filter '{}' matches no case; 'kv4 bench --list' shows all {}",
-                                                     flags.filter, all.size()));
+    throw Error(ErrorCode::bad_argument, fmt::format("--filter '{}' matches no case; 'kv4 bench --list' shows all {}{}",
+                                                     flags.filter, all.size(), suggest_case(flags.filter, all)));
   return chosen;
 }
 
@@ -173,7 +195,16 @@ void print_result(const Result& result) {
              ratio ? fmt::format("{:.2f}", *ratio) : "-",
              fmt::format("{} per {}{}", human_seconds(result.seconds / result.items), result.item,
                          plain_ratio(result) ? fmt::format(", {:.1f} x the plain code", *plain_ratio(result)) : ""));
-  std::fflush(stdout);
+  flush_output();
+}
+
+void list_cases(const std::vector<Case>& cases, bool json) {
+  nlohmann::json names = nlohmann::json::array();
+  for (const Case& c : cases) names.push_back(c.name);
+  if (json)
+    fmt::print("{}\n", names.dump(2));
+  else
+    for (const Case& c : cases) fmt::print("{}\n", c.name);
 }
 
 int run_bench(const BenchFlags& flags) {
@@ -186,9 +217,10 @@ int run_bench(const BenchFlags& flags) {
   }
   const std::vector<Case> cases = select_cases(flags, settings);
   if (flags.list) {
-    for (const Case& c : cases) fmt::print("{}\n", c.name);
+    list_cases(cases, flags.json);
     return 0;
   }
+  catch_interrupts();
   if (!flags.json) {
     fmt::print(
         "{}, {} {}, {}. Bytes: read and written, each once. Ratio: seconds of a memcpy of as many bytes, in turn with "
@@ -201,7 +233,9 @@ int run_bench(const BenchFlags& flags) {
   nlohmann::ordered_json out = nlohmann::ordered_json::array();
   bool ok = true;
   for (const Case& c : cases) {
+    if (interrupted()) break;
     const Result result = measure_case(c, copy, flags.min_time);
+    if (result.interrupted) break;
     if (flags.json)
       out.push_back(to_json(result));
     else
@@ -211,8 +245,11 @@ int run_bench(const BenchFlags& flags) {
       ok = false;
     }
   }
+  if (interrupted()) out.push_back({{"interrupted", true}});
   if (flags.json) fmt::print("{}\n", out.dump(2));
-  return ok ? 0 : 1;
+  if (!interrupted()) return ok ? 0 : 1;
+  fmt::print(stderr, "interrupted: the other cases were not measured\n");
+  return interrupted_exit_code();
 }
 
 }  // namespace
@@ -232,10 +269,11 @@ void add_bench(CLI::App& app, int& exit_code) {
   command->add_option("--threads", flags->threads, "that an operation, and memcpy beside it, uses")
       ->capture_default_str()
       ->type_name("N");
-  command->add_flag("--list", flags->list, "names only");
+  command->add_flag("--list", flags->list, "names only; with --json as a list");
   command->add_flag("--rss", flags->rss, "instead: fill pools of a gigabyte and compare resident memory with the plan");
   command->add_flag("--json", flags->json,
-                    "a list of {name, bytes, seconds, memcpy_ratio, ...}; the ratio is null where there are no bytes");
+                    "a list of {name, bytes, seconds, memcpy_ratio, ...}; the ratio is null where there are no bytes; "
+                    "after Ctrl-C the last is {interrupted}");
   command->footer(
       "Examples:\n"
       "  kv4 bench                                    all cases, a few minutes\n"

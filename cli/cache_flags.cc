@@ -5,18 +5,36 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
+#include "codec/codec.h"
+#include "input_file.h"
 #include "kv4/error.h"
+#include "option_values.h"
 #include "sizes.h"
 
 namespace kv4::cli {
 namespace {
 
+constexpr std::int64_t kMaxConfigBytes = 1 << 20;
 constexpr int kMaxCount = 1 << 24;  // build_schema has the real limits; this one keeps the value an int
 
 DType parse_pending(const std::string& name) {
   if (name == "fp32" || name == "f32") return DType::f32;
   if (name == "bf16") return DType::bf16;
   throw Error(ErrorCode::bad_argument, fmt::format("--pending '{}' is not known; it may be fp32 or bf16", name));
+}
+
+/// Names of the codecs' table, of those that `fits`.
+template <class Fits>
+std::vector<std::string> format_names(Fits&& fits) {
+  std::vector<std::string> out;
+  for (int format = 0;; ++format) {
+    try {
+      if (const codec::FormatInfo& info = codec::format_info(static_cast<Format>(format)); fits(info))
+        out.emplace_back(info.name);
+    } catch (const Error&) {  // there are no more
+      return out;
+    }
+  }
 }
 
 }  // namespace
@@ -26,6 +44,7 @@ void add_flags(CLI::App& app, ModelFlags& flags) {
                     ->capture_default_str()
                     ->type_name("NAME")
                     ->group("Model");
+  take_one_of(*model, {"v4-flash", "v4-pro"});
   app.add_option("--config", flags.config, "a Hugging Face config.json instead")
       ->type_name("FILE")
       ->excludes(model)
@@ -33,32 +52,26 @@ void add_flags(CLI::App& app, ModelFlags& flags) {
 }
 
 ModelConfig read_model(const ModelFlags& flags) {
-  return flags.config.empty() ? model_preset(flags.model) : load_model_config(flags.config);
+  return flags.config.empty() ? model_preset(flags.model)
+                              : parse_model_config(read_input_file(flags.config, kMaxConfigBytes, "a config.json"));
 }
 
 void add_flags(CLI::App& app, FormatFlags& flags) {
   const std::string group = "Formats";
-  app.add_option("--rows", flags.rows, "window rows and entries: fp8_tile64, fp8_row or bf16")
-      ->capture_default_str()
-      ->type_name("NAME")
-      ->group(group);
-  app.add_option("--keys", flags.keys, "index keys: mxfp4, nvfp4, fp8 or bf16")
-      ->capture_default_str()
-      ->type_name("NAME")
-      ->group(group);
+  const auto named = [&](const char* name, std::string& value, const std::string& what,
+                         const std::vector<std::string>& values, std::vector<std::string> aliases = {}) {
+    CLI::Option* option = app.add_option(name, value, what + ": " + list_words(values))
+                              ->capture_default_str()
+                              ->type_name("NAME")
+                              ->group(group);
+    take_one_of(*option, values, std::move(aliases));
+  };
+  named("--rows", flags.rows, "window rows and entries", format_names([](const auto& f) { return f.for_rows; }));
+  named("--keys", flags.keys, "index keys", format_names([](const auto& f) { return f.for_keys; }));
   app.add_flag("--no-hadamard", flags.no_hadamard, "keep index keys as they are before quantising")->group(group);
-  app.add_option("--pending", flags.pending, "compressor rows that wait: fp32 or bf16")
-      ->capture_default_str()
-      ->type_name("NAME")
-      ->group(group);
-  app.add_option("--hca", flags.hca, "HCA rows that wait: online (folded) or raw")
-      ->capture_default_str()
-      ->type_name("NAME")
-      ->group(group);
-  app.add_option("--arrangement", flags.arrangement, "pages: block-major or layer-major")
-      ->capture_default_str()
-      ->type_name("NAME")
-      ->group(group);
+  named("--pending", flags.pending, "compressor rows that wait", {"fp32", "bf16"}, {"f32"});
+  named("--hca", flags.hca, "HCA rows that wait, folded or as they are", {"online", "raw"});
+  named("--arrangement", flags.arrangement, "pages", {"block-major", "layer-major"}, {"block_major", "layer_major"});
   app.add_option("--page-alignment", flags.page_alignment, "bytes, a multiple of 64; 576 is FlashMLA's")
       ->capture_default_str()
       ->type_name("N")

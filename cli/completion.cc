@@ -9,22 +9,35 @@
 
 #include "base/check.h"
 #include "commands.h"
+#include "option_values.h"
 
 namespace kv4::cli {
 namespace {
 
 /// A command with the words that may follow it: "store verify" and its flags, say.
 struct Command {
+  struct Flag {
+    std::string name;  // with its dashes
+    bool takes_value = false;
+    std::vector<std::string> values;  // that are known
+  };
   std::string path;  // below kv4; empty: kv4 itself
   std::vector<std::string> words;
+  std::vector<Flag> flags;  // those of the words that begin with dashes
 };
 
 void collect(const CLI::App& app, const std::string& path, std::vector<Command>& out) {
-  Command command{path, {}};
+  Command command{path, {}, {}};
   for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; }))
     command.words.push_back(sub->get_name());
-  for (const CLI::Option* option : app.get_options())
-    for (const std::string& name : option->get_lnames()) command.words.push_back("--" + name);
+  for (const CLI::Option* option : app.get_options()) {
+    const std::vector<std::string>& values = values_of(*option);
+    if (option->get_positional()) command.words.insert(command.words.end(), values.begin(), values.end());
+    for (const std::string& name : option->get_lnames()) {
+      command.words.push_back("--" + name);
+      command.flags.push_back({"--" + name, option->get_items_expected_min() > 0, values});
+    }
+  }
   out.push_back(command);
   for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; }))
     collect(*sub, path.empty() ? sub->get_name() : path + " " + sub->get_name(), out);
@@ -36,26 +49,33 @@ std::string joined(const std::vector<std::string>& words) {
   return out;
 }
 
-/// In bash and zsh alike: from the words so far to the longest chain that is a command, and to what may follow it.
-std::string find_words(const std::vector<Command>& commands, const char* words_so_far) {
+/// In bash and zsh alike: from the words so far to the longest chain that is a command, and to what may follow it; or
+/// to the values of the option that is the word before.
+std::string find_words(const std::vector<Command>& commands, const char* words_so_far, const char* word_before) {
   std::string out = fmt::format(
-      "  local command='' word known=''\n"
-      "  for word in {}; do\n"
+      "  local command='' word known='' before={1}\n"
+      "  for word in {0}; do\n"
       "    case \"${{command:+$command }}$word\" in\n",
-      words_so_far);
+      words_so_far, word_before);
   for (const Command& command : commands)
     if (!command.path.empty()) out += fmt::format("      '{0}') command='{0}' ;;\n", command.path);
   out += "    esac\n  done\n  case \"$command\" in\n";
   for (const Command& command : commands)
     out += fmt::format("    '{}') known='{}' ;;\n", command.path, joined(command.words));
+  out += "  esac\n  case \"$command $before\" in\n";
+  for (const Command& command : commands)
+    for (const Command::Flag& flag : command.flags)
+      if (flag.takes_value)
+        out += fmt::format("    '{} {}') known='{}' ;;\n", command.path, flag.name, joined(flag.values));
   return out + "  esac\n";
 }
 
-// Files complete where no word fits.
+// Files complete where no word fits. bash makes three words of --rows=bf16.
 std::string bash_script(const std::vector<Command>& commands) {
   return "# bash completion of kv4: source this, or put it into /etc/bash_completion.d\n"
          "_kv4() {\n" +
-         find_words(commands, "\"${COMP_WORDS[@]:1:COMP_CWORD-1}\"") +
+         find_words(commands, "\"${COMP_WORDS[@]:1:COMP_CWORD-1}\"",
+                    "\"${COMP_WORDS[COMP_CWORD-1]/#=/${COMP_WORDS[COMP_CWORD-2]}}\"") +
          "  mapfile -t COMPREPLY < <(compgen -W \"$known\" -- \"${COMP_WORDS[COMP_CWORD]}\")\n"
          "}\n"
          "complete -o default -F _kv4 kv4\n";
@@ -66,7 +86,7 @@ std::string zsh_script(const std::vector<Command>& commands) {
   return "#compdef kv4\n"
          "# zsh completion of kv4: source this, or put it as _kv4 into a folder of $fpath\n"
          "_kv4() {\n" +
-         find_words(commands, "\"${(@)words[2,CURRENT-1]}\"") +
+         find_words(commands, "\"${(@)words[2,CURRENT-1]}\"", "\"${words[CURRENT-1]}\"") +
          "  compadd -- ${=known}\n"
          "  _files\n"
          "}\n"
@@ -84,8 +104,12 @@ std::string fish_script(const std::vector<Command>& commands) {
     }
     if (condition.empty()) condition = "__fish_use_subcommand";
     for (const std::string& word : command.words)
-      out += word.starts_with("--") ? fmt::format("complete -c kv4 -n '{}' -l {}\n", condition, word.substr(2))
-                                    : fmt::format("complete -c kv4 -n '{}' -a {}\n", condition, word);
+      if (!word.starts_with("--")) out += fmt::format("complete -c kv4 -n '{}' -a {}\n", condition, word);
+    for (const Command::Flag& flag : command.flags)
+      out += fmt::format("complete -c kv4 -n '{}' -l {}{}\n", condition, flag.name.substr(2),
+                         !flag.values.empty() ? fmt::format(" -x -a '{}'", joined(flag.values))
+                         : flag.takes_value   ? " -r"
+                                              : "");
   }
   return out;
 }
@@ -103,7 +127,8 @@ std::string script(const CLI::App& app, const std::string& shell, bool json) {
   if (shell == "bash") return bash_script(commands);
   if (shell == "zsh") return zsh_script(commands);
   if (shell == "fish") return fish_script(commands);
-  fail(ErrorCode::bad_argument, "there is no completion for '{}'; bash, zsh or fish", shell);
+  fail(ErrorCode::bad_argument, "there is no completion for '{}'; bash, zsh or fish{}", shell,
+       did_you_mean(shell, {"bash", "zsh", "fish"}));
 }
 
 }  // namespace
@@ -116,7 +141,8 @@ void add_completion(CLI::App& app, int& exit_code) {
     bool json = false;
   };
   auto flags = std::make_shared<Flags>();
-  command->add_option("SHELL", flags->shell, "bash, zsh or fish")->capture_default_str();
+  kv4::cli::offer_values(*command->add_option("SHELL", flags->shell, "bash, zsh or fish")->capture_default_str(),
+                         {"bash", "zsh", "fish"});
   command->add_flag("--json", flags->json, "commands and what may follow them, as JSON");
   command->footer(
       "Examples:\n"

@@ -10,6 +10,7 @@
 
 #include "backend/backend.h"
 #include "kv4/error.h"
+#include "option_values.h"
 
 namespace kv4::cli {
 namespace {
@@ -52,9 +53,10 @@ void read(Backend& backend, void* to, const std::byte* from, std::int64_t bytes)
 }  // namespace
 
 void add_device_flag(CLI::App& app, std::string& device) {
-  app.add_option("--device", device, "where the cache lives: cpu, cuda or cuda:N (GPU N)")
-      ->capture_default_str()
-      ->type_name("NAME");
+  CLI::Option* option = app.add_option("--device", device, "where the cache lives: cpu, cuda or cuda:N (GPU N)")
+                            ->capture_default_str()
+                            ->type_name("NAME");
+  offer_values(*option, {"cpu", "cuda", "cuda:0"});
 }
 
 std::shared_ptr<Backend> make_backend(const std::string& device, int threads) {

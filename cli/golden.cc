@@ -22,21 +22,19 @@ struct GoldenFlags {
   bool json = false;
 };
 
-GoldenReport run_golden(const std::string& directory, const std::string& device) {
+void run_golden(const std::string& directory, const std::string& device, GoldenReport& report) {
   const std::shared_ptr<Backend> backend = make_backend(device);
   if (!std::filesystem::is_directory(directory)) {
     throw Error(ErrorCode::bad_file,
                 directory + ": not a directory; give the one that holds hf_swa.safetensors and its companions");
   }
   const std::filesystem::path root(directory);
-  GoldenReport report;
   check_codecs(load_safetensors((root / "codecs.safetensors").string()), backend, report);
   for (const auto& [name, kind] :
        {std::pair("swa", LayerKind::swa), std::pair("csa", LayerKind::csa), std::pair("hca", LayerKind::hca)}) {
     check_layer(load_safetensors((root / fmt::format("hf_{}.safetensors", name)).string()), kind, name, backend,
                 report);
   }
-  return report;
 }
 
 void print_json(const GoldenReport& report) {
@@ -47,7 +45,8 @@ void print_json(const GoldenReport& report) {
     if (check.bound) one["bound"] = *check.bound;
     checks.push_back(one);
   }
-  const nlohmann::ordered_json out = {{"ok", report.failed() == 0}, {"checks", checks}};
+  const nlohmann::ordered_json out = {
+      {"ok", report.failed() == 0 && !interrupted()}, {"interrupted", interrupted()}, {"checks", checks}};
   fmt::print("{}\n", out.dump(2));
 }
 
@@ -59,7 +58,9 @@ void print_table(const GoldenReport& report) {
   }
   fmt::print("{}", table.str());
   const int failed = report.failed();
-  if (failed == 0) {
+  if (failed == 0 && interrupted()) {
+    fmt::print("\n{} checks ok, then interrupted\n", report.checks().size());
+  } else if (failed == 0) {
     fmt::print("\n{} checks, all ok\n", report.checks().size());
   } else {
     fmt::print("\n{} of {} checks failed\n", failed, report.checks().size());
@@ -76,7 +77,8 @@ void add_golden(CLI::App& app, int& exit_code) {
   command->add_option("DIR", flags->directory, "Holds codecs, hf_swa, hf_csa and hf_hca, each .safetensors")
       ->required();
   kv4::cli::add_device_flag(*command, flags->device);
-  command->add_flag("--json", flags->json, "Print {\"ok\", \"checks\": [{\"name\", \"error\", \"bound\", \"ok\"}]}");
+  command->add_flag("--json", flags->json,
+                    "Print {\"ok\", \"interrupted\", \"checks\": [{\"name\", \"error\", \"bound\", \"ok\"}]}");
   command->footer(
       "Codec and view checks count what differs (bound 0). Entries are measured in bf16 ulps of their largest channel, "
       "or as a share\n"
@@ -87,12 +89,18 @@ void add_golden(CLI::App& app, int& exit_code) {
       "  kv4 golden tests/reference/vectors\n"
       "  kv4 golden tests/reference/vectors --device cuda");
   command->callback([flags, &exit_code] {
-    const kv4::cli::GoldenReport report = kv4::cli::run_golden(flags->directory, flags->device);
+    kv4::cli::catch_interrupts();
+    kv4::cli::GoldenReport report;
+    try {
+      kv4::cli::run_golden(flags->directory, flags->device, report);
+    } catch (const kv4::cli::Interrupted&) {  // what was checked is shown
+    }
     if (flags->json) {
       kv4::cli::print_json(report);
     } else {
       kv4::cli::print_table(report);
     }
     if (report.failed() != 0) exit_code = 1;
+    if (kv4::cli::interrupted()) exit_code = kv4::cli::interrupted_exit_code();
   });
 }

@@ -7,8 +7,9 @@
 namespace kv4::cli {
 namespace {
 
-constexpr std::int64_t kMaxTokens = 1 << 20;
-constexpr std::int64_t kMaxWidth = 1 << 16;
+// The reference attends from every token to every token, and a window takes width x tokens, recorded or not.
+constexpr std::int64_t kMaxTokens = 1 << 14;
+constexpr std::int64_t kMaxWidth = 1 << 12;
 
 Matrix load_matrix(const SafeTensors& file, const std::string& name, std::int64_t rows, std::int64_t cols) {
   return {rows, cols, file.floats(name, {rows, cols})};

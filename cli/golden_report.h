@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "interrupts.h"
+
 namespace kv4::cli {
 
 struct GoldenCheck {
@@ -31,12 +33,17 @@ class Worst {
 
 class GoldenReport {
  public:
+  /// Both throw Interrupted after Ctrl-C: what was checked before is in the report.
   void check(std::string name, double error, double bound) {
+    stop_if_interrupted();
     Worst worst;
     worst.see(error);
     checks_.push_back({std::move(name), worst.value(), bound, worst.value() <= bound});
   }
-  void note(std::string name, double error) { checks_.push_back({std::move(name), error, std::nullopt, true}); }
+  void note(std::string name, double error) {
+    stop_if_interrupted();
+    checks_.push_back({std::move(name), error, std::nullopt, true});
+  }
 
   const std::vector<GoldenCheck>& checks() const { return checks_; }
   int failed() const {

@@ -1,15 +1,20 @@
+// GNU libmicrohttpd carries the protocol: one thread polls all connections, so that a client which sends or reads
+// slowly costs a socket and some KB, not a worker that others wait for, as with cpp-httplib and civetweb.
 #include "http_server.h"
 
+#include <arpa/inet.h>
 #include <fmt/format.h>
+#include <microhttpd.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <list>
 #include <map>
 #include <mutex>
 #include <string_view>
@@ -20,46 +25,13 @@
 namespace kv4::cli {
 namespace {
 
-constexpr std::chrono::seconds kClientLimit{2};  // for all of a request, and for each part of an answer
+using Clock = std::chrono::steady_clock;
 
-/// As much of a request as says what is wanted; whoever sends nothing is left.
-std::string read_request(int socket) {
-  constexpr std::size_t kMost = 8192;
-  const auto deadline = std::chrono::steady_clock::now() + kClientLimit;
-  std::string text;
-  char piece[1024];
-  while (text.size() < kMost && text.find("\r\n\r\n") == std::string::npos) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    pollfd wait{socket, POLLIN, 0};
-    if (left.count() <= 0 || poll(&wait, 1, static_cast<int>(left.count())) <= 0) break;
-    const ssize_t got = recv(socket, piece, sizeof piece, 0);
-    if (got <= 0) break;
-    text.append(piece, static_cast<std::size_t>(got));
-  }
-  return text;
-}
-
-void answer(int socket, std::string_view status, std::string_view type, std::string_view body) {
-  const timeval limit{.tv_sec = kClientLimit.count(), .tv_usec = 0};
-  setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-  const std::string text = fmt::format(
-      "HTTP/1.1 {}\r\nContent-Type: {}; charset=utf-8\r\nContent-Length: {}\r\nCache-Control: no-store\r\n"
-      "Connection: close\r\n\r\n{}",
-      status, type, body.size(), body);
-  for (std::size_t at = 0; at < text.size();) {
-    const ssize_t sent = send(socket, text.data() + at, text.size() - at, MSG_NOSIGNAL);
-    if (sent <= 0) return;
-    at += static_cast<std::size_t>(sent);
-  }
-}
-
-/// The path of "GET /path?query HTTP/1.1"; empty: something else.
-std::string path_of(const std::string& request) {
-  constexpr std::string_view kGet = "GET ";
-  if (!request.starts_with(kGet)) return {};
-  return request.substr(kGet.size(), request.find_first_of(" ?\r\n", kGet.size()) - kGet.size());
-}
+constexpr unsigned kMaxConnections = 512;             // one more ends the oldest
+constexpr unsigned kIdleSeconds = 5;                  // without a byte in either direction
+constexpr std::chrono::seconds kConnectionLimit{15};  // for all of a request and its answer
+constexpr std::size_t kMaxRequestBytes = 16384;       // line and headers; larger ones are refused
+constexpr int kBacklog = 128;
 
 struct Address {
   std::string host = "127.0.0.1", port;
@@ -83,10 +55,10 @@ int open_listener(const Address& address, std::string& why) {
     return -1;
   }
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owned(found, &freeaddrinfo);
-  const int listener = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int listener = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   const int on = 1;
   setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (listener >= 0 && bind(listener, found->ai_addr, found->ai_addrlen) == 0 && listen(listener, 16) == 0)
+  if (listener >= 0 && bind(listener, found->ai_addr, found->ai_addrlen) == 0 && listen(listener, kBacklog) == 0)
     return listener;
   why = std::strerror(errno);
   if (listener >= 0) close(listener);
@@ -104,55 +76,147 @@ std::string name_of(int listener) {
   return bound.ss_family == AF_INET6 ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);
 }
 
+/// HOST of "HOST:PORT" or "[HOST]:PORT".
+std::string host_of(std::string_view text) {
+  if (text.starts_with('[')) return std::string(text.substr(1, text.find(']') - 1));
+  return std::string(text.substr(0, text.rfind(':')));
+}
+
+bool is_address(const std::string& host) {
+  in6_addr unused{};
+  return inet_pton(AF_INET, host.c_str(), &unused) == 1 || inet_pton(AF_INET6, host.c_str(), &unused) == 1;
+}
+
+bool is_loopback(int listener) {
+  sockaddr_storage bound{};
+  socklen_t bytes = sizeof bound;
+  if (getsockname(listener, reinterpret_cast<sockaddr*>(&bound), &bytes) != 0) return false;
+  if (bound.ss_family == AF_INET6) return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<sockaddr_in6&>(bound).sin6_addr);
+  return ntohl(reinterpret_cast<sockaddr_in&>(bound).sin_addr.s_addr) >> 24 == 127;
+}
+
+/// Owned until destroyed; connections that still send it have a share.
+struct ResponseDeleter {
+  void operator()(MHD_Response* response) const { MHD_destroy_response(response); }
+};
+using Response = std::unique_ptr<MHD_Response, ResponseDeleter>;
+
+/// Null: there is no memory for it.
+Response make_response(const std::string& type, const std::string& body) {
+  Response out(MHD_create_response_from_buffer(body.size(), const_cast<char*>(body.data()), MHD_RESPMEM_MUST_COPY));
+  if (out == nullptr) return out;
+  const std::pair<const char*, std::string> headers[] = {
+      {"Content-Type", type + "; charset=utf-8"},
+      {"Cache-Control", "no-store"},
+      {"Connection", "close"},  // idle connections would only wait for their end
+      {"X-Content-Type-Options", "nosniff"},
+      {"X-Frame-Options", "DENY"},
+      {"Content-Security-Policy",
+       "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"}};
+  for (const auto& [name, value] : headers) MHD_add_response_header(out.get(), name, value.c_str());
+  return out;
+}
+
 }  // namespace
 
 struct HttpServer::Server {
-  struct Content {
-    std::string type, body;
+  struct Connection {
+    int socket;
+    Clock::time_point begun;
   };
 
   int listener = -1;
+  bool loopback = false;
+  std::string name;  // that was asked for
   std::mutex mutex;
-  std::map<std::string, Content> contents;  // by path, under the mutex
-  std::atomic<bool> ends = false;
-  std::thread thread;
+  std::condition_variable wake;
+  bool ends = false;                          // under the mutex, as all below
+  std::map<std::string, Response> responses;  // by path
+  std::list<Connection> connections;          // the oldest first
+  std::thread reaper;
+  MHD_Daemon* daemon = nullptr;
 
   Server(const std::string& wanted, const char* flag) {
+    const Address address = parse_address(wanted);
     std::string why;
-    listener = open_listener(parse_address(wanted), why);
+    listener = open_listener(address, why);
     require(listener >= 0, ErrorCode::bad_argument, "{} {} cannot be served: {}", flag, wanted, why);
-    thread = std::thread([this] { run(); });
+    loopback = is_loopback(listener);
+    name = address.host;
+    daemon =
+        MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_AUTO, 0, nullptr, nullptr, &Server::answer, this,
+                         MHD_OPTION_LISTEN_SOCKET, listener, MHD_OPTION_CONNECTION_LIMIT, kMaxConnections + 1,
+                         MHD_OPTION_CONNECTION_TIMEOUT, kIdleSeconds, MHD_OPTION_CONNECTION_MEMORY_LIMIT,
+                         kMaxRequestBytes, MHD_OPTION_NOTIFY_CONNECTION, &Server::notice, this, MHD_OPTION_END);
+    if (daemon == nullptr) {
+      close(listener);
+      fail(ErrorCode::bad_argument, "{} {} cannot be served: no thread or memory for it", flag, wanted);
+    }
+    reaper = std::thread([this] { end_old_connections(); });
   }
   ~Server() {
-    ends = true;
-    thread.join();
-    close(listener);
-  }
-
-  void run() {
-    while (!ends) {
-      pollfd wait{listener, POLLIN, 0};
-      if (poll(&wait, 1, 100) <= 0) continue;
-      const int client = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
-      if (client < 0) continue;
-      serve(client);
-      close(client);
-    }
-  }
-
-  void serve(int client) {
-    const std::string path = path_of(read_request(client));
-    Content content;
-    std::string known;
     {
       const std::lock_guard lock(mutex);
-      if (const auto found = contents.find(path); found != contents.end()) content = found->second;
-      for (const auto& [each, unused] : contents) known += " " + each;
+      ends = true;
     }
-    if (content.type.empty())
-      answer(client, "404 Not Found", "text/plain", fmt::format("there is{}\n", known));
-    else
-      answer(client, "200 OK", content.type, content.body);
+    wake.notify_all();
+    reaper.join();
+    MHD_stop_daemon(daemon);  // closes all connections and the listener
+  }
+
+  /// The daemon's time limit starts anew with every byte; this one does not.
+  void end_old_connections() {
+    std::unique_lock lock(mutex);
+    while (!wake.wait_for(lock, std::chrono::milliseconds(500), [this] { return ends; }))
+      for (const Connection& connection : connections)
+        if (Clock::now() - connection.begun > kConnectionLimit) shutdown(connection.socket, SHUT_RDWR);
+  }
+
+  static void notice(void* self, MHD_Connection* connection, void** context, MHD_ConnectionNotificationCode code) {
+    auto& server = *static_cast<Server*>(self);
+    const std::lock_guard lock(server.mutex);
+    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+      const int socket = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
+      if (server.connections.size() >= kMaxConnections) shutdown(server.connections.front().socket, SHUT_RDWR);
+      *context = &server.connections.emplace_back(Connection{socket, Clock::now()});
+    } else {
+      server.connections.remove_if([&](const Connection& each) { return &each == *context; });
+    }
+  }
+
+  /// A page of another site could give its own name our address and read what is served here (DNS rebinding). On
+  /// loopback only addresses, localhost and the name that was asked for are believed.
+  bool believes(MHD_Connection* connection) const {
+    const char* host = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "Host");
+    if (!loopback || host == nullptr) return true;
+    const std::string asked = host_of(host);
+    return is_address(asked) || asked == "localhost" || asked == name;
+  }
+
+  MHD_Result refuse(MHD_Connection* connection, unsigned status, const std::string& text) const {
+    const Response response = make_response("text/plain", text + "\n");
+    if (response == nullptr) return MHD_NO;  // ends the connection
+    if (status == MHD_HTTP_METHOD_NOT_ALLOWED) MHD_add_response_header(response.get(), "Allow", "GET, HEAD");
+    return MHD_queue_response(connection, status, response.get());
+  }
+
+  static MHD_Result answer(void* self, MHD_Connection* connection, const char* path, const char* method, const char*,
+                           const char*, std::size_t*, void**) {
+    return static_cast<Server*>(self)->answer_request(connection, path, method);
+  }
+
+  MHD_Result answer_request(MHD_Connection* connection, const char* path, std::string_view method) {
+    if (method != "GET" && method != "HEAD")
+      return refuse(connection, MHD_HTTP_METHOD_NOT_ALLOWED, "only GET and HEAD are answered here");
+    if (!believes(connection))
+      return refuse(connection, MHD_HTTP_MISDIRECTED_REQUEST,
+                    "this host is not served here; ask by address or as localhost");
+    const std::lock_guard lock(mutex);
+    if (const auto found = responses.find(path); found != responses.end())
+      return MHD_queue_response(connection, MHD_HTTP_OK, found->second.get());
+    std::string known = "there is";
+    for (const auto& [each, unused] : responses) known += " " + each;
+    return refuse(connection, MHD_HTTP_NOT_FOUND, known);
   }
 };
 
@@ -161,9 +225,11 @@ HttpServer::~HttpServer() = default;
 
 std::string HttpServer::address() const { return fmt::format("http://{}/", name_of(server_->listener)); }
 
-void HttpServer::set(const std::string& path, const std::string& type, std::string body) {
+void HttpServer::set(const std::string& path, const std::string& type, const std::string& body) {
+  Response response = make_response(type, body);
+  require(response != nullptr, ErrorCode::out_of_memory, "a page of {} bytes finds no memory", body.size());
   const std::lock_guard lock(server_->mutex);
-  server_->contents[path] = {type, std::move(body)};
+  server_->responses[path] = std::move(response);
 }
 
 }  // namespace kv4::cli

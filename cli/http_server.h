@@ -6,7 +6,8 @@
 
 namespace kv4::cli {
 
-/// Answers GETs in a thread of its own.
+/// Answers GET and HEAD in a thread of its own. A client that is slow, idle or gone keeps nobody waiting, the
+/// destructor neither.
 class HttpServer {
  public:
   /// HOST:PORT, or a port of 127.0.0.1; port 0: any that is free. Throws Error(bad_argument) that names `flag` where it
@@ -17,7 +18,7 @@ class HttpServer {
   HttpServer& operator=(const HttpServer&) = delete;
 
   std::string address() const;  // http://HOST:PORT/
-  void set(const std::string& path, const std::string& type, std::string body);
+  void set(const std::string& path, const std::string& type, const std::string& body);
 
  private:
   struct Server;

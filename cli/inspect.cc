@@ -16,7 +16,9 @@
 #include "base/check.h"
 #include "commands.h"
 #include "heat_map.h"
+#include "option_values.h"
 #include "page.h"
+#include "printable.h"
 #include "progress.h"
 #include "session_rows.h"
 #include "sizes.h"
@@ -76,7 +78,8 @@ class Inspection {
 
   void take(const DecodedRow& row) {
     totals_[{row.layer->layer, row.part}].add(row.values);
-    if (kRowPartNames[static_cast<int>(row.part)] != flags_.part) return;
+    const bool draws = !flags_.svg.empty() || !flags_.png.empty();
+    if (!draws || kRowPartNames[static_cast<int>(row.part)] != flags_.part) return;
     if (flags_.layer == kLayersAll)
       of_layer_[row.layer->layer].emplace_back(row.position, static_cast<float>(rms_of(row.values)));
     else if (flags_.layer == row.layer->layer)
@@ -191,13 +194,13 @@ void print_json(const SessionContents& contents, const Inspection& inspection, c
                       {"blocks", r->blocks},
                       {"shared_blocks", r->shared_blocks},
                       {"kept_blocks", r->kept_blocks}};
-  fmt::print("{}\n", out.dump(2, ' ', false, json::error_handler_t::replace));
+  fmt::print("{}\n", out.dump(2, ' ', true, json::error_handler_t::replace));
 }
 
 void print_text(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
   fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n", subject.title, group_digits(contents.lengths[0]),
              to_string(contents.schema.options.row_format), to_string(contents.schema.options.index_format),
-             contents.weights_id);
+             printable(contents.weights_id));
   if (const auto& r = subject.running)
     fmt::print("{} blocks, of them {} shared with other requests and {} kept for later ones; can be rewound to {}\n",
                group_digits(r->blocks), group_digits(r->shared_blocks), group_digits(r->kept_blocks),
@@ -226,7 +229,7 @@ SessionContents read_rows(const Subject& subject, Inspection& inspection) try {
         progress->advance(done - std::exchange(shown, done));
       });
 } catch (const Error& e) {
-  fail(e.code(), "{}: {}", subject.title, e.what());
+  fail(e.code(), "{}: {}{}", subject.title, e.what(), what_it_is(subject.path));
 }
 
 int inspect_rows(const InspectFlags& flags, const Subject& subject) {
@@ -245,13 +248,14 @@ int inspect_rows(const InspectFlags& flags, const Subject& subject) {
 int list_requests(const InspectFlags& flags) {
   const PublishedStatus published = read_published_status(flags.path);
   if (flags.json) {
-    fmt::print("{}\n", json::parse(status_text(published)).dump(2));
+    fmt::print("{}\n", json::parse(status_text(published)).dump(2, ' ', true));
     return 0;
   }
   const CacheStatistics& cache = published.status.cache;
   fmt::print("{}: {} of process {}, {} of {} requests run, {} blocks held, {} kept, {} free\n\n", flags.path,
-             published.model, published.process, group_digits(cache.requests), group_digits(cache.max_requests),
-             group_digits(cache.held_blocks), group_digits(cache.evictable_blocks), group_digits(cache.free_blocks));
+             printable(published.model), published.process, group_digits(cache.requests),
+             group_digits(cache.max_requests), group_digits(cache.held_blocks), group_digits(cache.evictable_blocks),
+             group_digits(cache.free_blocks));
   Table table("rrrrrr", {"request", "tokens", "rewinds to", "blocks", "shared", "kept"});
   for (const RequestStatus& r : published.status.requests)
     table.row({fmt::format("{}", r.request), fmt::format("{}", fmt::join(r.lengths, " + ")),
@@ -262,8 +266,6 @@ int list_requests(const InspectFlags& flags) {
 }
 
 int inspect(const InspectFlags& flags) {
-  require(std::find(std::begin(kRowPartNames), std::end(kRowPartNames), flags.part) != std::end(kRowPartNames),
-          ErrorCode::bad_argument, "--part '{}'; window, entries, keys, pending or pending-keys", flags.part);
   const bool running = std::filesystem::is_directory(flags.path);
   require(running || !flags.request, ErrorCode::bad_argument,
           "--request is one of a running cache; {} is no status folder", flags.path);
@@ -293,10 +295,11 @@ void add_inspect(CLI::App& app, int& exit_code) {
       ->add_option("--request", flags->request,
                    "of a running cache: this one, which goes on meanwhile; without it the requests are listed")
       ->type_name("ID");
-  command
-      ->add_option("--part", flags->part,
-                   "of the picture: window, entries, keys, pending or pending-keys (rows that wait)")
-      ->capture_default_str();
+  take_one_of(*command
+                   ->add_option("--part", flags->part,
+                                "of the picture: window, entries, keys, pending or pending-keys (rows that wait)")
+                   ->capture_default_str(),
+              {std::begin(kRowPartNames), std::end(kRowPartNames)});
   command
       ->add_option("--layer", flags->layer,
                    "of the picture: one layer's rows, channel by channel; without it every layer, by position")

@@ -128,8 +128,8 @@ void serve_page(HttpServer& server, const std::string& path, const CacheStatus* 
   server.set(path + "state.json", "application/json", state.dump(-1, ' ', false, json::error_handler_t::replace));
 }
 
-void serve_metrics(HttpServer& server, std::string text) {
-  server.set("/metrics", "text/plain; version=0.0.4", std::move(text));
+void serve_metrics(HttpServer& server, const std::string& text) {
+  server.set("/metrics", "text/plain; version=0.0.4", text);
 }
 
 }  // namespace kv4::cli

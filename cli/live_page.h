@@ -18,6 +18,6 @@ struct PageHead {
 /// The page at `path`, which ends with a slash, and PATHstate.json. Null: there is no status now.
 void serve_page(HttpServer& server, const std::string& path, const CacheStatus* status, const PageHead& head);
 /// At /metrics.
-void serve_metrics(HttpServer& server, std::string text);
+void serve_metrics(HttpServer& server, const std::string& text);
 
 }  // namespace kv4::cli

@@ -1,13 +1,25 @@
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <iostream>
 #include <new>
 #include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
 
 #include "commands.h"
+#include "help_format.h"
 #include "kv4/backend.h"
 #include "kv4/error.h"
+#include "kv4/log.h"
 #include "kv4/version.h"
+#include "option_values.h"
+#include "output.h"
+#include "printable.h"
 
 namespace {
 
@@ -15,17 +27,42 @@ enum ExitCode : int { kFine = 0, kCheckFailed = 1, kBadUsage = 2, kUnexpected = 
 
 int fail(ExitCode code, const std::string& message) {
   std::fflush(stdout);
-  std::fprintf(stderr, "error: %s\n", message.c_str());
+  std::fprintf(stderr, "error: %s\n", kv4::cli::printable(message).c_str());
   return code;
 }
 
-/// CLI11 only says that a command is missing.
+/// The deepest command that was chosen, and how many words it takes to say it.
+std::pair<const CLI::App*, int> chosen_command(const CLI::App& app) {
+  const CLI::App* command = &app;
+  int depth = 0;
+  for (; !command->get_subcommands().empty(); ++depth) command = command->get_subcommands().front();
+  return {command, depth};
+}
+
+std::vector<std::string> option_names(const CLI::App& app) {
+  std::vector<std::string> out;
+  for (const CLI::Option* option : app.get_options())
+    for (const std::string& name : option->get_lnames()) out.push_back("--" + name);
+  return out;
+}
+
+/// CLI11 only says that a command is missing or an argument is not expected.
 std::string describe(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
-  if (!app.get_subcommands().empty() || argc < 2 || argv[1][0] == '-') return error.what();
-  std::string commands;
-  for (const CLI::App* command : app.get_subcommands({}))
-    commands += (commands.empty() ? "" : ", ") + command->get_name();
-  return std::string("there is no command '") + argv[1] + "'; there are " + commands;
+  const auto [command, depth] = chosen_command(app);
+  std::vector<std::string> commands, options = option_names(*command);
+  for (const CLI::App* each : command->get_subcommands({})) commands.push_back(each->get_name());
+  int words = 0;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i], name = word.substr(0, word.find('='));
+    if (!word.starts_with('-')) {
+      if (words++ == depth && !commands.empty())
+        return fmt::format("there is no command '{}'; there are {}{}", word, fmt::join(commands, ", "),
+                           kv4::cli::did_you_mean(word, commands));
+    } else if (word.starts_with("--") && std::find(options.begin(), options.end(), name) == options.end()) {
+      return error.what() + kv4::cli::did_you_mean(name, options);
+    }
+  }
+  return error.what();
 }
 
 std::string hint(const CLI::App& app) {
@@ -34,12 +71,45 @@ std::string hint(const CLI::App& app) {
   return "see '" + command + " --help'";
 }
 
-}  // namespace
+/// Without a reason where stdio met it in the middle of the output, and has forgotten it.
+std::string lost_output(const std::system_error& error) {
+  return "the output could not be written" + (error.code().value() == 0 ? "" : ": " + error.code().message());
+}
 
-int main(int argc, char** argv) {
+int show_help(const CLI::App& app, const CLI::ParseError& help) {
+  app.exit(help);
+  std::cout.flush();
+  try {
+    kv4::cli::flush_output();
+  } catch (const std::system_error& e) {
+    return fail(kUnexpected, lost_output(e));
+  }
+  return kFine;
+}
+
+/// For every command, wherever it is written.
+void add_verbose(CLI::App& app, bool& verbose) {
+  app.add_flag("-v,--verbose", verbose, "show what the library logs, on stderr");
+  for (CLI::App* command : app.get_subcommands({})) add_verbose(*command, verbose);
+}
+
+/// Warnings and errors of the library are always shown; all it says with -v.
+void attach_log(const bool& verbose) {
+  kv4::set_log_sink([&verbose](const kv4::LogRecord& record) {
+    if (record.level == kv4::LogLevel::info && !verbose) return;
+    std::string line = fmt::format("{}: {}: {}", to_string(record.level), record.event, record.message);
+    for (std::size_t i = 0; i < record.fields.size(); ++i)
+      line += fmt::format("{}{} {}", i == 0 ? " (" : ", ", record.fields[i].name, record.fields[i].value);
+    if (!record.fields.empty()) line += ")";
+    std::fprintf(stderr, "%s\n", kv4::cli::printable(line).c_str());
+  });
+}
+
+int run(int argc, char** argv) {
   CLI::App app{
       "kv4: the KV cache of DeepSeek-V4 - plan it, run it, measure it, compare it with recordings, try it on traces.",
       "kv4"};
+  app.formatter(std::make_shared<kv4::cli::HelpFormat>());
   app.set_version_flag("--version", std::string("kv4 ") + KV4_VERSION + " (" + kv4::cpu_target() + ")");
   app.require_subcommand(1);
   app.footer(
@@ -57,8 +127,11 @@ int main(int argc, char** argv) {
       "  kv4 run --device cuda                                   the same on a GPU; golden takes --device too\n"
       "\n"
       "'kv4 COMMAND --help' explains a command. Exit codes: 0 fine, 1 a check failed, 2 bad usage or input or no such "
-      "GPU, 3 unexpected.");
+      "GPU, 3 unexpected or the output is lost, 130 interrupted. -v before or after a command shows what the library "
+      "logs; warnings are always shown.");
 
+  static bool verbose = false;  // the sink outlives this call
+  attach_log(verbose);
   int exit_code = kFine;
   add_plan(app, exit_code);
   add_run(app, exit_code);
@@ -71,17 +144,29 @@ int main(int argc, char** argv) {
   add_serve_metrics(app, exit_code);
   add_completion(app, exit_code);
 
+  add_verbose(app, verbose);
   try {
     app.parse(argc, argv);
+    kv4::cli::flush_output();
   } catch (const CLI::ParseError& e) {
-    if (e.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(e);
+    if (e.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return show_help(app, e);
     return fail(kBadUsage, describe(app, e, argc, argv) + "; " + hint(app));
   } catch (const kv4::Error& e) {
     return fail(e.code() == kv4::ErrorCode::device_failure ? kUnexpected : kBadUsage, e.what());
   } catch (const std::bad_alloc&) {
     return fail(kUnexpected, "the machine has not enough memory for this");
+  } catch (const std::system_error& e) {
+    return fail(kUnexpected, std::ferror(stdout) != 0 ? lost_output(e) : std::string("unexpected: ") + e.what());
   } catch (const std::exception& e) {
     return fail(kUnexpected, std::string("unexpected: ") + e.what());
   }
+  return exit_code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int exit_code = run(argc, argv);
+  kv4::set_log_sink({});
   return exit_code;
 }

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "base/check.h"
 #include "cache_flags.h"
 #include "commands.h"
 #include "page.h"
@@ -22,13 +23,41 @@ namespace {
 struct PlanFlags {
   ModelFlags model;
   FormatFlags formats;
-  std::optional<std::string> context, requests, memory;
+  std::optional<std::string> context, requests, memory, weights;
+  std::string gpus = "1";
   std::string draft_layers = "0", spare_slots = "1", step_tokens = "512";
   std::string html;
   bool json = false;
 };
 
-PlanWish read_wish(const PlanFlags& flags) {
+constexpr std::int64_t kMaxGpus = 4096;
+
+/// GPUs, and the weights that lie in their memory beside the cache. Both are taken to spread evenly.
+struct Machine {
+  std::int64_t gpus = 1;
+  std::optional<std::int64_t> gpu_bytes, weight_bytes;
+};
+
+Machine read_machine(const PlanFlags& flags) {
+  Machine out;
+  out.gpus = parse_count(flags.gpus, "--gpus", 1, kMaxGpus);
+  if (flags.memory) out.gpu_bytes = parse_bytes(*flags.memory, "--memory");
+  if (flags.weights) out.weight_bytes = parse_bytes(*flags.weights, "--weights");
+  require(!out.gpu_bytes || *out.gpu_bytes <= INT64_MAX / out.gpus, ErrorCode::bad_argument,
+          "--memory {} of {} GPUs is too large", *flags.memory, out.gpus);
+  return out;
+}
+
+/// What the weights leave of the memory of all GPUs.
+std::optional<std::int64_t> cache_memory(const Machine& machine, const PlanFlags& flags) {
+  if (!machine.gpu_bytes) return std::nullopt;
+  const std::int64_t all = *machine.gpu_bytes * machine.gpus, left = all - machine.weight_bytes.value_or(0);
+  require(left > 0, ErrorCode::bad_argument, "--weights {} leaves nothing of {} in {} {}; raise --gpus or --memory",
+          *flags.weights, human_bytes(static_cast<double>(all)), machine.gpus, machine.gpus == 1 ? "GPU" : "GPUs");
+  return left;
+}
+
+PlanWish read_wish(const PlanFlags& flags, const Machine& machine) {
   PlanWish wish;
   wish.config = read_model(flags.model);
   apply(flags.formats, wish.options);
@@ -37,7 +66,7 @@ PlanWish read_wish(const PlanFlags& flags) {
   wish.options.max_step_tokens = static_cast<int>(parse_tokens(flags.step_tokens, "--step-tokens", 1 << 24));
   if (flags.context) wish.context = parse_tokens(*flags.context, "--context");
   if (flags.requests) wish.requests = parse_count(*flags.requests, "--requests", 1, 1 << 16);
-  if (flags.memory) wish.memory = parse_bytes(*flags.memory, "--memory");
+  wish.memory = cache_memory(machine, flags);
   return wish;
 }
 
@@ -112,9 +141,29 @@ void print_cache(const PlanFigures& figures) {
       group_digits(held), human_bytes(paper), two_places(figures.paper.bytes_per_token));
 }
 
-void print_fit(const PlanFigures& figures, const PlanWish& wish) {
+void print_weights(const PlanFigures& figures, const Machine& machine) {
+  if (!machine.weight_bytes) {
+    fmt::print("\nThe model's weights are not counted; --weights BYTES takes them into account.\n");
+    return;
+  }
+  const double weights = static_cast<double>(*machine.weight_bytes),
+               all = weights + static_cast<double>(figures.plan.total_bytes);
+  fmt::print("\nWith weights of {}: {}", human_bytes(weights), human_bytes(all));
+  if (machine.gpus > 1)
+    fmt::print(", {} on each of {} GPUs where both are spread evenly",
+               human_bytes(all / static_cast<double>(machine.gpus)), machine.gpus);
+  fmt::print("\n");
+}
+
+void print_fit(const PlanFigures& figures, const PlanWish& wish, const Machine& machine) {
   if (!wish.memory) return;
-  fmt::print("\nIn {} ({} bytes)\n", human_bytes(static_cast<double>(*wish.memory)), group_digits(*wish.memory));
+  fmt::print("\nIn {} ({} bytes)", human_bytes(static_cast<double>(*wish.memory)), group_digits(*wish.memory));
+  if (machine.gpus > 1 || machine.weight_bytes)
+    fmt::print(": {} x {}{}", machine.gpus, human_bytes(static_cast<double>(*machine.gpu_bytes)),
+               machine.weight_bytes
+                   ? fmt::format(" without weights of {}", human_bytes(static_cast<double>(*machine.weight_bytes)))
+                   : "");
+  fmt::print("\n");
   const CacheOptions& options = figures.schema.options;
   if (wish.context && wish.requests) {
     const bool fits = figures.plan.total_bytes <= *wish.memory;
@@ -143,7 +192,7 @@ nlohmann::ordered_json fit_json(const std::optional<Fit>& fit) {
   return {{"requests", fit->requests}, {"context", fit->context}, {"total_bytes", fit->total_bytes}};
 }
 
-nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish) {
+nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish, const Machine& machine) {
   const CacheSchema& schema = figures.schema;
   nlohmann::ordered_json parts = nlohmann::ordered_json::array(), rows = parts, state = parts;
   for (const MemoryPart& part : figures.plan.parts)
@@ -177,8 +226,12 @@ nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish)
   out["paper"] = {{"bytes_per_token", figures.paper.bytes_per_token},
                   {"window_bytes_per_request", figures.paper.window_bytes_per_request},
                   {"total_bytes", figures.paper.bytes(schema.options.max_requests, schema.options.max_context)}};
+  out["gpus"] = machine.gpus;
+  out["weights_bytes"] =
+      machine.weight_bytes ? nlohmann::ordered_json(*machine.weight_bytes) : nlohmann::ordered_json();
   if (wish.memory) {
-    out["memory"] = {{"bytes", *wish.memory},
+    out["memory"] = {{"bytes", *machine.gpu_bytes},
+                     {"cache_bytes", *wish.memory},
                      {"fits", figures.plan.total_bytes <= *wish.memory},
                      {"longest_context", fit_json(figures.longest_context)},
                      {"most_requests", fit_json(figures.most_requests)}};
@@ -187,11 +240,12 @@ nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish)
 }
 
 void run_plan(const PlanFlags& flags) {
-  const PlanWish wish = read_wish(flags);
+  const Machine machine = read_machine(flags);
+  const PlanWish wish = read_wish(flags, machine);
   const PlanFigures figures = compute_plan(wish);
   if (!flags.html.empty()) write_file(flags.html, plan_page(figures));
   if (flags.json) {
-    fmt::print("{}\n", to_json(figures, wish).dump(2));
+    fmt::print("{}\n", to_json(figures, wish, machine).dump(2));
     return;
   }
   fmt::print("{}: {}, window {}\n{}\n", wish.config.name.empty() ? "model" : wish.config.name,
@@ -199,7 +253,8 @@ void run_plan(const PlanFlags& flags) {
   print_per_token(figures);
   print_per_request(figures);
   print_cache(figures);
-  print_fit(figures, wish);
+  print_weights(figures, machine);
+  print_fit(figures, wish, machine);
 }
 
 }  // namespace
@@ -219,8 +274,17 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--requests", flags->requests, "requests at a time; default: 1, or as many as fit into --memory")
       ->type_name("N")
       ->group("Size");
-  command->add_option("--memory", flags->memory, "bytes to fit into, for example 141GB or 80GiB")
+  command->add_option("--memory", flags->memory, "bytes to fit into, of each GPU, for example 141GB or 80GiB")
       ->type_name("BYTES")
+      ->group("Size");
+  command
+      ->add_option("--weights", flags->weights,
+                   "bytes of the model's weights, which take their part of the memory; without it they are not counted")
+      ->type_name("BYTES")
+      ->group("Size");
+  command->add_option("--gpus", flags->gpus, "GPUs that weights and cache are spread over, evenly")
+      ->capture_default_str()
+      ->type_name("N")
       ->group("Size");
   command->add_option("--draft-layers", flags->draft_layers, "extra SWA-only draft stages")
       ->capture_default_str()
@@ -243,6 +307,7 @@ void add_plan(CLI::App& app, int& exit_code) {
       "  kv4 plan --model v4-pro --context 128K --requests 64   the cache of 64 requests of 131,072 tokens\n"
       "  kv4 plan --memory 141GB --context 1M                   how many requests of 1M tokens fit\n"
       "  kv4 plan --memory 80GiB --requests 16                  how long 16 requests can get\n"
+      "  kv4 plan --memory 141GB --gpus 8 --weights 690GB       how many requests fit beside the weights\n"
       "  kv4 plan --config config.json --rows bf16 --json\n"
       "  kv4 plan --context 128K --requests 16 --html plan.html");
   command->callback([flags, &exit_code] {

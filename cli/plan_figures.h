@@ -16,7 +16,7 @@ struct PlanWish {
   CacheOptions options;  // formats and fixed sizes; context, requests and blocks are filled in
   std::optional<std::int64_t> context;
   std::optional<std::int64_t> requests;
-  std::optional<std::int64_t> memory;
+  std::optional<std::int64_t> memory;  // that the cache may take: of all GPUs, without the weights
 };
 
 /// Stored rows of one kind in all layers of one kind.

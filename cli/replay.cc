@@ -16,7 +16,10 @@
 #include "cache_flags.h"
 #include "commands.h"
 #include "device_memory.h"
+#include "interrupts.h"
+#include "option_values.h"
 #include "prefix/prefix_index.h"
+#include "printable.h"
 #include "progress.h"
 #include "replay_cache.h"
 #include "replay_data.h"
@@ -58,6 +61,36 @@ struct ReplayFlags {
   bool real() const { return data == "real"; }
 };
 
+/// Bytes where it ends with B, tokens elsewhere: 40GB and 512MiB are bytes, 10M and 40G are tokens.
+bool is_bytes(const std::string& capacity) { return capacity.ends_with('B') || capacity.ends_with('b'); }
+
+/// As many whole blocks of the model, or of its first layers, as the bytes hold.
+std::int64_t tokens_in(std::int64_t bytes, const ReplayFlags& flags) {
+  const ModelConfig config = read_model(flags.model);
+  CacheOptions options;
+  apply(flags.formats, options);
+  options.max_requests = 1;
+  options.num_blocks = 1;
+  options.max_context = 1;
+  if (flags.real()) {
+    const std::int64_t layers = parse_count(flags.layers, "--layers", 1, config.num_layers);
+    for (int layer = 0; layer < layers; ++layer) options.layers.push_back(layer);
+  }
+  const CacheSchema schema = build_schema(config, options);
+  require(schema.block_bytes > 0, ErrorCode::bad_argument,
+          "--capacity {}: these layers keep windows only, so bytes make no blocks; give tokens", *flags.capacity);
+  require(bytes >= schema.block_bytes, ErrorCode::bad_argument,
+          "--capacity {} holds no block; one has {} bytes and {} tokens", *flags.capacity,
+          group_digits(schema.block_bytes), schema.block_tokens);
+  return bytes / schema.block_bytes * schema.block_tokens;
+}
+
+std::int64_t capacity_tokens(const ReplayFlags& flags) {
+  if (!flags.capacity) return parse_tokens(kDataCapacity, "--capacity");
+  return is_bytes(*flags.capacity) ? tokens_in(parse_bytes(*flags.capacity, "--capacity"), flags)
+                                   : parse_tokens(*flags.capacity, "--capacity");
+}
+
 /// full, none, checkpoint or checkpoint:TOKENS.
 SnapshotPolicy parse_snapshots(const std::string& text) {
   constexpr std::int64_t kWindow = 128, kFlashLayers = 43;
@@ -67,7 +100,8 @@ SnapshotPolicy parse_snapshots(const std::string& text) {
   require((name == "full" || name == "checkpoint" || name == "none") &&
               (colon == std::string::npos || name == "checkpoint"),
           ErrorCode::bad_argument,
-          "--snapshots '{}' is not known; it may be full, checkpoint, checkpoint:TOKENS or none", text);
+          "--snapshots '{}' is not known; it may be full, checkpoint, checkpoint:TOKENS or none{}", text,
+          did_you_mean(name, {"full", "checkpoint", "none"}));
   if (name == "full") out.kind = SnapshotPolicy::Kind::full;
   if (name == "none") out = {SnapshotPolicy::Kind::none, 0, kWindow * kFlashLayers};
   if (colon != std::string::npos) out.period_tokens = parse_tokens(text.substr(colon + 1), "--snapshots checkpoint");
@@ -189,10 +223,11 @@ void print_table(const DataReplayResult& data, const Trace& trace, const ReplayF
                  fmt::format("{:.4f}", result.tenants[i].block_hit_rate())});
   }
   if (flags.real()) add_data_rows(table, data);
-  fmt::print("{}: policy {}, capacity {}, {}\n{}", flags.generate ? "generated, seed " + flags.seed : flags.trace,
-             flags.policy,
-             flags.capacity || flags.real() ? group_digits(result.capacity_ids * trace.id_tokens) + " tokens"
-                                            : "without limit",
+  std::string capacity = "without limit";
+  if (flags.capacity || flags.real()) capacity = group_digits(result.capacity_ids * trace.id_tokens) + " tokens";
+  if (flags.capacity && is_bytes(*flags.capacity)) capacity += " (" + *flags.capacity + ")";
+  fmt::print("{}: policy {}, capacity {}, {}\n{}",
+             flags.generate ? "generated, seed " + flags.seed : printable(flags.trace), flags.policy, capacity,
              human_seconds(seconds), table.str());
 }
 
@@ -200,6 +235,7 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
   const ReplayResult& result = data.cache;
   const ReplayCounts& total = result.total;
   nlohmann::ordered_json out = {{"requests", total.requests},
+                                {"interrupted", interrupted()},
                                 {"block_hit_rate", total.block_hit_rate()},
                                 {"token_hit_rate", total.token_hit_rate()},
                                 {"recomputed_tokens_per_hit", total.recomputed_tokens_per_hit()},
@@ -244,6 +280,7 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
     }
   }
   if (flags.capacity || flags.real()) out["capacity_tokens"] = result.capacity_ids * trace.id_tokens;
+  if (flags.capacity && is_bytes(*flags.capacity)) out["capacity_bytes"] = parse_bytes(*flags.capacity, "--capacity");
   fmt::print("{}\n", out.dump(2));
 }
 
@@ -300,13 +337,15 @@ int run_replay(const ReplayFlags& flags) {
           "--metrics, --status and --serve tell of a cache with bytes; give --data real with them");
   ReplayOptions options;
   options.eviction = parse_eviction(flags.policy);
+  if (!flags.generate) options.max_blocks = kMaxForeignBlocks;
   options.snapshots = parse_snapshots(flags.snapshots);
   options.tenants = static_cast<int>(parse_count(flags.tenants, "--tenants", 1, PrefixIndex::kMaxTenants));
   if (flags.capacity || flags.real()) {
-    options.capacity_tokens = parse_tokens(flags.capacity.value_or(kDataCapacity), "--capacity");
+    options.capacity_tokens = capacity_tokens(flags);
     require(options.capacity_tokens > 0, ErrorCode::bad_argument,
             "--capacity 0 holds nothing; leave it out for a cache without limit");
   }
+  catch_interrupts();
   const auto start = std::chrono::steady_clock::now();
   const Trace trace = load(flags);
   const auto requests = static_cast<std::int64_t>(trace.requests.size());
@@ -322,12 +361,17 @@ int run_replay(const ReplayFlags& flags) {
   } else {
     result.cache = replay_cache(trace, options);
   }
-  if (!flags.report.empty())
+  if (!flags.report.empty() && !interrupted())
     write_report(flags.report, flags.generate ? "generated, seed " + flags.seed : flags.trace, trace, options, result);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   (flags.json ? print_json : print_table)(result, trace, flags, seconds);
   std::fflush(stdout);
   const bool tiers_work = tell_failures(result.tiers, flags.remote_optional);
+  if (interrupted()) {
+    fmt::print(stderr, "interrupted: {} of {} requests were replayed{}\n", group_digits(result.cache.total.requests),
+               group_digits(requests), flags.report.empty() ? "" : ", and there is no report");
+    return interrupted_exit_code();
+  }
   if (watcher) watcher->stay();
   return result.wrong_bytes == 0 && tiers_work ? 0 : 1;
 }
@@ -344,24 +388,29 @@ void add_replay(CLI::App& app, int& exit_code) {
                       "plain or .gz");
   command->add_flag("--generate", flags->generate, "conversations and agent sessions instead of a trace");
   command->add_option("--seed", flags->seed, "of --generate")->capture_default_str()->type_name("N");
-  command->add_option("--data", flags->data, "none: all decisions, no bytes; real: through a cache of some layers")
-      ->capture_default_str()
-      ->type_name("MODE");
+  take_one_of(
+      *command->add_option("--data", flags->data, "none: all decisions, no bytes; real: through a cache of some layers")
+           ->capture_default_str()
+           ->type_name("MODE"),
+      {"none", "real"});
   command
       ->add_option(
           "--capacity", flags->capacity,
-          "tokens that the cache holds, for example 10000000 or 10M (K and M are binary); default: all, with bytes " +
+          "tokens that the cache holds, for example 10000000 or 10M (K, M and G are binary); or bytes, which end with "
+          "B: 40GB, 512MiB hold as many blocks of --model in the formats below; default: all, with --data real " +
               std::string(kDataCapacity))
-      ->type_name("TOKENS");
-  command->add_option("--policy", flags->policy, "who is evicted: lru, s3fifo or density")
-      ->capture_default_str()
-      ->type_name("NAME");
-  command
-      ->add_option("--snapshots", flags->snapshots,
-                   "where a hit can resume: full (every block), checkpoint[:TOKENS] (ends of prompts, and every 8192 "
-                   "tokens) or none (exact replay in V4-Flash)")
-      ->capture_default_str()
-      ->type_name("POLICY");
+      ->type_name("TOKENS|BYTES");
+  take_one_of(*command->add_option("--policy", flags->policy, "who is evicted: lru, s3fifo or density")
+                   ->capture_default_str()
+                   ->type_name("NAME"),
+              {"lru", "s3fifo", "density"});
+  offer_values(*command
+                    ->add_option("--snapshots", flags->snapshots,
+                                 "where a hit can resume: full (every block), checkpoint[:TOKENS] (ends of prompts, "
+                                 "and every 8192 tokens) or none (exact replay in V4-Flash)")
+                    ->capture_default_str()
+                    ->type_name("POLICY"),
+               {"full", "checkpoint", "none"});
   command
       ->add_option("--tenants", flags->tenants,
                    "that share the cache, each with an equal share of its own; who begins alike is one tenant")
@@ -437,6 +486,9 @@ void add_replay(CLI::App& app, int& exit_code) {
       "  kv4 replay trace.jsonl.gz --capacity 10000000 --policy s3fifo --json\n"
       "  kv4 replay --generate --data real --capacity 64K --host 256MB --disk store   with tiers below\n"
       "  kv4 replay --generate --data real --verify 0.2           real bytes; every fifth request also computed cold\n"
-      "  kv4 replay --generate --seed 7 --capacity 1M --report replay.html");
+      "  kv4 replay trace.jsonl --capacity 40GB                   what 40 GB of V4-Flash's blocks find\n"
+      "  kv4 replay --generate --seed 7 --capacity 1M --report replay.html\n"
+      "\n"
+      "Ctrl-C ends it early with what was replayed so far and exit code 130.");
   command->callback([flags, &exit_code] { exit_code = run_replay(*flags); });
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "interrupts.h"
 #include "prefix/prefix_index.h"
 
 namespace kv4::cli {
@@ -126,12 +127,16 @@ ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options) {
           "a capacity of {} tokens holds no block; an id of this trace is {} tokens", options.capacity_tokens,
           trace.id_tokens);
   const std::int64_t blocks = std::min(result.capacity_ids, most);
+  require(blocks <= options.max_blocks, ErrorCode::bad_argument,
+          "the trace has up to {} different blocks, and a replay keeps at most {}; give --capacity {} or less", most,
+          options.max_blocks, options.max_blocks * trace.id_tokens);
   result.share_tokens = equal_shares(blocks, options.tenants)[0] * trace.id_tokens;
   CacheReplay replay(trace, options, blocks);
   result.tenants.resize(static_cast<std::size_t>(options.tenants));
   const auto requests = static_cast<std::int64_t>(trace.requests.size());
   const std::int64_t interval = std::max<std::int64_t>(1, (requests + kReplayIntervals - 1) / kReplayIntervals);
   for (const TraceRequest& request : trace.requests) {
+    if (interrupted()) break;
     if (result.total.requests % interval == 0) result.over_time.emplace_back();
     const ReplayCounts counts = replay.serve(request, result.total.requests + 1);
     result.total.add(counts);

@@ -11,8 +11,13 @@
 
 namespace kv4::cli {
 
+/// Of a trace that somebody else wrote: the index takes some 120 bytes for each.
+constexpr std::int64_t kMaxForeignBlocks = 1 << 22;
+constexpr std::int64_t kMaxBlocks = 1 << 25;
+
 struct ReplayOptions {
-  std::int64_t capacity_tokens = 0;  // 0: nothing is ever evicted
+  std::int64_t capacity_tokens = 0;      // 0: nothing is ever evicted
+  std::int64_t max_blocks = kMaxBlocks;  // that are kept at a time
   EvictionKind eviction = EvictionKind::lru;
   SnapshotPolicy snapshots;            // where hits can resume; positions are rounded to the trace's ids
   int tenants = 1;                     // each has an equal share that the others cannot evict

@@ -12,6 +12,7 @@
 #include "bench_copy.h"
 #include "device_memory.h"
 #include "inputs.h"
+#include "interrupts.h"
 #include "kv4/tiered_prefix.h"
 #include "run_steps.h"
 
@@ -104,6 +105,7 @@ class DataReplay {
     const std::int64_t interval = std::max<std::int64_t>(1, (requests + kReplayIntervals - 1) / kReplayIntervals);
     std::int64_t number = 0;
     for (const TraceRequest& request : trace_.requests) {
+      if (interrupted()) break;
       if (number % interval == 0) result_.cache.over_time.emplace_back();
       serve(request, static_cast<std::uint64_t>(number++));
       if (options_.request_done) options_.request_done();
@@ -160,7 +162,7 @@ class DataReplay {
   }
 
   void count_tiers() {
-    tiers_->flush(in(std::chrono::seconds(60)));
+    tiers_->flush(in(std::chrono::seconds(interrupted() ? 2 : 60)));
     result_.loaded_blocks = tiered_->statistics().loaded_blocks;
     result_.tiers = tiers_->report();
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "interrupts.h"
 #include "page.h"
 #include "plot.h"
 #include "sizes.h"
@@ -149,6 +150,7 @@ void write_report(const std::string& path, const std::string& name, const Trace&
                            draw_lines(plot_capacity(trace, options)) + draw_recomputed(trace, options, result) +
                            draw_lines(plot_evictions(result)) + draw_tenants(result) + draw_tiers(data) +
                            draw_latencies(data) + "</div>\n" + close_page();
+  if (interrupted()) return;  // its replays are not complete
   write_file(path, page);
 }
 

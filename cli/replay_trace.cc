@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "input_file.h"
 
 namespace kv4::cli {
 namespace {
@@ -19,8 +20,12 @@ namespace {
 using nlohmann::json;
 
 constexpr int kMooncakeIdTokens = 512;
-constexpr int kMaxLineBytes = 1 << 24;
-constexpr std::int64_t kMaxTokens = std::int64_t{1} << 31;
+// A trace may come from anybody: a line as JSON takes up to 20 times its bytes, a run of ids 16 bytes, a request 64.
+constexpr std::size_t kMaxLineBytes = 1 << 20;
+constexpr std::int64_t kMaxTraceBytes = std::int64_t{1} << 32;  // unpacked
+constexpr std::int64_t kMaxTraceRequests = 1 << 22;
+constexpr std::int64_t kMaxTraceRuns = 1 << 24;               // of all requests
+constexpr std::int64_t kMaxTraceIds = std::int64_t{1} << 30;  // of all requests: each is looked up
 constexpr std::int64_t kMaxId = std::int64_t{1} << 53;
 constexpr std::string_view kRunLengthFormat = "weka128_rle v1";
 // Sessions of the run-length form know their own clock only.
@@ -29,24 +34,21 @@ constexpr double kSessionStartS = 20, kLongestGapS = 300;
 /// Lines of a file, gzip or not.
 class LineReader {
  public:
-  explicit LineReader(const std::string& path) : path_(path), file_(gzopen(path.c_str(), "rb"), gzclose) {
+  explicit LineReader(const std::string& path) : path_(path), file_(gzdopen(InputFile(path).release(), "rb"), gzclose) {
     require(file_ != nullptr, ErrorCode::bad_file, "{}: cannot be opened; give a readable trace", path);
     gzbuffer(file_.get(), 1 << 18);
   }
 
   bool next(std::string& line) {
     line.clear();
-    char piece[1 << 16];
-    while (gzgets(file_.get(), piece, sizeof piece) != nullptr) {
-      line += piece;
+    while (!line.ends_with('\n') && (at_ < filled_ || fill())) {
+      const std::string_view left(buffer_.data() + at_, filled_ - at_);
+      const std::size_t taken = std::min(left.find('\n'), left.size() - 1) + 1;
+      line += left.substr(0, taken);
+      at_ += taken;
       require(line.size() <= kMaxLineBytes, ErrorCode::bad_file, "{}:{}: a line of more than {} bytes", path_,
               number_ + 1, kMaxLineBytes);
-      if (line.ends_with('\n')) break;
     }
-    int code = Z_OK;
-    const char* text = gzerror(file_.get(), &code);
-    require(code == Z_OK || code == Z_STREAM_END, ErrorCode::bad_file, "{}:{}: damaged or truncated: {}", path_,
-            number_ + 1, text);
     if (line.empty()) return false;
     ++number_;
     return true;
@@ -58,9 +60,25 @@ class LineReader {
   }
 
  private:
+  bool fill() {
+    const int got = gzread(file_.get(), buffer_.data(), static_cast<unsigned>(buffer_.size()));
+    int code = Z_OK;
+    const char* text = gzerror(file_.get(), &code);
+    require(got >= 0 && (code == Z_OK || code == Z_STREAM_END), ErrorCode::bad_file, "{}:{}: damaged or truncated: {}",
+            path_, number_ + 1, text);
+    at_ = 0;
+    filled_ = static_cast<std::size_t>(got);
+    bytes_ += got;
+    require(bytes_ <= kMaxTraceBytes, ErrorCode::bad_file, "{}:{}: more than {} bytes, unpacked; split the trace",
+            path_, number_ + 1, kMaxTraceBytes);
+    return got > 0;
+  }
+
   std::string path_;
   std::unique_ptr<gzFile_s, int (*)(gzFile)> file_;
-  std::int64_t number_ = 0;
+  std::vector<char> buffer_ = std::vector<char>(1 << 16);
+  std::size_t at_ = 0, filled_ = 0;  // what is left of the buffer
+  std::int64_t number_ = 0, bytes_ = 0;
 };
 
 /// The fields of one line; every refusal names file and line.
@@ -113,8 +131,9 @@ void add_run(std::vector<IdRun>& runs, IdRun run) {
 }
 
 void check_ids(const LineReader& reader, const TraceRequest& request, std::int64_t expected) {
-  if (count_ids(request) != expected)
-    reader.refuse("{} ids for {} input tokens, which make {}", count_ids(request), request.input_tokens, expected);
+  const std::int64_t ids = count_ids(request);
+  if (ids != expected) reader.refuse("{} ids for {} input tokens, which make {}", ids, request.input_tokens, expected);
+  if (ids > kMaxRequestIds) reader.refuse("{} ids; a request has at most {}", ids, kMaxRequestIds);
   std::vector<IdRun> sorted = request.ids;
   std::sort(sorted.begin(), sorted.end(), [](const IdRun& a, const IdRun& b) { return a.first < b.first; });
   for (std::size_t i = 1; i < sorted.size(); ++i)
@@ -125,8 +144,8 @@ void check_ids(const LineReader& reader, const TraceRequest& request, std::int64
 TraceRequest read_mooncake(const Line& line) {
   TraceRequest request;
   request.time_s = line.seconds("timestamp", 1e-3);
-  request.input_tokens = line.whole("input_length", 1, kMaxTokens);
-  request.output_tokens = line.whole("output_length", 0, kMaxTokens);
+  request.input_tokens = line.whole("input_length", 1, kMaxRequestTokens);
+  request.output_tokens = line.whole("output_length", 0, kMaxRequestTokens);
   for (const json& id : line.list("hash_ids")) add_run(request.ids, {line.whole(id, "hash_ids", 0, kMaxId), 1});
   check_ids(line.reader, request, ceil_div(request.input_tokens, kMooncakeIdTokens));
   return request;
@@ -150,16 +169,34 @@ TraceRequest read_run_length(const Line& line, int id_tokens, std::map<std::int6
     session = {told, session.time_s + std::min(told - session.told_s, kLongestGapS)};
   }
   request.time_s = session.time_s;
-  request.input_tokens = line.whole("i", 1, kMaxTokens);
-  request.output_tokens = line.whole("o", 0, kMaxTokens);
+  request.input_tokens = line.whole("i", 1, kMaxRequestTokens);
+  request.output_tokens = line.whole("o", 0, kMaxRequestTokens);
   for (const json& run : line.list("r")) {
     if (!run.is_array() || run.size() != 2)
       line.reader.refuse("'r' holds {}, not [first_id, count]", Line::excerpt(run));
-    add_run(request.ids, {line.whole(run[0], "r", 0, kMaxId), line.whole(run[1], "r", 1, kMaxTokens)});
+    add_run(request.ids, {line.whole(run[0], "r", 0, kMaxId), line.whole(run[1], "r", 1, kMaxRequestTokens)});
   }
   check_ids(line.reader, request, request.input_tokens / id_tokens);
   return request;
 }
+
+/// What all requests have together.
+struct TraceTotals {
+  std::int64_t requests = 0, runs = 0, ids = 0;
+
+  void add(const LineReader& reader, const TraceRequest& request) {
+    grow(reader, requests, 1, kMaxTraceRequests, "requests");
+    grow(reader, runs, static_cast<std::int64_t>(request.ids.size()), kMaxTraceRuns, "runs of ids");
+    grow(reader, ids, count_ids(request), kMaxTraceIds, "ids");
+  }
+
+ private:
+  static void grow(const LineReader& reader, std::int64_t& total, std::int64_t more, std::int64_t most,
+                   const char* what) {
+    total += more;
+    if (total > most) reader.refuse("more than {} {}; split the trace", most, what);
+  }
+};
 
 }  // namespace
 
@@ -185,6 +222,7 @@ Trace read_trace(const std::string& path, std::int64_t limit) {
   Trace trace{.id_tokens = kMooncakeIdTokens, .requests = {}};
   bool run_length = false;
   std::map<std::int64_t, Session> sessions;
+  TraceTotals totals;
   std::string text;
   for (bool first = true; reader.next(text); first = false) {
     const json object = json::parse(text, nullptr, false);
@@ -198,6 +236,8 @@ Trace read_trace(const std::string& path, std::int64_t limit) {
       continue;
     }
     trace.requests.push_back(run_length ? read_run_length(line, trace.id_tokens, sessions) : read_mooncake(line));
+    trace.requests.back().ids.shrink_to_fit();
+    totals.add(reader, trace.requests.back());
   }
   std::stable_sort(trace.requests.begin(), trace.requests.end(),
                    [](const TraceRequest& a, const TraceRequest& b) { return a.time_s < b.time_s; });

@@ -7,6 +7,10 @@
 
 namespace kv4::cli {
 
+// Of a request that is read.
+constexpr std::int64_t kMaxRequestTokens = 1 << 22;  // the longest context of the models is 2^20
+constexpr std::int64_t kMaxRequestIds = 1 << 15;     // 2^22 tokens by 128
+
 /// Consecutive ids [first, first + count).
 struct IdRun {
   std::int64_t first = 0;

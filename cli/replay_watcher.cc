@@ -6,6 +6,7 @@
 
 #include "interrupts.h"
 #include "metrics.h"
+#include "output.h"
 #include "page.h"
 #include "sizes.h"
 
@@ -38,8 +39,7 @@ void ReplayWatcher::see(const ReplayMoment& moment) {
 
 void ReplayWatcher::stay() const {
   if (!server_) return;
-  catch_interrupts();
-  std::fflush(stdout);  // whoever reads the result may end the process from now on
+  flush_output();  // whoever reads the result may end the process from now on
   while (!interrupted()) sleep_ms(1000);
 }
 

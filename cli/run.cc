@@ -8,7 +8,9 @@
 #include "cache_flags.h"
 #include "commands.h"
 #include "device_memory.h"
+#include "interrupts.h"
 #include "kv4/error.h"
+#include "output.h"
 #include "run_checks.h"
 #include "run_scenario.h"
 #include "sizes.h"
@@ -53,7 +55,7 @@ struct RunResult {
   double wall_s = 0;
 
   bool ok() const {
-    return std::all_of(checks.begin(), checks.end(), [](const Check& check) { return check.ok; });
+    return !interrupted() && std::all_of(checks.begin(), checks.end(), [](const Check& check) { return check.ok; });
   }
 };
 
@@ -78,9 +80,7 @@ std::vector<Part> compare_parts(KVCacheManager& manager) {
   return out;
 }
 
-RunResult play(Scenario& scenario, const RunSettings& settings) {
-  RunResult result;
-  const Stopwatch watch;
+void play_and_check(Scenario& scenario, const RunSettings& settings, RunResult& result) {
   {
     Progress progress("cache at work", scenario.planned_tokens());
     scenario.play(progress);
@@ -95,6 +95,15 @@ RunResult play(Scenario& scenario, const RunSettings& settings) {
     for (Check& check : check_replays(scenario, settings, progress)) result.checks.push_back(std::move(check));
   }
   result.checks.push_back(check_release(scenario));
+}
+
+RunResult play(Scenario& scenario, const RunSettings& settings) {
+  RunResult result;
+  const Stopwatch watch;
+  try {
+    play_and_check(scenario, settings, result);
+  } catch (const Interrupted&) {  // what was done is shown
+  }
   result.wall_s = watch.seconds();
   return result;
 }
@@ -106,6 +115,7 @@ struct Speed {
 Speed speed_of(const Scenario& scenario) {
   const StepTimes& times = scenario.times();
   Speed speed;
+  if (times.steps == 0) return speed;  // interrupted before the first
   speed.tokens_per_s =
       static_cast<double>(scenario.tokens() + scenario.rejected()) / (times.append_s + times.control_s);
   speed.bytes_per_s = static_cast<double>(times.touched_bytes) / times.append_s;
@@ -149,7 +159,8 @@ void print_text(Scenario& scenario, const RunSettings& settings, const RunResult
   table.row({on_host ? "share of memcpy speed" : "share of copy speed",
              fmt::format("{:.0f} %", speed.memcpy_share * 100), ""});
   table.row({"prepare and commit", human_seconds(times.control_s),
-             fmt::format("{} per step", human_seconds(times.control_s / static_cast<double>(times.steps)))});
+             fmt::format("{} per step", human_seconds(times.control_s /
+                                                      static_cast<double>(std::max<std::int64_t>(times.steps, 1))))});
   table.row({"all of it", human_seconds(result.wall_s), "with making inputs and checking"});
   fmt::print("{}\n", table.str());
 
@@ -167,6 +178,7 @@ nlohmann::ordered_json to_json(Scenario& scenario, const RunSettings& settings, 
   for (const Part& part : result.parts)
     parts.push_back({{"name", part.name}, {"planned_bytes", part.planned}, {"bytes", part.held}});
   nlohmann::ordered_json out = {{"ok", result.ok()},
+                                {"interrupted", interrupted()},
                                 {"model", settings.config.name},
                                 {"layers", scenario.manager().schema().layers.size()},
                                 {"formats", describe_formats(scenario.manager().schema().options)},
@@ -191,15 +203,21 @@ nlohmann::ordered_json to_json(Scenario& scenario, const RunSettings& settings, 
 
 int run(const RunFlags& flags) {
   const RunSettings settings = read_settings(flags);
+  catch_interrupts();
   Scenario scenario(settings);
   const RunResult result = play(scenario, settings);
   if (flags.json)
     fmt::print("{}\n", to_json(scenario, settings, result).dump(2));
   else
     print_text(scenario, settings, result);
-  std::fflush(stdout);
+  flush_output();
   for (const Check& check : result.checks) {
     if (!check.ok) fmt::print(stderr, "failed: {}: {}\n", check.name, check.detail);
+  }
+  if (interrupted()) {
+    fmt::print(stderr, "interrupted: {} of {} tokens were appended, the other checks were not made\n",
+               group_digits(scenario.tokens()), group_digits(scenario.planned_tokens()));
+    return interrupted_exit_code();
   }
   return result.ok() ? 0 : 1;
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "interrupts.h"
 #include "sizes.h"
 
 namespace kv4::cli {
@@ -80,6 +81,7 @@ void replay(StepDriver& driver, RequestId request, const Actor& actor, std::int6
     state = state * 6364136223846793005u + 1442695040888963407u;
     const std::int64_t chunk = whole > 0 ? whole : 1 + static_cast<std::int64_t>((state >> 33) % kLargestChunk);
     const std::int64_t count = std::min(chunk, actor.length - at);
+    stop_if_interrupted();
     append_from(driver, request, actor.history, at, count);
     progress.advance(count);
     at += count;

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "interrupts.h"
 #include "kv4/error.h"
 
 namespace kv4::cli {
@@ -121,6 +122,7 @@ std::vector<StepTokens> Scenario::next_step() {
 }
 
 void Scenario::step(std::vector<StepTokens> items, Progress* progress) {
+  stop_if_interrupted();
   driver_->step(items);
   std::int64_t count = 0;
   for (const StepTokens& item : items)

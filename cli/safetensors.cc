@@ -9,11 +9,10 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "input_file.h"
 #include "kv4/error.h"
 
 namespace kv4::cli {
@@ -24,8 +23,10 @@ static_assert(std::endian::native == std::endian::little, "the file's data is co
 using nlohmann::json;
 
 constexpr std::uint64_t kLengthBytes = 8;
-constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
-constexpr std::uint64_t kMaxFileBytes = std::uint64_t{1} << 32;
+// Recorded vectors have some MB and two dozen tensors. A header as JSON takes up to 20 times its bytes.
+constexpr std::int64_t kMaxFileBytes = 1 << 27;
+constexpr std::uint64_t kMaxHeaderBytes = 1 << 20;
+constexpr std::uint64_t kMaxElements = std::uint64_t{1} << 32;
 constexpr std::size_t kMaxDims = 8;
 
 struct TypeRow {
@@ -71,9 +72,9 @@ std::vector<std::int64_t> parse_shape(const std::string& file, const std::string
   }
   std::vector<std::int64_t> shape;
   for (const json& size : value) {
-    if (!size.is_number_unsigned() || size.get<std::uint64_t>() > kMaxFileBytes) {
+    if (!size.is_number_unsigned() || size.get<std::uint64_t>() > kMaxElements) {
       fail(file, "tensor '{}' has size {} in its shape, allowed are integers from 0 to {}; write the file again",
-           tensor, shown(size), kMaxFileBytes);
+           tensor, shown(size), kMaxElements);
     }
     shape.push_back(size.get<std::int64_t>());
   }
@@ -85,8 +86,8 @@ std::int64_t count_elements(const std::string& file, const std::string& tensor,
   std::uint64_t elements = 1;
   for (std::int64_t size : shape) {
     const auto factor = static_cast<std::uint64_t>(size);
-    if (factor != 0 && elements > kMaxFileBytes / factor) {
-      fail(file, "tensor '{}' has shape {}, more than {} elements; split the file", tensor, shape, kMaxFileBytes);
+    if (factor != 0 && elements > kMaxElements / factor) {
+      fail(file, "tensor '{}' has shape {}, more than {} elements; split the file", tensor, shape, kMaxElements);
     }
     elements *= factor;
   }
@@ -286,15 +287,12 @@ SafeTensors parse_safetensors(std::vector<std::byte> bytes, std::string name) {
 }
 
 SafeTensors load_safetensors(const std::string& path) {
-  std::error_code error;
-  const std::uint64_t size = std::filesystem::file_size(path, error);
-  if (error) fail(path, "cannot be read ({}); check the path", error.message());
-  if (size > kMaxFileBytes) fail(path, "{} bytes, at most {} are read; split the file", size, kMaxFileBytes);
-  std::vector<std::byte> bytes(static_cast<std::size_t>(size));
-  std::ifstream file(path, std::ios::binary);
-  if (!file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(size))) {
-    fail(path, "gave fewer than its {} bytes; check its permissions", size);
-  }
+  const InputFile file(path);
+  if (file.bytes() > kMaxFileBytes)
+    fail(path, "{} bytes, at most {} are read; split the file", file.bytes(), kMaxFileBytes);
+  std::vector<std::byte> bytes(static_cast<std::size_t>(file.bytes()));
+  if (file.read(bytes.data(), file.bytes()) != file.bytes())
+    fail(path, "gave fewer than its {} bytes; fetch it again", file.bytes());
   return parse_safetensors(std::move(bytes), path);
 }
 

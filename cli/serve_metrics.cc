@@ -16,8 +16,10 @@
 #include "interrupts.h"
 #include "live_page.h"
 #include "metrics.h"
+#include "output.h"
 #include "page.h"
 #include "plot.h"
+#include "printable.h"
 #include "sizes.h"
 #include "status_reader.h"
 
@@ -36,13 +38,15 @@ struct ServeFlags {
 /// A folder, and what was last found there.
 struct Watched {
   std::string name, directory;
+  StatusReader reader{{}};
   std::optional<PublishedStatus> now;
   PageHead head{.headline = {}, .rate_title = "Share of prompts' tokens that were found", .rates = {}};
 
-  void look() {
+  /// `waits`: where only a change of the status tells whether it is new.
+  void look(bool waits) {
     try {
-      now = read_published_status(directory);
-    } catch (const Error& e) {
+      now = waits ? read_published_status(directory) : reader.read();
+    } catch (const std::exception& e) {  // of any kind: this cache's files do not end what is served of others
       now.reset();
       head.headline = e.what();
       return;
@@ -79,7 +83,10 @@ std::vector<Watched> watch_folders(const std::vector<std::string>& folders) {
       require(other.name != name, ErrorCode::bad_argument,
               "{} and {} would both be called '{}'; give one of them another name, for example by a link",
               other.directory, folder, name);
-    out.push_back({.name = name, .directory = folder, .now = {}});
+    Watched& added = out.emplace_back();
+    added.name = name;
+    added.directory = folder;
+    added.reader = StatusReader(folder);
   }
   return out;
 }
@@ -100,7 +107,8 @@ std::string index_page(const std::vector<Watched>& caches) {
 
 void refresh(std::vector<Watched>& caches, HttpServer& server) {
   for (Watched& cache : caches) {
-    cache.look();
+    if (interrupted()) return;
+    cache.look(false);
     serve_page(server, caches.size() == 1 ? "/" : "/" + cache.name + "/", cache.status(), cache.head);
   }
   if (caches.size() > 1) server.set("/", "text/html", index_page(caches));
@@ -118,8 +126,8 @@ nlohmann::ordered_json describe(const std::vector<Watched>& caches) {
 }
 
 int show_once(std::vector<Watched>& caches, bool json) {
-  for (Watched& cache : caches) cache.look();
-  fmt::print("{}", json ? describe(caches).dump(2) + "\n" : metrics_of(caches));
+  for (Watched& cache : caches) cache.look(true);
+  fmt::print("{}", json ? describe(caches).dump(2, ' ', true) + "\n" : metrics_of(caches));
   return std::all_of(caches.begin(), caches.end(), [](const Watched& cache) { return cache.now.has_value(); }) ? 0 : 1;
 }
 
@@ -130,16 +138,14 @@ int serve(const ServeFlags& flags) {
   HttpServer server(flags.listen, "--listen");
   refresh(caches, server);
   if (flags.json) {
-    fmt::print("{}\n", nlohmann::ordered_json{{"address", server.address()}, {"caches", describe(caches)}}.dump());
+    fmt::print("{}\n",
+               nlohmann::ordered_json{{"address", server.address()}, {"caches", describe(caches)}}.dump(-1, ' ', true));
   } else {
     fmt::print("serving {} and {}metrics\n", server.address(), server.address());
-    for (const Watched& cache : caches) fmt::print("{}: {}\n", cache.name, cache.head.headline);
+    for (const Watched& cache : caches) fmt::print("{}: {}\n", cache.name, printable(cache.head.headline));
   }
-  std::fflush(stdout);
-  while (!interrupted()) {
-    sleep_ms(kPeriodMs);
-    refresh(caches, server);
-  }
+  flush_output();
+  for (sleep_ms(kPeriodMs); !interrupted(); sleep_ms(kPeriodMs)) refresh(caches, server);
   return 0;
 }
 
@@ -162,7 +168,8 @@ void add_serve_metrics(CLI::App& app, int& exit_code) {
   command->footer(
       "Serves /metrics for Prometheus and a page at /, or a page for each cache at /NAME/; NAME is the folder's last\n"
       "part and the label 'cache'. A cache that does not publish has kv4_up 0 and nothing else. Ends at SIGINT or\n"
-      "SIGTERM. What a folder says can be read by whoever can reach the address: there is no password.\n"
+      "SIGTERM. What a folder says can be read by whoever can reach the address: there is no password. On loopback a\n"
+      "request must name an address, localhost or the HOST of --listen, against pages that rebind their name.\n"
       "\n"
       "Examples:\n"
       "  kv4 serve-metrics /run/kv4/gpu0                          metrics and a page on 127.0.0.1:9464\n"

@@ -5,9 +5,14 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 
+#include "base/check.h"
 #include "cache/session_file.h"
 #include "commands.h"
+#include "input_file.h"
+#include "printable.h"
+#include "session_rows.h"
 #include "sizes.h"
 #include "table.h"
 
@@ -41,17 +46,17 @@ void print_json(const SessionSurvey& s) {
                       {"token_ids", s.token_bytes},
                       {"extra", s.extra_bytes}}},
                     {"problems", s.problems}};
-  fmt::print("{}\n", out.dump(2, ' ', false, json::error_handler_t::replace));
+  fmt::print("{}\n", out.dump(2, ' ', true, json::error_handler_t::replace));
 }
 
 void print_text(const SessionSurvey& s, const std::string& path) {
   fmt::print("{}: {} tokens", path, group_digits(s.lengths[0]));
   for (std::size_t i = 1; i < s.lengths.size(); ++i)
     fmt::print(", draft stage {}: {}", i - 1, group_digits(s.lengths[i]));
-  fmt::print("\nweights '{}', tenant {}, layout {:016x}:\n", s.weights_id, s.tenant, s.layout_id);
+  fmt::print("\nweights '{}', tenant {}, layout {:016x}:\n", printable(s.weights_id), s.tenant, s.layout_id);
   for (std::size_t at = 0, end; at < s.layout.size(); at = end + 1) {
     end = std::min(s.layout.find('\n', at), s.layout.size());
-    fmt::print("  {}\n", s.layout.substr(at, end - at));
+    fmt::print("  {}\n", printable(std::string_view(s.layout).substr(at, end - at)));
   }
   Table table("lrr", {"part", "number", "bytes"});
   table.row({"full blocks", group_digits(s.blocks_found), group_digits(s.block_bytes)});
@@ -63,13 +68,20 @@ void print_text(const SessionSurvey& s, const std::string& path) {
   table.rule();
   table.row({"file", "", group_digits(s.file_bytes)});
   fmt::print("\n{}\n", table.str());
-  for (const std::string& problem : s.problems) fmt::print("damaged: {}\n", problem);
+  for (const std::string& problem : s.problems) fmt::print("damaged: {}\n", printable(problem));
   if (s.sound()) fmt::print("Every record is sound.\n");
 }
 
+SessionSurvey survey_file(tier::FileSystem& files, const std::string& path) try {
+  return survey_session_file(files, path);
+} catch (const Error& e) {
+  fail(e.code(), "{}{}", e.what(), what_it_is(path));
+}
+
 int inspect(const SessionFlags& flags) {
+  require_regular_file(flags.path);
   const auto files = tier::make_posix_file_system({.direct = false});
-  const SessionSurvey survey = survey_session_file(*files, flags.path);
+  const SessionSurvey survey = survey_file(*files, flags.path);
   if (flags.json)
     print_json(survey);
   else

@@ -1,14 +1,19 @@
 #include "session_rows.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <map>
+#include <string_view>
 #include <utility>
 
 #include "base/check.h"
 #include "base/group.h"
 #include "cache/session_file.h"
 #include "codec/codec.h"
+#include "input_file.h"
 #include "schema/image_layout.h"
 #include "schema/layout_text.h"
 
@@ -121,10 +126,45 @@ void decode_image(Decoder& decoder, const CacheSchema& schema, std::span<const s
   for (const PendingPart& part : layout.pending) decode_pending(decoder, schema, image, part);
 }
 
+/// By its first bytes.
+const char* kind_of_bytes(std::string_view bytes) {
+  constexpr std::pair<std::string_view, const char*> kKinds[] = {{"\x1f\x8b", "a gzip file"},
+                                                                 {"\x7f"
+                                                                  "ELF",
+                                                                  "a program or library"},
+                                                                 {"\x89PNG", "a PNG image"},
+                                                                 {"PK\x03\x04", "a zip archive"},
+                                                                 {"%PDF", "a PDF document"},
+                                                                 {"KV4SEG", "a segment of a disk store"},
+                                                                 {"KV4IDX", "an index of a disk store"}};
+  for (const auto& [begin, kind] : kKinds)
+    if (bytes.starts_with(begin)) return kind;
+  if (bytes.find_first_not_of('\0') == std::string_view::npos) return "a file of zeros";
+  const auto is_text = [](unsigned char c) { return c >= 0x20 || c == '\t' || c == '\n' || c == '\r'; };
+  if (!std::all_of(bytes.begin(), bytes.end(), is_text)) return "binary data";
+  const std::size_t first = bytes.find_first_not_of(" \t\r\n");
+  return first != std::string_view::npos && (bytes[first] == '{' || bytes[first] == '[') ? "JSON" : "text";
+}
+
 }  // namespace
+
+std::string what_it_is(const std::string& path) {
+  std::string bytes(static_cast<std::size_t>(tier::kRecordHeaderBytes), '\0');
+  try {
+    const InputFile file(path);
+    if (file.bytes() == 0) return "";  // said already
+    bytes.resize(static_cast<std::size_t>(file.read(bytes.data(), static_cast<std::int64_t>(bytes.size()))));
+  } catch (const Error&) {
+    return "";
+  }
+  const tier::RecordRefusal refusal = tier::parse_header(std::as_bytes(std::span(bytes))).refusal;
+  if (refusal != tier::RecordRefusal::foreign && refusal != tier::RecordRefusal::too_short) return "";
+  return fmt::format("; it is {}, not a session of save_session_file", kind_of_bytes(bytes));
+}
 
 SessionContents read_session_rows(const std::string& path, const SessionIdentity& identity,
                                   const std::function<void(const DecodedRow&)>& take, const ReadProgress& progress) {
+  require_regular_file(path);
   const auto files = tier::make_posix_file_system({.direct = false});
   SessionFileSource source(*files, path);
   const auto guard = session_guard(identity);

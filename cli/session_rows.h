@@ -32,6 +32,9 @@ struct SessionContents {
   std::int64_t missing_blocks = 0;
 };
 
+/// "; it is text, not a session of save_session_file", where the file does not begin as one; else nothing.
+std::string what_it_is(const std::string& path);
+
 /// Told how far it is, now and then.
 using ReadProgress = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
 

@@ -2,44 +2,66 @@
 
 #include <chrono>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <random>
 #include <thread>
 
 #include "base/check.h"
+#include "input_file.h"
+#include "interrupts.h"
 #include "page.h"
 
 namespace kv4::cli {
 namespace {
 
 constexpr std::chrono::seconds kAnswerLimit{30};
+constexpr std::chrono::seconds kChangeLimit{3};    // that a single look waits for a change
+constexpr std::int64_t kMaxAnswerBytes = 1 << 16;  // of an error
 
-std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-std::int64_t now_ms() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
-      .count();
+PublishedStatus read_status_file(const std::string& directory) {
+  const std::string path = directory + "/" + kStatusFileName;
+  std::error_code ignored;
+  require(std::filesystem::exists(path, ignored), ErrorCode::bad_file, "nobody publishes in {}: there is no {}",
+          directory, kStatusFileName);
+  const std::string text = read_input_file(path, kMaxStatusBytes, "a status");
+  try {
+    return parse_published_status(text);
+  } catch (const Error& e) {
+    fail(e.code(), "{}: {}", path, e.what());
+  }
 }
 
 }  // namespace
 
-PublishedStatus read_published_status(const std::string& directory) {
-  const std::string path = directory + "/" + kStatusFileName, text = read_text(path);
-  require(!text.empty(), ErrorCode::bad_file, "nobody publishes in {}: there is no {}", directory, kStatusFileName);
-  PublishedStatus out;
-  try {
-    out = parse_published_status(text);
-  } catch (const Error& e) {
-    fail(e.code(), "{}: {}", path, e.what());
-  }
-  const std::int64_t now = now_ms();
-  require(!out.is_stale(now), ErrorCode::bad_file, "nobody publishes in {} any more: process {} did {} s ago",
-          directory, out.process, (now - out.time_ms) / 1000);
+// A status that is not of this boot's clock is one of another machine, or was left there before a restart. Which of
+// them shows when it changes; the reader's own clock says how long ago that was.
+PublishedStatus StatusReader::read() {
+  PublishedStatus out = read_status_file(directory_);
+  const auto now = std::chrono::steady_clock::now();
+  const std::pair mark(out.boot_id, out.boot_ms != 0 ? out.boot_ms : out.time_ms);
+  if (mark_ && *mark_ != mark) changed_ = now;
+  mark_ = mark;
+  const bool seen_to_change = changed_ && now - *changed_ <= std::chrono::milliseconds(out.patience_ms());
+  const BootTime boot = read_boot_time();
+  const Freshness freshness = out.freshness(boot);
+  require(freshness != Freshness::stale || seen_to_change, ErrorCode::bad_file,
+          "nobody publishes in {} any more: process {} did {} s ago", directory_, out.process,
+          (boot.ms - out.boot_ms) / 1000);
+  require(freshness != Freshness::unknown || seen_to_change, ErrorCode::bad_file,
+          "nobody is seen to publish in {}: its status is of another boot or machine, and has not changed", directory_);
   return out;
+}
+
+PublishedStatus read_published_status(const std::string& directory) {
+  StatusReader reader(directory);
+  if (read_status_file(directory).freshness(read_boot_time()) != Freshness::unknown) return reader.read();
+  for (const auto end = std::chrono::steady_clock::now() + kChangeLimit;;) {
+    try {
+      return reader.read();
+    } catch (const Error&) {
+      if (std::chrono::steady_clock::now() > end || interrupted()) throw;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
 }
 
 AskedRequest::AskedRequest(const std::string& directory, RequestId request) {
@@ -51,7 +73,7 @@ AskedRequest::AskedRequest(const std::string& directory, RequestId request) {
   replace_file(asked, "");
   for (const auto end = std::chrono::steady_clock::now() + kAnswerLimit; !std::filesystem::exists(path_);) {
     if (std::filesystem::exists(failed)) {
-      const std::string why = read_text(failed);
+      const std::string why = read_input_file(failed, kMaxAnswerBytes, "an answer");
       std::filesystem::remove(failed);
       fail(ErrorCode::bad_argument, "{}", why);
     }

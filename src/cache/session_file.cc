@@ -141,6 +141,8 @@ Expected<RequestId> restore_session_file(KVCacheManager& manager, const SessionI
 
 namespace {
 
+constexpr std::int64_t kMaxSurveyProblems = 100;  // told one by one
+
 /// Goes through a file and notes what is wrong.
 class Surveyor {
  public:
@@ -156,6 +158,8 @@ class Surveyor {
       if (record.empty()) break;
       noted(number, [&] { take_block(record); });
     }
+    if (problems_ > kMaxSurveyProblems)
+      survey_.problems.push_back(fmt::format("{} more records like these", problems_ - kMaxSurveyProblems));
     if (const std::int64_t missing = survey_.full_blocks - survey_.blocks_found; missing > 0)
       survey_.problems.push_back(fmt::format("{} of {} full blocks are missing", missing, survey_.full_blocks));
     return std::move(survey_);
@@ -168,7 +172,7 @@ class Surveyor {
       call();
       return true;
     } catch (const Error& e) {
-      survey_.problems.push_back(fmt::format("record {}: {}", number, e.what()));
+      if (++problems_ <= kMaxSurveyProblems) survey_.problems.push_back(fmt::format("record {}: {}", number, e.what()));
       return false;
     }
   }
@@ -215,6 +219,7 @@ class Surveyor {
   std::vector<std::byte> memory_;
   SessionSurvey survey_;
   std::map<BlockKey, bool> found_;  // every full block: whether it came
+  std::int64_t problems_ = 0;       // of records, also those that are not told
 };
 
 }  // namespace

@@ -128,6 +128,8 @@ SessionParts parse_session(std::span<const std::byte> payload) {
   const auto lengths = load_le<std::uint32_t>(fixed + kNumLengthsAt);
   require(parts.block_tokens >= 1 && lengths >= 1, ErrorCode::bad_file,
           "the session has blocks of {} tokens and {} lengths; both are at least 1", parts.block_tokens, lengths);
+  require(lengths <= kMaxSessionLengths, ErrorCode::bad_file, "the session has {} lengths; at most {} are read",
+          lengths, kMaxSessionLengths);
 
   const auto length_bytes = reader.take(std::uint64_t{8} * lengths, "lengths");
   for (std::size_t i = 0; i < lengths; ++i) {
@@ -136,8 +138,17 @@ SessionParts parse_session(std::span<const std::byte> payload) {
             "the session's length {} is {}, which no record can hold", i, length);
     parts.lengths.push_back(static_cast<std::int64_t>(length));
   }
-  parts.weights_id = text_of(reader.take(load_le<std::uint32_t>(fixed + kWeightsBytesAt), "the weights id"));
-  parts.layout = text_of(reader.take(load_le<std::uint32_t>(fixed + kLayoutBytesAt), "the layout"));
+  require(parts.full_blocks() <= kMaxSessionBlocks, ErrorCode::bad_file,
+          "the session has {} full blocks of {} tokens; at most {} are read", parts.full_blocks(), parts.block_tokens,
+          kMaxSessionBlocks);
+  const auto text = [&](std::size_t at, const char* what) {
+    const auto bytes = load_le<std::uint32_t>(fixed + at);
+    require(bytes <= kMaxSessionTextBytes, ErrorCode::bad_file, "{} of the session has {} bytes; at most {} are read",
+            what, bytes, kMaxSessionTextBytes);
+    return text_of(reader.take(bytes, what));
+  };
+  parts.weights_id = text(kWeightsBytesAt, "the weights id");
+  parts.layout = text(kLayoutBytesAt, "the layout");
   const auto extras = load_le<std::uint32_t>(fixed + kNumExtraAt);
   require(extras <= parts.full_blocks(), ErrorCode::bad_file, "the session has extra bytes for {} of {} full blocks",
           extras, parts.full_blocks());

@@ -37,6 +37,11 @@ namespace kv4 {
 inline constexpr std::uint32_t kSessionVersion = 1, kSessionWithSnapshotVersion = 2;
 inline constexpr std::size_t kSessionFixedBytes = 144;
 
+// What a record may say that was not written here: a key per block takes 8 times a token's bytes where a block has one.
+inline constexpr std::int64_t kMaxSessionBlocks = 1 << 18;  // full ones: 2^25 tokens by 128
+inline constexpr std::uint32_t kMaxSessionLengths = 1 + 64;
+inline constexpr std::uint32_t kMaxSessionTextBytes = 1 << 20;  // of the weights id and of the layout, each
+
 /// A session's own record, taken apart. Views of its payload.
 struct SessionParts {
   std::uint32_t block_tokens = 0;

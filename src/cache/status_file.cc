@@ -1,9 +1,12 @@
 #include "cache/status_file.h"
 
 #include <fmt/format.h>
+#include <time.h>
 
 #include <cstdio>
+#include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "base/check.h"
 
@@ -31,7 +34,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TierReport, name, hits, misses, 
                                                 failed_puts, refused_puts, stored_bytes, promoted, waiting_bytes, open,
                                                 times_opened, tier, failure, failure_detail, failures)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(CacheStatus, cache, requests, block_states, tiers)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(PublishedStatus, model, process, time_ms, interval_ms, status)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(PublishedStatus, model, process, time_ms, boot_id, boot_ms, interval_ms,
+                                                status)
 
 namespace {
 
@@ -42,20 +46,106 @@ std::string name_of(const RequestQuestion& question, std::string_view suffix) {
   return fmt::format("{}{}-{:016x}{}", kPrefix, question.request, question.number, suffix);
 }
 
+/// Reads a text without keeping anything of it, and stops at the first bound that it breaks: as a tree it takes some
+/// hundred bytes per value.
+class StatusLimits {
+ public:
+  const std::string& problem() const { return problem_; }
+
+  bool null() { return count(); }
+  bool boolean(bool) { return count(); }
+  bool number_integer(std::int64_t value) { return whole(value >= -kMaxStatusNumber); }
+  bool number_unsigned(std::uint64_t value) { return whole(value <= std::uint64_t{kMaxStatusNumber}); }
+  bool number_float(double, const std::string&) { return whole(false); }
+  bool string(std::string&) { return count(); }
+  bool binary(nlohmann::json::binary_t&) { return count(); }
+  bool key(std::string&) { return true; }
+  bool start_object(std::size_t) { return enter(); }
+  bool start_array(std::size_t) { return enter(); }
+  bool end_object() { return leave(); }
+  bool end_array() { return leave(); }
+  bool parse_error(std::size_t, const std::string&, const nlohmann::json::exception& e) { return stop(e.what()); }
+
+ private:
+  bool stop(std::string why) {
+    problem_ = std::move(why);
+    return false;
+  }
+  bool count() { return ++values_ <= kMaxStatusValues || stop(fmt::format("more than {} values", kMaxStatusValues)); }
+  bool whole(bool fits) {
+    return fits ? count() : stop(fmt::format("a number that is not whole or is beyond {}", kMaxStatusNumber));
+  }
+  bool enter() {
+    return ++depth_ <= kMaxStatusDepth ? count() : stop(fmt::format("nested deeper than {}", kMaxStatusDepth));
+  }
+  bool leave() {
+    --depth_;
+    return true;
+  }
+
+  std::int64_t values_ = 0;
+  int depth_ = 0;
+  std::string problem_;
+};
+
+void check_counts(const PublishedStatus& p) {
+  const auto at_most = [](std::size_t count, std::size_t most, const char* what) {
+    require(count <= most, ErrorCode::bad_file, "it is no status of a cache: {} {}; at most {} are read", count, what,
+            most);
+  };
+  at_most(p.model.size(), kMaxStatusNameBytes, "bytes of the model's name");
+  at_most(p.boot_id.size(), kMaxStatusNameBytes, "bytes of the boot id");
+  at_most(p.status.requests.size(), kMaxStatusRequests, "requests");
+  at_most(p.status.cache.tenants.size(), kMaxStatusTenants, "tenants");
+  at_most(p.status.tiers.size(), kMaxStatusTiers, "tiers");
+  require(p.interval_ms >= 0 && p.interval_ms <= kMaxStatusIntervalMs, ErrorCode::bad_file,
+          "it is no status of a cache: an interval of {} ms; it is 0 to {}", p.interval_ms, kMaxStatusIntervalMs);
+  // Prometheus refuses a page that has a series twice: one cache's would take away those of all others.
+  std::set<std::string> names;
+  for (const TierReport& tier : p.status.tiers) {
+    at_most(tier.name.size(), kMaxStatusNameBytes, "bytes of a tier's name");
+    require(names.insert(tier.name).second, ErrorCode::bad_file, "it is no status of a cache: two tiers '{}'",
+            tier.name);
+  }
+}
+
 }  // namespace
+
+BootTime read_boot_time() {
+  timespec now{};
+  clock_gettime(CLOCK_BOOTTIME, &now);
+  BootTime out{.boot_id = {}, .ms = std::int64_t{now.tv_sec} * 1000 + now.tv_nsec / 1'000'000};
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> out.boot_id;
+  return out;
+}
+
+Freshness PublishedStatus::freshness(const BootTime& now) const {
+  if (boot_id.empty() || boot_id != now.boot_id || boot_ms > now.ms) return Freshness::unknown;
+  return now.ms - boot_ms > patience_ms() ? Freshness::stale : Freshness::fresh;
+}
 
 std::string status_text(const PublishedStatus& published) {
   nlohmann::json out = published;
   out["format"] = kFormat;
-  return out.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::string text = out.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  require(text.size() <= std::size_t{kMaxStatusBytes}, ErrorCode::bad_state,
+          "the status has {} bytes; readers take at most {}", text.size(), kMaxStatusBytes);
+  return text;
 }
 
 PublishedStatus parse_published_status(std::string_view text) {
+  require(text.size() <= std::size_t{kMaxStatusBytes}, ErrorCode::bad_file,
+          "it is no status of a cache: {} bytes; at most {} are read", text.size(), kMaxStatusBytes);
   try {
+    StatusLimits limits;
+    require(nlohmann::json::sax_parse(text, &limits), ErrorCode::bad_file, "it is no status of a cache: {}",
+            limits.problem());
     const nlohmann::json in = nlohmann::json::parse(text);
     require(in.is_object() && in.value("format", "") == kFormat, ErrorCode::bad_file,
             "it is no status of a cache: its format is not '{}'", kFormat);
-    return in.get<PublishedStatus>();
+    auto out = in.get<PublishedStatus>();
+    check_counts(out);
+    return out;
   } catch (const nlohmann::json::exception& e) {
     fail(ErrorCode::bad_file, "it is no status of a cache: {}", e.what());
   }

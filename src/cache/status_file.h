@@ -13,18 +13,42 @@ namespace kv4 {
 inline constexpr const char* kStatusFileName = "status.json";
 inline constexpr const char* kStatusLockName = "lock";
 
+// A status may be anybody's: these bound what a reader takes from it. Writers keep to them.
+inline constexpr std::int64_t kMaxStatusBytes = 16 << 20;  // some KB, and a byte per block
+inline constexpr std::int64_t kMaxStatusValues = 1 << 20;  // numbers, texts, lists, objects
+inline constexpr int kMaxStatusDepth = 16;
+inline constexpr std::int64_t kMaxStatusNumber = std::int64_t{1} << 53;  // either sign
+inline constexpr std::size_t kMaxStatusNameBytes = 256;                  // of a model or a tier
+inline constexpr std::size_t kMaxStatusTiers = 16, kMaxStatusTenants = 256, kMaxStatusRequests = 1 << 16;
+inline constexpr std::int64_t kMaxStatusIntervalMs = 3'600'000;
+
+/// CLOCK_BOOTTIME, which nobody can set, and the boot of a machine that it counts from. All processes of a machine have
+/// the same, in containers too, but for those with a time namespace of their own.
+struct BootTime {
+  std::string boot_id;  // empty: the system does not tell
+  std::int64_t ms = 0;
+};
+BootTime read_boot_time();
+
+enum class Freshness { fresh, stale, unknown };
+
 /// What status.json says.
 struct PublishedStatus {
   std::string model;
   std::int64_t process = 0;
-  std::int64_t time_ms = 0;  // since 1970
+  std::int64_t time_ms = 0;  // since 1970, for people: a wall clock can be set
+  std::string boot_id;       // and boot_ms: a BootTime
+  std::int64_t boot_ms = 0;
   std::int64_t interval_ms = 0;
   CacheStatus status;
 
-  /// Several times in a row nothing came.
-  bool is_stale(std::int64_t now_ms) const { return now_ms - time_ms > 5000 + 5 * interval_ms; }
+  /// Where nothing came for longer, the cache does not publish any more.
+  std::int64_t patience_ms() const { return 5000 + 5 * interval_ms; }
+  /// Unknown: of another boot or machine, or from a later time than now. Only a change of the file tells then.
+  Freshness freshness(const BootTime& now) const;
 };
 
+/// Throws Error(bad_state) where it is larger than a reader takes.
 std::string status_text(const PublishedStatus& published);
 /// Throws Error(bad_file).
 PublishedStatus parse_published_status(std::string_view text);

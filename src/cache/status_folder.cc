@@ -1,5 +1,7 @@
 #include "kv4/status_folder.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <optional>
@@ -63,8 +65,8 @@ struct StatusFolder::Impl {
 
   Impl(KVCacheManager& cache_in, std::string directory_in, const StatusOptions& options_in)
       : cache(cache_in), directory(std::move(directory_in)), options(options_in) {
-    require(options.interval.count() >= 0, ErrorCode::bad_argument, "an interval of {} ms; it must be 0 or more",
-            options.interval.count());
+    require(options.interval.count() >= 0 && options.interval.count() <= kMaxStatusIntervalMs, ErrorCode::bad_argument,
+            "an interval of {} ms; it is 0 to {}", options.interval.count(), kMaxStatusIntervalMs);
     check(files->make_directory(directory), "be made");
     tier::Opened<tier::FileLock> locked = files->lock(path_of(kStatusLockName));
     require(locked.status.code != tier::IoCode::in_use, ErrorCode::bad_state,
@@ -94,22 +96,41 @@ struct StatusFolder::Impl {
   }
 
   /// Under its name at once or not at all; a status need not survive a crash of the machine.
-  void replace(const std::string& name, const std::string& text) const {
+  void replace(const std::string& name, const std::string& text, bool shared) const {
     const std::string path = path_of(name), unfinished = path + std::string(tier::kUnfinishedSuffix);
     (void)files->unlink(unfinished);  // of an attempt that failed
     tier::Opened<tier::File> opened = files->open(unfinished, tier::OpenMode::create);
     tier::IoStatus status = opened.status;
     if (status.ok()) status = tier::write_all(*opened.handle, 0, std::as_bytes(std::span(text)));
+    if (status.ok() && shared) share(unfinished);
     if (status.ok()) status = files->rename(unfinished, path);
     check(status, "be written to");
   }
 
+  /// Whoever may read the folder may read the file, whatever the umask is: 0700 gives 0600, 0750 0640, 0755 0644. The
+  /// group is the folder's where the process is in it. Where that fails, the file stays the owner's.
+  void share(const std::string& path) const {
+    struct stat folder {};
+    const int file = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
+    if (file < 0) return;
+    if (::stat(directory.c_str(), &folder) == 0) {
+      (void)!::fchown(file, static_cast<uid_t>(-1), folder.st_gid);
+      (void)!::fchmod(file, 0600 | (folder.st_mode & 0044));
+    }
+    ::close(file);
+  }
+
   void write_status() const {
-    replace(kStatusFileName, status_text({.model = cache.schema().config.name,
-                                          .process = getpid(),
-                                          .time_ms = files->now_ns() / 1'000'000,
-                                          .interval_ms = options.interval.count(),
-                                          .status = read_status(cache, options.tiers)}));
+    const BootTime now = read_boot_time();
+    replace(kStatusFileName,
+            status_text({.model = cache.schema().config.name.substr(0, kMaxStatusNameBytes),
+                         .process = getpid(),
+                         .time_ms = files->now_ns() / 1'000'000,
+                         .boot_id = now.boot_id,
+                         .boot_ms = now.ms,
+                         .interval_ms = options.interval.count(),
+                         .status = read_status(cache, options.tiers)}),
+            true);
   }
 
   /// The first that is asked for; the others have their turn.
@@ -131,7 +152,7 @@ struct StatusFolder::Impl {
     } catch (const Error& error) {
       std::string why = error.what();
       if (why.starts_with(path + ": ")) why.erase(0, path.size() + 2);  // nobody will find that file
-      replace(question.error_name(), why);
+      replace(question.error_name(), why, false);
       answers.push_back({path_of(question.error_name()), Clock::now()});
     }
   }

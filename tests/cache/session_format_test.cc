@@ -131,5 +131,32 @@ TEST(SessionFormat, KeysDiffer) {
   EXPECT_EQ(chain_keys(hasher, parts, kTokens).size(), 3u);
 }
 
+/// A small record must not ask for much memory: a key for every token, lists of lengths, texts without end.
+TEST(SessionFormat, MoreThanAReaderTakesIsRefused) {
+  const auto parse = [](const SessionParts& parts) { return refused(encode_session(parts)); };
+  SessionParts parts = example();
+  parts.block_tokens = 1;
+  parts.open_block = {};
+  std::vector<std::int32_t> tokens(static_cast<std::size_t>(kMaxSessionBlocks) + 1);
+  for (const std::size_t more : {0u, 1u}) {
+    parts.lengths = {kMaxSessionBlocks + static_cast<std::int64_t>(more)};
+    parts.token_ids = std::as_bytes(std::span(tokens).first(static_cast<std::size_t>(kMaxSessionBlocks) + more));
+    EXPECT_EQ(parse(parts), more == 1);
+  }
+  parts = example();
+  parts.lengths.resize(kMaxSessionLengths, 3);
+  EXPECT_FALSE(parse(parts));
+  parts.lengths.push_back(3);
+  EXPECT_TRUE(parse(parts));
+  const std::string text(kMaxSessionTextBytes + 1, 'x');
+  for (std::string_view SessionParts::*const field : {&SessionParts::weights_id, &SessionParts::layout}) {
+    parts = example();
+    parts.*field = std::string_view(text).substr(1);
+    EXPECT_FALSE(parse(parts));
+    parts.*field = text;
+    EXPECT_TRUE(parse(parts));
+  }
+}
+
 }  // namespace
 }  // namespace kv4::test

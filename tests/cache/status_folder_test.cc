@@ -1,6 +1,7 @@
 #include "kv4/status_folder.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <filesystem>
 #include <fstream>
@@ -68,8 +69,11 @@ TEST_F(StatusFolderTest, SaysHowTheCacheStands) {
   const PublishedStatus found = read();
   EXPECT_EQ(found.model, "small");
   EXPECT_EQ(found.interval_ms, 0);
-  EXPECT_FALSE(found.is_stale(found.time_ms + 4000));
-  EXPECT_TRUE(found.is_stale(found.time_ms + 6000));
+  EXPECT_EQ(found.freshness(read_boot_time()), Freshness::fresh);
+  EXPECT_EQ(found.freshness({found.boot_id, found.boot_ms + 4000}), Freshness::fresh);
+  EXPECT_EQ(found.freshness({found.boot_id, found.boot_ms + 6000}), Freshness::stale);
+  EXPECT_EQ(found.freshness({found.boot_id, found.boot_ms - 1}), Freshness::unknown);
+  EXPECT_EQ(found.freshness({"another", found.boot_ms}), Freshness::unknown);
   const CacheStatus& s = found.status;
   EXPECT_EQ(s.cache.requests, 2);
   EXPECT_EQ(s.cache.prefix.prompts, 1);
@@ -95,6 +99,30 @@ TEST_F(StatusFolderTest, SaysHowTheCacheStands) {
   const CacheStatus after = read().status;
   EXPECT_TRUE(after.requests.empty());
   EXPECT_EQ(std::count(after.block_states.begin(), after.block_states.end(), 'k'), 2);
+}
+
+// Figures are for those whom the operator lets read the folder, whatever the umask; a request's tokens are not.
+TEST_F(StatusFolderTest, FiguresAreReadableByWhomTheFolderIs) {
+  SmallCache small;
+  const RequestId request = small.admit();
+  const auto mode = [](const std::string& file) { return static_cast<unsigned>(fs::status(file).permissions()); };
+  for (const auto& [folder, figures] :
+       {std::pair(0700u, 0600u), std::pair(0750u, 0640u), std::pair(0755u, 0644u), std::pair(0711u, 0600u)}) {
+    fs::create_directory(folder_);
+    fs::permissions(folder_, static_cast<fs::perms>(folder));
+    const mode_t before = umask(0077);
+    StatusFolder status(small.cache, folder_, always_);
+    const RequestQuestion known{request, 1}, unknown{request + 1, 2};
+    ask(known.request, known.number);
+    EXPECT_TRUE(status.publish());
+    ask(unknown.request, unknown.number);
+    EXPECT_TRUE(status.publish());
+    umask(before);
+    EXPECT_EQ(mode(path(kStatusFileName)), figures);
+    EXPECT_EQ(mode(path(known.answer_name())), 0600u);
+    EXPECT_EQ(mode(path(unknown.error_name())), 0600u);
+    EXPECT_EQ(mode(folder_), folder);
+  }
 }
 
 TEST_F(StatusFolderTest, NotMoreOftenThanItsInterval) {
@@ -226,6 +254,41 @@ TEST(StatusText, GoesThereAndBack) {
   for (const char* const bad : {"", "{", "[]", "{}", R"({"format": "kv4 status 2"})",
                                 R"({"format": "kv4 status 1", "status": {"tiers": 3}})", R"({"format": 1})"})
     EXPECT_THROW((void)parse_published_status(bad), Error) << bad;
+}
+
+// What anybody may have written: refused with a reason, in memory that the text's size bounds.
+TEST(StatusText, HostileOnesAreRefused) {
+  const auto refusal = [](const std::string& text) {
+    try {
+      (void)parse_published_status(text);
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), ErrorCode::bad_file);
+      return std::string(e.what());
+    }
+    return std::string("taken");
+  };
+  const auto with = [](const std::string& field) { return R"({"format": "kv4 status 1", )" + field + "}"; };
+  const auto repeated = [](const std::string& text, int times) {
+    std::string out;
+    for (int i = 0; i < times; ++i) out += text + (i + 1 < times ? "," : "");
+    return out;
+  };
+  EXPECT_EQ(refusal(with(R"("model": "m")")), "taken");
+  const std::pair<std::string, const char*> cases[] = {
+      {std::string(static_cast<std::size_t>(kMaxStatusBytes) + 1, ' '), "at most 16777216"},
+      {std::string(1000, '['), "nested deeper"},
+      {with("\"x\": [" + repeated("0", (1 << 20) + 1) + "]"), "values"},
+      {with(R"("process": 1e300)"), "not whole"},
+      {with(R"("process": 18446744073709551615)"), "not whole"},
+      {with(R"("process": -9223372036854775808)"), "not whole"},
+      {with(R"("interval_ms": 3600001)"), "interval"},
+      {with(R"("interval_ms": -1)"), "interval"},
+      {with("\"model\": \"" + std::string(257, 'm') + "\""), "model's name"},
+      {with(R"("status": {"tiers": [{"name": "a"}, {"name": "a"}]})"), "two tiers"},
+      {with("\"status\": {\"tiers\": [" + repeated("{}", 17) + "]}"), "17 tiers"},
+      {with("\"status\": {\"cache\": {\"tenants\": [" + repeated("{}", 257) + "]}}"), "257 tenants"}};
+  for (const auto& [text, reason] : cases)
+    EXPECT_NE(refusal(text).find(reason), std::string::npos) << reason << ": " << refusal(text);
 }
 
 }  // namespace

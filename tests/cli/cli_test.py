@@ -11,6 +11,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -60,7 +61,70 @@ def test_bad_usage():
     refused(["plan", "--config", "x", "--model", "v4-pro"], "--model", "--config")
 
 
+def test_lost_output():
+    """A result that nobody gets is no success, wherever the disk was full."""
+    commands = [["plan"], ["plan", "--json"], ["--help"], ["--version"], ["plan", "--help"], ["bench", "--list"], ["completion", "fish"],
+                ["golden", str(ROOT / "tests/reference/vectors"), "--json"], ["session", "inspect", str(ROOT / "tests/cli/three_tokens.session")],
+                ["replay", "--generate", "--limit", "10"], ["serve-metrics", "/none", "--once"], ["run", "--tokens", "1500", "--requests", "1"]]
+    for args in commands:
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([KV4, *args], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+        equal((args, done.returncode), (args, 3))
+        assert done.stderr in ("error: the output could not be written: No space left on device\n", "error: the output could not be written\n"), done.stderr
+    closed = subprocess.run(["sh", "-c", f"'{KV4}' plan >&-"], stderr=subprocess.PIPE, text=True)
+    assert closed.returncode == 3 and "could not be written" in closed.stderr, closed
+
+
+def test_nearest_names():
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_trace(folder, [mooncake(0, 600, [1, 2])])
+        for args, word in ((["plna"], "plan"), (["replya", path], "replay"), (["store", "verfy", folder], "verify"), (["session", "inspct", path], "inspect"),
+                           (["plan", "--contxt", "1M"], "--context"), (["plan", "--reqests=4"], "--requests"), (["replay", path, "--polcy", "lru"], "--policy"),
+                           (["store", "verify", folder, "--jsn"], "--json"), (["plan", "--model", "v4-flsh"], "v4-flash"), (["plan", "--model", "V4-pro"], "v4-pro"),
+                           (["plan", "--rows", "fp8_tile46"], "fp8_tile64"), (["plan", "--keys", "mxpf4"], "mxfp4"), (["plan", "--hca", "onlin"], "online"),
+                           (["replay", path, "--policy", "s3fio"], "s3fifo"), (["replay", path, "--data", "reel"], "real"),
+                           (["replay", path, "--snapshots", "checkpiont"], "checkpoint"), (["bench", "--filter", "gathre"], "gather"),
+                           (["bench", "--filter", "alocator/publish_evict"], "allocator/publish_evict"), (["inspect", path, "--part", "entires"], "entries"),
+                           (["completion", "bsh"], "bash")):
+            refused(args, f"did you mean '{word}'?")
+    for args in (["xyzzy"], ["plan", "--xyzzy"], ["plan", "--model", "gpt"], ["plan", "--model", "x" * 100_000]):
+        assert "did you mean" not in kv4(*args).stderr, args
+
+
+def test_help_fits_80_columns():
+    for command in ok_json("completion"):
+        text = ok(*command.split()[1:], "--help").stdout
+        wide = [line for line in text.splitlines() if len(line) > 80]
+        assert not wide, (command, wide)
+
+
+def test_log_on_stderr():
+    common = ["replay", "--generate", "--data", "real", "--limit", "3", "--capacity", "64K", "--layers", "3"]
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = ok(*common, "--disk", folder + "/a")
+        equal(quiet.stderr, "")
+        for args in (["-v", *common], [*common, "-v"], [*common, "--verbose"]):
+            shutil.rmtree(folder + "/a")
+            said = ok(*args, "--disk", folder + "/a").stderr
+            assert said.startswith("info: store.opened: ") and folder in said, said
+
+
 # ---- plan
+
+def test_plan_weights():
+    assert "weights are not counted" in ok("plan").stdout
+    plan = ok_json("plan", "--memory", "141GB", "--gpus", "8", "--weights", "690GB", "--context", "1M")
+    equal((plan["gpus"], plan["weights_bytes"]), (8, 690 * 10**9))
+    equal((plan["memory"]["bytes"], plan["memory"]["cache_bytes"]), (141 * 10**9, 8 * 141 * 10**9 - 690 * 10**9))
+    same = ok_json("plan", "--memory", str(plan["memory"]["cache_bytes"]), "--context", "1M")
+    equal((plan["requests"], plan["total_bytes"]), (same["requests"], same["total_bytes"]))
+    text = ok("plan", "--weights", "160GB", "--gpus", "4", "--context", "8K").stdout
+    assert "With weights of 160" in text and "each of 4 GPUs" in text and "not counted" not in text, text
+    refused(["plan", "--memory", "80GB", "--weights", "160GB", "--gpus", "2"], "--weights 160GB", "--gpus")
+    refused(["plan", "--gpus", "0"], "--gpus")
+    refused(["plan", "--weights", "lots"], "--weights", "lots")
+    refused(["plan", "--memory", "9000000000GB", "--gpus", "4096"], "--memory", "too large")
+
 
 def test_plan_v4_flash():
     plan = ok_json("plan", "--model", "v4-flash", "--context", "1M", "--requests", "1")
@@ -291,6 +355,66 @@ def test_replay_run_length():
         result = ok_json("replay", path)
         equal(result["blocks"], 2 + 5 + 4)
         equal(result["hit_blocks"], 0 + 2 + 4)
+
+
+def test_replay_capacity_in_bytes():
+    """What ends with B is bytes, of whole blocks of the model; everything else is tokens."""
+    common = ["replay", "--generate", "--seed", "7", "--limit", "50"]
+    block = ok_json("plan")["block_bytes"]
+    for text, size in (("40GB", 40 * 10**9), ("4GiB", 4 << 30), ("450944B", 450944), ("1000kb", 10**6)):
+        result = ok_json(*common, "--capacity", text)
+        equal((text, result["capacity_tokens"], result["capacity_bytes"]), (text, size // block * 128, size))
+    assert "(40GB)" in ok(*common, "--capacity", "40GB").stdout
+    equal(ok_json(*common, "--capacity", "40GB", "--model", "v4-pro")["capacity_tokens"], 40 * 10**9 // 645760 * 128)
+    equal(ok_json(*common, "--capacity", "1G")["capacity_tokens"], 1 << 30)
+    assert "capacity_bytes" not in ok_json(*common, "--capacity", "1M")
+    refused([*common, "--capacity", "450943B"], "450943B", "450,944 bytes")
+    refused([*common, "--capacity", "40QB"], "40QB", "QB")
+    refused([*common, "--capacity", "1MB", "--data", "real", "--layers", "2"], "windows only")
+    real = ok_json("replay", "--generate", "--data", "real", "--limit", "5", "--layers", "3", "--capacity", "4MB")
+    assert 0 < real["capacity_tokens"] < 10**6 and real["capacity_tokens"] % 128 == 0, real
+
+
+def interrupt(process, ready=None):
+    """SIGINT as soon as the process wants to know of it (and `ready` is there). What it printed."""
+    deadline = time.time() + 120
+    caught = lambda: int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text()).group(1), 16) >> (signal.SIGINT - 1) & 1
+    while not caught() or (ready is not None and not ready.exists()):
+        assert time.time() < deadline and process.poll() is None, "it has ended before it could be interrupted"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed, said = process.communicate(timeout=120)
+    equal(process.returncode, 130)
+    return printed, said
+
+
+def start(*args):
+    return subprocess.Popen([KV4, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_interrupted_results():
+    """Ctrl-C gives what there is until then."""
+    vectors = str(ROOT / "tests/reference/vectors")
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "m"
+        common = ["replay", "--generate", "--data", "real", "--limit", "5000", "--capacity", "64K", "--verify", "0", "--metrics", str(metrics)]
+        printed, said = interrupt(start(*common, "--json"), metrics)
+        result = json.loads(printed)
+        assert result["interrupted"] is True and 0 < result["requests"] < 5000, result
+        assert "interrupted: " in said and "of 5,000 requests" in said, said
+        metrics.unlink()
+        printed, _ = interrupt(start(*common), metrics)
+        assert "block hit rate" in printed, printed
+        printed, said = interrupt(start("replay", "--generate", "--limit", "300000", "--report", folder + "/page.html", "--json"))
+        assert json.loads(printed)["interrupted"] is True and "no report" in said and not Path(folder, "page.html").exists(), said
+    results = json.loads(interrupt(start("bench", "--json"))[0])
+    equal(results[-1], {"interrupted": True})
+    assert len(results) < 20, len(results)
+    result = json.loads(interrupt(start("run", "--tokens", "1M", "--json"))[0])
+    assert result["interrupted"] is True and result["ok"] is False and result["tokens"] < 10**6, result
+    result = json.loads(interrupt(start("golden", vectors, "--json"))[0])
+    assert result["interrupted"] is True and result["ok"] is False and len(result["checks"]) < 133, result
+    equal(ok_json("golden", vectors)["interrupted"], False)
 
 
 def test_replay_generated():
@@ -550,6 +674,8 @@ def test_bench_list():
     equal(len(names), len(set(names)))
     for group in ("append/", "compress/", "gather/", "snapshot/", "block/", "context/", "allocator/", "step/"):
         assert any(name.startswith(group) for name in names), group
+    equal(ok_json("bench", "--list"), names)
+    equal(ok_json("bench", "--list", "--filter", "^append/"), [name for name in names if name.startswith("append/")])
     refused(["bench", "--filter", "no such case"], "no such case", "--list")
     refused(["bench", "--filter", "("], "regular expression")
     refused(["bench", "--min-time", "-1"], "--min-time")
@@ -664,6 +790,15 @@ def test_completion():
         equal(complete("kv4", "store", "ver"), ["verify"])
         assert "--html" in complete("kv4", "plan", "--context", "1M", "--h"), complete("kv4", "plan", "--h")
         equal(complete("kv4", "session", "inspect", "--js"), ["--json"])
+        # Values of the option before; files, by default, where it takes anything.
+        equal(complete("kv4", "plan", "--model", ""), ["v4-flash", "v4-pro"])
+        equal(complete("kv4", "plan", "--rows", "b"), ["bf16"])
+        equal(complete("kv4", "replay", "--policy", ""), ["lru", "s3fifo", "density"])
+        equal(complete("kv4", "replay", "--snapshots", "c"), ["checkpoint"])
+        equal(complete("kv4", "inspect", "--part", "pend"), ["pending", "pending-keys"])
+        equal(complete("kv4", "run", "--device", "cu"), ["cuda", "cuda:0"])
+        equal(complete("kv4", "completion", "z"), ["zsh"])
+        equal(complete("kv4", "plan", "--html", ""), [])
     assert ok("completion", "zsh").stdout.startswith("#compdef kv4\n")
     assert "complete -c kv4 -n '__fish_use_subcommand' -a plan" in ok("completion", "fish").stdout
     equal(ok_json("completion")["kv4 store"][:3], ["inspect", "verify", "gc"])
@@ -689,11 +824,14 @@ def test_completion_in_zsh_and_fish():
         assert "plan" in zsh("kv4", "pl") and "--html" not in zsh("kv4", "pl")
         assert "--html" in zsh("kv4", "plan", "--context", "1M", "--h")
         assert "verify" in zsh("kv4", "store", "") and "plan" not in zsh("kv4", "store", "")
+        equal(zsh("kv4", "plan", "--model", ""), ["v4-flash", "v4-pro"])
         script.write_text(ok("completion", "fish").stdout)
         fish = lambda line: run("fish", "-N", "-c", f"source {script}; complete -C '{line}'")
         equal(fish("kv4 pl"), ["plan"])
         equal(fish("kv4 store ver"), ["verify"])
         equal(fish("kv4 plan --ht"), ["--html"])
+        equal(fish("kv4 plan --model v"), ["v4-flash", "v4-pro"])
+        equal(fish("kv4 replay --policy s"), ["s3fifo"])
 
 
 # ---- session
@@ -804,6 +942,13 @@ def test_session_refused():
         for data, part in ((b"", "empty"), (b"x" * 100, "truncated"), (b"x" * 4096, "not a record")):
             path.write_bytes(data)
             refused(["session", "inspect", str(path)], part)
+        for data, kind in ((b"root:x:0:0:root:/root:/bin/sh\n" * 40, "text"), (b'{"a": 1}' + b" " * 5000, "JSON"), (gzip.compress(os.urandom(5000)), "a gzip file"),
+                           (b"\x7fELF" + b"\0" * 5000, "a program"), (bytes(range(256)) * 20, "binary data"), (b"\0" * 5000, "zeros"),
+                           ((ROOT / "tests/cli/two_records.segment").read_bytes(), "a segment of a disk store")):
+            path.write_bytes(data)
+            for command in (["session", "inspect"], ["inspect"]):
+                refused([*command, str(path)], str(path), f"it is {'a file of ' if kind == 'zeros' else ''}{kind}", "not a session")
+        refused(["session", "inspect", "/etc/passwd"], "/etc/passwd", "it is text, not a session")
         path.write_bytes((ROOT / "tests/cli/three_tokens.session").read_bytes())
         flip(path, 300)
         refused(["session", "inspect", str(path)], "damaged payload")

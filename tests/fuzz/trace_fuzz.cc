@@ -29,10 +29,11 @@ void check_trace(const Trace& trace) {
   for (const TraceRequest& request : trace.requests) {
     check(std::isfinite(request.time_s) && request.time_s >= time);
     time = request.time_s;
-    check(request.input_tokens >= 1 && request.output_tokens >= 0);
+    check(request.input_tokens >= 1 && request.input_tokens <= kMaxRequestTokens && request.output_tokens >= 0);
     for (const IdRun& run : request.ids) check(run.first >= 0 && run.count >= 1);
     const std::int64_t count = count_ids(request), whole = request.input_tokens / trace.id_tokens;
     check(count == whole || count == whole + (request.input_tokens % trace.id_tokens != 0));
+    check(count <= kMaxRequestIds);
     ids += count;
   }
   check(bound_distinct_ids(trace) >= 0 && bound_distinct_ids(trace) <= ids);
