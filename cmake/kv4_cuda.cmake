@@ -71,6 +71,7 @@ add_library(kv4_racecheck_objects OBJECT EXCLUDE_FROM_ALL
   src/backend/cuda/attend.cu
   src/backend/cuda/attend_runs.cu
   src/backend/cuda/attend_small.cu
+  src/backend/cuda/copy.cu
 )
 set_target_properties(kv4_racecheck_objects PROPERTIES CUDA_ARCHITECTURES OFF)
 target_compile_options(kv4_racecheck_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
