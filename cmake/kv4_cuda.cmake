@@ -12,6 +12,9 @@ elseif(KV4_CUDA)
   set(KV4_HAS_CUDA TRUE)
 endif()
 
+if(KV4_RACECHECK AND NOT KV4_HAS_CUDA)
+  message(FATAL_ERROR "KV4_RACECHECK is about CUDA kernels; there is no nvcc, or KV4_CUDA is OFF")
+endif()
 if(NOT KV4_HAS_CUDA)
   message(STATUS "CUDA: not built (KV4_CUDA=${KV4_CUDA}, no nvcc)")
   target_sources(kv4_objects PRIVATE src/backend/cuda/no_cuda.cc)
@@ -59,6 +62,21 @@ target_compile_options(kv4_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
   -fmad=false --expt-relaxed-constexpr -Xptxas=-v
   -gencode=arch=compute_80,code=compute_80
   -gencode=arch=compute_90a,code=sm_90a>)
+if(KV4_RACECHECK)  # and where hazards are
+  target_compile_options(kv4_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-DKV4_RACECHECK -lineinfo>)
+endif()
 target_include_directories(kv4_objects PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+# The kernels that KV4_RACECHECK changes, compiled with it for Hopper alone: that they do compile (./test --all).
+add_library(kv4_racecheck_objects OBJECT EXCLUDE_FROM_ALL
+  src/backend/cuda/attend.cu
+  src/backend/cuda/attend_runs.cu
+  src/backend/cuda/attend_small.cu
+  src/backend/cuda/copy.cu
+)
+set_target_properties(kv4_racecheck_objects PROPERTIES CUDA_ARCHITECTURES OFF)
+target_compile_options(kv4_racecheck_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
+  -DKV4_RACECHECK -fmad=false --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a>)
+target_include_directories(kv4_racecheck_objects PRIVATE
+  include ${PROJECT_BINARY_DIR}/include src ${CUDAToolkit_INCLUDE_DIRS})
 set(KV4_CUDA_LIBRARIES CUDA::cudart_static)
 set(KV4_CUDA_INCLUDE_DIRS ${CUDAToolkit_INCLUDE_DIRS} CACHE INTERNAL "")

@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,8 @@
 #include "kv4/cuda.h"
 #include "ops/compress_row.h"
 #include "ops/score_row.h"
+#include "parity/racecheck.h"
+#include "support/launched_kernels.h"
 
 namespace {
 
@@ -65,6 +68,7 @@ struct Case {
   int top = 512;
   int tile_tokens = 1000;     // the workspace has room for so many
   double near_roundings = 0;  // of fp8: how far near scores may be off, in 2^-24 of all that is added up; 0: unchecked
+  std::vector<std::string> kernels = {};  // that must have run, on an H200; empty: unchecked
 };
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -367,6 +371,7 @@ void expect_chosen(const std::int32_t* got, int top, const std::vector<std::int3
 
 TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
   c_ = GetParam();
+  const test::LaunchedKernels launched;
   make_pages();
   make_step();
   make_queries();
@@ -507,6 +512,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     for (std::size_t i = 0; i < near.size(); ++i)
       ASSERT_EQ(codec::float_bits(again[i]), codec::float_bits(near[i])) << "near score " << i;
   }
+  if (!c_.kernels.empty()) expect_launched(launched, c_.kernels);
 }
 
 std::vector<Case> make_cases() {
@@ -655,6 +661,48 @@ std::vector<Case> make_cases() {
     add_near_batch("codes", tokens, [](Case& c) { c.data = Data::codes, c.q = DType::u8, c.top = 1; });
   }
   return cases;
+}
+
+/// Small shapes for racecheck: see racecheck.h. 16 tokens, one of them padding, are as many as one launch takes with
+/// eight thread blocks each; rows of more than 8,192 keys are selected from otherwise.
+std::vector<Case> make_racecheck_cases() {
+  constexpr int kBatch = 15, kLong = 40000;
+  std::vector<Case> cases;
+  const auto add = [&](const std::string& name, Format format, std::vector<int> lengths,
+                       std::vector<std::string> kernels) {
+    Case c;
+    c.name = name;
+    c.format = format;
+    c.heads = 3;
+    c.top = 16;
+    c.lengths = std::move(lengths);
+    c.counts.assign(c.lengths.size(), 1);
+    c.kernels = std::move(kernels);
+    cases.push_back(c);
+  };
+  std::vector<int> batch;
+  for (int i = 0; i < kBatch; ++i) batch.push_back((i + 1) * 503 % 800);
+  add("mxfp4_few", Format::mxfp4, {500}, {"score_mxfp4_keys", "select_row"});
+  add("mxfp4_batch", Format::mxfp4, batch, {"score_mxfp4_keys", "topk_of_mxfp4_keys", "select_row"});
+  add("mxfp4_long", Format::mxfp4, {kLong}, {"score_mxfp4_keys", "select_row", "select_long"});
+  add("mxfp4_whole_crews", Format::mxfp4, {2100, 399, 90}, {"score_mxfp4_keys", "select_row"});
+  cases.back().rows_per_block = 512;
+  add("fp8_few", Format::fp8, {500}, {"score_fp8_keys", "select_near_row<false>", "raw_scores_of_fp8_keys"});
+  add("fp8_batch", Format::fp8, batch, {"topk_of_fp8_keys", "raw_scores_of_fp8_keys"});
+  add("fp8_long", Format::fp8, {kLong}, {"score_fp8_keys", "select_near_row<true>", "select_long"});
+  add("fp8_whole_crews", Format::fp8, {2100, 399, 90}, {"score_fp8_keys", "raw_scores_of_fp8_keys"});
+  cases.back().rows_per_block = 512;
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Racecheck, IndexKernel, testing::ValuesIn(make_racecheck_cases()),
+                         [](const auto& i) { return i.param.name; });
+
+TEST(RacecheckList, HasAShapeOfEveryIndexKernel) {
+  std::set<std::string> kernels;
+  for (const Case& c : make_racecheck_cases())
+    for (const std::string& kernel : c.kernels) kernels.insert(kernel.substr(0, kernel.find('<')));
+  EXPECT_EQ(kernels, std::set<std::string>(std::begin(test::kRacecheckIndex), std::end(test::kRacecheckIndex)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Keys, IndexKernel, testing::ValuesIn(make_cases()),

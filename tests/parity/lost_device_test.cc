@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <string>
 
 #include "kv4/error.h"
@@ -47,6 +48,54 @@ void gather_into_nowhere(KVCacheManager& cache, const Step& step) {
                                  TensorView(nowhere, DType::i32, {items}), TensorView(nowhere, DType::i32, {items}));
 }
 
+/// What a step reads from its CSA layer, with inputs and outputs where no memory is.
+struct Read {
+  const char* name;
+  void (*queue)(LayerCacheHandle& layer, std::int64_t tokens);
+};
+
+constexpr int kCsaLayer = 1;  // of real_config
+constexpr std::int64_t kHeads = 4, kHeadDim = 512, kIndexDim = 128, kEntries = 64, kTop = 4;
+
+TensorView nowhere(DType type, std::initializer_list<std::int64_t> shape) {
+  return TensorView(reinterpret_cast<char*>(std::uintptr_t{1} << 20), type, shape);
+}
+IndexInputs index_inputs(std::int64_t tokens) {
+  return {nowhere(DType::bf16, {tokens, kHeads, kIndexDim}), {}, nowhere(DType::f32, {tokens, kHeads})};
+}
+
+constexpr Read kReads[] = {
+    {"index_scores",
+     [](LayerCacheHandle& layer, std::int64_t tokens) {
+       layer.index_scores(index_inputs(tokens), nowhere(DType::f32, {tokens, kEntries}));
+     }},
+    {"select_topk",
+     [](LayerCacheHandle& layer, std::int64_t tokens) {
+       layer.select_topk(nowhere(DType::f32, {tokens, kEntries}), nowhere(DType::i32, {tokens, kTop}));
+     }},
+    {"index_topk",
+     [](LayerCacheHandle& layer, std::int64_t tokens) {
+       layer.index_topk(index_inputs(tokens), nowhere(DType::i32, {tokens, kTop}));
+     }},
+    {"attend",
+     [](LayerCacheHandle& layer, std::int64_t tokens) {
+       const TensorView heads = nowhere(DType::bf16, {tokens, kHeads, kHeadDim});
+       layer.attend({.q = heads}, heads);
+     }},
+};
+
+void queue(const Read& read, KVCacheManager& cache, const Step& step) {
+  LayerCacheHandle layer = cache.acquire(kCsaLayer);
+  read.queue(layer, step.num_tokens);
+}
+
+/// Calls until one throws, for at most half a minute.
+template <class Call>
+void repeat(Call&& call) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (std::chrono::steady_clock::now() < end) call();
+}
+
 // `find_out` is the call that meets the failure first.
 template <class FindOut>
 void lose_the_gpu(FindOut&& find_out) {
@@ -72,6 +121,7 @@ void lose_the_gpu(FindOut&& find_out) {
     const auto lost = [](const char* name, auto&& call) { expect_failure(name, {"context of GPU 0 is lost"}, call); };
     lost("append", [&] { d.append(step); });
     lost("a gather", [&] { gather_into_nowhere(cache, step); });
+    for (const Read& read : kReads) lost(read.name, [&] { queue(read, cache, step); });
     lost("commit", [&] { cache.commit(step); });
     cache.abort(step);
     lost("finished", [&] { cache.finished(first); });
@@ -104,11 +154,18 @@ TEST_F(LostDeviceDeathTest, ShowsWhenAskedToWait) {
 }
 
 TEST_F(LostDeviceDeathTest, ShowsAtTheNextCallsOfAStep) {
-  EXPECT_EXIT(lose_the_gpu([](KVCacheManager& cache, const Step& step) {
-                const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-                while (std::chrono::steady_clock::now() < end) gather_into_nowhere(cache, step);
-              }),
-              testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(
+      lose_the_gpu([](KVCacheManager& cache, const Step& step) { repeat([&] { gather_into_nowhere(cache, step); }); }),
+      testing::ExitedWithCode(0), "");
+}
+
+TEST_F(LostDeviceDeathTest, ShowsInWhatAStepReads) {
+  for (const Read& read : kReads) {
+    SCOPED_TRACE(read.name);
+    EXPECT_EXIT(
+        lose_the_gpu([&](KVCacheManager& cache, const Step& step) { repeat([&] { queue(read, cache, step); }); }),
+        testing::ExitedWithCode(0), "");
+  }
 }
 
 TEST_F(LostDeviceDeathTest, ShowsInAnExport) {

@@ -143,7 +143,8 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
     if (!kAlone && job.in_cluster()) cluster_wait();  // all blocks have begun
     for (int half = 0; half < 2; ++half) {
       const Stats mine = scorer.stats(half);
-      if (kAlone || job.through_memory) {
+      // racecheck orders a block's own accesses by the block's barriers only if none is by an address in the cluster.
+      if (kAlone || job.through_memory || (kEachArrives && job.parts == 1)) {
         if (quad_of_thread() == 0) s.stats[0][head_of_thread() + 8 * half] = mine;
         continue;
       }
@@ -211,14 +212,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kMates = kPaired ? 2 : 1;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(shared_address(&s.full[stage][0]), kPaired ? 1 : kLoaderWarps);
-      barrier_init(shared_address(&s.full[stage][1]), kPaired ? 1 : kLoaderWarps);
+      constexpr Arrivals kFilled = kPaired ? Arrivals::of_group(kLoaders) : Arrivals::of_warps(kLoaderWarps);
+      barrier_init(shared_address(&s.full[stage][0]), kFilled);
+      barrier_init(shared_address(&s.full[stage][1]), kFilled);
       constexpr int kReaders = (kOwnHalf<kWidth / kChannelParts / 4> ? 1 : 2) * kMates * kGroupWarps;
-      barrier_init(shared_address(&s.empty[stage][0]), kReaders);
-      barrier_init(shared_address(&s.empty[stage][1]), kReaders);
-      barrier_init(shared_address(&s.weighted[stage]), 1);
+      barrier_init(shared_address(&s.empty[stage][0]), Arrivals::of_warps(kReaders));
+      barrier_init(shared_address(&s.empty[stage][1]), Arrivals::of_warps(kReaders));
+      barrier_init(shared_address(&s.weighted[stage]), Arrivals::of_group(kGroup));
     }
-    for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile / kMates);
+    for (int i = 0; i < kFoundTiles; ++i)
+      barrier_init(shared_address(&s.located[i]), Arrivals::of_each(kTile / kMates));
+    if (kPaired) publish_barriers();  // the mate's copies count at them
   }
   let_next_start();
   touch(p);
@@ -284,13 +288,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int half = 0; half < 2; ++half) {
-        barrier_init(shared_address(&s.full[stage][half]), kLoaderWarps);
-        barrier_init(shared_address(&s.empty[stage][half]), kGroupWarps);
+        barrier_init(shared_address(&s.full[stage][half]), Arrivals::of_warps(kLoaderWarps));
+        barrier_init(shared_address(&s.empty[stage][half]), Arrivals::of_warps(kGroupWarps));
       }
-      barrier_init(shared_address(&s.weighted[stage]), kGroupWarps);
+      barrier_init(shared_address(&s.weighted[stage]), Arrivals::of_warps(kGroupWarps));
     }
-    barrier_init(shared_address(&s.queries_used), 2 * kGroupWarps);
-    barrier_init(shared_address(&s.queries_there), kLoaderWarps);
+    barrier_init(shared_address(&s.queries_used), Arrivals::of_warps(2 * kGroupWarps));
+    barrier_init(shared_address(&s.queries_there), Arrivals::of_warps(kLoaderWarps));
   }
   let_next_start();
   touch(p);
@@ -329,14 +333,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int half = 0; half < 2; ++half) {
-        barrier_init(shared_address(&s.full[stage][half]), 1);
-        barrier_init(shared_address(&s.empty[stage][half]), 2 * kGroupWarps);
+        barrier_init(shared_address(&s.full[stage][half]), Arrivals::of_group(kLoaders));
+        barrier_init(shared_address(&s.empty[stage][half]), Arrivals::of_warps(2 * kGroupWarps));
       }
-      barrier_init(shared_address(&s.weighted[stage]), 1);
+      barrier_init(shared_address(&s.weighted[stage]), Arrivals::of_group(kGroup));
     }
-    for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), kTile);
-    barrier_init(shared_address(&s.queries_used), kGroupWarps);
-    barrier_init(shared_address(&s.queries_there), kLoaderWarps);
+    for (int i = 0; i < kFoundTiles; ++i) barrier_init(shared_address(&s.located[i]), Arrivals::of_each(kTile));
+    barrier_init(shared_address(&s.queries_used), Arrivals::of_warps(kGroupWarps));
+    barrier_init(shared_address(&s.queries_there), Arrivals::of_warps(kLoaderWarps));
+    publish_barriers();  // the mate's copies count at them
   }
   let_next_start();
   touch(p);

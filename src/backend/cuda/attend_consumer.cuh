@@ -55,8 +55,7 @@ class Consumer : public Weigher {
       s_.past[own_stage()][head_of_thread() + 8] = base_[1];
     }
     publish_to_mma();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s_.weighted[own_stage()]));
+    if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s_.weighted[own_stage()]));
     if (__any_sync(kAllLanes, past[0] != 1.0f || past[1] != 1.0f)) scale_heads(o, past[0], past[1]);
     const std::uint32_t values =
         panel_place(shared_address(s_.rows[own_stage()]) + first_panel() * kPanelBytes, kPanelBytes);
@@ -98,8 +97,7 @@ class Consumer : public Weigher {
 
   /// Its half of a tile is no longer read by this warp, nor is the tile by the one that scores it.
   __device__ void release_half(int stage) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s_.empty[stage][half_]));
+    if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s_.empty[stage][half_]));
   }
 
   const int half_;

@@ -167,8 +167,7 @@ class Loader {
 
   // Without the fence that the multiplies need: it would wait for the loads under way. Their side has it.
   __device__ void announce(int stage, int half) {
-    __syncwarp();
-    if (lane() % 32 == 0) barrier_arrive(shared_address(&s_.full[stage][half]));
+    if (arrives_for_warp(lane() % 32)) barrier_arrive(shared_address(&s_.full[stage][half]));
   }
 
   Shared& s_;
@@ -301,14 +300,17 @@ class PairLoader {
     const std::uint32_t full = shared_address(&s_.full[stage][half]);
     const unsigned i = lane(), mine = static_cast<unsigned>(mate_);
     if (!shared) {
-      if (i == 0) barrier_arrive(full);
+      if (arrives_for_group(i)) barrier_arrive(full);
       return;
     }
     if (i < kCopies)
       copy_to_mate(shared_address(s_.rows[stage]) + (half * kCopies + i) * kPanelBytes + mine * kCopyBytes, kCopyBytes,
                    full);
     if (i == kCopies && half == 1) copy_to_mate(shared_address(&s_.fours[stage][mine]), sizeof(Fours), full);
-    if (i == 0) barrier_arrive_expecting(full, kCopies * kCopyBytes + (half == 1 ? sizeof(Fours) : 0));
+    if (i == 0)
+      barrier_arrive_expecting(full, kCopies * kCopyBytes + (half == 1 ? sizeof(Fours) : 0));
+    else if (arrives_for_group(i))
+      barrier_arrive(full);
   }
 
   __device__ void copy_to_mate(std::uint32_t from, std::uint32_t bytes, std::uint32_t full) const {

@@ -108,8 +108,7 @@ constexpr bool kOwnHalf = kSize == kWidth / 4;
 /// A tile is no longer read by this warp, of the scorer (0) or the adder (1); `to_mate` is 0 where there is none.
 template <int kSize>
 __device__ void release(Shared& s, int stage, int group, std::uint32_t to_mate) {
-  __syncwarp();
-  if (threadIdx.x % 32 != 0) return;
+  if (!arrives_for_warp(threadIdx.x % 32)) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (kOwnHalf<kSize> && half != group) continue;
@@ -220,8 +219,7 @@ class Weigher {
 
   /// No more scores of this round are needed.
   __device__ void leave_queries() const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s_.queries_used));
+    if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s_.queries_used));
   }
 
   static constexpr int kScores = kTile / 2;
@@ -281,7 +279,7 @@ class Scorer : public Weigher {
       weigh_into(stage, rows, past);
       publish_to_mma();
       named_barrier(2, kGroup);
-      if (threadIdx.x == 0) barrier_arrive(shared_address(&s_.weighted[stage]));
+      if (arrives_for_group(threadIdx.x)) barrier_arrive(shared_address(&s_.weighted[stage]));
       if (!kPaired) {
         mma_wait<0>();
         if (tile > first) release<kSize>(s_, stage ^ 1, 0, to_mate);

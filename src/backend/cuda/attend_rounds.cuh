@@ -329,8 +329,7 @@ class RoundLoader {
 
   // Without a fence; see Loader.
   __device__ void announce(int stage, int half) {
-    __syncwarp();
-    if (lane() % 32 == 0) barrier_arrive(shared_address(&s_.full[stage][half]));
+    if (arrives_for_warp(lane() % 32)) barrier_arrive(shared_address(&s_.full[stage][half]));
   }
 
   Shared& s_;
@@ -413,8 +412,7 @@ __device__ void wait_for_use(const Shared& s, int round) {
   barrier_wait(shared_address(&s.queries_used), (round - 1) & 1);
 }
 __device__ void announce_queries(const Shared& s) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&s.queries_there));
+  if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s.queries_there));
 }
 
 /// The next round's queries into L2.

@@ -161,8 +161,7 @@ class RunLoader {
   }
   __device__ void announce(std::uint64_t& barrier) const {
     publish_to_mma();
-    __syncwarp();
-    if (lane() == 0) barrier_arrive(shared_address(&barrier));
+    if (arrives_for_warp(static_cast<unsigned>(lane()))) barrier_arrive(shared_address(&barrier));
   }
 
   const AttendParams& p_;
@@ -216,8 +215,7 @@ class RunConsumer {
   static constexpr int kWords = kWidth / 8;  // of a thread
 
   __device__ void release(std::uint64_t& barrier) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barrier));
+    if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&barrier));
   }
 
   /// Of this side's rows.
@@ -302,11 +300,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ std::uint8_t base[];
   RunShared& s = *reinterpret_cast<RunShared*>(base + (1024 - shared_address(base) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&s.queries_there), kLoaderWarps);
-    barrier_init(shared_address(&s.queries_used), kConsumerWarps);
-    barrier_init(shared_address(&s.rows_there), kLoaderWarps);
-    barrier_init(shared_address(&s.side_used), kConsumerWarps);
-    barrier_init(shared_address(&s.rows_used), kConsumerWarps);
+    barrier_init(shared_address(&s.queries_there), Arrivals::of_warps(kLoaderWarps));
+    barrier_init(shared_address(&s.queries_used), Arrivals::of_warps(kConsumerWarps));
+    barrier_init(shared_address(&s.rows_there), Arrivals::of_warps(kLoaderWarps));
+    barrier_init(shared_address(&s.side_used), Arrivals::of_warps(kConsumerWarps));
+    barrier_init(shared_address(&s.rows_used), Arrivals::of_warps(kConsumerWarps));
   }
   let_next_start();
   touch(p);

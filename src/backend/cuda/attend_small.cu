@@ -208,12 +208,13 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   using S = Shared<kHeads, kStages, kMore>;
   extern __shared__ __align__(16) std::uint8_t base[];
   auto& s = *reinterpret_cast<S*>(base);
+  const std::uint32_t arrived = shared_address(&s.arrived);
   if (threadIdx.x == 0) {
-    const std::uint32_t arrived = shared_address(&s.arrived);
-    barrier_init(arrived, 1);
+    barrier_init(arrived, Arrivals::of_copies());
     publish_barriers();
-    barrier_arrive_expecting(arrived, s.bytes_sent(parts.count()));
   }
+  part_init_from_arrival();
+  if (threadIdx.x == 0) barrier_arrive_expecting(arrived, s.bytes_sent(parts.count()));
   touch(p);
   __syncwarp();
   cluster_arrive();

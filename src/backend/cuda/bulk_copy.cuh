@@ -1,35 +1,12 @@
-// Barriers in shared memory, and the copies that arrive at them (sm_90): one thread starts a copy of many bytes, which
-// holds no registers and no instruction slots, and everybody waits at the barrier that counts its bytes.
+// Copies of many bytes (sm_90): one thread starts a copy, which holds no registers and no instruction slots, and
+// everybody waits at the barrier that counts its bytes.
 #pragma once
 
 #include <cstdint>
 
-namespace kv4::cuda {
+#include "backend/cuda/barrier.cuh"
 
-__device__ inline void barrier_init(std::uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-/// After the last barrier_init, by the same thread: copies see them, too. Other threads need a barrier of their own.
-__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void barrier_arrive(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-/// And so many bytes of asynchronous stores are to come before the barrier is passed.
-__device__ inline void barrier_arrive_expecting(std::uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-/// Of another block.
-__device__ inline void barrier_arrive_in_cluster(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ inline void barrier_wait(std::uint32_t barrier, int parity) {
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
+namespace kv4::cuda {
 
 /// From global into shared memory; its bytes count at `barrier`. Addresses and bytes: multiples of 16.
 __device__ inline void bulk_load(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {

@@ -101,8 +101,9 @@ class BulkUnits {
         units_per_piece_(units_per_piece),
         stage_(static_cast<std::uint32_t>(__cvta_generic_to_shared(stage))),
         arrived_(static_cast<std::uint32_t>(__cvta_generic_to_shared(arrived))) {
-    for (int i = 0; i < kStages; ++i) barrier_init(arrived_ + 8 * i, 1);
+    for (int i = 0; i < kStages; ++i) barrier_init(arrived_ + 8 * i, Arrivals::of_copies());
     publish_barriers();
+    part_init_from_arrival();
   }
 
   __device__ void copy(int first, int stride) const {

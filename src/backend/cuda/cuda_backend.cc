@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <vector>
 
 #include "backend/cuda/cuda_check.h"
@@ -48,6 +47,12 @@ constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // what a thread b
 
 std::size_t size(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
 
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // Arrays one after another in an upload slot.
 class SlotWriter {
  public:
@@ -71,33 +76,15 @@ class SlotWriter {
 
 }  // namespace
 
-/// A call on the backend: its GPU is current while it lasts. A GPU that was lost is refused, one that is lost now is
-/// noticed.
-class CudaBackend::Call {
- public:
-  explicit Call(CudaBackend& backend) : backend_(backend.not_lost()), guard_(backend.device_) {}
-  ~Call() {
-    if (std::uncaught_exceptions() > exceptions_) backend_.lost_ = backend_.lost_ || context_lost();
-  }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-
- private:
-  CudaBackend& backend_;
-  DeviceGuard guard_;
-  int exceptions_ = std::uncaught_exceptions();
-};
-
-CudaBackend& CudaBackend::not_lost() {
-  require(!lost_, ErrorCode::device_failure,
-          "the context of GPU {} is lost, and all memory on it, since a kernel failed (an earlier error said so): end "
-          "the process, or reset the device and make a new cache",
-          device_);
-  return *this;
+/// Calls a kernel's launcher, as every call on the GPU.
+template <class Params>
+void CudaBackend::queue(cudaError_t (*launch)(const Params&, cudaStream_t), const Params& params, const char* what) {
+  const Call call(calls_);
+  check(launch(params, call.stream()), what);
 }
 
-CudaBackend::CudaBackend(int device, cudaStream_t stream) : device_(device), stream_(stream) {
-  const DeviceGuard guard(device_);
+CudaBackend::CudaBackend(int device, cudaStream_t stream) : calls_(device, stream, context_lost) {
+  const Call call(calls_);
   uploads_.reserve(kPieceListBytes);
   const auto make_event = [](cudaEvent_t& event) {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
@@ -105,18 +92,18 @@ CudaBackend::CudaBackend(int device, cudaStream_t stream) : device_(device), str
   for (cudaEvent_t& event : marks_) make_event(event);
   for (cudaEvent_t& event : transfers_) make_event(event);
   make_event(queued_);
-  check(cudaStreamCreateWithFlags(&transfer_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  check(cudaStreamCreateWithFlags(&call.transfers(), cudaStreamNonBlocking), "cudaStreamCreate");
 }
 
 CudaBackend::~CudaBackend() {
   try {
-    const DeviceGuard guard(device_);
-    cudaStreamSynchronize(stream_);
-    cudaStreamSynchronize(transfer_stream_);
+    const LastCall call(calls_);
+    cudaStreamSynchronize(call.stream());
+    cudaStreamSynchronize(call.transfers());
     for (cudaEvent_t event : marks_) cudaEventDestroy(event);
     for (cudaEvent_t event : transfers_) cudaEventDestroy(event);
     cudaEventDestroy(queued_);
-    cudaStreamDestroy(transfer_stream_);
+    cudaStreamDestroy(call.transfers());
     cudaFree(staging_);
   } catch (const Error&) {  // a lost device frees its memory by itself
   }
@@ -127,12 +114,12 @@ CudaBackend::~CudaBackend() {
 
 std::byte* CudaBackend::allocate(std::int64_t bytes) {
   if (bytes == 0) return nullptr;
-  const Call call(*this);
+  const Call call(calls_);
   std::byte* memory = static_cast<std::byte*>(device_malloc(bytes));
-  cudaError_t status = cudaMemsetAsync(memory, 0, size(bytes), stream_);
+  cudaError_t status = cudaMemsetAsync(memory, 0, size(bytes), call.stream());
   // A transfer into it may be the next thing, on the other stream.
-  if (status == cudaSuccess) status = cudaEventRecord(queued_, stream_);
-  if (status == cudaSuccess) status = cudaStreamWaitEvent(transfer_stream_, queued_, 0);
+  if (status == cudaSuccess) status = cudaEventRecord(queued_, call.stream());
+  if (status == cudaSuccess) status = cudaStreamWaitEvent(call.transfers(), queued_, 0);
   if (status != cudaSuccess) cudaFree(memory);
   check(status, "clearing new memory");
   return memory;
@@ -141,7 +128,7 @@ std::byte* CudaBackend::allocate(std::int64_t bytes) {
 void CudaBackend::deallocate(std::byte* memory, std::int64_t) {
   if (memory == nullptr) return;
   try {
-    const DeviceGuard guard(device_);
+    const LastCall call(calls_);
     cudaFree(memory);       // waits for the kernels that use it
   } catch (const Error&) {  // a lost device frees its memory by itself
   }
@@ -149,32 +136,32 @@ void CudaBackend::deallocate(std::byte* memory, std::int64_t) {
 
 std::byte* CudaBackend::allocate_host(std::int64_t bytes) {
   if (bytes == 0) return nullptr;
-  const Call call(*this);
+  const Call call(calls_);
   return static_cast<std::byte*>(allocate_pinned(bytes));
 }
 
 void CudaBackend::deallocate_host(std::byte* memory, std::int64_t bytes) {
   try {
-    const DeviceGuard guard(device_);
-    cudaStreamSynchronize(transfer_stream_);
+    const LastCall call(calls_);
+    cudaStreamSynchronize(call.transfers());
     free_pinned(memory, bytes);
   } catch (const Error&) {  // the process is ending
   }
 }
 
 void CudaBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) {
-  const Call call(*this);
-  check(cudaMemcpyAsync(to, from, size(bytes), cudaMemcpyDeviceToDevice, stream_), "a copy on the GPU");
+  const Call call(calls_);
+  check(cudaMemcpyAsync(to, from, size(bytes), cudaMemcpyDeviceToDevice, call.stream()), "a copy on the GPU");
 }
 
 void CudaBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) {
-  const Call call(*this);
-  check(cudaMemsetAsync(memory, value, size(bytes), stream_), "a fill on the GPU");
+  const Call call(calls_);
+  check(cudaMemsetAsync(memory, value, size(bytes), call.stream()), "a fill on the GPU");
 }
 
 void CudaBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
-  const Call call(*this);
-  if (pieces.size() <= kMostFewPieces) return check(copy_few_pieces(pieces, stream_), "copy_few_pieces");
+  const Call call(calls_);
+  if (pieces.size() <= kMostFewPieces) return check(copy_few_pieces(pieces, call.stream()), "copy_few_pieces");
   const std::vector<ops::CopyPiece> units = cut_pieces(pieces, kPieceBytes);
   const std::size_t most = uploads_.capacity() / sizeof(ops::CopyPiece);
   for (std::size_t first = 0; first < units.size(); first += most) {
@@ -182,75 +169,75 @@ void CudaBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
     UploadRing::Slot& slot = uploads_.next();
     SlotWriter writer(slot);
     const ops::CopyPiece* there = writer.add(part.data(), static_cast<std::int64_t>(part.size()));
-    uploads_.send(slot, writer.used(), stream_);
-    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), kPieceBytes, stream_), "copy_pieces");
-    uploads_.finish(slot, stream_);
+    uploads_.send(slot, writer.used(), call.stream());
+    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), kPieceBytes, call.stream()), "copy_pieces");
+    uploads_.finish(slot, call.stream());
   }
 }
 
 void CudaBackend::reserve_staging(std::int64_t bytes) {
   if (bytes <= staging_bytes_) return;
-  const Call call(*this);
+  const Call call(calls_);
   std::byte* larger = static_cast<std::byte*>(device_malloc(bytes));
   cudaFree(staging_);
   staging_ = larger;
   staging_bytes_ = bytes;
 }
 
-void CudaBackend::to_host(std::byte* host, std::int64_t bytes) {
-  check(cudaMemcpyAsync(host, staging_, size(bytes), cudaMemcpyDeviceToHost, stream_), "a transfer from the GPU");
-  check(cudaStreamSynchronize(stream_), "waiting for a transfer from the GPU");
+void CudaBackend::to_host(const Call& call, std::byte* host, std::int64_t bytes) {
+  check(cudaMemcpyAsync(host, staging_, size(bytes), cudaMemcpyDeviceToHost, call.stream()), "a transfer from the GPU");
+  check(cudaStreamSynchronize(call.stream()), "waiting for a transfer from the GPU");
 }
 
-void CudaBackend::from_host(const std::byte* host, std::int64_t bytes) {
-  check(cudaMemcpyAsync(staging_, host, size(bytes), cudaMemcpyHostToDevice, stream_), "a transfer to the GPU");
+void CudaBackend::from_host(const Call& call, const std::byte* host, std::int64_t bytes) {
+  check(cudaMemcpyAsync(staging_, host, size(bytes), cudaMemcpyHostToDevice, call.stream()), "a transfer to the GPU");
 }
 
 void CudaBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) {
-  const Call call(*this);
+  const Call call(calls_);
   const std::int64_t bytes = static_cast<std::int64_t>(host.size());
   if (bytes == 0) return;
   fill(staging_, 0, bytes);
   std::vector<ops::CopyPiece> staged(pieces.begin(), pieces.end());
   for (ops::CopyPiece& piece : staged) piece.to = staging() + (piece.to - reinterpret_cast<std::uint8_t*>(host.data()));
   copy_pieces(staged);
-  to_host(host.data(), bytes);
+  to_host(call, host.data(), bytes);
 }
 
 void CudaBackend::write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) {
   if (host.empty()) return;
-  const Call call(*this);
-  from_host(host.data(), static_cast<std::int64_t>(host.size()));
+  const Call call(calls_);
+  from_host(call, host.data(), static_cast<std::int64_t>(host.size()));
   std::vector<ops::CopyPiece> staged(pieces.begin(), pieces.end());
   for (ops::CopyPiece& piece : staged)
     piece.from = staging() + (piece.from - reinterpret_cast<const std::uint8_t*>(host.data()));
   copy_pieces(staged);
-  check(cudaStreamSynchronize(stream_), "waiting for a transfer to the GPU");
+  check(cudaStreamSynchronize(call.stream()), "waiting for a transfer to the GPU");
 }
 
 std::int64_t CudaBackend::transfer_out(std::span<const ops::CopyPiece> pieces) {
-  const Call call(*this);
-  check(cudaEventRecord(queued_, stream_), "cudaEventRecord");
-  check(cudaStreamWaitEvent(transfer_stream_, queued_, 0), "cudaStreamWaitEvent");
-  return transfer(pieces, cudaMemcpyDeviceToHost);
+  const Call call(calls_);
+  check(cudaEventRecord(queued_, call.stream()), "cudaEventRecord");
+  check(cudaStreamWaitEvent(call.transfers(), queued_, 0), "cudaStreamWaitEvent");
+  return transfer(call, pieces, cudaMemcpyDeviceToHost);
 }
 
 std::int64_t CudaBackend::transfer_in(std::span<const ops::CopyPiece> pieces) {
-  const Call call(*this);
-  return transfer(pieces, cudaMemcpyHostToDevice);
+  const Call call(calls_);
+  return transfer(call, pieces, cudaMemcpyHostToDevice);
 }
 
-std::int64_t CudaBackend::transfer(std::span<const ops::CopyPiece> pieces, cudaMemcpyKind kind) {
+std::int64_t CudaBackend::transfer(const Call& call, std::span<const ops::CopyPiece> pieces, cudaMemcpyKind kind) {
   for (const ops::CopyPiece& piece : pieces)
-    check(cudaMemcpyAsync(piece.to, piece.from, size(piece.bytes), kind, transfer_stream_), "a transfer");
+    check(cudaMemcpyAsync(piece.to, piece.from, size(piece.bytes), kind, call.transfers()), "a transfer");
   ++last_transfer_;
-  check(cudaEventRecord(transfers_[static_cast<std::size_t>(last_transfer_) % kMarks], transfer_stream_),
+  check(cudaEventRecord(transfers_[static_cast<std::size_t>(last_transfer_) % kMarks], call.transfers()),
         "cudaEventRecord");
   return last_transfer_;
 }
 
 bool CudaBackend::transferred(std::int64_t ticket) {
-  const Call call(*this);
+  const Call call(calls_);
   const cudaError_t status = cudaEventQuery(transfers_[static_cast<std::size_t>(ticket) % kMarks]);
   if (status == cudaErrorNotReady) return false;
   check(status, "a transfer started earlier");
@@ -261,7 +248,7 @@ bool CudaBackend::transferred(std::int64_t ticket) {
 // -----------------------------------------------------------------------------------------------------------------------
 
 void CudaBackend::reserve_updates(std::int64_t max_items) {
-  const Call call(*this);
+  const Call call(calls_);
   const std::int64_t bytes =
       max_items * static_cast<std::int64_t>(sizeof(ops::StepRecord) + sizeof(ops::BlockRange) + 4) +
       4 * ops::kMaxUpdateValues + 64;
@@ -269,7 +256,7 @@ void CudaBackend::reserve_updates(std::int64_t max_items) {
 }
 
 void CudaBackend::update_step(const ops::StepUpdate& update) {
-  const Call call(*this);
+  const Call call(calls_);
   UploadRing::Slot& slot = uploads_.next();
   SlotWriter writer(slot);
   ops::StepUpdate there = update;
@@ -277,60 +264,27 @@ void CudaBackend::update_step(const ops::StepUpdate& update) {
   if (update.window_begins != nullptr) there.window_begins = writer.add(update.window_begins, update.num_items);
   there.ranges = writer.add(update.ranges, update.num_ranges);
   there.block_ids = writer.add(update.block_ids, update.num_values);
-  uploads_.send(slot, writer.used(), stream_);
-  check(cuda::update_step(there, stream_), "update_step");
-  uploads_.finish(slot, stream_);
+  uploads_.send(slot, writer.used(), call.stream());
+  check(cuda::update_step(there, call.stream()), "update_step");
+  uploads_.finish(slot, call.stream());
 }
 
-void CudaBackend::append(const ops::AppendParams& params) {
-  const Call call(*this);
-  check(cuda::append(params, stream_), "append");
-}
-
-void CudaBackend::flush(const ops::FlushParams& params) {
-  const Call call(*this);
-  check(cuda::flush(params, stream_), "flush_compression");
-}
-
+void CudaBackend::append(const ops::AppendParams& params) { queue(cuda::append, params, "append"); }
+void CudaBackend::flush(const ops::FlushParams& params) { queue(cuda::flush, params, "flush_compression"); }
 void CudaBackend::save_boundaries(const ops::BoundaryParams& params) {
-  const Call call(*this);
-  check(cuda::save_boundaries(params, stream_), "save_boundaries");
+  queue(cuda::save_boundaries, params, "save_boundaries");
 }
-
 void CudaBackend::gather_chosen(const ops::GatherParams& params) {
-  const Call call(*this);
-  check(cuda::gather_chosen(params, stream_), "gather_compressed_kv");
+  queue(cuda::gather_chosen, params, "gather_compressed_kv");
 }
-
-void CudaBackend::gather_all(const ops::GatherParams& params) {
-  const Call call(*this);
-  check(cuda::gather_all(params, stream_), "gather_all");
-}
-
+void CudaBackend::gather_all(const ops::GatherParams& params) { queue(cuda::gather_all, params, "gather_all"); }
 void CudaBackend::gather_window(const ops::GatherParams& params) {
-  const Call call(*this);
-  check(cuda::gather_window(params, stream_), "gather_swa_kv");
+  queue(cuda::gather_window, params, "gather_swa_kv");
 }
-
-void CudaBackend::index_scores(const ops::IndexParams& params) {
-  const DeviceGuard guard(device_);
-  check(cuda::index_scores(params, stream_), "index_scores");
-}
-
-void CudaBackend::select_topk(const ops::IndexParams& params) {
-  const DeviceGuard guard(device_);
-  check(cuda::select_topk(params, stream_), "select_topk");
-}
-
-void CudaBackend::index_topk(const ops::IndexParams& params) {
-  const DeviceGuard guard(device_);
-  check(cuda::index_topk(params, stream_), "index_topk");
-}
-
-void CudaBackend::attend(const ops::AttendParams& params) {
-  const DeviceGuard guard(device_);
-  check(cuda::attend(params, stream_), "attend");
-}
+void CudaBackend::index_scores(const ops::IndexParams& params) { queue(cuda::index_scores, params, "index_scores"); }
+void CudaBackend::select_topk(const ops::IndexParams& params) { queue(cuda::select_topk, params, "select_topk"); }
+void CudaBackend::index_topk(const ops::IndexParams& params) { queue(cuda::index_topk, params, "index_topk"); }
+void CudaBackend::attend(const ops::AttendParams& params) { queue(cuda::attend, params, "attend"); }
 
 // --- images
 // ----------------------------------------------------------------------------------------------------------------------
@@ -338,7 +292,7 @@ void CudaBackend::attend(const ops::AttendParams& params) {
 void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                              std::byte* image) {
   if (layout.bytes == 0) return;
-  const Call call(*this);
+  const Call call(calls_);
   copy_pieces(pieces_to_image(layers, layout, slot, staging()));
   std::vector<ops::OpenSpan> spans;
   for (const PendingPart& part : layout.pending) {
@@ -353,17 +307,17 @@ void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const Image
     UploadRing::Slot& upload = uploads_.next();
     SlotWriter writer(upload);
     const ops::OpenSpan* there = writer.add(spans.data() + first, static_cast<std::int64_t>(count));
-    uploads_.send(upload, writer.used(), stream_);
-    check(cuda::fold_open(there, static_cast<std::int32_t>(count), stream_), "fold_open");
-    uploads_.finish(upload, stream_);
+    uploads_.send(upload, writer.used(), call.stream());
+    check(cuda::fold_open(there, static_cast<std::int32_t>(count), call.stream()), "fold_open");
+    uploads_.finish(upload, call.stream());
   }
-  to_host(image, layout.bytes);
+  to_host(call, image, layout.bytes);
 }
 
 void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                                 const std::byte* image) {
-  const Call call(*this);
-  if (layout.bytes > 0) from_host(image, layout.bytes);
+  const Call call(calls_);
+  if (layout.bytes > 0) from_host(call, image, layout.bytes);
   copy_pieces(pieces_from_image(layers, layout, slot, staging()));
 
   std::vector<std::int32_t> frontiers;
@@ -383,50 +337,44 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
       pieces.push_back(
           {reinterpret_cast<const std::uint8_t*>(values + i), reinterpret_cast<std::uint8_t*>(places[i]), 4});
     const ops::CopyPiece* there = writer.add(pieces.data(), static_cast<std::int64_t>(pieces.size()));
-    uploads_.send(upload, writer.used(), stream_);
-    check(cuda::copy_pieces(there, static_cast<std::int32_t>(pieces.size()), 4, stream_), "copy_pieces");
-    uploads_.finish(upload, stream_);
+    uploads_.send(upload, writer.used(), call.stream());
+    check(cuda::copy_pieces(there, static_cast<std::int32_t>(pieces.size()), 4, call.stream()), "copy_pieces");
+    uploads_.finish(upload, call.stream());
   }
-  check(cudaStreamSynchronize(stream_), "waiting for a transfer to the GPU");
+  check(cudaStreamSynchronize(call.stream()), "waiting for a transfer to the GPU");
 }
 
 // --- order
 // -----------------------------------------------------------------------------------------------------------------------
 
 bool CudaBackend::capturing() {
-  const Call call(*this);
-  return is_capturing(stream_);
-}
-
-bool CudaBackend::is_capturing(cudaStream_t stream) const {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
+  const Call call(calls_);
+  return is_capturing(call.stream());
 }
 
 // A stream that is being captured cannot wait for work outside the capture; whoever replays the graph orders it.
 void CudaBackend::set_stream(Stream stream) {
-  const Call call(*this);
+  const Call call(calls_);
   const cudaStream_t next = static_cast<cudaStream_t>(stream.handle);
-  if (next == stream_) return;
-  if (!is_capturing(stream_) && !is_capturing(next)) {
+  if (next == call.stream()) return;
+  if (!is_capturing(call.stream()) && !is_capturing(next)) {
     const std::int64_t ticket = mark();
     check(cudaStreamWaitEvent(next, marks_[static_cast<std::size_t>(ticket) % kMarks], 0), "cudaStreamWaitEvent");
   }
-  stream_ = next;
+  call.stream() = next;
 }
 
 std::int64_t CudaBackend::mark() {
-  const Call call(*this);
+  const Call call(calls_);
   ++last_mark_;
-  check(cudaEventRecord(marks_[static_cast<std::size_t>(last_mark_) % kMarks], stream_), "cudaEventRecord");
+  check(cudaEventRecord(marks_[static_cast<std::size_t>(last_mark_) % kMarks], call.stream()), "cudaEventRecord");
   return last_mark_;
 }
 
 // An event that was recorded again since stands for a later ticket: never reached too early.
 bool CudaBackend::reached(std::int64_t ticket) {
   if (ticket <= last_reached_) return true;
-  const Call call(*this);
+  const Call call(calls_);
   const cudaError_t status = cudaEventQuery(marks_[static_cast<std::size_t>(ticket) % kMarks]);
   if (status == cudaErrorNotReady) return false;
   check(status, "work queued earlier");
@@ -435,8 +383,8 @@ bool CudaBackend::reached(std::int64_t ticket) {
 }
 
 void CudaBackend::synchronize() {
-  const Call call(*this);
-  check(cudaStreamSynchronize(stream_), "work queued earlier");
+  const Call call(calls_);
+  check(cudaStreamSynchronize(call.stream()), "work queued earlier");
 }
 
 }  // namespace cuda

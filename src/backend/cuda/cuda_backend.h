@@ -6,17 +6,20 @@
 #include <array>
 
 #include "backend/backend.h"
+#include "backend/cuda/cuda_check.h"
+#include "backend/cuda/device_calls.h"
 #include "backend/cuda/upload_ring.h"
 
 namespace kv4::cuda {
 
 // Invariants:
-// 1. Everything but transfers is queued on stream_, in the order of the calls; whoever changes the stream makes the new
-//    one wait. Transfers have a stream of their own and never make stream_ wait.
+// 1. Everything but transfers is queued on one stream, in the order of the calls; whoever changes the stream makes the
+//    new one wait. Transfers have a stream of their own and never make the other wait.
 // 2. No call that a step makes (update_step, append, flush, gathers) waits or allocates; update_step waits only if the
 //    host is four updates ahead of the device.
 // 3. staging_ is used by one call at a time, and the calls that use it are ordered by the stream.
-// 4. Once a kernel has failed, lost_ is set by the call that finds out, and every later one throws; none waits for it.
+// 4. Every call is a Call (device_calls.h): once a kernel has failed, the call that finds out says so, and every later
+//    one throws; none waits for it. Only what gives memory back is a LastCall.
 class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, cudaStream_t stream);
@@ -62,28 +65,27 @@ class CudaBackend final : public Backend {
 
  private:
   static constexpr std::size_t kMarks = 64;
-  class Call;
+  using Calls = DeviceCalls<DeviceGuard, cudaStream_t>;
+  using Call = Calls::Call;
+  using LastCall = Calls::LastCall;
 
-  CudaBackend& not_lost();  // throws if it is
-  bool is_capturing(cudaStream_t stream) const;
-  void to_host(std::byte* host, std::int64_t bytes);          // from staging; done when it returns
-  void from_host(const std::byte* host, std::int64_t bytes);  // to staging
-  std::int64_t transfer(std::span<const ops::CopyPiece> pieces, cudaMemcpyKind kind);
+  template <class Params>
+  void queue(cudaError_t (*launch)(const Params&, cudaStream_t), const Params& params, const char* what);
+  void to_host(const Call& call, std::byte* host, std::int64_t bytes);          // from staging; done when it returns
+  void from_host(const Call& call, const std::byte* host, std::int64_t bytes);  // to staging
+  std::int64_t transfer(const Call& call, std::span<const ops::CopyPiece> pieces, cudaMemcpyKind kind);
   std::uint8_t* staging() const { return reinterpret_cast<std::uint8_t*>(staging_); }
 
-  int device_;
-  cudaStream_t stream_;
+  Calls calls_;
   UploadRing uploads_;
   std::byte* staging_ = nullptr;
   std::int64_t staging_bytes_ = 0;
-  std::array<cudaEvent_t, kMarks> marks_{};  // of tickets (ticket mod kMarks)
-  cudaStream_t transfer_stream_ = nullptr;
+  std::array<cudaEvent_t, kMarks> marks_{};      // of tickets (ticket mod kMarks)
   cudaEvent_t queued_ = nullptr;                 // what transfers out wait for
   std::array<cudaEvent_t, kMarks> transfers_{};  // as marks_, on the transfer stream
   std::int64_t last_transfer_ = 0;
   std::int64_t last_mark_ = 0;
   std::int64_t last_reached_ = 0;
-  bool lost_ = false;
 };
 
 }  // namespace kv4::cuda

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""tools/gpu_check --racecheck, with a compute-sanitizer and a test binary that only pretend: what it lets pass.
+
+Needs no GPU. Ends with `N passed, N failed`.
+"""
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LISTS = (ROOT / "tests/parity/racecheck.h").read_text()
+KERNELS = re.findall(r'"(\w+)"', "".join(re.findall(r"kRacecheck[A-Z]\w*\[\] = \{.*?\};", LISTS, re.S)))
+
+BINARY = r"""#!/bin/bash
+case "$*" in
+  *--gtest_list_tests*RacecheckBuild*) printf 'RacecheckBuild.\n  %s\n' "$PRETEND_BUILD" ;;
+  *--gtest_list_tests*) printf 'RacecheckBuild.\n  X\nRacecheckList.\n  Y\nRacecheckAttend.\n  Runs/a  # GetParam() = a\n  Runs/b\n' ;;
+  *Runs/a*) echo "kernels: $PRETEND_KERNELS"; echo "[  PASSED  ] 1 test." ;;
+  *) echo "kernels: attend_tiles<1, false>"; [[ -n "$PRETEND_SLOW" ]] && sleep 30; echo "[  PASSED  ] 1 test." ;;
+esac
+"""
+SANITIZER = r"""#!/bin/bash
+echo "$*" >>"$PRETEND_LOG"
+while [[ "$1" != */kv4_tests ]]; do shift; done
+"$@"
+[[ "$*" == *Runs/b* && -n "$PRETEND_REPORT" ]] && echo "========= $PRETEND_REPORT"
+echo "========= RACECHECK SUMMARY: ${PRETEND_SUMMARY:-0 hazards displayed (0 errors, 0 warnings)}"
+"""
+
+
+class GpuCheckRacecheck(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.path = Path(self.folder.name)
+        for name, text in (("build/tests/kv4_tests", BINARY), ("bin/compute-sanitizer", SANITIZER)):
+            file = self.path / name
+            file.parent.mkdir(parents=True)
+            file.write_text(text)
+            file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def run_it(self, **pretend):
+        environment = dict(os.environ, PATH=f"{self.path}/bin:{os.environ['PATH']}", OUT=str(self.path / "out"),
+                           PRETEND_LOG=str(self.path / "log"), PRETEND_BUILD="EachThreadArrivesForItself",
+                           PRETEND_KERNELS="; ".join(name + "<1>" for name in KERNELS), PRETEND_SLOW="",
+                           PRETEND_REPORT="", PRETEND_SUMMARY="")
+        for name in ("KV4_RACECHECK_TESTS", "KV4_RACECHECK_JOBS", "KV4_RACECHECK_SECONDS"):
+            environment.pop(name, None)
+        environment.update(pretend)
+        return subprocess.run([ROOT / "tools/gpu_check", "--racecheck", self.path / "build"], env=environment,
+                              capture_output=True, text=True, timeout=60)
+
+    def test_clean_runs_of_every_kernel_pass(self):
+        result = self.run_it()
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        table = result.stdout[result.stdout.rindex("\npart "):]
+        for word in ("RacecheckAttend.Runs/a", "RacecheckAttend.Runs/b", "attend_tiles<1, false>", "3 passed, 0 failed"):
+            self.assertIn(word, table)
+        self.assertNotIn("RacecheckList", table)
+        for call in (self.path / "log").read_text().splitlines():
+            for flag in ("--tool racecheck", "--racecheck-report all", "--error-exitcode", "--device cuda"):
+                self.assertIn(flag, call)
+
+    def test_hazards_and_warnings_are_failures(self):
+        for pretend in ({"PRETEND_SUMMARY": "3 hazards displayed (3 errors, 0 warnings)"},
+                        {"PRETEND_SUMMARY": "1 hazard displayed (0 errors, 1 warning)"},
+                        {"PRETEND_REPORT": "Warning: Detected overflow of tracked cuda::barrier structures."},
+                        {"PRETEND_REPORT": "Potential invalid __shared__ read of size 4 bytes"}):
+            result = self.run_it(**pretend)
+            self.assertEqual(result.returncode, 1, f"{pretend}: {result.stdout}")
+            self.assertIn("FAILED", result.stdout)
+
+    def test_a_kernel_that_did_not_run_is_a_failure(self):
+        result = self.run_it(PRETEND_KERNELS="; ".join(KERNELS[:-1]))
+        self.assertEqual(result.returncode, 1, result.stdout)
+        self.assertIn(f"not run: {KERNELS[-1]}", result.stdout)
+
+    def test_a_test_that_does_not_end_is_a_failure(self):
+        result = self.run_it(PRETEND_SLOW="1", KV4_RACECHECK_SECONDS="1")
+        self.assertEqual(result.returncode, 1, result.stdout)
+        self.assertIn("stopped", result.stdout)
+
+    def test_an_ordinary_build_is_refused(self):
+        result = self.run_it(PRETEND_BUILD="OneThreadArrivesForItsWarp")
+        self.assertEqual(result.returncode, 2, result.stdout)
+        self.assertIn("-DKV4_RACECHECK=ON", result.stderr)
+
+
+if __name__ == "__main__":
+    outcome = unittest.main(exit=False).result
+    bad = len(outcome.failures) + len(outcome.errors)
+    print(f"{outcome.testsRun - bad} passed, {bad} failed")
+    sys.exit(1 if bad else 0)
