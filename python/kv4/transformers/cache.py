@@ -61,7 +61,7 @@ class Kv4Cache(Cache):
         sizes = Sizes(max_batch, max_context, max_step_tokens or min(max_batch * max_context, DEFAULT_STEP_TOKENS),
                       max_rewind_tokens)
         store = Store(model.model, backend, sizes, options)
-        self._set_up(weakref.ref(model.model), store, grow, model.device)
+        self._set_up(weakref.ref(model.model), store, grow)
         watch(model)
 
     @classmethod
@@ -79,11 +79,11 @@ class Kv4Cache(Cache):
         derived = vars(sizes_of_call(whole, inputs, generation_config))
         return cls(whole.config, whole, **{**derived, "grow": True, **options})
 
-    def _set_up(self, backbone: Any, store: Store, grow: bool, device: torch.device) -> None:
+    def _set_up(self, backbone: Any, store: Store, grow: bool) -> None:
         me = weakref.proxy(self)  # no cycle: the memory goes with the last name of the cache
         config = backbone().config
         super().__init__(layers=[Kv4Layer(me, spec) for spec in kv4.layer_schedule(model_config(config))])
-        self.store, self.grow, self.window, self.device = store, grow, config.sliding_window, device
+        self.store, self.grow, self.window, self.device = store, grow, config.sliding_window, store.devices[0]
         self.rows: list[Row] = []  # of the batch
         self.num_columns = 0  # tokens of every row as transformers counts them, padding included
         self.forward: Any = None  # the Forward under way, or the last
@@ -115,7 +115,7 @@ class Kv4Cache(Cache):
         if store.num_requests() + len(self.rows) > store.sizes.max_batch:
             store = self.store.larger(self._living_backbone(), store.sizes)
             request_of = lambda request: store.copy_from(self.store, request)
-        copy._set_up(self._backbone, store, self.grow, self.device)
+        copy._set_up(self._backbone, store, self.grow)
         copy.num_columns = self.num_columns
         for row in self.rows:
             copy.rows.append(replace(row, request=request_of(row.request)))

@@ -35,40 +35,48 @@ def model_config(config: Any) -> kv4.ModelConfig:
     return kv4.parse_model_config(json.dumps(config.to_dict(), default=str))
 
 
+def _read(module: Any, name: str) -> torch.Tensor:
+    """A parameter, also one that accelerate keeps elsewhere (offloading) until its module runs."""
+    tensor: torch.Tensor = getattr(module, name)
+    kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    return kept[name] if tensor.is_meta and kept is not None else tensor
+
+
+def _device_of(attention: Any) -> torch.device:
+    """Where it computes."""
+    if attention.sinks.is_meta and getattr(attention, "_hf_hook", None) is not None:
+        place = attention._hf_hook.execution_device
+        return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    return torch.device(attention.sinks.device)
+
+
 def layer_devices(backbone: DeepseekV4Model) -> list[torch.device]:
     """By layer: where its attention is."""
-    devices = [layer.self_attn.sinks.device for layer in backbone.layers]
-    offloaded = [index for index, device in enumerate(devices) if device.type == "meta"]
-    if offloaded:
+    devices = [_device_of(layer.self_attn) for layer in backbone.layers]
+    unread = [index for index, device in enumerate(devices) if device.type == "meta"]
+    if unread:
         raise kv4.ArgumentError(
-            f"the weights of layers {offloaded} are offloaded (on the meta device), where kv4 cannot read their compressors' "
-            "constants: load the model with a device_map that puts every layer on a CPU or a GPU, without 'disk' and without "
-            "offloading from a GPU to the CPU")
+            f"the weights of layers {unread} are offloaded: they are on the meta device, and no hook of accelerate knows their "
+            "values, of which kv4 needs the compressors' constants. Load the model with from_pretrained(..., device_map=...)")
     return devices
 
 
-def _constant(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(torch.float32).contiguous()
+def _constant(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device, torch.float32).contiguous()
 
 
-def layer_constants(backbone: DeepseekV4Model) -> dict[int, list[torch.Tensor]]:
-    """By layer with a compressor: bind_weights' arguments."""
-    constants = {}
-    for layer in backbone.layers:
-        compressor = layer.self_attn.compressor
-        if compressor is None:
-            continue
-        weights = [compressor.position_bias, compressor.kv_norm.weight]
-        if hasattr(compressor, "indexer"):
-            weights += [compressor.indexer.position_bias, compressor.indexer.kv_norm.weight]
-        constants[layer.self_attn.layer_idx] = [_constant(weight) for weight in weights]
-    return constants
+def layer_constants(attention: Any) -> list[torch.Tensor]:
+    """bind_weights' arguments; none where the layer has no compressor."""
+    compressor, device = attention.compressor, _device_of(attention)
+    parts = [part for part in (compressor, getattr(compressor, "indexer", None)) if part is not None]
+    weights = [weight for part in parts for weight in (_read(part, "position_bias"), _read(part.kv_norm, "weight"))]
+    return [_constant(weight, device) for weight in weights]
 
 
 def rope_table(backbone: DeepseekV4Model, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's own cos and sin of CSA and HCA layers, float32 [length, rope_dim / 2]."""
     rotary = backbone.rotary_emb
-    home = rotary.compress_inv_freq.device
+    home = rotary.compress_inv_freq.device if not rotary.compress_inv_freq.is_meta else device
     like = torch.empty(0, dtype=backbone.dtype, device=home)
     cos, sin = rotary(like, position_ids=torch.arange(length, device=home)[None], layer_type="compress")
-    return _constant(cos[0].to(device)), _constant(sin[0].to(device))
+    return _constant(cos[0], device), _constant(sin[0], device)

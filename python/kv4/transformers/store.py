@@ -74,8 +74,8 @@ class Store:
 
     def __init__(self, backbone: DeepseekV4Model, given: Backends, sizes: Sizes, options: Mapping[str, Any]) -> None:
         self.sizes, self._options = sizes, dict(options)
-        self._devices = layer_devices(backbone)
-        self._backends = backends_of_layers(self._devices, given)
+        self.devices = layer_devices(backbone)  # by layer
+        self._backends = backends_of_layers(self.devices, given)
         self.step: list[kv4.Step] | None = None
         self.manager_of: dict[int, int] = {}  # by layer
         self.managers: list[kv4.KVCacheManager] = []
@@ -93,16 +93,16 @@ class Store:
         options = kv4.CacheOptions(**{
             "max_requests": sizes.max_batch, "max_context": sizes.max_context, "spare_slots": sizes.max_batch,
             "max_rewind_tokens": sizes.max_rewind_tokens, "max_step_tokens": sizes.max_step_tokens,
-            "layers": layers if len(layers) < len(self._devices) else [], **self._options})
-        device = self._devices[layers[0]]
+            "layers": layers if len(layers) < len(self.devices) else [], **self._options})
+        device = self.devices[layers[0]]
         needed, free = kv4.plan_memory(kv4.build_schema(config, options)).total_bytes, free_bytes(device)
         if free is not None and needed > free:
             raise kv4.OutOfMemoryError(
                 f"a cache of max_batch = {sizes.max_batch} rows and max_context = {sizes.max_context} tokens needs "
                 f"{in_words(needed)} on {device}, of which {in_words(free)} are free: lower one of them")
         manager = kv4.KVCacheManager(config, options, backend)
-        for layer, weights in layer_constants(backbone).items():
-            if layer in layers:
+        for layer in layers:
+            if weights := layer_constants(backbone.layers[layer].self_attn):
                 manager.bind_weights(layer, *weights)
         manager.bind_rope_table(*rope_table(backbone, sizes.max_context, device))
         return manager

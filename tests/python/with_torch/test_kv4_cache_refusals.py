@@ -134,10 +134,10 @@ def test_models_of_other_kinds_are_refused(model):
             attempt()
 
 
-def test_offloaded_weights_are_named():
+def test_weights_without_values_are_named():
     model = tiny_model()
     model.model.layers[2].to("meta")
-    with pytest.raises(kv4.ArgumentError, match=r"layers \[2\] are offloaded .*device_map"):
+    with pytest.raises(kv4.ArgumentError, match=r"layers \[2\] are offloaded: they are on the meta device.*device_map"):
         kv4_cache(model)
 
 
