@@ -20,16 +20,18 @@ namespace nb = nanobind;
 
 class Device {
  public:
-  /// cuda_index -1: the CPU. `stream`: what the backend was made with; empty: follow torch.
-  Device(std::shared_ptr<Backend> backend, int cuda_index, std::optional<Stream> stream)
+  /// cuda_index -1: the CPU, with `threads`. `stream`: what the backend was made with; empty: follow torch.
+  Device(std::shared_ptr<Backend> backend, int cuda_index, std::optional<Stream> stream, int threads = 1)
       : backend_(std::move(backend)),
         cuda_index_(cuda_index),
+        threads_(threads),
         pinned_(stream),
         current_(stream.value_or(Stream{}).handle) {}
 
   const std::shared_ptr<Backend>& backend() const { return backend_; }
   bool on_cuda() const { return cuda_index_ >= 0; }
   int cuda_index() const { return cuda_index_; }
+  int threads() const { return threads_; }
   std::string name() const { return on_cuda() ? "cuda:" + std::to_string(cuda_index_) : "cpu"; }
 
   /// The stream a caller means: the one named, else the one set before, else torch's current one, else the present
@@ -62,6 +64,7 @@ class Device {
  private:
   std::shared_ptr<Backend> backend_;
   int cuda_index_;
+  int threads_;
   std::optional<Stream> pinned_;
   std::atomic<void*> current_;  // the stream that the backend queues on; changed in a turn
   Turns turns_;

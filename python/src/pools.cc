@@ -19,10 +19,14 @@ void bind_backends(nb::module_& m) {
   nb::class_<Device>(m, "Backend",
                      "Where a cache lives and computes. Several caches may share one; their calls take turns.")
       .def_prop_ro("device", &Device::name, "'cpu' or 'cuda:N'")
-      .def("__repr__", [](const Device& self) { return "<kv4.Backend " + self.name() + ">"; });
+      .def_prop_ro("threads", &Device::threads, "that an operation uses on a CPU; 1 on a GPU")
+      .def("__repr__", [](const Device& self) {
+        const std::string threads = self.threads() > 1 ? ", " + std::to_string(self.threads()) + " threads" : "";
+        return "<kv4.Backend " + self.name() + threads + ">";
+      });
   m.def(
       "make_cpu_backend",
-      [](int threads) { return std::make_shared<Device>(make_cpu_backend(threads), -1, std::nullopt); },
+      [](int threads) { return std::make_shared<Device>(make_cpu_backend(threads), -1, std::nullopt, threads); },
       nb::arg("threads") = 1, "`threads`: how many an operation uses; results do not depend on it.");
   m.def(
       "make_cuda_backend",

@@ -1,0 +1,73 @@
+"""Hooks of a model, set once: what a Kv4Cache has to know of a forward, and what the model cannot know of the cache.
+
+All are functions of this module, so that a model with hooks can be copied and pickled.
+"""
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import torch
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+
+from . import cache as kv4_cache
+
+FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+
+
+def watch(model: DeepseekV4ForCausalLM) -> None:
+    backbone = model.model
+    if not getattr(backbone, "_kv4_watched", False):
+        backbone._kv4_watched = True
+        backbone.register_forward_pre_hook(_tell_of_forward, with_kwargs=True)
+        for layer in backbone.layers:
+            if layer.self_attn.layer_type == "heavily_compressed_attention":
+                layer.self_attn.compressor.register_forward_hook(_hide_missing_entries, with_kwargs=True)
+    if "_prepare_cache_for_generation" not in vars(model) and hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = types.MethodType(_prepare_cache_for_generation, model)
+
+
+@torch.compiler.disable
+def _tell_of_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kwargs = {**dict(zip(FORWARD_ARGUMENTS, args)), **kwargs}
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    if not isinstance(cache, kv4_cache.Kv4Cache):
+        return None
+    given = kwargs.get("inputs_embeds") if ids is None else ids
+    if given is None:
+        return None  # the model says so
+    wants_attentions = bool(kwargs.get("output_attentions", module.config.output_attentions))
+    cache.expect(module, kv4_cache.Told(ids, kwargs.get("attention_mask"), kwargs.get("position_ids"), given.shape[:2],
+                                        wants_attentions))
+    for name, known in (("attention_mask", cache.column_mask), ("position_ids", cache.positions)):
+        if kwargs.get(name) is None:
+            kwargs[name] = known(given.shape[1], given.device)
+    return (), kwargs
+
+
+@torch.compiler.disable
+def _hide_missing_entries(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """From a single query the HCA compressor hides nothing; here rows may have fewer entries than others."""
+    cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
+    entries, bias = output
+    if bias is not None or not isinstance(cache, kv4_cache.Kv4Cache) or entries.shape[2] == 0:
+        return None
+    lens = cache.forward.entries(module.compress_rate)
+    if min(lens) == max(lens):
+        return None
+    of_rows = cache.forward.by_row(torch.tensor(lens).to(entries.device))
+    missing = torch.arange(entries.shape[2], device=entries.device) >= of_rows[:, None]
+    return entries, entries.new_zeros(missing.shape).masked_fill(missing, float("-inf"))[:, None, None]
+
+
+def _prepare_cache_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """generate() calls it once, when all sizes are known: what does not fit is said before the first token."""
+    original = type(self)._prepare_cache_for_generation
+    told = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    cache = told.get("model_kwargs", {}).get("past_key_values")
+    if isinstance(cache, kv4_cache.Kv4Cache) and {"generation_config", "batch_size", "max_cache_length"} <= told.keys():
+        cache.begin_generation(told["generation_config"], told["batch_size"], told["max_cache_length"],
+                               attention_mask=told["model_kwargs"].get("attention_mask"),
+                               assisted="assisted" in str(told.get("generation_mode", "")).lower())
+    return original(self, *args, **kwargs)

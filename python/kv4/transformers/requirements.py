@@ -1,0 +1,27 @@
+"""What has to be installed beside kv4, checked before anything of it is used."""
+import importlib
+from types import ModuleType
+
+#: First and last series of transformers whose DeepSeek-V4 and Cache this package knows: FIRST <= version < BEYOND.
+FIRST, BEYOND = (5, 17), (6, 0)
+HINT = "pip install torch 'transformers>=5.17,<6'"
+
+
+def _required(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(f"kv4.transformers needs {name}, which is not installed: {HINT}", name=name) from None
+
+
+def check_version(version: str) -> None:
+    """Raises ImportError unless FIRST <= version < BEYOND."""
+    series = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not FIRST <= series < BEYOND:
+        raise ImportError(f"kv4.transformers needs transformers from 5.17 on, before 6; {version} is installed: {HINT}")
+
+
+_required("torch")
+check_version(_required("transformers").__version__)
