@@ -16,6 +16,7 @@
 #include "base/check.h"
 #include "commands.h"
 #include "heat_map.h"
+#include "key_flags.h"
 #include "option_values.h"
 #include "page.h"
 #include "printable.h"
@@ -36,6 +37,7 @@ constexpr int kLayersAll = -1;
 
 struct InspectFlags {
   std::string path, part = "entries", svg, png;
+  KeyFlags keys;
   std::optional<RequestId> request;
   int layer = kLayersAll;
   bool json = false;
@@ -219,11 +221,11 @@ void print_text(const SessionContents& contents, const Inspection& inspection, c
   if (contents.missing_blocks > 0) fmt::print("\n{} full blocks are missing.\n", contents.missing_blocks);
 }
 
-SessionContents read_rows(const Subject& subject, Inspection& inspection) try {
+SessionContents read_rows(const Subject& subject, const KeyFlags& keys, Inspection& inspection) try {
   std::optional<Progress> progress;
   std::int64_t shown = 0;
   return read_session_rows(
-      subject.path, {}, [&](const DecodedRow& row) { inspection.take(row); },
+      subject.path, {.keys = keys.read()}, [&](const DecodedRow& row) { inspection.take(row); },
       [&](std::int64_t done, std::int64_t total) {
         if (!progress) progress.emplace("reading", total);
         progress->advance(done - std::exchange(shown, done));
@@ -234,7 +236,7 @@ SessionContents read_rows(const Subject& subject, Inspection& inspection) try {
 
 int inspect_rows(const InspectFlags& flags, const Subject& subject) {
   Inspection inspection(flags);
-  const SessionContents contents = read_rows(subject, inspection);
+  const SessionContents contents = read_rows(subject, flags.keys, inspection);
   if (!flags.png.empty()) write_file(flags.png, png_of(inspection.map(contents), flags.layer == kLayersAll ? 4 : 2));
   if (!flags.svg.empty()) write_file(flags.svg, svg_of(inspection.map(contents)));
   if (flags.json)
@@ -262,6 +264,10 @@ int list_requests(const InspectFlags& flags) {
                group_digits(r.rewind_floor), group_digits(r.blocks), group_digits(r.shared_blocks),
                group_digits(r.kept_blocks)});
   fmt::print("{}", table.str());
+  for (const TierReport& tier : published.status.tiers)
+    if (tier.name != "host")
+      fmt::print("\ntier {}: {}\n", printable(tier.name),
+                 tier.protection == Protection::none ? kNoKeyText : to_string(tier.protection));
   return 0;
 }
 
@@ -306,6 +312,7 @@ void add_inspect(CLI::App& app, int& exit_code) {
       ->check(CLI::NonNegativeNumber);
   command->add_option("--svg", flags->svg, "draw a heat map into this file")->type_name("FILE");
   command->add_option("--png", flags->png, "the same as PNG, without labels")->type_name("FILE");
+  add_flags(*command, flags->keys);
   command->add_flag("--json", flags->json, "figures as JSON");
   command->footer(
       "Examples:\n"

@@ -11,6 +11,7 @@
 #include "base/check.h"
 #include "cache_flags.h"
 #include "commands.h"
+#include "key_flags.h"
 #include "page.h"
 #include "plan_figures.h"
 #include "plan_page.h"
@@ -23,6 +24,7 @@ namespace {
 struct PlanFlags {
   ModelFlags model;
   FormatFlags formats;
+  KeyFlags keys;
   std::optional<std::string> context, requests, memory, weights;
   std::string gpus = "1";
   std::string draft_layers = "0", spare_slots = "1", step_tokens = "512";
@@ -192,7 +194,8 @@ nlohmann::ordered_json fit_json(const std::optional<Fit>& fit) {
   return {{"requests", fit->requests}, {"context", fit->context}, {"total_bytes", fit->total_bytes}};
 }
 
-nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish, const Machine& machine) {
+nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish, const Machine& machine,
+                              Protection protection) {
   const CacheSchema& schema = figures.schema;
   nlohmann::ordered_json parts = nlohmann::ordered_json::array(), rows = parts, state = parts;
   for (const MemoryPart& part : figures.plan.parts)
@@ -226,6 +229,7 @@ nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish,
   out["paper"] = {{"bytes_per_token", figures.paper.bytes_per_token},
                   {"window_bytes_per_request", figures.paper.window_bytes_per_request},
                   {"total_bytes", figures.paper.bytes(schema.options.max_requests, schema.options.max_context)}};
+  out["tier_protection"] = to_string(protection);
   out["gpus"] = machine.gpus;
   out["weights_bytes"] =
       machine.weight_bytes ? nlohmann::ordered_json(*machine.weight_bytes) : nlohmann::ordered_json();
@@ -243,9 +247,10 @@ void run_plan(const PlanFlags& flags) {
   const Machine machine = read_machine(flags);
   const PlanWish wish = read_wish(flags, machine);
   const PlanFigures figures = compute_plan(wish);
+  const Protection protection = flags.keys.read().empty() ? Protection::none : Protection::sealed;
   if (!flags.html.empty()) write_file(flags.html, plan_page(figures));
   if (flags.json) {
-    fmt::print("{}\n", to_json(figures, wish, machine).dump(2));
+    fmt::print("{}\n", to_json(figures, wish, machine, protection).dump(2));
     return;
   }
   fmt::print("{}: {}, window {}\n{}\n", wish.config.name.empty() ? "model" : wish.config.name,
@@ -255,6 +260,10 @@ void run_plan(const PlanFlags& flags) {
   print_cache(figures);
   print_weights(figures, machine);
   print_fit(figures, wish, machine);
+  if (protection == Protection::none)
+    fmt::print("\nTiers: {} (--key-file, docs/security.md).\n", kNoKeyText);
+  else
+    fmt::print("\nTiers: records outside host memory are sealed with the keys of {}.\n", flags.keys.path());
 }
 
 }  // namespace
@@ -299,6 +308,7 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->type_name("TOKENS")
       ->group("Size");
   add_flags(*command, flags->formats);
+  add_flags(*command, flags->keys);
   command->add_option("--html", flags->html, "also write a page with the memory as a picture")->type_name("FILE");
   command->add_flag("--json", flags->json, "figures as JSON");
   command->footer(

@@ -17,6 +17,7 @@
 #include "commands.h"
 #include "device_memory.h"
 #include "interrupts.h"
+#include "key_flags.h"
 #include "option_values.h"
 #include "prefix/prefix_index.h"
 #include "printable.h"
@@ -58,6 +59,8 @@ struct ReplayFlags {
   std::string remote, remote_allow, remote_ca, remote_cert, remote_key;
   std::optional<std::string> remote_ttl;
   bool remote_optional = false;
+  KeyFlags keys;
+  bool authenticate = false, accept_unauthenticated = false;
   bool real() const { return data == "real"; }
 };
 
@@ -310,6 +313,11 @@ DataReplayOptions data_options(const ReplayFlags& flags, const ReplayOptions& op
   out.verify = flags.verify;
   if (!flags.host.empty()) out.tiers.host_bytes = parse_bytes(flags.host, "--host");
   out.tiers.directory = flags.disk;
+  out.tiers.keys = flags.keys.read();
+  out.tiers.protection = flags.authenticate ? Protection::authenticated : Protection::sealed;
+  out.tiers.accept_unauthenticated = flags.accept_unauthenticated;
+  require(!out.tiers.keys.empty() || (!flags.authenticate && !flags.accept_unauthenticated), ErrorCode::bad_argument,
+          "--authenticate and --accept-unauthenticated are for a replay with keys; give --key-file");
   set_remote(flags, out.tiers);
   out.remote_optional = flags.remote_optional;
   out.tiers.disk_bytes = parse_bytes(flags.disk_capacity, "--disk-capacity");
@@ -464,6 +472,10 @@ void add_replay(CLI::App& app, int& exit_code) {
   command->add_option("--remote-key", flags->remote_key, "the key of --remote-cert, PEM")->type_name("FILE");
   command->add_option("--remote-ttl", flags->remote_ttl, "after which servers forget a record; default: never")
       ->type_name("SECONDS");
+  add_flags(*command, flags->keys);
+  command->add_flag("--authenticate", flags->authenticate, "with keys: records stay readable, and cannot be forged");
+  command->add_flag("--accept-unauthenticated", flags->accept_unauthenticated,
+                    "with keys: records from before there were keys count");
   command->add_option("--disk-capacity", flags->disk_capacity, "of the tier on disk")
       ->capture_default_str()
       ->type_name("BYTES");

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "cache/session_file.h"
 #include "commands.h"
+#include "key_flags.h"
 #include "input_file.h"
 #include "printable.h"
 #include "session_rows.h"
@@ -23,6 +24,7 @@ using nlohmann::json;
 
 struct SessionFlags {
   std::string path;
+  KeyFlags keys;
   bool json = false;
 };
 
@@ -34,6 +36,8 @@ void print_json(const SessionSurvey& s) {
                     {"layout", s.layout},
                     {"weights_id", s.weights_id},
                     {"tenant", s.tenant},
+                    {"protection", to_string(s.protection)},
+                    {"authentic", s.authentic},
                     {"block_tokens", s.block_tokens},
                     {"full_blocks", s.full_blocks},
                     {"blocks_found", s.blocks_found},
@@ -70,10 +74,15 @@ void print_text(const SessionSurvey& s, const std::string& path) {
   fmt::print("\n{}\n", table.str());
   for (const std::string& problem : s.problems) fmt::print("damaged: {}\n", printable(problem));
   if (s.sound()) fmt::print("Every record is sound.\n");
+  if (s.protection == Protection::none)
+    fmt::print("There is {}.\n", kNoKeyText);
+  else
+    fmt::print("It is {}{}.\n", to_string(s.protection),
+               s.authentic ? " by one of the given keys" : "; whether by one of yours shows with --key-file");
 }
 
-SessionSurvey survey_file(tier::FileSystem& files, const std::string& path) try {
-  return survey_session_file(files, path);
+SessionSurvey survey_file(tier::FileSystem& files, const std::string& path, const KeyFlags& keys) try {
+  return survey_session_file(files, path, {.keys = keys.read()});
 } catch (const Error& e) {
   fail(e.code(), "{}{}", e.what(), what_it_is(path));
 }
@@ -81,7 +90,7 @@ SessionSurvey survey_file(tier::FileSystem& files, const std::string& path) try 
 int inspect(const SessionFlags& flags) {
   require_regular_file(flags.path);
   const auto files = tier::make_posix_file_system({.direct = false});
-  const SessionSurvey survey = survey_file(*files, flags.path);
+  const SessionSurvey survey = survey_file(*files, flags.path, flags.keys);
   if (flags.json)
     print_json(survey);
   else
@@ -100,6 +109,7 @@ void add_session(CLI::App& app, int& exit_code) {
       command->add_subcommand("inspect", "Lengths, layout, bytes by part; reads and checks every record");
   auto flags = std::make_shared<SessionFlags>();
   action->add_option("FILE", flags->path, "a file of save_session_file")->required();
+  add_flags(*action, flags->keys);
   action->add_flag("--json", flags->json, "figures as JSON");
   action->footer("Example:\n  kv4 session inspect chat.kv4s --json");
   action->callback([flags, &exit_code] { exit_code = inspect(*flags); });

@@ -181,6 +181,7 @@ class Surveyor {
     const auto [header, payload] = open_record(*guard_, record, memory_);
     const SessionParts parts = parse_session(payload);
     survey_.protection = protection_of(header.kind);
+    survey_.authentic = guard_->has_keys() && survey_.protection != Protection::none;
     survey_.layout_id = header.layout_id;
     survey_.tenant = header.id.tenant;
     survey_.block_tokens = parts.block_tokens;

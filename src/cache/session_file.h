@@ -46,6 +46,7 @@ struct SessionFile {
 struct SessionSurvey {
   std::int64_t file_bytes = 0;
   Protection protection = Protection::none;  // of its own record
+  bool authentic = false;                    // a key of those given made it; `problems` says of other records
   std::uint64_t layout_id = 0, tenant = 0;
   std::uint32_t block_tokens = 0;
   std::vector<std::int64_t> lengths;

@@ -27,10 +27,13 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(RequestStatus, request, lengths,
 
 namespace tier {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TierStats, records, payload_bytes, capacity_bytes, evicted_records,
-                                                set_aside_records, connects, redirects)
+                                                set_aside_records, unauthenticated_records, connects, redirects)
 }
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TierReport, name, hits, misses, failed_gets, damaged, hit_bytes, stored,
+NLOHMANN_JSON_SERIALIZE_ENUM(Protection, {{Protection::none, "none"},
+                                          {Protection::sealed, "sealed"},
+                                          {Protection::authenticated, "authenticated"}})
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TierReport, name, protection, hits, misses, failed_gets, damaged, hit_bytes, stored,
                                                 failed_puts, refused_puts, stored_bytes, promoted, waiting_bytes, open,
                                                 times_opened, tier, failure, failure_detail, failures)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(CacheStatus, cache, requests, block_states, tiers)

@@ -53,6 +53,7 @@ class RecordGuard {
   RecordGuard(const RecordGuard&) = delete;
   RecordGuard& operator=(const RecordGuard&) = delete;
 
+  bool has_keys() const { return !ring_.empty(); }
   /// Of what it writes.
   RecordKind kind() const { return kind_; }
   Protection protection() const { return protection_of(kind_); }

@@ -1,6 +1,7 @@
 #include "kv4/tiers.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "base/check.h"
@@ -107,6 +108,10 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(
     const bool plain = guard->protection() == Protection::none;
     add(plain ? own : std::make_shared<tier::GuardedTier>(own, guard, schema.layout_id), *guard);
   }
+  for (std::size_t i = 0; i < all.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j)
+      require(std::string_view(all[i]->name()) != all[j]->name(), ErrorCode::bad_argument,
+              "two tiers are called '{}'; reports and metrics tell them apart by their names", all[i]->name());
   require(!all.empty(), ErrorCode::bad_argument, "no tier is asked for; set host_bytes, directory, servers or more");
 
   tier::TierQueueOptions queue;

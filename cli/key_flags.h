@@ -1,0 +1,29 @@
+// Cache keys for commands that read or write protected records: --key-file, or the variable KV4_KEY_FILE.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kv4/cache_keys.h"
+
+namespace CLI {
+class App;
+}
+
+namespace kv4::cli {
+
+struct KeyFlags {
+  std::string file;
+
+  /// --key-file, else KV4_KEY_FILE; empty: none.
+  std::string path() const;
+  /// Of that file; none without one. Throws as read_key_file().
+  std::vector<CacheKey> read() const;
+};
+void add_flags(CLI::App& app, KeyFlags& flags);
+
+/// What there is to say of tiers and sessions without a key.
+inline constexpr const char* kNoKeyText =
+    "no cache key: records on disk, servers and in sessions are checked for damage, not for who wrote them";
+
+}  // namespace kv4::cli
