@@ -54,6 +54,23 @@ def test_who_may_restore(cache, tmp_path):
         kv4.restore_session_file(cache.manager, IDENTITY, tmp_path / "nowhere")
 
 
+def test_keys_say_who_wrote_it(cache, tmp_path):
+    path = tmp_path / "chat.kv4s"
+
+    def identity(keys, **more):
+        return kv4.SessionIdentity(weights_id="w", salt="secret", tenant=3, keys=keys, **more)
+
+    kv4.save_session_file(cache.manager, cache.request, identity([bytes(32)]), path)
+    for keys in ([], [b"x" * 32]):
+        with pytest.raises(kv4.FileError, match="key"):
+            kv4.restore_session_file(SmallCache().manager, identity(keys), path)
+    kv4.restore_session_file(SmallCache().manager, identity([b"x" * 32, bytes(32)]), path)
+    kv4.save_session_file(cache.manager, cache.request, IDENTITY, path)
+    with pytest.raises(kv4.FileError, match="not authenticated"):
+        kv4.restore_session_file(SmallCache().manager, identity([bytes(32)]), path)
+    kv4.restore_session_file(SmallCache().manager, identity([bytes(32)], accept_unauthenticated=True), path)
+
+
 def test_streams_and_progress(cache):
     records, seen = [], []
     assert kv4.save_session(cache.manager, cache.request, IDENTITY, records.append, lambda *done: seen.append(done))

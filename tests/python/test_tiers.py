@@ -119,11 +119,42 @@ def test_a_sealed_disk_needs_its_key(tmp_path):
         again = TieredCache(directory=tmp_path, disk_key=other)
         assert again.tiered.load(kv4.Prompt(TOKENS)) == blocks
         again.tiers.close()
-        if other != key:  # what does not open is set aside: write it anew
-            writer = TieredCache(directory=tmp_path, disk_key=key)
-            writer.answer()
-            writer.tiered.save_all()
-            writer.tiers.close()
+
+
+def test_keys_rotate_and_nothing_else_is_believed(tmp_path):
+    old, new = bytes(range(32)), bytes(reversed(range(32)))
+    first = TieredCache(directory=tmp_path, keys=[old])
+    assert first.tiers.report()[0].protection == kv4.Protection.sealed
+    first.answer()
+    first.tiered.save_all()
+    assert first.tiers.close() == [kv4.FlushStatus.durable]
+    for keys, blocks in (([new], 0), ([], 0), ([new, old], 4), ([old], 4)):
+        again = TieredCache(directory=tmp_path, keys=keys)
+        assert again.tiered.load(kv4.Prompt(TOKENS)) == blocks, keys
+        again.tiers.close()
+
+
+def test_what_no_key_made_is_a_miss_unless_accepted(tmp_path):
+    first = TieredCache(directory=tmp_path)
+    first.answer()
+    first.tiered.save_all()
+    first.tiers.close()
+    for accept, blocks in ((False, 0), (True, 4)):
+        again = TieredCache(directory=tmp_path, keys=[bytes(32)], accept_unauthenticated=accept)
+        assert again.tiered.load(kv4.Prompt(TOKENS)) == blocks
+        again.tiers.flush()
+        assert (again.tiers.report()[0].tier.unauthenticated_records > 0) == (not accept)
+        again.tiers.close()
+
+
+def test_key_files(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("00" * 32 + "\n" + "ab" * 32 + "\n")
+    path.chmod(0o600)
+    assert kv4.read_key_file(path) == [bytes(32), b"\xab" * 32]
+    path.chmod(0o640)
+    with pytest.raises(kv4.FileError, match="chmod 600"):
+        kv4.read_key_file(path)
 
 
 def test_options_are_checked(tmp_path):
@@ -133,6 +164,10 @@ def test_options_are_checked(tmp_path):
     assert options.disk_key == bytes(32)
     with pytest.raises(kv4.ArgumentError, match="disk_key must be 32 bytes; got 3"):
         options.disk_key = b"abc"
+    options.keys = [bytes(32)]
+    assert options.keys == [bytes(32)]
+    with pytest.raises(kv4.ArgumentError, match="keys must be 32 bytes; got 3"):
+        options.keys = [b"abc"]
     schema = SmallCache().manager.schema()
     with pytest.raises(kv4.ArgumentError, match="no tier is asked for"):
         kv4.Tiers(schema, kv4.TiersOptions())
