@@ -316,8 +316,8 @@ bool RedisCluster::find_slots(Deadline deadline) {
         answered = reply != nullptr && !slots_stale_;
       };
       send(node, redis_command({"CLUSTER", "SLOTS"}), kSlotsLimits, on_reply);
-      // Half of the time for each, so that the next one has a chance.
-      exchange(now + std::min<Duration>(options_.silence_limit, (deadline - now) / 2));
+      // Half of the time for each, so that the next one has a chance; else long enough to see that it is silent.
+      exchange(now + std::min<Duration>(2 * options_.silence_limit, (deadline - now) / 2));
       const bool found = answered;
       end_run(false);
       if (found) return true;

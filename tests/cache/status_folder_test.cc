@@ -241,6 +241,9 @@ TEST(StatusText, GoesThereAndBack) {
   tier.name = "disk \"a\"";
   tier.open = true;
   tier.times_opened = 3;
+  tier.failure = "wrong_password";
+  tier.failure_detail = "a:1: WRONGPASS";
+  tier.failures = {{"wrong_password", 4}};
   tier.tier.payload_bytes = std::int64_t{1} << 50;
   in.status.tiers = {tier};
   const std::string text = status_text(in);
@@ -251,6 +254,9 @@ TEST(StatusText, GoesThereAndBack) {
   EXPECT_EQ(out.status.tiers[0].name, tier.name);
   EXPECT_TRUE(out.status.tiers[0].open);
   EXPECT_EQ(out.status.tiers[0].times_opened, 3);
+  EXPECT_EQ(out.status.tiers[0].failure, tier.failure);
+  EXPECT_EQ(out.status.tiers[0].failure_detail, tier.failure_detail);
+  EXPECT_EQ(out.status.tiers[0].failures, tier.failures);
   for (const char* const bad : {"", "{", "[]", "{}", R"({"format": "kv4 status 2"})",
                                 R"({"format": "kv4 status 1", "status": {"tiers": 3}})", R"({"format": 1})"})
     EXPECT_THROW((void)parse_published_status(bad), Error) << bad;

@@ -530,14 +530,26 @@ def test_replay_tiers_across_a_restart():
 class Redis:
     """A server on loopback that keeps nothing, as long as the block runs."""
 
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def ask(self, command):
+        """With the password of --requirepass, if there is one; the reply as it comes."""
+        with socket.create_connection(("127.0.0.1", self.port), 5) as connection:
+            if self.arguments:
+                connection.sendall(f"AUTH {self.arguments[1]}\r\n".encode())
+                connection.recv(100)
+            connection.sendall(command.encode() + b"\r\n")
+            return connection.recv(1 << 16).decode()
+
     def __enter__(self):
         if shutil.which("redis-server") is None:
             raise Skipped("there is no redis-server; apt-get install redis-server")
         for _ in range(6):  # a port may be taken by somebody else before the server has it
             self.port = random.randint(12_000, 32_000)
             self.folder = tempfile.TemporaryDirectory()
-            self.server = subprocess.Popen(["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder.name],
-                                           stdout=subprocess.DEVNULL)
+            self.server = subprocess.Popen(["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder.name,
+                                            *self.arguments], stdout=subprocess.DEVNULL)
             if self.answers():
                 return self
             self.__exit__()
@@ -546,10 +558,8 @@ class Redis:
     def answers(self):
         for _ in range(200):
             try:
-                with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
-                    connection.sendall(b"INFO server\r\n")
-                    if f"process_id:{self.server.pid}\r\n".encode() in connection.recv(1 << 16):
-                        return True
+                if f"process_id:{self.server.pid}\r\n" in self.ask("INFO server"):
+                    return True
             except OSError:
                 pass
             if self.server.poll() is not None:
@@ -585,8 +595,16 @@ def test_replay_metrics():
 
 def test_replay_remote_tier():
     common = ["replay", "--generate", "--data", "real", "--limit", "30", "--verify", "0.5", "--capacity", "64K", "--layers", "3"]
-    for bad in ("host", "host:", ":1", "host:0", "host:70000", "host:1,", "a:1,b"):
-        refused([*common, "--remote", bad], "--remote")
+    for bad in ("host", "host:", ":1", "host:0", "host:70000", "host:1,", "a:1,b", "http://a:1", "redis://a/1", "redis://a,rediss://b"):
+        refused([*common, "--remote", bad], "--remote" if "," not in bad or "//" not in bad else "rediss://")
+    for bad in ("redis://user:hunter2@", "redis://user:hunter2@host:x", "user:hunter2@host:1", "redis://user:hunter2@host/3"):
+        assert "hunter2" not in refused([*common, "--remote", bad], "--remote")
+    for flags in (["--remote-ttl", "60"], ["--remote-optional"], ["--remote-ca", "x"]):
+        refused([*common, *flags], "--remote")
+    refused([*common, "--remote", "a:1", "--remote-ttl", "0"], "--remote-ttl")
+    refused([*common, "--remote", "a:1", "--remote-allow", "a b"], "--remote-allow")
+    refused([*common, "--remote", "127.0.0.1:1", "--remote-ca", "/no/such.pem"], "rediss://")
+    refused([*common, "--remote", "rediss://127.0.0.1:1", "--remote-ca", "/no/such.pem"], "/no/such.pem")
     with Redis() as redis:
         first = ok_json(*common, "--remote", f"127.0.0.1:{redis.port}", "--host", "1MB")
         equal([tier["name"] for tier in first["tiers"]], ["host", "remote"])
@@ -596,8 +614,46 @@ def test_replay_remote_tier():
         assert again["block_hit_rate"] > max(0.95, first["block_hit_rate"]), again
         for result in (first, again):
             assert result["wrong_bytes"] == 0 and result["verified_blocks"] > 100, result
-    gone = ok_json(*common, "--remote", f"127.0.0.1:{redis.port}")  # a server that is not there is a miss
+    address = f"127.0.0.1:{redis.port}"
+    refused([*common, "--remote", address], "connection_refused", address, "--remote-optional")
+    done = kv4(*common, "--remote", address, "--remote-optional", "--json")  # then it is a miss, and a warning
+    equal(done.returncode, 0)
+    assert "connection_refused" in done.stderr, done.stderr
+    gone = json.loads(done.stdout)
     equal((gone["loaded_blocks"], gone["wrong_bytes"]), (0, 0))
+    equal(gone["tiers"][0]["failure"], "connection_refused")
+
+
+def test_replay_remote_failures():
+    common = ["replay", "--generate", "--data", "real", "--limit", "10", "--capacity", "64K", "--layers", "3"]
+    with tempfile.TemporaryDirectory() as folder, Redis("--requirepass", "hunter2") as redis:
+        address, metrics = f"127.0.0.1:{redis.port}", Path(folder) / "kv4.prom"
+        for server, reason in ((address, "password_needed"), (f"redis://:wrong@{address}", "wrong_password"),
+                               (f"rediss://:hunter2@{address}", "tls_refused")):
+            assert "hunter2" not in refused([*common, "--remote", server], reason, address)
+        right = f"redis://default:hunter2@{address}/0"
+        first = ok_json(*common, "--remote", right, "--remote-ttl", "600")
+        equal(first["tiers"][0]["failure"], "")
+        assert first["tiers"][0]["stored"] > 10, first
+        os.environ["KV4_REMOTE_PASSWORD"] = "hunter2"
+        try:
+            equal(ok_json(*common, "--remote", address)["tiers"][0]["failure"], "")
+        finally:
+            del os.environ["KV4_REMOTE_PASSWORD"]
+        keys = int(redis.ask("DBSIZE")[1:])
+        info = redis.ask("INFO keyspace")
+        assert f"keys={keys},expires={keys}" in info, info
+        redis.ask("CONFIG SET maxmemory 1mb")  # noeviction: every put is refused
+        redis.ask("FLUSHALL")
+        full = kv4(*common, "--remote", right, "--metrics", str(metrics))
+        equal(full.returncode, 1)
+        assert "server_full" in full.stderr and address in full.stderr and "hunter2" not in full.stdout + full.stderr, full
+        values = parse_metrics(metrics.read_text())
+        equal(values['kv4_tier_failing{tier="remote",reason="server_full"}'], 1)
+        assert values['kv4_tier_failures_total{tier="remote",reason="server_full"}'] > 0, values
+        told = kv4(*common, "--remote", right, "--remote-optional")
+        equal(told.returncode, 0)
+        assert "server_full" in told.stderr, told.stderr
 
 
 def test_replay_report_in_a_browser():

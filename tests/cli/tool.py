@@ -30,13 +30,14 @@ def ok_json(*args):
 
 
 def refused(args, *parts):
-    """Exit 2, nothing on stdout, one line on stderr that names what matters."""
+    """Exit 2, nothing on stdout, one line on stderr that names what matters; it is returned."""
     done = kv4(*args)
     assert done.returncode == 2, f"kv4 {' '.join(args)}: exit {done.returncode}, expected 2\n{done.stderr}"
     assert done.stdout == "", f"stdout: {done.stdout[:200]}"
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     for part in parts:
         assert part in done.stderr, f"'{part}' is missing in: {done.stderr}"
+    return done.stderr
 
 
 def equal(got, expected):
@@ -50,7 +51,7 @@ def parse_metrics(text):
         if line.startswith("# TYPE "):
             families.add(line.split()[2])
         elif not line.startswith("# HELP "):
-            assert re.fullmatch(r'[a-z0-9_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? \d+', line), line
+            assert re.fullmatch(r'[a-z0-9_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?\d+', line), line
             name, value = line.rsplit(" ", 1)
             assert {name.split("{")[0], re.sub("_(bucket|sum|count)$", "", name.split("{")[0])} & families, line
             assert name not in values, line

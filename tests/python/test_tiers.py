@@ -173,6 +173,11 @@ def test_options_are_checked(tmp_path):
         kv4.Tiers(schema, kv4.TiersOptions())
     with pytest.raises(kv4.ArgumentError, match="host:port"):
         kv4.Tiers(schema, kv4.TiersOptions(servers=["nowhere"]))
+    with pytest.raises(kv4.ArgumentError) as refused:
+        kv4.Tiers(schema, kv4.TiersOptions(servers=["redis://user:secret@host:port"]))
+    assert "secret" not in str(refused.value)
+    remote = kv4.TiersOptions(servers=["rediss://a"], allowed_servers=["10.0.0.0/8"], remote_ttl=60, tls_ca_file=tmp_path)
+    assert (remote.allowed_servers, remote.remote_ttl, remote.tls_ca_file) == (["10.0.0.0/8"], 60, str(tmp_path))
     with pytest.raises(kv4.ArgumentError, match="prefix.enabled"):
         kv4.TieredPrefix(SmallCache().manager, kv4.Tiers(schema, kv4.TiersOptions(host_bytes=1 << 20)))
 
@@ -220,8 +225,14 @@ def test_workers_share_a_server_until_it_goes(redis_server):
     assert second.tiered.load(kv4.Prompt(TOKENS)) == 4
     assert second.answer() == (64, state)
     assert second.tiers.report()[0].hits == 5 and first.tiers.report()[0].tier.connects >= 1
-    wrong = remote_cache(servers=[address], password="wrong", close_limit=0.1)
-    assert wrong.tiered.load(kv4.Prompt(TOKENS), timeout=1) == 0
+    url = remote_cache(servers=[f"redis://default:secret@{address}/0"], close_limit=0.1)
+    assert url.tiered.load(kv4.Prompt(TOKENS)) == 4 and url.tiers.report()[0].failure == ""
+    for wrong, reason in (({"password": "wrong"}, "wrong_password"), ({}, "password_needed")):
+        cache = remote_cache(servers=[address], close_limit=0.1, **wrong)
+        assert cache.tiered.load(kv4.Prompt(TOKENS), timeout=1) == 0
+        report = cache.tiers.report()[0]
+        assert report.failure == reason and report.failures[reason] >= 1
+        assert address in report.failure_detail and f"failure='{reason}'" in repr(report)
 
     process.kill()
     process.wait()
