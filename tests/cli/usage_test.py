@@ -56,7 +56,7 @@ def test_help_fits_80_columns():
 
 
 def test_log_on_stderr():
-    common = ["replay", "--generate", "--data", "real", "--limit", "3", "--capacity", "64K", "--layers", "3"]
+    common = ["replay", "--generate", "--data", "real", "--limit", "10", "--capacity", "64K", "--layers", "3"]
     with tempfile.TemporaryDirectory() as folder:
         quiet = ok(*common, "--disk", folder + "/a")
         equal(quiet.stderr, "")
@@ -64,6 +64,8 @@ def test_log_on_stderr():
             shutil.rmtree(folder + "/a")
             said = ok(*args, "--disk", folder + "/a").stderr
             assert said.startswith("info: store.opened: ") and folder in said, said
+    said = kv4(*common, "--remote", "127.0.0.1:1").stderr  # nobody is there; a warning needs no -v
+    assert "warning: tier.opened: " in said and "info: " not in said, said
 
 
 def interrupt(process, ready=None):
