@@ -2,9 +2,9 @@
 
 docs/python.md is the guide.
 """
-from ._kv4 import *  # noqa: F401,F403
-from ._kv4 import __version__  # noqa: F401
-from .errors import (  # noqa: F401
+from ._kv4 import *  # noqa: F403
+from ._kv4 import __version__
+from .errors import (
     ArgumentError,
     ConfigError,
     DeviceFailureError,
@@ -18,3 +18,22 @@ from .errors import (  # noqa: F401
 
 #: A padded item's request.
 NO_REQUEST = -1
+
+# A list that type checkers can read; tests/python/test_package.py compares it with what there is.
+__all__ = [
+    "Admission", "ArgumentError", "Arrangement", "Backend", "BlockAllocator", "BlockBudget", "BlockEvent",
+    "CacheOptions", "CacheSchema", "CanonicalImage", "ClassicalView", "ConfigError", "ContextBudget", "DType",
+    "DeviceFailureError", "Error", "EvictionKind", "FileError", "FlushStatus", "Format", "HcaMode", "HostMemory",
+    "IndexerView", "KVCacheManager", "KeptBlock", "LayerCacheHandle", "LayerCacheSchema", "LayerKind", "LayerSpec",
+    "LogLevel", "LogRecord", "MemoryPart", "MemoryPlan", "ModelConfig", "NO_REQUEST", "NoDeviceError",
+    "OutOfMemoryError", "PageLayout", "PageSchema", "PagedKVPool", "PendingSchema", "PreemptedRequest",
+    "PrefixLoad", "PrefixOptions", "PrefixStatistics", "Prompt", "RopeSpec", "RowKind", "RowRole", "RowSchema",
+    "RowsView", "SWAView", "SessionIdentity", "SessionReceiver", "SessionSender", "Shortage", "ShortageError",
+    "SnapshotPolicy", "StateCachePool", "StateError", "StatusFolder", "Step", "StepItem", "TierReport", "TierStats",
+    "TieredOptions", "TieredPrefix", "TieredStatistics", "Tiers", "TiersOptions", "WindowSchema", "__version__",
+    "build_rope_table", "build_schema", "compute_block_budget", "compute_context_budget", "copy_from_pages",
+    "copy_to_pages", "cpu_target", "entry_rows", "image_bytes", "interleaved_pages", "layer_schedule",
+    "load_model_config", "make_cpu_backend", "make_cuda_backend", "model_preset", "parse_model_config",
+    "plan_memory", "planar_pages", "preempt", "preempted_bytes", "restore_session", "restore_session_file",
+    "resume", "save_session", "save_session_file", "set_log_sink", "validate", "why_no_cuda", "window_rows",
+]

@@ -1,4 +1,10 @@
 """What kv4 raises. `code` is the name of the C++ library's ErrorCode."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._kv4 import Shortage
 
 
 class Error(RuntimeError):
@@ -54,6 +60,6 @@ class ShortageError(Error):
 
     code = "shortage"
 
-    def __init__(self, message, shortage):
+    def __init__(self, message: str, shortage: Shortage) -> None:
         super().__init__(message)
         self.shortage = shortage

@@ -147,7 +147,8 @@ void bind_images(nb::module_& m) {
           },
           "uint8 [n], a NumPy array of the image's memory")
       .def(
-          "__eq__", [](const CanonicalImage& a, const CanonicalImage& b) { return a == b; }, nb::is_operator());
+          "__eq__", [](const CanonicalImage& a, const CanonicalImage& b) { return a == b; }, nb::is_operator(),
+          nb::sig("def __eq__(self, other: object, /) -> bool"));
   m.def(
       "image_bytes",
       [](const CacheSchema& schema, const std::vector<std::int64_t>& lengths) { return image_bytes(schema, lengths); },

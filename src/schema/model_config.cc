@@ -257,8 +257,8 @@ void validate(const ModelConfig& config) {
           config.rope_dim);
   check_range("window (sliding_window)", config.window, 1, 1 << 20);
   check_range("max_positions", config.max_positions, 1, std::int64_t{1} << 30);
-  require(config.rms_eps >= 0.0 && config.rms_eps < 1.0, ErrorCode::bad_config,
-          "rms_eps (rms_norm_eps) is {}; it must be from 0 up to, not including, 1", config.rms_eps);
+  require(config.rms_eps >= 0.0 && config.rms_eps <= 1.0, ErrorCode::bad_config,
+          "rms_eps (rms_norm_eps) is {}; it must be from 0 to 1", config.rms_eps);
   check_rope("rope_main", config.rope_main);
   check_rope("rope_compress", config.rope_compress);
   if (has_kind(config, LayerKind::csa)) {

@@ -28,6 +28,13 @@ def test_names_of_the_design():
     assert re.fullmatch(r"\d+\.\d+\.\d+", kv4.__version__)
 
 
+def test_all_names_every_public_name():
+    native = {name for name in vars(kv4._kv4) if not name.startswith("_")}
+    errors = {name for name in vars(kv4.errors) if name.endswith("Error")}
+    assert set(kv4.__all__) == native | errors | {"NO_REQUEST", "__version__"}
+    assert len(kv4.__all__) == len(set(kv4.__all__))
+
+
 def test_stubs_know_every_name():
     assert (PACKAGE / "py.typed").exists()
     stub = ast.parse((PACKAGE / "_kv4.pyi").read_text())

@@ -262,6 +262,7 @@ TEST(BadConfig, ValidateNamesTheField) {
   EXPECT_NE(invalid([](ModelConfig& c) { c.kinds.pop_back(); }).find("kinds"), std::string::npos);
   EXPECT_NE(invalid([](ModelConfig& c) { c.max_positions = 0; }).find("max_positions"), std::string::npos);
   EXPECT_NE(invalid([](ModelConfig& c) { c.rms_eps = -1; }).find("rms_eps"), std::string::npos);
+  EXPECT_NE(invalid([](ModelConfig& c) { c.rms_eps = 1.5; }).find("rms_eps"), std::string::npos);
   EXPECT_NE(invalid([](ModelConfig& c) { c.rms_eps = std::nan(""); }).find("rms_eps"), std::string::npos);
   EXPECT_NE(invalid([](ModelConfig& c) { c.rope_main.theta = 0; }).find("rope_main"), std::string::npos);
   EXPECT_NE(invalid([](ModelConfig& c) { c.rope_compress.factor = std::nan(""); }).find("rope_compress"),

@@ -194,8 +194,11 @@ class Kv4Cache(Cache):
     # A forward
 
     @torch.compiler.disable
-    def expect(self, backbone: Any, told: Told) -> None:
-        """Told before each forward by a hook of the model. The one transfer to the host of a forward."""
+    def expect(self, backbone: Any, told: Told) -> bool:
+        """Told before each forward by a hook of the model. The one transfer to the host of a forward.
+
+        Returns whether position_ids must be the cache's: those given count on from padding on the right, as generate() does.
+        """
         if backbone is not self._backbone():
             raise kv4.ArgumentError("this Kv4Cache was made for another model, whose constants its entries are made with: make "
                                     "one with Kv4Cache(model.config, model) for the model that runs")
@@ -213,15 +216,18 @@ class Kv4Cache(Cache):
         ids, mask, positions = _to_host(batch, count, told.input_ids, mask, told.position_ids)
         mask = None if mask is None or mask.all() else mask.bool()
         lengths = self._lengths() or [0] * batch
-        if positions is not None:
+        own_positions = positions is not None and count == 1 and any(
+            row.gap or row.first + length < self.num_columns for row, length in zip(self.rows, lengths))
+        if positions is not None and not own_positions:
             self._check_positions(positions, mask, lengths)
         tokens = batch * count if mask is None else int(mask.sum())
         longest = max(length + count for length in lengths) if mask is None else max(
             length + new for length, new in zip(lengths, mask.sum(1).tolist()))
         if self.grow and longest > self.store.sizes.max_context:  # once, not token by token
-            longest = max(longest, min(2 * self.store.sizes.max_context, self._living_backbone().config.max_position_embeddings))
+            longest = max(longest, 2 * self.store.sizes.max_context)
         self._make_room(Sizes(batch, longest, tokens, 0), "the forward")
         self._told, self.wants_attentions = told._replace(input_ids=ids, attention_mask=mask), told.wants_attentions
+        return own_positions
 
     def _check_positions(self, positions: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int]) -> None:
         real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask

@@ -90,6 +90,8 @@ class Store:
 
     def _make_manager(self, backbone: DeepseekV4Model, backend: kv4.Backend, layers: list[int]) -> kv4.KVCacheManager:
         sizes, config = self.sizes, model_config(backbone.config)
+        # The rope table is the model's own, which goes beyond its max_position_embeddings.
+        config.max_positions = max(config.max_positions, sizes.max_context)
         options = kv4.CacheOptions(**{
             "max_requests": sizes.max_batch, "max_context": sizes.max_context, "spare_slots": sizes.max_batch,
             "max_rewind_tokens": sizes.max_rewind_tokens, "max_step_tokens": sizes.max_step_tokens,
