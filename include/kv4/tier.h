@@ -4,7 +4,7 @@
 // Promises of every tier:
 //   1. What get() gives are exactly the bytes of one put() of that tenant and key and of the tier's layout, and never
 //      those of a put before the newest one that was `stored`. They are checked on every read; anything else is a miss.
-//   2. No call throws, but for want of memory.
+//   2. No call throws, but for want of memory (std::bad_alloc): that is a failed put, and a miss.
 //   3. No call goes on much longer than its deadline, as far as the operating system lets it: what has no answer by
 //   then
 //      is `failed` or not `answered`. A put that failed may yet be there, whole.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <system_error>
 #include <utility>
 
 #include "base/check.h"
@@ -55,7 +56,7 @@ tier::RemoteOptions remote_options(const CacheSchema& schema, const TiersOptions
 
 }  // namespace
 
-Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(options.backend) {
+Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try : backend_(options.backend) {
   const auto clock = std::make_shared<tier::SteadyClock>();
   std::vector<std::shared_ptr<tier::Tier>> all;
   if (options.host_bytes > 0) {
@@ -79,15 +80,31 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(
   for (std::shared_ptr<tier::Tier>& each : all)
     queues.push_back(std::make_unique<tier::TierQueue>(std::move(each), queue, clock));
   chain_ = std::make_unique<tier::TierChain>(std::move(queues), clock);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+} catch (const std::system_error& e) {  // of a thread
+  fail(ErrorCode::out_of_memory, "the system refused a thread of a tier: {}", e.what());
 }
 
 Tiers::~Tiers() = default;
 Tiers::Tiers(Tiers&&) noexcept = default;
 
-std::vector<tier::FlushStatus> Tiers::flush(tier::Deadline deadline) { return chain_->flush(deadline); }
-std::vector<tier::FlushStatus> Tiers::close(tier::Deadline deadline) { return chain_->close(deadline); }
+std::vector<tier::FlushStatus> Tiers::flush(tier::Deadline deadline) try {
+  const OneThread::Call call(chain_->driver());
+  return chain_->flush(deadline);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 
-std::vector<TierReport> Tiers::report() {
+std::vector<tier::FlushStatus> Tiers::close(tier::Deadline deadline) try {
+  const OneThread::Call call(chain_->driver());
+  return chain_->close(deadline);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
+
+std::vector<TierReport> Tiers::report() try {
+  const OneThread::Call call(chain_->driver());
   std::vector<TierReport> reports;
   for (const tier::ChainStats& each : chain_->stats()) {
     const tier::QueueStats& q = each.queue;
@@ -110,6 +127,8 @@ std::vector<TierReport> Tiers::report() {
     reports.push_back(std::move(report));
   }
   return reports;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 }  // namespace kv4
