@@ -17,7 +17,8 @@
  * read or written during the call only; bound weights and rope tables must outlive the cache. A cache keeps its backend
  * alive.
  *
- * Threads: one thread at a time drives a cache. Different caches are independent. */
+ * Threads: one thread at a time drives a cache; a call that overlaps with another thread's is KV4_BAD_STATE and does
+ * nothing. Different caches are independent. */
 #ifndef KV4_H
 #define KV4_H
 

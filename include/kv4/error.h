@@ -14,14 +14,15 @@ enum class ErrorCode {
   bad_argument,   // a value, shape, type or id outside what the call accepts
   bad_state,      // a call that is not allowed now, for example commit without a step
   bad_file,       // a file that is truncated, foreign or damaged
-  out_of_memory,  // the machine refused the memory
+  out_of_memory,  // the machine refused memory, or a thread: no call lets std::bad_alloc out
   no_device,      // no such GPU, too old a one, or a build without CUDA
   device_failure  // a GPU call or kernel failed; the cache's contents are lost
 };
 
 KV4_API const char* to_string(ErrorCode code);
 
-/// The message names the value seen, the values allowed and what to change. When a call throws, the cache is unchanged.
+/// The message names the value seen, the values allowed and what to change. When a call throws, the cache is unchanged:
+/// what a call needs of memory it takes before it changes anything, so it can be made again.
 class KV4_API Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}

@@ -2,10 +2,12 @@
 //
 //   admit -> [prepare_forward -> acquire(layer).append ... for each layer -> commit | abort]* -> release
 //
-// Threads: one thread at a time drives a cache, this header's calls and its handles' alike. Different caches are
-// independent. Ownership: the manager owns all cache memory; tensors passed in are only read or written during the
-// call, bound weights and rope tables must outlive the manager. Errors: what the caller can plan for is a value
-// (Expected with a Shortage). Everything else throws kv4::Error. Either way the cache is as it was before the call.
+// Threads: one thread at a time drives a cache, this header's calls and its handles' alike, and sessions and tiers
+// of it. A call that overlaps with another thread's throws Error(bad_state) and does nothing; a cache may go from
+// thread to thread, and a callback may call the cache that called it. Different caches are independent. Ownership:
+// the manager owns all cache memory; tensors passed in are only read or written during the call, bound weights and
+// rope tables must outlive the manager. Errors: what the caller can plan for is a value (Expected with a Shortage).
+// Everything else throws kv4::Error. Either way the cache is as it was before the call.
 #pragma once
 
 #include <cstdint>
@@ -178,6 +180,7 @@ class KV4_API KVCacheManager {
   friend class LayerCacheHandle;
   friend struct HandleScope;
   friend class BlockMover;
+  friend struct CacheCall;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

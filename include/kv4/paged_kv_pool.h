@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "kv4/backend.h"
 #include "kv4/block_allocator.h"
 #include "kv4/export.h"
+#include "kv4/params.h"
 #include "kv4/schema.h"
 
 namespace kv4 {
@@ -36,6 +38,8 @@ class KV4_API PagedKVPool {
   /// tokens, zeros elsewhere. out: [block_image_bytes]
   void save_block(BlockId block, int tokens, std::span<std::byte> out) const;
   void load_block(BlockId block, std::span<const std::byte> image);
+  /// Makes room for the lists of calls with up to so many images: they allocate nothing then. There is room for one.
+  void reserve_images(std::size_t images) const;
   /// Whole blocks as images in memory of the backend, and back; queued, in one go.
   void gather_blocks(std::span<const BlockImage> images) const;
   void scatter_blocks(std::span<const BlockImage> images);
@@ -45,6 +49,8 @@ class KV4_API PagedKVPool {
   std::shared_ptr<Backend> backend_;
   std::byte* base_ = nullptr;
   std::int64_t bytes_ = 0;
+  std::size_t pieces_per_block_ = 0;            // at most
+  mutable std::vector<ops::CopyPiece> pieces_;  // of the call that runs
 };
 
 }  // namespace kv4

@@ -45,7 +45,7 @@ struct StatusOptions {
   Tiers* tiers = nullptr;                    // whose reports are published, too
 };
 
-/// Threads: the one that drives the cache.
+/// Threads: the one that drives the cache. Want of memory is something that could not be written, too.
 class KV4_API StatusFolder {
  public:
   /// Makes the folder, for the owner alone, where it is not there; its parent is. Cache and tiers outlive this. Throws

@@ -12,7 +12,8 @@
 // Nothing here waits for the device, but load() and save_all(): blocks move through pinned memory, one transfer each,
 // beside the steps.
 //
-// Threads: the one that drives the cache. Tiers work in threads of their own.
+// Threads: the one that drives the cache, which is inside the cache as long as a call lasts. Tiers work in threads of
+// their own. A call that throws Error(out_of_memory) has lost nothing, and can be made again.
 #pragma once
 
 #include <cstdint>

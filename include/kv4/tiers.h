@@ -82,7 +82,9 @@ struct TierReport {
   std::map<std::string, std::int64_t> failures;  // by reason: batches that a server failed
 };
 
-/// One thread, that of the caches above; several caches of one layout may use it in turn.
+/// One thread at a time, that of the caches above: a call that overlaps with another thread's throws Error(bad_state).
+/// Several caches of one layout may use it in turn. Where the machine refuses memory, calls throw Error(out_of_memory)
+/// or find less; threads of tiers go on, with failed puts and misses.
 class KV4_API Tiers {
  public:
   /// Throws Error: bad_argument; bad_state where another process has the directory, or kv4 was built without hiredis;

@@ -233,10 +233,19 @@ void bind_handover(nb::module_& m) {
           nb::arg("record"))
       .def("has_offer", [](const Receiver& self) { return self.receiver.has_offer(); })
       .def(
-          "wanted", [](const Receiver& self) { return bytes_of(self.receiver.wanted()); },
+          "wanted",
+          [](const Receiver& self) {
+            return bytes_of(self.cache->work([&](KVCacheManager&) { return self.receiver.wanted(); }));
+          },
           "Blocks that are neither here nor came yet, in order; empty before the offer.")
-      .def("done_bytes", [](const Receiver& self) { return self.receiver.done_bytes(); })
-      .def("total_bytes", [](const Receiver& self) { return self.receiver.total_bytes(); })
+      .def("done_bytes",
+           [](const Receiver& self) {
+             return self.cache->work([&](KVCacheManager&) { return self.receiver.done_bytes(); });
+           })
+      .def("total_bytes",
+           [](const Receiver& self) {
+             return self.cache->work([&](KVCacheManager&) { return self.receiver.total_bytes(); });
+           })
       .def(
           "finish",
           [](Receiver& self) {

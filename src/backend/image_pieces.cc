@@ -49,6 +49,22 @@ std::vector<ops::CopyPiece> cut_pieces(std::span<const ops::CopyPiece> pieces, s
 std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,
                                             std::int32_t slot, std::uint8_t* image) {
   std::vector<ops::CopyPiece> out;
+  add_pieces_to_image(layers, layout, slot, image, out);
+  return out;
+}
+
+std::size_t most_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout) {
+  constexpr std::size_t kPerRing = 2;                              // it wraps once
+  std::size_t most = layout.windows.size() * 2 * (1 + kPerRing);  // payload and scale; the oldest row goes by itself
+  for (const PendingPart& part : layout.pending) {
+    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    most += 2 * static_cast<std::size_t>(kind.ratio) + kPerRing;  // halves of the previous span's rows; open ones
+  }
+  return most;
+}
+
+void add_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                         std::uint8_t* image, std::vector<ops::CopyPiece>& out) {
   const auto add = [&](const std::uint8_t* ring, std::int64_t at, std::int64_t bytes) {
     out.push_back({ring, image + at, bytes});
   };
@@ -74,7 +90,6 @@ std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> laye
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
     if (kind.overlap) for_pending_pieces(kind, part, slot, add);
   }
-  return out;
 }
 
 std::vector<ops::CopyPiece> pieces_from_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,

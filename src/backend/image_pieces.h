@@ -15,6 +15,10 @@ std::vector<ops::CopyPiece> cut_pieces(std::span<const ops::CopyPiece> pieces, s
 /// From the rings of a slot to `image`, an address on either side. The accumulators of open spans are not among them.
 std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,
                                             std::int32_t slot, std::uint8_t* image);
+/// The same behind what is in `out`; allocates nothing where that has room for most_pieces_to_image() more.
+void add_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
+                         std::uint8_t* image, std::vector<ops::CopyPiece>& out);
+std::size_t most_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout);
 
 /// From `image` into a slot that was reset, accumulators included.
 std::vector<ops::CopyPiece> pieces_from_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout,

@@ -4,15 +4,24 @@
 #include <fmt/format.h>
 
 #include <cstdint>
+#include <new>
 #include <string>
 
 #include "kv4/error.h"
 
 namespace kv4 {
 
+/// Error(out_of_memory), made when the library was loaded: to throw it takes no memory. Every public call that
+/// allocates ends with `catch (const std::bad_alloc&) { fail_for_memory(); }`.
+[[noreturn]] void fail_for_memory();
+
 template <class... Args>
 [[noreturn]] void fail(ErrorCode code, fmt::format_string<Args...> text, Args&&... args) {
-  throw Error(code, fmt::format(text, std::forward<Args>(args)...));
+  try {
+    throw Error(code, fmt::format(text, std::forward<Args>(args)...));
+  } catch (const std::bad_alloc&) {
+    fail_for_memory();
+  }
 }
 
 template <class... Args>

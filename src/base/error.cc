@@ -28,6 +28,15 @@ const char* to_string(DType type) {
   return "unknown";
 }
 
+namespace {
+
+const Error no_memory(ErrorCode::out_of_memory,
+                      "the machine refused memory; nothing has changed: free some, or ask for less, and call again");
+
+}  // namespace
+
+void fail_for_memory() { throw no_memory; }  // a copy shares the text
+
 std::int64_t checked_mul(std::int64_t a, std::int64_t b, const char* what) {
   std::int64_t out = 0;
   require(a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, &out), ErrorCode::bad_config,

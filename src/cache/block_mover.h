@@ -15,6 +15,7 @@ class BlockMover {
   explicit BlockMover(KVCacheManager& cache) : cache_(cache), m_(*cache.impl_) {}
 
   const std::shared_ptr<Backend>& backend() const { return m_.backend; }
+  OneThread& driver() const { return m_.driver; }
 
   /// The key of a prompt's full block, `before`: those of all blocks before it.
   BlockKey next_key(const Prompt& prompt, std::span<const BlockKey> before);

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "base/check.h"
+#include "backend/image_pieces.h"
 #include "cache/manager_impl.h"
 #include "ops/layer_desc.h"
 
@@ -44,6 +46,7 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   open.window_begins.reserve(static_cast<std::size_t>(tables.max_items()));
   open.parts.reserve(requests);
   open.boundaries.reserve(static_cast<std::size_t>(schema.options.max_step_tokens / schema.block_tokens) + requests);
+  boundaries.reserve(open.boundaries.capacity());
   // No step changes more table entries: the blocks its tokens fill, and for each request the one it begins in and the
   // one it ends in.
   open.changes.reserve(static_cast<std::size_t>(schema.options.max_step_tokens / schema.block_tokens) + 2 * requests);
@@ -58,9 +61,10 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   }
   raw_norm_weights.resize(layers.size());
   open.saved_layers.resize(layers.size());
+  snapshot_parts = snapshot_at = snapshot_layout(schema, schema.block_tokens);
   if (schema.options.prefix.enabled) {
     prefix.emplace(schema, backend);
-    snapshot_parts = snapshot_layout(schema, schema.block_tokens);
+    pieces_per_snapshot = most_pieces_to_image(layers, snapshot_parts);
     // Kernels write entries everywhere: those of a replay, which are there already, into a block that nobody reads. On
     // the host they are left out.
     if (!backend->on_host()) tables.set_kept_block(allocator.allocate().value());
@@ -104,7 +108,8 @@ const float* checked_constant(const TensorView& t, std::initializer_list<std::in
 
 }  // namespace
 
-void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
+void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) try {
+  const OneThread::Call call(impl_->driver);
   const LayerCacheSchema& schema = impl_->schema.layer(layer);
   require(!schema.pages.empty() || !weights.raw_norm_weight.empty(), ErrorCode::bad_argument,
           "layer {} is {}: it has no compressor and takes only raw_norm_weight", layer, to_string(schema.spec.kind));
@@ -130,9 +135,12 @@ void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) {
     desc.kinds[k].bias = found[k][0];
     desc.kinds[k].norm_weight = found[k][1];
   }
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& sin) {
+void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& sin) try {
+  const OneThread::Call call(impl_->driver);
   const int pairs = impl_->compress_rope.rope_dim / 2;
   const std::int64_t positions = impl_->schema.options.max_context;
   require(!impl_->step_open, ErrorCode::bad_state,
@@ -150,6 +158,8 @@ void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& si
   }
   impl_->compress_rope.cos = c;
   impl_->compress_rope.sin = s;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 // --- requests
@@ -214,14 +224,16 @@ void KVCacheManager::Impl::drop_blocks(std::int32_t row, std::int64_t keep) {
 }
 
 Expected<RequestId> KVCacheManager::admit() {
+  const OneThread::Call call(impl_->driver);
   if (impl_->free_rows.empty()) return Shortage::requests;
-  const std::optional<std::int32_t> slot = impl_->state_pool.acquire_slot();
-  if (!slot) return Shortage::slots;
-  impl_->state_pool.reset_slot(*slot);
-  return impl_->start_row(*slot);
+  Impl::NewSlot slot(impl_->state_pool);
+  if (!slot.slot) return Shortage::slots;
+  impl_->state_pool.reset_slot(*slot.slot);
+  return impl_->start_row(slot.keep());
 }
 
 void KVCacheManager::release(RequestId request) {
+  const OneThread::Call call(impl_->driver);
   const std::int32_t row = impl_->idle_row_of(request, "releasing it");
   Sequence& s = impl_->sequences[static_cast<std::size_t>(row)];
   impl_->end_chain(row);
@@ -233,6 +245,7 @@ void KVCacheManager::release(RequestId request) {
 }
 
 void KVCacheManager::rewind(RequestId request, std::int64_t length, int group) {
+  const OneThread::Call call(impl_->driver);
   const std::int32_t row = impl_->idle_row_of(request, "rewinding it");
   GroupProgress& g = impl_->progress(row, group);
   const std::int64_t floor = rewind_floor(request, group);
@@ -247,11 +260,13 @@ void KVCacheManager::rewind(RequestId request, std::int64_t length, int group) {
 }
 
 std::int64_t KVCacheManager::rewind_floor(RequestId request, int group) const {
+  const OneThread::Call call(impl_->driver);
   const GroupProgress& g = impl_->progress(impl_->row_of(request), group);
   return std::min(g.length, std::max({g.highest - impl_->schema.options.max_rewind_tokens, g.floor, std::int64_t{0}}));
 }
 
-Expected<RequestId> KVCacheManager::fork(RequestId request) {
+Expected<RequestId> KVCacheManager::fork(RequestId request) try {
+  const OneThread::Call call(impl_->driver);
   const std::int32_t row = impl_->idle_row_of(request, "forking it");
   const Sequence& parent = impl_->sequences[static_cast<std::size_t>(row)];
   const std::int64_t held = impl_->num_held(row);
@@ -259,26 +274,29 @@ Expected<RequestId> KVCacheManager::fork(RequestId request) {
   const std::int64_t shared = held - has_open;
   if (impl_->free_rows.empty()) return Shortage::requests;
   if (has_open && impl_->num_available(parent.chain.tenant) < 1) return Shortage::blocks;
-  const std::optional<std::int32_t> slot = impl_->state_pool.acquire_slot();
-  if (!slot) return Shortage::slots;
+  PrefixChain chain = parent.chain;
+  Impl::NewSlot slot(impl_->state_pool);
+  if (!slot.slot) return Shortage::slots;
+  impl_->state_pool.copy_slot(parent.slot, *slot.slot);
 
-  const RequestId child_id = impl_->start_row(*slot);
+  const RequestId child_id = impl_->start_row(slot.keep());
   const std::int32_t child_row = impl_->row_of(child_id);
   Sequence& child = impl_->sequences[static_cast<std::size_t>(child_row)];
-  child.groups = parent.groups;
-  impl_->state_pool.copy_slot(parent.slot, *slot);
+  std::copy(parent.groups.begin(), parent.groups.end(), child.groups.begin());
   for (std::int64_t i = 0; i < shared; ++i) {
     const BlockId block = impl_->tables.block(row, i);
     impl_->allocator.retain(block);
     impl_->tables.set_block(child_row, i, block);
   }
-  impl_->fork_chain(parent, child, shared);
+  impl_->fork_chain(std::move(chain), child, shared);
   if (has_open) {
     const BlockId block = impl_->take_block(parent.chain.tenant);
     impl_->copy_block(impl_->tables.block(row, shared), block);
     impl_->tables.set_block(child_row, shared, block);
   }
   return child_id;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 // --- steps
@@ -387,6 +405,7 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
 }
 
 Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, int group) {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   m.check_items(items, group);
   if (const Shortage shortage = m.find_shortage(items, group); shortage != Shortage::none) return shortage;
@@ -407,6 +426,7 @@ Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, 
 }
 
 LayerCacheHandle KVCacheManager::acquire(int layer) {
+  const OneThread::Call call(impl_->driver);
   const LayerCacheSchema& schema = impl_->schema.layer(layer);
   require(impl_->step_open, ErrorCode::bad_state, "no step is open; call prepare_forward before acquire({})", layer);
   require(schema.spec.group == impl_->open.step.group, ErrorCode::bad_state,
@@ -425,9 +445,18 @@ void KVCacheManager::Impl::close_step() {
   step_open = false;
 }
 
-void KVCacheManager::commit(const Step& step) {
+void KVCacheManager::commit(const Step& step) try {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   m.check_open(step, "commit");
+  if (m.prefix && m.open.step.group == 0) {
+    std::int64_t boundaries = 0;
+    for (const StepPart& part : m.open.parts) {
+      const std::int64_t length = m.sequences[static_cast<std::size_t>(part.row)].length();
+      boundaries += (length + part.count) / m.block_tokens() - length / m.block_tokens();
+    }
+    m.reserve_snapshots(boundaries);
+  }
   const std::int64_t ticket = m.backend->mark();  // first: it may throw
   if (!m.open.boundaries.empty() && !m.boundaries_saved()) m.give_boundaries();
   for (const BlockChange& change : m.open.changes) {
@@ -458,10 +487,13 @@ void KVCacheManager::commit(const Step& step) {
   m.send_snapshots();
   m.commits[m.num_commits++ % m.commits.size()] = {m.open.step.id, ticket};
   m.close_step();
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 // Of a step so old that its ticket is gone, the oldest ticket kept tells: it is a later one.
 bool KVCacheManager::finished(const Step& step) {
+  const OneThread::Call call(impl_->driver);
   const Impl& m = *impl_;
   const std::size_t kept = std::min(m.num_commits, m.commits.size());
   for (std::size_t i = m.num_commits - kept; i < m.num_commits; ++i) {
@@ -471,10 +503,18 @@ bool KVCacheManager::finished(const Step& step) {
   fail(ErrorCode::bad_state, "step {} was not committed", step.id);
 }
 
-void KVCacheManager::set_stream(Stream stream) { impl_->backend->set_stream(stream); }
-void KVCacheManager::synchronize() { impl_->backend->synchronize(); }
+void KVCacheManager::set_stream(Stream stream) {
+  const OneThread::Call call(impl_->driver);
+  impl_->backend->set_stream(stream);
+}
+
+void KVCacheManager::synchronize() {
+  const OneThread::Call call(impl_->driver);
+  impl_->backend->synchronize();
+}
 
 void KVCacheManager::abort(const Step& step) {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   m.check_open(step, "abort");
   for (auto change = m.open.changes.rbegin(); change != m.open.changes.rend(); ++change) {
@@ -499,16 +539,21 @@ void KVCacheManager::abort(const Step& step) {
 // ----------------------------------------------------------------------------------------------------
 
 std::int64_t KVCacheManager::length(RequestId request, int group) const {
+  const OneThread::Call call(impl_->driver);
   return impl_->progress(impl_->row_of(request), group).length;
 }
 
-std::vector<BlockId> KVCacheManager::blocks(RequestId request) const {
+std::vector<BlockId> KVCacheManager::blocks(RequestId request) const try {
+  const OneThread::Call call(impl_->driver);
   const std::int32_t row = impl_->row_of(request);
   const BlockId* first = impl_->tables.row(row);
   return {first, first + impl_->num_blocks_of(impl_->sequences[static_cast<std::size_t>(row)].length())};
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-std::vector<std::int32_t> KVCacheManager::token_ids(RequestId request) const {
+std::vector<std::int32_t> KVCacheManager::token_ids(RequestId request) const try {
+  const OneThread::Call call(impl_->driver);
   std::vector<std::int32_t> out;
   const int block_tokens = impl_->block_tokens();
   const std::int64_t n = length(request);
@@ -517,6 +562,8 @@ std::vector<std::int32_t> KVCacheManager::token_ids(RequestId request) const {
     out.insert(out.end(), ids, ids + std::min<std::int64_t>(block_tokens, n - static_cast<std::int64_t>(out.size())));
   }
   return out;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 std::vector<std::int64_t> KVCacheManager::Impl::lengths_of(RequestId request) const {
@@ -525,11 +572,15 @@ std::vector<std::int64_t> KVCacheManager::Impl::lengths_of(RequestId request) co
   return out;
 }
 
-std::int64_t KVCacheManager::image_bytes(RequestId request) const {
+std::int64_t KVCacheManager::image_bytes(RequestId request) const try {
+  const OneThread::Call call(impl_->driver);
   return kv4::image_bytes(impl_->schema, impl_->lengths_of(request));
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-void KVCacheManager::export_image(RequestId request, std::span<std::byte> out) const {
+void KVCacheManager::export_image(RequestId request, std::span<std::byte> out) const try {
+  const OneThread::Call call(impl_->driver);
   const Sequence& s = impl_->sequences[static_cast<std::size_t>(impl_->row_of(request))];
   require(s.length() >= s.chain.replay_end || s.groups[0].window_begin == 0, ErrorCode::bad_state,
           "request {} replays its prompt up to position {}, and its windows are whole only there; it is at {}", request,
@@ -537,16 +588,22 @@ void KVCacheManager::export_image(RequestId request, std::span<std::byte> out) c
   std::vector<const float*> bias;
   for (const ops::LayerDesc& layer : impl_->layers) bias.push_back(layer.kinds[0].bias);
   impl_->state_pool.save(s.slot, impl_->lengths_of(request), bias, out);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-CanonicalImage KVCacheManager::export_image(RequestId request) const {
+CanonicalImage KVCacheManager::export_image(RequestId request) const try {
+  const OneThread::Call call(impl_->driver);
   CanonicalImage image{impl_->schema.layout_id, impl_->lengths_of(request),
                        std::vector<std::byte>(static_cast<std::size_t>(image_bytes(request)))};
   export_image(request, image.bytes);
   return image;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 void KVCacheManager::export_blocks(RequestId request, std::span<std::byte> out) const {
+  const OneThread::Call call(impl_->driver);
   const std::vector<BlockId> ids = blocks(request);
   const std::size_t bytes = static_cast<std::size_t>(impl_->schema.block_image_bytes);
   require(out.size() == ids.size() * bytes, ErrorCode::bad_argument,
@@ -559,14 +616,18 @@ void KVCacheManager::export_blocks(RequestId request, std::span<std::byte> out) 
   }
 }
 
-std::vector<std::byte> KVCacheManager::export_blocks(RequestId request) const {
+std::vector<std::byte> KVCacheManager::export_blocks(RequestId request) const try {
+  const OneThread::Call call(impl_->driver);
   std::vector<std::byte> out(blocks(request).size() * static_cast<std::size_t>(impl_->schema.block_image_bytes));
   export_blocks(request, out);
   return out;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
-                                                 std::span<const std::byte> blocks) {
+                                                 std::span<const std::byte> blocks) try {
+  const OneThread::Call call(impl_->driver);
   const std::size_t bytes = static_cast<std::size_t>(impl_->schema.block_image_bytes);
   const std::size_t count = static_cast<std::size_t>(impl_->num_blocks_of(static_cast<std::int64_t>(token_ids.size())));
   require(blocks.size() == count * bytes, ErrorCode::bad_argument,
@@ -574,11 +635,14 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
   std::vector<std::span<const std::byte>> each;
   for (std::size_t i = 0; i < count; ++i) each.push_back(blocks.subspan(i * bytes, bytes));
   return import_image(image, token_ids, each, {});
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                                  std::span<const std::span<const std::byte>> blocks,
-                                                 const ChainName& chain) {
+                                                 const ChainName& chain) try {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   m.state_pool.check(image);
   const std::int64_t n = image.lengths[0], count = m.num_blocks_of(n);
@@ -595,22 +659,25 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
             m.schema.block_image_bytes, kept.blocks);
   }
   if (m.free_rows.empty()) return Shortage::requests;
-  if (m.state_pool.num_free() == 0) return Shortage::slots;
+  Impl::NewSlot slot(m.state_pool);
+  if (!slot.slot) return Shortage::slots;
+  if (count - kept.blocks > m.num_available(chain.tenant)) return Shortage::blocks;
+  m.state_pool.restore(*slot.slot, image);
+  ChainName name = chain;
+  if (origin) m.reserve_snapshots(1);
   if (kept.tail != kNoSlot) m.prefix->index.pin(kept.tail);  // first: it is not what makes room for the rest
   if (count - kept.blocks > m.num_available(chain.tenant)) {
     if (kept.tail != kNoSlot) m.prefix->index.unpin(kept.tail);
     return Shortage::blocks;
   }
 
-  const std::int32_t slot = m.state_pool.acquire_slot().value();
-  m.state_pool.restore(slot, image);
-  const RequestId id = m.start_row(slot);
+  const RequestId id = m.start_row(slot.keep());
   const std::int32_t row = m.row_of(id);
   for (std::size_t g = 0; g < image.lengths.size(); ++g) {
     const std::int64_t length = image.lengths[g];
     m.sequences[static_cast<std::size_t>(row)].groups[g] = {length, length, length, 0};
   }
-  if (origin) m.begin_chain(row, chain, *origin);
+  if (origin) m.begin_chain(row, std::move(name), *origin);
   m.hold_chain(row, kept);
   for (std::int64_t i = kept.blocks; i < count; ++i) {
     const BlockId block = m.take_block(chain.tenant);
@@ -625,6 +692,8 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
   m.save_snapshots(row, n - 1);  // where it ends at a boundary, its state is one
   m.send_snapshots();
   return id;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 const CacheSchema& KVCacheManager::schema() const { return impl_->schema; }
@@ -632,14 +701,18 @@ const BlockAllocator& KVCacheManager::allocator() const { return impl_->allocato
 PagedKVPool& KVCacheManager::kv_pool() { return impl_->kv_pool; }
 StateCachePool& KVCacheManager::state_pool() { return impl_->state_pool; }
 int KVCacheManager::num_requests() const {
+  const OneThread::Call call(impl_->driver);
   return impl_->schema.options.max_requests - static_cast<int>(impl_->free_rows.size());
 }
 
-std::vector<RequestId> KVCacheManager::requests() const {
+std::vector<RequestId> KVCacheManager::requests() const try {
+  const OneThread::Call call(impl_->driver);
   std::vector<RequestId> out;
   for (const Sequence& s : impl_->sequences)
     if (s.id != kNoRequest) out.push_back(s.id);
   return out;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 std::int64_t KVCacheManager::memory_bytes() const {

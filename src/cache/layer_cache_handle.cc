@@ -108,12 +108,14 @@ PlaneView tail_view(const ops::RowPlanes& rows) {
 // What every call needs: the manager's parts, checked to be in the handle's own step.
 struct HandleScope {
   KVCacheManager::Impl& m;
+  const OneThread::Call call;
   const LayerCacheSchema& schema;
   const ops::LayerDesc& desc;
   ops::StepDesc step;
 
   HandleScope(KVCacheManager::Impl& impl, int index, std::int64_t step_id)
       : m(impl),
+        call(impl.driver),
         schema(impl.schema.layers[static_cast<std::size_t>(index)]),
         desc(impl.layers[static_cast<std::size_t>(index)]) {
     require(m.step_open && m.open.step.id == step_id, ErrorCode::bad_state,

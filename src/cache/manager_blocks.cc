@@ -15,13 +15,17 @@ PrefixCache& prefix_of(std::optional<PrefixCache>& prefix) {
 
 }  // namespace
 
-std::vector<BlockKey> KVCacheManager::block_keys(const Prompt& prompt) {
+std::vector<BlockKey> KVCacheManager::block_keys(const Prompt& prompt) try {
+  const OneThread::Call call(impl_->driver);
   PrefixCache& prefix = prefix_of(impl_->prefix);
   const std::span<const BlockKey> keys = prefix.keys_of(prefix.root(prompt.salt), prompt, false);
   return {keys.begin(), keys.end()};
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 std::optional<KeptBlock> KVCacheManager::find_block(const BlockKey& key) const {
+  const OneThread::Call call(impl_->driver);
   if (!impl_->prefix) return std::nullopt;
   const PrefixIndex& index = impl_->prefix->index;
   const Slot slot = index.find(key);
@@ -29,11 +33,10 @@ std::optional<KeptBlock> KVCacheManager::find_block(const BlockKey& key) const {
   return KeptBlock{index.tenant(slot), index.tokens(slot), index.snapshot(slot) != kNoSnapshot};
 }
 
-std::int64_t KVCacheManager::snapshot_bytes() const {
-  return snapshot_layout(impl_->schema, impl_->schema.block_tokens).bytes;
-}
+std::int64_t KVCacheManager::snapshot_bytes() const { return impl_->snapshot_parts.bytes; }
 
 bool KVCacheManager::read_block(const BlockKey& key, std::span<std::byte> out) const {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   const Slot slot = prefix_of(m.prefix).index.find(key);
   if (slot == kNoSlot) return false;
@@ -42,6 +45,7 @@ bool KVCacheManager::read_block(const BlockKey& key, std::span<std::byte> out) c
 }
 
 bool KVCacheManager::read_snapshot(const BlockKey& key, std::span<std::byte> out) const {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   require(static_cast<std::int64_t>(out.size()) == snapshot_bytes(), ErrorCode::bad_argument,
           "a snapshot has {} bytes; got room for {}", snapshot_bytes(), out.size());
@@ -54,7 +58,9 @@ bool KVCacheManager::read_snapshot(const BlockKey& key, std::span<std::byte> out
   return true;
 }
 
-std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt, std::span<const std::span<const std::byte>> blocks) {
+std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
+                                           std::span<const std::span<const std::byte>> blocks) try {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   const PrefixIndex& index = prefix_of(m.prefix).index;
   for (const std::span<const std::byte> block : blocks)
@@ -68,9 +74,12 @@ std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt, std::span<const
   return m.insert_blocks(prompt, keys, at, blocks.size(), [&](std::span<const BlockId> room) {
     for (std::size_t i = 0; i < room.size(); ++i) m.kv_pool.load_block(room[i], blocks[i]);
   });
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 bool KVCacheManager::insert_snapshot(const BlockKey& key, std::span<const std::byte> bytes) {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   require(static_cast<std::int64_t>(bytes.size()) == snapshot_bytes(), ErrorCode::bad_argument,
           "a snapshot has {} bytes; got {}", snapshot_bytes(), bytes.size());
@@ -89,8 +98,9 @@ std::int64_t KVCacheManager::Impl::insert_blocks(const Prompt& prompt, std::span
   Slot tail = at == 0 ? kNoSlot : kept.index.find(keys[at - 1]);
   if (at > 0 && tail == kNoSlot) return 0;  // evicted meanwhile
   const TenantId tenant = tail == kNoSlot ? prompt.tenant : kept.index.tenant(tail);
-  if (tail != kNoSlot) kept.index.pin(tail);
   std::vector<BlockId> room;
+  room.reserve(count);
+  if (tail != kNoSlot) kept.index.pin(tail);
   while (room.size() < count && num_available(tenant) >= 1) room.push_back(take_block(tenant));
   write(room);
   for (const BlockId block : room) {
@@ -148,8 +158,10 @@ bool BlockMover::gather_snapshot(const BlockKey& key, std::byte* to) const {
 
 std::int64_t BlockMover::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
                                 std::span<std::byte* const> images) {
+  std::vector<BlockImage> copies;
+  copies.reserve(images.size());
+  m_.kv_pool.reserve_images(images.size());
   return m_.insert_blocks(prompt, keys, at, images.size(), [&](std::span<const BlockId> room) {
-    std::vector<BlockImage> copies;
     for (std::size_t i = 0; i < room.size(); ++i) copies.push_back({room[i], images[i]});
     m_.kv_pool.scatter_blocks(copies);
   });

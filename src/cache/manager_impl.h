@@ -5,9 +5,11 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "backend/backend.h"
+#include "base/one_thread.h"
 #include "cache/prefix_cache.h"
 #include "cache/rope_tables.h"
 #include "cache/sequence.h"
@@ -25,7 +27,9 @@ namespace kv4 {
 // 4. Of a request's blocks exactly the first chain.blocks are published; the index's slots up to chain.tail name them,
 // and the request has one reference on each.
 // 5. While a step is open its requests' lengths, blocks and slots change only through commit and abort.
+// Whatever a call allocates, it allocates before it changes anything: where memory is refused, the cache is as it was.
 struct KVCacheManager::Impl {
+  OneThread driver;  // of every public call
   CacheSchema schema;
   std::shared_ptr<Backend> backend;
   BlockAllocator allocator;
@@ -50,9 +54,11 @@ struct KVCacheManager::Impl {
   std::vector<ops::LayerDesc> layers;     // [owned layers]
   ImageLayout snapshot_parts;             // where snapshots have what
   std::vector<ops::Boundary> boundaries;  // of the open step, as a backend is told
-  // Snapshots that a commit takes from the rings go in one copy.
+  // Snapshots that a commit takes from the rings go in one copy. Room for them is made before anything changes.
   std::vector<ops::CopyPiece> snapshot_pieces;
   std::vector<SnapshotId> snapshot_targets;
+  ImageLayout snapshot_at;            // of the one that is taken
+  std::size_t pieces_per_snapshot{};  // at most
   // Rotation by layer: SWA layers turn at one base, the others, and their entries, at another.
   std::optional<RopeTables> swa_angles, compress_angles;
   ops::RopeDesc swa_rope, compress_rope;
@@ -74,6 +80,19 @@ struct KVCacheManager::Impl {
   GroupProgress& progress(std::int32_t row, int group);
   std::vector<std::int64_t> lengths_of(RequestId request) const;  // [groups]
 
+  /// A slot for a new request, given back unless it is kept.
+  struct NewSlot {
+    explicit NewSlot(StateCachePool& pool_in) : pool(pool_in), slot(pool.acquire_slot()) {}
+    ~NewSlot() {
+      if (slot) pool.release_slot(*slot);
+    }
+    NewSlot(const NewSlot&) = delete;
+    NewSlot& operator=(const NewSlot&) = delete;
+    std::int32_t keep() { return std::exchange(slot, std::nullopt).value(); }
+
+    StateCachePool& pool;
+    std::optional<std::int32_t> slot;  // none: all are taken
+  };
   RequestId start_row(std::int32_t slot);
   void copy_block(BlockId from, BlockId to);
   void drop_blocks(std::int32_t row, std::int64_t keep);
@@ -90,11 +109,12 @@ struct KVCacheManager::Impl {
   // manager_prefix.cc. Without a prefix cache every block is free or held.
   std::int64_t num_available(TenantId tenant) const;
   BlockId take_block(TenantId tenant);  // there is one
-  void free_evicted(std::span<const Evicted> gone);
+  void free_evicted(const Evicted& gone);
   void cut_chain(std::int32_t row, std::int64_t blocks);  // keeps the first `blocks`
   void end_chain(std::int32_t row);
-  void fork_chain(const Sequence& parent, Sequence& child, std::int64_t shared_blocks);
-  void begin_chain(std::int32_t row, const ChainName& name, std::uint16_t origin);
+  void fork_chain(PrefixChain parent, Sequence& child, std::int64_t shared_blocks);
+  void begin_chain(std::int32_t row, ChainName name, std::uint16_t origin);
+  void restore_slot(std::int32_t slot, const PrefixMatch& match);
   void share_prefix(std::int32_t row, const PrefixMatch& match);
   void hold_chain(std::int32_t row, const KeptChain& kept);  // which is pinned for it
   void check_replay(const StepItem& item, std::int32_t row) const;
@@ -111,6 +131,7 @@ struct KVCacheManager::Impl {
   bool wants_latest(std::int64_t position, std::int64_t length) const;
   void reserve_boundaries(std::size_t item, const StepPart& part);
   void describe_boundaries(std::size_t layer, ops::BoundaryParams& params);
+  void reserve_snapshots(std::int64_t count);  // save_snapshots() of as many allocates nothing then
   void save_snapshots(std::int32_t row, std::int64_t old_length);
   void send_snapshots();
   SnapshotId take_snapshot(std::int32_t row, std::int64_t position);

@@ -16,19 +16,14 @@ std::int64_t KVCacheManager::Impl::num_available(TenantId tenant) const {
 }
 
 BlockId KVCacheManager::Impl::take_block(TenantId tenant) {
-  if (allocator.num_free() == 0) {
-    const Evicted gone = prefix->index.evict(tenant).value();
-    free_evicted({&gone, 1});
-  }
+  if (allocator.num_free() == 0) free_evicted(prefix->index.evict(tenant).value());
   return allocator.allocate().value();
 }
 
-void KVCacheManager::Impl::free_evicted(std::span<const Evicted> gone) {
-  for (const Evicted& each : gone) {
-    allocator.unpublish(each.block);
-    prefix->give_place(each.snapshot);
-    ++prefix->statistics.evicted_blocks;
-  }
+void KVCacheManager::Impl::free_evicted(const Evicted& gone) {
+  allocator.unpublish(gone.block);
+  prefix->give_place(gone.snapshot);
+  ++prefix->statistics.evicted_blocks;
 }
 
 void KVCacheManager::Impl::cut_chain(std::int32_t row, std::int64_t blocks) {
@@ -46,14 +41,14 @@ void KVCacheManager::Impl::end_chain(std::int32_t row) {
   if (chain.latest != kNoSlot) prefix->leave(chain.latest, chain.publishes);
   if (chain.tail != kNoSlot) {
     prefix->index.unpin(chain.tail);
-    if (!chain.publishes) free_evicted(prefix->index.forget_tail(chain.tail));
+    if (!chain.publishes) prefix->index.forget_tail(chain.tail, [this](const Evicted& gone) { free_evicted(gone); });
   }
   chain.latest = chain.tail = kNoSlot;
   chain.blocks = 0;
 }
 
-void KVCacheManager::Impl::fork_chain(const Sequence& parent, Sequence& child, std::int64_t shared_blocks) {
-  child.chain = parent.chain;
+void KVCacheManager::Impl::fork_chain(PrefixChain parent, Sequence& child, std::int64_t shared_blocks) {
+  child.chain = std::move(parent);
   child.chain.latest = kNoSlot;
   for (; child.chain.blocks > shared_blocks; --child.chain.blocks)
     child.chain.tail = prefix->index.parent(child.chain.tail);
@@ -108,36 +103,40 @@ void KVCacheManager::Impl::share_prefix(std::int32_t row, const PrefixMatch& mat
   s.chain.replay_end = match.resume_at < match.usable_tokens ? match.usable_tokens : 0;
   // A snapshot has the backbone's windows; without one they begin here, and so do those of draft stages.
   for (GroupProgress& g : s.groups) g = {match.resume_at, match.resume_at, match.resume_at, match.resume_at};
-  if (match.snapshot != kNoSnapshot) s.groups[0].window_begin = 0;
+  if (match.snapshot == kNoSnapshot) return;
+  s.groups[0].window_begin = 0;
+  ++prefix->statistics.restored_snapshots;
+}
+
+// The state that a request begins with where it resumes.
+void KVCacheManager::Impl::restore_slot(std::int32_t slot, const PrefixMatch& match) {
   if (match.resume_at == 0) return;
   std::vector<ops::CopyPiece> pieces;
-  if (match.snapshot != kNoSnapshot) {
-    pieces =
-        pieces_from_image(layers, snapshot_layout(schema, match.resume_at), s.slot, prefix->address(match.snapshot));
-    ++prefix->statistics.restored_snapshots;
-  }
+  if (match.snapshot != kNoSnapshot)
+    pieces = pieces_from_image(layers, snapshot_layout(schema, match.resume_at), slot, prefix->address(match.snapshot));
   // Spans before this are closed: nothing of them is to be folded.
   for (const PendingPart& part : snapshot_parts.pending) {
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
     const ops::PendingDesc& p = kind.pending;
     if (!kind.overlap)
       pieces.push_back({prefix->boundary(match.resume_at / block_tokens()),
-                        reinterpret_cast<std::uint8_t*>(p.frontiers + s.slot * p.frontier_stride), 4});
+                        reinterpret_cast<std::uint8_t*>(p.frontiers + slot * p.frontier_stride), 4});
   }
   backend->copy_pieces(pieces);
 }
 
-void KVCacheManager::Impl::begin_chain(std::int32_t row, const ChainName& name, std::uint16_t origin) {
+void KVCacheManager::Impl::begin_chain(std::int32_t row, ChainName name, std::uint16_t origin) {
   PrefixChain& chain = sequences[static_cast<std::size_t>(row)].chain;
   chain.publishes = true;
   chain.tenant = name.tenant;
   chain.origin = origin;
   chain.root = name.root;
   chain.prompt_end = name.prompt_end;
-  chain.extra = name.extra;
+  chain.extra = std::move(name.extra);
 }
 
-ChainName KVCacheManager::name_chain(const Prompt& prompt) {
+ChainName KVCacheManager::name_chain(const Prompt& prompt) try {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   if (!m.prefix) return {};
   m.prefix->index.tenant_size(prompt.tenant);  // throws if there is no such tenant
@@ -147,16 +146,22 @@ ChainName KVCacheManager::name_chain(const Prompt& prompt) {
           prompt.tenant,
           last / m.block_tokens() * m.block_tokens(),
           {prompt.extra.begin(), prompt.extra.end()}};
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-ChainName KVCacheManager::chain_of(RequestId request) const {
+ChainName KVCacheManager::chain_of(RequestId request) const try {
+  const OneThread::Call call(impl_->driver);
   const Impl& m = *impl_;
   const PrefixChain& chain = m.sequences[static_cast<std::size_t>(m.row_of(request))].chain;
   if (!chain.publishes) return {};
   return {chain.root, m.prefix->era(chain.origin), chain.tenant, chain.prompt_end, chain.extra};
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-Expected<Admission> KVCacheManager::admit(const Prompt& prompt) {
+Expected<Admission> KVCacheManager::admit(const Prompt& prompt) try {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   require(m.prefix.has_value(), ErrorCode::bad_state,
           "this cache keeps no prefixes; set options.prefix.enabled, or admit without a prompt");
@@ -166,13 +171,17 @@ Expected<Admission> KVCacheManager::admit(const Prompt& prompt) {
   const std::int64_t blocks = m.num_blocks_of(tokens);
   require(static_cast<std::int64_t>(prompt.extra.size()) <= blocks, ErrorCode::bad_argument,
           "there is extra for {} blocks; a prompt of {} tokens has {}", prompt.extra.size(), tokens, blocks);
-  const ChainName name = name_chain(prompt);
+  ChainName name = name_chain(prompt);
   const PrefixMatch match = m.prefix->index.match(m.prefix->keys_of(name.root, prompt, true), tokens);
+  if (m.free_rows.empty()) return Shortage::requests;
+  Impl::NewSlot slot(m.state_pool);
+  if (!slot.slot) return Shortage::slots;
+  m.state_pool.reset_slot(*slot.slot);
+  m.restore_slot(*slot.slot, match);
 
-  const Expected<RequestId> request = admit();
-  if (!request) return request.shortage();
-  const std::int32_t row = m.row_of(*request);
-  m.begin_chain(row, name, m.prefix->origin());
+  const RequestId request = m.start_row(slot.keep());
+  const std::int32_t row = m.row_of(request);
+  m.begin_chain(row, std::move(name), m.prefix->origin());
   m.share_prefix(row, match);
 
   PrefixStatistics& statistics = m.prefix->statistics;
@@ -183,7 +192,9 @@ Expected<Admission> KVCacheManager::admit(const Prompt& prompt) {
   statistics.replayed_tokens += match.replayed_tokens();
   m.prefix->usable_tokens.add(match.usable_tokens);
   if (match.usable_tokens > 0) m.prefix->replayed_tokens.add(match.replayed_tokens());
-  return Admission{*request, match.usable_tokens, match.resume_at};
+  return Admission{request, match.usable_tokens, match.resume_at};
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 void KVCacheManager::Impl::check_replay(const StepItem& item, std::int32_t row) const {
@@ -273,9 +284,8 @@ SnapshotId KVCacheManager::Impl::take_snapshot(std::int32_t row, std::int64_t po
   const SnapshotId place = prefix->take_place();
   if (place == kNoSnapshot) return place;
   if (std::find(snapshot_targets.begin(), snapshot_targets.end(), place) != snapshot_targets.end()) send_snapshots();
-  const std::vector<ops::CopyPiece> pieces =
-      pieces_to_image(layers, snapshot_layout(schema, position), s.slot, prefix->address(place));
-  snapshot_pieces.insert(snapshot_pieces.end(), pieces.begin(), pieces.end());
+  snapshot_layout(schema, position, snapshot_at);
+  add_pieces_to_image(layers, snapshot_at, s.slot, prefix->address(place), snapshot_pieces);
   snapshot_targets.push_back(place);
   return place;
 }
@@ -285,6 +295,12 @@ void KVCacheManager::Impl::send_snapshots() {
   backend->copy_pieces(snapshot_pieces);
   snapshot_pieces.clear();
   snapshot_targets.clear();
+}
+
+void KVCacheManager::Impl::reserve_snapshots(std::int64_t count) {
+  const std::size_t most = std::min(static_cast<std::size_t>(count), prefix->num_places());
+  snapshot_pieces.reserve(most * pieces_per_snapshot);
+  snapshot_targets.reserve(most);
 }
 
 void KVCacheManager::Impl::save_snapshots(std::int32_t row, std::int64_t old_length) {
@@ -325,28 +341,34 @@ void KVCacheManager::Impl::give_boundaries() {
 // --- weights, accessors
 // ---------------------------------------------------------------------------------------------------------------------
 
-void KVCacheManager::set_weights_id(std::string_view weights_id) {
+void KVCacheManager::set_weights_id(std::string_view weights_id) try {
+  const OneThread::Call call(impl_->driver);
   require(impl_->prefix.has_value(), ErrorCode::bad_state, "this cache keeps no prefixes; set options.prefix.enabled");
   impl_->prefix->set_weights_id(weights_id);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 void KVCacheManager::invalidate(std::string_view weights_id) {
+  const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   require(m.prefix.has_value(), ErrorCode::bad_state, "this cache keeps no prefixes; set options.prefix.enabled");
   const std::optional<std::uint16_t> origin = m.prefix->origin_of(weights_id);
   if (!origin) return;
   for (Sequence& s : m.sequences)
     if (s.chain.origin == *origin) s.chain.publishes = false;
-  m.free_evicted(m.prefix->index.forget(*origin));
+  m.prefix->index.forget(*origin, [&m](const Evicted& gone) { m.free_evicted(gone); });
   m.prefix->end_origin(*origin);
 }
 
 PrefixStatistics KVCacheManager::prefix_statistics() const {
+  const OneThread::Call call(impl_->driver);
   if (!impl_->prefix) return {};
   return impl_->prefix->now();
 }
 
-CacheStatistics KVCacheManager::statistics() const {
+CacheStatistics KVCacheManager::statistics() const try {
+  const OneThread::Call call(impl_->driver);
   const Impl& m = *impl_;
   CacheStatistics out;
   out.requests = num_requests();
@@ -366,9 +388,12 @@ CacheStatistics KVCacheManager::statistics() const {
   out.usable_tokens = m.prefix->usable_tokens;
   out.replayed_tokens = m.prefix->replayed_tokens;
   return out;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 std::size_t KVCacheManager::read_block_events(std::span<BlockEvent> out) {
+  const OneThread::Call call(impl_->driver);
   return impl_->prefix ? impl_->prefix->index.read_events(out) : 0;
 }
 

@@ -1,6 +1,7 @@
 #include "kv4/preempted_request.h"
 
 #include "base/check.h"
+#include "cache/cache_call.h"
 
 namespace kv4 {
 namespace {
@@ -12,10 +13,12 @@ std::int64_t blocks_bytes(const KVCacheManager& manager, RequestId request) {
 }  // namespace
 
 std::int64_t preempted_bytes(const KVCacheManager& manager, RequestId request) {
+  const CacheCall call(manager);
   return blocks_bytes(manager, request) + manager.image_bytes(request);
 }
 
-void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) {
+void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) try {
+  const CacheCall call(manager);
   require(to.empty(), ErrorCode::bad_argument, "there is a request of {} tokens in it already; resume that one first",
           to.token_ids_.size());
   const std::int64_t blocks = blocks_bytes(manager, request), image = manager.image_bytes(request);
@@ -38,9 +41,12 @@ void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) {
   to.num_blocks_ = num_blocks;
   to.block_bytes_ = manager.schema().block_image_bytes;
   to.image_bytes_ = image;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from) {
+Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from) try {
+  const CacheCall call(manager);
   require(!from.empty(), ErrorCode::bad_argument, "there is no request in it; preempt one first");
   const std::span<const std::byte> memory = from.memory_.bytes();
   const auto block_bytes = static_cast<std::size_t>(from.block_bytes_),  // 0 where no layer has entries
@@ -54,6 +60,8 @@ Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from) {
   from.lengths_.clear();
   from.token_ids_.clear();
   return request;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 }  // namespace kv4

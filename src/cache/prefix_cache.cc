@@ -65,22 +65,21 @@ std::optional<std::uint16_t> PrefixCache::origin_in(std::uint64_t era) const {
 }
 
 void PrefixCache::set_weights_id(std::string_view id) {
+  std::string name(id);
   constexpr std::size_t kMostWeights = 1024;
   std::optional<std::uint16_t> origin = origin_of(id);
   if (!origin) {
     const std::size_t free = static_cast<std::size_t>(std::find(eras_.begin(), eras_.end(), 0u) - eras_.begin());
     require(free < kMostWeights, ErrorCode::bad_state,
             "blocks of {} weights are kept; invalidate some of them before setting another id", kMostWeights);
-    if (free == eras_.size()) {
-      eras_.push_back(0);
-      weights_ids_.emplace_back();
-    }
-    eras_[free] = next_era();
+    if (free == weights_ids_.size()) weights_ids_.emplace_back();
     weights_ids_[free] = id;
+    if (free == eras_.size()) eras_.push_back(0);
+    eras_[free] = next_era();
     origin = static_cast<std::uint16_t>(free);
   }
   origin_ = *origin;
-  identity_.weights_id = id;
+  identity_.weights_id.swap(name);
 }
 
 void PrefixCache::end_origin(std::uint16_t origin) { eras_[origin] = origin == origin_ ? next_era() : 0; }

@@ -53,6 +53,7 @@ class PrefixCache {
   /// A place for a snapshot: a free one, or that of the coldest block, those of running requests last. kNoSnapshot:
   /// none can be had.
   SnapshotId take_place();
+  std::size_t num_places() const { return places_.size(); }
   void give_place(SnapshotId place);
   std::uint8_t* address(SnapshotId place) const;
   /// The number i * block_tokens, an int32 in the backend's memory.
@@ -82,7 +83,7 @@ class PrefixCache {
 
   BlockHasher hasher_;
   ChainIdentity identity_;                // without the salt
-  std::vector<std::string> weights_ids_;  // by origin
+  std::vector<std::string> weights_ids_;  // by origin; one may be longer than eras_ where memory was refused
   std::vector<std::uint64_t> eras_;       // [origins] 0: the number is not in use
   std::uint16_t origin_ = 0;
   std::int64_t place_bytes_;

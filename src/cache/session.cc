@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "cache/cache_call.h"
 #include "cache/session_format.h"
 #include "schema/layout_text.h"
 
@@ -136,17 +137,27 @@ struct SessionSender::Impl {
   }
 };
 
-SessionSender::SessionSender(KVCacheManager& manager, RequestId request, const SessionIdentity& identity)
-    : impl_(std::make_unique<Impl>(manager, request, identity)) {}
+SessionSender::SessionSender(KVCacheManager& manager, RequestId request, const SessionIdentity& identity) try {
+  const CacheCall call(manager);
+  impl_ = std::make_unique<Impl>(manager, request, identity);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 SessionSender::SessionSender(SessionSender&&) noexcept = default;
 SessionSender::~SessionSender() = default;
 
 const std::vector<BlockKey>& SessionSender::keys() const { return impl_->keys; }
 
-void SessionSender::offer(RecordSink& sink) const { sink.write(impl_->own_record); }
+void SessionSender::offer(RecordSink& sink) const try {
+  const CacheCall call(impl_->manager);
+  sink.write(impl_->own_record);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 
-bool SessionSender::send(std::span<const BlockKey> wanted, RecordSink& sink, const SessionProgress& progress) {
+bool SessionSender::send(std::span<const BlockKey> wanted, RecordSink& sink, const SessionProgress& progress) try {
   const Impl& s = *impl_;
+  const CacheCall call(s.manager);
   for (const BlockKey& key : wanted)
     require(s.found.contains(key), ErrorCode::bad_argument, "block {} is not of request {}", to_hex(key), s.request);
   s.check_unchanged();
@@ -166,10 +177,13 @@ bool SessionSender::send(std::span<const BlockKey> wanted, RecordSink& sink, con
     if (progress && !progress(done, s.all_bytes())) return false;
   }
   return true;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 bool save_session(KVCacheManager& manager, RequestId request, const SessionIdentity& identity, RecordSink& sink,
                   const SessionProgress& progress) {
+  const CacheCall call(manager);
   SessionSender sender(manager, request, identity);
   sender.offer(sink);
   return sender.send(sender.keys(), sink, progress);
@@ -269,8 +283,8 @@ struct SessionReceiver::Impl {
     try {
       blocks = std::make_unique_for_overwrite<std::byte[]>(num_blocks() * image_bytes());
     } catch (const std::bad_alloc&) {
-      fail(ErrorCode::out_of_memory, "the machine has no {} bytes for the session's {} blocks",
-           num_blocks() * image_bytes(), num_blocks());
+      fail(ErrorCode::out_of_memory, "the machine refused the memory for the session's {} blocks, {} bytes",
+           num_blocks(), num_blocks() * image_bytes());
     }
     if (!parts.open_block.empty())
       std::copy(parts.open_block.begin(), parts.open_block.end(), block(keys.size()).begin());
@@ -336,30 +350,39 @@ struct SessionReceiver::Impl {
   }
 };
 
-SessionReceiver::SessionReceiver(KVCacheManager& manager, SessionIdentity identity, BlockSource* blocks)
-    : impl_(std::make_unique<Impl>(manager, std::move(identity), blocks)) {}
+SessionReceiver::SessionReceiver(KVCacheManager& manager, SessionIdentity identity, BlockSource* blocks) try
+    : impl_(std::make_unique<Impl>(manager, std::move(identity), blocks)) {
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 SessionReceiver::SessionReceiver(SessionReceiver&&) noexcept = default;
 SessionReceiver::~SessionReceiver() = default;
 
-void SessionReceiver::take(std::span<const std::byte> record) {
+void SessionReceiver::take(std::span<const std::byte> record) try {
+  const CacheCall call(impl_->manager);
   try {
     impl_->take(record);
   } catch (const Error& e) {
     fail(e.code(), "record {} of a session: {}", impl_->num_taken, e.what());
   }
   ++impl_->num_taken;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 bool SessionReceiver::has_offer() const { return !impl_->payload.empty(); }
 
 Prompt SessionReceiver::prompt() const { return has_offer() ? impl_->prompt() : Prompt{}; }
 
-std::vector<BlockKey> SessionReceiver::wanted() const {
+std::vector<BlockKey> SessionReceiver::wanted() const try {
+  const CacheCall call(impl_->manager);
   if (has_offer()) impl_->look_for_kept();
   std::vector<BlockKey> out;
   for (std::size_t i = 0; i < impl_->keys.size(); ++i)
     if (impl_->where[i] == Impl::Where::missing) out.push_back(impl_->keys[i]);
   return out;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 std::int64_t SessionReceiver::done_bytes() const {
@@ -374,8 +397,9 @@ std::int64_t SessionReceiver::total_bytes() const {
   return done_bytes() + r.num_missing() * block_record_bytes(r.manager.schema());
 }
 
-Expected<RequestId> SessionReceiver::finish() {
+Expected<RequestId> SessionReceiver::finish() try {
   Impl& r = *impl_;
+  const CacheCall call(r.manager);
   require(!r.finished, ErrorCode::bad_state, "the session was restored already");
   require(has_offer(), ErrorCode::bad_file, "the session's own record is missing");
   if (const std::vector<BlockKey> missing = wanted(); !missing.empty())
@@ -394,10 +418,13 @@ Expected<RequestId> SessionReceiver::finish() {
   if (r.finished && chain.era != 0 && !r.parts.snapshot.empty())
     (void)r.manager.insert_snapshot(r.keys.back(), r.parts.snapshot);
   return request;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 Expected<RequestId> restore_session(KVCacheManager& manager, const SessionIdentity& identity, RecordSource& source,
-                                    const SessionProgress& progress) {
+                                    const SessionProgress& progress) try {
+  const CacheCall call(manager);
   SessionReceiver receiver(manager, identity);
   for (std::span<const std::byte> record = source.next(); !record.empty(); record = source.next()) {
     receiver.take(record);
@@ -405,6 +432,8 @@ Expected<RequestId> restore_session(KVCacheManager& manager, const SessionIdenti
       return Shortage::none;
   }
   return receiver.finish();
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 }  // namespace kv4

@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/undo.h"
+#include "cache/cache_call.h"
 
 namespace kv4 {
 namespace {
@@ -24,6 +26,8 @@ auto naming(const std::string& path, Call&& call) {
     return call();
   } catch (const Error& e) {
     fail(e.code(), "{}: {}", path, e.what());
+  } catch (const std::bad_alloc&) {
+    fail_for_memory();
   }
 }
 
@@ -36,7 +40,9 @@ class UnfinishedFile : public RecordSink {
  public:
   UnfinishedFile(tier::FileSystem& files, const std::string& path)
       : files_(files), path_(fmt::format("{}.{:016x}{}", path, files.random64(), tier::kUnfinishedSuffix)) {
+    Undo remove([this] { files_.unlink(path_); });  // it may have been made when memory was refused
     tier::Opened<tier::File> opened = files.open(path_, tier::OpenMode::create);
+    remove.keep();
     check_io(opened.status, "make a file there");
     file_ = std::move(opened.handle);
   }
@@ -56,10 +62,11 @@ class UnfinishedFile : public RecordSink {
   }
 
   void publish(const std::string& path) {
+    const std::string directory = directory_of(path);  // before it has its name
     check_io(file_->fdatasync(), "make the session durable");
     check_io(files_.rename(path_, path), "give the session its name");
     file_.reset();
-    check_io(files_.sync_directory(directory_of(path)), "make the session's name durable");
+    check_io(files_.sync_directory(directory), "make the session's name durable");
   }
 
  private:
@@ -124,16 +131,22 @@ Expected<RequestId> SessionFile::restore(KVCacheManager& manager, const SessionI
 }
 
 bool save_session_file(KVCacheManager& manager, RequestId request, const SessionIdentity& identity,
-                       const std::string& path, const SessionProgress& progress) {
+                       const std::string& path, const SessionProgress& progress) try {
+  const CacheCall call(manager);
   // Through the page cache: what is saved before a restart is often read right after it.
   const auto files = tier::make_posix_file_system({.direct = false});
   return SessionFile{*files, path}.save(manager, request, identity, progress);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 Expected<RequestId> restore_session_file(KVCacheManager& manager, const SessionIdentity& identity,
-                                         const std::string& path, const SessionProgress& progress) {
+                                         const std::string& path, const SessionProgress& progress) try {
+  const CacheCall call(manager);
   const auto files = tier::make_posix_file_system({.direct = false});
   return SessionFile{*files, path}.restore(manager, identity, progress);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 // --- survey

@@ -19,10 +19,14 @@ HostSlots::HostSlots(const std::shared_ptr<Backend>& backend, std::int64_t slot_
 }
 
 tier::SharedBytes HostSlots::take() {
-  const std::lock_guard lock(mutex_);
-  if (free_.empty()) return {};
-  const int slot = free_.back();
-  free_.pop_back();
+  int slot = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) return {};
+    slot = free_.back();
+    free_.pop_back();
+  }
+  // Without the lock: where memory is refused, it is given back at once.
   const auto give = [pool = shared_from_this(), slot](std::byte*) {
     const std::lock_guard guard(pool->mutex_);
     pool->free_.push_back(slot);

@@ -5,40 +5,105 @@
 
 #include <cstdio>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <type_traits>
+#include <utility>
 
 #include "base/check.h"
 
 namespace kv4 {
 
+namespace {
+
+/// Writes JSON as it goes. A tree of nlohmann's would allocate in its destructor, which ends a process without memory.
+class JsonText {
+ public:
+  template <class T>
+  void field(const char* name, const T& value) {
+    separate();
+    text_.append(1, '"').append(name).append("\":");
+    add(value);
+  }
+  template <class T>
+  void add(const T& value) {
+    if constexpr (std::is_same_v<T, bool>)
+      text_ += value ? "true" : "false";
+    else if constexpr (std::is_enum_v<T>)
+      add(std::string(to_string(value)));
+    else if constexpr (std::is_integral_v<T>)
+      fmt::format_to(std::back_inserter(text_), "{}", value);
+    else if constexpr (std::is_convertible_v<T, std::string>)
+      text_ += nlohmann::json(std::string(value)).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    else if constexpr (requires { typename T::mapped_type; })
+      within("{}", [&] {
+        for (const auto& [name, each] : value) field(name.c_str(), each);
+      });
+    else if constexpr (requires { value.begin(); })
+      within("[]", [&] {
+        for (const auto& each : value) {
+          separate();
+          add(each);
+        }
+      });
+    else
+      within("{}", [&] { write_fields(*this, value); });
+  }
+  std::string take() { return std::move(text_); }
+
+ private:
+  template <class Body>
+  void within(const char* brackets, Body&& body) {
+    text_ += brackets[0];
+    body();
+    text_ += brackets[1];
+  }
+  void separate() {
+    if (text_.back() != '[' && text_.back() != '{') text_ += ',';
+  }
+
+  std::string text_;
+};
+
+}  // namespace
+
+#define KV4_WRITE_FIELD(name) text.field(#name, value.name);
+#define KV4_JSON_FIELDS(Type, ...)                                                               \
+  static void from_json(const nlohmann::json& nlohmann_json_j, Type& nlohmann_json_t) {          \
+    const Type nlohmann_json_default_obj{};                                                      \
+    NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(NLOHMANN_JSON_FROM_WITH_DEFAULT, __VA_ARGS__))      \
+  }                                                                                              \
+  static void write_fields(JsonText& text, const Type& value) {                                  \
+    NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(KV4_WRITE_FIELD, __VA_ARGS__))                      \
+  }
+
 // A field that one side does not know is passed over, one that is missing has its default: versions may be mixed.
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TokenHistogram, counts, sum)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TenantUse, share_blocks, blocks)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(PrefixStatistics, prompts, hits, prompt_tokens, usable_tokens,
+KV4_JSON_FIELDS(TokenHistogram, counts, sum)
+KV4_JSON_FIELDS(TenantUse, share_blocks, blocks)
+KV4_JSON_FIELDS(PrefixStatistics, prompts, hits, prompt_tokens, usable_tokens,
                                                 replayed_tokens, stored_blocks, joined_blocks, inserted_blocks,
                                                 evicted_blocks, saved_snapshots, restored_snapshots, dropped_snapshots,
                                                 lost_events, blocks, snapshots)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(CacheStatistics, requests, max_requests, blocks, free_blocks,
+KV4_JSON_FIELDS(CacheStatistics, requests, max_requests, blocks, free_blocks,
                                                 held_blocks, evictable_blocks, slots, free_slots, memory_bytes, tenants,
                                                 prefix, usable_tokens, replayed_tokens)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(RequestStatus, request, lengths, rewind_floor, blocks, shared_blocks,
+KV4_JSON_FIELDS(RequestStatus, request, lengths, rewind_floor, blocks, shared_blocks,
                                                 kept_blocks)
 
 namespace tier {
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TierStats, records, payload_bytes, capacity_bytes, evicted_records,
-                                                set_aside_records, unauthenticated_records, connects, redirects)
+KV4_JSON_FIELDS(TierStats, records, payload_bytes, capacity_bytes, evicted_records, set_aside_records,
+                unauthenticated_records, connects, redirects)
 }
 
 NLOHMANN_JSON_SERIALIZE_ENUM(Protection, {{Protection::none, "none"},
                                           {Protection::sealed, "sealed"},
                                           {Protection::authenticated, "authenticated"}})
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(TierReport, name, protection, hits, misses, failed_gets, damaged, hit_bytes, stored,
-                                                failed_puts, refused_puts, stored_bytes, promoted, waiting_bytes, open,
-                                                times_opened, tier, failure, failure_detail, failures)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(CacheStatus, cache, requests, block_states, tiers)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(PublishedStatus, model, process, time_ms, boot_id, boot_ms, interval_ms,
-                                                status)
+KV4_JSON_FIELDS(TierReport, name, protection, hits, misses, failed_gets, damaged, hit_bytes, stored, failed_puts,
+                refused_puts, stored_bytes, promoted, waiting_bytes, open, times_opened, tier, failure, failure_detail,
+                failures)
+KV4_JSON_FIELDS(CacheStatus, cache, requests, block_states, tiers)
+KV4_JSON_FIELDS(PublishedStatus, model, process, time_ms, boot_id, boot_ms, interval_ms, status)
 
 namespace {
 
@@ -127,10 +192,24 @@ Freshness PublishedStatus::freshness(const BootTime& now) const {
   return now.ms - boot_ms > patience_ms() ? Freshness::stale : Freshness::fresh;
 }
 
+namespace {
+
+/// With the name of the format beside the fields.
+struct Formatted {
+  const char* format;
+  const PublishedStatus& published;
+};
+void write_fields(JsonText& text, const Formatted& value) {
+  text.field("format", value.format);
+  write_fields(text, value.published);
+}
+
+}  // namespace
+
 std::string status_text(const PublishedStatus& published) {
-  nlohmann::json out = published;
-  out["format"] = kFormat;
-  std::string text = out.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  JsonText json;
+  json.add(Formatted{kFormat, published});
+  std::string text = json.take();
   require(text.size() <= std::size_t{kMaxStatusBytes}, ErrorCode::bad_state,
           "the status has {} bytes; readers take at most {}", text.size(), kMaxStatusBytes);
   return text;

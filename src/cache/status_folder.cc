@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "base/log.h"
+#include "cache/cache_call.h"
 #include "cache/session_file.h"
 #include "cache/status_file.h"
 #include "tier/segment_file.h"
@@ -33,7 +34,8 @@ RequestStatus describe(const KVCacheManager& cache, RequestId request) {
 
 }  // namespace
 
-CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers) {
+CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers) try {
+  const CacheCall call(cache);
   CacheStatus out{.cache = cache.statistics(), .requests = {}, .block_states = {}, .tiers = {}};
   for (const RequestId request : cache.requests()) out.requests.push_back(describe(cache, request));
   const BlockAllocator& blocks = cache.allocator();
@@ -44,6 +46,8 @@ CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers) {
                                                                                           : 'f';
   if (tiers != nullptr) out.tiers = tiers->report();
   return out;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 struct StatusFolder::Impl {
@@ -54,6 +58,7 @@ struct StatusFolder::Impl {
 
   KVCacheManager& cache;
   std::string directory;
+  std::string status_path;  // made early: the destructor allocates nothing
   StatusOptions options;
   // Nothing is in flight when a process is killed: the lock is there at once or somebody else's.
   std::unique_ptr<tier::FileSystem> files =
@@ -64,7 +69,10 @@ struct StatusFolder::Impl {
   bool fails = false;  // the last time
 
   Impl(KVCacheManager& cache_in, std::string directory_in, const StatusOptions& options_in)
-      : cache(cache_in), directory(std::move(directory_in)), options(options_in) {
+      : cache(cache_in),
+        directory(std::move(directory_in)),
+        status_path(path_of(kStatusFileName)),
+        options(options_in) {
     require(options.interval.count() >= 0 && options.interval.count() <= kMaxStatusIntervalMs, ErrorCode::bad_argument,
             "an interval of {} ms; it is 0 to {}", options.interval.count(), kMaxStatusIntervalMs);
     check(files->make_directory(directory), "be made");
@@ -79,7 +87,7 @@ struct StatusFolder::Impl {
   }
 
   ~Impl() {
-    files->unlink(path_of(kStatusFileName));
+    files->unlink(status_path);
     for (const Answer& answer : answers) files->unlink(answer.path);
   }
 
@@ -146,15 +154,24 @@ struct StatusFolder::Impl {
     const std::string path = path_of(question.answer_name());
     // To be looked at only: a salt of its own keeps it from being restored as somebody's session.
     const SessionIdentity identity{.weights_id = cache.schema().options.prefix.weights_id, .salt = "kv4 inspect"};
+    answers.reserve(answers.size() + 1);
     try {
+      Answer written{path, Clock::now()};
       SessionFile{*files, path}.save(cache, question.request, identity);
-      answers.push_back({path, Clock::now()});
+      answers.push_back(std::move(written));
     } catch (const Error& error) {
       std::string why = error.what();
       if (why.starts_with(path + ": ")) why.erase(0, path.size() + 2);  // nobody will find that file
+      Answer written{path_of(question.error_name()), Clock::now()};
       replace(question.error_name(), why, false);
-      answers.push_back({path_of(question.error_name()), Clock::now()});
+      answers.push_back(std::move(written));
     }
+  }
+
+  void note_failure(const char* reason) {
+    if (!std::exchange(fails, true))
+      log(LogLevel::warning, "status.failed", "the status of a cache could not be published",
+          {{"directory", directory}, {"reason", reason}});
   }
 
   void drop_answers() {
@@ -166,12 +183,16 @@ struct StatusFolder::Impl {
   }
 };
 
-StatusFolder::StatusFolder(KVCacheManager& cache, std::string directory, const StatusOptions& options)
-    : impl_(std::make_unique<Impl>(cache, std::move(directory), options)) {}
+StatusFolder::StatusFolder(KVCacheManager& cache, std::string directory, const StatusOptions& options) try
+    : impl_(std::make_unique<Impl>(cache, std::move(directory), options)) {
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 StatusFolder::~StatusFolder() = default;
 
 bool StatusFolder::publish() {
   Impl& m = *impl_;
+  const CacheCall call(m.cache);
   if (const auto now = Clock::now(); m.published == Clock::time_point{} || now - m.published >= m.options.interval)
     m.published = now;
   else
@@ -182,9 +203,9 @@ bool StatusFolder::publish() {
     m.drop_answers();
     m.fails = false;
   } catch (const Error& error) {
-    if (!std::exchange(m.fails, true))
-      log(LogLevel::warning, "status.failed", "the status of a cache could not be published",
-          {{"directory", m.directory}, {"reason", error.what()}});
+    m.note_failure(error.what());
+  } catch (const std::bad_alloc&) {
+    m.note_failure("the machine refused memory");
   }
   return !m.fails;
 }

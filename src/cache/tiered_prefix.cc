@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
-#include <deque>
+#include <list>
 #include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 
+#include "base/check.h"
+#include "base/undo.h"
 #include "cache/block_mover.h"
 #include "cache/staging_slots.h"
 #include "prefix/block_hash.h"
@@ -77,7 +80,13 @@ struct OwnPrompt {
 
 }  // namespace
 
+// Queues are lists: what a call makes ready lies beside them until nothing can fail any more, and is spliced in then.
 struct TieredPrefix::Impl {
+  /// Both are the caller's while it is in a call.
+  struct Call {
+    explicit Call(Impl& m) : cache(m.mover.driver()), tiers(m.tiers.driver()) {}
+    OneThread::Call cache, tiers;
+  };
   /// A record that one tier or several are to have.
   struct Waiting {
     BlockKey key{};
@@ -121,11 +130,13 @@ struct TieredPrefix::Impl {
 
   // --- saves
   void take_events();
-  void wait_for(std::deque<Waiting>& queue, Waiting what);
-  std::int64_t begin(std::deque<Waiting>& queue, std::int64_t max_records);
+  void wait_for(std::list<Waiting>& queue, const Waiting& what);
+  void shorten(std::list<Waiting>& queue);
+  std::int64_t begin(std::list<Waiting>& queue, std::int64_t max_records);
   void offer(const Leaving& record);
   void settle();
   void note_results();
+  void again_or_drop(std::size_t tier, const Waiting& what) noexcept;
   bool is_kept(const Waiting& what) const;
   RecordId record_of(const Waiting& what);
   RecordId snapshot_record(TenantId tenant, const BlockKey& key);
@@ -142,11 +153,13 @@ struct TieredPrefix::Impl {
   const std::int64_t block_bytes, snapshot_bytes;
   const int load_slots, save_slots;
   Slots loads, saves, snapshot_loads, snapshot_saves;
-  std::deque<InUse> in_use;
+  std::list<InUse> in_use;
   BlockHasher hasher;
-  std::deque<Waiting> fresh;               // for all tiers
-  std::vector<std::deque<Waiting>> again;  // for one tier each
-  std::deque<Leaving> leaving;
+  std::array<BlockEvent, 64> events;  // that were read, from next_event on not looked at
+  std::size_t next_event = 0, num_events = 0;
+  std::list<Waiting> fresh;               // for all tiers
+  std::vector<std::list<Waiting>> again;  // for one tier each
+  std::list<Leaving> leaving;
   std::unordered_map<RecordId, Waiting, tier::RecordIdHash> offered;  // tiers: those that have not told yet
   TieredStatistics statistics;
 };
@@ -170,53 +183,60 @@ bool TieredPrefix::Impl::is_kept(const Waiting& what) const {
 
 std::int64_t TieredPrefix::Impl::waiting() const {
   std::int64_t count = std::ssize(fresh);
-  for (const std::deque<Waiting>& queue : again) count += std::ssize(queue);
+  for (const std::list<Waiting>& queue : again) count += std::ssize(queue);
   return count;
 }
 
-void TieredPrefix::Impl::wait_for(std::deque<Waiting>& queue, Waiting what) {
-  if (std::ssize(queue) >= options.max_waiting) {
-    queue.pop_front();
-    ++statistics.dropped;
-  }
+void TieredPrefix::Impl::wait_for(std::list<Waiting>& queue, const Waiting& what) {
   queue.push_back(what);
+  shorten(queue);
+}
+
+void TieredPrefix::Impl::shorten(std::list<Waiting>& queue) {
+  for (; std::ssize(queue) > options.max_waiting; ++statistics.dropped) queue.pop_front();
 }
 
 void TieredPrefix::Impl::take_events() {
-  std::array<BlockEvent, 64> events;
-  while (const std::size_t count = cache.read_block_events(events))
-    for (const BlockEvent& event : std::span(events).first(count)) {
+  do {
+    for (; next_event < num_events; ++next_event) {
+      const BlockEvent& event = events[next_event];
       if (event.inserted || event.kind == BlockEvent::Kind::evicted) continue;
       wait_for(fresh, {event.key, event.kind == BlockEvent::Kind::snapshot, tiers.all(), 0, true});
     }
+    num_events = cache.read_block_events(events);
+    next_event = 0;
+  } while (num_events > 0);
   statistics.lost_events = static_cast<std::int64_t>(cache.prefix_statistics().lost_events);
 }
 
 /// As many of them as there are slots, and as tiers have room for. Blocks are gathered together.
-std::int64_t TieredPrefix::Impl::begin(std::deque<Waiting>& queue, std::int64_t max_records) {
-  std::int64_t begun = 0;
+std::int64_t TieredPrefix::Impl::begin(std::list<Waiting>& queue, std::int64_t max_records) {
+  std::list<Leaving> begun;
+  std::vector<std::list<Waiting>> later(again.size());  // for tiers that have no room
   std::vector<BlockKey> keys;
   std::vector<std::byte*> images;
   std::vector<ops::CopyPiece> pieces;
-  const std::size_t first = leaving.size();
-  while (begun < max_records && !queue.empty()) {
-    Waiting what = queue.front();
+  Undo give_back([&] {
+    for (const Leaving& record : begun)
+      if (record.device != nullptr) (record.what.snapshot ? snapshot_saves : saves).device->give(record.device);
+  });
+  std::int64_t gone = 0;
+  auto at = queue.begin();
+  for (; std::ssize(begun) < max_records && at != queue.end(); ++at) {
+    Waiting what = *at;
     if (!is_kept(what)) {
-      queue.pop_front();
-      ++statistics.dropped;
+      ++gone;
       continue;
     }
     Slots& slots = what.snapshot ? snapshot_saves : saves;
     const std::int64_t bytes = what.snapshot ? snapshot_bytes : block_bytes;
     const std::uint32_t room = what.tiers & tiers.with_room(bytes);
     if (room == 0 || !slots.has_free()) break;
-    queue.pop_front();
     for (std::size_t i = 0; i < again.size(); ++i)
       if (((what.tiers & ~room) >> i & 1) != 0)
-        wait_for(again[i], {what.key, what.snapshot, 1u << i, what.attempts, false});
-    if (&queue != &fresh) ++statistics.offered_again;
+        later[i].push_back({what.key, what.snapshot, 1u << i, what.attempts, false});
     what.tiers = room;
-    Leaving& record = leaving.emplace_back(Leaving{what, record_of(what), slots.host->take(), nullptr, 0});
+    Leaving& record = begun.emplace_back(Leaving{what, record_of(what), slots.host->take(), nullptr, 0});
     if (slots.device) {
       record.device = slots.device->take();
       pieces.push_back(piece(record.device, record.bytes.data.get(), bytes));
@@ -228,34 +248,57 @@ std::int64_t TieredPrefix::Impl::begin(std::deque<Waiting>& queue, std::int64_t 
       keys.push_back(what.key);
       images.push_back(image);
     }
-    ++begun;
   }
-  if (begun == 0) return 0;
-  mover.gather(keys, images);
-  const std::int64_t transfer = pieces.empty() ? 0 : backend.transfer_out(pieces);
-  for (std::size_t i = first; i < leaving.size(); ++i) leaving[i].transfer = transfer;
-  return begun;
+  if (!begun.empty()) {
+    mover.gather(keys, images);
+    const std::int64_t transfer = pieces.empty() ? 0 : backend.transfer_out(pieces);
+    for (Leaving& record : begun) record.transfer = transfer;
+  }
+
+  // Their bytes are on the way, and nothing fails from here on.
+  give_back.keep();
+  const std::int64_t count = std::ssize(begun);
+  queue.erase(queue.begin(), at);
+  leaving.splice(leaving.end(), begun);
+  for (std::size_t i = 0; i < again.size(); ++i) {
+    again[i].splice(again[i].end(), later[i]);
+    shorten(again[i]);
+  }
+  statistics.dropped += gone;
+  if (&queue != &fresh) statistics.offered_again += count;
+  return count;
 }
 
 void TieredPrefix::Impl::settle() {
   while (!leaving.empty() && (leaving.front().device == nullptr || backend.transferred(leaving.front().transfer))) {
     const Leaving& record = leaving.front();
-    if (record.device != nullptr) (record.what.snapshot ? snapshot_saves : saves).device->give(record.device);
     offer(record);
+    if (record.device != nullptr) (record.what.snapshot ? snapshot_saves : saves).device->give(record.device);
     leaving.pop_front();
   }
 }
 
 void TieredPrefix::Impl::offer(const Leaving& record) {
+  // Before the tiers have it: places for what they refuse, because the room that there was has gone meanwhile.
+  std::list<Waiting> places(static_cast<std::size_t>(std::popcount(record.what.tiers)));
+  const auto [told, is_new] = offered.try_emplace(record.id, record.what);
+  if (is_new) told->second.tiers = 0;
   const std::uint32_t taken = tiers.offer(record.id, record.bytes, tier::Content::of_key, record.what.tiers);
-  for (std::size_t i = 0; i < again.size(); ++i)  // the room that there was has gone meanwhile
-    if (((record.what.tiers & ~taken) >> i & 1) != 0)
-      wait_for(again[i], {record.what.key, record.what.snapshot, 1u << i, record.what.attempts, taken == 0});
-  if (taken == 0) return;
+  bool first = record.what.first && taken == 0;  // of one of them: a record counts once
+  for (std::size_t i = 0; i < again.size(); ++i)
+    if (((record.what.tiers & ~taken) >> i & 1) != 0) {
+      places.front() = {record.what.key, record.what.snapshot, 1u << i, record.what.attempts,
+                        std::exchange(first, false)};
+      again[i].splice(again[i].end(), places, places.begin());
+      shorten(again[i]);
+    }
+  if (taken == 0) {
+    if (is_new) offered.erase(told);
+    return;
+  }
   if (record.what.first) ++(record.what.snapshot ? statistics.offered_snapshots : statistics.offered_blocks);
-  Waiting& told = offered.try_emplace(record.id, record.what).first->second;
-  told.tiers |= taken;
-  told.attempts = std::max(told.attempts, record.what.attempts);
+  told->second.tiers |= taken;
+  told->second.attempts = std::max(told->second.attempts, record.what.attempts);
 }
 
 void TieredPrefix::Impl::note_results() {
@@ -272,8 +315,17 @@ void TieredPrefix::Impl::note_results() {
       if (result.status == tier::PutStatus::too_large || ++what.attempts >= options.max_attempts)
         ++statistics.dropped;
       else
-        wait_for(again[i], what);
+        again_or_drop(i, what);
     }
+}
+
+/// What a tier says is heard once: where no memory is left, the record is given up.
+void TieredPrefix::Impl::again_or_drop(std::size_t tier, const Waiting& what) noexcept {
+  try {
+    wait_for(again[tier], what);
+  } catch (const std::bad_alloc&) {
+    ++statistics.dropped;
+  }
 }
 
 // --- loads
@@ -289,7 +341,7 @@ struct PrefixLoad::Impl {
   /// Records that are asked for together, then moved, then inserted.
   struct Batch {
     std::vector<SharedBytes> host;
-    std::vector<std::byte*> device;
+    std::list<TieredPrefix::Impl::InUse> device;  // one, where the device needs memory of its own
     std::optional<Ticket> asked;
     std::int64_t transfer = 0;
     bool whole = true;  // all of it was found
@@ -306,7 +358,7 @@ struct PrefixLoad::Impl {
 
   void know_keys(std::size_t count);
   void ask_for_blocks();
-  Batch ask(Slots& slots, std::span<const RecordId> ids, std::int64_t bytes);
+  void ask(Batch& batch, Slots& slots, std::span<const RecordId> ids, std::int64_t bytes);
   /// Its transfer, where tiers have answered.
   void move_on(Batch& batch, Slots& slots, std::int64_t bytes);
   /// False: not yet. Then what was found, in order from the first, is where the device can read it.
@@ -326,7 +378,7 @@ struct PrefixLoad::Impl {
   Phase phase = Phase::blocks;
   std::vector<BlockKey> keys;                // of the first of them; the others follow while these come
   std::size_t first = 0, next = 0, end = 0;  // of blocks: not kept at the start, not asked for, not here
-  std::deque<Batch> batches;
+  std::list<Batch> batches;
   // The deepest snapshot behind the deepest that the device has. It is looked for once some blocks have come: most
   // often all do.
   std::size_t below = 0;              // snapshots of blocks from here on have been asked for
@@ -357,20 +409,25 @@ void PrefixLoad::Impl::know_keys(std::size_t count) {
   while (keys.size() < count) keys.push_back(owner.mover.next_key(view, keys));
 }
 
-PrefixLoad::Impl::Batch PrefixLoad::Impl::ask(Slots& slots, std::span<const RecordId> ids, std::int64_t bytes) {
-  Batch batch;
+void PrefixLoad::Impl::ask(Batch& batch, Slots& slots, std::span<const RecordId> ids, std::int64_t bytes) {
   std::vector<tier::ReadRequest> requests;
   for (const RecordId& id : ids) {
     batch.host.push_back(slots.host->take());
-    if (slots.device) batch.device.push_back(slots.device->take());
     requests.push_back({id, bytes, batch.host.back(), owner.views_allowed});
   }
+  if (slots.device) {
+    batch.device.push_back({0, &slots, {}});
+    batch.device.front().memory.reserve(ids.size());
+  }
   batch.asked.emplace(owner.tiers.get(std::move(requests), tier::Content::of_key, deadline));
-  return batch;
+  if (slots.device)  // last: nothing fails any more
+    for (std::size_t i = 0; i < ids.size(); ++i) batch.device.front().memory.push_back(slots.device->take());
 }
 
 void PrefixLoad::Impl::move_on(Batch& batch, Slots& slots, std::int64_t bytes) {
   if (!batch.asked || !batch.asked->done()) return;
+  std::vector<ops::CopyPiece> pieces;
+  if (slots.device) pieces.reserve(batch.host.size());
   std::vector<tier::ReadResult> results = batch.asked->take();
   batch.asked.reset();
   std::size_t found = 0;
@@ -379,8 +436,8 @@ void PrefixLoad::Impl::move_on(Batch& batch, Slots& slots, std::int64_t bytes) {
   batch.whole = found == results.size();
   batch.host.resize(found);
   if (!slots.device || found == 0) return;
-  std::vector<ops::CopyPiece> pieces;
-  for (std::size_t i = 0; i < found; ++i) pieces.push_back(piece(batch.host[i].data.get(), batch.device[i], bytes));
+  for (std::size_t i = 0; i < found; ++i)
+    pieces.push_back(piece(batch.host[i].data.get(), batch.device.front().memory[i], bytes));
   batch.transfer = owner.backend.transfer_in(pieces);
 }
 
@@ -391,7 +448,10 @@ bool PrefixLoad::Impl::arrive(Batch& batch, Slots& slots, std::int64_t bytes) {
 }
 
 std::vector<std::byte*> PrefixLoad::Impl::images(const Batch& batch) const {
-  if (!batch.device.empty()) return {batch.device.begin(), batch.device.begin() + std::ssize(batch.host)};
+  if (!batch.device.empty()) {
+    const std::vector<std::byte*>& memory = batch.device.front().memory;
+    return {memory.begin(), memory.begin() + std::ssize(batch.host)};
+  }
   std::vector<std::byte*> out;
   for (const SharedBytes& bytes : batch.host) out.push_back(bytes.data.get());
   return out;
@@ -399,10 +459,12 @@ std::vector<std::byte*> PrefixLoad::Impl::images(const Batch& batch) const {
 
 /// `queued`: work that reads its device memory was queued.
 void PrefixLoad::Impl::release(Batch& batch, Slots& slots, bool queued) {
-  if (queued && !batch.device.empty())
-    owner.in_use.push_back({owner.backend.mark(), &slots, std::move(batch.device)});
-  else
-    for (std::byte* slot : batch.device) slots.device->give(slot);
+  if (queued && !batch.device.empty()) {
+    batch.device.front().mark = owner.backend.mark();
+    owner.in_use.splice(owner.in_use.end(), batch.device);
+  }
+  for (const TieredPrefix::Impl::InUse& unused : batch.device)
+    for (std::byte* slot : unused.memory) slots.device->give(slot);
   batch.device.clear();
   batch.host.clear();
 }
@@ -417,7 +479,9 @@ void PrefixLoad::Impl::ask_for_blocks() {
     know_keys(next + count);
     std::vector<RecordId> ids;
     for (std::size_t i = 0; i < count; ++i) ids.push_back(block_record(prompt.tenant, keys[next + i]));
-    batches.push_back(ask(owner.loads, ids, owner.block_bytes));
+    std::list<Batch> batch(1);
+    ask(batch.front(), owner.loads, ids, owner.block_bytes);
+    batches.splice(batches.end(), batch);
     next += count;
   }
 }
@@ -444,18 +508,22 @@ bool PrefixLoad::Impl::advance_blocks() {
 /// The next few, deepest first.
 void PrefixLoad::Impl::ask_which_snapshots_exist() {
   std::vector<RecordId> ids;
-  for (; below > 0 && ids.size() < kSnapshotsAtATime; --below) {
-    const BlockKey& key = keys[below - 1];
+  std::vector<std::size_t> asked;
+  std::size_t left = below;
+  for (; left > 0 && ids.size() < kSnapshotsAtATime; --left) {
+    const BlockKey& key = keys[left - 1];
     const std::optional<KeptBlock> kept = owner.cache.find_block(key);
-    if (kept ? kept->has_snapshot : below <= end) {  // that is as good, or the block is gone again
-      below = 0;
+    if (kept ? kept->has_snapshot : left <= end) {  // that is as good, or the block is gone again
+      left = 0;
       break;
     }
-    possible.push_back(below - 1);
+    asked.push_back(left - 1);
     ids.push_back(owner.snapshot_record(prompt.tenant, key));
   }
-  std::reverse(possible.begin(), possible.end());
+  std::reverse(asked.begin(), asked.end());
   if (!ids.empty()) known.emplace(owner.tiers.exists(ids, deadline));
+  possible = std::move(asked);
+  below = left;
 }
 
 /// True: it is where the device can read it, or there is none.
@@ -479,9 +547,12 @@ bool PrefixLoad::Impl::find_snapshot() {
     if (!possible.empty()) {
       if (!owner.snapshot_loads.has_free()) return late();  // another load has the slot
       coming_at = possible.back();
+      const RecordId id = owner.snapshot_record(prompt.tenant, keys[coming_at]);
+      coming.emplace();
+      Undo forget([&] { coming.reset(); });
+      ask(*coming, owner.snapshot_loads, {&id, 1}, owner.snapshot_bytes);
+      forget.keep();
       possible.pop_back();
-      coming.emplace(
-          ask(owner.snapshot_loads, {{owner.snapshot_record(prompt.tenant, keys[coming_at])}}, owner.snapshot_bytes));
       continue;
     }
     if (below == 0) return true;
@@ -547,32 +618,47 @@ void PrefixLoad::Impl::stop() {
 PrefixLoad::PrefixLoad(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 PrefixLoad::~PrefixLoad() = default;
 PrefixLoad::PrefixLoad(PrefixLoad&&) noexcept = default;
-bool PrefixLoad::advance() { return impl_->advance(); }
+bool PrefixLoad::advance() try {
+  const TieredPrefix::Impl::Call call(impl_->owner);
+  return impl_->advance();
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 std::int64_t PrefixLoad::brought_blocks() const { return static_cast<std::int64_t>(impl_->end - impl_->first); }
 std::int64_t PrefixLoad::wanted_blocks() const { return static_cast<std::int64_t>(impl_->wanted - impl_->first); }
 
 // --- the whole
 // -----------------------------------------------------------------------------------------------------------------------
 
-TieredPrefix::TieredPrefix(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options)
-    : impl_(std::make_unique<Impl>(cache, tiers.chain(), tiers.backend(), options)) {}
-TieredPrefix::TieredPrefix(KVCacheManager& cache, TierChain& tiers, const TieredOptions& options)
-    : impl_(std::make_unique<Impl>(cache, tiers, nullptr, options)) {}
+TieredPrefix::TieredPrefix(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options) try
+    : impl_(std::make_unique<Impl>(cache, tiers.chain(), tiers.backend(), options)) {
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
+TieredPrefix::TieredPrefix(KVCacheManager& cache, TierChain& tiers, const TieredOptions& options) try
+    : impl_(std::make_unique<Impl>(cache, tiers, nullptr, options)) {
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 TieredPrefix::~TieredPrefix() = default;
 
-std::int64_t TieredPrefix::save(std::int64_t max_records) {
+std::int64_t TieredPrefix::save(std::int64_t max_records) try {
   Impl& m = *impl_;
+  const Impl::Call call(m);
   m.note_results();
   m.take_events();
   m.settle();
   std::int64_t begun = m.begin(m.fresh, max_records);
-  for (std::deque<Impl::Waiting>& queue : m.again) begun += m.begin(queue, max_records - begun);
+  for (std::list<Impl::Waiting>& queue : m.again) begun += m.begin(queue, max_records - begun);
   m.settle();
   m.statistics.waiting = m.waiting();
   return m.left();
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 bool TieredPrefix::save_all(Deadline deadline, const TieredProgress& progress) {
+  const Impl::Call call(*impl_);
   std::int64_t most = 0;
   for (;;) {
     const std::int64_t left = save(kMaxSlots);
@@ -584,17 +670,23 @@ bool TieredPrefix::save_all(Deadline deadline, const TieredProgress& progress) {
   }
 }
 
-PrefixLoad TieredPrefix::start_load(const Prompt& prompt, Deadline deadline) {
+PrefixLoad TieredPrefix::start_load(const Prompt& prompt, Deadline deadline) try {
+  const Impl::Call call(*impl_);
   return PrefixLoad(std::make_unique<PrefixLoad::Impl>(*impl_, prompt, deadline));
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-std::int64_t TieredPrefix::load(const Prompt& prompt, Deadline deadline, const TieredProgress& progress) {
+std::int64_t TieredPrefix::load(const Prompt& prompt, Deadline deadline, const TieredProgress& progress) try {
+  const Impl::Call call(*impl_);
   PrefixLoad load = start_load(prompt, deadline);
   while (!load.advance()) {
     if (progress && !progress(load.brought_blocks(), load.wanted_blocks())) break;
     load.impl_->wait(std::min(deadline, std::chrono::steady_clock::now() + kProgressStep));
   }
   return load.brought_blocks();
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 const TieredStatistics& TieredPrefix::statistics() const { return impl_->statistics; }

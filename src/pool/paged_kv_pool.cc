@@ -58,11 +58,19 @@ void add_pages_of(const CacheSchema& schema, std::byte* base, BlockId block, con
 PagedKVPool::PagedKVPool(const CacheSchema& schema, std::shared_ptr<Backend> backend)
     : schema_(schema), backend_(std::move(backend)) {
   bytes_ = checked_mul(schema.block_bytes, schema.options.num_blocks, "paged pool");
+  for (const LayerCacheSchema& layer : schema.layers) pieces_per_block_ += 3 * layer.pages.size();
+  reserve_images(1);
   backend_->reserve_staging(schema.block_image_bytes);
   base_ = backend_->allocate(bytes_);
 }
 
 PagedKVPool::~PagedKVPool() { backend_->deallocate(base_, bytes_); }
+
+void PagedKVPool::reserve_images(std::size_t images) const try {
+  pieces_.reserve(images * pieces_per_block_);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 
 void PagedKVPool::copy_block(BlockId from, BlockId to) {
   check_block(from, schema_.options.num_blocks);
@@ -72,12 +80,12 @@ void PagedKVPool::copy_block(BlockId from, BlockId to) {
       backend_->copy(base_ + to * schema_.block_bytes, base_ + from * schema_.block_bytes, schema_.block_bytes);
     return;
   }
-  std::vector<ops::CopyPiece> pieces;
+  pieces_.clear();
   for (const LayerCacheSchema& layer : schema_.layers)
     for (const PageSchema& page : layer.pages)
-      pieces.push_back({bytes_at(base_, page.offset + from * page.block_stride),
-                        bytes_at(base_, page.offset + to * page.block_stride), page.page_bytes});
-  backend_->copy_pieces(pieces);
+      pieces_.push_back({bytes_at(base_, page.offset + from * page.block_stride),
+                         bytes_at(base_, page.offset + to * page.block_stride), page.page_bytes});
+  backend_->copy_pieces(pieces_);
 }
 
 void PagedKVPool::save_block(BlockId block, int tokens, std::span<std::byte> out) const {
@@ -85,36 +93,36 @@ void PagedKVPool::save_block(BlockId block, int tokens, std::span<std::byte> out
   check_image_size(out.size(), schema_.block_image_bytes);
   require(tokens >= 0 && tokens <= schema_.block_tokens, ErrorCode::bad_argument,
           "a block holds 0 to {} tokens; got {}", schema_.block_tokens, tokens);
-  std::vector<ops::CopyPiece> pieces;
-  add_rows_of(schema_, base_, {block, out.data()}, tokens, pieces);
-  backend_->read_pieces(pieces, out);
+  pieces_.clear();
+  add_rows_of(schema_, base_, {block, out.data()}, tokens, pieces_);
+  backend_->read_pieces(pieces_, out);
 }
 
 void PagedKVPool::load_block(BlockId block, std::span<const std::byte> image) {
   check_block(block, schema_.options.num_blocks);
   check_image_size(image.size(), schema_.block_image_bytes);
-  std::vector<ops::CopyPiece> pieces;
-  add_pages_of(schema_, base_, block, image.data(), pieces);
-  backend_->write_pieces(pieces, image);
+  pieces_.clear();
+  add_pages_of(schema_, base_, block, image.data(), pieces_);
+  backend_->write_pieces(pieces_, image);
 }
 
 void PagedKVPool::gather_blocks(std::span<const BlockImage> images) const {
-  std::vector<ops::CopyPiece> pieces;
+  pieces_.clear();
+  for (const BlockImage& image : images) check_block(image.block, schema_.options.num_blocks);
+  reserve_images(images.size());
   for (const BlockImage& image : images) {
-    check_block(image.block, schema_.options.num_blocks);
     if (schema_.block_image_bytes > 0) backend_->fill(image.memory, 0, schema_.block_image_bytes);
-    add_rows_of(schema_, base_, image, schema_.block_tokens, pieces);
+    add_rows_of(schema_, base_, image, schema_.block_tokens, pieces_);
   }
-  if (!pieces.empty()) backend_->copy_pieces(pieces);
+  if (!pieces_.empty()) backend_->copy_pieces(pieces_);
 }
 
 void PagedKVPool::scatter_blocks(std::span<const BlockImage> images) {
-  std::vector<ops::CopyPiece> pieces;
-  for (const BlockImage& image : images) {
-    check_block(image.block, schema_.options.num_blocks);
-    add_pages_of(schema_, base_, image.block, image.memory, pieces);
-  }
-  if (!pieces.empty()) backend_->copy_pieces(pieces);
+  pieces_.clear();
+  for (const BlockImage& image : images) check_block(image.block, schema_.options.num_blocks);
+  reserve_images(images.size());
+  for (const BlockImage& image : images) add_pages_of(schema_, base_, image.block, image.memory, pieces_);
+  if (!pieces_.empty()) backend_->copy_pieces(pieces_);
 }
 
 }  // namespace kv4

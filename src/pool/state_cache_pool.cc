@@ -1,5 +1,7 @@
 #include "kv4/state_cache_pool.h"
 
+#include <array>
+
 #include "backend/backend.h"
 #include "base/check.h"
 #include "ops/layer_desc.h"
@@ -31,15 +33,15 @@ StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backen
   const std::int64_t displaced = checked_mul(schema.displaced_bytes, num_slots_, "state pool");
   const std::int64_t positions = position_bytes(schema, num_slots_);
   bytes_ = checked_add(checked_add(slots, displaced, "state pool"), 2 * positions, "state pool");
+  taken_.resize(static_cast<std::size_t>(num_slots_));
+  free_.reserve(static_cast<std::size_t>(num_slots_));
+  for (std::int32_t s = num_slots_ - 1; s >= 0; --s) free_.push_back(s);
   backend_->reserve_staging(schema.slot_bytes);  // no image is larger
   base_ = backend_->allocate(bytes_);
   displaced_ = base_ + slots;
   frontiers_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced);
   displaced_positions_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced + positions);
   backend_->fill(displaced_ + displaced + positions, 0xFF, positions);  // -1: none
-  taken_.resize(static_cast<std::size_t>(num_slots_));
-  free_.reserve(static_cast<std::size_t>(num_slots_));
-  for (std::int32_t s = num_slots_ - 1; s >= 0; --s) free_.push_back(s);
 }
 
 StateCachePool::~StateCachePool() { backend_->deallocate(base_, bytes_); }
@@ -75,29 +77,32 @@ void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
   check_held(from);
   check_held(to);
   const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
-  std::vector<ops::CopyPiece> pieces;
+  std::array<ops::CopyPiece, 4> pieces;  // a step allocates nothing
+  std::size_t count = 0;
   const auto add = [&](void* base, std::int64_t bytes) {
     std::uint8_t* at = static_cast<std::uint8_t*>(base);
-    if (bytes > 0) pieces.push_back({at + from * bytes, at + to * bytes, bytes});
+    if (bytes > 0) pieces[count++] = {at + from * bytes, at + to * bytes, bytes};
   };
   add(base_, schema_.slot_bytes);
   add(displaced_, schema_.displaced_bytes);
   add(frontiers_, 4 * layers);
   add(displaced_positions_, 4 * layers);
-  backend_->copy_pieces(pieces);
+  backend_->copy_pieces(std::span(pieces).first(count));
 }
 
 CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths,
-                                    std::span<const float* const> bias) const {
+                                    std::span<const float* const> bias) const try {
   CanonicalImage image{schema_.layout_id,
                        {lengths.begin(), lengths.end()},
                        std::vector<std::byte>(static_cast<std::size_t>(image_bytes(schema_, lengths)))};
   save(slot, lengths, bias, image.bytes);
   return image;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 void StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias,
-                          std::span<std::byte> out) const {
+                          std::span<std::byte> out) const try {
   check_held(slot);
   const ImageLayout layout = image_layout(schema_, lengths);
   require(out.size() == static_cast<std::size_t>(layout.bytes), ErrorCode::bad_argument,
@@ -107,9 +112,11 @@ void StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengt
           layers.size(), bias.size());
   for (std::size_t i = 0; i < layers.size(); ++i) layers[i].kinds[0].bias = bias[i];
   backend_->save_image(layers, layout, slot, out.data());
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-void StateCachePool::check(const ImageView& image) const {
+void StateCachePool::check(const ImageView& image) const try {
   require(image.layout_id == schema_.layout_id, ErrorCode::bad_argument,
           "the image was made for another model, layer set or format (layout {:016x}, this cache is {:016x})",
           image.layout_id, schema_.layout_id);
@@ -117,13 +124,19 @@ void StateCachePool::check(const ImageView& image) const {
   require(image.bytes.size() == static_cast<std::size_t>(bytes), ErrorCode::bad_argument,
           "the image has {} bytes; one of {} tokens has {}: it is truncated or damaged", image.bytes.size(),
           image.lengths[0], bytes);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
-void StateCachePool::restore(std::int32_t slot, const ImageView& image) {
+void StateCachePool::restore(std::int32_t slot, const ImageView& image) try {
   check_held(slot);
   check(image);
+  const std::vector<ops::LayerDesc> layers = describe_all(schema_, *this);
+  const ImageLayout layout = image_layout(schema_, image.lengths);
   reset_slot(slot);
-  backend_->restore_image(describe_all(schema_, *this), image_layout(schema_, image.lengths), slot, image.bytes.data());
+  backend_->restore_image(layers, layout, slot, image.bytes.data());
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 }  // namespace kv4

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <new>
 #include <optional>
 #include <unordered_map>
 
@@ -13,9 +14,13 @@ class GhostList {
  public:
   explicit GhostList(std::int64_t capacity) : capacity_(capacity) {}
 
-  void remember(std::uint64_t fingerprint, const What& what) {
-    ghosts_[fingerprint] = {first_ + order_.size(), what};
-    order_.push_back(fingerprint);
+  /// Where no memory is left, it is not: that is no reason to keep a block.
+  void remember(std::uint64_t fingerprint, const What& what) noexcept {
+    try {
+      order_.push_back(fingerprint);
+      ghosts_[fingerprint] = {first_ + order_.size() - 1, what};
+    } catch (const std::bad_alloc&) {
+    }
     while (static_cast<std::int64_t>(order_.size()) > capacity_) {
       const auto found = ghosts_.find(order_.front());
       if (found != ghosts_.end() && found->second.number == first_) ghosts_.erase(found);

@@ -249,18 +249,15 @@ void PrefixIndex::erase_key(Slot slot) {
   record({BlockEvent::Kind::evicted, key});
 }
 
-std::span<const Evicted> PrefixIndex::forget_tail(Slot slot) {
-  evicted_.clear();
+void PrefixIndex::forget_tail(Slot slot, const Gone& gone) {
   while (slot != kNoSlot && at(slot).forgotten && at(slot).references == 0 && at(slot).children == 0) {
     const Slot parent = at(slot).parent;
-    evicted_.push_back(remove(slot));
+    gone(remove(slot));
     slot = parent;
   }
-  return evicted_;
 }
 
-std::span<const Evicted> PrefixIndex::forget(std::uint16_t origin) {
-  std::vector<Evicted> gone;
+void PrefixIndex::forget(std::uint16_t origin, const Gone& gone) {
   const auto each = [&](auto&& act) {
     for (Slot slot = 0; slot < static_cast<Slot>(entries_.size()); ++slot) {
       Entry& entry = entries_[static_cast<std::size_t>(slot)];
@@ -272,12 +269,7 @@ std::span<const Evicted> PrefixIndex::forget(std::uint16_t origin) {
     erase_key(slot);
     entry.forgotten = true;
   });
-  each([&](Slot slot, Entry&) {
-    const std::span<const Evicted> part = forget_tail(slot);
-    gone.insert(gone.end(), part.begin(), part.end());
-  });
-  evicted_ = std::move(gone);
-  return evicted_;
+  each([&](Slot slot, Entry&) { forget_tail(slot, gone); });
 }
 
 PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const BlockKey> keys,

@@ -4,6 +4,7 @@
 // that.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -92,11 +93,12 @@ class PrefixIndex {
   /// `blocks`: beside the keys, or empty where nothing is on the device.
   Inserted insert(TenantId tenant, std::span<const BlockKey> keys, std::span<const BlockId> blocks = {});
 
-  /// No block of this origin is found any more. Those without references go at once (until the next call), the others
-  /// when forget_tail() is told. Costs a look at every slot.
-  std::span<const Evicted> forget(std::uint16_t origin);
+  using Gone = std::function<void(const Evicted&)>;
+  /// No block of this origin is found any more. Those without references go at once, and `gone` is told of each; the
+  /// others when forget_tail() is told. Costs a look at every slot.
+  void forget(std::uint16_t origin, const Gone& gone);
   /// Forgotten blocks from this one up that have no references and no children any more, likewise.
-  std::span<const Evicted> forget_tail(Slot slot);
+  void forget_tail(Slot slot, const Gone& gone);
 
   /// At the end of the block; returns the one that was there before, if any.
   SnapshotId attach_snapshot(Slot slot, SnapshotId snapshot);

@@ -9,10 +9,12 @@ namespace kv4 {
 
 namespace {
 
-// `lengths` say what is in the image, `room` how much of it fits: [groups] each.
-ImageLayout lay_out(const CacheSchema& schema, std::span<const std::int64_t> lengths,
-                    std::span<const std::int64_t> room) {
-  ImageLayout out;
+// By group: length_of says what is in the image, room_of how much of it fits.
+template <class LengthOf, class RoomOf>
+void lay_out(const CacheSchema& schema, LengthOf&& length_of, RoomOf&& room_of, ImageLayout& out) {
+  out.windows.clear();
+  out.pending.clear();
+  out.bytes = 0;
   const auto take = [&](std::int64_t bytes) {
     const std::int64_t at = out.bytes;
     out.bytes += bytes;
@@ -22,15 +24,15 @@ ImageLayout lay_out(const CacheSchema& schema, std::span<const std::int64_t> len
   for (int i = 0; i < num_layers; ++i) {
     const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(i)];
     const std::size_t group = static_cast<std::size_t>(layer.spec.group);
-    const std::int64_t rows = std::min<std::int64_t>(room[group], schema.config.window);
+    const std::int64_t rows = std::min<std::int64_t>(room_of(group), schema.config.window);
     WindowPart part{.layer = i};
-    part.count = std::min<std::int64_t>(lengths[group], schema.config.window);
-    part.first = lengths[group] - part.count;
+    part.count = std::min<std::int64_t>(length_of(group), schema.config.window);
+    part.first = length_of(group) - part.count;
     part.payload_at = take(rows * layer.window.row.payload_bytes);
     part.scale_at = take(rows * layer.window.row.scale_bytes);
     out.windows.push_back(part);
   }
-  const std::int64_t n = lengths[0];
+  const std::int64_t n = length_of(0);
   for (int i = 0; i < num_layers; ++i) {
     const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(i)];
     for (std::size_t k = 0; k < layer.pages.size(); ++k) {
@@ -41,7 +43,7 @@ ImageLayout lay_out(const CacheSchema& schema, std::span<const std::int64_t> len
       part.open_count = n - part.open_first;
       if (kind.overlap) {
         part.previous_count = part.open_first > 0 ? kind.ratio : 0;
-        part.previous_at = take((room[0] >= kind.ratio ? kind.ratio : 0) * pending.row_bytes / 2);
+        part.previous_at = take((room_of(0) >= kind.ratio ? kind.ratio : 0) * pending.row_bytes / 2);
         part.open_at = take(part.open_count * pending.row_bytes);
       } else if (part.open_count > 0) {
         part.open_at = take(std::int64_t{3} * kind.width * 4);
@@ -49,7 +51,6 @@ ImageLayout lay_out(const CacheSchema& schema, std::span<const std::int64_t> len
       out.pending.push_back(part);
     }
   }
-  return out;
 }
 
 }  // namespace
@@ -61,18 +62,30 @@ ImageLayout image_layout(const CacheSchema& schema, std::span<const std::int64_t
     require(n >= 0 && n <= schema.options.max_context, ErrorCode::bad_argument,
             "the image's length {} is outside this cache's 0 to {} tokens; raise max_context", n,
             schema.options.max_context);
-  return lay_out(schema, lengths, lengths);
+  const auto length_of = [&](std::size_t group) { return lengths[group]; };
+  ImageLayout out;
+  lay_out(schema, length_of, length_of, out);
+  return out;
+}
+
+void snapshot_layout(const CacheSchema& schema, std::int64_t length, ImageLayout& out) {
+  // No image of a boundary is larger.
+  const std::int64_t room = std::max<std::int64_t>(schema.config.window, schema.block_tokens);
+  lay_out(
+      schema, [&](std::size_t group) { return group == 0 ? length : 0; },
+      [&](std::size_t group) { return group == 0 ? room : 0; }, out);
 }
 
 ImageLayout snapshot_layout(const CacheSchema& schema, std::int64_t length) {
-  std::vector<std::int64_t> lengths(static_cast<std::size_t>(schema.num_groups)), room(lengths);
-  lengths[0] = length;
-  room[0] = std::max<std::int64_t>(schema.config.window, schema.block_tokens);  // no image of a boundary is larger
-  return lay_out(schema, lengths, room);
+  ImageLayout out;
+  snapshot_layout(schema, length, out);
+  return out;
 }
 
-std::int64_t image_bytes(const CacheSchema& schema, std::span<const std::int64_t> lengths) {
+std::int64_t image_bytes(const CacheSchema& schema, std::span<const std::int64_t> lengths) try {
   return image_layout(schema, lengths).bytes;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 }  // namespace kv4

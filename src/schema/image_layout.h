@@ -45,5 +45,7 @@ ImageLayout image_layout(const CacheSchema& schema, std::span<const std::int64_t
 /// The backbone's image at a block boundary, every part where it lies in the image of a long context: from one window
 /// on the same bytes. `length`: a multiple of the block.
 ImageLayout snapshot_layout(const CacheSchema& schema, std::int64_t length);
+/// The same into `out`, which had one of these before: then nothing is allocated.
+void snapshot_layout(const CacheSchema& schema, std::int64_t length, ImageLayout& out);
 
 }  // namespace kv4

@@ -35,7 +35,7 @@ std::unique_ptr<DiskStore> DiskStore::open(FileSystem& files, const StoreOptions
   store->lock();
   store->open_segments();
   store->rebuild_index();
-  if (log_wanted()) store->report_opened();
+  speak([&] { store->report_opened(); });
   return store;
 }
 

@@ -107,8 +107,7 @@ IoStatus DiskStore::add_segment() {
   segment->file = std::move(made.file);
   segment->dirty = true;
   directory_dirty_ = true;
-  active_ = segment.get();
-  segments_[header.id] = std::move(segment);
+  active_ = (segments_[header.id] = std::move(segment)).get();
   return {};
 }
 
@@ -144,11 +143,12 @@ void DiskStore::finish_sync(Segment& segment, const IoStatus& status, std::int64
   } else {
     ++counts_.dropped_segments;
     leave(segment);
-    if (log_wanted())
+    speak([&] {
       log(LogLevel::error, "store.sync_failed",
           fmt::format("segment {} of {} could not be made durable: {}; its records are written anew or lost",
                       segment.id, options_.directory, to_string(status)),
           {{"directory", options_.directory}, {"reason", to_string(status)}});
+    });
   }
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/undo.h"
 
 namespace kv4::tier {
 namespace {
@@ -72,8 +73,10 @@ PutStatus HostTier::put_one(const RecordId& id, std::span<const std::byte> paylo
   write(added.front().first_page, 0, bytes);
   write(added.front().first_page, kRecordHeaderBytes, payload);
   const std::lock_guard lock(mutex_);
+  Undo give_back([&] { give_pages(added.front()); });
+  index_.emplace(id, added.begin());  // a splice keeps iterators
+  give_back.keep();
   records_.splice(records_.begin(), added);
-  index_.emplace(id, records_.begin());
   counts_.payload_bytes += length;
   return PutStatus::stored;
 }

@@ -46,15 +46,14 @@ class PosixFileSystem : public FileSystem {
 
   Listing list(const std::string& directory) override {
     Listing listing;
-    DIR* stream = ::opendir(directory.c_str());
+    const std::unique_ptr<DIR, int (*)(DIR*)> stream(::opendir(directory.c_str()), ::closedir);
     if (stream == nullptr) return {status_of(errno), {}};
     errno = 0;
-    while (const dirent* entry = ::readdir(stream)) {
+    while (const dirent* entry = ::readdir(stream.get())) {
       const std::string name = entry->d_name;
       if (name != "." && name != "..") listing.names.push_back(name);
     }
     listing.status = status_of(errno);
-    ::closedir(stream);
     std::sort(listing.names.begin(), listing.names.end());
     return listing;
   }

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "base/check.h"
 #include "tier/little_endian.h"
@@ -215,7 +216,8 @@ RecordRefusal RecordGuard::open(const RecordHeader& header, std::span<const std:
   const Context where{static_cast<std::size_t>(ring - ring_.begin()), header.id.tenant, header.layout_id};
   CipherContext context;
   if (context_key(where, key.bytes)) context = begin(key.bytes, header, header.salt, false);
-  if (context && feed(context.get(), stored, sealed ? payload.data() : nullptr) &&
+  if (!context) throw std::bad_alloc();  // nothing is known of the record
+  if (feed(context.get(), stored, sealed ? payload.data() : nullptr) &&
       finish_with_tag(context.get(), header.tag))
     return sealed ? RecordRefusal::none : give();
   if (sealed) OPENSSL_cleanse(payload.data(), payload.size());
@@ -243,7 +245,8 @@ RecordRefusal RecordGuard::open_v1(const RecordHeader& header, std::span<const s
     CipherContext context;
     if (hkdf(ring.key, {}, with_numbers(kTenantInfoV1, {header.id.tenant}), key.bytes))
       context = begin(key.bytes, header, salt, false);
-    if (context && feed(context.get(), stored.first(bytes), payload.data()) && finish_with_tag(context.get(), tag))
+    if (!context) throw std::bad_alloc();
+    if (feed(context.get(), stored.first(bytes), payload.data()) && finish_with_tag(context.get(), tag))
       return RecordRefusal::none;
     OPENSSL_cleanse(payload.data(), payload.size());
     if (payload.data() == stored.data()) break;  // the ciphertext has gone with it

@@ -78,6 +78,7 @@ class RecordGuard {
 
   /// `payload` has payload_bytes() of the header and gets what was put; it may be the memory of `stored`. Anything but
   /// `none`: `payload` is zeros, or `stored` itself where that is readable without a key. The digest is not looked at.
+  /// Throws std::bad_alloc.
   RecordRefusal open(const RecordHeader& header, std::span<const std::byte> stored, std::span<std::byte> payload) const;
   /// As open(), without giving the payload; `scratch` may be used.
   RecordRefusal check(const RecordHeader& header, std::span<const std::byte> stored,

@@ -65,8 +65,8 @@ void RecordIndex::erase(const RecordId& id) {
   const std::lock_guard lock(mutex_);
   std::size_t gap = find_cell(id, hash(id));
   if (cells_[gap].number == kNone) return;
+  free_.push_back(cells_[gap].number);  // first: it may throw
   count(record(cells_[gap].number).entry, -1);
-  free_.push_back(cells_[gap].number);
   --size_;
   for (std::size_t i = (gap + 1) & mask(); cells_[i].number != kNone; i = (i + 1) & mask()) {
     const std::size_t wanted = home(hash(record(cells_[i].number).id));

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/undo.h"
+
 namespace kv4::tier {
 namespace {
 
@@ -80,10 +82,21 @@ void RedisCluster::run(std::span<const RedisOperation> operations, Deadline dead
   if (!find_slots(deadline)) return settle(false);
   begin_run(operations.size());
   operations_ = operations;
+  Undo drop_all([this] {  // for want of memory: payloads of this run go away, so nothing of it may be sent any more
+    ++run_;
+    operations_ = {};
+    for (const auto& node : nodes_) {
+      node->queue.clear();
+      if (node->hello == Hello::done) std::swap(node->dropped, node->client);
+      node->hello = Hello::waiting;
+      node->connection.reset();
+    }
+  });
   redirects_of_.assign(operations.size(), 0);
   for (std::size_t i = 0; i < operations.size(); ++i)
     dispatch(i, slots_[static_cast<std::size_t>(operations[i].slot)], false);
   exchange(deadline);
+  drop_all.keep();
   end_run(true);
 }
 

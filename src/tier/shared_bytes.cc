@@ -15,7 +15,7 @@ BytesPool::~BytesPool() {
     for (std::byte* buffer : buffers) ::operator delete(buffer, kAlignment);
 }
 
-SharedBytes BytesPool::take(std::size_t size) {
+SharedBytes BytesPool::take(std::size_t size) try {
   const std::int64_t bytes = (static_cast<std::int64_t>(size) + kGranule - 1) / kGranule * kGranule;
   if (bytes == 0) return {std::shared_ptr<std::byte[]>(new std::byte[1]), 0};
   std::byte* buffer = nullptr;
@@ -36,6 +36,8 @@ SharedBytes BytesPool::take(std::size_t size) {
   return {std::shared_ptr<std::byte[]>(buffer,
                                        [pool = shared_from_this(), bytes](std::byte* b) { pool->give_back(b, bytes); }),
           size};
+} catch (const std::bad_alloc&) {  // as good as exhausted
+  return {};
 }
 
 std::int64_t BytesPool::allocated_bytes() const {
@@ -43,9 +45,14 @@ std::int64_t BytesPool::allocated_bytes() const {
   return allocated_bytes_;
 }
 
-void BytesPool::give_back(std::byte* buffer, std::int64_t bytes) {
+void BytesPool::give_back(std::byte* buffer, std::int64_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
-  free_[bytes].push_back(buffer);
+  try {
+    free_[bytes].push_back(buffer);
+  } catch (const std::bad_alloc&) {  // there is no memory to remember it by
+    ::operator delete(buffer, kAlignment);
+    allocated_bytes_ -= bytes;
+  }
 }
 
 void BytesPool::free_others(std::int64_t needed) {

@@ -31,13 +31,13 @@ class BytesPool : public std::enable_shared_from_this<BytesPool> {
   BytesPool(const BytesPool&) = delete;
   BytesPool& operator=(const BytesPool&) = delete;
 
-  /// Nothing where the pool is exhausted.
+  /// Nothing where the pool is exhausted, or the machine is.
   SharedBytes take(std::size_t size);
   std::int64_t allocated_bytes() const;
 
  private:
   explicit BytesPool(std::int64_t max_bytes) : max_bytes_(max_bytes) {}
-  void give_back(std::byte* buffer, std::int64_t bytes);
+  void give_back(std::byte* buffer, std::int64_t bytes) noexcept;
   void free_others(std::int64_t needed);
 
   const std::int64_t max_bytes_;

@@ -15,6 +15,7 @@ struct TierChain::Lookup {
   Deadline deadline;
   std::vector<ReadRequest> requests;
   std::vector<ReadResult> results;
+  std::size_t noted = 0;           // requests that reading_ counts
   std::size_t tier = 0;            // that is asked
   std::vector<std::size_t> asked;  // which requests
   std::optional<TierQueue::ReadTicket> ticket;
@@ -90,15 +91,19 @@ TierChain::Ticket TierChain::exists(std::span<const RecordId> ids, Deadline dead
 
 TierChain::Ticket TierChain::start(std::shared_ptr<Lookup> lookup) {
   lookup->results.resize(lookup->requests.size());
-  for (const ReadRequest& request : lookup->requests) ++reading_[request.id].count;
+  lookup->asked.reserve(lookup->requests.size());
   std::erase_if(lookups_, [](const std::weak_ptr<Lookup>& l) { return l.expired() || l.lock()->ended; });
   lookups_.push_back(lookup);
-  ask(*lookup);
-  advance(*lookup);
-  return {*this, std::move(lookup)};
+  Ticket ticket(*this, std::move(lookup));  // from here on it ends what was begun
+  Lookup& begun = *ticket.lookup_;
+  for (; begun.noted < begun.requests.size(); ++begun.noted) ++reading_[begun.requests[begun.noted].id].count;
+  ask(begun);
+  advance(begun);
+  return ticket;
 }
 
-void TierChain::ask(Lookup& lookup) {
+/// A tier that cannot be asked for want of memory is a miss, and so are those below it.
+void TierChain::ask(Lookup& lookup) try {
   lookup.asked.clear();
   for (std::size_t i = 0; i < lookup.requests.size(); ++i) {
     const GetStatus status = lookup.results[i].status;
@@ -115,6 +120,8 @@ void TierChain::ask(Lookup& lookup) {
     for (const std::size_t i : lookup.asked) requests.push_back(lookup.requests[i]);
     lookup.ticket.emplace(tier.get(std::move(requests), lookup.deadline));
   }
+} catch (const std::bad_alloc&) {
+  end(lookup);
 }
 
 void TierChain::advance(Lookup& lookup) {
@@ -145,7 +152,7 @@ void TierChain::promote(const Lookup& lookup, std::size_t request) {
 void TierChain::end(Lookup& lookup) {
   if (std::exchange(lookup.ended, true)) return;
   lookup.ticket.reset();
-  for (const ReadRequest& request : lookup.requests)
+  for (const ReadRequest& request : std::span(lookup.requests).first(lookup.noted))
     if (const auto found = reading_.find(request.id); --found->second.count == 0) reading_.erase(found);
 }
 
@@ -179,8 +186,10 @@ TierChain::Ticket::~Ticket() { cancel(); }
 
 std::vector<FlushStatus> TierChain::flush(Deadline deadline) {
   std::vector<TierQueue::FlushTicket> tickets;
-  for (const auto& tier : tiers_) tickets.push_back(tier->flush(deadline));
   std::vector<FlushStatus> statuses;
+  tickets.reserve(size());
+  statuses.reserve(size());
+  for (const auto& tier : tiers_) tickets.push_back(tier->flush(deadline));
   for (const TierQueue::FlushTicket& ticket : tickets) {
     (void)ticket.wait(deadline);
     statuses.push_back(ticket.status());
@@ -198,8 +207,16 @@ std::vector<std::vector<WriteResult>> TierChain::poll() {
   for (const std::weak_ptr<Lookup>& weak : lookups_)
     if (const std::shared_ptr<Lookup> lookup = weak.lock()) advance(*lookup);
   std::erase_if(lookups_, [](const std::weak_ptr<Lookup>& l) { return l.expired() || l.lock()->ended; });
-  std::vector<std::vector<WriteResult>> results;
-  for (const auto& tier : tiers_) results.push_back(tier->drain());
+  return drain();
+}
+
+// A tier whose results find no memory keeps them.
+std::vector<std::vector<WriteResult>> TierChain::drain() {
+  std::vector<std::vector<WriteResult>> results(size());
+  try {
+    for (std::size_t i = 0; i < size(); ++i) results[i] = tiers_[i]->drain();
+  } catch (const std::bad_alloc&) {
+  }
   return results;
 }
 

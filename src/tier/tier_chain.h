@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/one_thread.h"
 #include "tier/requests.h"
 #include "tier/tier_queue.h"
 
@@ -54,6 +55,7 @@ class TierChain {
   /// The fastest first. Tickets end before the chain does.
   TierChain(std::vector<std::unique_ptr<TierQueue>> tiers, std::shared_ptr<Clock> clock);
 
+  OneThread& driver() { return driver_; }
   std::size_t size() const { return tiers_.size(); }
   Deadline now() const { return clock_->now(); }  // of the clock that deadlines are of
   /// How many tiers took it. The payload is copied once for all, or handed over.
@@ -92,7 +94,9 @@ class TierChain {
   void promote(const Lookup& lookup, std::size_t request);
   void end(Lookup& lookup);
   void note_write(const RecordId& id);
+  std::vector<std::vector<WriteResult>> drain();
 
+  OneThread driver_;
   std::vector<std::unique_ptr<TierQueue>> tiers_;
   std::vector<std::int64_t> promoted_;  // by tier
   std::shared_ptr<Clock> clock_;

@@ -6,11 +6,11 @@
 #include <cstring>
 #include <deque>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 #include "base/check.h"
 #include "base/log.h"
+#include "base/undo.h"
 #include "tier/unsure_ids.h"
 
 namespace kv4::tier {
@@ -26,9 +26,18 @@ struct TierQueue::ReadJob {
     ReadRequest request;
     std::size_t result = 0;
   };
+  ReadJob(bool only_exists_in, Deadline deadline_in, std::size_t requests)
+      : only_exists(only_exists_in), deadline(deadline_in), results(requests) {
+    waiting.reserve(requests);
+    asked.reserve(requests);
+    known.reserve(requests);
+  }
+
   bool only_exists = false;
   Deadline deadline;
-  std::vector<Waiting> waiting;  // those that the worker has to ask for
+  std::vector<std::size_t> asked;    // requests that are not known at once
+  std::vector<ExistsRequest> known;  // what the tier can tell of them from memory
+  std::vector<Waiting> waiting;      // those that the worker has to ask for
   std::size_t next = 0;          // the first of them that it has not taken
   std::vector<ReadResult> results;
   std::size_t unanswered = 0;
@@ -62,11 +71,18 @@ struct TierQueue::Core {
     std::shared_ptr<ReadJob> job;
     std::size_t index = 0;  // in job->waiting
   };
-  /// Of one worker.
+  /// Of one worker. Its batch has its memory from the start: a worker allocates nothing.
   struct Lane {
     bool calling = false;  // it is in the tier
     Deadline call_deadline{};
     bool exited = false;
+    std::vector<Write> writes;  // of the writer
+    std::vector<PutRequest> puts;
+    std::vector<RemoveRequest> removes;
+    std::vector<Place> places;  // of a reader
+    std::vector<GetRequest> gets;
+    std::vector<ExistsRequest> exists;
+    std::vector<ReadResult> results;
   };
 
   Core(std::shared_ptr<Tier> tier_in, const TierQueueOptions& options_in, std::shared_ptr<Clock> clock_in)
@@ -79,7 +95,18 @@ struct TierQueue::Core {
         read_batch(tier->read_batch() > 0 ? tier->read_batch() : options.batch_requests),
         lanes(1 + static_cast<std::size_t>(std::max(1, tier->read_threads()))),
         breaker(options.breaker),
-        unsure(options.max_unsure_ids) {}
+        unsure(options.max_unsure_ids) {
+    const auto most = static_cast<std::size_t>(options.batch_requests);
+    lanes.front().writes.reserve(most);
+    lanes.front().puts.reserve(most);
+    lanes.front().removes.reserve(most);
+    for (Lane& lane : std::span(lanes).subspan(1)) {
+      lane.places.reserve(most);
+      lane.gets.reserve(most);
+      lane.exists.reserve(most);
+      lane.results.reserve(most);
+    }
+  }
 
   const char* const name;
   std::shared_ptr<Tier> tier;  // the workers'; null when both have ended
@@ -112,7 +139,9 @@ struct TierQueue::Core {
   // With the lock.
   bool accepts(Deadline now);
   bool answer_at_once(const ReadRequest& request, bool only_exists, ReadResult& result);
-  bool accept(Write write);
+  bool accept(Write write) noexcept;
+  /// finish() of as many writes allocates nothing then.
+  void reserve_results(std::int64_t more);
   void refuse(const Write& write);
   bool has_room(std::int64_t write_bytes) const {
     return open_writes + static_cast<std::int64_t>(results.size()) < options.max_writes &&
@@ -129,7 +158,8 @@ struct TierQueue::Core {
     return job.unanswered == 0 || job.ended || exited(readers()) || clock->now() >= job.deadline;
   }
   /// Answers what is known at once; what has to be asked for is `waiting` then.
-  void take_in(ReadJob& job, std::vector<ReadRequest> requests);
+  void take_in(const std::shared_ptr<ReadJob>& in, std::vector<ReadRequest> requests);
+  /// The job that was taken in last.
   void submit(const std::shared_ptr<ReadJob>& job);
   void end(const std::shared_ptr<ReadJob>& job);
   void count(const ReadResult& result, bool only_exists);
@@ -142,10 +172,11 @@ struct TierQueue::Core {
   void do_writes(std::unique_lock<std::mutex>& lock, Lane& lane);
   void do_flush(std::unique_lock<std::mutex>& lock, Lane& lane);
   void refresh_stats(std::unique_lock<std::mutex>& lock);
-  std::vector<Place> take_reads(Deadline& deadline);
-  std::vector<Write> take_writes();
+  void take_reads(Lane& lane, Deadline& deadline);
+  void take_writes(Lane& lane);
   void finish(const Write& write, PutStatus status);
-  /// Unlocks, calls, and tells the breaker; `call()` gives whether the tier answered. False: it was not called.
+  /// Unlocks, calls, and tells the breaker; `call()` gives whether the tier answered. A call that throws, for want of
+  /// memory or against its promise, has failed. False: it was not called.
   template <class Call>
   bool call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call);
   void report_breaker(CircuitBreaker::State state, bool slow);
@@ -159,7 +190,7 @@ bool TierQueue::Core::accepts(Deadline now) {
     if (!lane.calling || now - options.breaker.slow_after <= lane.call_deadline) continue;
     const bool was_open = breaker.state() == CircuitBreaker::State::open;
     breaker.open(now);
-    if (!was_open && log_wanted()) report_breaker(CircuitBreaker::State::open, true);
+    if (!was_open) report_breaker(CircuitBreaker::State::open, true);
     return false;
   }
   return !stopping && breaker.allows(now);
@@ -190,20 +221,35 @@ bool TierQueue::Core::answer_at_once(const ReadRequest& request, bool only_exist
   return true;
 }
 
-bool TierQueue::Core::accept(Write write) {
+/// What finds no memory is refused.
+bool TierQueue::Core::accept(Write write) noexcept {
   const auto bytes = static_cast<std::int64_t>(write.payload.size);
   if (!has_room(bytes) || !accepts(clock->now())) {
     refuse(write);
     return false;
   }
+  write.number = next_number;
+  try {
+    reserve_results(open_writes + 1);
+    writes.push_back(write);
+    Undo take_back([&] { writes.pop_back(); });
+    pending.insert_or_assign(write.id, Pending{write.number, write.remove, write.payload, false});
+    take_back.keep();
+  } catch (const std::bad_alloc&) {
+    refuse(write);
+    return false;
+  }
+  ++next_number;
   ++open_writes;
   open_write_bytes += bytes;
-  write.number = next_number++;
-  pending[write.id] = {write.number, write.remove, write.payload, false};
   ++(write.remove ? counts.removes : counts.puts);
-  writes.push_back(std::move(write));
   writes_there.notify_one();
   return true;
+}
+
+void TierQueue::Core::reserve_results(std::int64_t more) {
+  const std::size_t most = results.size() + static_cast<std::size_t>(more);
+  if (results.capacity() < most) results.reserve(2 * most);
 }
 
 void TierQueue::Core::refuse(const Write& write) {
@@ -226,10 +272,12 @@ void TierQueue::Core::count(const ReadResult& result, bool only_exists) {
   }
 }
 
-void TierQueue::Core::take_in(ReadJob& job, std::vector<ReadRequest> requests) {
+void TierQueue::Core::take_in(const std::shared_ptr<ReadJob>& in, std::vector<ReadRequest> requests) {
   const bool now = accepts(clock->now());
-  std::vector<ExistsRequest> known;
-  std::vector<std::size_t> asked;
+  reads.push_back(in);  // first: nothing after it needs memory
+  ReadJob& job = *in;
+  std::vector<ExistsRequest>& known = job.known;
+  std::vector<std::size_t>& asked = job.asked;
   for (std::size_t i = 0; i < requests.size(); ++i) {
     if (answer_at_once(requests[i], job.only_exists, job.results[i]) || !now) {
       count(job.results[i], job.only_exists);
@@ -238,7 +286,11 @@ void TierQueue::Core::take_in(ReadJob& job, std::vector<ReadRequest> requests) {
     asked.push_back(i);
     known.push_back({requests[i].id});
   }
-  const bool all_known = !asked.empty() && tier->look_up(known);
+  bool all_known = false;
+  try {
+    all_known = !asked.empty() && tier->look_up(known);
+  } catch (...) {  // the workers ask
+  }
   for (std::size_t i = 0; i < asked.size(); ++i) {
     ReadResult& result = job.results[asked[i]];
     const bool there = known[i].bytes >= 0;
@@ -255,10 +307,12 @@ void TierQueue::Core::take_in(ReadJob& job, std::vector<ReadRequest> requests) {
 
 void TierQueue::Core::submit(const std::shared_ptr<ReadJob>& job) {
   job->unanswered = job->waiting.size();
-  if (job->waiting.empty()) return;
+  if (job->waiting.empty()) {
+    reads.pop_back();
+    return;
+  }
   open_reads += static_cast<std::int64_t>(job->waiting.size());
   waiting_reads += static_cast<std::int64_t>(job->waiting.size());
-  reads.push_back(job);
   std::ssize(job->waiting) > kLeastPerReader ? reads_there.notify_all() : reads_there.notify_one();
 }
 
@@ -326,7 +380,11 @@ bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, 
   lane.calling = true;
   lane.call_deadline = deadline;
   lock.unlock();
-  const bool good = call();
+  bool good = false;
+  try {
+    good = call();
+  } catch (...) {
+  }
   lock.lock();
   lane.calling = false;
   const Deadline end = clock->now();
@@ -340,7 +398,7 @@ bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, 
     breaker.withdrawn();  // so short a deadline says nothing
   const CircuitBreaker::State after = breaker.state();
   const bool probe_failed = before == CircuitBreaker::State::probing && after == CircuitBreaker::State::open;
-  if (after != before && !probe_failed && log_wanted()) {
+  if (after != before && !probe_failed) {
     lock.unlock();
     report_breaker(after, slow);
     lock.lock();
@@ -349,16 +407,19 @@ bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, 
 }
 
 void TierQueue::Core::report_breaker(CircuitBreaker::State state, bool slow) {
-  if (state == CircuitBreaker::State::closed)
-    log(LogLevel::info, "tier.closed", fmt::format("the tier '{}' answers again", name), {{"tier", name}});
-  else
-    log(LogLevel::warning, "tier.opened",
-        fmt::format("the tier '{}' {}; it is left alone for a while", name, slow ? "is too slow" : "fails"),
-        {{"tier", name}, {"reason", slow ? "slow" : "failed"}});
+  speak([&] {
+    if (state == CircuitBreaker::State::closed)
+      log(LogLevel::info, "tier.closed", fmt::format("the tier '{}' answers again", name), {{"tier", name}});
+    else
+      log(LogLevel::warning, "tier.opened",
+          fmt::format("the tier '{}' {}; it is left alone for a while", name, slow ? "is too slow" : "fails"),
+          {{"tier", name}, {"reason", slow ? "slow" : "failed"}});
+  });
 }
 
-std::vector<TierQueue::Core::Place> TierQueue::Core::take_reads(Deadline& deadline) {
-  std::vector<Place> batch;
+void TierQueue::Core::take_reads(Lane& lane, Deadline& deadline) {
+  std::vector<Place>& batch = lane.places;
+  batch.clear();
   std::int64_t bytes = 0;
   const Deadline now = clock->now();
   const bool only_exists = reads.front()->only_exists;
@@ -379,17 +440,19 @@ std::vector<TierQueue::Core::Place> TierQueue::Core::take_reads(Deadline& deadli
     --waiting_reads;
     if (job->next == job->waiting.size()) reads.pop_front();
   }
-  return batch;
 }
 
 void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
   Deadline deadline;
-  const std::vector<Place> batch = take_reads(deadline);
+  take_reads(lane, deadline);
+  const std::vector<Place>& batch = lane.places;
   if (batch.empty()) return;
-  std::vector<ReadResult> results_of(batch.size());
+  std::vector<ReadResult>& results_of = lane.results;
+  results_of.assign(batch.size(), {});
   const bool only_exists = batch.front().job->only_exists;
   if (only_exists) {
-    std::vector<ExistsRequest> requests;
+    std::vector<ExistsRequest>& requests = lane.exists;
+    requests.clear();
     for (const Place& place : batch) requests.push_back({place.job->waiting[place.index].request.id});
     call_tier(lock, lane, deadline, [&] {
       tier->exists(requests, deadline);
@@ -401,13 +464,19 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
       results_of[i].bytes = std::max<std::int64_t>(request.bytes, 0);
     }
   } else {
-    std::vector<GetRequest> requests;
+    std::vector<GetRequest>& requests = lane.gets;
+    requests.clear();
     for (const Place& place : batch) {
       const ReadRequest& request = place.job->waiting[place.index].request;
       requests.push_back({.id = request.id, .to = request.to.span(), .view_allowed = request.view_allowed});
     }
     call_tier(lock, lane, deadline, [&] {
+      Undo none_but_found([&] {
+        for (GetRequest& request : requests)
+          if (request.status != GetStatus::found) request.status = GetStatus::failed;
+      });
       tier->get(requests, deadline);
+      none_but_found.keep();
       return std::any_of(requests.begin(), requests.end(),
                          [](const GetRequest& r) { return r.status != GetStatus::failed; });
     });
@@ -428,29 +497,36 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
     job.results[job.waiting[batch[i].index].result] = std::move(results_of[i]);
     --job.unanswered;
   }
+  lane.places.clear();  // and what their jobs hold
+  lane.gets.clear();
+  results_of.clear();
 }
 
 /// Puts or removes of different ids: within a batch a tier keeps no order.
-std::vector<TierQueue::Core::Write> TierQueue::Core::take_writes() {
-  std::vector<Write> batch;
-  std::unordered_set<RecordId, RecordIdHash> ids;
+void TierQueue::Core::take_writes(Lane& lane) {
+  std::vector<Write>& batch = lane.writes;
+  batch.clear();
+  const auto has = [&](const RecordId& id) {
+    return std::any_of(batch.begin(), batch.end(), [&](const Write& write) { return write.id == id; });
+  };
   std::int64_t bytes = 0;
   while (!writes.empty() && static_cast<std::int64_t>(batch.size()) < options.batch_requests &&
          bytes < options.batch_bytes) {
     Write& write = writes.front();
-    if (write.flush || (!batch.empty() && batch.front().remove != write.remove) || !ids.insert(write.id).second) break;
+    if (write.flush || (!batch.empty() && batch.front().remove != write.remove) || has(write.id)) break;
     bytes += static_cast<std::int64_t>(write.payload.size);
     batch.push_back(std::move(write));
     writes.pop_front();
   }
-  return batch;
 }
 
 void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock, Lane& lane) {
-  const std::vector<Write> batch = take_writes();
+  take_writes(lane);
+  const std::vector<Write>& batch = lane.writes;
   const Deadline deadline = clock->now() + options.write_limit;
   if (batch.front().remove) {
-    std::vector<RemoveRequest> requests;
+    std::vector<RemoveRequest>& requests = lane.removes;
+    requests.clear();
     for (const Write& write : batch) requests.push_back({write.id});
     call_tier(lock, lane, deadline, [&] {
       tier->remove(requests, deadline);
@@ -459,7 +535,8 @@ void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock, Lane& lane) 
     for (std::size_t i = 0; i < batch.size(); ++i)
       finish(batch[i], requests[i].answered ? PutStatus::stored : PutStatus::failed);
   } else {
-    std::vector<PutRequest> requests;
+    std::vector<PutRequest>& requests = lane.puts;
+    requests.clear();
     for (const Write& write : batch) requests.push_back({write.id, write.payload.span()});
     call_tier(lock, lane, deadline, [&] {
       tier->put(requests, deadline);
@@ -468,6 +545,7 @@ void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock, Lane& lane) 
     });
     for (std::size_t i = 0; i < batch.size(); ++i) finish(batch[i], requests[i].status);
   }
+  lane.writes.clear();  // and their payloads
 }
 
 void TierQueue::Core::finish(const Write& write, PutStatus status) {
@@ -513,19 +591,34 @@ void TierQueue::Core::do_flush(std::unique_lock<std::mutex>& lock, Lane& lane) {
 void TierQueue::Core::refresh_stats(std::unique_lock<std::mutex>& lock) {
   stats_wanted = false;
   lock.unlock();
-  const TierStats fresh = tier->stats();
+  TierStats fresh;
+  bool known = true;
+  try {
+    fresh = tier->stats();
+  } catch (...) {
+    known = false;
+  }
   lock.lock();
-  tier_stats = fresh;
+  if (known) tier_stats = fresh;
 }
 
 // --- the queue
 
 TierQueue::TierQueue(std::shared_ptr<Tier> tier, const TierQueueOptions& options, std::shared_ptr<Clock> clock)
     : core_(std::make_shared<Core>(std::move(tier), options, std::move(clock))) {
+  threads_.reserve(core_->lanes.size());
+  Undo end_those([&] {
+    {
+      const std::lock_guard lock(core_->mutex);
+      for (std::size_t i = threads_.size(); i < core_->lanes.size(); ++i) core_->lanes[i].exited = true;
+    }
+    end_threads(core_->clock->now() + core_->options.close_limit);
+  });
   for (Core::Lane& lane : core_->lanes) {
     const bool writes = &lane == &core_->lanes.front();
     threads_.emplace_back([core = core_, &lane, writes] { writes ? core->write(lane) : core->read(lane); });
   }
+  end_those.keep();
 }
 
 TierQueue::~TierQueue() { (void)close(core_->clock->now() + core_->options.close_limit); }
@@ -565,11 +658,9 @@ bool TierQueue::remove(const RecordId& id) {
 }
 
 TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline deadline) {
-  auto job = std::make_shared<ReadJob>();
-  job->deadline = deadline;
-  job->results.resize(requests.size());
+  auto job = std::make_shared<ReadJob>(false, deadline, requests.size());
   const std::lock_guard lock(core_->mutex);
-  core_->take_in(*job, std::move(requests));
+  core_->take_in(job, std::move(requests));
   core_->counts.gets += static_cast<std::int64_t>(job->results.size());
   // Buffers only for what may be there.
   std::erase_if(job->waiting, [&](ReadJob::Waiting& waiting) {
@@ -583,14 +674,11 @@ TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline
 }
 
 TierQueue::ReadTicket TierQueue::exists(std::span<const RecordId> ids, Deadline deadline) {
-  auto job = std::make_shared<ReadJob>();
-  job->only_exists = true;
-  job->deadline = deadline;
-  job->results.resize(ids.size());
+  auto job = std::make_shared<ReadJob>(true, deadline, ids.size());
   std::vector<ReadRequest> requests;
   for (const RecordId& id : ids) requests.push_back({id, 0, {}});
   const std::lock_guard lock(core_->mutex);
-  core_->take_in(*job, std::move(requests));
+  core_->take_in(job, std::move(requests));
   core_->submit(job);
   return {core_, std::move(job)};
 }
@@ -600,8 +688,8 @@ TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
   job->deadline = deadline;
   const std::lock_guard lock(core_->mutex);
   if (core_->open_flushes < kMaxFlushes && core_->accepts(core_->clock->now())) {
-    ++core_->open_flushes;
     core_->writes.push_back({{}, 0, false, Content::changing, {}, job});
+    ++core_->open_flushes;
     core_->writes_there.notify_one();
   } else {
     job->done = true;
@@ -611,7 +699,9 @@ TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
 
 std::vector<WriteResult> TierQueue::drain() {
   const std::lock_guard lock(core_->mutex);
-  return std::exchange(core_->results, {});
+  std::vector<WriteResult> next;
+  next.reserve(static_cast<std::size_t>(core_->open_writes));  // as reserve_results()
+  return std::exchange(core_->results, std::move(next));
 }
 
 QueueStats TierQueue::stats() {
@@ -630,22 +720,33 @@ QueueStats TierQueue::stats() {
   return stats;
 }
 
-FlushStatus TierQueue::close(Deadline deadline) {
+FlushStatus TierQueue::close(Deadline deadline) noexcept {
   if (threads_.empty()) return FlushStatus::failed;
-  const FlushTicket last = flush(deadline);
-  (void)last.wait(deadline);
+  FlushStatus status = FlushStatus::failed;
+  try {
+    const FlushTicket last = flush(deadline);
+    (void)last.wait(deadline);
+    status = last.status();
+  } catch (const std::bad_alloc&) {  // what waits is given up
+  }
+  end_threads(deadline);
+  return status;
+}
+
+void TierQueue::end_threads(Deadline deadline) noexcept {
   std::unique_lock lock(core_->mutex);
   core_->stopping = true;
   core_->reads_there.notify_all();
   core_->writes_there.notify_one();
   while (!Core::exited(core_->lanes) && core_->clock->now() < deadline)
     core_->clock->wait_until(core_->answered, lock, deadline);
-  std::vector<bool> stuck;
-  for (const Core::Lane& lane : core_->lanes) stuck.push_back(!lane.exited);
-  lock.unlock();
-  for (std::size_t i = 0; i < threads_.size(); ++i) stuck[i] ? threads_[i].detach() : threads_[i].join();
+  for (std::size_t i = 0; i < threads_.size(); ++i) {
+    const bool stuck = !core_->lanes[i].exited;
+    lock.unlock();
+    stuck ? threads_[i].detach() : threads_[i].join();
+    lock.lock();
+  }
   threads_.clear();
-  return last.status();
 }
 
 // --- tickets

@@ -9,7 +9,8 @@
 //      where one was refused or failed, the id is a miss until another succeeds.
 //   3. Buffers of gets belong to their ticket and to the worker: an answer that comes late is written to memory that is
 //      still there, and goes nowhere.
-//   4. Memory is bounded: by the limits in the options, and by what callers keep of the results.
+//   4. Memory is bounded: by the limits in the options, and by what callers keep of the results. Where the machine
+//      refuses some, a put is refused, a get is a miss or throws std::bad_alloc, and workers go on.
 //
 // Reads do not wait for writes, since (2) holds without an order between them. What a tier can tell from memory
 // (Tier::look_up) is answered before the call returns: all that exists() asks, and gets of what is not there. Any
@@ -142,9 +143,11 @@ class TierQueue {
   QueueStats stats();
   /// Finishes what is queued, flushes, and ends the worker and with it the tier, unless others share that; whatever is
   /// not done by then is given up. Later calls refuse and miss.
-  FlushStatus close(Deadline deadline);
+  FlushStatus close(Deadline deadline) noexcept;
 
  private:
+  void end_threads(Deadline deadline) noexcept;
+
   std::shared_ptr<Core> core_;
   std::vector<std::thread> threads_;  // in the order of their lanes; none: closed
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "base/check.h"
@@ -81,7 +82,7 @@ const char* tier::to_string(FailureReason reason) {
   return "none";
 }
 
-Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(options.backend) {
+Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try : backend_(options.backend) {
   const auto clock = std::make_shared<tier::SteadyClock>();
   std::vector<std::shared_ptr<tier::Tier>> all;
   if (options.host_bytes > 0) {
@@ -122,15 +123,31 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) : backend_(
   for (std::shared_ptr<tier::Tier>& each : all)
     queues.push_back(std::make_unique<tier::TierQueue>(std::move(each), queue, clock));
   chain_ = std::make_unique<tier::TierChain>(std::move(queues), clock);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+} catch (const std::system_error& e) {  // of a thread
+  fail(ErrorCode::out_of_memory, "the system refused a thread of a tier: {}", e.what());
 }
 
 Tiers::~Tiers() = default;
 Tiers::Tiers(Tiers&&) noexcept = default;
 
-std::vector<tier::FlushStatus> Tiers::flush(tier::Deadline deadline) { return chain_->flush(deadline); }
-std::vector<tier::FlushStatus> Tiers::close(tier::Deadline deadline) { return chain_->close(deadline); }
+std::vector<tier::FlushStatus> Tiers::flush(tier::Deadline deadline) try {
+  const OneThread::Call call(chain_->driver());
+  return chain_->flush(deadline);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
 
-std::vector<TierReport> Tiers::report() {
+std::vector<tier::FlushStatus> Tiers::close(tier::Deadline deadline) try {
+  const OneThread::Call call(chain_->driver());
+  return chain_->close(deadline);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
+
+std::vector<TierReport> Tiers::report() try {
+  const OneThread::Call call(chain_->driver());
   std::vector<TierReport> reports;
   for (const tier::ChainStats& each : chain_->stats()) {
     const tier::QueueStats& q = each.queue;
@@ -159,6 +176,8 @@ std::vector<TierReport> Tiers::report() {
     reports.push_back(std::move(report));
   }
   return reports;
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 }  // namespace kv4

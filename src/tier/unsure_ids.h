@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 #include <unordered_set>
 #include <vector>
 
@@ -16,11 +17,16 @@ class UnsureIds {
  public:
   explicit UnsureIds(std::size_t limit) : limit_(limit), filter_(kFilterBits) {}
 
-  void add(const RecordId& id) {
-    if (ids_.size() < limit_)
-      ids_.insert(id);
-    else if (!ids_.contains(id))
-      filter_[bit_of(id)] = filter_used_ = true;
+  void add(const RecordId& id) noexcept {
+    if (ids_.contains(id)) return;
+    try {
+      if (ids_.size() < limit_) {
+        ids_.insert(id);
+        return;
+      }
+    } catch (const std::bad_alloc&) {  // the filter has its memory
+    }
+    filter_[bit_of(id)] = filter_used_ = true;
   }
   /// The tier holds what it was told last.
   void settle(const RecordId& id) { ids_.erase(id); }

@@ -128,8 +128,7 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
 void CpuBackend::attend(const ops::AttendParams& p) {
   const int width = p.layer.window.ring.shape.width, group = std::min<int>(p.num_heads, kGroupHeads);
   const int groups = (p.num_heads + group - 1) / group;
-  fit_buffers(width);
-  for (AttendBuffers& b : attend_buffers_) b.fit(group, width);
+  fit_buffers(width, 0, group);
   pool_.run(std::int64_t{p.step.num_tokens} * groups, 1, [&](std::int64_t begin, std::int64_t end, int worker) {
     for (std::int64_t i = begin; i < end; ++i) {
       const int first = static_cast<int>(i % groups) * group;

@@ -23,7 +23,11 @@ namespace cpu {
 std::shared_ptr<Backend> make_cpu_backend_on(int threads, const RowKernels& kernels) {
   require(threads >= 1 && threads <= 1024, ErrorCode::bad_argument, "threads is {}; it must be from 1 to 1024",
           threads);
-  return std::make_shared<CpuBackend>(threads, kernels);
+  try {
+    return std::make_shared<CpuBackend>(threads, kernels);
+  } catch (const std::bad_alloc&) {
+    fail_for_memory();
+  }
 }
 
 std::byte* CpuBackend::allocate(std::int64_t bytes) {
@@ -42,9 +46,11 @@ void CpuBackend::deallocate(std::byte* memory, std::int64_t bytes) {
   if (memory != nullptr) munmap(memory, static_cast<std::size_t>(bytes));
 }
 
-void CpuBackend::fit_buffers(int width, int num_sources) {
+void CpuBackend::fit_buffers(int width, int num_sources, int attend_heads) {
   try {
     for (RowBuffers& b : buffers_) b.fit(width, num_sources);
+    if (attend_heads > 0)
+      for (AttendBuffers& b : attend_buffers_) b.fit(attend_heads, width);
   } catch (const std::bad_alloc&) {
     fail(ErrorCode::out_of_memory, "the system refused the memory for rows of {} channels", width);
   }

@@ -70,7 +70,7 @@ class CpuBackend final : public Backend {
   void score_tokens(const ops::IndexParams& params, std::int64_t first, std::int64_t count, std::int64_t min_keys,
                     const std::function<float*(std::int64_t)>& scores_of);
   void attend_heads(const ops::AttendParams& params, std::int64_t token, int first_head, int heads, int worker);
-  void fit_buffers(int width, int num_sources = 0);
+  void fit_buffers(int width, int num_sources = 0, int attend_heads = 0);
   RowBuffers& buffers(int worker) { return buffers_[static_cast<std::size_t>(worker)]; }
 
   const RowKernels& kernels_;

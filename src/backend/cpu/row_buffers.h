@@ -22,8 +22,9 @@ struct RowBuffers {
     std::size_t n = 1;
     while (n < static_cast<std::size_t>(width)) n *= 2;
     if (row.size() >= n) return;
-    for (AlignedVector<float>* buffer : {&acc, &tmp, &cos, &sin, &row}) buffer->resize(buffer == &acc ? 3 * n : n);
+    acc.resize(3 * n);
     keys.resize(kScoreKeys * n);
+    for (AlignedVector<float>* buffer : {&tmp, &cos, &sin, &row}) buffer->resize(n);  // `row` last: then all fit
   }
 };
 

@@ -2,27 +2,28 @@
 // result depends on that.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
-#include <thread>
-#include <vector>
+#include <memory>
 
 namespace kv4 {
 
 class ThreadPool {
  public:
+  /// Throws Error(out_of_memory) where the system refuses a thread.
   explicit ThreadPool(int threads);
   ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return threads_; }
 
   /// Calls f(begin, end, worker) on disjoint parts of [0, count), worker in [0, threads()), 0 being the caller; returns
-  /// when all are done. f must not throw. Ranges below `grain` stay on one thread.
+  /// when all are done. f must not throw. Ranges below `grain` stay on one thread. In the child of a fork(), which has
+  /// none of the parent's threads, the first call makes new ones.
   template <class F>
   void run(std::int64_t count, std::int64_t grain, F&& f) {
     if (count <= 0) return;
-    if (workers_.empty() || count <= grain) return f(std::int64_t{0}, count, 0);
+    if (threads_ == 1 || count <= grain) return f(std::int64_t{0}, count, 0);
     dispatch(
         count,
         [](void* context, std::int64_t begin, std::int64_t end, int worker) {
@@ -33,19 +34,14 @@ class ThreadPool {
 
  private:
   using Call = void (*)(void* context, std::int64_t begin, std::int64_t end, int worker);
+  struct Crew;
+  std::unique_ptr<Crew> make_crew() const;
   void dispatch(std::int64_t count, Call call, void* context);
-  void work(int index);
-  void run_part(int index) const;
+  void leave_forked();
 
-  std::mutex mutex_;
-  std::condition_variable start_, done_;
-  std::vector<std::thread> workers_;
-  std::int64_t generation_ = 0;
-  int running_ = 0;
-  bool stop_ = false;
-  Call call_ = nullptr;
-  void* context_ = nullptr;
-  std::int64_t count_ = 0;
+  const int threads_;
+  std::uint32_t forks_;  // of the process, when the crew was made
+  std::unique_ptr<Crew> crew_;
 };
 
 }  // namespace kv4

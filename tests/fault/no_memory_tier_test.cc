@@ -1,0 +1,194 @@
+// Tiers whose memory is refused, in any thread: fewer hits and failed puts, never other bytes, and everything works
+// again afterwards.
+#include <stdlib.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include "cache/small_cache.h"
+#include "kv4/tiered_prefix.h"
+#include "support/refused_memory.h"
+#if KV4_TEST_REMOTE
+#include "support/redis_servers.h"
+#endif
+
+namespace kv4::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+tier::Deadline in(std::chrono::milliseconds time) { return std::chrono::steady_clock::now() + time; }
+
+CacheOptions cache_options() {
+  CacheOptions o = small::options();
+  o.prefix.enabled = true;
+  o.prefix.weights_id = "weights";
+  o.prefix.num_snapshots = 4;
+  return o;
+}
+
+struct Folder {
+  std::string path;
+  Folder() {
+    std::string name = (std::filesystem::temp_directory_path() / "kv4_no_memory_XXXXXX").string();
+    if (mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder");
+    path = name;
+  }
+  ~Folder() { std::filesystem::remove_all(path); }
+};
+
+constexpr std::int32_t kTokens = 70, kBlocks = 4;
+
+/// A cache over tiers, and one prompt.
+struct Stack {
+  small::SmallCache small{cache_options(), small::config(), true, make_cpu_backend()};
+  Tiers& tiers;
+  TieredPrefix tiered;
+  std::vector<std::int32_t> ids = small::token_ids(1, 0, kTokens);
+
+  explicit Stack(Tiers& tiers_in)
+      : tiers(tiers_in), tiered(small.cache, tiers, {.load_bytes = 1 << 20, .save_bytes = 1 << 20}) {}
+  Prompt prompt() const { return {ids, 0, {}, {}}; }
+
+  /// The prompt's request, with what is there of it.
+  RequestId compute() {
+    const Admission admitted = small.cache.admit(prompt()).value();
+    while (const auto left = static_cast<std::int32_t>(kTokens - small.cache.length(admitted.request)))
+      small.run({{admitted.request, 1, std::min(48, left)}});
+    return admitted.request;
+  }
+};
+
+bool all_kept(const std::vector<tier::FlushStatus>& statuses) {
+  return std::none_of(statuses.begin(), statuses.end(),
+                      [](tier::FlushStatus status) { return status == tier::FlushStatus::failed; });
+}
+
+/// What no tier has touched.
+small::SmallCache& alone() {
+  static small::SmallCache cache{cache_options(), small::config(), true, make_cpu_backend()};
+  return cache;
+}
+RequestId request_alone() {
+  static const RequestId request = alone().request(1, kTokens);
+  return request;
+}
+
+/// Fewer than next_allocation(): each takes a stack of its own.
+std::int64_t next_try(std::int64_t n) {
+  static const bool all = std::getenv("KV4_TEST_LONG") != nullptr;
+  return all || n < 24 ? n + 1 : n + 1 + n / 4;
+}
+
+constexpr std::int64_t kMostTries = 4000;
+
+class NoMemoryTiers : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+#if KV4_TEST_REMOTE
+    if (std::string(GetParam()) == "remote" && !why_no_redis().empty()) GTEST_SKIP() << why_no_redis();
+#else
+    if (std::string(GetParam()) == "remote") GTEST_SKIP() << "built without hiredis";
+#endif
+  }
+  TiersOptions options(const std::string& directory) const {
+    const std::string kind = GetParam();
+    TiersOptions o{.close_limit = 5s};
+    if (kind.find("host") != std::string::npos) o.host_bytes = 4 << 20;
+    if (kind.find("disk") != std::string::npos) {
+      o.directory = directory;
+      o.segment_bytes = 1 << 20;
+      o.disk_bytes = 8 << 20;
+    }
+#if KV4_TEST_REMOTE
+    if (kind == "remote") {
+      shared_redis();  // empty again
+      for (const tier::RedisAddress& server : shared_redis().options().servers)
+        o.servers.push_back(server.host + ":" + std::to_string(server.port));
+    }
+#endif
+    return o;
+  }
+  static CacheSchema schema() { return build_schema(small::config(), cache_options()); }
+};
+
+TEST_P(NoMemoryTiers, Construction) {
+  const CacheSchema made_for = schema();
+  const Folder folder;
+  const TiersOptions o = options(folder.path);
+  refuse_each(
+      GetParam(), [&] { Tiers(made_for, o); }, [] {}, Threads::own);
+}
+
+TEST_P(NoMemoryTiers, Saves) {
+  for (const Refused refused : {Refused::one, Refused::all_later})
+    for (std::int64_t n = 1; n < kMostTries; n = next_try(n)) {
+      SCOPED_TRACE(testing::Message() << "allocation " << n << (refused == Refused::one ? "" : " and all later ones"));
+      const Folder folder;
+      std::optional<Tiers> tiers(std::in_place, schema(), options(folder.path));
+      bool happened = false;
+      {
+        Stack first(*tiers);
+        first.compute();
+        happened = call_without(n, refused, Threads::all, [&] {
+                     (void)first.tiered.save(64);
+                     (void)first.tiers.flush(in(200ms));
+                   }).happened;
+        // A flush tells of puts that failed before it; they are offered again.
+        const tier::Deadline end = in(20s);
+        do ASSERT_TRUE(first.tiered.save_all(end));
+        while (!all_kept(first.tiers.flush(end)));
+        const TieredStatistics& told = first.tiered.statistics();
+        EXPECT_EQ(told.offered_blocks, kBlocks);
+        EXPECT_EQ(told.dropped, 0);
+      }
+      Stack second(*tiers);
+      EXPECT_EQ(second.tiered.load(second.prompt(), in(20s)), kBlocks);
+      small::expect_same_bytes(second.small.cache, second.compute(), alone().cache, request_alone());
+      call_without(1, Refused::all_later, Threads::all, [&] { tiers.reset(); });
+      if (HasFailure() || !happened) break;
+    }
+}
+
+TEST_P(NoMemoryTiers, Loads) {
+  const Folder folder;
+  Tiers tiers(schema(), options(folder.path));
+  {
+    Stack first(tiers);
+    first.compute();
+    ASSERT_TRUE(first.tiered.save_all(in(20s)));
+    ASSERT_TRUE(all_kept(tiers.flush(in(20s))));
+  }
+  for (const Refused refused : {Refused::one, Refused::all_later})
+    for (std::int64_t n = 1; n < kMostTries; n = next_try(n)) {
+      SCOPED_TRACE(testing::Message() << "allocation " << n << (refused == Refused::one ? "" : " and all later ones"));
+      Stack stack(tiers);
+      const Refusal refusal = call_without(n, refused, Threads::all, [&] {
+        (void)stack.tiered.load(stack.prompt(), in(2s));
+        (void)tiers.report();
+      });
+      // A tier that failed for memory is left alone for a while, and then asked again.
+      std::int64_t kept = 0;
+      for (const tier::Deadline end = in(20s); kept < kBlocks && std::chrono::steady_clock::now() < end;) {
+        (void)stack.tiered.load(stack.prompt(), in(20s));
+        kept = 0;
+        for (const BlockKey& key : stack.small.cache.block_keys(stack.prompt()))
+          kept += stack.small.cache.find_block(key).has_value();
+      }
+      EXPECT_EQ(kept, kBlocks);
+      small::expect_same_bytes(stack.small.cache, stack.compute(), alone().cache, request_alone());
+      if (HasFailure() || !refusal.happened) break;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, NoMemoryTiers, testing::Values("host", "disk", "host+disk", "remote"),
+                         [](const auto& kind) {
+                           std::string name = kind.param;
+                           std::erase(name, '+');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace kv4::test
