@@ -13,9 +13,17 @@ volatile std::sig_atomic_t interrupt_seen = 0;
 
 void catch_interrupts() {
   struct sigaction action {};
-  action.sa_handler = [](int) { interrupt_seen = 1; };
+  action.sa_handler = [](int signal) { interrupt_seen = signal; };
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  struct sigaction before {};
+  if (sigaction(SIGHUP, nullptr, &before) == 0 && before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
+}
+
+void end_by_interrupt() {
+  const int signal = interrupt_seen;
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
 }
 
 bool interrupted() { return interrupt_seen != 0; }
