@@ -17,6 +17,14 @@ void catch_interrupts() {
   action.sa_flags = static_cast<int>(SA_RESETHAND) | SA_RESTART;
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  struct sigaction before {};
+  if (sigaction(SIGHUP, nullptr, &before) == 0 && before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
+}
+
+void end_by_interrupt() {
+  const int signal = interrupt_seen;
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
 }
 
 bool interrupted() { return interrupt_seen != 0; }

@@ -3,11 +3,14 @@
 
 namespace kv4::cli {
 
-/// From now on the first SIGINT or SIGTERM does not end the process, but makes interrupted() true. The second ends it.
+/// From now on the first SIGINT or SIGTERM does not end the process, but makes interrupted() true; SIGHUP likewise,
+/// unless it is ignored (nohup). The second ends it.
 void catch_interrupts();
 bool interrupted();
 /// As shells count: 130 after SIGINT, 143 after SIGTERM.
 int interrupted_exit_code();
+/// After catch_interrupts(): ends the process by the signal that came, as if it had not been caught.
+void end_by_interrupt();
 /// So long, or until interrupted.
 void sleep_ms(int milliseconds);
 

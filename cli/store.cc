@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -28,6 +29,13 @@ struct StoreFlags {
 std::string hex(const tier::Key& key) {
   std::string out;
   for (const std::byte b : key) out += fmt::format("{:02x}", std::to_integer<unsigned>(b));
+  return out;
+}
+
+/// A name of somebody else's choice, for a terminal and for JSON.
+std::string printable(const std::string& name) {
+  std::string out;
+  for (const char c : name) out += c >= ' ' && c <= '~' ? c : '?';
   return out;
 }
 
@@ -62,10 +70,15 @@ json describe(const StoreSurvey& survey) {
               {"superseded_records", survey.superseded_records},
               {"unfinished_segments", survey.unfinished_segments},
               {"damaged_segments", survey.damaged_segments()},
+              {"unreadable_segments", survey.unreadable_segments()},
+              {"set_aside_files", survey.set_aside_files},
+              {"set_aside", json::array()},
               {"damaged_records", survey.damaged_records()},
               {"unreadable_ranges", survey.gaps()},
               {"segments", json::array()}};
   for (const SegmentSurvey& segment : survey.segments) out["segments"].push_back(describe(segment));
+  for (const tier::SetAsideFile& file : survey.set_aside)
+    out["set_aside"].push_back({{"name", printable(file.name)}, {"reason", file.reason}});
   return out;
 }
 
@@ -85,8 +98,15 @@ void print(const StoreSurvey& survey, const std::string& directory) {
 }
 
 void print_losses(const StoreSurvey& survey) {
+  for (const tier::SetAsideFile& file : survey.set_aside)
+    fmt::print("set aside: {}: {}\n", printable(file.name), file.reason);
+  if (const std::int64_t more = survey.set_aside_files - std::ssize(survey.set_aside); more > 0)
+    fmt::print("set aside: {} more files\n", group_digits(more));
   for (const SegmentSurvey& s : survey.segments) {
-    if (!s.problem.empty()) fmt::print("lost: {}, all of it: {}\n", s.name, s.problem);
+    if (s.refusal == tier::SegmentRefusal::unreadable)
+      fmt::print("left alone: {}: {}; its records miss until that works\n", s.name, s.problem);
+    else if (!s.problem.empty())
+      fmt::print("lost: {}, all of it: {}\n", s.name, s.problem);
     for (const tier::Gap& gap : s.gaps)
       fmt::print("lost: {} at {}: {} bytes that are no record ({})\n", s.name, gap.offset, group_digits(gap.bytes),
                  to_string(gap.reason));
@@ -112,12 +132,17 @@ int look(const StoreFlags& flags, bool read_payloads) {
   return survey.sound() ? 0 : 1;
 }
 
-/// Layout and sizes as the store has them.
+/// Layout and sizes as most of the store's segments have them.
 tier::StoreOptions options_of(const StoreSurvey& survey, const std::string& directory) {
   tier::StoreOptions options;
   options.directory = directory;
+  std::map<std::pair<std::uint64_t, std::int64_t>, int> segments;
+  int most = 0;
   for (const SegmentSurvey& segment : survey.segments) {
     if (!segment.problem.empty()) continue;
+    const int count = ++segments[{segment.header.layout_id, segment.header.bytes}];
+    if (count < most) continue;
+    most = count;
     options.layout_id = segment.header.layout_id;
     options.segment_bytes = segment.header.bytes;
   }
@@ -130,10 +155,12 @@ int collect(const StoreFlags& flags) {
   const StoreSurvey before = tier::survey_store(*files, flags.directory, true);
   const auto store = tier::DiskStore::open(*files, options_of(before, flags.directory));
   const tier::CollectResult result = store->collect();
+  const std::int64_t unopened = store->stats().unopened_segments;
   const bool durable = store->close() && result.durable;
   if (flags.json) {
     json out = describe(before);
-    out["ok"] = durable;
+    out["ok"] = durable && unopened == 0;
+    out["unopened_segments"] = unopened;
     out["freed_bytes"] = result.freed_bytes;
     fmt::print("{}\n", out.dump(2));
   } else {
@@ -141,8 +168,11 @@ int collect(const StoreFlags& flags) {
     fmt::print("{} records kept, {} of segments given back{}\n", group_digits(before.keys - result.damaged_records),
                human_bytes(static_cast<double>(result.freed_bytes)),
                durable ? "" : "; the disk failed on the way, try again");
+    if (unopened > 0)
+      fmt::print("{} segments could not be opened and are as they were; their records are not among those kept\n",
+                 group_digits(unopened));
   }
-  return durable ? 0 : 1;
+  return durable && unopened == 0 ? 0 : 1;
 }
 
 }  // namespace
@@ -190,7 +220,9 @@ void add_store(CLI::App& app, int& exit_code) {
       "  kv4 store gc /var/cache/kv4              give back what dead and damaged records take\n"
       "  kv4 store bench /var/cache               how fast puts and gets are there\n"
       "\n"
-      "All take --json. Exit codes: 0 sound (gc: done), 1 something is damaged (gc: the disk failed), 2 there is no "
-      "store,\n"
-      "another process has it, or it has another format version. A damaged store is no error: what is left is read.");
+      "All take --json. Exit codes: 0 sound (gc: done), 1 something is damaged or set aside (gc: the disk failed, or "
+      "a\n"
+      "segment could not be opened: gc leaves it alone), 2 there is no store, another process has it, or it has "
+      "another\n"
+      "format version. A damaged store is no error: what is left is read. Files that no store has made are set aside.");
 }

@@ -2,11 +2,17 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <poll.h>
+#include <spawn.h>
+#include <sys/file.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -15,9 +21,9 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <thread>
 
 #include "base/check.h"
+#include "interrupts.h"
 #include "sizes.h"
 #include "table.h"
 #include "tier/disk_store.h"
@@ -61,20 +67,110 @@ RecordId id_of(std::int64_t number) {
   return id;
 }
 
-/// All measurements of one record size, in a directory of their own that goes with it.
+struct Interrupted {};
+
+/// Between parts of the work.
+void stop_if_interrupted() {
+  if (interrupted()) throw Interrupted();
+}
+
+std::int64_t bytes_below(const std::filesystem::path& folder) {
+  std::int64_t bytes = 0;
+  std::error_code error;
+  for (auto at = std::filesystem::recursive_directory_iterator(folder, error);
+       !error && at != std::filesystem::recursive_directory_iterator(); at.increment(error))
+    if (struct stat info{}; ::lstat(at->path().c_str(), &info) == 0) bytes += info.st_blocks * 512;
+  return bytes;
+}
+
+/// A directory that goes with it, however the work ends, but for a kill: then the next one removes what is left.
+class BenchFolder {
+ public:
+  explicit BenchFolder(const StoreBenchFlags& flags)
+      : path_(std::filesystem::path(flags.directory) / "kv4_store_bench"), lock_(-1) {
+    std::filesystem::create_directories(flags.directory);
+    const bool left = !std::filesystem::create_directory(path_);
+    lock_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    require(lock_ >= 0, ErrorCode::bad_file, "{} is no directory; remove it, or choose another one for the bench",
+            path_.string());
+    if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+      ::close(lock_);
+      require(false, ErrorCode::bad_state, "another 'kv4 store bench' works in {}; wait for it, or choose another one",
+              path_.string());
+    }
+    if (!left) return;
+    fmt::print(stderr, "an earlier bench was killed and left {} in {}; they are removed\n",
+               human_bytes(static_cast<double>(bytes_below(path_))), path_.string());
+    empty();
+  }
+  ~BenchFolder() {
+    std::error_code error;
+    std::filesystem::remove_all(path_, error);
+    if (error)
+      fmt::print(stderr, "{} could not be removed ({}); {} are left there\n", path_.string(), error.message(),
+                 human_bytes(static_cast<double>(bytes_below(path_))));
+    ::close(lock_);
+  }
+  BenchFolder(const BenchFolder&) = delete;
+  BenchFolder& operator=(const BenchFolder&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  void empty() {
+    for (const auto& entry : std::filesystem::directory_iterator(path_)) std::filesystem::remove_all(entry.path());
+  }
+
+ private:
+  std::filesystem::path path_;
+  int lock_;
+};
+
+/// What `command` prints; ended where the bench is interrupted.
+std::string output_of(const std::vector<std::string>& command) {
+  int ends[2];
+  require(::pipe2(ends, O_CLOEXEC) == 0, ErrorCode::bad_file, "no pipe: {}", std::strerror(errno));
+  std::vector<char*> words;
+  for (const std::string& word : command) words.push_back(const_cast<char*>(word.c_str()));
+  words.push_back(nullptr);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+  posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
+  pid_t pid = -1;
+  const int error = ::posix_spawnp(&pid, words[0], &actions, nullptr, words.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  ::close(ends[1]);
+  std::string out;
+  char chunk[4096];
+  bool told = false;
+  while (error == 0) {
+    pollfd waits{ends[0], POLLIN, 0};
+    if (interrupted() && !std::exchange(told, true)) ::kill(pid, SIGTERM);
+    if (::poll(&waits, 1, 100) <= 0) continue;
+    const ssize_t count = ::read(ends[0], chunk, sizeof(chunk));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) break;
+    out.append(chunk, static_cast<std::size_t>(count));
+  }
+  ::close(ends[0]);
+  int status = -1;
+  while (error == 0 && ::waitpid(pid, &status, 0) < 0 && errno == EINTR) continue;
+  stop_if_interrupted();
+  require(status == 0, ErrorCode::bad_file, "{} failed; is it installed?", command[0]);
+  return out;
+}
+
+/// All measurements of one record size.
 class StoreBench {
  public:
-  StoreBench(const StoreBenchFlags& flags, std::int64_t record_bytes)
+  StoreBench(const StoreBenchFlags& flags, BenchFolder& folder, std::int64_t record_bytes)
       : flags_(flags),
+        bench_folder_(folder),
         record_bytes_(record_bytes),
         block_bytes_(whole_blocks(record_bytes)),
         records_(std::max<std::int64_t>(flags.total_bytes / record_bytes, 1)),
         bytes_(records_ * record_bytes),
-        folder_(std::filesystem::path(flags.directory) / "kv4_store_bench"),
+        folder_(folder.path()),
         files_(make_posix_file_system()) {
-    std::filesystem::create_directories(flags.directory);
-    std::filesystem::remove_all(folder_);
-    std::filesystem::create_directory(folder_);
     batch_ = std::min<std::int64_t>(flags.batch, records_);
     memory_ = payloads_.get(batch_ * block_bytes_);
     std::mt19937_64 random(1);
@@ -85,7 +181,6 @@ class StoreBench {
     for (std::int64_t i = 0; i < records_; ++i) order_.push_back(i);
     std::shuffle(order_.begin(), order_.end(), random);
   }
-  ~StoreBench() { std::filesystem::remove_all(folder_); }
 
   /// One round of everything, so that all see the same disk. Who goes first changes from round to round.
   std::map<std::string, Speed> round(int number) {
@@ -105,15 +200,17 @@ class StoreBench {
         return timed(bytes_, [&] { one_file_each(kind, *cached_files_, "cached files"); });
       });
       std::rotate(works.begin(), works.begin() + number % std::ssize(works), works.end());
-      for (const auto& [name, work] : works) speeds[name] = work();
+      for (const auto& [name, work] : works) {
+        stop_if_interrupted();
+        speeds[name] = work();
+      }
     };
     run(true);
     run(false);
     store_.reset();
-    std::filesystem::remove_all(folder_);
-    std::filesystem::create_directory(folder_);
+    bench_folder_.empty();
     sync_folder();
-    std::this_thread::sleep_for(std::chrono::seconds(1));  // a disk may be busy for a while with what was deleted
+    sleep_ms(1000);  // a disk may be busy for a while with what was deleted
     return speeds;
   }
 
@@ -137,6 +234,7 @@ class StoreBench {
     run_transfers(
         *queue,
         [&]() -> IoOp* {
+          stop_if_interrupted();
           if (next == records_ || free.empty()) return nullptr;
           IoOp* op = free.back();
           free.pop_back();
@@ -167,6 +265,7 @@ class StoreBench {
       options.guard = std::make_shared<RecordGuard>(GuardOptions{"disk", {CacheKey{}}, Protection::sealed, false});
     store_ = DiskStore::open(*files_, options);
     for (std::int64_t i = 0; i < records_; i += batch_) {
+      stop_if_interrupted();
       std::vector<PutRequest> requests;
       for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j) requests.push_back({id_of(j), payload(j)});
       store_->put(requests);
@@ -178,6 +277,7 @@ class StoreBench {
 
   void get() {
     for (std::int64_t i = 0; i < records_; i += batch_) {
+      stop_if_interrupted();
       std::vector<GetRequest> requests;
       for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j)
         requests.push_back({id_of(order_[static_cast<std::size_t>(j)]), payload(j)});
@@ -192,6 +292,7 @@ class StoreBench {
     const std::filesystem::path folder = folder_ / name;
     std::filesystem::create_directory(folder);
     for (std::int64_t i = 0; i < records_; ++i) {
+      stop_if_interrupted();
       const std::int64_t number = kind == IoOp::Kind::write ? i : order_[static_cast<std::size_t>(i)];
       const std::string path = (folder / std::to_string(number)).string();
       Opened<File> opened = files.open(path, kind == IoOp::Kind::write ? OpenMode::create : OpenMode::read);
@@ -220,16 +321,11 @@ class StoreBench {
   }
 
   Speed fio(const std::string& kind) {
-    const std::string command = fmt::format(
-        "fio --name=kv4 --filename={} --rw={} --bs={} --size={} --ioengine=io_uring --iodepth={} --direct=1 "
-        "--end_fsync=1 --norandommap=0 --output-format=json 2>/dev/null",
-        (folder_ / "fio").string(), kind, block_bytes_, records_ * block_bytes_, flags_.depth);
-    FILE* pipe = ::popen(command.c_str(), "r");
-    std::string out;
-    char chunk[4096];
-    for (std::size_t n; pipe != nullptr && (n = std::fread(chunk, 1, sizeof(chunk), pipe)) > 0;) out.append(chunk, n);
-    const int status = pipe == nullptr ? -1 : ::pclose(pipe);
-    require(status == 0, ErrorCode::bad_file, "fio failed; is it installed?");
+    const std::string out = output_of({"fio", "--name=kv4", fmt::format("--filename={}", (folder_ / "fio").string()),
+                                       fmt::format("--rw={}", kind), fmt::format("--bs={}", block_bytes_),
+                                       fmt::format("--size={}", records_ * block_bytes_), "--ioengine=io_uring",
+                                       fmt::format("--iodepth={}", flags_.depth), "--direct=1", "--end_fsync=1",
+                                       "--norandommap=0", "--output-format=json"});
     const json job = json::parse(out)["jobs"][0];
     const json& side = job[kind == "write" ? "write" : "read"];
     const double bytes_per_s = side["bw_bytes"].get<double>();
@@ -238,6 +334,7 @@ class StoreBench {
   }
 
   const StoreBenchFlags& flags_;
+  BenchFolder& bench_folder_;
   std::int64_t record_bytes_, block_bytes_, records_, bytes_, batch_ = 0;
   std::filesystem::path folder_;
   std::unique_ptr<FileSystem> files_, cached_files_ = make_posix_file_system({.direct = false});
@@ -264,8 +361,8 @@ constexpr Comparison kComparisons[] = {{"store put", "raw write"},
                                        {"store get", "file per record read"},
                                        {"store get", "cached file per record read"}};
 
-json measure(const StoreBenchFlags& flags, std::int64_t record_bytes) {
-  StoreBench bench(flags, record_bytes);
+json measure(const StoreBenchFlags& flags, BenchFolder& folder, std::int64_t record_bytes) {
+  StoreBench bench(flags, folder, record_bytes);
   std::map<std::string, std::vector<double>> speeds, cpu, ratios;
   for (int i = 0; i < flags.rounds; ++i) {
     const std::map<std::string, Speed> round = bench.round(i);
@@ -289,10 +386,8 @@ json measure(const StoreBenchFlags& flags, std::int64_t record_bytes) {
 }
 
 /// Of a store of many empty records: opening it, with and without its checkpoint, and looking records up.
-json measure_index(const StoreBenchFlags& flags) {
-  const std::filesystem::path folder = std::filesystem::path(flags.directory) / "kv4_index_bench";
-  std::filesystem::create_directories(flags.directory);
-  std::filesystem::remove_all(folder);
+json measure_index(const StoreBenchFlags& flags, BenchFolder& bench_folder) {
+  const std::filesystem::path folder = bench_folder.path() / "index";
   const auto files = make_posix_file_system();
   StoreOptions options;
   options.directory = folder.string();
@@ -302,6 +397,7 @@ json measure_index(const StoreBenchFlags& flags) {
   {
     const auto store = DiskStore::open(*files, options);
     for (std::int64_t i = 0; i < flags.index_records; i += kBatch) {
+      stop_if_interrupted();
       std::vector<PutRequest> requests;
       for (std::int64_t j = i; j < std::min(i + kBatch, flags.index_records); ++j) requests.push_back({id_of(j), {}});
       store->put(requests);
@@ -330,7 +426,7 @@ json measure_index(const StoreBenchFlags& flags) {
     without_s = wall_s() - start;
     require(store->stats().records == flags.index_records, ErrorCode::bad_file, "records are missing");
   }
-  std::filesystem::remove_all(folder);
+  bench_folder.empty();
   return {{"records", flags.index_records},
           {"open_s", with_s},
           {"open_without_checkpoint_s", without_s},
@@ -353,14 +449,16 @@ void print(const json& result) {
 
 }  // namespace
 
-int bench_store(const StoreBenchFlags& flags) {
+namespace {
+
+int bench_store_in(const StoreBenchFlags& flags, BenchFolder& folder) {
   json out = {{"depth", flags.depth}, {"rounds", flags.rounds}, {"encrypted", flags.encrypt}, {"sizes", json::array()}};
   for (const std::int64_t record_bytes : flags.record_bytes) {
-    out["sizes"].push_back(measure(flags, record_bytes));
+    out["sizes"].push_back(measure(flags, folder, record_bytes));
     if (!flags.json) print(out["sizes"].back());
   }
   if (flags.index_records > 0) {
-    out["index"] = measure_index(flags);
+    out["index"] = measure_index(flags, folder);
     if (!flags.json)
       fmt::print("{} records: opened in {:.2f} s, without its checkpoint in {:.2f} s; a lookup takes {:.0f} ns\n",
                  group_digits(flags.index_records), out["index"]["open_s"].get<double>(),
@@ -368,6 +466,19 @@ int bench_store(const StoreBenchFlags& flags) {
   }
   if (flags.json) fmt::print("{}\n", out.dump(2));
   return 0;
+}
+
+}  // namespace
+
+int bench_store(const StoreBenchFlags& flags) {
+  catch_interrupts();
+  try {
+    BenchFolder folder(flags);
+    return bench_store_in(flags, folder);
+  } catch (const Interrupted&) {
+    end_by_interrupt();
+  }
+  return 1;
 }
 
 }  // namespace kv4::cli

@@ -5,18 +5,22 @@
 
 #include "base/check.h"
 #include "base/log.h"
+#include "tier/store_names.h"
 
 namespace kv4::tier {
 namespace {
 
-constexpr std::int64_t kMinSegmentBytes = 64 << 10;
+constexpr std::int64_t kMaxLoggedFiles = 32;  // set aside, each by its name
+// Of a header or a checkpoint: higher ones do not count, so that sequences of puts to come never wrap. They only tell
+// records of a key apart.
+constexpr std::uint64_t kMaxSequence = std::uint64_t{1} << 63;
 constexpr int kMaxQueueDepth = 4096, kMaxReadThreads = 64;
 
 void check(const StoreOptions& options) {
   require(!options.directory.empty(), ErrorCode::bad_argument, "a store needs a directory");
-  require(options.segment_bytes >= kMinSegmentBytes && options.segment_bytes % kBlockBytes == 0,
-          ErrorCode::bad_argument, "segments of {} bytes; they need a multiple of {} of at least {}",
-          options.segment_bytes, kBlockBytes, kMinSegmentBytes);
+  require(is_segment_size(options.segment_bytes), ErrorCode::bad_argument,
+          "segments of {} bytes; they need a multiple of {} from {} to {}", options.segment_bytes, kBlockBytes,
+          kMinSegmentBytes, kMaxSegmentBytes);
   require(options.capacity_bytes / 2 >= options.segment_bytes, ErrorCode::bad_argument,
           "a capacity of {} bytes; two segments of {} are the least", options.capacity_bytes, options.segment_bytes);
   require(options.sync_every_bytes > 0, ErrorCode::bad_argument, "sync_every_bytes is {}; it must be positive",
@@ -59,7 +63,7 @@ void DiskStore::lock() {
   const IoStatus made = files_.make_directory(options_.directory);
   require(made.ok(), ErrorCode::bad_file, "the store's directory {} cannot be made: {}", options_.directory,
           to_string(made));
-  Opened<FileLock> locked = files_.lock(options_.directory + "/lock");
+  Opened<FileLock> locked = files_.lock(options_.directory + "/" + std::string(kLockName));
   require(locked.status.code != IoCode::in_use, ErrorCode::bad_state,
           "the store {} is in use by another process; a store has one user at a time", options_.directory);
   require(locked.status.ok(), ErrorCode::bad_file, "the store {} cannot be locked: {}", options_.directory,
@@ -73,85 +77,141 @@ void DiskStore::lock() {
 }
 
 void DiskStore::open_segments() {
-  const Listing listing = files_.list(options_.directory);
-  require(listing.status.ok(), ErrorCode::bad_file, "the store {} cannot be listed: {}", options_.directory,
-          to_string(listing.status));
-  for (const std::string& name : listing.names) {
-    if (name.ends_with(kUnfinishedSuffix)) {
-      (void)files_.unlink(options_.directory + "/" + name);
-      continue;
-    }
-    checkpoint_there_ = checkpoint_there_ || name == kCheckpointName;
-    const std::optional<std::uint64_t> id = parse_segment_name(name);
-    if (!id) continue;
-    OpenedSegment opened = SegmentFile::open(files_, options_.directory, *id, OpenMode::read_write);
-    require(opened.refusal != SegmentRefusal::other_version, ErrorCode::bad_file,
-            "{}/{} has format version {}, this build reads {} and {}; use another directory, or delete the store",
-            options_.directory, name, opened.version, kSegmentVersionV1Records, kSegmentVersion);
-    auto segment = std::make_shared<Segment>();
-    segment->id = *id;
-    segment->bytes = options_.segment_bytes;
-    segment->damaged = opened.file == nullptr;
-    if (opened.file) {
-      require(opened.file->header().layout_id == options_.layout_id, ErrorCode::bad_file,
-              "the store {} holds bytes of layout {:016x}, the cache has {:016x}; use another directory, or delete it",
-              options_.directory, opened.file->header().layout_id, options_.layout_id);
-      segment->bytes = opened.file->header().bytes;
-      segment->file = std::move(opened.file);
-      segment->dirty = true;  // a killed process may have left it in the page cache only
-    }
-    next_segment_ = std::max(next_segment_, *id + 1);
-    segments_[*id] = std::move(segment);
+  const StoreNames names = list_store(files_, options_.directory);
+  for (const SetAsideFile& file : names.unusable) set_aside(file.name, file.reason);
+  for (const std::string& name : names.unfinished) {
+    const std::string path = options_.directory + "/" + name;
+    if (files_.look_at(path).code == IoCode::not_a_file)
+      set_aside(name, to_string(IoStatus{IoCode::not_a_file}));
+    else
+      (void)files_.unlink(path);
   }
+  const auto look_at = [&](std::string_view name) {
+    const IoStatus status = files_.look_at(options_.directory + "/" + std::string(name));
+    if (status.code == IoCode::not_a_file) set_aside(std::string(name), to_string(status));
+    return status.code != IoCode::not_a_file;
+  };
+  if (names.lock) (void)look_at(kLockName);
+  checkpoint_there_ = names.checkpoint && look_at(kCheckpointName);
+  checkpoint_set_aside_ = names.checkpoint && !checkpoint_there_;
+
+  std::optional<std::uint64_t> last;
+  for (const std::uint64_t id : names.segments) {
+    if (may_follow(last, id)) {
+      if (open_segment(id)) last = id;
+    } else {
+      set_aside(segment_name(id), "its id is far beyond those of other segments");
+      taken_ids_.insert(id);
+    }
+  }
+  next_segment_ = last.value_or(0) + 1;
   directory_dirty_ = !segments_.empty();
+}
+
+bool DiskStore::open_segment(std::uint64_t id) {
+  const std::string name = segment_name(id);
+  OpenedSegment opened = SegmentFile::open(files_, options_.directory, id, OpenMode::read_write);
+  require(opened.refusal != SegmentRefusal::other_version, ErrorCode::bad_file,
+          "{}/{} has format version {}, this build reads {} and {}; use another directory, or delete the store",
+          options_.directory, name, opened.version, kSegmentVersionV1Records, kSegmentVersion);
+  if (opened.refusal != SegmentRefusal::none && opened.refusal != SegmentRefusal::damaged) {
+    set_aside(name, describe(opened));
+    taken_ids_.insert(id);
+    // It may be sound, and what is put now has to count after it.
+    const bool unopened = opened.refusal == SegmentRefusal::unreadable;
+    counts_.unopened_segments += unopened ? 1 : 0;
+    return unopened;
+  }
+  require(!opened.file || opened.file->header().layout_id == options_.layout_id, ErrorCode::bad_file,
+          "the store {} holds bytes of layout {:016x}, the cache has {:016x}; use another directory, or delete it",
+          options_.directory, opened.file ? opened.file->header().layout_id : 0, options_.layout_id);
+  auto segment = std::make_shared<Segment>();
+  segment->id = id;
+  segment->bytes = opened.bytes;
+  segment->damaged = opened.file == nullptr;
+  segment->dirty = opened.file != nullptr;  // a killed process may have left it in the page cache only
+  segment->file = std::move(opened.file);
+  const bool sound = segment->file != nullptr;
+  segments_[id] = std::move(segment);
+  return sound;
+}
+
+void DiskStore::set_aside(const std::string& name, const std::string& reason) {
+  if (++counts_.set_aside_files > kMaxLoggedFiles || !log_wanted()) return;
+  const bool more = counts_.set_aside_files == kMaxLoggedFiles;
+  log(LogLevel::warning, "store.set_aside",
+      fmt::format("{}/{} is left alone: {}{}", options_.directory, name, reason,
+                  more ? "; further files are not named" : ""),
+      {{"directory", options_.directory}, {"file", name}, {"reason", reason}});
 }
 
 void DiskStore::rebuild_index() {
   const std::optional<Checkpoint> checkpoint =
-      checkpoint_there_ ? read_checkpoint(files_, options_.directory, options_.layout_id) : std::nullopt;
+      checkpoint_there_ ? read_checkpoint(files_, options_.directory, options_.layout_id,
+                                          max_checkpoint_bytes(std::ssize(segments_), total_bytes()))
+                        : std::nullopt;
+  const auto count_sequence = [this](std::uint64_t next) {
+    if (next <= kMaxSequence) next_sequence_ = std::max(next_sequence_, next);
+  };
   if (checkpoint) {
-    next_sequence_ = checkpoint->next_sequence;
+    count_sequence(checkpoint->next_sequence);
     std::int64_t records = 0;
     for (const auto& [id, covered] : checkpoint->segments)
       records += std::ssize(covered.records) / kCheckpointRecordBytes;
     index_.reserve(records);
   }
+  int written_again = 0;
   for (auto& [id, segment] : segments_) {
     if (!segment->file) continue;
     segment->named = checkpoint_there_;  // perhaps it can be read the next time
     SegmentFile& file = *segment->file;
-    std::int64_t from = kSegmentDataOffset;
+    const CheckpointSegment* known = nullptr;
     if (checkpoint) {
       const auto covered = checkpoint->segments.find(id);
-      if (covered != checkpoint->segments.end() && covered->second.covers(file.header())) {
-        const CheckpointSegment& known = covered->second;
-        for (std::size_t i = 0; i < known.records.size(); i += kCheckpointRecordBytes)
-          add_found(*segment, decode_checkpoint_record(known.records.subspan(i)));
-        segment->damaged = known.damaged;
-        active_ = nullptr;
-        file.set_end(known.end);
-        if (known.sealed) continue;
-        from = known.end;
-      }
+      if (covered != checkpoint->segments.end() && covered->second.covers(file.header())) known = &covered->second;
     }
-    const SegmentContents contents = file.scan(read_buffer_, from);
+    const std::int64_t from = known != nullptr ? known->end : kSegmentDataOffset;
+    file.set_end(from);
+    SegmentContents contents;
+    if (known == nullptr || !known->sealed) contents = file.scan(read_buffer_, from);
+    if (!contents.unopened.ok()) {
+      segment->unopened = contents.unopened;
+      continue;
+    }
+    if (known != nullptr) {
+      for (std::size_t i = 0; i < known->records.size(); i += kCheckpointRecordBytes)
+        add_found(*segment, decode_checkpoint_record(known->records.subspan(i)));
+      segment->damaged = known->damaged;
+      active_ = nullptr;
+      if (known->sealed) continue;
+    }
     segment->damaged = segment->damaged || !contents.gaps.empty();
+    segment->unread = !contents.whole;
     for (const FoundRecord& found : contents.records) {
       const RecordHeader& header = found.header;
-      next_sequence_ = std::max(next_sequence_, header.sequence + 1);
+      count_sequence(header.sequence + 1);
       if (header.kind == RecordKind::dead || header.layout_id != options_.layout_id) continue;
       add_found(*segment, {header.id, header.kind, header.version, found.offset, header.length, header.sequence});
     }
     appended_bytes_ += contents.end - from;
     // What the checkpoint does not cover may be in the page cache only, past help of a sync (File::fdatasync()).
-    if (file.file().cached() && (!contents.whole || !file.write_again(contents.records, read_buffer_).ok())) {
-      leave(*segment);
-      continue;
+    if (file.file().cached()) {
+      const IoStatus again = file.write_again(contents.records, read_buffer_);
+      if (!contents.whole || !again.ok()) leave(*segment, again);
+      if (!contents.records.empty() && ++written_again > kMaxUnsyncedSegments && !segment->leaving)
+        sync_segment(*segment);
+      if (segment->leaving) continue;
     }
-    active_ = file.header().version == kSegmentVersion ? segment.get() : nullptr;  // the last one that can be read
+    // The last one that can be read, where its file has the size that it says and this store would give it.
+    const SegmentHeader& header = file.header();
+    const bool takes_more = header.version == kSegmentVersion && segment->bytes == header.bytes &&
+                            header.bytes <= options_.segment_bytes;
+    active_ = takes_more ? segment.get() : nullptr;
   }
   for (auto& [id, entries] : older_) choose_sound(id, std::move(entries));
   older_.clear();
+  for (auto at = segments_.begin(); at != segments_.end();)
+    if (Segment& segment = *at++->second; !segment.unopened.ok() && !segment.leaving) (void)drop_segment(segment);
 }
 
 void DiskStore::add_found(Segment& segment, const CheckpointRecord& record) {
@@ -175,29 +235,39 @@ void DiskStore::note_unauthenticated(RecordRefusal refusal) {
       {{"tier", "disk"}, {"directory", options_.directory}, {"reason", to_string(refusal)}});
 }
 
-// The newest may have been under way in a crash: its header there, its payload not.
+// The newest may have been under way in a crash: its header there, its payload not. Where it cannot be read nobody
+// knows, and the older ones stay.
 void DiskStore::choose_sound(const RecordId& id, std::vector<Entry> older) {
   older.push_back(index_.find(id).value());
   auto sound = older.rbegin();
+  ReadRecord record;
   std::vector<std::byte> scratch;
-  const auto believed = [&](const Entry& entry) {
-    const ReadRecord record = read_entry(id, entry, read_buffer_);
-    return record.refusal == RecordRefusal::none &&
-           options_.guard->check(record.header, record.payload, scratch) == RecordRefusal::none;
-  };
-  while (sound != older.rend() && !believed(*sound)) ++sound;
+  for (; sound != older.rend(); ++sound) {
+    record = read_entry(id, *sound, read_buffer_);
+    if (record.status.ok() && record.refusal == RecordRefusal::none)
+      record.refusal = options_.guard->check(record.header, record.payload, scratch);
+    if (!record.status.ok() || record.refusal == RecordRefusal::none) break;
+  }
   if (sound == older.rend()) sound = older.rbegin();
   const Entry chosen = *sound;
   index_.put(id, chosen);
   for (const Entry& entry : older) {
     if (entry.place == chosen.place) continue;
     entry.place.segment->live_bytes -= stored_bytes(entry.place.length);
-    superseded_.push_back(entry.place);
+    if (record.status.ok()) superseded_.push_back(entry.place);
   }
 }
 
 void DiskStore::put(std::span<PutRequest> requests) {
-  while (!requests.empty()) requests = requests.subspan(put_some(requests));
+  if (!usable()) {
+    for (PutRequest& request : requests) request.status = PutStatus::failed;
+    return;
+  }
+  while (!requests.empty()) {
+    const std::size_t count = put_some(requests);
+    put_again(requests.first(count));
+    requests = requests.subspan(count);
+  }
 }
 
 std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
@@ -249,6 +319,13 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
 }
 
 void DiskStore::get(std::span<GetRequest> requests) {
+  if (!usable()) {
+    for (GetRequest& request : requests) {
+      request.status = GetStatus::missing;
+      request.bytes = 0;
+    }
+    return;
+  }
   const auto give_back = [this](Reader* used) {
     const std::lock_guard lock(readers_mutex_);
     idle_readers_.push_back(used);
@@ -357,20 +434,28 @@ void DiskStore::forget(const RecordId& id) {
   index_.erase(id);
 }
 
-void DiskStore::exists(std::span<ExistsRequest> requests) const { index_.look_up(requests); }
+void DiskStore::exists(std::span<ExistsRequest> requests) const {
+  if (usable()) return index_.look_up(requests);
+  for (ExistsRequest& request : requests) {
+    request.bytes = -1;
+    request.answered = true;
+  }
+}
 
 void DiskStore::remove(std::span<RemoveRequest> requests) {
+  for (RemoveRequest& request : requests) request.removed = false;
+  if (!usable()) return;
   for (RemoveRequest& request : requests) {
     const std::optional<Entry> found = index_.find(request.id);
-    request.removed = lock_ && found && !found->set_aside;
-    if (!lock_ || !found) continue;
+    request.removed = found && !found->set_aside;
+    if (!found) continue;
     removed_.push_back(found->place);
     forget(request.id);
   }
 }
 
 bool DiskStore::close() {
-  if (!lock_) return false;
+  if (!usable()) return false;
   const bool durable = flush();
   if (durable && (appended_bytes_ > 0 || !checkpoint_there_)) write_checkpoint();
   segments_.clear();
@@ -384,13 +469,15 @@ bool DiskStore::close() {
 
 CollectResult DiskStore::collect() {
   CollectResult result;
-  if (!lock_) return result;
+  if (!usable()) return result;
   const std::int64_t before = total_bytes();
   std::vector<RecordId> damaged;
+  std::set<const Segment*> unread;  // what is there is unknown: it stays
   std::vector<std::pair<RecordId, Entry>> all;
   index_.for_each([&](const RecordId& id, const Entry& entry) { all.emplace_back(id, entry); });
   for (const auto& [id, entry] : all) {
     const ReadRecord record = read_entry(id, entry, read_buffer_);
+    if (!record.status.ok()) unread.insert(entry.place.segment);
     if (record.status.ok() && record.refusal != RecordRefusal::none) damaged.push_back(id);
   }
   for (const RecordId& id : damaged) {
@@ -402,7 +489,7 @@ CollectResult DiskStore::collect() {
   std::vector<std::uint64_t> wasteful;
   for (const auto& [id, segment] : segments_) {
     const bool sparse = segment.get() != active_ && segment->live_bytes * 2 < segment->bytes;
-    if (sparse || segment->damaged) wasteful.push_back(id);
+    if ((sparse || segment->damaged) && !segment->unread && unread.count(segment.get()) == 0) wasteful.push_back(id);
   }
   for (const std::uint64_t id : wasteful) {  // one at a time: no more than one segment too many
     if (const auto found = segments_.find(id); found != segments_.end()) leave(*found->second);
@@ -415,6 +502,7 @@ CollectResult DiskStore::collect() {
 
 StoreStats DiskStore::stats() const {
   StoreStats stats = counts_;
+  if (!usable()) return stats;
   stats.records = index_.sound_records();
   stats.payload_bytes = index_.payload_bytes();
   stats.set_aside_records = set_aside_records_;

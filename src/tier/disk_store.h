@@ -5,7 +5,14 @@
 //   miss.
 //   2. A record can be found once its write has ended and put() is about to return `stored`, and not before.
 //   3. What was put and removed before a flush() that returned true stays so, whatever is killed or loses power later.
-//   4. A store takes no more than `capacity_bytes`, and one segment while records move: the oldest makes room.
+//   4. A store takes no more than `capacity_bytes`, and one segment while records move: the oldest makes room. Where
+//   the
+//      disk is full before that, too.
+//   5. What it did not make or cannot open it leaves alone: such files are set aside, which the log and stats() tell,
+//      and nothing is removed, overwritten or appended there. Their room does not count.
+//
+// A segment that cannot be opened takes no part: its records miss until the store is opened again and it can be. They
+// are then as they were: a newer record of their key counts, a removal in between was not theirs.
 //
 // What keeps them:
 //   a. Of several records of a key the one at the highest (segment, offset) is the newest. Live records only move
@@ -19,7 +26,8 @@
 // One thread at a time makes changes: put(), remove(), flush(), collect(), close(), stats(). Beside them `read_threads`
 // may get(), and any number look up what exists(): the index is in memory, segments are only appended to, and a get()
 // that meets a record which has just moved or been replaced looks again. While a store is closed or destroyed nobody
-// else is in a call. Two processes cannot have one store (a lock file).
+// else is in a call. Two processes cannot have one store (a lock). In a forked child every call misses or fails, and
+// the parent keeps the store.
 //
 // The transfers of a batch are in flight together, `queue_depth` at a time, gets beside puts; a batch's requests count
 // in their order all the same. Payloads at addresses that are multiples of 4,096 are not copied.
@@ -30,6 +38,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -49,7 +58,7 @@ namespace kv4::tier {
 struct StoreOptions {
   std::string directory;
   std::uint64_t layout_id = 0;                             // of the cache; a store holds bytes of one layout
-  std::int64_t segment_bytes = std::int64_t{256} << 20;    // a multiple of 4,096
+  std::int64_t segment_bytes = std::int64_t{256} << 20;    // a multiple of 4,096; 64 KiB to 1 TiB
   std::int64_t capacity_bytes = std::int64_t{64} << 30;    // at least two segments
   std::int64_t sync_every_bytes = std::int64_t{64} << 20;  // fdatasync after as many, beside later writes
   int queue_depth = 32;                                    // transfers in flight; 1 to 4,096
@@ -57,6 +66,9 @@ struct StoreOptions {
   /// Protects records, and says which ones are believed; others are misses. Null: as one without keys.
   std::shared_ptr<const RecordGuard> guard;
 };
+
+/// That are written to before the first of them is synced: as many files have to stay open.
+inline constexpr int kMaxUnsyncedSegments = 8;
 
 struct StoreStats {
   std::int64_t records = 0, payload_bytes = 0;   // that can be found
@@ -66,6 +78,8 @@ struct StoreStats {
   std::int64_t evicted_records = 0;              // made room
   std::int64_t lost_records = 0;                 // could not be read when their segment had to be dropped
   std::int64_t dropped_segments = 0;             // after a failed sync
+  std::int64_t set_aside_files = 0;              // left alone: those that cannot be opened, and those of unusable names
+  std::int64_t unopened_segments = 0;            // of these: their records miss, and may be sound
 };
 
 struct CollectResult {
@@ -86,7 +100,9 @@ struct StoreSegment : std::enable_shared_from_this<StoreSegment> {
   bool sync_due = false;             // beside the next writes, or by flush()
   std::atomic<bool> damaged{false};  // it has bytes that are no records
   bool named = false;                // there may be a checkpoint on the disk that names its records
+  bool unread = false;               // blocks could not be read when it was opened: collect() leaves it as it is
   bool leaving = false;              // takes no writes; unlinked by flush() when its records have moved
+  IoStatus unopened;                 // not ok: it could not be opened again, and is not unlinked but set aside
 };
 
 class DiskStore {
@@ -150,13 +166,19 @@ class DiskStore {
   DiskStore(FileSystem& files, const StoreOptions& options);
   void report_opened();
   void lock();
+  bool usable() const { return lock_ && lock_->owned(); }
   void open_segments();
+  /// True: it is a segment, or may be one that cannot be opened.
+  bool open_segment(std::uint64_t id);
+  void set_aside(const std::string& name, const std::string& reason);
   void rebuild_index();
   void add_found(Segment& segment, const CheckpointRecord& record);
   void choose_sound(const RecordId& id, std::vector<Entry> older);  // oldest first
 
   /// Those at the front that go into the active segment together; at least one. Returns how many.
   std::size_t put_some(std::span<PutRequest> requests);
+  /// Again, those of them for which the disk had no room: the oldest segments make some.
+  void put_again(std::span<PutRequest> requests);
   /// Is there something to read for it? Else it has its answer.
   bool begin_get(GetRequest& request, Found& found) const;
   void finish_get(GetRequest& request, Found found, ReadRecord record, BlockBuffer& again_buffer);
@@ -171,6 +193,7 @@ class DiskStore {
   void append(std::span<NewRecord> records);
   IoStatus make_active(std::int64_t record_bytes, bool may_evict);
   IoStatus add_segment();
+  std::uint64_t take_segment_id();
   bool evict_oldest();
   bool settle();  // flush(); false, too, while records were lost that the caller has not heard of
 
@@ -180,10 +203,11 @@ class DiskStore {
   bool sync_directory();
   bool move_records(Segment& segment);
   bool kill(std::vector<Place>& places);
+  bool drop_segment(Segment& segment);
   bool unlink_leaving();
   void write_checkpoint();
   bool drop_checkpoint();
-  void leave(Segment& segment);
+  void leave(Segment& segment, const IoStatus& why = {});  // `unopened`: it is not unlinked then
   std::int64_t total_bytes() const;
 
   FileSystem& files_;
@@ -195,13 +219,15 @@ class DiskStore {
   RecordIndex index_;
   std::unordered_map<RecordId, std::vector<Entry>, RecordIdHash> older_;  // of the same key, while the store is opened
   std::vector<Place> superseded_, removed_;                               // to be killed by flush(), in this order
+  std::set<std::uint64_t> taken_ids_;                                     // of names that are not segments_: set aside
   std::uint64_t next_segment_ = 1, next_sequence_ = 1;
-  std::int64_t appended_bytes_ = 0;  // since the last checkpoint
-  bool checkpoint_there_ = false;    // one is on the disk, good or not
+  std::int64_t appended_bytes_ = 0;    // since the last checkpoint
+  bool checkpoint_there_ = false;      // one is on the disk, good or not
+  bool checkpoint_set_aside_ = false;  // something else has its name: there is none, and none is written
   bool directory_dirty_ = false;
   bool directory_failed_ = false;  // its sync failed: names may be lost, so nothing can be promised any more
   bool records_lost_ = false;      // since the last flush() of the caller
-  StoreStats counts_;              // the last three
+  StoreStats counts_;              // the last five
   BlockBuffer read_buffer_, write_buffer_;
   TransferPool<RecordWrite> writes_;
   // Of whoever gets.

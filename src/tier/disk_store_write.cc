@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "tier/disk_store.h"
+#include "tier/store_names.h"
 
 namespace kv4::tier {
 namespace {
@@ -15,6 +16,9 @@ constexpr int kFlushAttempts = 4;  // each follows a segment that failed and was
 constexpr std::int64_t kCheckpointSegments = 4, kAppendedPerCheckpointByte = 16;
 constexpr std::int64_t kMergedBytes = 512 << 10;  // small records go together in writes of up to that many
 constexpr std::size_t kMaxMergedRecords = 64;     // each has up to three pieces
+constexpr int kMaxNameAttempts = 16;              // for a segment, where somebody else has taken the name
+// What a put evicts at most where the disk is full: somebody else may take what is given back.
+constexpr std::int64_t kMaxEvictedSegmentsPerPut = 2;
 static_assert(3 * kMaxMergedRecords <= kMaxIoPieces);
 
 }  // namespace
@@ -68,7 +72,9 @@ void DiskStore::append(std::span<NewRecord> records) {
 
   for (const NewRecord& record : records) {
     if (!record.status.ok()) {
-      if (!segment.file->kill(record.place.offset, record.place.length, write_buffer_).ok()) leave(segment);
+      if (record.status.code == IoCode::unopened && record.status.too_many_open()) continue;  // nothing was written
+      const IoStatus killed = segment.file->kill(record.place.offset, record.place.length, write_buffer_);
+      if (!killed.ok()) leave(segment, killed);
       continue;
     }
     const std::int64_t bytes = stored_bytes(record.header.length);
@@ -89,17 +95,25 @@ IoStatus DiskStore::make_active(std::int64_t record_bytes, bool may_evict) {
   if (active_ != nullptr && active_->file->room() >= record_bytes) return {};
   if (active_ != nullptr) active_->sync_due = true;
   active_ = nullptr;
-  while (may_evict && total_bytes() + options_.segment_bytes > options_.capacity_bytes)
+  while (may_evict &&
+         (total_bytes() + options_.segment_bytes > options_.capacity_bytes || segments_.size() >= kMaxSegments))
     if (!evict_oldest()) return {IoCode::no_space, 0};
-  // Moving records out of a segment that was evicted on the way may have made a new one.
-  if (active_ != nullptr && active_->file->room() >= record_bytes) return {};
   return add_segment();
 }
 
+std::uint64_t DiskStore::take_segment_id() {
+  while (taken_ids_.count(next_segment_) != 0 || segments_.count(next_segment_) != 0) ++next_segment_;
+  return next_segment_++;
+}
+
 IoStatus DiskStore::add_segment() {
-  const SegmentHeader header{kSegmentVersion,    next_segment_++,        files_.random64(),
-                             options_.layout_id, options_.segment_bytes, files_.now_ns()};
-  OpenedSegment made = SegmentFile::create(files_, options_.directory, header);
+  SegmentHeader header;
+  OpenedSegment made{SegmentRefusal::unreadable, {IoCode::exists, 0}, 0, nullptr, 0};
+  for (int attempt = 0; attempt < kMaxNameAttempts && made.status.code == IoCode::exists; ++attempt) {
+    header = {kSegmentVersion,       take_segment_id(), files_.random64(), options_.layout_id,
+              options_.segment_bytes, files_.now_ns()};
+    made = SegmentFile::create(files_, options_.directory, header);
+  }
   if (!made.file) return made.status;
   auto segment = std::make_shared<Segment>();
   segment->id = header.id;
@@ -121,12 +135,39 @@ bool DiskStore::evict_oldest() {
     forget(id);
   }
   leave(oldest);
-  const std::int64_t before = total_bytes();
-  return settle() && total_bytes() < before;
+  oldest.ids.clear();
+  // No record is older, so nothing has to be killed; what took the place of its records is durable before it goes.
+  return sync_segments() && sync_directory() && drop_segment(oldest);
 }
 
-void DiskStore::leave(Segment& segment) {
+void DiskStore::put_again(std::span<PutRequest> requests) {
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    PutRequest& request = requests[i];
+    const auto replaces = [&](const PutRequest& later) { return later.id == request.id; };
+    if (request.status != PutStatus::no_space ||
+        std::any_of(requests.begin() + static_cast<std::ptrdiff_t>(i) + 1, requests.end(), replaces))
+      continue;
+    std::int64_t evicted_bytes = 0;
+    while (request.status == PutStatus::no_space && !segments_.empty() &&
+           evicted_bytes < kMaxEvictedSegmentsPerPut * options_.segment_bytes) {
+      const std::uint64_t id = segments_.begin()->first;
+      const std::int64_t before = total_bytes();
+      if (!evict_oldest()) break;
+      evicted_bytes += before - total_bytes();
+      if (log_wanted())
+        log(LogLevel::warning, "store.disk_full",
+            fmt::format("the disk is full: segment {} of {} made room, the oldest; a capacity that fits the disk "
+                        "prevents that",
+                        id, options_.directory),
+            {{"directory", options_.directory}, {"segment", std::to_string(id)}});
+      (void)put_some({&request, 1});
+    }
+  }
+}
+
+void DiskStore::leave(Segment& segment, const IoStatus& why) {
   segment.leaving = true;
+  if (why.code == IoCode::unopened) segment.unopened = why;
   if (active_ == &segment) active_ = nullptr;
 }
 
@@ -140,6 +181,8 @@ void DiskStore::finish_sync(Segment& segment, const IoStatus& status, std::int64
   segment.sync_due = false;
   if (status.ok()) {
     segment.unsynced_bytes -= bytes;
+  } else if (status.code == IoCode::unopened) {
+    if (!status.too_many_open()) leave(segment, status);
   } else {
     ++counts_.dropped_segments;
     leave(segment);
@@ -157,7 +200,7 @@ bool DiskStore::sync_segments() {
   for (auto& [id, segment] : segments_) {
     if (!segment->dirty || segment->leaving) continue;
     sync_segment(*segment);
-    all = all && !segment->leaving;
+    all = all && !segment->dirty;
   }
   return all;
 }
@@ -174,6 +217,10 @@ bool DiskStore::move_records(Segment& segment) {
     const std::optional<Entry> old = index_.find(id);
     if (!old || old->place.segment != &segment) continue;
     const ReadRecord record = read_entry(id, *old, read_buffer_);
+    if (record.status.code == IoCode::unopened) {
+      if (record.status.too_many_open()) return false;
+      leave(segment, record.status);
+    }
     if (record.refusal != RecordRefusal::none) {
       ++counts_.lost_records;
       records_lost_ = true;
@@ -195,11 +242,25 @@ bool DiskStore::move_records(Segment& segment) {
 bool DiskStore::kill(std::vector<Place>& places) {
   const bool named = std::any_of(places.begin(), places.end(), [](const Place& place) { return place.segment->named; });
   if (named && !drop_checkpoint()) return false;
+  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
+    return std::pair(a.segment->id, a.offset) < std::pair(b.segment->id, b.offset);
+  });
+  int unsynced = 0;
+  const Segment* before = nullptr;
   for (const Place& place : places) {
     Segment& segment = *place.segment;
     if (segment.leaving) continue;  // they go with it
+    if (&segment != std::exchange(before, &segment) && ++unsynced % kMaxUnsyncedSegments == 0 && !sync_segments())
+      return false;
     segment.dirty = true;
-    if (!segment.file->kill(place.offset, place.length, write_buffer_).ok()) leave(segment);
+    IoStatus status = segment.file->kill(place.offset, place.length, write_buffer_);
+    if (status.code == IoCode::unopened && status.too_many_open()) {  // those that were written to are open
+      if (!sync_segments()) return false;
+      status = segment.file->kill(place.offset, place.length, write_buffer_);
+      segment.dirty = true;
+      if (status.code == IoCode::unopened && status.too_many_open()) return false;
+    }
+    if (!status.ok()) leave(segment, status);
   }
   if (!sync_segments()) return false;
   std::erase_if(places, [](const Place& place) { return !place.segment->leaving; });
@@ -207,28 +268,36 @@ bool DiskStore::kill(std::vector<Place>& places) {
                       [](const auto& entry) { return entry.second->leaving && !entry.second->ids.empty(); });
 }
 
+/// It has no live records. Unlinked, or set aside where it could not be opened; false: the disk failed.
+bool DiskStore::drop_segment(Segment& segment) {
+  const std::string name = segment_name(segment.id);
+  if (segment.unopened.ok()) {
+    const IoStatus status = files_.unlink(options_.directory + "/" + name);
+    if (!status.ok() && status.code != IoCode::not_found) return false;
+    directory_dirty_ = true;
+  } else {
+    set_aside(name, to_string(segment.unopened));
+    ++counts_.unopened_segments;
+    taken_ids_.insert(segment.id);
+  }
+  const auto in_segment = [&](const Place& place) { return place.segment == &segment; };
+  std::erase_if(superseded_, in_segment);
+  std::erase_if(removed_, in_segment);
+  segments_.erase(segments_.find(segment.id));
+  return sync_directory();
+}
+
 /// Oldest first, one at a time: an older record must not outlive a newer one.
 bool DiskStore::unlink_leaving() {
   for (auto at = segments_.begin(); at != segments_.end();) {
-    Segment& segment = *at->second;
-    if (!segment.leaving) {
-      ++at;
-      continue;
-    }
-    const IoStatus status = files_.unlink(options_.directory + "/" + segment_name(segment.id));
-    if (!status.ok() && status.code != IoCode::not_found) return false;
-    directory_dirty_ = true;
-    const auto in_segment = [&](const Place& place) { return place.segment == &segment; };
-    std::erase_if(superseded_, in_segment);
-    std::erase_if(removed_, in_segment);
-    at = segments_.erase(at);
-    if (!sync_directory()) return false;
+    Segment& segment = *at++->second;
+    if (segment.leaving && !drop_segment(segment)) return false;
   }
   return true;
 }
 
 bool DiskStore::flush() {
-  if (!lock_) return false;
+  if (!usable()) return false;
   const bool durable = settle();
   records_lost_ = false;
   const std::int64_t checkpoint_bytes = index_.size() * kCheckpointRecordBytes;
@@ -241,6 +310,7 @@ bool DiskStore::flush() {
 /// After a flush: no record that counts is unsynced, none that does not is alive. Where it fails, the older one stays
 /// true, as far as it goes.
 void DiskStore::write_checkpoint() {
+  if (checkpoint_set_aside_) return;
   std::vector<std::pair<const Entry*, const RecordId*>> entries;
   std::map<const Segment*, std::int64_t> counts;
   index_.for_each([&](const RecordId& id, const Entry& entry) {

@@ -52,6 +52,7 @@ class PlainQueue : public IoQueue {
 }  // namespace
 
 std::string to_string(const IoStatus& status) {
+  if (status.code == IoCode::not_a_file) return "it is no regular file";
   return status.error != 0 ? std::strerror(status.error) : status.ok() ? "ok" : "input/output error";
 }
 

@@ -5,6 +5,7 @@
 // A FileSystem outlives its files and locks. One thread at a time changes a file, another may read it meanwhile.
 #pragma once
 
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kv4::tier {
@@ -22,6 +24,9 @@ enum class IoCode : std::uint8_t {
   no_space,
   unsupported,  // the file system cannot do that; go on without
   in_use,       // somebody else holds the lock
+  exists,       // something has that name already
+  not_a_file,   // a directory, pipe, device, socket or symbolic link has that name
+  unopened,     // of a transfer or a sync: the file could not be opened again, and nothing was done
   failed        // everything else
 };
 
@@ -30,6 +35,8 @@ struct IoStatus {
   int error = 0;  // errno, for the message
 
   bool ok() const { return code == IoCode::ok; }
+  /// The process or the system has too many files open: that passes.
+  bool too_many_open() const { return error == EMFILE || error == ENFILE; }
 };
 
 std::string to_string(const IoStatus& status);
@@ -46,7 +53,8 @@ struct IoPiece {
   std::size_t bytes = 0;
 };
 
-/// Offsets, lengths and addresses are multiples of 4,096: files may bypass the page cache.
+/// Offsets, lengths and addresses are multiples of 4,096: files may bypass the page cache. A file system may close
+/// files that are not in use and open them again: a call on one that cannot be opened again says `unopened`.
 class File {
  public:
   virtual ~File() = default;
@@ -60,6 +68,12 @@ class File {
   /// Gives room back; the range reads as zeros.
   virtual IoStatus punch(std::int64_t offset, std::int64_t bytes) = 0;
   virtual std::int64_t size() = 0;  // -1: it cannot be told
+  /// Where bytes that may not be zero begin, at `offset` or behind it; size() or more: nowhere.
+  virtual std::int64_t next_data(std::int64_t offset) { return offset; }
+  /// There are ranges that nothing was ever written to.
+  virtual bool has_holes() { return false; }
+  /// Gives it that name instead of its own. `exists` where something has it: that stays as it is.
+  virtual IoStatus rename_new(const std::string& path) = 0;
   /// Reads may be answered from memory of the system's: they do not tell what the disk has.
   virtual bool cached() = 0;
 };
@@ -72,9 +86,10 @@ struct IoOp {
   File* file = nullptr;
   Kind kind = Kind::read;
   std::int64_t offset = 0;
-  std::vector<IoPiece> pieces;  // at most kMaxIoPieces; what is left of them while it is under way
-  IoBytes moved;                // out: by the last submit()
-  bool tried = false;           // a read that has failed once: unlike a sync it may be tried again
+  std::vector<IoPiece> pieces;            // at most kMaxIoPieces; what is left of them while it is under way
+  IoBytes moved;                          // out: by the last submit()
+  bool tried = false;                     // a read that has failed once: unlike a sync it may be tried again
+  std::shared_ptr<const void> held = {};  // of the queue: what keeps the file open while it is under way
 };
 
 inline constexpr std::size_t kMaxIoPieces = 1024;  // of Linux
@@ -90,10 +105,13 @@ class IoQueue {
   virtual IoOp& wait() = 0;
 };
 
-/// Held until destroyed; the system releases it when the process ends, however it ends.
+/// Held until destroyed; the system releases it when the process ends, however it ends. A forked child has no share in
+/// it: what it destroys there stays locked for its parent.
 class FileLock {
  public:
   virtual ~FileLock() = default;
+  /// False in a forked child of the process that took it.
+  virtual bool owned() const { return true; }
 };
 
 enum class OpenMode : std::uint8_t { read, read_write, create };  // create: fails where the file exists
@@ -106,26 +124,34 @@ struct Opened {
 
 struct Listing {
   IoStatus status;
-  std::vector<std::string> names;  // files, sorted
+  std::vector<std::string> names;  // of files and whatever else is there, sorted; at most kMaxListedNames
+  bool whole = true;               // false: there are more
 };
+inline constexpr std::size_t kMaxListedNames = std::size_t{1} << 19;
+using NameFilter = std::function<bool(std::string_view)>;
 
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
   /// Only the last part is made, for the owner alone (0700). One that exists is fine.
   virtual IoStatus make_directory(const std::string& path) = 0;
-  virtual Listing list(const std::string& directory) = 0;
+  /// Names that are `wanted`; all without a filter.
+  virtual Listing list(const std::string& directory, const NameFilter& wanted) = 0;
+  Listing list(const std::string& directory) { return list(directory, {}); }
+  /// Is it a regular file? Says nothing else about it, and does not follow a symbolic link. `not_a_file`: something
+  /// else.
+  virtual IoStatus look_at(const std::string& path) = 0;
   /// Makes creations, renames and unlinks in it durable.
   virtual IoStatus sync_directory(const std::string& directory) = 0;
-  /// For the owner alone (0600); never through a symbolic link.
+  /// For the owner alone (0600); never through a symbolic link. Regular files only, and it does not wait for anybody.
   virtual Opened<File> open(const std::string& path, OpenMode mode) = 0;
   /// For its files; one thread at a time uses it. `lock` stays held until everything that was submitted has ended, even
   /// where the process is killed before: what it had in flight must not meet the next holder's writes. Null: no lock.
   virtual std::unique_ptr<IoQueue> make_queue(int depth, FileLock* lock) = 0;
   virtual IoStatus rename(const std::string& from, const std::string& to) = 0;
   virtual IoStatus unlink(const std::string& path) = 0;
-  /// Against other processes and other holders in this one. Waits no longer than it takes what a killed process had in
-  /// flight to end.
+  /// Against other processes and other holders in this one: the file, which is made, and its directory, so that whoever
+  /// deletes the file lets nobody in. Waits no longer than it takes what a killed process had in flight to end.
   virtual Opened<FileLock> lock(const std::string& path) = 0;
   virtual std::int64_t now_ns() = 0;     // since 1970
   virtual std::uint64_t random64() = 0;  // not to be guessed

@@ -50,8 +50,8 @@ bool parse_segments(std::span<const std::byte> body, Checkpoint& checkpoint) {
                               {}};
     const std::uint64_t records = number(5);
     body = body.subspan(kSegmentBytes);
-    if (segment.end < kSegmentDataOffset || segment.end > segment.bytes || segment.end % kBlockBytes != 0 ||
-        records > body.size() / kCheckpointRecordBytes)
+    if (!is_segment_size(segment.bytes) || segment.end < kSegmentDataOffset || segment.end > segment.bytes ||
+        segment.end % kBlockBytes != 0 || records > body.size() / kCheckpointRecordBytes)
       return false;
     segment.records = body.first(records * kCheckpointRecordBytes);
     body = body.subspan(segment.records.size());
@@ -90,14 +90,23 @@ bool parse_checkpoint(std::span<const std::byte> file, std::uint64_t layout_id, 
   return digest128(body) == header->digest && parse_segments(body, checkpoint);
 }
 
-std::optional<Checkpoint> read_checkpoint(FileSystem& files, const std::string& directory, std::uint64_t layout_id) {
+std::int64_t max_checkpoint_bytes(std::int64_t segments, std::int64_t segment_bytes) {
+  return whole_blocks(kHeaderBytes + segments * kSegmentBytes + segment_bytes / kBlockBytes * kCheckpointRecordBytes);
+}
+
+std::optional<Checkpoint> read_checkpoint(FileSystem& files, const std::string& directory, std::uint64_t layout_id,
+                                          std::int64_t max_bytes) {
   const Opened<File> opened = files.open(directory + "/" + std::string(kCheckpointName), OpenMode::read);
   if (!opened.status.ok()) return std::nullopt;
   Checkpoint checkpoint;
   const std::span<std::byte> block = checkpoint.memory.get(kBlockBytes);
   if (!read_all(*opened.handle, 0, block).ok()) return std::nullopt;
   const std::optional<Header> header = parse_header_of(block, layout_id);
-  if (!header || header->body_bytes > static_cast<std::uint64_t>(opened.handle->size())) return std::nullopt;
+  // It was written whole: where it has holes it is none, and would take memory that nobody paid for.
+  const std::int64_t size = std::min(opened.handle->size(), max_bytes);
+  if (!header || size < kHeaderBytes || header->body_bytes > static_cast<std::uint64_t>(size - kHeaderBytes) ||
+      opened.handle->has_holes())
+    return std::nullopt;
   const std::span<std::byte> all =
       checkpoint.memory.get(whole_blocks(kHeaderBytes + static_cast<std::int64_t>(header->body_bytes)));
   if (!read_all(*opened.handle, 0, all).ok() || !parse_checkpoint(all, layout_id, checkpoint)) return std::nullopt;
@@ -151,6 +160,7 @@ IoStatus CheckpointWriter::write(FileSystem& files, const std::string& directory
 
   const std::string path = directory + "/" + std::string(kCheckpointName),
                     unfinished = path + std::string(kUnfinishedSuffix);
+  if (const IoStatus there = files.look_at(unfinished); there.code == IoCode::not_a_file) return there;
   (void)files.unlink(unfinished);  // of an attempt that failed
   Opened<File> opened = files.open(unfinished, OpenMode::create);
   if (!opened.status.ok()) return opened.status;

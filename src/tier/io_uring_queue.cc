@@ -6,6 +6,7 @@
 #include <liburing.h>
 
 #include <deque>
+#include <vector>
 
 #include "tier/posix_file.h"
 
@@ -19,11 +20,19 @@ class IoUringQueue : public IoQueue {
     there_ = true;
     // A process that is killed is gone before its transfers are. The ring stays until the last of them has ended, and
     // with it the files that it has a share in: so nobody gets the lock before.
-    const int fd = lock != nullptr ? static_cast<const PosixLock&>(*lock).fd() : -1;
-    usable_ = lock == nullptr || io_uring_register_files(&ring_, &fd, 1) == 0;
+    std::vector<int> shared;
+    if (lock != nullptr)
+      for (const Descriptor& fd : static_cast<const PosixLock&>(*lock).fds())
+        if (fd.valid()) shared.push_back(fd.get());
+    usable_ =
+        shared.empty() || io_uring_register_files(&ring_, shared.data(), static_cast<unsigned>(shared.size())) == 0;
   }
   ~IoUringQueue() override {
-    if (there_) io_uring_queue_exit(&ring_);
+    if (!there_) return;
+    if (owner_ == ::getpid())
+      io_uring_queue_exit(&ring_);
+    else  // a forked child has the ring's descriptor, but not its memory
+      ::close(ring_.ring_fd);
   }
   IoUringQueue(const IoUringQueue&) = delete;
   IoUringQueue& operator=(const IoUringQueue&) = delete;
@@ -32,9 +41,15 @@ class IoUringQueue : public IoQueue {
   int depth() const override { return depth_; }
 
   void submit(IoOp& op) override {
+    PosixFile& file = static_cast<PosixFile&>(*op.file);
+    OpenFiles::Shared descriptor = file.use().second;
+    if (!descriptor) return move_now(op);
     io_uring_sqe* entry = io_uring_get_sqe(&ring_);
     if (entry == nullptr) return move_now(op);
-    const int fd = static_cast<const PosixFile&>(*op.file).fd();
+    const int fd = descriptor->get();
+    op.held = std::move(descriptor);
+    if (op.kind == IoOp::Kind::write) file.count_write();
+    if (op.kind == IoOp::Kind::sync) file.begin_sync();
     const auto count = static_cast<unsigned>(op.pieces.size());
     const auto offset = static_cast<std::uint64_t>(op.offset);
     switch (op.kind) {
@@ -65,6 +80,10 @@ class IoUringQueue : public IoQueue {
       const int result = completion->res;
       io_uring_cqe_seen(&ring_, completion);
       if (op == nullptr) continue;
+      PosixFile& file = static_cast<PosixFile&>(*op->file);
+      if (op->kind == IoOp::Kind::write) file.count_write();
+      if (op->kind == IoOp::Kind::sync) file.end_sync();
+      op->held.reset();
       // Refused, not failed: the plain calls know what to do about it. A sync is never done again.
       const bool refused = result == -EINVAL || result == -EAGAIN || result == -EINTR || result == -EOPNOTSUPP;
       if (refused && op->kind != IoOp::Kind::sync)
@@ -77,11 +96,13 @@ class IoUringQueue : public IoQueue {
 
  private:
   void move_now(IoOp& op) {
+    op.held.reset();
     move_plainly(op);
     done_.push_back(&op);
   }
 
   int depth_;
+  const pid_t owner_ = ::getpid();
   io_uring ring_{};
   bool there_ = false, usable_ = false;
   std::deque<IoOp*> done_;  // past the ring

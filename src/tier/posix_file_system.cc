@@ -2,12 +2,14 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <filesystem>
 #include <random>
 #include <thread>
 #include <utility>
@@ -25,15 +27,40 @@ IoStatus status_of(int error) {
     case EOPNOTSUPP:
     case ENOSYS: return {IoCode::unsupported, error};
     case EWOULDBLOCK: return {IoCode::in_use, error};
+    case EEXIST: return {IoCode::exists, error};
+    case EISDIR:
+    case ELOOP:
+    case ENXIO: return {IoCode::not_a_file, error};
     default: return {IoCode::failed, error};
   }
 }
 
 namespace {
 
-IoStatus checked(long result) { return status_of(result < 0 ? errno : 0); }
-
 constexpr std::chrono::milliseconds kLockStep{5};
+constexpr int kOpenFlags = O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;  // no pipe or terminal keeps us
+
+// Descriptors of files that stay open; the process has others to open.
+constexpr std::size_t kMinOpenFiles = 2, kMaxOpenFiles = 256;
+constexpr rlim_t kOpenFilesShare = 4;  // at most one in so many of RLIMIT_NOFILE
+
+std::size_t open_files_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kMaxOpenFiles;
+  return static_cast<std::size_t>(std::clamp<rlim_t>(limit.rlim_cur / kOpenFilesShare, kMinOpenFiles, kMaxOpenFiles));
+}
+
+IoStatus lock_now(int fd) {
+  return checked(uninterrupted([&] { return ::flock(fd, LOCK_EX | LOCK_NB); }));
+}
+
+/// Is it what that path leads to?
+bool is_at(const Descriptor& fd, const std::string& path) {
+  struct stat info {
+  }, there{};
+  return ::fstat(fd.get(), &info) == 0 && ::lstat(path.c_str(), &there) == 0 && info.st_dev == there.st_dev &&
+         info.st_ino == there.st_ino;
+}
 
 class PosixFileSystem : public FileSystem {
  public:
@@ -44,14 +71,19 @@ class PosixFileSystem : public FileSystem {
     return status.error == EEXIST ? IoStatus{} : status;
   }
 
-  Listing list(const std::string& directory) override {
+  Listing list(const std::string& directory, const NameFilter& wanted) override {
     Listing listing;
-    const std::unique_ptr<DIR, int (*)(DIR*)> stream(::opendir(directory.c_str()), ::closedir);
+    Descriptor fd = open_files_->open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const std::unique_ptr<DIR, int (*)(DIR*)> stream(fd.valid() ? ::fdopendir(fd.get()) : nullptr, ::closedir);
     if (stream == nullptr) return {status_of(errno), {}};
+    fd.release();
     errno = 0;
     while (const dirent* entry = ::readdir(stream.get())) {
-      const std::string name = entry->d_name;
-      if (name != "." && name != "..") listing.names.push_back(name);
+      const std::string_view name = entry->d_name;
+      if (name == "." || name == ".." || (wanted && !wanted(name))) continue;
+      listing.whole = listing.names.size() < kMaxListedNames;
+      if (!listing.whole) break;
+      listing.names.emplace_back(name);
     }
     listing.status = status_of(errno);
     std::sort(listing.names.begin(), listing.names.end());
@@ -59,19 +91,29 @@ class PosixFileSystem : public FileSystem {
   }
 
   IoStatus sync_directory(const std::string& directory) override {
-    const Descriptor fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    const Descriptor fd = open_files_->open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     return checked(fd.valid() ? ::fsync(fd.get()) : -1);
   }
 
+  IoStatus look_at(const std::string& path) override {
+    struct stat info {};
+    return ::lstat(path.c_str(), &info) == 0 ? kind_of(info) : status_of(errno);
+  }
+
   Opened<File> open(const std::string& path, OpenMode mode) override {
-    const int flags = O_NOFOLLOW | O_CLOEXEC | (mode == OpenMode::read ? O_RDONLY : O_RDWR) |
-                      (mode == OpenMode::create ? O_CREAT | O_EXCL : 0);
-    int fd = uninterrupted([&] { return ::open(path.c_str(), flags | (options_.direct ? O_DIRECT : 0), 0600); });
-    // Without O_DIRECT; a file that the refused call has made is there already.
-    if (fd < 0 && errno == EINVAL && options_.direct)
-      fd = uninterrupted([&] { return ::open(path.c_str(), flags & ~O_EXCL, 0600); });
-    if (fd < 0) return {status_of(errno), nullptr};
-    return {{}, std::make_unique<PosixFile>(Descriptor(fd))};
+    const int flags = kOpenFlags | (mode == OpenMode::read ? O_RDONLY : O_RDWR);
+    const int make = mode == OpenMode::create ? O_CREAT | O_EXCL : 0;
+    bool direct = options_.direct;
+    Descriptor fd = open_files_->open(path, flags | make | (direct ? O_DIRECT : 0));
+    if (!fd.valid() && errno == EINVAL && direct) {
+      direct = false;
+      fd = open_files_->open(path, flags | (make & ~O_EXCL));  // a file that the refused call has made is there already
+    }
+    RegularFile opened = as_regular(std::move(fd), direct);
+    if (!opened.status.ok()) return {opened.status, nullptr};
+    return {{},
+            std::make_unique<PosixFile>(open_files_, PosixFile::Origin{path, flags, direct, opened.identity},
+                                        std::move(opened.fd))};
   }
 
   std::unique_ptr<IoQueue> make_queue(int depth, FileLock* lock) override {
@@ -86,14 +128,12 @@ class PosixFileSystem : public FileSystem {
   IoStatus unlink(const std::string& path) override { return checked(::unlink(path.c_str())); }
 
   Opened<FileLock> lock(const std::string& path) override {
-    Descriptor fd(uninterrupted([&] { return ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600); }));
-    if (!fd.valid()) return {status_of(errno), nullptr};
     const auto deadline = std::chrono::steady_clock::now() + options_.lock_wait;
-    while (uninterrupted([&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) != 0) {
-      if (errno != EWOULDBLOCK || std::chrono::steady_clock::now() >= deadline) return {status_of(errno), nullptr};
+    for (;;) {
+      Opened<FileLock> locked = try_lock(path);
+      if (locked.status.code != IoCode::in_use || std::chrono::steady_clock::now() >= deadline) return locked;
       std::this_thread::sleep_for(kLockStep);
     }
-    return {{}, std::make_unique<PosixLock>(std::move(fd))};
   }
 
   std::int64_t now_ns() override {
@@ -109,55 +149,39 @@ class PosixFileSystem : public FileSystem {
   }
 
  private:
+  /// The directory first: its lock holds whatever becomes of the file. The file keeps older builds away, and everybody
+  /// where directories cannot be locked.
+  Opened<FileLock> try_lock(const std::string& path) {
+    const std::string parent = std::filesystem::path(path).parent_path().string();
+    const std::string directory = parent.empty() ? "." : parent;
+    Descriptor folder = open_files_->open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (!folder.valid()) return {status_of(errno), nullptr};
+    if (const IoStatus status = lock_now(folder.get()); status.code == IoCode::in_use)
+      return {status, nullptr};
+    else if (!status.ok())
+      folder = Descriptor();
+    RegularFile file = as_regular(open_files_->open(path, O_RDWR | O_CREAT | kOpenFlags), false);
+    if (file.status.ok()) file.status = lock_now(file.fd.get());
+    if (!file.status.ok() && !(file.status.code == IoCode::not_a_file && folder.valid())) return {file.status, nullptr};
+    // Whoever comes next has to meet these two, not others that took their names meanwhile.
+    const bool stays =
+        (!file.fd.valid() || is_at(file.fd, path)) && (!folder.valid() || is_at(folder, directory + "/."));
+    if (!stays) return {status_of(EWOULDBLOCK), nullptr};
+    return {{}, std::make_unique<PosixLock>(std::array{std::move(file.fd), std::move(folder)})};
+  }
+
   PosixOptions options_;
+  std::shared_ptr<OpenFiles> open_files_ = std::make_shared<OpenFiles>(open_files_limit());
 };
 
 }  // namespace
 
-// Before the descriptor is closed: a queue has a share in the file.
+// Before the descriptors are closed: a queue has a share in the files. A forked child has one, too, and only closes its
+// own.
 PosixLock::~PosixLock() {
-  if (fd_.valid()) (void)::flock(fd(), LOCK_UN);
-}
-
-IoBytes PosixFile::readv(std::int64_t offset, std::span<const IoPiece> to) {
-  return moved([&] { return ::preadv(fd(), as_iovec(to), static_cast<int>(to.size()), offset); });
-}
-
-IoBytes PosixFile::writev(std::int64_t offset, std::span<const IoPiece> from) {
-  return moved([&] { return ::pwritev(fd(), as_iovec(from), static_cast<int>(from.size()), offset); });
-}
-
-IoStatus PosixFile::fdatasync() { return checked(::fdatasync(fd())); }
-
-IoStatus PosixFile::fallocate(std::int64_t bytes) {
-  const IoStatus status = checked(uninterrupted([&] { return ::fallocate(fd(), 0, 0, bytes); }));
-  return status.code != IoCode::unsupported ? status : checked(uninterrupted([&] { return ::ftruncate(fd(), bytes); }));
-}
-
-IoStatus PosixFile::punch(std::int64_t offset, std::int64_t bytes) {
-  return checked(
-      uninterrupted([&] { return ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes); }));
-}
-
-std::int64_t PosixFile::size() {
-  struct stat info {};
-  return ::fstat(fd(), &info) == 0 ? info.st_size : -1;
-}
-
-bool PosixFile::cached() { return (::fcntl(fd(), F_GETFL) & O_DIRECT) == 0; }
-
-// Some file systems take O_DIRECT when a file is opened and refuse the first transfer.
-template <class Call>
-IoBytes PosixFile::moved(Call&& call) {
-  ssize_t bytes = uninterrupted(call);
-  if (bytes < 0 && errno == EINVAL) {
-    const int flags = ::fcntl(fd(), F_GETFL);
-    if (flags >= 0 && (flags & O_DIRECT) != 0 && ::fcntl(fd(), F_SETFL, flags & ~O_DIRECT) == 0)
-      bytes = uninterrupted(call);
-    else
-      errno = EINVAL;
-  }
-  return {checked(bytes), std::max<std::int64_t>(bytes, 0)};
+  if (!owned()) return;
+  for (const Descriptor& fd : fds_)
+    if (fd.valid()) (void)::flock(fd.get(), LOCK_UN);
 }
 
 std::unique_ptr<FileSystem> make_posix_file_system(const PosixOptions& options) {

@@ -16,11 +16,10 @@ namespace {
 
 constexpr char kMagic[] = {'K', 'V', '4', 'S', 'E', 'G', '\r', '\n'};
 constexpr int kVersionAt = 8, kIdAt = 16, kNonceAt = 24, kLayoutAt = 32, kBytesAt = 40, kCreatedAt = 48, kDigestAt = 56;
-constexpr std::string_view kNamePrefix = "segment-", kNameSuffix = ".kv4";
+constexpr std::string_view kNameSuffix = ".kv4";
 constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once where the next record may be near
 constexpr std::int64_t kWriteAgainBytes = 1 << 20;       // at once, of neighbours
 constexpr std::int64_t kHugePageBytes = 2 << 20;
-constexpr std::int64_t kMaxSegmentBytes = std::int64_t{1} << 40;
 
 bool is_zero(std::span<const std::byte> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
@@ -55,35 +54,37 @@ ParsedSegmentHeader parse_segment_header(std::span<const std::byte> block, std::
     parsed.refusal = SegmentRefusal::other_version;
     return parsed;
   }
-  const auto bytes = load_le<std::uint64_t>(at + kBytesAt);
-  if (load_le<std::uint64_t>(at + kDigestAt) != digest64(block.first(kDigestAt)) ||
-      load_le<std::uint64_t>(at + kIdAt) != id || bytes > static_cast<std::uint64_t>(kMaxSegmentBytes))
+  const auto bytes = static_cast<std::int64_t>(load_le<std::uint64_t>(at + kBytesAt));
+  if (load_le<std::uint64_t>(at + kDigestAt) != digest64(block.first(kDigestAt)) || !is_segment_size(bytes))
     return parsed;
+  if (load_le<std::uint64_t>(at + kIdAt) != id) {
+    parsed.refusal = SegmentRefusal::other_id;
+    return parsed;
+  }
   parsed.refusal = SegmentRefusal::none;
   parsed.header = {parsed.version,
                    id,
                    load_le<std::uint64_t>(at + kNonceAt),
                    load_le<std::uint64_t>(at + kLayoutAt),
-                   static_cast<std::int64_t>(bytes),
+                   bytes,
                    static_cast<std::int64_t>(load_le<std::uint64_t>(at + kCreatedAt))};
   return parsed;
 }
 
 OpenedSegment refused(SegmentRefusal refusal, IoStatus status = {}, std::uint32_t version = kSegmentVersion) {
-  return {refusal, status, version, nullptr};
+  return {refusal, status, version, nullptr, 0};
 }
 
 }  // namespace
 
-std::string segment_name(std::uint64_t id) { return fmt::format("{}{:016x}{}", kNamePrefix, id, kNameSuffix); }
+std::string segment_name(std::uint64_t id) { return fmt::format("{}{:016x}{}", kSegmentPrefix, id, kNameSuffix); }
 
 std::optional<std::uint64_t> parse_segment_name(std::string_view name) {
-  if (!name.starts_with(kNamePrefix) || !name.ends_with(kNameSuffix)) return std::nullopt;
-  name.remove_prefix(kNamePrefix.size());
-  name.remove_suffix(kNameSuffix.size());
+  if (!name.starts_with(kSegmentPrefix)) return std::nullopt;
+  const std::string_view digits = name.substr(kSegmentPrefix.size());
   std::uint64_t id = 0;
-  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), id, 16);
-  if (error != std::errc{} || end != name.data() + name.size() || name.size() != 16) return std::nullopt;
+  (void)std::from_chars(digits.data(), digits.data() + digits.size(), id, 16);
+  if (name != segment_name(id)) return std::nullopt;
   return id;
 }
 
@@ -102,6 +103,20 @@ std::span<std::byte> BlockBuffer::get(std::int64_t bytes) {
   return {memory_.get(), static_cast<std::size_t>(bytes)};
 }
 
+std::string describe(const OpenedSegment& opened) {
+  switch (opened.refusal) {
+    case SegmentRefusal::none: return "";
+    case SegmentRefusal::unreadable: return fmt::format("cannot be read: {}", to_string(opened.status));
+    case SegmentRefusal::not_a_file: return to_string(opened.status);
+    case SegmentRefusal::damaged: return "both copies of its header are damaged";
+    case SegmentRefusal::other_id: return "it is a copy of a segment of another name";
+    case SegmentRefusal::other_version:
+      return fmt::format("format version {}, this build reads {} and {}", opened.version, kSegmentVersionV1Records,
+                         kSegmentVersion);
+  }
+  return "";
+}
+
 OpenedSegment SegmentFile::create(FileSystem& files, const std::string& directory, const SegmentHeader& header) {
   const std::string path = directory + "/" + segment_name(header.id),
                     unfinished = path + std::string(kUnfinishedSuffix);
@@ -114,7 +129,7 @@ OpenedSegment SegmentFile::create(FileSystem& files, const std::string& director
   IoStatus status = opened.handle->fallocate(header.bytes);
   if (status.ok()) status = write_all(*opened.handle, 0, blocks);
   if (status.ok()) status = opened.handle->fdatasync();
-  if (status.ok()) status = files.rename(unfinished, path);
+  if (status.ok()) status = opened.handle->rename_new(path);
   if (!status.ok()) {
     (void)files.unlink(unfinished);  // what stays behind is removed when the store is opened
     return refused(SegmentRefusal::unreadable, status);
@@ -122,22 +137,28 @@ OpenedSegment SegmentFile::create(FileSystem& files, const std::string& director
   return {SegmentRefusal::none,
           {},
           kSegmentVersion,
-          std::unique_ptr<SegmentFile>(new SegmentFile(std::move(opened.handle), header))};
+          std::unique_ptr<SegmentFile>(new SegmentFile(std::move(opened.handle), header)),
+          header.bytes};
 }
 
 OpenedSegment SegmentFile::open(FileSystem& files, const std::string& directory, std::uint64_t id, OpenMode mode) {
   const std::string path = directory + "/" + segment_name(id);
   Opened<File> opened = files.open(path, mode);
+  if (opened.status.code == IoCode::not_a_file) return refused(SegmentRefusal::not_a_file, opened.status);
   if (!opened.status.ok()) opened = files.open(path, mode);
   if (!opened.status.ok()) return refused(SegmentRefusal::unreadable, opened.status);
 
   BlockBuffer buffer;
   const std::span<std::byte> block = buffer.get(kBlockBytes);
-  OpenedSegment answer = refused(SegmentRefusal::unreadable);
+  const std::int64_t size = std::min(opened.handle->size(), kMaxSegmentBytes);
+  if (size < 0) return refused(SegmentRefusal::unreadable, {IoCode::failed, 0});
+  OpenedSegment answer = refused(SegmentRefusal::damaged);
+  IoStatus unread;
   for (int attempt = 0; attempt < 4; ++attempt) {  // both copies, each twice
-    const IoStatus status = read_all(*opened.handle, attempt % 2 * kBlockBytes, block);
-    if (!status.ok()) {
-      answer.status = status;
+    const std::int64_t offset = attempt % 2 * kBlockBytes;
+    if (offset + kBlockBytes > size) continue;
+    if (const IoStatus status = read_all(*opened.handle, offset, block); !status.ok()) {
+      unread = status;
       continue;
     }
     const ParsedSegmentHeader parsed = parse_segment_header(block, id);
@@ -145,9 +166,12 @@ OpenedSegment SegmentFile::open(FileSystem& files, const std::string& directory,
       return {SegmentRefusal::none,
               {},
               kSegmentVersion,
-              std::unique_ptr<SegmentFile>(new SegmentFile(std::move(opened.handle), parsed.header))};
+              std::unique_ptr<SegmentFile>(new SegmentFile(std::move(opened.handle), parsed.header)),
+              std::min(size, parsed.header.bytes)};
     if (answer.refusal != SegmentRefusal::other_version) answer = refused(parsed.refusal, {}, parsed.version);
   }
+  if (!unread.ok() && answer.refusal == SegmentRefusal::damaged) return refused(SegmentRefusal::unreadable, unread);
+  answer.bytes = size;
   return answer;
 }
 
@@ -169,20 +193,30 @@ ParsedHeader SegmentFile::parse_at(std::int64_t offset, std::span<const std::byt
 SegmentContents SegmentFile::scan(BlockBuffer& buffer, std::int64_t from) {
   SegmentContents found;
   found.end = from;
-  const std::int64_t limit = std::min(file_->size(), header_.bytes);
+  const std::int64_t size = file_->size();
+  if (size < 0) found.unopened = {IoCode::unopened, 0};
+  const std::int64_t limit = std::min(size, header_.bytes);
   std::span<std::byte> chunk;
   std::int64_t chunk_offset = 0;
   bool many = false;  // the next header is near: the last block was no record, or a small one
 
   for (std::int64_t offset = from; offset + kBlockBytes <= limit;) {
     if (offset < chunk_offset || offset >= chunk_offset + static_cast<std::int64_t>(chunk.size())) {
+      // A hole is zeros, and may be as long as a file can be.
+      offset = std::max(offset, file_->next_data(offset) / kBlockBytes * kBlockBytes);
+      if (offset > limit - kBlockBytes) break;
       const std::int64_t blocks = (limit - offset) / kBlockBytes;
       chunk = buffer.get(many ? std::min(kSearchBytes, blocks * kBlockBytes) : kBlockBytes);
       chunk_offset = offset;
       // Where many blocks cannot be read, one by one: those that cannot, count as damaged.
       if (!read_all(*file_, offset, chunk).ok()) {
         chunk = chunk.first(kBlockBytes);
-        if (!read_all(*file_, offset, chunk).ok()) {
+        const IoStatus status = read_all(*file_, offset, chunk);
+        if (status.code == IoCode::unopened) {
+          found.unopened = status;
+          return found;
+        }
+        if (!status.ok()) {
           std::fill(chunk.begin(), chunk.end(), std::byte{0xff});
           found.whole = false;
         }

@@ -28,6 +28,11 @@ namespace kv4::tier {
 
 inline constexpr std::uint32_t kSegmentVersion = 3, kSegmentVersionV1Records = 2;
 inline constexpr std::int64_t kSegmentDataOffset = 2 * kBlockBytes;
+inline constexpr std::int64_t kMinSegmentBytes = 64 << 10;
+inline constexpr std::int64_t kMaxSegmentBytes = std::int64_t{1} << 40;
+constexpr bool is_segment_size(std::int64_t bytes) {
+  return bytes >= kMinSegmentBytes && bytes <= kMaxSegmentBytes && bytes % kBlockBytes == 0;
+}
 
 struct SegmentHeader {
   std::uint32_t version = kSegmentVersion;
@@ -40,6 +45,8 @@ struct SegmentHeader {
 
 /// "segment-0000000000000001.kv4"
 std::string segment_name(std::uint64_t id);
+inline constexpr std::string_view kSegmentPrefix = "segment-";
+/// Of a name exactly as segment_name() gives it: no id has two.
 std::optional<std::uint64_t> parse_segment_name(std::string_view name);
 /// Of a segment that is being made; one that is found was never finished.
 inline constexpr std::string_view kUnfinishedSuffix = ".new";
@@ -74,6 +81,7 @@ struct SegmentContents {
   std::vector<Gap> gaps;
   std::int64_t end = kSegmentDataOffset;  // of the last record
   bool whole = true;                      // every block could be read
+  IoStatus unopened;                      // not ok: the file could not be opened again, and nothing is known of it
 };
 
 /// `header` counts only where `refusal` is none; then `payload` lies in the memory that was given.
@@ -84,7 +92,14 @@ struct ReadRecord {
   std::span<const std::byte> payload;
 };
 
-enum class SegmentRefusal : std::uint8_t { none, unreadable, damaged, other_version };
+enum class SegmentRefusal : std::uint8_t {
+  none,
+  unreadable,  // it cannot be opened or read, and may hold everything that it ever did
+  damaged,     // read, and neither copy of the header is one
+  not_a_file,  // but a directory, a pipe, a link
+  other_id,    // sound, but of another name: a copy
+  other_version
+};
 
 class SegmentFile;
 
@@ -93,11 +108,15 @@ struct OpenedSegment {
   IoStatus status;
   std::uint32_t version = 0;  // where that is the reason
   std::unique_ptr<SegmentFile> file;
+  std::int64_t bytes = 0;  // that it takes, no more than its header says
 };
+/// Why it is refused, in words.
+std::string describe(const OpenedSegment& opened);
 
 class SegmentFile {
  public:
-  /// Whole, under its name, but not yet durable: that takes sync() and a sync of the directory.
+  /// Whole, under its name, but not yet durable: that takes sync() and a sync of the directory. Status `exists` where
+  /// something has that name, or its name while it is unfinished.
   static OpenedSegment create(FileSystem& files, const std::string& directory, const SegmentHeader& header);
   static OpenedSegment open(FileSystem& files, const std::string& directory, std::uint64_t id, OpenMode mode);
 

@@ -2,24 +2,15 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <utility>
 
 #include "base/check.h"
+#include "tier/index_checkpoint.h"
 
 namespace kv4::tier {
 namespace {
-
-std::string describe(const OpenedSegment& opened) {
-  switch (opened.refusal) {
-    case SegmentRefusal::none: return "";
-    case SegmentRefusal::unreadable: return fmt::format("cannot be read: {}", to_string(opened.status));
-    case SegmentRefusal::damaged: return "both copies of its header are damaged";
-    case SegmentRefusal::other_version:
-      return fmt::format("format version {}, this build reads {}", opened.version, kSegmentVersion);
-  }
-  return "";
-}
 
 using Ids = std::set<std::pair<std::uint64_t, Key>>;
 
@@ -54,6 +45,11 @@ std::int64_t StoreSurvey::damaged_segments() const {
                        [](const SegmentSurvey& s) { return s.refusal != SegmentRefusal::none; });
 }
 
+std::int64_t StoreSurvey::unreadable_segments() const {
+  return std::count_if(segments.begin(), segments.end(),
+                       [](const SegmentSurvey& s) { return s.refusal == SegmentRefusal::unreadable; });
+}
+
 std::int64_t StoreSurvey::damaged_records() const {
   return std::accumulate(segments.begin(), segments.end(), std::int64_t{0}, [](std::int64_t sum, const auto& s) {
     return sum + static_cast<std::int64_t>(s.damaged.size());
@@ -67,25 +63,41 @@ std::int64_t StoreSurvey::gaps() const {
 }
 
 StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool read_payloads) {
-  const Listing listing = files.list(directory);
-  require(listing.status.ok(), ErrorCode::bad_file, "the store {} cannot be read: {}", directory,
-          to_string(listing.status));
-  const auto& names = listing.names;
-  const bool is_store = std::any_of(names.begin(), names.end(), [](const std::string& name) {
-    return name == "lock" || parse_segment_name(name).has_value();
-  });
-  require(is_store, ErrorCode::bad_file, "there is no store in {}: it has no segments", directory);
-  const Opened<FileLock> lock = files.lock(directory + "/lock");  // a store that cannot be written can be surveyed
+  StoreNames names = list_store(files, directory);
+  require(names.lock || !names.segments.empty() || !names.unusable.empty(), ErrorCode::bad_file,
+          "there is no store in {}: it has no segments", directory);
+  const std::string lock_path = directory + "/" + std::string(kLockName);
+  const Opened<FileLock> lock = files.lock(lock_path);  // a store that cannot be written can be surveyed
   require(lock.status.code != IoCode::in_use, ErrorCode::bad_state,
           "the store {} is in use by another process; a store has one user at a time", directory);
 
   StoreSurvey survey;
+  const auto set_aside = [&](std::string name, std::string reason) {
+    if (++survey.set_aside_files <= kMaxNamedFiles) survey.set_aside.push_back({std::move(name), std::move(reason)});
+  };
+  const auto is_file = [&](const std::string& name) {
+    const IoStatus status = files.look_at(directory + "/" + name);
+    if (status.code == IoCode::not_a_file) set_aside(name, to_string(status));
+    return status.code != IoCode::not_a_file;
+  };
+  for (SetAsideFile& file : names.unusable) set_aside(std::move(file.name), std::move(file.reason));
+  for (const std::string& name : names.unfinished) survey.unfinished_segments += is_file(name) ? 1 : 0;
+  if (names.lock) (void)is_file(std::string(kLockName));
+  if (names.checkpoint) (void)is_file(std::string(kCheckpointName));
   Ids ids;
-  for (const std::string& name : names) {
-    if (name.ends_with(kUnfinishedSuffix)) ++survey.unfinished_segments;
-    const std::optional<std::uint64_t> id = parse_segment_name(name);
-    if (!id) continue;
-    OpenedSegment opened = SegmentFile::open(files, directory, *id, OpenMode::read);
+  std::optional<std::uint64_t> last;
+  for (const std::uint64_t id : names.segments) {
+    const std::string name = segment_name(id);
+    if (!may_follow(last, id)) {
+      set_aside(name, "its id is far beyond those of other segments");
+      continue;
+    }
+    OpenedSegment opened = SegmentFile::open(files, directory, id, OpenMode::read);
+    if (opened.refusal == SegmentRefusal::none || opened.refusal == SegmentRefusal::unreadable) last = id;
+    if (opened.refusal == SegmentRefusal::other_id) {
+      set_aside(name, describe(opened));
+      continue;
+    }
     SegmentSurvey segment;
     if (opened.file) segment = survey_segment(*opened.file, read_payloads, ids);
     segment.name = name;

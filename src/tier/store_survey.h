@@ -7,6 +7,7 @@
 
 #include "tier/file_system.h"
 #include "tier/segment_file.h"
+#include "tier/store_names.h"
 
 namespace kv4::tier {
 
@@ -33,12 +34,16 @@ struct StoreSurvey {
   std::int64_t keys = 0, tenants = 0;    // different ones
   std::int64_t superseded_records = 0;   // an older record of a key
   std::int64_t unfinished_segments = 0;  // files that a crash left behind; they hold nothing
+  std::int64_t set_aside_files = 0;      // that no store has made, or which are no files: left alone
+  std::vector<SetAsideFile> set_aside;   // the first kMaxNamedFiles of them
 
-  std::int64_t damaged_segments() const;
+  std::int64_t damaged_segments() const;     // with those that cannot be read
+  std::int64_t unreadable_segments() const;  // of these: they may hold sound records
   std::int64_t damaged_records() const;
   std::int64_t gaps() const;
-  bool sound() const { return damaged_segments() + damaged_records() + gaps() == 0; }
+  bool sound() const { return damaged_segments() + damaged_records() + gaps() + set_aside_files == 0; }
 };
+inline constexpr std::int64_t kMaxNamedFiles = 1000;
 
 /// `read_payloads`: else headers only. Throws Error where there is no store, or another process has it.
 StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool read_payloads);

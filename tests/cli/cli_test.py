@@ -11,6 +11,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -712,6 +713,43 @@ def test_store_refused():
             flip(segment, copy + 9)
         assert "format version 1026" in kv4("store", "inspect", folder).stdout
         refused(["store", "gc", folder], "format version 1026", "reads 2")
+
+
+def test_store_attacked():
+    """Whatever has a store's names: commands come back, say what they set aside, and leave it as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_store(folder)
+        planted = ["segment-fffffffffffffffe.kv4", "segment-000000000000000A.kv4", "segment-0000000000000002.kv4", "index.kv4", "lock"]
+        for name in planted[:2]:
+            (Path(folder) / name).write_bytes(b"x" * 10000)
+        for name in planted[2:]:
+            os.mkfifo(Path(folder) / name)
+        for command in ("inspect", "verify", "gc"):
+            done = kv4("store", command, folder)
+            assert all(name in done.stdout for name in planted), done
+            found = json.loads(kv4("store", command, folder, "--json").stdout)
+            equal((found["keys"], found["set_aside_files"], found["damaged_segments"]), (2, 4, 1))
+        equal(sorted(path.name for path in Path(folder).iterdir()), sorted(planted + ["segment-0000000000000001.kv4"]))
+
+
+def test_store_bench_ended():
+    """A signal leaves nothing behind; what a kill leaves, the next one names and removes."""
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / "kv4_store_bench"
+        start = lambda: subprocess.Popen([KV4, "store", "bench", folder, "--rounds", "1000", "--total-bytes", "20000000"],
+                                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
+            bench = start()
+            while not (base.exists() and any(base.iterdir())) and bench.poll() is None:
+                time.sleep(0.01)
+            if number == signal.SIGKILL:
+                refused(["store", "bench", folder, "--total-bytes", "2000000"], "another 'kv4 store bench'")
+            bench.send_signal(number)
+            equal((bench.communicate(timeout=60), bench.returncode)[1], -number)
+            equal(base.exists(), number == signal.SIGKILL)
+        done = kv4("store", "bench", folder, "--record-bytes", "70000", "--total-bytes", "1000000", "--rounds", "1")
+        assert done.returncode == 0 and "an earlier bench was killed and left" in done.stderr, done
+        equal(list(Path(folder).iterdir()), [])
 
 
 def test_store_bench():

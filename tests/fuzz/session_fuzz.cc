@@ -38,6 +38,7 @@ class BytesFile : public tier::File {
   tier::IoStatus fallocate(std::int64_t) override { std::abort(); }
   tier::IoStatus punch(std::int64_t, std::int64_t) override { std::abort(); }
   std::int64_t size() override { return static_cast<std::int64_t>(bytes_.size()); }
+  tier::IoStatus rename_new(const std::string&) override { std::abort(); }
   bool cached() override { return false; }
 
  private:
@@ -48,7 +49,8 @@ class OneFile : public tier::FileSystem {
  public:
   explicit OneFile(std::span<const std::byte> bytes) : bytes_(bytes) {}
   tier::IoStatus make_directory(const std::string&) override { std::abort(); }
-  tier::Listing list(const std::string&) override { std::abort(); }
+  tier::Listing list(const std::string&, const tier::NameFilter&) override { std::abort(); }
+  tier::IoStatus look_at(const std::string&) override { std::abort(); }
   tier::IoStatus sync_directory(const std::string&) override { std::abort(); }
   tier::Opened<tier::File> open(const std::string&, tier::OpenMode mode) override {
     if (mode != tier::OpenMode::read) std::abort();

@@ -24,11 +24,13 @@ void store(std::vector<std::byte>& file, std::int64_t offset, const std::byte* f
 
 class SimulatedFile : public tier::File {
  public:
-  SimulatedFile(SimulatedDisk& disk, std::shared_ptr<SimulatedDisk::Inode> inode)
-      : disk_(disk), inode_(std::move(inode)), power_(disk.power_) {}
+  SimulatedFile(SimulatedDisk& disk, std::string path, std::shared_ptr<SimulatedDisk::Inode> inode)
+      : disk_(disk), path_(std::move(path)), inode_(std::move(inode)), power_(disk.power_) {}
 
   IoBytes readv(std::int64_t offset, std::span<const tier::IoPiece> to) override {
     const std::lock_guard lock(disk_.mutex_);
+    if (!refused().ok()) return {refused(), 0};
+    if (const int error = disk_.refused_[path_].read; error != 0) return {{IoCode::failed, error}, 0};
     std::vector<std::byte> bytes(total(to));
     const IoBytes read = pread(offset, bytes);
     auto at = bytes.begin();
@@ -41,6 +43,7 @@ class SimulatedFile : public tier::File {
 
   IoBytes writev(std::int64_t offset, std::span<const tier::IoPiece> from) override {
     const std::lock_guard lock(disk_.mutex_);
+    if (!refused().ok()) return {refused(), 0};
     std::vector<std::byte> bytes;
     bytes.reserve(total(from));
     for (const tier::IoPiece& piece : from) bytes.insert(bytes.end(), piece.data, piece.data + piece.bytes);
@@ -49,6 +52,7 @@ class SimulatedFile : public tier::File {
 
   IoStatus fdatasync() override {
     const std::lock_guard lock(disk_.mutex_);
+    if (!refused().ok()) return refused();
     if (fails()) {
       if (!alive()) return kFailed;
       disk_.keep_some(*inode_, disk_.below(101));
@@ -65,7 +69,10 @@ class SimulatedFile : public tier::File {
   IoStatus fallocate(std::int64_t bytes) override {
     const std::lock_guard lock(disk_.mutex_);
     if (fails()) return kFailed;
-    if (disk_.used_bytes() + bytes - size() > disk_.capacity_) return {IoCode::no_space, ENOSPC};
+    if (disk_.reserves_) {
+      if (disk_.used_bytes() + bytes - inode_->used_bytes > disk_.capacity_) return {IoCode::no_space, ENOSPC};
+      inode_->used_bytes = std::max(inode_->used_bytes, bytes);
+    }
     if (size() < bytes) inode_->seen.resize(static_cast<std::size_t>(bytes));
     return {};
   }
@@ -83,6 +90,14 @@ class SimulatedFile : public tier::File {
   }
 
   bool cached() override { return true; }
+
+  IoStatus rename_new(const std::string& path) override {
+    const std::lock_guard lock(disk_.mutex_);
+    if (disk_.has(path)) return {IoCode::exists, EEXIST};
+    const IoStatus status = disk_.rename(path_, path);
+    if (status.ok()) path_ = path;
+    return status;
+  }
 
  private:
   static std::size_t total(std::span<const tier::IoPiece> pieces) {
@@ -113,16 +128,22 @@ class SimulatedFile : public tier::File {
     if (failed) count = static_cast<std::int64_t>(disk_.below(from.size() / 512 + 1)) * 512;
     if (!failed && disk_.short_transfers_ && count > 512 && disk_.below(4) == 0)
       count = 512 * (1 + static_cast<std::int64_t>(disk_.below(from.size() / 512)));
-    const std::int64_t growth = std::max<std::int64_t>(0, offset + count - size());
-    if (!failed && disk_.used_bytes() + growth > disk_.capacity_) return {{IoCode::no_space, ENOSPC}, 0};
+    const std::int64_t growth = std::max<std::int64_t>(0, offset + count - inode_->used_bytes);
+    if (!failed && growth > 0 && disk_.used_bytes() + growth > disk_.capacity_) return {{IoCode::no_space, ENOSPC}, 0};
+    inode_->used_bytes += growth;
     disk_.write(*inode_, offset, std::vector<std::byte>(from.begin(), from.begin() + count));
     return {failed ? kFailed : IoStatus{}, failed ? 0 : count};
   }
 
+  IoStatus refused() {
+    const int error = disk_.refused_[path_].open_again;
+    return error != 0 ? IoStatus{IoCode::unopened, error} : IoStatus{};
+  }
   bool alive() const { return power_ == disk_.power_; }
   bool fails() { return disk_.next_call_fails() || !alive(); }
 
   SimulatedDisk& disk_;
+  std::string path_;
   std::shared_ptr<SimulatedDisk::Inode> inode_;
   std::shared_ptr<int> power_;
 };
@@ -193,6 +214,7 @@ void SimulatedDisk::crash() {
     if (below(2) == 0 && inode->on_disk.size() < inode->seen.size()) inode->on_disk.resize(inode->seen.size());
     inode->seen = inode->on_disk;
     inode->unsynced.clear();
+    inode->used_bytes = static_cast<std::int64_t>(inode->seen.size());
   }
   const std::uint64_t kept = kKept[below(5)];
   for (const NameChange& change : unsynced_names_)
@@ -223,6 +245,7 @@ void SimulatedDisk::damage(const std::string& path, std::int64_t offset, std::by
 void SimulatedDisk::replace(const std::string& path, std::vector<std::byte> bytes) {
   auto inode = std::make_shared<Inode>();
   inode->seen = inode->on_disk = std::move(bytes);
+  inode->used_bytes = static_cast<std::int64_t>(inode->seen.size());
   names_[path] = names_on_disk_[path] = inode;
 }
 
@@ -238,18 +261,26 @@ void SimulatedDisk::change(NameChange change) {
 
 std::int64_t SimulatedDisk::used_bytes() const {
   std::int64_t bytes = 0;
-  for (const auto& [path, inode] : names_) bytes += static_cast<std::int64_t>(inode->seen.size());
+  for (const auto& [path, inode] : names_) bytes += inode->used_bytes;
   return bytes;
 }
 
 IoStatus SimulatedDisk::make_directory(const std::string&) { return next_call_fails() ? kFailed : IoStatus{}; }
 
-tier::Listing SimulatedDisk::list(const std::string& directory) {
+IoStatus SimulatedDisk::look_at(const std::string& path) {
+  const std::lock_guard guard(mutex_);
+  return has(path) ? IoStatus{} : IoStatus{IoCode::not_found, ENOENT};
+}
+
+tier::Listing SimulatedDisk::list(const std::string& directory, const tier::NameFilter& wanted) {
   const std::lock_guard guard(mutex_);
   if (next_call_fails()) return {kFailed, {}};
   tier::Listing listing;
-  for (const auto& [path, inode] : names_)
-    if (path.starts_with(directory + "/")) listing.names.push_back(path.substr(directory.size() + 1));
+  for (const auto& [path, inode] : names_) {
+    if (!path.starts_with(directory + "/")) continue;
+    const std::string name = path.substr(directory.size() + 1);
+    if (!wanted || wanted(name)) listing.names.push_back(name);
+  }
   return listing;
 }
 
@@ -264,12 +295,13 @@ IoStatus SimulatedDisk::sync_directory(const std::string&) {
 tier::Opened<tier::File> SimulatedDisk::open(const std::string& path, tier::OpenMode mode) {
   const std::lock_guard guard(mutex_);
   if (next_call_fails()) return {kFailed, nullptr};
+  if (const int error = refused_[path].open; error != 0) return {{IoCode::failed, error}, nullptr};
   const auto found = names_.find(path);
   if ((mode == tier::OpenMode::create) == (found != names_.end()))
-    return {{found == names_.end() ? IoCode::not_found : IoCode::failed, found == names_.end() ? ENOENT : EEXIST},
+    return {{found == names_.end() ? IoCode::not_found : IoCode::exists, found == names_.end() ? ENOENT : EEXIST},
             nullptr};
   if (mode == tier::OpenMode::create) change({"", path, std::make_shared<Inode>()});
-  return {{}, std::make_unique<SimulatedFile>(*this, names_.at(path))};
+  return {{}, std::make_unique<SimulatedFile>(*this, path, names_.at(path))};
 }
 
 std::unique_ptr<tier::IoQueue> SimulatedDisk::make_queue(int depth, tier::FileLock*) {

@@ -45,11 +45,20 @@ class SimulatedDisk : public tier::FileSystem {
   bool has(const std::string& path) const { return names_.count(path) != 0; }
   std::vector<std::byte> contents(const std::string& path) const { return names_.at(path)->seen; }
   void replace(const std::string& path, std::vector<std::byte> bytes);
+  /// From now on that file cannot be opened, for this reason; 0: it can.
+  void refuse_open(const std::string& path, int error) { refused_[path].open = error; }
+  /// Reads of it fail, and all that is done to it fails as where it had been closed.
+  void refuse_read(const std::string& path, int error) { refused_[path].read = error; }
+  void refuse_open_again(const std::string& path, int error) { refused_[path].open_again = error; }
+  /// Else fallocate() makes a file longer without taking room: writes do.
+  void set_reserves(bool on) { reserves_ = on; }
   std::uint64_t below(std::uint64_t limit) { return random_() % limit; }
 
   // FileSystem
   tier::IoStatus make_directory(const std::string& path) override;
-  tier::Listing list(const std::string& directory) override;
+  using tier::FileSystem::list;
+  tier::Listing list(const std::string& directory, const tier::NameFilter& wanted) override;
+  tier::IoStatus look_at(const std::string& path) override;
   tier::IoStatus sync_directory(const std::string& directory) override;
   tier::Opened<tier::File> open(const std::string& path, tier::OpenMode mode) override;
   std::unique_ptr<tier::IoQueue> make_queue(int depth, tier::FileLock* lock) override;
@@ -69,6 +78,7 @@ class SimulatedDisk : public tier::FileSystem {
     std::vector<std::byte> bytes;
   };
   struct Inode {
+    std::int64_t used_bytes = 0;     // of the disk's room
     std::vector<std::byte> seen;     // what reads see
     std::vector<std::byte> on_disk;  // what a crash leaves
     std::vector<Write> unsynced;
@@ -93,9 +103,13 @@ class SimulatedDisk : public tier::FileSystem {
   std::vector<NameChange> unsynced_names_;
   std::shared_ptr<int> power_ = std::make_shared<int>(0);  // handles of before a crash hold another one
   std::weak_ptr<int> locked_;
+  struct Refusals {
+    int open = 0, read = 0, open_again = 0;
+  };
+  std::map<std::string, Refusals> refused_;
   std::int64_t calls_ = 0, fail_at_ = -1, die_at_ = -1, capacity_ = std::int64_t{1} << 40, clock_ns_ = 0;
   std::int64_t reads_until_flip_ = 5;
-  bool fail_all_ = false, short_transfers_ = false, flips_on_the_way_ = false;
+  bool fail_all_ = false, short_transfers_ = false, flips_on_the_way_ = false, reserves_ = true;
 };
 
 }  // namespace kv4::test

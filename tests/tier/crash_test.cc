@@ -195,6 +195,7 @@ class CrashRun {
       requests.push_back({id_of(keys[i]), payloads[i]});
     }
     store_->put(requests);
+    small_ = small_ || store_->stats().evicted_records > 0;  // the disk was full before the store was
     for (std::size_t i = 0; i < count; ++i) {
       ASSERT_TRUE(requests[i].status == PutStatus::stored || may_miss())
           << "put: " << static_cast<int>(requests[i].status);

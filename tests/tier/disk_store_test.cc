@@ -155,16 +155,131 @@ TEST_F(TierDiskStore, OldestSegmentMakesRoom) {
   EXPECT_EQ(store->stats().records, stats.records);
 }
 
-TEST_F(TierDiskStore, FullDiskIsAValueAndPasses) {
+// The disk is smaller than the store's capacity: the oldest segments make room, and the newest records are there.
+TEST_F(TierDiskStore, FullDiskEvictsTheOldest) {
   disk.set_capacity(3 * kSegment);
-  std::uint64_t stored = 0;
-  while (put(*store, record_id(stored), random_bytes(stored, 10000)) == PutStatus::stored) ++stored;
-  EXPECT_EQ(put(*store, record_id(stored), random_bytes(stored, 10000)), PutStatus::no_space);
-  EXPECT_GT(stored, 5u);
+  int evictions = 0;
+  set_log_sink([&](const LogRecord& record) { evictions += record.event == "store.disk_full" ? 1 : 0; });
+  for (std::uint64_t i = 0; i < 100; ++i) {
+    ASSERT_EQ(put(*store, record_id(i), random_bytes(i, 10000)), PutStatus::stored) << i;
+    expect(i, random_bytes(i, 10000));
+  }
+  set_log_sink({});
+  EXPECT_GT(evictions, 10);
+  const tier::StoreStats stats = store->stats();
+  EXPECT_EQ(stats.records + stats.evicted_records, 100);
   ASSERT_TRUE(store->flush());
+  reopen();
+  EXPECT_EQ(store->stats().records, stats.records);
+  for (std::uint64_t i = 100 - static_cast<std::uint64_t>(stats.records); i < 100; ++i)
+    expect(i, random_bytes(i, 10000));
+}
+
+// As where a file system cannot reserve room: the write itself finds the disk full.
+TEST_F(TierDiskStore, FullDiskInTheMiddleOfABatchEvicts) {
+  disk.set_reserves(false);
+  disk.set_capacity(3 * kSegment);
+  for (std::uint64_t round = 0; round < 20; ++round) {
+    std::vector<std::vector<std::byte>> payloads;
+    std::vector<tier::PutRequest> requests;
+    for (std::uint64_t i = 0; i < 4; ++i) payloads.push_back(random_bytes(round * 4 + i, 9000));
+    for (std::uint64_t i = 0; i < 4; ++i) requests.push_back({record_id(i % 3), payloads[i]});  // one key twice
+    store->put(requests);
+    for (std::uint64_t i = 1; i < 4; ++i) {
+      ASSERT_EQ(requests[i].status, PutStatus::stored) << round << ", " << i;
+      expect(i % 3, payloads[i]);
+    }
+  }
+  ASSERT_TRUE(store->flush());
+}
+
+TEST_F(TierDiskStore, DiskThatStaysFullIsAValueAndLosesLittle) {
+  for (std::uint64_t i = 0; i < 40; ++i) put(*store, record_id(i), random_bytes(i, 10000));
+  ASSERT_TRUE(store->flush());
+  const std::int64_t before = store->stats().segments;
+  disk.set_capacity(0);
+  int refused = 0;
+  for (std::uint64_t i = 100; refused == 0 && i < 110; ++i)
+    refused += put(*store, record_id(i), random_bytes(i, 10000)) == PutStatus::no_space ? 1 : 0;
+  EXPECT_EQ(refused, 1);
+  EXPECT_GE(store->stats().segments, before - 2);
   disk.set_capacity(1 << 30);
-  ASSERT_EQ(put(*store, record_id(stored), random_bytes(stored, 10000)), PutStatus::stored);
-  for (std::uint64_t i = 0; i <= stored; ++i) expect(i, random_bytes(i, 10000));
+  ASSERT_EQ(put(*store, record_id(200), random_bytes(200, 10000)), PutStatus::stored);
+  ASSERT_TRUE(store->flush());
+}
+
+TEST_F(TierDiskStore, UnopenedSegmentIsLeftAloneAndCountsLater) {
+  for (std::uint64_t i = 0; i < 12; ++i) put(*store, record_id(i), random_bytes(i, 20000));
+  ASSERT_TRUE(store->close());
+  const std::string last = options.directory + "/" + tier::segment_name(6);
+  ASSERT_TRUE(disk.has(last));
+  std::vector<std::string> heard;
+  set_log_sink([&](const LogRecord& record) {
+    if (record.level != LogLevel::info) heard.emplace_back(record.event);
+  });
+  disk.refuse_open(last, EACCES);
+  disk.refuse_open(first_segment(), EMFILE);
+  const std::vector<std::byte> bytes = disk.contents(last), first_bytes = disk.contents(first_segment());
+  reopen();
+  set_log_sink({});
+  EXPECT_EQ(heard, (std::vector<std::string>{"store.set_aside", "store.set_aside"}));
+  EXPECT_EQ(store->stats().unopened_segments, 2);
+  EXPECT_EQ(store->stats().set_aside_files, 2);
+  expect_missing(11);
+  for (std::uint64_t i = 11; i < 60; ++i) put(*store, record_id(i), random_bytes(i + 1000, 20000));  // evicts, too
+  EXPECT_TRUE(store->collect().durable);
+  ASSERT_TRUE(store->close());
+  EXPECT_EQ(tier::survey_store(disk, "store", false).unreadable_segments(), 2);
+  EXPECT_EQ(disk.contents(last), bytes);
+  EXPECT_EQ(disk.contents(first_segment()), first_bytes);
+
+  disk.refuse_open(last, 0);
+  disk.refuse_open(first_segment(), 0);
+  reopen();
+  EXPECT_EQ(store->stats().set_aside_files, 0);
+  expect(59, random_bytes(1059, 20000));
+  expect(10, random_bytes(10, 20000));  // of the last segment
+}
+
+// Removed or rewritten is only what was read.
+TEST_F(TierDiskStore, CollectKeepsWhatItCannotRead) {
+  for (std::uint64_t i = 0; i < 6; ++i) put(*store, record_id(i), random_bytes(i, 10000));
+  for (std::uint64_t i = 1; i < 6; ++i) remove(*store, record_id(i));  // hardly anything is alive in the first segment
+  for (std::uint64_t i = 10; i < 20; ++i) put(*store, record_id(i), random_bytes(i, 10000));
+  ASSERT_TRUE(store->flush());
+  disk.refuse_read(first_segment(), EIO);
+  (void)store->collect();
+  EXPECT_TRUE(disk.has(first_segment()));
+  disk.refuse_read(first_segment(), 0);
+  expect(0, random_bytes(0, 10000));
+  EXPECT_TRUE(store->collect().durable);
+  EXPECT_FALSE(disk.has(first_segment()));
+  expect(0, random_bytes(0, 10000));
+}
+
+// While a store runs, one of its files cannot be opened again.
+TEST_F(TierDiskStore, SegmentThatCannotBeOpenedAgainIsSetAside) {
+  for (std::uint64_t i = 0; i < 12; ++i) put(*store, record_id(i), random_bytes(i, 20000));
+  ASSERT_TRUE(store->close());
+  reopen();
+  disk.refuse_open_again(first_segment(), EMFILE);  // that passes
+  EXPECT_FALSE(store->flush());
+  EXPECT_EQ(store->stats().set_aside_files, 0);
+  EXPECT_EQ(get(*store, record_id(0)).status, GetStatus::failed);
+  disk.refuse_open_again(first_segment(), 0);
+  EXPECT_TRUE(store->flush());
+  expect(0, random_bytes(0, 20000));
+
+  reopen();
+  disk.refuse_open_again(first_segment(), EACCES);
+  EXPECT_FALSE(store->flush());
+  EXPECT_TRUE(store->flush());
+  expect_missing(0);
+  EXPECT_EQ(store->stats().unopened_segments, 1);
+  ASSERT_TRUE(store->close());
+  disk.refuse_open_again(first_segment(), 0);
+  reopen();
+  expect(0, random_bytes(0, 20000));
 }
 
 TEST_F(TierDiskStore, DamagedRecordIsAMissAndSetAside) {
@@ -276,6 +391,10 @@ TEST_F(TierDiskStore, BadOptionsAreRefused) {
   with([](auto& o) { o.directory = ""; });
   with([](auto& o) { o.segment_bytes = 4096; });
   with([](auto& o) { o.segment_bytes = (1 << 20) + 1; });
+  with([](auto& o) {
+    o.segment_bytes = tier::kMaxSegmentBytes + tier::kBlockBytes;
+    o.capacity_bytes = INT64_MAX;
+  });
   with([](auto& o) { o.capacity_bytes = o.segment_bytes * 2 - 1; });
   with([](auto& o) { o.sync_every_bytes = 0; });
   with([](auto& o) { o.queue_depth = 0; });
