@@ -185,15 +185,17 @@ void add_tiers(Families& families) {
   };
   by_reason(MetricType::Counter, "kv4_tier_failures_total", "Batches that a server of a tier failed, by reason.",
             [](const TierReport&, const std::string&, std::int64_t count) { return count; });
-  by_reason(MetricType::Gauge, "kv4_tier_failing", "Whether a server of a tier fails now, for this reason.",
-            [](const TierReport& t, const std::string& reason, std::int64_t) -> std::int64_t {
-              return t.failure == reason;
-            });
+  by_reason(
+      MetricType::Gauge, "kv4_tier_failing", "Whether a server of a tier fails now, for this reason.",
+      [](const TierReport& t, const std::string& reason, std::int64_t) -> std::int64_t { return t.failure == reason; });
   add(MetricType::Gauge, "kv4_tier_unauthenticated_records",
-      "Records that were not believed: no key of the cache's protects them.",
-      [](const TierReport& t) { return Results{{nullptr, t.tier.unauthenticated_records}}; });
+      "Records that were not believed: no key of the cache's protects them.", [](const TierReport& t) {
+        return Results{{nullptr, t.tier.unauthenticated_records}};
+      });
   add(MetricType::Gauge, "kv4_tier_protected", "Whether what a tier is given to keep is sealed or authenticated.",
-      [](const TierReport& t) { return Results{{nullptr, t.protection != Protection::none ? 1 : 0}}; });
+      [](const TierReport& t) {
+        return Results{{nullptr, t.protection != Protection::none ? 1 : 0}};
+      });
   add(MetricType::Gauge, "kv4_tier_waiting_bytes", "Bytes that wait to be written.", [](const TierReport& t) {
     return Results{{nullptr, t.waiting_bytes}};
   });

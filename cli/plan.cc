@@ -195,7 +195,7 @@ nlohmann::ordered_json fit_json(const std::optional<Fit>& fit) {
 }
 
 nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish, const Machine& machine,
-                              Protection protection) {
+                               Protection protection) {
   const CacheSchema& schema = figures.schema;
   nlohmann::ordered_json parts = nlohmann::ordered_json::array(), rows = parts, state = parts;
   for (const MemoryPart& part : figures.plan.parts)

@@ -28,10 +28,10 @@ struct DataReplayOptions {
   CacheOptions cache;  // formats, layers and prefix policies; sizes are filled in
   std::int64_t capacity_tokens = 0;
   int tenants = 1;
-  TiersOptions tiers;  // none is asked for: none
+  TiersOptions tiers;            // none is asked for: none
   bool remote_optional = false;  // else its servers are tried first, and where they do not work there is no replay
-  std::string status;  // folder where the cache says how it stands; empty: none
-  double verify = 0;   // share of the requests that are also computed cold
+  std::string status;            // folder where the cache says how it stands; empty: none
+  double verify = 0;             // share of the requests that are also computed cold
   std::uint64_t seed = 1;
   std::string device = "cpu";
   int threads = 1;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "commands.h"
+#include "key_flags.h"
 #include "kv4/error.h"
 #include "sizes.h"
 #include "store_bench.h"
@@ -23,6 +24,7 @@ using tier::StoreSurvey;
 
 struct StoreFlags {
   std::string directory;
+  KeyFlags keys;
   bool json = false;
 };
 
@@ -63,10 +65,22 @@ json describe(const SegmentSurvey& segment) {
   return out;
 }
 
+std::int64_t unprotected(const StoreSurvey& survey) {
+  return survey.records(&SegmentSurvey::records) - survey.records(&SegmentSurvey::sealed_records) -
+         survey.records(&SegmentSurvey::authenticated_records);
+}
+
+std::shared_ptr<const tier::RecordGuard> guard_of(const StoreFlags& flags) {
+  return std::make_shared<tier::RecordGuard>(tier::GuardOptions{"disk", flags.keys.read(), Protection::sealed, false});
+}
+
 json describe(const StoreSurvey& survey) {
   json out = {{"ok", survey.sound()},
               {"keys", survey.keys},
               {"tenants", survey.tenants},
+              {"sealed_records", survey.records(&SegmentSurvey::sealed_records)},
+              {"authenticated_records", survey.records(&SegmentSurvey::authenticated_records)},
+              {"unprotected_records", unprotected(survey)},
               {"superseded_records", survey.superseded_records},
               {"unfinished_segments", survey.unfinished_segments},
               {"damaged_segments", survey.damaged_segments()},
@@ -95,6 +109,11 @@ void print(const StoreSurvey& survey, const std::string& directory) {
       table.row({s.name, "?"});
   }
   fmt::print("{}\n", table.str());
+  const std::int64_t sealed = survey.records(&SegmentSurvey::sealed_records),
+                     authenticated = survey.records(&SegmentSurvey::authenticated_records), plain = unprotected(survey);
+  fmt::print("{} records are sealed, {} authenticated, {} neither{}\n\n", group_digits(sealed),
+             group_digits(authenticated), group_digits(plain),
+             plain > 0 ? fmt::format(": {}", kNoKeyText) : std::string());
 }
 
 void print_losses(const StoreSurvey& survey) {
@@ -119,7 +138,7 @@ void print_losses(const StoreSurvey& survey) {
 /// 0: nothing is damaged as far as was looked, 1: something is.
 int look(const StoreFlags& flags, bool read_payloads) {
   const auto files = tier::make_posix_file_system();
-  const StoreSurvey survey = tier::survey_store(*files, flags.directory, read_payloads);
+  const StoreSurvey survey = tier::survey_store(*files, flags.directory, read_payloads, *guard_of(flags));
   if (flags.json) {
     fmt::print("{}\n", describe(survey).dump(2));
   } else {
@@ -153,7 +172,9 @@ tier::StoreOptions options_of(const StoreSurvey& survey, const std::string& dire
 int collect(const StoreFlags& flags) {
   const auto files = tier::make_posix_file_system();
   const StoreSurvey before = tier::survey_store(*files, flags.directory, true);
-  const auto store = tier::DiskStore::open(*files, options_of(before, flags.directory));
+  tier::StoreOptions options = options_of(before, flags.directory);
+  options.guard = guard_of(flags);
+  const auto store = tier::DiskStore::open(*files, options);
   const tier::CollectResult result = store->collect();
   const std::int64_t unopened = store->stats().unopened_segments;
   const bool durable = store->close() && result.durable;
@@ -186,6 +207,7 @@ void add_store(CLI::App& app, int& exit_code) {
     CLI::App* action = command->add_subcommand(name, what);
     auto flags = std::make_shared<StoreFlags>();
     action->add_option("DIR", flags->directory, "the store's directory")->required();
+    add_flags(*action, flags->keys);
     action->add_flag("--json", flags->json, "figures as JSON");
     action->footer(fmt::format("Example:\n  kv4 store {} /var/cache/kv4 --json", name));
     action->callback([flags, work, &exit_code] { exit_code = work(*flags); });
@@ -209,7 +231,7 @@ void add_store(CLI::App& app, int& exit_code) {
   bench->add_option("--index", flags->index_records, "also open a store of that many records, and look them up")
       ->check(CLI::NonNegativeNumber);
   bench->add_flag("--fio", flags->fio, "also run fio, which has to be installed");
-  bench->add_flag("--encrypt", flags->encrypt, "with sealed payloads");
+  bench->add_flag("--encrypt", flags->encrypt, "also a sealed and an authenticated store, beside the one without keys");
   bench->add_flag("--json", flags->json, "figures as JSON");
   bench->footer("Example:\n  kv4 store bench /var/cache --depth 32 --index 1000000");
   bench->callback([flags, &exit_code] { exit_code = bench_store(*flags); });

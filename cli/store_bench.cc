@@ -171,6 +171,11 @@ class StoreBench {
         bytes_(records_ * record_bytes),
         folder_(folder.path()),
         files_(make_posix_file_system()) {
+    stores_.push_back({"store", Protection::none, nullptr});
+    if (flags.encrypt) {
+      stores_.push_back({"sealed", Protection::sealed, nullptr});
+      stores_.push_back({"authenticated", Protection::authenticated, nullptr});
+    }
     batch_ = std::min<std::int64_t>(flags.batch, records_);
     memory_ = payloads_.get(batch_ * block_bytes_);
     std::mt19937_64 random(1);
@@ -191,8 +196,9 @@ class StoreBench {
       if (flags_.fio)
         works.emplace_back(writes ? "fio write" : "fio read", [&] { return fio(writes ? "write" : "randread"); });
       works.emplace_back(writes ? "raw write" : "raw read", [&] { return timed(bytes_, [&] { raw(kind); }); });
-      works.emplace_back(writes ? "store put" : "store get",
-                         [&] { return timed(bytes_, [&] { writes ? put() : get(); }); });
+      for (Store& store : stores_)
+        works.emplace_back(fmt::format("{} {}", store.name, writes ? "put" : "get"),
+                           [&] { return timed(bytes_, [&] { writes ? put(store) : get(store); }); });
       works.emplace_back(writes ? "file per record write" : "file per record read",
                          [&] { return timed(bytes_, [&] { one_file_each(kind, *files_, "files"); }); });
       works.emplace_back(writes ? "cached file per record write" : "cached file per record read", [&] {
@@ -207,7 +213,7 @@ class StoreBench {
     };
     run(true);
     run(false);
-    store_.reset();
+    for (Store& store : stores_) store.store.reset();
     bench_folder_.empty();
     sync_folder();
     sleep_ms(1000);  // a disk may be busy for a while with what was deleted
@@ -215,6 +221,12 @@ class StoreBench {
   }
 
  private:
+  struct Store {
+    const char* name;
+    Protection protection;
+    std::unique_ptr<DiskStore> store;
+  };
+
   std::span<std::byte> payload(std::int64_t i) {
     return memory_.subspan(static_cast<std::size_t>(i % batch_ * block_bytes_),
                            static_cast<std::size_t>(record_bytes_));
@@ -255,33 +267,33 @@ class StoreBench {
     if (writes) (void)opened.handle->fdatasync();
   }
 
-  void put() {
+  void put(Store& of) {
     StoreOptions options;
-    options.directory = (folder_ / "store").string();
+    options.directory = (folder_ / of.name).string();
     options.capacity_bytes = INT64_MAX;
     options.queue_depth = flags_.depth;
     options.sync_every_bytes = flags_.sync_bytes;
-    if (flags_.encrypt)
-      options.guard = std::make_shared<RecordGuard>(GuardOptions{"disk", {CacheKey{}}, Protection::sealed, false});
-    store_ = DiskStore::open(*files_, options);
+    if (of.protection != Protection::none)
+      options.guard = std::make_shared<RecordGuard>(GuardOptions{"disk", {CacheKey{}}, of.protection, false});
+    of.store = DiskStore::open(*files_, options);
     for (std::int64_t i = 0; i < records_; i += batch_) {
       stop_if_interrupted();
       std::vector<PutRequest> requests;
       for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j) requests.push_back({id_of(j), payload(j)});
-      store_->put(requests);
+      of.store->put(requests);
       for (const PutRequest& request : requests)
         require(request.status == PutStatus::stored, ErrorCode::bad_file, "put failed");
     }
-    require(store_->flush(), ErrorCode::bad_file, "flush failed");
+    require(of.store->flush(), ErrorCode::bad_file, "flush failed");
   }
 
-  void get() {
+  void get(Store& of) {
     for (std::int64_t i = 0; i < records_; i += batch_) {
       stop_if_interrupted();
       std::vector<GetRequest> requests;
       for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j)
         requests.push_back({id_of(order_[static_cast<std::size_t>(j)]), payload(j)});
-      store_->get(requests);
+      of.store->get(requests);
       for (const GetRequest& request : requests)
         require(request.status == GetStatus::found, ErrorCode::bad_file, "get missed");
     }
@@ -338,7 +350,7 @@ class StoreBench {
   std::int64_t record_bytes_, block_bytes_, records_, bytes_, batch_ = 0;
   std::filesystem::path folder_;
   std::unique_ptr<FileSystem> files_, cached_files_ = make_posix_file_system({.direct = false});
-  std::unique_ptr<DiskStore> store_;
+  std::vector<Store> stores_;
   BlockBuffer payloads_;
   std::span<std::byte> memory_;
   std::vector<std::int64_t> order_;
@@ -359,7 +371,11 @@ constexpr Comparison kComparisons[] = {{"store put", "raw write"},
                                        {"store get", "raw read"},
                                        {"store get", "fio read"},
                                        {"store get", "file per record read"},
-                                       {"store get", "cached file per record read"}};
+                                       {"store get", "cached file per record read"},
+                                       {"sealed put", "store put"},
+                                       {"sealed get", "store get"},
+                                       {"authenticated put", "store put"},
+                                       {"authenticated get", "store get"}};
 
 json measure(const StoreBenchFlags& flags, BenchFolder& folder, std::int64_t record_bytes) {
   StoreBench bench(flags, folder, record_bytes);
@@ -371,7 +387,7 @@ json measure(const StoreBenchFlags& flags, BenchFolder& folder, std::int64_t rec
       cpu[name].push_back(speed.cpu_s_per_gb);
     }
     for (const Comparison& c : kComparisons)
-      if (round.count(c.with) != 0)
+      if (round.count(c.what) != 0 && round.count(c.with) != 0)
         ratios[fmt::format("{} / {}", c.what, c.with)].push_back(round.at(c.what).bytes_per_s /
                                                                  round.at(c.with).bytes_per_s);
   }

@@ -4,8 +4,8 @@
 #include <limits>
 #include <utility>
 
-#include "base/check.h"
 #include "backend/image_pieces.h"
+#include "base/check.h"
 #include "cache/manager_impl.h"
 #include "ops/layer_desc.h"
 

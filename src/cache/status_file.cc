@@ -69,27 +69,24 @@ class JsonText {
 }  // namespace
 
 #define KV4_WRITE_FIELD(name) text.field(#name, value.name);
-#define KV4_JSON_FIELDS(Type, ...)                                                               \
-  static void from_json(const nlohmann::json& nlohmann_json_j, Type& nlohmann_json_t) {          \
-    const Type nlohmann_json_default_obj{};                                                      \
-    NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(NLOHMANN_JSON_FROM_WITH_DEFAULT, __VA_ARGS__))      \
-  }                                                                                              \
-  static void write_fields(JsonText& text, const Type& value) {                                  \
-    NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(KV4_WRITE_FIELD, __VA_ARGS__))                      \
+#define KV4_JSON_FIELDS(Type, ...)                                                          \
+  static void from_json(const nlohmann::json& nlohmann_json_j, Type& nlohmann_json_t) {     \
+    const Type nlohmann_json_default_obj{};                                                 \
+    NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(NLOHMANN_JSON_FROM_WITH_DEFAULT, __VA_ARGS__)) \
+  }                                                                                         \
+  static void write_fields(JsonText& text, const Type& value) {                             \
+    NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(KV4_WRITE_FIELD, __VA_ARGS__))                 \
   }
 
 // A field that one side does not know is passed over, one that is missing has its default: versions may be mixed.
 KV4_JSON_FIELDS(TokenHistogram, counts, sum)
 KV4_JSON_FIELDS(TenantUse, share_blocks, blocks)
-KV4_JSON_FIELDS(PrefixStatistics, prompts, hits, prompt_tokens, usable_tokens,
-                                                replayed_tokens, stored_blocks, joined_blocks, inserted_blocks,
-                                                evicted_blocks, saved_snapshots, restored_snapshots, dropped_snapshots,
-                                                lost_events, blocks, snapshots)
-KV4_JSON_FIELDS(CacheStatistics, requests, max_requests, blocks, free_blocks,
-                                                held_blocks, evictable_blocks, slots, free_slots, memory_bytes, tenants,
-                                                prefix, usable_tokens, replayed_tokens)
-KV4_JSON_FIELDS(RequestStatus, request, lengths, rewind_floor, blocks, shared_blocks,
-                                                kept_blocks)
+KV4_JSON_FIELDS(PrefixStatistics, prompts, hits, prompt_tokens, usable_tokens, replayed_tokens, stored_blocks,
+                joined_blocks, inserted_blocks, evicted_blocks, saved_snapshots, restored_snapshots, dropped_snapshots,
+                lost_events, blocks, snapshots)
+KV4_JSON_FIELDS(CacheStatistics, requests, max_requests, blocks, free_blocks, held_blocks, evictable_blocks, slots,
+                free_slots, memory_bytes, tenants, prefix, usable_tokens, replayed_tokens)
+KV4_JSON_FIELDS(RequestStatus, request, lengths, rewind_floor, blocks, shared_blocks, kept_blocks)
 
 namespace tier {
 KV4_JSON_FIELDS(TierStats, records, payload_bytes, capacity_bytes, evicted_records, set_aside_records,

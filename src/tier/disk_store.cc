@@ -204,8 +204,8 @@ void DiskStore::rebuild_index() {
     }
     // The last one that can be read, where its file has the size that it says and this store would give it.
     const SegmentHeader& header = file.header();
-    const bool takes_more = header.version == kSegmentVersion && segment->bytes == header.bytes &&
-                            header.bytes <= options_.segment_bytes;
+    const bool takes_more =
+        header.version == kSegmentVersion && segment->bytes == header.bytes && header.bytes <= options_.segment_bytes;
     active_ = takes_more ? segment.get() : nullptr;
   }
   for (auto& [id, entries] : older_) choose_sound(id, std::move(entries));

@@ -110,8 +110,8 @@ IoStatus DiskStore::add_segment() {
   SegmentHeader header;
   OpenedSegment made{SegmentRefusal::unreadable, {IoCode::exists, 0}, 0, nullptr, 0};
   for (int attempt = 0; attempt < kMaxNameAttempts && made.status.code == IoCode::exists; ++attempt) {
-    header = {kSegmentVersion,       take_segment_id(), files_.random64(), options_.layout_id,
-              options_.segment_bytes, files_.now_ns()};
+    header = {kSegmentVersion,    take_segment_id(),      files_.random64(),
+              options_.layout_id, options_.segment_bytes, files_.now_ns()};
     made = SegmentFile::create(files_, options_.directory, header);
   }
   if (!made.file) return made.status;

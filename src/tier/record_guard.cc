@@ -217,8 +217,7 @@ RecordRefusal RecordGuard::open(const RecordHeader& header, std::span<const std:
   CipherContext context;
   if (context_key(where, key.bytes)) context = begin(key.bytes, header, header.salt, false);
   if (!context) throw std::bad_alloc();  // nothing is known of the record
-  if (feed(context.get(), stored, sealed ? payload.data() : nullptr) &&
-      finish_with_tag(context.get(), header.tag))
+  if (feed(context.get(), stored, sealed ? payload.data() : nullptr) && finish_with_tag(context.get(), header.tag))
     return sealed ? RecordRefusal::none : give();
   if (sealed) OPENSSL_cleanse(payload.data(), payload.size());
   return RecordRefusal::forged;

@@ -80,8 +80,8 @@ RedisAdmission::RedisAdmission(const RemoteOptions& options)
   for (const std::string& text : options.allowed) {
     const ServerRule rule = parse_rule(text);
     const bool v4 = rule.host.find(':') == std::string::npos;
-    rules_.push_back({endpoint_of({rule.host, rule.port}),
-                      rule.prefix_bits < 0 ? 128 : rule.prefix_bits + (v4 ? kMappedBits : 0)});
+    rules_.push_back(
+        {endpoint_of({rule.host, rule.port}), rule.prefix_bits < 0 ? 128 : rule.prefix_bits + (v4 ? kMappedBits : 0)});
   }
 }
 
@@ -101,9 +101,7 @@ std::optional<RedisEndpoint> RedisAdmission::find(const RedisAddress& named) con
   };
   for (const RedisEndpoint& server : servers_)
     if (server.name.port == named.port && is(server, 128)) return server;
-  const auto numeric = [&] {
-    return RedisEndpoint{{to_text(*ip), named.port}, certified(*ip), {to_text(*ip)}};
-  };
+  const auto numeric = [&] { return RedisEndpoint{{to_text(*ip), named.port}, certified(*ip), {to_text(*ip)}}; };
   for (const Rule& rule : rules_) {
     if ((rule.endpoint.name.port != 0 && rule.endpoint.name.port != named.port) || !is(rule.endpoint, rule.prefix_bits))
       continue;

@@ -63,9 +63,7 @@ class RedisConnection {
   /// Nothing came for too long: it is broken.
   void time_out() { socket_.time_out(); }
   /// Why it is broken.
-  const RedisFailure& failure() const {
-    return failure_.reason != FailureReason::none ? failure_ : socket_.failure();
-  }
+  const RedisFailure& failure() const { return failure_.reason != FailureReason::none ? failure_ : socket_.failure(); }
 
   bool idle() const { return waiting_.empty(); }
   /// No payload is needed any more.

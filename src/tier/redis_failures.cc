@@ -18,9 +18,9 @@ struct ErrorCodeReason {
 constexpr ErrorCodeReason kReasons[] = {
     {"NOAUTH", FailureReason::password_needed},
     {"WRONGPASS", FailureReason::wrong_password},
-    {"ERR invalid password", FailureReason::wrong_password},            // before Redis 6
-    {"ERR AUTH ", FailureReason::wrong_password},                       // the server has none
-    {"ERR Client sent AUTH, but no", FailureReason::wrong_password},    // the same, before Redis 6
+    {"ERR invalid password", FailureReason::wrong_password},          // before Redis 6
+    {"ERR AUTH ", FailureReason::wrong_password},                     // the server has none
+    {"ERR Client sent AUTH, but no", FailureReason::wrong_password},  // the same, before Redis 6
     {"NOPERM", FailureReason::not_permitted},
     {"DENIED", FailureReason::not_permitted},  // protected mode
     {"OOM", FailureReason::server_full},

@@ -60,7 +60,7 @@ class RedisSocket {
   SslConnection ssl_;         // with TLS, from handshaking on
   bool wants_write_ = false;  // of TLS
   bool more_ = false;
-  bool heard_ = false;  // with TLS: something came after the handshake
+  bool heard_ = false;        // with TLS: something came after the handshake
   std::vector<char> sealed_;  // with TLS: bytes that were taken and have not gone out; the same until they have
   RedisFailure failure_;
 };

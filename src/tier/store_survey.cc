@@ -14,8 +14,9 @@ namespace {
 
 using Ids = std::set<std::pair<std::uint64_t, Key>>;
 
-SegmentSurvey survey_segment(SegmentFile& file, bool read_payloads, Ids& ids) {
+SegmentSurvey survey_segment(SegmentFile& file, bool read_payloads, const RecordGuard& guard, Ids& ids) {
   SegmentSurvey survey;
+  std::vector<std::byte> scratch;
   BlockBuffer buffer;
   SegmentContents contents = file.scan(buffer);
   survey.header = file.header();
@@ -28,10 +29,14 @@ SegmentSurvey survey_segment(SegmentFile& file, bool read_payloads, Ids& ids) {
     }
     ++survey.records;
     survey.payload_bytes += found.header.length;
+    survey.sealed_records += found.header.kind == RecordKind::sealed;
+    survey.authenticated_records += found.header.kind == RecordKind::authenticated;
     ids.emplace(found.header.id.tenant, found.header.id.key);
     if (!read_payloads) continue;
     const ReadRecord record = file.read(found.offset, found.header.length, buffer);
-    const RecordRefusal refusal = record.status.ok() ? record.refusal : RecordRefusal::too_short;
+    RecordRefusal refusal = record.status.ok() ? record.refusal : RecordRefusal::too_short;
+    if (refusal == RecordRefusal::none && guard.has_keys())
+      refusal = guard.check(record.header, record.payload, scratch);
     if (refusal != RecordRefusal::none)
       survey.damaged.push_back({found.header.id, found.offset, found.header.length, refusal});
   }
@@ -62,7 +67,13 @@ std::int64_t StoreSurvey::gaps() const {
   });
 }
 
-StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool read_payloads) {
+std::int64_t StoreSurvey::records(std::int64_t SegmentSurvey::*which) const {
+  return std::accumulate(segments.begin(), segments.end(), std::int64_t{0},
+                         [&](std::int64_t sum, const SegmentSurvey& s) { return sum + s.*which; });
+}
+
+StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool read_payloads,
+                         const RecordGuard& guard) {
   StoreNames names = list_store(files, directory);
   require(names.lock || !names.segments.empty() || !names.unusable.empty(), ErrorCode::bad_file,
           "there is no store in {}: it has no segments", directory);
@@ -99,7 +110,7 @@ StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool r
       continue;
     }
     SegmentSurvey segment;
-    if (opened.file) segment = survey_segment(*opened.file, read_payloads, ids);
+    if (opened.file) segment = survey_segment(*opened.file, read_payloads, guard, ids);
     segment.name = name;
     segment.refusal = opened.refusal;
     segment.problem = describe(opened);

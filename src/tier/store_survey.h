@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tier/file_system.h"
+#include "tier/record_guard.h"
 #include "tier/segment_file.h"
 #include "tier/store_names.h"
 
@@ -22,7 +23,8 @@ struct SegmentSurvey {
   SegmentRefusal refusal = SegmentRefusal::none;  // else only `name` and `problem` count
   std::string problem;                            // of the whole segment, in words
   SegmentHeader header;
-  std::int64_t records = 0, payload_bytes = 0;  // values, older ones of a key too
+  std::int64_t records = 0, payload_bytes = 0;                 // values, older ones of a key too
+  std::int64_t sealed_records = 0, authenticated_records = 0;  // of them; no key protects the others
   std::int64_t dead_records = 0;
   std::int64_t used_bytes = 0;  // up to the end of the last record
   std::vector<Gap> gaps;
@@ -40,12 +42,15 @@ struct StoreSurvey {
   std::int64_t damaged_segments() const;     // with those that cannot be read
   std::int64_t unreadable_segments() const;  // of these: they may hold sound records
   std::int64_t damaged_records() const;
+  std::int64_t records(std::int64_t SegmentSurvey::*which) const;
   std::int64_t gaps() const;
   bool sound() const { return damaged_segments() + damaged_records() + gaps() + set_aside_files == 0; }
 };
 inline constexpr std::int64_t kMaxNamedFiles = 1000;
 
-/// `read_payloads`: else headers only. Throws Error where there is no store, or another process has it.
-StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool read_payloads);
+/// `read_payloads`: else headers only. With keys of `guard`, what none of them made is damaged, too. Throws Error where
+/// there is no store, or another process has it.
+StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool read_payloads,
+                         const RecordGuard& guard = {});
 
 }  // namespace kv4::tier

@@ -38,7 +38,7 @@ struct TierQueue::ReadJob {
   std::vector<std::size_t> asked;    // requests that are not known at once
   std::vector<ExistsRequest> known;  // what the tier can tell of them from memory
   std::vector<Waiting> waiting;      // those that the worker has to ask for
-  std::size_t next = 0;          // the first of them that it has not taken
+  std::size_t next = 0;              // the first of them that it has not taken
   std::vector<ReadResult> results;
   std::size_t unanswered = 0;
   bool ended = false;  // nobody wants the rest

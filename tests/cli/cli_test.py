@@ -759,6 +759,8 @@ def test_store_bench():
         size = figures["sizes"][0]
         assert size["record_bytes"] == 70000 and size["ratios"]["store get / raw read"]["median"] > 0, figures
         assert size["speeds"]["store put"]["cpu_s_per_gb"] > 0, figures
+        for name in ("sealed put / store put", "sealed get / store get", "authenticated put / store put"):
+            assert size["ratios"][name]["median"] > 0, figures
         assert figures["index"]["records"] == 3000 and figures["index"]["lookup_ns"] > 0, figures
         equal(list(Path(folder).iterdir()), [])
         assert "store put / raw write" in ok("store", "bench", folder, "--total-bytes", "2000000", "--rounds", "1").stdout
