@@ -182,6 +182,7 @@ TEST_F(TierRemoteAttack, WhatServersSayIsMadePrintable) {
 
 // --- replies
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 /// Of this process, in bytes.
 std::int64_t peak_memory() {
   std::ifstream file("/proc/self/status");
@@ -220,7 +221,6 @@ std::int64_t growth_of_get(const tier::RemoteOptions& options, FailureReason exp
   return growth;
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 TEST_F(TierRemoteAttack, MemoryStaysBounded) {
   set_log_sink({});
   constexpr std::int64_t kMegabyte = 1 << 20;
