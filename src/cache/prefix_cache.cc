@@ -53,7 +53,7 @@ PrefixCache::PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backen
 }
 
 std::optional<std::uint16_t> PrefixCache::origin_of(std::string_view weights_id) const {
-  for (std::size_t i = 0; i < weights_ids_.size(); ++i)
+  for (std::size_t i = 0; i < eras_.size(); ++i)
     if (eras_[i] != 0 && weights_ids_[i] == weights_id) return static_cast<std::uint16_t>(i);
   return std::nullopt;
 }

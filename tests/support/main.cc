@@ -16,8 +16,8 @@ constexpr int kBadUsage = 2, kNoGpu = 3;
 // They know no device: run them once, on the CPU. A new suite that is not listed only takes a little time there.
 constexpr const char* kHostOnly =
     "Base*:BadConfig*:BlockAllocator*:BlockBudget*:CacheOptionsRefused*:Codec*:ContextBudget*:*DamagedSafeTensors*:"
-    "DeepJson*:LayerSchedule*:MemoryPlan*:ModelConfigJson*:ModelPreset*:Rope*:*RowFormat*:RowNames*:RowRules*:"
-    "*RowKernelsTest*:SafeTensors*:Schema*:Tier*";
+    "DeepJson*:Fork.*:LayerSchedule*:MemoryPlan*:*NoMemory*:ModelConfigJson*:ModelPreset*:Rope*:*RowFormat*:RowNames*:"
+    "RowRules*:*RowKernelsTest*:SafeTensors*:Schema*:Tier*";
 
 int usage(const std::string& problem) {
   std::fprintf(stderr,
