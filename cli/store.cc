@@ -124,6 +124,8 @@ void print_losses(const StoreSurvey& survey) {
   for (const SegmentSurvey& s : survey.segments) {
     if (s.refusal == tier::SegmentRefusal::unreadable)
       fmt::print("left alone: {}: {}; its records miss until that works\n", s.name, s.problem);
+    else if (s.refusal == tier::SegmentRefusal::not_a_file)
+      fmt::print("set aside: {}: {}\n", s.name, s.problem);
     else if (!s.problem.empty())
       fmt::print("lost: {}, all of it: {}\n", s.name, s.problem);
     for (const tier::Gap& gap : s.gaps)

@@ -105,7 +105,7 @@ void DiskStore::open_segments() {
     }
   }
   next_segment_ = last.value_or(0) + 1;
-  directory_dirty_ = !segments_.empty();
+  directory_dirty_ = true;  // a process before may have unlinked segments, even all, and died before its sync
 }
 
 bool DiskStore::open_segment(std::uint64_t id) {
