@@ -36,6 +36,8 @@ constexpr RequestId kNoRequest = -1;  // a padded item
 enum class Shortage : std::uint8_t { none, requests, blocks, slots };
 
 KV4_API const char* to_string(Shortage shortage);
+/// Error(bad_state) that names the shortage and what ends it.
+[[noreturn]] KV4_API void throw_shortage(Shortage shortage);
 
 /// A value, or the shortage that kept it from being made.
 template <class T>
@@ -46,7 +48,10 @@ class Expected {
   explicit operator bool() const { return value_.has_value(); }
   const T& operator*() const { return *value_; }
   const T* operator->() const { return &*value_; }
-  const T& value() const { return value_.value(); }  // throws std::bad_optional_access
+  const T& value() const {
+    if (!value_) throw_shortage(shortage_);
+    return *value_;
+  }
   Shortage shortage() const { return shortage_; }
 
  private:

@@ -2,6 +2,7 @@
 
 docs/python.md is the guide.
 """
+from . import _kv4
 from ._kv4 import *  # noqa: F403
 from ._kv4 import __version__
 from .errors import (
@@ -15,6 +16,9 @@ from .errors import (
     ShortageError,
     StateError,
 )
+from .representation import add_representations
+
+add_representations(_kv4)
 
 #: A padded item's request.
 NO_REQUEST = -1

@@ -55,7 +55,8 @@ void def_keyword_init(Class& record) {
           nb::setattr(self.h, name, value);
         }
       },
-      nb::arg("fields"), nb::sig("def __init__(self, **fields: Any) -> None"), "Any attribute by its name; the others keep their defaults.");
+      nb::arg("fields"), nb::sig("def __init__(self, **fields: Any) -> None"),
+      "Any attribute by its name; the others keep their defaults.");
 }
 
 }  // namespace kv4::python

@@ -21,6 +21,16 @@ const char* to_string(Shortage shortage) {
   return "unknown";
 }
 
+void throw_shortage(Shortage shortage) {
+  const char* why = shortage == Shortage::requests ? "all max_requests are running"
+                    : shortage == Shortage::blocks ? "too few blocks are free"
+                    : shortage == Shortage::slots  ? "no spare slot is free for a long step"
+                                                   : "the call was stopped";
+  fail(ErrorCode::bad_state,
+       "there is no value: {} (shortage: {}); nothing has changed. Wait for a release, or preempt a request", why,
+       to_string(shortage));
+}
+
 // --- construction
 // ------------------------------------------------------------------------------------------------------------
 

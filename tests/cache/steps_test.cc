@@ -245,6 +245,13 @@ TEST(CacheShortage, Requests) {
   const small::CacheState before = state_of(s.cache, all);
   EXPECT_FALSE(s.cache.admit());
   EXPECT_EQ(s.cache.admit().shortage(), Shortage::requests);
+  try {
+    s.cache.admit().value();
+    FAIL() << "value() gave a request";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::bad_state);
+    EXPECT_NE(std::string(error.what()).find("all max_requests are running (shortage: requests)"), std::string::npos);
+  }
   EXPECT_EQ(s.cache.fork(all[0]).shortage(), Shortage::requests);
   EXPECT_EQ(s.cache.import_image(s.cache.export_image(all[1]), s.cache.token_ids(all[1]), s.cache.export_blocks(all[1]))
                 .shortage(),

@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,25 @@ def test_all_names_every_public_name():
     assert len(kv4.__all__) == len(set(kv4.__all__))
 
 
+def test_every_object_says_what_it_is():
+    for name, kind in vars(kv4._kv4).items():
+        assert not isinstance(kind, type) or kind.__repr__ is not object.__repr__, name
+    config = kv4.model_preset("v4-flash")
+    options = kv4.CacheOptions(layers=[2], max_requests=2, max_context=256)
+    assert "max_requests=2" in repr(options) and "row_format=fp8_tile64" in repr(options) and "layers=[2]" in repr(options)
+    assert "kinds=[swa, swa, csa, hca, csa, hca, csa, hca, ...]" in repr(config)
+    cache = kv4.KVCacheManager(config, options, kv4.make_cpu_backend(2))
+    request = cache.admit()
+    assert re.fullmatch(r"<kv4.KVCacheManager 1 of 2 requests, \d+ bytes on cpu>", repr(cache))
+    assert repr(cache.backend()) == "<kv4.Backend cpu, 2 threads>"
+    assert repr(kv4.StepItem(request, [1, 2, 3])) == "StepItem(request=0, count=3, token_ids=int32[3], position=-1)"
+    assert repr(cache.prepare_forward([kv4.StepItem(request, [1])])).startswith("Step(id=")
+    for thing in (cache.acquire(2), cache.schema(), cache.allocator(), cache.kv_pool(), cache.state_pool()):
+        assert re.fullmatch(rf"<kv4.{type(thing).__name__}.*>", repr(thing))
+    secret = repr([kv4.TiersOptions(password="geheim", disk_key=bytes(range(32))), kv4.SessionIdentity("w", salt="geheim")])
+    assert "geheim" not in secret and "\\x" not in secret and "password=..." in secret
+
+
 def test_stubs_know_every_name():
     assert (PACKAGE / "py.typed").exists()
     stub = ast.parse((PACKAGE / "_kv4.pyi").read_text())
@@ -55,6 +75,19 @@ def test_public_calls_are_documented():
         assert getattr(kv4.TieredPrefix, name).__doc__.count("\n") >= 1
     for name in ("append", "write_swa", "flush_compression", "index_topk", "attend", "gather_swa_kv"):
         assert "[tokens" in getattr(kv4.LayerCacheHandle, name).__doc__ or "[items" in getattr(kv4.LayerCacheHandle, name).__doc__
+
+
+def test_a_wheel_brings_the_command_and_says_whose_it_is():
+    try:
+        wheel = importlib.metadata.distribution("kv4")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("not a wheel: the package of a build tree")
+    assert wheel.metadata["License-Expression"] == "Apache-2.0"
+    assert wheel.metadata.get_all("Project-URL") and "transformers" in wheel.metadata.get_all("Provides-Extra")
+    assert any("transformers" in requirement and "extra" in requirement for requirement in wheel.requires)
+    command = Path(sys.executable).with_name("kv4")
+    result = subprocess.run([command, "--version"], capture_output=True, text=True)
+    assert result.returncode == 0 and kv4.__version__ in result.stdout
 
 
 def test_a_wheel_brings_what_it_needs():

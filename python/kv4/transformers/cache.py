@@ -100,6 +100,8 @@ class Kv4Cache(Cache):
     def __del__(self) -> None:
         # Copies share managers, so that rows do not go with the cache's own memory.
         with contextlib.suppress(Exception):
+            if self.store.step_of == id(self):
+                self.store.abort()
             for row in self.rows:
                 self.store.release(row.request)
 
@@ -277,7 +279,8 @@ class Kv4Cache(Cache):
         if with_gaps and not gaps:
             raise kv4.ArgumentError(f"rows {with_gaps} have padding between their tokens, where the model's own mask shortens "
                                     "their windows: pad on the left, or use kv4.transformers.accelerate(model)")
-        self.store.prepare([(self.rows[row].request, ids[row] if mask is None else ids[row][mask[row]]) for row in forward.rows])
+        self.store.prepare([(self.rows[row].request, ids[row] if mask is None else ids[row][mask[row]]) for row in forward.rows],
+                           self)
         self.forward = forward
 
     def close_layer(self, layer_idx: int) -> None:

@@ -77,6 +77,7 @@ class Store:
         self.devices = layer_devices(backbone)  # by layer
         self._backends = backends_of_layers(self.devices, given)
         self.step: list[kv4.Step] | None = None
+        self.step_of = 0  # the id() of the cache that prepared it: copies share a store
         self.manager_of: dict[int, int] = {}  # by layer
         self.managers: list[kv4.KVCacheManager] = []
         for backend in dict.fromkeys(self._backends):
@@ -172,8 +173,9 @@ class Store:
 
     # Steps
 
-    def prepare(self, items: Sequence[tuple[Request, torch.Tensor]]) -> None:
+    def prepare(self, items: Sequence[tuple[Request, torch.Tensor]], cache: object) -> None:
         self.abort()
+        self.step_of = id(cache)
         self.step = self._all(
             lambda number, manager: manager.prepare_forward([kv4.StepItem(its[number], ids) for its, ids in items]),
             kv4.KVCacheManager.abort)

@@ -179,6 +179,22 @@ def test_padding_between_tokens_needs_accelerate(device):
         assert (together[row, 0] - alone.logits[0, -1]).abs().max() < 1e-2
 
 
+def test_positions_that_count_on_from_padding_are_put_right(accelerated):
+    """As generate() gives them after prompts that are padded on the right."""
+    prompts = [random_tokens(1, n, seed=n, device=accelerated.device) for n in (40, 30)]
+    ids, mask = padded(prompts, left=False)
+    cache, following = kv4_cache(accelerated, max_batch=2), random_tokens(2, 2, seed=1, device=accelerated.device)
+    accelerated(ids, attention_mask=mask, past_key_values=cache)
+    for step in range(2):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        told = torch.tensor([[40 + step], [1 + step]], device=accelerated.device)
+        together = accelerated(following[:, step:step + 1], attention_mask=mask, position_ids=told, past_key_values=cache).logits
+    for row, prompt in enumerate(prompts):
+        whole = torch.cat([prompt, following[row:row + 1]], dim=1)
+        alone = accelerated(whole, past_key_values=DynamicCache(config=accelerated.config))
+        assert (together[row, 0] - alone.logits[0, -1]).abs().max() < 1e-2
+
+
 @both_ways
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_half_precision(prepare, dtype, device):

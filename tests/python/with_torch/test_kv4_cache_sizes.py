@@ -174,6 +174,14 @@ def test_a_forward_that_failed_in_a_copy_does_not_stop_the_other(model):
     logits = [model(tokens[:, 39:], past_key_values=its).logits for its in (twin, cache)]
     assert torch.equal(*logits)
 
+    model.model.layers[2].post_attention_layernorm = None
+    with pytest.raises(TypeError):
+        model(tokens[:, 39:], past_key_values=twin)
+    model.model.layers[2].post_attention_layernorm = norm
+    del twin
+    gc.collect()
+    assert cache.manager.num_requests() == 1
+
 
 def test_it_says_what_it_is(model):
     cache = kv4_cache(model, max_batch=2)

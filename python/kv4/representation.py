@@ -1,0 +1,60 @@
+"""repr() of the module's classes: records by their attributes, others by what they are now."""
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+#: Attributes whose value is nobody's business in a log.
+SECRET = ("password", "key", "salt")
+#: Elements of a list that are shown, and characters of a text.
+MAX_SHOWN = 8
+MAX_TEXT = 64
+
+STATES: dict[str, Callable[[Any], str]] = {
+    "KVCacheManager": lambda cache: (f"{cache.num_requests()} of {cache.schema().options.max_requests} requests, "
+                                     f"{cache.memory_bytes()} bytes on {cache.backend().device}"),
+    "CacheSchema": lambda schema: (f"{len(schema.layers)} layers, blocks of {schema.block_tokens} tokens and "
+                                   f"{schema.block_bytes} bytes, slots of {schema.slot_bytes} bytes"),
+    "BlockAllocator": lambda allocator: f"{allocator.num_held()} blocks held, {allocator.num_free()} free",
+    "PagedKVPool": lambda pool: f"{pool.memory_bytes()} bytes",
+    "StateCachePool": lambda pool: f"{pool.memory_bytes()} bytes",
+    "HostMemory": lambda memory: f"{len(memory.bytes())} bytes",
+    "PreemptedRequest": lambda request: "empty" if request.empty() else f"lengths {request.lengths()}",
+    "PrefixLoad": lambda load: f"{load.brought_blocks()} of {load.wanted_blocks()} blocks",
+}
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, (str, bytes)) and value and any(word in name for word in SECRET):
+        return "..."
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return repr(value[:MAX_TEXT]) + "..."
+    if isinstance(value, (list, tuple)):
+        more = ", ..." if len(value) > MAX_SHOWN else ""
+        return "[" + ", ".join(_shown(name, element) for element in value[:MAX_SHOWN]) + more + "]"
+    if hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)
+
+
+def _record_repr(self: Any) -> str:
+    names = [name for name, member in vars(type(self)).items() if isinstance(member, property)]
+    return f"{type(self).__name__}({', '.join(f'{name}={_shown(name, getattr(self, name))}' for name in names)})"
+
+
+def _state_repr(self: Any) -> str:
+    state = STATES.get(type(self).__name__)
+    return f"<kv4.{type(self).__name__}{' ' + state(self) if state else ''}>"
+
+
+def add_representations(module: ModuleType) -> None:
+    """To every class that has none of its own."""
+    for kind in vars(module).values():
+        if not isinstance(kind, type) or "__repr__" in vars(kind) or issubclass(kind, enum.Enum):
+            continue
+        is_record = any(isinstance(member, property) for member in vars(kind).values()) and kind.__name__ not in STATES
+        kind.__repr__ = _record_repr if is_record else _state_repr  # type: ignore[method-assign]

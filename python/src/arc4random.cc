@@ -1,0 +1,12 @@
+// What a static libstdc++ of Debian 12 takes from glibc 2.36 for std::random_device. With this one a wheel needs 2.34.
+#include <sys/random.h>
+
+#include <cstdint>
+#include <cstdlib>
+
+extern "C" __attribute__((visibility("hidden"))) std::uint32_t arc4random() noexcept {
+  std::uint32_t value = 0;
+  // Up to 256 bytes come whole or not at all.
+  if (getrandom(&value, sizeof value, 0) != static_cast<ssize_t>(sizeof value)) std::abort();
+  return value;
+}
