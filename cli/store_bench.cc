@@ -67,13 +67,6 @@ RecordId id_of(std::int64_t number) {
   return id;
 }
 
-struct Interrupted {};
-
-/// Between parts of the work.
-void stop_if_interrupted() {
-  if (interrupted()) throw Interrupted();
-}
-
 std::int64_t bytes_below(const std::filesystem::path& folder) {
   std::int64_t bytes = 0;
   std::error_code error;
