@@ -20,6 +20,7 @@ constexpr std::string_view kNameSuffix = ".kv4";
 constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once where the next record may be near
 constexpr std::int64_t kWriteAgainBytes = 1 << 20;       // at once, of neighbours
 constexpr std::int64_t kHugePageBytes = 2 << 20;
+constexpr std::int64_t kHugePagesFrom = 256 << 10;  // a buffer of so many bytes has pages of that size
 
 bool is_zero(std::span<const std::byte> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
@@ -90,7 +91,7 @@ std::optional<std::uint64_t> parse_segment_name(std::string_view name) {
 
 std::span<std::byte> BlockBuffer::get(std::int64_t bytes) {
   if (bytes > bytes_) {
-    const bool large = bytes >= kHugePageBytes;
+    const bool large = bytes >= kHugePagesFrom;
     const std::int64_t alignment = large ? kHugePageBytes : kBlockBytes;
     const std::int64_t size = (bytes + alignment - 1) / alignment * alignment;
     memory_.reset(static_cast<std::byte*>(
