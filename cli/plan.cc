@@ -261,7 +261,7 @@ void run_plan(const PlanFlags& flags) {
   print_weights(figures, machine);
   print_fit(figures, wish, machine);
   if (protection == Protection::none)
-    fmt::print("\nTiers: {} (--key-file, docs/security.md).\n", kNoKeyText);
+    fmt::print("\nTiers: {}\n(--key-file, docs/security.md)\n", kNoKeyText);
   else
     fmt::print("\nTiers: records outside host memory are sealed with the keys of {}.\n", flags.keys.path());
 }

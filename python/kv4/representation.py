@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ def _shown(name: str, value: Any) -> str:
         return "..."
     if isinstance(value, enum.Enum):
         return value.name
+    if isinstance(value, str):
+        value = re.sub("//[^/@]*@", "//...@", value)  # a URL with its password
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return repr(value[:MAX_TEXT]) + "..."
     if isinstance(value, (list, tuple)):

@@ -229,10 +229,12 @@ void DiskStore::add_found(Segment& segment, const CheckpointRecord& record) {
 
 /// Not what this cache believes, and not damage: it stays until its segment goes or a newer record takes its place.
 void DiskStore::note_unauthenticated(RecordRefusal refusal) {
-  if (unauthenticated_records_++ > 0 || !log_wanted()) return;
-  log(LogLevel::warning, "tier.unauthenticated",
-      fmt::format("the store {} has records that are not believed: {}", options_.directory, to_string(refusal)),
-      {{"tier", "disk"}, {"directory", options_.directory}, {"reason", to_string(refusal)}});
+  if (unauthenticated_records_++ > 0) return;
+  speak([&] {
+    log(LogLevel::warning, "tier.unauthenticated",
+        fmt::format("the store {} has records that are not believed: {}", options_.directory, to_string(refusal)),
+        {{"tier", "disk"}, {"directory", options_.directory}, {"reason", to_string(refusal)}});
+  });
 }
 
 // The newest may have been under way in a crash: its header there, its payload not. Where it cannot be read nobody

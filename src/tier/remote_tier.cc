@@ -148,10 +148,12 @@ ParsedHeader RemoteTier::parse(const RecordId& id, std::span<const std::byte> va
 
 /// Not what this cache believes, and not for it to remove: another one may.
 void RemoteTier::note_unauthenticated(RecordRefusal refusal) {
-  if (unauthenticated_records_++ > 0 || !log_wanted()) return;
-  log(LogLevel::warning, "tier.unauthenticated",
-      fmt::format("the remote tier has records that are not believed: {}", to_string(refusal)),
-      {{"tier", "remote"}, {"reason", to_string(refusal)}});
+  if (unauthenticated_records_++ > 0) return;
+  speak([&] {
+    log(LogLevel::warning, "tier.unauthenticated",
+        fmt::format("the remote tier has records that are not believed: {}", to_string(refusal)),
+        {{"tier", "remote"}, {"reason", to_string(refusal)}});
+  });
 }
 
 void RemoteTier::take(GetRequest& request, const redisReply& reply) {

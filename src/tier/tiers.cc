@@ -30,10 +30,6 @@ std::int64_t host_page_bytes(const CacheSchema& schema) {
 std::shared_ptr<const tier::RecordGuard> guard_of(const std::string& tier, const TiersOptions& options) {
   tier::GuardOptions guard{tier, options.keys, options.protection, options.accept_unauthenticated};
   if (tier == "disk" && options.disk_key) guard.keys.push_back(*options.disk_key);
-  if (guard.keys.empty() && log_wanted())
-    log(LogLevel::warning, "tier.no_key",
-        fmt::format("the tier '{}' has no cache key: its records are checked for damage, not for who wrote them", tier),
-        {{"tier", tier}});
   return std::make_shared<tier::RecordGuard>(guard);
 }
 
@@ -95,6 +91,14 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try : backe
   const auto add = [&](std::shared_ptr<tier::Tier> each, const tier::RecordGuard& guard) {
     all.push_back(std::move(each));
     protections_.push_back(guard.protection());
+    if (guard.has_keys()) return;
+    speak([&] {
+      const char* name = all.back()->name();
+      log(LogLevel::warning, "tier.no_key",
+          fmt::format("the tier '{}' has no cache key: its records are checked for damage, not for who wrote them",
+                      name),
+          {{"tier", name}});
+    });
   };
   if (!options.directory.empty()) {
     const tier::StoreOptions store = store_options(schema, options);

@@ -58,14 +58,18 @@ def test_help_fits_80_columns():
 def test_log_on_stderr():
     common = ["replay", "--generate", "--data", "real", "--limit", "10", "--capacity", "64K", "--layers", "3"]
     with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        keys.touch(0o600)
+        keys.write_text("ab" * 32)
+        common += ["--key-file", str(keys)]
         quiet = ok(*common, "--disk", folder + "/a")
         equal(quiet.stderr, "")
         for args in (["-v", *common], [*common, "-v"], [*common, "--verbose"]):
             shutil.rmtree(folder + "/a")
             said = ok(*args, "--disk", folder + "/a").stderr
             assert said.startswith("info: store.opened: ") and folder in said, said
-    said = kv4(*common, "--remote", "127.0.0.1:1").stderr  # nobody is there; a warning needs no -v
-    assert "warning: tier.opened: " in said and "info: " not in said, said
+        said = kv4(*common, "--remote", "127.0.0.1:1").stderr  # nobody is there; a warning needs no -v
+        assert "warning: remote.failed: " in said and "info: " not in said, said
 
 
 def interrupt(process, ready=None):

@@ -16,7 +16,8 @@ def speak(tmp_path):
     schema, counter = SmallCache().manager.schema(), iter(range(1000))
 
     def open_store():
-        options = kv4.TiersOptions(directory=tmp_path / str(next(counter)), segment_bytes=1 << 20, disk_bytes=4 << 20)
+        options = kv4.TiersOptions(directory=tmp_path / str(next(counter)), segment_bytes=1 << 20, disk_bytes=4 << 20,
+                                   keys=[bytes(32)])
         kv4.Tiers(schema, options).close()
 
     yield open_store
@@ -92,4 +93,4 @@ tiers = kv4.Tiers(SmallCache().manager.schema(), kv4.TiersOptions(directory=sys.
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
     result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environment,
                             timeout=60)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "store.opened\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "store.opened\ntier.no_key\n", "")

@@ -51,7 +51,8 @@ def test_every_object_says_what_it_is():
     assert repr(cache.prepare_forward([kv4.StepItem(request, [1])])).startswith("Step(id=")
     for thing in (cache.acquire(2), cache.schema(), cache.allocator(), cache.kv_pool(), cache.state_pool()):
         assert re.fullmatch(rf"<kv4.{type(thing).__name__}.*>", repr(thing))
-    secret = repr([kv4.TiersOptions(password="geheim", disk_key=bytes(range(32))), kv4.SessionIdentity("w", salt="geheim")])
+    secret = repr([kv4.TiersOptions(password="geheim", disk_key=bytes(range(32)), keys=[bytes(range(32))],
+                                    servers=["rediss://me:geheim@host:1"]), kv4.SessionIdentity("w", salt="geheim", keys=[bytes(range(32))])])
     assert "geheim" not in secret and "\\x" not in secret and "password=..." in secret
 
 
