@@ -26,6 +26,7 @@ class GuardedTier final : public Tier {
   void remove(std::span<RemoveRequest> requests, Deadline deadline) override { inner_->remove(requests, deadline); }
   FlushStatus flush(Deadline deadline) override { return inner_->flush(deadline); }
   TierStats stats() override;
+  TierFailure failure() const override { return inner_->failure(); }
 
  private:
   /// Of what the inner tier found for the request.

@@ -79,10 +79,9 @@ RedisCluster::~RedisCluster() = default;
 // --- runs
 
 void RedisCluster::run(std::span<const RedisOperation> operations, Deadline deadline) {
-  if (!find_slots(deadline)) return settle(false);
-  begin_run(operations.size());
-  operations_ = operations;
-  Undo drop_all([this] {  // for want of memory: payloads of this run go away, so nothing of it may be sent any more
+  // For want of memory: payloads of this run go away, so nothing of it may be sent any more, and a connection may have
+  // been left half-way through its hello.
+  Undo drop_all([this] {
     ++run_;
     operations_ = {};
     for (const auto& node : nodes_) {
@@ -92,12 +91,18 @@ void RedisCluster::run(std::span<const RedisOperation> operations, Deadline dead
       node->connection.reset();
     }
   });
+  if (!find_slots(deadline)) {
+    settle(false);
+    return drop_all.keep();
+  }
+  begin_run(operations.size());
+  operations_ = operations;
   redirects_of_.assign(operations.size(), 0);
   for (std::size_t i = 0; i < operations.size(); ++i)
     dispatch(i, slots_[static_cast<std::size_t>(operations[i].slot)], false);
   exchange(deadline);
-  drop_all.keep();
   end_run(true);
+  drop_all.keep();
 }
 
 void RedisCluster::begin_run(std::size_t answers) {
@@ -214,11 +219,11 @@ RedisCluster::Node* RedisCluster::node_at(const RedisEndpoint& endpoint) {
   for (const auto& node : nodes_)
     if (node->endpoint.name == endpoint.name) return node.get();
   if (nodes_.size() >= kMaxNodes) return nullptr;
-  nodes_.push_back(std::make_unique<Node>());
-  Node& node = *nodes_.back();
-  node.endpoint = endpoint;
-  node.shown = to_text(endpoint.name);
-  return &node;
+  auto node = std::make_unique<Node>();
+  node->endpoint = endpoint;
+  node->shown = to_text(endpoint.name);
+  nodes_.push_back(std::move(node));
+  return nodes_.back().get();
 }
 
 RedisCluster::Node* RedisCluster::admit(const RedisAddress& named, const Node& by) {

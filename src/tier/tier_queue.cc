@@ -363,7 +363,10 @@ void TierQueue::Core::write(Lane& lane) {
 void TierQueue::Core::leave(std::unique_lock<std::mutex>& lock, Lane& lane) {
   if (std::count_if(lanes.begin(), lanes.end(), [](const Lane& l) { return !l.exited; }) == 1) {
     // By the last one here, not in the queue's destructor: closing a store can take as long as any call.
-    tier_failure = tier->failure();
+    try {
+      tier_failure = tier->failure();
+    } catch (...) {  // for want of memory: what failed last is not known then
+    }
     std::shared_ptr<Tier> last = std::move(tier);
     lock.unlock();
     last.reset();

@@ -737,7 +737,8 @@ def test_store_bench_ended():
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "kv4_store_bench"
         start = lambda: subprocess.Popen([KV4, "store", "bench", folder, "--rounds", "1000", "--total-bytes", "20000000"],
-                                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                                         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # nohup ignores it
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
             bench = start()
             while not (base.exists() and any(base.iterdir())) and bench.poll() is None:
