@@ -258,12 +258,12 @@ void run_plan(const PlanFlags& flags) {
   print_per_token(figures);
   print_per_request(figures);
   print_cache(figures);
-  print_weights(figures, machine);
-  print_fit(figures, wish, machine);
   if (protection == Protection::none)
     fmt::print("\nTiers: {}\n(--key-file, docs/security.md)\n", kNoKeyText);
   else
     fmt::print("\nTiers: records outside host memory are sealed with the keys of {}.\n", flags.keys.path());
+  print_weights(figures, machine);
+  print_fit(figures, wish, machine);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 /* kv4 for every language that can call C: opaque handles, status codes, no exception across the border.
  *
- *   kv4_cache_admit -> [kv4_prepare_forward -> kv4_append ... for each layer -> kv4_commit | kv4_abort]* -> kv4_release
+ *   kv4_admit -> [kv4_prepare_forward -> kv4_append ... for each layer -> kv4_commit | kv4_abort]* -> kv4_release
  *
  * The calls mean what their C++ namesakes in kv4/kv_cache_manager.h and kv4/layer_cache_handle.h mean; what is said
  * here is what differs.

@@ -54,6 +54,10 @@ def main():
         print("declared but not exported:", sorted(set(declared) - set(functions)))
         print("exported but not declared:", sorted(set(functions) - set(declared)))
         return 1
+    told = {name for comment in re.findall(r"/\*.*?\*/", HEADER.read_text(), flags=re.S) for name in re.findall(r"\bkv4_[a-z0-9_]+\b", comment)}
+    if unknown := {name for name in told if name not in re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)}:
+        print("comments name what there is not:", sorted(unknown))
+        return 1
     now = [f"function {name}" for name in functions] + layouts()
     if "--update" in sys.argv:
         RECORDED.write_text("\n".join(now) + "\n")
