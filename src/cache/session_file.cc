@@ -191,8 +191,9 @@ class Surveyor {
   }
 
   void take_own(std::span<const std::byte> record) {
-    const auto [header, payload] = open_record(*guard_, record, memory_);
-    const SessionParts parts = parse_session(payload);
+    const SessionRecord opened = open_record(*guard_, record, memory_);
+    const tier::RecordHeader& header = opened.header;
+    const SessionParts parts = parse_session(opened.payload);
     survey_.protection = protection_of(header.kind);
     survey_.authentic = guard_->has_keys() && survey_.protection != Protection::none;
     survey_.layout_id = header.layout_id;

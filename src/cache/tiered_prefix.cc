@@ -340,6 +340,7 @@ struct PrefixLoad::Impl {
   enum class Phase : std::uint8_t { blocks, snapshot, done };
   /// Records that are asked for together, then moved, then inserted.
   struct Batch {
+    Batch() {}  // written out: clang 14 asks for a defaulted one before this class is complete
     std::vector<SharedBytes> host;
     std::list<TieredPrefix::Impl::InUse> device;  // one, where the device needs memory of its own
     std::optional<Ticket> asked;

@@ -134,10 +134,10 @@ IoStatus PosixFile::fdatasync() {
 
 template <class Call>
 IoStatus PosixFile::written(Call&& call) {
-  const auto [status, fd] = use();
-  if (!status.ok()) return status;
+  const std::pair<IoStatus, OpenFiles::Shared> used = use();
+  if (!used.first.ok()) return used.first;
   count_write();
-  return checked(uninterrupted([&] { return call(fd->get()); }));
+  return checked(uninterrupted([&] { return call(used.second->get()); }));
 }
 
 IoStatus PosixFile::fallocate(std::int64_t bytes) {
