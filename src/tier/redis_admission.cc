@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "base/check.h"
 #include "tier/redis_url.h"
@@ -24,13 +25,13 @@ std::vector<std::string> look_up(const std::string& host) {
   addrinfo* found = nullptr;
   const int error = ::getaddrinfo(host.c_str(), nullptr, &hints, &found);
   require(error == 0, ErrorCode::bad_argument, "no address of the server '{}': {}", host, ::gai_strerror(error));
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, ::freeaddrinfo);
   std::vector<std::string> addresses;
   for (const addrinfo* each = found; each != nullptr && addresses.size() < kMaxAddresses; each = each->ai_next) {
     char text[NI_MAXHOST];
     if (::getnameinfo(each->ai_addr, each->ai_addrlen, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) == 0)
       addresses.emplace_back(text);
   }
-  ::freeaddrinfo(found);
   require(!addresses.empty(), ErrorCode::bad_argument, "no address of the server '{}'", host);
   return addresses;
 }
