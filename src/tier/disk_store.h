@@ -5,9 +5,8 @@
 //   miss.
 //   2. A record can be found once its write has ended and put() is about to return `stored`, and not before.
 //   3. What was put and removed before a flush() that returned true stays so, whatever is killed or loses power later.
-//   4. A store takes no more than `capacity_bytes`, and one segment while records move: the oldest makes room. Where
-//   the
-//      disk is full before that, too.
+//   4. A store takes no more than `capacity_bytes`, and one segment while records move: the oldest makes room,
+//      where the disk is full before that, too.
 //   5. What it did not make or cannot open it leaves alone: such files are set aside, which the log and stats() tell,
 //      and nothing is removed, overwritten or appended there. Their room does not count.
 //

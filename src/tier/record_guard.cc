@@ -137,7 +137,7 @@ RecordGuard::RecordGuard(const GuardOptions& options)
   for (const CacheKey& key : options.keys) {
     RingKey ring{key, {}};
     require(cipher_algorithm() != nullptr && hkdf(key, {}, kIdInfo, ring.id), ErrorCode::bad_state,
-            "OpenSSL has no HKDF or no AES-256-GCM here");
+            "OpenSSL gives no HKDF or no AES-256-GCM, which cache keys need; load its default provider");
     ring_.push_back(ring);
   }
 }

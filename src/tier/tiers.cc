@@ -95,7 +95,8 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try : backe
     speak([&] {
       const char* name = all.back()->name();
       log(LogLevel::warning, "tier.no_key",
-          fmt::format("the tier '{}' has no cache key: its records are checked for damage, not for who wrote them",
+          fmt::format("the tier '{}' has no cache key: its records are checked for damage, not for who wrote them; "
+                      "set TiersOptions::keys (docs/security.md)",
                       name),
           {{"tier", name}});
     });
