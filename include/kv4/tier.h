@@ -67,7 +67,7 @@ struct PutRequest {
 
 struct GetRequest {
   RecordId id;
-  std::span<std::byte> to;
+  std::span<std::byte> to;  // what is not `found` leaves nothing of the record here: it is as it was, or zeros
   GetStatus status = GetStatus::failed;  // out
   std::int64_t bytes = 0;                // out
   /// A tier that keeps records in memory may then give its own instead of a copy: `view`, and nothing in `to`. The

@@ -362,7 +362,9 @@ void DiskStore::get(std::span<GetRequest> requests) {
       },
       [&](IoOp& op) {
         RecordRead& read = static_cast<RecordRead&>(op);
-        finish_get(requests[read.index], std::move(found[read.index]), read.finish(), reader.again_buffer);
+        GetRequest& request = requests[read.index];
+        finish_get(request, std::move(found[read.index]), read.finish(), reader.again_buffer);
+        if (request.status != GetStatus::found) read.clear();
         reader.reads.give(op);
       });
 }

@@ -124,6 +124,7 @@ GetStatus HostTier::get_one(GetRequest& request) {
   const auto payload = request.to.first(length);
   read(record->first_page, kRecordHeaderBytes, payload);
   const bool sound = is_sound(*record, header, payload);  // the copy: it is what the caller uses
+  if (!sound) std::fill(payload.begin(), payload.end(), std::byte{0});
   end_reading(record, sound);
   return sound ? GetStatus::found : GetStatus::damaged;
 }

@@ -98,6 +98,8 @@ void RecordRead::start(SegmentFile& segment, std::int64_t at, std::int64_t lengt
   push(pieces, own.data() + kBlockBytes, whole_blocks(rest));
 }
 
+void RecordRead::clear() { std::fill(payload_.begin(), payload_.end(), std::byte{0}); }
+
 ReadRecord RecordRead::finish() {
   if (!moved.status.ok()) return {RecordRefusal::too_short, moved.status, {}, {}};
   std::copy(rest_.begin(), rest_.end(), payload_.end() - std::ssize(rest_));

@@ -45,6 +45,8 @@ class RecordRead : public IoOp {
   void start(SegmentFile& segment, std::int64_t at, std::int64_t length, std::span<std::byte> to);
   /// After the transfer: the payload lies in `to` where it was read there, else in the buffer.
   ReadRecord finish();
+  /// Nothing of the payload stays, in `to` or the buffer.
+  void clear();
 
   std::size_t index = 0;  // which of a batch
   BlockBuffer buffer;

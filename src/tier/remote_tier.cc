@@ -179,8 +179,10 @@ void RemoteTier::take(GetRequest& request, const redisReply& reply) {
   RecordRefusal refusal = options_.guard->open(header, stored, payload);
   // The copy is what is checked: it is what the caller uses. A key has looked at its own already.
   if (refusal == RecordRefusal::none && header.kind != RecordKind::sealed &&
-      digest128(payload) != header.payload_digest)
+      digest128(payload) != header.payload_digest) {
+    std::fill(payload.begin(), payload.end(), std::byte{0});
     refusal = RecordRefusal::damaged_payload;
+  }
   if (refusal != RecordRefusal::none) request.bytes = 0;
   switch (refusal) {
     case RecordRefusal::none: request.status = GetStatus::found; break;

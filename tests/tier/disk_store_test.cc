@@ -510,11 +510,14 @@ TEST_F(TierDiskStore, SealedRecordsNeedTheirKey) {
   for (const bool has_key : {true, false}) {
     options.guard = has_key ? guard_of(2) : nullptr;
     reopen();
-    std::vector<std::byte> to(5040, std::byte{9});
-    tier::GetRequest request{record_id(2, 7), to};
-    store->get({&request, 1});
-    EXPECT_NE(request.status, GetStatus::found);
-    for (const std::byte b : to) ASSERT_TRUE(b == std::byte{9} || b == std::byte{0});
+    for (const bool straight : {true, false}) {  // a buffer that the disk may write to, and one that it may not
+      alignas(4096) std::array<std::byte, 8192> room;
+      room.fill(std::byte{9});
+      tier::GetRequest request{record_id(2, 7), std::span(room).subspan(straight ? 0 : 8, 5040)};
+      store->get({&request, 1});
+      EXPECT_NE(request.status, GetStatus::found);
+      for (const std::byte b : room) ASSERT_TRUE(b == std::byte{9} || b == std::byte{0});
+    }
     EXPECT_TRUE(store->collect().durable);  // a wrong key destroys nothing
     ASSERT_TRUE(store->close());
   }
