@@ -45,7 +45,7 @@ find_program(KV4_SHLIBDEPS dpkg-shlibdeps)
 if(KV4_SHLIBDEPS)  # the packages of the libraries it links
   set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 else()
-  set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6, libstdc++6, libhwy1, liburing2, libssl3, zlib1g, libhiredis0.14, libbenchmark1debian, libprometheus-cpp-core1.0, libmicrohttpd12")
+  set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6, libstdc++6, libhwy1, libfmt9, liburing2, libssl3, zlib1g, libhiredis0.14, libbenchmark1debian, libprometheus-cpp-core1.0, libmicrohttpd12")
 endif()
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} RENAME copyright)
 include(CPack)
