@@ -5,7 +5,7 @@
 namespace kv4::tier {
 
 std::string why_no_remote_tier() {
-  return "kv4 was built without hiredis; install libhiredis-dev (tools/install_dependencies build), configure and "
+  return "kv4 was built without hiredis; install libhiredis-dev (tools/install_dependencies run), configure and "
          "build "
          "again";
 }
