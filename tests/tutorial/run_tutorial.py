@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Does what a tutorial says: writes its files, applies its diffs, runs its commands, looks for its output.
+"""Does what a tutorial says: writes its files, runs its commands, looks for its output.
 
     tests/tutorial/run_tutorial.py BUILD_DIR docs/tutorial/FILE.md...
 
-Fenced blocks of a tutorial: ```LANGUAGE FILE``` is a piece of FILE, ```diff``` changes files of the tree, ```sh``` is run, and every
-line of ```output``` stands in what that printed. A tutorial with a diff or a file below src/ runs in a copy of the tree,
-others in an empty folder with an installed kv4. `python` is KV4_PYTHON where that is set.
+Fenced blocks of a tutorial: ```LANGUAGE FILE``` is a piece of FILE, ```sh``` is run, and every line of ```output``` stands in
+what that printed. The reader has installed kv4 to ~/kv4, and no variable is set that the text does not set. A tutorial with a
+file below src/ runs in a copy of the tree, others in an empty folder. `python` is KV4_PYTHON where that is set.
 """
 import os
 import re
@@ -19,41 +19,23 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)(?: +(\S+))?\n(.*?)^```$", re.S | re.M)
 
 
-def change(folder, diff):
-    """Applies hunks without line numbers: ' ' and '-' lines are found one after the other, '+' lines go in there."""
-    path, hunks = None, []
-    for line in diff.splitlines():
-        if line.startswith("+++ b/"):
-            path = folder / line[6:]
-        elif line.startswith("@@"):
-            hunks.append((path, []))
-        elif line and not line.startswith("--- "):
-            hunks[-1][1].append(line)
-    for path, lines in hunks:
-        before = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
-        after = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
-        text = path.read_text()
-        if text.count(before) != 1:
-            raise SystemExit(f"{path.relative_to(folder)} has {text.count(before)} places like:\n{before}")
-        path.write_text(text.replace(before, after))
+def reader(home, *tools):
+    """The environment of somebody who has just logged in."""
+    return {"HOME": str(home), "LANG": "C.UTF-8", "PATH": ":".join([*map(str, tools), "/usr/local/bin:/usr/bin:/bin"])}
 
 
-def run(tutorial, build, prefix):
+def run_tutorial(tutorial, build, home):
+    """In the home of a reader who has kv4 in ~/kv4 and this build of it."""
     blocks = BLOCK.findall(tutorial.read_text())
-    inside = any(language == "diff" or name.startswith("src/") for language, name, _ in blocks)
+    python = os.environ.get("KV4_PYTHON")
+    environment = reader(home, *([Path(python).parent] if python else []))
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp) / "tutorial"
-        if inside:
-            folder.mkdir()
+        folder.mkdir()
+        if any(name.startswith("src/") for _, name, _ in blocks):
             for part in ("include", "src"):
                 shutil.copytree(ROOT / part, folder / part)
-            shutil.copytree(build / "include", folder / "include", dirs_exist_ok=True)  # version.h
-        else:
-            folder.mkdir()
-        library = next(prefix.rglob("libkv4.so")).parent
-        tools = [str(prefix / "bin")] + [str(Path(python).parent) for python in [os.environ.get("KV4_PYTHON")] if python]
-        environment = dict(os.environ, PKG_CONFIG_PATH=str(library / "pkgconfig"), LD_LIBRARY_PATH=str(library),
-                           PATH=":".join(tools + [os.environ["PATH"]]))
+            (folder / "build").symlink_to(build)
         printed = ""
         for language, name, text in blocks:
             if name:
@@ -61,11 +43,9 @@ def run(tutorial, build, prefix):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a") as file:
                     file.write(text)
-            elif language == "diff":
-                change(folder, text)
             elif language == "sh":
-                done = subprocess.run(["bash", "-euc", text], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                      stderr=subprocess.STDOUT, text=True, timeout=600)
+                done = subprocess.run(["bash", "-euc", text], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
                 printed += done.stdout
                 if done.returncode != 0:
                     raise SystemExit(f"{tutorial.name}: exit code {done.returncode} of\n{text}\n{done.stdout[-3000:]}")
@@ -73,6 +53,8 @@ def run(tutorial, build, prefix):
                 for line in text.splitlines():
                     if line not in printed:
                         raise SystemExit(f"{tutorial.name}: '{line}' was not printed, but\n{printed}")
+            else:
+                raise SystemExit(f"{tutorial.name}: a block of '{language}' without a file's name; nobody tries it")
         if not printed:
             raise SystemExit(f"{tutorial.name} runs nothing")
         print(f"{tutorial.name}: {printed.strip().splitlines()[-1]}")
@@ -82,11 +64,10 @@ def main():
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     build = Path(sys.argv[1]).resolve()
-    with tempfile.TemporaryDirectory() as temp:
-        prefix = Path(temp) / "kv4"
-        subprocess.run(["cmake", "--install", build, "--prefix", prefix], check=True, stdout=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory() as home:
+        subprocess.run(["cmake", "--install", build, "--prefix", f"{home}/kv4"], check=True, stdout=subprocess.DEVNULL)
         for tutorial in sys.argv[2:]:
-            run(Path(tutorial), build, prefix)
+            run_tutorial(Path(tutorial), build, home)
 
 
 if __name__ == "__main__":
