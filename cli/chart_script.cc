@@ -49,6 +49,13 @@ function ticks(low, high, most, unit) {
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; ++i) places.push(i * step);
   return unit == 'count' ? places.filter(Number.isInteger) : places;
 }
+// A group at (x, y) of which only so much is seen.
+let cuts = 0;
+function cut(svg, x, y, width, height) {
+  const id = `cut${++cuts}`;
+  draw(draw(svg, 'clipPath', {id}), 'rect', {width: Math.max(0, width), height});
+  return draw(svg, 'g', {'clip-path': `url(#${id})`, transform: `translate(${x} ${y})`});
+}
 const shownValues = (series, first, last) => series.values.slice(first, last + 1).map(value => value ?? 0);
 
 function chart(figure, data) {
@@ -112,10 +119,10 @@ function chart(figure, data) {
     }
     draw(svg, 'text', {class: 'tick middle', transform: `translate(12 ${(top + bottom) / 2}) rotate(-90)`}, panel.label);
     // What lies outside the range is cut off, and half a line's width is not.
-    const inside = draw(svg, 'svg', {x: left, y: top - 4, width: Math.max(0, width - left - right), height: bottom - top + 4, class: 'area'});
+    const inside = cut(svg, left, top - 4, width - left - right, bottom - top + 4);
     const x = i => toPixel(all[i]) - left, y = value => toY(value) - top + 4, below = all.map(() => 0);
     panel.series.forEach((series, number) => {
-      const named = {class: 'series', 'data-name': series.name}, points = [];
+      const named = {class: 'series', 'data-name': series.name, ...(series.id ? {id: series.id} : {})}, points = [];
       for (let i = first; i <= last; ++i) if (series.values[i] !== null && series.values[i] !== undefined) points.push(i);
       if (panel.marks == 'groups') {
         const step = (width - left - right) / (high - low), wide = step * 0.8 / panel.series.length;
@@ -145,7 +152,7 @@ function chart(figure, data) {
   }
 
   function drawBars(svg, top) {
-    const inside = draw(svg, 'svg', {x: left, y: top, width: Math.max(0, width - left - right), height: data.bars.length * 30, class: 'area'});
+    const inside = cut(svg, left, top, width - left - right, data.bars.length * 30);
     data.bars.forEach((bar, row) => {
       const most = Math.floor(left / 7), name = bar.name.length > most ? bar.name.slice(0, most - 1) + '\u2026' : bar.name;
       draw(svg, 'text', {class: 'tick end', x: left - 6, y: top + row * 30 + 18}, name);

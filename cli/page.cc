@@ -32,7 +32,7 @@ figcaption { font-weight: 600; } figcaption small { font-weight: 400; color: var
 svg { display: block; width: 100%; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; pointer-events: none; }
 svg .end { text-anchor: end; } svg .middle { text-anchor: middle; } svg .faint { fill: var(--faint); }
 svg text.value { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
-svg .grid { stroke: var(--grid); } svg .area { overflow: hidden; } polyline { fill: none; stroke-linejoin: round; }
+svg .grid { stroke: var(--grid); } polyline { fill: none; stroke-linejoin: round; }
 .cross { stroke: var(--ink); stroke-dasharray: 2 2; } .chosen { fill: none; stroke: var(--faint); } .selection { fill: var(--faint); opacity: .3; }
 .tip { position: absolute; z-index: 1; pointer-events: none; background: var(--paper); border: 1px solid var(--faint); border-radius: 6px;
        padding: .2rem .5rem; font-size: 13px; max-width: 100%; overflow-wrap: anywhere; }

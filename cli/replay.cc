@@ -391,9 +391,13 @@ int run_replay(const ReplayFlags& flags) {
   if (interrupted()) {
     fmt::print(stderr, "interrupted: {} of {} requests were replayed{}\n", group_digits(result.cache.total.requests),
                group_digits(requests), flags.report.empty() ? "" : ", and there is no report");
+    if (watcher) watcher->linger();
     return interrupted_exit_code();
   }
-  if (watcher) watcher->stay();
+  if (watcher) {
+    watcher->stay();
+    watcher->linger();
+  }
   return result.wrong_bytes == 0 && tiers_work ? 0 : 1;
 }
 
