@@ -93,8 +93,9 @@ function chart(figure, data) {
   }
 
   function drawX(svg, top, bottom) {
-    const unit = bars ? data.unit : data.x.unit, most = Math.max(2, Math.floor((width - left - right) / 86));
-    const shown = bars || !data.x.even ? ticks(...range(), most, unit) : places().filter(place => place >= range()[0] && place <= range()[1]);
+    const unit = bars ? data.unit : data.x.unit, most = Math.max(3, Math.floor((width - left - right) / 66));
+    const every = Math.ceil(54 / (width - left - right) * (range()[1] - range()[0]));  // of even places: so that labels have room
+    const shown = bars || !data.x.even ? ticks(...range(), most, unit) : places().filter(place => place >= range()[0] && place <= range()[1] && place % every == 0);
     for (const value of shown) {
       const at = toPixel(value);
       if (bars) draw(svg, 'line', {class: 'grid', x1: at, x2: at, y1: top, y2: bottom});
@@ -201,7 +202,7 @@ function chart(figure, data) {
       const value = data.x.values[at];
       pixel = toPixel(places()[at]);
       draw(svg, 'line', {class: 'cross', x1: pixel, x2: pixel, y1: area.top, y2: area.bottom});
-      words = [[null, `${data.x.label}: ${formatWhole(value, data.x.unit)}` + (data.x.bytes_per_token ? `, ${format(value * data.x.bytes_per_token, 'bytes')}` : '')]];
+      words = [[null, `${data.x.label}: ${formatWhole(value, data.x.unit)}` + (data.x.bytes_per_token ? `, ${format(value * data.x.bytes_per_token, 'bytes')} of ${data.x.bytes_of}` : '')]];
       for (const panel of data.panels) for (const series of panel.series) words.push([series.color, `${series.name}: ${formatWhole(series.values[at] ?? null, panel.unit)}`]);
     }
     tip.replaceChildren(...words.map(([color, text]) => {

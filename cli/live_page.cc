@@ -13,7 +13,7 @@ namespace {
 constexpr const char* kBody = R"html(<style>
 #map { display: flex; flex-wrap: wrap; gap: 1px; } #map i { width: 9px; height: 9px; border-radius: 2px; background: var(--grid); }
 #map i.held { background: var(--held); } #map i.kept { background: var(--kept); } #map i:hover { outline: 2px solid var(--ink); }
-#tables { display: flex; flex-wrap: wrap; gap: 0 4rem; } #tables section { overflow-x: auto; }
+#rates { padding-bottom: 2rem; } #tables { display: flex; flex-wrap: wrap; gap: 0 4rem; } #tables section { overflow-x: auto; }
 #state { display: inline-block; border-radius: 4px; padding: 0 .5em; margin-right: .5em; color: white; background: #2d6a9f; }
 [data-state=finished] #state { background: #00704f; } [data-state=interrupted] #state { background: #a34700; } [data-state=lost] #state { background: #a3172e; }
 [data-state=lost] figure, [data-state=lost] #map, [data-state=lost] #tables { opacity: .5; }

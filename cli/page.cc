@@ -36,7 +36,7 @@ svg .grid { stroke: var(--grid); } polyline { fill: none; stroke-linejoin: round
 .cross { stroke: var(--ink); stroke-dasharray: 2 2; } .chosen { fill: none; stroke: var(--faint); } .selection { fill: var(--faint); opacity: .3; }
 .tip { position: absolute; z-index: 1; pointer-events: none; background: var(--paper); border: 1px solid var(--faint); border-radius: 6px;
        padding: .2rem .5rem; font-size: 13px; max-width: 100%; overflow-wrap: anywhere; }
-.reset { position: absolute; top: 4px; right: 18px; font: inherit; font-size: 12px; cursor: pointer; }
+.reset { position: absolute; bottom: -1.6rem; right: 0; z-index: 1; font: inherit; font-size: 12px; cursor: pointer; }
 details { font-size: 13px; } details > table { display: block; max-height: 20rem; overflow: auto; } summary { color: var(--faint); cursor: pointer; }
 table { border-collapse: collapse; margin: .5rem 0; } td, th { padding: .1rem 1rem .1rem 0; text-align: right; font-weight: 400; font-variant-numeric: tabular-nums; }
 th { color: var(--faint); } td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; }

@@ -114,7 +114,7 @@ std::string escape_html(const std::string& text) {
 std::string draw(const Plot& plot) {
   Figure figure{.title = plot.title, .legend = {}, .rows = {}, .data = {}};
   std::vector<std::string> head{plot.x_label};
-  if (plot.bytes_per_token > 0) head.push_back("bytes");
+  if (plot.bytes_per_token > 0) head.push_back("bytes of " + plot.bytes_of);
   ordered_json panels = ordered_json::array();
   for (const Panel& panel : plot.panels) {
     panels.push_back(json_of(panel));
@@ -137,6 +137,7 @@ std::string draw(const Plot& plot) {
                    {"unit", name_of(plot.x_unit)},
                    {"even", plot.even},
                    {"bytes_per_token", plot.bytes_per_token},
+                   {"bytes_of", plot.bytes_of},
                    {"values", numbers(plot.x)}}},
                  {"panels", panels}};
   return draw_figure(figure);
@@ -145,12 +146,13 @@ std::string draw(const Plot& plot) {
 std::string draw(const BarChart& chart) {
   Figure figure{.title = chart.title, .legend = {}, .rows = {}, .data = {}, .wide = chart.wide};
   ordered_json bars = ordered_json::array();
+  bool labelled = true;
   for (const Bar& bar : chart.bars) {
     ordered_json parts = ordered_json::array();
     for (const BarPart& part : bar.parts) {
       const Named named(part.name, part.color);
-      const bool labelled = part.name == bar.name;  // its legend stands beside it
-      if (!labelled && std::find(figure.legend.begin(), figure.legend.end(), named) == figure.legend.end())
+      labelled = labelled && part.name == bar.name;
+      if (std::find(figure.legend.begin(), figure.legend.end(), named) == figure.legend.end())
         figure.legend.push_back(named);
       parts.push_back({{"name", part.name}, {"color", part.color}, {"value", part.value}});
       std::string name = bar.parts.size() > 1 ? part.name : bar.name;
@@ -159,6 +161,7 @@ std::string draw(const BarChart& chart) {
     }
     bars.push_back({{"name", bar.name}, {"parts", parts}});
   }
+  if (labelled) figure.legend.clear();  // every bar has the name of its color beside it
   figure.data = {
       {"type", "bars"}, {"label", chart.label}, {"unit", name_of(chart.unit)}, {"high", chart.high}, {"bars", bars}};
   return draw_figure(figure);

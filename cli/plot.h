@@ -37,7 +37,8 @@ struct Plot {
   std::vector<double> x;
   std::vector<Panel> panels;
   bool even = false;           // places of x at even distances, each with its value: for groups
-  double bytes_per_token = 0;  // not 0: places of x are named in bytes, too
+  double bytes_per_token = 0;  // not 0: places of x are named in bytes, too,
+  std::string bytes_of = {};   // of this
 };
 std::string draw(const Plot& plot);
 

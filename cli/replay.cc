@@ -381,7 +381,7 @@ int run_replay(const ReplayFlags& flags) {
                                 .options = options,
                                 .data = result,
                                 .model = (schema.config.name.empty() ? "the model" : schema.config.name) +
-                                         (flags.real() ? fmt::format(", {} layers", schema.layers.size()) : ""),
+                                         (flags.real() ? fmt::format(" ({} layers)", schema.layers.size()) : ""),
                                 .bytes_per_token = static_cast<double>(schema.block_bytes) / schema.block_tokens});
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

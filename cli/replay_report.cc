@@ -76,14 +76,14 @@ Plot plot_evictions(const Report& report) {
 
 Plot plot_capacity(const Report& report) {
   Plot plot{.title = "Block hit rate against capacity, by policy",
-            .x_label = report.bytes_per_token > 0
-                           ? fmt::format("capacity: tokens (K = 1,024), bytes of blocks ({})", report.model)
-                           : "capacity: tokens (K = 1,024)",
+            .x_label = report.bytes_per_token > 0 ? "capacity in tokens (K = 1,024) and bytes"
+                                                  : "capacity in tokens (K = 1,024)",
             .x_unit = Unit::tokens,
             .x = {},
             .panels = {{.label = "hit rate", .unit = Unit::share, .marks = Marks::groups, .series = {}, .high = 1}},
             .even = true,
-            .bytes_per_token = report.bytes_per_token};
+            .bytes_per_token = report.bytes_per_token,
+            .bytes_of = report.model + "'s blocks"};
   const auto most = static_cast<double>(bound_distinct_ids(report.trace) * report.trace.id_tokens);
   for (const double share : kShares)
     plot.x.push_back(
@@ -195,7 +195,7 @@ std::string summary(const Report& report) {
   row("policy", to_string(report.options.eviction));
   row("capacity", report.options.capacity_tokens == 0 ? "without limit" : group_digits(capacity) + " tokens");
   if (report.options.capacity_tokens > 0 && report.bytes_per_token > 0)
-    row("capacity in bytes of blocks (" + report.model + ")",
+    row(fmt::format("capacity in {}'s blocks", report.model),
         human_bytes(static_cast<double>(capacity) * report.bytes_per_token));
   row("requests", group_digits(total.requests));
   if (report.data.skipped_requests > 0)

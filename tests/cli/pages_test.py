@@ -134,7 +134,7 @@ def test_names_are_text():
         config.write_text(json.dumps(json.loads(config.read_text()) | {"_name_or_path": bad}))
         ok("replay", str(trace), "--report", str(page), "--capacity", "1K", "--config", str(config), *TINY_FORMATS)
         text = page.read_text()
-        assert "<img" not in text and bad in charts(text)["Block hit rate against capacity, by policy"]["x"]["label"], text[:500]
+        assert "<img" not in text and bad in charts(text)["Block hit rate against capacity, by policy"]["x"]["bytes_of"], text[:500]
         ok("plan", "--config", str(config), *TINY_FORMATS, "--context", "2K", "--html", str(page))
         assert "<img" not in page.read_text() and "&lt;img" in page.read_text()
 
