@@ -315,7 +315,9 @@ void add_inspect(CLI::App& app, int& exit_code) {
       ->add_option("--layer", flags->layer,
                    "of the picture: one layer's rows, channel by channel; without it every layer, by position")
       ->check(CLI::NonNegativeNumber);
-  command->add_option("--svg", flags->svg, "draw a heat map into this file")->type_name("FILE");
+  command
+      ->add_option("--svg", flags->svg, "draw a heat map into this file; in a browser it has values under the pointer")
+      ->type_name("FILE");
   command->add_option("--png", flags->png, "the same as PNG, without labels")->type_name("FILE");
   add_flags(*command, flags->keys);
   command->add_flag("--json", flags->json, "figures as JSON");

@@ -18,7 +18,7 @@ enum class RunState { running, finished, interrupted };
 struct PageHead {
   std::string headline, rate_title;
   std::vector<double> rates;  // so far
-  std::string rate_label = "seconds, or looks at the cache";
+  std::string rate_label = "seconds";
   RunState state = RunState::running;  // where it is over, an open page shows this state for good
 };
 
