@@ -119,53 +119,90 @@ const draw = (parent, tag, attributes, text) => {
   return element;
 };
 let low = 0, high = map.columns, at = null, from = null;
-const mark = draw(area, 'rect', {id: 'mark', fill: 'none', stroke: '#00c8ff', 'stroke-width': 2, 'vector-effect': 'non-scaling-stroke', width: 1, height: 1, visibility: 'hidden'});
-const selection = draw(root, 'rect', {fill: '#888', opacity: 0.4, y: box('y'), height: box('height'), visibility: 'hidden'});
+const mark = draw(area, 'rect', {
+  id: 'mark',
+  fill: 'none',
+  stroke: '#00c8ff',
+  'stroke-width': 2,
+  'vector-effect': 'non-scaling-stroke',
+  width: 1,
+  height: 1,
+  visibility: 'hidden'
+});
+const selection =
+    draw(root, 'rect', {fill: '#888', opacity: 0.4, y: box('y'), height: box('height'), visibility: 'hidden'});
 const tip = draw(root, 'g', {id: 'tip', visibility: 'hidden', 'pointer-events': 'none'});
-const paper = draw(tip, 'rect', {fill: 'white', stroke: '#555', rx: 4, height: 20}), words = draw(tip, 'text', {x: 6, y: 14, 'aria-live': 'polite'});
-const begin = column => map.first + column * (map.last - map.first + 1) / map.columns, shown = value => value.toLocaleString('en');
+const paper = draw(tip, 'rect', {fill: 'white', stroke: '#555', rx: 4, height: 20}),
+      words = draw(tip, 'text', {x: 6, y: 14, 'aria-live': 'polite'});
+const begin = column => map.first + column * (map.last - map.first + 1) / map.columns,
+      shown = value => value.toLocaleString('en');
 function describe([column, row]) {
-  const first = Math.floor(begin(column)), last = Math.max(first, Math.ceil(begin(column + 1)) - 1), more = (map.begins[row] ?? 0);
+  const first = Math.floor(begin(column)), last = Math.max(first, Math.ceil(begin(column + 1)) - 1),
+        more = (map.begins[row] ?? 0);
   const value = map.values[row * map.columns + column], one = map.block ? 'position' : 'channel';
   const label = more || map.begins.length ? map.labels[row].split(',')[0] : map.labels[row];
   return `${map.row} ${label}, ${one} ${shown(first + more)}` + (last > first ? ` to ${shown(last + more)}` : '') +
-         (map.block ? `, block ${shown(Math.floor(first / map.block))}` : '') + `: ${map.value} ` + (value === null ? 'nothing there' : value);
+      (map.block ? `, block ${shown(Math.floor(first / map.block))}` : '') + `: ${map.value} ` +
+      (value === null ? 'nothing there' : value);
 }
 function point(cell) {
   at = cell;
   for (const element of [mark, tip]) element.setAttribute('visibility', cell ? 'visible' : 'hidden');
   if (!cell) return;
-  mark.setAttribute('x', cell[0]); mark.setAttribute('y', cell[1]);
+  mark.setAttribute('x', cell[0]);
+  mark.setAttribute('y', cell[1]);
   words.textContent = describe(cell);
   paper.setAttribute('width', words.getComputedTextLength() + 12);
-  const x = box('x') + (cell[0] - low) / (high - low) * box('width') + 14, y = box('y') + (cell[1] + 1) / rows * box('height') + 6;
-  const right = root.viewBox.baseVal.width - words.getComputedTextLength() - 16, bottom = root.viewBox.baseVal.height - 24;
+  const x = box('x') + (cell[0] - low) / (high - low) * box('width') + 14,
+        y = box('y') + (cell[1] + 1) / rows * box('height') + 6;
+  const right = root.viewBox.baseVal.width - words.getComputedTextLength() - 16,
+        bottom = root.viewBox.baseVal.height - 24;
   tip.setAttribute('transform', `translate(${Math.max(2, Math.min(x, right))} ${Math.min(y, bottom)})`);
 }
 function zoom(first, last) {
-  first = Math.max(0, Math.min(Math.floor(first), map.columns - 4)); last = Math.min(map.columns, Math.max(Math.ceil(last), first + 4));
-  low = Math.max(0, first); high = last;
+  first = Math.max(0, Math.min(Math.floor(first), map.columns - 4));
+  last = Math.min(map.columns, Math.max(Math.ceil(last), first + 4));
+  low = Math.max(0, first);
+  high = last;
   area.setAttribute('viewBox', `${low} 0 ${high - low} ${rows}`);
   ticks.replaceChildren();
-  const span = begin(high) - begin(low), raw = span / 8, power = 10 ** Math.floor(Math.log10(raw)), step = Math.max(1, power * [1, 2, 5, 10].find(factor => raw <= factor * power));
+  const span = begin(high) - begin(low), raw = span / 8, power = 10 ** Math.floor(Math.log10(raw)),
+        step = Math.max(1, power * [1, 2, 5, 10].find(factor => raw <= factor * power));
   for (let x = Math.ceil(begin(low) / step) * step; x < begin(high); x += step)
-    draw(ticks, 'text', {x: box('x') + (x + 0.5 - begin(low)) / span * box('width'), y: box('y') + box('height') + 16}, shown(x));
+    draw(
+        ticks, 'text', {x: box('x') + (x + 0.5 - begin(low)) / span * box('width'), y: box('y') + box('height') + 16},
+        shown(x));
   point(at && at[0] >= low && at[0] < high ? at : null);
 }
 function place(event) {
   const spot = new DOMPoint(event.clientX, event.clientY).matrixTransform(root.getScreenCTM().inverse());
   const x = (spot.x - box('x')) / box('width'), y = (spot.y - box('y')) / box('height');
-  return {x: low + Math.max(0, Math.min(1, x)) * (high - low), row: Math.floor(y * rows), inside: x >= 0 && x < 1 && y >= 0 && y < 1};
+  return {
+    x: low + Math.max(0, Math.min(1, x)) * (high - low),
+    row: Math.floor(y * rows),
+    inside: x >= 0 && x < 1 && y >= 0 && y < 1
+  };
 }
-const show = event => { const {x, row, inside} = place(event); point(inside ? [Math.min(map.columns - 1, Math.floor(x)), row] : null); };
+const show = event => {
+  const {x, row, inside} = place(event);
+  point(inside ? [Math.min(map.columns - 1, Math.floor(x)), row] : null);
+};
 root.style.touchAction = 'pan-y';
 root.style.userSelect = 'none';
-root.addEventListener('pointerdown', event => { const {x, inside} = place(event); from = inside && !event.button ? x : null; if (from !== null) event.preventDefault(); show(event); });
+root.addEventListener('pointerdown', event => {
+  const {x, inside} = place(event);
+  from = inside && !event.button ? x : null;
+  if (from !== null) event.preventDefault();
+  show(event);
+});
 root.addEventListener('pointermove', event => {
   show(event);
   if (from === null) return;
-  const pixels = [from, place(event).x].sort((a, b) => a - b).map(x => box('x') + (x - low) / (high - low) * box('width'));
-  selection.setAttribute('x', pixels[0]); selection.setAttribute('width', pixels[1] - pixels[0]); selection.setAttribute('visibility', 'visible');
+  const pixels =
+      [from, place(event).x].sort((a, b) => a - b).map(x => box('x') + (x - low) / (high - low) * box('width'));
+  selection.setAttribute('x', pixels[0]);
+  selection.setAttribute('width', pixels[1] - pixels[0]);
+  selection.setAttribute('visibility', 'visible');
 });
 root.addEventListener('pointerup', event => {
   selection.setAttribute('visibility', 'hidden');
@@ -174,17 +211,28 @@ root.addEventListener('pointerup', event => {
   from = null;
   if ((ends[1] - ends[0]) / (high - low) > 0.01) zoom(...ends);
 });
-root.addEventListener('pointercancel', () => { from = null; selection.setAttribute('visibility', 'hidden'); });
+root.addEventListener('pointercancel', () => {
+  from = null;
+  selection.setAttribute('visibility', 'hidden');
+});
 root.addEventListener('pointerleave', () => point(null));
 root.addEventListener('dblclick', () => zoom(0, map.columns));
 root.addEventListener('keydown', event => {
-  const move = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]}[event.key], middle = at ? at[0] + 0.5 : (low + high) / 2;
+  const move = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]}[event.key],
+        middle = at ? at[0] + 0.5 : (low + high) / 2;
   if (event.ctrlKey || event.altKey || event.metaKey) return;
-  if (move) point(at ? [Math.max(low, Math.min(high - 1, at[0] + move[0])), Math.max(0, Math.min(rows - 1, at[1] + move[1]))] : [low, 0]);
-  else if (event.key == '+' || event.key == '=') zoom(middle - (middle - low) / 2, middle + (high - middle) / 2);
-  else if (event.key == '-') zoom(middle - (middle - low) * 2, middle + (high - middle) * 2);
-  else if (event.key == '0' || event.key == 'Escape') zoom(0, map.columns);
-  else return;
+  if (move)
+    point(
+        at ? [Math.max(low, Math.min(high - 1, at[0] + move[0])), Math.max(0, Math.min(rows - 1, at[1] + move[1]))] :
+             [low, 0]);
+  else if (event.key == '+' || event.key == '=')
+    zoom(middle - (middle - low) / 2, middle + (high - middle) / 2);
+  else if (event.key == '-')
+    zoom(middle - (middle - low) * 2, middle + (high - middle) * 2);
+  else if (event.key == '0' || event.key == 'Escape')
+    zoom(0, map.columns);
+  else
+    return;
   event.preventDefault();
 });
 )js";

@@ -11,11 +11,15 @@ namespace {
 
 // Everything on the page is drawn from state.json.
 constexpr const char* kBody = R"html(<style>
-#map { display: flex; flex-wrap: wrap; gap: 1px; } #map i { width: 9px; height: 9px; border-radius: 2px; background: var(--grid); }
-#map i.held { background: var(--held); } #map i.kept { background: var(--kept); } #map i:hover { outline: 2px solid var(--ink); }
-#rates { padding-bottom: 2rem; } #tables { display: flex; flex-wrap: wrap; gap: 0 4rem; } #tables section { overflow-x: auto; }
+#map { display: flex; flex-wrap: wrap; gap: 1px; }
+#map i { width: 9px; height: 9px; border-radius: 2px; background: var(--grid); }
+#map i.held { background: var(--held); } #map i.kept { background: var(--kept); }
+#map i:hover { outline: 2px solid var(--ink); }
+#rates { padding-bottom: 2rem; } #tables { display: flex; flex-wrap: wrap; gap: 0 4rem; }
+#tables section { overflow-x: auto; }
 #state { display: inline-block; border-radius: 4px; padding: 0 .5em; margin-right: .5em; color: white; background: #2d6a9f; }
-[data-state=finished] #state { background: #00704f; } [data-state=interrupted] #state { background: #a34700; } [data-state=lost] #state { background: #a3172e; }
+[data-state=finished] #state { background: #00704f; } [data-state=interrupted] #state { background: #a34700; }
+[data-state=lost] #state { background: #a3172e; }
 [data-state=lost] figure, [data-state=lost] #map, [data-state=lost] #tables { opacity: .5; }
 </style>
 <h1>kv4, live</h1><p role="status"><span id="state">waiting</span><span id="status">waiting for the first figures</span></p>
@@ -37,18 +41,21 @@ function cell(tag, content) {
   return make(tag, {textContent: format(content.bytes, 'bytes'), title: number(content.bytes) + ' bytes'});
 }
 function fill(id, rows) {
-  find(id).replaceChildren(...rows.map((row, i) => make('tr', {}, ...row.map(content => cell(i ? 'td' : 'th', content)))));
+  find(id).replaceChildren(
+      ...rows.map((row, i) => make('tr', {}, ...row.map(content => cell(i ? 'td' : 'th', content)))));
 }
 function map(states) {
-  const per = Math.ceil(states.length / 4096) || 1, cells = find('map').children, count = Math.ceil(states.length / per);
+  const per = Math.ceil(states.length / 4096) || 1, cells = find('map').children,
+        count = Math.ceil(states.length / per);
   find('per').textContent = per > 1 ? `${per} blocks a cell: held where one of them is, else kept where one is` : '';
   while (cells.length > count) cells[count].remove();
   while (cells.length < count) find('map').append(make('i'));
   for (let i = 0; i < count; ++i) {  // the same cells again: one that is pointed at goes on saying what it is
     const at = i * per, part = states.slice(at, at + per), of = state => part.split(state).length - 1;
     cells[i].className = of('h') ? 'held' : of('k') ? 'kept' : '';
-    cells[i].title = per == 1 ? `block ${at}: ${{h: 'held by a request', k: 'kept, evictable', f: 'free'}[part]}`
-                              : `blocks ${at} to ${at + part.length - 1}: ${of('h')} held, ${of('k')} kept, ${of('f')} free`;
+    cells[i].title = per == 1 ?
+        `block ${at}: ${{h: 'held by a request', k: 'kept, evictable', f: 'free'}[part]}` :
+        `blocks ${at} to ${at + part.length - 1}: ${of('h')} held, ${of('k')} kept, ${of('f')} free`;
   }
 }
 function say(state, words) {
@@ -58,15 +65,32 @@ function say(state, words) {
 }
 function show(s) {
   find('rate-title').textContent = s.rate_title;
-  const data = {type: 'lines', x: {label: s.rate_label, unit: 'count', values: s.rate_at},
-                panels: [{label: 'hit rate', unit: 'share', marks: 'lines', high: 1, series: [{id: 'rate', name: 'found', color: 'var(--found)', values: s.rates}]}]};
-  if (rates) rates.set(data); else rates = chart(find('rates'), data);
-  fill('cache', [['what', 'now'], ...s.cache.map(([what, value, unit]) => [what, unit == 'bytes' ? {bytes: value} : number(value)])]);
-  fill('tiers', [['tier', 'found', 'not', 'stored', 'kept'],
-                 ...s.tiers.map(t => [t.name, ...[t.hits, t.misses, t.stored].map(number), {bytes: t.bytes}])]);
+  const data = {
+    type: 'lines',
+    x: {label: s.rate_label, unit: 'count', values: s.rate_at},
+    panels: [{
+      label: 'hit rate',
+      unit: 'share',
+      marks: 'lines',
+      high: 1,
+      series: [{id: 'rate', name: 'found', color: 'var(--found)', values: s.rates}]
+    }]
+  };
+  if (rates) rates.set(data);
+  else
+    rates = chart(find('rates'), data);
+  fill('cache', [
+    ['what', 'now'], ...s.cache.map(([what, value, unit]) => [what, unit == 'bytes' ? {bytes: value} : number(value)])
+  ]);
+  fill('tiers', [
+    ['tier', 'found', 'not', 'stored', 'kept'],
+    ...s.tiers.map(t => [t.name, ...[t.hits, t.misses, t.stored].map(number), {bytes: t.bytes}])
+  ]);
   fill('tenants', [['tenant', 'blocks', 'share'], ...s.tenants.map((t, i) => [i, number(t.blocks), number(t.share)])]);
-  fill('requests', [['request', 'tokens', 'blocks', 'shared', 'kept'],
-                    ...s.requests.map(r => [r.request, ...[r.tokens, r.blocks, r.shared_blocks, r.kept_blocks].map(number)])]);
+  fill('requests', [
+    ['request', 'tokens', 'blocks', 'shared', 'kept'],
+    ...s.requests.map(r => [r.request, ...[r.tokens, r.blocks, r.shared_blocks, r.kept_blocks].map(number)])
+  ]);
   map(s.blocks);
   document.body.dataset.updates = s.updates;
 }
@@ -77,12 +101,17 @@ async function refresh() {
     if (!answer.ok) throw new Error(answer.statusText);
     state = await answer.json();
   } catch (error) {  // it may come back
-    say('lost', `${last ? last.headline + '; ' : ''}nobody serves this page any more` + (last ? '; these are the last figures' : ''));
+    say('lost',
+        `${last ? last.headline + '; ' : ''}nobody serves this page any more` +
+            (last ? '; these are the last figures' : ''));
     setTimeout(refresh, 2000);
     return;
   }
   say('blocks' in state || !last ? state.state : 'lost', state.headline);
-  if ('blocks' in state) { last = state; show(state); }
+  if ('blocks' in state) {
+    last = state;
+    show(state);
+  }
   if (state.state == 'running') setTimeout(refresh, PERIOD);  // a run that is over changes no more
 }
 refresh();

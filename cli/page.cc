@@ -22,23 +22,30 @@ constexpr const char* kStyle = R"(
         --grid: light-dark(#e5e7eb, #374151); --paper: light-dark(#ffffff, #16191f); }
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1340px; margin: 1.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 1.2rem 0 .3rem; } p { margin: .3rem 0; overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
+p { margin: .3rem 0; overflow-wrap: anywhere; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 540px), 1fr)); gap: 1rem; }
-figure { min-width: 0; margin: 0; border: 1px solid var(--grid); border-radius: 8px; padding: .5rem; } figure.wide { grid-column: 1 / -1; }
+figure { min-width: 0; margin: 0; border: 1px solid var(--grid); border-radius: 8px; padding: .5rem; }
+figure.wide { grid-column: 1 / -1; }
 figcaption { font-weight: 600; } figcaption small { font-weight: 400; color: var(--faint); }
 .legend { display: flex; flex-wrap: wrap; gap: 0 1rem; list-style: none; margin: 0; padding: 0; font-size: 13px; min-height: 1.5em; }
 .legend i, .tip i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em; }
-.plot { position: relative; touch-action: pan-y; user-select: none; cursor: crosshair; border-radius: 4px; } .plot:focus-visible { outline: 2px solid var(--faint); }
-svg { display: block; width: 100%; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; pointer-events: none; }
+.plot { position: relative; touch-action: pan-y; user-select: none; cursor: crosshair; border-radius: 4px; }
+.plot:focus-visible { outline: 2px solid var(--faint); }
+svg { display: block; width: 100%; }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; pointer-events: none; }
 svg .end { text-anchor: end; } svg .middle { text-anchor: middle; } svg .faint { fill: var(--faint); }
 svg text.value { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
 svg .grid { stroke: var(--grid); } polyline { fill: none; stroke-linejoin: round; }
-.cross { stroke: var(--ink); stroke-dasharray: 2 2; } .chosen { fill: none; stroke: var(--faint); } .selection { fill: var(--faint); opacity: .3; }
+.cross { stroke: var(--ink); stroke-dasharray: 2 2; } .chosen { fill: none; stroke: var(--faint); }
+.selection { fill: var(--faint); opacity: .3; }
 .tip { position: absolute; z-index: 1; pointer-events: none; background: var(--paper); border: 1px solid var(--faint); border-radius: 6px;
        padding: .2rem .5rem; font-size: 13px; max-width: 100%; overflow-wrap: anywhere; }
 .reset { position: absolute; bottom: -1.6rem; right: 0; z-index: 1; font: inherit; font-size: 12px; cursor: pointer; }
-details { font-size: 13px; } details > table { display: block; max-height: 20rem; overflow: auto; } summary { color: var(--faint); cursor: pointer; }
-table { border-collapse: collapse; margin: .5rem 0; } td, th { padding: .1rem 1rem .1rem 0; text-align: right; font-weight: 400; font-variant-numeric: tabular-nums; }
+details { font-size: 13px; } details > table { display: block; max-height: 20rem; overflow: auto; }
+summary { color: var(--faint); cursor: pointer; }
+table { border-collapse: collapse; margin: .5rem 0; }
+td, th { padding: .1rem 1rem .1rem 0; text-align: right; font-weight: 400; font-variant-numeric: tabular-nums; }
 th { color: var(--faint); } td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; }
 .hint { color: var(--faint); font-size: 13px; }
 )";
