@@ -133,6 +133,7 @@ struct HttpServer::Server {
   bool ends = false;                          // under the mutex, as all below
   std::map<std::string, Response> responses;  // by path
   std::list<Connection> connections;          // the oldest first
+  Clock::time_point last_asked{};
   std::thread reaper;
   MHD_Daemon* daemon = nullptr;
 
@@ -212,6 +213,7 @@ struct HttpServer::Server {
       return refuse(connection, MHD_HTTP_MISDIRECTED_REQUEST,
                     "this host is not served here; ask by address or as localhost");
     const std::lock_guard lock(mutex);
+    last_asked = Clock::now();
     if (const auto found = responses.find(path); found != responses.end())
       return MHD_queue_response(connection, MHD_HTTP_OK, found->second.get());
     std::string known = "there is";
@@ -224,6 +226,11 @@ HttpServer::HttpServer(const std::string& listen, const char* flag) : server_(st
 HttpServer::~HttpServer() = default;
 
 std::string HttpServer::address() const { return fmt::format("http://{}/", name_of(server_->listener)); }
+
+std::chrono::steady_clock::time_point HttpServer::last_asked() const {
+  const std::lock_guard lock(server_->mutex);
+  return server_->last_asked;
+}
 
 void HttpServer::set(const std::string& path, const std::string& type, const std::string& body) {
   Response response = make_response(type, body);

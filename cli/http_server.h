@@ -1,6 +1,7 @@
 // Pages, figures and metrics for a browser and for Prometheus: what was last set for a path is what it gets.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 
@@ -18,6 +19,8 @@ class HttpServer {
   HttpServer& operator=(const HttpServer&) = delete;
 
   std::string address() const;  // http://HOST:PORT/
+  /// When anybody last asked for anything; the clock's beginning: nobody has.
+  std::chrono::steady_clock::time_point last_asked() const;
   void set(const std::string& path, const std::string& type, const std::string& body);
 
  private:

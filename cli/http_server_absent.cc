@@ -14,6 +14,7 @@ HttpServer::HttpServer(const std::string&, const char* flag) {
 }
 HttpServer::~HttpServer() = default;
 std::string HttpServer::address() const { return ""; }
+std::chrono::steady_clock::time_point HttpServer::last_asked() const { return {}; }
 void HttpServer::set(const std::string&, const std::string&, const std::string&) {}
 
 }  // namespace kv4::cli

@@ -106,18 +106,22 @@ class Inspection {
   }
 
   HeatMap map_of_layers(const SessionContents& contents) const {
+    require(!of_layer_.empty(), ErrorCode::bad_argument, "no layer has {} in this session: there is nothing to draw",
+            flags_.part);
     HeatMap map{.title = fmt::format("{} of every layer: root mean square by position", flags_.part),
                 .x_label = "position",
                 .value_label = "rms",
+                .row_title = "layer",
                 .columns = kMapColumns,
                 .values = {},
-                .row_labels = {}};
+                .row_labels = {},
+                .block_tokens = contents.schema.block_tokens,
+                .row_begins = {}};
     std::int64_t first = std::numeric_limits<std::int64_t>::max(), last = 0;
     for (const auto& [layer, points] : of_layer_)
       for (const auto& [position, value] : points) first = std::min(first, position), last = std::max(last, position);
-    if (of_layer_.empty()) first = 0;
-    map.x_first = static_cast<double>(first);
-    map.x_last = static_cast<double>(last);
+    map.x_first = first;
+    map.x_last = last;
     for (const auto& [layer, points] : of_layer_) {
       std::vector<double> sum(kMapColumns);
       std::vector<int> count(kMapColumns);
@@ -143,10 +147,11 @@ class Inspection {
     HeatMap map{.title = fmt::format("layer {}, {}: log2 of magnitudes", flags_.layer, flags_.part),
                 .x_label = "channel",
                 .value_label = "log2 |x|",
+                .row_title = "row",
                 .columns = 0,
                 .values = {},
                 .row_labels = {},
-                .x_first = 0};
+                .row_begins = {}};
     for (const auto& [index, values] : rows_) map.columns = std::max(map.columns, static_cast<int>(values.size()));
     map.x_last = map.columns - 1;
     for (const auto& [index, values] : rows_) {
@@ -154,7 +159,7 @@ class Inspection {
       map.values.resize(static_cast<std::size_t>(map.columns) * (map.row_labels.size() + 1), NAN);  // a shorter row
       map.row_labels.push_back(fmt::format("{}", index));
     }
-    return map;
+    return wrapped(std::move(map));
   }
 
   const InspectFlags& flags_;
@@ -310,7 +315,9 @@ void add_inspect(CLI::App& app, int& exit_code) {
       ->add_option("--layer", flags->layer,
                    "of the picture: one layer's rows, channel by channel; without it every layer, by position")
       ->check(CLI::NonNegativeNumber);
-  command->add_option("--svg", flags->svg, "draw a heat map into this file")->type_name("FILE");
+  command
+      ->add_option("--svg", flags->svg, "draw a heat map into this file; in a browser it has values under the pointer")
+      ->type_name("FILE");
   command->add_option("--png", flags->png, "the same as PNG, without labels")->type_name("FILE");
   add_flags(*command, flags->keys);
   command->add_flag("--json", flags->json, "figures as JSON");

@@ -9,10 +9,17 @@
 
 namespace kv4::cli {
 
+/// An open page asks for its state every so many ms, until a run is over.
+constexpr int kPagePeriodMs = 1000;
+
+enum class RunState { running, finished, interrupted };
+
 /// What the page shows above the cache's own figures.
 struct PageHead {
   std::string headline, rate_title;
   std::vector<double> rates;  // so far
+  std::string rate_label = "seconds";
+  RunState state = RunState::running;  // where it is over, an open page shows this state for good
 };
 
 /// The page at `path`, which ends with a slash, and PATHstate.json. Null: there is no status now.

@@ -6,6 +6,8 @@
 #include <fstream>
 
 #include "base/check.h"
+#include "chart_script.h"
+#include "palette.h"
 #include "plot.h"
 
 namespace kv4::cli {
@@ -15,32 +17,55 @@ constexpr const char* kHead = R"(<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 )";
 
-constexpr const char* kStyle = R"(<style>
-:root { color-scheme: light dark; --ink: light-dark(#1f2937, #e5e7eb); --grid: light-dark(#e5e7eb, #374151); }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 1340px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0; } .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-figure { flex: 1 1 560px; max-width: 650px; margin: 0; border: 1px solid var(--grid); border-radius: 8px; padding: .5rem; }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-svg .title { font-weight: 600; font-size: 13px; } svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
-svg text.legend { font-weight: 600; fill: attr(fill); } svg .grid { stroke: var(--grid); } polyline { stroke-width: 1.8; }
-table { border-collapse: collapse; margin: 1rem 0; } td { padding: .15rem 1rem .15rem 0; } td + td { text-align: right; }
-</style></head><body>
-)";
-
-// Legends take their color from the attribute: a style sheet would override it.
-constexpr const char* kFoot = R"(<script>
-for (const text of document.querySelectorAll('svg text.legend')) text.style.fill = text.getAttribute('fill');
-document.body.dataset.plots = document.querySelectorAll('svg').length;
-</script></body></html>
+constexpr const char* kStyle = R"(
+:root { color-scheme: light dark; --ink: light-dark(#1f2937, #e5e7eb); --faint: light-dark(#5b6472, #a3acba);
+        --grid: light-dark(#e5e7eb, #374151); --paper: light-dark(#ffffff, #16191f); }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1340px; margin: 1.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
+p { margin: .3rem 0; overflow-wrap: anywhere; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 540px), 1fr)); gap: 1rem; }
+figure { min-width: 0; margin: 0; border: 1px solid var(--grid); border-radius: 8px; padding: .5rem; }
+figure.wide { grid-column: 1 / -1; }
+figcaption { font-weight: 600; } figcaption small { font-weight: 400; color: var(--faint); }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1rem; list-style: none; margin: 0; padding: 0; font-size: 13px; min-height: 1.5em; }
+.legend i, .tip i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em; }
+.plot { position: relative; touch-action: pan-y; user-select: none; cursor: crosshair; border-radius: 4px; }
+.plot:focus-visible { outline: 2px solid var(--faint); }
+svg { display: block; width: 100%; }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; pointer-events: none; }
+svg .end { text-anchor: end; } svg .middle { text-anchor: middle; } svg .faint { fill: var(--faint); }
+svg text.value { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
+svg .grid { stroke: var(--grid); } polyline { fill: none; stroke-linejoin: round; }
+.cross { stroke: var(--ink); stroke-dasharray: 2 2; } .chosen { fill: none; stroke: var(--faint); }
+.selection { fill: var(--faint); opacity: .3; }
+.tip { position: absolute; z-index: 1; pointer-events: none; background: var(--paper); border: 1px solid var(--faint); border-radius: 6px;
+       padding: .2rem .5rem; font-size: 13px; max-width: 100%; overflow-wrap: anywhere; }
+.reset { position: absolute; bottom: -1.6rem; right: 0; z-index: 1; font: inherit; font-size: 12px; cursor: pointer; }
+details { font-size: 13px; } details > table { display: block; max-height: 20rem; overflow: auto; }
+summary { color: var(--faint); cursor: pointer; }
+table { border-collapse: collapse; margin: .5rem 0; }
+td, th { padding: .1rem 1rem .1rem 0; text-align: right; font-weight: 400; font-variant-numeric: tabular-nums; }
+th { color: var(--faint); } td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; }
+.hint { color: var(--faint); font-size: 13px; }
 )";
 
 }  // namespace
 
 std::string open_page(const std::string& title) {
-  return fmt::format("{}<title>{}</title>{}", kHead, escape_html(title), kStyle);
+  return fmt::format("{}<title>{}</title><style>\n{}{}</style></head><body>\n", kHead, escape_html(title),
+                     palette_css(), kStyle);
 }
 
-std::string close_page() { return kFoot; }
+std::string close_page(const std::string& script) {
+  return fmt::format("<script>{}{}</script></body></html>\n", kChartScript, script);
+}
+
+std::string chart_hint() {
+  return "<p class=\"hint\">Point at a chart for its values. Drag over a range to zoom in, double-click to zoom out; "
+         "or "
+         "with the keys: arrows, +, - and 0.</p>\n";
+}
 
 void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream out(path, std::ios::binary | std::ios::trunc);

@@ -5,9 +5,12 @@
 
 namespace kv4::cli {
 
-/// Up to the open body, and from there to the end. Between them: headings, tables, `<div class="figures">` of plots.
+/// Up to the open body, and from there to the end. Between them: headings, tables, `<div class="figures">` of plots,
+/// which the script at the end draws.
 std::string open_page(const std::string& title);
-std::string close_page();
+std::string close_page(const std::string& script = "drawCharts();");
+/// How charts are used.
+std::string chart_hint();
 
 /// Throws Error(bad_file) where it cannot.
 void write_file(const std::string& path, const std::string& bytes);

@@ -4,91 +4,97 @@
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "sizes.h"
 
 namespace kv4::cli {
 namespace {
 
-constexpr double kWidth = 640, kHeight = 300, kLeft = 56, kRight = 16, kTop = 36, kBottom = 44;
-const char* const kColors[] = {"#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2"};
+using nlohmann::ordered_json;
 
-const char* color(std::size_t i) { return kColors[i % std::size(kColors)]; }
+const char* const kUnitNames[] = {"count", "bytes", "tokens", "share", "seconds"};
+const char* const kMarkNames[] = {"lines", "stack", "groups"};
 
-/// 1, 2 or 5 times a power of ten, so that at most `most` of them fit.
-double round_step(double span, int most) {
-  const double raw = span / most, power = std::pow(10.0, std::floor(std::log10(raw)));
-  for (const double factor : {1.0, 2.0, 5.0})
-    if (raw <= factor * power) return factor * power;
-  return 10 * power;
+const char* name_of(Unit unit) { return kUnitNames[static_cast<int>(unit)]; }
+
+/// Whole numbers grouped, others with two digits behind the point.
+std::string plain_number(double value) {
+  if (value == std::floor(value)) return group_digits(static_cast<std::int64_t>(value));
+  return fmt::format("{:.2f}", value);
 }
 
-std::string short_number(double value) {
-  const double size = std::abs(value);
-  if (size >= 1e9) return fmt::format("{:.4g}G", value / 1e9);
-  if (size >= 1e6) return fmt::format("{:.4g}M", value / 1e6);
-  if (size >= 1e4) return fmt::format("{:.4g}K", value / 1e3);
-  return fmt::format("{:.4g}", value);
+/// As the text of a script element: nothing in it can end that.
+std::string script_json(const ordered_json& data) {
+  std::string out;
+  for (const char c : data.dump(-1, ' ', true, ordered_json::error_handler_t::replace))
+    out += c == '<' ? "\\u003c" : std::string(1, c);
+  return out;
 }
 
-/// From values to places on the page.
-struct Scale {
-  double low, high, from, to;
-  bool log = false;
-  double place(double value) const {
-    const double share = log ? std::log(value / low) / std::log(high / low) : (value - low) / (high - low);
-    return from + share * (to - from);
-  }
+using Named = std::pair<std::string, std::string>;  // and its color
+
+std::string legend_of(const std::vector<Named>& things) {
+  std::string out = "<ul class=\"legend\">";
+  for (const auto& [name, color] : things)
+    out += fmt::format("<li><i style=\"background:{}\"></i>{}</li>", color, escape_html(name));
+  return out + "</ul>";
+}
+
+std::string row_of(const std::vector<std::string>& cells, const char* tag) {
+  std::string out = "<tr>";
+  for (const std::string& cell : cells) out += fmt::format("<{0}>{1}</{0}>", tag, escape_html(cell));
+  return out + "</tr>\n";
+}
+
+struct Figure {
+  std::string title;
+  std::vector<Named> legend;
+  std::string rows;  // of the table
+  ordered_json data;
+  bool wide = false;
 };
 
-Scale scale_of(const Plot& plot, bool x) {
-  double low = INFINITY, high = -INFINITY;
-  for (const Series& s : plot.series)
-    for (const double v : x ? s.x : s.y) low = std::min(low, v), high = std::max(high, v);
-  if (!(low < INFINITY)) low = high = 0;
-  if (!x) low = 0, high = plot.y_max > 0 ? plot.y_max : high * 1.05;
-  if (!(high > low)) high = low + 1;
-  return x ? Scale{low, high, kLeft, kWidth - kRight, plot.log_x && low > 0}
-           : Scale{low, high, kHeight - kBottom, kTop};
-}
-
-std::vector<double> ticks(const Scale& scale) {
-  std::vector<double> out;
-  if (!scale.log) {
-    const double step = round_step(scale.high - scale.low, 6);
-    for (double v = std::ceil(scale.low / step) * step; v <= scale.high * (1 + 1e-9); v += step) out.push_back(v);
-    return out;
-  }
-  for (double power = std::pow(10.0, std::floor(std::log10(scale.low))); power <= scale.high; power *= 10)
-    for (const double factor : {1.0, 2.0, 5.0})
-      if (power * factor >= scale.low * (1 - 1e-9) && power * factor <= scale.high * (1 + 1e-9))
-        out.push_back(power * factor);
-  return out;
-}
-
-std::string open_figure(const std::string& title, double height) {
+std::string draw_figure(const Figure& figure) {
+  const std::string title = escape_html(figure.title);
   return fmt::format(
-      "<figure><svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n<text class=\"title\" x=\"{}\" "
-      "y=\"18\">{}</text>\n",
-      kWidth, height, escape_html(title), kLeft, escape_html(title));
+      "<figure class=\"chart{}\"><figcaption>{}</figcaption>{}<div class=\"plot\" tabindex=\"0\" role=\"img\" "
+      "aria-label=\"{}; the figures are "
+      "below\"></div>\n<details><summary>Figures</summary><table>\n{}</table></details>"
+      "\n<script type=\"application/json\">{}</script></figure>\n",
+      figure.wide ? " wide" : "", title, legend_of(figure.legend), title, figure.rows, script_json(figure.data));
 }
 
-std::string draw_axes(const Plot& plot, const Scale& x, const Scale& y) {
-  std::string out;
-  for (const double v : ticks(y))
-    out += fmt::format(
-        "<line class=\"grid\" x1=\"{}\" x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/><text class=\"tick end\" x=\"{}\" "
-        "y=\"{:.1f}\">{}</text>\n",
-        kLeft, kWidth - kRight, y.place(v), y.place(v), kLeft - 6, y.place(v) + 4, short_number(v));
-  for (const double v : ticks(x))
-    out += fmt::format("<text class=\"tick middle\" x=\"{:.1f}\" y=\"{}\">{}</text>\n", x.place(v),
-                       kHeight - kBottom + 16, short_number(v));
-  out += fmt::format("<text class=\"tick middle\" x=\"{}\" y=\"{}\">{}</text>\n", (kLeft + kWidth - kRight) / 2,
-                     kHeight - 6, escape_html(plot.x_label));
-  out += fmt::format("<text class=\"tick middle\" transform=\"translate(12 {}) rotate(-90)\">{}</text>\n",
-                     (kTop + kHeight - kBottom) / 2, escape_html(plot.y_label));
+ordered_json numbers(const std::vector<double>& values) {
+  ordered_json out = ordered_json::array();
+  for (const double v : values) out.push_back(std::isfinite(v) ? ordered_json(v) : ordered_json());
   return out;
+}
+
+ordered_json json_of(const Panel& panel) {
+  ordered_json series = ordered_json::array();
+  for (const Series& s : panel.series)
+    series.push_back({{"name", s.name}, {"color", s.color}, {"values", numbers(s.values)}, {"dashed", s.dashed}});
+  return {{"label", panel.label},
+          {"unit", name_of(panel.unit)},
+          {"marks", kMarkNames[static_cast<int>(panel.marks)]},
+          {"high", panel.high},
+          {"series", series}};
 }
 
 }  // namespace
+
+std::string format_value(double value, Unit unit) {
+  if (!std::isfinite(value)) return "none";
+  switch (unit) {
+    case Unit::bytes: return human_bytes(value);
+    case Unit::share: return fmt::format("{:.1f} %", 100 * value);
+    case Unit::seconds: return human_seconds(value);
+    case Unit::tokens:
+    case Unit::count: break;
+  }
+  return plain_number(value);
+}
 
 std::string escape_html(const std::string& text) {
   std::string out;
@@ -105,45 +111,60 @@ std::string escape_html(const std::string& text) {
   return out;
 }
 
-std::string draw_lines(const Plot& plot) {
-  const Scale x = scale_of(plot, true), y = scale_of(plot, false);
-  std::string out = open_figure(plot.title, kHeight) + draw_axes(plot, x, y);
-  double legend = kWidth - kRight;
-  for (std::size_t i = plot.series.size(); i-- > 0;) {
-    const Series& s = plot.series[i];
-    legend -= 16 + 7.5 * static_cast<double>(s.name.size());
-    out += fmt::format("<text class=\"legend\" fill=\"{}\" x=\"{:.1f}\" y=\"18\">{}</text>\n", color(i), legend,
-                       escape_html(s.name));
-    std::string points, dots;
-    const int radius = s.x.size() > 40 ? 2 : 3;
-    for (std::size_t k = 0; k < s.x.size(); ++k) {
-      const double px = x.place(s.x[k]), py = y.place(std::min(s.y[k], y.high));
-      points += fmt::format("{:.1f},{:.1f} ", px, py);
-      dots +=
-          fmt::format("<circle fill=\"{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{}\"><title>{}: {} at {}</title></circle>\n",
-                      color(i), px, py, radius, escape_html(s.name), short_number(s.y[k]), short_number(s.x[k]));
+std::string draw(const Plot& plot) {
+  Figure figure{.title = plot.title, .legend = {}, .rows = {}, .data = {}};
+  std::vector<std::string> head{plot.x_label};
+  if (plot.bytes_per_token > 0) head.push_back("bytes of " + plot.bytes_of);
+  ordered_json panels = ordered_json::array();
+  for (const Panel& panel : plot.panels) {
+    panels.push_back(json_of(panel));
+    for (const Series& s : panel.series) {
+      figure.legend.emplace_back(s.name, s.color);
+      head.push_back(s.name);
     }
-    out += fmt::format("<polyline fill=\"none\" stroke=\"{}\"{} points=\"{}\"/>\n{}", color(i),
-                       s.dashed ? " stroke-dasharray=\"5 4\"" : "", points, dots);
   }
-  return out + "</svg></figure>\n";
+  figure.rows = row_of(head, "th");
+  for (std::size_t i = 0; i < plot.x.size(); ++i) {
+    std::vector<std::string> cells{format_value(plot.x[i], plot.x_unit)};
+    if (plot.bytes_per_token > 0) cells.push_back(human_bytes(plot.x[i] * plot.bytes_per_token));
+    for (const Panel& panel : plot.panels)
+      for (const Series& s : panel.series) cells.push_back(format_value(s.values[i], panel.unit));
+    figure.rows += row_of(cells, "td");
+  }
+  figure.data = {{"type", "lines"},
+                 {"x",
+                  {{"label", plot.x_label},
+                   {"unit", name_of(plot.x_unit)},
+                   {"even", plot.even},
+                   {"bytes_per_token", plot.bytes_per_token},
+                   {"bytes_of", plot.bytes_of},
+                   {"values", numbers(plot.x)}}},
+                 {"panels", panels}};
+  return draw_figure(figure);
 }
 
-std::string draw_bars(const std::string& title, const std::string& unit, const std::vector<Bar>& bars) {
-  constexpr double kBarHeight = 22, kNameWidth = 170, kValueWidth = 110;
-  double high = 0;
-  for (const Bar& bar : bars) high = std::max(high, bar.value);
-  std::string out = open_figure(title, kTop + kBarHeight * 1.4 * static_cast<double>(bars.size()) + 8);
-  double top = kTop;
-  for (std::size_t i = 0; i < bars.size(); ++i, top += kBarHeight * 1.4) {
-    const double width = high > 0 ? bars[i].value / high * (kWidth - kNameWidth - kValueWidth) : 0;
-    out += fmt::format(
-        "<text class=\"tick end\" x=\"{}\" y=\"{}\">{}</text><rect fill=\"{}\" x=\"{}\" y=\"{}\" width=\"{:.1f}\" "
-        "height=\"{}\"/><text class=\"tick\" x=\"{:.1f}\" y=\"{}\">{} {}</text>\n",
-        kNameWidth - 8, top + 15, escape_html(bars[i].name), color(i), kNameWidth, top, width, kBarHeight,
-        kNameWidth + width + 6, top + 15, short_number(bars[i].value), escape_html(unit));
+std::string draw(const BarChart& chart) {
+  Figure figure{.title = chart.title, .legend = {}, .rows = {}, .data = {}, .wide = chart.wide};
+  ordered_json bars = ordered_json::array();
+  bool labelled = true;
+  for (const Bar& bar : chart.bars) {
+    ordered_json parts = ordered_json::array();
+    for (const BarPart& part : bar.parts) {
+      const Named named(part.name, part.color);
+      labelled = labelled && part.name == bar.name;
+      if (std::find(figure.legend.begin(), figure.legend.end(), named) == figure.legend.end())
+        figure.legend.push_back(named);
+      parts.push_back({{"name", part.name}, {"color", part.color}, {"value", part.value}});
+      std::string name = bar.parts.size() > 1 ? part.name : bar.name;
+      if (chart.unit == Unit::bytes) name += ": " + plain_number(part.value) + " bytes";
+      figure.rows += row_of({name, format_value(part.value, chart.unit)}, "td");
+    }
+    bars.push_back({{"name", bar.name}, {"parts", parts}});
   }
-  return out + "</svg></figure>\n";
+  if (labelled) figure.legend.clear();  // every bar has the name of its color beside it
+  figure.data = {
+      {"type", "bars"}, {"label", chart.label}, {"unit", name_of(chart.unit)}, {"high", chart.high}, {"bars", bars}};
+  return draw_figure(figure);
 }
 
 }  // namespace kv4::cli

@@ -1,33 +1,65 @@
-// Line and bar plots as SVG text for self-contained pages: axes with round ticks, a legend, values under the pointer.
+// Charts of a page: their data, a legend and a table of the figures as HTML. chart_script.h draws them, with the values
+// under the pointer and a zoom; a reader without scripts has the tables.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
 namespace kv4::cli {
 
+/// How a value is written: 1,500; 7.07 GB; 64K (binary, as in options); 88.2 %; 5.06 ms.
+enum class Unit { count, bytes, tokens, share, seconds };
+std::string format_value(double value, Unit unit);
+
 struct Series {
-  std::string name;
-  std::vector<double> x, y;
+  std::string name, color;     // palette.h
+  std::vector<double> values;  // [x values]; NaN: none there
   bool dashed = false;
 };
 
-struct Plot {
-  std::string title, x_label, y_label;
+/// Lines may lie on each other only where a dashed one is over a wide one; else they are stacked, side by side, or have
+/// panels of their own: every series can be seen, also where values are equal.
+enum class Marks { lines, stack, groups };
+
+/// One above the other in a plot, with the same x axis.
+struct Panel {
+  std::string label;
+  Unit unit = Unit::count;
+  Marks marks = Marks::lines;
   std::vector<Series> series;
-  bool log_x = false;
-  double y_max = 0;  // 0: by the data
+  double high = 0;  // of the axis; 0: by the data
 };
 
-/// Lines through the points; every point says its values when pointed at.
-std::string draw_lines(const Plot& plot);
+struct Plot {
+  std::string title, x_label;
+  Unit x_unit = Unit::count;
+  std::vector<double> x;
+  std::vector<Panel> panels;
+  bool even = false;           // places of x at even distances, each with its value: for groups
+  double bytes_per_token = 0;  // not 0: places of x are named in bytes, too,
+  std::string bytes_of = {};   // of this
+};
+std::string draw(const Plot& plot);
 
-struct Bar {
-  std::string name;
+/// A part of a bar.
+struct BarPart {
+  std::string name, color;
   double value;
 };
-/// One horizontal bar each, the value beside it.
-std::string draw_bars(const std::string& title, const std::string& unit, const std::vector<Bar>& bars);
+struct Bar {
+  std::string name;
+  std::vector<BarPart> parts;
+};
+/// Horizontal bars over an axis of values.
+struct BarChart {
+  std::string title, label;
+  Unit unit = Unit::count;
+  std::vector<Bar> bars;
+  bool wide = false;  // as the page
+  double high = 0;    // of the axis; 0: by the data
+};
+std::string draw(const BarChart& chart);
 
 /// Of text in a page.
 std::string escape_html(const std::string& text);

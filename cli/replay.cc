@@ -67,8 +67,8 @@ struct ReplayFlags {
 /// Bytes where it ends with B, tokens elsewhere: 40GB and 512MiB are bytes, 10M and 40G are tokens.
 bool is_bytes(const std::string& capacity) { return capacity.ends_with('B') || capacity.ends_with('b'); }
 
-/// As many whole blocks of the model, or of its first layers, as the bytes hold.
-std::int64_t tokens_in(std::int64_t bytes, const ReplayFlags& flags) {
+/// Of the model, or of its first layers, in the formats asked for.
+CacheSchema block_schema(const ReplayFlags& flags) {
   const ModelConfig config = read_model(flags.model);
   CacheOptions options;
   apply(flags.formats, options);
@@ -79,7 +79,12 @@ std::int64_t tokens_in(std::int64_t bytes, const ReplayFlags& flags) {
     const std::int64_t layers = parse_count(flags.layers, "--layers", 1, config.num_layers);
     for (int layer = 0; layer < layers; ++layer) options.layers.push_back(layer);
   }
-  const CacheSchema schema = build_schema(config, options);
+  return build_schema(config, options);
+}
+
+/// As many whole blocks as the bytes hold.
+std::int64_t tokens_in(std::int64_t bytes, const ReplayFlags& flags) {
+  const CacheSchema schema = block_schema(flags);
   require(schema.block_bytes > 0, ErrorCode::bad_argument,
           "--capacity {}: these layers keep windows only, so bytes make no blocks; give tokens", *flags.capacity);
   require(bytes >= schema.block_bytes, ErrorCode::bad_argument,
@@ -369,8 +374,16 @@ int run_replay(const ReplayFlags& flags) {
   } else {
     result.cache = replay_cache(trace, options);
   }
-  if (!flags.report.empty() && !interrupted())
-    write_report(flags.report, flags.generate ? "generated, seed " + flags.seed : flags.trace, trace, options, result);
+  if (!flags.report.empty() && !interrupted()) {
+    const CacheSchema schema = block_schema(flags);
+    write_report(flags.report, {.name = flags.generate ? "generated, seed " + flags.seed : flags.trace,
+                                .trace = trace,
+                                .options = options,
+                                .data = result,
+                                .model = (schema.config.name.empty() ? "the model" : schema.config.name) +
+                                         (flags.real() ? fmt::format(" ({} layers)", schema.layers.size()) : ""),
+                                .bytes_per_token = static_cast<double>(schema.block_bytes) / schema.block_tokens});
+  }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   (flags.json ? print_json : print_table)(result, trace, flags, seconds);
   std::fflush(stdout);
@@ -378,9 +391,13 @@ int run_replay(const ReplayFlags& flags) {
   if (interrupted()) {
     fmt::print(stderr, "interrupted: {} of {} requests were replayed{}\n", group_digits(result.cache.total.requests),
                group_digits(requests), flags.report.empty() ? "" : ", and there is no report");
+    if (watcher) watcher->linger();
     return interrupted_exit_code();
   }
-  if (watcher) watcher->stay();
+  if (watcher) {
+    watcher->stay();
+    watcher->linger();
+  }
   return result.wrong_bytes == 0 && tiers_work ? 0 : 1;
 }
 

@@ -177,7 +177,8 @@ class DataReplay {
   }
 
   void watch(bool last) {
-    if (options_.watch) options_.watch({result_.cache.total, warm_.manager, tiers_ ? &*tiers_ : nullptr, last});
+    if (options_.watch)
+      options_.watch({result_.cache.total, result_.skipped_requests, warm_.manager, tiers_ ? &*tiers_ : nullptr, last});
   }
 
   void retire() {

@@ -18,6 +18,7 @@ namespace kv4::cli {
 /// How things stand; during the call only.
 struct ReplayMoment {
   const ReplayCounts& counts;  // so far
+  std::int64_t skipped;        // requests besides: longer than the cache
   const KVCacheManager& cache;
   Tiers* tiers;  // or null
   bool last;     // the replay has ended

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cstdio>
+#include <thread>
 
 #include "interrupts.h"
 #include "metrics.h"
@@ -11,6 +12,24 @@
 #include "sizes.h"
 
 namespace kv4::cli {
+namespace {
+
+// Of two looks of a page, and some time for the answer.
+constexpr std::chrono::milliseconds kLinger{2 * kPagePeriodMs + 500};
+
+/// Requests that were skipped have had their turn, too: at the end it is all of them.
+std::string headline_of(const ReplayMoment& moment, std::int64_t requests, RunState state) {
+  const double rate = moment.counts.block_hit_rate();
+  std::string out =
+      fmt::format("{} of {} requests, block hit rate {:.4f} ({:.1f} %)",
+                  group_digits(moment.counts.requests + moment.skipped), group_digits(requests), rate, 100 * rate);
+  if (moment.skipped > 0) out += fmt::format("; {} skipped, longer than the cache", group_digits(moment.skipped));
+  if (state == RunState::finished) out += "; the replay is finished";
+  if (state == RunState::interrupted) out += "; the replay was interrupted";
+  return out;
+}
+
+}  // namespace
 
 ReplayWatcher::ReplayWatcher(std::string metrics_path, const std::optional<std::string>& port, std::int64_t requests)
     : metrics_path_(std::move(metrics_path)), requests_(requests) {
@@ -23,7 +42,7 @@ ReplayWatcher::ReplayWatcher(std::string metrics_path, const std::optional<std::
 
 // The cache is looked at once a second, and at the end.
 void ReplayWatcher::see(const ReplayMoment& moment) {
-  head_.rates.push_back(moment.counts.block_hit_rate());
+  if (!moment.last) head_.rates.push_back(moment.counts.block_hit_rate());
   const auto now = std::chrono::steady_clock::now();
   if (!moment.last && now - seen_ < std::chrono::seconds(1)) return;
   seen_ = now;
@@ -31,8 +50,8 @@ void ReplayWatcher::see(const ReplayMoment& moment) {
   const std::string text = metrics_text({{.name = {}, .status = &status}});
   if (!metrics_path_.empty()) replace_file(metrics_path_, text);
   if (!server_) return;
-  head_.headline = fmt::format("{} of {} requests, block hit rate {:.4f}", group_digits(moment.counts.requests),
-                               group_digits(requests_), moment.counts.block_hit_rate());
+  if (moment.last) head_.state = interrupted() ? RunState::interrupted : RunState::finished;
+  head_.headline = headline_of(moment, requests_, head_.state);
   serve_page(*server_, "/", &status, head_);
   serve_metrics(*server_, text);
 }
@@ -41,6 +60,11 @@ void ReplayWatcher::stay() const {
   if (!server_) return;
   flush_output();  // whoever reads the result may end the process from now on
   while (!interrupted()) sleep_ms(1000);
+}
+
+void ReplayWatcher::linger() const {
+  if (!server_ || server_->last_asked() + kLinger < seen_) return;
+  std::this_thread::sleep_until(seen_ + kLinger);
 }
 
 }  // namespace kv4::cli

@@ -18,12 +18,14 @@ class ReplayWatcher {
   void see(const ReplayMoment& moment);
   /// The replay has ended; a page is served until the process is interrupted.
   void stay() const;
+  /// The process is about to end: where somebody looks on, so long that every open page has the last state.
+  void linger() const;
 
  private:
   std::string metrics_path_;
   std::optional<HttpServer> server_;
   std::int64_t requests_;
-  PageHead head_{.headline = {}, .rate_title = "Block hit rate so far", .rates = {}};
+  PageHead head_{.headline = {}, .rate_title = "Block hit rate so far", .rates = {}, .rate_label = "requests"};
   std::chrono::steady_clock::time_point seen_{};
 };
 

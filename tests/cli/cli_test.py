@@ -579,18 +579,19 @@ def test_replay_report_in_a_browser():
         open_page = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile", "--dump-dom", page.as_uri()]
         shown = subprocess.run(open_page, capture_output=True, text=True, timeout=120)
         equal(shown.returncode, 0)
-        assert 'data-plots="5"' in shown.stdout, shown.stdout[-500:]  # the page's script has run
+        assert 'data-plots="6"' in shown.stdout, shown.stdout[-500:]  # the page's script has run
         lines = re.findall(r'<polyline[^>]* points="([^"]*)"', shown.stdout)
-        equal(len(lines), 2 + 3 + 3)
+        equal(len(lines), 2)
         points = [[tuple(map(float, point.split(","))) for point in line.split()] for line in lines]
         assert all(0 <= x <= 640 and 0 <= y <= 300 for line in points for x, y in line)
-        equal(sorted(len(line) for line in points), [6] * 3 + [100] * 5)
-        assert len(re.findall(r'<text class="legend"[^>]*style="fill: rgb', shown.stdout)) == 8
+        equal([len(line) for line in points], [100, 100])
+        equal(len(re.findall(r'<polygon class="series"', shown.stdout)), 3)
+        equal(len(re.findall(r'<rect class="series" data-name="(?:lru|s3fifo|density)"', shown.stdout)), 3 * 6)
 
         # With bytes: also what tiers and requests did.
         ok_json("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "20", "--capacity", "64K", "--host", "8MB", "--report", str(page))
         shown = subprocess.run(open_page, capture_output=True, text=True, timeout=120)
-        assert 'data-plots="7"' in shown.stdout, shown.stdout[-500:]
+        assert 'data-plots="8"' in shown.stdout, shown.stdout[-500:]
         for title in ("Block hit rate over time", "Block hit rate against capacity", "Bytes by tier", "Tokens computed again per hit", "Admit, restores included: requests no slower than"):
             assert title in shown.stdout, title
 

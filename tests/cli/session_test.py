@@ -52,7 +52,7 @@ def test_inspect():
         assert abs(parts[1, "entries"]["rms"] - 1) < 0.01 and abs(parts[2, "entries"]["rms"] - 1) < 0.01, parts
         assert all(part["not_finite"] == 0 for part in parts.values())
         width, height, pixels = read_png(png)
-        equal((width, height), (200 * 4, 2 * 4))
+        equal((width, height), (200 * 4, 200))  # two layers: as high as can be seen
         assert len(set(pixels)) > 20, "a picture of one color"
         text = svg.read_text()
         assert "1 CSA" in text and "2 HCA" in text and "data:image/png;base64," in text, text[:300]
@@ -62,7 +62,8 @@ def test_inspect():
         refused(["inspect", str(path), "--layer", "0", "--part", "keys", "--png", str(png)], "layer 0 has no keys")
         refused(["inspect", str(path), "--part", "values"], "values", "window, entries, keys, pending or pending-keys")
         ok("inspect", str(path), "--layer", "1", "--part", "pending", "--png", str(png))
-        equal(read_png(png)[:2], (2 * 1024 * 2, 5 * 2))  # kv and gate of both series; of the span before of one
+        # Five rows of kv and gate of both series, of the span before of one: 2,048 channels each, in four lines.
+        equal(read_png(png)[:2], (512 * 2, 5 * 4 * 13))
         sound = path.read_bytes()
         flip(path, len(sound) - 5000)
         refused(["inspect", str(path)], "damaged")
