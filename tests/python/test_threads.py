@@ -5,6 +5,7 @@ import time
 import numpy as np
 
 import kv4
+from forked import in_child
 from small_cache import SmallCache
 
 
@@ -63,3 +64,16 @@ def test_threads_share_a_cache():
     request = alone.manager.admit()
     alone.feed(request, 40, stream=2)
     assert alone.state(request) == cache.state(requests[2])
+
+
+def test_a_child_goes_on_with_threads_of_its_own():
+    """The parent's threads do not exist in a child: waiting for them would be for ever."""
+    cache = SmallCache(kv4.make_cpu_backend(3))
+    request = cache.manager.admit()
+    cache.feed(request, 40)
+
+    def go_on():
+        cache.feed(request, 20)
+        return cache.state(request)
+
+    assert in_child(go_on) == go_on()  # the child's is a copy: the parent is where it was

@@ -15,6 +15,7 @@ torch.set_grad_enabled(False)
 import kv4
 from kv4.transformers import Kv4Cache, accelerate, rewindable
 from devices import DEVICES, needs_gpu
+from forked import in_child
 from tiny_model import random_tokens, tiny_model
 from transformers import DynamicCache
 
@@ -237,6 +238,17 @@ def test_a_model_on_a_stream_of_its_own(prepare):
     assert (ours - expected).abs().max() < 1e-3
 
 
+def test_a_forked_process_goes_on(model, device):
+    """With a backend of several threads, which the child does not have."""
+    if device != "cpu":
+        pytest.skip("CUDA does not survive a fork")
+    cache = kv4_cache(model, backend=kv4.make_cpu_backend(3))
+    ids = random_tokens(1, 50, seed=3)
+    start = greedy(model, ids, 5, past_key_values=cache)
+    go_on = lambda: greedy(model, start, 10, past_key_values=cache).tolist()
+    assert in_child(go_on) == go_on()
+
+
 def test_beams_fork(model):
     prompt = random_tokens(1, 50, seed=3, device=model.device)
     beams = lambda cache: greedy(model, prompt, 20, num_beams=3, num_return_sequences=3, past_key_values=cache)
@@ -295,6 +307,7 @@ def test_a_conversation_outlives_its_process(model, tmp_path):
 import sys, torch, kv4
 from kv4.transformers import Kv4Cache, accelerate
 from devices import DEVICES, needs_gpu
+from forked import in_child
 from tiny_model import tiny_model
 model = {accelerated}(tiny_model().to('{model.device}'))
 cache = Kv4Cache(model.config, model, max_context=512, **{EXACT!r})
