@@ -9,18 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-torch.set_num_threads(1)
-torch.set_grad_enabled(False)
-
 import kv4
 from kv4.transformers import Kv4Cache, accelerate, rewindable
 from devices import DEVICES, needs_gpu
 from forked import in_child
-from tiny_model import random_tokens, tiny_model
+from tiny_model import EXACT, greedy, kv4_cache, random_tokens, tiny_model
 from transformers import DynamicCache
 
 both_ways = pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["unmodified", "accelerated"])
-EXACT = dict(row_format="bf16", index_format="bf16", hadamard=False)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -39,18 +35,10 @@ def accelerated(device):
     return accelerate(tiny_model().to(device))
 
 
-def kv4_cache(model, **options):
-    return Kv4Cache(model.config, model, **{"max_context": 1024, **EXACT, **options})
-
-
 def step_by_step(model, cache, tokens, chunks):
     """Logits [n, vocabulary] of tokens [1, n], fed in chunks of these sizes."""
     parts = torch.split(tokens, chunks, dim=1)
     return torch.cat([model(part, past_key_values=cache).logits[0] for part in parts])
-
-
-def greedy(model, ids, count, **arguments):
-    return model.generate(ids, max_new_tokens=count, do_sample=False, **arguments)
 
 
 @pytest.fixture(scope="module")

@@ -4,35 +4,15 @@ import copy
 import pytest
 import torch
 
-torch.set_num_threads(1)
-torch.set_grad_enabled(False)
-
 import kv4
 from kv4.transformers import Kv4Cache, accelerate, rewindable
 from devices import needs_gpu
-from tiny_model import random_tokens, tiny_model
-
-EXACT = dict(row_format="bf16", index_format="bf16", hadamard=False)
-
-
-@pytest.fixture(scope="module", params=["unmodified", "accelerated"])
-def model(request):
-    model = tiny_model()
-    return accelerate(model) if request.param == "accelerated" else model
-
-
-def kv4_cache(model, **options):
-    return Kv4Cache(model.config, model, **{"max_context": 512, **EXACT, **options})
-
+from tiny_model import greedy, kv4_cache, random_tokens, tiny_model
 
 def over_two(model, **options):
     """Layers 0 and 2 with one backend, 1 and 3 with the other."""
     first, second = kv4.make_cpu_backend(1), kv4.make_cpu_backend(2)
     return kv4_cache(model, backend=[first, second, first, second], **options)
-
-
-def greedy(model, ids, count=6, **arguments):
-    return model.generate(ids, max_new_tokens=count, do_sample=False, **arguments)
 
 
 def test_two_backends_give_what_one_gives(model):

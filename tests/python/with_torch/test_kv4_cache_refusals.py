@@ -5,30 +5,10 @@ import sys
 import pytest
 import torch
 
-torch.set_num_threads(1)
-torch.set_grad_enabled(False)
-
 import kv4
 from kv4.transformers import Kv4Cache, accelerate, rewindable
-from tiny_model import random_tokens, tiny_model
+from tiny_model import greedy, kv4_cache, random_tokens, tiny_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
-EXACT = dict(row_format="bf16", index_format="bf16", hadamard=False)
-
-
-@pytest.fixture(scope="module", params=["unmodified", "accelerated"])
-def model(request):
-    model = tiny_model()
-    return accelerate(model) if request.param == "accelerated" else model
-
-
-def kv4_cache(model, **options):
-    return Kv4Cache(model.config, model, **{"max_context": 512, **EXACT, **options})
-
-
-def greedy(model, ids, count=4, **arguments):
-    return model.generate(ids, max_new_tokens=count, do_sample=False, **arguments)
-
 
 def test_a_batch_larger_than_max_batch_leaks_no_rows(model):
     cache, prompt = kv4_cache(model), random_tokens(1, 20, seed=1)

@@ -1,8 +1,10 @@
-"""A small random DeepSeek-V4 with the real head sizes, the same in every process."""
+"""A small random DeepSeek-V4 with the real head sizes, the same in every process; its cache, and what it says."""
 import torch
+from kv4.transformers import Kv4Cache
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 VOCABULARY = 96
+EXACT = dict(row_format="bf16", index_format="bf16", hadamard=False)  # formats that change nothing
 
 
 def tiny_model(index_topk=64):
@@ -27,3 +29,11 @@ def tiny_model(index_topk=64):
 
 def random_tokens(*shape, seed=0, device="cpu"):
     return torch.randint(2, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def kv4_cache(model, **options):
+    return Kv4Cache(model.config, model, **{"max_context": 512, **EXACT, **options})
+
+
+def greedy(model, ids, count=4, **arguments):
+    return model.generate(ids, max_new_tokens=count, do_sample=False, **arguments)
