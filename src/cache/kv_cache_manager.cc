@@ -6,6 +6,7 @@
 
 #include "backend/image_pieces.h"
 #include "base/check.h"
+#include "cache/cache_call.h"
 #include "cache/manager_impl.h"
 #include "ops/layer_desc.h"
 
@@ -234,10 +235,10 @@ void KVCacheManager::Impl::drop_blocks(std::int32_t row, std::int64_t keep) {
 }
 
 Expected<RequestId> KVCacheManager::admit() {
-  const OneThread::Call call(impl_->driver);
-  if (impl_->free_rows.empty()) return Shortage::requests;
+  const TimedCall call(*this, &CallTimes::admit);
+  if (impl_->free_rows.empty()) return counted(Shortage::requests, impl_->admit_shortages);
   Impl::NewSlot slot(impl_->state_pool);
-  if (!slot.slot) return Shortage::slots;
+  if (!slot.slot) return counted(Shortage::slots, impl_->admit_shortages);
   impl_->state_pool.reset_slot(*slot.slot);
   return impl_->start_row(slot.keep());
 }
@@ -415,10 +416,11 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
 }
 
 Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, int group) {
-  const OneThread::Call call(impl_->driver);
+  const TimedCall call(*this, &CallTimes::prepare_forward);
   Impl& m = *impl_;
   m.check_items(items, group);
-  if (const Shortage shortage = m.find_shortage(items, group); shortage != Shortage::none) return shortage;
+  if (const Shortage shortage = m.find_shortage(items, group); shortage != Shortage::none)
+    return counted(shortage, m.prepare_forward_shortages);
   std::int32_t tokens = 0;
   for (const StepItem& item : items) tokens += item.count;
   m.open.step = {m.last_step_id, tokens, static_cast<std::int32_t>(items.size()), group};
