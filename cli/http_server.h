@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace kv4::cli {
 
@@ -19,6 +20,11 @@ class HttpServer {
 
   std::string address() const;  // http://HOST:PORT/
   void set(const std::string& path, const std::string& type, const std::string& body);
+  /// The same in several types: a client gets the one that its Accept header likes best, and else the first.
+  struct Representation {
+    std::string type, body;
+  };
+  void set(const std::string& path, const std::vector<Representation>& representations);
 
  private:
   struct Server;

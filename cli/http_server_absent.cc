@@ -15,5 +15,6 @@ HttpServer::HttpServer(const std::string&, const char* flag) {
 HttpServer::~HttpServer() = default;
 std::string HttpServer::address() const { return ""; }
 void HttpServer::set(const std::string&, const std::string&, const std::string&) {}
+void HttpServer::set(const std::string&, const std::vector<Representation>&) {}
 
 }  // namespace kv4::cli
