@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "backend/image_pieces.h"
+#include "backend/nvtx_range.h"
 #include "base/check.h"
 #include "cache/cache_call.h"
 #include "cache/manager_impl.h"
@@ -163,6 +164,7 @@ ChainName KVCacheManager::chain_of(RequestId request) const try {
 
 Expected<Admission> KVCacheManager::admit(const Prompt& prompt) try {
   const TimedCall call(*this, &CallTimes::admit);
+  const NvtxRange range("kv4 admit", !impl_->backend->on_host());
   Impl& m = *impl_;
   require(m.prefix.has_value(), ErrorCode::bad_state,
           "this cache keeps no prefixes; set options.prefix.enabled, or admit without a prompt");
