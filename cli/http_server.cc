@@ -20,6 +20,7 @@
 #include <string_view>
 #include <thread>
 
+#include "accept_header.h"
 #include "base/check.h"
 
 namespace kv4::cli {
@@ -130,9 +131,13 @@ struct HttpServer::Server {
   std::string name;  // that was asked for
   std::mutex mutex;
   std::condition_variable wake;
-  bool ends = false;                          // under the mutex, as all below
-  std::map<std::string, Response> responses;  // by path
-  std::list<Connection> connections;          // the oldest first
+  bool ends = false;  // under the mutex, as all below
+  struct Offer {
+    std::string type;
+    Response response;
+  };
+  std::map<std::string, std::vector<Offer>> responses;  // by path; never empty
+  std::list<Connection> connections;                    // the oldest first
   Clock::time_point last_asked{};
   std::thread reaper;
   MHD_Daemon* daemon = nullptr;
@@ -194,6 +199,19 @@ struct HttpServer::Server {
     return is_address(asked) || asked == "localhost" || asked == name;
   }
 
+  static const Offer& best_offer(MHD_Connection* connection, const std::vector<Offer>& offers) {
+    const char* accept = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "Accept");
+    const Offer* best = &offers.front();
+    if (accept == nullptr) return *best;
+    double most = preference(accept, best->type);
+    for (const Offer& offer : offers)  // of equals the last that is asked for by its name
+      if (const double wanted = preference(accept, offer.type); wanted > most || (wanted == most && wanted >= 1)) {
+        best = &offer;
+        most = wanted;
+      }
+    return *best;
+  }
+
   MHD_Result refuse(MHD_Connection* connection, unsigned status, const std::string& text) const {
     const Response response = make_response("text/plain", text + "\n");
     if (response == nullptr) return MHD_NO;  // ends the connection
@@ -215,7 +233,7 @@ struct HttpServer::Server {
     const std::lock_guard lock(mutex);
     last_asked = Clock::now();
     if (const auto found = responses.find(path); found != responses.end())
-      return MHD_queue_response(connection, MHD_HTTP_OK, found->second.get());
+      return MHD_queue_response(connection, MHD_HTTP_OK, best_offer(connection, found->second).response.get());
     std::string known = "there is";
     for (const auto& [each, unused] : responses) known += " " + each;
     return refuse(connection, MHD_HTTP_NOT_FOUND, known);
@@ -233,10 +251,19 @@ std::chrono::steady_clock::time_point HttpServer::last_asked() const {
 }
 
 void HttpServer::set(const std::string& path, const std::string& type, const std::string& body) {
-  Response response = make_response(type, body);
-  require(response != nullptr, ErrorCode::out_of_memory, "a page of {} bytes finds no memory", body.size());
+  set(path, {{type, body}});
+}
+
+void HttpServer::set(const std::string& path, const std::vector<Representation>& representations) {
+  std::vector<Server::Offer> offers;
+  for (const Representation& each : representations) {
+    Response response = make_response(each.type, each.body);
+    require(response != nullptr, ErrorCode::out_of_memory, "a page of {} bytes finds no memory", each.body.size());
+    if (representations.size() > 1) MHD_add_response_header(response.get(), "Vary", "Accept");
+    offers.push_back({each.type, std::move(response)});
+  }
   const std::lock_guard lock(server_->mutex);
-  server_->responses[path] = std::move(response);
+  server_->responses[path] = std::move(offers);
 }
 
 }  // namespace kv4::cli

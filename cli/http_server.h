@@ -4,6 +4,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace kv4::cli {
 
@@ -22,6 +23,11 @@ class HttpServer {
   /// When anybody last asked for anything; the clock's beginning: nobody has.
   std::chrono::steady_clock::time_point last_asked() const;
   void set(const std::string& path, const std::string& type, const std::string& body);
+  /// The same in several types: a client gets the one that its Accept header likes best, and else the first.
+  struct Representation {
+    std::string type, body;
+  };
+  void set(const std::string& path, const std::vector<Representation>& representations);
 
  private:
   struct Server;

@@ -16,5 +16,6 @@ HttpServer::~HttpServer() = default;
 std::string HttpServer::address() const { return ""; }
 std::chrono::steady_clock::time_point HttpServer::last_asked() const { return {}; }
 void HttpServer::set(const std::string&, const std::string&, const std::string&) {}
+void HttpServer::set(const std::string&, const std::vector<Representation>&) {}
 
 }  // namespace kv4::cli

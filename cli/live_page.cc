@@ -188,8 +188,9 @@ void serve_page(HttpServer& server, const std::string& path, const CacheStatus* 
   server.set(path + "state.json", "application/json", state.dump(-1, ' ', false, json::error_handler_t::replace));
 }
 
-void serve_metrics(HttpServer& server, const std::string& text) {
-  server.set("/metrics", "text/plain; version=0.0.4", text);
+void serve_metrics(HttpServer& server, const MetricsText& text) {
+  server.set("/metrics", {{"text/plain; version=0.0.4", text.prometheus},
+                          {"application/openmetrics-text; version=1.0.0", text.openmetrics}});
 }
 
 }  // namespace kv4::cli

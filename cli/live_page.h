@@ -6,6 +6,7 @@
 
 #include "http_server.h"
 #include "kv4/status_folder.h"
+#include "metrics.h"
 
 namespace kv4::cli {
 
@@ -25,6 +26,6 @@ struct PageHead {
 /// The page at `path`, which ends with a slash, and PATHstate.json. Null: there is no status now.
 void serve_page(HttpServer& server, const std::string& path, const CacheStatus* status, const PageHead& head);
 /// At /metrics.
-void serve_metrics(HttpServer& server, const std::string& text);
+void serve_metrics(HttpServer& server, const MetricsText& text);
 
 }  // namespace kv4::cli

@@ -1,4 +1,4 @@
-// What caches and their tiers have and have done, in the text format that Prometheus reads.
+// What caches and their tiers have and have done, for Prometheus: docs/operations.md, "Metrics", has all of them.
 #pragma once
 
 #include <string>
@@ -13,6 +13,11 @@ struct WatchedCache {
   const CacheStatus* status = nullptr;  // null: there is none now
 };
 
-std::string metrics_text(const std::vector<WatchedCache>& caches);
+/// The same figures in the two formats that scrapers ask for.
+struct MetricsText {
+  std::string prometheus;   // its text format, version 0.0.4
+  std::string openmetrics;  // version 1.0.0
+};
+MetricsText metrics_text(const std::vector<WatchedCache>& caches);
 
 }  // namespace kv4::cli

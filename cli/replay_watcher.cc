@@ -36,6 +36,7 @@ ReplayWatcher::ReplayWatcher(std::string metrics_path, const std::optional<std::
   if (!port) return;
   server_.emplace(*port, "--serve");
   serve_page(*server_, "/", nullptr, {.headline = "waiting for the first request", .rate_title = {}, .rates = {}});
+  serve_metrics(*server_, metrics_text({}));  // a scraper that is early finds a page without figures
   fmt::print(stderr, "live page: {}\n", server_->address());
   std::fflush(stderr);
 }
@@ -47,8 +48,8 @@ void ReplayWatcher::see(const ReplayMoment& moment) {
   if (!moment.last && now - seen_ < std::chrono::seconds(1)) return;
   seen_ = now;
   const CacheStatus status = read_status(moment.cache, moment.tiers);
-  const std::string text = metrics_text({{.name = {}, .status = &status}});
-  if (!metrics_path_.empty()) replace_file(metrics_path_, text);
+  const MetricsText text = metrics_text({{.name = {}, .status = &status}});
+  if (!metrics_path_.empty()) replace_file(metrics_path_, text.prometheus);
   if (!server_) return;
   if (moment.last) head_.state = interrupted() ? RunState::interrupted : RunState::finished;
   head_.headline = headline_of(moment, requests_, head_.state);

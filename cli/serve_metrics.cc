@@ -91,7 +91,7 @@ std::vector<Watched> watch_folders(const std::vector<std::string>& folders) {
   return out;
 }
 
-std::string metrics_of(const std::vector<Watched>& caches) {
+MetricsText metrics_of(const std::vector<Watched>& caches) {
   std::vector<WatchedCache> named;
   for (const Watched& cache : caches) named.push_back({cache.name, cache.status()});
   return metrics_text(named);
@@ -127,7 +127,7 @@ nlohmann::ordered_json describe(const std::vector<Watched>& caches) {
 
 int show_once(std::vector<Watched>& caches, bool json) {
   for (Watched& cache : caches) cache.look(true);
-  fmt::print("{}", json ? describe(caches).dump(2, ' ', true) + "\n" : metrics_of(caches));
+  fmt::print("{}", json ? describe(caches).dump(2, ' ', true) + "\n" : metrics_of(caches).prometheus);
   return std::all_of(caches.begin(), caches.end(), [](const Watched& cache) { return cache.now.has_value(); }) ? 0 : 1;
 }
 

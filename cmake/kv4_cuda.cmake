@@ -21,6 +21,7 @@ if(NOT KV4_HAS_CUDA)
   return()
 endif()
 
+set_source_files_properties(src/cache/status_folder.cc PROPERTIES COMPILE_DEFINITIONS KV4_HAS_CUDA)
 set(CMAKE_CUDA_ARCHITECTURES OFF)  # spelled out below: CMake would give every one of them both machine code and PTX
 enable_language(CUDA)
 find_package(CUDAToolkit 12.8 REQUIRED)

@@ -473,6 +473,39 @@ KV4_C_API kv4_status kv4_read_block_events(kv4_cache* cache, kv4_block_event* ou
 KV4_C_API kv4_status kv4_set_weights_id(kv4_cache* cache, const char* weights_id);
 KV4_C_API kv4_status kv4_invalidate(kv4_cache* cache, const char* weights_id);
 
+/* ---- Statistics ---- */
+
+/* Calls by their time: counts[i] of at most kv4_time_bound(i) seconds and more than the bound before; the last bucket
+ * has no bound. Calls that came back count, those with a shortage included. */
+typedef struct kv4_time_histogram {
+  int64_t counts[23];
+  int64_t sum_seconds; /* of all calls, together with sum_ns */
+  int64_t sum_ns;      /* below 10^9 */
+} kv4_time_histogram;
+
+typedef struct kv4_cache_statistics {
+  size_t size;
+  int64_t requests; /* this and those up to memory_bytes: now */
+  int64_t max_requests;
+  int64_t blocks;
+  int64_t free_blocks;
+  int64_t held_blocks;
+  int64_t evictable_blocks;
+  int64_t slots;
+  int64_t free_slots;
+  int64_t memory_bytes;
+  int64_t admit_shortages; /* calls that found no room, since the cache was made */
+  int64_t prepare_forward_shortages;
+  kv4_time_histogram admit;
+  kv4_time_histogram prepare_forward;
+  kv4_time_histogram session_save;
+  kv4_time_histogram session_restore;
+} kv4_cache_statistics;
+
+KV4_C_API double kv4_time_bound(int32_t bucket); /* in seconds; infinity from the last bucket on */
+KV4_C_API void kv4_cache_statistics_init(kv4_cache_statistics* statistics);
+KV4_C_API kv4_status kv4_get_cache_statistics(const kv4_cache* cache, kv4_cache_statistics* out);
+
 /* ---- A look from outside ---- */
 
 /* A folder where the cache says how it stands, for `kv4 serve-metrics`, and where it can be asked for a request, for

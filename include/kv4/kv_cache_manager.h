@@ -186,6 +186,7 @@ class KV4_API KVCacheManager {
   friend struct HandleScope;
   friend class BlockMover;
   friend struct CacheCall;
+  friend class TimedCall;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

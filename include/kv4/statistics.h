@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kv4/prefix_cache.h"
+#include "kv4/time_histogram.h"
 
 namespace kv4 {
 
@@ -30,6 +31,20 @@ struct TenantUse {
   std::int64_t blocks = 0;        // kept, those of running requests included
 };
 
+/// What a call was refused for, Shortage by Shortage.
+struct ShortageCounts {
+  std::int64_t requests = 0, blocks = 0, slots = 0;
+};
+
+/// Calls that came back since the cache was made, those with a shortage included; not those that threw.
+struct CallTimes {
+  TimeHistogram admit, prepare_forward;
+  TimeHistogram tier_load;        // TieredPrefix: from start_load() until nothing is left to be done
+  TimeHistogram tier_save;        // TieredPrefix::save()
+  TimeHistogram session_restore;  // restore_session, restore_session_file
+  TimeHistogram session_save;     // save_session, save_session_file
+};
+
 struct CacheStatistics {
   // Now.
   std::int64_t requests = 0, max_requests = 0;
@@ -41,6 +56,8 @@ struct CacheStatistics {
   PrefixStatistics prefix;
   TokenHistogram usable_tokens;    // of every prompt
   TokenHistogram replayed_tokens;  // of every hit
+  CallTimes times;
+  ShortageCounts admit_shortages, prepare_forward_shortages;
 };
 
 }  // namespace kv4

@@ -29,8 +29,17 @@ struct RequestStatus {
   std::int64_t kept_blocks = 0;       // of them: later prompts find them
 };
 
+/// Of the library that a cache runs with.
+struct BuildInfo {
+  std::string version;   // empty: older than 0.2.0, which tells neither this nor times
+  bool cuda = false;     // it can make a CUDA backend
+  std::string compiler;  // "gcc 12.2.0"
+};
+KV4_API BuildInfo build_info();
+
 /// How a cache stands, as plain values.
 struct CacheStatus {
+  BuildInfo build;
   CacheStatistics cache;
   std::vector<RequestStatus> requests;
   std::string block_states;  // [blocks] h: held by requests or set aside, k: kept for later ones, f: free

@@ -19,6 +19,7 @@
 #include "kv4/export.h"
 #include "kv4/schema.h"
 #include "kv4/tier.h"
+#include "kv4/time_histogram.h"
 
 namespace kv4 {
 
@@ -72,11 +73,12 @@ struct TierReport {
   Protection protection = Protection::none;  // of what is written; host memory needs none
   std::int64_t hits = 0, misses = 0, failed_gets = 0, damaged = 0, hit_bytes = 0;
   std::int64_t stored = 0, failed_puts = 0, refused_puts = 0, stored_bytes = 0;
-  std::int64_t promoted = 0;       // found below and put here
-  std::int64_t waiting_bytes = 0;  // now
-  bool open = false;               // now: its circuit breaker; everything misses
-  std::int64_t times_opened = 0;   // the breaker
-  tier::TierStats tier;            // a little old
+  std::int64_t promoted = 0;           // found below and put here
+  std::int64_t waiting_bytes = 0;      // now
+  bool open = false;                   // now: its circuit breaker; everything misses
+  std::int64_t times_opened = 0;       // the breaker
+  TimeHistogram get_times, put_times;  // calls of the tier, a batch of records each; those that failed included
+  tier::TierStats tier;                // a little old
   /// Now: to_string() of a tier::FailureReason, and a sentence. Empty: the tier works, as far as is known.
   std::string failure, failure_detail;
   std::map<std::string, std::int64_t> failures;  // by reason: batches that a server failed

@@ -21,6 +21,7 @@ void bind_pools(nb::module_& m);
 void bind_views(nb::module_& m);
 void bind_layer(nb::module_& m);
 void bind_prefix(nb::module_& m);
+void bind_statistics(nb::module_& m);
 void bind_manager(nb::module_& m);
 void bind_keys(nb::module_& m);
 void bind_sessions(nb::module_& m);

@@ -43,6 +43,7 @@ struct Cache {
 
 /// The calls about kept blocks (prefix.cc).
 void def_prefix(nb::class_<Cache>& cache);
+void def_statistics(nb::class_<Cache>& cache);
 
 /// Keeps its cache alive (nb::keep_alive where it is made).
 struct Layer {

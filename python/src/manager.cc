@@ -305,6 +305,7 @@ void bind_manager(nb::module_& m) {
   def_requests(cache);
   def_images(cache);
   def_prefix(cache);
+  def_statistics(cache);
   def_parts(cache);
 }
 

@@ -12,6 +12,7 @@ NB_MODULE(_kv4, m) {
   kv4::python::bind_views(m);
   kv4::python::bind_layer(m);
   kv4::python::bind_prefix(m);
+  kv4::python::bind_statistics(m);
   kv4::python::bind_manager(m);
   kv4::python::bind_keys(m);
   kv4::python::bind_sessions(m);

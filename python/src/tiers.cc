@@ -185,6 +185,8 @@ void bind_reports(nb::module_& m) {
       .def_ro("waiting_bytes", &TierReport::waiting_bytes, "now: to be written")
       .def_ro("open", &TierReport::open, "now: its circuit breaker; everything misses")
       .def_ro("times_opened", &TierReport::times_opened, "the breaker")
+      .def_ro("get_times", &TierReport::get_times, "TimeHistogram of the tier's calls, a batch of records each")
+      .def_ro("put_times", &TierReport::put_times, "TimeHistogram")
       .def_ro("tier", &TierReport::tier, "TierStats, a little old")
       .def_ro("failure", &TierReport::failure,
               "now: why servers fail, a name that stays the same ('connection_refused', 'wrong_password', ...); empty: "

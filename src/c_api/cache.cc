@@ -1,11 +1,13 @@
 // A cache, its requests and its steps.
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "c_api/handles.h"
 #include "c_api/options.h"
 #include "kv4/session.h"
+#include "kv4/statistics.h"
 
 using namespace kv4::c_api;
 
@@ -383,6 +385,49 @@ kv4_status kv4_set_weights_id(kv4_cache* cache, const char* weights_id) {
 
 kv4_status kv4_invalidate(kv4_cache* cache, const char* weights_id) {
   return guarded([&] { manager(cache).invalidate(&require_set(weights_id, "weights_id")); });
+}
+
+// --- statistics ------------------------------------------------------------------------------------------------------
+
+double kv4_time_bound(int32_t bucket) {
+  const auto& bounds = kv4::TimeHistogram::kBoundsNs;
+  if (bucket < 0) return 0;
+  if (bucket >= std::ssize(bounds)) return std::numeric_limits<double>::infinity();
+  return static_cast<double>(bounds[static_cast<std::size_t>(bucket)]) / 1e9;
+}
+
+void kv4_cache_statistics_init(kv4_cache_statistics* statistics) {
+  if (statistics != nullptr) *statistics = sized<kv4_cache_statistics>();
+}
+
+kv4_status kv4_get_cache_statistics(const kv4_cache* cache, kv4_cache_statistics* out) {
+  return guarded([&] {
+    const kv4::CacheStatistics from = manager(cache).statistics();
+    const auto histogram = [](const kv4::TimeHistogram& times) {
+      static_assert(sizeof(kv4_time_histogram::counts) == sizeof(kv4::TimeHistogram::counts));
+      kv4_time_histogram copy{{}, times.sum_seconds, times.sum_ns};
+      std::copy(times.counts.begin(), times.counts.end(), copy.counts);
+      return copy;
+    };
+    const auto sum = [](const kv4::ShortageCounts& counts) { return counts.requests + counts.blocks + counts.slots; };
+    auto value = sized<kv4_cache_statistics>();
+    value.requests = from.requests;
+    value.max_requests = from.max_requests;
+    value.blocks = from.blocks;
+    value.free_blocks = from.free_blocks;
+    value.held_blocks = from.held_blocks;
+    value.evictable_blocks = from.evictable_blocks;
+    value.slots = from.slots;
+    value.free_slots = from.free_slots;
+    value.memory_bytes = from.memory_bytes;
+    value.admit_shortages = sum(from.admit_shortages);
+    value.prepare_forward_shortages = sum(from.prepare_forward_shortages);
+    value.admit = histogram(from.times.admit);
+    value.prepare_forward = histogram(from.times.prepare_forward);
+    value.session_save = histogram(from.times.session_save);
+    value.session_restore = histogram(from.times.session_restore);
+    write_struct(out, value, "out");
+  });
 }
 
 // --- a look from outside ---------------------------------------------------------------------------------------------

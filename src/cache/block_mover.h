@@ -16,6 +16,7 @@ class BlockMover {
 
   const std::shared_ptr<Backend>& backend() const { return m_.backend; }
   OneThread& driver() const { return m_.driver; }
+  CallTimes& times() { return m_.times; }
 
   /// The key of a prompt's full block, `before`: those of all blocks before it.
   BlockKey next_key(const Prompt& prompt, std::span<const BlockKey> before);

@@ -1,6 +1,9 @@
 // What is made of several calls of a cache is one call of it, too.
 #pragma once
 
+#include <chrono>
+#include <exception>
+
 #include "cache/manager_impl.h"
 
 namespace kv4 {
@@ -9,5 +12,31 @@ namespace kv4 {
 struct CacheCall : OneThread::Call {
   explicit CacheCall(const KVCacheManager& cache) : Call(cache.impl_->driver) {}
 };
+
+/// A call of the cache whose time counts when it comes back; where it throws it does not.
+class TimedCall {
+ public:
+  TimedCall(const KVCacheManager& cache, TimeHistogram CallTimes::*times)
+      : call_(cache.impl_->driver), times_(cache.impl_->times.*times) {}
+  ~TimedCall() {
+    if (std::uncaught_exceptions() == exceptions_) times_.add(std::chrono::steady_clock::now() - start_);
+  }
+  TimedCall(const TimedCall&) = delete;
+  TimedCall& operator=(const TimedCall&) = delete;
+
+ private:
+  const OneThread::Call call_;  // first: the histogram is this thread's from here on
+  TimeHistogram& times_;
+  const int exceptions_ = std::uncaught_exceptions();
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+/// The same value, counted where it is a shortage.
+inline Shortage counted(Shortage shortage, ShortageCounts& counts) {
+  counts.requests += shortage == Shortage::requests;
+  counts.blocks += shortage == Shortage::blocks;
+  counts.slots += shortage == Shortage::slots;
+  return shortage;
+}
 
 }  // namespace kv4

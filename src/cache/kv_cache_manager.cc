@@ -5,7 +5,9 @@
 #include <utility>
 
 #include "backend/image_pieces.h"
+#include "backend/nvtx_range.h"
 #include "base/check.h"
+#include "cache/cache_call.h"
 #include "cache/manager_impl.h"
 #include "ops/layer_desc.h"
 
@@ -234,10 +236,11 @@ void KVCacheManager::Impl::drop_blocks(std::int32_t row, std::int64_t keep) {
 }
 
 Expected<RequestId> KVCacheManager::admit() {
-  const OneThread::Call call(impl_->driver);
-  if (impl_->free_rows.empty()) return Shortage::requests;
+  const TimedCall call(*this, &CallTimes::admit);
+  const NvtxRange range("kv4 admit", !impl_->backend->on_host());
+  if (impl_->free_rows.empty()) return counted(Shortage::requests, impl_->admit_shortages);
   Impl::NewSlot slot(impl_->state_pool);
-  if (!slot.slot) return Shortage::slots;
+  if (!slot.slot) return counted(Shortage::slots, impl_->admit_shortages);
   impl_->state_pool.reset_slot(*slot.slot);
   return impl_->start_row(slot.keep());
 }
@@ -277,6 +280,7 @@ std::int64_t KVCacheManager::rewind_floor(RequestId request, int group) const {
 
 Expected<RequestId> KVCacheManager::fork(RequestId request) try {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 fork", !impl_->backend->on_host());
   const std::int32_t row = impl_->idle_row_of(request, "forking it");
   const Sequence& parent = impl_->sequences[static_cast<std::size_t>(row)];
   const std::int64_t held = impl_->num_held(row);
@@ -415,10 +419,12 @@ void KVCacheManager::Impl::reserve(std::span<const StepItem> items, int group) {
 }
 
 Expected<Step> KVCacheManager::prepare_forward(std::span<const StepItem> items, int group) {
-  const OneThread::Call call(impl_->driver);
+  const TimedCall call(*this, &CallTimes::prepare_forward);
+  const NvtxRange range("kv4 prepare_forward", !impl_->backend->on_host());
   Impl& m = *impl_;
   m.check_items(items, group);
-  if (const Shortage shortage = m.find_shortage(items, group); shortage != Shortage::none) return shortage;
+  if (const Shortage shortage = m.find_shortage(items, group); shortage != Shortage::none)
+    return counted(shortage, m.prepare_forward_shortages);
   std::int32_t tokens = 0;
   for (const StepItem& item : items) tokens += item.count;
   m.open.step = {m.last_step_id, tokens, static_cast<std::int32_t>(items.size()), group};
@@ -457,6 +463,7 @@ void KVCacheManager::Impl::close_step() {
 
 void KVCacheManager::commit(const Step& step) try {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 commit", !impl_->backend->on_host());
   Impl& m = *impl_;
   m.check_open(step, "commit");
   if (m.prefix && m.open.step.group == 0) {
@@ -520,11 +527,13 @@ void KVCacheManager::set_stream(Stream stream) {
 
 void KVCacheManager::synchronize() {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 synchronize", !impl_->backend->on_host());
   impl_->backend->synchronize();
 }
 
 void KVCacheManager::abort(const Step& step) {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 abort", !impl_->backend->on_host());
   Impl& m = *impl_;
   m.check_open(step, "abort");
   for (auto change = m.open.changes.rbegin(); change != m.open.changes.rend(); ++change) {
@@ -591,6 +600,7 @@ std::int64_t KVCacheManager::image_bytes(RequestId request) const try {
 
 void KVCacheManager::export_image(RequestId request, std::span<std::byte> out) const try {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 export_image", !impl_->backend->on_host());
   const Sequence& s = impl_->sequences[static_cast<std::size_t>(impl_->row_of(request))];
   require(s.length() >= s.chain.replay_end || s.groups[0].window_begin == 0, ErrorCode::bad_state,
           "request {} replays its prompt up to position {}, and its windows are whole only there; it is at {}", request,
@@ -604,6 +614,7 @@ void KVCacheManager::export_image(RequestId request, std::span<std::byte> out) c
 
 CanonicalImage KVCacheManager::export_image(RequestId request) const try {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 export_image", !impl_->backend->on_host());
   CanonicalImage image{impl_->schema.layout_id, impl_->lengths_of(request),
                        std::vector<std::byte>(static_cast<std::size_t>(image_bytes(request)))};
   export_image(request, image.bytes);
@@ -614,6 +625,7 @@ CanonicalImage KVCacheManager::export_image(RequestId request) const try {
 
 void KVCacheManager::export_blocks(RequestId request, std::span<std::byte> out) const {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 export_blocks", !impl_->backend->on_host());
   const std::vector<BlockId> ids = blocks(request);
   const std::size_t bytes = static_cast<std::size_t>(impl_->schema.block_image_bytes);
   require(out.size() == ids.size() * bytes, ErrorCode::bad_argument,
@@ -628,6 +640,7 @@ void KVCacheManager::export_blocks(RequestId request, std::span<std::byte> out) 
 
 std::vector<std::byte> KVCacheManager::export_blocks(RequestId request) const try {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 export_blocks", !impl_->backend->on_host());
   std::vector<std::byte> out(blocks(request).size() * static_cast<std::size_t>(impl_->schema.block_image_bytes));
   export_blocks(request, out);
   return out;
@@ -638,6 +651,7 @@ std::vector<std::byte> KVCacheManager::export_blocks(RequestId request) const tr
 Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                                  std::span<const std::byte> blocks) try {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 import_image", !impl_->backend->on_host());
   const std::size_t bytes = static_cast<std::size_t>(impl_->schema.block_image_bytes);
   const std::size_t count = static_cast<std::size_t>(impl_->num_blocks_of(static_cast<std::int64_t>(token_ids.size())));
   require(blocks.size() == count * bytes, ErrorCode::bad_argument,
@@ -653,6 +667,7 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
                                                  std::span<const std::span<const std::byte>> blocks,
                                                  const ChainName& chain) try {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 import_image", !impl_->backend->on_host());
   Impl& m = *impl_;
   m.state_pool.check(image);
   const std::int64_t n = image.lengths[0], count = m.num_blocks_of(n);

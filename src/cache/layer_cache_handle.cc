@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 
+#include "backend/nvtx_range.h"
 #include "base/check.h"
 #include "cache/manager_impl.h"
 
@@ -109,13 +110,15 @@ PlaneView tail_view(const ops::RowPlanes& rows) {
 struct HandleScope {
   KVCacheManager::Impl& m;
   const OneThread::Call call;
+  const NvtxRange range;
   const LayerCacheSchema& schema;
   const ops::LayerDesc& desc;
   ops::StepDesc step;
 
-  HandleScope(KVCacheManager::Impl& impl, int index, std::int64_t step_id)
+  HandleScope(KVCacheManager::Impl& impl, int index, std::int64_t step_id, const char* name)
       : m(impl),
         call(impl.driver),
+        range(name, !impl.backend->on_host()),
         schema(impl.schema.layers[static_cast<std::size_t>(index)]),
         desc(impl.layers[static_cast<std::size_t>(index)]) {
     require(m.step_open && m.open.step.id == step_id, ErrorCode::bad_state,
@@ -238,7 +241,7 @@ struct HandleScope {
   }
 };
 
-#define KV4_SCOPE HandleScope scope(*manager_->impl_, index_, step_)
+#define KV4_SCOPE(name) HandleScope scope(*manager_->impl_, index_, step_, name)
 
 int LayerCacheHandle::layer() const { return schema().spec.layer; }
 int LayerCacheHandle::num_query_heads() const { return manager_->impl_->schema.config.num_query_heads; }
@@ -248,7 +251,7 @@ const LayerCacheSchema& LayerCacheHandle::schema() const {
 }
 
 void LayerCacheHandle::append(const AppendInputs& inputs) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 append");
   auto params = scope.params<ops::AppendParams>();
   params.window_rows = float_rows(inputs.raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
   const TensorView* kv[] = {&inputs.kv, &inputs.index_kv};
@@ -279,14 +282,14 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
 }
 
 void LayerCacheHandle::write_swa(const TensorView& raw_kv) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 write_swa");
   auto params = scope.params<ops::AppendParams>();
   params.window_rows = float_rows(raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
   scope.append(params);
 }
 
 void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 flush_compression");
   scope.require_entries("flush");
   auto params = scope.params<ops::FlushParams>();
   params.rows[0] = float_rows(inputs.entries, scope.tokens(), scope.desc.kinds[0].page.shape.width, "entries");
@@ -300,7 +303,7 @@ void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
 
 KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const TensorView& out,
                                               const TensorView& valid) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 gather_compressed_kv");
   scope.require_entries("gather");
   require(!indices.empty() && indices.ndim == 2 && indices.dtype == DType::i32 && indices.shape[0] == scope.tokens() &&
               indices.strides[1] == 1,
@@ -318,21 +321,21 @@ KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const T
 }
 
 KVPair LayerCacheHandle::gather_all_compressed_kv(const TensorView& out, const TensorView& lens) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 gather_all_compressed_kv");
   scope.require_entries("gather");
   scope.gather_all(0, out, lens);
   return {out, out};
 }
 
 TensorView LayerCacheHandle::gather_all_index_keys(const TensorView& out, const TensorView& lens) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 gather_all_index_keys");
   scope.require_keys("gather");
   scope.gather_all(1, out, lens);
   return out;
 }
 
 KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 gather_swa_kv");
   auto params = scope.params<ops::GatherParams>();
   params.out = float_output(out, scope.items(), scope.desc.window.ring.shape.width, "out");
   params.rows_per_item = out.shape[1];
@@ -349,7 +352,7 @@ KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& 
 }
 
 void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreSums sums) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 index_scores");
   ops::IndexParams params = scope.index_params();
   params.sums = sums;
   scope.set_queries(inputs, params);
@@ -358,7 +361,7 @@ void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView&
 }
 
 void LayerCacheHandle::select_topk(const TensorView& scores, const TensorView& indices, const TensorView& slots) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 select_topk");
   ops::IndexParams params = scope.index_params();
   scope.set_scores(scores, params);
   scope.set_choice(indices, slots, params);
@@ -366,7 +369,7 @@ void LayerCacheHandle::select_topk(const TensorView& scores, const TensorView& i
 }
 
 void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 index_topk");
   ops::IndexParams params = scope.index_params();
   scope.set_queries(inputs, params);
   scope.set_choice(indices, slots, params);
@@ -374,7 +377,7 @@ void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& i
 }
 
 void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out, const TensorView& lse) {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 attend");
   auto params = scope.params<ops::AttendParams>();
   const std::int64_t width = scope.desc.window.ring.shape.width;
   require(is_float(inputs.q.dtype), ErrorCode::bad_argument, "q must be f32 or bf16; got {}", shape_text(inputs.q));
@@ -403,7 +406,7 @@ void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out,
 }
 
 SWAView LayerCacheHandle::read_swa_view() {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 read_swa_view");
   const ops::StepTableDesc& t = scope.m.tables.desc();
   SWAView view;
   view.payload = plane_view(scope.desc.window.ring.payload);
@@ -418,7 +421,7 @@ SWAView LayerCacheHandle::read_swa_view() {
 }
 
 ClassicalView LayerCacheHandle::read_classical_view() {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 read_classical_view");
   scope.require_entries("view");
   const ops::KindDesc& kind = scope.desc.kinds[0];
   ClassicalView view;
@@ -435,7 +438,7 @@ ClassicalView LayerCacheHandle::read_classical_view() {
 }
 
 IndexerView LayerCacheHandle::read_indexer_view() {
-  KV4_SCOPE;
+  KV4_SCOPE("kv4 read_indexer_view");
   scope.require_keys("view");
   const ops::KindDesc& kind = scope.desc.kinds[1];
   IndexerView view;

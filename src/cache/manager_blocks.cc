@@ -1,6 +1,7 @@
 // Kept blocks and snapshots as bytes, by key: what tiers take and give back.
 #include <algorithm>
 
+#include "backend/nvtx_range.h"
 #include "base/check.h"
 #include "cache/block_mover.h"
 #include "cache/manager_impl.h"
@@ -37,6 +38,7 @@ std::int64_t KVCacheManager::snapshot_bytes() const { return impl_->snapshot_par
 
 bool KVCacheManager::read_block(const BlockKey& key, std::span<std::byte> out) const {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 read_block", !impl_->backend->on_host());
   Impl& m = *impl_;
   const Slot slot = prefix_of(m.prefix).index.find(key);
   if (slot == kNoSlot) return false;
@@ -46,6 +48,7 @@ bool KVCacheManager::read_block(const BlockKey& key, std::span<std::byte> out) c
 
 bool KVCacheManager::read_snapshot(const BlockKey& key, std::span<std::byte> out) const {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 read_snapshot", !impl_->backend->on_host());
   Impl& m = *impl_;
   require(static_cast<std::int64_t>(out.size()) == snapshot_bytes(), ErrorCode::bad_argument,
           "a snapshot has {} bytes; got room for {}", snapshot_bytes(), out.size());
@@ -61,6 +64,7 @@ bool KVCacheManager::read_snapshot(const BlockKey& key, std::span<std::byte> out
 std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
                                            std::span<const std::span<const std::byte>> blocks) try {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 insert_blocks", !impl_->backend->on_host());
   Impl& m = *impl_;
   const PrefixIndex& index = prefix_of(m.prefix).index;
   for (const std::span<const std::byte> block : blocks)
@@ -80,6 +84,7 @@ std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
 
 bool KVCacheManager::insert_snapshot(const BlockKey& key, std::span<const std::byte> bytes) {
   const OneThread::Call call(impl_->driver);
+  const NvtxRange range("kv4 insert_snapshot", !impl_->backend->on_host());
   Impl& m = *impl_;
   require(static_cast<std::int64_t>(bytes.size()) == snapshot_bytes(), ErrorCode::bad_argument,
           "a snapshot has {} bytes; got {}", snapshot_bytes(), bytes.size());

@@ -15,6 +15,7 @@
 #include "cache/sequence.h"
 #include "cache/step.h"
 #include "kv4/kv_cache_manager.h"
+#include "kv4/statistics.h"
 
 namespace kv4 {
 
@@ -63,6 +64,9 @@ struct KVCacheManager::Impl {
   std::optional<RopeTables> swa_angles, compress_angles;
   ops::RopeDesc swa_rope, compress_rope;
   std::vector<const float*> raw_norm_weights;  // [owned layers], null: not bound
+
+  CallTimes times;
+  ShortageCounts admit_shortages, prepare_forward_shortages;
 
   struct Commit {
     std::int64_t step_id = 0;

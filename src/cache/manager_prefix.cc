@@ -3,7 +3,9 @@
 #include <utility>
 
 #include "backend/image_pieces.h"
+#include "backend/nvtx_range.h"
 #include "base/check.h"
+#include "cache/cache_call.h"
 #include "cache/manager_impl.h"
 
 namespace kv4 {
@@ -161,7 +163,8 @@ ChainName KVCacheManager::chain_of(RequestId request) const try {
 }
 
 Expected<Admission> KVCacheManager::admit(const Prompt& prompt) try {
-  const OneThread::Call call(impl_->driver);
+  const TimedCall call(*this, &CallTimes::admit);
+  const NvtxRange range("kv4 admit", !impl_->backend->on_host());
   Impl& m = *impl_;
   require(m.prefix.has_value(), ErrorCode::bad_state,
           "this cache keeps no prefixes; set options.prefix.enabled, or admit without a prompt");
@@ -173,9 +176,9 @@ Expected<Admission> KVCacheManager::admit(const Prompt& prompt) try {
           "there is extra for {} blocks; a prompt of {} tokens has {}", prompt.extra.size(), tokens, blocks);
   ChainName name = name_chain(prompt);
   const PrefixMatch match = m.prefix->index.match(m.prefix->keys_of(name.root, prompt, true), tokens);
-  if (m.free_rows.empty()) return Shortage::requests;
+  if (m.free_rows.empty()) return counted(Shortage::requests, m.admit_shortages);
   Impl::NewSlot slot(m.state_pool);
-  if (!slot.slot) return Shortage::slots;
+  if (!slot.slot) return counted(Shortage::slots, m.admit_shortages);
   m.state_pool.reset_slot(*slot.slot);
   m.restore_slot(*slot.slot, match);
 
@@ -380,6 +383,9 @@ CacheStatistics KVCacheManager::statistics() const try {
   out.slots = m.state_pool.num_slots();
   out.free_slots = m.state_pool.num_free();
   out.memory_bytes = memory_bytes();
+  out.times = m.times;
+  out.admit_shortages = m.admit_shortages;
+  out.prepare_forward_shortages = m.prepare_forward_shortages;
   if (!m.prefix) return out;
   const std::vector<std::int64_t>& shares = m.schema.options.prefix.tenant_shares;
   for (std::size_t i = 0; i < shares.size(); ++i)

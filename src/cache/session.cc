@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "cache/cache_call.h"
+#include "cache/session_file.h"
 #include "cache/session_format.h"
 #include "schema/layout_text.h"
 
@@ -181,12 +182,18 @@ bool SessionSender::send(std::span<const BlockKey> wanted, RecordSink& sink, con
   fail_for_memory();
 }
 
-bool save_session(KVCacheManager& manager, RequestId request, const SessionIdentity& identity, RecordSink& sink,
-                  const SessionProgress& progress) {
+bool write_session(KVCacheManager& manager, RequestId request, const SessionIdentity& identity, RecordSink& sink,
+                   const SessionProgress& progress) {
   const CacheCall call(manager);
   SessionSender sender(manager, request, identity);
   sender.offer(sink);
   return sender.send(sender.keys(), sink, progress);
+}
+
+bool save_session(KVCacheManager& manager, RequestId request, const SessionIdentity& identity, RecordSink& sink,
+                  const SessionProgress& progress) {
+  const TimedCall call(manager, &CallTimes::session_save);
+  return write_session(manager, request, identity, sink, progress);
 }
 
 // --- in
@@ -422,8 +429,8 @@ Expected<RequestId> SessionReceiver::finish() try {
   fail_for_memory();
 }
 
-Expected<RequestId> restore_session(KVCacheManager& manager, const SessionIdentity& identity, RecordSource& source,
-                                    const SessionProgress& progress) try {
+Expected<RequestId> read_session(KVCacheManager& manager, const SessionIdentity& identity, RecordSource& source,
+                                 const SessionProgress& progress) {
   const CacheCall call(manager);
   SessionReceiver receiver(manager, identity);
   for (std::span<const std::byte> record = source.next(); !record.empty(); record = source.next()) {
@@ -432,6 +439,12 @@ Expected<RequestId> restore_session(KVCacheManager& manager, const SessionIdenti
       return Shortage::none;
   }
   return receiver.finish();
+}
+
+Expected<RequestId> restore_session(KVCacheManager& manager, const SessionIdentity& identity, RecordSource& source,
+                                    const SessionProgress& progress) try {
+  const TimedCall call(manager, &CallTimes::session_restore);
+  return read_session(manager, identity, source, progress);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }

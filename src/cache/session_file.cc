@@ -116,7 +116,7 @@ bool SessionFile::save(KVCacheManager& manager, RequestId request, const Session
                        const SessionProgress& progress) const {
   return naming(path, [&] {
     UnfinishedFile file(files, path);
-    if (!save_session(manager, request, identity, file, progress)) return false;
+    if (!write_session(manager, request, identity, file, progress)) return false;
     file.publish(path);
     return true;
   });
@@ -126,13 +126,13 @@ Expected<RequestId> SessionFile::restore(KVCacheManager& manager, const SessionI
                                          const SessionProgress& progress) const {
   return naming(path, [&] {
     SessionFileSource source(files, path);
-    return restore_session(manager, identity, source, progress);
+    return read_session(manager, identity, source, progress);
   });
 }
 
 bool save_session_file(KVCacheManager& manager, RequestId request, const SessionIdentity& identity,
                        const std::string& path, const SessionProgress& progress) try {
-  const CacheCall call(manager);
+  const TimedCall call(manager, &CallTimes::session_save);
   // Through the page cache: what is saved before a restart is often read right after it.
   const auto files = tier::make_posix_file_system({.direct = false});
   return SessionFile{*files, path}.save(manager, request, identity, progress);
@@ -142,7 +142,7 @@ bool save_session_file(KVCacheManager& manager, RequestId request, const Session
 
 Expected<RequestId> restore_session_file(KVCacheManager& manager, const SessionIdentity& identity,
                                          const std::string& path, const SessionProgress& progress) try {
-  const CacheCall call(manager);
+  const TimedCall call(manager, &CallTimes::session_restore);
   const auto files = tier::make_posix_file_system({.direct = false});
   return SessionFile{*files, path}.restore(manager, identity, progress);
 } catch (const std::bad_alloc&) {

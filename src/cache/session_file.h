@@ -31,6 +31,12 @@ class SessionFileSource : public RecordSource {
   tier::BlockBuffer buffer_;
 };
 
+/// save_session and restore_session, whose time does not count.
+bool write_session(KVCacheManager& manager, RequestId request, const SessionIdentity& identity, RecordSink& sink,
+                   const SessionProgress& progress);
+Expected<RequestId> read_session(KVCacheManager& manager, const SessionIdentity& identity, RecordSource& source,
+                                 const SessionProgress& progress);
+
 /// What save_session_file and restore_session_file do, on any file system.
 struct SessionFile {
   tier::FileSystem& files;

@@ -32,8 +32,9 @@ class JsonText {
       text_ += value ? "true" : "false";
     else if constexpr (std::is_enum_v<T>)
       add(std::string(to_string(value)));
-    else if constexpr (std::is_integral_v<T>)
-      fmt::format_to(std::back_inserter(text_), "{}", value);
+    else if constexpr (std::is_integral_v<T>)  // a count that has grown beyond what readers take stays at that
+      fmt::format_to(std::back_inserter(text_), "{}",
+                     std::cmp_less(kMaxStatusNumber, value) ? kMaxStatusNumber : static_cast<std::int64_t>(value));
     else if constexpr (std::is_convertible_v<T, std::string>)
       text_ += nlohmann::json(std::string(value)).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     else if constexpr (requires { typename T::mapped_type; })
@@ -80,12 +81,17 @@ class JsonText {
 
 // A field that one side does not know is passed over, one that is missing has its default: versions may be mixed.
 KV4_JSON_FIELDS(TokenHistogram, counts, sum)
+KV4_JSON_FIELDS(TimeHistogram, counts, sum_seconds, sum_ns)
+KV4_JSON_FIELDS(CallTimes, admit, prepare_forward, tier_load, tier_save, session_restore, session_save)
+KV4_JSON_FIELDS(ShortageCounts, requests, blocks, slots)
+KV4_JSON_FIELDS(BuildInfo, version, cuda, compiler)
 KV4_JSON_FIELDS(TenantUse, share_blocks, blocks)
 KV4_JSON_FIELDS(PrefixStatistics, prompts, hits, prompt_tokens, usable_tokens, replayed_tokens, stored_blocks,
                 joined_blocks, inserted_blocks, evicted_blocks, saved_snapshots, restored_snapshots, dropped_snapshots,
                 lost_events, blocks, snapshots)
 KV4_JSON_FIELDS(CacheStatistics, requests, max_requests, blocks, free_blocks, held_blocks, evictable_blocks, slots,
-                free_slots, memory_bytes, tenants, prefix, usable_tokens, replayed_tokens)
+                free_slots, memory_bytes, tenants, prefix, usable_tokens, replayed_tokens, times, admit_shortages,
+                prepare_forward_shortages)
 KV4_JSON_FIELDS(RequestStatus, request, lengths, rewind_floor, blocks, shared_blocks, kept_blocks)
 
 namespace tier {
@@ -97,9 +103,9 @@ NLOHMANN_JSON_SERIALIZE_ENUM(Protection, {{Protection::none, "none"},
                                           {Protection::sealed, "sealed"},
                                           {Protection::authenticated, "authenticated"}})
 KV4_JSON_FIELDS(TierReport, name, protection, hits, misses, failed_gets, damaged, hit_bytes, stored, failed_puts,
-                refused_puts, stored_bytes, promoted, waiting_bytes, open, times_opened, tier, failure, failure_detail,
-                failures)
-KV4_JSON_FIELDS(CacheStatus, cache, requests, block_states, tiers)
+                refused_puts, stored_bytes, promoted, waiting_bytes, open, times_opened, get_times, put_times, tier,
+                failure, failure_detail, failures)
+KV4_JSON_FIELDS(CacheStatus, build, cache, requests, block_states, tiers)
 KV4_JSON_FIELDS(PublishedStatus, model, process, time_ms, boot_id, boot_ms, interval_ms, status)
 
 namespace {
@@ -160,6 +166,8 @@ void check_counts(const PublishedStatus& p) {
   };
   at_most(p.model.size(), kMaxStatusNameBytes, "bytes of the model's name");
   at_most(p.boot_id.size(), kMaxStatusNameBytes, "bytes of the boot id");
+  at_most(p.status.build.version.size(), kMaxStatusNameBytes, "bytes of the version");
+  at_most(p.status.build.compiler.size(), kMaxStatusNameBytes, "bytes of the compiler's name");
   at_most(p.status.requests.size(), kMaxStatusRequests, "requests");
   at_most(p.status.cache.tenants.size(), kMaxStatusTenants, "tenants");
   at_most(p.status.tiers.size(), kMaxStatusTiers, "tiers");
@@ -169,6 +177,8 @@ void check_counts(const PublishedStatus& p) {
   std::set<std::string> names;
   for (const TierReport& tier : p.status.tiers) {
     at_most(tier.name.size(), kMaxStatusNameBytes, "bytes of a tier's name");
+    at_most(tier.failures.size(), kMaxStatusReasons, "reasons of failures");
+    for (const auto& [reason, unused] : tier.failures) at_most(reason.size(), kMaxStatusNameBytes, "bytes of a reason");
     require(names.insert(tier.name).second, ErrorCode::bad_file, "it is no status of a cache: two tiers '{}'",
             tier.name);
   }

@@ -20,6 +20,7 @@ inline constexpr int kMaxStatusDepth = 16;
 inline constexpr std::int64_t kMaxStatusNumber = std::int64_t{1} << 53;  // either sign
 inline constexpr std::size_t kMaxStatusNameBytes = 256;                  // of a model or a tier
 inline constexpr std::size_t kMaxStatusTiers = 16, kMaxStatusTenants = 256, kMaxStatusRequests = 1 << 16;
+inline constexpr std::size_t kMaxStatusReasons = 64;  // why a tier failed: each is a series of a metric
 inline constexpr std::int64_t kMaxStatusIntervalMs = 3'600'000;
 
 /// CLOCK_BOOTTIME, which nobody can set, and the boot of a machine that it counts from. All processes of a machine have

@@ -12,6 +12,7 @@
 #include "cache/cache_call.h"
 #include "cache/session_file.h"
 #include "cache/status_file.h"
+#include "kv4/version.h"
 #include "tier/segment_file.h"
 
 namespace kv4 {
@@ -34,9 +35,22 @@ RequestStatus describe(const KVCacheManager& cache, RequestId request) {
 
 }  // namespace
 
+BuildInfo build_info() {
+#ifdef KV4_HAS_CUDA
+  constexpr bool cuda = true;
+#else
+  constexpr bool cuda = false;
+#endif
+#ifdef __clang__
+  return {KV4_VERSION, cuda, fmt::format("clang {}.{}.{}", __clang_major__, __clang_minor__, __clang_patchlevel__)};
+#else
+  return {KV4_VERSION, cuda, fmt::format("gcc {}.{}.{}", __GNUC__, __GNUC_MINOR__, __GNUC_PATCHLEVEL__)};
+#endif
+}
+
 CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers) try {
   const CacheCall call(cache);
-  CacheStatus out{.cache = cache.statistics(), .requests = {}, .block_states = {}, .tiers = {}};
+  CacheStatus out{.build = build_info(), .cache = cache.statistics(), .requests = {}, .block_states = {}, .tiers = {}};
   for (const RequestId request : cache.requests()) out.requests.push_back(describe(cache, request));
   const BlockAllocator& blocks = cache.allocator();
   out.block_states.resize(static_cast<std::size_t>(blocks.num_blocks()));

@@ -14,6 +14,7 @@
 #include "base/check.h"
 #include "base/undo.h"
 #include "cache/block_mover.h"
+#include "cache/cache_call.h"
 #include "cache/staging_slots.h"
 #include "prefix/block_hash.h"
 #include "tier/tier_chain.h"
@@ -375,6 +376,7 @@ struct PrefixLoad::Impl {
   TieredPrefix::Impl& owner;
   const OwnPrompt prompt;
   const Deadline deadline;
+  const Deadline begun = owner.tiers.now();
   const std::size_t wanted;  // full blocks of the prompt that a request can begin with
   Phase phase = Phase::blocks;
   std::vector<BlockKey> keys;                // of the first of them; the others follow while these come
@@ -585,7 +587,10 @@ bool PrefixLoad::Impl::advance() {
     know_keys(std::min(wanted, keys.size() + kKeysAtATime));
     if (keys.size() == wanted) (void)find_snapshot();
   }
-  if (phase == Phase::snapshot && advance_snapshot()) phase = Phase::done;
+  if (phase == Phase::snapshot && advance_snapshot()) {
+    phase = Phase::done;
+    owner.mover.times().tier_load.add(owner.tiers.now() - begun);
+  }
   return phase == Phase::done;
 }
 
@@ -646,6 +651,7 @@ TieredPrefix::~TieredPrefix() = default;
 std::int64_t TieredPrefix::save(std::int64_t max_records) try {
   Impl& m = *impl_;
   const Impl::Call call(m);
+  const TimedCall timed(m.cache, &CallTimes::tier_save);
   m.note_results();
   m.take_events();
   m.settle();

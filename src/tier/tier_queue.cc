@@ -178,7 +178,8 @@ struct TierQueue::Core {
   /// Unlocks, calls, and tells the breaker; `call()` gives whether the tier answered. A call that throws, for want of
   /// memory or against its promise, has failed. False: it was not called.
   template <class Call>
-  bool call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call);
+  bool call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call,
+                 TimeHistogram* times = nullptr);
   void report_breaker(CircuitBreaker::State state, bool slow);
 };
 
@@ -377,7 +378,8 @@ void TierQueue::Core::leave(std::unique_lock<std::mutex>& lock, Lane& lane) {
 }
 
 template <class Call>
-bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call) {
+bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call,
+                                TimeHistogram* times) {
   const Deadline start = clock->now();
   if (!breaker.begin(start)) return false;
   lane.calling = true;
@@ -391,6 +393,7 @@ bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, 
   lock.lock();
   lane.calling = false;
   const Deadline end = clock->now();
+  if (times != nullptr) times->add(end - start);
   const bool slow = end - start >= options.breaker.slow_after;
   const CircuitBreaker::State before = breaker.state();
   if (good && !slow)
@@ -473,16 +476,19 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
       const ReadRequest& request = place.job->waiting[place.index].request;
       requests.push_back({.id = request.id, .to = request.to.span(), .view_allowed = request.view_allowed});
     }
-    call_tier(lock, lane, deadline, [&] {
-      Undo none_but_found([&] {
-        for (GetRequest& request : requests)
-          if (request.status != GetStatus::found) request.status = GetStatus::failed;
-      });
-      tier->get(requests, deadline);
-      none_but_found.keep();
-      return std::any_of(requests.begin(), requests.end(),
-                         [](const GetRequest& r) { return r.status != GetStatus::failed; });
-    });
+    call_tier(
+        lock, lane, deadline,
+        [&] {
+          Undo none_but_found([&] {
+            for (GetRequest& request : requests)
+              if (request.status != GetStatus::found) request.status = GetStatus::failed;
+          });
+          tier->get(requests, deadline);
+          none_but_found.keep();
+          return std::any_of(requests.begin(), requests.end(),
+                             [](const GetRequest& r) { return r.status != GetStatus::failed; });
+        },
+        &counts.get_times);
     for (std::size_t i = 0; i < batch.size(); ++i) {
       results_of[i].status = requests[i].status;
       results_of[i].bytes = requests[i].bytes;
@@ -541,11 +547,14 @@ void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock, Lane& lane) 
     std::vector<PutRequest>& requests = lane.puts;
     requests.clear();
     for (const Write& write : batch) requests.push_back({write.id, write.payload.span()});
-    call_tier(lock, lane, deadline, [&] {
-      tier->put(requests, deadline);
-      return std::any_of(requests.begin(), requests.end(),
-                         [](const PutRequest& r) { return r.status != PutStatus::failed; });
-    });
+    call_tier(
+        lock, lane, deadline,
+        [&] {
+          tier->put(requests, deadline);
+          return std::any_of(requests.begin(), requests.end(),
+                             [](const PutRequest& r) { return r.status != PutStatus::failed; });
+        },
+        &counts.put_times);
     for (std::size_t i = 0; i < batch.size(); ++i) finish(batch[i], requests[i].status);
   }
   lane.writes.clear();  // and their payloads

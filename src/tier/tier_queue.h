@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "kv4/tier.h"
+#include "kv4/time_histogram.h"
 #include "tier/circuit_breaker.h"
 #include "tier/shared_bytes.h"
 
@@ -68,7 +69,8 @@ struct QueueStats {
   // Since the queue was made.
   std::int64_t gets = 0, hits = 0, misses = 0, failed_gets = 0, damaged = 0, hit_bytes = 0;
   std::int64_t puts = 0, stored = 0, failed_puts = 0, refused_puts = 0, stored_bytes = 0, removes = 0;
-  std::int64_t times_opened = 0;  // the breaker
+  std::int64_t times_opened = 0;       // the breaker
+  TimeHistogram get_times, put_times;  // of the tier's calls
   // Now.
   std::int64_t waiting_reads = 0, waiting_writes = 0, waiting_write_bytes = 0, unsure_ids = 0;
   CircuitBreaker::State breaker = CircuitBreaker::State::closed;

@@ -172,6 +172,8 @@ std::vector<TierReport> Tiers::report() try {
     report.waiting_bytes = q.waiting_write_bytes;
     report.open = q.breaker != tier::CircuitBreaker::State::closed;
     report.times_opened = q.times_opened;
+    report.get_times = q.get_times;
+    report.put_times = q.put_times;
     report.tier = q.tier;
     report.failure_detail = q.failure.detail;
     if (q.failure.reason != tier::FailureReason::none) report.failure = tier::to_string(q.failure.reason);

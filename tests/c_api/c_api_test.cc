@@ -8,6 +8,9 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -320,6 +323,19 @@ TEST_F(CApi, PromptsFindWhatIsKept) {
   ASSERT_EQ(kv4_get_prefix_statistics(cache, &statistics), KV4_OK);
   EXPECT_EQ(statistics.prompts, 3);
   EXPECT_EQ(statistics.hits, 1);
+  kv4_cache_statistics all;
+  kv4_cache_statistics_init(&all);
+  ASSERT_EQ(kv4_get_cache_statistics(cache, &all), KV4_OK);
+  EXPECT_EQ(all.requests, 1);
+  EXPECT_EQ(all.blocks, all.free_blocks + all.held_blocks + all.evictable_blocks);
+  EXPECT_EQ(std::accumulate(std::begin(all.admit.counts), std::end(all.admit.counts), std::int64_t{0}), 3);
+  EXPECT_GT(all.prepare_forward.sum_seconds + all.prepare_forward.sum_ns, 0);
+  EXPECT_EQ(all.admit_shortages, 0);
+  EXPECT_EQ(kv4_time_bound(-1), 0);
+  EXPECT_EQ(kv4_time_bound(0), 1e-6);
+  EXPECT_EQ(kv4_time_bound(21), 10);
+  EXPECT_EQ(kv4_time_bound(22), std::numeric_limits<double>::infinity());
+  EXPECT_EQ(kv4_get_cache_statistics(nullptr, &all), KV4_BAD_ARGUMENT);
   kv4_block_event events[8];
   std::int64_t count = 0;
   ASSERT_EQ(kv4_read_block_events(cache, events, 8, &count), KV4_OK);

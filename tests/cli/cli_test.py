@@ -491,7 +491,7 @@ def test_replay_metrics():
         values = parse_metrics(path.read_text())
         equal(values['kv4_prompts_total{result="hit"}'] + values['kv4_prompts_total{result="miss"}'], result["requests"])
         equal(values['kv4_prompt_tokens_total{result="usable"}'], result["hit_tokens"])
-        equal(values['kv4_prefix_blocks_total{event="evicted"}'] >= result["evicted_blocks"], True)
+        equal(values['kv4_prefix_block_events_total{event="evicted"}'] >= result["evicted_blocks"], True)
         equal(sum(values[f'kv4_blocks{{state="{state}"}}'] for state in ("free", "held", "evictable")), 512)
         equal(sum(values[f'kv4_tenant_blocks{{tenant="{tenant}"}}'] for tenant in (0, 1)), values["kv4_prefix_blocks"])
         equal(values['kv4_tenant_share_blocks{tenant="1"}'], 256)

@@ -52,11 +52,11 @@ def parse_metrics(text):
         if line.startswith("# TYPE "):
             families.add(line.split()[2])
         elif not line.startswith("# HELP "):
-            assert re.fullmatch(r'[a-z0-9_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?\d+', line), line
+            assert re.fullmatch(r'[a-z0-9_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? \d+(\.\d+)?(e-\d+)?', line), line
             name, value = line.rsplit(" ", 1)
             assert {name.split("{")[0], re.sub("_(bucket|sum|count)$", "", name.split("{")[0])} & families, line
             assert name not in values, line
-            values[name] = int(value)
+            values[name] = float(value)
     return values
 
 

@@ -106,6 +106,24 @@ TEST_F(TierQueues, ReadsDoNotWaitForWrites) {
   EXPECT_EQ(queue->stats().stored, 2);
 }
 
+TEST_F(TierQueues, CallsOfTheTierAreTimed) {
+  start();
+  fake->hold();
+  ASSERT_TRUE(put(1, 10));
+  fake->wait_for_calls(1);
+  clock->advance(3ms);
+  fake->release();
+  EXPECT_EQ(flush(), FlushStatus::durable);
+  expect(1, 10);
+  EXPECT_EQ(get(2).status, GetStatus::missing);
+  const tier::QueueStats stats = queue->stats();
+  EXPECT_EQ(stats.put_times.count(), 1);
+  EXPECT_EQ(stats.put_times.counts[11], 1) << "at most 5 ms";
+  EXPECT_EQ(stats.put_times.sum_ns, 3'000'000);
+  EXPECT_EQ(stats.get_times.count(), 2);
+  EXPECT_EQ(stats.get_times.counts[0], 2) << "no time passed";
+}
+
 TEST_F(TierQueues, ReadersShareWhatWaits) {
   fake = std::make_shared<FakeTier>(clock, 3);
   options.max_reads = 64;
