@@ -35,10 +35,10 @@ namespace kv4 {
 
 /// Who may restore a session. Layout and model come from the cache.
 struct SessionIdentity {
-  std::string weights_id;  // the caller's name for all it computes with: weights, and a rope table if it binds one
+  std::string weights_id = {};  // the caller's name for all it computes with: weights, and a rope table if it binds one
   /// Of the tenant: nothing is restored with another one. It keeps tenants' contexts apart, and proves nothing: whoever
   /// has read one session of a tenant's can make another that restores. Only `keys` tell who wrote a session.
-  std::string salt;
+  std::string salt = {};
   std::uint64_t tenant = 0;  // written into every record
   /// By full block, for as many as have some: what their keys hash beside tokens, a LoRA id or hashes of images. To
   /// save only; a session brings its own.

@@ -26,7 +26,7 @@ inline constexpr std::int64_t kMaxStatusIntervalMs = 3'600'000;
 /// CLOCK_BOOTTIME, which nobody can set, and the boot of a machine that it counts from. All processes of a machine have
 /// the same, in containers too, but for those with a time namespace of their own.
 struct BootTime {
-  std::string boot_id;  // empty: the system does not tell
+  std::string boot_id = {};  // empty: the system does not tell
   std::int64_t ms = 0;
 };
 BootTime read_boot_time();
@@ -38,7 +38,7 @@ struct PublishedStatus {
   std::string model;
   std::int64_t process = 0;
   std::int64_t time_ms = 0;  // since 1970, for people: a wall clock can be set
-  std::string boot_id;       // and boot_ms: a BootTime
+  std::string boot_id = {};       // and boot_ms: a BootTime
   std::int64_t boot_ms = 0;
   std::int64_t interval_ms = 0;
   CacheStatus status;

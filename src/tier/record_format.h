@@ -65,7 +65,7 @@ struct RecordHeader {
   SealSalt salt{};
   SealTag tag{};
   std::uint64_t place = 0;
-  Digest128 payload_digest;
+  Digest128 payload_digest = {};
 
   std::int64_t header_bytes() const { return version == 1 ? kRecordHeaderBytesV1 : kRecordHeaderBytes; }
 };
