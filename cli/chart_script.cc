@@ -74,7 +74,7 @@ function chart(figure, data) {
   const plot = figure.querySelector('.plot'), bars = data.type == 'bars';
   const tip = make('div', {className: 'tip', hidden: true}),
         reset = make('button', {className: 'reset', type: 'button', textContent: 'whole range', hidden: true});
-  const left = bars ? 132 : 64, right = 22, state = {range: null, at: null, drag: null};
+  const left = bars ? 132 : 76, right = 22, state = {range: null, at: null, drag: null};
   let width = 0, svg = null, area = null;
   tip.setAttribute('aria-live', 'polite');
   plot.replaceChildren(tip, reset);

@@ -1,7 +1,9 @@
 """Requests that outlive their cache and their process."""
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,3 +118,32 @@ def test_hand_over_sends_what_is_not_there(cache):
     receiver.take(records[1])
     assert len(records) == 2 and receiver.done_bytes() == receiver.total_bytes()
     assert other.state(receiver.finish()) == cache.state(cache.request)
+
+
+def test_size_of_a_context_as_readme_says(tmp_path):
+    """All 43 layers of V4-Flash: what a block adds to the file, and what the state does, least at whole blocks."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    block, least, most = re.search(r"takes ([\d,]+) bytes per 128 tokens, and ([\d.]+) to ([\d.]+) MB once", text).groups()
+    block = int(block.replace(",", ""))
+    config = kv4.model_preset("v4-flash")
+    cache = kv4.KVCacheManager(config, kv4.CacheOptions(max_requests=1, max_context=512))
+    x, one = np.zeros((128, 1024), np.float32), np.ones(512, np.float32)
+    wide, narrow, index = x, x[:, :512].copy(), x[:, :256].copy()
+    for layer, kind in enumerate(config.kinds):
+        if kind == kv4.LayerKind.csa:
+            cache.bind_weights(layer, wide[:4], one, index[:4], one[:128])
+        elif kind == kv4.LayerKind.hca:
+            cache.bind_weights(layer, narrow, one)
+    request, sizes = cache.admit(), {}
+    for count in (128, 128, 3):
+        step = cache.prepare_forward([kv4.StepItem(request, range(count))])
+        of = {kv4.LayerKind.swa: [narrow], kv4.LayerKind.csa: [narrow, wide, wide, index, index],
+              kv4.LayerKind.hca: [narrow] * 3}
+        for layer, kind in enumerate(config.kinds):
+            cache.acquire(layer).append(*(rows[:count] for rows in of[kind]))
+        cache.commit(step)
+        kv4.save_session_file(cache, request, kv4.SessionIdentity(weights_id="w"), tmp_path / "s.kv4s")
+        sizes[cache.length(request)] = (tmp_path / "s.kv4s").stat().st_size
+    assert sizes[256] - sizes[128] == block
+    assert f"{(sizes[128] - block) / 1e6:.1f}" == least
+    assert f"{(sizes[259] - 2 * block) / 1e6:.1f}" == most

@@ -67,6 +67,18 @@ def functions(path):
         yield match[1], match[2]
 
 
+def check_every_launch_opens_a_range():
+    """What kv4/cuda.h gives to engines with pools of their own."""
+    declared = set(re.findall(r"^KV4_API cudaError_t (\w+)\(", (ROOT / "include/kv4/cuda.h").read_text(), re.M))
+    assert {"append", "attend", "index_topk"} <= declared, declared
+    opened = {}
+    for path in sorted((ROOT / "src/backend").rglob("*.cu")):
+        for name, line in re.findall(r"^cudaError_t (\w+)\([^;{]*?\{\n(.*)\n", path.read_text(), re.M):
+            if name in declared:
+                opened.setdefault(name, []).append(line.strip())
+    assert opened == {name: [f'const NvtxRange range("kv4 launch {name}", true);'] for name in declared}, opened
+
+
 def check_every_call_opens_a_range():
     opened, public = {}, set(MANAGER)
     for path in SOURCES:

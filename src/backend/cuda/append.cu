@@ -7,6 +7,7 @@
 #include "backend/cuda/compress_overlap.cuh"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/window_row.cuh"
+#include "backend/nvtx_range.h"
 #include "kv4/cuda.h"
 
 namespace kv4::cuda {
@@ -267,6 +268,7 @@ cudaError_t launch_kinds(const ops::AppendParams& p, int num_kinds, cudaStream_t
 }  // namespace
 
 cudaError_t append(const ops::AppendParams& p, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch append", true);
   if (p.step.num_tokens <= 0) return cudaSuccess;
   const int num_kinds = p.kv[0].data == nullptr ? 0 : p.layer.num_kinds;
   if (!fits(p, num_kinds)) return append_plain(p, stream);

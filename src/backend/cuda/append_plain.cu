@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "backend/cuda/group.cuh"
+#include "backend/nvtx_range.h"
 #include "codec/codec.h"
 #include "kv4/cuda.h"
 #include "ops/compress_row.h"
@@ -299,6 +300,7 @@ cudaError_t append_plain(const ops::AppendParams& p, cudaStream_t stream) {
 }
 
 cudaError_t flush(const ops::FlushParams& p, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch flush", true);
   if (p.step.num_tokens <= 0) return cudaSuccess;
   return launch(flush_kernel, p, p.step.num_tokens, Buffers::bytes(widest(p.layer), 0), stream);
 }

@@ -55,6 +55,7 @@
 #include "backend/cuda/attend_split.h"
 #include "backend/cuda/launch.cuh"
 #include "backend/cuda/warp_row.cuh"
+#include "backend/nvtx_range.h"
 #include "kv4/cuda.h"
 
 namespace kv4::cuda {
@@ -612,6 +613,7 @@ cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaSt
 }
 
 cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch attend", true);
   if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
   if (!overlaps_launches() || !can_tile(p)) return attend_plain(p, stream);
   const TimedSplit best = best_split(p);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "backend/cuda/launch.cuh"
+#include "backend/nvtx_range.h"
 #include "codec/numeric.h"
 #include "kv4/cuda.h"
 #include "ops/compress_row.h"
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t save_boundaries(const BoundaryParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch save_boundaries", true);
   const int window_parts = (params.layer.window_tokens + kRowsAtOnce - 1) / kRowsAtOnce;
   int parts = window_parts;
   for (int k = 0; k < params.layer.num_kinds; ++k)

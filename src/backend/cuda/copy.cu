@@ -5,6 +5,7 @@
 
 #include "backend/cuda/bulk_copy.cuh"
 #include "backend/cuda/launch.cuh"
+#include "backend/nvtx_range.h"
 #include "codec/numeric.h"
 #include "kv4/cuda.h"
 #include "ops/compress_row.h"
@@ -234,11 +235,13 @@ __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* 
 }  // namespace
 
 cudaError_t copy_pieces(const CopyPiece* pieces, std::int32_t count, std::int64_t largest, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch copy_pieces", true);
   if (count == 0 || largest == 0) return cudaSuccess;
   return launch_units(ManyPieces{pieces}, count, largest, kUnitBytes, stream);
 }
 
 cudaError_t copy_few_pieces(std::span<const CopyPiece> pieces, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch copy_few_pieces", true);
   std::int64_t total = 0, largest = 0;
   for (const CopyPiece& piece : pieces) total += piece.bytes, largest = std::max(largest, piece.bytes);
   if (total == 0) return cudaSuccess;
@@ -256,6 +259,7 @@ cudaError_t copy_few_pieces(std::span<const CopyPiece> pieces, cudaStream_t stre
 }
 
 cudaError_t fold_open(const ops::OpenSpan* spans, std::int32_t count, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch fold_open", true);
   if (count == 0) return cudaSuccess;
   return launch(fold_spans, dim3(kFoldParts, static_cast<unsigned>(count)), kFoldThreads, stream, spans);
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "backend/cuda/launch.cuh"
+#include "backend/nvtx_range.h"
 #include "kv4/cuda.h"
 #include "ops/expand_step.h"
 
@@ -97,6 +98,7 @@ __global__ void __launch_bounds__(kThreads) expand(const __grid_constant__ StepU
 }  // namespace
 
 cudaError_t update_step(const StepUpdate& update, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch update_step", true);
   const auto blocks_for = [](std::int64_t n) { return static_cast<std::int32_t>((n + kThreads - 1) / kThreads); };
   const Grid grid{
       .token_blocks = blocks_for(update.num_tokens),

@@ -10,6 +10,7 @@
 #include "backend/cuda/row_decode.cuh"
 #include "backend/cuda/source_rows.cuh"
 #include "backend/cuda/window_begin.cuh"
+#include "backend/nvtx_range.h"
 #include "kv4/cuda.h"
 
 namespace kv4::cuda {
@@ -299,12 +300,17 @@ cudaError_t gather(const GatherParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t gather_chosen(const GatherParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch gather_chosen", true);
   return gather<ChosenRows>(params, stream);
 }
 
-cudaError_t gather_all(const GatherParams& params, cudaStream_t stream) { return gather<AllRows>(params, stream); }
+cudaError_t gather_all(const GatherParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch gather_all", true);
+  return gather<AllRows>(params, stream);
+}
 
 cudaError_t gather_window(const GatherParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch gather_window", true);
   return gather<WindowRows>(params, stream);
 }
 

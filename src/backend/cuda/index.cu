@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "backend/cuda/index_tile.cuh"
+#include "backend/nvtx_range.h"
 #include "kv4/cuda.h"
 #include "ops/score_row.h"
 
@@ -75,6 +76,7 @@ cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch index_scores", true);
   if (params.sums == ScoreSums::near && can_score_near(params)) {  // needs no workspace
     if (params.step.num_tokens == 0) return cudaSuccess;
     IndexTile tile = whole_step(params);
@@ -85,11 +87,13 @@ cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
 }
 
 cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch select_topk", true);
   if (params.step.num_tokens == 0) return cudaSuccess;
   return select_tile(whole_step(params), stream);
 }
 
 cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch index_topk", true);
   return for_each_tile(params, params.scores, [&](IndexTile& tile) {
     if (params.scores == nullptr) tile.skip = params.top;  // all of them are taken
     if (const int blocks = params.scores == nullptr ? topk_blocks(tile) : 0; blocks > 0)
