@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "codec/codec.h"
-#include "input_file.h"
 #include "kv4/error.h"
 #include "option_values.h"
 #include "sizes.h"
@@ -14,7 +13,6 @@
 namespace kv4::cli {
 namespace {
 
-constexpr std::int64_t kMaxConfigBytes = 1 << 20;
 constexpr int kMaxCount = 1 << 24;  // build_schema has the real limits; this one keeps the value an int
 
 DType parse_pending(const std::string& name) {
@@ -52,8 +50,7 @@ void add_flags(CLI::App& app, ModelFlags& flags) {
 }
 
 ModelConfig read_model(const ModelFlags& flags) {
-  return flags.config.empty() ? model_preset(flags.model)
-                              : parse_model_config(read_input_file(flags.config, kMaxConfigBytes, "a config.json"));
+  return flags.config.empty() ? model_preset(flags.model) : load_model_config(flags.config);
 }
 
 void add_flags(CLI::App& app, FormatFlags& flags) {

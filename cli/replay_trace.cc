@@ -12,7 +12,7 @@
 #include <string_view>
 
 #include "base/check.h"
-#include "input_file.h"
+#include "base/input_file.h"
 
 namespace kv4::cli {
 namespace {

@@ -12,7 +12,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "input_file.h"
+#include "base/input_file.h"
 #include "kv4/error.h"
 
 namespace kv4::cli {

@@ -8,9 +8,9 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "base/input_file.h"
 #include "cache/session_file.h"
 #include "commands.h"
-#include "input_file.h"
 #include "key_flags.h"
 #include "printable.h"
 #include "session_rows.h"

@@ -11,9 +11,9 @@
 
 #include "base/check.h"
 #include "base/group.h"
+#include "base/input_file.h"
 #include "cache/session_file.h"
 #include "codec/codec.h"
-#include "input_file.h"
 #include "schema/image_layout.h"
 #include "schema/layout_text.h"
 

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "base/check.h"
-#include "input_file.h"
+#include "base/input_file.h"
 #include "interrupts.h"
 #include "page.h"
 

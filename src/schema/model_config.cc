@@ -1,18 +1,17 @@
 #include "kv4/model_config.h"
 
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "base/check.h"
+#include "base/input_file.h"
 
 namespace kv4 {
 namespace {
 
 using Json = nlohmann::json;
 
+constexpr std::int64_t kMaxConfigBytes = 1 << 20;
 constexpr int kMaxLayers = 4096;
 constexpr int kMaxWidth = 65536;
 constexpr int kMaxRatio = 1 << 20;
@@ -302,15 +301,7 @@ ModelConfig parse_model_config(std::string_view text) {
 }
 
 ModelConfig load_model_config(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  require(file.good(), ErrorCode::bad_file, "cannot open '{}'; give the path of a Hugging Face config.json", path);
-  constexpr std::size_t kMaxBytes = 16 << 20;
-  std::string text(kMaxBytes + 1, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<std::size_t>(file.gcount()));
-  require(text.size() <= kMaxBytes, ErrorCode::bad_file, "'{}' is larger than {} bytes; a config.json is not", path,
-          kMaxBytes);
-  return parse_model_config(text);
+  return parse_model_config(read_input_file(path, kMaxConfigBytes, "a config.json"));
 }
 
 ModelConfig model_preset(std::string_view name) {

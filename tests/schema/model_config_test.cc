@@ -2,6 +2,7 @@
 #include "kv4/model_config.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -166,7 +167,24 @@ TEST(ModelConfigJson, LoadReadsAFile) {
     EXPECT_EQ(e.code(), kv4::ErrorCode::bad_file);
     EXPECT_NE(std::string(e.what()).find(path.string()), std::string::npos);
   }
-  EXPECT_THROW(kv4::load_model_config(std::filesystem::temp_directory_path().string()), kv4::Error) << "a folder";
+  const auto expect_refused = [](const std::string& name, const char* part) {
+    try {
+      kv4::load_model_config(name);
+      ADD_FAILURE() << name << " was read";
+    } catch (const kv4::Error& e) {
+      EXPECT_EQ(e.code(), kv4::ErrorCode::bad_file);
+      EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+    }
+  };
+  expect_refused(std::filesystem::temp_directory_path().string(), "it is a folder");
+  expect_refused("/dev/zero", "it is a device");
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);  // nobody writes to it: whoever opens it as a file waits for ever
+  expect_refused(path.string(), "it is a FIFO");
+  std::filesystem::remove(path);
+  std::ofstream(path) << "{}";
+  std::filesystem::resize_file(path, (1 << 20) + 1);
+  expect_refused(path.string(), "at most 1048576");
+  std::filesystem::remove(path);
 }
 
 TEST(ModelPreset, UnknownNamesTheKnown) {

@@ -1,4 +1,4 @@
-#include "input_file.h"
+#include "base/input_file.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -10,7 +10,7 @@
 
 #include "base/check.h"
 
-namespace kv4::cli {
+namespace kv4 {
 namespace {
 
 const char* kind_of(mode_t mode) {
@@ -76,4 +76,4 @@ std::string read_input_file(const std::string& path, std::int64_t max_bytes, con
 
 void require_regular_file(const std::string& path) { const InputFile checked(path); }
 
-}  // namespace kv4::cli
+}  // namespace kv4

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-namespace kv4::cli {
+namespace kv4 {
 
 /// A regular file that is open for reading. A FIFO, a device or a folder is refused: reading one may wait or never end.
 class InputFile {
@@ -33,4 +33,4 @@ std::string read_input_file(const std::string& path, std::int64_t max_bytes, con
 /// Throws Error(bad_file) unless the path names a regular file, for readers that open it themselves.
 void require_regular_file(const std::string& path);
 
-}  // namespace kv4::cli
+}  // namespace kv4
