@@ -133,15 +133,16 @@ class Finder {
 template <int kChannelParts, bool kPaired, bool kThroughMemory, bool kAlone, int kGroupIndex>
 __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder& finder, std::uint32_t to_mate) {
   constexpr int kChannels = kWidth / kChannelParts / 2, kGroupPanels = kChannels / kTile;
+  constexpr bool kWaited = kPaired && kClusterWaitsTogether;
   const int panel = (job.channel_part * 2 + kGroupIndex) * kGroupPanels;
-  named_barrier(1, kThreads);  // queries are in place
+  named_barrier_with_arrivals(1, kThreads);  // queries are in place
   float o[kChannels / 2];
 #pragma unroll
   for (int i = 0; i < kChannels / 2; ++i) o[i] = 0.0f;
   if constexpr (kGroupIndex == 0) {
     Scorer scorer(p, s);
     scorer.run<kPaired, false>(o, 0, job.tiles(), panel, to_mate);
-    if (!kAlone && job.in_cluster()) cluster_wait();  // all blocks have begun
+    if (!kAlone && !kWaited && job.in_cluster()) cluster_wait();  // all blocks have begun
     for (int half = 0; half < 2; ++half) {
       const Stats mine = scorer.stats(half);
       // racecheck orders a block's own accesses by the block's barriers only if none is by an address in the cluster.
@@ -155,7 +156,7 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
     }
   } else {
     run_adder<kPaired>(o, s, finder, 0, job.tiles(), panel, to_mate);
-    if (!kAlone && job.in_cluster()) cluster_wait();
+    if (!kAlone && !kWaited && job.in_cluster()) cluster_wait();
   }
   named_barrier(1, 2 * kGroup);  // queries and rows are no longer needed
   if (kAlone || (!kThroughMemory && job.parts == 1)) {
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   let_next_start();
   touch(p);
-  __syncthreads();
+  block_barrier();
   if constexpr (kAlone) row_parts = 1;
   const bool in_cluster = kPaired || (!kThroughMemory && row_parts > 1);
   if (in_cluster) cluster_arrive();
@@ -250,6 +251,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   queries.begin();
   if (group == 1) finder.begin(keys);
   queries.finish();
+  if (kPaired && kClusterWaitsTogether) cluster_wait();
   if (group == 0) {
     more_registers<kScorerRegisters>();
     consume<kChannelParts, kPaired, kThroughMemory, kAlone, 0>(p, s, job, finder, to_mate);
@@ -260,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fewer_registers<kLoaderRegisters>();
     named_barrier_arrive(1, kThreads);
     if constexpr (kPaired) {
-      cluster_wait();  // the mate has begun
+      if (!kClusterWaitsTogether) cluster_wait();  // the mate has begun
       PairLoader(s, job.mate, to_mate).run(job.tiles());
     } else {
       Loader(s).run(job.tiles());
@@ -303,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   wait_for_previous();
   const Rounds<1> rounds(p, s, head_tiles);
   rounds.learn_first();
-  __syncthreads();
+  block_barrier();
   const int group = static_cast<int>(threadIdx.x) / kGroup;
   RoundFinder finder(p, s, rounds, fetches);
   {
@@ -346,14 +348,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   let_next_start();
   touch(p);
-  __syncthreads();
+  block_barrier();
   cluster_arrive();
   const int mate = static_cast<int>(blockIdx.x) % 2;
   fetch_ahead(p, Job(2, head_tiles, p.step.num_tokens));
   wait_for_previous();
   const Rounds<2> rounds(p, s, head_tiles);
   rounds.learn_first();
-  __syncthreads();
+  block_barrier();
   const int group = static_cast<int>(threadIdx.x) / kGroup;
   const std::uint32_t to_mate = in_block(shared_address(&s), static_cast<unsigned>(mate ^ 1)) - shared_address(&s);
   NeighbourFinder finder(p, s, rounds);

@@ -189,7 +189,7 @@ __device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < heads * job.parts) s.factors[thread] = factor_of(s, job, first + thread / job.parts, thread % job.parts);
   store_lse(p, s, job);
-  __syncthreads();
+  block_barrier();
 #pragma unroll 1
   for (int i = thread; i < heads * kUnits; i += kThreads) {
     const int head = first + i / kUnits, unit = i % kUnits;

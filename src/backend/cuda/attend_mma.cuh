@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "backend/cuda/barrier.cuh"
 #include "backend/cuda/bulk_copy.cuh"
 
 namespace kv4::cuda {
@@ -133,8 +134,22 @@ __device__ inline void shared_store(std::uint32_t address, std::uint32_t x) {
 
 // --- named barriers
 
-/// Of `threads` threads; 0 is __syncthreads's.
+// Racecheck takes note of a barrier when it handles the last warp that arrives. A warp that goes on before that and
+// reads what was stored before the barrier is reported (H200, 580.159, 2026-11-18: the first reads after a barrier, in
+// one CTA of a hundred, in other CTAs and warps each time; later reads of the same bytes never). In its build a
+// barrier is passed twice: whoever passes the second time comes after the first one's end.
+
+/// Of `threads` threads, which all wait; 0 is __syncthreads's.
 __device__ inline void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  if constexpr (kEachArrives) asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void block_barrier() {
+  __syncthreads();
+  if constexpr (kEachArrives) asm volatile("bar.sync 0;" ::: "memory");
+}
+/// Of `threads` threads, some of which only arrive.
+__device__ inline void named_barrier_with_arrivals(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ inline void named_barrier_arrive(int id, int threads) {

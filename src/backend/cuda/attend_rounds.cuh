@@ -356,7 +356,7 @@ __device__ void store_round(const AttendParams& p, Shared& s, const Rounds<kMate
 __device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds<1>& rounds) {
   // The same for a warp, and known to be: in uniform registers.
   const int half = static_cast<int>(__reduce_max_sync(kAllLanes, threadIdx.x / kGroup));
-  named_barrier(1, kThreads);  // the first queries are in place
+  named_barrier_with_arrivals(1, kThreads);  // the first queries are in place
   for (int round = 0, tile = 0; round < rounds.count(); ++round) {
     const int end = tile + rounds.tiles(round);
     float o[kWidth / 4];
@@ -384,7 +384,7 @@ template <int kGroupIndex, class RowFinder>
 __device__ void consume_neighbours(const AttendParams& p, Shared& s, const Rounds<2>& rounds, RowFinder& finder,
                                    std::uint32_t to_mate) {
   constexpr int kPanel = kGroupIndex * kPanels / 2;
-  named_barrier(1, kThreads);  // the first queries are in place
+  named_barrier_with_arrivals(1, kThreads);  // the first queries are in place
   for (int round = 0, tile = 0; round < rounds.count(); ++round) {
     const int end = tile + rounds.tiles(round);
     float o[kWidth / 4];

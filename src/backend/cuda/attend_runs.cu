@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   let_next_start();
   touch(p);
-  __syncthreads();
+  block_barrier();
   const int first_head = static_cast<int>(blockIdx.x) % head_tiles * kTile;
   const int first = static_cast<int>(blockIdx.x) / head_tiles * run_tokens;
   const int end = min(first + run_tokens, p.step.num_tokens);
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (loads) RunLoader(p, s, first_head).copy_queries(first);
   RunRows(p, s).fill<kThreads / 32>(QueryRows(p, first), thread_here() / 32);
   publish_to_mma();
-  __syncthreads();
+  block_barrier();
   if (!loads) {
     more_registers<kRunConsumerRegisters>();
     RunConsumer(p, s, first_head).run(end - first);

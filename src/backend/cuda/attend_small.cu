@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
       is_same(record, rows.at) && (p.step.tokens == nullptr || window_begin(p.step, record) == rows.begin);
   if (__syncthreads_or(!same_query || !copier.was_right())) {
     wait_for_batch<0>();
-    __syncthreads();
+    block_barrier();
     rows = QueryRows(p, job.token, record);
     job.take_rows(rows, parts);
     copier.begin(false);
@@ -267,10 +267,10 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   if constexpr (S::kOneTile) {
     const int steps = job.steps(), whole = spreads(steps) ? steps - 1 : steps;
     wait_for_batch<0>();
-    __syncthreads();
+    block_barrier();
     if (step < whole) score_rows(s, 0, step, half, queries, logit_scale);
     if (whole < steps) score_spread(s, whole, logit_scale);
-    __syncthreads();
+    block_barrier();
     if (steps > 0) add(0, steps);
   } else {
     // A tile is scored while the one before it is added up: one barrier each.
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
         wait_for_batch<RowCopier::kAhead - 1>();
       else
         wait_for_batch<0>();
-      __syncthreads();
+      block_barrier();
       if (tile >= 0) {
         copier.advance(s, tile);
         add(tile, job.steps(tile));
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   if (kMore && job.part >= parts.finishers()) return;  // nothing is sent here
   const auto wait = [&] {
     if (parts.alone())
-      __syncthreads();  // what this block stored for itself
+      block_barrier();  // what this block stored for itself
     else
       barrier_wait(shared_address(&s.arrived), 0);
   };

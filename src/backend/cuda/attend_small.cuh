@@ -723,7 +723,7 @@ __device__ void finish_several(const AttendParams& p, S& s, const Job& job, cons
     if (p.lse != nullptr && pair < kHeads && thread < own && head < p.num_heads)
       p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (most + log2f(sum)) * kLn2;
   }
-  __syncthreads();
+  block_barrier();
   const int lane = lane_of_thread();
 #pragma unroll 1
   for (int slot = warp_of_thread(); slot < own; slot += kWarps) {  // a warp per head and 64 channels, a lane has two

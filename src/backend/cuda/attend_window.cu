@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   quarter.convert();
   asm volatile("cp.async.wait_all;" ::: "memory");
   publish_to_mma();
-  __syncthreads();
+  block_barrier();
   const float scale = p.softmax_scale * codec::kLog2e;
   if (group < kSides) {
     float z[kScores], base[2];
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     weigh_side(s, z, group, scale, base);
   }
-  __syncthreads();
+  block_barrier();
   constexpr int kChannels = kWidth / kChannelParts / 4;
   const int first_channel = (job.channel_part * 4 + group) * kChannels;
   float o[kChannels / 2], factor[2];

@@ -3,7 +3,8 @@
 //
 // Threads that have met need one arrival between them: what the others did comes before it. compute-sanitizer's
 // racecheck does not see that, it orders accesses by the threads that arrived. In a build with KV4_RACECHECK each
-// thread arrives for itself, so that what racecheck still reports is a race. Threads wait for nothing else than before.
+// thread arrives for itself, so that what racecheck still reports is a race. Nothing is ordered that the other build leaves
+// without order: barriers are passed twice (attend_mma.cuh), and clusters wait for their start earlier.
 #pragma once
 
 #include <cstdint>
@@ -44,6 +45,10 @@ __device__ inline bool arrives_for_warp(unsigned lane) {
 }
 /// The same for a group that has met at a named barrier; thread: of the group.
 __device__ inline bool arrives_for_group(unsigned thread) { return kEachArrives || thread == 0; }
+
+/// Racecheck lets no thread go on from a cluster's wait before all threads of the cluster wait, so where some of them
+/// wait for others in between all have to wait at one place.
+constexpr bool kClusterWaitsTogether = kEachArrives;
 
 /// Between a barrier_init and an arrival of the same thread: racecheck takes the former, one instruction of the warp,
 /// as every lane's.
