@@ -3,8 +3,8 @@
 //
 // Threads that have met need one arrival between them: what the others did comes before it. compute-sanitizer's
 // racecheck does not see that, it orders accesses by the threads that arrived. In a build with KV4_RACECHECK each
-// thread arrives for itself, so that what racecheck still reports is a race. Nothing is ordered that the other build leaves
-// without order: barriers are passed twice (attend_mma.cuh), and clusters wait for their start earlier.
+// thread arrives for itself, so that what racecheck still reports is a race. That build orders nothing which the other
+// one does not, but that clusters wait for their start earlier: barriers are passed twice (attend_mma.cuh).
 #pragma once
 
 #include <cstdint>
