@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple, NoReturn, TypeVar, Union
 
 import torch
 from transformers import GenerationConfig
@@ -209,11 +209,12 @@ class Kv4Cache(Cache):
         if self.rows and len(self.rows) != batch:
             raise kv4.ArgumentError(f"the forward has {batch} rows, the cache {len(self.rows)}; reset() it between batches")
         if mask is not None:
-            if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-                raise kv4.ArgumentError("attention_mask must be a tensor [batch, columns]")
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(mask) not in (1, batch):
+                got = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+                raise kv4.ArgumentError(f"attention_mask must be a tensor [{batch}, {self.num_columns + count}] (rows, columns); "
+                                        f"got {got}")
             if mask.shape[1] != self.num_columns + count:
-                raise kv4.ArgumentError(f"attention_mask has {mask.shape[1]} columns; the cache holds {self.num_columns} and the "
-                                        f"forward adds {count}")
+                self._refuse_mask(told)
             mask = mask[:, -count:]
         ids, mask, positions = _to_host(batch, count, told.input_ids, mask, told.position_ids)
         mask = None if mask is None or mask.all() else mask.bool()
@@ -230,6 +231,18 @@ class Kv4Cache(Cache):
         self._make_room(Sizes(batch, longest, tokens, 0), "the forward")
         self._told, self.wants_attentions = told._replace(input_ids=ids, attention_mask=mask), told.wants_attentions
         return own_positions
+
+    def _refuse_mask(self, told: Told) -> NoReturn:
+        """A mask of other columns than the cache and the forward have together."""
+        (batch, count), columns = told.shape, told.attention_mask.shape[1]
+        again = ""
+        if columns == count:  # a forward for itself: its positions say better what is wrong
+            mask, positions = _to_host(batch, count, told.attention_mask, told.position_ids)
+            if mask is not None and positions is not None:
+                self._check_positions(positions, mask.bool(), self._lengths())
+            again = ", or reset() the cache first where these are not what follows its tokens"
+        raise kv4.ArgumentError(f"attention_mask has {columns} columns; the cache holds {self.num_columns} and the forward adds "
+                                f"{count}: give the mask of all {self.num_columns + count} columns{again}")
 
     def _check_positions(self, positions: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int]) -> None:
         real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask

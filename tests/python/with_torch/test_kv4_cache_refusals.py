@@ -78,6 +78,17 @@ def test_a_mask_of_other_columns_is_refused(model):
     model(random_tokens(1, 12), past_key_values=cache)
     with pytest.raises(kv4.ArgumentError, match="attention_mask has 1 columns; the cache holds 12 and the forward adds 1"):
         model(random_tokens(1, 1), attention_mask=torch.ones(1, 1), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match=r"give the mask of all 13 columns, or reset\(\) the cache first"):
+        model(random_tokens(1, 1), attention_mask=torch.ones(1, 1), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="give the mask of all 13 columns$"):
+        model(random_tokens(1, 1), attention_mask=torch.ones(1, 2), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match=r"position 0, which must be 12: .* reset\(\) the cache first"):
+        model(random_tokens(1, 5), attention_mask=torch.ones(1, 5), position_ids=torch.arange(5)[None], past_key_values=cache)
+    for mask, got in ((torch.ones(3, 13), r"a tensor \[3, 13\]"), (torch.ones(1, 1, 1, 13), r"a tensor \[1, 1, 1, 13\]"),
+                      ({"full_attention": None}, "a dict")):
+        with pytest.raises(kv4.ArgumentError, match=rf"attention_mask must be a tensor \[1, 13\].*got {got}"):
+            model(random_tokens(1, 1), attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 12
 
 
 def test_another_model_is_refused(model):
