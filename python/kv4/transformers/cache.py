@@ -17,7 +17,7 @@ import kv4
 from .forward import Forward, Row
 from .layer import Kv4Layer
 from .model import check_config, model_config, whole_model
-from .sizes import drafted_tokens, sizes_of_call
+from .sizes import Drafts, sizes_of_call
 from .store import Backends, Sizes, Store
 
 #: Tokens of the largest forward where nothing else is said: more is worth a chunked prefill.
@@ -89,6 +89,7 @@ class Kv4Cache(Cache):
         self.forward: Any = None  # the Forward under way, or the last
         self.wants_attentions = False
         self._backbone = backbone
+        self._generation = Sizes(0, 0, 0, 0)  # what the generate() that began last needs
         self._told: Told | None = None  # of the forward that begins
         self._new_rows = False  # the rows were admitted by a forward that has not ended
 
@@ -154,8 +155,7 @@ class Kv4Cache(Cache):
 
     # Size
 
-    def begin_generation(self, config: GenerationConfig, batch_size: int, max_length: int, attention_mask: Any = None,
-                         assisted: bool = False) -> None:
+    def begin_generation(self, config: GenerationConfig, batch_size: int, max_length: int, attention_mask: Any = None) -> None:
         """Told by generate() (by a hook of the model) before its first forward, batch_size before rows are repeated and
         max_length in columns. Makes room, or raises what would otherwise stop it in the middle."""
         if config.use_cache is False:
@@ -164,10 +164,15 @@ class Kv4Cache(Cache):
         padding = 0
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             padding = int((attention_mask == 0).sum(1).min())
-        held = self.store.sizes
         rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
-        rewind = drafted_tokens(config, assisted)
-        self._make_room(Sizes(rows, max_length - padding, min(held.max_step_tokens, rows * (1 + rewind)), rewind), "generate()")
+        self._generation = Sizes(rows, max_length - padding, 0, 0)
+        self._make_room(self._generation, "generate()")
+
+    def begin_drafting(self, drafts: Drafts) -> None:
+        """Told after begin_generation, and before the first forward, of a generation that is assisted."""
+        longest = self._generation.max_context + drafts.beyond
+        self._make_room(replace(self._generation, max_context=longest, max_step_tokens=1 + drafts.tokens,
+                                max_rewind_tokens=drafts.tokens), f"generate() with drafts of {drafts.tokens} tokens")
 
     def _make_room(self, needed: Sizes, call: str) -> None:
         others = self.store.num_requests() - len(self.rows)  # rows of copies
