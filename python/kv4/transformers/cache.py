@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache
 
 import kv4
 
-from .forward import Forward, Row
+from .forward import HOST, Forward, Row
 from .layer import Kv4Layer
 from .model import check_config, model_config, whole_model
 from .sizes import Drafts, sizes_of_call
-from .store import Backends, Sizes, Store
+from .store import Backends, Request, Sizes, Store
 
 #: Tokens of the largest forward where nothing else is said: more is worth a chunked prefill.
 DEFAULT_STEP_TOKENS = 16384
@@ -251,7 +251,7 @@ class Kv4Cache(Cache):
 
     def _check_positions(self, positions: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int]) -> None:
         real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
-        expected = torch.tensor(lengths)[:, None] + real.long().cumsum(1) - 1
+        expected = torch.tensor(lengths, device=HOST)[:, None] + real.long().cumsum(1) - 1
         wrong = ((positions != expected) & real).nonzero()
         if len(wrong):
             row, column = wrong[0].tolist()
@@ -266,8 +266,8 @@ class Kv4Cache(Cache):
         lengths, mask = self._lengths(), None if self._told is None else self._told.attention_mask
         if mask is None and all(length == self.num_columns for length in lengths):
             return None
-        mask = torch.ones(len(lengths), count) if mask is None else mask
-        before = torch.tensor(lengths or [0] * len(mask))
+        mask = torch.ones(len(lengths), count, device=HOST) if mask is None else mask
+        before = torch.tensor(lengths or [0] * len(mask), device=HOST)
         return (before[:, None] + mask.long().cumsum(1) - 1).clamp(min=0).to(device)
 
     def column_mask(self, count: int, device: torch.device) -> torch.Tensor | None:
@@ -275,7 +275,7 @@ class Kv4Cache(Cache):
         firsts = [row.first if length else self.num_columns for row, length in zip(self.rows, self._lengths())]
         if not any(firsts):
             return None
-        return (torch.arange(self.num_columns + count) >= torch.tensor(firsts)[:, None]).to(device)
+        return (torch.arange(self.num_columns + count, device=HOST) >= torch.tensor(firsts, device=HOST)[:, None]).to(device)
 
     def open_step(self, batch: int, count: int, gaps: bool = True) -> None:
         """Prepares the step of a forward of [batch, count] tokens. `gaps`: padding may lie between a row's tokens."""
@@ -287,7 +287,7 @@ class Kv4Cache(Cache):
         if ids is None:
             if self.store.managers[0].schema().options.prefix.enabled:
                 raise kv4.ArgumentError("a prefix cache needs input_ids: inputs_embeds do not say which prompts are equal")
-            ids = torch.zeros(batch, count, dtype=torch.long)
+            ids = torch.zeros(batch, count, dtype=torch.long, device=HOST)
         if not self.rows:
             self._new_rows = True
             for _ in range(batch):
@@ -393,7 +393,7 @@ class Kv4Cache(Cache):
         self._rearrange([row for row in range(len(self.rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._rearrange(torch.arange(len(self.rows))[indices.cpu()].tolist())
+        self._rearrange(torch.arange(len(self.rows), device=HOST)[indices.cpu()].tolist())
 
     def reset(self) -> None:
         """Ends all rows. Where the prefix cache is on, their full blocks stay for later prompts."""
@@ -409,6 +409,8 @@ class Kv4Cache(Cache):
         Give the whole prompt to generate() afterwards. Needs prefix=kv4.PrefixOptions(enabled=True, ...).
         `prompt`: tenant, salt, extra of kv4.Prompt.
         """
+        if input_ids.dim() > 1 and input_ids.shape[0] != 1:
+            raise kv4.ArgumentError(f"begin() takes one prompt [1, n]; got {list(input_ids.shape)}")
         ids = input_ids.reshape(-1).cpu()
         kv4.Prompt(ids, **prompt)  # raises before rows end
         if not self.store.managers[0].schema().options.prefix.enabled:
@@ -418,14 +420,19 @@ class Kv4Cache(Cache):
         self.rows = [Row(request)]
         return self.num_columns
 
+    def _request(self, row: int) -> Request:
+        if not 0 <= row < len(self.rows):
+            raise kv4.ArgumentError(f"there is no row {row}; the cache has {len(self.rows)}")
+        return self.rows[row].request
+
     def token_ids(self, row: int = 0) -> torch.Tensor:
         """The tokens of a row that the cache holds, [1, n], where the model is."""
-        tokens: Any = self.store.managers[0].token_ids(self.rows[row].request[0])
+        tokens: Any = self.store.managers[0].token_ids(self._request(row)[0])
         return torch.from_numpy(tokens).long().to(self.device)[None]
 
     def save(self, path: Path, identity: kv4.SessionIdentity | None = None, row: int = 0) -> bool:
         """A row into a file (kv4.save_session_file); of a model over n devices into n files: path, path.1, ..."""
-        return self.store.save(self.rows[row].request, identity or kv4.SessionIdentity(), path)
+        return self.store.save(self._request(row), identity or kv4.SessionIdentity(), path)
 
     def restore(self, path: Path, identity: kv4.SessionIdentity | None = None) -> None:
         """One row from a file, in place of all that the cache holds; generate() goes on from token_ids().

@@ -12,6 +12,7 @@ import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
 from . import cache as kv4_cache
+from .forward import HOST
 from .sizes import drafts_of
 
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
@@ -59,7 +60,7 @@ def _hide_missing_entries(module: Any, args: tuple[Any, ...], kwargs: dict[str, 
     lens = cache.forward.entries(module.compress_rate)
     if min(lens) == max(lens):
         return None
-    of_rows = cache.forward.by_row(torch.tensor(lens).to(entries.device))
+    of_rows = cache.forward.by_row(torch.tensor(lens, device=HOST).to(entries.device))
     missing = torch.arange(entries.shape[2], device=entries.device) >= of_rows[:, None]
     return entries, entries.new_zeros(missing.shape).masked_fill(missing, float("-inf"))[:, None, None]
 

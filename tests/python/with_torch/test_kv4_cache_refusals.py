@@ -193,6 +193,21 @@ def test_a_prompt_that_cannot_begin_leaves_the_conversation(model):
     assert cache.get_seq_length() == 30 and cache.manager.num_requests() == 1
 
 
+def test_rows_that_are_not_there_are_named(model, tmp_path):
+    cache = kv4_cache(model, prefix=kv4.PrefixOptions(enabled=True, weights_id="tiny"))
+    for attempt in (cache.token_ids, lambda: cache.save(tmp_path / "chat")):
+        with pytest.raises(kv4.ArgumentError, match="there is no row 0; the cache has 0"):
+            attempt()
+    model(random_tokens(1, 8), past_key_values=cache)
+    for row in (1, -1):
+        with pytest.raises(kv4.ArgumentError, match=f"there is no row {row}; the cache has 1"):
+            cache.token_ids(row)
+    with pytest.raises(kv4.ArgumentError, match=r"one prompt \[1, n\]; got \[2, 8\]"):
+        cache.begin(random_tokens(2, 8))
+    assert cache.get_seq_length() == 8
+    assert cache.begin(random_tokens(8)) == 0
+
+
 def test_attentions_are_given_where_they_are_asked_for():
     model, tokens = accelerate(tiny_model()), random_tokens(1, 140, seed=9)
     cache, stock = kv4_cache(model), DynamicCache(config=model.config)
