@@ -345,9 +345,22 @@ int run_replay(const ReplayFlags& flags) {
   require(flags.generate != !flags.trace.empty(), ErrorCode::bad_argument,
           "give a trace or --generate, and not both; see 'kv4 replay --help'");
   require(flags.data == "none" || flags.real(), ErrorCode::bad_argument,
+/// What only a cache with bytes can do. The key counts as given by its flag: KV4_KEY_FILE may stand there for others.
+constexpr const char* kOfBytes[] = {
+    "--metrics",       "--status",      "--serve",      "--verify",       "--host",         "--disk",
+    "--disk-capacity", "--remote",      "--key-file",   "--authenticate", "--remote-allow", "--accept-unauthenticated",
+    "--remote-ca",     "--remote-cert", "--remote-key", "--remote-ttl",   "--layers",       "--remote-optional",
+    "--threads",       "--device"};
+
+/// Without bytes they would be checked by nobody, and do nothing.
+void refuse_without_bytes(const CLI::App& command) {
+  for (const char* const flag : kOfBytes)
+    require(command.count(flag) == 0, ErrorCode::bad_argument, "{} is of a cache with bytes; give --data real with it",
+            flag);
+}
+
           "--data '{}' is not known; it may be none or real", flags.data);
-  require((flags.metrics.empty() && flags.status.empty() && !flags.serve) || flags.real(), ErrorCode::bad_argument,
-          "--metrics, --status and --serve tell of a cache with bytes; give --data real with them");
+  if (!flags.real()) refuse_without_bytes(command);
   ReplayOptions options;
   options.eviction = parse_eviction(flags.policy);
   if (!flags.generate) options.max_blocks = kMaxForeignBlocks;
@@ -519,5 +532,5 @@ void add_replay(CLI::App& app, int& exit_code) {
       "  kv4 replay --generate --seed 7 --capacity 1M --report replay.html\n"
       "\n"
       "Ctrl-C ends it early with what was replayed so far and exit code 130.");
-  command->callback([flags, &exit_code] { exit_code = run_replay(*flags); });
+  command->callback([flags, command, &exit_code] { exit_code = run_replay(*flags, *command); });
 }

@@ -379,6 +379,18 @@ def test_replay_bad_input():
 
 def test_replay_snapshots():
     """Three requests with one prefix: the first stores it, the second repeats it and goes on, the third branches off inside it."""
+def test_replay_flags_of_bytes():
+    """Without bytes they do nothing, so they are refused before anything else is looked at."""
+    for args in (["--remote", "127.0.0.1:1"], ["--remote", "no server"], ["--remote-optional"], ["--remote-allow", "a"], ["--remote-ca", "/none"],
+                 ["--remote-cert", "/none"], ["--remote-key", "/none"], ["--remote-ttl", "5"], ["--disk", "/none"], ["--disk-capacity", "1GB"],
+                 ["--host", "1MB"], ["--key-file", "/none"], ["--authenticate"], ["--accept-unauthenticated"], ["--status", "/none"], ["--serve"],
+                 ["--layers", "3"], ["--threads", "2"], ["--device", "cuda"], ["--verify", "0"]):
+        refused(["replay", "--generate", "--limit", "5", *args], args[0] + " ", "--data real")
+        refused(["replay", "--generate", "--limit", "5", "--data", "none", *args], args[0] + " ", "--data real")
+    done = subprocess.run([KV4, "replay", "--generate", "--limit", "5"], capture_output=True, text=True, env=dict(os.environ, KV4_KEY_FILE="/none"))
+    equal((done.returncode, done.stderr), (0, ""))  # it stands there for other commands
+
+
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "trace.jsonl")
         lines = [{"timestamp": t, "input_length": n, "output_length": 1, "hash_ids": ids}
