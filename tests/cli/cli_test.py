@@ -13,9 +13,11 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -513,6 +515,54 @@ def test_replay_metrics():
         equal(os.listdir(folder), ["kv4.prom"])
         refused([*common, "--data", "real", "--metrics", folder + "/no/such/place"], "place")
         refused(["replay", "--generate", "--metrics", str(path)], "--metrics", "--data real")
+
+
+def test_replay_metrics_take_the_place_of_files_only():
+    """A pipe stays a pipe and a link a link."""
+    common = ["replay", "--generate", "--limit", "2", "--capacity", "4K", "--layers", "3", "--data", "real", "--verify", "0", "--metrics"]
+    with tempfile.TemporaryDirectory() as folder:
+        pipe, link, file = (Path(folder) / name for name in ("pipe", "link", "there/kv4.prom"))
+        os.mkfifo(pipe)
+        ends, end, said = os.open(pipe, os.O_RDWR), b"the end", []  # both: figures come more than once, and each time the pipe is closed
+
+        def listen():
+            while not b"".join(said).endswith(end):
+                said.append(os.read(ends, 1 << 16))
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        ok(*common, str(pipe))
+        os.write(ends, end)
+        listener.join(60)
+        os.close(ends)
+        assert stat.S_ISFIFO(os.lstat(pipe).st_mode), os.lstat(pipe)
+        assert parse_metrics("# HELP kv4_build_info" + b"".join(said)[:-len(end)].decode().rsplit("# HELP kv4_build_info", 1)[1]), said
+        file.parent.mkdir()
+        link.symlink_to("there/kv4.prom")
+        for before in (None, "before"):  # a link to nothing yet, and to a file
+            ok(*common, str(link))
+            equal(os.readlink(link), "there/kv4.prom")
+            assert parse_metrics(file.read_text()), file.read_text()
+            file.write_text("before")
+        ok(*common, str(link))
+        equal(os.listdir(file.parent), ["kv4.prom"])
+        equal(sorted(os.listdir(folder)), ["link", "pipe", "there"])
+
+
+def test_lost_files():
+    """A file that does not take all bytes is no success, and what was there before stays."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "out"
+        for args in (["plan", "--html"], ["replay", "--generate", "--limit", "5", "--report"],
+                     ["replay", "--generate", "--limit", "2", "--capacity", "4K", "--layers", "3", "--data", "real", "--metrics"]):
+            path.write_text("before")
+            done = subprocess.run([KV4, *args, str(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, preexec_fn=limit,
+                                  restore_signals=False)  # Python ignores SIGXFSZ, and so does its child
+            equal((args, done.returncode, done.stderr), (args, 3, f"error: {path}{'.new' if '--metrics' in args else ''} could not be written: File too large\n"))
+            equal(os.listdir(folder), ["out"])
+            if "--metrics" in args:
+                equal(path.read_text(), "before")
 
 
 def test_replay_remote_tier():
