@@ -190,6 +190,11 @@ double percentile(std::vector<double> values, int percent) {
   return values[at];
 }
 
+/// Null: others put and remove, too.
+nlohmann::ordered_json known(std::int64_t value) {
+  return value == tier::TierStats::kUnknown ? nlohmann::ordered_json() : nlohmann::ordered_json(value);
+}
+
 std::int64_t not_found(const TierReport& tier) { return tier.misses + tier.failed_gets; }  // damaged ones are misses
 
 void add_data_rows(Table& table, const DataReplayResult& data) {
@@ -277,8 +282,8 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
                               {"stored", tier.stored},
                               {"stored_bytes", tier.stored_bytes},
                               {"refused", tier.refused_puts},
-                              {"records", tier.tier.records},
-                              {"bytes", tier.tier.payload_bytes},
+                              {"records", known(tier.tier.records)},
+                              {"bytes", known(tier.tier.payload_bytes)},
                               {"failure", tier.failure},
                               {"failure_detail", tier.failure_detail},
                               {"failures", tier.failures}});
