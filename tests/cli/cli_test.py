@@ -844,3 +844,20 @@ def test_plan_page():
 
 if __name__ == "__main__":
     sys.exit(run_tests(globals()))
+def test_plan_page_of_a_machine():
+    """The page says of weights and GPUs what the text says."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.html"
+        text = ok("plan", "--context", "128K", "--html", str(path)).stdout
+        assert "weights are not counted" in text and "weights are not counted" in path.read_text()
+        assert "<td>3,523.00 B</td>" in path.read_text(), path.read_text()[-3000:]
+        text = ok("plan", "--context", "128K", "--weights", "690GB", "--gpus", "8", "--memory", "141GB", "--html", str(path)).stdout
+        page = path.read_text()
+        together, each = re.search(r"With weights of 690 GB: (\S+ TB), (\S+ GB) on each of 8 GPUs", text).groups()
+        for row in ("<td>weights</td><td>690 GB (690,000,000,000 bytes)</td>", f"<td>with weights</td><td>{together}</td>",
+                    f"<td>on each of 8 GPUs, spread evenly</td><td>{each}</td>", "<td>memory of each GPU</td><td>141 GB (141,000,000,000 bytes)</td>"):
+            assert row in page, row
+        assert "not counted" not in page
+        ok("plan", "--weights", "9223372036854775807", "--gpus", "3", "--html", str(path))
+
+
