@@ -83,7 +83,7 @@ class Inspection {
     const bool draws = !flags_.svg.empty() || !flags_.png.empty();
     if (!draws || kRowPartNames[static_cast<int>(row.part)] != flags_.part) return;
     if (flags_.layer == kLayersAll)
-      of_layer_[row.layer->layer].emplace_back(row.position, static_cast<float>(rms_of(row.values)));
+      of_layer_[row.layer->layer].push_back({row.position, row.tokens, static_cast<float>(rms_of(row.values))});
     else if (flags_.layer == row.layer->layer)
       keep(row);
   }
@@ -119,22 +119,26 @@ class Inspection {
                 .row_begins = {}};
     std::int64_t first = std::numeric_limits<std::int64_t>::max(), last = 0;
     for (const auto& [layer, points] : of_layer_)
-      for (const auto& [position, value] : points) first = std::min(first, position), last = std::max(last, position);
+      for (const Point& p : points)
+        first = std::min(first, p.position), last = std::max(last, p.position + p.tokens - 1);
     map.x_first = first;
     map.x_last = last;
     for (const auto& [layer, points] : of_layer_) {
       std::vector<double> sum(kMapColumns);
       std::vector<int> count(kMapColumns);
-      for (const auto& [position, value] : points) {
-        const auto column = static_cast<std::size_t>((position - first) * kMapColumns / (last - first + 1));
-        sum[column] += value;
+      std::vector<std::size_t> end(kMapColumns);  // behind what the entries that begin in a column cover
+      const std::int64_t positions = last - first + 1;
+      for (const Point& p : points) {
+        const auto column = static_cast<std::size_t>((p.position - first) * kMapColumns / positions);
+        sum[column] += p.rms;
         ++count[column];
       }
       // An entry covers the positions up to the next one's.
       float shown = NAN;
+      std::size_t until = 0;
       for (std::size_t i = 0; i < sum.size(); ++i) {
-        if (count[i] > 0) shown = static_cast<float>(sum[i] / count[i]);
-        map.values.push_back(shown);
+        if (count[i] > 0) shown = static_cast<float>(sum[i] / count[i]), until = end[i];
+        map.values.push_back(i < until ? shown : NAN);
       }
       map.row_labels.push_back(fmt::format("{} {}", layer, to_string(contents.schema.layer(layer).spec.kind)));
     }
@@ -162,10 +166,15 @@ class Inspection {
     return wrapped(std::move(map));
   }
 
+  struct Point {
+    std::int64_t position, tokens;
+    float rms;
+  };
+
   const InspectFlags& flags_;
   std::map<std::pair<int, RowPart>, Totals> totals_;
-  std::map<int, std::vector<std::pair<std::int64_t, float>>> of_layer_;  // position, rms
-  std::map<std::int64_t, std::vector<float>> rows_;                      // of the chosen layer, by index
+  std::map<int, std::vector<Point>> of_layer_;
+  std::map<std::int64_t, std::vector<float>> rows_;  // of the chosen layer, by index
   std::int64_t step_ = 1;
 };
 

@@ -83,7 +83,8 @@ void decode_block(Decoder& decoder, const CacheSchema& schema, std::span<const s
                     {.layer = &layer.spec,
                      .part = page.kind.role == RowRole::entry ? RowPart::entries : RowPart::keys,
                      .index = index,
-                     .position = index * page.kind.ratio});
+                     .position = index * page.kind.ratio,
+                     .tokens = page.kind.ratio});
       }
     }
 }

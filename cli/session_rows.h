@@ -23,6 +23,7 @@ struct DecodedRow {
   std::int64_t index = 0;     // position of a window or pending row, number of an entry or key
   std::int64_t position = 0;  // the first token it covers
   std::span<const float> values = {};
+  std::int64_t tokens = 1;    // how many it covers
 };
 
 struct SessionContents {

@@ -234,6 +234,11 @@ def test_heat_maps():
             assert len(set(legend)) == len(legend) == 9 and legend[-1] == "nothing", legend
             data = json.loads(re.search(r"const map = (\{.*\});\n", text).group(1))
             equal(len(data["values"]), data["columns"] * len(data["labels"]))
+            if not more:  # 801 tokens: CSA entries cover all up to 799, HCA ones up to 767, and nothing is drawn behind
+                equal((data["first"], data["last"]), (0, 799))
+                for row, covered in enumerate((800, 768)):
+                    values = data["values"][row * data["columns"]:(row + 1) * data["columns"]]
+                    equal([value is not None for value in values], [column * 800 < covered * data["columns"] for column in range(data["columns"])])
             assert data["columns"] <= 1024 and data["row"] in ("layer", "row"), data["columns"]
 
 
