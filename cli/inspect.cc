@@ -182,6 +182,7 @@ class Inspection {
 struct Subject {
   std::string path, title;
   std::optional<RequestStatus> running = {};  // as it was last published
+  bool saved = true;                          // false: made to be looked at, its protection tells nothing
 };
 
 void print_json(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
@@ -204,6 +205,10 @@ void print_json(const SessionContents& contents, const Inspection& inspection, c
               {"rows", to_string(contents.schema.options.row_format)},
               {"keys", to_string(contents.schema.options.index_format)},
               {"parts", rows}};
+  if (subject.saved) {
+    out["protection"] = to_string(contents.protection);
+    out["authentic"] = contents.authentic;
+  }
   if (const auto& r = subject.running)
     out["running"] = {{"request", r->request},
                       {"rewind_floor", r->rewind_floor},
@@ -289,11 +294,12 @@ int inspect(const InspectFlags& flags) {
   const bool running = std::filesystem::is_directory(flags.path);
   require(running || !flags.request, ErrorCode::bad_argument,
           "--request is one of a running cache; {} is no status folder", flags.path);
-  if (!running) return inspect_rows(flags, {flags.path, flags.path});
+  if (!running) return inspect_rows(flags, {.path = flags.path, .title = flags.path});
   if (!flags.request) return list_requests(flags);
   read_published_status(flags.path);  // throws where nobody would answer
   const AskedRequest asked(flags.path, *flags.request);
-  Subject subject{asked.path(), fmt::format("{}, request {}", flags.path, *flags.request)};
+  Subject subject{
+      .path = asked.path(), .title = fmt::format("{}, request {}", flags.path, *flags.request), .saved = false};
   for (const RequestStatus& r : read_published_status(flags.path).status.requests)
     if (r.request == *flags.request) subject.running = r;
   return inspect_rows(flags, subject);

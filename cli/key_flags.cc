@@ -1,5 +1,7 @@
 #include "key_flags.h"
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 
@@ -7,6 +9,12 @@ namespace kv4::cli {
 
 std::string KeyFlags::path() const {
   if (!file.empty()) return file;
+std::string describe(Protection protection, bool authentic) {
+  if (protection == Protection::none) return fmt::format("There is {}.", kNoKeyText);
+  return fmt::format("It is {}{}.", to_string(protection),
+                     authentic ? " by one of the given keys" : "; whether by one of yours shows with --key-file");
+}
+
   const char* named = std::getenv("KV4_KEY_FILE");
   return named != nullptr ? named : "";
 }

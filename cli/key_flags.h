@@ -27,3 +27,6 @@ inline constexpr const char* kNoKeyText =
     "no cache key: records on disk, servers and in sessions are checked for damage, not for who wrote them";
 
 }  // namespace kv4::cli
+/// Of a session's file, as a sentence. `authentic`: a key of those given made it.
+std::string describe(Protection protection, bool authentic);
+

@@ -74,11 +74,7 @@ void print_text(const SessionSurvey& s, const std::string& path) {
   fmt::print("\n{}\n", table.str());
   for (const std::string& problem : s.problems) fmt::print("damaged: {}\n", printable(problem));
   if (s.sound()) fmt::print("Every record is sound.\n");
-  if (s.protection == Protection::none)
-    fmt::print("There is {}.\n", kNoKeyText);
-  else
-    fmt::print("It is {}{}.\n", to_string(s.protection),
-               s.authentic ? " by one of the given keys" : "; whether by one of yours shows with --key-file");
+  fmt::print("{}\n", describe(s.protection, s.authentic));
 }
 
 SessionSurvey survey_file(tier::FileSystem& files, const std::string& path, const KeyFlags& keys) try {

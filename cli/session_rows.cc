@@ -174,7 +174,10 @@ SessionContents read_session_rows(const std::string& path, const SessionIdentity
   SessionContents out;
   std::map<BlockKey, std::int64_t> block_of;  // those that have not come yet
   {
-    const SessionParts parts = parse_session(open_record(*guard, source.next(), memory).payload);
+    const auto [header, payload] = open_record(*guard, source.next(), memory);
+    const SessionParts parts = parse_session(payload);
+    out.protection = tier::protection_of(header.kind);
+    out.authentic = guard->has_keys() && out.protection != Protection::none;
     out.schema = parse_layout(std::string(parts.layout), parts.lengths[0]);
     out.lengths = parts.lengths;
     out.weights_id = parts.weights_id;

@@ -32,6 +32,8 @@ struct SessionContents {
   std::string weights_id;
   std::int64_t missing_blocks = 0;
 };
+  Protection protection = Protection::none;  // of its first record
+  bool authentic = false;                    // a key of those given made it
 
 /// "; it is text, not a session of save_session_file", where the file does not begin as one; else nothing.
 std::string what_it_is(const std::string& path);
