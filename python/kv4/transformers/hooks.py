@@ -27,7 +27,9 @@ def watch(model: DeepseekV4ForCausalLM) -> None:
             if layer.self_attn.layer_type == "heavily_compressed_attention":
                 layer.self_attn.compressor.register_forward_hook(_hide_missing_entries, with_kwargs=True)
     for hook in (_prepare_cache_for_generation, _get_candidate_generator):
-        if hook.__name__ not in vars(model) and hasattr(model, hook.__name__):
+        original = getattr(type(model), hook.__name__, None)
+        # A model that was unpickled has its class's methods as its own under these names.
+        if original is not None and getattr(getattr(model, hook.__name__), "__func__", None) is original:
             setattr(model, hook.__name__, types.MethodType(hook, model))
 
 

@@ -1,6 +1,7 @@
 """Caches that size themselves, grow, and are copied."""
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -96,6 +97,20 @@ def test_what_does_not_fit_is_said_before_the_first_token(model):
         hook.remove()
     assert not forwards
     assert greedy(model, ids, 11, past_key_values=cache).shape[1] == 41  # the last token is not fed
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_hooks_of_a_copied_model(copied):
+    model = tiny_model()
+    kv4_cache(model)
+    twin, ids = copied(model), random_tokens(1, 30, seed=5)
+    cache = kv4_cache(twin, max_context=40)
+    assert torch.equal(greedy(twin, ids, 8, past_key_values=cache), greedy(model, ids, 8, past_key_values=kv4_cache(model)))
+    cache.reset()
+    with pytest.raises(kv4.ArgumentError, match=r"generate\(\) needs max_context = 49"):
+        greedy(twin, ids, 20, past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="drafts of 5 tokens needs max_rewind_tokens = 5"), rewindable(twin):
+        greedy(twin, ids, 4, past_key_values=cache, prompt_lookup_num_tokens=5)
 
 
 def test_no_memory_is_said_at_the_start(model, monkeypatch):
