@@ -132,8 +132,8 @@ class Inspection {
         const auto column = static_cast<std::size_t>((p.position - first) * kMapColumns / positions);
         sum[column] += p.rms;
         ++count[column];
+        end[column] = static_cast<std::size_t>(ceil_div((p.position + p.tokens - first) * kMapColumns, positions));
       }
-      // An entry covers the positions up to the next one's.
       float shown = NAN;
       std::size_t until = 0;
       for (std::size_t i = 0; i < sum.size(); ++i) {
@@ -222,6 +222,7 @@ void print_text(const SessionContents& contents, const Inspection& inspection, c
   fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n", subject.title, group_digits(contents.lengths[0]),
              to_string(contents.schema.options.row_format), to_string(contents.schema.options.index_format),
              printable(contents.weights_id));
+  if (subject.saved) fmt::print("{}\n", describe(contents.protection, contents.authentic));
   if (const auto& r = subject.running)
     fmt::print("{} blocks, of them {} shared with other requests and {} kept for later ones; can be rewound to {}\n",
                group_digits(r->blocks), group_digits(r->shared_blocks), group_digits(r->kept_blocks),
