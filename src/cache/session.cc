@@ -73,6 +73,9 @@ struct SessionSender::Impl {
         guard(session_guard(identity)),
         token_ids(manager.token_ids(request)) {
     const CacheSchema& schema = manager.schema();
+    require(schema.block_image_bytes <= kMaxSessionRecordBytes, ErrorCode::bad_argument,
+            "a block of this cache has {} bytes; a session's record has at most {}: make block_tokens ({}) smaller",
+            schema.block_image_bytes, kMaxSessionRecordBytes, schema.block_tokens);
     const CanonicalImage image = manager.export_image(request);
     const std::string layout = describe_layout(schema);
     const ChainIdentity chain = identify_chain(schema, identity.weights_id, identity.salt);
