@@ -11,6 +11,7 @@
 #include "kv4/tiered_prefix.h"
 #include "support/refused_memory.h"
 #include "tier/index_checkpoint.h"
+#include "tier/open_tier.h"
 #include "tier/store_records.h"
 #if KV4_TEST_REMOTE
 #include "support/redis_servers.h"
@@ -90,22 +91,24 @@ class NoMemoryTiers : public testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
 #if KV4_TEST_REMOTE
-    if (std::string(GetParam()) == "remote" && !why_no_redis().empty()) GTEST_SKIP() << why_no_redis();
+    if (is("remote") && !why_no_redis().empty()) GTEST_SKIP() << why_no_redis();
 #else
-    if (std::string(GetParam()) == "remote") GTEST_SKIP() << "built without hiredis";
+    if (is("remote")) GTEST_SKIP() << "built without hiredis";
 #endif
   }
+  static bool is(const char* kind) { return std::string(GetParam()).find(kind) != std::string::npos; }
   TiersOptions options(const std::string& directory) const {
-    const std::string kind = GetParam();
     TiersOptions o{.close_limit = 5s};
-    if (kind.find("host") != std::string::npos) o.host_bytes = 4 << 20;
-    if (kind.find("disk") != std::string::npos) {
+    if (is("keys")) o.keys = {CacheKey{}};
+    if (is("own")) o.more = {std::make_shared<OpenTier>()};
+    if (is("host")) o.host_bytes = 4 << 20;
+    if (is("disk")) {
       o.directory = directory;
       o.segment_bytes = 1 << 20;
       o.disk_bytes = 8 << 20;
     }
 #if KV4_TEST_REMOTE
-    if (kind == "remote") {
+    if (is("remote")) {
       shared_redis();  // empty again
       for (const tier::RedisAddress& server : shared_redis().options().servers)
         o.servers.push_back(server.host + ":" + std::to_string(server.port));
@@ -272,7 +275,8 @@ TEST(NoMemoryStore, ARemoveIsWholeOrNotMade) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds, NoMemoryTiers, testing::Values("host", "disk", "host+disk", "remote"),
+INSTANTIATE_TEST_SUITE_P(Kinds, NoMemoryTiers,
+                         testing::Values("host", "disk", "host+disk", "remote", "disk+keys", "own+keys"),
                          [](const auto& kind) {
                            std::string name = kind.param;
                            std::erase(name, '+');
