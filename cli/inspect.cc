@@ -244,14 +244,18 @@ void print_text(const SessionContents& contents, const Inspection& inspection, c
 SessionContents read_rows(const Subject& subject, const KeyFlags& keys, Inspection& inspection) try {
   std::optional<Progress> progress;
   std::int64_t shown = 0;
+  SessionIdentity identity = keys.of_session();
+  // Who may write into a status folder is its owner, whether its cache has keys or not.
+  identity.accept_unauthenticated |= !subject.saved;
   return read_session_rows(
-      subject.path, {.keys = keys.read()}, [&](const DecodedRow& row) { inspection.take(row); },
+      subject.path, identity, [&](const DecodedRow& row) { inspection.take(row); },
       [&](std::int64_t done, std::int64_t total) {
         if (!progress) progress.emplace("reading", total);
         progress->advance(done - std::exchange(shown, done));
       });
 } catch (const Error& e) {
-  fail(e.code(), "{}: {}{}", subject.title, e.what(), what_it_is(subject.path));
+  fail(e.code(), "{}: {}{}{}", subject.title, e.what(), what_it_is(subject.path),
+       what_it_needs(subject.path, !keys.path().empty()));
 }
 
 int inspect_rows(const InspectFlags& flags, const Subject& subject) {
@@ -335,7 +339,7 @@ void add_inspect(CLI::App& app, int& exit_code) {
       ->add_option("--svg", flags->svg, "draw a heat map into this file; in a browser it has values under the pointer")
       ->type_name("FILE");
   command->add_option("--png", flags->png, "the same as PNG, without labels")->type_name("FILE");
-  add_flags(*command, flags->keys);
+  add_session_flags(*command, flags->keys);
   command->add_flag("--json", flags->json, "figures as JSON");
   command->footer(
       "Examples:\n"

@@ -78,9 +78,9 @@ void print_text(const SessionSurvey& s, const std::string& path) {
 }
 
 SessionSurvey survey_file(tier::FileSystem& files, const std::string& path, const KeyFlags& keys) try {
-  return survey_session_file(files, path, {.keys = keys.read()});
+  return survey_session_file(files, path, keys.of_session());
 } catch (const Error& e) {
-  fail(e.code(), "{}{}", e.what(), what_it_is(path));
+  fail(e.code(), "{}{}{}", e.what(), what_it_is(path), what_it_needs(path, !keys.path().empty()));
 }
 
 int inspect(const SessionFlags& flags) {
@@ -105,7 +105,7 @@ void add_session(CLI::App& app, int& exit_code) {
       command->add_subcommand("inspect", "Lengths, layout, bytes by part; reads and checks every record");
   auto flags = std::make_shared<SessionFlags>();
   action->add_option("FILE", flags->path, "a file of save_session_file")->required();
-  add_flags(*action, flags->keys);
+  add_session_flags(*action, flags->keys);
   action->add_flag("--json", flags->json, "figures as JSON");
   action->footer("Example:\n  kv4 session inspect chat.kv4s --json");
   action->callback([flags, &exit_code] { exit_code = inspect(*flags); });

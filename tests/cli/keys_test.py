@@ -115,6 +115,10 @@ def test_plan_and_sessions_say_so():
         mine = key_file(folder, "a1")
         refused(["session", "inspect", SESSION, "--key-file", mine], "not authenticated by any key")
         refused(["inspect", SESSION, "--key-file", mine], "not authenticated by any key")
+        found = ok_json("session", "inspect", SESSION, "--key-file", mine, "--accept-unauthenticated")
+        equal((found["ok"], found["protection"], found["authentic"]), (True, "none", False))
+        for command in (["session", "inspect"], ["inspect"]):
+            refused([*command, SESSION, "--accept-unauthenticated"], "--key-file")
         assert mine in ok("plan", "--key-file", mine).stdout
     # What 0.1 saved is read.
     equal(ok_json("session", "inspect", str(ROOT / "tests/tier/from_0_1/three_tokens.session"))["tokens"], 3)
