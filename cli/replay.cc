@@ -345,11 +345,6 @@ std::optional<std::string> serve_port(const ReplayFlags& flags) {
   return std::to_string(parse_count(*flags.serve, "--serve", 0, 65535));
 }
 
-/// Exit code: 1 where a byte was wrong, or the remote tier fails.
-int run_replay(const ReplayFlags& flags) {
-  require(flags.generate != !flags.trace.empty(), ErrorCode::bad_argument,
-          "give a trace or --generate, and not both; see 'kv4 replay --help'");
-  require(flags.data == "none" || flags.real(), ErrorCode::bad_argument,
 /// What only a cache with bytes can do. The key counts as given by its flag: KV4_KEY_FILE may stand there for others.
 constexpr const char* kOfBytes[] = {
     "--metrics",       "--status",      "--serve",      "--verify",       "--host",         "--disk",
@@ -364,6 +359,11 @@ void refuse_without_bytes(const CLI::App& command) {
             flag);
 }
 
+/// Exit code: 1 where a byte was wrong, or the remote tier fails.
+int run_replay(const ReplayFlags& flags, const CLI::App& command) {
+  require(flags.generate != !flags.trace.empty(), ErrorCode::bad_argument,
+          "give a trace or --generate, and not both; see 'kv4 replay --help'");
+  require(flags.data == "none" || flags.real(), ErrorCode::bad_argument,
           "--data '{}' is not known; it may be none or real", flags.data);
   if (!flags.real()) refuse_without_bytes(command);
   ReplayOptions options;

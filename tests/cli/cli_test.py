@@ -379,8 +379,6 @@ def test_replay_bad_input():
     refused(["replay", "/no/such/trace"], "/no/such/trace")
 
 
-def test_replay_snapshots():
-    """Three requests with one prefix: the first stores it, the second repeats it and goes on, the third branches off inside it."""
 def test_replay_flags_of_bytes():
     """Without bytes they do nothing, so they are refused before anything else is looked at."""
     for args in (["--remote", "127.0.0.1:1"], ["--remote", "no server"], ["--remote-optional"], ["--remote-allow", "a"], ["--remote-ca", "/none"],
@@ -393,6 +391,8 @@ def test_replay_flags_of_bytes():
     equal((done.returncode, done.stderr), (0, ""))  # it stands there for other commands
 
 
+def test_replay_snapshots():
+    """Three requests with one prefix: the first stores it, the second repeats it and goes on, the third branches off inside it."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "trace.jsonl")
         lines = [{"timestamp": t, "input_length": n, "output_length": 1, "hash_ids": ids}
@@ -842,8 +842,6 @@ def test_plan_page():
         refused(["plan", "--html", str(Path(folder) / "none" / "plan.html")], "plan.html", "folder")
 
 
-if __name__ == "__main__":
-    sys.exit(run_tests(globals()))
 def test_plan_page_of_a_machine():
     """The page says of weights and GPUs what the text says."""
     with tempfile.TemporaryDirectory() as folder:
@@ -861,3 +859,5 @@ def test_plan_page_of_a_machine():
         ok("plan", "--weights", "9223372036854775807", "--gpus", "3", "--html", str(path))
 
 
+if __name__ == "__main__":
+    sys.exit(run_tests(globals()))
