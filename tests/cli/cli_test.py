@@ -628,6 +628,25 @@ def test_replay_remote_failures():
         assert "server_full" in told.stderr, told.stderr
 
 
+def test_replay_with_the_documented_rights():
+    """The user of docs/security.md may do all that a remote tier does, and nothing else."""
+    rule = re.search(r"^ACL SETUSER kv4 .*$", (ROOT / "docs/security.md").read_text(), re.M)[0].replace("PASSWORD", "hunter2")
+    common = ["replay", "--generate", "--data", "real", "--limit", "10", "--capacity", "64K", "--layers", "3"]
+    with Redis() as redis:
+        equal(redis.ask(rule), "+OK\r\n")
+        server = f"redis://kv4:hunter2@127.0.0.1:{redis.port}"
+        first = ok_json(*common, "--remote", server, "--remote-ttl", "600")["tiers"][0]
+        again = ok_json(*common, "--remote", server)["tiers"][0]
+        assert first["stored"] > 10 and again["hits"] > 10, (first, again)
+        equal((first["failures"], again["failures"]), ({}, {}))
+        with socket.create_connection(("127.0.0.1", redis.port), 5) as connection:
+            connection.sendall(b"AUTH kv4 hunter2\r\nKEYS *\r\nGET other\r\n")
+            said = b""
+            while said.count(b"\r\n") < 3:
+                said += connection.recv(1 << 16)
+            equal((said.count(b"+OK"), said.count(b"NOPERM")), (1, 2))
+
+
 def test_replay_report_in_a_browser():
     browser = shutil.which("chromium")
     with tempfile.TemporaryDirectory() as folder:
