@@ -83,7 +83,7 @@ class Inspection {
     const bool draws = !flags_.svg.empty() || !flags_.png.empty();
     if (!draws || kRowPartNames[static_cast<int>(row.part)] != flags_.part) return;
     if (flags_.layer == kLayersAll)
-      of_layer_[row.layer->layer].emplace_back(row.position, static_cast<float>(rms_of(row.values)));
+      of_layer_[row.layer->layer].push_back({row.position, row.tokens, static_cast<float>(rms_of(row.values))});
     else if (flags_.layer == row.layer->layer)
       keep(row);
   }
@@ -119,22 +119,26 @@ class Inspection {
                 .row_begins = {}};
     std::int64_t first = std::numeric_limits<std::int64_t>::max(), last = 0;
     for (const auto& [layer, points] : of_layer_)
-      for (const auto& [position, value] : points) first = std::min(first, position), last = std::max(last, position);
+      for (const Point& p : points)
+        first = std::min(first, p.position), last = std::max(last, p.position + p.tokens - 1);
     map.x_first = first;
     map.x_last = last;
     for (const auto& [layer, points] : of_layer_) {
       std::vector<double> sum(kMapColumns);
       std::vector<int> count(kMapColumns);
-      for (const auto& [position, value] : points) {
-        const auto column = static_cast<std::size_t>((position - first) * kMapColumns / (last - first + 1));
-        sum[column] += value;
+      std::vector<std::size_t> end(kMapColumns);  // behind what the entries that begin in a column cover
+      const std::int64_t positions = last - first + 1;
+      for (const Point& p : points) {
+        const auto column = static_cast<std::size_t>((p.position - first) * kMapColumns / positions);
+        sum[column] += p.rms;
         ++count[column];
+        end[column] = static_cast<std::size_t>(ceil_div((p.position + p.tokens - first) * kMapColumns, positions));
       }
-      // An entry covers the positions up to the next one's.
       float shown = NAN;
+      std::size_t until = 0;
       for (std::size_t i = 0; i < sum.size(); ++i) {
-        if (count[i] > 0) shown = static_cast<float>(sum[i] / count[i]);
-        map.values.push_back(shown);
+        if (count[i] > 0) shown = static_cast<float>(sum[i] / count[i]), until = end[i];
+        map.values.push_back(i < until ? shown : NAN);
       }
       map.row_labels.push_back(fmt::format("{} {}", layer, to_string(contents.schema.layer(layer).spec.kind)));
     }
@@ -162,10 +166,15 @@ class Inspection {
     return wrapped(std::move(map));
   }
 
+  struct Point {
+    std::int64_t position, tokens;
+    float rms;
+  };
+
   const InspectFlags& flags_;
   std::map<std::pair<int, RowPart>, Totals> totals_;
-  std::map<int, std::vector<std::pair<std::int64_t, float>>> of_layer_;  // position, rms
-  std::map<std::int64_t, std::vector<float>> rows_;                      // of the chosen layer, by index
+  std::map<int, std::vector<Point>> of_layer_;
+  std::map<std::int64_t, std::vector<float>> rows_;  // of the chosen layer, by index
   std::int64_t step_ = 1;
 };
 
@@ -173,6 +182,7 @@ class Inspection {
 struct Subject {
   std::string path, title;
   std::optional<RequestStatus> running = {};  // as it was last published
+  bool saved = true;                          // false: made to be looked at, its protection tells nothing
 };
 
 void print_json(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
@@ -195,6 +205,10 @@ void print_json(const SessionContents& contents, const Inspection& inspection, c
               {"rows", to_string(contents.schema.options.row_format)},
               {"keys", to_string(contents.schema.options.index_format)},
               {"parts", rows}};
+  if (subject.saved) {
+    out["protection"] = to_string(contents.protection);
+    out["authentic"] = contents.authentic;
+  }
   if (const auto& r = subject.running)
     out["running"] = {{"request", r->request},
                       {"rewind_floor", r->rewind_floor},
@@ -208,6 +222,7 @@ void print_text(const SessionContents& contents, const Inspection& inspection, c
   fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n", subject.title, group_digits(contents.lengths[0]),
              to_string(contents.schema.options.row_format), to_string(contents.schema.options.index_format),
              printable(contents.weights_id));
+  if (subject.saved) fmt::print("{}\n", describe(contents.protection, contents.authentic));
   if (const auto& r = subject.running)
     fmt::print("{} blocks, of them {} shared with other requests and {} kept for later ones; can be rewound to {}\n",
                group_digits(r->blocks), group_digits(r->shared_blocks), group_digits(r->kept_blocks),
@@ -229,14 +244,18 @@ void print_text(const SessionContents& contents, const Inspection& inspection, c
 SessionContents read_rows(const Subject& subject, const KeyFlags& keys, Inspection& inspection) try {
   std::optional<Progress> progress;
   std::int64_t shown = 0;
+  SessionIdentity identity = keys.of_session();
+  // Who may write into a status folder is its owner, whether its cache has keys or not.
+  identity.accept_unauthenticated |= !subject.saved;
   return read_session_rows(
-      subject.path, {.keys = keys.read()}, [&](const DecodedRow& row) { inspection.take(row); },
+      subject.path, identity, [&](const DecodedRow& row) { inspection.take(row); },
       [&](std::int64_t done, std::int64_t total) {
         if (!progress) progress.emplace("reading", total);
         progress->advance(done - std::exchange(shown, done));
       });
 } catch (const Error& e) {
-  fail(e.code(), "{}: {}{}", subject.title, e.what(), what_it_is(subject.path));
+  fail(e.code(), "{}: {}{}{}", subject.title, e.what(), what_it_is(subject.path),
+       what_it_needs(subject.path, !keys.path().empty()));
 }
 
 int inspect_rows(const InspectFlags& flags, const Subject& subject) {
@@ -280,11 +299,12 @@ int inspect(const InspectFlags& flags) {
   const bool running = std::filesystem::is_directory(flags.path);
   require(running || !flags.request, ErrorCode::bad_argument,
           "--request is one of a running cache; {} is no status folder", flags.path);
-  if (!running) return inspect_rows(flags, {flags.path, flags.path});
+  if (!running) return inspect_rows(flags, {.path = flags.path, .title = flags.path});
   if (!flags.request) return list_requests(flags);
   read_published_status(flags.path);  // throws where nobody would answer
   const AskedRequest asked(flags.path, *flags.request);
-  Subject subject{asked.path(), fmt::format("{}, request {}", flags.path, *flags.request)};
+  Subject subject{
+      .path = asked.path(), .title = fmt::format("{}, request {}", flags.path, *flags.request), .saved = false};
   for (const RequestStatus& r : read_published_status(flags.path).status.requests)
     if (r.request == *flags.request) subject.running = r;
   return inspect_rows(flags, subject);
@@ -319,7 +339,7 @@ void add_inspect(CLI::App& app, int& exit_code) {
       ->add_option("--svg", flags->svg, "draw a heat map into this file; in a browser it has values under the pointer")
       ->type_name("FILE");
   command->add_option("--png", flags->png, "the same as PNG, without labels")->type_name("FILE");
-  add_flags(*command, flags->keys);
+  add_session_flags(*command, flags->keys);
   command->add_flag("--json", flags->json, "figures as JSON");
   command->footer(
       "Examples:\n"

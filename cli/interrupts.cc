@@ -21,12 +21,6 @@ void catch_interrupts() {
   if (sigaction(SIGHUP, nullptr, &before) == 0 && before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
 }
 
-void end_by_interrupt() {
-  const int signal = interrupt_seen;
-  std::signal(signal, SIG_DFL);
-  std::raise(signal);
-}
-
 bool interrupted() { return interrupt_seen != 0; }
 
 int interrupted_exit_code() { return 128 + interrupt_seen; }

@@ -9,8 +9,6 @@ void catch_interrupts();
 bool interrupted();
 /// As shells count: 130 after SIGINT, 143 after SIGTERM.
 int interrupted_exit_code();
-/// After catch_interrupts(): ends the process by the signal that came, as if it had not been caught.
-void end_by_interrupt();
 /// So long, or until interrupted.
 void sleep_ms(int milliseconds);
 

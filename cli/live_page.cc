@@ -35,8 +35,9 @@ constexpr const char* kBody = R"html(<style>
 constexpr const char* kScript = R"js(
 const number = n => n.toLocaleString('en'), find = id => document.getElementById(id);
 let rates = null, last = null;
-// A cell is a text or number, or {bytes}.
+// A cell is a text or number, or {bytes}; null is not known.
 function cell(tag, content) {
+  if (content === null || content.bytes === null) return make(tag, {textContent: 'not known'});
   if (typeof content != 'object') return make(tag, {textContent: content});
   return make(tag, {textContent: format(content.bytes, 'bytes'), title: number(content.bytes) + ' bytes'});
 }
@@ -150,6 +151,9 @@ const std::string& page() {
   return text;
 }
 
+/// Null: others put and remove, too (TierStats::kUnknown), or a status from elsewhere says what cannot be.
+json known(std::int64_t value) { return value < 0 ? json() : json(value); }
+
 void add_status(json& out, const CacheStatus& status) {
   out["cache"] = figures(status.cache);
   out["blocks"] = status.block_states;
@@ -159,7 +163,7 @@ void add_status(json& out, const CacheStatus& status) {
                             {"hits", t.hits},
                             {"misses", t.misses},
                             {"stored", t.stored},
-                            {"bytes", t.tier.payload_bytes}});
+                            {"bytes", known(t.tier.payload_bytes)}});
   for (const TenantUse& t : status.cache.tenants)
     out["tenants"].push_back({{"blocks", t.blocks}, {"share", t.share_blocks}});
   for (const RequestStatus& r : status.requests)

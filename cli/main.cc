@@ -155,6 +155,8 @@ int run(int argc, char** argv) {
     return fail(e.code() == kv4::ErrorCode::device_failure ? kUnexpected : kBadUsage, e.what());
   } catch (const std::bad_alloc&) {
     return fail(kUnexpected, "the machine has not enough memory for this");
+  } catch (const kv4::cli::LostOutput& e) {
+    return fail(kUnexpected, e.what());
   } catch (const std::system_error& e) {
     return fail(kUnexpected, std::ferror(stdout) != 0 ? lost_output(e) : std::string("unexpected: ") + e.what());
   } catch (const std::exception& e) {

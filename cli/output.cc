@@ -12,4 +12,8 @@ void flush_output() {
     throw std::system_error(errno, std::generic_category(), "the output is lost");
 }
 
+LostOutput::LostOutput(const std::string& path, int error)
+    : std::runtime_error(path + " could not be written" +
+                         (error == 0 ? "" : ": " + std::generic_category().message(error))) {}
+
 }  // namespace kv4::cli

@@ -1,12 +1,17 @@
 #include "page.h"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 
 #include "base/check.h"
 #include "chart_script.h"
+#include "output.h"
 #include "palette.h"
 #include "plot.h"
 
@@ -50,6 +55,13 @@ th { color: var(--faint); } td:first-child, th:first-child { text-align: left; o
 .hint { color: var(--faint); font-size: 13px; }
 )";
 
+/// The file itself where `path` is a symbolic link to one, so that the link stays.
+std::string behind_links(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path target = std::filesystem::canonical(path, error);
+  return error ? path : target.string();
+}
+
 }  // namespace
 
 std::string open_page(const std::string& title) {
@@ -69,15 +81,27 @@ std::string chart_hint() {
 
 void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  require(out.is_open(), ErrorCode::bad_file, "{} cannot be written; is the folder there, and writable?", path);
+  errno = 0;
   out << bytes;
   out.close();
-  require(!out.fail(), ErrorCode::bad_file, "{} cannot be written; is the folder there, and writable?", path);
+  if (out.fail()) throw LostOutput(path, errno);
 }
 
 void replace_file(const std::string& path, const std::string& bytes) {
-  const std::string next = path + ".new";
-  write_file(next, bytes);
-  require(std::rename(next.c_str(), path.c_str()) == 0, ErrorCode::bad_file, "{} cannot be replaced", path);
+  const std::string target = behind_links(path);
+  if (struct stat there{}; ::lstat(target.c_str(), &there) == 0 && !S_ISREG(there.st_mode)) {
+    write_file(target, bytes);
+    return;
+  }
+  const std::string next = target + ".new";
+  try {
+    write_file(next, bytes);
+    require(std::rename(next.c_str(), target.c_str()) == 0, ErrorCode::bad_file, "{} cannot be replaced", path);
+  } catch (...) {
+    ::unlink(next.c_str());
+    throw;
+  }
 }
 
 }  // namespace kv4::cli

@@ -2,7 +2,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -33,12 +32,6 @@ struct PlanFlags {
 };
 
 constexpr std::int64_t kMaxGpus = 4096;
-
-/// GPUs, and the weights that lie in their memory beside the cache. Both are taken to spread evenly.
-struct Machine {
-  std::int64_t gpus = 1;
-  std::optional<std::int64_t> gpu_bytes, weight_bytes;
-};
 
 Machine read_machine(const PlanFlags& flags) {
   Machine out;
@@ -80,12 +73,6 @@ std::string count_layers(const ModelConfig& config) {
     out += fmt::format(", {} CSA (an entry per {} tokens)", n, config.csa_ratio);
   if (const auto n = count(LayerKind::hca)) out += fmt::format(", {} HCA (an entry per {})", n, config.hca_ratio);
   return out;
-}
-
-/// 3,514.25
-std::string two_places(double value) {
-  const auto hundredths = std::llround(value * 100);
-  return fmt::format("{}.{:02}", group_digits(hundredths / 100), hundredths % 100);
 }
 
 void print_per_token(const PlanFigures& figures) {
@@ -145,7 +132,7 @@ void print_cache(const PlanFigures& figures) {
 
 void print_weights(const PlanFigures& figures, const Machine& machine) {
   if (!machine.weight_bytes) {
-    fmt::print("\nThe model's weights are not counted; --weights BYTES takes them into account.\n");
+    fmt::print("\n{}.\n", kNoWeightsText);
     return;
   }
   const double weights = static_cast<double>(*machine.weight_bytes),
@@ -248,7 +235,7 @@ void run_plan(const PlanFlags& flags) {
   const PlanWish wish = read_wish(flags, machine);
   const PlanFigures figures = compute_plan(wish);
   const Protection protection = flags.keys.read().empty() ? Protection::none : Protection::sealed;
-  if (!flags.html.empty()) write_file(flags.html, plan_page(figures));
+  if (!flags.html.empty()) write_file(flags.html, plan_page(figures, machine));
   if (flags.json) {
     fmt::print("{}\n", to_json(figures, wish, machine, protection).dump(2));
     return;

@@ -10,6 +10,12 @@
 
 namespace kv4::cli {
 
+/// GPUs, and the weights that lie in their memory beside the cache. Both are taken to spread evenly.
+struct Machine {
+  std::int64_t gpus = 1;
+  std::optional<std::int64_t> gpu_bytes, weight_bytes;  // of each; of all
+};
+
 /// What is wanted: context and requests, or as much of them as fits into memory.
 struct PlanWish {
   ModelConfig config;
@@ -58,6 +64,9 @@ struct PlanFigures {
   std::optional<Fit> longest_context;  // with memory: what `requests` get each
   std::optional<Fit> most_requests;    // with memory: how many of `context`
 };
+
+inline constexpr const char* kNoWeightsText =
+    "The model's weights are not counted; --weights BYTES takes them into account";
 
 /// Throws Error where nothing fits into the memory, naming what would.
 PlanFigures compute_plan(const PlanWish& wish);

@@ -43,7 +43,7 @@ std::string both(std::int64_t bytes) {
   return fmt::format("{} ({} bytes)", human_bytes(static_cast<double>(bytes)), group_digits(bytes));
 }
 
-std::string table_of(const PlanFigures& figures) {
+std::string table_of(const PlanFigures& figures, const Machine& machine) {
   std::string out = "<table>\n";
   const auto row = [&](const std::string& name, const std::string& value) {
     out += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", escape_html(name), escape_html(value));
@@ -51,18 +51,30 @@ std::string table_of(const PlanFigures& figures) {
   const CacheOptions& options = figures.schema.options;
   row("requests", group_digits(options.max_requests));
   row("tokens of each", group_digits(options.max_context));
-  row("a token", fmt::format("{:.2f} B", figures.plan.bytes_per_token));
-  row("a token, the paper's count", fmt::format("{:.2f} B", figures.paper.bytes_per_token));
+  row("a token", two_places(figures.plan.bytes_per_token) + " B");
+  row("a token, the paper's count", two_places(figures.paper.bytes_per_token) + " B");
   row(fmt::format("a block of {} tokens", figures.schema.block_tokens), both(figures.plan.block_bytes));
   row("a request's state", both(figures.plan.state_bytes_per_request));
   row("blocks", group_digits(figures.plan.blocks));
   row("all of it", both(figures.plan.total_bytes));
-  return out + "</table>\n";
+  const double all =
+      static_cast<double>(figures.plan.total_bytes) + static_cast<double>(machine.weight_bytes.value_or(0));
+  if (machine.weight_bytes) {
+    row("weights", both(*machine.weight_bytes));
+    row("with weights", human_bytes(all));
+  }
+  if (machine.gpus > 1)
+    row(fmt::format("on each of {} GPUs, spread evenly", group_digits(machine.gpus)),
+        human_bytes(all / static_cast<double>(machine.gpus)));
+  if (machine.gpu_bytes) row("memory of each GPU", both(*machine.gpu_bytes));
+  out += "</table>\n";
+  if (!machine.weight_bytes) out += fmt::format("<p>{}.</p>\n", kNoWeightsText);
+  return out;
 }
 
 }  // namespace
 
-std::string plan_page(const PlanFigures& figures) {
+std::string plan_page(const PlanFigures& figures, const Machine& machine) {
   const std::string name = figures.schema.config.name.empty() ? "model" : figures.schema.config.name;
   BarChart parts{.title = "Bytes by part", .label = "bytes", .unit = Unit::bytes, .bars = {}};
   BarChart rows{.title = "Bytes of a token, by row", .label = "bytes per token", .unit = Unit::bytes, .bars = {}};
@@ -76,8 +88,8 @@ std::string plan_page(const PlanFigures& figures) {
   return open_page("kv4 plan") +
          fmt::format("<h1>The cache of {}</h1>\n<p>{}</p>\n", escape_html(name),
                      escape_html(describe_formats(figures.schema.options))) +
-         table_of(figures) + chart_hint() + "<div class=\"figures\">\n" + draw(whole(figures.plan)) + draw(parts) +
-         draw(rows) + draw(state) + "</div>\n" + close_page();
+         table_of(figures, machine) + chart_hint() + "<div class=\"figures\">\n" + draw(whole(figures.plan)) +
+         draw(parts) + draw(rows) + draw(state) + "</div>\n" + close_page();
 }
 
 }  // namespace kv4::cli

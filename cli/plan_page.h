@@ -7,6 +7,6 @@
 
 namespace kv4::cli {
 
-std::string plan_page(const PlanFigures& figures);
+std::string plan_page(const PlanFigures& figures, const Machine& machine);
 
 }  // namespace kv4::cli

@@ -190,6 +190,11 @@ double percentile(std::vector<double> values, int percent) {
   return values[at];
 }
 
+/// Null: others put and remove, too.
+nlohmann::ordered_json known(std::int64_t value) {
+  return value == tier::TierStats::kUnknown ? nlohmann::ordered_json() : nlohmann::ordered_json(value);
+}
+
 std::int64_t not_found(const TierReport& tier) { return tier.misses + tier.failed_gets; }  // damaged ones are misses
 
 void add_data_rows(Table& table, const DataReplayResult& data) {
@@ -277,8 +282,8 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
                               {"stored", tier.stored},
                               {"stored_bytes", tier.stored_bytes},
                               {"refused", tier.refused_puts},
-                              {"records", tier.tier.records},
-                              {"bytes", tier.tier.payload_bytes},
+                              {"records", known(tier.tier.records)},
+                              {"bytes", known(tier.tier.payload_bytes)},
                               {"failure", tier.failure},
                               {"failure_detail", tier.failure_detail},
                               {"failures", tier.failures}});
@@ -340,14 +345,27 @@ std::optional<std::string> serve_port(const ReplayFlags& flags) {
   return std::to_string(parse_count(*flags.serve, "--serve", 0, 65535));
 }
 
+/// What only a cache with bytes can do. The key counts as given by its flag: KV4_KEY_FILE may stand there for others.
+constexpr const char* kOfBytes[] = {
+    "--metrics",       "--status",      "--serve",      "--verify",       "--host",         "--disk",
+    "--disk-capacity", "--remote",      "--key-file",   "--authenticate", "--remote-allow", "--accept-unauthenticated",
+    "--remote-ca",     "--remote-cert", "--remote-key", "--remote-ttl",   "--layers",       "--remote-optional",
+    "--threads",       "--device"};
+
+/// Without bytes they would be checked by nobody, and do nothing.
+void refuse_without_bytes(const CLI::App& command) {
+  for (const char* const flag : kOfBytes)
+    require(command.count(flag) == 0, ErrorCode::bad_argument, "{} is of a cache with bytes; give --data real with it",
+            flag);
+}
+
 /// Exit code: 1 where a byte was wrong, or the remote tier fails.
-int run_replay(const ReplayFlags& flags) {
+int run_replay(const ReplayFlags& flags, const CLI::App& command) {
   require(flags.generate != !flags.trace.empty(), ErrorCode::bad_argument,
           "give a trace or --generate, and not both; see 'kv4 replay --help'");
   require(flags.data == "none" || flags.real(), ErrorCode::bad_argument,
           "--data '{}' is not known; it may be none or real", flags.data);
-  require((flags.metrics.empty() && flags.status.empty() && !flags.serve) || flags.real(), ErrorCode::bad_argument,
-          "--metrics, --status and --serve tell of a cache with bytes; give --data real with them");
+  if (!flags.real()) refuse_without_bytes(command);
   ReplayOptions options;
   options.eviction = parse_eviction(flags.policy);
   if (!flags.generate) options.max_blocks = kMaxForeignBlocks;
@@ -519,5 +537,5 @@ void add_replay(CLI::App& app, int& exit_code) {
       "  kv4 replay --generate --seed 7 --capacity 1M --report replay.html\n"
       "\n"
       "Ctrl-C ends it early with what was replayed so far and exit code 130.");
-  command->callback([flags, &exit_code] { exit_code = run_replay(*flags); });
+  command->callback([flags, command, &exit_code] { exit_code = run_replay(*flags, *command); });
 }

@@ -100,7 +100,8 @@ class DataReplay {
       tiered_.emplace(warm_.manager, *tiers_);
     }
     if (!options.status.empty())
-      status_.emplace(warm_.manager, options.status, StatusOptions{.tiers = tiers_ ? &*tiers_ : nullptr});
+      status_.emplace(warm_.manager, options.status,
+                      StatusOptions{.tiers = tiers_ ? &*tiers_ : nullptr, .keys = options.tiers.keys});
   }
 
   DataReplayResult run() {

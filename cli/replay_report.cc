@@ -83,7 +83,7 @@ Plot plot_capacity(const Report& report) {
             .panels = {{.label = "hit rate", .unit = Unit::share, .marks = Marks::groups, .series = {}, .high = 1}},
             .even = true,
             .bytes_per_token = report.bytes_per_token,
-            .bytes_of = report.model + "'s blocks"};
+            .bytes_of = "blocks of " + report.model};
   const auto most = static_cast<double>(bound_distinct_ids(report.trace) * report.trace.id_tokens);
   for (const double share : kShares)
     plot.x.push_back(
@@ -178,7 +178,8 @@ std::string draw_tiers(const DataReplayResult& data) {
   for (const TierReport& tier : data.tiers)
     for (const auto& [what, bytes] : {std::pair("kept", tier.tier.payload_bytes),
                                       std::pair("stored", tier.stored_bytes), std::pair("found", tier.hit_bytes)})
-      chart.bars.push_back(one_bar(tier.name + ", " + what, tier.name, static_cast<double>(bytes)));
+      if (bytes != tier::TierStats::kUnknown)
+        chart.bars.push_back(one_bar(tier.name + ", " + what, tier.name, static_cast<double>(bytes)));
   return draw(chart);
 }
 
@@ -195,7 +196,7 @@ std::string summary(const Report& report) {
   row("policy", to_string(report.options.eviction));
   row("capacity", report.options.capacity_tokens == 0 ? "without limit" : group_digits(capacity) + " tokens");
   if (report.options.capacity_tokens > 0 && report.bytes_per_token > 0)
-    row(fmt::format("capacity in {}'s blocks", report.model),
+    row(fmt::format("capacity in bytes, in blocks of {}", report.model),
         human_bytes(static_cast<double>(capacity) * report.bytes_per_token));
   row("requests", group_digits(total.requests));
   if (report.data.skipped_requests > 0)

@@ -141,7 +141,7 @@ void print_text(Scenario& scenario, const RunSettings& settings, const RunResult
     if (part.name == "total") memory.rule();
     memory.row({part.name, group_digits(part.planned), group_digits(part.held)});
   }
-  fmt::print("{}\n", memory.str());
+  if (!result.parts.empty()) fmt::print("{}\n", memory.str());  // none where it was interrupted before
 
   Table table("lrl", {"work", "", ""});
   table.row({"tokens", group_digits(scenario.tokens()),
@@ -162,11 +162,12 @@ void print_text(Scenario& scenario, const RunSettings& settings, const RunResult
              fmt::format("{} per step", human_seconds(times.control_s /
                                                       static_cast<double>(std::max<std::int64_t>(times.steps, 1))))});
   table.row({"all of it", human_seconds(result.wall_s), "with making inputs and checking"});
-  fmt::print("{}\n", table.str());
+  fmt::print("{}", table.str());
 
+  if (result.checks.empty()) return;
   Table checks("lll", {"check", "", ""});
   for (const Check& check : result.checks) checks.row({check.name, check.ok ? "ok" : "FAILED", check.detail});
-  fmt::print("{}", checks.str());
+  fmt::print("\n{}", checks.str());
 }
 
 nlohmann::ordered_json to_json(Scenario& scenario, const RunSettings& settings, const RunResult& result) {

@@ -74,17 +74,13 @@ void print_text(const SessionSurvey& s, const std::string& path) {
   fmt::print("\n{}\n", table.str());
   for (const std::string& problem : s.problems) fmt::print("damaged: {}\n", printable(problem));
   if (s.sound()) fmt::print("Every record is sound.\n");
-  if (s.protection == Protection::none)
-    fmt::print("There is {}.\n", kNoKeyText);
-  else
-    fmt::print("It is {}{}.\n", to_string(s.protection),
-               s.authentic ? " by one of the given keys" : "; whether by one of yours shows with --key-file");
+  fmt::print("{}\n", describe(s.protection, s.authentic));
 }
 
 SessionSurvey survey_file(tier::FileSystem& files, const std::string& path, const KeyFlags& keys) try {
-  return survey_session_file(files, path, {.keys = keys.read()});
+  return survey_session_file(files, path, keys.of_session());
 } catch (const Error& e) {
-  fail(e.code(), "{}{}", e.what(), what_it_is(path));
+  fail(e.code(), "{}{}{}", e.what(), what_it_is(path), what_it_needs(path, !keys.path().empty()));
 }
 
 int inspect(const SessionFlags& flags) {
@@ -109,7 +105,7 @@ void add_session(CLI::App& app, int& exit_code) {
       command->add_subcommand("inspect", "Lengths, layout, bytes by part; reads and checks every record");
   auto flags = std::make_shared<SessionFlags>();
   action->add_option("FILE", flags->path, "a file of save_session_file")->required();
-  add_flags(*action, flags->keys);
+  add_session_flags(*action, flags->keys);
   action->add_flag("--json", flags->json, "figures as JSON");
   action->footer("Example:\n  kv4 session inspect chat.kv4s --json");
   action->callback([flags, &exit_code] { exit_code = inspect(*flags); });

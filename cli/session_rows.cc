@@ -71,6 +71,8 @@ void decode_block(Decoder& decoder, const CacheSchema& schema, std::span<const s
                   std::int64_t tokens) {
   require(static_cast<std::int64_t>(image.size()) == schema.block_image_bytes, ErrorCode::bad_file,
           "block {} has {} bytes; its layout says {}", block, image.size(), schema.block_image_bytes);
+  require(tokens >= 0 && tokens <= schema.block_tokens, ErrorCode::bad_file,
+          "block {} has {} tokens; one of its layout has 0 to {}", block, tokens, schema.block_tokens);
   for (const LayerCacheSchema& layer : schema.layers)
     for (const PageSchema& page : layer.pages) {
       const auto bytes = image.first(static_cast<std::size_t>(page.content_bytes));
@@ -83,7 +85,8 @@ void decode_block(Decoder& decoder, const CacheSchema& schema, std::span<const s
                     {.layer = &layer.spec,
                      .part = page.kind.role == RowRole::entry ? RowPart::entries : RowPart::keys,
                      .index = index,
-                     .position = index * page.kind.ratio});
+                     .position = index * page.kind.ratio,
+                     .tokens = page.kind.ratio});
       }
     }
 }
@@ -126,6 +129,16 @@ void decode_image(Decoder& decoder, const CacheSchema& schema, std::span<const s
   for (const PendingPart& part : layout.pending) decode_pending(decoder, schema, image, part);
 }
 
+/// What the session says of its blocks is what its layout says.
+void check_blocks(const SessionParts& parts, const CacheSchema& schema) {
+  require(std::int64_t{parts.block_tokens} == schema.block_tokens, ErrorCode::bad_file,
+          "the session says that a block has {} tokens; its layout says {}", parts.block_tokens, schema.block_tokens);
+  const std::int64_t tokens = parts.lengths[0] % schema.block_tokens;
+  require(parts.open_block.empty() == (tokens == 0), ErrorCode::bad_file,
+          "the session's open block has {} bytes; it is to hold the last {} of {} tokens", parts.open_block.size(),
+          tokens, parts.lengths[0]);
+}
+
 /// By its first bytes.
 const char* kind_of_bytes(std::string_view bytes) {
   constexpr std::pair<std::string_view, const char*> kKinds[] = {{"\x1f\x8b", "a gzip file"},
@@ -146,20 +159,31 @@ const char* kind_of_bytes(std::string_view bytes) {
   return first != std::string_view::npos && (bytes[first] == '{' || bytes[first] == '[') ? "JSON" : "text";
 }
 
+/// As many as a record's header has, or fewer; none where there are none.
+std::string first_bytes(const std::string& path) try {
+  const InputFile file(path);
+  std::string bytes(static_cast<std::size_t>(tier::kRecordHeaderBytes), '\0');
+  bytes.resize(static_cast<std::size_t>(file.read(bytes.data(), static_cast<std::int64_t>(bytes.size()))));
+  return bytes;
+} catch (const Error&) {
+  return "";
+}
+
 }  // namespace
 
 std::string what_it_is(const std::string& path) {
-  std::string bytes(static_cast<std::size_t>(tier::kRecordHeaderBytes), '\0');
-  try {
-    const InputFile file(path);
-    if (file.bytes() == 0) return "";  // said already
-    bytes.resize(static_cast<std::size_t>(file.read(bytes.data(), static_cast<std::int64_t>(bytes.size()))));
-  } catch (const Error&) {
-    return "";
-  }
+  const std::string bytes = first_bytes(path);
+  if (bytes.empty()) return "";  // said already
   const tier::RecordRefusal refusal = tier::parse_header(std::as_bytes(std::span(bytes))).refusal;
   if (refusal != tier::RecordRefusal::foreign && refusal != tier::RecordRefusal::too_short) return "";
   return fmt::format("; it is {}, not a session of save_session_file", kind_of_bytes(bytes));
+}
+
+std::string what_it_needs(const std::string& path, bool has_keys) {
+  const std::string bytes = first_bytes(path);
+  const auto [refusal, header] = tier::parse_header(std::as_bytes(std::span(bytes)));
+  const bool sealed = refusal == tier::RecordRefusal::none && header.kind == tier::RecordKind::sealed;
+  return sealed && !has_keys ? "; give its key with --key-file or KV4_KEY_FILE" : "";
 }
 
 SessionContents read_session_rows(const std::string& path, const SessionIdentity& identity,
@@ -167,14 +191,23 @@ SessionContents read_session_rows(const std::string& path, const SessionIdentity
   require_regular_file(path);
   const auto files = tier::make_posix_file_system({.direct = false});
   SessionFileSource source(*files, path);
+  return read_session_rows(source, identity, take, progress);
+}
+
+SessionContents read_session_rows(SessionFileSource& source, const SessionIdentity& identity,
+                                  const std::function<void(const DecodedRow&)>& take, const ReadProgress& progress) {
   const auto guard = session_guard(identity);
   std::vector<std::byte> memory;
   Decoder decoder(take);
   SessionContents out;
   std::map<BlockKey, std::int64_t> block_of;  // those that have not come yet
   {
-    const SessionParts parts = parse_session(open_record(*guard, source.next(), memory).payload);
+    const auto [header, payload] = open_record(*guard, source.next(), memory);
+    const SessionParts parts = parse_session(payload);
+    out.protection = tier::protection_of(header.kind);
+    out.authentic = guard->has_keys() && out.protection != Protection::none;
     out.schema = parse_layout(std::string(parts.layout), parts.lengths[0]);
+    check_blocks(parts, out.schema);
     out.lengths = parts.lengths;
     out.weights_id = parts.weights_id;
     BlockHasher hasher;
@@ -182,7 +215,8 @@ SessionContents read_session_rows(const std::string& path, const SessionIdentity
     for (std::size_t i = 0; i < keys.size(); ++i) block_of.emplace(keys[i], static_cast<std::int64_t>(i));
     decode_image(decoder, out.schema, parts.image, parts.lengths);
     if (!parts.open_block.empty())
-      decode_block(decoder, out.schema, parts.open_block, parts.full_blocks(), parts.lengths[0] % parts.block_tokens);
+      decode_block(decoder, out.schema, parts.open_block, parts.full_blocks(),
+                   parts.lengths[0] % out.schema.block_tokens);
   }
   for (std::span<const std::byte> record = source.next(); !record.empty(); record = source.next()) {
     const auto [header, payload] = open_record(*guard, record, memory);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cache/session_file.h"
 #include "kv4/schema.h"
 #include "kv4/session.h"
 
@@ -22,6 +23,7 @@ struct DecodedRow {
   RowPart part = RowPart::window;
   std::int64_t index = 0;     // position of a window or pending row, number of an entry or key
   std::int64_t position = 0;  // the first token it covers
+  std::int64_t tokens = 1;    // how many it covers
   std::span<const float> values = {};
 };
 
@@ -30,10 +32,15 @@ struct SessionContents {
   std::vector<std::int64_t> lengths;
   std::string weights_id;
   std::int64_t missing_blocks = 0;
+  Protection protection = Protection::none;  // of its first record
+  bool authentic = false;                    // a key of those given made it
 };
 
 /// "; it is text, not a session of save_session_file", where the file does not begin as one; else nothing.
 std::string what_it_is(const std::string& path);
+/// "; give its key with --key-file or KV4_KEY_FILE", where it begins with a sealed record and there is no key; else
+/// nothing.
+std::string what_it_needs(const std::string& path, bool has_keys);
 
 /// Told how far it is, now and then.
 using ReadProgress = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
@@ -41,6 +48,9 @@ using ReadProgress = std::function<void(std::int64_t done_bytes, std::int64_t to
 /// Calls `take` for every row: windows, pending rows and those of the open block first, then block by block as they lie
 /// in the file. Of the identity only its keys count. Throws Error(bad_file) at the first damage.
 SessionContents read_session_rows(const std::string& path, const SessionIdentity& identity,
+                                  const std::function<void(const DecodedRow&)>& take,
+                                  const ReadProgress& progress = {});
+SessionContents read_session_rows(SessionFileSource& source, const SessionIdentity& identity,
                                   const std::function<void(const DecodedRow&)>& take,
                                   const ReadProgress& progress = {});
 

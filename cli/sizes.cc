@@ -120,6 +120,11 @@ std::string group_digits(std::int64_t value) {
   return out;
 }
 
+std::string two_places(double value) {
+  const auto hundredths = std::llround(value * 100);
+  return fmt::format("{}.{:02}", group_digits(hundredths / 100), hundredths % 100);
+}
+
 std::string human_bytes(double bytes) {
   constexpr std::array kUnits{"B", "KB", "MB", "GB", "TB", "PB", "EB"};
   std::size_t unit = 0;

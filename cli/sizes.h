@@ -16,6 +16,7 @@ std::int64_t parse_bytes(std::string_view text, std::string_view option);
 std::int64_t parse_count(std::string_view text, std::string_view option, std::int64_t low, std::int64_t high);
 
 std::string group_digits(std::int64_t value);   // 450,944
+std::string two_places(double value);           // 3,514.25
 std::string human_bytes(double bytes);          // 3.69 GB
 std::string human_tokens(std::int64_t tokens);  // 1M, 128K, 1,000
 std::string human_seconds(double seconds);      // 12.3 us

@@ -235,7 +235,9 @@ void add_store(CLI::App& app, int& exit_code) {
   bench->add_flag("--fio", flags->fio, "also run fio, which has to be installed");
   bench->add_flag("--encrypt", flags->encrypt, "also a sealed and an authenticated store, beside the one without keys");
   bench->add_flag("--json", flags->json, "figures as JSON");
-  bench->footer("Example:\n  kv4 store bench /var/cache --depth 32 --index 1000000");
+  bench->footer(
+      "Example:\n  kv4 store bench /var/cache --depth 32 --index 1000000\n\n"
+      "Ctrl-C ends it early with what was measured so far and exit code 130.");
   bench->callback([flags, &exit_code] { exit_code = bench_store(*flags); });
   command->footer(
       "Examples:\n"

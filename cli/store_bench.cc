@@ -24,6 +24,7 @@
 
 #include "base/check.h"
 #include "interrupts.h"
+#include "output.h"
 #include "sizes.h"
 #include "table.h"
 #include "tier/disk_store.h"
@@ -180,9 +181,9 @@ class StoreBench {
     std::shuffle(order_.begin(), order_.end(), random);
   }
 
-  /// One round of everything, so that all see the same disk. Who goes first changes from round to round.
-  std::map<std::string, Speed> round(int number) {
-    std::map<std::string, Speed> speeds;
+  /// One round of everything, so that all see the same disk. Who goes first changes from round to round. An interrupted
+  /// one leaves in `speeds` what it has measured.
+  void round(int number, std::map<std::string, Speed>& speeds) {
     const auto run = [&](bool writes) {
       std::vector<std::pair<std::string, std::function<Speed()>>> works;
       const IoOp::Kind kind = writes ? IoOp::Kind::write : IoOp::Kind::read;
@@ -210,7 +211,6 @@ class StoreBench {
     bench_folder_.empty();
     sync_folder();
     sleep_ms(1000);  // a disk may be busy for a while with what was deleted
-    return speeds;
   }
 
  private:
@@ -373,8 +373,12 @@ constexpr Comparison kComparisons[] = {{"store put", "raw write"},
 json measure(const StoreBenchFlags& flags, BenchFolder& folder, std::int64_t record_bytes) {
   StoreBench bench(flags, folder, record_bytes);
   std::map<std::string, std::vector<double>> speeds, cpu, ratios;
-  for (int i = 0; i < flags.rounds; ++i) {
-    const std::map<std::string, Speed> round = bench.round(i);
+  for (int i = 0; i < flags.rounds && !interrupted(); ++i) {
+    std::map<std::string, Speed> round;
+    try {
+      bench.round(i, round);
+    } catch (const Interrupted&) {  // what was measured is shown
+    }
     for (const auto& [name, speed] : round) {
       speeds[name].push_back(speed.bytes_per_s);
       cpu[name].push_back(speed.cpu_s_per_gb);
@@ -453,41 +457,46 @@ void print(const json& result) {
     ratios.row({name, fmt::format("{:.2f}", ratio["median"].get<double>()),
                 fmt::format("{:.2f}", ratio["lowest"].get<double>()),
                 fmt::format("{:.2f}", ratio["highest"].get<double>())});
-  fmt::print("{}\n{}\n", speeds.str(), ratios.str());
+  fmt::print("{}\n", speeds.str());
+  if (!result["ratios"].empty()) fmt::print("{}\n", ratios.str());
 }
 
-}  // namespace
-
-namespace {
-
-int bench_store_in(const StoreBenchFlags& flags, BenchFolder& folder) {
+void bench_store_in(const StoreBenchFlags& flags, BenchFolder& folder) {
   json out = {{"depth", flags.depth}, {"rounds", flags.rounds}, {"encrypted", flags.encrypt}, {"sizes", json::array()}};
   for (const std::int64_t record_bytes : flags.record_bytes) {
-    out["sizes"].push_back(measure(flags, folder, record_bytes));
-    if (!flags.json) print(out["sizes"].back());
+    const json size = measure(flags, folder, record_bytes);
+    if (!size["speeds"].empty()) {
+      out["sizes"].push_back(size);
+      if (!flags.json) print(size);
+    }
+    if (interrupted()) break;
   }
-  if (flags.index_records > 0) {
-    out["index"] = measure_index(flags, folder);
-    if (!flags.json)
+  if (flags.index_records > 0 && !interrupted()) {
+    try {
+      out["index"] = measure_index(flags, folder);
+    } catch (const Interrupted&) {  // half a store tells nothing
+    }
+    if (!flags.json && out.contains("index"))
       fmt::print("{} records: opened in {:.2f} s, without its checkpoint in {:.2f} s; a lookup takes {:.0f} ns\n",
                  group_digits(flags.index_records), out["index"]["open_s"].get<double>(),
                  out["index"]["open_without_checkpoint_s"].get<double>(), out["index"]["lookup_ns"].get<double>());
   }
+  out["interrupted"] = interrupted();
   if (flags.json) fmt::print("{}\n", out.dump(2));
-  return 0;
 }
 
 }  // namespace
 
 int bench_store(const StoreBenchFlags& flags) {
   catch_interrupts();
-  try {
+  {
     BenchFolder folder(flags);
-    return bench_store_in(flags, folder);
-  } catch (const Interrupted&) {
-    end_by_interrupt();
+    bench_store_in(flags, folder);
   }
-  return 1;
+  flush_output();
+  if (!interrupted()) return 0;
+  fmt::print(stderr, "interrupted: what was measured until then is shown\n");
+  return interrupted_exit_code();
 }
 
 }  // namespace kv4::cli

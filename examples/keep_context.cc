@@ -1,6 +1,6 @@
 // A context that survives a restart: saved at any length, restored in another cache, continued as if nothing had been.
 //
-//   keep_context [FILE]      FILE is left behind for 'kv4 session inspect'
+//   keep_context [FILE [KEYS]]      FILE is left behind for 'kv4 session inspect'; KEYS: a file of cache keys
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -48,7 +48,9 @@ struct Engine {
 
 int main(int argc, char** argv) {
   const std::string path = argc > 1 ? argv[1] : "keep_context.kv4s";
-  const kv4::SessionIdentity identity{.weights_id = "example weights 1", .salt = "a secret of this tenant"};
+  // The salt keeps tenants apart. Only a key proves who wrote a session, and seals it.
+  kv4::SessionIdentity identity{.weights_id = "example weights 1", .salt = "tenant 17"};
+  if (argc > 2) identity.keys = kv4::read_key_file(argv[2]);
   kv4::CacheOptions options;
   options.max_requests = 2;
   options.max_context = 4096;

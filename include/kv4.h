@@ -411,6 +411,9 @@ typedef struct kv4_import {
 KV4_C_API void kv4_import_init(kv4_import* import);
 KV4_C_API kv4_status kv4_import_image(kv4_cache* cache, const kv4_import* import, kv4_request* out);
 
+/* What a session belongs to; layout and model come from the cache. The salt keeps tenants' contexts apart and proves
+ * nothing: whoever has read one session of a tenant's can make another that restores. Sessions of this interface have
+ * no key: keep their files where only the owner can write. */
 typedef struct kv4_session_identity {
   size_t size;
   const char* weights_id;

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "kv4/cache_keys.h"
 #include "kv4/export.h"
 #include "kv4/kv_cache_manager.h"
 #include "kv4/statistics.h"
@@ -52,13 +53,17 @@ KV4_API CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers = null
 struct StatusOptions {
   std::chrono::milliseconds interval{1000};  // publish() does nothing more often than that
   Tiers* tiers = nullptr;                    // whose reports are published, too
+  /// The first seals the requests that are given to whoever asks, for `kv4 inspect --key-file`. None: they lie there in
+  /// plain until they are taken away, token ids included, for the folder's owner alone.
+  std::vector<CacheKey> keys = {};
 };
 
 /// Threads: the one that drives the cache. Want of memory is something that could not be written, too.
 class KV4_API StatusFolder {
  public:
   /// Makes the folder, for the owner alone, where it is not there; its parent is. Cache and tiers outlive this. Throws
-  /// Error: bad_file where it cannot be used; bad_state where another process publishes there.
+  /// Error: bad_file where it cannot be used; bad_state where another process publishes there; bad_argument for more
+  /// keys than kMaxCacheKeys.
   StatusFolder(KVCacheManager& cache, std::string directory, const StatusOptions& options = {});
   /// Takes the status away: nobody is here any more.
   ~StatusFolder();

@@ -7,8 +7,11 @@
 //   1a. Never those of a put before the newest one that was `stored`, and nothing after a remove that was `answered`,
 //      as long as what keeps the records does not go back in time itself:
 //        host memory     never does
-//        disk            never does, killed or not, after a flush() that said `durable`; where the file system or the
-//                        disk is put back to an older state from outside, older records come back
+//        disk            never does, killed or not, after a flush() that said `durable`, but for segments that could
+//                        not be opened (EACCES, EMFILE, EIO): when they can be opened again their records are as they
+//                        were, those that were removed and those whose newer records were evicted meanwhile included.
+//                        Where the file system or the disk is put back to an older state from outside, older records
+//                        come back
 //        Redis           does: a failover to a replica that lags, or a restart from an older file, brings older and
 //                        removed records back, whole
 //        your own        say so

@@ -48,7 +48,7 @@ struct TieredStatistics {
 using TieredProgress = std::function<bool(std::int64_t done, std::int64_t total)>;
 
 /// A prompt's blocks on their way to the device. Between steps call advance() until it says true; then admit. Gone:
-/// cancelled. The TieredPrefix outlives it.
+/// cancelled; where another thread is in a call then, by the next call. The TieredPrefix outlives it.
 class KV4_API PrefixLoad {
  public:
   ~PrefixLoad();
@@ -88,7 +88,7 @@ class KV4_API TieredPrefix {
   /// The same at once. Returns the blocks brought.
   std::int64_t load(const Prompt& prompt, tier::Deadline deadline, const TieredProgress& progress = {});
 
-  const TieredStatistics& statistics() const;
+  TieredStatistics statistics() const;
 
  private:
   friend class PrefixLoad;

@@ -8,28 +8,43 @@ namespace kv4 {
 
 class OneThread {
  public:
+  /// One call, or one inside such a call, as Call; false: another thread is inside. For destructors, which throw
+  /// nothing.
+  class Try {
+   public:
+    explicit Try(OneThread& driver) noexcept {
+      const std::thread::id self = std::this_thread::get_id();
+      if (driver.thread_.load(std::memory_order_relaxed) == self) return;
+      std::thread::id nobody;
+      inside_ = driver.thread_.compare_exchange_strong(nobody, self, std::memory_order_acquire);
+      if (inside_) driver_ = &driver;
+    }
+    ~Try() {
+      if (driver_ != nullptr) driver_->thread_.store({}, std::memory_order_release);
+    }
+    Try(const Try&) = delete;
+    Try& operator=(const Try&) = delete;
+
+    explicit operator bool() const { return inside_; }
+
+   private:
+    OneThread* driver_ = nullptr;  // null: an outer call gives it back
+    bool inside_ = true;
+  };
+
   /// One call, or one inside such a call: callbacks and calls that are made of others stay in the thread's own. Throws
   /// Error(bad_state) while another thread is inside. Costs one atomic exchange where it is the outermost, a load else.
   class Call {
    public:
-    explicit Call(OneThread& driver)
-        : driver_(driver.thread_.load(std::memory_order_relaxed) == self() ? nullptr : &driver) {
-      std::thread::id nobody;
-      if (driver_ != nullptr && !driver.thread_.compare_exchange_strong(nobody, self(), std::memory_order_acquire))
-        [[unlikely]]
+    explicit Call(OneThread& driver) : try_(driver) {
+      if (!try_) [[unlikely]]
         refuse();
     }
-    ~Call() {
-      if (driver_ != nullptr) driver_->thread_.store({}, std::memory_order_release);
-    }
-    Call(const Call&) = delete;
-    Call& operator=(const Call&) = delete;
 
    private:
-    static std::thread::id self() { return std::this_thread::get_id(); }
     [[noreturn]] static void refuse();
 
-    OneThread* driver_;  // null: an outer call gives it back
+    const Try try_;
   };
 
  private:

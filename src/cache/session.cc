@@ -73,6 +73,9 @@ struct SessionSender::Impl {
         guard(session_guard(identity)),
         token_ids(manager.token_ids(request)) {
     const CacheSchema& schema = manager.schema();
+    require(schema.block_image_bytes <= kMaxSessionRecordBytes, ErrorCode::bad_argument,
+            "a block of this cache has {} bytes; a session's record has at most {}: make block_tokens ({}) smaller",
+            schema.block_image_bytes, kMaxSessionRecordBytes, schema.block_tokens);
     const CanonicalImage image = manager.export_image(request);
     const std::string layout = describe_layout(schema);
     const ChainIdentity chain = identify_chain(schema, identity.weights_id, identity.salt);
@@ -377,9 +380,15 @@ void SessionReceiver::take(std::span<const std::byte> record) try {
   fail_for_memory();
 }
 
-bool SessionReceiver::has_offer() const { return !impl_->payload.empty(); }
+bool SessionReceiver::has_offer() const {
+  const CacheCall call(impl_->manager);
+  return !impl_->payload.empty();
+}
 
-Prompt SessionReceiver::prompt() const { return has_offer() ? impl_->prompt() : Prompt{}; }
+Prompt SessionReceiver::prompt() const {
+  const CacheCall call(impl_->manager);
+  return has_offer() ? impl_->prompt() : Prompt{};
+}
 
 std::vector<BlockKey> SessionReceiver::wanted() const try {
   const CacheCall call(impl_->manager);
@@ -394,6 +403,7 @@ std::vector<BlockKey> SessionReceiver::wanted() const try {
 
 std::int64_t SessionReceiver::done_bytes() const {
   const Impl& r = *impl_;
+  const CacheCall call(r.manager);
   if (r.payload.empty()) return 0;
   return kRecordHeaderBytes + static_cast<std::int64_t>(r.payload.size()) +
          (std::ssize(r.keys) - r.num_missing()) * block_record_bytes(r.manager.schema());
@@ -401,6 +411,7 @@ std::int64_t SessionReceiver::done_bytes() const {
 
 std::int64_t SessionReceiver::total_bytes() const {
   const Impl& r = *impl_;
+  const CacheCall call(r.manager);
   return done_bytes() + r.num_missing() * block_record_bytes(r.manager.schema());
 }
 

@@ -13,7 +13,8 @@
 
 namespace kv4 {
 
-/// Reads a session's file record by record. Digests of payloads are whoever takes the records to check.
+/// Reads a session's file record by record. Digests of payloads are whoever takes the records to check. What a record
+/// takes of memory is bounded, and lies in the file: one with holes is refused.
 class SessionFileSource : public RecordSource {
  public:
   /// Throws Error(bad_file), here and below.

@@ -60,8 +60,9 @@ std::vector<std::byte> encode_session(const SessionParts& parts) {
                       parts.token_ids.size() + parts.image.size() + parts.open_block.size() + parts.snapshot.size() +
                       (parts.snapshot.empty() ? 0 : kSnapshotSizeBytes);
   for (const auto& extra : parts.block_extra) bytes += 4 + extra.size();
-  require(bytes <= static_cast<std::size_t>(tier::kMaxPayloadBytes), ErrorCode::bad_argument,
-          "the session's own record would have {} bytes; a record has at most {}", bytes, tier::kMaxPayloadBytes);
+  require(bytes <= static_cast<std::size_t>(kMaxSessionRecordBytes), ErrorCode::bad_argument,
+          "the session's own record would have {} bytes; a session's record has at most {}", bytes,
+          kMaxSessionRecordBytes);
 
   std::vector<std::byte> out(bytes);
   std::byte* at = out.data();
@@ -103,6 +104,24 @@ std::vector<std::byte> encode_session(const SessionParts& parts) {
   add(parts.open_block);
   add(parts.snapshot);
   return out;
+}
+
+void check_session_front(std::span<const std::byte> front, std::int64_t payload_bytes) {
+  if (!is_session(front) || front.size() < kSessionFixedBytes) return;  // parse_session says why
+  const std::byte* const fixed = front.data();
+  const auto most = static_cast<std::uint64_t>(payload_bytes);
+  std::uint64_t bytes = kSessionFixedBytes;
+  const auto add = [&](const char* what, std::uint64_t part) {
+    require(part <= most && bytes + part <= most, ErrorCode::bad_file,
+            "the session's record has {} bytes; {} of {} and what comes before it are more", most, what, part);
+    bytes += part;
+  };
+  add("lengths", std::uint64_t{8} * load_le<std::uint32_t>(fixed + kNumLengthsAt));
+  add("the weights id", load_le<std::uint32_t>(fixed + kWeightsBytesAt));
+  add("the layout", load_le<std::uint32_t>(fixed + kLayoutBytesAt));
+  add("lengths of extra bytes", std::uint64_t{4} * load_le<std::uint32_t>(fixed + kNumExtraAt));
+  add("the image", load_le<std::uint64_t>(fixed + kImageBytesAt));
+  add("the open block", load_le<std::uint64_t>(fixed + kOpenBytesAt));
 }
 
 SessionParts parse_session(std::span<const std::byte> payload) {

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "tier/segment_file.h"
 
 namespace kv4 {
 
@@ -252,6 +253,19 @@ std::optional<RequestQuestion> parse_question(std::string_view name) {
   return out.request >= 0 && out.question_name() == name ? std::optional(out) : std::nullopt;
 }
 
-bool is_of_question(std::string_view name) { return name.starts_with(kPrefix); }
+// Unfinished ones too: a killed process leaves them behind.
+bool is_of_question(std::string_view name) {
+  const std::size_t dot = name.find('.');
+  if (dot == name.npos || !parse_question(std::string(name.substr(0, dot)).append(kQuestion))) return false;
+  std::string_view rest = name.substr(dot);
+  const bool unfinished = rest.ends_with(tier::kUnfinishedSuffix);
+  if (!unfinished) return rest == kQuestion || rest == kAnswer || rest == kError;
+  rest.remove_suffix(tier::kUnfinishedSuffix.size());
+  if (rest == kQuestion || rest == kError) return true;
+  if (!rest.starts_with(kAnswer)) return false;  // of a session that is being saved: a number more
+  rest.remove_prefix(kAnswer.size());
+  return rest.size() == 1 + 16 && rest[0] == '.' &&
+         rest.find_first_not_of("0123456789abcdef", 1) == std::string_view::npos;
+}
 
 }  // namespace kv4

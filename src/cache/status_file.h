@@ -66,7 +66,7 @@ struct RequestQuestion {
 };
 /// Nullopt: it is the name of no question.
 std::optional<RequestQuestion> parse_question(std::string_view name);
-/// Whether a file of this name is part of a question or an answer.
+/// Whether a file of this name is a question or an answer, perhaps an unfinished one. Others that begin alike are not.
 bool is_of_question(std::string_view name);
 
 }  // namespace kv4

@@ -89,6 +89,7 @@ struct StatusFolder::Impl {
         options(options_in) {
     require(options.interval.count() >= 0 && options.interval.count() <= kMaxStatusIntervalMs, ErrorCode::bad_argument,
             "an interval of {} ms; it is 0 to {}", options.interval.count(), kMaxStatusIntervalMs);
+    (void)session_guard({.keys = options.keys});  // throws now and not with the first answer
     check(files->make_directory(directory), "be made");
     tier::Opened<tier::FileLock> locked = files->lock(path_of(kStatusLockName));
     require(locked.status.code != tier::IoCode::in_use, ErrorCode::bad_state,
@@ -130,14 +131,16 @@ struct StatusFolder::Impl {
   }
 
   /// Whoever may read the folder may read the file, whatever the umask is: 0700 gives 0600, 0750 0640, 0755 0644. The
-  /// group is the folder's where the process is in it. Where that fails, the file stays the owner's.
+  /// group is the folder's where the process is in it. Where it is not, the file stays the owner's, but in a folder that
+  /// all may read: the process's own group is not whom 0750 lets in.
   void share(const std::string& path) const {
     struct stat folder {};
     const int file = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
     if (file < 0) return;
     if (::stat(directory.c_str(), &folder) == 0) {
-      (void)!::fchown(file, static_cast<uid_t>(-1), folder.st_gid);
-      (void)!::fchmod(file, 0600 | (folder.st_mode & 0044));
+      const mode_t readers = folder.st_mode & 0044;
+      if (::fchown(file, static_cast<uid_t>(-1), folder.st_gid) == 0 || readers == 0044)
+        (void)!::fchmod(file, 0600 | readers);
     }
     ::close(file);
   }
@@ -167,7 +170,8 @@ struct StatusFolder::Impl {
   void answer(const RequestQuestion& question) {
     const std::string path = path_of(question.answer_name());
     // To be looked at only: a salt of its own keeps it from being restored as somebody's session.
-    const SessionIdentity identity{.weights_id = cache.schema().options.prefix.weights_id, .salt = "kv4 inspect"};
+    const SessionIdentity identity{
+        .weights_id = cache.schema().options.prefix.weights_id, .salt = "kv4 inspect", .keys = options.keys};
     answers.reserve(answers.size() + 1);
     try {
       Answer written{path, Clock::now()};

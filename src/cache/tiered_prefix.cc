@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <list>
@@ -85,8 +86,19 @@ struct OwnPrompt {
 struct TieredPrefix::Impl {
   /// Both are the caller's while it is in a call.
   struct Call {
-    explicit Call(Impl& m) : cache(m.mover.driver()), tiers(m.tiers.driver()) {}
+    explicit Call(Impl& m) : cache(m.mover.driver()), tiers(m.tiers.driver()) { m.end_left(); }
     OneThread::Call cache, tiers;
+  };
+  /// The same, of a destructor.
+  struct Try {
+    explicit Try(Impl& m) : cache(m.mover.driver()), tiers(m.tiers.driver()) {}
+    explicit operator bool() const { return cache && tiers; }
+    OneThread::Try cache, tiers;
+  };
+  /// A load that was destroyed by a thread while another was in a call: the next call ends it.
+  struct Left {
+    virtual ~Left() = default;
+    Left* next = nullptr;
   };
   /// A record that one tier or several are to have.
   struct Waiting {
@@ -128,6 +140,10 @@ struct TieredPrefix::Impl {
         snapshot_loads(mover.backend(), snapshot_bytes, 1, 1),
         snapshot_saves(mover.backend(), snapshot_bytes, kSnapshotSlots, kSnapshotSlots),
         again(tiers.size()) {}
+  ~Impl() { end_left(); }
+
+  void leave(std::unique_ptr<Left> load) noexcept;  // any thread
+  void end_left() noexcept;
 
   // --- saves
   void take_events();
@@ -163,7 +179,20 @@ struct TieredPrefix::Impl {
   std::list<Leaving> leaving;
   std::unordered_map<RecordId, Waiting, tier::RecordIdHash> offered;  // tiers: those that have not told yet
   TieredStatistics statistics;
+  std::atomic<Left*> left_loads{nullptr};  // a list
 };
+
+void TieredPrefix::Impl::leave(std::unique_ptr<Left> load) noexcept {
+  load->next = left_loads.load(std::memory_order_relaxed);
+  while (!left_loads.compare_exchange_weak(load->next, load.get(), std::memory_order_release)) continue;
+  (void)load.release();
+}
+
+void TieredPrefix::Impl::end_left() noexcept {
+  if (left_loads.load(std::memory_order_relaxed) == nullptr) return;
+  std::unique_ptr<Left> load(left_loads.exchange(nullptr, std::memory_order_acquire));
+  while (load) load.reset(std::exchange(load->next, nullptr));
+}
 
 // --- saves
 // -----------------------------------------------------------------------------------------------------------------------
@@ -337,7 +366,7 @@ void TieredPrefix::Impl::give_unused() {
     for (std::byte* slot : in_use.front().memory) in_use.front().slots->device->give(slot);
 }
 
-struct PrefixLoad::Impl {
+struct PrefixLoad::Impl : TieredPrefix::Impl::Left {
   enum class Phase : std::uint8_t { blocks, snapshot, done };
   /// Records that are asked for together, then moved, then inserted.
   struct Batch {
@@ -350,7 +379,7 @@ struct PrefixLoad::Impl {
   };
 
   Impl(TieredPrefix::Impl& owner_in, const Prompt& prompt_in, Deadline deadline_in);
-  ~Impl() { stop(); }
+  ~Impl() override { stop(); }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
@@ -622,7 +651,15 @@ void PrefixLoad::Impl::stop() {
 }
 
 PrefixLoad::PrefixLoad(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-PrefixLoad::~PrefixLoad() = default;
+PrefixLoad::~PrefixLoad() {
+  if (!impl_) return;  // moved from
+  TieredPrefix::Impl& owner = impl_->owner;
+  const TieredPrefix::Impl::Try inside(owner);
+  if (inside)
+    impl_.reset();
+  else
+    owner.leave(std::move(impl_));
+}
 PrefixLoad::PrefixLoad(PrefixLoad&&) noexcept = default;
 bool PrefixLoad::advance() try {
   const TieredPrefix::Impl::Call call(impl_->owner);
@@ -630,8 +667,14 @@ bool PrefixLoad::advance() try {
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
-std::int64_t PrefixLoad::brought_blocks() const { return static_cast<std::int64_t>(impl_->end - impl_->first); }
-std::int64_t PrefixLoad::wanted_blocks() const { return static_cast<std::int64_t>(impl_->wanted - impl_->first); }
+std::int64_t PrefixLoad::brought_blocks() const {
+  const TieredPrefix::Impl::Call call(impl_->owner);
+  return static_cast<std::int64_t>(impl_->end - impl_->first);
+}
+std::int64_t PrefixLoad::wanted_blocks() const {
+  const TieredPrefix::Impl::Call call(impl_->owner);
+  return static_cast<std::int64_t>(impl_->wanted - impl_->first);
+}
 
 // --- the whole
 // -----------------------------------------------------------------------------------------------------------------------
@@ -696,6 +739,9 @@ std::int64_t TieredPrefix::load(const Prompt& prompt, Deadline deadline, const T
   fail_for_memory();
 }
 
-const TieredStatistics& TieredPrefix::statistics() const { return impl_->statistics; }
+TieredStatistics TieredPrefix::statistics() const {
+  const Impl::Call call(*impl_);
+  return impl_->statistics;
+}
 
 }  // namespace kv4

@@ -302,6 +302,8 @@ std::size_t DiskStore::put_some(std::span<PutRequest> requests) {
     header.sequence = next_sequence_++;
     records.push_back({header, request.payload, options_.guard.get(), {}, {}});
   }
+  index_.make_room(std::ssize(records));
+  make_room(superseded_, records.size());
   append(records);
 
   for (std::size_t i = 0; i < records.size(); ++i) {
@@ -432,7 +434,7 @@ void DiskStore::compare(const RecordId& id, const Entry& entry, ReadRecord& reco
   if (record.header.sequence != entry.sequence) record.refusal = RecordRefusal::other_sequence;
 }
 
-void DiskStore::forget(const RecordId& id) {
+void DiskStore::forget(const RecordId& id) noexcept {
   const Place place = index_.find(id).value().place;
   place.segment->live_bytes -= stored_bytes(place.length);
   index_.erase(id);
@@ -449,6 +451,7 @@ void DiskStore::exists(std::span<ExistsRequest> requests) const {
 void DiskStore::remove(std::span<RemoveRequest> requests) {
   for (RemoveRequest& request : requests) request.removed = false;
   if (!usable()) return;
+  make_room(removed_, requests.size());
   for (RemoveRequest& request : requests) {
     const std::optional<Entry> found = index_.find(request.id);
     request.removed = found && !found->set_aside;
@@ -484,6 +487,7 @@ CollectResult DiskStore::collect() {
     if (!record.status.ok()) unread.insert(entry.place.segment);
     if (record.status.ok() && record.refusal != RecordRefusal::none) damaged.push_back(id);
   }
+  make_room(removed_, damaged.size());
   for (const RecordId& id : damaged) {
     removed_.push_back(index_.find(id).value().place);
     forget(id);

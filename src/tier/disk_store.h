@@ -32,6 +32,7 @@
 // in their order all the same. Payloads at addresses that are multiples of 4,096 are not copied.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -80,6 +81,12 @@ struct StoreStats {
   std::int64_t set_aside_files = 0;              // left alone: those that cannot be opened, and those of unusable names
   std::int64_t unopened_segments = 0;            // of these: their records miss, and may be sound
 };
+
+/// Room for `more`, which then take no memory.
+template <class T>
+void make_room(std::vector<T>& list, std::size_t more) {
+  if (list.capacity() - list.size() < more) list.reserve(std::max(list.size() + more, 2 * list.capacity()));
+}
 
 struct CollectResult {
   std::int64_t damaged_records = 0;
@@ -185,10 +192,12 @@ class DiskStore {
   ReadRecord read_entry(const RecordId& id, const Entry& entry, BlockBuffer& buffer) const;
   void compare(const RecordId& id, const Entry& entry, ReadRecord& record) const;
   void note_unauthenticated(RecordRefusal refusal);
-  void forget(const RecordId& id);  // out of the index; the bytes stay
+  void forget(const RecordId& id) noexcept;  // out of the index; the bytes stay
 
   /// All in flight together, and the syncs that are due; the active segment has room for them. The place of one that
-  /// failed is dead, or the segment leaves.
+  /// failed is dead, or the segment leaves; so it does where memory is refused on the way, and records may lie there
+  /// that nobody knows of. The caller has made room for what it notes of them: once they are written, nothing of that
+  /// may throw.
   void append(std::span<NewRecord> records);
   IoStatus make_active(std::int64_t record_bytes, bool may_evict);
   IoStatus add_segment();
@@ -197,7 +206,7 @@ class DiskStore {
   bool settle();  // flush(); false, too, while records were lost that the caller has not heard of
 
   void sync_segment(Segment& segment);
-  void finish_sync(Segment& segment, const IoStatus& status, std::int64_t bytes);  // a failure makes it leave
+  void finish_sync(Segment& segment, const IoStatus& status, std::int64_t bytes) noexcept;  // a failure makes it leave
   bool sync_segments();
   bool sync_directory();
   bool move_records(Segment& segment);
@@ -206,7 +215,7 @@ class DiskStore {
   bool unlink_leaving();
   void write_checkpoint();
   bool drop_checkpoint();
-  void leave(Segment& segment, const IoStatus& why = {});  // `unopened`: it is not unlinked then
+  void leave(Segment& segment, const IoStatus& why = {}) noexcept;  // `unopened`: it is not unlinked then
   std::int64_t total_bytes() const;
 
   FileSystem& files_;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/undo.h"
 #include "tier/disk_store.h"
 #include "tier/store_names.h"
 
@@ -25,6 +26,7 @@ static_assert(3 * kMaxMergedRecords <= kMaxIoPieces);
 
 void DiskStore::append(std::span<NewRecord> records) {
   Segment& segment = *active_;
+  make_room(segment.ids, records.size());
   segment.dirty = true;
   std::vector<SegmentSync> syncs;
   for (auto& [id, due] : segments_) {
@@ -36,6 +38,11 @@ void DiskStore::append(std::span<NewRecord> records) {
     sync.bytes = due->unsynced_bytes;
   }
   writes_.reset();
+  Undo leave_them([&] {
+    leave(segment);
+    for (const SegmentSync& sync : syncs)  // one that failed is not made again, one that was not made is due
+      if (!sync.moved.status.ok()) finish_sync(*sync.segment, sync.moved.status, sync.bytes);
+  });
   std::size_t next = 0, next_sync = 0;
   run_transfers(
       *write_queue_,
@@ -87,6 +94,7 @@ void DiskStore::append(std::span<NewRecord> records) {
     if (sync.moved.status.ok() && sync.segment != &segment) sync.segment->dirty = false;
     finish_sync(*sync.segment, sync.moved.status, sync.bytes);
   }
+  leave_them.keep();
   if (segment.unsynced_bytes >= options_.sync_every_bytes) segment.sync_due = true;
 }
 
@@ -165,7 +173,7 @@ void DiskStore::put_again(std::span<PutRequest> requests) {
   }
 }
 
-void DiskStore::leave(Segment& segment, const IoStatus& why) {
+void DiskStore::leave(Segment& segment, const IoStatus& why) noexcept {
   segment.leaving = true;
   if (why.code == IoCode::unopened) segment.unopened = why;
   if (active_ == &segment) active_ = nullptr;
@@ -177,7 +185,7 @@ void DiskStore::sync_segment(Segment& segment) {
   finish_sync(segment, status, segment.unsynced_bytes);
 }
 
-void DiskStore::finish_sync(Segment& segment, const IoStatus& status, std::int64_t bytes) {
+void DiskStore::finish_sync(Segment& segment, const IoStatus& status, std::int64_t bytes) noexcept {
   segment.sync_due = false;
   if (status.ok()) {
     segment.unsynced_bytes -= bytes;
@@ -229,6 +237,7 @@ bool DiskStore::move_records(Segment& segment) {
     }
     if (!make_active(stored_bytes(old->place.length), false).ok()) return false;
     NewRecord moved{record.header, record.payload, nullptr, {}, {}};
+    index_.make_room(1);
     append({&moved, 1});
     if (!moved.status.ok()) return false;
     old->place.segment->live_bytes -= stored_bytes(old->place.length);

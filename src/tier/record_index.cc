@@ -39,6 +39,14 @@ void RecordIndex::look_up(std::span<ExistsRequest> requests) const {
   }
 }
 
+void RecordIndex::make_room(std::int64_t records) {
+  const std::lock_guard lock(mutex_);
+  const std::size_t cells = std::bit_ceil(static_cast<std::size_t>(size_ + records) * 2);
+  if (cells > cells_.size()) resize(cells);
+  while (std::ssize(free_) + std::ssize(chunks_) * std::int64_t{kChunkRecords} - std::int64_t{next_number_} < records)
+    add_chunk();
+}
+
 std::optional<RecordEntry> RecordIndex::put(const RecordId& id, const RecordEntry& entry) {
   const std::lock_guard lock(mutex_);
   if (static_cast<std::size_t>(size_ + 1) * 2 > cells_.size()) resize(cells_.size() * 2);
@@ -49,7 +57,7 @@ std::optional<RecordEntry> RecordIndex::put(const RecordId& id, const RecordEntr
     before = record(cell.number).entry;
     count(*before, -1);
   } else {
-    if (free_.empty() && next_number_ == chunks_.size() * kChunkRecords) chunks_.push_back(std::make_unique<Chunk>());
+    if (free_.empty() && next_number_ == chunks_.size() * kChunkRecords) add_chunk();
     const std::uint32_t number = free_.empty() ? next_number_++ : free_.back();
     if (!free_.empty()) free_.pop_back();
     cell = {tag(h), number};
@@ -61,11 +69,11 @@ std::optional<RecordEntry> RecordIndex::put(const RecordId& id, const RecordEntr
   return before;
 }
 
-void RecordIndex::erase(const RecordId& id) {
+void RecordIndex::erase(const RecordId& id) noexcept {
   const std::lock_guard lock(mutex_);
   std::size_t gap = find_cell(id, hash(id));
   if (cells_[gap].number == kNone) return;
-  free_.push_back(cells_[gap].number);  // first: it may throw
+  free_.push_back(cells_[gap].number);
   count(record(cells_[gap].number).entry, -1);
   --size_;
   for (std::size_t i = (gap + 1) & mask(); cells_[i].number != kNone; i = (i + 1) & mask()) {
@@ -115,6 +123,12 @@ std::int64_t RecordIndex::sound_records() const {
 std::int64_t RecordIndex::payload_bytes() const {
   const std::lock_guard lock(mutex_);
   return payload_bytes_;
+}
+
+void RecordIndex::add_chunk() {
+  const std::size_t numbers = (chunks_.size() + 1) * kChunkRecords;
+  if (free_.capacity() < numbers) free_.reserve(std::max(numbers, 2 * free_.capacity()));
+  chunks_.push_back(std::make_unique<Chunk>());
 }
 
 void RecordIndex::resize(std::size_t cells) {

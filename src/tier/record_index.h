@@ -49,9 +49,11 @@ class RecordIndex {
   /// Answers all: -1 where a record is not there or was set aside.
   void look_up(std::span<ExistsRequest> requests) const;
 
+  /// Room for as many more: that many put() then take no memory, and cannot throw.
+  void make_room(std::int64_t records);
   /// What was there before, if anything.
   std::optional<RecordEntry> put(const RecordId& id, const RecordEntry& entry);
-  void erase(const RecordId& id);
+  void erase(const RecordId& id) noexcept;
   /// False: it is not at that place any more, or is set aside already.
   bool set_aside(const RecordId& id, const RecordPlace& place);
   void clear();
@@ -92,11 +94,13 @@ class RecordIndex {
   std::size_t find_cell(const RecordId& id, std::uint64_t hash) const;  // its own, or where it would go
   std::uint32_t find_number(const RecordId& id) const { return cells_[find_cell(id, hash(id))].number; }
   void resize(std::size_t cells);
+  void add_chunk();
   void count(const RecordEntry& entry, int sign);
 
   // Invariants:
   //   1. cells_ is a power of two and at most half full; every record is in the run of cells that begins at its home.
-  //   2. A number is in one cell, or in free_, or has never been used.
+  //   2. A number is in one cell, or in free_, or has never been used. free_ has room for all, so that no erase() needs
+  //      memory.
   mutable std::mutex mutex_;
   std::vector<Cell> cells_ = std::vector<Cell>(1024);
   std::vector<std::unique_ptr<Chunk>> chunks_;  // records never move

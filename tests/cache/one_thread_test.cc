@@ -1,6 +1,9 @@
 // One thread at a time drives a cache: what overlaps is refused, what follows is not.
 #include <atomic>
+#include <chrono>
 #include <latch>
+#include <memory>
+#include <optional>
 #include <thread>
 
 #include "cache/session_records.h"
@@ -40,8 +43,14 @@ TEST(OneThread, OverlappingCallsAreRefused) {
   Tiers tiers(cache.schema(), {.host_bytes = 1 << 20});
   TieredPrefix tiered(cache, tiers);
   SessionReceiver receiver(cache, identity());
+  std::optional<PrefixLoad> load, ended;
   const std::vector<std::int32_t> ids = small::token_ids(1, 0, 40);
   const Prompt prompt{ids, 0, {}, {}};
+  const std::vector<std::int32_t> unknown = small::token_ids(2, 0, 40);
+  load.emplace(tiered.start_load({unknown, 0, {}, {}}, std::chrono::steady_clock::now() + std::chrono::hours(1)));
+  ended.emplace(tiered.start_load({unknown, 0, {}, {}}, std::chrono::steady_clock::now() + std::chrono::hours(1)));
+  ASSERT_EQ(ended->wanted_blocks(), 2);
+  (void)ended->advance();  // it has memory of the load's
   const small::CacheState before = small::state_of(cache, {request});
 
   Waiting sink;
@@ -72,7 +81,16 @@ TEST(OneThread, OverlappingCallsAreRefused) {
   refused([&] { (void)preempted_bytes(cache, request); });
   refused([&] { (void)tiered.save(1); });
   refused([&] { (void)tiered.load(prompt, std::chrono::steady_clock::now()); });
+  refused([&] { (void)tiered.statistics(); });
+  refused([&] { (void)load->advance(); });
+  refused([&] { (void)load->brought_blocks(); });
+  refused([&] { (void)load->wanted_blocks(); });
+  ended.reset();  // throws nothing: the next call ends it
   refused([&] { (void)receiver.wanted(); });
+  refused([&] { (void)receiver.has_offer(); });
+  refused([&] { (void)receiver.prompt(); });
+  refused([&] { (void)receiver.done_bytes(); });
+  refused([&] { (void)receiver.total_bytes(); });
   refused([&] {
     RecordList records;
     save_session(cache, request, identity(), records);
@@ -81,7 +99,48 @@ TEST(OneThread, OverlappingCallsAreRefused) {
   other.join();
 
   EXPECT_EQ(small::state_of(cache, {request}), before);
+  while (!load->advance()) std::this_thread::yield();
+  EXPECT_EQ(load->brought_blocks(), 0);
   cache.release(request);
+}
+
+// Whoever destroys a load beside a call has no part in what the call has: its memory is free after the next one.
+TEST(OneThread, ALoadMayEndBesideACall) {
+  SmallCache world(prefix_cache());
+  const RequestId request = world.request(1, 40);
+  Tiers tiers(world.cache.schema(), {.host_bytes = 1 << 20});
+  TieredPrefix tiered(world.cache, tiers, {.load_bytes = 1});  // room for two blocks: one load at a time has them
+  const std::vector<std::int32_t> ids = small::token_ids(2, 0, 40);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  for (int i = 0; i < 20; ++i) {
+    std::optional<PrefixLoad> load(tiered.start_load({ids, 0, {}, {}}, end));
+    Waiting sink;
+    std::thread other([&] { EXPECT_TRUE(save_session(world.cache, request, identity(), sink)); });
+    sink.inside.wait();
+    load.reset();
+    sink.go_on.count_down();
+    other.join();
+    EXPECT_EQ(tiered.load({ids, 0, {}, {}}, end), 0);
+  }
+  std::atomic<bool> over{false};
+  std::atomic<PrefixLoad*> given{nullptr};
+  std::thread other([&] {
+    while (!over) delete given.exchange(nullptr);
+  });
+  for (int i = 0; i < 1000; ++i) {
+    try {
+      auto load = std::make_unique<PrefixLoad>(tiered.start_load({ids, 0, {}, {}}, end));
+      (void)load->advance();
+      delete given.exchange(load.release());
+      (void)tiered.statistics();
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), ErrorCode::bad_state) << e.what();
+    }
+  }
+  over = true;
+  other.join();
+  delete given.load();
+  EXPECT_EQ(tiered.load({ids, 0, {}, {}}, end), 0);
 }
 
 TEST(OneThread, HandlesOfAStepAreRefusedToo) {

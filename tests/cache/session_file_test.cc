@@ -129,6 +129,51 @@ TEST(SessionFile, TruncatedOrGrownIsRefused) {
   EXPECT_EQ(occupancy(driver.cache), before);
 }
 
+// A file may say that it is large, and digests are no proof: memory is taken for bytes that are there, up to a bound.
+TEST(SessionFile, WhatTakesMoreMemoryThanItShouldIsRefused) {
+  const Folder folder;
+  Driver driver(tiny(), session_options());
+  const RequestId request = driver.admit();
+  grow(driver, request, 300);
+  const std::string path = folder.file("chat.kv4s");
+  ASSERT_TRUE(save_session_file(driver.cache, request, identity(), path));
+  const std::vector<char> sound = read_file(path);
+  const auto forge = [&](std::int64_t length, const std::vector<char>& front, std::int64_t file_bytes) {
+    tier::RecordHeader header = tier::parse_header(std::as_bytes(std::span(sound))).header;
+    header.length = length;
+    std::vector<std::byte> bytes(static_cast<std::size_t>(tier::kRecordHeaderBytes));
+    tier::encode_header(header, bytes);
+    const auto more = std::as_bytes(std::span(front));
+    bytes.insert(bytes.end(), more.begin(), more.end());
+    std::ofstream(path, std::ios::binary)
+        .write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+    fs::resize_file(path, static_cast<std::uintmax_t>(file_bytes));
+  };
+  const auto files = tier::make_posix_file_system({.direct = false});
+  const auto refused = [&](const std::string& words) {
+    expect_refused(ErrorCode::bad_file, words, [&] { restore_session_file(driver.cache, identity(), path); });
+    expect_refused(ErrorCode::bad_file, words, [&] { survey_session_file(*files, path); });
+  };
+  const std::vector<char> front(sound.begin() + tier::kRecordHeaderBytes, sound.begin() + 3584);
+  forge(kMaxSessionRecordBytes + 1, front, kMaxSessionRecordBytes + 8192);
+  refused("a payload of 268435457 bytes; one of a session has at most 268435456");
+  forge(64 << 20, front, (64 << 20) + 4096);
+  refused("the file has holes");
+  // Sizes of parts that cannot be: said before the rest is read.
+  for (const std::size_t at : {112, 116, 120, 124, 135, 143}) {
+    SCOPED_TRACE(at);
+    std::vector<char> lies = front;
+    std::fill_n(lies.begin() + static_cast<std::ptrdiff_t>(at) - (at > 128 ? 7 : 0), at > 128 ? 8 : 4, '\xff');
+    lies.resize(4096 * 4, 'x');
+    forge(std::ssize(lies) - 512, lies, tier::kRecordHeaderBytes + std::ssize(lies) - 512);
+    fs::resize_file(path, static_cast<std::uintmax_t>(4096 * 4));
+    refused("what comes before it are more");
+  }
+  std::vector<char> again = sound;
+  write_file(path, again);
+  EXPECT_TRUE(restore_session_file(driver.cache, identity(), path));
+}
+
 TEST(SessionFile, AFlippedBitIsRefused) {
   Driver driver(tiny(), session_options());
   const RequestId request = driver.admit();

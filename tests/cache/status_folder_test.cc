@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -123,6 +124,87 @@ TEST_F(StatusFolderTest, FiguresAreReadableByWhomTheFolderIs) {
     EXPECT_EQ(mode(path(unknown.error_name())), 0600u);
     EXPECT_EQ(mode(folder_), folder);
   }
+}
+
+// The process's own group is not whom 0750 lets in.
+TEST_F(StatusFolderTest, FiguresStayTheOwnersWhereTheFolderIsOfAnotherGroup) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can give a folder to a group that it is not in, and then be nobody";
+  constexpr uid_t kNobody = 65534;
+  constexpr gid_t kOfOthers = 54321;
+  SmallCache small;
+  for (const auto& [folder, figures] : {std::pair(0750u, 0600u), std::pair(0755u, 0644u), std::pair(0700u, 0600u)}) {
+    fs::create_directory(folder_);
+    fs::permissions(folder_, static_cast<fs::perms>(folder));
+    ASSERT_EQ(chown(folder_.c_str(), kNobody, kOfOthers), 0);
+    ASSERT_EQ(setegid(kNobody), 0);
+    ASSERT_EQ(seteuid(kNobody), 0);
+    {
+      StatusFolder status(small.cache, folder_, always_);
+      EXPECT_TRUE(status.publish());
+      EXPECT_EQ(static_cast<unsigned>(fs::status(path(kStatusFileName)).permissions()), figures);
+    }
+    ASSERT_EQ(seteuid(0), 0);
+    ASSERT_EQ(setegid(0), 0);
+    fs::remove_all(folder_);
+  }
+}
+
+// A request that is asked for has the prompt in it: where there is a key, only who has it reads that.
+TEST_F(StatusFolderTest, WhatIsAskedForIsSealed) {
+  SmallCache small;
+  CacheKey key{}, other{};
+  key.fill(std::byte{1});
+  other.fill(std::byte{2});
+  StatusOptions options = always_;
+  options.keys = {key, other};
+  StatusFolder status(small.cache, folder_, options);
+  const RequestId request = small.admit();
+  small.run({{request, 5, 37}});
+  const RequestQuestion question = ask(request, 1);
+  ASSERT_TRUE(status.publish());
+  const auto files = tier::make_posix_file_system({.direct = false});
+  const auto survey = [&](std::vector<CacheKey> keys) {
+    SessionIdentity identity;
+    identity.keys = std::move(keys);
+    return survey_session_file(*files, path(question.answer_name()), identity);
+  };
+  EXPECT_THROW((void)survey({}), Error);
+  EXPECT_THROW((void)survey({other}), Error);
+  const SessionSurvey found = survey({key});
+  EXPECT_TRUE(found.sound() && found.authentic);
+  EXPECT_EQ(found.protection, Protection::sealed);
+  const std::vector<std::int32_t> ids = small.cache.token_ids(request);
+  const std::string bytes = text(question.answer_name());
+  EXPECT_EQ(bytes.find(std::string(reinterpret_cast<const char*>(ids.data()), 4 * ids.size())), std::string::npos);
+
+  options.keys.resize(kMaxCacheKeys + 1);
+  EXPECT_THROW(StatusFolder(small.cache, (parent_ / "more").string(), options), Error);
+}
+
+// What others have put there stays, however it begins.
+TEST_F(StatusFolderTest, TakesAwayItsOwnFilesOnly) {
+  SmallCache small;
+  fs::create_directory(folder_);
+  const std::vector<std::string> own = {
+      "inspect-7-0000000000000001.wanted", "inspect-7-0000000000000001.wanted.new",
+      "inspect-7-0000000000000001.kv4s",   "inspect-7-0000000000000001.kv4s.00000000000000ab.new",
+      "inspect-0-00000000000000ff.error",  "inspect-0-00000000000000ff.error.new"};
+  const std::vector<std::string> others = {"inspect-notes.txt",
+                                           "inspect-",
+                                           "inspect-7-0000000000000001",
+                                           "inspect-7-0000000000000001.kv4s.bak",
+                                           "inspect-7-0000000000000001.kv4s.new",
+                                           "inspect-7-0000000000000001.kv4s.00000000000000AB.new",
+                                           "inspect-7-1.kv4s",
+                                           "inspect-07-0000000000000001.kv4s",
+                                           "inspect--1-0000000000000001.kv4s",
+                                           "inspect-7-00000000000000zz.kv4s",
+                                           "my-inspect-7-0000000000000001.kv4s"};
+  for (const auto& names : {own, others})
+    for (const std::string& name : names) std::ofstream(path(name)).flush();
+  const StatusFolder status(small.cache, folder_, always_);
+  for (const std::string& name : own) EXPECT_FALSE(fs::exists(path(name))) << name;
+  for (const std::string& name : others) EXPECT_TRUE(fs::exists(path(name))) << name;
 }
 
 TEST_F(StatusFolderTest, NotMoreOftenThanItsInterval) {

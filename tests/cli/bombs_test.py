@@ -3,6 +3,8 @@
 
 KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
 """
+import ctypes
+import ctypes.util
 import gzip
 import json
 import os
@@ -14,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from running_cache_test import serving
-from tool import KV4, equal, parse_metrics, run_tests
+from tool import KV4, ROOT, Skipped, equal, parse_metrics, run_tests
 
 MB = 1 << 20
 MOST = 8 << 30  # of addresses, so that a tool without bounds ends here and not with the machine
@@ -156,6 +158,63 @@ def test_config_bombs():
     with tempfile.TemporaryDirectory() as folder:
         for text in ("[" * 900_000, '{"a":' * 180_000, '{"num_hidden_layers": 1e308}', '{"model_type": "' + "x" * 900_000 + '"}'):
             refused("plan", "--config", write(folder, "config.json", text), words=[])
+
+
+# ---- sessions
+
+class Digest128(ctypes.Structure):
+    _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
+
+
+def digests():
+    """XXH3 of 64 and of 128 bits, of the system's library."""
+    found = ctypes.util.find_library("xxhash")
+    if found is None:
+        raise Skipped("there is no libxxhash to make digests with")
+    library = ctypes.CDLL(found)
+    library.XXH3_64bits.restype, library.XXH3_128bits.restype = ctypes.c_uint64, Digest128
+    for call in (library.XXH3_64bits, library.XXH3_128bits):
+        call.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+
+    def wide(data):
+        digest = library.XXH3_128bits(data, len(data))
+        return digest.low.to_bytes(8, "little") + digest.high.to_bytes(8, "little")
+    return lambda data: library.XXH3_64bits(data, len(data)).to_bytes(8, "little"), wide
+
+
+def record_header(length, payload=None):
+    """Of tests/cli/three_tokens.session, but for a payload of `length` bytes, whose digest is that of `payload` where it is given."""
+    narrow, wide = digests()
+    header = bytearray((ROOT / "tests/cli/three_tokens.session").read_bytes()[:512])
+    header[32:48] = 2 * length.to_bytes(8, "little")
+    if payload is not None:
+        header[384:400] = wide(payload)
+    header[504:512] = narrow(bytes(header[:504]))
+    return bytes(header)
+
+
+def session_payload(length, image, lengths=1):
+    """The fixed part, lengths and zeros: 4 tokens ids for each 4 bytes that are left by the image."""
+    fixed = bytearray((ROOT / "tests/cli/three_tokens.session").read_bytes()[512:512 + 144])
+    fixed[112:128] = b"".join(n.to_bytes(4, "little") for n in (lengths, 0, 0, 0))
+    fixed[128:144] = image.to_bytes(8, "little") + bytes(8)
+    tokens = (length - 144 - 8 * lengths - image) // 4
+    return bytes(fixed) + tokens.to_bytes(8, "little") + bytes(8 * (lengths - 1))
+
+
+def test_session_bombs():
+    """Files of a block with sound headers that say how much follows, and nothing follows."""
+    with tempfile.TemporaryDirectory() as folder:
+        for length, words in ((1 << 30, ["1073741824", "268435456"]), ((256 << 20) + 1, ["268435457", "268435456"]), (256 << 20, ["holes"]), (1 << 20, ["holes"])):
+            head = record_header(length) + session_payload(length, length - 512)
+            for command in (["session", "inspect"], ["inspect"]):
+                refused(*command, sparse(folder, "s", 4096 * ((length + 512 + 4095) // 4096), head), words=words, peak=60 * MB)
+        # What is there is read, and more parts than bytes are not.
+        for image in (1 << 20, 1 << 40, (1 << 64) - 1):
+            payload = session_payload(8192, 0) + b"x" * (8192 - 152)
+            payload = payload[:128] + image.to_bytes(8, "little") + payload[136:]
+            data = record_header(8192, payload) + payload
+            refused("session", "inspect", write(folder, "s", data + bytes(-len(data) % 4096)), words=["the image", str(image)], peak=60 * MB)
 
 
 # ---- status folders

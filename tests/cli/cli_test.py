@@ -13,9 +13,11 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -377,6 +379,18 @@ def test_replay_bad_input():
     refused(["replay", "/no/such/trace"], "/no/such/trace")
 
 
+def test_replay_flags_of_bytes():
+    """Without bytes they do nothing, so they are refused before anything else is looked at."""
+    for args in (["--remote", "127.0.0.1:1"], ["--remote", "no server"], ["--remote-optional"], ["--remote-allow", "a"], ["--remote-ca", "/none"],
+                 ["--remote-cert", "/none"], ["--remote-key", "/none"], ["--remote-ttl", "5"], ["--disk", "/none"], ["--disk-capacity", "1GB"],
+                 ["--host", "1MB"], ["--key-file", "/none"], ["--authenticate"], ["--accept-unauthenticated"], ["--status", "/none"], ["--serve"],
+                 ["--layers", "3"], ["--threads", "2"], ["--device", "cuda"], ["--verify", "0"]):
+        refused(["replay", "--generate", "--limit", "5", *args], args[0] + " ", "--data real")
+        refused(["replay", "--generate", "--limit", "5", "--data", "none", *args], args[0] + " ", "--data real")
+    done = subprocess.run([KV4, "replay", "--generate", "--limit", "5"], capture_output=True, text=True, env=dict(os.environ, KV4_KEY_FILE="/none"))
+    equal((done.returncode, done.stderr), (0, ""))  # it stands there for other commands
+
+
 def test_replay_snapshots():
     """Three requests with one prefix: the first stores it, the second repeats it and goes on, the third branches off inside it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -503,6 +517,54 @@ def test_replay_metrics():
         refused(["replay", "--generate", "--metrics", str(path)], "--metrics", "--data real")
 
 
+def test_replay_metrics_take_the_place_of_files_only():
+    """A pipe stays a pipe and a link a link."""
+    common = ["replay", "--generate", "--limit", "2", "--capacity", "4K", "--layers", "3", "--data", "real", "--verify", "0", "--metrics"]
+    with tempfile.TemporaryDirectory() as folder:
+        pipe, link, file = (Path(folder) / name for name in ("pipe", "link", "there/kv4.prom"))
+        os.mkfifo(pipe)
+        ends, end, said = os.open(pipe, os.O_RDWR), b"the end", []  # both: figures come more than once, and each time the pipe is closed
+
+        def listen():
+            while not b"".join(said).endswith(end):
+                said.append(os.read(ends, 1 << 16))
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        ok(*common, str(pipe))
+        os.write(ends, end)
+        listener.join(60)
+        os.close(ends)
+        assert stat.S_ISFIFO(os.lstat(pipe).st_mode), os.lstat(pipe)
+        assert parse_metrics("# HELP kv4_build_info" + b"".join(said)[:-len(end)].decode().rsplit("# HELP kv4_build_info", 1)[1]), said
+        file.parent.mkdir()
+        link.symlink_to("there/kv4.prom")
+        for before in (None, "before"):  # a link to nothing yet, and to a file
+            ok(*common, str(link))
+            equal(os.readlink(link), "there/kv4.prom")
+            assert parse_metrics(file.read_text()), file.read_text()
+            file.write_text("before")
+        ok(*common, str(link))
+        equal(os.listdir(file.parent), ["kv4.prom"])
+        equal(sorted(os.listdir(folder)), ["link", "pipe", "there"])
+
+
+def test_lost_files():
+    """A file that does not take all bytes is no success, and what was there before stays."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "out"
+        for args in (["plan", "--html"], ["replay", "--generate", "--limit", "5", "--report"],
+                     ["replay", "--generate", "--limit", "2", "--capacity", "4K", "--layers", "3", "--data", "real", "--metrics"]):
+            path.write_text("before")
+            done = subprocess.run([KV4, *args, str(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, preexec_fn=limit,
+                                  restore_signals=False)  # Python ignores SIGXFSZ, and so does its child
+            equal((args, done.returncode, done.stderr), (args, 3, f"error: {path}{'.new' if '--metrics' in args else ''} could not be written: File too large\n"))
+            equal(os.listdir(folder), ["out"])
+            if "--metrics" in args:
+                equal(path.read_text(), "before")
+
+
 def test_replay_remote_tier():
     common = ["replay", "--generate", "--data", "real", "--limit", "30", "--verify", "0.5", "--capacity", "64K", "--layers", "3"]
     for bad in ("host", "host:", ":1", "host:0", "host:70000", "host:1,", "a:1,b", "http://a:1", "redis://a/1", "redis://a,rediss://b"):
@@ -564,6 +626,25 @@ def test_replay_remote_failures():
         told = kv4(*common, "--remote", right, "--remote-optional")
         equal(told.returncode, 0)
         assert "server_full" in told.stderr, told.stderr
+
+
+def test_replay_with_the_documented_rights():
+    """The user of docs/security.md may do all that a remote tier does, and nothing else."""
+    rule = re.search(r"^ACL SETUSER kv4 .*$", (ROOT / "docs/security.md").read_text(), re.M)[0].replace("PASSWORD", "hunter2")
+    common = ["replay", "--generate", "--data", "real", "--limit", "10", "--capacity", "64K", "--layers", "3"]
+    with Redis() as redis:
+        equal(redis.ask(rule), "+OK\r\n")
+        server = f"redis://kv4:hunter2@127.0.0.1:{redis.port}"
+        first = ok_json(*common, "--remote", server, "--remote-ttl", "600")["tiers"][0]
+        again = ok_json(*common, "--remote", server)["tiers"][0]
+        assert first["stored"] > 10 and again["hits"] > 10, (first, again)
+        equal((first["failures"], again["failures"]), ({}, {}))
+        with socket.create_connection(("127.0.0.1", redis.port), 5) as connection:
+            connection.sendall(b"AUTH kv4 hunter2\r\nKEYS *\r\nGET other\r\n")
+            said = b""
+            while said.count(b"\r\n") < 3:
+                said += connection.recv(1 << 16)
+            equal((said.count(b"+OK"), said.count(b"NOPERM")), (1, 2))
 
 
 def test_replay_report_in_a_browser():
@@ -747,7 +828,7 @@ def test_store_bench_ended():
             if number == signal.SIGKILL:
                 refused(["store", "bench", folder, "--total-bytes", "2000000"], "another 'kv4 store bench'")
             bench.send_signal(number)
-            equal((bench.communicate(timeout=60), bench.returncode)[1], -number)
+            equal((bench.communicate(timeout=60), bench.returncode)[1], -number if number == signal.SIGKILL else 128 + number)
             equal(base.exists(), number == signal.SIGKILL)
         done = kv4("store", "bench", folder, "--record-bytes", "70000", "--total-bytes", "1000000", "--rounds", "1")
         assert done.returncode == 0 and "an earlier bench was killed and left" in done.stderr, done
@@ -778,6 +859,23 @@ def test_plan_page():
             assert f"{part['name']}: {part['bytes']:,} bytes" in page, part
         assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
         refused(["plan", "--html", str(Path(folder) / "none" / "plan.html")], "plan.html", "folder")
+
+
+def test_plan_page_of_a_machine():
+    """The page says of weights and GPUs what the text says."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.html"
+        text = ok("plan", "--context", "128K", "--html", str(path)).stdout
+        assert "weights are not counted" in text and "weights are not counted" in path.read_text()
+        assert "<td>3,523.00 B</td>" in path.read_text(), path.read_text()[-3000:]
+        text = ok("plan", "--context", "128K", "--weights", "690GB", "--gpus", "8", "--memory", "141GB", "--html", str(path)).stdout
+        page = path.read_text()
+        together, each = re.search(r"With weights of 690 GB: (\S+ TB), (\S+ GB) on each of 8 GPUs", text).groups()
+        for row in ("<td>weights</td><td>690 GB (690,000,000,000 bytes)</td>", f"<td>with weights</td><td>{together}</td>",
+                    f"<td>on each of 8 GPUs, spread evenly</td><td>{each}</td>", "<td>memory of each GPU</td><td>141 GB (141,000,000,000 bytes)</td>"):
+            assert row in page, row
+        assert "not counted" not in page
+        ok("plan", "--weights", "9223372036854775807", "--gpus", "3", "--html", str(path))
 
 
 if __name__ == "__main__":

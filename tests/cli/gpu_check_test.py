@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""tools/gpu_check --racecheck, with a compute-sanitizer and a test binary that only pretend: what it lets pass.
+"""tools/gpu_check --racecheck, with a compute-sanitizer and a test binary that only pretend: what it lets pass. And its Python
+tests, with a Python that pretends.
 
 Needs no GPU. Ends with `N passed, N failed`.
 """
@@ -89,6 +90,59 @@ class GpuCheckRacecheck(unittest.TestCase):
         result = self.run_it(PRETEND_BUILD="OneThreadArrivesForItsWarp")
         self.assertEqual(result.returncode, 2, result.stdout)
         self.assertIn("-DKV4_RACECHECK=ON", result.stderr)
+
+
+PYTHON = r"""#!/bin/bash
+echo "$PYTHONPATH $*" >>"$PRETEND_LOG"
+case "$1 $2" in
+  "-c "*) echo "$PRETEND_WHY"; [[ -z "$PRETEND_WHY" ]] ;;
+  *) pwd >>"$PRETEND_LOG"; echo "$PRETEND_LINE"; exit "$PRETEND_CODE" ;;
+esac
+"""
+
+
+class GpuCheckPython(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.path = Path(self.folder.name)
+        for name, text in (("build/tests/kv4_tests", BINARY), ("python", PYTHON)):
+            file = self.path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def run_it(self, **pretend):
+        (self.path / "log").write_text("")
+        environment = dict(os.environ, OUT=str(self.path / "out"), KV4_GPU_PARTS="python", KV4_PYTHON=str(self.path / "python"),
+                           PRETEND_LOG=str(self.path / "log"), PRETEND_WHY="", PRETEND_CODE="0", PRETEND_LINE="9 passed, 0 failed, 1 skipped")
+        environment.pop("PYTHONPATH", None)
+        environment.update(pretend)
+        result = subprocess.run([ROOT / "tools/gpu_check", self.path / "build"], env=environment, capture_output=True, text=True, timeout=60)
+        return result.returncode, re.search(r"^python  .*$", result.stdout, re.M)[0], (self.path / "log").read_text()
+
+    def test_a_build_without_a_module_is_missing(self):
+        code, line, log = self.run_it()
+        self.assertEqual((code, log), (2, ""))
+        self.assertIn("missing", line)
+
+    def test_the_module_of_the_build_and_that_of_a_wheel(self):
+        for module, tree in ((self.path / "build/python", ROOT), (self.path / "build/wheel/site", self.path / "build/wheel")):
+            module.mkdir(parents=True)
+            code, line, log = self.run_it()
+            self.assertEqual(code, 0, line)
+            self.assertRegex(line, r"passed +9 passed, 0 failed, 1 skipped")
+            self.assertIn(f"{module} -m pytest", log)
+            self.assertEqual(log.splitlines()[-1], str(tree))
+
+    def test_what_python_says_is_shown(self):
+        (self.path / "build/python").mkdir()
+        code, line, _ = self.run_it(PRETEND_WHY="No module named 'torch'")
+        self.assertEqual(code, 2)
+        self.assertRegex(line, "missing +No module named 'torch'")
+        code, line, _ = self.run_it(PRETEND_CODE="1", PRETEND_LINE="8 passed, 1 failed, 1 skipped")
+        self.assertEqual(code, 1)
+        self.assertRegex(line, "FAILED +8 passed, 1 failed")
 
 
 if __name__ == "__main__":

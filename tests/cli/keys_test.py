@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from tool import KV4, ROOT, equal, kv4, ok, ok_json, refused, run_tests
+from running_cache_test import running
+from tool import KV4, ROOT, Skipped, equal, kv4, ok, ok_json, refused, run_tests
 
 REPLAY = ["replay", "--generate", "--data", "real", "--limit", "12", "--capacity", "64K"]
 SESSION = str(ROOT / "tests/cli/three_tokens.session")
@@ -67,6 +69,42 @@ def test_key_files_are_checked():
         equal(json.loads(figures.stdout)["tier_protection"], "sealed")
 
 
+def test_inspect_says_who_wrote_a_session():
+    example = Path(KV4).parent / "examples/keep_context"
+    if not example.exists():
+        raise Skipped(f"{example} is not built")
+    with tempfile.TemporaryDirectory() as folder:
+        mine, plain, sealed = key_file(folder, "a1"), folder + "/plain", folder + "/sealed"
+        subprocess.run([example, plain], stdout=subprocess.DEVNULL, check=True)
+        subprocess.run([example, sealed, mine], stdout=subprocess.DEVNULL, check=True)
+        for path, keys, text, protection, authentic in ((plain, [], "There is no cache key", "none", False),
+                                                        (sealed, ["--key-file", mine], "It is sealed by one of the given keys", "sealed", True)):
+            assert text in ok("inspect", path, *keys).stdout, ok("inspect", path, *keys).stdout
+            figures = ok_json("inspect", path, *keys)
+            equal((figures["protection"], figures["authentic"]), (protection, authentic))
+        refused(["inspect", sealed], "key")
+        refused(["inspect", plain, "--key-file", mine], "not authenticated by any key")
+
+
+def test_inspect_says_how_tiers_are_protected():
+    """A line for each tier outside host memory, and in JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        mine = key_file(folder, "a1")
+        for name, args, text, protection in (("plain", [], "no cache key", "none"), ("sealed", ["--key-file", mine], "sealed", "sealed"),
+                                             ("tagged", ["--key-file", mine, "--authenticate"], "authenticated", "authenticated")):
+            status = f"{folder}/{name}"
+            with running("replay", "--generate", "--data", "real", "--limit", "5000", "--layers", "3", "--capacity", "64K", "--verify", "0", "--host", "8MB",
+                         "--disk", f"{folder}/store of {name}", "--status", status, *args) as process:
+                deadline = time.time() + 120
+                while kv4("inspect", status).returncode != 0:
+                    assert time.time() < deadline and process.poll() is None, process.stderr.read()
+                    time.sleep(0.1)
+                lines = [line for line in ok("inspect", status).stdout.splitlines() if line.startswith("tier ")]
+                assert len(lines) == 1 and lines[0].startswith(f"tier disk: {text}"), lines
+                tiers = ok_json("inspect", status)["status"]["tiers"]
+                equal([(each["name"], each["protection"]) for each in tiers], [("host", "none"), ("disk", protection)])
+
+
 def test_plan_and_sessions_say_so():
     assert "no cache key" in ok("plan").stdout
     equal(ok_json("plan")["tier_protection"], "none")
@@ -77,6 +115,10 @@ def test_plan_and_sessions_say_so():
         mine = key_file(folder, "a1")
         refused(["session", "inspect", SESSION, "--key-file", mine], "not authenticated by any key")
         refused(["inspect", SESSION, "--key-file", mine], "not authenticated by any key")
+        found = ok_json("session", "inspect", SESSION, "--key-file", mine, "--accept-unauthenticated")
+        equal((found["ok"], found["protection"], found["authentic"]), (True, "none", False))
+        for command in (["session", "inspect"], ["inspect"]):
+            refused([*command, SESSION, "--accept-unauthenticated"], "--key-file")
         assert mine in ok("plan", "--key-file", mine).stdout
     # What 0.1 saved is read.
     equal(ok_json("session", "inspect", str(ROOT / "tests/tier/from_0_1/three_tokens.session"))["tokens"], 3)

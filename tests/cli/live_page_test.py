@@ -14,7 +14,9 @@ from pathlib import Path
 
 from playwright.sync_api import expect, sync_playwright
 
+from metrics_test import full_status
 from running_cache_test import replay_with_page, running, running_cache, serving
+from server_test import publishing
 from tool import KV4, Skipped, equal, ok, run_tests
 
 PATIENCE_MS = 120_000  # a machine may be busy
@@ -63,6 +65,15 @@ def test_live_page_of_a_running_cache():
             server.terminate()
             expect(page.locator("#status")).to_contain_text("nobody serves this page any more")
             expect(page.locator("#state")).to_have_text("connection lost")
+
+
+def test_a_size_that_is_not_known():
+    with tempfile.TemporaryDirectory() as folder:
+        folder = str(Path(folder) / "gpu0")
+        with publishing(folder, status=full_status()), serving(folder) as (_, _, first), open_page(first["address"]) as page:
+            expect(page.locator("#tiers tr")).to_have_count(5)
+            expect(page.locator("#tiers tr").nth(2)).to_contain_text("500 B")
+            expect(page.locator("#tiers tr").nth(3)).to_contain_text("not known")
 
 
 def hover_at(page, plot, share, height=0.4):

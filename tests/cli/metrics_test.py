@@ -118,6 +118,18 @@ def test_what_is_not_known_has_no_sample():
         equal(caches("kv4_requests"), {"full", "old"})
 
 
+def test_a_size_that_is_not_known_is_null():
+    """A page must not say that a server keeps -1 bytes."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = str(Path(parent) / "gpu0")
+        with publishing(folder, status=full_status()), serving(folder) as (get, _, _):
+            deadline = time.time() + 60
+            while "tiers" not in (state := json.loads(get("state.json"))):
+                assert time.time() < deadline, state
+                time.sleep(0.05)
+        equal([each["bytes"] for each in state["tiers"]], [500, 500, None, 500])
+
+
 def test_values():
     with served(full=full_status()) as get:
         families = both(get)[2]

@@ -16,10 +16,10 @@ import threading
 import urllib.request
 from pathlib import Path
 
-from cli_test import TINY_FORMATS, tiny_config
+from cli_test import TINY_FORMATS, Redis, tiny_config
 from running_cache_test import running
 from session_test import read_png
-from tool import KV4, Skipped, equal, ok, run_tests
+from tool import KV4, Skipped, equal, ok, ok_json, run_tests
 
 NO_UNIT = re.compile(r"\d[KMGT] B\b")  # "7.073G B"
 
@@ -118,6 +118,20 @@ def test_skipped_requests_have_their_place():
         chart = charts(page.read_text())["Block hit rate over time"]
         x, each = chart["x"]["values"], chart["panels"][0]["series"][0]["values"]
         assert all(a < b for a, b in zip(x, x[1:])) and x[-1] == 120 and None in each, x
+
+
+def test_a_tier_of_unknown_size():
+    """Of a remote tier nobody knows what it keeps: no bar of -1 bytes."""
+    with tempfile.TemporaryDirectory() as folder, Redis() as redis:
+        page = Path(folder) / "page.html"
+        figures = ok_json("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "10", "--capacity", "32K", "--verify", "0", "--host", "1MB",
+                          "--remote", f"127.0.0.1:{redis.port}", "--report", str(page))
+        host, remote = figures["tiers"]
+        assert host["records"] > 0 and host["bytes"] > 0, host
+        equal((remote["records"], remote["bytes"]), (None, None))
+        names = [bar["name"] for bar in charts(page.read_text())["Bytes by tier"]["bars"]]
+        equal(names, ["device, kept", "host, kept", "host, stored", "host, found", "remote, stored", "remote, found"])
+        assert "<td>capacity in bytes, in blocks of v4-flash (3 layers)</td>" in page.read_text()
 
 
 def test_names_are_text():
@@ -220,6 +234,11 @@ def test_heat_maps():
             assert len(set(legend)) == len(legend) == 9 and legend[-1] == "nothing", legend
             data = json.loads(re.search(r"const map = (\{.*\});\n", text).group(1))
             equal(len(data["values"]), data["columns"] * len(data["labels"]))
+            if not more:  # 801 tokens: CSA entries cover all up to 799, HCA ones up to 767, and nothing is drawn behind
+                equal((data["first"], data["last"]), (0, 799))
+                for row, covered in enumerate((800, 768)):
+                    values = data["values"][row * data["columns"]:(row + 1) * data["columns"]]
+                    equal([value is not None for value in values], [column * 800 < covered * data["columns"] for column in range(data["columns"])])
             assert data["columns"] <= 1024 and data["row"] in ("layer", "row"), data["columns"]
 
 

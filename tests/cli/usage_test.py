@@ -107,6 +107,18 @@ def test_interrupted_results():
     results = json.loads(interrupt(start("bench", "--json"))[0])
     equal(results[-1], {"interrupted": True})
     assert len(results) < 20, len(results)
+    with tempfile.TemporaryDirectory() as folder:
+        # The first work of the first round is done when the last one has begun to write.
+        args, ready = ("store", "bench", folder, "--rounds", "1000", "--total-bytes", "2000000"), Path(folder, "kv4_store_bench", "cached files")
+        printed, said = interrupt(start(*args), ready)
+        assert "raw write" in printed and "store put" in printed and "interrupted: " in said, (printed, said)
+        result = json.loads(interrupt(start(*args, "--json", "--index", "1000000"), ready)[0])
+        assert result["interrupted"] is True and "index" not in result, result
+        equal(len(result["sizes"]), 1)
+        assert result["sizes"][0]["speeds"]["raw write"]["mb_per_s"] > 0, result
+        equal(os.listdir(folder), [])
+    printed, _ = interrupt(start("run", "--tokens", "1M"))  # no table without rows
+    assert "tokens/s" in printed and "planned" not in printed and "check " not in printed, printed
     result = json.loads(interrupt(start("run", "--tokens", "1M", "--json"))[0])
     assert result["interrupted"] is True and result["ok"] is False and result["tokens"] < 10**6, result
     result = json.loads(interrupt(start("golden", vectors, "--json"))[0])

@@ -65,6 +65,8 @@ class FirstDay:
         folder = lambda cuda: self.do("tools/build_preset --folder release", **({"KV4_CUDA": cuda} if cuda else {})).strip()
         if "building without CUDA" in printed:
             assert "KV4_CUDA=ON ./run" in printed, printed
+            compiled = [path.name for path in (self.tree / "build").rglob("*.cu.o")]
+            assert not compiled, f"a build without CUDA compiled GPU kernels, most of a build: {compiled[:5]}"
             assert [folder(cuda) for cuda in ("", "OFF", "ON", "AUTO")] == ["build", "build", "build-cuda", "build-cuda"]
         else:
             assert [folder(cuda) for cuda in ("", "OFF", "ON", "AUTO")] == ["build", "build-cpu", "build", "build"]

@@ -86,25 +86,29 @@ def test_a_wheel_brings_the_command_and_says_whose_it_is():
     assert wheel.metadata["License-Expression"] == "Apache-2.0"
     assert wheel.metadata.get_all("Project-URL") and "transformers" in wheel.metadata.get_all("Provides-Extra")
     assert any("transformers" in requirement and "extra" in requirement for requirement in wheel.requires)
-    command = Path(sys.executable).with_name("kv4")
-    result = subprocess.run([command, "--version"], capture_output=True, text=True)
+    installed = [str(file.locate()) for file in wheel.files if file.match("bin/kv4") and file.parts[0] != "kv4"]
+    if not installed:
+        pytest.skip("the wheel was unpacked, not installed: it has no command")
+    result = subprocess.run([*installed, "--version"], capture_output=True, text=True)
     assert result.returncode == 0 and kv4.__version__ in result.stdout
 
 
 def test_a_wheel_brings_what_it_needs():
-    """Beside the C and C++ runtimes, and for a GPU its driver, which is opened when it is used."""
+    """Beside the C runtime; a GPU's driver is opened when it is used. libhwy, which goes along, wants any C++ runtime."""
     try:
         files = importlib.metadata.files("kv4")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("not a wheel: the package of a build tree")
     if not shutil.which("readelf"):
         pytest.skip("no readelf")
-    libraries = [file for file in files if ".so" in file.name]
-    assert libraries
-    for library in libraries:
-        dynamic = subprocess.run(["readelf", "-d", library.locate()], capture_output=True, text=True, check=True).stdout
-        needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)) - {file.name for file in libraries}
-        assert all(re.match(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux.*)\.so", name) for name in needed), needed
+    programs = [file for file in files if Path(file.locate()).is_file() and Path(file.locate()).read_bytes()[:4] == b"\x7fELF"]
+    own = [file for file in programs if file.name == "kv4" or file.name.startswith("_kv4.")]
+    assert len(own) == 2, programs  # the tool and the module
+    for program in programs:
+        dynamic = subprocess.run(["readelf", "-d", program.locate()], capture_output=True, text=True, check=True).stdout
+        needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)) - {file.name for file in programs}
+        runtime = r"(lib(c|m|dl|rt|pthread|gcc_s)|ld-linux.*)\.so" if program in own else r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux.*)\.so"
+        assert all(re.match(runtime, name) for name in needed), f"{program} needs {needed}"
 
 
 @pytest.mark.parametrize("document", ["docs/python.md", "README.md"])

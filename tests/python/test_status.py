@@ -13,15 +13,22 @@ KV4 = Path(os.environ.get("KV4", Path(__file__).resolve().parents[2] / "build" /
 TOKENS = 45
 
 
-def answered(status, *arguments):
-    """The tool's JSON; the cache publishes as long as the tool runs."""
+def run(status, *arguments, key_file=None):
+    """Exit code, stdout and stderr of the tool; the cache publishes as long as it runs."""
     if not KV4.exists():
         pytest.skip(f"there is no {KV4}")
-    process = subprocess.Popen([KV4, *map(str, arguments), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "KV4_KEY_FILE"}
+    if key_file is not None:
+        environment["KV4_KEY_FILE"] = str(key_file)
+    process = subprocess.Popen([KV4, *map(str, arguments), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     while process.poll() is None:
         assert status.publish()
-    out, err = process.communicate()
-    assert process.returncode == 0, err
+    return process.returncode, *process.communicate()
+
+
+def answered(status, *arguments, key_file=None):
+    code, out, err = run(status, *arguments, key_file=key_file)
+    assert code == 0, err
     return json.loads(out)
 
 
@@ -47,6 +54,32 @@ def test_a_running_request_is_inspected_and_goes_on(tmp_path):
         listed = answered(status, "inspect", tmp_path / "status")["status"]["requests"]
         assert [(one["request"], one["lengths"]) for one in listed] == [(request, [TOKENS + 7])]
     assert not (tmp_path / "status" / "status.json").exists()
+
+
+def test_a_request_is_sealed_where_there_are_keys(tmp_path):
+    key, other = bytes([1] * 32), bytes([2] * 32)
+    mine, theirs, both = tmp_path / "mine", tmp_path / "theirs", tmp_path / "both"
+    for path, keys in ((mine, [key]), (theirs, [other]), (both, [other, key])):
+        path.write_text("".join(each.hex() + "\n" for each in keys))
+        path.chmod(0o600)
+    cache = SmallCache()
+    request = cache.manager.admit()
+    cache.feed(request, TOKENS)
+    ask = lambda folder: ("inspect", tmp_path / folder, "--request", request)
+    with kv4.StatusFolder(cache.manager, tmp_path / "plain", interval=0) as plain:
+        for path in (None, mine, both):  # the folder is its owner's: what lies there in plain is read with keys, too
+            assert answered(plain, *ask("plain"), key_file=path)["tokens"] == TOKENS
+        assert answered(plain, *ask("plain"), "--key-file", mine)["tokens"] == TOKENS
+    with kv4.StatusFolder(cache.manager, tmp_path / "sealed", interval=0, keys=[key]) as sealed:
+        for path in (mine, both):
+            assert answered(sealed, *ask("sealed"), key_file=path)["tokens"] == TOKENS
+        assert answered(sealed, *ask("sealed"), "--key-file", mine)["tokens"] == TOKENS
+        code, out, err = run(sealed, *ask("sealed"))
+        assert code == 2 and out == "" and "--key-file or KV4_KEY_FILE" in err
+        code, out, err = run(sealed, *ask("sealed"), key_file=theirs)
+        assert code == 2 and out == "" and "not among those given" in err
+    with pytest.raises(kv4.ArgumentError, match="32 bytes"):
+        kv4.StatusFolder(cache.manager, tmp_path / "short", keys=[b"short"])
 
 
 def test_with_tiers(tmp_path):

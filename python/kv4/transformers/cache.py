@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple, NoReturn, TypeVar, Union
 
 import torch
 from transformers import GenerationConfig
@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache
 
 import kv4
 
-from .forward import Forward, Row
+from .forward import HOST, Forward, Row
 from .layer import Kv4Layer
 from .model import check_config, model_config, whole_model
-from .sizes import drafted_tokens, sizes_of_call
-from .store import Backends, Sizes, Store
+from .sizes import Drafts, sizes_of_call
+from .store import Backends, Request, Sizes, Store
 
 #: Tokens of the largest forward where nothing else is said: more is worth a chunked prefill.
 DEFAULT_STEP_TOKENS = 16384
@@ -89,6 +89,7 @@ class Kv4Cache(Cache):
         self.forward: Any = None  # the Forward under way, or the last
         self.wants_attentions = False
         self._backbone = backbone
+        self._generation = Sizes(0, 0, 0, 0)  # what the generate() that began last needs
         self._told: Told | None = None  # of the forward that begins
         self._new_rows = False  # the rows were admitted by a forward that has not ended
 
@@ -154,8 +155,7 @@ class Kv4Cache(Cache):
 
     # Size
 
-    def begin_generation(self, config: GenerationConfig, batch_size: int, max_length: int, attention_mask: Any = None,
-                         assisted: bool = False) -> None:
+    def begin_generation(self, config: GenerationConfig, batch_size: int, max_length: int, attention_mask: Any = None) -> None:
         """Told by generate() (by a hook of the model) before its first forward, batch_size before rows are repeated and
         max_length in columns. Makes room, or raises what would otherwise stop it in the middle."""
         if config.use_cache is False:
@@ -164,10 +164,15 @@ class Kv4Cache(Cache):
         padding = 0
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             padding = int((attention_mask == 0).sum(1).min())
-        held = self.store.sizes
         rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
-        rewind = drafted_tokens(config, assisted)
-        self._make_room(Sizes(rows, max_length - padding, min(held.max_step_tokens, rows * (1 + rewind)), rewind), "generate()")
+        self._generation = Sizes(rows, max_length - padding, 0, 0)
+        self._make_room(self._generation, "generate()")
+
+    def begin_drafting(self, drafts: Drafts) -> None:
+        """Told after begin_generation, and before the first forward, of a generation that is assisted."""
+        longest = self._generation.max_context + drafts.beyond
+        self._make_room(replace(self._generation, max_context=longest, max_step_tokens=1 + drafts.tokens,
+                                max_rewind_tokens=drafts.tokens), f"generate() with drafts of {drafts.tokens} tokens")
 
     def _make_room(self, needed: Sizes, call: str) -> None:
         others = self.store.num_requests() - len(self.rows)  # rows of copies
@@ -209,11 +214,12 @@ class Kv4Cache(Cache):
         if self.rows and len(self.rows) != batch:
             raise kv4.ArgumentError(f"the forward has {batch} rows, the cache {len(self.rows)}; reset() it between batches")
         if mask is not None:
-            if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-                raise kv4.ArgumentError("attention_mask must be a tensor [batch, columns]")
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(mask) not in (1, batch):
+                got = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+                raise kv4.ArgumentError(f"attention_mask must be a tensor [{batch}, {self.num_columns + count}] (rows, columns); "
+                                        f"got {got}")
             if mask.shape[1] != self.num_columns + count:
-                raise kv4.ArgumentError(f"attention_mask has {mask.shape[1]} columns; the cache holds {self.num_columns} and the "
-                                        f"forward adds {count}")
+                self._refuse_mask(told)
             mask = mask[:, -count:]
         ids, mask, positions = _to_host(batch, count, told.input_ids, mask, told.position_ids)
         mask = None if mask is None or mask.all() else mask.bool()
@@ -231,9 +237,21 @@ class Kv4Cache(Cache):
         self._told, self.wants_attentions = told._replace(input_ids=ids, attention_mask=mask), told.wants_attentions
         return own_positions
 
+    def _refuse_mask(self, told: Told) -> NoReturn:
+        """A mask of other columns than the cache and the forward have together."""
+        (batch, count), columns = told.shape, told.attention_mask.shape[1]
+        again = ""
+        if columns == count:  # a forward for itself: its positions say better what is wrong
+            mask, positions = _to_host(batch, count, told.attention_mask, told.position_ids)
+            if mask is not None and positions is not None:
+                self._check_positions(positions, mask.bool(), self._lengths())
+            again = ", or reset() the cache first where these are not what follows its tokens"
+        raise kv4.ArgumentError(f"attention_mask has {columns} columns; the cache holds {self.num_columns} and the forward adds "
+                                f"{count}: give the mask of all {self.num_columns + count} columns{again}")
+
     def _check_positions(self, positions: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int]) -> None:
         real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
-        expected = torch.tensor(lengths)[:, None] + real.long().cumsum(1) - 1
+        expected = torch.tensor(lengths, device=HOST)[:, None] + real.long().cumsum(1) - 1
         wrong = ((positions != expected) & real).nonzero()
         if len(wrong):
             row, column = wrong[0].tolist()
@@ -248,8 +266,8 @@ class Kv4Cache(Cache):
         lengths, mask = self._lengths(), None if self._told is None else self._told.attention_mask
         if mask is None and all(length == self.num_columns for length in lengths):
             return None
-        mask = torch.ones(len(lengths), count) if mask is None else mask
-        before = torch.tensor(lengths or [0] * len(mask))
+        mask = torch.ones(len(lengths), count, device=HOST) if mask is None else mask
+        before = torch.tensor(lengths or [0] * len(mask), device=HOST)
         return (before[:, None] + mask.long().cumsum(1) - 1).clamp(min=0).to(device)
 
     def column_mask(self, count: int, device: torch.device) -> torch.Tensor | None:
@@ -257,7 +275,7 @@ class Kv4Cache(Cache):
         firsts = [row.first if length else self.num_columns for row, length in zip(self.rows, self._lengths())]
         if not any(firsts):
             return None
-        return (torch.arange(self.num_columns + count) >= torch.tensor(firsts)[:, None]).to(device)
+        return (torch.arange(self.num_columns + count, device=HOST) >= torch.tensor(firsts, device=HOST)[:, None]).to(device)
 
     def open_step(self, batch: int, count: int, gaps: bool = True) -> None:
         """Prepares the step of a forward of [batch, count] tokens. `gaps`: padding may lie between a row's tokens."""
@@ -269,7 +287,7 @@ class Kv4Cache(Cache):
         if ids is None:
             if self.store.managers[0].schema().options.prefix.enabled:
                 raise kv4.ArgumentError("a prefix cache needs input_ids: inputs_embeds do not say which prompts are equal")
-            ids = torch.zeros(batch, count, dtype=torch.long)
+            ids = torch.zeros(batch, count, dtype=torch.long, device=HOST)
         if not self.rows:
             self._new_rows = True
             for _ in range(batch):
@@ -375,7 +393,7 @@ class Kv4Cache(Cache):
         self._rearrange([row for row in range(len(self.rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._rearrange(torch.arange(len(self.rows))[indices.cpu()].tolist())
+        self._rearrange(torch.arange(len(self.rows), device=HOST)[indices.cpu()].tolist())
 
     def reset(self) -> None:
         """Ends all rows. Where the prefix cache is on, their full blocks stay for later prompts."""
@@ -391,6 +409,8 @@ class Kv4Cache(Cache):
         Give the whole prompt to generate() afterwards. Needs prefix=kv4.PrefixOptions(enabled=True, ...).
         `prompt`: tenant, salt, extra of kv4.Prompt.
         """
+        if input_ids.dim() > 1 and input_ids.shape[0] != 1:
+            raise kv4.ArgumentError(f"begin() takes one prompt [1, n]; got {list(input_ids.shape)}")
         ids = input_ids.reshape(-1).cpu()
         kv4.Prompt(ids, **prompt)  # raises before rows end
         if not self.store.managers[0].schema().options.prefix.enabled:
@@ -400,14 +420,19 @@ class Kv4Cache(Cache):
         self.rows = [Row(request)]
         return self.num_columns
 
+    def _request(self, row: int) -> Request:
+        if not 0 <= row < len(self.rows):
+            raise kv4.ArgumentError(f"there is no row {row}; the cache has {len(self.rows)}")
+        return self.rows[row].request
+
     def token_ids(self, row: int = 0) -> torch.Tensor:
         """The tokens of a row that the cache holds, [1, n], where the model is."""
-        tokens: Any = self.store.managers[0].token_ids(self.rows[row].request[0])
+        tokens: Any = self.store.managers[0].token_ids(self._request(row)[0])
         return torch.from_numpy(tokens).long().to(self.device)[None]
 
     def save(self, path: Path, identity: kv4.SessionIdentity | None = None, row: int = 0) -> bool:
         """A row into a file (kv4.save_session_file); of a model over n devices into n files: path, path.1, ..."""
-        return self.store.save(self.rows[row].request, identity or kv4.SessionIdentity(), path)
+        return self.store.save(self._request(row), identity or kv4.SessionIdentity(), path)
 
     def restore(self, path: Path, identity: kv4.SessionIdentity | None = None) -> None:
         """One row from a file, in place of all that the cache holds; generate() goes on from token_ids().

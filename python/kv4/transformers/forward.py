@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+#: Where lengths and indices are made, whatever torch.set_default_device says.
+HOST = torch.device("cpu")
 #: Types of rows that kv4 takes.
 ROW_TYPES = (torch.float32, torch.bfloat16)
 
@@ -41,7 +43,7 @@ class Forward:
             tokens, starts = mask.sum(1), mask.int().argmax(1)
             ends = self.count - mask.flip(1).int().argmax(1)
             self.counts, self.starts, self.whole = tokens.tolist(), starts.tolist(), (ends - starts == tokens).tolist()
-            self.real = torch.arange(self.batch * self.count).view(self.batch, self.count)[self.rows][mask]
+            self.real = torch.arange(self.batch * self.count, device=HOST).view(self.batch, self.count)[self.rows][mask]
         self.lengths = [lengths[row] for row in self.rows]
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -67,8 +69,8 @@ class Forward:
         """[items, ...] -> [batch, ...]; for rows without tokens anything, since nobody looks."""
         if len(self.rows) == self.batch:
             return gathered
-        items = torch.zeros(self.batch, dtype=torch.long)
-        items[self.rows] = torch.arange(len(self.rows))
+        items = torch.zeros(self.batch, dtype=torch.long, device=HOST)
+        items[self.rows] = torch.arange(len(self.rows), device=HOST)
         return gathered.index_select(0, self._on("items", items, gathered.device))
 
     def by_column(self, gathered: torch.Tensor) -> torch.Tensor:
@@ -93,11 +95,11 @@ class Forward:
         if self.real is None and all(count == kept for count in before):
             return None
         most = self.num_window_rows()
-        index = torch.zeros(self.batch, kept + self.count, dtype=torch.long)
+        index = torch.zeros(self.batch, kept + self.count, dtype=torch.long, device=HOST)
         for item, row in enumerate(self.rows):
             count = before[item] + self.counts[item]
             column = kept + self.starts[item] - before[item]
-            index[row, column:column + count] = item * most + torch.arange(count)
+            index[row, column:column + count] = item * most + torch.arange(count, device=HOST)
         return index
 
     def _on(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

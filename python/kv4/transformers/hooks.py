@@ -12,6 +12,8 @@ import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
 from . import cache as kv4_cache
+from .forward import HOST
+from .sizes import drafts_of
 
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
@@ -24,8 +26,11 @@ def watch(model: DeepseekV4ForCausalLM) -> None:
         for layer in backbone.layers:
             if layer.self_attn.layer_type == "heavily_compressed_attention":
                 layer.self_attn.compressor.register_forward_hook(_hide_missing_entries, with_kwargs=True)
-    if "_prepare_cache_for_generation" not in vars(model) and hasattr(model, "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = types.MethodType(_prepare_cache_for_generation, model)
+    for hook in (_prepare_cache_for_generation, _get_candidate_generator):
+        original = getattr(type(model), hook.__name__, None)
+        # A model that was unpickled has its class's methods as its own under these names.
+        if original is not None and getattr(getattr(model, hook.__name__), "__func__", None) is original:
+            setattr(model, hook.__name__, types.MethodType(hook, model))
 
 
 @torch.compiler.disable
@@ -57,7 +62,7 @@ def _hide_missing_entries(module: Any, args: tuple[Any, ...], kwargs: dict[str, 
     lens = cache.forward.entries(module.compress_rate)
     if min(lens) == max(lens):
         return None
-    of_rows = cache.forward.by_row(torch.tensor(lens).to(entries.device))
+    of_rows = cache.forward.by_row(torch.tensor(lens, device=HOST).to(entries.device))
     missing = torch.arange(entries.shape[2], device=entries.device) >= of_rows[:, None]
     return entries, entries.new_zeros(missing.shape).masked_fill(missing, float("-inf"))[:, None, None]
 
@@ -69,6 +74,16 @@ def _prepare_cache_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
     cache = told.get("model_kwargs", {}).get("past_key_values")
     if isinstance(cache, kv4_cache.Kv4Cache) and {"generation_config", "batch_size", "max_cache_length"} <= told.keys():
         cache.begin_generation(told["generation_config"], told["batch_size"], told["max_cache_length"],
-                               attention_mask=told["model_kwargs"].get("attention_mask"),
-                               assisted="assisted" in str(told.get("generation_mode", "")).lower())
+                               attention_mask=told["model_kwargs"].get("attention_mask"))
     return original(self, *args, **kwargs)
+
+
+def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """generate() calls it before the first forward where it is assisted: what is drafted at once the generator alone knows."""
+    original = type(self)._get_candidate_generator
+    generator = original(self, *args, **kwargs)
+    told = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    cache = told.get("model_kwargs", {}).get("past_key_values")
+    if isinstance(cache, kv4_cache.Kv4Cache) and {"generation_config", "input_ids"} <= told.keys():
+        cache.begin_drafting(drafts_of(generator, told["generation_config"].max_length - told["input_ids"].shape[1]))
+    return generator

@@ -109,7 +109,7 @@ class Kv4Layer(CacheLayerMixin):
 @functools.lru_cache(maxsize=8)
 def _hadamard(width: int, device: torch.device) -> torch.Tensor:
     """The orthonormal Hadamard matrix, its own inverse: index keys are stored transformed."""
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, device=device, dtype=torch.float32)
     while len(matrix) < width:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix * width**-0.5

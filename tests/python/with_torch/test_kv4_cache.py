@@ -144,6 +144,30 @@ def test_padding_without_position_ids(model, left):
             assert max((logits[row, 0] - alone[row][-1]).abs().max() for row in range(3)) < 1e-2
 
 
+@pytest.mark.parametrize("setting, reset", [(lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
+                                            (lambda: torch.set_default_dtype(torch.bfloat16), lambda: torch.set_default_dtype(torch.float32))],
+                         ids=["device", "dtype"])
+def test_torchs_defaults_do_not_matter(model, setting, reset):
+    """Rows of different lengths, one without a token in the last forward; the default formats, with Hadamard."""
+    ids, mask = padded([random_tokens(1, n, seed=n, device=model.device) for n in (140, 33)])
+    following, rows = random_tokens(2, 1, seed=17, device=model.device), torch.tensor([1, 0])
+
+    def logits(before, after):
+        before()
+        try:
+            cache = Kv4Cache(model.config, model, max_batch=2, max_context=256)
+            told = [model(ids, attention_mask=mask, past_key_values=cache).logits, model(following, past_key_values=cache).logits]
+            cache.batch_select_indices(rows)
+            cache.crop(0)
+            last = torch.cat([torch.ones_like(mask[:, :1]), torch.zeros_like(mask[:, :1])])[:2]
+            whole = torch.cat([mask.flip(0), torch.ones_like(last), last], dim=1)
+            return told + [model(following, attention_mask=whole, past_key_values=cache).logits[:1]]
+        finally:
+            after()
+    for ours, expected in zip(logits(setting, reset), logits(lambda: None, lambda: None)):
+        assert torch.equal(ours, expected)
+
+
 def test_padding_with_embeddings(accelerated):
     """Without token ids the mask is all that is told."""
     ids, mask = padded([random_tokens(1, n, seed=n, device=accelerated.device) for n in (140, 33)])

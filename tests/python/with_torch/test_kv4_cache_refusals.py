@@ -78,6 +78,17 @@ def test_a_mask_of_other_columns_is_refused(model):
     model(random_tokens(1, 12), past_key_values=cache)
     with pytest.raises(kv4.ArgumentError, match="attention_mask has 1 columns; the cache holds 12 and the forward adds 1"):
         model(random_tokens(1, 1), attention_mask=torch.ones(1, 1), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match=r"give the mask of all 13 columns, or reset\(\) the cache first"):
+        model(random_tokens(1, 1), attention_mask=torch.ones(1, 1), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="give the mask of all 13 columns$"):
+        model(random_tokens(1, 1), attention_mask=torch.ones(1, 2), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match=r"position 0, which must be 12: .* reset\(\) the cache first"):
+        model(random_tokens(1, 5), attention_mask=torch.ones(1, 5), position_ids=torch.arange(5)[None], past_key_values=cache)
+    for mask, got in ((torch.ones(3, 13), r"a tensor \[3, 13\]"), (torch.ones(1, 1, 1, 13), r"a tensor \[1, 1, 1, 13\]"),
+                      ({"full_attention": None}, "a dict")):
+        with pytest.raises(kv4.ArgumentError, match=rf"attention_mask must be a tensor \[1, 13\].*got {got}"):
+            model(random_tokens(1, 1), attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 12
 
 
 def test_another_model_is_refused(model):
@@ -180,6 +191,21 @@ def test_a_prompt_that_cannot_begin_leaves_the_conversation(model):
     with pytest.raises(kv4.ArgumentError, match="prefix cache"):
         cache.begin(random_tokens(1, 40))
     assert cache.get_seq_length() == 30 and cache.manager.num_requests() == 1
+
+
+def test_rows_that_are_not_there_are_named(model, tmp_path):
+    cache = kv4_cache(model, prefix=kv4.PrefixOptions(enabled=True, weights_id="tiny"))
+    for attempt in (cache.token_ids, lambda: cache.save(tmp_path / "chat")):
+        with pytest.raises(kv4.ArgumentError, match="there is no row 0; the cache has 0"):
+            attempt()
+    model(random_tokens(1, 8), past_key_values=cache)
+    for row in (1, -1):
+        with pytest.raises(kv4.ArgumentError, match=f"there is no row {row}; the cache has 1"):
+            cache.token_ids(row)
+    with pytest.raises(kv4.ArgumentError, match=r"one prompt \[1, n\]; got \[2, 8\]"):
+        cache.begin(random_tokens(2, 8))
+    assert cache.get_seq_length() == 8
+    assert cache.begin(random_tokens(8)) == 0
 
 
 def test_attentions_are_given_where_they_are_asked_for():

@@ -1,6 +1,7 @@
 """Caches that size themselves, grow, and are copied."""
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -21,12 +22,28 @@ def test_sizes_are_derived_from_the_call():
     assert sizes(tokenized, {"max_length": 64})["max_context"] == 64
     assert sizes(ids)["max_context"] == 60  # generate() makes 20 tokens where nothing is said
     assert sizes(ids[:1], GenerationConfig(max_new_tokens=8, prompt_lookup_num_tokens=5)) == dict(
-        max_batch=1, max_context=48, max_step_tokens=40, max_rewind_tokens=5)
+        max_batch=1, max_context=53, max_step_tokens=45, max_rewind_tokens=5)  # the first forward has drafts, too
     assert sizes(ids, {"max_new_tokens": 8, "prefill_chunk_size": 16})["max_step_tokens"] == 32
     assert sizes(ids, {"max_new_tokens": 8}, max_batch=7)["max_batch"] == 7
     assert sizes({"inputs_embeds": torch.zeros(3, 5, 128)}, {"max_new_tokens": 8})["max_batch"] == 3
     with pytest.raises(kv4.ArgumentError, match=r"token ids \[rows, columns\].*got a list"):
         sizes([1, 2, 3])
+
+
+def test_sizes_are_those_of_the_merged_config():
+    """generate() takes from model.generation_config what the config that it is given leaves open."""
+    model, ids = tiny_model(), random_tokens(1, 20, seed=1)
+    model.generation_config.update(num_beams=3, max_new_tokens=50)
+    config = GenerationConfig(do_sample=False)
+    for given in (config, {"do_sample": False}, {"generation_config": config}):
+        sizes = Kv4Cache.for_generate(model, ids, given, **EXACT).store.sizes
+        assert (sizes.max_batch, sizes.max_context) == (3, 70)
+    assert config.num_beams is None and config.max_new_tokens is None
+    sizes = Kv4Cache.for_generate(model, ids, {"generation_config": GenerationConfig(num_beams=2), "max_new_tokens": 5}, **EXACT).store.sizes
+    assert (sizes.max_batch, sizes.max_context) == (2, 25)
+    cache = Kv4Cache.for_generate(model, ids, config, grow=False, **EXACT)
+    model.generate(ids, generation_config=config, past_key_values=cache)
+    assert cache.get_seq_length() == 69
 
 
 @pytest.mark.parametrize("arguments", [dict(), dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)], ids=str)
@@ -80,6 +97,20 @@ def test_what_does_not_fit_is_said_before_the_first_token(model):
         hook.remove()
     assert not forwards
     assert greedy(model, ids, 11, past_key_values=cache).shape[1] == 41  # the last token is not fed
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_hooks_of_a_copied_model(copied):
+    model = tiny_model()
+    kv4_cache(model)
+    twin, ids = copied(model), random_tokens(1, 30, seed=5)
+    cache = kv4_cache(twin, max_context=40)
+    assert torch.equal(greedy(twin, ids, 8, past_key_values=cache), greedy(model, ids, 8, past_key_values=kv4_cache(model)))
+    cache.reset()
+    with pytest.raises(kv4.ArgumentError, match=r"generate\(\) needs max_context = 49"):
+        greedy(twin, ids, 20, past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="drafts of 5 tokens needs max_rewind_tokens = 5"), rewindable(twin):
+        greedy(twin, ids, 4, past_key_values=cache, prompt_lookup_num_tokens=5)
 
 
 def test_no_memory_is_said_at_the_start(model, monkeypatch):
