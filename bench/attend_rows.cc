@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/cuda/attend_split.h"
+#include "backend/cuda/attend/kernels.h"
 #include "base/group.h"
 #include "codec/codec.h"
 #include "gpu_bench.h"

@@ -18,7 +18,7 @@ namespace {
 
 constexpr double kShare = 0.9;
 constexpr std::int64_t kLength = 512;
-constexpr std::size_t kUploadBytes = std::size_t{64} << 10;   // kPieceListBytes of cuda_backend.cc
+constexpr std::size_t kUploadBytes = std::size_t{64} << 10;   // kPieceListBytes of runtime/cuda_backend.cc
 constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // likewise
 
 double since_us(std::chrono::steady_clock::time_point start) {

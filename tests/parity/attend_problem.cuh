@@ -13,7 +13,7 @@
 #include <random>
 #include <vector>
 
-#include "backend/cuda/attend_split.h"
+#include "backend/cuda/attend/kernels.h"
 #include "base/group.h"
 #include "codec/codec.h"
 #include "kv4/backend.h"

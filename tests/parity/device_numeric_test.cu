@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "backend/cuda/row_decode.cuh"
-#include "backend/cuda/row_encode.cuh"
+#include "backend/cuda/rows/decode.cuh"
+#include "backend/cuda/rows/encode.cuh"
 #include "kv4/backend.h"
 
 namespace {

@@ -106,7 +106,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
     if (random_() % 4 == 0) std::memset(payload, random_() % 2 == 0 ? 0x00 : 0x88, 16);  // zeros of any scale
   }
 
-  // 256 in channel 0, nothing else in the matrix unit's first step (index_near.cuh), `small` in all others.
+  // 256 in channel 0, nothing else in the matrix unit's first step (index/fp8_fast.cuh), `small` in all others.
   static void change_to_cutoff(std::uint8_t* payload, std::uint8_t* scale, std::uint8_t small) {
     for (int c = 0; c < 128; ++c) payload[c] = c == 0 ? 0x78 : c < 64 && c % 16 < 4 ? 0 : small;
     const float one = 1.0f;
@@ -312,7 +312,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
   int visible(const ops::StepRecord& token) const { return token.padded() ? 0 : (token.position + 1) / kRatio; }
 
   // Near scores, which index_topk leaves in its workspace, against the defined ones: a matrix unit that kept fewer bits
-  // than the margin of topk_near.cuh takes for granted would be seen here, on products that lie far apart.
+  // than the margin of topk/rescore.cuh takes for granted would be seen here, on products that lie far apart.
   void check_near(const Bytes& workspace, const std::vector<float>& defined, std::int64_t stride) const {
     const std::int64_t near_stride = (std::int64_t{blocks_per_request_} * c_.rows_per_block + 63) / 64 * 64;
     for (std::size_t t = 0; t < tokens_.size(); ++t)
@@ -573,7 +573,7 @@ std::vector<Case> make_cases() {
     add("rare_edges_" + std::to_string(length),
         [&](Case& c) { c.data = Data::rare_edges, c.heads = 3, c.lengths = {length}, c.counts = {1}; });
   add("long_extreme", [](Case& c) { c.data = Data::extreme, c.heads = 2, c.lengths = {60000}, c.counts = {1}; });
-  // Blocks of 512 keys: raw scores come from whole crews (index_units.cuh), as those of long rows do.
+  // Blocks of 512 keys: raw scores come from whole crews (index/key_pipeline.cuh), as those of long rows do.
   for (const Data data : {Data::normal, Data::rare_edges})
     for (const DType q : {DType::bf16, DType::u8})
       add(std::string("whole_crews_") + (data == Data::normal ? "normal" : "edges") +

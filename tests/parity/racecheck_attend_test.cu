@@ -1,7 +1,7 @@
 // Small shapes of every attend kernel for compute-sanitizer's racecheck: see racecheck.h.
 #include <set>
 
-#include "backend/cuda/barrier.cuh"
+#include "backend/cuda/ptx/mbarrier.cuh"
 #include "parity/attend_problem.cuh"
 #include "parity/racecheck.h"
 #include "support/launched_kernels.h"

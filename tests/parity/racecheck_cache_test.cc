@@ -79,9 +79,9 @@ std::map<std::string, std::string> tuned_kernels() {
   std::map<std::string, std::string> kernels;
   const std::regex pattern(R"(__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\()");
   for (const auto& file :
-       std::filesystem::directory_iterator(std::filesystem::path(KV4_SOURCE_DIR) / "src/backend/cuda")) {
+       std::filesystem::recursive_directory_iterator(std::filesystem::path(KV4_SOURCE_DIR) / "src/backend/cuda")) {
     const std::string name = file.path().filename().string();
-    if (name.find("_plain.") != std::string::npos || name.find(".cu") == std::string::npos) continue;
+    if (name.find("generic.") != std::string::npos || name.find(".cu") == std::string::npos) continue;
     std::ifstream in(file.path());
     std::ostringstream text;
     text << in.rdbuf();

@@ -1,0 +1,384 @@
+// What a compressor reads: records of a step's tokens, and kv and gate rows from the ring or the step's inputs.
+#pragma once
+
+#include <type_traits>
+
+#include "backend/cuda/rows/warp_row.cuh"
+#include "kv4/params.h"
+
+namespace kv4::cuda {
+
+/// Element of a bf16 row.
+struct Bf16 {
+  std::uint16_t bits;
+};
+
+template <int kCount>
+struct Words {
+  std::uint32_t w[kCount];
+};
+
+// Every element is read once, so it takes no place in the first-level cache from the weights. Volatile: rows are asked
+// for in program order, all that are wanted before the first is used, and before the stores that may overwrite them.
+template <int kCount>
+__device__ Words<kCount> load_words(const void* at) {
+  Words<kCount> q;
+  if constexpr (kCount == 4) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q.w[0]), "=r"(q.w[1]), "=r"(q.w[2]), "=r"(q.w[3])
+                 : "l"(at)
+                 : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(q.w[0]), "=r"(q.w[1]) : "l"(at) : "memory");
+  } else {
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(q.w[0]) : "l"(at) : "memory");
+  }
+  return q;
+}
+
+/// Rows are less than 2 GiB apart, so that an address is one multiplication.
+template <class T>
+__device__ T* row_at(T* first, int row, std::int64_t stride_bytes) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const std::uint8_t, std::uint8_t>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(first) +
+                              std::uint64_t{static_cast<unsigned>(row)} * static_cast<unsigned>(stride_bytes));
+}
+
+/// A pair as loaded; of bf16, in the first word.
+using RawPair = Words<kPair>;
+
+struct RawRow {
+  RawPair kv, gate;
+};
+
+template <class T>
+__device__ RawPair load_raw(const T* at) {
+  if constexpr (std::is_same_v<T, float>) {
+    return load_words<2>(at);
+  } else {
+    return {{load_words<1>(at).w[0], 0}};
+  }
+}
+
+template <class T>
+__device__ Pair values(const RawPair& q) {
+  if constexpr (std::is_same_v<T, float>) {
+    return {{codec::bits_float(q.w[0]), codec::bits_float(q.w[1])}};
+  } else {
+    return pair_values(q.w[0]);
+  }
+}
+
+/// Values rounded to T, NaN in its one pattern.
+template <class T>
+__device__ void store_pair(T* at, const Pair& x) {
+  if constexpr (std::is_same_v<T, float>) {
+    *reinterpret_cast<float2*>(at) = make_float2(codec::canonical_nan(x.v[0]), codec::canonical_nan(x.v[1]));
+  } else {
+    *reinterpret_cast<std::uint32_t*>(at) =
+        codec::bf16_bits(x.v[0]) | static_cast<std::uint32_t>(codec::bf16_bits(x.v[1])) << 16;
+  }
+}
+
+// --- rows on their way into shared memory, where they hold no registers
+
+/// Where rows begin there. Copies to a place that lies 16 bytes beside a multiple of 32 take much longer, and those to
+/// multiples of 64 somewhat (H200, 2026-11-16; HCA prefill 64, 51.4 and 49.4 us).
+constexpr int kStageLine = 128;
+
+/// to: shared address. 16 bytes at once pass the first-level cache by.
+template <int kBytes>
+__device__ void copy_ahead(unsigned to, const void* from) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  }
+}
+/// Ends a batch of copies.
+__device__ inline void close_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits for all of the thread's batches but the last kMore.
+template <int kMore>
+__device__ void wait_for_batch() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kMore) : "memory");
+}
+
+// Loads seem to return in the order they were asked for, copies among them: one that is wanted soon is asked for before
+// rows that are wanted late, or travels with them.
+
+/// Rows in shared memory: kv, then gate, stage_row_bytes each; every warp has its part of a row, whatever type it is
+/// of.
+constexpr int stage_row_bytes(int threads) { return threads * static_cast<int>(sizeof(RawPair)); }
+
+__device__ inline int stage_offset(int pair_bytes) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  return (thread - lane) * static_cast<int>(sizeof(RawPair)) + lane * pair_bytes;
+}
+
+__device__ inline RawPair read_stage(const std::uint8_t* at, int pair_bytes) {
+  if (pair_bytes == sizeof(RawPair)) return *reinterpret_cast<const RawPair*>(at);
+  return {{*reinterpret_cast<const std::uint32_t*>(at), 0}};
+}
+
+/// Consecutive rows of the inputs on their way there, 16 bytes at a time: a copy brings the pairs of kSharers lanes,
+/// who take turns at kv, gate and rows. Readers wait for the batch, then for the warp.
+template <class In, int kRowBytes>
+class InputCopies {
+ public:
+  __device__ InputCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, int channel) {
+    const int turn = static_cast<int>(threadIdx.x) % kSharers, first = turn / 2;  // row of the lane's first copy
+    const ops::InputDesc& in = turn % 2 == 0 ? kv : gate;
+    stride_ = static_cast<unsigned>(in.row_stride) * static_cast<unsigned>(sizeof(In));
+    from_ = row_at(static_cast<const In*>(in.data), first, stride_) + channel - turn * kPair;
+    offset_ = first * 2 * kRowBytes + turn % 2 * kRowBytes + stage_offset(kPair * sizeof(In)) -
+              turn * kPair * static_cast<int>(sizeof(In));
+  }
+
+  /// kRows rows from `token` on. to: shared address; column: see SourceRows.
+  template <int kRows>
+  __device__ void ask(unsigned to, int token, int column) const {
+    const In* from = row_at(from_, token, stride_) + column;
+#pragma unroll
+    for (int i = 0; i < kRows; i += kSharers / 2) {
+      copy_ahead<16>(to + offset_ + i * 2 * kRowBytes, from);
+      from = row_at(from, kSharers / 2, stride_);
+    }
+  }
+
+ private:
+  static constexpr int kSharers = 16 / (kPair * static_cast<int>(sizeof(In)));
+  const In* from_;
+  unsigned stride_;
+  int offset_;
+};
+
+/// Whole rows on their way there, by kWarps warps that wait for each other: [kRows, kv and gate, kRowBytes]. A warp
+/// copies a part of one row.
+template <class In, int kWidth, int kRowBytes, int kWarps, int kRows>
+class WholeRowCopies {
+ public:
+  static constexpr int kBytes = kRows * 2 * kRowBytes;
+
+  __device__ WholeRowCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, int token) {
+    const int thread = thread_again(), warp = thread / kWarp, lane_at = thread % kWarp * 16;
+    const int part = warp % kParts;
+    const ops::InputDesc& in = warp / kParts % 2 == 0 ? kv : gate;
+    const std::int64_t stride = in.row_stride * static_cast<std::int64_t>(sizeof(In));
+    row_ = warp / (2 * kParts);
+    from_ = row_at(static_cast<const std::uint8_t*>(in.data), token + row_, stride) + part * kPart + lane_at;
+    step_ = kRows * static_cast<unsigned>(stride);
+    offset_ = warp / kParts * kRowBytes + part * kPart + lane_at;
+  }
+
+  /// The next kRows rows, `count` of which are there. to: shared address.
+  __device__ void ask(unsigned to, int count) {
+    if (row_ >= count) return;
+#pragma unroll
+    for (int i = 0; i < kPart; i += kPiece) copy_ahead<16>(to + offset_ + i, from_ + i);
+    from_ += step_;
+  }
+
+ private:
+  static constexpr int kParts = kWarps / (2 * kRows), kPart = kWidth * static_cast<int>(sizeof(In)) / kParts;
+  static constexpr int kPiece = kWarp * 16;
+  static_assert(kPart % kPiece == 0);
+  const std::uint8_t* from_;
+  unsigned step_;
+  int row_, offset_;
+};
+
+// --- records
+
+// Not through the read-only path: a kernel that started early is there while the record is written.
+__device__ inline ops::StepRecord load_record(const ops::StepRecord* at) {
+  const int4* words = reinterpret_cast<const int4*>(at);
+  const int4 a = words[0], b = words[1];
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+/// The same from L2: what was looked at before the wait may still lie in the first-level cache.
+__device__ inline ops::StepRecord load_record_again(const ops::StepRecord* at) {
+  const int4* words = reinterpret_cast<const int4*>(at);
+  const int4 a = __ldcg(words), b = __ldcg(words + 1);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+/// A token's record as it is before the wait: that of this step, unless the kernel before writes it. What it points at
+/// can be asked for at once: it is right if the record holds, and lies in the same pools if it does not (kv4/cuda.h).
+class GuessedRecord {
+ public:
+  __device__ GuessedRecord(const ops::StepDesc& step, int token) {
+    if (token < step.num_tokens) record_ = load_record(step.tokens + token);
+  }
+  __device__ const ops::StepRecord& get() const { return record_; }
+  /// Or half written.
+  __device__ bool padded() const { return record_.padded() || min(record_.read_slot, record_.write_slot) < 0; }
+  __device__ bool holds(const ops::StepRecord& r) const {
+    return record_.length == r.length && record_.read_slot == r.read_slot && record_.write_slot == r.write_slot &&
+           record_.position == r.position;
+  }
+
+ private:
+  ops::StepRecord record_;
+};
+
+/// Brings the line into L2, so that it is near once it may be read.
+__device__ inline void fetch_ahead(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+/// Before the wait: the first kind's input rows of `count` tokens are brought into L2, whoever will read them first.
+template <class In>
+__device__ void fetch_inputs(const ops::AppendParams& p, int first, int count) {
+  constexpr int kSector = 32;
+  const int at = static_cast<int>(threadIdx.x) * kSector;
+  if (at >= p.layer.kinds[0].pending.columns * static_cast<int>(sizeof(In))) return;
+  for (int token = first; token < min(first + count, p.step.num_tokens); ++token)
+    for (const ops::InputDesc* in : {&p.kv[0], &p.gate[0]})
+      fetch_ahead(row_at(static_cast<const std::uint8_t*>(in->data), token,
+                         in->row_stride * static_cast<std::int64_t>(sizeof(In))) +
+                  at);
+}
+
+/// The tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd stride, tokens that lie a
+/// ratio apart (entries due in a prefill) go to different groups, and so do neighbours (decodes).
+template <class Wanted>
+class TokenWalk {
+ public:
+  static constexpr int kNone = -1;
+
+  __device__ TokenWalk(const ops::StepDesc& step, int first, int stride, Wanted wanted)
+      : step_(step), token_(first < stride ? first : step.num_tokens), stride_(stride), wanted_(wanted) {}
+
+  /// The next token, else kNone.
+  __device__ int next() {
+    while (todo_ == 0) {
+      if (round_ == kRounds && !look_ahead()) return kNone;
+      todo_ = __shfl_sync(kAllLanes, masks_, round_++);
+    }
+    const int bit = __ffs(static_cast<int>(todo_)) - 1;
+    todo_ &= todo_ - 1;
+    return token_ + ((round_ - 1 - kRounds) * kWarp + bit) * stride_;
+  }
+
+ private:
+  static constexpr int kRounds = 4;  // records that a lane looks at together
+
+  __device__ bool look_ahead() {
+    if (token_ >= step_.num_tokens) return false;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int mine = token_ + (i * kWarp + lane) * stride_;
+      ops::StepRecord record;
+      if (mine < step_.num_tokens) record = load_record(step_.tokens + mine);
+      const unsigned mask = __ballot_sync(kAllLanes, !record.padded() && wanted_(record));
+      if (lane == i) masks_ = mask;
+    }
+    token_ += kRounds * kWarp * stride_;
+    round_ = 0;
+    return true;
+  }
+
+  const ops::StepDesc& step_;
+  int token_, stride_;  // of the first not looked at
+  Wanted wanted_;
+  unsigned masks_ = 0, todo_ = 0;  // lane i: the tokens wanted of round i; those left of this round
+  int round_ = kRounds;            // the next one
+};
+
+// --- rows
+
+/// Rows of one request and kind, each at one thread's channel: positions below `length` from the ring, in the pending
+/// type, others from the inputs, rounded to it when used. Rows are less than 2 GiB apart, so that an address is one
+/// multiplication.
+template <class In, class Pending>
+class SourceRows {
+ public:
+  __device__ SourceRows(const ops::AppendParams& p, int k, const ops::StepRecord& r, int channel)
+      : pending_(p.layer.kinds[k].pending), length_(r.length) {
+    const auto input = [&](const ops::InputDesc& in, int* stride) {
+      *stride = static_cast<int>(in.row_stride * static_cast<std::int64_t>(sizeof(In)));
+      return static_cast<const std::uint8_t*>(in.data) + std::int64_t{r.first_token - r.length} * *stride +
+             channel * static_cast<int>(sizeof(In));
+    };
+    kv_ = input(p.kv[k], &kv_stride_);
+    gate_ = input(p.gate[k], &gate_stride_);
+    ring_ = pending_.ring.at(r.read_slot, 0) + channel * static_cast<int>(sizeof(Pending));
+    out_ = pending_.ring.at(r.write_slot, 0) + channel * static_cast<int>(sizeof(Pending));
+  }
+
+  /// ring_row: position mod ring rows; column: of the row's series, before the thread's channel.
+  __device__ RawRow load(int position, int ring_row, int column) const {
+    return fetch(position, ring_row, column, [](auto* kv, auto* gate) { return RawRow{load_raw(kv), load_raw(gate)}; });
+  }
+
+  /// The same into shared memory.
+  __device__ void copy(int position, int ring_row, int column, unsigned kv_to, unsigned gate_to) const {
+    fetch(position, ring_row, column, [=](auto* kv, auto* gate) {
+      copy_ahead<kPair * sizeof(*kv)>(kv_to, kv);
+      copy_ahead<kPair * sizeof(*gate)>(gate_to, gate);
+    });
+  }
+
+  __device__ RawRow load_input(int position, int column) const {
+    return {load_raw(input(kv_, kv_stride_, position) + column),
+            load_raw(input(gate_, gate_stride_, position) + column)};
+  }
+
+  __device__ Pair read(const RawPair& raw, int position) const { return read(raw, position < length_); }
+
+  __device__ static Pair read(const RawPair& raw, bool stored) {
+    if (!std::is_same_v<In, Pending> && stored) return values<Pending>(raw);
+    const Pair x = values<In>(raw);
+    if constexpr (std::is_same_v<In, float> && std::is_same_v<Pending, Bf16>) return round_bf16(x);
+    return x;
+  }
+
+  /// An input row into the ring of the write slot.
+  __device__ void store(const RawRow& raw, int ring_row, int column) const {
+    Pending* row = const_cast<Pending*>(ring_row_of(out_, ring_row)) + column;
+    store_pair(row, values<In>(raw.kv));
+    store_pair(row + pending_.columns, values<In>(raw.gate));
+  }
+
+ private:
+  template <class Get>
+  __device__ auto fetch(int position, int ring_row, int column, Get get) const {
+    const bool stored = position < length_;
+    const Pending* ring = ring_row_of(ring_, ring_row) + column;
+    if constexpr (std::is_same_v<In, Pending>) {  // one access, whichever it is
+      const In* kv = stored ? ring : input(kv_, kv_stride_, position) + column;
+      const In* gate = stored ? ring + pending_.columns : input(gate_, gate_stride_, position) + column;
+      return get(kv, gate);
+    } else {
+      if (stored) return get(ring, ring + pending_.columns);
+      return get(input(kv_, kv_stride_, position) + column, input(gate_, gate_stride_, position) + column);
+    }
+  }
+
+  __device__ const Pending* ring_row_of(const std::uint8_t* slot, int row) const {
+    return reinterpret_cast<const Pending*>(slot + std::int64_t{row} * static_cast<int>(pending_.ring.row_stride));
+  }
+  __device__ static const In* input(const std::uint8_t* first, int stride, int position) {
+    return reinterpret_cast<const In*>(first + std::int64_t{position} * stride);
+  }
+
+  const ops::PendingDesc& pending_;
+  int length_, kv_stride_, gate_stride_;
+  const std::uint8_t *kv_, *gate_;  // of position 0, whether it is there or not
+  const std::uint8_t* ring_;        // of the read slot
+  const std::uint8_t* out_;         // of the write slot
+};
+
+// --- pools
+
+__device__ inline void clear(ops::Pool (&pool)[kPair]) {
+#pragma unroll
+  for (int i = 0; i < kPair; ++i) pool[i] = ops::empty_pool();
+}
+
+__device__ inline void pool_pair(ops::Pool (&pool)[kPair], const Pair& gate, const Pair& bias, const Pair& kv) {
+#pragma unroll
+  for (int i = 0; i < kPair; ++i) pool[i] = ops::pool_add(pool[i], gate.v[i] + bias.v[i], kv.v[i]);
+}
+
+}  // namespace kv4::cuda

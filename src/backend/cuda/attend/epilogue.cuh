@@ -1,0 +1,224 @@
+// How a thread block of dispatch.cu ends: denominators, merging over the cluster, output. For dispatch.cu and
+// persistent_window.cu.
+#pragma once
+
+#include "backend/cuda/attend/cta.cuh"
+
+namespace kv4::cuda {
+namespace {
+
+/// Of all parts and the sink.
+__device__ Stats total_of(const Shared& s, const Job& job, int head) {
+  const float sink = s.sink[job.sinks()][head];
+  const auto* stats = job.in_rounds ? s.round_stats + job.round % 2 : s.stats;
+  Stats total{sink, 0.0f};
+#pragma unroll 1
+  for (int part = 0; part < job.parts; ++part) total.most = fmaxf(total.most, stats[part][head].most);
+  const float base = total.most == -INFINITY ? 0.0f : total.most;
+  total.sum = exp2_fast(sink - base);
+  if (job.alike) {
+    const Stats& left = stats[0][head];
+    total.sum += (left.sum + s.sink[kSinks / 2 + job.round % 2][head]) * exp2_fast(left.most - base);
+    return total;
+  }
+#pragma unroll 1
+  for (int part = 0; part < job.parts; ++part)
+    total.sum += stats[part][head].sum * exp2_fast(stats[part][head].most - base);
+  return total;
+}
+
+/// What a part's O is multiplied by.
+__device__ float factor_of(const Shared& s, const Job& job, int head, int part) {
+  const Stats total = total_of(s, job, head);
+  if (total.sum == 0.0f) return 0.0f;
+  return __fdividef(exp2_fast((job.in_rounds ? s.round_stats[job.round % 2] : s.stats[part])[head].most -
+                              (total.most == -INFINITY ? 0.0f : total.most)),
+                    total.sum);
+}
+
+__device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job) {
+  const int head = job.part * job.own_heads() + static_cast<int>(threadIdx.x);
+  if (p.lse == nullptr || job.channel_part != 0 || static_cast<int>(threadIdx.x) >= job.own_heads() || head >= kTile ||
+      job.first_head + head >= p.num_heads)
+    return;
+  const Stats total = total_of(s, job, head);
+  p.lse[std::int64_t{job.token} * p.num_heads + job.first_head + head] =
+      total.sum == 0.0f ? -INFINITY : (total.most + log2f(total.sum)) * kLn2;
+}
+
+__device__ void turn_back(const Turn& turn, float& x, float& y) {
+  if (!turn.active) return;
+  const float a = x, b = y;
+  x = codec::fused(a, turn.cos, b * turn.sin);
+  y = codec::fused(b, turn.cos, -(a * turn.sin));
+}
+
+/// Where the output of a head begins.
+template <class Out>
+__device__ Out* output_of(const AttendParams& p, const Job& job, int head) {
+  return static_cast<Out*>(p.out.data) + (std::int64_t{job.token} * p.num_heads + job.first_head + head) * kWidth;
+}
+
+/// Of a group that has the last channels.
+template <int kSize>
+__device__ void turn_back_last(const AttendParams& p, const Job& job, float (&o)[kSize]) {
+  if (p.turn_back.rope_dim == 0 || job.padded) return;
+#pragma unroll
+  for (int i = kSize - kTail / 2; i < kSize; i += 4) {
+    const int channel = kWidth - (kSize - i) * 2 + 2 * quad_of_thread();
+    const Turn turn = load_turn(p.turn_back, job.position, channel, kWidth);
+    turn_back(turn, o[i], o[i + 1]);
+    turn_back(turn, o[i + 2], o[i + 3]);
+  }
+}
+
+/// O from registers: 32 channels of 8 heads at a time.
+template <int kSize>
+__device__ void store_output(const AttendParams& p, const Job& job, const float (&o)[kSize], int first_channel) {
+  const int quad = quad_of_thread();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int head = head_of_thread() + 8 * half;
+    const bool there = job.first_head + head < p.num_heads;
+    if (p.out.dtype == DType::f32) {
+      float* out = output_of<float>(p, job, head) + first_channel + 2 * quad;
+#pragma unroll
+      for (int i = 2 * half; i < kSize; i += 4)
+        if (there) *reinterpret_cast<float2*>(out + i / 4 * 8) = make_float2(o[i], o[i + 1]);
+      continue;
+    }
+    std::uint16_t* out = output_of<std::uint16_t>(p, job, head) + first_channel + 8 * quad;
+#pragma unroll
+    for (int i = 2 * half; i < kSize; i += 16) {
+      // The four lanes of a head swap words until each has 8 channels side by side.
+      std::uint32_t word[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) word[b] = pack_bf16(o[i + 4 * b], o[i + 4 * b + 1]);
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          if ((b & step) != 0) continue;
+          const bool high = (quad & step) != 0;
+          const std::uint32_t other = __shfl_xor_sync(kAllLanes, high ? word[b] : word[b + step], step);
+          (high ? word[b] : word[b + step]) = other;
+        }
+      if (there) store16(out + i / 16 * 32, word[0], word[1], word[2], word[3]);
+    }
+  }
+}
+
+/// A block's share of a head when Q and rows are no longer needed: channels in fp16, then what each group's must be
+/// multiplied by, a power of two. The bytes between blocks are what merging costs, hence not fp32; errors stay below
+/// 2^-12 of the largest channel.
+template <int kChannelParts>
+struct Share {
+  static constexpr int kChannels = kWidth / kChannelParts;
+  static constexpr int kScalesAt = kChannels * 2, kBytes = kScalesAt + 16;  // heads begin in different banks
+  static_assert(kTile * kBytes <= (1 + kStages) * kTileBytes);
+
+  __device__ static std::uint32_t address(const Shared& s, int head) {
+    return shared_address(s.q) + static_cast<std::uint32_t>(head * kBytes);
+  }
+};
+
+template <int kChannelParts, int kGroupIndex, int kSize>
+__device__ void store_shares(Shared& s, const float (&o)[kSize]) {
+  constexpr std::uint32_t kTop = 14;  // the largest channel gets this exponent
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 2 * half; i < kSize; i += 4) most = fmaxf(most, fmaxf(fabsf(o[i]), fabsf(o[i + 1])));
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+    const std::uint32_t exponent = max(codec::float_bits(most) >> 23, kTop + 1);
+    const float up = codec::bits_float((254 + kTop - exponent) << 23);
+    const std::uint32_t to = Share<kChannelParts>::address(s, head_of_thread() + 8 * half);
+    if (quad_of_thread() == 0)
+      shared_store(to + Share<kChannelParts>::kScalesAt + kGroupIndex * 4, (exponent - kTop) << 23);
+    const std::uint32_t channels = to + (kGroupIndex * kSize * 2 + 2 * quad_of_thread()) * 2;
+#pragma unroll
+    for (int i = 2 * half; i < kSize; i += 4) {
+      const __half2 pair = __floats2half2_rn(o[i] * up, o[i + 1] * up);
+      std::uint32_t bits;
+      memcpy(&bits, &pair, 4);
+      shared_store(channels + i / 4 * 16, bits);
+    }
+  }
+}
+
+/// Adds a share's eight channels, from this block or another.
+__device__ void add_share(uint4 channels, float scale, float (&sum)[kOctet]) {
+  const std::uint32_t words[4] = {channels.x, channels.y, channels.z, channels.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    __half2 pair;
+    memcpy(&pair, &words[i], 4);
+    const float2 x = __half22float2(pair);
+    sum[2 * i] = codec::fused(x.x, scale, sum[2 * i]);
+    sum[2 * i + 1] = codec::fused(x.y, scale, sum[2 * i + 1]);
+  }
+}
+
+/// Eight channels of a head that are added up.
+__device__ void store_octet(const AttendParams& p, const Job& job, int head, int channel, float (&sum)[kOctet]) {
+  if (job.first_head + head >= p.num_heads) return;
+  if (!job.padded && channel + kOctet > kWidth - p.turn_back.rope_dim) {
+#pragma unroll
+    for (int pair = 0; pair < kOctet; pair += 2)
+      turn_back(load_turn(p.turn_back, job.position, channel + pair, kWidth), sum[pair], sum[pair + 1]);
+  }
+  if (p.out.dtype == DType::f32) {
+    float4* out = reinterpret_cast<float4*>(output_of<float>(p, job, head) + channel);
+    out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  } else {
+    store16(output_of<std::uint16_t>(p, job, head) + channel, pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
+            pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+  }
+}
+
+/// All threads: exchanges shares and adds up those of this block's heads, eight channels per thread and turn.
+template <int kChannelParts>
+__device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
+  constexpr int kUnits = Share<kChannelParts>::kChannels / kOctet, kAtOnce = 4;
+  const int first = job.part * job.own_heads(), heads = min(job.own_heads(), kTile - first);
+  cluster_arrive();
+  cluster_wait();
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < heads * job.parts) s.factors[thread] = factor_of(s, job, first + thread / job.parts, thread % job.parts);
+  store_lse(p, s, job);
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i < heads * kUnits; i += kThreads) {
+    const int head = first + i / kUnits, unit = i % kUnits;
+    const std::uint32_t at = Share<kChannelParts>::address(s, head) + unit * 16;
+    const std::uint32_t scale_at =
+        Share<kChannelParts>::address(s, head) + Share<kChannelParts>::kScalesAt + unit / (kUnits / 2) * 4;
+    float sum[kOctet] = {};
+#pragma unroll 1
+    for (int part = 0; part < job.parts; part += kAtOnce) {
+      uint4 channels[kAtOnce];
+      float scale[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        channels[k] = make_uint4(0, 0, 0, 0);
+        scale[k] = 0.0f;
+        if (part + k >= job.parts) continue;
+        int from = job.part + part + k;  // not all blocks at the same one at once
+        if (from >= job.parts) from -= job.parts;
+        const std::uint32_t rank = job.rank_of(from);
+        channels[k] = cluster_load(in_block(at, rank));
+        scale[k] = cluster_load_float(in_block(scale_at, rank)) * s.factors[(head - first) * job.parts + from];
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) add_share(channels[k], scale[k], sum);
+    }
+    store_octet(p, job, head, job.channel_part * Share<kChannelParts>::kChannels + unit * kOctet, sum);
+  }
+  cluster_done_reading();  // others may still be reading here
+}
+
+}  // namespace
+}  // namespace kv4::cuda

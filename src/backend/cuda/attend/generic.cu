@@ -1,0 +1,127 @@
+// attend for any sizes: a thread block per token and 8 heads. It decodes a row into shared memory with the codec as it
+// is, then each warp adds it to its head. Bound by its barriers, two per row.
+#include "backend/cuda/attend/generic.cuh"
+
+#include "backend/cuda/attend/rows.cuh"
+#include "backend/cuda/rows/cta_group.cuh"
+#include "backend/cuda/runtime/launch.cuh"
+#include "codec/codec.h"
+#include "ops/compress_row.h"
+#include "schema/rope.h"
+
+namespace kv4::cuda {
+namespace {
+
+constexpr int kHeads = 8;  // of a thread block, a warp each
+constexpr int kThreads = 32 * kHeads;
+constexpr std::size_t kSharedByDefault = 48 * 1024;
+
+// Shared memory: a row, and a query and a sum of weighted rows per head, each [width].
+std::size_t shared_bytes(int width) { return sizeof(float) * static_cast<std::size_t>(width) * (1 + 2 * kHeads); }
+
+__device__ void store(const ops::OutputDesc& out, std::int64_t at, float x) {
+  if (out.dtype == DType::bf16)
+    static_cast<std::uint16_t*>(out.data)[at] = codec::bf16_bits(x);
+  else
+    static_cast<float*>(out.data)[at] = x;
+}
+
+/// Turns the last channels back: they were rotated forth at the same position.
+__device__ void turn_back(const ops::RopeDesc& rope, int position, int width, int lane, float* x) {
+  const int pairs = rope.rope_dim / 2;
+  for (int i = lane; i < pairs; i += 32) {
+    float cos, sin;
+    if (rope.cos != nullptr) {
+      cos = rope.cos[std::int64_t{position} * pairs + i];
+      sin = rope.sin[std::int64_t{position} * pairs + i];
+    } else {
+      rope_angle(rope.angles, position, i, &cos, &sin);
+    }
+    float* pair = x + width - rope.rope_dim + 2 * i;
+    const float a = pair[0], b = pair[1];
+    pair[0] = codec::fused(a, cos, b * sin);
+    pair[1] = codec::fused(b, cos, -(a * sin));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    attend_plain_kernel(const __grid_constant__ ops::AttendParams p, int head_groups) {
+  extern __shared__ float shared[];
+  __shared__ float scratch;
+  wait_for_previous();
+  const int width = width_of(p);
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  const std::int64_t token = blockIdx.x / head_groups;
+  const int head = static_cast<int>(blockIdx.x % head_groups) * kHeads + warp;
+  const bool has_head = head < p.num_heads;
+  float *row = shared, *q = row + (1 + 2 * warp) * width, *sum = q + width;
+  const Block g(&scratch);
+
+  const ops::RowType q_type = p.q.dtype == DType::bf16 ? ops::RowType::bf16 : ops::RowType::f32;
+  const void* q_row = static_cast<const std::uint8_t*>(p.q.data) +
+                      (token * p.q.row_stride + head * width) * static_cast<std::int64_t>(element_bytes(p.q.dtype));
+  for (int c = lane; c < width; c += 32) {
+    q[c] = has_head ? ops::load_element(q_row, q_type, c) : 0.0f;
+    sum[c] = 0.0f;
+  }
+  float most = -INFINITY, denominator = 0.0f;
+  const QueryRows rows(p, token);
+  for (int i = 0; i < rows.count(); ++i) {
+    const std::int32_t key = rows.key(p, token, i);
+    const RowPlace place = rows.place(p, i, key, rows.block(p, i, key));
+    if (place.payload == nullptr) continue;
+    const ops::RowPlanes& planes = i < rows.window ? p.layer.window.ring : p.layer.kinds[0].page;
+    float global = 1.0f;
+    if (place.global != nullptr) memcpy(&global, place.global, 4);
+    g.sync();  // the row before has been used
+    codec::with_codec(planes.format,
+                      [&](auto codec) { codec.decode(g, planes.shape, place.payload, place.scale, global, row); });
+    g.sync();
+    float z = 0.0f;
+    for (int c = lane; c < width; c += 32) z = codec::fused(q[c], row[c], z);
+    for (int step = 16; step > 0; step /= 2) z += __shfl_xor_sync(0xFFFFFFFFu, z, step);
+    z *= p.softmax_scale;
+    const float next = fmaxf(most, z);
+    const float past = next == -INFINITY ? 1.0f : expf(most - next);
+    const float weight = next == -INFINITY ? expf(z) : expf(z - next);
+    for (int c = lane; c < width; c += 32) sum[c] = codec::fused(sum[c], past, weight * row[c]);
+    denominator = codec::fused(denominator, past, weight);
+    most = next;
+  }
+  if (!has_head) return;
+  if (p.sink != nullptr && !rows.at.padded()) {
+    const float sink = p.sink[head], next = fmaxf(most, sink);
+    if (next != -INFINITY) {
+      const float past = expf(most - next);
+      denominator = codec::fused(denominator, past, expf(sink - next));
+      for (int c = lane; c < width; c += 32) sum[c] *= past;
+      most = next;
+    }
+  }
+  const float factor = denominator == 0.0f ? 0.0f : 1.0f / denominator;
+  for (int c = lane; c < width; c += 32) sum[c] *= factor;
+  __syncwarp();
+  if (!rows.at.padded()) turn_back(p.turn_back, rows.at.position, width, lane, sum);
+  __syncwarp();
+  const std::int64_t head_at = token * p.num_heads + head;
+  for (int c = lane; c < width; c += 32) store(p.out, head_at * width + c, sum[c]);
+  if (lane == 0 && p.lse != nullptr) p.lse[head_at] = denominator == 0.0f ? -INFINITY : most + logf(denominator);
+}
+
+}  // namespace
+
+cudaError_t attend_plain(const ops::AttendParams& p, cudaStream_t stream) {
+  if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
+  const std::size_t shared = shared_bytes(width_of(p));
+  if (shared > kSharedByDefault) {
+    const cudaError_t error = cudaFuncSetAttribute(attend_plain_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(shared));
+    if (error != cudaSuccess) return error;
+  }
+  const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
+  attend_plain_kernel<<<static_cast<unsigned>(p.step.num_tokens * head_groups), kThreads, shared, stream>>>(
+      p, head_groups);
+  return cudaGetLastError();
+}
+
+}  // namespace kv4::cuda

@@ -1,0 +1,414 @@
+// attend for few tokens: rows of 512 channels in fp8_tile64 and bf16 queries on Hopper, bound by latency. Heads and
+// rows are both split, so that even one token fills the GPU.
+// A thread block takes 8 or 16 heads of a token and a part of its rows, in tiles of 64 rows; the parts are the thread
+// blocks of a cluster. Raw rows are copied into shared memory and never stored converted: an e4m3 code is exact in
+// fp16, and its scale, a power of two per row and 64 channels, can wait until codes have been multiplied. A tile is
+// scored while the one before it is added up and the next one is on its way. Parts of at most 80 rows, as eight of 640
+// are, are one tile.
+//   scores   S^T = K Q^T (m16n8k16, rows times heads): warps take 16 rows and half of the channels, each 64 channels'
+//            products are multiplied by their scale in fp32. Q stays in registers, in fp16 with a power of two per
+//            head. Of one tile, 16 rows that are over are spread over all warps, 64 channels each.
+//   values   O^T += V^T P^T (channels times heads): warps take 64 channels, all of one scale, and all rows. The scale's
+//            exponent is added to the logit, so a weight is 2^(logit + exponent - the largest such sum). Each warp has
+//            its own running maximum therefore; the one of the bf16 channels has the softmax's.
+// Channels and rows are assigned to the multiplies' indices so that a thread's fragments are what lies side by side in
+// a row (scores) or what byte permutes of four rows give (values). Merging: each thread block sends its shares of O, in
+// fp16 with an exponent per head and 64 channels, straight to the one that finishes them: one exchange, one launch.
+//
+// What the token's record points at is brought into L2 before the kernel before has ended, and the first rows are asked
+// for by that record while it is read again.
+// H200, 2026-11-16, one token, 64 heads: 128 rows in 4.0 us, 640 chosen rows in 5.9. Bound by the latency of code that
+// runs once, about five clocks an instruction: what can be found before the wait is, and eight parts are known to the
+// compiler. A further tile takes 4,100 clocks (8 heads) or 5,400 (16).
+#include "backend/cuda/attend/small_batch.cuh"
+
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <optional>
+
+#include "backend/cuda/runtime/launch.cuh"
+
+namespace kv4::cuda {
+namespace {
+
+// --- rows
+
+/// An entry that a list names. Everything that the list's number does not tell is found before the wait.
+class ChosenRow {
+ public:
+  ChosenRow() = default;
+  __device__ ChosenRow(const AttendParams& p, const QueryRows& rows, std::int64_t token, int row)
+      : list_(static_cast<const std::int32_t*>(p.chosen.data) + token * p.chosen.row_stride + (row - rows.window)),
+        table_(p.step.block_table + std::int64_t{rows.at.row} * p.step.blocks_per_request),
+        visible_((rows.at.position + 1) / p.layer.kinds[0].ratio) {
+    const int in_block = p.layer.kinds[0].rows_per_block;
+    shift_ = (in_block & (in_block - 1)) == 0 ? __popc(in_block - 1) : -1;
+    asm volatile("" : "+l"(list_), "+l"(table_), "+r"(visible_), "+r"(shift_));  // not after the wait
+  }
+
+  __device__ void ask() { entry_ = load(list_); }
+  __device__ RowPlace place(const AttendParams& p) const {
+    if (entry_ < 0 || entry_ >= visible_) return {};
+    const ops::KindDesc& kind = p.layer.kinds[0];
+    const int in_table = shift_ >= 0 ? entry_ >> shift_ : entry_ / kind.rows_per_block;
+    const int block = load(table_ + in_table);
+    const int row = shift_ >= 0 ? entry_ - (in_table << shift_) : entry_ - in_table * kind.rows_per_block;
+    std::int64_t payload = row * kind.page.payload.row_stride, scale = row * kind.page.scale.row_stride;
+    asm volatile("" : "+l"(payload), "+l"(scale));  // while the table is read
+    if (block < 0) return {};
+    return {kind.page.payload.data + payload + block * kind.page.payload.block_stride,
+            kind.page.scale.data + scale + block * kind.page.scale.block_stride, nullptr};
+  }
+
+ private:
+  __device__ static std::int32_t load(const std::int32_t* at) {
+    std::int32_t x;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+  }
+  const std::int32_t *list_, *table_;
+  int visible_, shift_;  // shift_: rows of a block; negative: not a power of two
+  int entry_;
+};
+
+/// Four threads copy a row: of each 64 bytes a thread has 16. Each finds the row of every fourth tile, one step (see
+/// QueryRows) per tile, and gives its place to the others.
+class RowCopier {
+ public:
+  static constexpr int kAhead = 2;  // tiles on their way or being scored while one is added up
+
+  __device__ RowCopier(const AttendParams& p, const QueryRows& rows, const Job& job)
+      : p_(p),
+        rows_(rows),
+        job_(job),
+        row_(static_cast<int>(threadIdx.x) / 4),
+        unit_(static_cast<int>(threadIdx.x) % 4) {}
+
+  /// Before the kernel before has ended: finds those of the first four tiles that no list names, and brings every n-th
+  /// line of them into L2.
+  __device__ void guess(int line, int lines) {
+    known_ = row(0) >= job_.end || row(0) < rows_.window || p_.chosen.data == nullptr;
+    if (!known_) chosen_ = ChosenRow(p_, rows_, job_.token, row(0));
+    if (!known_ || row(0) >= job_.end) return;
+    name(0);
+    block_ = row(0) < rows_.window ? rows_.block(p_, row(0), key_) : __ldcg(entry_block());  // it may change yet
+    place_ = placed(0);
+    if (place_.payload == nullptr) return;
+    for (int at = line * kLine; at < kScaleAt + kLine; at += lines * kLine)
+      fetch(at < kScaleAt ? place_.payload + at : place_.scale);
+  }
+
+  /// Asks for what tells where those rows are that are not known yet; all of them if the guess was wrong.
+  __device__ void begin(bool guessed) {
+    guessed_ = guessed;
+    known_ = known_ && guessed;
+    if (known_) return;
+    if (guessed)
+      chosen_.ask();
+    else
+      name(0);
+  }
+
+  /// Copies the first tiles.
+  template <class S>
+  __device__ void copy_first(S& s) {
+    if (!known_) {
+      if (guessed_) {
+        place_ = chosen_.place(p_);
+      } else {
+        find_block(0);
+        place_ = placed(0);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kAhead; ++tile) copy(s, tile);
+  }
+
+  /// The guess, once the record has proved right.
+  __device__ bool was_right() const {
+    return !known_ || row(0) >= job_.end || row(0) < rows_.window || *entry_block() == block_;
+  }
+
+  /// When the tile before has been used: copies another one into its place.
+  template <class S>
+  __device__ void advance(S& s, int tile) {
+    prepare(tile);
+    copy(s, tile + kAhead);
+  }
+
+ private:
+  /// The four tiles after this one's.
+  __device__ void prepare(int tile) {
+    const int next = tile / 4 * 4 + 4;
+    if (next >= job_.tiles()) return;
+    if (tile % 4 == 0) name(next);
+    if (tile % 4 == 1) find_block(next);
+    if (tile % 4 == 2) next_ = placed(next);
+  }
+
+  /// A batch of copies, which may be empty.
+  template <class S>
+  __device__ void copy(S& s, int tile) {
+    ask(s, tile);
+    close_batch();
+  }
+  template <class S>
+  __device__ void ask(S& s, int tile) {
+    if (tile % 4 == 0 && tile > 0) place_ = next_;
+    const int from = static_cast<int>(threadIdx.x) % 32 / 4 * 4 + tile % 4;
+    const auto give = [&](const std::uint8_t* mine) {
+      return reinterpret_cast<const std::uint8_t*>(
+          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), from));
+    };
+    const std::uint8_t *payload = give(place_.payload), *scale = give(place_.scale);
+    if (tile >= job_.tiles() || row_ >= job_.steps(tile) * 16) return;
+    // One tile is two here, the second one short; a guess may have more rows.
+    const int row = S::kOneTile ? tile * kTile + row_ : row_;
+    if (S::kOneTile && row >= S::kRows) return;
+    const bool there = payload != nullptr;
+    if (!there) payload = scale = static_cast<const std::uint8_t*>(p_.q.data);  // an address: nothing is read
+    const int bytes = there ? 16 : 0, stage = tile % S::kStages;
+    const std::uint32_t to = shared_address(s.rows[stage]) + row * kRowStride;
+#pragma unroll
+    for (int at = 0; at < kScaleAt; at += 64)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at + unit_ * 16),
+                   "l"(payload + at + unit_ * 16), "r"(bytes)
+                   : "memory");
+    if (unit_ != 0) return;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + kScaleAt), "l"(scale), "r"(bytes / 2)
+                 : "memory");
+    s.absent[stage][row] = there ? 0.0f : -INFINITY;
+  }
+
+  __device__ int row(int tile) const { return job_.begin + (tile + unit_) * kTile + row_; }
+  __device__ void name(int tile) { key_ = row(tile) < job_.end ? rows_.key(p_, job_.token, row(tile)) : -1; }
+  __device__ void find_block(int tile) { block_ = rows_.block(p_, row(tile), key_); }
+  __device__ const std::int32_t* entry_block() const {
+    return p_.step.block_table + std::int64_t{rows_.at.row} * p_.step.blocks_per_request +
+           key_ / p_.layer.kinds[0].rows_per_block;
+  }
+  __device__ RowPlace placed(int tile) const { return rows_.place(p_, row(tile), key_, block_); }
+
+  const AttendParams& p_;
+  const QueryRows& rows_;
+  const Job& job_;
+  const int row_, unit_;
+  bool known_ = false, guessed_ = true;
+  int key_, block_;
+  ChosenRow chosen_;
+  RowPlace place_, next_;
+};
+
+template <int kHeads, int kStages, int kFixed>
+__global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
+    attend_parts(const __grid_constant__ AttendParams p, Parts<kFixed> parts, int head_groups) {
+#if __CUDA_ARCH__ == 900
+  constexpr bool kMore = Parts<kFixed>::kMore;
+  using S = Shared<kHeads, kStages, kMore>;
+  extern __shared__ __align__(16) std::uint8_t base[];
+  auto& s = *reinterpret_cast<S*>(base);
+  const std::uint32_t arrived = shared_address(&s.arrived);
+  if (threadIdx.x == 0) {
+    barrier_init(arrived, Arrivals::of_copies());
+    publish_barriers();
+  }
+  part_init_from_arrival();
+  if (threadIdx.x == 0) barrier_arrive_expecting(arrived, s.bytes_sent(parts.count()));
+  touch(p);
+  __syncwarp();
+  cluster_arrive();
+  Job job(parts, head_groups, kHeads);
+  QueryRows rows(p, job.token, guess_record_to_load(p, job.token));
+  job.take_rows(rows, parts);
+  RowCopier copier(p, rows, job);
+  copier.guess(job.first_head / kHeads, head_groups);
+  fetch_ahead<kHeads>(p, job, parts, rows, head_groups);
+  float sink = -INFINITY;
+  if (p.sink != nullptr && threadIdx.x < kHeads && job.first_head + static_cast<int>(threadIdx.x) < p.num_heads)
+    sink = p.sink[job.first_head + threadIdx.x] * codec::kLog2e;
+  wait_for_previous();
+  let_next_start();
+
+  const int warp = warp_of_thread(), half = warp / kSteps;
+  const int step = (warp + half) % kSteps;  // the two halves of 16 rows in different quarters of the multiprocessor
+  Queries<S> queries;
+  ops::StepRecord record;
+  record.row = 0;
+  if (p.step.tokens != nullptr) record = load_record_again(p.step.tokens + job.token);
+  copier.begin(true);
+  queries.load(p, job);
+  copier.copy_first(s);
+  queries.convert(s);
+  const bool same_query =
+      is_same(record, rows.at) && (p.step.tokens == nullptr || window_begin(p.step, record) == rows.begin);
+  if (__syncthreads_or(!same_query || !copier.was_right())) {
+    wait_for_batch<0>();
+    __syncthreads();
+    rows = QueryRows(p, job.token, record);
+    job.take_rows(rows, parts);
+    copier.begin(false);
+    copier.copy_first(s);
+  }
+  if (threadIdx.x < kHeads) s.sink[threadIdx.x] = rows.at.padded() ? -INFINITY : sink;
+  Turn turn{};
+  if (p.turn_back.rope_dim > 0 && !rows.at.padded() && (job.part + 1) * kWarps > kScales << parts.log2())
+    turn = load_turn(p.turn_back, rows.at.position, kTailAt + 2 * lane_of_thread(), kWidth);
+  queries.take(s, half);
+
+  const float logit_scale = p.softmax_scale * codec::kLog2e;
+  Values<S> values;
+  const auto add = [&](int tile, int steps) {
+    if (warp == kWarps - 1)
+      values.template add<true>(s, tile, steps);
+    else
+      values.template add<false>(s, tile, steps);
+  };
+  if constexpr (S::kOneTile) {
+    const int steps = job.steps(), whole = spreads(steps) ? steps - 1 : steps;
+    wait_for_batch<0>();
+    __syncthreads();
+    if (step < whole) score_rows(s, 0, step, half, queries, logit_scale);
+    if (whole < steps) score_spread(s, whole, logit_scale);
+    __syncthreads();
+    if (steps > 0) add(0, steps);
+  } else {
+    // A tile is scored while the one before it is added up: one barrier each.
+    for (int tile = -1; tile < job.tiles(); ++tile) {
+      if (tile < 0)
+        wait_for_batch<RowCopier::kAhead - 1>();
+      else
+        wait_for_batch<0>();
+      __syncthreads();
+      if (tile >= 0) {
+        copier.advance(s, tile);
+        add(tile, job.steps(tile));
+      }
+      if (tile + 1 < job.tiles() && step < job.steps(tile + 1))
+        score_rows(s, tile + 1, step, half, queries, logit_scale);
+    }
+  }
+  cluster_wait();  // all blocks have begun
+  values.send(s, job, parts);
+  if (kMore && job.part >= parts.finishers()) return;  // nothing is sent here
+  const auto wait = [&] {
+    if (parts.alone())
+      __syncthreads();  // what this block stored for itself
+    else
+      barrier_wait(shared_address(&s.arrived), 0);
+  };
+  if (S::kPairs >> parts.log2() <= kWarps) {
+    finish_one(p, s, job, parts, turn, wait);
+  } else {
+    wait();
+    finish_several(p, s, job, parts, turn);
+  }
+#endif
+}
+
+// --- on the host
+
+// Not between nine and 16: such clusters do not lie in pairs in the parts of an H200.
+constexpr int kPartCounts[] = {1, 2, 4, 8, kNineParts, 16};
+constexpr std::size_t kNumPartCounts = std::size(kPartCounts);
+int log2_of(int parts) { return static_cast<int>(std::bit_width(static_cast<unsigned>(parts))) - 1; }
+
+/// One of the kernels.
+template <int kHeads, int kStages>
+struct Variant {
+  static constexpr bool kNine = kStages > 1;  // parts, too
+  static constexpr int kSharedBytes = sizeof(Shared<kHeads, kStages, kNine>);
+  static_assert(kSharedBytes <= (kStages <= 2 ? 113 : 227) * 1024);
+
+  template <class Kernel>
+  static cudaError_t allow(Kernel kernel) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    return error != cudaSuccess ? error
+                                : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  template <int kFixed>
+  static cudaError_t launch(const AttendParams& p, int parts, cudaStream_t stream) {
+    const auto kernel = attend_parts<kHeads, kStages, kFixed>;
+    if (const cudaError_t error = allow(kernel); error != cudaSuccess) return error;
+    const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
+    return launch_clusters<sizeof(Shared<kHeads, kStages, Parts<kFixed>::kMore>)>(
+        kernel, static_cast<unsigned>(parts), static_cast<unsigned>(p.step.num_tokens * head_groups * parts), kThreads,
+        stream, p, Parts<kFixed>{log2_of(parts)}, head_groups);
+  }
+  static cudaError_t launch(const AttendParams& p, int parts, cudaStream_t stream) {
+    if constexpr (kNine) {
+      if (parts == kNineParts) return launch<kNineParts>(p, parts, stream);
+    } else {
+      if (parts == kEightParts) return launch<kEightParts>(p, parts, stream);
+    }
+    return launch<0>(p, parts, stream);
+  }
+  /// Clusters that run at once, by their size. [kPartCounts]
+  static std::array<int, kNumPartCounts> count_clusters() {
+    std::array<int, kNumPartCounts> most{};
+    if (allow(attend_parts<kHeads, kStages, 0>) != cudaSuccess) return most;
+    for (std::size_t i = 0; i < most.size(); ++i) {
+      if (!kNine && kPartCounts[i] == kNineParts) continue;
+      cudaLaunchAttribute cluster{};
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {static_cast<unsigned>(kPartCounts[i]), 1, 1};
+      const cudaLaunchConfig_t config{cluster.val.clusterDim.x, kThreads, kSharedBytes, nullptr, &cluster, 1};
+      if (cudaOccupancyMaxActiveClusters(&most[i], attend_parts<kHeads, kStages, 0>, &config) != cudaSuccess)
+        most[i] = 0;
+    }
+    static_cast<void>(cudaGetLastError());  // of sizes that the chip does not have
+    return most;
+  }
+};
+
+}  // namespace
+
+/// What should take the least time, of splits whose blocks all run at once: a start, and a time per row of a part. In
+/// hundredths of a microsecond, fitted to an H200, 2026-11-15.
+std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t most_rows, double other) {
+  static const std::array<int, kNumPartCounts> at_once[] = {
+      Variant<8, 1>::count_clusters(), Variant<8, 2>::count_clusters(), Variant<8, 3>::count_clusters(),
+      Variant<16, 3>::count_clusters()};
+  struct Kernel {
+    int heads, stages;
+    std::int64_t most_rows;
+    double start, per_row;
+  };
+  constexpr std::int64_t kAnyRows = INT64_MAX;
+  constexpr Kernel kKernels[] = {{8, 1, kOneTileRows, 420, 3.8},
+                                 {8, 2, 2 * kTile, 420, 3.8},
+                                 {8, 3, kAnyRows, 420, 3.8},
+                                 {16, 3, kAnyRows, 620, 5.0}};
+  static_assert(std::size(at_once) == std::size(kKernels));
+  constexpr double kRound = 15;          // of heads that a warp finishes
+  constexpr double kLargeCluster = 300;  // more for 16 blocks of 8 heads, which crowd a part of the chip
+  double least = other;
+  std::optional<SmallSplit> best;
+  const auto rows_of = [&](int parts) { return (most_rows + parts - 1) / parts; };
+  const auto tiles_of = [&](int parts) { return (rows_of(parts) + kTile - 1) / kTile; };
+  for (std::size_t k = 0; k < std::size(kKernels); ++k)
+    for (std::size_t i = 0; i < kNumPartCounts; ++i) {
+      const Kernel& kernel = kKernels[k];
+      const int parts = kPartCounts[i], finishers = 1 << log2_of(parts);
+      const std::int64_t clusters = std::int64_t{p.step.num_tokens} * ((p.num_heads + kernel.heads - 1) / kernel.heads);
+      if (clusters > at_once[k][i] || rows_of(parts) > kernel.most_rows) continue;
+      if (parts > finishers && tiles_of(parts) == tiles_of(finishers)) continue;  // 640 rows: 7.6 to 8.0 us
+      const bool shared = clusters * parts > multiprocessors();                   // two blocks on one multiprocessor
+      const double time = kernel.start + kRound * kernel.heads / finishers +
+                          kernel.per_row * static_cast<double>(rows_of(parts)) * (shared ? 2 : 1) +
+                          (parts == kMaxCluster && kernel.heads == 8 ? kLargeCluster : 0);
+      if (time >= least) continue;
+      least = time;
+      best = SmallSplit{kernel.heads, parts, kernel.stages};
+    }
+  return best;
+}
+
+cudaError_t attend_small(const AttendParams& p, const SmallSplit& split, cudaStream_t stream) {
+  if (split.heads == 16) return Variant<16, 3>::launch(p, split.parts, stream);
+  if (split.stages == 1) return Variant<8, 1>::launch(p, split.parts, stream);
+  return split.stages == 2 ? Variant<8, 2>::launch(p, split.parts, stream)
+                           : Variant<8, 3>::launch(p, split.parts, stream);
+}
+
+}  // namespace kv4::cuda

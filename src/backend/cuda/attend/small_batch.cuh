@@ -1,0 +1,746 @@
+// The thread blocks of small_batch.cu: shared memory, scores, values, and their end. For small_batch.cu alone.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "backend/cuda/attend/kernels.h"
+#include "backend/cuda/attend/mma.cuh"
+#include "backend/cuda/attend/rows.cuh"
+#include "backend/cuda/attend/speculative.cuh"
+#include "backend/cuda/rows/warp_row.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+#pragma nv_diag_suppress 177  // the kernel has no body there, so its parts are not used
+#endif
+
+namespace kv4::cuda {
+namespace {
+
+using ops::AttendParams;
+
+constexpr int kWidth = 512, kTile = 64;      // a tile: so many rows, or channels of one scale
+constexpr int kScales = kWidth / kTile - 1;  // of a row; its last tile is bf16
+constexpr int kSteps = kTile / 16;           // of the multiplies, through a tile
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+// A row in shared memory: as stored, then its scales. The stride keeps 2 neighbour rows (scores) and 4 (values) apart
+// in banks.
+constexpr int kTailAt = kScales * kTile, kScaleAt = 576, kRowStride = 608;
+constexpr int kWeightBits = 15;  // weights are as large as fp16 allows: times 2^15
+constexpr int kQueryTop = 8;     // exponent of the largest query element of a head and 64 channels
+constexpr int kShareTop = 14;    // of a share's largest channel
+constexpr float kLn2 = 0.693147181f;
+constexpr int kOneTileRows = 80;  // of the kernel that has only one tile: eight parts of 640 rows
+constexpr int kEightParts = 8;    // the usual number for one token
+constexpr int kNineParts = 9;     // of which eight finish: of 9 x 128 rows two tiles each instead of three
+
+/// Of one head over some rows: the largest logit (times log2 e) and the sum of 2^(logit - largest).
+struct Stats {
+  float most, sum;
+};
+
+/// Parts of a token's rows. The thread blocks of 2^log2 of them finish pairs of a head and 64 channels. kFixed:
+/// kEightParts or kNineParts; 0: any power of two.
+template <int kFixed>
+struct Parts {
+  static constexpr bool kMore = kFixed == kNineParts;
+  int any_log2;
+  __device__ int log2() const { return kFixed > 0 ? 3 : any_log2; }
+  __device__ int finishers() const { return 1 << log2(); }
+  __device__ int count() const { return kFixed > 0 ? kFixed : finishers(); }
+  __device__ int over(int x) const { return kMore ? x / kNineParts : x >> log2(); }
+  __device__ int rest(int x) const { return kMore ? x % kNineParts : x & (finishers() - 1); }
+  __device__ bool alone() const { return kFixed == 0 && any_log2 == 0; }
+};
+
+template <int kHeads_, int kStages_, bool kMore>
+struct Shared {
+  static constexpr int kHeads = kHeads_, kStages = kStages_;
+  static constexpr int kPairs = kWarps * kHeads;  // of 64 channels and a head
+  static constexpr bool kOneTile = kStages == 1;  // what is said to be [1] of tiles is of its spread rows, see spreads
+  static constexpr int kRows = kOneTile ? kOneTileRows : kTile;
+  std::uint8_t rows[kStages][kRows * kRowStride];
+  // [tile, half of the channels, 16 rows, head]: see score_word. Spread rows: [1, half, 64 channels of it, head]
+  float scores[2][2][kSteps][kHeads][16];
+  float exponents[2][kWarps][kTile];         // [tile, channels, row]: rows as in scores
+  uint4 queries[kWarps][kHeads / 8][2][32];  // [channels, 8 heads, half of a thread's words, thread]: see Queries
+  float query_factors[kWarps][kHeads];       // what products with them are multiplied by
+  float absent[kStages][kRows];              // -infinity for rows that are not there
+  float sink[kHeads];                        // times log2 e
+  // From the thread blocks of the cluster:
+  static constexpr int kShares = kMore ? kPairs / (kNineParts - 1) * kNineParts : kPairs;
+  std::uint16_t shares[kShares][kTile];  // [part, pair of this block]: fp16
+  float logs[kShares];                   // of what shares are multiplied by; then that itself
+  Stats stats[kMaxCluster][kHeads];
+  std::uint64_t arrived;  // of these
+
+  /// Bytes that a block gets.
+  __device__ static int bytes_sent(int parts) {
+    return static_cast<int>(sizeof(shares) + sizeof(logs)) + parts * kHeads * static_cast<int>(sizeof(Stats));
+  }
+};
+
+/// Word of row r of 16: the four rows of a thread's weights lie side by side; swizzled for whoever writes them.
+__device__ int row_word(int r) { return r % 4 * 4 + r / 4; }
+__device__ int score_word(int r, int head) { return row_word(r) ^ (head / 2 % 4 * 4); }
+
+__device__ int lane_of_thread() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ int warp_of_thread() { return static_cast<int>(threadIdx.x) / 32; }
+
+/// 2^x; 0 for -infinity.
+__device__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The lower two e4m3 codes as fp16.
+__device__ std::uint32_t codes_to_half2(std::uint32_t codes) {
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes & 0xFFFFu), __NV_E4M3);
+  std::uint32_t bits;
+  memcpy(&bits, &pair, 4);
+  return bits;
+}
+
+__device__ std::uint32_t half2_bits(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  std::uint32_t bits;
+  memcpy(&bits, &pair, 4);
+  return bits;
+}
+
+__device__ uint4 shared_load16(std::uint32_t at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
+  return x;
+}
+__device__ uint2 shared_load8(std::uint32_t at) {
+  uint2 x;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at));
+  return x;
+}
+
+/// A fragment of 16 x 16, of two elements per word: thread 4 g + q has, of rows g and g + 8, elements 2q, 2q + 1 (words
+/// 0, 1) and 2q + 8, 2q + 9 (words 2, 3).
+using Fragment = std::uint32_t[4];
+
+/// d += a b: d [16, 8] fp32, a [16, 16], b [16, 8] (its two words are elements 2q, 2q + 1 and 2q + 8, 2q + 9 of column
+/// g).
+template <bool kBf16>
+__device__ void multiply(float (&d)[4], const Fragment& a, std::uint32_t b0, std::uint32_t b1) {
+  if constexpr (kBf16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// What a thread block does.
+struct Job {
+  std::int64_t token;
+  int first_head;
+  int part;
+  int begin, end;  // rows
+
+  template <int kFixed>
+  __device__ Job(const Parts<kFixed>& parts, int head_groups, int heads) {
+    const int unit = parts.over(static_cast<int>(blockIdx.x));
+    part = parts.rest(static_cast<int>(blockIdx.x));
+    token = unit / head_groups;
+    first_head = unit % head_groups * heads;
+  }
+
+  template <int kFixed>
+  __device__ void take_rows(const QueryRows& rows, const Parts<kFixed>& parts) {
+    const int share = parts.over(rows.count() + parts.count() - 1);
+    begin = min(part * share, rows.count());
+    end = min(begin + share, rows.count());
+  }
+  __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
+  /// Of 16 rows.
+  __device__ int steps(int tile) const { return min((end - begin - tile * kTile + 15) / 16, kSteps); }
+  /// The same where there is only one tile; a guess may have more rows.
+  __device__ int steps() const { return min((end - begin + 15) / 16, kOneTileRows / 16); }
+};
+
+// --- before the kernel before has ended
+
+/// Brings into L2 what the token's thread blocks will ask for: queries, the list of entries and the block table. They
+/// share the work.
+template <int kHeads, int kFixed>
+__device__ void fetch_ahead(const AttendParams& p, const Job& job, const Parts<kFixed>& parts, const QueryRows& rows,
+                            int head_groups) {
+  constexpr int kLinesPerHead = kWidth * 2 / kLine, kLineWords = kLine / 4;
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto* q =
+      static_cast<const std::uint8_t*>(p.q.data) + (job.token * p.q.row_stride + job.first_head * kWidth) * 2;
+  if (thread < kHeads * kLinesPerHead && parts.rest(thread) == job.part &&
+      job.first_head + thread / kLinesPerHead < p.num_heads)
+    fetch(q + thread * kLine);
+  if (rows.entries == 0 || p.chosen.data == nullptr) return;
+  const int words = (job.first_head / kHeads + (job.part + thread * parts.count()) * head_groups) * kLineWords;
+  if (words < p.num_chosen)
+    fetch(static_cast<const std::int32_t*>(p.chosen.data) + job.token * p.chosen.row_stride + words);
+  if (words < p.step.blocks_per_request)
+    fetch(p.step.block_table + std::int64_t{rows.at.row} * p.step.blocks_per_request + words);
+}
+
+// --- scores
+
+/// Queries as the multiplies want them: words 2s, 2s + 1 of 64 channels are for step s. A warp converts one tile of the
+/// channels for all of them.
+template <class S>
+class Queries {
+ public:
+  static constexpr int kGroups = S::kHeads / 8, kTiles = kWidth / kTile / 2;
+
+  __device__ void load(const AttendParams& p, const Job& job) {
+    const int g = lane_of_thread() / 4, q = lane_of_thread() % 4, tile = warp_of_thread();
+    const bool tail = tile == kScales;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const int head = job.first_head + 8 * n + g;
+      const auto* from = static_cast<const std::uint16_t*>(p.q.data) + job.token * p.q.row_stride +
+                         static_cast<std::int64_t>(head) * kWidth + tile * kTile + q * (tail ? 8 : 16);
+      const uint4* at = reinterpret_cast<const uint4*>(from);
+      own_[n][0] = own_[n][1] = make_uint4(0, 0, 0, 0);
+      if (head >= p.num_heads) continue;
+      own_[n][0] = at[0];
+      own_[n][1] = at[tail ? 4 : 1];
+    }
+  }
+
+  /// To fp16, but for the bf16 channels, with a power of two per head.
+  __device__ void convert(S& s) {
+    const int lane = lane_of_thread(), tile = warp_of_thread();
+    const bool tail = tile == kScales;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      std::uint32_t words[8] = {own_[n][0].x, own_[n][0].y, own_[n][0].z, own_[n][0].w,
+                                own_[n][1].x, own_[n][1].y, own_[n][1].z, own_[n][1].w};
+      std::uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) most = __vmaxu2(most, words[i] & 0x7FFF7FFFu);
+      most = max(most & 0xFFFFu, most >> 16);
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
+      const std::uint32_t exponent = max(most >> 7, kQueryTop + 1u);
+      const float up = codec::bits_float((254u + kQueryTop - exponent) << 23);
+      if (!tail) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) words[i] = half2_bits(low_value(words[i]) * up, high_value(words[i]) * up);
+      }
+      s.queries[tile][n][0][lane] = make_uint4(words[0], words[1], words[2], words[3]);
+      s.queries[tile][n][1][lane] = make_uint4(words[4], words[5], words[6], words[7]);
+      if (lane % 4 == 0)
+        s.query_factors[tile][8 * n + lane / 4] = tail ? 1.0f : codec::bits_float((exponent - kQueryTop) << 23);
+    }
+  }
+
+  /// A warp's half of the channels.
+  __device__ void take(const S& s, int half) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4 x = s.queries[half * kTiles + t][n][i][lane_of_thread()];
+          words_[n][t][4 * i] = x.x;
+          words_[n][t][4 * i + 1] = x.y;
+          words_[n][t][4 * i + 2] = x.z;
+          words_[n][t][4 * i + 3] = x.w;
+        }
+  }
+
+  __device__ std::uint32_t word(int group, int tile, int i) const { return words_[group][tile][i]; }
+
+ private:
+  uint4 own_[kGroups][2];
+  std::uint32_t words_[kGroups][kTiles][8];
+};
+
+__device__ float scale_value(std::uint32_t scales, int i) {
+  return codec::ue8m0_value(static_cast<std::uint8_t>(scales >> (8 * i)));
+}
+
+/// Adds products of 16 rows, a thread's being 2g and 2g + 1, and 64 channels of codes. at: the thread's of the first
+/// row; factors: [head]; query(n, i): word i of 8 heads.
+template <int kGroups, class Query>
+__device__ void add_codes(std::uint32_t at, const std::uint32_t (&scales)[2], int byte, const float* factors,
+                          const Query& query, float (&sum)[kGroups][4]) {
+  const int q = lane_of_thread() % 4;
+  const uint4 a = shared_load16(at), b = shared_load16(at + kRowStride);
+  const std::uint32_t upper[4] = {a.x, a.y, a.z, a.w}, lower[4] = {b.x, b.y, b.z, b.w};
+  float product[kGroups][4] = {};
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const Fragment rows = {codes_to_half2(upper[i]), codes_to_half2(lower[i]), codes_to_half2(upper[i] >> 16),
+                           codes_to_half2(lower[i] >> 16)};
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) multiply<false>(product[n], rows, query(n, 2 * i), query(n, 2 * i + 1));
+  }
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    const float2 factor = *reinterpret_cast<const float2*>(factors + 8 * n + 2 * q);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      sum[n][i] =
+          codec::fused(product[n][i], scale_value(scales[i / 2], byte) * (i % 2 == 0 ? factor.x : factor.y), sum[n][i]);
+  }
+}
+
+/// The same with the bf16 channels.
+template <int kGroups, class Query>
+__device__ void add_tail(std::uint32_t at, const Query& query, float (&sum)[kGroups][4]) {
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const uint4 a = shared_load16(at + u * 64), b = shared_load16(at + kRowStride + u * 64);
+    const Fragment first = {a.x, b.x, a.y, b.y};
+    const Fragment second = {a.z, b.z, a.w, b.w};
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      multiply<true>(sum[n], first, query(n, 4 * u), query(n, 4 * u + 1));
+      multiply<true>(sum[n], second, query(n, 4 * u + 2), query(n, 4 * u + 3));
+    }
+  }
+}
+
+/// Logits of 16 rows over some channels. absent: what is added to those of a thread's rows.
+template <int kHeads>
+__device__ void store_logits(const float (&sum)[kHeads / 8][4], float logit_scale, const float (&absent)[2],
+                             float (&to)[kHeads][16]) {
+  const int g = lane_of_thread() / 4, q = lane_of_thread() % 4;
+#pragma unroll
+  for (int n = 0; n < kHeads / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int head = 8 * n + 2 * q + i % 2;
+      to[head][score_word(2 * g + i / 2, head)] = codec::fused(sum[n][i], logit_scale, absent[i / 2]);
+    }
+}
+
+__device__ float scale_exponent(std::uint32_t scales, int i) {
+  return static_cast<float>(static_cast<int>(scales >> (8 * i) & 0xFFu) - 127);
+}
+
+/// Logits of 16 rows over half of the channels.
+template <class S>
+__device__ void score_rows(S& s, int tile, int step, int half, const Queries<S>& queries, float logit_scale) {
+  constexpr int kGroups = Queries<S>::kGroups, kTiles = Queries<S>::kTiles;
+  const int g = lane_of_thread() / 4, q = lane_of_thread() % 4, row = step * 16 + 2 * g;
+  const int stage = tile % S::kStages, buffer = tile % 2;
+  const std::uint32_t at = shared_address(s.rows[stage]) + row * kRowStride;
+  std::uint32_t scales[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales[r]) : "r"(at + r * kRowStride + kScaleAt + 4 * half));
+  float sum[kGroups][4] = {};
+  const auto add = [&](int t) {
+    add_codes(
+        at + (half * kTiles + t) * kTile + q * 16, scales, t, s.query_factors[half * kTiles + t],
+        [&](int n, int i) { return queries.word(n, t, i); }, sum);
+  };
+#pragma unroll
+  for (int t = 0; t < kTiles - 1; ++t) add(t);
+  float tail[kGroups][4] = {};
+  if (half == 0)
+    add(kTiles - 1);
+  else
+    add_tail(
+        at + kTailAt + q * 16, [&](int n, int i) { return queries.word(n, kTiles - 1, i); }, tail);
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[n][i] += tail[n][i];
+  const float absent[2] = {s.absent[stage][row], s.absent[stage][row + 1]};
+  store_logits<S::kHeads>(sum, logit_scale, {half == 0 ? absent[0] : 0.0f, half == 0 ? absent[1] : 0.0f},
+                          s.scores[buffer][half][step]);
+  const int scale_tile = half * kTiles + q;
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    s.exponents[buffer][scale_tile][step * 16 + row_word(2 * g + r)] =
+        scale_tile == kScales ? 0.0f : scale_exponent(scales[r], q);
+}
+
+/// Of so many times 16 rows, whether the last 16 are spread over all warps, 64 channels each: one more for two warps
+/// would take as long as all that those have.
+__device__ bool spreads(int steps) { return steps % kSteps == 1; }
+
+/// Logits of the 16 spread rows over a warp's 64 channels.
+template <class S>
+__device__ void score_spread(S& s, int step, float logit_scale) {
+  constexpr int kGroups = S::kHeads / 8;
+  const int lane = lane_of_thread(), g = lane / 4, q = lane % 4, row = step * 16 + 2 * g;
+  const int tile = warp_of_thread(), half = tile / kSteps, rest = tile % kSteps;
+  const std::uint32_t at = shared_address(s.rows[0]) + row * kRowStride;
+  std::uint32_t words[kGroups][8];
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 x = s.queries[tile][n][i][lane];
+      words[n][4 * i] = x.x;
+      words[n][4 * i + 1] = x.y;
+      words[n][4 * i + 2] = x.z;
+      words[n][4 * i + 3] = x.w;
+    }
+  const auto query = [&](int n, int i) { return words[n][i]; };
+  float sum[kGroups][4] = {};
+  float exponents[2] = {0.0f, 0.0f};
+  if (tile == kScales) {
+    add_tail(at + kTailAt + q * 16, query, sum);
+  } else {
+    std::uint32_t scales[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales[r]) : "r"(at + r * kRowStride + kScaleAt + 4 * half));
+      exponents[r] = scale_exponent(scales[r], rest);
+    }
+    add_codes(at + tile * kTile + q * 16, scales, rest, s.query_factors[tile], query, sum);
+  }
+  store_logits<S::kHeads>(sum, logit_scale,
+                          {tile == 0 ? s.absent[0][row] : 0.0f, tile == 0 ? s.absent[0][row + 1] : 0.0f},
+                          s.scores[1][half][rest]);
+  if (q != 0) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) s.exponents[1][tile][row_word(2 * g + r)] = exponents[r];
+}
+
+// --- values
+
+/// Another block of the cluster, or this one, whose barrier counts the bytes that arrive.
+class Remote {
+ public:
+  template <int kFixed>
+  __device__ Remote(const std::uint64_t& arrived, int rank, const Parts<kFixed>& parts)
+      : alone_(parts.alone()),
+        rank_(static_cast<std::uint32_t>(rank)),
+        arrived_(in_block(shared_address(&arrived), rank_)) {}
+
+  template <class T, int kWords>
+  __device__ void store(const T& place, const std::uint32_t (&x)[kWords]) const {
+    const std::uint32_t here = shared_address(&place), to = in_block(here, rank_);
+    if (alone_) {  // without a cluster there are no asynchronous stores
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) shared_store(here + 4 * i, x[i]);
+    } else if constexpr (kWords == 1) {
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                   "r"(x[0]), "r"(arrived_)
+                   : "memory");
+    } else if constexpr (kWords == 2) {
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                   "r"(x[0]), "r"(x[1]), "r"(arrived_)
+                   : "memory");
+    } else {
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+          "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(arrived_)
+          : "memory");
+    }
+  }
+
+ private:
+  const bool alone_;
+  const std::uint32_t rank_, arrived_;
+};
+
+/// A warp's share of O: 64 channels of all heads. A thread has channels 8g to 8g + 7 of heads 2q and 2q + 1 of every 8.
+template <class S>
+class Values {
+ public:
+  static constexpr int kHeads = S::kHeads, kGroups = kHeads / 8, kPairsLog2 = kHeads == 8 ? 6 : 7;
+  static constexpr int kMostSteps = S::kRows / 16;
+  static_assert(1 << kPairsLog2 == S::kPairs);
+
+  __device__ Values() {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      most_[n] = -INFINITY;
+      sum_[n] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o_[n][j][i] = 0.0f;
+    }
+  }
+
+  /// kTail: the warp of the bf16 channels.
+  template <bool kTail>
+  __device__ void add(const S& s, int tile, int steps) {
+    std::uint32_t weights[kGroups][kMostSteps][2];
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) weigh<kTail>(s, n, tile % 2, steps, weights[n]);
+    const int g = lane_of_thread() / 4, q = lane_of_thread() % 4;
+    const std::uint32_t at = shared_address(s.rows[tile % S::kStages]) + q * kRowStride +
+                             (kTail ? kTailAt + g * 16 : warp_of_thread() * kTile + g * 8);
+#pragma unroll
+    for (int step = 0; step < kMostSteps; ++step) {
+      if (step >= steps) break;
+      Fragment channels[4];
+      load_step<kTail>(at + step * 16 * kRowStride, channels);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n)
+          multiply<kTail>(o_[n][j], channels[j], weights[n][step][0], weights[n][step][1]);
+    }
+  }
+
+  /// Shares to the blocks that finish them, the softmax's numbers to all of those.
+  template <int kFixed>
+  __device__ void send(S& s, const Job& job, const Parts<kFixed>& parts) const {
+    const int g = lane_of_thread() / 4, q = lane_of_thread() % 4;
+    const bool tail = warp_of_thread() == kWarps - 1;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float most = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) most = fmaxf(most, fmaxf(fabsf(o_[n][j][i]), fabsf(o_[n][j][i + 2])));
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
+        const std::uint32_t exponent = max(codec::float_bits(most) >> 23, kShareTop + 1u);
+        const float up = codec::bits_float((254u + kShareTop - exponent) << 23);
+        const float log = __shfl_sync(kAllLanes, most_[n], (2 * q + i) * 4) - (tail ? 0.0f : float{kWeightBits}) +
+                          static_cast<float>(static_cast<int>(exponent) - 127 - kShareTop);
+        std::uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = half2_bits(o_[n][j][i] * up, o_[n][j][i + 2] * up);
+        const int pair = warp_of_thread() * kHeads + 8 * n + 2 * q + i, own_log2 = kPairsLog2 - parts.log2();
+        const int slot = (job.part << own_log2) + (pair & ((1 << own_log2) - 1));
+        const Remote to(s.arrived, pair >> own_log2, parts);
+        to.store(s.shares[slot][8 * g], words);
+        if (g == 0) to.store(s.logs[slot], {codec::float_bits(log)});
+      }
+      float sum = sum_[n];
+      sum += __shfl_xor_sync(kAllLanes, sum, 1);
+      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+      if (!tail) continue;
+      for (int to = q; to < parts.finishers(); to += 4)
+        Remote(s.arrived, to, parts)
+            .store(s.stats[job.part][8 * n + g], {codec::float_bits(most_[n]), codec::float_bits(sum)});
+    }
+  }
+
+ private:
+  /// Logits of rows q, q + 4, q + 8 and q + 12 of 16, plus their exponents.
+  __device__ static void load_logits(const S& s, int buffer, int step, int head, float (&z)[4]) {
+    const int q = lane_of_thread() % 4, word = score_word(q, head);
+    const float4 a = *reinterpret_cast<const float4*>(&s.scores[buffer][0][step][head][word]);
+    const float4 b = *reinterpret_cast<const float4*>(&s.scores[buffer][1][step][head][word]);
+    const float4 e = *reinterpret_cast<const float4*>(&s.exponents[buffer][warp_of_thread()][step * 16 + row_word(q)]);
+    z[0] = a.x + b.x + e.x;
+    z[1] = a.y + b.y + e.y;
+    z[2] = a.z + b.z + e.z;
+    z[3] = a.w + b.w + e.w;
+  }
+  /// The same of the 16 spread rows.
+  __device__ static void load_spread(const S& s, int head, float (&z)[4]) {
+    const int q = lane_of_thread() % 4, word = score_word(q, head);
+    float4 sum = *reinterpret_cast<const float4*>(&s.exponents[1][warp_of_thread()][row_word(q)]);
+#pragma unroll
+    for (int tile = 0; tile < kWarps; ++tile) {
+      const float4 a = *reinterpret_cast<const float4*>(&s.scores[1][tile / kSteps][tile % kSteps][head][word]);
+      sum = make_float4(sum.x + a.x, sum.y + a.y, sum.z + a.z, sum.w + a.w);
+    }
+    z[0] = sum.x;
+    z[1] = sum.y;
+    z[2] = sum.z;
+    z[3] = sum.w;
+  }
+
+  /// Logits to weights, as a multiply's second operand: of rows q, q + 4, q + 8 and q + 12 of every 16, head g.
+  template <bool kTail>
+  __device__ void weigh(const S& s, int n, int buffer, int steps, std::uint32_t (&weights)[kMostSteps][2]) {
+    const int g = lane_of_thread() / 4, q = lane_of_thread() % 4, head = 8 * n + g;
+    float z[kMostSteps][4];
+    float most = -INFINITY;
+#pragma unroll
+    for (int step = 0; step < kMostSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) z[step][i] = -INFINITY;
+      if (step >= steps) continue;
+      if (S::kOneTile && step % kSteps == 0 && step + 1 == steps)
+        load_spread(s, head, z[step]);
+      else
+        load_logits(s, buffer, step, head, z[step]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most = fmaxf(most, z[step][i]);
+    }
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+    most = fmaxf(most, most_[n]);
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float past = exp2_fast(most_[n] - base);
+    most_[n] = most;
+    const float offset = kTail ? -base : float{kWeightBits} - base;
+    if constexpr (kTail) sum_[n] *= past;
+#pragma unroll
+    for (int step = 0; step < kMostSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        z[step][i] = exp2_fast(z[step][i] + offset);
+        if constexpr (kTail) sum_[n] += z[step][i];
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        weights[step][i] =
+            kTail ? bf16_pair(z[step][2 * i], z[step][2 * i + 1]) : half2_bits(z[step][2 * i], z[step][2 * i + 1]);
+    }
+    if (S::kOneTile || !__any_sync(kAllLanes, past != 1.0f)) return;  // with one tile there is nothing yet
+    const float even = __shfl_sync(kAllLanes, past, 8 * q), odd = __shfl_sync(kAllLanes, past, 8 * q + 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      o_[n][j][0] *= even;
+      o_[n][j][1] *= odd;
+      o_[n][j][2] *= even;
+      o_[n][j][3] *= odd;
+    }
+  }
+
+  /// 16 rows, 64 channels: rows of fragment j are channels 8g + 2j (for g) and 8g + 2j + 1 (for g + 8).
+  template <bool kTail>
+  __device__ static void load_step(std::uint32_t at, Fragment (&channels)[4]) {
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {  // rows q, q + 4; rows q + 8, q + 12
+      const std::uint32_t first = at + pair * 8 * kRowStride, second = first + 4 * kRowStride;
+      if constexpr (kTail) {
+        const uint4 a = shared_load16(first), b = shared_load16(second);
+        const std::uint32_t upper[4] = {a.x, a.y, a.z, a.w}, lower[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          channels[j][2 * pair] = permute(upper[j], lower[j], 0x5410);
+          channels[j][2 * pair + 1] = permute(upper[j], lower[j], 0x7632);
+        }
+      } else {
+        const uint2 a = shared_load8(first), b = shared_load8(second);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const std::uint32_t upper = j < 2 ? a.x : a.y, lower = j < 2 ? b.x : b.y;
+          channels[j][2 * pair] = codes_to_half2(permute(upper, lower, j % 2 == 0 ? 0x40u : 0x62u));
+          channels[j][2 * pair + 1] = codes_to_half2(permute(upper, lower, j % 2 == 0 ? 0x51u : 0x73u));
+        }
+      }
+    }
+  }
+
+  float o_[kGroups][4][4];
+  float most_[kGroups], sum_[kGroups];  // of head g
+};
+
+// --- the end
+
+/// Two channels of a head, turned back where they are to be. to: the first one's place.
+__device__ inline void store_channels(const AttendParams& p, const Turn& turn, std::int64_t to, int tile, float x,
+                                      float y) {
+  if (tile == kScales && turn.active) {
+    const float a = x, b = y;
+    x = codec::fused(a, turn.cos, b * turn.sin);
+    y = codec::fused(b, turn.cos, -(a * turn.sin));
+  }
+  if (p.out.dtype == DType::f32)
+    *reinterpret_cast<float2*>(static_cast<float*>(p.out.data) + to) = make_float2(x, y);
+  else
+    *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(p.out.data) + to) = bf16_pair(x, y);
+}
+__device__ inline std::int64_t channels_at(const AttendParams& p, const Job& job, int head, int tile) {
+  return (job.token * p.num_heads + head) * kWidth + tile * kTile + 2 * lane_of_thread();
+}
+
+/// Adds up the shares that this block finishes, one for each warp: a lane has the numbers of one part, no barrier.
+/// wait: for what the other blocks send.
+template <class S, int kFixed, class Wait>
+__device__ void finish_one(const AttendParams& p, const S& s, const Job& job, const Parts<kFixed>& parts,
+                           const Turn& turn, Wait&& wait) {
+  constexpr int kHeads = S::kHeads, kLanes = kFixed == kEightParts ? kFixed : kMaxCluster;
+  const int own = S::kPairs >> parts.log2(), slot = warp_of_thread(), pair = job.part * own + slot;
+  const int local = pair % kHeads, head = job.first_head + local, tile = pair / kHeads, count = parts.count();
+  std::int64_t to = channels_at(p, job, head, tile);
+  asm volatile("" : "+l"(to));  // not after the wait
+  wait();
+  if (slot >= own || head >= p.num_heads) return;
+  const int lane = lane_of_thread(), part = min(lane % kLanes, count - 1);
+  const bool is_part = lane % kLanes < count;
+  const Stats stats = s.stats[part][local];
+  const float sink = s.sink[local], log = s.logs[part * own + slot];
+  float most = fmaxf(stats.most, sink);
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
+  const float base = most == -INFINITY ? 0.0f : most;
+  float sum = is_part ? stats.sum * exp2_fast(stats.most - base) : 0.0f;
+  const float weight = is_part ? exp2_fast(log - base) : 0.0f;
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  sum += exp2_fast(sink - base);
+  const float factor = sum == 0.0f ? 0.0f : __fdividef(weight, sum);
+  float x = 0.0f, y = 0.0f;
+  constexpr int kBatch = kFixed == kEightParts ? kFixed : 4;
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int from = min(first + i, count - 1);  // then its factor is 0
+      const float2 share = __half22float2(reinterpret_cast<const __half2*>(s.shares[from * own + slot])[lane]);
+      const float by = __shfl_sync(kAllLanes, factor, first + i);
+      x = codec::fused(share.x, by, x);
+      y = codec::fused(share.y, by, y);
+    }
+  }
+  store_channels(p, turn, to, tile, x, y);
+  if (p.lse != nullptr && pair < kHeads && lane == 0)
+    p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (most + log2f(sum)) * kLn2;
+}
+
+/// The same where a warp has several of them.
+template <class S, int kFixed>
+__device__ void finish_several(const AttendParams& p, S& s, const Job& job, const Parts<kFixed>& parts,
+                               const Turn& turn) {
+  constexpr int kHeads = S::kHeads;
+  const int own = S::kPairs >> parts.log2(), first = job.part * own;
+  const int thread = static_cast<int>(threadIdx.x);
+  static_assert(S::kShares <= kThreads);
+  if (thread < S::kShares) {  // what a share is multiplied by, a thread each
+    const int pair = first + thread % own, local = pair % kHeads, head = job.first_head + local;
+    const float sink = s.sink[local];
+    float most = sink;
+#pragma unroll 4
+    for (int part = 0; part < parts.count(); ++part) most = fmaxf(most, s.stats[part][local].most);
+    const float base = most == -INFINITY ? 0.0f : most;
+    float sum = exp2_fast(sink - base);
+#pragma unroll 4
+    for (int part = 0; part < parts.count(); ++part)
+      sum += s.stats[part][local].sum * exp2_fast(s.stats[part][local].most - base);
+    s.logs[thread] = sum == 0.0f ? 0.0f : __fdividef(exp2_fast(s.logs[thread] - base), sum);
+    if (p.lse != nullptr && pair < kHeads && thread < own && head < p.num_heads)
+      p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (most + log2f(sum)) * kLn2;
+  }
+  __syncthreads();
+  const int lane = lane_of_thread();
+#pragma unroll 1
+  for (int slot = warp_of_thread(); slot < own; slot += kWarps) {  // a warp per head and 64 channels, a lane has two
+    const int head = job.first_head + (first + slot) % kHeads;
+    if (head >= p.num_heads) continue;
+    float x = 0.0f, y = 0.0f;
+#pragma unroll 4
+    for (int part = 0; part < parts.count(); ++part) {
+      const float2 share = __half22float2(reinterpret_cast<const __half2*>(s.shares[part * own + slot])[lane]);
+      const float factor = s.logs[part * own + slot];
+      x = codec::fused(share.x, factor, x);
+      y = codec::fused(share.y, factor, y);
+    }
+    const int tile = (first + slot) / kHeads;
+    store_channels(p, turn, channels_at(p, job, head, tile), tile, x, y);
+  }
+}
+
+}  // namespace
+}  // namespace kv4::cuda

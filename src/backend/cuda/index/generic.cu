@@ -1,0 +1,420 @@
+// Index scores of any format, width, alignment and head count.
+//
+// First the queries are encoded as keys are, into the workspace. Then a thread block takes 64 or 128 keys of a token:
+// 128 channels at a time of queries and keys are decoded into shared memory, a thread makes 4 x 4 or 8 x 8 dot
+// products, and one per key and chain adds the heads (ops/score_row.h).
+//
+// Bound by fp32 fma: 8,192 per key of 128 channels and 64 heads are 64 clocks of a multiprocessor. Their order is part
+// of the definition, so a matrix unit, which adds as it likes, cannot take them over. Measured of fp8 keys, whose next
+// tile is on its way meanwhile: 123, on an H200, 2026-11-16 (220 with 4 x 4 and rows asked for one by one).
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "backend/cuda/index/token_tile.cuh"
+#include "backend/cuda/rows/cta_group.cuh"
+#include "backend/cuda/runtime/aligned.h"
+#include "backend/cuda/runtime/launch.cuh"
+#include "codec/codec.h"
+#include "ops/compress_row.h"
+#include "ops/score_row.h"
+
+namespace kv4::cuda {
+namespace {
+
+/// A thread block per head and token.
+template <class Codec>
+__global__ void encode_queries(const __grid_constant__ IndexTile tile) {
+  extern __shared__ float shared[];  // [1 + width]
+  wait_for_previous();
+  const ops::IndexParams& p = tile.p;
+  const int head = static_cast<int>(blockIdx.x), token = static_cast<int>(blockIdx.y);
+  if (p.step.tokens[tile.first + token].padded()) return;
+  const RowShape shape = tile.kind().page.shape;
+  const Block block(shared);
+  float* x = shared + 1;
+  const std::int64_t at = (tile.first + token) * p.q.row_stride + std::int64_t{head} * shape.width;
+  for (int c = block.lane(); c < shape.width; c += block.size())
+    x[c] = p.q.dtype == DType::bf16 ? codec::bf16_value(static_cast<const std::uint16_t*>(p.q.data)[at + c])
+                                    : codec::round_bf16(static_cast<const float*>(p.q.data)[at + c]);
+  block.sync();
+  if (tile.kind().hadamard) ops::hadamard_row(block, shape.width, x);
+  std::uint8_t* to = tile.queries + token * tile.query_stride + head * query_row_bytes(shape.width);
+  Codec::encode(block, shape, x, to, to + 2 * shape.width, tile.kind().global_scale);
+}
+
+struct WarpGroup {
+  __device__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+  __device__ int size() const { return 32; }
+};
+
+constexpr int kHeads = ops::kMaxIndexHeads, kSlice = 128, kPitch = kSlice + 4;
+
+/// How a thread block divides its dot products: a thread has kSide x kSide of them, of heads and keys that lie
+/// kHeadsApart and kKeysApart apart. mxfp4 needs registers for a group's sums, too.
+template <class Codec>
+struct Tiling {
+  static constexpr bool kHasGroups = std::is_same_v<Codec, codec::Mxfp4>;
+  static constexpr int kSide = kHasGroups ? 4 : 8, kKeys = kHasGroups ? 64 : 128;
+  static constexpr int kHeadsApart = kHeads / kSide, kKeysApart = kKeys / kSide;
+  static constexpr int kThreads = kHeadsApart * kKeysApart, kWarps = kThreads / 32;
+  static constexpr int kBlocks = kHasGroups ? 6 : 2;  // for a multiprocessor; the latter run at once
+  // A warp has 4 x 8 of them: what its lanes load at once lies in different banks.
+  static constexpr int kWarpHeads = 4, kWarpKeys = 32 / kWarpHeads, kWarpsByKeys = kKeysApart / kWarpKeys;
+
+  __device__ static int first_head() {
+    return static_cast<int>(threadIdx.x) / 32 / kWarpsByKeys * kWarpHeads +
+           static_cast<int>(threadIdx.x) % 32 / kWarpKeys;
+  }
+  __device__ static int first_key() {
+    return static_cast<int>(threadIdx.x) / 32 % kWarpsByKeys * kWarpKeys + static_cast<int>(threadIdx.x) % kWarpKeys;
+  }
+};
+
+/// Rows of queries or keys in shared memory: a slice of their channels.
+template <class Codec, int kRows>
+struct Slice {
+  float x[kRows][kPitch];
+};
+/// mxfp4: codes times 2, scales apart.
+template <int kRows>
+struct Slice<codec::Mxfp4, kRows> {
+  float x[kRows][kPitch];
+  float scale[kRows][kSlice / codec::Mxfp4::kGroup];
+};
+
+template <class Codec>
+struct Shared {
+  Slice<Codec, kHeads> q;
+  union {
+    Slice<Codec, Tiling<Codec>::kKeys> k;
+    float dots[kHeads][Tiling<Codec>::kKeys + 1];
+  };
+};
+
+/// Channels [begin, begin + count) of a row, decoded by a warp. A slice of groups is a row itself.
+template <class Codec, int kRows>
+__device__ void load_slice(Slice<Codec, kRows>& to, int row, const std::uint8_t* payload, const std::uint8_t* scale,
+                           float global, int begin, int count) {
+  const WarpGroup g;
+  payload += Codec::payload_bytes({begin, 0});
+  if constexpr (std::is_same_v<Codec, codec::Mxfp4>) {
+    for (int c = g.lane(); c < count; c += g.size())
+      to.x[row][c] = static_cast<float>(ops::e2m1_double(payload[c / 2] >> (4 * (c & 1))));
+    for (int i = g.lane(); i < count / Codec::kGroup; i += g.size())
+      to.scale[row][i] = codec::ue8m0_value(scale[begin / Codec::kGroup + i]);
+  } else {
+    if constexpr (!std::is_same_v<Codec, codec::Fp8Key>) scale += Codec::scale_bytes({begin, 0});
+    Codec::decode(g, {count, 0}, payload, scale, global, to.x[row]);
+  }
+}
+
+template <class Codec, int kRows>
+__device__ void clear_slice(Slice<Codec, kRows>& to, int row) {
+  for (int c = static_cast<int>(threadIdx.x % 32); c < kSlice; c += 32) to.x[row][c] = 0.0f;
+  if constexpr (Tiling<Codec>::kHasGroups)
+    if (threadIdx.x % 32 < kSlice / codec::Mxfp4::kGroup) to.scale[row][threadIdx.x % 32] = 0.0f;
+}
+
+/// Where a key lies.
+struct KeyPlace {
+  const std::uint8_t *payload = nullptr, *scale = nullptr;
+  float global = 1.0f;
+
+  KeyPlace() = default;
+  __device__ KeyPlace(const IndexTile& tile, const std::int32_t* table, int entry) {
+    const ops::KindDesc& kind = tile.kind();
+    const std::int32_t block = table[entry / kind.rows_per_block];
+    if (block < 0) return;
+    if (kind.page.global.data != nullptr) memcpy(&global, kind.page.global.at(block, 0), 4);
+    payload = kind.page.payload.at(block, entry % kind.rows_per_block);
+    scale = kind.page.scale.at(block, entry % kind.rows_per_block);
+  }
+  __device__ KeyPlace of_lane(int lane) const {
+    const auto pointer = [lane](const std::uint8_t* p) {
+      return reinterpret_cast<const std::uint8_t*>(
+          __shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(p), lane));
+    };
+    KeyPlace other;
+    other.payload = pointer(payload);
+    other.scale = pointer(scale);
+    other.global = __shfl_sync(0xFFFFFFFFu, global, lane);
+    return other;
+  }
+};
+
+/// Four e4m3 codes.
+__device__ float4 four_values(std::uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+  const auto pair = [](std::uint32_t codes) {
+    std::uint32_t bits;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(bits) : "h"(static_cast<std::uint16_t>(codes)));
+    __half2 halves;
+    memcpy(&halves, &bits, 4);
+    return __half22float2(halves);
+  };
+  const float2 low = pair(codes), high = pair(codes >> 16);
+  return make_float4(low.x, low.y, high.x, high.y);
+#else
+  const auto value = [codes](int i) { return codec::e4m3_value(static_cast<std::uint8_t>(codes >> (8 * i))); };
+  return make_float4(value(0), value(1), value(2), value(3));
+#endif
+}
+
+constexpr int kAtOnce = 8;
+
+__device__ void store_four(float* to, std::uint32_t codes, float scale) {
+  const float4 x = four_values(codes);
+  *reinterpret_cast<float4*>(to) = make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale);
+}
+
+/// kAtOnce fp8 rows of 128 channels, four of them by a lane, all asked for before the first is decoded. Rows that are
+/// not there are zeros.
+template <int kRows, class Places>
+__device__ void fill_words(Slice<codec::Fp8Key, kRows>& to, int first, Places place) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t codes[kAtOnce];
+  float scales[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const KeyPlace row = place(i);
+    codes[i] = row.payload == nullptr ? 0 : reinterpret_cast<const std::uint32_t*>(row.payload)[lane];
+    scales[i] = row.payload == nullptr ? 0.0f : *reinterpret_cast<const float*>(row.scale);
+  }
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) store_four(&to.x[first + i][4 * lane], codes[i], scales[i]);
+}
+
+/// kAtOnce rows from `first` on, by a warp.
+template <class Codec, int kRows, class Places>
+__device__ void fill(Slice<Codec, kRows>& to, int first, Places place, int begin, int count) {
+#pragma unroll 1
+  for (int i = 0; i < kAtOnce; ++i) {
+    const KeyPlace row = place(i);
+    clear_slice(to, first + i);
+    __syncwarp();
+    if (row.payload != nullptr) load_slice(to, first + i, row.payload, row.scale, row.global, begin, count);
+  }
+}
+
+/// The keys of a tile, tile by tile.
+template <class Codec, bool kWords>
+class Keys {
+ public:
+  using T = Tiling<Codec>;
+  __device__ Keys(const IndexTile& tile, const std::int32_t* table, int scored)
+      : tile_(tile), table_(table), scored_(scored) {}
+
+  /// Those from `first` on will be filled in next.
+  __device__ void ask(int) {}
+  __device__ void fill_in(Slice<Codec, T::kKeys>& to, int first, int begin, int count) const {
+    for (int row = warp() * kAtOnce; row < T::kKeys; row += T::kWarps * kAtOnce) {
+      KeyPlace mine;
+      if (lane() < kAtOnce && first + row + lane() < scored_) mine = KeyPlace(tile_, table_, first + row + lane());
+      fill(
+          to, row, [&](int i) { return mine.of_lane(i); }, begin, count);
+    }
+  }
+
+ private:
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
+
+  const IndexTile& tile_;
+  const std::int32_t* table_;
+  const int scored_;
+};
+
+/// fp8 keys of 128 channels, words of which are on their way while the tile before is multiplied.
+template <>
+class Keys<codec::Fp8Key, true> {
+ public:
+  using T = Tiling<codec::Fp8Key>;
+  __device__ Keys(const IndexTile& tile, const std::int32_t* table, int scored)
+      : tile_(tile), table_(table), scored_(scored) {}
+
+  __device__ void ask(int first) {
+    KeyPlace mine;
+    if (first + own_row() < scored_) mine = KeyPlace(tile_, table_, first + own_row());
+    scale_ = mine.scale == nullptr ? 0.0f : *reinterpret_cast<const float*>(mine.scale);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const KeyPlace row = mine.of_lane(i);
+      codes_[i] = 0;
+      if (row.payload != nullptr) codes_[i] = reinterpret_cast<const std::uint32_t*>(row.payload)[lane()];
+    }
+  }
+  __device__ void fill_in(Slice<codec::Fp8Key, T::kKeys>& to, int, int, int) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float scale = __shfl_sync(0xFFFFFFFFu, scale_, i);
+      store_four(&to.x[own_row() - lane() + i][4 * lane()], codes_[i], scale);
+    }
+  }
+
+ private:
+  static constexpr int kRows = 32;
+  static_assert(T::kWarps * kRows == T::kKeys);
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int own_row() { return static_cast<int>(threadIdx.x); }  // of the tile, a lane's
+
+  const IndexTile& tile_;
+  const std::int32_t* table_;
+  const int scored_;
+  std::uint32_t codes_[kRows];
+  float scale_;
+};
+
+/// Whether keys and queries can be read by words.
+bool has_fp8_words(const ops::IndexParams& p) {
+  const ops::RowPlanes& page = p.layer.kinds[p.kind].page;
+  return page.format == Format::fp8 && page.shape.width == kSlice && is_aligned(page.payload, 4) &&
+         is_aligned(page.scale, 4) &&
+         (p.q.dtype != DType::u8 ||
+          (is_aligned(p.q.data, p.q.row_stride, 4) && is_aligned(p.q_scale.data, p.q_scale.row_stride, 4)));
+}
+
+template <class Codec, bool kWords>
+__global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __grid_constant__ IndexTile tile) {
+  using T = Tiling<Codec>;
+  extern __shared__ __align__(16) unsigned char bytes[];
+  Shared<Codec>& s = *reinterpret_cast<Shared<Codec>*>(bytes);
+  wait_for_previous();
+  const ops::IndexParams& p = tile.p;
+  const ops::KindDesc& kind = tile.kind();
+  const int width = kind.page.shape.width, warp = static_cast<int>(threadIdx.x / 32);
+  const int at_key = T::first_key(), at_head = T::first_head();
+  const int parts = static_cast<int>(gridDim.x) / tile.count, token = static_cast<int>(blockIdx.x) / parts;
+  const ops::StepRecord record = p.step.tokens[tile.first + token];
+  const int scored = tile.scored(record);
+  const QueryRows queries = query_rows<Codec>(tile, token);
+  const std::int32_t* table = p.step.block_table + std::int64_t{record.row} * p.step.blocks_per_request;
+  const float* weights = static_cast<const float*>(p.weights.data) + (tile.first + token) * p.weights.row_stride;
+
+  bool has_queries = false;  // in shared memory, all channels
+  Keys<Codec, kWords> keys(tile, table, scored);
+  const int begin_key = static_cast<int>(blockIdx.x) % parts * T::kKeys;
+  keys.ask(begin_key);
+  for (int first = begin_key; first < scored; first += parts * T::kKeys) {
+    float dot[T::kSide][T::kSide] = {};  // [head, key]
+    for (int begin = 0; begin < width; begin += kSlice) {
+      const int count = min(kSlice, width - begin);
+      __syncthreads();
+      for (int row = warp * kAtOnce; !has_queries && row < kHeads; row += T::kWarps * kAtOnce) {
+        const auto place = [&](int i) {
+          KeyPlace head;
+          if (row + i >= p.num_heads) return head;
+          head.payload = queries.payload + (row + i) * queries.payload_stride;
+          head.scale = queries.scale + (row + i) * queries.scale_stride;
+          head.global = kind.global_scale;
+          return head;
+        };
+        if constexpr (kWords)
+          fill_words(s.q, row, place);
+        else
+          fill(s.q, row, place, begin, count);
+      }
+      keys.fill_in(s.k, first, begin, count);
+      __syncthreads();
+      has_queries = width <= kSlice;
+      keys.ask(first + parts * T::kKeys);
+      constexpr int kGroup = T::kHasGroups ? codec::Mxfp4::kGroup : kSlice;
+      for (int group = 0; group < kSlice / kGroup; ++group) {
+        float sum[T::kSide][T::kSide] = {};
+        float(&to)[T::kSide][T::kSide] = T::kHasGroups ? sum : dot;
+#pragma unroll 2
+        for (int c = group * kGroup; c < (group + 1) * kGroup; c += 4) {
+          float4 q[T::kSide], k[T::kSide];
+#pragma unroll
+          for (int i = 0; i < T::kSide; ++i) {
+            q[i] = *reinterpret_cast<const float4*>(&s.q.x[at_head + i * T::kHeadsApart][c]);
+            k[i] = *reinterpret_cast<const float4*>(&s.k.x[at_key + i * T::kKeysApart][c]);
+          }
+#pragma unroll
+          for (int i = 0; i < T::kSide; ++i)
+#pragma unroll
+            for (int j = 0; j < T::kSide; ++j) {
+              to[i][j] = codec::fused(q[i].x, k[j].x, to[i][j]);
+              to[i][j] = codec::fused(q[i].y, k[j].y, to[i][j]);
+              to[i][j] = codec::fused(q[i].z, k[j].z, to[i][j]);
+              to[i][j] = codec::fused(q[i].w, k[j].w, to[i][j]);
+            }
+        }
+        if constexpr (T::kHasGroups) {
+#pragma unroll
+          for (int i = 0; i < T::kSide; ++i)
+#pragma unroll
+            for (int j = 0; j < T::kSide; ++j)
+              dot[i][j] = dot[i][j] + sum[i][j] * (s.k.scale[at_key + j * T::kKeysApart][group] * 0.25f) *
+                                          s.q.scale[at_head + i * T::kHeadsApart][group];
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < T::kSide; ++i)
+#pragma unroll
+      for (int j = 0; j < T::kSide; ++j) s.dots[at_head + i * T::kHeadsApart][at_key + j * T::kKeysApart] = dot[i][j];
+    __syncthreads();
+
+    const int chain = static_cast<int>(threadIdx.x) % ops::kChains;
+    for (int key = static_cast<int>(threadIdx.x) / ops::kChains; key < T::kKeys; key += T::kThreads / ops::kChains) {
+      float sum = 0.0f;
+      for (int h = chain * ops::kChainHeads; h < min((chain + 1) * ops::kChainHeads, p.num_heads); ++h)
+        sum = codec::fused(weights[h], ops::relu(s.dots[h][key]), sum);
+      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+      if (chain == 0 && first + key < scored) tile.row(token)[first + key] = codec::canonical_nan(sum);
+    }
+  }
+  if (tile.fill) fill_rest(tile, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+}
+
+template <class Codec, bool kWords>
+cudaError_t launch_scores(const IndexTile& tile, cudaStream_t stream) {
+  using T = Tiling<Codec>;
+  constexpr int kBytes = sizeof(Shared<Codec>);
+  static_assert(kBytes > 48 << 10 && kBytes <= 99 << 10);  // what a thread block may have on any GPU from sm_80 on
+  const auto kernel = score_keys<Codec, kWords>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  const std::int64_t tiles = std::max<std::int64_t>((max_entries(tile.p) + T::kKeys - 1) / T::kKeys, 1);
+  const std::int64_t parts = std::clamp<std::int64_t>(multiprocessors() * T::kBlocks / tile.count, 1, tiles);
+  return launch<kBytes>(kernel, static_cast<unsigned>(parts * tile.count), T::kThreads, stream, tile);
+}
+
+template <class Codec>
+cudaError_t score_with(const IndexTile& tile, cudaStream_t stream) {
+  const RowShape shape = tile.kind().page.shape;
+  if (tile.p.q.dtype != DType::u8) {
+    const dim3 grid(static_cast<unsigned>(tile.p.num_heads), static_cast<unsigned>(tile.count));
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = 64;
+    config.dynamicSmemBytes = static_cast<std::size_t>(4 * (shape.width + 1));
+    config.stream = stream;
+    const cudaError_t status = cudaLaunchKernelEx(&config, encode_queries<Codec>, tile);
+    if (status != cudaSuccess) return status;
+  }
+  if constexpr (std::is_same_v<Codec, codec::Fp8Key>) {
+    if (has_fp8_words(tile.p)) return launch_scores<Codec, true>(tile, stream);
+  }
+  return launch_scores<Codec, false>(tile, stream);
+}
+
+}  // namespace
+
+cudaError_t score_plain(const IndexTile& tile, cudaStream_t stream) {
+  switch (tile.kind().page.format) {
+    case Format::mxfp4: return score_with<codec::Mxfp4>(tile, stream);
+    case Format::nvfp4: return score_with<codec::Nvfp4>(tile, stream);
+    case Format::fp8: return score_with<codec::Fp8Key>(tile, stream);
+    case Format::bf16: return score_with<codec::Bf16Row>(tile, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace kv4::cuda

@@ -1,0 +1,317 @@
+// The gathers: stored rows, decoded into dense tensors. Rows that do not exist are zero. The three differ in which row
+// belongs at an output place (ChosenRows, AllRows, WindowRows); formats differ in how a row is read (rows/decode.cuh).
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "backend/cuda/append/source_rows.cuh"
+#include "backend/cuda/append/window_begin.cuh"
+#include "backend/cuda/move/gather_generic.cuh"
+#include "backend/cuda/rows/decode.cuh"
+#include "backend/cuda/runtime/aligned.h"
+#include "backend/cuda/runtime/launch.cuh"
+#include "backend/nvtx_range.h"
+#include "kv4/cuda.h"
+
+namespace kv4::cuda {
+namespace {
+
+using ops::GatherParams;
+using ops::StepRecord;
+
+/// n / by and n % by for n >= 0, quickly where `by` is a power of two, as V4's are.
+struct Divided {
+  std::int32_t quotient, rest;
+};
+__device__ Divided divide(std::int32_t n, std::int32_t by) {
+  if ((by & (by - 1)) == 0) return {n >> (31 - __clz(by)), n & (by - 1)};
+  return {n / by, n % by};
+}
+
+/// What is found before the wait is not left in the first-level cache; of a record half written there may be no entry.
+template <bool kGuess>
+__device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std::int32_t entry) {
+  const ops::KindDesc& kind = p.layer.kinds[p.kind];
+  const std::int64_t table = std::int64_t{request} * p.step.blocks_per_request;
+  const Divided at = divide(entry, kind.rows_per_block);
+  if (kGuess && at.quotient >= p.step.blocks_per_request) return {};
+  const std::int32_t* id = p.step.block_table + table + at.quotient;
+  const std::int32_t block = kGuess ? __ldcg(id) : *id;
+  if (block < 0) return {};
+  return place_of(kind.page, block, at.rest);
+}
+
+struct ChosenRows {
+  static std::int64_t count(const GatherParams& p) { return p.step.num_tokens; }
+  KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
+  __device__ static const StepRecord* records(const GatherParams& p) { return p.step.tokens; }
+
+  __device__ static RowPlace find(const GatherParams& p, const StepRecord& token, std::int64_t i, std::int64_t row) {
+    const std::int32_t entry = static_cast<const std::int32_t*>(p.indices.data)[i * p.indices.row_stride + row];
+    const std::int32_t visible = divide(token.position + 1, p.layer.kinds[p.kind].ratio).quotient;
+    const bool there = !token.padded() & (entry >= 0) & (entry < visible);  // no load waits for another
+    if (p.valid != nullptr) p.valid[i * p.rows_per_item + row] = there;
+    return there ? find_entry<false>(p, token.row, entry) : RowPlace{};
+  }
+
+  __device__ static void write_lengths(const GatherParams&, const StepRecord&, std::int64_t) {}
+};
+
+struct AllRows {
+  static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
+  KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
+  __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
+  __device__ static std::int32_t entries(const GatherParams& p, const StepRecord& item) {
+    return item.padded() ? 0 : divide(item.end(), p.layer.kinds[p.kind].ratio).quotient;
+  }
+
+  __device__ static RowPlace guess(const GatherParams& p, const StepRecord& item, std::int64_t row) {
+    return row < entries(p, item) ? find_entry<true>(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
+  }
+  __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
+    return row < entries(p, item) ? find_entry<false>(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
+  }
+
+  __device__ static void write_lengths(const GatherParams& p, const StepRecord& item, std::int64_t i) {
+    p.lens[i] = entries(p, item);
+  }
+};
+
+struct WindowRows {
+  static std::int64_t count(const GatherParams& p) { return p.step.num_items; }
+  KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.window.ring; }
+  __device__ static const StepRecord* records(const GatherParams& p) { return p.step.items; }
+  __device__ static std::int32_t first(const GatherParams& p, const StepRecord& item) {
+    return max(window_begin(p.step, item), item.length - (p.layer.window_tokens - 1));
+  }
+  __device__ static std::int32_t end(const StepRecord& item) { return item.padded() ? 0 : item.end(); }
+
+  __device__ static RowPlace guess(const GatherParams& p, const StepRecord& item, std::int64_t row) {
+    return item.read_slot >= 0 && item.in_place() ? find(p, item, 0, row) : RowPlace{};
+  }
+  __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
+    const ops::WindowDesc& w = p.layer.window;
+    const std::int64_t at = first(p, item) + row;
+    if (at >= end(item)) return {};
+    const std::int32_t position = static_cast<std::int32_t>(at);
+    if (position >= item.length && !item.in_place()) return place_of(w.scratch, 0, item.token_of(position));
+    return place_of(w.ring, item.read_slot, position % w.rows);
+  }
+
+  __device__ static void write_lengths(const GatherParams& p, const StepRecord& item, std::int64_t i) {
+    p.first[i] = first(p, item);
+    p.lens[i] = end(item) - first(p, item);
+  }
+};
+
+/// A lane finds a row, all lanes read it.
+template <class Row>
+__device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
+  const auto share = [lane](const std::uint8_t* at) {
+    return reinterpret_cast<const std::uint8_t*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(at), lane));
+  };
+  RowPlace place;
+  place.payload = share(mine.payload);
+  if constexpr (Row::kScaleAlign > 0) place.scale = share(mine.scale);
+  if constexpr (Row::kGlobal) place.global = share(mine.global);
+  return place;
+}
+
+/// The same for a thread block: a thread finds a row. As much of a place as the format has.
+template <class Row, int kRows>
+struct SharedPlaces {
+  const std::uint8_t* payload[kRows];
+  const std::uint8_t* scale[Row::kScaleAlign > 0 ? kRows : 1];
+  const std::uint8_t* global[Row::kGlobal ? kRows : 1];
+
+  __device__ void put(unsigned row, const RowPlace& place) {
+    payload[row] = place.payload;
+    if constexpr (Row::kScaleAlign > 0) scale[row] = place.scale;
+    if constexpr (Row::kGlobal) global[row] = place.global;
+  }
+  __device__ RowPlace get(int row) const {
+    RowPlace place;
+    place.payload = payload[row];
+    if constexpr (Row::kScaleAlign > 0) place.scale = scale[row];
+    if constexpr (Row::kGlobal) place.global = global[row];
+    return place;
+  }
+};
+
+/// Brings a lane's part of a row, if there is one, into L2.
+template <class Row>
+__device__ void fetch_row(const RowPlace& place, std::int64_t payload_bytes, int in_row) {
+  constexpr int kSector = 32;
+  if (place.payload == nullptr) return;
+  if (in_row * kSector < payload_bytes) fetch_ahead(place.payload + in_row * kSector);
+  if (Row::kScaleAlign > 0 && in_row == Row::kLanes - 1) fetch_ahead(place.scale);
+}
+
+constexpr int kWarps = 8;
+constexpr int kBlocksPerSm = 8;  // all the warps that a multiprocessor takes
+
+/// The rows of one kind that a warp takes: all its loads are under way before the first is used.
+template <class Row>
+struct Batch {
+  static constexpr int kRowsPerLoad = 32 / Row::kLanes;
+  static constexpr int kLoads = Row::kWidth == 512 || Row::kGlobal ? 2 : 4;
+  static constexpr int kRows = kLoads * kRowsPerLoad;
+  static constexpr int kRowsPerBlock = kWarps * kRows;
+  static_assert(kRowsPerBlock <= 32 * kWarps, "a thread finds a row");
+};
+
+/// A warp's rows from their places to `out`. first_row: a lane's first one of `item`; left: how many there are from it
+/// on; place(i): that of the i-th from it on.
+template <Keep kKeep, class Row, class Out, class Place>
+__device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t first_row, int left, Out* out,
+                          Place place) {
+  using Rows = Batch<Row>;
+  const int in_row = static_cast<int>(threadIdx.x % Row::kLanes);
+  typename Row::Raw raw[Rows::kLoads];
+#pragma unroll
+  for (int i = 0; i < Rows::kLoads; ++i) {
+    const RowPlace from = place(i * Rows::kRowsPerLoad);
+    raw[i] = {};
+    if (from.payload != nullptr) raw[i] = Row::template load_raw<kKeep>(from, in_row);
+  }
+  out += (item * p.rows_per_item + first_row) * Row::kWidth + kOctet * in_row;
+#pragma unroll
+  for (int i = 0; i < Rows::kLoads; ++i)
+#pragma unroll
+    for (int j = 0; j < Row::kOctets; ++j)
+      store_octet(out + i * Rows::kRowsPerLoad * Row::kWidth + j * Row::kLanes * kOctet,
+                  Row::template decode<Out>(raw[i], in_row, j), i * Rows::kRowsPerLoad < left);
+}
+
+// Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
+// on each other (record, block, row), hence many warps with few rows each: while some look for rows, others read them.
+// A thread finds a row, for all of its thread block: the others have no part in those instructions.
+// The next kernel's thread blocks take the places of those that end, and wait there. first_blocks: those that may have
+// to; they bring into L2 what the tables, which are nearly always those of this step already, point at. H200,
+// 2026-11-16: 85 % of the copy speed for 32,768 entries in a row, where a copy of as many bytes has 87 %.
+template <class Find, class Row, class Out>
+__global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
+    gather_rows(const __grid_constant__ GatherParams p, unsigned tiles, unsigned first_blocks) {
+  using Rows = Batch<Row>;
+  let_next_start();
+  __shared__ SharedPlaces<Row, Rows::kRowsPerBlock> places;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const std::int64_t outer = blockIdx.x / tiles;
+  const unsigned tile = blockIdx.x % tiles;
+  const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock;
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRowsPerBlock}));
+  const int in_row = lane % Row::kLanes, warp_row = warp * Rows::kRows + lane / Row::kLanes;  // of the lane's first
+  const auto share_places = [&](auto find) {
+    if (threadIdx.x < Rows::kRowsPerBlock)
+      places.put(threadIdx.x, static_cast<int>(threadIdx.x) < num_rows ? find(first_row + threadIdx.x) : RowPlace{});
+    __syncthreads();
+  };
+
+  if (blockIdx.x < first_blocks) {
+    const StepRecord guess = load_record_again(Find::records(p) + outer);
+    share_places([&](std::int64_t row) { return Find::guess(p, guess, row); });
+#pragma unroll
+    for (int i = 0; i < Rows::kLoads; ++i)
+      fetch_row<Row>(places.get(warp_row + i * Rows::kRowsPerLoad), Find::rows(p).payload.row_stride, in_row);
+    __syncthreads();
+  }
+  wait_for_previous_after(static_cast<int>(tile));
+  if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, load_record(Find::records(p) + outer), outer);
+  share_places([&](std::int64_t row) { return Find::find(p, load_record(Find::records(p) + outer), outer, row); });
+
+  copy_rows<Keep::usual, Row>(p, outer, first_row + warp_row, num_rows - warp_row, static_cast<Out*>(p.out.data),
+                              [&](int row) { return places.get(warp_row + row); });
+}
+
+// Chosen rows: the kernel before may be the one that chooses, so nothing of them is known before the wait. Warps find
+// their rows by themselves: one that waits for the other rows of its thread block is slower (16.8 to 17.1 us). Rows
+// leave L2 first, so that results stay there. H200, 2026-11-16, 512 entries of each of 64 tokens: 86 % of the copy
+// speed into one tensor, 75 % into one per layer.
+template <class Row, class Out>
+__global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
+    gather_chosen_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
+  using Rows = Batch<Row>;
+  let_next_start();
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const std::int64_t token = blockIdx.x / tiles;
+  const std::int64_t first_row = std::int64_t{blockIdx.x % tiles} * Rows::kRowsPerBlock + warp * Rows::kRows;
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
+  const int lane_row = lane / Row::kLanes;  // the lane's first of the warp
+  wait_for_previous();
+  if (num_rows <= 0) return;
+  RowPlace mine;
+  if (lane < num_rows) mine = ChosenRows::find(p, load_record(p.step.tokens + token), token, first_row + lane);
+
+  copy_rows<Keep::briefly, Row>(p, token, first_row + lane_row, num_rows - lane_row, static_cast<Out*>(p.out.data),
+                                [&](int row) { return place_from_lane<Row>(mine, lane_row + row); });
+}
+
+template <class Row>
+bool can_read(const ops::RowPlanes& rows) {
+  return rows.shape.width == Row::kWidth && (Row::kTail < 0 || rows.shape.tail == Row::kTail) &&
+         is_aligned(rows.payload, 16) && (Row::kScaleAlign == 0 || is_aligned(rows.scale, Row::kScaleAlign)) &&
+         (!Row::kGlobal || is_aligned(rows.global, Row::kScaleAlign));
+}
+
+template <class Find, class Row>
+cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
+  bool tuned = can_read<Row>(Find::rows(p)) && reinterpret_cast<std::uintptr_t>(p.out.data) % 16 == 0;
+  if constexpr (std::is_same_v<Find, WindowRows>) tuned = tuned && can_read<Row>(p.layer.window.scratch);
+  if (!tuned) return gather_plain<Find>(p, Find::count(p), stream);
+  const std::int64_t tiles =
+      std::max<std::int64_t>((p.rows_per_item + Batch<Row>::kRowsPerBlock - 1) / Batch<Row>::kRowsPerBlock, 1);
+  const auto launch_blocks = [&](auto kernel, auto... args) {
+    return launch(kernel, static_cast<unsigned>(Find::count(p) * tiles), 32 * kWarps, stream, p,
+                  static_cast<unsigned>(tiles), args...);
+  };
+  const bool bf16 = p.out.dtype == DType::bf16;
+  if constexpr (std::is_same_v<Find, ChosenRows>) {
+    return launch_blocks(bf16 ? gather_chosen_rows<Row, std::uint16_t> : gather_chosen_rows<Row, float>);
+  } else {
+    return launch_blocks(bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>,
+                         static_cast<unsigned>(kBlocksPerSm * multiprocessors()));
+  }
+}
+
+template <class Find>
+cudaError_t gather(const GatherParams& p, cudaStream_t stream) {
+  if (Find::count(p) == 0) return cudaSuccess;
+  const ops::RowPlanes& rows = Find::rows(p);
+  if constexpr (!std::is_same_v<Find, WindowRows>) {  // keys have no window
+    switch (rows.format) {
+      case Format::mxfp4: return gather_with<Find, Fp4KeyReader<Format::mxfp4>>(p, stream);
+      case Format::nvfp4: return gather_with<Find, Fp4KeyReader<Format::nvfp4>>(p, stream);
+      case Format::fp8: return gather_with<Find, Fp8KeyReader>(p, stream);
+      case Format::bf16:
+        if (rows.shape.width == 128) return gather_with<Find, Bf16Reader<128>>(p, stream);
+        break;
+      default: break;
+    }
+  }
+  switch (rows.format) {
+    case Format::fp8_tile64: return gather_with<Find, Fp8RowReader<Format::fp8_tile64>>(p, stream);
+    case Format::fp8_row: return gather_with<Find, Fp8RowReader<Format::fp8_row>>(p, stream);
+    case Format::bf16: return gather_with<Find, Bf16Reader<512>>(p, stream);
+    default: return gather_plain<Find>(p, Find::count(p), stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t gather_chosen(const GatherParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch gather_chosen", true);
+  return gather<ChosenRows>(params, stream);
+}
+
+cudaError_t gather_all(const GatherParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch gather_all", true);
+  return gather<AllRows>(params, stream);
+}
+
+cudaError_t gather_window(const GatherParams& params, cudaStream_t stream) {
+  const NvtxRange range("kv4 launch gather_window", true);
+  return gather<WindowRows>(params, stream);
+}
+
+}  // namespace kv4::cuda
