@@ -65,7 +65,7 @@ void add_decode(Bench& bench, const DecodeCase& c) {
     const LayerCacheSchema& layer = cache.schema().layers[0];
     const std::int64_t length = cache.manager().length(cache.requests()[0]);
     const std::int64_t bytes =
-        c.batch * (cli::append_bytes(layer, length, 1) + cli::displaced_bytes(cache.schema(), layer, length, 1));
+        c.batch * (cli::append_bytes(layer, length, 1) + cli::undo_row_bytes(cache.schema(), layer, length, 1));
     const Step step = cache.prepare(c.batch, 1);
     Row row;
     row.name = fmt::format("decode {} b={}, {}", kind_label(c.kind), c.batch, name);

@@ -32,7 +32,7 @@ class GpuCache {
   Step prepare(int requests, int count);
   /// The next inputs for a layer of the open step.
   AppendInputs next_inputs(int layer, std::int64_t tokens, bool projection = false);
-  /// Frontiers and displaced positions as they were when the open step was prepared: the next append is a first one.
+  /// Frontiers and undo positions as they were when the open step was prepared: the next append is a first one.
   void restore_marks();
 
  private:
@@ -43,7 +43,7 @@ class GpuCache {
   std::vector<RequestId> requests_;
   std::vector<std::int32_t> token_ids_;
   std::int64_t mark_bytes_ = 0;
-  DeviceMemory frontiers_, displaced_;
+  DeviceMemory fold_watermarks_, undo_rows_;
 };
 
 }  // namespace kv4::bench

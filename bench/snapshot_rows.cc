@@ -36,7 +36,7 @@ std::vector<ops::LayerDesc> describe_all(GpuCache& cache) {
   for (std::size_t i = 0; i < cache.schema().layers.size(); ++i)
     out.push_back(ops::describe_layer(
         cache.schema(), static_cast<int>(i),
-        {nullptr, pool.base(), pool.frontiers(), pool.displaced(), pool.displaced_positions(), nullptr}));
+        {nullptr, pool.base(), pool.fold_watermarks(), pool.undo_rows(), pool.undo_positions(), nullptr}));
   return out;
 }
 

@@ -37,8 +37,8 @@ std::int64_t append_bytes(const LayerCacheSchema& layer, std::int64_t start, std
   return bytes;
 }
 
-std::int64_t displaced_bytes(const CacheSchema& schema, const LayerCacheSchema& layer, std::int64_t start,
-                             std::int64_t count) {
+std::int64_t undo_row_bytes(const CacheSchema& schema, const LayerCacheSchema& layer, std::int64_t start,
+                            std::int64_t count) {
   const int window = schema.config.window;
   return start >= window && count == layer.window.rows - window + 1 ? 2 * layer.window.row.bytes() : 0;
 }

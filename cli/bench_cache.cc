@@ -124,8 +124,7 @@ Sample timed_step(BenchCache& cache, std::span<const StepSpec> items, bool with_
   Sample sample{0, 0, 0};
   for (const StepSpec& item : items) {
     const std::int64_t length = manager.length(item.request);
-    sample.bytes +=
-        append_bytes(layer, length, item.count) + displaced_bytes(cache.schema(), layer, length, item.count);
+    sample.bytes += append_bytes(layer, length, item.count) + undo_row_bytes(cache.schema(), layer, length, item.count);
     sample.items += item.count;
   }
   const AppendInputs inputs = cache.next_inputs(0, static_cast<int>(sample.items));

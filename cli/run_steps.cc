@@ -61,7 +61,7 @@ void StepDriver::count_bytes(std::span<const StepTokens> items) {
       if (item.request == kNoRequest) continue;
       const LayerCacheSchema& schema = manager_.schema().layers[layer];
       const std::int64_t start = item.tokens.front().position, count = static_cast<std::int64_t>(item.tokens.size());
-      bytes += append_bytes(schema, start, count) + displaced_bytes(manager_.schema(), schema, start, count);
+      bytes += append_bytes(schema, start, count) + undo_row_bytes(manager_.schema(), schema, start, count);
     }
   }
   times_.touched_bytes += bytes;

@@ -309,7 +309,7 @@ typedef struct kv4_index_inputs {
   const kv4_tensor* q;       /* [tokens, heads, index_dim], or u8 payloads */
   const kv4_tensor* q_scale; /* with payloads */
   const kv4_tensor* weights; /* f32 [tokens, heads] */
-  int32_t near_sums;         /* kv4_index_scores alone: not the defined bits but what is fastest, within a bound */
+  int32_t fast_scores;       /* kv4_index_scores alone: not the defined bits but what is fastest, within a bound */
 } kv4_index_inputs;
 
 typedef struct kv4_attend_inputs {
@@ -318,7 +318,7 @@ typedef struct kv4_attend_inputs {
   const kv4_tensor* sink; /* f32 [heads] or NULL */
   const kv4_tensor* topk; /* i32 [tokens, k] or NULL: all visible entries */
   float softmax_scale;    /* 0: head_dim^-0.5 */
-  int32_t turn_back;
+  int32_t inverse_rope;
 } kv4_attend_inputs;
 
 KV4_C_API void kv4_append_inputs_init(kv4_append_inputs* inputs);

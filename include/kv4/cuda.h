@@ -41,15 +41,15 @@ KV4_API cudaError_t gather_all(const ops::GatherParams& params, cudaStream_t str
 KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t stream);
 
 /// Scores of all keys a token sees, into `scores`. The workspace holds at least one token's part
-/// (ops::index_token_bytes); tokens are taken in tiles that fit it. With ScoreSums::near fp8 keys of 128 channels on
-/// Hopper go through the matrix unit, in one launch; all else is scored as defined.
+/// (ops::index_token_bytes); tokens are taken in tiles that fit it. With ScoreMode::fast fp8 keys of 128 channels on
+/// Hopper go through the tensor cores, in one launch; all else is scored as defined.
 KV4_API cudaError_t index_scores(const ops::IndexParams& params, cudaStream_t stream);
 /// The `top` best of given scores: NaN is the lowest, of equal ones the smaller index wins.
 KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t stream);
 /// Both: scores go no further than the workspace.
 KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
 
-/// With a workspace (ops::attend_workspace_bytes) more thread blocks may share a token with a long list of entries than
+/// With a workspace (ops::attend_workspace_bytes) more CTAs may share a token with a long list of entries than
 /// without. It is zero before its first use and left so where it matters; only calls on one stream may share it.
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
 

@@ -143,10 +143,10 @@ class KV4_API KVCacheManager {
   /// The same, and its full blocks are kept as the chain's from now on. Blocks that are kept already are shared: their
   /// bytes are not read, and may be left out (an empty span).
   Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
-                                   std::span<const std::span<const std::byte>> blocks, const ChainName& chain);
+                                   std::span<const std::span<const std::byte>> blocks, const PrefixIdentity& chain);
   /// Of a prompt with the present weights, and of a running request; {} where its blocks are not kept.
-  ChainName name_chain(const Prompt& prompt);
-  ChainName chain_of(RequestId request) const;
+  PrefixIdentity identify_prefix(const Prompt& prompt);
+  PrefixIdentity chain_of(RequestId request) const;
 
   /// Prompts find and leave blocks of these weights from now on; running requests go on with theirs.
   void set_weights_id(std::string_view weights_id);

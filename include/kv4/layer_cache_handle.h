@@ -55,7 +55,7 @@ struct AttendInputs {
   TensorView sink{};           // [heads] f32, or empty: none
   TensorView topk{};           // i32 [tokens, k] entries, anything but a visible one is passed over; empty: all visible
   float softmax_scale = 0.0f;  // 0: head_dim^-0.5
-  bool turn_back = false;      // turn the output's last rope_dim channels back by the query's position
+  bool inverse_rope = false;   // turn the output's last rope_dim channels back by the query's position
 };
 
 /// K = V: both name the same dense tensor.
@@ -141,7 +141,7 @@ class KV4_API LayerCacheHandle {
 
   /// score[t, j] = sum over heads of weight * relu(q . key j), to the bit as docs/formats.md says, or near it. scores
   /// [tokens, n] f32, n at least the longest item's entries; -infinity where a token sees none.
-  void index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreSums sums = ScoreSums::defined);
+  void index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreMode mode = ScoreMode::exact);
   /// The k best entries that each token sees, of given scores (the sum of several ranks', say). indices [tokens, k]
   /// i32, in no order, -1 filled; of equal scores the smaller index, NaN last. slots [tokens, k] i32 or empty: block *
   /// rows_per_block + row of each.

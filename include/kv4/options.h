@@ -15,9 +15,9 @@ namespace kv4 {
 enum class Format : std::uint8_t { fp8_tile64, fp8_row, bf16, mxfp4, nvfp4, fp8 };
 enum class HcaMode : std::uint8_t { online, raw };
 enum class Arrangement : std::uint8_t { block_major, layer_major };
-/// How the sums of index scores are rounded: as defined, to the bit on every backend; or as is fastest, within the bound
-/// of docs/formats.md. Where nothing is faster the defined ones are given.
-enum class ScoreSums : std::uint8_t { defined, near };
+/// How the sums of index scores are rounded: as defined, to the bit on every backend; or as is fastest, within the
+/// bound of docs/formats.md. Where nothing is faster the defined ones are given.
+enum class ScoreMode : std::uint8_t { exact, fast };
 
 KV4_API const char* to_string(Format format);
 KV4_API const char* to_string(HcaMode mode);

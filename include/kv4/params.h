@@ -56,13 +56,11 @@ struct WindowDesc {
   RowPlanes scratch;  // rows of a long step by token index; one block
   // The row that the last of R + 1 tokens written in place overwrites. No query will ask for it again, but the image of
   // the length before the step has it, so it is kept in case the step is aborted.
-  RowPlanes displaced;                          // a block is a state slot, one row
-  std::int32_t* displaced_positions = nullptr;  // [slot * displaced_stride], -1: none
-  std::int64_t displaced_stride = 0;
+  RowPlanes undo_row;                      // a block is a state slot, one row
+  std::int32_t* undo_positions = nullptr;  // [slot * undo_row_stride], -1: none
+  std::int64_t undo_row_stride = 0;
 
-  KV4_HD std::int32_t& displaced_position(std::int64_t slot) const {
-    return displaced_positions[slot * displaced_stride];
-  }
+  KV4_HD std::int32_t& undo_position(std::int64_t slot) const { return undo_positions[slot * undo_row_stride]; }
 };
 
 /// Compressor state of one row kind. Ring row of p: [kv columns | gate columns] at p mod rows of its slot.
@@ -72,9 +70,9 @@ struct PendingDesc {
   std::int32_t columns = 0;
   std::int32_t rows = 0;
   bool online = false;
-  Plane accumulator;                  // [slot]: fp32 [3, width] max, denominator, numerator; data null with overlap
-  std::int32_t* frontiers = nullptr;  // [slot * frontier_stride]: tokens below it are in the accumulator
-  std::int64_t frontier_stride = 0;
+  Plane accumulator;  // [slot]: fp32 [3, width] max, denominator, numerator; data null with overlap
+  std::int32_t* fold_watermarks = nullptr;  // [slot * fold_watermark_stride]: tokens below it are in the accumulator
+  std::int64_t fold_watermark_stride = 0;
 };
 
 /// One row kind: where its rows lie and how they are made.
@@ -149,7 +147,7 @@ struct StepTableDesc {
   std::int32_t* ring_positions = nullptr;  // [max_items, ring_rows] position each window row holds, -1: none
   std::int32_t* block_table = nullptr;     // [max_requests, blocks_per_request]
   std::int32_t* window_begins = nullptr;   // [max_requests]
-  std::int32_t kept_block = -1;            // that takes what is written instead of kept entries; -1: nothing is
+  std::int32_t dummy_block = -1;           // that takes what is written instead of kept entries; -1: nothing is
   std::int32_t blocks_per_request = 0;
   std::int32_t block_tokens = 0;
   std::int32_t ring_rows = 0;
@@ -236,10 +234,10 @@ struct IndexParams {
   InputDesc weights;           // f32 [tokens, heads]
   float* scores = nullptr;     // [tokens, score_stride]; -infinity where nothing is visible. Not for index_topk
   std::int64_t score_stride = 0;
-  ScoreSums sums = ScoreSums::defined;  // index_scores alone
-  std::int32_t top = 0;                 // k
-  std::int32_t* indices = nullptr;      // [tokens, k] entries, -1 filled, in no order
-  std::int32_t* slots = nullptr;        // [tokens, k] block * rows_per_block + row of each, -1 filled; or null
+  ScoreMode mode = ScoreMode::exact;  // index_scores alone
+  std::int32_t top = 0;               // k
+  std::int32_t* indices = nullptr;    // [tokens, k] entries, -1 filled, in no order
+  std::int32_t* slots = nullptr;      // [tokens, k] block * rows_per_block + row of each, -1 filled; or null
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
 };
@@ -273,17 +271,17 @@ struct AttendParams {
   SlotList entry_slots;         // instead of its entries: rows of layer.kinds[0].page
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
-  RopeDesc turn_back;           // rope_dim > 0: the output's last channels are turned back by the query's position
-  // For what thread blocks of a token leave to each other: attend_workspace_bytes, or null. Zero before the first call;
+  RopeDesc inverse_rope;        // rope_dim > 0: the output's last channels are turned back by the query's position
+  // For what CTAs of a token leave to each other: attend_workspace_bytes, or null. Zero before the first call;
   // calls that share it are queued one after the other.
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
 };
 
-/// An attend workspace: where thread blocks of a token meet, then what each leaves, 64 heads of rows that wide.
+/// An attend workspace: where CTAs of a token meet, then what each leaves, 64 heads of rows that wide.
 constexpr std::int32_t kAttendShareWidth = 512;
 constexpr std::int64_t kAttendMeetingBytes = 2048, kAttendShareBytes = 67072;
-/// Enough for as many thread blocks as a Hopper GPU has multiprocessors.
+/// Enough for as many CTAs as a Hopper GPU has SMs.
 constexpr std::int64_t attend_workspace_bytes(std::int64_t blocks = 144) {
   return kAttendMeetingBytes + blocks * kAttendShareBytes;
 }

@@ -29,7 +29,7 @@ class KV4_API PreemptedRequest {
   std::uint64_t layout_id_ = 0;
   std::vector<std::int64_t> lengths_;
   std::vector<std::int32_t> token_ids_;
-  ChainName chain_;
+  PrefixIdentity chain_;
   std::int64_t num_blocks_ = 0, block_bytes_ = 0, image_bytes_ = 0;
 };
 

@@ -65,10 +65,10 @@ struct Prompt {
 };
 
 /// Whose blocks the full blocks of a request are: one that comes back from elsewhere goes on with them. The manager
-/// makes these (name_chain, chain_of); {} is nobody's.
-struct ChainName {
-  BlockKey root{};        // of the keys
-  std::uint64_t era = 0;  // of the weights in one cache, up to their invalidation; 0: nothing is kept
+/// makes these (identify_prefix, chain_of); {} is nobody's.
+struct PrefixIdentity {
+  BlockKey root{};                       // of the keys
+  std::uint64_t weights_generation = 0;  // of the weights in one cache, up to their invalidation; 0: nothing is kept
   TenantId tenant = 0;
   std::int64_t prompt_end = 0;     // the last block boundary that another request with this prompt can use
   std::vector<std::string> extra;  // by block, as in Prompt

@@ -45,7 +45,7 @@ struct WindowSchema {
   int rows = 0;                     // window + R
   std::int64_t payload_offset = 0;  // in the state slot
   std::int64_t scale_offset = 0;
-  std::int64_t displaced_offset = 0;  // in the slot's displaced rows: payload, then scale
+  std::int64_t undo_row_offset = 0;  // in the slot's undo rows: payload, then scale
 };
 
 /// Compressor rows that wait for their entry, one per row kind. Ring row of position p at p mod rows: [kv | gate], each
@@ -84,7 +84,7 @@ struct CacheSchema {
   std::int64_t block_bytes = 0;        // one block in every layer
   std::int64_t block_image_bytes = 0;  // the same as it is exported: page alignment 64, block-major
   std::int64_t slot_bytes = 0;         // state of one request
-  std::int64_t displaced_bytes =
+  std::int64_t undo_row_bytes =
       0;  // beside it, one row per window: what an in-place step of R + 1 tokens overwrites of the image
   std::uint64_t layout_id = 0;  // equal iff exported bytes mean the same
 

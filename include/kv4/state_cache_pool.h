@@ -65,13 +65,13 @@ class KV4_API StateCachePool {
 
   std::byte* base() const { return base_; }
   /// [num_slots, num_layers]: tokens below it are folded into the layer's accumulator.
-  std::int32_t* frontiers() const { return frontiers_; }
-  /// [num_slots, displaced_bytes], and [num_slots, num_layers]: the position of each, -1: none.
-  std::byte* displaced() const { return displaced_; }
-  std::int32_t* displaced_positions() const { return displaced_positions_; }
+  std::int32_t* fold_watermarks() const { return fold_watermarks_; }
+  /// [num_slots, undo_row_bytes], and [num_slots, num_layers]: the position of each, -1: none.
+  std::byte* undo_rows() const { return undo_rows_; }
+  std::int32_t* undo_positions() const { return undo_positions_; }
   std::int32_t num_slots() const { return num_slots_; }
   std::int32_t num_free() const { return static_cast<std::int32_t>(free_.size()); }
-  /// Slots, displaced rows, and 8 bytes per slot and layer (rounded up to 128).
+  /// Slots, undo rows, and 8 bytes per slot and layer (rounded up to 128).
   std::int64_t memory_bytes() const { return bytes_; }
 
  private:
@@ -80,9 +80,9 @@ class KV4_API StateCachePool {
   const CacheSchema& schema_;
   std::shared_ptr<Backend> backend_;
   std::byte* base_ = nullptr;
-  std::int32_t* frontiers_ = nullptr;
-  std::byte* displaced_ = nullptr;
-  std::int32_t* displaced_positions_ = nullptr;
+  std::int32_t* fold_watermarks_ = nullptr;
+  std::byte* undo_rows_ = nullptr;
+  std::int32_t* undo_positions_ = nullptr;
   std::int32_t num_slots_ = 0;
   std::int64_t bytes_ = 0;
   std::vector<std::int32_t> free_;

@@ -54,7 +54,7 @@ std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> laye
 }
 
 std::size_t most_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout) {
-  constexpr std::size_t kPerRing = 2;                              // it wraps once
+  constexpr std::size_t kPerRing = 2;                             // it wraps once
   std::size_t most = layout.windows.size() * 2 * (1 + kPerRing);  // payload and scale; the oldest row goes by itself
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
@@ -72,16 +72,16 @@ void add_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayo
     const ops::LayerDesc& layer = layers[static_cast<std::size_t>(part.layer)];
     const ops::WindowDesc& w = layer.window;
     struct Source {
-      ops::Plane ring, displaced;
+      ops::Plane ring, undo_row;
       std::int64_t at;
     };
-    for (const Source& s : {Source{w.ring.payload, w.displaced.payload, part.payload_at},
-                            Source{w.ring.scale, w.displaced.scale, part.scale_at}}) {
+    for (const Source& s : {Source{w.ring.payload, w.undo_row.payload, part.payload_at},
+                            Source{w.ring.scale, w.undo_row.scale, part.scale_at}}) {
       const std::int64_t bytes = s.ring.row_stride;
       const bool full = part.count == layer.window_tokens;  // an aborted step may have taken the oldest row's place
       if (full)
-        out.push_back({s.ring.at(slot, part.first % w.rows), image + s.at, bytes, s.displaced.at(slot, 0),
-                       &w.displaced_position(slot), static_cast<std::int32_t>(part.first)});
+        out.push_back({s.ring.at(slot, part.first % w.rows), image + s.at, bytes, s.undo_row.at(slot, 0),
+                       &w.undo_position(slot), static_cast<std::int32_t>(part.first)});
       const std::int64_t skip = full ? 1 : 0;
       for_ring_pieces(s.ring, slot, w.rows, part.first + skip, part.count - skip, s.at + skip * bytes, add);
     }

@@ -96,15 +96,15 @@ TEST_F(AttendKernel, EveryFormatWidthAndQueryType) {
 }
 
 TEST_F(AttendKernel, SlotLists) {
-  for (const bool turn_back : {false, true}) {  // with and without the step's records
+  for (const bool inverse_rope : {false, true}) {  // with and without the step's records
     Case c = entries_case(4, 0);
     c.align = 576;
     c.slot_window = 128;
     c.slot_entries = 300;
-    c.turn_back = turn_back;
+    c.inverse_rope = inverse_rope;
     run(c);
     c.slot_window = 0;  // the window comes from the records
-    if (turn_back) run(c);
+    if (inverse_rope) run(c);
     c.heads = 128;
     c.format = Format::bf16;
     c.slot_window = 20;
@@ -203,7 +203,7 @@ TEST_F(AttendKernel, FewTokensOfEveryKind) {
     c.slot_window = 128;
     c.slot_entries = 300;
     run(c);
-    c.turn_back = false;
+    c.inverse_rope = false;
     run(c);
     c = window_case();
     c.small = split;
@@ -239,7 +239,7 @@ TEST_F(AttendKernel, OneLongTokenOnTheWholeGpu) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);
   c.requests = {{33000, 1}};  // 8,378 rows
-  c.turn_back = false;
+  c.inverse_rope = false;
   c.workspace_blocks = 144;
   Problem problem(c);
   const Problem::Result first = problem.run();
@@ -286,7 +286,7 @@ TEST_F(AttendKernel, TheSameTwice) {
   EXPECT_EQ(problem.run().out, problem.run().out);
 }
 
-// More tokens than thread blocks run at once, so that each takes several: long and short ones, padded ones, two lots of
+// More tokens than CTAs run at once, so that each takes several: long and short ones, padded ones, two lots of
 // heads, more rounds than are known at a time.
 TEST_F(AttendKernel, TokensInTurn) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";

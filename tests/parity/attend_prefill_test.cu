@@ -93,7 +93,7 @@ TEST_F(AttendKernelPrefill, RunsOfTokens) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = window_case();
   c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_runs = true};
-  c.turn_back = true;
+  c.inverse_rope = true;
   run_chunks(c, {1, 8, 100});
   c.heads = 70;
   c.requests = {{1000, 300, false}, {0, 3}, {90, 200, false}};  // runs of eight
@@ -123,7 +123,7 @@ TEST_F(AttendKernelPrefill, WindowsInOneGo) {
     SCOPED_TRACE(testing::Message() << channels << " parts of the channels");
     Case c = window_case();
     c.split = cuda::AttendSplit{.rows = 1, .channels = channels, .in_one_go = true};
-    c.turn_back = true;
+    c.inverse_rope = true;
     run_chunks(c, {1, 8, 64, 65, 100});
     c.heads = 70;
     c.requests = kDecode;

@@ -116,13 +116,13 @@ struct Case {
   int chosen = 0;      // 0: all that are visible
   int page_rows = 32;  // entries of a block
   int align = 64;
-  bool sink = true, turn_back = false;
+  bool sink = true, inverse_rope = false;
   DType q_type = DType::bf16, out_type = DType::f32;
   float q_size = 2.0f;
   int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
   std::optional<cuda::AttendSplit> split = {};  // of the tuned kernel
   std::optional<cuda::SmallSplit> small = {};   // of the one for few tokens
-  int workspace_blocks = 0;                     // thread blocks that may leave something in a workspace
+  int workspace_blocks = 0;                     // CTAs that may leave something in a workspace
   bool late_records = false;                    // written while attend may have started already
   int slot_window = 0, slot_entries = 0;        // lists of that many instead of what the step says
   unsigned seed = 1;
@@ -224,13 +224,13 @@ class Problem {
     if (c_.slot_entries > 0) {
       p.entry_slots = {entry_slots.there(), c_.slot_entries, entry_lens.there()};
       p.step.block_table = nullptr;
-      if (!c_.turn_back && c_.slot_window > 0) p.step.tokens = nullptr;
+      if (!c_.inverse_rope && c_.slot_window > 0) p.step.tokens = nullptr;
     }
     p.out = {out.there(), c_.out_type};
     p.lse = lse.there();
-    if (c_.turn_back) {
-      p.turn_back.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
-      p.turn_back.rope_dim = c_.shape.tail;
+    if (c_.inverse_rope) {
+      p.inverse_rope.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
+      p.inverse_rope.rope_dim = c_.shape.tail;
     }
     const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_blocks);
     Twin<std::uint8_t> workspace(std::vector<std::uint8_t>(static_cast<std::size_t>(workspace_bytes), 0xFF));
@@ -403,7 +403,7 @@ class Problem {
     for (const auto& places : places_)
       for (const Place& at : places) (at.pool == &page_ ? page : ring).push_back(at);
     for (std::size_t token = 0; token < places_.size(); ++token) {
-      const bool padded = records_[token].padded() && c_.turn_back;
+      const bool padded = records_[token].padded() && c_.inverse_rope;
       std::vector<Place> places;
       if (c_.slot_window == 0)
         for (const Place& at : places_[token])
@@ -429,7 +429,7 @@ class Problem {
       places_[token] = places;
     }
     for (ops::StepRecord& r : records_)
-      if (!c_.turn_back) r.row = 0;
+      if (!c_.inverse_rope) r.row = 0;
   }
 
   std::vector<double> reference(int token, int head, const std::vector<std::vector<float>>& rows, double* lse) {
@@ -457,7 +457,7 @@ class Problem {
     }
     *lse = den > 0 ? most + std::log(den) : -INFINITY;
     for (double& x : out) x = den > 0 ? x / den : 0.0;
-    if (c_.turn_back) {
+    if (c_.inverse_rope) {
       const std::vector<double> frequencies = rope_frequencies(RopeSpec{}, c_.shape.tail);
       for (std::size_t i = 0; i < frequencies.size(); ++i) {
         double* pair = out.data() + width - static_cast<std::size_t>(c_.shape.tail) + 2 * i;
@@ -521,7 +521,7 @@ Case entries_case(int ratio, int chosen) {
   c.ratio = ratio;
   c.chosen = chosen;
   c.page_rows = 128 / ratio;
-  c.turn_back = true;
+  c.inverse_rope = true;
   return c;
 }
 

@@ -52,7 +52,7 @@ __device__ std::uint32_t channel(const cuda::Octet<Out>& octet, int i) {
   return sizeof(Out) == 2 ? (octet.words[i / 2] >> (16 * (i % 2))) & 0xFFFFu : octet.words[i];
 }
 
-/// A thread block's scale: every UE8M0, then some others.
+/// A CTA's scale: every UE8M0, then some others.
 __device__ float block_scale() {
   constexpr float kOthers[] = {0.37f, -3.0f, 1e38f, 3e-39f, 0.0f};
   if (blockIdx.x < 256) return codec::ue8m0_value(static_cast<std::uint8_t>(blockIdx.x));

@@ -106,7 +106,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
     if (random_() % 4 == 0) std::memset(payload, random_() % 2 == 0 ? 0x00 : 0x88, 16);  // zeros of any scale
   }
 
-  // 256 in channel 0, nothing else in the matrix unit's first step (index/fp8_fast.cuh), `small` in all others.
+  // 256 in channel 0, nothing else in the tensor cores' first step (index/fp8_fast.cuh), `small` in all others.
   static void change_to_cutoff(std::uint8_t* payload, std::uint8_t* scale, std::uint8_t small) {
     for (int c = 0; c < 128; ++c) payload[c] = c == 0 ? 0x78 : c < 64 && c % 16 < 4 ? 0 : small;
     const float one = 1.0f;
@@ -311,7 +311,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
 
   int visible(const ops::StepRecord& token) const { return token.padded() ? 0 : (token.position + 1) / kRatio; }
 
-  // Near scores, which index_topk leaves in its workspace, against the defined ones: a matrix unit that kept fewer bits
+  // Near scores, which index_topk leaves in its workspace, against the defined ones: a tensor core that kept fewer bits
   // than the margin of topk/rescore.cuh takes for granted would be seen here, on products that lie far apart.
   void check_near(const Bytes& workspace, const std::vector<float>& defined, std::int64_t stride) const {
     const std::int64_t near_stride = (std::int64_t{blocks_per_request_} * c_.rows_per_block + 63) / 64 * 64;
@@ -435,7 +435,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
   // Near scores, and a selection from them.
   const DeviceArray<float> near_scores(static_cast<std::size_t>(num_tokens * stride), 1e30f);
   p.scores = near_scores.data();
-  p.sums = ScoreSums::near;
+  p.mode = ScoreMode::fast;
   ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
   const std::vector<float> near = near_scores.read();
   ASSERT_EQ(cuda::select_topk(p, nullptr), cudaSuccess);
@@ -596,7 +596,7 @@ std::vector<Case> make_cases() {
               c.lengths = {1500, 90}, c.counts = {1, 2}, c.heads = 21;
               if (data == Data::spread) c.width = 96, c.hadamard = false;
             });
-  // fp8 keys as the matrix unit takes them: near scores, corrected.
+  // fp8 keys as the tensor cores takes them: near scores, corrected.
   const auto add_near = [&](const std::string& name, auto&& change) {
     add("fp8_near_" + name, [&](Case& c) {
       c.format = Format::fp8, c.top = 100, c.lengths = {4000, 399, 90}, c.counts = {2, 1, 3};
@@ -664,7 +664,7 @@ std::vector<Case> make_cases() {
 }
 
 /// Small shapes for racecheck: see racecheck.h. 16 tokens, one of them padding, are as many as one launch takes with
-/// eight thread blocks each; rows of more than 8,192 keys are selected from otherwise.
+/// eight CTAs each; rows of more than 8,192 keys are selected from otherwise.
 std::vector<Case> make_racecheck_cases() {
   constexpr int kBatch = 15, kLong = 40000;
   std::vector<Case> cases;

@@ -191,7 +191,7 @@ TEST(ParitySizes, StepsOfEverySize) {
 }
 
 // One step of one request, long enough for the prefill kernels: short, so that a race detector ends, and so long that a
-// thread block makes many entries.
+// CTA makes many entries.
 TEST(ParitySizes, ShortPrefill) {
   KV4_NEEDS_DEVICE();
   const Model model(real_config());

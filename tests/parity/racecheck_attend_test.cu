@@ -40,7 +40,7 @@ Case few_tiles(int heads) {
   return c;
 }
 
-/// A tile or two, of more tokens than thread blocks run at once.
+/// A tile or two, of more tokens than CTAs run at once.
 Case short_tokens(int heads) {
   Case c = entries_case(4, 0);
   c.heads = heads;
@@ -48,7 +48,7 @@ Case short_tokens(int heads) {
   return c;
 }
 
-/// Tokens of one tile, so many that a thread block must learn of further ones (Shared::rounds) on an H200.
+/// Tokens of one tile, so many that a CTA must learn of further ones (Shared::rounds) on an H200.
 Case many_tokens() {
   Case c = window_case();
   c.heads = 1;

@@ -78,7 +78,7 @@ void Compressor::fold(const ops::StepRecord& part, std::int64_t begin, std::int6
 
 void Compressor::advance(const ops::StepRecord& part, RowBuffers& buffers) const {
   if (!kind_.pending.online) return;
-  const std::int64_t from = frontier(part.read_slot);
+  const std::int64_t from = fold_watermark(part.read_slot);
   const std::int64_t to = part.end() - kind_.pending.rows;  // rows from here on stay in the ring
   if (to <= from) return;
   const std::int64_t begin = to / kind_.ratio * kind_.ratio;  // of the span that `to` lies in
@@ -89,7 +89,7 @@ void Compressor::advance(const ops::StepRecord& part, RowBuffers& buffers) const
     fold(part, std::max(from, begin), to, fresh, buffers.acc.data());
     std::memcpy(accumulator(part.write_slot), buffers.acc.data(), bytes);
   }
-  frontier(part.write_slot) = static_cast<std::int32_t>(to);
+  fold_watermark(part.write_slot) = static_cast<std::int32_t>(to);
 }
 
 void Compressor::store_pending(const ops::StepRecord& part, const ops::StepRecord* next) const {
@@ -123,7 +123,7 @@ void Compressor::save_span(const ops::StepRecord& part, std::int64_t end, std::u
 
 void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const {
   const std::int64_t begin = (end - 1) / kind_.ratio * kind_.ratio;
-  const std::int64_t folded = frontier(part.read_slot);
+  const std::int64_t folded = fold_watermark(part.read_slot);
   const bool fresh = folded <= begin;
   if (!fresh)
     std::memcpy(buffers.acc.data(), accumulator(part.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));

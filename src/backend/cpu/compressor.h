@@ -58,8 +58,8 @@ class Compressor {
   float* accumulator(std::int32_t slot) const {
     return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0));
   }
-  std::int32_t& frontier(std::int32_t slot) const {
-    return kind_.pending.frontiers[slot * kind_.pending.frontier_stride];
+  std::int32_t& fold_watermark(std::int32_t slot) const {
+    return kind_.pending.fold_watermarks[slot * kind_.pending.fold_watermark_stride];
   }
   int width() const { return kind_.page.shape.width; }
 

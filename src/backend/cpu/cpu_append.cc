@@ -11,15 +11,15 @@ namespace {
 
 // Only the last of R + 1 tokens overwrites a row that the image before the step holds: its oldest. Run again, the row
 // is kept already.
-void keep_displaced(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& token) {
+void keep_undo_row(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& token) {
   const std::int64_t lost = std::int64_t{token.position} - w.rows, slot = token.write_slot;
-  if (lost < 0 || lost != token.length - window_tokens || w.displaced_position(slot) == lost) return;
+  if (lost < 0 || lost != token.length - window_tokens || w.undo_position(slot) == lost) return;
   const std::int64_t row = lost % w.rows;
-  std::memcpy(w.displaced.payload.at(slot, 0), w.ring.payload.at(slot, row),
+  std::memcpy(w.undo_row.payload.at(slot, 0), w.ring.payload.at(slot, row),
               static_cast<std::size_t>(w.ring.payload.row_stride));
-  std::memcpy(w.displaced.scale.at(slot, 0), w.ring.scale.at(slot, row),
+  std::memcpy(w.undo_row.scale.at(slot, 0), w.ring.scale.at(slot, row),
               static_cast<std::size_t>(w.ring.scale.row_stride));
-  w.displaced_position(slot) = static_cast<std::int32_t>(lost);
+  w.undo_position(slot) = static_cast<std::int32_t>(lost);
 }
 
 std::int64_t row_bytes(const ops::InputDesc& rows, codec::RowShape shape) {
@@ -116,7 +116,7 @@ void write_window_row(const RowKernels& kernels, const ops::AppendParams& params
   std::uint8_t* ring_payload = w.ring.payload.at(token.write_slot, token.position % w.rows);
   std::uint8_t* ring_scale = w.ring.scale.at(token.write_slot, token.position % w.rows);
   if (token.in_place()) {
-    keep_displaced(w, params.layer.window_tokens, token);
+    keep_undo_row(w, params.layer.window_tokens, token);
     quantise(ring_payload, ring_scale);
     return;
   }

@@ -68,8 +68,8 @@ void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
 }
 
 // Turns the last channels by the negative angle.
-void turn_back(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_t position, int width, float* row,
-               RowBuffers& buffers) {
+void inverse_rope(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_t position, int width, float* row,
+                  RowBuffers& buffers) {
   const int pairs = rope.rope_dim / 2;
   const float *cos = rope.cos + position * pairs, *sin = rope.sin + position * pairs;
   if (rope.cos == nullptr) {
@@ -114,8 +114,8 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
         ops::end_attention(b.state[static_cast<std::size_t>(h)], sinks ? p.sink + first_head + h : nullptr);
     float* acc = b.acc.data() + h * width;
     for (int c = 0; c < width; ++c) acc[c] *= end.factor;
-    if (p.turn_back.rope_dim > 0 && !is_padded(p, token))
-      turn_back(kernels_, p.turn_back, p.step.tokens[token].position, width, acc, buffers(worker));
+    if (p.inverse_rope.rope_dim > 0 && !is_padded(p, token))
+      inverse_rope(kernels_, p.inverse_rope, p.step.tokens[token].position, width, acc, buffers(worker));
     const std::int64_t at = token * p.num_heads + first_head + h;
     kernels_.convert(
         {width, acc, DType::f32,

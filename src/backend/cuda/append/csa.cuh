@@ -34,8 +34,8 @@ class OverlapSpans {
       turn = turn_at(guess.get().position);
     }
     if (token < p_.step.num_tokens) fetch_token(token);
-    wait_for_previous();
-    let_next_start();
+    grid_dependency_wait();
+    launch_dependents();
     if (token >= p_.step.num_tokens) return;
     const RawRow first_series = load_token(token, 0);
     rows[kOverlapRows - 1] = load_token(token, kWidth);

@@ -1,4 +1,4 @@
-// append: one launch per layer. Thread blocks take roles by index: the entries' compressor, the index keys', the
+// append: one launch per layer. CTAs take roles by index: the entries' compressor, the index keys', the
 // window.
 #include <algorithm>
 
@@ -34,16 +34,16 @@ struct AppendGrid {
 __device__ bool holds_entries(const ops::KindDesc& kind) { return kind.page.shape.width == EntryLanes::kWidth; }
 
 // When a decode lets the next kernel start. Of entries that overlap at once: 16 requests, entry due, 2.52 to 2.13 us.
-// Others of few thread blocks only after their own wait, so that one kernel waits and not a queue of them (HCA, 16
+// Others of few CTAs only after their own wait, so that one kernel waits and not a queue of them (HCA, 16
 // requests, entry due: 3.31 to 3.06 us; SWA, 128 requests: 2.16 to 1.92). H200, 2026-11-16.
 constexpr unsigned kFewBlocks = 80;
 
-// A decode, bound by latency: a token per group of lanes, thread blocks take roles by index.
+// A decode, bound by latency: a token per group of lanes, CTAs take roles by index.
 template <WindowCase kWindow, Compression kCompression, class In, class Pending>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     decode_kernel(const __grid_constant__ ops::AppendParams p, const __grid_constant__ AppendGrid grid) {
   __shared__ RowsShared shared;
-  if (kCompression == Compression::overlap || gridDim.x > kFewBlocks) let_next_start();
+  if (kCompression == Compression::overlap || gridDim.x > kFewBlocks) launch_dependents();
   touch(p);
   int block = static_cast<int>(blockIdx.x);
   if constexpr (kCompression != Compression::none) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 }
 
 // How a prefill is spread. Every warp takes its share of every role. Open spans are so long that there are no more of
-// them than two thread blocks per SM can take: other warps beside theirs do the window.
+// them than two CTAs per SM can take: other warps beside theirs do the window.
 template <Compression kCompression, class In, class Pending>
 struct Prefill {
   static constexpr bool kWindowApart = kCompression == Compression::open;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
                                                               warp * blocks + block, window_warps);
     });
   };
-  let_next_start();
+  launch_dependents();
   touch(p);
   if (kCompression == Compression::none || (Spread::kWindowApart && window_warp() >= 0)) {
     with_window_input<kWindow>(p, [&](auto element, auto, auto) {
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
   } else if constexpr (kCompression == Compression::overlap) {
     fetch_inputs<In>(p, block * kOverlapRatio, kOverlapRatio);
   }
-  wait_for_previous();
+  grid_dependency_wait();
   if constexpr (Spread::kWindowApart)
     if (window_warp() >= 0) return append_window();
   if constexpr (kCompression == Compression::open)
@@ -200,7 +200,7 @@ bool fits_window(const ops::AppendParams& p) {
   const ops::WindowDesc& w = p.layer.window;
   const ops::FrontEndDesc& f = p.front_end;
   return fits_row(w.ring) && aligned(w.scratch.payload, 16) && aligned(w.scratch.scale, 4) &&
-         aligned(w.displaced.payload, 4) && aligned(w.displaced.scale, 4) && aligned(p.window_rows) &&
+         aligned(w.undo_row.payload, 4) && aligned(w.undo_row.scale, 4) && aligned(p.window_rows) &&
          (f.norm_weight == nullptr || (aligned(f.norm_weight, 0, 16) && fits_turn(f.rope)));
 }
 
@@ -251,7 +251,7 @@ cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Spread::kStageBytes);
   if (error != cudaSuccess) return error;
-  const int blocks = std::min(p.step.num_tokens, Spread::kBlocksPerSm * multiprocessors());
+  const int blocks = std::min(p.step.num_tokens, Spread::kBlocksPerSm * num_sms());
   return launch<Spread::kStageBytes>(kernel, static_cast<unsigned>(blocks), Spread::kThreads, stream, p, num_kinds);
 }
 

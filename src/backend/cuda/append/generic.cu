@@ -1,4 +1,4 @@
-// append and flush for any sizes: a thread block per token and role, rows in shared memory, arithmetic of ops/ and
+// append and flush for any sizes: a CTA per token and role, rows in shared memory, arithmetic of ops/ and
 // codec/ as it is. Bound by its barriers; it is there for sizes and alignments that the tuned kernel does not take.
 #include "backend/cuda/append/generic.cuh"
 
@@ -76,13 +76,13 @@ __device__ void copy(Block g, std::uint8_t* to, const std::uint8_t* from, std::i
 
 // --- window rows
 
-__device__ void keep_displaced(Block g, const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r) {
+__device__ void keep_undo_row(Block g, const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r) {
   const std::int64_t lost = std::int64_t{r.position} - w.rows, slot = r.write_slot;
-  if (lost < 0 || lost != r.length - window_tokens || w.displaced_position(slot) == lost) return;
-  copy(g, w.displaced.payload.at(slot, 0), w.ring.payload.at(slot, lost % w.rows), w.ring.payload.row_stride);
-  copy(g, w.displaced.scale.at(slot, 0), w.ring.scale.at(slot, lost % w.rows), w.ring.scale.row_stride);
+  if (lost < 0 || lost != r.length - window_tokens || w.undo_position(slot) == lost) return;
+  copy(g, w.undo_row.payload.at(slot, 0), w.ring.payload.at(slot, lost % w.rows), w.ring.payload.row_stride);
+  copy(g, w.undo_row.scale.at(slot, 0), w.ring.scale.at(slot, lost % w.rows), w.ring.scale.row_stride);
   g.sync();
-  if (g.lane() == 0) w.displaced_position(slot) = static_cast<std::int32_t>(lost);
+  if (g.lane() == 0) w.undo_position(slot) = static_cast<std::int32_t>(lost);
 }
 
 __device__ void append_window_row(Block g, const ops::AppendParams& p, const ops::StepRecord& r, std::int64_t token,
@@ -102,7 +102,7 @@ __device__ void append_window_row(Block g, const ops::AppendParams& p, const ops
     ops::finish_row(g, width, b.acc, p.front_end.norm_weight, p.front_end.eps, p.front_end.rope.rope_dim / 2, b.cos,
                     b.sin, b.row, b.tmp);
   }
-  if (r.in_place()) keep_displaced(g, w, p.layer.window_tokens, r);
+  if (r.in_place()) keep_undo_row(g, w, p.layer.window_tokens, r);
   g.sync();
   const auto encode = [&](const ops::RowPlanes& to, std::int64_t block, std::int64_t row) {
     codec::with_codec(w.ring.format, [&](auto codec) {
@@ -134,7 +134,7 @@ class Compressor {
   __device__ Compressor(Block g, const ops::AppendParams& p, int k, const ops::StepRecord& r, const Buffers& b)
       : g_(g), p_(p), kind_(p.layer.kinds[k]), kv_(p.kv[k]), gate_(p.gate[k]), r_(r), b_(b) {}
 
-  // An online ring's rows must be folded before the step overwrites them, so in place one thread block does the whole
+  // An online ring's rows must be folded before the step overwrites them, so in place one CTA does the whole
   // request.
   __device__ void run() const {
     if (kind_.overlap || !r_.in_place()) {
@@ -151,8 +151,8 @@ class Compressor {
 
  private:
   __device__ int width() const { return kind_.page.shape.width; }
-  __device__ std::int32_t& frontier(int slot) const {
-    return kind_.pending.frontiers[slot * kind_.pending.frontier_stride];
+  __device__ std::int32_t& fold_watermark(int slot) const {
+    return kind_.pending.fold_watermarks[slot * kind_.pending.fold_watermark_stride];
   }
   __device__ float* accumulator(int slot) const {
     return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0));
@@ -188,7 +188,7 @@ class Compressor {
 
   __device__ void advance() const {
     if (!kind_.pending.online) return;
-    const int from = frontier(r_.read_slot), to = r_.end() - kind_.pending.rows;
+    const int from = fold_watermark(r_.read_slot), to = r_.end() - kind_.pending.rows;
     if (to <= from) return;
     const int begin = to / kind_.ratio * kind_.ratio;
     if (to > begin) {
@@ -197,8 +197,8 @@ class Compressor {
       for (int c = g_.lane(); c < width(); c += g_.size())
         for (int part = 0; part < 3; ++part) acc[part * width() + c] = b_.acc[part * width() + c];
     }
-    g_.sync();  // everybody has read the frontier
-    if (g_.lane() == 0) frontier(r_.write_slot) = to;
+    g_.sync();  // everybody has read the fold watermark
+    if (g_.lane() == 0) fold_watermark(r_.write_slot) = to;
     g_.sync();
   }
 
@@ -219,7 +219,7 @@ class Compressor {
       const auto row = [&](int i) { return row_at(first + i, first + i < begin ? 0 : width()); };
       ops::pool_rows(g_, width(), position + 1 - first, row, b_.acc);
     } else {
-      const int folded = frontier(r_.read_slot);
+      const int folded = fold_watermark(r_.read_slot);
       fold(max(begin, folded), position + 1, folded <= begin, accumulator(r_.read_slot));
     }
     load_angles(g_, p_.rope, begin, b_);

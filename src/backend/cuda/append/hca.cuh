@@ -28,8 +28,8 @@ class OpenSpans {
     if (!guess.padded() && wanted(guess.get())) fetch(guess.get());
     for (const ops::InputDesc* in : {&p_.kv[k_], &p_.gate[k_]})
       fetch_ahead(static_cast<const In*>(in->data) + token * in->row_stride + channel_);
-    wait_for_previous();
-    let_next_start();
+    grid_dependency_wait();
+    launch_dependents();
     const ops::StepRecord r = load_record_again(p_.step.tokens + token);
     if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
   }
@@ -64,10 +64,10 @@ class OpenSpans {
            r.position == r.end() - 1;
   }
 
-  /// The accumulator, its frontier and the first rows of the ring that `fold` reads.
+  /// The accumulator, its fold watermark and the first rows of the ring that `fold` reads.
   __device__ void fetch(const ops::StepRecord& r) const {
     const ops::PendingDesc& pending = kind_.pending;
-    if (lanes_.leader()) fetch_ahead(pending.frontiers + r.read_slot * pending.frontier_stride);
+    if (lanes_.leader()) fetch_ahead(pending.fold_watermarks + r.read_slot * pending.fold_watermark_stride);
     const float* acc = accumulator(r.read_slot);
     for (int part = 0; part < 3; ++part) fetch_ahead(acc + part * kWidth);
     int at = ::max(r.position / kind_.ratio * kind_.ratio, r.length - pending.rows);
@@ -96,7 +96,7 @@ class OpenSpans {
     }
     if (closes || advances)
       pool_inputs(stage, r, begin, closes ? kind_.ratio : stays - begin, advances ? stays - begin : kNever);
-    if (advances && lanes_.leader()) pending.frontiers[r.write_slot * pending.frontier_stride] = stays;
+    if (advances && lanes_.leader()) pending.fold_watermarks[r.write_slot * pending.fold_watermark_stride] = stays;
     if (!closes) return;
     finish(r.position, r.block);
   }
@@ -182,14 +182,14 @@ class OpenSpans {
     }
   }
 
-  // Pools rows up to `stop`, those of the span that max(low, frontier) lies in, and leaves the result in pool_, with
-  // the rotation of an entry that ends at `stop` in turn_. On the way, at position `to`, the accumulator advances,
+  // Pools rows up to `stop`, those of the span that max(low, fold watermark) lies in, and leaves the result in pool_,
+  // with the rotation of an entry that ends at `stop` in turn_. On the way, at position `to`, the accumulator advances,
   // unless that was done before. Which rows are asked for depends on the record alone: they need not wait for the
-  // frontier, which only says which of them count. None of them lies below length - ring rows: what left the ring is in
-  // the accumulator.
+  // fold watermark, which only says which of them count. None of them lies below length - ring rows: what left the ring
+  // is in the accumulator.
   __device__ void fold(const ops::StepRecord& r, const Source& source, int low, int stop, int to) {
     const ops::PendingDesc& pending = kind_.pending;
-    const int from = pending.frontiers[r.read_slot * pending.frontier_stride];
+    const int from = pending.fold_watermarks[r.read_slot * pending.fold_watermark_stride];
     const float* acc = accumulator(r.read_slot);
     const RawPair max = load_raw(acc), den = load_raw(acc + kWidth), num = load_raw(acc + 2 * kWidth);
 
@@ -233,8 +233,8 @@ class OpenSpans {
     }
     if (saves && to == stop) save(r.write_slot);
     if (advances) {
-      lanes_.sync();  // everybody has read the frontier
-      if (lanes_.leader()) pending.frontiers[r.write_slot * pending.frontier_stride] = to;
+      lanes_.sync();  // everybody has read the fold watermark
+      if (lanes_.leader()) pending.fold_watermarks[r.write_slot * pending.fold_watermark_stride] = to;
     }
   }
 

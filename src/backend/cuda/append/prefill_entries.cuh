@@ -1,4 +1,4 @@
-// Entries of a prefill between pool and page: a thread block's warps pool them one after the other, each its own
+// Entries of a prefill between pool and page: a CTA's warps pool them one after the other, each its own
 // channels, then finish one entry each. In one warp an entry takes a fifth of the instructions that it takes with a
 // pair of channels per lane, and a barrier serves as many entries as there are warps.
 #pragma once

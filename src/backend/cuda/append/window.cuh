@@ -15,11 +15,11 @@ struct RingFormat {
 
 // --- the row that is overwritten
 
-/// The row that a token written in place overwrites, if the image before the step holds it (WindowDesc::displaced). In
-/// words, because displaced rows are packed. Run again, the row is kept already.
-class DisplacedRow {
+/// The row that a token written in place overwrites, if the image before the step holds it (WindowDesc::undo_row). In
+/// words, because undo rows are packed. Run again, the row is kept already.
+class UndoRow {
  public:
-  __device__ DisplacedRow(const ops::LayerDesc& layer, int lane)
+  __device__ UndoRow(const ops::LayerDesc& layer, int lane)
       : w_(layer.window), window_tokens_(layer.window_tokens), lane_(lane) {}
 
   /// Which row that is.
@@ -30,13 +30,13 @@ class DisplacedRow {
   }
   __device__ void fetch() const {
     if (!due_) return;
-    if (lane_ == 0) fetch_ahead(&w_.displaced_position(slot_));
+    if (lane_ == 0) fetch_ahead(&w_.undo_position(slot_));
     for_words([&](int, const std::uint32_t* word) { fetch_ahead(word); });
     if (lane_ < scale_words()) fetch_ahead(scale());
   }
   __device__ void load() {
     if (!due_) return;
-    kept_ = w_.displaced_position(slot_);
+    kept_ = w_.undo_position(slot_);
     for_words([&](int i, const std::uint32_t* word) { payload_[i] = *word; });
     if (lane_ < scale_words()) scale_ = *scale();
   }
@@ -44,12 +44,12 @@ class DisplacedRow {
   __device__ void keep() const {
     if (!due_) return;
     if (kept_ != lost_) {
-      std::uint32_t* payload = words(w_.displaced.payload.at(slot_, 0)) + lane_;
+      std::uint32_t* payload = words(w_.undo_row.payload.at(slot_, 0)) + lane_;
       for_words([&](int i, const std::uint32_t*) { payload[i * kWarp] = payload_[i]; });
-      if (lane_ < scale_words()) words(w_.displaced.scale.at(slot_, 0))[lane_] = scale_;
+      if (lane_ < scale_words()) words(w_.undo_row.scale.at(slot_, 0))[lane_] = scale_;
     }
     __syncwarp();  // lanes of the old row's words and of the new row's octets differ; all have read the position
-    if (lane_ == 0 && kept_ != lost_) w_.displaced_position(slot_) = lost_;
+    if (lane_ == 0 && kept_ != lost_) w_.undo_position(slot_) = lost_;
   }
 
  private:
@@ -137,33 +137,33 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
 #pragma unroll
       for (int h = 0; h < 2; ++h) weights[j][h] = LaneWeights{p.front_end.norm_weight, mine.lane}(j, h);
   }
-  DisplacedRow displaced(p.layer, mine.lane);
+  UndoRow undo_row(p.layer, mine.lane);
   RawTurn turn;
   const auto find = [&](const ops::StepRecord& r) {
-    displaced.find(r);
+    undo_row.find(r);
     if constexpr (kProjection) turn = load_lane_turn(p.front_end.rope, r.position, mine.lane);
   };
   const GuessedRecord guess(p.step, token);
   if (!guess.padded()) find(guess.get());
-  displaced.fetch();
+  undo_row.fetch();
   if (token < p.step.num_tokens)
     for (int i = 0; i < WindowLane<In>::kWords; ++i) fetch_ahead(mine.input(token, i));
-  wait_for_previous();
-  let_next_start();
+  grid_dependency_wait();
+  launch_dependents();
   if (token >= p.step.num_tokens) return;
   Words<4> in[WindowLane<In>::kWords];
 #pragma unroll
   for (int i = 0; i < WindowLane<In>::kWords; ++i) in[i] = load_words<4>(mine.input(token, i));
-  displaced.load();
+  undo_row.load();
   const ops::StepRecord r = load_record_again(p.step.tokens + token);
   OctetBits row[kOctets];
   mine.octets(in, row);
   if (r.padded()) return;
   if (guess.padded() || !guess.holds(r)) {
     find(r);
-    displaced.load();
+    undo_row.load();
   }
-  displaced.keep();
+  undo_row.keep();
   if constexpr (kProjection) mine.finish_projection([&](int j, int h) { return weights[j][h]; }, turn, row);
   const RowBits bits = encode_octets(format, mine.lane, row);
   mine.store(format, r, token, bits);
@@ -263,10 +263,10 @@ __device__ void append_window_rows(const ops::AppendParams& p, F format, const s
     if constexpr (kProjection) mine.finish_projection(LaneWeights{weights.all, mine.lane}, turn, row);
     const RowBits bits = encode_octets(format, mine.lane, row);
     if (r.in_place()) {
-      DisplacedRow displaced(p.layer, thread_again() % kWarp);
-      displaced.find(r);
-      displaced.load();
-      displaced.keep();
+      UndoRow undo_row(p.layer, thread_again() % kWarp);
+      undo_row.find(r);
+      undo_row.load();
+      undo_row.keep();
     }
     mine.store(format, r, token, bits);
   }

@@ -1,4 +1,4 @@
-// Merging through global memory, where more thread blocks share a token's rows than a cluster has. For dispatch.cu alone.
+// Merging through global memory, where more CTAs share a token's rows than a cluster has. For dispatch.cu alone.
 //
 // Each block leaves its share of O and its statistics in the workspace and then comes to the token's meeting. When all
 // have come, each adds up some of the half heads, parts in a fixed order, so that bits do not depend on who was first.

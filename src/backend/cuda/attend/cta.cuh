@@ -1,4 +1,4 @@
-// What a thread block of dispatch.cu has in common: sizes, shared memory, its job, and numbers in fp16 with an exponent
+// What a CTA of dispatch.cu has in common: sizes, shared memory, its job, and numbers in fp16 with an exponent
 // kept apart. For dispatch.cu and persistent_window.cu.
 #pragma once
 
@@ -22,7 +22,7 @@ using ops::AttendParams;
 constexpr int kWidth = 512, kTail = 64, kTile = 64;  // a tile: 64 heads or 64 rows, and the channels of a panel
 constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
 constexpr int kStages = 2, kFoundTiles = 4;
-constexpr int kRounds = 26, kSinks = 4;  // rounds of a thread block that are known, and sinks kept, at a time
+constexpr int kRounds = 26, kSinks = 4;  // rounds of a CTA that are known, and sinks kept, at a time
 constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
 constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
 constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
@@ -81,7 +81,7 @@ struct CommonTiles {
   }
 };
 
-/// What a thread block that takes 64 heads of a token after another does next: see persistent.cuh.
+/// What a CTA that takes 64 heads of a token after another does next: see persistent.cuh.
 struct alignas(16) Round {
   QueryRows rows;
   int token, first_head, tiles;
@@ -119,7 +119,7 @@ static_assert(kSharedBytes <= 227 * 1024);
 static_assert(kStagedBytes <= kPanelBytes + sizeof(Shared::stats));
 static_assert(offsetof(Shared, stats) == offsetof(Shared, weights) + kStages * kPanelBytes);
 
-/// What a thread block does.
+/// What a CTA does.
 struct Job {
   int token;
   int first_head;
@@ -133,7 +133,7 @@ struct Job {
   int begin, end;       // rows
   bool padded;
   bool in_rounds = false;
-  int round = 0;       // of the thread block
+  int round = 0;       // of the CTA
   bool alike = false;  // two consumers, with a sum of weights each
 
   /// Mates are neighbours and have neighbouring heads.

@@ -1,6 +1,6 @@
 // attend for rows of 512 channels in fp8_tile64 and bf16 queries, on Hopper. Everything else goes to generic.cu.
 //
-// A thread block takes 64 heads of a token and a run of its rows, in tiles of 64 rows. Four warpgroups:
+// A CTA takes 64 heads of a token and a run of its rows, in tiles of 64 rows. Four warpgroups:
 //   2 loaders  bring a tile's raw rows into registers and convert them to fp16 times their scale, into one of two
 //              shared tiles of 64 KB, right panels first. fp16 because e4m3 becomes it in one instruction and scales
 //              are powers of two; rows that do not fit get an exponent, which goes into scores and weights.
@@ -9,19 +9,19 @@
 //   adder      O += P V for the right half, from the same tile: a row is loaded and converted once and serves as K
 //              and as V. It also finds the rows for the loaders, three tiles ahead, and brings them into L2: the
 //              loaders have registers for one tile, and about 25 KB must be under way to keep memory busy.
-// 128 heads: two thread blocks of a cluster have 64 each and share the rows. Each converts half of a tile and copies it
+// 128 heads: two CTAs of a cluster have 64 each and share the rows. Each converts half of a tile and copies it
 // into the other's shared memory.
-// Few tokens: the rows of a token are split over the thread blocks of a cluster, and where there are thread blocks to
+// Few tokens: the rows of a token are split over the CTAs of a cluster, and where there are CTAs to
 // spare also the channels of V, which needs no merging: such blocks score the same rows. Blocks exchange (max, sum) of
 // each head and leave their part of O in shared memory; then each finishes some heads and reads the others' shares of
 // them, in fp16 with a scale, through distributed shared memory (13 to 15 bytes per clock, whatever the instruction):
 // one launch, nothing through global memory. Where a cluster is too small (one token and a long list of entries), parts
-// are no cluster and merge through a workspace: combine_in_memory.cuh. The grid depends on the params alone; how many rows
-// there are is read on the device. More tokens than thread blocks run at once, of few requests: persistent.cuh,
-// where scorer and adder share their work otherwise; of them, where a token sees all entries before it, two neighbours
-// side by side: token_pair.cuh; windows alone: persistent_window.cu, and of fewer tokens single_pass_window.cu.
+// are no cluster and merge through a workspace: combine_in_memory.cuh. The grid depends on the params alone; how many
+// rows there are is read on the device. More tokens than CTAs run at once, of few requests: persistent.cuh, where
+// scorer and adder share their work otherwise; of them, where a token sees all entries before it, two neighbours side
+// by side: token_pair.cuh; windows alone: persistent_window.cu, and of fewer tokens single_pass_window.cu.
 //
-// Bounds, per row of 584 bytes and 64 heads, in clocks of a multiprocessor: bytes 32, multiplies 32, shared memory and
+// Bounds, per row of 584 bytes and 64 heads, in clocks of an SM: bytes 32, multiplies 32, shared memory and
 // first cache level 54 (scores 16, values 12, converted rows 9, raw rows 9, lines that are prefetched about 5),
 // conversion 12. Measured: 64, of a row shared by 128 heads 58, by two tokens of 64 heads 55 (H200, 2026-11-16;
 // docs/performance.md). Alone the loaders bound it, closely before shared memory and the scorer: stores wait for
@@ -162,7 +162,7 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, Finder
     const int head = head_of_thread();
     scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));
     store_lse(p, s, job);
-    if (kGroupIndex == 1 && job.channel_part == kChannelParts - 1) turn_back_last(p, job, o);
+    if (kGroupIndex == 1 && job.channel_part == kChannelParts - 1) inverse_rope_last(p, job, o);
     store_output(p, job, o, panel * kTile);
     if (!kAlone && job.in_cluster()) cluster_done_reading();
   } else {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared_address(&s.located[i]), Arrivals::of_each(kTile / kMates));
     if (kPaired) publish_barriers();  // the mate's copies count at them
   }
-  let_next_start();
+  launch_dependents();
   touch(p);
   __syncthreads();
   if constexpr (kAlone) row_parts = 1;
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (in_cluster) cluster_arrive();
   Job job(row_parts, kChannelParts, kMates, head_tiles, kThroughMemory);
   fetch_ahead(p, job);
-  wait_for_previous();
+  grid_dependency_wait();
 
   const int group = static_cast<int>(threadIdx.x) / kGroup;
   const std::uint32_t to_mate = kPaired ? in_block(shared_address(&s), job.mate_rank()) - shared_address(&s) : 0;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-/// As many thread blocks as run at once, which take 64 heads of a token in turn: see persistent.cuh.
+/// As many CTAs as run at once, which take 64 heads of a token in turn: see persistent.cuh.
 __global__ void __launch_bounds__(kThreads, 1)
     attend_rounds(const __grid_constant__ AttendParams p, int head_tiles, bool fetches) {
 #if __CUDA_ARCH__ == 900
@@ -297,10 +297,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&s.queries_used), Arrivals::of_warps(2 * kGroupWarps));
     barrier_init(shared_address(&s.queries_there), Arrivals::of_warps(kLoaderWarps));
   }
-  let_next_start();
+  launch_dependents();
   touch(p);
   fetch_ahead(p, Job(1, 1, 1, head_tiles, false));
-  wait_for_previous();
+  grid_dependency_wait();
   const Rounds<1> rounds(p, s, head_tiles);
   rounds.learn_first();
   __syncthreads();
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-/// The same of pairs of thread blocks, which have neighbouring tokens: see token_pair.cuh. Of an odd number the
+/// The same of pairs of CTAs, which have neighbouring tokens: see token_pair.cuh. Of an odd number the
 /// last one is done twice.
 __global__ void __launch_bounds__(kThreads, 1)
     attend_neighbours(const __grid_constant__ AttendParams p, int head_tiles) {
@@ -344,13 +344,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&s.queries_there), Arrivals::of_warps(kLoaderWarps));
     publish_barriers();  // the mate's copies count at them
   }
-  let_next_start();
+  launch_dependents();
   touch(p);
   __syncthreads();
   cluster_arrive();
   const int mate = static_cast<int>(blockIdx.x) % 2;
   fetch_ahead(p, Job(2, head_tiles, p.step.num_tokens));
-  wait_for_previous();
+  grid_dependency_wait();
   const Rounds<2> rounds(p, s, head_tiles);
   rounds.learn_first();
   __syncthreads();
@@ -393,7 +393,7 @@ bool can_tile(const AttendParams& p) {
   return width_of(p) == kWidth && can_read(p.layer.window.ring) && can_read(p.layer.window.scratch) &&
          (p.layer.num_kinds == 0 || can_read(p.layer.kinds[0].page)) && p.q.dtype == DType::bf16 &&
          is_aligned(p.q.data, 16) && p.q.row_stride % 8 == 0 && is_aligned(p.out.data, 16) &&
-         p.turn_back.rope_dim <= kTail && p.softmax_scale > 0.0f;
+         p.inverse_rope.rope_dim <= kTail && p.softmax_scale > 0.0f;
 }
 
 template <class Kernel>
@@ -443,8 +443,8 @@ bool shares_rows(const ops::StepDesc& step) {
 cudaError_t launch_rounds(const AttendParams& p, cudaStream_t stream) {
   const int head_tiles = head_tiles_of(p), units = p.step.num_tokens * head_tiles;
   if (const cudaError_t error = allow_tiles(attend_rounds); error != cudaSuccess) return error;
-  return launch<kSharedBytes>(attend_rounds, static_cast<unsigned>(std::min(units, multiprocessors())), kThreads,
-                              stream, p, head_tiles, !shares_rows(p.step));
+  return launch<kSharedBytes>(attend_rounds, static_cast<unsigned>(std::min(units, num_sms())), kThreads, stream, p,
+                              head_tiles, !shares_rows(p.step));
 }
 
 /// Whether the step alone says which rows a query has.
@@ -468,12 +468,12 @@ std::int64_t most_rows(const AttendParams& p) {
   return rows;
 }
 
-/// Clusters of so many blocks that run at once; a block takes a multiprocessor, and a cluster must fit into a part of
+/// Clusters of so many blocks that run at once; a block takes an SM, and a cluster must fit into a part of
 /// the chip. [kMaxCluster + 1]
 std::array<int, kMaxCluster + 1> count_clusters() {
   std::array<int, kMaxCluster + 1> most{};
   if (allow_tiles(attend_tiles<1, false, false, false>) != cudaSuccess) return most;
-  most[1] = multiprocessors();  // no clusters: the runtime would count none
+  most[1] = num_sms();  // no clusters: the runtime would count none
   for (int blocks = 2; blocks <= kMaxCluster; ++blocks) {
     cudaLaunchAttribute cluster{};
     const cudaLaunchConfig_t config = tiles_config(1, blocks, cluster);
@@ -498,7 +498,7 @@ cudaError_t launch_neighbours(const AttendParams& p, bool in_rounds, cudaStream_
                                        head_tiles);
 }
 
-/// Thread blocks that find a place in the workspace.
+/// CTAs that find a place in the workspace.
 std::int64_t places_of(const AttendParams& p) {
   if (p.workspace == nullptr || !is_aligned(p.workspace, 16)) return 0;
   const std::int64_t shares = (p.workspace_bytes - ops::kAttendMeetingBytes) / ops::kAttendShareBytes;
@@ -615,7 +615,7 @@ cudaError_t attend_split(const AttendParams& p, const AttendSplit& split, cudaSt
 cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   const NvtxRange range("kv4 launch attend", true);
   if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
-  if (!overlaps_launches() || !can_tile(p)) return attend_plain(p, stream);
+  if (!is_sm90() || !can_tile(p)) return attend_plain(p, stream);
   const TimedSplit best = best_split(p);
   const double time = static_cast<double>(best.time);
   const double in_cluster = 1050 + 0.36 * static_cast<double>(most_rows(p));  // of few tokens, in the same unit

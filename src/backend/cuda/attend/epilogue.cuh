@@ -1,4 +1,4 @@
-// How a thread block of dispatch.cu ends: denominators, merging over the cluster, output. For dispatch.cu and
+// How a CTA of dispatch.cu ends: denominators, merging over the cluster, output. For dispatch.cu and
 // persistent_window.cu.
 #pragma once
 
@@ -46,7 +46,7 @@ __device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job
       total.sum == 0.0f ? -INFINITY : (total.most + log2f(total.sum)) * kLn2;
 }
 
-__device__ void turn_back(const Turn& turn, float& x, float& y) {
+__device__ void inverse_rope(const Turn& turn, float& x, float& y) {
   if (!turn.active) return;
   const float a = x, b = y;
   x = codec::fused(a, turn.cos, b * turn.sin);
@@ -61,14 +61,14 @@ __device__ Out* output_of(const AttendParams& p, const Job& job, int head) {
 
 /// Of a group that has the last channels.
 template <int kSize>
-__device__ void turn_back_last(const AttendParams& p, const Job& job, float (&o)[kSize]) {
-  if (p.turn_back.rope_dim == 0 || job.padded) return;
+__device__ void inverse_rope_last(const AttendParams& p, const Job& job, float (&o)[kSize]) {
+  if (p.inverse_rope.rope_dim == 0 || job.padded) return;
 #pragma unroll
   for (int i = kSize - kTail / 2; i < kSize; i += 4) {
     const int channel = kWidth - (kSize - i) * 2 + 2 * quad_of_thread();
-    const Turn turn = load_turn(p.turn_back, job.position, channel, kWidth);
-    turn_back(turn, o[i], o[i + 1]);
-    turn_back(turn, o[i + 2], o[i + 3]);
+    const Turn turn = load_turn(p.inverse_rope, job.position, channel, kWidth);
+    inverse_rope(turn, o[i], o[i + 1]);
+    inverse_rope(turn, o[i + 2], o[i + 3]);
   }
 }
 
@@ -164,10 +164,10 @@ __device__ void add_share(uint4 channels, float scale, float (&sum)[kOctet]) {
 /// Eight channels of a head that are added up.
 __device__ void store_octet(const AttendParams& p, const Job& job, int head, int channel, float (&sum)[kOctet]) {
   if (job.first_head + head >= p.num_heads) return;
-  if (!job.padded && channel + kOctet > kWidth - p.turn_back.rope_dim) {
+  if (!job.padded && channel + kOctet > kWidth - p.inverse_rope.rope_dim) {
 #pragma unroll
     for (int pair = 0; pair < kOctet; pair += 2)
-      turn_back(load_turn(p.turn_back, job.position, channel + pair, kWidth), sum[pair], sum[pair + 1]);
+      inverse_rope(load_turn(p.inverse_rope, job.position, channel + pair, kWidth), sum[pair], sum[pair + 1]);
   }
   if (p.out.dtype == DType::f32) {
     float4* out = reinterpret_cast<float4*>(output_of<float>(p, job, head) + channel);

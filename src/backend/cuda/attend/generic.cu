@@ -1,4 +1,4 @@
-// attend for any sizes: a thread block per token and 8 heads. It decodes a row into shared memory with the codec as it
+// attend for any sizes: a CTA per token and 8 heads. It decodes a row into shared memory with the codec as it
 // is, then each warp adds it to its head. Bound by its barriers, two per row.
 #include "backend/cuda/attend/generic.cuh"
 
@@ -12,7 +12,7 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kHeads = 8;  // of a thread block, a warp each
+constexpr int kHeads = 8;  // of a CTA, a warp each
 constexpr int kThreads = 32 * kHeads;
 constexpr std::size_t kSharedByDefault = 48 * 1024;
 
@@ -27,7 +27,7 @@ __device__ void store(const ops::OutputDesc& out, std::int64_t at, float x) {
 }
 
 /// Turns the last channels back: they were rotated forth at the same position.
-__device__ void turn_back(const ops::RopeDesc& rope, int position, int width, int lane, float* x) {
+__device__ void inverse_rope(const ops::RopeDesc& rope, int position, int width, int lane, float* x) {
   const int pairs = rope.rope_dim / 2;
   for (int i = lane; i < pairs; i += 32) {
     float cos, sin;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     attend_plain_kernel(const __grid_constant__ ops::AttendParams p, int head_groups) {
   extern __shared__ float shared[];
   __shared__ float scratch;
-  wait_for_previous();
+  grid_dependency_wait();
   const int width = width_of(p);
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   const std::int64_t token = blockIdx.x / head_groups;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
   const float factor = denominator == 0.0f ? 0.0f : 1.0f / denominator;
   for (int c = lane; c < width; c += 32) sum[c] *= factor;
   __syncwarp();
-  if (!rows.at.padded()) turn_back(p.turn_back, rows.at.position, width, lane, sum);
+  if (!rows.at.padded()) inverse_rope(p.inverse_rope, rows.at.position, width, lane, sum);
   __syncwarp();
   const std::int64_t head_at = token * p.num_heads + head;
   for (int c = lane; c < width; c += 32) store(p.out, head_at * width + c, sum[c]);

@@ -1,4 +1,4 @@
-// How the tuned attend divides a token's work among the thread blocks of a cluster. For dispatch.cu, and for what
+// How the tuned attend divides a token's work among the CTAs of a cluster. For dispatch.cu, and for what
 // measures it.
 #pragma once
 
@@ -22,7 +22,7 @@ struct AttendSplit {
   // Parts are not blocks of a cluster: they merge through params.workspace, and there may be more of them, as many as
   // have a place there. All channels.
   bool through_memory = false;
-  // One part, all channels, not paired: as many thread blocks as run at once take tokens in turn.
+  // One part, all channels, not paired: as many CTAs as run at once take tokens in turn.
   bool in_rounds = false;
   // One part, all channels: two blocks have neighbouring tokens and convert rows for each other; in rounds or not. Not
   // for chosen entries or slot lists.
@@ -31,7 +31,8 @@ struct AttendSplit {
   bool in_runs = false;
   // One part, all channels, not paired: a kernel that can do nothing else, for few rows.
   bool alone = false;
-  // single_pass_window.cu: the step's window alone, of 1 to kMostRunWindow tokens, in one go; 1 or 2 parts of the channels.
+  // single_pass_window.cu: the step's window alone, of 1 to kMostRunWindow tokens, in one go; 1 or 2 parts of the
+  // channels.
   bool in_one_go = false;
 };
 
@@ -45,10 +46,10 @@ cudaError_t attend_window(const ops::AttendParams& params, int channel_parts, cu
 
 /// How small_batch.cu divides a token.
 struct SmallSplit {
-  int heads;  // of a thread block: 8 or 16
+  int heads;  // of a CTA: 8 or 16
   int parts;  // of the rows: a power of two up to kMaxCluster, or 9 (not with one stage)
   // Tiles of rows in shared memory: 1, for at most 80 rows in each part; 2, for at most 128; 3, for any number. 16
-  // heads have three. With fewer, two thread blocks share a multiprocessor.
+  // heads have three. With fewer, two CTAs share an SM.
   int stages;
 };
 /// Null where the other kernel is faster, which takes so many hundredths of a microsecond. most_rows: of any token.

@@ -1,5 +1,5 @@
-// What scorer and adder of dispatch.cu do with a tile, or two consumers alike, and how queries get there. For dispatch.cu,
-// persistent.cuh and persistent_window.cu.
+// What scorer and adder of dispatch.cu do with a tile, or two consumers alike, and how queries get there. For
+// dispatch.cu, persistent.cuh and persistent_window.cu.
 #pragma once
 
 #include "backend/cuda/attend/cta.cuh"
@@ -254,7 +254,7 @@ class Scorer : public Weigher {
 
   /// The values of a tile are multiplied while the next one's scores become weights, because the loaders bound it.
   /// Paired loaders are faster and would wait: there it is done before the next one's scores, so that the left panels
-  /// can be filled again sooner. Tiles are counted through all rounds of a thread block.
+  /// can be filled again sooner. Tiles are counted through all rounds of a CTA.
   template <bool kPaired, bool kInRounds, int kSize>
   __device__ void run(float (&o)[kSize], int first, int end, int panel, std::uint32_t to_mate) {
     for (int tile = first; tile < end; ++tile) {

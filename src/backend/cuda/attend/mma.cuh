@@ -151,7 +151,7 @@ __device__ inline void cluster_done_reading() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();
 }
-/// The same place in another thread block of the cluster.
+/// The same place in another CTA of the cluster.
 __device__ inline std::uint32_t in_block(std::uint32_t address, std::uint32_t rank) {
   std::uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

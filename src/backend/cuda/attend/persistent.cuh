@@ -1,11 +1,11 @@
-// Many tokens of 64 heads, as in a prefill: as many thread blocks as run at once take tokens in turn, so that one
-// token's end and the next one's begin overlap. Tiles are counted through all rounds of a thread block. The loaders,
+// Many tokens of 64 heads, as in a prefill: as many CTAs as run at once take tokens in turn, so that one
+// token's end and the next one's begin overlap. Tiles are counted through all rounds of a CTA. The loaders,
 // who find their rows themselves, go on into the next round's while the consumers are at the last tiles of the one
 // before; they bring the next queries once the last scores are there, while the consumers store their output. The
 // consumers are alike (ping_pong.cuh), which leaves 64 registers to a loader's thread: the left panels' raw rows
 // wait in shared memory. For dispatch.cu alone.
 //
-// H200, 2026-11-16, 1,024 tokens of 640 chosen rows: a thread block per token 257 us, in turn with scorer and adder
+// H200, 2026-11-16, 1,024 tokens of 640 chosen rows: a CTA per token 257 us, in turn with scorer and adder
 // 241, with consumers alike 213 (docs/performance.md). Nobody is busy all the time: a tile goes through loaders,
 // scores, weights and values in two stages, and what loaders store waits behind multiplies that read shared memory. A
 // register that is spilled comes back behind all loads under way, 350 clocks of a tile's 4,100.
@@ -22,7 +22,7 @@
 namespace kv4::cuda {
 namespace {
 
-/// What a thread block does, or two that have neighbouring tokens, round by round. Half of Shared::rounds is learned at
+/// What a CTA does, or two that have neighbouring tokens, round by round. Half of Shared::rounds is learned at
 /// a time, when nobody is left in the half before and before anybody looks for what is in the next.
 template <int kMates>
 class Rounds {
@@ -348,7 +348,7 @@ __device__ void store_round(const AttendParams& p, Shared& s, const Rounds<kMate
   const int head = head_of_thread();
   scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));
   if (half == 0) store_lse(p, s, job);
-  if (half == 1) turn_back_last(p, job, o);
+  if (half == 1) inverse_rope_last(p, job, o);
   store_output(p, job, o, half * (kWidth / 2));
 }
 
@@ -379,7 +379,7 @@ __device__ void consume_rounds(const AttendParams& p, Shared& s, const Rounds<1>
   }
 }
 
-/// Of two thread blocks that have neighbouring tokens: scorer (0) and adder.
+/// Of two CTAs that have neighbouring tokens: scorer (0) and adder.
 template <int kGroupIndex, class RowFinder>
 __device__ void consume_neighbours(const AttendParams& p, Shared& s, const Rounds<2>& rounds, RowFinder& finder,
                                    std::uint32_t to_mate) {
@@ -461,7 +461,7 @@ __device__ void load_rounds(const AttendParams& p, Shared& s, const Rounds<1>& r
   loader.end();
 }
 
-/// Of two thread blocks that have neighbouring tokens.
+/// Of two CTAs that have neighbouring tokens.
 __device__ void load_neighbours(const AttendParams& p, Shared& s, const Rounds<2>& rounds, int mate,
                                 std::uint32_t to_mate) {
   PairLoader loader(s, mate, to_mate);

@@ -1,4 +1,4 @@
-// attend over windows alone, for many tokens of few requests: a thread block takes 64 heads of a run of tokens and
+// attend over windows alone, for many tokens of few requests: a CTA takes 64 heads of a run of tokens and
 // keeps their window in shared memory as bf16, each row at its position modulo the window. Of two tokens that follow
 // each other one row differs, so a row is converted once per run. The softmax does not mind the order.
 //
@@ -7,7 +7,7 @@
 // each head, leave their weights in shared memory, and add up one half of the channels over all rows (m64n128k16).
 //
 // Bounds, per token and 64 heads: 128 KB of queries and outputs, 31 us for 1,024 tokens; multiplies 4,096 clocks. H200,
-// 2026-11-16, 1,024 tokens: 56 us (persistent.cuh: 78). Of 13,000 clocks a token has on its multiprocessor, 3,700
+// 2026-11-16, 1,024 tokens: 56 us (persistent.cuh: 78). Of 13,000 clocks a token has on its SM, 3,700
 // were the output's shuffles and stores beside the next token's scores, both of which want shared memory, 2,000
 // weights, 2,300 values, and the first token's rows 15,000 once (ncu, before the last change: 59 us).
 #include <cuda_bf16.h>
@@ -204,7 +204,7 @@ class RunConsumer {
       release(s_.rows_used);
       scale_heads(o, factor[0], factor[1]);
       const Job job(round, 0);
-      if (side_ == 1) turn_back_last(p_, job, o);
+      if (side_ == 1) inverse_rope_last(p_, job, o);
       if (p_.out.dtype == DType::f32) store_output(p_, job, o, side_ * (kWidth / 2));
 #pragma unroll
       for (int j = 0; j < kWords; ++j) words[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&s.side_used), Arrivals::of_warps(kConsumerWarps));
     barrier_init(shared_address(&s.rows_used), Arrivals::of_warps(kConsumerWarps));
   }
-  let_next_start();
+  launch_dependents();
   touch(p);
   __syncthreads();
   const int first_head = static_cast<int>(blockIdx.x) % head_tiles * kTile;
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int end = min(first + run_tokens, p.step.num_tokens);
   const bool loads = threadIdx.x >= kConsumers;
   if (loads) RunLoader(p, s, first_head).fetch_queries(first);
-  wait_for_previous();
+  grid_dependency_wait();
   if (loads) RunLoader(p, s, first_head).copy_queries(first);
   RunRows(p, s).fill<kThreads / 32>(QueryRows(p, first), thread_here() / 32);
   publish_to_mma();
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 cudaError_t attend_runs(const AttendParams& p, cudaStream_t stream) {
   const int head_tiles = (p.num_heads + kTile - 1) / kTile;
-  const int at_once = std::max(multiprocessors() / head_tiles, 1);
+  const int at_once = std::max(num_sms() / head_tiles, 1);
   const int run_tokens = (p.step.num_tokens + at_once - 1) / at_once;
   const int runs = (p.step.num_tokens + run_tokens - 1) / run_tokens;
   const cudaError_t error =

@@ -1,4 +1,4 @@
-// Two consumers alike, of a thread block that takes tokens in turn. For persistent.cuh alone.
+// Two consumers alike, of a CTA that takes tokens in turn. For persistent.cuh alone.
 #pragma once
 
 #include "backend/cuda/attend/mainloop.cuh"
@@ -17,7 +17,7 @@ class Consumer : public Weigher {
         half_(half),
         weights_at_(shared_address(s.weights[0]) + panel_offset(head_of_thread(), 0) + quad_of_thread() * 4) {}
 
-  /// Tiles are counted through all rounds of a thread block.
+  /// Tiles are counted through all rounds of a CTA.
   __device__ void run(float (&o)[kWidth / 4], int first, int end) {
     int tile = first + (first + half_) % 2;
     for (; tile < end; tile += 2) {

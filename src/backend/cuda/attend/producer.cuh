@@ -178,7 +178,7 @@ class Loader {
   uint4 raw_[kUnits];
 };
 
-/// The same where two thread blocks share the rows: each converts half of a tile's, and copies what it made into the
+/// The same where two CTAs share the rows: each converts half of a tile's, and copies what it made into the
 /// other's shared memory, whole panels of it at a time. Eight lanes share a row, 16 bytes of a panel each. The next
 /// half is loaded while one is converted. Of a tile that is not the same for both, each converts its own half and then
 /// the other.

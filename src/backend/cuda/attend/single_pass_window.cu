@@ -1,11 +1,11 @@
-// attend over windows alone, a token or two per multiprocessor: a thread block takes 64 heads of a token and all of its
+// attend over windows alone, a token or two per SM: a CTA takes 64 heads of a token and all of its
 // rows, at most 128, in one go. No loop over tiles, and no roles but who scores: what runs once is bound by the
 // fetching of its instructions, so there are few (3,100; dispatch.cu has 7,000).
 //
 // 512 threads bring the queries, which need no conversion, into shared memory and convert a quarter of a row each. Two
 // warpgroups each score one half of the rows (m64n64k16), agree on the largest logit of each head and leave their
-// weights in shared memory; all four add up a quarter of the channels over all rows (m64n128k16). Where multiprocessors
-// are to spare, two thread blocks share a token: both score it, each adds up one half of the channels.
+// weights in shared memory; all four add up a quarter of the channels over all rows (m64n128k16). Where SMs
+// are to spare, two CTAs share a token: both score it, each adds up one half of the channels.
 //
 // Clocks since the wait, H200, 2026-11-16, 64 tokens: rows and queries there 4,300 (137 KB at 33 bytes a clock, what
 // the load units bring), converted 5,200, scores 7,500 (2,048 are multiplies), weights 8,600, values 11,600 (2,048),
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if __CUDA_ARCH__ == 900
   extern __shared__ std::uint8_t base[];
   WindowTiles& s = *reinterpret_cast<WindowTiles*>(base + (1024 - shared_address(base) % 1024) % 1024);
-  let_next_start();
+  launch_dependents();
   touch(p);
   const int thread = thread_here(), group = thread / kGroup;
   Job job(1, kChannelParts, 1, head_tiles, false);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   QueryRows rows(p, job.token, guess_record_to_load(p, job.token));
   const RowPlace place = quarter.find(p, rows);
   quarter.fetch_ahead(place);
-  wait_for_previous();
+  grid_dependency_wait();
 
   // Rows are asked for where they are if the record is as it was.
   const ops::StepRecord record = load_record_again(p.step.tokens + job.token);
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   mma_wait<0>();
   scale_heads(o, factor[0], factor[1]);
-  if (first_channel + kChannels == kWidth) turn_back_last(p, job, o);
+  if (first_channel + kChannels == kWidth) inverse_rope_last(p, job, o);
   store_output(p, job, o, first_channel);
 #endif
 }

@@ -22,7 +22,7 @@ struct WindowTiles {
   float most[kSides][kTile], sum[kSides][kTile];  // of a head over half of the rows
 };
 
-/// Of a token, from its first head of the thread block on.
+/// Of a token, from its first head of the CTA on.
 __device__ const std::uint8_t* queries_of(const AttendParams& p, int token, int first_head) {
   return static_cast<const std::uint8_t*>(p.q.data) + (std::int64_t{token} * p.q.row_stride + first_head * kWidth) * 2;
 }

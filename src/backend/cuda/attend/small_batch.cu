@@ -1,6 +1,6 @@
 // attend for few tokens: rows of 512 channels in fp8_tile64 and bf16 queries on Hopper, bound by latency. Heads and
 // rows are both split, so that even one token fills the GPU.
-// A thread block takes 8 or 16 heads of a token and a part of its rows, in tiles of 64 rows; the parts are the thread
+// A CTA takes 8 or 16 heads of a token and a part of its rows, in tiles of 64 rows; the parts are the thread
 // blocks of a cluster. Raw rows are copied into shared memory and never stored converted: an e4m3 code is exact in
 // fp16, and its scale, a power of two per row and 64 channels, can wait until codes have been multiplied. A tile is
 // scored while the one before it is added up and the next one is on its way. Parts of at most 80 rows, as eight of 640
@@ -12,7 +12,7 @@
 //            exponent is added to the logit, so a weight is 2^(logit + exponent - the largest such sum). Each warp has
 //            its own running maximum therefore; the one of the bf16 channels has the softmax's.
 // Channels and rows are assigned to the multiplies' indices so that a thread's fragments are what lies side by side in
-// a row (scores) or what byte permutes of four rows give (values). Merging: each thread block sends its shares of O, in
+// a row (scores) or what byte permutes of four rows give (values). Merging: each CTA sends its shares of O, in
 // fp16 with an exponent per head and 64 channels, straight to the one that finishes them: one exchange, one launch.
 //
 // What the token's record points at is brought into L2 before the kernel before has ended, and the first rows are asked
@@ -227,11 +227,11 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   float sink = -INFINITY;
   if (p.sink != nullptr && threadIdx.x < kHeads && job.first_head + static_cast<int>(threadIdx.x) < p.num_heads)
     sink = p.sink[job.first_head + threadIdx.x] * codec::kLog2e;
-  wait_for_previous();
-  let_next_start();
+  grid_dependency_wait();
+  launch_dependents();
 
   const int warp = warp_of_thread(), half = warp / kSteps;
-  const int step = (warp + half) % kSteps;  // the two halves of 16 rows in different quarters of the multiprocessor
+  const int step = (warp + half) % kSteps;  // the two halves of 16 rows in different quarters of the SM
   Queries<S> queries;
   ops::StepRecord record;
   record.row = 0;
@@ -252,8 +252,8 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   }
   if (threadIdx.x < kHeads) s.sink[threadIdx.x] = rows.at.padded() ? -INFINITY : sink;
   Turn turn{};
-  if (p.turn_back.rope_dim > 0 && !rows.at.padded() && (job.part + 1) * kWarps > kScales << parts.log2())
-    turn = load_turn(p.turn_back, rows.at.position, kTailAt + 2 * lane_of_thread(), kWidth);
+  if (p.inverse_rope.rope_dim > 0 && !rows.at.padded() && (job.part + 1) * kWarps > kScales << parts.log2())
+    turn = load_turn(p.inverse_rope, rows.at.position, kTailAt + 2 * lane_of_thread(), kWidth);
   queries.take(s, half);
 
   const float logit_scale = p.softmax_scale * codec::kLog2e;
@@ -393,7 +393,7 @@ std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t mos
       const std::int64_t clusters = std::int64_t{p.step.num_tokens} * ((p.num_heads + kernel.heads - 1) / kernel.heads);
       if (clusters > at_once[k][i] || rows_of(parts) > kernel.most_rows) continue;
       if (parts > finishers && tiles_of(parts) == tiles_of(finishers)) continue;  // 640 rows: 7.6 to 8.0 us
-      const bool shared = clusters * parts > multiprocessors();                   // two blocks on one multiprocessor
+      const bool shared = clusters * parts > num_sms();                           // two blocks on one SM
       const double time = kernel.start + kRound * kernel.heads / finishers +
                           kernel.per_row * static_cast<double>(rows_of(parts)) * (shared ? 2 : 1) +
                           (parts == kMaxCluster && kernel.heads == 8 ? kLargeCluster : 0);

@@ -1,4 +1,4 @@
-// The thread blocks of small_batch.cu: shared memory, scores, values, and their end. For small_batch.cu alone.
+// The CTAs of small_batch.cu: shared memory, scores, values, and their end. For small_batch.cu alone.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -41,7 +41,7 @@ struct Stats {
   float most, sum;
 };
 
-/// Parts of a token's rows. The thread blocks of 2^log2 of them finish pairs of a head and 64 channels. kFixed:
+/// Parts of a token's rows. The CTAs of 2^log2 of them finish pairs of a head and 64 channels. kFixed:
 /// kEightParts or kNineParts; 0: any power of two.
 template <int kFixed>
 struct Parts {
@@ -69,7 +69,7 @@ struct Shared {
   float query_factors[kWarps][kHeads];       // what products with them are multiplied by
   float absent[kStages][kRows];              // -infinity for rows that are not there
   float sink[kHeads];                        // times log2 e
-  // From the thread blocks of the cluster:
+  // From the CTAs of the cluster:
   static constexpr int kShares = kMore ? kPairs / (kNineParts - 1) * kNineParts : kPairs;
   std::uint16_t shares[kShares][kTile];  // [part, pair of this block]: fp16
   float logs[kShares];                   // of what shares are multiplied by; then that itself
@@ -142,7 +142,7 @@ __device__ void multiply(float (&d)[4], const Fragment& a, std::uint32_t b0, std
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// What a thread block does.
+/// What a CTA does.
 struct Job {
   std::int64_t token;
   int first_head;
@@ -172,7 +172,7 @@ struct Job {
 
 // --- before the kernel before has ended
 
-/// Brings into L2 what the token's thread blocks will ask for: queries, the list of entries and the block table. They
+/// Brings into L2 what the token's CTAs will ask for: queries, the list of entries and the block table. They
 /// share the work.
 template <int kHeads, int kFixed>
 __device__ void fetch_ahead(const AttendParams& p, const Job& job, const Parts<kFixed>& parts, const QueryRows& rows,

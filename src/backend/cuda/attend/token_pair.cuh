@@ -1,4 +1,4 @@
-// Two neighbouring tokens, 64 heads each, by two thread blocks of a cluster which share the conversion of rows, as
+// Two neighbouring tokens, 64 heads each, by two CTAs of a cluster which share the conversion of rows, as
 // those with other heads of one token do. Window rows stand in the order of position modulo the window, so that two
 // tokens whose positions follow each other differ in one of them, and of the entries at most in the last. Tiles that
 // are the same for both are shared. Each block converts others for itself, both halves one after the other: nothing is

@@ -77,7 +77,7 @@ cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
 
 cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
   const NvtxRange range("kv4 launch index_scores", true);
-  if (params.sums == ScoreSums::near && can_score_near(params)) {  // needs no workspace
+  if (params.mode == ScoreMode::fast && can_score_near(params)) {  // needs no workspace
     if (params.step.num_tokens == 0) return cudaSuccess;
     IndexTile tile = whole_step(params);
     tile.fill = true;

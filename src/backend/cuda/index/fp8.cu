@@ -1,5 +1,5 @@
 // Near scores of fp8 keys of 128 channels on Hopper, by matrix products, for a top-k that makes up for what they lack
-// (topk/rescore.cuh): the defined sums are fp32 fma in the order of channels, which a matrix unit does not follow.
+// (topk/rescore.cuh): the defined sums are fp32 fma in the order of channels, which a tensor core does not follow.
 //
 // Every e4m3 is exact in fp16, and so are products of two in fp32; what differs from the defined score are roundings of
 // sums, bounded in topk/rescore.cuh. Scales come off: a head's goes into its weight, a key's is applied to the total. A
@@ -11,10 +11,10 @@
 // row and supplies them as the k-steps' channels 2c, 2c + 1 and 8 + 2c, 9 + 2c; queries lie in shared memory with their
 // channels in that order.
 //
-// Bound by power, then by bytes: 132 per key are 7.3 clocks of a multiprocessor; the matrix unit takes 4.8, conversions
+// Bound by power, then by bytes: 132 per key are 7.3 clocks of an SM; the tensor cores takes 4.8, conversions
 // 4. A profile on an H200, 2026-11-16, 32,768 keys of each of 128 requests: 149 us, of which keys and scores take 137;
-// L2 86 % busy, the matrix unit 51 %, a quarter of the warps' time is waiting for it; 1.59 GHz of 1.98, because the GPU
-// is at its power limit (docs/performance.md): 262,144 keys of 128 requests take 1,146 us after rests, else 1,226.
+// L2 86 % busy, the tensor cores 51 %, a quarter of the warps' time is waiting for it; 1.59 GHz of 1.98, because the
+// GPU is at its power limit (docs/performance.md): 262,144 keys of 128 requests take 1,146 us after rests, else 1,226.
 #include <cstdint>
 
 #include "backend/cuda/index/fp8_fast.cuh"
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   fetch_queries(tile, first.token);
   keys.fetch<kStages - 1>(guess.ids);
   NearPlace place(tile, first.token, thread / kHeadLanes, thread % kHeadLanes);
-  wait_for_previous_after(place.made());
-  let_next_start();
+  grid_dependency_wait_after(place.made());
+  launch_dependents();
   if (!guess.is_there) first = find_share_anew<WholeCrew>(s.share, tile);
   for_each_share<WholeCrew>(
       s.share, tile, first, guess, [&](int token) { fetch_queries(tile, token); },
@@ -257,8 +257,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   fetch_queries(tile, token);
   keys.fetch<kStages - 1>(guess.ids);
   NearPlace place(tile, token, thread / kHeadLanes, thread % kHeadLanes);
-  wait_for_previous_after(place.made());
-  let_next_start();
+  grid_dependency_wait_after(place.made());
+  launch_dependents();
   const auto copy_table = [&] {
     const int table_blocks = tile.p.step.blocks_per_request;
     static_assert(kMostBlocks <= kScoreThreads);

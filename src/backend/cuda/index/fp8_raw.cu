@@ -1,5 +1,5 @@
 // Raw scores of fp8 keys of 128 channels on Hopper, near the defined ones (docs/formats.md has the bound), in one
-// launch: products of codes as they are, whose sums the matrix unit keeps about 14 bits of.
+// launch: products of codes as they are, whose sums the tensor cores keep about 14 bits of.
 //
 // Scales come off: a head's goes into its weight, a key's is applied to the total. What the bound does not hold for is
 // scored as defined at once: a token with a head that is out of bounds, and after a warp's units those of its keys
@@ -228,8 +228,8 @@ __global__ void __launch_bounds__(Crew::kThreads, WholeCrew::kThreads / Crew::kT
   if constexpr (kGuesses) keys.template fetch<kStages - 1>(guess.ids);
   Rest rest(tile);
   const NearPlace place = place_of(token);
-  wait_for_previous_after(place.made() ^ rest.made());
-  let_next_start();
+  grid_dependency_wait_after(place.made() ^ rest.made());
+  launch_dependents();
   if (!guess.is_there) first = find_share_anew<Crew>(s.share, tile);
   // What is small is asked for before keys, or it would come after them.
   RawChannels<kLaneChannels> raw[kPasses];

@@ -1,11 +1,11 @@
 // Index scores of any format, width, alignment and head count.
 //
-// First the queries are encoded as keys are, into the workspace. Then a thread block takes 64 or 128 keys of a token:
+// First the queries are encoded as keys are, into the workspace. Then a CTA takes 64 or 128 keys of a token:
 // 128 channels at a time of queries and keys are decoded into shared memory, a thread makes 4 x 4 or 8 x 8 dot
 // products, and one per key and chain adds the heads (ops/score_row.h).
 //
-// Bound by fp32 fma: 8,192 per key of 128 channels and 64 heads are 64 clocks of a multiprocessor. Their order is part
-// of the definition, so a matrix unit, which adds as it likes, cannot take them over. Measured of fp8 keys, whose next
+// Bound by fp32 fma: 8,192 per key of 128 channels and 64 heads are 64 clocks of an SM. Their order is part
+// of the definition, so a tensor core, which adds as it likes, cannot take them over. Measured of fp8 keys, whose next
 // tile is on its way meanwhile: 123, on an H200, 2026-11-16 (220 with 4 x 4 and rows asked for one by one).
 #include <cuda_fp16.h>
 
@@ -24,11 +24,11 @@
 namespace kv4::cuda {
 namespace {
 
-/// A thread block per head and token.
+/// A CTA per head and token.
 template <class Codec>
 __global__ void encode_queries(const __grid_constant__ IndexTile tile) {
   extern __shared__ float shared[];  // [1 + width]
-  wait_for_previous();
+  grid_dependency_wait();
   const ops::IndexParams& p = tile.p;
   const int head = static_cast<int>(blockIdx.x), token = static_cast<int>(blockIdx.y);
   if (p.step.tokens[tile.first + token].padded()) return;
@@ -52,7 +52,7 @@ struct WarpGroup {
 
 constexpr int kHeads = ops::kMaxIndexHeads, kSlice = 128, kPitch = kSlice + 4;
 
-/// How a thread block divides its dot products: a thread has kSide x kSide of them, of heads and keys that lie
+/// How a CTA divides its dot products: a thread has kSide x kSide of them, of heads and keys that lie
 /// kHeadsApart and kKeysApart apart. mxfp4 needs registers for a group's sums, too.
 template <class Codec>
 struct Tiling {
@@ -60,7 +60,7 @@ struct Tiling {
   static constexpr int kSide = kHasGroups ? 4 : 8, kKeys = kHasGroups ? 64 : 128;
   static constexpr int kHeadsApart = kHeads / kSide, kKeysApart = kKeys / kSide;
   static constexpr int kThreads = kHeadsApart * kKeysApart, kWarps = kThreads / 32;
-  static constexpr int kBlocks = kHasGroups ? 6 : 2;  // for a multiprocessor; the latter run at once
+  static constexpr int kBlocks = kHasGroups ? 6 : 2;  // for an SM; the latter run at once
   // A warp has 4 x 8 of them: what its lanes load at once lies in different banks.
   static constexpr int kWarpHeads = 4, kWarpKeys = 32 / kWarpHeads, kWarpsByKeys = kKeysApart / kWarpKeys;
 
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __gr
   using T = Tiling<Codec>;
   extern __shared__ __align__(16) unsigned char bytes[];
   Shared<Codec>& s = *reinterpret_cast<Shared<Codec>*>(bytes);
-  wait_for_previous();
+  grid_dependency_wait();
   const ops::IndexParams& p = tile.p;
   const ops::KindDesc& kind = tile.kind();
   const int width = kind.page.shape.width, warp = static_cast<int>(threadIdx.x / 32);
@@ -377,12 +377,12 @@ template <class Codec, bool kWords>
 cudaError_t launch_scores(const IndexTile& tile, cudaStream_t stream) {
   using T = Tiling<Codec>;
   constexpr int kBytes = sizeof(Shared<Codec>);
-  static_assert(kBytes > 48 << 10 && kBytes <= 99 << 10);  // what a thread block may have on any GPU from sm_80 on
+  static_assert(kBytes > 48 << 10 && kBytes <= 99 << 10);  // what a CTA may have on any GPU from sm_80 on
   const auto kernel = score_keys<Codec, kWords>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   const std::int64_t tiles = std::max<std::int64_t>((max_entries(tile.p) + T::kKeys - 1) / T::kKeys, 1);
-  const std::int64_t parts = std::clamp<std::int64_t>(multiprocessors() * T::kBlocks / tile.count, 1, tiles);
+  const std::int64_t parts = std::clamp<std::int64_t>(num_sms() * T::kBlocks / tile.count, 1, tiles);
   return launch<kBytes>(kernel, static_cast<unsigned>(parts * tile.count), T::kThreads, stream, tile);
 }
 

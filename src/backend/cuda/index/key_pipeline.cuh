@@ -1,4 +1,4 @@
-// What scorers on Hopper's matrix unit share: a thread block of a few warpgroups per multiprocessor that takes an equal
+// What scorers on Hopper's tensor cores share: a CTA of a few warpgroups per SM that takes an equal
 // run of units, 128 keys of a token each, from the list of all tokens' units; keys on their way from pages to shared
 // memory; queries as given. Queries have 128 channels and at most 64 heads, a key 4 bytes of scales.
 #pragma once
@@ -18,11 +18,11 @@ namespace kv4::cuda {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kQuad = 4, kKeyScaleBytes = 4;
 constexpr int kMostClusterBlocks = 6;
-constexpr int kEvenUnits = 256;  // of a block, up to which it is worth a few multiprocessors that do nothing
+constexpr int kEvenUnits = 256;  // of a block, up to which it is worth a few SMs that do nothing
 constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: keys of a quad in a unit
 
-/// The warpgroups of a thread block, each on units of its own: a warpgroup's lie kStep keys apart. A multiprocessor has
-/// room for a whole crew or for two halves. Short rows are for half crews, one to a multiprocessor: beside it the next
+/// The warpgroups of a CTA, each on units of its own: a warpgroup's lie kStep keys apart. A SM has
+/// room for a whole crew or for two halves. Short rows are for half crews, one to an SM: beside it the next
 /// launch's gets ready and waits.
 template <int kCount>
 struct Crew {
@@ -334,7 +334,7 @@ class QueryPlace {
     head_ = 0;
   }
 
-  /// For wait_for_previous_after.
+  /// For grid_dependency_wait_after.
   __device__ int made() const {
     const auto low = [](const void* at) { return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(at)); };
     return static_cast<int>((low(q_) ^ low(scale_) ^ low(weight_)) & 0x7FFFFFFFu);
@@ -656,7 +656,7 @@ inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes) {
   const ops::Plane &payload = kind.page.payload, &scale = kind.page.scale;
   const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
-  return overlaps_launches() && kind.page.shape.width == kWidth && kind.rows_per_block >= kWarpKeys &&
+  return is_sm90() && kind.page.shape.width == kWidth && kind.rows_per_block >= kWarpKeys &&
          is_power_of_two(kind.rows_per_block) && WholeCrew::kStep % kind.rows_per_block == 0 &&
          max_entries(p) < kMost && payload.row_stride == key_bytes && scale.row_stride == kKeyScaleBytes &&
          payload.block_stride < kMost && scale.block_stride < kMost &&
@@ -693,7 +693,7 @@ inline unsigned score_blocks(const IndexTile& tile) {
   constexpr int kVeryFew = 2;
   const std::int64_t units = units_of(tile);
   const int selecting = tile.is_scored && tile.count <= kVeryFew ? tile.count : 0;
-  const std::int64_t all = std::clamp<std::int64_t>(units, 1, std::max(multiprocessors() - selecting, 1));
+  const std::int64_t all = std::clamp<std::int64_t>(units, 1, std::max(num_sms() - selecting, 1));
   const std::int64_t even = all / tile.count * tile.count;
   return static_cast<unsigned>(20 * even >= 19 * all && units <= kEvenUnits * all ? even : all);
 }
@@ -713,7 +713,7 @@ inline bool can_halve(const IndexTile& tile, int most_units) {
          units_of(tile) <= most_units * std::int64_t{score_blocks(tile)};
 }
 
-/// Of clusters that take a token of up to kRowNumbers keys each, with the selection: how many thread blocks; 0 where
+/// Of clusters that take a token of up to kRowNumbers keys each, with the selection: how many CTAs; 0 where
 /// two launches are better or have to be.
 inline int cluster_blocks(const IndexTile& tile) {
   if (max_entries(tile.p) > kRowNumbers) return 0;
@@ -723,7 +723,7 @@ inline int cluster_blocks(const IndexTile& tile) {
   };
   constexpr int kOf = 132;
   constexpr Fit kFits[] = {{kMostClusterBlocks, 16}, {4, 28}, {3, 32}, {2, 66}, {1, 132}};
-  const int all = multiprocessors(), count = tile.count;
+  const int all = num_sms(), count = tile.count;
   for (const Fit& fit : kFits)
     if (count * kOf <= fit.clusters * all) {
       const bool keep_busy = fit.blocks == 1 ? 10 * count >= 9 * all : 2 * fit.blocks * count > all;

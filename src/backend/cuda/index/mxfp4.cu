@@ -16,11 +16,11 @@
 // An accumulator's bits, read as a float, are its value times 2^-149, or NaN if it is negative: one saturating addition
 // of zero is the relu.
 //
-// Pipeline: a thread block of four warpgroups per multiprocessor, of two where rows are short and nothing is selected
+// Pipeline: a CTA of four warpgroups per SM, of two where rows are short and nothing is selected
 // (key_pipeline.cuh, crews), each warpgroup on its own keys. While the products of a tile are under way the keys of the
-// next are expanded, so that a warpgroup hardly waits for the matrix unit; one set of accumulators, weights from shared
-// memory, or registers would not do. Each warp has three units' keys on their way into its own ring (cp.async), no
-// barrier but the warp's own. All blocks take an equal run of units from the list of all tokens' units.
+// next are expanded, so that a warpgroup hardly waits for the tensor cores; one set of accumulators, weights from
+// shared memory, or registers would not do. Each warp has three units' keys on their way into its own ring (cp.async),
+// no barrier but the warp's own. All blocks take an equal run of units from the list of all tokens' units.
 //
 // Products under way in a loop need a trip count that the compiler knows to be the same in all of a warp's lanes, or it
 // waits after each wgmma.
@@ -536,8 +536,8 @@ __global__ void __launch_bounds__(Crew::kThreads, WholeCrew::kThreads / Crew::kT
     guess.ids = keys.guess_ids();
   }
   if (thread < kLookups) s.lookups[thread] = Lookup((1u << kKeyShift) >> thread);
-  wait_for_previous();
-  let_next_start();
+  grid_dependency_wait();
+  launch_dependents();
   // Early, where the others would else do nothing.
   if (kHelpers > 0 && tile.fill && warp >= kPreparing) fill_rest(tile, thread - 32 * kPreparing, 32 * kHelpers);
   if (!guess.is_there) first = find_share_anew<Crew>(s.share, tile);
@@ -554,7 +554,7 @@ __global__ void __launch_bounds__(Crew::kThreads, WholeCrew::kThreads / Crew::kT
 
 // A cluster takes a token of up to kRowNumbers keys. Scores go straight into the shared memory of its first block,
 // which selects from them: no second launch, and nothing waits for memory between the two. For as many tokens as keep
-// more than half of the multiprocessors busy; fewer tokens' keys are better shared out over all of them (8,192 keys on
+// more than half of the SMs busy; fewer tokens' keys are better shared out over all of them (8,192 keys on
 // an H200, 2026-11-16, in us: of 12 tokens 15.1 to 12.0, of 24 19.4 to 15.0, of 40 23.6 to 20.4, of 64 26.0 to 22.2, of
 // 128 39.5 to 34.8, but of 8 10.8 to 11.8 and one by 16 blocks 8.8 to 9.5).
 
@@ -598,8 +598,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   guess.ids = keys_of<FewKeys>(s.scorer.ring, pages, share, warp / 4).guess_ids();
   s.selection.clear();
   if (threadIdx.x < kLookups) s.scorer.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
-  wait_for_previous();
-  let_next_start();
+  grid_dependency_wait();
+  launch_dependents();
   wait_cluster();
   if (!guess.is_there) share = find_share_of_cluster(tile, blocks, token);
   if (share.count > 0)
@@ -645,7 +645,7 @@ cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
   const std::int64_t units = units_of(tile), few_units = tile.fill ? 1 : 32;  // of a block; filling delays helpers
   if (tile.count <= kFewTokens && units <= few_units * blocks && tile.p.step.num_items == tile.p.step.num_tokens)
     return start<WholeCrew, 2 * kGroups>(tile, blocks, stream);
-  // Scores alone: a selection would leave room for two half crews on some multiprocessors and for none on others. Of 16
+  // Scores alone: a selection would leave room for two half crews on some SMs and for none on others. Of 16
   // units a block and more whole ones are as fast or faster.
   if (tile.fill && can_halve(tile, 8)) return start<HalfCrew, kGroups>(tile, blocks, stream);
   return start<WholeCrew, kGroups>(tile, blocks, stream);

@@ -128,7 +128,7 @@ class Rest {
     token_ = static_cast<int>(blockIdx.x) / parts_;
     part_ = static_cast<int>(blockIdx.x) % parts_;
   }
-  /// For wait_for_previous_after.
+  /// For grid_dependency_wait_after.
   __device__ int made() const { return token_ ^ part_ ^ parts_; }
 
   /// Asks for what fill needs of the record of the block's first row.

@@ -18,7 +18,7 @@ using ops::CopyPiece;
 constexpr int kThreads = 256;
 constexpr int kLoadsAhead = 4;
 constexpr std::int64_t kLeastUnitBytes = kThreads * 16;             // a load per thread
-constexpr std::int64_t kUnitBytes = kLeastUnitBytes * kLoadsAhead;  // that a thread block copies at a time
+constexpr std::int64_t kUnitBytes = kLeastUnitBytes * kLoadsAhead;  // that a CTA copies at a time
 constexpr std::int64_t kMostUnits = 4096;                           // of one piece
 
 template <class T>
@@ -55,8 +55,8 @@ struct ManyPieces {
 // block copies one unit of one piece; those beyond a short piece's end leave at once.
 template <class Pieces>
 __global__ void __launch_bounds__(kThreads) copy_units(const __grid_constant__ Pieces list, std::int64_t unit_bytes) {
-  let_next_start();
-  wait_for_previous();
+  launch_dependents();
+  grid_dependency_wait();
   const CopyPiece piece = list.pieces[blockIdx.y];
   const std::int64_t at = blockIdx.x * unit_bytes;
   if (at >= piece.bytes) return;
@@ -91,7 +91,7 @@ constexpr int kBulkBlocksPerSm = 3;  // as shared memory allows
 constexpr int kBulkThreads = 32;
 constexpr std::int64_t kBulkFrom = 8 << 20;  // total bytes from which it is used
 
-/// What one thread of a thread block copies: units first, first + stride, ... of all pieces. kStages - 1 of them are on
+/// What one thread of a CTA copies: units first, first + stride, ... of all pieces. kStages - 1 of them are on
 /// their way in, the one before on its way out.
 class BulkUnits {
  public:
@@ -152,16 +152,16 @@ class BulkUnits {
   std::uint32_t stage_, arrived_;
 };
 
-// Bound by bytes. Few thread blocks, so that they are all there at once, and 192 KB under way per multiprocessor.
+// Bound by bytes. Few CTAs, so that they are all there at once, and 192 KB under way per SM.
 __global__ void __launch_bounds__(kBulkThreads)
     copy_bulk(const __grid_constant__ FewPieces list, int count, int units_per_piece) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::uint8_t stage[];
   __shared__ std::uint64_t arrived[kStages];
-  let_next_start();
-  if (threadIdx.x != 0) return wait_for_previous();
+  launch_dependents();
+  if (threadIdx.x != 0) return grid_dependency_wait();
   const BulkUnits units(list, count, units_per_piece, stage, arrived);
-  wait_for_previous();
+  grid_dependency_wait();
   units.copy(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 #endif
 }
@@ -176,7 +176,7 @@ cudaError_t launch_bulk(const FewPieces& few, int count, std::int64_t largest, c
   const cudaError_t error = cudaFuncSetAttribute(copy_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkBytes);
   if (error != cudaSuccess) return error;
   const std::int64_t per_piece = (largest + kBulkUnitBytes - 1) / kBulkUnitBytes;
-  const std::int64_t blocks = std::min<std::int64_t>(count * per_piece, kBulkBlocksPerSm * multiprocessors());
+  const std::int64_t blocks = std::min<std::int64_t>(count * per_piece, kBulkBlocksPerSm * num_sms());
   return launch<kBulkBytes>(copy_bulk, static_cast<unsigned>(blocks), kBulkThreads, stream, few, count,
                             static_cast<int>(per_piece));
 }
@@ -213,12 +213,12 @@ constexpr int kFoldParts = 4;
 
 // Bound by latency: the rows of a channel are folded one after the other, at most `ratio` of them.
 __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* spans) {
-  wait_for_previous();
+  grid_dependency_wait();
   const ops::OpenSpan& span = spans[blockIdx.y];
   const ops::PendingDesc& p = span.kind.pending;
   const int width = span.kind.page.shape.width;
   const std::int32_t begin = (span.length - 1) / span.kind.ratio * span.kind.ratio;
-  const std::int32_t folded = p.frontiers[span.slot * p.frontier_stride];
+  const std::int32_t folded = p.fold_watermarks[span.slot * p.fold_watermark_stride];
   const float* stored = reinterpret_cast<const float*>(p.accumulator.at(span.slot, 0));
   for (int c = static_cast<int>(blockIdx.x * kFoldThreads + threadIdx.x); c < width; c += kFoldParts * kFoldThreads) {
     ops::Pool pool =
@@ -249,12 +249,12 @@ cudaError_t copy_few_pieces(std::span<const CopyPiece> pieces, cudaStream_t stre
   FewPieces few;
   std::copy(pieces.begin(), pieces.end(), few.pieces);
   const std::int64_t most = largest * static_cast<std::int64_t>(pieces.size());  // if all were as large
-  if (total >= kBulkFrom && most <= 2 * total && most / kBulkUnitBytes < INT32_MAX / 2 && overlaps_launches() &&
+  if (total >= kBulkFrom && most <= 2 * total && most / kBulkUnitBytes < INT32_MAX / 2 && is_sm90() &&
       std::ranges::all_of(pieces, fits_bulk))
     return launch_bulk(few, static_cast<int>(pieces.size()), largest, stream);
-  // Few bytes go to all multiprocessors; many in larger units.
+  // Few bytes go to all SMs; many in larger units.
   std::int64_t unit_bytes = kLeastUnitBytes;
-  while (unit_bytes < kUnitBytes && total > kBlocksPerSm * multiprocessors() * unit_bytes) unit_bytes *= 2;
+  while (unit_bytes < kUnitBytes && total > kBlocksPerSm * num_sms() * unit_bytes) unit_bytes *= 2;
   return launch_units(few, static_cast<std::int32_t>(pieces.size()), largest, unit_bytes, stream);
 }
 

@@ -118,7 +118,7 @@ __device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
   return place;
 }
 
-/// The same for a thread block: a thread finds a row. As much of a place as the format has.
+/// The same for a CTA: a thread finds a row. As much of a place as the format has.
 template <class Row, int kRows>
 struct SharedPlaces {
   const std::uint8_t* payload[kRows];
@@ -149,7 +149,7 @@ __device__ void fetch_row(const RowPlace& place, std::int64_t payload_bytes, int
 }
 
 constexpr int kWarps = 8;
-constexpr int kBlocksPerSm = 8;  // all the warps that a multiprocessor takes
+constexpr int kBlocksPerSm = 8;  // all the warps that an SM takes
 
 /// The rows of one kind that a warp takes: all its loads are under way before the first is used.
 template <class Row>
@@ -186,15 +186,15 @@ __device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t
 
 // Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
 // on each other (record, block, row), hence many warps with few rows each: while some look for rows, others read them.
-// A thread finds a row, for all of its thread block: the others have no part in those instructions.
-// The next kernel's thread blocks take the places of those that end, and wait there. first_blocks: those that may have
+// A thread finds a row, for all of its CTA: the others have no part in those instructions.
+// The next kernel's CTAs take the places of those that end, and wait there. first_blocks: those that may have
 // to; they bring into L2 what the tables, which are nearly always those of this step already, point at. H200,
 // 2026-11-16: 85 % of the copy speed for 32,768 entries in a row, where a copy of as many bytes has 87 %.
 template <class Find, class Row, class Out>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     gather_rows(const __grid_constant__ GatherParams p, unsigned tiles, unsigned first_blocks) {
   using Rows = Batch<Row>;
-  let_next_start();
+  launch_dependents();
   __shared__ SharedPlaces<Row, Rows::kRowsPerBlock> places;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t outer = blockIdx.x / tiles;
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
       fetch_row<Row>(places.get(warp_row + i * Rows::kRowsPerLoad), Find::rows(p).payload.row_stride, in_row);
     __syncthreads();
   }
-  wait_for_previous_after(static_cast<int>(tile));
+  grid_dependency_wait_after(static_cast<int>(tile));
   if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, load_record(Find::records(p) + outer), outer);
   share_places([&](std::int64_t row) { return Find::find(p, load_record(Find::records(p) + outer), outer, row); });
 
@@ -225,20 +225,20 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
 }
 
 // Chosen rows: the kernel before may be the one that chooses, so nothing of them is known before the wait. Warps find
-// their rows by themselves: one that waits for the other rows of its thread block is slower (16.8 to 17.1 us). Rows
+// their rows by themselves: one that waits for the other rows of its CTA is slower (16.8 to 17.1 us). Rows
 // leave L2 first, so that results stay there. H200, 2026-11-16, 512 entries of each of 64 tokens: 86 % of the copy
 // speed into one tensor, 75 % into one per layer.
 template <class Row, class Out>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
     gather_chosen_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
   using Rows = Batch<Row>;
-  let_next_start();
+  launch_dependents();
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t token = blockIdx.x / tiles;
   const std::int64_t first_row = std::int64_t{blockIdx.x % tiles} * Rows::kRowsPerBlock + warp * Rows::kRows;
   const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
   const int lane_row = lane / Row::kLanes;  // the lane's first of the warp
-  wait_for_previous();
+  grid_dependency_wait();
   if (num_rows <= 0) return;
   RowPlace mine;
   if (lane < num_rows) mine = ChosenRows::find(p, load_record(p.step.tokens + token), token, first_row + lane);
@@ -270,7 +270,7 @@ cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
     return launch_blocks(bf16 ? gather_chosen_rows<Row, std::uint16_t> : gather_chosen_rows<Row, float>);
   } else {
     return launch_blocks(bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>,
-                         static_cast<unsigned>(kBlocksPerSm * multiprocessors()));
+                         static_cast<unsigned>(kBlocksPerSm * num_sms()));
   }
 }
 

@@ -17,7 +17,7 @@ using ops::BoundaryParams;
 
 constexpr int kThreads = 128;
 constexpr int kMostBoundaries = 32;  // that travel with a launch
-constexpr int kRowsAtOnce = 4;       // window rows that a thread block copies
+constexpr int kRowsAtOnce = 4;       // window rows that a CTA copies
 
 struct Boundaries {
   Boundary list[kMostBoundaries];
@@ -90,8 +90,8 @@ __device__ void save_pending(const BoundaryParams& p, const Boundary& b, int k, 
 // x: parts of its window, then the pending rows of each kind.
 __global__ void __launch_bounds__(kThreads)
     save(const __grid_constant__ BoundaryParams p, const __grid_constant__ Boundaries boundaries, int window_parts) {
-  let_next_start();
-  wait_for_previous();
+  launch_dependents();
+  grid_dependency_wait();
   const Boundary& b = boundaries.list[blockIdx.y];
   int part = static_cast<int>(blockIdx.x);
   if (part < window_parts) return copy_window(p, b, part);

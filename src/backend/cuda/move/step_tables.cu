@@ -85,8 +85,8 @@ __device__ void write_token(const StepUpdate& u, std::int32_t token) {
 
 // Bound by latency: a launch, about log2(items) loads that depend on each other, and a pass over the ranges.
 __global__ void __launch_bounds__(kThreads) expand(const __grid_constant__ StepUpdate u, Grid grid) {
-  wait_for_previous();
-  let_next_start();  // now, so that a kernel that starts early finds everything done that was queued before this one
+  grid_dependency_wait();
+  launch_dependents();  // now, so that a kernel that starts early finds everything done that was queued before this one
   std::int32_t block = static_cast<std::int32_t>(blockIdx.x);
   if (block < grid.token_blocks) return write_token(u, block * kThreads + static_cast<int>(threadIdx.x));
   block -= grid.token_blocks;

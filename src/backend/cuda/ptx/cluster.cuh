@@ -1,4 +1,4 @@
-// Thread blocks of a cluster. A block may write another's memory once that one has started: each arrives when it
+// CTAs of a cluster. A block may write another's memory once that one has started: each arrives when it
 // starts, and waits before it writes.
 #pragma once
 

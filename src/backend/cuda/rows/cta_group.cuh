@@ -1,4 +1,4 @@
-// A thread block as the group of base/group.h: row code of ops/ and codec/ over shared memory.
+// A CTA as the group of base/group.h: row code of ops/ and codec/ over shared memory.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -45,13 +45,13 @@ struct RowShared {
   Pair chunks[kWarps * kWarp];
 };
 
-/// The lanes that hold one row: kWarps neighbouring warps of a thread block of kBlockWarps.
+/// The lanes that hold one row: kWarps neighbouring warps of a CTA of kBlockWarps.
 template <int kWarps_, int kBlockWarps>
 class RowLanes {
  public:
   static constexpr int kWarps = kWarps_;
   static constexpr int kWidth = kWarps * kChunk;
-  static constexpr int kRows = kBlockWarps / kWarps;  // of a thread block
+  static constexpr int kRows = kBlockWarps / kWarps;  // of a CTA
   static_assert(kWarps <= 8 && kBlockWarps % kWarps == 0);
   using Shared = RowShared<kWarps>;
 
@@ -62,7 +62,7 @@ class RowLanes {
         row_(kRows == 1 ? 0 : threadIdx.x / (kWarp * kWarps)),
         shared_(shared[row_]) {}
 
-  __device__ int row() const { return row_; }  // of the thread block's
+  __device__ int row() const { return row_; }  // of the CTA's
   __device__ bool leader() const { return lane_ == 0 && warp_ == 0; }
   __device__ int channel() const { return warp_ * kChunk + lane_ * kPair; }
 

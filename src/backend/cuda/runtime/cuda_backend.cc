@@ -43,7 +43,7 @@ namespace cuda {
 namespace {
 
 constexpr std::size_t kPieceListBytes = std::size_t{64} << 10;
-constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // what a thread block copies at a time
+constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // what a CTA copies at a time
 
 std::size_t size(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
 
@@ -320,18 +320,18 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
   if (layout.bytes > 0) from_host(call, image, layout.bytes);
   copy_pieces(pieces_from_image(layers, layout, slot, staging()));
 
-  std::vector<std::int32_t> frontiers;
+  std::vector<std::int32_t> fold_watermarks;
   std::vector<std::int32_t*> places;
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
     if (kind.overlap) continue;
-    frontiers.push_back(static_cast<std::int32_t>(part.length));
-    places.push_back(kind.pending.frontiers + slot * kind.pending.frontier_stride);
+    fold_watermarks.push_back(static_cast<std::int32_t>(part.length));
+    places.push_back(kind.pending.fold_watermarks + slot * kind.pending.fold_watermark_stride);
   }
-  if (!frontiers.empty()) {
+  if (!fold_watermarks.empty()) {
     UploadRing::Slot& upload = uploads_.next();
     SlotWriter writer(upload);
-    const std::int32_t* values = writer.add(frontiers.data(), static_cast<std::int64_t>(frontiers.size()));
+    const std::int32_t* values = writer.add(fold_watermarks.data(), static_cast<std::int64_t>(fold_watermarks.size()));
     std::vector<ops::CopyPiece> pieces;
     for (std::size_t i = 0; i < places.size(); ++i)
       pieces.push_back(

@@ -11,22 +11,22 @@
 namespace kv4::cuda {
 
 /// Lets the next kernel start. It will wait for this one's results. For short kernels, and for those that leave no
-/// place free until they end: else the blocks that come early crowd the multiprocessors that have room.
-__device__ inline void let_next_start() {
+/// place free until they end: else the blocks that come early crowd the SMs that have room.
+__device__ inline void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
 /// After it, all that was queued before this kernel is done and visible.
-__device__ inline void wait_for_previous() {
+__device__ inline void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 /// The same after `made` is, which is not negative: else the assembler puts what it is made of behind the wait.
-__device__ inline void wait_for_previous_after(int made) {
+__device__ inline void grid_dependency_wait_after(int made) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{ .reg .pred p; setp.ge.s32 p, %0, 0; @p griddepcontrol.wait; }" ::"r"(made) : "memory");
 #endif
@@ -45,7 +45,7 @@ __device__ void touch(const Params& params) {
 }
 
 /// Whether the kernels that run on the current device were compiled with the two calls above.
-inline bool overlaps_launches() {
+inline bool is_sm90() {
   int device = 0, major = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return false;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
@@ -53,14 +53,14 @@ inline bool overlaps_launches() {
 }
 
 /// Of the current device.
-inline int multiprocessors() {
+inline int num_sms() {
   int device = 0, count = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 1;
   if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 1;
   return count;
 }
 
-/// Whether a thread block of the current device may have so many bytes of shared memory.
+/// Whether a CTA of the current device may have so many bytes of shared memory.
 inline bool has_shared_memory(int bytes) {
   int device = 0, most = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return false;
@@ -68,7 +68,7 @@ inline bool has_shared_memory(int bytes) {
   return bytes <= most;
 }
 
-/// `cluster` neighbouring thread blocks share their memory; 1 where launches do not overlap.
+/// `cluster` neighbouring CTAs share their memory; 1 where launches do not overlap.
 template <int kSharedBytes = 0, class... Params, class... Args>
 cudaError_t launch_clusters(void (*kernel)(Params...), unsigned cluster, dim3 blocks, unsigned threads,
                             cudaStream_t stream, Args&&... args) {
@@ -83,7 +83,7 @@ cudaError_t launch_clusters(void (*kernel)(Params...), unsigned cluster, dim3 bl
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = overlaps_launches() ? (cluster > 1 ? 2 : 1) : 0;
+  config.numAttrs = is_sm90() ? (cluster > 1 ? 2 : 1) : 0;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 

@@ -1,4 +1,4 @@
-// Exact selection of the best k of a row of scores by a thread block.
+// Exact selection of the best k of a row of scores by a CTA.
 //
 // It begins with a histogram of 2,048 equal intervals from the smallest to the largest score. As a rule few scores are
 // in the bin that the k-th best lies in: they are ranked against each other. If not, histograms over ever smaller

@@ -1,4 +1,4 @@
-// The best k of a thread block's numbers, the short way: one histogram of as many equal intervals as there are threads.
+// The best k of a CTA's numbers, the short way: one histogram of as many equal intervals as there are threads.
 // Numbers above the interval that the k-th best lies in are taken as they are listed, those in it (few, as a rule) are
 // settled among each other: five barriers, one pass over the numbers after the histogram, nothing sorted or looked at
 // again. Where too many lie in the interval, nothing is written, and exact_select.cuh does it. Of long rows whose

@@ -1,4 +1,4 @@
-// Selection from near scores of fp8 keys (rescore.cuh) by a kernel of its own, a thread block per token. While the
+// Selection from near scores of fp8 keys (rescore.cuh) by a kernel of its own, a CTA per token. While the
 // scorer ends it encodes the token's queries as that one does, and makes bounds of them: 4,900 clocks, hidden for up to
 // 64 tokens of 32,768 keys (an H200, 2026-11-16). Of 128 most blocks begin when the scorer has ended; codes that the
 // scorer had left for them took as long, since the bounds then came after the wait.
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kNearThreads, 1) select_near_row(const __grid_
   __syncthreads();
   make_bounds(s.near, s.queries, tile.p.num_heads);
   __syncthreads();
-  wait_for_previous();
-  let_next_start();
+  grid_dependency_wait();
+  launch_dependents();
   const NearToken token{keys, {tile, at, seen.request}, seen.count, tile.row(at)};
   if (token.count <= top) return take_whole(token.choice, token.count);
   if constexpr (!kByGroups) return select_whole(s, token);

@@ -8,7 +8,7 @@
 //
 // The margin of a key: with S_c = |q_c k_c|, in units u = 2^-24,
 //   the defined dot     channel c's product is in 128 - c sums, each rounded: S_c (128 - c)
-//   the matrix unit's   a step adds 16 products to the sum so far, in up to four parts: 20 numbers cut off at u/2 of
+//   the tensor cores'   a step adds 16 products to the sum so far, in up to four parts: 20 numbers cut off at u/2 of
 //                       the largest (two bits more than fp32 has: IndexKernel's fp8_near_cutoff sees to it), four
 //                       results at 2u: S_c * 18 * (steps from the one that takes c on)
 //   all the rest        scales that are no powers of two, weights, the sum over heads: less than 48 roundings

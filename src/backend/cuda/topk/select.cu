@@ -1,11 +1,11 @@
 // The best k of a row of scores, exactly: ties go to the smaller entry. The result's order is the same on every run.
 //
-// select_row: a thread block per row, up to 8,192 numbers in its registers (a kernel of its own for up to 2,048).
+// select_row: a CTA per row, up to 8,192 numbers in its registers (a kernel of its own for up to 2,048).
 //   Rows of up to 8,192 scores: selection from them (fast_select.cuh).
 //   Longer ones, where the scorer left the largest score of each group of keys: the k-th largest of those is a bound
 //   below the k-th best score, for k scores are at least as large. Only groups that reach it are read, and their
 //   scores that reach it, a little more than k as a rule, are selected from.
-// select_long: rows of given scores of any length, each read once by a cluster of up to 8 thread blocks. A sample from
+// select_long: rows of given scores of any length, each read once by a cluster of up to 8 CTAs. A sample from
 //   all over the row gives a bound that k scores and some more are expected to reach. While later scores are under way,
 //   the entries of those that reach it are listed; their scores are fetched again, into the first block's shared
 //   memory, which selects from the lists.
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   const bool whole = !kByGroups || count <= kNumbers;
   const int numbers = whole ? count : groups_of(count);
   const float* const from = whole ? row : tile.maxima(token);
-  wait_for_previous_after(max(numbers, 0));
-  let_next_start();
+  grid_dependency_wait_after(max(numbers, 0));
+  launch_dependents();
   float held[Row::kHeld];
   load_fours<kThreads>(from, numbers, in_fours, held);
   const bool is_same = load(record->row) == guess.row & load(record->position) == guess.position;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
 
 template <int kThreads, int kNumbers, bool kByGroups>
 cudaError_t launch_select_row(const IndexTile& tile, cudaStream_t stream) {
-  // After a scorer one block to a multiprocessor: those that begin early would else crowd the few that are free.
+  // After a scorer one block to an SM: those that begin early would else crowd the few that are free.
   constexpr int kMoreThanHalf = 116 << 10, kUsed = sizeof(RowSelection<kThreads, kNumbers>);
   constexpr int kBytes = kByGroups ? std::max(kUsed, kMoreThanHalf) : kUsed;
   const auto kernel = select_row<kThreads, kNumbers, kByGroups>;
@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
   LongShared& s = *reinterpret_cast<LongShared*>(bytes);
   s.selection.clear();
   touch(tile);
-  wait_for_previous();
-  let_next_start();
+  grid_dependency_wait();
+  launch_dependents();
   const int token = static_cast<int>(blockIdx.x) / blocks, rank = block_in_cluster();
   const TokenRow seen(tile, token);
   const int count = seen.count, top = tile.p.top;
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
   select_from_lists(s, {s, blocks, count}, all, bounds, choice);
 }
 
-/// Whether clusters of so many blocks, one to a multiprocessor, run together on an H200: its parts are of different
+/// Whether clusters of so many blocks, one to an SM, run together on an H200: its parts are of different
 /// sizes. 28 of 4 do, 32 do not.
 bool fit_at_once(unsigned cluster, unsigned rows) { return cluster * rows <= (cluster == 2 ? 128 : 112); }
 
@@ -364,8 +364,7 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream) {
                                                   static_cast<int>(sizeof(LongShared)));
   if (status != cudaSuccess) return status;
   unsigned blocks = 1;
-  while (overlaps_launches() && blocks < kMostBlocks && blocks * kBlockScores < longest &&
-         fit_at_once(2 * blocks, rows))
+  while (is_sm90() && blocks < kMostBlocks && blocks * kBlockScores < longest && fit_at_once(2 * blocks, rows))
     blocks *= 2;
   return launch_clusters<sizeof(LongShared)>(select_long, blocks, blocks * rows, kLongThreads, stream, tile,
                                              static_cast<int>(blocks));

@@ -13,9 +13,9 @@
 
 namespace kv4::tier {
 
-class UnsureIds {
+class StaleIds {
  public:
-  explicit UnsureIds(std::size_t limit) : limit_(limit), filter_(kFilterBits) {}
+  explicit StaleIds(std::size_t limit) : limit_(limit), filter_(kFilterBits) {}
 
   void add(const RecordId& id) noexcept {
     if (ids_.contains(id)) return;
