@@ -81,8 +81,8 @@ class OverlapSpans {
       if (position != kNone) ends.begin(position + 1 - kOverlapRatio, block);
       ends.sync();  // rows are asked for whole: warps that drift apart are slower
       if (token != kNone) ask(inputs, r, stage_at + place(half, 0));
-      close_batch();
-      wait_for_batch<1>();
+      commit_copies();
+      wait_for_copies<1>();
       __syncwarp();  // the other lanes' copies, too
       if (position != kNone) {
         ops::Pool pool[kPair];

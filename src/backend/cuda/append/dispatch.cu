@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
     if (p.front_end.norm_weight == nullptr) return;
     constexpr int kThreads = Spread::kWindowWarps * kWarp;
     shared.window_weights.fill(p.front_end.norm_weight, thread_again() % kThreads, kThreads);
-    asm volatile("bar.sync %0, %1;" ::"n"(Spread::kWindowBarrier), "n"(kThreads) : "memory");
+    named_barrier_sync(Spread::kWindowBarrier, kThreads);
   };
   const auto append_window = [&] {
     const int warp = window_warp();
@@ -248,9 +248,6 @@ cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream
   using Spread = Prefill<kCompression, In, Pending>;
   const auto kernel = window_case(p) == WindowCase::usual ? prefill_kernel<WindowCase::usual, kCompression, In, Pending>
                                                           : prefill_kernel<WindowCase::rare, kCompression, In, Pending>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Spread::kStageBytes);
-  if (error != cudaSuccess) return error;
   const int blocks = std::min(p.step.num_tokens, Spread::kBlocksPerSm * num_sms());
   return launch<Spread::kStageBytes>(kernel, static_cast<unsigned>(blocks), Spread::kThreads, stream, p, num_kinds);
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "backend/cuda/rows/cta_group.cuh"
+#include "backend/cuda/runtime/launch.cuh"
 #include "backend/nvtx_range.h"
 #include "codec/codec.h"
 #include "kv4/cuda.h"
@@ -15,7 +16,6 @@ namespace kv4::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr std::size_t kSharedByDefault = 48 * 1024;
 
 /// Shared memory: acc [3, width], row [width], tmp [width rounded up to a power of two], cos and sin [pairs], one more.
 struct Buffers {
@@ -273,17 +273,6 @@ __global__ void __launch_bounds__(kThreads) flush_kernel(const __grid_constant__
   }
 }
 
-template <class Params>
-cudaError_t launch(void (*kernel)(Params), const Params& p, int blocks, std::size_t shared, cudaStream_t stream) {
-  if (shared > kSharedByDefault) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return error;
-  }
-  kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream>>>(p);
-  return cudaGetLastError();
-}
-
 int widest(const ops::LayerDesc& layer) {
   int width = layer.window.ring.shape.width;
   for (int k = 0; k < layer.num_kinds; ++k) width = std::max(width, layer.kinds[k].page.shape.width);
@@ -296,13 +285,15 @@ cudaError_t append_plain(const ops::AppendParams& p, cudaStream_t stream) {
   if (p.step.num_tokens <= 0) return cudaSuccess;
   const int roles = 1 + (p.kv[0].data == nullptr ? 0 : p.layer.num_kinds);
   const std::size_t shared = Buffers::bytes(widest(p.layer), std::max(p.rope.rope_dim, p.front_end.rope.rope_dim));
-  return launch(append_plain_kernel, p, p.step.num_tokens * roles, shared, stream);
+  return launch_in_order(append_plain_kernel, static_cast<unsigned>(p.step.num_tokens * roles), kThreads, shared,
+                         stream, p);
 }
 
 cudaError_t flush(const ops::FlushParams& p, cudaStream_t stream) {
   const NvtxRange range("kv4 launch flush", true);
   if (p.step.num_tokens <= 0) return cudaSuccess;
-  return launch(flush_kernel, p, p.step.num_tokens, Buffers::bytes(widest(p.layer), 0), stream);
+  return launch_in_order(flush_kernel, static_cast<unsigned>(p.step.num_tokens), kThreads,
+                         Buffers::bytes(widest(p.layer), 0), stream, p);
 }
 
 }  // namespace kv4::cuda

@@ -110,7 +110,7 @@ class OpenSpans {
     const auto ask_next = [&] {
       copies.ask(stage_at + batch * Copies::kBytes, left);
       left -= kBatch;
-      close_batch();
+      commit_copies();
       batch = batch + 1 == kBatches ? 0 : batch + 1;
     };
     lanes_.sync();  // all have read what lay there
@@ -127,7 +127,7 @@ class OpenSpans {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) bias[i] = load_weight(biases + (done + i < kind_.ratio ? i : 0) * kWidth);
       biases += kBatch * kWidth;
-      wait_for_batch<kBatches - 2>();
+      wait_for_copies<kBatches - 2>();
       lanes_.sync();  // the others' copies are there, too, and all have read the batch before: its place is free
       ask_next();
       const auto pool_row = [&](int i) {

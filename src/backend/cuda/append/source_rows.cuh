@@ -3,6 +3,8 @@
 
 #include <type_traits>
 
+#include "backend/cuda/ptx/async_copy.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/rows/warp_row.cuh"
 #include "kv4/params.h"
 
@@ -12,29 +14,6 @@ namespace kv4::cuda {
 struct Bf16 {
   std::uint16_t bits;
 };
-
-template <int kCount>
-struct Words {
-  std::uint32_t w[kCount];
-};
-
-// Every element is read once, so it takes no place in the first-level cache from the weights. Volatile: rows are asked
-// for in program order, all that are wanted before the first is used, and before the stores that may overwrite them.
-template <int kCount>
-__device__ Words<kCount> load_words(const void* at) {
-  Words<kCount> q;
-  if constexpr (kCount == 4) {
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(q.w[0]), "=r"(q.w[1]), "=r"(q.w[2]), "=r"(q.w[3])
-                 : "l"(at)
-                 : "memory");
-  } else if constexpr (kCount == 2) {
-    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(q.w[0]), "=r"(q.w[1]) : "l"(at) : "memory");
-  } else {
-    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(q.w[0]) : "l"(at) : "memory");
-  }
-  return q;
-}
 
 /// Rows are less than 2 GiB apart, so that an address is one multiplication.
 template <class T>
@@ -54,9 +33,9 @@ struct RawRow {
 template <class T>
 __device__ RawPair load_raw(const T* at) {
   if constexpr (std::is_same_v<T, float>) {
-    return load_words<2>(at);
+    return load_no_l1<2>(at);
   } else {
-    return {{load_words<1>(at).w[0], 0}};
+    return {{load_no_l1<1>(at).w[0], 0}};
   }
 }
 
@@ -85,23 +64,6 @@ __device__ void store_pair(T* at, const Pair& x) {
 /// Where rows begin there. Copies to a place that lies 16 bytes beside a multiple of 32 take much longer, and those to
 /// multiples of 64 somewhat (H200, 2026-11-16; HCA prefill 64, 51.4 and 49.4 us).
 constexpr int kStageLine = 128;
-
-/// to: shared address. 16 bytes at once pass the first-level cache by.
-template <int kBytes>
-__device__ void copy_ahead(unsigned to, const void* from) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
-  }
-}
-/// Ends a batch of copies.
-__device__ inline void close_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Waits for all of the thread's batches but the last kMore.
-template <int kMore>
-__device__ void wait_for_batch() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kMore) : "memory");
-}
 
 // Loads seem to return in the order they were asked for, copies among them: one that is wanted soon is asked for before
 // rows that are wanted late, or travels with them.
@@ -140,7 +102,7 @@ class InputCopies {
     const In* from = row_at(from_, token, stride_) + column;
 #pragma unroll
     for (int i = 0; i < kRows; i += kSharers / 2) {
-      copy_ahead<16>(to + offset_ + i * 2 * kRowBytes, from);
+      copy_async<16>(to + offset_ + i * 2 * kRowBytes, from);
       from = row_at(from, kSharers / 2, stride_);
     }
   }
@@ -174,7 +136,7 @@ class WholeRowCopies {
   __device__ void ask(unsigned to, int count) {
     if (row_ >= count) return;
 #pragma unroll
-    for (int i = 0; i < kPart; i += kPiece) copy_ahead<16>(to + offset_ + i, from_ + i);
+    for (int i = 0; i < kPart; i += kPiece) copy_async<16>(to + offset_ + i, from_ + i);
     from_ += step_;
   }
 
@@ -222,8 +184,14 @@ class GuessedRecord {
   ops::StepRecord record_;
 };
 
+__device__ inline void close_batch() { commit_copies(); }
+template <int kPending>
+__device__ void wait_for_batch() {
+  wait_for_copies<kPending>();
+}
+
 /// Brings the line into L2, so that it is near once it may be read.
-__device__ inline void fetch_ahead(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+__device__ inline void fetch_ahead(const void* at) { prefetch_l2(at); }
 
 /// Before the wait: the first kind's input rows of `count` tokens are brought into L2, whoever will read them first.
 template <class In>
@@ -314,8 +282,8 @@ class SourceRows {
   /// The same into shared memory.
   __device__ void copy(int position, int ring_row, int column, unsigned kv_to, unsigned gate_to) const {
     fetch(position, ring_row, column, [=](auto* kv, auto* gate) {
-      copy_ahead<kPair * sizeof(*kv)>(kv_to, kv);
-      copy_ahead<kPair * sizeof(*gate)>(gate_to, gate);
+      copy_async<kPair * sizeof(*kv)>(kv_to, kv);
+      copy_async<kPair * sizeof(*gate)>(gate_to, gate);
     });
   }
 

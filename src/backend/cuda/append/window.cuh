@@ -153,7 +153,7 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
   if (token >= p.step.num_tokens) return;
   Words<4> in[WindowLane<In>::kWords];
 #pragma unroll
-  for (int i = 0; i < WindowLane<In>::kWords; ++i) in[i] = load_words<4>(mine.input(token, i));
+  for (int i = 0; i < WindowLane<In>::kWords; ++i) in[i] = load_no_l1<4>(mine.input(token, i));
   undo_row.load();
   const ops::StepRecord r = load_record_again(p.step.tokens + token);
   OctetBits row[kOctets];
@@ -220,20 +220,20 @@ __device__ void append_window_rows(const ops::AppendParams& p, F format, const s
     if (token < p.step.num_tokens) {
       const unsigned to = stage_at + Slots::kFirst + slot * Slots::kBytes + lane_at;
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) copy_ahead<16>(to + i * kWordBytes, mine.input(token, i));
+      for (int i = 0; i < kWords; ++i) copy_async<16>(to + i * kWordBytes, mine.input(token, i));
       if (mine.lane < Slots::kRecordBytes / 16)
-        copy_ahead<16>(stage_at + slot * Slots::kRecordBytes + lane_at,
+        copy_async<16>(stage_at + slot * Slots::kRecordBytes + lane_at,
                        reinterpret_cast<const int4*>(p.step.tokens + token) + mine.lane);
       if constexpr (kProjection) {
         const int position = __shfl_sync(kAllLanes, positions, number % kWarp);
         if (has_turned_pair(rope, mine.lane))
           with_turn_words(rope, position, mine.lane, [&](auto* high, auto* low) {
-            copy_ahead<sizeof(*high)>(to + Slots::kTurnAt, high);
-            copy_ahead<sizeof(*low)>(to + Slots::kTurnAt + Slots::kTurnWord, low);
+            copy_async<sizeof(*high)>(to + Slots::kTurnAt, high);
+            copy_async<sizeof(*low)>(to + Slots::kTurnAt + Slots::kTurnWord, low);
           });
       }
     }
-    close_batch();
+    commit_copies();
   };
   int number = 0;  // of the next row to ask for
 #pragma unroll 1
@@ -242,7 +242,7 @@ __device__ void append_window_rows(const ops::AppendParams& p, F format, const s
   for (int token = warp; token < p.step.num_tokens; token += warps, ++number) {
     const int free_slot = slot == 0 ? Slots::kSlots - 1 : slot - 1;
     ask(token + (Slots::kSlots - 1) * warps, number, free_slot);
-    wait_for_batch<Slots::kSlots - 1>();
+    wait_for_copies<Slots::kSlots - 1>();
     __syncwarp();  // the record is other lanes' copy
     const std::uint8_t* at = stage + Slots::kFirst + slot * Slots::kBytes;
     const ops::StepRecord r = load_record(reinterpret_cast<const ops::StepRecord*>(stage) + slot);

@@ -173,8 +173,6 @@ bool fits_bulk(const CopyPiece& piece) {
 }
 
 cudaError_t launch_bulk(const FewPieces& few, int count, std::int64_t largest, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(copy_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkBytes);
-  if (error != cudaSuccess) return error;
   const std::int64_t per_piece = (largest + kBulkUnitBytes - 1) / kBulkUnitBytes;
   const std::int64_t blocks = std::min<std::int64_t>(count * per_piece, kBulkBlocksPerSm * num_sms());
   return launch<kBulkBytes>(copy_bulk, static_cast<unsigned>(blocks), kBulkThreads, stream, few, count,

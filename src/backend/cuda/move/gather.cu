@@ -163,7 +163,7 @@ struct Batch {
 
 /// A warp's rows from their places to `out`. first_row: a lane's first one of `item`; left: how many there are from it
 /// on; place(i): that of the i-th from it on.
-template <Keep kKeep, class Row, class Out, class Place>
+template <L2Priority kPriority, class Row, class Out, class Place>
 __device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t first_row, int left, Out* out,
                           Place place) {
   using Rows = Batch<Row>;
@@ -173,7 +173,7 @@ __device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t
   for (int i = 0; i < Rows::kLoads; ++i) {
     const RowPlace from = place(i * Rows::kRowsPerLoad);
     raw[i] = {};
-    if (from.payload != nullptr) raw[i] = Row::template load_raw<kKeep>(from, in_row);
+    if (from.payload != nullptr) raw[i] = Row::template load_raw<kPriority>(from, in_row);
   }
   out += (item * p.rows_per_item + first_row) * Row::kWidth + kOctet * in_row;
 #pragma unroll
@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
   if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, load_record(Find::records(p) + outer), outer);
   share_places([&](std::int64_t row) { return Find::find(p, load_record(Find::records(p) + outer), outer, row); });
 
-  copy_rows<Keep::usual, Row>(p, outer, first_row + warp_row, num_rows - warp_row, static_cast<Out*>(p.out.data),
-                              [&](int row) { return places.get(warp_row + row); });
+  copy_rows<L2Priority::normal, Row>(p, outer, first_row + warp_row, num_rows - warp_row, static_cast<Out*>(p.out.data),
+                                     [&](int row) { return places.get(warp_row + row); });
 }
 
 // Chosen rows: the kernel before may be the one that chooses, so nothing of them is known before the wait. Warps find
@@ -243,8 +243,9 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
   RowPlace mine;
   if (lane < num_rows) mine = ChosenRows::find(p, load_record(p.step.tokens + token), token, first_row + lane);
 
-  copy_rows<Keep::briefly, Row>(p, token, first_row + lane_row, num_rows - lane_row, static_cast<Out*>(p.out.data),
-                                [&](int row) { return place_from_lane<Row>(mine, lane_row + row); });
+  copy_rows<L2Priority::evict_first, Row>(p, token, first_row + lane_row, num_rows - lane_row,
+                                          static_cast<Out*>(p.out.data),
+                                          [&](int row) { return place_from_lane<Row>(mine, lane_row + row); });
 }
 
 template <class Row>

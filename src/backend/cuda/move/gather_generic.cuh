@@ -1,5 +1,5 @@
-// Gathers of any format, width and alignment: the codecs as they are, a warp per row. What rows/decode.cuh has no reader
-// for comes here.
+// Gathers of any format, width and alignment: the codecs as they are, a warp per row. What rows/decode.cuh has no
+// reader for comes here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "backend/cuda/rows/decode.cuh"
+#include "backend/cuda/runtime/launch.cuh"
 #include "codec/codec.h"
 
 namespace kv4::cuda {
@@ -57,13 +58,9 @@ cudaError_t gather_plain(const ops::GatherParams& p, std::int64_t outer, cudaStr
   const std::int64_t row_bytes = Find::rows(p).shape.width * std::int64_t{4};
   const std::int64_t warps = std::clamp<std::int64_t>(kSharedBytes / row_bytes, 1, 4);
   const std::int64_t tiles = std::max<std::int64_t>((p.rows_per_item + warps - 1) / warps, 1);
-  const cudaLaunchConfig_t config{.gridDim = static_cast<unsigned>(outer * tiles),
-                                  .blockDim = static_cast<unsigned>(32 * warps),
-                                  .dynamicSmemBytes = static_cast<std::size_t>(warps * row_bytes),
-                                  .stream = stream,
-                                  .attrs = nullptr,
-                                  .numAttrs = 0};
-  return cudaLaunchKernelEx(&config, gather_plain_rows<Find>, p, tiles);
+  return launch_in_order(gather_plain_rows<Find>, static_cast<unsigned>(outer * tiles),
+                         static_cast<unsigned>(32 * warps), static_cast<std::size_t>(warps * row_bytes), stream, p,
+                         tiles);
 }
 
 }  // namespace kv4::cuda

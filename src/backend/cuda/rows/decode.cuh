@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "backend/cuda/ptx/convert.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 #include "codec/numeric.h"
 #include "kv4/params.h"
 
@@ -28,46 +30,17 @@ __device__ inline RowPlace place_of(const ops::RowPlanes& rows, std::int64_t blo
           rows.global.data == nullptr ? nullptr : rows.global.at(block, 0)};
 }
 
-/// How long L2 keeps a row that is loaded.
-enum class Keep {
-  usual,
-  briefly  ///< less than what it becomes, which an engine's next kernel reads and its next layer writes again
-};
+using Keep = L2Priority;
+__device__ inline std::uint32_t permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+  return permute_bytes(a, b, selector);
+}
 
-/// Not through the read-only path: a kernel that started early is there while rows are written. Spelled out: the
-/// compiler does not see that addresses out of shared memory are global ones.
-template <class T, Keep kKeep>
+/// A kernel that started early is here while rows are written, hence not through the read-only path.
+template <class T, L2Priority kPriority>
 __device__ T load(const std::uint8_t* at) {
-  const auto from = __cvta_generic_to_global(at);
-  std::uint64_t policy = 0;
-  if constexpr (kKeep == Keep::briefly) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  std::uint32_t words[4] = {};
-  static_assert(sizeof(T) == 16 || sizeof(T) == 8 || sizeof(T) == 4 || sizeof(T) == 1);
-  if constexpr (sizeof(T) == 16 && kKeep == Keep::briefly)
-    asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "l"(from), "l"(policy)
-                 : "memory");
-  else if constexpr (sizeof(T) == 16)
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "l"(from)
-                 : "memory");
-  else if constexpr (sizeof(T) == 8 && kKeep == Keep::briefly)
-    asm volatile("ld.global.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;"
-                 : "=r"(words[0]), "=r"(words[1])
-                 : "l"(from), "l"(policy)
-                 : "memory");
-  else if constexpr (sizeof(T) == 8)
-    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from) : "memory");
-  else if constexpr (sizeof(T) == 4 && kKeep == Keep::briefly)
-    asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(words[0]) : "l"(from), "l"(policy) : "memory");
-  else if constexpr (sizeof(T) == 4)
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
-  else
-    asm volatile("ld.global.u8 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
+  const Words<4> words = load_global<static_cast<int>(sizeof(T)), kPriority>(at);
   T value;
-  memcpy(&value, words, sizeof(T));
+  memcpy(&value, words.w, sizeof(T));
   return value;
 }
 
@@ -98,25 +71,18 @@ __device__ inline void scaled_e4m3(uint2 codes, float scale, float (&x)[kOctet])
   }
 }
 
-/// Bytes of {b, a} by the selector's digits; a digit's top bit: eight times the byte's top bit.
-__device__ inline std::uint32_t permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
-  std::uint32_t out;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
-  return out;
-}
-
 /// Eight e2m1 codes as bf16: the magnitudes' bytes are picked out of tables of eight, four at a time.
 __device__ inline void e2m1_pairs(std::uint32_t codes, std::uint32_t (&pairs)[4]) {
   const std::uint32_t even_on_top = codes << 4;  // of each byte; the odd codes are there already
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     const std::uint32_t magnitudes = (codes >> (8 * i)) & 0x7777u;
-    const std::uint32_t lower = permute(0xC0800000u, 0xC0804000u, magnitudes);
-    const std::uint32_t upper = permute(0x3F3F3F00u, 0x40404040u, magnitudes);
-    const std::uint32_t signs = permute(even_on_top, codes, 0xC080u + 0x1010u * i);
-    const std::uint32_t next_signs = permute(even_on_top, codes, 0xC080u + 0x1010u * (i + 1));
-    pairs[i] = permute(lower, upper, 0x5140u) | (signs & 0x80008000u);
-    pairs[i + 1] = permute(lower, upper, 0x7362u) | (next_signs & 0x80008000u);
+    const std::uint32_t lower = permute_bytes(0xC0800000u, 0xC0804000u, magnitudes);
+    const std::uint32_t upper = permute_bytes(0x3F3F3F00u, 0x40404040u, magnitudes);
+    const std::uint32_t signs = permute_bytes(even_on_top, codes, 0xC080u + 0x1010u * i);
+    const std::uint32_t next_signs = permute_bytes(even_on_top, codes, 0xC080u + 0x1010u * (i + 1));
+    pairs[i] = permute_bytes(lower, upper, 0x5140u) | (signs & 0x80008000u);
+    pairs[i + 1] = permute_bytes(lower, upper, 0x7362u) | (next_signs & 0x80008000u);
   }
 }
 
@@ -211,14 +177,6 @@ __device__ Octet<Out> unpack_e2m1(std::uint32_t codes, float scale) {
 
 // --- eight channels: to memory. All lanes of the warp call these; `there` says whether a lane's row is.
 
-/// Spelled out: the compiler splits vector stores whose value comes out of a branch, and gives those of __stwb and
-/// __stcg a stronger order than needed.
-__device__ inline void store16(void* at, std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(at)), "r"(x), "r"(y), "r"(z),
-               "r"(w)
-               : "memory");
-}
-
 __device__ inline void store_octet(std::uint16_t* out, const Octet<std::uint16_t>& x, bool there) {
   if (there) store16(out, x.words[0], x.words[1], x.words[2], x.words[3]);
 }
@@ -259,20 +217,20 @@ struct Fp8RowReader {
     uint2 scale;  // 7 UE8M0; or one fp32, in x
   };
 
-  template <Keep kKeep>
+  template <L2Priority kPriority>
   __device__ static Raw load_raw(const RowPlace& place, int lane) {
     Raw raw{};
-    raw.low = load<uint2, kKeep>(place.payload + kOctet * lane);
+    raw.low = load<uint2, kPriority>(place.payload + kOctet * lane);
     if (lane < kTailLane) {
-      const uint2 codes = load<uint2, kKeep>(place.payload + kOctet * (kLanes + lane));
+      const uint2 codes = load<uint2, kPriority>(place.payload + kOctet * (kLanes + lane));
       raw.high = make_uint4(codes.x, codes.y, 0, 0);
     } else {
-      raw.high = load<uint4, kKeep>(place.payload + kWidth - kTail + 2 * kOctet * (lane - kTailLane));
+      raw.high = load<uint4, kPriority>(place.payload + kWidth - kTail + 2 * kOctet * (lane - kTailLane));
     }
     if constexpr (kTiles)
-      raw.scale = load<uint2, kKeep>(place.scale);
+      raw.scale = load<uint2, kPriority>(place.scale);
     else
-      raw.scale.x = load<std::uint32_t, kKeep>(place.scale);
+      raw.scale.x = load<std::uint32_t, kPriority>(place.scale);
     return raw;
   }
 
@@ -301,11 +259,11 @@ struct Fp4KeyReader {
     float global;
   };
 
-  template <Keep kKeep>
+  template <L2Priority kPriority>
   __device__ static Raw load_raw(const RowPlace& place, int lane) {
-    Raw raw{load<std::uint32_t, kKeep>(place.payload + kOctet / 2 * lane),
-            load<std::uint8_t, kKeep>(place.scale + lane / kLanesPerScale), 1.0f};
-    if (kGlobal && place.global != nullptr) raw.global = load<float, kKeep>(place.global);
+    Raw raw{load<std::uint32_t, kPriority>(place.payload + kOctet / 2 * lane),
+            load<std::uint8_t, kPriority>(place.scale + lane / kLanesPerScale), 1.0f};
+    if (kGlobal && place.global != nullptr) raw.global = load<float, kPriority>(place.global);
     return raw;
   }
 
@@ -325,9 +283,9 @@ struct Fp8KeyReader {
     float scale;
   };
 
-  template <Keep kKeep>
+  template <L2Priority kPriority>
   __device__ static Raw load_raw(const RowPlace& place, int lane) {
-    return {load<uint2, kKeep>(place.payload + kOctet * lane), load<float, kKeep>(place.scale)};
+    return {load<uint2, kPriority>(place.payload + kOctet * lane), load<float, kPriority>(place.scale)};
   }
 
   template <class Out>
@@ -349,12 +307,12 @@ struct Bf16Reader {
     uint4 pairs[kOctets];
   };
 
-  template <Keep kKeep>
+  template <L2Priority kPriority>
   __device__ static Raw load_raw(const RowPlace& place, int lane) {
     Raw raw;
 #pragma unroll
     for (int j = 0; j < kOctets; ++j)
-      raw.pairs[j] = load<uint4, kKeep>(place.payload + 2 * kOctet * (lane + j * kLanes));
+      raw.pairs[j] = load<uint4, kPriority>(place.payload + 2 * kOctet * (lane + j * kLanes));
     return raw;
   }
 

@@ -31,14 +31,11 @@ struct Quad {
 // --- scalars
 
 __device__ inline std::uint16_t e4m3_pair(float low, float high) {
-  std::uint16_t bits;
 #if __CUDA_ARCH__ >= 890
-  // The instruction rounds, saturates and turns NaN into 0x7F as codec::e4m3_bits does: compared for every float.
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return e4m3_pair_bits(low, high);
 #else
-  bits = static_cast<std::uint16_t>(codec::e4m3_bits(low) | codec::e4m3_bits(high) << 8);
+  return static_cast<std::uint16_t>(codec::e4m3_bits(low) | codec::e4m3_bits(high) << 8);
 #endif
-  return bits;
 }
 
 __device__ inline std::uint32_t e4m3_quad(const Quad& x, float by) {

@@ -212,11 +212,6 @@ __device__ RowBits encode_octets(F format, int lane, const OctetBits (&row)[kOct
   return out;
 }
 
-/// As store16.
-__device__ inline void store8(void* at, std::uint32_t x, std::uint32_t y) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(at)), "r"(x), "r"(y) : "memory");
-}
-
 template <class F>
 __device__ void store_octets(F format, int lane, const RowBits& bits, std::uint8_t* payload, std::uint8_t* scale) {
   const int body = format == Format::bf16 ? 0 : kRowWidth - kRowTail;

@@ -4,6 +4,8 @@
 // across lanes, then across warps.
 #pragma once
 
+#include "backend/cuda/ptx/convert.cuh"
+#include "backend/cuda/ptx/named_barrier.cuh"
 #include "codec/numeric.h"
 #include "ops/compress_row.h"
 #include "schema/rope.h"
@@ -66,7 +68,7 @@ class RowLanes {
   __device__ bool leader() const { return lane_ == 0 && warp_ == 0; }
   __device__ int channel() const { return warp_ * kChunk + lane_ * kPair; }
 
-  __device__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(1 + row_), "n"(kWarps * kWarp) : "memory"); }
+  __device__ void sync() const { named_barrier_sync(1 + row_, kWarps * kWarp); }
 
   __device__ float square_sum(const Pair& x) {
     float sum = x.v[0] * x.v[0] + x.v[1] * x.v[1];
@@ -128,12 +130,6 @@ class RowLanes {
   int half_ = 0;
 };
 
-/// Two bf16 bit patterns. NaN stays NaN, in some pattern: it becomes the one pattern where it is stored.
-__device__ inline std::uint32_t bf16_pair(float low, float high) {
-  std::uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
 __device__ inline float low_value(std::uint32_t pair) { return codec::bits_float(pair << 16); }
 __device__ inline float high_value(std::uint32_t pair) { return codec::bits_float(pair & 0xFFFF0000u); }
 
