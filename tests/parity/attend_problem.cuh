@@ -1,5 +1,5 @@
-// attend without a manager: pools made by hand, step records and slot lists, against sums in double over the decoded
-// rows. Whatever a query must not read is NaN. For the tests of attend's kernels.
+// attend without a manager: pools built by the test, step records and slot lists, compared with sums in double over the
+// decoded rows. Rows that a query must not read are NaN. For the tests of attend's kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,7 +27,7 @@ using namespace kv4;
 constexpr RowShape kRow{512, 64};
 constexpr double kError = 2e-3, kCosine = 0.99999;
 
-/// A host array and its twin on the device.
+/// A host array and its copy on the device.
 template <class T>
 class Twin {
  public:
@@ -119,16 +119,16 @@ struct Case {
   bool sink = true, inverse_rope = false;
   DType q_type = DType::bf16, out_type = DType::f32;
   float q_size = 2.0f;
-  int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
-  std::optional<cuda::AttendSplit> split = {};  // of the tuned kernel
-  std::optional<cuda::SmallSplit> small = {};   // of the one for few tokens
-  int workspace_blocks = 0;                     // CTAs that may leave something in a workspace
-  bool late_records = false;                    // written while attend may have started already
-  int slot_window = 0, slot_entries = 0;        // lists of that many instead of what the step says
+  int least_exponent = 0, most_exponent = 0;        // a row is multiplied by a power of two between these
+  std::optional<cuda::AttendSplit> split = {};      // of a wgmma kernel
+  std::optional<cuda::SmallBatchSplit> small = {};  // of the small-batch kernel
+  int workspace_blocks = 0;                         // CTAs that have a place in the workspace
+  bool late_records = false;                        // written while attend may already have started
+  int slot_window = 0, slot_entries = 0;            // lists of this length replace the step's rows
   unsigned seed = 1;
 };
 
-/// Lets the next kernel start long before the records are there.
+/// Lets the next kernel start long before the records are written.
 __global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int count) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -137,7 +137,7 @@ __global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int
   for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) to[i] = from[i];
 }
 
-/// One row a query sees, as its place in a pool.
+/// A row that a query sees: its place in a pool.
 struct Place {
   Pool* pool;
   int block, row;
@@ -240,13 +240,13 @@ class Problem {
       p.workspace = workspace.there();
       p.workspace_bytes = workspace_bytes;
     }
-    // From here on nothing waits for the GPU: what is late would be there.
+    // From here on the host does not wait for the GPU: a wait would let late records arrive in time.
     if (c_.late_records) {
       p.step.tokens = late_records.there();
       write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
     }
     EXPECT_EQ(c_.split   ? cuda::attend_split(p, *c_.split, nullptr)
-              : c_.small ? cuda::attend_small(p, *c_.small, nullptr)
+              : c_.small ? cuda::launch_small_batch(p, *c_.small, nullptr)
                          : cuda::attend(p, nullptr),
               cudaSuccess);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cudaGetErrorString(cudaGetLastError());
@@ -306,7 +306,7 @@ class Problem {
   }
 
  private:
-  /// Of the same pools, but each of another token.
+  /// Records of the same pools, but each of another token.
   std::vector<ops::StepRecord> other_records() const {
     std::vector<ops::StepRecord> others = records_;
     std::rotate(others.begin(), others.begin() + 1, others.end());
@@ -396,7 +396,7 @@ class Problem {
     }
   }
 
-  // Lists of any rows that are there; the ones the step would give do not count any more.
+  // Lists of existing rows; they replace the rows that the step would give.
   void make_lists() {
     if (c_.slot_window == 0 && c_.slot_entries == 0) return;
     std::vector<Place> ring, page;
@@ -489,8 +489,8 @@ class AttendKernel : public testing::Test {
     Problem problem(c);
     problem.check(problem.run());
   }
-  /// NaN in a row that a token sees (the last of them: -1) makes the output of all that see it NaN and changes no
-  /// other.
+  /// Makes a row that a token sees NaN (-1: its last row). The output of all tokens that see it must become NaN, and no
+  /// other may change.
   static void spoil_row(const Case& c, int token, int row) {
     SCOPED_TRACE(testing::Message() << "row " << row << " of token " << token << " spoilt");
     Problem problem(c);

@@ -114,10 +114,11 @@ TEST(RacecheckList, HasEveryTunedKernelOfTheSources) {
 }
 
 TEST(RacecheckList, KernelNamesAreReadable) {
-  EXPECT_EQ(kernel_name("_ZN3kv44cuda41_GLOBAL__N__10c0ffee_9_attend_cu_60b9a69212attend_tilesILi1ELb0ELb0ELb1EEEvNS_"
-                        "3ops12AttendParamsEii"),
-            "attend_tiles<1, false, false, true>");
-  EXPECT_EQ(kernel_name("_ZN3kv44cuda12_GLOBAL__N_113attend_roundsENS_3ops12AttendParamsEib"), "attend_rounds");
+  EXPECT_EQ(
+      kernel_name("_ZN3kv44cuda44_GLOBAL__N__10c0ffee_11_split_kv_cu_60b9a69215attend_split_kvILi1ELb0ELb0ELb1EEEvNS_"
+                  "3ops12AttendParamsEii"),
+      "attend_split_kv<1, false, false, true>");
+  EXPECT_EQ(kernel_name("_ZN3kv44cuda12_GLOBAL__N_117attend_persistentENS_3ops12AttendParamsEib"), "attend_persistent");
   EXPECT_EQ(kernel_name("_Z6kernelISt6vectorIiSaIiEEEvT_"), "kernel<std::vector<int, std::allocator<int> > >");
 }
 

@@ -1,9 +1,10 @@
-// Merging through global memory, where more CTAs share a token's rows than a cluster has. For dispatch.cu alone.
+// Combination through global memory, where more CTAs share a token's rows than a cluster has.
 //
-// Each block leaves its share of O and its statistics in the workspace and then comes to the token's meeting. When all
-// have come, each adds up some of the half heads, parts in a fixed order, so that bits do not depend on who was first.
-// Waiting is an offer, not a condition, since nothing promises that all blocks run at once: who has waited for long
-// gives up and leaves, and if any did, the last to come adds up everything. So blocks never depend on later ones.
+// Each CTA stores its partial output and its softmax statistics in the workspace, and then arrives at the token's
+// arrival counter. After all CTAs have arrived, each reduces some of the half heads over the splits in a fixed order,
+// so that the bits do not depend on the order of arrival. CTAs may not be co-resident, so the rendezvous times out: a
+// CTA that has waited for long leaves, and if any CTA did, the last arrival reduces all splits. So no CTA depends on a
+// later one.
 #pragma once
 
 #include "backend/cuda/attend/cta.cuh"
@@ -12,24 +13,24 @@
 namespace kv4::cuda {
 namespace {
 
-/// Of the blocks with the same heads of a token. Zero before and after.
-struct Meeting {
-  std::uint32_t come;  // blocks that have left their share; in the upper half: that gave up
-  std::uint32_t gone;  // blocks that will not look at `come` again
+/// For the CTAs with the same heads of a token. Zero before and after each call.
+struct ArrivalCounter {
+  std::uint32_t arrived;   // CTAs that have stored their partial output; in the upper half: CTAs that timed out
+  std::uint32_t departed;  // CTAs that will not read `arrived` again
 
-  static constexpr std::uint32_t kGaveUp = 1u << 16, kOnes = kGaveUp - 1;
+  static constexpr std::uint32_t kTimedOut = 1u << 16, kOnes = kTimedOut - 1;
 };
-constexpr int kMostMeetings = ops::kAttendMeetingBytes / sizeof(Meeting), kMostMemoryParts = 160;
+constexpr int kMaxArrivalCounters = ops::kAttendMeetingBytes / sizeof(ArrivalCounter), kMaxMemorySplits = 160;
 
-/// What a block leaves.
-struct LeftShare {
-  std::uint8_t heads[kTile * Share<1>::kBytes];
+/// The result of one CTA.
+struct StoredPartial {
+  std::uint8_t heads[kTile * PartialOutput<1>::kBytes];
   Stats stats[kTile];
 };
-static_assert(sizeof(LeftShare) == ops::kAttendShareBytes && kWidth == ops::kAttendShareWidth);
+static_assert(sizeof(StoredPartial) == ops::kAttendShareBytes && kWidth == ops::kAttendShareWidth);
 
-// Past the first cache level, which may hold what lay there before.
-__device__ uint4 load_left(const uint4* at) {
+// Past L1, which may hold older bytes of the same place.
+__device__ uint4 load_partial(const uint4* at) {
   uint4 x;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -37,149 +38,152 @@ __device__ uint4 load_left(const uint4* at) {
                : "memory");
   return x;
 }
-__device__ float load_left(const float* at) {
+__device__ float load_partial(const float* at) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
   return x;
 }
-__device__ Stats load_left(const Stats* at) {
+__device__ Stats load_partial(const Stats* at) {
   Stats x;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.most), "=f"(x.sum) : "l"(at) : "memory");
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.row_max), "=f"(x.sum) : "l"(at) : "memory");
   return x;
 }
 
-class MemoryMerge {
+class MemoryCombine {
  public:
-  __device__ MemoryMerge(const AttendParams& p, Shared& s, const Job& job) : p_(p), s_(s), job_(job) {}
+  __device__ MemoryCombine(const AttendParams& p, Shared& s, const Job& job) : p_(p), s_(s), job_(job) {}
 
-  /// Scorer and adder: the loaders have no registers for it.
+  /// Called by the softmax and the PV warpgroup: the producers have no registers for it.
   __device__ void run() const {
-    sync();  // shares are in shared memory
-    leave();
+    sync();  // partial outputs are in shared memory
+    store_partial();
     sync();
-    if (threadIdx.x == 0) s_.shares_to_add = meet();
+    if (threadIdx.x == 0) s_.partials_to_reduce = arrive();
     sync();
-    const int shares = s_.shares_to_add;
-    for (int i = 0; i < shares; ++i) {
-      if (i > 0) sync();  // shared memory is used again
-      add_up(shares == 1 ? job_.part : i);
+    const int partials = s_.partials_to_reduce;
+    for (int i = 0; i < partials; ++i) {
+      if (i > 0) sync();  // shared memory is reused
+      reduce(partials == 1 ? job_.kv_split : i);
     }
-    if (threadIdx.x == kMergers - 1) go();
+    if (threadIdx.x == kCombineThreads - 1) depart();
   }
 
  private:
-  static constexpr int kHalves = 2 * kTile, kMergers = 2 * kGroup, kWarps = kMergers / 32, kAtOnce = 8;
-  static constexpr int kMostPerLane = kMostMemoryParts / 32;
-  static constexpr long long kPatience = 1 << 17;  // clocks
+  static constexpr int kHalves = 2 * kTile, kCombineThreads = 2 * kWarpgroupThreads, kWarps = kCombineThreads / 32,
+                       kAtOnce = 8;
+  static constexpr int kMaxPerLane = kMaxMemorySplits / 32;
+  static constexpr long long kTimeoutClocks = 1 << 17;  // clocks
 
-  __device__ static void sync() { named_barrier(1, kMergers); }
+  __device__ static void sync() { named_barrier(1, kCombineThreads); }
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  /// Half heads that a block adds up, the last ones fewer or none.
-  __device__ int own() const { return (kHalves + job_.parts - 1) / job_.parts; }
+  /// Half heads that a CTA reduces; the last CTAs have fewer or none.
+  __device__ int own() const { return (kHalves + job_.kv_splits - 1) / job_.kv_splits; }
 
-  /// Blocks stand in the workspace as in the grid.
-  __device__ LeftShare& share(int part) const {
-    auto* shares = reinterpret_cast<LeftShare*>(p_.workspace + ops::kAttendMeetingBytes);
-    return shares[static_cast<int>(blockIdx.x) + (part - job_.part) * job_.part_blocks];
+  /// CTAs have the same order in the workspace as in the grid.
+  __device__ StoredPartial& partial(int kv_split) const {
+    auto* partials = reinterpret_cast<StoredPartial*>(p_.workspace + ops::kAttendMeetingBytes);
+    return partials[static_cast<int>(blockIdx.x) + (kv_split - job_.kv_split) * job_.ctas_per_split];
   }
-  __device__ Meeting& meeting() const {
-    return reinterpret_cast<Meeting*>(p_.workspace)[static_cast<int>(blockIdx.x) - job_.part * job_.part_blocks];
+  __device__ ArrivalCounter& arrival_counter() const {
+    return reinterpret_cast<ArrivalCounter*>(
+        p_.workspace)[static_cast<int>(blockIdx.x) - job_.kv_split * job_.ctas_per_split];
   }
 
-  __device__ void leave() const {
-    constexpr int kUnits = sizeof(LeftShare::heads) / 16, kStatUnits = sizeof(LeftShare::stats) / 16;
-    LeftShare& mine = share(job_.part);
-    for (int i = static_cast<int>(threadIdx.x); i < kUnits + kStatUnits; i += kMergers) {
+  __device__ void store_partial() const {
+    constexpr int kChunks = sizeof(StoredPartial::heads) / 16, kStatChunks = sizeof(StoredPartial::stats) / 16;
+    StoredPartial& mine = partial(job_.kv_split);
+    for (int i = static_cast<int>(threadIdx.x); i < kChunks + kStatChunks; i += kCombineThreads) {
       const std::uint32_t from =
-          i < kUnits ? Share<1>::address(s_, 0) + i * 16 : shared_address(s_.stats[0]) + (i - kUnits) * 16;
+          i < kChunks ? PartialOutput<1>::address(s_, 0) + i * 16 : shared_address(s_.stats[0]) + (i - kChunks) * 16;
       reinterpret_cast<uint4*>(&mine)[i] = load_shared(from);
     }
   }
 
-  /// Of how many parts this block is to add up the half heads: its own, all, or none.
-  __device__ int meet() const {
-    std::uint32_t* const come = &meeting().come;
-    const std::uint32_t parts = static_cast<std::uint32_t>(job_.parts);
-    std::uint32_t seen = add(come, 1) + 1;
-    const bool last = (seen & Meeting::kOnes) == parts;
-    for (const long long start = clock64(); (seen & Meeting::kOnes) < parts;) {
-      if (clock64() - start > kPatience) {
-        seen = add(come, Meeting::kGaveUp);
-        if ((seen & Meeting::kOnes) < parts) return 0;
+  /// The number of KV splits whose half heads this CTA reduces: its own (1), all, or none.
+  __device__ int arrive() const {
+    std::uint32_t* const arrived = &arrival_counter().arrived;
+    const std::uint32_t kv_splits = static_cast<std::uint32_t>(job_.kv_splits);
+    std::uint32_t seen = add(arrived, 1) + 1;
+    const bool last = (seen & ArrivalCounter::kOnes) == kv_splits;
+    for (const long long start = clock64(); (seen & ArrivalCounter::kOnes) < kv_splits;) {
+      if (clock64() - start > kTimeoutClocks) {
+        seen = add(arrived, ArrivalCounter::kTimedOut);
+        if ((seen & ArrivalCounter::kOnes) < kv_splits) return 0;
       } else {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(come) : "memory");
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
       }
     }
-    return last && seen >= Meeting::kGaveUp ? job_.parts : 1;
+    return last && seen >= ArrivalCounter::kTimedOut ? job_.kv_splits : 1;
   }
 
-  /// The value before. What the block did before comes first, what it does next comes after.
+  /// Returns the value before the addition. Acquire and release: it orders all accesses of the CTA before and after it.
   __device__ static std::uint32_t add(std::uint32_t* at, std::uint32_t x) {
     std::uint32_t before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
     return before;
   }
 
-  /// The last to go leaves the meeting as it was.
-  __device__ void go() const {
-    Meeting& m = meeting();
-    if (add(&m.gone, 1) + 1 < static_cast<std::uint32_t>(job_.parts)) return;
-    m.come = 0;
-    m.gone = 0;
+  /// The last CTA to depart resets the counter.
+  __device__ void depart() const {
+    ArrivalCounter& m = arrival_counter();
+    if (add(&m.departed, 1) + 1 < static_cast<std::uint32_t>(job_.kv_splits)) return;
+    m.arrived = 0;
+    m.departed = 0;
   }
 
-  /// What each part's channels of half a head are multiplied by; a warp per half head.
-  __device__ void find_factors(int half, float* factors) const {
-    const int head = half / 2, group = half % 2;
+  /// The factors of each KV split's channels of half a head; one warp per half head.
+  __device__ void find_rescale_factors(int half, float* factors) const {
+    const int head = half / 2, warpgroup = half % 2;
     const float sink = s_.sink[0][head];
-    Stats stats[kMostPerLane];
-    float scale[kMostPerLane], most = sink;
+    Stats stats[kMaxPerLane];
+    float scale[kMaxPerLane], row_max = sink;
 #pragma unroll
-    for (int i = 0; i < kMostPerLane; ++i) {
-      const int part = lane() + 32 * i;
-      if (part >= job_.parts) break;
-      const LeftShare& left = share(part);
-      stats[i] = load_left(&left.stats[head]);
-      scale[i] =
-          load_left(reinterpret_cast<const float*>(left.heads + head * Share<1>::kBytes + Share<1>::kScalesAt) + group);
+    for (int i = 0; i < kMaxPerLane; ++i) {
+      const int kv_split = lane() + 32 * i;
+      if (kv_split >= job_.kv_splits) break;
+      const StoredPartial& left = partial(kv_split);
+      stats[i] = load_partial(&left.stats[head]);
+      scale[i] = load_partial(
+          reinterpret_cast<const float*>(left.heads + head * PartialOutput<1>::kBytes + PartialOutput<1>::kScalesAt) +
+          warpgroup);
     }
 #pragma unroll
-    for (int i = 0; i < kMostPerLane; ++i)
-      if (lane() + 32 * i < job_.parts) most = fmaxf(most, stats[i].most);
+    for (int i = 0; i < kMaxPerLane; ++i)
+      if (lane() + 32 * i < job_.kv_splits) row_max = fmaxf(row_max, stats[i].row_max);
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
-    const float base = most == -INFINITY ? 0.0f : most;
+    for (int step = 1; step < 32; step *= 2) row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, step));
+    const float base = row_max == -INFINITY ? 0.0f : row_max;
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kMostPerLane; ++i)
-      if (lane() + 32 * i < job_.parts) sum += stats[i].sum * exp2_fast(stats[i].most - base);
+    for (int i = 0; i < kMaxPerLane; ++i)
+      if (lane() + 32 * i < job_.kv_splits) sum += stats[i].sum * exp2_fast(stats[i].row_max - base);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
     sum += exp2_fast(sink - base);
 #pragma unroll
-    for (int i = 0; i < kMostPerLane; ++i)
-      if (lane() + 32 * i < job_.parts)
-        factors[lane() + 32 * i] = sum == 0.0f ? 0.0f : scale[i] * __fdividef(exp2_fast(stats[i].most - base), sum);
-    if (p_.lse != nullptr && lane() == 0 && group == 0 && job_.first_head + head < p_.num_heads)
+    for (int i = 0; i < kMaxPerLane; ++i)
+      if (lane() + 32 * i < job_.kv_splits)
+        factors[lane() + 32 * i] = sum == 0.0f ? 0.0f : scale[i] * __fdividef(exp2_fast(stats[i].row_max - base), sum);
+    if (p_.lse != nullptr && lane() == 0 && warpgroup == 0 && job_.first_head + head < p_.num_heads)
       p_.lse[std::int64_t{job_.token} * p_.num_heads + job_.first_head + head] =
-          sum == 0.0f ? -INFINITY : (most + log2f(sum)) * kLn2;
+          sum == 0.0f ? -INFINITY : (row_max + log2f(sum)) * kLn2;
   }
 
-  /// A part's half heads. A lane has eight channels. Of few half heads several warps share each, every one some of the
-  /// parts: an order that does not depend on who adds up.
-  __device__ void add_up(int part) const {
-    const int first = part * own(), count = min(own(), kHalves - first);
-    auto* const factors = reinterpret_cast<float*>(s_.rows[1]);        // [half head, part]
+  /// Reduces the half heads of one KV split. A lane has eight channels. If there are few half heads, several warps
+  /// share each of them and take some of the splits; the order of additions does not depend on the CTA that reduces.
+  __device__ void reduce(int kv_split) const {
+    const int first = kv_split * own(), count = min(own(), kHalves - first);
+    auto* const factors = reinterpret_cast<float*>(s_.rows[1]);        // [half head, KV split]
     auto* const sums = reinterpret_cast<float4*>(s_.q) + warp() * 64;  // [warp, 2, lane]
-    for (int h = warp(); h < count; h += kWarps) find_factors(first + h, factors + h * job_.parts);
+    for (int h = warp(); h < count; h += kWarps) find_rescale_factors(first + h, factors + h * job_.kv_splits);
     sync();
     int sharers = kWarps;
     while (sharers > 1 && sharers * count > kWarps) sharers /= 2;
     float sum[kOctet] = {};
 #pragma unroll 1
     for (int h = warp() / sharers; h < count; h += kWarps / sharers) {
-      add_parts(first + h, factors + h * job_.parts, warp() % sharers, sharers, sum);
+      reduce_splits(first + h, factors + h * job_.kv_splits, warp() % sharers, sharers, sum);
       if (sharers == 1) store_half(first + h, sum);
     }
     if (sharers == 1) return;
@@ -196,21 +200,21 @@ class MemoryMerge {
     store_half(first + warp() / sharers, sum);
   }
 
-  __device__ void add_parts(int half, const float* factors, int part, int step, float (&sum)[kOctet]) const {
-    const int at = half / 2 * Share<1>::kBytes + half % 2 * (kWidth / 2) * 2 + lane() * 16;
+  __device__ void reduce_splits(int half, const float* factors, int kv_split, int step, float (&sum)[kOctet]) const {
+    const int at = half / 2 * PartialOutput<1>::kBytes + half % 2 * (kWidth / 2) * 2 + lane() * 16;
 #pragma unroll
     for (int c = 0; c < kOctet; ++c) sum[c] = 0.0f;
 #pragma unroll 1
-    for (; part < job_.parts; part += kAtOnce * step) {
+    for (; kv_split < job_.kv_splits; kv_split += kAtOnce * step) {
       uint4 channels[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int from = min(part + k * step, job_.parts - 1);
-        channels[k] = load_left(reinterpret_cast<const uint4*>(share(from).heads + at));
+        const int from = min(kv_split + k * step, job_.kv_splits - 1);
+        channels[k] = load_partial(reinterpret_cast<const uint4*>(partial(from).heads + at));
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
-        if (part + k * step < job_.parts) add_share(channels[k], factors[part + k * step], sum);
+        if (kv_split + k * step < job_.kv_splits) add_partial(channels[k], factors[kv_split + k * step], sum);
     }
   }
 

@@ -1,5 +1,5 @@
-// What a CTA of dispatch.cu has in common: sizes, shared memory, its job, and numbers in fp16 with an exponent
-// kept apart. For dispatch.cu and persistent_window.cu.
+// Common parts of the wgmma kernels' CTAs: sizes, shared memory, the CTA's job, and fp16 numbers whose exponent is kept
+// separately.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,35 +19,36 @@ namespace {
 
 using ops::AttendParams;
 
-constexpr int kWidth = 512, kTail = 64, kTile = 64;  // a tile: 64 heads or 64 rows, and the channels of a panel
+constexpr int kWidth = 512, kTail = 64,
+              kTile = 64;  // a tile: 64 heads or 64 rows (a KV tile), or the 64 channels of a panel
 constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
-constexpr int kStages = 2, kFoundTiles = 4;
-constexpr int kRounds = 26, kSinks = 4;  // rounds of a CTA that are known, and sinks kept, at a time
-constexpr int kGroup = 128, kLoaders = 2 * kGroup, kThreads = 4 * kGroup;
-constexpr int kLoaderWarps = kLoaders / 32, kGroupWarps = kGroup / 32;
-constexpr int kScorerRegisters = 192, kAdderRegisters = 160, kLoaderRegisters = 80;
+constexpr int kStages = 2, kAddressTiles = 4;
+constexpr int kKnownWork = 26, kSinks = 4;  // work tiles that a CTA knows at a time, and sets of sinks that it keeps
+constexpr int kWarpgroupThreads = 128, kProducerThreads = 2 * kWarpgroupThreads, kThreads = 4 * kWarpgroupThreads;
+constexpr int kProducerWarps = kProducerThreads / 32, kWarpgroupWarps = kWarpgroupThreads / 32;
+constexpr int kSoftmaxRegisters = 192, kPvRegisters = 160, kProducerRegisters = 80;
 static_assert(kStages == 2);
-static_assert(kScorerRegisters + kAdderRegisters + 2 * kLoaderRegisters <= 65536 / kGroup);
-constexpr int kConsumerRegisters = 192, kRoundLoaderRegisters = 64, kStagedUnits = 4;  // see persistent.cuh
-static_assert(2 * (kConsumerRegisters + kRoundLoaderRegisters) <= 65536 / kGroup);
-constexpr int kNeighbourAdderRegisters = 176, kNeighbourLoaderRegisters = 72;
-static_assert(kScorerRegisters + kNeighbourAdderRegisters + 2 * kNeighbourLoaderRegisters <= 65536 / kGroup);
+static_assert(kSoftmaxRegisters + kPvRegisters + 2 * kProducerRegisters <= 65536 / kWarpgroupThreads);
+constexpr int kConsumerRegisters = 192, kPersistentProducerRegisters = 64, kStagedChunks = 4;  // see persistent.cuh
+static_assert(2 * (kConsumerRegisters + kPersistentProducerRegisters) <= 65536 / kWarpgroupThreads);
+constexpr int kTokenPairPvRegisters = 176, kTokenPairProducerRegisters = 72;
+static_assert(kSoftmaxRegisters + kTokenPairPvRegisters + 2 * kTokenPairProducerRegisters <= 65536 / kWarpgroupThreads);
 constexpr float kLn2 = 0.693147181f;
 
-/// Of one head over some rows: about the largest logit (times log2 e), plus the exponent of its row, and the sum of
-/// 2^(logit - that).
+/// The softmax of one head over some rows: a reference close to the row maximum (logits times log2 e, plus the exponent
+/// of the row), and the sum of 2^(logit - reference).
 struct Stats {
-  float most, sum;
+  float row_max, sum;
 };
 
-/// Where a row lies.
-struct alignas(16) Found {
+/// The address of a row.
+struct alignas(16) RowAddress {
   const std::uint8_t *payload, *scale;
 };
 
-/// What a row that is not there is read from: loads that depend on a condition would be waited for where they are
-/// issued. Its weight is 0. Its scales and values are the least that need no exponent (kLeastPlainTop), so that rows
-/// beside it decide.
+/// Stands in for a row that does not exist. A conditional load would be waited for where it is issued, so the kernels
+/// load this row instead; its P is 0. Its scales and values are the smallest that need no exponent (kLeastPlainTop), so
+/// the rows beside it determine the exponent.
 struct AbsentRow {
   alignas(16) std::uint8_t payload[kWidth + kTail] = {};
   std::uint8_t scale[8] = {};
@@ -62,145 +63,155 @@ struct AbsentRow {
 };
 __device__ const AbsentRow kAbsentRow;
 
-/// What is to be known of 32 rows, four by four: the exponent of what they are multiples of, and a bit for each that is
-/// there.
-constexpr int kHalfFours = kTile / 8;
-struct alignas(16) Fours {
-  std::int8_t exponents[kHalfFours];
-  std::uint8_t there[kHalfFours];
+/// Facts about 32 rows in groups of four: the exponent of the power of two that the rows are multiples of, and one bit
+/// for each row that exists.
+constexpr int kHalfQuads = kTile / 8;
+struct alignas(16) RowQuads {
+  std::int8_t exponents[kHalfQuads];
+  std::uint8_t present[kHalfQuads];
 };
 
-/// Tiles that are the same for two neighbouring tokens: see token_pair.cuh.
+/// The tiles that two consecutive tokens have in common: see token_pair.cuh.
 struct CommonTiles {
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
-  std::uint32_t others = kNone;  // two that are not, 16 bits each; 0: all of them
+  std::uint32_t differing = kNone;  // two tiles that differ, 16 bits each; 0: all tiles differ
 
   __device__ bool has(int tile) const {
     const auto x = static_cast<std::uint32_t>(tile) + 1;
-    return others != 0 && x != (others & 0xFFFFu) && x != others >> 16;
+    return differing != 0 && x != (differing & 0xFFFFu) && x != differing >> 16;
   }
 };
 
-/// What a CTA that takes 64 heads of a token after another does next: see persistent.cuh.
-struct alignas(16) Round {
+/// One work tile of a persistent CTA: 64 heads of a token. See persistent.cuh.
+struct alignas(16) WorkTile {
   QueryRows rows;
   int token, first_head, tiles;
-  CommonTiles common;  // with the mate
+  CommonTiles common;  // with the peer's token
 };
-static_assert(sizeof(Round) == 64);
+static_assert(sizeof(WorkTile) == 64);
 
-constexpr int kStagedBytes = kStagedUnits * kLoaders * 16;
+constexpr int kStagedBytes = kStagedChunks * kProducerThreads * 16;
 
 struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
   std::uint8_t rows[kStages][kTileBytes];  // [8 panels, 64 rows]
-  std::uint8_t weights[kStages][kPanelBytes];
-  Stats stats[kMaxCluster][kTile];     // [row part, head]
-  Stats round_stats[2][kTile];         // of rounds by turns
-  float past[kStages][kTile];          // what O is multiplied by before a tile is added; in rounds the tile's base
-  float sink[kSinks][kTile];           // times log2 e; of consumers alike the upper half are sums
-  float factors[kTile + kMaxCluster];  // [head that this block finishes, row part]: what shares are multiplied by
-  float q_unit[kTile];                 // what a head's queries are multiples of, a power of two
-  Found found[kFoundTiles][kTile];
-  std::uint64_t scales[2][kTile];                     // of even and odd tiles
-  Fours fours[kStages][2];                            // of the halves of a tile
-  std::uint64_t full[kStages][2], empty[kStages][2];  // left panels, the scorer's, and right ones, the adder's
-  std::uint64_t weighted[kStages], located[kFoundTiles];
-  int shares_to_add;  // see MemoryMerge
-  Round rounds[kRounds];
-  int num_rounds;
-  std::uint64_t queries_used, queries_there;  // of a round
+  std::uint8_t p_tile[kStages][kPanelBytes];
+  Stats stats[kMaxCluster][kTile];  // [KV split, head]
+  Stats work_stats[2][kTile];       // of even and odd work tiles
+  float rescale[kStages][kTile];  // O's rescale factor before a tile is added; in ping-pong consumers the reference of
+                                  // the tile's row maximum
+  float sink[kSinks][kTile];      // times log2 e; ping-pong consumers keep sums in the upper half
+  float factors[kTile + kMaxCluster];  // [head that this CTA reduces, KV split]: factors of the partial outputs
+  float q_scale[kTile];                // the power of two that a head's queries are multiples of
+  RowAddress addresses[kAddressTiles][kTile];
+  std::uint64_t scales[2][kTile];  // of even and odd tiles
+  RowQuads quads[kStages][2];      // for the two halves of a tile
+  std::uint64_t full[kStages][2],
+      empty[kStages][2];  // [0]: left panels, of the softmax warpgroup; [1]: right panels, of the PV warpgroup
+  std::uint64_t p_full[kStages], located[kAddressTiles];
+  int partials_to_reduce;  // see MemoryCombine
+  WorkTile work_tiles[kKnownWork];
+  int num_work_tiles;
+  std::uint64_t queries_empty, queries_full;  // of a work tile
 
-  /// Raw rows, where there are no parts and one lot of weights.
-  __device__ std::uint8_t* staged() { return weights[1]; }
+  /// Raw rows, in kernels with one KV split and one P buffer.
+  __device__ std::uint8_t* staged() { return p_tile[1]; }
 };
-constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to begin at a multiple of 1,024
+constexpr int kSharedBytes = sizeof(Shared) + 1024;  // so that Shared can begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
 static_assert(kStagedBytes <= kPanelBytes + sizeof(Shared::stats));
-static_assert(offsetof(Shared, stats) == offsetof(Shared, weights) + kStages * kPanelBytes);
+static_assert(offsetof(Shared, stats) == offsetof(Shared, p_tile) + kStages * kPanelBytes);
 
-/// What a CTA does.
+/// The work of a CTA.
 struct Job {
   int token;
   int first_head;
-  int rank;         // in the cluster
-  int part, parts;  // of the rows
-  int channel_part;
-  int part_blocks;      // of a part
-  int mate, mates;      // of two blocks that share the rows' conversion; 0 of 1 otherwise
-  bool through_memory;  // parts are not in one cluster
-  int position;         // of the query
-  int begin, end;       // rows
+  int rank;                 // in the cluster
+  int kv_split, kv_splits;  // of the rows
+  int channel_split;
+  int ctas_per_split;        // CTAs of one KV split
+  int pair_rank, pair_size;  // of a 2-CTA pair, which shares the conversion of rows; 0 of 1 without a pair
+  bool combines_in_memory;   // the KV splits are not in one cluster
+  int position;              // of the query
+  int begin, end;            // rows of this KV split
   bool padded;
-  bool in_rounds = false;
-  int round = 0;       // of the CTA
-  bool alike = false;  // two consumers, with a sum of weights each
+  bool persistent = false;
+  int work = 0;            // index of the work tile in this CTA
+  bool ping_pong = false;  // two symmetric consumers, each with its own softmax sum
 
-  /// Mates are neighbours and have neighbouring heads.
-  __device__ Job(int row_parts, int channel_parts, int mates, int head_tiles, bool through_memory)
-      : parts(row_parts), part_blocks(channel_parts * mates), mates(mates), through_memory(through_memory) {
-    const int blocks = row_parts * part_blocks, unit = static_cast<int>(blockIdx.x) / blocks;
-    const int units = head_tiles / mates;  // of a token
-    rank = static_cast<int>(blockIdx.x) % blocks;
-    mate = rank % mates;
-    token = unit / units;
-    first_head = (unit % units * mates + mate) * kTile;
-    part = rank / part_blocks;
-    channel_part = rank % part_blocks / mates;
+  /// The CTAs of a pair are adjacent and have adjacent head tiles.
+  __device__ Job(int kv_splits, int channel_splits, int pair_size, int head_tiles, bool combines_in_memory)
+      : kv_splits(kv_splits),
+        ctas_per_split(channel_splits * pair_size),
+        pair_size(pair_size),
+        combines_in_memory(combines_in_memory) {
+    const int ctas = kv_splits * ctas_per_split, work_tile = static_cast<int>(blockIdx.x) / ctas;
+    const int token_tiles = head_tiles / pair_size;
+    rank = static_cast<int>(blockIdx.x) % ctas;
+    pair_rank = rank % pair_size;
+    token = work_tile / token_tiles;
+    first_head = (work_tile % token_tiles * pair_size + pair_rank) * kTile;
+    kv_split = rank / ctas_per_split;
+    channel_split = rank % ctas_per_split / pair_size;
   }
 
-  /// Mates have neighbouring tokens, whose head tiles come one after the other.
-  __device__ Job(int mates, int head_tiles, int tokens) : Job(1, 1, mates, mates, false) {
-    const int unit = static_cast<int>(blockIdx.x) / mates;
-    token = min(unit / head_tiles * mates + mate, tokens - 1);
-    first_head = unit % head_tiles * kTile;
+  /// The CTAs of a pair have consecutive tokens; the head tiles of these follow each other.
+  __device__ Job(int pair_size, int head_tiles, int tokens) : Job(1, 1, pair_size, pair_size, false) {
+    const int work_tile = static_cast<int>(blockIdx.x) / pair_size;
+    token = min(work_tile / head_tiles * pair_size + pair_rank, tokens - 1);
+    first_head = work_tile % head_tiles * kTile;
   }
 
-  /// One that does everything for a token, and then for others.
-  __device__ Job(const Round& of, int round, bool alike = false)
-      : token(of.token),
-        first_head(of.first_head),
+  /// A persistent CTA: one work tile after another, each with all rows and all channels.
+  __device__ Job(const WorkTile& tile, int index, bool ping_pong = false)
+      : token(tile.token),
+        first_head(tile.first_head),
         rank(0),
-        part(0),
-        parts(1),
-        channel_part(0),
-        part_blocks(1),
-        mate(0),
-        mates(1),
-        through_memory(false),
-        position(of.rows.at.position),
+        kv_split(0),
+        kv_splits(1),
+        channel_split(0),
+        ctas_per_split(1),
+        pair_rank(0),
+        pair_size(1),
+        combines_in_memory(false),
+        position(tile.rows.at.position),
         begin(0),
-        end(of.rows.count()),
-        padded(of.rows.at.padded()),
-        in_rounds(true),
-        round(round),
-        alike(alike) {}
+        end(tile.rows.count()),
+        padded(tile.rows.at.padded()),
+        persistent(true),
+        work(index),
+        ping_pong(ping_pong) {}
 
   __device__ void take_rows(const QueryRows& rows) {
-    const int unit = through_memory ? kTile : 8, least = through_memory ? kTile : 0;
-    const int share = max(((rows.count() + parts - 1) / parts + unit - 1) / unit * unit, least);
-    if (through_memory) parts = max((rows.count() + share - 1) / share, 1);
-    begin = min(part * share, rows.count());
-    end = min(begin + share, rows.count());
+    const int multiple = combines_in_memory ? kTile : 8, least = combines_in_memory ? kTile : 0;
+    const int split_rows =
+        max(((rows.count() + kv_splits - 1) / kv_splits + multiple - 1) / multiple * multiple, least);
+    if (combines_in_memory) kv_splits = max((rows.count() + split_rows - 1) / split_rows, 1);
+    begin = min(kv_split * split_rows, rows.count());
+    end = min(begin + split_rows, rows.count());
     position = rows.at.position;
     padded = rows.at.padded();
   }
 
-  /// Part of fewer rows than were planned for: nothing to do, and nobody waits for it.
-  __device__ bool left_over() const { return part >= parts; }
-  __device__ bool in_cluster() const { return (through_memory ? 1 : parts) * mates > 1; }
-  __device__ std::uint32_t mate_rank() const { return static_cast<std::uint32_t>(through_memory ? mate : rank) ^ 1u; }
-  /// The block that does the same for another part.
+  /// There are fewer rows than the plan assumed, and no rows are left for this split. No CTA waits for it.
+  __device__ bool is_idle() const { return kv_split >= kv_splits; }
+  __device__ bool in_cluster() const { return (combines_in_memory ? 1 : kv_splits) * pair_size > 1; }
+  __device__ std::uint32_t peer_rank() const {
+    return static_cast<std::uint32_t>(combines_in_memory ? pair_rank : rank) ^ 1u;
+  }
+  /// The rank of the CTA that does the same work for another KV split.
   __device__ std::uint32_t rank_of(int other) const {
-    return static_cast<std::uint32_t>(rank + (other - part) * part_blocks);
+    return static_cast<std::uint32_t>(rank + (other - kv_split) * ctas_per_split);
   }
   __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
-  __device__ int sinks() const { return round % (alike ? kSinks / 2 : kSinks); }  // which of Shared::sink
-  __device__ int own_heads() const { return (kTile + parts - 1) / parts; }  // that a part finishes, the last one fewer
+  __device__ int sinks() const { return work % (ping_pong ? kSinks / 2 : kSinks); }  // index in Shared::sink
+  __device__ int own_heads() const {
+    return (kTile + kv_splits - 1) / kv_splits;
+  }  // heads that a KV split reduces; the last split has fewer
 };
 
-/// The thread's index, in a register: else it is read again and again, each time behind the stores under way. What
-/// follows from it is not found ahead of loops either. Whole warps only.
+/// The thread's index in a register. Otherwise the compiler reads it again and again, and each read waits behind the
+/// stores in flight. The compiler also does not compute values that depend on it ahead of loops. Whole warps only.
 __device__ int thread_here() {
   const int thread = static_cast<int>(threadIdx.x);
   return __shfl_sync(kAllLanes, thread, thread % 32);
@@ -231,16 +242,16 @@ __device__ std::uint32_t larger_halves(std::uint32_t x, std::uint32_t y) {
 }
 __device__ int larger_half(std::uint32_t x) { return static_cast<int>(max(x & 0xFFFFu, x >> 16)); }
 
-// Values are kept in fp16 as multiples of 2^exponent. Rows are as they are, exponent 0, while that is exact up to
-// 2^-25, 2^-12 of the largest; else they are brought just below 2^16, as queries always are. `top`: values are below
+// Values are kept in fp16 as multiples of 2^exponent. Rows keep exponent 0 while that is exact up to 2^-25, which is
+// 2^-12 of the largest value. Otherwise they are scaled to just below 2^16; queries always are. `top`: values are below
 // 2^(top - 127).
 constexpr int kTopInFp16 = 127 + 16, kLeastTop = 84, kLeastPlainTop = 112;
 
-/// Of bf16 pairs.
+/// For bf16 pairs.
 __device__ int top_of_pairs(const uint4& pairs) {
-  const std::uint32_t most = larger_halves(larger_halves(pairs.x & 0x7FFF7FFFu, pairs.y & 0x7FFF7FFFu),
+  const std::uint32_t amax = larger_halves(larger_halves(pairs.x & 0x7FFF7FFFu, pairs.y & 0x7FFF7FFFu),
                                            larger_halves(pairs.z & 0x7FFF7FFFu, pairs.w & 0x7FFF7FFFu));
-  return (larger_half(most) >> 7) + 1;
+  return (larger_half(amax) >> 7) + 1;
 }
 
 __device__ int top_of_pairs(const uint4& a, const uint4& b) {
@@ -253,7 +264,7 @@ __device__ float power_of_two(int exponent) {
   return codec::bits_float(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
-/// bf16 pairs times a power of two, as fp16.
+/// Multiplies bf16 pairs by a power of two and converts them to fp16.
 __device__ uint4 to_fp16(const uint4& pairs, float factor) {
   const std::uint32_t factors = pack_bf16(factor, factor);
   const auto convert = [factors](std::uint32_t pair) {
@@ -276,8 +287,11 @@ __device__ uint4 load_shared(std::uint32_t at) {
   return x;
 }
 
-/// A thread's place in accumulators: its heads are head and head + 8, its columns 2 * quad and the next of every 8.
-__device__ int head_of_thread() { return static_cast<int>(threadIdx.x) % kGroup / 32 * 16 + threadIdx.x % 32 / 4; }
+/// The position of a thread in the accumulators: its heads are head and head + 8, its columns 2 * quad and the next one
+/// of every 8.
+__device__ int head_of_thread() {
+  return static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16 + threadIdx.x % 32 / 4;
+}
 __device__ int quad_of_thread() { return static_cast<int>(threadIdx.x) % 4; }
 
 }  // namespace

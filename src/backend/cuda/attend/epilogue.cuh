@@ -1,5 +1,4 @@
-// How a CTA of dispatch.cu ends: denominators, merging over the cluster, output. For dispatch.cu and
-// persistent_window.cu.
+// The epilogue of the wgmma kernels: denominators, combination over the cluster, output.
 #pragma once
 
 #include "backend/cuda/attend/cta.cuh"
@@ -7,43 +6,44 @@
 namespace kv4::cuda {
 namespace {
 
-/// Of all parts and the sink.
+/// Over all KV splits and the sink.
 __device__ Stats total_of(const Shared& s, const Job& job, int head) {
   const float sink = s.sink[job.sinks()][head];
-  const auto* stats = job.in_rounds ? s.round_stats + job.round % 2 : s.stats;
+  const auto* stats = job.persistent ? s.work_stats + job.work % 2 : s.stats;
   Stats total{sink, 0.0f};
 #pragma unroll 1
-  for (int part = 0; part < job.parts; ++part) total.most = fmaxf(total.most, stats[part][head].most);
-  const float base = total.most == -INFINITY ? 0.0f : total.most;
+  for (int kv_split = 0; kv_split < job.kv_splits; ++kv_split)
+    total.row_max = fmaxf(total.row_max, stats[kv_split][head].row_max);
+  const float base = total.row_max == -INFINITY ? 0.0f : total.row_max;
   total.sum = exp2_fast(sink - base);
-  if (job.alike) {
+  if (job.ping_pong) {
     const Stats& left = stats[0][head];
-    total.sum += (left.sum + s.sink[kSinks / 2 + job.round % 2][head]) * exp2_fast(left.most - base);
+    total.sum += (left.sum + s.sink[kSinks / 2 + job.work % 2][head]) * exp2_fast(left.row_max - base);
     return total;
   }
 #pragma unroll 1
-  for (int part = 0; part < job.parts; ++part)
-    total.sum += stats[part][head].sum * exp2_fast(stats[part][head].most - base);
+  for (int kv_split = 0; kv_split < job.kv_splits; ++kv_split)
+    total.sum += stats[kv_split][head].sum * exp2_fast(stats[kv_split][head].row_max - base);
   return total;
 }
 
-/// What a part's O is multiplied by.
-__device__ float factor_of(const Shared& s, const Job& job, int head, int part) {
+/// The factor of a KV split's O.
+__device__ float factor_of(const Shared& s, const Job& job, int head, int kv_split) {
   const Stats total = total_of(s, job, head);
   if (total.sum == 0.0f) return 0.0f;
-  return __fdividef(exp2_fast((job.in_rounds ? s.round_stats[job.round % 2] : s.stats[part])[head].most -
-                              (total.most == -INFINITY ? 0.0f : total.most)),
+  return __fdividef(exp2_fast((job.persistent ? s.work_stats[job.work % 2] : s.stats[kv_split])[head].row_max -
+                              (total.row_max == -INFINITY ? 0.0f : total.row_max)),
                     total.sum);
 }
 
 __device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job) {
-  const int head = job.part * job.own_heads() + static_cast<int>(threadIdx.x);
-  if (p.lse == nullptr || job.channel_part != 0 || static_cast<int>(threadIdx.x) >= job.own_heads() || head >= kTile ||
+  const int head = job.kv_split * job.own_heads() + static_cast<int>(threadIdx.x);
+  if (p.lse == nullptr || job.channel_split != 0 || static_cast<int>(threadIdx.x) >= job.own_heads() || head >= kTile ||
       job.first_head + head >= p.num_heads)
     return;
   const Stats total = total_of(s, job, head);
   p.lse[std::int64_t{job.token} * p.num_heads + job.first_head + head] =
-      total.sum == 0.0f ? -INFINITY : (total.most + log2f(total.sum)) * kLn2;
+      total.sum == 0.0f ? -INFINITY : (total.row_max + log2f(total.sum)) * kLn2;
 }
 
 __device__ void inverse_rope(const Turn& turn, float& x, float& y) {
@@ -53,13 +53,13 @@ __device__ void inverse_rope(const Turn& turn, float& x, float& y) {
   y = codec::fused(b, turn.cos, -(a * turn.sin));
 }
 
-/// Where the output of a head begins.
+/// The output of a head.
 template <class Out>
 __device__ Out* output_of(const AttendParams& p, const Job& job, int head) {
   return static_cast<Out*>(p.out.data) + (std::int64_t{job.token} * p.num_heads + job.first_head + head) * kWidth;
 }
 
-/// Of a group that has the last channels.
+/// For a warpgroup that has the last channels.
 template <int kSize>
 __device__ void inverse_rope_last(const AttendParams& p, const Job& job, float (&o)[kSize]) {
   if (p.inverse_rope.rope_dim == 0 || job.padded) return;
@@ -72,7 +72,7 @@ __device__ void inverse_rope_last(const AttendParams& p, const Job& job, float (
   }
 }
 
-/// O from registers: 32 channels of 8 heads at a time.
+/// Stores O from registers, 32 channels of 8 heads at a time.
 template <int kSize>
 __device__ void store_output(const AttendParams& p, const Job& job, const float (&o)[kSize], int first_channel) {
   const int quad = quad_of_thread();
@@ -90,7 +90,7 @@ __device__ void store_output(const AttendParams& p, const Job& job, const float 
     std::uint16_t* out = output_of<std::uint16_t>(p, job, head) + first_channel + 8 * quad;
 #pragma unroll
     for (int i = 2 * half; i < kSize; i += 16) {
-      // The four lanes of a head swap words until each has 8 channels side by side.
+      // The four lanes of a head exchange words until each lane has 8 adjacent channels.
       std::uint32_t word[4];
 #pragma unroll
       for (int b = 0; b < 4; ++b) word[b] = pack_bf16(o[i + 4 * b], o[i + 4 * b + 1]);
@@ -108,12 +108,12 @@ __device__ void store_output(const AttendParams& p, const Job& job, const float 
   }
 }
 
-/// A block's share of a head when Q and rows are no longer needed: channels in fp16, then what each group's must be
-/// multiplied by, a power of two. The bytes between blocks are what merging costs, hence not fp32; errors stay below
-/// 2^-12 of the largest channel.
-template <int kChannelParts>
-struct Share {
-  static constexpr int kChannels = kWidth / kChannelParts;
+/// A CTA's partial output of a head, after Q and the rows are no longer needed: channels in fp16, then one factor for
+/// the channels of each warpgroup, a power of two. The bytes between CTAs determine the cost of combining, hence not
+/// fp32; errors stay below 2^-12 of the largest channel.
+template <int kChannelSplits>
+struct PartialOutput {
+  static constexpr int kChannels = kWidth / kChannelSplits;
   static constexpr int kScalesAt = kChannels * 2, kBytes = kScalesAt + 16;  // heads begin in different banks
   static_assert(kTile * kBytes <= (1 + kStages) * kTileBytes);
 
@@ -122,22 +122,22 @@ struct Share {
   }
 };
 
-template <int kChannelParts, int kGroupIndex, int kSize>
-__device__ void store_shares(Shared& s, const float (&o)[kSize]) {
+template <int kChannelSplits, int kWarpgroupIndex, int kSize>
+__device__ void store_partials(Shared& s, const float (&o)[kSize]) {
   constexpr std::uint32_t kTop = 14;  // the largest channel gets this exponent
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float most = 0.0f;
+    float amax = 0.0f;
 #pragma unroll
-    for (int i = 2 * half; i < kSize; i += 4) most = fmaxf(most, fmaxf(fabsf(o[i]), fabsf(o[i + 1])));
-    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-    const std::uint32_t exponent = max(codec::float_bits(most) >> 23, kTop + 1);
+    for (int i = 2 * half; i < kSize; i += 4) amax = fmaxf(amax, fmaxf(fabsf(o[i]), fabsf(o[i + 1])));
+    amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+    amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+    const std::uint32_t exponent = max(codec::float_bits(amax) >> 23, kTop + 1);
     const float up = codec::bits_float((254 + kTop - exponent) << 23);
-    const std::uint32_t to = Share<kChannelParts>::address(s, head_of_thread() + 8 * half);
+    const std::uint32_t to = PartialOutput<kChannelSplits>::address(s, head_of_thread() + 8 * half);
     if (quad_of_thread() == 0)
-      shared_store(to + Share<kChannelParts>::kScalesAt + kGroupIndex * 4, (exponent - kTop) << 23);
-    const std::uint32_t channels = to + (kGroupIndex * kSize * 2 + 2 * quad_of_thread()) * 2;
+      shared_store(to + PartialOutput<kChannelSplits>::kScalesAt + kWarpgroupIndex * 4, (exponent - kTop) << 23);
+    const std::uint32_t channels = to + (kWarpgroupIndex * kSize * 2 + 2 * quad_of_thread()) * 2;
 #pragma unroll
     for (int i = 2 * half; i < kSize; i += 4) {
       const __half2 pair = __floats2half2_rn(o[i] * up, o[i + 1] * up);
@@ -148,8 +148,8 @@ __device__ void store_shares(Shared& s, const float (&o)[kSize]) {
   }
 }
 
-/// Adds a share's eight channels, from this block or another.
-__device__ void add_share(uint4 channels, float scale, float (&sum)[kOctet]) {
+/// Adds eight channels of a partial output, of this CTA or another.
+__device__ void add_partial(uint4 channels, float scale, float (&sum)[kOctet]) {
   const std::uint32_t words[4] = {channels.x, channels.y, channels.z, channels.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -161,7 +161,7 @@ __device__ void add_share(uint4 channels, float scale, float (&sum)[kOctet]) {
   }
 }
 
-/// Eight channels of a head that are added up.
+/// Stores eight combined channels of a head.
 __device__ void store_octet(const AttendParams& p, const Job& job, int head, int channel, float (&sum)[kOctet]) {
   if (job.first_head + head >= p.num_heads) return;
   if (!job.padded && channel + kOctet > kWidth - p.inverse_rope.rope_dim) {
@@ -179,45 +179,47 @@ __device__ void store_octet(const AttendParams& p, const Job& job, int head, int
   }
 }
 
-/// All threads: exchanges shares and adds up those of this block's heads, eight channels per thread and turn.
-template <int kChannelParts>
+/// All threads: exchanges the partial outputs and reduces them for this CTA's heads, eight channels per thread and
+/// iteration.
+template <int kChannelSplits>
 __device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
-  constexpr int kUnits = Share<kChannelParts>::kChannels / kOctet, kAtOnce = 4;
-  const int first = job.part * job.own_heads(), heads = min(job.own_heads(), kTile - first);
+  constexpr int kChunks = PartialOutput<kChannelSplits>::kChannels / kOctet, kAtOnce = 4;
+  const int first = job.kv_split * job.own_heads(), heads = min(job.own_heads(), kTile - first);
   cluster_arrive();
   cluster_wait();
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread < heads * job.parts) s.factors[thread] = factor_of(s, job, first + thread / job.parts, thread % job.parts);
+  if (thread < heads * job.kv_splits)
+    s.factors[thread] = factor_of(s, job, first + thread / job.kv_splits, thread % job.kv_splits);
   store_lse(p, s, job);
   __syncthreads();
 #pragma unroll 1
-  for (int i = thread; i < heads * kUnits; i += kThreads) {
-    const int head = first + i / kUnits, unit = i % kUnits;
-    const std::uint32_t at = Share<kChannelParts>::address(s, head) + unit * 16;
-    const std::uint32_t scale_at =
-        Share<kChannelParts>::address(s, head) + Share<kChannelParts>::kScalesAt + unit / (kUnits / 2) * 4;
+  for (int i = thread; i < heads * kChunks; i += kThreads) {
+    const int head = first + i / kChunks, chunk = i % kChunks;
+    const std::uint32_t at = PartialOutput<kChannelSplits>::address(s, head) + chunk * 16;
+    const std::uint32_t scale_at = PartialOutput<kChannelSplits>::address(s, head) +
+                                   PartialOutput<kChannelSplits>::kScalesAt + chunk / (kChunks / 2) * 4;
     float sum[kOctet] = {};
 #pragma unroll 1
-    for (int part = 0; part < job.parts; part += kAtOnce) {
+    for (int kv_split = 0; kv_split < job.kv_splits; kv_split += kAtOnce) {
       uint4 channels[kAtOnce];
       float scale[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         channels[k] = make_uint4(0, 0, 0, 0);
         scale[k] = 0.0f;
-        if (part + k >= job.parts) continue;
-        int from = job.part + part + k;  // not all blocks at the same one at once
-        if (from >= job.parts) from -= job.parts;
+        if (kv_split + k >= job.kv_splits) continue;
+        int from = job.kv_split + kv_split + k;  // so that the CTAs do not all read the same CTA at once
+        if (from >= job.kv_splits) from -= job.kv_splits;
         const std::uint32_t rank = job.rank_of(from);
         channels[k] = cluster_load(in_block(at, rank));
-        scale[k] = cluster_load_float(in_block(scale_at, rank)) * s.factors[(head - first) * job.parts + from];
+        scale[k] = cluster_load_float(in_block(scale_at, rank)) * s.factors[(head - first) * job.kv_splits + from];
       }
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) add_share(channels[k], scale[k], sum);
+      for (int k = 0; k < kAtOnce; ++k) add_partial(channels[k], scale[k], sum);
     }
-    store_octet(p, job, head, job.channel_part * Share<kChannelParts>::kChannels + unit * kOctet, sum);
+    store_octet(p, job, head, job.channel_split * PartialOutput<kChannelSplits>::kChannels + chunk * kOctet, sum);
   }
-  cluster_done_reading();  // others may still be reading here
+  cluster_done_reading();  // other CTAs may still be reading here
 }
 
 }  // namespace

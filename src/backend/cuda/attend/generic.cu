@@ -1,5 +1,5 @@
-// attend for any sizes: a CTA per token and 8 heads. It decodes a row into shared memory with the codec as it
-// is, then each warp adds it to its head. Bound by its barriers, two per row.
+// attend for any sizes: one CTA per token and 8 heads. It decodes a row into shared memory with the codec, and each
+// warp adds the row to its head. Its two barriers per row are the bottleneck.
 #include "backend/cuda/attend/generic.cuh"
 
 #include "backend/cuda/attend/rows.cuh"
@@ -12,11 +12,11 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kHeads = 8;  // of a CTA, a warp each
+constexpr int kHeads = 8;  // of a CTA, one warp each
 constexpr int kThreads = 32 * kHeads;
 constexpr std::size_t kSharedByDefault = 48 * 1024;
 
-// Shared memory: a row, and a query and a sum of weighted rows per head, each [width].
+// Shared memory: a row, and for each head a query and a sum of P V, each [width].
 std::size_t shared_bytes(int width) { return sizeof(float) * static_cast<std::size_t>(width) * (1 + 2 * kHeads); }
 
 __device__ void store(const ops::OutputDesc& out, std::int64_t at, float x) {
@@ -26,7 +26,7 @@ __device__ void store(const ops::OutputDesc& out, std::int64_t at, float x) {
     static_cast<float*>(out.data)[at] = x;
 }
 
-/// Turns the last channels back: they were rotated forth at the same position.
+/// Inverse RoPE of the last channels, at the position of the query.
 __device__ void inverse_rope(const ops::RopeDesc& rope, int position, int width, int lane, float* x) {
   const int pairs = rope.rope_dim / 2;
   for (int i = lane; i < pairs; i += 32) {
@@ -45,7 +45,7 @@ __device__ void inverse_rope(const ops::RopeDesc& rope, int position, int width,
 }
 
 __global__ void __launch_bounds__(kThreads)
-    attend_plain_kernel(const __grid_constant__ ops::AttendParams p, int head_groups) {
+    attend_any_format(const __grid_constant__ ops::AttendParams p, int head_groups) {
   extern __shared__ float shared[];
   __shared__ float scratch;
   grid_dependency_wait();
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     q[c] = has_head ? ops::load_element(q_row, q_type, c) : 0.0f;
     sum[c] = 0.0f;
   }
-  float most = -INFINITY, denominator = 0.0f;
+  float row_max = -INFINITY, denominator = 0.0f;
   const QueryRows rows(p, token);
   for (int i = 0; i < rows.count(); ++i) {
     const std::int32_t key = rows.key(p, token, i);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
     const ops::RowPlanes& planes = i < rows.window ? p.layer.window.ring : p.layer.kinds[0].page;
     float global = 1.0f;
     if (place.global != nullptr) memcpy(&global, place.global, 4);
-    g.sync();  // the row before has been used
+    g.sync();  // the previous row is no longer needed
     codec::with_codec(planes.format,
                       [&](auto codec) { codec.decode(g, planes.shape, place.payload, place.scale, global, row); });
     g.sync();
@@ -81,21 +81,21 @@ __global__ void __launch_bounds__(kThreads)
     for (int c = lane; c < width; c += 32) z = codec::fused(q[c], row[c], z);
     for (int step = 16; step > 0; step /= 2) z += __shfl_xor_sync(0xFFFFFFFFu, z, step);
     z *= p.softmax_scale;
-    const float next = fmaxf(most, z);
-    const float past = next == -INFINITY ? 1.0f : expf(most - next);
+    const float next = fmaxf(row_max, z);
+    const float rescale = next == -INFINITY ? 1.0f : expf(row_max - next);
     const float weight = next == -INFINITY ? expf(z) : expf(z - next);
-    for (int c = lane; c < width; c += 32) sum[c] = codec::fused(sum[c], past, weight * row[c]);
-    denominator = codec::fused(denominator, past, weight);
-    most = next;
+    for (int c = lane; c < width; c += 32) sum[c] = codec::fused(sum[c], rescale, weight * row[c]);
+    denominator = codec::fused(denominator, rescale, weight);
+    row_max = next;
   }
   if (!has_head) return;
   if (p.sink != nullptr && !rows.at.padded()) {
-    const float sink = p.sink[head], next = fmaxf(most, sink);
+    const float sink = p.sink[head], next = fmaxf(row_max, sink);
     if (next != -INFINITY) {
-      const float past = expf(most - next);
-      denominator = codec::fused(denominator, past, expf(sink - next));
-      for (int c = lane; c < width; c += 32) sum[c] *= past;
-      most = next;
+      const float rescale = expf(row_max - next);
+      denominator = codec::fused(denominator, rescale, expf(sink - next));
+      for (int c = lane; c < width; c += 32) sum[c] *= rescale;
+      row_max = next;
     }
   }
   const float factor = denominator == 0.0f ? 0.0f : 1.0f / denominator;
@@ -105,22 +105,22 @@ __global__ void __launch_bounds__(kThreads)
   __syncwarp();
   const std::int64_t head_at = token * p.num_heads + head;
   for (int c = lane; c < width; c += 32) store(p.out, head_at * width + c, sum[c]);
-  if (lane == 0 && p.lse != nullptr) p.lse[head_at] = denominator == 0.0f ? -INFINITY : most + logf(denominator);
+  if (lane == 0 && p.lse != nullptr) p.lse[head_at] = denominator == 0.0f ? -INFINITY : row_max + logf(denominator);
 }
 
 }  // namespace
 
-cudaError_t attend_plain(const ops::AttendParams& p, cudaStream_t stream) {
+cudaError_t attend_generic(const ops::AttendParams& p, cudaStream_t stream) {
   if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
   const std::size_t shared = shared_bytes(width_of(p));
   if (shared > kSharedByDefault) {
-    const cudaError_t error = cudaFuncSetAttribute(attend_plain_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(shared));
+    const cudaError_t error =
+        cudaFuncSetAttribute(attend_any_format, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return error;
   }
   const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
-  attend_plain_kernel<<<static_cast<unsigned>(p.step.num_tokens * head_groups), kThreads, shared, stream>>>(
-      p, head_groups);
+  attend_any_format<<<static_cast<unsigned>(p.step.num_tokens * head_groups), kThreads, shared, stream>>>(p,
+                                                                                                          head_groups);
   return cudaGetLastError();
 }
 

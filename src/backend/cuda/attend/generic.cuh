@@ -1,4 +1,4 @@
-// attend for any format, width, number of heads and type: what the tuned kernel does not take.
+// attend for any format, width, number of heads and type: everything that the tuned kernels do not support.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,6 +7,6 @@
 
 namespace kv4::cuda {
 
-cudaError_t attend_plain(const ops::AttendParams& params, cudaStream_t stream);
+cudaError_t attend_generic(const ops::AttendParams& params, cudaStream_t stream);
 
 }  // namespace kv4::cuda

@@ -1,7 +1,8 @@
-// Hopper's asynchronous matrix multiply and what goes with it: shared memory descriptors, barriers, clusters. A
-// warpgroup is 4 warps; it multiplies 64 rows of A by a tile of B, both fp16 in shared memory in panels of 128 bytes
-// (64 elements) per row whose 16-byte units are swizzled by the row, and adds to fp32 accumulators in registers:
-// thread t holds rows 16 (t / 32) + t % 32 / 4 and 8 below it, columns 2 (t % 4) and the next of every 8.
+// Wgmma, Hopper's asynchronous matrix multiplication, and its companions: shared memory descriptors, barriers,
+// clusters. A warpgroup is 4 warps. It multiplies 64 rows of A by a tile of B, both fp16 in shared memory, in panels of
+// 128 bytes (64 elements) per row whose 16-byte chunks are swizzled by the row, and adds to fp32 accumulators in
+// registers: thread t holds rows 16 (t / 32) + t % 32 / 4 and 8 below it, columns 2 (t % 4) and the next one of every
+// 8.
 // Sources: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -13,7 +14,7 @@ namespace kv4::cuda {
 
 constexpr int kPanelRowBytes = 128, kPanelRows = 64, kPanelBytes = kPanelRowBytes * kPanelRows;
 
-/// Byte of a 16-byte unit of a panel's row. Panels begin at multiples of 1,024.
+/// Byte offset of a 16-byte chunk of a panel's row. Panels begin at multiples of 1,024.
 __device__ constexpr std::uint32_t panel_offset(int row, int unit) {
   return static_cast<std::uint32_t>(row * kPanelRowBytes + ((unit ^ (row & 7)) << 4));
 }
@@ -22,13 +23,13 @@ __device__ inline std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-/// Where panels begin, as the lower half of a descriptor; `leading`: from panel to panel, where columns run through
-/// several.
+/// The address of the first panel, as the lower half of a descriptor; `leading`: the distance between panels if columns
+/// continue through several.
 __device__ inline std::uint32_t panel_place(std::uint32_t address, std::uint32_t leading = 16) {
   return (address & 0x3FFFFu) >> 4 | leading >> 4 << 16;
 }
-/// Of 128-byte swizzled panels, so many bytes from there: 8 rows take 1,024 bytes. One addition, because a multiply
-/// takes hardly longer than putting a descriptor together.
+/// The descriptor of 128-byte swizzled panels at `bytes` from there: 8 rows take 1,024 bytes. One addition, because
+/// building a descriptor takes almost as long as a multiplication.
 __device__ inline std::uint64_t panel_descriptor(std::uint32_t place, std::uint32_t bytes) {
   constexpr std::uint32_t kSwizzled = 1024 >> 4 | 1u << 30;
   std::uint64_t descriptor;
@@ -38,12 +39,12 @@ __device__ inline std::uint64_t panel_descriptor(std::uint32_t place, std::uint3
 
 __device__ inline void mma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/// Until at most kPending committed groups are under way.
+/// Waits until at most kPending committed groups are in flight.
 template <int kPending>
 __device__ void mma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-/// What this thread wrote to shared memory becomes visible to matrix multiplies, once a barrier has been passed.
+/// Makes this thread's writes to shared memory visible to wgmma, after the next barrier.
 __device__ inline void publish_to_mma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #define KV4_EIGHT(d, i)                                                                                       \
@@ -60,7 +61,7 @@ __device__ inline void publish_to_mma() { asm volatile("fence.proxy.async.shared
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d = a b^T (+ d), 16 channels: a is [64 heads, 16], b [64 rows, 16], both with channels side by side.
+// d = a b^T (+ d), 16 channels: a is [64 heads, 16], b [64 rows, 16], both with adjacent channels.
 __device__ inline void multiply_channels(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
@@ -69,8 +70,8 @@ __device__ inline void multiply_channels(float (&d)[32], std::uint64_t a, std::u
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// d[kAt ..] += a b, 16 rows: a is [64 heads, 16], b [16 rows, 64 or 128 channels], channels side by side. Not 256:
-// ptxas wants registers for that from the start, before warpgroups have changed their share.
+// d[kAt ..] += a b, 16 rows: a is [64 heads, 16], b [16 rows, 64 or 128 channels], with adjacent channels. Not 256:
+// ptxas would need the registers from the start, before warpgroups have changed their register counts.
 template <int kAt, int kSize>
 __device__ void multiply_rows_64(float (&d)[kSize], std::uint64_t a, std::uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" KV4_32_NAMES "}, %32, %33, 1, 1, 1, 0, 1;"
@@ -85,7 +86,7 @@ __device__ void multiply_rows_128(float (&d)[kSize], std::uint64_t a, std::uint6
                : "l"(a), "l"(b));
 }
 
-// The same with weights in registers: a thread's four words of 16 columns are those of its accumulators' places.
+// The same with P in registers: a thread's four words of 16 columns are at the positions of its accumulators.
 template <int kAt, int kSize>
 __device__ void multiply_rows_128(float (&d)[kSize], const std::uint32_t* a, std::uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" KV4_64_NAMES
@@ -94,7 +95,7 @@ __device__ void multiply_rows_128(float (&d)[kSize], const std::uint32_t* a, std
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// As multiply_channels and multiply_rows_128, of bf16.
+// As multiply_channels and multiply_rows_128, for bf16.
 __device__ inline void multiply_bf16_channels(float (&d)[32], std::uint64_t a, std::uint64_t b, bool add) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
@@ -133,7 +134,7 @@ __device__ inline void shared_store(std::uint32_t address, std::uint32_t x) {
 
 // --- named barriers
 
-/// Of `threads` threads; 0 is __syncthreads's.
+/// For `threads` threads; id 0 belongs to __syncthreads.
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -145,13 +146,13 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
 
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-/// When all blocks have read what they wanted from each other. Nothing was written: it need not wait for what this
-/// thread stored to global memory.
+/// Waits until all CTAs have finished reading from each other. There were no writes, so it need not wait for this
+/// thread's stores to global memory.
 __device__ inline void cluster_done_reading() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();
 }
-/// The same place in another CTA of the cluster.
+/// The same shared memory address in another CTA of the cluster.
 __device__ inline std::uint32_t in_block(std::uint32_t address, std::uint32_t rank) {
   std::uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

@@ -1,15 +1,17 @@
-// attend over windows alone, for many tokens of few requests: a CTA takes 64 heads of a run of tokens and
-// keeps their window in shared memory as bf16, each row at its position modulo the window. Of two tokens that follow
-// each other one row differs, so a row is converted once per run. The softmax does not mind the order.
+// Persistent window kernel: attend over windows only, for many tokens of few requests. A CTA takes 64 heads of
+// consecutive tokens and keeps their window in shared memory as bf16, each row at its position modulo the window. Two
+// consecutive tokens differ in one row, so each row is converted once per CTA. The softmax does not depend on the order
+// of rows.
 //
-// Four warpgroups. Two loaders bring a token's queries, which need no conversion, and its new row; all rows where the
-// request changes. Two consumers each score one half of the rows (m64n64k16), agree on the largest logit and sum of
-// each head, leave their weights in shared memory, and add up one half of the channels over all rows (m64n128k16).
+// Four warpgroups. Two producers load a token's queries, which need no conversion, and its new row; where the request
+// changes, they load all rows. Two consumers each compute S of one half of the rows (m64n64k16), agree on the row
+// maximum and the sum of each head, store P in shared memory, and compute PV of one half of the channels over all rows
+// (m64n128k16).
 //
 // Bounds, per token and 64 heads: 128 KB of queries and outputs, 31 us for 1,024 tokens; multiplies 4,096 clocks. H200,
-// 2026-11-16, 1,024 tokens: 56 us (persistent.cuh: 78). Of 13,000 clocks a token has on its SM, 3,700
-// were the output's shuffles and stores beside the next token's scores, both of which want shared memory, 2,000
-// weights, 2,300 values, and the first token's rows 15,000 once (ncu, before the last change: 59 us).
+// 2026-11-16, 1,024 tokens: 56 us (persistent.cuh: 78). A token has 13,000 clocks on its SM. The output's shuffles and
+// stores beside the next token's S took 3,700 of them, both of which access shared memory, the softmax 2,000, PV 2,300,
+// and the first token's rows 15,000 once (ncu, before the last change: 59 us).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -34,34 +36,35 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kConsumers = kScorers, kConsumerWarps = kConsumers / 32;  // of halves of the rows, then of the channels
-constexpr int kRunConsumerRegisters = 168, kRunLoaderRegisters = 88;
-static_assert(2 * (kRunConsumerRegisters + kRunLoaderRegisters) <= 65536 / kGroup);
+constexpr int kConsumerThreads = kScoreThreads,
+              kConsumerWarps = kConsumerThreads / 32;  // halves of the rows for S, then halves of the channels for PV
+constexpr int kWindowConsumerRegisters = 168, kWindowProducerRegisters = 88;
+static_assert(2 * (kWindowConsumerRegisters + kWindowProducerRegisters) <= 65536 / kWarpgroupThreads);
 
-struct RunShared : WindowTiles {
-  Round rounds[2];   // of tokens by turns
-  int next_side[2];  // the half where the next token's row differs
-  std::uint64_t queries_there, queries_used, rows_there;
-  std::uint64_t side_used, rows_used;  // that half, and all
+struct WindowShared : WindowTiles {
+  WorkTile work_tiles[2];  // of even and odd tokens
+  int next_side[2];        // the half that contains the next token's new row
+  std::uint64_t queries_full, queries_empty, rows_full;
+  std::uint64_t side_empty, rows_empty;  // that half, and both
 };
-constexpr int kRunSharedBytes = sizeof(RunShared) + 1024;
-static_assert(kRunSharedBytes <= 227 * 1024);
+constexpr int kPersistentWindowSharedBytes = sizeof(WindowShared) + 1024;
+static_assert(kPersistentWindowSharedBytes <= 227 * 1024);
 
 // --- rows
 
-/// Brings rows from the pool into their slots. Whole warps call it.
-class RunRows {
+/// Loads rows from the pool and stores them in their slots. Whole warps call it.
+class WindowRows {
  public:
   using Reader = Fp8RowReader<Format::fp8_tile64>;
 
-  __device__ RunRows(const AttendParams& p, RunShared& s) : p_(p), s_(s), lane_(thread_here() % 32) {}
+  __device__ WindowRows(const AttendParams& p, WindowShared& s) : p_(p), s_(s), lane_(thread_here() % 32) {}
 
-  /// Zeros where there is no row.
-  __device__ Reader::Raw load(const Found& found) const {
-    if (found.payload == nullptr) return {};
-    return Reader::load_raw<Keep::usual>({found.payload, found.scale, nullptr}, lane_);
+  /// Zeros if there is no row.
+  __device__ Reader::Raw load(const RowAddress& address) const {
+    if (address.payload == nullptr) return {};
+    return Reader::load_raw<Keep::usual>({address.payload, address.scale, nullptr}, lane_);
   }
-  __device__ Found find(const QueryRows& rows, int position) const {
+  __device__ RowAddress find(const QueryRows& rows, int position) const {
     const RowPlace place = rows.place(p_, 0, position, rows.block(p_, 0, position));
     return {place.payload, place.scale};
   }
@@ -69,26 +72,27 @@ class RunRows {
 #pragma unroll
     for (int octet = 0; octet < Reader::kOctets; ++octet) {
       const auto x = Reader::decode<std::uint16_t>(raw, lane_, octet);
-      const int unit = lane_ + octet * Reader::kLanes;
+      const int chunk = lane_ + octet * Reader::kLanes;
       store_shared(
-          shared_address(s_.rows[slot / kTile]) + unit / 8 * kPanelBytes + panel_offset(slot % kTile, unit % 8),
+          shared_address(s_.rows[slot / kTile]) + chunk / 8 * kPanelBytes + panel_offset(slot % kTile, chunk % 8),
           make_uint4(x.words[0], x.words[1], x.words[2], x.words[3]));
     }
   }
 
-  /// Every slot; warps take them by turns. A lane finds a row, for all of its warp.
+  /// Fills every slot; the warps take slots in turn. A lane locates one row for its warp.
   template <int kWarps>
   __device__ void fill(const QueryRows& rows, int warp) const {
-    constexpr int kOwn = kMostRunWindow / kWarps, kAtOnce = 4;
+    constexpr int kOwn = kMaxWindowRows / kWarps, kAtOnce = 4;
     static_assert(kOwn <= 32 && kOwn % kAtOnce == 0);
     const int position = RingSlots(p_, rows).position(warp + lane_ % kOwn * kWarps);
-    Found found{};
-    if (position >= 0) found = find(rows, position);
+    RowAddress address{};
+    if (position >= 0) address = find(rows, position);
 #pragma unroll 1
     for (int own = 0; own < kOwn; own += kAtOnce) {
       Reader::Raw raw[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) raw[j] = load({of_lane(found.payload, own + j), of_lane(found.scale, own + j)});
+      for (int j = 0; j < kAtOnce; ++j)
+        raw[j] = load({of_lane(address.payload, own + j), of_lane(address.scale, own + j)});
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) store(raw[j], warp + (own + j) * kWarps);
     }
@@ -101,18 +105,18 @@ class RunRows {
   }
 
   const AttendParams& p_;
-  RunShared& s_;
+  WindowShared& s_;
   const int lane_;
 };
 
-// --- loaders
+// --- producers
 
-class RunLoader {
+class WindowProducer {
  public:
-  __device__ RunLoader(const AttendParams& p, RunShared& s, int first_head)
-      : p_(p), s_(s), rows_(p, s), first_head_(first_head), thread_(thread_here() % kLoaders) {}
+  __device__ WindowProducer(const AttendParams& p, WindowShared& s, int first_head)
+      : p_(p), s_(s), rows_(p, s), first_head_(first_head), thread_(thread_here() % kProducerThreads) {}
 
-  /// The first token's rows are in place, its queries on their way.
+  /// The first token's rows are in place, and its queries are in flight.
   __device__ void run(int first, int end) {
     QueryRows rows(p_, first);
     ops::StepRecord before;
@@ -120,34 +124,34 @@ class RunLoader {
       const int i = token - first;
       const bool follows = !rows.at.padded() && rows.at.row == before.row && rows.at.position == before.position + 1;
       const int slot = rows.at.position % p_.layer.window_tokens;
-      const bool mine = follows && slot % kLoaderWarps == warp();
-      RunRows::Reader::Raw raw{};
+      const bool mine = follows && slot % kProducerWarps == warp();
+      WindowRows::Reader::Raw raw{};
       if (mine) raw = rows_.load(rows_.find(rows, rows.at.position));
       if (i > 0) {
-        barrier_wait(shared_address(&s_.queries_used), (i - 1) & 1);
+        barrier_wait(shared_address(&s_.queries_empty), (i - 1) & 1);
         copy_queries(token);
       }
-      if (token + 1 < end) fetch_queries(token + 1);
+      if (token + 1 < end) prefetch_queries(token + 1);
       if (thread_ == 0) {
-        s_.rounds[i % 2] = {rows, token, first_head_, 1, {}};
+        s_.work_tiles[i % 2] = {rows, token, first_head_, 1, {}};
         s_.next_side[i % 2] = slot + 1 == p_.layer.window_tokens ? 0 : (slot + 1) / kTile;
       }
       announce_queries();
-      if (i > 0) barrier_wait(shared_address(follows ? &s_.side_used : &s_.rows_used), (i - 1) & 1);
+      if (i > 0) barrier_wait(shared_address(follows ? &s_.side_empty : &s_.rows_empty), (i - 1) & 1);
       if (mine) rows_.store(raw, slot);
-      if (i > 0 && !follows) rows_.fill<kLoaderWarps>(rows, warp());
-      announce(s_.rows_there);
+      if (i > 0 && !follows) rows_.fill<kProducerWarps>(rows, warp());
+      announce(s_.rows_full);
       before = rows.at;
       if (token + 1 < end) rows = QueryRows(p_, token + 1);
     }
   }
 
   __device__ void copy_queries(int token) const {
-    cuda::copy_queries<kLoaders, 4>(p_, s_, token, first_head_, thread_);
+    cuda::copy_queries<kProducerThreads, 4>(p_, s_, token, first_head_, thread_);
   }
-  __device__ void fetch_queries(int token) const {
+  __device__ void prefetch_queries(int token) const {
     const std::uint8_t* q = queries_of(p_, token, first_head_);
-    for (int at = thread_ * kLine; at < heads() * kWidth * 2; at += kLoaders * kLine) fetch(q + at);
+    for (int at = thread_ * kLine; at < heads() * kWidth * 2; at += kProducerThreads * kLine) prefetch_line(q + at);
   }
 
  private:
@@ -157,7 +161,7 @@ class RunLoader {
 
   __device__ void announce_queries() const {
     asm volatile("cp.async.wait_all;" ::: "memory");
-    announce(s_.queries_there);
+    announce(s_.queries_full);
   }
   __device__ void announce(std::uint64_t& barrier) const {
     publish_to_mma();
@@ -165,45 +169,48 @@ class RunLoader {
   }
 
   const AttendParams& p_;
-  RunShared& s_;
-  const RunRows rows_;
+  WindowShared& s_;
+  const WindowRows rows_;
   const int first_head_, thread_;
 };
 
 // --- consumers
 
-/// One half of the rows' weights, and one half of the channels.
-class RunConsumer {
+/// A consumer: P of one half of the rows, and PV of one half of the channels.
+class WindowConsumer {
  public:
-  __device__ RunConsumer(const AttendParams& p, RunShared& s, int first_head)
-      : p_(p), s_(s), side_(static_cast<int>(threadIdx.x) / kGroup), scale_(p.softmax_scale * codec::kLog2e) {
+  __device__ WindowConsumer(const AttendParams& p, WindowShared& s, int first_head)
+      : p_(p),
+        s_(s),
+        side_(static_cast<int>(threadIdx.x) / kWarpgroupThreads),
+        scale_(p.softmax_scale * codec::kLog2e) {
     for (int half = 0; half < 2; ++half) sink_[half] = sink_of(p, first_head + head_of_thread() + 8 * half);
   }
 
-  /// A token's scores are multiplied while the output of the one before is stored, if that is bf16; those after the
-  /// last are of nothing.
+  /// S of a token runs while the previous token's output is stored, if the output is bf16. The S after the last token
+  /// is not used.
   __device__ void run(int tokens) {
     std::uint32_t words[kWords] = {};
     for (int i = 0;; ++i) {
       float z[kScores];
       score(z, i, i < tokens);
-      if (i > 0 && p_.out.dtype == DType::bf16) store(words, Job(s_.rounds[(i - 1) % 2], 0));
+      if (i > 0 && p_.out.dtype == DType::bf16) store(words, Job(s_.work_tiles[(i - 1) % 2], 0));
       mma_wait<0>();
       if (i == tokens) break;
-      release(s_.queries_used);
-      const Round& round = s_.rounds[i % 2];
+      release(s_.queries_empty);
+      const WorkTile& work = s_.work_tiles[i % 2];
       float o[kWidth / 4], base[2], factor[2];
-      weigh(round.rows, z, base);
+      softmax_tile(work.rows, z, base);
       const int first_side = s_.next_side[i % 2];
       add_values(o, first_side, false);
       add_values(o, first_side ^ 1, true);
-      for (int half = 0; half < 2; ++half) factor[half] = finish(round, base[half], half);
+      for (int half = 0; half < 2; ++half) factor[half] = finish(work, base[half], half);
       mma_wait<1>();
-      release(s_.side_used);
+      release(s_.side_empty);
       mma_wait<0>();
-      release(s_.rows_used);
+      release(s_.rows_empty);
       scale_heads(o, factor[0], factor[1]);
-      const Job job(round, 0);
+      const Job job(work, 0);
       if (side_ == 1) inverse_rope_last(p_, job, o);
       if (p_.out.dtype == DType::f32) store_output(p_, job, o, side_ * (kWidth / 2));
 #pragma unroll
@@ -221,32 +228,32 @@ class RunConsumer {
   /// Of this side's rows.
   __device__ void score(float (&z)[kScores], int token, bool is_there) const {
     if (is_there) {
-      barrier_wait(shared_address(&s_.rows_there), token & 1);
-      barrier_wait(shared_address(&s_.queries_there), token & 1);
+      barrier_wait(shared_address(&s_.rows_full), token & 1);
+      barrier_wait(shared_address(&s_.queries_full), token & 1);
     }
     score_side(s_, z, side_);
   }
 
-  /// Scores to weights relative to the largest of both sides.
-  __device__ void weigh(const QueryRows& rows, float (&z)[kScores], float (&base)[2]) {
-    if (rows.window < kMostRunWindow) {
+  /// Converts S to P relative to the row maximum of both sides.
+  __device__ void softmax_tile(const QueryRows& rows, float (&z)[kScores], float (&base)[2]) {
+    if (rows.window < kMaxWindowRows) {
       const RingSlots slots(p_, rows);
 #pragma unroll
       for (int i = 0; i < kScores; ++i)
         if (slots.position(side_ * kTile + row_of_score(i)) < 0) z[i] = -INFINITY;
     }
-    weigh_side(s_, z, side_, scale_, base);
-    named_barrier(1, kConsumers);
+    softmax_side(s_, z, side_, scale_, base);
+    named_barrier(1, kConsumerThreads);
   }
 
   /// O += P V over half of the rows and this side's channels.
   __device__ void add_values(float (&o)[kWidth / 4], int rows, bool add) const {
-    const std::uint32_t weights = panel_place(shared_address(s_.weights[rows]));
+    const std::uint32_t p_tile = panel_place(shared_address(s_.p_tile[rows]));
     const std::uint32_t values = panel_place(shared_address(s_.rows[rows]) + side_ * (kTileBytes / 2), kPanelBytes);
     mma_begin();
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
-      const std::uint64_t a = panel_descriptor(weights, k * 32);
+      const std::uint64_t a = panel_descriptor(p_tile, k * 32);
       const std::uint32_t at = k * 16 * kPanelRowBytes;
       multiply_bf16_rows<0>(o, a, panel_descriptor(values, at), add || k > 0);
       multiply_bf16_rows<64>(o, a, panel_descriptor(values, at + 2 * kPanelBytes), add || k > 0);
@@ -254,8 +261,8 @@ class RunConsumer {
     mma_commit();
   }
 
-  /// The four lanes of a head swap words until each has 8 channels side by side, all of them at once: a shuffle waits
-  /// for multiplies that read shared memory.
+  /// The four lanes of a head exchange words until each has 8 adjacent channels. All words are exchanged together: a
+  /// shuffle waits for multiplies that read shared memory.
   __device__ void store(std::uint32_t (&words)[kWords], const Job& job) const {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
@@ -279,68 +286,68 @@ class RunConsumer {
     }
   }
 
-  /// What O is multiplied by, of the upper or lower head.
-  __device__ float finish(const Round& round, float base, int half) const {
+  /// The factor of O, for the upper or the lower head.
+  __device__ float finish(const WorkTile& work, float base, int half) const {
     const int head = head_of_thread() + 8 * half;
-    const float sink = round.rows.at.padded() ? -INFINITY : sink_[half];
+    const float sink = work.rows.at.padded() ? -INFINITY : sink_[half];
     const bool has_lse = side_ == 0 && quad_of_thread() == 0;
-    return finish_head(s_, head, base, sink, has_lse ? lse_of(p_, round.token, round.first_head + head) : nullptr);
+    return finish_head(s_, head, base, sink, has_lse ? lse_of(p_, work.token, work.first_head + head) : nullptr);
   }
 
   const AttendParams& p_;
-  RunShared& s_;
+  WindowShared& s_;
   const int side_;
   const float scale_;
   float sink_[2];
 };
 
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_runs_kernel(const __grid_constant__ AttendParams p, int head_tiles, int run_tokens) {
+    attend_persistent_window(const __grid_constant__ AttendParams p, int head_tiles, int cta_tokens) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ std::uint8_t base[];
-  RunShared& s = *reinterpret_cast<RunShared*>(base + (1024 - shared_address(base) % 1024) % 1024);
+  WindowShared& s = *reinterpret_cast<WindowShared*>(base + (1024 - shared_address(base) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&s.queries_there), Arrivals::of_warps(kLoaderWarps));
-    barrier_init(shared_address(&s.queries_used), Arrivals::of_warps(kConsumerWarps));
-    barrier_init(shared_address(&s.rows_there), Arrivals::of_warps(kLoaderWarps));
-    barrier_init(shared_address(&s.side_used), Arrivals::of_warps(kConsumerWarps));
-    barrier_init(shared_address(&s.rows_used), Arrivals::of_warps(kConsumerWarps));
+    barrier_init(shared_address(&s.queries_full), Arrivals::of_warps(kProducerWarps));
+    barrier_init(shared_address(&s.queries_empty), Arrivals::of_warps(kConsumerWarps));
+    barrier_init(shared_address(&s.rows_full), Arrivals::of_warps(kProducerWarps));
+    barrier_init(shared_address(&s.side_empty), Arrivals::of_warps(kConsumerWarps));
+    barrier_init(shared_address(&s.rows_empty), Arrivals::of_warps(kConsumerWarps));
   }
   launch_dependents();
   touch(p);
   __syncthreads();
   const int first_head = static_cast<int>(blockIdx.x) % head_tiles * kTile;
-  const int first = static_cast<int>(blockIdx.x) / head_tiles * run_tokens;
-  const int end = min(first + run_tokens, p.step.num_tokens);
-  const bool loads = threadIdx.x >= kConsumers;
-  if (loads) RunLoader(p, s, first_head).fetch_queries(first);
+  const int first = static_cast<int>(blockIdx.x) / head_tiles * cta_tokens;
+  const int end = min(first + cta_tokens, p.step.num_tokens);
+  const bool loads = threadIdx.x >= kConsumerThreads;
+  if (loads) WindowProducer(p, s, first_head).prefetch_queries(first);
   grid_dependency_wait();
-  if (loads) RunLoader(p, s, first_head).copy_queries(first);
-  RunRows(p, s).fill<kThreads / 32>(QueryRows(p, first), thread_here() / 32);
+  if (loads) WindowProducer(p, s, first_head).copy_queries(first);
+  WindowRows(p, s).fill<kThreads / 32>(QueryRows(p, first), thread_here() / 32);
   publish_to_mma();
   __syncthreads();
   if (!loads) {
-    more_registers<kRunConsumerRegisters>();
-    RunConsumer(p, s, first_head).run(end - first);
+    more_registers<kWindowConsumerRegisters>();
+    WindowConsumer(p, s, first_head).run(end - first);
   } else {
-    fewer_registers<kRunLoaderRegisters>();
-    RunLoader(p, s, first_head).run(first, end);
+    fewer_registers<kWindowProducerRegisters>();
+    WindowProducer(p, s, first_head).run(first, end);
   }
 #endif
 }
 
 }  // namespace
 
-cudaError_t attend_runs(const AttendParams& p, cudaStream_t stream) {
+cudaError_t launch_persistent_window(const AttendParams& p, cudaStream_t stream) {
   const int head_tiles = (p.num_heads + kTile - 1) / kTile;
   const int at_once = std::max(num_sms() / head_tiles, 1);
-  const int run_tokens = (p.step.num_tokens + at_once - 1) / at_once;
-  const int runs = (p.step.num_tokens + run_tokens - 1) / run_tokens;
-  const cudaError_t error =
-      cudaFuncSetAttribute(attend_runs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRunSharedBytes);
+  const int cta_tokens = (p.step.num_tokens + at_once - 1) / at_once;
+  const int runs = (p.step.num_tokens + cta_tokens - 1) / cta_tokens;
+  const cudaError_t error = cudaFuncSetAttribute(attend_persistent_window, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 kPersistentWindowSharedBytes);
   if (error != cudaSuccess) return error;
-  return launch<kRunSharedBytes>(attend_runs_kernel, static_cast<unsigned>(runs * head_tiles), kThreads, stream, p,
-                                 head_tiles, run_tokens);
+  return launch<kPersistentWindowSharedBytes>(attend_persistent_window, static_cast<unsigned>(runs * head_tiles),
+                                              kThreads, stream, p, head_tiles, cta_tokens);
 }
 
 }  // namespace kv4::cuda

@@ -1,5 +1,5 @@
-// Which rows a query attends to, and where they lie: its window, then its entries. A row is found in three steps, each
-// with at most one load, so that a kernel can have the loads of several rows under way.
+// The rows that a query attends to, and their addresses: the window, then the entries. A row is located in three steps
+// with at most one load each, so that a kernel can have the loads of several rows in flight.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace kv4::cuda {
 
-/// Channels of a row; pools kept elsewhere may have entries only.
+/// Channels of a row. A layer whose window lives in another pool may have entries only.
 KV4_HD std::int32_t width_of(const ops::AttendParams& p) {
   return p.layer.window.ring.shape.width > 0 ? p.layer.window.ring.shape.width : p.layer.kinds[0].page.shape.width;
 }
 
-/// Of numbers that are not negative. kByShift: what they are divided by is nearly always a power of two.
+/// For numbers that are not negative. kByShift: the divisor is nearly always a power of two.
 template <bool kByShift>
 __device__ std::int32_t quotient(std::int32_t x, std::int32_t by) {
   return kByShift && (by & (by - 1)) == 0 ? x >> (31 - __clz(by)) : x / by;
@@ -30,12 +30,12 @@ struct QueryRows {
   std::int32_t first = 0;    // position of the first window row
   std::int32_t begin = 0;    // window rows before this position do not exist
   std::int32_t window = 0;   // rows of the window
-  std::int32_t entries = 0;  // rows after them; some may not be there
+  std::int32_t entries = 0;  // rows after the window; some may not exist
 
   QueryRows() = default;
   __device__ QueryRows(const ops::AttendParams& p, std::int64_t token) : QueryRows(p, token, record_of(p, token)) {}
 
-  /// With the token's record, or what takes its place where there are slot lists only.
+  /// With the token's record, or with a record that replaces it where there are slot lists only.
   __device__ QueryRows(const ops::AttendParams& p, std::int64_t token, const ops::StepRecord& record) : at(record) {
     const bool has_step = p.step.tokens != nullptr;
     if (at.padded()) return;
@@ -54,8 +54,8 @@ struct QueryRows {
 
   __device__ std::int32_t count() const { return window + entries; }
 
-  /// What names row i: a position, an entry, or a slot of a list; negative: it is not there. kAnyEntry: whether the
-  /// query sees an entry that was chosen is to be asked later (`seen`), so that nothing waits for the list.
+  /// The name of row i: a position, an entry, or a slot of a list; negative: the row does not exist. kAnyEntry: the
+  /// visibility of a chosen entry is checked later (`seen`), so that no load waits for the list.
   template <bool kAnyEntry = false>
   __device__ std::int32_t key(const ops::AttendParams& p, std::int64_t token, std::int32_t i) const {
     if (i >= count()) return -1;
@@ -73,7 +73,7 @@ struct QueryRows {
     return is_chosen && key >= visible<kByShift>(p) ? -1 : key;
   }
 
-  /// The block, or state slot, of row i; negative: the row is not there.
+  /// The block or state slot of row i; negative: the row does not exist.
   template <bool kByShift = false>
   __device__ std::int32_t block(const ops::AttendParams& p, std::int32_t i, std::int32_t key) const {
     if (key < 0) return -1;
@@ -111,12 +111,12 @@ struct QueryRows {
     return quotient<kByShift>(at.position + 1, p.layer.kinds[0].ratio);
   }
   __device__ static std::int32_t length_of(const ops::SlotList& list, std::int64_t token) {
-    const std::int32_t most = static_cast<std::int32_t>(list.stride);
-    return list.lens == nullptr ? most : max(0, min(list.lens[token], most));
+    const std::int32_t max_length = static_cast<std::int32_t>(list.stride);
+    return list.lens == nullptr ? max_length : max(0, min(list.lens[token], max_length));
   }
 };
 
-/// Which rows a window has where each stands at its position modulo the window's tokens.
+/// The rows of a window that stores each row at its position modulo the window's tokens.
 struct RingSlots {
   std::int32_t tokens, first, first_slot, count;
 
@@ -126,7 +126,7 @@ struct RingSlots {
     first_slot = first % tokens;
     count = rows.at.position + 1 - first;
   }
-  /// Of the row in a slot; -1: there is none.
+  /// Position of the row in a slot; -1: the slot has no row.
   __device__ std::int32_t position(std::int32_t slot) const {
     const std::int32_t behind = slot - first_slot + (slot < first_slot ? tokens : 0);
     return slot < tokens && behind < count ? first + behind : -1;

@@ -1,16 +1,17 @@
-// attend over windows alone, a token or two per SM: a CTA takes 64 heads of a token and all of its
-// rows, at most 128, in one go. No loop over tiles, and no roles but who scores: what runs once is bound by the
-// fetching of its instructions, so there are few (3,100; dispatch.cu has 7,000).
+// Single-pass window kernel: attend over windows only, one or two tokens per SM. A CTA takes 64 heads of a token and
+// all of its rows, at most 128, in a single pass. There is no loop over tiles, and the warpgroups differ only in which
+// of them compute S: instruction fetches bound code that runs once, so there are few instructions (3,100;
+// attend_split_kv has 7,000).
 //
-// 512 threads bring the queries, which need no conversion, into shared memory and convert a quarter of a row each. Two
-// warpgroups each score one half of the rows (m64n64k16), agree on the largest logit of each head and leave their
-// weights in shared memory; all four add up a quarter of the channels over all rows (m64n128k16). Where SMs
-// are to spare, two CTAs share a token: both score it, each adds up one half of the channels.
+// 512 threads load the queries, which need no conversion, into shared memory and convert a quarter of a row each. Two
+// warpgroups each compute S of one half of the rows (m64n64k16), agree on the row maximum of each head and store P in
+// shared memory; all four compute PV of a quarter of the channels over all rows (m64n128k16). If SMs would be idle, two
+// CTAs share a token: both compute S, and each computes PV of one half of the channels.
 //
-// Clocks since the wait, H200, 2026-11-16, 64 tokens: rows and queries there 4,300 (137 KB at 33 bytes a clock, what
-// the load units bring), converted 5,200, scores 7,500 (2,048 are multiplies), weights 8,600, values 11,600 (2,048),
-// stored 14,100; the next kernel passes its wait 3,500 later. 128 tokens: the kernel's first 4,400 clocks come on top,
-// since nothing of it fits beside the kernel before, and memory is waited for.
+// Clocks since the grid dependency wait, H200, 2026-11-16, 64 tokens: rows and queries loaded 4,300 (137 KB at 33 bytes
+// a clock, which is the rate of the load units), converted 5,200, S 7,500 (2,048 are multiplies), P 8,600, PV 11,600
+// (2,048), stored 14,100; the next kernel passes its wait 3,500 later. 128 tokens: the kernel's first 4,400 clocks are
+// added, because no CTA fits beside the preceding kernel, and the loads are waited for.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -36,16 +37,16 @@ namespace kv4::cuda {
 namespace {
 
 constexpr int kWindowSharedBytes = sizeof(WindowTiles) + 1024;
-static_assert(kThreads == 4 * kMostRunWindow);
+static_assert(kThreads == 4 * kMaxWindowRows);
 static_assert(kWindowSharedBytes <= 227 * 1024);
 
-/// A quarter of a row, of each 64 bytes 16: 7 units of codes, one of each scale's tile, and 2 of bf16.
+/// A quarter of a row, 16 of every 64 bytes: 7 chunks of codes, one of each scale's panel, and 2 chunks of bf16.
 class RowQuarter {
  public:
-  __device__ RowQuarter(WindowTiles& s, int thread) : row_(thread / 4), unit_(thread % 4) {
+  __device__ RowQuarter(WindowTiles& s, int thread) : row_(thread / 4), chunk_(thread % 4) {
     to_ = shared_address(s.rows[row_ / kTile]);
-    codes_at_ = panel_offset(row_ % kTile, 2 * unit_);
-    tail_at_ = kCodeUnits * kPanelBytes + panel_offset(row_ % kTile, row_ % 2 * 4 + unit_);
+    codes_at_ = panel_offset(row_ % kTile, 2 * chunk_);
+    tail_at_ = kCodeChunks * kPanelBytes + panel_offset(row_ % kTile, row_ % 2 * 4 + chunk_);
   }
 
   __device__ RowPlace find(const AttendParams& p, const QueryRows& rows) const {
@@ -54,11 +55,11 @@ class RowQuarter {
     return rows.place<true>(p, 0, position, rows.block<true>(p, 0, position));
   }
   /// Into L2.
-  __device__ void fetch_ahead(const RowPlace& place) const {
+  __device__ void prefetch_inputs(const RowPlace& place) const {
     if (place.payload == nullptr) return;
-    fetch(place.payload + unit_ * kLine);
-    if (unit_ == 0) fetch(place.payload + 4 * kLine);
-    if (unit_ == 1) fetch(place.scale);
+    prefetch_line(place.payload + chunk_ * kLine);
+    if (chunk_ == 0) prefetch_line(place.payload + 4 * kLine);
+    if (chunk_ == 1) prefetch_line(place.scale);
   }
 
   __device__ void load(const RowPlace& place) {
@@ -69,20 +70,20 @@ class RowQuarter {
       return;
     }
     scales_ = cuda::load<uint2, Keep::usual>(place.scale);
-    const std::uint8_t* from = place.payload + unit_ * 16;
-    // The last panel's halves the other way round in odd rows: else stores of neighbours would meet in the same banks.
+    const std::uint8_t* from = place.payload + chunk_ * 16;
+    // Odd rows swap the halves of the last panel: otherwise stores of adjacent rows would meet in the same banks.
     const int odd = row_ % 2 * 64;
-    raw_[kCodeUnits] = cuda::load<uint4, Keep::usual>(from + kCodeUnits * 64 + odd);
-    raw_[kCodeUnits + 1] = cuda::load<uint4, Keep::usual>(from + kCodeUnits * 64 + (odd ^ 64));
+    raw_[kCodeChunks] = cuda::load<uint4, Keep::usual>(from + kCodeChunks * 64 + odd);
+    raw_[kCodeChunks + 1] = cuda::load<uint4, Keep::usual>(from + kCodeChunks * 64 + (odd ^ 64));
 #pragma unroll
-    for (int j = kCodeUnits - 1; j >= 0; --j) raw_[j] = cuda::load<uint4, Keep::usual>(from + j * 64);
+    for (int j = kCodeChunks - 1; j >= 0; --j) raw_[j] = cuda::load<uint4, Keep::usual>(from + j * 64);
   }
 
   __device__ void convert() const {
-    store_shared(to_ + tail_at_, raw_[kCodeUnits]);
-    store_shared(to_ + (tail_at_ ^ 64), raw_[kCodeUnits + 1]);
+    store_shared(to_ + tail_at_, raw_[kCodeChunks]);
+    store_shared(to_ + (tail_at_ ^ 64), raw_[kCodeChunks + 1]);
 #pragma unroll
-    for (int j = kCodeUnits - 1; j >= 0; --j) {
+    for (int j = kCodeChunks - 1; j >= 0; --j) {
       const float scale = codec::ue8m0_value(static_cast<std::uint8_t>((j < 4 ? scales_.x : scales_.y) >> (j % 4 * 8)));
       const uint4& raw = raw_[j];
       store_shared(to_ + codes_at_ + j * kPanelBytes, eight(raw.x, raw.y, scale));
@@ -91,7 +92,7 @@ class RowQuarter {
   }
 
  private:
-  static constexpr int kCodeUnits = 7;
+  static constexpr int kCodeChunks = 7;
 
   __device__ static uint4 eight(std::uint32_t low, std::uint32_t high, float scale) {
     float x[kOctet];
@@ -99,10 +100,10 @@ class RowQuarter {
     return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
   }
 
-  const int row_, unit_;
+  const int row_, chunk_;
   std::uint32_t to_, codes_at_, tail_at_;
   uint2 scales_;
-  uint4 raw_[kCodeUnits + 2];
+  uint4 raw_[kCodeChunks + 2];
 };
 
 /// O += P V over a warpgroup's channels.
@@ -111,12 +112,12 @@ __device__ void add_values(WindowTiles& s, float (&o)[kSize], int first_channel)
   mma_begin();
 #pragma unroll
   for (int side = 0; side < kSides; ++side) {
-    const std::uint32_t weights = panel_place(shared_address(s.weights[side]));
+    const std::uint32_t p_tile = panel_place(shared_address(s.p_tile[side]));
     const std::uint32_t values =
         panel_place(shared_address(s.rows[side]) + first_channel / kTile * kPanelBytes, kPanelBytes);
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
-      const std::uint64_t a = panel_descriptor(weights, k * 32), b = panel_descriptor(values, k * 16 * kPanelRowBytes);
+      const std::uint64_t a = panel_descriptor(p_tile, k * 32), b = panel_descriptor(values, k * 16 * kPanelRowBytes);
       if constexpr (kSize == 64)
         multiply_bf16_rows<0>(o, a, b, side > 0 || k > 0);
       else
@@ -126,28 +127,28 @@ __device__ void add_values(WindowTiles& s, float (&o)[kSize], int first_channel)
   mma_commit();
 }
 
-template <int kChannelParts>
+template <int kChannelSplits>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_window_kernel(const __grid_constant__ AttendParams p, int head_tiles) {
+    attend_single_pass_window(const __grid_constant__ AttendParams p, int head_tiles) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ std::uint8_t base[];
   WindowTiles& s = *reinterpret_cast<WindowTiles*>(base + (1024 - shared_address(base) % 1024) % 1024);
   launch_dependents();
   touch(p);
-  const int thread = thread_here(), group = thread / kGroup;
-  Job job(1, kChannelParts, 1, head_tiles, false);
+  const int thread = thread_here(), warpgroup = thread / kWarpgroupThreads;
+  Job job(1, kChannelSplits, 1, head_tiles, false);
   RowQuarter quarter(s, thread);
   if (job.first_head + thread * kLine / (kWidth * 2) < p.num_heads)
-    fetch(queries_of(p, job.token, job.first_head) + thread * kLine);
-  QueryRows rows(p, job.token, guess_record_to_load(p, job.token));
+    prefetch_line(queries_of(p, job.token, job.first_head) + thread * kLine);
+  QueryRows rows(p, job.token, speculative_record_to_load(p, job.token));
   const RowPlace place = quarter.find(p, rows);
-  quarter.fetch_ahead(place);
+  quarter.prefetch_inputs(place);
   grid_dependency_wait();
 
-  // Rows are asked for where they are if the record is as it was.
+  // Validation: the speculative row addresses hold if the record is unchanged.
   const ops::StepRecord record = load_record_again(p.step.tokens + job.token);
   quarter.load(place);
-  copy_queries<kThreads, kTile * kQueryUnits / kThreads>(p, s, job.token, job.first_head, thread);
+  copy_queries<kThreads, kTile * kQueryChunks / kThreads>(p, s, job.token, job.first_head, thread);
   const int head = head_of_thread();
   float sinks[2];
   for (int half = 0; half < 2; ++half) sinks[half] = sink_of(p, job.first_head + head + 8 * half);
@@ -161,28 +162,29 @@ __global__ void __launch_bounds__(kThreads, 1)
   publish_to_mma();
   __syncthreads();
   const float scale = p.softmax_scale * codec::kLog2e;
-  if (group < kSides) {
+  if (warpgroup < kSides) {
     float z[kScores], base[2];
-    score_side(s, z, group);
+    score_side(s, z, warpgroup);
     mma_wait<0>();
-    if (rows.window < kMostRunWindow) {
+    if (rows.window < kMaxWindowRows) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i)
-        if (group * kTile + row_of_score(i) >= rows.window) z[i] = -INFINITY;
+        if (warpgroup * kTile + row_of_score(i) >= rows.window) z[i] = -INFINITY;
     }
-    weigh_side(s, z, group, scale, base);
+    softmax_side(s, z, warpgroup, scale, base);
   }
   __syncthreads();
-  constexpr int kChannels = kWidth / kChannelParts / 4;
-  const int first_channel = (job.channel_part * 4 + group) * kChannels;
+  constexpr int kChannels = kWidth / kChannelSplits / 4;
+  const int first_channel = (job.channel_split * 4 + warpgroup) * kChannels;
   float o[kChannels / 2], factor[2];
   add_values(s, o, first_channel);
-  const bool has_lse = group == 0 && job.channel_part == 0 && quad_of_thread() == 0;
+  const bool has_lse = warpgroup == 0 && job.channel_split == 0 && quad_of_thread() == 0;
   for (int half = 0; half < 2; ++half) {
     const int at = head + 8 * half;
-    const float most = fmaxf(s.most[0][at], s.most[1][at]);
-    factor[half] = finish_head(s, at, most == -INFINITY ? 0.0f : most * scale, job.padded ? -INFINITY : sinks[half],
-                               has_lse ? lse_of(p, job.token, job.first_head + at) : nullptr);
+    const float row_max = fmaxf(s.row_max[0][at], s.row_max[1][at]);
+    factor[half] =
+        finish_head(s, at, row_max == -INFINITY ? 0.0f : row_max * scale, job.padded ? -INFINITY : sinks[half],
+                    has_lse ? lse_of(p, job.token, job.first_head + at) : nullptr);
   }
   mma_wait<0>();
   scale_heads(o, factor[0], factor[1]);
@@ -191,21 +193,21 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <int kChannelParts>
+template <int kChannelSplits>
 cudaError_t launch_window(const AttendParams& p, cudaStream_t stream) {
-  const auto kernel = attend_window_kernel<kChannelParts>;
+  const auto kernel = attend_single_pass_window<kChannelSplits>;
   const int head_tiles = (p.num_heads + kTile - 1) / kTile;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWindowSharedBytes);
   if (error != cudaSuccess) return error;
-  return launch<kWindowSharedBytes>(kernel, static_cast<unsigned>(p.step.num_tokens * head_tiles * kChannelParts),
+  return launch<kWindowSharedBytes>(kernel, static_cast<unsigned>(p.step.num_tokens * head_tiles * kChannelSplits),
                                     kThreads, stream, p, head_tiles);
 }
 
 }  // namespace
 
-cudaError_t attend_window(const AttendParams& p, int channel_parts, cudaStream_t stream) {
-  return channel_parts == 1 ? launch_window<1>(p, stream) : launch_window<2>(p, stream);
+cudaError_t launch_single_pass_window(const AttendParams& p, int channel_splits, cudaStream_t stream) {
+  return channel_splits == 1 ? launch_window<1>(p, stream) : launch_window<2>(p, stream);
 }
 
 }  // namespace kv4::cuda

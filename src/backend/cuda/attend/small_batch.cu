@@ -1,25 +1,27 @@
-// attend for few tokens: rows of 512 channels in fp8_tile64 and bf16 queries on Hopper, bound by latency. Heads and
-// rows are both split, so that even one token fills the GPU.
-// A CTA takes 8 or 16 heads of a token and a part of its rows, in tiles of 64 rows; the parts are the thread
-// blocks of a cluster. Raw rows are copied into shared memory and never stored converted: an e4m3 code is exact in
-// fp16, and its scale, a power of two per row and 64 channels, can wait until codes have been multiplied. A tile is
-// scored while the one before it is added up and the next one is on its way. Parts of at most 80 rows, as eight of 640
-// are, are one tile.
-//   scores   S^T = K Q^T (m16n8k16, rows times heads): warps take 16 rows and half of the channels, each 64 channels'
-//            products are multiplied by their scale in fp32. Q stays in registers, in fp16 with a power of two per
-//            head. Of one tile, 16 rows that are over are spread over all warps, 64 channels each.
-//   values   O^T += V^T P^T (channels times heads): warps take 64 channels, all of one scale, and all rows. The scale's
-//            exponent is added to the logit, so a weight is 2^(logit + exponent - the largest such sum). Each warp has
-//            its own running maximum therefore; the one of the bf16 channels has the softmax's.
-// Channels and rows are assigned to the multiplies' indices so that a thread's fragments are what lies side by side in
-// a row (scores) or what byte permutes of four rows give (values). Merging: each CTA sends its shares of O, in
-// fp16 with an exponent per head and 64 channels, straight to the one that finishes them: one exchange, one launch.
+// attend for few tokens: rows of 512 channels in fp8_tile64 and bf16 queries on Hopper, bound by latency. Both heads
+// and rows are split, so that even one token fills the GPU.
 //
-// What the token's record points at is brought into L2 before the kernel before has ended, and the first rows are asked
-// for by that record while it is read again.
+// A CTA takes 8 or 16 heads of a token and one KV split, in tiles of 64 rows; the KV splits form a cluster. Raw rows
+// are copied into shared memory and never stored converted: an e4m3 code is exact in fp16, and its scale, a power of
+// two per row and 64 channels, is applied after the multiplication. S of a tile is computed in the same phase as PV of
+// the preceding tile, while the next tile is in flight. A split of at most 80 rows (such as one of eight splits of 640)
+// is a single tile.
+//   S   S^T = K Q^T (m16n8k16, rows times heads): warps take 16 rows and half of the channels; the products of each 64
+//       channels are multiplied by their scale in fp32. Q stays in registers, in fp16 with a power of two per head. In
+//       a single tile, 16 excess rows are spread over all warps, 64 channels each.
+//   PV  O^T += V^T P^T (channels times heads): warps take 64 channels, all of one scale, and all rows. The scale's
+//       exponent is added to the logit, so that P is 2^(logit + exponent - the largest such sum). Therefore each warp
+//       has its own running maximum; the maximum in the warp of the bf16 channels is that of the softmax.
+// Channels and rows are assigned to the mma indices so that a thread's fragments are adjacent in a row (S) or result
+// from byte permutes of four rows (PV). Combination: each CTA sends its partial O, in fp16 with an exponent per head
+// and 64 channels, directly to the CTA that reduces it: one exchange, one launch.
+//
+// Speculative prefetch: before the preceding kernel has ended, the kernel brings the memory that the token's record
+// refers to into L2. It requests the first rows by that record while it reads the record again for validation.
 // H200, 2026-11-16, one token, 64 heads: 128 rows in 4.0 us, 640 chosen rows in 5.9. Bound by the latency of code that
-// runs once, about five clocks an instruction: what can be found before the wait is, and eight parts are known to the
-// compiler. A further tile takes 4,100 clocks (8 heads) or 5,400 (16).
+// runs once, about five clocks an instruction. So everything that can be computed before the grid dependency wait is,
+// and the compiler knows the number of splits if it is eight. A further tile takes 4,100 clocks (8 heads) or 5,400
+// (16).
 #include "backend/cuda/attend/small_batch.cuh"
 
 #include <array>
@@ -34,7 +36,8 @@ namespace {
 
 // --- rows
 
-/// An entry that a list names. Everything that the list's number does not tell is found before the wait.
+/// An entry of a list. Everything that does not depend on the entry's number is computed before the grid dependency
+/// wait.
 class ChosenRow {
  public:
   ChosenRow() = default;
@@ -44,7 +47,7 @@ class ChosenRow {
         visible_((rows.at.position + 1) / p.layer.kinds[0].ratio) {
     const int in_block = p.layer.kinds[0].rows_per_block;
     shift_ = (in_block & (in_block - 1)) == 0 ? __popc(in_block - 1) : -1;
-    asm volatile("" : "+l"(list_), "+l"(table_), "+r"(visible_), "+r"(shift_));  // not after the wait
+    asm volatile("" : "+l"(list_), "+l"(table_), "+r"(visible_), "+r"(shift_));  // not moved behind the wait
   }
 
   __device__ void ask() { entry_ = load(list_); }
@@ -68,43 +71,44 @@ class ChosenRow {
     return x;
   }
   const std::int32_t *list_, *table_;
-  int visible_, shift_;  // shift_: rows of a block; negative: not a power of two
+  int visible_, shift_;  // shift_: log2 of a block's rows; negative: not a power of two
   int entry_;
 };
 
-/// Four threads copy a row: of each 64 bytes a thread has 16. Each finds the row of every fourth tile, one step (see
-/// QueryRows) per tile, and gives its place to the others.
+/// Four threads copy a row; a thread has 16 of every 64 bytes. Each thread locates the row of every fourth tile, one
+/// step (see QueryRows) per tile, and passes its address to the other threads.
 class RowCopier {
  public:
-  static constexpr int kAhead = 2;  // tiles on their way or being scored while one is added up
+  static constexpr int kAhead = 2;  // tiles in flight or in S while PV of one runs
 
   __device__ RowCopier(const AttendParams& p, const QueryRows& rows, const Job& job)
       : p_(p),
         rows_(rows),
         job_(job),
         row_(static_cast<int>(threadIdx.x) / 4),
-        unit_(static_cast<int>(threadIdx.x) % 4) {}
+        chunk_(static_cast<int>(threadIdx.x) % 4) {}
 
-  /// Before the kernel before has ended: finds those of the first four tiles that no list names, and brings every n-th
-  /// line of them into L2.
-  __device__ void guess(int line, int lines) {
+  /// Before the preceding kernel has ended: locates the rows of the first four tiles that no list names, and brings
+  /// every n-th line of them into L2.
+  __device__ void speculate(int line, int lines) {
     known_ = row(0) >= job_.end || row(0) < rows_.window || p_.chosen.data == nullptr;
     if (!known_) chosen_ = ChosenRow(p_, rows_, job_.token, row(0));
     if (!known_ || row(0) >= job_.end) return;
     name(0);
-    block_ = row(0) < rows_.window ? rows_.block(p_, row(0), key_) : __ldcg(entry_block());  // it may change yet
+    block_ =
+        row(0) < rows_.window ? rows_.block(p_, row(0), key_) : __ldcg(entry_block());  // the table may still change
     place_ = placed(0);
     if (place_.payload == nullptr) return;
     for (int at = line * kLine; at < kScaleAt + kLine; at += lines * kLine)
-      fetch(at < kScaleAt ? place_.payload + at : place_.scale);
+      prefetch_line(at < kScaleAt ? place_.payload + at : place_.scale);
   }
 
-  /// Asks for what tells where those rows are that are not known yet; all of them if the guess was wrong.
-  __device__ void begin(bool guessed) {
-    guessed_ = guessed;
-    known_ = known_ && guessed;
+  /// Requests the data that locate the remaining rows; if the speculation was wrong, those of all rows.
+  __device__ void begin(bool speculated) {
+    speculated_ = speculated;
+    known_ = known_ && speculated;
     if (known_) return;
-    if (guessed)
+    if (speculated)
       chosen_.ask();
     else
       name(0);
@@ -114,7 +118,7 @@ class RowCopier {
   template <class S>
   __device__ void copy_first(S& s) {
     if (!known_) {
-      if (guessed_) {
+      if (speculated_) {
         place_ = chosen_.place(p_);
       } else {
         find_block(0);
@@ -125,12 +129,12 @@ class RowCopier {
     for (int tile = 0; tile < kAhead; ++tile) copy(s, tile);
   }
 
-  /// The guess, once the record has proved right.
-  __device__ bool was_right() const {
+  /// Validates the speculative addresses, after the record has been validated.
+  __device__ bool is_valid() const {
     return !known_ || row(0) >= job_.end || row(0) < rows_.window || *entry_block() == block_;
   }
 
-  /// When the tile before has been used: copies another one into its place.
+  /// Called when the preceding tile has been used: copies another tile into its place.
   template <class S>
   __device__ void advance(S& s, int tile) {
     prepare(tile);
@@ -163,25 +167,25 @@ class RowCopier {
     };
     const std::uint8_t *payload = give(place_.payload), *scale = give(place_.scale);
     if (tile >= job_.tiles() || row_ >= job_.steps(tile) * 16) return;
-    // One tile is two here, the second one short; a guess may have more rows.
+    // This single tile is two here, the second one short; a speculative record may have more rows.
     const int row = S::kOneTile ? tile * kTile + row_ : row_;
     if (S::kOneTile && row >= S::kRows) return;
     const bool there = payload != nullptr;
-    if (!there) payload = scale = static_cast<const std::uint8_t*>(p_.q.data);  // an address: nothing is read
+    if (!there) payload = scale = static_cast<const std::uint8_t*>(p_.q.data);  // a valid address; nothing is read
     const int bytes = there ? 16 : 0, stage = tile % S::kStages;
     const std::uint32_t to = shared_address(s.rows[stage]) + row * kRowStride;
 #pragma unroll
     for (int at = 0; at < kScaleAt; at += 64)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at + unit_ * 16),
-                   "l"(payload + at + unit_ * 16), "r"(bytes)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at + chunk_ * 16),
+                   "l"(payload + at + chunk_ * 16), "r"(bytes)
                    : "memory");
-    if (unit_ != 0) return;
+    if (chunk_ != 0) return;
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + kScaleAt), "l"(scale), "r"(bytes / 2)
                  : "memory");
     s.absent[stage][row] = there ? 0.0f : -INFINITY;
   }
 
-  __device__ int row(int tile) const { return job_.begin + (tile + unit_) * kTile + row_; }
+  __device__ int row(int tile) const { return job_.begin + (tile + chunk_) * kTile + row_; }
   __device__ void name(int tile) { key_ = row(tile) < job_.end ? rows_.key(p_, job_.token, row(tile)) : -1; }
   __device__ void find_block(int tile) { block_ = rows_.block(p_, row(tile), key_); }
   __device__ const std::int32_t* entry_block() const {
@@ -193,8 +197,8 @@ class RowCopier {
   const AttendParams& p_;
   const QueryRows& rows_;
   const Job& job_;
-  const int row_, unit_;
-  bool known_ = false, guessed_ = true;
+  const int row_, chunk_;
+  bool known_ = false, speculated_ = true;
   int key_, block_;
   ChosenRow chosen_;
   RowPlace place_, next_;
@@ -202,10 +206,10 @@ class RowCopier {
 
 template <int kHeads, int kStages, int kFixed>
 __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
-    attend_parts(const __grid_constant__ AttendParams p, Parts<kFixed> parts, int head_groups) {
+    attend_small_batch(const __grid_constant__ AttendParams p, KvSplits<kFixed> kv_splits, int head_groups) {
 #if __CUDA_ARCH__ == 900
-  constexpr bool kMore = Parts<kFixed>::kMore;
-  using S = Shared<kHeads, kStages, kMore>;
+  constexpr bool kNine = KvSplits<kFixed>::kNine;
+  using S = Shared<kHeads, kStages, kNine>;
   extern __shared__ __align__(16) std::uint8_t base[];
   auto& s = *reinterpret_cast<S*>(base);
   const std::uint32_t arrived = shared_address(&s.arrived);
@@ -214,16 +218,16 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
     publish_barriers();
   }
   part_init_from_arrival();
-  if (threadIdx.x == 0) barrier_arrive_expecting(arrived, s.bytes_sent(parts.count()));
+  if (threadIdx.x == 0) barrier_arrive_expecting(arrived, s.bytes_sent(kv_splits.count()));
   touch(p);
   __syncwarp();
   cluster_arrive();
-  Job job(parts, head_groups, kHeads);
-  QueryRows rows(p, job.token, guess_record_to_load(p, job.token));
-  job.take_rows(rows, parts);
+  Job job(kv_splits, head_groups, kHeads);
+  QueryRows rows(p, job.token, speculative_record_to_load(p, job.token));
+  job.take_rows(rows, kv_splits);
   RowCopier copier(p, rows, job);
-  copier.guess(job.first_head / kHeads, head_groups);
-  fetch_ahead<kHeads>(p, job, parts, rows, head_groups);
+  copier.speculate(job.first_head / kHeads, head_groups);
+  prefetch_inputs<kHeads>(p, job, kv_splits, rows, head_groups);
   float sink = -INFINITY;
   if (p.sink != nullptr && threadIdx.x < kHeads && job.first_head + static_cast<int>(threadIdx.x) < p.num_heads)
     sink = p.sink[job.first_head + threadIdx.x] * codec::kLog2e;
@@ -231,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   launch_dependents();
 
   const int warp = warp_of_thread(), half = warp / kSteps;
-  const int step = (warp + half) % kSteps;  // the two halves of 16 rows in different quarters of the SM
+  const int step = (warp + half) % kSteps;  // the two halves of 16 rows run in different quarters of the SM
   Queries<S> queries;
   ops::StepRecord record;
   record.row = 0;
@@ -242,22 +246,22 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   queries.convert(s);
   const bool same_query =
       is_same(record, rows.at) && (p.step.tokens == nullptr || window_begin(p.step, record) == rows.begin);
-  if (__syncthreads_or(!same_query || !copier.was_right())) {
+  if (__syncthreads_or(!same_query || !copier.is_valid())) {
     wait_for_batch<0>();
     __syncthreads();
     rows = QueryRows(p, job.token, record);
-    job.take_rows(rows, parts);
+    job.take_rows(rows, kv_splits);
     copier.begin(false);
     copier.copy_first(s);
   }
   if (threadIdx.x < kHeads) s.sink[threadIdx.x] = rows.at.padded() ? -INFINITY : sink;
   Turn turn{};
-  if (p.inverse_rope.rope_dim > 0 && !rows.at.padded() && (job.part + 1) * kWarps > kScales << parts.log2())
+  if (p.inverse_rope.rope_dim > 0 && !rows.at.padded() && (job.kv_split + 1) * kWarps > kScales << kv_splits.log2())
     turn = load_turn(p.inverse_rope, rows.at.position, kTailAt + 2 * lane_of_thread(), kWidth);
   queries.take(s, half);
 
   const float logit_scale = p.softmax_scale * codec::kLog2e;
-  Values<S> values;
+  PvAccumulator<S> values;
   const auto add = [&](int tile, int steps) {
     if (warp == kWarps - 1)
       values.template add<true>(s, tile, steps);
@@ -273,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
     __syncthreads();
     if (steps > 0) add(0, steps);
   } else {
-    // A tile is scored while the one before it is added up: one barrier each.
+    // S of a tile is computed in the same phase as PV of the preceding tile: one barrier per tile.
     for (int tile = -1; tile < job.tiles(); ++tile) {
       if (tile < 0)
         wait_for_batch<RowCopier::kAhead - 1>();
@@ -288,35 +292,35 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
         score_rows(s, tile + 1, step, half, queries, logit_scale);
     }
   }
-  cluster_wait();  // all blocks have begun
-  values.send(s, job, parts);
-  if (kMore && job.part >= parts.finishers()) return;  // nothing is sent here
+  cluster_wait();  // all CTAs have begun
+  values.send(s, job, kv_splits);
+  if (kNine && job.kv_split >= kv_splits.reducers()) return;  // no CTA sends data here
   const auto wait = [&] {
-    if (parts.alone())
-      __syncthreads();  // what this block stored for itself
+    if (kv_splits.unsplit())
+      __syncthreads();  // for the data that this CTA stored for itself
     else
       barrier_wait(shared_address(&s.arrived), 0);
   };
-  if (S::kPairs >> parts.log2() <= kWarps) {
-    finish_one(p, s, job, parts, turn, wait);
+  if (S::kPairs >> kv_splits.log2() <= kWarps) {
+    reduce_one(p, s, job, kv_splits, turn, wait);
   } else {
     wait();
-    finish_several(p, s, job, parts, turn);
+    reduce_several(p, s, job, kv_splits, turn);
   }
 #endif
 }
 
 // --- on the host
 
-// Not between nine and 16: such clusters do not lie in pairs in the parts of an H200.
-constexpr int kPartCounts[] = {1, 2, 4, 8, kNineParts, 16};
-constexpr std::size_t kNumPartCounts = std::size(kPartCounts);
-int log2_of(int parts) { return static_cast<int>(std::bit_width(static_cast<unsigned>(parts))) - 1; }
+// No number between nine and 16: two such clusters do not fit into a GPC of an H200.
+constexpr int kSplitCounts[] = {1, 2, 4, 8, kNineSplits, 16};
+constexpr std::size_t kNumSplitCounts = std::size(kSplitCounts);
+int log2_of(int kv_splits) { return static_cast<int>(std::bit_width(static_cast<unsigned>(kv_splits))) - 1; }
 
-/// One of the kernels.
+/// One variant of the kernel.
 template <int kHeads, int kStages>
 struct Variant {
-  static constexpr bool kNine = kStages > 1;  // parts, too
+  static constexpr bool kNine = kStages > 1;  // nine KV splits, too
   static constexpr int kSharedBytes = sizeof(Shared<kHeads, kStages, kNine>);
   static_assert(kSharedBytes <= (kStages <= 2 ? 113 : 227) * 1024);
 
@@ -327,51 +331,51 @@ struct Variant {
                                 : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   template <int kFixed>
-  static cudaError_t launch(const AttendParams& p, int parts, cudaStream_t stream) {
-    const auto kernel = attend_parts<kHeads, kStages, kFixed>;
+  static cudaError_t launch(const AttendParams& p, int kv_splits, cudaStream_t stream) {
+    const auto kernel = attend_small_batch<kHeads, kStages, kFixed>;
     if (const cudaError_t error = allow(kernel); error != cudaSuccess) return error;
     const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
-    return launch_clusters<sizeof(Shared<kHeads, kStages, Parts<kFixed>::kMore>)>(
-        kernel, static_cast<unsigned>(parts), static_cast<unsigned>(p.step.num_tokens * head_groups * parts), kThreads,
-        stream, p, Parts<kFixed>{log2_of(parts)}, head_groups);
+    return launch_clusters<sizeof(Shared<kHeads, kStages, KvSplits<kFixed>::kNine>)>(
+        kernel, static_cast<unsigned>(kv_splits), static_cast<unsigned>(p.step.num_tokens * head_groups * kv_splits),
+        kThreads, stream, p, KvSplits<kFixed>{log2_of(kv_splits)}, head_groups);
   }
-  static cudaError_t launch(const AttendParams& p, int parts, cudaStream_t stream) {
+  static cudaError_t launch(const AttendParams& p, int kv_splits, cudaStream_t stream) {
     if constexpr (kNine) {
-      if (parts == kNineParts) return launch<kNineParts>(p, parts, stream);
+      if (kv_splits == kNineSplits) return launch<kNineSplits>(p, kv_splits, stream);
     } else {
-      if (parts == kEightParts) return launch<kEightParts>(p, parts, stream);
+      if (kv_splits == kEightSplits) return launch<kEightSplits>(p, kv_splits, stream);
     }
-    return launch<0>(p, parts, stream);
+    return launch<0>(p, kv_splits, stream);
   }
-  /// Clusters that run at once, by their size. [kPartCounts]
-  static std::array<int, kNumPartCounts> count_clusters() {
-    std::array<int, kNumPartCounts> most{};
-    if (allow(attend_parts<kHeads, kStages, 0>) != cudaSuccess) return most;
-    for (std::size_t i = 0; i < most.size(); ++i) {
-      if (!kNine && kPartCounts[i] == kNineParts) continue;
+  /// The number of clusters that run at once, by their size. [kSplitCounts]
+  static std::array<int, kNumSplitCounts> count_clusters() {
+    std::array<int, kNumSplitCounts> counts{};
+    if (allow(attend_small_batch<kHeads, kStages, 0>) != cudaSuccess) return counts;
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      if (!kNine && kSplitCounts[i] == kNineSplits) continue;
       cudaLaunchAttribute cluster{};
       cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {static_cast<unsigned>(kPartCounts[i]), 1, 1};
+      cluster.val.clusterDim = {static_cast<unsigned>(kSplitCounts[i]), 1, 1};
       const cudaLaunchConfig_t config{cluster.val.clusterDim.x, kThreads, kSharedBytes, nullptr, &cluster, 1};
-      if (cudaOccupancyMaxActiveClusters(&most[i], attend_parts<kHeads, kStages, 0>, &config) != cudaSuccess)
-        most[i] = 0;
+      if (cudaOccupancyMaxActiveClusters(&counts[i], attend_small_batch<kHeads, kStages, 0>, &config) != cudaSuccess)
+        counts[i] = 0;
     }
-    static_cast<void>(cudaGetLastError());  // of sizes that the chip does not have
-    return most;
+    static_cast<void>(cudaGetLastError());  // of sizes that the GPU does not support
+    return counts;
   }
 };
 
 }  // namespace
 
-/// What should take the least time, of splits whose blocks all run at once: a start, and a time per row of a part. In
-/// hundredths of a microsecond, fitted to an H200, 2026-11-15.
-std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t most_rows, double other) {
-  static const std::array<int, kNumPartCounts> at_once[] = {
+/// The split with the least estimated time, among those whose CTAs all run at once: a constant, and a time per row of a
+/// KV split. In hundredths of a microsecond, fitted to an H200, 2026-11-15.
+std::optional<SmallBatchSplit> small_batch_split_of(const AttendParams& p, std::int64_t max_rows, double other) {
+  static const std::array<int, kNumSplitCounts> at_once[] = {
       Variant<8, 1>::count_clusters(), Variant<8, 2>::count_clusters(), Variant<8, 3>::count_clusters(),
       Variant<16, 3>::count_clusters()};
   struct Kernel {
     int heads, stages;
-    std::int64_t most_rows;
+    std::int64_t max_rows;
     double start, per_row;
   };
   constexpr std::int64_t kAnyRows = INT64_MAX;
@@ -380,35 +384,35 @@ std::optional<SmallSplit> small_split_of(const AttendParams& p, std::int64_t mos
                                  {8, 3, kAnyRows, 420, 3.8},
                                  {16, 3, kAnyRows, 620, 5.0}};
   static_assert(std::size(at_once) == std::size(kKernels));
-  constexpr double kRound = 15;          // of heads that a warp finishes
-  constexpr double kLargeCluster = 300;  // more for 16 blocks of 8 heads, which crowd a part of the chip
+  constexpr double kReduceRound = 15;    // per head that a warp reduces
+  constexpr double kLargeCluster = 300;  // added for 16 CTAs of 8 heads, which crowd a GPC
   double least = other;
-  std::optional<SmallSplit> best;
-  const auto rows_of = [&](int parts) { return (most_rows + parts - 1) / parts; };
-  const auto tiles_of = [&](int parts) { return (rows_of(parts) + kTile - 1) / kTile; };
+  std::optional<SmallBatchSplit> best;
+  const auto rows_of = [&](int kv_splits) { return (max_rows + kv_splits - 1) / kv_splits; };
+  const auto tiles_of = [&](int kv_splits) { return (rows_of(kv_splits) + kTile - 1) / kTile; };
   for (std::size_t k = 0; k < std::size(kKernels); ++k)
-    for (std::size_t i = 0; i < kNumPartCounts; ++i) {
+    for (std::size_t i = 0; i < kNumSplitCounts; ++i) {
       const Kernel& kernel = kKernels[k];
-      const int parts = kPartCounts[i], finishers = 1 << log2_of(parts);
+      const int kv_splits = kSplitCounts[i], reducers = 1 << log2_of(kv_splits);
       const std::int64_t clusters = std::int64_t{p.step.num_tokens} * ((p.num_heads + kernel.heads - 1) / kernel.heads);
-      if (clusters > at_once[k][i] || rows_of(parts) > kernel.most_rows) continue;
-      if (parts > finishers && tiles_of(parts) == tiles_of(finishers)) continue;  // 640 rows: 7.6 to 8.0 us
-      const bool shared = clusters * parts > num_sms();                           // two blocks on one SM
-      const double time = kernel.start + kRound * kernel.heads / finishers +
-                          kernel.per_row * static_cast<double>(rows_of(parts)) * (shared ? 2 : 1) +
-                          (parts == kMaxCluster && kernel.heads == 8 ? kLargeCluster : 0);
+      if (clusters > at_once[k][i] || rows_of(kv_splits) > kernel.max_rows) continue;
+      if (kv_splits > reducers && tiles_of(kv_splits) == tiles_of(reducers)) continue;  // 640 rows: 7.6 to 8.0 us
+      const bool shared = clusters * kv_splits > num_sms();                             // two CTAs on one SM
+      const double time = kernel.start + kReduceRound * kernel.heads / reducers +
+                          kernel.per_row * static_cast<double>(rows_of(kv_splits)) * (shared ? 2 : 1) +
+                          (kv_splits == kMaxCluster && kernel.heads == 8 ? kLargeCluster : 0);
       if (time >= least) continue;
       least = time;
-      best = SmallSplit{kernel.heads, parts, kernel.stages};
+      best = SmallBatchSplit{kernel.heads, kv_splits, kernel.stages};
     }
   return best;
 }
 
-cudaError_t attend_small(const AttendParams& p, const SmallSplit& split, cudaStream_t stream) {
-  if (split.heads == 16) return Variant<16, 3>::launch(p, split.parts, stream);
-  if (split.stages == 1) return Variant<8, 1>::launch(p, split.parts, stream);
-  return split.stages == 2 ? Variant<8, 2>::launch(p, split.parts, stream)
-                           : Variant<8, 3>::launch(p, split.parts, stream);
+cudaError_t launch_small_batch(const AttendParams& p, const SmallBatchSplit& split, cudaStream_t stream) {
+  if (split.heads == 16) return Variant<16, 3>::launch(p, split.kv_splits, stream);
+  if (split.stages == 1) return Variant<8, 1>::launch(p, split.kv_splits, stream);
+  return split.stages == 2 ? Variant<8, 2>::launch(p, split.kv_splits, stream)
+                           : Variant<8, 3>::launch(p, split.kv_splits, stream);
 }
 
 }  // namespace kv4::cuda

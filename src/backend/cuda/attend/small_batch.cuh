@@ -1,4 +1,4 @@
-// The CTAs of small_batch.cu: shared memory, scores, values, and their end. For small_batch.cu alone.
+// The CTAs of small_batch.cu: shared memory, S, PV and the combination. For small_batch.cu alone.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -21,68 +21,68 @@ namespace {
 
 using ops::AttendParams;
 
-constexpr int kWidth = 512, kTile = 64;      // a tile: so many rows, or channels of one scale
-constexpr int kScales = kWidth / kTile - 1;  // of a row; its last tile is bf16
-constexpr int kSteps = kTile / 16;           // of the multiplies, through a tile
+constexpr int kWidth = 512, kTile = 64;      // a tile: 64 rows, or the 64 channels of one scale
+constexpr int kScales = kWidth / kTile - 1;  // of a row; its last 64 channels are bf16
+constexpr int kSteps = kTile / 16;           // steps of the mma instruction through a tile
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-// A row in shared memory: as stored, then its scales. The stride keeps 2 neighbour rows (scores) and 4 (values) apart
-// in banks.
+// A row in shared memory: the stored bytes, then its scales. The stride keeps 2 adjacent rows (S) and 4 (PV) apart in
+// banks.
 constexpr int kTailAt = kScales * kTile, kScaleAt = 576, kRowStride = 608;
-constexpr int kWeightBits = 15;  // weights are as large as fp16 allows: times 2^15
+constexpr int kPBits = 15;       // P is scaled by 2^15, as far as fp16 allows
 constexpr int kQueryTop = 8;     // exponent of the largest query element of a head and 64 channels
-constexpr int kShareTop = 14;    // of a share's largest channel
+constexpr int kPartialTop = 14;  // exponent of a partial output's largest channel
 constexpr float kLn2 = 0.693147181f;
-constexpr int kOneTileRows = 80;  // of the kernel that has only one tile: eight parts of 640 rows
-constexpr int kEightParts = 8;    // the usual number for one token
-constexpr int kNineParts = 9;     // of which eight finish: of 9 x 128 rows two tiles each instead of three
+constexpr int kOneTileRows = 80;  // of the single-tile variant: eight splits of 640 rows
+constexpr int kEightSplits = 8;   // the usual number for one token
+constexpr int kNineSplits = 9;    // eight of them reduce; 9 x 128 rows are two tiles each instead of three
 
-/// Of one head over some rows: the largest logit (times log2 e) and the sum of 2^(logit - largest).
+/// The softmax of one head over some rows: the row maximum (logits times log2 e) and the sum of 2^(logit - maximum).
 struct Stats {
-  float most, sum;
+  float row_max, sum;
 };
 
-/// Parts of a token's rows. The CTAs of 2^log2 of them finish pairs of a head and 64 channels. kFixed:
-/// kEightParts or kNineParts; 0: any power of two.
+/// The KV splits of a token. 2^log2 of the CTAs reduce pairs of a head and 64 channels. kFixed: kEightSplits or
+/// kNineSplits; 0: any power of two.
 template <int kFixed>
-struct Parts {
-  static constexpr bool kMore = kFixed == kNineParts;
+struct KvSplits {
+  static constexpr bool kNine = kFixed == kNineSplits;
   int any_log2;
   __device__ int log2() const { return kFixed > 0 ? 3 : any_log2; }
-  __device__ int finishers() const { return 1 << log2(); }
-  __device__ int count() const { return kFixed > 0 ? kFixed : finishers(); }
-  __device__ int over(int x) const { return kMore ? x / kNineParts : x >> log2(); }
-  __device__ int rest(int x) const { return kMore ? x % kNineParts : x & (finishers() - 1); }
-  __device__ bool alone() const { return kFixed == 0 && any_log2 == 0; }
+  __device__ int reducers() const { return 1 << log2(); }
+  __device__ int count() const { return kFixed > 0 ? kFixed : reducers(); }
+  __device__ int over(int x) const { return kNine ? x / kNineSplits : x >> log2(); }
+  __device__ int rest(int x) const { return kNine ? x % kNineSplits : x & (reducers() - 1); }
+  __device__ bool unsplit() const { return kFixed == 0 && any_log2 == 0; }
 };
 
-template <int kHeads_, int kStages_, bool kMore>
+template <int kHeads_, int kStages_, bool kNine>
 struct Shared {
   static constexpr int kHeads = kHeads_, kStages = kStages_;
-  static constexpr int kPairs = kWarps * kHeads;  // of 64 channels and a head
-  static constexpr bool kOneTile = kStages == 1;  // what is said to be [1] of tiles is of its spread rows, see spreads
+  static constexpr int kPairs = kWarps * kHeads;  // pairs of 64 channels and a head
+  static constexpr bool kOneTile = kStages == 1;  // index [1] of two tiles then means the spread rows, see spreads
   static constexpr int kRows = kOneTile ? kOneTileRows : kTile;
   std::uint8_t rows[kStages][kRows * kRowStride];
   // [tile, half of the channels, 16 rows, head]: see score_word. Spread rows: [1, half, 64 channels of it, head]
   float scores[2][2][kSteps][kHeads][16];
   float exponents[2][kWarps][kTile];         // [tile, channels, row]: rows as in scores
   uint4 queries[kWarps][kHeads / 8][2][32];  // [channels, 8 heads, half of a thread's words, thread]: see Queries
-  float query_factors[kWarps][kHeads];       // what products with them are multiplied by
-  float absent[kStages][kRows];              // -infinity for rows that are not there
+  float query_factors[kWarps][kHeads];       // factors of the products with these queries
+  float absent[kStages][kRows];              // -infinity for rows that do not exist
   float sink[kHeads];                        // times log2 e
-  // From the CTAs of the cluster:
-  static constexpr int kShares = kMore ? kPairs / (kNineParts - 1) * kNineParts : kPairs;
-  std::uint16_t shares[kShares][kTile];  // [part, pair of this block]: fp16
-  float logs[kShares];                   // of what shares are multiplied by; then that itself
+  // Received from the CTAs of the cluster:
+  static constexpr int kPartials = kNine ? kPairs / (kNineSplits - 1) * kNineSplits : kPairs;
+  std::uint16_t partials[kPartials][kTile];  // [KV split, pair of this CTA]: fp16
+  float logs[kPartials];                     // logarithms of the partial outputs' factors; then the factors
   Stats stats[kMaxCluster][kHeads];
-  std::uint64_t arrived;  // of these
+  std::uint64_t arrived;  // counts the received bytes
 
-  /// Bytes that a block gets.
-  __device__ static int bytes_sent(int parts) {
-    return static_cast<int>(sizeof(shares) + sizeof(logs)) + parts * kHeads * static_cast<int>(sizeof(Stats));
+  /// Bytes that a CTA receives.
+  __device__ static int bytes_sent(int kv_splits) {
+    return static_cast<int>(sizeof(partials) + sizeof(logs)) + kv_splits * kHeads * static_cast<int>(sizeof(Stats));
   }
 };
 
-/// Word of row r of 16: the four rows of a thread's weights lie side by side; swizzled for whoever writes them.
+/// The word of row r of 16: the four rows of a thread's P are adjacent; swizzled for the threads that write them.
 __device__ int row_word(int r) { return r % 4 * 4 + r / 4; }
 __device__ int score_word(int r, int head) { return row_word(r) ^ (head / 2 % 4 * 4); }
 
@@ -122,8 +122,8 @@ __device__ uint2 shared_load8(std::uint32_t at) {
   return x;
 }
 
-/// A fragment of 16 x 16, of two elements per word: thread 4 g + q has, of rows g and g + 8, elements 2q, 2q + 1 (words
-/// 0, 1) and 2q + 8, 2q + 9 (words 2, 3).
+/// A fragment of 16 x 16, with two elements per word: thread 4 g + q has, of rows g and g + 8, elements 2q, 2q + 1
+/// (words 0, 1) and 2q + 8, 2q + 9 (words 2, 3).
 using Fragment = std::uint32_t[4];
 
 /// d += a b: d [16, 8] fp32, a [16, 16], b [16, 8] (its two words are elements 2q, 2q + 1 and 2q + 8, 2q + 9 of column
@@ -142,60 +142,59 @@ __device__ void multiply(float (&d)[4], const Fragment& a, std::uint32_t b0, std
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// What a CTA does.
+/// The work of a CTA.
 struct Job {
   std::int64_t token;
   int first_head;
-  int part;
+  int kv_split;
   int begin, end;  // rows
 
   template <int kFixed>
-  __device__ Job(const Parts<kFixed>& parts, int head_groups, int heads) {
-    const int unit = parts.over(static_cast<int>(blockIdx.x));
-    part = parts.rest(static_cast<int>(blockIdx.x));
-    token = unit / head_groups;
-    first_head = unit % head_groups * heads;
+  __device__ Job(const KvSplits<kFixed>& kv_splits, int head_groups, int heads) {
+    const int work_tile = kv_splits.over(static_cast<int>(blockIdx.x));
+    kv_split = kv_splits.rest(static_cast<int>(blockIdx.x));
+    token = work_tile / head_groups;
+    first_head = work_tile % head_groups * heads;
   }
 
   template <int kFixed>
-  __device__ void take_rows(const QueryRows& rows, const Parts<kFixed>& parts) {
-    const int share = parts.over(rows.count() + parts.count() - 1);
-    begin = min(part * share, rows.count());
-    end = min(begin + share, rows.count());
+  __device__ void take_rows(const QueryRows& rows, const KvSplits<kFixed>& kv_splits) {
+    const int split_rows = kv_splits.over(rows.count() + kv_splits.count() - 1);
+    begin = min(kv_split * split_rows, rows.count());
+    end = min(begin + split_rows, rows.count());
   }
   __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
-  /// Of 16 rows.
+  /// Steps of 16 rows.
   __device__ int steps(int tile) const { return min((end - begin - tile * kTile + 15) / 16, kSteps); }
-  /// The same where there is only one tile; a guess may have more rows.
+  /// The same with a single tile; a speculative record may have more rows.
   __device__ int steps() const { return min((end - begin + 15) / 16, kOneTileRows / 16); }
 };
 
-// --- before the kernel before has ended
+// --- speculative prefetch
 
-/// Brings into L2 what the token's CTAs will ask for: queries, the list of entries and the block table. They
-/// share the work.
+/// Brings queries, the list of entries and the block table into L2 for all CTAs of the token, which share this work.
 template <int kHeads, int kFixed>
-__device__ void fetch_ahead(const AttendParams& p, const Job& job, const Parts<kFixed>& parts, const QueryRows& rows,
-                            int head_groups) {
+__device__ void prefetch_inputs(const AttendParams& p, const Job& job, const KvSplits<kFixed>& kv_splits,
+                                const QueryRows& rows, int head_groups) {
   constexpr int kLinesPerHead = kWidth * 2 / kLine, kLineWords = kLine / 4;
   const int thread = static_cast<int>(threadIdx.x);
   const auto* q =
       static_cast<const std::uint8_t*>(p.q.data) + (job.token * p.q.row_stride + job.first_head * kWidth) * 2;
-  if (thread < kHeads * kLinesPerHead && parts.rest(thread) == job.part &&
+  if (thread < kHeads * kLinesPerHead && kv_splits.rest(thread) == job.kv_split &&
       job.first_head + thread / kLinesPerHead < p.num_heads)
-    fetch(q + thread * kLine);
+    prefetch_line(q + thread * kLine);
   if (rows.entries == 0 || p.chosen.data == nullptr) return;
-  const int words = (job.first_head / kHeads + (job.part + thread * parts.count()) * head_groups) * kLineWords;
+  const int words = (job.first_head / kHeads + (job.kv_split + thread * kv_splits.count()) * head_groups) * kLineWords;
   if (words < p.num_chosen)
-    fetch(static_cast<const std::int32_t*>(p.chosen.data) + job.token * p.chosen.row_stride + words);
+    prefetch_line(static_cast<const std::int32_t*>(p.chosen.data) + job.token * p.chosen.row_stride + words);
   if (words < p.step.blocks_per_request)
-    fetch(p.step.block_table + std::int64_t{rows.at.row} * p.step.blocks_per_request + words);
+    prefetch_line(p.step.block_table + std::int64_t{rows.at.row} * p.step.blocks_per_request + words);
 }
 
-// --- scores
+// --- S = Q K^T
 
-/// Queries as the multiplies want them: words 2s, 2s + 1 of 64 channels are for step s. A warp converts one tile of the
-/// channels for all of them.
+/// Queries in the order of the mma instruction: words 2s, 2s + 1 of 64 channels are for step s. Each warp converts 64
+/// channels for all warps.
 template <class S>
 class Queries {
  public:
@@ -217,7 +216,7 @@ class Queries {
     }
   }
 
-  /// To fp16, but for the bf16 channels, with a power of two per head.
+  /// Converts to fp16 with a power of two per head, except for the bf16 channels.
   __device__ void convert(S& s) {
     const int lane = lane_of_thread(), tile = warp_of_thread();
     const bool tail = tile == kScales;
@@ -225,13 +224,13 @@ class Queries {
     for (int n = 0; n < kGroups; ++n) {
       std::uint32_t words[8] = {own_[n][0].x, own_[n][0].y, own_[n][0].z, own_[n][0].w,
                                 own_[n][1].x, own_[n][1].y, own_[n][1].z, own_[n][1].w};
-      std::uint32_t most = 0;
+      std::uint32_t amax = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) most = __vmaxu2(most, words[i] & 0x7FFF7FFFu);
-      most = max(most & 0xFFFFu, most >> 16);
-      most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
-      most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
-      const std::uint32_t exponent = max(most >> 7, kQueryTop + 1u);
+      for (int i = 0; i < 8; ++i) amax = __vmaxu2(amax, words[i] & 0x7FFF7FFFu);
+      amax = max(amax & 0xFFFFu, amax >> 16);
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+      const std::uint32_t exponent = max(amax >> 7, kQueryTop + 1u);
       const float up = codec::bits_float((254u + kQueryTop - exponent) << 23);
       if (!tail) {
 #pragma unroll
@@ -244,7 +243,7 @@ class Queries {
     }
   }
 
-  /// A warp's half of the channels.
+  /// Loads a warp's half of the channels into registers.
   __device__ void take(const S& s, int half) {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n)
@@ -260,7 +259,7 @@ class Queries {
         }
   }
 
-  __device__ std::uint32_t word(int group, int tile, int i) const { return words_[group][tile][i]; }
+  __device__ std::uint32_t word(int warpgroup, int tile, int i) const { return words_[warpgroup][tile][i]; }
 
  private:
   uint4 own_[kGroups][2];
@@ -271,8 +270,8 @@ __device__ float scale_value(std::uint32_t scales, int i) {
   return codec::ue8m0_value(static_cast<std::uint8_t>(scales >> (8 * i)));
 }
 
-/// Adds products of 16 rows, a thread's being 2g and 2g + 1, and 64 channels of codes. at: the thread's of the first
-/// row; factors: [head]; query(n, i): word i of 8 heads.
+/// Adds the products of 16 rows (a thread has rows 2g and 2g + 1) and 64 channels of codes. at: the thread's address in
+/// the first row; factors: [head]; query(n, i): word i of 8 heads.
 template <int kGroups, class Query>
 __device__ void add_codes(std::uint32_t at, const std::uint32_t (&scales)[2], int byte, const float* factors,
                           const Query& query, float (&sum)[kGroups][4]) {
@@ -297,7 +296,7 @@ __device__ void add_codes(std::uint32_t at, const std::uint32_t (&scales)[2], in
   }
 }
 
-/// The same with the bf16 channels.
+/// The same for the bf16 channels.
 template <int kGroups, class Query>
 __device__ void add_tail(std::uint32_t at, const Query& query, float (&sum)[kGroups][4]) {
 #pragma unroll
@@ -313,7 +312,7 @@ __device__ void add_tail(std::uint32_t at, const Query& query, float (&sum)[kGro
   }
 }
 
-/// Logits of 16 rows over some channels. absent: what is added to those of a thread's rows.
+/// Stores the logits of 16 rows over some channels. absent: added to the logits of a thread's rows.
 template <int kHeads>
 __device__ void store_logits(const float (&sum)[kHeads / 8][4], float logit_scale, const float (&absent)[2],
                              float (&to)[kHeads][16]) {
@@ -370,8 +369,8 @@ __device__ void score_rows(S& s, int tile, int step, int half, const Queries<S>&
         scale_tile == kScales ? 0.0f : scale_exponent(scales[r], q);
 }
 
-/// Of so many times 16 rows, whether the last 16 are spread over all warps, 64 channels each: one more for two warps
-/// would take as long as all that those have.
+/// Whether the last of some steps of 16 rows is spread over all warps, 64 channels each: an additional step for two
+/// warps would take as long as all their other steps.
 __device__ bool spreads(int steps) { return steps % kSteps == 1; }
 
 /// Logits of the 16 spread rows over a warp's 64 channels.
@@ -414,21 +413,21 @@ __device__ void score_spread(S& s, int step, float logit_scale) {
   for (int r = 0; r < 2; ++r) s.exponents[1][tile][row_word(2 * g + r)] = exponents[r];
 }
 
-// --- values
+// --- softmax and PV
 
-/// Another block of the cluster, or this one, whose barrier counts the bytes that arrive.
+/// A CTA of the cluster (or this one) whose barrier counts the bytes that arrive.
 class Remote {
  public:
   template <int kFixed>
-  __device__ Remote(const std::uint64_t& arrived, int rank, const Parts<kFixed>& parts)
-      : alone_(parts.alone()),
+  __device__ Remote(const std::uint64_t& arrived, int rank, const KvSplits<kFixed>& kv_splits)
+      : unsplit_(kv_splits.unsplit()),
         rank_(static_cast<std::uint32_t>(rank)),
         arrived_(in_block(shared_address(&arrived), rank_)) {}
 
   template <class T, int kWords>
   __device__ void store(const T& place, const std::uint32_t (&x)[kWords]) const {
     const std::uint32_t here = shared_address(&place), to = in_block(here, rank_);
-    if (alone_) {  // without a cluster there are no asynchronous stores
+    if (unsplit_) {  // there are no asynchronous stores without a cluster
 #pragma unroll
       for (int i = 0; i < kWords; ++i) shared_store(here + 4 * i, x[i]);
     } else if constexpr (kWords == 1) {
@@ -448,22 +447,22 @@ class Remote {
   }
 
  private:
-  const bool alone_;
+  const bool unsplit_;
   const std::uint32_t rank_, arrived_;
 };
 
-/// A warp's share of O: 64 channels of all heads. A thread has channels 8g to 8g + 7 of heads 2q and 2q + 1 of every 8.
+/// A warp's part of O: 64 channels of all heads. A thread has channels 8g to 8g + 7 of heads 2q and 2q + 1 of every 8.
 template <class S>
-class Values {
+class PvAccumulator {
  public:
   static constexpr int kHeads = S::kHeads, kGroups = kHeads / 8, kPairsLog2 = kHeads == 8 ? 6 : 7;
-  static constexpr int kMostSteps = S::kRows / 16;
+  static constexpr int kMaxSteps = S::kRows / 16;
   static_assert(1 << kPairsLog2 == S::kPairs);
 
-  __device__ Values() {
+  __device__ PvAccumulator() {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      most_[n] = -INFINITY;
+      row_max_[n] = -INFINITY;
       sum_[n] = 0.0f;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -475,14 +474,14 @@ class Values {
   /// kTail: the warp of the bf16 channels.
   template <bool kTail>
   __device__ void add(const S& s, int tile, int steps) {
-    std::uint32_t weights[kGroups][kMostSteps][2];
+    std::uint32_t p_words[kGroups][kMaxSteps][2];
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) weigh<kTail>(s, n, tile % 2, steps, weights[n]);
+    for (int n = 0; n < kGroups; ++n) softmax_tile<kTail>(s, n, tile % 2, steps, p_words[n]);
     const int g = lane_of_thread() / 4, q = lane_of_thread() % 4;
     const std::uint32_t at = shared_address(s.rows[tile % S::kStages]) + q * kRowStride +
                              (kTail ? kTailAt + g * 16 : warp_of_thread() * kTile + g * 8);
 #pragma unroll
-    for (int step = 0; step < kMostSteps; ++step) {
+    for (int step = 0; step < kMaxSteps; ++step) {
       if (step >= steps) break;
       Fragment channels[4];
       load_step<kTail>(at + step * 16 * kRowStride, channels);
@@ -490,44 +489,44 @@ class Values {
       for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int n = 0; n < kGroups; ++n)
-          multiply<kTail>(o_[n][j], channels[j], weights[n][step][0], weights[n][step][1]);
+          multiply<kTail>(o_[n][j], channels[j], p_words[n][step][0], p_words[n][step][1]);
     }
   }
 
-  /// Shares to the blocks that finish them, the softmax's numbers to all of those.
+  /// Sends the partial outputs to the CTAs that reduce them, and the softmax's statistics to all reducers.
   template <int kFixed>
-  __device__ void send(S& s, const Job& job, const Parts<kFixed>& parts) const {
+  __device__ void send(S& s, const Job& job, const KvSplits<kFixed>& kv_splits) const {
     const int g = lane_of_thread() / 4, q = lane_of_thread() % 4;
     const bool tail = warp_of_thread() == kWarps - 1;
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float most = 0.0f;
+        float amax = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) most = fmaxf(most, fmaxf(fabsf(o_[n][j][i]), fabsf(o_[n][j][i + 2])));
+        for (int j = 0; j < 4; ++j) amax = fmaxf(amax, fmaxf(fabsf(o_[n][j][i]), fabsf(o_[n][j][i + 2])));
 #pragma unroll
-        for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
-        const std::uint32_t exponent = max(codec::float_bits(most) >> 23, kShareTop + 1u);
-        const float up = codec::bits_float((254u + kShareTop - exponent) << 23);
-        const float log = __shfl_sync(kAllLanes, most_[n], (2 * q + i) * 4) - (tail ? 0.0f : float{kWeightBits}) +
-                          static_cast<float>(static_cast<int>(exponent) - 127 - kShareTop);
+        for (int step = 4; step < 32; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
+        const std::uint32_t exponent = max(codec::float_bits(amax) >> 23, kPartialTop + 1u);
+        const float up = codec::bits_float((254u + kPartialTop - exponent) << 23);
+        const float log = __shfl_sync(kAllLanes, row_max_[n], (2 * q + i) * 4) - (tail ? 0.0f : float{kPBits}) +
+                          static_cast<float>(static_cast<int>(exponent) - 127 - kPartialTop);
         std::uint32_t words[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) words[j] = half2_bits(o_[n][j][i] * up, o_[n][j][i + 2] * up);
-        const int pair = warp_of_thread() * kHeads + 8 * n + 2 * q + i, own_log2 = kPairsLog2 - parts.log2();
-        const int slot = (job.part << own_log2) + (pair & ((1 << own_log2) - 1));
-        const Remote to(s.arrived, pair >> own_log2, parts);
-        to.store(s.shares[slot][8 * g], words);
+        const int pair = warp_of_thread() * kHeads + 8 * n + 2 * q + i, own_log2 = kPairsLog2 - kv_splits.log2();
+        const int slot = (job.kv_split << own_log2) + (pair & ((1 << own_log2) - 1));
+        const Remote to(s.arrived, pair >> own_log2, kv_splits);
+        to.store(s.partials[slot][8 * g], words);
         if (g == 0) to.store(s.logs[slot], {codec::float_bits(log)});
       }
       float sum = sum_[n];
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       if (!tail) continue;
-      for (int to = q; to < parts.finishers(); to += 4)
-        Remote(s.arrived, to, parts)
-            .store(s.stats[job.part][8 * n + g], {codec::float_bits(most_[n]), codec::float_bits(sum)});
+      for (int to = q; to < kv_splits.reducers(); to += 4)
+        Remote(s.arrived, to, kv_splits)
+            .store(s.stats[job.kv_split][8 * n + g], {codec::float_bits(row_max_[n]), codec::float_bits(sum)});
     }
   }
 
@@ -558,14 +557,15 @@ class Values {
     z[3] = sum.w;
   }
 
-  /// Logits to weights, as a multiply's second operand: of rows q, q + 4, q + 8 and q + 12 of every 16, head g.
+  /// Converts logits to P, as the second operand of the mma instruction: rows q, q + 4, q + 8 and q + 12 of every 16,
+  /// head g.
   template <bool kTail>
-  __device__ void weigh(const S& s, int n, int buffer, int steps, std::uint32_t (&weights)[kMostSteps][2]) {
+  __device__ void softmax_tile(const S& s, int n, int buffer, int steps, std::uint32_t (&p_words)[kMaxSteps][2]) {
     const int g = lane_of_thread() / 4, q = lane_of_thread() % 4, head = 8 * n + g;
-    float z[kMostSteps][4];
-    float most = -INFINITY;
+    float z[kMaxSteps][4];
+    float row_max = -INFINITY;
 #pragma unroll
-    for (int step = 0; step < kMostSteps; ++step) {
+    for (int step = 0; step < kMaxSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) z[step][i] = -INFINITY;
       if (step >= steps) continue;
@@ -574,18 +574,18 @@ class Values {
       else
         load_logits(s, buffer, step, head, z[step]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) most = fmaxf(most, z[step][i]);
+      for (int i = 0; i < 4; ++i) row_max = fmaxf(row_max, z[step][i]);
     }
-    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-    most = fmaxf(most, most_[n]);
-    const float base = most == -INFINITY ? 0.0f : most;
-    const float past = exp2_fast(most_[n] - base);
-    most_[n] = most;
-    const float offset = kTail ? -base : float{kWeightBits} - base;
-    if constexpr (kTail) sum_[n] *= past;
+    row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 1));
+    row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 2));
+    row_max = fmaxf(row_max, row_max_[n]);
+    const float base = row_max == -INFINITY ? 0.0f : row_max;
+    const float rescale = exp2_fast(row_max_[n] - base);
+    row_max_[n] = row_max;
+    const float offset = kTail ? -base : float{kPBits} - base;
+    if constexpr (kTail) sum_[n] *= rescale;
 #pragma unroll
-    for (int step = 0; step < kMostSteps; ++step) {
+    for (int step = 0; step < kMaxSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         z[step][i] = exp2_fast(z[step][i] + offset);
@@ -593,11 +593,11 @@ class Values {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        weights[step][i] =
+        p_words[step][i] =
             kTail ? bf16_pair(z[step][2 * i], z[step][2 * i + 1]) : half2_bits(z[step][2 * i], z[step][2 * i + 1]);
     }
-    if (S::kOneTile || !__any_sync(kAllLanes, past != 1.0f)) return;  // with one tile there is nothing yet
-    const float even = __shfl_sync(kAllLanes, past, 8 * q), odd = __shfl_sync(kAllLanes, past, 8 * q + 4);
+    if (S::kOneTile || !__any_sync(kAllLanes, rescale != 1.0f)) return;  // with a single tile, O is still empty
+    const float even = __shfl_sync(kAllLanes, rescale, 8 * q), odd = __shfl_sync(kAllLanes, rescale, 8 * q + 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       o_[n][j][0] *= even;
@@ -634,12 +634,12 @@ class Values {
   }
 
   float o_[kGroups][4][4];
-  float most_[kGroups], sum_[kGroups];  // of head g
+  float row_max_[kGroups], sum_[kGroups];  // of head g
 };
 
-// --- the end
+// --- combination and output
 
-/// Two channels of a head, turned back where they are to be. to: the first one's place.
+/// Stores two channels of a head, after inverse RoPE where it applies. to: the index of the first one.
 __device__ inline void store_channels(const AttendParams& p, const Turn& turn, std::int64_t to, int tile, float x,
                                       float y) {
   if (tile == kScales && turn.active) {
@@ -656,86 +656,88 @@ __device__ inline std::int64_t channels_at(const AttendParams& p, const Job& job
   return (job.token * p.num_heads + head) * kWidth + tile * kTile + 2 * lane_of_thread();
 }
 
-/// Adds up the shares that this block finishes, one for each warp: a lane has the numbers of one part, no barrier.
-/// wait: for what the other blocks send.
+/// Reduces this CTA's partial outputs, one pair per warp: a lane has the statistics of one KV split, so no barrier is
+/// needed. wait: waits for the data that the other CTAs send.
 template <class S, int kFixed, class Wait>
-__device__ void finish_one(const AttendParams& p, const S& s, const Job& job, const Parts<kFixed>& parts,
+__device__ void reduce_one(const AttendParams& p, const S& s, const Job& job, const KvSplits<kFixed>& kv_splits,
                            const Turn& turn, Wait&& wait) {
-  constexpr int kHeads = S::kHeads, kLanes = kFixed == kEightParts ? kFixed : kMaxCluster;
-  const int own = S::kPairs >> parts.log2(), slot = warp_of_thread(), pair = job.part * own + slot;
-  const int local = pair % kHeads, head = job.first_head + local, tile = pair / kHeads, count = parts.count();
+  constexpr int kHeads = S::kHeads, kLanes = kFixed == kEightSplits ? kFixed : kMaxCluster;
+  const int own = S::kPairs >> kv_splits.log2(), slot = warp_of_thread(), pair = job.kv_split * own + slot;
+  const int local = pair % kHeads, head = job.first_head + local, tile = pair / kHeads, count = kv_splits.count();
   std::int64_t to = channels_at(p, job, head, tile);
-  asm volatile("" : "+l"(to));  // not after the wait
+  asm volatile("" : "+l"(to));  // not moved behind the wait
   wait();
   if (slot >= own || head >= p.num_heads) return;
-  const int lane = lane_of_thread(), part = min(lane % kLanes, count - 1);
-  const bool is_part = lane % kLanes < count;
-  const Stats stats = s.stats[part][local];
-  const float sink = s.sink[local], log = s.logs[part * own + slot];
-  float most = fmaxf(stats.most, sink);
+  const int lane = lane_of_thread(), kv_split = min(lane % kLanes, count - 1);
+  const bool is_split = lane % kLanes < count;
+  const Stats stats = s.stats[kv_split][local];
+  const float sink = s.sink[local], log = s.logs[kv_split * own + slot];
+  float row_max = fmaxf(stats.row_max, sink);
 #pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
-  const float base = most == -INFINITY ? 0.0f : most;
-  float sum = is_part ? stats.sum * exp2_fast(stats.most - base) : 0.0f;
-  const float weight = is_part ? exp2_fast(log - base) : 0.0f;
+  for (int step = 1; step < kLanes; step *= 2) row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, step));
+  const float base = row_max == -INFINITY ? 0.0f : row_max;
+  float sum = is_split ? stats.sum * exp2_fast(stats.row_max - base) : 0.0f;
+  const float rescale = is_split ? exp2_fast(log - base) : 0.0f;
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
   sum += exp2_fast(sink - base);
-  const float factor = sum == 0.0f ? 0.0f : __fdividef(weight, sum);
+  const float factor = sum == 0.0f ? 0.0f : __fdividef(rescale, sum);
   float x = 0.0f, y = 0.0f;
-  constexpr int kBatch = kFixed == kEightParts ? kFixed : 4;
+  constexpr int kBatch = kFixed == kEightSplits ? kFixed : 4;
 #pragma unroll 1
   for (int first = 0; first < count; first += kBatch) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int from = min(first + i, count - 1);  // then its factor is 0
-      const float2 share = __half22float2(reinterpret_cast<const __half2*>(s.shares[from * own + slot])[lane]);
+      const int from = min(first + i, count - 1);  // the factor of a repeated split is 0
+      const float2 partial = __half22float2(reinterpret_cast<const __half2*>(s.partials[from * own + slot])[lane]);
       const float by = __shfl_sync(kAllLanes, factor, first + i);
-      x = codec::fused(share.x, by, x);
-      y = codec::fused(share.y, by, y);
+      x = codec::fused(partial.x, by, x);
+      y = codec::fused(partial.y, by, y);
     }
   }
   store_channels(p, turn, to, tile, x, y);
   if (p.lse != nullptr && pair < kHeads && lane == 0)
-    p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (most + log2f(sum)) * kLn2;
+    p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (row_max + log2f(sum)) * kLn2;
 }
 
-/// The same where a warp has several of them.
+/// The same if a warp has several pairs.
 template <class S, int kFixed>
-__device__ void finish_several(const AttendParams& p, S& s, const Job& job, const Parts<kFixed>& parts,
+__device__ void reduce_several(const AttendParams& p, S& s, const Job& job, const KvSplits<kFixed>& kv_splits,
                                const Turn& turn) {
   constexpr int kHeads = S::kHeads;
-  const int own = S::kPairs >> parts.log2(), first = job.part * own;
+  const int own = S::kPairs >> kv_splits.log2(), first = job.kv_split * own;
   const int thread = static_cast<int>(threadIdx.x);
-  static_assert(S::kShares <= kThreads);
-  if (thread < S::kShares) {  // what a share is multiplied by, a thread each
+  static_assert(S::kPartials <= kThreads);
+  if (thread < S::kPartials) {  // the factor of a partial output, one per thread
     const int pair = first + thread % own, local = pair % kHeads, head = job.first_head + local;
     const float sink = s.sink[local];
-    float most = sink;
+    float row_max = sink;
 #pragma unroll 4
-    for (int part = 0; part < parts.count(); ++part) most = fmaxf(most, s.stats[part][local].most);
-    const float base = most == -INFINITY ? 0.0f : most;
+    for (int kv_split = 0; kv_split < kv_splits.count(); ++kv_split)
+      row_max = fmaxf(row_max, s.stats[kv_split][local].row_max);
+    const float base = row_max == -INFINITY ? 0.0f : row_max;
     float sum = exp2_fast(sink - base);
 #pragma unroll 4
-    for (int part = 0; part < parts.count(); ++part)
-      sum += s.stats[part][local].sum * exp2_fast(s.stats[part][local].most - base);
+    for (int kv_split = 0; kv_split < kv_splits.count(); ++kv_split)
+      sum += s.stats[kv_split][local].sum * exp2_fast(s.stats[kv_split][local].row_max - base);
     s.logs[thread] = sum == 0.0f ? 0.0f : __fdividef(exp2_fast(s.logs[thread] - base), sum);
     if (p.lse != nullptr && pair < kHeads && thread < own && head < p.num_heads)
-      p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (most + log2f(sum)) * kLn2;
+      p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (row_max + log2f(sum)) * kLn2;
   }
   __syncthreads();
   const int lane = lane_of_thread();
 #pragma unroll 1
-  for (int slot = warp_of_thread(); slot < own; slot += kWarps) {  // a warp per head and 64 channels, a lane has two
+  for (int slot = warp_of_thread(); slot < own;
+       slot += kWarps) {  // one warp per head and 64 channels, two channels per lane
     const int head = job.first_head + (first + slot) % kHeads;
     if (head >= p.num_heads) continue;
     float x = 0.0f, y = 0.0f;
 #pragma unroll 4
-    for (int part = 0; part < parts.count(); ++part) {
-      const float2 share = __half22float2(reinterpret_cast<const __half2*>(s.shares[part * own + slot])[lane]);
-      const float factor = s.logs[part * own + slot];
-      x = codec::fused(share.x, factor, x);
-      y = codec::fused(share.y, factor, y);
+    for (int kv_split = 0; kv_split < kv_splits.count(); ++kv_split) {
+      const float2 partial = __half22float2(reinterpret_cast<const __half2*>(s.partials[kv_split * own + slot])[lane]);
+      const float factor = s.logs[kv_split * own + slot];
+      x = codec::fused(partial.x, factor, x);
+      y = codec::fused(partial.y, factor, y);
     }
     const int tile = (first + slot) / kHeads;
     store_channels(p, turn, channels_at(p, job, head, tile), tile, x, y);
