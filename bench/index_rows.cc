@@ -1,6 +1,6 @@
 // Index scores and top-k over hand-made pools of keys, as an engine with its own pools calls them (kv4/cuda.h). A graph
-// goes through sets of requests whose keys together are larger than L2. Beside the figures stand those of the best
-// public kernels (DeepGEMM's paged FP8 scorer, SGLang's top-k) as measured on an H200.
+// goes through sets of requests whose keys together are larger than L2. The targets are the times of the best public
+// kernels (DeepGEMM's paged FP8 scorer, SGLang's top-k), measured on an H200.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -240,10 +240,10 @@ void add_index_rows(Bench& bench) {
         IndexSets sets(bench, {format, a.keys, kBatches[b]});
         const bool fp8 = format == Format::fp8;
         const std::string name = fmt::format("{}{} keys, b = {}", fp8 ? "fp8, " : "", a.keys, kBatches[b]);
-        // Defined scores of fp8 keys come from the plain scorer, which would take a second here.
+        // Exact scores of fp8 keys come from the generic scorer, which would take a second here.
         if (!fp8 || (a.keys <= 32768 && b < 3)) add_scores(bench, sets, name, a.us[b]);
         if (fp8) add_scores(bench, sets, name, a.us[b], ScoreMode::fast);
-        // As the anchor has them.
+        // The anchors have encoded queries.
         add_scores(bench, sets, name, a.us[b], fp8 ? ScoreMode::fast : ScoreMode::exact, true);
         add_both(bench, sets, name, a.us[b] + find_anchor(kTopkAnchors, a.keys, b));
       }

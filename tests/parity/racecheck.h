@@ -9,8 +9,8 @@ namespace kv4::test {
 constexpr const char* kRacecheckAttend[] = {"attend_split_kv",    "attend_persistent",
                                             "attend_token_pair",  "attend_persistent_window",
                                             "attend_small_batch", "attend_single_pass_window"};
-constexpr const char* kRacecheckIndex[] = {"score_mxfp4_keys", "topk_of_mxfp4_keys", "score_fp8_keys",
-                                           "topk_of_fp8_keys", "select_near_row",    "raw_scores_of_fp8_keys",
+constexpr const char* kRacecheckIndex[] = {"score_mxfp4_keys", "topk_of_mxfp4_keys",  "score_fp8_keys",
+                                           "topk_of_fp8_keys", "select_rescored_row", "raw_scores_of_fp8_keys",
                                            "select_row",       "select_long"};
 constexpr const char* kRacecheckCache[] = {"decode_kernel",      "prefill_kernel", "gather_rows",
                                            "gather_chosen_rows", "expand",         "copy_bulk"};

@@ -1,4 +1,4 @@
-// Index scores and top-k: which scorer, and tiles of tokens that fit the workspace.
+// Index scores and top-k: selection of the kernels, and the loop over token tiles that fit the workspace.
 #include <algorithm>
 #include <cstdint>
 
@@ -12,7 +12,7 @@ namespace {
 
 using ops::IndexParams;
 
-/// A token's part of the workspace, ops::index_token_bytes in all: its scores, its encoded queries.
+/// A token has ops::index_token_bytes of the workspace: its scores, then its encoded queries.
 struct TokenPart {
   explicit TokenPart(const IndexParams& p)
       : bytes(ops::index_token_bytes(max_entries(p), p.num_heads, p.layer.kinds[p.kind].page.shape.width)),
@@ -20,14 +20,14 @@ struct TokenPart {
   std::int64_t bytes, score_stride;
 };
 
-/// Calls f with each tile of tokens. Scores lie in `scores` if it is set, else in the workspace.
+/// Calls f with each token tile. Scores lie in `scores` if it is set, else in the workspace.
 template <class F>
 cudaError_t for_each_tile(const IndexParams& p, float* scores, F&& f) {
   const TokenPart part(p);
   const std::int64_t room = p.workspace_bytes / part.bytes;
   if (p.step.num_tokens > 0 && room < 1) return cudaErrorInvalidValue;
   for (std::int64_t first = 0; first < p.step.num_tokens; first += room) {
-    IndexTile tile;
+    TokenTile tile;
     tile.p = p;
     tile.first = static_cast<std::int32_t>(first);
     tile.count = static_cast<std::int32_t>(std::min(room, p.step.num_tokens - first));
@@ -41,8 +41,9 @@ cudaError_t for_each_tile(const IndexParams& p, float* scores, F&& f) {
   return cudaSuccess;
 }
 
-/// Of any row there may be: in a selecting block's registers, and in the workspace. Scores are read in fours then.
-bool can_hold_maxima(const IndexTile& tile) {
+/// Whether the group maxima of the longest possible row fit the registers of a selecting CTA and the workspace. The
+/// selection then reads scores as float4.
+bool can_hold_maxima(const TokenTile& tile) {
   const std::int64_t longest = max_entries(tile.p);
   const std::int64_t groups = std::max(std::min<std::int64_t>(longest, kSmallGroupKeys) / kSmallGroup,
                                        (longest + kLargeGroup - 1) / kLargeGroup);
@@ -51,17 +52,17 @@ bool can_hold_maxima(const IndexTile& tile) {
          tile.maxima_at + groups * std::int64_t{sizeof(float)} <= tile.query_stride;
 }
 
-/// The tile with its maxima behind the largest scales.
-IndexTile make_near(IndexTile tile) {
+/// The tile with room for the largest scales and, behind them, the group maxima.
+TokenTile with_rescoring(TokenTile tile) {
   constexpr std::int64_t kLine = 256;
   tile.maxima_at = (std::int64_t{sizeof(LargestScales)} + kLine - 1) / kLine * kLine;
   tile.has_maxima = true;
   return tile;
 }
 
-/// All tokens at once, with given scores.
-IndexTile whole_step(const IndexParams& p) {
-  IndexTile tile;
+/// All tokens in one tile, with given scores.
+TokenTile whole_step(const IndexParams& p) {
+  TokenTile tile;
   tile.p = p;
   tile.count = p.step.num_tokens;
   tile.scores = p.scores;
@@ -69,21 +70,21 @@ IndexTile whole_step(const IndexParams& p) {
   return tile;
 }
 
-cudaError_t score(const IndexTile& tile, cudaStream_t stream) {
-  return can_score_mxfp4(tile.p) ? score_mxfp4(tile, stream) : score_plain(tile, stream);
+cudaError_t score(const TokenTile& tile, cudaStream_t stream) {
+  return can_score_mxfp4(tile.p) ? score_mxfp4(tile, stream) : score_generic(tile, stream);
 }
 
 }  // namespace
 
 cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
   const NvtxRange range("kv4 launch index_scores", true);
-  if (params.mode == ScoreMode::fast && can_score_near(params)) {  // needs no workspace
+  if (params.mode == ScoreMode::fast && can_score_fast(params)) {  // needs no workspace
     if (params.step.num_tokens == 0) return cudaSuccess;
-    IndexTile tile = whole_step(params);
+    TokenTile tile = whole_step(params);
     tile.fill = true;
-    return score_near_raw(tile, stream);
+    return score_fast_raw(tile, stream);
   }
-  return for_each_tile(params, params.scores, [&](const IndexTile& tile) { return score(tile, stream); });
+  return for_each_tile(params, params.scores, [&](const TokenTile& tile) { return score(tile, stream); });
 }
 
 cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
@@ -94,16 +95,16 @@ cudaError_t select_topk(const IndexParams& params, cudaStream_t stream) {
 
 cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
   const NvtxRange range("kv4 launch index_topk", true);
-  return for_each_tile(params, params.scores, [&](IndexTile& tile) {
-    if (params.scores == nullptr) tile.skip = params.top;  // all of them are taken
-    if (const int blocks = params.scores == nullptr ? topk_blocks(tile) : 0; blocks > 0)
-      return topk_mxfp4(tile, blocks, stream);
+  return for_each_tile(params, params.scores, [&](TokenTile& tile) {
+    if (params.scores == nullptr) tile.skip = params.top;  // shorter rows are taken whole
+    if (const int ctas = params.scores == nullptr ? mxfp4_topk_ctas(tile) : 0; ctas > 0)
+      return topk_mxfp4(tile, ctas, stream);
     tile.is_scored = true;
-    if (const IndexTile near = make_near(tile);
-        params.scores == nullptr && can_score_near(params) && can_hold_maxima(near)) {
-      if (const int blocks = near_topk_blocks(near); blocks > 0) return topk_near(near, blocks, stream);
-      const cudaError_t status = score_near(near, stream);
-      return status == cudaSuccess ? select_near(near, stream) : status;
+    if (const TokenTile rescored = with_rescoring(tile);
+        params.scores == nullptr && can_score_fast(params) && can_hold_maxima(rescored)) {
+      if (const int ctas = fast_topk_ctas(rescored); ctas > 0) return topk_fast(rescored, ctas, stream);
+      const cudaError_t status = score_fast(rescored, stream);
+      return status == cudaSuccess ? select_rescored(rescored, stream) : status;
     }
     tile.has_maxima = can_score_mxfp4(params) && can_hold_maxima(tile);
     const cudaError_t status = score(tile, stream);

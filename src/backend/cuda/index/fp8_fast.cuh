@@ -1,5 +1,5 @@
-// Near scores of fp8 keys: what their scorers (fp8.cu, fp8_raw.cu) and the selection that corrects them
-// (topk/rescore.cuh) agree on: queries encoded as keys are, which all of them make, and sums over heads.
+// Fast scores of fp8 keys. The scorers (fp8.cu, fp8_raw.cu) and the rescoring selection (topk/rescore.cuh) share this
+// file: each of them encodes the queries like keys, and the order of channels and heads decides the error bound.
 #pragma once
 
 #include <cstdint>
@@ -8,32 +8,32 @@
 
 namespace kv4::cuda {
 
-/// Bits of the scales that a key may have, 2^-40 to 2^30: nothing overflows, and no product of codes is a denormal.
-constexpr std::uint32_t kLeastScale = (127u - 40) << 23, kMostScale = (127u + 30) << 23, kOddScale = 0xFFFFFFFFu;
+/// Bits of the scales that are in range, 2^-40 to 2^30: no sum overflows, and no product of codes is a denormal.
+constexpr std::uint32_t kMinScale = (127u - 40) << 23, kMaxScale = (127u + 30) << 23, kOutOfRangeScale = 0xFFFFFFFFu;
 
-/// Which of the 8 steps of a matrix product, each adding 16 channels, takes a channel.
+/// The index of the k-step that multiplies a channel. A product has 8 steps of 16 channels.
 constexpr int kMatrixSteps = 8, kStepChannels = 16;
 __host__ __device__ constexpr int matrix_step(int channel) { return channel / 64 * 4 + channel % 16 / 4; }
 
-/// No normal number of ordinary size.
-__device__ inline bool is_odd(std::uint32_t scale) { return scale - kLeastScale > kMostScale - kLeastScale; }
+/// Whether a scale, given as bits, is out of range: also zero, denormal, negative, infinite or NaN.
+__device__ inline bool is_out_of_range(std::uint32_t scale) { return scale - kMinScale > kMaxScale - kMinScale; }
 
 // --- queries, eight lanes per head
 
 constexpr int kHeadLanes = 8, kLaneChannels = kWidth / kHeadLanes;
 static_assert(kLaneChannels == 16);
 
-/// Codes of a lane's channels and their head's scale and weight.
+/// Codes of a lane's channels, and the scale and weight of the head.
 struct QueryPart {
   uint4 codes;
   float scale, weight;
 };
 
-using NearPlace = QueryPlace<kWidth, kLaneChannels>;
+using Fp8QueryAddress = QueryAddress<kWidth, kLaneChannels>;
 
-/// Encoded as keys are, by their heads' lanes, unless they are already.
+/// Encodes queries like keys; the lanes of a head work together. Encoded queries pass through.
 template <int kCount>
-__device__ void make_queries(const IndexTile& tile, const RawChannels<kLaneChannels> (&raw)[kCount],
+__device__ void make_queries(const TokenTile& tile, const RawChannels<kLaneChannels> (&raw)[kCount],
                              QueryPart (&out)[kCount]) {
   if (tile.p.q.dtype == DType::u8) {
 #pragma unroll
@@ -65,7 +65,8 @@ __device__ void make_queries(const IndexTile& tile, const RawChannels<kLaneChann
   }
 }
 
-/// Four e4m3 as fp16, exactly. Written so that the conversion itself takes the upper half of a register: no shifts.
+/// Converts four e4m3 codes to fp16, exactly. The conversion itself reads the upper half of a register, so no shifts
+/// are needed.
 __device__ inline void half_pairs(std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
 #if __CUDA_ARCH__ >= 890
   asm("{ .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.rn.f16x2.e4m3x2 %0, a;\n cvt.rn.f16x2.e4m3x2 %1, b; }"
@@ -76,19 +77,20 @@ __device__ inline void half_pairs(std::uint32_t codes, std::uint32_t& low, std::
 #endif
 }
 
-// --- products of a tile's keys and heads
+// --- products of keys and heads
 
-// Dots of codes are less than 2^kDotShift; heads' weights are multiplied by it. A head of other codes than zeros whose
-// weight times scale is beyond kMostWeight makes its token's margin one that does not hold (topk/rescore.cuh).
+// A dot product of codes is less than 2^kDotShift; the weights of heads are multiplied by 2^kDotShift. If weight times
+// scale of a head with nonzero codes is beyond kMaxWeight, the error bound of its token does not hold
+// (topk/rescore.cuh).
 constexpr int kDotShift = 25;
-constexpr float kMostWeight = 0x1p90f;
+constexpr float kMaxWeight = 0x1p90f;
 static_assert(kWidth * 448 * 448 < 1 << kDotShift);
 
-/// relu of a dot times 2^-kDotShift, which is less than 1, by a saturating product: a maximum would need the pipe of
-/// the conversions.
+/// relu of a dot product times 2^-kDotShift, which is less than 1. The saturating multiplication does the relu: a
+/// maximum would need the pipe of the conversions.
 __device__ inline float relu(float dot) { return __saturatef(dot * (1.0f / (1 << kDotShift))); }
 
-/// One chain of heads of two keys.
+/// Adds one chain of heads for two keys.
 __device__ inline void add_heads(const float (&d)[32], const float (&weights)[ops::kChainHeads], float& first,
                                  float& second) {
   first = second = 0.0f;
@@ -100,7 +102,8 @@ __device__ inline void add_heads(const float (&d)[32], const float (&weights)[op
   }
 }
 
-/// Of a lane's row of codes. Rows of a quad are 8 apart: whether their halves have changed places is the lane's own.
+/// Offset of the first 16-byte chunk of a lane's row of codes. Rows of a quad are 8 apart, so whether the halves of a
+/// row are swapped depends on the lane alone.
 __device__ inline std::uint32_t first_chunk(int lane) {
   return static_cast<std::uint32_t>(128 * (lane / kQuad) + 16 * (lane % kQuad ^ (lane / kQuad % 2 * 4)));
 }

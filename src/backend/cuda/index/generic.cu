@@ -1,12 +1,12 @@
 // Index scores of any format, width, alignment and head count.
 //
-// First the queries are encoded as keys are, into the workspace. Then a CTA takes 64 or 128 keys of a token:
-// 128 channels at a time of queries and keys are decoded into shared memory, a thread makes 4 x 4 or 8 x 8 dot
-// products, and one per key and chain adds the heads (ops/score_row.h).
+// First the queries are encoded like keys, into the workspace. Then a CTA takes KV tiles of 64 or 128 keys of a token:
+// it decodes 128 channels at a time of queries and keys into shared memory, each thread computes 4 x 4 or 8 x 8 dot
+// products, and one thread per key and chain adds the heads (ops/score_row.h).
 //
-// Bound by fp32 fma: 8,192 per key of 128 channels and 64 heads are 64 clocks of an SM. Their order is part
-// of the definition, so a tensor core, which adds as it likes, cannot take them over. Measured of fp8 keys, whose next
-// tile is on its way meanwhile: 123, on an H200, 2026-11-16 (220 with 4 x 4 and rows asked for one by one).
+// Bound by fp32 fma: 8,192 per key of 128 channels and 64 heads are 64 clocks of an SM. Exact scores fix the order of
+// the fma, so tensor cores, whose order is unknown, cannot do them. Measured for fp8 keys, whose next KV tile is loaded
+// meanwhile: 123 clocks, on an H200, 2026-11-16 (220 with 4 x 4 dot products and rows loaded one by one).
 #include <cuda_fp16.h>
 
 #include <algorithm>
@@ -24,9 +24,9 @@
 namespace kv4::cuda {
 namespace {
 
-/// A CTA per head and token.
+/// One CTA per head and token.
 template <class Codec>
-__global__ void encode_queries(const __grid_constant__ IndexTile tile) {
+__global__ void encode_queries(const __grid_constant__ TokenTile tile) {
   extern __shared__ float shared[];  // [1 + width]
   grid_dependency_wait();
   const ops::IndexParams& p = tile.p;
@@ -45,23 +45,23 @@ __global__ void encode_queries(const __grid_constant__ IndexTile tile) {
   Codec::encode(block, shape, x, to, to + 2 * shape.width, tile.kind().global_scale);
 }
 
-struct WarpGroup {
+struct WarpLanes {
   __device__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
   __device__ int size() const { return 32; }
 };
 
 constexpr int kHeads = ops::kMaxIndexHeads, kSlice = 128, kPitch = kSlice + 4;
 
-/// How a CTA divides its dot products: a thread has kSide x kSide of them, of heads and keys that lie
-/// kHeadsApart and kKeysApart apart. mxfp4 needs registers for a group's sums, too.
+/// How a CTA divides its dot products: a thread has kSide x kSide of them, for heads kHeadsApart apart and keys
+/// kKeysApart apart. mxfp4 also needs registers for the sums of a group.
 template <class Codec>
 struct Tiling {
   static constexpr bool kHasGroups = std::is_same_v<Codec, codec::Mxfp4>;
   static constexpr int kSide = kHasGroups ? 4 : 8, kKeys = kHasGroups ? 64 : 128;
   static constexpr int kHeadsApart = kHeads / kSide, kKeysApart = kKeys / kSide;
   static constexpr int kThreads = kHeadsApart * kKeysApart, kWarps = kThreads / 32;
-  static constexpr int kBlocks = kHasGroups ? 6 : 2;  // for an SM; the latter run at once
-  // A warp has 4 x 8 of them: what its lanes load at once lies in different banks.
+  static constexpr int kCtas = kHasGroups ? 6 : 2;  // per SM; 2 run at once
+  // A warp has 4 x 8 of the threads, so that its lanes load from different banks.
   static constexpr int kWarpHeads = 4, kWarpKeys = 32 / kWarpHeads, kWarpsByKeys = kKeysApart / kWarpKeys;
 
   __device__ static int first_head() {
@@ -73,12 +73,12 @@ struct Tiling {
   }
 };
 
-/// Rows of queries or keys in shared memory: a slice of their channels.
+/// A slice of the channels of query or key rows, in shared memory.
 template <class Codec, int kRows>
 struct Slice {
   float x[kRows][kPitch];
 };
-/// mxfp4: codes times 2, scales apart.
+/// mxfp4 keeps codes times 2, and the scales beside them.
 template <int kRows>
 struct Slice<codec::Mxfp4, kRows> {
   float x[kRows][kPitch];
@@ -94,11 +94,11 @@ struct Shared {
   };
 };
 
-/// Channels [begin, begin + count) of a row, decoded by a warp. A slice of groups is a row itself.
+/// A warp decodes channels [begin, begin + count) of a row. A slice of whole groups is itself a row.
 template <class Codec, int kRows>
 __device__ void load_slice(Slice<Codec, kRows>& to, int row, const std::uint8_t* payload, const std::uint8_t* scale,
                            float global, int begin, int count) {
-  const WarpGroup g;
+  const WarpLanes g;
   payload += Codec::payload_bytes({begin, 0});
   if constexpr (std::is_same_v<Codec, codec::Mxfp4>) {
     for (int c = g.lane(); c < count; c += g.size())
@@ -118,13 +118,13 @@ __device__ void clear_slice(Slice<Codec, kRows>& to, int row) {
     if (threadIdx.x % 32 < kSlice / codec::Mxfp4::kGroup) to.scale[row][threadIdx.x % 32] = 0.0f;
 }
 
-/// Where a key lies.
-struct KeyPlace {
+/// The address of a key or query row.
+struct KeyAddress {
   const std::uint8_t *payload = nullptr, *scale = nullptr;
   float global = 1.0f;
 
-  KeyPlace() = default;
-  __device__ KeyPlace(const IndexTile& tile, const std::int32_t* table, int entry) {
+  KeyAddress() = default;
+  __device__ KeyAddress(const TokenTile& tile, const std::int32_t* table, int entry) {
     const ops::KindDesc& kind = tile.kind();
     const std::int32_t block = table[entry / kind.rows_per_block];
     if (block < 0) return;
@@ -132,12 +132,12 @@ struct KeyPlace {
     payload = kind.page.payload.at(block, entry % kind.rows_per_block);
     scale = kind.page.scale.at(block, entry % kind.rows_per_block);
   }
-  __device__ KeyPlace of_lane(int lane) const {
+  __device__ KeyAddress of_lane(int lane) const {
     const auto pointer = [lane](const std::uint8_t* p) {
       return reinterpret_cast<const std::uint8_t*>(
           __shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(p), lane));
     };
-    KeyPlace other;
+    KeyAddress other;
     other.payload = pointer(payload);
     other.scale = pointer(scale);
     other.global = __shfl_sync(0xFFFFFFFFu, global, lane);
@@ -145,7 +145,7 @@ struct KeyPlace {
   }
 };
 
-/// Four e4m3 codes.
+/// Decodes four e4m3 codes.
 __device__ float4 four_values(std::uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
   const auto pair = [](std::uint32_t codes) {
@@ -170,16 +170,16 @@ __device__ void store_four(float* to, std::uint32_t codes, float scale) {
   *reinterpret_cast<float4*>(to) = make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale);
 }
 
-/// kAtOnce fp8 rows of 128 channels, four of them by a lane, all asked for before the first is decoded. Rows that are
-/// not there are zeros.
-template <int kRows, class Places>
-__device__ void fill_words(Slice<codec::Fp8Key, kRows>& to, int first, Places place) {
+/// Loads kAtOnce fp8 rows of 128 channels, four channels per lane; all loads are issued before the first row is
+/// decoded. Absent rows are zero.
+template <int kRows, class AddressOf>
+__device__ void fill_words(Slice<codec::Fp8Key, kRows>& to, int first, AddressOf address_of) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t codes[kAtOnce];
   float scales[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    const KeyPlace row = place(i);
+    const KeyAddress row = address_of(i);
     codes[i] = row.payload == nullptr ? 0 : reinterpret_cast<const std::uint32_t*>(row.payload)[lane];
     scales[i] = row.payload == nullptr ? 0.0f : *reinterpret_cast<const float*>(row.scale);
   }
@@ -187,32 +187,32 @@ __device__ void fill_words(Slice<codec::Fp8Key, kRows>& to, int first, Places pl
   for (int i = 0; i < kAtOnce; ++i) store_four(&to.x[first + i][4 * lane], codes[i], scales[i]);
 }
 
-/// kAtOnce rows from `first` on, by a warp.
-template <class Codec, int kRows, class Places>
-__device__ void fill(Slice<Codec, kRows>& to, int first, Places place, int begin, int count) {
+/// A warp loads kAtOnce rows from `first` on.
+template <class Codec, int kRows, class AddressOf>
+__device__ void fill(Slice<Codec, kRows>& to, int first, AddressOf address_of, int begin, int count) {
 #pragma unroll 1
   for (int i = 0; i < kAtOnce; ++i) {
-    const KeyPlace row = place(i);
+    const KeyAddress row = address_of(i);
     clear_slice(to, first + i);
     __syncwarp();
     if (row.payload != nullptr) load_slice(to, first + i, row.payload, row.scale, row.global, begin, count);
   }
 }
 
-/// The keys of a tile, tile by tile.
+/// The keys of a token, one KV tile at a time.
 template <class Codec, bool kWords>
 class Keys {
  public:
   using T = Tiling<Codec>;
-  __device__ Keys(const IndexTile& tile, const std::int32_t* table, int scored)
+  __device__ Keys(const TokenTile& tile, const std::int32_t* table, int scored)
       : tile_(tile), table_(table), scored_(scored) {}
 
-  /// Those from `first` on will be filled in next.
-  __device__ void ask(int) {}
+  /// Announces the next KV tile, whose keys begin at `first`.
+  __device__ void issue(int) {}
   __device__ void fill_in(Slice<Codec, T::kKeys>& to, int first, int begin, int count) const {
     for (int row = warp() * kAtOnce; row < T::kKeys; row += T::kWarps * kAtOnce) {
-      KeyPlace mine;
-      if (lane() < kAtOnce && first + row + lane() < scored_) mine = KeyPlace(tile_, table_, first + row + lane());
+      KeyAddress mine;
+      if (lane() < kAtOnce && first + row + lane() < scored_) mine = KeyAddress(tile_, table_, first + row + lane());
       fill(
           to, row, [&](int i) { return mine.of_lane(i); }, begin, count);
     }
@@ -222,26 +222,26 @@ class Keys {
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
 
-  const IndexTile& tile_;
+  const TokenTile& tile_;
   const std::int32_t* table_;
   const int scored_;
 };
 
-/// fp8 keys of 128 channels, words of which are on their way while the tile before is multiplied.
+/// fp8 keys of 128 channels: the words of the next KV tile are loaded while the current one is multiplied.
 template <>
 class Keys<codec::Fp8Key, true> {
  public:
   using T = Tiling<codec::Fp8Key>;
-  __device__ Keys(const IndexTile& tile, const std::int32_t* table, int scored)
+  __device__ Keys(const TokenTile& tile, const std::int32_t* table, int scored)
       : tile_(tile), table_(table), scored_(scored) {}
 
-  __device__ void ask(int first) {
-    KeyPlace mine;
-    if (first + own_row() < scored_) mine = KeyPlace(tile_, table_, first + own_row());
+  __device__ void issue(int first) {
+    KeyAddress mine;
+    if (first + own_row() < scored_) mine = KeyAddress(tile_, table_, first + own_row());
     scale_ = mine.scale == nullptr ? 0.0f : *reinterpret_cast<const float*>(mine.scale);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const KeyPlace row = mine.of_lane(i);
+      const KeyAddress row = mine.of_lane(i);
       codes_[i] = 0;
       if (row.payload != nullptr) codes_[i] = reinterpret_cast<const std::uint32_t*>(row.payload)[lane()];
     }
@@ -259,16 +259,16 @@ class Keys<codec::Fp8Key, true> {
   static_assert(T::kWarps * kRows == T::kKeys);
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ static int own_row() { return static_cast<int>(threadIdx.x); }  // of the tile, a lane's
+  __device__ static int own_row() { return static_cast<int>(threadIdx.x); }  // the lane's row of the KV tile
 
-  const IndexTile& tile_;
+  const TokenTile& tile_;
   const std::int32_t* table_;
   const int scored_;
   std::uint32_t codes_[kRows];
   float scale_;
 };
 
-/// Whether keys and queries can be read by words.
+/// Whether keys and queries are fp8 of 128 channels and aligned to words.
 bool has_fp8_words(const ops::IndexParams& p) {
   const ops::RowPlanes& page = p.layer.kinds[p.kind].page;
   return page.format == Format::fp8 && page.shape.width == kSlice && is_aligned(page.payload, 4) &&
@@ -278,7 +278,7 @@ bool has_fp8_words(const ops::IndexParams& p) {
 }
 
 template <class Codec, bool kWords>
-__global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __grid_constant__ IndexTile tile) {
+__global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __grid_constant__ TokenTile tile) {
   using T = Tiling<Codec>;
   extern __shared__ __align__(16) unsigned char bytes[];
   Shared<Codec>& s = *reinterpret_cast<Shared<Codec>*>(bytes);
@@ -287,25 +287,25 @@ __global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __gr
   const ops::KindDesc& kind = tile.kind();
   const int width = kind.page.shape.width, warp = static_cast<int>(threadIdx.x / 32);
   const int at_key = T::first_key(), at_head = T::first_head();
-  const int parts = static_cast<int>(gridDim.x) / tile.count, token = static_cast<int>(blockIdx.x) / parts;
+  const int kv_splits = static_cast<int>(gridDim.x) / tile.count, token = static_cast<int>(blockIdx.x) / kv_splits;
   const ops::StepRecord record = p.step.tokens[tile.first + token];
   const int scored = tile.scored(record);
   const QueryRows queries = query_rows<Codec>(tile, token);
   const std::int32_t* table = p.step.block_table + std::int64_t{record.row} * p.step.blocks_per_request;
   const float* weights = static_cast<const float*>(p.weights.data) + (tile.first + token) * p.weights.row_stride;
 
-  bool has_queries = false;  // in shared memory, all channels
+  bool has_queries = false;  // all channels are in shared memory
   Keys<Codec, kWords> keys(tile, table, scored);
-  const int begin_key = static_cast<int>(blockIdx.x) % parts * T::kKeys;
-  keys.ask(begin_key);
-  for (int first = begin_key; first < scored; first += parts * T::kKeys) {
+  const int begin_key = static_cast<int>(blockIdx.x) % kv_splits * T::kKeys;
+  keys.issue(begin_key);
+  for (int first = begin_key; first < scored; first += kv_splits * T::kKeys) {
     float dot[T::kSide][T::kSide] = {};  // [head, key]
     for (int begin = 0; begin < width; begin += kSlice) {
       const int count = min(kSlice, width - begin);
       __syncthreads();
       for (int row = warp * kAtOnce; !has_queries && row < kHeads; row += T::kWarps * kAtOnce) {
-        const auto place = [&](int i) {
-          KeyPlace head;
+        const auto address_of = [&](int i) {
+          KeyAddress head;
           if (row + i >= p.num_heads) return head;
           head.payload = queries.payload + (row + i) * queries.payload_stride;
           head.scale = queries.scale + (row + i) * queries.scale_stride;
@@ -313,14 +313,14 @@ __global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __gr
           return head;
         };
         if constexpr (kWords)
-          fill_words(s.q, row, place);
+          fill_words(s.q, row, address_of);
         else
-          fill(s.q, row, place, begin, count);
+          fill(s.q, row, address_of, begin, count);
       }
       keys.fill_in(s.k, first, begin, count);
       __syncthreads();
       has_queries = width <= kSlice;
-      keys.ask(first + parts * T::kKeys);
+      keys.issue(first + kv_splits * T::kKeys);
       constexpr int kGroup = T::kHasGroups ? codec::Mxfp4::kGroup : kSlice;
       for (int group = 0; group < kSlice / kGroup; ++group) {
         float sum[T::kSide][T::kSide] = {};
@@ -370,24 +370,24 @@ __global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __gr
       if (chain == 0 && first + key < scored) tile.row(token)[first + key] = codec::canonical_nan(sum);
     }
   }
-  if (tile.fill) fill_rest(tile, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+  if (tile.fill) fill_tail(tile, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
 template <class Codec, bool kWords>
-cudaError_t launch_scores(const IndexTile& tile, cudaStream_t stream) {
+cudaError_t launch_scores(const TokenTile& tile, cudaStream_t stream) {
   using T = Tiling<Codec>;
   constexpr int kBytes = sizeof(Shared<Codec>);
-  static_assert(kBytes > 48 << 10 && kBytes <= 99 << 10);  // what a CTA may have on any GPU from sm_80 on
+  static_assert(kBytes > 48 << 10 && kBytes <= 99 << 10);  // the limit of a CTA on every GPU from sm_80 on
   const auto kernel = score_keys<Codec, kWords>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   const std::int64_t tiles = std::max<std::int64_t>((max_entries(tile.p) + T::kKeys - 1) / T::kKeys, 1);
-  const std::int64_t parts = std::clamp<std::int64_t>(num_sms() * T::kBlocks / tile.count, 1, tiles);
-  return launch<kBytes>(kernel, static_cast<unsigned>(parts * tile.count), T::kThreads, stream, tile);
+  const std::int64_t kv_splits = std::clamp<std::int64_t>(num_sms() * T::kCtas / tile.count, 1, tiles);
+  return launch<kBytes>(kernel, static_cast<unsigned>(kv_splits * tile.count), T::kThreads, stream, tile);
 }
 
 template <class Codec>
-cudaError_t score_with(const IndexTile& tile, cudaStream_t stream) {
+cudaError_t score_with(const TokenTile& tile, cudaStream_t stream) {
   const RowShape shape = tile.kind().page.shape;
   if (tile.p.q.dtype != DType::u8) {
     const dim3 grid(static_cast<unsigned>(tile.p.num_heads), static_cast<unsigned>(tile.count));
@@ -407,7 +407,7 @@ cudaError_t score_with(const IndexTile& tile, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t score_plain(const IndexTile& tile, cudaStream_t stream) {
+cudaError_t score_generic(const TokenTile& tile, cudaStream_t stream) {
   switch (tile.kind().page.format) {
     case Format::mxfp4: return score_with<codec::Mxfp4>(tile, stream);
     case Format::nvfp4: return score_with<codec::Nvfp4>(tile, stream);

@@ -1,6 +1,6 @@
-// What scorers on Hopper's tensor cores share: a CTA of a few warpgroups per SM that takes an equal
-// run of units, 128 keys of a token each, from the list of all tokens' units; keys on their way from pages to shared
-// memory; queries as given. Queries have 128 channels and at most 64 heads, a key 4 bytes of scales.
+// The parts that all scorers on Hopper's tensor cores share. Queries have 128 channels and at most 64 heads; a key has
+// 4 bytes of scales. The tile scheduler gives each CTA an equal range of work tiles; a work tile is one KV tile, 128
+// keys, of one token. The key pipeline copies keys from pages to shared memory.
 #pragma once
 
 #include <algorithm>
@@ -17,41 +17,43 @@
 namespace kv4::cuda {
 
 constexpr int kWidth = 128, kHeads = ops::kMaxIndexHeads, kQuad = 4, kKeyScaleBytes = 4;
-constexpr int kMostClusterBlocks = 6;
-constexpr int kEvenUnits = 256;  // of a block, up to which it is worth a few SMs that do nothing
-constexpr int kWarpKeys = 32, kUnitKeys = 4 * kWarpKeys, kRows = 4;  // rows: keys of a quad in a unit
+constexpr int kMaxClusterCtas = 6;
+// With up to this many KV tiles per CTA, equal counts of CTAs per token are worth a few idle SMs.
+constexpr int kEvenKVTiles = 256;
+constexpr int kWarpKeys = 32, kBlockKV = 4 * kWarpKeys;  // keys of a KV tile: of each warp, of the warpgroup
+constexpr int kKeysPerQuad = 4;                          // keys of a KV tile that a quad of lanes scores
 
-/// The warpgroups of a CTA, each on units of its own: a warpgroup's lie kStep keys apart. A SM has
-/// room for a whole crew or for two halves. Short rows are for half crews, one to an SM: beside it the next
-/// launch's gets ready and waits.
+/// A CTA of kCount warpgroups. Each warpgroup takes KV tiles of its own, which lie kStep keys apart. An SM has room for
+/// one CTA of four warpgroups or for two CTAs of two. Short rows are scored by CTAs of two warpgroups, one per SM: the
+/// CTA of the next launch runs its prologue beside it.
 template <int kCount>
-struct Crew {
-  static constexpr int kWarpgroups = kCount, kWarps = 4 * kCount, kThreads = 128 * kCount, kStep = kCount * kUnitKeys;
+struct Warpgroups {
+  static constexpr int kWarpgroups = kCount, kWarps = 4 * kCount, kThreads = 128 * kCount, kStep = kCount * kBlockKV;
 };
-using WholeCrew = Crew<4>;
-using HalfCrew = Crew<2>;
-constexpr int kScoreThreads = WholeCrew::kThreads, kScoreWarps = WholeCrew::kWarps;
+using FourWarpgroups = Warpgroups<4>;
+using TwoWarpgroups = Warpgroups<2>;
+constexpr int kScoreThreads = FourWarpgroups::kThreads, kScoreWarps = FourWarpgroups::kWarps;
 
-// --- shares
+// --- tile scheduler
 
-/// A block's part of all tokens' units: `count` of them from this one on.
-struct Share {
-  int token, unit, count;
-  int request, scored;  // of the token: its request, how many keys it has scored
-  int before, total;    // units of all tokens: before this one's, in all
+/// The work tiles of a CTA that are left to do: `count` from KV tile `kv_tile` of `token` on.
+struct Assignment {
+  int token, kv_tile, count;
+  int request, scored;  // the token's request, and how many of its keys are scored
+  int before, total;    // work tiles before the token's first one, and of all tokens
 };
 
-struct ShareRoom {
+struct SchedulerShared {
   std::uint32_t sums[kScoreWarps];
-  Share first;
+  Assignment first;
 };
 
-__device__ inline const ops::StepRecord* record_of(const IndexTile& tile, int token) {
+__device__ inline const ops::StepRecord* record_of(const TokenTile& tile, int token) {
   return tile.p.step.tokens + tile.first + token;
 }
-__device__ inline int units_of(int keys) { return (keys + kUnitKeys - 1) / kUnitKeys; }
+__device__ inline int kv_tiles_of(int keys) { return (keys + kBlockKV - 1) / kBlockKV; }
 
-/// The sum over this lane and those before it.
+/// Inclusive prefix sum over the lanes of a warp.
 __device__ inline int scan_warp(int sum) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -61,34 +63,36 @@ __device__ inline int scan_warp(int sum) {
   return sum;
 }
 
-/// A block's first unit of `total`, and how many it takes.
-struct Run {
+/// The range of `total` work tiles that this CTA takes.
+struct TileRange {
   int begin, count;
 
-  __device__ explicit Run(int total) : begin(0), count(0) {
-    const unsigned blocks = min(gridDim.x, static_cast<unsigned>(total)), block = blockIdx.x;
-    if (block >= blocks) return;
-    const unsigned each = static_cast<unsigned>(total) / blocks, rest = static_cast<unsigned>(total) % blocks;
-    begin = static_cast<int>(block * each + min(block, rest));
-    count = static_cast<int>(each + (block < rest ? 1 : 0));
+  __device__ explicit TileRange(int total) : begin(0), count(0) {
+    const unsigned ctas = min(gridDim.x, static_cast<unsigned>(total)), cta = blockIdx.x;
+    if (cta >= ctas) return;
+    const unsigned each = static_cast<unsigned>(total) / ctas, rest = static_cast<unsigned>(total) % ctas;
+    begin = static_cast<int>(cta * each + min(cta, rest));
+    count = static_cast<int>(each + (cta < rest ? 1 : 0));
   }
 
-  /// The block that takes a unit of `total`.
-  __device__ static int block_of(int unit, int total) {
-    const int blocks = min(static_cast<int>(gridDim.x), total), each = total / blocks, rest = total % blocks;
-    return unit < rest * (each + 1) ? unit / (each + 1) : rest + (unit - rest * (each + 1)) / each;
+  /// The CTA that takes a work tile of `total`.
+  __device__ static int cta_of(int kv_tile, int total) {
+    const int ctas = min(static_cast<int>(gridDim.x), total), each = total / ctas, rest = total % ctas;
+    return kv_tile < rest * (each + 1) ? kv_tile / (each + 1) : rest + (kv_tile - rest * (each + 1)) / each;
   }
 };
 
-/// Which of its token's shares it is.
-__device__ inline int ordinal_of(const Share& share) {
-  return share.unit == 0 ? 0 : static_cast<int>(blockIdx.x) - Run::block_of(share.before, share.total);
+/// The index of this CTA's split among the splits of its token.
+__device__ inline int split_index(const Assignment& assignment) {
+  return assignment.kv_tile == 0
+             ? 0
+             : static_cast<int>(blockIdx.x) - TileRange::cta_of(assignment.before, assignment.total);
 }
 
-/// Of up to 32 tokens: each warp finds it by itself. load(address) gives records.
+/// The assignment for up to 32 tokens; each warp computes it alone. load(address) gives records.
 constexpr int kFewTokens = 32;
 template <class Load>
-__device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
+__device__ Assignment assign_few_tokens(const TokenTile& tile, Load&& load) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   int request = 0, scored = 0;
   if (lane < tile.count) {
@@ -96,77 +100,78 @@ __device__ Share find_share_of_few(const IndexTile& tile, Load&& load) {
     request = record.row;
     scored = tile.scored(record);
   }
-  const int mine = units_of(scored), sum = scan_warp(mine);
+  const int mine = kv_tiles_of(scored), sum = scan_warp(mine);
   const int total = __shfl_sync(kAllLanes, sum, 31);
-  const Run run(total);
-  const int at = run.begin - (sum - mine);
+  const TileRange range(total);
+  const int at = range.begin - (sum - mine);
   const int token = __ffs(static_cast<int>(__ballot_sync(kAllLanes, at >= 0 && at < mine))) - 1;
-  if (run.count == 0) return {};
+  if (range.count == 0) return {};
   return {token,
           __shfl_sync(kAllLanes, at, token),
-          run.count,
+          range.count,
           __shfl_sync(kAllLanes, request, token),
           __shfl_sync(kAllLanes, scored, token),
-          run.begin - __shfl_sync(kAllLanes, at, token),
+          range.begin - __shfl_sync(kAllLanes, at, token),
           total};
 }
 
-template <class Crew, class Load>
-__device__ Share find_share(ShareRoom& s, const IndexTile& tile, Load&& load) {
-  if (tile.count <= kFewTokens) return find_share_of_few(tile, load);
+template <class Cta, class Load>
+__device__ Assignment assign_tiles(SchedulerShared& s, const TokenTile& tile, Load&& load) {
+  if (tile.count <= kFewTokens) return assign_few_tokens(tile, load);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int each = (tile.count + Crew::kThreads - 1) / Crew::kThreads, first = static_cast<int>(threadIdx.x) * each;
+  const int each = (tile.count + Cta::kThreads - 1) / Cta::kThreads, first = static_cast<int>(threadIdx.x) * each;
   const int end = min(first + each, tile.count);
   int mine = 0;
-  for (int token = first; token < end; ++token) mine += units_of(tile.scored(load(record_of(tile, token))));
+  for (int token = first; token < end; ++token) mine += kv_tiles_of(tile.scored(load(record_of(tile, token))));
   const int sum = scan_warp(mine);
   if (lane == 31) s.sums[warp] = static_cast<std::uint32_t>(sum);
   __syncthreads();
   int before = sum - mine, total = 0;
 #pragma unroll
-  for (int w = 0; w < Crew::kWarps; ++w) {
+  for (int w = 0; w < Cta::kWarps; ++w) {
     const int of_warp = static_cast<int>(s.sums[w]);
     if (w < warp) before += of_warp;
     total += of_warp;
   }
-  const Run run(total);
-  if (run.count == 0) return {};
-  if (before <= run.begin && run.begin < before + mine) {
-    for (int token = first, at = run.begin - before;; ++token) {
+  const TileRange range(total);
+  if (range.count == 0) return {};
+  if (before <= range.begin && range.begin < before + mine) {
+    for (int token = first, at = range.begin - before;; ++token) {
       const ops::StepRecord record = load(record_of(tile, token));
-      const int scored = tile.scored(record), units = units_of(scored);
-      if (at < units) {
-        s.first = {token, at, run.count, record.row, scored, run.begin - at, total};
+      const int scored = tile.scored(record), kv_tiles = kv_tiles_of(scored);
+      if (at < kv_tiles) {
+        s.first = {token, at, range.count, record.row, scored, range.begin - at, total};
         break;
       }
-      at -= units;
+      at -= kv_tiles;
     }
   }
   __syncthreads();
   return s.first;
 }
 
-/// By the records as they are after the wait.
-template <class Crew>
-__device__ __noinline__ Share find_share_anew(ShareRoom& s, const IndexTile& tile) {
-  return find_share<Crew>(s, tile, load_record);
+/// The assignment by the records as they are after the grid dependency wait.
+template <class Cta>
+__device__ __noinline__ Assignment assign_tiles_after_wait(SchedulerShared& s, const TokenTile& tile) {
+  return assign_tiles<Cta>(s, tile, load_record);
 }
 
-/// The token that this block begins with if all are equally long.
-__device__ inline int likely_token(const IndexTile& tile) {
+/// The first token of this CTA if all tokens see equally many keys.
+__device__ inline int expected_token(const TokenTile& tile) {
   return static_cast<int>(blockIdx.x * static_cast<unsigned>(tile.count) / gridDim.x);
 }
 
-/// What a share rests on that was found by the records and the block table as they are before the wait, so that keys
-/// can be asked for right after it; it is looked at again meanwhile.
-struct Guess {
-  bool is_there = false;               // of the whole block: where it is not, all find their share after the wait
-  std::int32_t token = -1;             // whose record this thread has seen, if any
-  std::int32_t row = 0, position = 0;  // in that record
-  std::int32_t ids = -1;               // blocks of the lane's first keys (KeyStream)
+/// The record and block ids that an assignment was computed from before the grid dependency wait. With it the loads of
+/// keys are issued right after the wait; a Validation checks it meanwhile.
+struct SpeculativeRecord {
+  bool is_there = false;    // same for all threads of the CTA; if not, they compute the assignment after the wait
+  std::int32_t token = -1;  // token whose record this thread has read, or -1
+  std::int32_t row = 0, position = 0;  // of that record
+  std::int32_t ids = -1;               // block ids of the lane's first keys (KeyPipeline)
 
-  /// What counts of a token's record. Asked again, the same, even if the record is written meanwhile.
-  __device__ ops::StepRecord see(const IndexTile& tile, int token_in) {
+  /// The fields of a token's record that decide the assignment. A second call gives the same values, even if the
+  /// record is written meanwhile.
+  __device__ ops::StepRecord load(const TokenTile& tile, int token_in) {
     if (token != token_in) {
       const ops::StepRecord record = load_record_again(record_of(tile, token_in));
       token = token_in;
@@ -180,23 +185,23 @@ struct Guess {
   }
 };
 
-/// The same after the wait. Loads are under way once it is made.
-class SecondLook {
+/// Reads the record and block ids again after the wait. The constructor issues the loads.
+class Validation {
  public:
   template <class Keys>
-  __device__ SecondLook(const IndexTile& tile, const Keys& keys, const Guess& guess)
-      : row_(guess.row), position_(guess.position), ids_(guess.ids) {
-    if (!guess.is_there) return;
+  __device__ Validation(const TokenTile& tile, const Keys& keys, const SpeculativeRecord& speculative)
+      : row_(speculative.row), position_(speculative.position), ids_(speculative.ids) {
+    if (!speculative.is_there) return;
     ids_ = keys.first_ids();
-    if (guess.token < 0) return;
-    const ops::StepRecord* const record = record_of(tile, guess.token);
+    if (speculative.token < 0) return;
+    const ops::StepRecord* const record = record_of(tile, speculative.token);
     row_ = record->row;
     position_ = record->position;
   }
-  __device__ bool confirms(const Guess& guess) {
-    asm volatile("" : "+r"(row_), "+r"(position_), "+r"(ids_));  // not earlier
-    const bool same = row_ == guess.row & position_ == guess.position & ids_ == guess.ids;
-    row_ = position_ = ids_ = 0;  // no registers are needed any more, in a loop that goes on
+  __device__ bool holds(const SpeculativeRecord& speculative) {
+    asm volatile("" : "+r"(row_), "+r"(position_), "+r"(ids_));  // the loads are not waited for earlier
+    const bool same = row_ == speculative.row & position_ == speculative.position & ids_ == speculative.ids;
+    row_ = position_ = ids_ = 0;  // frees the registers for the loop that follows
     return same;
   }
 
@@ -204,63 +209,68 @@ class SecondLook {
   std::int32_t row_, position_, ids_;
 };
 
-/// The share by the records as they are before the wait; of no units if it is not known then.
-template <class Crew>
-__device__ Share guess_share(ShareRoom& s, const IndexTile& tile, Guess& guess) {
-  if (tile.count > Crew::kThreads) return {};
-  const Share share = find_share<Crew>(s, tile, [&](const ops::StepRecord* at) {  // each thread asks for one
-    return guess.see(tile, static_cast<int>(at - record_of(tile, 0)));
+/// The assignment by the records as they are before the wait. It has no work tiles if there are more tokens than
+/// threads.
+template <class Cta>
+__device__ Assignment assign_tiles_speculatively(SchedulerShared& s, const TokenTile& tile,
+                                                 SpeculativeRecord& speculative) {
+  if (tile.count > Cta::kThreads) return {};
+  const Assignment assignment = assign_tiles<Cta>(s, tile, [&](const ops::StepRecord* at) {  // each thread loads one
+    return speculative.load(tile, static_cast<int>(at - record_of(tile, 0)));
   });
-  guess.is_there = __syncthreads_and(share.count > 0);  // a record may change while warps look at it
-  return share;
+  speculative.is_there = __syncthreads_and(assignment.count > 0);  // a record may change while warps read it
+  return assignment;
 }
 
-/// Calls score(share, guess) with the block's units of each of its tokens, of which the first were guessed, and
-/// prefetch(token) before that with the token it will go on to. score returns false where the guess did not hold, and
-/// then has done nothing.
-template <class Crew, class Prefetch, class Score>
-__device__ void for_each_share(ShareRoom& s, const IndexTile& tile, Share share, Guess guess, Prefetch&& prefetch,
-                               Score&& score) {
-  while (share.count > 0) {
-    const int left = max(share.count - (units_of(share.scored) - share.unit), 0), next = share.token + 1;
-    share.count -= left;
+/// The loop over the CTA's tokens. Calls prefetch(next token) if another token follows, then score(assignment,
+/// speculative) with the work tiles of one token. Only the first assignment is speculative. If its validation fails,
+/// score returns false and has written nothing, and the loop starts again with the assignment after the wait.
+template <class Cta, class Prefetch, class Score>
+__device__ void for_each_assignment(SchedulerShared& s, const TokenTile& tile, Assignment assignment,
+                                    SpeculativeRecord speculative, Prefetch&& prefetch, Score&& score) {
+  while (assignment.count > 0) {
+    const int left = max(assignment.count - (kv_tiles_of(assignment.scored) - assignment.kv_tile), 0),
+              next = assignment.token + 1;
+    assignment.count -= left;
     if (left > 0) prefetch(next);
-    const bool is_done = share.count == 0 || score(share, guess);
-    guess = {};
+    const bool is_done = assignment.count == 0 || score(assignment, speculative);
+    speculative = {};
     if (!is_done) {
-      share = find_share_anew<Crew>(s, tile);
+      assignment = assign_tiles_after_wait<Cta>(s, tile);
       continue;
     }
     if (left == 0) break;
     const ops::StepRecord record = load_record(record_of(tile, next));
-    share = {next, 0, left, record.row, tile.scored(record), 0, 0};
+    assignment = {next, 0, left, record.row, tile.scored(record), 0, 0};
   }
 }
 
-/// This block's part of its cluster's token.
-static_assert(kRowNumbers <= 32 * WholeCrew::kStep);
-__device__ inline Share share_of_cluster(const IndexTile& tile, int blocks, int token, const ops::StepRecord& record) {
-  const int scored = tile.scored(record), units = units_of(scored), rank = block_in_cluster();
-  const int each = units / blocks, rest = units % blocks;
+/// The work tiles of this CTA, of the token that its cluster takes.
+static_assert(kRowNumbers <= 32 * FourWarpgroups::kStep);
+__device__ inline Assignment cluster_assignment(const TokenTile& tile, int ctas, int token,
+                                                const ops::StepRecord& record) {
+  const int scored = tile.scored(record), kv_tiles = kv_tiles_of(scored), rank = block_in_cluster();
+  const int each = kv_tiles / ctas, rest = kv_tiles % ctas;
   return {token, rank * each + min(rank, rest), each + (rank < rest ? 1 : 0), record.row, scored, 0, 0};
 }
 
-/// By the record as it is after the wait.
-__device__ inline __noinline__ Share find_share_of_cluster(const IndexTile& tile, int blocks, int token) {
-  return share_of_cluster(tile, blocks, token, load_record(record_of(tile, token)));
+/// The same by the record as it is after the wait.
+__device__ inline __noinline__ Assignment assign_cluster_tiles_after_wait(const TokenTile& tile, int ctas, int token) {
+  return cluster_assignment(tile, ctas, token, load_record(record_of(tile, token)));
 }
 
-__device__ inline Share guess_share_of_cluster(const IndexTile& tile, int blocks, int token, Guess& guess) {
-  const Share share = share_of_cluster(tile, blocks, token, guess.see(tile, token));
-  guess.is_there = __syncthreads_and(share.count > 0);
-  return share;
+__device__ inline Assignment assign_cluster_tiles_speculatively(const TokenTile& tile, int ctas, int token,
+                                                                SpeculativeRecord& speculative) {
+  const Assignment assignment = cluster_assignment(tile, ctas, token, speculative.load(tile, token));
+  speculative.is_there = __syncthreads_and(assignment.count > 0);
+  return assignment;
 }
 
 // --- queries
 
-// Lanes next to each other share a head, kChannels of it each.
+// Consecutive lanes share a head; each has kChannels of its channels.
 
-/// A lane's channels of a head: pairs of bf16, or encoded as given.
+/// A lane's channels of a head as loaded: pairs of bf16, or codes if the caller gives encoded queries.
 template <int kChannels>
 struct RawChannels {
   uint4 words[kChannels / 8];
@@ -268,11 +278,11 @@ struct RawChannels {
   float weight;  // of the head
 };
 
-/// Where a lane's part of a token's queries lies: kChannels of a head, whose codes take kCodeBytes.
+/// The addresses of a lane's part of a token's queries: kChannels channels of a head, whose codes take kCodeBytes.
 template <int kCodeBytes, int kChannels>
-class QueryPlace {
+class QueryAddress {
  public:
-  __device__ QueryPlace(const IndexTile& tile, int token, int head, int part) : head_(head) {
+  __device__ QueryAddress(const TokenTile& tile, int token, int head, int part) : head_(head) {
     constexpr bool kHasOneScale = kCodeBytes == kWidth;
     const ops::IndexParams& p = tile.p;
     const std::int64_t at = tile.first + token;
@@ -285,8 +295,8 @@ class QueryPlace {
     weight_ = static_cast<const float*>(p.weights.data) + at * p.weights.row_stride + head;
   }
 
-  /// Of this head and those kHeads / kCount after each other. Loads are under way when it returns, but for fp32. Heads
-  /// that are not there are zero.
+  /// Loads kCount heads, from this one on, kHeads / kCount apart. Loads are in flight when it returns, except for fp32
+  /// queries. Absent heads are zero.
   template <int kCount>
   __device__ void load(const ops::IndexParams& p, RawChannels<kChannels> (&raw)[kCount]) const {
     constexpr int kApart = kHeads / kCount;
@@ -327,7 +337,7 @@ class QueryPlace {
       });
   }
 
-  /// Not needed any more, so that no registers are, in a loop that goes on.
+  /// Frees the registers for the loop that follows.
   __device__ void drop() {
     q_ = scale_ = nullptr;
     weight_ = nullptr;
@@ -385,7 +395,7 @@ __device__ void transform(float (&x)[kChannels]) {
   for (int i = 0; i < kChannels; ++i) x[i] *= kScale;
 }
 
-/// A lane's channels rounded to bf16; returns the largest magnitude, NaN passed over.
+/// Rounds a lane's channels to bf16; returns the largest magnitude, ignoring NaN.
 template <int kChannels>
 __device__ float round_channels(const float (&x)[kChannels], std::uint32_t (&pairs)[kChannels / 2]) {
   std::uint32_t largest = 0;
@@ -397,8 +407,8 @@ __device__ float round_channels(const float (&x)[kChannels], std::uint32_t (&pai
   return fmaxf(low_value(largest), high_value(largest));
 }
 
-/// A token's queries and weights into L2. Before the wait, too.
-__device__ inline void fetch_queries(const IndexTile& tile, int token) {
+/// Prefetches a token's queries and weights into L2. May run before the grid dependency wait.
+__device__ inline void prefetch_queries(const TokenTile& tile, int token) {
   constexpr int kLine = 64;
   const ops::IndexParams& p = tile.p;
   if (token >= tile.count) return;
@@ -418,10 +428,11 @@ __device__ inline void fetch_queries(const IndexTile& tile, int token) {
   fetch(p.weights, p.num_heads * 4, 4);
 }
 
-/// Where a head's row of the matrix operand lies, so that a lane's accumulators are a chain.
+/// The row of a head in the wgmma operand. The order makes the accumulators of a lane one chain of heads.
 __device__ inline int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (head / 16) + head % 2; }
 
-/// K-major rows of 128 bytes, 128-byte swizzle, 1,024 bytes from 8 rows to the next.
+/// The wgmma descriptor of an operand in shared memory: K-major rows of 128 bytes, 128-byte swizzle, 1,024 bytes per 8
+/// rows.
 __device__ inline std::uint64_t operand_at(std::uint32_t shared_address) {
   return (shared_address >> 4 & 0x3FFFu) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 |
          std::uint64_t{1} << 62;
@@ -432,15 +443,15 @@ __device__ inline std::uint64_t operand_of(const std::uint8_t* q) {
 
 // --- keys
 
-/// The pages of keys: dense rows of payload and of scales. From one unit of a warpgroup to its next there is a whole
-/// number of blocks: so a warp's row in a block stays the same.
+/// The addresses of a layer's key pages: dense rows of payloads and of scales. The step from a warpgroup's KV tile to
+/// its next is a whole number of blocks, so a warp's row in a block stays the same.
 struct Pages {
   const std::uint8_t *payload, *scale;
   std::uint32_t payload_stride, scale_stride;  // from block to block
   std::int32_t block_shift;                    // log2 of rows per block
   const std::int32_t* table;                   // [requests, blocks_per_request]
   std::int32_t blocks_per_request;
-  std::uint64_t policy;  // what L2 does with keys that were read
+  std::uint64_t policy;  // L2 eviction policy of keys that were read
 
   /// A key's row in its block.
   __device__ std::uint32_t row_of(int key) const { return static_cast<std::uint32_t>(key & ((1 << block_shift) - 1)); }
@@ -451,17 +462,18 @@ struct Pages {
     return scale + std::uint64_t{block} * scale_stride;
   }
 
-  /// A warp's 32 keys from a row of a block on into L2. Before the wait, too: nothing depends on it (kv4/cuda.h).
+  /// Prefetches a warp's 32 keys, from a row of a block on, into L2. May run before the grid dependency wait: no result
+  /// depends on it (kv4/cuda.h).
   template <int kKeyBytes>
-  __device__ void fetch(std::uint32_t block, std::uint32_t row) const {
-    const auto bring = [&](const std::uint8_t* from, int bytes) {
+  __device__ void prefetch(std::uint32_t block, std::uint32_t row) const {
+    const auto prefetch_bytes = [&](const std::uint8_t* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
       asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes),
                    "l"(policy));
 #endif
     };
-    bring(payload_of(block) + kKeyBytes * row, kWarpKeys * kKeyBytes);
-    bring(scale_of(block) + kKeyScaleBytes * row, kWarpKeys * kKeyScaleBytes);
+    prefetch_bytes(payload_of(block) + kKeyBytes * row, kWarpKeys * kKeyBytes);
+    prefetch_bytes(scale_of(block) + kKeyScaleBytes * row, kWarpKeys * kKeyScaleBytes);
   }
 };
 
@@ -476,80 +488,81 @@ __device__ inline std::uint32_t load_shared4(std::uint32_t at) {
   return v;
 }
 
-/// A warp's part of its warpgroup's units of keys on their way from the pages to its ring, which holds kStages of them.
-/// Of every other row of 128 bytes the halves change places, so that quads can load four chunks of a row each without
-/// bank conflicts. Each lane has a key of its own, whose scales it copies and whose score it writes.
-/// kIsLong: it may have more than 32 units, which no warpgroup of a cluster has (below).
-template <class CrewOf, int kKeyBytes, int kStages, bool kIsLong>
-class KeyStream {
+/// The pipeline of one warp: it copies the warp's 32 keys of each of its warpgroup's KV tiles from the pages to a ring
+/// of kStages stages. Every other row of 128 bytes has its halves swapped, so that the lanes of a quad load 16-byte
+/// chunks without bank conflicts. Each lane owns one key of a KV tile: it copies the scales of that key and writes its
+/// score. kIsLong: there may be more than 32 KV tiles. A warpgroup of a cluster has at most 32.
+template <class CtaOf, int kKeyBytes, int kStages, bool kIsLong>
+class KeyPipeline {
  public:
-  using Crew = CrewOf;
+  using Cta = CtaOf;
   static constexpr int kPayloadBytes = kWarpKeys * kKeyBytes, kStageBytes = kPayloadBytes + kWarpKeys * kKeyScaleBytes;
-  static constexpr int kStageStep = Crew::kWarps * kStageBytes;
-  using Ring = std::uint8_t[kStages][Crew::kWarps][kStageBytes];
+  static constexpr int kStageStep = Cta::kWarps * kStageBytes;
+  using Ring = std::uint8_t[kStages][Cta::kWarps][kStageBytes];
   static_assert(kStageBytes % 16 == 0 && (kKeyBytes == 64 || kKeyBytes == 128));
 
-  /// units: of this warpgroup, every Crew::kWarpgroups-th from first_unit on; they hold `scored` keys of a request.
-  __device__ KeyStream(const Ring& ring, const Pages& pages, int request, int first_unit, int units, int scored)
+  /// kv_tiles: how many KV tiles this warpgroup takes, every Cta::kWarpgroups-th from first_kv_tile on. The request has
+  /// `scored` keys.
+  __device__ KeyPipeline(const Ring& ring, const Pages& pages, int request, int first_kv_tile, int kv_tiles, int scored)
       : pages_(&pages),
-        first_(first_unit * kUnitKeys + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
-        units_(units),
+        first_(first_kv_tile * kBlockKV + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
+        units_(kv_tiles),
         scored_(scored),
         request_(request),
         ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring[0][threadIdx.x / 32]))) {
     const std::uint32_t row = pages.row_of(first_), lane = threadIdx.x % 32;
     payload_ = pages.payload + (kKeyBytes * row + 16 * lane);
     scale_ = pages.scale + kKeyScaleBytes * (row + own_key());
-    asm("" : "+l"(payload_), "+l"(scale_), "+r"(ring_));  // kept, not made anew for every unit
+    asm("" : "+l"(payload_), "+l"(scale_), "+r"(ring_));  // kept in registers, not recomputed for every KV tile
   }
 
-  /// The blocks of the first units, one of each lane; before the wait, what they probably are.
+  /// Block ids of the first 32 KV tiles, one per lane. speculative_ids may run before the grid dependency wait.
   __device__ std::int32_t first_ids() const { return load_id(0); }
-  __device__ std::int32_t guess_ids() const { return load_id<true>(0); }
+  __device__ std::int32_t speculative_ids() const { return load_id<true>(0); }
 
-  /// Brings the first kCount units, which lie in these blocks, into L2. Before the wait, too.
+  /// Prefetches the first kCount KV tiles, which lie in these blocks, into L2. May run before the grid dependency wait.
   template <int kCount>
-  __device__ void fetch(std::int32_t first_ids) const {
+  __device__ void prefetch(std::int32_t first_ids) const {
     if (static_cast<int>(threadIdx.x % 32) < kCount && first_ids >= 0)
-      pages_->template fetch<kKeyBytes>(static_cast<std::uint32_t>(first_ids), pages_->row_of(first_));
+      pages_->template prefetch<kKeyBytes>(static_cast<std::uint32_t>(first_ids), pages_->row_of(first_));
   }
 
-  /// Of the 32 of a warp and unit.
+  /// The lane's own key among the warp's 32 keys of a KV tile.
   __device__ static std::uint32_t own_key() { return threadIdx.x % 32 / kQuad + 8 * (threadIdx.x % kQuad); }
 
-  /// The first key of the i-th unit.
-  __device__ int first_key(int i) const { return first_ + i * Crew::kStep; }
+  /// The warp's first key of the i-th KV tile.
+  __device__ int first_key(int i) const { return first_ + i * Cta::kStep; }
 
-  /// Asks for the first units, which lie in these blocks.
+  /// Prologue: issues the copies of the first kStages - 1 KV tiles, which lie in these blocks.
   __device__ void begin(std::int32_t first_ids) {
     ids_ = next_ = first_ids;
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
       free_ = i * kStageStep;
-      ask(i);
+      issue(i);
     }
     stage_ = (kStages - 1) * kStageStep;
   }
 
-  /// The next unit, once it is there: where its keys lie, at 64 or 128 bytes from each to the next.
-  __device__ std::uint32_t take() {
+  /// Waits for the next stage. Returns the shared address of its keys, which lie 64 or 128 bytes apart.
+  __device__ std::uint32_t wait_next() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
     __syncwarp();
     free_ = stage_;
     stage_ = stage_ == (kStages - 1) * kStageStep ? 0 : stage_ + kStageStep;
     return ring_ + stage_;
   }
-  /// The scales of the lane's own key of the unit that was taken last.
+  /// The scales of the lane's own key in the current stage.
   __device__ std::uint32_t scales() const {
     return load_shared4(ring_ + stage_ + kPayloadBytes + kKeyScaleBytes * (threadIdx.x % 32));
   }
 
-  /// Asks for the unit kStages - 1 after the i-th, which was taken last: in place of the one before that.
-  __device__ void refill(int i) { ask(i + kStages - 1); }
+  /// Issues the copies of KV tile i + kStages - 1 into the stage before the current one; i is the current KV tile.
+  __device__ void refill(int i) { issue(i + kStages - 1); }
 
  private:
-  /// In order. Keys that no token sees are left as they come.
-  __device__ void ask(int i) {
+  /// KV tiles are issued in order. Keys without a block are not copied; nobody uses their scores.
+  __device__ void issue(int i) {
     if (kIsLong && i % 32 == 0) {
       ids_ = next_;
       next_ = load_id(i + 32);
@@ -572,7 +585,7 @@ class KeyStream {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  /// The block of this lane's unit from the i-th on.
+  /// The block id of KV tile i + lane.
   template <bool kFromL2 = false>
   __device__ std::int32_t load_id(int i) const {
     i += static_cast<int>(threadIdx.x % 32);
@@ -584,61 +597,63 @@ class KeyStream {
 
   const Pages* pages_;
   int first_, units_, scored_, request_;
-  const std::uint8_t *payload_, *scale_;  // this lane's in block 0
-  std::uint32_t ring_, stage_, free_;     // stages as offsets
+  const std::uint8_t *payload_, *scale_;  // the lane's first bytes in block 0
+  std::uint32_t ring_, stage_, free_;     // stages are offsets in the ring
   std::int32_t ids_ = -1, next_;
 };
 
-/// How many units of its block's share a warpgroup has, and their keys.
-template <class Crew>
-__device__ int units_of_warpgroup(const Share& share, int warpgroup) {
-  return (share.count - warpgroup + Crew::kWarpgroups - 1) / Crew::kWarpgroups;
+/// How many KV tiles of a CTA's assignment a warpgroup takes, and the pipeline of its keys.
+template <class Cta>
+__device__ int kv_tiles_of_warpgroup(const Assignment& assignment, int warpgroup) {
+  return (assignment.count - warpgroup + Cta::kWarpgroups - 1) / Cta::kWarpgroups;
 }
 template <class Keys>
-__device__ Keys keys_of(const typename Keys::Ring& ring, const Pages& pages, const Share& share, int warpgroup) {
-  return Keys(ring, pages, share.request, share.unit + warpgroup,
-              units_of_warpgroup<typename Keys::Crew>(share, warpgroup), share.scored);
+__device__ Keys keys_of(const typename Keys::Ring& ring, const Pages& pages, const Assignment& assignment,
+                        int warpgroup) {
+  return Keys(ring, pages, assignment.request, assignment.kv_tile + warpgroup,
+              kv_tiles_of_warpgroup<typename Keys::Cta>(assignment, warpgroup), assignment.scored);
 }
 
-/// Before the wait: the keys that this block probably begins with, kStages of 32 for each of its warps, into L2, by
-/// kWorkers warps that have nothing else to do; KeyStream::fetch, where all have as much to do.
-template <class Crew, int kKeyBytes, int kStages, int kWorkers>
-__device__ void fetch_first_keys(const Share& share, const Pages& pages, int worker) {
-  constexpr int kEach = kStages * Crew::kWarps / kWorkers;
+/// Prefetches the first keys of a speculative assignment into L2, before the grid dependency wait: 32 keys of kStages
+/// KV tiles for each warp of the CTA. kWorkers otherwise idle warps do it. Where no warp is idle, each warp calls
+/// KeyPipeline::prefetch.
+template <class Cta, int kKeyBytes, int kStages, int kWorkers>
+__device__ void prefetch_first_keys(const Assignment& assignment, const Pages& pages, int worker) {
+  constexpr int kEach = kStages * Cta::kWarps / kWorkers;
   static_assert(kEach <= 32);
-  if (share.count == 0) return;
-  const int first = share.unit * kUnitKeys, end = min(first + share.count * kUnitKeys, share.scored);
+  if (assignment.count == 0) return;
+  const int first = assignment.kv_tile * kBlockKV, end = min(first + assignment.count * kBlockKV, assignment.scored);
   const int lane = static_cast<int>(threadIdx.x % 32), key = first + (worker + lane * kWorkers) * kWarpKeys;
   if (lane >= kEach || key >= end) return;
   const std::int32_t block =
-      __ldcg(pages.table + std::int64_t{share.request} * pages.blocks_per_request + (key >> pages.block_shift));
-  if (block >= 0) pages.fetch<kKeyBytes>(static_cast<std::uint32_t>(block), pages.row_of(key));
+      __ldcg(pages.table + std::int64_t{assignment.request} * pages.blocks_per_request + (key >> pages.block_shift));
+  if (block >= 0) pages.prefetch<kKeyBytes>(static_cast<std::uint32_t>(block), pages.row_of(key));
 }
 
-// --- scores
+// --- epilogue
 
-/// (c0 + c1) + (c2 + c3) of a quad's four keys: lane c gets the c-th one's.
-__device__ inline float add_chains(const float (&sum)[kRows], int c) {
+/// Adds the chains of heads, (c0 + c1) + (c2 + c3), for the four keys of a quad. Lane c gets the score of key c.
+__device__ inline float add_chains(const float (&sum)[kKeysPerQuad], int c) {
   const bool odd = c % 2 != 0, upper = c >= 2;
   const float low = (odd ? sum[1] : sum[0]) + __shfl_xor_sync(kAllLanes, odd ? sum[0] : sum[1], 1);
   const float high = (odd ? sum[3] : sum[2]) + __shfl_xor_sync(kAllLanes, odd ? sum[2] : sum[3], 1);
   return (upper ? high : low) + __shfl_xor_sync(kAllLanes, upper ? low : high, 2);
 }
 
-/// Where a token's maxima go, if it has any.
-__device__ inline float* maxima_of(const IndexTile& tile, int token, int scored) {
+/// The group maxima of a token, or null if its row is too short to need them.
+__device__ inline float* maxima_of(const TokenTile& tile, int token, int scored) {
   return tile.has_maxima && scored > kRowNumbers ? tile.maxima(token) : nullptr;
 }
 
-/// The largest score of each group of a unit's keys, of which this lane has one. NaN is passed over.
+/// Writes the group maxima of a warp's 32 keys; each lane has one score. NaN is ignored.
 __device__ inline void write_maxima(float* maxima, int first_key, int group, float score) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   static_assert(kSmallGroup == 8 && kLargeGroup == kWarpKeys);
   if (group == kLargeGroup) {
-    const int bits = __float_as_int(fmaxf(score, kNoScore));  // in the order of whole numbers
-    const int most = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
+    const int bits = __float_as_int(fmaxf(score, kNoScore));  // ordered like integers after the xor
+    const int largest = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
     if (lane == 0)
-      maxima[static_cast<unsigned>(first_key) / kLargeGroup] = __int_as_float(most ^ (most >> 31 & 0x7FFFFFFF));
+      maxima[static_cast<unsigned>(first_key) / kLargeGroup] = __int_as_float(largest ^ (largest >> 31 & 0x7FFFFFFF));
     return;
   }
 #pragma unroll
@@ -646,31 +661,31 @@ __device__ inline void write_maxima(float* maxima, int first_key, int group, flo
   if (lane < kQuad) maxima[static_cast<unsigned>(first_key) / kSmallGroup + lane] = score;
 }
 
-// --- what the host checks and passes
+// --- grid sizes and launches
 
 inline bool is_power_of_two(std::int64_t x) { return (x & (x - 1)) == 0; }
 
-/// Whether keys of so many bytes, and queries, lie as the above reads them.
+/// Whether keys of `key_bytes` bytes, and queries, have the layout that KeyPipeline and QueryAddress read.
 inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes) {
   const ops::KindDesc& kind = p.layer.kinds[p.kind];
   const ops::Plane &payload = kind.page.payload, &scale = kind.page.scale;
   const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
-  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   return is_sm90() && kind.page.shape.width == kWidth && kind.rows_per_block >= kWarpKeys &&
-         is_power_of_two(kind.rows_per_block) && WholeCrew::kStep % kind.rows_per_block == 0 &&
-         max_entries(p) < kMost && payload.row_stride == key_bytes && scale.row_stride == kKeyScaleBytes &&
-         payload.block_stride < kMost && scale.block_stride < kMost &&
+         is_power_of_two(kind.rows_per_block) && FourWarpgroups::kStep % kind.rows_per_block == 0 &&
+         max_entries(p) < kLimit && payload.row_stride == key_bytes && scale.row_stride == kKeyScaleBytes &&
+         payload.block_stride < kLimit && scale.block_stride < kLimit &&
          is_aligned(payload.data, payload.block_stride, 16) && is_aligned(scale.data, scale.block_stride, 16) &&
          is_aligned(p.q.data, p.q.row_stride * q_bytes, 16);
 }
 
-// As createpolicy.fractional gives them on sm_90.
+// The policies that createpolicy.fractional gives on sm_90.
 constexpr std::uint64_t kEvictNormal = 0x16F0000000000000u, kEvictFirst = 0x12F0000000000000u;
 
-inline Pages make_pages(const IndexTile& tile) {
+inline Pages make_pages(const TokenTile& tile) {
   const ops::KindDesc& kind = tile.kind();
   Pages pages{};
-  // Keys that one token sees are not read again for long: scores, tables and code stay in L2 instead.
+  // With one token per request no key is read again soon, so scores, tables and code stay in L2 instead.
   pages.policy = tile.p.step.num_items == tile.p.step.num_tokens ? kEvictFirst : kEvictNormal;
   pages.payload = kind.page.payload.data;
   pages.scale = kind.page.scale.data;
@@ -682,52 +697,53 @@ inline Pages make_pages(const IndexTile& tile) {
   return pages;
 }
 
-/// If all tokens are as long as can be.
-inline std::int64_t units_of(const IndexTile& tile) {
-  return (max_entries(tile.p) + kUnitKeys - 1) / kUnitKeys * tile.count;
+/// The number of work tiles if all tokens see as many keys as the block table has room for.
+inline std::int64_t total_kv_tiles(const TokenTile& tile) {
+  return (max_entries(tile.p) + kBlockKV - 1) / kBlockKV * tile.count;
 }
 
-/// As many blocks as can run at once, but for very few tokens' selection, which then gets ready meanwhile; if tokens
-/// are few and not long, so many to each of them: a block that goes on to a second token prepares queries twice.
-inline unsigned score_blocks(const IndexTile& tile) {
+/// How many CTAs score a tile: as many as run at once. For very few tokens it leaves SMs to the selection, whose
+/// prologue then runs beside the scoring. If tokens are few and not long, each gets equally many CTAs: a CTA that goes
+/// on to a second token prepares queries twice.
+inline unsigned score_ctas(const TokenTile& tile) {
   constexpr int kVeryFew = 2;
-  const std::int64_t units = units_of(tile);
+  const std::int64_t kv_tiles = total_kv_tiles(tile);
   const int selecting = tile.is_scored && tile.count <= kVeryFew ? tile.count : 0;
-  const std::int64_t all = std::clamp<std::int64_t>(units, 1, std::max(num_sms() - selecting, 1));
+  const std::int64_t all = std::clamp<std::int64_t>(kv_tiles, 1, std::max(num_sms() - selecting, 1));
   const std::int64_t even = all / tile.count * tile.count;
-  return static_cast<unsigned>(20 * even >= 19 * all && units <= kEvenUnits * all ? even : all);
+  return static_cast<unsigned>(20 * even >= 19 * all && kv_tiles <= kEvenKVTiles * all ? even : all);
 }
 
-/// A scorer whose blocks have a Shared each.
+/// Launches a scorer whose CTAs have a Shared each.
 template <class Shared>
-cudaError_t launch_scorer(void (*kernel)(IndexTile, Pages), unsigned blocks, unsigned threads, const IndexTile& tile,
+cudaError_t launch_scorer(void (*kernel)(TokenTile, Pages), unsigned ctas, unsigned threads, const TokenTile& tile,
                           const Pages& pages, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared);
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  return status != cudaSuccess ? status : launch<kBytes>(kernel, blocks, threads, stream, tile, pages);
+  return status != cudaSuccess ? status : launch<kBytes>(kernel, ctas, threads, stream, tile, pages);
 }
 
-/// Whether blocks may be half crews and have at most so many units each.
-inline bool can_halve(const IndexTile& tile, int most_units) {
-  return HalfCrew::kStep % tile.kind().rows_per_block == 0 &&
-         units_of(tile) <= most_units * std::int64_t{score_blocks(tile)};
+/// Whether CTAs may have two warpgroups, with at most max_kv_tiles KV tiles per CTA.
+inline bool can_use_two_warpgroups(const TokenTile& tile, int max_kv_tiles) {
+  return TwoWarpgroups::kStep % tile.kind().rows_per_block == 0 &&
+         total_kv_tiles(tile) <= max_kv_tiles * std::int64_t{score_ctas(tile)};
 }
 
-/// Of clusters that take a token of up to kRowNumbers keys each, with the selection: how many CTAs; 0 where
-/// two launches are better or have to be.
-inline int cluster_blocks(const IndexTile& tile) {
+/// The CTAs of a cluster that scores and selects one token of up to kRowNumbers keys. 0: two launches are faster, or
+/// necessary.
+inline int cluster_ctas(const TokenTile& tile) {
   if (max_entries(tile.p) > kRowNumbers) return 0;
   // So many clusters run at once on an H200.
   struct Fit {
-    int blocks, clusters;
+    int ctas, clusters;
   };
   constexpr int kOf = 132;
-  constexpr Fit kFits[] = {{kMostClusterBlocks, 16}, {4, 28}, {3, 32}, {2, 66}, {1, 132}};
+  constexpr Fit kFits[] = {{kMaxClusterCtas, 16}, {4, 28}, {3, 32}, {2, 66}, {1, 132}};
   const int all = num_sms(), count = tile.count;
   for (const Fit& fit : kFits)
     if (count * kOf <= fit.clusters * all) {
-      const bool keep_busy = fit.blocks == 1 ? 10 * count >= 9 * all : 2 * fit.blocks * count > all;
-      return keep_busy ? fit.blocks : 0;
+      const bool keep_busy = fit.ctas == 1 ? 10 * count >= 9 * all : 2 * fit.ctas * count > all;
+      return keep_busy ? fit.ctas : 0;
     }
   return 0;
 }

@@ -1,48 +1,50 @@
-// Index scores of mxfp4 keys of 128 channels on Hopper: integer matrix products, exact, so that the bits are those of
-// ops/score_row.h.
+// Index scores of mxfp4 keys of 128 channels on Hopper. Integer matrix products are exact, so the scores have the bits
+// of ops/score_row.h.
 //
-// A key's codes times 2 are whole numbers up to 12. With its largest group scale as the measure, a group d binades
-// below it is shifted left by 3 - d: even numbers up to 96. A query's head likewise, odd ones too. Their products add
-// up to less than 2^22, in integers, which fp32 holds exactly: what the defined group sums in fp32 give, too. Powers of
-// two come off: a head's goes into its weight, a key's is applied to the total. Groups of zeros fit any scale. Keys
-// that do not keep to two binades, and tokens whose heads do not keep to three or whose scales and weights come near
-// the ends of fp32, are left to score_odd, at the end of a warp's share of a token.
+// A key's codes times 2 are whole numbers up to 12. The largest group scale of the key is the reference: a group d
+// binades below it is shifted left by 3 - d, which gives even numbers up to 96. A query's head is shifted likewise, and
+// its numbers may be odd. The products add up to less than 2^22 in integers. fp32 holds such sums exactly, so the group
+// sums of ops/score_row.h in fp32 give the same. Powers of two are factored out: the power of a head goes into its
+// weight, the power of a key multiplies the total. Groups of zeros fit any scale. Out of range are keys whose groups
+// span more than two binades, and tokens whose heads span more than three or whose scales and weights are near the ends
+// of fp32; score_out_of_range scores them after a warp's KV tiles of the token.
 //
-// A warpgroup takes 128 keys at a time, 32 of each warp, as two tiles of 64 keys x 64 heads: 4 wgmma of m64n64k32 each.
-// Keys are the register operand: lane c of a quad loads the 16 bytes of its row's group c and supplies them as the
-// k-steps' channels 4c .. 4c + 3 and 16 + 4c .. 16 + 4c + 3; queries lie in shared memory with their channels in that
-// order. Two byte permutes look up four codes: the packed nibbles are the selector, whose top bit (the sign) turns the
-// looked-up byte into zero. Heads are ordered so that the accumulators of a lane are one chain of heads in its order.
-// An accumulator's bits, read as a float, are its value times 2^-149, or NaN if it is negative: one saturating addition
-// of zero is the relu.
+// A warpgroup takes a KV tile of 128 keys at a time, 32 of each warp, in two halves of 64 keys x 64 heads: 4 wgmma of
+// m64n64k32 each. Keys are the register operand: lane c of a quad loads the 16 bytes of its row's group c and supplies
+// them as channels 4c .. 4c + 3 and 16 + 4c .. 16 + 4c + 3 of the k-steps; queries lie in shared memory with their
+// channels in that order. Two byte permutes look up four codes: the packed nibbles are the selector, and their top bit
+// (the sign) turns the looked-up byte into zero. The order of heads makes the accumulators of a lane one chain of
+// heads. The bits of an accumulator, read as a float, are its value times 2^-149, or NaN if the value is negative; one
+// saturating addition of zero is the relu.
 //
-// Pipeline: a CTA of four warpgroups per SM, of two where rows are short and nothing is selected
-// (key_pipeline.cuh, crews), each warpgroup on its own keys. While the products of a tile are under way the keys of the
-// next are expanded, so that a warpgroup hardly waits for the tensor cores; one set of accumulators, weights from
-// shared memory, or registers would not do. Each warp has three units' keys on their way into its own ring (cp.async),
-// no barrier but the warp's own. All blocks take an equal run of units from the list of all tokens' units.
+// Pipeline: one CTA of four warpgroups per SM; two warpgroups if rows are short and nothing is selected
+// (scheduler.cuh). Each warpgroup has its own keys. While the tensor cores multiply one half of a KV tile, the warps
+// expand the codes of the next half, so a warpgroup hardly waits for the tensor cores. There is one set of accumulators
+// and the weights stay in shared memory, because registers are short. Each warp copies keys of three KV tiles ahead
+// into its own ring (cp.async) and needs no barrier but its own. All CTAs take equal ranges of the work tiles of all
+// tokens.
 //
-// Products under way in a loop need a trip count that the compiler knows to be the same in all of a warp's lanes, or it
-// waits after each wgmma.
+// For wgmma in flight across loop iterations, the compiler must know that the trip count is the same in all lanes of a
+// warp; otherwise it waits after each wgmma.
 //
-// Bound by power, at 1.72 GHz of 1.98 (docs/performance.md), and by no pipe alone: about 235 instructions per warp and
-// 16 keys, of which 64 add heads and 72 look up codes, at 2.5 per clock; 7 % fewer of them gave 0 to 3 %. Permutes and
-// shifts share a pipe of 16 lanes, so complements and sums are multiplications, on another.
+// Bound by power, at 1.72 GHz of 1.98 (docs/performance.md), and by no single pipe: about 235 instructions per warp and
+// 16 keys at 2.5 per clock, of which 64 add heads and 72 look up codes; 7 % fewer instructions gave 0 to 3 %. Permutes
+// and shifts share a pipe of 16 lanes, so complements and sums are multiplications, which use another pipe.
 #include <cstdint>
 
 #include "backend/cuda/index/key_pipeline.cuh"
 #include "backend/cuda/ptx/cluster.cuh"
-#include "backend/cuda/topk/exact_select.cuh"
-#include "backend/cuda/topk/fast_select.cuh"
+#include "backend/cuda/topk/radix_select.cuh"
+#include "backend/cuda/topk/single_pass_select.cuh"
 
 namespace kv4::cuda {
 namespace {
 
 constexpr int kGroups = kQuad, kKeyBytes = kWidth / 2;
 constexpr int kStages = 4;
-template <class Crew>
-using Keys = KeyStream<Crew, kKeyBytes, kStages, true>;
-using FewKeys = KeyStream<WholeCrew, kKeyBytes, kStages, false>;
+template <class Cta>
+using Keys = KeyPipeline<Cta, kKeyBytes, kStages, true>;
+using FewKeys = KeyPipeline<FourWarpgroups, kKeyBytes, kStages, false>;
 constexpr int kSteps = 4, kLookups = 4;
 constexpr int kKeyShift = 2, kQueryShift = 3;
 constexpr std::uint32_t kSigns = 0x88888888u;
@@ -50,13 +52,13 @@ constexpr std::uint32_t kLowCodes = 0x03020100u, kHighCodes = 0x0C080604u;  // e
 static_assert(kWidth * (24 << kKeyShift) * (12 << kQueryShift) < 1 << 22, "negative ones are NaN");
 static_assert((24 << kKeyShift) < 128, "a looked-up byte has no sign");
 
-// Within these every intermediate result is a normal number and no sum overflows: a key's largest scale byte, a head's,
-// and its weight with the head's scale in it.
-constexpr std::uint32_t kLeastKeyScale = 64, kKeyScales = 128;
-constexpr std::uint32_t kLeastQueryScale = 82, kMostQueryScale = 172;
-constexpr float kLeastWeight = 0x1p-45f, kMostWeight = 0x1p35f;
-// Heads are added up times 2^-kSumShift, so that weights times kWeightFactor, against accumulators read as floats, are
-// floats too.
+// The ranges of a key's largest scale byte, of a head's largest scale byte, and of a weight times its head's scale.
+// Within them every intermediate result is a normal number and no sum overflows.
+constexpr std::uint32_t kMinKeyScale = 64, kKeyScales = 128;
+constexpr std::uint32_t kMinQueryScale = 82, kMaxQueryScale = 172;
+constexpr float kMinWeight = 0x1p-45f, kMaxWeight = 0x1p35f;
+// Sums over heads are scaled by 2^-kSumShift, so that weights times kWeightFactor, which multiply accumulators read as
+// floats, stay in the range of fp32.
 constexpr int kSumShift = 59;
 constexpr float kWeightFactor = 0x1p90f;  // 2^(149 - kSumShift)
 
@@ -69,10 +71,10 @@ __device__ std::uint32_t permute(std::uint32_t low, std::uint32_t high, std::uin
   return out;
 }
 
-/// Twice the value of each code under one scale, as a signed byte, in two parts of which one is zero, whatever the
-/// code: a permute makes zero of a byte without its top bit where the selector's is set. So it looks up positive codes'
-/// bytes with the codes, negative ones' with their complements, which count from 7 down; the latter lie in 7 bits, one
-/// to the right of their place.
+/// A table of twice the value of each code under one scale, as a signed byte. The byte comes in two parts, one of which
+/// is zero for every code: a permute returns zero for a byte without its top bit if the top bit of the selector is set.
+/// The bytes of positive codes are looked up with the codes, those of negative codes with the complements, which count
+/// from 7 down; the bytes of negative codes are stored shifted right by one, in 7 bits.
 struct alignas(16) Lookup {
   std::uint32_t positive_low, positive_high, negative_low, negative_high;
 
@@ -92,17 +94,17 @@ struct alignas(16) Lookup {
   }
 };
 
-/// a * b + c on the pipe that the permutes do not need.
+/// a * b + c on a pipe that the permutes do not use.
 __device__ std::uint32_t multiply_add(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
   std::uint32_t out;
   asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
 
-/// Two quads of bytes from 8 codes.
+/// Expands 8 codes to two words of four bytes.
 __device__ void expand(const Lookup& t, std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
   const auto quad = [&](std::uint32_t selector) {
-    const std::uint32_t complement = multiply_add(selector, 0xFFFF, 0xFFFF);  // of its 16 bits
+    const std::uint32_t complement = multiply_add(selector, 0xFFFF, 0xFFFF);  // of the selector's 16 bits
     return multiply_add(permute(t.negative_low, t.negative_high, complement), 2,
                         permute(t.positive_low, t.positive_high, selector));
   };
@@ -110,7 +112,7 @@ __device__ void expand(const Lookup& t, std::uint32_t codes, std::uint32_t& low,
   high = quad(codes >> 16);
 }
 
-/// Signed bytes of 4 codes, odd ones too.
+/// Expands 4 codes to signed bytes, which may be odd.
 __device__ std::uint32_t signed_quad(std::uint32_t codes, std::uint32_t times) {
   const std::uint32_t magnitudes = permute(kLowCodes * times, kHighCodes * times, codes & ~kSigns);
   const std::uint32_t signs = permute(0x0000FF00u, 0, codes >> 3 & 0x1111u);
@@ -122,33 +124,33 @@ __device__ bool any_code(const uint4& codes) { return ((codes.x | codes.y | code
 // --- shared memory
 
 struct Queries {
-  std::uint8_t q[kHeads * kWidth];               // a matrix operand, 128-byte rows with swizzled chunks
+  std::uint8_t q[kHeads * kWidth];               // wgmma operand, 128-byte rows with swizzled chunks
   float weights[kGroups][ops::kChainHeads + 4];  // [chain]: the head's weight times its scale; no bank conflicts
-  std::uint32_t codes[kHeads][kKeyBytes / 4];    // as encoded, for sum_slowly
+  std::uint32_t codes[kHeads][kKeyBytes / 4];    // as encoded, for exact_chain
   std::uint32_t scales[kHeads];
   float given_weights[kHeads];
-  Lookup lookups[kLookups];  // Lookup of groups so many binades below
+  Lookup lookups[kLookups];  // [d]: for groups d binades below the largest scale
 };
 static_assert(offsetof(Queries, q) == 0 && offsetof(Queries, weights) % 16 == 0 &&
               offsetof(Queries, lookups) % 16 == 0);
 
-template <class Crew>
+template <class Cta>
 struct alignas(16) Shared : Queries {
-  alignas(16) typename Keys<Crew>::Ring ring;
-  ShareRoom share;
+  alignas(16) typename Keys<Cta>::Ring ring;
+  SchedulerShared scheduler;
 };
 
-// --- the defined arithmetic, for what does not fit the fast one
+// --- exact scores of keys and tokens that are out of range
 
-/// One chain of a key's heads.
-__device__ __noinline__ float sum_slowly(const Queries& s, const std::uint8_t* key, const std::uint8_t* scale,
-                                         int chain, int num_heads) {
+/// Adds one chain of heads for a key, in the order of ops/score_row.h.
+__device__ __noinline__ float exact_chain(const Queries& s, const std::uint8_t* key, const std::uint8_t* scale,
+                                          int chain, int num_heads) {
   constexpr Lookup plain(1);
   float sum = 0.0f;
   for (int head = chain * ops::kChainHeads; head < min((chain + 1) * ops::kChainHeads, num_heads); ++head) {
     float dot = 0.0f;
     for (int g = 0; g < kGroups; ++g) {
-      int products = 0;  // of bytes that are four times the values
+      int products = 0;  // of bytes, which together are four times the value
       for (int i = 0; i < 4; ++i) {
         std::uint32_t k[2], q[2];
         expand(plain, reinterpret_cast<const std::uint32_t*>(key)[4 * g + i], k[0], k[1]);
@@ -166,12 +168,12 @@ __device__ __noinline__ float sum_slowly(const Queries& s, const std::uint8_t* k
 
 // --- queries
 
-// kLanes lanes prepare a head: four, a group each, in half of the block's warps; or eight in all of them, which takes
-// less time, but then blocks that read the same keys run in step and ask for them at the same time.
+// kLanes lanes prepare a head. With four lanes, a group each, half of the CTA's warps prepare the queries. With eight
+// lanes, all warps do, in less time; but then CTAs that read the same keys run in step and request them simultaneously.
 template <int kLanes>
 constexpr int kLaneWords = kKeyBytes / 4 / kLanes;
 
-/// Codes of a lane's channels and their group's scale.
+/// Codes of a lane's channels, and the scale of their group.
 template <int kLanes>
 struct Part {
   std::uint32_t codes[kLaneWords<kLanes>], scale;
@@ -180,8 +182,8 @@ struct Part {
 template <int kLanes>
 using RawPart = RawChannels<kWidth / kLanes>;
 
-/// codec::e2m1_bits of two numbers times 2^14, in the halves of a word: e2m1 is how fp16 begins, and 2^-14 the least
-/// normal number of both. No bf16 from 0.25 on loses bits here. NaN: +6.
+/// codec::e2m1_bits of two numbers, given times 2^-14, in the halves of a word. e2m1 has the leading bits of fp16, and
+/// the scaling makes the smallest normal numbers of both coincide. No bf16 from 0.25 on loses bits here. NaN gives +6.
 __device__ std::uint32_t e2m1_codes(float low, float high) {
   std::uint32_t halves;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
@@ -190,7 +192,7 @@ __device__ std::uint32_t e2m1_codes(float low, float high) {
   return __vminu2(rounded >> 9 & 0x007F007Fu, 0x00070007u) | (halves >> 12 & 0x00080008u);
 }
 
-/// Mxfp4::encode of a group, made by its lanes. x is rounded to bf16 first.
+/// Mxfp4::encode of a group by its lanes. x is rounded to bf16 first.
 template <int kLanes>
 __device__ Part<kLanes> encode(const float (&x)[kWidth / kLanes]) {
   std::uint32_t pairs[kWidth / kLanes / 2];
@@ -215,9 +217,9 @@ __device__ Part<kLanes> encode(const float (&x)[kWidth / kLanes]) {
   return part;
 }
 
-/// A head of a token into shared memory, made by its lanes. Whether the fast arithmetic holds for it.
+/// Encodes a head of a token into shared memory; the lanes of the head work together. Returns whether it is in range.
 template <int kLanes>
-__device__ bool prepare_head(Queries& s, const IndexTile& tile, const RawPart<kLanes>& raw, int head, int part) {
+__device__ bool prepare_head(Queries& s, const TokenTile& tile, const RawPart<kLanes>& raw, int head, int part) {
   static_assert(kLanes == kGroups || kLanes == 2 * kGroups);
   constexpr int kWords = kLaneWords<kLanes>;
   const float weight = raw.weight;
@@ -239,21 +241,21 @@ __device__ bool prepare_head(Queries& s, const IndexTile& tile, const RawPart<kL
 #pragma unroll
   for (int i = 0; i < kWords; ++i) all |= group.codes[i];
   const bool any = (all & ~kSigns) != 0;
-  std::uint32_t most = group.scale, scales = group.scale << (8 * c);
+  std::uint32_t largest = group.scale, scales = group.scale << (8 * c);
   bool any_in_head = any;
 #pragma unroll
   for (int lane = 1; lane < kLanes; lane *= 2) {
-    most = max(most, __shfl_xor_sync(kAllLanes, most, lane));
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, lane));
     scales |= __shfl_xor_sync(kAllLanes, scales, lane);
     any_in_head |= static_cast<bool>(__shfl_xor_sync(kAllLanes, static_cast<int>(any_in_head), lane));
   }
-  const int below = static_cast<int>(most - group.scale);
-  bool fits = !any || (below <= kQueryShift && most >= kLeastQueryScale && most <= kMostQueryScale);
+  const int below = static_cast<int>(largest - group.scale);
+  bool fits = !any || (below <= kQueryShift && largest >= kMinQueryScale && largest <= kMaxQueryScale);
   const float scaled =
-      any_in_head && fits ? weight * pow2_normal(static_cast<int>(most) - 127 - kQueryShift - 1) : 0.0f;
+      any_in_head && fits ? weight * pow2_normal(static_cast<int>(largest) - 127 - kQueryShift - 1) : 0.0f;
   const float size = fabsf(scaled);
   fits = fits && fabsf(weight) < __builtin_huge_valf() &&
-         (weight == 0.0f || !any_in_head || (size >= kLeastWeight && size <= kMostWeight));
+         (weight == 0.0f || !any_in_head || (size >= kMinWeight && size <= kMaxWeight));
 
   const std::uint32_t times = (1u << kQueryShift) >> min(below, kQueryShift);
   const int row = operand_row(head), first = part * kWords;  // of the head's words
@@ -294,7 +296,7 @@ __device__ void multiply(std::int32_t (&d)[32], const std::uint32_t (&a)[4], std
 using Operand = std::uint32_t[kSteps][4];
 using Products = std::int32_t[32];
 
-/// Starts the products of a tile; neither they nor the keys may be touched before wait_for_products.
+/// Starts the wgmma of half a KV tile. Neither products nor keys may be touched before wait_for_products.
 __device__ void start_products(Products& d, const Operand& a, std::uint64_t queries) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -313,7 +315,7 @@ __device__ void wait_for_products(Products& d) {
 #endif
 }
 
-/// One chain of heads of two keys.
+/// Adds one chain of heads for two keys.
 __device__ void add_heads(const Products& d, std::uint32_t shared, int chain, float& first, float& second) {
   const std::uint32_t from = shared + offsetof(Queries, weights) + sizeof(Queries::weights[0]) * chain;
 
@@ -348,30 +350,31 @@ __device__ std::uint32_t largest_byte(std::uint32_t word) {
   return max(pair & 0xFFFFu, pair >> 16);
 }
 
-/// Whether a key's largest scale byte is out of bounds.
-__device__ bool is_extreme(std::uint32_t most) { return most - kLeastKeyScale >= kKeyScales; }
+/// Whether a key's largest scale byte is out of range.
+__device__ bool is_extreme(std::uint32_t largest) { return largest - kMinKeyScale >= kKeyScales; }
 
-/// The scales of a warp's unit: of the lane's own key, and what they say of its group of the quad's four keys.
-struct UnitScales {
-  std::uint32_t most, below;  // the largest scale byte, how far each one is below
-  std::uint32_t lookups;      // offsets of lookups, a byte per key
+/// The scales of a warp's keys in a KV tile: of the lane's own key, and the lookups for its group of the quad's four
+/// keys.
+struct KVTileScales {
+  std::uint32_t largest, below;  // the largest scale byte; the distance of each byte below it
+  std::uint32_t lookups;         // offsets in Queries::lookups, a byte per key
 
-  UnitScales() = default;
-  __device__ UnitScales(std::uint32_t scales, int c)
-      : most(largest_byte(scales)),
-        below(most * 0x01010101u - scales),
-        // If a group is further below, any lookup does: its codes are zeros or its unit is odd.
+  KVTileScales() = default;
+  __device__ KVTileScales(std::uint32_t scales, int c)
+      : largest(largest_byte(scales)),
+        below(largest * 0x01010101u - scales),
+        // For a group further below any lookup does: its codes are zeros, or the KV tile is scored again.
         lookups(transpose_quad((below & 0x03030303u) * sizeof(Lookup), c)) {}
 
-  __device__ bool are_odd() const {
+  __device__ bool are_out_of_range() const {
     static_assert(kKeyShift == 2 && kLookups == 4);
-    return (((below & 0x7F7F7F7Fu) + 0x7D7D7D7Du) | below) & 0x80808080u || is_extreme(most);
+    return (((below & 0x7F7F7F7Fu) + 0x7D7D7D7Du) | below) & 0x80808080u || is_extreme(largest);
   }
 };
 
-/// A lane's part of a tile of a unit, of which this lane's codes begin at `stage`. is_wanted: always; what the compiler
-/// takes for a branch it does not move behind the wait for products that follows.
-__device__ void expand_tile(std::uint32_t shared, std::uint32_t stage, const UnitScales& scales, int tile,
+/// Expands a lane's part of one half of a KV tile; the lane's codes begin at `stage`. is_wanted is always true, but the
+/// compiler takes it for a branch and therefore does not move the code behind the next wait for products.
+__device__ void expand_tile(std::uint32_t shared, std::uint32_t stage, const KVTileScales& scales, int tile,
                             bool is_wanted, Operand& a) {
   if (is_wanted) {
 #pragma unroll
@@ -391,43 +394,44 @@ __device__ void expand_tile(std::uint32_t shared, std::uint32_t stage, const Uni
   }
 }
 
-/// A warp's keys of `units` units, every kStep-th from first_key on, that may not fit the fast arithmetic: the score it
-/// left, or the defined sum if a group that counts is out of bounds, or everywhere. Keys of zeros are zero whatever
+/// Goes over a warp's keys in `kv_tiles` KV tiles, kStep keys apart from first_key on. If a group with nonzero codes is
+/// out of range, or `everywhere`, it writes exact sums; otherwise the score stays. Keys of zeros score zero whatever
 /// their scales.
-template <class Crew>
-__device__ void score_odd(const Queries& s, const IndexTile& tile, const Pages& pages, const Share& share,
-                          float* scores, int first_key, int units, bool everywhere) {
-  const int scored = share.scored;
+template <class Cta>
+__device__ void score_out_of_range(const Queries& s, const TokenTile& tile, const Pages& pages,
+                                   const Assignment& assignment, float* scores, int first_key, int kv_tiles,
+                                   bool everywhere) {
+  const int scored = assignment.scored;
   const int lane = static_cast<int>(threadIdx.x % 32), c = lane % kGroups;
-  const int own = static_cast<int>(Keys<Crew>::own_key());
-  const std::int32_t* table = pages.table + std::int64_t{share.request} * pages.blocks_per_request;
+  const int own = static_cast<int>(Keys<Cta>::own_key());
+  const std::int32_t* table = pages.table + std::int64_t{assignment.request} * pages.blocks_per_request;
   const std::uint32_t row = pages.row_of(first_key);
-  float* const maxima = maxima_of(tile, share.token, scored);
-  for (; units > 0 && first_key < scored; --units, first_key += Crew::kStep) {
+  float* const maxima = maxima_of(tile, assignment.token, scored);
+  for (; kv_tiles > 0 && first_key < scored; --kv_tiles, first_key += Cta::kStep) {
     const std::int32_t block = table[first_key >> pages.block_shift];
     if (block < 0) continue;
     const std::uint8_t* keys = pages.payload_of(static_cast<std::uint32_t>(block)) + kKeyBytes * row;
     const std::uint8_t* scales = pages.scale_of(static_cast<std::uint32_t>(block)) + kGroups * row;
-    const auto most_of = [&](int key) {
+    const auto largest_of = [&](int key) {
       return largest_byte(*reinterpret_cast<const std::uint32_t*>(scales + kGroups * key));
     };
-    bool slow = everywhere;
+    bool out_of_range = everywhere;
     for (int key = lane / kGroups; key < min(scored - first_key, kWarpKeys); key += 8) {
-      const std::uint32_t most = most_of(key);
-      slow |= (most - scales[kGroups * key + c] > kKeyShift || is_extreme(most)) &&
-              any_code(*reinterpret_cast<const uint4*>(keys + kKeyBytes * key + 16 * c));
+      const std::uint32_t largest = largest_of(key);
+      out_of_range |= (largest - scales[kGroups * key + c] > kKeyShift || is_extreme(largest)) &&
+                      any_code(*reinterpret_cast<const uint4*>(keys + kKeyBytes * key + 16 * c));
     }
     const bool is_seen = first_key + own < scored;
     float* const to = scores + first_key + own;
     float total = 0.0f;
-    if (__any_sync(kAllLanes, slow)) {
-      float sum[kRows];
-      for (int i = 0; i < kRows; ++i) {
+    if (__any_sync(kAllLanes, out_of_range)) {
+      float sum[kKeysPerQuad];
+      for (int i = 0; i < kKeysPerQuad; ++i) {
         const int key = lane / kGroups + 8 * i;
-        sum[i] = sum_slowly(s, keys + kKeyBytes * key, scales + kGroups * key, c, tile.p.num_heads);
+        sum[i] = exact_chain(s, keys + kKeyBytes * key, scales + kGroups * key, c, tile.p.num_heads);
       }
       total = codec::canonical_nan(add_chains(sum, c));
-    } else if (is_seen && !is_extreme(most_of(own))) {
+    } else if (is_seen && !is_extreme(largest_of(own))) {
       total = *to;
     }
     if (is_seen) *to = total;
@@ -435,69 +439,71 @@ __device__ void score_odd(const Queries& s, const IndexTile& tile, const Pages& 
   }
 }
 
-/// Units of one token, its scores into `row`: the queries' part of Shared is written anew. Where the share was guessed,
-/// and not rightly, renew(share) makes it right, or returns false: its token is another one, too.
+/// Scores the assigned KV tiles of one token into `row`, and overwrites the queries in Shared. If the validation of a
+/// speculative assignment fails, renew(assignment) corrects it, or returns false because the token has changed too.
 template <class Keys, int kLanes, class Renew>
-__device__ bool score_units(Shared<typename Keys::Crew>& s, const IndexTile& tile, const Pages& pages, Share& share,
-                            const Guess& guess, float* row, Renew&& renew) {
-  using Crew = typename Keys::Crew;
-  static_assert(Crew::kThreads >= kHeads * kLanes && kHeads * kLanes % 32 == 0);
+__device__ bool score_kv_tiles(Shared<typename Keys::Cta>& s, const TokenTile& tile, const Pages& pages,
+                               Assignment& assignment, const SpeculativeRecord& speculative, float* row,
+                               Renew&& renew) {
+  using Cta = typename Keys::Cta;
+  static_assert(Cta::kThreads >= kHeads * kLanes && kHeads * kLanes % 32 == 0);
   int thread = static_cast<int>(threadIdx.x);
-  asm volatile("" : "+r"(thread));  // or addresses would be kept in registers from token to token
+  asm volatile("" : "+r"(thread));  // keeps addresses out of registers from token to token
   const int warpgroup = thread / 128, lane = thread % 32, c = lane % kGroups, head = thread / kLanes;
-  Keys keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
-  // Loads come back in order. Half crews gain by it (16 tokens of 8,192 keys 8.1 to 7.4 us), whole ones with a
-  // selection lose (32,768 keys 25.2 to 25.9).
-  constexpr bool kSmallFirst = Crew::kThreads < WholeCrew::kThreads;
+  Keys keys = keys_of<Keys>(s.ring, pages, assignment, warpgroup);
+  // Loads return in order. Small loads first are faster with two warpgroups (16 tokens of 8,192 keys went from 8.1 to
+  // 7.4 us) and slower with four and a selection (32,768 keys went from 25.2 to 25.9).
+  constexpr bool kSmallFirst = Cta::kThreads < FourWarpgroups::kThreads;
   RawPart<kLanes> raw[1];
-  QueryPlace<kKeyBytes, kWidth / kLanes>(tile, share.token, head, thread % kLanes).load(tile.p, raw);
-  if constexpr (!kSmallFirst) keys.begin(guess.is_there ? guess.ids : keys.first_ids());
-  SecondLook look(tile, keys, guess);
-  if constexpr (kSmallFirst) keys.begin(guess.is_there ? guess.ids : keys.first_ids());
+  QueryAddress<kKeyBytes, kWidth / kLanes>(tile, assignment.token, head, thread % kLanes).load(tile.p, raw);
+  if constexpr (!kSmallFirst) keys.begin(speculative.is_there ? speculative.ids : keys.first_ids());
+  Validation validation(tile, keys, speculative);
+  if constexpr (kSmallFirst) keys.begin(speculative.is_there ? speculative.ids : keys.first_ids());
   const bool fits = head >= kHeads || prepare_head<kLanes>(s, tile, raw[0], head, thread % kLanes);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-  const bool holds = look.confirms(guess);
-  bool fast = __syncthreads_and(fits && holds);
-  if (guess.is_there && !fast) {
-    fast = __syncthreads_and(fits);
+  const bool holds = validation.holds(speculative);
+  bool in_range = __syncthreads_and(fits && holds);
+  if (speculative.is_there && !in_range) {
+    in_range = __syncthreads_and(fits);
     if (!__syncthreads_and(holds)) {
       asm volatile("cp.async.wait_all;" ::: "memory");
-      if (!renew(share)) return false;
-      keys = keys_of<Keys>(s.ring, pages, share, warpgroup);
+      if (!renew(assignment)) return false;
+      keys = keys_of<Keys>(s.ring, pages, assignment, warpgroup);
       keys.begin(keys.first_ids());
     }
   }
-  const int scored = share.scored, units = units_of_warpgroup<Crew>(share, warpgroup);
+  const int scored = assignment.scored, kv_tiles = kv_tiles_of_warpgroup<Cta>(assignment, warpgroup);
   std::uint32_t shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(&s));
-  asm("" : "+r"(shared));  // kept, not made anew where it is needed
+  asm("" : "+r"(shared));  // kept in a register, not recomputed at each use
   const std::uint64_t queries = operand_at(shared);
-  float* const maxima = maxima_of(tile, share.token, scored);
-  const int fast_units = __shfl_sync(kAllLanes, fast ? units : 0, 0);
-  int first_odd = fast_units;  // the first unit with keys that do not fit
-  // While the products of a tile are under way, the keys of the next are expanded.
+  float* const maxima = maxima_of(tile, assignment.token, scored);
+  const int in_range_tiles = __shfl_sync(kAllLanes, in_range ? kv_tiles : 0, 0);
+  int first_out_of_range = in_range_tiles;  // the first KV tile with keys out of range
+  // While the tensor cores multiply half a KV tile, the codes of the next half are expanded.
   Products products = {};
-  std::uint32_t most = 0;
-  float sum[kRows];
-  const auto finish_unit = [&](int i) {
+  std::uint32_t largest = 0;
+  float sum[kKeysPerQuad];
+  const auto finish_kv_tile = [&](int i) {
     add_heads(products, shared, c, sum[2], sum[3]);
-    const float total = add_chains(sum, c) * codec::bits_float((most + (kSumShift - kKeyShift - 2)) << 23);
+    const float total = add_chains(sum, c) * codec::bits_float((largest + (kSumShift - kKeyShift - 2)) << 23);
     const int key = keys.first_key(i) + static_cast<int>(Keys::own_key());
     if (key < scored) row[key] = total;
     if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group_size(scored), key < scored ? total : kNoScore);
   };
-  for (int i = 0; i < fast_units; ++i) {
+  for (int i = 0; i < in_range_tiles; ++i) {
     Operand a, b;
-    const std::uint32_t stage = keys.take() + 16 * lane;
-    const UnitScales scales(keys.scales(), c);
+    const std::uint32_t stage = keys.wait_next() + 16 * lane;
+    const KVTileScales scales(keys.scales(), c);
     keys.refill(i);
-    if (__any_sync(kAllLanes, scales.are_odd() && keys.first_key(i) + static_cast<int>(Keys::own_key()) < scored))
-      first_odd = min(first_odd, i);
+    if (__any_sync(kAllLanes,
+                   scales.are_out_of_range() && keys.first_key(i) + static_cast<int>(Keys::own_key()) < scored))
+      first_out_of_range = min(first_out_of_range, i);
     expand_tile(shared, stage, scales, 0, pages.block_shift >= 0, a);
     wait_for_products(products);
-    if (i > 0) finish_unit(i - 1);
-    most = scales.most;
+    if (i > 0) finish_kv_tile(i - 1);
+    largest = scales.largest;
     start_products(products, a, queries);
     expand_tile(shared, stage, scales, 1, pages.block_shift >= 0, b);
     wait_for_products(products);
@@ -505,73 +511,76 @@ __device__ bool score_units(Shared<typename Keys::Crew>& s, const IndexTile& til
     start_products(products, b, queries);
   }
   wait_for_products(products);
-  if (fast_units > 0) finish_unit(fast_units - 1);
+  if (in_range_tiles > 0) finish_kv_tile(in_range_tiles - 1);
   asm volatile("cp.async.wait_all;" ::: "memory");
-  if (first_odd < units)
-    score_odd<Crew>(s, tile, pages, share, row, keys.first_key(first_odd), units - first_odd, !fast);
-  __syncthreads();  // the queries may change
+  if (first_out_of_range < kv_tiles)
+    score_out_of_range<Cta>(s, tile, pages, assignment, row, keys.first_key(first_out_of_range),
+                            kv_tiles - first_out_of_range, !in_range);
+  __syncthreads();  // queries may be overwritten
   return true;
 }
 
-constexpr int kPreparing = kHeads * kGroups / 32;  // warps; with four lanes a head the others wait for them anyway
+// Warps that prepare queries. With four lanes per head the other warps would wait for them.
+constexpr int kPreparing = kHeads * kGroups / 32;
 
-template <class Crew, int kLanes>
-__global__ void __launch_bounds__(Crew::kThreads, WholeCrew::kThreads / Crew::kThreads)
-    score_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages) {
-  constexpr int kHelpers = Crew::kWarps - kPreparing;
+template <class Cta, int kLanes>
+__global__ void __launch_bounds__(Cta::kThreads, FourWarpgroups::kThreads / Cta::kThreads)
+    score_mxfp4_keys(const __grid_constant__ TokenTile tile, const __grid_constant__ Pages pages) {
+  constexpr int kHelpers = Cta::kWarps - kPreparing;
   extern __shared__ __align__(1024) unsigned char bytes[];
-  Shared<Crew>& s = *reinterpret_cast<Shared<Crew>*>(bytes);
+  Shared<Cta>& s = *reinterpret_cast<Shared<Cta>*>(bytes);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-  Guess guess;
-  Share first = guess_share<Crew>(s.share, tile, guess);
-  const Keys<Crew> keys = keys_of<Keys<Crew>>(s.ring, pages, first, warp / 4);
-  if constexpr (kHelpers == 0) guess.ids = keys.guess_ids();
+  SpeculativeRecord speculative;
+  Assignment first = assign_tiles_speculatively<Cta>(s.scheduler, tile, speculative);
+  const Keys<Cta> keys = keys_of<Keys<Cta>>(s.ring, pages, first, warp / 4);
+  if constexpr (kHelpers == 0) speculative.ids = keys.speculative_ids();
   touch(tile);
   touch(pages);
-  fetch_queries(tile, first.token);
+  prefetch_queries(tile, first.token);
   if constexpr (kHelpers == 0) {
-    keys.template fetch<kStages - 1>(guess.ids);
+    keys.template prefetch<kStages - 1>(speculative.ids);
   } else {
-    if (warp >= kPreparing) fetch_first_keys<Crew, kKeyBytes, kStages - 1, kHelpers>(first, pages, warp - kPreparing);
-    guess.ids = keys.guess_ids();
+    if (warp >= kPreparing) prefetch_first_keys<Cta, kKeyBytes, kStages - 1, kHelpers>(first, pages, warp - kPreparing);
+    speculative.ids = keys.speculative_ids();
   }
   if (thread < kLookups) s.lookups[thread] = Lookup((1u << kKeyShift) >> thread);
   grid_dependency_wait();
   launch_dependents();
-  // Early, where the others would else do nothing.
-  if (kHelpers > 0 && tile.fill && warp >= kPreparing) fill_rest(tile, thread - 32 * kPreparing, 32 * kHelpers);
-  if (!guess.is_there) first = find_share_anew<Crew>(s.share, tile);
-  for_each_share<Crew>(
-      s.share, tile, first, guess, [&](int token) { fetch_queries(tile, token); },
-      [&](Share& share, const Guess& guess) {
-        return score_units<Keys<Crew>, kLanes>(s, tile, pages, share, guess, tile.row(share.token),
-                                               [](Share&) { return false; });
+  // Warps that do not prepare queries have nothing else to do now.
+  if (kHelpers > 0 && tile.fill && warp >= kPreparing) fill_tail(tile, thread - 32 * kPreparing, 32 * kHelpers);
+  if (!speculative.is_there) first = assign_tiles_after_wait<Cta>(s.scheduler, tile);
+  for_each_assignment<Cta>(
+      s.scheduler, tile, first, speculative, [&](int token) { prefetch_queries(tile, token); },
+      [&](Assignment& assignment, const SpeculativeRecord& speculative) {
+        return score_kv_tiles<Keys<Cta>, kLanes>(s, tile, pages, assignment, speculative, tile.row(assignment.token),
+                                                 [](Assignment&) { return false; });
       });
-  if (kHelpers == 0 && tile.fill) fill_rest(tile, thread, Crew::kThreads);
+  if (kHelpers == 0 && tile.fill) fill_tail(tile, thread, Cta::kThreads);
 }
 
 // --- scores and selection
 
-// A cluster takes a token of up to kRowNumbers keys. Scores go straight into the shared memory of its first block,
-// which selects from them: no second launch, and nothing waits for memory between the two. For as many tokens as keep
-// more than half of the SMs busy; fewer tokens' keys are better shared out over all of them (8,192 keys on
-// an H200, 2026-11-16, in us: of 12 tokens 15.1 to 12.0, of 24 19.4 to 15.0, of 40 23.6 to 20.4, of 64 26.0 to 22.2, of
-// 128 39.5 to 34.8, but of 8 10.8 to 11.8 and one by 16 blocks 8.8 to 9.5).
+// A cluster takes a token of up to kRowNumbers keys. Scores go straight to the shared memory of its first CTA, which
+// selects from them: there is no second launch, and nothing waits for memory between scoring and selection. It is used
+// for as many tokens as keep more than half of the SMs busy; the keys of fewer tokens are better split over all SMs.
+// 8,192 keys on an H200, 2026-11-16, us of two launches and of one: 12 tokens 15.1 and 12.0, 24 tokens 19.4 and 15.0,
+// 40 tokens 23.6 and 20.4, 64 tokens 26.0 and 22.2, 128 tokens 39.5 and 34.8; but 8 tokens 10.8 and 11.8, and one token
+// by 16 CTAs 8.8 and 9.5.
 
 struct TopkShared {
   static constexpr int kThreads = kScoreThreads, kHeld = kRowNumbers / kThreads;
-  Shared<WholeCrew> scorer;
+  Shared<FourWarpgroups> scorer;
   Selection<kThreads> selection;
   alignas(16) float row[kRowNumbers];
 };
 static_assert(sizeof(TopkShared) <= 227 << 10);
 
-/// What take_best selects with, its lists where the scorer was.
+/// The memory that take_best works in; its lists overlay the scorer's memory.
 struct TopkLists {
   static constexpr int kThreads = kScoreThreads, kHeld = TopkShared::kHeld, kWarpRoom = kListRoom / kScoreWarps;
   using Scores = float[kScoreWarps][kWarpRoom];
   using Entries = std::int32_t[kScoreWarps][kWarpRoom];
-  static_assert(sizeof(Scores) + sizeof(Entries) <= sizeof(Shared<WholeCrew>));
+  static_assert(sizeof(Scores) + sizeof(Entries) <= sizeof(Shared<FourWarpgroups>));
   Selection<kThreads>& selection;
   Scores& scores;
   Entries& entries;
@@ -583,40 +592,42 @@ struct TopkLists {
 };
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
-    topk_of_mxfp4_keys(const __grid_constant__ IndexTile tile, const __grid_constant__ Pages pages, int blocks) {
+    topk_of_mxfp4_keys(const __grid_constant__ TokenTile tile, const __grid_constant__ Pages pages, int ctas) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   TopkShared& s = *reinterpret_cast<TopkShared*>(bytes);
   arrive_first();
-  const int token = static_cast<int>(blockIdx.x) / blocks, warp = static_cast<int>(threadIdx.x / 32);
-  Guess guess;
-  Share share = guess_share_of_cluster(tile, blocks, token, guess);
+  const int token = static_cast<int>(blockIdx.x) / ctas, warp = static_cast<int>(threadIdx.x / 32);
+  SpeculativeRecord speculative;
+  Assignment assignment = assign_cluster_tiles_speculatively(tile, ctas, token, speculative);
   touch(tile);
   touch(pages);
-  fetch_queries(tile, token);
+  prefetch_queries(tile, token);
   if (warp >= kPreparing)
-    fetch_first_keys<WholeCrew, kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(share, pages, warp - kPreparing);
-  guess.ids = keys_of<FewKeys>(s.scorer.ring, pages, share, warp / 4).guess_ids();
+    prefetch_first_keys<FourWarpgroups, kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(assignment, pages,
+                                                                                          warp - kPreparing);
+  speculative.ids = keys_of<FewKeys>(s.scorer.ring, pages, assignment, warp / 4).speculative_ids();
   s.selection.clear();
   if (threadIdx.x < kLookups) s.scorer.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   grid_dependency_wait();
   launch_dependents();
   wait_cluster();
-  if (!guess.is_there) share = find_share_of_cluster(tile, blocks, token);
-  if (share.count > 0)
-    score_units<FewKeys, kGroups>(s.scorer, tile, pages, share, guess, shared_of(s, 0).row, [&](Share& anew) {
-      anew = find_share_of_cluster(tile, blocks, token);
-      return true;
-    });
+  if (!speculative.is_there) assignment = assign_cluster_tiles_after_wait(tile, ctas, token);
+  if (assignment.count > 0)
+    score_kv_tiles<FewKeys, kGroups>(s.scorer, tile, pages, assignment, speculative, shared_of(s, 0).row,
+                                     [&](Assignment& anew) {
+                                       anew = assign_cluster_tiles_after_wait(tile, ctas, token);
+                                       return true;
+                                     });
   arrive_cluster();
   if (block_in_cluster() > 0) return;
   wait_cluster();
 
-  if (share.scored == 0) return take_whole_anew(tile, token);
-  const int count = share.scored, top = tile.p.top;
-  const Choice choice{tile, token, share.request};
+  if (assignment.scored == 0) return take_whole_after_wait(tile, token);
+  const int count = assignment.scored, top = tile.p.top;
+  const Choice choice{tile, token, assignment.request};
   float held[TopkShared::kHeld];
   load_fours<kScoreThreads>(s.row, count, true, held);
-  if (count % 4 != 0) leave_out_rest_of_fours<TopkLists>(count, held);
+  if (count % 4 != 0) mask_last_four<TopkLists>(count, held);
   TopkLists lists(s);
   const FoursSource<TopkLists> source{held, count};
   if (take_best(lists, source, find_top_bounds(lists, source, top), choice)) return;
@@ -631,35 +642,35 @@ bool can_score_mxfp4(const ops::IndexParams& p) {
 
 namespace {
 
-template <class Crew, int kLanes>
-cudaError_t start(const IndexTile& tile, unsigned blocks, cudaStream_t stream) {
-  return launch_scorer<Shared<Crew>>(score_mxfp4_keys<Crew, kLanes>, blocks, Crew::kThreads, tile, make_pages(tile),
-                                     stream);
+template <class Cta, int kLanes>
+cudaError_t launch_variant(const TokenTile& tile, unsigned ctas, cudaStream_t stream) {
+  return launch_scorer<Shared<Cta>>(score_mxfp4_keys<Cta, kLanes>, ctas, Cta::kThreads, tile, make_pages(tile), stream);
 }
 
 }  // namespace
 
-cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream) {
-  const unsigned blocks = score_blocks(tile);
+cudaError_t score_mxfp4(const TokenTile& tile, cudaStream_t stream) {
+  const unsigned ctas = score_ctas(tile);
   constexpr int kFewTokens = 4;
-  const std::int64_t units = units_of(tile), few_units = tile.fill ? 1 : 32;  // of a block; filling delays helpers
-  if (tile.count <= kFewTokens && units <= few_units * blocks && tile.p.step.num_items == tile.p.step.num_tokens)
-    return start<WholeCrew, 2 * kGroups>(tile, blocks, stream);
-  // Scores alone: a selection would leave room for two half crews on some SMs and for none on others. Of 16
-  // units a block and more whole ones are as fast or faster.
-  if (tile.fill && can_halve(tile, 8)) return start<HalfCrew, kGroups>(tile, blocks, stream);
-  return start<WholeCrew, kGroups>(tile, blocks, stream);
+  const std::int64_t kv_tiles = total_kv_tiles(tile),
+                     few_kv_tiles = tile.fill ? 1 : 32;  // per CTA; filling delays helpers
+  if (tile.count <= kFewTokens && kv_tiles <= few_kv_tiles * ctas && tile.p.step.num_items == tile.p.step.num_tokens)
+    return launch_variant<FourWarpgroups, 2 * kGroups>(tile, ctas, stream);
+  // Two warpgroups only without a selection, which would leave room for two such CTAs on some SMs and for none on
+  // others. From 16 KV tiles per CTA on, four warpgroups are as fast or faster.
+  if (tile.fill && can_use_two_warpgroups(tile, 8)) return launch_variant<TwoWarpgroups, kGroups>(tile, ctas, stream);
+  return launch_variant<FourWarpgroups, kGroups>(tile, ctas, stream);
 }
 
-int topk_blocks(const IndexTile& tile) { return can_score_mxfp4(tile.p) ? cluster_blocks(tile) : 0; }
+int mxfp4_topk_ctas(const TokenTile& tile) { return can_score_mxfp4(tile.p) ? cluster_ctas(tile) : 0; }
 
-cudaError_t topk_mxfp4(const IndexTile& tile, int blocks, cudaStream_t stream) {
+cudaError_t topk_mxfp4(const TokenTile& tile, int ctas, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(topk_of_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(TopkShared)));
   if (status != cudaSuccess) return status;
-  const unsigned size = static_cast<unsigned>(blocks);
+  const unsigned size = static_cast<unsigned>(ctas);
   return launch_clusters<sizeof(TopkShared)>(topk_of_mxfp4_keys, size, size * static_cast<unsigned>(tile.count),
-                                             kScoreThreads, stream, tile, make_pages(tile), blocks);
+                                             kScoreThreads, stream, tile, make_pages(tile), ctas);
 }
 
 }  // namespace kv4::cuda

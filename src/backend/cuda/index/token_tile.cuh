@@ -1,5 +1,5 @@
-// What the scorers and the selection share: a tile of tokens whose parts of the workspace fit it, and which keys a
-// token sees.
+// A token tile: tokens of a step whose scores and queries fit the workspace together. Scorers and selection both take
+// one, and both ask it which keys a token sees.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace kv4::cuda {
 
-/// How many numbers of a row select_row takes, and how many keys of a longer row share one maximum.
+/// select_row takes up to kRowNumbers numbers of a row. In a longer row, this many keys form a group with one maximum.
 constexpr int kRowNumbers = 8192;
 constexpr int kSmallGroup = 8, kLargeGroup = 32, kSmallGroupKeys = 32768;
 KV4_HD int group_size(int keys) { return keys <= kSmallGroupKeys ? kSmallGroup : kLargeGroup; }
@@ -18,27 +18,28 @@ KV4_HD int groups_of(int keys) {
   return keys <= kSmallGroupKeys ? (keys + kSmallGroup - 1) / kSmallGroup : (keys + kLargeGroup - 1) / kLargeGroup;
 }
 
-/// Of a token's keys, written by the blocks that score them, each of which has a share.
+/// The largest key scales of one token. The token's keys are split over CTAs, and each CTA writes the maximum of its
+/// split.
 struct LargestScales {
-  static constexpr int kMostShares = 256;
-  std::uint32_t of_share[kMostShares];  // bits of the largest scale, kOddScale if one is out of bounds
-  std::int32_t shares;                  // how many there are
+  static constexpr int kMaxSplits = 256;
+  std::uint32_t of_split[kMaxSplits];  // bits of the largest scale; kOutOfRangeScale if a scale is out of range
+  std::int32_t splits;                 // how many splits there are
 };
 
 /// Tokens first .. first + count - 1 of a step.
-struct IndexTile {
+struct TokenTile {
   ops::IndexParams p;
   std::int32_t first = 0;
   std::int32_t count = 0;
   float* scores = nullptr;          // [count, score_stride]
   std::int64_t score_stride = 0;    // at least the keys any token sees
   std::int32_t skip = 0;            // tokens that see no more keys are not scored
-  bool fill = false;                // -infinity behind what a token sees
+  bool fill = false;                // write -infinity behind the keys that a token sees
   std::uint8_t* queries = nullptr;  // [count, query_stride]: encoded queries, maxima
   std::int64_t query_stride = 0;
-  std::int64_t maxima_at = 0;  // behind the queries, where they are kept
-  bool has_maxima = false;     // of rows longer than kRowNumbers
-  bool is_scored = false;      // by a kernel that is followed at once by the selection
+  std::int64_t maxima_at = 0;  // offset of the group maxima behind the kept queries
+  bool has_maxima = false;     // of rows longer than kRowNumbers: group maxima are written
+  bool is_scored = false;      // the scoring kernel is followed at once by the selection
 
   KV4_HD const ops::KindDesc& kind() const { return p.layer.kinds[p.kind]; }
   KV4_HD float* row(std::int64_t token) const { return scores + token * score_stride; }
@@ -46,11 +47,11 @@ struct IndexTile {
   KV4_HD float* maxima(std::int64_t token) const {
     return reinterpret_cast<float*>(queries + token * query_stride + maxima_at);
   }
-  /// Of near scores, before the maxima.
+  /// Beside fast scores; they lie before the maxima.
   KV4_HD LargestScales* largest_scales(std::int64_t token) const {
     return reinterpret_cast<LargestScales*>(queries + token * query_stride + maxima_at) - 1;
   }
-  /// Keys a token of the tile sees, as far as there is room for scores.
+  /// Keys that a token of the tile sees, limited by the room for scores.
   KV4_HD std::int32_t visible(const ops::StepRecord& token) const {
     if (token.padded()) return 0;
     const std::int32_t entries = (token.position + 1) / kind().ratio;
@@ -63,47 +64,48 @@ struct IndexTile {
   }
 };
 
-/// Keys a block table row has room for.
+/// How many keys a row of the block table has room for.
 inline std::int64_t max_entries(const ops::IndexParams& p) {
   return std::int64_t{p.step.blocks_per_request} * p.layer.kinds[p.kind].rows_per_block;
 }
 
 /// Any format, width, alignment and head count: two launches.
-cudaError_t score_plain(const IndexTile& tile, cudaStream_t stream);
+cudaError_t score_generic(const TokenTile& tile, cudaStream_t stream);
 
 /// mxfp4 keys of 128 channels on Hopper, one launch.
 bool can_score_mxfp4(const ops::IndexParams& p);
-cudaError_t score_mxfp4(const IndexTile& tile, cudaStream_t stream);
-/// With the best of them, in one launch: so many blocks for each token, 0 where two launches are better or have to be.
-int topk_blocks(const IndexTile& tile);
-cudaError_t topk_mxfp4(const IndexTile& tile, int blocks, cudaStream_t stream);
+cudaError_t score_mxfp4(const TokenTile& tile, cudaStream_t stream);
+/// Scores and selection in one launch, with a cluster of `ctas` per token. 0: two launches are faster, or necessary.
+int mxfp4_topk_ctas(const TokenTile& tile);
+cudaError_t topk_mxfp4(const TokenTile& tile, int ctas, cudaStream_t stream);
 
-/// The best of the tile's scores.
-cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream);
+/// Selects the `top` best of each row of scores.
+cudaError_t select_tile(const TokenTile& tile, cudaStream_t stream);
 
-/// fp8 keys of 128 channels on Hopper: scores up to rounding, and the best of the defined ones.
-bool can_score_near(const ops::IndexParams& p);
-cudaError_t score_near(const IndexTile& tile, cudaStream_t stream);
-/// The same to be kept: without what a selection needs, and as defined where the bound does not hold (docs/formats.md).
-cudaError_t score_near_raw(const IndexTile& tile, cudaStream_t stream);
-cudaError_t select_near(const IndexTile& tile, cudaStream_t stream);
-/// In one launch, so many blocks for each token; 0: by the two calls.
-int near_topk_blocks(const IndexTile& tile);
-cudaError_t topk_near(const IndexTile& tile, int blocks, cudaStream_t stream);
+/// fp8 keys of 128 channels on Hopper: fast scores, from which select_rescored selects the best by exact score.
+bool can_score_fast(const ops::IndexParams& p);
+cudaError_t score_fast(const TokenTile& tile, cudaStream_t stream);
+/// Fast scores for the caller: no data for a selection; exact scores where the error bound does not hold
+/// (docs/formats.md).
+cudaError_t score_fast_raw(const TokenTile& tile, cudaStream_t stream);
+cudaError_t select_rescored(const TokenTile& tile, cudaStream_t stream);
+/// Both in one launch, with a cluster of `ctas` per token. 0: by the two calls.
+int fast_topk_ctas(const TokenTile& tile);
+cudaError_t topk_fast(const TokenTile& tile, int ctas, cudaStream_t stream);
 
-/// An encoded query: two bytes per channel at most, then its scales.
+/// An encoded query has at most two bytes per channel, then its scales.
 constexpr int kQueryScaleRoom = 32;
 KV4_HD constexpr std::int64_t query_row_bytes(int width) { return 2 * width + kQueryScaleRoom; }
 
 #ifdef __CUDACC__
-/// Encoded queries of a token, as given or in the workspace.
+/// Encoded queries of a token, either given by the caller or in the workspace.
 struct QueryRows {
   const std::uint8_t *payload, *scale;
   std::int64_t payload_stride, scale_stride;  // from head to head
 };
 
 template <class Codec>
-__device__ QueryRows query_rows(const IndexTile& tile, int token) {
+__device__ QueryRows query_rows(const TokenTile& tile, int token) {
   const ops::IndexParams& p = tile.p;
   const RowShape shape = tile.kind().page.shape;
   if (p.q.dtype == DType::u8) {
@@ -119,49 +121,49 @@ __device__ QueryRows query_rows(const IndexTile& tile, int token) {
 
 constexpr float kNoScore = -__builtin_huge_valf();
 
-/// -infinity behind what tokens see, by the threads of all blocks: a block takes every gridDim.x-th part of a row, a
-/// row has enough parts for all.
-class Rest {
+/// The tail of each row, behind the keys that the token sees, is filled with -infinity by all threads of the grid. If
+/// there are more CTAs than tokens, several CTAs split a row.
+class RowTail {
  public:
-  /// Before the wait, too.
-  __device__ explicit Rest(const IndexTile& tile) : parts_(max(1, static_cast<int>(gridDim.x) / tile.count)) {
-    token_ = static_cast<int>(blockIdx.x) / parts_;
-    part_ = static_cast<int>(blockIdx.x) % parts_;
+  /// May run before the grid dependency wait.
+  __device__ explicit RowTail(const TokenTile& tile) : splits_(max(1, static_cast<int>(gridDim.x) / tile.count)) {
+    token_ = static_cast<int>(blockIdx.x) / splits_;
+    split_ = static_cast<int>(blockIdx.x) % splits_;
   }
   /// For grid_dependency_wait_after.
-  __device__ int made() const { return token_ ^ part_ ^ parts_; }
+  __device__ int made() const { return token_ ^ split_ ^ splits_; }
 
-  /// Asks for what fill needs of the record of the block's first row.
-  __device__ void look(const IndexTile& tile) {
+  /// Issues the loads of the record of the CTA's first row, which fill needs.
+  __device__ void load_record(const TokenTile& tile) {
     if (token_ >= tile.count) return;
     const ops::StepRecord* const record = tile.p.step.tokens + tile.first + token_;
     row_ = record->row;
     position_ = record->position;
   }
 
-  __device__ void fill(const IndexTile& tile, int thread, int threads) {
-    for (; token_ < tile.count; token_ += static_cast<int>(gridDim.x), look(tile)) {
+  __device__ void fill(const TokenTile& tile, int thread, int threads) {
+    for (; token_ < tile.count; token_ += static_cast<int>(gridDim.x), load_record(tile)) {
       ops::StepRecord record;
       record.row = row_;
       record.position = position_;
       float* const row = tile.row(token_);
-      for (std::int64_t j = tile.visible(record) + part_ * threads + thread; j < tile.score_stride;
-           j += parts_ * threads)
+      for (std::int64_t j = tile.visible(record) + split_ * threads + thread; j < tile.score_stride;
+           j += splits_ * threads)
         row[j] = kNoScore;
-      if (parts_ > 1) break;  // there are as many blocks as parts
+      if (splits_ > 1) break;  // there are as many CTAs as splits
     }
-    token_ = part_ = parts_ = row_ = position_ = 0;  // no registers are needed any more, in a loop that goes on
+    token_ = split_ = splits_ = row_ = position_ = 0;  // frees the registers for the loop that follows
   }
 
  private:
-  int parts_, token_, part_;
+  int splits_, token_, split_;
   std::int32_t row_ = 0, position_ = 0;
 };
 
-__device__ inline void fill_rest(const IndexTile& tile, int thread, int threads) {
-  Rest rest(tile);
-  rest.look(tile);
-  rest.fill(tile, thread, threads);
+__device__ inline void fill_tail(const TokenTile& tile, int thread, int threads) {
+  RowTail tail(tile);
+  tail.load_record(tile);
+  tail.fill(tile, thread, threads);
 }
 #endif
 

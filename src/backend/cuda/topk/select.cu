@@ -1,45 +1,48 @@
-// The best k of a row of scores, exactly: ties go to the smaller entry. The result's order is the same on every run.
+// Top-k of rows of scores. The chosen set is exact, ties go to the smaller entry, and the order of the result is the
+// same on every run.
 //
-// select_row: a CTA per row, up to 8,192 numbers in its registers (a kernel of its own for up to 2,048).
-//   Rows of up to 8,192 scores: selection from them (fast_select.cuh).
-//   Longer ones, where the scorer left the largest score of each group of keys: the k-th largest of those is a bound
-//   below the k-th best score, for k scores are at least as large. Only groups that reach it are read, and their
-//   scores that reach it, a little more than k as a rule, are selected from.
-// select_long: rows of given scores of any length, each read once by a cluster of up to 8 CTAs. A sample from
-//   all over the row gives a bound that k scores and some more are expected to reach. While later scores are under way,
-//   the entries of those that reach it are listed; their scores are fetched again, into the first block's shared
-//   memory, which selects from the lists.
-// If a list gets too long (many equal scores, say), or, against all odds, fewer than k reach the bound, exact selection
-// (exact_select.cuh) goes over the row in memory.
+// select_row: one CTA per row, with up to 8,192 numbers in its registers (another instance takes up to 2,048).
+//   Rows of up to 8,192 scores: the numbers are the scores (single_pass_select.cuh).
+//   Longer rows, for which the scorer has written group maxima: the k-th largest maximum is a lower bound of the k-th
+//   best score, because k scores are at least as large. The CTA reads only groups that reach the bound, and selects
+//   from their scores that reach it, a little more than k as a rule.
+// select_long: rows of given scores of any length. A cluster of up to 8 CTAs reads each row once. A sample from all
+// over
+//   the row gives a bound that a few more than k scores are expected to reach. While later scores are loaded, each CTA
+//   lists the entries of scores that reach the bound. Their scores are then loaded again into the shared memory of the
+//   first CTA, which selects from the lists.
+// If a list gets too long (for example with many equal scores), or if fewer than k scores reach the bound, radix
+// selection (radix_select.cuh) goes over the row in memory.
 //
-// Given rows are brought into L2 and records looked at while the kernel before ends; the record is read again after the
-// wait, beside the scores.
-// Rows of up to 8,192: bound by latency and instructions. H200, 2026-11-16: 2.2 us for 2,048 scores, 3.0 for 8,192,
-// 1,000 clocks of it until the kernel after may begin. Long rows: by memory if there are many, 128 x 262,144 scores in
-// 44.5 us where reading them takes 31; a single one by latency, 9.3 us.
+// Before the grid dependency wait, given rows are prefetched into L2 and the record is read speculatively; the record
+// is read again after the wait, together with the scores. Rows of up to 8,192 scores are bound by latency and
+// instructions. H200, 2026-11-16: 2.2 us for 2,048 scores, 3.0 for 8,192, of which the next kernel waits 1,000 clocks.
+// Many long rows are bound by memory: 128 x 262,144 scores take 44.5 us, reading them takes 31. A single long row is
+// bound by latency, 9.3 us.
 #include <algorithm>
 #include <cstdint>
 
 #include "backend/cuda/ptx/cluster.cuh"
 #include "backend/cuda/runtime/launch.cuh"
-#include "backend/cuda/topk/exact_select.cuh"
-#include "backend/cuda/topk/fast_select.cuh"
+#include "backend/cuda/topk/radix_select.cuh"
+#include "backend/cuda/topk/single_pass_select.cuh"
 
 namespace kv4::cuda {
 namespace {
 
-/// By the record as it is now, from the row in memory: where the record or the numbers are not as expected.
+/// Selects from the row in memory by the record as it is after the wait. It is called if the speculative record was
+/// wrong, or if the numbers do not suit the single pass.
 template <class S>
-__device__ __noinline__ void select_anew(S& s, const IndexTile& tile, int token) {
+__device__ __noinline__ void select_after_wait(S& s, const TokenTile& tile, int token) {
   const TokenRow seen(tile, token);
   const Choice choice{tile, token, seen.request};
   if (seen.count <= tile.p.top) return take_whole(choice, seen.count);
   select_from_row(s, tile.row(token), seen.count, Bounds(), choice);
 }
 
-/// kByGroups: rows may be longer than kNumbers, and then their groups' maxima are known.
+/// kByGroups: rows may be longer than kNumbers, and then their group maxima are known.
 template <int kThreads, int kNumbers, bool kByGroups>
-__global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant__ IndexTile tile) {
+__global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant__ TokenTile tile) {
   using Row = RowSelection<kThreads, kNumbers>;
   extern __shared__ __align__(16) unsigned char bytes[];
   Row& s = *reinterpret_cast<Row*>(bytes);
@@ -51,17 +54,17 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   constexpr int kLineNumbers = 32;
   if (!tile.is_scored && static_cast<int>(threadIdx.x) * kLineNumbers < min(tile.score_stride, std::int64_t{kNumbers}))
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row + threadIdx.x * kLineNumbers));
-  // The record is there already, unless the kernel before writes it: it is read again after the wait.
+  // The speculative record is right unless the kernel before writes it; it is read again after the wait.
   const ops::StepRecord* const record = tile.p.step.tokens + tile.first + token;
   const auto load = [](const std::int32_t& x) {
     std::int32_t value;
     asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(value) : "l"(&x) : "memory");
     return value;
   };
-  ops::StepRecord guess;
-  guess.row = load(record->row);
-  guess.position = load(record->position);
-  const int count = tile.visible(guess);
+  ops::StepRecord speculative;
+  speculative.row = load(record->row);
+  speculative.position = load(record->position);
+  const int count = tile.visible(speculative);
   const bool whole = !kByGroups || count <= kNumbers;
   const int numbers = whole ? count : groups_of(count);
   const float* const from = whole ? row : tile.maxima(token);
@@ -69,10 +72,10 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   launch_dependents();
   float held[Row::kHeld];
   load_fours<kThreads>(from, numbers, in_fours, held);
-  const bool is_same = load(record->row) == guess.row & load(record->position) == guess.position;
-  if (!is_same || numbers <= top || numbers > kNumbers) return select_anew(s.selection, tile, token);
-  if (in_fours && numbers % 4 != 0) leave_out_rest_of_fours<Row>(numbers, held);
-  const Choice choice{tile, token, guess.row};
+  const bool is_same = load(record->row) == speculative.row & load(record->position) == speculative.position;
+  if (!is_same || numbers <= top || numbers > kNumbers) return select_after_wait(s.selection, tile, token);
+  if (in_fours && numbers % 4 != 0) mask_last_four<Row>(numbers, held);
+  const Choice choice{tile, token, speculative.row};
   const FoursSource<Row> source{held, numbers};
   const Bounds bounds = find_top_bounds(s, source, top);
   bool is_done = false;
@@ -83,12 +86,12 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
         s, source, bounds, {row, count, group_size(count), top, 0.0f},
         [&](const auto& lists, const Bounds& of_lists) { is_done = take_best(s, lists, of_lists, choice); });
   }
-  if (!is_done) select_anew(s.selection, tile, token);
+  if (!is_done) select_after_wait(s.selection, tile, token);
 }
 
 template <int kThreads, int kNumbers, bool kByGroups>
-cudaError_t launch_select_row(const IndexTile& tile, cudaStream_t stream) {
-  // After a scorer one block to an SM: those that begin early would else crowd the few that are free.
+cudaError_t launch_select_row(const TokenTile& tile, cudaStream_t stream) {
+  // After a scorer, one CTA per SM: CTAs that begin early would otherwise crowd the few free SMs.
   constexpr int kMoreThanHalf = 116 << 10, kUsed = sizeof(RowSelection<kThreads, kNumbers>);
   constexpr int kBytes = kByGroups ? std::max(kUsed, kMoreThanHalf) : kUsed;
   const auto kernel = select_row<kThreads, kNumbers, kByGroups>;
@@ -100,11 +103,11 @@ cudaError_t launch_select_row(const IndexTile& tile, cudaStream_t stream) {
 // --- longer rows of given scores
 
 constexpr int kLongThreads = 512;
-constexpr int kRoom = 16384;       // of a cluster's list
-constexpr int kMostSample = 8192;  // scores that the bound is taken from, of rows longer than a block likes; else half
-constexpr int kBatch = 8;          // fours of scores of a thread that are under way together
-constexpr unsigned kMostBlocks = 8;           // of a cluster
-constexpr std::int64_t kBlockScores = 32768;  // a row is shared out over more blocks if each gets this many
+constexpr int kRoom = 16384;      // entries of a cluster's lists together
+constexpr int kMaxSample = 8192;  // scores of the sample; half of them if each CTA gets at most kScoresPerCta
+constexpr int kBatch = 8;         // float4s of scores that a thread has in flight together
+constexpr unsigned kMaxClusterCtas = 8;
+constexpr std::int64_t kScoresPerCta = 32768;  // a row is split over more CTAs if each gets this many
 using LongSelection = Selection<kLongThreads>;
 
 struct LongShared {
@@ -112,41 +115,41 @@ struct LongShared {
   LongSelection selection;
   float scores[LongSelection::kWarps][kWarpRoom];  // for take_best
   std::int32_t entries[LongSelection::kWarps][kWarpRoom];
-  // Of the cluster's first block: each block writes its own part.
-  int listed[kMostBlocks];
+  // Used in the cluster's first CTA; each CTA writes its own part.
+  int listed[kMaxClusterCtas];
   float listed_scores[kRoom];
   std::int32_t listed_entries[kRoom];
 };
 
-/// The cluster's lists of entries below `bound`.
+/// The lists of all CTAs of the cluster, whose entries are below `bound`.
 struct ListSource {
-  static constexpr int kMost = 0;
+  static constexpr int kMaxPerThread = 0;
   const LongShared& s;
-  int blocks, bound;
+  int ctas, bound;
   __device__ int size() const { return bound; }
   template <class F>
   __device__ void for_each(F&& f) const {
-    const int segment = kRoom / blocks;
-    for (int block = 0; block < blocks; ++block)
-      for (int i = static_cast<int>(threadIdx.x); i < s.listed[block]; i += kLongThreads)
-        f(s.listed_scores[block * segment + i], s.listed_entries[block * segment + i]);
+    const int segment = kRoom / ctas;
+    for (int cta = 0; cta < ctas; ++cta)
+      for (int i = static_cast<int>(threadIdx.x); i < s.listed[cta]; i += kLongThreads)
+        f(s.listed_scores[cta * segment + i], s.listed_entries[cta * segment + i]);
   }
 };
 
-/// The same, each block's list by some of the warps; for short lists.
+/// The same for short lists: each list is taken by some of the warps.
 struct ShortListSource {
-  static constexpr int kMost = LongShared::kWarpRoom / 32, kStep = 1;
+  static constexpr int kMaxPerThread = LongShared::kWarpRoom / 32, kStep = 1;
   static constexpr bool kInLists = false, kIsBounded = false;
   const LongShared& s;
-  int begin, end, step;  // this thread's
+  int begin, end, step;  // of this thread
 
-  __device__ ShortListSource(const LongShared& s, int blocks) : s(s) {
-    const int warp = static_cast<int>(threadIdx.x / 32), block = warp & (blocks - 1), segment = kRoom / blocks;
-    begin = block * segment + warp / blocks * 32 + static_cast<int>(threadIdx.x % 32);
-    end = block * segment + s.listed[block];
-    step = kLongThreads / blocks;
+  __device__ ShortListSource(const LongShared& s, int ctas) : s(s) {
+    const int warp = static_cast<int>(threadIdx.x / 32), cta = warp & (ctas - 1), segment = kRoom / ctas;
+    begin = cta * segment + warp / ctas * 32 + static_cast<int>(threadIdx.x % 32);
+    end = cta * segment + s.listed[cta];
+    step = kLongThreads / ctas;
   }
-  __device__ static bool fits(int longest, int blocks) { return longest * blocks <= kMost * kLongThreads; }
+  __device__ static bool fits(int longest, int ctas) { return longest * ctas <= kMaxPerThread * kLongThreads; }
   __device__ std::int32_t entry(int i) const { return s.listed_entries[min(begin + i * step, kRoom - 1)]; }
   __device__ float score(int i) const {
     return begin + i * step < end ? s.listed_scores[begin + i * step] : __builtin_nanf("");
@@ -154,10 +157,10 @@ struct ShortListSource {
   __device__ bool reaches(int i) const { return begin - static_cast<int>(threadIdx.x % 32) + i * step < end; }
 };
 
-/// A row as fours at multiples of 16 bytes, and what is left of it at its ends.
+/// A row as float4s aligned to 16 bytes, and the scores left over at its two ends.
 struct LongRow {
   const float* scores;
-  int count, head, fours;  // head: scores before the first four
+  int count, head, fours;  // head: scores before the first float4
 
   __device__ LongRow(const float* scores, int count)
       : scores(scores),
@@ -166,7 +169,7 @@ struct LongRow {
         fours((count - head) / 4) {}
   __device__ const float4* data() const { return reinterpret_cast<const float4*>(scores + head); }
   __device__ int ends() const { return count - 4 * fours; }
-  /// Of the i-th score at the ends.
+  /// The entry of the i-th score at the ends.
   __device__ int end_entry(int i) const { return i < head ? i : i + 4 * fours; }
   __device__ int entry(int four, int i) const { return head + 4 * four + i; }
 };
@@ -176,7 +179,7 @@ __device__ float4 no_four() {
   return {nan, nan, nan, nan};
 }
 
-/// The block's fours from the first-th on, kBatch of each thread: all loads are under way when it returns.
+/// Loads kBatch float4s per thread, the CTA's from index `first` on. All loads are in flight when it returns.
 __device__ void load_batch(const LongRow& row, int first, float4 (&x)[kBatch]) {
   const float4* from = row.data() + (first + static_cast<int>(threadIdx.x));
   const int left = row.fours - first - static_cast<int>(threadIdx.x);
@@ -189,10 +192,10 @@ __device__ void load_batch(const LongRow& row, int first, float4 (&x)[kBatch]) {
   }
 }
 
-/// Some of a row's scores, from all over it.
+/// A sample of a row's scores, spread over the whole row.
 class Sample {
  public:
-  /// All loads are under way when it returns.
+  /// All loads are in flight when it returns.
   __device__ Sample(const LongRow& row, bool large) : fours_(large ? kFours : kFours / 2) {
     const std::uint64_t pieces = static_cast<std::uint64_t>(row.fours / 2);  // of 32 bytes
     const int shift = large ? kShift : kShift - 1;
@@ -215,14 +218,14 @@ class Sample {
   }
 
  private:
-  static constexpr int kFours = kMostSample / 4 / kLongThreads, kShift = 10;
-  static_assert(kMostSample / 8 == 1 << kShift && kFours % 2 == 0);
+  static constexpr int kFours = kMaxSample / 4 / kLongThreads, kShift = 10;
+  static_assert(kMaxSample / 8 == 1 << kShift && kFours % 2 == 0);
   int fours_;
   float4 x_[kFours];
 };
 
-/// What somewhat more than `top` scores of the row probably reach, and the largest of the sample. Not finite if there
-/// is no telling.
+/// A bound that somewhat more than `top` scores of the row probably reach, and the largest score of the sample. The
+/// bound is infinite if the sample gives none.
 __device__ Bounds estimate_bounds(LongSelection& s, Scan<LongSelection>& scan, const Sample& sample, int count,
                                   int top) {
   Bounds mine;
@@ -233,7 +236,7 @@ __device__ Bounds estimate_bounds(LongSelection& s, Scan<LongSelection>& scan, c
   const Bounds all = join_bounds(s, mine);
   const Intervals intervals(all);
   if (!intervals.are_finite()) return Bounds();
-  // So many of the best are expected in the sample, with their scatter eight times over.
+  // The expected number of the best scores in the sample, plus eight standard deviations.
   const float expected = static_cast<float>(top) * sample.size() / static_cast<float>(count);
   const float rank = fminf(expected + 8.0f * sqrtf(expected) + 16.0f, sample.size());
   const Found found = find_bin(s, scan, static_cast<int>(rank),
@@ -241,7 +244,7 @@ __device__ Bounds estimate_bounds(LongSelection& s, Scan<LongSelection>& scan, c
   return {intervals.below(static_cast<int>(found.bin)), all.high};
 }
 
-/// Of lists that are too long for take_best, or have too many equal scores.
+/// Selects from lists that are too long for take_best or have too many equal scores.
 __device__ __noinline__ void select_from_lists(LongShared& s, const ListSource& source, int all, Bounds bounds,
                                                Choice choice) {
   __syncthreads();
@@ -251,14 +254,14 @@ __device__ __noinline__ void select_from_lists(LongShared& s, const ListSource& 
   write_chosen(s.selection, scan, source, cut, choice);
 }
 
-__global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_constant__ IndexTile tile, int blocks) {
+__global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_constant__ TokenTile tile, int ctas) {
   extern __shared__ __align__(16) unsigned char bytes[];
   LongShared& s = *reinterpret_cast<LongShared*>(bytes);
   s.selection.clear();
   touch(tile);
   grid_dependency_wait();
   launch_dependents();
-  const int token = static_cast<int>(blockIdx.x) / blocks, rank = block_in_cluster();
+  const int token = static_cast<int>(blockIdx.x) / ctas, rank = block_in_cluster();
   const TokenRow seen(tile, token);
   const int count = seen.count, top = tile.p.top;
   const Choice choice{tile, token, seen.request};
@@ -266,26 +269,26 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
     if (rank == 0) take_whole(choice, count);
     return;
   }
-  if (blocks > 1) arrive_cluster();
+  if (ctas > 1) arrive_cluster();
 
   const LongRow row(tile.row(token), count);
-  const Sample sample(row, count > blocks * kBlockScores);
+  const Sample sample(row, count > ctas * kScoresPerCta);
   float4 x[2][kBatch];
-  const int stride = blocks * kBatch * kLongThreads;
+  const int stride = ctas * kBatch * kLongThreads;
   int first = rank * kBatch * kLongThreads;
   load_batch(row, first, x[0]);
   load_batch(row, first + stride, x[1]);
   Scan<LongSelection> scan(s.selection);
   const Bounds bounds = estimate_bounds(s.selection, scan, sample, count, top);
-  if (blocks > 1) wait_cluster();
+  if (ctas > 1) wait_cluster();
   const float bound = bounds.low;
   if (!(bound < -kNoScore)) {
     if (rank == 0) select_from_row(s.selection, row.scores, count, Bounds(), choice);
     return;
   }
 
-  // Entries that reach the bound into this block's own memory.
-  const int segment = kRoom / blocks;
+  // Each CTA lists the entries that reach the bound in its own memory.
+  const int segment = kRoom / ctas;
   std::int32_t* const entries = s.listed_entries + rank * segment;
   int listed = 0;
   const auto list = [&](std::uint32_t reach, auto&& entry_of) {
@@ -326,30 +329,30 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
       leader.listed_scores[rank * segment + i] = row.scores[entry];
       if (rank > 0) leader.listed_entries[rank * segment + i] = entry;
     }
-  if (blocks > 1)
+  if (ctas > 1)
     sync_cluster();
   else
     __syncthreads();
   if (rank > 0) return;
 
-  int most = 0, all = 0;
-  for (int block = 0; block < blocks; ++block) {
-    most = max(most, s.listed[block]);
-    all += s.listed[block];
+  int longest = 0, all = 0;
+  for (int cta = 0; cta < ctas; ++cta) {
+    longest = max(longest, s.listed[cta]);
+    all += s.listed[cta];
   }
-  const bool are_short = ShortListSource::fits(most, blocks) && all >= top;
-  if (are_short && take_best(s, ShortListSource(s, blocks), bounds, choice)) return;
-  if (most > segment || all < top) return select_from_row(s.selection, row.scores, count, Bounds(), choice);
-  select_from_lists(s, {s, blocks, count}, all, bounds, choice);
+  const bool are_short = ShortListSource::fits(longest, ctas) && all >= top;
+  if (are_short && take_best(s, ShortListSource(s, ctas), bounds, choice)) return;
+  if (longest > segment || all < top) return select_from_row(s.selection, row.scores, count, Bounds(), choice);
+  select_from_lists(s, {s, ctas, count}, all, bounds, choice);
 }
 
-/// Whether clusters of so many blocks, one to an SM, run together on an H200: its parts are of different
-/// sizes. 28 of 4 do, 32 do not.
+/// Whether `rows` clusters of `cluster` CTAs, one per SM, run together on an H200. Its GPCs have different sizes: 28
+/// clusters of 4 fit, 32 do not.
 bool fit_at_once(unsigned cluster, unsigned rows) { return cluster * rows <= (cluster == 2 ? 128 : 112); }
 
 }  // namespace
 
-cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream) {
+cudaError_t select_tile(const TokenTile& tile, cudaStream_t stream) {
   const std::int64_t longest = std::min(tile.score_stride, max_entries(tile.p));
   const unsigned rows = static_cast<unsigned>(tile.count);
   if (tile.has_maxima || longest <= kRowNumbers) {
@@ -358,16 +361,16 @@ cudaError_t select_tile(const IndexTile& tile, cudaStream_t stream) {
     if (longest <= kRowNumbers) return launch_select_row<512, kRowNumbers, false>(tile, stream);
     return launch_select_row<512, kRowNumbers, true>(tile, stream);
   }
-  // Other GPUs than Hopper: exact selection goes over rows in memory.
+  // GPUs with less shared memory than Hopper: radix selection goes over rows in memory.
   if (!has_shared_memory(sizeof(LongShared))) return launch_select_row<512, kRowNumbers, false>(tile, stream);
   const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(sizeof(LongShared)));
   if (status != cudaSuccess) return status;
-  unsigned blocks = 1;
-  while (is_sm90() && blocks < kMostBlocks && blocks * kBlockScores < longest && fit_at_once(2 * blocks, rows))
-    blocks *= 2;
-  return launch_clusters<sizeof(LongShared)>(select_long, blocks, blocks * rows, kLongThreads, stream, tile,
-                                             static_cast<int>(blocks));
+  unsigned ctas = 1;
+  while (is_sm90() && ctas < kMaxClusterCtas && ctas * kScoresPerCta < longest && fit_at_once(2 * ctas, rows))
+    ctas *= 2;
+  return launch_clusters<sizeof(LongShared)>(select_long, ctas, ctas * rows, kLongThreads, stream, tile,
+                                             static_cast<int>(ctas));
 }
 
 }  // namespace kv4::cuda

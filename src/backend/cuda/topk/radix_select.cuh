@@ -1,8 +1,9 @@
-// Exact selection of the best k of a row of scores by a CTA.
+// Radix selection of the best k of a row of any scores, by a CTA. It is the fallback of single_pass_select.cuh and
+// works for all inputs.
 //
-// It begins with a histogram of 2,048 equal intervals from the smallest to the largest score. As a rule few scores are
-// in the bin that the k-th best lies in: they are ranked against each other. If not, histograms over ever smaller
-// ranges of the scores' bits; among very many equal scores, over entries.
+// The first histogram has 2,048 equal intervals from the smallest to the largest score. As a rule few scores are in the
+// bin of the k-th best; they become candidates and are ranked against each other. If there are too many, histograms
+// over ever smaller ranges of the scores' bits follow, and among very many equal scores histograms over their entries.
 #pragma once
 
 #include <cstdint>
@@ -16,15 +17,15 @@
 namespace kv4::cuda {
 
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
-constexpr int kFew = 256;  // numbers that are ranked against each other
+constexpr int kMaxCandidates = 256;  // the most numbers that are ranked against each other
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
 struct Found {
   std::uint32_t bin;
-  int above, inside;  // numbers in the bins above, in the bin
+  int above, inside;  // how many numbers are in the bins above, and in the bin
 };
 
-/// Numbers from low to high that still count; those above are taken.
+/// Numbers from low to high are undecided; numbers above are taken.
 struct Range {
   std::uint32_t low, high;
 
@@ -38,12 +39,12 @@ struct Range {
   }
 };
 
-/// The score of an ops::score_order.
+/// The inverse of ops::score_order.
 __device__ inline float score_of(std::uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-/// The smallest and the largest of some scores, NaN passed over.
+/// The smallest and the largest of some scores; NaN is ignored.
 struct Bounds {
   float low, high;
 
@@ -52,49 +53,49 @@ struct Bounds {
   __device__ explicit Bounds(const Range& keys) : low(score_of(keys.low)), high(score_of(keys.high)) {}
 };
 
-/// Equal intervals of scores. What lies outside counts as in the first or the last, NaN as in the first.
+/// Equal intervals of scores. Scores outside count in the first or last interval, NaN in the first.
 struct Intervals {
-  float low, per_score;  // the range is 0 to 1
+  float low, per_score;  // maps scores to 0 .. 1
 
   __device__ explicit Intervals(const Bounds& bounds) : low(bounds.low), per_score(1.0f / (bounds.high - low)) {}
-  /// Whether there are any: scores are finite and not all the same.
+  /// Whether the intervals are usable: scores are finite and not all equal.
   __device__ bool are_finite() const { return per_score > 0.0f && per_score < __builtin_huge_valf(); }
   __device__ int bin_of(float score) const {
-    constexpr float kWhole = 0x1p23f;  // from here on the bits count in ones
+    constexpr float kWhole = 0x1p23f;  // from here on, consecutive integers have consecutive bits
     return __float_as_int(codec::fused(__saturatef((score - low) * per_score), float{kBins - 1}, kWhole)) & (kBins - 1);
   }
-  /// A score below all of a bin's.
+  /// A score below all scores of a bin.
   __device__ float below(int bin) const {
-    return low + (static_cast<float>(bin) - 1.0f) / (float{kBins - 1} * per_score);  // a whole bin: roundings
+    return low + (static_cast<float>(bin) - 1.0f) / (float{kBins - 1} * per_score);  // a whole bin covers the roundings
   }
 };
 
-/// What a block of so many threads selects with.
+/// Shared memory of a selection by kBlockThreads threads.
 template <int kBlockThreads>
 struct Selection {
   static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32;
   static_assert(kBins % kThreads == 0);
-  alignas(16) std::uint32_t below[4];  // take_best counts here what is below its bins
+  alignas(16) std::uint32_t below[4];  // take_best counts the numbers below its bins here
   std::uint32_t histogram[kBins];      // all zero between uses
   int sums[2][kWarps];
   std::uint32_t lows[kWarps], highs[kWarps];
   Found found;
-  std::uint32_t few_keys[kFew];
-  std::int32_t few_entries[kFew];
-  int few, last_of_few;  // how many, which is the last that is taken
+  std::uint32_t candidate_keys[kMaxCandidates];
+  std::int32_t candidate_entries[kMaxCandidates];
+  int candidates, last_candidate;  // how many there are; the index of the last one taken
   std::int32_t chosen[ops::kMaxTopk];
 
   /// A barrier must follow.
   __device__ void clear() {
     for (int i = static_cast<int>(threadIdx.x); i < kBins; i += kThreads) histogram[i] = 0;
-    if (threadIdx.x == 0) few = 0;
+    if (threadIdx.x == 0) candidates = 0;
   }
 };
 
-/// The sum over a warp's lanes up to this one.
+/// Inclusive prefix sum over the lanes of a warp.
 __device__ inline int sum_to_lane(int sum) {
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2)  // the shuffle tells whether there is a lane so far below
+  for (int step = 1; step < 32; step *= 2)  // the shuffle's predicate says whether the source lane exists
     asm volatile(
         "{ .reg .pred below; .reg .s32 other;\n"
         "shfl.sync.up.b32 other|below, %0, %1, 0, 0xFFFFFFFF;\n"
@@ -104,13 +105,13 @@ __device__ inline int sum_to_lane(int sum) {
   return sum;
 }
 
-/// Sums over a block's threads, two barriers apart.
+/// Prefix sums over the threads of a CTA. There are two buffers, so one barrier per sum is enough.
 template <class S>
 class Scan {
  public:
   __device__ explicit Scan(S& s) : s_(s) {}
 
-  /// Over the threads before this one; total: over all. One barrier.
+  /// Exclusive prefix sum; total: the sum over all threads. One barrier.
   __device__ int before(int mine, int& total) {
     constexpr int kWarps = S::kWarps;
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -129,14 +130,14 @@ class Scan {
   int half_ = 0;
 };
 
-/// In which bin the `rank`-th largest number lies. for_each(f) calls f(bin) for this thread's numbers.
+/// Finds the bin of the `rank`-th largest number. for_each(f) calls f(bin) for each of this thread's numbers.
 template <class S, class ForEach>
 __device__ Found find_bin(S& s, Scan<S>& scan, int rank, ForEach&& for_each) {
   constexpr int kEach = kBins / S::kThreads;
   for_each([&](std::uint32_t bin) { atomicAdd(&s.histogram[bin], 1u); });
   __syncthreads();
   const std::uint32_t highest = kBins - 1 - kEach * threadIdx.x;
-  int inside[kEach], mine = 0;  // the uppermost first
+  int inside[kEach], mine = 0;  // the highest bin first
   using Bins = std::conditional_t<kEach == 4, uint4, uint2>;
   static_assert(sizeof(Bins) == 4 * kEach);
   Bins* const own = reinterpret_cast<Bins*>(&s.histogram[highest - (kEach - 1)]);
@@ -158,17 +159,18 @@ __device__ Found find_bin(S& s, Scan<S>& scan, int rank, ForEach&& for_each) {
   return s.found;
 }
 
-/// What is chosen: scores above the range, and those in it whose entry is at most `last`.
+/// The result of a selection: scores above the range are taken, and scores in the range whose entry is at most `last`.
 struct Cut {
   Range range;
   std::uint32_t last;
 
-  /// Calls f(takes), where takes(score, entry) tells; comparing scores themselves where that does.
+  /// Calls f(takes); takes(score, entry) says whether a score is taken. It compares floats directly where that is
+  /// enough.
   template <class F>
   __device__ void with_test(F&& f) const {
     const float score = score_of(range.low);
     if (range.low == range.high && !codec::is_nan(score))
-      f([score, last = last](float x, std::int32_t entry) {  // no branches
+      f([score, last = last](float x, std::int32_t entry) {  // without branches
         return bool(int{x > score} | (int{x >= score} & int{static_cast<std::uint32_t>(entry) <= last}));
       });
     else
@@ -179,41 +181,42 @@ struct Cut {
   }
 };
 
-/// The cut that takes the `count` best of the few numbers that `among` holds for, and what is better than those.
+/// The cut that takes the `count` best of the candidates, and all numbers above. The candidates are the numbers for
+/// which among(score) is true; there are at most kMaxCandidates.
 template <class S, class Source, class Among>
-__device__ Cut cut_few(S& s, const Source& source, int count, Among&& among) {
+__device__ Cut cut_candidates(S& s, const Source& source, int count, Among&& among) {
   source.for_each([&](float score, std::int32_t entry) {
     if (!among(score)) return;
-    const int at = atomicAdd(&s.few, 1);
-    s.few_keys[at] = ops::score_order(score);
-    s.few_entries[at] = entry;
+    const int at = atomicAdd(&s.candidates, 1);
+    s.candidate_keys[at] = ops::score_order(score);
+    s.candidate_entries[at] = entry;
   });
   __syncthreads();
-  const int few = s.few, lane = static_cast<int>(threadIdx.x % 32);
-  for (int i = static_cast<int>(threadIdx.x / 32); i < few; i += S::kWarps) {
-    const std::uint32_t key = s.few_keys[i];
-    const std::int32_t entry = s.few_entries[i];
+  const int candidates = s.candidates, lane = static_cast<int>(threadIdx.x % 32);
+  for (int i = static_cast<int>(threadIdx.x / 32); i < candidates; i += S::kWarps) {
+    const std::uint32_t key = s.candidate_keys[i];
+    const std::int32_t entry = s.candidate_entries[i];
     int better = 0;
-    for (int j = lane; j < few; j += 32)
-      better += s.few_keys[j] > key || (s.few_keys[j] == key && s.few_entries[j] < entry);
-    if (__reduce_add_sync(kAll, better) == count - 1) s.last_of_few = i;
+    for (int j = lane; j < candidates; j += 32)
+      better += s.candidate_keys[j] > key || (s.candidate_keys[j] == key && s.candidate_entries[j] < entry);
+    if (__reduce_add_sync(kAll, better) == count - 1) s.last_candidate = i;
   }
   __syncthreads();
-  const std::uint32_t key = s.few_keys[s.last_of_few];
-  return {{key, key}, static_cast<std::uint32_t>(s.few_entries[s.last_of_few])};
+  const std::uint32_t key = s.candidate_keys[s.last_candidate];
+  return {{key, key}, static_cast<std::uint32_t>(s.candidate_entries[s.last_candidate])};
 }
 
-/// The cut that takes `count` of a source's scores. bounds: of those among which it is likely to lie. Once per
-/// selection.
+/// The cut that takes the `count` best of a source's scores. bounds: of the scores among which the cut is expected. It
+/// is called once per selection.
 template <class S, class Source>
 __device__ Cut find_cut(S& s, Scan<S>& scan, const Source& source, const Bounds& bounds, int count) {
   if (const Intervals intervals(bounds); intervals.are_finite()) {
     const Found found = find_bin(s, scan, count, [&](auto&& f) {
       source.for_each([&](float score, std::int32_t) { f(intervals.bin_of(score)); });
     });
-    if (found.inside <= kFew)
-      return cut_few(s, source, count - found.above,
-                     [&](float score) { return intervals.bin_of(score) == static_cast<int>(found.bin); });
+    if (found.inside <= kMaxCandidates)
+      return cut_candidates(s, source, count - found.above,
+                            [&](float score) { return intervals.bin_of(score) == static_cast<int>(found.bin); });
   }
   Range range{0, 0xFFFFFFFFu};
   for (;;) {
@@ -226,11 +229,12 @@ __device__ Cut find_cut(S& s, Scan<S>& scan, const Source& source, const Bounds&
     range.enter(found.bin);
     count -= found.above;
     if (found.inside == count) return {range, 0xFFFFFFFFu};
-    if (found.inside <= kFew)
-      return cut_few(s, source, count, [&](float score) { return range.has(ops::score_order(score)); });
+    if (found.inside <= kMaxCandidates)
+      return cut_candidates(s, source, count, [&](float score) { return range.has(ops::score_order(score)); });
     if (last) break;
   }
-  Range entries{~static_cast<std::uint32_t>(source.size() - 1), 0xFFFFFFFFu};  // the complement: smaller is better
+  Range entries{~static_cast<std::uint32_t>(source.size() - 1),
+                0xFFFFFFFFu};  // complements, because the smaller entry wins
   for (;;) {
     const Found found = find_bin(s, scan, count, [&](auto&& f) {
       source.for_each([&](float score, std::int32_t entry) {
@@ -244,14 +248,14 @@ __device__ Cut find_cut(S& s, Scan<S>& scan, const Source& source, const Bounds&
   }
 }
 
-// Where scores come from: for_each(f) calls f(score, entry) for this thread's, in an order that stays the same. Some
-// may be absent: NaN of an entry behind all that count, so that they come after all others in any order. kMost: as many
-// at most, and entry(i) is that of the i-th; 0: any number.
+// Sources of scores. for_each(f) calls f(score, entry) for each of this thread's scores, always in the same order. An
+// absent score is NaN with an entry behind all others, so it loses every comparison. kMaxPerThread: the most scores of
+// a thread, where entry(i) is the entry of the i-th; 0 means any number.
 
 /// A row in memory.
 template <int kThreads>
 struct RowSource {
-  static constexpr int kMost = 0;
+  static constexpr int kMaxPerThread = 0;
   const float* row;
   int count;
   __device__ int size() const { return count; }
@@ -262,9 +266,9 @@ struct RowSource {
   }
 };
 
-/// Where the chosen entries of a token go.
+/// The output of a token: its row of indices, and of slots if they are wanted.
 struct Choice {
-  const IndexTile& tile;
+  const TokenTile& tile;
   int token, request;
 
   __device__ std::int32_t* indices() const { return tile.p.indices + std::int64_t{tile.first + token} * tile.p.top; }
@@ -283,7 +287,7 @@ template <class S, class Source>
 __device__ void write_chosen(S& s, Scan<S>& scan, const Source& source, const Cut& cut, const Choice& choice) {
   cut.with_test([&](auto&& takes) {
     int total;
-    if constexpr (Source::kMost > 0) {
+    if constexpr (Source::kMaxPerThread > 0) {
       std::uint32_t taken = 0, at = 1;
       source.for_each([&](float score, std::int32_t entry) {
         if (takes(score, entry)) taken |= at;
@@ -312,31 +316,31 @@ __device__ __noinline__ void select_from_row(S& s, const float* scores, int coun
   write_chosen(s, scan, row, find_cut(s, scan, row, bounds, choice.tile.p.top), choice);
 }
 
-/// What a token's record says.
+/// The fields of a token's record that a selection needs.
 struct TokenRow {
-  int request, count;  // count: of keys it sees
+  int request, count;  // count: how many keys the token sees
 
   TokenRow() = default;
-  __device__ TokenRow(const IndexTile& tile, int token) {
+  __device__ TokenRow(const TokenTile& tile, int token) {
     const ops::StepRecord record = tile.p.step.tokens[tile.first + token];
     request = record.row;
     count = tile.visible(record);
   }
 };
 
-/// A row that is taken whole: all of it, then none.
+/// Takes a whole row of at most `top` keys; -1 fills the rest.
 __device__ inline __noinline__ void take_whole(Choice choice, int count) {
   for (int i = static_cast<int>(threadIdx.x); i < choice.tile.p.top; i += static_cast<int>(blockDim.x))
     choice.put(i, i < count ? i : -1);
 }
 
-/// The same of a token's row, by its record.
-__device__ inline __noinline__ void take_whole_anew(const IndexTile& tile, int token) {
+/// The same by the token's record as it is after the grid dependency wait.
+__device__ inline __noinline__ void take_whole_after_wait(const TokenTile& tile, int token) {
   const TokenRow seen(tile, token);
   take_whole({tile, token, seen.request}, seen.count);
 }
 
-/// The smallest and largest of the block's numbers.
+/// The smallest and largest number of all threads.
 template <class S>
 __device__ Range find_range(S& s, std::uint32_t low, std::uint32_t high) {
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -353,24 +357,24 @@ __device__ Range find_range(S& s, std::uint32_t low, std::uint32_t high) {
 
 // --- rows of up to 8,192 scores, or of groups
 
-constexpr int kGroupRoom = 4096;  // groups that reach the bound
-constexpr int kListRoom = 4096;   // of all warps' lists of their scores
+constexpr int kGroupRoom = 4096;  // the most groups that reach the bound
+constexpr int kListRoom = 4096;   // of the lists of all warps together
 
-/// What a block of so many threads selects from a row with.
+/// Shared memory of a selection from a row by kBlockThreads threads.
 template <int kBlockThreads, int kNumbers = kRowNumbers>
 struct RowSelection {
   static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32, kWarpRoom = kListRoom / kWarps;
-  static constexpr int kHeld = kNumbers / kThreads;  // numbers in a thread's registers
+  static constexpr int kHeld = kNumbers / kThreads;  // numbers in the registers of a thread
   Selection<kThreads> selection;
   std::int32_t groups[kGroupRoom];
   float scores[kWarps][kWarpRoom];
   std::int32_t entries[kWarps][kWarpRoom];
 };
 
-/// The warps' lists of entries below `bound`; each thread has some of its own warp's.
+/// The warps' lists of scores, whose entries are below `bound`. Each thread takes numbers of its own warp's list.
 template <class Shared>
 struct WarpListSource {
-  static constexpr int kMost = Shared::kWarpRoom / 32, kStep = 1;
+  static constexpr int kMaxPerThread = Shared::kWarpRoom / 32, kStep = 1;
   static constexpr bool kInLists = true, kIsBounded = true;
   const Shared& s;
   int listed, bound;
@@ -383,10 +387,10 @@ struct WarpListSource {
   }
 };
 
-/// Over the block's threads. Its barrier is the one after clear().
+/// Joins the bounds of all threads. Its barrier also serves as the one after clear().
 template <class S>
 __device__ Bounds join_bounds(S& s, const Bounds& mine) {
-  const auto order = [](float number) {  // score_of's inverse
+  const auto order = [](float number) {  // the inverse of score_of
     const std::uint32_t bits = __float_as_uint(number);
     return bits ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31) | 0x80000000u);
   };
