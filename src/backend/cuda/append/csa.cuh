@@ -1,5 +1,5 @@
-// Entries that overlap (CSA): an entry pools the first series of the span before its own and the second series of its
-// own. Each token stands by itself: nothing it reads is written by another token of the step.
+// Entries that overlap (CSA): an entry pools the first series of the span before its own, and the second series of its
+// own span. Tokens are independent: no token reads data that another token of the step writes.
 #pragma once
 
 #include "backend/cuda/append/entry_row.cuh"
@@ -22,18 +22,19 @@ class OverlapSpans {
     weight_ = load_weight(kind_.norm_weight + channel_);
   }
 
-  /// A decode, bound by latency: the token's record, its input rows and the ring rows that it probably points at are
-  /// asked for together.
-  __device__ void run_one(int token) {
-    const GuessedRecord guess(p_.step, token);
-    const bool guessed = !guess.padded() && closes(guess.get()) && guess.get().position == guess.get().length;
-    Turn turn{};
+  /// A decode, bound by latency: requests the token's record, its input rows and the ring rows that the speculative
+  /// record points at, all together.
+  __device__ void decode(int token) {
+    const SpeculativeTokenRecord speculative(p_.step, token);
+    const bool prefetched =
+        !speculative.padded() && closes(speculative.get()) && speculative.get().position == speculative.get().length;
+    Turn rotation{};
     RawRow rows[kOverlapRows];
-    if (guessed) {
-      load_stored(guess.get(), rows);
-      turn = turn_at(guess.get().position);
+    if (prefetched) {
+      load_stored(speculative.get(), rows);
+      rotation = rotation_at(speculative.get().position);
     }
-    if (token < p_.step.num_tokens) fetch_token(token);
+    if (token < p_.step.num_tokens) prefetch_token(token);
     grid_dependency_wait();
     launch_dependents();
     if (token >= p_.step.num_tokens) return;
@@ -43,8 +44,8 @@ class OverlapSpans {
     if (r.padded()) return;
     const Source source(p_, k_, r, channel_);
     const int ring_row = ring_row_of(r);
-    if (closes(r) && !(guessed && guess.holds(r))) {
-      turn = turn_at(r.position);
+    if (closes(r) && !(prefetched && speculative.holds(r))) {
+      rotation = rotation_at(r.position);
       const int begin = r.position + 1 - kOverlapRows;
 #pragma unroll
       for (int i = 0; i < kOverlapRows - 1; ++i)
@@ -58,42 +59,42 @@ class OverlapSpans {
     if (!closes(r)) return;
     ops::Pool pool[kPair];
     pool_rows(r.position, r.length, pool, [&](int i) { return rows[i]; });
-    store_entry(lanes_, p_, kind_, pool, weight_, turn, r.position % p_.step.block_tokens / kOverlapRatio, r.block);
+    store_entry(lanes_, p_, kind_, pool, weight_, rotation, r.position % p_.step.block_tokens / kOverlapRatio, r.block);
   }
 
-  /// Every groups-th token of a prefill, bound by the bytes of its inputs, each read once: the rows of an entry are
-  /// under way while the one before is pooled. stage: shared [2, kOverlapRows, kv and gate, kRowBytes]. ends: what
-  /// becomes of pools, EntryBatch or EachEntry.
-  template <class Ends>
-  __device__ void run(const std::uint8_t* stage, int group, int groups, Ends&& ends) {
+  /// Every groups-th token of a prefill, bound by the bytes of its inputs, which it reads once. The rows of an entry
+  /// are in flight while the entry before is pooled. stage: shared [2, kOverlapRows, kv and gate, kRowBytes]. sink:
+  /// takes the pools, EntryBatch or EachEntry.
+  template <class Sink>
+  __device__ void prefill(const std::uint8_t* stage, int group, int groups, Sink&& sink) {
     const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
-    int half = 0, position = kNone, length = 0, block = 0;  // of the entry under way
+    int half = 0, position = kNone, length = 0, block = 0;  // of the entry in flight
     const Inputs inputs(p_.kv[k_], p_.gate[k_], channel_);
-    TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return closes(r) || stays(r); });
+    TokenIterator tokens(p_.step, group, groups, [&](const ops::StepRecord& r) { return closes(r) || stays(r); });
     while (true) {
-      const int token = walk.next();
+      const int token = tokens.next();
       ops::StepRecord r;
       if (token != kNone) {
         r = load_record(p_.step.tokens + token);
-        if (stays(r)) keep(r);
+        if (stays(r)) store_pending(r);
         if (!closes(r)) continue;
       }
-      if (position != kNone) ends.begin(position + 1 - kOverlapRatio, block);
-      ends.sync();  // rows are asked for whole: warps that drift apart are slower
-      if (token != kNone) ask(inputs, r, stage_at + place(half, 0));
+      if (position != kNone) sink.begin(position + 1 - kOverlapRatio, block);
+      sink.sync();  // the warps request whole rows together: slower if they drift apart
+      if (token != kNone) issue(inputs, r, stage_at + offset_of(half, 0));
       commit_copies();
       wait_for_copies<1>();
-      __syncwarp();  // the other lanes' copies, too
+      __syncwarp();  // for the copies of the other lanes
       if (position != kNone) {
         ops::Pool pool[kPair];
         pool_rows(position, length, pool, [&](int i) {
           const int pair = pair_bytes(position + 1 - kOverlapRows + i < length);
-          const std::uint8_t* at = stage + place(half ^ 1, i) + stage_offset(pair);
+          const std::uint8_t* at = stage + offset_of(half ^ 1, i) + stage_offset(pair);
           return RawRow{read_stage(at, pair), read_stage(at + kRowBytes, pair)};
         });
-        ends.put(pool, channel_);
+        sink.put(pool, channel_);
       }
-      if (token == kNone || ends.full()) ends.finish();
+      if (token == kNone || sink.full()) sink.finish();
       if (token == kNone) return;
       position = r.position;
       length = r.length;
@@ -109,33 +110,33 @@ class OverlapSpans {
 
   using Inputs = InputCopies<In, kRowBytes>;
 
-  /// Where a kv row of the stage lies; its gate row follows.
-  __device__ static constexpr int place(int half, int i) { return (half * kOverlapRows + i) * 2 * kRowBytes; }
+  /// Byte of a kv row in the stage; its gate row follows.
+  __device__ static constexpr int offset_of(int half, int i) { return (half * kOverlapRows + i) * 2 * kRowBytes; }
 
   __device__ static int pair_bytes(bool stored) {
     return kPair * static_cast<int>(stored ? sizeof(Pending) : sizeof(In));
   }
 
-  __device__ void keep(const ops::StepRecord& r) const {
+  __device__ void store_pending(const ops::StepRecord& r) const {
     const Source source(p_, k_, r, channel_);
     const int ring_row = ring_row_of(r);
     source.store(source.load_input(r.position, 0), ring_row, 0);
     source.store(source.load_input(r.position, kWidth), ring_row, kWidth);
   }
 
-  /// An entry's rows. to: shared address of half a stage.
-  __device__ void ask(const Inputs& inputs, const ops::StepRecord& r, unsigned to) const {
+  /// Starts the copies of an entry's rows. to: shared address of half a stage.
+  __device__ void issue(const Inputs& inputs, const ops::StepRecord& r, unsigned to) const {
     const int begin = r.position + 1 - kOverlapRows;
-    if (begin >= r.length) {  // most of a prefill: nothing but inputs
+    if (begin >= r.length) {  // most of a prefill: all rows are inputs
       const int token = static_cast<int>(r.token_of(begin));
-      inputs.template ask<kOverlapRatio>(to, token, 0);
-      inputs.template ask<kOverlapRatio>(to + place(0, kOverlapRatio), token + kOverlapRatio, kWidth);
+      inputs.template issue<kOverlapRatio>(to, token, 0);
+      inputs.template issue<kOverlapRatio>(to + offset_of(0, kOverlapRatio), token + kOverlapRatio, kWidth);
     } else {
       const Source source(p_, k_, r, channel_);
       const int ring_row = ring_row_of(r);
 #pragma unroll 1
       for (int i = begin >= 0 ? 0 : kOverlapRatio; i < kOverlapRows; ++i) {
-        const unsigned at = to + place(0, i) + stage_offset(pair_bytes(begin + i < r.length));
+        const unsigned at = to + offset_of(0, i) + stage_offset(pair_bytes(begin + i < r.length));
         source.copy(begin + i, row_before(ring_row, kOverlapRows - 1 - i), column(i), at, at + kRowBytes);
       }
     }
@@ -152,12 +153,12 @@ class OverlapSpans {
   }
   __device__ static int column(int i) { return i < kOverlapRatio ? 0 : kWidth; }
 
-  __device__ Turn turn_at(int position) const {
+  __device__ Turn rotation_at(int position) const {
     return load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
   }
 
-  /// Calls f with the index and the address of every row before a decode's token that its entry pools; entry 0 has no
-  /// span before its own.
+  /// Calls f with index and address of each row before the token that the token's entry pools, in a decode; entry 0 has
+  /// no span before its own.
   template <class F>
   __device__ void for_stored(const ops::StepRecord& r, F f) const {
     const std::uint8_t* slot = kind_.pending.ring.at(r.read_slot, 0);
@@ -173,15 +174,16 @@ class OverlapSpans {
     for_stored(r, [&](int i, const Pending* kv) { rows[i] = {load_raw(kv), load_raw(kv + kind_.pending.columns)}; });
   }
 
-  /// The token's input: an engine has just written it and it is in L2 already, else it gets there before the wait ends.
-  __device__ void fetch_token(int token) const {
-    const auto fetch = [&](const ops::InputDesc& in) {
+  /// Prefetches the token's input. An engine has just written it, so L2 has it already; otherwise it arrives during the
+  /// wait.
+  __device__ void prefetch_token(int token) const {
+    const auto prefetch = [&](const ops::InputDesc& in) {
       const In* row = static_cast<const In*>(in.data) + token * in.row_stride + channel_;
       fetch_ahead(row);
       fetch_ahead(row + kWidth);
     };
-    fetch(p_.kv[k_]);
-    fetch(p_.gate[k_]);
+    prefetch(p_.kv[k_]);
+    prefetch(p_.gate[k_]);
   }
 
   __device__ RawRow load_token(int token, int column) const {
@@ -194,7 +196,7 @@ class OverlapSpans {
   template <class Row>
   __device__ void pool_rows(int position, int length, ops::Pool (&pool)[kPair], Row row) const {
     const int begin = position + 1 - kOverlapRows;
-    const bool first = begin < 0;  // no span before its own
+    const bool first = begin < 0;  // no span before
     clear(pool);
     Pair gate[kOverlapRows];
 #pragma unroll

@@ -1,4 +1,4 @@
-// append: one launch per layer. CTAs take roles by index: the entries' compressor, the index keys', the
+// append: one launch per layer. CTAs take roles by index: compressor of the entries, compressor of the index keys,
 // window.
 #include <algorithm>
 
@@ -13,11 +13,11 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr int kBlockWarps = 8;
-constexpr int kBlockThreads = kBlockWarps * kWarp;
+constexpr int kCtaWarps = 8;
+constexpr int kCtaThreads = kCtaWarps * kWarp;
 
-using EntryLanes = RowLanes<kRowWidth / kChunk, kBlockWarps>;
-using KeyLanes = RowLanes<kKeyWidth / kChunk, kBlockWarps>;
+using EntryLanes = RowLanes<kRowWidth / kChunk, kCtaWarps>;
+using KeyLanes = RowLanes<kKeyWidth / kChunk, kCtaWarps>;
 
 enum class Compression { none, overlap, open };
 
@@ -26,141 +26,143 @@ union RowsShared {
   KeyLanes::Shared keys[KeyLanes::kRows];
 };
 
-/// Who does what in a decode: the kinds' blocks first, then the window's.
+/// CTAs of each kind in a decode; the window's CTAs follow.
 struct AppendGrid {
-  int blocks[ops::LayerDesc::kMaxKinds];
+  int ctas[ops::LayerDesc::kMaxKinds];
 };
 
 __device__ bool holds_entries(const ops::KindDesc& kind) { return kind.page.shape.width == EntryLanes::kWidth; }
 
-// When a decode lets the next kernel start. Of entries that overlap at once: 16 requests, entry due, 2.52 to 2.13 us.
-// Others of few CTAs only after their own wait, so that one kernel waits and not a queue of them (HCA, 16
-// requests, entry due: 3.31 to 3.06 us; SWA, 128 requests: 2.16 to 1.92). H200, 2026-11-16.
-constexpr unsigned kFewBlocks = 80;
+// When a decode launches its dependents. CSA layers do so at once: 2.52 to 2.13 us with 16 requests and an entry due.
+// Other layers with few CTAs do so only after their own wait, so that one kernel waits instead of a queue of kernels
+// (HCA, 16 requests, entry due: 3.31 to 3.06 us; SWA, 128 requests: 2.16 to 1.92). H200, 2026-11-16.
+constexpr unsigned kFewCtas = 80;
 
-// A decode, bound by latency: a token per group of lanes, CTAs take roles by index.
+// A decode, bound by latency: one token per group of lanes; CTAs take roles by index.
 template <WindowCase kWindow, Compression kCompression, class In, class Pending>
-__global__ void __launch_bounds__(kBlockThreads, 2)
+__global__ void __launch_bounds__(kCtaThreads, 2)
     decode_kernel(const __grid_constant__ ops::AppendParams p, const __grid_constant__ AppendGrid grid) {
   __shared__ RowsShared shared;
-  if (kCompression == Compression::overlap || gridDim.x > kFewBlocks) launch_dependents();
+  if (kCompression == Compression::overlap || gridDim.x > kFewCtas) launch_dependents();
   touch(p);
-  int block = static_cast<int>(blockIdx.x);
+  int cta = static_cast<int>(blockIdx.x);
   if constexpr (kCompression != Compression::none) {
     for (int k = 0; k < ops::LayerDesc::kMaxKinds; ++k) {
-      if (block < grid.blocks[k]) {
+      if (cta < grid.ctas[k]) {
         if constexpr (kCompression == Compression::open) {
-          OpenSpans<true, In, Pending, EntryLanes>(p, 0, EntryLanes(shared.entries)).run_one(block);
+          OpenSpans<true, In, Pending, EntryLanes>(p, 0, EntryLanes(shared.entries)).decode(cta);
         } else if (holds_entries(p.layer.kinds[k])) {
-          OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).run_one(block);
+          OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.entries)).decode(cta);
         } else {
           const KeyLanes lanes(shared.keys);
-          OverlapSpans<In, Pending, KeyLanes>(p, k, lanes).run_one(block * KeyLanes::kRows + lanes.row());
+          OverlapSpans<In, Pending, KeyLanes>(p, k, lanes).decode(cta * KeyLanes::kRows + lanes.row());
         }
         return;
       }
-      block -= grid.blocks[k];
+      cta -= grid.ctas[k];
     }
   }
-  const int token = block * kBlockWarps + static_cast<int>(threadIdx.x) / kWarp;
+  const int token = cta * kCtaWarps + static_cast<int>(threadIdx.x) / kWarp;
   with_window_input<kWindow>(p, [&](auto element, auto projection, auto format) {
     append_window_row<projection.value, decltype(element)>(p, format, token);
   });
 }
 
-// How a prefill is spread. Every warp takes its share of every role. Open spans are so long that there are no more of
-// them than two CTAs per SM can take: other warps beside theirs do the window.
+// How a prefill is distributed. Every warp takes its part of every role. Open spans are so long that two CTAs per SM
+// can take all of them: separate warps of these CTAs append the window rows.
 template <Compression kCompression, class In, class Pending>
-struct Prefill {
-  static constexpr bool kWindowApart = kCompression == Compression::open;
-  static constexpr int kWindowWarps = kWindowApart ? kBlockWarps / 2 : kBlockWarps;
-  static constexpr int kWindowBarrier = kWindowApart ? 2 : 0;  // RowLanes of one row take 1
-  static constexpr int kThreads = kWarp * (kBlockWarps + (kWindowApart ? kWindowWarps : 0));
-  static constexpr int kBlocksPerSm = kWindowApart || sizeof(In) != sizeof(Pending) ? 2 : 3;  // as registers allow
+struct PrefillShape {
+  static constexpr bool kSeparateWindowWarps = kCompression == Compression::open;
+  static constexpr int kWindowWarps = kSeparateWindowWarps ? kCtaWarps / 2 : kCtaWarps;
+  static constexpr int kWindowBarrier = kSeparateWindowWarps ? 2 : 0;  // RowLanes of one row use barrier 1
+  static constexpr int kThreads = kWarp * (kCtaWarps + (kSeparateWindowWarps ? kWindowWarps : 0));
+  static constexpr int kCtasPerSm =
+      kSeparateWindowWarps || sizeof(In) != sizeof(Pending) ? 2 : 3;  // limited by registers
 
   struct Shared {
     RowsShared rows;
     NormWeights window_weights;
   };
-  union BatchShared {  // roles one after the other
+  union BatchShared {  // the roles use it one after the other
     RowsShared rows;
     NormWeights window_weights;
-    EntryBatch<kBlockWarps>::Shared batch;
+    EntryBatch<kCtaWarps>::Shared batch;
   };
 
-  // Of rows under way.
-  static constexpr int kRowBytes = stage_row_bytes(kBlockThreads);
-  static constexpr int kOverlapStage = 2 * kOverlapRows * 2 * kRowBytes;        // two entries'
-  static constexpr int kOpenStage = kOpenBatches * kOpenBatch * 2 * kRowBytes;  // some of one's
+  // Stages of rows in flight.
+  static constexpr int kRowBytes = stage_row_bytes(kCtaThreads);
+  static constexpr int kOverlapStage = 2 * kOverlapRows * 2 * kRowBytes;        // two entries
+  static constexpr int kOpenStage = kOpenBatches * kOpenBatch * 2 * kRowBytes;  // some rows of one entry
   static constexpr int kWindowStageBytes = kWindowWarps * kWindowStage;
-  static constexpr int kWindowAt = kWindowApart ? kOpenStage : 0;
+  static constexpr int kWindowAt = kSeparateWindowWarps ? kOpenStage : 0;
   static constexpr int kStageBytes =
       std::max(kCompression == Compression::overlap ? kOverlapStage : 0, kWindowAt + kWindowStageBytes);
 };
 
-/// The largest odd number that is not above n: see TokenWalk.
-constexpr int odd(int n) { return (n - 1) | 1; }
+/// The largest odd number <= n: see TokenIterator.
+constexpr int largest_odd(int n) { return (n - 1) | 1; }
 
-// A prefill, bound by the bytes of its inputs, each read once.
+// A prefill, bound by the bytes of its inputs, which it reads once.
 template <WindowCase kWindow, Compression kCompression, class In, class Pending,
-          class Spread = Prefill<kCompression, In, Pending>>
-__global__ void __launch_bounds__(Spread::kThreads, Spread::kBlocksPerSm)
+          class Shape = PrefillShape<kCompression, In, Pending>>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     prefill_kernel(const __grid_constant__ ops::AppendParams p, int num_kinds) {
   extern __shared__ __align__(kStageLine) std::uint8_t stage[];
   __shared__
-      std::conditional_t<kCompression == Compression::overlap, typename Spread::BatchShared, typename Spread::Shared>
+      std::conditional_t<kCompression == Compression::overlap, typename Shape::BatchShared, typename Shape::Shared>
           shared;
-  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-  const auto window_warp = [] { return thread_again() / kWarp - (Spread::kWindowApart ? kBlockWarps : 0); };
-  const int window_warps = Spread::kWindowWarps * blocks;
+  const int cta = static_cast<int>(blockIdx.x), ctas = static_cast<int>(gridDim.x);
+  const auto window_warp = [] { return reload_thread_index() / kWarp - (Shape::kSeparateWindowWarps ? kCtaWarps : 0); };
+  const int window_warps = Shape::kWindowWarps * ctas;
   const auto load_window_weights = [&] {
     if (p.front_end.norm_weight == nullptr) return;
-    constexpr int kThreads = Spread::kWindowWarps * kWarp;
-    shared.window_weights.fill(p.front_end.norm_weight, thread_again() % kThreads, kThreads);
-    named_barrier_sync(Spread::kWindowBarrier, kThreads);
+    constexpr int kThreads = Shape::kWindowWarps * kWarp;
+    shared.window_weights.fill(p.front_end.norm_weight, reload_thread_index() % kThreads, kThreads);
+    named_barrier_sync(Shape::kWindowBarrier, kThreads);
   };
   const auto append_window = [&] {
     const int warp = window_warp();
-    const std::uint8_t* window_stage = stage + Spread::kWindowAt + warp * kWindowStage;
+    const std::uint8_t* window_stage = stage + Shape::kWindowAt + warp * kWindowStage;
     with_window_input<kWindow>(p, [&](auto element, auto projection, auto format) {
       append_window_rows<projection.value, decltype(element)>(p, format, window_stage, shared.window_weights,
-                                                              warp * blocks + block, window_warps);
+                                                              warp * ctas + cta, window_warps);
     });
   };
   launch_dependents();
   touch(p);
-  if (kCompression == Compression::none || (Spread::kWindowApart && window_warp() >= 0)) {
+  if (kCompression == Compression::none || (Shape::kSeparateWindowWarps && window_warp() >= 0)) {
     with_window_input<kWindow>(p, [&](auto element, auto, auto) {
-      fetch_window_rows<decltype(element)>(p, window_warp() * blocks + block, window_warps);
+      prefetch_window_rows<decltype(element)>(p, window_warp() * ctas + cta, window_warps);
     });
     load_window_weights();
   } else if constexpr (kCompression == Compression::overlap) {
-    fetch_inputs<In>(p, block * kOverlapRatio, kOverlapRatio);
+    prefetch_inputs<In>(p, cta * kOverlapRatio, kOverlapRatio);
   }
   grid_dependency_wait();
-  if constexpr (Spread::kWindowApart)
+  if constexpr (Shape::kSeparateWindowWarps)
     if (window_warp() >= 0) return append_window();
   if constexpr (kCompression == Compression::open)
-    OpenSpans<false, In, Pending, EntryLanes>(p, 0, EntryLanes(shared.rows.entries)).run(stage, block, odd(blocks));
+    OpenSpans<false, In, Pending, EntryLanes>(p, 0, EntryLanes(shared.rows.entries))
+        .prefill(stage, cta, largest_odd(ctas));
   if constexpr (kCompression == Compression::overlap) {
     for (int k = 0; k < num_kinds; ++k) {
       if (holds_entries(p.layer.kinds[k])) {
         OverlapSpans<In, Pending, EntryLanes>(p, k, EntryLanes(shared.rows.entries))
-            .run(stage, block, odd(blocks), EntryBatch<kBlockWarps>(shared.batch, p, p.layer.kinds[k]));
+            .prefill(stage, cta, largest_odd(ctas), EntryBatch<kCtaWarps>(shared.batch, p, p.layer.kinds[k]));
       } else {
         const KeyLanes lanes(shared.rows.keys);
         OverlapSpans<In, Pending, KeyLanes>(p, k, lanes)
-            .run(stage, lanes.row() * blocks + block, odd(KeyLanes::kRows * blocks),
-                 EachEntry<KeyLanes>(lanes, p, p.layer.kinds[k]));
+            .prefill(stage, lanes.row() * ctas + cta, largest_odd(KeyLanes::kRows * ctas),
+                     EachEntry<KeyLanes>(lanes, p, p.layer.kinds[k]));
       }
       __syncthreads();
     }
   }
   if constexpr (kCompression == Compression::overlap) load_window_weights();
-  if constexpr (!Spread::kWindowApart) append_window();
+  if constexpr (!Shape::kSeparateWindowWarps) append_window();
 }
 
-// --- which steps it can do
+// --- steps that the tuned kernels support
 
 bool aligned(const void* data, std::int64_t stride, std::int64_t bytes) {
   return reinterpret_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(bytes) == 0 && stride % bytes == 0;
@@ -177,9 +179,9 @@ bool aligned(const ops::RopeDesc& rope) {
   return rope.cos != nullptr || (aligned(rope.angles.high, 0, 16) && aligned(rope.angles.low, 0, 16));
 }
 
-/// In octets (rows/octet_row.cuh).
-bool fits_turn(const ops::RopeDesc& rope) {
-  return aligned(rope) && rope.rope_dim % kOctetChannels == 0 && rope.rope_dim <= kMostTurned;
+/// RoPE that rotates whole octets (rows/octet_row.cuh).
+bool fits_rotation(const ops::RopeDesc& rope) {
+  return aligned(rope) && rope.rope_dim % kOctetChannels == 0 && rope.rope_dim <= kMaxRotated;
 }
 
 bool fits_row(const ops::RowPlanes& rows) {
@@ -201,7 +203,7 @@ bool fits_window(const ops::AppendParams& p) {
   const ops::FrontEndDesc& f = p.front_end;
   return fits_row(w.ring) && aligned(w.scratch.payload, 16) && aligned(w.scratch.scale, 4) &&
          aligned(w.undo_row.payload, 4) && aligned(w.undo_row.scale, 4) && aligned(p.window_rows) &&
-         (f.norm_weight == nullptr || (aligned(f.norm_weight, 0, 16) && fits_turn(f.rope)));
+         (f.norm_weight == nullptr || (aligned(f.norm_weight, 0, 16) && fits_rotation(f.rope)));
 }
 
 bool fits_kind(const ops::AppendParams& p, int k) {
@@ -214,7 +216,7 @@ bool fits_kind(const ops::AppendParams& p, int k) {
          pending.columns == (kind.overlap ? 2 : 1) * width && pending.dtype == first.pending.dtype &&
          aligned(pending.ring, pair) && aligned(pending.accumulator, 16) && p.kv[k].dtype == p.kv[0].dtype &&
          p.gate[k].dtype == p.kv[0].dtype && aligned(p.kv[k]) && aligned(p.gate[k]) && aligned(kind.bias, 0, 16) &&
-         aligned(kind.norm_weight, 0, 16) && fits_turn(p.rope);
+         aligned(kind.norm_weight, 0, 16) && fits_rotation(p.rope);
 }
 
 bool fits(const ops::AppendParams& p, int num_kinds) {
@@ -223,7 +225,7 @@ bool fits(const ops::AppendParams& p, int num_kinds) {
   return fit;
 }
 
-// --- how it is spread
+// --- launches
 
 constexpr int kDecodeTokens = 192;
 
@@ -232,24 +234,24 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 template <Compression kCompression, class In, class Pending>
 cudaError_t launch_decode(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
   AppendGrid grid{};
-  int blocks = ceil_div(p.step.num_tokens, kBlockWarps);
+  int ctas = ceil_div(p.step.num_tokens, kCtaWarps);
   for (int k = 0; k < num_kinds; ++k) {
     const bool entries = p.layer.kinds[k].page.shape.width == kRowWidth;
-    grid.blocks[k] = ceil_div(p.step.num_tokens, entries ? EntryLanes::kRows : KeyLanes::kRows);
-    blocks += grid.blocks[k];
+    grid.ctas[k] = ceil_div(p.step.num_tokens, entries ? EntryLanes::kRows : KeyLanes::kRows);
+    ctas += grid.ctas[k];
   }
   const auto kernel = window_case(p) == WindowCase::usual ? decode_kernel<WindowCase::usual, kCompression, In, Pending>
                                                           : decode_kernel<WindowCase::rare, kCompression, In, Pending>;
-  return launch(kernel, static_cast<unsigned>(blocks), kBlockThreads, stream, p, grid);
+  return launch(kernel, static_cast<unsigned>(ctas), kCtaThreads, stream, p, grid);
 }
 
 template <Compression kCompression, class In, class Pending>
 cudaError_t launch_prefill(const ops::AppendParams& p, int num_kinds, cudaStream_t stream) {
-  using Spread = Prefill<kCompression, In, Pending>;
+  using Shape = PrefillShape<kCompression, In, Pending>;
   const auto kernel = window_case(p) == WindowCase::usual ? prefill_kernel<WindowCase::usual, kCompression, In, Pending>
                                                           : prefill_kernel<WindowCase::rare, kCompression, In, Pending>;
-  const int blocks = std::min(p.step.num_tokens, Spread::kBlocksPerSm * num_sms());
-  return launch<Spread::kStageBytes>(kernel, static_cast<unsigned>(blocks), Spread::kThreads, stream, p, num_kinds);
+  const int ctas = std::min(p.step.num_tokens, Shape::kCtasPerSm * num_sms());
+  return launch<Shape::kStageBytes>(kernel, static_cast<unsigned>(ctas), Shape::kThreads, stream, p, num_kinds);
 }
 
 template <class In, class Pending>
@@ -268,7 +270,7 @@ cudaError_t append(const ops::AppendParams& p, cudaStream_t stream) {
   const NvtxRange range("kv4 launch append", true);
   if (p.step.num_tokens <= 0) return cudaSuccess;
   const int num_kinds = p.kv[0].data == nullptr ? 0 : p.layer.num_kinds;
-  if (!fits(p, num_kinds)) return append_plain(p, stream);
+  if (!fits(p, num_kinds)) return append_generic(p, stream);
   if (num_kinds == 0)
     return p.step.num_tokens <= kDecodeTokens ? launch_decode<Compression::none, float, float>(p, 0, stream)
                                               : launch_prefill<Compression::none, float, float>(p, 0, stream);

@@ -1,5 +1,5 @@
-// append and flush for any sizes: a CTA per token and role, rows in shared memory, arithmetic of ops/ and
-// codec/ as it is. Bound by its barriers; it is there for sizes and alignments that the tuned kernel does not take.
+// append and flush for all sizes: a CTA per token and role, rows in shared memory, the arithmetic of ops/ and codec/
+// unchanged. Bound by its barriers. It serves sizes and alignments that the tuned kernel does not support.
 #include "backend/cuda/append/generic.cuh"
 
 #include <algorithm>
@@ -17,7 +17,8 @@ namespace {
 
 constexpr int kThreads = 128;
 
-/// Shared memory: acc [3, width], row [width], tmp [width rounded up to a power of two], cos and sin [pairs], one more.
+/// Shared memory: acc [3, width], row [width], tmp [width rounded up to a power of two], cos and sin [pairs], and one
+/// float of scratch.
 struct Buffers {
   float *acc, *row, *tmp, *cos, *sin, *scratch;
 
@@ -115,27 +116,28 @@ __device__ void append_window_row(Block g, const ops::AppendParams& p, const ops
 
 // --- entries and index keys
 
-// Quantises the finished row b.row into its place in the page.
+// Quantises the finished row b.row into its row of the page.
 __device__ void store_row(Block g, const ops::KindDesc& kind, const ops::StepDesc& step, int position, int block,
                           const Buffers& b) {
   if (kind.hadamard) ops::hadamard_row(g, kind.page.shape.width, b.row);
-  const int slot = position % step.block_tokens / kind.ratio;
+  const int row = position % step.block_tokens / kind.ratio;
   codec::with_codec(kind.page.format, [&](auto codec) {
-    codec.encode(g, kind.page.shape, b.row, kind.page.payload.at(block, slot), kind.page.scale.at(block, slot),
+    codec.encode(g, kind.page.shape, b.row, kind.page.payload.at(block, row), kind.page.scale.at(block, row),
                  kind.global_scale);
   });
-  if (slot == 0 && g.lane() == 0 && kind.page.global.data != nullptr)
+  if (row == 0 && g.lane() == 0 && kind.page.global.data != nullptr)
     memcpy(kind.page.global.at(block, 0), &kind.global_scale, 4);
 }
 
-/// The compressor of one kind for one request. A thread keeps to its own channels until a row is finished.
+/// The compressor of one kind for one request. Each thread touches only its own channels until a row is
+/// finished.
 class Compressor {
  public:
   __device__ Compressor(Block g, const ops::AppendParams& p, int k, const ops::StepRecord& r, const Buffers& b)
       : g_(g), p_(p), kind_(p.layer.kinds[k]), kv_(p.kv[k]), gate_(p.gate[k]), r_(r), b_(b) {}
 
-  // An online ring's rows must be folded before the step overwrites them, so in place one CTA does the whole
-  // request.
+  // The rows of an online ring must be folded before the step overwrites them, so one CTA does the whole request of a
+  // step in place.
   __device__ void run() const {
     if (kind_.overlap || !r_.in_place()) {
       store_pending(r_.position);
@@ -197,7 +199,7 @@ class Compressor {
       for (int c = g_.lane(); c < width(); c += g_.size())
         for (int part = 0; part < 3; ++part) acc[part * width() + c] = b_.acc[part * width() + c];
     }
-    g_.sync();  // everybody has read the fold watermark
+    g_.sync();  // all threads have read the fold watermark
     if (g_.lane() == 0) fold_watermark(r_.write_slot) = to;
     g_.sync();
   }
@@ -238,7 +240,7 @@ class Compressor {
 };
 
 /// Role 0 is the window, role k + 1 kind k.
-__global__ void __launch_bounds__(kThreads) append_plain_kernel(const __grid_constant__ ops::AppendParams p) {
+__global__ void __launch_bounds__(kThreads) append_generic_kernel(const __grid_constant__ ops::AppendParams p) {
   extern __shared__ float shared[];
   const std::int64_t token = blockIdx.x % p.step.num_tokens;
   const int role = static_cast<int>(blockIdx.x / p.step.num_tokens);
@@ -281,11 +283,11 @@ int widest(const ops::LayerDesc& layer) {
 
 }  // namespace
 
-cudaError_t append_plain(const ops::AppendParams& p, cudaStream_t stream) {
+cudaError_t append_generic(const ops::AppendParams& p, cudaStream_t stream) {
   if (p.step.num_tokens <= 0) return cudaSuccess;
   const int roles = 1 + (p.kv[0].data == nullptr ? 0 : p.layer.num_kinds);
   const std::size_t shared = Buffers::bytes(widest(p.layer), std::max(p.rope.rope_dim, p.front_end.rope.rope_dim));
-  return launch_in_order(append_plain_kernel, static_cast<unsigned>(p.step.num_tokens * roles), kThreads, shared,
+  return launch_in_order(append_generic_kernel, static_cast<unsigned>(p.step.num_tokens * roles), kThreads, shared,
                          stream, p);
 }
 

@@ -1,4 +1,4 @@
-// append for any sizes and alignments: what the tuned kernel does not take.
+// append for all sizes and alignments that the tuned kernel does not support.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,6 +8,6 @@
 namespace kv4::cuda {
 
 /// The same bytes as `append`, in one launch.
-cudaError_t append_plain(const ops::AppendParams& params, cudaStream_t stream);
+cudaError_t append_generic(const ops::AppendParams& params, cudaStream_t stream);
 
 }  // namespace kv4::cuda

@@ -1,9 +1,9 @@
-// Entries without overlap (HCA): many rows pooled in order, the first of them possibly folded into an accumulator by
-// earlier steps. With an online ring, rows that this step pushes out join the accumulator first (`advance`).
+// Entries without overlap (HCA): many rows are pooled in order; earlier steps may have folded the first of them into an
+// accumulator. With an online ring, rows that this step pushes out of the ring join the accumulator first (`advance`).
 //
-// Who does what. A step in place overwrites ring rows that `advance` reads, so one group, that of the request's first
-// token, does all of it; every thread reads and writes only its own channels, so program order is enough. A long step
-// reads one slot and writes another: entries are independent, and the last token's group advances.
+// Order. A step in place overwrites ring rows that `advance` reads, so the group of the request's first token does the
+// whole request; every thread reads and writes only its own channels, so program order is enough. A long step reads one
+// state slot and writes another: entries are independent, and the last token's group advances the accumulator.
 #pragma once
 
 #include "backend/cuda/append/entry_row.cuh"
@@ -12,7 +12,7 @@
 
 namespace kv4::cuda {
 
-constexpr int kOpenBatch = 4, kOpenBatches = 3;  // rows under way of a span in the inputs
+constexpr int kOpenBatch = 4, kOpenBatches = 3;  // rows in flight of a span whose rows are inputs
 
 template <bool kLatency, class In, class Pending, class Lanes>
 class OpenSpans {
@@ -22,10 +22,10 @@ class OpenSpans {
     if constexpr (kLatency) load_norm_weight();
   }
 
-  /// A decode, bound by latency: what its record probably points at is brought near before the wait.
-  __device__ void run_one(int token) {
-    const GuessedRecord guess(p_.step, token);
-    if (!guess.padded() && wanted(guess.get())) fetch(guess.get());
+  /// A decode, bound by latency: prefetches the rows that the speculative record points at before the wait.
+  __device__ void decode(int token) {
+    const SpeculativeTokenRecord speculative(p_.step, token);
+    if (!speculative.padded() && wanted(speculative.get())) prefetch(speculative.get());
     for (const ops::InputDesc* in : {&p_.kv[k_], &p_.gate[k_]})
       fetch_ahead(static_cast<const In*>(in->data) + token * in->row_stride + channel_);
     grid_dependency_wait();
@@ -35,9 +35,9 @@ class OpenSpans {
   }
 
   /// Every groups-th token of a prefill. stage: shared [kOpenBatches] of WholeRowCopies.
-  __device__ void run(const std::uint8_t* stage, int group, int groups) {
-    TokenWalk walk(p_.step, group, groups, [&](const ops::StepRecord& r) { return wanted(r); });
-    for (int token = walk.next(); token != walk.kNone; token = walk.next()) {
+  __device__ void prefill(const std::uint8_t* stage, int group, int groups) {
+    TokenIterator tokens(p_.step, group, groups, [&](const ops::StepRecord& r) { return wanted(r); });
+    for (int token = tokens.next(); token != tokens.kNone; token = tokens.next()) {
       const ops::StepRecord r = load_record(p_.step.tokens + token);
       const int begin = r.position / kind_.ratio * kind_.ratio;
       const bool accumulates_here = !kind_.pending.online || r.end() - kind_.pending.rows >= begin;
@@ -56,7 +56,7 @@ class OpenSpans {
   static constexpr int kRowBytes = stage_row_bytes(Lanes::kRows * Lanes::kWarps * kWarp);
   static constexpr int kBatch = kOpenBatch, kBatches = kOpenBatches;
   using Copies = WholeRowCopies<In, kWidth, kRowBytes, Lanes::kWarps, kBatch>;
-  static constexpr int kFoldAhead = kLatency ? 6 : 2;  // rows under way of any other span
+  static constexpr int kFoldAhead = kLatency ? 6 : 2;  // rows in flight of any other span
 
   __device__ bool wanted(const ops::StepRecord& r) const {
     if (r.in_place()) return r.position == r.length;
@@ -64,12 +64,12 @@ class OpenSpans {
            r.position == r.end() - 1;
   }
 
-  /// The accumulator, its fold watermark and the first rows of the ring that `fold` reads.
-  __device__ void fetch(const ops::StepRecord& r) const {
+  /// Prefetches the accumulator, its fold watermark and the first ring rows that `fold` reads.
+  __device__ void prefetch(const ops::StepRecord& r) const {
     const ops::PendingDesc& pending = kind_.pending;
     if (lanes_.leader()) fetch_ahead(pending.fold_watermarks + r.read_slot * pending.fold_watermark_stride);
     const float* acc = accumulator(r.read_slot);
-    for (int part = 0; part < 3; ++part) fetch_ahead(acc + part * kWidth);
+    for (int i = 0; i < 3; ++i) fetch_ahead(acc + i * kWidth);
     int at = ::max(r.position / kind_.ratio * kind_.ratio, r.length - pending.rows);
     for (int i = 0; i < kFoldAhead && at < r.length; ++i, ++at) {
       const Pending* kv = reinterpret_cast<const Pending*>(pending.ring.at(r.read_slot, at % pending.rows)) + channel_;
@@ -80,15 +80,15 @@ class OpenSpans {
 
   __device__ void load_norm_weight() { weight_ = load_weight(kind_.norm_weight + channel_); }
 
-  /// The entry that closes at `position`, from the pool.
+  /// Stores the entry that closes at `position`, from the pool.
   __device__ void finish(int position, int block) {
-    store_entry(lanes_, p_, kind_, pool_, weight_, turn_, position % p_.step.block_tokens / kind_.ratio, block);
+    store_entry(lanes_, p_, kind_, pool_, weight_, rotation_, position % p_.step.block_tokens / kind_.ratio, block);
   }
 
-  // A token of a long step whose span, as far as it goes, lies in the inputs: most of a prefill.
+  // A token of a long step whose span so far consists of inputs: most of a prefill.
   __device__ void close_span(const std::uint8_t* stage, const ops::StepRecord& r, int begin) {
     const ops::PendingDesc& pending = kind_.pending;
-    const int stays = r.end() - pending.rows;  // positions from there on stay in the ring
+    const int stays = r.end() - pending.rows;  // from this position on rows stay in the ring
     const bool closes = r.position + 1 == begin + kind_.ratio, advances = pending.online && r.position == r.end() - 1;
     if (r.position >= stays) {
       const Source source(p_, k_, r, channel_);
@@ -101,37 +101,37 @@ class OpenSpans {
     finish(r.position, r.block);
   }
 
-  // The first `count` rows of a span. After the first save_at of them the pool goes into the accumulator.
+  // Pools the first `count` rows of a span. After save_at rows the pool goes into the accumulator.
   __device__ void pool_inputs(const std::uint8_t* stage, const ops::StepRecord& r, int begin, int count, int save_at) {
     constexpr int kPairBytes = kPair * static_cast<int>(sizeof(In));
     Copies copies(p_.kv[k_], p_.gate[k_], static_cast<int>(r.token_of(begin)));
     const unsigned stage_at = static_cast<unsigned>(__cvta_generic_to_shared(stage));
-    int left = count, batch = 0;  // rows not asked for; of the stage, the next one to ask for
-    const auto ask_next = [&] {
-      copies.ask(stage_at + batch * Copies::kBytes, left);
+    int left = count, batch = 0;  // rows not requested yet; the stage's next batch to request
+    const auto issue_next = [&] {
+      copies.issue(stage_at + batch * Copies::kBytes, left);
       left -= kBatch;
       commit_copies();
       batch = batch + 1 == kBatches ? 0 : batch + 1;
     };
-    lanes_.sync();  // all have read what lay there
-    for (int i = 0; i < kBatches - 1; ++i) ask_next();
-    if (count == kind_.ratio) {  // it closes: what its end needs comes with the first rows
+    lanes_.sync();  // all lanes have read the stage
+    for (int i = 0; i < kBatches - 1; ++i) issue_next();
+    if (count == kind_.ratio) {  // the span closes: weights and angles come with the first rows
       load_norm_weight();
-      turn_ = load_turn(p_.rope, begin, channel_, kWidth);
+      rotation_ = load_turn(p_.rope, begin, channel_, kWidth);
     }
     clear(pool_);
     const std::uint8_t* rows = stage + channel_ * static_cast<int>(sizeof(In));
     const float* biases = kind_.bias + channel_;
     for (int done = 0; done < count; done += kBatch) {
-      Pair bias[kBatch];  // the same for all entries, so most are in the first-level cache
+      Pair bias[kBatch];  // the same for all entries, so L1 has most of them
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) bias[i] = load_weight(biases + (done + i < kind_.ratio ? i : 0) * kWidth);
       biases += kBatch * kWidth;
       wait_for_copies<kBatches - 2>();
-      lanes_.sync();  // the others' copies are there, too, and all have read the batch before: its place is free
-      ask_next();
+      lanes_.sync();  // the other lanes' copies are there, and all have read the batch before: it is free
+      issue_next();
       const auto pool_row = [&](int i) {
-        const std::uint8_t* at = rows + batch * Copies::kBytes + i * 2 * kRowBytes;  // of the oldest
+        const std::uint8_t* at = rows + batch * Copies::kBytes + i * 2 * kRowBytes;  // of the oldest batch
         pool_pair(pool_, Source::read(read_stage(at + kRowBytes, kPairBytes), false), bias[i],
                   Source::read(read_stage(at, kPairBytes), false));
       };
@@ -151,9 +151,9 @@ class OpenSpans {
     if (save_at == count && count % kBatch != 0) save(r.write_slot);
   }
 
-  // Of the whole request in place, else of one token.
+  // The spans of the whole request in place, otherwise of one token.
   __device__ void close_spans(const ops::StepRecord& r, const Source& source) {
-    const int ratio = kind_.ratio, stays = r.end() - kind_.pending.rows;  // positions from there on stay in the ring
+    const int ratio = kind_.ratio, stays = r.end() - kind_.pending.rows;  // from this position on rows stay in the ring
     const int last = r.in_place() ? r.end() : r.position + 1;
     const bool advances = kind_.pending.online && last == r.end();
     int closing = r.position / ratio * ratio + ratio - 1;
@@ -161,11 +161,11 @@ class OpenSpans {
     int low = advances ? max(stays, 0) : closing;
     int stop = closing < last ? closing + 1 : to;
     int store_at = max(r.position, stays);
-    RawRow first;  // pending row, under way with the others
+    RawRow first;  // pending row, in flight with the others
     if (kLatency && store_at < last) first = source.load_input(store_at, 0);
     while (true) {
       if (stop > 0) fold(r, source, low, stop, to);
-      if (closing < r.position + ratio) {  // the first time: what they overwrite is in the accumulator now
+      if (closing < r.position + ratio) {  // once: the rows they overwrite are in the accumulator now
         const int rows = kind_.pending.rows;
         if (kLatency && store_at < last) source.store(first, store_at++ % rows, 0);
         for (; store_at < last; ++store_at) source.store(source.load_input(store_at, 0), store_at % rows, 0);
@@ -182,32 +182,32 @@ class OpenSpans {
     }
   }
 
-  // Pools rows up to `stop`, those of the span that max(low, fold watermark) lies in, and leaves the result in pool_,
-  // with the rotation of an entry that ends at `stop` in turn_. On the way, at position `to`, the accumulator advances,
-  // unless that was done before. Which rows are asked for depends on the record alone: they need not wait for the
-  // fold watermark, which only says which of them count. None of them lies below length - ring rows: what left the ring
-  // is in the accumulator.
+  // Pools the rows up to `stop` of the span that max(low, fold watermark) lies in. Leaves the result in pool_, and the
+  // rotation of an entry that ends at `stop` in rotation_. At position `to` the accumulator advances, unless an earlier
+  // step did that. The record alone says which rows are requested: the requests need not wait for the fold watermark,
+  // which only says which rows count. No row lies below length - ring rows: rows that left the ring are in the
+  // accumulator.
   __device__ void fold(const ops::StepRecord& r, const Source& source, int low, int stop, int to) {
     const ops::PendingDesc& pending = kind_.pending;
     const int from = pending.fold_watermarks[r.read_slot * pending.fold_watermark_stride];
     const float* acc = accumulator(r.read_slot);
     const RawPair max = load_raw(acc), den = load_raw(acc + kWidth), num = load_raw(acc + 2 * kWidth);
 
-    int ask = ::max(low / kind_.ratio * kind_.ratio, r.length - pending.rows), at = ask;
-    int phase = ask % kind_.ratio, ring_row = ask % pending.rows;
+    int requested = ::max(low / kind_.ratio * kind_.ratio, r.length - pending.rows), at = requested;
+    int phase = requested % kind_.ratio, ring_row = requested % pending.rows;
     RawRow rows[kFoldAhead];
     Pair bias[kFoldAhead];
-    const auto ask_next = [&](int i) {
-      if (ask >= stop) return;
-      rows[i] = source.load(ask, ring_row, 0);
+    const auto issue_next = [&](int i) {
+      if (requested >= stop) return;
+      rows[i] = source.load(requested, ring_row, 0);
       bias[i] = load_weight(kind_.bias + phase * kWidth + channel_);
-      ++ask;
+      ++requested;
       if (++phase == kind_.ratio) phase = 0;
       if (++ring_row == pending.rows) ring_row = 0;
     };
 #pragma unroll
-    for (int i = 0; i < kFoldAhead; ++i) ask_next(i);
-    if (stop % kind_.ratio == 0) turn_ = load_turn(p_.rope, stop - kind_.ratio, channel_, kWidth);
+    for (int i = 0; i < kFoldAhead; ++i) issue_next(i);
+    if (stop % kind_.ratio == 0) rotation_ = load_turn(p_.rope, stop - kind_.ratio, channel_, kWidth);
 
     const int base = ::max(low, from) / kind_.ratio * kind_.ratio, start = ::max(from, base);
     const bool advances = to > from, saves = advances && to > base;
@@ -227,13 +227,13 @@ class OpenSpans {
           clear(pool_);
         }
         if (at >= start) pool_pair(pool_, source.read(rows[i].gate, at), bias[i], source.read(rows[i].kv, at));
-        ask_next(i);
+        issue_next(i);
         ++at;
       }
     }
     if (saves && to == stop) save(r.write_slot);
     if (advances) {
-      lanes_.sync();  // everybody has read the fold watermark
+      lanes_.sync();  // all lanes have read the fold watermark
       if (lanes_.leader()) pending.fold_watermarks[r.write_slot * pending.fold_watermark_stride] = to;
     }
   }
@@ -262,7 +262,7 @@ class OpenSpans {
   int channel_;
   Pair weight_;
   ops::Pool pool_[kPair];
-  Turn turn_{};
+  Turn rotation_{};
 };
 
 }  // namespace kv4::cuda

@@ -1,4 +1,4 @@
-// What a compressor reads: records of a step's tokens, and kv and gate rows from the ring or the step's inputs.
+// The inputs of a compressor: records of a step's tokens, and kv and gate rows from the ring or the step's inputs.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ __device__ T* row_at(T* first, int row, std::int64_t stride_bytes) {
                               std::uint64_t{static_cast<unsigned>(row)} * static_cast<unsigned>(stride_bytes));
 }
 
-/// A pair as loaded; of bf16, in the first word.
+/// A pair as loaded; a bf16 pair is in the first word.
 using RawPair = Words<kPair>;
 
 struct RawRow {
@@ -48,7 +48,7 @@ __device__ Pair values(const RawPair& q) {
   }
 }
 
-/// Values rounded to T, NaN in its one pattern.
+/// Stores values rounded to T, with the canonical NaN.
 template <class T>
 __device__ void store_pair(T* at, const Pair& x) {
   if constexpr (std::is_same_v<T, float>) {
@@ -59,17 +59,17 @@ __device__ void store_pair(T* at, const Pair& x) {
   }
 }
 
-// --- rows on their way into shared memory, where they hold no registers
+// --- rows in flight to shared memory, where they hold no registers
 
-/// Where rows begin there. Copies to a place that lies 16 bytes beside a multiple of 32 take much longer, and those to
-/// multiples of 64 somewhat (H200, 2026-11-16; HCA prefill 64, 51.4 and 49.4 us).
+/// Alignment of rows in a stage. Copies to an address that is 16 modulo 32 take much longer, and copies to multiples of
+/// 64 take somewhat longer (H200, 2026-11-16; HCA prefill 64, 51.4 and 49.4 us).
 constexpr int kStageLine = 128;
 
-// Loads seem to return in the order they were asked for, copies among them: one that is wanted soon is asked for before
-// rows that are wanted late, or travels with them.
+// Loads and copies seem to return in the order of their requests: data needed soon is requested before rows needed
+// late, or together with them.
 
-/// Rows in shared memory: kv, then gate, stage_row_bytes each; every warp has its part of a row, whatever type it is
-/// of.
+/// Rows in shared memory: kv, then gate, stage_row_bytes each. Every warp has its own part of a row, whatever the type
+/// of its elements.
 constexpr int stage_row_bytes(int threads) { return threads * static_cast<int>(sizeof(RawPair)); }
 
 __device__ inline int stage_offset(int pair_bytes) {
@@ -82,23 +82,23 @@ __device__ inline RawPair read_stage(const std::uint8_t* at, int pair_bytes) {
   return {{*reinterpret_cast<const std::uint32_t*>(at), 0}};
 }
 
-/// Consecutive rows of the inputs on their way there, 16 bytes at a time: a copy brings the pairs of kSharers lanes,
-/// who take turns at kv, gate and rows. Readers wait for the batch, then for the warp.
+/// Copies consecutive input rows there, 16 bytes at a time. One copy brings the pairs of kSharers lanes, which divide
+/// kv, gate and rows among themselves. Readers wait for the copies, then for the warp.
 template <class In, int kRowBytes>
 class InputCopies {
  public:
   __device__ InputCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, int channel) {
-    const int turn = static_cast<int>(threadIdx.x) % kSharers, first = turn / 2;  // row of the lane's first copy
-    const ops::InputDesc& in = turn % 2 == 0 ? kv : gate;
+    const int sharer = static_cast<int>(threadIdx.x) % kSharers, first = sharer / 2;  // row of the lane's first copy
+    const ops::InputDesc& in = sharer % 2 == 0 ? kv : gate;
     stride_ = static_cast<unsigned>(in.row_stride) * static_cast<unsigned>(sizeof(In));
-    from_ = row_at(static_cast<const In*>(in.data), first, stride_) + channel - turn * kPair;
-    offset_ = first * 2 * kRowBytes + turn % 2 * kRowBytes + stage_offset(kPair * sizeof(In)) -
-              turn * kPair * static_cast<int>(sizeof(In));
+    from_ = row_at(static_cast<const In*>(in.data), first, stride_) + channel - sharer * kPair;
+    offset_ = first * 2 * kRowBytes + sharer % 2 * kRowBytes + stage_offset(kPair * sizeof(In)) -
+              sharer * kPair * static_cast<int>(sizeof(In));
   }
 
   /// kRows rows from `token` on. to: shared address; column: see SourceRows.
   template <int kRows>
-  __device__ void ask(unsigned to, int token, int column) const {
+  __device__ void issue(unsigned to, int token, int column) const {
     const In* from = row_at(from_, token, stride_) + column;
 #pragma unroll
     for (int i = 0; i < kRows; i += kSharers / 2) {
@@ -114,15 +114,15 @@ class InputCopies {
   int offset_;
 };
 
-/// Whole rows on their way there, by kWarps warps that wait for each other: [kRows, kv and gate, kRowBytes]. A warp
-/// copies a part of one row.
+/// Copies whole rows there, by kWarps warps that wait for each other: [kRows, kv and gate, kRowBytes]. A warp copies a
+/// part of one row.
 template <class In, int kWidth, int kRowBytes, int kWarps, int kRows>
 class WholeRowCopies {
  public:
   static constexpr int kBytes = kRows * 2 * kRowBytes;
 
   __device__ WholeRowCopies(const ops::InputDesc& kv, const ops::InputDesc& gate, int token) {
-    const int thread = thread_again(), warp = thread / kWarp, lane_at = thread % kWarp * 16;
+    const int thread = reload_thread_index(), warp = thread / kWarp, lane_at = thread % kWarp * 16;
     const int part = warp % kParts;
     const ops::InputDesc& in = warp / kParts % 2 == 0 ? kv : gate;
     const std::int64_t stride = in.row_stride * static_cast<std::int64_t>(sizeof(In));
@@ -132,18 +132,18 @@ class WholeRowCopies {
     offset_ = warp / kParts * kRowBytes + part * kPart + lane_at;
   }
 
-  /// The next kRows rows, `count` of which are there. to: shared address.
-  __device__ void ask(unsigned to, int count) {
+  /// The next kRows rows, `count` of which exist. to: shared address.
+  __device__ void issue(unsigned to, int count) {
     if (row_ >= count) return;
 #pragma unroll
-    for (int i = 0; i < kPart; i += kPiece) copy_async<16>(to + offset_ + i, from_ + i);
+    for (int i = 0; i < kPart; i += kWarpBytes) copy_async<16>(to + offset_ + i, from_ + i);
     from_ += step_;
   }
 
  private:
   static constexpr int kParts = kWarps / (2 * kRows), kPart = kWidth * static_cast<int>(sizeof(In)) / kParts;
-  static constexpr int kPiece = kWarp * 16;
-  static_assert(kPart % kPiece == 0);
+  static constexpr int kWarpBytes = kWarp * 16;
+  static_assert(kPart % kWarpBytes == 0);
   const std::uint8_t* from_;
   unsigned step_;
   int row_, offset_;
@@ -151,30 +151,31 @@ class WholeRowCopies {
 
 // --- records
 
-// Not through the read-only path: a kernel that started early is there while the record is written.
+// A kernel that started early is here while the record is written, hence not through the read-only path.
 __device__ inline ops::StepRecord load_record(const ops::StepRecord* at) {
   const int4* words = reinterpret_cast<const int4*>(at);
   const int4 a = words[0], b = words[1];
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-/// The same from L2: what was looked at before the wait may still lie in the first-level cache.
+/// The same from L2: L1 may still hold a record that was read before the wait.
 __device__ inline ops::StepRecord load_record_again(const ops::StepRecord* at) {
   const int4* words = reinterpret_cast<const int4*>(at);
   const int4 a = __ldcg(words), b = __ldcg(words + 1);
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-/// A token's record as it is before the wait: that of this step, unless the kernel before writes it. What it points at
-/// can be asked for at once: it is right if the record holds, and lies in the same pools if it does not (kv4/cuda.h).
-class GuessedRecord {
+/// A token's record before the wait: already this step's, unless the kernel before writes it. The rows it points at can
+/// be requested at once: they are right if the record proves valid, and lie in the same pools if not (kv4/cuda.h).
+class SpeculativeTokenRecord {
  public:
-  __device__ GuessedRecord(const ops::StepDesc& step, int token) {
+  __device__ SpeculativeTokenRecord(const ops::StepDesc& step, int token) {
     if (token < step.num_tokens) record_ = load_record(step.tokens + token);
   }
   __device__ const ops::StepRecord& get() const { return record_; }
-  /// Or half written.
+  /// Padded, or half written.
   __device__ bool padded() const { return record_.padded() || min(record_.read_slot, record_.write_slot) < 0; }
+  /// Validation: whether the record points at the same rows as `r`.
   __device__ bool holds(const ops::StepRecord& r) const {
     return record_.length == r.length && record_.read_slot == r.read_slot && record_.write_slot == r.write_slot &&
            record_.position == r.position;
@@ -190,12 +191,11 @@ __device__ void wait_for_batch() {
   wait_for_copies<kPending>();
 }
 
-/// Brings the line into L2, so that it is near once it may be read.
 __device__ inline void fetch_ahead(const void* at) { prefetch_l2(at); }
 
-/// Before the wait: the first kind's input rows of `count` tokens are brought into L2, whoever will read them first.
+/// Before the wait: prefetches the first kind's input rows of `count` tokens into L2, for whichever CTA reads them.
 template <class In>
-__device__ void fetch_inputs(const ops::AppendParams& p, int first, int count) {
+__device__ void prefetch_inputs(const ops::AppendParams& p, int first, int count) {
   constexpr int kSector = 32;
   const int at = static_cast<int>(threadIdx.x) * kSector;
   if (at >= p.layer.kinds[0].pending.columns * static_cast<int>(sizeof(In))) return;
@@ -206,58 +206,58 @@ __device__ void fetch_inputs(const ops::AppendParams& p, int first, int count) {
                   at);
 }
 
-/// The tokens first, first + stride, ... that `wanted` picks; whole warps only. With an odd stride, tokens that lie a
-/// ratio apart (entries due in a prefill) go to different groups, and so do neighbours (decodes).
+/// The tokens first, first + stride, ... that `wanted` picks; called by whole warps. With an odd stride, tokens that
+/// lie a ratio apart (entries due in a prefill) go to different groups, and so do adjacent tokens (decodes).
 template <class Wanted>
-class TokenWalk {
+class TokenIterator {
  public:
   static constexpr int kNone = -1;
 
-  __device__ TokenWalk(const ops::StepDesc& step, int first, int stride, Wanted wanted)
+  __device__ TokenIterator(const ops::StepDesc& step, int first, int stride, Wanted wanted)
       : step_(step), token_(first < stride ? first : step.num_tokens), stride_(stride), wanted_(wanted) {}
 
-  /// The next token, else kNone.
+  /// The next token, or kNone.
   __device__ int next() {
     while (todo_ == 0) {
-      if (round_ == kRounds && !look_ahead()) return kNone;
-      todo_ = __shfl_sync(kAllLanes, masks_, round_++);
+      if (ballot_ == kBallots && !look_ahead()) return kNone;
+      todo_ = __shfl_sync(kAllLanes, masks_, ballot_++);
     }
     const int bit = __ffs(static_cast<int>(todo_)) - 1;
     todo_ &= todo_ - 1;
-    return token_ + ((round_ - 1 - kRounds) * kWarp + bit) * stride_;
+    return token_ + ((ballot_ - 1 - kBallots) * kWarp + bit) * stride_;
   }
 
  private:
-  static constexpr int kRounds = 4;  // records that a lane looks at together
+  static constexpr int kBallots = 4;  // records that a lane reads together
 
   __device__ bool look_ahead() {
     if (token_ >= step_.num_tokens) return false;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      const int mine = token_ + (i * kWarp + lane) * stride_;
+    for (int i = 0; i < kBallots; ++i) {
+      const int token = token_ + (i * kWarp + lane) * stride_;
       ops::StepRecord record;
-      if (mine < step_.num_tokens) record = load_record(step_.tokens + mine);
+      if (token < step_.num_tokens) record = load_record(step_.tokens + token);
       const unsigned mask = __ballot_sync(kAllLanes, !record.padded() && wanted_(record));
       if (lane == i) masks_ = mask;
     }
-    token_ += kRounds * kWarp * stride_;
-    round_ = 0;
+    token_ += kBallots * kWarp * stride_;
+    ballot_ = 0;
     return true;
   }
 
   const ops::StepDesc& step_;
-  int token_, stride_;  // of the first not looked at
+  int token_, stride_;  // token_: the first one not read yet
   Wanted wanted_;
-  unsigned masks_ = 0, todo_ = 0;  // lane i: the tokens wanted of round i; those left of this round
-  int round_ = kRounds;            // the next one
+  unsigned masks_ = 0, todo_ = 0;  // lane i: the wanted tokens of ballot i; those left of this ballot
+  int ballot_ = kBallots;          // the next ballot
 };
 
 // --- rows
 
-/// Rows of one request and kind, each at one thread's channel: positions below `length` from the ring, in the pending
-/// type, others from the inputs, rounded to it when used. Rows are less than 2 GiB apart, so that an address is one
-/// multiplication.
+/// Rows of one request and kind, each at one thread's channel. Positions below `length` come from the ring, in the
+/// pending type; the others come from the inputs and are rounded to the pending type when used. Rows are less than 2
+/// GiB apart, so that an address is one multiplication.
 template <class In, class Pending>
 class SourceRows {
  public:
@@ -276,12 +276,14 @@ class SourceRows {
 
   /// ring_row: position mod ring rows; column: of the row's series, before the thread's channel.
   __device__ RawRow load(int position, int ring_row, int column) const {
-    return fetch(position, ring_row, column, [](auto* kv, auto* gate) { return RawRow{load_raw(kv), load_raw(gate)}; });
+    return with_addresses(position, ring_row, column, [](auto* kv, auto* gate) {
+      return RawRow{load_raw(kv), load_raw(gate)};
+    });
   }
 
   /// The same into shared memory.
   __device__ void copy(int position, int ring_row, int column, unsigned kv_to, unsigned gate_to) const {
-    fetch(position, ring_row, column, [=](auto* kv, auto* gate) {
+    with_addresses(position, ring_row, column, [=](auto* kv, auto* gate) {
       copy_async<kPair * sizeof(*kv)>(kv_to, kv);
       copy_async<kPair * sizeof(*gate)>(gate_to, gate);
     });
@@ -301,7 +303,7 @@ class SourceRows {
     return x;
   }
 
-  /// An input row into the ring of the write slot.
+  /// Stores an input row into the ring of the write slot.
   __device__ void store(const RawRow& raw, int ring_row, int column) const {
     Pending* row = const_cast<Pending*>(ring_row_of(out_, ring_row)) + column;
     store_pair(row, values<In>(raw.kv));
@@ -310,10 +312,10 @@ class SourceRows {
 
  private:
   template <class Get>
-  __device__ auto fetch(int position, int ring_row, int column, Get get) const {
+  __device__ auto with_addresses(int position, int ring_row, int column, Get get) const {
     const bool stored = position < length_;
     const Pending* ring = ring_row_of(ring_, ring_row) + column;
-    if constexpr (std::is_same_v<In, Pending>) {  // one access, whichever it is
+    if constexpr (std::is_same_v<In, Pending>) {  // one access for both sources
       const In* kv = stored ? ring : input(kv_, kv_stride_, position) + column;
       const In* gate = stored ? ring + pending_.columns : input(gate_, gate_stride_, position) + column;
       return get(kv, gate);
@@ -332,7 +334,7 @@ class SourceRows {
 
   const ops::PendingDesc& pending_;
   int length_, kv_stride_, gate_stride_;
-  const std::uint8_t *kv_, *gate_;  // of position 0, whether it is there or not
+  const std::uint8_t *kv_, *gate_;  // of position 0, whether it exists or not
   const std::uint8_t* ring_;        // of the read slot
   const std::uint8_t* out_;         // of the write slot
 };

@@ -1,4 +1,4 @@
-// Where a request's window rows begin to exist.
+// The position from which on a request's window rows exist.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace kv4::cuda {
 
-/// Past the first level of caches: a kernel may have looked at it before its wait.
+/// Bypasses L1: a kernel may have read it before its grid dependency wait.
 __device__ inline std::int32_t window_begin(const ops::StepDesc& step, const ops::StepRecord& record) {
   return step.window_begins == nullptr || record.padded() ? 0 : __ldcg(step.window_begins + record.row);
 }

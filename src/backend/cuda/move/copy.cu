@@ -1,4 +1,4 @@
-// Copies of many pieces in one launch, and the accumulators of open spans.
+// Copies many pieces in one launch, and folds the accumulators of open spans.
 #include <algorithm>
 #include <cstdint>
 #include <span>
@@ -17,9 +17,9 @@ using ops::CopyPiece;
 
 constexpr int kThreads = 256;
 constexpr int kLoadsAhead = 4;
-constexpr std::int64_t kLeastUnitBytes = kThreads * 16;             // a load per thread
-constexpr std::int64_t kUnitBytes = kLeastUnitBytes * kLoadsAhead;  // that a CTA copies at a time
-constexpr std::int64_t kMostUnits = 4096;                           // of one piece
+constexpr std::int64_t kMinTileBytes = kThreads * 16;             // one load per thread
+constexpr std::int64_t kTileBytes = kMinTileBytes * kLoadsAhead;  // copied by a CTA at a time
+constexpr std::int64_t kMaxTiles = 4096;                          // of one piece
 
 template <class T>
 __device__ void copy_as(const std::uint8_t* from, std::uint8_t* to, std::int64_t bytes) {
@@ -40,27 +40,27 @@ __device__ void copy_as(const std::uint8_t* from, std::uint8_t* to, std::int64_t
   if (rest < bytes) to[rest] = from[rest];
 }
 
-/// Pieces that travel with the launch.
+/// Pieces in the kernel's parameters.
 struct FewPieces {
   CopyPiece pieces[kMostFewPieces];
 };
-static_assert(sizeof(FewPieces) <= 4000, "parameters of a kernel");
+static_assert(sizeof(FewPieces) <= 4000, "a kernel's parameters");
 
 /// Pieces in device memory.
 struct ManyPieces {
   const CopyPiece* pieces;
 };
 
-// Bound by bytes where pieces are large; by latency (the piece, then its bytes) where there are only a few MB. A thread
-// block copies one unit of one piece; those beyond a short piece's end leave at once.
+// Bound by bytes where pieces are large, by latency (load the piece, then its bytes) for a few MB. A CTA copies one
+// tile of one piece; CTAs beyond the end of a short piece exit at once.
 template <class Pieces>
-__global__ void __launch_bounds__(kThreads) copy_units(const __grid_constant__ Pieces list, std::int64_t unit_bytes) {
+__global__ void __launch_bounds__(kThreads) copy_tiles(const __grid_constant__ Pieces list, std::int64_t tile_bytes) {
   launch_dependents();
   grid_dependency_wait();
   const CopyPiece piece = list.pieces[blockIdx.y];
-  const std::int64_t at = blockIdx.x * unit_bytes;
+  const std::int64_t at = blockIdx.x * tile_bytes;
   if (at >= piece.bytes) return;
-  const std::int64_t bytes = min(piece.bytes - at, unit_bytes);
+  const std::int64_t bytes = min(piece.bytes - at, tile_bytes);
   const std::uint8_t* from = piece.source() + at;
   std::uint8_t* to = piece.to + at;
   const auto alignment = reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to);
@@ -74,32 +74,32 @@ __global__ void __launch_bounds__(kThreads) copy_units(const __grid_constant__ P
     copy_as<std::uint8_t>(from, to, bytes);
 }
 
-constexpr int kBlocksPerSm = 4;
+constexpr int kCtasPerSm = 4;
 
 template <class Pieces>
-cudaError_t launch_units(const Pieces& pieces, std::int32_t count, std::int64_t largest, std::int64_t unit_bytes,
+cudaError_t launch_tiles(const Pieces& pieces, std::int32_t count, std::int64_t largest, std::int64_t tile_bytes,
                          cudaStream_t stream) {
-  while (largest > unit_bytes * kMostUnits) unit_bytes *= 2;
-  const dim3 grid(static_cast<unsigned>((largest + unit_bytes - 1) / unit_bytes), static_cast<unsigned>(count));
-  return launch(copy_units<Pieces>, grid, kThreads, stream, pieces, unit_bytes);
+  while (largest > tile_bytes * kMaxTiles) tile_bytes *= 2;
+  const dim3 grid(static_cast<unsigned>((largest + tile_bytes - 1) / tile_bytes), static_cast<unsigned>(count));
+  return launch(copy_tiles<Pieces>, grid, kThreads, stream, pieces, tile_bytes);
 }
 
 // --- many bytes: bulk copies through shared memory
 
-constexpr int kStages = 16, kBulkUnitBytes = 4 << 10, kBulkBytes = kStages * kBulkUnitBytes;
-constexpr int kBulkBlocksPerSm = 3;  // as shared memory allows
+constexpr int kStages = 16, kBulkTileBytes = 4 << 10, kBulkBytes = kStages * kBulkTileBytes;
+constexpr int kBulkCtasPerSm = 3;  // limited by shared memory
 constexpr int kBulkThreads = 32;
-constexpr std::int64_t kBulkFrom = 8 << 20;  // total bytes from which it is used
+constexpr std::int64_t kBulkFrom = 8 << 20;  // total bytes from which bulk copies are used
 
-/// What one thread of a CTA copies: units first, first + stride, ... of all pieces. kStages - 1 of them are on
-/// their way in, the one before on its way out.
-class BulkUnits {
+/// One thread of a CTA copies tiles first, first + stride, ... of all pieces. kStages - 1 tiles are being loaded while
+/// the tile before them is being stored.
+class BulkTiles {
  public:
-  __device__ BulkUnits(const FewPieces& list, int count, int units_per_piece, std::uint8_t* stage,
+  __device__ BulkTiles(const FewPieces& list, int count, int tiles_per_piece, std::uint8_t* stage,
                        std::uint64_t (&arrived)[kStages])
       : list_(list),
-        units_(count * units_per_piece),
-        units_per_piece_(units_per_piece),
+        tiles_(count * tiles_per_piece),
+        tiles_per_piece_(tiles_per_piece),
         stage_(static_cast<std::uint32_t>(__cvta_generic_to_shared(stage))),
         arrived_(static_cast<std::uint32_t>(__cvta_generic_to_shared(arrived))) {
     for (int i = 0; i < kStages; ++i) barrier_init(arrived_ + 8 * i, Arrivals::of_copies());
@@ -108,61 +108,61 @@ class BulkUnits {
   }
 
   __device__ void copy(int first, int stride) const {
-    for (int i = 0; i < kStages - 1; ++i) ask(i, first + i * stride);
+    for (int i = 0; i < kStages - 1; ++i) load(i, first + i * stride);
     int number = 0;
-    for (int unit = first; unit < units_; unit += stride, ++number) {
-      const Part part = part_of(unit);
+    for (int tile = first; tile < tiles_; tile += stride, ++number) {
+      const Extent extent = extent_of(tile);
       const int stage = number % kStages;
       barrier_wait(arrived_ + 8 * stage, number / kStages % 2);
-      if (part.bytes > 0)
-        bulk_store(list_.pieces[part.piece].to + part.at, stage_ + stage * kBulkUnitBytes, part.bytes);
+      if (extent.bytes > 0)
+        bulk_store(list_.pieces[extent.piece].to + extent.at, stage_ + stage * kBulkTileBytes, extent.bytes);
       close_bulk_stores();
-      wait_for_bulk_reads<1>();  // the stage of the unit before is free
-      ask(number + kStages - 1, unit + (kStages - 1) * stride);
+      wait_for_bulk_reads<1>();  // the stage of the tile before is free
+      load(number + kStages - 1, tile + (kStages - 1) * stride);
     }
     wait_for_bulk_stores();
   }
 
  private:
-  struct Part {
+  struct Extent {
     int piece;
     std::int64_t at;
-    int bytes;  // none beyond a short piece's end
+    int bytes;  // 0 beyond the end of a short piece
   };
-  __device__ Part part_of(int unit) const {
-    const int piece = unit / units_per_piece_;
-    const std::int64_t at = std::int64_t{unit - piece * units_per_piece_} * kBulkUnitBytes;
+  __device__ Extent extent_of(int tile) const {
+    const int piece = tile / tiles_per_piece_;
+    const std::int64_t at = std::int64_t{tile - piece * tiles_per_piece_} * kBulkTileBytes;
     const std::int64_t left = list_.pieces[piece].bytes - at;
-    return {piece, at, static_cast<int>(max(min(left, std::int64_t{kBulkUnitBytes}), std::int64_t{0}))};
+    return {piece, at, static_cast<int>(max(min(left, std::int64_t{kBulkTileBytes}), std::int64_t{0}))};
   }
 
-  /// A unit that is there, into the stage of that number.
-  __device__ void ask(int number, int unit) const {
-    if (unit >= units_) return;
-    const Part part = part_of(unit);
+  /// Loads a tile, if it exists, into the stage of that number.
+  __device__ void load(int number, int tile) const {
+    if (tile >= tiles_) return;
+    const Extent extent = extent_of(tile);
     const int stage = number % kStages;
-    barrier_arrive_expecting(arrived_ + 8 * stage, part.bytes);
-    if (part.bytes > 0)
-      bulk_load(stage_ + stage * kBulkUnitBytes, list_.pieces[part.piece].source() + part.at, part.bytes,
+    barrier_arrive_expecting(arrived_ + 8 * stage, extent.bytes);
+    if (extent.bytes > 0)
+      bulk_load(stage_ + stage * kBulkTileBytes, list_.pieces[extent.piece].source() + extent.at, extent.bytes,
                 arrived_ + 8 * stage);
   }
 
   const FewPieces& list_;
-  int units_, units_per_piece_;
+  int tiles_, tiles_per_piece_;
   std::uint32_t stage_, arrived_;
 };
 
-// Bound by bytes. Few CTAs, so that they are all there at once, and 192 KB under way per SM.
+// Bound by bytes. Few CTAs, so that all of them are resident at once, and 192 KB in flight per SM.
 __global__ void __launch_bounds__(kBulkThreads)
-    copy_bulk(const __grid_constant__ FewPieces list, int count, int units_per_piece) {
+    copy_bulk(const __grid_constant__ FewPieces list, int count, int tiles_per_piece) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::uint8_t stage[];
   __shared__ std::uint64_t arrived[kStages];
   launch_dependents();
   if (threadIdx.x != 0) return grid_dependency_wait();
-  const BulkUnits units(list, count, units_per_piece, stage, arrived);
+  const BulkTiles tiles(list, count, tiles_per_piece, stage, arrived);
   grid_dependency_wait();
-  units.copy(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  tiles.copy(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 #endif
 }
 
@@ -173,9 +173,9 @@ bool fits_bulk(const CopyPiece& piece) {
 }
 
 cudaError_t launch_bulk(const FewPieces& few, int count, std::int64_t largest, cudaStream_t stream) {
-  const std::int64_t per_piece = (largest + kBulkUnitBytes - 1) / kBulkUnitBytes;
-  const std::int64_t blocks = std::min<std::int64_t>(count * per_piece, kBulkBlocksPerSm * num_sms());
-  return launch<kBulkBytes>(copy_bulk, static_cast<unsigned>(blocks), kBulkThreads, stream, few, count,
+  const std::int64_t per_piece = (largest + kBulkTileBytes - 1) / kBulkTileBytes;
+  const std::int64_t ctas = std::min<std::int64_t>(count * per_piece, kBulkCtasPerSm * num_sms());
+  return launch<kBulkBytes>(copy_bulk, static_cast<unsigned>(ctas), kBulkThreads, stream, few, count,
                             static_cast<int>(per_piece));
 }
 
@@ -184,7 +184,7 @@ cudaError_t launch_bulk(const FewPieces& few, int count, std::int64_t largest, c
 __device__ float stored_value(float x) { return x; }
 __device__ float stored_value(std::uint16_t x) { return codec::bf16_value(x); }
 
-// Ring rows of [position, length) in order, channel c.
+// Folds the ring rows of [position, length) in order, channel c.
 template <class Stored>
 __device__ ops::Pool fold_ring(const ops::OpenSpan& span, ops::Pool pool, std::int32_t position, int c) {
   constexpr int kRowsAhead = 8;
@@ -207,9 +207,9 @@ __device__ ops::Pool fold_ring(const ops::OpenSpan& span, ops::Pool pool, std::i
 }
 
 constexpr int kFoldThreads = 128;
-constexpr int kFoldParts = 4;
+constexpr int kFoldCtas = 4;
 
-// Bound by latency: the rows of a channel are folded one after the other, at most `ratio` of them.
+// Bound by latency: folds the rows of a channel one after the other, at most `ratio` rows.
 __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* spans) {
   grid_dependency_wait();
   const ops::OpenSpan& span = spans[blockIdx.y];
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* 
   const std::int32_t begin = (span.length - 1) / span.kind.ratio * span.kind.ratio;
   const std::int32_t folded = p.fold_watermarks[span.slot * p.fold_watermark_stride];
   const float* stored = reinterpret_cast<const float*>(p.accumulator.at(span.slot, 0));
-  for (int c = static_cast<int>(blockIdx.x * kFoldThreads + threadIdx.x); c < width; c += kFoldParts * kFoldThreads) {
+  for (int c = static_cast<int>(blockIdx.x * kFoldThreads + threadIdx.x); c < width; c += kFoldCtas * kFoldThreads) {
     ops::Pool pool =
         folded <= begin ? ops::empty_pool() : ops::Pool{stored[c], stored[width + c], stored[2 * width + c]};
     if (span.kind.bias != nullptr)
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_spans(const ops::OpenSpan* 
 cudaError_t copy_pieces(const CopyPiece* pieces, std::int32_t count, std::int64_t largest, cudaStream_t stream) {
   const NvtxRange range("kv4 launch copy_pieces", true);
   if (count == 0 || largest == 0) return cudaSuccess;
-  return launch_units(ManyPieces{pieces}, count, largest, kUnitBytes, stream);
+  return launch_tiles(ManyPieces{pieces}, count, largest, kTileBytes, stream);
 }
 
 cudaError_t copy_few_pieces(std::span<const CopyPiece> pieces, cudaStream_t stream) {
@@ -246,20 +246,20 @@ cudaError_t copy_few_pieces(std::span<const CopyPiece> pieces, cudaStream_t stre
   if (pieces.size() > kMostFewPieces) return cudaErrorInvalidValue;
   FewPieces few;
   std::copy(pieces.begin(), pieces.end(), few.pieces);
-  const std::int64_t most = largest * static_cast<std::int64_t>(pieces.size());  // if all were as large
-  if (total >= kBulkFrom && most <= 2 * total && most / kBulkUnitBytes < INT32_MAX / 2 && is_sm90() &&
+  const std::int64_t at_most = largest * static_cast<std::int64_t>(pieces.size());  // if all pieces were as large
+  if (total >= kBulkFrom && at_most <= 2 * total && at_most / kBulkTileBytes < INT32_MAX / 2 && is_sm90() &&
       std::ranges::all_of(pieces, fits_bulk))
     return launch_bulk(few, static_cast<int>(pieces.size()), largest, stream);
-  // Few bytes go to all SMs; many in larger units.
-  std::int64_t unit_bytes = kLeastUnitBytes;
-  while (unit_bytes < kUnitBytes && total > kBlocksPerSm * num_sms() * unit_bytes) unit_bytes *= 2;
-  return launch_units(few, static_cast<std::int32_t>(pieces.size()), largest, unit_bytes, stream);
+  // Few bytes are spread over all SMs; many bytes take larger tiles.
+  std::int64_t tile_bytes = kMinTileBytes;
+  while (tile_bytes < kTileBytes && total > kCtasPerSm * num_sms() * tile_bytes) tile_bytes *= 2;
+  return launch_tiles(few, static_cast<std::int32_t>(pieces.size()), largest, tile_bytes, stream);
 }
 
 cudaError_t fold_open(const ops::OpenSpan* spans, std::int32_t count, cudaStream_t stream) {
   const NvtxRange range("kv4 launch fold_open", true);
   if (count == 0) return cudaSuccess;
-  return launch(fold_spans, dim3(kFoldParts, static_cast<unsigned>(count)), kFoldThreads, stream, spans);
+  return launch(fold_spans, dim3(kFoldCtas, static_cast<unsigned>(count)), kFoldThreads, stream, spans);
 }
 
 }  // namespace kv4::cuda

@@ -1,5 +1,6 @@
-// The gathers: stored rows, decoded into dense tensors. Rows that do not exist are zero. The three differ in which row
-// belongs at an output place (ChosenRows, AllRows, WindowRows); formats differ in how a row is read (rows/decode.cuh).
+// The gathers decode stored rows into dense tensors. Rows that do not exist are zero. The three gathers differ in which
+// stored row belongs to an output row (ChosenRows, AllRows, WindowRows); formats differ in how a row is read
+// (rows/decode.cuh).
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -19,24 +20,25 @@ namespace {
 using ops::GatherParams;
 using ops::StepRecord;
 
-/// n / by and n % by for n >= 0, quickly where `by` is a power of two, as V4's are.
-struct Divided {
+/// n / by and n % by for n >= 0, fast where `by` is a power of two, as V4's divisors are.
+struct QuotientAndRest {
   std::int32_t quotient, rest;
 };
-__device__ Divided divide(std::int32_t n, std::int32_t by) {
+__device__ QuotientAndRest divide(std::int32_t n, std::int32_t by) {
   if ((by & (by - 1)) == 0) return {n >> (31 - __clz(by)), n & (by - 1)};
   return {n / by, n % by};
 }
 
-/// What is found before the wait is not left in the first-level cache; of a record half written there may be no entry.
-template <bool kGuess>
+/// kSpeculative: before the grid dependency wait. Loads then bypass L1, and a half-written record may point at an entry
+/// that does not exist.
+template <bool kSpeculative>
 __device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std::int32_t entry) {
   const ops::KindDesc& kind = p.layer.kinds[p.kind];
   const std::int64_t table = std::int64_t{request} * p.step.blocks_per_request;
-  const Divided at = divide(entry, kind.rows_per_block);
-  if (kGuess && at.quotient >= p.step.blocks_per_request) return {};
+  const QuotientAndRest at = divide(entry, kind.rows_per_block);
+  if (kSpeculative && at.quotient >= p.step.blocks_per_request) return {};
   const std::int32_t* id = p.step.block_table + table + at.quotient;
-  const std::int32_t block = kGuess ? __ldcg(id) : *id;
+  const std::int32_t block = kSpeculative ? __ldcg(id) : *id;
   if (block < 0) return {};
   return place_of(kind.page, block, at.rest);
 }
@@ -49,7 +51,7 @@ struct ChosenRows {
   __device__ static RowPlace find(const GatherParams& p, const StepRecord& token, std::int64_t i, std::int64_t row) {
     const std::int32_t entry = static_cast<const std::int32_t*>(p.indices.data)[i * p.indices.row_stride + row];
     const std::int32_t visible = divide(token.position + 1, p.layer.kinds[p.kind].ratio).quotient;
-    const bool there = !token.padded() & (entry >= 0) & (entry < visible);  // no load waits for another
+    const bool there = !token.padded() & (entry >= 0) & (entry < visible);  // so that no load waits for another
     if (p.valid != nullptr) p.valid[i * p.rows_per_item + row] = there;
     return there ? find_entry<false>(p, token.row, entry) : RowPlace{};
   }
@@ -65,7 +67,7 @@ struct AllRows {
     return item.padded() ? 0 : divide(item.end(), p.layer.kinds[p.kind].ratio).quotient;
   }
 
-  __device__ static RowPlace guess(const GatherParams& p, const StepRecord& item, std::int64_t row) {
+  __device__ static RowPlace find_speculative(const GatherParams& p, const StepRecord& item, std::int64_t row) {
     return row < entries(p, item) ? find_entry<true>(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
   }
   __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
@@ -86,7 +88,7 @@ struct WindowRows {
   }
   __device__ static std::int32_t end(const StepRecord& item) { return item.padded() ? 0 : item.end(); }
 
-  __device__ static RowPlace guess(const GatherParams& p, const StepRecord& item, std::int64_t row) {
+  __device__ static RowPlace find_speculative(const GatherParams& p, const StepRecord& item, std::int64_t row) {
     return item.read_slot >= 0 && item.in_place() ? find(p, item, 0, row) : RowPlace{};
   }
   __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
@@ -104,23 +106,23 @@ struct WindowRows {
   }
 };
 
-/// A lane finds a row, all lanes read it.
+/// One lane finds a row, all lanes read it.
 template <class Row>
-__device__ RowPlace place_from_lane(const RowPlace& mine, int lane) {
-  const auto share = [lane](const std::uint8_t* at) {
+__device__ RowPlace address_from_lane(const RowPlace& mine, int lane) {
+  const auto broadcast = [lane](const std::uint8_t* at) {
     return reinterpret_cast<const std::uint8_t*>(
-        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(at), lane));
+        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(at), lane));
   };
   RowPlace place;
-  place.payload = share(mine.payload);
-  if constexpr (Row::kScaleAlign > 0) place.scale = share(mine.scale);
-  if constexpr (Row::kGlobal) place.global = share(mine.global);
+  place.payload = broadcast(mine.payload);
+  if constexpr (Row::kScaleAlign > 0) place.scale = broadcast(mine.scale);
+  if constexpr (Row::kGlobal) place.global = broadcast(mine.global);
   return place;
 }
 
-/// The same for a CTA: a thread finds a row. As much of a place as the format has.
+/// The same for a CTA: each thread finds a row. Holds the pointers that the format has.
 template <class Row, int kRows>
-struct SharedPlaces {
+struct SharedAddresses {
   const std::uint8_t* payload[kRows];
   const std::uint8_t* scale[Row::kScaleAlign > 0 ? kRows : 1];
   const std::uint8_t* global[Row::kGlobal ? kRows : 1];
@@ -139,9 +141,9 @@ struct SharedPlaces {
   }
 };
 
-/// Brings a lane's part of a row, if there is one, into L2.
+/// Prefetches a lane's part of a row, if the row exists, into L2.
 template <class Row>
-__device__ void fetch_row(const RowPlace& place, std::int64_t payload_bytes, int in_row) {
+__device__ void prefetch_row(const RowPlace& place, std::int64_t payload_bytes, int in_row) {
   constexpr int kSector = 32;
   if (place.payload == nullptr) return;
   if (in_row * kSector < payload_bytes) fetch_ahead(place.payload + in_row * kSector);
@@ -149,20 +151,20 @@ __device__ void fetch_row(const RowPlace& place, std::int64_t payload_bytes, int
 }
 
 constexpr int kWarps = 8;
-constexpr int kBlocksPerSm = 8;  // all the warps that an SM takes
+constexpr int kCtasPerSm = 8;  // all warps that an SM can hold
 
-/// The rows of one kind that a warp takes: all its loads are under way before the first is used.
+/// The rows that a warp copies: all its loads are in flight before the first is used.
 template <class Row>
 struct Batch {
   static constexpr int kRowsPerLoad = 32 / Row::kLanes;
   static constexpr int kLoads = Row::kWidth == 512 || Row::kGlobal ? 2 : 4;
   static constexpr int kRows = kLoads * kRowsPerLoad;
-  static constexpr int kRowsPerBlock = kWarps * kRows;
-  static_assert(kRowsPerBlock <= 32 * kWarps, "a thread finds a row");
+  static constexpr int kRowsPerCta = kWarps * kRows;
+  static_assert(kRowsPerCta <= 32 * kWarps, "one thread finds one row");
 };
 
-/// A warp's rows from their places to `out`. first_row: a lane's first one of `item`; left: how many there are from it
-/// on; place(i): that of the i-th from it on.
+/// Copies a warp's rows to `out`. first_row: the lane's first row of `item`; left: how many rows exist from it on;
+/// place(i): address of the i-th row from it on.
 template <L2Priority kPriority, class Row, class Out, class Place>
 __device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t first_row, int left, Out* out,
                           Place place) {
@@ -185,59 +187,60 @@ __device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t
 }
 
 // Bound by bytes: 584 read and 1,024 written per fp8_tile64 row in bf16, 68 and 256 per mxfp4 key. Three loads depend
-// on each other (record, block, row), hence many warps with few rows each: while some look for rows, others read them.
-// A thread finds a row, for all of its CTA: the others have no part in those instructions.
-// The next kernel's CTAs take the places of those that end, and wait there. first_blocks: those that may have
-// to; they bring into L2 what the tables, which are nearly always those of this step already, point at. H200,
-// 2026-11-16: 85 % of the copy speed for 32,768 entries in a row, where a copy of as many bytes has 87 %.
+// on each other (record, block, row), hence many warps with few rows each: some warps find rows while others read them.
+// Each thread finds one row for the whole CTA, so the other threads do not execute those instructions.
+// CTAs of the next kernel replace CTAs that end, and wait for the grid dependency. first_ctas: the CTAs that may have
+// to wait. They prefetch into L2 the rows that the tables point at; the tables are nearly always this step's already.
+// H200, 2026-11-16: 85 % of the copy speed for 32,768 consecutive entries, where a copy of as many bytes reaches 87 %.
 template <class Find, class Row, class Out>
-__global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
-    gather_rows(const __grid_constant__ GatherParams p, unsigned tiles, unsigned first_blocks) {
+__global__ void __launch_bounds__(32 * kWarps, kCtasPerSm)
+    gather_rows(const __grid_constant__ GatherParams p, unsigned tiles, unsigned first_ctas) {
   using Rows = Batch<Row>;
   launch_dependents();
-  __shared__ SharedPlaces<Row, Rows::kRowsPerBlock> places;
+  __shared__ SharedAddresses<Row, Rows::kRowsPerCta> addresses;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t outer = blockIdx.x / tiles;
   const unsigned tile = blockIdx.x % tiles;
-  const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerBlock;
-  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRowsPerBlock}));
-  const int in_row = lane % Row::kLanes, warp_row = warp * Rows::kRows + lane / Row::kLanes;  // of the lane's first
-  const auto share_places = [&](auto find) {
-    if (threadIdx.x < Rows::kRowsPerBlock)
-      places.put(threadIdx.x, static_cast<int>(threadIdx.x) < num_rows ? find(first_row + threadIdx.x) : RowPlace{});
+  const std::int64_t first_row = std::int64_t{tile} * Rows::kRowsPerCta;
+  const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRowsPerCta}));
+  const int in_row = lane % Row::kLanes,
+            warp_row = warp * Rows::kRows + lane / Row::kLanes;  // the lane's first row of the CTA
+  const auto share_addresses = [&](auto find) {
+    if (threadIdx.x < Rows::kRowsPerCta)
+      addresses.put(threadIdx.x, static_cast<int>(threadIdx.x) < num_rows ? find(first_row + threadIdx.x) : RowPlace{});
     __syncthreads();
   };
 
-  if (blockIdx.x < first_blocks) {
-    const StepRecord guess = load_record_again(Find::records(p) + outer);
-    share_places([&](std::int64_t row) { return Find::guess(p, guess, row); });
+  if (blockIdx.x < first_ctas) {
+    const StepRecord speculative = load_record_again(Find::records(p) + outer);
+    share_addresses([&](std::int64_t row) { return Find::find_speculative(p, speculative, row); });
 #pragma unroll
     for (int i = 0; i < Rows::kLoads; ++i)
-      fetch_row<Row>(places.get(warp_row + i * Rows::kRowsPerLoad), Find::rows(p).payload.row_stride, in_row);
+      prefetch_row<Row>(addresses.get(warp_row + i * Rows::kRowsPerLoad), Find::rows(p).payload.row_stride, in_row);
     __syncthreads();
   }
   grid_dependency_wait_after(static_cast<int>(tile));
   if (tile == 0 && threadIdx.x == 0) Find::write_lengths(p, load_record(Find::records(p) + outer), outer);
-  share_places([&](std::int64_t row) { return Find::find(p, load_record(Find::records(p) + outer), outer, row); });
+  share_addresses([&](std::int64_t row) { return Find::find(p, load_record(Find::records(p) + outer), outer, row); });
 
   copy_rows<L2Priority::normal, Row>(p, outer, first_row + warp_row, num_rows - warp_row, static_cast<Out*>(p.out.data),
-                                     [&](int row) { return places.get(warp_row + row); });
+                                     [&](int row) { return addresses.get(warp_row + row); });
 }
 
-// Chosen rows: the kernel before may be the one that chooses, so nothing of them is known before the wait. Warps find
-// their rows by themselves: one that waits for the other rows of its CTA is slower (16.8 to 17.1 us). Rows
-// leave L2 first, so that results stay there. H200, 2026-11-16, 512 entries of each of 64 tokens: 86 % of the copy
-// speed into one tensor, 75 % into one per layer.
+// Chosen rows: the kernel before may be the one that chooses them, so none is known before the wait. Each warp finds
+// its own rows: a warp that waits for the other rows of its CTA is slower (16.8 to 17.1 us). L2 evicts rows first, so
+// that results stay there. H200, 2026-11-16, 512 entries of each of 64 tokens: 86 % of the copy speed into one tensor,
+// 75 % into one tensor per layer.
 template <class Row, class Out>
-__global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
+__global__ void __launch_bounds__(32 * kWarps, kCtasPerSm)
     gather_chosen_rows(const __grid_constant__ GatherParams p, unsigned tiles) {
   using Rows = Batch<Row>;
   launch_dependents();
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const std::int64_t token = blockIdx.x / tiles;
-  const std::int64_t first_row = std::int64_t{blockIdx.x % tiles} * Rows::kRowsPerBlock + warp * Rows::kRows;
+  const std::int64_t first_row = std::int64_t{blockIdx.x % tiles} * Rows::kRowsPerCta + warp * Rows::kRows;
   const int num_rows = static_cast<int>(min(p.rows_per_item - first_row, std::int64_t{Rows::kRows}));
-  const int lane_row = lane / Row::kLanes;  // the lane's first of the warp
+  const int lane_row = lane / Row::kLanes;  // the lane's first row of the warp
   grid_dependency_wait();
   if (num_rows <= 0) return;
   RowPlace mine;
@@ -245,7 +248,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSm)
 
   copy_rows<L2Priority::evict_first, Row>(p, token, first_row + lane_row, num_rows - lane_row,
                                           static_cast<Out*>(p.out.data),
-                                          [&](int row) { return place_from_lane<Row>(mine, lane_row + row); });
+                                          [&](int row) { return address_from_lane<Row>(mine, lane_row + row); });
 }
 
 template <class Row>
@@ -259,19 +262,19 @@ template <class Find, class Row>
 cudaError_t gather_with(const GatherParams& p, cudaStream_t stream) {
   bool tuned = can_read<Row>(Find::rows(p)) && reinterpret_cast<std::uintptr_t>(p.out.data) % 16 == 0;
   if constexpr (std::is_same_v<Find, WindowRows>) tuned = tuned && can_read<Row>(p.layer.window.scratch);
-  if (!tuned) return gather_plain<Find>(p, Find::count(p), stream);
+  if (!tuned) return gather_generic<Find>(p, Find::count(p), stream);
   const std::int64_t tiles =
-      std::max<std::int64_t>((p.rows_per_item + Batch<Row>::kRowsPerBlock - 1) / Batch<Row>::kRowsPerBlock, 1);
-  const auto launch_blocks = [&](auto kernel, auto... args) {
+      std::max<std::int64_t>((p.rows_per_item + Batch<Row>::kRowsPerCta - 1) / Batch<Row>::kRowsPerCta, 1);
+  const auto launch_ctas = [&](auto kernel, auto... args) {
     return launch(kernel, static_cast<unsigned>(Find::count(p) * tiles), 32 * kWarps, stream, p,
                   static_cast<unsigned>(tiles), args...);
   };
   const bool bf16 = p.out.dtype == DType::bf16;
   if constexpr (std::is_same_v<Find, ChosenRows>) {
-    return launch_blocks(bf16 ? gather_chosen_rows<Row, std::uint16_t> : gather_chosen_rows<Row, float>);
+    return launch_ctas(bf16 ? gather_chosen_rows<Row, std::uint16_t> : gather_chosen_rows<Row, float>);
   } else {
-    return launch_blocks(bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>,
-                         static_cast<unsigned>(kBlocksPerSm * num_sms()));
+    return launch_ctas(bf16 ? gather_rows<Find, Row, std::uint16_t> : gather_rows<Find, Row, float>,
+                       static_cast<unsigned>(kCtasPerSm * num_sms()));
   }
 }
 
@@ -294,7 +297,7 @@ cudaError_t gather(const GatherParams& p, cudaStream_t stream) {
     case Format::fp8_tile64: return gather_with<Find, Fp8RowReader<Format::fp8_tile64>>(p, stream);
     case Format::fp8_row: return gather_with<Find, Fp8RowReader<Format::fp8_row>>(p, stream);
     case Format::bf16: return gather_with<Find, Bf16Reader<512>>(p, stream);
-    default: return gather_plain<Find>(p, Find::count(p), stream);
+    default: return gather_generic<Find>(p, Find::count(p), stream);
   }
 }
 

@@ -1,5 +1,5 @@
-// Gathers of any format, width and alignment: the codecs as they are, a warp per row. What rows/decode.cuh has no
-// reader for comes here.
+// Gathers of any format, width and alignment: the codecs unchanged, a warp per row. They serve rows that no reader of
+// rows/decode.cuh supports.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,9 +18,9 @@ struct WarpLanes {
   __device__ int size() const { return 32; }
 };
 
-/// Bound by conversions and by its byte-wide loads.
+/// Bound by conversions and by byte-wide loads.
 template <class Find>
-__global__ void gather_plain_rows(const __grid_constant__ ops::GatherParams p, std::int64_t tiles) {
+__global__ void gather_generic_rows(const __grid_constant__ ops::GatherParams p, std::int64_t tiles) {
   extern __shared__ float shared[];  // [warps, width]
   const ops::RowPlanes& rows = Find::rows(p);
   const int warp = static_cast<int>(threadIdx.x / 32), width = rows.shape.width;
@@ -45,7 +45,8 @@ __global__ void gather_plain_rows(const __grid_constant__ ops::GatherParams p, s
   for (int c = g.lane(); c < width; c += g.size()) {
     if (p.out.dtype == DType::bf16) {
       static_cast<std::uint16_t*>(p.out.data)[at + c] = codec::bf16_bits(x[c]);
-    } else {  // a product's NaN has all mantissa bits here; what was stored as bf16 has the lower half zero and stays
+    } else {  // NaN of a product has all mantissa bits here; NaN that was stored as bf16 has a zero lower half and
+              // stays
       const bool product = (codec::float_bits(x[c]) & 0xFFFFu) != 0;
       static_cast<float*>(p.out.data)[at + c] = product ? codec::canonical_nan(x[c]) : x[c];
     }
@@ -53,12 +54,12 @@ __global__ void gather_plain_rows(const __grid_constant__ ops::GatherParams p, s
 }
 
 template <class Find>
-cudaError_t gather_plain(const ops::GatherParams& p, std::int64_t outer, cudaStream_t stream) {
+cudaError_t gather_generic(const ops::GatherParams& p, std::int64_t outer, cudaStream_t stream) {
   constexpr std::int64_t kSharedBytes = 48 << 10;
   const std::int64_t row_bytes = Find::rows(p).shape.width * std::int64_t{4};
   const std::int64_t warps = std::clamp<std::int64_t>(kSharedBytes / row_bytes, 1, 4);
   const std::int64_t tiles = std::max<std::int64_t>((p.rows_per_item + warps - 1) / warps, 1);
-  return launch_in_order(gather_plain_rows<Find>, static_cast<unsigned>(outer * tiles),
+  return launch_in_order(gather_generic_rows<Find>, static_cast<unsigned>(outer * tiles),
                          static_cast<unsigned>(32 * warps), static_cast<std::size_t>(warps * row_bytes), stream, p,
                          tiles);
 }

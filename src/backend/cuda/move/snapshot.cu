@@ -1,5 +1,5 @@
-// Snapshots at boundaries inside a long step: one layer's window rows and pending rows of each, as its append has left
-// them in the scratch, in the slot that the step reads, and in the inputs.
+// Snapshots at boundaries inside a long step: one layer's window rows and pending rows per boundary, as the layer's
+// append has left them in the scratch, in the state slot that the step reads, and in the inputs.
 #include <algorithm>
 #include <cstdint>
 
@@ -16,13 +16,13 @@ using ops::Boundary;
 using ops::BoundaryParams;
 
 constexpr int kThreads = 128;
-constexpr int kMostBoundaries = 32;  // that travel with a launch
-constexpr int kRowsAtOnce = 4;       // window rows that a CTA copies
+constexpr int kMaxBoundaries = 32;  // in the kernel's parameters
+constexpr int kTileRows = 4;        // window rows of a tile, which one CTA copies
 
 struct Boundaries {
-  Boundary list[kMostBoundaries];
+  Boundary list[kMaxBoundaries];
 };
-static_assert(sizeof(Boundaries) + sizeof(BoundaryParams) <= 4000, "parameters of a kernel");
+static_assert(sizeof(Boundaries) + sizeof(BoundaryParams) <= 4000, "a kernel's parameters");
 
 template <class T>
 __device__ void copy_as(const std::uint8_t* from, std::uint8_t* to, std::int64_t bytes) {
@@ -41,10 +41,10 @@ __device__ void copy_row(const std::uint8_t* from, std::uint8_t* to, std::int64_
     copy_as<std::uint8_t>(from, to, bytes);
 }
 
-__device__ void copy_window(const BoundaryParams& p, const Boundary& b, int part) {
+__device__ void copy_window(const BoundaryParams& p, const Boundary& b, int tile) {
   const ops::WindowDesc& w = p.layer.window;
   const std::int32_t first = max(0, b.position - p.layer.window_tokens);
-  const std::int32_t begin = first + part * kRowsAtOnce, end = min(begin + kRowsAtOnce, b.position);
+  const std::int32_t begin = first + tile * kTileRows, end = min(begin + kTileRows, b.position);
   for (std::int32_t at = begin; at < end; ++at) {
     const bool in_step = at >= b.item.length;
     const ops::RowPlanes& rows = in_step ? w.scratch : w.ring;
@@ -55,7 +55,7 @@ __device__ void copy_window(const BoundaryParams& p, const Boundary& b, int part
   }
 }
 
-// `count` channels of an input row, rounded to the pending dtype.
+// Copies `count` channels of an input row, rounded to the pending dtype.
 __device__ void convert(const ops::InputDesc& in, std::int64_t token, int count, std::uint8_t* to, DType to_type) {
   const std::uint8_t* from = static_cast<const std::uint8_t*>(in.data) +
                              token * in.row_stride * static_cast<std::int64_t>(element_bytes(in.dtype));
@@ -69,7 +69,7 @@ __device__ void convert(const ops::InputDesc& in, std::int64_t token, int count,
   }
 }
 
-// The first halves of kv and gate of the row `i` of the span that ends at the boundary.
+// Saves the first halves of kv and gate of row `i` of the span that ends at the boundary.
 __device__ void save_pending(const BoundaryParams& p, const Boundary& b, int k, int i) {
   const ops::KindDesc& kind = p.layer.kinds[k];
   const int width = kind.page.shape.width;
@@ -86,20 +86,20 @@ __device__ void save_pending(const BoundaryParams& p, const Boundary& b, int k, 
   }
 }
 
-// Bound by latency for a few boundaries, by bytes for many: 78 KB of a V4-Flash layer each. blockIdx.y: the boundary;
-// x: parts of its window, then the pending rows of each kind.
+// Bound by latency for a few boundaries, by bytes for many: 78 KB each of a V4-Flash layer. blockIdx.y: the boundary;
+// blockIdx.x: tiles of its window, then the pending rows of each kind.
 __global__ void __launch_bounds__(kThreads)
-    save(const __grid_constant__ BoundaryParams p, const __grid_constant__ Boundaries boundaries, int window_parts) {
+    save(const __grid_constant__ BoundaryParams p, const __grid_constant__ Boundaries boundaries, int window_tiles) {
   launch_dependents();
   grid_dependency_wait();
   const Boundary& b = boundaries.list[blockIdx.y];
-  int part = static_cast<int>(blockIdx.x);
-  if (part < window_parts) return copy_window(p, b, part);
-  part -= window_parts;
+  const int tile = static_cast<int>(blockIdx.x);
+  if (tile < window_tiles) return copy_window(p, b, tile);
+  int row = tile - window_tiles;
   for (int k = 0; k < p.layer.num_kinds; ++k) {
     if (!p.layer.kinds[k].overlap) continue;
-    if (part < p.layer.kinds[k].ratio) return save_pending(p, b, k, part);
-    part -= p.layer.kinds[k].ratio;
+    if (row < p.layer.kinds[k].ratio) return save_pending(p, b, k, row);
+    row -= p.layer.kinds[k].ratio;
   }
 }
 
@@ -107,16 +107,16 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t save_boundaries(const BoundaryParams& params, cudaStream_t stream) {
   const NvtxRange range("kv4 launch save_boundaries", true);
-  const int window_parts = (params.layer.window_tokens + kRowsAtOnce - 1) / kRowsAtOnce;
-  int parts = window_parts;
+  const int window_tiles = (params.layer.window_tokens + kTileRows - 1) / kTileRows;
+  int ctas = window_tiles;
   for (int k = 0; k < params.layer.num_kinds; ++k)
-    if (params.layer.kinds[k].overlap) parts += params.layer.kinds[k].ratio;
-  for (std::int32_t first = 0; first < params.count; first += kMostBoundaries) {
-    const std::int32_t count = std::min(params.count - first, kMostBoundaries);
+    if (params.layer.kinds[k].overlap) ctas += params.layer.kinds[k].ratio;
+  for (std::int32_t first = 0; first < params.count; first += kMaxBoundaries) {
+    const std::int32_t count = std::min(params.count - first, kMaxBoundaries);
     Boundaries boundaries;
     std::copy_n(params.boundaries + first, count, boundaries.list);
-    const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(count));
-    const cudaError_t status = launch(save, grid, kThreads, stream, params, boundaries, window_parts);
+    const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(count));
+    const cudaError_t status = launch(save, grid, kThreads, stream, params, boundaries, window_tiles);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

@@ -1,4 +1,4 @@
-// A new step's tables in one launch: changed block table entries, items, a record per token.
+// Writes a new step's tables in one launch: changed block table entries, items, a record per token.
 #include <algorithm>
 #include <cstdint>
 
@@ -16,10 +16,10 @@ using ops::StepUpdate;
 
 constexpr int kThreads = 256;
 
-// What a block of threads does follows from its number: tokens first, then one item each, then parts of a range each.
+// CTAs take roles by index: tokens first, then one item per CTA, then range_ctas CTAs per range.
 struct Grid {
-  std::int32_t token_blocks;
-  std::int32_t range_parts;
+  std::int32_t token_ctas;
+  std::int32_t range_ctas;
 };
 
 __device__ void apply_range(const StepUpdate& u, const BlockRange& range, int part, int parts) {
@@ -42,7 +42,7 @@ __device__ void write_item(const StepUpdate& u, std::int32_t i) {
         item.padded() ? -1 : ops::ring_position(item.end(), head, t.ring_rows, r, begin);
 }
 
-// The last item that begins at or before the token: items stand in token order. -1: none.
+// The last item that begins at or before the token, or -1. Items are in token order.
 __device__ std::int32_t find_item(const StepUpdate& u, std::int32_t token) {
   std::int32_t begin = 0, end = u.num_items;
   while (begin < end) {
@@ -55,8 +55,8 @@ __device__ std::int32_t find_item(const StepUpdate& u, std::int32_t token) {
   return begin - 1;
 }
 
-// Other blocks of threads may be writing the table entry that token_record reads. Then a range has it, and the range is
-// what counts; no other entry changes.
+// Other CTAs may be writing the block table entry that token_record reads. A range then contains that entry, and the
+// range's value replaces it; no other entry changes.
 __device__ void write_token(const StepUpdate& u, std::int32_t token) {
   __shared__ BlockRange ranges[kThreads];
   const std::int32_t owner = token < u.num_tokens ? find_item(u, token) : -1;
@@ -86,26 +86,26 @@ __device__ void write_token(const StepUpdate& u, std::int32_t token) {
 // Bound by latency: a launch, about log2(items) loads that depend on each other, and a pass over the ranges.
 __global__ void __launch_bounds__(kThreads) expand(const __grid_constant__ StepUpdate u, Grid grid) {
   grid_dependency_wait();
-  launch_dependents();  // now, so that a kernel that starts early finds everything done that was queued before this one
-  std::int32_t block = static_cast<std::int32_t>(blockIdx.x);
-  if (block < grid.token_blocks) return write_token(u, block * kThreads + static_cast<int>(threadIdx.x));
-  block -= grid.token_blocks;
-  if (block < u.num_items) return write_item(u, block);
-  block -= u.num_items;
-  apply_range(u, u.ranges[block / grid.range_parts], block % grid.range_parts, grid.range_parts);
+  launch_dependents();  // now: a kernel that starts early then finds all work done that was queued before this kernel
+  std::int32_t cta = static_cast<std::int32_t>(blockIdx.x);
+  if (cta < grid.token_ctas) return write_token(u, cta * kThreads + static_cast<int>(threadIdx.x));
+  cta -= grid.token_ctas;
+  if (cta < u.num_items) return write_item(u, cta);
+  cta -= u.num_items;
+  apply_range(u, u.ranges[cta / grid.range_ctas], cta % grid.range_ctas, grid.range_ctas);
 }
 
 }  // namespace
 
 cudaError_t update_step(const StepUpdate& update, cudaStream_t stream) {
   const NvtxRange range("kv4 launch update_step", true);
-  const auto blocks_for = [](std::int64_t n) { return static_cast<std::int32_t>((n + kThreads - 1) / kThreads); };
+  const auto ctas_for = [](std::int64_t n) { return static_cast<std::int32_t>((n + kThreads - 1) / kThreads); };
   const Grid grid{
-      .token_blocks = blocks_for(update.num_tokens),
-      .range_parts = update.num_ranges == 0 ? 0 : std::max(blocks_for(update.num_values / update.num_ranges), 1)};
-  const std::int32_t blocks = grid.token_blocks + update.num_items + update.num_ranges * grid.range_parts;
-  if (blocks == 0) return cudaSuccess;
-  return launch(expand, static_cast<unsigned>(blocks), kThreads, stream, update, grid);
+      .token_ctas = ctas_for(update.num_tokens),
+      .range_ctas = update.num_ranges == 0 ? 0 : std::max(ctas_for(update.num_values / update.num_ranges), 1)};
+  const std::int32_t ctas = grid.token_ctas + update.num_items + update.num_ranges * grid.range_ctas;
+  if (ctas == 0) return cudaSuccess;
+  return launch(expand, static_cast<unsigned>(ctas), kThreads, stream, update, grid);
 }
 
 }  // namespace kv4::cuda

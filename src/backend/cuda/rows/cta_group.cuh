@@ -1,4 +1,4 @@
-// A CTA as the group of base/group.h: row code of ops/ and codec/ over shared memory.
+// A CTA as the group of base/group.h, for the row code of ops/ and codec/ on shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,15 +14,15 @@ class Block {
   __device__ int size() const { return static_cast<int>(blockDim.x); }
   __device__ void sync() const { __syncthreads(); }
 
-  /// x >= 0, so that floats order as their bits do.
+  /// x >= 0: floats then have the order of their bits.
   __device__ float max(float x) const {
-    int* most = reinterpret_cast<int*>(scratch_);
+    int* largest = reinterpret_cast<int*>(scratch_);
     __syncthreads();
-    if (threadIdx.x == 0) *most = 0;
+    if (threadIdx.x == 0) *largest = 0;
     __syncthreads();
-    atomicMax(most, __float_as_int(x));
+    atomicMax(largest, __float_as_int(x));
     __syncthreads();
-    return __int_as_float(*most);
+    return __int_as_float(*largest);
   }
 
  private:

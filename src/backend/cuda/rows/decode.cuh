@@ -1,5 +1,5 @@
-// Stored rows decoded in registers. A lane makes octets: 8 consecutive channels, octet j at channel
-// 8 * (lane + j * kLanes), so that the lanes of a row read and write one run of memory. The values are the codecs' own
+// Stored rows decoded in registers. A lane decodes octets (8 consecutive channels), octet j at channel
+// 8 * (lane + j * kLanes), so that the lanes of a row read and write contiguous memory. The values equal the codecs'
 // (codec/): code * scale in fp32, then bf16 by bf16_bits.
 #pragma once
 
@@ -10,15 +10,15 @@
 
 #include "backend/cuda/ptx/convert.cuh"
 #include "backend/cuda/ptx/load_store.cuh"
+#include "backend/cuda/rows/lanes.cuh"
 #include "codec/numeric.h"
 #include "kv4/params.h"
 
 namespace kv4::cuda {
 
 constexpr int kOctet = 8;
-constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
-/// Where a row lies; payload null: there is none, and its channels are zero.
+/// Where a row lies. payload null: there is no row, and its channels are zero.
 struct RowPlace {
   const std::uint8_t* payload = nullptr;
   const std::uint8_t* scale = nullptr;
@@ -46,7 +46,7 @@ __device__ T load(const std::uint8_t* at) {
 
 // --- eight channels: codes to values
 
-/// Whether a product with these factors can be NaN; only then must it get NaN's one pattern.
+/// Whether a product with these factors can be NaN; only then it must get the canonical NaN.
 __device__ inline bool not_finite(float scale) { return (codec::float_bits(scale) & 0x7F800000u) == 0x7F800000u; }
 __device__ inline bool has_nan_e4m3(uint2 codes) {
   const std::uint32_t next = ((codes.x & 0x7F7F7F7Fu) + 0x01010101u) | ((codes.y & 0x7F7F7F7Fu) + 0x01010101u);
@@ -63,7 +63,7 @@ __device__ inline void scaled_e4m3(uint2 codes, float scale, float (&x)[kOctet])
 #pragma unroll
   for (int i = 0; i < kOctet; i += 2) {
     const std::uint32_t pair = (i < 4 ? codes.x : codes.y) >> (i % 4 * 8);
-    // One instruction from sm_89 on; every e4m3 is exact in fp16.
+    // One instruction on sm_89 and later; every e4m3 is exact in fp16.
     const float2 code =
         __half22float2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair & 0xFFFFu), __NV_E4M3));
     x[i] = code.x * scale;
@@ -71,9 +71,9 @@ __device__ inline void scaled_e4m3(uint2 codes, float scale, float (&x)[kOctet])
   }
 }
 
-/// Eight e2m1 codes as bf16: the magnitudes' bytes are picked out of tables of eight, four at a time.
+/// Eight e2m1 codes as bf16: permutes look up the bytes of the magnitudes in tables of eight, four at a time.
 __device__ inline void e2m1_pairs(std::uint32_t codes, std::uint32_t (&pairs)[4]) {
-  const std::uint32_t even_on_top = codes << 4;  // of each byte; the odd codes are there already
+  const std::uint32_t even_on_top = codes << 4;  // of each byte; the odd codes stand there already
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     const std::uint32_t magnitudes = (codes >> (8 * i)) & 0x7777u;
@@ -94,8 +94,8 @@ __device__ inline void bf16_values(const std::uint32_t (&pairs)[4], float (&x)[k
   }
 }
 
-// --- eight channels: values as they are written, bf16 pairs or fp32. NaN of a bf16 gets its one pattern; NaN of an
-// fp32 only if it came out of a product.
+// --- eight channels: values as they are written, bf16 pairs or fp32. NaN in bf16 becomes the canonical NaN; NaN in
+// fp32 only if a product made it.
 
 template <class Out>
 struct Octet {
@@ -149,7 +149,7 @@ __device__ Octet<Out> unpack_e4m3(uint2 codes, float scale) {
   return pack<Out>(x, has_nan_e4m3(codes) || not_finite(scale));
 }
 
-/// kPowerOfTwo: the scale is one, and exact in bf16.
+/// kPowerOfTwo: the scale is a power of two, and exact in bf16.
 template <class Out, bool kPowerOfTwo>
 __device__ Octet<Out> unpack_e2m1(std::uint32_t codes, float scale) {
   std::uint32_t pairs[4];
@@ -175,32 +175,32 @@ __device__ Octet<Out> unpack_e2m1(std::uint32_t codes, float scale) {
   }
 }
 
-// --- eight channels: to memory. All lanes of the warp call these; `there` says whether a lane's row is.
+// --- eight channels: to memory. All lanes of the warp call these; `exists`: the lane's row exists.
 
-__device__ inline void store_octet(std::uint16_t* out, const Octet<std::uint16_t>& x, bool there) {
-  if (there) store16(out, x.words[0], x.words[1], x.words[2], x.words[3]);
+__device__ inline void store_octet(std::uint16_t* out, const Octet<std::uint16_t>& x, bool exists) {
+  if (exists) store16(out, x.words[0], x.words[1], x.words[2], x.words[3]);
 }
 
-/// Neighbour lanes swap halves, so that each store fills whole 32-byte sectors: first the even lane's octet, then the
-/// odd one's.
-__device__ inline void store_octet(float* out, const Octet<float>& x, bool there) {
+/// Adjacent lanes exchange halves, so that each store fills whole 32-byte sectors: first the even lane's octet, then
+/// the odd lane's.
+__device__ inline void store_octet(float* out, const Octet<float>& x, bool exists) {
   const bool odd = threadIdx.x % 2 != 0;
   std::uint32_t of_even[4], of_odd[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const std::uint32_t low = x.words[i], high = x.words[4 + i];
-    const std::uint32_t swapped = __shfl_xor_sync(kFullWarp, odd ? low : high, 1);
+    const std::uint32_t swapped = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
     of_even[i] = odd ? swapped : low;
     of_odd[i] = odd ? high : swapped;
   }
   float* first = odd ? out - 4 : out;
-  if (!there) return;
+  if (!exists) return;
   store16(first, of_even[0], of_even[1], of_even[2], of_even[3]);
   store16(first + kOctet, of_odd[0], of_odd[1], of_odd[2], of_odd[3]);
 }
 
-// --- rows. `Raw` is what a lane loads of a row; all zero it decodes to zeros, so a row that is not there needs no
-// branch. Payloads lie at multiples of 16 bytes, scales of kScaleAlign (0: there are none).
+// --- rows. `Raw` is the part of a row that a lane loads. A Raw of zeros decodes to zeros, so a row that does not exist
+// needs no branch. Payloads are aligned to 16 bytes, scales to kScaleAlign (0: there are no scales).
 
 /// fp8_tile64 and fp8_row: 448 e4m3, then 64 bf16.
 template <Format kFormat>
@@ -294,7 +294,7 @@ struct Fp8KeyReader {
   }
 };
 
-/// bf16 rows and keys; the tail makes no difference.
+/// bf16 rows and keys, with or without a tail.
 template <int kChannels>
 struct Bf16Reader {
   static constexpr int kWidth = kChannels, kTail = -1, kScaleAlign = 0;

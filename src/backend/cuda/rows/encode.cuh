@@ -1,12 +1,12 @@
-// The formats of codec/ a pair at a time: 2 channels in registers -> their bits -> memory. The same bytes as codec/*.h;
-// what is shared by a tile, group or row is found with shuffles instead of loops.
+// The formats of codec/, a pair at a time: 2 channels in registers -> their bits -> memory. The bytes equal those of
+// codec/*.h. Shuffles instead of loops find the maxima of a tile, group or row.
 //
 // A codec here has
-//   kShare                        lanes that share a scale; kWholeRow, or 0: no scale
-//   encode(x, amax, global)       bits of 2 quantised channels; amax over those that share the scale
+//   kLanesPerScale                lanes that share a scale; kWholeRow, or 0: no scale
+//   encode(x, amax, global)       bits of 2 quantised channels; amax: over the channels that share the scale
 //   store(bits, payload, scale, channel)
-// Channels of the tail of a row format are bf16: encode_row and store_pair choose. Payload rows must be aligned to 4
-// bytes, scale rows where the scale is an fp32.
+// The tail channels of a row format are bf16: encode_row and store_pair choose. Payload rows are aligned to 4 bytes,
+// and so are scale rows where the scale is an fp32.
 #pragma once
 
 #include "backend/cuda/rows/warp_row.cuh"
@@ -16,7 +16,7 @@ namespace kv4::cuda {
 
 constexpr int kWholeRow = -1;
 
-/// The two shapes of rows here.
+/// The two row shapes that these functions serve.
 constexpr int kRowWidth = 512, kRowTail = 64, kKeyWidth = 128;
 
 /// One pair as stored: up to 4 bytes of payload and its scale.
@@ -42,11 +42,11 @@ __device__ inline std::uint32_t e4m3_quad(const Quad& x, float by) {
   return e4m3_pair(x.v[0] * by, x.v[1] * by) | static_cast<std::uint32_t>(e4m3_pair(x.v[2] * by, x.v[3] * by)) << 16;
 }
 
-/// Largest magnitude; NaN is passed over.
+/// Largest magnitude; NaN is ignored.
 __device__ inline float pair_amax(const Pair& x) { return fmaxf(fmaxf(0.0f, fabsf(x.v[0])), fabsf(x.v[1])); }
 
 /// Exponent of the smallest power of two >= amax / (1.75 * 2^8), as Fp8Tile64::scale_exponent: amax is a bf16, whose
-/// mantissa says whether it is above 1.75. Infinity counts as the largest bf16.
+/// mantissa tells whether it is above 1.75. Infinity counts as the largest bf16.
 __device__ inline int exponent_over_448(float amax) {
   const float a = fminf(fmaxf(amax, codec::kAmaxFloor), codec::kBf16Max);
   return static_cast<int>((codec::float_bits(a) + 0x1FFFFFu) >> 23) - 127 - 8;
@@ -58,7 +58,7 @@ __device__ inline int exponent_over_6(float amax) {
   return static_cast<int>((codec::float_bits(a) + 0x3FFFFFu) >> 23) - 127 - 2;
 }
 
-/// 2^exponent, exponent from -126 on.
+/// 2^exponent; exponent >= -126.
 __device__ inline float pow2_normal(int exponent) {
   return codec::bits_float(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
@@ -73,7 +73,7 @@ __device__ void store_word(std::uint8_t* at, Word word) {
 // --- formats
 
 struct PairBf16 {
-  static constexpr int kShare = 0;
+  static constexpr int kLanesPerScale = 0;
 
   __device__ static PairBits encode(const Pair& x, float, float) {
     return {codec::bf16_bits(x.v[0]) | static_cast<std::uint32_t>(codec::bf16_bits(x.v[1])) << 16, 0};
@@ -83,9 +83,9 @@ struct PairBf16 {
   }
 };
 
-// Rows whose last channels stay bf16. The tail's lanes also write the scale plane's padding.
+// Rows whose last channels stay bf16. The lanes of the tail also write the padding of the scale plane.
 struct PairFp8Tile64 {
-  static constexpr int kShare = codec::Fp8Tile64::kTile / kPair;
+  static constexpr int kLanesPerScale = codec::Fp8Tile64::kTile / kPair;
 
   __device__ static PairBits encode(const Pair& x, float amax, float) {
     const int e = exponent_over_448(amax);
@@ -102,9 +102,9 @@ struct PairFp8Tile64 {
   }
 };
 
-/// One fp32 scale for the row, written with its first pair.
+/// One fp32 scale per row, written with its first pair.
 struct PairRowScale {
-  static constexpr int kShare = kWholeRow;
+  static constexpr int kLanesPerScale = kWholeRow;
 
   __device__ static void store(const PairBits& b, std::uint8_t* payload, std::uint8_t* scale, int channel) {
     store_word(payload + channel, static_cast<std::uint16_t>(b.payload));
@@ -127,10 +127,10 @@ struct PairFp8Key : PairRowScale {
   }
 };
 
-/// Two e2m1 per byte, a scale byte per group.
+/// Two e2m1 per byte, one scale byte per group.
 template <int kGroup>
 struct PairFp4 {
-  static constexpr int kShare = kGroup / kPair;
+  static constexpr int kLanesPerScale = kGroup / kPair;
 
   __device__ static std::uint32_t byte(float low, float high) {
     return codec::e2m1_bits(low) | static_cast<std::uint32_t>(codec::e2m1_bits(high)) << 4;
@@ -176,13 +176,13 @@ __device__ void with_key_pairs(Format format, F&& f) {
 
 // --- rows
 
-/// Channels from here on are bf16 behind the quantised ones. Formats without scales have no tail of their own.
+/// Channels from here on are bf16, behind the quantised channels. Formats without scales have no separate tail.
 template <class Codec, class Lanes>
 __device__ constexpr int tail_begin() {
-  return Lanes::kWidth - (Codec::kShare != 0 && Lanes::kWidth == kRowWidth ? kRowTail : 0);
+  return Lanes::kWidth - (Codec::kLanesPerScale != 0 && Lanes::kWidth == kRowWidth ? kRowTail : 0);
 }
 
-// The tail's bf16 channel c lies at body + 2 (c - body): as if it were channel c of a bf16 row that began body earlier.
+// The tail's bf16 channel c lies at body + 2 (c - body): as channel c of a bf16 row that began `body` bytes earlier.
 template <class Codec, class Lanes>
 __device__ void store_pair(const PairBits& bits, std::uint8_t* payload, std::uint8_t* scale, int channel) {
   constexpr int kBody = tail_begin<Codec, Lanes>();
@@ -191,18 +191,19 @@ __device__ void store_pair(const PairBits& bits, std::uint8_t* payload, std::uin
   if constexpr (std::is_same_v<Codec, PairFp8Tile64>) Codec::store_scale(0, scale, channel);
 }
 
-/// All lanes of the row take part. x: bf16 values.
+/// Called by all lanes of the row. x: bf16 values.
 template <class Codec, class Lanes>
 __device__ PairBits encode_row(Lanes& lanes, const Pair& x, float global) {
   const bool body = lanes.channel() < tail_begin<Codec, Lanes>();
   float amax = 0.0f;
-  if constexpr (Codec::kShare != 0) {
+  if constexpr (Codec::kLanesPerScale != 0) {
     if (body) amax = pair_amax(x);
-    if constexpr (Codec::kShare == kWholeRow) {
+    if constexpr (Codec::kLanesPerScale == kWholeRow) {
       amax = lanes.max(amax);
     } else {
 #pragma unroll
-      for (int step = 1; step < Codec::kShare; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
+      for (int step = 1; step < Codec::kLanesPerScale; step *= 2)
+        amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
     }
   }
   return body ? Codec::encode(x, amax, global) : PairBf16::encode(x, 0.0f, global);

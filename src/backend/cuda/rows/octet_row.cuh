@@ -1,5 +1,5 @@
-// A row of 512 channels in one warp. A lane holds two octets, 8 consecutive channels each, as bf16 pairs: loads and
-// stores are 16 and 8 bytes wide and a tile of 64 channels is 8 lanes. The same bytes as encode.cuh's.
+// A row of 512 channels in one warp. A lane holds two octets (8 consecutive channels each) as bf16 pairs. Loads and
+// stores are 16 and 8 bytes wide, and a tile of 64 channels is 8 lanes. The bytes equal encode.cuh's.
 #pragma once
 
 #include "backend/cuda/rows/decode.cuh"
@@ -26,7 +26,7 @@ __device__ inline void octet_values(const OctetBits& o, float (&x)[kOctetChannel
 
 // --- norm and rotation
 
-/// A lane's weights of the norm, four at a time. all: [kRowWidth].
+/// A lane's norm weights, four at a time. all: [kRowWidth].
 struct LaneWeights {
   const float* all;
   int lane;
@@ -36,28 +36,28 @@ struct LaneWeights {
   }
 };
 
-/// Of a prefill, in shared memory: registers are short, and from global memory they would come behind rows that were
-/// asked for earlier.
+/// The norm weights of a prefill, in shared memory: registers are scarce, and loads from global memory would return
+/// after the rows that were requested earlier.
 struct NormWeights {
   alignas(16) float all[kRowWidth];
 
-  /// `thread` of so many. They are there after a barrier.
+  /// Called by each `thread` of `threads`. The weights are there after a barrier.
   __device__ void fill(const float* from, int thread, int threads) {
     for (int i = thread; i < kRowWidth; i += threads) all[i] = __ldg(from + i);
   }
 };
 
-/// Lane i has the angle of the row's i-th turned pair.
-constexpr int kMostTurned = kWarp * kPair;
+/// Lane i has the angle of the row's i-th rotated pair.
+constexpr int kMaxRotated = kWarp * kPair;
 
-__device__ inline bool has_turned_pair(const ops::RopeDesc& rope, int lane) { return lane * kPair < rope.rope_dim; }
+__device__ inline bool has_rotated_pair(const ops::RopeDesc& rope, int lane) { return lane * kPair < rope.rope_dim; }
 
-__device__ inline RawTurn load_lane_turn(const ops::RopeDesc& rope, int position, int lane) {
-  return has_turned_pair(rope, lane) ? with_turn_words(rope, position, lane, LoadTurnWords{}) : RawTurn{};
+__device__ inline RawAngle load_lane_angle(const ops::RopeDesc& rope, int position, int lane) {
+  return has_rotated_pair(rope, lane) ? with_angle_words(rope, position, lane, LoadAngleWords{}) : RawAngle{};
 }
 
-/// Sum over the row of a sum per octet, by neighbour pairs: even lanes go on with the first octets, odd ones with the
-/// second.
+/// Sum over the row of a sum per octet, by pairs of adjacent lanes: even lanes go on with the first octets, odd lanes
+/// with the second.
 __device__ inline float octet_sum(const float (&sum)[kOctets], int lane) {
   static_assert(kOctets == 2);
   const bool odd = lane % 2 != 0;
@@ -67,9 +67,9 @@ __device__ inline float octet_sum(const float (&sum)[kOctets], int lane) {
   return mine + __shfl_xor_sync(kAllLanes, mine, 1);
 }
 
-/// RMS norm -> bf16 -> rotation -> bf16. weights: as LaneWeights. turn: of the lane's pair (has_turned_pair).
+/// RMS norm -> bf16 -> rotation -> bf16. weights: as LaneWeights. rotation: of the lane's pair (has_rotated_pair).
 template <class Weights>
-__device__ void norm_and_rotate(float eps, const ops::RopeDesc& rope, const Weights& weights, const Turn& turn,
+__device__ void norm_and_rotate(float eps, const ops::RopeDesc& rope, const Weights& weights, const Turn& rotation,
                                 int lane, OctetBits (&row)[kOctets]) {
   float x[kOctets][kOctetChannels], sum[kOctets];
 #pragma unroll
@@ -90,21 +90,21 @@ __device__ void norm_and_rotate(float eps, const ops::RopeDesc& rope, const Weig
       row[j].pair[2 * h] = bf16_pair(y[0] * factor * w.x, y[1] * factor * w.y);
       row[j].pair[2 * h + 1] = bf16_pair(y[2] * factor * w.z, y[3] * factor * w.w);
     }
-  // What is turned lies in the last octets.
+  // The rotated channels lie in the last octets.
   const int first = octet_channel(lane, kOctets - 1) - (kRowWidth - rope.rope_dim);
 #pragma unroll
   for (int i = 0; i < kOctetChannels / kPair; ++i) {
-    const float cos = __shfl_sync(kAllLanes, turn.cos, first / kPair + i);
-    const float sin = __shfl_sync(kAllLanes, turn.sin, first / kPair + i);
+    const float cos = __shfl_sync(kAllLanes, rotation.cos, first / kPair + i);
+    const float sin = __shfl_sync(kAllLanes, rotation.sin, first / kPair + i);
     std::uint32_t& pair = row[kOctets - 1].pair[i];
-    const Pair y = turned(pair_values(pair), cos, sin);
+    const Pair y = rotated(pair_values(pair), cos, sin);
     if (first >= 0) pair = bf16_pair(y.v[0], y.v[1]);
   }
 }
 
 // --- encoding
 
-/// Of two pairs of bf16.
+/// Product of two bf16 pairs.
 __device__ inline std::uint32_t bf16_product(std::uint32_t a, std::uint32_t b) {
   __nv_bfloat162 x, y;
   memcpy(&x, &a, 4);
@@ -114,7 +114,7 @@ __device__ inline std::uint32_t bf16_product(std::uint32_t a, std::uint32_t b) {
   return a;
 }
 
-/// Eight e4m3 of channels times 2^exponent: a product that is not exact in bf16 is zero in e4m3, too.
+/// Eight channels times 2^exponent as e4m3. A product that is not exact in bf16 is zero in e4m3, too.
 __device__ inline uint2 e4m3_octet(const OctetBits& o, int exponent) {
   const std::uint32_t by = (static_cast<std::uint32_t>(exponent + 127) << 7) * 0x10001u;
   std::uint32_t codes[2];
@@ -127,7 +127,7 @@ __device__ inline uint2 e4m3_octet(const OctetBits& o, int exponent) {
   return make_uint2(codes[0], codes[1]);
 }
 
-/// The larger magnitudes of two pairs of bf16; their signs have no meaning. NaN is passed over.
+/// The larger magnitudes of two bf16 pairs; their signs have no meaning. NaN is ignored.
 __device__ inline std::uint32_t larger_pair(std::uint32_t a, std::uint32_t b) {
   std::uint32_t larger;
 #if __CUDA_ARCH__ >= 890
@@ -138,7 +138,7 @@ __device__ inline std::uint32_t larger_pair(std::uint32_t a, std::uint32_t b) {
   return larger;
 }
 
-/// Largest magnitudes of both octets: the first one's in the lower half.
+/// Largest magnitudes of both octets; the first octet's in the lower half.
 __device__ inline std::uint32_t octet_amaxes(const OctetBits (&row)[kOctets]) {
   static_assert(kOctets == 2);
   std::uint32_t largest[kOctets];
@@ -147,7 +147,7 @@ __device__ inline std::uint32_t octet_amaxes(const OctetBits (&row)[kOctets]) {
     largest[j] = larger_pair(larger_pair(row[j].pair[0], row[j].pair[1]), larger_pair(row[j].pair[2], row[j].pair[3]));
   const std::uint32_t low = __byte_perm(largest[0], largest[1], 0x5410);
   const std::uint32_t high = __byte_perm(largest[0], largest[1], 0x7632);
-  return larger_pair(larger_pair(low, high), 0) & 0x7FFF7FFFu;  // 0 where all are NaN
+  return larger_pair(larger_pair(low, high), 0) & 0x7FFF7FFFu;  // 0 where all channels are NaN
 }
 
 __device__ inline uint4 bf16_octet(OctetBits o) {
@@ -155,9 +155,9 @@ __device__ inline uint4 bf16_octet(OctetBits o) {
   return make_uint4(o.pair[0], o.pair[1], o.pair[2], o.pair[3]);
 }
 
-// `format` below: a Format, a constant, or what becomes one where it is asked for.
+// `format` below: a Format, a constant, or a type that converts to Format where it is read.
 
-/// What a lane stores of one row.
+/// A lane's part of a stored row.
 struct RowBits {
   uint4 payload[kOctets];  // 8 bytes of codes or 16 of bf16
   std::uint32_t scale[kOctets];
@@ -180,7 +180,8 @@ __device__ RowBits encode_octets(F format, int lane, const OctetBits (&row)[kOct
     return out;
   }
   if (format == Format::fp8_tile64) {
-    std::uint32_t amax = octet_amaxes(row);  // of both octets' tiles at once: bf16 without sign order as integers do
+    std::uint32_t amax =
+        octet_amaxes(row);  // of both octets' tiles at once: bf16 without sign have the order of integers
 #pragma unroll
     for (int step = 1; step < codec::Fp8Tile64::kTile / kOctetChannels; step *= 2)
       amax = __vmaxu2(amax, __shfl_xor_sync(kAllLanes, amax, step));

@@ -1,24 +1,23 @@
-// Rows in registers. A lane holds a pair, 2 neighbouring channels; a warp's 32 pairs are a chunk of 64 channels. A row
-// of 512 is a pair in each lane of eight warps: enough of them that one's latencies hide behind the others'
-// instructions. The arithmetic and its order are those of ops/compress_row.h: neighbours meet inside a lane, then
-// across lanes, then across warps.
+// Rows in registers. A lane holds a pair (2 adjacent channels); the 32 pairs of a warp are a chunk of 64 channels. A
+// row of 512 channels is a pair in each lane of eight warps: enough warps to hide latencies behind each other's
+// instructions. The arithmetic and its order are those of ops/compress_row.h: adjacent values are combined inside a
+// lane, then across lanes, then across warps.
 #pragma once
 
 #include "backend/cuda/ptx/convert.cuh"
 #include "backend/cuda/ptx/named_barrier.cuh"
+#include "backend/cuda/rows/lanes.cuh"
 #include "codec/numeric.h"
 #include "ops/compress_row.h"
 #include "schema/rope.h"
 
 namespace kv4::cuda {
 
-constexpr int kWarp = 32;
 constexpr int kPair = 2;
 constexpr int kChunk = kWarp * kPair;
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-/// threadIdx.x, read where it is asked for: what is made of it is not kept in registers from earlier on.
-__device__ inline int thread_again() {
+/// threadIdx.x, read again: values computed from it do not occupy registers from an earlier use on.
+__device__ inline int reload_thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
@@ -28,7 +27,7 @@ struct Pair {
   float v[kPair];
 };
 
-/// s_i = s_2i + s_2i+1 until one is left; missing ones are 0.
+/// s_i = s_2i + s_2i+1 until one sum is left; missing values are 0.
 template <int kBegin, int kSpan, int kCount>
 __device__ float pair_sum(const float (&x)[kCount]) {
   if constexpr (kBegin >= kCount) {
@@ -40,21 +39,21 @@ __device__ float pair_sum(const float (&x)[kCount]) {
   }
 }
 
-/// What the lanes of a row share.
+/// Shared memory of the lanes of a row.
 template <int kWarps>
 struct RowShared {
-  float parts[2][kWarps];
+  float of_warps[2][kWarps];
   Pair chunks[kWarps * kWarp];
 };
 
-/// The lanes that hold one row: kWarps neighbouring warps of a CTA of kBlockWarps.
-template <int kWarps_, int kBlockWarps>
+/// The lanes that hold one row: kWarps adjacent warps of a CTA of kCtaWarps.
+template <int kWarps_, int kCtaWarps>
 class RowLanes {
  public:
   static constexpr int kWarps = kWarps_;
   static constexpr int kWidth = kWarps * kChunk;
-  static constexpr int kRows = kBlockWarps / kWarps;  // of a CTA
-  static_assert(kWarps <= 8 && kBlockWarps % kWarps == 0);
+  static constexpr int kRows = kCtaWarps / kWarps;  // of a CTA
+  static_assert(kWarps <= 8 && kCtaWarps % kWarps == 0);
   using Shared = RowShared<kWarps>;
 
   /// shared: [kRows]
@@ -64,7 +63,7 @@ class RowLanes {
         row_(kRows == 1 ? 0 : threadIdx.x / (kWarp * kWarps)),
         shared_(shared[row_]) {}
 
-  __device__ int row() const { return row_; }  // of the CTA's
+  __device__ int row() const { return row_; }  // of the CTA
   __device__ bool leader() const { return lane_ == 0 && warp_ == 0; }
   __device__ int channel() const { return warp_ * kChunk + lane_ * kPair; }
 
@@ -96,7 +95,7 @@ class RowLanes {
     for (int step = 1; step < kWarp; step *= 2)
       x = butterfly(x, {{__shfl_xor_sync(kAllLanes, x.v[0], step), __shfl_xor_sync(kAllLanes, x.v[1], step)}},
                     (lane_ & step) != 0);
-    static_assert(kWarps == 2 || kRows == 1, "one exchange: rows of more than two warps have no transform");
+    static_assert(kWarps == 2 || kRows == 1, "one exchange: no transform for rows of more than two warps");
     if constexpr (kWarps == 2) {  // chunks is read before the next row's norm, written after it
       shared_.chunks[warp_ * kWarp + lane_] = x;
       sync();
@@ -114,15 +113,15 @@ class RowLanes {
     return y;
   }
 
-  // Every warp's value to all. The two halves of `parts` alternate, so one barrier is enough: who writes a half again
-  // has passed the barrier after which nobody reads it.
+  // Gives every warp's value to all warps. The two halves of `of_warps` alternate, so one barrier is enough: a warp
+  // that writes a half again has passed the barrier after which no warp reads it.
   __device__ void exchange(float mine, float (&all)[kWarps]) {
-    float(&part)[kWarps] = shared_.parts[half_];
+    float(&values)[kWarps] = shared_.of_warps[half_];
     half_ ^= 1;
-    if (lane_ == 0) part[warp_] = mine;
+    if (lane_ == 0) values[warp_] = mine;
     sync();
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) all[w] = part[w];
+    for (int w = 0; w < kWarps; ++w) all[w] = values[w];
   }
 
   int lane_, warp_, row_;
@@ -136,14 +135,14 @@ __device__ inline float high_value(std::uint32_t pair) { return codec::bits_floa
 __device__ inline Pair pair_values(std::uint32_t pair) { return {{low_value(pair), high_value(pair)}}; }
 __device__ inline Pair round_bf16(const Pair& x) { return pair_values(bf16_pair(x.v[0], x.v[1])); }
 
-/// ops::norm_factor: a division by a power of two is a multiplication, one of 1 a reciprocal, both rounded correctly.
+/// ops::norm_factor. Division by a power of two is a multiplication, and 1 / x a reciprocal; both round correctly.
 template <int kWidth>
 __device__ float norm_factor(float sum, float eps) {
   static_assert((kWidth & (kWidth - 1)) == 0);
   return __frcp_rn(__fsqrt_rn(sum * (1.0f / kWidth) + eps));
 }
 
-/// Weights: the same for all rows, so they may stay in the first-level cache.
+/// Weights are the same for all rows, so they may stay in L1.
 __device__ inline Pair load_weight(const float* at) {
   const float2 w = __ldg(reinterpret_cast<const float2*>(at));
   return {{w.x, w.y}};
@@ -155,20 +154,21 @@ __device__ Pair norm_row(Lanes& lanes, const Pair& weight, float eps, const Pair
   return round_bf16({{x.v[0] * factor * weight.v[0], x.v[1] * factor * weight.v[1]}});
 }
 
-/// Cos and sin of a pair; not active: it is not turned.
+/// Cos and sin of a pair's RoPE angle; not active: the pair is not rotated.
 struct Turn {
   bool active;
   float cos, sin;
 };
 
-/// What the tables hold of a pair's angle: 16 bytes of each of the two; or cos and sin, in the first word of each.
-struct RawTurn {
+/// A pair's angle as the RoPE tables hold it: 16 bytes of each of the two tables; or cos and sin, in the first word of
+/// each.
+struct RawAngle {
   uint4 high, low;
 };
 
-/// Calls f with the two addresses that a RawTurn is loaded from and its element.
+/// Calls f with the two addresses that a RawAngle is loaded from; their type is the tables' element.
 template <class F>
-__device__ auto with_turn_words(const ops::RopeDesc& rope, int position, int pair, F&& f) {
+__device__ auto with_angle_words(const ops::RopeDesc& rope, int position, int pair, F&& f) {
   if (rope.cos != nullptr) {
     const std::int64_t at = std::int64_t{position} * (rope.rope_dim / kPair) + pair;
     return f(rope.cos + at, rope.sin + at);
@@ -180,17 +180,17 @@ __device__ auto with_turn_words(const ops::RopeDesc& rope, int position, int pai
            angle(rope.angles.low, position & ((1 << RopeAngles::kLowBits) - 1)));
 }
 
-struct LoadTurnWords {
+struct LoadAngleWords {
   __device__ static uint4 word(const float* at) { return make_uint4(__float_as_uint(__ldg(at)), 0, 0, 0); }
   __device__ static uint4 word(const double2* at) { return __ldg(reinterpret_cast<const uint4*>(at)); }
   template <class T>
-  __device__ RawTurn operator()(const T* high, const T* low) const {
+  __device__ RawAngle operator()(const T* high, const T* low) const {
     return {word(high), word(low)};
   }
 };
 
-/// rope_angle.
-__device__ inline Turn turn_of(const ops::RopeDesc& rope, const RawTurn& raw) {
+/// As rope_angle.
+__device__ inline Turn rotation_of(const ops::RopeDesc& rope, const RawAngle& raw) {
   if (rope.cos != nullptr) return {true, codec::bits_float(raw.high.x), codec::bits_float(raw.low.x)};
   const auto number = [](std::uint32_t low, std::uint32_t high) {
     return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
@@ -204,16 +204,16 @@ __device__ inline Turn turn_of(const ops::RopeDesc& rope, const RawTurn& raw) {
 __device__ inline Turn load_turn(const ops::RopeDesc& rope, int position, int channel, int width) {
   const int first = channel - (width - rope.rope_dim);
   if (first < 0) return {};
-  return turn_of(rope, with_turn_words(rope, position, first / kPair, LoadTurnWords{}));
+  return rotation_of(rope, with_angle_words(rope, position, first / kPair, LoadAngleWords{}));
 }
 
-__device__ inline Pair turned(const Pair& x, float cos, float sin) {
+__device__ inline Pair rotated(const Pair& x, float cos, float sin) {
   return {{codec::fused(x.v[0], cos, -(x.v[1] * sin)), codec::fused(x.v[1], cos, x.v[0] * sin)}};
 }
 
 /// x: bf16 values.
-__device__ inline Pair rotate(const Turn& turn, const Pair& x) {
-  return turn.active ? round_bf16(turned(x, turn.cos, turn.sin)) : x;
+__device__ inline Pair rotate(const Turn& rotation, const Pair& x) {
+  return rotation.active ? round_bf16(rotated(x, rotation.cos, rotation.sin)) : x;
 }
 
 }  // namespace kv4::cuda
