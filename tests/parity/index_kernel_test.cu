@@ -573,7 +573,7 @@ std::vector<Case> make_cases() {
     add("rare_edges_" + std::to_string(length),
         [&](Case& c) { c.data = Data::rare_edges, c.heads = 3, c.lengths = {length}, c.counts = {1}; });
   add("long_extreme", [](Case& c) { c.data = Data::extreme, c.heads = 2, c.lengths = {60000}, c.counts = {1}; });
-  // With blocks of 512 keys raw scores come from CTAs of four warpgroups (index/scheduler.cuh), as for long rows.
+  // With blocks of 512 keys raw scores come from CTAs of four warpgroups (index/grid.cuh), as for long rows.
   for (const Data data : {Data::normal, Data::rare_edges})
     for (const DType q : {DType::bf16, DType::u8})
       add(std::string("four_warpgroups_") + (data == Data::normal ? "normal" : "edges") +

@@ -19,8 +19,15 @@
 // after pauses, else 1,226.
 #include <cstdint>
 
+#include "backend/cuda/index/epilogue.cuh"
 #include "backend/cuda/index/fp8_fast.cuh"
+#include "backend/cuda/index/grid.cuh"
 #include "backend/cuda/index/key_pipeline.cuh"
+#include "backend/cuda/index/pages.cuh"
+#include "backend/cuda/index/queries.cuh"
+#include "backend/cuda/index/scheduler.cuh"
+#include "backend/cuda/index/speculative_record.cuh"
+#include "backend/cuda/index/warpgroups.cuh"
 #include "backend/cuda/ptx/cluster.cuh"
 #include "backend/cuda/rows/decode.cuh"
 #include "backend/cuda/topk/rescore.cuh"

@@ -4,7 +4,10 @@
 
 #include <cstdint>
 
-#include "backend/cuda/index/key_pipeline.cuh"
+#include "backend/cuda/index/queries.cuh"
+#include "backend/cuda/index/token_tile.cuh"
+#include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/rows/encode.cuh"
 
 namespace kv4::cuda {
 

@@ -20,8 +20,15 @@
 // wait, because a load that is spilled at once is waited for.
 #include <cstdint>
 
+#include "backend/cuda/index/epilogue.cuh"
 #include "backend/cuda/index/fp8_fast.cuh"
+#include "backend/cuda/index/grid.cuh"
 #include "backend/cuda/index/key_pipeline.cuh"
+#include "backend/cuda/index/pages.cuh"
+#include "backend/cuda/index/queries.cuh"
+#include "backend/cuda/index/scheduler.cuh"
+#include "backend/cuda/index/speculative_record.cuh"
+#include "backend/cuda/index/warpgroups.cuh"
 #include "backend/cuda/rows/decode.cuh"
 
 namespace kv4::cuda {

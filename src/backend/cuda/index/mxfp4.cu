@@ -32,7 +32,14 @@
 // and shifts share a pipe of 16 lanes, so complements and sums are multiplications, which use another pipe.
 #include <cstdint>
 
+#include "backend/cuda/index/epilogue.cuh"
+#include "backend/cuda/index/grid.cuh"
 #include "backend/cuda/index/key_pipeline.cuh"
+#include "backend/cuda/index/pages.cuh"
+#include "backend/cuda/index/queries.cuh"
+#include "backend/cuda/index/scheduler.cuh"
+#include "backend/cuda/index/speculative_record.cuh"
+#include "backend/cuda/index/warpgroups.cuh"
 #include "backend/cuda/ptx/cluster.cuh"
 #include "backend/cuda/topk/radix_select.cuh"
 #include "backend/cuda/topk/single_pass_select.cuh"
