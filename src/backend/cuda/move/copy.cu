@@ -116,7 +116,7 @@ class BulkTiles {
       barrier_wait(arrived_ + 8 * stage, number / kStages % 2);
       if (extent.bytes > 0)
         bulk_store(list_.pieces[extent.piece].to + extent.at, stage_ + stage * kBulkTileBytes, extent.bytes);
-      close_bulk_stores();
+      commit_bulk_stores();
       wait_for_bulk_reads<1>();  // the stage of the tile before is free
       load(number + kStages - 1, tile + (kStages - 1) * stride);
     }

@@ -1,9 +1,9 @@
-// Barriers in shared memory (sm_90), and who arrives at them. Counts and arrivals stand side by side, because each must
-// fit the other: a barrier is made with the Arrivals of those who arrive at it.
+// Barriers in shared memory (mbarrier, sm_90) and their arrivals. Counts and arrivals stand side by side, because they
+// must match: a barrier is initialised with the Arrivals of the threads that arrive at it.
 //
-// Threads that have met need one arrival between them: what the others did comes before it. compute-sanitizer's
-// racecheck does not see that, it orders accesses by the threads that arrived. In a build with KV4_RACECHECK each
-// thread arrives for itself, so that what racecheck still reports is a race. Threads wait for nothing else than before.
+// Threads that have synchronised need one arrival for all of them: it comes after the accesses of each. Racecheck of
+// compute-sanitizer does not see that, because it orders accesses by the threads that arrived. In a build with
+// KV4_RACECHECK each thread arrives for itself, so that every report of racecheck is a race. Waits are the same.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@ constexpr bool kEachArrives = true;
 constexpr bool kEachArrives = false;
 #endif
 
-/// What a barrier counts before it lets threads pass.
+/// The arrivals that complete a phase of a barrier.
 class Arrivals {
  public:
   /// Threads that each call barrier_arrive.
   __host__ __device__ static constexpr Arrivals of_each(int threads) { return Arrivals(threads); }
-  /// One thread, which says how many bytes are to come: barrier_arrive_expecting.
+  /// One thread, which announces the bytes of asynchronous copies: barrier_arrive_expecting.
   __host__ __device__ static constexpr Arrivals of_copies() { return Arrivals(1); }
   /// Whole warps, by arrives_for_warp.
   __host__ __device__ static constexpr Arrivals of_warps(int warps) {
     return Arrivals(kEachArrives ? 32 * warps : warps);
   }
-  /// Threads that have met at a named barrier, by arrives_for_group.
+  /// Threads that have synchronised at a named barrier, by arrives_for_group.
   __host__ __device__ static constexpr Arrivals of_group(int threads) { return Arrivals(kEachArrives ? threads : 1); }
 
   __host__ __device__ constexpr int count() const { return count_; }
@@ -37,16 +37,16 @@ class Arrivals {
   int count_;
 };
 
-/// Whether the thread is to arrive, for what its warp has done so far. Whole warps; lane: of 32.
+/// Whether the thread arrives for its warp's accesses so far. Called by whole warps; lane: of 32.
 __device__ inline bool arrives_for_warp(unsigned lane) {
   __syncwarp();
   return kEachArrives || lane == 0;
 }
-/// The same for a group that has met at a named barrier; thread: of the group.
+/// The same for a group that has synchronised at a named barrier; thread: of the group.
 __device__ inline bool arrives_for_group(unsigned thread) { return kEachArrives || thread == 0; }
 
-/// Between a barrier_init and an arrival of the same thread: racecheck takes the former, one instruction of the warp,
-/// as every lane's.
+/// Stands between a barrier_init and an arrival of the same thread: racecheck takes the init, one instruction of the
+/// warp, as every lane's.
 __device__ inline void part_init_from_arrival() {
   if constexpr (kEachArrives) __syncwarp();
 }
@@ -54,20 +54,21 @@ __device__ inline void part_init_from_arrival() {
 __device__ inline void barrier_init(std::uint32_t barrier, Arrivals arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals.count()) : "memory");
 }
-/// After the last barrier_init, by the same thread: copies and other blocks of the cluster see them, too. Other threads
-/// need a barrier of their own.
+/// Called after the last barrier_init by the same thread: asynchronous copies and other CTAs of the cluster then see
+/// the barriers. Other threads of the CTA need a __syncthreads.
 __device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ inline void barrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// And so many bytes of asynchronous stores are to come before the barrier is passed.
+/// Arrives, and announces the bytes of asynchronous copies that complete the phase.
 __device__ inline void barrier_arrive_expecting(std::uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-/// Of another block.
+/// Arrives at another CTA's barrier. barrier: a shared::cluster address.
 __device__ inline void barrier_arrive_in_cluster(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+/// Waits until the phase of that parity is complete.
 __device__ inline void barrier_wait(std::uint32_t barrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"

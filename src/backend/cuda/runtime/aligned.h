@@ -1,4 +1,4 @@
-// Whether what a kernel would read by wide loads lies as they need it. For the host.
+// Alignment checks for wide loads. For the host.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace kv4::cuda {
 
-/// And every so many bytes on.
+/// Whether `data`, and every address `stride` bytes on, is a multiple of `to`.
 inline bool is_aligned(const void* data, std::int64_t stride, std::int64_t to) {
   return (reinterpret_cast<std::intptr_t>(data) | stride) % to == 0;
 }

@@ -6,7 +6,7 @@ namespace kv4::cuda {
 
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // what can be cleared is; an asynchronous failure stays
+  cudaGetLastError();  // clears it, unless it is an asynchronous failure
   if (context_lost())
     fail(
         ErrorCode::device_failure,
@@ -16,7 +16,7 @@ void check(cudaError_t status, const char* what) {
   fail(ErrorCode::device_failure, "{} failed: {} ({})", what, cudaGetErrorString(status), cudaGetErrorName(status));
 }
 
-// Asking for a number cannot fail by itself, except while a stream is being captured.
+// cudaMemGetInfo fails only if the context is lost, or while a stream is being captured.
 bool context_lost() {
   std::size_t available = 0, total = 0;
   const cudaError_t status = cudaMemGetInfo(&available, &total);

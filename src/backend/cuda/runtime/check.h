@@ -6,20 +6,20 @@
 
 namespace kv4::cuda {
 
-/// Throws Error(device_failure) naming what was tried, if it did not succeed; if a kernel failed, it says that the
-/// context is lost.
+/// Throws Error(device_failure) that names the call, if it did not succeed. If a kernel failed, the message says that
+/// the context is lost.
 void check(cudaError_t status, const char* what);
-/// Whether a failed kernel has taken the current device's context along: no call on it succeeds any more.
+/// Whether a failed kernel has destroyed the current device's context: no call on it succeeds any more.
 bool context_lost();
 
-/// Device memory; throws Error(out_of_memory) and leaves no error behind.
+/// Device memory; throws Error(out_of_memory) and leaves no CUDA error behind.
 void* device_malloc(std::int64_t bytes);
 /// Pinned host memory, likewise.
 void* pinned_malloc(std::int64_t bytes);
-/// After an attempt to pin so much.
+/// Checks the result of an attempt to pin `bytes`.
 void check_pinned(cudaError_t status, std::int64_t bytes);
 
-/// Makes `device` current while it lives.
+/// Makes `device` current for its lifetime.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);

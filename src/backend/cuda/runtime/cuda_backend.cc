@@ -22,8 +22,8 @@ std::string why_no_cuda(int device) {
   const cudaError_t status = cudaGetDeviceCount(&count);
   cudaGetLastError();
   if (status != cudaSuccess || count == 0)
-    return fmt::format("no GPU is there: {}", status != cudaSuccess ? cudaGetErrorString(status) : "0 devices");
-  if (device < 0 || device >= count) return fmt::format("GPU {} is not there; GPUs are 0 to {}", device, count - 1);
+    return fmt::format("no GPU is available: {}", status != cudaSuccess ? cudaGetErrorString(status) : "0 devices");
+  if (device < 0 || device >= count) return fmt::format("GPU {} does not exist; GPUs are 0 to {}", device, count - 1);
   int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
@@ -43,7 +43,7 @@ namespace cuda {
 namespace {
 
 constexpr std::size_t kPieceListBytes = std::size_t{64} << 10;
-constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // what a CTA copies at a time
+constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // copied by a CTA at a time
 
 std::size_t size(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
 
@@ -53,30 +53,30 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Arrays one after another in an upload slot.
-class SlotWriter {
+// Writes arrays one after another into an upload buffer.
+class BufferWriter {
  public:
-  explicit SlotWriter(UploadRing::Slot& slot) : slot_(slot) {}
+  explicit BufferWriter(UploadRing::Buffer& buffer) : buffer_(buffer) {}
 
-  /// Copies `count` elements in; returns where they will be on the device.
+  /// Copies `count` elements in; returns their address on the device.
   template <class T>
   T* add(const T* from, std::int64_t count) {
     const std::size_t bytes = size(count) * sizeof(T);
-    if (bytes > 0) std::memcpy(slot_.host + used_, from, bytes);
-    T* const there = reinterpret_cast<T*>(slot_.device + used_);
+    if (bytes > 0) std::memcpy(buffer_.host + used_, from, bytes);
+    T* const on_device = reinterpret_cast<T*>(buffer_.device + used_);
     used_ = (used_ + bytes + 15) / 16 * 16;
-    return there;
+    return on_device;
   }
   std::size_t used() const { return used_; }
 
  private:
-  UploadRing::Slot& slot_;
+  UploadRing::Buffer& buffer_;
   std::size_t used_ = 0;
 };
 
 }  // namespace
 
-/// Calls a kernel's launcher, as every call on the GPU.
+/// Calls a kernel's launcher as a Call.
 template <class Params>
 void CudaBackend::queue(cudaError_t (*launch)(const Params&, cudaStream_t), const Params& params, const char* what) {
   const Call call(calls_);
@@ -117,7 +117,7 @@ std::byte* CudaBackend::allocate(std::int64_t bytes) {
   const Call call(calls_);
   std::byte* memory = static_cast<std::byte*>(device_malloc(bytes));
   cudaError_t status = cudaMemsetAsync(memory, 0, size(bytes), call.stream());
-  // A transfer into it may be the next thing, on the other stream.
+  // The next call may be a transfer into it, on the other stream.
   if (status == cudaSuccess) status = cudaEventRecord(queued_, call.stream());
   if (status == cudaSuccess) status = cudaStreamWaitEvent(call.transfers(), queued_, 0);
   if (status != cudaSuccess) cudaFree(memory);
@@ -129,7 +129,7 @@ void CudaBackend::deallocate(std::byte* memory, std::int64_t) {
   if (memory == nullptr) return;
   try {
     const LastCall call(calls_);
-    cudaFree(memory);       // waits for the kernels that use it
+    cudaFree(memory);       // waits for the kernels that use the memory
   } catch (const Error&) {  // a lost device frees its memory by itself
   }
 }
@@ -162,16 +162,18 @@ void CudaBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes
 void CudaBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
   const Call call(calls_);
   if (pieces.size() <= kMostFewPieces) return check(copy_few_pieces(pieces, call.stream()), "copy_few_pieces");
-  const std::vector<ops::CopyPiece> units = cut_pieces(pieces, kPieceBytes);
-  const std::size_t most = uploads_.capacity() / sizeof(ops::CopyPiece);
-  for (std::size_t first = 0; first < units.size(); first += most) {
-    const std::span<const ops::CopyPiece> part = std::span(units).subspan(first, std::min(most, units.size() - first));
-    UploadRing::Slot& slot = uploads_.next();
-    SlotWriter writer(slot);
-    const ops::CopyPiece* there = writer.add(part.data(), static_cast<std::int64_t>(part.size()));
-    uploads_.send(slot, writer.used(), call.stream());
-    check(cuda::copy_pieces(there, static_cast<std::int32_t>(part.size()), kPieceBytes, call.stream()), "copy_pieces");
-    uploads_.finish(slot, call.stream());
+  const std::vector<ops::CopyPiece> cut = cut_pieces(pieces, kPieceBytes);
+  const std::size_t per_upload = uploads_.capacity() / sizeof(ops::CopyPiece);
+  for (std::size_t first = 0; first < cut.size(); first += per_upload) {
+    const std::span<const ops::CopyPiece> part =
+        std::span(cut).subspan(first, std::min(per_upload, cut.size() - first));
+    UploadRing::Buffer& buffer = uploads_.next();
+    BufferWriter writer(buffer);
+    const ops::CopyPiece* on_device = writer.add(part.data(), static_cast<std::int64_t>(part.size()));
+    uploads_.send(buffer, writer.used(), call.stream());
+    check(cuda::copy_pieces(on_device, static_cast<std::int32_t>(part.size()), kPieceBytes, call.stream()),
+          "copy_pieces");
+    uploads_.finish(buffer, call.stream());
   }
 }
 
@@ -257,16 +259,16 @@ void CudaBackend::reserve_updates(std::int64_t max_items) {
 
 void CudaBackend::update_step(const ops::StepUpdate& update) {
   const Call call(calls_);
-  UploadRing::Slot& slot = uploads_.next();
-  SlotWriter writer(slot);
-  ops::StepUpdate there = update;
-  there.items = writer.add(update.items, update.num_items);
-  if (update.window_begins != nullptr) there.window_begins = writer.add(update.window_begins, update.num_items);
-  there.ranges = writer.add(update.ranges, update.num_ranges);
-  there.block_ids = writer.add(update.block_ids, update.num_values);
-  uploads_.send(slot, writer.used(), call.stream());
-  check(cuda::update_step(there, call.stream()), "update_step");
-  uploads_.finish(slot, call.stream());
+  UploadRing::Buffer& buffer = uploads_.next();
+  BufferWriter writer(buffer);
+  ops::StepUpdate on_device = update;
+  on_device.items = writer.add(update.items, update.num_items);
+  if (update.window_begins != nullptr) on_device.window_begins = writer.add(update.window_begins, update.num_items);
+  on_device.ranges = writer.add(update.ranges, update.num_ranges);
+  on_device.block_ids = writer.add(update.block_ids, update.num_values);
+  uploads_.send(buffer, writer.used(), call.stream());
+  check(cuda::update_step(on_device, call.stream()), "update_step");
+  uploads_.finish(buffer, call.stream());
 }
 
 void CudaBackend::append(const ops::AppendParams& params) { queue(cuda::append, params, "append"); }
@@ -301,14 +303,14 @@ void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const Image
     spans.push_back(
         {kind, slot, static_cast<std::int32_t>(part.length), reinterpret_cast<float*>(staging() + part.open_at)});
   }
-  const std::size_t most = uploads_.capacity() / sizeof(ops::OpenSpan);
-  for (std::size_t first = 0; first < spans.size(); first += most) {
-    const std::size_t count = std::min(most, spans.size() - first);
-    UploadRing::Slot& upload = uploads_.next();
-    SlotWriter writer(upload);
-    const ops::OpenSpan* there = writer.add(spans.data() + first, static_cast<std::int64_t>(count));
+  const std::size_t per_upload = uploads_.capacity() / sizeof(ops::OpenSpan);
+  for (std::size_t first = 0; first < spans.size(); first += per_upload) {
+    const std::size_t count = std::min(per_upload, spans.size() - first);
+    UploadRing::Buffer& upload = uploads_.next();
+    BufferWriter writer(upload);
+    const ops::OpenSpan* on_device = writer.add(spans.data() + first, static_cast<std::int64_t>(count));
     uploads_.send(upload, writer.used(), call.stream());
-    check(cuda::fold_open(there, static_cast<std::int32_t>(count), call.stream()), "fold_open");
+    check(cuda::fold_open(on_device, static_cast<std::int32_t>(count), call.stream()), "fold_open");
     uploads_.finish(upload, call.stream());
   }
   to_host(call, image, layout.bytes);
@@ -329,16 +331,16 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
     places.push_back(kind.pending.fold_watermarks + slot * kind.pending.fold_watermark_stride);
   }
   if (!fold_watermarks.empty()) {
-    UploadRing::Slot& upload = uploads_.next();
-    SlotWriter writer(upload);
+    UploadRing::Buffer& upload = uploads_.next();
+    BufferWriter writer(upload);
     const std::int32_t* values = writer.add(fold_watermarks.data(), static_cast<std::int64_t>(fold_watermarks.size()));
     std::vector<ops::CopyPiece> pieces;
     for (std::size_t i = 0; i < places.size(); ++i)
       pieces.push_back(
           {reinterpret_cast<const std::uint8_t*>(values + i), reinterpret_cast<std::uint8_t*>(places[i]), 4});
-    const ops::CopyPiece* there = writer.add(pieces.data(), static_cast<std::int64_t>(pieces.size()));
+    const ops::CopyPiece* on_device = writer.add(pieces.data(), static_cast<std::int64_t>(pieces.size()));
     uploads_.send(upload, writer.used(), call.stream());
-    check(cuda::copy_pieces(there, static_cast<std::int32_t>(pieces.size()), 4, call.stream()), "copy_pieces");
+    check(cuda::copy_pieces(on_device, static_cast<std::int32_t>(pieces.size()), 4, call.stream()), "copy_pieces");
     uploads_.finish(upload, call.stream());
   }
   check(cudaStreamSynchronize(call.stream()), "waiting for a transfer to the GPU");
@@ -352,7 +354,8 @@ bool CudaBackend::capturing() {
   return is_capturing(call.stream());
 }
 
-// A stream that is being captured cannot wait for work outside the capture; whoever replays the graph orders it.
+// A stream that is being captured cannot wait for work outside the capture; the caller that replays the graph orders
+// it.
 void CudaBackend::set_stream(Stream stream) {
   const Call call(calls_);
   const cudaStream_t next = static_cast<cudaStream_t>(stream.handle);
@@ -371,7 +374,7 @@ std::int64_t CudaBackend::mark() {
   return last_mark_;
 }
 
-// An event that was recorded again since stands for a later ticket: never reached too early.
+// An event that has been recorded again stands for a later ticket: no ticket is reached too early.
 bool CudaBackend::reached(std::int64_t ticket) {
   if (ticket <= last_reached_) return true;
   const Call call(calls_);

@@ -13,13 +13,13 @@
 namespace kv4::cuda {
 
 // Invariants:
-// 1. Everything but transfers is queued on one stream, in the order of the calls; whoever changes the stream makes the
-//    new one wait. Transfers have a stream of their own and never make the other wait.
-// 2. No call that a step makes (update_step, append, flush, gathers) waits or allocates; update_step waits only if the
+// 1. Everything but transfers is queued on one stream, in the order of the calls; set_stream makes the new stream wait
+//    for the old one. Transfers have a stream of their own and never make the other stream wait.
+// 2. No call of a step (update_step, append, flush, gathers) waits or allocates, except that update_step waits if the
 //    host is four updates ahead of the device.
 // 3. staging_ is used by one call at a time, and the calls that use it are ordered by the stream.
-// 4. Every call is a Call (device_calls.h): once a kernel has failed, the call that finds out says so, and every later
-//    one throws; none waits for it. Only what gives memory back is a LastCall.
+// 4. Every call is a Call (device_calls.h): once a kernel has failed, the call that notices reports it, and every later
+//    call throws; no call waits for that. Only calls that free resources are a LastCall.
 class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, cudaStream_t stream);
@@ -81,7 +81,7 @@ class CudaBackend final : public Backend {
   std::byte* staging_ = nullptr;
   std::int64_t staging_bytes_ = 0;
   std::array<cudaEvent_t, kMarks> marks_{};      // of tickets (ticket mod kMarks)
-  cudaEvent_t queued_ = nullptr;                 // what transfers out wait for
+  cudaEvent_t queued_ = nullptr;                 // outgoing transfers wait for it
   std::array<cudaEvent_t, kMarks> transfers_{};  // as marks_, on the transfer stream
   std::int64_t last_transfer_ = 0;
   std::int64_t last_mark_ = 0;

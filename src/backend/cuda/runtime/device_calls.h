@@ -1,5 +1,5 @@
-// The one way in which a backend calls its GPU. A kernel that fails takes the GPU's context along, and all memory on
-// it: a call that fails looks whether that has happened, and every later one is refused.
+// The only way in which a backend calls its GPU. A kernel that fails destroys the GPU's context and all memory in it. A
+// call that fails checks whether that has happened; every later call is refused.
 #pragma once
 
 #include <exception>
@@ -8,20 +8,20 @@
 
 namespace kv4::cuda {
 
-/// A GPU and its streams. Only a Call gets at the streams, so that nothing can be queued without one. Guard: makes a
-/// GPU current while it lives. Not thread-safe.
+/// A GPU and its streams. Only a Call reaches the streams, so that nothing can be queued without one. Guard: makes a
+/// GPU current for its lifetime. Not thread-safe.
 template <class Guard, class Stream>
 class DeviceCalls {
  public:
-  /// context_lost: whether the current GPU's context is.
+  /// context_lost: whether the current GPU's context is lost.
   DeviceCalls(int device, Stream stream, bool (*context_lost)())
       : device_(device), stream_(stream), context_lost_(context_lost) {}
 
   int device() const { return device_; }
   bool lost() const { return lost_; }
 
-  /// The GPU is current while it lives. Throws Error(device_failure) if the GPU was lost; if an exception ends it, it
-  /// looks whether the GPU is lost now.
+  /// Makes the GPU current for its lifetime. Throws Error(device_failure) if the GPU was lost. If an exception ends the
+  /// Call, it checks whether the GPU is lost now.
   class Call {
    public:
     explicit Call(DeviceCalls& calls) : calls_(calls.not_lost()), guard_(calls.device_) {}
@@ -40,7 +40,7 @@ class DeviceCalls {
     int exceptions_ = std::uncaught_exceptions();
   };
 
-  /// To give back what a lost GPU may have taken along: never refused, notices nothing.
+  /// For freeing resources that a lost GPU may have destroyed: never refused, checks nothing.
   class LastCall {
    public:
     explicit LastCall(DeviceCalls& calls) : calls_(calls), guard_(calls.device_) {}
@@ -65,7 +65,7 @@ class DeviceCalls {
 
   const int device_;
   Stream stream_;
-  Stream transfers_{};  // of copies between the host's memory and the GPU's
+  Stream transfers_{};  // for copies between host and GPU memory
   bool (*const context_lost_)();
   bool lost_ = false;
 };

@@ -1,4 +1,4 @@
-// Stands in for the CUDA backend in builds without nvcc.
+// Replaces the CUDA backend in builds without nvcc.
 #include "base/check.h"
 #include "kv4/backend.h"
 

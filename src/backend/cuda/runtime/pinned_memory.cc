@@ -9,16 +9,16 @@
 namespace kv4::cuda {
 namespace {
 
-constexpr std::int64_t kHugePage = 2 << 20, kLeast = 4 * kHugePage, kMost = 512 * kHugePage;
+constexpr std::int64_t kHugePage = 2 << 20, kMin = 4 * kHugePage, kMax = 512 * kHugePage;
 
 std::int64_t whole_pages(std::int64_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
 
-/// Large memory lies in huge pages, where the system has them: a disk's transfer takes hold of every page of its
-/// memory, and cudaMallocHost gives small ones. But that refuses what the machine does not have, where pages of a
-/// mapping are found missing one by one: so it gives what is very large.
+/// Large memory is allocated in huge pages, where the system has them: a disk transfer pins every page of its memory,
+/// and cudaMallocHost gives small pages. Very large memory comes from cudaMallocHost, because that refuses a size that
+/// the machine does not have, whereas the pages of a mapping turn out missing one by one.
 bool in_huge_pages(std::int64_t bytes) {
   int device = 0, supported = 0;
-  return bytes >= kLeast && bytes <= kMost && cudaGetDevice(&device) == cudaSuccess &&
+  return bytes >= kMin && bytes <= kMax && cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&supported, cudaDevAttrHostRegisterSupported, device) == cudaSuccess && supported != 0;
 }
 
@@ -31,8 +31,8 @@ std::byte* map_huge_pages(std::int64_t bytes) {
   const std::size_t before = (kHugePage - reinterpret_cast<std::uintptr_t>(mapped) % kHugePage) % kHugePage;
   if (before > 0) munmap(begin, before);
   munmap(begin + before + size, kHugePage - before);
-  madvise(begin + before, size, MADV_HUGEPAGE);  // advice
-  madvise(begin + before, size, MADV_DONTFORK);  // the GPU would go on with pages that a fork has made the child's
+  madvise(begin + before, size, MADV_HUGEPAGE);  // only advice
+  madvise(begin + before, size, MADV_DONTFORK);  // otherwise the GPU would use pages that a fork has given to the child
   return begin + before;
 }
 

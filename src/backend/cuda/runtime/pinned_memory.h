@@ -1,4 +1,4 @@
-// Pinned host memory for blocks and snapshots on their way between disks and the GPU.
+// Pinned host memory for blocks and snapshots in transfer between disks and the GPU.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace kv4::cuda {
 
 /// Throws Error(out_of_memory) and leaves no error behind.
 void* allocate_pinned(std::int64_t bytes);
-/// `bytes`: what was asked for.
+/// `bytes`: the size that was allocated.
 void free_pinned(void* memory, std::int64_t bytes);
 
 }  // namespace kv4::cuda

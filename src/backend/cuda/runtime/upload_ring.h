@@ -1,5 +1,5 @@
-// Small host arrays on their way to the device: a few pinned buffers in rotation, each with its twin on the device, so
-// that the host never waits unless it is that many transfers ahead.
+// Uploads small host arrays to the device: a ring of pinned buffers, each with a counterpart on the device. The host
+// waits only if it is a whole ring of transfers ahead.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,26 +17,26 @@ class UploadRing {
   UploadRing(const UploadRing&) = delete;
   UploadRing& operator=(const UploadRing&) = delete;
 
-  /// Every buffer can hold `bytes` from now on. Waits for transfers under way if they must grow.
+  /// Makes every buffer hold at least `bytes`. Waits for transfers in flight if buffers must grow.
   void reserve(std::size_t bytes);
 
-  /// The next buffer: fill `host`, then send. Waits if it is still in use.
-  struct Slot {
+  /// The next buffer: fill `host`, then send. Waits if the buffer is still in use.
+  struct Buffer {
     std::byte* host = nullptr;
     std::byte* device = nullptr;
     cudaEvent_t done = nullptr;
   };
-  Slot& next();
-  /// Copies the first `bytes` of the slot to the device. After the last kernel that reads them call finish().
-  void send(Slot& slot, std::size_t bytes, cudaStream_t stream);
-  void finish(Slot& slot, cudaStream_t stream);
+  Buffer& next();
+  /// Copies the first `bytes` of the buffer to the device. Call finish() after the last kernel that reads them.
+  void send(Buffer& buffer, std::size_t bytes, cudaStream_t stream);
+  void finish(Buffer& buffer, cudaStream_t stream);
 
   std::size_t capacity() const { return capacity_; }
 
  private:
   void release();
 
-  std::array<Slot, 4> slots_{};
+  std::array<Buffer, 4> buffers_{};
   std::size_t capacity_ = 0;
   std::size_t at_ = 0;
 };
