@@ -40,7 +40,7 @@ class OverlapSpans {
     if (token >= p_.step.num_tokens) return;
     const RawRow first_series = load_token(token, 0);
     rows[kOverlapRows - 1] = load_token(token, kWidth);
-    const ops::StepRecord r = load_record_again(p_.step.tokens + token);
+    const ops::StepRecord r = load_record_l2(p_.step.tokens + token);
     if (r.padded()) return;
     const Source source(p_, k_, r, channel_);
     const int ring_row = ring_row_of(r);
@@ -179,8 +179,8 @@ class OverlapSpans {
   __device__ void prefetch_token(int token) const {
     const auto prefetch = [&](const ops::InputDesc& in) {
       const In* row = static_cast<const In*>(in.data) + token * in.row_stride + channel_;
-      fetch_ahead(row);
-      fetch_ahead(row + kWidth);
+      prefetch_l2(row);
+      prefetch_l2(row + kWidth);
     };
     prefetch(p_.kv[k_]);
     prefetch(p_.gate[k_]);

@@ -47,7 +47,7 @@ __device__ ops::RowType read_as(DType stored, DType rounded) {
   return rounded == DType::bf16 ? ops::RowType::f32_as_bf16 : ops::RowType::f32;
 }
 
-__device__ void convert(Block g, const void* from, DType from_type, int count, std::uint8_t* to, DType to_type) {
+__device__ void convert(CtaGroup g, const void* from, DType from_type, int count, std::uint8_t* to, DType to_type) {
   const ops::RowType type = read_as(from_type, DType::f32);
   for (int c = g.lane(); c < count; c += g.size()) {
     const float x = ops::load_element(from, type, c);
@@ -58,7 +58,7 @@ __device__ void convert(Block g, const void* from, DType from_type, int count, s
   }
 }
 
-__device__ void load_angles(Block g, const ops::RopeDesc& rope, std::int64_t position, const Buffers& b) {
+__device__ void load_angles(CtaGroup g, const ops::RopeDesc& rope, std::int64_t position, const Buffers& b) {
   const int pairs = rope.rope_dim / 2;
   for (int i = g.lane(); i < pairs; i += g.size()) {
     if (rope.cos != nullptr) {
@@ -71,13 +71,13 @@ __device__ void load_angles(Block g, const ops::RopeDesc& rope, std::int64_t pos
   g.sync();
 }
 
-__device__ void copy(Block g, std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) {
+__device__ void copy(CtaGroup g, std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) {
   for (std::int64_t i = g.lane(); i < bytes; i += g.size()) to[i] = from[i];
 }
 
 // --- window rows
 
-__device__ void keep_undo_row(Block g, const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r) {
+__device__ void keep_undo_row(CtaGroup g, const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r) {
   const std::int64_t lost = std::int64_t{r.position} - w.rows, slot = r.write_slot;
   if (lost < 0 || lost != r.length - window_tokens || w.undo_position(slot) == lost) return;
   copy(g, w.undo_row.payload.at(slot, 0), w.ring.payload.at(slot, lost % w.rows), w.ring.payload.row_stride);
@@ -86,7 +86,7 @@ __device__ void keep_undo_row(Block g, const ops::WindowDesc& w, int window_toke
   if (g.lane() == 0) w.undo_position(slot) = static_cast<std::int32_t>(lost);
 }
 
-__device__ void append_window_row(Block g, const ops::AppendParams& p, const ops::StepRecord& r, std::int64_t token,
+__device__ void append_window_row(CtaGroup g, const ops::AppendParams& p, const ops::StepRecord& r, std::int64_t token,
                                   const Buffers& b) {
   const ops::WindowDesc& w = p.layer.window;
   const int width = w.ring.shape.width;
@@ -117,7 +117,7 @@ __device__ void append_window_row(Block g, const ops::AppendParams& p, const ops
 // --- entries and index keys
 
 // Quantises the finished row b.row into its row of the page.
-__device__ void store_row(Block g, const ops::KindDesc& kind, const ops::StepDesc& step, int position, int block,
+__device__ void store_row(CtaGroup g, const ops::KindDesc& kind, const ops::StepDesc& step, int position, int block,
                           const Buffers& b) {
   if (kind.hadamard) ops::hadamard_row(g, kind.page.shape.width, b.row);
   const int row = position % step.block_tokens / kind.ratio;
@@ -133,7 +133,7 @@ __device__ void store_row(Block g, const ops::KindDesc& kind, const ops::StepDes
 /// finished.
 class Compressor {
  public:
-  __device__ Compressor(Block g, const ops::AppendParams& p, int k, const ops::StepRecord& r, const Buffers& b)
+  __device__ Compressor(CtaGroup g, const ops::AppendParams& p, int k, const ops::StepRecord& r, const Buffers& b)
       : g_(g), p_(p), kind_(p.layer.kinds[k]), kv_(p.kv[k]), gate_(p.gate[k]), r_(r), b_(b) {}
 
   // The rows of an online ring must be folded before the step overwrites them, so one CTA does the whole request of a
@@ -231,7 +231,7 @@ class Compressor {
     g_.sync();
   }
 
-  Block g_;
+  CtaGroup g_;
   const ops::AppendParams& p_;
   const ops::KindDesc& kind_;
   const ops::InputDesc &kv_, &gate_;
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads) append_generic_kernel(const __grid_c
   if (r.padded()) return;
   const int width = role == 0 ? p.layer.window.ring.shape.width : p.layer.kinds[role - 1].page.shape.width;
   const Buffers b(shared, width, max(p.rope.rope_dim, p.front_end.rope.rope_dim));
-  const Block g(b.scratch);
+  const CtaGroup g(b.scratch);
   if (role == 0)
     append_window_row(g, p, r, token, b);
   else
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads) flush_kernel(const __grid_constant__
     if ((r.position + 1) % kind.ratio != 0) continue;
     const int width = kind.page.shape.width;
     const Buffers b(shared, width, 0);
-    const Block g(b.scratch);
+    const CtaGroup g(b.scratch);
     const void* in = input_row(p.rows[k], token);
     for (int c = g.lane(); c < width; c += g.size())
       b.row[c] = ops::load_element(in, read_as(p.rows[k].dtype, DType::bf16), c);

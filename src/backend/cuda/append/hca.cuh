@@ -27,10 +27,10 @@ class OpenSpans {
     const SpeculativeTokenRecord speculative(p_.step, token);
     if (!speculative.padded() && wanted(speculative.get())) prefetch(speculative.get());
     for (const ops::InputDesc* in : {&p_.kv[k_], &p_.gate[k_]})
-      fetch_ahead(static_cast<const In*>(in->data) + token * in->row_stride + channel_);
+      prefetch_l2(static_cast<const In*>(in->data) + token * in->row_stride + channel_);
     grid_dependency_wait();
     launch_dependents();
-    const ops::StepRecord r = load_record_again(p_.step.tokens + token);
+    const ops::StepRecord r = load_record_l2(p_.step.tokens + token);
     if (!r.padded() && wanted(r)) close_spans(r, Source(p_, k_, r, channel_));
   }
 
@@ -67,14 +67,14 @@ class OpenSpans {
   /// Prefetches the accumulator, its fold watermark and the first ring rows that `fold` reads.
   __device__ void prefetch(const ops::StepRecord& r) const {
     const ops::PendingDesc& pending = kind_.pending;
-    if (lanes_.leader()) fetch_ahead(pending.fold_watermarks + r.read_slot * pending.fold_watermark_stride);
+    if (lanes_.leader()) prefetch_l2(pending.fold_watermarks + r.read_slot * pending.fold_watermark_stride);
     const float* acc = accumulator(r.read_slot);
-    for (int i = 0; i < 3; ++i) fetch_ahead(acc + i * kWidth);
+    for (int i = 0; i < 3; ++i) prefetch_l2(acc + i * kWidth);
     int at = ::max(r.position / kind_.ratio * kind_.ratio, r.length - pending.rows);
     for (int i = 0; i < kFoldAhead && at < r.length; ++i, ++at) {
       const Pending* kv = reinterpret_cast<const Pending*>(pending.ring.at(r.read_slot, at % pending.rows)) + channel_;
-      fetch_ahead(kv);
-      fetch_ahead(kv + pending.columns);
+      prefetch_l2(kv);
+      prefetch_l2(kv + pending.columns);
     }
   }
 

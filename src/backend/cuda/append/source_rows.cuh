@@ -159,11 +159,13 @@ __device__ inline ops::StepRecord load_record(const ops::StepRecord* at) {
 }
 
 /// The same from L2: L1 may still hold a record that was read before the wait.
-__device__ inline ops::StepRecord load_record_again(const ops::StepRecord* at) {
+__device__ inline ops::StepRecord load_record_l2(const ops::StepRecord* at) {
   const int4* words = reinterpret_cast<const int4*>(at);
   const int4 a = __ldcg(words), b = __ldcg(words + 1);
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
+
+__device__ inline ops::StepRecord load_record_again(const ops::StepRecord* at) { return load_record_l2(at); }
 
 /// A token's record before the wait: already this step's, unless the kernel before writes it. The rows it points at can
 /// be requested at once: they are right if the record proves valid, and lie in the same pools if not (kv4/cuda.h).
@@ -191,8 +193,6 @@ __device__ void wait_for_batch() {
   wait_for_copies<kPending>();
 }
 
-__device__ inline void fetch_ahead(const void* at) { prefetch_l2(at); }
-
 /// Before the wait: prefetches the first kind's input rows of `count` tokens into L2, for whichever CTA reads them.
 template <class In>
 __device__ void prefetch_inputs(const ops::AppendParams& p, int first, int count) {
@@ -201,7 +201,7 @@ __device__ void prefetch_inputs(const ops::AppendParams& p, int first, int count
   if (at >= p.layer.kinds[0].pending.columns * static_cast<int>(sizeof(In))) return;
   for (int token = first; token < min(first + count, p.step.num_tokens); ++token)
     for (const ops::InputDesc* in : {&p.kv[0], &p.gate[0]})
-      fetch_ahead(row_at(static_cast<const std::uint8_t*>(in->data), token,
+      prefetch_l2(row_at(static_cast<const std::uint8_t*>(in->data), token,
                          in->row_stride * static_cast<std::int64_t>(sizeof(In))) +
                   at);
 }

@@ -30,9 +30,9 @@ class UndoRow {
   }
   __device__ void prefetch() const {
     if (!due_) return;
-    if (lane_ == 0) fetch_ahead(&w_.undo_position(slot_));
-    for_words([&](int, const std::uint32_t* word) { fetch_ahead(word); });
-    if (lane_ < scale_words()) fetch_ahead(scale());
+    if (lane_ == 0) prefetch_l2(&w_.undo_position(slot_));
+    for_words([&](int, const std::uint32_t* word) { prefetch_l2(word); });
+    if (lane_ < scale_words()) prefetch_l2(scale());
   }
   __device__ void load() {
     if (!due_) return;
@@ -149,7 +149,7 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
   if (!speculative.padded()) find(speculative.get());
   undo_row.prefetch();
   if (token < p.step.num_tokens)
-    for (int i = 0; i < WindowLane<In>::kWords; ++i) fetch_ahead(window_lane.input(token, i));
+    for (int i = 0; i < WindowLane<In>::kWords; ++i) prefetch_l2(window_lane.input(token, i));
   grid_dependency_wait();
   launch_dependents();
   if (token >= p.step.num_tokens) return;
@@ -157,7 +157,7 @@ __device__ void append_window_row(const ops::AppendParams& p, F format, int toke
 #pragma unroll
   for (int i = 0; i < WindowLane<In>::kWords; ++i) in[i] = load_no_l1<4>(window_lane.input(token, i));
   undo_row.load();
-  const ops::StepRecord r = load_record_again(p.step.tokens + token);
+  const ops::StepRecord r = load_record_l2(p.step.tokens + token);
   OctetBits row[kOctets];
   window_lane.octets(in, row);
   if (r.padded()) return;
@@ -196,7 +196,7 @@ __device__ void prefetch_window_rows(const ops::AppendParams& p, int warp, int w
     const int token = warp + i * warps;
     if (token >= p.step.num_tokens) return;
 #pragma unroll
-    for (int j = 0; j < WindowLane<In>::kWords; ++j) fetch_ahead(window_lane.input(token, j));
+    for (int j = 0; j < WindowLane<In>::kWords; ++j) prefetch_l2(window_lane.input(token, j));
   }
 }
 

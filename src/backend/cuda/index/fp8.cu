@@ -28,7 +28,10 @@
 #include "backend/cuda/index/scheduler.cuh"
 #include "backend/cuda/index/speculative_record.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 #include "backend/cuda/ptx/cluster.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
+#include "backend/cuda/ptx/wgmma.cuh"
 #include "backend/cuda/rows/decode.cuh"
 #include "backend/cuda/topk/rescore.cuh"
 
@@ -73,32 +76,15 @@ __device__ void prepare_queries(Shared& s, const QueryPart& q, int head, int par
 
 // --- products
 
-template <bool kAdd>
-__device__ void multiply(float (&d)[32], const std::uint32_t (&a)[4], std::uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, add, 1, 1, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
-#endif
-}
-
 __device__ void multiply_tile(float (&d)[32], const std::uint32_t (&a)[kSteps][4], const std::uint64_t (&queries)[2]) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  multiply<false>(d, a[0], queries[0]);
+  wgmma_fence();
+  wgmma<MmaType::fp16, 64, false>(d, a[0], queries[0], false);
 #pragma unroll
-  for (int i = 1; i < kSteps; ++i) multiply<true>(d, a[i], queries[i / 4] + (32 >> 4) * (i % 4));
-  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 1; i < kSteps; ++i) wgmma<MmaType::fp16, 64, false>(d, a[i], queries[i / 4] + (32 >> 4) * (i % 4), true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  keep_behind_wait(d);
 #endif
 }
 
@@ -157,10 +143,10 @@ __device__ bool score_kv_tiles(Shared& s, const TokenTile& tile, const Pages& pa
   prepare_queries(s, query[0], thread / kHeadLanes, thread % kHeadLanes);
   keep(query[0], thread / kHeadLanes, thread % kHeadLanes);
 #if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_async_proxy();
 #endif
   if (!__syncthreads_and(holds)) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_all_copies();
     if (!renew(assignment)) return false;
     keys = keys_of<Keys>(s.ring, pages, assignment, warpgroup);
     keys.begin(keys.first_ids());
@@ -187,7 +173,7 @@ __device__ bool score_kv_tiles(Shared& s, const TokenTile& tile, const Pages& pa
     }
     if (maxima != nullptr) write_maxima(maxima, keys.first_key(i), group, key < scored ? total : kNoScore);
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_for_all_copies();
   largest = __reduce_max_sync(kAllLanes, largest);
   if (lane == 0) atomicMax(&s.largest, largest);
   __syncthreads();  // queries may be overwritten
@@ -254,8 +240,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_fp8_keys(const __grid_constant__ TokenTile tile, const __grid_constant__ Pages pages, int ctas) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   TopkShared& s = *reinterpret_cast<TopkShared*>(bytes);
-  arrive_first();
-  const int token = static_cast<int>(blockIdx.x) / ctas, rank = block_in_cluster();
+  cluster_arrive_relaxed();
+  const int token = static_cast<int>(blockIdx.x) / ctas, rank = cta_rank();
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, top = tile.p.top;
   SpeculativeRecord speculative;
   Assignment assignment = assign_cluster_tiles_speculatively(tile, ctas, token, speculative);
@@ -272,10 +258,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     const int table_blocks = tile.p.step.blocks_per_request;
     static_assert(kMaxTableBlocks <= kScoreThreads);
     if (rank == 0 && thread < table_blocks)
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
-                       static_cast<std::uint32_t>(__cvta_generic_to_shared(&s.table[thread]))),
-                   "l"(tile.p.step.block_table + std::int64_t{assignment.request} * table_blocks + thread)
-                   : "memory");
+      copy_async<4>(shared_address(&s.table[thread]),
+                    tile.p.step.block_table + std::int64_t{assignment.request} * table_blocks + thread);
   };
   if (!speculative.is_there) assignment = assign_cluster_tiles_after_wait(tile, ctas, token);
   if (assignment.count > 0) {
@@ -293,16 +277,16 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     if (rank == 0) take_whole_after_wait(tile, token);
     return;
   }
-  wait_cluster();
-  if (thread == 0) shared_of(s, 0).largest[rank] = assignment.count > 0 ? s.scorer.largest : 0;
-  arrive_cluster();
+  cluster_wait_diverged();
+  if (thread == 0) shared_of_cta(s, 0).largest[rank] = assignment.count > 0 ? s.scorer.largest : 0;
+  cluster_arrive_diverged();
   if (rank > 0) return;
 
   // The error bounds are made while the other CTAs finish.
   RescoreShared& rescore = s.rescore;
   rescore.clear();
   make_error_bounds(rescore, s.queries, tile.p.num_heads);
-  wait_cluster();
+  cluster_wait_diverged();
   const int count = assignment.scored;
   const Choice choice{tile, token, assignment.request};
   float* const row = tile.row(token);
@@ -344,9 +328,6 @@ cudaError_t score_fast(const TokenTile& tile, cudaStream_t stream) {
 int fast_topk_ctas(const TokenTile& tile) { return cluster_ctas(tile); }
 
 cudaError_t topk_fast(const TokenTile& tile, int ctas, cudaStream_t stream) {
-  const cudaError_t status = cudaFuncSetAttribute(topk_of_fp8_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  static_cast<int>(sizeof(TopkShared)));
-  if (status != cudaSuccess) return status;
   const unsigned size = static_cast<unsigned>(ctas);
   return launch_clusters<sizeof(TopkShared)>(topk_of_fp8_keys, size, size * static_cast<unsigned>(tile.count),
                                              kScoreThreads, stream, tile, make_rescored_pages(tile), ctas);

@@ -29,6 +29,9 @@
 #include "backend/cuda/index/scheduler.cuh"
 #include "backend/cuda/index/speculative_record.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
+#include "backend/cuda/ptx/wgmma.cuh"
 #include "backend/cuda/rows/decode.cuh"
 
 namespace kv4::cuda {
@@ -77,28 +80,10 @@ __device__ void prepare_queries(Shared& s, const QueryPart& q, int head, int par
 
 // --- products
 
-template <bool kAdd>
-__device__ void multiply(float (&d)[32], const std::uint32_t (&a)[4], std::uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, add, 1, 1; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
-#endif
-}
-
 __device__ void wait_for_products(float (&d)[32]) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  wgmma_wait<0>();
+  keep_behind_wait(d);
 #endif
 }
 
@@ -120,11 +105,11 @@ __device__ void load_tile(std::uint32_t stage, std::uint32_t chunk_at, int tile,
 /// Starts the wgmma of half a KV tile. Neither products nor keys may be touched before wait_for_products.
 __device__ void start_products(float (&d)[32], const Operand& a, std::uint64_t queries) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  multiply<false>(d, a[0], queries);
+  wgmma_fence();
+  wgmma<MmaType::e4m3, 64>(d, a[0], queries, false);
 #pragma unroll
-  for (int i = 1; i < kSteps; ++i) multiply<true>(d, a[i], queries + (32 >> 4) * i);
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  for (int i = 1; i < kSteps; ++i) wgmma<MmaType::e4m3, 64>(d, a[i], queries + (32 >> 4) * i, true);
+  wgmma_commit();
 #endif
 }
 
@@ -225,7 +210,7 @@ __global__ void __launch_bounds__(Cta::kThreads, FourWarpgroups::kThreads / Cta:
   } else {
     touch(tile);
     touch(pages);
-    for (int i = static_cast<int>(threadIdx.x); i < tile.count; i += Cta::kThreads) fetch_ahead(record_of(tile, i));
+    for (int i = static_cast<int>(threadIdx.x); i < tile.count; i += Cta::kThreads) prefetch_l2(record_of(tile, i));
     token = expected_token(tile);
   }
   Keys keys = keys_of<Keys>(s.ring, pages, first, static_cast<int>(threadIdx.x / 128));
@@ -275,12 +260,12 @@ __global__ void __launch_bounds__(Cta::kThreads, FourWarpgroups::kThreads / Cta:
         if (!is_filled) tail.fill(tile, thread, Cta::kThreads);
         is_filled = true;
 #if __CUDA_ARCH__ >= 900
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        fence_async_proxy();
 #endif
         const bool holds = !speculative.is_there || validation.holds(speculative),
                    in_range = __syncthreads_and(fits && holds);
         if (kSpeculates && !in_range && !__syncthreads_and(holds)) {
-          asm volatile("cp.async.wait_all;" ::: "memory");
+          wait_for_all_copies();
           return false;
         }
         const int scored = assignment.scored, kv_tiles = kv_tiles_of_warpgroup<Cta>(assignment, warpgroup);
@@ -302,7 +287,7 @@ __global__ void __launch_bounds__(Cta::kThreads, FourWarpgroups::kThreads / Cta:
             if (is_out_of_range(scale)) first_out_of_range = min(first_out_of_range, i);
           }
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        wait_for_all_copies();
         first_out_of_range = __reduce_min_sync(kAllLanes, first_out_of_range);
         if (first_out_of_range < kv_tiles)
           score_out_of_range(s, pages, assignment.request, scored, tile.row(assignment.token),

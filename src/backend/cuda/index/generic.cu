@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "backend/cuda/index/token_tile.cuh"
+#include "backend/cuda/ptx/convert.cuh"
 #include "backend/cuda/rows/cta_group.cuh"
 #include "backend/cuda/runtime/aligned.h"
 #include "backend/cuda/runtime/launch.cuh"
@@ -33,16 +34,16 @@ __global__ void encode_queries(const __grid_constant__ TokenTile tile) {
   const int head = static_cast<int>(blockIdx.x), token = static_cast<int>(blockIdx.y);
   if (p.step.tokens[tile.first + token].padded()) return;
   const RowShape shape = tile.kind().page.shape;
-  const Block block(shared);
+  const CtaGroup group(shared);
   float* x = shared + 1;
   const std::int64_t at = (tile.first + token) * p.q.row_stride + std::int64_t{head} * shape.width;
-  for (int c = block.lane(); c < shape.width; c += block.size())
+  for (int c = group.lane(); c < shape.width; c += group.size())
     x[c] = p.q.dtype == DType::bf16 ? codec::bf16_value(static_cast<const std::uint16_t*>(p.q.data)[at + c])
                                     : codec::round_bf16(static_cast<const float*>(p.q.data)[at + c]);
-  block.sync();
-  if (tile.kind().hadamard) ops::hadamard_row(block, shape.width, x);
+  group.sync();
+  if (tile.kind().hadamard) ops::hadamard_row(group, shape.width, x);
   std::uint8_t* to = tile.queries + token * tile.query_stride + head * query_row_bytes(shape.width);
-  Codec::encode(block, shape, x, to, to + 2 * shape.width, tile.kind().global_scale);
+  Codec::encode(group, shape, x, to, to + 2 * shape.width, tile.kind().global_scale);
 }
 
 struct WarpLanes {
@@ -149,8 +150,7 @@ struct KeyAddress {
 __device__ float4 four_values(std::uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
   const auto pair = [](std::uint32_t codes) {
-    std::uint32_t bits;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(bits) : "h"(static_cast<std::uint16_t>(codes)));
+    const std::uint32_t bits = fp16_pair_of_e4m3(static_cast<std::uint16_t>(codes));
     __half2 halves;
     memcpy(&halves, &bits, 4);
     return __half22float2(halves);
@@ -379,8 +379,6 @@ cudaError_t launch_scores(const TokenTile& tile, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared<Codec>);
   static_assert(kBytes > 48 << 10 && kBytes <= 99 << 10);  // the limit of a CTA on every GPU from sm_80 on
   const auto kernel = score_keys<Codec, kWords>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   const std::int64_t tiles = std::max<std::int64_t>((max_entries(tile.p) + T::kKeys - 1) / T::kKeys, 1);
   const std::int64_t kv_splits = std::clamp<std::int64_t>(num_sms() * T::kCtas / tile.count, 1, tiles);
   return launch<kBytes>(kernel, static_cast<unsigned>(kv_splits * tile.count), T::kThreads, stream, tile);

@@ -37,8 +37,7 @@ template <class Shared>
 cudaError_t launch_scorer(void (*kernel)(TokenTile, Pages), unsigned ctas, unsigned threads, const TokenTile& tile,
                           const Pages& pages, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared);
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  return status != cudaSuccess ? status : launch<kBytes>(kernel, ctas, threads, stream, tile, pages);
+  return launch<kBytes>(kernel, ctas, threads, stream, tile, pages);
 }
 
 /// Whether CTAs may have two warpgroups, with at most max_kv_tiles KV tiles per CTA.

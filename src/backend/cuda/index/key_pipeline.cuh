@@ -8,19 +8,10 @@
 #include "backend/cuda/index/scheduler.cuh"
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 
 namespace kv4::cuda {
-
-__device__ inline uint4 load_shared16(std::uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-  return v;
-}
-__device__ inline std::uint32_t load_shared4(std::uint32_t at) {
-  std::uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-  return v;
-}
 
 /// The pipeline of one warp: it copies the warp's 32 keys of each of its warpgroup's KV tiles from the pages to a ring
 /// of kStages stages. Every other row of 128 bytes has its halves swapped, so that the lanes of a quad load 16-byte
@@ -43,7 +34,7 @@ class KeyPipeline {
         units_(kv_tiles),
         scored_(scored),
         request_(request),
-        ring_(static_cast<std::uint32_t>(__cvta_generic_to_shared(ring[0][threadIdx.x / 32]))) {
+        ring_(shared_address(ring[0][threadIdx.x / 32])) {
     const std::uint32_t row = pages.row_of(first_), lane = threadIdx.x % 32;
     payload_ = pages.payload + (kKeyBytes * row + 16 * lane);
     scale_ = pages.scale + kKeyScaleBytes * (row + own_key());
@@ -80,7 +71,7 @@ class KeyPipeline {
 
   /// Waits for the next stage. Returns the shared address of its keys, which lie 64 or 128 bytes apart.
   __device__ std::uint32_t wait_next() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    wait_for_copies<kStages - 2>();
     __syncwarp();
     free_ = stage_;
     stage_ = stage_ == (kStages - 1) * kStageStep ? 0 : stage_ + kStageStep;
@@ -107,16 +98,11 @@ class KeyPipeline {
     if (block >= 0) {
       const std::uint8_t* from = payload_ + std::uint64_t{id} * pages_->payload_stride;
 #pragma unroll
-      for (int at = 0; at < kPayloadBytes; at += 512)
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to + at), "l"(from + at),
-                     "l"(pages_->policy)
-                     : "memory");
-      asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(ring_ + free_ + kPayloadBytes +
-                                                                                       kKeyScaleBytes * lane),
-                   "l"(scale_ + std::uint64_t{id} * pages_->scale_stride), "l"(pages_->policy)
-                   : "memory");
+      for (int at = 0; at < kPayloadBytes; at += 512) copy_async<16>(to + at, from + at, pages_->policy);
+      copy_async<4>(ring_ + free_ + kPayloadBytes + kKeyScaleBytes * lane,
+                    scale_ + std::uint64_t{id} * pages_->scale_stride, pages_->policy);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   }
 
   /// The block id of KV tile i + lane.

@@ -18,7 +18,7 @@
 // saturating addition of zero is the relu.
 //
 // Pipeline: one CTA of four warpgroups per SM; two warpgroups if rows are short and nothing is selected
-// (scheduler.cuh). Each warpgroup has its own keys. While the tensor cores multiply one half of a KV tile, the warps
+// (warpgroups.cuh). Each warpgroup has its own keys. While the tensor cores multiply one half of a KV tile, the warps
 // expand the codes of the next half, so a warpgroup hardly waits for the tensor cores. There is one set of accumulators
 // and the weights stay in shared memory, because registers are short. Each warp copies keys of three KV tiles ahead
 // into its own ring (cp.async) and needs no barrier but its own. All CTAs take equal ranges of the work tiles of all
@@ -40,7 +40,11 @@
 #include "backend/cuda/index/scheduler.cuh"
 #include "backend/cuda/index/speculative_record.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 #include "backend/cuda/ptx/cluster.cuh"
+#include "backend/cuda/ptx/convert.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
+#include "backend/cuda/ptx/wgmma.cuh"
 #include "backend/cuda/topk/radix_select.cuh"
 #include "backend/cuda/topk/single_pass_select.cuh"
 
@@ -70,13 +74,6 @@ constexpr int kSumShift = 59;
 constexpr float kWeightFactor = 0x1p90f;  // 2^(149 - kSumShift)
 
 // --- codes to bytes
-
-/// The permute reads 16 bits of its selector; __byte_perm would mask them once more.
-__device__ std::uint32_t permute(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
-  std::uint32_t out;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
-  return out;
-}
 
 /// A table of twice the value of each code under one scale, as a signed byte. The byte comes in two parts, one of which
 /// is zero for every code: a permute returns zero for a byte without its top bit if the top bit of the selector is set.
@@ -112,8 +109,8 @@ __device__ std::uint32_t multiply_add(std::uint32_t a, std::uint32_t b, std::uin
 __device__ void expand(const Lookup& t, std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
   const auto quad = [&](std::uint32_t selector) {
     const std::uint32_t complement = multiply_add(selector, 0xFFFF, 0xFFFF);  // of the selector's 16 bits
-    return multiply_add(permute(t.negative_low, t.negative_high, complement), 2,
-                        permute(t.positive_low, t.positive_high, selector));
+    return multiply_add(permute_bytes(t.negative_low, t.negative_high, complement), 2,
+                        permute_bytes(t.positive_low, t.positive_high, selector));
   };
   low = quad(codes);
   high = quad(codes >> 16);
@@ -121,8 +118,8 @@ __device__ void expand(const Lookup& t, std::uint32_t codes, std::uint32_t& low,
 
 /// Expands 4 codes to signed bytes, which may be odd.
 __device__ std::uint32_t signed_quad(std::uint32_t codes, std::uint32_t times) {
-  const std::uint32_t magnitudes = permute(kLowCodes * times, kHighCodes * times, codes & ~kSigns);
-  const std::uint32_t signs = permute(0x0000FF00u, 0, codes >> 3 & 0x1111u);
+  const std::uint32_t magnitudes = permute_bytes(kLowCodes * times, kHighCodes * times, codes & ~kSigns);
+  const std::uint32_t signs = permute_bytes(0x0000FF00u, 0, codes >> 3 & 0x1111u);
   return __vsub4(magnitudes ^ signs, signs);
 }
 
@@ -192,8 +189,7 @@ using RawPart = RawChannels<kWidth / kLanes>;
 /// codec::e2m1_bits of two numbers, given times 2^-14, in the halves of a word. e2m1 has the leading bits of fp16, and
 /// the scaling makes the smallest normal numbers of both coincide. No bf16 from 0.25 on loses bits here. NaN gives +6.
 __device__ std::uint32_t e2m1_codes(float low, float high) {
-  std::uint32_t halves;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+  const std::uint32_t halves = fp16_pair(low, high);
   const std::uint32_t magnitudes = halves & 0x7FFF7FFFu;
   const std::uint32_t rounded = magnitudes + 0x00FF00FFu + (magnitudes >> 9 & 0x00010001u);
   return __vminu2(rounded >> 9 & 0x007F007Fu, 0x00070007u) | (halves >> 12 & 0x00080008u);
@@ -218,7 +214,8 @@ __device__ Part<kLanes> encode(const float (&x)[kWidth / kLanes]) {
       const std::uint32_t codes = e2m1_codes(low_value(pair) * by, high_value(pair) * by);
       bytes[j] = codes | codes >> 12;
     }
-    part.codes[i] = permute(permute(bytes[0], bytes[1], 0x0040u), permute(bytes[2], bytes[3], 0x0040u), 0x5410u);
+    part.codes[i] =
+        permute_bytes(permute_bytes(bytes[0], bytes[1], 0x0040u), permute_bytes(bytes[2], bytes[3], 0x0040u), 0x5410u);
   }
   part.scale = static_cast<std::uint32_t>(exponent + 127);
   return part;
@@ -284,41 +281,24 @@ __device__ bool prepare_head(Queries& s, const TokenTile& tile, const RawPart<kL
 
 // --- products
 
-template <bool kAdd>
-__device__ void multiply(std::int32_t (&d)[32], const std::uint32_t (&a)[4], std::uint64_t b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, %37;"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
-        "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),
-        "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]),
-        "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
-#endif
-}
-
 using Operand = std::uint32_t[kSteps][4];
 using Products = std::int32_t[32];
 
 /// Starts the wgmma of half a KV tile. Neither products nor keys may be touched before wait_for_products.
 __device__ void start_products(Products& d, const Operand& a, std::uint64_t queries) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  multiply<false>(d, a[0], queries);
+  wgmma_fence();
+  wgmma<MmaType::s8, 64>(d, a[0], queries, false);
 #pragma unroll
-  for (int i = 1; i < kSteps; ++i) multiply<true>(d, a[i], queries + (32 >> 4) * i);
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  for (int i = 1; i < kSteps; ++i) wgmma<MmaType::s8, 64>(d, a[i], queries + (32 >> 4) * i, true);
+  wgmma_commit();
 #endif
 }
 
 __device__ void wait_for_products(Products& d) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < 32; ++i) asm volatile("" : "+r"(d[i])::"memory");
+  wgmma_wait<0>();
+  keep_behind_wait(d);
 #endif
 }
 
@@ -348,8 +328,8 @@ __device__ void add_heads(const Products& d, std::uint32_t shared, int chain, fl
 
 /// Lane c of a quad gets byte c of each lane's word.
 __device__ std::uint32_t transpose_quad(std::uint32_t word, int c) {
-  const std::uint32_t pairs = permute(word, __shfl_xor_sync(kAllLanes, word, 1), c % 2 == 0 ? 0x6240u : 0x3715u);
-  return permute(pairs, __shfl_xor_sync(kAllLanes, pairs, 2), c < 2 ? 0x5410u : 0x3276u);
+  const std::uint32_t pairs = permute_bytes(word, __shfl_xor_sync(kAllLanes, word, 1), c % 2 == 0 ? 0x6240u : 0x3715u);
+  return permute_bytes(pairs, __shfl_xor_sync(kAllLanes, pairs, 2), c < 2 ? 0x5410u : 0x3276u);
 }
 
 __device__ std::uint32_t largest_byte(std::uint32_t word) {
@@ -389,7 +369,7 @@ __device__ void expand_tile(std::uint32_t shared, std::uint32_t stage, const KVT
       const int row = 2 * tile + k;
       const uint4 codes = load_shared16(stage + 512 * row);
       const Lookup lookup(
-          load_shared16(shared + offsetof(Queries, lookups) + permute(scales.lookups, 0, 0x4440u + row)));
+          load_shared16(shared + offsetof(Queries, lookups) + permute_bytes(scales.lookups, 0, 0x4440u + row)));
       expand(lookup, codes.x, a[0][k], a[0][2 + k]);
       expand(lookup, codes.y, a[1][k], a[1][2 + k]);
       expand(lookup, codes.z, a[2][k], a[2][2 + k]);
@@ -468,21 +448,21 @@ __device__ bool score_kv_tiles(Shared<typename Keys::Cta>& s, const TokenTile& t
   if constexpr (kSmallFirst) keys.begin(speculative.is_there ? speculative.ids : keys.first_ids());
   const bool fits = head >= kHeads || prepare_head<kLanes>(s, tile, raw[0], head, thread % kLanes);
 #if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_async_proxy();
 #endif
   const bool holds = validation.holds(speculative);
   bool in_range = __syncthreads_and(fits && holds);
   if (speculative.is_there && !in_range) {
     in_range = __syncthreads_and(fits);
     if (!__syncthreads_and(holds)) {
-      asm volatile("cp.async.wait_all;" ::: "memory");
+      wait_for_all_copies();
       if (!renew(assignment)) return false;
       keys = keys_of<Keys>(s.ring, pages, assignment, warpgroup);
       keys.begin(keys.first_ids());
     }
   }
   const int scored = assignment.scored, kv_tiles = kv_tiles_of_warpgroup<Cta>(assignment, warpgroup);
-  std::uint32_t shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(&s));
+  std::uint32_t shared = shared_address(&s);
   asm("" : "+r"(shared));  // kept in a register, not recomputed at each use
   const std::uint64_t queries = operand_at(shared);
   float* const maxima = maxima_of(tile, assignment.token, scored);
@@ -519,7 +499,7 @@ __device__ bool score_kv_tiles(Shared<typename Keys::Cta>& s, const TokenTile& t
   }
   wait_for_products(products);
   if (in_range_tiles > 0) finish_kv_tile(in_range_tiles - 1);
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_for_all_copies();
   if (first_out_of_range < kv_tiles)
     score_out_of_range<Cta>(s, tile, pages, assignment, row, keys.first_key(first_out_of_range),
                             kv_tiles - first_out_of_range, !in_range);
@@ -602,7 +582,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     topk_of_mxfp4_keys(const __grid_constant__ TokenTile tile, const __grid_constant__ Pages pages, int ctas) {
   extern __shared__ __align__(1024) unsigned char bytes[];
   TopkShared& s = *reinterpret_cast<TopkShared*>(bytes);
-  arrive_first();
+  cluster_arrive_relaxed();
   const int token = static_cast<int>(blockIdx.x) / ctas, warp = static_cast<int>(threadIdx.x / 32);
   SpeculativeRecord speculative;
   Assignment assignment = assign_cluster_tiles_speculatively(tile, ctas, token, speculative);
@@ -617,17 +597,17 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   if (threadIdx.x < kLookups) s.scorer.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   grid_dependency_wait();
   launch_dependents();
-  wait_cluster();
+  cluster_wait_diverged();
   if (!speculative.is_there) assignment = assign_cluster_tiles_after_wait(tile, ctas, token);
   if (assignment.count > 0)
-    score_kv_tiles<FewKeys, kGroups>(s.scorer, tile, pages, assignment, speculative, shared_of(s, 0).row,
+    score_kv_tiles<FewKeys, kGroups>(s.scorer, tile, pages, assignment, speculative, shared_of_cta(s, 0).row,
                                      [&](Assignment& anew) {
                                        anew = assign_cluster_tiles_after_wait(tile, ctas, token);
                                        return true;
                                      });
-  arrive_cluster();
-  if (block_in_cluster() > 0) return;
-  wait_cluster();
+  cluster_arrive_diverged();
+  if (cta_rank() > 0) return;
+  cluster_wait_diverged();
 
   if (assignment.scored == 0) return take_whole_after_wait(tile, token);
   const int count = assignment.scored, top = tile.p.top;
@@ -672,9 +652,6 @@ cudaError_t score_mxfp4(const TokenTile& tile, cudaStream_t stream) {
 int mxfp4_topk_ctas(const TokenTile& tile) { return can_score_mxfp4(tile.p) ? cluster_ctas(tile) : 0; }
 
 cudaError_t topk_mxfp4(const TokenTile& tile, int ctas, cudaStream_t stream) {
-  const cudaError_t status = cudaFuncSetAttribute(topk_of_mxfp4_keys, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  static_cast<int>(sizeof(TopkShared)));
-  if (status != cudaSuccess) return status;
   const unsigned size = static_cast<unsigned>(ctas);
   return launch_clusters<sizeof(TopkShared)>(topk_of_mxfp4_keys, size, size * static_cast<unsigned>(tile.count),
                                              kScoreThreads, stream, tile, make_pages(tile), ctas);

@@ -5,6 +5,7 @@
 
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/bulk_copy.cuh"
 #include "backend/cuda/runtime/aligned.h"
 #include "backend/cuda/runtime/launch.cuh"
 
@@ -33,14 +34,8 @@ struct Pages {
   /// depends on it (kv4/cuda.h).
   template <int kKeyBytes>
   __device__ void prefetch(std::uint32_t block, std::uint32_t row) const {
-    const auto prefetch_bytes = [&](const std::uint8_t* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-      asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes),
-                   "l"(policy));
-#endif
-    };
-    prefetch_bytes(payload_of(block) + kKeyBytes * row, kWarpKeys * kKeyBytes);
-    prefetch_bytes(scale_of(block) + kKeyScaleBytes * row, kWarpKeys * kKeyScaleBytes);
+    bulk_prefetch_l2(payload_of(block) + kKeyBytes * row, kWarpKeys * kKeyBytes, policy);
+    bulk_prefetch_l2(scale_of(block) + kKeyScaleBytes * row, kWarpKeys * kKeyScaleBytes, policy);
   }
 };
 

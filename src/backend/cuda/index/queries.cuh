@@ -7,6 +7,7 @@
 #include "backend/cuda/append/source_rows.cuh"
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/rows/encode.cuh"
 
 namespace kv4::cuda {
@@ -159,7 +160,7 @@ __device__ inline void prefetch_queries(const TokenTile& tile, int token) {
     const std::uint8_t* from =
         static_cast<const std::uint8_t*>(in.data) + (tile.first + token) * in.row_stride * element;
     for (int i = static_cast<int>(threadIdx.x) * kLine; i < bytes; i += static_cast<int>(blockDim.x) * kLine)
-      fetch_ahead(from + i);
+      prefetch_l2(from + i);
   };
   if (p.q.dtype == DType::u8) {
     fetch(p.q, p.num_heads * static_cast<int>(tile.kind().page.payload.row_stride), 1);
@@ -176,12 +177,9 @@ __device__ inline int operand_row(int head) { return 8 * (head % 16 / 2) + 2 * (
 
 /// The wgmma descriptor of an operand in shared memory: K-major rows of 128 bytes, 128-byte swizzle, 1,024 bytes per 8
 /// rows.
-__device__ inline std::uint64_t operand_at(std::uint32_t shared_address) {
-  return (shared_address >> 4 & 0x3FFFu) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 |
-         std::uint64_t{1} << 62;
+__device__ inline std::uint64_t operand_at(std::uint32_t address) {
+  return (address >> 4 & 0x3FFFu) | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 | std::uint64_t{1} << 62;
 }
-__device__ inline std::uint64_t operand_of(const std::uint8_t* q) {
-  return operand_at(static_cast<std::uint32_t>(__cvta_generic_to_shared(q)));
-}
+__device__ inline std::uint64_t operand_of(const std::uint8_t* q) { return operand_at(shared_address(q)); }
 
 }  // namespace kv4::cuda

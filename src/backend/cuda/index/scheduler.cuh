@@ -174,7 +174,7 @@ __device__ void for_each_assignment(SchedulerShared& s, const TokenTile& tile, A
 static_assert(kRowNumbers <= 32 * FourWarpgroups::kStep);
 __device__ inline Assignment cluster_assignment(const TokenTile& tile, int ctas, int token,
                                                 const ops::StepRecord& record) {
-  const int scored = tile.scored(record), kv_tiles = kv_tiles_of(scored), rank = block_in_cluster();
+  const int scored = tile.scored(record), kv_tiles = kv_tiles_of(scored), rank = cta_rank();
   const int each = kv_tiles / ctas, rest = kv_tiles % ctas;
   return {token, rank * each + min(rank, rest), each + (rank < rest ? 1 : 0), record.row, scored, 0, 0};
 }

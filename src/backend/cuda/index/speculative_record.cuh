@@ -25,7 +25,7 @@ struct SpeculativeRecord {
   /// record is written meanwhile.
   __device__ ops::StepRecord load(const TokenTile& tile, int token_in) {
     if (token != token_in) {
-      const ops::StepRecord record = load_record_again(record_of(tile, token_in));
+      const ops::StepRecord record = load_record_l2(record_of(tile, token_in));
       token = token_in;
       row = record.row;
       position = record.position;

@@ -146,8 +146,8 @@ template <class Row>
 __device__ void prefetch_row(const RowPlace& place, std::int64_t payload_bytes, int in_row) {
   constexpr int kSector = 32;
   if (place.payload == nullptr) return;
-  if (in_row * kSector < payload_bytes) fetch_ahead(place.payload + in_row * kSector);
-  if (Row::kScaleAlign > 0 && in_row == Row::kLanes - 1) fetch_ahead(place.scale);
+  if (in_row * kSector < payload_bytes) prefetch_l2(place.payload + in_row * kSector);
+  if (Row::kScaleAlign > 0 && in_row == Row::kLanes - 1) prefetch_l2(place.scale);
 }
 
 constexpr int kWarps = 8;

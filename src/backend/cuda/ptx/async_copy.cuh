@@ -26,6 +26,19 @@ __device__ void copy_async_or_zero(std::uint32_t to, const void* from, int bytes
   }
 }
 
+/// With an L2 eviction policy (createpolicy).
+template <int kBytes>
+__device__ void copy_async(std::uint32_t to, const void* from, std::uint64_t policy) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
+                 "l"(policy)
+                 : "memory");
+  }
+}
+
 /// The thread's copies since the last commit become a group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -8,6 +8,13 @@
 
 namespace kv4::cuda {
 
+/// Prefetches into L2, with an eviction policy (createpolicy).
+__device__ inline void bulk_prefetch_l2(const void* from, int bytes, std::uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy));
+#endif
+}
+
 /// From global into shared memory; `barrier` counts the bytes. Addresses and bytes: multiples of 16.
 __device__ inline void bulk_load(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

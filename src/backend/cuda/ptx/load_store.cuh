@@ -6,6 +6,13 @@
 
 namespace kv4::cuda {
 
+/// An address in shared memory, as instructions take it.
+__device__ inline std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// --- global memory
+
 /// Brings the line into L2.
 __device__ inline void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
@@ -29,6 +36,23 @@ __device__ Words<kCount> load_no_l1(const void* at) {
     asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(q.w[0]) : "l"(at) : "memory");
   }
   return q;
+}
+
+/// From L2: L1 may hold older bytes.
+template <int kCount>
+__device__ Words<kCount> load_l2(const void* at) {
+  Words<kCount> x;
+  if constexpr (kCount == 4) {
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.w[0]), "=r"(x.w[1]), "=r"(x.w[2]), "=r"(x.w[3])
+                 : "l"(at)
+                 : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(x.w[0]), "=r"(x.w[1]) : "l"(at) : "memory");
+  } else {
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x.w[0]) : "l"(at) : "memory");
+  }
+  return x;
 }
 
 /// How long L2 keeps a line.
@@ -82,6 +106,25 @@ __device__ inline void store16(void* at, std::uint32_t x, std::uint32_t y, std::
 }
 __device__ inline void store8(void* at, std::uint32_t x, std::uint32_t y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(at)), "r"(x), "r"(y) : "memory");
+}
+
+// --- shared memory, by address (shared_address). Loads of data that a barrier has made visible; the compiler may move
+// other accesses across them.
+
+__device__ inline uint4 load_shared16(std::uint32_t at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
+  return x;
+}
+__device__ inline uint2 load_shared8(std::uint32_t at) {
+  uint2 x;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at));
+  return x;
+}
+__device__ inline std::uint32_t load_shared4(std::uint32_t at) {
+  std::uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at));
+  return x;
 }
 
 }  // namespace kv4::cuda

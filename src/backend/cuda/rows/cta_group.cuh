@@ -5,10 +5,10 @@
 
 namespace kv4::cuda {
 
-class Block {
+class CtaGroup {
  public:
   /// scratch: shared, one float.
-  __device__ explicit Block(float* scratch) : scratch_(scratch) {}
+  __device__ explicit CtaGroup(float* scratch) : scratch_(scratch) {}
 
   __device__ int lane() const { return static_cast<int>(threadIdx.x); }
   __device__ int size() const { return static_cast<int>(blockDim.x); }
@@ -28,5 +28,7 @@ class Block {
  private:
   float* scratch_;
 };
+
+using Block = CtaGroup;
 
 }  // namespace kv4::cuda

@@ -110,7 +110,7 @@ CudaBackend::~CudaBackend() {
 }
 
 // --- memory
-// ----------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------
 
 std::byte* CudaBackend::allocate(std::int64_t bytes) {
   if (bytes == 0) return nullptr;
@@ -247,7 +247,7 @@ bool CudaBackend::transferred(std::int64_t ticket) {
 }
 
 // --- steps
-// -----------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------
 
 void CudaBackend::reserve_updates(std::int64_t max_items) {
   const Call call(calls_);
@@ -289,7 +289,7 @@ void CudaBackend::index_topk(const ops::IndexParams& params) { queue(cuda::index
 void CudaBackend::attend(const ops::AttendParams& params) { queue(cuda::attend, params, "attend"); }
 
 // --- images
-// ----------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------
 
 void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                              std::byte* image) {
@@ -347,7 +347,7 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
 }
 
 // --- order
-// -----------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------
 
 bool CudaBackend::capturing() {
   const Call call(calls_);

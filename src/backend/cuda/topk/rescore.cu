@@ -118,8 +118,6 @@ __global__ void __launch_bounds__(kRescoreThreads, 1) select_rescored_row(const 
 cudaError_t select_rescored(const TokenTile& tile, cudaStream_t stream) {
   const auto kernel = max_entries(tile.p) > kRowNumbers ? select_rescored_row<true> : select_rescored_row<false>;
   constexpr int kBytes = sizeof(Shared);
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   return launch<kBytes>(kernel, static_cast<unsigned>(tile.count), kRescoreThreads, stream, tile);
 }
 

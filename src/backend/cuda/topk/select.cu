@@ -23,6 +23,7 @@
 #include <cstdint>
 
 #include "backend/cuda/ptx/cluster.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 #include "backend/cuda/topk/radix_select.cuh"
 #include "backend/cuda/topk/single_pass_select.cuh"
@@ -53,14 +54,10 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
   const bool in_fours = reinterpret_cast<std::intptr_t>(row) % 16 == 0 && tile.score_stride % 4 == 0;
   constexpr int kLineNumbers = 32;
   if (!tile.is_scored && static_cast<int>(threadIdx.x) * kLineNumbers < min(tile.score_stride, std::int64_t{kNumbers}))
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + threadIdx.x * kLineNumbers));
+    prefetch_l2(row + threadIdx.x * kLineNumbers);
   // The speculative record is right unless the kernel before writes it; it is read again after the wait.
   const ops::StepRecord* const record = tile.p.step.tokens + tile.first + token;
-  const auto load = [](const std::int32_t& x) {
-    std::int32_t value;
-    asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(value) : "l"(&x) : "memory");
-    return value;
-  };
+  const auto load = [](const std::int32_t& x) { return static_cast<std::int32_t>(load_l2<1>(&x).w[0]); };
   ops::StepRecord speculative;
   speculative.row = load(record->row);
   speculative.position = load(record->position);
@@ -95,8 +92,6 @@ cudaError_t launch_select_row(const TokenTile& tile, cudaStream_t stream) {
   constexpr int kMoreThanHalf = 116 << 10, kUsed = sizeof(RowSelection<kThreads, kNumbers>);
   constexpr int kBytes = kByGroups ? std::max(kUsed, kMoreThanHalf) : kUsed;
   const auto kernel = select_row<kThreads, kNumbers, kByGroups>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   return launch<kBytes>(kernel, static_cast<unsigned>(tile.count), kThreads, stream, tile);
 }
 
@@ -261,7 +256,7 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
   touch(tile);
   grid_dependency_wait();
   launch_dependents();
-  const int token = static_cast<int>(blockIdx.x) / ctas, rank = block_in_cluster();
+  const int token = static_cast<int>(blockIdx.x) / ctas, rank = cta_rank();
   const TokenRow seen(tile, token);
   const int count = seen.count, top = tile.p.top;
   const Choice choice{tile, token, seen.request};
@@ -269,7 +264,7 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
     if (rank == 0) take_whole(choice, count);
     return;
   }
-  if (ctas > 1) arrive_cluster();
+  if (ctas > 1) cluster_arrive_diverged();
 
   const LongRow row(tile.row(token), count);
   const Sample sample(row, count > ctas * kScoresPerCta);
@@ -280,7 +275,7 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
   load_batch(row, first + stride, x[1]);
   Scan<LongSelection> scan(s.selection);
   const Bounds bounds = estimate_bounds(s.selection, scan, sample, count, top);
-  if (ctas > 1) wait_cluster();
+  if (ctas > 1) cluster_wait_diverged();
   const float bound = bounds.low;
   if (!(bound < -kNoScore)) {
     if (rank == 0) select_from_row(s.selection, row.scores, count, Bounds(), choice);
@@ -321,7 +316,7 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
     list_batch(x[1]);
   }
   __syncthreads();
-  LongShared& leader = shared_of(s, 0);
+  LongShared& leader = shared_of_cta(s, 0);
   if (threadIdx.x == 0) leader.listed[rank] = listed;
   if (listed <= segment)
     for (int i = static_cast<int>(threadIdx.x); i < listed; i += kLongThreads) {
@@ -330,7 +325,7 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
       if (rank > 0) leader.listed_entries[rank * segment + i] = entry;
     }
   if (ctas > 1)
-    sync_cluster();
+    cluster_sync_diverged();
   else
     __syncthreads();
   if (rank > 0) return;
@@ -363,9 +358,6 @@ cudaError_t select_tile(const TokenTile& tile, cudaStream_t stream) {
   }
   // GPUs with less shared memory than Hopper: radix selection goes over rows in memory.
   if (!has_shared_memory(sizeof(LongShared))) return launch_select_row<512, kRowNumbers, false>(tile, stream);
-  const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  static_cast<int>(sizeof(LongShared)));
-  if (status != cudaSuccess) return status;
   unsigned ctas = 1;
   while (is_sm90() && ctas < kMaxClusterCtas && ctas * kScoresPerCta < longest && fit_at_once(2 * ctas, rows))
     ctas *= 2;
