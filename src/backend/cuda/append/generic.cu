@@ -77,13 +77,13 @@ __device__ void copy(CtaGroup g, std::uint8_t* to, const std::uint8_t* from, std
 
 // --- window rows
 
-__device__ void keep_undo_row(CtaGroup g, const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r) {
-  const std::int64_t lost = std::int64_t{r.position} - w.rows, slot = r.write_slot;
-  if (lost < 0 || lost != r.length - window_tokens || w.undo_position(slot) == lost) return;
-  copy(g, w.undo_row.payload.at(slot, 0), w.ring.payload.at(slot, lost % w.rows), w.ring.payload.row_stride);
-  copy(g, w.undo_row.scale.at(slot, 0), w.ring.scale.at(slot, lost % w.rows), w.ring.scale.row_stride);
+__device__ void save_undo_row(CtaGroup g, const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& r) {
+  const std::int64_t overwritten = std::int64_t{r.position} - w.rows, slot = r.write_slot;
+  if (overwritten < 0 || overwritten != r.length - window_tokens || w.undo_position(slot) == overwritten) return;
+  copy(g, w.undo_row.payload.at(slot, 0), w.ring.payload.at(slot, overwritten % w.rows), w.ring.payload.row_stride);
+  copy(g, w.undo_row.scale.at(slot, 0), w.ring.scale.at(slot, overwritten % w.rows), w.ring.scale.row_stride);
   g.sync();
-  if (g.lane() == 0) w.undo_position(slot) = static_cast<std::int32_t>(lost);
+  if (g.lane() == 0) w.undo_position(slot) = static_cast<std::int32_t>(overwritten);
 }
 
 __device__ void append_window_row(CtaGroup g, const ops::AppendParams& p, const ops::StepRecord& r, std::int64_t token,
@@ -103,7 +103,7 @@ __device__ void append_window_row(CtaGroup g, const ops::AppendParams& p, const 
     ops::finish_row(g, width, b.acc, p.front_end.norm_weight, p.front_end.eps, p.front_end.rope.rope_dim / 2, b.cos,
                     b.sin, b.row, b.tmp);
   }
-  if (r.in_place()) keep_undo_row(g, w, p.layer.window_tokens, r);
+  if (r.in_place()) save_undo_row(g, w, p.layer.window_tokens, r);
   g.sync();
   const auto encode = [&](const ops::RowPlanes& to, std::int64_t block, std::int64_t row) {
     codec::with_codec(w.ring.format, [&](auto codec) {
