@@ -1,5 +1,4 @@
-// What a decode step of all of V4-Flash costs besides attention: its launches, its appends in one graph, the host's
-// part.
+// The cost of a decode step of all of V4-Flash besides attention: launches, all appends in one graph, host time.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -11,7 +10,7 @@
 namespace kv4::bench {
 namespace {
 
-constexpr int kUpdateLaunches = 2;  // of prepare_forward: one memcpy, one kernel; not captured, its size varies
+constexpr int kUpdateLaunches = 2;  // of prepare_forward: one memcpy, one kernel; not captured, because the size varies
 
 void add_launches(Bench& bench) {
   constexpr int kBatch = 64, kLength = 255;
@@ -58,7 +57,7 @@ void add_host(Bench& bench) {
   options.max_step_tokens = 2 * kBatch;
   GpuCache cache(bench, model_preset("v4-flash"), options);
   cache.admit(kBatch);
-  // Lengths spread over a block, so that every step some requests begin one.
+  // Lengths are spread over a block, so that some requests begin a block in every step.
   const std::vector<std::int32_t> ids(kBatch, 7);
   KVCacheManager& manager = cache.manager();
   for (int i = 0; i < kBatch; ++i) {

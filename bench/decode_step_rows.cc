@@ -1,6 +1,6 @@
-// The whole cache path of a V4-Flash decode step, as one graph: in each of the 43 layers append, index_topk where there
-// are index keys, attend. Above 16 requests some share their context's blocks, as forks do: 64 contexts of a million
-// tokens do not fit one GPU.
+// The whole cache path of a V4-Flash decode step as one graph: append, index_topk (layers with index keys) and attend
+// in each of the 43 layers. Above 16 requests some share the blocks of their contexts, as forks do: 64 contexts of a
+// million tokens do not fit into one GPU.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -36,7 +36,7 @@ TensorView as_heads(const TensorView& t, std::int64_t heads, std::int64_t width)
   return {t.data, t.dtype, {t.shape[0], heads, width}};
 }
 
-/// What one layer is given, and where its results go.
+/// Inputs and outputs of one layer.
 class LayerWork {
  public:
   LayerWork(Bench& bench, GpuCache& cache, const LayerCacheSchema& layer, int batch)
@@ -72,7 +72,7 @@ class LayerWork {
   TensorView result_;
 };
 
-/// Of one request in one layer: what append touches, the keys, the rows attended to, queries and results.
+/// Bytes of one request in one layer: append, index keys, attended rows, queries and results.
 std::int64_t layer_bytes(const CacheSchema& schema, const LayerCacheSchema& layer, std::int64_t context) {
   const ModelConfig& config = schema.config;
   std::int64_t rows = config.window;

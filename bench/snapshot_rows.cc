@@ -1,4 +1,4 @@
-// Images and blocks of all of V4-Flash: the packing on the device by itself, and whole calls by the host's clock.
+// Images and blocks of all of V4-Flash: packing on the device alone, and whole calls timed by the host.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -40,7 +40,7 @@ std::vector<ops::LayerDesc> describe_all(GpuCache& cache) {
   return out;
 }
 
-/// A list of pieces as the backend would launch it: a short one on the host, a long one cut, on the device.
+/// A list of pieces as the backend launches it: a short list on the host, a long list cut and on the device.
 struct PieceList {
   std::vector<ops::CopyPiece> few;
   const ops::CopyPiece* many = nullptr;
@@ -62,7 +62,7 @@ PieceList upload(cli::DeviceTensors& tensors, std::vector<ops::CopyPiece> pieces
   return out;
 }
 
-// Lists one after another in a graph; microseconds of one.
+// Lists one after another in a graph; returns microseconds per list.
 double copy_lists_us(Bench& bench, const std::vector<PieceList>& lists) {
   return bench.timer.replay_us([&] {
     for (const PieceList& list : lists)
@@ -72,7 +72,7 @@ double copy_lists_us(Bench& bench, const std::vector<PieceList>& lists) {
   }) / static_cast<double>(lists.size());
 }
 
-// As many plain copies of `bytes` each, from one half of a buffer to the other.
+// The same number of plain copies of `bytes` each, from one half of a buffer to the other.
 double plain_us(Bench& bench, std::int64_t bytes, int count) {
   const std::int64_t stride = (bytes + 255) / 256 * 256;
   const DeviceMemory memory(bench.backend, 2 * stride * count);
@@ -213,7 +213,7 @@ void add_blocks(Bench& bench, Arrangement arrangement) {
   const char* name = arrangement == Arrangement::block_major ? "block-major" : "layer-major";
   add_copies(bench, fmt::format("copy a block, {}, one launch each", name), copy_lists_us(bench, each),
              2 * schema.block_bytes, same_size_us);
-  // A launch takes a list that fits the backend's upload buffer; several, so that L2 does not hold them.
+  // Each launch takes a list that fits the backend's upload buffer; several lists, so that L2 does not hold them.
   const std::size_t most = std::min(all.size() / 2, kUploadBytes / sizeof(ops::CopyPiece));
   std::vector<PieceList> parts;
   for (std::size_t first = 0; first + most <= all.size(); first += most)
