@@ -19,6 +19,8 @@
 namespace kv4::bench {
 namespace {
 
+using cuda::AttendKernel;
+
 constexpr int kWidth = 512, kWindow = 128;
 constexpr RowShape kShape{kWidth, 64};
 constexpr std::int64_t kRowBytes = 576, kScaleBytes = 8;
@@ -275,19 +277,6 @@ void add_attend_prefill_rows(Bench& bench) {
 
 namespace {
 
-/// The name of a split in the table.
-std::string name_of(const cuda::AttendSplit& split) {
-  if (split.persistent_window) return "persistent window";
-  if (split.token_pair) return split.persistent ? "persistent token pair" : "token pair";
-  if (split.persistent) return "persistent";
-  if (split.unsplit) return "unsplit";
-  if (split.single_pass_window)
-    return split.channels > 1 ? "single-pass window, 2 channel splits" : "single-pass window";
-  return fmt::format("{} KV splits{}{}{}", split.rows, split.combines_in_memory ? " through a workspace" : "",
-                     split.channels > 1 ? fmt::format(", {} channel splits", split.channels) : "",
-                     split.cta_pair ? ", 2-CTA pair" : "");
-}
-
 /// Of the kernels for decodes.
 std::vector<cuda::AttendSplit> decode_splits(const Shape& shape, int batch) {
   std::vector<cuda::AttendSplit> splits;
@@ -300,28 +289,27 @@ std::vector<cuda::AttendSplit> decode_splits(const Shape& shape, int batch) {
     for (int own = 1; own <= 64; own = own < 8 ? own + 1 : own * 3 / 2) {  // tiles of a KV split
       const int kv_splits = (tiles + own - 1) / own;
       if (kv_splits != last && kv_splits > 1 && kv_splits * work_tiles <= kCtas)
-        splits.push_back({last = kv_splits, 1, cta_pair, true});
+        splits.push_back({AttendKernel::split_kv_in_memory, last = kv_splits, 1, cta_pair});
     }
     for (const int channels : {1, 2, 4})
       for (const int rows : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16})
         if (rows * channels * pair_size <= cuda::kMaxCluster && (channels == 1 || !cta_pair) && rows <= tiles &&
             rows * channels * work_tiles <= kCtas)
-          splits.push_back({rows, channels, cta_pair});
+          splits.push_back({AttendKernel::split_kv, rows, channels, cta_pair});
   }
-  splits.push_back({.rows = 1, .channels = 1, .unsplit = true});
+  splits.push_back({AttendKernel::unsplit});
   for (const int channels : {1, 2})
     if (shape.entries == 0 && channels * batch <= kCtas)
-      splits.push_back({.rows = 1, .channels = channels, .single_pass_window = true});
+      splits.push_back({AttendKernel::single_pass_window, 1, channels});
   return splits;
 }
 
 /// Of the kernels for a prefill.
 std::vector<cuda::AttendSplit> prefill_splits(const Shape& shape) {
-  std::vector<cuda::AttendSplit> splits = {{1, 1}, {.rows = 1, .channels = 1, .persistent = true}};
-  if (shape.heads > 64) splits.push_back({1, 1, true});
-  if (shape.entries == 0) splits.push_back({.rows = 1, .channels = 1, .persistent_window = true});
-  for (const bool persistent : {false, true})
-    if (!shape.chosen) splits.push_back({.rows = 1, .channels = 1, .persistent = persistent, .token_pair = true});
+  std::vector<cuda::AttendSplit> splits = {{AttendKernel::split_kv}, {AttendKernel::persistent}};
+  if (shape.heads > 64) splits.push_back({.kernel = AttendKernel::split_kv, .cta_pair = true});
+  if (shape.entries == 0) splits.push_back({AttendKernel::persistent_window});
+  if (!shape.chosen) splits.push_back({AttendKernel::token_pair});
   return splits;
 }
 
@@ -334,7 +322,7 @@ void add_attend_prefill_split_rows(Bench& bench) {
     Cell cell(bench, pools, shape, 1, kPrefillTokens);
     for (const cuda::AttendSplit& split : prefill_splits(shape)) {
       Row row;
-      row.name = fmt::format("{}, prefill of {}: {}", shape.name, kPrefillTokens, name_of(split));
+      row.name = fmt::format("{}, prefill of {}: {}", shape.name, kPrefillTokens, describe(split));
       row.us = cell.time(
           [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
       bench.add(row);
@@ -349,25 +337,22 @@ void add_attend_split_rows(Bench& bench) {
     for (const int batch : kBatches) {
       if (batch > 16 && shape.entries > 0) continue;
       Cell cell(bench, pools, shape, batch, batch);
-      const auto add = [&](const std::string& name, auto attend) {
-        Row row;
-        row.name = fmt::format("{}, b = {}: {}", shape.name, batch, name);
-        row.us = cell.time(attend);
-        bench.add(row);
-      };
-      for (const cuda::AttendSplit& split : decode_splits(shape, batch))
-        add(name_of(split),
-            [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
-      for (const cuda::SmallBatchSplit split : {cuda::SmallBatchSplit{8, 0, 1}, {8, 0, 2}, {8, 0, 3}, {16, 0, 3}})
-        for (const int kv_splits : {1, 2, 4, 8, 9, 16}) {
-          const int ctas = batch * shape.heads / split.heads * kv_splits, rows = (kWindow + shape.entries) / kv_splits;
-          if (ctas > 1100 || ctas < 32 || rows > (split.stages == 1 ? 80 : split.stages == 2 ? 128 : 1100)) continue;
-          if (split.stages == 1 && kv_splits == 9) continue;
-          add(fmt::format("small batch, {} heads, {} KV splits, {} stages", split.heads, kv_splits, split.stages),
-              [&](const ops::AttendParams& p, cudaStream_t stream) {
-                return cuda::launch_small_batch(p, {split.heads, kv_splits, split.stages}, stream);
-              });
+      std::vector<cuda::AttendSplit> splits = decode_splits(shape, batch);
+      for (const cuda::AttendVariant& v :
+           cuda::attend_kernels()[static_cast<std::size_t>(AttendKernel::small_batch)].variants)
+        for (const int kv_splits : {1, 2, 4, 8, cuda::kNineSplits, 16}) {
+          const int ctas = batch * shape.heads / v.heads * kv_splits, rows = (kWindow + shape.entries) / kv_splits;
+          if (ctas > 1100 || ctas < 32 || rows > std::min<std::int64_t>(v.max_split_rows, 1100)) continue;
+          if (v.stages > 1 || kv_splits != cuda::kNineSplits)
+            splits.push_back({AttendKernel::small_batch, kv_splits, 1, false, v.heads, v.stages});
         }
+      for (const cuda::AttendSplit& split : splits) {
+        Row row;
+        row.name = fmt::format("{}, b = {}: {}", shape.name, batch, describe(split));
+        row.us = cell.time(
+            [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
+        bench.add(row);
+      }
     }
   }
 }

@@ -38,9 +38,13 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/append/generic.cu
   src/backend/cuda/attend/dispatch.cu
   src/backend/cuda/attend/generic.cu
+  src/backend/cuda/attend/persistent.cu
   src/backend/cuda/attend/persistent_window.cu
+  src/backend/cuda/attend/select.cc
   src/backend/cuda/attend/single_pass_window.cu
   src/backend/cuda/attend/small_batch.cu
+  src/backend/cuda/attend/split_kv.cu
+  src/backend/cuda/attend/token_pair.cu
   src/backend/cuda/index/dispatch.cu
   src/backend/cuda/index/fp8.cu
   src/backend/cuda/index/fp8_raw.cu
@@ -50,6 +54,7 @@ target_sources(kv4_objects PRIVATE
   src/backend/cuda/move/gather.cu
   src/backend/cuda/move/snapshot.cu
   src/backend/cuda/move/step_tables.cu
+  src/backend/cuda/topk/dispatch.cu
   src/backend/cuda/topk/rescore.cu
   src/backend/cuda/topk/select.cu
   src/backend/cuda/runtime/check.cc
@@ -69,9 +74,11 @@ endif()
 target_include_directories(kv4_objects PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 # The kernels that KV4_RACECHECK changes, compiled with it for Hopper alone: that they do compile (./test --all).
 add_library(kv4_racecheck_objects OBJECT EXCLUDE_FROM_ALL
-  src/backend/cuda/attend/dispatch.cu
+  src/backend/cuda/attend/persistent.cu
   src/backend/cuda/attend/persistent_window.cu
   src/backend/cuda/attend/small_batch.cu
+  src/backend/cuda/attend/split_kv.cu
+  src/backend/cuda/attend/token_pair.cu
   src/backend/cuda/move/copy.cu
 )
 set_target_properties(kv4_racecheck_objects PROPERTIES CUDA_ARCHITECTURES OFF)

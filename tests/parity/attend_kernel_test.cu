@@ -41,10 +41,10 @@ TEST_F(AttendKernel, RowsOfAnySize) {
     c.q_size = std::ldexp(1.0f, sizes.q);
     run(c);
     c.sink = false;
-    c.split = cuda::AttendSplit{3, 2};
+    c.split = split_kv(3, 2);
     run(c);
     c.heads = 128;
-    c.split = cuda::AttendSplit{1, 1, true};
+    c.split = split_kv(1, 1, true);
     run(c);
   }
 }
@@ -63,15 +63,14 @@ TEST_F(AttendKernel, AnyNumberOfHeads) {
 
 TEST_F(AttendKernel, EverySplit) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  std::vector<cuda::AttendSplit> splits = {{.rows = 1, .channels = 1, .unsplit = true}};
+  std::vector<cuda::AttendSplit> splits = {unsplit_by(cuda::AttendKernel::unsplit)};
   for (const bool cta_pair : {false, true})
     for (const int channels : {1, 2, 4})
       for (int rows = 1; rows * channels * (cta_pair ? 2 : 1) <= cuda::kMaxCluster; ++rows)
-        splits.push_back({rows, channels, cta_pair});
+        if (channels == 1 || !cta_pair) splits.push_back(split_kv(rows, channels, cta_pair));
   for (const cuda::AttendSplit& split : splits)
     for (const DType type : {DType::f32, DType::bf16}) {
-      SCOPED_TRACE(testing::Message() << split.rows << " x " << split.channels << (split.cta_pair ? " 2-CTA pair" : "")
-                                      << (split.unsplit ? " unsplit" : "") << (type == DType::f32 ? " f32" : " bf16"));
+      SCOPED_TRACE(describe(split) + (type == DType::f32 ? ", f32" : ", bf16"));
       Case c = entries_case(4, 0);
       c.heads = 96;
       c.requests = {{300, 1}, {0, 0}, {1200, 1}};
@@ -135,21 +134,21 @@ TEST_F(AttendKernel, NaNStaysWithItsRequest) {
   }
 }
 
-constexpr cuda::SmallBatchSplit kSmallBatchSplits[] = {{8, 16, 1}, {8, 8, 2},  {8, 9, 2},  {8, 16, 2}, {8, 1, 3},
-                                                       {8, 2, 3},  {8, 9, 3},  {8, 16, 3}, {16, 1, 3}, {16, 4, 3},
-                                                       {16, 8, 3}, {16, 9, 3}, {16, 16, 3}};
+const cuda::AttendSplit kSmallBatchSplits[] = {
+    small_batch(8, 16, 1), small_batch(8, 8, 2),  small_batch(8, 9, 2),  small_batch(8, 16, 2), small_batch(8, 1, 3),
+    small_batch(8, 2, 3),  small_batch(8, 9, 3),  small_batch(8, 16, 3), small_batch(16, 1, 3), small_batch(16, 4, 3),
+    small_batch(16, 8, 3), small_batch(16, 9, 3), small_batch(16, 16, 3)};
 
 TEST_F(AttendKernel, EverySmallBatchSplit) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::SmallBatchSplit& split : kSmallBatchSplits)
+  for (const cuda::AttendSplit& split : kSmallBatchSplits)
     for (const DType type : {DType::f32, DType::bf16}) {
-      SCOPED_TRACE(testing::Message() << split.heads << " heads, " << split.kv_splits << " KV splits, "
-                                      << (type == DType::f32 ? "f32" : "bf16"));
+      SCOPED_TRACE(describe(split) + (type == DType::f32 ? ", f32" : ", bf16"));
       Case c = entries_case(4, 0);
       c.heads = 28;
       c.requests = {{300, 1}, {0, 0}, {2900, 1}, {0, 1}};  // up to 853 rows
       c.out_type = type;
-      c.small = split;
+      c.split = split;
       run(c);
       c.chosen = 333;
       run(c);
@@ -166,26 +165,25 @@ TEST_F(AttendKernel, OneTileOfEveryLength) {
     c.out_type = DType::bf16;
     for (const int kv_splits : {1, 2, 8, 16}) {
       if (rows * kv_splits <= c.window) continue;
-      c.small = cuda::SmallBatchSplit{8, kv_splits, 1};
+      c.split = small_batch(8, kv_splits, 1);
       c.chosen = rows * kv_splits - c.window;
       run(c);
     }
     c = window_case();
     c.heads = 16;
     c.window = rows;
-    c.small = cuda::SmallBatchSplit{8, 1, 1};
+    c.split = small_batch(8, 1, 1);
     run(c);
   }
 }
 
 TEST_F(AttendKernel, SmallBatchesOfEveryKind) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::SmallBatchSplit& split :
-       {cuda::SmallBatchSplit{8, 8, 1}, cuda::SmallBatchSplit{8, 4, 2}, cuda::SmallBatchSplit{16, 2, 3}}) {
-    SCOPED_TRACE(testing::Message() << split.heads << " heads, " << split.stages << " stages");
+  for (const cuda::AttendSplit& split : {small_batch(8, 8, 1), small_batch(8, 4, 2), small_batch(16, 2, 3)}) {
+    SCOPED_TRACE(describe(split));
     Case c = entries_case(4, 0);
     c.heads = 24;
-    c.small = split;
+    c.split = split;
     c.late_records = true;
     run(c);
     c.chosen = 200;
@@ -206,7 +204,7 @@ TEST_F(AttendKernel, SmallBatchesOfEveryKind) {
     c.inverse_rope = false;
     run(c);
     c = window_case();
-    c.small = split;
+    c.split = split;
     c.heads = 16;
     spoil_first(c);
   }
@@ -220,8 +218,8 @@ TEST_F(AttendKernel, SplitsCombineInMemory) {
       Case c = entries_case(4, 0);
       c.heads = 96;
       c.requests = {{300, 1}, {0, 0}, {2900, 1}};  // up to 853 rows
-      c.workspace_blocks = 6 * kv_splits;
-      c.split = cuda::AttendSplit{kv_splits, 1, cta_pair, true};
+      c.workspace_ctas = 6 * kv_splits;
+      c.split = in_memory(kv_splits, cta_pair);
       run(c);
       c.out_type = DType::bf16;
       c.chosen = 333;
@@ -230,8 +228,8 @@ TEST_F(AttendKernel, SplitsCombineInMemory) {
   Case c = entries_case(4, 0);
   c.heads = 128;
   c.requests = {{2900, 1}, {1200, 1}};
-  c.workspace_blocks = 4 * 12;
-  c.split = cuda::AttendSplit{12, 1, true, true};
+  c.workspace_ctas = 4 * 12;
+  c.split = in_memory(12, true);
   spoil_first(c);
 }
 
@@ -240,32 +238,11 @@ TEST_F(AttendKernel, OneLongTokenOnTheWholeGpu) {
   Case c = entries_case(4, 0);
   c.requests = {{33000, 1}};  // 8,378 rows
   c.inverse_rope = false;
-  c.workspace_blocks = 144;
+  c.workspace_ctas = 144;
   Problem problem(c);
   const Problem::Result first = problem.run();
   problem.check(first);
   for (int i = 0; i < 20; ++i) ASSERT_EQ(problem.run().out, first.out) << "run " << i;
-}
-
-/// For any number of heads: a list that is too long for a cluster, with a workspace.
-TEST_F(AttendKernel, ALongListIsCombinedInMemory) {
-  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const int heads : {64, 128}) {
-    SCOPED_TRACE(testing::Message() << heads << " heads");
-    ops::AttendParams p;
-    p.num_heads = heads;
-    p.layer.window_tokens = 128;
-    p.layer.num_kinds = 1;
-    p.layer.kinds[0].rows_per_block = 1;
-    p.step.num_tokens = 1;
-    p.step.blocks_per_request = 8192;
-    EXPECT_FALSE(cuda::split_of(p).combines_in_memory);
-    alignas(16) std::uint8_t workspace[16];  // never read
-    p.workspace = workspace;
-    p.workspace_bytes = ops::attend_workspace_bytes();
-    EXPECT_TRUE(cuda::split_of(p).combines_in_memory);
-    EXPECT_GT(cuda::split_of(p).rows, cuda::kMaxCluster);
-  }
 }
 
 TEST_F(AttendKernel, CtasThatAreNotCoResidentCombineInMemory) {
@@ -273,8 +250,8 @@ TEST_F(AttendKernel, CtasThatAreNotCoResidentCombineInMemory) {
   Case c = entries_case(4, 0);
   c.heads = 66;
   c.requests = {{15800, 1}, {15000, 1}};  // up to 4,078 rows: one tile each
-  c.workspace_blocks = 256;               // twice as many as run at once: the first CTAs time out
-  c.split = cuda::AttendSplit{64, 1, false, true};
+  c.workspace_ctas = 256;                 // twice as many as run at once: the first CTAs time out
+  c.split = in_memory(64);
   Problem problem(c);
   const Problem::Result first = problem.run();
   problem.check(first);
@@ -292,7 +269,7 @@ TEST_F(AttendKernel, PersistentCtas) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);
   c.heads = 5;
-  c.split = cuda::AttendSplit{1, 1, false, false, true};
+  c.split = unsplit_by(cuda::AttendKernel::persistent);
   c.requests = {{250, 150, false}, {0, 0}, {0, 170, false}, {1900, 1}, {0, 0}, {9, 2, true}};
   run(c);
   c.chosen = 77;
@@ -303,7 +280,7 @@ TEST_F(AttendKernel, PersistentCtas) {
   run(c);
   c = window_case();
   c.heads = 1;
-  c.split = cuda::AttendSplit{1, 1, false, false, true};
+  c.split = unsplit_by(cuda::AttendKernel::persistent);
   c.window = 8;
   c.requests = {{5, 6000, false}, {0, 0}};  // 46 work tiles of one KV tile each
   run(c);
@@ -311,9 +288,8 @@ TEST_F(AttendKernel, PersistentCtas) {
 
 TEST_F(AttendKernel, FewTokensBySplitKv) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::AttendSplit& split :
-       {cuda::AttendSplit{1, 1}, cuda::AttendSplit{4, 2}, cuda::AttendSplit{2, 1, true}}) {
-    SCOPED_TRACE(testing::Message() << split.rows << " x " << split.channels << (split.cta_pair ? " 2-CTA pair" : ""));
+  for (const cuda::AttendSplit& split : {split_kv(1), split_kv(4, 2), split_kv(2, 1, true)}) {
+    SCOPED_TRACE(describe(split));
     Case c = entries_case(4, 0);
     c.heads = split.cta_pair ? 128 : 64;
     c.split = split;

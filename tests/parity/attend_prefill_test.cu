@@ -31,40 +31,12 @@ class AttendKernelPrefill : public AttendKernel {
   }
 };
 
-TEST_F(AttendKernelPrefill, KernelFollowsFromSharedRows) {
-  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  const ops::StepRecord record;  // never read
-  const std::int32_t entry = 0;
-  for (const int heads : {64, 128}) {
-    SCOPED_TRACE(testing::Message() << heads << " heads");
-    ops::AttendParams p;
-    p.num_heads = heads;
-    p.layer.window_tokens = 128;
-    p.step.tokens = &record;
-    p.step.num_tokens = 1024;
-    p.step.num_items = 1;
-    EXPECT_EQ(cuda::split_of(p).persistent_window, heads == 64);
-    p.layer.num_kinds = 1;
-    p.layer.kinds[0].rows_per_block = 1;
-    p.step.blocks_per_request = 1024;
-    EXPECT_TRUE(cuda::split_of(p).token_pair);
-    EXPECT_FALSE(cuda::split_of(p).cta_pair);
-    p.step.num_items = 1024;  // one token each
-    EXPECT_FALSE(cuda::split_of(p).token_pair);
-    p.step.num_items = 1;
-    p.chosen.data = &entry;
-    p.num_chosen = 512;
-    EXPECT_FALSE(cuda::split_of(p).token_pair);
-    EXPECT_EQ(cuda::split_of(p).persistent, heads == 64);
-  }
-}
-
 TEST_F(AttendKernelPrefill, TokenPairs) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const auto& [ratio, persistent] : {std::pair{4, true}, {4, false}, {128, true}, {0, true}}) {
-    SCOPED_TRACE(testing::Message() << "ratio " << ratio << (persistent ? ", persistent" : ""));
+  for (const int ratio : {4, 128, 0}) {
+    SCOPED_TRACE(testing::Message() << "ratio " << ratio);
     Case c = ratio > 0 ? entries_case(ratio, 0) : window_case();
-    c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .persistent = persistent, .token_pair = true};
+    c.split = unsplit_by(cuda::AttendKernel::token_pair);
     run_chunks(c, {0, 8, 100, 190});
     c.heads = 70;
     c.requests = {{1000, 11, false}, {0, 3}, {2040, 17, false}};  // entries that fill a tile, and one entry more
@@ -80,7 +52,7 @@ TEST_F(AttendKernelPrefill, TokenPairsSeeOnlyTheirOwnRows) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);
   c.heads = 3;
-  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .persistent = true, .token_pair = true};
+  c.split = unsplit_by(cuda::AttendKernel::token_pair);
   c.requests = {{300, 7, false}, {0, 5}, {251, 3, false}};
   spoil_row(c, 0, 0);  // no later token sees it
   spoil_row(c, 2, 0);
@@ -93,7 +65,7 @@ TEST_F(AttendKernelPrefill, TokenPairsSeeOnlyTheirOwnRows) {
 TEST_F(AttendKernelPrefill, PersistentWindows) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = window_case();
-  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .persistent_window = true};
+  c.split = unsplit_by(cuda::AttendKernel::persistent_window);
   c.inverse_rope = true;
   run_chunks(c, {1, 8, 100});
   c.heads = 70;
@@ -108,7 +80,7 @@ TEST_F(AttendKernelPrefill, PersistentWindowsSeeOnlyTheirOwnRows) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = window_case();
   c.heads = 3;
-  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .persistent_window = true};
+  c.split = unsplit_by(cuda::AttendKernel::persistent_window);
   c.requests = {{300, 500, false}, {0, 5}, {130, 301, false}};  // CTAs of seven tokens
   spoil_row(c, 0, 0);
   spoil_row(c, 3, 0);    // no later token sees it, not even one of the same CTA
@@ -123,7 +95,7 @@ TEST_F(AttendKernelPrefill, SinglePassWindows) {
   for (const int channels : {1, 2}) {
     SCOPED_TRACE(testing::Message() << channels << " channel splits");
     Case c = window_case();
-    c.split = cuda::AttendSplit{.rows = 1, .channels = channels, .single_pass_window = true};
+    c.split = unsplit_by(cuda::AttendKernel::single_pass_window, channels);
     c.inverse_rope = true;
     run_chunks(c, {1, 8, 64, 65, 100});
     c.heads = 70;
@@ -148,9 +120,9 @@ TEST_F(AttendKernelPrefill, WindowRowsOfAnySize) {
   for (const Sizes& sizes :
        {Sizes{-8, 8, -8}, {-20, 20, -20}, {60, 61, -60}, {-40, -39, 40}, {-90, 0, 0}, {0, 0, -6}}) {
     SCOPED_TRACE(testing::Message() << "2^" << sizes.least << " to 2^" << sizes.most);
-    const cuda::AttendSplit kWindowSplits[] = {{.rows = 1, .channels = 1, .persistent = true, .token_pair = true},
-                                               {.rows = 1, .channels = 1, .persistent_window = true},
-                                               {.rows = 1, .channels = 2, .single_pass_window = true}};
+    const cuda::AttendSplit kWindowSplits[] = {unsplit_by(cuda::AttendKernel::token_pair),
+                                               unsplit_by(cuda::AttendKernel::persistent_window),
+                                               unsplit_by(cuda::AttendKernel::single_pass_window, 2)};
     for (const cuda::AttendSplit& split : kWindowSplits) {
       Case c = window_case();
       c.requests = {{300, 9, false}, {0, 4}};

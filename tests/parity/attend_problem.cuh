@@ -27,6 +27,18 @@ using namespace kv4;
 constexpr RowShape kRow{512, 64};
 constexpr double kError = 2e-3, kCosine = 0.99999;
 
+cuda::AttendSplit split_kv(int kv_splits, int channel_splits = 1, bool cta_pair = false) {
+  return {cuda::AttendKernel::split_kv, kv_splits, channel_splits, cta_pair};
+}
+cuda::AttendSplit in_memory(int kv_splits, bool cta_pair = false) {
+  return {cuda::AttendKernel::split_kv_in_memory, kv_splits, 1, cta_pair};
+}
+cuda::AttendSplit small_batch(int heads, int kv_splits, int stages) {
+  return {cuda::AttendKernel::small_batch, kv_splits, 1, false, heads, stages};
+}
+/// For kernels that do not split rows.
+cuda::AttendSplit unsplit_by(cuda::AttendKernel kernel, int channel_splits = 1) { return {kernel, 1, channel_splits}; }
+
 /// A host array and its copy on the device.
 template <class T>
 class Twin {
@@ -119,12 +131,11 @@ struct Case {
   bool sink = true, inverse_rope = false;
   DType q_type = DType::bf16, out_type = DType::f32;
   float q_size = 2.0f;
-  int least_exponent = 0, most_exponent = 0;        // a row is multiplied by a power of two between these
-  std::optional<cuda::AttendSplit> split = {};      // of a wgmma kernel
-  std::optional<cuda::SmallBatchSplit> small = {};  // of the small-batch kernel
-  int workspace_blocks = 0;                         // CTAs that have a place in the workspace
-  bool late_records = false;                        // written while attend may already have started
-  int slot_window = 0, slot_entries = 0;            // lists of this length replace the step's rows
+  int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
+  std::optional<cuda::AttendSplit> split = {};  // instead of the one that attend selects
+  int workspace_ctas = 0;                       // CTAs that have a place in the workspace
+  bool late_records = false;                    // written while attend may already have started
+  int slot_window = 0, slot_entries = 0;        // lists of this length replace the step's rows
   unsigned seed = 1;
 };
 
@@ -232,11 +243,11 @@ class Problem {
       p.inverse_rope.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
       p.inverse_rope.rope_dim = c_.shape.tail;
     }
-    const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_blocks);
+    const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_ctas);
     Twin<std::uint8_t> workspace(std::vector<std::uint8_t>(static_cast<std::size_t>(workspace_bytes), 0xFF));
     std::fill_n(workspace.host.begin(), ops::kAttendMeetingBytes, std::uint8_t{0});
     workspace.send();
-    if (c_.workspace_blocks > 0) {
+    if (c_.workspace_ctas > 0) {
       p.workspace = workspace.there();
       p.workspace_bytes = workspace_bytes;
     }
@@ -245,17 +256,14 @@ class Problem {
       p.step.tokens = late_records.there();
       write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
     }
-    EXPECT_EQ(c_.split   ? cuda::attend_split(p, *c_.split, nullptr)
-              : c_.small ? cuda::launch_small_batch(p, *c_.small, nullptr)
-                         : cuda::attend(p, nullptr),
-              cudaSuccess);
+    EXPECT_EQ(c_.split ? cuda::attend_split(p, *c_.split, nullptr) : cuda::attend(p, nullptr), cudaSuccess);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cudaGetErrorString(cudaGetLastError());
     out.fetch();
     lse.fetch();
     workspace.fetch();
     EXPECT_TRUE(std::all_of(workspace.host.begin(), workspace.host.begin() + ops::kAttendMeetingBytes,
                             [](std::uint8_t x) { return x == 0; }))
-        << "the next call finds a meeting under way";
+        << "the next call finds an arrival counter in use";
     Result result;
     for (std::int64_t i = 0; i < count * width; ++i) {
       const std::uint8_t* at = out.host.data() + i * element;

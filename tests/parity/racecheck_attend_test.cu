@@ -8,6 +8,7 @@
 
 namespace {
 
+using Kernel = cuda::AttendKernel;
 using test::LaunchedKernels;
 
 // A barrier completes when its expected arrivals have come; both numbers depend on the build.
@@ -59,53 +60,50 @@ Case many_tokens() {
 
 std::vector<Shape> make_shapes() {
   std::vector<Shape> shapes;
-  const auto split_kv = [&](const std::string& name, const cuda::AttendSplit& split, const std::string& arguments) {
+  const auto add_split_kv = [&](const std::string& name, const cuda::AttendSplit& split, const std::string& arguments) {
     Case c = few_tiles(split.cta_pair ? 128 : 64);
     c.split = split;
-    if (split.combines_in_memory) c.workspace_blocks = 2 * split.rows;
+    if (split.kernel == Kernel::split_kv_in_memory) c.workspace_ctas = 2 * split.kv_splits;
     shapes.push_back({"split_kv_" + name, c, "attend_split_kv<" + arguments + ">"});
   };
-  split_kv("unsplit", {.rows = 1, .channels = 1, .unsplit = true}, "1, false, false, true");
-  split_kv("one_split", {1, 1}, "1, false, false, false");
-  split_kv("three_splits", {3, 1}, "1, false, false, false");
-  split_kv("half_channels", {2, 2}, "2, false, false, false");
-  split_kv("quarter_channels", {2, 4}, "4, false, false, false");
-  split_kv("cta_pair", {1, 1, true}, "1, true, false, false");
-  split_kv("cta_pair_splits", {2, 1, true}, "1, true, false, false");
-  split_kv("cta_pair_half_channels", {2, 2, true}, "2, true, false, false");
-  split_kv("cta_pair_quarter_channels", {2, 4, true}, "4, true, false, false");
-  split_kv("in_memory", {3, 1, false, true}, "1, false, true, false");
-  split_kv("cta_pair_in_memory", {3, 1, true, true}, "1, true, true, false");
+  add_split_kv("unsplit", unsplit_by(Kernel::unsplit), "1, false, false, true");
+  add_split_kv("one_split", split_kv(1), "1, false, false, false");
+  add_split_kv("three_splits", split_kv(3), "1, false, false, false");
+  add_split_kv("half_channels", split_kv(2, 2), "2, false, false, false");
+  add_split_kv("quarter_channels", split_kv(2, 4), "4, false, false, false");
+  add_split_kv("cta_pair", split_kv(1, 1, true), "1, true, false, false");
+  add_split_kv("cta_pair_splits", split_kv(2, 1, true), "1, true, false, false");
+  add_split_kv("in_memory", in_memory(3), "1, false, true, false");
+  add_split_kv("cta_pair_in_memory", in_memory(3, true), "1, true, true, false");
 
   const auto add = [&](const std::string& name, Case c, const cuda::AttendSplit& split, const std::string& kernel) {
     c.split = split;
     shapes.push_back({name, c, kernel});
   };
-  const cuda::AttendSplit persistent{.rows = 1, .channels = 1, .persistent = true};
+  const cuda::AttendSplit persistent = unsplit_by(Kernel::persistent);
   add("persistent", short_tokens(5), persistent, "attend_persistent");
   add("persistent_many", many_tokens(), persistent, "attend_persistent");
-  cuda::AttendSplit token_pair{.rows = 1, .channels = 1, .token_pair = true};
-  add("token_pair", few_tiles(5), token_pair, "attend_token_pair");
-  token_pair.persistent = true;
-  add("token_pair_persistent", short_tokens(5), token_pair, "attend_token_pair");
+  const cuda::AttendSplit token_pair = unsplit_by(Kernel::token_pair);
+  add("token_pair_few", few_tiles(5), token_pair, "attend_token_pair");
+  add("token_pair", short_tokens(5), token_pair, "attend_token_pair");
   add("token_pair_many", many_tokens(), token_pair, "attend_token_pair");
 
   Case windows = window_case();
   windows.heads = 5;
   windows.requests = {{250, 300, false}, {0, 0}, {9, 100, false}};
-  add("persistent_window", windows, {.rows = 1, .channels = 1, .persistent_window = true}, "attend_persistent_window");
+  const cuda::AttendSplit persistent_window = unsplit_by(Kernel::persistent_window);
+  add("persistent_window", windows, persistent_window, "attend_persistent_window");
   windows.out_type = DType::bf16;
-  add("persistent_window_bf16", windows, {.rows = 1, .channels = 1, .persistent_window = true},
-      "attend_persistent_window");
+  add("persistent_window_bf16", windows, persistent_window, "attend_persistent_window");
   for (const int channels : {1, 2})
     add("single_pass_window_" + std::to_string(channels), window_case(),
-        {.rows = 1, .channels = channels, .single_pass_window = true},
+        unsplit_by(Kernel::single_pass_window, channels),
         "attend_single_pass_window<" + std::to_string(channels) + ">");
 
-  const auto small_batch = [&](int tokens_before, const cuda::SmallBatchSplit& split, int fixed) {
+  const auto add_small_batch = [&](int tokens_before, const cuda::AttendSplit& split, int fixed) {
     Case c = few_tiles(16);
     c.requests = {{tokens_before, 1}, {0, 0}};
-    c.small = split;
+    c.split = split;
     const std::string arguments =
         std::to_string(split.heads) + ", " + std::to_string(split.stages) + ", " + std::to_string(fixed);
     shapes.push_back({"small_batch_" + std::to_string(split.heads) + "_heads_" + std::to_string(split.kv_splits) +
@@ -113,15 +111,15 @@ std::vector<Shape> make_shapes() {
                       c, "attend_small_batch<" + arguments + ">"});
   };
   constexpr int kShort = 700, kLong = 2900;  // 303 and 853 rows
-  small_batch(kShort, {8, 8, 1}, 8);
-  small_batch(kShort, {8, 4, 1}, 0);
-  small_batch(kShort, {8, 9, 2}, 9);
-  small_batch(kShort, {8, 4, 2}, 0);
-  small_batch(kLong, {8, 9, 3}, 9);
-  small_batch(kLong, {8, 2, 3}, 0);
-  small_batch(kShort, {8, 1, 3}, 0);
-  small_batch(kLong, {16, 9, 3}, 9);
-  small_batch(kLong, {16, 16, 3}, 0);
+  add_small_batch(kShort, small_batch(8, 8, 1), 8);
+  add_small_batch(kShort, small_batch(8, 4, 1), 0);
+  add_small_batch(kShort, small_batch(8, 9, 2), 9);
+  add_small_batch(kShort, small_batch(8, 4, 2), 0);
+  add_small_batch(kLong, small_batch(8, 9, 3), 9);
+  add_small_batch(kLong, small_batch(8, 2, 3), 0);
+  add_small_batch(kShort, small_batch(8, 1, 3), 0);
+  add_small_batch(kLong, small_batch(16, 9, 3), 9);
+  add_small_batch(kLong, small_batch(16, 16, 3), 0);
   return shapes;
 }
 

@@ -10,8 +10,7 @@
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/epilogue.cuh"
 
-namespace kv4::cuda {
-namespace {
+namespace kv4::cuda::attend_wgmma {
 
 /// For the CTAs with the same heads of a token. Zero before and after each call.
 struct ArrivalCounter {
@@ -20,7 +19,7 @@ struct ArrivalCounter {
 
   static constexpr std::uint32_t kTimedOut = 1u << 16, kOnes = kTimedOut - 1;
 };
-constexpr int kMaxArrivalCounters = ops::kAttendMeetingBytes / sizeof(ArrivalCounter), kMaxMemorySplits = 160;
+static_assert(kMaxArrivalCounters == ops::kAttendMeetingBytes / sizeof(ArrivalCounter));
 
 /// The result of one CTA.
 struct StoredPartial {
@@ -30,7 +29,7 @@ struct StoredPartial {
 static_assert(sizeof(StoredPartial) == ops::kAttendShareBytes && kWidth == ops::kAttendShareWidth);
 
 // Past L1, which may hold older bytes of the same place.
-__device__ uint4 load_partial(const uint4* at) {
+__device__ inline uint4 load_partial(const uint4* at) {
   uint4 x;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -38,12 +37,12 @@ __device__ uint4 load_partial(const uint4* at) {
                : "memory");
   return x;
 }
-__device__ float load_partial(const float* at) {
+__device__ inline float load_partial(const float* at) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
   return x;
 }
-__device__ Stats load_partial(const Stats* at) {
+__device__ inline Stats load_partial(const Stats* at) {
   Stats x;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.row_max), "=f"(x.sum) : "l"(at) : "memory");
   return x;
@@ -227,5 +226,4 @@ class MemoryCombine {
   const Job& job_;
 };
 
-}  // namespace
-}  // namespace kv4::cuda
+}  // namespace kv4::cuda::attend_wgmma

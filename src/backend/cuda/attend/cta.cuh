@@ -14,26 +14,23 @@
 #include "backend/cuda/rows/warp_row.cuh"
 #include "kv4/cuda.h"
 
-namespace kv4::cuda {
-namespace {
+namespace kv4::cuda::attend_wgmma {
 
 using ops::AttendParams;
 
-constexpr int kWidth = 512, kTail = 64,
-              kTile = 64;  // a tile: 64 heads or 64 rows (a KV tile), or the 64 channels of a panel
-constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
-constexpr int kStages = 2, kAddressTiles = 4;
-constexpr int kKnownWork = 26, kSinks = 4;  // work tiles that a CTA knows at a time, and sets of sinks that it keeps
-constexpr int kWarpgroupThreads = 128, kProducerThreads = 2 * kWarpgroupThreads, kThreads = 4 * kWarpgroupThreads;
-constexpr int kProducerWarps = kProducerThreads / 32, kWarpgroupWarps = kWarpgroupThreads / 32;
-constexpr int kSoftmaxRegisters = 192, kPvRegisters = 160, kProducerRegisters = 80;
+inline constexpr int kWidth = kAttendWidth, kTail = kAttendTail;
+inline constexpr int kTile = kAttendTile;  // a tile: 64 heads or 64 rows (a KV tile), or the 64 channels of a panel
+inline constexpr int kPanels = kWidth / kTile, kTileBytes = kPanels * kPanelBytes;
+inline constexpr int kStages = 2, kAddressTiles = 4;
+inline constexpr int kKnownWork = 26, kSinks = 4;  // work tiles that a CTA knows at a time, and sets of its sinks
+inline constexpr int kWarpgroupThreads = 128, kProducerThreads = 2 * kWarpgroupThreads,
+                     kThreads = 4 * kWarpgroupThreads;
+inline constexpr int kProducerWarps = kProducerThreads / 32, kWarpgroupWarps = kWarpgroupThreads / 32;
+inline constexpr int kSoftmaxRegisters = 192, kPvRegisters = 160, kProducerRegisters = 80;
 static_assert(kStages == 2);
 static_assert(kSoftmaxRegisters + kPvRegisters + 2 * kProducerRegisters <= 65536 / kWarpgroupThreads);
-constexpr int kConsumerRegisters = 192, kPersistentProducerRegisters = 64, kStagedChunks = 4;  // see persistent.cuh
-static_assert(2 * (kConsumerRegisters + kPersistentProducerRegisters) <= 65536 / kWarpgroupThreads);
-constexpr int kTokenPairPvRegisters = 176, kTokenPairProducerRegisters = 72;
-static_assert(kSoftmaxRegisters + kTokenPairPvRegisters + 2 * kTokenPairProducerRegisters <= 65536 / kWarpgroupThreads);
-constexpr float kLn2 = 0.693147181f;
+inline constexpr int kStagedChunks = 4;  // see persistent.cu
+inline constexpr float kLn2 = 0.693147181f;
 
 /// The softmax of one head over some rows: a reference close to the row maximum (logits times log2 e, plus the exponent
 /// of the row), and the sum of 2^(logit - reference).
@@ -46,32 +43,15 @@ struct alignas(16) RowAddress {
   const std::uint8_t *payload, *scale;
 };
 
-/// Stands in for a row that does not exist. A conditional load would be waited for where it is issued, so the kernels
-/// load this row instead; its P is 0. Its scales and values are the smallest that need no exponent (kLeastPlainTop), so
-/// the rows beside it determine the exponent.
-struct AbsentRow {
-  alignas(16) std::uint8_t payload[kWidth + kTail] = {};
-  std::uint8_t scale[8] = {};
-
-  constexpr AbsentRow() {
-    for (int i = kWidth - kTail; i < kWidth + kTail; i += 2) {  // bf16 2^-16
-      payload[i] = 0x80;
-      payload[i + 1] = 0x37;
-    }
-    for (std::uint8_t& x : scale) x = 103;
-  }
-};
-__device__ const AbsentRow kAbsentRow;
-
 /// Facts about 32 rows in groups of four: the exponent of the power of two that the rows are multiples of, and one bit
 /// for each row that exists.
-constexpr int kHalfQuads = kTile / 8;
+inline constexpr int kHalfQuads = kTile / 8;
 struct alignas(16) RowQuads {
   std::int8_t exponents[kHalfQuads];
   std::uint8_t present[kHalfQuads];
 };
 
-/// The tiles that two consecutive tokens have in common: see token_pair.cuh.
+/// The tiles that two consecutive tokens have in common: see token_pair.cu.
 struct CommonTiles {
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
   std::uint32_t differing = kNone;  // two tiles that differ, 16 bits each; 0: all tiles differ
@@ -82,7 +62,7 @@ struct CommonTiles {
   }
 };
 
-/// One work tile of a persistent CTA: 64 heads of a token. See persistent.cuh.
+/// One work tile of a persistent CTA: 64 heads of a token. See persistent.cu.
 struct alignas(16) WorkTile {
   QueryRows rows;
   int token, first_head, tiles;
@@ -90,7 +70,7 @@ struct alignas(16) WorkTile {
 };
 static_assert(sizeof(WorkTile) == 64);
 
-constexpr int kStagedBytes = kStagedChunks * kProducerThreads * 16;
+inline constexpr int kStagedBytes = kStagedChunks * kProducerThreads * 16;
 
 struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
@@ -117,10 +97,17 @@ struct Shared {
   /// Raw rows, in kernels with one KV split and one P buffer.
   __device__ std::uint8_t* staged() { return p_tile[1]; }
 };
-constexpr int kSharedBytes = sizeof(Shared) + 1024;  // so that Shared can begin at a multiple of 1,024
+inline constexpr int kSharedBytes = sizeof(Shared) + 1024;  // so that Shared can begin at a multiple of 1,024
 static_assert(kSharedBytes <= 227 * 1024);
 static_assert(kStagedBytes <= kPanelBytes + sizeof(Shared::stats));
 static_assert(offsetof(Shared, stats) == offsetof(Shared, p_tile) + kStages * kPanelBytes);
+
+/// For kernels whose dynamic shared memory is Shared.
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel kernel) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  return error != cudaSuccess ? error : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
 
 /// The work of a CTA.
 struct Job {
@@ -212,60 +199,60 @@ struct Job {
 
 /// The thread's index in a register. Otherwise the compiler reads it again and again, and each read waits behind the
 /// stores in flight. The compiler also does not compute values that depend on it ahead of loops. Whole warps only.
-__device__ int thread_here() {
+__device__ inline int thread_here() {
   const int thread = static_cast<int>(threadIdx.x);
   return __shfl_sync(kAllLanes, thread, thread % 32);
 }
 
 /// 2^x; 0 for -infinity.
-__device__ float exp2_fast(float x) {
+__device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-__device__ std::uint32_t pack_bf16(float low, float high) {
+__device__ inline std::uint32_t pack_bf16(float low, float high) {
   std::uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-__device__ std::uint32_t pack_fp16(float low, float high) {
+__device__ inline std::uint32_t pack_fp16(float low, float high) {
   std::uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-__device__ std::uint32_t larger_halves(std::uint32_t x, std::uint32_t y) {
+__device__ inline std::uint32_t larger_halves(std::uint32_t x, std::uint32_t y) {
   asm("max.u16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
   return x;
 }
-__device__ int larger_half(std::uint32_t x) { return static_cast<int>(max(x & 0xFFFFu, x >> 16)); }
+__device__ inline int larger_half(std::uint32_t x) { return static_cast<int>(max(x & 0xFFFFu, x >> 16)); }
 
 // Values are kept in fp16 as multiples of 2^exponent. Rows keep exponent 0 while that is exact up to 2^-25, which is
 // 2^-12 of the largest value. Otherwise they are scaled to just below 2^16; queries always are. `top`: values are below
 // 2^(top - 127).
-constexpr int kTopInFp16 = 127 + 16, kLeastTop = 84, kLeastPlainTop = 112;
+inline constexpr int kTopInFp16 = 127 + 16, kLeastTop = 84, kLeastPlainTop = 112;
 
 /// For bf16 pairs.
-__device__ int top_of_pairs(const uint4& pairs) {
+__device__ inline int top_of_pairs(const uint4& pairs) {
   const std::uint32_t amax = larger_halves(larger_halves(pairs.x & 0x7FFF7FFFu, pairs.y & 0x7FFF7FFFu),
                                            larger_halves(pairs.z & 0x7FFF7FFFu, pairs.w & 0x7FFF7FFFu));
   return (larger_half(amax) >> 7) + 1;
 }
 
-__device__ int top_of_pairs(const uint4& a, const uint4& b) {
+__device__ inline int top_of_pairs(const uint4& a, const uint4& b) {
   const auto larger = [](std::uint32_t x, std::uint32_t y) { return larger_halves(x & 0x7FFF7FFFu, y & 0x7FFF7FFFu); };
   return top_of_pairs(make_uint4(larger(a.x, b.x), larger(a.y, b.y), larger(a.z, b.z), larger(a.w, b.w)));
 }
 
-__device__ int exponent_of(int top) { return max(top, kLeastTop) - kTopInFp16; }
-__device__ float power_of_two(int exponent) {
+__device__ inline int exponent_of(int top) { return max(top, kLeastTop) - kTopInFp16; }
+__device__ inline float power_of_two(int exponent) {
   return codec::bits_float(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
 /// Multiplies bf16 pairs by a power of two and converts them to fp16.
-__device__ uint4 to_fp16(const uint4& pairs, float factor) {
+__device__ inline uint4 to_fp16(const uint4& pairs, float factor) {
   const std::uint32_t factors = pack_bf16(factor, factor);
   const auto convert = [factors](std::uint32_t pair) {
     asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
@@ -274,11 +261,11 @@ __device__ uint4 to_fp16(const uint4& pairs, float factor) {
   return make_uint4(convert(pairs.x), convert(pairs.y), convert(pairs.z), convert(pairs.w));
 }
 
-__device__ void store_shared(std::uint32_t at, const uint4& x) {
+__device__ inline void store_shared(std::uint32_t at, const uint4& x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
-__device__ uint4 load_shared(std::uint32_t at) {
+__device__ inline uint4 load_shared(std::uint32_t at) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -289,10 +276,9 @@ __device__ uint4 load_shared(std::uint32_t at) {
 
 /// The position of a thread in the accumulators: its heads are head and head + 8, its columns 2 * quad and the next one
 /// of every 8.
-__device__ int head_of_thread() {
+__device__ inline int head_of_thread() {
   return static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16 + threadIdx.x % 32 / 4;
 }
-__device__ int quad_of_thread() { return static_cast<int>(threadIdx.x) % 4; }
+__device__ inline int quad_of_thread() { return static_cast<int>(threadIdx.x) % 4; }
 
-}  // namespace
-}  // namespace kv4::cuda
+}  // namespace kv4::cuda::attend_wgmma

@@ -3,11 +3,10 @@
 
 #include "backend/cuda/attend/cta.cuh"
 
-namespace kv4::cuda {
-namespace {
+namespace kv4::cuda::attend_wgmma {
 
 /// Over all KV splits and the sink.
-__device__ Stats total_of(const Shared& s, const Job& job, int head) {
+__device__ inline Stats total_of(const Shared& s, const Job& job, int head) {
   const float sink = s.sink[job.sinks()][head];
   const auto* stats = job.persistent ? s.work_stats + job.work % 2 : s.stats;
   Stats total{sink, 0.0f};
@@ -28,7 +27,7 @@ __device__ Stats total_of(const Shared& s, const Job& job, int head) {
 }
 
 /// The factor of a KV split's O.
-__device__ float factor_of(const Shared& s, const Job& job, int head, int kv_split) {
+__device__ inline float factor_of(const Shared& s, const Job& job, int head, int kv_split) {
   const Stats total = total_of(s, job, head);
   if (total.sum == 0.0f) return 0.0f;
   return __fdividef(exp2_fast((job.persistent ? s.work_stats[job.work % 2] : s.stats[kv_split])[head].row_max -
@@ -36,7 +35,7 @@ __device__ float factor_of(const Shared& s, const Job& job, int head, int kv_spl
                     total.sum);
 }
 
-__device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job) {
+__device__ inline void store_lse(const AttendParams& p, const Shared& s, const Job& job) {
   const int head = job.kv_split * job.own_heads() + static_cast<int>(threadIdx.x);
   if (p.lse == nullptr || job.channel_split != 0 || static_cast<int>(threadIdx.x) >= job.own_heads() || head >= kTile ||
       job.first_head + head >= p.num_heads)
@@ -46,7 +45,7 @@ __device__ void store_lse(const AttendParams& p, const Shared& s, const Job& job
       total.sum == 0.0f ? -INFINITY : (total.row_max + log2f(total.sum)) * kLn2;
 }
 
-__device__ void inverse_rope(const Turn& turn, float& x, float& y) {
+__device__ inline void inverse_rope(const Turn& turn, float& x, float& y) {
   if (!turn.active) return;
   const float a = x, b = y;
   x = codec::fused(a, turn.cos, b * turn.sin);
@@ -149,7 +148,7 @@ __device__ void store_partials(Shared& s, const float (&o)[kSize]) {
 }
 
 /// Adds eight channels of a partial output, of this CTA or another.
-__device__ void add_partial(uint4 channels, float scale, float (&sum)[kOctet]) {
+__device__ inline void add_partial(uint4 channels, float scale, float (&sum)[kOctet]) {
   const std::uint32_t words[4] = {channels.x, channels.y, channels.z, channels.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -162,7 +161,7 @@ __device__ void add_partial(uint4 channels, float scale, float (&sum)[kOctet]) {
 }
 
 /// Stores eight combined channels of a head.
-__device__ void store_octet(const AttendParams& p, const Job& job, int head, int channel, float (&sum)[kOctet]) {
+__device__ inline void store_octet(const AttendParams& p, const Job& job, int head, int channel, float (&sum)[kOctet]) {
   if (job.first_head + head >= p.num_heads) return;
   if (!job.padded && channel + kOctet > kWidth - p.inverse_rope.rope_dim) {
 #pragma unroll
@@ -222,5 +221,4 @@ __device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
   cluster_done_reading();  // other CTAs may still be reading here
 }
 
-}  // namespace
-}  // namespace kv4::cuda
+}  // namespace kv4::cuda::attend_wgmma

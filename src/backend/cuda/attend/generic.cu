@@ -1,7 +1,6 @@
 // attend for any sizes: one CTA per token and 8 heads. It decodes a row into shared memory with the codec, and each
 // warp adds the row to its head. Its two barriers per row are the bottleneck.
-#include "backend/cuda/attend/generic.cuh"
-
+#include "backend/cuda/attend/kernels.h"
 #include "backend/cuda/attend/rows.cuh"
 #include "backend/cuda/rows/cta_group.cuh"
 #include "backend/cuda/runtime/launch.cuh"
@@ -45,7 +44,7 @@ __device__ void inverse_rope(const ops::RopeDesc& rope, int position, int width,
 }
 
 __global__ void __launch_bounds__(kThreads)
-    attend_any_format(const __grid_constant__ ops::AttendParams p, int head_groups) {
+    attend_generic(const __grid_constant__ ops::AttendParams p, int head_groups) {
   extern __shared__ float shared[];
   __shared__ float scratch;
   grid_dependency_wait();
@@ -83,9 +82,9 @@ __global__ void __launch_bounds__(kThreads)
     z *= p.softmax_scale;
     const float next = fmaxf(row_max, z);
     const float rescale = next == -INFINITY ? 1.0f : expf(row_max - next);
-    const float weight = next == -INFINITY ? expf(z) : expf(z - next);
-    for (int c = lane; c < width; c += 32) sum[c] = codec::fused(sum[c], rescale, weight * row[c]);
-    denominator = codec::fused(denominator, rescale, weight);
+    const float prob = next == -INFINITY ? expf(z) : expf(z - next);
+    for (int c = lane; c < width; c += 32) sum[c] = codec::fused(sum[c], rescale, prob * row[c]);
+    denominator = codec::fused(denominator, rescale, prob);
     row_max = next;
   }
   if (!has_head) return;
@@ -110,17 +109,15 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t attend_generic(const ops::AttendParams& p, cudaStream_t stream) {
-  if (p.step.num_tokens <= 0 || p.num_heads <= 0) return cudaSuccess;
+cudaError_t launch_generic(const ops::AttendParams& p, const AttendSplit&, cudaStream_t stream) {
   const std::size_t shared = shared_bytes(width_of(p));
   if (shared > kSharedByDefault) {
     const cudaError_t error =
-        cudaFuncSetAttribute(attend_any_format, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        cudaFuncSetAttribute(attend_generic, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return error;
   }
   const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
-  attend_any_format<<<static_cast<unsigned>(p.step.num_tokens * head_groups), kThreads, shared, stream>>>(p,
-                                                                                                          head_groups);
+  attend_generic<<<static_cast<unsigned>(p.step.num_tokens * head_groups), kThreads, shared, stream>>>(p, head_groups);
   return cudaGetLastError();
 }
 

@@ -1,73 +1,10 @@
-// The consumers' work on a KV tile, and the conversion of queries: for the softmax and the PV warpgroup, and for
-// ping-pong consumers.
+// The consumers' work on a KV tile: for the softmax and the PV warpgroup, and for ping-pong consumers.
 #pragma once
 
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/mma.cuh"
-#include "backend/cuda/attend/speculative.cuh"
 
-namespace kv4::cuda {
-namespace {
-
-/// Queries in shared memory as fp16. kWarps warps take part. A warp converts one head at a time, kAtOnce heads in
-/// flight; each lane converts the bytes that it copied itself.
-template <int kWarps, int kAtOnce>
-class Queries {
- public:
-  __device__ Queries(const AttendParams& p, Shared& s, const Job& job)
-      : p_(p), s_(s), job_(job), thread_(thread_here() % (kWarps * 32)) {}
-
-  __device__ void begin() const {
-    const auto* q = static_cast<const std::uint8_t*>(p_.q.data) +
-                    (std::int64_t{job_.token} * p_.q.row_stride + job_.first_head * kWidth) * 2;
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i)
-#pragma unroll
-      for (int j = 0; j < kChunks / 32; ++j) {
-        const int chunk = lane() + 32 * j;
-        const bool there = job_.first_head + head(i) < p_.num_heads;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place(head(i), chunk)),
-                     "l"(q + (there ? (head(i) * kChunks + chunk) * 16 : 0)), "r"(there ? 16 : 0)
-                     : "memory");
-      }
-    if (thread_ < kTile) {
-      const int head = job_.first_head + thread_;
-      const bool sinks = p_.sink != nullptr && !job_.padded && head < p_.num_heads;
-      s_.sink[job_.sinks()][thread_] = sinks ? p_.sink[head] * codec::kLog2e : -INFINITY;
-    }
-  }
-
-  __device__ void finish() const {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    convert();
-  }
-  /// After the thread's own copies have arrived.
-  __device__ void convert() const {
-#pragma unroll kAtOnce
-    for (int i = 0; i < kHeads; ++i) {
-      const uint4 left = load_shared(place(head(i), lane())), right = load_shared(place(head(i), lane() + 32));
-      const int exponent = exponent_of(__reduce_max_sync(kAllLanes, max(top_of_pairs(left), top_of_pairs(right))));
-      store_shared(place(head(i), lane()), to_fp16(left, power_of_two(-exponent)));
-      store_shared(place(head(i), lane() + 32), to_fp16(right, power_of_two(-exponent)));
-      if (lane() == 0) s_.q_scale[head(i)] = power_of_two(exponent);
-    }
-    publish_to_mma();
-  }
-
- private:
-  static constexpr int kChunks = kWidth * 2 / 16, kHeads = kTile / kWarps;
-
-  __device__ int lane() const { return thread_ % 32; }
-  __device__ int head(int i) const { return thread_ / 32 + i * kWarps; }
-  __device__ std::uint32_t place(int head, int chunk) const {
-    return shared_address(s_.q) + chunk / 8 * kPanelBytes + panel_offset(head, chunk % 8);
-  }
-
-  const AttendParams& p_;
-  Shared& s_;
-  const Job& job_;
-  const int thread_;  // among the participating threads
-};
+namespace kv4::cuda::attend_wgmma {
 
 template <int kSize>
 __device__ void scale_heads(float (&o)[kSize], float upper, float lower) {
@@ -308,13 +245,6 @@ class SoftmaxWarpgroup : public Softmax {
   }
 };
 
-/// Brings a row into L2: the producers' registers hold one tile, which is less than the bytes that must be in flight.
-__device__ void prefetch_row(const RowAddress& row) {
-#pragma unroll
-  for (int at = 0; at < kWidth + kTail; at += kLine) prefetch_line(row.payload + at);
-  prefetch_line(row.scale);
-}
-
 template <bool kCtaPair, int kSize, class Locator>
 __device__ void run_pv_warpgroup(float (&o)[kSize], Shared& s, Locator& locator, int first, int end, int panel,
                                  std::uint32_t to_peer) {
@@ -342,5 +272,4 @@ __device__ void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-}  // namespace
-}  // namespace kv4::cuda
+}  // namespace kv4::cuda::attend_wgmma

@@ -15,8 +15,8 @@ namespace kv4::cuda {
 constexpr int kPanelRowBytes = 128, kPanelRows = 64, kPanelBytes = kPanelRowBytes * kPanelRows;
 
 /// Byte offset of a 16-byte chunk of a panel's row. Panels begin at multiples of 1,024.
-__device__ constexpr std::uint32_t panel_offset(int row, int unit) {
-  return static_cast<std::uint32_t>(row * kPanelRowBytes + ((unit ^ (row & 7)) << 4));
+__device__ constexpr std::uint32_t panel_offset(int row, int chunk) {
+  return static_cast<std::uint32_t>(row * kPanelRowBytes + ((chunk ^ (row & 7)) << 4));
 }
 
 __device__ inline std::uint32_t shared_address(const void* p) {

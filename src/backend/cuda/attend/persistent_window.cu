@@ -9,7 +9,7 @@
 // (m64n128k16).
 //
 // Bounds, per token and 64 heads: 128 KB of queries and outputs, 31 us for 1,024 tokens; multiplies 4,096 clocks. H200,
-// 2026-11-16, 1,024 tokens: 56 us (persistent.cuh: 78). A token has 13,000 clocks on its SM. The output's shuffles and
+// 2026-11-16, 1,024 tokens: 56 us (persistent.cu: 78). A token has 13,000 clocks on its SM. The output's shuffles and
 // stores beside the next token's S took 3,700 of them, both of which access shared memory, the softmax 2,000, PV 2,300,
 // and the first token's rows 15,000 once (ncu, before the last change: 59 us).
 #include <cuda_bf16.h>
@@ -18,8 +18,6 @@
 
 #include <algorithm>
 #include <cstdint>
-
-#pragma nv_diag_suppress 177  // parts of dispatch.cu that are not used here
 
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/epilogue.cuh"
@@ -34,11 +32,12 @@
 #include "kv4/cuda.h"
 
 namespace kv4::cuda {
-namespace {
+namespace attend_wgmma::persistent_window {
 
-constexpr int kConsumerThreads = kScoreThreads,
-              kConsumerWarps = kConsumerThreads / 32;  // halves of the rows for S, then halves of the channels for PV
-constexpr int kWindowConsumerRegisters = 168, kWindowProducerRegisters = 88;
+inline constexpr int kConsumerThreads = kScoreThreads,
+                     kConsumerWarps =
+                         kConsumerThreads / 32;  // halves of the rows for S, then halves of the channels for PV
+inline constexpr int kWindowConsumerRegisters = 168, kWindowProducerRegisters = 88;
 static_assert(2 * (kWindowConsumerRegisters + kWindowProducerRegisters) <= 65536 / kWarpgroupThreads);
 
 struct WindowShared : WindowTiles {
@@ -47,7 +46,7 @@ struct WindowShared : WindowTiles {
   std::uint64_t queries_full, queries_empty, rows_full;
   std::uint64_t side_empty, rows_empty;  // that half, and both
 };
-constexpr int kPersistentWindowSharedBytes = sizeof(WindowShared) + 1024;
+inline constexpr int kPersistentWindowSharedBytes = sizeof(WindowShared) + 1024;
 static_assert(kPersistentWindowSharedBytes <= 227 * 1024);
 
 // --- rows
@@ -147,7 +146,7 @@ class WindowProducer {
   }
 
   __device__ void copy_queries(int token) const {
-    cuda::copy_queries<kProducerThreads, 4>(p_, s_, token, first_head_, thread_);
+    attend_wgmma::copy_queries<kProducerThreads, 4>(p_, s_, token, first_head_, thread_);
   }
   __device__ void prefetch_queries(int token) const {
     const std::uint8_t* q = queries_of(p_, token, first_head_);
@@ -336,10 +335,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-}  // namespace
+}  // namespace attend_wgmma::persistent_window
 
-cudaError_t launch_persistent_window(const AttendParams& p, cudaStream_t stream) {
-  const int head_tiles = (p.num_heads + kTile - 1) / kTile;
+cudaError_t launch_persistent_window(const ops::AttendParams& p, const AttendSplit&, cudaStream_t stream) {
+  using namespace attend_wgmma;
+  using namespace attend_wgmma::persistent_window;
+  const int head_tiles = head_tiles_of(p);
   const int at_once = std::max(num_sms() / head_tiles, 1);
   const int cta_tokens = (p.step.num_tokens + at_once - 1) / at_once;
   const int runs = (p.step.num_tokens + cta_tokens - 1) / cta_tokens;

@@ -3,8 +3,7 @@
 
 #include "backend/cuda/attend/mainloop.cuh"
 
-namespace kv4::cuda {
-namespace {
+namespace kv4::cuda::attend_wgmma {
 
 /// A consumer keeps O for its half of the channels, the left (0) or the right one (1). It computes S and P of every
 /// other tile, and both consumers compute PV of every tile. So one consumer computes the softmax while the other
@@ -106,5 +105,4 @@ class PingPongConsumer : public Softmax {
   const std::uint32_t p_at_;
 };
 
-}  // namespace
-}  // namespace kv4::cuda
+}  // namespace kv4::cuda::attend_wgmma

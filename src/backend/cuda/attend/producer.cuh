@@ -3,17 +3,41 @@
 
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/mma.cuh"
+#include "backend/cuda/attend/speculative.cuh"
 
-namespace kv4::cuda {
-namespace {
+namespace kv4::cuda::attend_wgmma {
+
+/// Stands in for a row that does not exist. A conditional load would be waited for where it is issued, so the kernels
+/// load this row instead; its P is 0. Its scales and values are the smallest that need no exponent (kLeastPlainTop), so
+/// the rows beside it determine the exponent.
+struct AbsentRow {
+  alignas(16) std::uint8_t payload[kWidth + kTail] = {};
+  std::uint8_t scale[8] = {};
+
+  constexpr AbsentRow() {
+    for (int i = kWidth - kTail; i < kWidth + kTail; i += 2) {  // bf16 2^-16
+      payload[i] = 0x80;
+      payload[i + 1] = 0x37;
+    }
+    for (std::uint8_t& x : scale) x = 103;
+  }
+};
+__device__ const AbsentRow kAbsentRow;
+
+/// Brings a row into L2: the producers' registers hold one tile, which is less than the bytes that must be in flight.
+__device__ inline void prefetch_row(const RowAddress& row) {
+#pragma unroll
+  for (int at = 0; at < kWidth + kTail; at += kLine) prefetch_line(row.payload + at);
+  prefetch_line(row.scale);
+}
 
 /// A branch that is never taken: later instructions cannot start before `x` is known.
-__device__ void branch_on(unsigned x) {
+__device__ inline void branch_on(unsigned x) {
   asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5DEECE66; @p nanosleep.u32 1; }" ::"r"(x) : "memory");
 }
 
 /// A row's eighth scale is padding.
-__device__ int top_of_codes(uint2 scales) {
+__device__ inline int top_of_codes(uint2 scales) {
   constexpr std::uint32_t kEvenBytes = 0x00FF00FFu;
   constexpr int kCodeTop = 9;  // codes are below 2^9
   const std::uint32_t amax = larger_halves(larger_halves(scales.x & kEvenBytes, scales.x >> 8 & kEvenBytes),
@@ -22,20 +46,20 @@ __device__ int top_of_codes(uint2 scales) {
 }
 
 /// The common exponent of a warp's rows.
-__device__ int exponent_for_warp(int codes_top, int tail_top) {
+__device__ inline int exponent_for_warp(int codes_top, int tail_top) {
   const auto is_plain = [](int top) { return top >= kLeastPlainTop && top <= kTopInFp16; };
   if (__all_sync(kAllLanes, is_plain(codes_top) && is_plain(tail_top))) return 0;
   return exponent_of(__reduce_max_sync(kAllLanes, max(codes_top, tail_top)));
 }
 
 /// The factor of a panel's codes, as fp16 twice.
-__device__ std::uint32_t factors_of(uint2 scales, int panel, int exponent) {
+__device__ inline std::uint32_t factors_of(uint2 scales, int panel, int exponent) {
   const std::uint32_t biased = (panel < 4 ? scales.x : scales.y) >> (panel % 4 * 8) & 0xFFu;
   const float factor = codec::bits_float(static_cast<std::uint32_t>(max(static_cast<int>(biased) - exponent, 0)) << 23);
   return pack_fp16(factor, factor);
 }
 
-__device__ uint4 eight_codes(std::uint32_t low, std::uint32_t high, std::uint32_t factors) {
+__device__ inline uint4 eight_codes(std::uint32_t low, std::uint32_t high, std::uint32_t factors) {
   std::uint32_t out[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -49,7 +73,7 @@ __device__ uint4 eight_codes(std::uint32_t low, std::uint32_t high, std::uint32_
 
 // Four lanes share a row; a lane has 16 of every 64 bytes. There are 7 chunks of codes, one of each scale's panel, and
 // 2 chunks of bf16. The right panels take 5 of the chunks.
-constexpr int kCodeChunks = 7, kChunks = 9, kRightChunks = 5;
+inline constexpr int kCodeChunks = 7, kChunks = 9, kRightChunks = 5;
 
 /// The order of conversion: the right panels first, because they are free first, and the bf16 chunks first of these.
 __device__ constexpr int chunk_at(int i) {
@@ -336,5 +360,4 @@ class CtaPairProducer {
   uint4 next_tail_;
 };
 
-}  // namespace
-}  // namespace kv4::cuda
+}  // namespace kv4::cuda::attend_wgmma

@@ -5,15 +5,11 @@
 #include <cstdint>
 
 #include "backend/cuda/append/window_begin.cuh"
+#include "backend/cuda/attend/kernels.h"
 #include "backend/cuda/rows/decode.cuh"
 #include "kv4/params.h"
 
 namespace kv4::cuda {
-
-/// Channels of a row. A layer whose window lives in another pool may have entries only.
-KV4_HD std::int32_t width_of(const ops::AttendParams& p) {
-  return p.layer.window.ring.shape.width > 0 ? p.layer.window.ring.shape.width : p.layer.kinds[0].page.shape.width;
-}
 
 /// For numbers that are not negative. kByShift: the divisor is nearly always a power of two.
 template <bool kByShift>

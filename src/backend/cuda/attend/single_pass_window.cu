@@ -18,8 +18,6 @@
 
 #include <cstdint>
 
-#pragma nv_diag_suppress 177  // parts of dispatch.cu that are not used here
-
 #include "backend/cuda/append/window_begin.cuh"
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/epilogue.cuh"
@@ -34,9 +32,9 @@
 #include "kv4/cuda.h"
 
 namespace kv4::cuda {
-namespace {
+namespace attend_wgmma::single_pass_window {
 
-constexpr int kWindowSharedBytes = sizeof(WindowTiles) + 1024;
+inline constexpr int kWindowSharedBytes = sizeof(WindowTiles) + 1024;
 static_assert(kThreads == 4 * kMaxWindowRows);
 static_assert(kWindowSharedBytes <= 227 * 1024);
 
@@ -194,9 +192,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <int kChannelSplits>
-cudaError_t launch_window(const AttendParams& p, cudaStream_t stream) {
+cudaError_t launch_variant(const AttendParams& p, cudaStream_t stream) {
   const auto kernel = attend_single_pass_window<kChannelSplits>;
-  const int head_tiles = (p.num_heads + kTile - 1) / kTile;
+  const int head_tiles = head_tiles_of(p);
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWindowSharedBytes);
   if (error != cudaSuccess) return error;
@@ -204,10 +202,11 @@ cudaError_t launch_window(const AttendParams& p, cudaStream_t stream) {
                                     kThreads, stream, p, head_tiles);
 }
 
-}  // namespace
+}  // namespace attend_wgmma::single_pass_window
 
-cudaError_t launch_single_pass_window(const AttendParams& p, int channel_splits, cudaStream_t stream) {
-  return channel_splits == 1 ? launch_window<1>(p, stream) : launch_window<2>(p, stream);
+cudaError_t launch_single_pass_window(const ops::AttendParams& p, const AttendSplit& split, cudaStream_t stream) {
+  using namespace attend_wgmma::single_pass_window;
+  return split.channel_splits == 1 ? launch_variant<1>(p, stream) : launch_variant<2>(p, stream);
 }
 
 }  // namespace kv4::cuda

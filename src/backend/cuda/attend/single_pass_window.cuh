@@ -7,12 +7,11 @@
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/mma.cuh"
 
-namespace kv4::cuda {
-namespace {
+namespace kv4::cuda::attend_wgmma {
 
-constexpr int kSides = 2;  // halves of the rows
-constexpr int kScoreThreads = kSides * kWarpgroupThreads;
-constexpr int kScores = kTile / 2;  // of a thread
+inline constexpr int kSides = 2;  // halves of the rows
+inline constexpr int kScoreThreads = kSides * kWarpgroupThreads;
+inline constexpr int kScores = kTile / 2;  // of a thread
 static_assert(kMaxWindowRows == kSides * kTile);
 
 struct WindowTiles {
@@ -29,7 +28,7 @@ __device__ const std::uint8_t* queries_of(const AttendParams& p, int token, int 
 
 /// Copies the queries with kWorkers threads, kAtOnce copies of each in flight; zeros for heads that do not exist. The
 /// caller waits for the copies.
-constexpr int kQueryChunks = kWidth * 2 / 16;  // of a head
+inline constexpr int kQueryChunks = kWidth * 2 / 16;  // of a head
 template <int kWorkers, int kAtOnce>
 __device__ void copy_queries(const AttendParams& p, WindowTiles& s, int token, int first_head, int worker) {
   static_assert(kWorkers % kQueryChunks == 0);
@@ -48,12 +47,12 @@ __device__ void copy_queries(const AttendParams& p, WindowTiles& s, int token, i
 }
 
 /// Times log2 e. A constant, except for padded tokens, which have no sink.
-__device__ float sink_of(const AttendParams& p, int head) {
+__device__ inline float sink_of(const AttendParams& p, int head) {
   return p.sink != nullptr && head < p.num_heads ? p.sink[head] * codec::kLog2e : -INFINITY;
 }
 
 /// S of one side's rows.
-__device__ void score_side(const WindowTiles& s, float (&z)[kScores], int side) {
+__device__ inline void score_side(const WindowTiles& s, float (&z)[kScores], int side) {
   const std::uint32_t q = panel_place(shared_address(s.q)), keys = panel_place(shared_address(s.rows[side]));
   mma_begin();
 #pragma unroll
@@ -67,11 +66,12 @@ __device__ void score_side(const WindowTiles& s, float (&z)[kScores], int side) 
 }
 
 /// The row of a side that a thread's score belongs to.
-__device__ int row_of_score(int i) { return i / 4 * 8 + 2 * quad_of_thread() + i % 2; }
+__device__ inline int row_of_score(int i) { return i / 4 * 8 + 2 * quad_of_thread() + i % 2; }
 
 /// Converts S (-infinity where there is no row) to P relative to the row maximum of both sides; their warpgroups agree
 /// on it.
-__device__ void softmax_side(WindowTiles& s, const float (&z)[kScores], int side, float scale, float (&base)[2]) {
+__device__ inline void softmax_side(WindowTiles& s, const float (&z)[kScores], int side, float scale,
+                                    float (&base)[2]) {
   const int head = head_of_thread(), quad = quad_of_thread();
   float row_max[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -108,7 +108,7 @@ __device__ void softmax_side(WindowTiles& s, const float (&z)[kScores], int side
 }
 
 /// The factor of O for a head whose P is relative to `base`. `lse`: the address of the log of its denominator, or null.
-__device__ float finish_head(const WindowTiles& s, int head, float base, float sink, float* lse) {
+__device__ inline float finish_head(const WindowTiles& s, int head, float base, float sink, float* lse) {
   const float rows = s.sum[0][head] + s.sum[1][head];
   const float top = rows == 0.0f ? sink : fmaxf(base, sink);  // rows == 0: the head has no rows
   const float shift = top == -INFINITY ? 0.0f : top;
@@ -118,10 +118,9 @@ __device__ float finish_head(const WindowTiles& s, int head, float base, float s
 }
 
 /// The address of a head's LSE, or null.
-__device__ float* lse_of(const AttendParams& p, int token, int head) {
+__device__ inline float* lse_of(const AttendParams& p, int token, int head) {
   if (p.lse == nullptr || head >= p.num_heads) return nullptr;
   return p.lse + std::int64_t{token} * p.num_heads + head;
 }
 
-}  // namespace
-}  // namespace kv4::cuda
+}  // namespace kv4::cuda::attend_wgmma

@@ -27,12 +27,11 @@
 #include <array>
 #include <bit>
 #include <cstdint>
-#include <optional>
 
 #include "backend/cuda/runtime/launch.cuh"
 
 namespace kv4::cuda {
-namespace {
+namespace small_batch {
 
 // --- rows
 
@@ -312,11 +311,6 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
 
 // --- on the host
 
-// No number between nine and 16: two such clusters do not fit into a GPC of an H200.
-constexpr int kSplitCounts[] = {1, 2, 4, 8, kNineSplits, 16};
-constexpr std::size_t kNumSplitCounts = std::size(kSplitCounts);
-int log2_of(int kv_splits) { return static_cast<int>(std::bit_width(static_cast<unsigned>(kv_splits))) - 1; }
-
 /// One variant of the kernel.
 template <int kHeads, int kStages>
 struct Variant {
@@ -335,9 +329,10 @@ struct Variant {
     const auto kernel = attend_small_batch<kHeads, kStages, kFixed>;
     if (const cudaError_t error = allow(kernel); error != cudaSuccess) return error;
     const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
+    const int splits_log2 = static_cast<int>(std::bit_width(static_cast<unsigned>(kv_splits))) - 1;
     return launch_clusters<sizeof(Shared<kHeads, kStages, KvSplits<kFixed>::kNine>)>(
         kernel, static_cast<unsigned>(kv_splits), static_cast<unsigned>(p.step.num_tokens * head_groups * kv_splits),
-        kThreads, stream, p, KvSplits<kFixed>{log2_of(kv_splits)}, head_groups);
+        kThreads, stream, p, KvSplits<kFixed>{splits_log2}, head_groups);
   }
   static cudaError_t launch(const AttendParams& p, int kv_splits, cudaStream_t stream) {
     if constexpr (kNine) {
@@ -347,68 +342,33 @@ struct Variant {
     }
     return launch<0>(p, kv_splits, stream);
   }
-  /// The number of clusters that run at once, by their size. [kSplitCounts]
-  static std::array<int, kNumSplitCounts> count_clusters() {
-    std::array<int, kNumSplitCounts> counts{};
-    if (allow(attend_small_batch<kHeads, kStages, 0>) != cudaSuccess) return counts;
-    for (std::size_t i = 0; i < counts.size(); ++i) {
-      if (!kNine && kSplitCounts[i] == kNineSplits) continue;
+  static AttendGpu::Clusters count_clusters() {
+    const auto kernel = attend_small_batch<kHeads, kStages, 0>;
+    AttendGpu::Clusters counts{};
+    if (allow(kernel) != cudaSuccess) return counts;
+    for (const unsigned ctas : {1u, 2u, 4u, 8u, unsigned{kNineSplits}, 16u}) {
+      if (!kNine && ctas == kNineSplits) continue;
       cudaLaunchAttribute cluster{};
       cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {static_cast<unsigned>(kSplitCounts[i]), 1, 1};
-      const cudaLaunchConfig_t config{cluster.val.clusterDim.x, kThreads, kSharedBytes, nullptr, &cluster, 1};
-      if (cudaOccupancyMaxActiveClusters(&counts[i], attend_small_batch<kHeads, kStages, 0>, &config) != cudaSuccess)
-        counts[i] = 0;
+      cluster.val.clusterDim = {ctas, 1, 1};
+      const cudaLaunchConfig_t config{ctas, kThreads, kSharedBytes, nullptr, &cluster, 1};
+      if (cudaOccupancyMaxActiveClusters(&counts[ctas], kernel, &config) != cudaSuccess) counts[ctas] = 0;
     }
     static_cast<void>(cudaGetLastError());  // of sizes that the GPU does not support
     return counts;
   }
 };
 
-}  // namespace
+}  // namespace small_batch
 
-/// The split with the least estimated time, among those whose CTAs all run at once: a constant, and a time per row of a
-/// KV split. In hundredths of a microsecond, fitted to an H200, 2026-11-15.
-std::optional<SmallBatchSplit> small_batch_split_of(const AttendParams& p, std::int64_t max_rows, double other) {
-  static const std::array<int, kNumSplitCounts> at_once[] = {
-      Variant<8, 1>::count_clusters(), Variant<8, 2>::count_clusters(), Variant<8, 3>::count_clusters(),
-      Variant<16, 3>::count_clusters()};
-  struct Kernel {
-    int heads, stages;
-    std::int64_t max_rows;
-    double start, per_row;
-  };
-  constexpr std::int64_t kAnyRows = INT64_MAX;
-  constexpr Kernel kKernels[] = {{8, 1, kOneTileRows, 420, 3.8},
-                                 {8, 2, 2 * kTile, 420, 3.8},
-                                 {8, 3, kAnyRows, 420, 3.8},
-                                 {16, 3, kAnyRows, 620, 5.0}};
-  static_assert(std::size(at_once) == std::size(kKernels));
-  constexpr double kReduceRound = 15;    // per head that a warp reduces
-  constexpr double kLargeCluster = 300;  // added for 16 CTAs of 8 heads, which crowd a GPC
-  double least = other;
-  std::optional<SmallBatchSplit> best;
-  const auto rows_of = [&](int kv_splits) { return (max_rows + kv_splits - 1) / kv_splits; };
-  const auto tiles_of = [&](int kv_splits) { return (rows_of(kv_splits) + kTile - 1) / kTile; };
-  for (std::size_t k = 0; k < std::size(kKernels); ++k)
-    for (std::size_t i = 0; i < kNumSplitCounts; ++i) {
-      const Kernel& kernel = kKernels[k];
-      const int kv_splits = kSplitCounts[i], reducers = 1 << log2_of(kv_splits);
-      const std::int64_t clusters = std::int64_t{p.step.num_tokens} * ((p.num_heads + kernel.heads - 1) / kernel.heads);
-      if (clusters > at_once[k][i] || rows_of(kv_splits) > kernel.max_rows) continue;
-      if (kv_splits > reducers && tiles_of(kv_splits) == tiles_of(reducers)) continue;  // 640 rows: 7.6 to 8.0 us
-      const bool shared = clusters * kv_splits > num_sms();                             // two CTAs on one SM
-      const double time = kernel.start + kReduceRound * kernel.heads / reducers +
-                          kernel.per_row * static_cast<double>(rows_of(kv_splits)) * (shared ? 2 : 1) +
-                          (kv_splits == kMaxCluster && kernel.heads == 8 ? kLargeCluster : 0);
-      if (time >= least) continue;
-      least = time;
-      best = SmallBatchSplit{kernel.heads, kv_splits, kernel.stages};
-    }
-  return best;
+std::array<AttendGpu::Clusters, 4> count_small_batch_clusters() {
+  using small_batch::Variant;
+  return {Variant<8, 1>::count_clusters(), Variant<8, 2>::count_clusters(), Variant<8, 3>::count_clusters(),
+          Variant<16, 3>::count_clusters()};
 }
 
-cudaError_t launch_small_batch(const AttendParams& p, const SmallBatchSplit& split, cudaStream_t stream) {
+cudaError_t launch_small_batch(const ops::AttendParams& p, const AttendSplit& split, cudaStream_t stream) {
+  using small_batch::Variant;
   if (split.heads == 16) return Variant<16, 3>::launch(p, split.kv_splits, stream);
   if (split.stages == 1) return Variant<8, 1>::launch(p, split.kv_splits, stream);
   return split.stages == 2 ? Variant<8, 2>::launch(p, split.kv_splits, stream)

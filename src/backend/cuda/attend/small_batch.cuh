@@ -1,4 +1,4 @@
-// The CTAs of small_batch.cu: shared memory, S, PV and the combination. For small_batch.cu alone.
+// The CTAs of small_batch.cu: shared memory, S, PV and the combination. Only small_batch.cu includes it.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,29 +12,22 @@
 #include "backend/cuda/attend/speculative.cuh"
 #include "backend/cuda/rows/warp_row.cuh"
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-#pragma nv_diag_suppress 177  // the kernel has no body there, so its parts are not used
-#endif
-
-namespace kv4::cuda {
-namespace {
+namespace kv4::cuda::small_batch {
 
 using ops::AttendParams;
 
-constexpr int kWidth = 512, kTile = 64;      // a tile: 64 rows, or the 64 channels of one scale
-constexpr int kScales = kWidth / kTile - 1;  // of a row; its last 64 channels are bf16
-constexpr int kSteps = kTile / 16;           // steps of the mma instruction through a tile
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
+inline constexpr int kWidth = kAttendWidth, kTile = kAttendTile;  // a tile: 64 rows, or the 64 channels of one scale
+inline constexpr int kScales = kWidth / kTile - 1;                // of a row; its last 64 channels are bf16
+inline constexpr int kSteps = kTile / 16;                         // steps of the mma instruction through a tile
+inline constexpr int kWarps = 8, kThreads = 32 * kWarps;
 // A row in shared memory: the stored bytes, then its scales. The stride keeps 2 adjacent rows (S) and 4 (PV) apart in
 // banks.
-constexpr int kTailAt = kScales * kTile, kScaleAt = 576, kRowStride = 608;
-constexpr int kPBits = 15;       // P is scaled by 2^15, as far as fp16 allows
-constexpr int kQueryTop = 8;     // exponent of the largest query element of a head and 64 channels
-constexpr int kPartialTop = 14;  // exponent of a partial output's largest channel
-constexpr float kLn2 = 0.693147181f;
-constexpr int kOneTileRows = 80;  // of the single-tile variant: eight splits of 640 rows
-constexpr int kEightSplits = 8;   // the usual number for one token
-constexpr int kNineSplits = 9;    // eight of them reduce; 9 x 128 rows are two tiles each instead of three
+inline constexpr int kTailAt = kScales * kTile, kScaleAt = 576, kRowStride = 608;
+inline constexpr int kPBits = 15;       // P is scaled by 2^15, as far as fp16 allows
+inline constexpr int kQueryTop = 8;     // exponent of the largest query element of a head and 64 channels
+inline constexpr int kPartialTop = 14;  // exponent of a partial output's largest channel
+inline constexpr float kLn2 = 0.693147181f;
+inline constexpr int kEightSplits = 8;  // the usual number for one token
 
 /// The softmax of one head over some rows: the row maximum (logits times log2 e) and the sum of 2^(logit - maximum).
 struct Stats {
@@ -60,7 +53,7 @@ struct Shared {
   static constexpr int kHeads = kHeads_, kStages = kStages_;
   static constexpr int kPairs = kWarps * kHeads;  // pairs of 64 channels and a head
   static constexpr bool kOneTile = kStages == 1;  // index [1] of two tiles then means the spread rows, see spreads
-  static constexpr int kRows = kOneTile ? kOneTileRows : kTile;
+  static constexpr int kRows = kOneTile ? kOneStageRows : kTile;
   std::uint8_t rows[kStages][kRows * kRowStride];
   // [tile, half of the channels, 16 rows, head]: see score_word. Spread rows: [1, half, 64 channels of it, head]
   float scores[2][2][kSteps][kHeads][16];
@@ -83,40 +76,40 @@ struct Shared {
 };
 
 /// The word of row r of 16: the four rows of a thread's P are adjacent; swizzled for the threads that write them.
-__device__ int row_word(int r) { return r % 4 * 4 + r / 4; }
-__device__ int score_word(int r, int head) { return row_word(r) ^ (head / 2 % 4 * 4); }
+__device__ inline int row_word(int r) { return r % 4 * 4 + r / 4; }
+__device__ inline int score_word(int r, int head) { return row_word(r) ^ (head / 2 % 4 * 4); }
 
-__device__ int lane_of_thread() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ int warp_of_thread() { return static_cast<int>(threadIdx.x) / 32; }
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ inline int warp_of_thread() { return static_cast<int>(threadIdx.x) / 32; }
 
 /// 2^x; 0 for -infinity.
-__device__ float exp2_fast(float x) {
+__device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 /// The lower two e4m3 codes as fp16.
-__device__ std::uint32_t codes_to_half2(std::uint32_t codes) {
+__device__ inline std::uint32_t codes_to_half2(std::uint32_t codes) {
   const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes & 0xFFFFu), __NV_E4M3);
   std::uint32_t bits;
   memcpy(&bits, &pair, 4);
   return bits;
 }
 
-__device__ std::uint32_t half2_bits(float low, float high) {
+__device__ inline std::uint32_t half2_bits(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   std::uint32_t bits;
   memcpy(&bits, &pair, 4);
   return bits;
 }
 
-__device__ uint4 shared_load16(std::uint32_t at) {
+__device__ inline uint4 shared_load16(std::uint32_t at) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
   return x;
 }
-__device__ uint2 shared_load8(std::uint32_t at) {
+__device__ inline uint2 shared_load8(std::uint32_t at) {
   uint2 x;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at));
   return x;
@@ -167,7 +160,7 @@ struct Job {
   /// Steps of 16 rows.
   __device__ int steps(int tile) const { return min((end - begin - tile * kTile + 15) / 16, kSteps); }
   /// The same with a single tile; a speculative record may have more rows.
-  __device__ int steps() const { return min((end - begin + 15) / 16, kOneTileRows / 16); }
+  __device__ int steps() const { return min((end - begin + 15) / 16, kOneStageRows / 16); }
 };
 
 // --- speculative prefetch
@@ -266,7 +259,7 @@ class Queries {
   std::uint32_t words_[kGroups][kTiles][8];
 };
 
-__device__ float scale_value(std::uint32_t scales, int i) {
+__device__ inline float scale_value(std::uint32_t scales, int i) {
   return codec::ue8m0_value(static_cast<std::uint8_t>(scales >> (8 * i)));
 }
 
@@ -326,7 +319,7 @@ __device__ void store_logits(const float (&sum)[kHeads / 8][4], float logit_scal
     }
 }
 
-__device__ float scale_exponent(std::uint32_t scales, int i) {
+__device__ inline float scale_exponent(std::uint32_t scales, int i) {
   return static_cast<float>(static_cast<int>(scales >> (8 * i) & 0xFFu) - 127);
 }
 
@@ -371,7 +364,7 @@ __device__ void score_rows(S& s, int tile, int step, int half, const Queries<S>&
 
 /// Whether the last of some steps of 16 rows is spread over all warps, 64 channels each: an additional step for two
 /// warps would take as long as all their other steps.
-__device__ bool spreads(int steps) { return steps % kSteps == 1; }
+__device__ inline bool spreads(int steps) { return steps % kSteps == 1; }
 
 /// Logits of the 16 spread rows over a warp's 64 channels.
 template <class S>
@@ -744,5 +737,4 @@ __device__ void reduce_several(const AttendParams& p, S& s, const Job& job, cons
   }
 }
 
-}  // namespace
-}  // namespace kv4::cuda
+}  // namespace kv4::cuda::small_batch

@@ -9,94 +9,23 @@
 // warpgroup 241, with ping-pong consumers 213 (docs/performance.md). No warpgroup is busy all the time: a tile passes
 // through conversion, S, softmax and PV in two stages, and the producers' stores wait behind multiplies that read
 // shared memory. A spilled register comes back behind all loads in flight, which takes 350 clocks of a tile's 4,100.
-#pragma once
-
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/epilogue.cuh"
+#include "backend/cuda/attend/kernels.h"
 #include "backend/cuda/attend/mainloop.cuh"
 #include "backend/cuda/attend/ping_pong.cuh"
 #include "backend/cuda/attend/producer.cuh"
-#include "backend/cuda/attend/speculative.cuh"
-#include "backend/cuda/attend/token_pair.cuh"
+#include "backend/cuda/attend/prologue.cuh"
+#include "backend/cuda/attend/tile_scheduler.cuh"
+#include "backend/cuda/runtime/launch.cuh"
 
 namespace kv4::cuda {
-namespace {
+namespace attend_wgmma::persistent {
 
-/// The tile scheduler: the work tiles of a CTA, or of a 2-CTA pair with consecutive tokens, by a fixed assignment. It
-/// prepares half of Shared::work_tiles at a time, after all threads have left that half and before any thread looks for
-/// work in it.
-template <int kPairSize>
-class TileScheduler {
- public:
-  __device__ TileScheduler(const AttendParams& p, Shared& s, int head_tiles) : p_(p), s_(s), head_tiles_(head_tiles) {}
+inline constexpr int kConsumerRegisters = 192, kPersistentProducerRegisters = 64;
+static_assert(2 * (kConsumerRegisters + kPersistentProducerRegisters) <= 65536 / kWarpgroupThreads);
 
-  __device__ int count() const { return s_.num_work_tiles; }  // there are no registers to keep it in
-  __device__ const WorkTile& at(int work) const { return s_.work_tiles[work % kKnownWork]; }
-  __device__ int tiles(int work) const { return at(work).tiles; }
-  /// Copies a work tile into registers by whole words: each read of shared memory waits behind the producers' stores.
-  __device__ WorkTile copy_of(int work) const {
-    const auto* from = reinterpret_cast<const uint4*>(&at(work));
-    const uint4 a = from[0], b = from[1], c = from[2], d = from[3];
-    WorkTile x;
-    x.rows.at = {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z), static_cast<int>(a.w),
-                 static_cast<int>(b.x), static_cast<int>(b.y), static_cast<int>(b.z), static_cast<int>(b.w)};
-    x.rows.first = static_cast<int>(c.x);
-    x.rows.begin = static_cast<int>(c.y);
-    x.rows.window = static_cast<int>(c.z);
-    x.rows.entries = static_cast<int>(c.w);
-    x.token = static_cast<int>(d.x);
-    x.first_head = static_cast<int>(d.y);
-    x.tiles = static_cast<int>(d.z);
-    x.common = {d.w};
-    return x;
-  }
-
-  /// One thread per work tile.
-  __device__ void schedule_first() const {
-    const int work_tiles = (p_.step.num_tokens + kPairSize - 1) / kPairSize * head_tiles_;
-    const int count = (work_tiles - first_work_tile() + at_once() - 1) / at_once();
-    if (threadIdx.x == 0) s_.num_work_tiles = count;
-    if (static_cast<int>(threadIdx.x) < min(kHalf, count)) schedule(static_cast<int>(threadIdx.x));
-  }
-  /// Called by the producer warp that is about to fill the first tile of `work`. The other warps and the consumers are
-  /// at most three tiles away, and rows are located up to seven tiles ahead. In a token pair, the warp that is about to
-  /// locate rows of `work` calls it; that warp is ahead of all others.
-  __device__ void schedule_more(int work, int lane) const {
-    const int next = work - kSpread + kHalf + lane;
-    if (work % kHalf == kSpread && lane < kHalf && next < count()) schedule(next);
-  }
-
- private:
-  static constexpr int kHalf = kKnownWork / 2, kSpread = kPairSize == 1 ? 3 : 8;
-  static_assert(kPairSize == 1 ? 2 * kSpread + 2 * kAddressTiles - 1 <= kHalf
-                               : kSpread < kHalf && kAddressTiles + 3 < kSpread);  // key, block and end: three more
-
-  __device__ static int first_work_tile() { return static_cast<int>(blockIdx.x) / kPairSize; }
-  __device__ static int at_once() { return static_cast<int>(gridDim.x) / kPairSize; }
-
-  __device__ void schedule(int work) const {
-    const int work_tile = first_work_tile() + work * at_once(), first = work_tile / head_tiles_ * kPairSize;
-    WorkTile& to = s_.work_tiles[work % kKnownWork];
-    to.first_head = work_tile % head_tiles_ * kTile;
-    if constexpr (kPairSize == 1) {
-      to.token = first;
-      to.rows = QueryRows(p_, first);
-      to.tiles = tiles_of(to.rows.count());
-    } else {
-      const int last = p_.step.num_tokens - 1, pair_rank = static_cast<int>(blockIdx.x) % kPairSize;
-      to.token = min(first + pair_rank, last);
-      to.rows = ring_rows(p_, to.token);
-      const QueryRows peer_rows = ring_rows(p_, min(first + (pair_rank ^ 1), last));
-      to.tiles = tiles_of(max(to.rows.count(), peer_rows.count()));
-      to.common = common_tiles(to.rows, peer_rows);
-    }
-  }
-  __device__ static int tiles_of(int rows) { return max((rows + kTile - 1) / kTile, 1); }
-
-  const AttendParams& p_;
-  Shared& s_;
-  const int head_tiles_;
-};
+// --- producers
 
 /// Locates the rows of all work tiles: a producer's lane locates one row of every four tiles, in the row of the tile
 /// that it loads a part of.
@@ -341,99 +270,10 @@ class PersistentProducer {
   uint4 raw_[kRightChunks];
 };
 
-/// The epilogue of a work tile, by a thread that has the left (0) or the right half of the channels.
-template <int kPairSize>
-__device__ void store_work_tile(const AttendParams& p, Shared& s, const TileScheduler<kPairSize>& scheduler, int work,
-                                float (&o)[kWidth / 4], int half) {
-  named_barrier(1, 2 * kWarpgroupThreads);
-  const Job job(scheduler.at(work), work, kPairSize == 1);
-  const int head = head_of_thread();
-  scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));
-  if (half == 0) store_lse(p, s, job);
-  if (half == 1) inverse_rope_last(p, job, o);
-  store_output(p, job, o, half * (kWidth / 2));
-}
-
-/// Two symmetric consumers, which run the same instructions.
-__device__ void consume_persistent(const AttendParams& p, Shared& s, const TileScheduler<1>& scheduler) {
-  // All lanes of a warp agree, and the compiler knows it: the value lives in uniform registers.
-  const int half = static_cast<int>(__reduce_max_sync(kAllLanes, threadIdx.x / kWarpgroupThreads));
-  named_barrier(1, kThreads);  // the first queries are in place
-  for (int work = 0, tile = 0; work < scheduler.count(); ++work) {
-    const int end = tile + scheduler.tiles(work);
-    float o[kWidth / 4];
-#pragma unroll
-    for (int i = 0; i < kWidth / 4; ++i) o[i] = 0.0f;
-    if (work > 0) barrier_wait(shared_address(&s.queries_full), (work - 1) & 1);
-    PingPongConsumer consumer(p, s, half);
-    consumer.run(o, tile, end);
-    for (int below = 0; below < 2; ++below) {
-      const Stats mine = consumer.stats(below);
-      const int head = head_of_thread() + 8 * below;
-      if (quad_of_thread() != 0) continue;
-      if (half == 0)
-        s.work_stats[work % 2][head] = mine;
-      else
-        s.sink[kSinks / 2 + work % 2][head] = mine.sum;
-    }
-    store_work_tile(p, s, scheduler, work, o, half);
-    tile = end;
-  }
-}
-
-/// A 2-CTA pair with consecutive tokens: the softmax (0) and the PV warpgroup (1).
-template <int kWarpgroupIndex, class Locator>
-__device__ void consume_token_pair(const AttendParams& p, Shared& s, const TileScheduler<2>& scheduler,
-                                   Locator& locator, std::uint32_t to_peer) {
-  constexpr int kPanel = kWarpgroupIndex * kPanels / 2;
-  named_barrier(1, kThreads);  // the first queries are in place
-  for (int work = 0, tile = 0; work < scheduler.count(); ++work) {
-    const int end = tile + scheduler.tiles(work);
-    float o[kWidth / 4];
-#pragma unroll
-    for (int i = 0; i < kWidth / 4; ++i) o[i] = 0.0f;
-    if constexpr (kWarpgroupIndex == 0) {
-      if (work > 0) barrier_wait(shared_address(&s.queries_full), (work - 1) & 1);
-      SoftmaxWarpgroup softmax(p, s);
-      softmax.run<true, true>(o, tile, end, kPanel, to_peer);
-      for (int half = 0; half < 2; ++half) {
-        const Stats mine = softmax.stats(half);
-        if (quad_of_thread() == 0) s.work_stats[work % 2][head_of_thread() + 8 * half] = mine;
-      }
-    } else {
-      run_pv_warpgroup<true>(o, s, locator, tile, end, kPanel, to_peer);
-    }
-    store_work_tile(p, s, scheduler, work, o, kWarpgroupIndex);
-    tile = end;
-  }
-}
-
-using ProducerQueries = Queries<kProducerWarps, 2>;
-
-__device__ void wait_for_queries_empty(const Shared& s, int work) {
-  barrier_wait(shared_address(&s.queries_empty), (work - 1) & 1);
-}
-__device__ void announce_queries(const Shared& s) {
-  if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s.queries_full));
-}
-
-/// Prefetches the next work tile's queries into L2.
-template <int kPairSize>
-__device__ void prefetch_queries(const AttendParams& p, const TileScheduler<kPairSize>& scheduler, int work) {
-  if (work + 1 == scheduler.count()) return;
-  const WorkTile& next = scheduler.at(work + 1);
-  const auto* q = static_cast<const std::uint8_t*>(p.q.data) +
-                  (std::int64_t{next.token} * p.q.row_stride + next.first_head * kWidth) * 2;
-  const int bytes = min(kTile, p.num_heads - next.first_head) * kWidth * 2;
-  const int line = thread_here() % kProducerThreads * kLine;
-  if (line < bytes) prefetch_line(q + line);
-  if (line + kProducerThreads * kLine < bytes) prefetch_line(q + line + kProducerThreads * kLine);
-}
-
 /// The producers request the queries of a work tile while they fill its first tile, and convert them after it;
 /// meanwhile the consumers are still at the previous work tile.
-__device__ void produce_persistent(const AttendParams& p, Shared& s, const TileScheduler<1>& scheduler,
-                                   PersistentLocator& locator) {
+__device__ inline void produce_persistent(const AttendParams& p, Shared& s, const TileScheduler<1>& scheduler,
+                                          PersistentLocator& locator) {
   PersistentProducer producer(s, locator);
   producer.begin();
   for (int work = 0, tile = 0; work < scheduler.count(); ++work) {
@@ -465,29 +305,90 @@ __device__ void produce_persistent(const AttendParams& p, Shared& s, const TileS
   producer.end();
 }
 
-/// A 2-CTA pair with consecutive tokens.
-__device__ void produce_token_pair(const AttendParams& p, Shared& s, const TileScheduler<2>& scheduler, int pair_rank,
-                                   std::uint32_t to_peer) {
-  CtaPairProducer producer(s, pair_rank, to_peer);
-  producer.begin();
+// --- consumers
+
+/// Two symmetric consumers, which run the same instructions.
+__device__ inline void consume_persistent(const AttendParams& p, Shared& s, const TileScheduler<1>& scheduler) {
+  // All lanes of a warp agree, and the compiler knows it: the value lives in uniform registers.
+  const int half = static_cast<int>(__reduce_max_sync(kAllLanes, threadIdx.x / kWarpgroupThreads));
+  named_barrier(1, kThreads);  // the first queries are in place
   for (int work = 0, tile = 0; work < scheduler.count(); ++work) {
-    const int first = tile, end = tile + scheduler.tiles(work);
-    const CommonTiles common = scheduler.at(work).common;
-    for (; tile < end; ++tile) {
-      producer.fill(tile, common.has(tile - first), tile + 1 < end || work + 1 < scheduler.count());
-      if (tile != first) continue;
-      if (work > 0) {
-        const Job job(scheduler.at(work), work, false);
-        const ProducerQueries queries(p, s, job);
-        wait_for_queries_empty(s, work);
-        queries.begin();
-        queries.finish();
-        announce_queries(s);
-      }
-      prefetch_queries(p, scheduler, work);
+    const int end = tile + scheduler.tiles(work);
+    float o[kWidth / 4];
+#pragma unroll
+    for (int i = 0; i < kWidth / 4; ++i) o[i] = 0.0f;
+    if (work > 0) barrier_wait(shared_address(&s.queries_full), (work - 1) & 1);
+    PingPongConsumer consumer(p, s, half);
+    consumer.run(o, tile, end);
+    for (int below = 0; below < 2; ++below) {
+      const Stats mine = consumer.stats(below);
+      const int head = head_of_thread() + 8 * below;
+      if (quad_of_thread() != 0) continue;
+      if (half == 0)
+        s.work_stats[work % 2][head] = mine;
+      else
+        s.sink[kSinks / 2 + work % 2][head] = mine.sum;
     }
+    store_work_tile(p, s, scheduler, work, o, half);
+    tile = end;
   }
 }
 
-}  // namespace
+// --- kernel
+
+/// Persistent CTAs, which take 64 heads of one token after another: see persistent.cu.
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_persistent(const __grid_constant__ AttendParams p, int head_tiles, bool prefetches) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ std::uint8_t base[];
+  Shared& s = *reinterpret_cast<Shared*>(base + (1024 - shared_address(base) % 1024) % 1024);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      for (int half = 0; half < 2; ++half) {
+        barrier_init(shared_address(&s.full[stage][half]), Arrivals::of_warps(kProducerWarps));
+        barrier_init(shared_address(&s.empty[stage][half]), Arrivals::of_warps(kWarpgroupWarps));
+      }
+      barrier_init(shared_address(&s.p_full[stage]), Arrivals::of_warps(kWarpgroupWarps));
+    }
+    barrier_init(shared_address(&s.queries_empty), Arrivals::of_warps(2 * kWarpgroupWarps));
+    barrier_init(shared_address(&s.queries_full), Arrivals::of_warps(kProducerWarps));
+  }
+  launch_dependents();
+  touch(p);
+  prefetch_inputs(p, Job(1, 1, 1, head_tiles, false));
+  grid_dependency_wait();
+  const TileScheduler<1> scheduler(p, s, head_tiles);
+  scheduler.schedule_first();
+  __syncthreads();
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
+  PersistentLocator locator(p, s, scheduler, prefetches);
+  {
+    const Job job(scheduler.at(0), 0, true);
+    const Queries<kThreads / 32, 4> queries(p, s, job);
+    queries.begin();
+    if (warpgroup >= 2) locator.begin();
+    queries.finish();
+  }
+  if (warpgroup < 2) {
+    more_registers<kConsumerRegisters>();
+    consume_persistent(p, s, scheduler);
+  } else {
+    fewer_registers<kPersistentProducerRegisters>();
+    named_barrier_arrive(1, kThreads);
+    produce_persistent(p, s, scheduler, locator);
+  }
+#endif
+}
+
+}  // namespace attend_wgmma::persistent
+
+cudaError_t launch_persistent(const ops::AttendParams& p, const AttendSplit&, cudaStream_t stream) {
+  using namespace attend_wgmma;
+  using namespace attend_wgmma::persistent;
+  const int head_tiles = head_tiles_of(p), work_tiles = p.step.num_tokens * head_tiles;
+  if (const cudaError_t error = allow_shared_memory(attend_persistent); error != cudaSuccess) return error;
+  return launch<kSharedBytes>(attend_persistent, static_cast<unsigned>(std::min(work_tiles, num_sms())), kThreads,
+                              stream, p, head_tiles, !shares_rows(p.step));
+}
+
 }  // namespace kv4::cuda
