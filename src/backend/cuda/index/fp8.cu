@@ -22,6 +22,7 @@
 #include "backend/cuda/index/epilogue.cuh"
 #include "backend/cuda/index/fp8_fast.cuh"
 #include "backend/cuda/index/grid.cuh"
+#include "backend/cuda/index/kernels.h"
 #include "backend/cuda/index/key_pipeline.cuh"
 #include "backend/cuda/index/pages.cuh"
 #include "backend/cuda/index/queries.cuh"
@@ -314,23 +315,13 @@ Pages make_rescored_pages(const TokenTile& tile) {
 
 }  // namespace
 
-bool can_score_fast(const ops::IndexParams& p) {
-  return p.layer.kinds[p.kind].page.format == Format::fp8 && can_stream_keys(p, kKeyBytes) &&
-         is_aligned(p.workspace, 0, 16) &&
-         (p.q.dtype != DType::u8 || is_aligned(p.q_scale.data, p.q_scale.row_stride, 4));
-}
-
-cudaError_t score_fast(const TokenTile& tile, cudaStream_t stream) {
-  const unsigned ctas = std::min(score_ctas(tile), static_cast<unsigned>(LargestScales::kMaxSplits));
+cudaError_t score_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
+  const unsigned ctas = std::min(score_ctas(tile, device), static_cast<unsigned>(LargestScales::kMaxSplits));
   return launch_scorer<Shared>(score_fp8_keys, ctas, kScoreThreads, tile, make_rescored_pages(tile), stream);
 }
 
-int fast_topk_ctas(const TokenTile& tile) { return cluster_ctas(tile); }
-
-cudaError_t topk_fast(const TokenTile& tile, int ctas, cudaStream_t stream) {
-  const unsigned size = static_cast<unsigned>(ctas);
-  return launch_clusters<sizeof(TopkShared)>(topk_of_fp8_keys, size, size * static_cast<unsigned>(tile.count),
-                                             kScoreThreads, stream, tile, make_rescored_pages(tile), ctas);
+cudaError_t topk_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
+  return launch_topk<TopkShared>(topk_of_fp8_keys, cluster_ctas(tile, device), tile, make_rescored_pages(tile), stream);
 }
 
 }  // namespace kv4::cuda

@@ -23,6 +23,7 @@
 #include "backend/cuda/index/epilogue.cuh"
 #include "backend/cuda/index/fp8_fast.cuh"
 #include "backend/cuda/index/grid.cuh"
+#include "backend/cuda/index/kernels.h"
 #include "backend/cuda/index/key_pipeline.cuh"
 #include "backend/cuda/index/pages.cuh"
 #include "backend/cuda/index/queries.cuh"
@@ -299,18 +300,18 @@ __global__ void __launch_bounds__(Cta::kThreads, FourWarpgroups::kThreads / Cta:
 }
 
 template <class Cta>
-cudaError_t launch_variant(const TokenTile& tile, cudaStream_t stream) {
-  return launch_scorer<Shared<Cta>>(raw_scores_of_fp8_keys<Cta>, score_ctas(tile), Cta::kThreads, tile,
+cudaError_t launch_variant(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
+  return launch_scorer<Shared<Cta>>(raw_scores_of_fp8_keys<Cta>, score_ctas(tile, device), Cta::kThreads, tile,
                                     make_pages(tile), stream);
 }
 
 }  // namespace
 
-cudaError_t score_fast_raw(const TokenTile& tile, cudaStream_t stream) {
+cudaError_t score_fp8_raw(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   // From 128 KV tiles per CTA on, four warpgroups are faster. H200, 2026-11-16: 128 x 32,768 keys take 143 us with two
   // warpgroups and 138 with four; 64 x 262,144 keys 561 and 552.
-  return can_use_two_warpgroups(tile, 64) ? launch_variant<TwoWarpgroups>(tile, stream)
-                                          : launch_variant<FourWarpgroups>(tile, stream);
+  return can_use_two_warpgroups(tile, device, 64) ? launch_variant<TwoWarpgroups>(tile, device, stream)
+                                                  : launch_variant<FourWarpgroups>(tile, device, stream);
 }
 
 }  // namespace kv4::cuda

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "backend/cuda/index/kernels.h"
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/ptx/convert.cuh"
 #include "backend/cuda/rows/cta_group.cuh"
@@ -374,18 +375,18 @@ __global__ void __launch_bounds__(Tiling<Codec>::kThreads) score_keys(const __gr
 }
 
 template <class Codec, bool kWords>
-cudaError_t launch_scores(const TokenTile& tile, cudaStream_t stream) {
+cudaError_t launch_scores(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   using T = Tiling<Codec>;
   constexpr int kBytes = sizeof(Shared<Codec>);
   static_assert(kBytes > 48 << 10 && kBytes <= 99 << 10);  // the limit of a CTA on every GPU from sm_80 on
   const auto kernel = score_keys<Codec, kWords>;
   const std::int64_t tiles = std::max<std::int64_t>((max_entries(tile.p) + T::kKeys - 1) / T::kKeys, 1);
-  const std::int64_t kv_splits = std::clamp<std::int64_t>(num_sms() * T::kCtas / tile.count, 1, tiles);
+  const std::int64_t kv_splits = std::clamp<std::int64_t>(device.num_sms * T::kCtas / tile.count, 1, tiles);
   return launch<kBytes>(kernel, static_cast<unsigned>(kv_splits * tile.count), T::kThreads, stream, tile);
 }
 
 template <class Codec>
-cudaError_t score_with(const TokenTile& tile, cudaStream_t stream) {
+cudaError_t score_with(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   const RowShape shape = tile.kind().page.shape;
   if (tile.p.q.dtype != DType::u8) {
     const dim3 grid(static_cast<unsigned>(tile.p.num_heads), static_cast<unsigned>(tile.count));
@@ -398,19 +399,19 @@ cudaError_t score_with(const TokenTile& tile, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
   }
   if constexpr (std::is_same_v<Codec, codec::Fp8Key>) {
-    if (has_fp8_words(tile.p)) return launch_scores<Codec, true>(tile, stream);
+    if (has_fp8_words(tile.p)) return launch_scores<Codec, true>(tile, device, stream);
   }
-  return launch_scores<Codec, false>(tile, stream);
+  return launch_scores<Codec, false>(tile, device, stream);
 }
 
 }  // namespace
 
-cudaError_t score_generic(const TokenTile& tile, cudaStream_t stream) {
+cudaError_t score_generic(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   switch (tile.kind().page.format) {
-    case Format::mxfp4: return score_with<codec::Mxfp4>(tile, stream);
-    case Format::nvfp4: return score_with<codec::Nvfp4>(tile, stream);
-    case Format::fp8: return score_with<codec::Fp8Key>(tile, stream);
-    case Format::bf16: return score_with<codec::Bf16Row>(tile, stream);
+    case Format::mxfp4: return score_with<codec::Mxfp4>(tile, device, stream);
+    case Format::nvfp4: return score_with<codec::Nvfp4>(tile, device, stream);
+    case Format::fp8: return score_with<codec::Fp8Key>(tile, device, stream);
+    case Format::bf16: return score_with<codec::Bf16Row>(tile, device, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "backend/cuda/index/device_facts.cuh"
 #include "backend/cuda/index/pages.cuh"
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
@@ -23,11 +24,11 @@ inline std::int64_t total_kv_tiles(const TokenTile& tile) {
 /// How many CTAs score a tile: as many as run at once. For very few tokens it leaves SMs to the selection, whose
 /// prologue then runs beside the scoring. If tokens are few and not long, each gets equally many CTAs: a CTA that goes
 /// on to a second token prepares queries twice.
-inline unsigned score_ctas(const TokenTile& tile) {
+inline unsigned score_ctas(const TokenTile& tile, const DeviceFacts& device) {
   constexpr int kVeryFew = 2;
   const std::int64_t kv_tiles = total_kv_tiles(tile);
   const int selecting = tile.is_scored && tile.count <= kVeryFew ? tile.count : 0;
-  const std::int64_t all = std::clamp<std::int64_t>(kv_tiles, 1, std::max(num_sms() - selecting, 1));
+  const std::int64_t all = std::clamp<std::int64_t>(kv_tiles, 1, std::max(device.num_sms - selecting, 1));
   const std::int64_t even = all / tile.count * tile.count;
   return static_cast<unsigned>(20 * even >= 19 * all && kv_tiles <= kEvenKVTiles * all ? even : all);
 }
@@ -40,25 +41,35 @@ cudaError_t launch_scorer(void (*kernel)(TokenTile, Pages), unsigned ctas, unsig
   return launch<kBytes>(kernel, ctas, threads, stream, tile, pages);
 }
 
-/// Whether CTAs may have two warpgroups, with at most max_kv_tiles KV tiles per CTA.
-inline bool can_use_two_warpgroups(const TokenTile& tile, int max_kv_tiles) {
-  return TwoWarpgroups::kStep % tile.kind().rows_per_block == 0 &&
-         total_kv_tiles(tile) <= max_kv_tiles * std::int64_t{score_ctas(tile)};
+/// Launches a scorer that also selects, with a cluster of `ctas` per token.
+template <class Shared>
+cudaError_t launch_topk(void (*kernel)(TokenTile, Pages, int), int ctas, const TokenTile& tile, const Pages& pages,
+                        cudaStream_t stream) {
+  constexpr int kBytes = sizeof(Shared);
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  const unsigned size = static_cast<unsigned>(ctas);
+  return launch_clusters<kBytes>(kernel, size, size * static_cast<unsigned>(tile.count), kScoreThreads, stream, tile,
+                                 pages, ctas);
 }
 
-/// The CTAs of a cluster that scores and selects one token of up to kRowNumbers keys. 0: two launches are faster, or
-/// necessary.
-inline int cluster_ctas(const TokenTile& tile) {
-  if (max_entries(tile.p) > kRowNumbers) return 0;
-  // So many clusters run at once on an H200.
+/// Whether CTAs may have two warpgroups, with at most max_kv_tiles KV tiles per CTA.
+inline bool can_use_two_warpgroups(const TokenTile& tile, const DeviceFacts& device, int max_kv_tiles) {
+  return TwoWarpgroups::kStep % tile.kind().rows_per_block == 0 &&
+         total_kv_tiles(tile) <= max_kv_tiles * std::int64_t{score_ctas(tile, device)};
+}
+
+/// The CTAs of a cluster that scores and selects one token. 0: two launches are faster.
+inline int cluster_ctas(const TokenTile& tile, const DeviceFacts& device) {
+  // The part of the SMs that clusters can use at once, because they must not cross a GPC. Measured on an H200: 16
+  // clusters of 6 CTAs, 28 of 4, 32 of 3.
   struct Fit {
-    int ctas, clusters;
+    int ctas, used_sms, of_sms;
   };
-  constexpr int kOf = 132;
-  constexpr Fit kFits[] = {{kMaxClusterCtas, 16}, {4, 28}, {3, 32}, {2, 66}, {1, 132}};
-  const int all = num_sms(), count = tile.count;
+  constexpr Fit kFits[] = {{kMaxClusterCtas, 8, 11}, {4, 28, 33}, {3, 8, 11}, {2, 1, 1}, {1, 1, 1}};
+  const int all = device.num_sms, count = tile.count;
   for (const Fit& fit : kFits)
-    if (count * kOf <= fit.clusters * all) {
+    if (count * fit.ctas * fit.of_sms <= all * fit.used_sms) {
       const bool keep_busy = fit.ctas == 1 ? 10 * count >= 9 * all : 2 * fit.ctas * count > all;
       return keep_busy ? fit.ctas : 0;
     }

@@ -34,6 +34,7 @@
 
 #include "backend/cuda/index/epilogue.cuh"
 #include "backend/cuda/index/grid.cuh"
+#include "backend/cuda/index/kernels.h"
 #include "backend/cuda/index/key_pipeline.cuh"
 #include "backend/cuda/index/pages.cuh"
 #include "backend/cuda/index/queries.cuh"
@@ -621,14 +622,6 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   select_from_row(s.selection, s.row, count, Bounds(), choice);
 }
 
-}  // namespace
-
-bool can_score_mxfp4(const ops::IndexParams& p) {
-  return p.layer.kinds[p.kind].page.format == Format::mxfp4 && can_stream_keys(p, kKeyBytes);
-}
-
-namespace {
-
 template <class Cta, int kLanes>
 cudaError_t launch_variant(const TokenTile& tile, unsigned ctas, cudaStream_t stream) {
   return launch_scorer<Shared<Cta>>(score_mxfp4_keys<Cta, kLanes>, ctas, Cta::kThreads, tile, make_pages(tile), stream);
@@ -636,8 +629,8 @@ cudaError_t launch_variant(const TokenTile& tile, unsigned ctas, cudaStream_t st
 
 }  // namespace
 
-cudaError_t score_mxfp4(const TokenTile& tile, cudaStream_t stream) {
-  const unsigned ctas = score_ctas(tile);
+cudaError_t score_mxfp4(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
+  const unsigned ctas = score_ctas(tile, device);
   constexpr int kFewTokens = 4;
   const std::int64_t kv_tiles = total_kv_tiles(tile),
                      few_kv_tiles = tile.fill ? 1 : 32;  // per CTA; filling delays helpers
@@ -645,16 +638,13 @@ cudaError_t score_mxfp4(const TokenTile& tile, cudaStream_t stream) {
     return launch_variant<FourWarpgroups, 2 * kGroups>(tile, ctas, stream);
   // Two warpgroups only without a selection, which would leave room for two such CTAs on some SMs and for none on
   // others. From 16 KV tiles per CTA on, four warpgroups are as fast or faster.
-  if (tile.fill && can_use_two_warpgroups(tile, 8)) return launch_variant<TwoWarpgroups, kGroups>(tile, ctas, stream);
+  if (tile.fill && can_use_two_warpgroups(tile, device, 8))
+    return launch_variant<TwoWarpgroups, kGroups>(tile, ctas, stream);
   return launch_variant<FourWarpgroups, kGroups>(tile, ctas, stream);
 }
 
-int mxfp4_topk_ctas(const TokenTile& tile) { return can_score_mxfp4(tile.p) ? cluster_ctas(tile) : 0; }
-
-cudaError_t topk_mxfp4(const TokenTile& tile, int ctas, cudaStream_t stream) {
-  const unsigned size = static_cast<unsigned>(ctas);
-  return launch_clusters<sizeof(TopkShared)>(topk_of_mxfp4_keys, size, size * static_cast<unsigned>(tile.count),
-                                             kScoreThreads, stream, tile, make_pages(tile), ctas);
+cudaError_t topk_mxfp4(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
+  return launch_topk<TopkShared>(topk_of_mxfp4_keys, cluster_ctas(tile, device), tile, make_pages(tile), stream);
 }
 
 }  // namespace kv4::cuda

@@ -3,11 +3,11 @@
 
 #include <cstdint>
 
+#include "backend/cuda/index/device_facts.cuh"
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
 #include "backend/cuda/ptx/bulk_copy.cuh"
 #include "backend/cuda/runtime/aligned.h"
-#include "backend/cuda/runtime/launch.cuh"
 
 namespace kv4::cuda {
 
@@ -41,13 +41,14 @@ struct Pages {
 
 inline bool is_power_of_two(std::int64_t x) { return (x & (x - 1)) == 0; }
 
-/// Whether keys of `key_bytes` bytes, and queries, have the layout that KeyPipeline and QueryAddress read.
-inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes) {
+/// Whether the device is a Hopper GPU, and keys of `key_bytes` bytes and queries have the layout that KeyPipeline and
+/// QueryAddress read.
+inline bool can_stream_keys(const ops::IndexParams& p, int key_bytes, const DeviceFacts& device) {
   const ops::KindDesc& kind = p.layer.kinds[p.kind];
   const ops::Plane &payload = kind.page.payload, &scale = kind.page.scale;
   const std::int64_t q_bytes = p.q.dtype == DType::u8 ? 1 : p.q.dtype == DType::bf16 ? 2 : 4;
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
-  return is_sm90() && kind.page.shape.width == kWidth && kind.rows_per_block >= kWarpKeys &&
+  return device.is_sm90 && kind.page.shape.width == kWidth && kind.rows_per_block >= kWarpKeys &&
          is_power_of_two(kind.rows_per_block) && FourWarpgroups::kStep % kind.rows_per_block == 0 &&
          max_entries(p) < kLimit && payload.row_stride == key_bytes && scale.row_stride == kKeyScaleBytes &&
          payload.block_stride < kLimit && scale.block_stride < kLimit &&

@@ -69,30 +69,6 @@ inline std::int64_t max_entries(const ops::IndexParams& p) {
   return std::int64_t{p.step.blocks_per_request} * p.layer.kinds[p.kind].rows_per_block;
 }
 
-/// Any format, width, alignment and head count: two launches.
-cudaError_t score_generic(const TokenTile& tile, cudaStream_t stream);
-
-/// mxfp4 keys of 128 channels on Hopper, one launch.
-bool can_score_mxfp4(const ops::IndexParams& p);
-cudaError_t score_mxfp4(const TokenTile& tile, cudaStream_t stream);
-/// Scores and selection in one launch, with a cluster of `ctas` per token. 0: two launches are faster, or necessary.
-int mxfp4_topk_ctas(const TokenTile& tile);
-cudaError_t topk_mxfp4(const TokenTile& tile, int ctas, cudaStream_t stream);
-
-/// Selects the `top` best of each row of scores.
-cudaError_t select_tile(const TokenTile& tile, cudaStream_t stream);
-
-/// fp8 keys of 128 channels on Hopper: fast scores, from which select_rescored selects the best by exact score.
-bool can_score_fast(const ops::IndexParams& p);
-cudaError_t score_fast(const TokenTile& tile, cudaStream_t stream);
-/// Fast scores for the caller: no data for a selection; exact scores where the error bound does not hold
-/// (docs/formats.md).
-cudaError_t score_fast_raw(const TokenTile& tile, cudaStream_t stream);
-cudaError_t select_rescored(const TokenTile& tile, cudaStream_t stream);
-/// Both in one launch, with a cluster of `ctas` per token. 0: by the two calls.
-int fast_topk_ctas(const TokenTile& tile);
-cudaError_t topk_fast(const TokenTile& tile, int ctas, cudaStream_t stream);
-
 /// An encoded query has at most two bytes per channel, then its scales.
 constexpr int kQueryScaleRoom = 32;
 KV4_HD constexpr std::int64_t query_row_bytes(int width) { return 2 * width + kQueryScaleRoom; }

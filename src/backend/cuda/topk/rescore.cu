@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "backend/cuda/runtime/launch.cuh"
+#include "backend/cuda/topk/kernels.h"
 #include "backend/cuda/topk/rescore.cuh"
 
 namespace kv4::cuda {
@@ -113,12 +114,23 @@ __global__ void __launch_bounds__(kRescoreThreads, 1) select_rescored_row(const 
   if (!is_done) rescore_row(s.rescore, s.queries, keys, token.row, token.count, error_bound, token.choice);
 }
 
+template <bool kByGroups>
+cudaError_t launch_select(const TokenTile& tile, cudaStream_t stream) {
+  const auto kernel = select_rescored_row<kByGroups>;
+  constexpr int kBytes = sizeof(Shared);
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  return launch<kBytes>(kernel, static_cast<unsigned>(tile.count), kRescoreThreads, stream, tile);
+}
+
 }  // namespace
 
-cudaError_t select_rescored(const TokenTile& tile, cudaStream_t stream) {
-  const auto kernel = max_entries(tile.p) > kRowNumbers ? select_rescored_row<true> : select_rescored_row<false>;
-  constexpr int kBytes = sizeof(Shared);
-  return launch<kBytes>(kernel, static_cast<unsigned>(tile.count), kRescoreThreads, stream, tile);
+cudaError_t select_rescored_grouped_rows(const TokenTile& tile, const DeviceFacts&, cudaStream_t stream) {
+  return launch_select<true>(tile, stream);
+}
+
+cudaError_t select_rescored_rows(const TokenTile& tile, const DeviceFacts&, cudaStream_t stream) {
+  return launch_select<false>(tile, stream);
 }
 
 }  // namespace kv4::cuda

@@ -25,6 +25,7 @@
 #include "backend/cuda/ptx/cluster.cuh"
 #include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/runtime/launch.cuh"
+#include "backend/cuda/topk/kernels.h"
 #include "backend/cuda/topk/radix_select.cuh"
 #include "backend/cuda/topk/single_pass_select.cuh"
 
@@ -341,25 +342,38 @@ __global__ void __launch_bounds__(kLongThreads, 1) select_long(const __grid_cons
   select_from_lists(s, {s, ctas, count}, all, bounds, choice);
 }
 
-/// Whether `rows` clusters of `cluster` CTAs, one per SM, run together on an H200. Its GPCs have different sizes: 28
-/// clusters of 4 fit, 32 do not.
-bool fit_at_once(unsigned cluster, unsigned rows) { return cluster * rows <= (cluster == 2 ? 128 : 112); }
+/// Whether `rows` clusters of `cluster` CTAs, one per SM, run together. A cluster must not cross a GPC, and GPCs have
+/// different sizes: on an H200 28 clusters of 4 CTAs fit, 32 do not. As parts of the SMs: 32 of 33 for clusters of 2,
+/// 28 of 33 for larger ones.
+bool fit_at_once(unsigned cluster, unsigned rows, const DeviceFacts& device) {
+  return cluster * rows * 33 <= static_cast<unsigned>(device.num_sms) * (cluster == 2 ? 32 : 28);
+}
 
 }  // namespace
 
-cudaError_t select_tile(const TokenTile& tile, cudaStream_t stream) {
+cudaError_t select_short_rows(const TokenTile& tile, const DeviceFacts&, cudaStream_t stream) {
+  return launch_select_row<512, kShortRowNumbers, false>(tile, stream);
+}
+
+cudaError_t select_rows(const TokenTile& tile, const DeviceFacts&, cudaStream_t stream) {
+  return launch_select_row<512, kRowNumbers, false>(tile, stream);
+}
+
+cudaError_t select_grouped_rows(const TokenTile& tile, const DeviceFacts&, cudaStream_t stream) {
+  return launch_select_row<512, kRowNumbers, true>(tile, stream);
+}
+
+bool can_select_long_rows() { return has_shared_memory(sizeof(LongShared)); }
+
+cudaError_t select_long_rows(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   const std::int64_t longest = std::min(tile.score_stride, max_entries(tile.p));
   const unsigned rows = static_cast<unsigned>(tile.count);
-  if (tile.has_maxima || longest <= kRowNumbers) {
-    constexpr int kFewNumbers = 2048;
-    if (longest <= kFewNumbers) return launch_select_row<512, kFewNumbers, false>(tile, stream);
-    if (longest <= kRowNumbers) return launch_select_row<512, kRowNumbers, false>(tile, stream);
-    return launch_select_row<512, kRowNumbers, true>(tile, stream);
-  }
-  // GPUs with less shared memory than Hopper: radix selection goes over rows in memory.
-  if (!has_shared_memory(sizeof(LongShared))) return launch_select_row<512, kRowNumbers, false>(tile, stream);
+  const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  static_cast<int>(sizeof(LongShared)));
+  if (status != cudaSuccess) return status;
   unsigned ctas = 1;
-  while (is_sm90() && ctas < kMaxClusterCtas && ctas * kScoresPerCta < longest && fit_at_once(2 * ctas, rows))
+  while (device.is_sm90 && ctas < kMaxClusterCtas && ctas * kScoresPerCta < longest &&
+         fit_at_once(2 * ctas, rows, device))
     ctas *= 2;
   return launch_clusters<sizeof(LongShared)>(select_long, ctas, ctas * rows, kLongThreads, stream, tile,
                                              static_cast<int>(ctas));
