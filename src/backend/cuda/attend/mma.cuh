@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "backend/cuda/ptx/bulk_copy.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 
 namespace kv4::cuda {
 
@@ -17,10 +18,6 @@ constexpr int kPanelRowBytes = 128, kPanelRows = 64, kPanelBytes = kPanelRowByte
 /// Byte offset of a 16-byte chunk of a panel's row. Panels begin at multiples of 1,024.
 __device__ constexpr std::uint32_t panel_offset(int row, int chunk) {
   return static_cast<std::uint32_t>(row * kPanelRowBytes + ((chunk ^ (row & 7)) << 4));
-}
-
-__device__ inline std::uint32_t shared_address(const void* p) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
 /// The address of the first panel, as the lower half of a descriptor; `leading`: the distance between panels if columns
