@@ -131,20 +131,13 @@ class PersistentProducer {
     wait_for_copies();
     __syncwarp();
     const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row()]);
-    unsigned there = __ballot_sync(kAllLanes, is_present()) & 0x11111111u;
-    there = (there | there >> 3) & 0x03030303u;
-    there = (there | there >> 6) & 0x000F000Fu;
+    const unsigned present = quads_of_four_lanes(is_present());
     start(tile + 1);
     wait_for_loads();
     const int exponent = exponent_of_rows(scales);
     close_copies();
     barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
-    if (lane() % 32 == 0) {
-      RowQuads& quads = s_.quads[stage][warp / 4];
-      *reinterpret_cast<std::uint16_t*>(&quads.exponents[warp % 4 * 2]) =
-          static_cast<std::uint16_t>((exponent & 0xFF) * 0x0101);
-      *reinterpret_cast<std::uint16_t*>(&quads.present[warp % 4 * 2]) = static_cast<std::uint16_t>(there | there >> 8);
-    }
+    if (lane() % 32 == 0) store_quads(s_.quads[stage][warp / 4], warp % 4, exponent, present);
     const std::uint32_t tile_at = shared_address(s_.rows[stage]), tail_to = tail_at(tile_at);
     std::uint32_t codes_to = codes_at(tile_at);
 #pragma unroll
@@ -152,7 +145,7 @@ class PersistentProducer {
       const int j = chunk_at(i);
       if (i == kRightChunks - 1) branch_on(scales.x);  // there are no registers for more chunks at once
       if (j < kCodeChunks)
-        convert(j, raw(j), codes_to, scales, exponent);
+        store_codes(codes_to, codes_to ^ 16, j, raw(j), scales, exponent);
       else
         store_shared(j == kCodeChunks ? tail_to : tail_to ^ 64, to_fp16(raw(j), power_of_two(-exponent)));
       load(j);
@@ -168,7 +161,7 @@ class PersistentProducer {
 #pragma unroll
     for (int i = kRightChunks; i < kChunks; ++i) {
       uint4& raw = (i - kRightChunks) % 2 == 0 ? even : odd;
-      convert(chunk_at(i), raw, codes_to, scales, exponent);
+      store_codes(codes_to, codes_to ^ 16, chunk_at(i), raw, scales, exponent);
       if (i + 2 < kChunks) raw = load_shared(staged(chunk_at(i + 2)));
     }
     announce(stage, 0);
@@ -209,21 +202,13 @@ class PersistentProducer {
 
   __device__ void start(int tile) {
     const RowAddress address = s_.addresses[tile % kAddressTiles][row()];
-    if (chunk() == 0)
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(&s_.scales[tile % 2][row()])),
-                   "l"(__cvta_generic_to_global(address.scale))
-                   : "memory");
+    if (chunk() == 0) copy_scales(s_.scales[tile % 2][row()], address.scale);
     from_ = address.payload + chunk() * 16;
   }
   __device__ bool is_present() const { return from_ != kAbsentRow.payload + chunk() * 16; }
 
   __device__ void load(int j) {
-    // As in Producer.
-    const unsigned odd = j < kCodeChunks ? 0 : row() % 2 * 64 ^ (j > kCodeChunks ? 64 : 0);
-    const std::uint8_t* from = from_ + odd + min(j, kCodeChunks) * 64;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(raw(j).x), "=r"(raw(j).y), "=r"(raw(j).z), "=r"(raw(j).w)
-                 : "l"(from));
+    load_chunk(raw(j), from_, j, [this] { return row(); });
   }
 
   __device__ uint4& raw(int j) { return raw_[j - kStagedChunks]; }
@@ -250,12 +235,6 @@ class PersistentProducer {
   __device__ std::uint32_t tail_at(std::uint32_t to) const {
     const unsigned lane = this->lane(), row = lane / 4;
     return to + kCodeChunks * kPanelBytes + panel_offset(row, row % 2 * 4 + lane % 4);
-  }
-
-  __device__ void convert(int j, const uint4& raw, std::uint32_t codes_to, uint2 scales, int exponent) const {
-    const std::uint32_t factors = factors_of(scales, j, exponent);
-    store_shared(codes_to + j * kPanelBytes, eight_codes(raw.x, raw.y, factors));
-    store_shared((codes_to ^ 16) + j * kPanelBytes, eight_codes(raw.z, raw.w, factors));
   }
 
   // Without a fence; see Producer.

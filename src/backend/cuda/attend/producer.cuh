@@ -80,6 +80,45 @@ __device__ constexpr int chunk_at(int i) {
   return i < 2 ? kCodeChunks + i : i < kRightChunks ? i + 2 : kChunks - 1 - i;
 }
 
+/// One bit for each row of a warp in which four lanes share a row: bits 0 to 3 for four rows, 16 to 19 for the others.
+__device__ inline unsigned quads_of_four_lanes(bool is_present) {
+  unsigned rows = __ballot_sync(kAllLanes, is_present) & 0x11111111u;
+  rows = (rows | rows >> 3) & 0x03030303u;
+  return (rows | rows >> 6) & 0x000F000Fu;
+}
+
+/// Stores the facts about a warp's eight rows; warp: of the four whose rows are in `quads`; present: as returned by
+/// quads_of_four_lanes.
+__device__ inline void store_quads(RowQuads& quads, unsigned warp, int exponent, unsigned present) {
+  *reinterpret_cast<std::uint16_t*>(&quads.exponents[warp * 2]) =
+      static_cast<std::uint16_t>((exponent & 0xFF) * 0x0101);
+  *reinterpret_cast<std::uint16_t*>(&quads.present[warp * 2]) = static_cast<std::uint16_t>(present | present >> 8);
+}
+
+__device__ inline void copy_scales(std::uint64_t& to, const std::uint8_t* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(&to)),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+
+/// Loads chunk j of a row. Odd rows swap the halves of the last panel: otherwise stores of adjacent rows would meet in
+/// the same banks. row(): the row, needed for bf16 chunks only.
+template <class Row>
+__device__ void load_chunk(uint4& raw, const std::uint8_t* from, int j, Row row) {
+  const unsigned odd = j < kCodeChunks ? 0 : row() % 2 * 64 ^ (j > kCodeChunks ? 64 : 0);
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+               : "l"(from + odd + min(j, kCodeChunks) * 64));
+}
+
+/// Stores chunk j of codes; low, high: the addresses of its two halves in the first panel.
+__device__ inline void store_codes(std::uint32_t low, std::uint32_t high, int j, const uint4& raw, uint2 scales,
+                                   int exponent) {
+  const std::uint32_t factors = factors_of(scales, j, exponent);
+  store_shared(low + j * kPanelBytes, eight_codes(raw.x, raw.y, factors));
+  store_shared(high + j * kPanelBytes, eight_codes(raw.z, raw.w, factors));
+}
+
 /// Keeps the whole tile in registers.
 class Producer {
  public:
@@ -107,19 +146,12 @@ class Producer {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
     const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row()]);
-    unsigned there = __ballot_sync(kAllLanes, there_) & 0x11111111u;
-    there = (there | there >> 3) & 0x03030303u;
-    there = (there | there >> 6) & 0x000F000Fu;
+    const unsigned present = quads_of_four_lanes(there_);
     if (is_next) start(tile + 1);
     wait_for_loads();
     const int exponent = exponent_of_rows(scales);
     barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
-    if (lane() % 32 == 0) {
-      RowQuads& quads = s_.quads[stage][warp / 4];
-      *reinterpret_cast<std::uint16_t*>(&quads.exponents[warp % 4 * 2]) =
-          static_cast<std::uint16_t>((exponent & 0xFF) * 0x0101);
-      *reinterpret_cast<std::uint16_t*>(&quads.present[warp % 4 * 2]) = static_cast<std::uint16_t>(there | there >> 8);
-    }
+    if (lane() % 32 == 0) store_quads(s_.quads[stage][warp / 4], warp % 4, exponent, present);
 #pragma unroll
     for (int i = 0; i < kRightChunks; ++i) {
       convert(chunk_at(i), shared_address(s_.rows[stage]), scales, exponent);
@@ -149,21 +181,13 @@ class Producer {
     const int slot = tile % kAddressTiles;
     barrier_wait(shared_address(&s_.located[slot]), tile / kAddressTiles & 1);
     const RowAddress address = s_.addresses[slot][row()];
-    if (chunk() == 0)
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(&s_.scales[tile % 2][row()])),
-                   "l"(__cvta_generic_to_global(address.scale))
-                   : "memory");
+    if (chunk() == 0) copy_scales(s_.scales[tile % 2][row()], address.scale);
     from_ = address.payload + chunk() * 16;
     there_ = address.payload != kAbsentRow.payload;
   }
 
   __device__ void load(int j) {
-    // Odd rows swap the halves of the last panel: otherwise stores of adjacent rows would meet in the same banks.
-    const unsigned odd = j < kCodeChunks ? 0 : row() % 2 * 64 ^ (j > kCodeChunks ? 64 : 0);
-    const std::uint8_t* from = from_ + odd + min(j, kCodeChunks) * 64;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(raw_[j].x), "=r"(raw_[j].y), "=r"(raw_[j].z), "=r"(raw_[j].w)
-                 : "l"(from));
+    load_chunk(raw_[j], from_, j, [this] { return row(); });
   }
 
   /// Waits for all loads in flight. Otherwise the first use of each chunk would wait: a warp has few counters of loads
@@ -184,9 +208,7 @@ class Producer {
   __device__ void convert(int j, std::uint32_t to, uint2 scales, int exponent) const {
     const uint4& raw = raw_[j];
     if (j < kCodeChunks) {
-      const std::uint32_t factors = factors_of(scales, j, exponent);
-      store_shared(to + codes_at_ + j * kPanelBytes, eight_codes(raw.x, raw.y, factors));
-      store_shared(to + (codes_at_ ^ 16) + j * kPanelBytes, eight_codes(raw.z, raw.w, factors));
+      store_codes(to + codes_at_, to + (codes_at_ ^ 16), j, raw, scales, exponent);
     } else {
       store_shared(to + (j == kCodeChunks ? tail_at_ : tail_at_ ^ 64), to_fp16(raw, power_of_two(-exponent)));
     }
@@ -257,11 +279,7 @@ class CtaPairProducer {
     const int slot = half_tile.tile % kAddressTiles;
     barrier_wait(shared_address(&s_.located[slot]), half_tile.tile / kAddressTiles & 1);
     const RowAddress address = s_.addresses[slot][row(half_tile.half)];
-    if (chunk_ == 0)
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
-                       shared_address(&s_.scales[half_tile.tile % 2][row(half_tile.half)])),
-                   "l"(__cvta_generic_to_global(address.scale))
-                   : "memory");
+    if (chunk_ == 0) copy_scales(s_.scales[half_tile.tile % 2][row(half_tile.half)], address.scale);
     from_ = address.payload;
     there_ = address.payload != kAbsentRow.payload;
   }
