@@ -76,18 +76,17 @@ struct Shared {
   std::uint8_t q[kTileBytes];              // [8 panels, 64 heads]
   std::uint8_t rows[kStages][kTileBytes];  // [8 panels, 64 rows]
   std::uint8_t p_tile[kStages][kPanelBytes];
-  Stats stats[kMaxCluster][kTile];  // [KV split, head]
-  Stats work_stats[2][kTile];       // of even and odd work tiles
-  float rescale[kStages][kTile];  // O's rescale factor before a tile is added; in ping-pong consumers the reference of
-                                  // the tile's row maximum
-  float sink[kSinks][kTile];      // times log2 e; ping-pong consumers keep sums in the upper half
+  Stats stats[kMaxCluster][kTile];     // [KV split, head]
+  Stats work_stats[2][kTile];          // of even and odd work tiles
+  float rescale[kStages][kTile];       // O's rescale factor before a tile is added; ping-pong: the tile's reference
+  float sink[kSinks][kTile];           // times log2 e; ping-pong consumers keep sums in the upper half
   float factors[kTile + kMaxCluster];  // [head that this CTA reduces, KV split]: factors of the partial outputs
   float q_scale[kTile];                // the power of two that a head's queries are multiples of
   RowAddress addresses[kAddressTiles][kTile];
   std::uint64_t scales[2][kTile];  // of even and odd tiles
   RowQuads quads[kStages][2];      // for the two halves of a tile
-  std::uint64_t full[kStages][2],
-      empty[kStages][2];  // [0]: left panels, of the softmax warpgroup; [1]: right panels, of the PV warpgroup
+  // [0]: left panels, of the softmax warpgroup; [1]: right panels, of the PV warpgroup
+  std::uint64_t full[kStages][2], empty[kStages][2];
   std::uint64_t p_full[kStages], located[kAddressTiles];
   int partials_to_reduce;  // see MemoryCombine
   WorkTile work_tiles[kKnownWork];
@@ -192,9 +191,8 @@ struct Job {
   }
   __device__ int tiles() const { return (end - begin + kTile - 1) / kTile; }
   __device__ int sinks() const { return work % (ping_pong ? kSinks / 2 : kSinks); }  // index in Shared::sink
-  __device__ int own_heads() const {
-    return (kTile + kv_splits - 1) / kv_splits;
-  }  // heads that a KV split reduces; the last split has fewer
+  /// Heads that a KV split reduces; the last split has fewer.
+  __device__ int own_heads() const { return (kTile + kv_splits - 1) / kv_splits; }
 };
 
 /// The thread's index in a register. Otherwise the compiler reads it again and again, and each read waits behind the

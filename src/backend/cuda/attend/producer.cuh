@@ -221,8 +221,8 @@ class Producer {
 
   Shared& s_;
   const unsigned lane_;
-  std::uint32_t codes_at_,
-      tail_at_;  // where a tile's first panel, and the first chunk of its last panel, receive this thread's chunks
+  // This thread's places in a tile: for codes in the first panel, and for the first bf16 chunk in the last panel.
+  std::uint32_t codes_at_, tail_at_;
   const std::uint8_t* from_ = kAbsentRow.payload;  // the row whose chunks are being loaded
   bool there_ = false;
   uint4 raw_[kChunks];

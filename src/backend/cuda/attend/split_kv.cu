@@ -226,8 +226,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       Producer(s).run(job.tiles());
     }
     if (!kCombinesInMemory && kv_splits > 1) {
-      job = Job(kv_splits, kChannelSplits, kPairSize, head_tiles,
-                false);  // computed again: there are no registers to keep it in
+      // Computed again: there are no registers to keep it in.
+      job = Job(kv_splits, kChannelSplits, kPairSize, head_tiles, false);
       job.take_rows(QueryRows(p, job.token));
       if (kCtaPair)
         cluster_done_reading();
