@@ -37,20 +37,16 @@ inline unsigned score_ctas(const TokenTile& tile, const DeviceFacts& device) {
 template <class Shared>
 cudaError_t launch_scorer(void (*kernel)(TokenTile, Pages), unsigned ctas, unsigned threads, const TokenTile& tile,
                           const Pages& pages, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(Shared);
-  return launch<kBytes>(kernel, ctas, threads, stream, tile, pages);
+  return launch<sizeof(Shared)>(kernel, ctas, threads, stream, tile, pages);
 }
 
 /// Launches a scorer that also selects, with a cluster of `ctas` per token.
 template <class Shared>
 cudaError_t launch_topk(void (*kernel)(TokenTile, Pages, int), int ctas, const TokenTile& tile, const Pages& pages,
                         cudaStream_t stream) {
-  constexpr int kBytes = sizeof(Shared);
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   const unsigned size = static_cast<unsigned>(ctas);
-  return launch_clusters<kBytes>(kernel, size, size * static_cast<unsigned>(tile.count), kScoreThreads, stream, tile,
-                                 pages, ctas);
+  return launch_clusters<sizeof(Shared)>(kernel, size, size * static_cast<unsigned>(tile.count), kScoreThreads, stream,
+                                         tile, pages, ctas);
 }
 
 /// Whether CTAs may have two warpgroups, with at most max_kv_tiles KV tiles per CTA.

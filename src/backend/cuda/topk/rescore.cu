@@ -116,11 +116,8 @@ __global__ void __launch_bounds__(kRescoreThreads, 1) select_rescored_row(const 
 
 template <bool kByGroups>
 cudaError_t launch_select(const TokenTile& tile, cudaStream_t stream) {
-  const auto kernel = select_rescored_row<kByGroups>;
-  constexpr int kBytes = sizeof(Shared);
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
-  return launch<kBytes>(kernel, static_cast<unsigned>(tile.count), kRescoreThreads, stream, tile);
+  return launch<sizeof(Shared)>(select_rescored_row<kByGroups>, static_cast<unsigned>(tile.count), kRescoreThreads,
+                                stream, tile);
 }
 
 }  // namespace

@@ -368,9 +368,6 @@ bool can_select_long_rows() { return has_shared_memory(sizeof(LongShared)); }
 cudaError_t select_long_rows(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   const std::int64_t longest = std::min(tile.score_stride, max_entries(tile.p));
   const unsigned rows = static_cast<unsigned>(tile.count);
-  const cudaError_t status = cudaFuncSetAttribute(select_long, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  static_cast<int>(sizeof(LongShared)));
-  if (status != cudaSuccess) return status;
   unsigned ctas = 1;
   while (device.is_sm90 && ctas < kMaxClusterCtas && ctas * kScoresPerCta < longest &&
          fit_at_once(2 * ctas, rows, device))
