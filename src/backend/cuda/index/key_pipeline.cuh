@@ -86,7 +86,7 @@ class KeyPipeline {
   __device__ void refill(int i) { issue(i + kStages - 1); }
 
  private:
-  /// KV tiles are issued in order. Keys without a block are not copied; nobody uses their scores.
+  /// KV tiles are issued in order. Keys without a block are not copied, and their scores are not used.
   __device__ void issue(int i) {
     if (kIsLong && i % 32 == 0) {
       ids_ = next_;
