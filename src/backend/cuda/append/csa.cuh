@@ -28,7 +28,7 @@ class OverlapSpans {
     const SpeculativeTokenRecord speculative(p_.step, token);
     const bool prefetched =
         !speculative.padded() && closes(speculative.get()) && speculative.get().position == speculative.get().length;
-    Turn rotation{};
+    Rotation rotation{};
     RawRow rows[kOverlapRows];
     if (prefetched) {
       load_stored(speculative.get(), rows);
@@ -153,8 +153,8 @@ class OverlapSpans {
   }
   __device__ static int column(int i) { return i < kOverlapRatio ? 0 : kWidth; }
 
-  __device__ Turn rotation_at(int position) const {
-    return load_turn(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
+  __device__ Rotation rotation_at(int position) const {
+    return load_rotation(p_.rope, position + 1 - kOverlapRatio, channel_, kWidth);
   }
 
   /// Calls f with index and address of each row before the token that the token's entry pools, in a decode; entry 0 has

@@ -8,7 +8,7 @@ namespace kv4::cuda {
 /// Stores an entry into row `row` of `block`'s page. rotation: of the entry's first token.
 template <class Lanes>
 __device__ void store_entry(Lanes& lanes, const ops::AppendParams& p, const ops::KindDesc& kind,
-                            const ops::Pool (&pool)[kPair], const Pair& weight, const Turn& rotation, int row,
+                            const ops::Pool (&pool)[kPair], const Pair& weight, const Rotation& rotation, int row,
                             int block) {
   Pair x;
 #pragma unroll
@@ -43,7 +43,7 @@ class EachEntry {
   __device__ void begin(int position, int block) {
     row_ = position % p_.step.block_tokens / kind_.ratio;
     block_ = block;
-    rotation_ = load_turn(p_.rope, position, lanes_.channel(), Lanes::kWidth);
+    rotation_ = load_rotation(p_.rope, position, lanes_.channel(), Lanes::kWidth);
   }
   __device__ void put(const ops::Pool (&pool)[kPair], int) {
     store_entry(lanes_, p_, kind_, pool, weight_, rotation_, row_, block_);
@@ -58,7 +58,7 @@ class EachEntry {
   const ops::KindDesc& kind_;
   Pair weight_;
   int row_ = 0, block_ = 0;
-  Turn rotation_{};
+  Rotation rotation_{};
 };
 
 }  // namespace kv4::cuda

@@ -117,7 +117,7 @@ class OpenSpans {
     for (int i = 0; i < kBatches - 1; ++i) issue_next();
     if (count == kind_.ratio) {  // the span closes: weights and angles come with the first rows
       load_norm_weight();
-      rotation_ = load_turn(p_.rope, begin, channel_, kWidth);
+      rotation_ = load_rotation(p_.rope, begin, channel_, kWidth);
     }
     clear(pool_);
     const std::uint8_t* rows = stage + channel_ * static_cast<int>(sizeof(In));
@@ -207,7 +207,7 @@ class OpenSpans {
     };
 #pragma unroll
     for (int i = 0; i < kFoldAhead; ++i) issue_next(i);
-    if (stop % kind_.ratio == 0) rotation_ = load_turn(p_.rope, stop - kind_.ratio, channel_, kWidth);
+    if (stop % kind_.ratio == 0) rotation_ = load_rotation(p_.rope, stop - kind_.ratio, channel_, kWidth);
 
     const int base = ::max(low, from) / kind_.ratio * kind_.ratio, start = ::max(from, base);
     const bool advances = to > from, saves = advances && to > base;
@@ -262,7 +262,7 @@ class OpenSpans {
   int channel_;
   Pair weight_;
   ops::Pool pool_[kPair];
-  Turn rotation_{};
+  Rotation rotation_{};
 };
 
 }  // namespace kv4::cuda

@@ -74,8 +74,8 @@ class EntryBatch {
   Shared& shared_;
   const ops::AppendParams& p_;
   const ops::KindDesc& kind_;
-  int count_ = 0;    // entries put
-  Turn rotation_{};  // of the warp's entry
+  int count_ = 0;        // entries put
+  Rotation rotation_{};  // of the warp's entry
 };
 
 }  // namespace kv4::cuda

@@ -165,8 +165,6 @@ __device__ inline ops::StepRecord load_record_l2(const ops::StepRecord* at) {
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-__device__ inline ops::StepRecord load_record_again(const ops::StepRecord* at) { return load_record_l2(at); }
-
 /// A token's record before the wait: already this step's, unless the kernel before writes it. The rows it points at can
 /// be requested at once: they are right if the record proves valid, and lie in the same pools if not (kv4/cuda.h).
 class SpeculativeTokenRecord {
@@ -186,12 +184,6 @@ class SpeculativeTokenRecord {
  private:
   ops::StepRecord record_;
 };
-
-__device__ inline void close_batch() { commit_copies(); }
-template <int kPending>
-__device__ void wait_for_batch() {
-  wait_for_copies<kPending>();
-}
 
 /// Before the wait: prefetches the first kind's input rows of `count` tokens into L2, for whichever CTA reads them.
 template <class In>

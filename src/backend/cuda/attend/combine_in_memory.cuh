@@ -9,6 +9,7 @@
 
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/epilogue.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 
 namespace kv4::cuda::attend_wgmma {
 
@@ -30,22 +31,16 @@ static_assert(sizeof(StoredPartial) == ops::kAttendShareBytes && kWidth == ops::
 
 // Past L1, which may hold older bytes of the same place.
 __device__ inline uint4 load_partial(const uint4* at) {
-  uint4 x;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(at)
-               : "memory");
-  return x;
+  const Words<4> x = load_l2<4>(at);
+  return make_uint4(x.w[0], x.w[1], x.w[2], x.w[3]);
 }
-__device__ inline float load_partial(const float* at) {
-  float x;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
-  return x;
-}
+__device__ inline float load_partial(const float* at) { return __uint_as_float(load_l2<1>(at).w[0]); }
 __device__ inline Stats load_partial(const Stats* at) {
-  Stats x;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.row_max), "=f"(x.sum) : "l"(at) : "memory");
-  return x;
+  const Words<2> x = load_l2<2>(at);
+  Stats stats;
+  stats.row_max = __uint_as_float(x.w[0]);
+  stats.sum = __uint_as_float(x.w[1]);
+  return stats;
 }
 
 class MemoryCombine {
@@ -73,7 +68,7 @@ class MemoryCombine {
   static constexpr int kMaxPerLane = kMaxMemorySplits / 32;
   static constexpr long long kTimeoutClocks = 1 << 17;  // clocks
 
-  __device__ static void sync() { named_barrier(1, kCombineThreads); }
+  __device__ static void sync() { named_barrier_sync(1, kCombineThreads); }
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
   /// Half heads that a CTA reduces; the last CTAs have fewer or none.
@@ -95,7 +90,7 @@ class MemoryCombine {
     for (int i = static_cast<int>(threadIdx.x); i < kChunks + kStatChunks; i += kCombineThreads) {
       const std::uint32_t from =
           i < kChunks ? PartialOutput<1>::address(s_, 0) + i * 16 : shared_address(s_.stats[0]) + (i - kChunks) * 16;
-      reinterpret_cast<uint4*>(&mine)[i] = load_shared(from);
+      reinterpret_cast<uint4*>(&mine)[i] = load_shared16_ordered(from);
     }
   }
 
@@ -156,14 +151,15 @@ class MemoryCombine {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMaxPerLane; ++i)
-      if (lane() + 32 * i < job_.kv_splits) sum += stats[i].sum * exp2_fast(stats[i].row_max - base);
+      if (lane() + 32 * i < job_.kv_splits) sum += stats[i].sum * exp2_approx(stats[i].row_max - base);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-    sum += exp2_fast(sink - base);
+    sum += exp2_approx(sink - base);
 #pragma unroll
     for (int i = 0; i < kMaxPerLane; ++i)
       if (lane() + 32 * i < job_.kv_splits)
-        factors[lane() + 32 * i] = sum == 0.0f ? 0.0f : scale[i] * __fdividef(exp2_fast(stats[i].row_max - base), sum);
+        factors[lane() + 32 * i] =
+            sum == 0.0f ? 0.0f : scale[i] * __fdividef(exp2_approx(stats[i].row_max - base), sum);
     if (p_.lse != nullptr && lane() == 0 && warpgroup == 0 && job_.first_head + head < p_.num_heads)
       p_.lse[std::int64_t{job_.token} * p_.num_heads + job_.first_head + head] =
           sum == 0.0f ? -INFINITY : (row_max + log2f(sum)) * kLn2;

@@ -11,7 +11,10 @@
 #include "backend/cuda/attend/kernels.h"
 #include "backend/cuda/attend/mma.cuh"
 #include "backend/cuda/attend/rows.cuh"
+#include "backend/cuda/ptx/convert.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/rows/warp_row.cuh"
+#include "backend/cuda/runtime/launch.cuh"
 #include "kv4/cuda.h"
 
 namespace kv4::cuda::attend_wgmma {
@@ -104,7 +107,7 @@ static_assert(offsetof(Shared, stats) == offsetof(Shared, p_tile) + kStages * kP
 /// For kernels whose dynamic shared memory is Shared.
 template <class Kernel>
 cudaError_t allow_shared_memory(Kernel kernel) {
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const cudaError_t error = cuda::allow_shared_memory(kernel, kSharedBytes);
   return error != cudaSuccess ? error : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
@@ -202,25 +205,6 @@ __device__ inline int thread_here() {
   return __shfl_sync(kAllLanes, thread, thread % 32);
 }
 
-/// 2^x; 0 for -infinity.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ inline std::uint32_t pack_bf16(float low, float high) {
-  std::uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-__device__ inline std::uint32_t pack_fp16(float low, float high) {
-  std::uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 __device__ inline std::uint32_t larger_halves(std::uint32_t x, std::uint32_t y) {
   asm("max.u16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
   return x;
@@ -251,25 +235,12 @@ __device__ inline float power_of_two(int exponent) {
 
 /// Multiplies bf16 pairs by a power of two and converts them to fp16.
 __device__ inline uint4 to_fp16(const uint4& pairs, float factor) {
-  const std::uint32_t factors = pack_bf16(factor, factor);
+  const std::uint32_t factors = bf16_pair(factor, factor);
   const auto convert = [factors](std::uint32_t pair) {
     asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
-    return pack_fp16(codec::bits_float(pair << 16), codec::bits_float(pair & 0xFFFF0000u));
+    return fp16_pair(codec::bits_float(pair << 16), codec::bits_float(pair & 0xFFFF0000u));
   };
   return make_uint4(convert(pairs.x), convert(pairs.y), convert(pairs.z), convert(pairs.w));
-}
-
-__device__ inline void store_shared(std::uint32_t at, const uint4& x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-
-__device__ inline uint4 load_shared(std::uint32_t at) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(at)
-               : "memory");
-  return x;
 }
 
 /// The position of a thread in the accumulators: its heads are head and head + 8, its columns 2 * quad and the next one

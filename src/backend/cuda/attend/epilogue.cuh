@@ -14,15 +14,15 @@ __device__ inline Stats total_of(const Shared& s, const Job& job, int head) {
   for (int kv_split = 0; kv_split < job.kv_splits; ++kv_split)
     total.row_max = fmaxf(total.row_max, stats[kv_split][head].row_max);
   const float base = total.row_max == -INFINITY ? 0.0f : total.row_max;
-  total.sum = exp2_fast(sink - base);
+  total.sum = exp2_approx(sink - base);
   if (job.ping_pong) {
     const Stats& left = stats[0][head];
-    total.sum += (left.sum + s.sink[kSinks / 2 + job.work % 2][head]) * exp2_fast(left.row_max - base);
+    total.sum += (left.sum + s.sink[kSinks / 2 + job.work % 2][head]) * exp2_approx(left.row_max - base);
     return total;
   }
 #pragma unroll 1
   for (int kv_split = 0; kv_split < job.kv_splits; ++kv_split)
-    total.sum += stats[kv_split][head].sum * exp2_fast(stats[kv_split][head].row_max - base);
+    total.sum += stats[kv_split][head].sum * exp2_approx(stats[kv_split][head].row_max - base);
   return total;
 }
 
@@ -30,8 +30,8 @@ __device__ inline Stats total_of(const Shared& s, const Job& job, int head) {
 __device__ inline float factor_of(const Shared& s, const Job& job, int head, int kv_split) {
   const Stats total = total_of(s, job, head);
   if (total.sum == 0.0f) return 0.0f;
-  return __fdividef(exp2_fast((job.persistent ? s.work_stats[job.work % 2] : s.stats[kv_split])[head].row_max -
-                              (total.row_max == -INFINITY ? 0.0f : total.row_max)),
+  return __fdividef(exp2_approx((job.persistent ? s.work_stats[job.work % 2] : s.stats[kv_split])[head].row_max -
+                                (total.row_max == -INFINITY ? 0.0f : total.row_max)),
                     total.sum);
 }
 
@@ -45,11 +45,11 @@ __device__ inline void store_lse(const AttendParams& p, const Shared& s, const J
       total.sum == 0.0f ? -INFINITY : (total.row_max + log2f(total.sum)) * kLn2;
 }
 
-__device__ inline void inverse_rope(const Turn& turn, float& x, float& y) {
-  if (!turn.active) return;
+__device__ inline void inverse_rope(const Rotation& rotation, float& x, float& y) {
+  if (!rotation.active) return;
   const float a = x, b = y;
-  x = codec::fused(a, turn.cos, b * turn.sin);
-  y = codec::fused(b, turn.cos, -(a * turn.sin));
+  x = codec::fused(a, rotation.cos, b * rotation.sin);
+  y = codec::fused(b, rotation.cos, -(a * rotation.sin));
 }
 
 /// The output of a head.
@@ -65,9 +65,9 @@ __device__ void inverse_rope_last(const AttendParams& p, const Job& job, float (
 #pragma unroll
   for (int i = kSize - kTail / 2; i < kSize; i += 4) {
     const int channel = kWidth - (kSize - i) * 2 + 2 * quad_of_thread();
-    const Turn turn = load_turn(p.inverse_rope, job.position, channel, kWidth);
-    inverse_rope(turn, o[i], o[i + 1]);
-    inverse_rope(turn, o[i + 2], o[i + 3]);
+    const Rotation rotation = load_rotation(p.inverse_rope, job.position, channel, kWidth);
+    inverse_rope(rotation, o[i], o[i + 1]);
+    inverse_rope(rotation, o[i + 2], o[i + 3]);
   }
 }
 
@@ -92,7 +92,7 @@ __device__ void store_output(const AttendParams& p, const Job& job, const float 
       // The four lanes of a head exchange words until each lane has 8 adjacent channels.
       std::uint32_t word[4];
 #pragma unroll
-      for (int b = 0; b < 4; ++b) word[b] = pack_bf16(o[i + 4 * b], o[i + 4 * b + 1]);
+      for (int b = 0; b < 4; ++b) word[b] = bf16_pair(o[i + 4 * b], o[i + 4 * b + 1]);
 #pragma unroll
       for (int step = 1; step < 4; step *= 2)
 #pragma unroll
@@ -135,14 +135,14 @@ __device__ void store_partials(Shared& s, const float (&o)[kSize]) {
     const float up = codec::bits_float((254 + kTop - exponent) << 23);
     const std::uint32_t to = PartialOutput<kChannelSplits>::address(s, head_of_thread() + 8 * half);
     if (quad_of_thread() == 0)
-      shared_store(to + PartialOutput<kChannelSplits>::kScalesAt + kWarpgroupIndex * 4, (exponent - kTop) << 23);
+      store_shared4(to + PartialOutput<kChannelSplits>::kScalesAt + kWarpgroupIndex * 4, (exponent - kTop) << 23);
     const std::uint32_t channels = to + (kWarpgroupIndex * kSize * 2 + 2 * quad_of_thread()) * 2;
 #pragma unroll
     for (int i = 2 * half; i < kSize; i += 4) {
       const __half2 pair = __floats2half2_rn(o[i] * up, o[i + 1] * up);
       std::uint32_t bits;
       memcpy(&bits, &pair, 4);
-      shared_store(channels + i / 4 * 16, bits);
+      store_shared4(channels + i / 4 * 16, bits);
     }
   }
 }
@@ -166,15 +166,15 @@ __device__ inline void store_octet(const AttendParams& p, const Job& job, int he
   if (!job.padded && channel + kOctet > kWidth - p.inverse_rope.rope_dim) {
 #pragma unroll
     for (int pair = 0; pair < kOctet; pair += 2)
-      inverse_rope(load_turn(p.inverse_rope, job.position, channel + pair, kWidth), sum[pair], sum[pair + 1]);
+      inverse_rope(load_rotation(p.inverse_rope, job.position, channel + pair, kWidth), sum[pair], sum[pair + 1]);
   }
   if (p.out.dtype == DType::f32) {
     float4* out = reinterpret_cast<float4*>(output_of<float>(p, job, head) + channel);
     out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
   } else {
-    store16(output_of<std::uint16_t>(p, job, head) + channel, pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
-            pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+    store16(output_of<std::uint16_t>(p, job, head) + channel, bf16_pair(sum[0], sum[1]), bf16_pair(sum[2], sum[3]),
+            bf16_pair(sum[4], sum[5]), bf16_pair(sum[6], sum[7]));
   }
 }
 
@@ -210,8 +210,8 @@ __device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
         int from = job.kv_split + kv_split + k;  // so that the CTAs do not all read the same CTA at once
         if (from >= job.kv_splits) from -= job.kv_splits;
         const std::uint32_t rank = job.rank_of(from);
-        channels[k] = cluster_load(in_block(at, rank));
-        scale[k] = cluster_load_float(in_block(scale_at, rank)) * s.factors[(head - first) * job.kv_splits + from];
+        channels[k] = cluster_load(map_to_cta(at, rank));
+        scale[k] = cluster_load_float(map_to_cta(scale_at, rank)) * s.factors[(head - first) * job.kv_splits + from];
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) add_partial(channels[k], scale[k], sum);

@@ -13,7 +13,6 @@ namespace {
 
 constexpr int kHeads = 8;  // of a CTA, one warp each
 constexpr int kThreads = 32 * kHeads;
-constexpr std::size_t kSharedByDefault = 48 * 1024;
 
 // Shared memory: a row, and for each head a query and a sum of P V, each [width].
 std::size_t shared_bytes(int width) { return sizeof(float) * static_cast<std::size_t>(width) * (1 + 2 * kHeads); }
@@ -54,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   const int head = static_cast<int>(blockIdx.x % head_groups) * kHeads + warp;
   const bool has_head = head < p.num_heads;
   float *row = shared, *q = row + (1 + 2 * warp) * width, *sum = q + width;
-  const Block g(&scratch);
+  const CtaGroup g(&scratch);
 
   const ops::RowType q_type = p.q.dtype == DType::bf16 ? ops::RowType::bf16 : ops::RowType::f32;
   const void* q_row = static_cast<const std::uint8_t*>(p.q.data) +
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
   const QueryRows rows(p, token);
   for (int i = 0; i < rows.count(); ++i) {
     const std::int32_t key = rows.key(p, token, i);
-    const RowPlace place = rows.place(p, i, key, rows.block(p, i, key));
+    const RowPointers place = rows.place(p, i, key, rows.block(p, i, key));
     if (place.payload == nullptr) continue;
     const ops::RowPlanes& planes = i < rows.window ? p.layer.window.ring : p.layer.kinds[0].page;
     float global = 1.0f;
@@ -111,14 +110,9 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_generic(const ops::AttendParams& p, const AttendSplit&, cudaStream_t stream) {
   const std::size_t shared = shared_bytes(width_of(p));
-  if (shared > kSharedByDefault) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(attend_generic, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return error;
-  }
   const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
-  attend_generic<<<static_cast<unsigned>(p.step.num_tokens * head_groups), kThreads, shared, stream>>>(p, head_groups);
-  return cudaGetLastError();
+  return launch_in_order(attend_generic, static_cast<unsigned>(p.step.num_tokens * head_groups), kThreads, shared,
+                         stream, p, head_groups);
 }
 
 }  // namespace kv4::cuda

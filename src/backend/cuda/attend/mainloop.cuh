@@ -22,19 +22,20 @@ template <int kSize>
 __device__ void add_values(float (&o)[kSize], Shared& s, int stage, int panel, int p_buffer) {
   const std::uint32_t values = panel_place(shared_address(s.rows[stage]) + panel * kPanelBytes, kPanelBytes);
   const std::uint32_t p_tile = panel_place(shared_address(s.p_tile[p_buffer]));
-  mma_begin();
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kTile / 16; ++k) {
     const std::uint64_t a = panel_descriptor(p_tile, k * 32), b = panel_descriptor(values, k * 16 * kPanelRowBytes);
     if constexpr (kSize == 32) {
-      multiply_rows_64<0>(o, a, b);
+      wgmma<MmaType::fp16, 64, true>(o, a, b, true);
     } else {
-      multiply_rows_128<0>(o, a, b);
+      wgmma<MmaType::fp16, 128, true>(o, a, b, true);
       if constexpr (kSize == 128)
-        multiply_rows_128<64>(o, a, panel_descriptor(values, k * 16 * kPanelRowBytes + 2 * kPanelBytes));
+        wgmma<MmaType::fp16, 128, true, 64>(o, a, panel_descriptor(values, k * 16 * kPanelRowBytes + 2 * kPanelBytes),
+                                            true);
     }
   }
-  mma_commit();
+  wgmma_commit();
 }
 
 /// Whether each consumer warpgroup reads only its own half of the panels for PV, so that a half is free when one
@@ -50,8 +51,8 @@ __device__ void release(Shared& s, int stage, int warpgroup, std::uint32_t to_pe
   for (int half = 0; half < 2; ++half) {
     if (kOwnHalf<kSize> && half != warpgroup) continue;
     const std::uint32_t empty = shared_address(&s.empty[stage][half]);
-    barrier_arrive(empty);
-    if (to_peer != 0) barrier_arrive_in_cluster(empty + to_peer);
+    mbarrier_arrive(empty);
+    if (to_peer != 0) mbarrier_arrive_remote(empty + to_peer);
   }
 }
 
@@ -90,15 +91,16 @@ class Softmax {
   __device__ void score(int tile, int half) {
     const int stage = tile % kStages, parity = tile / kStages & 1;
     const std::uint32_t q = panel_place(shared_address(s_.q)), rows = panel_place(shared_address(s_.rows[stage]));
-    barrier_wait(shared_address(&s_.full[stage][half]), parity);
-    if (!kCtaPair) publish_to_mma();  // otherwise the producers have issued the fence
-    mma_begin();
+    mbarrier_wait(shared_address(&s_.full[stage][half]), parity);
+    if (!kCtaPair) fence_async_proxy();  // otherwise the producers have issued the fence
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kPanels / 2; ++i)
 #pragma unroll
       for (int k = 0; k < kTile / 16; ++k) {
         const std::uint32_t at = (half * kPanels / 2 + i) * kPanelBytes + k * 32;
-        multiply_channels(z_, panel_descriptor(q, at), panel_descriptor(rows, at), half == 0 || i > 0 || k > 0);
+        wgmma<MmaType::fp16, 64, false>(z_, panel_descriptor(q, at), panel_descriptor(rows, at),
+                                        half == 0 || i > 0 || k > 0);
       }
   }
 
@@ -143,10 +145,10 @@ class Softmax {
 #pragma unroll
       for (int i = 0; i < kScores; i += 2) {
         const int half = i / 2 % 2;
-        const float x = exp2_fast(codec::fused(z_[i], factor[half], -base[half]));
-        const float y = exp2_fast(codec::fused(z_[i + 1], factor[half], -base[half]));
+        const float x = exp2_approx(codec::fused(z_[i], factor[half], -base[half]));
+        const float y = exp2_approx(codec::fused(z_[i + 1], factor[half], -base[half]));
         sum_[half] = codec::fused(x + y, inverse_scale(i), sum_[half]);
-        store(i, pack_fp16(x, y));
+        store(i, fp16_pair(x, y));
       }
     };
     if (rows.plain)
@@ -157,7 +159,7 @@ class Softmax {
 
   /// This work tile needs no further scores.
   __device__ void release_queries() const {
-    if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s_.queries_empty));
+    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(shared_address(&s_.queries_empty));
   }
 
   static constexpr int kScores = kTile / 2;
@@ -177,7 +179,7 @@ class Softmax {
       row_max[half] = fmaxf(row_max[half], __shfl_xor_sync(kAllLanes, row_max[half], 1));
       row_max[half] = fmaxf(row_max[half], __shfl_xor_sync(kAllLanes, row_max[half], 2));
       row_max[half] = fmaxf(row_max[half], base_[half]);
-      rescale[half] = exp2_fast(base_[half] - (row_max[half] == -INFINITY ? 0.0f : row_max[half]));
+      rescale[half] = exp2_approx(base_[half] - (row_max[half] == -INFINITY ? 0.0f : row_max[half]));
       base_[half] = row_max[half];
       sum_[half] *= rescale[half];
     }
@@ -198,35 +200,35 @@ class SoftmaxWarpgroup : public Softmax {
     for (int tile = first; tile < end; ++tile) {
       const int stage = tile % kStages;
       score<kCtaPair>(tile, 1);
-      if (kCtaPair) mma_commit();
+      if (kCtaPair) wgmma_commit();
       if (kCtaPair && tile > first) {
-        mma_wait<1>();
+        wgmma_wait<1>();
         release<kSize>(s_, stage ^ 1, 0, to_peer);
       }
       score<kCtaPair>(tile, 0);
-      mma_commit();
+      wgmma_commit();
       const TileRows rows(s_, stage);
       if (!kCtaPair && tile > first) {
         add_values(o, s_, stage ^ 1, panel, stage ^ 1);
-        mma_wait<1>();
+        wgmma_wait<1>();
       } else {
-        mma_wait<0>();
+        wgmma_wait<0>();
       }
       if (kPersistent && tile + 1 == end) release_queries();
       float rescale[2];
       store_p(stage, rows, rescale);
-      publish_to_mma();
-      named_barrier(2, kWarpgroupThreads);
-      if (arrives_for_group(threadIdx.x)) barrier_arrive(shared_address(&s_.p_full[stage]));
+      fence_async_proxy();
+      named_barrier_sync(2, kWarpgroupThreads);
+      if (arrives_for_group(threadIdx.x)) mbarrier_arrive(shared_address(&s_.p_full[stage]));
       if (!kCtaPair) {
-        mma_wait<0>();
+        wgmma_wait<0>();
         if (tile > first) release<kSize>(s_, stage ^ 1, 0, to_peer);
       }
       if (__any_sync(kAllLanes, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_heads(o, rescale[0], rescale[1]);
       if (kCtaPair) add_values(o, s_, stage, panel, stage);
     }
     if (!kCtaPair && end > first) add_values(o, s_, (end - 1) % kStages, panel, (end - 1) % kStages);
-    mma_wait<0>();
+    wgmma_wait<0>();
     if (kPersistent) release<kSize>(s_, (end - 1) % kStages, 0, to_peer);
   }
 
@@ -236,7 +238,7 @@ class SoftmaxWarpgroup : public Softmax {
     const int head = head_of_thread(), quad = quad_of_thread();
     const std::uint32_t to = shared_address(s_.p_tile[stage]) + quad * 4;
     softmax_tile(stage, rows, rescale, [&](int i, std::uint32_t pair) {
-      shared_store(to + panel_offset(head + 8 * (i / 2 % 2), i / 4), pair);
+      store_shared4(to + panel_offset(head + 8 * (i / 2 % 2), i / 4), pair);
     });
     if (quad == 0) {
       s_.rescale[stage][head] = rescale[0];
@@ -250,15 +252,15 @@ __device__ void run_pv_warpgroup(float (&o)[kSize], Shared& s, Locator& locator,
                                  std::uint32_t to_peer) {
   for (int tile = first; tile < end; ++tile) {
     const int stage = tile % kStages, parity = tile / kStages & 1;
-    barrier_wait(shared_address(&s.full[stage][0]), parity);
-    barrier_wait(shared_address(&s.full[stage][1]), parity);
-    if (!kCtaPair) publish_to_mma();
+    mbarrier_wait(shared_address(&s.full[stage][0]), parity);
+    mbarrier_wait(shared_address(&s.full[stage][1]), parity);
+    if (!kCtaPair) fence_async_proxy();
     locator.advance(tile);
-    barrier_wait(shared_address(&s.p_full[stage]), parity);
+    mbarrier_wait(shared_address(&s.p_full[stage]), parity);
     const float upper = s.rescale[stage][head_of_thread()], lower = s.rescale[stage][head_of_thread() + 8];
     if (__any_sync(kAllLanes, upper != 1.0f || lower != 1.0f)) scale_heads(o, upper, lower);
     add_values(o, s, stage, panel, stage);
-    mma_wait<0>();
+    wgmma_wait<0>();
     release<kSize>(s, stage, 1, to_peer);
   }
 }

@@ -17,6 +17,7 @@
 #include "backend/cuda/attend/producer.cuh"
 #include "backend/cuda/attend/prologue.cuh"
 #include "backend/cuda/attend/tile_scheduler.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 
 namespace kv4::cuda {
@@ -88,7 +89,7 @@ class PersistentLocator {
   __device__ void locate(unsigned lane) {
     __syncwarp();    // all of the previous addresses have been read
     if (!ended()) {  // otherwise the old row is loaded once more, and not used
-      const RowPlace place = scheduler_.copy_of(at_.work).rows.place<true>(p_, row(lane), key_, block_);
+      const RowPointers place = scheduler_.copy_of(at_.work).rows.place<true>(p_, row(lane), key_, block_);
       RowAddress address{kAbsentRow.payload, kAbsentRow.scale};
       if (place.payload != nullptr) {
         address = {place.payload, place.scale};
@@ -136,7 +137,7 @@ class PersistentProducer {
     wait_for_loads();
     const int exponent = exponent_of_rows(scales);
     close_copies();
-    barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
+    mbarrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
     if (lane() % 32 == 0) store_quads(s_.quads[stage][warp / 4], warp % 4, exponent, present);
     const std::uint32_t tile_at = shared_address(s_.rows[stage]), tail_to = tail_at(tile_at);
     std::uint32_t codes_to = codes_at(tile_at);
@@ -147,33 +148,34 @@ class PersistentProducer {
       if (j < kCodeChunks)
         store_codes(codes_to, codes_to ^ 16, j, raw(j), scales, exponent);
       else
-        store_shared(j == kCodeChunks ? tail_to : tail_to ^ 64, to_fp16(raw(j), power_of_two(-exponent)));
+        store_shared16(j == kCodeChunks ? tail_to : tail_to ^ 64, to_fp16(raw(j), power_of_two(-exponent)));
       load(j);
     }
     announce(stage, 1);
     wait_for_copies();
     between();
     // Two chunks are in flight, and rows are located meanwhile: reads wait behind the stores of all producers.
-    uint4 even = load_shared(staged(chunk_at(kRightChunks))), odd = load_shared(staged(chunk_at(kRightChunks + 1)));
+    uint4 even = load_shared16_ordered(staged(chunk_at(kRightChunks))),
+          odd = load_shared16_ordered(staged(chunk_at(kRightChunks + 1)));
     locator_.advance(tile, lane());
-    barrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
+    mbarrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
     codes_to = codes_at(tile_at);
 #pragma unroll
     for (int i = kRightChunks; i < kChunks; ++i) {
       uint4& raw = (i - kRightChunks) % 2 == 0 ? even : odd;
       store_codes(codes_to, codes_to ^ 16, chunk_at(i), raw, scales, exponent);
-      if (i + 2 < kChunks) raw = load_shared(staged(chunk_at(i + 2)));
+      if (i + 2 < kChunks) raw = load_shared16_ordered(staged(chunk_at(i + 2)));
     }
     announce(stage, 0);
     copy_left();
   }
 
-  __device__ static void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  __device__ static void close_copies() { commit_copies(); }
   /// Waits for all copies except the youngest batch. The batches alternate between the next tile's scales and its left
   /// panels, sometimes with a batch of other copies between these.
-  __device__ static void wait_for_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+  __device__ static void wait_for_copies() { cuda::wait_for_copies<1>(); }
   /// No copies are in flight any more.
-  __device__ void end() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
+  __device__ void end() const { wait_for_all_copies(); }
 
  private:
   static_assert(kStagedChunks == kChunks - kRightChunks);
@@ -184,9 +186,7 @@ class PersistentProducer {
   __device__ void copy_left() const {
 #pragma unroll
     for (int j = 0; j < kStagedChunks; ++j)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(staged(j)),
-                   "l"(__cvta_generic_to_global(from_ + j * 64))
-                   : "memory");
+      copy_async<16>(staged(j), reinterpret_cast<const void*>(__cvta_generic_to_global(from_ + j * 64)));
     close_copies();
   }
 
@@ -239,7 +239,7 @@ class PersistentProducer {
 
   // Without a fence; see Producer.
   __device__ void announce(int stage, int half) {
-    if (arrives_for_warp(lane() % 32)) barrier_arrive(shared_address(&s_.full[stage][half]));
+    if (arrives_for_warp(lane() % 32)) mbarrier_arrive(shared_address(&s_.full[stage][half]));
   }
 
   Shared& s_;
@@ -290,13 +290,13 @@ __device__ inline void produce_persistent(const AttendParams& p, Shared& s, cons
 __device__ inline void consume_persistent(const AttendParams& p, Shared& s, const TileScheduler<1>& scheduler) {
   // All lanes of a warp agree, and the compiler knows it: the value lives in uniform registers.
   const int half = static_cast<int>(__reduce_max_sync(kAllLanes, threadIdx.x / kWarpgroupThreads));
-  named_barrier(1, kThreads);  // the first queries are in place
+  named_barrier_sync(1, kThreads);  // the first queries are in place
   for (int work = 0, tile = 0; work < scheduler.count(); ++work) {
     const int end = tile + scheduler.tiles(work);
     float o[kWidth / 4];
 #pragma unroll
     for (int i = 0; i < kWidth / 4; ++i) o[i] = 0.0f;
-    if (work > 0) barrier_wait(shared_address(&s.queries_full), (work - 1) & 1);
+    if (work > 0) mbarrier_wait(shared_address(&s.queries_full), (work - 1) & 1);
     PingPongConsumer consumer(p, s, half);
     consumer.run(o, tile, end);
     for (int below = 0; below < 2; ++below) {
@@ -324,13 +324,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int half = 0; half < 2; ++half) {
-        barrier_init(shared_address(&s.full[stage][half]), Arrivals::of_warps(kProducerWarps));
-        barrier_init(shared_address(&s.empty[stage][half]), Arrivals::of_warps(kWarpgroupWarps));
+        mbarrier_init(shared_address(&s.full[stage][half]), Arrivals::of_warps(kProducerWarps));
+        mbarrier_init(shared_address(&s.empty[stage][half]), Arrivals::of_warps(kWarpgroupWarps));
       }
-      barrier_init(shared_address(&s.p_full[stage]), Arrivals::of_warps(kWarpgroupWarps));
+      mbarrier_init(shared_address(&s.p_full[stage]), Arrivals::of_warps(kWarpgroupWarps));
     }
-    barrier_init(shared_address(&s.queries_empty), Arrivals::of_warps(2 * kWarpgroupWarps));
-    barrier_init(shared_address(&s.queries_full), Arrivals::of_warps(kProducerWarps));
+    mbarrier_init(shared_address(&s.queries_empty), Arrivals::of_warps(2 * kWarpgroupWarps));
+    mbarrier_init(shared_address(&s.queries_full), Arrivals::of_warps(kProducerWarps));
   }
   launch_dependents();
   touch(p);
@@ -365,7 +365,6 @@ cudaError_t launch_persistent(const ops::AttendParams& p, const AttendSplit&, cu
   using namespace attend_wgmma;
   using namespace attend_wgmma::persistent;
   const int head_tiles = head_tiles_of(p), work_tiles = p.step.num_tokens * head_tiles;
-  if (const cudaError_t error = allow_shared_memory(attend_persistent); error != cudaSuccess) return error;
   return launch<kSharedBytes>(attend_persistent, static_cast<unsigned>(std::min(work_tiles, num_sms())), kThreads,
                               stream, p, head_tiles, !shares_rows(p.step));
 }

@@ -27,6 +27,7 @@
 #include "backend/cuda/attend/rows.cuh"
 #include "backend/cuda/attend/single_pass_window.cuh"
 #include "backend/cuda/attend/speculative.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 #include "backend/cuda/rows/decode.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 #include "kv4/cuda.h"
@@ -61,10 +62,10 @@ class WindowRows {
   /// Zeros if there is no row.
   __device__ Reader::Raw load(const RowAddress& address) const {
     if (address.payload == nullptr) return {};
-    return Reader::load_raw<Keep::usual>({address.payload, address.scale, nullptr}, lane_);
+    return Reader::load_raw<L2Priority::normal>({address.payload, address.scale, nullptr}, lane_);
   }
   __device__ RowAddress find(const QueryRows& rows, int position) const {
-    const RowPlace place = rows.place(p_, 0, position, rows.block(p_, 0, position));
+    const RowPointers place = rows.place(p_, 0, position, rows.block(p_, 0, position));
     return {place.payload, place.scale};
   }
   __device__ void store(const Reader::Raw& raw, int slot) const {
@@ -72,7 +73,7 @@ class WindowRows {
     for (int octet = 0; octet < Reader::kOctets; ++octet) {
       const auto x = Reader::decode<std::uint16_t>(raw, lane_, octet);
       const int chunk = lane_ + octet * Reader::kLanes;
-      store_shared(
+      store_shared16(
           shared_address(s_.rows[slot / kTile]) + chunk / 8 * kPanelBytes + panel_offset(slot % kTile, chunk % 8),
           make_uint4(x.words[0], x.words[1], x.words[2], x.words[3]));
     }
@@ -127,7 +128,7 @@ class WindowProducer {
       WindowRows::Reader::Raw raw{};
       if (mine) raw = rows_.load(rows_.find(rows, rows.at.position));
       if (i > 0) {
-        barrier_wait(shared_address(&s_.queries_empty), (i - 1) & 1);
+        mbarrier_wait(shared_address(&s_.queries_empty), (i - 1) & 1);
         copy_queries(token);
       }
       if (token + 1 < end) prefetch_queries(token + 1);
@@ -136,7 +137,7 @@ class WindowProducer {
         s_.next_side[i % 2] = slot + 1 == p_.layer.window_tokens ? 0 : (slot + 1) / kTile;
       }
       announce_queries();
-      if (i > 0) barrier_wait(shared_address(follows ? &s_.side_empty : &s_.rows_empty), (i - 1) & 1);
+      if (i > 0) mbarrier_wait(shared_address(follows ? &s_.side_empty : &s_.rows_empty), (i - 1) & 1);
       if (mine) rows_.store(raw, slot);
       if (i > 0 && !follows) rows_.fill<kProducerWarps>(rows, warp());
       announce(s_.rows_full);
@@ -150,7 +151,7 @@ class WindowProducer {
   }
   __device__ void prefetch_queries(int token) const {
     const std::uint8_t* q = queries_of(p_, token, first_head_);
-    for (int at = thread_ * kLine; at < heads() * kWidth * 2; at += kProducerThreads * kLine) prefetch_line(q + at);
+    for (int at = thread_ * kLine; at < heads() * kWidth * 2; at += kProducerThreads * kLine) prefetch_l2(q + at);
   }
 
  private:
@@ -159,12 +160,12 @@ class WindowProducer {
   __device__ int heads() const { return min(kTile, p_.num_heads - first_head_); }
 
   __device__ void announce_queries() const {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_all_copies();
     announce(s_.queries_full);
   }
   __device__ void announce(std::uint64_t& barrier) const {
-    publish_to_mma();
-    if (arrives_for_warp(static_cast<unsigned>(lane()))) barrier_arrive(shared_address(&barrier));
+    fence_async_proxy();
+    if (arrives_for_warp(static_cast<unsigned>(lane()))) mbarrier_arrive(shared_address(&barrier));
   }
 
   const AttendParams& p_;
@@ -194,7 +195,7 @@ class WindowConsumer {
       float z[kScores];
       score(z, i, i < tokens);
       if (i > 0 && p_.out.dtype == DType::bf16) store(words, Job(s_.work_tiles[(i - 1) % 2], 0));
-      mma_wait<0>();
+      wgmma_wait<0>();
       if (i == tokens) break;
       release(s_.queries_empty);
       const WorkTile& work = s_.work_tiles[i % 2];
@@ -204,16 +205,16 @@ class WindowConsumer {
       add_values(o, first_side, false);
       add_values(o, first_side ^ 1, true);
       for (int half = 0; half < 2; ++half) factor[half] = finish(work, base[half], half);
-      mma_wait<1>();
+      wgmma_wait<1>();
       release(s_.side_empty);
-      mma_wait<0>();
+      wgmma_wait<0>();
       release(s_.rows_empty);
       scale_heads(o, factor[0], factor[1]);
       const Job job(work, 0);
       if (side_ == 1) inverse_rope_last(p_, job, o);
       if (p_.out.dtype == DType::f32) store_output(p_, job, o, side_ * (kWidth / 2));
 #pragma unroll
-      for (int j = 0; j < kWords; ++j) words[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
+      for (int j = 0; j < kWords; ++j) words[j] = bf16_pair(o[2 * j], o[2 * j + 1]);
     }
   }
 
@@ -221,14 +222,14 @@ class WindowConsumer {
   static constexpr int kWords = kWidth / 8;  // of a thread
 
   __device__ void release(std::uint64_t& barrier) const {
-    if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&barrier));
+    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(shared_address(&barrier));
   }
 
   /// Of this side's rows.
   __device__ void score(float (&z)[kScores], int token, bool is_there) const {
     if (is_there) {
-      barrier_wait(shared_address(&s_.rows_full), token & 1);
-      barrier_wait(shared_address(&s_.queries_full), token & 1);
+      mbarrier_wait(shared_address(&s_.rows_full), token & 1);
+      mbarrier_wait(shared_address(&s_.queries_full), token & 1);
     }
     score_side(s_, z, side_);
   }
@@ -242,22 +243,22 @@ class WindowConsumer {
         if (slots.position(side_ * kTile + row_of_score(i)) < 0) z[i] = -INFINITY;
     }
     softmax_side(s_, z, side_, scale_, base);
-    named_barrier(1, kConsumerThreads);
+    named_barrier_sync(1, kConsumerThreads);
   }
 
   /// O += P V over half of the rows and this side's channels.
   __device__ void add_values(float (&o)[kWidth / 4], int rows, bool add) const {
     const std::uint32_t p_tile = panel_place(shared_address(s_.p_tile[rows]));
     const std::uint32_t values = panel_place(shared_address(s_.rows[rows]) + side_ * (kTileBytes / 2), kPanelBytes);
-    mma_begin();
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
       const std::uint64_t a = panel_descriptor(p_tile, k * 32);
       const std::uint32_t at = k * 16 * kPanelRowBytes;
-      multiply_bf16_rows<0>(o, a, panel_descriptor(values, at), add || k > 0);
-      multiply_bf16_rows<64>(o, a, panel_descriptor(values, at + 2 * kPanelBytes), add || k > 0);
+      wgmma<MmaType::bf16, 128, true>(o, a, panel_descriptor(values, at), add || k > 0);
+      wgmma<MmaType::bf16, 128, true, 64>(o, a, panel_descriptor(values, at + 2 * kPanelBytes), add || k > 0);
     }
-    mma_commit();
+    wgmma_commit();
   }
 
   /// The four lanes of a head exchange words until each has 8 adjacent channels. All words are exchanged together: a
@@ -306,11 +307,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ std::uint8_t base[];
   WindowShared& s = *reinterpret_cast<WindowShared*>(base + (1024 - shared_address(base) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&s.queries_full), Arrivals::of_warps(kProducerWarps));
-    barrier_init(shared_address(&s.queries_empty), Arrivals::of_warps(kConsumerWarps));
-    barrier_init(shared_address(&s.rows_full), Arrivals::of_warps(kProducerWarps));
-    barrier_init(shared_address(&s.side_empty), Arrivals::of_warps(kConsumerWarps));
-    barrier_init(shared_address(&s.rows_empty), Arrivals::of_warps(kConsumerWarps));
+    mbarrier_init(shared_address(&s.queries_full), Arrivals::of_warps(kProducerWarps));
+    mbarrier_init(shared_address(&s.queries_empty), Arrivals::of_warps(kConsumerWarps));
+    mbarrier_init(shared_address(&s.rows_full), Arrivals::of_warps(kProducerWarps));
+    mbarrier_init(shared_address(&s.side_empty), Arrivals::of_warps(kConsumerWarps));
+    mbarrier_init(shared_address(&s.rows_empty), Arrivals::of_warps(kConsumerWarps));
   }
   launch_dependents();
   touch(p);
@@ -323,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   grid_dependency_wait();
   if (loads) WindowProducer(p, s, first_head).copy_queries(first);
   WindowRows(p, s).fill<kThreads / 32>(QueryRows(p, first), thread_here() / 32);
-  publish_to_mma();
+  fence_async_proxy();
   __syncthreads();
   if (!loads) {
     more_registers<kWindowConsumerRegisters>();
@@ -344,9 +345,6 @@ cudaError_t launch_persistent_window(const ops::AttendParams& p, const AttendSpl
   const int at_once = std::max(num_sms() / head_tiles, 1);
   const int cta_tokens = (p.step.num_tokens + at_once - 1) / at_once;
   const int runs = (p.step.num_tokens + cta_tokens - 1) / cta_tokens;
-  const cudaError_t error = cudaFuncSetAttribute(attend_persistent_window, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 kPersistentWindowSharedBytes);
-  if (error != cudaSuccess) return error;
   return launch<kPersistentWindowSharedBytes>(attend_persistent_window, static_cast<unsigned>(runs * head_tiles),
                                               kThreads, stream, p, head_tiles, cta_tokens);
 }

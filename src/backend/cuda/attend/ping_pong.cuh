@@ -37,9 +37,9 @@ class PingPongConsumer : public Softmax {
   __device__ void process_own(float (&o)[kWidth / 4], int tile, int end) {
     score<false>(tile, 1);
     score<false>(tile, 0);
-    mma_commit();
+    wgmma_commit();
     const TileRows rows(s_, own_stage());
-    mma_wait<0>();
+    wgmma_wait<0>();
     if (tile + 2 >= end) release_queries();
     float rescale[2];
     std::uint32_t p_words[kScores / 2];
@@ -49,25 +49,26 @@ class PingPongConsumer : public Softmax {
                                // registers for them
     softmax_tile(own_stage(), rows, rescale, [&](int i, std::uint32_t pair) {
       p_words[i / 2] = pair;
-      shared_store((to ^ i / 4 << 4) + i / 2 % 2 * 8 * kPanelRowBytes, pair);
+      store_shared4((to ^ i / 4 << 4) + i / 2 % 2 * 8 * kPanelRowBytes, pair);
     });
     if (quad_of_thread() == 0) {
       s_.rescale[own_stage()][head_of_thread()] = base_[0];
       s_.rescale[own_stage()][head_of_thread() + 8] = base_[1];
     }
-    publish_to_mma();
-    if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s_.p_full[own_stage()]));
+    fence_async_proxy();
+    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(shared_address(&s_.p_full[own_stage()]));
     if (__any_sync(kAllLanes, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_heads(o, rescale[0], rescale[1]);
     const std::uint32_t values =
         panel_place(shared_address(s_.rows[own_stage()]) + first_panel() * kPanelBytes, kPanelBytes);
-    mma_begin();
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
-      multiply_rows_128<0>(o, p_words + 4 * k, panel_descriptor(values, k * 16 * kPanelRowBytes));
-      multiply_rows_128<64>(o, p_words + 4 * k, panel_descriptor(values, k * 16 * kPanelRowBytes + 2 * kPanelBytes));
+      wgmma<MmaType::fp16, 128, true>(o, p_words + 4 * k, panel_descriptor(values, k * 16 * kPanelRowBytes), true);
+      wgmma<MmaType::fp16, 128, true, 64>(o, p_words + 4 * k,
+                                          panel_descriptor(values, k * 16 * kPanelRowBytes + 2 * kPanelBytes), true);
     }
-    mma_commit();
-    mma_wait<0>();
+    wgmma_commit();
+    wgmma_wait<0>();
     release_half(own_stage());
   }
 
@@ -75,30 +76,30 @@ class PingPongConsumer : public Softmax {
   __device__ void add_other(float (&o)[kWidth / 4], int tile, bool is_only) {
     if (is_only) release_queries();
     const int parity = tile / kStages & 1;
-    barrier_wait(shared_address(&s_.full[other_stage()][1]), parity);
-    barrier_wait(shared_address(&s_.full[other_stage()][0]), parity);
-    publish_to_mma();
-    barrier_wait(shared_address(&s_.p_full[other_stage()]), parity);
+    mbarrier_wait(shared_address(&s_.full[other_stage()][1]), parity);
+    mbarrier_wait(shared_address(&s_.full[other_stage()][0]), parity);
+    fence_async_proxy();
+    mbarrier_wait(shared_address(&s_.p_full[other_stage()]), parity);
     const int head = head_of_thread();
     const float base[2] = {s_.rescale[other_stage()][head], s_.rescale[other_stage()][head + 8]};
     if (__any_sync(kAllLanes, base[0] != base_[0] || base[1] != base_[1])) {
       float rescale[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rescale[half] = base[half] == base_[half] ? 1.0f : exp2_fast(base_[half] - base[half]);
+        rescale[half] = base[half] == base_[half] ? 1.0f : exp2_approx(base_[half] - base[half]);
         sum_[half] *= rescale[half];
         base_[half] = base[half];
       }
       scale_heads(o, rescale[0], rescale[1]);
     }
     add_values(o, s_, other_stage(), first_panel(), 0);
-    mma_wait<0>();
+    wgmma_wait<0>();
     release_half(other_stage());
   }
 
   /// This warp no longer reads its half of a tile as V, and the scoring consumer no longer reads the tile as K.
   __device__ void release_half(int stage) const {
-    if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s_.empty[stage][half_]));
+    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(shared_address(&s_.empty[stage][half_]));
   }
 
   const int half_;

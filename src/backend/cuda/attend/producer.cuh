@@ -4,6 +4,7 @@
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/mma.cuh"
 #include "backend/cuda/attend/speculative.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 
 namespace kv4::cuda::attend_wgmma {
 
@@ -27,8 +28,8 @@ __device__ const AbsentRow kAbsentRow;
 /// Brings a row into L2: the producers' registers hold one tile, which is less than the bytes that must be in flight.
 __device__ inline void prefetch_row(const RowAddress& row) {
 #pragma unroll
-  for (int at = 0; at < kWidth + kTail; at += kLine) prefetch_line(row.payload + at);
-  prefetch_line(row.scale);
+  for (int at = 0; at < kWidth + kTail; at += kLine) prefetch_l2(row.payload + at);
+  prefetch_l2(row.scale);
 }
 
 /// A branch that is never taken: later instructions cannot start before `x` is known.
@@ -56,7 +57,7 @@ __device__ inline int exponent_for_warp(int codes_top, int tail_top) {
 __device__ inline std::uint32_t factors_of(uint2 scales, int panel, int exponent) {
   const std::uint32_t biased = (panel < 4 ? scales.x : scales.y) >> (panel % 4 * 8) & 0xFFu;
   const float factor = codec::bits_float(static_cast<std::uint32_t>(max(static_cast<int>(biased) - exponent, 0)) << 23);
-  return pack_fp16(factor, factor);
+  return fp16_pair(factor, factor);
 }
 
 __device__ inline uint4 eight_codes(std::uint32_t low, std::uint32_t high, std::uint32_t factors) {
@@ -96,9 +97,7 @@ __device__ inline void store_quads(RowQuads& quads, unsigned warp, int exponent,
 }
 
 __device__ inline void copy_scales(std::uint64_t& to, const std::uint8_t* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(&to)),
-               "l"(__cvta_generic_to_global(from))
-               : "memory");
+  copy_async<8>(shared_address(&to), from);
 }
 
 /// Loads chunk j of a row. Odd rows swap the halves of the last panel: otherwise stores of adjacent rows would meet in
@@ -106,17 +105,15 @@ __device__ inline void copy_scales(std::uint64_t& to, const std::uint8_t* from) 
 template <class Row>
 __device__ void load_chunk(uint4& raw, const std::uint8_t* from, int j, Row row) {
   const unsigned odd = j < kCodeChunks ? 0 : row() % 2 * 64 ^ (j > kCodeChunks ? 64 : 0);
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-               : "l"(from + odd + min(j, kCodeChunks) * 64));
+  raw = load16_no_l1(from + odd + min(j, kCodeChunks) * 64);
 }
 
 /// Stores chunk j of codes; low, high: the addresses of its two halves in the first panel.
 __device__ inline void store_codes(std::uint32_t low, std::uint32_t high, int j, const uint4& raw, uint2 scales,
                                    int exponent) {
   const std::uint32_t factors = factors_of(scales, j, exponent);
-  store_shared(low + j * kPanelBytes, eight_codes(raw.x, raw.y, factors));
-  store_shared(high + j * kPanelBytes, eight_codes(raw.z, raw.w, factors));
+  store_shared16(low + j * kPanelBytes, eight_codes(raw.x, raw.y, factors));
+  store_shared16(high + j * kPanelBytes, eight_codes(raw.z, raw.w, factors));
 }
 
 /// Keeps the whole tile in registers.
@@ -143,14 +140,14 @@ class Producer {
   /// Converts the loaded tile, and loads the next tile into the same registers.
   __device__ void fill(int tile, bool is_next) {
     const unsigned stage = static_cast<unsigned>(tile) % kStages, warp = lane() / 32;
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_all_copies();
     __syncwarp();
     const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row()]);
     const unsigned present = quads_of_four_lanes(there_);
     if (is_next) start(tile + 1);
     wait_for_loads();
     const int exponent = exponent_of_rows(scales);
-    barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
+    mbarrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
     if (lane() % 32 == 0) store_quads(s_.quads[stage][warp / 4], warp % 4, exponent, present);
 #pragma unroll
     for (int i = 0; i < kRightChunks; ++i) {
@@ -158,7 +155,7 @@ class Producer {
       load(chunk_at(i));
     }
     announce(stage, 1);
-    barrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
+    mbarrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
     // The softmax warpgroup waits for these chunks. Loads come after them: conversions share a counter with loads in
     // flight.
 #pragma unroll
@@ -179,7 +176,7 @@ class Producer {
 
   __device__ void start(int tile) {
     const int slot = tile % kAddressTiles;
-    barrier_wait(shared_address(&s_.located[slot]), tile / kAddressTiles & 1);
+    mbarrier_wait(shared_address(&s_.located[slot]), tile / kAddressTiles & 1);
     const RowAddress address = s_.addresses[slot][row()];
     if (chunk() == 0) copy_scales(s_.scales[tile % 2][row()], address.scale);
     from_ = address.payload + chunk() * 16;
@@ -210,13 +207,13 @@ class Producer {
     if (j < kCodeChunks) {
       store_codes(to + codes_at_, to + (codes_at_ ^ 16), j, raw, scales, exponent);
     } else {
-      store_shared(to + (j == kCodeChunks ? tail_at_ : tail_at_ ^ 64), to_fp16(raw, power_of_two(-exponent)));
+      store_shared16(to + (j == kCodeChunks ? tail_at_ : tail_at_ ^ 64), to_fp16(raw, power_of_two(-exponent)));
     }
   }
 
   // Without the fence that wgmma needs: it would wait for the loads in flight. The consumers issue it.
   __device__ void announce(int stage, int half) {
-    if (arrives_for_warp(lane() % 32)) barrier_arrive(shared_address(&s_.full[stage][half]));
+    if (arrives_for_warp(lane() % 32)) mbarrier_arrive(shared_address(&s_.full[stage][half]));
   }
 
   Shared& s_;
@@ -277,7 +274,7 @@ class CtaPairProducer {
 
   __device__ void start(const HalfTile& half_tile) {
     const int slot = half_tile.tile % kAddressTiles;
-    barrier_wait(shared_address(&s_.located[slot]), half_tile.tile / kAddressTiles & 1);
+    mbarrier_wait(shared_address(&s_.located[slot]), half_tile.tile / kAddressTiles & 1);
     const RowAddress address = s_.addresses[slot][row(half_tile.half)];
     if (chunk_ == 0) copy_scales(s_.scales[half_tile.tile % 2][row(half_tile.half)], address.scale);
     from_ = address.payload;
@@ -287,19 +284,15 @@ class CtaPairProducer {
   __device__ void load() {
 #pragma unroll
     for (int panel = 0; panel < kCodePanels; ++panel)
-      asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(next_codes_[panel].x), "=r"(next_codes_[panel].y)
-                   : "l"(from_ + panel * kTile + chunk_ * 8));
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(next_tail_.x), "=r"(next_tail_.y), "=r"(next_tail_.z), "=r"(next_tail_.w)
-                 : "l"(from_ + kCodePanels * kTile + chunk_ * 16));
+      next_codes_[panel] = load8_no_l1(from_ + panel * kTile + chunk_ * 8);
+    next_tail_ = load16_no_l1(from_ + kCodePanels * kTile + chunk_ * 16);
   }
 
   /// `done`: the tile is complete.
   __device__ void fill(const HalfTile& half_tile, bool shared, bool done, const HalfTile& next, bool is_next) {
     const int tile = half_tile.tile;
     const unsigned stage = static_cast<unsigned>(tile) % kStages, row = this->row(half_tile.half);
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_all_copies();
     __syncwarp();
     const uint2 scales = *reinterpret_cast<const uint2*>(&s_.scales[tile % 2][row]);
     uint2 codes[kCodePanels];
@@ -319,23 +312,23 @@ class CtaPairProducer {
       load();
     }
     const std::uint32_t to = shared_address(s_.rows[stage]) + panel_offset(row, chunk_);
-    barrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
+    mbarrier_wait(shared_address(&s_.empty[stage][1]), (tile / kStages + 1) & 1);
     if (lane() % 32 == 0) {
       RowQuads& quads = s_.quads[stage][half_tile.half];
       quads.exponents[row_ / 4] = static_cast<std::int8_t>(exponent);
       quads.present[row_ / 4] = static_cast<std::uint8_t>(there | there >> 14);
     }
-    store_shared(to + kCodePanels * kPanelBytes, to_fp16(tail, power_of_two(-exponent)));
+    store_shared16(to + kCodePanels * kPanelBytes, to_fp16(tail, power_of_two(-exponent)));
 #pragma unroll
     for (int panel = kPanels / 2; panel < kCodePanels; ++panel)
-      store_shared(to + panel * kPanelBytes,
-                   eight_codes(codes[panel].x, codes[panel].y, factors_of(scales, panel, exponent)));
+      store_shared16(to + panel * kPanelBytes,
+                     eight_codes(codes[panel].x, codes[panel].y, factors_of(scales, panel, exponent)));
     if (done) publish_half(stage, 1, shared);
-    barrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
+    mbarrier_wait(shared_address(&s_.empty[stage][0]), (tile / kStages + 1) & 1);
 #pragma unroll
     for (int panel = 0; panel < kPanels / 2; ++panel)
-      store_shared(to + panel * kPanelBytes,
-                   eight_codes(codes[panel].x, codes[panel].y, factors_of(scales, panel, exponent)));
+      store_shared16(to + panel * kPanelBytes,
+                     eight_codes(codes[panel].x, codes[panel].y, factors_of(scales, panel, exponent)));
     if (done) publish_half(stage, 0, shared);
   }
 
@@ -343,12 +336,12 @@ class CtaPairProducer {
   /// read its copy.
   __device__ void publish_half(int stage, int half, bool shared) const {
     constexpr unsigned kCopies = kPanels / 2;
-    named_barrier(3, kProducerThreads);
-    if (lane() <= kCopies) publish_to_mma();
+    named_barrier_sync(3, kProducerThreads);
+    if (lane() <= kCopies) fence_async_proxy();
     const std::uint32_t full = shared_address(&s_.full[stage][half]);
     const unsigned i = lane(), mine = static_cast<unsigned>(pair_rank_);
     if (!shared) {
-      if (arrives_for_group(i)) barrier_arrive(full);
+      if (arrives_for_group(i)) mbarrier_arrive(full);
       return;
     }
     if (i < kCopies)
@@ -356,9 +349,9 @@ class CtaPairProducer {
                    full);
     if (i == kCopies && half == 1) copy_to_peer(shared_address(&s_.quads[stage][mine]), sizeof(RowQuads), full);
     if (i == 0)
-      barrier_arrive_expecting(full, kCopies * kCopyBytes + (half == 1 ? sizeof(RowQuads) : 0));
+      mbarrier_arrive_expect_tx(full, kCopies * kCopyBytes + (half == 1 ? sizeof(RowQuads) : 0));
     else if (arrives_for_group(i))
-      barrier_arrive(full);
+      mbarrier_arrive(full);
   }
 
   __device__ void copy_to_peer(std::uint32_t from, std::uint32_t bytes, std::uint32_t full) const {

@@ -4,6 +4,7 @@
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/mma.cuh"
 #include "backend/cuda/attend/speculative.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 
 namespace kv4::cuda::attend_wgmma {
 
@@ -12,8 +13,8 @@ namespace kv4::cuda::attend_wgmma {
 __device__ inline void prefetch_inputs(const AttendParams& p, Job job) {
   const int thread = static_cast<int>(threadIdx.x), head = job.first_head + thread * kLine / (kWidth * 2);
   if (head < p.num_heads)
-    prefetch_line(static_cast<const std::uint8_t*>(p.q.data) +
-                  (job.token * p.q.row_stride + job.first_head * kWidth) * 2 + thread * kLine);
+    prefetch_l2(static_cast<const std::uint8_t*>(p.q.data) +
+                (job.token * p.q.row_stride + job.first_head * kWidth) * 2 + thread * kLine);
   const int lane = thread - kWarpgroupThreads;
   if (lane < 0 || lane >= kWarpgroupThreads) return;
   const QueryRows rows(p, job.token, speculative_record(p, job.token));
@@ -23,15 +24,15 @@ __device__ inline void prefetch_inputs(const AttendParams& p, Job job) {
   const bool listed = p.chosen.data != nullptr && rows.entries > 0;
   if (row < min(job.end, rows.window)) {
     const int key = rows.key(p, job.token, row);
-    const RowPlace place = rows.place(p, row, key, rows.block(p, row, key));
+    const RowPointers place = rows.place(p, row, key, rows.block(p, row, key));
     if (place.payload == nullptr) return;
-    for (int at = 0; at < kWidth + kTail; at += kLine) prefetch_line(place.payload + at);
-    prefetch_line(place.scale);
+    for (int at = 0; at < kWidth + kTail; at += kLine) prefetch_l2(place.payload + at);
+    prefetch_l2(place.scale);
   }
   const int words = lane * (kLine / 4);
   if (listed && words < p.num_chosen)
-    prefetch_line(static_cast<const std::int32_t*>(p.chosen.data) + job.token * p.chosen.row_stride + words);
-  if (listed && words < p.step.blocks_per_request) prefetch_line(blocks + words);
+    prefetch_l2(static_cast<const std::int32_t*>(p.chosen.data) + job.token * p.chosen.row_stride + words);
+  if (listed && words < p.step.blocks_per_request) prefetch_l2(blocks + words);
 }
 
 /// Queries in shared memory as fp16. kWarps warps take part. A warp converts one head at a time, kAtOnce heads in
@@ -51,9 +52,8 @@ class Queries {
       for (int j = 0; j < kChunks / 32; ++j) {
         const int chunk = lane() + 32 * j;
         const bool there = job_.first_head + head(i) < p_.num_heads;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place(head(i), chunk)),
-                     "l"(q + (there ? (head(i) * kChunks + chunk) * 16 : 0)), "r"(there ? 16 : 0)
-                     : "memory");
+        copy_async_or_zero<16>(place(head(i), chunk), q + (there ? (head(i) * kChunks + chunk) * 16 : 0),
+                               there ? 16 : 0);
       }
     if (thread_ < kTile) {
       const int head = job_.first_head + thread_;
@@ -63,20 +63,21 @@ class Queries {
   }
 
   __device__ void finish() const {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_all_copies();
     convert();
   }
   /// After the thread's own copies have arrived.
   __device__ void convert() const {
 #pragma unroll kAtOnce
     for (int i = 0; i < kHeads; ++i) {
-      const uint4 left = load_shared(place(head(i), lane())), right = load_shared(place(head(i), lane() + 32));
+      const uint4 left = load_shared16_ordered(place(head(i), lane())),
+                  right = load_shared16_ordered(place(head(i), lane() + 32));
       const int exponent = exponent_of(__reduce_max_sync(kAllLanes, max(top_of_pairs(left), top_of_pairs(right))));
-      store_shared(place(head(i), lane()), to_fp16(left, power_of_two(-exponent)));
-      store_shared(place(head(i), lane() + 32), to_fp16(right, power_of_two(-exponent)));
+      store_shared16(place(head(i), lane()), to_fp16(left, power_of_two(-exponent)));
+      store_shared16(place(head(i), lane() + 32), to_fp16(right, power_of_two(-exponent)));
       if (lane() == 0) s_.q_scale[head(i)] = power_of_two(exponent);
     }
-    publish_to_mma();
+    fence_async_proxy();
   }
 
  private:

@@ -83,13 +83,13 @@ struct QueryRows {
   }
 
   template <bool kByShift = false>
-  __device__ RowPlace place(const ops::AttendParams& p, std::int32_t i, std::int32_t key, std::int32_t block) const {
+  __device__ RowPointers place(const ops::AttendParams& p, std::int32_t i, std::int32_t key, std::int32_t block) const {
     if (block < 0) return {};
     if (i >= window)
-      return place_of(p.layer.kinds[0].page, block, remainder<kByShift>(key, p.layer.kinds[0].rows_per_block));
+      return pointers_of(p.layer.kinds[0].page, block, remainder<kByShift>(key, p.layer.kinds[0].rows_per_block));
     const ops::WindowDesc& w = p.layer.window;
-    if (in_scratch(p, key)) return place_of(w.scratch, 0, at.token_of(key));
-    return place_of(w.ring, block, remainder<kByShift>(key, w.rows));
+    if (in_scratch(p, key)) return pointers_of(w.scratch, 0, at.token_of(key));
+    return pointers_of(w.ring, block, remainder<kByShift>(key, w.rows));
   }
 
  private:

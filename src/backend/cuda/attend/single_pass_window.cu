@@ -27,6 +27,7 @@
 #include "backend/cuda/attend/rows.cuh"
 #include "backend/cuda/attend/single_pass_window.cuh"
 #include "backend/cuda/attend/speculative.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 #include "backend/cuda/rows/decode.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 #include "kv4/cuda.h"
@@ -47,45 +48,45 @@ class RowQuarter {
     tail_at_ = kCodeChunks * kPanelBytes + panel_offset(row_ % kTile, row_ % 2 * 4 + chunk_);
   }
 
-  __device__ RowPlace find(const AttendParams& p, const QueryRows& rows) const {
+  __device__ RowPointers find(const AttendParams& p, const QueryRows& rows) const {
     if (row_ >= rows.window) return {};
     const int position = rows.first + row_;
     return rows.place<true>(p, 0, position, rows.block<true>(p, 0, position));
   }
   /// Into L2.
-  __device__ void prefetch_inputs(const RowPlace& place) const {
+  __device__ void prefetch_inputs(const RowPointers& place) const {
     if (place.payload == nullptr) return;
-    prefetch_line(place.payload + chunk_ * kLine);
-    if (chunk_ == 0) prefetch_line(place.payload + 4 * kLine);
-    if (chunk_ == 1) prefetch_line(place.scale);
+    prefetch_l2(place.payload + chunk_ * kLine);
+    if (chunk_ == 0) prefetch_l2(place.payload + 4 * kLine);
+    if (chunk_ == 1) prefetch_l2(place.scale);
   }
 
-  __device__ void load(const RowPlace& place) {
+  __device__ void load(const RowPointers& place) {
     if (place.payload == nullptr) {
 #pragma unroll
       for (uint4& raw : raw_) raw = make_uint4(0, 0, 0, 0);
       scales_ = make_uint2(0, 0);
       return;
     }
-    scales_ = cuda::load<uint2, Keep::usual>(place.scale);
+    scales_ = cuda::load<uint2, L2Priority::normal>(place.scale);
     const std::uint8_t* from = place.payload + chunk_ * 16;
     // Odd rows swap the halves of the last panel: otherwise stores of adjacent rows would meet in the same banks.
     const int odd = row_ % 2 * 64;
-    raw_[kCodeChunks] = cuda::load<uint4, Keep::usual>(from + kCodeChunks * 64 + odd);
-    raw_[kCodeChunks + 1] = cuda::load<uint4, Keep::usual>(from + kCodeChunks * 64 + (odd ^ 64));
+    raw_[kCodeChunks] = cuda::load<uint4, L2Priority::normal>(from + kCodeChunks * 64 + odd);
+    raw_[kCodeChunks + 1] = cuda::load<uint4, L2Priority::normal>(from + kCodeChunks * 64 + (odd ^ 64));
 #pragma unroll
-    for (int j = kCodeChunks - 1; j >= 0; --j) raw_[j] = cuda::load<uint4, Keep::usual>(from + j * 64);
+    for (int j = kCodeChunks - 1; j >= 0; --j) raw_[j] = cuda::load<uint4, L2Priority::normal>(from + j * 64);
   }
 
   __device__ void convert() const {
-    store_shared(to_ + tail_at_, raw_[kCodeChunks]);
-    store_shared(to_ + (tail_at_ ^ 64), raw_[kCodeChunks + 1]);
+    store_shared16(to_ + tail_at_, raw_[kCodeChunks]);
+    store_shared16(to_ + (tail_at_ ^ 64), raw_[kCodeChunks + 1]);
 #pragma unroll
     for (int j = kCodeChunks - 1; j >= 0; --j) {
       const float scale = codec::ue8m0_value(static_cast<std::uint8_t>((j < 4 ? scales_.x : scales_.y) >> (j % 4 * 8)));
       const uint4& raw = raw_[j];
-      store_shared(to_ + codes_at_ + j * kPanelBytes, eight(raw.x, raw.y, scale));
-      store_shared(to_ + (codes_at_ ^ 16) + j * kPanelBytes, eight(raw.z, raw.w, scale));
+      store_shared16(to_ + codes_at_ + j * kPanelBytes, eight(raw.x, raw.y, scale));
+      store_shared16(to_ + (codes_at_ ^ 16) + j * kPanelBytes, eight(raw.z, raw.w, scale));
     }
   }
 
@@ -95,7 +96,7 @@ class RowQuarter {
   __device__ static uint4 eight(std::uint32_t low, std::uint32_t high, float scale) {
     float x[kOctet];
     scaled_e4m3(make_uint2(low, high), scale, x);
-    return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+    return make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
   }
 
   const int row_, chunk_;
@@ -107,7 +108,7 @@ class RowQuarter {
 /// O += P V over a warpgroup's channels.
 template <int kSize>
 __device__ void add_values(WindowTiles& s, float (&o)[kSize], int first_channel) {
-  mma_begin();
+  wgmma_fence();
 #pragma unroll
   for (int side = 0; side < kSides; ++side) {
     const std::uint32_t p_tile = panel_place(shared_address(s.p_tile[side]));
@@ -117,12 +118,12 @@ __device__ void add_values(WindowTiles& s, float (&o)[kSize], int first_channel)
     for (int k = 0; k < kTile / 16; ++k) {
       const std::uint64_t a = panel_descriptor(p_tile, k * 32), b = panel_descriptor(values, k * 16 * kPanelRowBytes);
       if constexpr (kSize == 64)
-        multiply_bf16_rows<0>(o, a, b, side > 0 || k > 0);
+        wgmma<MmaType::bf16, 128, true>(o, a, b, side > 0 || k > 0);
       else
-        multiply_bf16_rows_64(o, a, b, side > 0 || k > 0);
+        wgmma<MmaType::bf16, 64, true>(o, a, b, side > 0 || k > 0);
     }
   }
-  mma_commit();
+  wgmma_commit();
 }
 
 template <int kChannelSplits>
@@ -137,14 +138,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   Job job(1, kChannelSplits, 1, head_tiles, false);
   RowQuarter quarter(s, thread);
   if (job.first_head + thread * kLine / (kWidth * 2) < p.num_heads)
-    prefetch_line(queries_of(p, job.token, job.first_head) + thread * kLine);
+    prefetch_l2(queries_of(p, job.token, job.first_head) + thread * kLine);
   QueryRows rows(p, job.token, speculative_record_to_load(p, job.token));
-  const RowPlace place = quarter.find(p, rows);
+  const RowPointers place = quarter.find(p, rows);
   quarter.prefetch_inputs(place);
   grid_dependency_wait();
 
   // Validation: the speculative row addresses hold if the record is unchanged.
-  const ops::StepRecord record = load_record_again(p.step.tokens + job.token);
+  const ops::StepRecord record = load_record_l2(p.step.tokens + job.token);
   quarter.load(place);
   copy_queries<kThreads, kTile * kQueryChunks / kThreads>(p, s, job.token, job.first_head, thread);
   const int head = head_of_thread();
@@ -156,14 +157,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   job.take_rows(rows);
   quarter.convert();
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  publish_to_mma();
+  wait_for_all_copies();
+  fence_async_proxy();
   __syncthreads();
   const float scale = p.softmax_scale * codec::kLog2e;
   if (warpgroup < kSides) {
     float z[kScores], base[2];
     score_side(s, z, warpgroup);
-    mma_wait<0>();
+    wgmma_wait<0>();
     if (rows.window < kMaxWindowRows) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i)
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         finish_head(s, at, row_max == -INFINITY ? 0.0f : row_max * scale, job.padded ? -INFINITY : sinks[half],
                     has_lse ? lse_of(p, job.token, job.first_head + at) : nullptr);
   }
-  mma_wait<0>();
+  wgmma_wait<0>();
   scale_heads(o, factor[0], factor[1]);
   if (first_channel + kChannels == kWidth) inverse_rope_last(p, job, o);
   store_output(p, job, o, first_channel);
@@ -195,9 +196,6 @@ template <int kChannelSplits>
 cudaError_t launch_variant(const AttendParams& p, cudaStream_t stream) {
   const auto kernel = attend_single_pass_window<kChannelSplits>;
   const int head_tiles = head_tiles_of(p);
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWindowSharedBytes);
-  if (error != cudaSuccess) return error;
   return launch<kWindowSharedBytes>(kernel, static_cast<unsigned>(p.step.num_tokens * head_tiles * kChannelSplits),
                                     kThreads, stream, p, head_tiles);
 }

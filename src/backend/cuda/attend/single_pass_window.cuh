@@ -6,6 +6,7 @@
 
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/mma.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 
 namespace kv4::cuda::attend_wgmma {
 
@@ -40,9 +41,8 @@ __device__ void copy_queries(const AttendParams& p, WindowTiles& s, int token, i
   for (int i = 0; i < kTile / kHeads; ++i) {
     const int head = worker / kQueryChunks + i * kHeads;
     const bool there = head < heads;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + panel_offset(head, chunk % 8)),
-                 "l"(q + (there ? (head * kQueryChunks + chunk) * 16 : 0)), "r"(there ? 16 : 0)
-                 : "memory");
+    copy_async_or_zero<16>(to + panel_offset(head, chunk % 8), q + (there ? (head * kQueryChunks + chunk) * 16 : 0),
+                           there ? 16 : 0);
   }
 }
 
@@ -54,15 +54,15 @@ __device__ inline float sink_of(const AttendParams& p, int head) {
 /// S of one side's rows.
 __device__ inline void score_side(const WindowTiles& s, float (&z)[kScores], int side) {
   const std::uint32_t q = panel_place(shared_address(s.q)), keys = panel_place(shared_address(s.rows[side]));
-  mma_begin();
+  wgmma_fence();
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
       const std::uint32_t at = panel * kPanelBytes + k * 32;
-      multiply_bf16_channels(z, panel_descriptor(q, at), panel_descriptor(keys, at), panel > 0 || k > 0);
+      wgmma<MmaType::bf16, 64, false>(z, panel_descriptor(q, at), panel_descriptor(keys, at), panel > 0 || k > 0);
     }
-  mma_commit();
+  wgmma_commit();
 }
 
 /// The row of a side that a thread's score belongs to.
@@ -82,7 +82,7 @@ __device__ inline void softmax_side(WindowTiles& s, const float (&z)[kScores], i
     row_max[half] = fmaxf(row_max[half], __shfl_xor_sync(kAllLanes, row_max[half], 2));
     if (quad == 0) s.row_max[side][head + 8 * half] = row_max[half];
   }
-  named_barrier(1, kScoreThreads);
+  named_barrier_sync(1, kScoreThreads);
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -93,10 +93,10 @@ __device__ inline void softmax_side(WindowTiles& s, const float (&z)[kScores], i
 #pragma unroll
   for (int i = 0; i < kScores; i += 2) {
     const int half = i / 2 % 2;
-    const float x = exp2_fast(codec::fused(z[i], scale, -base[half]));
-    const float y = exp2_fast(codec::fused(z[i + 1], scale, -base[half]));
+    const float x = exp2_approx(codec::fused(z[i], scale, -base[half]));
+    const float y = exp2_approx(codec::fused(z[i + 1], scale, -base[half]));
     sum[half] += x + y;
-    shared_store(to + panel_offset(head + 8 * half, i / 4), pack_bf16(x, y));
+    store_shared4(to + panel_offset(head + 8 * half, i / 4), bf16_pair(x, y));
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -104,7 +104,7 @@ __device__ inline void softmax_side(WindowTiles& s, const float (&z)[kScores], i
     sum[half] += __shfl_xor_sync(kAllLanes, sum[half], 2);
     if (quad == 0) s.sum[side][head + 8 * half] = sum[half];
   }
-  publish_to_mma();
+  fence_async_proxy();
 }
 
 /// The factor of O for a head whose P is relative to `base`. `lse`: the address of the log of its denominator, or null.
@@ -112,9 +112,9 @@ __device__ inline float finish_head(const WindowTiles& s, int head, float base, 
   const float rows = s.sum[0][head] + s.sum[1][head];
   const float top = rows == 0.0f ? sink : fmaxf(base, sink);  // rows == 0: the head has no rows
   const float shift = top == -INFINITY ? 0.0f : top;
-  const float total = rows * exp2_fast(base - shift) + exp2_fast(sink - shift);
+  const float total = rows * exp2_approx(base - shift) + exp2_approx(sink - shift);
   if (lse != nullptr) *lse = total == 0.0f ? -INFINITY : (shift + log2f(total)) * kLn2;
-  return total == 0.0f ? 0.0f : __fdividef(exp2_fast(base - shift), total);
+  return total == 0.0f ? 0.0f : __fdividef(exp2_approx(base - shift), total);
 }
 
 /// The address of a head's LSE, or null.

@@ -23,6 +23,7 @@
 // and the compiler knows the number of splits if it is eight. A further tile takes 4,100 clocks (8 heads) or 5,400
 // (16).
 #include "backend/cuda/attend/small_batch.cuh"
+#include "backend/cuda/ptx/async_copy.cuh"
 
 #include <array>
 #include <bit>
@@ -50,7 +51,7 @@ class ChosenRow {
   }
 
   __device__ void ask() { entry_ = load(list_); }
-  __device__ RowPlace place(const AttendParams& p) const {
+  __device__ RowPointers place(const AttendParams& p) const {
     if (entry_ < 0 || entry_ >= visible_) return {};
     const ops::KindDesc& kind = p.layer.kinds[0];
     const int in_table = shift_ >= 0 ? entry_ >> shift_ : entry_ / kind.rows_per_block;
@@ -99,7 +100,7 @@ class RowCopier {
     place_ = placed(0);
     if (place_.payload == nullptr) return;
     for (int at = line * kLine; at < kScaleAt + kLine; at += lines * kLine)
-      prefetch_line(at < kScaleAt ? place_.payload + at : place_.scale);
+      prefetch_l2(at < kScaleAt ? place_.payload + at : place_.scale);
   }
 
   /// Requests the data that locate the remaining rows; if the speculation was wrong, those of all rows.
@@ -154,7 +155,7 @@ class RowCopier {
   template <class S>
   __device__ void copy(S& s, int tile) {
     ask(s, tile);
-    close_batch();
+    commit_copies();
   }
   template <class S>
   __device__ void ask(S& s, int tile) {
@@ -175,12 +176,9 @@ class RowCopier {
     const std::uint32_t to = shared_address(s.rows[stage]) + row * kRowStride;
 #pragma unroll
     for (int at = 0; at < kScaleAt; at += 64)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at + chunk_ * 16),
-                   "l"(payload + at + chunk_ * 16), "r"(bytes)
-                   : "memory");
+      copy_async_or_zero<16>(to + at + chunk_ * 16, payload + at + chunk_ * 16, bytes);
     if (chunk_ != 0) return;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + kScaleAt), "l"(scale), "r"(bytes / 2)
-                 : "memory");
+    copy_async_or_zero<8>(to + kScaleAt, scale, bytes / 2);
     s.absent[stage][row] = there ? 0.0f : -INFINITY;
   }
 
@@ -191,7 +189,7 @@ class RowCopier {
     return p_.step.block_table + std::int64_t{rows_.at.row} * p_.step.blocks_per_request +
            key_ / p_.layer.kinds[0].rows_per_block;
   }
-  __device__ RowPlace placed(int tile) const { return rows_.place(p_, row(tile), key_, block_); }
+  __device__ RowPointers placed(int tile) const { return rows_.place(p_, row(tile), key_, block_); }
 
   const AttendParams& p_;
   const QueryRows& rows_;
@@ -200,7 +198,7 @@ class RowCopier {
   bool known_ = false, speculated_ = true;
   int key_, block_;
   ChosenRow chosen_;
-  RowPlace place_, next_;
+  RowPointers place_, next_;
 };
 
 template <int kHeads, int kStages, int kFixed>
@@ -213,11 +211,11 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   auto& s = *reinterpret_cast<S*>(base);
   const std::uint32_t arrived = shared_address(&s.arrived);
   if (threadIdx.x == 0) {
-    barrier_init(arrived, Arrivals::of_copies());
-    publish_barriers();
+    mbarrier_init(arrived, Arrivals::of_copies());
+    fence_mbarrier_init();
   }
   part_init_from_arrival();
-  if (threadIdx.x == 0) barrier_arrive_expecting(arrived, s.bytes_sent(kv_splits.count()));
+  if (threadIdx.x == 0) mbarrier_arrive_expect_tx(arrived, s.bytes_sent(kv_splits.count()));
   touch(p);
   __syncwarp();
   cluster_arrive();
@@ -238,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   Queries<S> queries;
   ops::StepRecord record;
   record.row = 0;
-  if (p.step.tokens != nullptr) record = load_record_again(p.step.tokens + job.token);
+  if (p.step.tokens != nullptr) record = load_record_l2(p.step.tokens + job.token);
   copier.begin(true);
   queries.load(p, job);
   copier.copy_first(s);
@@ -246,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   const bool same_query =
       is_same(record, rows.at) && (p.step.tokens == nullptr || window_begin(p.step, record) == rows.begin);
   if (__syncthreads_or(!same_query || !copier.is_valid())) {
-    wait_for_batch<0>();
+    wait_for_copies<0>();
     __syncthreads();
     rows = QueryRows(p, job.token, record);
     job.take_rows(rows, kv_splits);
@@ -254,9 +252,9 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
     copier.copy_first(s);
   }
   if (threadIdx.x < kHeads) s.sink[threadIdx.x] = rows.at.padded() ? -INFINITY : sink;
-  Turn turn{};
+  Rotation rotation{};
   if (p.inverse_rope.rope_dim > 0 && !rows.at.padded() && (job.kv_split + 1) * kWarps > kScales << kv_splits.log2())
-    turn = load_turn(p.inverse_rope, rows.at.position, kTailAt + 2 * lane_of_thread(), kWidth);
+    rotation = load_rotation(p.inverse_rope, rows.at.position, kTailAt + 2 * lane_of_thread(), kWidth);
   queries.take(s, half);
 
   const float logit_scale = p.softmax_scale * codec::kLog2e;
@@ -269,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   };
   if constexpr (S::kOneTile) {
     const int steps = job.steps(), whole = spreads(steps) ? steps - 1 : steps;
-    wait_for_batch<0>();
+    wait_for_copies<0>();
     __syncthreads();
     if (step < whole) score_rows(s, 0, step, half, queries, logit_scale);
     if (whole < steps) score_spread(s, whole, logit_scale);
@@ -279,9 +277,9 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
     // S of a tile is computed in the same phase as PV of the preceding tile: one barrier per tile.
     for (int tile = -1; tile < job.tiles(); ++tile) {
       if (tile < 0)
-        wait_for_batch<RowCopier::kAhead - 1>();
+        wait_for_copies<RowCopier::kAhead - 1>();
       else
-        wait_for_batch<0>();
+        wait_for_copies<0>();
       __syncthreads();
       if (tile >= 0) {
         copier.advance(s, tile);
@@ -298,13 +296,13 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
     if (kv_splits.unsplit())
       __syncthreads();  // for the data that this CTA stored for itself
     else
-      barrier_wait(shared_address(&s.arrived), 0);
+      mbarrier_wait(shared_address(&s.arrived), 0);
   };
   if (S::kPairs >> kv_splits.log2() <= kWarps) {
-    reduce_one(p, s, job, kv_splits, turn, wait);
+    reduce_one(p, s, job, kv_splits, rotation, wait);
   } else {
     wait();
-    reduce_several(p, s, job, kv_splits, turn);
+    reduce_several(p, s, job, kv_splits, rotation);
   }
 #endif
 }
@@ -320,14 +318,13 @@ struct Variant {
 
   template <class Kernel>
   static cudaError_t allow(Kernel kernel) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    const cudaError_t error = allow_shared_memory(kernel, kSharedBytes);
     return error != cudaSuccess ? error
                                 : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   template <int kFixed>
   static cudaError_t launch(const AttendParams& p, int kv_splits, cudaStream_t stream) {
     const auto kernel = attend_small_batch<kHeads, kStages, kFixed>;
-    if (const cudaError_t error = allow(kernel); error != cudaSuccess) return error;
     const int head_groups = (p.num_heads + kHeads - 1) / kHeads;
     const int splits_log2 = static_cast<int>(std::bit_width(static_cast<unsigned>(kv_splits))) - 1;
     return launch_clusters<sizeof(Shared<kHeads, kStages, KvSplits<kFixed>::kNine>)>(

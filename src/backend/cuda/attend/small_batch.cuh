@@ -10,6 +10,8 @@
 #include "backend/cuda/attend/mma.cuh"
 #include "backend/cuda/attend/rows.cuh"
 #include "backend/cuda/attend/speculative.cuh"
+#include "backend/cuda/ptx/convert.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/rows/warp_row.cuh"
 
 namespace kv4::cuda::small_batch {
@@ -82,13 +84,6 @@ __device__ inline int score_word(int r, int head) { return row_word(r) ^ (head /
 __device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ inline int warp_of_thread() { return static_cast<int>(threadIdx.x) / 32; }
 
-/// 2^x; 0 for -infinity.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// The lower two e4m3 codes as fp16.
 __device__ inline std::uint32_t codes_to_half2(std::uint32_t codes) {
   const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes & 0xFFFFu), __NV_E4M3);
@@ -102,17 +97,6 @@ __device__ inline std::uint32_t half2_bits(float low, float high) {
   std::uint32_t bits;
   memcpy(&bits, &pair, 4);
   return bits;
-}
-
-__device__ inline uint4 shared_load16(std::uint32_t at) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
-  return x;
-}
-__device__ inline uint2 shared_load8(std::uint32_t at) {
-  uint2 x;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at));
-  return x;
 }
 
 /// A fragment of 16 x 16, with two elements per word: thread 4 g + q has, of rows g and g + 8, elements 2q, 2q + 1
@@ -175,13 +159,13 @@ __device__ void prefetch_inputs(const AttendParams& p, const Job& job, const KvS
       static_cast<const std::uint8_t*>(p.q.data) + (job.token * p.q.row_stride + job.first_head * kWidth) * 2;
   if (thread < kHeads * kLinesPerHead && kv_splits.rest(thread) == job.kv_split &&
       job.first_head + thread / kLinesPerHead < p.num_heads)
-    prefetch_line(q + thread * kLine);
+    prefetch_l2(q + thread * kLine);
   if (rows.entries == 0 || p.chosen.data == nullptr) return;
   const int words = (job.first_head / kHeads + (job.kv_split + thread * kv_splits.count()) * head_groups) * kLineWords;
   if (words < p.num_chosen)
-    prefetch_line(static_cast<const std::int32_t*>(p.chosen.data) + job.token * p.chosen.row_stride + words);
+    prefetch_l2(static_cast<const std::int32_t*>(p.chosen.data) + job.token * p.chosen.row_stride + words);
   if (words < p.step.blocks_per_request)
-    prefetch_line(p.step.block_table + std::int64_t{rows.at.row} * p.step.blocks_per_request + words);
+    prefetch_l2(p.step.block_table + std::int64_t{rows.at.row} * p.step.blocks_per_request + words);
 }
 
 // --- S = Q K^T
@@ -269,7 +253,7 @@ template <int kGroups, class Query>
 __device__ void add_codes(std::uint32_t at, const std::uint32_t (&scales)[2], int byte, const float* factors,
                           const Query& query, float (&sum)[kGroups][4]) {
   const int q = lane_of_thread() % 4;
-  const uint4 a = shared_load16(at), b = shared_load16(at + kRowStride);
+  const uint4 a = load_shared16(at), b = load_shared16(at + kRowStride);
   const std::uint32_t upper[4] = {a.x, a.y, a.z, a.w}, lower[4] = {b.x, b.y, b.z, b.w};
   float product[kGroups][4] = {};
 #pragma unroll
@@ -294,7 +278,7 @@ template <int kGroups, class Query>
 __device__ void add_tail(std::uint32_t at, const Query& query, float (&sum)[kGroups][4]) {
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
-    const uint4 a = shared_load16(at + u * 64), b = shared_load16(at + kRowStride + u * 64);
+    const uint4 a = load_shared16(at + u * 64), b = load_shared16(at + kRowStride + u * 64);
     const Fragment first = {a.x, b.x, a.y, b.y};
     const Fragment second = {a.z, b.z, a.w, b.w};
 #pragma unroll
@@ -332,8 +316,7 @@ __device__ void score_rows(S& s, int tile, int step, int half, const Queries<S>&
   const std::uint32_t at = shared_address(s.rows[stage]) + row * kRowStride;
   std::uint32_t scales[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r)
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales[r]) : "r"(at + r * kRowStride + kScaleAt + 4 * half));
+  for (int r = 0; r < 2; ++r) scales[r] = load_shared4(at + r * kRowStride + kScaleAt + 4 * half);
   float sum[kGroups][4] = {};
   const auto add = [&](int t) {
     add_codes(
@@ -393,7 +376,7 @@ __device__ void score_spread(S& s, int step, float logit_scale) {
     std::uint32_t scales[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales[r]) : "r"(at + r * kRowStride + kScaleAt + 4 * half));
+      scales[r] = load_shared4(at + r * kRowStride + kScaleAt + 4 * half);
       exponents[r] = scale_exponent(scales[r], rest);
     }
     add_codes(at + tile * kTile + q * 16, scales, rest, s.query_factors[tile], query, sum);
@@ -415,14 +398,14 @@ class Remote {
   __device__ Remote(const std::uint64_t& arrived, int rank, const KvSplits<kFixed>& kv_splits)
       : unsplit_(kv_splits.unsplit()),
         rank_(static_cast<std::uint32_t>(rank)),
-        arrived_(in_block(shared_address(&arrived), rank_)) {}
+        arrived_(map_to_cta(shared_address(&arrived), rank_)) {}
 
   template <class T, int kWords>
   __device__ void store(const T& place, const std::uint32_t (&x)[kWords]) const {
-    const std::uint32_t here = shared_address(&place), to = in_block(here, rank_);
+    const std::uint32_t here = shared_address(&place), to = map_to_cta(here, rank_);
     if (unsplit_) {  // there are no asynchronous stores without a cluster
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) shared_store(here + 4 * i, x[i]);
+      for (int i = 0; i < kWords; ++i) store_shared4(here + 4 * i, x[i]);
     } else if constexpr (kWords == 1) {
       asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
                    "r"(x[0]), "r"(arrived_)
@@ -573,7 +556,7 @@ class PvAccumulator {
     row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 2));
     row_max = fmaxf(row_max, row_max_[n]);
     const float base = row_max == -INFINITY ? 0.0f : row_max;
-    const float rescale = exp2_fast(row_max_[n] - base);
+    const float rescale = exp2_approx(row_max_[n] - base);
     row_max_[n] = row_max;
     const float offset = kTail ? -base : float{kPBits} - base;
     if constexpr (kTail) sum_[n] *= rescale;
@@ -581,7 +564,7 @@ class PvAccumulator {
     for (int step = 0; step < kMaxSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        z[step][i] = exp2_fast(z[step][i] + offset);
+        z[step][i] = exp2_approx(z[step][i] + offset);
         if constexpr (kTail) sum_[n] += z[step][i];
       }
 #pragma unroll
@@ -607,20 +590,20 @@ class PvAccumulator {
     for (int pair = 0; pair < 2; ++pair) {  // rows q, q + 4; rows q + 8, q + 12
       const std::uint32_t first = at + pair * 8 * kRowStride, second = first + 4 * kRowStride;
       if constexpr (kTail) {
-        const uint4 a = shared_load16(first), b = shared_load16(second);
+        const uint4 a = load_shared16(first), b = load_shared16(second);
         const std::uint32_t upper[4] = {a.x, a.y, a.z, a.w}, lower[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          channels[j][2 * pair] = permute(upper[j], lower[j], 0x5410);
-          channels[j][2 * pair + 1] = permute(upper[j], lower[j], 0x7632);
+          channels[j][2 * pair] = permute_bytes(upper[j], lower[j], 0x5410);
+          channels[j][2 * pair + 1] = permute_bytes(upper[j], lower[j], 0x7632);
         }
       } else {
-        const uint2 a = shared_load8(first), b = shared_load8(second);
+        const uint2 a = load_shared8(first), b = load_shared8(second);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const std::uint32_t upper = j < 2 ? a.x : a.y, lower = j < 2 ? b.x : b.y;
-          channels[j][2 * pair] = codes_to_half2(permute(upper, lower, j % 2 == 0 ? 0x40u : 0x62u));
-          channels[j][2 * pair + 1] = codes_to_half2(permute(upper, lower, j % 2 == 0 ? 0x51u : 0x73u));
+          channels[j][2 * pair] = codes_to_half2(permute_bytes(upper, lower, j % 2 == 0 ? 0x40u : 0x62u));
+          channels[j][2 * pair + 1] = codes_to_half2(permute_bytes(upper, lower, j % 2 == 0 ? 0x51u : 0x73u));
         }
       }
     }
@@ -633,12 +616,12 @@ class PvAccumulator {
 // --- combination and output
 
 /// Stores two channels of a head, after inverse RoPE where it applies. to: the index of the first one.
-__device__ inline void store_channels(const AttendParams& p, const Turn& turn, std::int64_t to, int tile, float x,
-                                      float y) {
-  if (tile == kScales && turn.active) {
+__device__ inline void store_channels(const AttendParams& p, const Rotation& rotation, std::int64_t to, int tile,
+                                      float x, float y) {
+  if (tile == kScales && rotation.active) {
     const float a = x, b = y;
-    x = codec::fused(a, turn.cos, b * turn.sin);
-    y = codec::fused(b, turn.cos, -(a * turn.sin));
+    x = codec::fused(a, rotation.cos, b * rotation.sin);
+    y = codec::fused(b, rotation.cos, -(a * rotation.sin));
   }
   if (p.out.dtype == DType::f32)
     *reinterpret_cast<float2*>(static_cast<float*>(p.out.data) + to) = make_float2(x, y);
@@ -653,7 +636,7 @@ __device__ inline std::int64_t channels_at(const AttendParams& p, const Job& job
 /// needed. wait: waits for the data that the other CTAs send.
 template <class S, int kFixed, class Wait>
 __device__ void reduce_one(const AttendParams& p, const S& s, const Job& job, const KvSplits<kFixed>& kv_splits,
-                           const Turn& turn, Wait&& wait) {
+                           const Rotation& rotation, Wait&& wait) {
   constexpr int kHeads = S::kHeads, kLanes = kFixed == kEightSplits ? kFixed : kMaxCluster;
   const int own = S::kPairs >> kv_splits.log2(), slot = warp_of_thread(), pair = job.kv_split * own + slot;
   const int local = pair % kHeads, head = job.first_head + local, tile = pair / kHeads, count = kv_splits.count();
@@ -669,11 +652,11 @@ __device__ void reduce_one(const AttendParams& p, const S& s, const Job& job, co
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, step));
   const float base = row_max == -INFINITY ? 0.0f : row_max;
-  float sum = is_split ? stats.sum * exp2_fast(stats.row_max - base) : 0.0f;
-  const float rescale = is_split ? exp2_fast(log - base) : 0.0f;
+  float sum = is_split ? stats.sum * exp2_approx(stats.row_max - base) : 0.0f;
+  const float rescale = is_split ? exp2_approx(log - base) : 0.0f;
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  sum += exp2_fast(sink - base);
+  sum += exp2_approx(sink - base);
   const float factor = sum == 0.0f ? 0.0f : __fdividef(rescale, sum);
   float x = 0.0f, y = 0.0f;
   constexpr int kBatch = kFixed == kEightSplits ? kFixed : 4;
@@ -688,7 +671,7 @@ __device__ void reduce_one(const AttendParams& p, const S& s, const Job& job, co
       y = codec::fused(partial.y, by, y);
     }
   }
-  store_channels(p, turn, to, tile, x, y);
+  store_channels(p, rotation, to, tile, x, y);
   if (p.lse != nullptr && pair < kHeads && lane == 0)
     p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (row_max + log2f(sum)) * kLn2;
 }
@@ -696,7 +679,7 @@ __device__ void reduce_one(const AttendParams& p, const S& s, const Job& job, co
 /// The same if a warp has several pairs.
 template <class S, int kFixed>
 __device__ void reduce_several(const AttendParams& p, S& s, const Job& job, const KvSplits<kFixed>& kv_splits,
-                               const Turn& turn) {
+                               const Rotation& rotation) {
   constexpr int kHeads = S::kHeads;
   const int own = S::kPairs >> kv_splits.log2(), first = job.kv_split * own;
   const int thread = static_cast<int>(threadIdx.x);
@@ -709,11 +692,11 @@ __device__ void reduce_several(const AttendParams& p, S& s, const Job& job, cons
     for (int kv_split = 0; kv_split < kv_splits.count(); ++kv_split)
       row_max = fmaxf(row_max, s.stats[kv_split][local].row_max);
     const float base = row_max == -INFINITY ? 0.0f : row_max;
-    float sum = exp2_fast(sink - base);
+    float sum = exp2_approx(sink - base);
 #pragma unroll 4
     for (int kv_split = 0; kv_split < kv_splits.count(); ++kv_split)
-      sum += s.stats[kv_split][local].sum * exp2_fast(s.stats[kv_split][local].row_max - base);
-    s.logs[thread] = sum == 0.0f ? 0.0f : __fdividef(exp2_fast(s.logs[thread] - base), sum);
+      sum += s.stats[kv_split][local].sum * exp2_approx(s.stats[kv_split][local].row_max - base);
+    s.logs[thread] = sum == 0.0f ? 0.0f : __fdividef(exp2_approx(s.logs[thread] - base), sum);
     if (p.lse != nullptr && pair < kHeads && thread < own && head < p.num_heads)
       p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (row_max + log2f(sum)) * kLn2;
   }
@@ -733,7 +716,7 @@ __device__ void reduce_several(const AttendParams& p, S& s, const Job& job, cons
       y = codec::fused(partial.y, factor, y);
     }
     const int tile = (first + slot) / kHeads;
-    store_channels(p, turn, channels_at(p, job, head, tile), tile, x, y);
+    store_channels(p, rotation, channels_at(p, job, head, tile), tile, x, y);
   }
 }
 

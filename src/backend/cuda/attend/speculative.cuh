@@ -6,17 +6,17 @@
 #include <cstdint>
 
 #include "backend/cuda/append/source_rows.cuh"
+#include "backend/cuda/ptx/load_store.cuh"
 #include "kv4/params.h"
 
 namespace kv4::cuda {
 
 constexpr int kLine = 128;
-__device__ inline void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 /// The current record if it determines the rows; otherwise a padded record.
 __device__ inline ops::StepRecord speculative_record(const ops::AttendParams& p, std::int64_t token) {
   if (p.step.tokens == nullptr || p.window_slots.slots != nullptr || p.entry_slots.slots != nullptr) return {};
-  const ops::StepRecord r = load_record_again(p.step.tokens + token);
+  const ops::StepRecord r = load_record_l2(p.step.tokens + token);
   return min(r.read_slot, r.write_slot) < 0 ? ops::StepRecord{} : r;  // partly written
 }
 

@@ -94,14 +94,14 @@ class RowLocator {
   }
   __device__ void locate(int tile, int key, int block) {
     if (tile >= job_.tiles()) return;
-    const RowPlace place = rows_.place<true>(p_, row(tile), key, block);
+    const RowPointers place = rows_.place<true>(p_, row(tile), key, block);
     RowAddress address{kAbsentRow.payload, kAbsentRow.scale};
     if (place.payload != nullptr) {
       address = {place.payload, place.scale};
       prefetch_row(address);
     }
     s_.addresses[tile % kAddressTiles][place_in_tile()] = address;
-    barrier_arrive(shared_address(&s_.located[tile % kAddressTiles]));
+    mbarrier_arrive(shared_address(&s_.located[tile % kAddressTiles]));
   }
 
   const AttendParams& p_;
@@ -118,7 +118,7 @@ template <int kChannelSplits, bool kCtaPair, bool kCombinesInMemory, bool kUnspl
 __device__ void consume(const AttendParams& p, Shared& s, const Job& job, RowLocator& locator, std::uint32_t to_peer) {
   constexpr int kChannels = kWidth / kChannelSplits / 2, kWarpgroupPanels = kChannels / kTile;
   const int panel = (job.channel_split * 2 + kWarpgroupIndex) * kWarpgroupPanels;
-  named_barrier(1, kThreads);  // queries are in place
+  named_barrier_sync(1, kThreads);  // queries are in place
   float o[kChannels / 2];
 #pragma unroll
   for (int i = 0; i < kChannels / 2; ++i) o[i] = 0.0f;
@@ -135,13 +135,13 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, RowLoc
       }
       const std::uint32_t at = shared_address(&s.stats[job.kv_split][head_of_thread() + 8 * half]);
       for (int to = quad_of_thread(); to < job.kv_splits; to += 4)
-        cluster_store(in_block(at, job.rank_of(to)), mine.row_max, mine.sum);
+        cluster_store(map_to_cta(at, job.rank_of(to)), mine.row_max, mine.sum);
     }
   } else {
     run_pv_warpgroup<kCtaPair>(o, s, locator, 0, job.tiles(), panel, to_peer);
     if (!kUnsplit && job.in_cluster()) cluster_wait();
   }
-  named_barrier(1, 2 * kWarpgroupThreads);  // queries and rows are no longer needed
+  named_barrier_sync(1, 2 * kWarpgroupThreads);  // queries and rows are no longer needed
   if (kUnsplit || (!kCombinesInMemory && job.kv_splits == 1)) {
     const int head = head_of_thread();
     scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));
@@ -174,16 +174,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       constexpr Arrivals kFilled = kCtaPair ? Arrivals::of_group(kProducerThreads) : Arrivals::of_warps(kProducerWarps);
-      barrier_init(shared_address(&s.full[stage][0]), kFilled);
-      barrier_init(shared_address(&s.full[stage][1]), kFilled);
+      mbarrier_init(shared_address(&s.full[stage][0]), kFilled);
+      mbarrier_init(shared_address(&s.full[stage][1]), kFilled);
       constexpr int kReaders = (kOwnHalf<kWidth / kChannelSplits / 4> ? 1 : 2) * kPairSize * kWarpgroupWarps;
-      barrier_init(shared_address(&s.empty[stage][0]), Arrivals::of_warps(kReaders));
-      barrier_init(shared_address(&s.empty[stage][1]), Arrivals::of_warps(kReaders));
-      barrier_init(shared_address(&s.p_full[stage]), Arrivals::of_group(kWarpgroupThreads));
+      mbarrier_init(shared_address(&s.empty[stage][0]), Arrivals::of_warps(kReaders));
+      mbarrier_init(shared_address(&s.empty[stage][1]), Arrivals::of_warps(kReaders));
+      mbarrier_init(shared_address(&s.p_full[stage]), Arrivals::of_group(kWarpgroupThreads));
     }
     for (int i = 0; i < kAddressTiles; ++i)
-      barrier_init(shared_address(&s.located[i]), Arrivals::of_each(kTile / kPairSize));
-    if (kCtaPair) publish_barriers();  // the peer's copies count at them
+      mbarrier_init(shared_address(&s.located[i]), Arrivals::of_each(kTile / kPairSize));
+    if (kCtaPair) fence_mbarrier_init();  // the peer's copies count at them
   }
   launch_dependents();
   touch(p);
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   grid_dependency_wait();
 
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
-  const std::uint32_t to_peer = kCtaPair ? in_block(shared_address(&s), job.peer_rank()) - shared_address(&s) : 0;
+  const std::uint32_t to_peer = kCtaPair ? map_to_cta(shared_address(&s), job.peer_rank()) - shared_address(&s) : 0;
   const QueryRows rows(p, job.token);
   job.take_rows(rows);
   if (kCombinesInMemory && job.is_idle()) {  // the peer is idle, too

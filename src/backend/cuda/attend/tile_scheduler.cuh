@@ -111,10 +111,10 @@ class TileScheduler {
 using ProducerQueries = Queries<kProducerWarps, 2>;
 
 __device__ inline void wait_for_queries_empty(const Shared& s, int work) {
-  barrier_wait(shared_address(&s.queries_empty), (work - 1) & 1);
+  mbarrier_wait(shared_address(&s.queries_empty), (work - 1) & 1);
 }
 __device__ inline void announce_queries(const Shared& s) {
-  if (arrives_for_warp(threadIdx.x % 32)) barrier_arrive(shared_address(&s.queries_full));
+  if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(shared_address(&s.queries_full));
 }
 
 /// Prefetches the next work tile's queries into L2.
@@ -126,8 +126,8 @@ __device__ void prefetch_queries(const AttendParams& p, const TileScheduler<kPai
                   (std::int64_t{next.token} * p.q.row_stride + next.first_head * kWidth) * 2;
   const int bytes = min(kTile, p.num_heads - next.first_head) * kWidth * 2;
   const int line = thread_here() % kProducerThreads * kLine;
-  if (line < bytes) prefetch_line(q + line);
-  if (line + kProducerThreads * kLine < bytes) prefetch_line(q + line + kProducerThreads * kLine);
+  if (line < bytes) prefetch_l2(q + line);
+  if (line + kProducerThreads * kLine < bytes) prefetch_l2(q + line + kProducerThreads * kLine);
 }
 
 // --- epilogue
@@ -136,7 +136,7 @@ __device__ void prefetch_queries(const AttendParams& p, const TileScheduler<kPai
 template <int kPairSize>
 __device__ void store_work_tile(const AttendParams& p, Shared& s, const TileScheduler<kPairSize>& scheduler, int work,
                                 float (&o)[kWidth / 4], int half) {
-  named_barrier(1, 2 * kWarpgroupThreads);
+  named_barrier_sync(1, 2 * kWarpgroupThreads);
   const Job job(scheduler.at(work), work, kPairSize == 1);
   const int head = head_of_thread();
   scale_heads(o, factor_of(s, job, head, 0), factor_of(s, job, head + 8, 0));

@@ -82,15 +82,15 @@ class TokenPairLocator {
                                    key_ / p_.layer.kinds[0].rows_per_block];
   }
   __device__ void locate(int tile) {
-    RowPlace place;
+    RowPointers place;
     if (row() < window_)
       place = scheduler_.at(work_).rows.place(p_, row(), key_, block_);
     else if (block_ >= 0)
-      place = place_of(p_.layer.kinds[0].page, block_, key_ % p_.layer.kinds[0].rows_per_block);
+      place = pointers_of(p_.layer.kinds[0].page, block_, key_ % p_.layer.kinds[0].rows_per_block);
     RowAddress address{kAbsentRow.payload, kAbsentRow.scale};
     if (place.payload != nullptr) address = {place.payload, place.scale};
     s_.addresses[tile % kAddressTiles][lane()] = address;
-    barrier_arrive(shared_address(&s_.located[tile % kAddressTiles]));
+    mbarrier_arrive(shared_address(&s_.located[tile % kAddressTiles]));
   }
 
   const AttendParams& p_;
@@ -131,14 +131,14 @@ template <int kWarpgroupIndex, class Locator>
 __device__ void consume_token_pair(const AttendParams& p, Shared& s, const TileScheduler<2>& scheduler,
                                    Locator& locator, std::uint32_t to_peer) {
   constexpr int kPanel = kWarpgroupIndex * kPanels / 2;
-  named_barrier(1, kThreads);  // the first queries are in place
+  named_barrier_sync(1, kThreads);  // the first queries are in place
   for (int work = 0, tile = 0; work < scheduler.count(); ++work) {
     const int end = tile + scheduler.tiles(work);
     float o[kWidth / 4];
 #pragma unroll
     for (int i = 0; i < kWidth / 4; ++i) o[i] = 0.0f;
     if constexpr (kWarpgroupIndex == 0) {
-      if (work > 0) barrier_wait(shared_address(&s.queries_full), (work - 1) & 1);
+      if (work > 0) mbarrier_wait(shared_address(&s.queries_full), (work - 1) & 1);
       SoftmaxWarpgroup softmax(p, s);
       softmax.run<true, true>(o, tile, end, kPanel, to_peer);
       for (int half = 0; half < 2; ++half) {
@@ -165,15 +165,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int half = 0; half < 2; ++half) {
-        barrier_init(shared_address(&s.full[stage][half]), Arrivals::of_group(kProducerThreads));
-        barrier_init(shared_address(&s.empty[stage][half]), Arrivals::of_warps(2 * kWarpgroupWarps));
+        mbarrier_init(shared_address(&s.full[stage][half]), Arrivals::of_group(kProducerThreads));
+        mbarrier_init(shared_address(&s.empty[stage][half]), Arrivals::of_warps(2 * kWarpgroupWarps));
       }
-      barrier_init(shared_address(&s.p_full[stage]), Arrivals::of_group(kWarpgroupThreads));
+      mbarrier_init(shared_address(&s.p_full[stage]), Arrivals::of_group(kWarpgroupThreads));
     }
-    for (int i = 0; i < kAddressTiles; ++i) barrier_init(shared_address(&s.located[i]), Arrivals::of_each(kTile));
-    barrier_init(shared_address(&s.queries_empty), Arrivals::of_warps(kWarpgroupWarps));
-    barrier_init(shared_address(&s.queries_full), Arrivals::of_warps(kProducerWarps));
-    publish_barriers();  // the peer's copies count at them
+    for (int i = 0; i < kAddressTiles; ++i) mbarrier_init(shared_address(&s.located[i]), Arrivals::of_each(kTile));
+    mbarrier_init(shared_address(&s.queries_empty), Arrivals::of_warps(kWarpgroupWarps));
+    mbarrier_init(shared_address(&s.queries_full), Arrivals::of_warps(kProducerWarps));
+    fence_mbarrier_init();  // the peer's copies count at them
   }
   launch_dependents();
   touch(p);
@@ -186,7 +186,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   scheduler.schedule_first();
   __syncthreads();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
-  const std::uint32_t to_peer = in_block(shared_address(&s), static_cast<unsigned>(pair_rank ^ 1)) - shared_address(&s);
+  const std::uint32_t to_peer =
+      map_to_cta(shared_address(&s), static_cast<unsigned>(pair_rank ^ 1)) - shared_address(&s);
   TokenPairLocator locator(p, s, scheduler);
   {
     const Job job(scheduler.at(0), 0, false);
@@ -218,7 +219,6 @@ cudaError_t launch_token_pair(const ops::AttendParams& p, const AttendSplit&, cu
   using namespace attend_wgmma::token_pair;
   const int head_tiles = head_tiles_of(p), work_tiles = (p.step.num_tokens + 1) / 2 * head_tiles;
   const int clusters = std::min(work_tiles, std::max(attend_gpu().wgmma[2], 1));
-  if (const cudaError_t error = allow_shared_memory(attend_token_pair); error != cudaSuccess) return error;
   return launch_clusters<kSharedBytes>(attend_token_pair, 2, static_cast<unsigned>(2 * clusters), kThreads, stream, p,
                                        head_tiles);
 }

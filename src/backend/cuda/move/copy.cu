@@ -102,8 +102,8 @@ class BulkTiles {
         tiles_per_piece_(tiles_per_piece),
         stage_(static_cast<std::uint32_t>(__cvta_generic_to_shared(stage))),
         arrived_(static_cast<std::uint32_t>(__cvta_generic_to_shared(arrived))) {
-    for (int i = 0; i < kStages; ++i) barrier_init(arrived_ + 8 * i, Arrivals::of_copies());
-    publish_barriers();
+    for (int i = 0; i < kStages; ++i) mbarrier_init(arrived_ + 8 * i, Arrivals::of_copies());
+    fence_mbarrier_init();
     part_init_from_arrival();
   }
 
@@ -113,7 +113,7 @@ class BulkTiles {
     for (int tile = first; tile < tiles_; tile += stride, ++number) {
       const Extent extent = extent_of(tile);
       const int stage = number % kStages;
-      barrier_wait(arrived_ + 8 * stage, number / kStages % 2);
+      mbarrier_wait(arrived_ + 8 * stage, number / kStages % 2);
       if (extent.bytes > 0)
         bulk_store(list_.pieces[extent.piece].to + extent.at, stage_ + stage * kBulkTileBytes, extent.bytes);
       commit_bulk_stores();
@@ -141,7 +141,7 @@ class BulkTiles {
     if (tile >= tiles_) return;
     const Extent extent = extent_of(tile);
     const int stage = number % kStages;
-    barrier_arrive_expecting(arrived_ + 8 * stage, extent.bytes);
+    mbarrier_arrive_expect_tx(arrived_ + 8 * stage, extent.bytes);
     if (extent.bytes > 0)
       bulk_load(stage_ + stage * kBulkTileBytes, list_.pieces[extent.piece].source() + extent.at, extent.bytes,
                 arrived_ + 8 * stage);

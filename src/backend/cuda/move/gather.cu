@@ -32,7 +32,7 @@ __device__ QuotientAndRest divide(std::int32_t n, std::int32_t by) {
 /// kSpeculative: before the grid dependency wait. Loads then bypass L1, and a half-written record may point at an entry
 /// that does not exist.
 template <bool kSpeculative>
-__device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std::int32_t entry) {
+__device__ RowPointers find_entry(const GatherParams& p, std::int32_t request, std::int32_t entry) {
   const ops::KindDesc& kind = p.layer.kinds[p.kind];
   const std::int64_t table = std::int64_t{request} * p.step.blocks_per_request;
   const QuotientAndRest at = divide(entry, kind.rows_per_block);
@@ -40,7 +40,7 @@ __device__ RowPlace find_entry(const GatherParams& p, std::int32_t request, std:
   const std::int32_t* id = p.step.block_table + table + at.quotient;
   const std::int32_t block = kSpeculative ? __ldcg(id) : *id;
   if (block < 0) return {};
-  return place_of(kind.page, block, at.rest);
+  return pointers_of(kind.page, block, at.rest);
 }
 
 struct ChosenRows {
@@ -48,12 +48,12 @@ struct ChosenRows {
   KV4_HD static const ops::RowPlanes& rows(const GatherParams& p) { return p.layer.kinds[p.kind].page; }
   __device__ static const StepRecord* records(const GatherParams& p) { return p.step.tokens; }
 
-  __device__ static RowPlace find(const GatherParams& p, const StepRecord& token, std::int64_t i, std::int64_t row) {
+  __device__ static RowPointers find(const GatherParams& p, const StepRecord& token, std::int64_t i, std::int64_t row) {
     const std::int32_t entry = static_cast<const std::int32_t*>(p.indices.data)[i * p.indices.row_stride + row];
     const std::int32_t visible = divide(token.position + 1, p.layer.kinds[p.kind].ratio).quotient;
     const bool there = !token.padded() & (entry >= 0) & (entry < visible);  // so that no load waits for another
     if (p.valid != nullptr) p.valid[i * p.rows_per_item + row] = there;
-    return there ? find_entry<false>(p, token.row, entry) : RowPlace{};
+    return there ? find_entry<false>(p, token.row, entry) : RowPointers{};
   }
 
   __device__ static void write_lengths(const GatherParams&, const StepRecord&, std::int64_t) {}
@@ -67,11 +67,11 @@ struct AllRows {
     return item.padded() ? 0 : divide(item.end(), p.layer.kinds[p.kind].ratio).quotient;
   }
 
-  __device__ static RowPlace find_speculative(const GatherParams& p, const StepRecord& item, std::int64_t row) {
-    return row < entries(p, item) ? find_entry<true>(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
+  __device__ static RowPointers find_speculative(const GatherParams& p, const StepRecord& item, std::int64_t row) {
+    return row < entries(p, item) ? find_entry<true>(p, item.row, static_cast<std::int32_t>(row)) : RowPointers{};
   }
-  __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
-    return row < entries(p, item) ? find_entry<false>(p, item.row, static_cast<std::int32_t>(row)) : RowPlace{};
+  __device__ static RowPointers find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
+    return row < entries(p, item) ? find_entry<false>(p, item.row, static_cast<std::int32_t>(row)) : RowPointers{};
   }
 
   __device__ static void write_lengths(const GatherParams& p, const StepRecord& item, std::int64_t i) {
@@ -88,16 +88,16 @@ struct WindowRows {
   }
   __device__ static std::int32_t end(const StepRecord& item) { return item.padded() ? 0 : item.end(); }
 
-  __device__ static RowPlace find_speculative(const GatherParams& p, const StepRecord& item, std::int64_t row) {
-    return item.read_slot >= 0 && item.in_place() ? find(p, item, 0, row) : RowPlace{};
+  __device__ static RowPointers find_speculative(const GatherParams& p, const StepRecord& item, std::int64_t row) {
+    return item.read_slot >= 0 && item.in_place() ? find(p, item, 0, row) : RowPointers{};
   }
-  __device__ static RowPlace find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
+  __device__ static RowPointers find(const GatherParams& p, const StepRecord& item, std::int64_t, std::int64_t row) {
     const ops::WindowDesc& w = p.layer.window;
     const std::int64_t at = first(p, item) + row;
     if (at >= end(item)) return {};
     const std::int32_t position = static_cast<std::int32_t>(at);
-    if (position >= item.length && !item.in_place()) return place_of(w.scratch, 0, item.token_of(position));
-    return place_of(w.ring, item.read_slot, position % w.rows);
+    if (position >= item.length && !item.in_place()) return pointers_of(w.scratch, 0, item.token_of(position));
+    return pointers_of(w.ring, item.read_slot, position % w.rows);
   }
 
   __device__ static void write_lengths(const GatherParams& p, const StepRecord& item, std::int64_t i) {
@@ -108,12 +108,12 @@ struct WindowRows {
 
 /// One lane finds a row, all lanes read it.
 template <class Row>
-__device__ RowPlace address_from_lane(const RowPlace& mine, int lane) {
+__device__ RowPointers address_from_lane(const RowPointers& mine, int lane) {
   const auto broadcast = [lane](const std::uint8_t* at) {
     return reinterpret_cast<const std::uint8_t*>(
         __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(at), lane));
   };
-  RowPlace place;
+  RowPointers place;
   place.payload = broadcast(mine.payload);
   if constexpr (Row::kScaleAlign > 0) place.scale = broadcast(mine.scale);
   if constexpr (Row::kGlobal) place.global = broadcast(mine.global);
@@ -127,13 +127,13 @@ struct SharedAddresses {
   const std::uint8_t* scale[Row::kScaleAlign > 0 ? kRows : 1];
   const std::uint8_t* global[Row::kGlobal ? kRows : 1];
 
-  __device__ void put(unsigned row, const RowPlace& place) {
+  __device__ void put(unsigned row, const RowPointers& place) {
     payload[row] = place.payload;
     if constexpr (Row::kScaleAlign > 0) scale[row] = place.scale;
     if constexpr (Row::kGlobal) global[row] = place.global;
   }
-  __device__ RowPlace get(int row) const {
-    RowPlace place;
+  __device__ RowPointers get(int row) const {
+    RowPointers place;
     place.payload = payload[row];
     if constexpr (Row::kScaleAlign > 0) place.scale = scale[row];
     if constexpr (Row::kGlobal) place.global = global[row];
@@ -143,7 +143,7 @@ struct SharedAddresses {
 
 /// Prefetches a lane's part of a row, if the row exists, into L2.
 template <class Row>
-__device__ void prefetch_row(const RowPlace& place, std::int64_t payload_bytes, int in_row) {
+__device__ void prefetch_row(const RowPointers& place, std::int64_t payload_bytes, int in_row) {
   constexpr int kSector = 32;
   if (place.payload == nullptr) return;
   if (in_row * kSector < payload_bytes) prefetch_l2(place.payload + in_row * kSector);
@@ -173,7 +173,7 @@ __device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t
   typename Row::Raw raw[Rows::kLoads];
 #pragma unroll
   for (int i = 0; i < Rows::kLoads; ++i) {
-    const RowPlace from = place(i * Rows::kRowsPerLoad);
+    const RowPointers from = place(i * Rows::kRowsPerLoad);
     raw[i] = {};
     if (from.payload != nullptr) raw[i] = Row::template load_raw<kPriority>(from, in_row);
   }
@@ -207,12 +207,13 @@ __global__ void __launch_bounds__(32 * kWarps, kCtasPerSm)
             warp_row = warp * Rows::kRows + lane / Row::kLanes;  // the lane's first row of the CTA
   const auto share_addresses = [&](auto find) {
     if (threadIdx.x < Rows::kRowsPerCta)
-      addresses.put(threadIdx.x, static_cast<int>(threadIdx.x) < num_rows ? find(first_row + threadIdx.x) : RowPlace{});
+      addresses.put(threadIdx.x,
+                    static_cast<int>(threadIdx.x) < num_rows ? find(first_row + threadIdx.x) : RowPointers{});
     __syncthreads();
   };
 
   if (blockIdx.x < first_ctas) {
-    const StepRecord speculative = load_record_again(Find::records(p) + outer);
+    const StepRecord speculative = load_record_l2(Find::records(p) + outer);
     share_addresses([&](std::int64_t row) { return Find::find_speculative(p, speculative, row); });
 #pragma unroll
     for (int i = 0; i < Rows::kLoads; ++i)
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(32 * kWarps, kCtasPerSm)
   const int lane_row = lane / Row::kLanes;  // the lane's first row of the warp
   grid_dependency_wait();
   if (num_rows <= 0) return;
-  RowPlace mine;
+  RowPointers mine;
   if (lane < num_rows) mine = ChosenRows::find(p, load_record(p.step.tokens + token), token, first_row + lane);
 
   copy_rows<L2Priority::evict_first, Row>(p, token, first_row + lane_row, num_rows - lane_row,

@@ -31,7 +31,7 @@ __global__ void gather_generic_rows(const __grid_constant__ ops::GatherParams p,
 
   float* x = shared + warp * width;
   const WarpLanes g;
-  const RowPlace place = Find::find(p, record, outer, row);
+  const RowPointers place = Find::find(p, record, outer, row);
   if (place.payload == nullptr) {
     for (int c = g.lane(); c < width; c += g.size()) x[c] = 0.0f;
   } else {

@@ -38,6 +38,20 @@ __device__ Words<kCount> load_no_l1(const void* at) {
   return q;
 }
 
+/// The same for loads whose order relative to other accesses does not matter to the compiler.
+__device__ inline uint4 load16_no_l1(const void* at) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(at));
+  return x;
+}
+__device__ inline uint2 load8_no_l1(const void* at) {
+  uint2 x;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(at));
+  return x;
+}
+
 /// From L2: L1 may hold older bytes.
 template <int kCount>
 __device__ Words<kCount> load_l2(const void* at) {
@@ -58,7 +72,6 @@ __device__ Words<kCount> load_l2(const void* at) {
 /// How long L2 keeps a line.
 enum class L2Priority {
   normal,
-  usual = normal,
   evict_first  ///< for rows: L2 keeps the decoded rows, which an engine's next kernel reads
 };
 
@@ -125,6 +138,23 @@ __device__ inline std::uint32_t load_shared4(std::uint32_t at) {
   std::uint32_t x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at));
   return x;
+}
+
+// The compiler moves no other access across these.
+
+__device__ inline uint4 load_shared16_ordered(std::uint32_t at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(at)
+               : "memory");
+  return x;
+}
+__device__ inline void store_shared16(std::uint32_t at, const uint4& x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+__device__ inline void store_shared4(std::uint32_t at, std::uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
 }  // namespace kv4::cuda

@@ -19,9 +19,9 @@ constexpr bool kEachArrives = false;
 /// The arrivals that complete a phase of a barrier.
 class Arrivals {
  public:
-  /// Threads that each call barrier_arrive.
+  /// Threads that each call mbarrier_arrive.
   __host__ __device__ static constexpr Arrivals of_each(int threads) { return Arrivals(threads); }
-  /// One thread, which announces the bytes of asynchronous copies: barrier_arrive_expecting.
+  /// One thread, which announces the bytes of asynchronous copies: mbarrier_arrive_expect_tx.
   __host__ __device__ static constexpr Arrivals of_copies() { return Arrivals(1); }
   /// Whole warps, by arrives_for_warp.
   __host__ __device__ static constexpr Arrivals of_warps(int warps) {
@@ -45,31 +45,31 @@ __device__ inline bool arrives_for_warp(unsigned lane) {
 /// The same for a group that has synchronised at a named barrier; thread: of the group.
 __device__ inline bool arrives_for_group(unsigned thread) { return kEachArrives || thread == 0; }
 
-/// Stands between a barrier_init and an arrival of the same thread: racecheck takes the init, one instruction of the
+/// Stands between a mbarrier_init and an arrival of the same thread: racecheck takes the init, one instruction of the
 /// warp, as every lane's.
 __device__ inline void part_init_from_arrival() {
   if constexpr (kEachArrives) __syncwarp();
 }
 
-__device__ inline void barrier_init(std::uint32_t barrier, Arrivals arrivals) {
+__device__ inline void mbarrier_init(std::uint32_t barrier, Arrivals arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals.count()) : "memory");
 }
-/// Called after the last barrier_init by the same thread: asynchronous copies and other CTAs of the cluster then see
+/// Called after the last mbarrier_init by the same thread: asynchronous copies and other CTAs of the cluster then see
 /// the barriers. Other threads of the CTA need a __syncthreads.
-__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void barrier_arrive(std::uint32_t barrier) {
+__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void mbarrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 /// Arrives, and announces the bytes of asynchronous copies that complete the phase.
-__device__ inline void barrier_arrive_expecting(std::uint32_t barrier, int bytes) {
+__device__ inline void mbarrier_arrive_expect_tx(std::uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 /// Arrives at another CTA's barrier. barrier: a shared::cluster address.
-__device__ inline void barrier_arrive_in_cluster(std::uint32_t barrier) {
+__device__ inline void mbarrier_arrive_remote(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 /// Waits until the phase of that parity is complete.
-__device__ inline void barrier_wait(std::uint32_t barrier, int parity) {
+__device__ inline void mbarrier_wait(std::uint32_t barrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

@@ -29,6 +29,4 @@ class CtaGroup {
   float* scratch_;
 };
 
-using Block = CtaGroup;
-
 }  // namespace kv4::cuda

@@ -19,20 +19,15 @@ namespace kv4::cuda {
 constexpr int kOctet = 8;
 
 /// Where a row lies. payload null: there is no row, and its channels are zero.
-struct RowPlace {
+struct RowPointers {
   const std::uint8_t* payload = nullptr;
   const std::uint8_t* scale = nullptr;
   const std::uint8_t* global = nullptr;  // null: 1
 };
 
-__device__ inline RowPlace place_of(const ops::RowPlanes& rows, std::int64_t block, std::int64_t row) {
+__device__ inline RowPointers pointers_of(const ops::RowPlanes& rows, std::int64_t block, std::int64_t row) {
   return {rows.payload.at(block, row), rows.scale.at(block, row),
           rows.global.data == nullptr ? nullptr : rows.global.at(block, 0)};
-}
-
-using Keep = L2Priority;
-__device__ inline std::uint32_t permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
-  return permute_bytes(a, b, selector);
 }
 
 /// A kernel that started early is here while rows are written, hence not through the read-only path.
@@ -218,7 +213,7 @@ struct Fp8RowReader {
   };
 
   template <L2Priority kPriority>
-  __device__ static Raw load_raw(const RowPlace& place, int lane) {
+  __device__ static Raw load_raw(const RowPointers& place, int lane) {
     Raw raw{};
     raw.low = load<uint2, kPriority>(place.payload + kOctet * lane);
     if (lane < kTailLane) {
@@ -260,7 +255,7 @@ struct Fp4KeyReader {
   };
 
   template <L2Priority kPriority>
-  __device__ static Raw load_raw(const RowPlace& place, int lane) {
+  __device__ static Raw load_raw(const RowPointers& place, int lane) {
     Raw raw{load<std::uint32_t, kPriority>(place.payload + kOctet / 2 * lane),
             load<std::uint8_t, kPriority>(place.scale + lane / kLanesPerScale), 1.0f};
     if (kGlobal && place.global != nullptr) raw.global = load<float, kPriority>(place.global);
@@ -284,7 +279,7 @@ struct Fp8KeyReader {
   };
 
   template <L2Priority kPriority>
-  __device__ static Raw load_raw(const RowPlace& place, int lane) {
+  __device__ static Raw load_raw(const RowPointers& place, int lane) {
     return {load<uint2, kPriority>(place.payload + kOctet * lane), load<float, kPriority>(place.scale)};
   }
 
@@ -308,7 +303,7 @@ struct Bf16Reader {
   };
 
   template <L2Priority kPriority>
-  __device__ static Raw load_raw(const RowPlace& place, int lane) {
+  __device__ static Raw load_raw(const RowPointers& place, int lane) {
     Raw raw;
 #pragma unroll
     for (int j = 0; j < kOctets; ++j)

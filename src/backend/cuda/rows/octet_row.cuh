@@ -69,7 +69,7 @@ __device__ inline float octet_sum(const float (&sum)[kOctets], int lane) {
 
 /// RMS norm -> bf16 -> rotation -> bf16. weights: as LaneWeights. rotation: of the lane's pair (has_rotated_pair).
 template <class Weights>
-__device__ void norm_and_rotate(float eps, const ops::RopeDesc& rope, const Weights& weights, const Turn& rotation,
+__device__ void norm_and_rotate(float eps, const ops::RopeDesc& rope, const Weights& weights, const Rotation& rotation,
                                 int lane, OctetBits (&row)[kOctets]) {
   float x[kOctets][kOctetChannels], sum[kOctets];
 #pragma unroll

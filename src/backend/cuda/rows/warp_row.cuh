@@ -155,7 +155,7 @@ __device__ Pair norm_row(Lanes& lanes, const Pair& weight, float eps, const Pair
 }
 
 /// Cos and sin of a pair's RoPE angle; not active: the pair is not rotated.
-struct Turn {
+struct Rotation {
   bool active;
   float cos, sin;
 };
@@ -190,7 +190,7 @@ struct LoadAngleWords {
 };
 
 /// As rope_angle.
-__device__ inline Turn rotation_of(const ops::RopeDesc& rope, const RawAngle& raw) {
+__device__ inline Rotation rotation_of(const ops::RopeDesc& rope, const RawAngle& raw) {
   if (rope.cos != nullptr) return {true, codec::bits_float(raw.high.x), codec::bits_float(raw.low.x)};
   const auto number = [](std::uint32_t low, std::uint32_t high) {
     return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
@@ -201,7 +201,7 @@ __device__ inline Turn rotation_of(const ops::RopeDesc& rope, const RawAngle& ra
           static_cast<float>(__fma_rn(ay, bx, __dmul_rn(ax, by)))};
 }
 
-__device__ inline Turn load_turn(const ops::RopeDesc& rope, int position, int channel, int width) {
+__device__ inline Rotation load_rotation(const ops::RopeDesc& rope, int position, int channel, int width) {
   const int first = channel - (width - rope.rope_dim);
   if (first < 0) return {};
   return rotation_of(rope, with_angle_words(rope, position, first / kPair, LoadAngleWords{}));
@@ -212,7 +212,7 @@ __device__ inline Pair rotated(const Pair& x, float cos, float sin) {
 }
 
 /// x: bf16 values.
-__device__ inline Pair rotate(const Turn& rotation, const Pair& x) {
+__device__ inline Pair rotate(const Rotation& rotation, const Pair& x) {
   return rotation.active ? round_bf16(rotated(x, rotation.cos, rotation.sin)) : x;
 }
 
