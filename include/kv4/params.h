@@ -35,6 +35,7 @@ struct Plane {
   std::int64_t block_stride = 0;
   std::int64_t row_stride = 0;
 
+  /// The address of a row.
   KV4_HD std::uint8_t* at(std::int64_t block, std::int64_t row) const {
     return data + block * block_stride + row * row_stride;
   }
@@ -60,6 +61,7 @@ struct WindowDesc {
   std::int32_t* undo_positions = nullptr;  // [slot * undo_row_stride], -1: none
   std::int64_t undo_row_stride = 0;
 
+  /// The position whose row a slot's undo row holds.
   KV4_HD std::int32_t& undo_position(std::int64_t slot) const { return undo_positions[slot * undo_row_stride]; }
 };
 
@@ -88,6 +90,7 @@ struct KindDesc {
   const float* norm_weight = nullptr;  // [width]
 };
 
+/// A layer's window and row kinds: none for SWA, one for HCA, entries and index keys for CSA.
 struct LayerDesc {
   static constexpr int kMaxKinds = 2;
   WindowDesc window;
@@ -110,9 +113,9 @@ struct alignas(16) StepRecord {
   std::int32_t block = -1;       // that takes the position's entries; -1: none does.
                                  // In an item's record: entries of positions below it are there already and are kept
 
-  KV4_HD bool padded() const { return row < 0; }
-  KV4_HD std::int32_t end() const { return length + count; }
-  KV4_HD bool in_place() const { return read_slot == write_slot; }
+  KV4_HD bool padded() const { return row < 0; }                    // belongs to no request
+  KV4_HD std::int32_t end() const { return length + count; }        // the request's length after the step
+  KV4_HD bool in_place() const { return read_slot == write_slot; }  // the step writes the slot that it reads
   /// Where a position of the step lies in its input tensors.
   KV4_HD std::int64_t token_of(std::int64_t at) const { return first_token + at - length; }
 };
@@ -130,6 +133,7 @@ struct StepDesc {
   /// [rows] positions below it have no window row: a replay began there. null: all have.
   const std::int32_t* window_begins = nullptr;
 
+  /// The first position of the request that has a window row.
   KV4_HD std::int32_t window_begin(const StepRecord& record) const {
     return window_begins == nullptr ? 0 : window_begins[record.row];
   }
@@ -178,6 +182,7 @@ struct InputDesc {
   std::int64_t row_stride = 0;
 };
 
+/// A dense output; its shape stands at the field.
 struct OutputDesc {
   void* data = nullptr;
   DType dtype = DType::f32;
@@ -191,6 +196,7 @@ struct FrontEndDesc {
   RopeDesc rope;  // of this layer: SWA layers turn at another base than the others
 };
 
+/// One layer of a step: inputs in, window rows, pending rows, entries and index keys out.
 struct AppendParams {
   LayerDesc layer;
   StepDesc step;
@@ -201,6 +207,7 @@ struct AppendParams {
   InputDesc gate[LayerDesc::kMaxKinds];
 };
 
+/// Finished entries and index keys for the pages.
 struct FlushParams {
   LayerDesc layer;
   StepDesc step;
@@ -208,6 +215,7 @@ struct FlushParams {
   const std::uint8_t* valid = nullptr;   // [tokens] or null
 };
 
+/// Stored rows, decoded into a dense tensor.
 struct GatherParams {
   LayerDesc layer;
   StepDesc step;
@@ -220,6 +228,7 @@ struct GatherParams {
   std::int32_t* first = nullptr;   // gather_window: [items]
 };
 
+/// Limits of index heads, of k, and of query heads.
 constexpr std::int32_t kMaxIndexHeads = 64, kMaxTopk = 2048, kMaxQueryHeads = 128;
 
 /// Index queries against the keys a token's position lets it see: j < (position + 1) / ratio. A query goes the way of a
@@ -278,8 +287,10 @@ struct AttendParams {
   std::int64_t workspace_bytes = 0;
 };
 
-/// An attend workspace: where CTAs of a token meet, then what each leaves, 64 heads of rows that wide.
+/// An attend workspace: arrival counters of the CTAs of a token, then a partial output of each CTA: 64 heads of rows
+/// that wide.
 constexpr std::int32_t kAttendShareWidth = 512;
+/// Bytes of its arrival counters, and of one partial output.
 constexpr std::int64_t kAttendMeetingBytes = 2048, kAttendShareBytes = 67072;
 /// Enough for as many CTAs as a Hopper GPU has SMs.
 constexpr std::int64_t attend_workspace_bytes(std::int64_t blocks = 144) {
@@ -295,6 +306,7 @@ struct CopyPiece {
   const std::int32_t* when = nullptr;
   std::int32_t equals = 0;
 
+  /// Where the bytes come from.
   KV4_HD const std::uint8_t* source() const { return when != nullptr && *when == equals ? instead : from; }
 };
 
@@ -325,6 +337,7 @@ struct OpenSpan {
   float* out = nullptr;  // [3, width]
 };
 
+/// The most block ids of one update.
 constexpr std::int32_t kMaxUpdateValues = 1 << 16;
 
 /// A new step: items and the block table entries that changed since the last one; on the host for Backend, on the
