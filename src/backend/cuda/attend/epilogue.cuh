@@ -190,7 +190,7 @@ __device__ void finish_heads(const AttendParams& p, Shared& s, const Job& job) {
   if (thread < heads * job.kv_splits)
     s.factors[thread] = factor_of(s, job, first + thread / job.kv_splits, thread % job.kv_splits);
   store_lse(p, s, job);
-  __syncthreads();
+  cta_sync();
 #pragma unroll 1
   for (int i = thread; i < heads * kChunks; i += kThreads) {
     const int head = first + i / kChunks, chunk = i % kChunks;

@@ -290,7 +290,7 @@ __device__ inline void produce_persistent(const AttendParams& p, Shared& s, cons
 __device__ inline void consume_persistent(const AttendParams& p, Shared& s, const TileScheduler<1>& scheduler) {
   // All lanes of a warp agree, and the compiler knows it: the value lives in uniform registers.
   const int half = static_cast<int>(__reduce_max_sync(kAllLanes, threadIdx.x / kWarpgroupThreads));
-  named_barrier_sync(1, kThreads);  // the first queries are in place
+  named_barrier_sync_with_arrivals(1, kThreads);  // the first queries are in place
   for (int work = 0, tile = 0; work < scheduler.count(); ++work) {
     const int end = tile + scheduler.tiles(work);
     float o[kWidth / 4];
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   grid_dependency_wait();
   const TileScheduler<1> scheduler(p, s, head_tiles);
   scheduler.schedule_first();
-  __syncthreads();
+  cta_sync();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
   PersistentLocator locator(p, s, scheduler, prefetches);
   {

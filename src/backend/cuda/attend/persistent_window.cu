@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   touch(p);
-  __syncthreads();
+  cta_sync();
   const int first_head = static_cast<int>(blockIdx.x) % head_tiles * kTile;
   const int first = static_cast<int>(blockIdx.x) / head_tiles * cta_tokens;
   const int end = min(first + cta_tokens, p.step.num_tokens);
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (loads) WindowProducer(p, s, first_head).copy_queries(first);
   WindowRows(p, s).fill<kThreads / 32>(QueryRows(p, first), thread_here() / 32);
   fence_async_proxy();
-  __syncthreads();
+  cta_sync();
   if (!loads) {
     more_registers<kWindowConsumerRegisters>();
     WindowConsumer(p, s, first_head).run(end - first);

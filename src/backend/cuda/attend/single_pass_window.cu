@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   quarter.convert();
   wait_for_all_copies();
   fence_async_proxy();
-  __syncthreads();
+  cta_sync();
   const float scale = p.softmax_scale * codec::kLog2e;
   if (warpgroup < kSides) {
     float z[kScores], base[2];
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     softmax_side(s, z, warpgroup, scale, base);
   }
-  __syncthreads();
+  cta_sync();
   constexpr int kChannels = kWidth / kChannelSplits / 4;
   const int first_channel = (job.channel_split * 4 + warpgroup) * kChannels;
   float o[kChannels / 2], factor[2];

@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
       is_same(record, rows.at) && (p.step.tokens == nullptr || window_begin(p.step, record) == rows.begin);
   if (__syncthreads_or(!same_query || !copier.is_valid())) {
     wait_for_copies<0>();
-    __syncthreads();
+    cta_sync();
     rows = QueryRows(p, job.token, record);
     job.take_rows(rows, kv_splits);
     copier.begin(false);
@@ -268,10 +268,10 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   if constexpr (S::kOneTile) {
     const int steps = job.steps(), whole = spreads(steps) ? steps - 1 : steps;
     wait_for_copies<0>();
-    __syncthreads();
+    cta_sync();
     if (step < whole) score_rows(s, 0, step, half, queries, logit_scale);
     if (whole < steps) score_spread(s, whole, logit_scale);
-    __syncthreads();
+    cta_sync();
     if (steps > 0) add(0, steps);
   } else {
     // S of a tile is computed in the same phase as PV of the preceding tile: one barrier per tile.
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
         wait_for_copies<RowCopier::kAhead - 1>();
       else
         wait_for_copies<0>();
-      __syncthreads();
+      cta_sync();
       if (tile >= 0) {
         copier.advance(s, tile);
         add(tile, job.steps(tile));
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, kStages <= 2 ? 2 : 1)
   if (kNine && job.kv_split >= kv_splits.reducers()) return;  // no CTA sends data here
   const auto wait = [&] {
     if (kv_splits.unsplit())
-      __syncthreads();  // for the data that this CTA stored for itself
+      cta_sync();  // for the data that this CTA stored for itself
     else
       mbarrier_wait(shared_address(&s.arrived), 0);
   };

@@ -700,7 +700,7 @@ __device__ void reduce_several(const AttendParams& p, S& s, const Job& job, cons
     if (p.lse != nullptr && pair < kHeads && thread < own && head < p.num_heads)
       p.lse[job.token * p.num_heads + head] = sum == 0.0f ? -INFINITY : (row_max + log2f(sum)) * kLn2;
   }
-  __syncthreads();
+  cta_sync();
   const int lane = lane_of_thread();
 #pragma unroll 1
   for (int slot = warp_of_thread(); slot < own;

@@ -117,15 +117,16 @@ class RowLocator {
 template <int kChannelSplits, bool kCtaPair, bool kCombinesInMemory, bool kUnsplit, int kWarpgroupIndex>
 __device__ void consume(const AttendParams& p, Shared& s, const Job& job, RowLocator& locator, std::uint32_t to_peer) {
   constexpr int kChannels = kWidth / kChannelSplits / 2, kWarpgroupPanels = kChannels / kTile;
+  constexpr bool kHasWaited = kCtaPair && kClusterWaitsTogether;
   const int panel = (job.channel_split * 2 + kWarpgroupIndex) * kWarpgroupPanels;
-  named_barrier_sync(1, kThreads);  // queries are in place
+  named_barrier_sync_with_arrivals(1, kThreads);  // queries are in place
   float o[kChannels / 2];
 #pragma unroll
   for (int i = 0; i < kChannels / 2; ++i) o[i] = 0.0f;
   if constexpr (kWarpgroupIndex == 0) {
     SoftmaxWarpgroup softmax(p, s);
     softmax.run<kCtaPair, false>(o, 0, job.tiles(), panel, to_peer);
-    if (!kUnsplit && job.in_cluster()) cluster_wait();  // all CTAs have begun
+    if (!kUnsplit && !kHasWaited && job.in_cluster()) cluster_wait();  // all CTAs have begun
     for (int half = 0; half < 2; ++half) {
       const Stats mine = softmax.stats(half);
       // racecheck orders a CTA's own accesses by the CTA's barriers only if no access uses a cluster address.
@@ -139,7 +140,7 @@ __device__ void consume(const AttendParams& p, Shared& s, const Job& job, RowLoc
     }
   } else {
     run_pv_warpgroup<kCtaPair>(o, s, locator, 0, job.tiles(), panel, to_peer);
-    if (!kUnsplit && job.in_cluster()) cluster_wait();
+    if (!kUnsplit && !kHasWaited && job.in_cluster()) cluster_wait();
   }
   named_barrier_sync(1, 2 * kWarpgroupThreads);  // queries and rows are no longer needed
   if (kUnsplit || (!kCombinesInMemory && job.kv_splits == 1)) {
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   touch(p);
-  __syncthreads();
+  cta_sync();
   if constexpr (kUnsplit) kv_splits = 1;
   const bool in_cluster = kCtaPair || (!kCombinesInMemory && kv_splits > 1);
   if (in_cluster) cluster_arrive();
@@ -210,6 +211,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   queries.begin();
   if (warpgroup == 1) locator.begin(keys);
   queries.finish();
+  if (kCtaPair && kClusterWaitsTogether) cluster_wait();
   if (warpgroup == 0) {
     more_registers<kSoftmaxRegisters>();
     consume<kChannelSplits, kCtaPair, kCombinesInMemory, kUnsplit, 0>(p, s, job, locator, to_peer);
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fewer_registers<kProducerRegisters>();
     named_barrier_arrive(1, kThreads);
     if constexpr (kCtaPair) {
-      cluster_wait();  // the peer has begun
+      if (!kClusterWaitsTogether) cluster_wait();  // the peer has begun
       CtaPairProducer(s, job.pair_rank, to_peer).run(job.tiles());
     } else {
       Producer(s).run(job.tiles());

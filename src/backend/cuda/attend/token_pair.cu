@@ -131,7 +131,7 @@ template <int kWarpgroupIndex, class Locator>
 __device__ void consume_token_pair(const AttendParams& p, Shared& s, const TileScheduler<2>& scheduler,
                                    Locator& locator, std::uint32_t to_peer) {
   constexpr int kPanel = kWarpgroupIndex * kPanels / 2;
-  named_barrier_sync(1, kThreads);  // the first queries are in place
+  named_barrier_sync_with_arrivals(1, kThreads);  // the first queries are in place
   for (int work = 0, tile = 0; work < scheduler.count(); ++work) {
     const int end = tile + scheduler.tiles(work);
     float o[kWidth / 4];
@@ -177,14 +177,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   touch(p);
-  __syncthreads();
+  cta_sync();
   cluster_arrive();
   const int pair_rank = static_cast<int>(blockIdx.x) % 2;
   prefetch_inputs(p, Job(2, head_tiles, p.step.num_tokens));
   grid_dependency_wait();
   const TileScheduler<2> scheduler(p, s, head_tiles);
   scheduler.schedule_first();
-  __syncthreads();
+  cta_sync();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
   const std::uint32_t to_peer =
       map_to_cta(shared_address(&s), static_cast<unsigned>(pair_rank ^ 1)) - shared_address(&s);

@@ -3,7 +3,8 @@
 //
 // Threads that have synchronised need one arrival for all of them: it comes after the accesses of each. Racecheck of
 // compute-sanitizer does not see that, because it orders accesses by the threads that arrived. In a build with
-// KV4_RACECHECK each thread arrives for itself, so that every report of racecheck is a race. Waits are the same.
+// KV4_RACECHECK each thread arrives for itself, so that every report of racecheck is a race. That build orders nothing
+// else, except that 2-CTA pairs wait for their start earlier: barriers are passed twice (named_barrier.cuh).
 #pragma once
 
 #include <cstdint>
@@ -44,6 +45,10 @@ __device__ inline bool arrives_for_warp(unsigned lane) {
 }
 /// The same for a group that has synchronised at a named barrier; thread: of the group.
 __device__ inline bool arrives_for_group(unsigned thread) { return kEachArrives || thread == 0; }
+
+/// Racecheck lets no thread continue after a cluster's wait before all threads of the cluster wait. So where some of
+/// them wait for others in between, all have to wait at one place.
+constexpr bool kClusterWaitsTogether = kEachArrives;
 
 /// Stands between a mbarrier_init and an arrival of the same thread: racecheck takes the init, one instruction of the
 /// warp, as every lane's.
