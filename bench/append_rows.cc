@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "bench_bytes.h"
+#include "checks/touched_bytes.h"
 #include "gpu_cache.h"
 
 namespace kv4::bench {
@@ -53,7 +53,7 @@ double append_us(Bench& bench, GpuCache& cache, const Step& step, bool projectio
 
 int cold_layers(const DecodeCase& c) {
   const CacheSchema one = build_schema(layers_of(c.kind, 1), decode_options(c.batch));
-  const std::int64_t bytes = c.batch * cli::append_bytes(one.layers[0], kShort, 1);
+  const std::int64_t bytes = c.batch * checks::append_bytes(one.layers[0], kShort, 1);
   return static_cast<int>(
       std::clamp<std::int64_t>(kColdBytes / bytes, kMinLayers, std::min(kMaxLayers, kMaxSlots / c.batch)));
 }
@@ -67,7 +67,7 @@ void add_decode(Bench& bench, const DecodeCase& c) {
     const LayerCacheSchema& layer = cache.schema().layers[0];
     const std::int64_t length = cache.manager().length(cache.requests()[0]);
     const std::int64_t bytes =
-        c.batch * (cli::append_bytes(layer, length, 1) + cli::undo_row_bytes(cache.schema(), layer, length, 1));
+        c.batch * (checks::append_bytes(layer, length, 1) + checks::undo_row_bytes(cache.schema(), layer, length, 1));
     const Step step = cache.prepare(c.batch, 1);
     Row row;
     row.name = fmt::format("decode {} b={}, {}", kind_label(c.kind), c.batch, name);
@@ -104,7 +104,7 @@ void add_prefill(Bench& bench, LayerKind kind, bool projection) {
   Row row;
   row.name = fmt::format("prefill {} of {}{}", kind_label(kind), tokens, projection ? ", from projection" : "");
   row.us = append_us(bench, cache, step, projection);
-  row.bytes = cli::append_bytes(cache.schema().layers[0], 0, tokens);
+  row.bytes = checks::append_bytes(cache.schema().layers[0], 0, tokens);
   row.floor_us = bench.floor_us(row.bytes);
   row.aim = {Aim::Kind::most_ratio, 1.15};
   bench.add(row);

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "bench_bytes.h"
+#include "checks/touched_bytes.h"
 #include "gpu_cache.h"
 
 namespace kv4::bench {
@@ -27,7 +27,7 @@ void add_launches(Bench& bench) {
   std::int64_t bytes = 0;
   for (const LayerCacheSchema& layer : cache.schema().layers) {
     inputs.push_back(cache.next_inputs(layer.spec.layer, kBatch));
-    bytes += kBatch * cli::append_bytes(layer, kLength, 1);
+    bytes += kBatch * checks::append_bytes(layer, kLength, 1);
   }
   const auto append_all = [&] {
     for (std::size_t i = 0; i < inputs.size(); ++i)

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "backend/backend.h"
-#include "bench_bytes.h"
+#include "checks/touched_bytes.h"
 #include "gpu_cache.h"
 
 namespace kv4::bench {
@@ -76,7 +76,7 @@ class LayerWork {
 std::int64_t layer_bytes(const CacheSchema& schema, const LayerCacheSchema& layer, std::int64_t context) {
   const ModelConfig& config = schema.config;
   std::int64_t rows = config.window;
-  std::int64_t bytes = cli::append_bytes(layer, context, 1);
+  std::int64_t bytes = checks::append_bytes(layer, context, 1);
   if (layer.pages.size() > 1) {
     const std::int64_t keys = (context + 1) / layer.pages[1].kind.ratio;
     bytes += keys * layer.pages[1].row.bytes() + 2 * std::int64_t{config.index_heads} * config.index_dim;

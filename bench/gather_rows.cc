@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "backend/backend.h"
-#include "bench_bytes.h"
+#include "checks/touched_bytes.h"
 #include "device_kernels.h"
 #include "gpu_cache.h"
 
@@ -45,7 +45,7 @@ class OutputPool {
     auto* found = reinterpret_cast<std::int32_t*>(found_.data());
     bench::check(count_bad_bf16(static_cast<const std::uint16_t*>(out.data), count, found, bench_.timer.stream()),
                  "count_bad_bf16");
-    cli::HostCopy host(bench_.backend);
+    checks::HostCopy host(bench_.backend);
     const std::int32_t bad = host.array(found, 1)[0];
     return bad == 0 ? "" : fmt::format("{} of {} numbers were not written or are not finite", bad, count);
   }
@@ -106,7 +106,7 @@ void add_chosen(Bench& bench, GpuCache& cache, OutputPool& outputs, const std::s
                tokens,
                topk,
                page.row.width,
-               cli::gather_bytes(page.row, tokens * topk, 2) + 4 * tokens * topk,
+               checks::gather_bytes(page.row, tokens * topk, 2) + 4 * tokens * topk,
                [&](LayerCacheHandle& handle, const TensorView& out) {
                  const std::int64_t at = turn++ % static_cast<std::int64_t>(layers.size()) * tokens * topk;
                  handle.gather_compressed_kv(TensorView(first + at, {tokens, topk}), out);
@@ -126,7 +126,7 @@ void add_all(Bench& bench, GpuCache& cache, OutputPool& outputs, LayerKind kind,
   add_case(
       bench, cache, outputs,
       {fmt::format("gather all {} entries, {} x {}{}", kind == LayerKind::csa ? "CSA" : "HCA", items, rows, suffix),
-       layers, items, rows, page.row.width, cli::gather_bytes(page.row, items * rows, 2),
+       layers, items, rows, page.row.width, checks::gather_bytes(page.row, items * rows, 2),
        [&](LayerCacheHandle& handle, const TensorView& out) {
          handle.gather_all_compressed_kv(out, outputs.lens(items));
        }});
@@ -140,7 +140,7 @@ void add_keys(Bench& bench, GpuCache& cache, OutputPool& outputs, int items, con
   const std::int64_t rows = (cache.manager().length(cache.requests()[0]) + 1) / page.kind.ratio;
   add_case(bench, cache, outputs,
            {fmt::format("gather all index keys, {} x {}{}", items, rows, suffix), layers, items, rows, page.row.width,
-            cli::gather_bytes(page.row, items * rows, 2), [&](LayerCacheHandle& handle, const TensorView& out) {
+            checks::gather_bytes(page.row, items * rows, 2), [&](LayerCacheHandle& handle, const TensorView& out) {
               handle.gather_all_index_keys(out, outputs.lens(items));
             }});
   cache.manager().abort(step);
@@ -221,7 +221,7 @@ void add_windows(Bench& bench, OutputPool& outputs) {
     cache.manager().acquire(layer.spec.layer).append(cache.next_inputs(layer.spec.layer, kWindows));
   add_case(bench, cache, outputs,
            {fmt::format("gather window x {}", kWindows), cache.layers(LayerKind::csa), kWindows, rows, row.width,
-            cli::gather_bytes(row, kWindows * rows, 2), [&](LayerCacheHandle& handle, const TensorView& out) {
+            checks::gather_bytes(row, kWindows * rows, 2), [&](LayerCacheHandle& handle, const TensorView& out) {
               handle.gather_swa_kv(out, outputs.lens(kWindows), outputs.lens(kWindows));
             }});
   cache.manager().abort(step);

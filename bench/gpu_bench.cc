@@ -10,10 +10,10 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "checks/table.h"
 #include "device_kernels.h"
 #include "kv4/error.h"
 #include "kv4/version.h"
-#include "table.h"
 
 namespace kv4::bench {
 namespace {
@@ -81,7 +81,7 @@ std::string time_text(const Row& row) {
 }
 
 void print_table(const Bench& bench, const std::string& title) {
-  cli::Table table("lrrrrll", {title, "us", "MB", "floor us", "ratio", "aim", ""});
+  checks::Table table("lrrrrll", {title, "us", "MB", "floor us", "ratio", "aim", ""});
   for (const Row& row : bench.rows) {
     table.row({row.name, time_text(row),
                row.bytes > 0 ? fmt::format("{:.3g}", static_cast<double>(row.bytes) * 1e-6) : "",

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "device_memory.h"
+#include "checks/device_tensors.h"
 #include "graph_timer.h"
 #include "kv4/backend.h"
 

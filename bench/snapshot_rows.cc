@@ -48,7 +48,7 @@ struct PieceList {
   std::int64_t bytes = 0;
 };
 
-PieceList upload(cli::DeviceTensors& tensors, std::vector<ops::CopyPiece> pieces) {
+PieceList upload(checks::DeviceTensors& tensors, std::vector<ops::CopyPiece> pieces) {
   PieceList out;
   for (const ops::CopyPiece& piece : pieces) out.bytes += piece.bytes;
   if (pieces.size() <= cuda::kMostFewPieces) {
@@ -103,7 +103,7 @@ void add_images(Bench& bench, GpuCache& cache) {
   const std::vector<std::int64_t> lengths{kLength};
   const ImageLayout layout = image_layout(cache.schema(), lengths);
   const DeviceMemory images(bench.backend, layout.bytes * count);
-  cli::DeviceTensors lists(bench.backend);
+  checks::DeviceTensors lists(bench.backend);
   std::vector<PieceList> out, in;
   std::size_t pieces_out = 0, pieces_in = 0;
   for (std::int32_t slot = 0; slot < count; ++slot) {
@@ -191,7 +191,7 @@ void add_blocks(Bench& bench, Arrangement arrangement) {
   PagedKVPool pool(schema, bench.backend);
   check(fill_normal_f32(reinterpret_cast<float*>(pool.base()), pool.memory_bytes() / 4, 5, bench.timer.stream()),
         "fill_normal");
-  cli::DeviceTensors lists(bench.backend);
+  checks::DeviceTensors lists(bench.backend);
   std::vector<PieceList> each;
   std::vector<ops::CopyPiece> all;
   for (BlockId block = 0; block < count; ++block) {

@@ -6,17 +6,21 @@
 #include <nlohmann/json.hpp>
 
 #include "cache_flags.h"
+#include "checks/run_checks.h"
+#include "checks/run_scenario.h"
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "commands.h"
-#include "device_memory.h"
+#include "device_flag.h"
 #include "interrupts.h"
 #include "kv4/error.h"
 #include "output.h"
-#include "run_checks.h"
-#include "run_scenario.h"
-#include "sizes.h"
-#include "table.h"
+#include "progress.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 struct RunFlags {
