@@ -71,7 +71,7 @@ def test_tables_of_a_run():
               ["| context | b = 1 | b = 16 |", "| --- | ---: | ---: |", "| 8K | 480 / 65.0 | 990 / 77.0 |"])
         equal(report.table_text("decode_step_launches", runs, rows).splitlines()[2:], ["| 8K | 109 |"])
         equal(report.table_text("attend_prefill", runs, rows).splitlines()[2],
-              "| Flash SWA 128 |  | 55.0 | 21.7 | 2.53 | 310 TFLOP/s |")
+              "| Flash SWA 128 | 55.0 | 21.7 | 2.53 | 310 TFLOP/s |")
         equal(report.table_text("append", runs, rows).splitlines()[2:],
               ["| CSA, all due | 2.00 / 0.50 |"])
 
