@@ -62,8 +62,8 @@ typedef enum kv4_status {
 KV4_C_API const char* kv4_status_name(kv4_status status); /* "KV4_OK", ... */
 KV4_C_API const char* kv4_last_error(void);               /* of this thread; "" where none was */
 
-/* What the library would say if it spoke (kv4/log.h); NULL: silence, as at the start. Called by any thread, one call at
- * a time; it must not call kv4. The texts are valid during the call only. */
+/* The log (kv4/log.h). A sink is called by any thread, one call at a time, and must not call kv4; the texts are valid
+ * during the call only. NULL: silence, as at the start. */
 typedef enum kv4_log_level { KV4_LOG_INFO = 0, KV4_LOG_WARNING = 1, KV4_LOG_ERROR = 2 } kv4_log_level;
 /* One detail of an event. */
 typedef struct kv4_log_field {
@@ -227,7 +227,7 @@ KV4_C_API kv4_status kv4_plan_memory(const kv4_model* model, const kv4_cache_opt
 /* backend NULL: the CPU, one thread. */
 KV4_C_API kv4_status kv4_cache_new(const kv4_model* model, const kv4_cache_options* options, kv4_backend* backend,
                                    kv4_cache** out);
-/* Waits for queued work, frees the memory. Requests end. */
+/* Frees all memory of the cache; its requests end. NULL: nothing. */
 KV4_C_API void kv4_cache_free(kv4_cache* cache);
 /* The figures now. */
 KV4_C_API kv4_status kv4_cache_get_info(const kv4_cache* cache, kv4_cache_info* info);

@@ -93,7 +93,7 @@ struct Admission {
 /// The cache: requests, their blocks and state slots, steps, prefixes.
 class KV4_API KVCacheManager {
  public:
-  /// Allocates all memory: exactly plan_memory(). Throws Error: bad_config, bad_argument, out_of_memory, no_device.
+  /// Allocates all memory: exactly plan_memory(). Throws Error: bad_config, bad_argument, out_of_memory.
   KVCacheManager(const ModelConfig& config, const CacheOptions& options,
                  std::shared_ptr<Backend> backend = make_cpu_backend());
   ~KVCacheManager();
