@@ -1,19 +1,21 @@
-// Append: decodes with and without entries due, prefill of a long chunk. One graph = every layer of a cache once, with
-// inputs, states and weights of its own; layers are as many as it takes to touch more than L2 holds.
+// Append: decodes with and without entries due, prefill of a long chunk. One graph runs every layer of a cache once;
+// each layer has its own inputs, states and weights. There are enough layers to touch more bytes than L2 holds.
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "bench_bytes.h"
+#include "checks/touched_bytes.h"
 #include "gpu_cache.h"
 
 namespace kv4::bench {
 namespace {
 
-constexpr int kShort = 253;  // tokens before the decode in which nothing is due; two more and both kinds close an entry
-constexpr std::int64_t kColdBytes = std::int64_t{150} << 20;  // that a graph touches, where layers of a cache can
-constexpr int kFewestLayers = 96;                             // so that the graph's own start does not count
-constexpr int kMostLayers = 4096, kMostSlots = 32768;         // layers x requests: memory
+constexpr int kShort =
+    253;  // tokens before a decode in which no entry is due; two tokens later both kinds close an entry
+constexpr std::int64_t kColdBytes = std::int64_t{150}
+                                    << 20;           // touched by a graph, where a cache can have enough layers
+constexpr int kMinLayers = 96;                       // so that the start of the graph is negligible
+constexpr int kMaxLayers = 4096, kMaxSlots = 32768;  // layers x requests: memory
 constexpr int kPrefill = 32768;
 
 const char* kind_label(LayerKind kind) {
@@ -23,7 +25,7 @@ const char* kind_label(LayerKind kind) {
 struct DecodeCase {
   LayerKind kind;
   int batch;
-  double due_us = 0;  // aim where an entry is due; 0: none
+  double due_us = 0;  // aim if an entry is due; 0: no aim
 };
 
 CacheOptions decode_options(int batch) {
@@ -35,7 +37,7 @@ CacheOptions decode_options(int batch) {
   return options;
 }
 
-// The open step's appends in all layers; microseconds of one.
+// The open step's appends in all layers; returns microseconds per append.
 double append_us(Bench& bench, GpuCache& cache, const Step& step, bool projection) {
   const auto& layers = cache.schema().layers;
   std::vector<AppendInputs> inputs;
@@ -51,9 +53,9 @@ double append_us(Bench& bench, GpuCache& cache, const Step& step, bool projectio
 
 int cold_layers(const DecodeCase& c) {
   const CacheSchema one = build_schema(layers_of(c.kind, 1), decode_options(c.batch));
-  const std::int64_t bytes = c.batch * cli::append_bytes(one.layers[0], kShort, 1);
+  const std::int64_t bytes = c.batch * checks::append_bytes(one.layers[0], kShort, 1);
   return static_cast<int>(
-      std::clamp<std::int64_t>(kColdBytes / bytes, kFewestLayers, std::min(kMostLayers, kMostSlots / c.batch)));
+      std::clamp<std::int64_t>(kColdBytes / bytes, kMinLayers, std::min(kMaxLayers, kMaxSlots / c.batch)));
 }
 
 void add_decode(Bench& bench, const DecodeCase& c) {
@@ -65,7 +67,7 @@ void add_decode(Bench& bench, const DecodeCase& c) {
     const LayerCacheSchema& layer = cache.schema().layers[0];
     const std::int64_t length = cache.manager().length(cache.requests()[0]);
     const std::int64_t bytes =
-        c.batch * (cli::append_bytes(layer, length, 1) + cli::displaced_bytes(cache.schema(), layer, length, 1));
+        c.batch * (checks::append_bytes(layer, length, 1) + checks::undo_row_bytes(cache.schema(), layer, length, 1));
     const Step step = cache.prepare(c.batch, 1);
     Row row;
     row.name = fmt::format("decode {} b={}, {}", kind_label(c.kind), c.batch, name);
@@ -102,7 +104,7 @@ void add_prefill(Bench& bench, LayerKind kind, bool projection) {
   Row row;
   row.name = fmt::format("prefill {} of {}{}", kind_label(kind), tokens, projection ? ", from projection" : "");
   row.us = append_us(bench, cache, step, projection);
-  row.bytes = cli::append_bytes(cache.schema().layers[0], 0, tokens);
+  row.bytes = checks::append_bytes(cache.schema().layers[0], 0, tokens);
   row.floor_us = bench.floor_us(row.bytes);
   row.aim = {Aim::Kind::most_ratio, 1.15};
   bench.add(row);

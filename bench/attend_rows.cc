@@ -1,7 +1,7 @@
-// Attention over fp8_tile64 rows: raw calls on pools made by hand, at the shapes of V4-Flash and V4-Pro; decodes of as
-// many requests as there are tokens, and a prefill chunk of one. Launches of a graph take pages from a pool in turn,
-// and queries and outputs too, so that L2 has none of them; it is swept before each replay. There are many launches to
-// a graph: about 10 us of a replay are not theirs.
+// Attention over fp8_tile64 rows: direct calls on pools built here, at the shapes of V4-Flash and V4-Pro; decodes of as
+// many requests as there are tokens, and a prefill chunk of one request. The launches of a graph take pages, queries
+// and outputs from their pools in turn, so that L2 has none of them; the benchmark sweeps L2 before each replay. A
+// graph has many launches, because a replay has an overhead of about 10 us.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/cuda/attend_split.h"
+#include "backend/cuda/attend/kernels.h"
 #include "base/group.h"
 #include "codec/codec.h"
 #include "gpu_bench.h"
@@ -18,6 +18,8 @@
 
 namespace kv4::bench {
 namespace {
+
+using cuda::AttendKernel;
 
 constexpr int kWidth = 512, kWindow = 128;
 constexpr RowShape kShape{kWidth, 64};
@@ -37,7 +39,7 @@ struct Shape {
   int page_rows;  // of a block
   int page_bytes;
   bool chosen;
-  int context_entries;  // that the chosen ones are taken from
+  int context_entries;  // the chosen entries are drawn from these
   double others_us[4];  // FlashMLA, both its launches; H200, 2026-11-15
   double aim_us[4];
 };
@@ -52,7 +54,7 @@ constexpr Shape kShapes[] = {
     {"Pro HCA 8320", 128, 8192, 1, 640, false, 8192, {25.5, 95.1, 323, 663}, {25.5, 95.1, 283, 565}},
 };
 
-/// Pools with rows everywhere, and memory for the rest.
+/// Pools full of rows, and the other buffers.
 class Pools {
  public:
   explicit Pools(Bench& bench)
@@ -65,7 +67,7 @@ class Pools {
     fill(windows_, kWindow * (kRowBytes + kScaleBytes), kWindow);
   }
 
-  /// Pages as the shape has them: rows, then scales.
+  /// Pages in the shape's layout: rows, then scales.
   void arrange(const Shape& shape) { fill(pages_, shape.page_bytes, shape.page_rows); }
 
   void sweep() const {
@@ -82,7 +84,7 @@ class Pools {
   }
 
  private:
-  // One run of encoded pages, copied until the memory is full.
+  // One stretch of encoded pages, copied until the memory is full.
   void fill(const DeviceMemory& memory, std::int64_t page_bytes, int rows) {
     const std::int64_t pages = (std::int64_t{4} << 20) / page_bytes;
     std::vector<std::uint8_t> run(static_cast<std::size_t>(pages * page_bytes), 0);
@@ -119,7 +121,7 @@ DeviceMemory to_device(Bench& bench, const std::vector<T>& values) {
   return memory;
 }
 
-/// Launches of one cell: tables of all of them, side by side.
+/// The launches of one cell, with adjacent tables.
 class Cell {
  public:
   Cell(Bench& bench, Pools& pools, const Shape& shape, int requests, int tokens)
@@ -214,8 +216,8 @@ class Cell {
     const int later_entries = shape_.chosen ? 0 : (batch_ / requests_ + 1) / ratio();
     return (shape_.context_entries + later_entries) / shape_.page_rows;
   }
-  // As many as take a millisecond at the floor: fewer would not make up for what a replay takes besides, more run at
-  // the speed that the GPU's power allows for long.
+  // As many launches as take a millisecond at the floor: with fewer, the overhead of a replay would show; with more,
+  // the GPU would slow down to its sustained power.
   int count_launches() const {
     const double floor_us = std::max(static_cast<double>(bytes()) / kBytesPerUs, flop() / kFlopPerUs);
     return std::clamp(static_cast<int>(kGraphUs / floor_us), kFewestLaunches,
@@ -275,51 +277,39 @@ void add_attend_prefill_rows(Bench& bench) {
 
 namespace {
 
-/// What a split is called in the table.
-std::string name_of(const cuda::AttendSplit& split) {
-  if (split.in_runs) return "runs";
-  if (split.neighbours) return split.in_rounds ? "neighbours in rounds" : "neighbours";
-  if (split.in_rounds) return "rounds";
-  if (split.alone) return "alone";
-  if (split.in_one_go) return split.channels > 1 ? "in one go, channels in 2" : "in one go";
-  return fmt::format("{} parts{}{}{}", split.rows, split.through_memory ? " through memory" : "",
-                     split.channels > 1 ? fmt::format(", channels in {}", split.channels) : "",
-                     split.paired ? ", paired" : "");
-}
-
-/// Of the kernel for many tokens.
-std::vector<cuda::AttendSplit> large_splits(const Shape& shape, int batch) {
+/// Of the kernels for decodes.
+std::vector<cuda::AttendSplit> decode_splits(const Shape& shape, int batch) {
   std::vector<cuda::AttendSplit> splits;
-  constexpr int kBlocks = 132;  // that an H200 runs at once
-  for (const bool paired : {false, true}) {
-    const int heads = shape.heads / 64, mates = paired ? 2 : 1;
-    if (heads % mates != 0) continue;
-    const int tiles = (kWindow + shape.entries + 63) / 64, units = batch * heads;
+  constexpr int kCtas = 132;  // CTAs that an H200 runs at once
+  for (const bool cta_pair : {false, true}) {
+    const int heads = shape.heads / 64, pair_size = cta_pair ? 2 : 1;
+    if (heads % pair_size != 0) continue;
+    const int tiles = (kWindow + shape.entries + 63) / 64, work_tiles = batch * heads;
     int last = 0;
-    for (int own = 1; own <= 64; own = own < 8 ? own + 1 : own * 3 / 2) {  // tiles of a part
-      const int parts = (tiles + own - 1) / own;
-      if (parts != last && parts > 1 && parts * units <= kBlocks) splits.push_back({last = parts, 1, paired, true});
+    for (int own = 1; own <= 64; own = own < 8 ? own + 1 : own * 3 / 2) {  // tiles of a KV split
+      const int kv_splits = (tiles + own - 1) / own;
+      if (kv_splits != last && kv_splits > 1 && kv_splits * work_tiles <= kCtas)
+        splits.push_back({AttendKernel::split_kv_in_memory, last = kv_splits, 1, cta_pair});
     }
     for (const int channels : {1, 2, 4})
       for (const int rows : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16})
-        if (rows * channels * mates <= cuda::kMaxCluster && (channels == 1 || !paired) && rows <= tiles &&
-            rows * channels * units <= kBlocks)
-          splits.push_back({rows, channels, paired});
+        if (rows * channels * pair_size <= cuda::kMaxCluster && (channels == 1 || !cta_pair) && rows <= tiles &&
+            rows * channels * work_tiles <= kCtas)
+          splits.push_back({AttendKernel::split_kv, rows, channels, cta_pair});
   }
-  splits.push_back({.rows = 1, .channels = 1, .alone = true});
+  splits.push_back({AttendKernel::unsplit});
   for (const int channels : {1, 2})
-    if (shape.entries == 0 && channels * batch <= kBlocks)
-      splits.push_back({.rows = 1, .channels = channels, .in_one_go = true});
+    if (shape.entries == 0 && channels * batch <= kCtas)
+      splits.push_back({AttendKernel::single_pass_window, 1, channels});
   return splits;
 }
 
-/// Of a prefill.
+/// Of the kernels for a prefill.
 std::vector<cuda::AttendSplit> prefill_splits(const Shape& shape) {
-  std::vector<cuda::AttendSplit> splits = {{1, 1}, {.rows = 1, .channels = 1, .in_rounds = true}};
-  if (shape.heads > 64) splits.push_back({1, 1, true});
-  if (shape.entries == 0) splits.push_back({.rows = 1, .channels = 1, .in_runs = true});
-  for (const bool in_rounds : {false, true})
-    if (!shape.chosen) splits.push_back({.rows = 1, .channels = 1, .in_rounds = in_rounds, .neighbours = true});
+  std::vector<cuda::AttendSplit> splits = {{AttendKernel::split_kv}, {AttendKernel::persistent}};
+  if (shape.heads > 64) splits.push_back({.kernel = AttendKernel::split_kv, .cta_pair = true});
+  if (shape.entries == 0) splits.push_back({AttendKernel::persistent_window});
+  if (!shape.chosen) splits.push_back({AttendKernel::token_pair});
   return splits;
 }
 
@@ -332,7 +322,7 @@ void add_attend_prefill_split_rows(Bench& bench) {
     Cell cell(bench, pools, shape, 1, kPrefillTokens);
     for (const cuda::AttendSplit& split : prefill_splits(shape)) {
       Row row;
-      row.name = fmt::format("{}, prefill of {}: {}", shape.name, kPrefillTokens, name_of(split));
+      row.name = fmt::format("{}, prefill of {}: {}", shape.name, kPrefillTokens, describe(split));
       row.us = cell.time(
           [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
       bench.add(row);
@@ -347,26 +337,22 @@ void add_attend_split_rows(Bench& bench) {
     for (const int batch : kBatches) {
       if (batch > 16 && shape.entries > 0) continue;
       Cell cell(bench, pools, shape, batch, batch);
-      const auto add = [&](const std::string& name, auto attend) {
-        Row row;
-        row.name = fmt::format("{}, b = {}: {}", shape.name, batch, name);
-        row.us = cell.time(attend);
-        bench.add(row);
-      };
-      for (const cuda::AttendSplit& split : large_splits(shape, batch))
-        add(name_of(split),
-            [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
-      for (const cuda::SmallSplit split : {cuda::SmallSplit{8, 0, 1}, {8, 0, 2}, {8, 0, 3}, {16, 0, 3}})
-        for (const int parts : {1, 2, 4, 8, 9, 16}) {
-          const int blocks = batch * shape.heads / split.heads * parts, rows = (kWindow + shape.entries) / parts;
-          if (blocks > 1100 || blocks < 32 || rows > (split.stages == 1 ? 80 : split.stages == 2 ? 128 : 1100))
-            continue;
-          if (split.stages == 1 && parts == 9) continue;
-          add(fmt::format("small, {} heads, {} parts, {} stages", split.heads, parts, split.stages),
-              [&](const ops::AttendParams& p, cudaStream_t stream) {
-                return cuda::attend_small(p, {split.heads, parts, split.stages}, stream);
-              });
+      std::vector<cuda::AttendSplit> splits = decode_splits(shape, batch);
+      for (const cuda::AttendVariant& v :
+           cuda::attend_kernels()[static_cast<std::size_t>(AttendKernel::small_batch)].variants)
+        for (const int kv_splits : {1, 2, 4, 8, cuda::kNineSplits, 16}) {
+          const int ctas = batch * shape.heads / v.heads * kv_splits, rows = (kWindow + shape.entries) / kv_splits;
+          if (ctas > 1100 || ctas < 32 || rows > std::min<std::int64_t>(v.max_split_rows, 1100)) continue;
+          if (v.stages > 1 || kv_splits != cuda::kNineSplits)
+            splits.push_back({AttendKernel::small_batch, kv_splits, 1, false, v.heads, v.stages});
         }
+      for (const cuda::AttendSplit& split : splits) {
+        Row row;
+        row.name = fmt::format("{}, b = {}: {}", shape.name, batch, describe(split));
+        row.us = cell.time(
+            [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
+        bench.add(row);
+      }
     }
   }
 }

@@ -1,17 +1,16 @@
-// What a decode step of all of V4-Flash costs besides attention: its launches, its appends in one graph, the host's
-// part.
+// The cost of a decode step of all of V4-Flash besides attention: launches, all appends in one graph, host time.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
 
-#include "bench_bytes.h"
+#include "checks/touched_bytes.h"
 #include "gpu_cache.h"
 
 namespace kv4::bench {
 namespace {
 
-constexpr int kUpdateLaunches = 2;  // of prepare_forward: one memcpy, one kernel; not captured, its size varies
+constexpr int kUpdateLaunches = 2;  // of prepare_forward: one memcpy, one kernel; not captured, because the size varies
 
 void add_launches(Bench& bench) {
   constexpr int kBatch = 64, kLength = 255;
@@ -28,7 +27,7 @@ void add_launches(Bench& bench) {
   std::int64_t bytes = 0;
   for (const LayerCacheSchema& layer : cache.schema().layers) {
     inputs.push_back(cache.next_inputs(layer.spec.layer, kBatch));
-    bytes += kBatch * cli::append_bytes(layer, kLength, 1);
+    bytes += kBatch * checks::append_bytes(layer, kLength, 1);
   }
   const auto append_all = [&] {
     for (std::size_t i = 0; i < inputs.size(); ++i)
@@ -58,7 +57,7 @@ void add_host(Bench& bench) {
   options.max_step_tokens = 2 * kBatch;
   GpuCache cache(bench, model_preset("v4-flash"), options);
   cache.admit(kBatch);
-  // Lengths spread over a block, so that every step some requests begin one.
+  // Lengths are spread over a block, so that some requests begin a block in every step.
   const std::vector<std::int32_t> ids(kBatch, 7);
   KVCacheManager& manager = cache.manager();
   for (int i = 0; i < kBatch; ++i) {

@@ -1,12 +1,12 @@
-// The whole cache path of a V4-Flash decode step, as one graph: in each of the 43 layers append, index_topk where there
-// are index keys, attend. Above 16 requests some share their context's blocks, as forks do: 64 contexts of a million
-// tokens do not fit one GPU.
+// The whole cache path of a V4-Flash decode step as one graph: append, index_topk (layers with index keys) and attend
+// in each of the 43 layers. Above 16 requests some share the blocks of their contexts, as forks do: 64 contexts of a
+// million tokens do not fit into one GPU.
 #include <fmt/format.h>
 
 #include <algorithm>
 
 #include "backend/backend.h"
-#include "bench_bytes.h"
+#include "checks/touched_bytes.h"
 #include "gpu_cache.h"
 
 namespace kv4::bench {
@@ -36,7 +36,7 @@ TensorView as_heads(const TensorView& t, std::int64_t heads, std::int64_t width)
   return {t.data, t.dtype, {t.shape[0], heads, width}};
 }
 
-/// What one layer is given, and where its results go.
+/// Inputs and outputs of one layer.
 class LayerWork {
  public:
   LayerWork(Bench& bench, GpuCache& cache, const LayerCacheSchema& layer, int batch)
@@ -72,11 +72,11 @@ class LayerWork {
   TensorView result_;
 };
 
-/// Of one request in one layer: what append touches, the keys, the rows attended to, queries and results.
+/// Bytes of one request in one layer: append, index keys, attended rows, queries and results.
 std::int64_t layer_bytes(const CacheSchema& schema, const LayerCacheSchema& layer, std::int64_t context) {
   const ModelConfig& config = schema.config;
   std::int64_t rows = config.window;
-  std::int64_t bytes = cli::append_bytes(layer, context, 1);
+  std::int64_t bytes = checks::append_bytes(layer, context, 1);
   if (layer.pages.size() > 1) {
     const std::int64_t keys = (context + 1) / layer.pages[1].kind.ratio;
     bytes += keys * layer.pages[1].row.bytes() + 2 * std::int64_t{config.index_heads} * config.index_dim;

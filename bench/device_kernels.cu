@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kWarps = kThreads / 32;
 
-// Bound by bytes: a warp reads one page, all its loads at once.
+// Bound by bytes: a warp reads one page, with all its loads in flight at once.
 __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ ScanParams p) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const std::int64_t page = std::int64_t{blockIdx.x} * kWarps + warp;

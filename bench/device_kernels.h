@@ -1,4 +1,4 @@
-// Kernels of the benchmark itself: what inputs are made of, what operations are compared with.
+// Kernels of the benchmark itself: they fill inputs, and serve as references for operations.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,13 +7,13 @@
 
 namespace kv4::bench {
 
-/// Normal numbers, mean 0, deviation 1, a function of `seed` and the index.
+/// Normally distributed numbers, mean 0, deviation 1, a function of `seed` and the index.
 cudaError_t fill_normal_f32(float* out, std::int64_t count, std::uint64_t seed, cudaStream_t stream);
 cudaError_t fill_normal_bf16(std::uint16_t* out, std::int64_t count, std::uint64_t seed, cudaStream_t stream);
 /// Whole numbers in [0, below).
 cudaError_t fill_indices(std::int32_t* out, std::int64_t count, std::int32_t below, std::uint64_t seed,
                          cudaStream_t stream);
-/// `bytes` of every row, `stride` apart.
+/// Fills `bytes` of every row; rows are `stride` apart.
 struct ByteRows {
   std::uint8_t* data;
   std::int64_t rows, stride, bytes;
@@ -23,14 +23,14 @@ cudaError_t fill_bytes(const ByteRows& out, int low, int below, std::uint64_t se
 
 cudaError_t do_nothing(cudaStream_t stream);
 
-/// 16 bytes at a time; `bytes` a multiple of 16.
+/// Copies 16 bytes at a time; `bytes` is a multiple of 16.
 cudaError_t copy_plain(void* to, const void* from, std::int64_t bytes, cudaStream_t stream);
 
-/// How many of `count` bf16 numbers are not finite is added to *found.
+/// Adds to *found how many of `count` bf16 numbers are not finite.
 cudaError_t count_bad_bf16(const std::uint16_t* values, std::int64_t count, std::int32_t* found, cudaStream_t stream);
 
-/// Reads the first pages of every item through the block table: what a scorer of index keys must read, and nothing
-/// else.
+/// Reads the first pages of every item through the block table: exactly the bytes that a scorer of index keys must
+/// read.
 struct ScanParams {
   const std::uint8_t* keys;    // page b at keys + b * block_stride, key_bytes long
   const std::uint8_t* scales;  // likewise, scale_bytes long
@@ -41,7 +41,7 @@ struct ScanParams {
   std::int32_t blocks_per_request;
   std::int32_t items;
   std::int32_t pages;   // of each item
-  std::uint32_t* sink;  // written if the exclusive or of everything is one improbable value
+  std::uint32_t* sink;  // written if the exclusive or of all bytes is one improbable value
 };
 cudaError_t scan_pages(const ScanParams& params, cudaStream_t stream);
 

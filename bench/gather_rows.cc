@@ -1,11 +1,11 @@
-// Gathers into dense bf16 tensors and a plain scan of index keys, over all of V4-Flash with long contexts. A graph goes
-// through the layers; outputs take turns in a buffer larger than L2, but for the row that says otherwise.
+// Gathers into dense bf16 tensors, and a plain scan of index keys, over all of V4-Flash with long contexts. A graph
+// runs through the layers; outputs rotate through a buffer larger than L2, unless the row says otherwise.
 #include <fmt/format.h>
 
 #include <algorithm>
 
 #include "backend/backend.h"
-#include "bench_bytes.h"
+#include "checks/touched_bytes.h"
 #include "device_kernels.h"
 #include "gpu_cache.h"
 
@@ -15,9 +15,9 @@ namespace {
 constexpr double kShare = 0.8;
 constexpr int kRequests = 16, kTokensEach = 4;  // a step of 64 tokens
 constexpr int kStepTokens = 32768;
-constexpr int kRounds = 4;  // through the layers, so that the graph's own start does not count
+constexpr int kPasses = 4;  // through the layers, so that the start of the graph is negligible
 
-/// Where results go: slices take turns.
+/// Output buffer; its slices are used in rotation.
 class OutputPool {
  public:
   explicit OutputPool(Bench& bench) : bench_(bench), memory_(bench.backend, kBytes), found_(bench.backend, 256) {}
@@ -29,12 +29,12 @@ class OutputPool {
     next_ += (bytes + 255) / 256 * 256;
     return out;
   }
-  /// [count] numbers beside the rows.
+  /// [count] numbers besides the rows.
   TensorView lens(std::int64_t count) {
     return TensorView(reinterpret_cast<const std::int32_t*>(take(DType::i32, 1, 1, count).data), {count});
   }
 
-  /// Runs `gather` into a poisoned bf16 tensor; empty if every number of it is finite afterwards.
+  /// Runs `gather` into a poisoned bf16 tensor; returns an empty string if every number is finite afterwards.
   template <class Gather>
   std::string check(std::int64_t items, std::int64_t rows, std::int64_t width, Gather&& gather) {
     const TensorView out = take(DType::bf16, items, rows, width);
@@ -45,7 +45,7 @@ class OutputPool {
     auto* found = reinterpret_cast<std::int32_t*>(found_.data());
     bench::check(count_bad_bf16(static_cast<const std::uint16_t*>(out.data), count, found, bench_.timer.stream()),
                  "count_bad_bf16");
-    cli::HostCopy host(bench_.backend);
+    checks::HostCopy host(bench_.backend);
     const std::int32_t bad = host.array(found, 1)[0];
     return bad == 0 ? "" : fmt::format("{} of {} numbers were not written or are not finite", bad, count);
   }
@@ -62,7 +62,7 @@ struct GatherCase {
   std::string name;
   std::vector<int> layers;
   std::int64_t items = 0, rows = 0, width = 0;
-  std::int64_t bytes = 0;  // of one
+  std::int64_t bytes = 0;  // of one gather
   std::function<void(LayerCacheHandle&, const TensorView&)> gather;
   bool one_output = false;  // every launch writes the same tensor, as an engine does, and L2 keeps a part of it
 };
@@ -77,13 +77,13 @@ void add_case(Bench& bench, GpuCache& cache, OutputPool& outputs, const GatherCa
   const auto take = [&] { return outputs.take(DType::bf16, c.items, c.rows, c.width); };
   const TensorView one = take();
   row.us = bench.timer.replay_us([&] {
-    for (int round = 0; round < kRounds; ++round)
+    for (int pass = 0; pass < kPasses; ++pass)
       for (const int layer : c.layers) {
         LayerCacheHandle handle = cache.manager().acquire(layer);
         c.gather(handle, c.one_output ? one : take());
       }
   });
-  row.us /= static_cast<double>(kRounds * c.layers.size());
+  row.us /= static_cast<double>(kPasses * c.layers.size());
   row.bytes = c.bytes;
   row.floor_us = bench.copy_us(c.bytes);
   row.aim = {Aim::Kind::least_share, kShare};
@@ -106,7 +106,7 @@ void add_chosen(Bench& bench, GpuCache& cache, OutputPool& outputs, const std::s
                tokens,
                topk,
                page.row.width,
-               cli::gather_bytes(page.row, tokens * topk, 2) + 4 * tokens * topk,
+               checks::gather_bytes(page.row, tokens * topk, 2) + 4 * tokens * topk,
                [&](LayerCacheHandle& handle, const TensorView& out) {
                  const std::int64_t at = turn++ % static_cast<std::int64_t>(layers.size()) * tokens * topk;
                  handle.gather_compressed_kv(TensorView(first + at, {tokens, topk}), out);
@@ -126,7 +126,7 @@ void add_all(Bench& bench, GpuCache& cache, OutputPool& outputs, LayerKind kind,
   add_case(
       bench, cache, outputs,
       {fmt::format("gather all {} entries, {} x {}{}", kind == LayerKind::csa ? "CSA" : "HCA", items, rows, suffix),
-       layers, items, rows, page.row.width, cli::gather_bytes(page.row, items * rows, 2),
+       layers, items, rows, page.row.width, checks::gather_bytes(page.row, items * rows, 2),
        [&](LayerCacheHandle& handle, const TensorView& out) {
          handle.gather_all_compressed_kv(out, outputs.lens(items));
        }});
@@ -140,13 +140,13 @@ void add_keys(Bench& bench, GpuCache& cache, OutputPool& outputs, int items, con
   const std::int64_t rows = (cache.manager().length(cache.requests()[0]) + 1) / page.kind.ratio;
   add_case(bench, cache, outputs,
            {fmt::format("gather all index keys, {} x {}{}", items, rows, suffix), layers, items, rows, page.row.width,
-            cli::gather_bytes(page.row, items * rows, 2), [&](LayerCacheHandle& handle, const TensorView& out) {
+            checks::gather_bytes(page.row, items * rows, 2), [&](LayerCacheHandle& handle, const TensorView& out) {
               handle.gather_all_index_keys(out, outputs.lens(items));
             }});
   cache.manager().abort(step);
 }
 
-// Reads only: its floor is half a copy's worth of traffic at the same speed, as for everything else.
+// Reads only: its floor is the bytes read at the copy speed, as for every other row.
 void add_scan(Bench& bench, GpuCache& cache, OutputPool& outputs, int items, const std::string& suffix) {
   const std::vector<int> layers = cache.layers(LayerKind::csa);
   const PageSchema& page = cache.schema().layer(layers[0]).pages[1];
@@ -156,7 +156,7 @@ void add_scan(Bench& bench, GpuCache& cache, OutputPool& outputs, int items, con
   Row row;
   row.name = fmt::format("scan of index keys, {} x {}{}", items, pages * page.rows_per_block, suffix);
   row.us = bench.timer.replay_us([&] {
-    for (std::size_t i = 0; i < kRounds * layers.size(); ++i) {
+    for (std::size_t i = 0; i < kPasses * layers.size(); ++i) {
       const int layer = layers[i % layers.size()];
       const IndexerView view = cache.manager().acquire(layer).read_indexer_view();
       ScanParams params{};
@@ -175,7 +175,7 @@ void add_scan(Bench& bench, GpuCache& cache, OutputPool& outputs, int items, con
       check(scan_pages(params, bench.timer.stream()), "scan_pages");
     }
   });
-  row.us /= static_cast<double>(kRounds * layers.size());
+  row.us /= static_cast<double>(kPasses * layers.size());
   row.bytes = items * pages * page.rows_per_block * page.row.bytes();
   row.floor_us = bench.copy_us(row.bytes);
   row.note = "our own kernel: what the arrangement costs a scorer";
@@ -221,7 +221,7 @@ void add_windows(Bench& bench, OutputPool& outputs) {
     cache.manager().acquire(layer.spec.layer).append(cache.next_inputs(layer.spec.layer, kWindows));
   add_case(bench, cache, outputs,
            {fmt::format("gather window x {}", kWindows), cache.layers(LayerKind::csa), kWindows, rows, row.width,
-            cli::gather_bytes(row, kWindows * rows, 2), [&](LayerCacheHandle& handle, const TensorView& out) {
+            checks::gather_bytes(row, kWindows * rows, 2), [&](LayerCacheHandle& handle, const TensorView& out) {
               handle.gather_swa_kv(out, outputs.lens(kWindows), outputs.lens(kWindows));
             }});
   cache.manager().abort(step);

@@ -1,5 +1,5 @@
-// kv4_gpu_bench: what the operations of the CUDA backend cost, each beside the time its bytes take at the copy speed
-// measured in the same run. Everything but whole calls is timed inside CUDA graphs, on random data, cold in L2.
+// kv4_gpu_bench: the time of each operation of the CUDA backend, beside the time that its bytes take at the copy speed
+// measured in the same run. All operations but whole calls are timed inside CUDA graphs, on random data, cold in L2.
 #include "gpu_bench.h"
 
 #include <fmt/format.h>
@@ -10,10 +10,10 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "checks/table.h"
 #include "device_kernels.h"
 #include "kv4/error.h"
 #include "kv4/version.h"
-#include "table.h"
 
 namespace kv4::bench {
 namespace {
@@ -81,7 +81,7 @@ std::string time_text(const Row& row) {
 }
 
 void print_table(const Bench& bench, const std::string& title) {
-  cli::Table table("lrrrrll", {title, "us", "MB", "floor us", "ratio", "aim", ""});
+  checks::Table table("lrrrrll", {title, "us", "MB", "floor us", "ratio", "aim", ""});
   for (const Row& row : bench.rows) {
     table.row({row.name, time_text(row),
                row.bytes > 0 ? fmt::format("{:.3g}", static_cast<double>(row.bytes) * 1e-6) : "",
@@ -149,7 +149,7 @@ int run(const Flags& flags) {
     if (!named && (group.if_named || !flags.only.empty())) continue;
     try {
       group.add(bench);
-    } catch (const std::exception& e) {  // what was measured so far is still printed
+    } catch (const std::exception& e) {  // the results so far are still printed
       Row row;
       row.name = std::string("group ") + group.name;
       row.failure = e.what();
@@ -248,9 +248,9 @@ int main(int argc, char** argv) {
   app.add_flag("--json", flags.json, "JSON instead of the table");
   app.add_option("--json-file", flags.json_file, "JSON as well, into this file");
   app.footer(
-      "Rows as they come go to standard error, the table comes last. Exit codes: 0 measured (aims missed or not), 1 a "
-      "check failed,\n"
-      "2 bad usage or no GPU. The environment's KV4_COMMIT is printed with the results.");
+      "Rows are printed to standard error as they are measured, the table at the end. Exit codes: 0 measured (aims "
+      "missed or not), 1 a check failed,\n"
+      "2 bad usage or no GPU. KV4_COMMIT of the environment is printed with the results.");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {

@@ -1,4 +1,4 @@
-// What the groups of rows share: the device, what was measured of it first, and the results.
+// Shared by the groups of rows: the device, its measured speed, and the results.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +6,13 @@
 #include <string>
 #include <vector>
 
-#include "device_memory.h"
+#include "checks/device_tensors.h"
 #include "graph_timer.h"
 #include "kv4/backend.h"
 
 namespace kv4::bench {
 
-/// What a row is held against.
+/// The goal of a row.
 struct Aim {
   enum class Kind : std::uint8_t { none, most_us, most_ratio, least_share, most_count };
   Kind kind = Kind::none;
@@ -29,14 +29,14 @@ struct Row {
   Aim aim = {};
   std::string note = {};
   std::string failure = {};  // of a check
-  double count = 0;          // most_count: what was counted
+  double count = 0;          // of Aim::most_count
 
   double ratio() const { return floor_us > 0 ? us / floor_us : 0; }
   bool met() const;
   bool ok() const { return failure.empty(); }
 };
 
-/// Random numbers on the device, larger together than L2; slices take turns.
+/// Random numbers on the device, more bytes than L2 holds; slices are used in rotation.
 class InputPool {
  public:
   InputPool(std::shared_ptr<Backend> backend, cudaStream_t stream);
@@ -56,7 +56,7 @@ class InputPool {
 struct Bench {
   Bench(int device, bool quick);
 
-  /// Adds the row with its floor and prints it to standard error, so that a run that dies has told something.
+  /// Adds the row with its floor, and prints it to standard error, so that an aborted run has printed its results.
   void add(Row row);
   double floor_us(std::int64_t bytes) const;
   /// Bytes at the copy speed, without the launch.
@@ -75,7 +75,7 @@ void add_append_rows(Bench& bench);
 void add_prefill_rows(Bench& bench);
 void add_gather_rows(Bench& bench);
 void add_attend_rows(Bench& bench);
-/// attend divided in every way that may be the fastest, at few tokens.
+/// attend with every number of KV splits that may be the fastest, for few tokens.
 void add_attend_split_rows(Bench& bench);
 /// The same for a prefill.
 void add_attend_prefill_split_rows(Bench& bench);

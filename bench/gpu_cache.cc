@@ -35,8 +35,8 @@ GpuCache::GpuCache(Bench& bench, const ModelConfig& config, const CacheOptions& 
       manager_(std::make_unique<KVCacheManager>(config, options, bench.backend)),
       token_ids_(static_cast<std::size_t>(options.max_step_tokens), 7),
       mark_bytes_(mark_bytes(*manager_, manager_->state_pool().num_slots())),
-      frontiers_(bench.backend, mark_bytes_),
-      displaced_(bench.backend, mark_bytes_) {
+      fold_watermarks_(bench.backend, mark_bytes_),
+      undo_rows_(bench.backend, mark_bytes_) {
   for (const LayerCacheSchema& layer : schema().layers) {
     LayerWeights weights;
     weights.raw_norm_weight = bench_.inputs.f32(layer.window.row.width);
@@ -110,14 +110,15 @@ AppendInputs GpuCache::next_inputs(int layer, std::int64_t tokens, bool projecti
 
 void GpuCache::keep_marks() {
   StateCachePool& pool = manager_->state_pool();
-  bench_.backend->copy(frontiers_.data(), reinterpret_cast<const std::byte*>(pool.frontiers()), mark_bytes_);
-  bench_.backend->copy(displaced_.data(), reinterpret_cast<const std::byte*>(pool.displaced_positions()), mark_bytes_);
+  bench_.backend->copy(fold_watermarks_.data(), reinterpret_cast<const std::byte*>(pool.fold_watermarks()),
+                       mark_bytes_);
+  bench_.backend->copy(undo_rows_.data(), reinterpret_cast<const std::byte*>(pool.undo_positions()), mark_bytes_);
 }
 
 void GpuCache::restore_marks() {
   StateCachePool& pool = manager_->state_pool();
-  bench_.backend->copy(reinterpret_cast<std::byte*>(pool.frontiers()), frontiers_.data(), mark_bytes_);
-  bench_.backend->copy(reinterpret_cast<std::byte*>(pool.displaced_positions()), displaced_.data(), mark_bytes_);
+  bench_.backend->copy(reinterpret_cast<std::byte*>(pool.fold_watermarks()), fold_watermarks_.data(), mark_bytes_);
+  bench_.backend->copy(reinterpret_cast<std::byte*>(pool.undo_positions()), undo_rows_.data(), mark_bytes_);
 }
 
 }  // namespace kv4::bench

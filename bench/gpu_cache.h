@@ -10,7 +10,7 @@
 
 namespace kv4::bench {
 
-/// V4-Flash's widths, `layers` layers of one kind: as many as it takes to be cold.
+/// V4-Flash's widths, `layers` layers of one kind: enough layers that their data is not in L2.
 ModelConfig layers_of(LayerKind kind, int layers);
 
 class GpuCache {
@@ -23,16 +23,17 @@ class GpuCache {
   std::vector<int> layers(LayerKind kind) const;
 
   void admit(int count);
-  /// Until there are `count` requests: forks of those there are, in turn.
+  /// Adds forks of the existing requests, in turn, until there are `count` requests.
   void fork(int count);
-  /// All requests by `tokens` each, through every layer, in steps as large as the cache takes; `append` false: lengths
-  /// only.
+  /// Advances all requests by `tokens` each, through every layer, in steps as large as the cache allows; `append`
+  /// false: lengths only.
   void extend(std::int64_t tokens, bool append = true);
   /// Opens a step of `count` tokens for each of the first `requests` requests.
   Step prepare(int requests, int count);
   /// The next inputs for a layer of the open step.
   AppendInputs next_inputs(int layer, std::int64_t tokens, bool projection = false);
-  /// Frontiers and displaced positions as they were when the open step was prepared: the next append is a first one.
+  /// Restores fold watermarks and undo positions from when the open step was prepared: the next append runs as the
+  /// first.
   void restore_marks();
 
  private:
@@ -43,7 +44,7 @@ class GpuCache {
   std::vector<RequestId> requests_;
   std::vector<std::int32_t> token_ids_;
   std::int64_t mark_bytes_ = 0;
-  DeviceMemory frontiers_, displaced_;
+  DeviceMemory fold_watermarks_, undo_rows_;
 };
 
 }  // namespace kv4::bench

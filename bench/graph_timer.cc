@@ -10,8 +10,8 @@ namespace kv4::bench {
 namespace {
 
 constexpr int kWarmUps = 2;
-/// A GPU that has had little to do takes some tens of milliseconds of load until it runs at its speed: a prefill
-/// measured right after decodes took 5 % longer.
+/// A GPU with little load takes some tens of milliseconds under load to reach its full clock: a prefill measured right
+/// after decodes took 5 % longer.
 constexpr double kWarmUpUs = 50e3;
 
 double median(std::vector<double> values) {

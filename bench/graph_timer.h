@@ -8,12 +8,12 @@
 
 namespace kv4::bench {
 
-/// Throws std::runtime_error naming what failed.
+/// Throws std::runtime_error that names the failed call.
 void check(cudaError_t status, const char* what);
 
 class GraphTimer {
  public:
-  /// Owns its stream; everything measured is queued there.
+  /// Owns its stream; all measured work is queued there.
   GraphTimer(int device, int repeats);
   ~GraphTimer();
   GraphTimer(const GraphTimer&) = delete;
@@ -21,12 +21,12 @@ class GraphTimer {
 
   cudaStream_t stream() const { return stream_; }
 
-  /// Microseconds of one replay of what `record` queues: the median. `before` is queued ahead of each replay and not
-  /// counted.
+  /// Median microseconds of one replay of the work that `record` queues. `before` is queued ahead of each replay and
+  /// not measured.
   double replay_us(const std::function<void()>& record, const std::function<void()>& before = {});
-  /// Microseconds of what `work` queues, without a graph: for calls that cannot be captured.
+  /// Microseconds of the work that `work` queues, without a graph: for calls that cannot be captured.
   double queue_us(const std::function<void()>& work);
-  /// Nodes of a graph of it.
+  /// Number of nodes of a graph of that work.
   std::size_t count_nodes(const std::function<void()>& record);
 
  private:

@@ -1,6 +1,6 @@
 // Index scores and top-k over hand-made pools of keys, as an engine with its own pools calls them (kv4/cuda.h). A graph
-// goes through sets of requests whose keys together are larger than L2. Beside the figures stand those of the best
-// public kernels (DeepGEMM's paged FP8 scorer, SGLang's top-k) as measured on an H200.
+// goes through sets of requests whose keys together are larger than L2. The targets are the times of the best public
+// kernels (DeepGEMM's paged FP8 scorer, SGLang's top-k), measured on an H200.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -179,12 +179,12 @@ void add_row(Bench& bench, const std::string& name, std::int64_t bytes, double a
 }
 
 void add_scores(Bench& bench, IndexSets& sets, const std::string& name, double anchor,
-                ScoreSums sums = ScoreSums::defined, bool encoded = false) {
-  const std::string what = fmt::format("{}index scores{}, {}", sums == ScoreSums::near ? "near " : "",
+                ScoreMode mode = ScoreMode::exact, bool encoded = false) {
+  const std::string what = fmt::format("{}index scores{}, {}", mode == ScoreMode::fast ? "fast " : "",
                                        encoded ? " of encoded queries" : "", name);
   add_row(bench, what, sets.bytes(), anchor, sets.launches(), [&] {
     ops::IndexParams p = sets.next(encoded);
-    p.sums = sums;
+    p.mode = mode;
     sets.keep_scores(p);
     check(cuda::index_scores(p, bench.timer.stream()), "index_scores");
   });
@@ -240,11 +240,11 @@ void add_index_rows(Bench& bench) {
         IndexSets sets(bench, {format, a.keys, kBatches[b]});
         const bool fp8 = format == Format::fp8;
         const std::string name = fmt::format("{}{} keys, b = {}", fp8 ? "fp8, " : "", a.keys, kBatches[b]);
-        // Defined scores of fp8 keys come from the plain scorer, which would take a second here.
+        // Exact scores of fp8 keys come from the generic scorer, which would take a second here.
         if (!fp8 || (a.keys <= 32768 && b < 3)) add_scores(bench, sets, name, a.us[b]);
-        if (fp8) add_scores(bench, sets, name, a.us[b], ScoreSums::near);
-        // As the anchor has them.
-        add_scores(bench, sets, name, a.us[b], fp8 ? ScoreSums::near : ScoreSums::defined, true);
+        if (fp8) add_scores(bench, sets, name, a.us[b], ScoreMode::fast);
+        // The anchors have encoded queries.
+        add_scores(bench, sets, name, a.us[b], fp8 ? ScoreMode::fast : ScoreMode::exact, true);
         add_both(bench, sets, name, a.us[b] + find_anchor(kTopkAnchors, a.keys, b));
       }
   const std::pair<IndexCase, const char*> several[] = {

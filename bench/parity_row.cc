@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "checks/inputs.h"
 #include "gpu_bench.h"
-#include "inputs.h"
 #include "kv4/kv_cache_manager.h"
 
 namespace kv4::bench {
@@ -16,14 +16,14 @@ struct Exported {
 };
 
 Exported play(const ModelConfig& config, const std::shared_ptr<Backend>& backend) {
-  const cli::InputGenerator generator(3);
+  const checks::InputGenerator generator(3);
   CacheOptions options;
   options.max_requests = options.spare_slots = 2;
   options.max_context = 512;
   options.max_step_tokens = 256;
-  cli::DeviceTensors bound(backend), tensors(backend);
+  checks::DeviceTensors bound(backend), tensors(backend);
   KVCacheManager manager(config, options, backend);
-  const cli::SeededWeights weights(manager.schema(), generator);
+  const checks::SeededWeights weights(manager.schema(), generator);
   weights.bind(manager, bound);
   const RequestId requests[] = {manager.admit().value(), manager.admit().value()};
   std::int64_t lengths[] = {0, 0};
@@ -32,7 +32,7 @@ Exported play(const ModelConfig& config, const std::shared_ptr<Backend>& backend
   };
   for (const Chunk& chunk : {Chunk{{150, 100}}, Chunk{{1, 27}}, Chunk{{103, 1}}, Chunk{{1, 1}}, Chunk{{1, 1}},
                              Chunk{{1, 1}}, Chunk{{1, 1}}}) {
-    std::vector<cli::TokenRef> tokens;
+    std::vector<checks::TokenRef> tokens;
     std::vector<std::int32_t> ids(256, 7);
     std::vector<StepItem> items;
     for (std::size_t r = 0; r < 2; ++r) {
@@ -43,7 +43,7 @@ Exported play(const ModelConfig& config, const std::shared_ptr<Backend>& backend
     }
     const Step step = manager.prepare_forward(items).value();
     for (const LayerCacheSchema& layer : manager.schema().layers) {
-      cli::LayerInputs inputs(layer, step.num_tokens);
+      checks::LayerInputs inputs(layer, step.num_tokens);
       inputs.fill(generator, layer.spec.layer, tokens);
       manager.acquire(layer.spec.layer).append(tensors.in(inputs.view(step.num_tokens)));
     }

@@ -1,4 +1,4 @@
-// Images and blocks of all of V4-Flash: the packing on the device by itself, and whole calls by the host's clock.
+// Images and blocks of all of V4-Flash: packing on the device alone, and whole calls timed by the host.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr double kShare = 0.9;
 constexpr std::int64_t kLength = 512;
-constexpr std::size_t kUploadBytes = std::size_t{64} << 10;   // kPieceListBytes of cuda_backend.cc
+constexpr std::size_t kUploadBytes = std::size_t{64} << 10;   // kPieceListBytes of runtime/cuda_backend.cc
 constexpr std::int64_t kPieceBytes = std::int64_t{16} << 10;  // likewise
 
 double since_us(std::chrono::steady_clock::time_point start) {
@@ -36,11 +36,11 @@ std::vector<ops::LayerDesc> describe_all(GpuCache& cache) {
   for (std::size_t i = 0; i < cache.schema().layers.size(); ++i)
     out.push_back(ops::describe_layer(
         cache.schema(), static_cast<int>(i),
-        {nullptr, pool.base(), pool.frontiers(), pool.displaced(), pool.displaced_positions(), nullptr}));
+        {nullptr, pool.base(), pool.fold_watermarks(), pool.undo_rows(), pool.undo_positions(), nullptr}));
   return out;
 }
 
-/// A list of pieces as the backend would launch it: a short one on the host, a long one cut, on the device.
+/// A list of pieces as the backend launches it: a short list on the host, a long list cut and on the device.
 struct PieceList {
   std::vector<ops::CopyPiece> few;
   const ops::CopyPiece* many = nullptr;
@@ -48,7 +48,7 @@ struct PieceList {
   std::int64_t bytes = 0;
 };
 
-PieceList upload(cli::DeviceTensors& tensors, std::vector<ops::CopyPiece> pieces) {
+PieceList upload(checks::DeviceTensors& tensors, std::vector<ops::CopyPiece> pieces) {
   PieceList out;
   for (const ops::CopyPiece& piece : pieces) out.bytes += piece.bytes;
   if (pieces.size() <= cuda::kMostFewPieces) {
@@ -62,7 +62,7 @@ PieceList upload(cli::DeviceTensors& tensors, std::vector<ops::CopyPiece> pieces
   return out;
 }
 
-// Lists one after another in a graph; microseconds of one.
+// Lists one after another in a graph; returns microseconds per list.
 double copy_lists_us(Bench& bench, const std::vector<PieceList>& lists) {
   return bench.timer.replay_us([&] {
     for (const PieceList& list : lists)
@@ -72,7 +72,7 @@ double copy_lists_us(Bench& bench, const std::vector<PieceList>& lists) {
   }) / static_cast<double>(lists.size());
 }
 
-// As many plain copies of `bytes` each, from one half of a buffer to the other.
+// The same number of plain copies of `bytes` each, from one half of a buffer to the other.
 double plain_us(Bench& bench, std::int64_t bytes, int count) {
   const std::int64_t stride = (bytes + 255) / 256 * 256;
   const DeviceMemory memory(bench.backend, 2 * stride * count);
@@ -103,7 +103,7 @@ void add_images(Bench& bench, GpuCache& cache) {
   const std::vector<std::int64_t> lengths{kLength};
   const ImageLayout layout = image_layout(cache.schema(), lengths);
   const DeviceMemory images(bench.backend, layout.bytes * count);
-  cli::DeviceTensors lists(bench.backend);
+  checks::DeviceTensors lists(bench.backend);
   std::vector<PieceList> out, in;
   std::size_t pieces_out = 0, pieces_in = 0;
   for (std::int32_t slot = 0; slot < count; ++slot) {
@@ -191,7 +191,7 @@ void add_blocks(Bench& bench, Arrangement arrangement) {
   PagedKVPool pool(schema, bench.backend);
   check(fill_normal_f32(reinterpret_cast<float*>(pool.base()), pool.memory_bytes() / 4, 5, bench.timer.stream()),
         "fill_normal");
-  cli::DeviceTensors lists(bench.backend);
+  checks::DeviceTensors lists(bench.backend);
   std::vector<PieceList> each;
   std::vector<ops::CopyPiece> all;
   for (BlockId block = 0; block < count; ++block) {
@@ -213,7 +213,7 @@ void add_blocks(Bench& bench, Arrangement arrangement) {
   const char* name = arrangement == Arrangement::block_major ? "block-major" : "layer-major";
   add_copies(bench, fmt::format("copy a block, {}, one launch each", name), copy_lists_us(bench, each),
              2 * schema.block_bytes, same_size_us);
-  // A launch takes a list that fits the backend's upload buffer; several, so that L2 does not hold them.
+  // Each launch takes a list that fits the backend's upload buffer; several lists, so that L2 does not hold them.
   const std::size_t most = std::min(all.size() / 2, kUploadBytes / sizeof(ops::CopyPiece));
   std::vector<PieceList> parts;
   for (std::size_t first = 0; first + most <= all.size(); first += most)

@@ -1,23 +1,28 @@
-#include <benchmark/benchmark.h>
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <regex>
 
-#include "bench_cases.h"
-#include "bench_copy.h"
+#include "bench/case_runner.h"
+#include "bench/cases.h"
 #include "cache_flags.h"
+#include "checks/copy_baseline.h"
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "commands.h"
 #include "interrupts.h"
 #include "kv4/error.h"
 #include "option_values.h"
 #include "output.h"
-#include "sizes.h"
-#include "table.h"
 
 namespace kv4::cli {
+
+using namespace bench;
+using namespace checks;
+
 namespace {
 
 struct BenchFlags {
@@ -27,107 +32,6 @@ struct BenchFlags {
   std::string threads = "1";
   bool json = false, list = false, rss = false;
 };
-
-struct Result {
-  std::string name, item, error;
-  std::int64_t bytes = 0;
-  double seconds = 0, memcpy_seconds = 0, plain_seconds = 0, items = 1;
-  bool interrupted = false;
-
-  std::optional<double> memcpy_ratio() const {
-    return bytes > 0 && seconds > 0 ? std::optional(memcpy_seconds / seconds) : std::nullopt;
-  }
-};
-
-// How many times as fast as the plain row code.
-std::optional<double> plain_ratio(const Result& r) {
-  return r.plain_seconds > 0 && r.seconds > 0 ? std::optional(r.plain_seconds / r.seconds) : std::nullopt;
-}
-
-double median(std::vector<double>& values) {
-  if (values.empty()) return 0;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
-/// Runs one case under Google Benchmark, which decides how often. It calls with growing iteration counts; what the case
-/// made stays. Times are medians: on a shared machine a mean says more about the neighbours.
-class CaseRunner {
- public:
-  CaseRunner(const Case& c, CopyBaseline& copy) : case_(c), copy_(copy) {}
-
-  void run(benchmark::State& state) {
-    try {
-      if (!operation_) warm_up();
-      measure(state);
-    } catch (const std::exception& e) {
-      result_.error = e.what();
-      state.SkipWithError(result_.error.c_str());
-    }
-  }
-  Result finish() {
-    operation_ = nullptr;
-    result_.name = case_.name;
-    result_.item = case_.item;
-    return result_;
-  }
-
- private:
-  /// The first touch of memory can cost a hundred times the operation, and a case's buffers take turns: all of them
-  /// first.
-  void warm_up() {
-    constexpr int kWarmUps = 40;
-    operation_ = case_.make();
-    for (int i = 0; i < kWarmUps && !interrupted(); ++i) operation_();
-  }
-
-  void measure(benchmark::State& state) {
-    std::vector<double> seconds, copies, plains;
-    Sample sample;
-    for (auto _ : state) {
-      if (interrupted()) {
-        result_.interrupted = true;
-        state.SkipWithError("interrupted");
-        break;
-      }
-      sample = operation_();
-      state.SetIterationTime(sample.seconds);
-      seconds.push_back(sample.seconds);
-      if (sample.plain_seconds > 0) plains.push_back(sample.plain_seconds);
-      if (sample.bytes > 0) copies.push_back(copy_.seconds(sample.bytes));
-    }
-    result_.bytes = sample.bytes;
-    result_.items = static_cast<double>(sample.items);
-    result_.seconds = median(seconds);
-    result_.memcpy_seconds = median(copies);
-    result_.plain_seconds = median(plains);
-  }
-
-  const Case& case_;
-  CopyBaseline& copy_;
-  Operation operation_;
-  Result result_;
-};
-
-/// Google Benchmark's own output is replaced by our table.
-class QuietReporter : public benchmark::BenchmarkReporter {
- public:
-  bool ReportContext(const Context&) override { return true; }
-  void ReportRuns(const std::vector<Run>&) override {}
-};
-
-Result measure_case(const Case& c, CopyBaseline& copy, double min_time) {
-  CaseRunner runner(c, copy);
-  benchmark::ClearRegisteredBenchmarks();
-  benchmark::RegisterBenchmark(c.name.c_str(), [&](benchmark::State& state) { runner.run(state); })
-      ->UseManualTime()
-      ->MinTime(min_time);
-  QuietReporter reporter;
-  benchmark::RunSpecifiedBenchmarks(&reporter, ".");
-  benchmark::ClearRegisteredBenchmarks();
-  return runner.finish();
-}
 
 /// Of whole names and of their parts: "gathre" is near "gather".
 std::string suggest_case(const std::string& filter, const std::vector<Case>& all) {
@@ -143,13 +47,7 @@ std::string suggest_case(const std::string& filter, const std::vector<Case>& all
 }
 
 std::vector<Case> select_cases(const BenchFlags& flags, const BenchSettings& settings) {
-  std::vector<Case> all;
-  add_append_cases(all, settings);
-  add_gather_cases(all, settings);
-  add_read_cases(all, settings);
-  add_snapshot_cases(all, settings);
-  add_context_cases(all, settings);
-  add_control_cases(all, settings);
+  const std::vector<Case> all = all_cases(settings);
   if (flags.filter.empty()) return all;
   std::vector<Case> chosen;
   try {
@@ -167,7 +65,7 @@ std::vector<Case> select_cases(const BenchFlags& flags, const BenchSettings& set
   return chosen;
 }
 
-nlohmann::ordered_json to_json(const Result& result) {
+nlohmann::ordered_json to_json(const CaseResult& result) {
   const auto ratio = result.memcpy_ratio();
   nlohmann::ordered_json out = {{"name", result.name},
                                 {"bytes", result.bytes},
@@ -176,14 +74,14 @@ nlohmann::ordered_json to_json(const Result& result) {
                                 {"item", result.item},
                                 {"items", result.items},
                                 {"seconds_per_item", result.seconds / result.items}};
-  if (const auto plain = plain_ratio(result)) out["plain_ratio"] = *plain;
+  if (const auto plain = result.plain_ratio()) out["plain_ratio"] = *plain;
   if (!result.error.empty()) out["error"] = result.error;
   return out;
 }
 
 constexpr const char* kLine = "{:<44} {:>10} {:>11} {:>11} {:>9}  {}\n";
 
-void print_result(const Result& result) {
+void print_result(const CaseResult& result) {
   if (!result.error.empty()) {
     fmt::print(kLine, result.name, "", "", "", "", "failed: " + result.error);
     return;
@@ -194,7 +92,7 @@ void print_result(const Result& result) {
              result.bytes > 0 ? human_bytes(static_cast<double>(result.bytes) / result.seconds) + "/s" : "-",
              ratio ? fmt::format("{:.2f}", *ratio) : "-",
              fmt::format("{} per {}{}", human_seconds(result.seconds / result.items), result.item,
-                         plain_ratio(result) ? fmt::format(", {:.1f} x the plain code", *plain_ratio(result)) : ""));
+                         result.plain_ratio() ? fmt::format(", {:.1f} x the plain code", *result.plain_ratio()) : ""));
   flush_output();
 }
 
@@ -207,10 +105,35 @@ void list_cases(const std::vector<Case>& cases, bool json) {
     for (const Case& c : cases) fmt::print("{}\n", c.name);
 }
 
+/// Exit code 0: resident memory is within 2 % of the plan, else 1.
+int check_resident_memory(const BenchSettings& settings, bool json) {
+  constexpr double kAllowed = 0.02;
+  const ResidentMemory memory = measure_resident_memory(settings);
+  const double difference = memory.difference();
+  const bool ok = std::abs(difference) <= kAllowed;
+  if (json) {
+    const nlohmann::ordered_json out = {{"ok", ok},
+                                        {"planned_bytes", memory.planned_bytes},
+                                        {"resident_bytes", memory.grown_bytes},
+                                        {"difference", difference}};
+    fmt::print("{}\n", out.dump(2));
+  } else {
+    Table table("lr", {"resident memory", "bytes"});
+    table.row({"planned", group_digits(memory.planned_bytes)});
+    table.row({"grown by", group_digits(memory.grown_bytes)});
+    table.row({"difference", fmt::format("{:+.2f} %", difference * 100)});
+    fmt::print("{}", table.str());
+  }
+  if (!ok)
+    fmt::print(stderr, "failed: resident memory differs from the plan by {:+.2f} %, allowed are 2 %\n",
+               difference * 100);
+  return ok ? 0 : 1;
+}
+
 int run_bench(const BenchFlags& flags) {
   const BenchSettings settings{read_model(flags.model),
                                static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024))};
-  if (flags.rss) return run_rss_check(settings, flags.json);
+  if (flags.rss) return check_resident_memory(settings, flags.json);
   if (!(flags.min_time > 0 && flags.min_time <= 3600)) {
     throw Error(ErrorCode::bad_argument,
                 fmt::format("--min-time {} is outside 0 to 3600 seconds; write for example 0.5", flags.min_time));
@@ -234,7 +157,7 @@ int run_bench(const BenchFlags& flags) {
   bool ok = true;
   for (const Case& c : cases) {
     if (interrupted()) break;
-    const Result result = measure_case(c, copy, flags.min_time);
+    const CaseResult result = measure_case(c, copy, flags.min_time, interrupted);
     if (result.interrupted) break;
     if (flags.json)
       out.push_back(to_json(result));

@@ -5,12 +5,15 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
+#include "checks/sizes.h"
 #include "codec/codec.h"
 #include "kv4/error.h"
 #include "option_values.h"
-#include "sizes.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 constexpr int kMaxCount = 1 << 24;  // build_schema has the real limits; this one keeps the value an int

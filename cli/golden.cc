@@ -7,13 +7,18 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "checks/device_tensors.h"
+#include "checks/golden_checks.h"
+#include "checks/table.h"
 #include "commands.h"
-#include "device_memory.h"
-#include "golden_checks.h"
+#include "device_flag.h"
+#include "interrupts.h"
 #include "kv4/error.h"
-#include "table.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 struct GoldenFlags {
@@ -90,7 +95,7 @@ void add_golden(CLI::App& app, int& exit_code) {
       "  kv4 golden tests/reference/vectors --device cuda");
   command->callback([flags, &exit_code] {
     kv4::cli::catch_interrupts();
-    kv4::cli::GoldenReport report;
+    kv4::checks::GoldenReport report(kv4::cli::stop_if_interrupted);
     try {
       kv4::cli::run_golden(flags->directory, flags->device, report);
     } catch (const kv4::cli::Interrupted&) {  // what was checked is shown

@@ -9,11 +9,14 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 
+#include "checks/sizes.h"
 #include "kv4/error.h"
 #include "plot.h"
-#include "sizes.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 using Color = std::array<std::uint8_t, 3>;

@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "base/check.h"
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "commands.h"
 #include "heat_map.h"
 #include "key_flags.h"
@@ -21,12 +23,13 @@
 #include "page.h"
 #include "printable.h"
 #include "progress.h"
-#include "session_rows.h"
-#include "sizes.h"
+#include "checks/session_rows.h"
 #include "status_reader.h"
-#include "table.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 using nlohmann::json;

@@ -45,7 +45,7 @@ constexpr Thing kThings[] = {
     {"step workspace", "#882255", "#d0659c"},
     {"index workspace", "#ddcc77", "#ddcc77"},
     {"attend workspace", "#cc6677", "#dd7788"},
-    {"displaced rows", "#999933", "#b9b94a"},
+    {"undo rows", "#999933", "#b9b94a"},
     {"tables", "#44aa99", "#44aa99"},
     {"token ids", "#cc79a7", "#cc79a7"},
 };

@@ -9,15 +9,18 @@
 
 #include "base/check.h"
 #include "cache_flags.h"
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "commands.h"
 #include "key_flags.h"
 #include "page.h"
 #include "plan_figures.h"
 #include "plan_page.h"
-#include "sizes.h"
-#include "table.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 struct PlanFlags {

@@ -5,10 +5,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "checks/sizes.h"
 #include "kv4/error.h"
-#include "sizes.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 constexpr std::int64_t kMaxRequests = 1 << 16;

@@ -3,12 +3,15 @@
 #include <fmt/format.h>
 
 #include "cache_flags.h"
+#include "checks/sizes.h"
 #include "page.h"
 #include "palette.h"
 #include "plot.h"
-#include "sizes.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 /// The part of the plan that a row or a part of the state belongs to.

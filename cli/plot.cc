@@ -6,9 +6,12 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "sizes.h"
+#include "checks/sizes.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 using nlohmann::ordered_json;

@@ -7,9 +7,13 @@
 #include <cstdio>
 #include <utility>
 
-#include "table.h"
+#include "checks/table.h"
+#include "interrupts.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 constexpr auto kQuiet = std::chrono::seconds(2);
@@ -24,6 +28,8 @@ Progress::Progress(std::string title, std::int64_t total)
 Progress::~Progress() {
   if (shown_) std::fputs("\r\x1b[K", stderr);
 }
+
+void Progress::before_step() { stop_if_interrupted(); }
 
 void Progress::advance(std::int64_t amount) {
   done_ += amount;

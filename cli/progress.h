@@ -5,16 +5,17 @@
 #include <cstdint>
 #include <string>
 
+#include "checks/work_monitor.h"
+
 namespace kv4::cli {
 
-class Progress {
+class Progress : public checks::WorkMonitor {
  public:
   Progress(std::string title, std::int64_t total);
-  ~Progress();
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
+  ~Progress() override;
 
-  void advance(std::int64_t amount);
+  void before_step() override;  // throws Interrupted after Ctrl-C (interrupts.h)
+  void advance(std::int64_t amount) override;
 
  private:
   using Clock = std::chrono::steady_clock;

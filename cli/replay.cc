@@ -14,8 +14,10 @@
 
 #include "base/check.h"
 #include "cache_flags.h"
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "commands.h"
-#include "device_memory.h"
+#include "device_flag.h"
 #include "interrupts.h"
 #include "key_flags.h"
 #include "option_values.h"
@@ -26,11 +28,12 @@
 #include "replay_data.h"
 #include "replay_report.h"
 #include "replay_watcher.h"
-#include "sizes.h"
-#include "table.h"
 #include "tier/redis_url.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 constexpr std::int64_t kGeneratedRequests = 5000;

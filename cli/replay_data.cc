@@ -10,15 +10,18 @@
 #include <thread>
 
 #include "base/check.h"
-#include "bench_copy.h"
-#include "device_memory.h"
-#include "inputs.h"
+#include "checks/copy_baseline.h"
+#include "checks/device_tensors.h"
+#include "checks/inputs.h"
+#include "checks/run_steps.h"
 #include "interrupts.h"
 #include "kv4/tiered_prefix.h"
-#include "run_steps.h"
 #include "tier/tier_chain.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 constexpr int kRunning = 4;                  // requests at once

@@ -5,13 +5,16 @@
 #include <algorithm>
 #include <cmath>
 
+#include "checks/sizes.h"
 #include "interrupts.h"
 #include "page.h"
 #include "palette.h"
 #include "plot.h"
-#include "sizes.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 constexpr int kCapacities = 6;

@@ -5,13 +5,16 @@
 #include <cstdio>
 #include <thread>
 
+#include "checks/sizes.h"
 #include "interrupts.h"
 #include "metrics.h"
 #include "output.h"
 #include "page.h"
-#include "sizes.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 // Of two looks of a page, and some time for the answer.

@@ -6,17 +6,21 @@
 #include <nlohmann/json.hpp>
 
 #include "cache_flags.h"
+#include "checks/run_checks.h"
+#include "checks/run_scenario.h"
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "commands.h"
-#include "device_memory.h"
+#include "device_flag.h"
 #include "interrupts.h"
 #include "kv4/error.h"
 #include "output.h"
-#include "run_checks.h"
-#include "run_scenario.h"
-#include "sizes.h"
-#include "table.h"
+#include "progress.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 struct RunFlags {
@@ -67,7 +71,7 @@ std::vector<Part> compare_parts(KVCacheManager& manager) {
   const std::int64_t positions = (slots * 4 * static_cast<std::int64_t>(schema.layers.size()) + 63) / 64 * 64;
   std::vector<Part> out{
       {"blocks", plan.blocks * plan.block_bytes, manager.kv_pool().memory_bytes()},
-      {"state slots", slots * (schema.slot_bytes + schema.displaced_bytes) + 2 * positions,
+      {"state slots", slots * (schema.slot_bytes + schema.undo_row_bytes) + 2 * positions,
        manager.state_pool().memory_bytes()},
       {"block allocator", BlockAllocator::memory_bytes(plan.blocks), manager.allocator().memory_bytes()}};
   Part rest{"step workspace, tables, token ids", plan.total_bytes, manager.memory_bytes()};

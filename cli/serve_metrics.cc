@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "checks/sizes.h"
 #include "commands.h"
 #include "interrupts.h"
 #include "live_page.h"
@@ -20,10 +21,12 @@
 #include "page.h"
 #include "plot.h"
 #include "printable.h"
-#include "sizes.h"
 #include "status_reader.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 constexpr int kPeriodMs = 1000;

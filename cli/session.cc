@@ -10,14 +10,17 @@
 #include "base/check.h"
 #include "base/input_file.h"
 #include "cache/session_file.h"
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "commands.h"
 #include "key_flags.h"
 #include "printable.h"
-#include "session_rows.h"
-#include "sizes.h"
-#include "table.h"
+#include "checks/session_rows.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 using nlohmann::json;

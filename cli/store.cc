@@ -6,16 +6,19 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "commands.h"
 #include "key_flags.h"
 #include "kv4/error.h"
-#include "sizes.h"
 #include "store_bench.h"
-#include "table.h"
 #include "tier/disk_store.h"
 #include "tier/store_survey.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 using nlohmann::json;

@@ -23,15 +23,18 @@
 #include <random>
 
 #include "base/check.h"
+#include "checks/sizes.h"
+#include "checks/table.h"
 #include "interrupts.h"
 #include "output.h"
-#include "sizes.h"
-#include "table.h"
 #include "tier/disk_store.h"
 #include "tier/index_checkpoint.h"
 #include "tier/record_guard.h"
 
 namespace kv4::cli {
+
+using namespace checks;
+
 namespace {
 
 using nlohmann::json;

@@ -17,7 +17,7 @@ if(KV4_RACECHECK AND NOT KV4_HAS_CUDA)
 endif()
 if(NOT KV4_HAS_CUDA)
   message(STATUS "CUDA: not built (KV4_CUDA=${KV4_CUDA}, no nvcc)")
-  target_sources(kv4_objects PRIVATE src/backend/cuda/no_cuda.cc)
+  target_sources(kv4_objects PRIVATE src/backend/cuda/runtime/no_cuda.cc)
   return()
 endif()
 
@@ -34,33 +34,38 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 string(REPLACE "-DNDEBUG" "" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
 target_sources(kv4_objects PRIVATE
-  src/backend/cuda/append.cu
-  src/backend/cuda/append_plain.cu
-  src/backend/cuda/attend.cu
-  src/backend/cuda/attend_plain.cu
-  src/backend/cuda/attend_runs.cu
-  src/backend/cuda/attend_small.cu
-  src/backend/cuda/attend_window.cu
-  src/backend/cuda/boundary.cu
-  src/backend/cuda/copy.cu
-  src/backend/cuda/expand.cu
-  src/backend/cuda/gather.cu
-  src/backend/cuda/index.cu
-  src/backend/cuda/index_fp8.cu
-  src/backend/cuda/index_fp8_raw.cu
-  src/backend/cuda/index_mxfp4.cu
-  src/backend/cuda/index_plain.cu
-  src/backend/cuda/topk.cu
-  src/backend/cuda/topk_near.cu
-  src/backend/cuda/cuda_backend.cc
-  src/backend/cuda/cuda_check.cc
-  src/backend/cuda/pinned_memory.cc
-  src/backend/cuda/upload_ring.cc
+  src/backend/cuda/append/dispatch.cu
+  src/backend/cuda/append/generic.cu
+  src/backend/cuda/attend/dispatch.cu
+  src/backend/cuda/attend/generic.cu
+  src/backend/cuda/attend/persistent.cu
+  src/backend/cuda/attend/persistent_window.cu
+  src/backend/cuda/attend/select.cc
+  src/backend/cuda/attend/single_pass_window.cu
+  src/backend/cuda/attend/small_batch.cu
+  src/backend/cuda/attend/split_kv.cu
+  src/backend/cuda/attend/token_pair.cu
+  src/backend/cuda/index/dispatch.cu
+  src/backend/cuda/index/fp8.cu
+  src/backend/cuda/index/fp8_raw.cu
+  src/backend/cuda/index/generic.cu
+  src/backend/cuda/index/mxfp4.cu
+  src/backend/cuda/move/copy.cu
+  src/backend/cuda/move/gather.cu
+  src/backend/cuda/move/snapshot.cu
+  src/backend/cuda/move/step_tables.cu
+  src/backend/cuda/topk/dispatch.cu
+  src/backend/cuda/topk/rescore.cu
+  src/backend/cuda/topk/select.cu
+  src/backend/cuda/runtime/check.cc
+  src/backend/cuda/runtime/cuda_backend.cc
+  src/backend/cuda/runtime/pinned_memory.cc
+  src/backend/cuda/runtime/upload_ring.cc
 )
 set_target_properties(kv4_objects PROPERTIES CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden)
 # The same arithmetic as on the host: nothing is fused that the source does not fuse, denormals are kept.
 target_compile_options(kv4_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
-  -fmad=false --expt-relaxed-constexpr -Xptxas=-v
+  -fmad=false --expt-relaxed-constexpr
   -gencode=arch=compute_80,code=compute_80
   -gencode=arch=compute_90a,code=sm_90a>)
 if(KV4_RACECHECK)  # and where hazards are
@@ -69,10 +74,12 @@ endif()
 target_include_directories(kv4_objects PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 # The kernels that KV4_RACECHECK changes, compiled with it for Hopper alone: that they do compile (./test --all).
 add_library(kv4_racecheck_objects OBJECT EXCLUDE_FROM_ALL
-  src/backend/cuda/attend.cu
-  src/backend/cuda/attend_runs.cu
-  src/backend/cuda/attend_small.cu
-  src/backend/cuda/copy.cu
+  src/backend/cuda/attend/persistent.cu
+  src/backend/cuda/attend/persistent_window.cu
+  src/backend/cuda/attend/small_batch.cu
+  src/backend/cuda/attend/split_kv.cu
+  src/backend/cuda/attend/token_pair.cu
+  src/backend/cuda/move/copy.cu
 )
 set_target_properties(kv4_racecheck_objects PROPERTIES CUDA_ARCHITECTURES OFF)
 target_compile_options(kv4_racecheck_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:

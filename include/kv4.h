@@ -28,6 +28,7 @@
 #if defined(_WIN32)
 #define KV4_C_API __declspec(dllexport)
 #else
+/* Exported by the shared library. */
 #define KV4_C_API __attribute__((visibility("default")))
 #endif
 
@@ -37,9 +38,11 @@ extern "C" {
 
 /* Grows by one when a program built against an older header could misbehave. */
 #define KV4_ABI_VERSION 1
+/* KV4_ABI_VERSION of the library that is linked. */
 KV4_C_API int32_t kv4_abi_version(void);
 KV4_C_API const char* kv4_version(void); /* "0.1.0" */
 
+/* Shortages above 0, errors below: see Status above. */
 typedef enum kv4_status {
   KV4_OK = 0,
   KV4_SHORT_OF_REQUESTS = 1,
@@ -59,19 +62,23 @@ typedef enum kv4_status {
 KV4_C_API const char* kv4_status_name(kv4_status status); /* "KV4_OK", ... */
 KV4_C_API const char* kv4_last_error(void);               /* of this thread; "" where none was */
 
-/* What the library would say if it spoke (kv4/log.h); NULL: silence, as at the start. Called by any thread, one call at
- * a time; it must not call kv4. The texts are valid during the call only. */
+/* The log (kv4/log.h). A sink is called by any thread, one call at a time, and must not call kv4; the texts are valid
+ * during the call only. NULL: silence, as at the start. */
 typedef enum kv4_log_level { KV4_LOG_INFO = 0, KV4_LOG_WARNING = 1, KV4_LOG_ERROR = 2 } kv4_log_level;
+/* One detail of an event. */
 typedef struct kv4_log_field {
   const char* name;
   const char* value;
 } kv4_log_field;
+/* Takes one event; `user` is what kv4_set_log_sink was given. */
 typedef void (*kv4_log_sink)(void* user, kv4_log_level level, const char* event, const char* message,
                              const kv4_log_field* fields, int64_t num_fields);
+/* For all caches of the process, from now on. */
 KV4_C_API kv4_status kv4_set_log_sink(kv4_log_sink sink, void* user);
 
 /* ---- Tensors: DLPack's DLTensor, field by field, so (const kv4_tensor*)&managed->dl_tensor is one. ---- */
 
+/* A tensor of the caller: pointer, element type, shape, strides. */
 typedef struct kv4_tensor {
   void* data;
   int32_t device_type; /* 1 CPU, 2 CUDA, 3 CUDA pinned: must be memory that the cache's backend can reach */
@@ -94,10 +101,13 @@ typedef struct kv4_managed_tensor {
 
 /* ---- Models ---- */
 
+/* What a model demands of its cache. */
 typedef struct kv4_model kv4_model;
 
+/* What a layer keeps: a window; window, entries and index keys; window and entries. */
 typedef enum kv4_layer_kind { KV4_SWA = 0, KV4_CSA = 1, KV4_HCA = 2 } kv4_layer_kind;
 
+/* The numbers of a model: kv4::ModelConfig. */
 typedef struct kv4_model_info {
   size_t size;
   int32_t num_layers;
@@ -114,11 +124,16 @@ typedef struct kv4_model_info {
 } kv4_model_info;
 
 KV4_C_API kv4_status kv4_model_preset(const char* name, kv4_model** out); /* "v4-flash", "v4-pro" */
+/* A Hugging Face config.json as text. */
 KV4_C_API kv4_status kv4_model_parse(const char* json, size_t length, kv4_model** out);
 KV4_C_API kv4_status kv4_model_load(const char* path, kv4_model** out); /* a Hugging Face config.json */
+/* NULL: nothing. Caches made of it live on. */
 KV4_C_API void kv4_model_free(kv4_model* model);
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_model_info_init(kv4_model_info* info);
+/* Into a struct that kv4_model_info_init has set up. */
 KV4_C_API kv4_status kv4_model_get_info(const kv4_model* model, kv4_model_info* info);
+/* KV4_BAD_ARGUMENT for a layer that the model does not have. */
 KV4_C_API kv4_status kv4_model_layer_kind(const kv4_model* model, int32_t layer, kv4_layer_kind* out);
 /* Another model with these layers in their order: a stack of its own, for trials and tests. */
 KV4_C_API kv4_status kv4_model_with_layers(const kv4_model* model, const kv4_layer_kind* kinds, int32_t num_layers,
@@ -126,17 +141,22 @@ KV4_C_API kv4_status kv4_model_with_layers(const kv4_model* model, const kv4_lay
 
 /* ---- Backends ---- */
 
+/* Where a cache lives and computes. Caches keep it alive. */
 typedef struct kv4_backend kv4_backend;
 
+/* threads: how many an operation uses, 1 to 1024. */
 KV4_C_API kv4_status kv4_backend_cpu(int32_t threads, kv4_backend** out);
 /* stream: a cudaStream_t, or NULL for the default stream. */
 KV4_C_API kv4_status kv4_backend_cuda(int32_t device, void* stream, kv4_backend** out);
+/* The caller's hold on it ends; NULL: nothing. */
 KV4_C_API void kv4_backend_free(kv4_backend* backend);
 
 /* ---- Caches ---- */
 
+/* A cache of one model on one backend: kv4::KVCacheManager. */
 typedef struct kv4_cache kv4_cache;
 
+/* kv4::CacheOptions, field by field. */
 typedef struct kv4_cache_options {
   size_t size;
   const char* row_format;   /* "fp8_tile64", "fp8_row", "bf16" */
@@ -170,6 +190,7 @@ typedef struct kv4_cache_options {
   int32_t num_tenants;
 } kv4_cache_options;
 
+/* What a cache allocates, to the byte: kv4::MemoryPlan. */
 typedef struct kv4_memory_plan {
   size_t size;
   int64_t block_bytes;
@@ -180,6 +201,7 @@ typedef struct kv4_memory_plan {
   double bytes_per_token;
 } kv4_memory_plan;
 
+/* Sizes of a cache, and how full it is. */
 typedef struct kv4_cache_info {
   size_t size;
   int64_t num_blocks;
@@ -193,19 +215,26 @@ typedef struct kv4_cache_info {
   uint64_t layout_id;
 } kv4_cache_info;
 
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_cache_options_init(kv4_cache_options* options);
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_memory_plan_init(kv4_memory_plan* plan);
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_cache_info_init(kv4_cache_info* info);
 
+/* Allocates nothing. options NULL: the defaults. */
 KV4_C_API kv4_status kv4_plan_memory(const kv4_model* model, const kv4_cache_options* options, kv4_memory_plan* out);
 /* backend NULL: the CPU, one thread. */
 KV4_C_API kv4_status kv4_cache_new(const kv4_model* model, const kv4_cache_options* options, kv4_backend* backend,
                                    kv4_cache** out);
+/* Frees all memory of the cache; its requests end. NULL: nothing. */
 KV4_C_API void kv4_cache_free(kv4_cache* cache);
+/* The figures now. */
 KV4_C_API kv4_status kv4_cache_get_info(const kv4_cache* cache, kv4_cache_info* info);
 /* All blocks as bytes, in place: u8 [memory bytes]. The cache must outlive it. */
 KV4_C_API kv4_status kv4_cache_pool(kv4_cache* cache, kv4_managed_tensor** out);
 
+/* Constants of a layer: kv4::LayerWeights; NULL where the layer has none. */
 typedef struct kv4_layer_weights {
   size_t size;
   const kv4_tensor* position_bias;
@@ -215,22 +244,31 @@ typedef struct kv4_layer_weights {
   const kv4_tensor* raw_norm_weight;
 } kv4_layer_weights;
 
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_layer_weights_init(kv4_layer_weights* weights);
+/* Constants of a layer, in the backend's memory; not copied. */
 KV4_C_API kv4_status kv4_bind_weights(kv4_cache* cache, int32_t layer, const kv4_layer_weights* weights);
+/* The engine's own table, fp32 [positions, rope_dim / 2] each; not copied. */
 KV4_C_API kv4_status kv4_bind_rope_table(kv4_cache* cache, const kv4_tensor* cos, const kv4_tensor* sin);
+/* Work is queued on this cudaStream_t from now on. */
 KV4_C_API kv4_status kv4_set_stream(kv4_cache* cache, void* stream);
+/* Waits for all queued work; KV4_DEVICE_FAILURE if some of it failed. */
 KV4_C_API kv4_status kv4_synchronize(kv4_cache* cache);
 
 /* ---- Requests ---- */
 
+/* Names a request of one cache. */
 typedef int32_t kv4_request;
+/* The request of a padded item. */
 #define KV4_NO_REQUEST (-1)
 
+/* Bytes of the caller. */
 typedef struct kv4_bytes {
   const void* data;
   size_t length;
 } kv4_bytes;
 
+/* The beginning of a request: kv4::Prompt. */
 typedef struct kv4_prompt {
   size_t size;
   const int32_t* token_ids;
@@ -241,6 +279,7 @@ typedef struct kv4_prompt {
   int64_t num_extra;
 } kv4_prompt;
 
+/* A request that begins with a kept prefix: kv4::Admission. */
 typedef struct kv4_admission {
   size_t size;
   kv4_request request;
@@ -248,23 +287,34 @@ typedef struct kv4_admission {
   int64_t resume_at;
 } kv4_admission;
 
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_prompt_init(kv4_prompt* prompt);
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_admission_init(kv4_admission* admission);
+/* An empty request. */
 KV4_C_API kv4_status kv4_admit(kv4_cache* cache, kv4_request* out);
+/* A request that shares the longest kept prefix of its prompt. */
 KV4_C_API kv4_status kv4_admit_prompt(kv4_cache* cache, const kv4_prompt* prompt, kv4_admission* out);
+/* A second request with the same tokens. */
 KV4_C_API kv4_status kv4_fork(kv4_cache* cache, kv4_request request, kv4_request* out);
+/* Forgets the tokens from `length` on. group 0: the backbone, d + 1: draft stage d. */
 KV4_C_API kv4_status kv4_rewind(kv4_cache* cache, kv4_request request, int64_t length, int32_t group);
+/* The shortest length that kv4_rewind takes. */
 KV4_C_API kv4_status kv4_rewind_floor(const kv4_cache* cache, kv4_request request, int32_t group, int64_t* out);
+/* Committed tokens. */
 KV4_C_API kv4_status kv4_length(const kv4_cache* cache, kv4_request request, int32_t group, int64_t* out);
 /* Ids into out [capacity]; *count is how many there are, also when capacity is too small (KV4_BAD_ARGUMENT then). */
 KV4_C_API kv4_status kv4_token_ids(const kv4_cache* cache, kv4_request request, int32_t* out, int64_t capacity,
                                    int64_t* count);
+/* Ids of the request's blocks, in the way of kv4_token_ids. */
 KV4_C_API kv4_status kv4_blocks(const kv4_cache* cache, kv4_request request, int32_t* out, int64_t capacity,
                                 int64_t* count);
+/* Ends the request. */
 KV4_C_API kv4_status kv4_release(kv4_cache* cache, kv4_request request);
 
 /* ---- Steps ---- */
 
+/* The next `count` tokens of a request: kv4::StepItem. */
 typedef struct kv4_step_item {
   kv4_request request; /* KV4_NO_REQUEST: padding */
   int32_t count;
@@ -272,6 +322,7 @@ typedef struct kv4_step_item {
   int64_t position;         /* -1: not stated */
 } kv4_step_item;
 
+/* One forward of a batch. */
 typedef struct kv4_step {
   int64_t id;
   int32_t num_tokens;
@@ -279,14 +330,19 @@ typedef struct kv4_step {
   int32_t group;
 } kv4_step;
 
+/* Opens a step: reserves all that it may write, or changes nothing. */
 KV4_C_API kv4_status kv4_prepare_forward(kv4_cache* cache, const kv4_step_item* items, int64_t num_items, int32_t group,
                                          kv4_step* out);
+/* The step counts: lengths advance. */
 KV4_C_API kv4_status kv4_commit(kv4_cache* cache, const kv4_step* step);
+/* The step does not count: everything is as before it. */
 KV4_C_API kv4_status kv4_abort(kv4_cache* cache, const kv4_step* step);
+/* *out 1: the work of a committed step is done. */
 KV4_C_API kv4_status kv4_finished(kv4_cache* cache, const kv4_step* step, int32_t* out);
 
 /* ---- What a layer does inside a step. Optional tensors are NULL. ---- */
 
+/* kv4::AppendInputs: one row per token of the step. */
 typedef struct kv4_append_inputs {
   size_t size;
   const kv4_tensor* raw_kv;     /* [tokens, head_dim] */
@@ -297,6 +353,7 @@ typedef struct kv4_append_inputs {
   int32_t raw_is_projection;
 } kv4_append_inputs;
 
+/* kv4::FlushInputs: entries made elsewhere. */
 typedef struct kv4_flush_inputs {
   size_t size;
   const kv4_tensor* entries;    /* [tokens, head_dim] */
@@ -304,47 +361,64 @@ typedef struct kv4_flush_inputs {
   const kv4_tensor* valid;      /* u8 [tokens] or NULL */
 } kv4_flush_inputs;
 
+/* kv4::IndexInputs: index queries, one per token and head. */
 typedef struct kv4_index_inputs {
   size_t size;
   const kv4_tensor* q;       /* [tokens, heads, index_dim], or u8 payloads */
   const kv4_tensor* q_scale; /* with payloads */
   const kv4_tensor* weights; /* f32 [tokens, heads] */
-  int32_t near_sums;         /* kv4_index_scores alone: not the defined bits but what is fastest, within a bound */
+  int32_t fast_scores;       /* kv4_index_scores alone: not the defined bits but what is fastest, within a bound */
 } kv4_index_inputs;
 
+/* kv4::AttendInputs: queries, normed and rotated. */
 typedef struct kv4_attend_inputs {
   size_t size;
   const kv4_tensor* q;    /* [tokens, heads, head_dim] */
   const kv4_tensor* sink; /* f32 [heads] or NULL */
   const kv4_tensor* topk; /* i32 [tokens, k] or NULL: all visible entries */
   float softmax_scale;    /* 0: head_dim^-0.5 */
-  int32_t turn_back;
+  int32_t inverse_rope;
 } kv4_attend_inputs;
 
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_append_inputs_init(kv4_append_inputs* inputs);
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_flush_inputs_init(kv4_flush_inputs* inputs);
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_index_inputs_init(kv4_index_inputs* inputs);
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_attend_inputs_init(kv4_attend_inputs* inputs);
 
+/* Window rows, pending rows, and the entries and index keys that fall due. */
 KV4_C_API kv4_status kv4_append(kv4_cache* cache, int32_t layer, const kv4_append_inputs* inputs);
+/* The window rows alone. */
 KV4_C_API kv4_status kv4_write_swa(kv4_cache* cache, int32_t layer, const kv4_tensor* raw_kv);
+/* Entries and index keys made elsewhere. */
 KV4_C_API kv4_status kv4_flush_compression(kv4_cache* cache, int32_t layer, const kv4_flush_inputs* inputs);
 
+/* scores f32 [tokens, n]; -infinity where a token sees no entry. */
 KV4_C_API kv4_status kv4_index_scores(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
                                       const kv4_tensor* scores);
+/* The k best of given scores: indices, slots i32 [tokens, k], slots or NULL. */
 KV4_C_API kv4_status kv4_select_topk(kv4_cache* cache, int32_t layer, const kv4_tensor* scores,
                                      const kv4_tensor* indices, const kv4_tensor* slots);
+/* Both in a single call. */
 KV4_C_API kv4_status kv4_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
                                     const kv4_tensor* indices, const kv4_tensor* slots);
+/* out [tokens, heads, head_dim]; lse f32 [tokens, heads] or NULL. */
 KV4_C_API kv4_status kv4_attend(kv4_cache* cache, int32_t layer, const kv4_attend_inputs* inputs, const kv4_tensor* out,
                                 const kv4_tensor* lse);
 
+/* Chosen entries, decoded: out [tokens, k, head_dim], valid u8 [tokens, k] or NULL. */
 KV4_C_API kv4_status kv4_gather_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* indices,
                                               const kv4_tensor* out, const kv4_tensor* valid);
+/* All entries, decoded: out [items, n, head_dim], lens i32 [items]. */
 KV4_C_API kv4_status kv4_gather_all_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
                                                   const kv4_tensor* lens);
+/* All index keys, decoded: out [items, n, index_dim], lens i32 [items]. */
 KV4_C_API kv4_status kv4_gather_all_index_keys(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
                                                const kv4_tensor* lens);
+/* Window rows, decoded: out [items, n, head_dim], lens and first i32 [items]. */
 KV4_C_API kv4_status kv4_gather_swa_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out, const kv4_tensor* lens,
                                        const kv4_tensor* first);
 
@@ -357,6 +431,7 @@ typedef struct kv4_plane {
   int64_t row_bytes;
 } kv4_plane;
 
+/* The window of a layer: kv4::SWAView. */
 typedef struct kv4_swa_view {
   size_t size;
   kv4_plane payload; /* a block is a state slot, a row is position mod rows */
@@ -384,19 +459,27 @@ typedef struct kv4_rows_view {
   const int32_t* lens;         /* [num_items] */
 } kv4_rows_view;
 
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_swa_view_init(kv4_swa_view* view);
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_rows_view_init(kv4_rows_view* view);
+/* The window. */
 KV4_C_API kv4_status kv4_read_swa_view(kv4_cache* cache, int32_t layer, kv4_swa_view* out);
+/* Entries. */
 KV4_C_API kv4_status kv4_read_classical_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out);
+/* Index keys. */
 KV4_C_API kv4_status kv4_read_indexer_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out);
 
 /* ---- Requests as bytes ---- */
 
+/* Size of the request's image now. */
 KV4_C_API kv4_status kv4_image_bytes(const kv4_cache* cache, kv4_request request, int64_t* out);
 /* Both exactly as large as they are: image [kv4_image_bytes], blocks [blocks, block_image_bytes]. */
 KV4_C_API kv4_status kv4_export_image(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
+/* The request's entries and index keys, block by block. */
 KV4_C_API kv4_status kv4_export_blocks(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
 
+/* What kv4_export_image and kv4_export_blocks gave, and the token ids. */
 typedef struct kv4_import {
   size_t size;
   uint64_t layout_id;     /* of the cache that exported (kv4_cache_info) */
@@ -408,7 +491,9 @@ typedef struct kv4_import {
   kv4_bytes blocks;
 } kv4_import;
 
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_import_init(kv4_import* import);
+/* A new request from exported bytes. */
 KV4_C_API kv4_status kv4_import_image(kv4_cache* cache, const kv4_import* import, kv4_request* out);
 
 /* What a session belongs to; layout and model come from the cache. The salt keeps tenants' contexts apart and proves
@@ -426,23 +511,32 @@ typedef struct kv4_session_identity {
 /* Told now and then; 0 stops. NULL: nobody is told. */
 typedef int32_t (*kv4_progress)(void* user, int64_t done_bytes, int64_t total_bytes);
 
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_session_identity_init(kv4_session_identity* identity);
+/* The request in a file, at any length; it runs on. */
 KV4_C_API kv4_status kv4_save_session_file(kv4_cache* cache, kv4_request request, const kv4_session_identity* identity,
                                            const char* path, kv4_progress progress, void* user);
+/* A new request from the file. */
 KV4_C_API kv4_status kv4_restore_session_file(kv4_cache* cache, const kv4_session_identity* identity, const char* path,
                                               kv4_progress progress, void* user, kv4_request* out);
 
 /* Host memory, pinned for a GPU, with room for one request at a time: set aside to make room, and taken up again. */
 typedef struct kv4_preempted kv4_preempted;
 
+/* Host memory that the request needs at its present length. */
 KV4_C_API kv4_status kv4_preempted_bytes(const kv4_cache* cache, kv4_request request, int64_t* out);
+/* Room of so many bytes; made once and used again. */
 KV4_C_API kv4_status kv4_preempted_new(kv4_cache* cache, int64_t bytes, kv4_preempted** out);
+/* With the request in it, if there is one. */
 KV4_C_API void kv4_preempted_free(kv4_preempted* preempted);
+/* Copies the request out and releases it. */
 KV4_C_API kv4_status kv4_preempt(kv4_cache* cache, kv4_request request, kv4_preempted* to);
+/* Back into a cache of the same layout. */
 KV4_C_API kv4_status kv4_resume(kv4_cache* cache, kv4_preempted* from, kv4_request* out);
 
 /* ---- Prefix cache ---- */
 
+/* Counters since the cache was made, then blocks and snapshots kept now. */
 typedef struct kv4_prefix_statistics {
   size_t size;
   int64_t prompts;
@@ -462,18 +556,25 @@ typedef struct kv4_prefix_statistics {
   int64_t snapshots;
 } kv4_prefix_statistics;
 
+/* What happened to a block. */
 typedef enum kv4_event_kind { KV4_BLOCK_STORED = 0, KV4_BLOCK_EVICTED = 1, KV4_SNAPSHOT_STORED = 2 } kv4_event_kind;
 
+/* A change of what the cache keeps: kv4::BlockEvent. */
 typedef struct kv4_block_event {
   uint8_t key[32];
   int32_t kind;
   int32_t inserted;
 } kv4_block_event;
 
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_prefix_statistics_init(kv4_prefix_statistics* statistics);
+/* Zeros where the prefix cache is off. */
 KV4_C_API kv4_status kv4_get_prefix_statistics(const kv4_cache* cache, kv4_prefix_statistics* out);
+/* The oldest events, at most `capacity`; they are gone then. */
 KV4_C_API kv4_status kv4_read_block_events(kv4_cache* cache, kv4_block_event* out, int64_t capacity, int64_t* count);
+/* Prompts find and leave blocks of these weights from now on. */
 KV4_C_API kv4_status kv4_set_weights_id(kv4_cache* cache, const char* weights_id);
+/* Forgets all that was computed with these weights. */
 KV4_C_API kv4_status kv4_invalidate(kv4_cache* cache, const char* weights_id);
 
 /* ---- Statistics ---- */
@@ -486,6 +587,7 @@ typedef struct kv4_time_histogram {
   int64_t sum_ns;      /* below 10^9 */
 } kv4_time_histogram;
 
+/* What a cache has and has done: kv4::CacheStatistics. */
 typedef struct kv4_cache_statistics {
   size_t size;
   int64_t requests; /* this and those up to memory_bytes: now */
@@ -506,7 +608,9 @@ typedef struct kv4_cache_statistics {
 } kv4_cache_statistics;
 
 KV4_C_API double kv4_time_bound(int32_t bucket); /* in seconds; infinity from the last bucket on */
+/* Fills in `size` and the defaults. */
 KV4_C_API void kv4_cache_statistics_init(kv4_cache_statistics* statistics);
+/* The figures now. */
 KV4_C_API kv4_status kv4_get_cache_statistics(const kv4_cache* cache, kv4_cache_statistics* out);
 
 /* ---- A look from outside ---- */
@@ -515,11 +619,13 @@ KV4_C_API kv4_status kv4_get_cache_statistics(const kv4_cache* cache, kv4_cache_
  * `kv4 inspect` (kv4/status_folder.h). Free it before the cache. */
 typedef struct kv4_status_folder kv4_status_folder;
 
+/* Makes the folder, for the owner alone; interval_ms: the shortest time between two writes. */
 KV4_C_API kv4_status kv4_status_folder_new(kv4_cache* cache, const char* directory, int64_t interval_ms,
                                            kv4_status_folder** out);
 /* Between steps and while there is nothing to do, as often as you like. KV4_BAD_FILE: it could not be written, which is
  * no reason to stop. */
 KV4_C_API kv4_status kv4_status_folder_publish(kv4_status_folder* folder);
+/* Takes the status away. */
 KV4_C_API void kv4_status_folder_free(kv4_status_folder* folder);
 
 #ifdef __cplusplus

@@ -9,12 +9,14 @@
 
 namespace kv4 {
 
+/// A block's place in the pool, from 0 on.
 using BlockId = std::int32_t;
 
 /// A block is free, held (reference count >= 1), or evictable (published, count 0). A published or shared block is
 /// immutable.
 class KV4_API BlockAllocator {
  public:
+  /// All blocks free. Throws Error(bad_config) for fewer than one.
   explicit BlockAllocator(std::int32_t num_blocks);
 
   /// A free block with count 1; if none is free the oldest evictable one, unpublished. nullopt: all are held.
@@ -23,18 +25,23 @@ class KV4_API BlockAllocator {
   void release(BlockId block);  // count - 1; at 0 it becomes evictable if published, else free
   /// From now on the content is known by a key: it stays after the last release until the block is needed.
   void publish(BlockId block);
+  /// The content is not known by a key any more; an evictable block becomes free.
   void unpublish(BlockId block);
 
-  std::int32_t reference_count(BlockId block) const;
-  bool is_published(BlockId block) const;
+  std::int32_t reference_count(BlockId block) const;  // how many hold it; 0: free or evictable
+  bool is_published(BlockId block) const;             // its content is known by a key
+  /// Shared or published: nobody may write it.
   bool is_immutable(BlockId block) const { return reference_count(block) > 1 || is_published(block); }
 
+  /// All blocks: free, evictable and held.
   std::int32_t num_blocks() const { return static_cast<std::int32_t>(entries_.size()); }
-  std::int32_t num_free() const { return num_free_; }
-  std::int32_t num_evictable() const { return num_evictable_; }
-  std::int32_t num_available() const { return num_free_ + num_evictable_; }
-  std::int32_t num_held() const { return num_blocks() - num_available(); }
+  std::int32_t num_free() const { return num_free_; }                        // neither held nor published
+  std::int32_t num_evictable() const { return num_evictable_; }              // published, held by nobody
+  std::int32_t num_available() const { return num_free_ + num_evictable_; }  // free or evictable
+  std::int32_t num_held() const { return num_blocks() - num_available(); }   // reference count at least 1
+  /// Host memory of the table.
   std::int64_t memory_bytes() const { return static_cast<std::int64_t>(entries_.size() * sizeof(Entry)); }
+  /// The same for a table of so many blocks.
   static std::int64_t memory_bytes(std::int64_t num_blocks) {
     return num_blocks * static_cast<std::int64_t>(sizeof(Entry));
   }

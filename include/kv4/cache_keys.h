@@ -19,6 +19,7 @@
 
 namespace kv4 {
 
+/// A secret of 256 bits; record keys are derived from it.
 using CacheKey = std::array<std::byte, 32>;
 inline constexpr std::size_t kMaxCacheKeys = 64;  // of one list
 
@@ -28,6 +29,7 @@ enum class Protection : std::uint8_t {
   sealed,        // AES-256-GCM: nobody without the key reads or writes it
   authenticated  // GMAC: everybody reads it, nobody without the key writes it
 };
+/// "none", "sealed", "authenticated".
 KV4_API const char* to_string(Protection protection);
 
 /// Lines of 64 hex digits, a key each, in the order of the list; empty lines count for nothing. Throws Error(bad_file):

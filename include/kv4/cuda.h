@@ -6,9 +6,9 @@
 // A kernel may start while the one before it still runs. It waits for that one's results, but some things it reads at
 // once:
 // - Constants (weights, biases, rope tables): the kernel queued just before must not write them.
-// - append, attend, gather_all, gather_window, index_scores, index_topk: the step's records and block table, to guess
-//   what they will need; the guess is checked. They may be those of a step before: from the first call on, that memory
-//   holds what was written for the same pools, or zeros.
+// - append, attend, gather_all, gather_window, index_scores, index_topk: the step's records and block table, for
+//   speculative prefetches, which are validated. They may be those of a step before: from the first call on, that
+//   memory holds what was written for the same pools, or zeros.
 // - append: pending rows of positions before the step, if the record says the same before and after the wait. What
 //   writes records of a new step must therefore not let the next kernel start (griddepcontrol.launch_dependents) before
 //   it has itself waited for those before it. update_step does so, kernels and copies that know nothing of it too. And
@@ -31,25 +31,29 @@ KV4_API cudaError_t update_step(const ops::StepUpdate& update, cudaStream_t stre
 
 /// Window rows, pending rows, due entries and index keys of all the step's tokens: one launch.
 KV4_API cudaError_t append(const ops::AppendParams& params, cudaStream_t stream);
+/// Entries and index keys made elsewhere, into the pages: one launch.
 KV4_API cudaError_t flush(const ops::FlushParams& params, cudaStream_t stream);
 
 /// Of `params`, boundaries is a host address: they travel with the launches, so they cannot be changed in a graph.
 KV4_API cudaError_t save_boundaries(const ops::BoundaryParams& params, cudaStream_t stream);
 
+/// Entries by index, decoded: params.indices, out and valid.
 KV4_API cudaError_t gather_chosen(const ops::GatherParams& params, cudaStream_t stream);
+/// All rows of one kind of each item, decoded: out and lens.
 KV4_API cudaError_t gather_all(const ops::GatherParams& params, cudaStream_t stream);
+/// Window rows that the step's queries see, decoded: out, lens and first.
 KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t stream);
 
 /// Scores of all keys a token sees, into `scores`. The workspace holds at least one token's part
-/// (ops::index_token_bytes); tokens are taken in tiles that fit it. With ScoreSums::near fp8 keys of 128 channels on
-/// Hopper go through the matrix unit, in one launch; all else is scored as defined.
+/// (ops::index_token_bytes); tokens are taken in tiles that fit it. With ScoreMode::fast fp8 keys of 128 channels on
+/// Hopper go through the tensor cores, in one launch; all else is scored as defined.
 KV4_API cudaError_t index_scores(const ops::IndexParams& params, cudaStream_t stream);
 /// The `top` best of given scores: NaN is the lowest, of equal ones the smaller index wins.
 KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t stream);
 /// Both: scores go no further than the workspace.
 KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
 
-/// With a workspace (ops::attend_workspace_bytes) more thread blocks may share a token with a long list of entries than
+/// With a workspace (ops::attend_workspace_bytes) more CTAs may share a token with a long list of entries than
 /// without. It is zero before its first use and left so where it matters; only calls on one stream may share it.
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
 
@@ -57,8 +61,9 @@ KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream)
 /// Its grid is count x largest: cut large pieces among many small ones before.
 KV4_API cudaError_t copy_pieces(const ops::CopyPiece* pieces, std::int32_t count, std::int64_t largest,
                                 cudaStream_t stream);
-/// The same with the list on the host, which may be reused when it returns: it travels with the launch.
+/// The longest list of copy_few_pieces.
 constexpr std::size_t kMostFewPieces = 80;
+/// The same with the list on the host: it travels with the launch, and may be reused when the call returns.
 KV4_API cudaError_t copy_few_pieces(std::span<const ops::CopyPiece> pieces, cudaStream_t stream);
 /// For each span [count] (device address): what its accumulator would be if all its rows were folded, into `out`.
 KV4_API cudaError_t fold_open(const ops::OpenSpan* spans, std::int32_t count, cudaStream_t stream);

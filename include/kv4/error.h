@@ -9,6 +9,7 @@
 
 namespace kv4 {
 
+/// The kind of an error, for programs; the message is for people.
 enum class ErrorCode {
   bad_config,     // a model config or a cache option that cannot work
   bad_argument,   // a value, shape, type or id outside what the call accepts
@@ -19,14 +20,16 @@ enum class ErrorCode {
   device_failure  // a GPU call or kernel failed; the cache's contents are lost
 };
 
+/// The enumerator's name: "bad_config", ...
 KV4_API const char* to_string(ErrorCode code);
 
 /// The message names the value seen, the values allowed and what to change. When a call throws, the cache is unchanged:
 /// what a call needs of memory it takes before it changes anything, so it can be made again.
 class KV4_API Error : public std::runtime_error {
  public:
+  /// `message`: what Error::what() returns.
   Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
-  ErrorCode code() const { return code_; }
+  ErrorCode code() const { return code_; }  // the kind of the error
 
  private:
   ErrorCode code_;

@@ -47,7 +47,9 @@ struct RowsView {
   std::int64_t payload_at = 0;
   std::int64_t scale_at = 0;
 
+  /// The bytes of row i.
   std::span<std::byte> payload(std::int64_t i) const { return at(payload_at, i, row->payload_bytes); }
+  /// The scale of row i.
   std::span<std::byte> scale(std::int64_t i) const { return at(scale_at, i, row->scale_bytes); }
 
  private:

@@ -22,6 +22,7 @@ class KV4_API HostMemory {
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
+  /// The memory, as large as it was asked for.
   std::span<std::byte> bytes() const { return bytes_; }
 
  private:

@@ -29,12 +29,14 @@
 
 namespace kv4 {
 
+/// Names a request of one cache; calls refuse the id of a released one.
 using RequestId = std::int32_t;
 constexpr RequestId kNoRequest = -1;  // a padded item
 
 /// Why there was no room. Wait for a release, or preempt somebody.
 enum class Shortage : std::uint8_t { none, requests, blocks, slots };
 
+/// The enumerator's name: "blocks", ...
 KV4_API const char* to_string(Shortage shortage);
 /// Error(bad_state) that names the shortage and what ends it.
 [[noreturn]] KV4_API void throw_shortage(Shortage shortage);
@@ -43,15 +45,18 @@ KV4_API const char* to_string(Shortage shortage);
 template <class T>
 class Expected {
  public:
-  Expected(T value) : value_(std::move(value)) {}
-  Expected(Shortage shortage) : shortage_(shortage) {}
-  explicit operator bool() const { return value_.has_value(); }
+  Expected(T value) : value_(std::move(value)) {}                // there is a value
+  Expected(Shortage shortage) : shortage_(shortage) {}           // there is none
+  explicit operator bool() const { return value_.has_value(); }  // there is a value
+  /// The value, unchecked.
   const T& operator*() const { return *value_; }
-  const T* operator->() const { return &*value_; }
+  const T* operator->() const { return &*value_; }  // the same
+  /// The value; without one throw_shortage().
   const T& value() const {
     if (!value_) throw_shortage(shortage_);
     return *value_;
   }
+  /// Why there is no value; none where there is one.
   Shortage shortage() const { return shortage_; }
 
  private:
@@ -85,8 +90,10 @@ struct Admission {
   std::int64_t resume_at = 0;
 };
 
+/// The cache: requests, their blocks and state slots, steps, prefixes.
 class KV4_API KVCacheManager {
  public:
+  /// Allocates all memory: exactly plan_memory(). Throws Error: bad_config, bad_argument, out_of_memory.
   KVCacheManager(const ModelConfig& config, const CacheOptions& options,
                  std::shared_ptr<Backend> backend = make_cpu_backend());
   ~KVCacheManager();
@@ -99,6 +106,7 @@ class KV4_API KVCacheManager {
   /// the bit. Without it entries are rotated by our own (build_rope_table).
   void bind_rope_table(const TensorView& cos, const TensorView& sin);
 
+  /// An empty request.
   Expected<RequestId> admit();
   /// Begins with the longest prefix of the prompt that is kept, and shares its blocks. The request's own full blocks
   /// are kept from their commit on. Draft stages begin at resume_at with an empty window. Needs options.prefix.enabled.
@@ -106,9 +114,11 @@ class KV4_API KVCacheManager {
   /// Reserves all that the step may write, or changes nothing. `group`: 0 = backbone, d + 1 = draft stage d. One step
   /// at a time.
   Expected<Step> prepare_forward(std::span<const StepItem> items, int group = 0);
+  /// The layer inside the open step. Throws Error(bad_state) without a step, or where the step is another group's.
   LayerCacheHandle acquire(int layer);
   /// Lengths advance at once; the step's work may still be queued. What reads the cache on the same stream sees it.
   void commit(const Step& step);
+  /// Ends the step as if it had never been prepared: lengths and images are those before it.
   void abort(const Step& step);
   /// Whether the work of a committed step is done: only then may its blocks be read off the stream.
   bool finished(const Step& step);
@@ -121,13 +131,15 @@ class KV4_API KVCacheManager {
 
   /// Forgets the tokens from `length` on, down to rewind_floor(): as if they had never been appended.
   void rewind(RequestId request, std::int64_t length, int group = 0);
-  std::int64_t rewind_floor(RequestId request, int group = 0) const;
+  std::int64_t rewind_floor(RequestId request, int group = 0) const;  // the shortest length that rewind() takes
+  /// A second request with the same tokens: full blocks are shared; the state and an open block are copied.
   Expected<RequestId> fork(RequestId request);
+  /// Ends the request. Its blocks go, or are kept for later prompts.
   void release(RequestId request);
 
-  std::int64_t length(RequestId request, int group = 0) const;
-  std::vector<std::int32_t> token_ids(RequestId request) const;
-  std::vector<BlockId> blocks(RequestId request) const;
+  std::int64_t length(RequestId request, int group = 0) const;   // committed tokens of the group
+  std::vector<std::int32_t> token_ids(RequestId request) const;  // committed ones of the backbone
+  std::vector<BlockId> blocks(RequestId request) const;          // in the order of the tokens
 
   /// State and entries of a request as bytes; together with the token ids all that another cache needs to go on. Throws
   /// Error(bad_state) during a replay without a snapshot: its windows are whole only at the end.
@@ -137,23 +149,27 @@ class KV4_API KVCacheManager {
   /// need no copy on the way.
   void export_image(RequestId request, std::span<std::byte> out) const;   // [image_bytes(request)]
   void export_blocks(RequestId request, std::span<std::byte> out) const;  // [blocks, block_image_bytes]
-  std::int64_t image_bytes(RequestId request) const;
+  std::int64_t image_bytes(RequestId request) const;                      // size of the image now
+  /// A new request from what export_image and export_blocks gave, of this layout.
   Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                    std::span<const std::byte> blocks);
   /// The same, and its full blocks are kept as the chain's from now on. Blocks that are kept already are shared: their
   /// bytes are not read, and may be left out (an empty span).
   Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
-                                   std::span<const std::span<const std::byte>> blocks, const ChainName& chain);
+                                   std::span<const std::span<const std::byte>> blocks, const PrefixIdentity& chain);
   /// Of a prompt with the present weights, and of a running request; {} where its blocks are not kept.
-  ChainName name_chain(const Prompt& prompt);
-  ChainName chain_of(RequestId request) const;
+  PrefixIdentity identify_prefix(const Prompt& prompt);
+  /// The same for a running request.
+  PrefixIdentity chain_of(RequestId request) const;
 
   /// Prompts find and leave blocks of these weights from now on; running requests go on with theirs.
   void set_weights_id(std::string_view weights_id);
   /// Forgets all that was computed with these weights. No later prompt finds it; blocks of running requests go when
   /// these end, and what such requests compute from now on is not kept.
   void invalidate(std::string_view weights_id);
+  /// Counters of the prefix cache; zeros where it is off.
   PrefixStatistics prefix_statistics() const;
+  /// What the cache has and has done.
   CacheStatistics statistics() const;
   /// Blocks stored and evicted, by key: the oldest events, in order, as many as fit; they are gone then. Returns how
   /// many.
@@ -161,22 +177,24 @@ class KV4_API KVCacheManager {
 
   /// Kept blocks as bytes, for tiers and other workers. Keys of all full blocks of a prompt, first block first:
   std::vector<BlockKey> block_keys(const Prompt& prompt);
+  /// What the cache keeps under the key; nullopt: nothing.
   std::optional<KeptBlock> find_block(const BlockKey& key) const;
   /// As exported, out [block_image_bytes] and [snapshot_bytes()]. False: it is not there.
   bool read_block(const BlockKey& key, std::span<std::byte> out) const;
+  /// The snapshot at the block's end, out [snapshot_bytes()]. False: it is not there.
   bool read_snapshot(const BlockKey& key, std::span<std::byte> out) const;
-  std::int64_t snapshot_bytes() const;
+  std::int64_t snapshot_bytes() const;  // of an image at a block boundary
   /// Blocks of the prompt that follow those kept, as if a request had computed them; as many as there is room for,
   /// evicting as a request would. Their bytes are taken as they are.
   std::int64_t insert_blocks(const Prompt& prompt, std::span<const std::span<const std::byte>> blocks);
   /// At the end of a kept block. False: the block is not there, or there is no place.
   bool insert_snapshot(const BlockKey& key, std::span<const std::byte> bytes);
 
-  const CacheSchema& schema() const;
-  const BlockAllocator& allocator() const;
-  PagedKVPool& kv_pool();
-  StateCachePool& state_pool();
-  int num_requests() const;
+  const CacheSchema& schema() const;        // sizes and addresses
+  const BlockAllocator& allocator() const;  // who holds which block
+  PagedKVPool& kv_pool();                   // the blocks' memory
+  StateCachePool& state_pool();             // the state slots' memory
+  int num_requests() const;                 // that run
   std::vector<RequestId> requests() const;  // that run
   /// Exactly plan_memory(schema()).total_bytes.
   std::int64_t memory_bytes() const;

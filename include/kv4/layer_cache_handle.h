@@ -49,13 +49,13 @@ struct IndexInputs {
   TensorView weights;  // [tokens, heads] f32, final: every factor of the score is in it
 };
 
-/// Queries, normed and rotated. Rows and queries are multiplied in fp32 (bf16 on a GPU's matrix units).
+/// Queries, normed and rotated. Rows and queries are multiplied in fp32 (bf16 on a GPU's tensor cores).
 struct AttendInputs {
   TensorView q;                // [tokens, heads, head_dim] f32 or bf16, 1 to 128 heads
   TensorView sink{};           // [heads] f32, or empty: none
   TensorView topk{};           // i32 [tokens, k] entries, anything but a visible one is passed over; empty: all visible
   float softmax_scale = 0.0f;  // 0: head_dim^-0.5
-  bool turn_back = false;      // turn the output's last rope_dim channels back by the query's position
+  bool inverse_rope = false;   // turn the output's last rope_dim channels back by the query's position
 };
 
 /// K = V: both name the same dense tensor.
@@ -85,6 +85,7 @@ struct SWAView {
   const std::int32_t* head = nullptr;       // [num_items]: the row that the token after the step will take
 };
 
+/// Entries of the layer: the pages and the block table. Lifetime as SWAView.
 struct ClassicalView {
   PlaneView payload;
   PlaneView rope;
@@ -97,6 +98,7 @@ struct ClassicalView {
   const std::int32_t* lens = nullptr;          // [num_items]: entries that exist after the step
 };
 
+/// Index keys of the layer, likewise.
 struct IndexerView {
   PlaneView keys;
   PlaneView scales;
@@ -116,15 +118,17 @@ class KVCacheManager;
 /// zero.
 class KV4_API LayerCacheHandle {
  public:
+  /// Index of the layer in the model.
   int layer() const;
-  int num_query_heads() const;
-  int head_dim() const;
-  const LayerCacheSchema& schema() const;
+  int num_query_heads() const;             // of the model
+  int head_dim() const;                    // width of an entry and of a window row
+  const LayerCacheSchema& schema() const;  // sizes of the layer
 
   /// Window rows, pending rows and the entries and index keys that fall due, in one pass.
   void append(const AppendInputs& inputs);
   /// Only the window rows: raw_kv [tokens, head_dim].
   void write_swa(const TensorView& raw_kv);
+  /// Entries and index keys made elsewhere. Such a request has no pending rows: do not append to it later.
   void flush_compression(const FlushInputs& inputs);
 
   /// Chosen entries. indices [tokens, k] i32 (anything but a visible entry gives a zero row); out [tokens, k, head_dim]
@@ -141,21 +145,22 @@ class KV4_API LayerCacheHandle {
 
   /// score[t, j] = sum over heads of weight * relu(q . key j), to the bit as docs/formats.md says, or near it. scores
   /// [tokens, n] f32, n at least the longest item's entries; -infinity where a token sees none.
-  void index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreSums sums = ScoreSums::defined);
+  void index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreMode mode = ScoreMode::exact);
   /// The k best entries that each token sees, of given scores (the sum of several ranks', say). indices [tokens, k]
   /// i32, in no order, -1 filled; of equal scores the smaller index, NaN last. slots [tokens, k] i32 or empty: block *
   /// rows_per_block + row of each.
   void select_topk(const TensorView& scores, const TensorView& indices, const TensorView& slots = {});
-  /// Both in one go: the same set, with scores in the cache's workspace. k from 1 to 2048.
+  /// Both in a single call: the same set, with scores in the cache's workspace. k from 1 to 2048.
   void index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots = {});
 
   /// Attention of each token over its window rows and entries, once append of this layer has run. out [tokens, heads,
   /// head_dim] f32 or bf16; lse [tokens, heads] f32 or empty: log of the softmax's denominator, the sink included.
   void attend(const AttendInputs& inputs, const TensorView& out, const TensorView& lse = {});
 
+  /// Planes and tables of the window, for kernels of the caller.
   SWAView read_swa_view();
-  ClassicalView read_classical_view();
-  IndexerView read_indexer_view();
+  ClassicalView read_classical_view();  // the same for entries
+  IndexerView read_indexer_view();      // the same for index keys
 
  private:
   friend class KVCacheManager;

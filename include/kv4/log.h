@@ -1,4 +1,4 @@
-// What the library would say if it spoke: it never prints; whoever wants to know gives it a sink.
+// The log: the library never prints; a caller that wants its events gives it a sink.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,13 @@
 
 namespace kv4 {
 
+/// How urgent an event is.
 enum class LogLevel : std::uint8_t { info, warning, error };
 
+/// "info", "warning", "error".
 KV4_API const char* to_string(LogLevel level);
 
+/// One detail of an event.
 struct LogField {
   std::string_view name, value;
 };

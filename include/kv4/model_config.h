@@ -10,12 +10,14 @@
 
 namespace kv4 {
 
+/// What a layer keeps.
 enum class LayerKind : std::uint8_t {
   swa,  // sliding window only
   csa,  // window + one overlapping entry and one index key per csa_ratio tokens
   hca,  // window + one entry per hca_ratio tokens
 };
 
+/// "swa", "csa", "hca".
 KV4_API const char* to_string(LayerKind kind);
 
 /// Rotary frequencies: theta, and YaRN scaling when `yarn` is set (without amplitude factor).
@@ -28,6 +30,7 @@ struct RopeSpec {
   double beta_slow = 1.0;
 };
 
+/// The numbers of a model that decide its cache. Widths are in channels, ratios in tokens per entry.
 struct ModelConfig {
   std::string name;
   int num_layers = 0;  // backbone layers
@@ -50,12 +53,14 @@ struct ModelConfig {
 
 /// Throws Error(bad_config) naming the field, what it holds and what it may hold.
 KV4_API ModelConfig parse_model_config(std::string_view json);
+/// The same from a file.
 KV4_API ModelConfig load_model_config(const std::string& path);
 /// Presets: "v4-flash" and "v4-pro".
 KV4_API ModelConfig model_preset(std::string_view name);
 /// Checks every range. parse and preset results pass; call it on a config built by hand.
 KV4_API void validate(const ModelConfig& config);
 
+/// What a stored row is for.
 enum class RowRole : std::uint8_t { entry, index_key };
 
 /// One kind of stored row of a layer.
@@ -84,6 +89,7 @@ struct RopeTable {
   std::vector<float> cos;
   std::vector<float> sin;
 };
+/// The table for given frequencies; `rope_dim` channels are rotated.
 KV4_API RopeTable build_rope_table(const RopeSpec& rope, int rope_dim, std::int64_t first, std::int64_t count,
                                    std::int64_t step = 1);
 

@@ -13,20 +13,28 @@ namespace kv4 {
 
 /// Number formats of stored rows (docs/formats.md). Rows take the first three, index keys the last four.
 enum class Format : std::uint8_t { fp8_tile64, fp8_row, bf16, mxfp4, nvfp4, fp8 };
+/// How the open HCA span is kept: folded into an accumulator, or as raw rows.
 enum class HcaMode : std::uint8_t { online, raw };
+/// The order of pages in the pool: by block, then layer, or by layer, then block.
 enum class Arrangement : std::uint8_t { block_major, layer_major };
-/// How the sums of index scores are rounded: as defined, to the bit on every backend; or as is fastest, within the bound
-/// of docs/formats.md. Where nothing is faster the defined ones are given.
-enum class ScoreSums : std::uint8_t { defined, near };
+/// How the sums of index scores are rounded: as defined, to the bit on every backend; or as is fastest, within the
+/// bound of docs/formats.md. Where nothing is faster the defined ones are given.
+enum class ScoreMode : std::uint8_t { exact, fast };
 
+/// The enumerator's name: "fp8_tile64", ...
 KV4_API const char* to_string(Format format);
+/// "online", "raw".
 KV4_API const char* to_string(HcaMode mode);
+/// "block_major", "layer_major".
 KV4_API const char* to_string(Arrangement arrangement);
 /// Throw Error(bad_argument) listing the names.
 KV4_API Format parse_format(std::string_view name);
+/// The inverse of to_string(); throws Error(bad_argument).
 KV4_API HcaMode parse_hca_mode(std::string_view name);
+/// The inverse of to_string(); throws Error(bad_argument).
 KV4_API Arrangement parse_arrangement(std::string_view name);
 
+/// What a cache stores, how it is laid out, and how much of it.
 struct CacheOptions {
   // What is stored.
   Format row_format = Format::fp8_tile64;  // window rows and entries: fp8_tile64, fp8_row, bf16

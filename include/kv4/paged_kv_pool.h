@@ -24,24 +24,29 @@ struct BlockImage {
 /// Owns the blocks' memory. Not thread-safe.
 class KV4_API PagedKVPool {
  public:
+  /// Allocates the memory of the backend. The schema must live as long.
   PagedKVPool(const CacheSchema& schema, std::shared_ptr<Backend> backend);
   ~PagedKVPool();
   PagedKVPool(const PagedKVPool&) = delete;
   PagedKVPool& operator=(const PagedKVPool&) = delete;
 
+  /// Block 0; an address of the backend.
   std::byte* base() const { return base_; }
   /// Exactly num_blocks * block_bytes.
   std::int64_t memory_bytes() const { return bytes_; }
 
+  /// All layers' pages of a block; queued.
   void copy_block(BlockId from, BlockId to);
   /// The block as it is exported: every layer's pages in model order at alignment 64, rows of the first `tokens`
   /// tokens, zeros elsewhere. out: [block_image_bytes]
   void save_block(BlockId block, int tokens, std::span<std::byte> out) const;
+  /// The inverse of save_block: `image` [block_image_bytes].
   void load_block(BlockId block, std::span<const std::byte> image);
   /// Makes room for the lists of calls with up to so many images: they allocate nothing then. There is room for one.
   void reserve_images(std::size_t images) const;
-  /// Whole blocks as images in memory of the backend, and back; queued, in one go.
+  /// Whole blocks as images in memory of the backend, and back; queued, in a single pass.
   void gather_blocks(std::span<const BlockImage> images) const;
+  /// The inverse of gather_blocks.
   void scatter_blocks(std::span<const BlockImage> images);
 
  private:

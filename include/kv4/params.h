@@ -35,6 +35,7 @@ struct Plane {
   std::int64_t block_stride = 0;
   std::int64_t row_stride = 0;
 
+  /// The address of a row.
   KV4_HD std::uint8_t* at(std::int64_t block, std::int64_t row) const {
     return data + block * block_stride + row * row_stride;
   }
@@ -56,13 +57,12 @@ struct WindowDesc {
   RowPlanes scratch;  // rows of a long step by token index; one block
   // The row that the last of R + 1 tokens written in place overwrites. No query will ask for it again, but the image of
   // the length before the step has it, so it is kept in case the step is aborted.
-  RowPlanes displaced;                          // a block is a state slot, one row
-  std::int32_t* displaced_positions = nullptr;  // [slot * displaced_stride], -1: none
-  std::int64_t displaced_stride = 0;
+  RowPlanes undo_row;                      // a block is a state slot, one row
+  std::int32_t* undo_positions = nullptr;  // [slot * undo_row_stride], -1: none
+  std::int64_t undo_row_stride = 0;
 
-  KV4_HD std::int32_t& displaced_position(std::int64_t slot) const {
-    return displaced_positions[slot * displaced_stride];
-  }
+  /// The position whose row a slot's undo row holds.
+  KV4_HD std::int32_t& undo_position(std::int64_t slot) const { return undo_positions[slot * undo_row_stride]; }
 };
 
 /// Compressor state of one row kind. Ring row of p: [kv columns | gate columns] at p mod rows of its slot.
@@ -72,9 +72,9 @@ struct PendingDesc {
   std::int32_t columns = 0;
   std::int32_t rows = 0;
   bool online = false;
-  Plane accumulator;                  // [slot]: fp32 [3, width] max, denominator, numerator; data null with overlap
-  std::int32_t* frontiers = nullptr;  // [slot * frontier_stride]: tokens below it are in the accumulator
-  std::int64_t frontier_stride = 0;
+  Plane accumulator;  // [slot]: fp32 [3, width] max, denominator, numerator; data null with overlap
+  std::int32_t* fold_watermarks = nullptr;  // [slot * fold_watermark_stride]: tokens below it are in the accumulator
+  std::int64_t fold_watermark_stride = 0;
 };
 
 /// One row kind: where its rows lie and how they are made.
@@ -90,6 +90,7 @@ struct KindDesc {
   const float* norm_weight = nullptr;  // [width]
 };
 
+/// A layer's window and row kinds: none for SWA, one for HCA, entries and index keys for CSA.
 struct LayerDesc {
   static constexpr int kMaxKinds = 2;
   WindowDesc window;
@@ -112,9 +113,9 @@ struct alignas(16) StepRecord {
   std::int32_t block = -1;       // that takes the position's entries; -1: none does.
                                  // In an item's record: entries of positions below it are there already and are kept
 
-  KV4_HD bool padded() const { return row < 0; }
-  KV4_HD std::int32_t end() const { return length + count; }
-  KV4_HD bool in_place() const { return read_slot == write_slot; }
+  KV4_HD bool padded() const { return row < 0; }                    // belongs to no request
+  KV4_HD std::int32_t end() const { return length + count; }        // the request's length after the step
+  KV4_HD bool in_place() const { return read_slot == write_slot; }  // the step writes the slot that it reads
   /// Where a position of the step lies in its input tensors.
   KV4_HD std::int64_t token_of(std::int64_t at) const { return first_token + at - length; }
 };
@@ -132,6 +133,7 @@ struct StepDesc {
   /// [rows] positions below it have no window row: a replay began there. null: all have.
   const std::int32_t* window_begins = nullptr;
 
+  /// The first position of the request that has a window row.
   KV4_HD std::int32_t window_begin(const StepRecord& record) const {
     return window_begins == nullptr ? 0 : window_begins[record.row];
   }
@@ -149,7 +151,7 @@ struct StepTableDesc {
   std::int32_t* ring_positions = nullptr;  // [max_items, ring_rows] position each window row holds, -1: none
   std::int32_t* block_table = nullptr;     // [max_requests, blocks_per_request]
   std::int32_t* window_begins = nullptr;   // [max_requests]
-  std::int32_t kept_block = -1;            // that takes what is written instead of kept entries; -1: nothing is
+  std::int32_t dummy_block = -1;           // that takes what is written instead of kept entries; -1: nothing is
   std::int32_t blocks_per_request = 0;
   std::int32_t block_tokens = 0;
   std::int32_t ring_rows = 0;
@@ -180,6 +182,7 @@ struct InputDesc {
   std::int64_t row_stride = 0;
 };
 
+/// A dense output; its shape stands at the field.
 struct OutputDesc {
   void* data = nullptr;
   DType dtype = DType::f32;
@@ -193,6 +196,7 @@ struct FrontEndDesc {
   RopeDesc rope;  // of this layer: SWA layers turn at another base than the others
 };
 
+/// One layer of a step: inputs in, window rows, pending rows, entries and index keys out.
 struct AppendParams {
   LayerDesc layer;
   StepDesc step;
@@ -203,6 +207,7 @@ struct AppendParams {
   InputDesc gate[LayerDesc::kMaxKinds];
 };
 
+/// Finished entries and index keys for the pages.
 struct FlushParams {
   LayerDesc layer;
   StepDesc step;
@@ -210,6 +215,7 @@ struct FlushParams {
   const std::uint8_t* valid = nullptr;   // [tokens] or null
 };
 
+/// Stored rows, decoded into a dense tensor.
 struct GatherParams {
   LayerDesc layer;
   StepDesc step;
@@ -222,6 +228,7 @@ struct GatherParams {
   std::int32_t* first = nullptr;   // gather_window: [items]
 };
 
+/// Limits of index heads, of k, and of query heads.
 constexpr std::int32_t kMaxIndexHeads = 64, kMaxTopk = 2048, kMaxQueryHeads = 128;
 
 /// Index queries against the keys a token's position lets it see: j < (position + 1) / ratio. A query goes the way of a
@@ -236,10 +243,10 @@ struct IndexParams {
   InputDesc weights;           // f32 [tokens, heads]
   float* scores = nullptr;     // [tokens, score_stride]; -infinity where nothing is visible. Not for index_topk
   std::int64_t score_stride = 0;
-  ScoreSums sums = ScoreSums::defined;  // index_scores alone
-  std::int32_t top = 0;                 // k
-  std::int32_t* indices = nullptr;      // [tokens, k] entries, -1 filled, in no order
-  std::int32_t* slots = nullptr;        // [tokens, k] block * rows_per_block + row of each, -1 filled; or null
+  ScoreMode mode = ScoreMode::exact;  // index_scores alone
+  std::int32_t top = 0;               // k
+  std::int32_t* indices = nullptr;    // [tokens, k] entries, -1 filled, in no order
+  std::int32_t* slots = nullptr;      // [tokens, k] block * rows_per_block + row of each, -1 filled; or null
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
 };
@@ -273,17 +280,19 @@ struct AttendParams {
   SlotList entry_slots;         // instead of its entries: rows of layer.kinds[0].page
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
-  RopeDesc turn_back;           // rope_dim > 0: the output's last channels are turned back by the query's position
-  // For what thread blocks of a token leave to each other: attend_workspace_bytes, or null. Zero before the first call;
+  RopeDesc inverse_rope;        // rope_dim > 0: the output's last channels are turned back by the query's position
+  // For what CTAs of a token leave to each other: attend_workspace_bytes, or null. Zero before the first call;
   // calls that share it are queued one after the other.
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
 };
 
-/// An attend workspace: where thread blocks of a token meet, then what each leaves, 64 heads of rows that wide.
+/// An attend workspace: arrival counters of the CTAs of a token, then a partial output of each CTA: 64 heads of rows
+/// that wide.
 constexpr std::int32_t kAttendShareWidth = 512;
+/// Bytes of its arrival counters, and of one partial output.
 constexpr std::int64_t kAttendMeetingBytes = 2048, kAttendShareBytes = 67072;
-/// Enough for as many thread blocks as a Hopper GPU has multiprocessors.
+/// Enough for as many CTAs as a Hopper GPU has SMs.
 constexpr std::int64_t attend_workspace_bytes(std::int64_t blocks = 144) {
   return kAttendMeetingBytes + blocks * kAttendShareBytes;
 }
@@ -297,6 +306,7 @@ struct CopyPiece {
   const std::int32_t* when = nullptr;
   std::int32_t equals = 0;
 
+  /// Where the bytes come from.
   KV4_HD const std::uint8_t* source() const { return when != nullptr && *when == equals ? instead : from; }
 };
 
@@ -327,6 +337,7 @@ struct OpenSpan {
   float* out = nullptr;  // [3, width]
 };
 
+/// The most block ids of one update.
 constexpr std::int32_t kMaxUpdateValues = 1 << 16;
 
 /// A new step: items and the block table entries that changed since the last one; on the host for Backend, on the

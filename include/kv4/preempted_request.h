@@ -14,12 +14,14 @@ namespace kv4 {
 /// Host memory, pinned for a GPU, with room for one request at a time; made once and used again. Move only.
 class KV4_API PreemptedRequest {
  public:
+  /// `memory`: as large as preempted_bytes() of the longest request.
   explicit PreemptedRequest(HostMemory memory) : memory_(std::move(memory)) {}
 
-  bool empty() const { return lengths_.empty(); }
+  bool empty() const { return lengths_.empty(); }  // holds no request
+  /// Room for a request, in bytes.
   std::int64_t capacity_bytes() const { return static_cast<std::int64_t>(memory_.bytes().size()); }
-  const std::vector<std::int64_t>& lengths() const { return lengths_; }  // [1 + draft layers]
-  const std::vector<std::int32_t>& token_ids() const { return token_ids_; }
+  const std::vector<std::int64_t>& lengths() const { return lengths_; }      // [1 + draft layers]
+  const std::vector<std::int32_t>& token_ids() const { return token_ids_; }  // of the request held
 
  private:
   friend KV4_API void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to);
@@ -29,7 +31,7 @@ class KV4_API PreemptedRequest {
   std::uint64_t layout_id_ = 0;
   std::vector<std::int64_t> lengths_;
   std::vector<std::int32_t> token_ids_;
-  ChainName chain_;
+  PrefixIdentity chain_;
   std::int64_t num_blocks_ = 0, block_bytes_ = 0, image_bytes_ = 0;
 };
 

@@ -16,13 +16,16 @@ namespace kv4 {
 
 /// Which block goes when room is needed.
 enum class EvictionKind : std::uint8_t { lru, s3_fifo, hit_density };
+/// All of them, for tools that list names.
 inline constexpr EvictionKind kEvictionKinds[] = {EvictionKind::lru, EvictionKind::s3_fifo, EvictionKind::hit_density};
+/// "lru", "s3fifo", "density".
 KV4_API const char* to_string(EvictionKind kind);
 /// Throws Error(bad_argument) listing the names: lru, s3fifo, density.
 KV4_API EvictionKind parse_eviction(std::string_view name);
 
 /// Where snapshots (canonical images at block boundaries) are kept, and what a hit then has to compute again.
 struct SnapshotPolicy {
+  /// Where snapshots are kept.
   enum class Kind : std::uint8_t {
     full,        // at every block boundary
     checkpoint,  // at the last boundary of a prompt and of an output, and every `period_tokens`
@@ -38,8 +41,10 @@ struct SnapshotPolicy {
   }
 };
 
+/// Index into PrefixOptions::tenant_shares.
 using TenantId = std::int32_t;
 
+/// The prefix cache of a cache.
 struct PrefixOptions {
   bool enabled = false;
   std::string weights_id;  // the caller's name for the weights; new weights need a new one
@@ -65,16 +70,18 @@ struct Prompt {
 };
 
 /// Whose blocks the full blocks of a request are: one that comes back from elsewhere goes on with them. The manager
-/// makes these (name_chain, chain_of); {} is nobody's.
-struct ChainName {
-  BlockKey root{};        // of the keys
-  std::uint64_t era = 0;  // of the weights in one cache, up to their invalidation; 0: nothing is kept
+/// makes these (identify_prefix, chain_of); {} is nobody's.
+struct PrefixIdentity {
+  BlockKey root{};                       // of the keys
+  std::uint64_t weights_generation = 0;  // of the weights in one cache, up to their invalidation; 0: nothing is kept
   TenantId tenant = 0;
   std::int64_t prompt_end = 0;     // the last block boundary that another request with this prompt can use
   std::vector<std::string> extra;  // by block, as in Prompt
 };
 
+/// A change of what the cache keeps, for routers and tiers.
 struct BlockEvent {
+  /// What happened to the block.
   enum class Kind : std::uint8_t { stored, evicted, snapshot };  // snapshot: one at the block's end is kept
   Kind kind = Kind::stored;
   BlockKey key{};

@@ -22,7 +22,7 @@ struct RowSchema {
   int tail = 0;
   int payload_bytes = 0;
   int scale_bytes = 0;
-  int bytes() const { return payload_bytes + scale_bytes; }
+  int bytes() const { return payload_bytes + scale_bytes; }  // payload and scale
 };
 
 /// The page of one row kind of one layer: all payloads, then all scales, then the format's per-page scale if it has
@@ -45,7 +45,7 @@ struct WindowSchema {
   int rows = 0;                     // window + R
   std::int64_t payload_offset = 0;  // in the state slot
   std::int64_t scale_offset = 0;
-  std::int64_t displaced_offset = 0;  // in the slot's displaced rows: payload, then scale
+  std::int64_t undo_row_offset = 0;  // in the slot's undo rows: payload, then scale
 };
 
 /// Compressor rows that wait for their entry, one per row kind. Ring row of position p at p mod rows: [kv | gate], each
@@ -60,6 +60,7 @@ struct PendingSchema {
   bool online = false;           // rows are folded into the accumulator R + 1 tokens later
 };
 
+/// One owned layer: its window, its pages, its pending rows.
 struct LayerCacheSchema {
   LayerSpec spec;
   WindowSchema window;
@@ -69,11 +70,13 @@ struct LayerCacheSchema {
   /// Ring rows kept of the own-entry (a) and of the next-entry (b) series of the main compressor; 0 where there is
   /// none.
   int tail_buffer_size_a() const { return pending.empty() ? 0 : pending[0].rows; }
+  /// Of the next-entry series.
   int tail_buffer_size_b() const { return pending.empty() || !spec.rows[0].overlap ? 0 : pending[0].rows; }
   /// Whether a row carries one fp32 inverse scale.
   bool needs_inv_scale() const { return window.row.format == Format::fp8_row; }
 };
 
+/// Every size of a cache. Plain data, built by build_schema().
 struct CacheSchema {
   ModelConfig config;
   CacheOptions options;                  // with every 0 = automatic filled in
@@ -84,7 +87,7 @@ struct CacheSchema {
   std::int64_t block_bytes = 0;        // one block in every layer
   std::int64_t block_image_bytes = 0;  // the same as it is exported: page alignment 64, block-major
   std::int64_t slot_bytes = 0;         // state of one request
-  std::int64_t displaced_bytes =
+  std::int64_t undo_row_bytes =
       0;  // beside it, one row per window: what an in-place step of R + 1 tokens overwrites of the image
   std::uint64_t layout_id = 0;  // equal iff exported bytes mean the same
 
@@ -104,6 +107,7 @@ struct BlockBudget {
   std::int64_t hca_entry_bytes = 0;
   std::int64_t bytes = 0;  // the sum
 };
+/// Throws Error(bad_argument) where a size overflows.
 KV4_API BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t requests, std::int64_t context);
 
 /// The inverse: how many blocks fit into `bytes` beside the fixed parts, and the context each of `requests` then gets
@@ -112,8 +116,10 @@ struct ContextBudget {
   std::int64_t blocks = 0;
   std::int64_t context = 0;  // tokens per request, whole blocks
 };
+/// 0 blocks where `bytes` does not cover the fixed parts.
 KV4_API ContextBudget compute_context_budget(const CacheSchema& schema, std::int64_t bytes, std::int64_t requests);
 
+/// One line of a memory plan.
 struct MemoryPart {
   std::string name;
   std::int64_t bytes = 0;
@@ -130,6 +136,7 @@ struct MemoryPlan {
   std::int64_t total_bytes = 0;
   std::vector<MemoryPart> parts;  // add up to total_bytes
 };
+/// The plan, without allocating anything.
 KV4_API MemoryPlan plan_memory(const CacheSchema& schema);
 
 }  // namespace kv4

@@ -55,14 +55,14 @@ struct SessionIdentity {
 class KV4_API RecordSink {
  public:
   virtual ~RecordSink() = default;
-  virtual void write(std::span<const std::byte> record) = 0;
+  virtual void write(std::span<const std::byte> record) = 0;  // one record
 };
 
 /// Gives whole records, each valid until the next call; an empty one is the end.
 class KV4_API RecordSource {
  public:
   virtual ~RecordSource() = default;
-  virtual std::span<const std::byte> next() = 0;
+  virtual std::span<const std::byte> next() = 0;  // the next record
 };
 
 /// Blocks that are here already, outside the cache's own prefixes. What it gives is taken as it is.
@@ -88,6 +88,7 @@ KV4_API Expected<RequestId> restore_session(KVCacheManager& manager, const Sessi
 /// replaces one of that name. An interrupted save may leave `path`.<16 hex digits>.new, which nothing reads.
 KV4_API bool save_session_file(KVCacheManager& manager, RequestId request, const SessionIdentity& identity,
                                const std::string& path, const SessionProgress& progress = {});
+/// The same from a file.
 KV4_API Expected<RequestId> restore_session_file(KVCacheManager& manager, const SessionIdentity& identity,
                                                  const std::string& path, const SessionProgress& progress = {});
 
@@ -103,6 +104,7 @@ KV4_API Expected<RequestId> restore_session_file(KVCacheManager& manager, const 
 /// The request as it was when this was made: it may go on meanwhile, but not be released or rewound into a full block.
 class KV4_API SessionSender {
  public:
+  /// Reads the request's state now; blocks are read when they are sent.
   SessionSender(KVCacheManager& manager, RequestId request, const SessionIdentity& identity);
   SessionSender(SessionSender&&) noexcept;
   ~SessionSender();
@@ -129,8 +131,8 @@ class KV4_API SessionReceiver {
   SessionReceiver(SessionReceiver&&) noexcept;
   ~SessionReceiver();
 
-  void take(std::span<const std::byte> record);
-  bool has_offer() const;  // the request's own record has come
+  void take(std::span<const std::byte> record);  // one record of the session
+  bool has_offer() const;                        // the request's own record has come
   /// What the session was computed from, for tiers that can bring blocks of it into the cache before the rest is asked
   /// for. As long as the receiver lives; empty before the offer.
   Prompt prompt() const;
@@ -139,7 +141,7 @@ class KV4_API SessionReceiver {
   std::vector<BlockKey> wanted() const;
   /// Records' bytes, those of blocks that were here included, and of how many; 0 before the offer.
   std::int64_t done_bytes() const;
-  std::int64_t total_bytes() const;
+  std::int64_t total_bytes() const;  // of the whole session
   /// The request, once; throws Error(bad_file) while something is missing. After a shortage it may be called again.
   Expected<RequestId> finish();
 

@@ -31,8 +31,10 @@ struct ImageView {
   std::span<const std::int64_t> lengths;  // [1 + draft layers]
   std::span<const std::byte> bytes;
 
+  /// `bytes_in` must outlive the view.
   ImageView(std::uint64_t layout, std::span<const std::int64_t> lengths_in, std::span<const std::byte> bytes_in)
       : layout_id(layout), lengths(lengths_in), bytes(bytes_in) {}
+  /// The image's own bytes.
   ImageView(const CanonicalImage& image) : ImageView(image.layout_id, image.lengths, image.bytes) {}
 };
 
@@ -42,15 +44,18 @@ KV4_API std::int64_t image_bytes(const CacheSchema& schema, std::span<const std:
 /// Owns the slots' memory. Not thread-safe.
 class KV4_API StateCachePool {
  public:
+  /// Allocates the memory of the backend. The schema must live as long.
   StateCachePool(const CacheSchema& schema, std::shared_ptr<Backend> backend);
   ~StateCachePool();
   StateCachePool(const StateCachePool&) = delete;
   StateCachePool& operator=(const StateCachePool&) = delete;
 
+  /// A free slot; nullopt: all are taken.
   std::optional<std::int32_t> acquire_slot();
+  /// The slot is free again.
   void release_slot(std::int32_t slot);
-  void reset_slot(std::int32_t slot);  // all zero: nothing of an earlier request remains
-  void copy_slot(std::int32_t from, std::int32_t to);
+  void reset_slot(std::int32_t slot);                  // all zero: nothing of an earlier request remains
+  void copy_slot(std::int32_t from, std::int32_t to);  // state and undo rows; queued
 
   /// `bias`: per owned layer the compressor's position bias [ratio, width] where the image needs one (an open HCA
   /// span), else nullptr.
@@ -59,19 +64,23 @@ class KV4_API StateCachePool {
   /// The same into out [image_bytes].
   void save(std::int32_t slot, std::span<const std::int64_t> lengths, std::span<const float* const> bias,
             std::span<std::byte> out) const;
+  /// The inverse of save(). Throws as check().
   void restore(std::int32_t slot, const ImageView& image);
   /// Throws Error(bad_argument) if the image is not one of this cache's layout, or its size does not fit its lengths.
   void check(const ImageView& image) const;
 
+  /// Slot 0; an address of the backend.
   std::byte* base() const { return base_; }
   /// [num_slots, num_layers]: tokens below it are folded into the layer's accumulator.
-  std::int32_t* frontiers() const { return frontiers_; }
-  /// [num_slots, displaced_bytes], and [num_slots, num_layers]: the position of each, -1: none.
-  std::byte* displaced() const { return displaced_; }
-  std::int32_t* displaced_positions() const { return displaced_positions_; }
-  std::int32_t num_slots() const { return num_slots_; }
+  std::int32_t* fold_watermarks() const { return fold_watermarks_; }
+  /// [num_slots, undo_row_bytes], and [num_slots, num_layers]: the position of each, -1: none.
+  std::byte* undo_rows() const { return undo_rows_; }
+  /// [num_slots, num_layers]: the position of each undo row, -1: none.
+  std::int32_t* undo_positions() const { return undo_positions_; }
+  std::int32_t num_slots() const { return num_slots_; }  // requests and spares
+  /// Slots that nobody holds.
   std::int32_t num_free() const { return static_cast<std::int32_t>(free_.size()); }
-  /// Slots, displaced rows, and 8 bytes per slot and layer (rounded up to 128).
+  /// Slots, undo rows, and 8 bytes per slot and layer (rounded up to 128).
   std::int64_t memory_bytes() const { return bytes_; }
 
  private:
@@ -80,9 +89,9 @@ class KV4_API StateCachePool {
   const CacheSchema& schema_;
   std::shared_ptr<Backend> backend_;
   std::byte* base_ = nullptr;
-  std::int32_t* frontiers_ = nullptr;
-  std::byte* displaced_ = nullptr;
-  std::int32_t* displaced_positions_ = nullptr;
+  std::int32_t* fold_watermarks_ = nullptr;
+  std::byte* undo_rows_ = nullptr;
+  std::int32_t* undo_positions_ = nullptr;
   std::int32_t num_slots_ = 0;
   std::int64_t bytes_ = 0;
   std::vector<std::int32_t> free_;

@@ -17,7 +17,9 @@ struct TokenHistogram {
       counts{};  // [i]: at most bound(i) and more than bound(i - 1); the last has no bound
   std::int64_t sum = 0;
 
+  /// The most tokens of a bucket.
   static constexpr std::int64_t bound(int bucket) { return std::int64_t{128} << bucket; }
+  /// Counts one request or prompt.
   void add(std::int64_t tokens) {
     int bucket = 0;
     while (bucket + 1 < kBuckets && tokens > bound(bucket)) ++bucket;
@@ -26,6 +28,7 @@ struct TokenHistogram {
   }
 };
 
+/// A tenant's part of the prefix cache.
 struct TenantUse {
   std::int64_t share_blocks = 0;  // that others cannot evict
   std::int64_t blocks = 0;        // kept, those of running requests included
@@ -45,6 +48,7 @@ struct CallTimes {
   TimeHistogram session_save;     // save_session, save_session_file
 };
 
+/// A copy of the figures at one time.
 struct CacheStatistics {
   // Now.
   std::int64_t requests = 0, max_requests = 0;

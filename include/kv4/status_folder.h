@@ -21,6 +21,7 @@
 
 namespace kv4 {
 
+/// A running request, in numbers.
 struct RequestStatus {
   RequestId request = kNoRequest;
   std::vector<std::int64_t> lengths;  // backbone, draft stages
@@ -36,6 +37,7 @@ struct BuildInfo {
   bool cuda = false;     // it can make a CUDA backend
   std::string compiler;  // "gcc 12.2.0"
 };
+/// Of the library that is linked.
 KV4_API BuildInfo build_info();
 
 /// How a cache stands, as plain values.
@@ -50,6 +52,7 @@ struct CacheStatus {
 /// Between steps.
 KV4_API CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers = nullptr);
 
+/// How often the status is written, and of what.
 struct StatusOptions {
   std::chrono::milliseconds interval{1000};  // publish() does nothing more often than that
   Tiers* tiers = nullptr;                    // whose reports are published, too

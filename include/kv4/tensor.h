@@ -9,10 +9,13 @@
 
 namespace kv4 {
 
+/// Element types that calls take; each call says which.
 enum class DType : std::uint8_t { f32, bf16, i32, u8 };
 
+/// The enumerator's name: "f32", ...
 KV4_API const char* to_string(DType type);
 
+/// Size of one element.
 constexpr std::size_t element_bytes(DType type) {
   return type == DType::f32 || type == DType::i32 ? 4 : type == DType::bf16 ? 2 : 1;
 }
@@ -40,12 +43,14 @@ struct TensorView {
       step *= shape[i];
     }
   }
+  /// A dense f32 tensor. The call that takes it decides whether it is written.
   TensorView(const float* p, std::initializer_list<std::int64_t> dims)
       : TensorView(const_cast<float*>(p), DType::f32, dims) {}
+  /// A dense i32 tensor.
   TensorView(const std::int32_t* p, std::initializer_list<std::int64_t> dims)
       : TensorView(const_cast<std::int32_t*>(p), DType::i32, dims) {}
 
-  bool empty() const { return data == nullptr; }
+  bool empty() const { return data == nullptr; }  // absent: calls with optional tensors accept it
 };
 
 }  // namespace kv4

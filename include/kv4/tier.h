@@ -40,9 +40,10 @@
 
 namespace kv4::tier {
 
-using Duration = std::chrono::nanoseconds;
-using Deadline = std::chrono::steady_clock::time_point;
+using Duration = std::chrono::nanoseconds;               // of waiting
+using Deadline = std::chrono::steady_clock::time_point;  // when an answer comes too late
 
+/// What names a record: 32 bytes, from a hash.
 using Key = std::array<std::byte, 32>;
 
 /// What a record is found by. The same key of two tenants is two records.
@@ -52,7 +53,9 @@ struct RecordId {
   friend bool operator==(const RecordId&, const RecordId&) = default;
 };
 
+/// What became of a put.
 enum class PutStatus : std::uint8_t { stored, too_large, no_space, failed };
+/// What became of a get.
 enum class GetStatus : std::uint8_t {
   found,
   missing,
@@ -68,6 +71,7 @@ struct PutRequest {
   PutStatus status = PutStatus::failed;  // out
 };
 
+/// A record to read.
 struct GetRequest {
   RecordId id;
   std::span<std::byte> to;  // what is not `found` leaves nothing of the record here: it is as it was, or zeros
@@ -79,24 +83,28 @@ struct GetRequest {
   std::shared_ptr<std::byte[]> view = {};  // out
 };
 
+/// A record to look for.
 struct ExistsRequest {
   RecordId id;
   std::int64_t bytes = -1;  // out: of the payload; -1: not there, as far as is known
   bool answered = false;    // out: -1 is no failure
 };
 
+/// A record to forget.
 struct RemoveRequest {
   RecordId id;
   bool removed = false;   // out: it was there
   bool answered = false;  // out, of a Tier: it is not there any more
 };
 
+/// What a flush reached.
 enum class FlushStatus : std::uint8_t {
   failed,  // not known
   kept,    // the tier has everything that was stored, until the machine or server that keeps it goes away
   durable  // ... and it stays, whatever is killed or loses power
 };
 
+/// What a tier holds and has done.
 struct TierStats {
   static constexpr std::int64_t kUnknown = -1;
   std::int64_t records = 0, payload_bytes = 0;  // that can be found; kUnknown where others put and remove, too
@@ -125,32 +133,41 @@ enum class FailureReason : std::uint8_t {
   server_error,         // any other error
   not_admitted          // the cluster names a server that is neither configured nor allowed
 };
+/// How many there are.
 inline constexpr std::size_t kFailureReasons = static_cast<std::size_t>(FailureReason::not_admitted) + 1;
+/// The enumerator's name, as in logs and metrics.
 KV4_API const char* to_string(FailureReason reason);
 
+/// Why a tier fails now, and how often it has failed.
 struct TierFailure {
   FailureReason reason = FailureReason::none;  // now, the newest of all servers; none: all work, as far as is known
   std::string detail;                          // which server, and what it says; never a password
   std::array<std::int64_t, kFailureReasons> counts{};  // by reason, since the tier was made: batches with failures
 };
 
+/// A place that keeps records. The promises stand at the head of this file.
 class KV4_API Tier {
  public:
   virtual ~Tier() = default;
-  virtual const char* name() const = 0;
+  virtual const char* name() const = 0;  // for reports and logs; stays the same
   /// How many threads may be in get() and exists() at a time.
   virtual int read_threads() const { return 1; }
   /// The most requests of one get() or exists(), 0: no matter. Few, where they are done one by one: what is ready early
   /// is used early. Many, where they are under way together.
   virtual int read_batch() const { return 0; }
+  /// Stores each payload, replacing an older one of its id.
   virtual void put(std::span<PutRequest> requests, Deadline deadline) = 0;
+  /// Reads each record that is there, checked.
   virtual void get(std::span<GetRequest> requests, Deadline deadline) = 0;
   /// A hint: the payload is not looked at.
   virtual void exists(std::span<ExistsRequest> requests, Deadline deadline) = 0;
   /// As exists(), at once and from memory: any thread, beside any other call. False: only exists() can tell.
   virtual bool look_up(std::span<ExistsRequest>) const { return false; }
+  /// Forgets each record.
   virtual void remove(std::span<RemoveRequest> requests, Deadline deadline) = 0;
+  /// Waits until everything stored is as safe as the tier makes it.
   virtual FlushStatus flush(Deadline deadline) = 0;
+  /// Counters now.
   virtual TierStats stats() = 0;
   /// At once and from memory: any thread, beside any other call.
   virtual TierFailure failure() const { return {}; }

@@ -26,6 +26,7 @@
 
 namespace kv4 {
 
+/// Memory and patience of a TieredPrefix.
 struct TieredOptions {
   /// Host memory for blocks on their way in, pinned for a GPU, and as much of the device's.
   std::int64_t load_bytes = std::int64_t{64} << 20;
@@ -35,6 +36,7 @@ struct TieredOptions {
   int max_attempts = 4;              // to put a record into a tier that fails
 };
 
+/// Counted since the TieredPrefix was made.
 struct TieredStatistics {
   std::int64_t offered_blocks = 0, offered_snapshots = 0;  // and taken by one tier at least
   std::int64_t offered_again = 0;                          // to a tier that had refused one or failed
@@ -56,8 +58,8 @@ class KV4_API PrefixLoad {
 
   /// Takes what has come and asks for more; waits for nothing. True: nothing is left to be done. Not during a step.
   bool advance();
-  std::int64_t brought_blocks() const;
-  std::int64_t wanted_blocks() const;
+  std::int64_t brought_blocks() const;  // on the device by now
+  std::int64_t wanted_blocks() const;   // asked for in all
 
  private:
   friend class TieredPrefix;
@@ -66,10 +68,12 @@ class KV4_API PrefixLoad {
   std::unique_ptr<Impl> impl_;
 };
 
+/// Joins a cache with its tiers.
 class KV4_API TieredPrefix {
  public:
   /// Both outlive it; nobody else reads the cache's block events.
   TieredPrefix(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options = {});
+  /// The same over a chain of one's own.
   TieredPrefix(KVCacheManager& cache, tier::TierChain& tiers, const TieredOptions& options = {});
   ~TieredPrefix();
   TieredPrefix(const TieredPrefix&) = delete;
@@ -88,6 +92,7 @@ class KV4_API TieredPrefix {
   /// The same at once. Returns the blocks brought.
   std::int64_t load(const Prompt& prompt, tier::Deadline deadline, const TieredProgress& progress = {});
 
+  /// The counters now.
   TieredStatistics statistics() const;
 
  private:

@@ -27,6 +27,7 @@ namespace tier {
 class TierChain;  // src/tier/tier_chain.h
 }
 
+/// Which tiers there are, how large, and with which keys.
 struct TiersOptions {
   std::int64_t host_bytes = 0;  // 0: no host memory
   int host_threads = 8;         // that check its records
@@ -101,8 +102,9 @@ class KV4_API Tiers {
   std::vector<tier::FlushStatus> flush(tier::Deadline deadline);
   /// flush(), and nothing is found or taken any more.
   std::vector<tier::FlushStatus> close(tier::Deadline deadline);
-  std::vector<TierReport> report();
+  std::vector<TierReport> report();  // one per tier, the fastest first
 
+  /// The chain itself, for TieredPrefix.
   tier::TierChain& chain() { return *chain_; }
   /// Of the options.
   const Backend* backend() const { return backend_.get(); }

@@ -23,6 +23,7 @@ struct TimeHistogram {
       counts{};  // [i]: at most kBoundsNs[i] and more than the bound before; the last has no bound
   std::int64_t sum_seconds = 0, sum_ns = 0;  // of all calls: both together, the second below 10^9
 
+  /// Counts one call.
   void add(std::chrono::nanoseconds time) {
     constexpr std::int64_t second = 1'000'000'000;
     const std::int64_t ns = std::max<std::int64_t>(time.count(), 0);
@@ -32,11 +33,13 @@ struct TimeHistogram {
     sum_seconds += ns / second + sum_ns / second;
     sum_ns %= second;
   }
+  /// Calls in all.
   std::int64_t count() const {
     std::int64_t out = 0;
     for (const std::int64_t each : counts) out += each;
     return out;
   }
+  /// Time of all calls together.
   double seconds() const { return static_cast<double>(sum_seconds) + 1e-9 * static_cast<double>(sum_ns); }
 };
 

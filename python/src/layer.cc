@@ -185,23 +185,23 @@ void def_index(nb::class_<Layer>& layer) {
   layer.def(
       "index_scores",
       [](const Layer& self, const ArrayLike& q, const ArrayLike& weights, const ArrayLike& scores,
-         const ArrayLike& q_scale, bool near, const StreamLike& stream) {
+         const ArrayLike& q_scale, bool fast, const StreamLike& stream) {
         LayerCall call(self, stream);
         const IndexInputs inputs{call.in(q, "q"), call.in(q_scale, "q_scale"), call.in(weights, "weights")};
         TensorView view;
         AnyArray array =
             call.out_or_new(scores, "scores", q, {step_tokens(self), self.most_entries()}, DType::f32, view);
         LayerCacheHandle handle = self.handle;
-        call.run([&] { handle.index_scores(inputs, view, near ? ScoreSums::near : ScoreSums::defined); });
+        call.run([&] { handle.index_scores(inputs, view, fast ? ScoreMode::fast : ScoreMode::exact); });
         return array;
       },
       nb::arg("q"), nb::arg("weights"), nb::arg("scores") = nb::none(), nb::kw_only(), nb::arg("q_scale") = nb::none(),
-      nb::arg("near") = false, nb::arg("stream") = nb::none(),
+      nb::arg("fast") = false, nb::arg("stream") = nb::none(),
       "score[t, j] = sum over heads of weight * relu(q . key j); -inf where a token sees no entry j.\n\n"
       "q       float32 or bf16 [tokens, heads, index_dim], rotated; or uint8, encoded, with q_scale\n"
       "weights float32 [tokens, heads], every factor of the score in it; 1 to 64 heads\n"
       "scores  float32 [tokens, n], n at least the longest item's entries; None: a new one, returned\n"
-      "near    sums rounded as is fastest, within the bound of docs/formats.md, instead of to the defined bit");
+      "fast    sums rounded as is fastest, within the bound of docs/formats.md, instead of to the defined bit");
   layer.def(
       "select_topk",
       [](const Layer& self, const ArrayLike& scores, const ArrayLike& indices, const ArrayLike& slots,
@@ -246,10 +246,10 @@ void def_reads(nb::class_<Layer>& layer) {
   layer.def(
       "attend",
       [](const Layer& self, const ArrayLike& q, const ArrayLike& out, const ArrayLike& lse, const ArrayLike& sink,
-         const ArrayLike& topk, float softmax_scale, bool turn_back, const StreamLike& stream) {
+         const ArrayLike& topk, float softmax_scale, bool inverse_rope, const StreamLike& stream) {
         LayerCall call(self, stream);
         const AttendInputs inputs{call.in(q, "q"), call.in(sink, "sink"), call.in(topk, "topk"), softmax_scale,
-                                  turn_back};
+                                  inverse_rope};
         TensorView view;
         AnyArray array = call.out_or_new(out, "out", q, {inputs.q.shape[0], inputs.q.shape[1], self.handle.head_dim()},
                                          float_like(inputs.q), view);
@@ -260,7 +260,7 @@ void def_reads(nb::class_<Layer>& layer) {
       },
       nb::arg("q"), nb::kw_only(), nb::arg("out") = nb::none(), nb::arg("lse") = nb::none(),
       nb::arg("sink") = nb::none(), nb::arg("topk") = nb::none(), nb::arg("softmax_scale") = 0.0f,
-      nb::arg("turn_back") = false, nb::arg("stream") = nb::none(),
+      nb::arg("inverse_rope") = false, nb::arg("stream") = nb::none(),
       "Attention of each token over its window rows and entries, once append of this layer has run.\n\n"
       "q     float32 or bf16 [tokens, heads, head_dim], normed and rotated, 1 to 128 heads\n"
       "out   float32 or bf16 [tokens, heads, head_dim]; None: a new one like q, returned\n"
@@ -268,7 +268,7 @@ void def_reads(nb::class_<Layer>& layer) {
       "sink  float32 [heads] or None\n"
       "topk  int32 [tokens, k] entries; None: all visible\n"
       "softmax_scale  0: head_dim ** -0.5\n"
-      "turn_back      turn the output's last rope_dim channels back by the query's position");
+      "inverse_rope      turn the output's last rope_dim channels back by the query's position");
   layer.def("read_swa_view", [](Layer& self) { return swa_arrays(*self.cache, self.handle.read_swa_view()); });
   layer.def("read_classical_view",
             [](Layer& self) { return classical_arrays(*self.cache, self.handle.read_classical_view()); });

@@ -161,7 +161,7 @@ void bind_state_pool(nb::module_& m) {
       .def(nb::init<const CacheSchema&, std::shared_ptr<Device>>(), nb::arg("schema"), nb::arg("backend"))
       .def(
           "memory_bytes", [](const StatePool& self) { return self.pool->memory_bytes(); },
-          "Slots, displaced rows, and 8 bytes per slot and layer.")
+          "Slots, undo rows, and 8 bytes per slot and layer.")
       .def("num_slots", [](const StatePool& self) { return self.pool->num_slots(); })
       .def("num_free", [](const StatePool& self) { return self.pool->num_free(); })
       .def(

@@ -30,7 +30,7 @@ void bind_schema(nb::module_& m) {
       .def_ro("rows", &WindowSchema::rows, "window + max_rewind_tokens")
       .def_ro("payload_offset", &WindowSchema::payload_offset, "in the state slot")
       .def_ro("scale_offset", &WindowSchema::scale_offset)
-      .def_ro("displaced_offset", &WindowSchema::displaced_offset);
+      .def_ro("undo_row_offset", &WindowSchema::undo_row_offset);
   nb::class_<PendingSchema>(m, "PendingSchema", "Compressor rows that wait for their entry: [kv | gate] by position.")
       .def_ro("columns", &PendingSchema::columns)
       .def_ro("rows", &PendingSchema::rows)
@@ -57,7 +57,7 @@ void bind_schema(nb::module_& m) {
       .def_ro("block_bytes", &CacheSchema::block_bytes, "one block in every layer")
       .def_ro("block_image_bytes", &CacheSchema::block_image_bytes, "the same as it is exported")
       .def_ro("slot_bytes", &CacheSchema::slot_bytes, "state of one request")
-      .def_ro("displaced_bytes", &CacheSchema::displaced_bytes)
+      .def_ro("undo_row_bytes", &CacheSchema::undo_row_bytes)
       .def_ro("layout_id", &CacheSchema::layout_id, "equal iff exported bytes mean the same")
       .def("layer", &CacheSchema::layer, nb::arg("model_layer"), nb::rv_policy::reference_internal,
            "The LayerCacheSchema of a layer of the model; raises where it is not owned.");

@@ -1,5 +1,5 @@
-// The seam to the device: memory, and one call per operation with a plain params struct. The CPU backend runs calls at
-// once; others queue them on their stream, so that each sees what the ones before it wrote.
+// The interface to the device: memory, and one call per operation with a plain params struct. The CPU backend runs
+// calls at once; other backends queue them on their stream, so that each call sees the writes of the calls before it.
 #pragma once
 
 #include <cstddef>
@@ -19,69 +19,69 @@ class Backend {
   Backend(const Backend&) = delete;
   Backend& operator=(const Backend&) = delete;
 
-  /// Whether the host can read and write what allocate() gives.
+  /// Whether the host can read and write the memory of allocate().
   virtual bool on_host() const = 0;
   /// Zeroed, aligned to 256; nullptr for 0 bytes. Throws Error(out_of_memory).
   virtual std::byte* allocate(std::int64_t bytes) = 0;
   virtual void deallocate(std::byte* memory, std::int64_t bytes) = 0;
-  /// Memory of the host that transfers reach fastest; nullptr for 0 bytes. Throws Error(out_of_memory).
+  /// Host memory with the fastest transfers; nullptr for 0 bytes. Throws Error(out_of_memory).
   virtual std::byte* allocate_host(std::int64_t bytes) = 0;
   virtual void deallocate_host(std::byte* memory, std::int64_t bytes) = 0;
   virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes) = 0;
   virtual void fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) = 0;
 
-  /// Pieces from and to device memory, in one go.
+  /// Copies pieces from and to device memory, in one launch as far as possible.
   virtual void copy_pieces(std::span<const ops::CopyPiece> pieces) = 0;
 
-  /// The largest host array that read_pieces, write_pieces and images will move; called when a pool is made.
+  /// Reserves for the largest host array that read_pieces, write_pieces and images move; called when a pool is made.
   virtual void reserve_staging(std::int64_t bytes) = 0;
-  /// Device pieces into a host array as one transfer: each `to` lies in host [bytes], ascending. What no piece covers
-  /// is zero. Done when it returns.
+  /// Reads device pieces into a host array as one transfer: each `to` lies in host [bytes], ascending. Bytes that no
+  /// piece covers are zero. Done when it returns.
   virtual void read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) = 0;
-  /// The other way: each `from` lies in host [bytes], which may be reused when it returns.
+  /// Writes a host array to device pieces: each `from` lies in host [bytes], which may be reused when it returns.
   virtual void write_pieces(std::span<const ops::CopyPiece> pieces, std::span<const std::byte> host) = 0;
 
-  /// Each piece is one transfer from memory of allocate() to memory of allocate_host(), after what was queued so far
-  /// and beside what is queued later: that must not change it before it is transferred(). Returns a ticket.
+  /// Each piece is one transfer from memory of allocate() to memory of allocate_host(), after the work queued so far
+  /// and concurrent with later work, which must not change the piece before it is transferred(). Returns a ticket.
   virtual std::int64_t transfer_out(std::span<const ops::CopyPiece> pieces) = 0;
-  /// The other way, beside everything but the clearing of new memory: nothing else that is queued uses the pieces'
-  /// targets.
+  /// Transfers from allocate_host() to allocate(), after the clearing of new memory and concurrent with all other work:
+  /// no other queued work uses the pieces' targets.
   virtual std::int64_t transfer_in(std::span<const ops::CopyPiece> pieces) = 0;
   virtual bool transferred(std::int64_t ticket) = 0;
 
-  /// The most items an update will have; called when a cache is made.
+  /// The largest number of items of an update; called when a cache is made.
   virtual void reserve_updates(std::int64_t max_items) = 0;
-  /// Items, ranges and block ids are on the host and may be reused when it returns.
+  /// Items, ranges and block ids are on the host, and may be reused when it returns.
   virtual void update_step(const ops::StepUpdate& update) = 0;
-  /// Window rows, pending rows, due entries and index keys of all the step's tokens.
+  /// Writes window rows, pending rows, due entries and index keys of all tokens of the step.
   virtual void append(const ops::AppendParams& params) = 0;
   virtual void flush(const ops::FlushParams& params) = 0;
-  /// Boundaries are on the host and may be reused when it returns. Not while calls are recorded.
+  /// Boundaries are on the host, and may be reused when it returns. Not allowed while calls are recorded.
   virtual void save_boundaries(const ops::BoundaryParams& params) = 0;
   virtual void gather_chosen(const ops::GatherParams& params) = 0;
   virtual void gather_all(const ops::GatherParams& params) = 0;
   virtual void gather_window(const ops::GatherParams& params) = 0;
 
-  /// The workspace holds at least one token's part (ops::index_token_bytes).
+  /// The workspace holds at least one token (ops::index_token_bytes).
   virtual void index_scores(const ops::IndexParams& params) = 0;
   virtual void select_topk(const ops::IndexParams& params) = 0;
   virtual void index_topk(const ops::IndexParams& params) = 0;
   virtual void attend(const ops::AttendParams& params) = 0;
 
-  /// Canonical image of one slot. layers: one per owned layer. image: [layout.bytes] on the host.
+  /// Canonical image of one state slot. layers: one per owned layer. image: [layout.bytes] on the host.
   virtual void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                           std::byte* image) = 0;
   virtual void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                              const std::byte* image) = 0;
 
-  /// Later work is queued on this stream, after what was queued before.
+  /// Later work is queued on this stream, after all work queued before.
   virtual void set_stream(Stream stream) = 0;
-  /// Whether calls are being recorded to run later, possibly often.
+  /// Whether calls are being recorded (CUDA graph), to run later and possibly often.
   virtual bool capturing() = 0;
-  /// A point after all that was queued so far; tickets grow.
+  /// Marks the point after all work queued so far; returns its ticket. Tickets increase.
   virtual std::int64_t mark() = 0;
   virtual bool reached(std::int64_t ticket) = 0;
-  /// Waits for all that was queued. Throws Error(device_failure) if any of it failed.
+  /// Waits for all queued work. Throws Error(device_failure) if any of it failed.
   virtual void synchronize() = 0;
 };
 

@@ -1,4 +1,4 @@
-// Memory of a backend, given back when its owner goes. Move only.
+// Memory of a backend, freed by its owner's destructor. Move only.
 #pragma once
 
 #include <memory>

@@ -5,7 +5,8 @@
 namespace kv4 {
 namespace {
 
-// Ring rows [first, first + count) of a plane, dense in the image: at most two pieces where the ring has one stride.
+// Calls piece for the ring rows [first, first + count) of a plane, dense in the image: at most two pieces if the ring
+// has one stride.
 template <class Piece>
 void for_ring_pieces(const ops::Plane& plane, std::int32_t slot, std::int64_t ring_rows, std::int64_t first,
                      std::int64_t count, std::int64_t at, Piece piece) {
@@ -33,14 +34,14 @@ void for_pending_pieces(const ops::KindDesc& kind, const PendingPart& part, std:
 
 }  // namespace
 
-std::vector<ops::CopyPiece> cut_pieces(std::span<const ops::CopyPiece> pieces, std::int64_t most_bytes) {
+std::vector<ops::CopyPiece> cut_pieces(std::span<const ops::CopyPiece> pieces, std::int64_t max_bytes) {
   std::vector<ops::CopyPiece> out;
   for (const ops::CopyPiece& piece : pieces)
-    for (std::int64_t at = 0; at < piece.bytes; at += most_bytes) {
+    for (std::int64_t at = 0; at < piece.bytes; at += max_bytes) {
       ops::CopyPiece& part = out.emplace_back(piece);
       part.from += at;
       part.to += at;
-      part.bytes = std::min(piece.bytes - at, most_bytes);
+      part.bytes = std::min(piece.bytes - at, max_bytes);
       if (part.instead != nullptr) part.instead += at;
     }
   return out;
@@ -54,13 +55,14 @@ std::vector<ops::CopyPiece> pieces_to_image(std::span<const ops::LayerDesc> laye
 }
 
 std::size_t most_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout) {
-  constexpr std::size_t kPerRing = 2;                              // it wraps once
-  std::size_t most = layout.windows.size() * 2 * (1 + kPerRing);  // payload and scale; the oldest row goes by itself
+  constexpr std::size_t kPerRing = 2;  // the ring wraps once
+  std::size_t count =
+      layout.windows.size() * 2 * (1 + kPerRing);  // payload and scale; the oldest row is a piece of its own
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
-    most += 2 * static_cast<std::size_t>(kind.ratio) + kPerRing;  // halves of the previous span's rows; open ones
+    count += 2 * static_cast<std::size_t>(kind.ratio) + kPerRing;  // halves of the previous span's rows; open rows
   }
-  return most;
+  return count;
 }
 
 void add_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
@@ -72,16 +74,16 @@ void add_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayo
     const ops::LayerDesc& layer = layers[static_cast<std::size_t>(part.layer)];
     const ops::WindowDesc& w = layer.window;
     struct Source {
-      ops::Plane ring, displaced;
+      ops::Plane ring, undo_row;
       std::int64_t at;
     };
-    for (const Source& s : {Source{w.ring.payload, w.displaced.payload, part.payload_at},
-                            Source{w.ring.scale, w.displaced.scale, part.scale_at}}) {
+    for (const Source& s : {Source{w.ring.payload, w.undo_row.payload, part.payload_at},
+                            Source{w.ring.scale, w.undo_row.scale, part.scale_at}}) {
       const std::int64_t bytes = s.ring.row_stride;
-      const bool full = part.count == layer.window_tokens;  // an aborted step may have taken the oldest row's place
+      const bool full = part.count == layer.window_tokens;  // an aborted step may have overwritten the oldest row
       if (full)
-        out.push_back({s.ring.at(slot, part.first % w.rows), image + s.at, bytes, s.displaced.at(slot, 0),
-                       &w.displaced_position(slot), static_cast<std::int32_t>(part.first)});
+        out.push_back({s.ring.at(slot, part.first % w.rows), image + s.at, bytes, s.undo_row.at(slot, 0),
+                       &w.undo_position(slot), static_cast<std::int32_t>(part.first)});
       const std::int64_t skip = full ? 1 : 0;
       for_ring_pieces(s.ring, slot, w.rows, part.first + skip, part.count - skip, s.at + skip * bytes, add);
     }

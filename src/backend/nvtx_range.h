@@ -1,6 +1,6 @@
-// A named range around a call, for profilers (Nsight Systems): NVTX 3, headers of the CUDA toolkit only. Where no tool
-// is attached a range costs a comparison; NVTX itself looks for a tool, in the environment, at the first one. Builds
-// without the headers have no ranges.
+// A named range around a call, for profilers (Nsight Systems). It needs only NVTX 3 headers of the CUDA toolkit.
+// Without an attached tool a range costs one comparison; NVTX looks for a tool in the environment at the first range.
+// Builds without the headers have no ranges.
 #pragma once
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
@@ -15,8 +15,8 @@
 
 namespace kv4 {
 
-/// In the domain "kv4". Names begin with "kv4 " and outlive the process's ranges: literals. `on`: whether there is one
-/// at all; calls of the CPU backend have none. The thread that makes it ends it, the latest first.
+/// In the domain "kv4". Names begin with "kv4 " and are string literals, so that they outlive the ranges. `on`: false
+/// makes no range; calls of the CPU backend have none. The thread that begins a range ends it, the latest first.
 class NvtxRange {
  public:
 #if KV4_HAS_NVTX
@@ -41,7 +41,7 @@ class NvtxRange {
   bool on_;
 #else
   NvtxRange(const char*, bool) {}
-  ~NvtxRange() {}  // written out: a range is no unused variable
+  ~NvtxRange() {}  // not defaulted, so that a range is not an unused variable
 #endif
 
  public:

@@ -83,7 +83,7 @@ kv4_status kv4_index_scores(kv4_cache* cache, int32_t layer, const kv4_index_inp
     LayerCall call(cache, layer);
     const kv4_index_inputs in = read_struct(inputs, sized<kv4_index_inputs>(), "inputs");
     call.handle.index_scores(index_inputs(call, in), call.view(scores, "scores"),
-                             in.near_sums != 0 ? kv4::ScoreSums::near : kv4::ScoreSums::defined);
+                             in.fast_scores != 0 ? kv4::ScoreMode::fast : kv4::ScoreMode::exact);
   });
 }
 
@@ -110,7 +110,7 @@ kv4_status kv4_attend(kv4_cache* cache, int32_t layer, const kv4_attend_inputs* 
     LayerCall call(cache, layer);
     const kv4_attend_inputs in = read_struct(inputs, sized<kv4_attend_inputs>(), "inputs");
     call.handle.attend({call.view(in.q, "q"), call.optional(in.sink, "sink"), call.optional(in.topk, "topk"),
-                        in.softmax_scale, in.turn_back != 0},
+                        in.softmax_scale, in.inverse_rope != 0},
                        call.view(out, "out"), call.optional(lse, "lse"));
   });
 }

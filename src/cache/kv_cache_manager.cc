@@ -67,8 +67,8 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
   for (std::size_t i = 0; i < schema.layers.size(); ++i) {
     const int index = static_cast<int>(i);
     layers.push_back(ops::describe_layer(schema, index,
-                                         {kv_pool.base(), state_pool.base(), state_pool.frontiers(),
-                                          state_pool.displaced(), state_pool.displaced_positions(), tables.scratch()}));
+                                         {kv_pool.base(), state_pool.base(), state_pool.fold_watermarks(),
+                                          state_pool.undo_rows(), state_pool.undo_positions(), tables.scratch()}));
     (layers.back().num_kinds > 0 ? compresses : slides) = true;
   }
   raw_norm_weights.resize(layers.size());
@@ -79,7 +79,7 @@ KVCacheManager::Impl::Impl(const ModelConfig& config, const CacheOptions& option
     pieces_per_snapshot = most_pieces_to_image(layers, snapshot_parts);
     // Kernels write entries everywhere: those of a replay, which are there already, into a block that nobody reads. On
     // the host they are left out.
-    if (!backend->on_host()) tables.set_kept_block(allocator.allocate().value());
+    if (!backend->on_host()) tables.set_dummy_block(allocator.allocate().value());
   }
   swa_rope.rope_dim = compress_rope.rope_dim = config.rope_dim;
   if (slides) {
@@ -665,7 +665,7 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
 
 Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                                  std::span<const std::span<const std::byte>> blocks,
-                                                 const ChainName& chain) try {
+                                                 const PrefixIdentity& chain) try {
   const OneThread::Call call(impl_->driver);
   const NvtxRange range("kv4 import_image", !impl_->backend->on_host());
   Impl& m = *impl_;
@@ -675,8 +675,9 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
           "the image has {} tokens, token_ids {}", n, token_ids.size());
   require(static_cast<std::int64_t>(blocks.size()) == count, ErrorCode::bad_argument,
           "{} tokens need {} block images; got {}", n, count, blocks.size());
-  const std::optional<std::uint16_t> origin = m.prefix ? m.prefix->origin_in(chain.era) : std::nullopt;
-  const KeptChain kept = origin ? m.prefix->find_chain(chain, token_ids) : KeptChain{};
+  const std::optional<std::uint16_t> weights_slot =
+      m.prefix ? m.prefix->weights_slot_in(chain.weights_generation) : std::nullopt;
+  const KeptChain kept = weights_slot ? m.prefix->find_chain(chain, token_ids) : KeptChain{};
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t bytes = std::ssize(blocks[static_cast<std::size_t>(i)]);
     require(bytes == m.schema.block_image_bytes || (bytes == 0 && i < kept.blocks), ErrorCode::bad_argument,
@@ -688,8 +689,8 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
   if (!slot.slot) return Shortage::slots;
   if (count - kept.blocks > m.num_available(chain.tenant)) return Shortage::blocks;
   m.state_pool.restore(*slot.slot, image);
-  ChainName name = chain;
-  if (origin) m.reserve_snapshots(1);
+  PrefixIdentity name = chain;
+  if (weights_slot) m.reserve_snapshots(1);
   if (kept.tail != kNoSlot) m.prefix->index.pin(kept.tail);  // first: it is not what makes room for the rest
   if (count - kept.blocks > m.num_available(chain.tenant)) {
     if (kept.tail != kNoSlot) m.prefix->index.unpin(kept.tail);
@@ -702,7 +703,7 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
     const std::int64_t length = image.lengths[g];
     m.sequences[static_cast<std::size_t>(row)].groups[g] = {length, length, length, 0};
   }
-  if (origin) m.begin_chain(row, std::move(name), *origin);
+  if (weights_slot) m.begin_chain(row, std::move(name), *weights_slot);
   m.hold_chain(row, kept);
   for (std::int64_t i = kept.blocks; i < count; ++i) {
     const BlockId block = m.take_block(chain.tenant);
@@ -712,7 +713,7 @@ Expected<RequestId> KVCacheManager::import_image(const ImageView& image, std::sp
     std::copy_n(token_ids.data() + first, std::min<std::int64_t>(m.block_tokens(), n - first),
                 &m.token_ids[std::int64_t{block} * m.block_tokens()]);
   }
-  if (!origin) return id;
+  if (!weights_slot) return id;
   m.publish(row);
   m.save_snapshots(row, n - 1);  // where it ends at a boundary, its state is one
   m.send_snapshots();

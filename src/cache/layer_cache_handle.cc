@@ -351,10 +351,10 @@ KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& 
   return {out, out};
 }
 
-void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreSums sums) {
+void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreMode mode) {
   KV4_SCOPE("kv4 index_scores");
   ops::IndexParams params = scope.index_params();
-  params.sums = sums;
+  params.mode = mode;
   scope.set_queries(inputs, params);
   scope.set_scores(scores, params);
   scope.m.backend->index_scores(params);
@@ -399,7 +399,7 @@ void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out,
   require(out.shape[1] == params.num_heads, ErrorCode::bad_argument, "out has {} heads, q {}", out.shape[1],
           params.num_heads);
   if (!lse.empty()) params.lse = dense_array<float>(lse, DType::f32, scope.tokens(), params.num_heads, "lse");
-  if (inputs.turn_back) params.turn_back = scope.desc.num_kinds > 0 ? scope.m.compress_rope : scope.m.swa_rope;
+  if (inputs.inverse_rope) params.inverse_rope = scope.desc.num_kinds > 0 ? scope.m.compress_rope : scope.m.swa_rope;
   params.workspace = reinterpret_cast<std::uint8_t*>(scope.m.attend_workspace.data());
   params.workspace_bytes = scope.m.attend_workspace.bytes();
   scope.m.backend->attend(params);

@@ -111,7 +111,7 @@ std::int64_t KVCacheManager::Impl::insert_blocks(const Prompt& prompt, std::span
   for (const BlockId block : room) {
     std::copy_n(prompt.token_ids.data() + at * static_cast<std::size_t>(block_tokens()), block_tokens(),
                 &token_ids[std::int64_t{block} * block_tokens()]);
-    tail = kept.index.append(tenant, tail, keys[at++], block, kept.origin(), true).value().slot;
+    tail = kept.index.append(tenant, tail, keys[at++], block, kept.weights_slot(), true).value().slot;
     allocator.publish(block);
     allocator.release(block);
   }

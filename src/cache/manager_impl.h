@@ -117,7 +117,7 @@ struct KVCacheManager::Impl {
   void cut_chain(std::int32_t row, std::int64_t blocks);  // keeps the first `blocks`
   void end_chain(std::int32_t row);
   void fork_chain(PrefixChain parent, Sequence& child, std::int64_t shared_blocks);
-  void begin_chain(std::int32_t row, ChainName name, std::uint16_t origin);
+  void begin_chain(std::int32_t row, PrefixIdentity name, std::uint16_t weights_slot);
   void restore_slot(std::int32_t slot, const PrefixMatch& match);
   void share_prefix(std::int32_t row, const PrefixMatch& match);
   void hold_chain(std::int32_t row, const KeptChain& kept);  // which is pinned for it

@@ -69,7 +69,7 @@ void KVCacheManager::Impl::publish(std::int32_t row) {
                                            i < chain.extra.size() ? chain.extra[i] : std::string_view());
     // A chain is one tenant's, whoever goes on with it: else a tenant's block could wait for another's.
     const TenantId tenant = first ? chain.tenant : prefix->index.tenant(chain.tail);
-    const PrefixIndex::Stored stored = prefix->index.append(tenant, chain.tail, key, block, chain.origin).value();
+    const PrefixIndex::Stored stored = prefix->index.append(tenant, chain.tail, key, block, chain.weights_slot).value();
     chain.tail = stored.slot;
     if (stored.is_new) {
       allocator.publish(block);
@@ -122,29 +122,29 @@ void KVCacheManager::Impl::restore_slot(std::int32_t slot, const PrefixMatch& ma
     const ops::PendingDesc& p = kind.pending;
     if (!kind.overlap)
       pieces.push_back({prefix->boundary(match.resume_at / block_tokens()),
-                        reinterpret_cast<std::uint8_t*>(p.frontiers + slot * p.frontier_stride), 4});
+                        reinterpret_cast<std::uint8_t*>(p.fold_watermarks + slot * p.fold_watermark_stride), 4});
   }
   backend->copy_pieces(pieces);
 }
 
-void KVCacheManager::Impl::begin_chain(std::int32_t row, ChainName name, std::uint16_t origin) {
+void KVCacheManager::Impl::begin_chain(std::int32_t row, PrefixIdentity name, std::uint16_t weights_slot) {
   PrefixChain& chain = sequences[static_cast<std::size_t>(row)].chain;
   chain.publishes = true;
   chain.tenant = name.tenant;
-  chain.origin = origin;
+  chain.weights_slot = weights_slot;
   chain.root = name.root;
   chain.prompt_end = name.prompt_end;
   chain.extra = std::move(name.extra);
 }
 
-ChainName KVCacheManager::name_chain(const Prompt& prompt) try {
+PrefixIdentity KVCacheManager::identify_prefix(const Prompt& prompt) try {
   const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   if (!m.prefix) return {};
   m.prefix->index.tenant_size(prompt.tenant);  // throws if there is no such tenant
   const std::int64_t last = std::max<std::int64_t>(static_cast<std::int64_t>(prompt.token_ids.size()) - 1, 0);
   return {m.prefix->root(prompt.salt),
-          m.prefix->era(m.prefix->origin()),
+          m.prefix->weights_generation(m.prefix->weights_slot()),
           prompt.tenant,
           last / m.block_tokens() * m.block_tokens(),
           {prompt.extra.begin(), prompt.extra.end()}};
@@ -152,12 +152,12 @@ ChainName KVCacheManager::name_chain(const Prompt& prompt) try {
   fail_for_memory();
 }
 
-ChainName KVCacheManager::chain_of(RequestId request) const try {
+PrefixIdentity KVCacheManager::chain_of(RequestId request) const try {
   const OneThread::Call call(impl_->driver);
   const Impl& m = *impl_;
   const PrefixChain& chain = m.sequences[static_cast<std::size_t>(m.row_of(request))].chain;
   if (!chain.publishes) return {};
-  return {chain.root, m.prefix->era(chain.origin), chain.tenant, chain.prompt_end, chain.extra};
+  return {chain.root, m.prefix->weights_generation(chain.weights_slot), chain.tenant, chain.prompt_end, chain.extra};
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
@@ -174,7 +174,7 @@ Expected<Admission> KVCacheManager::admit(const Prompt& prompt) try {
   const std::int64_t blocks = m.num_blocks_of(tokens);
   require(static_cast<std::int64_t>(prompt.extra.size()) <= blocks, ErrorCode::bad_argument,
           "there is extra for {} blocks; a prompt of {} tokens has {}", prompt.extra.size(), tokens, blocks);
-  ChainName name = name_chain(prompt);
+  PrefixIdentity name = identify_prefix(prompt);
   const PrefixMatch match = m.prefix->index.match(m.prefix->keys_of(name.root, prompt, true), tokens);
   if (m.free_rows.empty()) return counted(Shortage::requests, m.admit_shortages);
   Impl::NewSlot slot(m.state_pool);
@@ -184,7 +184,7 @@ Expected<Admission> KVCacheManager::admit(const Prompt& prompt) try {
 
   const RequestId request = m.start_row(slot.keep());
   const std::int32_t row = m.row_of(request);
-  m.begin_chain(row, std::move(name), m.prefix->origin());
+  m.begin_chain(row, std::move(name), m.prefix->weights_slot());
   m.share_prefix(row, match);
 
   PrefixStatistics& statistics = m.prefix->statistics;
@@ -356,12 +356,12 @@ void KVCacheManager::invalidate(std::string_view weights_id) {
   const OneThread::Call call(impl_->driver);
   Impl& m = *impl_;
   require(m.prefix.has_value(), ErrorCode::bad_state, "this cache keeps no prefixes; set options.prefix.enabled");
-  const std::optional<std::uint16_t> origin = m.prefix->origin_of(weights_id);
-  if (!origin) return;
+  const std::optional<std::uint16_t> weights_slot = m.prefix->weights_slot_of(weights_id);
+  if (!weights_slot) return;
   for (Sequence& s : m.sequences)
-    if (s.chain.origin == *origin) s.chain.publishes = false;
-  m.prefix->index.forget(*origin, [&m](const Evicted& gone) { m.free_evicted(gone); });
-  m.prefix->end_origin(*origin);
+    if (s.chain.weights_slot == *weights_slot) s.chain.publishes = false;
+  m.prefix->index.forget(*weights_slot, [&m](const Evicted& gone) { m.free_evicted(gone); });
+  m.prefix->end_weights_slot(*weights_slot);
 }
 
 PrefixStatistics KVCacheManager::prefix_statistics() const {

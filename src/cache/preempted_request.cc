@@ -28,7 +28,7 @@ void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) t
   std::vector<std::int64_t> lengths;
   for (int group = 0; group < manager.schema().num_groups; ++group) lengths.push_back(manager.length(request, group));
   std::vector<std::int32_t> token_ids = manager.token_ids(request);
-  ChainName chain = manager.chain_of(request);
+  PrefixIdentity chain = manager.chain_of(request);
   const std::span<std::byte> memory = to.memory_.bytes();
   manager.export_blocks(request, memory.first(static_cast<std::size_t>(blocks)));
   manager.export_image(request, memory.subspan(static_cast<std::size_t>(blocks), static_cast<std::size_t>(image)));

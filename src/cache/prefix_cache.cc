@@ -26,7 +26,7 @@ PrefixIndexOptions index_options(const CacheSchema& schema) {
 }
 
 /// Another one for every cache of the process.
-std::uint64_t next_era() {
+std::uint64_t next_weights_generation() {
   static std::atomic<std::uint64_t> last = 0;
   return ++last;
 }
@@ -52,37 +52,40 @@ PrefixCache::PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backen
   keys_.reserve(static_cast<std::size_t>(schema.blocks_per_request));
 }
 
-std::optional<std::uint16_t> PrefixCache::origin_of(std::string_view weights_id) const {
-  for (std::size_t i = 0; i < eras_.size(); ++i)
-    if (eras_[i] != 0 && weights_ids_[i] == weights_id) return static_cast<std::uint16_t>(i);
+std::optional<std::uint16_t> PrefixCache::weights_slot_of(std::string_view weights_id) const {
+  for (std::size_t i = 0; i < weights_generations_.size(); ++i)
+    if (weights_generations_[i] != 0 && weights_ids_[i] == weights_id) return static_cast<std::uint16_t>(i);
   return std::nullopt;
 }
 
-std::optional<std::uint16_t> PrefixCache::origin_in(std::uint64_t era) const {
-  const auto found = std::find(eras_.begin(), eras_.end(), era);
-  if (era == 0 || found == eras_.end()) return std::nullopt;
-  return static_cast<std::uint16_t>(found - eras_.begin());
+std::optional<std::uint16_t> PrefixCache::weights_slot_in(std::uint64_t weights_generation) const {
+  const auto found = std::find(weights_generations_.begin(), weights_generations_.end(), weights_generation);
+  if (weights_generation == 0 || found == weights_generations_.end()) return std::nullopt;
+  return static_cast<std::uint16_t>(found - weights_generations_.begin());
 }
 
 void PrefixCache::set_weights_id(std::string_view id) {
   std::string name(id);
   constexpr std::size_t kMostWeights = 1024;
-  std::optional<std::uint16_t> origin = origin_of(id);
-  if (!origin) {
-    const std::size_t free = static_cast<std::size_t>(std::find(eras_.begin(), eras_.end(), 0u) - eras_.begin());
+  std::optional<std::uint16_t> weights_slot = weights_slot_of(id);
+  if (!weights_slot) {
+    const std::size_t free = static_cast<std::size_t>(
+        std::find(weights_generations_.begin(), weights_generations_.end(), 0u) - weights_generations_.begin());
     require(free < kMostWeights, ErrorCode::bad_state,
             "blocks of {} weights are kept; invalidate some of them before setting another id", kMostWeights);
     if (free == weights_ids_.size()) weights_ids_.emplace_back();
     weights_ids_[free] = id;
-    if (free == eras_.size()) eras_.push_back(0);
-    eras_[free] = next_era();
-    origin = static_cast<std::uint16_t>(free);
+    if (free == weights_generations_.size()) weights_generations_.push_back(0);
+    weights_generations_[free] = next_weights_generation();
+    weights_slot = static_cast<std::uint16_t>(free);
   }
-  origin_ = *origin;
+  weights_slot_ = *weights_slot;
   identity_.weights_id.swap(name);
 }
 
-void PrefixCache::end_origin(std::uint16_t origin) { eras_[origin] = origin == origin_ ? next_era() : 0; }
+void PrefixCache::end_weights_slot(std::uint16_t weights_slot) {
+  weights_generations_[weights_slot] = weights_slot == weights_slot_ ? next_weights_generation() : 0;
+}
 
 BlockKey PrefixCache::root(std::string_view salt) {
   identity_.tenant_salt = salt;
@@ -111,7 +114,7 @@ std::span<const BlockKey> PrefixCache::keys_of(const BlockKey& root, const Promp
   return keys_;
 }
 
-KeptChain PrefixCache::find_chain(const ChainName& chain, std::span<const std::int32_t> token_ids) {
+KeptChain PrefixCache::find_chain(const PrefixIdentity& chain, std::span<const std::int32_t> token_ids) {
   const std::vector<std::string_view> extra(chain.extra.begin(), chain.extra.end());
   const std::span<const BlockKey> keys = keys_of(chain.root, {token_ids, chain.tenant, {}, extra}, true);
   return {keys.empty() ? kNoSlot : index.find(keys.back()), std::ssize(keys)};

@@ -34,20 +34,20 @@ class PrefixCache {
   /// Keys of a prompt's full blocks, first block first; `kept`: up to the first that is not there. Until the next call.
   std::span<const BlockKey> keys_of(const BlockKey& root, const Prompt& prompt, bool kept);
   /// The full blocks of these tokens that are there.
-  KeptChain find_chain(const ChainName& chain, std::span<const std::int32_t> token_ids);
+  KeptChain find_chain(const PrefixIdentity& chain, std::span<const std::int32_t> token_ids);
   BlockKey root(std::string_view salt);
   BlockKey block_key(const BlockKey& parent, std::span<const std::int32_t> token_ids, std::string_view extra);
   /// Of a prompt's full block, whose parent is the root or the block before it.
   BlockKey block_key(const BlockKey& parent, const Prompt& prompt, std::size_t block);
   void set_weights_id(std::string_view id);
   /// Of what is stored with the present weights, and with named ones; nullopt: nothing was.
-  std::uint16_t origin() const { return origin_; }
-  std::optional<std::uint16_t> origin_of(std::string_view weights_id) const;
-  /// Its number may be given to other weights, and its era is over.
-  void end_origin(std::uint16_t origin);
-  /// An era is of one origin in one cache; nullopt: it is another cache's, or over.
-  std::uint64_t era(std::uint16_t origin) const { return eras_[origin]; }
-  std::optional<std::uint16_t> origin_in(std::uint64_t era) const;
+  std::uint16_t weights_slot() const { return weights_slot_; }
+  std::optional<std::uint16_t> weights_slot_of(std::string_view weights_id) const;
+  /// Its number may be given to other weights, and its generation is over.
+  void end_weights_slot(std::uint16_t weights_slot);
+  /// A weights generation belongs to one slot of one cache; nullopt: it is another cache's, or over.
+  std::uint64_t weights_generation(std::uint16_t weights_slot) const { return weights_generations_[weights_slot]; }
+  std::optional<std::uint16_t> weights_slot_in(std::uint64_t weights_generation) const;
   void set_rope_digest(std::string_view bytes) { identity_.rope_digest = hasher_.digest(bytes); }
 
   /// A place for a snapshot: a free one, or that of the coldest block, those of running requests last. kNoSnapshot:
@@ -82,10 +82,11 @@ class PrefixCache {
   Place& at(SnapshotId place) { return places_[static_cast<std::size_t>(place)]; }
 
   BlockHasher hasher_;
-  ChainIdentity identity_;                // without the salt
-  std::vector<std::string> weights_ids_;  // by origin; one may be longer than eras_ where memory was refused
-  std::vector<std::uint64_t> eras_;       // [origins] 0: the number is not in use
-  std::uint16_t origin_ = 0;
+  ChainIdentity identity_;  // without the salt
+  std::vector<std::string>
+      weights_ids_;  // by slot; one may be longer than weights_generations_ where memory was refused
+  std::vector<std::uint64_t> weights_generations_;  // [weights slots] 0: the number is not in use
+  std::uint16_t weights_slot_ = 0;
   std::int64_t place_bytes_;
   DeviceMemory memory_;
   DeviceMemory boundaries_;  // int32 [blocks_per_request + 1]

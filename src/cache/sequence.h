@@ -22,7 +22,7 @@ struct GroupProgress {
 struct PrefixChain {
   bool publishes = false;  // its full blocks get keys
   TenantId tenant = 0;
-  std::uint16_t origin = 0;  // of its weights
+  std::uint16_t weights_slot = 0;  // of its weights
   BlockKey root{};
   std::int64_t blocks = 0;         // that are in the index: the first of its table row
   Slot tail = kNoSlot;             // of the last of them, pinned

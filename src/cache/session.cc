@@ -334,13 +334,13 @@ struct SessionReceiver::Impl {
   Prompt prompt() const { return {token_ids, identity.share_of, identity.salt, extra}; }
 
   /// {} where the cache would keep the session's blocks under other keys: it has other weights or its own rope table.
-  ChainName chain() {
-    ChainName name = manager.name_chain(prompt());
-    return name.root == parts.root ? name : ChainName{};
+  PrefixIdentity chain() {
+    PrefixIdentity name = manager.identify_prefix(prompt());
+    return name.root == parts.root ? name : PrefixIdentity{};
   }
 
   void look_for_kept() {
-    const bool keeps = chain().era != 0;
+    const bool keeps = chain().weights_generation != 0;
     for (std::size_t i = 0; i < keys.size(); ++i)
       if (where[i] != Where::here) where[i] = keeps && manager.find_block(keys[i]) ? Where::kept : Where::missing;
   }
@@ -429,11 +429,11 @@ Expected<RequestId> SessionReceiver::finish() try {
     const bool kept = i < r.keys.size() && r.where[i] == Impl::Where::kept;
     blocks.push_back(kept ? std::span<std::byte>{} : r.block(i));
   }
-  const ChainName chain = r.chain();
+  const PrefixIdentity chain = r.chain();
   const Expected<RequestId> request = r.manager.import_image(image, r.token_ids, blocks, chain);
   r.finished = static_cast<bool>(request);
   // Where there is no place for it, a later prompt resumes at an earlier one.
-  if (r.finished && chain.era != 0 && !r.parts.snapshot.empty())
+  if (r.finished && chain.weights_generation != 0 && !r.parts.snapshot.empty())
     (void)r.manager.insert_snapshot(r.keys.back(), r.parts.snapshot);
   return request;
 } catch (const std::bad_alloc&) {

@@ -23,7 +23,7 @@ class StepTables {
   void set_block(std::int32_t row, std::int64_t index, BlockId block);
 
   /// Where entries go that are there already (ops::StepTableDesc).
-  void set_kept_block(BlockId block) { desc_.kept_block = block; }
+  void set_dummy_block(BlockId block) { desc_.dummy_block = block; }
 
   /// Sends items, the position that each one's window begins at, and changed blocks to the tables.
   void update(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,

@@ -109,7 +109,7 @@ struct TieredPrefix::Impl {
     bool first = false;       // it was never offered
   };
   /// On its way off the device.
-  struct Leaving {
+  struct OutgoingRecord {
     Waiting what;
     RecordId id;
     SharedBytes bytes;
@@ -150,7 +150,7 @@ struct TieredPrefix::Impl {
   void wait_for(std::list<Waiting>& queue, const Waiting& what);
   void shorten(std::list<Waiting>& queue);
   std::int64_t begin(std::list<Waiting>& queue, std::int64_t max_records);
-  void offer(const Leaving& record);
+  void offer(const OutgoingRecord& record);
   void settle();
   void note_results();
   void again_or_drop(std::size_t tier, const Waiting& what) noexcept;
@@ -159,7 +159,7 @@ struct TieredPrefix::Impl {
   RecordId snapshot_record(TenantId tenant, const BlockKey& key);
   void give_unused();
   std::int64_t waiting() const;
-  std::int64_t left() const { return waiting() + std::ssize(leaving); }
+  std::int64_t left() const { return waiting() + std::ssize(outgoing); }
 
   KVCacheManager& cache;
   TierChain& tiers;
@@ -176,7 +176,7 @@ struct TieredPrefix::Impl {
   std::size_t next_event = 0, num_events = 0;
   std::list<Waiting> fresh;               // for all tiers
   std::vector<std::list<Waiting>> again;  // for one tier each
-  std::list<Leaving> leaving;
+  std::list<OutgoingRecord> outgoing;
   std::unordered_map<RecordId, Waiting, tier::RecordIdHash> offered;  // tiers: those that have not told yet
   TieredStatistics statistics;
   std::atomic<Left*> left_loads{nullptr};  // a list
@@ -241,13 +241,13 @@ void TieredPrefix::Impl::take_events() {
 
 /// As many of them as there are slots, and as tiers have room for. Blocks are gathered together.
 std::int64_t TieredPrefix::Impl::begin(std::list<Waiting>& queue, std::int64_t max_records) {
-  std::list<Leaving> begun;
+  std::list<OutgoingRecord> begun;
   std::vector<std::list<Waiting>> later(again.size());  // for tiers that have no room
   std::vector<BlockKey> keys;
   std::vector<std::byte*> images;
   std::vector<ops::CopyPiece> pieces;
   Undo give_back([&] {
-    for (const Leaving& record : begun)
+    for (const OutgoingRecord& record : begun)
       if (record.device != nullptr) (record.what.snapshot ? snapshot_saves : saves).device->give(record.device);
   });
   std::int64_t gone = 0;
@@ -266,7 +266,7 @@ std::int64_t TieredPrefix::Impl::begin(std::list<Waiting>& queue, std::int64_t m
       if (((what.tiers & ~room) >> i & 1) != 0)
         later[i].push_back({what.key, what.snapshot, 1u << i, what.attempts, false});
     what.tiers = room;
-    Leaving& record = begun.emplace_back(Leaving{what, record_of(what), slots.host->take(), nullptr, 0});
+    OutgoingRecord& record = begun.emplace_back(OutgoingRecord{what, record_of(what), slots.host->take(), nullptr, 0});
     if (slots.device) {
       record.device = slots.device->take();
       pieces.push_back(piece(record.device, record.bytes.data.get(), bytes));
@@ -282,14 +282,14 @@ std::int64_t TieredPrefix::Impl::begin(std::list<Waiting>& queue, std::int64_t m
   if (!begun.empty()) {
     mover.gather(keys, images);
     const std::int64_t transfer = pieces.empty() ? 0 : backend.transfer_out(pieces);
-    for (Leaving& record : begun) record.transfer = transfer;
+    for (OutgoingRecord& record : begun) record.transfer = transfer;
   }
 
   // Their bytes are on the way, and nothing fails from here on.
   give_back.keep();
   const std::int64_t count = std::ssize(begun);
   queue.erase(queue.begin(), at);
-  leaving.splice(leaving.end(), begun);
+  outgoing.splice(outgoing.end(), begun);
   for (std::size_t i = 0; i < again.size(); ++i) {
     again[i].splice(again[i].end(), later[i]);
     shorten(again[i]);
@@ -300,15 +300,15 @@ std::int64_t TieredPrefix::Impl::begin(std::list<Waiting>& queue, std::int64_t m
 }
 
 void TieredPrefix::Impl::settle() {
-  while (!leaving.empty() && (leaving.front().device == nullptr || backend.transferred(leaving.front().transfer))) {
-    const Leaving& record = leaving.front();
+  while (!outgoing.empty() && (outgoing.front().device == nullptr || backend.transferred(outgoing.front().transfer))) {
+    const OutgoingRecord& record = outgoing.front();
     offer(record);
     if (record.device != nullptr) (record.what.snapshot ? snapshot_saves : saves).device->give(record.device);
-    leaving.pop_front();
+    outgoing.pop_front();
   }
 }
 
-void TieredPrefix::Impl::offer(const Leaving& record) {
+void TieredPrefix::Impl::offer(const OutgoingRecord& record) {
   // Before the tiers have it: places for what they refuse, because the room that there was has gone meanwhile.
   std::list<Waiting> places(static_cast<std::size_t>(std::popcount(record.what.tiers)));
   const auto [told, is_new] = offered.try_emplace(record.id, record.what);
@@ -716,7 +716,7 @@ bool TieredPrefix::save_all(Deadline deadline, const TieredProgress& progress) {
     if (progress && !progress(most - left, most)) return false;
     if (left == 0) return true;
     if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(impl_->leaving.empty() ? std::chrono::microseconds(kQueuePoll) : kTransferPoll);
+    std::this_thread::sleep_for(impl_->outgoing.empty() ? std::chrono::microseconds(kQueuePoll) : kTransferPoll);
   }
 }
 

@@ -12,7 +12,7 @@ KV4_HD StepRecord token_record(const StepTableDesc& t, const StepRecord& item, s
   if (item.padded()) return out;
   const std::int32_t index = out.position / t.block_tokens;
   if (out.position < item.block) {
-    out.block = t.kept_block;
+    out.block = t.dummy_block;
     return out;
   }
   out.block = index < t.blocks_per_request

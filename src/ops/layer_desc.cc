@@ -23,12 +23,12 @@ WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, int
   out.scratch = out.ring;
   out.scratch.payload = {bytes(memory.scratch, scratch.payload_at), 0, w.row.payload_bytes};
   out.scratch.scale = {bytes(memory.scratch, scratch.scale_at), 0, w.row.scale_bytes};
-  out.displaced = out.ring;
-  out.displaced.payload = {bytes(memory.displaced, w.displaced_offset), schema.displaced_bytes, w.row.payload_bytes};
-  out.displaced.scale = {bytes(memory.displaced, w.displaced_offset + w.row.payload_bytes), schema.displaced_bytes,
-                         w.row.scale_bytes};
-  out.displaced_positions = memory.displaced_positions + index;
-  out.displaced_stride = static_cast<std::int64_t>(schema.layers.size());
+  out.undo_row = out.ring;
+  out.undo_row.payload = {bytes(memory.undo_rows, w.undo_row_offset), schema.undo_row_bytes, w.row.payload_bytes};
+  out.undo_row.scale = {bytes(memory.undo_rows, w.undo_row_offset + w.row.payload_bytes), schema.undo_row_bytes,
+                        w.row.scale_bytes};
+  out.undo_positions = memory.undo_positions + index;
+  out.undo_row_stride = static_cast<std::int64_t>(schema.layers.size());
   return out;
 }
 
@@ -40,8 +40,8 @@ PendingDesc describe_pending(const CacheSchema& schema, const PendingSchema& p, 
   out.rows = p.rows;
   out.online = p.online;
   if (p.acc_offset >= 0) out.accumulator = {bytes(memory.slots, p.acc_offset), schema.slot_bytes, 0};
-  out.frontiers = memory.frontiers + index;
-  out.frontier_stride = static_cast<std::int64_t>(schema.layers.size());
+  out.fold_watermarks = memory.fold_watermarks + index;
+  out.fold_watermark_stride = static_cast<std::int64_t>(schema.layers.size());
   return out;
 }
 

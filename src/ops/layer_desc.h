@@ -13,10 +13,10 @@ namespace kv4::ops {
 struct LayerMemory {
   std::byte* blocks = nullptr;
   std::byte* slots = nullptr;
-  std::int32_t* frontiers = nullptr;            // [num_slots, num_layers]
-  std::byte* displaced = nullptr;               // [num_slots, displaced_bytes]
-  std::int32_t* displaced_positions = nullptr;  // [num_slots, num_layers]
-  std::byte* scratch = nullptr;                 // schema/table_layout.h, ScratchLayout
+  std::int32_t* fold_watermarks = nullptr;  // [num_slots, num_layers]
+  std::byte* undo_rows = nullptr;           // [num_slots, undo_row_bytes]
+  std::int32_t* undo_positions = nullptr;   // [num_slots, num_layers]
+  std::byte* scratch = nullptr;             // schema/table_layout.h, ScratchLayout
 };
 
 LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory& memory);

@@ -20,7 +20,7 @@ std::vector<ops::LayerDesc> describe_all(const CacheSchema& schema, const StateC
   for (std::size_t i = 0; i < schema.layers.size(); ++i)
     out.push_back(ops::describe_layer(
         schema, static_cast<int>(i),
-        {nullptr, pool.base(), pool.frontiers(), pool.displaced(), pool.displaced_positions(), nullptr}));
+        {nullptr, pool.base(), pool.fold_watermarks(), pool.undo_rows(), pool.undo_positions(), nullptr}));
   return out;
 }
 
@@ -30,18 +30,18 @@ StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backen
     : schema_(schema), backend_(std::move(backend)) {
   num_slots_ = schema.options.max_requests + schema.options.spare_slots;
   const std::int64_t slots = checked_mul(schema.slot_bytes, num_slots_, "state pool");
-  const std::int64_t displaced = checked_mul(schema.displaced_bytes, num_slots_, "state pool");
+  const std::int64_t undo = checked_mul(schema.undo_row_bytes, num_slots_, "state pool");
   const std::int64_t positions = position_bytes(schema, num_slots_);
-  bytes_ = checked_add(checked_add(slots, displaced, "state pool"), 2 * positions, "state pool");
+  bytes_ = checked_add(checked_add(slots, undo, "state pool"), 2 * positions, "state pool");
   taken_.resize(static_cast<std::size_t>(num_slots_));
   free_.reserve(static_cast<std::size_t>(num_slots_));
   for (std::int32_t s = num_slots_ - 1; s >= 0; --s) free_.push_back(s);
   backend_->reserve_staging(schema.slot_bytes);  // no image is larger
   base_ = backend_->allocate(bytes_);
-  displaced_ = base_ + slots;
-  frontiers_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced);
-  displaced_positions_ = reinterpret_cast<std::int32_t*>(displaced_ + displaced + positions);
-  backend_->fill(displaced_ + displaced + positions, 0xFF, positions);  // -1: none
+  undo_rows_ = base_ + slots;
+  fold_watermarks_ = reinterpret_cast<std::int32_t*>(undo_rows_ + undo);
+  undo_positions_ = reinterpret_cast<std::int32_t*>(undo_rows_ + undo + positions);
+  backend_->fill(undo_rows_ + undo + positions, 0xFF, positions);  // -1: none
 }
 
 StateCachePool::~StateCachePool() { backend_->deallocate(base_, bytes_); }
@@ -69,8 +69,8 @@ void StateCachePool::reset_slot(std::int32_t slot) {
   check_held(slot);
   const std::int64_t layers = static_cast<std::int64_t>(schema_.layers.size());
   backend_->fill(base_ + slot * schema_.slot_bytes, 0x00, schema_.slot_bytes);
-  backend_->fill(reinterpret_cast<std::byte*>(frontiers_ + slot * layers), 0x00, 4 * layers);
-  backend_->fill(reinterpret_cast<std::byte*>(displaced_positions_ + slot * layers), 0xFF, 4 * layers);  // -1
+  backend_->fill(reinterpret_cast<std::byte*>(fold_watermarks_ + slot * layers), 0x00, 4 * layers);
+  backend_->fill(reinterpret_cast<std::byte*>(undo_positions_ + slot * layers), 0xFF, 4 * layers);  // -1
 }
 
 void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
@@ -84,9 +84,9 @@ void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
     if (bytes > 0) pieces[count++] = {at + from * bytes, at + to * bytes, bytes};
   };
   add(base_, schema_.slot_bytes);
-  add(displaced_, schema_.displaced_bytes);
-  add(frontiers_, 4 * layers);
-  add(displaced_positions_, 4 * layers);
+  add(undo_rows_, schema_.undo_row_bytes);
+  add(fold_watermarks_, 4 * layers);
+  add(undo_positions_, 4 * layers);
   backend_->copy_pieces(std::span(pieces).first(count));
 }
 

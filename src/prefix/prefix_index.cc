@@ -153,7 +153,7 @@ Slot PrefixIndex::unpin_last(Slot slot) {
 }
 
 std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block,
-                                                       std::uint16_t origin, bool inserted) {
+                                                       std::uint16_t weights_slot, bool inserted) {
   tenant_at(tenant);
   require(parent == kNoSlot || at(parent).references > 0, ErrorCode::bad_argument,
           "slot {} is not pinned; pin a block before appending to it", parent);
@@ -176,7 +176,7 @@ std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot par
            .references = 1,
            .tenant = tenant,
            .block = block,
-           .origin = origin,
+           .weights_slot = weights_slot,
            .fresh = true,
            .last_used = ++clock_};
   if (parent != kNoSlot) ++at(parent).children;
@@ -257,11 +257,11 @@ void PrefixIndex::forget_tail(Slot slot, const Gone& gone) {
   }
 }
 
-void PrefixIndex::forget(std::uint16_t origin, const Gone& gone) {
+void PrefixIndex::forget(std::uint16_t weights_slot, const Gone& gone) {
   const auto each = [&](auto&& act) {
     for (Slot slot = 0; slot < static_cast<Slot>(entries_.size()); ++slot) {
       Entry& entry = entries_[static_cast<std::size_t>(slot)];
-      if (entry.depth > 0 && entry.origin == origin) act(slot, entry);
+      if (entry.depth > 0 && entry.weights_slot == weights_slot) act(slot, entry);
     }
   };
   each([&](Slot slot, Entry& entry) {

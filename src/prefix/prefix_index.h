@@ -74,9 +74,9 @@ class PrefixIndex {
   };
   /// The block that follows `parent` (kNoSlot: the first of a chain), which the caller has pinned; the new one is
   /// pinned with it, so that unpin(new) replaces unpin(parent). nullopt: full; evict first.
-  /// `origin`: what forget() can name; the same in all of a chain. `inserted`: for the event.
+  /// `weights_slot`: what forget() can name; the same in all of a chain. `inserted`: for the event.
   std::optional<Stored> append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block = kNoBlock,
-                               std::uint16_t origin = 0, bool inserted = false);
+                               std::uint16_t weights_slot = 0, bool inserted = false);
 
   /// Takes the block that `tenant`'s need for room costs: one without references and without kept children; of another
   /// tenant only above that one's share. nullopt: there is none.
@@ -94,9 +94,9 @@ class PrefixIndex {
   Inserted insert(TenantId tenant, std::span<const BlockKey> keys, std::span<const BlockId> blocks = {});
 
   using Gone = std::function<void(const Evicted&)>;
-  /// No block of this origin is found any more. Those without references go at once, and `gone` is told of each; the
+  /// No block of these weights is found any more. Those without references go at once, and `gone` is told of each; the
   /// others when forget_tail() is told. Costs a look at every slot.
-  void forget(std::uint16_t origin, const Gone& gone);
+  void forget(std::uint16_t weights_slot, const Gone& gone);
   /// Forgotten blocks from this one up that have no references and no children any more, likewise.
   void forget_tail(Slot slot, const Gone& gone);
 
@@ -146,7 +146,7 @@ class PrefixIndex {
     TenantId tenant = 0;
     BlockId block = kNoBlock;
     SnapshotId snapshot = kNoSnapshot;
-    std::uint16_t origin = 0;
+    std::uint16_t weights_slot = 0;
     bool fresh : 1 = false;       // its policy does not know it yet
     bool waits : 1 = false;       // came up as a victim and is held until its children are gone
     bool forgotten : 1 = false;   // not in table_

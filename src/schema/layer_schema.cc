@@ -207,10 +207,10 @@ CacheSchema build_schema(const ModelConfig& config, const CacheOptions& options)
     if (layer.spec.group != 0) place_window(config, options, layer, schema.slot_bytes);
 
   for (LayerCacheSchema& layer : schema.layers) {
-    layer.window.displaced_offset = schema.displaced_bytes;
-    schema.displaced_bytes += layer.window.row.bytes();
+    layer.window.undo_row_offset = schema.undo_row_bytes;
+    schema.undo_row_bytes += layer.window.row.bytes();
   }
-  schema.displaced_bytes = round_up(schema.displaced_bytes, kPlaneAlignment, "displaced rows");
+  schema.undo_row_bytes = round_up(schema.undo_row_bytes, kPlaneAlignment, "undo rows");
 
   place_pages(schema);
   if (options.num_blocks == 0) {

@@ -204,7 +204,7 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("snapshots", places.count, places.bytes, fmt::format("{} images at block boundaries", places.count));
   add("prefix index", 1, prefix_index_bytes(schema), "keys, counts and order of kept blocks, events");
   const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
-  add("displaced rows", slots, schema.displaced_bytes,
+  add("undo rows", slots, schema.undo_row_bytes,
       fmt::format("{} slots, one window row per layer, for aborted steps", slots));
   std::int64_t tables = checked_mul(4, table_layout(schema).total, "tables");
   tables += 4 * checked_mul(o.max_requests, schema.blocks_per_request, "tables");  // the host's copy of the block table

@@ -129,7 +129,7 @@ bool DiskStore::open_segment(std::uint64_t id) {
   segment->id = id;
   segment->bytes = opened.bytes;
   segment->damaged = opened.file == nullptr;
-  segment->dirty = opened.file != nullptr;  // a killed process may have left it in the page cache only
+  segment->dirty = opened.file != nullptr;  // a tombstoned process may have left it in the page cache only
   segment->file = std::move(opened.file);
   const bool sound = segment->file != nullptr;
   segments_[id] = std::move(segment);
@@ -198,9 +198,9 @@ void DiskStore::rebuild_index() {
     if (file.file().cached()) {
       const IoStatus again = file.write_again(contents.records, read_buffer_);
       if (!contents.whole || !again.ok()) leave(*segment, again);
-      if (!contents.records.empty() && ++written_again > kMaxUnsyncedSegments && !segment->leaving)
+      if (!contents.records.empty() && ++written_again > kMaxUnsyncedSegments && !segment->retiring)
         sync_segment(*segment);
-      if (segment->leaving) continue;
+      if (segment->retiring) continue;
     }
     // The last one that can be read, where its file has the size that it says and this store would give it.
     const SegmentHeader& header = file.header();
@@ -211,7 +211,7 @@ void DiskStore::rebuild_index() {
   for (auto& [id, entries] : older_) choose_sound(id, std::move(entries));
   older_.clear();
   for (auto at = segments_.begin(); at != segments_.end();)
-    if (Segment& segment = *at++->second; !segment.unopened.ok() && !segment.leaving) (void)drop_segment(segment);
+    if (Segment& segment = *at++->second; !segment.unopened.ok() && !segment.retiring) (void)drop_segment(segment);
 }
 
 void DiskStore::add_found(Segment& segment, const CheckpointRecord& record) {

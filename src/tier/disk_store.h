@@ -4,7 +4,8 @@
 //   1. A record that get() gives has exactly the bytes of the newest put() of its tenant and key. Anything else is a
 //   miss.
 //   2. A record can be found once its write has ended and put() is about to return `stored`, and not before.
-//   3. What was put and removed before a flush() that returned true stays so, whatever is killed or loses power later.
+//   3. What was put and removed before a flush() that returned true stays so, whatever is tombstoned or loses power
+//   later.
 //   4. A store takes no more than `capacity_bytes`, and one segment while records move: the oldest makes room,
 //      where the disk is full before that, too.
 //   5. What it did not make or cannot open it leaves alone: such files are set aside, which the log and stats() tell,
@@ -16,9 +17,9 @@
 // What keeps them:
 //   a. Of several records of a key the one at the highest (segment, offset) is the newest. Live records only move
 //      forward; whoever opens a store after a crash looks at payloads where a key has several records.
-//   b. A superseded record is killed on disk after its successor is durable, a removed one after all older ones are
-//      killed, a segment is unlinked after its live records are durable elsewhere. So no older record comes back.
-//      A checkpoint of the index is gone from the disk before a record that it names is killed.
+//   b. A superseded record is tombstoned on disk after its successor is durable, a removed one after all older ones are
+//      tombstoned, a segment is unlinked after its live records are durable elsewhere. So no older record comes back.
+//      A checkpoint of the index is gone from the disk before a record that it names is tombstoned.
 //   c. After a failed fdatasync nothing more is written to the segment: what can still be read and verified moves to
 //      another one, and it is dropped.
 //
@@ -107,7 +108,7 @@ struct StoreSegment : std::enable_shared_from_this<StoreSegment> {
   std::atomic<bool> damaged{false};  // it has bytes that are no records
   bool named = false;                // there may be a checkpoint on the disk that names its records
   bool unread = false;               // blocks could not be read when it was opened: collect() leaves it as it is
-  bool leaving = false;              // takes no writes; unlinked by flush() when its records have moved
+  bool retiring = false;             // takes no writes; unlinked by flush() when its records have moved
   IoStatus unopened;                 // not ok: it could not be opened again, and is not unlinked but set aside
 };
 
@@ -210,7 +211,7 @@ class DiskStore {
   bool sync_segments();
   bool sync_directory();
   bool move_records(Segment& segment);
-  bool kill(std::vector<Place>& places);
+  bool tombstone(std::vector<Place>& places);
   bool drop_segment(Segment& segment);
   bool unlink_leaving();
   void write_checkpoint();
@@ -226,7 +227,7 @@ class DiskStore {
   Segment* active_ = nullptr;  // takes appends
   RecordIndex index_;
   std::unordered_map<RecordId, std::vector<Entry>, RecordIdHash> older_;  // of the same key, while the store is opened
-  std::vector<Place> superseded_, removed_;                               // to be killed by flush(), in this order
+  std::vector<Place> superseded_, removed_;                               // to be tombstoned by flush(), in this order
   std::set<std::uint64_t> taken_ids_;                                     // of names that are not segments_: set aside
   std::uint64_t next_segment_ = 1, next_sequence_ = 1;
   std::int64_t appended_bytes_ = 0;    // since the last checkpoint

@@ -30,7 +30,7 @@ void DiskStore::append(std::span<NewRecord> records) {
   segment.dirty = true;
   std::vector<SegmentSync> syncs;
   for (auto& [id, due] : segments_) {
-    if (!due->sync_due || due->leaving) continue;
+    if (!due->sync_due || due->retiring) continue;
     SegmentSync& sync = syncs.emplace_back();
     sync.file = &due->file->file();
     sync.kind = IoOp::Kind::sync;
@@ -80,8 +80,8 @@ void DiskStore::append(std::span<NewRecord> records) {
   for (const NewRecord& record : records) {
     if (!record.status.ok()) {
       if (record.status.code == IoCode::unopened && record.status.too_many_open()) continue;  // nothing was written
-      const IoStatus killed = segment.file->kill(record.place.offset, record.place.length, write_buffer_);
-      if (!killed.ok()) leave(segment, killed);
+      const IoStatus tombstoned = segment.file->tombstone(record.place.offset, record.place.length, write_buffer_);
+      if (!tombstoned.ok()) leave(segment, tombstoned);
       continue;
     }
     const std::int64_t bytes = stored_bytes(record.header.length);
@@ -144,7 +144,7 @@ bool DiskStore::evict_oldest() {
   }
   leave(oldest);
   oldest.ids.clear();
-  // No record is older, so nothing has to be killed; what took the place of its records is durable before it goes.
+  // No record is older, so nothing has to be tombstoned; what took the place of its records is durable before it goes.
   return sync_segments() && sync_directory() && drop_segment(oldest);
 }
 
@@ -174,7 +174,7 @@ void DiskStore::put_again(std::span<PutRequest> requests) {
 }
 
 void DiskStore::leave(Segment& segment, const IoStatus& why) noexcept {
-  segment.leaving = true;
+  segment.retiring = true;
   if (why.code == IoCode::unopened) segment.unopened = why;
   if (active_ == &segment) active_ = nullptr;
 }
@@ -206,7 +206,7 @@ void DiskStore::finish_sync(Segment& segment, const IoStatus& status, std::int64
 bool DiskStore::sync_segments() {
   bool all = true;
   for (auto& [id, segment] : segments_) {
-    if (!segment->dirty || segment->leaving) continue;
+    if (!segment->dirty || segment->retiring) continue;
     sync_segment(*segment);
     all = all && !segment->dirty;
   }
@@ -248,7 +248,7 @@ bool DiskStore::move_records(Segment& segment) {
 }
 
 /// Durable when it returns true. A segment that fails leaves.
-bool DiskStore::kill(std::vector<Place>& places) {
+bool DiskStore::tombstone(std::vector<Place>& places) {
   const bool named = std::any_of(places.begin(), places.end(), [](const Place& place) { return place.segment->named; });
   if (named && !drop_checkpoint()) return false;
   std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
@@ -258,23 +258,23 @@ bool DiskStore::kill(std::vector<Place>& places) {
   const Segment* before = nullptr;
   for (const Place& place : places) {
     Segment& segment = *place.segment;
-    if (segment.leaving) continue;  // they go with it
+    if (segment.retiring) continue;  // they go with it
     if (&segment != std::exchange(before, &segment) && ++unsynced % kMaxUnsyncedSegments == 0 && !sync_segments())
       return false;
     segment.dirty = true;
-    IoStatus status = segment.file->kill(place.offset, place.length, write_buffer_);
+    IoStatus status = segment.file->tombstone(place.offset, place.length, write_buffer_);
     if (status.code == IoCode::unopened && status.too_many_open()) {  // those that were written to are open
       if (!sync_segments()) return false;
-      status = segment.file->kill(place.offset, place.length, write_buffer_);
+      status = segment.file->tombstone(place.offset, place.length, write_buffer_);
       segment.dirty = true;
       if (status.code == IoCode::unopened && status.too_many_open()) return false;
     }
     if (!status.ok()) leave(segment, status);
   }
   if (!sync_segments()) return false;
-  std::erase_if(places, [](const Place& place) { return !place.segment->leaving; });
+  std::erase_if(places, [](const Place& place) { return !place.segment->retiring; });
   return std::none_of(segments_.begin(), segments_.end(),
-                      [](const auto& entry) { return entry.second->leaving && !entry.second->ids.empty(); });
+                      [](const auto& entry) { return entry.second->retiring && !entry.second->ids.empty(); });
 }
 
 /// It has no live records. Unlinked, or set aside where it could not be opened; false: the disk failed.
@@ -300,7 +300,7 @@ bool DiskStore::drop_segment(Segment& segment) {
 bool DiskStore::unlink_leaving() {
   for (auto at = segments_.begin(); at != segments_.end();) {
     Segment& segment = *at++->second;
-    if (segment.leaving && !drop_segment(segment)) return false;
+    if (segment.retiring && !drop_segment(segment)) return false;
   }
   return true;
 }
@@ -361,16 +361,16 @@ bool DiskStore::drop_checkpoint() {
 // again.
 bool DiskStore::settle() {
   for (int attempt = 0; attempt < kFlushAttempts && !directory_failed_; ++attempt) {
-    std::vector<Segment*> leaving;
+    std::vector<Segment*> retiring;
     for (auto& [id, segment] : segments_)
-      if (segment->leaving) leaving.push_back(segment.get());
-    if (!std::all_of(leaving.begin(), leaving.end(), [&](Segment* segment) { return move_records(*segment); }))
+      if (segment->retiring) retiring.push_back(segment.get());
+    if (!std::all_of(retiring.begin(), retiring.end(), [&](Segment* segment) { return move_records(*segment); }))
       continue;
     if (records_lost_) return false;  // what they superseded stays until the caller has heard of it
     if (!sync_segments() || !sync_directory()) continue;
-    if (!kill(superseded_)) continue;
+    if (!tombstone(superseded_)) continue;
     if (!unlink_leaving()) continue;
-    if (!kill(removed_)) continue;
+    if (!tombstone(removed_)) continue;
     return true;
   }
   return false;

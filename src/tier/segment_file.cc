@@ -330,7 +330,7 @@ RecordHeader SegmentFile::dead(std::int64_t length) const {
   return header;
 }
 
-IoStatus SegmentFile::kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
+IoStatus SegmentFile::tombstone(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
   const std::span<std::byte> block = buffer.get(kBlockBytes);
   encode_at(offset, dead(length), block);
   const IoStatus status = write_all(*file_, offset, block);

@@ -127,7 +127,7 @@ class SegmentFile {
   void set_end(std::int64_t end) { end_ = end; }
   /// Reads headers only, from there on, and sets end().
   SegmentContents scan(BlockBuffer& buffer, std::int64_t from = kSegmentDataOffset);
-  /// Room for a payload at end(), which moves behind it. What is not written there in the end has to be killed.
+  /// Room for a payload at end(), which moves behind it. What is not written there in the end has to be tombstoned.
   std::int64_t reserve(std::int64_t length);
   /// Of a record that takes up as much room as one with so long a payload, and holds nothing.
   RecordHeader dead(std::int64_t length) const;
@@ -141,7 +141,7 @@ class SegmentFile {
   /// the system's memory only, where no later sync takes them for something to be written.
   IoStatus write_again(std::span<const FoundRecord> records, BlockBuffer& buffer);
   /// The record is gone, its room given back; where it lay is still known. One sector decides, so it is done or not.
-  IoStatus kill(std::int64_t offset, std::int64_t length, BlockBuffer& buffer);
+  IoStatus tombstone(std::int64_t offset, std::int64_t length, BlockBuffer& buffer);
   IoStatus sync() { return file_->fdatasync(); }
   File& file() { return *file_; }
 

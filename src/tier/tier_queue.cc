@@ -11,7 +11,7 @@
 #include "base/check.h"
 #include "base/log.h"
 #include "base/undo.h"
-#include "tier/unsure_ids.h"
+#include "tier/stale_ids.h"
 
 namespace kv4::tier {
 namespace {
@@ -95,7 +95,7 @@ struct TierQueue::Core {
         read_batch(tier->read_batch() > 0 ? tier->read_batch() : options.batch_requests),
         lanes(1 + static_cast<std::size_t>(std::max(1, tier->read_threads()))),
         breaker(options.breaker),
-        unsure(options.max_unsure_ids) {
+        stale(options.max_stale_ids) {
     const auto most = static_cast<std::size_t>(options.batch_requests);
     lanes.front().writes.reserve(most);
     lanes.front().puts.reserve(most);
@@ -130,7 +130,7 @@ struct TierQueue::Core {
   std::int64_t failed_writes = 0;  // since the last flush
   std::uint64_t next_number = 1;
   CircuitBreaker breaker;
-  UnsureIds unsure;
+  StaleIds stale;
   QueueStats counts;
   TierStats tier_stats;
   TierFailure tier_failure;  // when the tier has ended: its last
@@ -200,7 +200,7 @@ bool TierQueue::Core::accepts(Deadline now) {
 bool TierQueue::Core::answer_at_once(const ReadRequest& request, bool only_exists, ReadResult& result) {
   const auto found = pending.find(request.id);
   if (found == pending.end()) {
-    const bool unknown = unsure.has(request.id);
+    const bool unknown = stale.has(request.id);
     if (unknown) result.status = GetStatus::missing;
     return unknown;
   }
@@ -256,7 +256,7 @@ void TierQueue::Core::reserve_results(std::int64_t more) {
 void TierQueue::Core::refuse(const Write& write) {
   counts.refused_puts += write.remove ? 0 : 1;
   if (write.content == Content::of_key) return;
-  unsure.add(write.id);
+  stale.add(write.id);
   if (const auto found = pending.find(write.id); found != pending.end()) found->second.outdated = true;
 }
 
@@ -573,9 +573,9 @@ void TierQueue::Core::finish(const Write& write, PutStatus status) {
   const bool sure = done && !found->second.outdated;
   pending.erase(found);
   if (sure)
-    unsure.settle(write.id);
+    stale.settle(write.id);
   else if (write.content == Content::changing)
-    unsure.add(write.id);
+    stale.add(write.id);
 }
 
 void TierQueue::Core::do_flush(std::unique_lock<std::mutex>& lock, Lane& lane) {
@@ -724,7 +724,7 @@ QueueStats TierQueue::stats() {
   stats.waiting_reads = core_->open_reads;
   stats.waiting_writes = core_->open_writes;
   stats.waiting_write_bytes = core_->open_write_bytes;
-  stats.unsure_ids = static_cast<std::int64_t>(core_->unsure.size());
+  stats.stale_ids = static_cast<std::int64_t>(core_->stale.size());
   stats.tier = core_->tier_stats;
   stats.failure = core_->tier ? core_->tier->failure() : core_->tier_failure;
   core_->stats_wanted = true;

@@ -36,7 +36,7 @@ struct TierQueueOptions {
   std::int64_t max_reads = 4096;
   std::int64_t batch_requests = 64;
   std::int64_t batch_bytes = std::int64_t{32} << 20;
-  std::size_t max_unsure_ids = 65536;
+  std::size_t max_stale_ids = 65536;
   Duration write_limit = std::chrono::seconds(5);   // the tier's deadline for a batch of writes
   Duration close_limit = std::chrono::seconds(10);  // of the destructor: for what is queued, and a flush
   BreakerOptions breaker;
@@ -72,7 +72,7 @@ struct QueueStats {
   std::int64_t times_opened = 0;       // the breaker
   TimeHistogram get_times, put_times;  // of the tier's calls
   // Now.
-  std::int64_t waiting_reads = 0, waiting_writes = 0, waiting_write_bytes = 0, unsure_ids = 0;
+  std::int64_t waiting_reads = 0, waiting_writes = 0, waiting_write_bytes = 0, stale_ids = 0;
   CircuitBreaker::State breaker = CircuitBreaker::State::closed;
   TierStats tier;  // as of the last flush, or the last time nothing was to be written after a call of stats()
   TierFailure failure;

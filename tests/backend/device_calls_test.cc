@@ -1,5 +1,5 @@
 // The way in which the CUDA backend calls its GPU, with calls and a GPU that only pretend: it needs none.
-#include "backend/cuda/device_calls.h"
+#include "backend/cuda/runtime/device_calls.h"
 
 #include <gtest/gtest.h>
 
@@ -154,9 +154,9 @@ std::string body_of(const std::string& source, const std::string& name) {
 
 TEST(CudaBackendSource, EveryOperationIsACall) {
   if (!std::filesystem::exists(KV4_SOURCE_DIR)) GTEST_SKIP() << "the sources are not here: " KV4_SOURCE_DIR;
-  const std::string source = text_of("cuda_backend.cc");
-  const std::vector<std::string> names = overrides_of(text_of("cuda_backend.h"));
-  ASSERT_GT(names.size(), 30u) << "the pattern no longer fits cuda_backend.h";
+  const std::string source = text_of("runtime/cuda_backend.cc");
+  const std::vector<std::string> names = overrides_of(text_of("runtime/cuda_backend.h"));
+  ASSERT_GT(names.size(), 30u) << "the pattern no longer fits runtime/cuda_backend.h";
   const std::vector<std::string> giving_back = {"deallocate", "deallocate_host"};
   for (const char* name : {"index_scores", "select_topk", "index_topk", "attend", "append", "gather_window"})
     EXPECT_NE(std::find(names.begin(), names.end(), name), names.end()) << name;

@@ -135,7 +135,7 @@ class CApi : public testing::Test {
     ASSERT_EQ(kv4_index_topk(cache, 1, &indexer, topk, nullptr), KV4_OK) << kv4_last_error();
     std::vector<float> scores(static_cast<std::size_t>(count * (kTokens / 4))), near = scores;
     ASSERT_EQ(kv4_index_scores(cache, 1, &indexer, Tensor(scores, {count, kTokens / 4})), KV4_OK) << kv4_last_error();
-    indexer.near_sums = 1;
+    indexer.fast_scores = 1;
     ASSERT_EQ(kv4_index_scores(cache, 1, &indexer, Tensor(near, {count, kTokens / 4})), KV4_OK) << kv4_last_error();
     EXPECT_EQ(near, scores);  // of mxfp4 keys they are the defined ones
     kv4_attend_inputs attend;

@@ -40,7 +40,7 @@ class AppendInputs(c.Structure):
 
 class AttendInputs(c.Structure):
     _fields_ = [("size", c.c_size_t), ("q", TensorPointer), ("sink", TensorPointer), ("topk", TensorPointer),
-                ("softmax_scale", c.c_float), ("turn_back", c.c_int32)]
+                ("softmax_scale", c.c_float), ("inverse_rope", c.c_int32)]
 
 
 class StepItem(c.Structure):

@@ -262,7 +262,7 @@ TEST(ImportedPrefix, OtherWeightsKeepNothing) {
   fill_up(d, r, kStream, 90);
   expect_same(bytes_of(d.cache, r), cold.bytes(90), "restored");
   EXPECT_EQ(d.cache.prefix_statistics().blocks, 0);
-  EXPECT_EQ(d.cache.chain_of(r).era, 0u);
+  EXPECT_EQ(d.cache.chain_of(r).weights_generation, 0u);
   SessionIdentity who = identity();
   who.share_of = 1;
   expect_refused(ErrorCode::bad_argument, "tenant", [&] { restore(d.cache, records, who); });
@@ -319,7 +319,7 @@ TEST(ImportedPrefix, RefusalsChangeNothing) {
   for (std::size_t i = 0; i < 7; ++i) blocks.push_back(std::span(bytes).subspan(i * block, block));
 
   Driver d(tiny(), o);
-  const ChainName chain = d.cache.name_chain({ids, 0, "salt", {}});
+  const PrefixIdentity chain = d.cache.identify_prefix({ids, 0, "salt", {}});
   const RequestId kept = begin(d, kStream, 40).request;
   fill_up(d, kept, kStream, 40);
   d.cache.release(kept);

@@ -262,7 +262,7 @@ void check_index(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads,
                                     << i / static_cast<std::size_t>(columns) << ", query type "
                                     << static_cast<int>(type);
     twins.send();
-    handle.index_scores(in, out, ScoreSums::near);
+    handle.index_scores(in, out, ScoreMode::fast);
     twins.fetch();
     for (std::int64_t t = 0; t < s.count(); ++t) {
       const Token& token = s.tokens[static_cast<std::size_t>(t)];
@@ -302,7 +302,7 @@ void check_index(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads,
 struct AttendCase {
   std::int64_t heads = 3;
   bool narrow = true;  // q and out in bf16
-  bool sink = true, turn_back = false;
+  bool sink = true, inverse_rope = false;
   bool chosen = true;  // where there are entries
 };
 
@@ -335,7 +335,7 @@ Head attend_head(const float* q, const std::vector<const float*>& rows, std::int
   return head;
 }
 
-void turn_back(const RopeTable& table, std::vector<double>& row) {
+void inverse_rope(const RopeTable& table, std::vector<double>& row) {
   double* tail = row.data() + row.size() - 2 * table.cos.size();
   for (std::size_t i = 0; i < table.cos.size(); ++i) {
     const double a = tail[2 * i], b = tail[2 * i + 1], cos = table.cos[i], sin = table.sin[i];
@@ -396,7 +396,7 @@ void check_attention(const OpenStep& s, LayerCacheHandle handle, const AttendCas
                               : TensorView(q.data(), {tokens, heads, width}));
     if (c.sink) in.sink = twins.put({sinks.data(), {heads}});
     if (chosen) in.topk = twins.put({topk.data(), {tokens, k}});
-    in.turn_back = c.turn_back;
+    in.inverse_rope = c.inverse_rope;
     const TensorView to = twins.put_output(c.narrow ? TensorView(out16.data(), DType::bf16, {tokens, heads, width})
                                                     : TensorView(out.data(), {tokens, heads, width}));
     const TensorView lse_to = twins.put_output({lse.data(), {tokens, heads}});
@@ -423,10 +423,10 @@ void check_attention(const OpenStep& s, LayerCacheHandle handle, const AttendCas
       const bool sink = c.sink && !token.padded;
       Head head = attend_head(q.data() + (t * heads + h) * width, rows, width,
                               sink ? static_cast<double>(sinks[static_cast<std::size_t>(h)]) : -INFINITY);
-      if (c.turn_back && !token.padded)
-        turn_back(build_rope_table(kinds.empty() ? config.rope_main : config.rope_compress, config.rope_dim,
-                                   token.position, 1),
-                  head.out);
+      if (c.inverse_rope && !token.padded)
+        inverse_rope(build_rope_table(kinds.empty() ? config.rope_main : config.rope_compress, config.rope_dim,
+                                      token.position, 1),
+                     head.out);
       want.insert(want.end(), head.out.begin(), head.out.end());
       const float log_sum = lse[static_cast<std::size_t>(t * heads + h)];
       if (std::isinf(head.lse))

@@ -22,7 +22,7 @@ case "$*" in
   *--gtest_list_tests*RacecheckBuild*) printf 'RacecheckBuild.\n  %s\n' "$PRETEND_BUILD" ;;
   *--gtest_list_tests*) printf 'RacecheckBuild.\n  X\nRacecheckList.\n  Y\nRacecheckAttend.\n  Runs/a  # GetParam() = a\n  Runs/b\n' ;;
   *Runs/a*) echo "kernels: $PRETEND_KERNELS"; echo "[  PASSED  ] 1 test." ;;
-  *) echo "kernels: attend_tiles<1, false>"; [[ -n "$PRETEND_SLOW" ]] && sleep 30; echo "[  PASSED  ] 1 test." ;;
+  *) echo "kernels: attend_split_kv<1, false>"; [[ -n "$PRETEND_SLOW" ]] && sleep 30; echo "[  PASSED  ] 1 test." ;;
 esac
 """
 SANITIZER = r"""#!/bin/bash
@@ -60,7 +60,7 @@ class GpuCheckRacecheck(unittest.TestCase):
         result = self.run_it()
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         table = result.stdout[result.stdout.rindex("\npart "):]
-        for word in ("RacecheckAttend.Runs/a", "RacecheckAttend.Runs/b", "attend_tiles<1, false>", "3 passed, 0 failed"):
+        for word in ("RacecheckAttend.Runs/a", "RacecheckAttend.Runs/b", "attend_split_kv<1, false>", "3 passed, 0 failed"):
             self.assertIn(word, table)
         self.assertNotIn("RacecheckList", table)
         for call in (self.path / "log").read_text().splitlines():

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "checks/safetensors.h"
 #include "kv4/error.h"
 #include "kv4/model_config.h"
-#include "safetensors.h"
 
 namespace {
 
@@ -33,7 +33,7 @@ TEST(DeepJson, Config) {
 TEST(DeepJson, SafeTensors) {
   for (const std::string& header : {nested(), R"({"a":{"dtype":)" + nested() + "}}",
                                     R"({"a":{"dtype":"U8","shape":[)" + nested() + R"(],"data_offsets":[0,0]}})"}) {
-    EXPECT_THROW(kv4::cli::parse_safetensors(safetensors_file(header), "deep"), kv4::Error);
+    EXPECT_THROW(kv4::checks::parse_safetensors(safetensors_file(header), "deep"), kv4::Error);
   }
 }
 

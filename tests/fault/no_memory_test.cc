@@ -56,7 +56,7 @@ struct World {
   std::vector<BlockKey> keys;
   CanonicalImage image;
   std::vector<std::byte> blocks;
-  ChainName chain;
+  PrefixIdentity chain;
   std::vector<std::byte> block, snapshot;
   PreemptedRequest preempted{HostMemory(small.backend, 1 << 20)};
   RecordList records;
@@ -238,7 +238,7 @@ TEST(NoMemory, WhatACacheTells) {
     script.push_back({"export_image into", {}, [=](World& w) { w.cache.export_image(request(w), w.image.bytes); }});
     script.push_back({"export_blocks into", {}, [=](World& w) { w.cache.export_blocks(request(w), w.blocks); }});
     script.push_back({"chain_of", {}, [=](World& w) { w.chain = w.cache.chain_of(request(w)); }});
-    script.push_back({"name_chain", {}, [=](World& w) { (void)w.cache.name_chain(w.prompt()); }});
+    script.push_back({"identify_prefix", {}, [=](World& w) { (void)w.cache.identify_prefix(w.prompt()); }});
     script.push_back({"block_keys", [](World& w) { w.ids = small::token_ids(1, 0, 70); },
                       [=](World& w) { w.keys = w.cache.block_keys(w.prompt()); }});
     script.push_back({"read_block",

@@ -1,5 +1,5 @@
 // Any bytes as a safetensors file: tensors that can be read, or kv4::Error; nothing else.
-#include "safetensors.h"
+#include "checks/safetensors.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -23,7 +23,8 @@ void read(Read&& read_tensor) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   try {
-    const kv4::cli::SafeTensors file = kv4::cli::parse_safetensors(std::vector<std::byte>(bytes, bytes + size), "fuzz");
+    const kv4::checks::SafeTensors file =
+        kv4::checks::parse_safetensors(std::vector<std::byte>(bytes, bytes + size), "fuzz");
     for (const std::string& name : file.tensor_names()) {
       volatile unsigned sum = 0;  // keeps the reads
       for (const std::byte byte : file.tensor(name).bytes) sum = sum + static_cast<unsigned>(byte);

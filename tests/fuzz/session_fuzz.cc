@@ -13,7 +13,7 @@
 
 #include "cache/session_file.h"
 #include "kv4/error.h"
-#include "session_rows.h"
+#include "checks/session_rows.h"
 
 namespace {
 
@@ -107,7 +107,7 @@ void as_file(std::span<const std::byte> bytes) {
   }
   try {
     SessionFileSource source(files, "session");
-    cli::read_session_rows(source, {}, [](const cli::DecodedRow& row) {
+    checks::read_session_rows(source, {}, [](const checks::DecodedRow& row) {
       double sum = 0;  // every number is looked at
       for (const float value : row.values) sum += value;
       volatile double seen = sum;

@@ -1,4 +1,4 @@
-// attend's kernels by themselves.
+// attend's kernels, each by itself.
 #include "parity/attend_problem.cuh"
 
 namespace {
@@ -27,7 +27,7 @@ TEST_F(AttendKernel, ALongStepReadsTheScratch) {
   run(c);
 }
 
-// Queries such that no row has all the weight.
+// The queries are such that no row has all of P.
 TEST_F(AttendKernel, RowsOfAnySize) {
   struct Sizes {
     int least, most, q;
@@ -41,10 +41,10 @@ TEST_F(AttendKernel, RowsOfAnySize) {
     c.q_size = std::ldexp(1.0f, sizes.q);
     run(c);
     c.sink = false;
-    c.split = cuda::AttendSplit{3, 2};
+    c.split = split_kv(3, 2);
     run(c);
     c.heads = 128;
-    c.split = cuda::AttendSplit{1, 1, true};
+    c.split = split_kv(1, 1, true);
     run(c);
   }
 }
@@ -63,15 +63,14 @@ TEST_F(AttendKernel, AnyNumberOfHeads) {
 
 TEST_F(AttendKernel, EverySplit) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  std::vector<cuda::AttendSplit> splits = {{.rows = 1, .channels = 1, .alone = true}};
-  for (const bool paired : {false, true})
+  std::vector<cuda::AttendSplit> splits = {unsplit_by(cuda::AttendKernel::unsplit)};
+  for (const bool cta_pair : {false, true})
     for (const int channels : {1, 2, 4})
-      for (int rows = 1; rows * channels * (paired ? 2 : 1) <= cuda::kMaxCluster; ++rows)
-        splits.push_back({rows, channels, paired});
+      for (int rows = 1; rows * channels * (cta_pair ? 2 : 1) <= cuda::kMaxCluster; ++rows)
+        if (channels == 1 || !cta_pair) splits.push_back(split_kv(rows, channels, cta_pair));
   for (const cuda::AttendSplit& split : splits)
     for (const DType type : {DType::f32, DType::bf16}) {
-      SCOPED_TRACE(testing::Message() << split.rows << " x " << split.channels << (split.paired ? " paired" : "")
-                                      << (split.alone ? " alone" : "") << (type == DType::f32 ? " f32" : " bf16"));
+      SCOPED_TRACE(describe(split) + (type == DType::f32 ? ", f32" : ", bf16"));
       Case c = entries_case(4, 0);
       c.heads = 96;
       c.requests = {{300, 1}, {0, 0}, {1200, 1}};
@@ -96,15 +95,15 @@ TEST_F(AttendKernel, EveryFormatWidthAndQueryType) {
 }
 
 TEST_F(AttendKernel, SlotLists) {
-  for (const bool turn_back : {false, true}) {  // with and without the step's records
+  for (const bool inverse_rope : {false, true}) {  // with and without the step's records
     Case c = entries_case(4, 0);
     c.align = 576;
     c.slot_window = 128;
     c.slot_entries = 300;
-    c.turn_back = turn_back;
+    c.inverse_rope = inverse_rope;
     run(c);
     c.slot_window = 0;  // the window comes from the records
-    if (turn_back) run(c);
+    if (inverse_rope) run(c);
     c.heads = 128;
     c.format = Format::bf16;
     c.slot_window = 20;
@@ -135,21 +134,21 @@ TEST_F(AttendKernel, NaNStaysWithItsRequest) {
   }
 }
 
-constexpr cuda::SmallSplit kSmallSplits[] = {{8, 16, 1}, {8, 8, 2},  {8, 9, 2},  {8, 16, 2}, {8, 1, 3},
-                                             {8, 2, 3},  {8, 9, 3},  {8, 16, 3}, {16, 1, 3}, {16, 4, 3},
-                                             {16, 8, 3}, {16, 9, 3}, {16, 16, 3}};
+const cuda::AttendSplit kSmallBatchSplits[] = {
+    small_batch(8, 16, 1), small_batch(8, 8, 2),  small_batch(8, 9, 2),  small_batch(8, 16, 2), small_batch(8, 1, 3),
+    small_batch(8, 2, 3),  small_batch(8, 9, 3),  small_batch(8, 16, 3), small_batch(16, 1, 3), small_batch(16, 4, 3),
+    small_batch(16, 8, 3), small_batch(16, 9, 3), small_batch(16, 16, 3)};
 
-TEST_F(AttendKernel, EverySmallSplit) {
+TEST_F(AttendKernel, EverySmallBatchSplit) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::SmallSplit& split : kSmallSplits)
+  for (const cuda::AttendSplit& split : kSmallBatchSplits)
     for (const DType type : {DType::f32, DType::bf16}) {
-      SCOPED_TRACE(testing::Message() << split.heads << " heads, " << split.parts << " parts, "
-                                      << (type == DType::f32 ? "f32" : "bf16"));
+      SCOPED_TRACE(describe(split) + (type == DType::f32 ? ", f32" : ", bf16"));
       Case c = entries_case(4, 0);
       c.heads = 28;
       c.requests = {{300, 1}, {0, 0}, {2900, 1}, {0, 1}};  // up to 853 rows
       c.out_type = type;
-      c.small = split;
+      c.split = split;
       run(c);
       c.chosen = 333;
       run(c);
@@ -158,34 +157,33 @@ TEST_F(AttendKernel, EverySmallSplit) {
 
 TEST_F(AttendKernel, OneTileOfEveryLength) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const int rows : {1, 16, 17, 40, 64, 65, 80}) {  // of a part, at most
+  for (const int rows : {1, 16, 17, 40, 64, 65, 80}) {  // of a KV split, at most
     SCOPED_TRACE(rows);
     Case c = entries_case(4, 0);
     c.heads = 20;
     c.requests = {{2900, 1}, {0, 0}, {300, 1}, {0, 1}};
     c.out_type = DType::bf16;
-    for (const int parts : {1, 2, 8, 16}) {
-      if (rows * parts <= c.window) continue;
-      c.small = cuda::SmallSplit{8, parts, 1};
-      c.chosen = rows * parts - c.window;
+    for (const int kv_splits : {1, 2, 8, 16}) {
+      if (rows * kv_splits <= c.window) continue;
+      c.split = small_batch(8, kv_splits, 1);
+      c.chosen = rows * kv_splits - c.window;
       run(c);
     }
     c = window_case();
     c.heads = 16;
     c.window = rows;
-    c.small = cuda::SmallSplit{8, 1, 1};
+    c.split = small_batch(8, 1, 1);
     run(c);
   }
 }
 
-TEST_F(AttendKernel, FewTokensOfEveryKind) {
+TEST_F(AttendKernel, SmallBatchesOfEveryKind) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::SmallSplit& split :
-       {cuda::SmallSplit{8, 8, 1}, cuda::SmallSplit{8, 4, 2}, cuda::SmallSplit{16, 2, 3}}) {
-    SCOPED_TRACE(testing::Message() << split.heads << " heads, " << split.stages << " stages");
+  for (const cuda::AttendSplit& split : {small_batch(8, 8, 1), small_batch(8, 4, 2), small_batch(16, 2, 3)}) {
+    SCOPED_TRACE(describe(split));
     Case c = entries_case(4, 0);
     c.heads = 24;
-    c.small = split;
+    c.split = split;
     c.late_records = true;
     run(c);
     c.chosen = 200;
@@ -194,7 +192,7 @@ TEST_F(AttendKernel, FewTokensOfEveryKind) {
     c.late_records = false;
     c.requests = {{250, 10, false}, {0, 3, false}, {0, 0}, {9, 2, true}};
     run(c);
-    c.q_size = 3e-6f;  // logits of nothing, and queries below what fp16 has
+    c.q_size = 3e-6f;  // tiny logits, and queries below fp16's range
     run(c);
     c.requests = kDecode;
     c.q_size = 8.0f;
@@ -203,25 +201,25 @@ TEST_F(AttendKernel, FewTokensOfEveryKind) {
     c.slot_window = 128;
     c.slot_entries = 300;
     run(c);
-    c.turn_back = false;
+    c.inverse_rope = false;
     run(c);
     c = window_case();
-    c.small = split;
+    c.split = split;
     c.heads = 16;
     spoil_first(c);
   }
 }
 
-TEST_F(AttendKernel, PartsMergeThroughMemory) {
+TEST_F(AttendKernel, SplitsCombineInMemory) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const bool paired : {false, true})
-    for (const int parts : {2, 3, 7, 14, 24}) {  // more than there are tiles, too
-      SCOPED_TRACE(testing::Message() << parts << (paired ? " paired" : ""));
+  for (const bool cta_pair : {false, true})
+    for (const int kv_splits : {2, 3, 7, 14, 24}) {  // also more splits than tiles
+      SCOPED_TRACE(testing::Message() << kv_splits << (cta_pair ? " 2-CTA pair" : ""));
       Case c = entries_case(4, 0);
       c.heads = 96;
       c.requests = {{300, 1}, {0, 0}, {2900, 1}};  // up to 853 rows
-      c.workspace_blocks = 6 * parts;
-      c.split = cuda::AttendSplit{parts, 1, paired, true};
+      c.workspace_ctas = 6 * kv_splits;
+      c.split = in_memory(kv_splits, cta_pair);
       run(c);
       c.out_type = DType::bf16;
       c.chosen = 333;
@@ -230,8 +228,8 @@ TEST_F(AttendKernel, PartsMergeThroughMemory) {
   Case c = entries_case(4, 0);
   c.heads = 128;
   c.requests = {{2900, 1}, {1200, 1}};
-  c.workspace_blocks = 4 * 12;
-  c.split = cuda::AttendSplit{12, 1, true, true};
+  c.workspace_ctas = 4 * 12;
+  c.split = in_memory(12, true);
   spoil_first(c);
 }
 
@@ -239,42 +237,21 @@ TEST_F(AttendKernel, OneLongTokenOnTheWholeGpu) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);
   c.requests = {{33000, 1}};  // 8,378 rows
-  c.turn_back = false;
-  c.workspace_blocks = 144;
+  c.inverse_rope = false;
+  c.workspace_ctas = 144;
   Problem problem(c);
   const Problem::Result first = problem.run();
   problem.check(first);
   for (int i = 0; i < 20; ++i) ASSERT_EQ(problem.run().out, first.out) << "run " << i;
 }
 
-/// Whatever the heads: a list that is too long for a cluster, where there is a workspace.
-TEST_F(AttendKernel, ALongListIsMergedThroughMemory) {
-  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const int heads : {64, 128}) {
-    SCOPED_TRACE(testing::Message() << heads << " heads");
-    ops::AttendParams p;
-    p.num_heads = heads;
-    p.layer.window_tokens = 128;
-    p.layer.num_kinds = 1;
-    p.layer.kinds[0].rows_per_block = 1;
-    p.step.num_tokens = 1;
-    p.step.blocks_per_request = 8192;
-    EXPECT_FALSE(cuda::split_of(p).through_memory);
-    alignas(16) std::uint8_t workspace[16];  // not looked into
-    p.workspace = workspace;
-    p.workspace_bytes = ops::attend_workspace_bytes();
-    EXPECT_TRUE(cuda::split_of(p).through_memory);
-    EXPECT_GT(cuda::split_of(p).rows, cuda::kMaxCluster);
-  }
-}
-
-TEST_F(AttendKernel, BlocksThatDoNotRunAtOnceMergeThroughMemory) {
+TEST_F(AttendKernel, CtasThatAreNotCoResidentCombineInMemory) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);
   c.heads = 66;
-  c.requests = {{15800, 1}, {15000, 1}};  // up to 4,078 rows: a tile each
-  c.workspace_blocks = 256;               // twice as many as run at once: the first ones give up
-  c.split = cuda::AttendSplit{64, 1, false, true};
+  c.requests = {{15800, 1}, {15000, 1}};  // up to 4,078 rows: one tile each
+  c.workspace_ctas = 256;                 // twice as many as run at once: the first CTAs time out
+  c.split = in_memory(64);
   Problem problem(c);
   const Problem::Result first = problem.run();
   problem.check(first);
@@ -286,13 +263,13 @@ TEST_F(AttendKernel, TheSameTwice) {
   EXPECT_EQ(problem.run().out, problem.run().out);
 }
 
-// More tokens than thread blocks run at once, so that each takes several: long and short ones, padded ones, two lots of
-// heads, more rounds than are known at a time.
-TEST_F(AttendKernel, TokensInTurn) {
+// More tokens than CTAs run at once, so that each CTA takes several work tiles: long and short tokens, padded tokens,
+// two head tiles, more work tiles than a CTA knows at a time.
+TEST_F(AttendKernel, PersistentCtas) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);
   c.heads = 5;
-  c.split = cuda::AttendSplit{1, 1, false, false, true};
+  c.split = unsplit_by(cuda::AttendKernel::persistent);
   c.requests = {{250, 150, false}, {0, 0}, {0, 170, false}, {1900, 1}, {0, 0}, {9, 2, true}};
   run(c);
   c.chosen = 77;
@@ -303,19 +280,18 @@ TEST_F(AttendKernel, TokensInTurn) {
   run(c);
   c = window_case();
   c.heads = 1;
-  c.split = cuda::AttendSplit{1, 1, false, false, true};
+  c.split = unsplit_by(cuda::AttendKernel::persistent);
   c.window = 8;
-  c.requests = {{5, 6000, false}, {0, 0}};  // 46 rounds of a tile
+  c.requests = {{5, 6000, false}, {0, 0}};  // 46 work tiles of one KV tile each
   run(c);
 }
 
-TEST_F(AttendKernel, FewTokensByTheKernelForMany) {
+TEST_F(AttendKernel, FewTokensBySplitKv) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const cuda::AttendSplit& split :
-       {cuda::AttendSplit{1, 1}, cuda::AttendSplit{4, 2}, cuda::AttendSplit{2, 1, true}}) {
-    SCOPED_TRACE(testing::Message() << split.rows << " x " << split.channels << (split.paired ? " paired" : ""));
+  for (const cuda::AttendSplit& split : {split_kv(1), split_kv(4, 2), split_kv(2, 1, true)}) {
+    SCOPED_TRACE(describe(split));
     Case c = entries_case(4, 0);
-    c.heads = split.paired ? 128 : 64;
+    c.heads = split.cta_pair ? 128 : 64;
     c.split = split;
     spoil_first(c);
     c.slot_window = 128;

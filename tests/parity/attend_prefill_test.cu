@@ -3,14 +3,15 @@
 
 namespace {
 
-/// Requests of odd numbers of tokens, so that neighbours are of different ones; chunks that begin inside the window,
-/// after it and with nothing; rows that lie in the ring and in the scratch; padded tokens; a window cut short.
+/// Requests with odd numbers of tokens, so that some token pairs span two requests; chunks that begin inside the
+/// window, after it and with nothing; rows in the ring and in the scratch; padded tokens; a window cut short.
 const std::vector<Request> kChunks = {{250, 41, false}, {0, 33, false},   {0, 0}, {9, 2}, {100, 51, false, 70},
                                       {300, 1},         {400, 37, false}, {0, 0}, {0, 0}, {77, 1}};
 
 class AttendKernelPrefill : public AttendKernel {
  protected:
-  /// With all heads into fp32, with few into bf16 after a wrong guess, and then without a sink over other windows.
+  /// With all heads into fp32, with few heads into bf16 after a wrong speculation, and then without a sink over other
+  /// windows.
   void run_chunks(Case& c, std::initializer_list<int> windows) {
     c.requests = kChunks;
     run(c);
@@ -30,100 +31,72 @@ class AttendKernelPrefill : public AttendKernel {
   }
 };
 
-TEST_F(AttendKernelPrefill, IsDividedByWhatTokensShare) {
+TEST_F(AttendKernelPrefill, TokenPairs) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  const ops::StepRecord record;  // not looked into
-  const std::int32_t entry = 0;
-  for (const int heads : {64, 128}) {
-    SCOPED_TRACE(testing::Message() << heads << " heads");
-    ops::AttendParams p;
-    p.num_heads = heads;
-    p.layer.window_tokens = 128;
-    p.step.tokens = &record;
-    p.step.num_tokens = 1024;
-    p.step.num_items = 1;
-    EXPECT_EQ(cuda::split_of(p).in_runs, heads == 64);
-    p.layer.num_kinds = 1;
-    p.layer.kinds[0].rows_per_block = 1;
-    p.step.blocks_per_request = 1024;
-    EXPECT_TRUE(cuda::split_of(p).neighbours);
-    EXPECT_FALSE(cuda::split_of(p).paired);
-    p.step.num_items = 1024;  // a token of each
-    EXPECT_FALSE(cuda::split_of(p).neighbours);
-    p.step.num_items = 1;
-    p.chosen.data = &entry;
-    p.num_chosen = 512;
-    EXPECT_FALSE(cuda::split_of(p).neighbours);
-    EXPECT_EQ(cuda::split_of(p).in_rounds, heads == 64);
-  }
-}
-
-TEST_F(AttendKernelPrefill, TokensSideBySide) {
-  if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
-  for (const auto& [ratio, in_rounds] : {std::pair{4, true}, {4, false}, {128, true}, {0, true}}) {
-    SCOPED_TRACE(testing::Message() << "ratio " << ratio << (in_rounds ? ", in rounds" : ""));
+  for (const int ratio : {4, 128, 0}) {
+    SCOPED_TRACE(testing::Message() << "ratio " << ratio);
     Case c = ratio > 0 ? entries_case(ratio, 0) : window_case();
-    c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_rounds = in_rounds, .neighbours = true};
+    c.split = unsplit_by(cuda::AttendKernel::token_pair);
     run_chunks(c, {0, 8, 100, 190});
     c.heads = 70;
-    c.requests = {{1000, 11, false}, {0, 3}, {2040, 17, false}};  // entries that fill a tile, and one more
+    c.requests = {{1000, 11, false}, {0, 3}, {2040, 17, false}};  // entries that fill a tile, and one entry more
     run(c);
     c.heads = 1;
     c.requests = {
-        {200, 2005, false}, {0, 0}, {70, 900, false}};  // many rounds, of more tokens than are known at a time
+        {200, 2005, false}, {0, 0}, {70, 900, false}};  // many work tiles, of more tokens than a CTA knows at a time
     if (ratio != 4) run(c);
   }
 }
 
-TEST_F(AttendKernelPrefill, TokensSideBySideSeeOnlyTheirOwnRows) {
+TEST_F(AttendKernelPrefill, TokenPairsSeeOnlyTheirOwnRows) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);
   c.heads = 3;
-  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_rounds = true, .neighbours = true};
+  c.split = unsplit_by(cuda::AttendKernel::token_pair);
   c.requests = {{300, 7, false}, {0, 5}, {251, 3, false}};
   spoil_row(c, 0, 0);  // no later token sees it
   spoil_row(c, 2, 0);
-  spoil_row(c, 3, 127);  // no earlier one: its own
+  spoil_row(c, 3, 127);  // no earlier token sees it: it is the token's own row
   spoil_row(c, 3, -1);   // nor the entry that ends with it
-  spoil_row(c, 7, 0);    // its neighbour's request is another
+  spoil_row(c, 7, 0);    // the pair's other token is of another request
   spoil_row(c, 14, -1);
 }
 
-TEST_F(AttendKernelPrefill, RunsOfTokens) {
+TEST_F(AttendKernelPrefill, PersistentWindows) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = window_case();
-  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_runs = true};
-  c.turn_back = true;
+  c.split = unsplit_by(cuda::AttendKernel::persistent_window);
+  c.inverse_rope = true;
   run_chunks(c, {1, 8, 100});
   c.heads = 70;
-  c.requests = {{1000, 300, false}, {0, 3}, {90, 200, false}};  // runs of eight
+  c.requests = {{1000, 300, false}, {0, 3}, {90, 200, false}};  // CTAs of eight tokens
   run(c);
   c.heads = 1;
-  c.requests = {{60, 4000, false}, {0, 0}, {0, 131, false}};  // of 32
+  c.requests = {{60, 4000, false}, {0, 0}, {0, 131, false}};  // of 32 tokens
   run(c);
 }
 
-TEST_F(AttendKernelPrefill, RunsOfTokensSeeOnlyTheirOwnRows) {
+TEST_F(AttendKernelPrefill, PersistentWindowsSeeOnlyTheirOwnRows) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = window_case();
   c.heads = 3;
-  c.split = cuda::AttendSplit{.rows = 1, .channels = 1, .in_runs = true};
-  c.requests = {{300, 500, false}, {0, 5}, {130, 301, false}};  // runs of seven
+  c.split = unsplit_by(cuda::AttendKernel::persistent_window);
+  c.requests = {{300, 500, false}, {0, 5}, {130, 301, false}};  // CTAs of seven tokens
   spoil_row(c, 0, 0);
-  spoil_row(c, 3, 0);    // no later token sees it, though of the same run
-  spoil_row(c, 4, 127);  // no earlier one
+  spoil_row(c, 3, 0);    // no later token sees it, not even one of the same CTA
+  spoil_row(c, 4, 127);  // no earlier token sees it
   spoil_row(c, 499, -1);
   spoil_row(c, 504, 0);
   spoil_row(c, 505, 0);
 }
 
-TEST_F(AttendKernelPrefill, WindowsInOneGo) {
+TEST_F(AttendKernelPrefill, SinglePassWindows) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   for (const int channels : {1, 2}) {
-    SCOPED_TRACE(testing::Message() << channels << " parts of the channels");
+    SCOPED_TRACE(testing::Message() << channels << " channel splits");
     Case c = window_case();
-    c.split = cuda::AttendSplit{.rows = 1, .channels = channels, .in_one_go = true};
-    c.turn_back = true;
+    c.split = unsplit_by(cuda::AttendKernel::single_pass_window, channels);
+    c.inverse_rope = true;
     run_chunks(c, {1, 8, 64, 65, 100});
     c.heads = 70;
     c.requests = kDecode;
@@ -133,12 +106,12 @@ TEST_F(AttendKernelPrefill, WindowsInOneGo) {
     c.late_records = false;
     c.requests = {{300, 7, false}, {0, 5}, {130, 3}};
     spoil_row(c, 3, 0);    // no later token sees it
-    spoil_row(c, 4, 127);  // no earlier one
+    spoil_row(c, 4, 127);  // no earlier token sees it
     spoil_row(c, 9, -1);
   }
 }
 
-// Queries such that no row has all the weight.
+// The queries are such that no row has all of P.
 TEST_F(AttendKernelPrefill, WindowRowsOfAnySize) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   struct Sizes {
@@ -147,9 +120,9 @@ TEST_F(AttendKernelPrefill, WindowRowsOfAnySize) {
   for (const Sizes& sizes :
        {Sizes{-8, 8, -8}, {-20, 20, -20}, {60, 61, -60}, {-40, -39, 40}, {-90, 0, 0}, {0, 0, -6}}) {
     SCOPED_TRACE(testing::Message() << "2^" << sizes.least << " to 2^" << sizes.most);
-    const cuda::AttendSplit kWindowSplits[] = {{.rows = 1, .channels = 1, .in_rounds = true, .neighbours = true},
-                                               {.rows = 1, .channels = 1, .in_runs = true},
-                                               {.rows = 1, .channels = 2, .in_one_go = true}};
+    const cuda::AttendSplit kWindowSplits[] = {unsplit_by(cuda::AttendKernel::token_pair),
+                                               unsplit_by(cuda::AttendKernel::persistent_window),
+                                               unsplit_by(cuda::AttendKernel::single_pass_window, 2)};
     for (const cuda::AttendSplit& split : kWindowSplits) {
       Case c = window_case();
       c.requests = {{300, 9, false}, {0, 4}};

@@ -1,5 +1,5 @@
-// attend without a manager: pools made by hand, step records and slot lists, against sums in double over the decoded
-// rows. Whatever a query must not read is NaN. For the tests of attend's kernels.
+// attend without a manager: pools built by the test, step records and slot lists, compared with sums in double over the
+// decoded rows. Rows that a query must not read are NaN. For the tests of attend's kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 #include <random>
 #include <vector>
 
-#include "backend/cuda/attend_split.h"
+#include "backend/cuda/attend/kernels.h"
 #include "base/group.h"
 #include "codec/codec.h"
 #include "kv4/backend.h"
@@ -27,7 +27,19 @@ using namespace kv4;
 constexpr RowShape kRow{512, 64};
 constexpr double kError = 2e-3, kCosine = 0.99999;
 
-/// A host array and its twin on the device.
+cuda::AttendSplit split_kv(int kv_splits, int channel_splits = 1, bool cta_pair = false) {
+  return {cuda::AttendKernel::split_kv, kv_splits, channel_splits, cta_pair};
+}
+cuda::AttendSplit in_memory(int kv_splits, bool cta_pair = false) {
+  return {cuda::AttendKernel::split_kv_in_memory, kv_splits, 1, cta_pair};
+}
+cuda::AttendSplit small_batch(int heads, int kv_splits, int stages) {
+  return {cuda::AttendKernel::small_batch, kv_splits, 1, false, heads, stages};
+}
+/// For kernels that do not split rows.
+cuda::AttendSplit unsplit_by(cuda::AttendKernel kernel, int channel_splits = 1) { return {kernel, 1, channel_splits}; }
+
+/// A host array and its copy on the device.
 template <class T>
 class Twin {
  public:
@@ -116,19 +128,18 @@ struct Case {
   int chosen = 0;      // 0: all that are visible
   int page_rows = 32;  // entries of a block
   int align = 64;
-  bool sink = true, turn_back = false;
+  bool sink = true, inverse_rope = false;
   DType q_type = DType::bf16, out_type = DType::f32;
   float q_size = 2.0f;
   int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
-  std::optional<cuda::AttendSplit> split = {};  // of the tuned kernel
-  std::optional<cuda::SmallSplit> small = {};   // of the one for few tokens
-  int workspace_blocks = 0;                     // thread blocks that may leave something in a workspace
-  bool late_records = false;                    // written while attend may have started already
-  int slot_window = 0, slot_entries = 0;        // lists of that many instead of what the step says
+  std::optional<cuda::AttendSplit> split = {};  // instead of the one that attend selects
+  int workspace_ctas = 0;                       // CTAs that have a place in the workspace
+  bool late_records = false;                    // written while attend may already have started
+  int slot_window = 0, slot_entries = 0;        // lists of this length replace the step's rows
   unsigned seed = 1;
 };
 
-/// Lets the next kernel start long before the records are there.
+/// Lets the next kernel start long before the records are written.
 __global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int count) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -137,7 +148,7 @@ __global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int
   for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) to[i] = from[i];
 }
 
-/// One row a query sees, as its place in a pool.
+/// A row that a query sees: its place in a pool.
 struct Place {
   Pool* pool;
   int block, row;
@@ -224,38 +235,35 @@ class Problem {
     if (c_.slot_entries > 0) {
       p.entry_slots = {entry_slots.there(), c_.slot_entries, entry_lens.there()};
       p.step.block_table = nullptr;
-      if (!c_.turn_back && c_.slot_window > 0) p.step.tokens = nullptr;
+      if (!c_.inverse_rope && c_.slot_window > 0) p.step.tokens = nullptr;
     }
     p.out = {out.there(), c_.out_type};
     p.lse = lse.there();
-    if (c_.turn_back) {
-      p.turn_back.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
-      p.turn_back.rope_dim = c_.shape.tail;
+    if (c_.inverse_rope) {
+      p.inverse_rope.angles = view_rope_angles(angles.there(), c_.shape.tail, kPositions);
+      p.inverse_rope.rope_dim = c_.shape.tail;
     }
-    const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_blocks);
+    const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_ctas);
     Twin<std::uint8_t> workspace(std::vector<std::uint8_t>(static_cast<std::size_t>(workspace_bytes), 0xFF));
     std::fill_n(workspace.host.begin(), ops::kAttendMeetingBytes, std::uint8_t{0});
     workspace.send();
-    if (c_.workspace_blocks > 0) {
+    if (c_.workspace_ctas > 0) {
       p.workspace = workspace.there();
       p.workspace_bytes = workspace_bytes;
     }
-    // From here on nothing waits for the GPU: what is late would be there.
+    // From here on the host does not wait for the GPU: a wait would let late records arrive in time.
     if (c_.late_records) {
       p.step.tokens = late_records.there();
       write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
     }
-    EXPECT_EQ(c_.split   ? cuda::attend_split(p, *c_.split, nullptr)
-              : c_.small ? cuda::attend_small(p, *c_.small, nullptr)
-                         : cuda::attend(p, nullptr),
-              cudaSuccess);
+    EXPECT_EQ(c_.split ? cuda::attend_split(p, *c_.split, nullptr) : cuda::attend(p, nullptr), cudaSuccess);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cudaGetErrorString(cudaGetLastError());
     out.fetch();
     lse.fetch();
     workspace.fetch();
     EXPECT_TRUE(std::all_of(workspace.host.begin(), workspace.host.begin() + ops::kAttendMeetingBytes,
                             [](std::uint8_t x) { return x == 0; }))
-        << "the next call finds a meeting under way";
+        << "the next call finds an arrival counter in use";
     Result result;
     for (std::int64_t i = 0; i < count * width; ++i) {
       const std::uint8_t* at = out.host.data() + i * element;
@@ -306,7 +314,7 @@ class Problem {
   }
 
  private:
-  /// Of the same pools, but each of another token.
+  /// Records of the same pools, but each of another token.
   std::vector<ops::StepRecord> other_records() const {
     std::vector<ops::StepRecord> others = records_;
     std::rotate(others.begin(), others.begin() + 1, others.end());
@@ -396,14 +404,14 @@ class Problem {
     }
   }
 
-  // Lists of any rows that are there; the ones the step would give do not count any more.
+  // Lists of existing rows; they replace the rows that the step would give.
   void make_lists() {
     if (c_.slot_window == 0 && c_.slot_entries == 0) return;
     std::vector<Place> ring, page;
     for (const auto& places : places_)
       for (const Place& at : places) (at.pool == &page_ ? page : ring).push_back(at);
     for (std::size_t token = 0; token < places_.size(); ++token) {
-      const bool padded = records_[token].padded() && c_.turn_back;
+      const bool padded = records_[token].padded() && c_.inverse_rope;
       std::vector<Place> places;
       if (c_.slot_window == 0)
         for (const Place& at : places_[token])
@@ -429,7 +437,7 @@ class Problem {
       places_[token] = places;
     }
     for (ops::StepRecord& r : records_)
-      if (!c_.turn_back) r.row = 0;
+      if (!c_.inverse_rope) r.row = 0;
   }
 
   std::vector<double> reference(int token, int head, const std::vector<std::vector<float>>& rows, double* lse) {
@@ -457,7 +465,7 @@ class Problem {
     }
     *lse = den > 0 ? most + std::log(den) : -INFINITY;
     for (double& x : out) x = den > 0 ? x / den : 0.0;
-    if (c_.turn_back) {
+    if (c_.inverse_rope) {
       const std::vector<double> frequencies = rope_frequencies(RopeSpec{}, c_.shape.tail);
       for (std::size_t i = 0; i < frequencies.size(); ++i) {
         double* pair = out.data() + width - static_cast<std::size_t>(c_.shape.tail) + 2 * i;
@@ -489,8 +497,8 @@ class AttendKernel : public testing::Test {
     Problem problem(c);
     problem.check(problem.run());
   }
-  /// NaN in a row that a token sees (the last of them: -1) makes the output of all that see it NaN and changes no
-  /// other.
+  /// Makes a row that a token sees NaN (-1: its last row). The output of all tokens that see it must become NaN, and no
+  /// other may change.
   static void spoil_row(const Case& c, int token, int row) {
     SCOPED_TRACE(testing::Message() << "row " << row << " of token " << token << " spoilt");
     Problem problem(c);
@@ -521,7 +529,7 @@ Case entries_case(int ratio, int chosen) {
   c.ratio = ratio;
   c.chosen = chosen;
   c.page_rows = 128 / ratio;
-  c.turn_back = true;
+  c.inverse_rope = true;
   return c;
 }
 

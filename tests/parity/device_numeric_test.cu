@@ -1,11 +1,11 @@
-// The device's conversion instructions against the plain code, over every input.
+// Compares the device's conversion instructions with the plain code, over every input.
 #include <gtest/gtest.h>
 
 #include <cstdint>
 #include <vector>
 
-#include "backend/cuda/row_decode.cuh"
-#include "backend/cuda/row_encode.cuh"
+#include "backend/cuda/rows/decode.cuh"
+#include "backend/cuda/rows/encode.cuh"
 #include "kv4/backend.h"
 
 namespace {
@@ -29,7 +29,7 @@ __global__ void compare_e4m3(unsigned long long* wrong) {
   atomicAdd(wrong, mine);
 }
 
-// Host and device run one source; this is about what the compilers make of it.
+// Host and device compile one source; this compares the two compilers' results.
 __global__ void run_scalars(std::uint32_t first, int count, std::uint32_t* out) {
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (i >= count) return;
@@ -52,19 +52,19 @@ __device__ std::uint32_t channel(const cuda::Octet<Out>& octet, int i) {
   return sizeof(Out) == 2 ? (octet.words[i / 2] >> (16 * (i % 2))) & 0xFFFFu : octet.words[i];
 }
 
-/// A thread block's scale: every UE8M0, then some others.
-__device__ float block_scale() {
+/// A CTA's scale: every UE8M0, then some others.
+__device__ float cta_scale() {
   constexpr float kOthers[] = {0.37f, -3.0f, 1e38f, 3e-39f, 0.0f};
   if (blockIdx.x < 256) return codec::ue8m0_value(static_cast<std::uint8_t>(blockIdx.x));
   const unsigned other = blockIdx.x - 256;
   return other < 5 ? kOthers[other] : codec::bits_float(codec::kNanBits);
 }
 
-// Thread t: the e4m3 codes from 8t on, and eight e2m1 codes.
+// Thread t has the e4m3 codes from 8t on, and eight e2m1 codes.
 template <class Out>
 __global__ void compare_unpacked(unsigned long long* wrong) {
   const int t = static_cast<int>(threadIdx.x);
-  const float scale = block_scale();
+  const float scale = cta_scale();
   uint2 bytes{};
   std::uint32_t nibbles = 0;
   for (int i = 0; i < 8; ++i) {

@@ -1,5 +1,5 @@
-// What only a GPU has: graphs, streams, its own memory. Bytes are compared with a cache on the CPU that ran the same
-// steps one by one.
+// Features that only a GPU has: graphs, streams, its own memory. Bytes are compared with a cache on the CPU that ran
+// the same steps one by one.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -26,13 +26,13 @@ struct OwnStream {
   Stream handle() const { return {stream}; }
 };
 
-// Device memory at one address for as long as it lives.
+// Device memory at one address for the object's lifetime.
 class FixedTensor {
  public:
   explicit FixedTensor(const TensorView& like) : view_(like), bytes_(static_cast<std::size_t>(extent_bytes(like))) {
     ok(cudaMalloc(&view_.data, bytes_));
     ok(cudaMemset(view_.data, 0xA5, bytes_));
-    ok(cudaDeviceSynchronize());  // streams of the tests do not wait for the default one
+    ok(cudaDeviceSynchronize());  // streams of the tests do not wait for the default stream
   }
   ~FixedTensor() { cudaFree(view_.data); }
   FixedTensor(const FixedTensor&) = delete;
@@ -88,7 +88,7 @@ std::vector<LayerInputs> inputs_of(TwinCaches& t, const Step& step) {
   return out;
 }
 
-// A step of all layers, appended without the host waiting for anything.
+// A step of all layers, appended without any wait of the host.
 void run_queued(TwinCaches& t, FixedInputs& fixed, cudaStream_t stream, const std::vector<Work>& work) {
   const Step step = t.prepare(work).value();
   std::vector<LayerInputs> inputs = inputs_of(t, step);
@@ -100,9 +100,9 @@ void run_queued(TwinCaches& t, FixedInputs& fixed, cudaStream_t stream, const st
 }
 
 // --- graphs
-// ---------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------
 
-// All layers' appends of a step of one shape, and two gathers of each compressing layer, as a graph.
+// A graph of all layers' appends of a step of one shape, and of two gathers of each compressing layer.
 class StepGraph {
  public:
   StepGraph() = default;
@@ -122,7 +122,7 @@ class StepGraph {
     const std::int64_t items = step.num_items, window = t.cpu.cache.schema().config.window + 4;
     for (const LayerCacheSchema* layer : layers) {
       const std::int64_t width = layer->window.row.width;
-      void* any = this;  // only the shapes count
+      void* any = this;  // only the shapes matter
       outputs_.push_back(std::make_unique<FixedTensor>(TensorView(any, DType::bf16, {items, window, width})));
       outputs_.push_back(std::make_unique<FixedTensor>(TensorView(any, DType::i32, {items})));
       outputs_.push_back(std::make_unique<FixedTensor>(TensorView(any, DType::i32, {items})));
@@ -142,7 +142,7 @@ class StepGraph {
 
   void replay(cudaStream_t stream) { ok(cudaGraphLaunch(exec_, stream)); }
 
-  // What the replayed gathers wrote against the CPU's in the same open step.
+  // Compares the output of the replayed gathers with the CPU's in the same open step.
   void check_gathers(TwinCaches& t, const Step& step, cudaStream_t stream, const std::string& what) {
     const std::vector<const LayerCacheSchema*> layers = t.layers(step);
     for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -191,7 +191,7 @@ class PaddedBatch {
     twins_.check_blocks(what);
   }
 
-  // Replays a decode that is then dropped, and takes the requests back as far as they may go.
+  // Replays a decode that is then aborted, and rewinds the requests as far as allowed.
   void aborted_decode() {
     const Step step = replay(decode_, decode_work(), -1);
     twins_.abort(step);
@@ -222,7 +222,7 @@ class PaddedBatch {
   }
   void decode(int number) { twins_.commit(replay(decode_, decode_work(), number)); }
 
-  // 4 tokens a place: 1 to 3 of the request and padding behind them.
+  // 4 tokens per place: 1 to 3 of the request, then padding.
   void drafts(int number) {
     std::vector<Work> work;
     for (int i = 0; i < kPlaces; ++i) {
@@ -301,7 +301,8 @@ TEST(Graph, ReplaysOfAPaddedBatchAtTinyWidths) {
   }
 }
 
-// The manager does not see a replay write; what an aborted one has overwritten may not be promised to a rewind.
+// The manager does not see a replay's writes; a rewind must not be promised rows that an aborted replay has
+// overwritten.
 TEST(Graph, AbortedReplaysLeaveNoTrace) {
   KV4_NEEDS_GPU();
   const Model model(tiny_config());
@@ -318,9 +319,9 @@ TEST(Graph, AbortedReplaysLeaveNoTrace) {
 }
 
 // --- streams
-// ----------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------
 
-// Makes a stream late, so that work which did not wait for it would be early.
+// Delays a stream, so that work that does not wait for it runs too early.
 void delay(cudaStream_t stream) {
   ok(cudaLaunchHostFunc(
       stream, [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(2)); }, nullptr));
@@ -393,7 +394,7 @@ TEST(Streams, SeveralCachesShareABackend) {
   TwinCaches x(tiny, options_for(format_cases()[0]), {}, backend);
   const RequestId a = x.admit();
   x.run({{a, 1, 30}});
-  TwinCaches y(real, options_for(format_cases()[1]), {}, backend);  // staging and tables of the backend grow
+  TwinCaches y(real, options_for(format_cases()[1]), {}, backend);  // the backend's staging and tables grow
   const RequestId b = y.admit();
   for (int i = 0; i < 20; ++i) {
     x.run({{a, 1, 1 + i % 5}});
@@ -430,7 +431,7 @@ TEST(Streams, FinishedTellsWhenAStepIsDone) {
   KVCacheManager& cache = t.gpu.cache;
   cache.synchronize();
 
-  struct Gate {  // open at the end, whatever happens
+  struct Gate {  // opens at the end in every case
     std::atomic<bool> open = false;
     ~Gate() { open = true; }
   } gate;
@@ -452,9 +453,9 @@ TEST(Streams, FinishedTellsWhenAStepIsDone) {
   EXPECT_TRUE(cache.finished(step));
   t.check(a, "after it");
 
-  for (int i = 0; i < 200; ++i) t.run({{a, 1, 1}});  // more than the tickets that are kept
+  for (int i = 0; i < 200; ++i) t.run({{a, 1, 1}});  // more than the number of tickets kept
   cache.synchronize();
-  EXPECT_TRUE(cache.finished(step)) << "an old one";
+  EXPECT_TRUE(cache.finished(step)) << "an old step";
   Step never = step;
   never.id += 1'000'000;
   try {
@@ -466,7 +467,7 @@ TEST(Streams, FinishedTellsWhenAStepIsDone) {
 }
 
 // --- memory
-// ------------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------
 
 std::size_t free_memory() {
   std::size_t available = 0, total = 0;
@@ -484,7 +485,7 @@ void use_a_small_cache(const std::string& what) {
   t.check(a, what);
 }
 
-constexpr std::size_t kSlack = std::size_t{8} << 20;  // what the driver keeps for itself
+constexpr std::size_t kSlack = std::size_t{8} << 20;  // kept by the driver itself
 
 TEST(GpuMemory, RefusedMemoryIsAnErrorAndNothingIsKept) {
   KV4_NEEDS_GPU();
@@ -511,7 +512,7 @@ TEST(GpuMemory, RefusedMemoryIsAnErrorAndNothingIsKept) {
   refused("step workspace", windows, [](CacheOptions& o) { o.max_step_tokens = 1 << 24; });
 }
 
-TEST(GpuMemory, CachesGiveTheirsBack) {
+TEST(GpuMemory, CachesFreeTheirMemory) {
   KV4_NEEDS_GPU();
   use_a_small_cache("before");
   const std::size_t before = free_memory();
@@ -526,7 +527,7 @@ TEST(GpuMemory, IsZeroedAndAligned) {
   EXPECT_EQ(backend->allocate(0), nullptr);
   backend->deallocate(nullptr, 0);
   for (std::int64_t bytes : {1, 255, 4096, 1'000'003}) {
-    for (int again = 0; again < 3; ++again) {  // memory that comes back is not clean
+    for (int again = 0; again < 3; ++again) {  // reused memory is not clean
       std::byte* memory = backend->allocate(bytes);
       EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory) % 256, 0u);
       const std::vector<std::byte> got = read_bytes(*backend, memory, bytes);

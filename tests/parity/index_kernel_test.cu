@@ -1,5 +1,5 @@
-// Index scores and top-k of kv4/cuda.h on pools made by hand: scores are bit by bit those of ops/score_row.h run on the
-// host, near ones within their bound of those, chosen sets those of an exact sort.
+// Index scores and top-k of kv4/cuda.h on hand-made pools. Exact scores have the bits of ops/score_row.h on the host,
+// fast scores are within their error bound, and chosen sets are those of an exact sort.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -49,12 +49,12 @@ class DeviceArray {
   T* data_ = nullptr;
 };
 
-// edges: of mxfp4, scales of a row that lie exactly so many binades apart, rows of nothing but the largest code;
+// edges: mxfp4 rows whose scales are an exact number of binades apart, and rows of only the largest code;
 // rare_edges: a few such keys.
-// codes: of fp8, any but NaN, so that products lie far apart.
-// cutoff: of fp8, one product of 2^16 and then many of 7/8 of its ulp.
-// odd: of fp8, codes and a few scales and weights that are anything at all.
-enum class Data { normal, spread, extreme, repeated, edges, rare_edges, codes, cutoff, odd };
+// codes: fp8 codes of any value but NaN, so that products differ much in size.
+// cutoff: fp8 rows with one product of 2^16 and then many of 7/8 of its ulp.
+// out_of_range: fp8 codes, and a few scales and weights of any value at all.
+enum class Data { normal, spread, extreme, repeated, edges, rare_edges, codes, cutoff, out_of_range };
 
 struct Case {
   std::string name;
@@ -66,9 +66,9 @@ struct Case {
   std::vector<int> counts = {1};  // tokens of each request
   std::vector<int> lengths = {4000};
   int top = 512;
-  int tile_tokens = 1000;     // the workspace has room for so many
-  double near_roundings = 0;  // of fp8: how far near scores may be off, in 2^-24 of all that is added up; 0: unchecked
-  std::vector<std::string> kernels = {};  // that must have run, on an H200; empty: unchecked
+  int tile_tokens = 1000;     // the workspace has room for this many
+  double fast_roundings = 0;  // fp8: the error bound of fast scores, in 2^-24 of the sum of magnitudes; 0: unchecked
+  std::vector<std::string> kernels = {};  // kernels that must have run on an H200; empty: unchecked
 };
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
@@ -106,7 +106,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
     if (random_() % 4 == 0) std::memset(payload, random_() % 2 == 0 ? 0x00 : 0x88, 16);  // zeros of any scale
   }
 
-  // 256 in channel 0, nothing else in the matrix unit's first step (index_near.cuh), `small` in all others.
+  // 256 in channel 0, zeros in the other channels of the first k-step (index/fp8_fast.cuh), `small` in all others.
   static void change_to_cutoff(std::uint8_t* payload, std::uint8_t* scale, std::uint8_t small) {
     for (int c = 0; c < 128; ++c) payload[c] = c == 0 ? 0x78 : c < 64 && c % 16 < 4 ? 0 : small;
     const float one = 1.0f;
@@ -115,8 +115,8 @@ class IndexKernel : public testing::TestWithParam<Case> {
 
   std::uint8_t random_code() { return static_cast<std::uint8_t>(random_() % 127 + (random_() % 2 == 0 ? 128 : 0)); }
 
-  // Zeros, denormals, infinities, NaN, numbers beyond what near sums are for.
-  float odd_number() {
+  // Zeros, denormals, infinities, NaN, and numbers out of the range of fast sums.
+  float out_of_range_number() {
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     constexpr float kNumbers[] = {0.0f,
                                   -0.0f,
@@ -186,17 +186,17 @@ class IndexKernel : public testing::TestWithParam<Case> {
         if (c_.format == Format::fp8 && c_.data == Data::spread && random_() % 16 == 0)
           page[row * payload_bytes() + random_() % c_.width] = codec::kE4m3Nan;
         if (c_.data == Data::cutoff) change_to_cutoff(page + row * payload_bytes(), scales, 0x1E);
-        if (c_.data == Data::codes || c_.data == Data::odd)
+        if (c_.data == Data::codes || c_.data == Data::out_of_range)
           for (int c = 0; c < c_.width; ++c) page[row * payload_bytes() + c] = random_code();
-        if (c_.data == Data::odd && random_() % 8 == 0) {
-          const float odd = odd_number();
-          std::memcpy(scales, &odd, 4);
+        if (c_.data == Data::out_of_range && random_() % 8 == 0) {
+          const float number = out_of_range_number();
+          std::memcpy(scales, &number, 4);
           if (random_() % 4 == 0) std::memset(page + row * payload_bytes(), 0, payload_bytes());
           if (random_() % 8 == 0) page[row * payload_bytes() + random_() % c_.width] = codec::kE4m3Nan;
         }
       }
     }
-    // What lies behind the last entry may be anything.
+    // Blocks behind the last entry may have any id.
     for (int r = 0; r < requests; ++r) {
       const int entries = (c_.lengths[r] + c_.counts[r]) / kRatio;
       for (int b = entries / rows + 1; b < blocks_per_request_; ++b) table_[r * blocks_per_request_ + b] = -1;
@@ -238,13 +238,13 @@ class IndexKernel : public testing::TestWithParam<Case> {
       encode(x.data(), payload.data(), scale.data());
       if (c_.data == Data::edges) change_to_edge(payload.data(), scale.data());
       if (c_.data == Data::cutoff) change_to_cutoff(payload.data(), scale.data(), 0x18);
-      if (c_.data == Data::codes || c_.data == Data::odd)
+      if (c_.data == Data::codes || c_.data == Data::out_of_range)
         std::generate(payload.begin(), payload.end(), [&] { return random_code(); });
-      if (c_.data == Data::odd && i % c_.heads == 1) {  // of a token, or none
+      if (c_.data == Data::out_of_range && i % c_.heads == 1) {  // of a token, or none
         const std::size_t token = i / c_.heads;
-        const float odd = odd_number();
-        if (token % 4 == 1) std::memcpy(scale.data(), &odd, 4);
-        if (token % 4 == 2) weights_.back() = odd;
+        const float number = out_of_range_number();
+        if (token % 4 == 1) std::memcpy(scale.data(), &number, 4);
+        if (token % 4 == 2) weights_.back() = number;
         if (token % 4 == 3) payload[random_() % payload.size()] = codec::kE4m3Nan;
       }
       q_payload_.insert(q_payload_.end(), payload.begin(), payload.end());
@@ -283,7 +283,7 @@ class IndexKernel : public testing::TestWithParam<Case> {
     return sum.total();
   }
 
-  // Sum of the magnitudes of all that score_of adds up, NaN left out.
+  // Sum of the magnitudes of all terms of score_of, without NaN.
   double size_of(std::size_t token, int entry) const {
     const std::uint8_t* page = page_of(tokens_[token], entry);
     const int row = entry % c_.rows_per_block;
@@ -301,26 +301,26 @@ class IndexKernel : public testing::TestWithParam<Case> {
     return size;
   }
 
-  // docs/formats.md: of fp8 keys; all others are scored as defined.
-  bool is_near(float near, float defined, std::size_t token, int entry) const {
-    if (codec::float_bits(codec::canonical_nan(near)) == codec::float_bits(codec::canonical_nan(defined))) return true;
+  // The error bound of docs/formats.md, for fp8 keys; all other formats have exact scores.
+  bool is_within_error_bound(float fast, float exact, std::size_t token, int entry) const {
+    if (codec::float_bits(codec::canonical_nan(fast)) == codec::float_bits(codec::canonical_nan(exact))) return true;
     const double bound = c_.data == Data::normal ? 1e-3 : 2e-2;  // random numbers are no worst case
     return c_.format == Format::fp8 &&
-           std::abs(double{near} - double{defined}) <= bound * size_of(token, entry) + 0x1p-80;
+           std::abs(double{fast} - double{exact}) <= bound * size_of(token, entry) + 0x1p-80;
   }
 
   int visible(const ops::StepRecord& token) const { return token.padded() ? 0 : (token.position + 1) / kRatio; }
 
-  // Near scores, which index_topk leaves in its workspace, against the defined ones: a matrix unit that kept fewer bits
-  // than the margin of topk_near.cuh takes for granted would be seen here, on products that lie far apart.
-  void check_near(const Bytes& workspace, const std::vector<float>& defined, std::int64_t stride) const {
-    const std::int64_t near_stride = (std::int64_t{blocks_per_request_} * c_.rows_per_block + 63) / 64 * 64;
+  // Compares the fast scores that index_topk leaves in its workspace with exact ones. With products that differ much in
+  // size, a tensor core that keeps fewer bits than the error bound of topk/rescore.cuh assumes would fail here.
+  void check_fast(const Bytes& workspace, const std::vector<float>& exact, std::int64_t stride) const {
+    const std::int64_t fast_stride = (std::int64_t{blocks_per_request_} * c_.rows_per_block + 63) / 64 * 64;
     for (std::size_t t = 0; t < tokens_.size(); ++t)
       for (int j = 0; visible(tokens_[t]) > c_.top && j < visible(tokens_[t]); ++j) {
-        float near;
-        std::memcpy(&near, &workspace[4 * (t * near_stride + j)], 4);
-        const double most = 0x1p-24 * c_.near_roundings * size_of(t, j);
-        ASSERT_NEAR(near, defined[t * stride + j], most) << "token " << t << " key " << j;
+        float fast;
+        std::memcpy(&fast, &workspace[4 * (t * fast_stride + j)], 4);
+        const double most = 0x1p-24 * c_.fast_roundings * size_of(t, j);
+        ASSERT_NEAR(fast, exact[t * stride + j], most) << "token " << t << " key " << j;
       }
   }
 
@@ -432,27 +432,27 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     best.push_back(best_of(want, c_.top));
   }
 
-  // Near scores, and a selection from them.
-  const DeviceArray<float> near_scores(static_cast<std::size_t>(num_tokens * stride), 1e30f);
-  p.scores = near_scores.data();
-  p.sums = ScoreSums::near;
+  // Fast scores, and a selection from them.
+  const DeviceArray<float> fast_scores(static_cast<std::size_t>(num_tokens * stride), 1e30f);
+  p.scores = fast_scores.data();
+  p.mode = ScoreMode::fast;
   ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
-  const std::vector<float> near = near_scores.read();
+  const std::vector<float> fast = fast_scores.read();
   ASSERT_EQ(cuda::select_topk(p, nullptr), cudaSuccess);
-  const std::vector<std::int32_t> of_near = indices.read();
+  const std::vector<std::int32_t> of_fast = indices.read();
   for (int t = 0; t < num_tokens; ++t) {
     const int seen = visible(tokens_[t]);
     for (std::int64_t j = 0; j < stride; ++j)
-      ASSERT_TRUE(j < seen ? is_near(near[t * stride + j], got[t * stride + j], t, static_cast<int>(j))
-                           : near[t * stride + j] == -std::numeric_limits<float>::infinity())
-          << "token " << t << " key " << j << " of " << seen << ": " << near[t * stride + j] << " near "
+      ASSERT_TRUE(j < seen ? is_within_error_bound(fast[t * stride + j], got[t * stride + j], t, static_cast<int>(j))
+                           : fast[t * stride + j] == -std::numeric_limits<float>::infinity())
+          << "token " << t << " key " << j << " of " << seen << ": " << fast[t * stride + j] << " fast, exact "
           << got[t * stride + j];
-    SCOPED_TRACE("of near scores, token " + std::to_string(t));
-    const auto row = near.begin() + t * stride;
-    expect_chosen(&of_near[t * c_.top], c_.top, best_of(std::vector<float>(row, row + seen), c_.top));
+    SCOPED_TRACE("of fast scores, token " + std::to_string(t));
+    const auto row = fast.begin() + t * stride;
+    expect_chosen(&of_fast[t * c_.top], c_.top, best_of(std::vector<float>(row, row + seen), c_.top));
   }
 
-  // Selection from the defined scores, then everything in one call with scores in the workspace, then with scores
+  // Selection from exact scores, then scores and selection in one call: with scores in the workspace, then with scores
   // given.
   for (const char* way : {"select", "both", "both with scores"}) {
     SCOPED_TRACE(way);
@@ -460,7 +460,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     const bool select = way[0] == 's';
     p.scores = std::string(way) == "both" ? nullptr : scores.data();
     ASSERT_EQ(select ? cuda::select_topk(p, nullptr) : cuda::index_topk(p, nullptr), cudaSuccess);
-    if (c_.near_roundings > 0 && p.scores == nullptr) check_near(workspace.read(), got, stride);
+    if (c_.fast_roundings > 0 && p.scores == nullptr) check_fast(workspace.read(), got, stride);
     const std::vector<std::int32_t> chosen = indices.read(), physical = slots.read();
     for (int t = 0; t < num_tokens; ++t) {
       SCOPED_TRACE("token " + std::to_string(t));
@@ -474,7 +474,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     }
   }
 
-  // Records and table that the kernel just before writes, while this one has already looked at others.
+  // The kernel just before writes the records and the table, so that the speculative ones are wrong.
   std::vector<ops::StepRecord> old_tokens(tokens_.rbegin(), tokens_.rend());
   std::vector<std::int32_t> old_table(table_.rbegin(), table_.rend());
   const DeviceArray<ops::StepRecord> new_tokens(tokens_);
@@ -503,14 +503,14 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
       expect_chosen(&chosen[t * c_.top], c_.top, best[t]);
     }
     ASSERT_EQ(put_old(), cudaSuccess);
-    ASSERT_EQ(cudaMemset(near_scores.data(), 0xCC, near.size() * sizeof(float)), cudaSuccess);
-    p.scores = near_scores.data();
+    ASSERT_EQ(cudaMemset(fast_scores.data(), 0xCC, fast.size() * sizeof(float)), cudaSuccess);
+    p.scores = fast_scores.data();
     ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
     ASSERT_EQ(cuda::copy_few_pieces(pieces, nullptr), cudaSuccess);
     ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
-    const std::vector<float> again = near_scores.read();
-    for (std::size_t i = 0; i < near.size(); ++i)
-      ASSERT_EQ(codec::float_bits(again[i]), codec::float_bits(near[i])) << "near score " << i;
+    const std::vector<float> again = fast_scores.read();
+    for (std::size_t i = 0; i < fast.size(); ++i)
+      ASSERT_EQ(codec::float_bits(again[i]), codec::float_bits(fast[i])) << "fast score " << i;
   }
   if (!c_.kernels.empty()) expect_launched(launched, c_.kernels);
 }
@@ -556,7 +556,7 @@ std::vector<Case> make_cases() {
     c.lengths.clear(), c.counts.clear();
     for (int i = 0; i < 300; ++i) c.lengths.push_back(i * 37 % 600), c.counts.push_back(1);
   });
-  for (const int tokens : {3, 15, 31, 63, 127})  // with the padding: of one launch on an H200 from 15 on
+  for (const int tokens : {3, 15, 31, 63, 127})  // and one of padding; an H200 takes 15 or more in one launch
     add("batch_" + std::to_string(tokens), [&](Case& c) {
       c.top = 100, c.heads = 3, c.data = Data::rare_edges;
       c.lengths.clear(), c.counts.clear();
@@ -568,15 +568,15 @@ std::vector<Case> make_cases() {
     c.q = DType::u8, c.hadamard = false, c.data = Data::edges, c.top = 100;
     for (int i = 0; i < 20; ++i) c.lengths.push_back(500 + i), c.counts.push_back(1);
   });
-  // Few keys, of some units only, that the fast arithmetic of mxfp4 is not for.
+  // A few keys that are out of range of the integer products of mxfp4, in some KV tiles only.
   for (const int length : {6000, 60000, 140000})
     add("rare_edges_" + std::to_string(length),
         [&](Case& c) { c.data = Data::rare_edges, c.heads = 3, c.lengths = {length}, c.counts = {1}; });
   add("long_extreme", [](Case& c) { c.data = Data::extreme, c.heads = 2, c.lengths = {60000}, c.counts = {1}; });
-  // Blocks of 512 keys: raw scores come from whole crews (index_units.cuh), as those of long rows do.
+  // With blocks of 512 keys raw scores come from CTAs of four warpgroups (index/grid.cuh), as for long rows.
   for (const Data data : {Data::normal, Data::rare_edges})
     for (const DType q : {DType::bf16, DType::u8})
-      add(std::string("whole_crews_") + (data == Data::normal ? "normal" : "edges") +
+      add(std::string("four_warpgroups_") + (data == Data::normal ? "normal" : "edges") +
               (q == DType::bf16 ? "_bf16" : "_encoded"),
           [&](Case& c) {
             c.rows_per_block = 512, c.data = data, c.q = q, c.hadamard = q != DType::u8, c.top = 100;
@@ -596,54 +596,54 @@ std::vector<Case> make_cases() {
               c.lengths = {1500, 90}, c.counts = {1, 2}, c.heads = 21;
               if (data == Data::spread) c.width = 96, c.hadamard = false;
             });
-  // fp8 keys as the matrix unit takes them: near scores, corrected.
-  const auto add_near = [&](const std::string& name, auto&& change) {
-    add("fp8_near_" + name, [&](Case& c) {
+  // fp8 keys that the tensor cores take: fast scores, rescored.
+  const auto add_fast = [&](const std::string& name, auto&& change) {
+    add("fp8_fast_" + name, [&](Case& c) {
       c.format = Format::fp8, c.top = 100, c.lengths = {4000, 399, 90}, c.counts = {2, 1, 3};
       change(c);
     });
   };
-  add_near("normal", [](Case& c) { c.near_roundings = 32; });
-  add_near("given", [](Case& c) { c.q = DType::u8; });
-  add_near("nan", [](Case& c) { c.data = Data::spread; });
-  add_near("extreme", [](Case& c) { c.data = Data::extreme, c.heads = 8; });
-  add_near("codes", [](Case& c) { c.data = Data::codes, c.q = DType::u8, c.near_roundings = 32; });
-  // 7 steps that lose 10.5 each, against 28 by which the defined sum rounds up. One bit less, and it were 112.
-  add_near("cutoff", [](Case& c) {
-    c.data = Data::cutoff, c.q = DType::u8, c.hadamard = false, c.heads = 1, c.top = 10, c.near_roundings = 101.5;
+  add_fast("normal", [](Case& c) { c.fast_roundings = 32; });
+  add_fast("given", [](Case& c) { c.q = DType::u8; });
+  add_fast("nan", [](Case& c) { c.data = Data::spread; });
+  add_fast("extreme", [](Case& c) { c.data = Data::extreme, c.heads = 8; });
+  add_fast("codes", [](Case& c) { c.data = Data::codes, c.q = DType::u8, c.fast_roundings = 32; });
+  // 7 k-steps lose 10.5 each, and the exact sum rounds up by 28. With one bit less the tensor cores would lose 112.
+  add_fast("cutoff", [](Case& c) {
+    c.data = Data::cutoff, c.q = DType::u8, c.hadamard = false, c.heads = 1, c.top = 10, c.fast_roundings = 101.5;
     c.lengths = {800}, c.counts = {1};
   });
-  add_near("odd", [](Case& c) { c.data = Data::odd, c.q = DType::u8, c.hadamard = false; });
-  add_near("odd_heads", [](Case& c) {
-    c.data = Data::odd, c.q = DType::u8, c.hadamard = false, c.heads = 33, c.lengths = {9000, 90, 0, 4000};
+  add_fast("out_of_range", [](Case& c) { c.data = Data::out_of_range, c.q = DType::u8, c.hadamard = false; });
+  add_fast("out_of_range_heads", [](Case& c) {
+    c.data = Data::out_of_range, c.q = DType::u8, c.hadamard = false, c.heads = 33, c.lengths = {9000, 90, 0, 4000};
     c.counts = {1, 2, 5, 1};
   });
-  add_near("one_head", [](Case& c) { c.heads = 1; });
-  add_near("few_heads", [](Case& c) { c.heads = 37, c.q = DType::f32; });
-  add_near("short_rows", [](Case& c) {  // of more tokens than a warp has lanes
+  add_fast("one_head", [](Case& c) { c.heads = 1; });
+  add_fast("few_heads", [](Case& c) { c.heads = 37, c.q = DType::f32; });
+  add_fast("short_rows", [](Case& c) {  // more tokens than a warp has lanes
     c.heads = 5, c.top = 16;
     c.lengths.clear(), c.counts.clear();
     for (int i = 0; i < 40; ++i) c.lengths.push_back(9 * i), c.counts.push_back(1);
   });
-  add_near("large_blocks", [](Case& c) { c.rows_per_block = 128; });
-  add_near("whole_crews", [](Case& c) { c.rows_per_block = 512; });
-  add_near("whole_crews_given", [](Case& c) { c.rows_per_block = 512, c.q = DType::u8; });
-  add_near("whole_crews_odd", [](Case& c) {
-    c.rows_per_block = 512, c.data = Data::odd, c.q = DType::u8, c.hadamard = false, c.heads = 33;
+  add_fast("large_blocks", [](Case& c) { c.rows_per_block = 128; });
+  add_fast("four_warpgroups", [](Case& c) { c.rows_per_block = 512; });
+  add_fast("four_warpgroups_given", [](Case& c) { c.rows_per_block = 512, c.q = DType::u8; });
+  add_fast("four_warpgroups_out_of_range", [](Case& c) {
+    c.rows_per_block = 512, c.data = Data::out_of_range, c.q = DType::u8, c.hadamard = false, c.heads = 33;
     c.lengths = {9000, 90, 0, 4000}, c.counts = {1, 2, 5, 1};
   });
-  add_near("whole_crews_many", [](Case& c) {
+  add_fast("four_warpgroups_many", [](Case& c) {
     c.rows_per_block = 512, c.heads = 5, c.top = 16;
     c.lengths.clear(), c.counts.clear();
     for (int i = 0; i < 150; ++i) c.lengths.push_back(9 * i), c.counts.push_back(1);
   });
-  add_near("equal", [](Case& c) { c.data = Data::repeated; });  // more than one batch in doubt
-  add_near("all_equal", [](Case& c) { c.data = Data::repeated, c.lengths[0] = 16000, c.heads = 16; });  // too many
-  add_near("long", [](Case& c) { c.lengths = {140000, 60000, 34000}, c.counts = {1, 1, 1}, c.heads = 2, c.top = 512; });
-  add_near("long_equal", [](Case& c) { c.lengths = {40000}, c.counts = {1}, c.heads = 2, c.data = Data::repeated; });
-  add_near("tiles", [](Case& c) { c.lengths = {0, 517}, c.counts = {70, 30}, c.top = 16, c.tile_tokens = 33; });
-  const auto add_near_batch = [&](const std::string& name, int tokens, auto&& change) {  // of one launch, as above
-    add_near(name + "_batch_" + std::to_string(tokens), [&](Case& c) {
+  add_fast("equal", [](Case& c) { c.data = Data::repeated; });  // ambiguous candidates for more than one pass
+  add_fast("all_equal", [](Case& c) { c.data = Data::repeated, c.lengths[0] = 16000, c.heads = 16; });  // too many
+  add_fast("long", [](Case& c) { c.lengths = {140000, 60000, 34000}, c.counts = {1, 1, 1}, c.heads = 2, c.top = 512; });
+  add_fast("long_equal", [](Case& c) { c.lengths = {40000}, c.counts = {1}, c.heads = 2, c.data = Data::repeated; });
+  add_fast("tiles", [](Case& c) { c.lengths = {0, 517}, c.counts = {70, 30}, c.top = 16, c.tile_tokens = 33; });
+  const auto add_fast_batch = [&](const std::string& name, int tokens, auto&& change) {  // in one launch, as above
+    add_fast(name + "_batch_" + std::to_string(tokens), [&](Case& c) {
       c.heads = 3;
       c.lengths.clear(), c.counts.clear();
       const int by = tokens < 32 ? 3 : 1;
@@ -652,19 +652,19 @@ std::vector<Case> make_cases() {
     });
   };
   for (const int tokens : {15, 27, 31, 63, 127})
-    add_near_batch("normal", tokens, [&](Case& c) { c.near_roundings = tokens == 15 ? 32 : 0; });
+    add_fast_batch("normal", tokens, [&](Case& c) { c.fast_roundings = tokens == 15 ? 32 : 0; });
   for (const int tokens : {15, 63}) {
-    add_near_batch("given", tokens, [](Case& c) { c.q = DType::u8, c.heads = 16; });
-    add_near_batch("nan", tokens, [](Case& c) { c.data = Data::spread; });
-    add_near_batch("extreme", tokens, [](Case& c) { c.data = Data::extreme; });
-    add_near_batch("equal", tokens, [](Case& c) { c.data = Data::repeated, c.top = 512; });
-    add_near_batch("codes", tokens, [](Case& c) { c.data = Data::codes, c.q = DType::u8, c.top = 1; });
+    add_fast_batch("given", tokens, [](Case& c) { c.q = DType::u8, c.heads = 16; });
+    add_fast_batch("nan", tokens, [](Case& c) { c.data = Data::spread; });
+    add_fast_batch("extreme", tokens, [](Case& c) { c.data = Data::extreme; });
+    add_fast_batch("equal", tokens, [](Case& c) { c.data = Data::repeated, c.top = 512; });
+    add_fast_batch("codes", tokens, [](Case& c) { c.data = Data::codes, c.q = DType::u8, c.top = 1; });
   }
   return cases;
 }
 
-/// Small shapes for racecheck: see racecheck.h. 16 tokens, one of them padding, are as many as one launch takes with
-/// eight thread blocks each; rows of more than 8,192 keys are selected from otherwise.
+/// Small shapes for racecheck (racecheck.h). 16 tokens, one of them padding, are the most that one launch takes with
+/// six CTAs each; rows of more than 8,192 keys have another selection.
 std::vector<Case> make_racecheck_cases() {
   constexpr int kBatch = 15, kLong = 40000;
   std::vector<Case> cases;
@@ -685,12 +685,12 @@ std::vector<Case> make_racecheck_cases() {
   add("mxfp4_few", Format::mxfp4, {500}, {"score_mxfp4_keys", "select_row"});
   add("mxfp4_batch", Format::mxfp4, batch, {"score_mxfp4_keys", "topk_of_mxfp4_keys", "select_row"});
   add("mxfp4_long", Format::mxfp4, {kLong}, {"score_mxfp4_keys", "select_row", "select_long"});
-  add("mxfp4_whole_crews", Format::mxfp4, {2100, 399, 90}, {"score_mxfp4_keys", "select_row"});
+  add("mxfp4_four_warpgroups", Format::mxfp4, {2100, 399, 90}, {"score_mxfp4_keys", "select_row"});
   cases.back().rows_per_block = 512;
-  add("fp8_few", Format::fp8, {500}, {"score_fp8_keys", "select_near_row<false>", "raw_scores_of_fp8_keys"});
+  add("fp8_few", Format::fp8, {500}, {"score_fp8_keys", "select_rescored_row<false>", "raw_scores_of_fp8_keys"});
   add("fp8_batch", Format::fp8, batch, {"topk_of_fp8_keys", "raw_scores_of_fp8_keys"});
-  add("fp8_long", Format::fp8, {kLong}, {"score_fp8_keys", "select_near_row<true>", "select_long"});
-  add("fp8_whole_crews", Format::fp8, {2100, 399, 90}, {"score_fp8_keys", "raw_scores_of_fp8_keys"});
+  add("fp8_long", Format::fp8, {kLong}, {"score_fp8_keys", "select_rescored_row<true>", "select_long"});
+  add("fp8_four_warpgroups", Format::fp8, {2100, 399, 90}, {"score_fp8_keys", "raw_scores_of_fp8_keys"});
   cases.back().rows_per_block = 512;
   return cases;
 }
@@ -756,7 +756,7 @@ TEST_F(TopkKernel, AnyRowAnyCount) {
   const float infinity = std::numeric_limits<float>::infinity();
   for (const int count : {1, 512, 513, 2049, 4096, 4097, 8192, 8193, 40001, 262144, 270000})
     for (const int top : {1, 512, 2048})
-      for (const char* kind : {"normal", "few", "equal", "rising", "sparse", "odd"}) {
+      for (const char* kind : {"normal", "few", "equal", "rising", "sparse", "special"}) {
         SCOPED_TRACE(std::to_string(top) + " of " + std::to_string(count) + " " + kind);
         std::vector<float> row(static_cast<std::size_t>(count));
         for (int i = 0; i < count; ++i) {
@@ -766,10 +766,10 @@ TEST_F(TopkKernel, AnyRowAnyCount) {
             case 'f': row[i] = std::floor(2.0f * x); break;
             case 'e': row[i] = kind[1] == 'q' ? 1.5f : x; break;
             case 'r': row[i] = static_cast<float>(i); break;
-            case 's': row[i] = i % 256 < 8 ? 10.0f + x : x; break;  // of long rows a sample may see nothing else
+            case 's': row[i] = i % 256 < 8 ? 10.0f + x : x; break;  // in long rows a sample may see nothing else
             default: {
-              const float odd[] = {0.0f, -0.0f, infinity, -infinity, NAN, 1e-40f, -1e-40f, x};
-              row[i] = odd[random() % 8];
+              const float special[] = {0.0f, -0.0f, infinity, -infinity, NAN, 1e-40f, -1e-40f, x};
+              row[i] = special[random() % 8];
             }
           }
         }
@@ -781,7 +781,7 @@ TEST_F(TopkKernel, AnyRowAnyCount) {
       }
 }
 
-// Rows of given scores of which some are short.
+// Rows of given scores, some of them short.
 TEST_F(TopkKernel, RowsOfAllLengths) {
   std::mt19937 random(9);
   std::normal_distribution<float> normal;

@@ -1,4 +1,5 @@
-// A kernel that fails takes the process's GPU context along. What a caller is told then, in a process of its own.
+// A kernel that fails destroys the process's GPU context. These tests check the errors that a caller then gets, each in
+// a process of its own.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -15,7 +16,7 @@
 namespace kv4::test {
 namespace {
 
-constexpr unsigned kMostSeconds = 60;  // nothing may hang
+constexpr unsigned kMaxSeconds = 60;  // no call may hang
 
 int failures = 0;
 
@@ -25,7 +26,7 @@ void expect(bool what, const std::string& message) {
   std::fprintf(stderr, "FAILED: %s\n", message.c_str());
 }
 
-/// The call must throw Error(device_failure) with all these words.
+/// The call must throw Error(device_failure) whose message has all these words.
 template <class Call>
 void expect_failure(const char* name, std::initializer_list<const char*> words, Call&& call) {
   try {
@@ -39,7 +40,7 @@ void expect_failure(const char* name, std::initializer_list<const char*> words, 
   }
 }
 
-/// Queues a gather that writes where no memory is.
+/// Queues a gather that writes to an unmapped address.
 void gather_into_nowhere(KVCacheManager& cache, const Step& step) {
   const ModelConfig& config = cache.schema().config;
   char* const nowhere = reinterpret_cast<char*>(std::uintptr_t{4096});
@@ -48,7 +49,7 @@ void gather_into_nowhere(KVCacheManager& cache, const Step& step) {
                                  TensorView(nowhere, DType::i32, {items}), TensorView(nowhere, DType::i32, {items}));
 }
 
-/// What a step reads from its CSA layer, with inputs and outputs where no memory is.
+/// A step's read of its CSA layer, with inputs and outputs at unmapped addresses.
 struct Read {
   const char* name;
   void (*queue)(LayerCacheHandle& layer, std::int64_t tokens);
@@ -89,17 +90,17 @@ void queue(const Read& read, KVCacheManager& cache, const Step& step) {
   read.queue(layer, step.num_tokens);
 }
 
-/// Calls until one throws, for at most half a minute.
+/// Repeats the call until it throws, for at most half a minute.
 template <class Call>
 void repeat(Call&& call) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
   while (std::chrono::steady_clock::now() < end) call();
 }
 
-// `find_out` is the call that meets the failure first.
+// `find_out` is the first call that notices the failure.
 template <class FindOut>
 void lose_the_gpu(FindOut&& find_out) {
-  alarm(kMostSeconds);
+  alarm(kMaxSeconds);
   {
     const Model model(real_config());
     const std::shared_ptr<Backend> backend = make_cuda_backend();
@@ -114,7 +115,7 @@ void lose_the_gpu(FindOut&& find_out) {
 
     const Step step = d.prepare({{a, 1, 1}}, 0).value();
     gather_into_nowhere(cache, step);
-    expect_failure("the first call that meets it", {"queued before", "illegal memory access", "context is lost"},
+    expect_failure("the first call that notices it", {"queued before", "illegal memory access", "context is lost"},
                    [&] { find_out(cache, step); });
 
     const std::vector<std::int32_t> ids = cache.token_ids(a);

@@ -1,4 +1,4 @@
-// What a caller is told where there is no such GPU; these need none.
+// The errors that a caller gets if the GPU does not exist; these tests need no GPU.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -13,7 +13,7 @@ using namespace kv4;
 
 void expect_no_device(int device) {
   const std::string why = why_no_cuda(device);
-  EXPECT_GT(why.size(), 10u) << "a reason in words";
+  EXPECT_GT(why.size(), 10u) << "no reason in words";
   try {
     make_cuda_backend(device);
     ADD_FAILURE() << "no Error was thrown for GPU " << device;

@@ -1,4 +1,4 @@
-// CPU against GPU: every operation in every format and layout leaves the same bytes.
+// CPU against GPU: every operation, in every format and layout, leaves the same bytes.
 #include <cstdlib>
 
 #include "parity/twin_caches.h"
@@ -23,7 +23,7 @@ std::string formats_name(const testing::TestParamInfo<Formats>& info) {
 
 DType any_float(Random& random) { return random.below(2) ? DType::f32 : DType::bf16; }
 
-/// One choice of all that is not a format. Input types follow `bf16_inputs`; the rest of the style is drawn.
+/// One choice of all options except formats. Input types follow `bf16_inputs`; the rest of the style is random.
 struct Choice {
   CacheOptions options;
   InputStyle style;
@@ -60,7 +60,7 @@ std::vector<Choice> choices(const Formats& f, Random& random) {
   return out;
 }
 
-/// Sizes of the steps that everything below is made of.
+/// Sizes of the steps of all tests below.
 struct Sizes {
   std::int32_t long_chunk, chunk, short_chunk;
 };
@@ -81,7 +81,7 @@ void every_operation(TwinCaches& t, const Sizes& sizes, std::uint64_t seed) {
   t.check_views(step, "open step");
   t.append(step);
   t.commit(step);
-  step = t.prepare({{b, 77, r_max + 1}, {c, 78, sizes.chunk}}).value();  // dropped
+  step = t.prepare({{b, 77, r_max + 1}, {c, 78, sizes.chunk}}).value();  // aborted
   t.append(step);
   for (RequestId r : {a, b, c}) t.check(r, "while a step is open");
   t.abort(step);
@@ -96,7 +96,7 @@ void every_operation(TwinCaches& t, const Sizes& sizes, std::uint64_t seed) {
   t.write_and_flush(step, random);
   t.check_gathers(step, random.next(), "flushed step");
   t.commit(step);
-  for (RequestId r : {f, moved}) t.check(r, "after a flush");  // their compressors miss rows now: no append follows
+  for (RequestId r : {f, moved}) t.check(r, "after a flush");  // their compressors lack rows now: no append follows
   t.run({{c, 3, sizes.short_chunk}, {a, 1, 1}});
   step = t.prepare({{a, 1, sizes.chunk}, {c, 3, 1}}).value();
   t.append(step);
@@ -108,7 +108,7 @@ void every_operation(TwinCaches& t, const Sizes& sizes, std::uint64_t seed) {
 
 class Parity : public testing::TestWithParam<Formats> {
  protected:
-  // Every `step`-th choice of the list, odd: each of its two-way choices then meets each other one.
+  // Every `step`-th choice of the list; `step` is odd, so that all pairs of two-way choices occur.
   void run_choices(const ModelConfig& config, const Sizes& sizes, int block_tokens, std::size_t step) {
     const Model model(config);
     const std::size_t number =
@@ -142,7 +142,7 @@ TEST_P(Parity, RealWidths) {
   run_choices(real_config(), {150, 70, 9}, 0, std::getenv("KV4_TEST_LONG") != nullptr ? 1 : 3);
 }
 
-// The widths of transformers' own test models are no whole tiles of fp8_tile64 and mxfp4.
+// The widths of transformers' test models are not multiples of the tiles of fp8_tile64 and mxfp4.
 class ParityTransformers : public Parity {};
 
 INSTANTIATE_TEST_SUITE_P(Formats, ParityTransformers,
@@ -155,7 +155,7 @@ TEST_P(ParityTransformers, EveryOperation) {
   run_choices(transformers_tiny_config(), {33, 19, 6}, 8, 3);
 }
 
-// All tokens in one step of every number that a kernel may treat differently.
+// Steps of every number of tokens that a kernel may treat differently.
 TEST(ParitySizes, StepsOfEverySize) {
   KV4_NEEDS_DEVICE();
   const Model model(real_config());
@@ -190,8 +190,8 @@ TEST(ParitySizes, StepsOfEverySize) {
   }
 }
 
-// One step of one request, long enough for the prefill kernels: short, so that a race detector ends, and so long that a
-// thread block makes many entries.
+// One step of one request, long enough for the prefill kernels. The short one is for race detectors; in the long one a
+// CTA writes many entries.
 TEST(ParitySizes, ShortPrefill) {
   KV4_NEEDS_DEVICE();
   const Model model(real_config());
@@ -217,8 +217,8 @@ TEST(ParitySizes, LongPrefill) {
   t.check_blocks("one step");
 }
 
-// To 20,000 tokens: chunks of up to 4,096, decodes, drafts of a few tokens that are partly rejected; another request
-// beside it.
+// Up to 20,000 tokens: chunks of up to 4,096, decodes, drafts of a few tokens that are partly rejected; a second
+// request runs at the same time.
 TEST(ParitySizes, TwentyThousandTokens) {
   KV4_NEEDS_DEVICE();
   const Model model(real_config());
@@ -258,7 +258,7 @@ TEST(ParitySizes, TwentyThousandTokens) {
   t.check(moved, "exchanged and continued");
 }
 
-// More rows than a GPU takes at once, and not a whole number of batches; also rows that do not exist.
+// More rows than a GPU copies at once, not a multiple of a batch; also rows that do not exist.
 TEST(ParitySizes, LargeGathers) {
   KV4_NEEDS_DEVICE();
   const Model model(real_config());

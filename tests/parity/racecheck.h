@@ -1,19 +1,20 @@
-// Kernels that compute-sanitizer's racecheck must have seen, and on which small shapes: the tests whose names begin
-// with Racecheck, one list for each part (RacecheckAttend, Racecheck/IndexKernel, RacecheckCache). They run as all
-// others do; `tools/gpu_check --racecheck` runs them under racecheck in a build with KV4_RACECHECK. RacecheckList
+// The kernels that compute-sanitizer's racecheck must have seen. The tests whose names begin with Racecheck launch them
+// on small shapes, one list for each part (RacecheckAttend, Racecheck/IndexKernel, RacecheckCache). These tests run
+// with all others; `tools/gpu_check --racecheck` runs them under racecheck in a build with KV4_RACECHECK. RacecheckList
 // compares the names with the sources.
 #pragma once
 
 namespace kv4::test {
 
-constexpr const char* kRacecheckAttend[] = {"attend_tiles",       "attend_rounds", "attend_neighbours",
-                                            "attend_runs_kernel", "attend_parts",  "attend_window_kernel"};
-constexpr const char* kRacecheckIndex[] = {"score_mxfp4_keys", "topk_of_mxfp4_keys", "score_fp8_keys",
-                                           "topk_of_fp8_keys", "select_near_row",    "raw_scores_of_fp8_keys",
+constexpr const char* kRacecheckAttend[] = {"attend_split_kv",    "attend_persistent",
+                                            "attend_token_pair",  "attend_persistent_window",
+                                            "attend_small_batch", "attend_single_pass_window"};
+constexpr const char* kRacecheckIndex[] = {"score_mxfp4_keys", "topk_of_mxfp4_keys",  "score_fp8_keys",
+                                           "topk_of_fp8_keys", "select_rescored_row", "raw_scores_of_fp8_keys",
                                            "select_row",       "select_long"};
 constexpr const char* kRacecheckCache[] = {"decode_kernel",      "prefill_kernel", "gather_rows",
                                            "gather_chosen_rows", "expand",         "copy_bulk"};
-/// Racecheck knows shared memory alone, and these have none.
-constexpr const char* kWithoutSharedMemory[] = {"save", "copy_units", "fold_spans"};
+/// Racecheck checks shared memory only, and these kernels have none.
+constexpr const char* kWithoutSharedMemory[] = {"save", "copy_tiles", "fold_spans"};
 
 }  // namespace kv4::test

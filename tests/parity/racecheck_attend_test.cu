@@ -1,16 +1,17 @@
 // Small shapes of every attend kernel for compute-sanitizer's racecheck: see racecheck.h.
 #include <set>
 
-#include "backend/cuda/barrier.cuh"
+#include "backend/cuda/ptx/mbarrier.cuh"
 #include "parity/attend_problem.cuh"
 #include "parity/racecheck.h"
 #include "support/launched_kernels.h"
 
 namespace {
 
+using Kernel = cuda::AttendKernel;
 using test::LaunchedKernels;
 
-// A barrier lets threads pass when as many have arrived as there are: both depend on the build.
+// A barrier completes when its expected arrivals have come; both numbers depend on the build.
 #ifdef KV4_RACECHECK
 TEST(RacecheckBuild, EachThreadArrivesForItself) {
   EXPECT_EQ(cuda::Arrivals::of_warps(4).count(), 128);
@@ -40,7 +41,7 @@ Case few_tiles(int heads) {
   return c;
 }
 
-/// A tile or two, of more tokens than thread blocks run at once.
+/// One or two tiles per token, for more tokens than CTAs run at once.
 Case short_tokens(int heads) {
   Case c = entries_case(4, 0);
   c.heads = heads;
@@ -48,7 +49,7 @@ Case short_tokens(int heads) {
   return c;
 }
 
-/// Tokens of one tile, so many that a thread block must learn of further ones (Shared::rounds) on an H200.
+/// Tokens of one tile each, so many that a CTA on an H200 must schedule further work tiles (Shared::work_tiles).
 Case many_tokens() {
   Case c = window_case();
   c.heads = 1;
@@ -59,67 +60,66 @@ Case many_tokens() {
 
 std::vector<Shape> make_shapes() {
   std::vector<Shape> shapes;
-  const auto tiles = [&](const std::string& name, const cuda::AttendSplit& split, const std::string& arguments) {
-    Case c = few_tiles(split.paired ? 128 : 64);
+  const auto add_split_kv = [&](const std::string& name, const cuda::AttendSplit& split, const std::string& arguments) {
+    Case c = few_tiles(split.cta_pair ? 128 : 64);
     c.split = split;
-    if (split.through_memory) c.workspace_blocks = 2 * split.rows;
-    shapes.push_back({"tiles_" + name, c, "attend_tiles<" + arguments + ">"});
+    if (split.kernel == Kernel::split_kv_in_memory) c.workspace_ctas = 2 * split.kv_splits;
+    shapes.push_back({"split_kv_" + name, c, "attend_split_kv<" + arguments + ">"});
   };
-  tiles("alone", {.rows = 1, .channels = 1, .alone = true}, "1, false, false, true");
-  tiles("one_part", {1, 1}, "1, false, false, false");
-  tiles("three_parts", {3, 1}, "1, false, false, false");
-  tiles("half_channels", {2, 2}, "2, false, false, false");
-  tiles("quarter_channels", {2, 4}, "4, false, false, false");
-  tiles("paired", {1, 1, true}, "1, true, false, false");
-  tiles("paired_parts", {2, 1, true}, "1, true, false, false");
-  tiles("paired_half_channels", {2, 2, true}, "2, true, false, false");
-  tiles("paired_quarter_channels", {2, 4, true}, "4, true, false, false");
-  tiles("through_memory", {3, 1, false, true}, "1, false, true, false");
-  tiles("paired_through_memory", {3, 1, true, true}, "1, true, true, false");
+  add_split_kv("unsplit", unsplit_by(Kernel::unsplit), "1, false, false, true");
+  add_split_kv("one_split", split_kv(1), "1, false, false, false");
+  add_split_kv("three_splits", split_kv(3), "1, false, false, false");
+  add_split_kv("half_channels", split_kv(2, 2), "2, false, false, false");
+  add_split_kv("quarter_channels", split_kv(2, 4), "4, false, false, false");
+  add_split_kv("cta_pair", split_kv(1, 1, true), "1, true, false, false");
+  add_split_kv("cta_pair_splits", split_kv(2, 1, true), "1, true, false, false");
+  add_split_kv("in_memory", in_memory(3), "1, false, true, false");
+  add_split_kv("cta_pair_in_memory", in_memory(3, true), "1, true, true, false");
 
   const auto add = [&](const std::string& name, Case c, const cuda::AttendSplit& split, const std::string& kernel) {
     c.split = split;
     shapes.push_back({name, c, kernel});
   };
-  const cuda::AttendSplit rounds{.rows = 1, .channels = 1, .in_rounds = true};
-  add("rounds", short_tokens(5), rounds, "attend_rounds");
-  add("rounds_many", many_tokens(), rounds, "attend_rounds");
-  cuda::AttendSplit neighbours{.rows = 1, .channels = 1, .neighbours = true};
-  add("neighbours", few_tiles(5), neighbours, "attend_neighbours");
-  neighbours.in_rounds = true;
-  add("neighbours_in_rounds", short_tokens(5), neighbours, "attend_neighbours");
-  add("neighbours_many", many_tokens(), neighbours, "attend_neighbours");
+  const cuda::AttendSplit persistent = unsplit_by(Kernel::persistent);
+  add("persistent", short_tokens(5), persistent, "attend_persistent");
+  add("persistent_many", many_tokens(), persistent, "attend_persistent");
+  const cuda::AttendSplit token_pair = unsplit_by(Kernel::token_pair);
+  add("token_pair_few", few_tiles(5), token_pair, "attend_token_pair");
+  add("token_pair", short_tokens(5), token_pair, "attend_token_pair");
+  add("token_pair_many", many_tokens(), token_pair, "attend_token_pair");
 
   Case windows = window_case();
   windows.heads = 5;
   windows.requests = {{250, 300, false}, {0, 0}, {9, 100, false}};
-  add("runs", windows, {.rows = 1, .channels = 1, .in_runs = true}, "attend_runs_kernel");
+  const cuda::AttendSplit persistent_window = unsplit_by(Kernel::persistent_window);
+  add("persistent_window", windows, persistent_window, "attend_persistent_window");
   windows.out_type = DType::bf16;
-  add("runs_bf16", windows, {.rows = 1, .channels = 1, .in_runs = true}, "attend_runs_kernel");
+  add("persistent_window_bf16", windows, persistent_window, "attend_persistent_window");
   for (const int channels : {1, 2})
-    add("window_" + std::to_string(channels), window_case(), {.rows = 1, .channels = channels, .in_one_go = true},
-        "attend_window_kernel<" + std::to_string(channels) + ">");
+    add("single_pass_window_" + std::to_string(channels), window_case(),
+        unsplit_by(Kernel::single_pass_window, channels),
+        "attend_single_pass_window<" + std::to_string(channels) + ">");
 
-  const auto parts = [&](int tokens_before, const cuda::SmallSplit& split, int fixed) {
+  const auto add_small_batch = [&](int tokens_before, const cuda::AttendSplit& split, int fixed) {
     Case c = few_tiles(16);
     c.requests = {{tokens_before, 1}, {0, 0}};
-    c.small = split;
+    c.split = split;
     const std::string arguments =
         std::to_string(split.heads) + ", " + std::to_string(split.stages) + ", " + std::to_string(fixed);
-    shapes.push_back({"parts_" + std::to_string(split.heads) + "_heads_" + std::to_string(split.parts) + "_of_" +
-                          std::to_string(split.stages) + "_stages",
-                      c, "attend_parts<" + arguments + ">"});
+    shapes.push_back({"small_batch_" + std::to_string(split.heads) + "_heads_" + std::to_string(split.kv_splits) +
+                          "_of_" + std::to_string(split.stages) + "_stages",
+                      c, "attend_small_batch<" + arguments + ">"});
   };
   constexpr int kShort = 700, kLong = 2900;  // 303 and 853 rows
-  parts(kShort, {8, 8, 1}, 8);
-  parts(kShort, {8, 4, 1}, 0);
-  parts(kShort, {8, 9, 2}, 9);
-  parts(kShort, {8, 4, 2}, 0);
-  parts(kLong, {8, 9, 3}, 9);
-  parts(kLong, {8, 2, 3}, 0);
-  parts(kShort, {8, 1, 3}, 0);
-  parts(kLong, {16, 9, 3}, 9);
-  parts(kLong, {16, 16, 3}, 0);
+  add_small_batch(kShort, small_batch(8, 8, 1), 8);
+  add_small_batch(kShort, small_batch(8, 4, 1), 0);
+  add_small_batch(kShort, small_batch(8, 9, 2), 9);
+  add_small_batch(kShort, small_batch(8, 4, 2), 0);
+  add_small_batch(kLong, small_batch(8, 9, 3), 9);
+  add_small_batch(kLong, small_batch(8, 2, 3), 0);
+  add_small_batch(kShort, small_batch(8, 1, 3), 0);
+  add_small_batch(kLong, small_batch(16, 9, 3), 9);
+  add_small_batch(kLong, small_batch(16, 16, 3), 0);
   return shapes;
 }
 

@@ -1,4 +1,4 @@
-// CPU against GPU: anything an engine may do, in random order, step by step on both.
+// CPU against GPU: all operations of an engine in random order, step by step on both.
 #include <cstdlib>
 #include <set>
 
@@ -75,14 +75,14 @@ class RandomTwins {
     twins_.rewind(r, random_.below(2) ? floor : random_.between(floor, length), group);
   }
 
-  // Of the live requests some, with chunks, decodes and padding between them.
+  // Takes some of the live requests, with chunks, decodes and padding between them.
   void step(std::int64_t longest, bool dropped, int group) {
     std::vector<Work> work;
     std::int64_t room = options_.max_step_tokens;
-    const auto take = [&](RequestId r, std::int64_t most) {
-      most = std::min({most, room, options_.max_context - (r == kNoRequest ? 0 : twins_.length(r, group))});
-      if (most < 1) return;
-      work.push_back({r, random_.next() % 1000, static_cast<std::int32_t>(random_.between(1, most))});
+    const auto take = [&](RequestId r, std::int64_t limit) {
+      limit = std::min({limit, room, options_.max_context - (r == kNoRequest ? 0 : twins_.length(r, group))});
+      if (limit < 1) return;
+      work.push_back({r, random_.next() % 1000, static_cast<std::int32_t>(random_.between(1, limit))});
       room -= work.back().count;
     };
     for (RequestId r : live_) {

@@ -1,5 +1,5 @@
-// Two caches that are told the same, one on the CPU and one on the device under test. What they answer, and every byte
-// they hold, must agree.
+// Two caches that get the same calls, one on the CPU and one on the device under test. Their results, and every byte
+// that they hold, must be equal.
 #pragma once
 
 #include <functional>
@@ -45,7 +45,7 @@ class TwinCaches {
     cpu.cache.rewind(r, length, group);
     gpu.cache.rewind(r, length, group);
   }
-  /// Out as bytes, and in again on the other side.
+  /// Exports a request as bytes, and imports it on the other side.
   Expected<RequestId> exchange(RequestId r) {
     const Bytes from_cpu = bytes_of(cpu.cache, r), from_gpu = bytes_of(gpu.cache, r);
     expect_same(from_gpu, from_cpu, "exported");
@@ -92,7 +92,7 @@ class TwinCaches {
     commit(step);
   }
 
-  /// Only window rows, and entries and keys made elsewhere.
+  /// Appends only window rows; entries and keys are computed outside the cache.
   void write_and_flush(const Step& step, Random& random) {
     for (const LayerCacheSchema* layer : layers(step)) {
       LayerInputs in = cpu.inputs_of(step, *layer);
@@ -128,7 +128,7 @@ class TwinCaches {
     EXPECT_EQ(gpu.cache.blocks(r), cpu.cache.blocks(r)) << what;
   }
 
-  /// Every byte of every block, whether a request has it or not.
+  /// Compares every byte of every block, whether a request has the block or not.
   void check_blocks(const std::string& what) {
     const auto all = [](Driver& d) {
       return read_bytes(*d.backend, d.cache.kv_pool().base(), d.cache.kv_pool().memory_bytes());
@@ -136,12 +136,12 @@ class TwinCaches {
     expect_same(all(gpu), all(cpu), what + ": the blocks' pool");
   }
 
-  /// All gathers of an open step.
+  /// Compares all gathers of an open step.
   void check_gathers(const Step& step, std::uint64_t seed, const std::string& what) {
     expect_same(gather_everything(gpu, step, seed), gather_everything(cpu, step, seed), what);
   }
 
-  /// Tables, and the rows they point at.
+  /// Compares tables, and the rows they point at.
   void check_views(const Step& step, const std::string& what) {
     expect_same(view_everything(gpu, step), view_everything(cpu, step), what);
   }
@@ -171,12 +171,12 @@ class TwinCaches {
     Outputs out;
     Twins twins(d.backend);
     const auto place = [&](const std::string& name, DType type, std::initializer_list<std::int64_t> shape) {
-      TensorView view(&seed, type, shape);  // any address: only the shape counts
+      TensorView view(&seed, type, shape);  // any address: only the shape matters
       out.emplace_back(name, std::vector<std::byte>(static_cast<std::size_t>(extent_bytes(view)), std::byte{0xA5}));
       view.data = out.back().second.data();
       return twins.put_output(view);
     };
-    // All places first: one transfer there and one back.
+    // Collects all addresses first: one transfer in each direction.
     std::vector<std::function<void()>> calls;
     std::vector<std::vector<std::int32_t>> all_indices;
     all_indices.reserve(cpu.cache.schema().layers.size());

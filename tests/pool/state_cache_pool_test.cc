@@ -38,18 +38,18 @@ std::shared_ptr<kv4::Backend> backend() { return kv4::test::test_backend(); }
 Bytes slot_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
   const std::int64_t layers = static_cast<std::int64_t>(s.layers.size());
   Bytes out = kv4::test::read_bytes(*backend(), pool.base() + slot * s.slot_bytes, s.slot_bytes);
-  const Bytes f = kv4::test::read_bytes(*backend(), pool.frontiers() + slot * layers, 4 * layers);
+  const Bytes f = kv4::test::read_bytes(*backend(), pool.fold_watermarks() + slot * layers, 4 * layers);
   out.insert(out.end(), f.begin(), f.end());
   return out;
 }
 
 // The rows beside it that an in-place step has displaced: [layers] positions and the bytes.
-std::vector<std::int32_t> displaced_positions(const CacheSchema& s, const StateCachePool& pool, int slot) {
+std::vector<std::int32_t> undo_positions(const CacheSchema& s, const StateCachePool& pool, int slot) {
   const std::int64_t layers = static_cast<std::int64_t>(s.layers.size());
-  return kv4::test::read_array(*backend(), pool.displaced_positions() + slot * layers, layers);
+  return kv4::test::read_array(*backend(), pool.undo_positions() + slot * layers, layers);
 }
-Bytes displaced_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
-  return kv4::test::read_bytes(*backend(), pool.displaced() + slot * s.displaced_bytes, s.displaced_bytes);
+Bytes undo_row_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
+  return kv4::test::read_bytes(*backend(), pool.undo_rows() + slot * s.undo_row_bytes, s.undo_row_bytes);
 }
 
 void fill(const CacheSchema& s, StateCachePool& pool) {
@@ -60,18 +60,18 @@ void fill(const CacheSchema& s, StateCachePool& pool) {
                            static_cast<std::int64_t>(values.size() * sizeof(values.front())));
   };
   Bytes slots(static_cast<std::size_t>(s.slot_bytes * pool.num_slots())),
-      displaced(static_cast<std::size_t>(s.displaced_bytes * pool.num_slots()));
+      undo_rows(static_cast<std::size_t>(s.undo_row_bytes * pool.num_slots()));
   std::generate(slots.begin(), slots.end(), byte);
-  std::generate(displaced.begin(), displaced.end(), byte);
-  std::vector<std::int32_t> frontiers, positions;
+  std::generate(undo_rows.begin(), undo_rows.end(), byte);
+  std::vector<std::int32_t> fold_watermarks, positions;
   for (std::size_t i = 0; i < static_cast<std::size_t>(pool.num_slots()) * s.layers.size(); ++i) {
-    frontiers.push_back(static_cast<std::int32_t>(i + 1));
+    fold_watermarks.push_back(static_cast<std::int32_t>(i + 1));
     positions.push_back(-2 - static_cast<std::int32_t>(i));
   }
   write(pool.base(), slots);
-  write(pool.displaced(), displaced);
-  write(pool.frontiers(), frontiers);
-  write(pool.displaced_positions(), positions);
+  write(pool.undo_rows(), displaced);
+  write(pool.fold_watermarks(), fold_watermarks);
+  write(pool.undo_positions(), positions);
 }
 
 // The bias of an HCA layer, in the backend's memory.
@@ -130,9 +130,9 @@ TEST(StateCachePool, MemoryIsExactAndZero) {
       const CacheSchema s = small_schema(rewind, drafts);
       const StateCachePool pool(s, backend());
       const std::int64_t positions = (3 * 4 * static_cast<std::int64_t>(s.layers.size()) + 63) / 64 * 64;
-      EXPECT_EQ(s.displaced_bytes, (44 * static_cast<std::int64_t>(s.layers.size()) + 63) / 64 * 64)
+      EXPECT_EQ(s.undo_row_bytes, (44 * static_cast<std::int64_t>(s.layers.size()) + 63) / 64 * 64)
           << "one row per window";
-      EXPECT_EQ(pool.memory_bytes(), 3 * (s.slot_bytes + s.displaced_bytes) + 2 * positions);
+      EXPECT_EQ(pool.memory_bytes(), 3 * (s.slot_bytes + s.undo_row_bytes) + 2 * positions);
       for (int slot = 0; slot < 3; ++slot) EXPECT_TRUE(is_zero(slot_bytes(s, pool, slot)));
     }
 }
@@ -143,17 +143,17 @@ TEST(StateCachePool, ResetAndCopyTouchOneSlot) {
   hold_all(pool);
   fill(s, pool);
   const Bytes first = slot_bytes(s, pool, 0), last = slot_bytes(s, pool, 2);
-  const std::vector<std::int32_t> first_displaced = displaced_positions(s, pool, 0);
+  const std::vector<std::int32_t> first_undo = undo_positions(s, pool, 0);
   pool.reset_slot(1);
   EXPECT_TRUE(is_zero(slot_bytes(s, pool, 1)));
-  EXPECT_EQ(displaced_positions(s, pool, 1), std::vector<std::int32_t>(s.layers.size(), -1));
+  EXPECT_EQ(undo_positions(s, pool, 1), std::vector<std::int32_t>(s.layers.size(), -1));
   EXPECT_EQ(slot_bytes(s, pool, 0), first);
   EXPECT_EQ(slot_bytes(s, pool, 2), last);
   pool.copy_slot(2, 1);
   EXPECT_EQ(slot_bytes(s, pool, 1), last);
-  EXPECT_EQ(displaced_positions(s, pool, 1), displaced_positions(s, pool, 2));
-  EXPECT_EQ(displaced_bytes(s, pool, 1), displaced_bytes(s, pool, 2));
-  EXPECT_EQ(displaced_positions(s, pool, 0), first_displaced);
+  EXPECT_EQ(undo_positions(s, pool, 1), undo_positions(s, pool, 2));
+  EXPECT_EQ(undo_row_bytes(s, pool, 1), undo_row_bytes(s, pool, 2));
+  EXPECT_EQ(undo_positions(s, pool, 0), first_undo);
   EXPECT_EQ(slot_bytes(s, pool, 0), first);
   EXPECT_EQ(slot_bytes(s, pool, 2), last);
 }
@@ -251,7 +251,7 @@ TEST(StateCachePool, WindowRowsAreSavedInPositionOrder) {
 }
 
 // No step displaced a row of it: the image's oldest row is the ring's, although position 0 is the first there is.
-TEST(StateCachePool, ASlotThatWasNeverResetHasNoDisplacedRow) {
+TEST(StateCachePool, ASlotThatWasNeverResetHasNoUndoRow) {
   const CacheSchema schema = small_schema();
   StateCachePool pool(schema, backend());
   const std::int32_t slot = pool.acquire_slot().value();

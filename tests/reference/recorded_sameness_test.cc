@@ -3,13 +3,13 @@
 #include <filesystem>
 
 #include "backend/cpu/cpu_backend.h"
-#include "safetensors.h"
+#include "checks/safetensors.h"
 #include "support/harness.h"
 
 namespace kv4::test {
 namespace {
 
-using cli::SafeTensors;
+using checks::SafeTensors;
 
 // One recorded layer and its inputs by position.
 struct RecordedLayer {
@@ -20,7 +20,7 @@ struct RecordedLayer {
 
   RecordedLayer(const std::string& directory, LayerKind kind) {
     const std::string name = kind == LayerKind::swa ? "swa" : kind == LayerKind::csa ? "csa" : "hca";
-    const SafeTensors file = cli::load_safetensors(directory + "/hf_" + name + ".safetensors");
+    const SafeTensors file = checks::load_safetensors(directory + "/hf_" + name + ".safetensors");
     const int head = static_cast<int>(file.metadata_int("head_dim", 1, 4096)),
               index = static_cast<int>(file.metadata_int("index_head_dim", 1, 4096));
     config = base_config(head, static_cast<int>(file.metadata_int("rope_dim", 2, 512)), index,

@@ -1,5 +1,5 @@
 // The reader of the reference vectors: what it gives, and that no damaged file gets past it.
-#include "safetensors.h"
+#include "checks/safetensors.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include "kv4/error.h"
 #include "support/device.h"
 
-namespace kv4::cli {
+namespace kv4::checks {
 namespace {
 
 std::vector<std::byte> bytes_of(const std::string& text) {
@@ -173,4 +173,4 @@ TEST(SafeTensors, PathsThatCannotBeRead) {
 }
 
 }  // namespace
-}  // namespace kv4::cli
+}  // namespace kv4::checks

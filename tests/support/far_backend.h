@@ -121,8 +121,8 @@ class FarBackend final : public Backend {
     near_->index_topk(p);
   }
   void attend(const ops::AttendParams& p) override {
-    const Open open(*this, {p.q.data, p.sink, p.chosen.data, p.out.data, p.lse, p.turn_back.cos, p.turn_back.sin,
-                            p.turn_back.angles.low, p.turn_back.angles.high});
+    const Open open(*this, {p.q.data, p.sink, p.chosen.data, p.out.data, p.lse, p.inverse_rope.cos, p.inverse_rope.sin,
+                            p.inverse_rope.angles.low, p.inverse_rope.angles.high});
     near_->attend(p);
   }
   void save_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,

@@ -11,7 +11,7 @@ class LaunchedKernels {
  public:
   LaunchedKernels();
   /// In the order of their first launches, with template arguments and without namespaces or parameters:
-  /// `attend_tiles<1, false, false, true>`.
+  /// `attend_split_kv<1, false, false, true>`.
   std::vector<std::string> names() const;
 };
 

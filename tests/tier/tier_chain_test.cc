@@ -182,7 +182,7 @@ TEST_F(TierChains, DeadlinesAndCancels) {
 // Three tiers that fail at random: a get gives what was put last, or nothing.
 TEST_F(TierChains, RandomFailuresNeverBringBackOldBytes) {
   options.max_writes = 6;
-  options.max_unsure_ids = 8;
+  options.max_stale_ids = 8;
   options.breaker.failures_to_open = 2;
   int hits = 0;
   for (std::uint64_t seed = 0; seed < 20; ++seed) {

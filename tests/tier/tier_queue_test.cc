@@ -250,13 +250,13 @@ TEST_F(TierQueues, WhatWasReplacedIsNeverSeenAgain) {
   fake->fail(false);
   EXPECT_EQ(get(1).status, GetStatus::missing);
   expect(2, 20);
-  EXPECT_EQ(queue->stats().unsure_ids, 1);
+  EXPECT_EQ(queue->stats().stale_ids, 1);
   EXPECT_EQ(flush(), FlushStatus::failed) << "a put was accepted and failed";
   EXPECT_EQ(flush(), FlushStatus::durable);
   ASSERT_TRUE(put(1, 12));
   EXPECT_EQ(flush(), FlushStatus::durable);
   expect(1, 12);
-  EXPECT_EQ(queue->stats().unsure_ids, 0);
+  EXPECT_EQ(queue->stats().stale_ids, 0);
   // Refused, while an older one is under way.
   (void)queue->drain();
   fake->hold();
@@ -273,7 +273,7 @@ TEST_F(TierQueues, WhatWasReplacedIsNeverSeenAgain) {
 }
 
 TEST_F(TierQueues, MoreUnsureIdsThanTheSetHolds) {
-  options.max_unsure_ids = 4;
+  options.max_stale_ids = 4;
   options.max_writes = 64;
   options.max_write_bytes = 1 << 20;
   options.breaker.failures_to_open = 1000;

@@ -7,6 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # A folder of src/ includes only itself and those to its left.
 ORDER = ["base", "codec", "schema", "ops", "backend", "pool", "prefix", "tier", "cache", "c_api"]
+# Around the library, each folder includes include/, src/, itself and the folders named here; no other folder of the tree.
+AROUND = {"checks": set(), "bench": {"checks", "tests"}, "cli": {"checks", "bench"}}
 MAX_LINES = 900
 SOURCE = {".h", ".cc", ".cu", ".cuh", ".py", ".sh", ".cmake"}
 CXX = {".h", ".cc", ".cu", ".cuh"}
@@ -96,6 +98,21 @@ def check_library(path):
                 report(path, number, f"the library {what}: {match.group().strip()}")
 
 
+def check_around(path):
+    """checks/, bench/ and cli/: may use the library's internals, and each other only one way."""
+    folder = path.relative_to(ROOT).parts[0]
+    for number, angled, name in includes(path):
+        if angled or name.startswith("kv4/") or name == "kv4.h":
+            continue
+        places = (path.parent / name, ROOT / "src" / name, ROOT / name, ROOT / "tests" / name)
+        target = next((p.resolve() for p in places if p.exists()), None)
+        top = target.relative_to(ROOT).parts[0] if target else None
+        if top is None:
+            report(path, number, f'includes "{name}", which is nowhere in the tree')
+        elif top not in {folder, "src"} | AROUND[folder]:
+            report(path, number, f'{folder}/ includes "{name}" of {top}/')
+
+
 def tree_files():
     for top in sorted(ROOT.iterdir()):
         if top.name.startswith((".", "build")):
@@ -122,6 +139,8 @@ def main():
             check_public(path)
         if path.suffix in CXX and relative.parts[0] == "src":
             check_library(path)
+        if path.suffix in CXX and relative.parts[0] in AROUND:
+            check_around(path)
     if not count:
         problems.append(f"no source files found below {ROOT}")
     for problem in problems:

@@ -36,7 +36,8 @@ void Compressor::find_rows(const Window& window, ops::SourceRow* rows) const {
   }
 }
 
-// Without overlap the ring's own rows follow; with it a window is short, and the next request's lies in another slot.
+// Without overlap the next rows are in the same ring. With overlap a window is short, and the next request's window
+// lies in another state slot.
 const std::uint8_t* Compressor::later_stored(const Window& window, std::int64_t position) const {
   const auto [part, next, begin, count, column] = window;
   if (!kind_.overlap) return stored_kv(part.read_slot, position + kRowsAhead, column);
@@ -44,10 +45,10 @@ const std::uint8_t* Compressor::later_stored(const Window& window, std::int64_t 
   return stored_kv(next->read_slot, position + next->position - part.position, column);
 }
 
-// The hardware's own prefetch does not follow such short rows in time. With overlap an input row is used in two halves,
-// by two entries; it is fetched whole and line by line, which memory likes best, kv while an entry pools its own span,
-// gates while it pools the previous one. Rows beyond the step's last stand for themselves: what is fetched is memory of
-// the caller's.
+// The hardware prefetcher is too late for such short rows. With overlap, two entries each use one half of an input row;
+// the row is prefetched whole and line by line, which memory serves fastest: kv while an entry pools its own span,
+// gates while it pools the previous span. Beyond the step's last row this row is prefetched itself, so that only the
+// caller's memory is touched.
 void Compressor::find_later_rows(const ops::StepRecord& part, std::int64_t token, int column,
                                  ops::SourceRow& row) const {
   constexpr std::int64_t kLine = 64;
@@ -78,10 +79,10 @@ void Compressor::fold(const ops::StepRecord& part, std::int64_t begin, std::int6
 
 void Compressor::advance(const ops::StepRecord& part, RowBuffers& buffers) const {
   if (!kind_.pending.online) return;
-  const std::int64_t from = frontier(part.read_slot);
+  const std::int64_t from = fold_watermark(part.read_slot);
   const std::int64_t to = part.end() - kind_.pending.rows;  // rows from here on stay in the ring
   if (to <= from) return;
-  const std::int64_t begin = to / kind_.ratio * kind_.ratio;  // of the span that `to` lies in
+  const std::int64_t begin = to / kind_.ratio * kind_.ratio;  // begin of the span of `to`
   if (to > begin) {
     const std::size_t bytes = static_cast<std::size_t>(3 * width()) * sizeof(float);
     const bool fresh = from <= begin;
@@ -89,7 +90,7 @@ void Compressor::advance(const ops::StepRecord& part, RowBuffers& buffers) const
     fold(part, std::max(from, begin), to, fresh, buffers.acc.data());
     std::memcpy(accumulator(part.write_slot), buffers.acc.data(), bytes);
   }
-  frontier(part.write_slot) = static_cast<std::int32_t>(to);
+  fold_watermark(part.write_slot) = static_cast<std::int32_t>(to);
 }
 
 void Compressor::store_pending(const ops::StepRecord& part, const ops::StepRecord* next) const {
@@ -116,14 +117,14 @@ void Compressor::save_span(const ops::StepRecord& part, std::int64_t end, std::u
     } else {
       const std::uint8_t* kv = stored_kv(part.read_slot, at, 0);
       std::memcpy(out, kv, half);
-      std::memcpy(out + half, kv + 2 * half, half);  // a ring row: both halves of kv, then of the gate
+      std::memcpy(out + half, kv + 2 * half, half);  // a ring row: both halves of kv, then both of the gate
     }
   }
 }
 
 void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const {
   const std::int64_t begin = (end - 1) / kind_.ratio * kind_.ratio;
-  const std::int64_t folded = frontier(part.read_slot);
+  const std::int64_t folded = fold_watermark(part.read_slot);
   const bool fresh = folded <= begin;
   if (!fresh)
     std::memcpy(buffers.acc.data(), accumulator(part.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));
@@ -139,7 +140,7 @@ void Compressor::pool_entry(const ops::StepRecord& part, const ops::StepRecord* 
   const int before = begin == 0 ? 0 : kind_.ratio;  // the first entry has no span before its own
   ops::SourceRow* rows = buffers.sources.data();
   ops::StepRecord now = part;
-  if (part.count == 1 && part.in_place()) now.length = static_cast<std::int32_t>(end);  // its own row is stored, too
+  if (part.count == 1 && part.in_place()) now.length = static_cast<std::int32_t>(end);  // its own row is stored as well
   find_rows({now, next, begin - before, before, 0}, rows);
   find_rows({now, next, begin, kind_.ratio, width()}, rows + before);
   kernels_.pool(width(), rows, before + kind_.ratio, buffers.acc.data(), buffers.row.data());

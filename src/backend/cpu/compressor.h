@@ -14,26 +14,26 @@ inline const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t toke
          static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
 }
 
-/// The compressor of one row kind. `part`: the request, its tokens in the step, where its rows are read and written;
-/// count 0: only what is stored.
+/// The compressor of one row kind. `part`: the request, its tokens in the step, and where its rows are read and
+/// written; count 0: stored rows only.
 class Compressor {
  public:
   Compressor(const RowKernels& kernels, const ops::KindDesc& kind, ops::InputDesc kv, ops::InputDesc gate)
       : kernels_(kernels), kind_(kind), kv_(kv), gate_(gate) {}
 
-  /// Folds what leaves the ring in this step into the accumulator; running it again changes nothing.
+  /// Folds the rows that leave the ring in this step into the accumulator. Idempotent.
   void advance(const ops::StepRecord& part, RowBuffers& buffers) const;
   /// Writes the row of part.position into the ring if it still belongs there after the step. next: the step's next
-  /// token or null; its rows are fetched meanwhile.
+  /// token or null; its rows are prefetched meanwhile.
   void store_pending(const ops::StepRecord& part, const ops::StepRecord* next) const;
   /// Pools [first of the open span, end) into buffers.acc, without changing the accumulator.
   void pool_open(const ops::StepRecord& part, std::int64_t end, RowBuffers& buffers) const;
   /// Pools the entry that closes at part.position, whose row has been stored, into its mean, buffers.row. next: the
-  /// next token of another request that closes one from stored rows, or null; with overlap these rows are fetched
-  /// meanwhile.
+  /// next token, of another request, that closes an entry from stored rows, or null; with overlap these rows are
+  /// prefetched meanwhile.
   void pool_entry(const ops::StepRecord& part, const ops::StepRecord* next, RowBuffers& buffers) const;
 
-  /// The first halves of the rows of the span that ends at `end`, kv then gate, as an image has them.
+  /// Saves the first halves of the rows of the span that ends at `end`, kv then gate, as an image holds them.
   void save_span(const ops::StepRecord& part, std::int64_t end, std::uint8_t* out) const;
 
  private:
@@ -45,9 +45,9 @@ class Compressor {
     int count, column;
   };
   void find_rows(const Window& window, ops::SourceRow* rows) const;
-  // Input rows that will be wanted after this one.
+  // Finds input rows that are needed after this row.
   void find_later_rows(const ops::StepRecord& part, std::int64_t token, int column, ops::SourceRow& row) const;
-  // The kv of a stored row that will be wanted after that of `position`.
+  // The kv of a stored row that is needed after the row of `position`.
   const std::uint8_t* later_stored(const Window& window, std::int64_t position) const;
   const std::uint8_t* stored_kv(std::int32_t slot, std::int64_t position, int column) const {
     const ops::PendingDesc& p = kind_.pending;
@@ -58,8 +58,8 @@ class Compressor {
   float* accumulator(std::int32_t slot) const {
     return reinterpret_cast<float*>(kind_.pending.accumulator.at(slot, 0));
   }
-  std::int32_t& frontier(std::int32_t slot) const {
-    return kind_.pending.frontiers[slot * kind_.pending.frontier_stride];
+  std::int32_t& fold_watermark(std::int32_t slot) const {
+    return kind_.pending.fold_watermarks[slot * kind_.pending.fold_watermark_stride];
   }
   int width() const { return kind_.page.shape.width; }
 

@@ -1,4 +1,4 @@
-// append and flush: what a token writes.
+// append and flush: the rows that a token writes.
 #include <algorithm>
 #include <cstring>
 
@@ -9,55 +9,54 @@
 namespace kv4::cpu {
 namespace {
 
-// Only the last of R + 1 tokens overwrites a row that the image before the step holds: its oldest. Run again, the row
-// is kept already.
-void keep_displaced(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& token) {
-  const std::int64_t lost = std::int64_t{token.position} - w.rows, slot = token.write_slot;
-  if (lost < 0 || lost != token.length - window_tokens || w.displaced_position(slot) == lost) return;
-  const std::int64_t row = lost % w.rows;
-  std::memcpy(w.displaced.payload.at(slot, 0), w.ring.payload.at(slot, row),
+// Only the last of R + 1 tokens overwrites a row that the image before the step holds, the image's oldest row. If the
+// step runs again, the row is saved already.
+void save_undo_row(const ops::WindowDesc& w, int window_tokens, const ops::StepRecord& token) {
+  const std::int64_t overwritten = std::int64_t{token.position} - w.rows, slot = token.write_slot;
+  if (overwritten < 0 || overwritten != token.length - window_tokens || w.undo_position(slot) == overwritten) return;
+  const std::int64_t row = overwritten % w.rows;
+  std::memcpy(w.undo_row.payload.at(slot, 0), w.ring.payload.at(slot, row),
               static_cast<std::size_t>(w.ring.payload.row_stride));
-  std::memcpy(w.displaced.scale.at(slot, 0), w.ring.scale.at(slot, row),
+  std::memcpy(w.undo_row.scale.at(slot, 0), w.ring.scale.at(slot, row),
               static_cast<std::size_t>(w.ring.scale.row_stride));
-  w.displaced_position(slot) = static_cast<std::int32_t>(lost);
+  w.undo_position(slot) = static_cast<std::int32_t>(overwritten);
 }
 
 std::int64_t row_bytes(const ops::InputDesc& rows, codec::RowShape shape) {
   return shape.width * static_cast<std::int64_t>(element_bytes(rows.dtype));
 }
 
-// A decode's ring rows lie slots apart, in no cache: they are asked for a few tokens before they are written. Always
-// inlined: GCC drops calls of a function that only prefetches.
+// A decode's ring rows lie in different state slots and in no cache: they are prefetched a few tokens before they are
+// written. Always inlined, because GCC drops calls of a function that only prefetches.
 constexpr std::int64_t kPrefetchTokens = 6;
 
 [[gnu::always_inline]] inline void prefetch_ring_row(const ops::WindowDesc& w, const ops::StepRecord& token) {
-  if (token.padded() || token.count > kPrefetchTokens) return;  // a chunk's rows follow each other
+  if (token.padded() || token.count > kPrefetchTokens) return;  // the rows of a chunk are consecutive
   const std::int32_t slot = token.write_slot, row = token.position % w.rows;
   const std::uint8_t* payload = w.ring.payload.at(slot, row);
   for (std::int64_t at = 0; at < w.ring.payload.row_stride; at += 64) __builtin_prefetch(payload + at, 1);
   __builtin_prefetch(w.ring.scale.at(slot, row), 1);
 }
 
-// Where a token's row of a kind goes. The page's own scale is written with its first row.
-struct RowPlace {
+// The page row of a token. The page's global scale is written with its first row.
+struct PageRow {
   std::uint8_t *payload, *scale;
 
-  RowPlace(const ops::KindDesc& kind, const ops::StepDesc& step, const ops::StepRecord& token) {
-    const std::int64_t block = token.block, slot = token.position % step.block_tokens / kind.ratio;
-    payload = kind.page.payload.at(block, slot);
-    scale = kind.page.scale.at(block, slot);
-    if (slot == 0 && kind.page.global.data != nullptr)
-      std::memcpy(kind.page.global.at(block, 0), &kind.global_scale, 4);
+  PageRow(const ops::KindDesc& kind, const ops::StepDesc& step, const ops::StepRecord& token) {
+    const std::int64_t block = token.block, row = token.position % step.block_tokens / kind.ratio;
+    payload = kind.page.payload.at(block, row);
+    scale = kind.page.scale.at(block, row);
+    if (row == 0 && kind.page.global.data != nullptr) std::memcpy(kind.page.global.at(block, 0), &kind.global_scale, 4);
   }
 };
 
-// Quantises a finished row of a kind into its place in the page. `row` is changed by the transform.
-void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const RowPlace& place, float* row) {
+// Quantises a finished row into its row of the page. The Hadamard transform changes `row`.
+void store_row(const RowKernels& kernels, const ops::KindDesc& kind, const PageRow& to, float* row) {
   if (kind.hadamard) kernels.hadamard(kind.page.shape.width, row);
-  kernels.encode(kind.page.format, kind.page.shape, row, place.payload, place.scale, kind.global_scale);
+  kernels.encode(kind.page.format, kind.page.shape, row, to.payload, to.scale, kind.global_scale);
 }
 
-// The entry and the index key of a token close together and share one rotation.
+// The entry and the index key of a token close together and have the same RoPE angles.
 class Rotation {
  public:
   Rotation(const RowKernels& kernels, RowBuffers& buffers) : kernels_(kernels), buffers_(buffers) {}
@@ -84,11 +83,11 @@ class Rotation {
  private:
   const RowKernels& kernels_;
   RowBuffers& buffers_;
-  const double* table_ = nullptr;  // and position, of what the buffers hold
+  const double* table_ = nullptr;  // with position: the angles that the buffers hold
   std::int64_t at_ = -1;
 };
 
-// Norm and rotation of a row that comes straight from the projection: what finishes an entry.
+// Norm and RoPE of a row that comes straight from the projection, as for an entry.
 void finish_projection(const RowKernels& kernels, const ops::FrontEndDesc& front, int width, const void* row,
                        DType type, std::int64_t position, Rotation& rotation, RowBuffers& buffers) {
   kernels.load_as_bf16(row, type, width, buffers.row.data());
@@ -97,7 +96,7 @@ void finish_projection(const RowKernels& kernels, const ops::FrontEndDesc& front
                   buffers.row.data(), buffers.tmp.data()});
 }
 
-// The window row goes into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
+// Stores the window row into the ring; in a long step also into the scratch, because the ring keeps only the last rows.
 void write_window_row(const RowKernels& kernels, const ops::AppendParams& params, std::int64_t index,
                       Rotation& rotation, RowBuffers& buffers) {
   const ops::StepRecord& token = params.step.tokens[index];
@@ -116,7 +115,7 @@ void write_window_row(const RowKernels& kernels, const ops::AppendParams& params
   std::uint8_t* ring_payload = w.ring.payload.at(token.write_slot, token.position % w.rows);
   std::uint8_t* ring_scale = w.ring.scale.at(token.write_slot, token.position % w.rows);
   if (token.in_place()) {
-    keep_displaced(w, params.layer.window_tokens, token);
+    save_undo_row(w, params.layer.window_tokens, token);
     quantise(ring_payload, ring_scale);
     return;
   }
@@ -128,7 +127,7 @@ void write_window_row(const RowKernels& kernels, const ops::AppendParams& params
   std::memcpy(ring_scale, scale, static_cast<std::size_t>(w.ring.scale.row_stride));
 }
 
-// The next token, not far, that closes an entry whose other rows are all stored.
+// The next token, within a short distance, that closes an entry whose other rows are all stored.
 const ops::StepRecord* next_due(const ops::StepRecord* at, const ops::StepRecord* end, std::int32_t ratio) {
   constexpr std::int64_t kLookahead = 8;
   end = at + std::min<std::int64_t>(end - at, kLookahead);
@@ -138,27 +137,26 @@ const ops::StepRecord* next_due(const ops::StepRecord* at, const ops::StepRecord
   return nullptr;
 }
 
-// Rows of one kind of tokens [begin, end), all of one request. tmp: [width]
+// Stores the rows of one kind of tokens [begin, end), which belong to one request. tmp: [width]
 void flush_rows(const RowKernels& kernels, const ops::FlushParams& params, int k, std::int64_t begin, std::int64_t end,
                 float* tmp) {
   const ops::KindDesc& kind = params.layer.kinds[k];
   const ops::InputDesc& rows = params.rows[k];
   const codec::RowShape shape = kind.page.shape;
   constexpr std::int64_t kRowsAhead = 12;
-  begin += kind.ratio - 1 - params.step.tokens[begin].position % kind.ratio;  // the first that closes one
+  begin += kind.ratio - 1 - params.step.tokens[begin].position % kind.ratio;  // the first token that closes an entry
   for (std::int64_t token = begin; token < end; token += kind.ratio) {
-    // Such rows are mostly each in a page of its own: no processor fetches them by itself.
+    // Most of these rows lie in different pages: no hardware prefetcher follows them.
     if (token + kRowsAhead * kind.ratio < end)
       prefetch(input_row(rows, token + kRowsAhead * kind.ratio), row_bytes(rows, shape));
     if (params.step.tokens[token].block < 0 || (params.valid != nullptr && params.valid[token] == 0)) continue;
-    const RowPlace place(kind, params.step, params.step.tokens[token]);
+    const PageRow to(kind, params.step, params.step.tokens[token]);
     const std::uint8_t* row = input_row(rows, token);
     if (kind.hadamard) {
       kernels.load_as_bf16(row, rows.dtype, shape.width, tmp);
-      store_row(kernels, kind, place, tmp);
+      store_row(kernels, kind, to, tmp);
     } else {
-      kernels.encode_input(kind.page.format, shape, row, rows.dtype, place.payload, place.scale, kind.global_scale,
-                           tmp);
+      kernels.encode_input(kind.page.format, shape, row, rows.dtype, to.payload, to.scale, kind.global_scale, tmp);
     }
   }
 }
@@ -169,7 +167,7 @@ int widest(const ops::LayerDesc& layer) {
   return width;
 }
 
-// Rows that an entry of an overlapping kind pools.
+// Number of rows that an entry of an overlapping kind pools.
 int most_sources(const ops::LayerDesc& layer) {
   int rows = 0;
   for (int k = 0; k < layer.num_kinds; ++k)
@@ -185,7 +183,7 @@ void CpuBackend::append(const ops::AppendParams& params) {
   const int num_kinds = params.kv[0].data == nullptr ? 0 : layer.num_kinds;
   fit_buffers(widest(layer), most_sources(layer));
 
-  // First, per request: rows that this step pushes out of an online ring join the accumulator.
+  // First, per request: fold the rows that this step pushes out of an online ring into the accumulator.
   for (int k = 0; k < num_kinds; ++k) {
     if (!layer.kinds[k].pending.online) continue;
     const Compressor compressor(kernels_, layer.kinds[k], params.kv[k], params.gate[k]);
@@ -195,7 +193,7 @@ void CpuBackend::append(const ops::AppendParams& params) {
     });
   }
 
-  // Then every token by itself: nothing it reads is written by another token of the step.
+  // Then each token independently: no token reads data that another token of the step writes.
   pool_.run(step.num_tokens, 8, [&](std::int64_t begin, std::int64_t end, int worker) {
     RowBuffers& buffer = buffers(worker);
     Rotation rotation(kernels_, buffer);
@@ -219,7 +217,7 @@ void CpuBackend::append(const ops::AppendParams& params) {
         rotation.seek(params.rope, position + 1 - kind.ratio);
         kernels_.finish({kind.page.shape.width, kind.norm_weight, layer.eps, params.rope.rope_dim / 2, rotation.cos,
                          rotation.sin, buffer.row.data(), buffer.tmp.data()});
-        store_row(kernels_, kind, RowPlace(kind, step, token), buffer.row.data());
+        store_row(kernels_, kind, PageRow(kind, step, token), buffer.row.data());
       }
     }
   });

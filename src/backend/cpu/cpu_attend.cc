@@ -1,4 +1,4 @@
-// Attention: a query's rows are decoded some at a time and every head of a group meets them.
+// Attention: decodes a few of a query's rows at a time and applies them to all heads of a group.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 namespace kv4::cpu {
 namespace {
 
-constexpr int kGroupHeads = 32;  // that share a decoded row
+constexpr int kGroupHeads = 32;  // heads that share a decoded row
 
 // Calls f(rows, block, row) for every row of a list of physical slots.
 template <class F>
@@ -21,7 +21,8 @@ void for_each_slot(const ops::SlotList& list, const ops::RowPlanes& rows, std::i
   }
 }
 
-// The window in position order: rows of a long step's own tokens lie in the scratch, all others in the ring.
+// Calls f for the window in position order: rows of a long step's own tokens lie in the scratch, all others in the
+// ring.
 template <class F>
 void for_each_window_row(const ops::LayerDesc& layer, const ops::StepDesc& step, const ops::StepRecord& at, F&& f) {
   const ops::WindowDesc& w = layer.window;
@@ -67,9 +68,9 @@ void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
     for_each_entry(p, token, f);
 }
 
-// Turns the last channels by the negative angle.
-void turn_back(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_t position, int width, float* row,
-               RowBuffers& buffers) {
+// Inverse RoPE: rotates the last channels by the negative angle.
+void inverse_rope(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_t position, int width, float* row,
+                  RowBuffers& buffers) {
   const int pairs = rope.rope_dim / 2;
   const float *cos = rope.cos + position * pairs, *sin = rope.sin + position * pairs;
   if (rope.cos == nullptr) {
@@ -98,7 +99,7 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
 
   int count = 0;
   const auto meet = [&] {
-    kernels_.attend({width, heads, b.q.data(), b.rows.data(), count, b.state.data(), b.acc.data(), b.weights.data()});
+    kernels_.attend({width, heads, b.q.data(), b.rows.data(), count, b.state.data(), b.acc.data(), b.p.data()});
     count = 0;
   };
   for_each_row(p, token, [&](const ops::RowPlanes& rows, std::int64_t block, std::int64_t row) {
@@ -114,8 +115,8 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
         ops::end_attention(b.state[static_cast<std::size_t>(h)], sinks ? p.sink + first_head + h : nullptr);
     float* acc = b.acc.data() + h * width;
     for (int c = 0; c < width; ++c) acc[c] *= end.factor;
-    if (p.turn_back.rope_dim > 0 && !is_padded(p, token))
-      turn_back(kernels_, p.turn_back, p.step.tokens[token].position, width, acc, buffers(worker));
+    if (p.inverse_rope.rope_dim > 0 && !is_padded(p, token))
+      inverse_rope(kernels_, p.inverse_rope, p.step.tokens[token].position, width, acc, buffers(worker));
     const std::int64_t at = token * p.num_heads + first_head + h;
     kernels_.convert(
         {width, acc, DType::f32,

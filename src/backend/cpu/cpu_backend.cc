@@ -38,7 +38,7 @@ std::byte* CpuBackend::allocate(std::int64_t bytes) {
           "the system refused {} bytes; ask for fewer blocks, requests or step tokens", bytes);
   constexpr std::int64_t kHugePage = 2 << 20;
   if (bytes >= 16 * kHugePage)
-    madvise(memory, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);  // advice: fewer page walks
+    madvise(memory, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);  // only advice: fewer page walks
   return static_cast<std::byte*>(memory);
 }
 

@@ -1,5 +1,5 @@
-// The CPU backend: index arithmetic over the step's tables, one row at a time through RowKernels, tokens shared among
-// threads.
+// The CPU backend: index arithmetic over the step's tables, one row at a time through RowKernels, tokens distributed
+// over threads.
 #pragma once
 
 #include <functional>
@@ -58,7 +58,7 @@ class CpuBackend final : public Backend {
   void restore_image(std::span<const ops::LayerDesc> layers, const ImageLayout& layout, std::int32_t slot,
                      const std::byte* image) override;
 
-  // Every call is done when it returns.
+  // Every call is complete when it returns.
   void set_stream(Stream) override {}
   bool capturing() override { return false; }
   std::int64_t mark() override { return ++marks_; }
@@ -66,7 +66,7 @@ class CpuBackend final : public Backend {
   void synchronize() override {}
 
  private:
-  /// Scores of the tokens [first, first + count) that see at least `min_keys`.
+  /// Scores the tokens [first, first + count) that see at least `min_keys` keys.
   void score_tokens(const ops::IndexParams& params, std::int64_t first, std::int64_t count, std::int64_t min_keys,
                     const std::function<float*(std::int64_t)>& scores_of);
   void attend_heads(const ops::AttendParams& params, std::int64_t token, int first_head, int heads, int worker);
@@ -80,7 +80,7 @@ class CpuBackend final : public Backend {
   std::int64_t marks_ = 0;
 };
 
-/// As make_cpu_backend, on a chosen table.
+/// As make_cpu_backend, with a chosen table.
 std::shared_ptr<Backend> make_cpu_backend_on(int threads, const RowKernels& kernels);
 
 }  // namespace kv4::cpu

@@ -1,4 +1,4 @@
-// The gathers: stored rows, decoded into dense tensors. Rows that do not exist are zero.
+// The gathers decode stored rows into dense tensors. Rows that do not exist are zero.
 #include <algorithm>
 #include <cstring>
 
@@ -23,7 +23,7 @@ struct RowOut {
   }
 };
 
-// `count` rows of a block.
+// Decodes `count` rows of a block.
 void decode_rows(const RowKernels& kernels, const ops::RowPlanes& rows, std::int64_t block, std::int64_t row,
                  std::int64_t count, const RowOut& out, std::int64_t out_row, float* tmp) {
   const float global = page_scale(rows, block);
@@ -32,27 +32,28 @@ void decode_rows(const RowKernels& kernels, const ops::RowPlanes& rows, std::int
                    out.at(out_row + i), out.out.dtype, tmp);
 }
 
-// Where an entry of a request lies.
-struct EntryPlace {
-  std::int64_t block, slot;
+// The page row of a request's entry.
+struct PageRow {
+  std::int64_t block, row;
 };
 
-EntryPlace place_of(const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request, std::int64_t entry) {
+PageRow page_row(const ops::KindDesc& kind, const ops::StepDesc& step, std::int32_t request, std::int64_t entry) {
   return {step.block_table[std::int64_t{request} * step.blocks_per_request + entry / kind.rows_per_block],
           entry % kind.rows_per_block};
 }
 
-// The first bytes of `rows` rows: after a few lines the processor fetches by itself.
-[[gnu::always_inline]] inline void prefetch_rows(const ops::RowPlanes& page, EntryPlace place, std::int64_t rows) {
-  constexpr std::int64_t kMost = 4096;
-  prefetch(page.payload.at(place.block, place.slot), std::min(kMost, rows * page.payload.row_stride));
-  prefetch(page.scale.at(place.block, place.slot), std::min(kMost, rows * page.scale.row_stride));
+// Prefetches the first bytes of `rows` rows: the hardware prefetcher takes over after a few lines.
+[[gnu::always_inline]] inline void prefetch_rows(const ops::RowPlanes& page, PageRow from, std::int64_t rows) {
+  constexpr std::int64_t kMaxBytes = 4096;
+  prefetch(page.payload.at(from.block, from.row), std::min(kMaxBytes, rows * page.payload.row_stride));
+  prefetch(page.scale.at(from.block, from.row), std::min(kMaxBytes, rows * page.scale.row_stride));
 }
 
 }  // namespace
 
 void CpuBackend::gather_chosen(const ops::GatherParams& params) {
-  constexpr std::int64_t kAhead = 4;  // chosen rows lie anywhere: the next ones are fetched while this one is decoded
+  constexpr std::int64_t kAhead =
+      4;  // chosen rows lie anywhere: the next rows are prefetched while this row is decoded
   const ops::KindDesc& kind = params.layer.kinds[params.kind];
   const ops::StepDesc& step = params.step;
   const RowOut out(params.out, kind.page.shape.width);
@@ -65,17 +66,17 @@ void CpuBackend::gather_chosen(const ops::GatherParams& params) {
       const std::int64_t visible = at.padded() ? 0 : (std::int64_t{at.position} + 1) / kind.ratio;
       const std::int32_t* chosen =
           static_cast<const std::int32_t*>(params.indices.data) + token * params.indices.row_stride;
-      const auto is_there = [&](std::int64_t i) { return i < k && chosen[i] >= 0 && chosen[i] < visible; };
+      const auto exists = [&](std::int64_t i) { return i < k && chosen[i] >= 0 && chosen[i] < visible; };
       for (std::int64_t i = 0; i < k; ++i) {
-        if (is_there(i + kAhead)) prefetch_rows(kind.page, place_of(kind, step, request, chosen[i + kAhead]), 1);
+        if (exists(i + kAhead)) prefetch_rows(kind.page, page_row(kind, step, request, chosen[i + kAhead]), 1);
         const std::int64_t row = token * k + i;
-        if (is_there(i)) {
-          const EntryPlace place = place_of(kind, step, request, chosen[i]);
-          decode_rows(kernels_, kind.page, place.block, place.slot, 1, out, row, buffers(worker).tmp.data());
+        if (exists(i)) {
+          const PageRow from = page_row(kind, step, request, chosen[i]);
+          decode_rows(kernels_, kind.page, from.block, from.row, 1, out, row, buffers(worker).tmp.data());
         } else {
           out.zero(row);
         }
-        if (params.valid != nullptr) params.valid[row] = is_there(i);
+        if (params.valid != nullptr) params.valid[row] = exists(i);
       }
     }
   });
@@ -93,17 +94,17 @@ void CpuBackend::gather_all(const ops::GatherParams& params) {
     params.lens[item] = static_cast<std::int32_t>(entries_of(step.items[item]));
   pool_.run(step.num_items * params.rows_per_item, 64, [&](std::int64_t begin, std::int64_t end, int worker) {
     float* tmp = buffers(worker).tmp.data();
-    for (std::int64_t i = begin; i < end;) {  // an item's rows, block by block
+    for (std::int64_t i = begin; i < end;) {  // the rows of an item, block by block
       const std::int64_t index = i / params.rows_per_item, first = index * params.rows_per_item;
       const ops::StepRecord& item = step.items[index];
       const std::int64_t item_end = std::min(end, first + params.rows_per_item);
-      const std::int64_t there = std::min(item_end, first + entries_of(item));
-      for (std::int64_t count = 0; i < there; i += count) {
-        const EntryPlace place = place_of(kind, step, item.row, i - first);
-        count = std::min(there - i, kind.rows_per_block - place.slot);
-        if (i + count < there)
-          prefetch_rows(kind.page, place_of(kind, step, item.row, i + count - first), kind.rows_per_block);
-        decode_rows(kernels_, kind.page, place.block, place.slot, count, out, i, tmp);
+      const std::int64_t existing = std::min(item_end, first + entries_of(item));
+      for (std::int64_t count = 0; i < existing; i += count) {
+        const PageRow from = page_row(kind, step, item.row, i - first);
+        count = std::min(existing - i, kind.rows_per_block - from.row);
+        if (i + count < existing)
+          prefetch_rows(kind.page, page_row(kind, step, item.row, i + count - first), kind.rows_per_block);
+        decode_rows(kernels_, kind.page, from.block, from.row, count, out, i, tmp);
       }
       if (i < item_end) out.zero(i, item_end - i);
       i = item_end;

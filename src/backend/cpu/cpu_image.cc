@@ -1,4 +1,4 @@
-// Canonical images: rings unrolled into position order, and back.
+// Canonical images: unrolls rings into position order, and back.
 #include <algorithm>
 #include <cstring>
 
@@ -23,8 +23,8 @@ void CpuBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageL
       stored.length = static_cast<std::int32_t>(part.length);
       stored.read_slot = stored.write_slot = slot;
       Compressor(kernels_, kind, {}, {}).pool_open(stored, part.length, buffer);
-    } else {  // without weights no row was ever appended here: what was restored, or nothing
-      const bool restored = kind.pending.frontiers[slot * kind.pending.frontier_stride] > part.open_first;
+    } else {  // without weights no row was ever appended here: take the restored accumulator, if any
+      const bool restored = kind.pending.fold_watermarks[slot * kind.pending.fold_watermark_stride] > part.open_first;
       if (restored) std::memcpy(buffer.acc.data(), kind.pending.accumulator.at(slot, 0), bytes);
       kernels_.fold(width, nullptr, 0, !restored, buffer.acc.data());
     }
@@ -38,7 +38,7 @@ void CpuBackend::restore_image(std::span<const ops::LayerDesc> layers, const Ima
   for (const PendingPart& part : layout.pending) {
     const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
     if (!kind.overlap)
-      kind.pending.frontiers[slot * kind.pending.frontier_stride] = static_cast<std::int32_t>(part.length);
+      kind.pending.fold_watermarks[slot * kind.pending.fold_watermark_stride] = static_cast<std::int32_t>(part.length);
   }
 }
 

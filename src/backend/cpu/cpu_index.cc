@@ -1,4 +1,4 @@
-// Index scores and top-k: keys are read where they lie, a page's worth at a time.
+// Index scores and top-k: keys are read in place, page by page.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,7 +15,7 @@ std::int64_t visible_keys(const ops::IndexParams& p, std::int64_t token) {
   return at.padded() ? 0 : (std::int64_t{at.position} + 1) / p.layer.kinds[p.kind].ratio;
 }
 
-// A token's part of the workspace: what ops::index_token_bytes counts.
+// A token's part of the workspace, of ops::index_token_bytes.
 class TokenSpace {
  public:
   explicit TokenSpace(const ops::IndexParams& p)
@@ -37,7 +37,7 @@ class TokenSpace {
   std::int64_t max_entries_, queries_, bytes_, tokens_;
 };
 
-// Head `head` of a token's query, encoded as a key: as it came, or in `buffers`.
+// Head `head` of a token's query, encoded as a key: in the input, or in `buffers`.
 struct EncodedQuery {
   const std::uint8_t* payload;
   const std::uint8_t* scale;
@@ -84,7 +84,7 @@ void CpuBackend::score_tokens(const ops::IndexParams& p, std::int64_t first, std
       const std::int64_t token = first + i / blocks, index = i % blocks;
       const std::int64_t visible = visible_keys(p, token), at = index * kind.rows_per_block;
       if (visible < min_keys || at >= visible) {
-        i += blocks - 1 - index;  // nor do later blocks count
+        i += blocks - 1 - index;  // later blocks are not visible either
         continue;
       }
       const std::int64_t block = p.step.block_table[p.step.tokens[token].row * blocks + index];
@@ -110,7 +110,7 @@ void CpuBackend::index_scores(const ops::IndexParams& p) {
 
 namespace {
 
-// The top-k of a token. histogram: [ops::kSelectBins]
+// Selects the top-k of a token. histogram: [ops::kSelectBins]
 void choose(const ops::IndexParams& p, std::int64_t token, const float* scores, std::uint32_t* histogram) {
   const ops::KindDesc& kind = p.layer.kinds[p.kind];
   const std::int64_t visible = visible_keys(p, token), k = p.top;

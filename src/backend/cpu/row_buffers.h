@@ -9,7 +9,7 @@
 
 namespace kv4::cpu {
 
-/// What one thread needs to work on a row. Grown by the caller before the threads start, so that none of them
+/// Buffers of one thread that works on a row. The caller grows them before the threads start, so that no thread
 /// allocates.
 struct RowBuffers {
   AlignedVector<float> acc;  // [3, width]
@@ -24,15 +24,16 @@ struct RowBuffers {
     if (row.size() >= n) return;
     acc.resize(3 * n);
     keys.resize(kScoreKeys * n);
-    for (AlignedVector<float>* buffer : {&tmp, &cos, &sin, &row}) buffer->resize(n);  // `row` last: then all fit
+    for (AlignedVector<float>* buffer : {&tmp, &cos, &sin, &row})
+      buffer->resize(n);  // `row` last: it then tells that all fit
   }
 };
 
-/// What one thread needs to attend: some heads of a query, some rows.
+/// Buffers of one thread that attends: some heads of a query, some rows.
 struct AttendBuffers {
-  AlignedVector<float> q, acc;   // [heads, width]
-  AlignedVector<float> rows;     // [kAttendRows, width]
-  AlignedVector<float> weights;  // [heads, kAttendRows]
+  AlignedVector<float> q, acc;  // [heads, width]
+  AlignedVector<float> rows;    // [kAttendRows, width]
+  AlignedVector<float> p;       // [heads, kAttendRows]
   std::vector<ops::Attention> state;
 
   void fit(int heads, int width) {
@@ -43,7 +44,7 @@ struct AttendBuffers {
     grow(q, h * w);
     grow(acc, h * w);
     grow(rows, kAttendRows * w);
-    grow(weights, h * kAttendRows);
+    grow(p, h * kAttendRows);
     grow(state, h);
   }
 };

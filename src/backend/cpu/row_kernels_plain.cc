@@ -68,7 +68,7 @@ void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, c
   convert({shape.width, tmp, DType::f32, out, DType::bf16});
 }
 
-// mxfp4: the encoded row, payload and scale; other formats: its values.
+// mxfp4: the encoded row, payload and scale; other formats: the row's values.
 void prepare_query(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
                    float global, std::uint8_t* out) {
   if (format == Format::mxfp4) {

@@ -1,6 +1,6 @@
-// One table of row kernels per instruction set that has fused multiply-add; Highway compiles this file once for each
-// and chooses at run time. Where none is there (SSE, plain emulation) the plain table is used: without a fused
-// operation the bytes would differ.
+// One table of row kernels per instruction set with fused multiply-add; Highway compiles this file once for each and
+// chooses at run time. Other instruction sets (SSE, plain emulation) use the plain table: without a fused operation the
+// bytes would differ.
 #define HWY_WANT_AVX3_DL 1  // byte dot products (VNNI)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "backend/cpu/row_kernels_simd.cc"

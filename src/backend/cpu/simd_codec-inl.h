@@ -1,4 +1,5 @@
-// Vector versions of the codecs. A format without one here runs the plain code. Included once per instruction set.
+// Vector versions of the codecs. Formats without a vector version run the plain code. Included once per instruction
+// set.
 #if defined(KV4_SIMD_CODEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KV4_SIMD_CODEC_INL_H_
 #undef KV4_SIMD_CODEC_INL_H_
@@ -53,10 +54,10 @@ void load_as_bf16(const void* from, DType type, int count_in, float* to) {
 
 // --- encoders
 // ----------------------------------------------------------------------------------------------------------------
-// Scales are found on the bits of the largest magnitude. A row with an infinity or a NaN takes the plain code, which
-// says how they clamp.
+// Scales are computed from the bits of the largest magnitude. A row with an infinity or a NaN takes the plain code,
+// which defines how they clamp.
 
-// Exponent of pow2_ceil(amax / 448) and of pow2_ceil(amax / 6): the carry out of the mantissa says whether amax is
+// Exponent of pow2_ceil(amax / 448) and of pow2_ceil(amax / 6): the carry out of the mantissa tells whether amax is
 // above 1.75 * 2^n (448 = 1.75 * 2^8) or 1.5 * 2^n (6 = 1.5 * 2^2).
 HWY_INLINE int exponent_over_448(std::uint32_t amax) {
   constexpr std::uint32_t kFloor = 0x38D1B717u;  // bits of kAmaxFloor = 1e-4f
@@ -94,7 +95,7 @@ using D16 = hn::ScalableTag<std::uint16_t>;
 using DI16 = hn::ScalableTag<std::int16_t>;
 using D8Half = hn::Rebind<std::uint8_t, D16>;
 
-// Byte codes -> two per byte, the even one low.
+// Byte codes -> two per byte, the even code low.
 HWY_INLINE void pack_nibbles(const std::uint8_t* codes, std::size_t count, std::uint8_t* out) {
   const D16 d;
   std::size_t i = 0;
@@ -116,11 +117,11 @@ HWY_INLINE std::uint32_t largest_magnitude(const std::uint16_t* x, std::size_t c
   return hn::GetLane(hn::MaxOfLanes(DU(), hn::Max(hn::ShiftRight<16>(pair), hn::And(pair, set_bits(0xFFFF)))));
 }
 
-constexpr std::size_t kTile = codec::Fp8Tile64::kTile;  // also what fp8_row is taken in
+constexpr std::size_t kTile = codec::Fp8Tile64::kTile;  // fp8_row is processed in the same tiles
 
 // bf16 -> e4m3 in 16-bit integers, for values that become normal: exponents move, mantissas are rounded from 7 to 3
-// bits. Eight mantissas in a row have at most one place where the code grows; with i the upper 4 bits of the mantissa,
-// code = (exponent * 128 + the lower 3 bits + round[i]) / 16 - base(tile). False if a code is below the normal ones.
+// bits. Among eight consecutive mantissas the code grows at most once; with i the upper 4 bits of the mantissa,
+// code = (exponent * 128 + the lower 3 bits + round[i]) / 16 - base(tile). False if a code is below the normal codes.
 template <class Base>
 HWY_INLINE bool encode_e4m3_normal(const std::uint16_t* x, std::size_t count, const std::uint8_t* round, Base base,
                                    std::uint8_t* out) {
@@ -133,7 +134,8 @@ HWY_INLINE bool encode_e4m3_normal(const std::uint16_t* x, std::size_t count, co
     const auto less = hn::Set(d, static_cast<std::uint16_t>(base(t)));
     for (std::size_t c = t * kTile; c < (t + 1) * kTile; c += hn::Lanes(d)) {
       const auto v = hn::LoadU(d, x + c);
-      const auto i = hn::Or(hn::And(hn::ShiftRight<3>(v), hn::Set(d, 0x0F)), hn::Set(d, 0x8000));  // upper byte: none
+      const auto i =
+          hn::Or(hn::And(hn::ShiftRight<3>(v), hn::Set(d, 0x0F)), hn::Set(d, 0x8000));  // upper byte: no lookup
       const auto step = hn::BitCast(d, hn::TableLookupBytesOr0(table, hn::BitCast(d8, i)));
       const auto code = hn::Sub(hn::ShiftRight<4>(hn::Add(hn::And(v, hn::Set(d, 0x7F87)), step)), less);
       const auto sign = hn::And(hn::ShiftRight<8>(v), hn::Set(d, 0x80));
@@ -144,7 +146,7 @@ HWY_INLINE bool encode_e4m3_normal(const std::uint16_t* x, std::size_t count, co
   return hn::AllTrue(di, hn::Gt(smallest, hn::Set(di, 7)));
 }
 
-// The same for any finite values. scaled(tile, x): what is to be rounded.
+// The same for any finite values. scaled(tile, x): the value to round.
 template <class Base, class Scaled>
 HWY_INLINE void encode_e4m3(const std::uint16_t* x, std::size_t count, const std::uint8_t* round, Base base,
                             Scaled scaled, std::uint8_t* out) {
@@ -157,10 +159,10 @@ HWY_INLINE void encode_e4m3(const std::uint16_t* x, std::size_t count, const std
   }
 }
 
-// To nearest even, for a scale that is a power of two.
+// Rounds to nearest even, for a scale that is a power of two.
 alignas(16) constexpr std::uint8_t kRoundEven[16] = {0, 15, 16, 32, 32, 47, 48, 64, 64, 79, 80, 96, 96, 111, 112, 128};
 
-// x: bf16 bits. False if there is an infinity or a NaN.
+// x: bf16 bits. False if x contains an infinity or a NaN.
 HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
                                   std::uint8_t* scale) {
   const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail;
@@ -213,11 +215,11 @@ HWY_INLINE bool encode_fp8_row(codec::RowShape shape, const std::uint16_t* x, st
   const float inverse = codec::Fp8Row::inverse_scale(codec::bits_float(amax << 16));
   const DividedRounding::Row& by = divided.of[amax & 0x7F];
   const int base = 8 * (static_cast<int>(amax >> 7) - 8) - by.first;
-  if (base < 8) return false;   // amax is tiny: zero would not come out below the normal codes
-  const VF most = set(448.0f);  // amax / (amax / 448) may round to just above it
+  if (base < 8) return false;    // amax is tiny: zero would not be below the normal codes
+  const VF limit = set(448.0f);  // amax / (amax / 448) may round to just above it
   encode_e4m3(
       x, body, by.round, [&](std::size_t) { return base; },
-      [&](std::size_t, VF v) { return hn::Min(hn::Max(hn::Div(v, set(inverse)), hn::Neg(most)), most); }, payload);
+      [&](std::size_t, VF v) { return hn::Min(hn::Max(hn::Div(v, set(inverse)), hn::Neg(limit)), limit); }, payload);
   std::memcpy(payload + body, x + body, 2 * tail);
   std::memcpy(scale, &inverse, 4);
   return true;
@@ -231,7 +233,7 @@ HWY_INLINE bool encode_fp8(Format format, codec::RowShape shape, const std::uint
                                    : encode_fp8_tile64(shape, x, payload, scale);
 }
 
-// The same from floats that hold bf16 values.
+// The same for floats that hold bf16 values.
 HWY_INLINE bool encode_fp8(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload,
                            std::uint8_t* scale) {
   std::uint16_t row[kMaxRowWidth];
@@ -338,13 +340,13 @@ HWY_INLINE void decode_e4m3(const std::uint8_t* payload, std::size_t first, std:
 
 HWY_INLINE bool all_normal(const std::uint8_t* e4m3, std::size_t count) {
   const hn::CappedTag<std::uint8_t, kTile> d;
-  auto most = hn::Zero(d);  // of code - 8: zero and subnormals wrap
+  auto largest = hn::Zero(d);  // of code - 8: zero and subnormals wrap
   for (std::size_t c = 0; c < count; c += hn::Lanes(d))
-    most = hn::Max(most, hn::Sub(hn::And(hn::LoadU(d, e4m3 + c), hn::Set(d, 0x7F)), hn::Set(d, 8)));
-  return hn::AllTrue(d, hn::Lt(most, hn::Set(d, 0x7F - 8)));
+    largest = hn::Max(largest, hn::Sub(hn::And(hn::LoadU(d, e4m3 + c), hn::Set(d, 0x7F)), hn::Set(d, 8)));
+  return hn::AllTrue(d, hn::Lt(largest, hn::Set(d, 0x7F - 8)));
 }
 
-// e4m3 -> bf16 in 16-bit integers, for codes that are normal and stay so. base(tile): in every 128 bits, the 8
+// e4m3 -> bf16 in 16-bit integers, for normal codes whose products are normal. base(tile): in every 128 bits, the 8
 // mantissas times the scale as bf16 with exponents less by 7; the code's exponent is added.
 template <class Base>
 HWY_INLINE void decode_e4m3_normal(const std::uint8_t* payload, std::size_t count, Base base, std::uint16_t* out) {
@@ -367,7 +369,7 @@ alignas(16) constexpr std::uint16_t kMantissas[8] = {0x00, 0x10, 0x20, 0x30, 0x4
 // base [8] for a scale. False if some product with a normal code may not be normal.
 HWY_INLINE bool e4m3_base(float scale, std::uint16_t* base) {
   alignas(32) static constexpr float kValues[8] = {1, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875};
-  const std::uint32_t exponent = codec::float_bits(scale) >> 23;  // and the sign above it
+  const std::uint32_t exponent = codec::float_bits(scale) >> 23;  // with the sign above it
   if (exponent < 7 || exponent > 245) return false;               // products: exponent - 6 to exponent + 9
   const hn::CappedTag<float, 8> d;
   const hn::RebindToUnsigned<decltype(d)> du;
@@ -439,7 +441,7 @@ HWY_INLINE VF e2m1_value(VU code) {
   return hn::Or(hn::IfThenElse(hn::RebindMask(DF(), hn::Lt(m, set_bits(2))), small, from_bits(large)), from_bits(sign));
 }
 
-// factor(group): what the group's codes are multiplied by.
+// factor(group): the multiplier of the group's codes.
 template <DType kOut, class Factor>
 HWY_INLINE void decode_e2m1(const std::uint8_t* payload, std::size_t width, std::size_t group, void* out,
                             Factor factor) {
@@ -458,7 +460,7 @@ HWY_INLINE void decode_e2m1(const std::uint8_t* payload, std::size_t width, std:
 // e2m1 -> bf16 where all products are normal: they are one of {.5, 1, 2, 4} * scale and {1.5, 3, 6} * scale, so two
 // roundings make a group's table of magnitudes. pairs: per group bf16(scale) and, above it, bf16(1.5 * scale).
 template <std::size_t kGroup>
-struct PairBytes {  // where in four pairs the magnitudes of every eight channels come from; zero from nowhere
+struct PairBytes {  // source bytes, in four pairs, of the magnitudes of every eight channels; zero has no source
   alignas(64) std::uint8_t at[8 * kGroup];
   constexpr PairBytes() : at() {
     for (std::size_t i = 0; i < sizeof(at); ++i) {
@@ -468,7 +470,7 @@ struct PairBytes {  // where in four pairs the magnitudes of every eight channel
   }
 };
 
-struct FourTimes {  // 16 bytes, each four times: one byte of codes makes two bf16
+struct FourTimes {  // 16 bytes, each four times: one byte of codes becomes two bf16
   alignas(64) std::uint8_t at[64];
   constexpr FourTimes() : at() {
     for (std::size_t i = 0; i < sizeof(at); ++i) at[i] = static_cast<std::uint8_t>(i / 4);
@@ -498,7 +500,7 @@ HWY_INLINE void decode_e2m1_normal(const std::uint8_t* payload, std::size_t widt
   }
 }
 
-constexpr std::uint32_t kLeastExponent = 2, kMostExponent = 251;  // of a scale, so that .5 and 6 times it are normal
+constexpr std::uint32_t kMinExponent = 2, kMaxExponent = 251;  // of a scale, so that .5 and 6 times it are normal
 
 HWY_INLINE bool decode_mxfp4(const std::uint8_t* payload, const std::uint8_t* scale, std::size_t width,
                              std::uint16_t* out) {
@@ -507,8 +509,8 @@ HWY_INLINE bool decode_mxfp4(const std::uint8_t* payload, const std::uint8_t* sc
   if (width % (4 * codec::Mxfp4::kGroup) != 0) return false;
   for (std::size_t g = 0; g < width / codec::Mxfp4::kGroup; g += 4) {
     const auto exponent = hn::PromoteTo(d, hn::LoadU(hn::Rebind<std::uint8_t, decltype(d)>(), scale + g));
-    const auto above = hn::Sub(exponent, hn::Set(d, kLeastExponent));
-    if (!hn::AllFalse(d, hn::Gt(above, hn::Set(d, kMostExponent - kLeastExponent)))) return false;
+    const auto above = hn::Sub(exponent, hn::Set(d, kMinExponent));
+    if (!hn::AllFalse(d, hn::Gt(above, hn::Set(d, kMaxExponent - kMinExponent)))) return false;
     const auto one = hn::Or(hn::ShiftLeft<7>(exponent), hn::ShiftLeft<23>(exponent));
     hn::Store(hn::Or(one, hn::Set(d, 0x00400000u)), d, pairs + g);
   }
@@ -533,7 +535,7 @@ HWY_INLINE bool decode_nvfp4(const std::uint8_t* payload, const std::uint8_t* sc
     const auto b = hn::BitCast(d, by);
     const auto bad_code = hn::Gt(hn::Sub(code, hn::Set(d, 8)), hn::Set(d, 0x7E - 8));  // zero, subnormal, negative, NaN
     const auto bad_value =
-        hn::Gt(hn::Sub(b, hn::Set(d, kLeastExponent << 23)), hn::Set(d, (kMostExponent - kLeastExponent) << 23));
+        hn::Gt(hn::Sub(b, hn::Set(d, kMinExponent << 23)), hn::Set(d, (kMaxExponent - kMinExponent) << 23));
     if (!hn::AllFalse(d, hn::Or(bad_code, bad_value))) return false;
     const auto b3 = hn::BitCast(d, hn::Mul(by, hn::Set(df, 1.5f)));
     hn::Store(hn::Or(hn::ShiftRight<16>(round(b)), hn::And(round(b3), hn::Set(d, 0xFFFF0000u))), d, pairs + g);

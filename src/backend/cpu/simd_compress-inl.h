@@ -16,7 +16,7 @@ struct PoolVector {
   VF max, den, num;
 };
 
-// ops::larger_gate: x86's instruction is that very comparison, others take NaN another way.
+// ops::larger_gate: x86's instruction is exactly that comparison; other instruction sets treat NaN differently.
 HWY_INLINE VF larger_gate(VF gate, VF max) {
 #if HWY_ARCH_X86
   return hn::Max(gate, max);
@@ -35,13 +35,13 @@ HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
   return {larger_gate(gate, p.max), hn::MulAdd(p.den, past, fresh), hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
 }
 
-// Into the second level: rows a page apart share a few sets of the first and would push each other out.
+// Prefetches into L2: rows a page apart share a few sets of L1 and would evict each other.
 HWY_INLINE void fetch_later(const ops::SourceRow& row, std::size_t byte) {
   const std::size_t at = byte * static_cast<std::size_t>(row.fetch_pace);
   for (const void* later : row.fetch) __builtin_prefetch(static_cast<const std::uint8_t*>(later) + at, 0, 2);
 }
 
-// Folds kRows rows over all channels: rows stream, the accumulator stays in the first cache level.
+// Folds kRows rows over all channels: rows stream, the accumulator stays in L1.
 template <int kRows, ops::RowType kType>
 void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float* acc) {
   constexpr std::size_t kElement = kType == ops::RowType::bf16 ? 2 : 4;
@@ -55,7 +55,7 @@ void fold_some(std::size_t width, const ops::SourceRow* rows, bool fresh, float*
       const VF gate = hn::Add(load_row<kType>(rows[r].gate, c), hn::LoadU(d, rows[r].bias + c));
       const VF kv = load_row<kType>(rows[r].kv, c);
       if (fresh && r == 0 && hn::AllTrue(d, hn::Gt(gate, p.max)))
-        p = {gate, set(1.0f), hn::Add(kv, p.num)};  // what pool_add gives for the first row, without the exp
+        p = {gate, set(1.0f), hn::Add(kv, p.num)};  // as pool_add for the first row, without the exp
       else
         p = pool_add(p, gate, kv);
     }
@@ -74,7 +74,8 @@ void fold_typed(std::size_t width, const ops::SourceRow* rows, bool fresh, float
   }
 }
 
-// Rows of one type go four at a time; they change type at most once, where stored rows end and the step's own begin.
+// Folds rows of one type four at a time. The type changes at most once, where stored rows end and the step's rows
+// begin.
 void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc) {
   if (count == 0 || static_cast<std::size_t>(width) % hn::Lanes(DF()) != 0)
     return plain_row_kernels().fold(width, rows, count, fresh, acc);
@@ -89,7 +90,7 @@ void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* a
   }
 }
 
-// How rows are read: all as one type, or each as its own.
+// How rows are read: all as one type, or each as its own type.
 template <ops::RowType kType>
 struct OneType {
   static HWY_INLINE std::size_t element(ops::RowType) { return kType == ops::RowType::bf16 ? 2 : 4; }
@@ -112,7 +113,7 @@ void mean(int width_in, const float* acc, float* row) {
     hn::StoreU(round_bf16(hn::Div(hn::LoadU(d, acc + 2 * width + c), hn::LoadU(d, acc + width + c))), d, row + c);
 }
 
-// Gates stay in registers between the search for the largest and the sum. The division fits in here because this loop
+// Gates stay in registers between the search for the largest and the sum. The division is free here, because this loop
 // waits for memory.
 template <int kRows, class Type>
 void pool_some(std::size_t width, const ops::SourceRow* rows, float* out) {
@@ -147,7 +148,7 @@ void pool_typed(std::size_t width, const ops::SourceRow* rows, float* out) {
   }
 }
 
-// Eight rows are an entry of V4's overlapping layers, four a request's first.
+// An entry of V4's overlapping layers pools eight rows, a request's first entry four.
 void pool(int width, const ops::SourceRow* rows, int count, float* acc, float* out) {
   const std::size_t w = static_cast<std::size_t>(width);
   if ((count != 4 && count != 8) || w % hn::Lanes(DF()) != 0)
@@ -171,7 +172,7 @@ void angles(const RopeAngles& table, std::int64_t position, float* cos, float* s
   }
 }
 
-// Sum of squares by neighbour pairs of n values, n a power of two of at least two vectors.
+// Sum of squares of n values by adjacent pairs, n a power of two of at least two vectors.
 HWY_INLINE float square_sum(const float* x, std::size_t n, float* tmp) {
   const DF d;
   const std::size_t lanes = hn::Lanes(d);
@@ -191,7 +192,7 @@ HWY_INLINE float square_sum(const float* x, std::size_t n, float* tmp) {
   return hn::GetLane(v);
 }
 
-// A row that is not finite throughout goes back to the plain code.
+// A row with an infinity or a NaN takes the plain code.
 void finish(const FinishArgs& a) {
   const DF d;
   const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(a.width),
@@ -214,8 +215,8 @@ void finish(const FinishArgs& a) {
   }
 }
 
-// Butterflies at strides below the vector length, in one register: lane i meets lane i ^ h, and the upper of the two is
-// subtracted.
+// Butterflies at strides below the vector length, in one register: lane i is combined with lane i ^ h, and the upper of
+// the two is subtracted.
 struct InnerStages {
   static constexpr std::size_t kMaxLanes = 16;
   std::int32_t partner[4][kMaxLanes];

@@ -1,4 +1,4 @@
-// Vector versions of codec/numeric.h, the same operations in the same order. Included once per instruction set.
+// Vector versions of codec/numeric.h: the same operations in the same order. Included once per instruction set.
 #if defined(KV4_SIMD_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KV4_SIMD_MATH_INL_H_
 #undef KV4_SIMD_MATH_INL_H_
@@ -106,15 +106,15 @@ HWY_INLINE VU e2m1_bits(VF x) {
   return hn::Or(hn::IfThenElse(hn::RebindMask(DU(), hn::Lt(a, set(1.0f))), small, large), sign);
 }
 
-// Largest magnitude as bits. Above kFiniteBits there is an infinity or a NaN in the row.
+// Largest magnitude as bits. Above kFiniteBits the row contains an infinity or a NaN.
 constexpr std::uint32_t kFiniteBits = 0x7F7FFFFFu;
 HWY_INLINE VU magnitude_bits(VF x) { return hn::And(bits(x), set_bits(0x7FFFFFFFu)); }
 
 HWY_INLINE std::uint32_t amax_bits(const float* x, std::size_t count) {
   const std::size_t lanes = hn::Lanes(DF());
-  VU most = magnitude_bits(hn::LoadU(DF(), x));
-  for (std::size_t c = lanes; c < count; c += lanes) most = hn::Max(most, magnitude_bits(hn::LoadU(DF(), x + c)));
-  return hn::GetLane(hn::MaxOfLanes(DU(), most));
+  VU largest = magnitude_bits(hn::LoadU(DF(), x));
+  for (std::size_t c = lanes; c < count; c += lanes) largest = hn::Max(largest, magnitude_bits(hn::LoadU(DF(), x + c)));
+  return hn::GetLane(hn::MaxOfLanes(DU(), largest));
 }
 
 HWY_INLINE void store_bytes(VU codes, std::uint8_t* p) {

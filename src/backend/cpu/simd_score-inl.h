@@ -1,4 +1,4 @@
-// Vector versions of ops/score_row.h, a key per lane: every lane adds channels, groups and heads in the defined order.
+// Vector versions of ops/score_row.h, one key per lane: every lane adds channels, groups and heads in the exact order.
 // Included once per instruction set.
 #if defined(KV4_SIMD_SCORE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KV4_SIMD_SCORE_INL_H_
@@ -19,16 +19,16 @@ namespace kv4::cpu::HWY_NAMESPACE {
 using VI = hn::Vec<DI>;
 
 constexpr int kGroup = codec::Mxfp4::kGroup;
-constexpr int kQuads = kGroup / 4;  // of a group: four channels are a lane's part of one multiplication
+constexpr int kQuads = kGroup / 4;  // of a group: a lane's part of one multiplication is four channels
 constexpr int kHeadsAtOnce = 4;
 constexpr int kCodeBias = 12;  // keys are stored unsigned: twice their value plus this
 
-/// A query of mxfp4 as the integer kernel reads it. Of each group the even channels come first, then the odd ones: the
-/// nibbles of 16 bytes come apart that way.
+/// An mxfp4 query as the integer kernel reads it. In each group the even channels come first, then the odd channels, as
+/// the nibbles of 16 bytes are separated.
 struct IntQuery {
   const std::int8_t* codes;     // [groups, 32] twice their value
   const float* scales;          // [groups]
-  const std::int32_t* surplus;  // [groups] what the keys' bias adds to a sum
+  const std::int32_t* surplus;  // [groups] the part of a sum that the keys' bias adds
 };
 
 HWY_INLINE IntQuery int_query(const std::uint8_t* at, int width) {
@@ -62,8 +62,7 @@ HWY_INLINE VI byte_product(VI k, VI q) { return hn::Mul(hn::And(k, hn::Set(DI(),
 // acc + the four products of each lane; k unsigned bytes, q signed.
 HWY_INLINE VI add_quads(VI acc, VI k, VI q) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3_DL
-  // The intrinsic asks for a compiler option that older Highways leave out of this target, whose processors all have
-  // it.
+  // The intrinsic needs a compiler option that older Highways leave out of this target; all its processors support it.
   asm("vpdpbusd %2, %1, %0" : "+v"(acc.raw) : "v"(k.raw), "v"(q.raw));
   return acc;
 #elif HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
@@ -82,7 +81,7 @@ HWY_INLINE VI add_quads(VI acc, VI k, VI q) {
 
 HWY_INLINE VF relu(VF x) { return hn::IfThenElseZero(hn::Gt(x, hn::Zero(DF())), x); }
 
-// Chains of heads, a key per lane.
+// Chains of heads, one key per lane.
 struct ScoreVector {
   VF chain0, chain1, chain2, chain3;
 
@@ -101,7 +100,7 @@ HWY_INLINE ScoreVector empty_scores() {
   return {zero, zero, zero, zero};
 }
 
-// Lane i's key: the count-th and later lanes repeat the last one.
+// Lane i's key; lanes from `count` on repeat the last key.
 HWY_INLINE std::int64_t key_row(const ScoreArgs& a, int first, std::size_t lane) {
   return a.row + std::min(first + static_cast<int>(lane), a.count - 1);
 }
@@ -214,7 +213,7 @@ inline VF score_decoded(const ScoreArgs& a, int first) {
   }
   transpose_words(reinterpret_cast<const std::int32_t*>(a.tmp), width, reinterpret_cast<std::int32_t*>(channels));
   ScoreVector sum = empty_scores();
-  constexpr int kMany = 8;  // as many sums under way as hide an addition's latency
+  constexpr int kMany = 8;  // enough sums in flight to hide an addition's latency
   int head = 0;
   for (; head + kMany <= a.num_heads; head += kMany) score_values<kMany>(a, head, width, channels, sum);
   for (; head < a.num_heads; ++head) score_values<1>(a, head, width, channels, sum);

@@ -14,7 +14,7 @@
 namespace kv4 {
 namespace {
 
-/// How often this process is the child of a fork().
+/// The number of forks between the first process and this one.
 std::uint32_t num_forks() {
   static std::atomic<std::uint32_t> forks = 0;
   [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
@@ -23,18 +23,18 @@ std::uint32_t num_forks() {
 
 }  // namespace
 
-/// The workers, and what they share with the caller.
-struct ThreadPool::Crew {
-  explicit Crew(int threads) : num_threads(threads) {
+/// The worker threads, and their state shared with the caller.
+struct ThreadPool::Workers {
+  explicit Workers(int n) : num_threads(n) {
     try {
-      workers.reserve(static_cast<std::size_t>(threads - 1));
-      for (int i = 1; i < threads; ++i) workers.emplace_back([this, i] { work(i); });
+      threads.reserve(static_cast<std::size_t>(num_threads - 1));
+      for (int i = 1; i < num_threads; ++i) threads.emplace_back([this, i] { work(i); });
     } catch (...) {
       end();
       throw;
     }
   }
-  ~Crew() { end(); }
+  ~Workers() { end(); }
 
   void end() {
     {
@@ -42,7 +42,7 @@ struct ThreadPool::Crew {
       stop = true;
     }
     start.notify_all();
-    for (std::thread& worker : workers) worker.join();
+    for (std::thread& thread : threads) thread.join();
   }
 
   void run_part(int index) const {
@@ -69,7 +69,7 @@ struct ThreadPool::Crew {
   const int num_threads;
   std::mutex mutex;
   std::condition_variable start, done;
-  std::vector<std::thread> workers;
+  std::vector<std::thread> threads;
   std::int64_t generation = 0;
   int running = 0;
   bool stop = false;
@@ -78,8 +78,8 @@ struct ThreadPool::Crew {
   std::int64_t count = 0;
 };
 
-std::unique_ptr<ThreadPool::Crew> ThreadPool::make_crew() const try {
-  return std::make_unique<Crew>(threads_);
+std::unique_ptr<ThreadPool::Workers> ThreadPool::make_workers() const try {
+  return std::make_unique<Workers>(threads_);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 } catch (const std::system_error& e) {
@@ -87,35 +87,36 @@ std::unique_ptr<ThreadPool::Crew> ThreadPool::make_crew() const try {
        e.what());
 }
 
-ThreadPool::ThreadPool(int threads) : threads_(threads), forks_(num_forks()), crew_(make_crew()) {}
+ThreadPool::ThreadPool(int threads) : threads_(threads), forks_(num_forks()), workers_(make_workers()) {}
 
 ThreadPool::~ThreadPool() { leave_forked(); }
 
-// The threads are the parent's: nobody here can end them, and the mutex may be held for ever. What the crew has stays.
+// The threads belong to the parent: this process cannot end them, and the mutex may be locked for ever. The workers'
+// memory is leaked.
 void ThreadPool::leave_forked() {
-  if (forks_ != num_forks()) (void)crew_.release();
+  if (forks_ != num_forks()) (void)workers_.release();
 }
 
 void ThreadPool::dispatch(std::int64_t count, Call call, void* context) {
   if (forks_ != num_forks()) {
-    std::unique_ptr<Crew> crew = make_crew();
+    std::unique_ptr<Workers> workers = make_workers();
     leave_forked();
-    crew_ = std::move(crew);
+    workers_ = std::move(workers);
     forks_ = num_forks();
   }
-  Crew& crew = *crew_;
+  Workers& workers = *workers_;
   {
-    const std::lock_guard lock(crew.mutex);
-    crew.call = call;
-    crew.context = context;
-    crew.count = count;
-    crew.running = threads_ - 1;
-    ++crew.generation;
+    const std::lock_guard lock(workers.mutex);
+    workers.call = call;
+    workers.context = context;
+    workers.count = count;
+    workers.running = threads_ - 1;
+    ++workers.generation;
   }
-  crew.start.notify_all();
-  crew.run_part(0);
-  std::unique_lock lock(crew.mutex);
-  crew.done.wait(lock, [&] { return crew.running == 0; });
+  workers.start.notify_all();
+  workers.run_part(0);
+  std::unique_lock lock(workers.mutex);
+  workers.done.wait(lock, [&] { return workers.running == 0; });
 }
 
 }  // namespace kv4

@@ -1,5 +1,5 @@
-// A fixed number of threads that share a range. What a thread gets depends only on the range and the count, and no
-// result depends on that.
+// A fixed number of threads that divide a range. A thread's part depends only on the range and the number of threads;
+// results do not depend on it.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace kv4 {
 
 class ThreadPool {
  public:
-  /// Throws Error(out_of_memory) where the system refuses a thread.
+  /// Throws Error(out_of_memory) if the system refuses a thread.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -17,9 +17,9 @@ class ThreadPool {
 
   int threads() const { return threads_; }
 
-  /// Calls f(begin, end, worker) on disjoint parts of [0, count), worker in [0, threads()), 0 being the caller; returns
-  /// when all are done. f must not throw. Ranges below `grain` stay on one thread. In the child of a fork(), which has
-  /// none of the parent's threads, the first call makes new ones.
+  /// Calls f(begin, end, worker) on disjoint parts of [0, count), worker in [0, threads()), 0 being the caller. Returns
+  /// when all parts are done. f must not throw. Ranges of at most `grain` stay on one thread. A child of fork() has
+  /// none of the parent's threads; its first call makes new threads.
   template <class F>
   void run(std::int64_t count, std::int64_t grain, F&& f) {
     if (count <= 0) return;
@@ -34,14 +34,14 @@ class ThreadPool {
 
  private:
   using Call = void (*)(void* context, std::int64_t begin, std::int64_t end, int worker);
-  struct Crew;
-  std::unique_ptr<Crew> make_crew() const;
+  struct Workers;
+  std::unique_ptr<Workers> make_workers() const;
   void dispatch(std::int64_t count, Call call, void* context);
   void leave_forked();
 
   const int threads_;
-  std::uint32_t forks_;  // of the process, when the crew was made
-  std::unique_ptr<Crew> crew_;
+  std::uint32_t forks_;  // num_forks() when the workers were made
+  std::unique_ptr<Workers> workers_;
 };
 
 }  // namespace kv4

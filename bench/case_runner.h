@@ -1,0 +1,33 @@
+// Runs one case under Google Benchmark, and a memcpy of as many bytes in turn with it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "cases.h"
+#include "checks/copy_baseline.h"
+
+namespace kv4::bench {
+
+struct CaseResult {
+  std::string name, item, error;
+  std::int64_t bytes = 0;
+  double seconds = 0, memcpy_seconds = 0, plain_seconds = 0, items = 1;
+  bool interrupted = false;
+
+  std::optional<double> memcpy_ratio() const {
+    return bytes > 0 && seconds > 0 ? std::optional(memcpy_seconds / seconds) : std::nullopt;
+  }
+  /// How many times as fast as the plain row code.
+  std::optional<double> plain_ratio() const {
+    return plain_seconds > 0 && seconds > 0 ? std::optional(plain_seconds / seconds) : std::nullopt;
+  }
+};
+
+/// At least `min_time` seconds inside the operation. Where `stop` returns true the measurement ends early, and its
+/// result is `interrupted`.
+CaseResult measure_case(const Case& c, checks::CopyBaseline& copy, double min_time, const std::function<bool()>& stop);
+
+}  // namespace kv4::bench

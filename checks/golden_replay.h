@@ -1,0 +1,38 @@
+// What the library makes of a recorded layer: the inputs go through a real one-layer cache, and everything the cache
+// gives back is kept for the checks.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "golden_recording.h"
+#include "kv4/kv_cache_manager.h"
+
+namespace kv4::checks {
+
+/// What one replay gave back. Row i of `window` is position i; a `_view` matrix is the same read from the views' bytes.
+struct Capture {
+  CacheSchema schema;
+  Matrix window, window_view;      // [tokens, head_dim]
+  Matrix entries, entries_view;    // [tokens / ratio, head_dim]
+  Matrix keys, keys_view;          // [tokens / ratio, index_dim]
+  Matrix ring_kv, ring_gate;       // [tokens % ratio, columns]: the main compressor's open rows in the state slot
+  std::int64_t changed_rows = 0;   // gathers of an earlier row that gave something else than the first one
+  std::int64_t wrong_lengths = 0;  // gathers that gave another number of rows than the model says
+  std::int64_t wrong_chosen = 0;   // rows of chosen entries that are not the entry, or not marked as what they are
+  // What the read operations gave, by token.
+  Matrix scores;                                // [tokens, tokens / ratio], -infinity where a token sees nothing
+  std::vector<std::vector<std::int32_t>> topk;  // [tokens]: entries
+  Matrix attention;                             // [tokens, heads * head_dim]
+  CanonicalImage image;
+};
+
+/// Which entries the replay attends to: those the recording chose, or those index_topk did.
+enum class AttendTo : std::uint8_t { recorded, own };
+
+/// Appends all tokens in steps of `chunks`, then one by one.
+Capture replay(const Recording& recording, CacheOptions options, const std::vector<int>& chunks, AttendTo attend_to,
+               const std::shared_ptr<Backend>& backend);
+
+}  // namespace kv4::checks

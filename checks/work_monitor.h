@@ -1,0 +1,21 @@
+// A long check reports each step to a WorkMonitor, which can end it.
+#pragma once
+
+#include <cstdint>
+
+namespace kv4::checks {
+
+class WorkMonitor {
+ public:
+  WorkMonitor() = default;
+  virtual ~WorkMonitor() = default;
+  WorkMonitor(const WorkMonitor&) = delete;
+  WorkMonitor& operator=(const WorkMonitor&) = delete;
+
+  /// Before each step. An exception thrown here ends the check; its results so far stay.
+  virtual void before_step() {}
+  /// The check has done so many tokens more.
+  virtual void advance(std::int64_t) {}
+};
+
+}  // namespace kv4::checks

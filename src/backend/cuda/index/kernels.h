@@ -1,0 +1,49 @@
+// The index kernels: what each one serves, its limits and its launch. dispatch.cu holds the table and selects from it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "backend/cuda/index/device_facts.cuh"
+#include "backend/cuda/index/token_tile.cuh"
+#include "kv4/params.h"
+
+namespace kv4::cuda {
+
+enum class IndexKernel {
+  mxfp4_topk,      // mxfp4.cu: scores and selection, a cluster per token
+  fp8_topk,        // fp8.cu: scores and rescoring selection, a cluster per token
+  fp8_candidates,  // fp8.cu: scores for a rescoring selection
+  fp8_raw,         // fp8_raw.cu: scores for the caller
+  mxfp4,           // mxfp4.cu: scores
+  generic,         // generic.cu: scores, two launches
+};
+
+enum class IndexResult {
+  topk,          // the best keys; scores stay inside the kernel or the workspace
+  candidates,    // fast scores with the largest key scales, for a rescoring selection
+  fast_scores,   // fast scores for the caller, exact where the error bound does not hold (docs/formats.md)
+  exact_scores,  // exact scores for the caller or a selection
+};
+
+struct IndexKernelInfo {
+  IndexKernel kernel;
+  IndexResult result;
+  std::optional<Format> format;  // of the keys; none: any
+  int key_bytes;                 // keys lie as can_stream_keys checks, on Hopper; 0: any layout, any GPU
+  std::int64_t max_keys;         // of a token
+  bool has_group_maxima;         // it writes the group maxima of long rows
+  bool (*fits)(const TokenTile& tile, const DeviceFacts& device);  // further limits; null: none
+  cudaError_t (*launch)(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+};
+
+cudaError_t topk_mxfp4(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+cudaError_t topk_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+cudaError_t score_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+cudaError_t score_fp8_raw(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+cudaError_t score_mxfp4(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+cudaError_t score_generic(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
+
+}  // namespace kv4::cuda

@@ -1,0 +1,178 @@
+// The selection of attend's kernels, on the host: it needs no GPU. A GPU is a list of GPCs, and a cluster fits into
+// one.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "backend/cuda/attend/kernels.h"
+
+namespace {
+
+using namespace kv4;
+using cuda::AttendKernel;
+using cuda::AttendSplit;
+
+/// SMs of each GPC.
+cuda::AttendGpu make_gpu(std::initializer_list<int> gpcs) {
+  cuda::AttendGpu gpu;
+  gpu.is_sm90 = true;
+  gpu.num_sms = std::accumulate(gpcs.begin(), gpcs.end(), 0);
+  const auto clusters = [&](int ctas, int ctas_per_sm) {
+    int sum = 0;
+    for (const int sms : gpcs) sum += sms * ctas_per_sm / ctas;
+    return sum;
+  };
+  for (int ctas = 1; ctas <= cuda::kMaxCluster; ++ctas) gpu.wgmma[static_cast<std::size_t>(ctas)] = clusters(ctas, 1);
+  const auto variants = cuda::attend_kernels()[static_cast<std::size_t>(AttendKernel::small_batch)].variants;
+  for (std::size_t i = 0; i < variants.size(); ++i)
+    for (const int splits : {1, 2, 4, 8, cuda::kNineSplits, 16})
+      if (variants[i].stages > 1 || splits != cuda::kNineSplits)
+        gpu.small_batch[i][static_cast<std::size_t>(splits)] = clusters(splits, variants[i].stages <= 2 ? 2 : 1);
+  return gpu;
+}
+
+const cuda::AttendGpu kH200 = make_gpu({16, 16, 16, 16, 16, 16, 18, 18});
+const cuda::AttendGpu kGpus[] = {kH200, make_gpu({16, 16, 14, 14, 18, 18, 18}), make_gpu({18, 18, 14, 14, 14})};
+
+/// A supported problem. The arrays that the params point to are never read.
+ops::AttendParams make_params(int requests, int tokens_per_request, int heads) {
+  static const ops::StepRecord record;
+  ops::AttendParams p;
+  p.layer.window.ring.format = p.layer.kinds[0].page.format = Format::fp8_tile64;
+  p.layer.window.ring.shape = p.layer.kinds[0].page.shape = {512, 64};
+  p.layer.window_tokens = 128;
+  p.step.tokens = &record;
+  p.step.num_tokens = requests * tokens_per_request;
+  p.step.num_items = requests;
+  p.num_heads = heads;
+  p.softmax_scale = 1.0f;
+  p.q.dtype = DType::bf16;
+  p.q.row_stride = heads * 512;
+  return p;
+}
+
+enum class Kind { swa, csa, hca };
+const char* name_of(Kind kind) { return kind == Kind::swa ? "SWA" : kind == Kind::csa ? "CSA" : "HCA"; }
+
+void add_entries(ops::AttendParams& p, Kind kind, int context) {
+  static const std::int32_t entry = 0;
+  if (kind == Kind::swa) return;
+  p.layer.num_kinds = 1;
+  p.layer.kinds[0].ratio = kind == Kind::csa ? 4 : 128;
+  p.layer.kinds[0].rows_per_block = 128 / p.layer.kinds[0].ratio;
+  p.step.blocks_per_request = (context + 127) / 128;
+  if (kind == Kind::csa) {
+    p.chosen.data = &entry;
+    p.num_chosen = 512;
+  }
+}
+
+void add_workspace(ops::AttendParams& p) {
+  alignas(16) static std::uint8_t workspace[16];
+  p.workspace = workspace;
+  p.workspace_bytes = ops::attend_workspace_bytes();
+}
+
+AttendKernel kernel_of(const ops::AttendParams& p) { return select_attend(p, kH200).kernel; }
+
+template <class F>
+void for_each_problem(F f) {
+  for (const int requests : {1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 200, 256})
+    for (const int tokens : {1, 2, 4, 16, 256, 1024})
+      for (const int heads : {8, 16, 32, 64, 128})
+        for (const Kind kind : {Kind::swa, Kind::csa, Kind::hca})
+          for (const int context : {128, 1024, 16384, 131072, 1048576})
+            for (const bool workspace : {false, true}) {
+              ops::AttendParams p = make_params(requests, tokens, heads);
+              add_entries(p, kind, context);
+              if (workspace) add_workspace(p);
+              f(p, testing::Message() << requests << " requests, " << tokens << " tokens each, " << heads << " heads, "
+                                      << name_of(kind) << ", context " << context
+                                      << (workspace ? ", with a workspace" : ""));
+            }
+}
+
+TEST(AttendSelect, ChoosesWhatCanRun) {
+  for (const cuda::AttendGpu& gpu : kGpus)
+    for_each_problem([&](const ops::AttendParams& p, const testing::Message& what) {
+      const AttendSplit split = select_attend(p, gpu);
+      ASSERT_NE(split.kernel, AttendKernel::generic) << what;
+      ASSERT_TRUE(cuda::attend_kernels()[static_cast<std::size_t>(split.kernel)].can_run(p, split))
+          << describe(split) << ": " << what;
+    });
+}
+
+// A change of the selection must be deliberate and measured; then it changes these numbers, too.
+TEST(AttendSelect, IsTheMeasuredOne) {
+  std::map<std::string, int> counts;
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a over all choices
+  for (const cuda::AttendGpu& gpu : kGpus)
+    for_each_problem([&](const ops::AttendParams& p, const testing::Message&) {
+      const AttendSplit s = select_attend(p, gpu);
+      ++counts[cuda::attend_kernels()[static_cast<std::size_t>(s.kernel)].name];
+      for (const int x :
+           {static_cast<int>(s.kernel), s.kv_splits, s.channel_splits, static_cast<int>(s.cta_pair), s.heads, s.stages})
+        hash = (hash ^ static_cast<std::uint64_t>(x)) * 1099511628211u;
+    });
+  const std::map<std::string, int> kCounts = {
+      {"persistent", 3920}, {"persistent window", 3920}, {"single-pass window", 4030}, {"small batch", 4739},
+      {"split-KV", 7174},   {"split-KV in memory", 151}, {"token pair", 4930},         {"unsplit", 3536},
+  };
+  EXPECT_EQ(counts, kCounts);
+  EXPECT_EQ(hash, 10309254485343543549u);
+}
+
+TEST(AttendSelect, UnsupportedProblemsAreGeneric) {
+  ops::AttendParams p = make_params(1, 1, 64);
+  EXPECT_EQ(select_attend(p, cuda::AttendGpu{}).kernel, AttendKernel::generic);
+  p.q.dtype = DType::f32;
+  EXPECT_EQ(kernel_of(p), AttendKernel::generic);
+  p = make_params(1, 1, 64);
+  p.layer.window.ring.shape = {256, 64};
+  EXPECT_EQ(kernel_of(p), AttendKernel::generic);
+}
+
+TEST(AttendSelect, FewTokensAreASmallBatch) {
+  ops::AttendParams p = make_params(1, 1, 64);
+  EXPECT_EQ(kernel_of(p), AttendKernel::small_batch);
+  add_entries(p, Kind::csa, 32768);
+  EXPECT_EQ(select_attend(p, kH200),
+            (AttendSplit{AttendKernel::small_batch, 8, 1, false, 8, 1}));  // 640 rows: 80 in each split
+}
+
+/// For any number of heads: a list that is too long for a cluster, with a workspace.
+TEST(AttendSelect, ALongListIsCombinedInMemory) {
+  for (const int heads : {64, 128}) {
+    SCOPED_TRACE(testing::Message() << heads << " heads");
+    ops::AttendParams p = make_params(1, 1, heads);
+    add_entries(p, Kind::hca, 1 << 20);
+    EXPECT_NE(kernel_of(p), AttendKernel::split_kv_in_memory);
+    add_workspace(p);
+    EXPECT_EQ(kernel_of(p), AttendKernel::split_kv_in_memory);
+    EXPECT_GT(select_attend(p, kH200).kv_splits, cuda::kMaxCluster);
+  }
+}
+
+TEST(AttendSelect, PrefillsFollowFromSharedRows) {
+  for (const int heads : {64, 128}) {
+    SCOPED_TRACE(testing::Message() << heads << " heads");
+    ops::AttendParams p = make_params(1, 1024, heads);
+    EXPECT_EQ(kernel_of(p) == AttendKernel::persistent_window, heads == 64);
+    add_entries(p, Kind::hca, 131072);
+    EXPECT_EQ(kernel_of(p), AttendKernel::token_pair);
+    EXPECT_FALSE(select_attend(p, kH200).cta_pair);
+    p.step.num_items = 1024;  // one token each
+    EXPECT_NE(kernel_of(p), AttendKernel::token_pair);
+    p.step.num_items = 1;
+    add_entries(p, Kind::csa, 131072);
+    EXPECT_NE(kernel_of(p), AttendKernel::token_pair);
+    EXPECT_EQ(kernel_of(p) == AttendKernel::persistent, heads == 64);
+  }
+}
+
+}  // namespace
