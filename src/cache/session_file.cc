@@ -105,9 +105,6 @@ std::span<const std::byte> SessionFileSource::next() {
   const std::int64_t stored = tier::whole_blocks(header.header_bytes() + header.length);
   require(stored <= left, ErrorCode::bad_file, "truncated: at byte {} begins a record of {} bytes, and {} are left",
           offset_, stored, left);
-  // A session is written whole: what has holes takes memory that nobody paid for.
-  require(offset_ > 0 || !file_->has_holes(), ErrorCode::bad_file,
-          "the file has holes, so it is no session as it was written; a copy of one is made with 'cp --sparse=never'");
   if (header.kind != tier::RecordKind::sealed)
     check_session_front(first.subspan(static_cast<std::size_t>(header.header_bytes())), header.length);
   const std::span<std::byte> blocks = buffer_.get(stored);

@@ -14,7 +14,7 @@
 namespace kv4 {
 
 /// Reads a session's file record by record. Digests of payloads are whoever takes the records to check. What a record
-/// takes of memory is bounded, and lies in the file: one with holes is refused.
+/// takes of memory is bounded (kMaxSessionRecordBytes), also where the file has holes.
 class SessionFileSource : public RecordSource {
  public:
   /// Throws Error(bad_file), here and below.

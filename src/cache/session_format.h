@@ -40,8 +40,9 @@ inline constexpr std::size_t kSessionFixedBytes = 144;
 // What a record may say that was not written here: a key per block takes 8 times a token's bytes where a block has one.
 inline constexpr std::int64_t kMaxSessionBlocks = 1 << 18;  // full ones: 2^25 tokens by 128
 inline constexpr std::uint32_t kMaxSessionLengths = 1 + 64;
-// Of any record of a session, the payload. V4-Pro with 1M tokens in bf16: 25 MB for the session's own, 2 MB for a block.
-inline constexpr std::int64_t kMaxSessionRecordBytes = 256 << 20;
+// Of any record of a session, the payload. V4-Pro with 1M tokens in bf16: 25 MB for the session's own, 2 MB for a
+// block.
+inline constexpr std::int64_t kMaxSessionRecordBytes = 64 << 20;
 inline constexpr std::uint32_t kMaxSessionTextBytes = 1 << 20;  // of the weights id and of the layout, each
 
 /// A session's own record, taken apart. Views of its payload.
@@ -63,8 +64,8 @@ struct SessionParts {
 std::vector<std::byte> encode_session(const SessionParts& parts);
 /// Whether the payload says that it is a session's.
 bool is_session(std::span<const std::byte> payload);
-/// From the front of a payload, before the rest takes memory: throws Error(bad_file) where it is a session's whose parts
-/// cannot be `payload_bytes` long. At least kSessionFixedBytes are looked at, or none.
+/// From the front of a payload, before the rest takes memory: throws Error(bad_file) where it is a session's whose
+/// parts cannot be `payload_bytes` long. At least kSessionFixedBytes are looked at, or none.
 void check_session_front(std::span<const std::byte> front, std::int64_t payload_bytes);
 /// Throws Error(bad_file) unless the payload is what encode_session gives for the parts.
 SessionParts parse_session(std::span<const std::byte> payload);

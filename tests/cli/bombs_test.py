@@ -205,10 +205,11 @@ def session_payload(length, image, lengths=1):
 def test_session_bombs():
     """Files of a block with sound headers that say how much follows, and nothing follows."""
     with tempfile.TemporaryDirectory() as folder:
-        for length, words in ((1 << 30, ["1073741824", "268435456"]), ((256 << 20) + 1, ["268435457", "268435456"]), (256 << 20, ["holes"]), (1 << 20, ["holes"])):
+        most = 64 << 20  # kMaxSessionRecordBytes
+        for length, words, peak in ((1 << 30, ["1073741824", str(most)], 60), (most + 1, [str(most + 1), str(most)], 60), (most, ["damaged"], 200), (1 << 20, ["damaged"], 60)):
             head = record_header(length) + session_payload(length, length - 512)
             for command in (["session", "inspect"], ["inspect"]):
-                refused(*command, sparse(folder, "s", 4096 * ((length + 512 + 4095) // 4096), head), words=words, peak=60 * MB)
+                refused(*command, sparse(folder, "s", 4096 * ((length + 512 + 4095) // 4096), head), words=words, peak=peak * MB)
         # What is there is read, and more parts than bytes are not.
         for image in (1 << 20, 1 << 40, (1 << 64) - 1):
             payload = session_payload(8192, 0) + b"x" * (8192 - 152)
