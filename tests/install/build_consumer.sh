@@ -68,3 +68,4 @@ cc -std=c99 -Wall -Wextra -Werror "$temp/readme.c" -o "$temp/readme_c" "${flags[
 for program in readme_cc readme_c; do
   LD_LIBRARY_PATH="$libdir" "$temp/$program" || fail "the README's program $program failed ($?)"
 done
+"$here/readme_fragments.py" "$cxx" -std=c++20 -Wall -Wextra -Werror -Wno-unused -I"$prefix/include" || fail "README shows what does not compile"
