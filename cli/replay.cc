@@ -219,7 +219,13 @@ void add_data_rows(Table& table, const DataReplayResult& data) {
   table.row({"wrong bytes", group_digits(data.wrong_bytes)});
 }
 
-void print_table(const DataReplayResult& data, const Trace& trace, const ReplayFlags& flags, double seconds) {
+/// How a replay ended.
+struct ReplayEnd {
+  double seconds;
+  bool interrupted;
+};
+
+void print_table(const DataReplayResult& data, const Trace& trace, const ReplayFlags& flags, const ReplayEnd& end) {
   const ReplayResult& result = data.cache;
   const ReplayCounts& total = result.total;
   Table table("lr", {"quantity", "value"});
@@ -244,14 +250,14 @@ void print_table(const DataReplayResult& data, const Trace& trace, const ReplayF
   if (flags.capacity && is_bytes(*flags.capacity)) capacity += " (" + *flags.capacity + ")";
   fmt::print("{}: policy {}, capacity {}, {}\n{}",
              flags.generate ? "generated, seed " + flags.seed : printable(flags.trace), flags.policy, capacity,
-             human_seconds(seconds), table.str());
+             human_seconds(end.seconds), table.str());
 }
 
-void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFlags& flags, double seconds) {
+void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFlags& flags, const ReplayEnd& end) {
   const ReplayResult& result = data.cache;
   const ReplayCounts& total = result.total;
   nlohmann::ordered_json out = {{"requests", total.requests},
-                                {"interrupted", interrupted()},
+                                {"interrupted", end.interrupted},
                                 {"block_hit_rate", total.block_hit_rate()},
                                 {"token_hit_rate", total.token_hit_rate()},
                                 {"recomputed_tokens_per_hit", total.recomputed_tokens_per_hit()},
@@ -268,7 +274,7 @@ void print_json(const DataReplayResult& data, const Trace& trace, const ReplayFl
                                 {"tenant_share_tokens", result.share_tokens},
                                 {"policy", flags.policy},
                                 {"snapshots", flags.snapshots},
-                                {"seconds", seconds}};
+                                {"seconds", end.seconds}};
   for (const ReplayCounts& tenant : result.tenants)
     out["tenants"].push_back({{"requests", tenant.requests}, {"block_hit_rate", tenant.block_hit_rate()}});
   if (flags.real()) {
@@ -405,11 +411,12 @@ int run_replay(const ReplayFlags& flags, const CLI::App& command) {
                                          (flags.real() ? fmt::format(" ({} layers)", schema.layers.size()) : ""),
                                 .bytes_per_token = static_cast<double>(schema.block_bytes) / schema.block_tokens});
   }
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  (flags.json ? print_json : print_table)(result, trace, flags, seconds);
+  // Who reads the result may end a replay with a live page while it is still being printed: that is no interruption.
+  const ReplayEnd end{std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), interrupted()};
+  (flags.json ? print_json : print_table)(result, trace, flags, end);
   std::fflush(stdout);
   const bool tiers_work = tell_failures(result.tiers, flags.remote_optional);
-  if (interrupted()) {
+  if (end.interrupted) {
     fmt::print(stderr, "interrupted: {} of {} requests were replayed{}\n", group_digits(result.cache.total.requests),
                group_digits(requests), flags.report.empty() ? "" : ", and there is no report");
     if (watcher) watcher->linger();
