@@ -43,7 +43,7 @@ Bytes slot_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
   return out;
 }
 
-// The rows beside it that an in-place step has displaced: [layers] positions and the bytes.
+// The undo row of each layer, which an in-place step saved: [layers] positions and the bytes.
 std::vector<std::int32_t> undo_positions(const CacheSchema& s, const StateCachePool& pool, int slot) {
   const std::int64_t layers = static_cast<std::int64_t>(s.layers.size());
   return kv4::test::read_array(*backend(), pool.undo_positions() + slot * layers, layers);
@@ -69,7 +69,7 @@ void fill(const CacheSchema& s, StateCachePool& pool) {
     positions.push_back(-2 - static_cast<std::int32_t>(i));
   }
   write(pool.base(), slots);
-  write(pool.undo_rows(), displaced);
+  write(pool.undo_rows(), undo_rows);
   write(pool.fold_watermarks(), fold_watermarks);
   write(pool.undo_positions(), positions);
 }
@@ -250,7 +250,7 @@ TEST(StateCachePool, WindowRowsAreSavedInPositionOrder) {
   }
 }
 
-// No step displaced a row of it: the image's oldest row is the ring's, although position 0 is the first there is.
+// It has no undo row: the image's oldest row is the ring's, although position 0 is the first there is.
 TEST(StateCachePool, ASlotThatWasNeverResetHasNoUndoRow) {
   const CacheSchema schema = small_schema();
   StateCachePool pool(schema, backend());

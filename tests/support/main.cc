@@ -15,9 +15,10 @@ constexpr int kBadUsage = 2, kNoGpu = 3;
 
 // They know no device: run them once, on the CPU. A new suite that is not listed only takes a little time there.
 constexpr const char* kHostOnly =
-    "Base*:BadConfig*:BlockAllocator*:BlockBudget*:CacheOptionsRefused*:Codec*:ContextBudget*:*DamagedSafeTensors*:"
-    "DeepJson*:Fork.*:LayerSchedule*:MemoryPlan*:*NoMemory*:ModelConfigJson*:ModelPreset*:Rope*:*RowFormat*:RowNames*:"
-    "RowRules*:*RowKernelsTest*:SafeTensors*:Schema*:Tier*";
+    "AttendRow.*:Base*:BadConfig*:BlockAllocator*:BlockBudget*:CacheOptionsRefused*:Codec*:CompressRow.*:ContextBudget*:"
+    "*DamagedSafeTensors*:DeepJson*:ExpandStep.*:Fork.*:LayerDesc.*:LayerSchedule*:MemoryPlan*:*NoMemory*:"
+    "ModelConfigJson*:ModelPreset*:Rope*:*RowFormat*:RowNames*:RowRules*:*RowKernelsTest*:SafeTensors*:Schema*:"
+    "ScoreRow.*:SelectRow.*:Tier*";
 
 int usage(const std::string& problem) {
   std::fprintf(stderr,
