@@ -23,7 +23,7 @@ struct WindowTiles {
 };
 
 /// The queries of a token, from the CTA's first head on.
-__device__ const std::uint8_t* queries_of(const AttendParams& p, int token, int first_head) {
+__device__ inline const std::uint8_t* queries_of(const AttendParams& p, int token, int first_head) {
   return static_cast<const std::uint8_t*>(p.q.data) + (std::int64_t{token} * p.q.row_stride + first_head * kWidth) * 2;
 }
 
