@@ -9,6 +9,8 @@ std::uint8_t* bytes(std::byte* base, std::int64_t offset) {
   return base == nullptr ? nullptr : reinterpret_cast<std::uint8_t*>(base) + offset;
 }
 
+std::int32_t* of_layer(std::int32_t* first, int index) { return first == nullptr ? nullptr : first + index; }
+
 RowShape shape_of(const RowSchema& row) { return {row.width, row.tail}; }
 
 WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, int index, const LayerMemory& memory) {
@@ -27,7 +29,7 @@ WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, int
   out.undo_row.payload = {bytes(memory.undo_rows, w.undo_row_offset), schema.undo_row_bytes, w.row.payload_bytes};
   out.undo_row.scale = {bytes(memory.undo_rows, w.undo_row_offset + w.row.payload_bytes), schema.undo_row_bytes,
                         w.row.scale_bytes};
-  out.undo_positions = memory.undo_positions + index;
+  out.undo_positions = of_layer(memory.undo_positions, index);
   out.undo_row_stride = static_cast<std::int64_t>(schema.layers.size());
   return out;
 }
@@ -40,7 +42,7 @@ PendingDesc describe_pending(const CacheSchema& schema, const PendingSchema& p, 
   out.rows = p.rows;
   out.online = p.online;
   if (p.acc_offset >= 0) out.accumulator = {bytes(memory.slots, p.acc_offset), schema.slot_bytes, 0};
-  out.fold_watermarks = memory.fold_watermarks + index;
+  out.fold_watermarks = of_layer(memory.fold_watermarks, index);
   out.fold_watermark_stride = static_cast<std::int64_t>(schema.layers.size());
   return out;
 }

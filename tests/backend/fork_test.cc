@@ -3,11 +3,12 @@
 #include <unistd.h>
 
 #include "cache/small_cache.h"
+#include "support/sanitized.h"
 
 namespace kv4 {
 namespace {
 
-#if defined(__SANITIZE_THREAD__)
+#if KV4_TSAN
 constexpr bool kMayStartThreads = false;  // TSan ends a child that starts threads
 #else
 constexpr bool kMayStartThreads = true;

@@ -14,6 +14,7 @@
 #include "cache/small_cache.h"
 #include "kv4/host_memory.h"
 #include "schema/image_layout.h"
+#include "support/sanitized.h"
 
 namespace {
 
@@ -460,17 +461,7 @@ TEST(CacheMemory, IsWhatThePlanSays) {
   }
 }
 
-#if defined(__has_feature)
-#define KV4_HAS_FEATURE(x) __has_feature(x)
-#else
-#define KV4_HAS_FEATURE(x) 0
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || KV4_HAS_FEATURE(address_sanitizer) || \
-    KV4_HAS_FEATURE(thread_sanitizer)
-constexpr bool kSanitized = true;  // reserves more address space than the limit below
-#else
-constexpr bool kSanitized = false;
-#endif
+constexpr bool kSanitized = KV4_SANITIZED;  // reserves more address space than the limit below
 
 // Builds a cache in 2 GiB of address space: 0 if that is an Error(out_of_memory).
 template <class Change>

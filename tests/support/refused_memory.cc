@@ -3,13 +3,7 @@
 #include <atomic>
 #include <new>
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define KV4_SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define KV4_SANITIZED 1
-#endif
-#endif
+#include "support/sanitized.h"
 
 namespace {
 
@@ -73,7 +67,7 @@ void operator delete[](void* memory, std::size_t, std::align_val_t) noexcept { r
 void operator delete(void* memory, std::align_val_t, const std::nothrow_t&) noexcept { release(memory); }
 void operator delete[](void* memory, std::align_val_t, const std::nothrow_t&) noexcept { release(memory); }
 
-#if !defined(KV4_SANITIZED)
+#if !KV4_SANITIZED
 extern "C" void* __libc_memalign(std::size_t alignment, std::size_t size);
 extern "C" void* aligned_alloc(std::size_t alignment, std::size_t size) noexcept {
   return refuse() ? nullptr : __libc_memalign(alignment, size);

@@ -11,6 +11,7 @@
 #include "kv4/log.h"
 #include "support/forging_server.h"
 #include "support/redis_servers.h"
+#include "support/sanitized.h"
 #include "tier/remote_tier.h"
 #include "tier/store_records.h"
 
@@ -182,7 +183,7 @@ TEST_F(TierRemoteAttack, WhatServersSayIsMadePrintable) {
 
 // --- replies
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if !KV4_SANITIZED
 /// Of this process, in bytes.
 std::int64_t peak_memory() {
   std::ifstream file("/proc/self/status");

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "support/harness.h"
+#include "support/sanitized.h"
 #include "tier/disk_store.h"
 
 namespace kv4::test {
@@ -67,7 +68,7 @@ inline bool remove(tier::DiskStore& store, const tier::RecordId& id) {
 
 /// KV4_TEST_SEED=N runs that seed alone.
 struct Seeds {
-#if defined(__SANITIZE_THREAD__)
+#if KV4_TSAN
   static constexpr std::uint64_t kShare = 10;  // of them: each takes as much longer
 #else
   static constexpr std::uint64_t kShare = 1;

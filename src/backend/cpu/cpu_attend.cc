@@ -72,11 +72,12 @@ void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
 void inverse_rope(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_t position, int width, float* row,
                   RowBuffers& buffers) {
   const int pairs = rope.rope_dim / 2;
-  const float *cos = rope.cos + position * pairs, *sin = rope.sin + position * pairs;
-  if (rope.cos == nullptr) {
+  const float *cos = buffers.cos.data(), *sin = buffers.sin.data();
+  if (rope.cos != nullptr) {
+    cos = rope.cos + position * pairs;
+    sin = rope.sin + position * pairs;
+  } else {
     kernels.angles(rope.angles, position, buffers.cos.data(), buffers.sin.data());
-    cos = buffers.cos.data();
-    sin = buffers.sin.data();
   }
   float* tail = row + width - 2 * pairs;
   for (int i = 0; i < pairs; ++i) {
