@@ -29,8 +29,7 @@ cudaError_t copy_plain(void* to, const void* from, std::int64_t bytes, cudaStrea
 /// Adds to *found how many of `count` bf16 numbers are not finite.
 cudaError_t count_bad_bf16(const std::uint16_t* values, std::int64_t count, std::int32_t* found, cudaStream_t stream);
 
-/// Reads the first pages of every item through the block table: exactly the bytes that a scorer of index keys must
-/// read.
+/// Reads the first pages of every item through the block table: exactly the bytes that a score kernel must read.
 struct ScanParams {
   const std::uint8_t* keys;    // page b at keys + b * block_stride, key_bytes long
   const std::uint8_t* scales;  // likewise, scale_bytes long

@@ -178,7 +178,7 @@ void add_scan(Bench& bench, GpuCache& cache, OutputPool& outputs, int items, con
   row.us /= static_cast<double>(kPasses * layers.size());
   row.bytes = items * pages * page.rows_per_block * page.row.bytes();
   row.floor_us = bench.copy_us(row.bytes);
-  row.note = "our own kernel: what the arrangement costs a scorer";
+  row.note = "our own kernel: the cost of the arrangement for a score kernel";
   bench.add(row);
   cache.manager().abort(step);
 }

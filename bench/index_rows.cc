@@ -1,6 +1,5 @@
 // Index scores and top-k over hand-made pools of keys, as an engine with its own pools calls them (kv4/cuda.h). A graph
-// goes through sets of requests whose keys together are larger than L2. The targets are the times of the best public
-// kernels (DeepGEMM's paged FP8 scorer, SGLang's top-k), measured on an H200.
+// goes through sets of requests whose keys together are larger than L2.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -21,16 +20,7 @@ constexpr std::int64_t kColdBytes = std::int64_t{192} << 20;
 constexpr int kFewestLaunches = 24, kMostSets = 64;
 constexpr int kBatches[] = {1, 16, 64, 128};
 
-struct Anchor {
-  int keys;
-  double us[4];  // of each batch
-};
-constexpr Anchor kScoreAnchors[] = {
-    {8192, {3.8, 8.1, 22.2, 39.5}}, {32768, {4.4, 22.0, 75.6, 145}}, {262144, {13.1, 146, 570, 1129}}};
-constexpr Anchor kTopkAnchors[] = {{2048, {2.7, 2.9, 3.0, 3.8}},
-                                   {8192, {3.7, 3.9, 4.3, 6.0}},
-                                   {32768, {8.5, 9.9, 10.3, 13.4}},
-                                   {262144, {12.7, 17.4, 57.0, 76.4}}};
+constexpr int kScoredKeys[] = {8192, 32768, 262144}, kSelectedKeys[] = {2048, 8192, 32768, 262144};
 
 struct IndexCase {
   Format format = Format::mxfp4;
@@ -165,7 +155,7 @@ class IndexSets {
   int turn_ = 0;
 };
 
-void add_row(Bench& bench, const std::string& name, std::int64_t bytes, double anchor, int launches,
+void add_row(Bench& bench, const std::string& name, std::int64_t bytes, int launches,
              const std::function<void()>& launch) {
   Row row;
   row.name = name;
@@ -174,15 +164,14 @@ void add_row(Bench& bench, const std::string& name, std::int64_t bytes, double a
   }) / launches;
   row.bytes = bytes;
   row.floor_us = bench.floor_us(bytes);
-  if (anchor > 0) row.aim = {Aim::Kind::most_us, anchor};
   bench.add(row);
 }
 
-void add_scores(Bench& bench, IndexSets& sets, const std::string& name, double anchor,
-                ScoreMode mode = ScoreMode::exact, bool encoded = false) {
+void add_scores(Bench& bench, IndexSets& sets, const std::string& name, ScoreMode mode = ScoreMode::exact,
+                bool encoded = false) {
   const std::string what = fmt::format("{}index scores{}, {}", mode == ScoreMode::fast ? "fast " : "",
                                        encoded ? " of encoded queries" : "", name);
-  add_row(bench, what, sets.bytes(), anchor, sets.launches(), [&] {
+  add_row(bench, what, sets.bytes(), sets.launches(), [&] {
     ops::IndexParams p = sets.next(encoded);
     p.mode = mode;
     sets.keep_scores(p);
@@ -190,12 +179,12 @@ void add_scores(Bench& bench, IndexSets& sets, const std::string& name, double a
   });
 }
 
-void add_both(Bench& bench, IndexSets& sets, const std::string& name, double anchor) {
-  add_row(bench, "index scores + top-k, " + name, sets.bytes(), anchor, sets.launches(),
+void add_both(Bench& bench, IndexSets& sets, const std::string& name) {
+  add_row(bench, "index scores + top-k, " + name, sets.bytes(), sets.launches(),
           [&] { check(cuda::index_topk(sets.next(), bench.timer.stream()), "index_topk"); });
 }
 
-void add_topk(Bench& bench, int keys, int requests, double anchor) {
+void add_topk(Bench& bench, int keys, int requests) {
   const std::int64_t row_bytes = std::int64_t{4} * requests * keys;
   const int sets = static_cast<int>(std::clamp<std::int64_t>(kColdBytes / row_bytes, 2, kMostSets));
   const DeviceMemory scores(bench.backend, align(sets * row_bytes));
@@ -215,45 +204,38 @@ void add_topk(Bench& bench, int keys, int requests, double anchor) {
   p.top = kTop;
   p.indices = reinterpret_cast<std::int32_t*>(results.data());
   int turn = 0;
-  add_row(bench, fmt::format("top-{} of {}, b = {}", kTop, keys, requests), row_bytes, anchor,
+  add_row(bench, fmt::format("top-{} of {}, b = {}", kTop, keys, requests), row_bytes,
           std::max(sets, kFewestLaunches), [&] {
             p.scores = reinterpret_cast<float*>(scores.data()) + std::int64_t{turn++ % sets} * requests * keys;
             check(cuda::select_topk(p, bench.timer.stream()), "select_topk");
           });
 }
 
-double find_anchor(std::span<const Anchor> anchors, int keys, int batch) {
-  for (const Anchor& a : anchors)
-    if (a.keys == keys) return a.us[batch];
-  return 0;
-}
-
 }  // namespace
 
 void add_index_rows(Bench& bench) {
   const int batches = bench.quick ? 2 : 4;
-  for (const Anchor& a : kTopkAnchors)
-    for (int b = 0; b < batches; ++b) add_topk(bench, a.keys, kBatches[b], a.us[b]);
+  for (const int keys : kSelectedKeys)
+    for (int b = 0; b < batches; ++b) add_topk(bench, keys, kBatches[b]);
   for (const Format format : {Format::mxfp4, Format::fp8})
-    for (const Anchor& a : kScoreAnchors)
+    for (const int keys : kScoredKeys)
       for (int b = 0; b < batches; ++b) {
-        IndexSets sets(bench, {format, a.keys, kBatches[b]});
+        IndexSets sets(bench, {format, keys, kBatches[b]});
         const bool fp8 = format == Format::fp8;
-        const std::string name = fmt::format("{}{} keys, b = {}", fp8 ? "fp8, " : "", a.keys, kBatches[b]);
-        // Exact scores of fp8 keys come from the generic scorer, which would take a second here.
-        if (!fp8 || (a.keys <= 32768 && b < 3)) add_scores(bench, sets, name, a.us[b]);
-        if (fp8) add_scores(bench, sets, name, a.us[b], ScoreMode::fast);
-        // The anchors have encoded queries.
-        add_scores(bench, sets, name, a.us[b], fp8 ? ScoreMode::fast : ScoreMode::exact, true);
-        add_both(bench, sets, name, a.us[b] + find_anchor(kTopkAnchors, a.keys, b));
+        const std::string name = fmt::format("{}{} keys, b = {}", fp8 ? "fp8, " : "", keys, kBatches[b]);
+        // Exact scores of fp8 keys come from the generic kernel, which would take a second here.
+        if (!fp8 || (keys <= 32768 && b < 3)) add_scores(bench, sets, name);
+        if (fp8) add_scores(bench, sets, name, ScoreMode::fast);
+        add_scores(bench, sets, name, fp8 ? ScoreMode::fast : ScoreMode::exact, true);
+        add_both(bench, sets, name);
       }
   const std::pair<IndexCase, const char*> several[] = {
       {{Format::mxfp4, 32768, 16, 4}, "32768 keys, b = 16, 4 tokens each"},
       {{Format::mxfp4, 32768, 1, 256}, "32768 keys, prefill of 256"}};
   for (const auto& [index_case, name] : several) {
     IndexSets sets(bench, index_case);
-    add_scores(bench, sets, name, 0);
-    add_both(bench, sets, name, 0);
+    add_scores(bench, sets, name);
+    add_both(bench, sets, name);
   }
 }
 

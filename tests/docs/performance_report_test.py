@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 import xml.dom.minidom
@@ -60,6 +61,15 @@ def test_document_is_short():
     assert len(lines) <= MOST_LINES, f"docs/performance.md has {len(lines)} lines, at most {MOST_LINES}"
     long = [line for line in lines if len(line) > 120 and not line.startswith("|")]
     equal(long, [])
+
+
+def test_figures_are_measured():
+    """What other people's kernels take is measured in the same run, as a row of its own, never typed beside one."""
+    typed = re.compile(r"(FlashMLA|DeepGEMM|SGLang|vLLM)[^;\n]*\d")
+    for path in (ROOT / "docs" / "figures").glob("*.json"):
+        equal([row["note"] for row in json.loads(path.read_text())["rows"] if typed.search(row.get("note", ""))], [])
+    for path in (ROOT / "bench").glob("*.cc"):
+        equal((path.name, typed.findall(path.read_text())), (path.name, []))
 
 
 def test_tables_of_a_run():
