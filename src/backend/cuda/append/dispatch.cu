@@ -1,11 +1,14 @@
 // append: one launch per layer. CTAs take roles by index: compressor of the entries, compressor of the index keys,
-// window.
+// window. Decodes are bound by latency, prefills by the bytes of their inputs. H200, 2026-11-18: with every entry due,
+// one token of a CSA layer takes 2.0 us, 128 take 3.5; a prefill of 32,768 tokens takes 1.10 (CSA) to 1.13 (HCA, SWA)
+// times as long as its bytes at the copy speed.
 #include <algorithm>
 
 #include "backend/cuda/append/csa.cuh"
 #include "backend/cuda/append/generic.cuh"
 #include "backend/cuda/append/hca.cuh"
 #include "backend/cuda/append/window.cuh"
+#include "backend/cuda/runtime/aligned.h"
 #include "backend/cuda/runtime/launch.cuh"
 #include "backend/nvtx_range.h"
 #include "kv4/cuda.h"
@@ -164,46 +167,37 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
 
 // --- steps that the tuned kernels support
 
-bool aligned(const void* data, std::int64_t stride, std::int64_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(bytes) == 0 && stride % bytes == 0;
-}
-bool aligned(const ops::Plane& plane, std::int64_t bytes) {
-  return aligned(plane.data, plane.block_stride, bytes) && plane.row_stride % bytes == 0;
-}
-bool aligned(const ops::InputDesc& in) {
+bool fits_input(const ops::InputDesc& in) {
   const std::int64_t stride = in.row_stride * static_cast<std::int64_t>(element_bytes(in.dtype));
-  return aligned(in.data, stride, 16) && stride <= INT32_MAX;
-}
-
-bool aligned(const ops::RopeDesc& rope) {
-  return rope.cos != nullptr || (aligned(rope.angles.high, 0, 16) && aligned(rope.angles.low, 0, 16));
+  return is_aligned(in.data, stride, 16) && stride <= INT32_MAX;
 }
 
 /// RoPE that rotates whole octets (rows/octet_row.cuh).
 bool fits_rotation(const ops::RopeDesc& rope) {
-  return aligned(rope) && rope.rope_dim % kOctetChannels == 0 && rope.rope_dim <= kMaxRotated;
+  const bool angles = rope.cos != nullptr || (is_aligned(rope.angles.high, 16) && is_aligned(rope.angles.low, 16));
+  return angles && rope.rope_dim % kOctetChannels == 0 && rope.rope_dim <= kMaxRotated;
 }
 
 bool fits_row(const ops::RowPlanes& rows) {
   const bool format =
       rows.format == Format::fp8_tile64 || rows.format == Format::fp8_row || rows.format == Format::bf16;
-  return format && rows.shape.width == kRowWidth && rows.shape.tail == kRowTail && aligned(rows.payload, 16) &&
-         aligned(rows.scale, 4);
+  return format && rows.shape.width == kRowWidth && rows.shape.tail == kRowTail && is_aligned(rows.payload, 16) &&
+         is_aligned(rows.scale, 4);
 }
 
 bool fits_key(const ops::RowPlanes& rows) {
   const bool format = rows.format == Format::mxfp4 || rows.format == Format::nvfp4 || rows.format == Format::fp8 ||
                       rows.format == Format::bf16;
-  return format && rows.shape.width == kKeyWidth && rows.shape.tail == 0 && aligned(rows.payload, 8) &&
-         aligned(rows.scale, 4) && aligned(rows.global, 4);
+  return format && rows.shape.width == kKeyWidth && rows.shape.tail == 0 && is_aligned(rows.payload, 8) &&
+         is_aligned(rows.scale, 4) && is_aligned(rows.global, 4);
 }
 
 bool fits_window(const ops::AppendParams& p) {
   const ops::WindowDesc& w = p.layer.window;
   const ops::FrontEndDesc& f = p.front_end;
-  return fits_row(w.ring) && aligned(w.scratch.payload, 16) && aligned(w.scratch.scale, 4) &&
-         aligned(w.undo_row.payload, 4) && aligned(w.undo_row.scale, 4) && aligned(p.window_rows) &&
-         (f.norm_weight == nullptr || (aligned(f.norm_weight, 0, 16) && fits_rotation(f.rope)));
+  return fits_row(w.ring) && is_aligned(w.scratch.payload, 16) && is_aligned(w.scratch.scale, 4) &&
+         is_aligned(w.undo_row.payload, 4) && is_aligned(w.undo_row.scale, 4) && fits_input(p.window_rows) &&
+         (f.norm_weight == nullptr || (is_aligned(f.norm_weight, 16) && fits_rotation(f.rope)));
 }
 
 bool fits_kind(const ops::AppendParams& p, int k) {
@@ -214,9 +208,9 @@ bool fits_kind(const ops::AppendParams& p, int k) {
   return ((fits_key(kind.page) && kind.overlap) || (fits_row(kind.page) && !kind.hadamard)) &&
          kind.overlap == first.overlap && (!kind.overlap || kind.ratio == kOverlapRatio) &&
          pending.columns == (kind.overlap ? 2 : 1) * width && pending.dtype == first.pending.dtype &&
-         aligned(pending.ring, pair) && aligned(pending.accumulator, 16) && p.kv[k].dtype == p.kv[0].dtype &&
-         p.gate[k].dtype == p.kv[0].dtype && aligned(p.kv[k]) && aligned(p.gate[k]) && aligned(kind.bias, 0, 16) &&
-         aligned(kind.norm_weight, 0, 16) && fits_rotation(p.rope);
+         is_aligned(pending.ring, pair) && is_aligned(pending.accumulator, 16) && p.kv[k].dtype == p.kv[0].dtype &&
+         p.gate[k].dtype == p.kv[0].dtype && fits_input(p.kv[k]) && fits_input(p.gate[k]) &&
+         is_aligned(kind.bias, 16) && is_aligned(kind.norm_weight, 16) && fits_rotation(p.rope);
 }
 
 bool fits(const ops::AppendParams& p, int num_kinds) {

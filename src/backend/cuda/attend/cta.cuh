@@ -104,13 +104,6 @@ static_assert(kSharedBytes <= 227 * 1024);
 static_assert(kStagedBytes <= kPanelBytes + sizeof(Shared::stats));
 static_assert(offsetof(Shared, stats) == offsetof(Shared, p_tile) + kStages * kPanelBytes);
 
-/// For kernels whose dynamic shared memory is Shared.
-template <class Kernel>
-cudaError_t allow_shared_memory(Kernel kernel) {
-  const cudaError_t error = cuda::allow_shared_memory(kernel, kSharedBytes);
-  return error != cudaSuccess ? error : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-}
-
 /// The work of a CTA.
 struct Job {
   int token;

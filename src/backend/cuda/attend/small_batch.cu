@@ -316,12 +316,6 @@ struct Variant {
   static constexpr int kSharedBytes = sizeof(Shared<kHeads, kStages, kNine>);
   static_assert(kSharedBytes <= (kStages <= 2 ? 113 : 227) * 1024);
 
-  template <class Kernel>
-  static cudaError_t allow(Kernel kernel) {
-    const cudaError_t error = allow_shared_memory(kernel, kSharedBytes);
-    return error != cudaSuccess ? error
-                                : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
   template <int kFixed>
   static cudaError_t launch(const AttendParams& p, int kv_splits, cudaStream_t stream) {
     const auto kernel = attend_small_batch<kHeads, kStages, kFixed>;
@@ -340,18 +334,10 @@ struct Variant {
     return launch<0>(p, kv_splits, stream);
   }
   static AttendGpu::Clusters count_clusters() {
-    const auto kernel = attend_small_batch<kHeads, kStages, 0>;
     AttendGpu::Clusters counts{};
-    if (allow(kernel) != cudaSuccess) return counts;
-    for (const unsigned ctas : {1u, 2u, 4u, 8u, unsigned{kNineSplits}, 16u}) {
-      if (!kNine && ctas == kNineSplits) continue;
-      cudaLaunchAttribute cluster{};
-      cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {ctas, 1, 1};
-      const cudaLaunchConfig_t config{ctas, kThreads, kSharedBytes, nullptr, &cluster, 1};
-      if (cudaOccupancyMaxActiveClusters(&counts[ctas], kernel, &config) != cudaSuccess) counts[ctas] = 0;
-    }
-    static_cast<void>(cudaGetLastError());  // of sizes that the GPU does not support
+    for (const unsigned ctas : {1u, 2u, 4u, 8u, unsigned{kNineSplits}, 16u})
+      if (kNine || ctas != kNineSplits)
+        counts[ctas] = clusters_at_once<kSharedBytes>(attend_small_batch<kHeads, kStages, 0>, ctas, kThreads);
     return counts;
   }
 };

@@ -249,7 +249,6 @@ cudaError_t launch_variant(const AttendParams& p, int kv_splits, cudaStream_t st
   constexpr int kPairSize = kCtaPair ? 2 : 1;
   const int head_tiles = head_tiles_of(p), work_tiles = p.step.num_tokens * head_tiles / kPairSize;
   const int split_ctas = kChannelSplits * kPairSize;
-  if (const cudaError_t error = allow_shared_memory(kernel); error != cudaSuccess) return error;
   return launch_clusters<kSharedBytes>(
       kernel, static_cast<unsigned>(kCombinesInMemory ? kPairSize : kv_splits * split_ctas),
       static_cast<unsigned>(work_tiles * kv_splits * split_ctas), kThreads, stream, p, kv_splits, head_tiles);
@@ -282,18 +281,10 @@ cudaError_t launch_unsplit(const ops::AttendParams& p, const AttendSplit&, cudaS
 AttendGpu::Clusters count_wgmma_clusters() {
   using namespace attend_wgmma;
   using namespace attend_wgmma::split_kv;
-  const auto kernel = attend_split_kv<1, false, false, false>;
   AttendGpu::Clusters counts{};
-  if (allow_shared_memory(kernel) != cudaSuccess) return counts;
   counts[1] = num_sms();  // without a cluster; the runtime would count 0
-  for (unsigned ctas = 2; ctas <= kMaxCluster; ++ctas) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {ctas, 1, 1};
-    const cudaLaunchConfig_t config{ctas, kThreads, kSharedBytes, nullptr, &cluster, 1};
-    if (cudaOccupancyMaxActiveClusters(&counts[ctas], kernel, &config) != cudaSuccess) counts[ctas] = 0;
-  }
-  static_cast<void>(cudaGetLastError());  // of sizes that the GPU does not support
+  for (unsigned ctas = 2; ctas <= kMaxCluster; ++ctas)
+    counts[ctas] = clusters_at_once<kSharedBytes>(attend_split_kv<1, false, false, false>, ctas, kThreads);
   return counts;
 }
 

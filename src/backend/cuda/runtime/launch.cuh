@@ -59,16 +59,20 @@ cudaError_t allow_shared_memory(void (*kernel)(Params...), std::size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+/// The same, in clusters of that many CTAs. 0 bytes: none.
+template <int kSharedBytes, class... Params>
+cudaError_t allow_clusters(void (*kernel)(Params...), unsigned cluster) {
+  if constexpr (kSharedBytes > 0)  // also below the default, which includes a kernel's static shared memory
+    if (const cudaError_t error = allow_shared_memory(kernel, kSharedBytes); error != cudaSuccess) return error;
+  if (cluster <= kPortableClusterSize) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
 /// Each `cluster` adjacent CTAs can access each other's shared memory; 1 where there is no PDL.
 template <int kSharedBytes = 0, class... Params, class... Args>
 cudaError_t launch_clusters(void (*kernel)(Params...), unsigned cluster, dim3 ctas, unsigned threads,
                             cudaStream_t stream, Args&&... args) {
-  if constexpr (kSharedBytes > 0)  // also below the default, which includes a kernel's static shared memory
-    if (const cudaError_t error = allow_shared_memory(kernel, kSharedBytes); error != cudaSuccess) return error;
-  if (cluster > kPortableClusterSize)
-    if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-        error != cudaSuccess)
-      return error;
+  if (const cudaError_t error = allow_clusters<kSharedBytes>(kernel, cluster); error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -87,6 +91,21 @@ cudaError_t launch_clusters(void (*kernel)(Params...), unsigned cluster, dim3 ct
 template <int kSharedBytes = 0, class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 ctas, unsigned threads, cudaStream_t stream, Args&&... args) {
   return launch_clusters<kSharedBytes>(kernel, 1, ctas, threads, stream, std::forward<Args>(args)...);
+}
+
+/// How many clusters of `cluster` CTAs run at once; 0: the GPU does not support that size.
+template <int kSharedBytes, class... Params>
+int clusters_at_once(void (*kernel)(Params...), unsigned cluster, unsigned threads) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {cluster, 1, 1};
+  const cudaLaunchConfig_t config{cluster, threads, kSharedBytes, nullptr, &attribute, 1};
+  int count = 0;
+  if (allow_clusters<kSharedBytes>(kernel, cluster) == cudaSuccess &&
+      cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess)
+    return count;
+  static_cast<void>(cudaGetLastError());  // of this query
+  return 0;
 }
 
 /// A launch without PDL, in stream order: for kernels that do not wait for the grid dependency.
