@@ -1,4 +1,4 @@
-#include "store_bench.h"
+#include "store_cases.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -21,24 +21,35 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <thread>
+#include <utility>
 
 #include "base/check.h"
 #include "checks/sizes.h"
-#include "checks/table.h"
-#include "interrupts.h"
-#include "output.h"
 #include "tier/disk_store.h"
 #include "tier/index_checkpoint.h"
 #include "tier/record_guard.h"
 
-namespace kv4::cli {
-
-using namespace checks;
-
+namespace kv4::bench {
 namespace {
 
 using nlohmann::json;
 using namespace tier;
+using checks::human_bytes;
+
+/// Leaves a measurement; what was measured before counts.
+struct Interrupted {};
+
+void stop_if_interrupted(const StoreBenchOptions& options) {
+  if (options.interrupted()) throw Interrupted{};
+}
+
+/// A disk may be busy for a while with what was deleted.
+void let_disk_rest(const StoreBenchOptions& options) {
+  constexpr std::chrono::milliseconds kRest{1000}, kNap{50};
+  for (std::chrono::milliseconds slept{0}; slept < kRest && !options.interrupted(); slept += kNap)
+    std::this_thread::sleep_for(kNap);
+}
 
 struct Speed {
   double bytes_per_s = 0, cpu_s_per_gb = 0;
@@ -83,9 +94,9 @@ std::int64_t bytes_below(const std::filesystem::path& folder) {
 /// A directory that goes with it, however the work ends, but for a kill: then the next one removes what is left.
 class BenchFolder {
  public:
-  explicit BenchFolder(const StoreBenchFlags& flags)
-      : path_(std::filesystem::path(flags.directory) / "kv4_store_bench"), lock_(-1) {
-    std::filesystem::create_directories(flags.directory);
+  explicit BenchFolder(const StoreBenchOptions& options)
+      : path_(std::filesystem::path(options.directory) / "kv4_store_bench"), lock_(-1) {
+    std::filesystem::create_directories(options.directory);
     const bool left = !std::filesystem::create_directory(path_);
     lock_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     require(lock_ >= 0, ErrorCode::bad_file, "{} is no directory; remove it, or choose another one for the bench",
@@ -122,7 +133,7 @@ class BenchFolder {
 };
 
 /// What `command` prints; ended where the bench is interrupted.
-std::string output_of(const std::vector<std::string>& command) {
+std::string output_of(const std::vector<std::string>& command, const StoreBenchOptions& options) {
   int ends[2];
   require(::pipe2(ends, O_CLOEXEC) == 0, ErrorCode::bad_file, "no pipe: {}", std::strerror(errno));
   std::vector<char*> words;
@@ -141,7 +152,7 @@ std::string output_of(const std::vector<std::string>& command) {
   bool told = false;
   while (error == 0) {
     pollfd waits{ends[0], POLLIN, 0};
-    if (interrupted() && !std::exchange(told, true)) ::kill(pid, SIGTERM);
+    if (options.interrupted() && !std::exchange(told, true)) ::kill(pid, SIGTERM);
     if (::poll(&waits, 1, 100) <= 0) continue;
     const ssize_t count = ::read(ends[0], chunk, sizeof(chunk));
     if (count < 0 && errno == EINTR) continue;
@@ -151,29 +162,29 @@ std::string output_of(const std::vector<std::string>& command) {
   ::close(ends[0]);
   int status = -1;
   while (error == 0 && ::waitpid(pid, &status, 0) < 0 && errno == EINTR) continue;
-  stop_if_interrupted();
+  stop_if_interrupted(options);
   require(status == 0, ErrorCode::bad_file, "{} failed; is it installed?", command[0]);
   return out;
 }
 
 /// All measurements of one record size.
-class StoreBench {
+class RecordSizeBench {
  public:
-  StoreBench(const StoreBenchFlags& flags, BenchFolder& folder, std::int64_t record_bytes)
-      : flags_(flags),
+  RecordSizeBench(const StoreBenchOptions& options, BenchFolder& folder, std::int64_t record_bytes)
+      : options_(options),
         bench_folder_(folder),
         record_bytes_(record_bytes),
         block_bytes_(whole_blocks(record_bytes)),
-        records_(std::max<std::int64_t>(flags.total_bytes / record_bytes, 1)),
+        records_(std::max<std::int64_t>(options.total_bytes / record_bytes, 1)),
         bytes_(records_ * record_bytes),
         folder_(folder.path()),
         files_(make_posix_file_system()) {
     stores_.push_back({"store", Protection::none, nullptr});
-    if (flags.encrypt) {
+    if (options.encrypt) {
       stores_.push_back({"sealed", Protection::sealed, nullptr});
       stores_.push_back({"authenticated", Protection::authenticated, nullptr});
     }
-    batch_ = std::min<std::int64_t>(flags.batch, records_);
+    batch_ = std::min<std::int64_t>(options.batch, records_);
     memory_ = payloads_.get(batch_ * block_bytes_);
     std::mt19937_64 random(1);
     for (std::size_t i = 0; i + 8 <= memory_.size(); i += 8) {
@@ -190,7 +201,7 @@ class StoreBench {
     const auto run = [&](bool writes) {
       std::vector<std::pair<std::string, std::function<Speed()>>> works;
       const IoOp::Kind kind = writes ? IoOp::Kind::write : IoOp::Kind::read;
-      if (flags_.fio)
+      if (options_.fio)
         works.emplace_back(writes ? "fio write" : "fio read", [&] { return fio(writes ? "write" : "randread"); });
       works.emplace_back(writes ? "raw write" : "raw read", [&] { return timed(bytes_, [&] { raw(kind); }); });
       for (Store& store : stores_)
@@ -204,7 +215,7 @@ class StoreBench {
       });
       std::rotate(works.begin(), works.begin() + number % std::ssize(works), works.end());
       for (const auto& [name, work] : works) {
-        stop_if_interrupted();
+        stop_if_interrupted(options_);
         speeds[name] = work();
       }
     };
@@ -213,7 +224,7 @@ class StoreBench {
     for (Store& store : stores_) store.store.reset();
     bench_folder_.empty();
     sync_folder();
-    sleep_ms(1000);  // a disk may be busy for a while with what was deleted
+    let_disk_rest(options_);
   }
 
  private:
@@ -234,15 +245,15 @@ class StoreBench {
     Opened<File> opened = files_->open((folder_ / "raw").string(), writes ? OpenMode::create : OpenMode::read);
     require(opened.status.ok(), ErrorCode::bad_file, "{}: {}", folder_.string(), to_string(opened.status));
     if (writes) (void)opened.handle->fallocate(records_ * block_bytes_);
-    const auto queue = files_->make_queue(flags_.depth, nullptr);
-    std::vector<IoOp> ops(static_cast<std::size_t>(flags_.depth) + 1);
+    const auto queue = files_->make_queue(options_.depth, nullptr);
+    std::vector<IoOp> ops(static_cast<std::size_t>(options_.depth) + 1);
     std::vector<IoOp*> free;
     for (IoOp& op : ops) free.push_back(&op);
     std::int64_t next = 0;
     run_transfers(
         *queue,
         [&]() -> IoOp* {
-          stop_if_interrupted();
+          stop_if_interrupted(options_);
           if (next == records_ || free.empty()) return nullptr;
           IoOp* op = free.back();
           free.pop_back();
@@ -267,13 +278,13 @@ class StoreBench {
     StoreOptions options;
     options.directory = (folder_ / of.name).string();
     options.capacity_bytes = INT64_MAX;
-    options.queue_depth = flags_.depth;
-    options.sync_every_bytes = flags_.sync_bytes;
+    options.queue_depth = options_.depth;
+    options.sync_every_bytes = options_.sync_bytes;
     if (of.protection != Protection::none)
       options.guard = std::make_shared<RecordGuard>(GuardOptions{"disk", {CacheKey{}}, of.protection, false});
     of.store = DiskStore::open(*files_, options);
     for (std::int64_t i = 0; i < records_; i += batch_) {
-      stop_if_interrupted();
+      stop_if_interrupted(options_);
       std::vector<PutRequest> requests;
       for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j) requests.push_back({id_of(j), payload(j)});
       of.store->put(requests);
@@ -285,7 +296,7 @@ class StoreBench {
 
   void get(Store& of) {
     for (std::int64_t i = 0; i < records_; i += batch_) {
-      stop_if_interrupted();
+      stop_if_interrupted(options_);
       std::vector<GetRequest> requests;
       for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j)
         requests.push_back({id_of(order_[static_cast<std::size_t>(j)]), payload(j)});
@@ -300,7 +311,7 @@ class StoreBench {
     const std::filesystem::path folder = folder_ / name;
     std::filesystem::create_directory(folder);
     for (std::int64_t i = 0; i < records_; ++i) {
-      stop_if_interrupted();
+      stop_if_interrupted(options_);
       const std::int64_t number = kind == IoOp::Kind::write ? i : order_[static_cast<std::size_t>(i)];
       const std::string path = (folder / std::to_string(number)).string();
       Opened<File> opened = files.open(path, kind == IoOp::Kind::write ? OpenMode::create : OpenMode::read);
@@ -332,8 +343,9 @@ class StoreBench {
     const std::string out = output_of({"fio", "--name=kv4", fmt::format("--filename={}", (folder_ / "fio").string()),
                                        fmt::format("--rw={}", kind), fmt::format("--bs={}", block_bytes_),
                                        fmt::format("--size={}", records_ * block_bytes_), "--ioengine=io_uring",
-                                       fmt::format("--iodepth={}", flags_.depth), "--direct=1", "--end_fsync=1",
-                                       "--norandommap=0", "--output-format=json"});
+                                       fmt::format("--iodepth={}", options_.depth), "--direct=1", "--end_fsync=1",
+                                       "--norandommap=0", "--output-format=json"},
+                                      options_);
     const json job = json::parse(out)["jobs"][0];
     const json& side = job[kind == "write" ? "write" : "read"];
     const double bytes_per_s = side["bw_bytes"].get<double>();
@@ -341,7 +353,7 @@ class StoreBench {
     return {bytes_per_s, cpu / 100 / (bytes_per_s * 1e-9)};
   }
 
-  const StoreBenchFlags& flags_;
+  const StoreBenchOptions& options_;
   BenchFolder& bench_folder_;
   std::int64_t record_bytes_, block_bytes_, records_, bytes_, batch_ = 0;
   std::filesystem::path folder_;
@@ -373,10 +385,10 @@ constexpr Comparison kComparisons[] = {{"store put", "raw write"},
                                        {"authenticated put", "store put"},
                                        {"authenticated get", "store get"}};
 
-json measure(const StoreBenchFlags& flags, BenchFolder& folder, std::int64_t record_bytes) {
-  StoreBench bench(flags, folder, record_bytes);
+json measure(const StoreBenchOptions& options, BenchFolder& folder, std::int64_t record_bytes) {
+  RecordSizeBench bench(options, folder, record_bytes);
   std::map<std::string, std::vector<double>> speeds, cpu, ratios;
-  for (int i = 0; i < flags.rounds && !interrupted(); ++i) {
+  for (int i = 0; i < options.rounds && !options.interrupted(); ++i) {
     std::map<std::string, Speed> round;
     try {
       bench.round(i, round);
@@ -402,20 +414,20 @@ json measure(const StoreBenchFlags& flags, BenchFolder& folder, std::int64_t rec
 }
 
 /// Of a store of many empty records: opening it, with and without its checkpoint, and looking records up.
-json measure_index(const StoreBenchFlags& flags, BenchFolder& bench_folder) {
+json measure_index(const StoreBenchOptions& bench, BenchFolder& bench_folder) {
   const std::filesystem::path folder = bench_folder.path() / "index";
   const auto files = make_posix_file_system();
   StoreOptions options;
   options.directory = folder.string();
   options.capacity_bytes = INT64_MAX;
-  options.queue_depth = flags.depth;
+  options.queue_depth = bench.depth;
   constexpr std::int64_t kBatch = 4096;
   {
     const auto store = DiskStore::open(*files, options);
-    for (std::int64_t i = 0; i < flags.index_records; i += kBatch) {
-      stop_if_interrupted();
+    for (std::int64_t i = 0; i < bench.index_records; i += kBatch) {
+      stop_if_interrupted(bench);
       std::vector<PutRequest> requests;
-      for (std::int64_t j = i; j < std::min(i + kBatch, flags.index_records); ++j) requests.push_back({id_of(j), {}});
+      for (std::int64_t j = i; j < std::min(i + kBatch, bench.index_records); ++j) requests.push_back({id_of(j), {}});
       store->put(requests);
     }
     require(store->close(), ErrorCode::bad_file, "the store could not be closed");
@@ -423,7 +435,7 @@ json measure_index(const StoreBenchFlags& flags, BenchFolder& bench_folder) {
   std::vector<ExistsRequest> requests;
   std::mt19937_64 random(2);
   for (int i = 0; i < 100'000; ++i)
-    requests.push_back({id_of(static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(flags.index_records)))});
+    requests.push_back({id_of(static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(bench.index_records)))});
   double with_s = 0, without_s = 0, lookup_ns = 0;
   {
     const double start = wall_s();
@@ -440,66 +452,36 @@ json measure_index(const StoreBenchFlags& flags, BenchFolder& bench_folder) {
     const double start = wall_s();
     const auto store = DiskStore::open(*files, options);
     without_s = wall_s() - start;
-    require(store->stats().records == flags.index_records, ErrorCode::bad_file, "records are missing");
+    require(store->stats().records == bench.index_records, ErrorCode::bad_file, "records are missing");
   }
   bench_folder.empty();
-  return {{"records", flags.index_records},
+  return {{"records", bench.index_records},
           {"open_s", with_s},
           {"open_without_checkpoint_s", without_s},
           {"lookup_ns", lookup_ns}};
 }
 
-void print(const json& result) {
-  fmt::print("records of {} bytes\n\n", group_digits(result["record_bytes"].get<std::int64_t>()));
-  Table speeds("lrr", {"", "MB/s", "CPU-s/GB"});
-  for (const auto& [name, speed] : result["speeds"].items())
-    speeds.row({name, fmt::format("{:.0f}", speed["mb_per_s"].get<double>()),
-                fmt::format("{:.2f}", speed["cpu_s_per_gb"].get<double>())});
-  Table ratios("lrrr", {"", "median", "lowest", "highest"});
-  for (const auto& [name, ratio] : result["ratios"].items())
-    ratios.row({name, fmt::format("{:.2f}", ratio["median"].get<double>()),
-                fmt::format("{:.2f}", ratio["lowest"].get<double>()),
-                fmt::format("{:.2f}", ratio["highest"].get<double>())});
-  fmt::print("{}\n", speeds.str());
-  if (!result["ratios"].empty()) fmt::print("{}\n", ratios.str());
-}
-
-void bench_store_in(const StoreBenchFlags& flags, BenchFolder& folder) {
-  json out = {{"depth", flags.depth}, {"rounds", flags.rounds}, {"encrypted", flags.encrypt}, {"sizes", json::array()}};
-  for (const std::int64_t record_bytes : flags.record_bytes) {
-    const json size = measure(flags, folder, record_bytes);
-    if (!size["speeds"].empty()) {
-      out["sizes"].push_back(size);
-      if (!flags.json) print(size);
-    }
-    if (interrupted()) break;
-  }
-  if (flags.index_records > 0 && !interrupted()) {
-    try {
-      out["index"] = measure_index(flags, folder);
-    } catch (const Interrupted&) {  // half a store tells nothing
-    }
-    if (!flags.json && out.contains("index"))
-      fmt::print("{} records: opened in {:.2f} s, without its checkpoint in {:.2f} s; a lookup takes {:.0f} ns\n",
-                 group_digits(flags.index_records), out["index"]["open_s"].get<double>(),
-                 out["index"]["open_without_checkpoint_s"].get<double>(), out["index"]["lookup_ns"].get<double>());
-  }
-  out["interrupted"] = interrupted();
-  if (flags.json) fmt::print("{}\n", out.dump(2));
-}
-
 }  // namespace
 
-int bench_store(const StoreBenchFlags& flags) {
-  catch_interrupts();
-  {
-    BenchFolder folder(flags);
-    bench_store_in(flags, folder);
+json bench_store(const StoreBenchOptions& options, const std::function<void(const json&)>& on_size) {
+  BenchFolder folder(options);
+  json out = {
+      {"depth", options.depth}, {"rounds", options.rounds}, {"encrypted", options.encrypt}, {"sizes", json::array()}};
+  for (const std::int64_t record_bytes : options.record_bytes) {
+    if (options.interrupted()) break;
+    const json size = measure(options, folder, record_bytes);
+    if (size["speeds"].empty()) continue;
+    out["sizes"].push_back(size);
+    on_size(size);
   }
-  flush_output();
-  if (!interrupted()) return 0;
-  fmt::print(stderr, "interrupted: what was measured until then is shown\n");
-  return interrupted_exit_code();
+  if (options.index_records > 0 && !options.interrupted()) {
+    try {
+      out["index"] = measure_index(options, folder);
+    } catch (const Interrupted&) {  // half a store tells nothing
+    }
+  }
+  out["interrupted"] = options.interrupted();
+  return out;
 }
 
-}  // namespace kv4::cli
+}  // namespace kv4::bench

@@ -224,19 +224,20 @@ void add_store(CLI::App& app, int& exit_code) {
   add("gc", "Drop damaged and dead records and give their room back", collect);
   CLI::App* bench = command->add_subcommand("bench", "The store's speed beside the disk's own, in one run");
   auto flags = std::make_shared<StoreBenchFlags>();
-  bench->add_option("DIR", flags->directory, "where to write; what it makes there it removes")->required();
-  bench->add_option("--record-bytes", flags->record_bytes, "payloads, one measurement each")
+  bench->add_option("DIR", flags->options.directory, "where to write; what it makes there it removes")->required();
+  bench->add_option("--record-bytes", flags->options.record_bytes, "payloads, one measurement each")
       ->check(CLI::Range(1, 1 << 28));
-  bench->add_option("--total-bytes", flags->total_bytes, "written and read per measurement")
+  bench->add_option("--total-bytes", flags->options.total_bytes, "written and read per measurement")
       ->check(CLI::PositiveNumber);
-  bench->add_option("--depth", flags->depth, "transfers in flight")->check(CLI::Range(1, 4096));
-  bench->add_option("--batch", flags->batch, "records per put and get")->check(CLI::Range(1, 1 << 20));
-  bench->add_option("--sync-bytes", flags->sync_bytes, "fdatasync after as many")->check(CLI::PositiveNumber);
-  bench->add_option("--rounds", flags->rounds, "of everything; medians are shown")->check(CLI::Range(1, 1000));
-  bench->add_option("--index", flags->index_records, "also open a store of that many records, and look them up")
+  bench->add_option("--depth", flags->options.depth, "transfers in flight")->check(CLI::Range(1, 4096));
+  bench->add_option("--batch", flags->options.batch, "records per put and get")->check(CLI::Range(1, 1 << 20));
+  bench->add_option("--sync-bytes", flags->options.sync_bytes, "fdatasync after as many")->check(CLI::PositiveNumber);
+  bench->add_option("--rounds", flags->options.rounds, "of everything; medians are shown")->check(CLI::Range(1, 1000));
+  bench->add_option("--index", flags->options.index_records, "also open a store of that many records, and look them up")
       ->check(CLI::NonNegativeNumber);
-  bench->add_flag("--fio", flags->fio, "also run fio, which has to be installed");
-  bench->add_flag("--encrypt", flags->encrypt, "also a sealed and an authenticated store, beside the one without keys");
+  bench->add_flag("--fio", flags->options.fio, "also run fio, which has to be installed");
+  bench->add_flag("--encrypt", flags->options.encrypt,
+                  "also a sealed and an authenticated store, beside the one without keys");
   bench->add_flag("--json", flags->json, "figures as JSON");
   bench->footer(
       "Example:\n  kv4 store bench /var/cache --depth 32 --index 1000000\n\n"
