@@ -37,7 +37,7 @@ void check_rope(const SafeTensors& file, const Recording& recording, GoldenRepor
   const std::vector<std::int32_t> far = file.ints("rope_far.positions", {-1});
   const auto far_count = static_cast<std::int64_t>(far.size());
   // The recorder multiplied angles in fp32, so its own error grows with the position: 0.75 * 2^-23 per token.
-  const double near_bound = std::max(3e-5, 1e-7 * static_cast<double>(recording.tokens));
+  const double recorded_bound = std::max(3e-5, 1e-7 * static_cast<double>(recording.tokens));
   for (const auto& [name, spec] :
        {std::pair("main", recording.config.rope_main), std::pair("compress", recording.config.rope_compress)}) {
     const RopeTable table = build_rope_table(spec, rope_dim, 0, recording.tokens);
@@ -55,8 +55,8 @@ void check_rope(const SafeTensors& file, const Recording& recording, GoldenRepor
         worst.see(std::abs(static_cast<double>(got[i]) - static_cast<double>(want[i])));
       report.check(prefix + tensor, worst.value(), bound);
     };
-    compare(std::string("rope.") + name + ".cos", table.cos, recording.tokens, near_bound);
-    compare(std::string("rope.") + name + ".sin", table.sin, recording.tokens, near_bound);
+    compare(std::string("rope.") + name + ".cos", table.cos, recording.tokens, recorded_bound);
+    compare(std::string("rope.") + name + ".sin", table.sin, recording.tokens, recorded_bound);
     compare(std::string("rope_far.") + name + ".cos", far_table.cos, far_count, kFarBound);
     compare(std::string("rope_far.") + name + ".sin", far_table.sin, far_count, kFarBound);
   }
@@ -212,7 +212,7 @@ void check_plain(const Recording& recording, const Capture& got, const std::stri
     report.check(prefix + "scores", score_error(recording, got.scores), kScoreBound);
     report.check(prefix + "topk", differing_share(got.topk, recording.idx_topk), kTopkBound);
   }
-  // With the recorded choice, so that one near tie does not count twice.
+  // With the recorded choice, so that a tie that is broken in another way does not count twice.
   report.check(prefix + "attention", relative_error(got.attention.values, recording.attn_out.values), kAttentionBound);
   if (recording.main.tail_kv.rows != 0) {
     report.check(prefix + "ring.kv", relative_error(got.ring_kv.values, recording.main.tail_kv.values), 1e-6);

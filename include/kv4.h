@@ -367,7 +367,7 @@ typedef struct kv4_index_inputs {
   const kv4_tensor* q;       /* [tokens, heads, index_dim], or u8 payloads */
   const kv4_tensor* q_scale; /* with payloads */
   const kv4_tensor* weights; /* f32 [tokens, heads] */
-  int32_t fast_scores;       /* kv4_index_scores alone: not the defined bits but what is fastest, within a bound */
+  int32_t fast_scores;       /* only kv4_index_scores: fast scores, within an error bound, not the exact bits */
 } kv4_index_inputs;
 
 /* kv4::AttendInputs: queries, normed and rotated. */

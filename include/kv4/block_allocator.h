@@ -1,4 +1,4 @@
-// Block ids: who holds them, which are free, which may be taken back. No bytes, no locks, every call O(1).
+// Block ids: reference counts, free and evictable lists. No bytes, no locks, every call O(1).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The cache of one model on one device: who is in it, what a step may write, when it counts.
+// The cache of one model on one device: its requests, and the steps that write their rows.
 //
 //   admit -> [prepare_forward -> acquire(layer).append ... for each layer -> commit | abort]* -> release
 //

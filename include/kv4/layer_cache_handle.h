@@ -1,4 +1,4 @@
-// What an attention layer calls during a step.
+// The calls of an attention layer during a step.
 #pragma once
 
 #include <cstddef>
@@ -143,8 +143,9 @@ class KV4_API LayerCacheHandle {
   /// window - 1) + count.
   KVPair gather_swa_kv(const TensorView& out, const TensorView& lens, const TensorView& first);
 
-  /// score[t, j] = sum over heads of weight * relu(q . key j), to the bit as docs/formats.md says, or near it. scores
-  /// [tokens, n] f32, n at least the longest item's entries; -infinity where a token sees none.
+  /// score[t, j] = sum over heads of weight * relu(q . key j): exact, to the bit as docs/formats.md says, or fast,
+  /// within its error bound. scores [tokens, n] f32, n at least the longest item's entries; -infinity where a token
+  /// sees none.
   void index_scores(const IndexInputs& inputs, const TensorView& scores, ScoreMode mode = ScoreMode::exact);
   /// The k best entries that each token sees, of given scores (the sum of several ranks', say). indices [tokens, k]
   /// i32, in no order, -1 filled; of equal scores the smaller index, NaN last. slots [tokens, k] i32 or empty: block *

@@ -1,4 +1,4 @@
-// What a model demands of its cache: which layer keeps what. From a Hugging Face config.json or a preset.
+// The model as its cache sees it: the rows that each layer keeps. From a Hugging Face config.json or a preset.
 #pragma once
 
 #include <cstdint>

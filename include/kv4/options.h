@@ -17,8 +17,8 @@ enum class Format : std::uint8_t { fp8_tile64, fp8_row, bf16, mxfp4, nvfp4, fp8 
 enum class HcaMode : std::uint8_t { online, raw };
 /// The order of pages in the pool: by block, then layer, or by layer, then block.
 enum class Arrangement : std::uint8_t { block_major, layer_major };
-/// How the sums of index scores are rounded: as defined, to the bit on every backend; or as is fastest, within the
-/// bound of docs/formats.md. Where nothing is faster the defined ones are given.
+/// Index scores: exact, the same bits on every backend; or fast, within the error bound of docs/formats.md. Where no
+/// fast kernel exists, fast scores are the exact ones.
 enum class ScoreMode : std::uint8_t { exact, fast };
 
 /// The enumerator's name: "fp8_tile64", ...

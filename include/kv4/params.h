@@ -1,5 +1,5 @@
-// What an operation is told: plain structs of addresses and sizes, passed by value to any backend. The manager fills
-// them from its schema; an engine that keeps its own pools fills them itself and calls kv4/cuda.h.
+// The parameters of the operations: plain structs of addresses and sizes, passed by value to any backend. The manager
+// fills them from its schema; an engine that keeps its own pools fills them itself and calls kv4/cuda.h.
 #pragma once
 
 #include <cstdint>
@@ -280,9 +280,9 @@ struct AttendParams {
   SlotList entry_slots;         // instead of its entries: rows of layer.kinds[0].page
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
-  RopeDesc inverse_rope;        // rope_dim > 0: the output's last channels are turned back by the query's position
-  // For what CTAs of a token leave to each other: attend_workspace_bytes, or null. Zero before the first call;
-  // calls that share it are queued one after the other.
+  RopeDesc inverse_rope;        // rope_dim > 0: undoes the rotation of the output's last channels at the query's position
+  // Partial outputs of a token's CTAs: attend_workspace_bytes, or null. Zero before the first call; calls that share
+  // it are queued one after the other.
   std::uint8_t* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
 };

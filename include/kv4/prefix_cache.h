@@ -1,5 +1,5 @@
-// Contexts that are not computed twice: what a cache keeps of the requests that have gone, and what a prompt finds of
-// it (docs/design.md, "Prefix cache").
+// The prefix cache: full blocks stay when their requests end, and a later prompt that begins with the same tokens
+// reuses them (docs/design.md, "Prefix cache").
 #pragma once
 
 #include <array>

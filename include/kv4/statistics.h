@@ -1,4 +1,4 @@
-// What a cache has and what it has done, as plain numbers: for metrics, logs and whoever decides about admission.
+// What a cache has and what it has done, as plain numbers: for metrics, logs and admission control.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
-// A running cache that can be looked at from outside, without a server in the engine: a folder where it says how it
-// stands, for `kv4 serve-metrics`, and where it can be asked for one of its requests, for `kv4 inspect`.
+// A running cache seen from other processes, without a server in the engine: a folder in which the cache publishes its
+// figures, for `kv4 serve-metrics`, and in which `kv4 inspect` asks for one of its requests.
 //
 //   kv4::StatusFolder status(cache, "/run/kv4/gpu0", {.tiers = &tiers});
 //   for (;;) { ... a step, or nothing to do ...  status.publish(); }

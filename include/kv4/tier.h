@@ -18,9 +18,8 @@
 //      So records whose bytes follow from their key (all that TieredPrefix keeps) may be in any tier: an older one is
 //      the same. Records that change may not be in Redis.
 //   2. No call throws, but for want of memory (std::bad_alloc): that is a failed put, and a miss.
-//   3. No call goes on much longer than its deadline, as far as the operating system lets it: what has no answer by
-//   then
-//      is `failed` or not `answered`. A put that failed may yet be there, whole.
+//   3. No call goes on much longer than its deadline, as far as the operating system lets it: a request without an
+//      answer by then is `failed` or not `answered`. A put that failed may yet be there, whole.
 //
 // No answer is ever an error of the caller's: whatever went wrong, the caller computes the bytes again.
 //

@@ -26,7 +26,7 @@
 
 namespace kv4 {
 
-/// Memory and patience of a TieredPrefix.
+/// Memory and time limits of a TieredPrefix.
 struct TieredOptions {
   /// Host memory for blocks on their way in, pinned for a GPU, and as much of the device's.
   std::int64_t load_bytes = std::int64_t{64} << 20;

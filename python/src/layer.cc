@@ -201,7 +201,7 @@ void def_index(nb::class_<Layer>& layer) {
       "q       float32 or bf16 [tokens, heads, index_dim], rotated; or uint8, encoded, with q_scale\n"
       "weights float32 [tokens, heads], every factor of the score in it; 1 to 64 heads\n"
       "scores  float32 [tokens, n], n at least the longest item's entries; None: a new one, returned\n"
-      "fast    sums rounded as is fastest, within the bound of docs/formats.md, instead of to the defined bit");
+      "fast    fast scores, within the error bound of docs/formats.md, instead of the exact bits");
   layer.def(
       "select_topk",
       [](const Layer& self, const ArrayLike& scores, const ArrayLike& indices, const ArrayLike& slots,

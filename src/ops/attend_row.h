@@ -6,39 +6,39 @@
 
 namespace kv4::ops {
 
-/// The softmax of one head over the rows so far, and its weighted sum of them beside it.
+/// Online softmax of one head: row maximum and denominator over the rows so far. Its numerator, O, lies beside it.
 struct Attention {
   float max = kLowestGate;
   float sum = 0.0f;
 };
 
-/// A logit joins. What the past must be multiplied with, and the new one's weight.
+/// The rescale factor of O and the denominator before a logit is added, and the logit's P.
 struct AttentionStep {
-  float past, fresh;
+  float rescale, p;
 };
 
 KV4_HD AttentionStep add_logit(Attention& a, float z) {
   const bool higher = z > a.max;
   const float e = codec::exp_nonpositive(-codec::magnitude(z - a.max));
   const AttentionStep step = higher ? AttentionStep{e, 1.0f} : AttentionStep{1.0f, e};
-  a = {higher ? z : a.max, codec::fused(a.sum, step.past, step.fresh)};
+  a = {higher ? z : a.max, codec::fused(a.sum, step.rescale, step.p)};
   return step;
 }
 
 /// Adds a row. q: times the softmax scale; acc [width].
 KV4_HD void attend_row(int width, const float* q, const float* row, Attention& a, float* acc) {
   const AttentionStep step = add_logit(a, row_dot(width, q, row));
-  for (int c = 0; c < width; ++c) acc[c] = codec::fused(step.fresh, row[c], acc[c] * step.past);
+  for (int c = 0; c < width; ++c) acc[c] = codec::fused(step.p, row[c], acc[c] * step.rescale);
 }
 
-/// What the sums must be multiplied with, and the logarithm of the denominator.
+/// The factor that turns the numerator into the output, and the logarithm of the denominator.
 struct AttentionEnd {
   float factor;
   float lse;
 };
 
 KV4_HD AttentionEnd end_attention(Attention a, const float* sink) {
-  const float factor = sink != nullptr && *sink != -INFINITY ? add_logit(a, *sink).past : 1.0f;
+  const float factor = sink != nullptr && *sink != -INFINITY ? add_logit(a, *sink).rescale : 1.0f;
   if (a.sum == 0.0f) return {0.0f, -INFINITY};
   return {codec::quotient(factor, a.sum), a.max + logf(a.sum)};
 }

@@ -38,14 +38,14 @@ KV4_HD float larger_gate(float gate, float max) { return gate > max ? gate : max
 
 KV4_HD Pool empty_pool() { return {kLowestGate, 0.0f, 0.0f}; }
 
-/// Adds a row. One exp: of the distance between the new gate and the maximum, which scales either the past or the new
-/// row.
+/// Adds a row. One exp, of the distance between its gate and the maximum, is the rescale factor of the rows before it
+/// or its own factor; the other is 1.
 KV4_HD Pool pool_add(Pool p, float gate, float kv) {
   const float e = codec::exp_nonpositive(-codec::magnitude(gate - p.max));
   const bool higher = gate > p.max;
-  const float past = higher ? e : 1.0f;
-  const float fresh = higher ? 1.0f : e;
-  return {higher ? gate : p.max, codec::fused(p.den, past, fresh), codec::fused(fresh, kv, p.num * past)};
+  const float rescale = higher ? e : 1.0f;
+  const float own = higher ? 1.0f : e;
+  return {higher ? gate : p.max, codec::fused(p.den, rescale, own), codec::fused(own, kv, p.num * rescale)};
 }
 
 /// Adds a row to a pool whose maximum is that of all its rows from the start.
@@ -85,7 +85,7 @@ KV4_HD void pool_rows(Group g, int width, int count, Row row, float* acc) {
   }
 }
 
-/// Sum of squares by neighbour pairs: s_i = x_i^2, then s_i = s_2i + s_2i+1 until one is left; missing ones are 0.
+/// Sum of squares by adjacent pairs: s_i = x_i^2, then s_i = s_2i + s_2i+1 until one is left; missing ones are 0.
 /// tmp: [width rounded up to a power of two]. Every lane gets the result.
 template <class Group>
 KV4_HD float square_sum(Group g, const float* x, int width, float* tmp) {

@@ -4,9 +4,9 @@
 // A dot product of mxfp4 rows is made of exact group sums: integers (a code's value times 2 is one, of at most 12)
 // times powers of two. The groups are added in order in fp32. Other formats: fma over channels in order.
 //
-// Heads form chains of 16, each `acc = fma(weight, relu(dot), acc)` in order; the chains are added as neighbour pairs,
-// (c0 + c1) + (c2 + c3). That is how a matrix unit's accumulators lie in a quad of lanes, so that it gives these bits
-// without a second pass.
+// Heads form chains of 16, each `acc = fma(weight, relu(dot), acc)` in order; the chains are added in adjacent pairs,
+// (c0 + c1) + (c2 + c3). The accumulators of a tensor core lie in a quad of lanes in that order, so it gives these
+// bits without a second pass.
 #pragma once
 
 #include "codec/codec.h"

@@ -23,9 +23,10 @@ class KeyTable {
     return kNoSlot;
   }
 
-  /// Two hints for keys that will be looked up soon: first the cell, a little later the slot that it probably names.
+  /// Prefetches for keys that will be looked up soon: first the cell, a little later the slot that it names, most
+  /// likely the key's.
   void prefetch(const BlockKey& key) const { __builtin_prefetch(&cells_[home(key_fingerprint(key))]); }
-  Slot guess(const BlockKey& key) const { return cells_[home(key_fingerprint(key))].slot; }
+  Slot home_slot(const BlockKey& key) const { return cells_[home(key_fingerprint(key))].slot; }
 
   void insert(const BlockKey& key, Slot slot) {
     const std::uint64_t print = key_fingerprint(key);

@@ -81,7 +81,7 @@ void PrefixIndex::prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) 
   constexpr std::size_t kCellsAhead = 16, kEntriesAhead = 8;
   if (i + kCellsAhead < keys.size()) table_.prefetch(keys[i + kCellsAhead]);
   if (i + kEntriesAhead >= keys.size()) return;
-  if (const Slot slot = table_.guess(keys[i + kEntriesAhead]); slot != kNoSlot) {
+  if (const Slot slot = table_.home_slot(keys[i + kEntriesAhead]); slot != kNoSlot) {
     __builtin_prefetch(&entries_[static_cast<std::size_t>(slot)]);
     __builtin_prefetch(&nodes_[static_cast<std::size_t>(slot)]);
   }

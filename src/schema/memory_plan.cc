@@ -118,7 +118,7 @@ std::int64_t index_workspace_bytes(const CacheSchema& schema) {
 }
 
 std::int64_t attend_workspace_bytes(const CacheSchema& schema) {
-  constexpr std::int64_t kLongList = 1536;  // a cluster of thread blocks is as fast up to there
+  constexpr std::int64_t kLongList = 1536;  // up to there a cluster of CTAs is as fast
   for (const LayerCacheSchema& layer : schema.layers)
     if (layer.pages.size() == 1 && layer.pages[0].row.format == Format::fp8_tile64 &&
         layer.pages[0].row.width == ops::kAttendShareWidth &&
@@ -199,7 +199,7 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("step workspace", 1, scratch_layout(schema).bytes, fmt::format("window rows of {} tokens", o.max_step_tokens));
   add("index workspace", 1, index_workspace_bytes(schema),
       fmt::format("scores and queries of {} tokens", std::min(o.index_tile_tokens, o.max_step_tokens)));
-  add("attend workspace", 1, attend_workspace_bytes(schema), "what thread blocks of a token leave to each other");
+  add("attend workspace", 1, attend_workspace_bytes(schema), "partial outputs of KV splits");
   const SnapshotPlaces places = snapshot_places(schema);
   add("snapshots", places.count, places.bytes, fmt::format("{} images at block boundaries", places.count));
   add("prefix index", 1, prefix_index_bytes(schema), "keys, counts and order of kept blocks, events");

@@ -19,7 +19,7 @@
 //   1. Whatever is read through it is compared with its header, as always.
 //   2. A segment counts only with its id, nonce and size: not a copy of another store, nor an id that was used again.
 //   3. What is appended later lies behind `end` of a segment that is not sealed, and is scanned.
-//   4. A record it names is killed only after the file is gone from the disk for good (DiskStore::drop_checkpoint).
+//   4. A record it names is tombstoned only after the file is durably unlinked (DiskStore::drop_checkpoint).
 //   5. Torn, damaged or of another version or layout: as if it were not there.
 #pragma once
 

@@ -23,11 +23,11 @@ std::optional<RecordEntry> RecordIndex::find(const RecordId& id) const {
 void RecordIndex::look_up(std::span<ExistsRequest> requests) const {
   constexpr std::size_t kCellsAhead = 16, kRecordsAhead = 8;
   const std::lock_guard lock(mutex_);
-  const auto guess = [&](std::size_t i) -> const Cell& { return cells_[home(hash(requests[i].id))]; };
+  const auto home_cell = [&](std::size_t i) -> const Cell& { return cells_[home(hash(requests[i].id))]; };
   for (std::size_t i = 0; i < requests.size() + kCellsAhead; ++i) {
-    if (i < requests.size()) __builtin_prefetch(&guess(i));
+    if (i < requests.size()) __builtin_prefetch(&home_cell(i));
     if (i >= kRecordsAhead && i - kRecordsAhead < requests.size()) {
-      const std::uint32_t number = guess(i - kRecordsAhead).number;
+      const std::uint32_t number = home_cell(i - kRecordsAhead).number;
       if (number != kNone) __builtin_prefetch(&record(number));
     }
     if (i < kCellsAhead) continue;

@@ -30,7 +30,7 @@ struct RecordEntry {
   std::uint64_t sequence = 0;
   RecordKind kind = RecordKind::value;
   std::uint16_t version = kRecordVersion;
-  bool set_aside = false;  // a miss, but known, so that it is killed when a newer one takes its place
+  bool set_aside = false;  // a miss, but known, so that it is tombstoned when a newer one takes its place
 
   std::int64_t payload_bytes() const { return tier::payload_bytes(version, kind, place.length); }
 };

@@ -133,11 +133,11 @@ class CApi : public testing::Test {
     indexer.q = iq;
     indexer.weights = iw;
     ASSERT_EQ(kv4_index_topk(cache, 1, &indexer, topk, nullptr), KV4_OK) << kv4_last_error();
-    std::vector<float> scores(static_cast<std::size_t>(count * (kTokens / 4))), near = scores;
+    std::vector<float> scores(static_cast<std::size_t>(count * (kTokens / 4))), fast = scores;
     ASSERT_EQ(kv4_index_scores(cache, 1, &indexer, Tensor(scores, {count, kTokens / 4})), KV4_OK) << kv4_last_error();
     indexer.fast_scores = 1;
-    ASSERT_EQ(kv4_index_scores(cache, 1, &indexer, Tensor(near, {count, kTokens / 4})), KV4_OK) << kv4_last_error();
-    EXPECT_EQ(near, scores);  // of mxfp4 keys they are the defined ones
+    ASSERT_EQ(kv4_index_scores(cache, 1, &indexer, Tensor(fast, {count, kTokens / 4})), KV4_OK) << kv4_last_error();
+    EXPECT_EQ(fast, scores);  // of mxfp4 keys fast scores are the exact ones
     kv4_attend_inputs attend;
     kv4_attend_inputs_init(&attend);
     attend.q = q;

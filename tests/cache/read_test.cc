@@ -129,8 +129,8 @@ Queries make_queries(const OpenStep& s, LayerCacheHandle handle, std::int64_t he
   return out;
 }
 
-// How far a near score may be off: docs/formats.md, Index scores.
-double near_bound(const Queries& q, std::size_t token, const float* key) {
+// The error bound of a fast score: docs/formats.md, Index scores.
+double error_bound(const Queries& q, std::size_t token, const float* key) {
   double size = 0;
   for (std::size_t h = 0; h < static_cast<std::size_t>(q.heads); ++h) {
     const std::size_t head = token * static_cast<std::size_t>(q.heads) + h;
@@ -141,7 +141,7 @@ double near_bound(const Queries& q, std::size_t token, const float* key) {
 }
 
 // docs/formats.md, Index scores.
-float defined_score(const Queries& q, std::size_t token, Format format, const float* key) {
+float exact_score(const Queries& q, std::size_t token, Format format, const float* key) {
   float chains[4] = {};
   for (std::int64_t h = 0; h < q.heads; ++h) {
     const std::size_t head = token * static_cast<std::size_t>(q.heads) + static_cast<std::size_t>(h);
@@ -247,7 +247,7 @@ void check_index(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads,
     const Token& token = s.tokens[static_cast<std::size_t>(t)];
     for (std::int64_t j = 0; j < s.visible(token, kind.ratio); ++j)
       want[static_cast<std::size_t>(t * columns + j)] =
-          defined_score(q, static_cast<std::size_t>(t), handle.schema().pages[1].row.format, keys.row(token.item, j));
+          exact_score(q, static_cast<std::size_t>(t), handle.schema().pages[1].row.format, keys.row(token.item, j));
   }
   for (const QueryType type : {QueryType::f32, QueryType::bf16, QueryType::encoded}) {
     std::vector<float> scores(want.size(), kPoison);
@@ -269,10 +269,10 @@ void check_index(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads,
       for (std::int64_t j = 0; j < columns; ++j) {
         const std::size_t at = static_cast<std::size_t>(t * columns + j);
         if (j < s.visible(token, kind.ratio))
-          ASSERT_NEAR(scores[at], want[at], near_bound(q, static_cast<std::size_t>(t), keys.row(token.item, j)))
-              << "near score " << j << " of token " << t;
+          ASSERT_NEAR(scores[at], want[at], error_bound(q, static_cast<std::size_t>(t), keys.row(token.item, j)))
+              << "fast score " << j << " of token " << t;
         else
-          ASSERT_EQ(scores[at], want[at]) << "near score " << j << " of token " << t;
+          ASSERT_EQ(scores[at], want[at]) << "fast score " << j << " of token " << t;
       }
     }
   }

@@ -19,8 +19,8 @@ from running_cache_test import replay_with_page, running, running_cache, serving
 from server_test import publishing
 from tool import KV4, Skipped, equal, ok, run_tests
 
-PATIENCE_MS = 120_000  # a machine may be busy
-expect.set_options(timeout=PATIENCE_MS)
+TIMEOUT_MS = 120_000  # a machine may be busy
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 @contextmanager
@@ -28,9 +28,9 @@ def open_page(address, width=1280):
     """A page of a browser that must not complain, and may ask nobody but the tool."""
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
-                                         timeout=PATIENCE_MS)
+                                         timeout=TIMEOUT_MS)
         page, problems, asked = browser.new_page(viewport={"width": width, "height": 900}), [], []
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(TIMEOUT_MS)
         page.on("pageerror", lambda error: problems.append(error))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(address)

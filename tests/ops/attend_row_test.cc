@@ -40,18 +40,18 @@ void expect_softmax(const std::vector<float>& q, const std::vector<std::vector<f
     for (std::size_t c = 0; c < q.size(); ++c) z += static_cast<double>(q[c]) * static_cast<double>(row[c]);
     logits.push_back(z);
   }
-  double most = sink ? static_cast<double>(*sink) : logits[0], sum = 0;
-  for (const double z : logits) most = std::max(most, z);
+  double row_max = sink ? static_cast<double>(*sink) : logits[0], sum = 0;
+  for (const double z : logits) row_max = std::max(row_max, z);
   std::vector<double> want(q.size());
   for (std::size_t r = 0; r < rows.size(); ++r) {
-    sum += std::exp(logits[r] - most);
-    for (std::size_t c = 0; c < q.size(); ++c) want[c] += std::exp(logits[r] - most) * static_cast<double>(rows[r][c]);
+    sum += std::exp(logits[r] - row_max);
+    for (std::size_t c = 0; c < q.size(); ++c) want[c] += std::exp(logits[r] - row_max) * static_cast<double>(rows[r][c]);
   }
-  if (sink) sum += std::exp(static_cast<double>(*sink) - most);
+  if (sink) sum += std::exp(static_cast<double>(*sink) - row_max);
   const Output got = attended(q, rows, sink);
   for (std::size_t c = 0; c < q.size(); ++c)
     EXPECT_NEAR(static_cast<double>(got.row[c]), want[c] / sum, 2e-5) << "seed " << kSeed << ", channel " << c;
-  EXPECT_NEAR(static_cast<double>(got.lse), most + std::log(sum), 2e-5 * (1 + std::abs(most)));
+  EXPECT_NEAR(static_cast<double>(got.lse), row_max + std::log(sum), 2e-5 * (1 + std::abs(row_max)));
 }
 
 TEST(AttendRow, IsASoftmaxOverItsRows) {
@@ -125,18 +125,18 @@ TEST(AttendRow, NanSpoilsTheOutput) {
 TEST(AttendRow, StepScalesEitherThePastOrTheNewRow) {
   ops::Attention attention;
   ops::AttentionStep step = ops::add_logit(attention, 1.0f);
-  EXPECT_EQ(step.fresh, 1.0f);
+  EXPECT_EQ(step.p, 1.0f);
   EXPECT_EQ(attention.sum, 1.0f);
   step = ops::add_logit(attention, 0.0f);  // below the maximum
-  EXPECT_EQ(step.past, 1.0f);
-  EXPECT_FLOAT_EQ(step.fresh, std::exp(-1.0f));
+  EXPECT_EQ(step.rescale, 1.0f);
+  EXPECT_FLOAT_EQ(step.p, std::exp(-1.0f));
   EXPECT_EQ(attention.max, 1.0f);
   step = ops::add_logit(attention, 1.0f);  // a tie
-  EXPECT_EQ(step.past, 1.0f);
-  EXPECT_EQ(step.fresh, 1.0f);
+  EXPECT_EQ(step.rescale, 1.0f);
+  EXPECT_EQ(step.p, 1.0f);
   step = ops::add_logit(attention, 3.0f);  // above it
-  EXPECT_FLOAT_EQ(step.past, std::exp(-2.0f));
-  EXPECT_EQ(step.fresh, 1.0f);
+  EXPECT_FLOAT_EQ(step.rescale, std::exp(-2.0f));
+  EXPECT_EQ(step.p, 1.0f);
   EXPECT_EQ(attention.max, 3.0f);
 }
 

@@ -4,7 +4,7 @@ import pickle
 import signal
 import time
 
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
 
 def in_child(work):
@@ -21,7 +21,7 @@ def in_child(work):
         finally:
             os._exit(status)
     os.close(writer)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     os.set_blocking(reader, False)
     told, ended = b"", None
     while ended is None:
@@ -31,7 +31,7 @@ def in_child(work):
         elif time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            raise AssertionError(f"the child hung for {PATIENCE_S} s")
+            raise AssertionError(f"the child hung for {TIMEOUT_S} s")
         try:
             while part := os.read(reader, 1 << 20):
                 told += part

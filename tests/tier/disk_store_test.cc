@@ -446,7 +446,7 @@ TEST_F(TierDiskStore, StaleCheckpointGivesNothingWrong) {
   remove(*store, record_id(1));
   put(*store, record_id(2), random_bytes(102, 5000));
   ASSERT_TRUE(store->flush());
-  EXPECT_FALSE(disk.has(checkpoint()));  // before anything it names was killed
+  EXPECT_FALSE(disk.has(checkpoint()));  // before anything that it names became a tombstone
   ASSERT_TRUE(store->close());
   disk.replace(checkpoint(), stale);
   reopen();

@@ -272,7 +272,7 @@ TEST_F(TierQueues, WhatWasReplacedIsNeverSeenAgain) {
   expect(4, 34);
 }
 
-TEST_F(TierQueues, MoreUnsureIdsThanTheSetHolds) {
+TEST_F(TierQueues, MoreStaleIdsThanTheSetHolds) {
   options.max_stale_ids = 4;
   options.max_writes = 64;
   options.max_write_bytes = 1 << 20;

@@ -30,9 +30,9 @@ HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
   const VF e = exp_nonpositive(hn::Or(hn::Sub(gate, p.max), sign));
   const auto higher = hn::Gt(gate, p.max);
   const VF one = set(1.0f);
-  const VF past = hn::IfThenElse(higher, e, one);
-  const VF fresh = hn::IfThenElse(higher, one, e);
-  return {larger_gate(gate, p.max), hn::MulAdd(p.den, past, fresh), hn::MulAdd(fresh, kv, hn::Mul(p.num, past))};
+  const VF rescale = hn::IfThenElse(higher, e, one);
+  const VF own = hn::IfThenElse(higher, one, e);
+  return {larger_gate(gate, p.max), hn::MulAdd(p.den, rescale, own), hn::MulAdd(own, kv, hn::Mul(p.num, rescale))};
 }
 
 // Prefetches into L2: rows a page apart share a few sets of L1 and would evict each other.

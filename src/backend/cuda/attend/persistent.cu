@@ -57,7 +57,7 @@ class PersistentLocator {
   }
 
  private:
-  struct Place {
+  struct TileNumber {
     int work, tile;  // tile: of the work tile; work -1: the end
   };
 
@@ -104,7 +104,7 @@ class PersistentLocator {
   Shared& s_;
   const TileScheduler<1>& scheduler_;
   const bool prefetches_;
-  Place at_;  // of the row that is located next
+  TileNumber at_;  // of the row that is located next
   int key_, block_;
 };
 

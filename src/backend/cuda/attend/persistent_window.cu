@@ -344,9 +344,10 @@ cudaError_t launch_persistent_window(const ops::AttendParams& p, const AttendSpl
   const int head_tiles = head_tiles_of(p);
   const int at_once = std::max(num_sms() / head_tiles, 1);
   const int cta_tokens = (p.step.num_tokens + at_once - 1) / at_once;
-  const int runs = (p.step.num_tokens + cta_tokens - 1) / cta_tokens;
-  return launch<kPersistentWindowSharedBytes>(attend_persistent_window, static_cast<unsigned>(runs * head_tiles),
-                                              kThreads, stream, p, head_tiles, cta_tokens);
+  const int token_ranges = (p.step.num_tokens + cta_tokens - 1) / cta_tokens;
+  return launch<kPersistentWindowSharedBytes>(attend_persistent_window,
+                                              static_cast<unsigned>(token_ranges * head_tiles), kThreads, stream, p,
+                                              head_tiles, cta_tokens);
 }
 
 }  // namespace kv4::cuda

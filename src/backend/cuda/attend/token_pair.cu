@@ -4,7 +4,8 @@
 // that are the same for both tokens. Each CTA converts a tile that differs by itself, both halves one after the other:
 // no row is masked, and no token's tile ever contains a row that the token does not see.
 //
-// H200, 2026-11-16, 1,024 tokens of 64 heads: 1,152 rows 388 to 339 us, 8,320 rows 2,457 to 2,124.
+// Bound by the latency of a tile and by the copy to the peer, like every 2-CTA pair (split_kv.cu). H200, 2026-11-16,
+// 1,024 tokens of 64 heads, by persistent.cu and in pairs: 1,152 rows 388 and 339 us, 8,320 rows 2,457 and 2,124.
 #include "backend/cuda/attend/cta.cuh"
 #include "backend/cuda/attend/epilogue.cuh"
 #include "backend/cuda/attend/kernels.h"

@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 constexpr int kMaxTableBlocks = kRowNumbers / kWarpKeys;  // in the part of the block table that a token needs
 struct TopkShared {
   union {
-    Shared scorer;
+    Shared scoring;
     struct {
       std::uint8_t operands[sizeof(Shared::q)];
       RescoreShared rescore;  // overlays the key ring
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, top = tile.p.top;
   SpeculativeRecord speculative;
   Assignment assignment = assign_cluster_tiles_speculatively(tile, ctas, token, speculative);
-  FewKeys keys = keys_of<FewKeys>(s.scorer.ring, pages, assignment, warp / 4);
+  FewKeys keys = keys_of<FewKeys>(s.scoring.ring, pages, assignment, warp / 4);
   speculative.ids = keys.speculative_ids();
   touch(tile);
   touch(pages);
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   if (assignment.count > 0) {
     copy_table();  // in one cp.async group with the first keys
     score_kv_tiles<false>(
-        s.scorer, tile, pages, assignment, speculative, keys, address, tile.row(token), [] {},
+        s.scoring, tile, pages, assignment, speculative, keys, address, tile.row(token), [] {},
         [&](const QueryPart& query, int head, int part) { s.queries.put(query, head, part); },
         [&](Assignment& anew) {
           anew = assign_cluster_tiles_after_wait(tile, ctas, token);
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
     return;
   }
   cluster_wait_diverged();
-  if (thread == 0) shared_of_cta(s, 0).largest[rank] = assignment.count > 0 ? s.scorer.largest : 0;
+  if (thread == 0) shared_of_cta(s, 0).largest[rank] = assignment.count > 0 ? s.scoring.largest : 0;
   cluster_arrive_diverged();
   if (rank > 0) return;
 
@@ -317,7 +317,7 @@ Pages make_rescored_pages(const TokenTile& tile) {
 
 cudaError_t score_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   const unsigned ctas = std::min(score_ctas(tile, device), static_cast<unsigned>(LargestScales::kMaxSplits));
-  return launch_scorer<Shared>(score_fp8_keys, ctas, kScoreThreads, tile, make_rescored_pages(tile), stream);
+  return launch_score_kernel<Shared>(score_fp8_keys, ctas, kScoreThreads, tile, make_rescored_pages(tile), stream);
 }
 
 cudaError_t topk_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// Fast scores of fp8 keys. The scorers (fp8.cu, fp8_raw.cu) and the rescoring selection (topk/rescore.cuh) share this
-// file: each of them encodes the queries like keys, and the order of channels and heads decides the error bound.
+// Fast scores of fp8 keys. The score kernels (fp8.cu, fp8_raw.cu) and the rescoring selection (topk/rescore.cuh) use
+// this file: each of them encodes the queries like keys, and the order of channels and heads decides the error bound.
 #pragma once
 
 #include <cstdint>

@@ -301,8 +301,8 @@ __global__ void __launch_bounds__(Cta::kThreads, FourWarpgroups::kThreads / Cta:
 
 template <class Cta>
 cudaError_t launch_variant(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
-  return launch_scorer<Shared<Cta>>(raw_scores_of_fp8_keys<Cta>, score_ctas(tile, device), Cta::kThreads, tile,
-                                    make_pages(tile), stream);
+  return launch_score_kernel<Shared<Cta>>(raw_scores_of_fp8_keys<Cta>, score_ctas(tile, device), Cta::kThreads, tile,
+                                          make_pages(tile), stream);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Grid sizes of the scorers, and their launch.
+// Grid sizes of the score kernels, and their launch. The constants were chosen on an H200, 2026-11-16; to check them,
+// change one and compare `kv4_gpu_bench --only index`.
 #pragma once
 
 #include <algorithm>
@@ -33,14 +34,14 @@ inline unsigned score_ctas(const TokenTile& tile, const DeviceFacts& device) {
   return static_cast<unsigned>(20 * even >= 19 * all && kv_tiles <= kEvenKVTiles * all ? even : all);
 }
 
-/// Launches a scorer whose CTAs have a Shared each.
+/// Launches a score kernel whose CTAs have a Shared each.
 template <class Shared>
-cudaError_t launch_scorer(void (*kernel)(TokenTile, Pages), unsigned ctas, unsigned threads, const TokenTile& tile,
-                          const Pages& pages, cudaStream_t stream) {
+cudaError_t launch_score_kernel(void (*kernel)(TokenTile, Pages), unsigned ctas, unsigned threads,
+                                const TokenTile& tile, const Pages& pages, cudaStream_t stream) {
   return launch<sizeof(Shared)>(kernel, ctas, threads, stream, tile, pages);
 }
 
-/// Launches a scorer that also selects, with a cluster of `ctas` per token.
+/// Launches a score kernel that also selects, with a cluster of `ctas` per token.
 template <class Shared>
 cudaError_t launch_topk(void (*kernel)(TokenTile, Pages, int), int ctas, const TokenTile& tile, const Pages& pages,
                         cudaStream_t stream) {

@@ -31,7 +31,7 @@ class KeyPipeline {
   __device__ KeyPipeline(const Ring& ring, const Pages& pages, int request, int first_kv_tile, int kv_tiles, int scored)
       : pages_(&pages),
         first_(first_kv_tile * kBlockKV + static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys),
-        units_(kv_tiles),
+        kv_tiles_(kv_tiles),
         scored_(scored),
         request_(request),
         ring_(shared_address(ring[0][threadIdx.x / 32])) {
@@ -109,14 +109,14 @@ class KeyPipeline {
   template <bool kFromL2 = false>
   __device__ std::int32_t load_id(int i) const {
     i += static_cast<int>(threadIdx.x % 32);
-    if (i >= units_ || first_key(i) >= scored_) return -1;
+    if (i >= kv_tiles_ || first_key(i) >= scored_) return -1;
     const std::int32_t* const at =
         pages_->table + (std::int64_t{request_} * pages_->blocks_per_request + (first_key(i) >> pages_->block_shift));
     return kFromL2 ? __ldcg(at) : *at;
   }
 
   const Pages* pages_;
-  int first_, units_, scored_, request_;
+  int first_, kv_tiles_, scored_, request_;
   const std::uint8_t *payload_, *scale_;  // the lane's first bytes in block 0
   std::uint32_t ring_, stage_, free_;     // stages are offsets in the ring
   std::int32_t ids_ = -1, next_;

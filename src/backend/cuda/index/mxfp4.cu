@@ -557,13 +557,13 @@ __global__ void __launch_bounds__(Cta::kThreads, FourWarpgroups::kThreads / Cta:
 
 struct TopkShared {
   static constexpr int kThreads = kScoreThreads, kHeld = kRowNumbers / kThreads;
-  Shared<FourWarpgroups> scorer;
+  Shared<FourWarpgroups> scoring;
   Selection<kThreads> selection;
   alignas(16) float row[kRowNumbers];
 };
 static_assert(sizeof(TopkShared) <= 227 << 10);
 
-/// The memory that take_best works in; its lists overlay the scorer's memory.
+/// The memory that take_best works in; its lists overlay the memory of scoring.
 struct TopkLists {
   static constexpr int kThreads = kScoreThreads, kHeld = TopkShared::kHeld, kWarpRoom = kListRoom / kScoreWarps;
   using Scores = float[kScoreWarps][kWarpRoom];
@@ -575,8 +575,8 @@ struct TopkLists {
 
   __device__ explicit TopkLists(TopkShared& s)
       : selection(s.selection),
-        scores(*reinterpret_cast<Scores*>(&s.scorer)),
-        entries(*reinterpret_cast<Entries*>(reinterpret_cast<unsigned char*>(&s.scorer) + sizeof(Scores))) {}
+        scores(*reinterpret_cast<Scores*>(&s.scoring)),
+        entries(*reinterpret_cast<Entries*>(reinterpret_cast<unsigned char*>(&s.scoring) + sizeof(Scores))) {}
 };
 
 __global__ void __launch_bounds__(kScoreThreads, 1)
@@ -593,15 +593,15 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   if (warp >= kPreparing)
     prefetch_first_keys<FourWarpgroups, kKeyBytes, kStages - 1, kScoreWarps - kPreparing>(assignment, pages,
                                                                                           warp - kPreparing);
-  speculative.ids = keys_of<FewKeys>(s.scorer.ring, pages, assignment, warp / 4).speculative_ids();
+  speculative.ids = keys_of<FewKeys>(s.scoring.ring, pages, assignment, warp / 4).speculative_ids();
   s.selection.clear();
-  if (threadIdx.x < kLookups) s.scorer.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
+  if (threadIdx.x < kLookups) s.scoring.lookups[threadIdx.x] = Lookup((1u << kKeyShift) >> threadIdx.x);
   grid_dependency_wait();
   launch_dependents();
   cluster_wait_diverged();
   if (!speculative.is_there) assignment = assign_cluster_tiles_after_wait(tile, ctas, token);
   if (assignment.count > 0)
-    score_kv_tiles<FewKeys, kGroups>(s.scorer, tile, pages, assignment, speculative, shared_of_cta(s, 0).row,
+    score_kv_tiles<FewKeys, kGroups>(s.scoring, tile, pages, assignment, speculative, shared_of_cta(s, 0).row,
                                      [&](Assignment& anew) {
                                        anew = assign_cluster_tiles_after_wait(tile, ctas, token);
                                        return true;
@@ -624,7 +624,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 
 template <class Cta, int kLanes>
 cudaError_t launch_variant(const TokenTile& tile, unsigned ctas, cudaStream_t stream) {
-  return launch_scorer<Shared<Cta>>(score_mxfp4_keys<Cta, kLanes>, ctas, Cta::kThreads, tile, make_pages(tile), stream);
+  return launch_score_kernel<Shared<Cta>>(score_mxfp4_keys<Cta, kLanes>, ctas, Cta::kThreads, tile, make_pages(tile),
+                                          stream);
 }
 
 }  // namespace

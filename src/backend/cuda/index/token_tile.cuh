@@ -1,5 +1,5 @@
-// A token tile: tokens of a step whose scores and queries fit the workspace together. Scorers and selection both take
-// one, and both ask it which keys a token sees.
+// A token tile: tokens of a step whose scores and queries fit the workspace together. Score kernels and
+// selection both take one, and both ask it which keys a token sees.
 #pragma once
 
 #include <cuda_runtime.h>

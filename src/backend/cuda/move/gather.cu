@@ -164,16 +164,16 @@ struct Batch {
 };
 
 /// Copies a warp's rows to `out`. first_row: the lane's first row of `item`; left: how many rows exist from it on;
-/// place(i): address of the i-th row from it on.
-template <L2Priority kPriority, class Row, class Out, class Place>
+/// address(i): of the i-th row from it on.
+template <L2Priority kPriority, class Row, class Out, class Address>
 __device__ void copy_rows(const GatherParams& p, std::int64_t item, std::int64_t first_row, int left, Out* out,
-                          Place place) {
+                          Address address) {
   using Rows = Batch<Row>;
   const int in_row = static_cast<int>(threadIdx.x % Row::kLanes);
   typename Row::Raw raw[Rows::kLoads];
 #pragma unroll
   for (int i = 0; i < Rows::kLoads; ++i) {
-    const RowPointers from = place(i * Rows::kRowsPerLoad);
+    const RowPointers from = address(i * Rows::kRowsPerLoad);
     raw[i] = {};
     if (from.payload != nullptr) raw[i] = Row::template load_raw<kPriority>(from, in_row);
   }

@@ -1,7 +1,8 @@
 // Rescoring selection from fast scores of fp8 keys (rescore.cuh) in a kernel of its own, one CTA per token. While the
-// scorer finishes, it encodes the token's queries like the scorer and computes their error bounds: 4,900 clocks, hidden
-// for up to 64 tokens of 32,768 keys (an H200, 2026-11-16). With 128 tokens most CTAs begin after the scorer has ended.
-// Codes that the scorer kept for them took as long, because the error bounds then came after the wait.
+// score kernel ends, it encodes the token's queries as the score kernel does and computes their error bounds: 4,900
+// clocks, hidden for up to 64 tokens of 32,768 keys (an H200, 2026-11-16). With 128 tokens most CTAs begin after the
+// score kernel has ended. Codes that the score kernel kept for them took as long, because the error bounds then came
+// after the wait.
 #include <cstdint>
 
 #include "backend/cuda/runtime/launch.cuh"
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kRescoreThreads, 1) select_rescored_row(const 
   extern __shared__ __align__(16) unsigned char bytes[];
   Shared& s = *reinterpret_cast<Shared*>(bytes);
   const int at = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x), top = tile.p.top;
-  // The scorer waits before it launches dependents, so queries, record and block table are complete.
+  // The score kernel waits before it launches dependents, so queries, record and block table are complete.
   RawChannels<kLaneChannels> raw[1];
   Fp8QueryAddress(tile, at, thread / kHeadLanes, thread % kHeadLanes).load(tile.p, raw);
   TokenRow seen(tile, at);

@@ -3,14 +3,13 @@
 //
 // select_row: one CTA per row, with up to 8,192 numbers in its registers (another instance takes up to 2,048).
 //   Rows of up to 8,192 scores: the numbers are the scores (single_pass_select.cuh).
-//   Longer rows, for which the scorer has written group maxima: the k-th largest maximum is a lower bound of the k-th
-//   best score, because k scores are at least as large. The CTA reads only groups that reach the bound, and selects
-//   from their scores that reach it, a little more than k as a rule.
-// select_long: rows of given scores of any length. A cluster of up to 8 CTAs reads each row once. A sample from all
-// over
-//   the row gives a bound that a few more than k scores are expected to reach. While later scores are loaded, each CTA
-//   lists the entries of scores that reach the bound. Their scores are then loaded again into the shared memory of the
-//   first CTA, which selects from the lists.
+//   Longer rows, for which the score kernel has written group maxima: the k-th largest maximum is a lower bound of the
+//   k-th best score, because k scores are at least as large. The CTA reads only groups that reach the bound, and
+//   selects from their scores that reach it, a little more than k as a rule.
+// select_long: rows of given scores of any length. A cluster of up to 8 CTAs reads each row once. A sample from the
+//   whole row gives a bound that a few more than k scores are expected to reach. While later scores are loaded, each
+//   CTA lists the entries of scores that reach the bound. Their scores are then loaded again into the shared memory of
+//   the first CTA, which selects from the lists.
 // If a list gets too long (for example with many equal scores), or if fewer than k scores reach the bound, radix
 // selection (radix_select.cuh) goes over the row in memory.
 //
@@ -89,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_row(const __grid_constant_
 
 template <int kThreads, int kNumbers, bool kByGroups>
 cudaError_t launch_select_row(const TokenTile& tile, cudaStream_t stream) {
-  // After a scorer, one CTA per SM: CTAs that begin early would otherwise crowd the few free SMs.
+  // After a score kernel, one CTA per SM: CTAs that begin early would otherwise crowd the few free SMs.
   constexpr int kMoreThanHalf = 116 << 10, kUsed = sizeof(RowSelection<kThreads, kNumbers>);
   constexpr int kBytes = kByGroups ? std::max(kUsed, kMoreThanHalf) : kUsed;
   const auto kernel = select_row<kThreads, kNumbers, kByGroups>;
