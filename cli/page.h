@@ -14,8 +14,8 @@ std::string chart_hint();
 
 /// Throws Error(bad_file) where it cannot be opened, LostOutput where bytes do not arrive.
 void write_file(const std::string& path, const std::string& bytes);
-/// The same; whoever reads meanwhile finds the old bytes or the new ones. A symbolic link stays, and its file gets them.
-/// A pipe, a device or what else is no file stays, too, and is written into.
+/// The same; a reader finds the old bytes or the new ones at any time. A symbolic link stays, and its file gets the
+/// bytes. Pipes and devices stay, too, and are written into.
 void replace_file(const std::string& path, const std::string& bytes);
 
 }  // namespace kv4::cli

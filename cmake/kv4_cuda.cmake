@@ -1,5 +1,5 @@
-# The CUDA part of kv4_objects, where nvcc is found. The runtime is linked statically: only the driver is needed where it
-# runs. Kernels are built for Hopper, and as PTX for everything from sm_80 on.
+# The CUDA part of kv4_objects, where nvcc is found. The runtime is linked statically: only the driver is needed where
+# it runs. Kernels are built for Hopper, and as PTX for everything from sm_80 on.
 set(KV4_CUDA_LIBRARIES "")
 set(KV4_HAS_CUDA FALSE)
 if(KV4_CUDA STREQUAL "AUTO")

@@ -280,7 +280,7 @@ struct AttendParams {
   SlotList entry_slots;         // instead of its entries: rows of layer.kinds[0].page
   OutputDesc out;               // bf16 or f32 [tokens, heads, width]
   float* lse = nullptr;         // [tokens, heads]: log of the denominator, or null
-  RopeDesc inverse_rope;        // rope_dim > 0: undoes the rotation of the output's last channels at the query's position
+  RopeDesc inverse_rope;        // rope_dim > 0: the output's last channels lose the rotation of the query's position
   // Partial outputs of a token's CTAs: attend_workspace_bytes, or null. Zero before the first call; calls that share
   // it are queued one after the other.
   std::uint8_t* workspace = nullptr;

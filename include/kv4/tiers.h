@@ -1,5 +1,6 @@
 // The tiers below a cache, as a whole: host memory, a disk, a Redis cluster, your own; the fastest first, any of them
-// left out. Stored records go to all of them in the background; a record that one of them finds is put into those above.
+// left out. Stored records go to all of them in the background. A record that one of them finds is put into those
+// above.
 //
 // Any of them may be slow, full, damaged or away: then there are fewer hits, and never other bytes.
 #pragma once

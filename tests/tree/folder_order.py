@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # A folder of src/ includes only itself and those to its left.
 ORDER = ["base", "codec", "schema", "ops", "backend", "pool", "prefix", "tier", "cache", "c_api"]
-# Around the library, each folder includes include/, src/, itself and the folders named here; no other folder of the tree.
+# Around the library, each folder includes include/, src/, itself and the folders named here, no other of the tree.
 AROUND = {"checks": set(), "bench": {"checks", "tests"}, "cli": {"checks", "bench"}}
 MAX_LINES = 900
 SOURCE = {".h", ".cc", ".cu", ".cuh", ".py", ".sh", ".cmake"}

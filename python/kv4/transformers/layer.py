@@ -79,7 +79,7 @@ class Kv4Layer(CacheLayerMixin):
         """All entries (name "compressor") or index keys ("indexer") out, [batch, n, width]."""
         schema = self.cache.store.managers[0].schema()
         if self.kind == kv4.LayerKind.csa and "indexer" not in self.projections:
-            # The index projections come later, and append runs again then: a step's rows may be written any number of times.
+            # The index projections come later, and append runs again then: a step's rows may be written several times.
             width = 2 * schema.config.index_dim
             index = [self.raw_kv.new_zeros(len(self.raw_kv), width)] * 2
         else:

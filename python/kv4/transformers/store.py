@@ -139,7 +139,7 @@ class Store:
             lengths = [admission.resume_at for admission in admissions]
             if min(lengths) == max(lengths):
                 return tuple(admission.request for admission in admissions), lengths[0]
-            # Some have evicted what others keep. What is left is shorter each time: one token always remains to compute.
+            # Some have evicted blocks that others keep. The hit gets shorter each time: at least one token is computed.
             for manager, admission in zip(self.managers, admissions):
                 manager.release(admission.request)
             token_ids = token_ids[:min(lengths) + 1]

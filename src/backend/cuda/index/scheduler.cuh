@@ -1,5 +1,5 @@
-// The tile scheduler of the score kernels: each CTA takes an equal range of the work tiles of all tokens. A work tile is
-// one KV tile, 128 keys, of one token. A cluster takes the work tiles of one token instead.
+// The tile scheduler of the score kernels: each CTA takes an equal range of the work tiles of all tokens. A work tile
+// is one KV tile, 128 keys, of one token. A cluster takes the work tiles of one token instead.
 #pragma once
 
 #include <cstdint>
