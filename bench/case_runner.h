@@ -20,7 +20,7 @@ struct CaseResult {
   std::optional<double> memcpy_ratio() const {
     return bytes > 0 && seconds > 0 ? std::optional(memcpy_seconds / seconds) : std::nullopt;
   }
-  /// How many times as fast as the plain row code.
+  /// The plain row code's time over this one.
   std::optional<double> plain_ratio() const {
     return plain_seconds > 0 && seconds > 0 ? std::optional(plain_seconds / seconds) : std::nullopt;
   }

@@ -1,4 +1,4 @@
-// What a step costs besides its bytes: the allocator, prepare_forward and commit; and what a status costs between them.
+// The cost of a step besides its bytes: the allocator, prepare_forward and commit; and of a status between steps.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -85,7 +85,7 @@ Operation make_admit(const BenchSettings& settings) {
   };
 }
 
-/// What a cache of a whole GPU says of itself.
+/// The status of a cache of a whole GPU.
 Operation make_status(const BenchSettings& settings) {
   CacheOptions options;
   options.layers = {first_layer(settings.config, LayerKind::hca).value_or(0)};

@@ -132,7 +132,7 @@ class BenchFolder {
   int lock_;
 };
 
-/// What `command` prints; ended where the bench is interrupted.
+/// The output of `command`, which ends when the bench is interrupted.
 std::string output_of(const std::vector<std::string>& command, const StoreBenchOptions& options) {
   int ends[2];
   require(::pipe2(ends, O_CLOEXEC) == 0, ErrorCode::bad_file, "no pipe: {}", std::strerror(errno));
@@ -306,7 +306,7 @@ class RecordSizeBench {
     }
   }
 
-  /// What many caches do: a file for each, one after the other, durable in the end.
+  /// A file for each record, one after the other, durable in the end, as in many caches.
   void one_file_each(IoOp::Kind kind, FileSystem& files, const char* name) {
     const std::filesystem::path folder = folder_ / name;
     std::filesystem::create_directory(folder);

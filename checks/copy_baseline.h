@@ -1,4 +1,4 @@
-// What an operation is compared with: a copy of the same bytes, in the same run, on the same device.
+// The baseline of an operation: a copy of the same bytes, in the same run, on the same device.
 #pragma once
 
 #include <algorithm>

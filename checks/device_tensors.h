@@ -25,7 +25,7 @@ class DeviceTensors {
  public:
   explicit DeviceTensors(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
 
-  /// What `host` holds now; empty stays empty.
+  /// A copy of `host`; empty stays empty.
   TensorView in(const TensorView& host);
   LayerWeights in(const LayerWeights& host);
   AppendInputs in(const AppendInputs& host);

@@ -69,7 +69,7 @@ CodecRows load_rows(const SafeTensors& file) {
 // Bytes of a plane, row by row.
 using Plane = std::vector<std::vector<std::byte>>;
 
-// What the cache holds of the rows once they were written: entries, window rows and index keys.
+// The rows as the cache holds them once they were written: entries, window rows and index keys.
 struct StoredPlanes {
   Plane entry_payload, entry_rope, entry_scale;
   Plane window_payload, window_rope, window_scale;

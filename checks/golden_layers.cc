@@ -153,7 +153,7 @@ double score_error(const Recording& recording, const Matrix& scores) {
   return visible_error(recording, scores, widened(recording.idx_scores));
 }
 
-// What index queries are compared as: rows that went the way of a key.
+// Index queries as they are compared: rows that went the way of a key.
 Matrix as_keys(Matrix rows, const RowSchema& row) {
   std::vector<std::uint8_t> payload(static_cast<std::size_t>(row.payload_bytes));
   std::vector<std::uint8_t> scale(static_cast<std::size_t>(row.scale_bytes));

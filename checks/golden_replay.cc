@@ -47,7 +47,7 @@ LayerWeights weights_of(const Recording& recording) {
   return weights;
 }
 
-// What a gather of one item gave: rows first .. first + count - 1.
+// The result of a gather of one item: rows first .. first + count - 1.
 struct Gathered {
   Matrix rows;
   std::int32_t first = 0;

@@ -11,7 +11,7 @@
 
 namespace kv4::checks {
 
-/// What one replay gave back. Row i of `window` is position i; a `_view` matrix is the same read from the views' bytes.
+/// The results of one replay. Row i of `window` is position i; a `_view` matrix is the same read from the views' bytes.
 struct Capture {
   CacheSchema schema;
   Matrix window, window_view;      // [tokens, head_dim]
@@ -21,14 +21,14 @@ struct Capture {
   std::int64_t changed_rows = 0;   // gathers of an earlier row that gave something else than the first one
   std::int64_t wrong_lengths = 0;  // gathers that gave another number of rows than the model says
   std::int64_t wrong_chosen = 0;   // rows of chosen entries that are not the entry, or not marked as what they are
-  // What the read operations gave, by token.
+  // The results of the read operations, by token.
   Matrix scores;                                // [tokens, tokens / ratio], -infinity where a token sees nothing
   std::vector<std::vector<std::int32_t>> topk;  // [tokens]: entries
   Matrix attention;                             // [tokens, heads * head_dim]
   CanonicalImage image;
 };
 
-/// Which entries the replay attends to: those the recording chose, or those index_topk did.
+/// The entries that the replay attends to: those of the recording, or those of index_topk.
 enum class AttendTo : std::uint8_t { recorded, own };
 
 /// Appends all tokens in steps of `chunks`, then one by one.

@@ -1,4 +1,4 @@
-// What `kv4 golden` found: one line per quantity.
+// The findings of `kv4 golden`: one line per quantity.
 #pragma once
 
 #include <cmath>

@@ -21,7 +21,7 @@ struct TokenRef {
   std::int64_t position = 0;
 };
 
-/// Which stream a request's positions come from; a fork goes on with another one.
+/// The stream of a request's positions; a fork goes on with another one.
 class History {
  public:
   explicit History(std::uint64_t stream) : segments_{{stream, 0}} {}

@@ -1,4 +1,4 @@
-// What `kv4 run` asserts after its scenario.
+// The assertions of `kv4 run` after its scenario.
 #pragma once
 
 #include <string>

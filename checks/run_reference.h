@@ -19,7 +19,7 @@ struct PlainRow {
 /// `global`: nvfp4's second scale.
 PlainRow decode_plain(const RowSchema& row, const std::byte* payload, const std::byte* scale, float global);
 
-/// What a compressed row should hold before it is quantised, with the stated rounding points.
+/// A compressed row before it is quantised, with the stated rounding points.
 struct ReferenceRow {
   std::vector<double> values;
   double tolerance = 0;  // two bf16 steps of the largest value; twice that after a Hadamard transform

@@ -1,4 +1,4 @@
-// What `kv4 run` does to a cache: several requests at once, prefilled in chunks, decoded, drafted and rewound, forked,
+// The scenario of `kv4 run`: several requests at once, prefilled in chunks, decoded, drafted and rewound, forked,
 // released and replaced, in steps that mix all of it.
 #pragma once
 
@@ -24,7 +24,7 @@ struct RunSettings {
 };
 std::int64_t min_tokens(int requests);
 
-/// What happens to a request; with few of them one plays several parts.
+/// The roles of requests; with few requests one has several roles.
 enum class Role : std::uint8_t { plain, rewound, forked, fork, guest, successor };
 
 struct Actor {

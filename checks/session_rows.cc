@@ -20,7 +20,7 @@
 namespace kv4::checks {
 namespace {
 
-/// Where rows of one kind lie in some bytes.
+/// The place of the rows of one kind in some bytes.
 struct Rows {
   const RowSchema& row;
   std::span<const std::byte> payloads, scales;
@@ -129,7 +129,7 @@ void decode_image(Decoder& decoder, const CacheSchema& schema, std::span<const s
   for (const PendingPart& part : layout.pending) decode_pending(decoder, schema, image, part);
 }
 
-/// What the session says of its blocks is what its layout says.
+/// The session's blocks are as its layout says.
 void check_blocks(const SessionParts& parts, const CacheSchema& schema) {
   require(std::int64_t{parts.block_tokens} == schema.block_tokens, ErrorCode::bad_file,
           "the session says that a block has {} tokens; its layout says {}", parts.block_tokens, schema.block_tokens);

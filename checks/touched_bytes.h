@@ -1,4 +1,4 @@
-// How many bytes an operation must touch: read plus written, each once, whatever the implementation does beyond that.
+// The bytes that an operation must touch: read plus written, each once, whatever the implementation does beyond that.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What a client would like to get (RFC 9110, 12.5.1), as far as it decides between two types.
+// The types that a client accepts (RFC 9110, 12.5.1), as far as needed to decide between two of them.
 #pragma once
 
 #include <string_view>

@@ -1,4 +1,4 @@
-// Which model and which formats: flags that several commands share.
+// Flags of model and formats that several commands share.
 #pragma once
 
 #include <string>
@@ -19,7 +19,7 @@ struct ModelFlags {
 void add_flags(CLI::App& app, ModelFlags& flags);
 ModelConfig read_model(const ModelFlags& flags);
 
-/// What is stored and how it is laid out; sizes are the commands' own.
+/// Formats and layout; sizes are the commands' own.
 struct FormatFlags {
   std::string rows = "fp8_tile64";
   std::string keys = "mxfp4";

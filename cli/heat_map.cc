@@ -94,7 +94,7 @@ std::vector<std::int64_t> round_places(std::int64_t first, std::int64_t last) {
   return out;
 }
 
-/// What the script needs: numbers, and labels of rows. Nothing in it can end the script.
+/// The data of the script: numbers, and labels of rows. Nothing in it can end the script.
 std::string script_data(const HeatMap& map) {
   nlohmann::ordered_json out = {{"columns", map.columns},    {"first", map.x_first},     {"last", map.x_last},
                                 {"block", map.block_tokens}, {"x", map.x_label},         {"value", map.value_label},

@@ -181,7 +181,7 @@ class Inspection {
   std::int64_t step_ = 1;
 };
 
-/// What is shown: a session's file, or a request that runs.
+/// The source that is shown: a session's file, or a running request.
 struct Subject {
   std::string path, title;
   std::optional<RequestStatus> running = {};  // as it was last published
@@ -248,7 +248,7 @@ SessionContents read_rows(const Subject& subject, const KeyFlags& keys, Inspecti
   std::optional<Progress> progress;
   std::int64_t shown = 0;
   SessionIdentity identity = keys.of_session();
-  // Who may write into a status folder is its owner, whether its cache has keys or not.
+  // Only its owner may write into a status folder, whether its cache has keys or not.
   identity.accept_unauthenticated |= !subject.saved;
   return read_session_rows(
       subject.path, identity, [&](const DecodedRow& row) { inspection.take(row); },

@@ -28,7 +28,7 @@ void add_flags(CLI::App& app, KeyFlags& flags);
 /// And --accept-unauthenticated.
 void add_session_flags(CLI::App& app, KeyFlags& flags);
 
-/// What there is to say of tiers and sessions without a key.
+/// The warning about tiers and sessions without a key.
 inline constexpr const char* kNoKeyText =
     "no cache key: records on disk, servers and in sessions are checked for damage, not for who wrote them";
 

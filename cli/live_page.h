@@ -15,7 +15,7 @@ constexpr int kPagePeriodMs = 1000;
 
 enum class RunState { running, finished, interrupted };
 
-/// What the page shows above the cache's own figures.
+/// The head of the page, above the cache's own figures.
 struct PageHead {
   std::string headline, rate_title;
   std::vector<double> rates;  // so far

@@ -1,4 +1,4 @@
-// What caches and their tiers have and have done, for Prometheus: docs/operations.md, "Metrics", has all of them.
+// Metrics of caches and their tiers for Prometheus: docs/operations.md, "Metrics", has all of them.
 #pragma once
 
 #include <string>

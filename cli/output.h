@@ -1,4 +1,4 @@
-// What the tool prints is its result: it is there, or the tool fails.
+// The output of the tool is its result: it is complete, or the tool fails.
 #pragma once
 
 #include <stdexcept>
@@ -6,7 +6,7 @@
 
 namespace kv4::cli {
 
-/// What was printed so far is with whoever reads it. Throws std::system_error where it is lost: a full disk, say.
+/// Hands the output so far to its reader. Throws std::system_error where it is lost: a full disk, say.
 void flush_output();
 
 /// A file that was open for writing did not take all bytes.

@@ -46,7 +46,7 @@ Machine read_machine(const PlanFlags& flags) {
   return out;
 }
 
-/// What the weights leave of the memory of all GPUs.
+/// The memory of all GPUs without the weights.
 std::optional<std::int64_t> cache_memory(const Machine& machine, const PlanFlags& flags) {
   if (!machine.gpu_bytes) return std::nullopt;
   const std::int64_t all = *machine.gpu_bytes * machine.gpus, left = all - machine.weight_bytes.value_or(0);

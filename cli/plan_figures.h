@@ -1,4 +1,4 @@
-// What `kv4 plan` shows, as numbers.
+// The figures of `kv4 plan`.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Machine {
   std::optional<std::int64_t> gpu_bytes, weight_bytes;  // of each; of all
 };
 
-/// What is wanted: context and requests, or as much of them as fits into memory.
+/// The question: context and requests, or as much of them as fits into memory.
 struct PlanWish {
   ModelConfig config;
   CacheOptions options;  // formats and fixed sizes; context, requests and blocks are filled in

@@ -8,7 +8,7 @@
 
 namespace kv4::cli {
 
-/// How a value is written: 1,500; 7.07 GB; 64K (binary, as in options); 88.2 %; 5.06 ms.
+/// Units, which decide how a value is written: 1,500; 7.07 GB; 64K (binary, as in options); 88.2 %; 5.06 ms.
 enum class Unit { count, bytes, tokens, share, seconds };
 std::string format_value(double value, Unit unit);
 

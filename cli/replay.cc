@@ -171,7 +171,7 @@ bool tell_failures(const std::vector<TierReport>& tiers, bool optional) {
   return good;
 }
 
-/// What hit rates count: with bytes the cache's own blocks.
+/// The unit of hit rates: with bytes the cache's own blocks.
 int block_tokens(const Trace& trace, const ReplayFlags& flags) { return flags.real() ? 128 : trace.id_tokens; }
 
 Trace load(const ReplayFlags& flags) {
@@ -354,7 +354,8 @@ std::optional<std::string> serve_port(const ReplayFlags& flags) {
   return std::to_string(parse_count(*flags.serve, "--serve", 0, 65535));
 }
 
-/// What only a cache with bytes can do. The key counts as given by its flag: KV4_KEY_FILE may stand there for others.
+/// Options that only a cache with bytes can serve. The key counts as given by its flag: KV4_KEY_FILE may stand there
+/// for others.
 constexpr const char* kOfBytes[] = {
     "--metrics",       "--status",      "--serve",      "--verify",       "--host",         "--disk",
     "--disk-capacity", "--remote",      "--key-file",   "--authenticate", "--remote-allow", "--accept-unauthenticated",
@@ -411,7 +412,7 @@ int run_replay(const ReplayFlags& flags, const CLI::App& command) {
                                          (flags.real() ? fmt::format(" ({} layers)", schema.layers.size()) : ""),
                                 .bytes_per_token = static_cast<double>(schema.block_bytes) / schema.block_tokens});
   }
-  // Who reads the result may end a replay with a live page while it is still being printed: that is no interruption.
+  // A reader of the result may end a replay with a live page while it is still being printed: that is no interruption.
   const ReplayEnd end{std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), interrupted()};
   (flags.json ? print_json : print_table)(result, trace, flags, end);
   std::fflush(stdout);

@@ -37,7 +37,7 @@ class Text {
     for (const IdRun& run : request.ids)
       for (std::int64_t i = 0; i < run.count; ++i) ids_.push_back(run.first + i);
   }
-  /// What no id covers, and the answer, is this request's own.
+  /// Tokens that no id covers, and the answer, are this request's own.
   TokenRef at(std::int64_t position) const {
     const std::int64_t id = position / id_tokens_;
     const bool named = position < input_tokens_ && id < static_cast<std::int64_t>(ids_.size());

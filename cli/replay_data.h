@@ -15,7 +15,7 @@
 
 namespace kv4::cli {
 
-/// How things stand; during the call only.
+/// The state so far; during the call only.
 struct ReplayMoment {
   const ReplayCounts& counts;  // so far
   std::int64_t skipped;        // requests besides: longer than the cache

@@ -10,7 +10,7 @@ namespace {
 constexpr int kIdTokens = 128;
 constexpr int kSystemPrompts = 8;
 
-/// What kind of user: sizes in tokens, times in seconds; ranges are uniform, both ends included.
+/// A kind of user: sizes in tokens, times in seconds; ranges are uniform, both ends included.
 struct Habit {
   std::int64_t system_low, system_high;
   std::int64_t input_low, input_high;    // added per turn by the user or a tool

@@ -31,7 +31,7 @@ std::int64_t requests_per_interval(const Trace& trace) {
   return std::max<std::int64_t>(1, (requests + kReplayIntervals - 1) / kReplayIntervals);
 }
 
-/// Where the intervals end. Skipped requests count: an interval without any other has no hit rate.
+/// The ends of the intervals. Skipped requests count: an interval without any other has no hit rate.
 std::vector<double> interval_ends(const Report& report) {
   std::vector<double> out;
   const auto requests = static_cast<std::int64_t>(report.trace.requests.size());

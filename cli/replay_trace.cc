@@ -180,7 +180,7 @@ TraceRequest read_run_length(const Line& line, int id_tokens, std::map<std::int6
   return request;
 }
 
-/// What all requests have together.
+/// Sums over all requests.
 struct TraceTotals {
   std::int64_t requests = 0, runs = 0, ids = 0;
 

@@ -1,4 +1,4 @@
-// Who looks on while a replay runs: a file of metrics, a live page.
+// Watchers of a replay while it runs: a file of metrics, a live page.
 #pragma once
 
 #include <chrono>

@@ -36,7 +36,7 @@ int main() {
     cache.acquire(0).append({narrow, {}, {}, {}, {}});
     cache.acquire(1).append({narrow, wide, wide, index, index});
     cache.acquire(2).append({narrow, narrow, narrow, {}, {}});
-    // What the layers read back: the best entries by 2 index heads, and attention of 2 query heads.
+    // Results of the layers: the best entries by 2 index heads, and attention of 2 query heads.
     std::vector<float> q(static_cast<std::size_t>(count) * 1024, 0.1f), out(q.size());
     std::vector<std::int32_t> best(static_cast<std::size_t>(count) * 16);
     const kv4::TensorView topk(best.data(), {count, 16}), queries(q.data(), {count, 2, 512}),

@@ -101,10 +101,10 @@ typedef struct kv4_managed_tensor {
 
 /* ---- Models ---- */
 
-/* What a model demands of its cache. */
+/* The model as its cache sees it. */
 typedef struct kv4_model kv4_model;
 
-/* What a layer keeps: a window; window, entries and index keys; window and entries. */
+/* The rows that a layer keeps: a window; window, entries and index keys; window and entries. */
 typedef enum kv4_layer_kind { KV4_SWA = 0, KV4_CSA = 1, KV4_HCA = 2 } kv4_layer_kind;
 
 /* The numbers of a model: kv4::ModelConfig. */
@@ -141,7 +141,7 @@ KV4_C_API kv4_status kv4_model_with_layers(const kv4_model* model, const kv4_lay
 
 /* ---- Backends ---- */
 
-/* Where a cache lives and computes. Caches keep it alive. */
+/* The device of a cache and its memory. Caches keep it alive. */
 typedef struct kv4_backend kv4_backend;
 
 /* threads: how many an operation uses, 1 to 1024. */
@@ -190,7 +190,7 @@ typedef struct kv4_cache_options {
   int32_t num_tenants;
 } kv4_cache_options;
 
-/* What a cache allocates, to the byte: kv4::MemoryPlan. */
+/* The bytes that a cache allocates: kv4::MemoryPlan. */
 typedef struct kv4_memory_plan {
   size_t size;
   int64_t block_bytes;
@@ -422,7 +422,7 @@ KV4_C_API kv4_status kv4_gather_all_index_keys(kv4_cache* cache, int32_t layer, 
 KV4_C_API kv4_status kv4_gather_swa_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out, const kv4_tensor* lens,
                                        const kv4_tensor* first);
 
-/* Where a layer's rows lie, for kernels of the caller; valid until the step ends. Row r of block b:
+/* The places of a layer's rows, for kernels of the caller; valid until the step ends. Row r of block b:
  * data + b * block_stride + r * row_stride, row_bytes long. */
 typedef struct kv4_plane {
   uint8_t* data; /* NULL: there is none */
@@ -479,7 +479,7 @@ KV4_C_API kv4_status kv4_export_image(const kv4_cache* cache, kv4_request reques
 /* The request's entries and index keys, block by block. */
 KV4_C_API kv4_status kv4_export_blocks(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
 
-/* What kv4_export_image and kv4_export_blocks gave, and the token ids. */
+/* The results of kv4_export_image and kv4_export_blocks, and the token ids. */
 typedef struct kv4_import {
   size_t size;
   uint64_t layout_id;     /* of the cache that exported (kv4_cache_info) */
@@ -496,7 +496,7 @@ KV4_C_API void kv4_import_init(kv4_import* import);
 /* A new request from exported bytes. */
 KV4_C_API kv4_status kv4_import_image(kv4_cache* cache, const kv4_import* import, kv4_request* out);
 
-/* What a session belongs to; layout and model come from the cache. The salt keeps tenants' contexts apart and proves
+/* The owner of a session; layout and model come from the cache. The salt keeps tenants' contexts apart and proves
  * nothing: whoever has read one session of a tenant's can make another that restores. Sessions of this interface have
  * no key: keep their files where only the owner can write. */
 typedef struct kv4_session_identity {
@@ -556,7 +556,7 @@ typedef struct kv4_prefix_statistics {
   int64_t snapshots;
 } kv4_prefix_statistics;
 
-/* What happened to a block. */
+/* An event of a block. */
 typedef enum kv4_event_kind { KV4_BLOCK_STORED = 0, KV4_BLOCK_EVICTED = 1, KV4_SNAPSHOT_STORED = 2 } kv4_event_kind;
 
 /* A change of what the cache keeps: kv4::BlockEvent. */
@@ -587,7 +587,7 @@ typedef struct kv4_time_histogram {
   int64_t sum_ns;      /* below 10^9 */
 } kv4_time_histogram;
 
-/* What a cache has and has done: kv4::CacheStatistics. */
+/* The state of a cache and its counts: kv4::CacheStatistics. */
 typedef struct kv4_cache_statistics {
   size_t size;
   int64_t requests; /* this and those up to memory_bytes: now */

@@ -1,4 +1,4 @@
-// Where a cache lives and computes. The CPU backend is always there.
+// The device of a cache: memory and operations. The CPU backend is always there.
 #pragma once
 
 #include <memory>

@@ -23,7 +23,7 @@ namespace kv4 {
 using CacheKey = std::array<std::byte, 32>;
 inline constexpr std::size_t kMaxCacheKeys = 64;  // of one list
 
-/// What a key does to a record.
+/// The protection that a key gives to a record.
 enum class Protection : std::uint8_t {
   none,          // there is no key: a digest against accident only
   sealed,        // AES-256-GCM: nobody without the key reads or writes it

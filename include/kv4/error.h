@@ -1,5 +1,5 @@
 // Errors a caller cannot plan for: bad config, bad argument, wrong order of calls, foreign file.
-// What a caller can plan for (no room, no match) is a value, see `Shortage` in kv_cache_manager.h.
+// A condition that a caller can plan for (no room, no match) is a value, see `Shortage` in kv_cache_manager.h.
 #pragma once
 
 #include <stdexcept>

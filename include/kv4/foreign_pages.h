@@ -20,7 +20,7 @@
 
 namespace kv4 {
 
-/// How a pool lays out rows of one kind. Row `slot` is row slot % rows_per_page of page slot / rows_per_page.
+/// The layout of rows of one kind in a pool. Row `slot` is row slot % rows_per_page of page slot / rows_per_page.
 struct PageLayout {
   std::int64_t rows_per_page = 0;
   std::int64_t page_bytes = 0;  // from page to page

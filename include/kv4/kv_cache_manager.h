@@ -169,7 +169,7 @@ class KV4_API KVCacheManager {
   void invalidate(std::string_view weights_id);
   /// Counters of the prefix cache; zeros where it is off.
   PrefixStatistics prefix_statistics() const;
-  /// What the cache has and has done.
+  /// The state of the cache and its counts.
   CacheStatistics statistics() const;
   /// Blocks stored and evicted, by key: the oldest events, in order, as many as fit; they are gone then. Returns how
   /// many.
@@ -177,7 +177,7 @@ class KV4_API KVCacheManager {
 
   /// Kept blocks as bytes, for tiers and other workers. Keys of all full blocks of a prompt, first block first:
   std::vector<BlockKey> block_keys(const Prompt& prompt);
-  /// What the cache keeps under the key; nullopt: nothing.
+  /// The block that the cache keeps under the key; nullopt: none.
   std::optional<KeptBlock> find_block(const BlockKey& key) const;
   /// As exported, out [block_image_bytes] and [snapshot_bytes()]. False: it is not there.
   bool read_block(const BlockKey& key, std::span<std::byte> out) const;

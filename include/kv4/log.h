@@ -10,7 +10,7 @@
 
 namespace kv4 {
 
-/// How urgent an event is.
+/// The urgency of an event.
 enum class LogLevel : std::uint8_t { info, warning, error };
 
 /// "info", "warning", "error".

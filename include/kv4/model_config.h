@@ -10,7 +10,7 @@
 
 namespace kv4 {
 
-/// What a layer keeps.
+/// The rows that a layer keeps.
 enum class LayerKind : std::uint8_t {
   swa,  // sliding window only
   csa,  // window + one overlapping entry and one index key per csa_ratio tokens
@@ -60,7 +60,7 @@ KV4_API ModelConfig model_preset(std::string_view name);
 /// Checks every range. parse and preset results pass; call it on a config built by hand.
 KV4_API void validate(const ModelConfig& config);
 
-/// What a stored row is for.
+/// The purpose of a stored row.
 enum class RowRole : std::uint8_t { entry, index_key };
 
 /// One kind of stored row of a layer.

@@ -1,4 +1,4 @@
-// How a cache stores its rows, and how large it is.
+// Formats, layout and sizes of a cache.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace kv4 {
 
 /// Number formats of stored rows (docs/formats.md). Rows take the first three, index keys the last four.
 enum class Format : std::uint8_t { fp8_tile64, fp8_row, bf16, mxfp4, nvfp4, fp8 };
-/// How the open HCA span is kept: folded into an accumulator, or as raw rows.
+/// The open HCA span is kept in one of two ways: folded into an accumulator, or as raw rows.
 enum class HcaMode : std::uint8_t { online, raw };
 /// The order of pages in the pool: by block, then layer, or by layer, then block.
 enum class Arrangement : std::uint8_t { block_major, layer_major };
@@ -34,16 +34,16 @@ KV4_API HcaMode parse_hca_mode(std::string_view name);
 /// The inverse of to_string(); throws Error(bad_argument).
 KV4_API Arrangement parse_arrangement(std::string_view name);
 
-/// What a cache stores, how it is laid out, and how much of it.
+/// Formats, layout and sizes of a cache.
 struct CacheOptions {
-  // What is stored.
+  // Formats.
   Format row_format = Format::fp8_tile64;  // window rows and entries: fp8_tile64, fp8_row, bf16
   Format index_format = Format::mxfp4;     // index keys: mxfp4, nvfp4, fp8, bf16
   bool hadamard = true;                    // transform index keys before they are quantised
   float index_global_scale = 1.0f;         // nvfp4's second scale, stored in every page
   DType pending_dtype = DType::f32;        // f32 or bf16: compressor inputs are rounded to it before any use
 
-  // How it is laid out. None of these changes an exported byte.
+  // Layout. None of these changes an exported byte.
   HcaMode hca_mode = HcaMode::online;
   Arrangement arrangement = Arrangement::block_major;
   int page_alignment = 64;    // bytes, a multiple of 64; 576 gives FlashMLA's page stride
@@ -52,7 +52,7 @@ struct CacheOptions {
   int draft_layers = 0;       // extra SWA-only stages, each with its own length
   std::vector<int> layers;    // the layers this cache owns (a pipeline rank); empty: all
 
-  // How much of it. Everything is allocated when the cache is made.
+  // Sizes. Everything is allocated when the cache is made.
   int max_requests = 16;
   int spare_slots = 1;              // requests that can take a step of more than R + 1 tokens at the same time
   std::int64_t max_context = 8192;  // tokens of the longest request

@@ -116,7 +116,7 @@ struct alignas(16) StepRecord {
   KV4_HD bool padded() const { return row < 0; }                    // belongs to no request
   KV4_HD std::int32_t end() const { return length + count; }        // the request's length after the step
   KV4_HD bool in_place() const { return read_slot == write_slot; }  // the step writes the slot that it reads
-  /// Where a position of the step lies in its input tensors.
+  /// The row of a position of the step in its input tensors.
   KV4_HD std::int64_t token_of(std::int64_t at) const { return first_token + at - length; }
 };
 static_assert(sizeof(StepRecord) == 32);
@@ -306,7 +306,7 @@ struct CopyPiece {
   const std::int32_t* when = nullptr;
   std::int32_t equals = 0;
 
-  /// Where the bytes come from.
+  /// The address that the bytes are copied from.
   KV4_HD const std::uint8_t* source() const { return when != nullptr && *when == equals ? instead : from; }
 };
 

@@ -14,7 +14,7 @@
 
 namespace kv4 {
 
-/// Which block goes when room is needed.
+/// The policy that chooses the block to evict.
 enum class EvictionKind : std::uint8_t { lru, s3_fifo, hit_density };
 /// All of them, for tools that list names.
 inline constexpr EvictionKind kEvictionKinds[] = {EvictionKind::lru, EvictionKind::s3_fifo, EvictionKind::hit_density};
@@ -23,9 +23,9 @@ KV4_API const char* to_string(EvictionKind kind);
 /// Throws Error(bad_argument) listing the names: lru, s3fifo, density.
 KV4_API EvictionKind parse_eviction(std::string_view name);
 
-/// Where snapshots (canonical images at block boundaries) are kept, and what a hit then has to compute again.
+/// The boundaries whose snapshots (canonical images) are kept, and the tokens that a hit has to compute again.
 struct SnapshotPolicy {
-  /// Where snapshots are kept.
+  /// The boundaries whose snapshots are kept.
   enum class Kind : std::uint8_t {
     full,        // at every block boundary
     checkpoint,  // at the last boundary of a prompt and of an output, and every `period_tokens`
@@ -81,7 +81,7 @@ struct PrefixIdentity {
 
 /// A change of what the cache keeps, for routers and tiers.
 struct BlockEvent {
-  /// What happened to the block.
+  /// The event.
   enum class Kind : std::uint8_t { stored, evicted, snapshot };  // snapshot: one at the block's end is kept
   Kind kind = Kind::stored;
   BlockKey key{};

@@ -126,7 +126,7 @@ struct MemoryPart {
   std::string note;
 };
 
-/// What a cache built from this schema allocates, to the byte.
+/// The bytes that a cache built from this schema allocates.
 struct MemoryPlan {
   std::int64_t block_bytes = 0;
   double bytes_per_token = 0;                // block_bytes / block_tokens

@@ -1,4 +1,4 @@
-// What a cache has and what it has done, as plain numbers: for metrics, logs and admission control.
+// The state of a cache and its counts, as plain numbers: for metrics, logs and admission control.
 #pragma once
 
 #include <array>
@@ -34,7 +34,7 @@ struct TenantUse {
   std::int64_t blocks = 0;        // kept, those of running requests included
 };
 
-/// What a call was refused for, Shortage by Shortage.
+/// How often a call was refused, by Shortage.
 struct ShortageCounts {
   std::int64_t requests = 0, blocks = 0, slots = 0;
 };

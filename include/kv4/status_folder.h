@@ -4,7 +4,7 @@
 //   kv4::StatusFolder status(cache, "/run/kv4/gpu0", {.tiers = &tiers});
 //   for (;;) { ... a step, or nothing to do ...  status.publish(); }
 //
-// What lies in it is in docs/formats.md, "Status folder". A memory file system (/run) suits it best.
+// docs/formats.md, "Status folder", lists its files. A memory file system (/run) suits it best.
 #pragma once
 
 #include <chrono>
@@ -40,7 +40,7 @@ struct BuildInfo {
 /// Of the library that is linked.
 KV4_API BuildInfo build_info();
 
-/// How a cache stands, as plain values.
+/// The state of a cache, as plain values.
 struct CacheStatus {
   BuildInfo build;
   CacheStatistics cache;
@@ -52,7 +52,7 @@ struct CacheStatus {
 /// Between steps.
 KV4_API CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers = nullptr);
 
-/// How often the status is written, and of what.
+/// The interval of the status, and its sources.
 struct StatusOptions {
   std::chrono::milliseconds interval{1000};  // publish() does nothing more often than that
   Tiers* tiers = nullptr;                    // whose reports are published, too

@@ -42,19 +42,19 @@ namespace kv4::tier {
 using Duration = std::chrono::nanoseconds;               // of waiting
 using Deadline = std::chrono::steady_clock::time_point;  // when an answer comes too late
 
-/// What names a record: 32 bytes, from a hash.
+/// The name of a record: 32 bytes, from a hash.
 using Key = std::array<std::byte, 32>;
 
-/// What a record is found by. The same key of two tenants is two records.
+/// The id of a record. The same key of two tenants is two records.
 struct RecordId {
   std::uint64_t tenant = 0;
   Key key{};
   friend bool operator==(const RecordId&, const RecordId&) = default;
 };
 
-/// What became of a put.
+/// The result of a put.
 enum class PutStatus : std::uint8_t { stored, too_large, no_space, failed };
-/// What became of a get.
+/// The result of a get.
 enum class GetStatus : std::uint8_t {
   found,
   missing,
@@ -96,14 +96,14 @@ struct RemoveRequest {
   bool answered = false;  // out, of a Tier: it is not there any more
 };
 
-/// What a flush reached.
+/// The result of a flush.
 enum class FlushStatus : std::uint8_t {
   failed,  // not known
   kept,    // the tier has everything that was stored, until the machine or server that keeps it goes away
   durable  // ... and it stays, whatever is killed or loses power
 };
 
-/// What a tier holds and has done.
+/// The state of a tier and its counts.
 struct TierStats {
   static constexpr std::int64_t kUnknown = -1;
   std::int64_t records = 0, payload_bytes = 0;  // that can be found; kUnknown where others put and remove, too
@@ -132,7 +132,7 @@ enum class FailureReason : std::uint8_t {
   server_error,         // any other error
   not_admitted          // the cluster names a server that is neither configured nor allowed
 };
-/// How many there are.
+/// The number of enumerators.
 inline constexpr std::size_t kFailureReasons = static_cast<std::size_t>(FailureReason::not_admitted) + 1;
 /// The enumerator's name, as in logs and metrics.
 KV4_API const char* to_string(FailureReason reason);
@@ -149,7 +149,7 @@ class KV4_API Tier {
  public:
   virtual ~Tier() = default;
   virtual const char* name() const = 0;  // for reports and logs; stays the same
-  /// How many threads may be in get() and exists() at a time.
+  /// The number of threads that may be in get() and exists() at a time.
   virtual int read_threads() const { return 1; }
   /// The most requests of one get() or exists(), 0: no matter. Few, where they are done one by one: what is ready early
   /// is used early. Many, where they are under way together.

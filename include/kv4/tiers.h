@@ -27,7 +27,7 @@ namespace tier {
 class TierChain;  // src/tier/tier_chain.h
 }
 
-/// Which tiers there are, how large, and with which keys.
+/// The tiers, their sizes and their keys.
 struct TiersOptions {
   std::int64_t host_bytes = 0;  // 0: no host memory
   int host_threads = 8;         // that check its records
@@ -47,7 +47,7 @@ struct TiersOptions {
   /// or none of them, and one user and password for all.
   std::vector<std::string> servers = {};
   std::string user = {}, password = {};  // where the URLs have none
-  /// Which other servers the cluster may name: "host", "host:port", "10.0.0.0/8". With a password or TLS nothing is
+  /// Other servers that the cluster may name: "host", "host:port", "10.0.0.0/8". With a password or TLS nothing is
   /// ever sent to servers that are neither here nor configured: their records miss. Without either, and with an empty
   /// list, any address that the cluster names is taken.
   std::vector<std::string> allowed_servers = {};

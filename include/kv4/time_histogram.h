@@ -1,4 +1,4 @@
-// How long calls took, as plain numbers: for metrics.
+// Times of calls, as plain numbers: for metrics.
 #pragma once
 
 #include <algorithm>

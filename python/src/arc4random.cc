@@ -1,4 +1,4 @@
-// What a static libstdc++ of Debian 12 takes from glibc 2.36 for std::random_device. With this one a wheel needs 2.34.
+// arc4random, which a static libstdc++ of Debian 12 takes from glibc 2.36. With this one a wheel needs 2.34.
 #include <sys/random.h>
 
 #include <cstdint>

@@ -32,7 +32,7 @@ struct Slots : nb::object {
 struct StreamLike : nb::object {
   NB_OBJECT_DEFAULT(StreamLike, nb::object, "kv4.typing.Stream", any_object)
 };
-/// What comes out: a NumPy array, a torch tensor, or an object for from_dlpack.
+/// The result of a call: a NumPy array, a torch tensor, or an object for from_dlpack.
 struct AnyArray : nb::object {
   NB_OBJECT_DEFAULT(AnyArray, nb::object, "typing.Any", any_object)
   AnyArray(nb::object array) : nb::object(std::move(array)) {}
@@ -51,7 +51,7 @@ class Arguments {
   /// has a type that no call takes.
   TensorView in(nb::handle object, const char* name);
   TensorView out(nb::handle object, const char* name);
-  /// What was held, to be kept longer.
+  /// The held object, to be kept longer.
   std::vector<nb::ndarray<nb::ro>> take() { return std::move(held_); }
 
  private:

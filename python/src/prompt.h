@@ -20,7 +20,7 @@ struct PromptData {
   std::vector<std::string> extra;
 };
 
-/// What the library reads of a PromptData, during a call.
+/// The library's view of a PromptData, during a call.
 class PromptView {
  public:
   explicit PromptView(const PromptData& data) : extra_(data.extra.begin(), data.extra.end()) {

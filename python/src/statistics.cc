@@ -1,4 +1,4 @@
-// What a cache has and has done: CacheStatistics, and histograms of times and tokens.
+// The state of a cache and its counts: CacheStatistics, and histograms of times and tokens.
 #include "kv4/statistics.h"
 
 #include <nanobind/stl/array.h>

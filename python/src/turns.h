@@ -1,4 +1,4 @@
-// Whose turn it is: calls on one thing of the library run without the GIL and one at a time.
+// Turns: calls on one object of the library run without the GIL and one at a time.
 #pragma once
 
 #include <nanobind/nanobind.h>

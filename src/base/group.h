@@ -1,6 +1,6 @@
-// Who works on one row together: one lane on the CPU, a warp or a block of threads on a GPU. Row code is written once
-// over it: lanes stride over channels, `sync` separates phases that read what other lanes wrote, `max` combines a value
-// over the lanes.
+// A group is the lanes that work on one row together: one lane on the CPU, a warp or a CTA on a GPU. Row code is written
+// once, over a group: lanes stride over channels, `sync` separates phases that read what other lanes wrote, `max`
+// combines a value over the lanes.
 #pragma once
 
 #include "kv4/host_device.h"

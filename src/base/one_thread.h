@@ -1,4 +1,4 @@
-// Who drives an object that one thread at a time may use.
+// The thread that drives an object which one thread at a time may use.
 #pragma once
 
 #include <atomic>

@@ -8,7 +8,7 @@
 
 namespace kv4::ops {
 
-/// How a compressor row is read: as it is, or fp32 rounded to the pending dtype first.
+/// The type of a compressor row as it is read: as it is, or fp32 rounded to the pending dtype first.
 enum class RowType : std::uint8_t { f32, bf16, f32_as_bf16 };
 
 /// One row of a pooling window, its kv and gate already at the right columns.

@@ -21,7 +21,7 @@ KV4_HD StepRecord token_record(const StepTableDesc& t, const StepRecord& item, s
   return out;
 }
 
-/// What the views show of item i, and where its window begins.
+/// The views' arrays of item i, and the begin of its window.
 KV4_HD void write_item_arrays(const StepTableDesc& t, const StepRecord& item, std::int32_t i,
                               std::int32_t window_begin) {
   const bool padded = item.padded();
@@ -33,7 +33,7 @@ KV4_HD void write_item_arrays(const StepTableDesc& t, const StepRecord& item, st
   t.ring_heads[i] = padded ? 0 : item.end() % t.ring_rows;
 }
 
-/// Which position ring row r of an item holds after the step; -1: none. head: end % ring_rows.
+/// The position that ring row r of an item holds after the step; -1: none. head: end % ring_rows.
 KV4_HD std::int32_t ring_position(std::int32_t end, std::int32_t head, std::int32_t ring_rows, std::int32_t r,
                                   std::int32_t window_begin) {
   const std::int32_t position = end - head + r - (r >= head ? ring_rows : 0);

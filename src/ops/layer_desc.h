@@ -9,7 +9,7 @@
 
 namespace kv4::ops {
 
-/// Where the layer's memory is.
+/// The addresses of the layer's memory.
 struct LayerMemory {
   std::byte* blocks = nullptr;
   std::byte* slots = nullptr;

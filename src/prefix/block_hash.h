@@ -31,7 +31,7 @@ inline std::uint64_t key_fingerprint(const BlockKey& key) {
 }
 std::string to_hex(const BlockKey& key);
 
-/// What the root of a chain hashes.
+/// The inputs of a chain's root.
 struct ChainIdentity {
   Sha256 config_digest{};
   Sha256 rope_digest{};     // of the angles in use: the library's own, or a bound table
@@ -40,7 +40,7 @@ struct ChainIdentity {
   std::string tenant_salt;  // tenants with different salts never share
 };
 
-/// Of what the text of the layout id leaves out as well: index_topk, for example, decides what later layers see.
+/// Also of the values that the text of the layout id omits: index_topk, for example, decides what later layers see.
 Sha256 digest_config(const ModelConfig& config);
 /// Of the frequencies that the library builds its angles from.
 Sha256 digest_rope(const ModelConfig& config);
@@ -59,7 +59,7 @@ class BlockHasher {
   /// `extra`: whatever else the block's bytes depend on, a LoRA id or hashes of images.
   BlockKey block(const BlockKey& parent, std::span<const std::int32_t> token_ids,
                  std::span<const std::byte> extra = {});
-  /// Under which a tier has the snapshot at the block's end.
+  /// The key of the snapshot at the block's end, in tiers.
   BlockKey snapshot(const BlockKey& block_key);
   Sha256 digest(std::string_view bytes);
 

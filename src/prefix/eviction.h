@@ -1,4 +1,4 @@
-// Which block goes when room is needed. A policy orders the slots of an index; it holds no bytes and no keys, and
+// Eviction policies. A policy orders the slots of an index; it holds no bytes and no keys, and
 // every call is O(1) (a victim of S3-FIFO, a use in hit density: amortised).
 #pragma once
 
@@ -31,17 +31,17 @@ class EvictionPolicy {
   /// A new block. `fingerprint` is of its key: a policy may know it from before.
   virtual void insert(Slot slot, std::uint64_t fingerprint) = 0;
   virtual void touch(Slot slot) = 0;
-  /// Somebody refers to it: it is no victim until it is released.
+  /// A reference exists: the slot is no victim until it is released.
   virtual void hold(Slot slot) = 0;
-  /// Nobody refers to it any more; counts as a touch.
+  /// The last reference has ended; counts as a touch.
   virtual void release(Slot slot) = 0;
   /// Blocks that others follow are held, and exposed, which is no touch, when the last of those has gone. Else they may
   /// be named as victims, and are held, then released.
   virtual bool leaves_only() const { return false; }
   virtual void expose(Slot slot) { release(slot); }
-  /// Who goes next; it stays. kNoSlot: there is nobody.
+  /// The slot to evict next, which stays until evict(); kNoSlot: none.
   virtual Slot victim() = 0;
-  /// The victim goes.
+  /// Takes the victim out.
   virtual void evict(Slot slot, std::uint64_t fingerprint) = 0;
 };
 

@@ -1,4 +1,4 @@
-// What is remembered of blocks that were evicted, by fingerprint of their keys; the oldest are forgotten first.
+// Ghosts of evicted blocks, by fingerprint of their keys; the oldest are forgotten first.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ class GhostList {
  public:
   explicit GhostList(std::int64_t capacity) : capacity_(capacity) {}
 
-  /// Where no memory is left, it is not: that is no reason to keep a block.
+  /// Without memory it is not remembered: that is no reason to keep a block.
   void remember(std::uint64_t fingerprint, const What& what) noexcept {
     try {
       order_.push_back(fingerprint);

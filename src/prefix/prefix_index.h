@@ -1,4 +1,4 @@
-// Which blocks of which token prefixes are kept. Keys, counts and order only: no bytes, no locks, one thread at a time.
+// The kept blocks of token prefixes. Keys, counts and order only: no bytes, no locks, one thread at a time.
 // A call costs O(1) per block; an eviction also looks at each tenant once. All memory is allocated at the start, but
 // for the ghosts of S3-FIFO, which are at most as many as there are blocks, and of hit density, at most four times
 // that.
@@ -32,7 +32,7 @@ struct PrefixIndexOptions {
   std::vector<std::int64_t> tenant_shares = {0};
 };
 
-/// What a prompt finds.
+/// The match of a prompt.
 struct PrefixMatch {
   std::int64_t matched_blocks = 0;  // from the first on, without a gap
   /// Tokens that need not be stored again: whole blocks, and at least one token of the prompt remains for a query.
@@ -45,7 +45,7 @@ struct PrefixMatch {
   std::int64_t replayed_tokens() const { return usable_tokens - resume_at; }
 };
 
-/// What an evicted block leaves to be freed.
+/// An evicted block, and its parts to free.
 struct Evicted {
   BlockKey key{};
   BlockId block = kNoBlock;
@@ -81,7 +81,7 @@ class PrefixIndex {
   /// Takes the block that `tenant`'s need for room costs: one without references and without kept children; of another
   /// tenant only above that one's share. nullopt: there is none.
   std::optional<Evicted> evict(TenantId tenant);
-  /// How many calls of evict(tenant) would find one. A call for any other tenant takes at most one of them.
+  /// The number of calls of evict(tenant) that would find one. A call for any other tenant takes at most one of them.
   std::int64_t num_evictable(TenantId tenant) const;
 
   /// A whole chain at once, unpinned, evicting as needed. Blocks that find no room are left out, the deepest first.

@@ -1,4 +1,4 @@
-// Where each part of a canonical image lies, and which rows it holds.
+// The offset and the rows of each part of a canonical image.
 //
 //   for each owned layer: window payloads [k, p], window scales [k, s]      k = min(length, window), in position order
 //   for each owned layer, each row kind:

@@ -1,4 +1,4 @@
-// What exported bytes mean, in words: the layout id is a digest of it (docs/formats.md, "Layout id").
+// The meaning of exported bytes, as a text: the layout id is a digest of it (docs/formats.md, "Layout id").
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kHeadroomPercent = 10;
 
-// What one block or one slot holds, by part.
+// The bytes of one block or one slot, by part.
 struct PartBytes {
   std::int64_t csa_entries = 0, index_keys = 0, hca_entries = 0;                // of one block
   std::int64_t windows = 0, csa_pending = 0, hca_state = 0, draft_windows = 0;  // of one slot

@@ -127,7 +127,7 @@ class Kv4Cache(Cache):
     def __copy__(self) -> Kv4Cache:
         return self.__deepcopy__({})
 
-    # What it is made of
+    # Construction
 
     @property
     def manager(self) -> kv4.KVCacheManager:
@@ -333,7 +333,7 @@ class Kv4Cache(Cache):
         follows = length == 0 or row.first + length == self.num_columns + forward.starts[item]
         return row.gap or not follows or not forward.whole[item]
 
-    # What transformers does with a cache
+    # Calls of transformers
 
     @property
     def is_croppable(self) -> bool:
@@ -401,7 +401,7 @@ class Kv4Cache(Cache):
         self._release_rows()
         self.num_columns = 0
 
-    # What it does beyond that
+    # Further calls
 
     def begin(self, input_ids: torch.Tensor, **prompt: Any) -> int:
         """Begins one row with what is kept of its prompt [1, n], and returns how many of its tokens need not be computed.

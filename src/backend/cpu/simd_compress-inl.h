@@ -90,7 +90,7 @@ void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* a
   }
 }
 
-// How rows are read: all as one type, or each as its own type.
+// Readers of rows: all as one type, or each as its own type.
 template <ops::RowType kType>
 struct OneType {
   static HWY_INLINE std::size_t element(ops::RowType) { return kType == ops::RowType::bf16 ? 2 : 4; }

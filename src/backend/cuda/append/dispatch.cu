@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2)
   });
 }
 
-// How a prefill is distributed. Every warp takes its part of every role. Open spans are so long that two CTAs per SM
+// The distribution of a prefill. Every warp takes its part of every role. Open spans are so long that two CTAs per SM
 // can take all of them: separate warps of these CTAs append the window rows.
 template <Compression kCompression, class In, class Pending>
 struct PrefillShape {

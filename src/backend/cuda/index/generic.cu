@@ -54,7 +54,7 @@ struct WarpLanes {
 
 constexpr int kHeads = ops::kMaxIndexHeads, kSlice = 128, kPitch = kSlice + 4;
 
-/// How a CTA divides its dot products: a thread has kSide x kSide of them, for heads kHeadsApart apart and keys
+/// The division of a CTA's dot products: a thread has kSide x kSide of them, for heads kHeadsApart apart and keys
 /// kKeysApart apart. mxfp4 also needs registers for the sums of a group.
 template <class Codec>
 struct Tiling {

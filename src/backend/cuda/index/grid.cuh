@@ -22,9 +22,9 @@ inline std::int64_t total_kv_tiles(const TokenTile& tile) {
   return (max_entries(tile.p) + kBlockKV - 1) / kBlockKV * tile.count;
 }
 
-/// How many CTAs score a tile: as many as run at once. For very few tokens it leaves SMs to the selection, whose
-/// prologue then runs beside the scoring. If tokens are few and not long, each gets equally many CTAs: a CTA that goes
-/// on to a second token prepares queries twice.
+/// The number of CTAs that score a tile: as many as run at once. For very few tokens it leaves SMs to the selection,
+/// whose prologue then runs beside the scoring. If tokens are few and not long, each gets equally many CTAs: a CTA that
+/// goes on to a second token prepares queries twice.
 inline unsigned score_ctas(const TokenTile& tile, const DeviceFacts& device) {
   constexpr int kVeryFew = 2;
   const std::int64_t kv_tiles = total_kv_tiles(tile);

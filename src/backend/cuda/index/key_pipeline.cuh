@@ -122,7 +122,7 @@ class KeyPipeline {
   std::int32_t ids_ = -1, next_;
 };
 
-/// How many KV tiles of a CTA's assignment a warpgroup takes, and the pipeline of its keys.
+/// The number of KV tiles of a CTA's assignment that a warpgroup takes, and the pipeline of its keys.
 template <class Cta>
 __device__ int kv_tiles_of_warpgroup(const Assignment& assignment, int warpgroup) {
   return (assignment.count - warpgroup + Cta::kWarpgroups - 1) / Cta::kWarpgroups;

@@ -64,7 +64,7 @@ struct TokenTile {
   }
 };
 
-/// How many keys a row of the block table has room for.
+/// The number of keys that a row of the block table has room for.
 inline std::int64_t max_entries(const ops::IndexParams& p) {
   return std::int64_t{p.step.blocks_per_request} * p.layer.kinds[p.kind].rows_per_block;
 }

@@ -18,7 +18,7 @@ namespace kv4::cuda {
 
 constexpr int kOctet = 8;
 
-/// Where a row lies. payload null: there is no row, and its channels are zero.
+/// The addresses of a row. payload null: there is no row, and its channels are zero.
 struct RowPointers {
   const std::uint8_t* payload = nullptr;
   const std::uint8_t* scale = nullptr;

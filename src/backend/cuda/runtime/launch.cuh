@@ -1,4 +1,4 @@
-// How kernels follow each other: programmatic dependent launch (ptx/pdl.cuh). Each kernel may start while the kernel
+// The order of kernels: programmatic dependent launch (ptx/pdl.cuh). Each kernel may start while the kernel
 // before it still runs. It reads constants at once (weights, biases, RoPE tables, its own parameters), and waits for
 // the grid dependency before it relies on anything else (but append's pending rows: kv4/cuda.h). Every thread waits,
 // so a kernel that is done implies that all kernels before it are done.
@@ -93,7 +93,7 @@ cudaError_t launch(void (*kernel)(Params...), dim3 ctas, unsigned threads, cudaS
   return launch_clusters<kSharedBytes>(kernel, 1, ctas, threads, stream, std::forward<Args>(args)...);
 }
 
-/// How many clusters of `cluster` CTAs run at once; 0: the GPU does not support that size.
+/// The number of clusters of `cluster` CTAs that run at once; 0: the GPU does not support that size.
 template <int kSharedBytes, class... Params>
 int clusters_at_once(void (*kernel)(Params...), unsigned cluster, unsigned threads) {
   cudaLaunchAttribute attribute{};

@@ -139,7 +139,7 @@ __device__ inline void make_error_bounds(RescoreShared& s, RescoreQueries& q, in
   if (lane == 0) q.channel_error_sums[warp] = bound;
 }
 
-/// How far fast scores can be from exact ones.
+/// The error bound of fast scores.
 struct ErrorBound {
   float size;
   bool holds;  // if not, nothing is known
