@@ -149,7 +149,7 @@ __global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int
 }
 
 /// A row that a query sees: its place in a pool.
-struct Place {
+struct RowPlace {
   Pool* pool;
   int block, row;
 };
@@ -178,12 +178,12 @@ class Problem {
     return tokens;
   }
 
-  const std::vector<Place>& places(int token) const { return places_[static_cast<std::size_t>(token)]; }
-  bool sees(int token, const Place& at) const {
+  const std::vector<RowPlace>& places(int token) const { return places_[static_cast<std::size_t>(token)]; }
+  bool sees(int token, const RowPlace& at) const {
     return std::any_of(places(token).begin(), places(token).end(),
-                       [&](const Place& x) { return x.pool == at.pool && x.block == at.block && x.row == at.row; });
+                       [&](const RowPlace& x) { return x.pool == at.pool && x.block == at.block && x.row == at.row; });
   }
-  static void spoil(const Place& at, int width) {
+  static void spoil(const RowPlace& at, int width) {
     at.pool->put(at.block, at.row, std::vector<float>(static_cast<std::size_t>(width), NAN));
     at.pool->send();
   }
@@ -287,7 +287,7 @@ class Problem {
     double most = 0, worst = 0, dot = 0, norm_got = 0, norm_want = 0;
     for (int token = 0; token < num_tokens(); ++token) {
       std::vector<std::vector<float>> rows;
-      for (const Place& at : places_[static_cast<std::size_t>(token)]) rows.push_back(at.pool->get(at.block, at.row));
+      for (const RowPlace& at : places_[static_cast<std::size_t>(token)]) rows.push_back(at.pool->get(at.block, at.row));
       for (int head = 0; head < c_.heads; ++head) {
         const std::size_t at = static_cast<std::size_t>(token * c_.heads + head);
         double log_sum = 0;
@@ -407,19 +407,19 @@ class Problem {
   // Lists of existing rows; they replace the rows that the step would give.
   void make_lists() {
     if (c_.slot_window == 0 && c_.slot_entries == 0) return;
-    std::vector<Place> ring, page;
+    std::vector<RowPlace> ring, page;
     for (const auto& places : places_)
-      for (const Place& at : places) (at.pool == &page_ ? page : ring).push_back(at);
+      for (const RowPlace& at : places) (at.pool == &page_ ? page : ring).push_back(at);
     for (std::size_t token = 0; token < places_.size(); ++token) {
       const bool padded = records_[token].padded() && c_.inverse_rope;
-      std::vector<Place> places;
+      std::vector<RowPlace> places;
       if (c_.slot_window == 0)
-        for (const Place& at : places_[token])
+        for (const RowPlace& at : places_[token])
           if (at.pool != &page_) places.push_back(at);
-      const auto draw = [&](const std::vector<Place>& from, int count, int rows, std::vector<std::int32_t>& list) {
+      const auto draw = [&](const std::vector<RowPlace>& from, int count, int rows, std::vector<std::int32_t>& list) {
         for (int i = 0; i < count; ++i) {
           const bool there = random_() % 8 != 0;
-          const Place& at = from[random_() % from.size()];
+          const RowPlace& at = from[random_() % from.size()];
           list.push_back(there ? at.block * rows + at.row : -1 - static_cast<int>(random_() % 3));
           if (there) places.push_back(at);
         }
@@ -484,7 +484,7 @@ class Problem {
   std::vector<float> q_, sink_;
   std::vector<ops::StepRecord> records_;
   std::vector<std::int32_t> table_, begins_, chosen_, window_slots_, entry_slots_, entry_lens_;
-  std::vector<std::vector<Place>> places_;  // [token] rows it sees
+  std::vector<std::vector<RowPlace>> places_;  // [token] rows it sees
 };
 
 class AttendKernel : public testing::Test {
@@ -503,7 +503,7 @@ class AttendKernel : public testing::Test {
     SCOPED_TRACE(testing::Message() << "row " << row << " of token " << token << " spoilt");
     Problem problem(c);
     const Problem::Result before = problem.run();
-    const Place at = row < 0 ? problem.places(token).back() : problem.places(token)[static_cast<std::size_t>(row)];
+    const RowPlace at = row < 0 ? problem.places(token).back() : problem.places(token)[static_cast<std::size_t>(row)];
     Problem::spoil(at, c.shape.width);
     const Problem::Result after = problem.run();
     const std::size_t values = static_cast<std::size_t>(c.heads * c.shape.width);
