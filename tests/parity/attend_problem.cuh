@@ -287,7 +287,8 @@ class Problem {
     double most = 0, worst = 0, dot = 0, norm_got = 0, norm_want = 0;
     for (int token = 0; token < num_tokens(); ++token) {
       std::vector<std::vector<float>> rows;
-      for (const RowPlace& at : places_[static_cast<std::size_t>(token)]) rows.push_back(at.pool->get(at.block, at.row));
+      for (const RowPlace& at : places_[static_cast<std::size_t>(token)])
+        rows.push_back(at.pool->get(at.block, at.row));
       for (int head = 0; head < c_.heads; ++head) {
         const std::size_t at = static_cast<std::size_t>(token * c_.heads + head);
         double log_sum = 0;

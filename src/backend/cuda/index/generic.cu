@@ -26,6 +26,8 @@
 namespace kv4::cuda {
 namespace {
 
+constexpr int kEncodeThreads = 64;
+
 /// One CTA per head and token.
 template <class Codec>
 __global__ void encode_queries(const __grid_constant__ TokenTile tile) {
@@ -390,12 +392,8 @@ cudaError_t score_with(const TokenTile& tile, const DeviceFacts& device, cudaStr
   const RowShape shape = tile.kind().page.shape;
   if (tile.p.q.dtype != DType::u8) {
     const dim3 grid(static_cast<unsigned>(tile.p.num_heads), static_cast<unsigned>(tile.count));
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = 64;
-    config.dynamicSmemBytes = static_cast<std::size_t>(4 * (shape.width + 1));
-    config.stream = stream;
-    const cudaError_t status = cudaLaunchKernelEx(&config, encode_queries<Codec>, tile);
+    const cudaError_t status = launch_in_order(encode_queries<Codec>, grid, kEncodeThreads,
+                                               static_cast<std::size_t>(4 * (shape.width + 1)), stream, tile);
     if (status != cudaSuccess) return status;
   }
   if constexpr (std::is_same_v<Codec, codec::Fp8Key>) {
