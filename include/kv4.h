@@ -496,7 +496,7 @@ KV4_C_API void kv4_import_init(kv4_import* import);
 /* A new request from exported bytes. */
 KV4_C_API kv4_status kv4_import_image(kv4_cache* cache, const kv4_import* import, kv4_request* out);
 
-/* The owner of a session; layout and model come from the cache. The salt keeps tenants' contexts apart and proves
+/* The identity of a session; layout and model come from the cache. The salt keeps tenants' contexts apart and proves
  * nothing: whoever has read one session of a tenant's can make another that restores. Sessions of this interface have
  * no key: keep their files where only the owner can write. */
 typedef struct kv4_session_identity {

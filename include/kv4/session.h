@@ -33,7 +33,7 @@
 
 namespace kv4 {
 
-/// The owner of a session; layout and model come from the cache. Without a key of `keys` nobody can make one.
+/// The identity of a session; layout and model come from the cache. Without a key of `keys` nobody can make one.
 struct SessionIdentity {
   std::string weights_id = {};  // the caller's name for all it computes with: weights, and a rope table if it binds one
   /// Of the tenant: nothing is restored with another one. It keeps tenants' contexts apart, and proves nothing: whoever
