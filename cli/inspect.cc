@@ -248,7 +248,7 @@ SessionContents read_rows(const Subject& subject, const KeyFlags& keys, Inspecti
   std::optional<Progress> progress;
   std::int64_t shown = 0;
   SessionIdentity identity = keys.of_session();
-  // Only its owner may write into a status folder, whether its cache has keys or not.
+  // Only the owner may write into a status folder: sessions in it are accepted, whether its cache has keys or not.
   identity.accept_unauthenticated |= !subject.saved;
   return read_session_rows(
       subject.path, identity, [&](const DecodedRow& row) { inspection.take(row); },
