@@ -157,7 +157,7 @@ std::string output_of(const std::vector<std::string>& command, const StoreBenchO
     const ssize_t count = ::read(ends[0], chunk, sizeof(chunk));
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) break;
-    out.append(chunk, static_cast<std::size_t>(count));
+    out.append(chunk, count);
   }
   ::close(ends[0]);
   int status = -1;
@@ -235,8 +235,7 @@ class RecordSizeBench {
   };
 
   std::span<std::byte> payload(std::int64_t i) {
-    return memory_.subspan(static_cast<std::size_t>(i % batch_ * block_bytes_),
-                           static_cast<std::size_t>(record_bytes_));
+    return memory_.subspan(i % batch_ * block_bytes_, record_bytes_);
   }
 
   /// Whole blocks at their places in one file; written in order, read in any.
@@ -246,7 +245,7 @@ class RecordSizeBench {
     require(opened.status.ok(), ErrorCode::bad_file, "{}: {}", folder_.string(), to_string(opened.status));
     if (writes) (void)opened.handle->fallocate(records_ * block_bytes_);
     const auto queue = files_->make_queue(options_.depth, nullptr);
-    std::vector<IoOp> ops(static_cast<std::size_t>(options_.depth) + 1);
+    std::vector<IoOp> ops(options_.depth + 1);
     std::vector<IoOp*> free;
     for (IoOp& op : ops) free.push_back(&op);
     std::int64_t next = 0;
@@ -257,7 +256,7 @@ class RecordSizeBench {
           if (next == records_ || free.empty()) return nullptr;
           IoOp* op = free.back();
           free.pop_back();
-          const std::int64_t place = writes ? next : order_[static_cast<std::size_t>(next)];
+          const std::int64_t place = writes ? next : order_[next];
           *op = {opened.handle.get(),
                  kind,
                  place * block_bytes_,
@@ -299,7 +298,7 @@ class RecordSizeBench {
       stop_if_interrupted(options_);
       std::vector<GetRequest> requests;
       for (std::int64_t j = i; j < std::min(i + batch_, records_); ++j)
-        requests.push_back({id_of(order_[static_cast<std::size_t>(j)]), payload(j)});
+        requests.push_back({id_of(order_[j]), payload(j)});
       of.store->get(requests);
       for (const GetRequest& request : requests)
         require(request.status == GetStatus::found, ErrorCode::bad_file, "get missed");
@@ -312,10 +311,10 @@ class RecordSizeBench {
     std::filesystem::create_directory(folder);
     for (std::int64_t i = 0; i < records_; ++i) {
       stop_if_interrupted(options_);
-      const std::int64_t number = kind == IoOp::Kind::write ? i : order_[static_cast<std::size_t>(i)];
+      const std::int64_t number = kind == IoOp::Kind::write ? i : order_[i];
       const std::string path = (folder / std::to_string(number)).string();
       Opened<File> opened = files.open(path, kind == IoOp::Kind::write ? OpenMode::create : OpenMode::read);
-      const std::span<std::byte> bytes(payload(i).data(), static_cast<std::size_t>(block_bytes_));
+      const std::span<std::byte> bytes(payload(i).data(), block_bytes_);
       IoStatus status = opened.status;
       if (status.ok())
         status = kind == IoOp::Kind::write ? write_all(*opened.handle, 0, bytes) : read_all(*opened.handle, 0, bytes);
