@@ -8,6 +8,7 @@
 #include "backend/cuda/append/generic.cuh"
 #include "backend/cuda/append/hca.cuh"
 #include "backend/cuda/append/window.cuh"
+#include "backend/cuda/ptx/registers.cuh"
 #include "backend/cuda/runtime/aligned.h"
 #include "backend/cuda/runtime/launch.cuh"
 #include "backend/nvtx_range.h"

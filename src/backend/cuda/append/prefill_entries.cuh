@@ -3,6 +3,7 @@
 // of channels per lane needs, and one barrier serves as many entries as there are warps.
 #pragma once
 
+#include "backend/cuda/ptx/registers.cuh"
 #include "backend/cuda/rows/octet_row.cuh"
 
 namespace kv4::cuda {

@@ -5,6 +5,7 @@
 
 #include "backend/cuda/ptx/async_copy.cuh"
 #include "backend/cuda/ptx/load_store.cuh"
+#include "backend/cuda/ptx/registers.cuh"
 #include "backend/cuda/rows/warp_row.cuh"
 #include "kv4/params.h"
 

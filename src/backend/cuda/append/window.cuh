@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backend/cuda/append/source_rows.cuh"
+#include "backend/cuda/ptx/registers.cuh"
 #include "backend/cuda/rows/octet_row.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 

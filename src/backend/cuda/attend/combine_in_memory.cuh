@@ -98,30 +98,23 @@ class MemoryCombine {
   __device__ int arrive() const {
     std::uint32_t* const arrived = &arrival_counter().arrived;
     const std::uint32_t kv_splits = static_cast<std::uint32_t>(job_.kv_splits);
-    std::uint32_t seen = add(arrived, 1) + 1;
+    std::uint32_t seen = add_acquire_release(arrived, 1) + 1;
     const bool last = (seen & ArrivalCounter::kOnes) == kv_splits;
     for (const long long start = clock64(); (seen & ArrivalCounter::kOnes) < kv_splits;) {
       if (clock64() - start > kTimeoutClocks) {
-        seen = add(arrived, ArrivalCounter::kTimedOut);
+        seen = add_acquire_release(arrived, ArrivalCounter::kTimedOut);
         if ((seen & ArrivalCounter::kOnes) < kv_splits) return 0;
       } else {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
+        seen = load_acquire(arrived);
       }
     }
     return last && seen >= ArrivalCounter::kTimedOut ? job_.kv_splits : 1;
   }
 
-  /// Returns the value before the addition. Acquire and release: it orders all accesses of the CTA before and after it.
-  __device__ static std::uint32_t add(std::uint32_t* at, std::uint32_t x) {
-    std::uint32_t before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
-    return before;
-  }
-
   /// The last CTA to depart resets the counter.
   __device__ void depart() const {
     ArrivalCounter& m = arrival_counter();
-    if (add(&m.departed, 1) + 1 < static_cast<std::uint32_t>(job_.kv_splits)) return;
+    if (add_acquire_release(&m.departed, 1) + 1 < static_cast<std::uint32_t>(job_.kv_splits)) return;
     m.arrived = 0;
     m.departed = 0;
   }

@@ -11,6 +11,7 @@
 #include "backend/cuda/attend/kernels.h"
 #include "backend/cuda/attend/mma.cuh"
 #include "backend/cuda/attend/rows.cuh"
+#include "backend/cuda/ptx/arithmetic.cuh"
 #include "backend/cuda/ptx/convert.cuh"
 #include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/rows/warp_row.cuh"
@@ -198,10 +199,6 @@ __device__ inline int thread_here() {
   return __shfl_sync(kAllLanes, thread, thread % 32);
 }
 
-__device__ inline std::uint32_t larger_halves(std::uint32_t x, std::uint32_t y) {
-  asm("max.u16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
-  return x;
-}
 __device__ inline int larger_half(std::uint32_t x) { return static_cast<int>(max(x & 0xFFFFu, x >> 16)); }
 
 // Values are kept in fp16 as multiples of 2^exponent. Rows keep exponent 0 while that is exact up to 2^-25, which is
@@ -230,7 +227,7 @@ __device__ inline float power_of_two(int exponent) {
 __device__ inline uint4 to_fp16(const uint4& pairs, float factor) {
   const std::uint32_t factors = bf16_pair(factor, factor);
   const auto convert = [factors](std::uint32_t pair) {
-    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
+    pair = multiply_bf16_pair(pair, factors);
     return fp16_pair(codec::bits_float(pair << 16), codec::bits_float(pair & 0xFFFF0000u));
   };
   return make_uint4(convert(pairs.x), convert(pairs.y), convert(pairs.z), convert(pairs.w));

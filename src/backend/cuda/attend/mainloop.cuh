@@ -265,13 +265,4 @@ __device__ void run_pv_warpgroup(float (&o)[kSize], Shared& s, Locator& locator,
   }
 }
 
-template <int kRegisters>
-__device__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
 }  // namespace kv4::cuda::attend_wgmma

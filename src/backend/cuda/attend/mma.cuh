@@ -7,6 +7,7 @@
 
 #include "backend/cuda/ptx/bulk_copy.cuh"
 #include "backend/cuda/ptx/cluster.cuh"
+#include "backend/cuda/ptx/convert.cuh"
 #include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/ptx/named_barrier.cuh"
 #include "backend/cuda/ptx/wgmma.cuh"
@@ -29,9 +30,7 @@ __device__ inline std::uint32_t panel_place(std::uint32_t address, std::uint32_t
 /// building a descriptor takes almost as long as a multiplication.
 __device__ inline std::uint64_t panel_descriptor(std::uint32_t place, std::uint32_t bytes) {
   constexpr std::uint32_t kSwizzled = 1024 >> 4 | 1u << 30;
-  std::uint64_t descriptor;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(place + (bytes >> 4)), "r"(kSwizzled));
-  return descriptor;
+  return join_words(place + (bytes >> 4), kSwizzled);
 }
 
 }  // namespace kv4::cuda

@@ -18,6 +18,7 @@
 #include "backend/cuda/attend/prologue.cuh"
 #include "backend/cuda/attend/tile_scheduler.cuh"
 #include "backend/cuda/ptx/async_copy.cuh"
+#include "backend/cuda/ptx/registers.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 
 namespace kv4::cuda {
@@ -144,7 +145,7 @@ class PersistentProducer {
 #pragma unroll
     for (int i = 0; i < kRightChunks; ++i) {
       const int j = chunk_at(i);
-      if (i == kRightChunks - 1) branch_on(scales.x);  // there are no registers for more chunks at once
+      if (i == kRightChunks - 1) branch_on_ordered(scales.x);  // there are no registers for more chunks at once
       if (j < kCodeChunks)
         store_codes(codes_to, codes_to ^ 16, j, raw(j), scales, exponent);
       else
@@ -219,7 +220,7 @@ class PersistentProducer {
     unsigned any = 0;
 #pragma unroll
     for (int i = 0; i < kRightChunks; ++i) any |= raw_[i].x;
-    branch_on(any);
+    branch_on_ordered(any);
   }
 
   /// Of the warp's rows.

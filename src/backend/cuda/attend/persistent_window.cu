@@ -28,6 +28,7 @@
 #include "backend/cuda/attend/single_pass_window.cuh"
 #include "backend/cuda/attend/speculative.cuh"
 #include "backend/cuda/ptx/async_copy.cuh"
+#include "backend/cuda/ptx/registers.cuh"
 #include "backend/cuda/rows/decode.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 #include "kv4/cuda.h"

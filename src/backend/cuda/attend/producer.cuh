@@ -5,6 +5,9 @@
 #include "backend/cuda/attend/mma.cuh"
 #include "backend/cuda/attend/speculative.cuh"
 #include "backend/cuda/ptx/async_copy.cuh"
+#include "backend/cuda/ptx/bulk_copy.cuh"
+#include "backend/cuda/ptx/convert.cuh"
+#include "backend/cuda/ptx/registers.cuh"
 
 namespace kv4::cuda::attend_wgmma {
 
@@ -30,11 +33,6 @@ __device__ inline void prefetch_row(const RowAddress& row) {
 #pragma unroll
   for (int at = 0; at < kWidth + kTail; at += kLine) prefetch_l2(row.payload + at);
   prefetch_l2(row.scale);
-}
-
-/// A branch that is never taken: later instructions cannot start before `x` is known.
-__device__ inline void branch_on(unsigned x) {
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5DEECE66; @p nanosleep.u32 1; }" ::"r"(x) : "memory");
 }
 
 /// A row's eighth scale is padding.
@@ -65,9 +63,7 @@ __device__ inline uint4 eight_codes(std::uint32_t low, std::uint32_t high, std::
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const std::uint32_t pair = (i < 2 ? low : high) >> (i % 2 * 16);
-    asm("{ .reg .b32 x; cvt.rn.f16x2.e4m3x2 x, %1; mul.rn.f16x2 %0, x, %2; }"
-        : "=r"(out[i])
-        : "h"(static_cast<std::uint16_t>(pair)), "r"(factors));
+    out[i] = scaled_fp16_pair_of_e4m3(static_cast<std::uint16_t>(pair), factors);
   }
   return make_uint4(out[0], out[1], out[2], out[3]);
 }
@@ -160,7 +156,7 @@ class Producer {
     // flight.
 #pragma unroll
     for (int i = kRightChunks; i < kChunks; ++i) {
-      if (i == kRightChunks + 2) branch_on(scales.x);  // there are no registers for three chunks at once
+      if (i == kRightChunks + 2) branch_on_ordered(scales.x);  // there are no registers for three chunks at once
       convert(chunk_at(i), shared_address(s_.rows[stage]), scales, exponent);
     }
     announce(stage, 0);
@@ -193,7 +189,7 @@ class Producer {
     unsigned any = 0;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) any |= raw_[j].x;
-    branch_on(any);
+    branch_on_ordered(any);
   }
 
   /// Of the warp's rows.
@@ -303,7 +299,7 @@ class CtaPairProducer {
       any |= codes[panel].x;
     }
     const uint4 tail = next_tail_;
-    branch_on(any | tail.x);
+    branch_on_ordered(any | tail.x);
     const int exponent = exponent_for_warp(top_of_codes(scales), top_of_pairs(tail));
     std::uint32_t there = __ballot_sync(kAllLanes, there_) & 0x01010101u;
     there = (there | there >> 7) & 0x00030003u;
@@ -355,10 +351,7 @@ class CtaPairProducer {
   }
 
   __device__ void copy_to_peer(std::uint32_t from, std::uint32_t bytes, std::uint32_t full) const {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     from + to_peer_),
-                 "r"(from), "r"(bytes), "r"(full + to_peer_)
-                 : "memory");
+    bulk_copy_to_cta(from + to_peer_, from, bytes, full + to_peer_);
   }
 
   Shared& s_;

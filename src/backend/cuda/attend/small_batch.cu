@@ -29,6 +29,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 
 namespace kv4::cuda {
@@ -50,12 +51,12 @@ class ChosenRow {
     asm volatile("" : "+l"(list_), "+l"(table_), "+r"(visible_), "+r"(shift_));  // not moved behind the wait
   }
 
-  __device__ void ask() { entry_ = load(list_); }
+  __device__ void ask() { entry_ = load4_ordered(list_); }
   __device__ RowPointers place(const AttendParams& p) const {
     if (entry_ < 0 || entry_ >= visible_) return {};
     const ops::KindDesc& kind = p.layer.kinds[0];
     const int in_table = shift_ >= 0 ? entry_ >> shift_ : entry_ / kind.rows_per_block;
-    const int block = load(table_ + in_table);
+    const int block = load4_ordered(table_ + in_table);
     const int row = shift_ >= 0 ? entry_ - (in_table << shift_) : entry_ - in_table * kind.rows_per_block;
     std::int64_t payload = row * kind.page.payload.row_stride, scale = row * kind.page.scale.row_stride;
     asm volatile("" : "+l"(payload), "+l"(scale));  // while the table is read
@@ -65,11 +66,6 @@ class ChosenRow {
   }
 
  private:
-  __device__ static std::int32_t load(const std::int32_t* at) {
-    std::int32_t x;
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
-    return x;
-  }
   const std::int32_t *list_, *table_;
   int visible_, shift_;  // shift_: log2 of a block's rows; negative: not a power of two
   int entry_;

@@ -12,6 +12,7 @@
 #include "backend/cuda/attend/speculative.cuh"
 #include "backend/cuda/ptx/convert.cuh"
 #include "backend/cuda/ptx/load_store.cuh"
+#include "backend/cuda/ptx/mma_sync.cuh"
 #include "backend/cuda/rows/warp_row.cuh"
 
 namespace kv4::cuda::small_batch {
@@ -102,22 +103,6 @@ __device__ inline std::uint32_t half2_bits(float low, float high) {
 /// A fragment of 16 x 16, with two elements per word: thread 4 g + q has, of rows g and g + 8, elements 2q, 2q + 1
 /// (words 0, 1) and 2q + 8, 2q + 9 (words 2, 3).
 using Fragment = std::uint32_t[4];
-
-/// d += a b: d [16, 8] fp32, a [16, 16], b [16, 8] (its two words are elements 2q, 2q + 1 and 2q + 8, 2q + 9 of column
-/// g).
-template <bool kBf16>
-__device__ void multiply(float (&d)[4], const Fragment& a, std::uint32_t b0, std::uint32_t b1) {
-  if constexpr (kBf16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 /// The work of a CTA.
 struct Job {
@@ -261,7 +246,7 @@ __device__ void add_codes(std::uint32_t at, const std::uint32_t (&scales)[2], in
     const Fragment rows = {codes_to_half2(upper[i]), codes_to_half2(lower[i]), codes_to_half2(upper[i] >> 16),
                            codes_to_half2(lower[i] >> 16)};
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) multiply<false>(product[n], rows, query(n, 2 * i), query(n, 2 * i + 1));
+    for (int n = 0; n < kGroups; ++n) mma_m16n8k16<false>(product[n], rows, query(n, 2 * i), query(n, 2 * i + 1));
   }
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
@@ -283,8 +268,8 @@ __device__ void add_tail(std::uint32_t at, const Query& query, float (&sum)[kGro
     const Fragment second = {a.z, b.z, a.w, b.w};
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      multiply<true>(sum[n], first, query(n, 4 * u), query(n, 4 * u + 1));
-      multiply<true>(sum[n], second, query(n, 4 * u + 2), query(n, 4 * u + 3));
+      mma_m16n8k16<true>(sum[n], first, query(n, 4 * u), query(n, 4 * u + 1));
+      mma_m16n8k16<true>(sum[n], second, query(n, 4 * u + 2), query(n, 4 * u + 3));
     }
   }
 }
@@ -406,19 +391,8 @@ class Remote {
     if (unsplit_) {  // there are no asynchronous stores without a cluster
 #pragma unroll
       for (int i = 0; i < kWords; ++i) store_shared4(here + 4 * i, x[i]);
-    } else if constexpr (kWords == 1) {
-      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-                   "r"(x[0]), "r"(arrived_)
-                   : "memory");
-    } else if constexpr (kWords == 2) {
-      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
-                   "r"(x[0]), "r"(x[1]), "r"(arrived_)
-                   : "memory");
     } else {
-      asm volatile(
-          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-          "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(arrived_)
-          : "memory");
+      cluster_store_async(to, x, arrived_);
     }
   }
 
@@ -465,7 +439,7 @@ class PvAccumulator {
       for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int n = 0; n < kGroups; ++n)
-          multiply<kTail>(o_[n][j], channels[j], p_words[n][step][0], p_words[n][step][1]);
+          mma_m16n8k16<kTail>(o_[n][j], channels[j], p_words[n][step][0], p_words[n][step][1]);
     }
   }
 

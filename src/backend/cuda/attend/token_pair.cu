@@ -13,6 +13,7 @@
 #include "backend/cuda/attend/producer.cuh"
 #include "backend/cuda/attend/prologue.cuh"
 #include "backend/cuda/attend/tile_scheduler.cuh"
+#include "backend/cuda/ptx/registers.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 
 namespace kv4::cuda {

@@ -7,6 +7,7 @@
 #include "backend/cuda/index/queries.cuh"
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/convert.cuh"
 #include "backend/cuda/rows/encode.cuh"
 
 namespace kv4::cuda {
@@ -68,13 +69,9 @@ __device__ void make_queries(const TokenTile& tile, const RawChannels<kLaneChann
   }
 }
 
-/// Converts four e4m3 codes to fp16, exactly. The conversion itself reads the upper half of a register, so no shifts
-/// are needed.
 __device__ inline void half_pairs(std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
 #if __CUDA_ARCH__ >= 890
-  asm("{ .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.rn.f16x2.e4m3x2 %0, a;\n cvt.rn.f16x2.e4m3x2 %1, b; }"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
+  fp16_pairs_of_e4m3(codes, low, high);
 #else
   low = high = codes;  // never run
 #endif

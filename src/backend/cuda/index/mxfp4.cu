@@ -41,6 +41,7 @@
 #include "backend/cuda/index/scheduler.cuh"
 #include "backend/cuda/index/speculative_record.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/arithmetic.cuh"
 #include "backend/cuda/ptx/async_copy.cuh"
 #include "backend/cuda/ptx/cluster.cuh"
 #include "backend/cuda/ptx/convert.cuh"
@@ -98,13 +99,6 @@ struct alignas(16) Lookup {
     return x << 24 | (x & 0xFF00u) << 8 | (x >> 8 & 0xFF00u) | x >> 24;
   }
 };
-
-/// a * b + c on a pipe that the permutes do not use.
-__device__ std::uint32_t multiply_add(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-  std::uint32_t out;
-  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  return out;
-}
 
 /// Expands 8 codes to two words of four bytes.
 __device__ void expand(const Lookup& t, std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
@@ -308,9 +302,7 @@ __device__ void add_heads(const Products& d, std::uint32_t shared, int chain, fl
   const std::uint32_t from = shared + offsetof(Queries, weights) + sizeof(Queries::weights[0]) * chain;
 
   const auto add = [](float& sum, std::int32_t product, float weight) {
-    float relu;
-    asm("add.rn.sat.f32 %0, %1, 0f00000000;" : "=f"(relu) : "f"(__int_as_float(product)));
-    sum = codec::fused(weight, relu, sum);
+    sum = codec::fused(weight, saturate(__int_as_float(product)), sum);
   };
   first = second = 0.0f;
 #pragma unroll

@@ -7,6 +7,7 @@
 #include "backend/cuda/append/source_rows.cuh"
 #include "backend/cuda/index/token_tile.cuh"
 #include "backend/cuda/index/warpgroups.cuh"
+#include "backend/cuda/ptx/arithmetic.cuh"
 #include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/rows/encode.cuh"
 
@@ -146,7 +147,7 @@ __device__ float round_channels(const float (&x)[kChannels], std::uint32_t (&pai
 #pragma unroll
   for (int i = 0; i < kChannels / 2; ++i) {
     pairs[i] = bf16_pair(x[2 * i], x[2 * i + 1]);
-    asm("max.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(pairs[i] & 0x7FFF7FFFu));
+    largest = larger_bf16_pair(largest, pairs[i] & 0x7FFF7FFFu);
   }
   return fmaxf(low_value(largest), high_value(largest));
 }

@@ -21,6 +21,14 @@ __device__ inline void bulk_load(std::uint32_t to, const void* from, int bytes, 
                "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
                : "memory");
 }
+/// From shared memory into another CTA's of the cluster (map_to_cta), whose `barrier` counts the bytes.
+__device__ inline void bulk_copy_to_cta(std::uint32_t to, std::uint32_t from, std::uint32_t bytes,
+                                        std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 /// From shared into global memory. The thread's stores since the last commit_bulk_stores are a group.
 __device__ inline void bulk_store(void* to, std::uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),

@@ -52,6 +52,26 @@ __device__ inline std::uint32_t map_to_cta(std::uint32_t address, std::uint32_t 
 __device__ inline void cluster_store(std::uint32_t address, float x, float y) {
   KV4_CLUSTER(asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory"));
 }
+/// Asynchronous: the other CTA's mbarrier `barrier` counts the bytes.
+template <int kWords>
+__device__ void cluster_store_async(std::uint32_t to, const std::uint32_t (&x)[kWords], std::uint32_t barrier) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 1) {
+    KV4_CLUSTER(asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                             "r"(x[0]), "r"(barrier)
+                             : "memory"));
+  } else if constexpr (kWords == 2) {
+    KV4_CLUSTER(
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                     "r"(x[0]), "r"(x[1]), "r"(barrier)
+                     : "memory"));
+  } else {
+    KV4_CLUSTER(asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
+        : "memory"));
+  }
+}
 __device__ inline uint4 cluster_load(std::uint32_t address) {
   uint4 x{};
   KV4_CLUSTER(asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"

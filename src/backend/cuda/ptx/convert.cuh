@@ -34,13 +34,33 @@ __device__ inline std::uint32_t fp16_pair_of_e4m3(std::uint16_t codes) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
   return pair;
 }
+
+/// Four e4m3 -> four fp16, exact. The instruction reads the upper half of a register itself, so no shifts are needed.
+__device__ inline void fp16_pairs_of_e4m3(std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
+  asm("{ .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.rn.f16x2.e4m3x2 %0, a;\n cvt.rn.f16x2.e4m3x2 %1, b; }"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+}
 #endif
+
+/// Two e4m3 -> two fp16, times a pair of fp16, rounded. For Hopper's kernels alone.
+__device__ inline std::uint32_t scaled_fp16_pair_of_e4m3(std::uint16_t codes, std::uint32_t factors) {
+  std::uint32_t pair;
+  asm("{ .reg .b32 x; cvt.rn.f16x2.e4m3x2 x, %1; mul.rn.f16x2 %0, x, %2; }" : "=r"(pair) : "h"(codes), "r"(factors));
+  return pair;
+}
 
 /// 2^x; 0 for -infinity.
 __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+__device__ inline std::uint64_t join_words(std::uint32_t low, std::uint32_t high) {
+  std::uint64_t joined;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(joined) : "r"(low), "r"(high));
+  return joined;
 }
 
 /// Bytes of {b, a} by the selector's digits; a digit's top bit: eight times the byte's top bit. The instruction reads

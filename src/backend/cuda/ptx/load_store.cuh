@@ -69,6 +69,26 @@ __device__ Words<kCount> load_l2(const void* at) {
   return x;
 }
 
+/// The compiler moves no other access across it.
+__device__ inline std::int32_t load4_ordered(const std::int32_t* at) {
+  std::int32_t x;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
+}
+
+/// Accesses of the thread that follow see what other CTAs had written before they released the value.
+__device__ inline std::uint32_t load_acquire(const std::uint32_t* at) {
+  std::uint32_t x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
+}
+/// Returns the value before the addition. Acquire and release: it orders all accesses of the thread before and after it.
+__device__ inline std::uint32_t add_acquire_release(std::uint32_t* at, std::uint32_t x) {
+  std::uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
+  return before;
+}
+
 /// How long L2 keeps a line.
 enum class L2Priority {
   normal,
@@ -152,6 +172,9 @@ __device__ inline uint4 load_shared16_ordered(std::uint32_t at) {
 }
 __device__ inline void store_shared16(std::uint32_t at, const uint4& x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+__device__ inline void increment_shared(std::uint32_t at) {
+  asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(at) : "memory");
 }
 __device__ inline void store_shared4(std::uint32_t at, std::uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");

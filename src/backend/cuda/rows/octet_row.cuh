@@ -2,6 +2,7 @@
 // stores are 16 and 8 bytes wide, and a tile of 64 channels is 8 lanes. The bytes equal encode.cuh's.
 #pragma once
 
+#include "backend/cuda/ptx/arithmetic.cuh"
 #include "backend/cuda/rows/decode.cuh"
 #include "backend/cuda/rows/encode.cuh"
 
@@ -127,27 +128,16 @@ __device__ inline uint2 e4m3_octet(const OctetBits& o, int exponent) {
   return make_uint2(codes[0], codes[1]);
 }
 
-/// The larger magnitudes of two bf16 pairs; their signs have no meaning. NaN is ignored.
-__device__ inline std::uint32_t larger_pair(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t larger;
-#if __CUDA_ARCH__ >= 890
-  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-#else
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a & 0x7FFF7FFFu), "r"(b & 0x7FFF7FFFu));
-#endif
-  return larger;
-}
-
 /// Largest magnitudes of both octets; the first octet's in the lower half.
 __device__ inline std::uint32_t octet_amaxes(const OctetBits (&row)[kOctets]) {
   static_assert(kOctets == 2);
   std::uint32_t largest[kOctets];
 #pragma unroll
   for (int j = 0; j < kOctets; ++j)
-    largest[j] = larger_pair(larger_pair(row[j].pair[0], row[j].pair[1]), larger_pair(row[j].pair[2], row[j].pair[3]));
+    largest[j] = larger_bf16_magnitudes(larger_bf16_magnitudes(row[j].pair[0], row[j].pair[1]), larger_bf16_magnitudes(row[j].pair[2], row[j].pair[3]));
   const std::uint32_t low = __byte_perm(largest[0], largest[1], 0x5410);
   const std::uint32_t high = __byte_perm(largest[0], largest[1], 0x7632);
-  return larger_pair(larger_pair(low, high), 0) & 0x7FFF7FFFu;  // 0 where all channels are NaN
+  return larger_bf16_magnitudes(larger_bf16_magnitudes(low, high), 0) & 0x7FFF7FFFu;  // 0 where all channels are NaN
 }
 
 __device__ inline uint4 bf16_octet(OctetBits o) {

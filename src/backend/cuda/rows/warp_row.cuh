@@ -16,13 +16,6 @@ namespace kv4::cuda {
 constexpr int kPair = 2;
 constexpr int kChunk = kWarp * kPair;
 
-/// threadIdx.x, read again: values computed from it do not occupy registers from an earlier use on.
-__device__ inline int reload_thread_index() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 struct Pair {
   float v[kPair];
 };

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "backend/cuda/ptx/pdl.cuh"
+#include "backend/cuda/ptx/registers.cuh"
 
 namespace kv4::cuda {
 
@@ -22,7 +23,7 @@ __device__ void touch(const Params& params) {
   unsigned all = 0;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(Params) / 4); i += kLine / 4) all += words[i];
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x5DEECE66; @p nanosleep.u32 1; }" ::"r"(all));
+  branch_on(all);
 }
 
 /// Whether the current device is Hopper: kernels were compiled for it with PDL.

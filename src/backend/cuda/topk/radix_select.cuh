@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "backend/cuda/index/token_tile.cuh"
+#include "backend/cuda/ptx/warp_sum.cuh"
 #include "backend/cuda/runtime/launch.cuh"
 #include "ops/score_row.h"
 
@@ -91,19 +92,6 @@ struct Selection {
     if (threadIdx.x == 0) candidates = 0;
   }
 };
-
-/// Inclusive prefix sum over the lanes of a warp.
-__device__ inline int sum_to_lane(int sum) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2)  // the shuffle's predicate says whether the source lane exists
-    asm volatile(
-        "{ .reg .pred below; .reg .s32 other;\n"
-        "shfl.sync.up.b32 other|below, %0, %1, 0, 0xFFFFFFFF;\n"
-        "@below add.s32 %0, other, %0; }"
-        : "+r"(sum)
-        : "r"(step));
-  return sum;
-}
 
 /// Prefix sums over the threads of a CTA. There are two buffers, so one barrier per sum is enough.
 template <class S>

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "backend/cuda/ptx/load_store.cuh"
 #include "backend/cuda/topk/radix_select.cuh"
 
 namespace kv4::cuda {
@@ -133,7 +134,7 @@ __device__ bool find_ambiguous_range(S& s, const Source& source, const Bounds& b
   for_each_number(source, [&](int i) {
     float bin = fmaxf(codec::fused(source.score(i) - low, per_score, kFirst), kFirst - 1.0f);
     if (!Source::kIsBounded) bin = fminf(bin, kFirst + float{kThreads - 1});
-    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(bin_zero + 4 * __float_as_uint(bin)) : "memory");
+    increment_shared(bin_zero + 4 * __float_as_uint(bin));
   });
   __syncthreads();
   const int inside = static_cast<int>(s.histogram[kThreads - 1 - thread]);  // the highest bin first
