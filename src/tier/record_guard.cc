@@ -8,6 +8,7 @@
 #include <openssl/rand.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 
@@ -51,6 +52,10 @@ const unsigned char* raw(const std::byte* bytes) { return reinterpret_cast<const
 /// What OpenSSL looks up by name, looked up once. They live as long as the process.
 EVP_KDF* hkdf_algorithm() {
   static EVP_KDF* const algorithm = EVP_KDF_fetch(nullptr, "HKDF", nullptr);
+  return algorithm;
+}
+EVP_MD* hash_algorithm() {
+  static EVP_MD* const algorithm = EVP_MD_fetch(nullptr, "SHA256", nullptr);
   return algorithm;
 }
 EVP_CIPHER* cipher_algorithm() {
@@ -108,6 +113,25 @@ CipherContext begin(std::span<const std::byte> context_key, const RecordHeader& 
   return context;
 }
 
+/// OpenSSL's generator lives in the process's memory: two copies of a virtual machine that was saved while kv4 ran have
+/// the same one, and give the same bytes. What a record is and when it is written tell their salts apart.
+bool make_salt(const RecordHeader& header, SealSalt& salt) {
+  constexpr std::size_t kRandomAt = kRecordIdentityBytes, kTimeAt = kRandomAt + sizeof(SealSalt);
+  std::array<std::byte, kRecordHeaderBytes> from;
+  static_assert(kTimeAt + 8 <= sizeof(from));
+  encode_header(header, from);
+  if (RAND_bytes(raw(from.data() + kRandomAt), sizeof(SealSalt)) != 1) return false;
+  store_le(from.data() + kTimeAt,
+           static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count()));
+  std::array<unsigned char, EVP_MAX_MD_SIZE> digest;
+  unsigned bytes = 0;
+  if (EVP_Digest(from.data(), kTimeAt + 8, digest.data(), &bytes, hash_algorithm(), nullptr) != 1 ||
+      bytes < salt.size())
+    return false;
+  std::memcpy(salt.data(), digest.data(), salt.size());
+  return true;
+}
+
 bool finish(EVP_CIPHER_CTX* context) {
   unsigned char none[sizeof(SealTag)];
   int ignored = 0;
@@ -136,8 +160,9 @@ RecordGuard::RecordGuard(const GuardOptions& options)
   kind_ = options.protection == Protection::sealed ? RecordKind::sealed : RecordKind::authenticated;
   for (const CacheKey& key : options.keys) {
     RingKey ring{key, {}};
-    require(cipher_algorithm() != nullptr && hkdf(key, {}, kIdInfo, ring.id), ErrorCode::bad_state,
-            "OpenSSL gives no HKDF or no AES-256-GCM, which cache keys need; load its default provider");
+    require(cipher_algorithm() != nullptr && hash_algorithm() != nullptr && hkdf(key, {}, kIdInfo, ring.id),
+            ErrorCode::bad_state,
+            "OpenSSL gives no HKDF, SHA-256 or AES-256-GCM, which cache keys need; load its default provider");
     ring_.push_back(ring);
   }
 }
@@ -180,7 +205,11 @@ bool RecordGuard::context_key(const Context& context, CacheKey& out) const {
 
 bool RecordGuard::protect(RecordHeader& header, std::span<const std::byte> payload, std::span<std::byte> sealed) const {
   SealSalt salt{};
-  if (kind_ != RecordKind::value && RAND_bytes(raw(salt.data()), sizeof(salt)) != 1) return false;
+  if (kind_ != RecordKind::value) {
+    header.kind = kind_;
+    header.key_id = ring_.front().id;
+    if (!make_salt(header, salt)) return false;
+  }
   return protect(header, payload, sealed, salt);
 }
 

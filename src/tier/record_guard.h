@@ -7,9 +7,11 @@
 //   record key and nonce = HKDF-SHA256(context key, the record's salt, "kv4 record"), 32 + 12 bytes
 //   additional data: bytes 0 to 335 of the header (magic to key id), then the payload where it is not sealed
 //
-// Why no nonce is used twice with a key: each record has a key of its own, from 192 random bits. Among 2^64 records of
-// a context two have the same salt with a chance of 2^-65. Nothing is counted, so nothing can begin again: not after a
-// crash, a restored backup or a forked process, and not where several processes write to one remote tier.
+// Why no nonce is used twice with a key: each record has a key of its own, from a salt of 192 bits. Among 2^64 records
+// of a context two have the same salt with a chance of 2^-65. Nothing is counted, so nothing can begin again: not after
+// a crash, a restored backup or a forked process, and not where several processes write to one remote tier. The salt is
+// the front of SHA-256 over bytes 0 to 335 of the header, 24 random bytes and the time in nanoseconds: copies of a
+// virtual machine begin with the same random generator, and still have other salts for other records and other times.
 //
 // Why GMAC: over blocks of 450 KB it is the fastest of what OpenSSL has (docs/security.md has the figures), and there
 // is one construction to look at instead of two.

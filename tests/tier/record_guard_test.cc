@@ -1,9 +1,13 @@
 // Protected records: bytes that another implementation gives too, and nothing for whoever lacks the key.
+#define OPENSSL_SUPPRESS_DEPRECATED  // RAND_set_rand_method
 #include "tier/record_guard.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <openssl/rand.h>
 
+#include <chrono>
+#include <cstring>
 #include <set>
 #include <string>
 
@@ -114,6 +118,50 @@ TEST(TierGuard, NoSaltTwice) {
   std::set<tier::SealSalt> salts;
   for (int i = 0; i < 1000; ++i) salts.insert(protect(guard, {}).header.salt);
   EXPECT_EQ(salts.size(), 1000u);
+}
+
+/// While it lives, OpenSSL's random bytes are always the same, as in copies of one virtual machine.
+struct SameRandomBytes {
+  RAND_METHOD method{};
+  SameRandomBytes() {
+    method.bytes = [](unsigned char* out, int bytes) {
+      std::memset(out, 0x5a, static_cast<std::size_t>(bytes));
+      return 1;
+    };
+    method.status = [] { return 1; };
+    RAND_set_rand_method(&method);
+  }
+  ~SameRandomBytes() { RAND_set_rand_method(nullptr); }
+  SameRandomBytes(const SameRandomBytes&) = delete;
+  SameRandomBytes& operator=(const SameRandomBytes&) = delete;
+};
+
+// Two records with one salt would have one key and one nonce, and AES-GCM would give both away.
+TEST(TierGuard, CopiesOfAMachineHaveSaltsOfTheirOwn) {
+  using Clock = std::chrono::system_clock;
+  const SameRandomBytes same;
+  for (const Protection protection : {Protection::sealed, Protection::authenticated}) {
+    const RecordGuard guard(with({key_of(1)}, protection));
+    const std::vector<std::byte> payload = random_bytes(9, 50);
+    std::set<tier::SealSalt> salts;
+    const auto write = [&](auto&& change) {
+      Protected record{header_of(50), payload};
+      change(record.header);
+      ASSERT_TRUE(guard.protect(record.header, payload, record.stored));
+      EXPECT_TRUE(salts.insert(record.header.salt).second);
+      std::vector<std::byte> opened(50);
+      EXPECT_EQ(guard.open(record.header, record.stored, opened), RecordRefusal::none);
+      EXPECT_EQ(opened, payload);
+    };
+    for (int i = 0; i < 3; ++i) {  // the same record, at other times
+      write([](tier::RecordHeader&) {});
+      for (const auto now = Clock::now(); Clock::now() == now;) continue;
+    }
+    write([](tier::RecordHeader& header) { ++header.sequence; });
+    write([](tier::RecordHeader& header) { ++header.id.tenant; });
+    write([](tier::RecordHeader& header) { header.id.key[31] ^= std::byte{1}; });
+    write([](tier::RecordHeader& header) { ++header.layout_id; });
+  }
 }
 
 TEST(TierGuard, OpensNothingElse) {
