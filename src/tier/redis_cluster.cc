@@ -208,9 +208,11 @@ void RedisCluster::on_answer(Node& node, std::size_t operation, const redisReply
     // Another type under a record's name is that record's damage, not the server's.
     if (!text_of(*reply).starts_with("WRONGTYPE")) node.fail(failure_of_error(text_of(*reply), options_.password));
   }
-  node.worked = true;
   --unanswered_;
-  operations_[operation].done(*reply);
+  if (operations_[operation].done(*reply) || reply->type == REDIS_REPLY_ERROR)
+    node.worked = true;
+  else
+    node.fail({FailureReason::not_redis, "its answers are not those to the commands"});
 }
 
 // --- connections
@@ -227,11 +229,13 @@ RedisCluster::Node* RedisCluster::node_at(const RedisEndpoint& endpoint) {
 }
 
 RedisCluster::Node* RedisCluster::admit(const RedisAddress& named, const Node& by) {
-  if (const std::optional<RedisEndpoint> endpoint = shared_.admission->find(named)) return node_at(*endpoint);
-  if (refused_.empty())
-    refused_ = fmt::format("{} names {}, which is neither configured nor allowed; nothing is sent there", by.shown,
-                           printable(to_text(named)));
-  return nullptr;
+  const std::optional<RedisEndpoint> endpoint = shared_.admission->find(named);
+  Node* const node = endpoint ? node_at(*endpoint) : nullptr;
+  if (node == nullptr && refused_.empty())
+    refused_ = fmt::format("{} names {}, {}; nothing is sent there", by.shown, printable(to_text(named)),
+                           endpoint ? fmt::format("one server more than the {} that are kept", kMaxNodes)
+                                    : "which is neither configured nor allowed");
+  return node;
 }
 
 /// False: it is not tried now.
@@ -254,33 +258,39 @@ bool RedisCluster::connect(Node& node) {
 void RedisCluster::say_hello(Node& node) {
   node.hello = Hello::waiting;
   node.client = {};
-  const auto on_reply = [this, &node](const redisReply* reply) { on_hello(node, reply); };
   const bool named = !options_.user.empty();
   if (!options_.password.empty())
     node.connection->send(
         named ? redis_command({"AUTH", options_.user, options_.password}) : redis_command({"AUTH", options_.password}),
-        kHelloLimits, on_reply);
-  node.connection->send(redis_command({"CLIENT", "INFO"}), kHelloLimits, on_reply);
+        kHelloLimits, [this, &node](const redisReply* reply) { on_auth(node, reply); });
+  node.connection->send(redis_command({"CLIENT", "INFO"}), kHelloLimits,
+                        [this, &node](const redisReply* reply) { on_hello(node, reply); });
 }
 
-/// AUTH gives a status, CLIENT INFO a text, CLIENT KILL a number.
+void RedisCluster::refuse_hello(Node& node, const redisReply& reply) {
+  node.hello = Hello::refused;
+  node.fail(reply.type == REDIS_REPLY_ERROR
+                ? failure_of_error(text_of(reply), options_.password)
+                : RedisFailure{FailureReason::not_redis, "its answers are not those to AUTH and CLIENT"});
+}
+
+/// A status.
+void RedisCluster::on_auth(Node& node, const redisReply* reply) {
+  if (reply != nullptr && reply->type != REDIS_REPLY_STATUS) refuse_hello(node, *reply);
+}
+
+/// CLIENT INFO gives a text, CLIENT KILL a number.
 void RedisCluster::on_hello(Node& node, const redisReply* reply) {
-  if (reply == nullptr || reply->type == REDIS_REPLY_STATUS || node.hello != Hello::waiting) return;
-  const auto refuse = [&] {
-    node.hello = Hello::refused;
-    node.fail(reply->type == REDIS_REPLY_ERROR
-                  ? failure_of_error(text_of(*reply), options_.password)
-                  : RedisFailure{FailureReason::not_redis, "its answers are not those to AUTH and CLIENT"});
-  };
+  if (reply == nullptr || node.hello != Hello::waiting) return;
   if (node.client.empty()) {
     if (reply->type == REDIS_REPLY_STRING) node.client = parse_client(text_of(*reply));
-    if (node.client.empty()) return refuse();
+    if (node.client.empty()) return refuse_hello(node, *reply);
     if (!node.dropped.empty())
       return node.connection->send(
           redis_command({"CLIENT", "KILL", "ID", node.dropped.id, "ADDR", node.dropped.address}), kHelloLimits,
           [this, &node](const redisReply* killed) { on_hello(node, killed); });
   } else if (reply->type != REDIS_REPLY_INTEGER) {
-    return refuse();
+    return refuse_hello(node, *reply);
   }
   node.dropped = {};
   node.hello = Hello::done;

@@ -23,8 +23,9 @@ namespace kv4::tier {
 /// One command to the server of a slot.
 struct RedisOperation {
   int slot = 0;
-  std::function<RedisCommand()> command;              // asked again for every redirect
-  std::function<void(const redisReply& reply)> done;  // not called where there is no answer
+  std::function<RedisCommand()> command;  // asked again for every redirect
+  /// Not called where there is no answer. False: no such command has this one; of an error that says nothing.
+  std::function<bool(const redisReply& reply)> done;
 };
 
 class RedisCluster {
@@ -59,7 +60,9 @@ class RedisCluster {
   Node* admit(const RedisAddress& named, const Node& by);
   bool connect(Node& node);
   void say_hello(Node& node);
+  void on_auth(Node& node, const redisReply* reply);
   void on_hello(Node& node, const redisReply* reply);
+  void refuse_hello(Node& node, const redisReply& reply);
   void send(Node& node, RedisCommand command, const ReplyLimits& limits, OnReply on_reply);
   void drop(Node& node);
   void settle(bool of_operations);

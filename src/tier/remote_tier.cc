@@ -42,7 +42,7 @@ class RemoteTier final : public Tier {
   };
 
   RedisOperation operation(const std::string& name, std::function<RedisCommand()> command,
-                           std::function<void(const redisReply&)> done) const {
+                           std::function<bool(const redisReply&)> done) const {
     return {redis_slot(name), std::move(command), std::move(done)};
   }
   /// Nothing: it could not be protected.
@@ -102,6 +102,7 @@ void RemoteTier::put(std::span<PutRequest> requests, Deadline deadline) {
           if (reply.type == REDIS_REPLY_STATUS) request.status = PutStatus::stored;
           if (reply.type == REDIS_REPLY_ERROR && text_of(reply).starts_with("OOM"))
             request.status = PutStatus::no_space;
+          return reply.type == REDIS_REPLY_STATUS;
         }));
   }
   writers_.run(operations, deadline);
@@ -118,7 +119,10 @@ void RemoteTier::get(std::span<GetRequest> requests, Deadline deadline) {
         [key] {
           return redis_command({"GET", key});
         },
-        [this, &request](const redisReply& reply) { take(request, reply); }));
+        [this, &request](const redisReply& reply) {
+          take(request, reply);
+          return reply.type == REDIS_REPLY_STRING || reply.type == REDIS_REPLY_NIL;
+        }));
   }
   readers_.run(operations, deadline);
 
@@ -132,7 +136,7 @@ void RemoteTier::get(std::span<GetRequest> requests, Deadline deadline) {
         [key] {
           return redis_command({"UNLINK", key});
         },
-        [](const redisReply&) {}));
+        [](const redisReply& reply) { return reply.type == REDIS_REPLY_INTEGER; }));
   }
   if (!operations.empty()) readers_.run(operations, deadline);
 }
@@ -208,9 +212,10 @@ void RemoteTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
         },
         [this, &request](const redisReply& reply) {
           request.answered = reply.type == REDIS_REPLY_STRING;
-          if (!request.answered) return;
+          if (!request.answered) return false;
           const ParsedHeader parsed = parse(request.id, bytes_of(reply));
           const RecordHeader& header = parsed.header;
+          return true;
           if (parsed.refusal == RecordRefusal::none && options_.guard->believes(header.kind))
             request.bytes = payload_bytes(header.version, header.kind, header.length);
         }));
@@ -229,6 +234,7 @@ void RemoteTier::remove(std::span<RemoveRequest> requests, Deadline deadline) {
           return redis_command({"UNLINK", key});
         },
         [&request](const redisReply& reply) {
+          return request.answered;
           request.answered = reply.type == REDIS_REPLY_INTEGER;
           request.removed = request.answered && reply.integer > 0;
         }));

@@ -269,6 +269,34 @@ TEST_F(TierRemoteAttack, RepliesThatNobodyAskedFor) {
   EXPECT_EQ(remote->failure().reason, FailureReason::not_redis);
 }
 
+// Sound replies, but not those that the commands have: a tier that never works says why.
+TEST_F(TierRemoteAttack, AnswersOfAnotherKindAreAReason) {
+  struct Case {
+    std::string command, answer;
+  };
+  for (const Case& each :
+       {Case{"AUTH", ":1\r\n"}, Case{"AUTH", "$2\r\nOK\r\n"}, Case{"CLIENT", "+OK\r\n"}, Case{"CLIENT", ":1\r\n"},
+        Case{"CLIENT", "$-1\r\n"}, Case{"CLIENT", "$2\r\nid\r\n"}, Case{"CLUSTER", "+OK\r\n"}, Case{"GET", "+OK\r\n"},
+        Case{"GET", ":1\r\n"}, Case{"SET", ":1\r\n"}, Case{"SET", "$-1\r\n"}, Case{"SET", "$2\r\nOK\r\n"}}) {
+    ForgingServer server([&](const ForgingServer::Arguments& command) {
+      if (command[0] == each.command) return each.answer;
+      const std::string hello = ForgingServer::hello(command);
+      return !hello.empty() ? hello : std::string(command[0] == "SET" ? "+OK\r\n" : "$-1\r\n");
+    });
+    tier::RemoteOptions options = options_for(server.port());
+    options.password = "open sesame";
+    remote = tier::make_remote_tier(options);
+    if (each.command == "SET")
+      EXPECT_EQ(put(), PutStatus::failed) << each.answer;
+    else
+      EXPECT_EQ(get(), GetStatus::failed) << each.command << " " << each.answer;
+    EXPECT_EQ(tier::to_string(remote->failure().reason), std::string("not_redis"))
+        << each.command << " " << each.answer << remote->failure().detail;
+    EXPECT_EQ(told("remote.failed not_redis"), 1) << each.command << " " << each.answer;
+    events.clear();
+  }
+}
+
 // --- reasons
 
 TEST_F(TierRemoteAttack, NobodyListens) {
