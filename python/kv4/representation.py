@@ -33,7 +33,7 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, str):
-        value = re.sub("//[^/@]*@", "//...@", value)  # a URL with its password
+        value = re.sub("//.*@", "//...@", value, flags=re.DOTALL)  # a URL with its password, which may have / and @
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return repr(value[:MAX_TEXT]) + "..."
     if isinstance(value, (list, tuple)):

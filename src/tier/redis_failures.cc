@@ -9,7 +9,8 @@
 namespace kv4::tier {
 namespace {
 
-constexpr std::size_t kMaxShown = 160;  // characters of a server's text
+constexpr std::size_t kMaxShown = 160;   // characters of a server's text
+constexpr std::size_t kTellingBytes = 6;  // of a password: where so many in a row are shown, it is given away
 
 struct ErrorCodeReason {
   std::string_view begin;
@@ -61,12 +62,24 @@ std::string printable(std::string_view text) {
   return out;
 }
 
+namespace {
+
+/// Servers repeat arguments, cut off somewhere: a part of the password counts.
+bool tells(std::string_view text, std::string_view password) {
+  const std::size_t bytes = std::min(password.size(), kTellingBytes);
+  for (std::size_t at = 0; bytes > 0 && at + bytes <= password.size(); ++at)
+    if (text.find(password.substr(at, bytes)) != std::string_view::npos) return true;
+  return false;
+}
+
+}  // namespace
+
 RedisFailure failure_of_error(std::string_view error, const std::string& password) {
   RedisFailure failure{FailureReason::server_error, {}};
   for (const ErrorCodeReason& each : kReasons)
     if (error.starts_with(each.begin)) failure.reason = each.reason;
-  const bool repeats = !password.empty() && error.find(password) != std::string_view::npos;
-  failure.detail = repeats ? "an error that repeats the password" : "it says '" + printable(error) + "'";
+  failure.detail = tells(error.substr(0, kMaxShown), password) ? "an error that repeats some of the password"
+                                                               : "it says '" + printable(error) + "'";
   return failure;
 }
 

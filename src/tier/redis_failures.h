@@ -18,8 +18,8 @@ struct RedisFailure {
   std::string detail;
 };
 
-/// Of an error reply. Its text is shown only where it is printable, short and without the password: servers repeat
-/// arguments in errors.
+/// Of an error reply. Its text is shown only where it is printable, short and without any part of the password: servers
+/// repeat arguments in errors.
 RedisFailure failure_of_error(std::string_view error, const std::string& password);
 
 /// What a server sent, fit for a log.

@@ -12,14 +12,15 @@ namespace kv4::tier {
 namespace {
 
 constexpr std::string_view kScheme = "://", kHidden = "***";
+constexpr std::size_t kPortDigits = 5;
 constexpr const char* kHowTo = "write redis://user:password@host:port, rediss://... for TLS, or host:port";
 
 bool is_digits(std::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
-/// The entry without what may be a secret: all before the last '@', and a port that is none (user:password without a
-/// host).
+/// The entry without what may be a secret: all before the last '@', and a port that can be none (user:password without
+/// a host).
 std::string shown(std::string_view text) {
   if (text.size() > kMaxServerText) return std::string(kHidden);
   const std::size_t scheme = text.find(kScheme);
@@ -29,9 +30,11 @@ std::string shown(std::string_view text) {
     head += kHidden;
     rest = rest.substr(at);
   }
-  const std::size_t colon = rest.rfind(':'), end = std::min(rest.find('/', colon), rest.size());
-  if (colon != std::string::npos && !rest.ends_with(']') && !is_digits(rest.substr(colon + 1, end - colon - 1)))
-    rest = rest.substr(0, colon + 1).append(kHidden);
+  if (const std::size_t colon = rest.rfind(':'); colon != std::string::npos && !rest.ends_with(']')) {
+    const std::size_t end = std::min(rest.find('/', colon), rest.size());
+    const std::string port = rest.substr(colon + 1, end - colon - 1);
+    if (!is_digits(port) || port.size() > kPortDigits) rest = rest.substr(0, colon + 1).append(kHidden);
+  }
   std::string out = head + rest;
   std::replace_if(
       out.begin(), out.end(), [](char c) { return c < ' ' || c > '~'; }, '?');

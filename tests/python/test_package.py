@@ -54,6 +54,8 @@ def test_every_object_says_what_it_is():
     secret = repr([kv4.TiersOptions(password="geheim", disk_key=bytes(range(32)), keys=[bytes(range(32))],
                                     servers=["rediss://me:geheim@host:1"]), kv4.SessionIdentity("w", salt="geheim", keys=[bytes(range(32))])])
     assert "geheim" not in secret and "\\x" not in secret and "password=..." in secret
+    odd = repr(kv4.TiersOptions(servers=["redis://me:ge/h@eim@host:1"]))  # both may stand in a password by mistake
+    assert "eim" not in odd and "//...@host:1" in odd, odd
 
 
 def test_stubs_know_every_name():

@@ -65,6 +65,8 @@ TEST(TierRedisUrl, WhatIsRefusedNeverRepeatsAPassword) {
     EXPECT_FALSE(error.empty()) << text;
     EXPECT_EQ(error.find("secret"), std::string::npos) << error;
   }
+  for (const char* text : {"redis://user:31415926", "user:31415926", "user:31415926/0"})  // no port has so many digits
+    EXPECT_EQ(error_of([&] { (void)parse_server(text); }).find("31415926"), std::string::npos) << text;
   EXPECT_NE(error_of([] { (void)parse_server(std::string(5000, 'a') + ":1"); }).find("4096"), std::string::npos);
 }
 

@@ -175,6 +175,20 @@ TEST_F(TierRemoteAttack, ErrorsThatRepeatThePasswordAreNotShown) {
   for (const std::string& event : events) EXPECT_EQ(event.find("open sesame"), std::string::npos) << event;
 }
 
+// Redis cuts arguments off in its errors.
+TEST_F(TierRemoteAttack, ErrorsThatRepeatAPartOfThePasswordAreNotShown) {
+  ForgingServer server([](const ForgingServer::Arguments& command) {
+    return "-ERR unknown command '" + command[0] + "', with args beginning with: '" + command.back().substr(0, 40) +
+           "'\r\n";
+  });
+  tier::RemoteOptions options = options_for(server.port());
+  for (int i = 0; i < 50; ++i) options.password += "no. " + std::to_string(1000 + i);
+  remote = tier::make_remote_tier(options);
+  expect_failure(FailureReason::server_error);
+  EXPECT_EQ(remote->failure().detail.find("no. 1000"), std::string::npos) << remote->failure().detail;
+  for (const std::string& event : events) EXPECT_EQ(event.find("no. 1000"), std::string::npos) << event;
+}
+
 TEST_F(TierRemoteAttack, WhatServersSayIsMadePrintable) {
   ForgingServer server([](const ForgingServer::Arguments&) { return "-ERR \x1b[2J\nfake log line\r\n"; });
   remote = tier::make_remote_tier(options_for(server.port()));
