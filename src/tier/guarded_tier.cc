@@ -58,7 +58,7 @@ void GuardedTier::get(std::span<GetRequest> requests, Deadline deadline) {
     GetRequest& request = requests[i];
     const GetRequest& answer = inner[i];
     request.status = answer.status;
-    request.bytes = std::max<std::int64_t>(0, answer.bytes - kRecordHeaderBytes);
+    request.bytes = std::max(kRecordHeaderBytes, answer.bytes) - kRecordHeaderBytes;
     if (answer.status != GetStatus::found) continue;
     // What a foreign tier says of lengths is not believed either.
     const std::int64_t most = answer.view ? kRecordHeaderBytes + kMaxPayloadBytes : std::ssize(answer.to);
@@ -83,17 +83,16 @@ void GuardedTier::take(GetRequest& request, std::span<const std::byte> value) {
     refusal = RecordRefusal::none;
   }
   const std::int64_t length = std::ssize(stored);
-  if (refusal == RecordRefusal::none && std::ssize(request.to) < length) {
-    request.status = GetStatus::too_small;
-    request.bytes = length;
-    return;
-  }
+  const bool fits = std::ssize(request.to) >= length;
+  std::vector<std::byte> scratch;  // a length counts only where a key made it
   const RecordHeader plain;
+  const RecordHeader& of = record ? header : plain;
   if (refusal == RecordRefusal::none)
-    refusal = guard_->open(record ? header : plain, stored, request.to.first(static_cast<std::size_t>(length)));
+    refusal = fits ? guard_->open(of, stored, request.to.first(static_cast<std::size_t>(length)))
+                   : guard_->check(of, stored, scratch);
   switch (refusal) {
     case RecordRefusal::none:
-      request.status = GetStatus::found;
+      request.status = fits ? GetStatus::found : GetStatus::too_small;
       request.bytes = length;
       return;
     case RecordRefusal::unauthenticated:

@@ -175,11 +175,9 @@ void RemoteTier::take(GetRequest& request, const redisReply& reply) {
   const std::span<const std::byte> stored = value.subspan(static_cast<std::size_t>(header.header_bytes()));
   const std::int64_t bytes = payload_bytes(header.version, header.kind, header.length);
   request.bytes = bytes;
-  if (std::ssize(request.to) < bytes) {
-    request.status = GetStatus::too_small;
-    return;
-  }
-  const std::span<std::byte> payload = request.to.first(static_cast<std::size_t>(bytes));
+  const bool fits = std::ssize(request.to) >= bytes;
+  std::vector<std::byte> own(static_cast<std::size_t>(fits ? 0 : bytes));  // a forged length is not told either
+  const std::span<std::byte> payload = fits ? request.to.first(static_cast<std::size_t>(bytes)) : std::span(own);
   RecordRefusal refusal = options_.guard->open(header, stored, payload);
   // The copy is what is checked: it is what the caller uses. A key has looked at its own already.
   if (refusal == RecordRefusal::none && header.kind != RecordKind::sealed &&
@@ -189,7 +187,7 @@ void RemoteTier::take(GetRequest& request, const redisReply& reply) {
   }
   if (refusal != RecordRefusal::none) request.bytes = 0;
   switch (refusal) {
-    case RecordRefusal::none: request.status = GetStatus::found; break;
+    case RecordRefusal::none: request.status = fits ? GetStatus::found : GetStatus::too_small; break;
     case RecordRefusal::unauthenticated:
     case RecordRefusal::wrong_key:
       request.status = GetStatus::missing;
@@ -215,9 +213,9 @@ void RemoteTier::exists(std::span<ExistsRequest> requests, Deadline deadline) {
           if (!request.answered) return false;
           const ParsedHeader parsed = parse(request.id, bytes_of(reply));
           const RecordHeader& header = parsed.header;
-          return true;
           if (parsed.refusal == RecordRefusal::none && options_.guard->believes(header.kind))
             request.bytes = payload_bytes(header.version, header.kind, header.length);
+          return true;
         }));
   }
   readers_.run(operations, deadline);
@@ -234,9 +232,9 @@ void RemoteTier::remove(std::span<RemoveRequest> requests, Deadline deadline) {
           return redis_command({"UNLINK", key});
         },
         [&request](const redisReply& reply) {
-          return request.answered;
           request.answered = reply.type == REDIS_REPLY_INTEGER;
           request.removed = request.answered && reply.integer > 0;
+          return request.answered;
         }));
   }
   writers_.run(operations, deadline);

@@ -107,7 +107,10 @@ void TierChain::ask(Lookup& lookup) try {
   lookup.asked.clear();
   for (std::size_t i = 0; i < lookup.requests.size(); ++i) {
     const GetStatus status = lookup.results[i].status;
-    if (status != GetStatus::found && status != GetStatus::too_small) lookup.asked.push_back(i);
+    // Bytes that follow from their key have one length: another one is somebody else's, and hides nothing below.
+    const bool answered =
+        status == GetStatus::found || (status == GetStatus::too_small && lookup.content == Content::changing);
+    if (!answered) lookup.asked.push_back(i);
   }
   if (lookup.asked.empty() || lookup.tier == tiers_.size() || clock_->now() >= lookup.deadline) return end(lookup);
   TierQueue& tier = *tiers_[lookup.tier];

@@ -490,10 +490,13 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
         },
         &counts.get_times);
     for (std::size_t i = 0; i < batch.size(); ++i) {
+      const SharedBytes& to = batch[i].job->waiting[batch[i].index].request.to;
+      // A tier may be the caller's: its lengths are not believed where somebody reads as many bytes.
+      const bool fits = requests[i].bytes >= 0 && requests[i].bytes <= std::ssize(to.span());
+      if (requests[i].status == GetStatus::found && !fits) requests[i] = {.id = requests[i].id, .to = {}};
       results_of[i].status = requests[i].status;
       results_of[i].bytes = requests[i].bytes;
       if (requests[i].status != GetStatus::found) continue;
-      const SharedBytes& to = batch[i].job->waiting[batch[i].index].request.to;
       results_of[i].payload = {requests[i].view ? std::move(requests[i].view) : to.data,
                                static_cast<std::size_t>(requests[i].bytes)};
     }

@@ -119,6 +119,24 @@ TEST_F(TierGuarded, ARecordIsOfItsPlaceOnly) {
   }
 }
 
+// A length that nobody's key made is no reason to ask again with a larger buffer.
+TEST_F(TierGuarded, ForgedLengthsAreNotTold) {
+  inner->give_views(true);
+  tier::GuardedTier tier = guarded(with(1));
+  put(tier);
+  OpenTier::Value longer = inner->value(id);
+  tier::RecordHeader header = tier::parse_header(longer).header;
+  longer.resize(longer.size() + 1000);
+  header.length += 1000;
+  tier::encode_header(header, longer);
+  inner->plant(id, longer);
+  EXPECT_EQ(get(tier, id), GetStatus::damaged);
+  inner->plant(id, OpenTier::Value(kBytes + 1000));  // plain
+  EXPECT_EQ(get(tier, id), GetStatus::missing);
+  EXPECT_EQ(tier.stats().set_aside_records, 1);
+  EXPECT_EQ(tier.stats().unauthenticated_records, 1);
+}
+
 TEST_F(TierGuarded, AnyChangedByteIsAMiss) {
   tier::GuardedTier tier = guarded(with(1));
   put(tier);

@@ -311,6 +311,35 @@ TEST_F(TierRemoteAttack, AnswersOfAnotherKindAreAReason) {
   }
 }
 
+// A length that nobody's key made is no reason to ask again with a larger buffer.
+TEST_F(TierRemoteAttack, ForgedLengthsAreNotTold) {
+  const auto guard = std::make_shared<const tier::RecordGuard>(
+      tier::GuardOptions{"remote", {CacheKey{std::byte{1}}}, Protection::sealed, false});
+  for (const bool forged : {false, true}) {
+    tier::RecordHeader header;
+    header.layout_id = 11;
+    header.id = record_id(1);
+    header.length = 5000;
+    std::vector<std::byte> stored = random_bytes(1, 5000);
+    ASSERT_TRUE(guard->protect(header, stored, stored));
+    if (forged) stored[4999] ^= std::byte{1};
+    header.payload_digest = digest128(stored);
+    std::vector<std::byte> record(tier::kRecordHeaderBytes);
+    tier::encode_header(header, record);
+    record.insert(record.end(), stored.begin(), stored.end());
+    const std::string text(reinterpret_cast<const char*>(record.data()), record.size());
+    ForgingServer server([&](const ForgingServer::Arguments& command) {
+      const std::string hello = ForgingServer::hello(command);
+      return !hello.empty() ? hello : command[0] == "GET" ? bulk(text) : std::string(":1\r\n");
+    });
+    tier::RemoteOptions options = options_for(server.port());
+    options.guard = guard;
+    remote = tier::make_remote_tier(options);
+    EXPECT_EQ(get(), forged ? GetStatus::damaged : GetStatus::too_small);
+    EXPECT_EQ(remote->stats().set_aside_records, forged ? 1 : 0);
+  }
+}
+
 // --- reasons
 
 TEST_F(TierRemoteAttack, NobodyListens) {

@@ -61,8 +61,8 @@ struct TierChains : testing::Test {
   }
   void settle() { (void)chain->flush(clock->in(1s)), (void)chain->poll(); }
   /// Straight into one tier, past the chain.
-  void plant(int tier, std::uint64_t number, std::uint64_t version) {
-    const Payload payload = random_bytes(version, 100);
+  void plant(int tier, std::uint64_t number, std::uint64_t version, std::int64_t bytes = 100) {
+    const Payload payload = random_bytes(version, bytes);
     tier::PutRequest request{record_id(number), payload};
     fakes[static_cast<std::size_t>(tier)]->put({&request, 1}, clock->in(1s));
   }
@@ -124,6 +124,19 @@ TEST_F(TierChains, OneRequestHereOneThere) {
   EXPECT_EQ(found[0].status, GetStatus::missing);
   EXPECT_EQ(found[1].status, GetStatus::found);
   EXPECT_EQ(found[1].bytes, 100);
+}
+
+// Whoever can write to an upper tier plants a record that says it is longer than all of its kind.
+TEST_F(TierChains, ARecordOfAnotherLengthHidesNothing) {
+  make(2);
+  plant(0, 1, 10, 5000);
+  plant(1, 1, 20);
+  EXPECT_EQ(bytes_of(get(record_id(1), Content::of_key)), random_bytes(20, 100));
+  settle();
+  EXPECT_EQ(bytes_of(get(record_id(1), Content::of_key)), random_bytes(20, 100));  // it is replaced
+  plant(0, 2, 10, 5000);
+  plant(1, 2, 20);
+  EXPECT_EQ(get(record_id(2)).status, GetStatus::too_small);  // of those that change the upper one is newer
 }
 
 TEST_F(TierChains, TenantsStayApart) {

@@ -11,6 +11,7 @@
 #include "kv4/log.h"
 #include "support/fake_tier.h"
 #include "tier/host_tier.h"
+#include "tier/open_tier.h"
 #include "tier/store_records.h"
 
 namespace kv4::test {
@@ -88,6 +89,24 @@ TEST_F(TierQueues, PutsAreSeenAtOnceAndLater) {
   EXPECT_EQ(results[0].id, record_id(1));
   EXPECT_EQ(results[0].status, PutStatus::stored);
   EXPECT_EQ(queue->stats().tier.records, 1);
+}
+
+// Whoever gets the result reads as many bytes.
+TEST_F(TierQueues, LengthsBeyondTheBufferAreFailures) {
+  const auto own = std::make_shared<OpenTier>();
+  own->plant(record_id(1), random_bytes(10, 1000));
+  queue = std::make_unique<TierQueue>(own, options, clock);
+  for (const bool views : {false, true}) {
+    own->give_views(views);
+    for (const std::int64_t bytes : {INT64_MIN, std::int64_t{-1}, std::int64_t{4097}, INT64_MAX}) {
+      own->lie(bytes);
+      const tier::ReadResult result = get(1);
+      EXPECT_EQ(result.status, GetStatus::failed) << bytes;
+      EXPECT_EQ(result.payload.size, 0u) << bytes;
+    }
+    own->lie({});
+    expect(1, 10);
+  }
 }
 
 TEST_F(TierQueues, ReadsDoNotWaitForWrites) {
