@@ -68,6 +68,8 @@ class File {
   /// Gives room back; the range reads as zeros.
   virtual IoStatus punch(std::int64_t offset, std::int64_t bytes) = 0;
   virtual std::int64_t size() = 0;  // -1: it cannot be told
+  /// That it takes of the disk: fewer than size() where it has holes, or where the file system packs it.
+  virtual std::int64_t allocated_bytes() { return size(); }
   /// Where bytes that may not be zero begin, at `offset` or behind it; size() or more: nowhere.
   virtual std::int64_t next_data(std::int64_t offset) { return offset; }
   /// There are ranges that nothing was ever written to.

@@ -155,6 +155,13 @@ std::int64_t PosixFile::size() {
   return fd && ::fstat(fd->get(), &info) == 0 ? info.st_size : -1;
 }
 
+std::int64_t PosixFile::allocated_bytes() {
+  constexpr std::int64_t kUnit = 512;  // of st_blocks, whatever the file system's blocks are
+  struct stat info {};
+  const auto fd = use().second;
+  return fd && ::fstat(fd->get(), &info) == 0 ? info.st_blocks * kUnit : -1;
+}
+
 std::int64_t PosixFile::next_data(std::int64_t offset) {
   const auto fd = use().second;
   const off_t found = fd ? ::lseek(fd->get(), offset, SEEK_DATA) : offset;

@@ -122,6 +122,7 @@ class PosixFile : public File {
   IoStatus fallocate(std::int64_t bytes) override;
   IoStatus punch(std::int64_t offset, std::int64_t bytes) override;
   std::int64_t size() override;
+  std::int64_t allocated_bytes() override;
   std::int64_t next_data(std::int64_t offset) override;
   bool has_holes() override;
   IoStatus rename_new(const std::string& path) override { return open_files_->rename_new(*this, path); }

@@ -268,9 +268,16 @@ ReadRecord SegmentFile::check(std::int64_t offset, std::span<const std::byte> bl
   return record;
 }
 
+ReadRecord SegmentFile::look_at(std::int64_t length) {
+  const std::int64_t held = length <= kMaxPackedPayloadBytes ? length : file_->allocated_bytes();
+  if (held < 0) return {RecordRefusal::too_short, {IoCode::unopened, 0}, {}, {}};
+  return {held < length ? RecordRefusal::bad_length : RecordRefusal::none, {}, {}, {}};
+}
+
 ReadRecord SegmentFile::read(std::int64_t offset, std::int64_t length, BlockBuffer& buffer) {
+  ReadRecord record = look_at(length);
+  if (record.refusal != RecordRefusal::none) return record;
   const std::span<std::byte> bytes = buffer.get(stored_bytes(length));
-  ReadRecord record;
   for (int attempt = 0; attempt < 2; ++attempt) {
     const IoStatus status = read_all(*file_, offset, bytes);
     if (!status.ok()) return {RecordRefusal::too_short, status, {}, {}};
@@ -301,6 +308,12 @@ IoStatus SegmentFile::write_again(std::span<const FoundRecord> records, BlockBuf
     do bytes += bytes_of(records[count++]);
     while (count < records.size() && records[count].offset == offset + bytes &&
            bytes + bytes_of(records[count]) <= kWriteAgainBytes);
+    const ReadRecord seen = look_at(bytes - kBlockBytes);
+    if (!seen.status.ok()) return seen.status;
+    if (seen.refusal != RecordRefusal::none) {  // one alone: together they are far shorter
+      records = records.subspan(count);
+      continue;
+    }
     const std::span<const FoundRecord> some = records.first(count);
     const std::span<std::byte> chunk = buffer.get(bytes);
     bool sound = false;

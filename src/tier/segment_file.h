@@ -30,6 +30,9 @@ inline constexpr std::uint32_t kSegmentVersion = 3, kSegmentVersionV1Records = 2
 inline constexpr std::int64_t kSegmentDataOffset = 2 * kBlockBytes;
 inline constexpr std::int64_t kMinSegmentBytes = 64 << 10;
 inline constexpr std::int64_t kMaxSegmentBytes = std::int64_t{1} << 40;
+/// A payload of up to so many bytes may lie in a file that takes fewer of the disk: one with holes, or of a file system
+/// that packs. Records of a cache are far smaller. For a longer one that the disk does not hold no memory is taken.
+inline constexpr std::int64_t kMaxPackedPayloadBytes = 64 << 20;
 constexpr bool is_segment_size(std::int64_t bytes) {
   return bytes >= kMinSegmentBytes && bytes <= kMaxSegmentBytes && bytes % kBlockBytes == 0;
 }
@@ -148,6 +151,8 @@ class SegmentFile {
  private:
   SegmentFile(std::unique_ptr<File> file, const SegmentHeader& header) : file_(std::move(file)), header_(header) {}
   std::uint64_t place_of(std::int64_t offset) const;
+  /// Before memory is taken for a payload: may the file hold one that long? No more than that is looked at.
+  ReadRecord look_at(std::int64_t length);
   bool is_sound(const FoundRecord& record, std::span<const std::byte> bytes) const;
   ParsedHeader parse_at(std::int64_t offset, std::span<const std::byte> block) const;
 

@@ -233,6 +233,48 @@ TEST_F(TierStoreAttack, HugeSparseSegmentsAreNotReadThrough) {
   ASSERT_EQ(put(*store, record_id(99), random_bytes(99, 50000)), PutStatus::stored);
 }
 
+// A header in a file of holes, with a payload of 1 GiB that takes nothing of the disk, must not take it of memory.
+TEST_F(TierStoreAttack, PayloadsInHolesTakeNoMemory) {
+  fill();
+  constexpr std::int64_t kMost = 200 << 20;
+  Bytes forged = read_file(folder / tier::segment_name(2));
+  forge(forged, kIdAt, 1000);
+  forge(forged, kNonceAt, 1);
+  forge(forged, kBytesAt, std::uint64_t{1} << 32);
+  forged.resize(8192 + 4096);
+  std::byte place[16];
+  tier::store_le(place, std::uint64_t{1});
+  tier::store_le(place + 8, std::uint64_t{8192});
+  tier::RecordHeader header;
+  header.layout_id = options.layout_id;
+  header.id = record_id(0);  // that of a sound one: whoever opens the store has to choose
+  header.length = tier::kMaxPayloadBytes;
+  header.sequence = 1 << 20;
+  header.place = digest64(std::span<const std::byte>(place));
+  tier::encode_header(header, std::as_writable_bytes(std::span(forged).subspan(8192)));
+  const fs::path path = folder / tier::segment_name(1000);
+  write_file(path, forged);
+  fs::remove(folder / "index.kv4");
+  if (::truncate(path.c_str(), std::int64_t{1} << 32) != 0) GTEST_SKIP() << "no files of 4 GiB here";
+  const auto peak_bytes = [] {
+    rusage usage{};
+    ::getrusage(RUSAGE_SELF, &usage);
+    return std::int64_t{usage.ru_maxrss} << 10;
+  };
+  EXPECT_EQ(in_child([&] {
+              const std::int64_t before = peak_bytes();
+              const tier::StoreSurvey survey = tier::survey_store(*files, options.directory, true);
+              EXPECT_EQ(survey.damaged_records(), 1);
+              options.capacity_bytes = INT64_MAX;
+              open();
+              expect_all(0, kRecords);
+              EXPECT_TRUE(store->collect().durable);
+              expect_all(0, kRecords);
+              EXPECT_LT(peak_bytes() - before, kMost);
+            }),
+            0);
+}
+
 TEST_F(TierStoreAttack, NothingButRegularFilesIsUsed) {
   const auto pipe = [](const fs::path& path) { ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0); };
   const auto directory = [](const fs::path& path) { fs::create_directory(path); };
