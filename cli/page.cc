@@ -1,5 +1,6 @@
 #include "page.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -62,6 +63,24 @@ std::string behind_links(const std::string& path) {
   return error ? path : target.string();
 }
 
+/// In place of whatever has that name, a link to somewhere else included.
+void make_file(const std::string& path, const std::string& bytes) {
+  ::unlink(path.c_str());
+  const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  require(file >= 0, ErrorCode::bad_file, "{} cannot be written; is the folder there, and writable?", path);
+  std::size_t done = 0;
+  int error = 0;
+  while (done < bytes.size() && error == 0) {
+    const ssize_t written = ::write(file, bytes.data() + done, bytes.size() - done);
+    if (written >= 0)
+      done += static_cast<std::size_t>(written);
+    else if (errno != EINTR)
+      error = errno;
+  }
+  if (::close(file) != 0 && error == 0) error = errno;
+  if (error != 0) throw LostOutput(path, error);
+}
+
 }  // namespace
 
 std::string open_page(const std::string& title) {
@@ -96,7 +115,7 @@ void replace_file(const std::string& path, const std::string& bytes) {
   }
   const std::string next = target + ".new";
   try {
-    write_file(next, bytes);
+    make_file(next, bytes);
     require(std::rename(next.c_str(), target.c_str()) == 0, ErrorCode::bad_file, "{} cannot be replaced", path);
   } catch (...) {
     ::unlink(next.c_str());

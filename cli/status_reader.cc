@@ -22,7 +22,7 @@ PublishedStatus read_status_file(const std::string& directory) {
   std::error_code ignored;
   require(std::filesystem::exists(path, ignored), ErrorCode::bad_file, "nobody publishes in {}: there is no {}",
           directory, kStatusFileName);
-  const std::string text = read_input_file(path, kMaxStatusBytes, "a status");
+  const std::string text = read_input_file(path, kMaxStatusBytes, "a status", Links::refused);
   try {
     return parse_published_status(text);
   } catch (const Error& e) {
@@ -73,7 +73,7 @@ AskedRequest::AskedRequest(const std::string& directory, RequestId request) {
   replace_file(asked, "");
   for (const auto end = std::chrono::steady_clock::now() + kAnswerLimit; !std::filesystem::exists(path_);) {
     if (std::filesystem::exists(failed)) {
-      const std::string why = read_input_file(failed, kMaxAnswerBytes, "an answer");
+      const std::string why = read_input_file(failed, kMaxAnswerBytes, "an answer", Links::refused);
       std::filesystem::remove(failed);
       fail(ErrorCode::bad_argument, "{}", why);
     }

@@ -23,8 +23,12 @@ const char* kind_of(mode_t mode) {
 }  // namespace
 
 // O_NONBLOCK: opening a FIFO without a writer would wait for one.
-InputFile::InputFile(const std::string& path)
-    : path_(path), descriptor_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC)) {
+InputFile::InputFile(const std::string& path, Links links)
+    : path_(path),
+      descriptor_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC |
+                                           (links == Links::refused ? O_NOFOLLOW : 0))) {
+  require(descriptor_ >= 0 || errno != ELOOP || links == Links::followed, ErrorCode::bad_file,
+          "{} cannot be read: it is a symbolic link; give a regular file", path);
   require(descriptor_ >= 0, ErrorCode::bad_file, "{} cannot be read: {}", path, std::strerror(errno));
   struct stat info {};
   const bool known = ::fstat(descriptor_, &info) == 0;
@@ -55,9 +59,9 @@ std::int64_t InputFile::read(void* to, std::int64_t bytes) const {
 }
 
 // A file may grow while it is read, and those of /proc say that they have no bytes: the bound holds for what comes.
-std::string read_input_file(const std::string& path, std::int64_t max_bytes, const char* what) {
+std::string read_input_file(const std::string& path, std::int64_t max_bytes, const char* what, Links links) {
   constexpr std::int64_t kPiece = 1 << 16;
-  const InputFile file(path);
+  const InputFile file(path, links);
   const auto check = [&](std::int64_t bytes) {
     require(bytes <= max_bytes, ErrorCode::bad_file, "{} has {} bytes or more; {} has at most {}", path, bytes, what,
             max_bytes);

@@ -136,7 +136,10 @@ class StatusLimits {
   bool start_array(std::size_t) { return enter(); }
   bool end_object() { return leave(); }
   bool end_array() { return leave(); }
-  bool parse_error(std::size_t, const std::string&, const nlohmann::json::exception& e) { return stop(e.what()); }
+  // Without what stands there, which the parser's own words repeat: the page that shows them may be anybody's.
+  bool parse_error(std::size_t byte, const std::string&, const nlohmann::json::exception&) {
+    return stop(fmt::format("no JSON from byte {} on", byte));
+  }
 
  private:
   bool stop(std::string why) {

@@ -377,6 +377,12 @@ TEST(StatusText, HostileOnesAreRefused) {
       {with("\"status\": {\"cache\": {\"tenants\": [" + repeated("{}", 257) + "]}}"), "257 tenants"}};
   for (const auto& [text, reason] : cases)
     EXPECT_NE(refusal(text).find(reason), std::string::npos) << reason << ": " << refusal(text);
+  // What a page shows of it has nothing of the text.
+  for (const std::string& text :
+       {std::string("geheim"), std::string("\"geheim"), with("geheim"), with("\"geheim\" 1")}) {
+    EXPECT_NE(refusal(text).find("no JSON from byte"), std::string::npos) << refusal(text);
+    EXPECT_EQ(refusal(text).find("geheim"), std::string::npos) << refusal(text);
+  }
 }
 
 }  // namespace

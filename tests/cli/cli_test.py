@@ -547,6 +547,12 @@ def test_replay_metrics_take_the_place_of_files_only():
         ok(*common, str(link))
         equal(os.listdir(file.parent), ["kv4.prom"])
         equal(sorted(os.listdir(folder)), ["link", "pipe", "there"])
+        mine = Path(folder) / "mine"
+        mine.write_text("precious")
+        file.with_name("kv4.prom.new").symlink_to(mine)  # by whoever knows that name
+        ok(*common, str(file))
+        equal((mine.read_text(), os.listdir(file.parent)), ("precious", ["kv4.prom"]))
+        assert parse_metrics(file.read_text())
 
 
 def test_lost_files():

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from running_cache_test import serving
-from tool import equal, kv4, ok, parse_metrics, run_tests
+from tool import equal, kv4, ok, parse_metrics, refused, run_tests
 
 SOON = 5  # seconds: less than any time limit of the server, so that nobody has waited for one
 
@@ -196,6 +196,19 @@ def test_up_does_not_ask_the_wall_clock():
         equal(up(), 0)
         with publishing(gpu0):
             equal(up(), 1)
+
+
+def test_a_status_behind_a_link_is_not_read():
+    """Whoever owns a folder could have the server read any file for him."""
+    with tempfile.TemporaryDirectory() as folder:
+        gpu0, gpu1, linked = (Path(folder) / name for name in ("gpu0", "gpu1", "linked"))
+        up = lambda path: parse_metrics(kv4("serve-metrics", str(path), "--once").stdout)[f'kv4_up{{cache="{path.name}"}}']
+        with publishing(str(gpu0)):
+            gpu1.mkdir()
+            (gpu1 / "status.json").symlink_to(gpu0 / "status.json")
+            linked.symlink_to(gpu0)  # a folder may have another name
+            equal((up(gpu0), up(gpu1), up(linked)), (1, 0, 1))
+            refused(["inspect", str(gpu1)], "status.json", "symbolic link")
 
 
 if __name__ == "__main__":
