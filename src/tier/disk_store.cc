@@ -268,6 +268,7 @@ void DiskStore::put(std::span<PutRequest> requests) {
   while (!requests.empty()) {
     const std::size_t count = put_some(requests);
     put_again(requests.first(count));
+    tell_full(requests.first(count));
     requests = requests.subspan(count);
   }
 }

@@ -186,6 +186,8 @@ class DiskStore {
   std::size_t put_some(std::span<PutRequest> requests);
   /// Again, those of them for which the disk had no room: the oldest segments make some.
   void put_again(std::span<PutRequest> requests);
+  /// Where the disk has no room for them all the same: once, until a put is stored.
+  void tell_full(std::span<const PutRequest> requests);
   /// Is there something to read for it? Else it has its answer.
   bool begin_get(GetRequest& request, Found& found) const;
   void finish_get(GetRequest& request, Found found, ReadRecord record, BlockBuffer& again_buffer);
@@ -236,6 +238,7 @@ class DiskStore {
   bool directory_dirty_ = false;
   bool directory_failed_ = false;  // its sync failed: names may be lost, so nothing can be promised any more
   bool records_lost_ = false;      // since the last flush() of the caller
+  bool full_told_ = false;         // since the last put that was stored
   StoreStats counts_;              // the last five
   BlockBuffer read_buffer_, write_buffer_;
   TransferPool<RecordWrite> writes_;

@@ -173,6 +173,20 @@ void DiskStore::put_again(std::span<PutRequest> requests) {
   }
 }
 
+void DiskStore::tell_full(std::span<const PutRequest> requests) {
+  for (const PutRequest& request : requests) {
+    if (request.status == PutStatus::stored) full_told_ = false;
+    if (request.status != PutStatus::no_space || std::exchange(full_told_, true)) continue;
+    speak([&] {
+      log(LogLevel::warning, "store.no_space",
+          fmt::format("the disk of {} has no room for a segment of {} bytes, and evicting gives none: puts fail; free "
+                      "some, or make segment_bytes smaller",
+                      options_.directory, options_.segment_bytes),
+          {{"directory", options_.directory}});
+    });
+  }
+}
+
 void DiskStore::leave(Segment& segment, const IoStatus& why) noexcept {
   segment.retiring = true;
   if (why.code == IoCode::unopened) segment.unopened = why;

@@ -198,11 +198,16 @@ TEST_F(TierDiskStore, DiskThatStaysFullIsAValueAndLosesLittle) {
   ASSERT_TRUE(store->flush());
   const std::int64_t before = store->stats().segments;
   disk.set_capacity(0);
-  int refused = 0;
+  int refused = 0, told = 0;
+  set_log_sink([&](const LogRecord& record) { told += record.event == "store.no_space" ? 1 : 0; });
   for (std::uint64_t i = 100; refused == 0 && i < 110; ++i)
     refused += put(*store, record_id(i), random_bytes(i, 10000)) == PutStatus::no_space ? 1 : 0;
   EXPECT_EQ(refused, 1);
+  EXPECT_EQ(told, 1);
   EXPECT_GE(store->stats().segments, before - 2);
+  EXPECT_EQ(put(*store, record_id(150), random_bytes(150, 10000)), PutStatus::no_space);
+  EXPECT_EQ(told, 1);  // once
+  set_log_sink({});
   disk.set_capacity(1 << 30);
   ASSERT_EQ(put(*store, record_id(200), random_bytes(200, 10000)), PutStatus::stored);
   ASSERT_TRUE(store->flush());
