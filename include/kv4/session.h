@@ -45,7 +45,8 @@ struct SessionIdentity {
   std::vector<std::vector<std::byte>> block_extra = {};
   TenantId share_of = 0;  // of a prefix cache: whose share the blocks of a restored session count for
   /// Records are protected with the first of these; to restore, each has to be made by one of them, unless
-  /// accept_unauthenticated. None: digests only, and a protected session is refused.
+  /// accept_unauthenticated. None: digests only; a sealed session is refused, and an authenticated one is read as one
+  /// that no key protects.
   std::vector<CacheKey> keys = {};
   Protection protection = Protection::sealed;  // of what is saved, where there are keys
   bool accept_unauthenticated = false;         // for the while of a change: sessions from before there were keys
