@@ -53,7 +53,12 @@ void DiskStore::report_opened() {
 }
 
 DiskStore::DiskStore(FileSystem& files, const StoreOptions& options)
-    : files_(files), options_(options), writes_(options.queue_depth + 1) {
+    : files_(files),
+      options_(options),
+      hash_{files.random64()},
+      index_(hash_.seed),
+      older_(0, hash_),
+      writes_(options.queue_depth + 1) {
   if (!options_.guard) options_.guard = std::make_shared<RecordGuard>();
 }
 

@@ -227,8 +227,9 @@ class DiskStore {
   std::unique_ptr<IoQueue> write_queue_;
   std::map<std::uint64_t, std::shared_ptr<Segment>> segments_;
   Segment* active_ = nullptr;  // takes appends
+  const SeededIdHash hash_;    // of this store's maps
   RecordIndex index_;
-  std::unordered_map<RecordId, std::vector<Entry>, RecordIdHash> older_;  // of the same key, while the store is opened
+  std::unordered_map<RecordId, std::vector<Entry>, SeededIdHash> older_;  // of the same key, while the store is opened
   std::vector<Place> superseded_, removed_;                               // to be tombstoned by flush(), in this order
   std::set<std::uint64_t> taken_ids_;                                     // of names that are not segments_: set aside
   std::uint64_t next_segment_ = 1, next_sequence_ = 1;

@@ -1,4 +1,4 @@
-// Which records a store has, and where: open addressing over the keys' own bytes.
+// Which records a store has, and where: open addressing by a hash with a seed.
 //
 // Any thread may ask; one thread at a time changes what is there, but for set_aside(), which any may call. No call
 // waits for a disk.
@@ -37,6 +37,9 @@ struct RecordEntry {
 
 class RecordIndex {
  public:
+  /// `seed`: not to be guessed where others may write records.
+  explicit RecordIndex(std::uint64_t seed = 0) : hash_{seed} {}
+
   std::optional<RecordEntry> find(const RecordId& id) const;
   /// `use(entry)` with the lock held: the entry's segment is there meanwhile. False: there is no such record.
   template <class Use>
@@ -86,7 +89,7 @@ class RecordIndex {
   };
   using Chunk = std::array<Record, kChunkRecords>;
 
-  static std::uint64_t hash(const RecordId& id) { return RecordIdHash()(id) * 0x9e3779b97f4a7c15u; }
+  std::uint64_t hash(const RecordId& id) const { return hash_(id); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
   std::size_t home(std::uint64_t hash) const { return static_cast<std::size_t>(hash >> 32) & mask(); }
   std::size_t mask() const { return cells_.size() - 1; }
@@ -101,6 +104,7 @@ class RecordIndex {
   //   1. cells_ is a power of two and at most half full; every record is in the run of cells that begins at its home.
   //   2. A number is in one cell, or in free_, or has never been used. free_ has room for all, so that no erase() needs
   //      memory.
+  const SeededIdHash hash_;
   mutable std::mutex mutex_;
   std::vector<Cell> cells_ = std::vector<Cell>(1024);
   std::vector<std::unique_ptr<Chunk>> chunks_;  // records never move
