@@ -17,11 +17,11 @@ import kv4
 from .forward import HOST, Forward, Row
 from .layer import Kv4Layer
 from .model import check_config, model_config, whole_model
-from .sizes import Drafts, sizes_of_call
+from .sizes import Drafts, checked_sizes, sizes_of_call
 from .store import Backends, Request, Sizes, Store
 
-#: Tokens of the largest forward where nothing else is said: more is worth a chunked prefill.
-DEFAULT_STEP_TOKENS = 16384
+#: What to do instead of use_cache=False with a cache.
+NO_CACHE = "leave past_key_values out, or use_cache"
 
 Model = TypeVar("Model")
 Path = Union[str, "os.PathLike[str]"]
@@ -35,6 +35,7 @@ class Told(NamedTuple):
     position_ids: torch.Tensor | None  # [batch or 1, count]
     shape: tuple[int, int]  # batch, count
     wants_attentions: bool
+    use_cache: bool | None
 
 
 class Kv4Cache(Cache):
@@ -58,8 +59,7 @@ class Kv4Cache(Cache):
 
         model = whole_model(model, "Kv4Cache")
         check_config(config, model)
-        sizes = Sizes(max_batch, max_context, max_step_tokens or min(max_batch * max_context, DEFAULT_STEP_TOKENS),
-                      max_rewind_tokens)
+        sizes = checked_sizes(max_batch, max_context, max_step_tokens, max_rewind_tokens)
         store = Store(model.model, backend, sizes, options)
         self._set_up(weakref.ref(model.model), store, grow)
         watch(model)
@@ -81,7 +81,7 @@ class Kv4Cache(Cache):
 
     def _set_up(self, backbone: Any, store: Store, grow: bool) -> None:
         me = weakref.proxy(self)  # no cycle: the memory goes with the last name of the cache
-        config = backbone().config
+        config = self._living(backbone).config
         super().__init__(layers=[Kv4Layer(me, spec) for spec in kv4.layer_schedule(model_config(config))])
         self.store, self.grow, self.window, self.device = store, grow, config.sliding_window, store.devices[0]
         self.rows: list[Row] = []  # of the batch
@@ -147,11 +147,15 @@ class Kv4Cache(Cache):
         """By row of the batch: its request in `manager`."""
         return [row.request[self.store.managers.index(self.manager)] for row in self.rows]
 
-    def _living_backbone(self) -> Any:
-        backbone = self._backbone()
+    @staticmethod
+    def _living(reference: Any) -> Any:
+        backbone = reference()
         if backbone is None:
-            raise kv4.StateError("the model that this Kv4Cache was made for is gone")
+            raise kv4.StateError("the model that this Kv4Cache was made for is gone: keep it as long as the cache")
         return backbone
+
+    def _living_backbone(self) -> Any:
+        return self._living(self._backbone)
 
     # Size
 
@@ -160,7 +164,7 @@ class Kv4Cache(Cache):
         max_length in columns. Makes room, or raises what would otherwise stop it in the middle."""
         if config.use_cache is False:
             raise kv4.ArgumentError("use_cache=False feeds the whole text again in every forward, and a Kv4Cache would take it "
-                                    "as what follows: leave past_key_values out, or use_cache")
+                                    f"as what follows: {NO_CACHE}")
         padding = 0
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             padding = int((attention_mask == 0).sum(1).min())
@@ -211,8 +215,14 @@ class Kv4Cache(Cache):
                                     "one with Kv4Cache(model.config, model) for the model that runs")
         self._settle()
         (batch, count), mask = told.shape, told.attention_mask
+        if told.use_cache is False:
+            raise kv4.ArgumentError(f"use_cache=False, and the cache would keep the forward's tokens all the same: {NO_CACHE}")
         if self.rows and len(self.rows) != batch:
-            raise kv4.ArgumentError(f"the forward has {batch} rows, the cache {len(self.rows)}; reset() it between batches")
+            raise kv4.ArgumentError(f"the forward has {batch} rows, the cache {len(self.rows)}: batch_repeat_interleave(n) makes n "
+                                    "of each (for beams, say), batch_select_indices keeps some, reset() ends all")
+        if count == 0:
+            raise kv4.ArgumentError(f"the forward has no tokens: the cache holds {self.num_columns}, and generate() feeds what the "
+                                    "text has beyond them. Give the whole text, longer than that, or reset() the cache first")
         if mask is not None:
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(mask) not in (1, batch):
                 got = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"

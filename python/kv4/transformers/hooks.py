@@ -43,7 +43,8 @@ def _tell_of_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if given is None:
         return None  # the model says so
     wants_attentions = bool(kwargs.get("output_attentions", module.config.output_attentions))
-    told = kv4_cache.Told(ids, kwargs.get("attention_mask"), kwargs.get("position_ids"), given.shape[:2], wants_attentions)
+    told = kv4_cache.Told(ids, kwargs.get("attention_mask"), kwargs.get("position_ids"), given.shape[:2], wants_attentions,
+                          kwargs.get("use_cache"))
     if cache.expect(module, told):
         kwargs["position_ids"] = None
     for name, known in (("attention_mask", cache.column_mask), ("position_ids", cache.positions)):

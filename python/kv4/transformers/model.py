@@ -13,6 +13,11 @@ import kv4
 SHAPE = ("num_hidden_layers", "layer_types", "head_dim", "sliding_window", "index_head_dim", "compress_rates")
 
 
+#: Of tensors without a value, and where those with one come from.
+NO_VALUES = "on the meta device, and no hook of accelerate knows their values"
+LOADED = "Load the model with from_pretrained(..., device_map=...)"
+
+
 def whole_model(model: Any, call: str) -> DeepseekV4ForCausalLM:
     """The DeepseekV4ForCausalLM that a caller means, which torch.compile may have wrapped."""
     model = getattr(model, "_orig_mod", model)
@@ -53,11 +58,11 @@ def _device_of(attention: Any) -> torch.device:
 def layer_devices(backbone: DeepseekV4Model) -> list[torch.device]:
     """By layer: where its attention is."""
     devices = [_device_of(layer.self_attn) for layer in backbone.layers]
-    unread = [index for index, device in enumerate(devices) if device.type == "meta"]
+    unread = [index for index, device in enumerate(devices)
+              if device.type == "meta" or any(weight.is_meta for weight in _constants(backbone.layers[index].self_attn))]
     if unread:
-        raise kv4.ArgumentError(
-            f"the weights of layers {unread} are offloaded: they are on the meta device, and no hook of accelerate knows their "
-            "values, of which kv4 needs the compressors' constants. Load the model with from_pretrained(..., device_map=...)")
+        raise kv4.ArgumentError(f"the weights of layers {unread} are offloaded: they are {NO_VALUES}, of which kv4 needs the "
+                                f"compressors' constants. {LOADED}")
     return devices
 
 
@@ -65,18 +70,27 @@ def _constant(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device, torch.float32).contiguous()
 
 
+def _constants(attention: Any) -> list[torch.Tensor]:
+    """Of its compressor and indexer, where it has them."""
+    compressor = attention.compressor
+    parts = [part for part in (compressor, getattr(compressor, "indexer", None)) if part is not None]
+    return [weight for part in parts for weight in (_read(part, "position_bias"), _read(part.kv_norm, "weight"))]
+
+
 def layer_constants(attention: Any) -> list[torch.Tensor]:
     """bind_weights' arguments; none where the layer has no compressor."""
-    compressor, device = attention.compressor, _device_of(attention)
-    parts = [part for part in (compressor, getattr(compressor, "indexer", None)) if part is not None]
-    weights = [weight for part in parts for weight in (_read(part, "position_bias"), _read(part.kv_norm, "weight"))]
-    return [_constant(weight, device) for weight in weights]
+    device = _device_of(attention)
+    return [_constant(weight, device) for weight in _constants(attention)]
 
 
 def rope_table(backbone: DeepseekV4Model, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's own cos and sin of CSA and HCA layers, float32 [length, rope_dim / 2]."""
     rotary = backbone.rotary_emb
-    home = rotary.compress_inv_freq.device if not rotary.compress_inv_freq.is_meta else device
+    home = rotary.compress_inv_freq.device
+    if home.type == "meta":
+        if getattr(rotary, "_hf_hook", None) is None:
+            raise kv4.ArgumentError(f"the model's rotary_emb is {NO_VALUES}. {LOADED}")
+        home = device
     like = torch.empty(0, dtype=backbone.dtype, device=home)
     cos, sin = rotary(like, position_ids=torch.arange(length, device=home)[None], layer_type="compress")
     return _constant(cos[0], device), _constant(sin[0], device)

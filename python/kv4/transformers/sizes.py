@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ import kv4
 
 from .store import Sizes
 
+#: Tokens of the largest forward where nothing else is said: more is worth a chunked prefill.
+DEFAULT_STEP_TOKENS = 16384
 #: What generate() takes where neither max_new_tokens nor max_length is said.
 DEFAULT_NEW_TOKENS = 20
 #: What an assistant drafts at once where its generation_config does not say num_assistant_tokens.
@@ -21,6 +24,19 @@ DEFAULT_DRAFTED_TOKENS = 20
 GROWING_SCHEDULES = ("heuristic", "heuristic_transient")
 #: Where transformers' generators that draft a fixed number say it: prompt lookup, multi-token prediction, DFlash.
 FIXED_DRAFTS = ("num_output_tokens", "num_mtp_layers", "block_size")
+
+
+def checked_sizes(max_batch: int, max_context: int, max_step_tokens: int | None, max_rewind_tokens: int) -> Sizes:
+    """Kv4Cache's arguments, refused by their names; what is too large kv4 says."""
+    def checked(name: str, value: Any, least: int) -> int:
+        if not isinstance(value, Integral) or value < least:
+            raise kv4.ArgumentError(f"{name} is {value!r}; it must be an integer from {least} on")
+        return int(value)
+
+    rows, tokens = checked("max_batch", max_batch, 1), checked("max_context", max_context, 1)
+    if max_step_tokens is None:
+        max_step_tokens = min(rows * tokens, DEFAULT_STEP_TOKENS)
+    return Sizes(rows, tokens, checked("max_step_tokens", max_step_tokens, 1), checked("max_rewind_tokens", max_rewind_tokens, 0))
 
 
 class Drafts(NamedTuple):
@@ -93,8 +109,9 @@ def sizes_of_call(model: Any, inputs: Any, generation_config: Any) -> Sizes:
     if isinstance(inputs, Mapping):
         tensor = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        got = f"a tensor {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(inputs).__name__}"
         raise kv4.ArgumentError("inputs must be token ids [rows, columns], or what a tokenizer gives for them "
-                                f"(input_ids, attention_mask); got a {type(inputs).__name__}")
+                                f"(input_ids, attention_mask); got {got}")
     arguments: dict[str, Any] = {}
     if generation_config is None or isinstance(generation_config, Mapping):
         arguments = dict(generation_config or {})

@@ -57,9 +57,12 @@ def backends_of_layers(devices: Sequence[torch.device], given: Backends) -> list
         known = {_device_name(device): backend for device, backend in (given or {}).items()}
         for device in devices:
             known.setdefault(_device_name(device), default_backend(device))
-        return [known[_device_name(device)] for device in devices]
+        given = [known[_device_name(device)] for device in devices]
     if isinstance(given, kv4.Backend):
         given = [given] * len(devices)
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(its, kv4.Backend) for its in given):
+        raise kv4.ArgumentError(f"backend is {given!r}; give a kv4.Backend (kv4.make_cpu_backend(), kv4.make_cuda_backend(0)), one "
+                                'for each device ({"cpu": ..., "cuda:0": ...}) or for each layer, or none')
     if len(given) != len(devices):
         raise kv4.ArgumentError(f"backend has {len(given)} entries, the model {len(devices)} layers: give one for each layer")
     for layer, (backend, device) in enumerate(zip(given, devices)):

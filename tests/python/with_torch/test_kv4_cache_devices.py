@@ -9,6 +9,7 @@ from kv4.transformers import Kv4Cache, accelerate, rewindable
 from devices import needs_gpu
 from tiny_model import greedy, kv4_cache, random_tokens, tiny_model
 
+
 def over_two(model, **options):
     """Layers 0 and 2 with one backend, 1 and 3 with the other."""
     first, second = kv4.make_cpu_backend(1), kv4.make_cpu_backend(2)
@@ -90,6 +91,9 @@ def test_a_conversation_of_two_files(model, tmp_path):
 def test_backends_that_do_not_fit_are_refused(model):
     with pytest.raises(kv4.ArgumentError, match="backend has 1 entries, the model 4 layers"):
         kv4_cache(model, backend=[kv4.make_cpu_backend()])
+    for other in ("cpu", 3, [None] * 4, {"cpu": "cpu"}):
+        with pytest.raises(kv4.ArgumentError, match="backend is .*; give a kv4.Backend"):
+            kv4_cache(model, backend=other)
     assert kv4_cache(model, backend={"cpu": kv4.make_cpu_backend(2)}).manager.backend().threads == 2
 
 

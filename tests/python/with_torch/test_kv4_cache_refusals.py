@@ -1,4 +1,6 @@
 """What a Kv4Cache cannot do right, it refuses with words, and is as it was before."""
+import copy
+import gc
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import kv4
 from kv4.transformers import Kv4Cache, accelerate, rewindable
 from tiny_model import greedy, kv4_cache, random_tokens, tiny_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
 
 def test_a_batch_larger_than_max_batch_leaks_no_rows(model):
     cache, prompt = kv4_cache(model), random_tokens(1, 20, seed=1)
@@ -60,6 +63,31 @@ def test_use_cache_false_with_a_cache_is_refused(model):
     with pytest.raises(kv4.ArgumentError, match="use_cache=False"):
         greedy(model, prompt, past_key_values=cache, use_cache=False)
     assert cache.get_seq_length() == 0
+    for tokens in ({"input_ids": prompt}, {"inputs_embeds": model.model.embed_tokens(prompt)}):
+        with pytest.raises(kv4.ArgumentError, match="use_cache=False.*leave past_key_values out"):
+            model(**tokens, past_key_values=cache, use_cache=False)
+    assert cache.get_seq_length() == 0 and cache.manager.num_requests() == 0
+    model(prompt, past_key_values=cache, use_cache=True)
+
+
+def test_a_text_without_new_tokens_is_refused(model):
+    """generate() cuts off what the cache holds, and here nothing is left."""
+    cache, prompt = kv4_cache(model), random_tokens(1, 40, seed=3)
+    greedy(model, prompt, past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="the forward has no tokens: the cache holds 43"):
+        greedy(model, prompt[:, :20], past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="the forward has no tokens"):
+        model(prompt[:, :0], past_key_values=cache)
+    assert cache.get_seq_length() == 43
+
+
+def test_more_rows_than_the_cache_has_are_refused(model):
+    cache, prompt = kv4_cache(model, max_batch=3), random_tokens(1, 20, seed=3)
+    said = greedy(model, prompt, past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match=r"3 rows, the cache 1: batch_repeat_interleave\(n\) makes n of each"):
+        greedy(model, said, num_beams=3, past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    assert torch.equal(greedy(model, said, num_beams=3, past_key_values=cache), greedy(model, said, num_beams=3))
 
 
 def test_positions_that_skip_tokens_are_refused(model):
@@ -125,10 +153,16 @@ def test_models_of_other_kinds_are_refused(model):
             attempt()
 
 
-def test_weights_without_values_are_named():
+@pytest.mark.parametrize("part, named", [
+    (lambda model: model.layers[2], r"layers \[2\] are offloaded"),
+    (lambda model: model.layers[1].self_attn.compressor, r"layers \[1\] are offloaded"),
+    (lambda model: model.layers[3].self_attn.compressor.indexer.kv_norm, r"layers \[3\] are offloaded"),
+    (lambda model: model.rotary_emb, "the model's rotary_emb is")],
+    ids=["a layer", "a compressor", "a norm", "rope"])
+def test_weights_without_values_are_named(part, named):
     model = tiny_model()
-    model.model.layers[2].to("meta")
-    with pytest.raises(kv4.ArgumentError, match=r"layers \[2\] are offloaded: they are on the meta device.*device_map"):
+    part(model.model).to("meta")
+    with pytest.raises(kv4.ArgumentError, match=f"{named}.*on the meta device.*device_map"):
         kv4_cache(model)
 
 
@@ -230,6 +264,29 @@ def test_the_cpu_backend_has_torchs_threads(model):
     finally:
         torch.set_num_threads(before)
     assert kv4_cache(model, backend=kv4.make_cpu_backend(3)).manager.backend().threads == 3
+
+
+@pytest.mark.parametrize("name, values, least", [("max_batch", [0, -1, 1.5, None], 1), ("max_context", [0, "8192"], 1),
+                                                 ("max_step_tokens", [0, -1], 1), ("max_rewind_tokens", [-1, None], 0)])
+def test_sizes_are_refused_by_their_names(model, name, values, least):
+    for value in values:
+        with pytest.raises(kv4.ArgumentError, match=f"{name} is {value!r}; it must be an integer from {least} on"):
+            kv4_cache(model, **{name: value})
+
+
+def test_inputs_that_are_no_batch_are_named(model):
+    for inputs, got in ((random_tokens(20), r"a tensor \[20\]"), ([1, 2], "a list"), ({"text": "x"}, "a dict")):
+        with pytest.raises(kv4.ArgumentError, match=rf"inputs must be token ids \[rows, columns\].*got {got}"):
+            Kv4Cache.for_generate(model, inputs)
+
+
+def test_a_model_that_is_gone_is_named():
+    model = tiny_model()
+    cache = kv4_cache(model)
+    del model
+    gc.collect()
+    with pytest.raises(kv4.StateError, match="the model that this Kv4Cache was made for is gone"):
+        copy.deepcopy(cache)
 
 
 @pytest.mark.parametrize("missing, version, words", [
