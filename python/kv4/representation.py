@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from .errors import Error
+
 #: Attributes whose value is nobody's business in a log.
 SECRET = ("password", "key", "salt")
 #: Elements of a list that are shown, and characters of a text.
@@ -24,6 +26,11 @@ STATES: dict[str, Callable[[Any], str]] = {
     "HostMemory": lambda memory: f"{len(memory.bytes())} bytes",
     "PreemptedRequest": lambda request: "empty" if request.empty() else f"lengths {request.lengths()}",
     "PrefixLoad": lambda load: f"{load.brought_blocks()} of {load.wanted_blocks()} blocks",
+    "LayerCacheHandle": lambda handle: f"layer {handle.layer()}",
+    "Tiers": lambda tiers: ", ".join(report.name for report in tiers.report()),
+    "TieredPrefix": lambda tiered: f"{tiered.statistics().waiting} waiting, {tiered.statistics().loaded_blocks} blocks loaded",
+    "SessionSender": lambda sender: f"{len(sender.keys())} full blocks",
+    "SessionReceiver": lambda receiver: f"{receiver.done_bytes()} of {receiver.total_bytes()} bytes",
 }
 
 
@@ -50,8 +57,13 @@ def _record_repr(self: Any) -> str:
 
 
 def _state_repr(self: Any) -> str:
-    state = STATES.get(type(self).__name__)
-    return f"<kv4.{type(self).__name__}{' ' + state(self) if state else ''}>"
+    state, told = STATES.get(type(self).__name__), ""
+    if state is not None:
+        try:
+            told = " " + state(self)
+        except Error:  # where calls are refused, in a callback, say
+            told = " in use"
+    return f"<kv4.{type(self).__name__}{told}>"
 
 
 def add_representations(module: ModuleType) -> None:

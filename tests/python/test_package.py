@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kv4
+from small_cache import SmallCache
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(kv4.__file__).parent
@@ -51,11 +52,33 @@ def test_every_object_says_what_it_is():
     assert repr(cache.prepare_forward([kv4.StepItem(request, [1])])).startswith("Step(id=")
     for thing in (cache.acquire(2), cache.schema(), cache.allocator(), cache.kv_pool(), cache.state_pool()):
         assert re.fullmatch(rf"<kv4.{type(thing).__name__}.*>", repr(thing))
+    assert repr(cache.acquire(2)) == "<kv4.LayerCacheHandle layer 2>"
+    assert repr(kv4.SessionReceiver(cache, kv4.SessionIdentity("w"))) == "<kv4.SessionReceiver 0 of 0 bytes>"
     secret = repr([kv4.TiersOptions(password="geheim", disk_key=bytes(range(32)), keys=[bytes(range(32))],
                                     servers=["rediss://me:geheim@host:1"]), kv4.SessionIdentity("w", salt="geheim", keys=[bytes(range(32))])])
     assert "geheim" not in secret and "\\x" not in secret and "password=..." in secret
     odd = repr(kv4.TiersOptions(servers=["redis://me:ge/h@eim@host:1"]))  # both may stand in a password by mistake
     assert "eim" not in odd and "//...@host:1" in odd, odd
+
+
+def test_tiers_say_which_they_are(tmp_path):
+    options = kv4.CacheOptions(layers=[2], max_requests=1, max_context=256, prefix=kv4.PrefixOptions(enabled=True, weights_id="w"))
+    cache = kv4.KVCacheManager(kv4.model_preset("v4-flash"), options)
+    tiers = kv4.Tiers(cache.schema(), kv4.TiersOptions(host_bytes=16 << 20, directory=tmp_path / "kept"))
+    tiered = kv4.TieredPrefix(cache, tiers)
+    for _ in range(2):
+        assert (repr(tiers), repr(tiered)) == ("<kv4.Tiers host, disk>", "<kv4.TieredPrefix 0 waiting, 0 blocks loaded>")
+        tiers.close()
+
+
+def test_a_callback_may_show_the_cache_that_calls_it():
+    """As a log or a debugger does there, where the cache's own calls are refused."""
+    cache, shown = SmallCache(), []
+    request = cache.manager.admit()
+    cache.feed(request, 20)
+    sender = kv4.SessionSender(cache.manager, request, kv4.SessionIdentity("w"))
+    sender.offer(lambda record: shown.append((repr(cache.manager), repr(sender))))
+    assert shown == [("<kv4.KVCacheManager in use>", "<kv4.SessionSender 1 full blocks>")]
 
 
 def test_stubs_know_every_name():
