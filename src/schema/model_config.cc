@@ -301,7 +301,12 @@ ModelConfig parse_model_config(std::string_view text) {
 }
 
 ModelConfig load_model_config(const std::string& path) {
-  return parse_model_config(read_input_file(path, kMaxConfigBytes, "a config.json"));
+  const std::string text = read_input_file(path, kMaxConfigBytes, "a config.json");
+  try {
+    return parse_model_config(text);
+  } catch (const Error& e) {
+    fail(e.code(), "{}: {}", path, e.what());
+  }
 }
 
 ModelConfig model_preset(std::string_view name) {

@@ -187,7 +187,7 @@ def test_plan_config():
         equal(plan["layers"], 4)
         refused(["plan", "--config", config], "fp8_tile64", "24")
         Path(folder, "bad.json").write_text('{"model_type": "deepseek_v4", "num_hidden_layers": -1')
-        refused(["plan", "--config", str(Path(folder, "bad.json"))])
+        refused(["plan", "--config", str(Path(folder, "bad.json"))], "bad.json: the config is not valid JSON")
 
 
 # ---- run

@@ -178,6 +178,17 @@ TEST(ModelConfigJson, LoadReadsAFile) {
   };
   expect_refused(std::filesystem::temp_directory_path().string(), "it is a folder");
   expect_refused("/dev/zero", "it is a device");
+  for (const char* text : {"root:x:0:0", "{}"}) {
+    std::ofstream(path) << text;
+    try {
+      kv4::load_model_config(path.string());
+      ADD_FAILURE() << text << " was read";
+    } catch (const kv4::Error& e) {
+      EXPECT_EQ(e.code(), kv4::ErrorCode::bad_config);
+      EXPECT_EQ(std::string(e.what()).find(path.string() + ": "), 0U) << e.what();
+    }
+    std::filesystem::remove(path);
+  }
   ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);  // nobody writes to it: whoever opens it as a file waits for ever
   expect_refused(path.string(), "it is a FIFO");
   std::filesystem::remove(path);
