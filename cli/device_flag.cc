@@ -1,5 +1,7 @@
 #include "device_flag.h"
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 
 #include "option_values.h"
@@ -11,6 +13,15 @@ void add_device_flag(CLI::App& app, std::string& device) {
                             ->capture_default_str()
                             ->type_name("NAME");
   offer_values(*option, {"cpu", "cuda", "cuda:0"});
+  option->check(CLI::Validator(
+      [](std::string& text) {
+        if (text == "cpu" || text == "cuda" || text.starts_with("cuda:")) return std::string();
+        // One letter makes "cpu" of "gpu".
+        const std::string near =
+            text.starts_with("gpu") ? "; did you mean 'cuda'?" : did_you_mean(text, {"cpu", "cuda"});
+        return fmt::format("'{}' is not known; it may be cpu, cuda or cuda:N, for example cuda:0{}", text, near);
+      },
+      ""));
 }
 
 }  // namespace kv4::cli

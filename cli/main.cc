@@ -67,7 +67,10 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error, int argc
 
 std::string hint(const CLI::App& app) {
   std::string command = "kv4";
-  for (const CLI::App* chosen : app.get_subcommands()) command += " " + chosen->get_name();
+  for (const CLI::App* each = &app; !each->get_subcommands().empty();) {
+    each = each->get_subcommands().front();
+    command += " " + each->get_name();
+  }
   return "see '" + command + " --help'";
 }
 

@@ -42,8 +42,12 @@ def test_nearest_names():
                            (["replay", path, "--policy", "s3fio"], "s3fifo"), (["replay", path, "--data", "reel"], "real"),
                            (["replay", path, "--snapshots", "checkpiont"], "checkpoint"), (["bench", "--filter", "gathre"], "gather"),
                            (["bench", "--filter", "alocator/publish_evict"], "allocator/publish_evict"), (["inspect", path, "--part", "entires"], "entries"),
-                           (["completion", "bsh"], "bash")):
+                           (["completion", "bsh"], "bash"), (["run", "--device", "cdua"], "cuda"), (["golden", folder, "--device", "gpu"], "cuda"),
+                           (["replay", path, "--device", "cup"], "cpu")):
             refused(args, f"did you mean '{word}'?")
+        for args, command in ((["plna"], "kv4"), (["plan", "--contxt", "1M"], "kv4 plan"), (["store", "verfy", folder], "kv4 store"),
+                              (["store", "verify", folder, "--jsn"], "kv4 store verify"), (["session", "inspect"], "kv4 session inspect")):
+            refused(args, f"see '{command} --help'")
     for args in (["xyzzy"], ["plan", "--xyzzy"], ["plan", "--model", "gpt"], ["plan", "--model", "x" * 100_000]):
         assert "did you mean" not in kv4(*args).stderr, args
 
