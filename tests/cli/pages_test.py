@@ -77,6 +77,11 @@ def test_units_colors_and_series():
         for color in color_of.values():
             assert color[4:-1] in variables, color
     assert color_of["CSA entries"] != color_of["index keys"] and "var(--other)" not in color_of.values(), color_of
+    # On one page no two things have one color, not even in different charts.
+    for page in pages:
+        variables = dict(re.findall(r"(--[\w-]+): light-dark\((#\w{6}), #\w{6}\)", page))
+        drawn = {color for chart in charts(page).values() for _, color in colors(chart)}
+        equal(len({variables[color[4:-1]] for color in drawn}), len(drawn))
     # Every series of a chart is in its legend, or named beside its bar.
     for page in pages:
         for figure in re.findall(r"<figure class=\"chart.*?</figure>", page, re.S):
