@@ -81,6 +81,17 @@ def test_a_callback_may_show_the_cache_that_calls_it():
     assert shown == [("<kv4.KVCacheManager in use>", "<kv4.SessionSender 1 full blocks>")]
 
 
+def test_documents_install_a_wheel_file_or_the_tree():
+    """Never by the bare name: the kv4 of PyPI is not ours."""
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *PACKAGE.glob("**/*.py")]
+    commands = [line.strip() for path in documents for line in path.read_text().splitlines() if "pip install" in line]
+    assert len(commands) >= 5, commands
+    for command in commands:
+        wanted = re.split("[#`]", command.split("pip install", 1)[1])[0]
+        names = re.split(r"[\s'\"]+", re.sub(r"kv4(\[\w+\])? @ \S+", "", wanted))
+        assert not any(re.fullmatch(r"kv4(\[\w+\])?([=<>~!].*)?", name) for name in names), command
+
+
 def test_stubs_know_every_name():
     assert (PACKAGE / "py.typed").exists()
     stub = ast.parse((PACKAGE / "_kv4.pyi").read_text())
