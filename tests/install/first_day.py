@@ -4,8 +4,8 @@
     tests/install/first_day.py
 
 Every ```sh``` block of README is run in the order of the text, but for ./test. README's first program is engine.cc, and its
-lines of CMake are the project that builds it. The Python module is installed by the lines of docs/python.md, in a virtual
-environment and without CUDA, and README's lines of Python are run with it.
+lines of CMake are the project that builds it. The Python module is installed by README's command, without CUDA, and README's
+lines of Python are run with it in the environment that docs/python.md activates.
 """
 import re
 import subprocess
@@ -83,21 +83,21 @@ class FirstDay:
         self.do(f"cmake -S ~/project -B ~/project/build {flag} && cmake --build ~/project/build && ~/project/build/engine")
 
     def python_module(self):
-        self.do("python3 -m venv ~/python")
-        of_user = dict(PATH=f"{self.home}/python/bin:{self.environment['PATH']}", VIRTUAL_ENV=f"{self.home}/python")
-        command = "pip install ."
-        for name in ("README.md", "docs/tutorial/3-torch-decode-loop.md"):
-            assert f"`{command}`" in (self.tree / name).read_text(), f"{name} says otherwise how the module is installed"
-        guide = block(self.tree.joinpath("docs/python.md").read_text(), "").splitlines()
-        assert [line.split("  ")[0] for line in guide] == [command, f"KV4_CUDA=OFF {command}"], guide
+        install = re.search(r"for Python:\s`([^`]+)`", self.readme)[1]
+        activate, *commands = [line.split("  ")[0] for line in block((self.tree / "docs/python.md").read_text(), "").splitlines()]
+        assert commands == ["pip install .", "KV4_CUDA=OFF pip install ."], commands
+        folder = re.search(r"-m venv (\S+)", activate)[1]
+        assert install == f"python3 -m venv {folder} && {folder}/bin/{commands[0]}", install
+        assert f"`{commands[0]}`" in (self.tree / "docs/tutorial/3-torch-decode-loop.md").read_text()
+        self.do(activate)
         try:
-            self.do("pip download --quiet --no-deps --dest ~/pip nanobind numpy", **of_user)
+            self.do(f"{folder}/bin/pip download --quiet --no-deps --dest ~/pip nanobind numpy")
         except SystemExit as told:
             print(f"  not installed, since there is no way to PyPI: {told}")
             return
-        self.do(guide[0], KV4_CUDA="OFF", **of_user)  # which is the other line, too
+        self.do(install, KV4_CUDA="OFF")  # which is the guide's last line, too
         (self.home / "example.py").write_text(block(self.readme, "python"))
-        self.do("cd && python example.py && kv4 --version", **of_user)
+        self.do(f"{activate}\ncd && python example.py && kv4 --version")
 
     def tutorials(self):
         for tutorial in sorted((self.tree / "docs/tutorial").glob("*.md")):
