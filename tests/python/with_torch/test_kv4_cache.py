@@ -1,5 +1,6 @@
 """kv4.transformers beside the stock cache of transformers, with a tiny random model on each device that is here."""
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,8 @@ from devices import DEVICES, needs_gpu
 from forked import in_child
 from tiny_model import EXACT, greedy, kv4_cache, random_tokens, tiny_model
 from transformers import DynamicCache
+
+ROOT = Path(__file__).resolve().parents[3]
 
 both_ways = pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["unmodified", "accelerated"])
 
@@ -391,8 +394,20 @@ def test_a_forward_that_failed_leaves_no_trace(accelerated):
     assert (again - accelerated(tokens, past_key_values=kv4_cache(accelerated)).logits).abs().max() < 1e-6
 
 
+def test_the_guides_lines_run():
+    """With a model and inputs, which are the reader's."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
+    lines, = (block for block in blocks if block.startswith("# needs torch and transformers\n"))
+    prompt = random_tokens(1, 20, seed=19)
+    names = dict(model=tiny_model(), input_ids=prompt, mask=torch.ones_like(prompt), prompt_ids=prompt,
+                 continuations=[torch.cat([prompt, random_tokens(1, 3, seed=seed)], dim=1) for seed in (20, 21)])
+    exec(compile(lines, "docs/python.md", "exec"), names)
+    assert names["cache"].get_seq_length() == 20 + 200 - 1 and len(names["cache"].requests) == 3
+    assert names["prompt"].get_seq_length() == 20 and names["prompt"].manager.num_requests() == 1
+
+
 def test_the_example_runs(device):
-    example = Path(__file__).resolve().parents[3] / "examples" / "transformers_generate.py"
+    example = ROOT / "examples" / "transformers_generate.py"
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
     result = subprocess.run([sys.executable, str(example), "--device", device, "--layers", "4", "--hidden", "128",
                              "--context", "200", "--tokens", "4"], capture_output=True, text=True, env=environment)
