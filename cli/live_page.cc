@@ -84,7 +84,7 @@ function show(s) {
     ['what', 'now'], ...s.cache.map(([what, value, unit]) => [what, unit == 'bytes' ? {bytes: value} : number(value)])
   ]);
   fill('tiers', [
-    ['tier', 'found', 'not', 'stored', 'kept'],
+    ['tier', 'found', 'not found', 'stored', 'kept'],
     ...s.tiers.map(t => [t.name, ...[t.hits, t.misses, t.stored].map(number), {bytes: t.bytes}])
   ]);
   fill('tenants', [['tenant', 'blocks', 'share'], ...s.tenants.map((t, i) => [i, number(t.blocks), number(t.share)])]);

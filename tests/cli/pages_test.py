@@ -184,6 +184,7 @@ def test_finished_replay():
         equal((state["updates"], state["rate_at"][-1], len(state["rates"])), (60, 60, 60))
         page = urllib.request.urlopen(address, timeout=60).read().decode()
         assert "http" not in page and not NO_UNIT.search(page)
+        assert "['tier', 'found', 'not found', 'stored', 'kept']" in page  # headings of the table of tiers
         process.send_signal(signal.SIGTERM)
         equal(process.wait(60), 0)
 
