@@ -147,3 +147,16 @@ def test_size_of_a_context_as_readme_says(tmp_path):
     assert sizes[256] - sizes[128] == block
     assert f"{(sizes[128] - block) / 1e6:.1f}" == least
     assert f"{(sizes[259] - 2 * block) / 1e6:.1f}" == most
+
+
+def test_sizes_of_v4_flash_as_the_documents_say():
+    """A token, a block and a snapshot: in README beside what others have, in docs/operations.md to the byte."""
+    schema = kv4.build_schema(kv4.model_preset("v4-flash"), kv4.CacheOptions())
+    plan, snapshot = kv4.plan_memory(schema), kv4.image_bytes(schema, [schema.block_tokens])
+    readme, operations = ((Path(__file__).parents[2] / name).read_text() for name in ("README.md", "docs/operations.md"))
+    for line in (f"| V4-Flash, bytes per token | {plan.bytes_per_token:,.0f} |", f"| step of prefix hits, tokens | {schema.block_tokens} |",
+                 f"| a kept boundary that a hit resumes at | {snapshot / 1e6:.1f} MB |"):
+        assert line in readme, line
+    for line in (f"| a block of {schema.block_tokens} tokens | {plan.block_bytes:,} ({plan.bytes_per_token:,.0f} per token) |",
+                 f"| a snapshot | {snapshot:,} |"):
+        assert line in operations, line
