@@ -1,4 +1,4 @@
-// Attention: decodes a few of a query's rows at a time and applies them to all heads of a group.
+// Attention: decodes a tile of a query's rows at a time and applies it to all heads of a group.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,8 @@
 namespace kv4::cpu {
 namespace {
 
-constexpr int kGroupHeads = 32;  // heads that share a decoded row
+constexpr int kGroupHeads = 64;     // at most this many heads share a decoded row
+constexpr int kMinGroupHeads = 16;  // and at least this many, however many threads wait for work
 
 // Calls f(rows, block, row) for every row of a list of physical slots.
 template <class F>
@@ -68,56 +69,85 @@ void for_each_row(const ops::AttendParams& p, std::int64_t token, F&& f) {
     for_each_entry(p, token, f);
 }
 
-// Inverse RoPE: rotates the last channels by the negative angle.
-void inverse_rope(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_t position, int width, float* row,
-                  RowBuffers& buffers) {
+/// Rows of other formats have a scale that is no power of two, so their values have more bits.
+bool decodes_to_bf16(Format format) { return format == Format::fp8_tile64 || format == Format::bf16; }
+
+/// Queries and all rows that they can meet.
+bool all_bf16(const ops::AttendParams& p) {
+  return p.q.dtype == DType::bf16 && decodes_to_bf16(p.layer.window.ring.format) &&
+         (p.layer.num_kinds == 0 || decodes_to_bf16(p.layer.kinds[0].page.format));
+}
+
+/// Cosines and sines of the inverse RoPE at a position, [rope_dim / 2] each.
+struct InverseAngles {
+  const float* cos;
+  const float* sin;
+};
+
+InverseAngles inverse_angles(const RowKernels& kernels, const ops::RopeDesc& rope, std::int64_t position,
+                             RowBuffers& buffers) {
   const int pairs = rope.rope_dim / 2;
-  const float *cos = buffers.cos.data(), *sin = buffers.sin.data();
-  if (rope.cos != nullptr) {
-    cos = rope.cos + position * pairs;
-    sin = rope.sin + position * pairs;
-  } else {
-    kernels.angles(rope.angles, position, buffers.cos.data(), buffers.sin.data());
-  }
+  if (rope.cos != nullptr) return {rope.cos + position * pairs, rope.sin + position * pairs};
+  kernels.angles(rope.angles, position, buffers.cos.data(), buffers.sin.data());
+  return {buffers.cos.data(), buffers.sin.data()};
+}
+
+// Rotates the last channels by the negative angle.
+void inverse_rope(InverseAngles angles, int pairs, int width, float* row) {
   float* tail = row + width - 2 * pairs;
   for (int i = 0; i < pairs; ++i) {
     const float x0 = tail[2 * i], x1 = tail[2 * i + 1];
-    tail[2 * i] = codec::fused(x0, cos[i], x1 * sin[i]);
-    tail[2 * i + 1] = codec::fused(x1, cos[i], -(x0 * sin[i]));
+    tail[2 * i] = codec::fused(x0, angles.cos[i], x1 * angles.sin[i]);
+    tail[2 * i + 1] = codec::fused(x1, angles.cos[i], -(x0 * angles.sin[i]));
   }
+}
+
+/// Heads per work item: all of them decode a row once, but threads without work are worse than rows decoded again.
+int group_heads(int num_heads, std::int64_t tokens, int threads) {
+  int group = std::min(num_heads, kGroupHeads);
+  while (group > kMinGroupHeads && tokens * ((num_heads + group - 1) / group) < threads) group = (group + 1) / 2;
+  return group;
 }
 
 }  // namespace
 
 void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, int first_head, int heads, int worker) {
-  const int width = p.layer.window.ring.shape.width;
+  const int width = p.layer.window.ring.shape.width, stride = attend_stride(width);
   AttendBuffers& b = attend_buffers_[static_cast<std::size_t>(worker)];
   kernels_.convert(
-      {std::int64_t{heads} * width, input_row(p.q, token, first_head * width), p.q.dtype, b.q.data(), DType::f32});
-  for (int i = 0; i < heads * width; ++i) b.q[static_cast<std::size_t>(i)] *= p.softmax_scale;
-  std::fill_n(b.acc.begin(), heads * width, 0.0f);
-  std::fill_n(b.state.begin(), heads, ops::Attention{});
+      {std::int64_t{heads} * width, input_row(p.q, token, first_head * width), p.q.dtype, b.heads.data(), DType::f32});
+  const int lanes = padded_heads(heads);
+  std::fill_n(b.heads.begin() + heads * width, (lanes - heads) * width, 0.0f);
+  const bool is_bf16 = all_bf16(p);
+  kernels_.prepare_heads({width, heads, b.heads.data(), is_bf16, p.softmax_scale, b.q.data()});
+  std::fill_n(b.max.begin(), lanes, ops::Attention{}.max);
+  std::fill_n(b.sum.begin(), lanes, ops::Attention{}.sum);
+  std::fill_n(b.acc.begin(), lanes * stride, 0.0f);
 
   int count = 0;
-  const auto meet = [&] {
-    kernels_.attend({width, heads, b.q.data(), b.rows.data(), count, b.state.data(), b.acc.data(), b.p.data()});
+  const auto apply_tile = [&] {
+    kernels_.attend({width, heads, b.q.data(), is_bf16, p.softmax_scale, b.rows.data(), count, b.max.data(),
+                     b.sum.data(), b.acc.data(), b.tmp.data()});
     count = 0;
   };
   for_each_row(p, token, [&](const ops::RowPlanes& rows, std::int64_t block, std::int64_t row) {
     kernels_.decode(rows.format, rows.shape, rows.payload.at(block, row), rows.scale.at(block, row), 1.0f,
-                    b.rows.data() + count * width, DType::f32, nullptr);
-    if (++count == kAttendRows) meet();
+                    b.rows.data() + count * stride, DType::f32, nullptr);
+    if (++count == kAttendRows) apply_tile();
   });
-  if (count > 0) meet();
+  if (count > 0) apply_tile();
 
-  const bool sinks = p.sink != nullptr && !is_padded(p, token);
+  const bool padded = is_padded(p, token), rotate = p.inverse_rope.rope_dim > 0 && !padded;
+  const InverseAngles angles =
+      rotate ? inverse_angles(kernels_, p.inverse_rope, p.step.tokens[token].position, buffers(worker))
+             : InverseAngles{};
   for (int h = 0; h < heads; ++h) {
+    const ops::Attention state{b.max[static_cast<std::size_t>(h)], b.sum[static_cast<std::size_t>(h)]};
     const ops::AttentionEnd end =
-        ops::end_attention(b.state[static_cast<std::size_t>(h)], sinks ? p.sink + first_head + h : nullptr);
-    float* acc = b.acc.data() + h * width;
+        ops::end_attention(state, p.sink != nullptr && !padded ? p.sink + first_head + h : nullptr);
+    float* acc = b.acc.data() + h * stride;
     for (int c = 0; c < width; ++c) acc[c] *= end.factor;
-    if (p.inverse_rope.rope_dim > 0 && !is_padded(p, token))
-      inverse_rope(kernels_, p.inverse_rope, p.step.tokens[token].position, width, acc, buffers(worker));
+    if (rotate) inverse_rope(angles, p.inverse_rope.rope_dim / 2, width, acc);
     const std::int64_t at = token * p.num_heads + first_head + h;
     kernels_.convert(
         {width, acc, DType::f32,
@@ -128,9 +158,9 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
 }
 
 void CpuBackend::attend(const ops::AttendParams& p) {
-  const int width = p.layer.window.ring.shape.width, group = std::min<int>(p.num_heads, kGroupHeads);
+  const int group = group_heads(p.num_heads, p.step.num_tokens, pool_.threads());
   const int groups = (p.num_heads + group - 1) / group;
-  fit_buffers(width, 0, group);
+  fit_buffers(p.layer.window.ring.shape.width, 0, group);
   pool_.run(std::int64_t{p.step.num_tokens} * groups, 1, [&](std::int64_t begin, std::int64_t end, int worker) {
     for (std::int64_t i = begin; i < end; ++i) {
       const int first = static_cast<int>(i % groups) * group;

@@ -69,6 +69,8 @@ class CpuBackend final : public Backend {
   /// Scores the tokens [first, first + count) that see at least `min_keys` keys.
   void score_tokens(const ops::IndexParams& params, std::int64_t first, std::int64_t count, std::int64_t min_keys,
                     const std::function<float*(std::int64_t)>& scores_of);
+  void score_block(const ops::IndexParams& params, std::int64_t begin, std::int64_t end, std::int64_t index,
+                   std::int64_t min_keys, const std::function<float*(std::int64_t)>& scores_of, int worker);
   void attend_heads(const ops::AttendParams& params, std::int64_t token, int first_head, int heads, int worker);
   void fit_buffers(int width, int num_sources = 0, int attend_heads = 0);
   RowBuffers& buffers(int worker) { return buffers_[static_cast<std::size_t>(worker)]; }

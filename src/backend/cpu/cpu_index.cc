@@ -1,5 +1,6 @@
 // Index scores and top-k: keys are read in place, page by page.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -78,24 +79,46 @@ void CpuBackend::score_tokens(const ops::IndexParams& p, std::int64_t first, std
                              space.queries(token) + head * query_bytes(width));
     }
   });
-  const std::int64_t blocks = p.step.blocks_per_request;
-  pool_.run(count * blocks, 16, [&](std::int64_t begin, std::int64_t end, int worker) {
+  const std::int64_t blocks = p.step.blocks_per_request, windows = (count + kScoreTokens - 1) / kScoreTokens;
+  pool_.run(windows * blocks, 1, [&](std::int64_t begin, std::int64_t end, int worker) {
     for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t token = first + i / blocks, index = i % blocks;
-      const std::int64_t visible = visible_keys(p, token), at = index * kind.rows_per_block;
-      if (visible < min_keys || at >= visible) {
-        i += blocks - 1 - index;  // later blocks are not visible either
-        continue;
-      }
-      const std::int64_t block = p.step.block_table[p.step.tokens[token].row * blocks + index];
-      const std::int64_t keys = std::min<std::int64_t>(kind.rows_per_block, visible - at);
-      for (std::int64_t row = 0; row < keys; row += kScoreKeys)
-        kernels_.score({p.num_heads, space.queries(token),
-                        static_cast<const float*>(p.weights.data) + token * p.weights.row_stride, kind.page, block, row,
-                        static_cast<int>(std::min<std::int64_t>(kScoreKeys, keys - row)), scores_of(token) + at + row,
-                        buffers(worker).keys.data()});
+      const std::int64_t window = first + i / blocks * kScoreTokens;
+      score_block(p, window, std::min(window + kScoreTokens, first + count), i % blocks, min_keys, scores_of, worker);
     }
   });
+}
+
+// One block of each request that the tokens [begin, end) belong to. Neighbours of one request share the expanded keys.
+void CpuBackend::score_block(const ops::IndexParams& p, std::int64_t begin, std::int64_t end, std::int64_t index,
+                             std::int64_t min_keys, const std::function<float*(std::int64_t)>& scores_of, int worker) {
+  const ops::KindDesc& kind = p.layer.kinds[p.kind];
+  const TokenSpace space(p);
+  const std::int64_t at = index * kind.rows_per_block;
+  for (std::int64_t token = begin; token < end;) {
+    const std::int32_t request = p.step.tokens[token].row;
+    std::array<ScoreQuery, kScoreTokens> queries;
+    std::array<std::int64_t, kScoreTokens> keys;
+    int num_queries = 0;
+    for (; token < end && p.step.tokens[token].row == request; ++token) {
+      const std::int64_t visible = visible_keys(p, token);
+      if (visible < min_keys || at >= visible) continue;
+      keys[num_queries] = std::min<std::int64_t>(kind.rows_per_block, visible - at);
+      queries[num_queries++] = {space.queries(token),
+                                static_cast<const float*>(p.weights.data) + token * p.weights.row_stride, 0,
+                                scores_of(token) + at};
+    }
+    if (num_queries == 0) continue;
+    const std::int64_t block = p.step.block_table[request * p.step.blocks_per_request + index];
+    const std::int64_t most = *std::max_element(keys.begin(), keys.begin() + num_queries);
+    for (std::int64_t row = 0; row < most; row += kScoreKeys) {
+      for (int i = 0; i < num_queries; ++i)
+        queries[i].count = static_cast<int>(std::clamp<std::int64_t>(keys[i] - row, 0, kScoreKeys));
+      kernels_.score({p.num_heads, queries.data(), num_queries, kind.page, block, row,
+                      static_cast<int>(std::min<std::int64_t>(kScoreKeys, most - row)),
+                      buffers(worker).keys.data()});
+      for (int i = 0; i < num_queries; ++i) queries[i].out += kScoreKeys;
+    }
+  }
 }
 
 void CpuBackend::index_scores(const ops::IndexParams& p) {

@@ -31,21 +31,26 @@ struct RowBuffers {
 
 /// Buffers of one thread that attends: some heads of a query, some rows.
 struct AttendBuffers {
-  AlignedVector<float> q, acc;  // [heads, width]
-  AlignedVector<float> rows;    // [kAttendRows, width]
-  AlignedVector<float> p;       // [heads, kAttendRows]
-  std::vector<ops::Attention> state;
+  AlignedVector<float> heads;     // [heads, width] the query as it came
+  AlignedVector<float> q;         // the same, prepared
+  AlignedVector<float> rows;      // [kAttendRows, attend_stride]
+  AlignedVector<float> acc;       // [heads, attend_stride]
+  AlignedVector<float> max, sum;  // [heads]
+  AlignedVector<float> tmp;       // [attend_tmp]
 
-  void fit(int heads, int width) {
-    const std::size_t h = static_cast<std::size_t>(heads), w = static_cast<std::size_t>(width);
+  void fit(int num_heads, int width) {
+    const std::size_t h = static_cast<std::size_t>(padded_heads(num_heads)), w = static_cast<std::size_t>(width),
+                      stride = static_cast<std::size_t>(attend_stride(width));
     const auto grow = [](auto& buffer, std::size_t n) {
       if (buffer.size() < n) buffer.resize(n);
     };
+    grow(heads, h * w);
     grow(q, h * w);
-    grow(acc, h * w);
-    grow(rows, kAttendRows * w);
-    grow(p, h * kAttendRows);
-    grow(state, h);
+    grow(rows, kAttendRows * stride);
+    grow(acc, h * stride);
+    grow(max, h);
+    grow(sum, h);
+    grow(tmp, static_cast<std::size_t>(attend_tmp(width, num_heads)));
   }
 };
 

@@ -29,16 +29,25 @@ struct FinishArgs {
   float* tmp;
 };
 
-/// A query's heads against consecutive keys. queries: [num_heads, query_bytes(width)], written by prepare_query.
+/// A token's query for `score`, and where its scores go.
+struct ScoreQuery {
+  const std::uint8_t* heads;  // [num_heads, query_bytes(width)], written by prepare_query
+  const float* weights;       // [num_heads]
+  int count;                  // keys that the token sees
+  float* out;                 // [count]
+};
+constexpr int kScoreTokens = 16;  // queries at once, at most
+constexpr int kScoreKeys = 32;    // keys at once, at most
+
+/// Several tokens' queries against consecutive keys, each of which is expanded once.
 struct ScoreArgs {
   int num_heads;
-  const std::uint8_t* queries;
-  const float* weights;  // [num_heads]
+  const ScoreQuery* queries;
+  int num_queries;
   const ops::RowPlanes& page;
   std::int64_t block, row;  // of the first key
-  int count;
-  float* out;  // [count]
-  float* tmp;  // [kScoreKeys, width]
+  int count;                // the largest of the queries'
+  float* tmp;               // [kScoreKeys, width]
 };
 /// The global scale of an nvfp4 page; 1 for other formats.
 inline float page_scale(const ops::RowPlanes& page, std::int64_t block) {
@@ -46,22 +55,43 @@ inline float page_scale(const ops::RowPlanes& page, std::int64_t block) {
   if (page.global.data != nullptr) std::memcpy(&global, page.global.at(block, 0), 4);
   return global;
 }
-constexpr int kScoreKeys = 32;  // at most, at once
 constexpr std::int64_t query_bytes(std::int64_t width) { return 4 * width + 64; }
 
-/// Heads against rows. q: [num_heads, width], times the softmax scale; rows: [count, width]; state and acc [num_heads,
-/// width]: the online softmax so far; tmp: [num_heads, kAttendRows].
-struct AttendArgs {
+/// Arrays over heads are padded to whole vectors: `padded_heads` elements, of which the first num_heads mean something.
+constexpr int padded_heads(int num_heads) { return (num_heads + 15) / 16 * 16; }
+/// Consecutive rows of floats lie this many elements apart, so that a column of them does not fall into few cache sets.
+constexpr int attend_stride(int width) { return width + 16; }
+constexpr int kAttendRows = 96;  // at most, at once
+/// P and a rescale factor per head, and the rows as pairs of bf16.
+constexpr int attend_tmp(int width, int num_heads) {
+  return (kAttendRows + 1) * padded_heads(num_heads) + kAttendRows * attend_stride(width / 2);
+}
+
+/// q [padded_heads, width] times the softmax scale, in the form that `attend` of the same table reads: as many
+/// elements, or fewer.
+struct PrepareHeadsArgs {
   int width;
   int num_heads;
   const float* q;
-  const float* rows;
-  int count;
-  ops::Attention* state;
-  float* acc;
-  float* tmp;
+  bool all_bf16;  // these values are, and all rows; a table may then use bf16 products
+  float scale;
+  float* out;
 };
-constexpr int kAttendRows = 32;  // at most, at once
+
+/// Heads against rows. acc [num_heads], rows and acc with attend_stride(width).
+struct AttendArgs {
+  int width;
+  int num_heads;
+  const float* q;  // by prepare_heads, with the same all_bf16 and scale
+  bool all_bf16;
+  float scale;
+  float* rows;  // [kAttendRows]; a kernel may write to those from `count` on
+  int count;
+  float* max;  // [padded_heads] the online softmax so far
+  float* sum;  // [padded_heads]
+  float* acc;  // [padded_heads]
+  float* tmp;  // [attend_tmp]
+};
 /// Converts `count` elements between f32 and bf16, in either direction; to bf16 rounds to nearest even; NaN becomes
 /// canonical. read_later, write_later: rows to prefetch meanwhile, or null.
 struct ConvertArgs {
@@ -97,6 +127,7 @@ struct RowKernels {
   void (*prepare_query)(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
                         float global, std::uint8_t* out);
   void (*score)(const ScoreArgs& args);
+  void (*prepare_heads)(const PrepareHeadsArgs& args);
   void (*attend)(const AttendArgs& args);
 };
 

@@ -88,28 +88,42 @@ void score(const ScoreArgs& a) {
     const std::uint8_t* scale = a.page.scale.at(a.block, a.row + i);
     const bool fp4 = a.page.format == Format::mxfp4;
     if (!fp4) decode(a.page.format, shape, payload, scale, global, a.tmp, DType::f32, nullptr);
-    ops::ScoreSum sum;
-    for (int h = 0; h < a.num_heads; ++h) {
-      const std::uint8_t* q = a.queries + h * query_bytes(shape.width);
-      sum.add(h, a.weights[h],
-              fp4 ? ops::mxfp4_dot(shape.width, q, q + codec::Mxfp4::payload_bytes(shape), payload, scale)
-                  : ops::row_dot(shape.width, reinterpret_cast<const float*>(q), a.tmp));
+    for (int t = 0; t < a.num_queries; ++t) {
+      const ScoreQuery& query = a.queries[t];
+      if (i >= query.count) continue;
+      ops::ScoreSum sum;
+      for (int h = 0; h < a.num_heads; ++h) {
+        const std::uint8_t* q = query.heads + h * query_bytes(shape.width);
+        sum.add(h, query.weights[h],
+                fp4 ? ops::mxfp4_dot(shape.width, q, q + codec::Mxfp4::payload_bytes(shape), payload, scale)
+                    : ops::row_dot(shape.width, reinterpret_cast<const float*>(q), a.tmp));
+      }
+      query.out[i] = sum.total();
     }
-    a.out[i] = sum.total();
   }
 }
 
+void prepare_heads(const PrepareHeadsArgs& a) {
+  for (int i = 0; i < a.num_heads * a.width; ++i) a.out[i] = a.q[i] * a.scale;
+}
+
 void attend(const AttendArgs& a) {
+  const int stride = attend_stride(a.width);
   for (int r = 0; r < a.count; ++r)
-    for (int h = 0; h < a.num_heads; ++h)
-      ops::attend_row(a.width, a.q + h * a.width, a.rows + r * a.width, a.state[h], a.acc + h * a.width);
+    for (int h = 0; h < a.num_heads; ++h) {
+      ops::Attention state{a.max[h], a.sum[h]};
+      ops::attend_row(a.width, a.q + h * a.width, a.rows + r * stride, state, a.acc + h * stride);
+      a.max[h] = state.max;
+      a.sum[h] = state.sum;
+    }
 }
 
 }  // namespace
 
 const RowKernels& plain_row_kernels() {
-  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold,   mean,          pool,  angles, finish,
-                                     hadamard, encode,  encode_input, decode, prepare_query, score, attend};
+  static constexpr RowKernels kTable{"scalar", convert, load_as_bf16, fold,         mean,          pool,
+                                     angles,   finish,  hadamard,     encode,       encode_input,  decode,
+                                     prepare_query, score, prepare_heads, attend};
   return kTable;
 }
 

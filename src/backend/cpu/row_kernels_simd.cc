@@ -39,6 +39,7 @@ const RowKernels* simd_table() {
                                 decode,
                                 prepare_query,
                                 score,
+                                prepare_heads,
                                 attend};
   return &table;
 #else

@@ -8,6 +8,7 @@
 #endif
 
 #include <algorithm>
+#include <type_traits>
 
 #include "backend/cpu/row_kernels.h"
 #include "backend/cpu/simd_math-inl.h"
@@ -116,8 +117,8 @@ HWY_INLINE void transpose_words(const std::int32_t* rows, int words, std::int32_
 
 // kHeads heads from `head` on against one vector of keys. quads: [width / 4, lanes]; scales: [groups, lanes]
 template <int kHeads>
-HWY_INLINE void score_heads(const ScoreArgs& a, int head, int width, const std::int32_t* quads, const float* scales,
-                            ScoreVector& sum) {
+HWY_INLINE void score_heads(const ScoreQuery& query, int head, int width, const std::int32_t* quads,
+                            const float* scales, ScoreVector& sum) {
   const DI di;
   const DF d;
   const std::size_t lanes = hn::Lanes(d);
@@ -125,7 +126,7 @@ HWY_INLINE void score_heads(const ScoreArgs& a, int head, int width, const std::
   IntQuery q[kHeads];
   for (int h = 0; h < kHeads; ++h) {
     dots[h] = hn::Zero(d);
-    q[h] = int_query(a.queries + (head + h) * query_bytes(width), width);
+    q[h] = int_query(query.heads + (head + h) * query_bytes(width), width);
   }
   for (int g = 0; g < width / kGroup; ++g) {
     VI acc[kHeads];
@@ -144,7 +145,7 @@ HWY_INLINE void score_heads(const ScoreArgs& a, int head, int width, const std::
       dots[h] = hn::Add(dots[h], hn::Mul(hn::Mul(group, key_scale), set(q[h].scales[g])));
     }
   }
-  for (int h = 0; h < kHeads; ++h) sum.add(head + h, a.weights[head + h], dots[h]);
+  for (int h = 0; h < kHeads; ++h) sum.add(head + h, query.weights[head + h], dots[h]);
 }
 
 // Twice the value of each nibble plus the bias.
@@ -159,8 +160,32 @@ HWY_INLINE void expand_key(const std::uint8_t* payload, int width, std::uint8_t*
   }
 }
 
+// Writes a vector of scores, of the keys from `first` on, as far as the query sees them.
+HWY_INLINE void store_scores(VF scores, const ScoreQuery& query, int first) {
+  const DF d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  if (first + lanes <= query.count) return hn::StoreU(scores, d, query.out + first);
+  HWY_ALIGN float some[HWY_MAX_BYTES / 4];
+  hn::Store(scores, d, some);
+  std::copy_n(some, query.count - first, query.out + first);
+}
+
+// Calls score(query, head count constant, head, sum) for all heads of all queries that see a key from `first` on.
+template <int kMany, class Score>
+HWY_INLINE void score_queries(const ScoreArgs& a, int first, Score&& score) {
+  for (int t = 0; t < a.num_queries; ++t) {
+    const ScoreQuery& query = a.queries[t];
+    if (query.count <= first) continue;
+    ScoreVector sum = empty_scores();
+    int head = 0;
+    for (; head + kMany <= a.num_heads; head += kMany) score(query, std::integral_constant<int, kMany>(), head, sum);
+    for (; head < a.num_heads; ++head) score(query, std::integral_constant<int, 1>(), head, sum);
+    store_scores(sum.total(), query, first);
+  }
+}
+
 // Keys first .. first + lanes - 1 of the arguments.
-inline VF score_mxfp4(const ScoreArgs& a, int first) {
+inline void score_mxfp4(const ScoreArgs& a, int first) {
   const std::size_t lanes = hn::Lanes(DF());
   const int width = a.page.shape.width, groups = width / kGroup, words = width / 4;
   std::int32_t* rows = reinterpret_cast<std::int32_t*>(a.tmp);
@@ -175,33 +200,30 @@ inline VF score_mxfp4(const ScoreArgs& a, int first) {
       scales[static_cast<std::size_t>(g) * lanes + i] = codec::ue8m0_value(scale[g]) * 0.25f;
   }
   transpose_words(rows, words, quads);
-  ScoreVector sum = empty_scores();
-  int head = 0;
-  for (; head + kHeadsAtOnce <= a.num_heads; head += kHeadsAtOnce)
-    score_heads<kHeadsAtOnce>(a, head, width, quads, scales, sum);
-  for (; head < a.num_heads; ++head) score_heads<1>(a, head, width, quads, scales, sum);
-  return sum.total();
+  score_queries<kHeadsAtOnce>(a, first, [=](const ScoreQuery& query, auto many, int head, ScoreVector& sum) {
+    score_heads<many>(query, head, width, quads, scales, sum);
+  });
 }
 
 // channels: [width, lanes]
 template <int kHeads>
-HWY_INLINE void score_values(const ScoreArgs& a, int head, int width, const float* channels, ScoreVector& sum) {
+HWY_INLINE void score_values(const ScoreQuery& query, int head, int width, const float* channels, ScoreVector& sum) {
   const DF d;
   const std::size_t lanes = hn::Lanes(d);
   VF dots[kHeads];
   const float* q[kHeads];
   for (int h = 0; h < kHeads; ++h) {
     dots[h] = hn::Zero(d);
-    q[h] = reinterpret_cast<const float*>(a.queries + (head + h) * query_bytes(width));
+    q[h] = reinterpret_cast<const float*>(query.heads + (head + h) * query_bytes(width));
   }
   for (int c = 0; c < width; ++c) {
     const VF k = hn::LoadU(d, channels + static_cast<std::size_t>(c) * lanes);
     for (int h = 0; h < kHeads; ++h) dots[h] = hn::MulAdd(set(q[h][c]), k, dots[h]);
   }
-  for (int h = 0; h < kHeads; ++h) sum.add(head + h, a.weights[head + h], dots[h]);
+  for (int h = 0; h < kHeads; ++h) sum.add(head + h, query.weights[head + h], dots[h]);
 }
 
-inline VF score_decoded(const ScoreArgs& a, int first) {
+inline void score_decoded(const ScoreArgs& a, int first) {
   const std::size_t lanes = hn::Lanes(DF());
   const int width = a.page.shape.width;
   float* channels = a.tmp + static_cast<std::size_t>(width) * lanes;
@@ -212,28 +234,17 @@ inline VF score_decoded(const ScoreArgs& a, int first) {
            a.tmp + i * static_cast<std::size_t>(width), DType::f32, nullptr);
   }
   transpose_words(reinterpret_cast<const std::int32_t*>(a.tmp), width, reinterpret_cast<std::int32_t*>(channels));
-  ScoreVector sum = empty_scores();
   constexpr int kMany = 8;  // enough sums in flight to hide an addition's latency
-  int head = 0;
-  for (; head + kMany <= a.num_heads; head += kMany) score_values<kMany>(a, head, width, channels, sum);
-  for (; head < a.num_heads; ++head) score_values<1>(a, head, width, channels, sum);
-  return sum.total();
+  score_queries<kMany>(a, first, [=](const ScoreQuery& query, auto many, int head, ScoreVector& sum) {
+    score_values<many>(query, head, width, channels, sum);
+  });
 }
 
 inline void score(const ScoreArgs& a) {
-  const DF d;
-  const std::size_t lanes = hn::Lanes(d);
+  const int lanes = static_cast<int>(hn::Lanes(DF()));
   static_assert(2 * HWY_MAX_BYTES / 4 <= kScoreKeys || HWY_MAX_BYTES > 64, "tmp holds two arrays of a vector of keys");
-  for (int first = 0; first < a.count; first += static_cast<int>(lanes)) {
-    const VF scores = a.page.format == Format::mxfp4 ? score_mxfp4(a, first) : score_decoded(a, first);
-    if (first + static_cast<int>(lanes) <= a.count) {
-      hn::StoreU(scores, d, a.out + first);
-    } else {
-      HWY_ALIGN float some[HWY_MAX_BYTES / 4];
-      hn::Store(scores, d, some);
-      std::copy_n(some, a.count - first, a.out + first);
-    }
-  }
+  for (int first = 0; first < a.count; first += lanes)
+    a.page.format == Format::mxfp4 ? score_mxfp4(a, first) : score_decoded(a, first);
 }
 
 }  // namespace kv4::cpu::HWY_NAMESPACE
