@@ -49,7 +49,7 @@ class CaseRunner {
   }
 
   void measure(benchmark::State& state) {
-    std::vector<double> seconds, copies, plains;
+    std::vector<double> seconds, copies, plains, products;
     Sample sample;
     for (auto _ : state) {
       if (stop_()) {
@@ -61,6 +61,7 @@ class CaseRunner {
       state.SetIterationTime(sample.seconds);
       seconds.push_back(sample.seconds);
       if (sample.plain_seconds > 0) plains.push_back(sample.plain_seconds);
+      if (sample.sgemm_seconds > 0) products.push_back(sample.sgemm_seconds);
       if (sample.bytes > 0) copies.push_back(copy_.seconds(sample.bytes));
     }
     result_.bytes = sample.bytes;
@@ -68,6 +69,7 @@ class CaseRunner {
     result_.seconds = median(seconds);
     result_.memcpy_seconds = median(copies);
     result_.plain_seconds = median(plains);
+    result_.sgemm_seconds = median(products);
   }
 
   const Case& case_;

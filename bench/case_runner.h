@@ -14,7 +14,7 @@ namespace kv4::bench {
 struct CaseResult {
   std::string name, item, error;
   std::int64_t bytes = 0;
-  double seconds = 0, memcpy_seconds = 0, plain_seconds = 0, items = 1;
+  double seconds = 0, memcpy_seconds = 0, plain_seconds = 0, sgemm_seconds = 0, items = 1;
   bool interrupted = false;
 
   std::optional<double> memcpy_ratio() const {
@@ -23,6 +23,10 @@ struct CaseResult {
   /// The plain row code's time over this one.
   std::optional<double> plain_ratio() const {
     return plain_seconds > 0 && seconds > 0 ? std::optional(plain_seconds / seconds) : std::nullopt;
+  }
+  /// Arithmetic per second, as a share of OpenBLAS' in matrix products of the same shapes.
+  std::optional<double> sgemm_ratio() const {
+    return sgemm_seconds > 0 && seconds > 0 ? std::optional(sgemm_seconds / seconds) : std::nullopt;
   }
 };
 

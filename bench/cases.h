@@ -17,6 +17,7 @@ struct Sample {
   std::int64_t bytes = 0;
   std::int64_t items = 1;    // tokens, rows, requests, ...: see Case::item
   double plain_seconds = 0;  // the same with the plain row code; 0: not measured
+  double sgemm_seconds = 0;  // OpenBLAS' matrix products of the same shapes; 0: not measured
 };
 using Operation = std::function<Sample()>;
 

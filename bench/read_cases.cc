@@ -5,6 +5,7 @@
 
 #include "case_cache.h"
 #include "checks/touched_bytes.h"
+#include "sgemm.h"
 
 namespace kv4::bench {
 namespace {
@@ -14,6 +15,7 @@ struct ReadCase {
   std::int64_t context = 8192;
   Format keys = Format::mxfp4;
   bool beside_plain = true;
+  int tokens = 1;  // of the step: a decode step, or a chunk of one request
 };
 
 constexpr int kHeads = 64;
@@ -28,20 +30,21 @@ std::vector<float> some_values(std::int64_t count) {
   return out;
 }
 
-/// One request of a full context and a step of one token, on the best instruction set or the plain code.
+/// One request of a full context and a step of its last tokens, on the best instruction set or the plain code.
 class ReadBench {
  public:
-  ReadBench(const BenchSettings& settings, const ReadCase& c) : cache_(settings, options(settings, c)) {
-    for (int i = 0; i < kRequests; ++i) cache_.plant(options(settings, c).max_context - 1);
+  ReadBench(const BenchSettings& settings, const ReadCase& c)
+      : cache_(settings, options(settings, c)), tokens_(c.tokens) {
+    for (int i = 0; i < kRequests; ++i) cache_.plant(options(settings, c).max_context - tokens_);
   }
 
   /// Seconds of `read(handle)` in a step of the next request.
   template <class Read>
   double run(Read&& read) {
-    const StepSpec item{cache_.requests()[static_cast<std::size_t>(next_++ % kRequests)], 1};
+    const StepSpec item{cache_.requests()[static_cast<std::size_t>(next_++ % kRequests)], tokens_};
     const Step step = cache_.prepare({&item, 1});
     LayerCacheHandle handle = cache_.manager().acquire(layer().spec.layer);
-    handle.append(cache_.next_inputs(0, 1));
+    handle.append(cache_.next_inputs(0, tokens_));
     const checks::Stopwatch watch;
     read(handle);
     const double seconds = watch.seconds();
@@ -64,12 +67,12 @@ class ReadBench {
     options.max_requests = kRequests + 1;
     options.max_context = std::min(c.context, settings.config.max_positions);
     options.max_step_tokens = 128;
-    options.index_tile_tokens = 1;
+    options.index_tile_tokens = c.tokens;
     return options;
   }
 
   BenchCache cache_;
-  int next_ = 0;
+  int tokens_, next_ = 0;
 };
 
 /// `read(handle)`, which is bound by arithmetic: no bytes to compare with a copy.
@@ -92,13 +95,13 @@ Operation beside_plain(const BenchSettings& settings, const ReadCase& c, std::in
 }
 
 Operation make_scores(const BenchSettings& settings, const ReadCase& c) {
-  const std::int64_t keys = c.context / settings.config.csa_ratio;
-  return beside_plain(settings, c, keys,
-                      [q = some_values(kHeads * settings.config.index_dim), weights = some_values(kHeads),
-                       scores = std::make_shared<std::vector<float>>(static_cast<std::size_t>(keys)),
-                       width = settings.config.index_dim](LayerCacheHandle& handle) {
-                        handle.index_scores({{q.data(), {1, kHeads, width}}, {}, {weights.data(), {1, kHeads}}},
-                                            {scores->data(), {1, static_cast<std::int64_t>(scores->size())}});
+  const std::int64_t keys = c.context / settings.config.csa_ratio, n = c.tokens;
+  return beside_plain(settings, c, n * keys,
+                      [q = some_values(n * kHeads * settings.config.index_dim), weights = some_values(n * kHeads),
+                       scores = std::make_shared<std::vector<float>>(static_cast<std::size_t>(n * keys)),
+                       width = settings.config.index_dim, keys, n](LayerCacheHandle& handle) {
+                        handle.index_scores({{q.data(), {n, kHeads, width}}, {}, {weights.data(), {n, kHeads}}},
+                                            {scores->data(), {n, keys}});
                       });
 }
 
@@ -113,27 +116,51 @@ Operation make_topk(const BenchSettings& settings, const ReadCase& c) {
                       });
 }
 
+/// Seconds of the matrix products that attention of `tokens` tokens to `rows` rows each would be.
+double sgemm_seconds(const Sgemm& sgemm, std::int64_t tokens, int rows, int width) {
+  static thread_local std::vector<float> q, kv, p, out;
+  q.resize(static_cast<std::size_t>(kHeads * width), 0.5f);
+  kv.resize(static_cast<std::size_t>(rows * width), 0.5f);
+  p.resize(static_cast<std::size_t>(kHeads * rows));
+  out.resize(static_cast<std::size_t>(kHeads * width));
+  const checks::Stopwatch watch;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    sgemm.multiply(kHeads, rows, width, q.data(), kv.data(), true, p.data());
+    sgemm.multiply(kHeads, width, rows, p.data(), kv.data(), false, out.data());
+  }
+  return watch.seconds();
+}
+
 /// Window and all entries, or as many spread over them as a top-k has.
 Operation make_attend(const BenchSettings& settings, const ReadCase& c) {
   const int width = settings.config.head_dim;
+  const std::int64_t n = c.tokens;
   std::vector<std::int32_t> chosen;
   std::int64_t rows = settings.config.window;
   if (c.kind == LayerKind::csa) {
-    const std::int64_t entries = c.context / settings.config.csa_ratio, top = settings.config.index_topk;
-    for (std::int64_t i = 0; i < top; ++i) chosen.push_back(static_cast<std::int32_t>(i * entries / top));
+    const std::int64_t entries = (c.context - n) / settings.config.csa_ratio, top = settings.config.index_topk;
+    for (std::int64_t i = 0; i < n * top; ++i) chosen.push_back(static_cast<std::int32_t>(i % top * entries / top));
     rows += top;
   } else if (c.kind == LayerKind::hca) {
     rows += c.context / settings.config.hca_ratio;
   }
-  return beside_plain(
-      settings, c, rows,
-      [q = some_values(std::int64_t{kHeads} * width), chosen, width,
-       out = std::make_shared<std::vector<float>>(static_cast<std::size_t>(kHeads * width))](LayerCacheHandle& handle) {
+  const Operation attend = beside_plain(
+      settings, c, n * rows,
+      [q = some_values(n * kHeads * width), chosen, width, n,
+       out = std::make_shared<std::vector<float>>(static_cast<std::size_t>(n * kHeads * width))](
+          LayerCacheHandle& handle) {
         AttendInputs in;
-        in.q = TensorView(q.data(), {1, kHeads, width});
-        if (!chosen.empty()) in.topk = TensorView(chosen.data(), {1, static_cast<std::int64_t>(chosen.size())});
-        handle.attend(in, {out->data(), {1, kHeads, width}});
+        in.q = TensorView(q.data(), {n, kHeads, width});
+        if (!chosen.empty()) in.topk = TensorView(chosen.data(), {n, static_cast<std::int64_t>(chosen.size()) / n});
+        handle.attend(in, {out->data(), {n, kHeads, width}});
       });
+  const std::shared_ptr<const Sgemm> sgemm = settings.threads == 1 ? Sgemm::load() : nullptr;
+  if (sgemm == nullptr) return attend;
+  return [=] {
+    Sample sample = attend();
+    sample.sgemm_seconds = sgemm_seconds(*sgemm, n, static_cast<int>(rows), width);
+    return sample;
+  };
 }
 
 }  // namespace
@@ -154,6 +181,14 @@ void add_read_cases(std::vector<Case>& cases, const BenchSettings& settings) {
   add("attend/swa", {LayerKind::swa}, make_attend, "row");
   add("attend/csa", {LayerKind::csa}, make_attend, "row");
   add("attend/hca", {LayerKind::hca, 65536}, make_attend, "row");
+  // A chunk's tokens share expanded keys, but not yet rows.
+  constexpr int kChunk = 32;
+  for (const Format format : {Format::mxfp4, Format::fp8})
+    add(fmt::format("scores16384x{}/{}", kChunk, to_string(format)),
+        {LayerKind::csa, 16384 * ratio, format, false, kChunk}, make_scores, "key");
+  add(fmt::format("attend{}/swa", kChunk), {LayerKind::swa, 8192, Format::mxfp4, false, kChunk}, make_attend, "row");
+  add(fmt::format("attend{}/csa", kChunk), {LayerKind::csa, 8192, Format::mxfp4, false, kChunk}, make_attend, "row");
+  add(fmt::format("attend{}/hca", kChunk), {LayerKind::hca, 65536, Format::mxfp4, false, kChunk}, make_attend, "row");
 }
 
 }  // namespace kv4::bench

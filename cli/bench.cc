@@ -75,6 +75,7 @@ nlohmann::ordered_json to_json(const CaseResult& result) {
                                 {"items", result.items},
                                 {"seconds_per_item", result.seconds / result.items}};
   if (const auto plain = result.plain_ratio()) out["plain_ratio"] = *plain;
+  if (const auto sgemm = result.sgemm_ratio()) out["sgemm_ratio"] = *sgemm;
   if (!result.error.empty()) out["error"] = result.error;
   return out;
 }
@@ -87,12 +88,14 @@ void print_result(const CaseResult& result) {
     return;
   }
   const auto ratio = result.memcpy_ratio();
+  std::string beside;
+  if (const auto plain = result.plain_ratio()) beside += fmt::format(", {:.1f} x the plain code", *plain);
+  if (const auto sgemm = result.sgemm_ratio()) beside += fmt::format(", {:.2f} of OpenBLAS' sgemm", *sgemm);
   fmt::print(kLine, result.name, result.bytes > 0 ? human_bytes(static_cast<double>(result.bytes)) : "-",
              human_seconds(result.seconds),
              result.bytes > 0 ? human_bytes(static_cast<double>(result.bytes) / result.seconds) + "/s" : "-",
              ratio ? fmt::format("{:.2f}", *ratio) : "-",
-             fmt::format("{} per {}{}", human_seconds(result.seconds / result.items), result.item,
-                         result.plain_ratio() ? fmt::format(", {:.1f} x the plain code", *result.plain_ratio()) : ""));
+             fmt::format("{} per {}{}", human_seconds(result.seconds / result.items), result.item, beside));
   flush_output();
 }
 
