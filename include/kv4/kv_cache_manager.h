@@ -29,6 +29,8 @@
 
 namespace kv4 {
 
+class InternalKey;  // defined inside the library alone
+
 /// Names a request of one cache; calls refuse the id of a released one.
 using RequestId = std::int32_t;
 constexpr RequestId kNoRequest = -1;  // a padded item
@@ -199,13 +201,12 @@ class KV4_API KVCacheManager {
   /// Exactly plan_memory(schema()).total_bytes.
   std::int64_t memory_bytes() const;
 
- private:
-  friend class LayerCacheHandle;
-  friend struct HandleScope;
-  friend class BlockMover;
-  friend struct CacheCall;
-  friend class TimedCall;
+  /// The parts of the cache.
   struct Impl;
+  /// For the rest of the library alone: nobody else can make a key.
+  Impl& impl(const InternalKey&) const { return *impl_; }
+
+ private:
   std::unique_ptr<Impl> impl_;
 };
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 
+#include "base/internal_key.h"
 #include "cache/manager_impl.h"
 
 namespace kv4 {
@@ -12,7 +13,7 @@ namespace kv4 {
 /// The cache outlives it.
 class BlockMover {
  public:
-  explicit BlockMover(KVCacheManager& cache) : cache_(cache), m_(*cache.impl_) {}
+  explicit BlockMover(KVCacheManager& cache) : cache_(cache), m_(cache.impl(InternalKey())) {}
 
   const std::shared_ptr<Backend>& backend() const { return m_.backend; }
   OneThread& driver() const { return m_.driver; }

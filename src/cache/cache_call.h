@@ -4,20 +4,21 @@
 #include <chrono>
 #include <exception>
 
+#include "base/internal_key.h"
 #include "cache/manager_impl.h"
 
 namespace kv4 {
 
 /// As OneThread::Call, of the cache.
 struct CacheCall : OneThread::Call {
-  explicit CacheCall(const KVCacheManager& cache) : Call(cache.impl_->driver) {}
+  explicit CacheCall(const KVCacheManager& cache) : Call(cache.impl(InternalKey()).driver) {}
 };
 
 /// A call of the cache whose time counts when it comes back; where it throws it does not.
 class TimedCall {
  public:
   TimedCall(const KVCacheManager& cache, TimeHistogram CallTimes::*times)
-      : call_(cache.impl_->driver), times_(cache.impl_->times.*times) {}
+      : call_(cache.impl(InternalKey()).driver), times_(cache.impl(InternalKey()).times.*times) {}
   ~TimedCall() {
     if (std::uncaught_exceptions() == exceptions_) times_.add(std::chrono::steady_clock::now() - start_);
   }

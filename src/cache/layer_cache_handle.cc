@@ -6,6 +6,7 @@
 
 #include "backend/nvtx_range.h"
 #include "base/check.h"
+#include "base/internal_key.h"
 #include "cache/manager_impl.h"
 
 namespace kv4 {
@@ -241,13 +242,13 @@ struct HandleScope {
   }
 };
 
-#define KV4_SCOPE(name) HandleScope scope(*manager_->impl_, index_, step_, name)
+#define KV4_SCOPE(name) HandleScope scope(manager_->impl(InternalKey()), index_, step_, name)
 
 int LayerCacheHandle::layer() const { return schema().spec.layer; }
-int LayerCacheHandle::num_query_heads() const { return manager_->impl_->schema.config.num_query_heads; }
-int LayerCacheHandle::head_dim() const { return manager_->impl_->schema.config.head_dim; }
+int LayerCacheHandle::num_query_heads() const { return manager_->schema().config.num_query_heads; }
+int LayerCacheHandle::head_dim() const { return manager_->schema().config.head_dim; }
 const LayerCacheSchema& LayerCacheHandle::schema() const {
-  return manager_->impl_->schema.layers[static_cast<std::size_t>(index_)];
+  return manager_->schema().layers[static_cast<std::size_t>(index_)];
 }
 
 void LayerCacheHandle::append(const AppendInputs& inputs) {
