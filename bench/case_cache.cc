@@ -16,7 +16,7 @@ constexpr std::size_t kMostSets = 16384;
 
 template <class T>
 T granted(const Expected<T>& value) {
-  if (!value) throw std::runtime_error(fmt::format("the benchmark's cache ran out of {}", to_string(value.shortage())));
+  if (!value) throw std::runtime_error(fmt::format("the benchmark's cache ran out of {}", to_string(value.error())));
   return *value;
 }
 

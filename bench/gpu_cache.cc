@@ -12,7 +12,7 @@ namespace {
 
 template <class T>
 T granted(const Expected<T>& value) {
-  if (!value) throw std::runtime_error(fmt::format("the benchmark's cache ran out of {}", to_string(value.shortage())));
+  if (!value) throw std::runtime_error(fmt::format("the benchmark's cache ran out of {}", to_string(value.error())));
   return *value;
 }
 

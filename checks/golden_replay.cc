@@ -270,7 +270,7 @@ template <class T>
 const T& expect(const Expected<T>& value, const char* what) {
   if (!value)
     throw Error(ErrorCode::bad_state,
-                fmt::format("golden replay: {} found no room ({})", what, to_string(value.shortage())));
+                fmt::format("golden replay: {} found no room ({})", what, to_string(value.error())));
   return *value;
 }
 

@@ -94,7 +94,7 @@ Check check_import(KVCacheManager& manager, StepDriver& driver, RequestId origin
   for (std::int64_t t = 0; t < actor.length; ++t) token_ids.push_back(generator.token_id(actor.history.at(t)));
   const Expected<RequestId> copy = manager.import_image(exported.image, token_ids, exported.blocks);
   const char* name = "imported == original";
-  if (!copy) return {name, false, fmt::format("no room: {}", to_string(copy.shortage()))};
+  if (!copy) return {name, false, fmt::format("no room: {}", to_string(copy.error()))};
   const std::int64_t count = std::min(kContinuation, manager.schema().options.max_context - actor.length);
   append_from(driver, original, actor.history, actor.length, count);
   append_from(driver, *copy, actor.history, actor.length, 1);

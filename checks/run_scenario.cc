@@ -22,7 +22,7 @@ constexpr std::int64_t kMinPrompt = 64;
 
 template <class T>
 T granted(const Expected<T>& value) {
-  if (!value) throw std::runtime_error(fmt::format("the cache ran out of {}", to_string(value.shortage())));
+  if (!value) throw std::runtime_error(fmt::format("the cache ran out of {}", to_string(value.error())));
   return *value;
 }
 

@@ -91,7 +91,7 @@ Shortage StepDriver::try_step(std::span<const StepTokens> items, const std::func
   const Expected<Step> step = prepare(items);
   if (!step) {
     tensors_.clear();
-    return step.shortage();
+    return step.error();
   }
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const AppendInputs inputs = copy_ ? ready[i] : fill(i);

@@ -66,7 +66,7 @@ int main(int argc, char** argv) {
   Engine after(options);
   const kv4::Expected<kv4::RequestId> restored = kv4::restore_session_file(after.cache, identity, path);
   if (!restored) {
-    std::printf("no room: not enough %s\n", kv4::to_string(restored.shortage()));
+    std::printf("no room: not enough %s\n", kv4::to_string(restored.error()));
     return 1;
   }
 

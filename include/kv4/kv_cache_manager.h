@@ -35,8 +35,9 @@ class InternalKey;  // defined inside the library alone
 using RequestId = std::int32_t;
 constexpr RequestId kNoRequest = -1;  // a padded item
 
-/// Why there was no room. Wait for a release, or preempt somebody.
-enum class Shortage : std::uint8_t { none, requests, blocks, slots };
+/// Why there is no value. No room: wait for a release, or preempt somebody. `cancelled`: the caller's progress function
+/// said stop. `none`: there is a value.
+enum class Shortage : std::uint8_t { none, requests, blocks, slots, cancelled };
 
 /// The enumerator's name: "blocks", ...
 KV4_API const char* to_string(Shortage shortage);
@@ -45,25 +46,25 @@ KV4_API const char* to_string(Shortage shortage);
 
 /// A value, or the shortage that kept it from being made.
 template <class T>
-class Expected {
+class [[nodiscard]] Expected {
  public:
   Expected(T value) : value_(std::move(value)) {}                // there is a value
-  Expected(Shortage shortage) : shortage_(shortage) {}           // there is none
+  Expected(Shortage error) : error_(error) {}                    // there is none
   explicit operator bool() const { return value_.has_value(); }  // there is a value
   /// The value, unchecked.
   const T& operator*() const { return *value_; }
   const T* operator->() const { return &*value_; }  // the same
-  /// The value; without one throw_shortage().
+  /// The value; without one throw_shortage(), whose message names the shortage.
   const T& value() const {
-    if (!value_) throw_shortage(shortage_);
+    if (!value_) throw_shortage(error_);
     return *value_;
   }
-  /// Why there is no value; none where there is one.
-  Shortage shortage() const { return shortage_; }
+  /// Why there is no value; Shortage::none where there is one.
+  Shortage error() const { return error_; }
 
  private:
   std::optional<T> value_;
-  Shortage shortage_ = Shortage::none;
+  Shortage error_ = Shortage::none;
 };
 
 /// The next `count` tokens of a request: a prefill chunk, a decode or a draft. kNoRequest: `count` padded tokens.

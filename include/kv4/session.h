@@ -75,7 +75,7 @@ class KV4_API BlockSource {
 };
 
 /// Told after the request's own record and after every block; false stops: a save returns false and leaves no file, a
-/// restore returns Shortage::none without a request.
+/// restore returns Shortage::cancelled.
 using SessionProgress = std::function<bool(std::int64_t done_bytes, std::int64_t total_bytes)>;
 
 /// False: stopped. The request goes on running; it must not change before this returns.

@@ -38,7 +38,7 @@ struct NoRoom : std::runtime_error {
 
 template <class T>
 T value_or_raise(Expected<T> expected, const char* call) {
-  if (!expected) throw NoRoom(expected.shortage(), call);
+  if (!expected) throw NoRoom(expected.error(), call);
   return *expected;
 }
 

@@ -49,7 +49,8 @@ void bind_errors(nb::module_& m) {
       .value("none", Shortage::none)
       .value("requests", Shortage::requests)
       .value("blocks", Shortage::blocks)
-      .value("slots", Shortage::slots);
+      .value("slots", Shortage::slots)
+      .value("cancelled", Shortage::cancelled);
   nb::register_exception_translator(translate);
 }
 

@@ -84,8 +84,8 @@ class PythonBlocks : public BlockSource {
 
 std::optional<RequestId> restored(const Expected<RequestId>& request) {
   if (request) return *request;
-  if (request.shortage() == Shortage::none) return std::nullopt;  // stopped by `progress`
-  throw NoRoom(request.shortage(), "restore_session");
+  if (request.error() == Shortage::cancelled) return std::nullopt;  // by `progress`
+  throw NoRoom(request.error(), "restore_session");
 }
 
 struct Receiver {

@@ -181,7 +181,7 @@ kv4_status kv4_admit_prompt(kv4_cache* cache, const kv4_prompt* prompt, kv4_admi
       extra.push_back(text(one, "prompt.extra"));
     const kv4::Expected<kv4::Admission> admitted = to.admit(kv4::Prompt{
         list(in.token_ids, in.num_tokens, "prompt.token_ids"), in.tenant, text(in.salt, "prompt.salt"), extra});
-    if (!admitted) return status_of(admitted.shortage());
+    if (!admitted) return status_of(admitted.error());
     kv4_admission value = admission_defaults();
     value.request = admitted->request;
     value.usable_tokens = admitted->usable_tokens;
@@ -237,7 +237,7 @@ kv4_status kv4_prepare_forward(kv4_cache* cache, const kv4_step_item* items, int
                             .position = item.position});
     }
     const kv4::Expected<kv4::Step> step = manager(cache).prepare_forward(step_items, group);
-    if (!step) return status_of(step.shortage());
+    if (!step) return status_of(step.error());
     *out = {step->id, step->num_tokens, step->num_items, step->group};
     return KV4_OK;
   });

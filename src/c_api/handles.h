@@ -77,7 +77,7 @@ kv4_status guarded(Body&& body) noexcept {
 /// `value` where there is one, else the shortage.
 template <class T, class Out>
 kv4_status give(const Expected<T>& value, Out* out) {
-  if (!value) return status_of(value.shortage());
+  if (!value) return status_of(value.error());
   *out = *value;
   return KV4_OK;
 }

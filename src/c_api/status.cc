@@ -39,6 +39,7 @@ kv4_status status_of(Shortage shortage) {
     case Shortage::requests: return KV4_SHORT_OF_REQUESTS;
     case Shortage::blocks: return KV4_SHORT_OF_BLOCKS;
     case Shortage::slots: return KV4_SHORT_OF_SLOTS;
+    case Shortage::cancelled:
     case Shortage::none: break;
   }
   return KV4_STOPPED;

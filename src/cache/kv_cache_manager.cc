@@ -19,15 +19,17 @@ const char* to_string(Shortage shortage) {
     case Shortage::requests: return "requests";
     case Shortage::blocks: return "blocks";
     case Shortage::slots: return "slots";
+    case Shortage::cancelled: return "cancelled";
   }
   return "unknown";
 }
 
 void throw_shortage(Shortage shortage) {
+  if (shortage == Shortage::cancelled)
+    fail(ErrorCode::bad_state, "there is no value: the call was cancelled by its progress function; nothing has changed");
   const char* why = shortage == Shortage::requests ? "all max_requests are running"
                     : shortage == Shortage::blocks ? "too few blocks are free"
-                    : shortage == Shortage::slots  ? "no spare slot is free for a long step"
-                                                   : "the call was stopped";
+                                                   : "no spare slot is free for a long step";
   fail(ErrorCode::bad_state,
        "there is no value: {} (shortage: {}); nothing has changed. Wait for a release, or preempt a request", why,
        to_string(shortage));

@@ -447,7 +447,7 @@ Expected<RequestId> read_session(KVCacheManager& manager, const SessionIdentity&
   for (std::span<const std::byte> record = source.next(); !record.empty(); record = source.next()) {
     receiver.take(record);
     if (progress && receiver.has_offer() && !progress(receiver.done_bytes(), receiver.total_bytes()))
-      return Shortage::none;
+      return Shortage::cancelled;
   }
   return receiver.finish();
 }

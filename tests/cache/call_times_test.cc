@@ -75,7 +75,7 @@ TEST(CallTimes, ShortagesCountByReason) {
       const Expected<Step> step = small.cache.prepare_forward(std::span(&item, 1));
       if (step)
         small.cache.commit(*step);
-      else if (step.shortage() == Shortage::blocks)
+      else if (step.error() == Shortage::blocks)
         ++refused;
     }
   EXPECT_GT(refused, 0);

@@ -337,7 +337,7 @@ TEST(ImportedPrefix, RefusalsChangeNothing) {
   const RequestId other = begin(d, 3, 64, "other").request;
   fill_up(d, other, 3, 64);
   const Occupancy before = occupancy(d.cache);
-  EXPECT_EQ(import(2).shortage(), Shortage::blocks);
+  EXPECT_EQ(import(2).error(), Shortage::blocks);
   EXPECT_EQ(occupancy(d.cache), before);
   EXPECT_EQ(d.cache.prefix_statistics().blocks, 6);
   d.cache.release(other);

@@ -247,7 +247,7 @@ TEST(Prefix, RoomComesFromTheDeepestAndColdest) {
   EXPECT_EQ(usable(3), 32);
   // A request that needs all there is, and one block too many.
   const RequestId r = d.admit(4, 144).value().request;
-  EXPECT_EQ(d.prepare({{r, 4, 145}}).shortage(), Shortage::blocks);
+  EXPECT_EQ(d.prepare({{r, 4, 145}}).error(), Shortage::blocks);
   EXPECT_EQ(usable(2), 64);
   d.run({{r, 4, 144}});
   EXPECT_EQ(d.cache.prefix_statistics().blocks, 9);
@@ -274,7 +274,7 @@ TEST(Prefix, AFloodLeavesAnotherTenantItsShare) {
   d.cache.release(first.request);
   d.cache.release(second.request);
   const RequestId r = d.admit(30, 160, "one", 1).value().request;
-  EXPECT_EQ(d.prepare({{r, 30, 129}}).shortage(), Shortage::blocks);  // eight can be had, not nine
+  EXPECT_EQ(d.prepare({{r, 30, 129}}).error(), Shortage::blocks);  // eight can be had, not nine
   d.run({{r, 30, 128}});
 }
 

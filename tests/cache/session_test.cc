@@ -122,14 +122,14 @@ TEST(SessionRoundTrip, NoRoomIsAShortage) {
   CacheOptions small = session_options();
   small.num_blocks = 2;
   Driver few_blocks(tiny(), small);
-  EXPECT_EQ(restore_session(few_blocks.cache, identity(), records).shortage(), Shortage::blocks);
+  EXPECT_EQ(restore_session(few_blocks.cache, identity(), records).error(), Shortage::blocks);
   small.num_blocks = 20;
   small.max_requests = 1;
   Driver one(tiny(), small);
   one.admit();
   const Occupancy before = occupancy(one.cache);
   records.at = 0;
-  EXPECT_EQ(restore_session(one.cache, identity(), records).shortage(), Shortage::requests);
+  EXPECT_EQ(restore_session(one.cache, identity(), records).error(), Shortage::requests);
   EXPECT_EQ(occupancy(one.cache), before);
 }
 
@@ -162,7 +162,14 @@ TEST(SessionRoundTrip, ProgressAndStop) {
   records.at = 0;
   const Expected<RequestId> stopped = restore_session(driver.cache, identity(), records, stop);
   EXPECT_FALSE(stopped);
-  EXPECT_EQ(stopped.shortage(), Shortage::none);
+  EXPECT_EQ(stopped.error(), Shortage::cancelled);
+  try {
+    stopped.value();
+    FAIL() << "value() gave a request";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::bad_state);
+    EXPECT_NE(std::string(error.what()).find("cancelled"), std::string::npos) << error.what();
+  }
   EXPECT_EQ(occupancy(driver.cache), before);
   RecordList part;
   EXPECT_FALSE(save_session(driver.cache, request, identity(), part, stop));
@@ -555,8 +562,8 @@ TEST(Preempt, AShortageKeepsIt) {
   PreemptedRequest aside(HostMemory(driver.backend, preempted_bytes(driver.cache, request)));
   preempt(driver.cache, request, aside);
   driver.feed(other, 5, {200});
-  EXPECT_EQ(resume(driver.cache, aside).shortage(), Shortage::blocks);
-  EXPECT_EQ(resume(driver.cache, aside).shortage(), Shortage::blocks);
+  EXPECT_EQ(resume(driver.cache, aside).error(), Shortage::blocks);
+  EXPECT_EQ(resume(driver.cache, aside).error(), Shortage::blocks);
   EXPECT_FALSE(aside.empty());
   driver.cache.release(other);
   expect_same(bytes_of(driver.cache, resume(driver.cache, aside).value()), expected, "resumed");

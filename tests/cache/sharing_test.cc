@@ -133,7 +133,7 @@ TEST(CacheFork, CopyOnWriteThatFindsNoBlockChangesNothing) {
   const RequestId a = s.request(1, 32), b = s.cache.fork(a).value();
   s.cache.rewind(a, 30);
   const small::CacheState before = state_of(s.cache, {a, b});
-  EXPECT_EQ(s.try_prepare({{a, 2, 1}}).shortage(), Shortage::blocks);
+  EXPECT_EQ(s.try_prepare({{a, 2, 1}}).error(), Shortage::blocks);
   EXPECT_EQ(state_of(s.cache, {a, b}), before);
   s.cache.release(b);
   EXPECT_TRUE(s.try_prepare({{a, 2, 1}})) << "its own block again: no copy needed";

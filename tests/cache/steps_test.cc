@@ -244,7 +244,7 @@ TEST(CacheShortage, Requests) {
   for (int i = 0; i < 4; ++i) all.push_back(s.request(static_cast<std::uint64_t>(i), 3 + i));
   const small::CacheState before = state_of(s.cache, all);
   EXPECT_FALSE(s.cache.admit());
-  EXPECT_EQ(s.cache.admit().shortage(), Shortage::requests);
+  EXPECT_EQ(s.cache.admit().error(), Shortage::requests);
   try {
     s.cache.admit().value();
     FAIL() << "value() gave a request";
@@ -252,9 +252,9 @@ TEST(CacheShortage, Requests) {
     EXPECT_EQ(error.code(), ErrorCode::bad_state);
     EXPECT_NE(std::string(error.what()).find("all max_requests are running (shortage: requests)"), std::string::npos);
   }
-  EXPECT_EQ(s.cache.fork(all[0]).shortage(), Shortage::requests);
+  EXPECT_EQ(s.cache.fork(all[0]).error(), Shortage::requests);
   EXPECT_EQ(s.cache.import_image(s.cache.export_image(all[1]), s.cache.token_ids(all[1]), s.cache.export_blocks(all[1]))
-                .shortage(),
+                .error(),
             Shortage::requests);
   EXPECT_EQ(state_of(s.cache, all), before);
   s.cache.release(all[2]);
@@ -273,12 +273,12 @@ TEST(CacheShortage, BlocksInAnyItem) {
                                              {{c, 3, 7}, {kNoRequest, 0, 2}, {b, 2, 3}}}) {
     const Expected<Step> got = s.try_prepare(step);
     EXPECT_FALSE(got);
-    EXPECT_EQ(got.shortage(), Shortage::blocks);
+    EXPECT_EQ(got.error(), Shortage::blocks);
     EXPECT_EQ(state_of(s.cache, {a, b, c}), before);
   }
   s.run({{a, 1, 12}, {b, 2, 3}});  // the last block goes to b
   EXPECT_EQ(s.cache.allocator().num_available(), 0);
-  EXPECT_EQ(s.cache.fork(c).shortage(), Shortage::blocks) << "its open block needs a copy";
+  EXPECT_EQ(s.cache.fork(c).error(), Shortage::blocks) << "its open block needs a copy";
   EXPECT_TRUE(s.cache.fork(a)) << "full blocks are shared";
   small::CpuCache alone;
   small::expect_same_bytes(s.cache, b, alone.cache, alone.request(2, 33));
@@ -296,7 +296,7 @@ TEST(CacheShortage, BlocksOfAnImport) {
     return s.cache.import_image(source.cache.export_image(other), source.cache.token_ids(other),
                                 source.cache.export_blocks(other));
   };
-  EXPECT_EQ(import().shortage(), Shortage::blocks);
+  EXPECT_EQ(import().error(), Shortage::blocks);
   EXPECT_EQ(state_of(s.cache, {a}), before);
   s.cache.release(a);
   small::expect_same_bytes(s.cache, import().value(), source.cache, other);
@@ -310,7 +310,7 @@ TEST(CacheShortage, SlotsForLongSteps) {
   for (std::uint64_t i = 0; i < 4; ++i) all.push_back(s.request(i, 3));
   const small::CacheState before = state_of(s.cache, all);
   const Expected<Step> two = s.try_prepare({{all[0], 0, 5}, {all[1], 1, 4}, {all[2], 2, 5}});
-  EXPECT_EQ(two.shortage(), Shortage::slots) << "5 tokens are more than R + 1 = 4, in two requests";
+  EXPECT_EQ(two.error(), Shortage::slots) << "5 tokens are more than R + 1 = 4, in two requests";
   EXPECT_EQ(state_of(s.cache, all), before);
   s.run({{all[0], 0, 5}, {all[1], 1, 4}});
   s.run({{all[2], 2, 30}});
@@ -318,7 +318,7 @@ TEST(CacheShortage, SlotsForLongSteps) {
   s.cache.release(all[3]);
   s.run({{all[0], 0, 5}, {all[1], 1, 5}});  // a free request's slot serves too
   const Step open = s.prepare({{all[0], 0, 5}, {all[1], 1, 5}});
-  EXPECT_EQ(s.cache.admit().shortage(), Shortage::slots) << "until the step ends";
+  EXPECT_EQ(s.cache.admit().error(), Shortage::slots) << "until the step ends";
   s.cache.abort(open);
   EXPECT_TRUE(s.cache.admit());
   small::CpuCache alone;
@@ -331,13 +331,15 @@ TEST(CacheShortage, NoSpareSlotsAtAll) {
   o.max_requests = 1;
   SmallCache s(o);
   const RequestId r = s.admit();
-  EXPECT_EQ(s.try_prepare({{r, 1, 5}}).shortage(), Shortage::slots);
+  EXPECT_EQ(s.try_prepare({{r, 1, 5}}).error(), Shortage::slots);
   s.run({{r, 1, 4}});
   EXPECT_EQ(s.cache.length(r), 4);
   EXPECT_STREQ(to_string(Shortage::slots), "slots");
   EXPECT_STREQ(to_string(Shortage::blocks), "blocks");
   EXPECT_STREQ(to_string(Shortage::requests), "requests");
   EXPECT_STREQ(to_string(Shortage::none), "none");
+  EXPECT_STREQ(to_string(Shortage::cancelled), "cancelled");
+  EXPECT_EQ(Expected<int>(1).error(), Shortage::none);
 }
 
 // --- abort

@@ -48,7 +48,7 @@ class RandomTwins {
 
   void admit() {
     const Expected<RequestId> a = twins_.cpu.cache.admit(), b = twins_.gpu.cache.admit();
-    ASSERT_EQ(a.shortage(), b.shortage());
+    ASSERT_EQ(a.error(), b.error());
     if (a) live_.insert(*a);
   }
   void fork() {

@@ -59,7 +59,7 @@ class TwinCaches {
   Expected<Step> prepare(const std::vector<Work>& work, int group = 0) {
     work_ = work;
     const Expected<Step> a = cpu.prepare(work, group), b = gpu.prepare(work, group);
-    EXPECT_EQ(a.shortage(), b.shortage());
+    EXPECT_EQ(a.error(), b.error());
     if (a && b) {
       EXPECT_EQ(a->id, b->id);
     }
@@ -151,7 +151,7 @@ class TwinCaches {
  private:
   template <class T>
   static const Expected<T> same(const Expected<T>& a, const Expected<T>& b) {
-    EXPECT_EQ(a.shortage(), b.shortage());
+    EXPECT_EQ(a.error(), b.error());
     if (a && b) {
       EXPECT_EQ(*a, *b);
     }
