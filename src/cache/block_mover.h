@@ -15,7 +15,7 @@ class BlockMover {
  public:
   explicit BlockMover(KVCacheManager& cache) : cache_(cache), m_(cache.impl(InternalKey())) {}
 
-  const std::shared_ptr<Backend>& backend() const { return m_.backend; }
+  const std::shared_ptr<Backend>& backend() const { return m_.memory.backend; }
   OneThread& driver() const { return m_.driver; }
   CallTimes& times() { return m_.times; }
 

@@ -32,12 +32,13 @@ class TimedCall {
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-/// The same value, counted where it is a shortage.
-inline Shortage counted(Shortage shortage, ShortageCounts& counts) {
-  counts.requests += shortage == Shortage::requests;
-  counts.blocks += shortage == Shortage::blocks;
-  counts.slots += shortage == Shortage::slots;
-  return shortage;
+/// The same, counted where it is a shortage.
+template <class T>
+Expected<T> counted(Expected<T> value, ShortageCounts& counts) {
+  counts.requests += value.error() == Shortage::requests;
+  counts.blocks += value.error() == Shortage::blocks;
+  counts.slots += value.error() == Shortage::slots;
+  return value;
 }
 
 }  // namespace kv4

@@ -119,15 +119,16 @@ struct HandleScope {
   HandleScope(KVCacheManager::Impl& impl, int index, std::int64_t step_id, const char* name)
       : m(impl),
         call(impl.driver),
-        range(name, !impl.backend->on_host()),
-        schema(impl.schema.layers[static_cast<std::size_t>(index)]),
-        desc(impl.layers[static_cast<std::size_t>(index)]) {
-    require(m.step_open && m.open.step.id == step_id, ErrorCode::bad_state,
+        range(name, !impl.on_host()),
+        schema(impl.memory.schema.layers[index]),
+        desc(impl.layers[index]) {
+    require(m.steps.is_open() && m.steps.open().id == step_id, ErrorCode::bad_state,
             "the handle of layer {} belongs to step {}, which has ended; acquire a new one", schema.spec.layer,
             step_id);
-    step = m.tables.describe(m.open.step);
+    step = m.memory.tables.describe(m.steps.open());
   }
 
+  Backend& backend() const { return *m.memory.backend; }
   std::int64_t tokens() const { return step.num_tokens; }
   std::int64_t items() const { return step.num_items; }
 
@@ -140,27 +141,22 @@ struct HandleScope {
   }
 
   void append(ops::AppendParams& p) const {
-    p.rope = m.compress_rope;
-    note_write();
-    m.backend->append(p);
+    p.rope = m.layers.compress_rope();
+    m.steps.note_write();
+    backend().append(p);
   }
 
   // This layer's part of the snapshots at boundaries inside long steps. A recorded call would save them at the same
   // places for ever: then there are none.
-  void save_boundaries(const ops::AppendParams& p, std::size_t index) const {
-    if (m.open.boundaries.empty() || m.backend->capturing()) return;
+  void save_boundaries(const ops::AppendParams& p, int index) const {
+    if (!m.snapshots.has_boundaries() || backend().capturing()) return;
     ops::BoundaryParams params;
     params.layer = desc;
     std::copy_n(p.kv, ops::LayerDesc::kMaxKinds, params.kv);
     std::copy_n(p.gate, ops::LayerDesc::kMaxKinds, params.gate);
-    m.describe_boundaries(index, params);
-    m.backend->save_boundaries(params);
-    m.open.saved_layers[index] = true;
-  }
-
-  void note_write() const {
-    m.step_written = true;
-    m.captured = m.captured || m.backend->capturing();
+    m.snapshots.describe_boundaries(index, m.steps.items(), params);
+    backend().save_boundaries(params);
+    m.snapshots.note_saved(index);
   }
 
   void require_entries(const char* what) const {
@@ -173,13 +169,13 @@ struct HandleScope {
   }
 
   const std::int32_t* lens() const {
-    const ops::StepTableDesc& t = m.tables.desc();
+    const ops::StepTableDesc& t = m.memory.tables.desc();
     return schema.spec.kind == LayerKind::csa ? t.csa_lens : t.hca_lens;
   }
 
   std::int64_t longest(std::int64_t per_item) const {
     std::int64_t most = 0;
-    for (const ops::StepRecord& item : m.open.items)
+    for (const ops::StepRecord& item : m.steps.items())
       if (!item.padded()) most = std::max(most, item.end() / per_item);
     return most;
   }
@@ -187,8 +183,8 @@ struct HandleScope {
   ops::IndexParams index_params() const {
     require_keys("search");
     auto params = this->params<ops::IndexParams>();
-    params.workspace = reinterpret_cast<std::uint8_t*>(m.index_workspace.data());
-    params.workspace_bytes = m.index_workspace.bytes();
+    params.workspace = reinterpret_cast<std::uint8_t*>(m.memory.index_workspace.data());
+    params.workspace_bytes = m.memory.index_workspace.bytes();
     return params;
   }
 
@@ -238,7 +234,7 @@ struct HandleScope {
     params.rows_per_item = out.shape[1];
     require(out.shape[1] >= longest(k.ratio), ErrorCode::bad_argument,
             "out has room for {} rows per item; the longest item has {}", out.shape[1], longest(k.ratio));
-    m.backend->gather_all(params);
+    backend().gather_all(params);
   }
 };
 
@@ -247,9 +243,7 @@ struct HandleScope {
 int LayerCacheHandle::layer() const { return schema().spec.layer; }
 int LayerCacheHandle::num_query_heads() const { return manager_->schema().config.num_query_heads; }
 int LayerCacheHandle::head_dim() const { return manager_->schema().config.head_dim; }
-const LayerCacheSchema& LayerCacheHandle::schema() const {
-  return manager_->schema().layers[static_cast<std::size_t>(index_)];
-}
+const LayerCacheSchema& LayerCacheHandle::schema() const { return manager_->schema().layers[index_]; }
 
 void LayerCacheHandle::append(const AppendInputs& inputs) {
   KV4_SCOPE("kv4 append");
@@ -271,15 +265,15 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
             to_string(params.gate[k].dtype));
   }
   if (inputs.raw_is_projection) {
-    params.front_end.norm_weight = scope.m.raw_norm_weights[static_cast<std::size_t>(index_)];
+    params.front_end.norm_weight = scope.m.layers.raw_norm_weight(index_);
     params.front_end.eps = scope.desc.eps;
-    params.front_end.rope = scope.desc.num_kinds > 0 ? scope.m.compress_rope : scope.m.swa_rope;
+    params.front_end.rope = scope.m.layers.rope(index_);
     require(params.front_end.norm_weight != nullptr, ErrorCode::bad_state,
             "layer {} has no raw_norm_weight; bind_weights({}, ...) with one before raw_is_projection",
             scope.schema.spec.layer, scope.schema.spec.layer);
   }
   scope.append(params);
-  scope.save_boundaries(params, static_cast<std::size_t>(index_));
+  scope.save_boundaries(params, index_);
 }
 
 void LayerCacheHandle::write_swa(const TensorView& raw_kv) {
@@ -298,8 +292,8 @@ void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
     params.rows[1] = float_rows(inputs.index_keys, scope.tokens(), scope.desc.kinds[1].page.shape.width, "index_keys");
   if (!inputs.valid.empty())
     params.valid = dense_array<std::uint8_t>(inputs.valid, DType::u8, scope.tokens(), -1, "valid");
-  scope.note_write();
-  scope.m.backend->flush(params);
+  scope.m.steps.note_write();
+  scope.backend().flush(params);
 }
 
 KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const TensorView& out,
@@ -317,7 +311,7 @@ KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const T
           out.shape[1], indices.shape[1]);
   if (!valid.empty())
     params.valid = dense_array<std::uint8_t>(valid, DType::u8, scope.tokens(), indices.shape[1], "valid");
-  scope.m.backend->gather_chosen(params);
+  scope.backend().gather_chosen(params);
   return {out, out};
 }
 
@@ -343,12 +337,12 @@ KVPair LayerCacheHandle::gather_swa_kv(const TensorView& out, const TensorView& 
   params.lens = dense_array<std::int32_t>(lens, DType::i32, scope.items(), -1, "lens");
   params.first = dense_array<std::int32_t>(first, DType::i32, scope.items(), -1, "first");
   std::int64_t need = 0;
-  for (const ops::StepRecord& item : scope.m.open.items)
+  for (const ops::StepRecord& item : scope.m.steps.items())
     if (!item.padded())
       need = std::max<std::int64_t>(need, std::min(item.length, scope.desc.window_tokens - 1) + item.count);
   require(out.shape[1] >= need, ErrorCode::bad_argument, "out has room for {} rows per item; the step needs {}",
           out.shape[1], need);
-  scope.m.backend->gather_window(params);
+  scope.backend().gather_window(params);
   return {out, out};
 }
 
@@ -358,7 +352,7 @@ void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView&
   params.mode = mode;
   scope.set_queries(inputs, params);
   scope.set_scores(scores, params);
-  scope.m.backend->index_scores(params);
+  scope.backend().index_scores(params);
 }
 
 void LayerCacheHandle::select_topk(const TensorView& scores, const TensorView& indices, const TensorView& slots) {
@@ -366,7 +360,7 @@ void LayerCacheHandle::select_topk(const TensorView& scores, const TensorView& i
   ops::IndexParams params = scope.index_params();
   scope.set_scores(scores, params);
   scope.set_choice(indices, slots, params);
-  scope.m.backend->select_topk(params);
+  scope.backend().select_topk(params);
 }
 
 void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots) {
@@ -374,7 +368,7 @@ void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& i
   ops::IndexParams params = scope.index_params();
   scope.set_queries(inputs, params);
   scope.set_choice(indices, slots, params);
-  scope.m.backend->index_topk(params);
+  scope.backend().index_topk(params);
 }
 
 void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out, const TensorView& lse) {
@@ -400,15 +394,15 @@ void LayerCacheHandle::attend(const AttendInputs& inputs, const TensorView& out,
   require(out.shape[1] == params.num_heads, ErrorCode::bad_argument, "out has {} heads, q {}", out.shape[1],
           params.num_heads);
   if (!lse.empty()) params.lse = dense_array<float>(lse, DType::f32, scope.tokens(), params.num_heads, "lse");
-  if (inputs.inverse_rope) params.inverse_rope = scope.desc.num_kinds > 0 ? scope.m.compress_rope : scope.m.swa_rope;
-  params.workspace = reinterpret_cast<std::uint8_t*>(scope.m.attend_workspace.data());
-  params.workspace_bytes = scope.m.attend_workspace.bytes();
-  scope.m.backend->attend(params);
+  if (inputs.inverse_rope) params.inverse_rope = scope.m.layers.rope(index_);
+  params.workspace = reinterpret_cast<std::uint8_t*>(scope.m.memory.attend_workspace.data());
+  params.workspace_bytes = scope.m.memory.attend_workspace.bytes();
+  scope.backend().attend(params);
 }
 
 SWAView LayerCacheHandle::read_swa_view() {
   KV4_SCOPE("kv4 read_swa_view");
-  const ops::StepTableDesc& t = scope.m.tables.desc();
+  const ops::StepTableDesc& t = scope.m.memory.tables.desc();
   SWAView view;
   view.payload = plane_view(scope.desc.window.ring.payload);
   view.rope = tail_view(scope.desc.window.ring);
@@ -433,7 +427,7 @@ ClassicalView LayerCacheHandle::read_classical_view() {
   view.rows_per_block = kind.rows_per_block;
   view.blocks_per_request = scope.step.blocks_per_request;
   view.block_table = scope.step.block_table;
-  view.request_rows = scope.m.tables.desc().item_rows;
+  view.request_rows = scope.m.memory.tables.desc().item_rows;
   view.lens = scope.lens();
   return view;
 }
@@ -451,7 +445,7 @@ IndexerView LayerCacheHandle::read_indexer_view() {
   view.rows_per_block = kind.rows_per_block;
   view.blocks_per_request = scope.step.blocks_per_request;
   view.block_table = scope.step.block_table;
-  view.request_rows = scope.m.tables.desc().item_rows;
+  view.request_rows = scope.m.memory.tables.desc().item_rows;
   view.lens = scope.lens();
   return view;
 }

@@ -36,7 +36,7 @@ struct PrefixChain {
 struct Sequence {
   RequestId id = kNoRequest;
   std::int32_t slot = -1;
-  bool in_step = false;
+  std::int64_t step_id = 0;           // of the open step it is in; 0: in none
   std::vector<GroupProgress> groups;  // [num_groups]
   PrefixChain chain;
 

@@ -1,4 +1,4 @@
-// The tables a step's operations read, at fixed addresses, and what must be undone if the step is aborted.
+// The tables that a step's operations read, at fixed addresses.
 #pragma once
 
 #include <cstdint>
@@ -57,39 +57,6 @@ class StepTables {
   std::vector<std::int32_t> changed_rows_;
   std::vector<ops::BlockRange> ranges_;  // of one transfer, and their values
   std::vector<BlockId> values_;
-};
-
-/// A block that prepare put into a request's table: at `index`, instead of `old_block` (-1: there was none).
-struct BlockChange {
-  std::int32_t row = 0;
-  std::int64_t index = 0;
-  BlockId old_block = -1;
-  BlockId new_block = -1;
-};
-
-/// A request's part in the open step.
-struct StepPart {
-  std::int32_t row = 0;
-  std::int32_t count = 0;
-  std::int32_t spare = -1;  // slot a long step writes; -1: in place
-};
-
-/// A boundary inside a long step, and the place its snapshot is written to.
-struct StepBoundary {
-  std::int32_t row = 0;
-  std::size_t item = 0;
-  std::int64_t position = 0;
-  std::int32_t place = -1;
-};
-
-struct OpenStep {
-  Step step;
-  std::vector<ops::StepRecord> items;       // [num_items], padding included
-  std::vector<std::int32_t> window_begins;  // [num_items]
-  std::vector<StepPart> parts;
-  std::vector<BlockChange> changes;
-  std::vector<StepBoundary> boundaries;
-  std::vector<bool> saved_layers;  // [owned layers] which have written their part of the boundaries' snapshots
 };
 
 }  // namespace kv4

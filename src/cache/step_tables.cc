@@ -1,4 +1,4 @@
-#include "cache/step.h"
+#include "cache/step_tables.h"
 
 #include <algorithm>
 

@@ -1,0 +1,39 @@
+// The memory of a cache: all of it is allocated here, at the start, but for the prefix cache's and the rope tables'.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "backend/device_memory.h"
+#include "cache/step_tables.h"
+#include "kv4/paged_kv_pool.h"
+#include "kv4/schema.h"
+#include "kv4/state_cache_pool.h"
+#include "schema/table_layout.h"
+
+namespace kv4 {
+
+struct CacheMemory {
+  CacheMemory(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend_in)
+      : schema(build_schema(config, options)),
+        backend(std::move(backend_in)),
+        kv_pool(schema, backend),
+        state_pool(schema, backend),
+        tables(schema, backend),
+        index_workspace(backend, index_workspace_bytes(schema)),
+        attend_workspace(backend, attend_workspace_bytes(schema)) {}
+
+  std::int64_t bytes() const {
+    return kv_pool.memory_bytes() + state_pool.memory_bytes() + tables.memory_bytes() + index_workspace.bytes() +
+           attend_workspace.bytes();
+  }
+
+  CacheSchema schema;  // the pools refer to it
+  std::shared_ptr<Backend> backend;
+  PagedKVPool kv_pool;
+  StateCachePool state_pool;
+  StepTables tables;
+  DeviceMemory index_workspace, attend_workspace;
+};
+
+}  // namespace kv4

@@ -1,0 +1,44 @@
+// The owned layers as operations see them: where their rows lie, and the constants bound to them.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "cache/cache_memory.h"
+#include "cache/prefix_cache.h"
+#include "cache/rope_tables.h"
+#include "kv4/layer_cache_handle.h"
+#include "kv4/params.h"
+
+namespace kv4 {
+
+class Layers {
+ public:
+  explicit Layers(CacheMemory& memory);
+
+  std::span<const ops::LayerDesc> all() const { return descs_; }  // [owned layers]
+  const ops::LayerDesc& operator[](int index) const { return descs_[index]; }
+  const float* raw_norm_weight(int index) const { return raw_norm_weights_[index]; }  // null: not bound
+
+  // SWA layers turn at one base, the others, and their entries, at another.
+  const ops::RopeDesc& compress_rope() const { return compress_rope_; }
+  const ops::RopeDesc& rope(int index) const { return descs_[index].num_kinds > 0 ? compress_rope_ : swa_rope_; }
+
+  /// `in_step`: a step is open, and nothing can be bound.
+  void bind_weights(int layer, const LayerWeights& weights, bool in_step);
+  /// `prefix` (or null): its keys name the table, so that no request may run.
+  void bind_rope_table(const TensorView& cos, const TensorView& sin, bool in_step, PrefixCache* prefix,
+                       int num_requests);
+
+  std::int64_t memory_bytes() const;
+
+ private:
+  CacheMemory& memory_;
+  std::vector<ops::LayerDesc> descs_;
+  std::vector<const float*> raw_norm_weights_;  // [owned layers]
+  std::optional<RopeTables> swa_angles_, compress_angles_;
+  ops::RopeDesc swa_rope_, compress_rope_;
+};
+
+}  // namespace kv4

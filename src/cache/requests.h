@@ -1,0 +1,40 @@
+// How requests begin, go back, split and end.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cache/blocks.h"
+#include "cache/prefix_chains.h"
+#include "cache/request_table.h"
+#include "cache/snapshots.h"
+#include "kv4/kv_cache_manager.h"
+
+namespace kv4 {
+
+// Calls of KVCacheManager, which says what each does.
+class Requests {
+ public:
+  Requests(CacheMemory& memory, PrefixCache* prefix, RequestTable& table, Blocks& blocks, Snapshots& snapshots,
+           PrefixChains& chains);
+
+  Expected<RequestId> admit();
+  Expected<Admission> admit(const Prompt& prompt);
+  Expected<RequestId> fork(RequestId request);
+  void release(RequestId request);
+  void rewind(RequestId request, std::int64_t length, int group);
+  std::int64_t rewind_floor(RequestId request, int group) const;
+
+  std::vector<BlockId> blocks(RequestId request) const;
+  std::vector<std::int32_t> token_ids(RequestId request) const;
+
+ private:
+  CacheMemory& memory_;
+  PrefixCache* prefix_;
+  RequestTable& table_;
+  Blocks& blocks_;
+  Snapshots& snapshots_;
+  PrefixChains& chains_;
+};
+
+}  // namespace kv4

@@ -1,0 +1,76 @@
+// Snapshots of running requests: canonical images at block boundaries. Those that the rings still hold at a commit are
+// copied from there; those inside a long step are written by its layers, while they append.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cache/blocks.h"
+#include "cache/layers.h"
+#include "cache/prefix_cache.h"
+#include "cache/sequence.h"
+#include "schema/image_layout.h"
+
+namespace kv4 {
+
+class Snapshots {
+ public:
+  /// `prefix` null: no request has one, as none publishes its blocks.
+  Snapshots(const CacheMemory& memory, const Layers& layers, const Blocks& blocks, PrefixCache* prefix);
+
+  std::int64_t bytes() const { return parts_.bytes; }  // of one
+
+  /// Queues the state that a request begins with where it resumes.
+  void restore(std::int32_t slot, const PrefixMatch& match);
+
+  // An open step:
+  void begin_step();
+  /// Finds places for the boundaries inside a long step of the request: item `item`, `count` tokens.
+  void plan_boundaries(std::int32_t row, const Sequence& s, std::size_t item, std::int32_t count);
+  bool has_boundaries() const { return !planned_.empty(); }
+  /// What the layer has to save. `items`: of the step; params.boundaries are valid until the next call.
+  void describe_boundaries(int layer, std::span<const ops::StepRecord> items, ops::BoundaryParams& params);
+  void note_saved(int layer) { saved_layers_[layer] = true; }
+  /// Gives the places back: of boundaries that did not come to be, or had a snapshot already.
+  void give_boundaries();
+
+  // A commit, in this order:
+  void reserve(std::int64_t count);  // save() of as many allocates nothing then
+  void give_unsaved_boundaries();    // if a layer has not saved its part
+  /// Of the boundaries in (old_length, length] of the request.
+  void save(std::int32_t row, Sequence& s, std::int64_t old_length);
+  void send();
+
+  /// The request's latest snapshot may go.
+  void leave_latest(Sequence& s);
+
+ private:
+  // A boundary inside a long step, and the place its snapshot is written to.
+  struct PlannedBoundary {
+    std::int32_t row = 0;
+    std::size_t item = 0;
+    std::int64_t position = 0;
+    SnapshotId place = kNoSnapshot;
+  };
+
+  bool keeps(const Sequence& s, std::int64_t position) const;
+  bool wants_latest(std::int64_t position, std::int64_t length) const;
+  SnapshotId take(std::int32_t row, Sequence& s, std::int64_t position);
+
+  const CacheMemory& memory_;
+  const Layers& layers_;
+  const Blocks& blocks_;
+  PrefixCache* prefix_;
+  ImageLayout parts_;                      // where snapshots have what
+  std::vector<PlannedBoundary> planned_;   // of the open step
+  std::vector<ops::Boundary> boundaries_;  // the same, as a backend is told
+  std::vector<bool> saved_layers_;         // [owned layers] which have written their part of them
+  // Snapshots that a commit takes from the rings go in one copy. Room for them is made before anything changes.
+  std::vector<ops::CopyPiece> pieces_;
+  std::vector<SnapshotId> targets_;
+  ImageLayout at_;                     // of the one that is taken
+  std::size_t pieces_per_snapshot_{};  // at most
+};
+
+}  // namespace kv4
