@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kv4/export.h"
 #include "kv4/host_device.h"
 #include "kv4/options.h"
 #include "kv4/tensor.h"
@@ -287,15 +288,8 @@ struct AttendParams {
   std::int64_t workspace_bytes = 0;
 };
 
-/// An attend workspace: arrival counters of the CTAs of a token, then a partial output of each CTA: 64 heads of rows
-/// that wide.
-constexpr std::int32_t kAttendShareWidth = 512;
-/// Bytes of its arrival counters, and of one partial output.
-constexpr std::int64_t kAttendMeetingBytes = 2048, kAttendShareBytes = 67072;
-/// Enough for as many CTAs as a Hopper GPU has SMs.
-constexpr std::int64_t attend_workspace_bytes(std::int64_t blocks = 144) {
-  return kAttendMeetingBytes + blocks * kAttendShareBytes;
-}
+/// Bytes of an attend workspace for so many CTAs; 144 are enough for a Hopper GPU, with one per SM.
+KV4_API std::int64_t attend_workspace_bytes(std::int64_t ctas = 144);
 
 /// `bytes` from one place to another. If `when` is set and *when == equals, they come from `instead`.
 struct CopyPiece {

@@ -4,6 +4,7 @@
 #include "kv4/block_allocator.h"
 #include "kv4/params.h"
 #include "kv4/schema.h"
+#include "schema/attend_workspace.h"
 #include "schema/image_layout.h"
 #include "schema/rope.h"
 #include "schema/table_layout.h"
@@ -117,11 +118,13 @@ std::int64_t index_workspace_bytes(const CacheSchema& schema) {
                      "index workspace");
 }
 
+std::int64_t ops::attend_workspace_bytes(std::int64_t ctas) { return kAttendCounterBytes + ctas * kAttendPartialBytes; }
+
 std::int64_t attend_workspace_bytes(const CacheSchema& schema) {
   constexpr std::int64_t kLongList = 1536;  // up to there a cluster of CTAs is as fast
   for (const LayerCacheSchema& layer : schema.layers)
     if (layer.pages.size() == 1 && layer.pages[0].row.format == Format::fp8_tile64 &&
-        layer.pages[0].row.width == ops::kAttendShareWidth &&
+        layer.pages[0].row.width == ops::kAttendPartialWidth &&
         std::int64_t{schema.blocks_per_request} * layer.pages[0].rows_per_block > kLongList)
       return ops::attend_workspace_bytes();
   return 0;

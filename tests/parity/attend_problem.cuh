@@ -245,7 +245,7 @@ class Problem {
     }
     const std::int64_t workspace_bytes = ops::attend_workspace_bytes(c_.workspace_ctas);
     Twin<std::uint8_t> workspace(std::vector<std::uint8_t>(static_cast<std::size_t>(workspace_bytes), 0xFF));
-    std::fill_n(workspace.host.begin(), ops::kAttendMeetingBytes, std::uint8_t{0});
+    std::fill_n(workspace.host.begin(), ops::kAttendCounterBytes, std::uint8_t{0});
     workspace.send();
     if (c_.workspace_ctas > 0) {
       p.workspace = workspace.there();
@@ -261,7 +261,7 @@ class Problem {
     out.fetch();
     lse.fetch();
     workspace.fetch();
-    EXPECT_TRUE(std::all_of(workspace.host.begin(), workspace.host.begin() + ops::kAttendMeetingBytes,
+    EXPECT_TRUE(std::all_of(workspace.host.begin(), workspace.host.begin() + ops::kAttendCounterBytes,
                             [](std::uint8_t x) { return x == 0; }))
         << "the next call finds an arrival counter in use";
     Result result;

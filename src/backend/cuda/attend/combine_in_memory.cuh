@@ -20,14 +20,14 @@ struct ArrivalCounter {
 
   static constexpr std::uint32_t kTimedOut = 1u << 16, kOnes = kTimedOut - 1;
 };
-static_assert(kMaxArrivalCounters == ops::kAttendMeetingBytes / sizeof(ArrivalCounter));
+static_assert(kMaxArrivalCounters == ops::kAttendCounterBytes / sizeof(ArrivalCounter));
 
 /// The result of one CTA.
 struct StoredPartial {
   std::uint8_t heads[kTile * PartialOutput<1>::kBytes];
   Stats stats[kTile];
 };
-static_assert(sizeof(StoredPartial) == ops::kAttendShareBytes && kWidth == ops::kAttendShareWidth);
+static_assert(sizeof(StoredPartial) == ops::kAttendPartialBytes && kWidth == ops::kAttendPartialWidth);
 
 // Past L1, which may hold older bytes of the same place.
 __device__ inline uint4 load_partial(const uint4* at) {
@@ -76,7 +76,7 @@ class MemoryCombine {
 
   /// CTAs have the same order in the workspace as in the grid.
   __device__ StoredPartial& partial(int kv_split) const {
-    auto* partials = reinterpret_cast<StoredPartial*>(p_.workspace + ops::kAttendMeetingBytes);
+    auto* partials = reinterpret_cast<StoredPartial*>(p_.workspace + ops::kAttendCounterBytes);
     return partials[static_cast<int>(blockIdx.x) + (kv_split - job_.kv_split) * job_.ctas_per_split];
   }
   __device__ ArrivalCounter& arrival_counter() const {

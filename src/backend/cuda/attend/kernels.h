@@ -10,6 +10,7 @@
 #include <string>
 
 #include "kv4/params.h"
+#include "schema/attend_workspace.h"
 
 namespace kv4::cuda {
 
@@ -22,7 +23,7 @@ constexpr int kOneStageRows = 80, kTwoStageRows = 2 * kAttendTile;
 constexpr int kNineSplits = 9;  // of small_batch.cu: eight of them reduce; 9 x 128 rows are two tiles each, not three
 
 /// Combination in memory: KV splits of a token, and arrival counters in the workspace (8 bytes each).
-constexpr int kMaxMemorySplits = 160, kMaxArrivalCounters = ops::kAttendMeetingBytes / 8;
+constexpr int kMaxMemorySplits = 160, kMaxArrivalCounters = ops::kAttendCounterBytes / 8;
 
 enum class AttendKernel {
   split_kv,            ///< split_kv.cu: the KV splits form a cluster and combine through distributed shared memory

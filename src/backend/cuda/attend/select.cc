@@ -45,7 +45,7 @@ bool is_window(const AttendParams& p) {
 /// CTAs that have a place in the workspace.
 std::int64_t workspace_ctas(const AttendParams& p) {
   if (p.workspace == nullptr || !is_aligned(p.workspace, 16)) return 0;
-  const std::int64_t partials = (p.workspace_bytes - ops::kAttendMeetingBytes) / ops::kAttendShareBytes;
+  const std::int64_t partials = (p.workspace_bytes - ops::kAttendCounterBytes) / ops::kAttendPartialBytes;
   return std::clamp<std::int64_t>(partials, 0, kMaxArrivalCounters);
 }
 
