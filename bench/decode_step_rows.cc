@@ -53,13 +53,14 @@ class LayerWork {
     const std::int64_t index_heads = config.index_heads, index_width = config.index_dim;
     index_.q = as_heads(bench.inputs.bf16(batch, index_heads * index_width), index_heads, index_width);
     index_.weights = bench.inputs.f32(batch, index_heads);
-    attend_.topk = TensorView(reinterpret_cast<const std::int32_t*>(topk_.data()), {batch, config.index_topk});
+    chosen_ = TensorView(topk_.data(), DType::i32, {batch, config.index_topk});
+    attend_.topk = chosen_;
   }
 
   void run(KVCacheManager& manager) const {
     LayerCacheHandle handle = manager.acquire(layer_);
     handle.append(inputs_);
-    if (!index_.q.empty()) handle.index_topk(index_, attend_.topk);
+    if (!index_.q.empty()) handle.index_topk(index_, chosen_);
     handle.attend(attend_, result_);
   }
 
@@ -69,7 +70,7 @@ class LayerWork {
   IndexInputs index_;
   AttendInputs attend_;
   DeviceMemory topk_, out_;
-  TensorView result_;
+  TensorView chosen_, result_;
 };
 
 /// Bytes of one request in one layer: append, index keys, attended rows, queries and results.

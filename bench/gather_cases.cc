@@ -84,7 +84,7 @@ Operation make_topk(const BenchSettings& settings, const GatherCase& c) {
     indices.push_back(static_cast<std::int32_t>((state >> 33) % static_cast<std::uint64_t>(visible)));
   }
   return [bench, topk, indices, requests = c.requests] {
-    const TensorView chosen(indices.data(), {requests, topk});
+    const ConstTensorView chosen(indices.data(), {requests, topk});
     return bench->run(topk, bench->layer().pages[0].row, [&](LayerCacheHandle& handle, const TensorView& out) {
       handle.gather_compressed_kv(chosen, out);
     });

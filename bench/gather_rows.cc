@@ -31,7 +31,7 @@ class OutputPool {
   }
   /// [count] numbers besides the rows.
   TensorView lens(std::int64_t count) {
-    return TensorView(reinterpret_cast<const std::int32_t*>(take(DType::i32, 1, 1, count).data), {count});
+    return TensorView(take(DType::i32, 1, 1, count).data, DType::i32, {count});
   }
 
   /// Runs `gather` into a poisoned bf16 tensor; returns an empty string if every number is finite afterwards.

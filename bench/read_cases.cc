@@ -150,8 +150,8 @@ Operation make_attend(const BenchSettings& settings, const ReadCase& c) {
        out = std::make_shared<std::vector<float>>(static_cast<std::size_t>(n * kHeads * width))](
           LayerCacheHandle& handle) {
         AttendInputs in;
-        in.q = TensorView(q.data(), {n, kHeads, width});
-        if (!chosen.empty()) in.topk = TensorView(chosen.data(), {n, static_cast<std::int64_t>(chosen.size()) / n});
+        in.q = ConstTensorView(q.data(), {n, kHeads, width});
+        if (!chosen.empty()) in.topk = ConstTensorView(chosen.data(), {n, static_cast<std::int64_t>(chosen.size()) / n});
         handle.attend(in, {out->data(), {n, kHeads, width}});
       });
   const std::shared_ptr<const Sgemm> sgemm = settings.threads == 1 ? Sgemm::load() : nullptr;

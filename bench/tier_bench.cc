@@ -248,9 +248,9 @@ void bench_steps(const Bench& bench) {
   KVCacheManager cache(model_preset("v4-flash"), bench.options(), bench.backend);
   const DeviceMemory zeros(bench.backend, std::int64_t{512} * 1024 * 4);
   const auto tensor = [&](std::int64_t rows, std::int64_t width) {
-    return TensorView(reinterpret_cast<const float*>(zeros.data()), {rows, width});
+    return ConstTensorView(reinterpret_cast<const float*>(zeros.data()), {rows, width});
   };
-  const TensorView norm(reinterpret_cast<const float*>(zeros.data()), {512}),
+  const ConstTensorView norm(reinterpret_cast<const float*>(zeros.data()), {512}),
       index_norm(reinterpret_cast<const float*>(zeros.data()), {128});
   for (const LayerCacheSchema& layer : cache.schema().layers) {
     if (layer.spec.kind == LayerKind::csa)
@@ -260,7 +260,7 @@ void bench_steps(const Bench& bench) {
   const auto step = [&](std::span<const StepItem> items, std::int64_t tokens) {
     const Step open = cache.prepare_forward(items).value();
     for (const LayerCacheSchema& layer : cache.schema().layers) {
-      const TensorView narrow = tensor(tokens, 512), wide = tensor(tokens, 1024), index = tensor(tokens, 256);
+      const ConstTensorView narrow = tensor(tokens, 512), wide = tensor(tokens, 1024), index = tensor(tokens, 256);
       LayerCacheHandle handle = cache.acquire(layer.spec.layer);
       switch (layer.spec.kind) {
         case LayerKind::swa: handle.append({narrow, {}, {}, {}, {}}); break;

@@ -17,7 +17,7 @@ constexpr std::int64_t kTransferBytes = std::int64_t{64} << 20;  // that one tra
 constexpr std::int64_t kChunkBytes = std::int64_t{8} << 20;
 constexpr std::int64_t kAlignment = 256;
 
-std::int64_t tensor_bytes(const TensorView& t) {
+std::int64_t tensor_bytes(const ConstTensorView& t) {
   std::int64_t count = 1;
   for (int d = 0; d < t.ndim; ++d) count *= t.shape[d];
   return count * static_cast<std::int64_t>(element_bytes(t.dtype));
@@ -80,14 +80,17 @@ std::byte* DeviceTensors::take(std::int64_t bytes) {
   return memory;
 }
 
-TensorView DeviceTensors::in(const TensorView& host) {
-  if (host.empty() || backend_->on_host()) return host;
-  TensorView device = host;
+// The address of a copy of `host` in the backend's memory.
+void* DeviceTensors::copy(const ConstTensorView& host) {
   const std::int64_t bytes = tensor_bytes(host);
   std::byte* memory = take(bytes);
   write(*backend_, memory, host.data, bytes);
-  device.data = memory;
-  return device;
+  return memory;
+}
+
+ConstTensorView DeviceTensors::in(const ConstTensorView& host) {
+  if (host.empty() || backend_->on_host()) return host;
+  return host.over<const void>(copy(host));
 }
 
 LayerWeights DeviceTensors::in(const LayerWeights& host) {
@@ -100,9 +103,8 @@ AppendInputs DeviceTensors::in(const AppendInputs& host) {
 }
 
 TensorView DeviceTensors::out(const TensorView& host) {
-  const TensorView device = in(host);
-  if (!host.empty() && !backend_->on_host()) outputs_.push_back({device, host});
-  return device;
+  if (host.empty() || backend_->on_host()) return host;
+  return outputs_.emplace_back(Output{host.over(copy(host)), host}).device;
 }
 
 void DeviceTensors::read_back() {

@@ -26,7 +26,7 @@ class DeviceTensors {
   explicit DeviceTensors(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
 
   /// A copy of `host`; empty stays empty.
-  TensorView in(const TensorView& host);
+  ConstTensorView in(const ConstTensorView& host);
   LayerWeights in(const LayerWeights& host);
   AppendInputs in(const AppendInputs& host);
   /// As large as `host`, which gets the result when read_back() is called. Until then it holds what `host` does.
@@ -39,6 +39,7 @@ class DeviceTensors {
     TensorView device, host;
   };
   std::byte* take(std::int64_t bytes);
+  void* copy(const ConstTensorView& host);
 
   std::shared_ptr<Backend> backend_;
   std::vector<DeviceMemory> chunks_;

@@ -149,9 +149,9 @@ class CodecReplay {
     const Matrix entries = spread(rows_.entries, first, count, ratio_);
     const Matrix keys = spread(rows_.keys, first, count, ratio_);
     DeviceTensors tensors(backend_);
-    const TensorView entry_rows = tensors.in(TensorView(entries.values.data(), {count, entries.cols}));
+    const ConstTensorView entry_rows = tensors.in(ConstTensorView(entries.values.data(), {count, entries.cols}));
     handle.write_swa(entry_rows);
-    handle.flush_compression({entry_rows, tensors.in(TensorView(keys.values.data(), {count, keys.cols})), {}});
+    handle.flush_compression({entry_rows, tensors.in(ConstTensorView(keys.values.data(), {count, keys.cols})), {}});
     read_step(handle, first / ratio_, (first + count) / ratio_);
     manager_.commit(*step);
   }

@@ -28,13 +28,13 @@ std::vector<StepRange> split(std::int64_t tokens, const std::vector<int>& chunks
   return steps;
 }
 
-TensorView slice(const Matrix& matrix, const StepRange& step) {
-  return matrix.rows == 0 ? TensorView()
-                          : TensorView(matrix.values.data() + step.start * matrix.cols, {step.count, matrix.cols});
+ConstTensorView slice(const Matrix& matrix, const StepRange& step) {
+  return matrix.rows == 0 ? ConstTensorView()
+                          : ConstTensorView(matrix.values.data() + step.start * matrix.cols, {step.count, matrix.cols});
 }
 
-TensorView whole(const Matrix& matrix) { return TensorView(matrix.values.data(), {matrix.rows, matrix.cols}); }
-TensorView flat(const Matrix& matrix) { return TensorView(matrix.values.data(), {matrix.cols}); }
+ConstTensorView whole(const Matrix& matrix) { return {matrix.values.data(), {matrix.rows, matrix.cols}}; }
+ConstTensorView flat(const Matrix& matrix) { return {matrix.values.data(), {matrix.cols}}; }
 
 LayerWeights weights_of(const Recording& recording) {
   LayerWeights weights;
@@ -139,8 +139,8 @@ std::vector<std::int32_t> padded_lists(const std::vector<std::vector<std::int32_
   return out;
 }
 
-TensorView heads_of(const Matrix& matrix, const StepRange& step, std::int64_t width) {
-  return TensorView(matrix.values.data() + step.start * matrix.cols, {step.count, matrix.cols / width, width});
+ConstTensorView heads_of(const Matrix& matrix, const StepRange& step, std::int64_t width) {
+  return ConstTensorView(matrix.values.data() + step.start * matrix.cols, {step.count, matrix.cols / width, width});
 }
 
 void search(LayerCacheHandle& handle, const Recording& recording, const StepRange& step, DeviceTensors& tensors,
@@ -157,7 +157,7 @@ void search(LayerCacheHandle& handle, const Recording& recording, const StepRang
   const std::int64_t k = recording.config.index_topk;
   Matrix scores(step.count, std::max<std::int64_t>(1, capture.scores.cols));
   std::vector<std::int32_t> indices(static_cast<std::size_t>(step.count * k), -7);
-  handle.index_scores(inputs, tensors.out(whole(scores)));
+  handle.index_scores(inputs, tensors.out(TensorView(scores.values.data(), {scores.rows, scores.cols})));
   handle.index_topk(inputs, tensors.out(TensorView(indices.data(), {step.count, k})));
   tensors.read_back();
   for (std::int64_t t = 0; t < step.count; ++t) {
@@ -180,7 +180,8 @@ void attend(LayerCacheHandle& handle, const Recording& recording, const StepRang
     inputs.topk = tensors.in(TensorView(chosen.data(), {step.count, k}));
   }
   Matrix out(step.count, recording.q.cols);
-  handle.attend(inputs, tensors.out(heads_of(out, {0, step.count}, recording.config.head_dim)));
+  const std::int64_t width = recording.config.head_dim;
+  handle.attend(inputs, tensors.out(TensorView(out.values.data(), {step.count, out.cols / width, width})));
   tensors.read_back();
   std::copy(out.values.begin(), out.values.end(), capture.attention.row(step.start).begin());
 }

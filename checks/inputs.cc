@@ -119,12 +119,12 @@ AppendInputs LayerInputs::view(int tokens) const {
   AppendInputs out;
   out.raw_kv = TensorView(const_cast<std::uint16_t*>(raw_kv_.data()), DType::bf16, {tokens, width_});
   if (columns_ > 0) {
-    out.kv = TensorView(kv_.data(), {tokens, columns_});
-    out.gate = TensorView(gate_.data(), {tokens, columns_});
+    out.kv = ConstTensorView(kv_.data(), {tokens, columns_});
+    out.gate = ConstTensorView(gate_.data(), {tokens, columns_});
   }
   if (index_columns_ > 0) {
-    out.index_kv = TensorView(index_kv_.data(), {tokens, index_columns_});
-    out.index_gate = TensorView(index_gate_.data(), {tokens, index_columns_});
+    out.index_kv = ConstTensorView(index_kv_.data(), {tokens, index_columns_});
+    out.index_gate = ConstTensorView(index_gate_.data(), {tokens, index_columns_});
   }
   return out;
 }

@@ -107,7 +107,7 @@ class KV4_API KVCacheManager {
   void bind_weights(int layer, const LayerWeights& weights);
   /// The engine's own table for CSA and HCA layers, fp32 [positions, rope_dim / 2] each, so that q and entries agree to
   /// the bit. Without it entries are rotated by our own (build_rope_table).
-  void bind_rope_table(const TensorView& cos, const TensorView& sin);
+  void bind_rope_table(const ConstTensorView& cos, const ConstTensorView& sin);
 
   /// An empty request.
   Expected<RequestId> admit();

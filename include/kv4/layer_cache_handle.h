@@ -14,20 +14,20 @@ namespace kv4 {
 /// A layer's constants, fp32 and dense, in the memory of the cache's backend; bound once with
 /// KVCacheManager::bind_weights, not copied.
 struct LayerWeights {
-  TensorView position_bias;        // [ratio, columns]: columns = 2 * head_dim (CSA), head_dim (HCA)
-  TensorView norm_weight;          // [head_dim]
-  TensorView index_position_bias;  // CSA: [ratio, 2 * index_dim]
-  TensorView index_norm_weight;    // CSA: [index_dim]
-  TensorView raw_norm_weight{};    // any layer, optional: [head_dim], of the projection that gives window rows
+  ConstTensorView position_bias;        // [ratio, columns]: columns = 2 * head_dim (CSA), head_dim (HCA)
+  ConstTensorView norm_weight;          // [head_dim]
+  ConstTensorView index_position_bias;  // CSA: [ratio, 2 * index_dim]
+  ConstTensorView index_norm_weight;    // CSA: [index_dim]
+  ConstTensorView raw_norm_weight{};    // any layer, optional: [head_dim], of the projection that gives window rows
 };
 
 /// One row per token of the step, padding included. bf16 or fp32; fp32 window rows are rounded to bf16.
 struct AppendInputs {
-  TensorView raw_kv;      // [tokens, head_dim]: normed and rotated window rows, or see raw_is_projection
-  TensorView kv;          // CSA, HCA: [tokens, columns]
-  TensorView gate;        // CSA, HCA: [tokens, columns]
-  TensorView index_kv;    // CSA: [tokens, 2 * index_dim]
-  TensorView index_gate;  // CSA: [tokens, 2 * index_dim]
+  ConstTensorView raw_kv;      // [tokens, head_dim]: normed and rotated window rows, or see raw_is_projection
+  ConstTensorView kv;          // CSA, HCA: [tokens, columns]
+  ConstTensorView gate;        // CSA, HCA: [tokens, columns]
+  ConstTensorView index_kv;    // CSA: [tokens, 2 * index_dim]
+  ConstTensorView index_gate;  // CSA: [tokens, 2 * index_dim]
   /// raw_kv comes straight from the projection: append norms it (raw_norm_weight must be bound) and rotates its last
   /// rope_dim channels, with the engine's table where one is bound.
   bool raw_is_projection = false;
@@ -36,24 +36,26 @@ struct AppendInputs {
 /// Entries made elsewhere: after rotation; index keys before the Hadamard transform. Row i is written iff valid[i] != 0
 /// and token i closes an entry.
 struct FlushInputs {
-  TensorView entries;     // [tokens, head_dim]
-  TensorView index_keys;  // CSA: [tokens, index_dim]
-  TensorView valid;       // [tokens] u8; empty: all
+  ConstTensorView entries;     // [tokens, head_dim]
+  ConstTensorView index_keys;  // CSA: [tokens, index_dim]
+  ConstTensorView valid;       // [tokens] u8; empty: all
 };
 
 /// Index queries, one per token of the step and head. 1 to 64 heads: a rank may hold a part of the model's.
 struct IndexInputs {
-  TensorView q;        // [tokens, heads, index_dim] f32 or bf16, rotated: it is transformed and encoded as keys are; or
-                       // u8 [tokens, heads, payload bytes of a key]: done already
-  TensorView q_scale;  // with an encoded q: u8 [tokens, heads, scale bytes of a key]
-  TensorView weights;  // [tokens, heads] f32, final: every factor of the score is in it
+  /// [tokens, heads, index_dim] f32 or bf16, rotated: it is transformed and encoded as keys are; or u8 [tokens, heads,
+  /// payload bytes of a key]: done already.
+  ConstTensorView q;
+  ConstTensorView q_scale;  // with an encoded q: u8 [tokens, heads, scale bytes of a key]
+  ConstTensorView weights;  // [tokens, heads] f32, final: every factor of the score is in it
 };
 
 /// Queries, normed and rotated. Rows and queries are multiplied in fp32 (bf16 on a GPU's tensor cores).
 struct AttendInputs {
-  TensorView q;                // [tokens, heads, head_dim] f32 or bf16, 1 to 128 heads
-  TensorView sink{};           // [heads] f32, or empty: none
-  TensorView topk{};           // i32 [tokens, k] entries, anything but a visible one is passed over; empty: all visible
+  ConstTensorView q;       // [tokens, heads, head_dim] f32 or bf16, 1 to 128 heads
+  ConstTensorView sink{};  // [heads] f32, or empty: none
+  /// i32 [tokens, k] entries, anything but a visible one is passed over; empty: all visible.
+  ConstTensorView topk{};
   float softmax_scale = 0.0f;  // 0: head_dim^-0.5
   bool inverse_rope = false;   // turn the output's last rope_dim channels back by the query's position
 };
@@ -127,13 +129,13 @@ class KV4_API LayerCacheHandle {
   /// Window rows, pending rows and the entries and index keys that fall due, in one pass.
   void append(const AppendInputs& inputs);
   /// Only the window rows: raw_kv [tokens, head_dim].
-  void write_swa(const TensorView& raw_kv);
+  void write_swa(const ConstTensorView& raw_kv);
   /// Entries and index keys made elsewhere. Such a request has no pending rows: do not append to it later.
   void flush_compression(const FlushInputs& inputs);
 
   /// Chosen entries. indices [tokens, k] i32 (anything but a visible entry gives a zero row); out [tokens, k, head_dim]
   /// f32 or bf16; valid [tokens, k] u8 or empty.
-  KVPair gather_compressed_kv(const TensorView& indices, const TensorView& out, const TensorView& valid = {});
+  KVPair gather_compressed_kv(const ConstTensorView& indices, const TensorView& out, const TensorView& valid = {});
   /// All entries of each item after the step. out [items, n, head_dim], n at least the longest; lens [items] i32.
   KVPair gather_all_compressed_kv(const TensorView& out, const TensorView& lens);
   /// The same for index keys, as stored (transformed if Hadamard is on). out [items, n, index_dim].
@@ -150,7 +152,7 @@ class KV4_API LayerCacheHandle {
   /// The k best entries that each token sees, of given scores (the sum of several ranks', say). indices [tokens, k]
   /// i32, in no order, -1 filled; of equal scores the smaller index, NaN last. slots [tokens, k] i32 or empty: block *
   /// rows_per_block + row of each.
-  void select_topk(const TensorView& scores, const TensorView& indices, const TensorView& slots = {});
+  void select_topk(const ConstTensorView& scores, const TensorView& indices, const TensorView& slots = {});
   /// Both in a single call: the same set, with scores in the cache's workspace. k from 1 to 2048.
   void index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots = {});
 

@@ -112,7 +112,7 @@ nb::object Arguments::source(nb::handle object, const char* name) const {
   }
 }
 
-TensorView Arguments::hold(nb::ndarray<nb::ro> array, const char* name) {
+ConstTensorView Arguments::hold(nb::ndarray<nb::ro> array, const char* name) {
   const std::string place = place_text(array.device_type(), array.device_id());
   if (place != device_.name())
     refuse(std::string(name) + " must be where the cache is, on " + device_.name() + "; it is on " + place);
@@ -123,8 +123,8 @@ TensorView Arguments::hold(nb::ndarray<nb::ro> array, const char* name) {
   if (array.ndim() > static_cast<std::size_t>(TensorView::kMaxDims))
     refuse(std::string(name) + " has " + std::to_string(array.ndim()) + " dimensions; at most " +
            std::to_string(TensorView::kMaxDims) + " are allowed");
-  TensorView view;
-  view.data = const_cast<void*>(array.data());
+  ConstTensorView view;
+  view.data = array.data();
   view.dtype = *dtype;
   view.ndim = static_cast<int>(array.ndim());
   for (std::size_t d = 0; d < array.ndim(); ++d) {
@@ -135,7 +135,7 @@ TensorView Arguments::hold(nb::ndarray<nb::ro> array, const char* name) {
   return view;
 }
 
-TensorView Arguments::in(nb::handle object, const char* name) {
+ConstTensorView Arguments::in(nb::handle object, const char* name) {
   if (object.is_none()) return {};
   nb::ndarray<nb::ro> array;
   if (!nb::try_cast<nb::ndarray<nb::ro>>(source(object, name), array))
@@ -151,7 +151,8 @@ TensorView Arguments::out(nb::handle object, const char* name) {
   nb::ndarray<> array;
   if (!nb::try_cast<nb::ndarray<>>(source(object, name), array))
     refuse(std::string(name) + " must be a writable array (DLPack or the buffer protocol); got " + class_name(object));
-  return hold(nb::ndarray<nb::ro>(array), name);
+  void* const memory = array.data();
+  return hold(nb::ndarray<nb::ro>(array), name).over(memory);
 }
 
 HostBytes host_bytes(nb::handle object, const char* name) {

@@ -49,14 +49,15 @@ class Arguments {
 
   /// None gives an empty view. Throws Error(bad_argument) for what is no array, or lies elsewhere than the cache, or
   /// has a type that no call takes.
-  TensorView in(nb::handle object, const char* name);
+  ConstTensorView in(nb::handle object, const char* name);
+  /// The same; the array must be writable.
   TensorView out(nb::handle object, const char* name);
   /// The held object, to be kept longer.
   std::vector<nb::ndarray<nb::ro>> take() { return std::move(held_); }
 
  private:
   nb::object source(nb::handle object, const char* name) const;
-  TensorView hold(nb::ndarray<nb::ro> array, const char* name);
+  ConstTensorView hold(nb::ndarray<nb::ro> array, const char* name);
 
   const Device& device_;
   Stream stream_;

@@ -53,7 +53,7 @@ std::int64_t default_topk(const Layer& layer, std::optional<std::int64_t> k) {
 }
 
 // Of a head or a row: float32 or bf16 as the array it is made from.
-DType float_like(const TensorView& view) { return view.dtype == DType::bf16 ? DType::bf16 : DType::f32; }
+DType float_like(const ConstTensorView& view) { return view.dtype == DType::bf16 ? DType::bf16 : DType::f32; }
 
 void def_writes(nb::class_<Layer>& layer) {
   layer.def(
@@ -80,7 +80,7 @@ void def_writes(nb::class_<Layer>& layer) {
       "write_swa",
       [](const Layer& self, const ArrayLike& raw_kv, const StreamLike& stream) {
         LayerCall call(self, stream);
-        const TensorView rows = call.in(raw_kv, "raw_kv");
+        const ConstTensorView rows = call.in(raw_kv, "raw_kv");
         LayerCacheHandle handle = self.handle;
         call.run([&] { handle.write_swa(rows); });
       },
@@ -110,7 +110,7 @@ void def_gathers(nb::class_<Layer>& layer) {
       [](const Layer& self, const ArrayLike& indices, const ArrayLike& out, const ArrayLike& valid,
          const StreamLike& stream) {
         LayerCall call(self, stream);
-        const TensorView chosen = call.in(indices, "indices");
+        const ConstTensorView chosen = call.in(indices, "indices");
         TensorView rows;
         const AnyArray array = call.out_or_new(
             out, "out", indices, {step_tokens(self), chosen.shape[1], self.handle.head_dim()}, DType::f32, rows);
@@ -207,7 +207,7 @@ void def_index(nb::class_<Layer>& layer) {
       [](const Layer& self, const ArrayLike& scores, const ArrayLike& indices, const ArrayLike& slots,
          std::optional<std::int64_t> k, const StreamLike& stream) {
         LayerCall call(self, stream);
-        const TensorView given = call.in(scores, "scores");
+        const ConstTensorView given = call.in(scores, "scores");
         TensorView view;
         AnyArray array =
             call.out_or_new(indices, "indices", scores, {step_tokens(self), default_topk(self, k)}, DType::i32, view);

@@ -102,7 +102,7 @@ void def_steps(nb::class_<Cache>& cache) {
       "bind_rope_table",
       [](Cache& self, const ArrayLike& cos, const ArrayLike& sin) {
         Arguments arguments(*self.device, self.device->choose_stream(nb::none()));
-        const TensorView cosines = arguments.in(cos, "cos"), sines = arguments.in(sin, "sin");
+        const ConstTensorView cosines = arguments.in(cos, "cos"), sines = arguments.in(sin, "sin");
         self.work([&](KVCacheManager& manager) { manager.bind_rope_table(cosines, sines); });
         self.rope_table = arguments.take();
       },

@@ -55,4 +55,8 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple, const char* wha
   return checked_add(value, multiple - 1, what) / multiple * multiple;
 }
 
+void throw_too_many_dims(std::size_t dims) {
+  fail(ErrorCode::bad_argument, "a tensor has {} dimensions; at most {} are allowed", dims, TensorView::kMaxDims);
+}
+
 }  // namespace kv4

@@ -23,7 +23,8 @@ const char* to_string(Shortage shortage) {
 
 void throw_shortage(Shortage shortage) {
   if (shortage == Shortage::cancelled)
-    fail(ErrorCode::bad_state, "there is no value: the call was cancelled by its progress function; nothing has changed");
+    fail(ErrorCode::bad_state,
+         "there is no value: the call was cancelled by its progress function; nothing has changed");
   const char* why = shortage == Shortage::requests ? "all max_requests are running"
                     : shortage == Shortage::blocks ? "too few blocks are free"
                                                    : "no spare slot is free for a long step";
@@ -53,7 +54,7 @@ void KVCacheManager::bind_weights(int layer, const LayerWeights& weights) try {
   fail_for_memory();
 }
 
-void KVCacheManager::bind_rope_table(const TensorView& cos, const TensorView& sin) try {
+void KVCacheManager::bind_rope_table(const ConstTensorView& cos, const ConstTensorView& sin) try {
   const OneThread::Call call(impl_->driver);
   impl_->layers.bind_rope_table(cos, sin, impl_->steps.is_open(), impl_->prefix.get(), num_requests());
 } catch (const std::bad_alloc&) {

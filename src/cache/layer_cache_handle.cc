@@ -12,8 +12,9 @@
 namespace kv4 {
 
 // A tensor in a message. Its text costs more than a small call, so it is made only where a check has failed.
+template <class Void>
 struct ShapeText {
-  const TensorView& tensor;
+  const BasicTensorView<Void>& tensor;
 
   std::string str() const {
     if (tensor.empty()) return "nothing";
@@ -25,10 +26,10 @@ struct ShapeText {
 
 }  // namespace kv4
 
-template <>
-struct fmt::formatter<kv4::ShapeText> : fmt::formatter<std::string> {
+template <class Void>
+struct fmt::formatter<kv4::ShapeText<Void>> : fmt::formatter<std::string> {
   template <class Context>
-  auto format(const kv4::ShapeText& shape, Context& context) const {
+  auto format(const kv4::ShapeText<Void>& shape, Context& context) const {
     return fmt::formatter<std::string>::format(shape.str(), context);
   }
 };
@@ -36,12 +37,15 @@ struct fmt::formatter<kv4::ShapeText> : fmt::formatter<std::string> {
 namespace kv4 {
 namespace {
 
-ShapeText shape_text(const TensorView& t) { return {t}; }
+template <class Void>
+ShapeText<Void> shape_text(const BasicTensorView<Void>& t) {
+  return {t};
+}
 
 bool is_float(DType type) { return type == DType::f32 || type == DType::bf16; }
 
 // [rows, width] f32 or bf16, channels dense; rows may be strided.
-ops::InputDesc float_rows(const TensorView& t, std::int64_t rows, std::int64_t width, const char* name) {
+ops::InputDesc float_rows(const ConstTensorView& t, std::int64_t rows, std::int64_t width, const char* name) {
   require(!t.empty() && t.ndim == 2 && is_float(t.dtype) && t.shape[0] == rows && t.shape[1] == width,
           ErrorCode::bad_argument, "{} must be f32 or bf16 [{}, {}] (tokens of the step, channels); got {}", name, rows,
           width, shape_text(t));
@@ -51,7 +55,8 @@ ops::InputDesc float_rows(const TensorView& t, std::int64_t rows, std::int64_t w
   return {t.data, t.dtype, t.strides[0]};
 }
 
-void check_dense(const TensorView& t, const char* name) {
+template <class Void>
+void check_dense(const BasicTensorView<Void>& t, const char* name) {
   std::int64_t step = 1;
   bool dense = true;
   for (int d = t.ndim - 1; d >= 0; --d) {
@@ -62,15 +67,16 @@ void check_dense(const TensorView& t, const char* name) {
 }
 
 // [rows] or [rows, columns] of a given type, dense.
-template <class T>
-T* dense_array(const TensorView& t, DType type, std::int64_t rows, std::int64_t columns, const char* name) {
+template <class T, class Void>
+auto* dense_array(const BasicTensorView<Void>& t, DType type, std::int64_t rows, std::int64_t columns,
+                  const char* name) {
   const bool flat = columns < 0;
   if (t.empty() || t.dtype != type || t.ndim != (flat ? 1 : 2) || t.shape[0] != rows ||
       (!flat && t.shape[1] != columns))
     fail(ErrorCode::bad_argument, "{} must be {} [{}{}]; got {}", name, to_string(type), rows,
          flat ? "" : ", " + std::to_string(columns), shape_text(t));
   check_dense(t, name);
-  return static_cast<T*>(t.data);
+  return static_cast<typename BasicTensorView<Void>::template Element<T>*>(t.data);
 }
 
 ops::OutputDesc float_output(const TensorView& t, std::int64_t first, std::int64_t width, const char* name) {
@@ -82,7 +88,7 @@ ops::OutputDesc float_output(const TensorView& t, std::int64_t first, std::int64
 }
 
 // [tokens, heads, width], heads and channels dense; tokens may be strided.
-ops::InputDesc head_rows(const TensorView& t, std::int64_t tokens, std::int64_t width, std::int64_t max_heads,
+ops::InputDesc head_rows(const ConstTensorView& t, std::int64_t tokens, std::int64_t width, std::int64_t max_heads,
                          const char* name) {
   require(!t.empty() && t.ndim == 3 && t.shape[0] == tokens && t.shape[1] >= 1 && t.shape[1] <= max_heads &&
               t.shape[2] == width,
@@ -207,12 +213,14 @@ struct HandleScope {
             shape_text(inputs.weights));
   }
 
-  void set_scores(const TensorView& scores, ops::IndexParams& params) const {
+  // index_scores writes them, select_topk only reads them.
+  template <class Void>
+  void set_scores(const BasicTensorView<Void>& scores, ops::IndexParams& params) const {
     const std::int64_t most = longest(desc.kinds[1].ratio);
     require(scores.ndim == 2 && scores.shape[1] >= most, ErrorCode::bad_argument,
             "scores must be f32 [{}, n], n at least {} (entries of the longest item); got {}", tokens(), most,
             shape_text(scores));
-    params.scores = dense_array<float>(scores, DType::f32, tokens(), scores.shape[1], "scores");
+    params.scores = const_cast<float*>(dense_array<float>(scores, DType::f32, tokens(), scores.shape[1], "scores"));
     params.score_stride = scores.shape[1];
   }
 
@@ -249,8 +257,8 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
   KV4_SCOPE("kv4 append");
   auto params = scope.params<ops::AppendParams>();
   params.window_rows = float_rows(inputs.raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
-  const TensorView* kv[] = {&inputs.kv, &inputs.index_kv};
-  const TensorView* gate[] = {&inputs.gate, &inputs.index_gate};
+  const ConstTensorView* kv[] = {&inputs.kv, &inputs.index_kv};
+  const ConstTensorView* gate[] = {&inputs.gate, &inputs.index_gate};
   const char* kv_name[] = {"kv", "index_kv"};
   const char* gate_name[] = {"gate", "index_gate"};
   for (int k = 0; k < scope.desc.num_kinds; ++k) {
@@ -276,7 +284,7 @@ void LayerCacheHandle::append(const AppendInputs& inputs) {
   scope.save_boundaries(params, index_);
 }
 
-void LayerCacheHandle::write_swa(const TensorView& raw_kv) {
+void LayerCacheHandle::write_swa(const ConstTensorView& raw_kv) {
   KV4_SCOPE("kv4 write_swa");
   auto params = scope.params<ops::AppendParams>();
   params.window_rows = float_rows(raw_kv, scope.tokens(), scope.desc.window.ring.shape.width, "raw_kv");
@@ -296,7 +304,7 @@ void LayerCacheHandle::flush_compression(const FlushInputs& inputs) {
   scope.backend().flush(params);
 }
 
-KVPair LayerCacheHandle::gather_compressed_kv(const TensorView& indices, const TensorView& out,
+KVPair LayerCacheHandle::gather_compressed_kv(const ConstTensorView& indices, const TensorView& out,
                                               const TensorView& valid) {
   KV4_SCOPE("kv4 gather_compressed_kv");
   scope.require_entries("gather");
@@ -355,7 +363,7 @@ void LayerCacheHandle::index_scores(const IndexInputs& inputs, const TensorView&
   scope.backend().index_scores(params);
 }
 
-void LayerCacheHandle::select_topk(const TensorView& scores, const TensorView& indices, const TensorView& slots) {
+void LayerCacheHandle::select_topk(const ConstTensorView& scores, const TensorView& indices, const TensorView& slots) {
   KV4_SCOPE("kv4 select_topk");
   ops::IndexParams params = scope.index_params();
   scope.set_scores(scores, params);

@@ -9,8 +9,9 @@
 namespace kv4 {
 namespace {
 
-const float* checked_constant(const TensorView& t, std::initializer_list<std::int64_t> shape, const std::string& name) {
-  const TensorView want(static_cast<float*>(nullptr), shape);
+const float* checked_constant(const ConstTensorView& t, std::initializer_list<std::int64_t> shape,
+                              const std::string& name) {
+  const ConstTensorView want(static_cast<const float*>(nullptr), shape);
   bool same = t.data != nullptr && t.dtype == DType::f32 && t.ndim == want.ndim;
   for (int d = 0; same && d < t.ndim; ++d) same = t.shape[d] == want.shape[d] && t.strides[d] == want.strides[d];
   std::string dims;
@@ -20,7 +21,7 @@ const float* checked_constant(const TensorView& t, std::initializer_list<std::in
 }
 
 // Of a dense table in the backend's memory.
-std::string digest_table(Backend& backend, const TensorView& table) {
+std::string digest_table(Backend& backend, const ConstTensorView& table) {
   const std::int64_t bytes = table.shape[0] * table.shape[1] * static_cast<std::int64_t>(element_bytes(table.dtype));
   constexpr std::int64_t most = 1 << 16;  // docs/formats.md, "Block keys"
   backend.reserve_staging(most);
@@ -68,8 +69,8 @@ void Layers::bind_weights(int layer, const LayerWeights& weights, bool in_step) 
   require(!schema.pages.empty() || !weights.raw_norm_weight.empty(), ErrorCode::bad_argument,
           "layer {} is {}: it has no compressor and takes only raw_norm_weight", layer, to_string(schema.spec.kind));
   require(!in_step, ErrorCode::bad_state, "weights cannot change during a step; commit or abort it first");
-  const TensorView* bias[] = {&weights.position_bias, &weights.index_position_bias};
-  const TensorView* norm[] = {&weights.norm_weight, &weights.index_norm_weight};
+  const ConstTensorView* bias[] = {&weights.position_bias, &weights.index_position_bias};
+  const ConstTensorView* norm[] = {&weights.norm_weight, &weights.index_norm_weight};
   const char* bias_name[] = {"position_bias", "index_position_bias"};
   const char* norm_name[] = {"norm_weight", "index_norm_weight"};
   const std::string where = fmt::format("layer {}: ", layer);
@@ -90,7 +91,7 @@ void Layers::bind_weights(int layer, const LayerWeights& weights, bool in_step) 
   }
 }
 
-void Layers::bind_rope_table(const TensorView& cos, const TensorView& sin, bool in_step, PrefixCache* prefix,
+void Layers::bind_rope_table(const ConstTensorView& cos, const ConstTensorView& sin, bool in_step, PrefixCache* prefix,
                              int num_requests) {
   const int pairs = compress_rope_.rope_dim / 2;
   const std::int64_t positions = memory_.schema.options.max_context;

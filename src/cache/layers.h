@@ -28,7 +28,7 @@ class Layers {
   /// `in_step`: a step is open, and nothing can be bound.
   void bind_weights(int layer, const LayerWeights& weights, bool in_step);
   /// `prefix` (or null): its keys name the table, so that no request may run.
-  void bind_rope_table(const TensorView& cos, const TensorView& sin, bool in_step, PrefixCache* prefix,
+  void bind_rope_table(const ConstTensorView& cos, const ConstTensorView& sin, bool in_step, PrefixCache* prefix,
                        int num_requests);
 
   std::int64_t memory_bytes() const;

@@ -99,6 +99,25 @@ TEST(BaseDigest, IsXxh3) {
   EXPECT_NE(kv4::digest64(std::string_view("a\0", 2)), kv4::digest64("a"));
 }
 
+// Nothing writes through a view of memory that is only read.
+static_assert(!std::is_constructible_v<kv4::TensorView, kv4::ConstTensorView>);
+static_assert(!std::is_constructible_v<kv4::TensorView, const float*, std::initializer_list<std::int64_t>>);
+static_assert(!std::is_constructible_v<kv4::TensorView, const void*, kv4::DType, std::initializer_list<std::int64_t>>);
+static_assert(std::is_convertible_v<kv4::TensorView, kv4::ConstTensorView>);
+
+TEST(BaseTensor, ReadsWhatMayBeWritten) {
+  float data[6] = {};
+  const kv4::TensorView t(data, {2, 3});
+  const kv4::ConstTensorView same = t, other = kv4::ConstTensorView(std::as_const(data), {3, 2});
+  EXPECT_EQ(same.data, data);
+  EXPECT_EQ(same.shape[1], 3);
+  EXPECT_EQ(same.strides[0], 3);
+  EXPECT_EQ(other.shape[1], 2);
+  float elsewhere[6] = {};
+  EXPECT_EQ(other.over<void>(elsewhere).data, elsewhere);
+  EXPECT_EQ(other.over<void>(elsewhere).strides[0], 2);
+}
+
 TEST(BaseTensor, DenseStrides) {
   float data[24] = {};
   const kv4::TensorView t(data, {2, 3, 4});
@@ -109,8 +128,13 @@ TEST(BaseTensor, DenseStrides) {
   EXPECT_EQ(t.dtype, kv4::DType::f32);
   EXPECT_FALSE(t.empty());
   EXPECT_TRUE(kv4::TensorView().empty());
-  const kv4::TensorView five(data, {1, 1, 1, 1, 24});
-  EXPECT_LE(five.ndim, kv4::TensorView::kMaxDims);
+  try {
+    const kv4::TensorView five(data, {1, 1, 1, 1, 24});
+    FAIL() << "five dimensions became " << five.ndim;
+  } catch (const kv4::Error& error) {
+    EXPECT_EQ(error.code(), kv4::ErrorCode::bad_argument);
+    EXPECT_STREQ(error.what(), "a tensor has 5 dimensions; at most 4 are allowed");
+  }
   EXPECT_EQ(kv4::element_bytes(kv4::DType::f32) + kv4::element_bytes(kv4::DType::i32), 8u);
   EXPECT_EQ(kv4::element_bytes(kv4::DType::bf16) + kv4::element_bytes(kv4::DType::u8), 3u);
 }

@@ -36,30 +36,30 @@ Everything everything(SmallCache& s, const std::vector<RequestId>& requests) {
 // A named way to spoil a tensor.
 struct Spoil {
   const char* name;
-  std::function<void(TensorView&)> change;
+  std::function<void(ConstTensorView&)> change;
 };
 
 // For [a, b, (c)] tensors whose memory is large enough for any of these.
 const std::vector<Spoil>& spoiled_inputs() {
   static const std::vector<Spoil> kAll = {
-      {"missing", [](TensorView& t) { t = {}; }},
-      {"null", [](TensorView& t) { t.data = nullptr; }},
-      {"i32", [](TensorView& t) { t.dtype = DType::i32; }},
-      {"u8", [](TensorView& t) { t.dtype = DType::u8; }},
-      {"one dimension less", [](TensorView& t) { t.ndim -= 1; }},
-      {"one dimension more", [](TensorView& t) { t.shape[t.ndim] = 1, t.strides[t.ndim] = 1, t.ndim += 1; }},
-      {"no dimensions", [](TensorView& t) { t.ndim = 0; }},
-      {"a token too few", [](TensorView& t) { t.shape[0] -= 1; }},
-      {"a token too many", [](TensorView& t) { t.shape[0] += 1; }},
-      {"a channel too few", [](TensorView& t) { t.shape[1] -= 1; }},
-      {"a channel too many", [](TensorView& t) { t.shape[1] += 1; }},
-      {"no tokens", [](TensorView& t) { t.shape[0] = 0; }},
-      {"negative", [](TensorView& t) { t.shape[0] = -t.shape[0]; }},
-      {"transposed", [](TensorView& t) { std::swap(t.strides[0], t.strides[1]); }},
-      {"every second channel", [](TensorView& t) { t.strides[1] = 2; }},
-      {"rows that overlap", [](TensorView& t) { t.strides[0] = t.shape[1] - 1; }},
-      {"rows backwards", [](TensorView& t) { t.strides[0] = -t.strides[0]; }},
-      {"one row for all", [](TensorView& t) { t.strides[0] = 0; }},
+      {"missing", [](auto& t) { t = {}; }},
+      {"null", [](auto& t) { t.data = nullptr; }},
+      {"i32", [](auto& t) { t.dtype = DType::i32; }},
+      {"u8", [](auto& t) { t.dtype = DType::u8; }},
+      {"one dimension less", [](auto& t) { t.ndim -= 1; }},
+      {"one dimension more", [](auto& t) { t.shape[t.ndim] = 1, t.strides[t.ndim] = 1, t.ndim += 1; }},
+      {"no dimensions", [](auto& t) { t.ndim = 0; }},
+      {"a token too few", [](auto& t) { t.shape[0] -= 1; }},
+      {"a token too many", [](auto& t) { t.shape[0] += 1; }},
+      {"a channel too few", [](auto& t) { t.shape[1] -= 1; }},
+      {"a channel too many", [](auto& t) { t.shape[1] += 1; }},
+      {"no tokens", [](auto& t) { t.shape[0] = 0; }},
+      {"negative", [](auto& t) { t.shape[0] = -t.shape[0]; }},
+      {"transposed", [](auto& t) { std::swap(t.strides[0], t.strides[1]); }},
+      {"every second channel", [](auto& t) { t.strides[1] = 2; }},
+      {"rows that overlap", [](auto& t) { t.strides[0] = t.shape[1] - 1; }},
+      {"rows backwards", [](auto& t) { t.strides[0] = -t.strides[0]; }},
+      {"one row for all", [](auto& t) { t.strides[0] = 0; }},
   };
   return kAll;
 }
@@ -96,8 +96,8 @@ class BadTensor : public testing::Test {
 
 TEST_F(BadTensor, Append) {
   const char* names[] = {"raw_kv", "kv", "gate", "index_kv", "index_gate"};
-  TensorView AppendInputs::*const fields[] = {&AppendInputs::raw_kv, &AppendInputs::kv, &AppendInputs::gate,
-                                              &AppendInputs::index_kv, &AppendInputs::index_gate};
+  ConstTensorView AppendInputs::*const fields[] = {&AppendInputs::raw_kv, &AppendInputs::kv, &AppendInputs::gate,
+                                                   &AppendInputs::index_kv, &AppendInputs::index_gate};
   for (int layer : {0, 1, 2}) {
     LayerCacheHandle handle = s_.cache.acquire(layer);
     Inputs in = s_.inputs(handle.schema());
@@ -132,7 +132,7 @@ TEST_F(BadTensor, WriteSwa) {
   std::vector<float> rows(13 * 80 * 2 + 100);
   for (int layer : {0, 2})
     for (const Spoil& spoil : spoiled_inputs()) {
-      TensorView view(rows.data(), {13, 80});
+      ConstTensorView view(rows.data(), {13, 80});
       spoil.change(view);
       expect_refused(spoil.name, {"raw_kv"}, [&] { s_.cache.acquire(layer).write_swa(view); });
     }
@@ -154,11 +154,11 @@ TEST_F(BadTensor, FlushCompression) {
     spoil.change(in.index_keys);
     expect_refused(std::string("index_keys: ") + spoil.name, {"index_keys"}, [&] { handle.flush_compression(in); });
   }
-  const std::vector<Spoil> masks = {{"f32", [](TensorView& t) { t.dtype = DType::f32; }},
-                                    {"short", [](TensorView& t) { t.shape[0] = 12; }},
-                                    {"long", [](TensorView& t) { t.shape[0] = 14; }},
-                                    {"matrix", [](TensorView& t) { t.ndim = 2, t.shape[1] = 1, t.strides[1] = 1; }},
-                                    {"strided", [](TensorView& t) { t.strides[0] = 2; }}};
+  const std::vector<Spoil> masks = {{"f32", [](auto& t) { t.dtype = DType::f32; }},
+                                    {"short", [](auto& t) { t.shape[0] = 12; }},
+                                    {"long", [](auto& t) { t.shape[0] = 14; }},
+                                    {"matrix", [](auto& t) { t.ndim = 2, t.shape[1] = 1, t.strides[1] = 1; }},
+                                    {"strided", [](auto& t) { t.strides[0] = 2; }}};
   for (const Spoil& spoil : masks) {
     FlushInputs in = good();
     spoil.change(in.valid);
@@ -183,17 +183,17 @@ TEST_F(BadTensor, Gathers) {
       change(t);
       bad.emplace_back(name, t);
     };
-    add("missing", [](TensorView& t) { t = {}; });
-    add("i32", [](TensorView& t) { t.dtype = DType::i32; });
-    add("flat", [](TensorView& t) { t.ndim = 2; });
-    add("an item more", [](TensorView& t) { t.shape[0] += 1; });
-    add("an item less", [](TensorView& t) { t.shape[0] -= 1; });
-    add("a channel less", [](TensorView& t) { t.shape[2] -= 1; });
-    add("a row less", [](TensorView& t) { t.shape[1] -= 1, t.strides[0] -= t.shape[2]; });
-    add("negative rows", [](TensorView& t) { t.shape[1] = -1; });
-    add("rows apart", [](TensorView& t) { t.strides[1] += 1; });
-    add("items apart", [](TensorView& t) { t.strides[0] += 1; });
-    add("channels apart", [](TensorView& t) { t.strides[2] = 2; });
+    add("missing", [](auto& t) { t = {}; });
+    add("i32", [](auto& t) { t.dtype = DType::i32; });
+    add("flat", [](auto& t) { t.ndim = 2; });
+    add("an item more", [](auto& t) { t.shape[0] += 1; });
+    add("an item less", [](auto& t) { t.shape[0] -= 1; });
+    add("a channel less", [](auto& t) { t.shape[2] -= 1; });
+    add("a row less", [](auto& t) { t.shape[1] -= 1, t.strides[0] -= t.shape[2]; });
+    add("negative rows", [](auto& t) { t.shape[1] = -1; });
+    add("rows apart", [](auto& t) { t.strides[1] += 1; });
+    add("items apart", [](auto& t) { t.strides[0] += 1; });
+    add("channels apart", [](auto& t) { t.strides[2] = 2; });
     return bad;
   };
   std::vector<std::pair<std::string, TensorView>> bad_lens;
@@ -237,12 +237,12 @@ TEST_F(BadTensor, Gathers) {
     change(t);
     expect_refused(std::string("indices ") + name, {"indices"}, [&] { csa.gather_compressed_kv(t, chosen_out); });
   };
-  bad_indices("missing", [](TensorView& t) { t = {}; });
-  bad_indices("f32", [](TensorView& t) { t.dtype = DType::f32; });
-  bad_indices("flat", [](TensorView& t) { t.ndim = 1; });
-  bad_indices("of 12 tokens", [](TensorView& t) { t.shape[0] = 12; });
-  bad_indices("apart", [](TensorView& t) { t.strides[1] = 2; });
-  bad_indices("one more than out", [](TensorView& t) { t.shape[1] = 6, t.strides[0] = 6; });
+  bad_indices("missing", [](auto& t) { t = {}; });
+  bad_indices("f32", [](auto& t) { t.dtype = DType::f32; });
+  bad_indices("flat", [](auto& t) { t.ndim = 1; });
+  bad_indices("of 12 tokens", [](auto& t) { t.shape[0] = 12; });
+  bad_indices("apart", [](auto& t) { t.strides[1] = 2; });
+  bad_indices("one more than out", [](auto& t) { t.shape[1] = 6, t.strides[0] = 6; });
   for (const TensorView& mask :
        {TensorView(valid.data(), DType::u8, {13, 4}), TensorView(valid.data(), DType::u8, {12, 5}),
         TensorView(valid.data(), DType::u8, {65}), TensorView(valid.data(), DType::bf16, {13, 5})})
@@ -342,22 +342,23 @@ TEST(BadWeights, EachTensorIsCheckedAndOldOnesStay) {
   SmallCache s;
   const RequestId r = s.request(1, 9);
   std::vector<float> large(4096, 3.0f);
-  TensorView LayerWeights::*const fields[] = {&LayerWeights::position_bias, &LayerWeights::norm_weight,
-                                              &LayerWeights::index_position_bias, &LayerWeights::index_norm_weight};
+  ConstTensorView LayerWeights::*const fields[] = {&LayerWeights::position_bias, &LayerWeights::norm_weight,
+                                                   &LayerWeights::index_position_bias,
+                                                   &LayerWeights::index_norm_weight};
   const char* names[] = {"position_bias", "norm_weight", "index_position_bias", "index_norm_weight"};
   const std::vector<Spoil> spoils = {
-      {"missing", [](TensorView& t) { t = {}; }},
-      {"bf16", [](TensorView& t) { t.dtype = DType::bf16; }},
-      {"larger", [](TensorView& t) { t.shape[0] += 1; }},
-      {"smaller", [](TensorView& t) { t.shape[t.ndim - 1] -= 1; }},
-      {"one dimension more", [](TensorView& t) { t.shape[t.ndim] = t.strides[t.ndim] = 1, t.ndim += 1; }},
-      {"apart", [](TensorView& t) { t.strides[t.ndim - 1] = 2; }}};
+      {"missing", [](auto& t) { t = {}; }},
+      {"bf16", [](auto& t) { t.dtype = DType::bf16; }},
+      {"larger", [](auto& t) { t.shape[0] += 1; }},
+      {"smaller", [](auto& t) { t.shape[t.ndim - 1] -= 1; }},
+      {"one dimension more", [](auto& t) { t.shape[t.ndim] = t.strides[t.ndim] = 1, t.ndim += 1; }},
+      {"apart", [](auto& t) { t.strides[t.ndim - 1] = 2; }}};
   for (int layer : {1, 2})
     for (int i = 0; i < (layer == 1 ? 4 : 2); ++i)
       for (const Spoil& spoil : spoils) {
         SCOPED_TRACE(std::string(names[i]) + " " + spoil.name);
         LayerWeights w = s.weights[static_cast<std::size_t>(layer)]->views;
-        for (TensorView LayerWeights::*other : fields)
+        for (ConstTensorView LayerWeights::*other : fields)
           (w.*other).data = (w.*other).data == nullptr ? nullptr : large.data();  // none of these may be taken
         spoil.change(w.*fields[i]);
         expect_error(ErrorCode::bad_argument, {"layer " + std::to_string(layer), names[i]},

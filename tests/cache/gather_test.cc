@@ -201,7 +201,7 @@ struct Chosen {
 
   Gathered gather(LayerCacheHandle handle, const Step& step, DType type, bool with_valid) {
     test::Twins twins(test::test_backend());
-    TensorView index = twins.put(TensorView(indices.data(), {step.num_tokens, stride}));
+    ConstTensorView index = twins.put(TensorView(indices.data(), {step.num_tokens, stride}));
     twins.send();
     index.shape[1] = k;
     return small::gather_with(step.num_tokens, k, 80, type, [&](const small::GatherPlaces& to) {
@@ -256,7 +256,7 @@ TEST(GatherChosen, NoPlacesAtAll) {
   std::int32_t index = 3;
   float out = 5.0f;
   test::Twins twins(s.backend);
-  void* const indices = twins.put(TensorView(&index, {1})).data;
+  const void* const indices = twins.put(TensorView(&index, {1})).data;
   void* const place = twins.put_output(TensorView(&out, {1})).data;
   twins.send();
   s.cache.acquire(1).gather_compressed_kv({indices, DType::i32, {1, 0}}, {place, DType::f32, {1, 0, 80}});
@@ -334,7 +334,7 @@ TEST(FlushCompression, StoresValidRowsThatClose) {
   in.entries = twins.put(TensorView(entries.data(), {27, 80}));
   in.index_keys = twins.put(TensorView(keys.data(), {27, 32}));
   in.valid = twins.put(TensorView(valid.data(), DType::u8, {27}));
-  const TensorView window_rows = twins.put(TensorView(raw.data(), {27, 80}));
+  const ConstTensorView window_rows = twins.put(TensorView(raw.data(), {27, 80}));
   twins.send();
   for (int layer = 0; layer < 4; ++layer) s.cache.acquire(layer).write_swa(window_rows);
   for (int layer : {1, 2}) s.cache.acquire(layer).flush_compression(in);

@@ -207,7 +207,7 @@ TEST(ImportedPrefix, WhatIsEvictedMeanwhileIsWantedAgain) {
   for (auto record = sent.next(); !record.empty(); record = sent.next()) receiver.take(record);
   flood(d);
   expect_refused(ErrorCode::bad_file, "3 of the session's 6 full blocks are missing; the first is block 0",
-                 [&] { receiver.finish(); });
+                 [&] { (void)receiver.finish(); });
   ASSERT_EQ(receiver.wanted().size(), 3u);
   sender.send(receiver.wanted(), sent);
   for (auto record = sent.next(); !record.empty(); record = sent.next()) receiver.take(record);
@@ -328,9 +328,9 @@ TEST(ImportedPrefix, RefusalsChangeNothing) {
     std::fill_n(some.begin(), left_out, std::span<const std::byte>());
     return d.cache.import_image(image, ids, some, chain);
   };
-  expect_refused(ErrorCode::bad_argument, "only the first 2 are kept", [&] { import(3); });
+  expect_refused(ErrorCode::bad_argument, "only the first 2 are kept", [&] { (void)import(3); });
   blocks.pop_back();
-  expect_refused(ErrorCode::bad_argument, "need 7 block images; got 6", [&] { import(0); });
+  expect_refused(ErrorCode::bad_argument, "need 7 block images; got 6", [&] { (void)import(0); });
   blocks.push_back(std::span(bytes).subspan(6 * block, block));
 
   // The two that are kept do not make room for the others.

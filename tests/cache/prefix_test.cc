@@ -168,7 +168,7 @@ TEST(Prefix, OffUnlessAskedFor) {
   CacheOptions o = prefix_options(kFull);
   o.prefix.enabled = false;
   PrefixDriver d(model, o);
-  EXPECT_THROW(d.admit(1, 20), Error);
+  EXPECT_THROW((void)d.admit(1, 20), Error);
   const RequestId r = d.admit();
   d.run({{r, 1, 64}});
   EXPECT_EQ(d.cache.prefix_statistics().blocks, 0);
@@ -180,9 +180,9 @@ TEST(Prefix, BadPrompts) {
   const Model model(tiny_config());
   PrefixDriver d(model, prefix_options(kFull));
   const std::string_view extra[] = {"a", "b", "c"};
-  EXPECT_THROW(d.admit(1, 161), Error);
-  EXPECT_THROW(d.admit(1, 20, "", 1), Error);
-  EXPECT_THROW(d.admit(1, 20, "", 0, extra), Error);
+  EXPECT_THROW((void)d.admit(1, 161), Error);
+  EXPECT_THROW((void)d.admit(1, 20, "", 1), Error);
+  EXPECT_THROW((void)d.admit(1, 20, "", 0, extra), Error);
   EXPECT_EQ(d.cache.num_requests(), 0);
   EXPECT_EQ(d.admit(1, 0).value().usable_tokens, 0);
 }
@@ -408,7 +408,7 @@ TEST(Prefix, NoSnapshotWhereALayerSavedNone) {
   d.append_layers(step, others);
   LayerInputs in = d.inputs_of(step, d.cache.schema().layer(0));
   Twins twins(d.backend);
-  const TensorView raw_kv = twins.put(in.views.raw_kv);
+  const ConstTensorView raw_kv = twins.put(in.views.raw_kv);
   twins.send();
   d.cache.acquire(0).write_swa(raw_kv);
   d.cache.commit(step);

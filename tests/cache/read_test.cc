@@ -291,7 +291,7 @@ void check_index(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads,
   for (float& x : given) x = values[random.below(12)];
   expect_best(s, handle, given, columns, some, "select_topk",
               [&](Twins& twins, const TensorView& indices, const TensorView& slots) {
-                const TensorView scores = twins.put({given.data(), {s.count(), columns}});
+                const ConstTensorView scores = twins.put({given.data(), {s.count(), columns}});
                 twins.send();
                 handle.select_topk(scores, indices, slots);
               });

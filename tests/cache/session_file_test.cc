@@ -61,7 +61,7 @@ TEST(SessionFile, ForTheOwnerAloneAndNeverThroughALink) {
   expect_same(bytes_of(driver.cache, restore_session_file(driver.cache, identity(), path).value()), expected, "file");
 
   fs::create_symlink(path, link);
-  expect_refused(ErrorCode::bad_file, link, [&] { restore_session_file(driver.cache, identity(), link); });
+  expect_refused(ErrorCode::bad_file, link, [&] { (void)restore_session_file(driver.cache, identity(), link); });
   driver.run({{request, 11, 1}});
   ASSERT_TRUE(save_session_file(driver.cache, request, identity(), link));  // takes the link's place
   EXPECT_FALSE(fs::is_symlink(link));
@@ -69,15 +69,15 @@ TEST(SessionFile, ForTheOwnerAloneAndNeverThroughALink) {
   EXPECT_EQ(driver.cache.length(restore_session_file(driver.cache, identity(), path).value()), 300);
 
   expect_refused(ErrorCode::bad_file, "No such file",
-                 [&] { restore_session_file(driver.cache, identity(), folder.file("none")); });
+                 [&] { (void)restore_session_file(driver.cache, identity(), folder.file("none")); });
   expect_refused(ErrorCode::bad_file, "No such file",
                  [&] { save_session_file(driver.cache, request, identity(), folder.file("none/chat")); });
   expect_refused(ErrorCode::bad_file, folder.path.string(),
-                 [&] { restore_session_file(driver.cache, identity(), folder.path.string()); });
+                 [&] { (void)restore_session_file(driver.cache, identity(), folder.path.string()); });
   expect_refused(ErrorCode::bad_file, "its name",
                  [&] { save_session_file(driver.cache, request, identity(), folder.path.string()); });
   expect_refused(ErrorCode::bad_file, path + ": record 0 of a session: the session is of other weights", [&] {
-    restore_session_file(driver.cache, {"other", "salt", 7}, path);
+    (void)restore_session_file(driver.cache, {"other", "salt", 7}, path);
   });
 }
 
@@ -117,14 +117,14 @@ TEST(SessionFile, TruncatedOrGrownIsRefused) {
   for (const std::size_t size : sizes) {
     SCOPED_TRACE(size);
     write_file(cut, {sound.begin(), sound.begin() + static_cast<std::ptrdiff_t>(size)});
-    expect_refused(ErrorCode::bad_file, cut, [&] { restore_session_file(driver.cache, identity(), cut); });
+    expect_refused(ErrorCode::bad_file, cut, [&] { (void)restore_session_file(driver.cache, identity(), cut); });
   }
   for (const std::size_t more : {1, 4095, 4096, 8192})
     for (const char filled : {'\0', 'x'}) {
       std::vector<char> grown = sound;
       grown.resize(sound.size() + more, filled);
       write_file(cut, grown);
-      expect_refused(ErrorCode::bad_file, cut, [&] { restore_session_file(driver.cache, identity(), cut); });
+      expect_refused(ErrorCode::bad_file, cut, [&] { (void)restore_session_file(driver.cache, identity(), cut); });
     }
   EXPECT_EQ(occupancy(driver.cache), before);
 }
@@ -151,7 +151,7 @@ TEST(SessionFile, WhatTakesMoreMemoryThanItShouldIsRefused) {
   };
   const auto files = tier::make_posix_file_system({.direct = false});
   const auto refused = [&](const std::string& words) {
-    expect_refused(ErrorCode::bad_file, words, [&] { restore_session_file(driver.cache, identity(), path); });
+    expect_refused(ErrorCode::bad_file, words, [&] { (void)restore_session_file(driver.cache, identity(), path); });
     expect_refused(ErrorCode::bad_file, words, [&] { survey_session_file(*files, path); });
   };
   const std::vector<char> front(sound.begin() + tier::kRecordHeaderBytes, sound.begin() + 3584);
@@ -189,7 +189,7 @@ TEST(SessionFile, AFlippedBitIsRefused) {
     const std::byte mask = std::byte{1} << random.below(8);
     SCOPED_TRACE("byte " + std::to_string(place));
     disk.damage("dir/chat", place, mask);
-    expect_refused(ErrorCode::bad_file, "dir/chat", [&] { file.restore(driver.cache, identity()); });
+    expect_refused(ErrorCode::bad_file, "dir/chat", [&] { (void)file.restore(driver.cache, identity()); });
     EXPECT_FALSE([&] {
       try {
         return survey_session_file(disk, "dir/chat").sound();

@@ -368,7 +368,7 @@ TEST(SessionHandOver, SendsWhatTheOtherSideLacks) {
     for (auto record = sent.next(); !record.empty(); record = sent.next()) receiver.take(record);
     const RequestId restored = receiver.finish().value();
     expect_same(bytes_of(to.cache, restored), expected, "handed over");
-    expect_refused(ErrorCode::bad_state, "restored already", [&] { receiver.finish(); });
+    expect_refused(ErrorCode::bad_state, "restored already", [&] { (void)receiver.finish(); });
     expect_refused(ErrorCode::bad_state, "restored already", [&] { receiver.take(sent.list[0]); });
     to.cache.release(restored);
   }
@@ -409,7 +409,7 @@ TEST(SessionHandOver, MissingRecordsAreWaitedFor) {
                    lost == 0
                        ? "own record is missing"
                        : "1 of the session's 4 full blocks are missing; the first is block " + std::to_string(lost - 1),
-                   [&] { receiver.finish(); });
+                   [&] { (void)receiver.finish(); });
     EXPECT_EQ(occupancy(to.cache), before);
     receiver.take(all.list[lost]);
     SessionReceiver moved = std::move(receiver);
@@ -548,7 +548,7 @@ TEST(Preempt, WindowsOnly) {
   // Into a cache of another layout: refused, and still there.
   preempt(driver.cache, request, aside);
   Driver other(tiny(), session_options());
-  EXPECT_THROW(resume(other.cache, aside), Error);
+  EXPECT_THROW((void)resume(other.cache, aside), Error);
   EXPECT_FALSE(aside.empty());
 }
 
@@ -578,7 +578,7 @@ TEST(Preempt, RefusalsChangeNothing) {
   const std::int64_t bytes = preempted_bytes(driver.cache, request);
   PreemptedRequest small(HostMemory(driver.backend, bytes - 1)), aside(HostMemory(driver.backend, bytes));
   expect_refused(ErrorCode::bad_argument, std::to_string(bytes), [&] { preempt(driver.cache, request, small); });
-  expect_refused(ErrorCode::bad_argument, "no request", [&] { resume(driver.cache, small); });
+  expect_refused(ErrorCode::bad_argument, "no request", [&] { (void)resume(driver.cache, small); });
   const Step step = driver.prepare({{request, 11, 1}}).value();
   expect_refused(ErrorCode::bad_state, "", [&] { preempt(driver.cache, request, aside); });
   EXPECT_TRUE(aside.empty());
@@ -590,7 +590,7 @@ TEST(Preempt, RefusalsChangeNothing) {
   CacheOptions bf16 = session_options();
   bf16.row_format = Format::bf16;
   Driver another(tiny(), bf16);
-  expect_refused(ErrorCode::bad_argument, "layout", [&] { resume(another.cache, aside); });
+  expect_refused(ErrorCode::bad_argument, "layout", [&] { (void)resume(another.cache, aside); });
   EXPECT_FALSE(aside.empty());
   EXPECT_EQ(driver.cache.length(resume(driver.cache, aside).value()), 40);
 }

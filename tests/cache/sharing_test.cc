@@ -249,7 +249,7 @@ TEST(CacheImport, RefusesWhatDoesNotBelong) {
     std::vector<std::int32_t> t = ids;
     std::vector<std::byte> b = blocks;
     change(i, t, b);
-    expect_error(ErrorCode::bad_argument, {}, [&] { s.cache.import_image(i, t, b); });
+    expect_error(ErrorCode::bad_argument, {}, [&] { (void)s.cache.import_image(i, t, b); });
     EXPECT_EQ(state_of(s.cache, {a}), before);
   };
   refused("another layout", [](auto& i, auto&, auto&) { i.layout_id += 1; });
@@ -266,7 +266,7 @@ TEST(CacheImport, RefusesWhatDoesNotBelong) {
   CacheOptions other = small::options();
   other.row_format = Format::bf16;
   SmallCache foreign(other);
-  expect_error(ErrorCode::bad_argument, {}, [&] { foreign.cache.import_image(image, ids, blocks); });
+  expect_error(ErrorCode::bad_argument, {}, [&] { (void)foreign.cache.import_image(image, ids, blocks); });
   EXPECT_EQ(foreign.cache.num_requests(), 0);
 }
 
@@ -324,7 +324,7 @@ TEST(CacheDrafts, HaveTheirOwnLengths) {
     expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { s.cache.length(r, bad); });
     expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { s.cache.rewind(r, 3, bad); });
     expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { s.cache.rewind_floor(r, bad); });
-    expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { s.try_prepare({{r, 1, 1}}, bad); });
+    expect_error(ErrorCode::bad_argument, {std::to_string(bad)}, [&] { (void)s.try_prepare({{r, 1, 1}}, bad); });
   }
 }
 
@@ -372,7 +372,7 @@ TEST(CacheDrafts, LayersBelongToTheirGroup) {
   const std::vector<StepItem> without_ids = {{r, 4, {}, -1}};
   const Step step = s.cache.prepare_forward(without_ids, 2).value();
   s.cache.abort(step);
-  expect_error(ErrorCode::bad_argument, {"0 token ids"}, [&] { s.cache.prepare_forward(without_ids, 0); });
+  expect_error(ErrorCode::bad_argument, {"0 token ids"}, [&] { (void)s.cache.prepare_forward(without_ids, 0); });
 }
 
 // --- a part of the layers

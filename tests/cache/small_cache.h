@@ -71,7 +71,7 @@ struct Inputs {
   std::int64_t width[5] = {};
   std::int64_t tokens = 0;
 
-  TensorView view(Input which) {
+  ConstTensorView view(Input which) const {
     if (width[which] == 0) return {};
     return {rows[which].data(), DType::f32, {tokens, width[which]}};
   }
@@ -109,8 +109,8 @@ struct Weights {
   LayerWeights views;  // in the backend's memory
 
   Weights(const LayerCacheSchema& layer, test::Twins& twins) {
-    TensorView* bias_view[] = {&views.position_bias, &views.index_position_bias};
-    TensorView* norm_view[] = {&views.norm_weight, &views.index_norm_weight};
+    ConstTensorView* bias_view[] = {&views.position_bias, &views.index_position_bias};
+    ConstTensorView* norm_view[] = {&views.norm_weight, &views.index_norm_weight};
     for (std::size_t k = 0; k < layer.pages.size(); ++k) {
       const std::int64_t ratio = layer.pages[k].kind.ratio, columns = layer.pending[k].columns,
                          width = layer.pages[k].kind.width;
@@ -194,7 +194,7 @@ class SmallCache {
     std::vector<AppendInputs> placed;
     for (Inputs& in : all) {
       AppendInputs& p = placed.emplace_back(in.views());
-      for (TensorView* t : {&p.raw_kv, &p.kv, &p.gate, &p.index_kv, &p.index_gate}) *t = inputs_.put(*t);
+      for (ConstTensorView* t : {&p.raw_kv, &p.kv, &p.gate, &p.index_kv, &p.index_gate}) *t = inputs_.put(*t);
     }
     inputs_.send();
     for (std::size_t i = 0; i < layers.size(); ++i) cache.acquire(layers[i]->spec.layer).append(placed[i]);

@@ -91,7 +91,7 @@ TEST(CacheLife, UnknownAndReleasedIdsAreRefusedEverywhere) {
     refused([&] { s.cache.release(bad); });
     refused([&] { s.cache.rewind(bad, 18); });
     refused([&] { s.cache.rewind_floor(bad); });
-    refused([&] { s.cache.fork(bad); });
+    refused([&] { (void)s.cache.fork(bad); });
     refused([&] { s.cache.length(bad); });
     refused([&] { s.cache.token_ids(bad); });
     refused([&] { s.cache.blocks(bad); });
@@ -100,7 +100,7 @@ TEST(CacheLife, UnknownAndReleasedIdsAreRefusedEverywhere) {
     if (bad != kNoRequest) {
       const std::vector<std::int32_t> ids = {7};
       const std::vector<StepItem> items = {{kept, 1, ids, -1}, {bad, 1, ids, -1}};
-      refused([&] { s.cache.prepare_forward(items); });
+      refused([&] { (void)s.cache.prepare_forward(items); });
     }
     EXPECT_EQ(state_of(s.cache, {kept, successor}), before) << bad;
   }
@@ -125,10 +125,10 @@ TEST(CacheOrder, OneStepAtATime) {
   expect_error(ErrorCode::bad_state, {}, [&] { s.cache.commit({}); });
   expect_error(ErrorCode::bad_state, {}, [&] { s.cache.abort({}); });
   const Step first = s.prepare({{a, 1, 2}});
-  expect_error(ErrorCode::bad_state, {std::to_string(first.id)}, [&] { s.try_prepare({{b, 2, 1}}); });
+  expect_error(ErrorCode::bad_state, {std::to_string(first.id)}, [&] { (void)s.try_prepare({{b, 2, 1}}); });
   for (auto&& call :
        {std::function<void()>([&] { s.cache.release(a); }), std::function<void()>([&] { s.cache.rewind(a, 5); }),
-        std::function<void()>([&] { s.cache.fork(a); })})
+        std::function<void()>([&] { (void)s.cache.fork(a); })})
     expect_error(ErrorCode::bad_state, {std::to_string(a)}, call);
   expect_error(ErrorCode::bad_state, {}, [&] { s.cache.bind_weights(1, s.weights[1]->views); });
   Step other = first;
@@ -209,7 +209,7 @@ TEST(CachePrepare, RefusesBadItemsAndChangesNothing) {
   const std::vector<std::int32_t> ids(64, 5);
   const auto tokens = [&](std::size_t n) { return std::span(ids).first(n); };
   const auto refused = [&](const std::vector<StepItem>& items, const std::vector<std::string>& parts, int group = 0) {
-    expect_error(ErrorCode::bad_argument, parts, [&] { s.cache.prepare_forward(items, group); });
+    expect_error(ErrorCode::bad_argument, parts, [&] { (void)s.cache.prepare_forward(items, group); });
     EXPECT_EQ(state_of(s.cache, {a, b}), before);
   };
   refused({}, {"0"});

@@ -43,7 +43,7 @@ int main() {
   const auto step = cache.prepare_forward(items);
   if (!step) return 4;
   const std::vector<float> rows(3 * static_cast<std::size_t>(config.head_dim), 1.0f);
-  cache.acquire(0).append({.raw_kv = kv4::TensorView(rows.data(), {3, config.head_dim})});
+  cache.acquire(0).append({.raw_kv = kv4::ConstTensorView(rows.data(), {3, config.head_dim})});
   cache.commit(*step);
   if (cache.length(*request) != 3 || cache.token_ids(*request) != tokens) return 5;
 

@@ -29,7 +29,8 @@ struct OwnStream {
 // Device memory at one address for the object's lifetime.
 class FixedTensor {
  public:
-  explicit FixedTensor(const TensorView& like) : view_(like), bytes_(static_cast<std::size_t>(extent_bytes(like))) {
+  explicit FixedTensor(const ConstTensorView& like)
+      : view_(like.over<void>(nullptr)), bytes_(static_cast<std::size_t>(extent_bytes(like))) {
     ok(cudaMalloc(&view_.data, bytes_));
     ok(cudaMemset(view_.data, 0xA5, bytes_));
     ok(cudaDeviceSynchronize());  // streams of the tests do not wait for the default stream
@@ -62,10 +63,10 @@ class FixedInputs {
     std::size_t at = 0;
     for (const LayerInputs& in : inputs) {
       if (first) views_.push_back(in.views);
-      TensorView AppendInputs::*const parts[] = {&AppendInputs::raw_kv, &AppendInputs::kv, &AppendInputs::gate,
-                                                 &AppendInputs::index_kv, &AppendInputs::index_gate};
-      for (TensorView AppendInputs::*part : parts) {
-        const TensorView& host = in.views.*part;
+      ConstTensorView AppendInputs::*const parts[] = {&AppendInputs::raw_kv, &AppendInputs::kv, &AppendInputs::gate,
+                                                      &AppendInputs::index_kv, &AppendInputs::index_gate};
+      for (ConstTensorView AppendInputs::*part : parts) {
+        const ConstTensorView& host = in.views.*part;
         if (host.empty()) continue;
         if (first) {
           tensors_.push_back(std::make_unique<FixedTensor>(host));

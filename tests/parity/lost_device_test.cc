@@ -128,12 +128,12 @@ void lose_the_gpu(FindOut&& find_out) {
     lost("finished", [&] { cache.finished(first); });
     lost("synchronize", [&] { cache.synchronize(); });
     lost("set_stream", [&] { cache.set_stream({&failures}); });
-    lost("admit", [&] { cache.admit(); });
-    lost("fork", [&] { cache.fork(a); });
+    lost("admit", [&] { (void)cache.admit(); });
+    lost("fork", [&] { (void)cache.fork(a); });
     lost("export_image", [&] { cache.export_image(a); });
     lost("export_blocks", [&] { cache.export_blocks(a); });
-    lost("import_image", [&] { cache.import_image(image, {ids.data(), 40}, blocks); });
-    lost("prepare_forward", [&] { d.prepare({{a, 1, 1}}, 0); });
+    lost("import_image", [&] { (void)cache.import_image(image, {ids.data(), 40}, blocks); });
+    lost("prepare_forward", [&] { (void)d.prepare({{a, 1, 1}}, 0); });
     lost("pinned memory", [&] { HostMemory(backend, 4096); });
     expect(cache.length(a) == 40, "lengths are the host's, and stay");
     expect_failure("another backend", {"context is lost"}, [] { make_cuda_backend(); });

@@ -283,7 +283,7 @@ TEST(ParitySizes, LargeGathers) {
                   {"keys", std::vector<std::byte>(2 * kItems * kKeys * 128)},
                   {"lens", std::vector<std::byte>(4 * kItems)}};
       Twins twins(d.backend);
-      const TensorView index = twins.put(TensorView(indices.data(), {kTokens, kChosen}));
+      const ConstTensorView index = twins.put(ConstTensorView(indices.data(), {kTokens, kChosen}));
       const TensorView rows = twins.put_output(TensorView(out[0].second.data(), DType::bf16, {kTokens, kChosen, 512}));
       const TensorView keys = twins.put_output(TensorView(out[1].second.data(), DType::bf16, {kItems, kKeys, 128}));
       const TensorView lens = twins.put_output(TensorView(out[2].second.data(), DType::i32, {kItems}));

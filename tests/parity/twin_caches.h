@@ -99,7 +99,7 @@ class TwinCaches {
       const bool narrow = random.below(2), masked = random.below(2);
       std::vector<float> rows[2];
       std::vector<std::uint16_t> rows16[2];
-      TensorView views[2];
+      ConstTensorView views[2];
       for (std::size_t k = 0; k < layer->pages.size(); ++k) {
         const std::int64_t width = layer->pages[k].kind.width;
         rows[k].resize(static_cast<std::size_t>(step.num_tokens * width));
@@ -112,7 +112,7 @@ class TwinCaches {
       for (std::uint8_t& v : valid) v = static_cast<std::uint8_t>(random.below(3) ? random.between(1, 255) : 0);
       for (Driver* d : {&cpu, &gpu}) {
         Twins twins(d->backend);
-        const TensorView raw = twins.put(in.views.raw_kv);
+        const ConstTensorView raw = twins.put(in.views.raw_kv);
         FlushInputs flush{twins.put(views[0]), twins.put(views[1]), {}};
         if (masked) flush.valid = twins.put(TensorView(valid.data(), DType::u8, {step.num_tokens}));
         twins.send();
@@ -209,7 +209,7 @@ class TwinCaches {
       for (std::int64_t i = 0; i < tokens * stride; ++i)
         indices.push_back(random.below(12) == 0 ? static_cast<std::int32_t>(random.next())
                                                 : static_cast<std::int32_t>(random.between(-1, most)));
-      TensorView index = twins.put(TensorView(indices.data(), {tokens, stride}));
+      ConstTensorView index = twins.put(TensorView(indices.data(), {tokens, stride}));
       index.shape[1] = k;
       const TensorView rows = place(name + "chosen", type, {tokens, k, layer->pages[0].kind.width});
       const TensorView valid = random.below(3) ? place(name + "valid", DType::u8, {tokens, k}) : TensorView{};

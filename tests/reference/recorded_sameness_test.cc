@@ -46,7 +46,7 @@ struct RecordedLayer {
     weights.index_norm_weight = {index_norm.data(), {index}};
   }
 
-  TensorView whole(const std::vector<float>& all) const {
+  ConstTensorView whole(const std::vector<float>& all) const {
     if (all.empty()) return {};
     return {all.data(), {tokens, static_cast<std::int64_t>(all.size()) / tokens}};
   }
@@ -57,7 +57,7 @@ class PlacedLayer {
  public:
   PlacedLayer(const RecordedLayer& layer, std::shared_ptr<Backend> backend) : twins_(std::move(backend)) {
     weights = layer.weights;
-    for (TensorView* t :
+    for (ConstTensorView* t :
          {&weights.position_bias, &weights.norm_weight, &weights.index_position_bias, &weights.index_norm_weight})
       *t = twins_.put(*t);
     const std::vector<float>* const host[] = {&layer.rows, &layer.kv, &layer.gate, &layer.index_kv, &layer.index_gate};
@@ -66,11 +66,11 @@ class PlacedLayer {
   }
 
   AppendInputs part(std::int64_t first, std::int64_t count) const {
-    TensorView parts[5];
+    ConstTensorView parts[5];
     for (int i = 0; i < 5; ++i) {
       if (inputs_[i].empty()) continue;
       parts[i] = inputs_[i];
-      parts[i].data = static_cast<float*>(parts[i].data) + first * parts[i].strides[0];
+      parts[i].data = static_cast<const float*>(parts[i].data) + first * parts[i].strides[0];
       parts[i].shape[0] = count;
     }
     return {parts[0], parts[1], parts[2], parts[3], parts[4]};
@@ -80,7 +80,7 @@ class PlacedLayer {
 
  private:
   Twins twins_;
-  TensorView inputs_[5];
+  ConstTensorView inputs_[5];
 };
 
 void append(KVCacheManager& cache, RequestId request, const PlacedLayer& layer, std::int64_t count) {

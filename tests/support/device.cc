@@ -70,7 +70,8 @@ Twins::~Twins() {
   for (const Chunk& c : chunks_) backend_->deallocate(c.memory, c.bytes);
 }
 
-TensorView Twins::add(const TensorView& host, bool output) {
+template <class Void>
+BasicTensorView<Void> Twins::add(const BasicTensorView<Void>& host, void* result) {
   if (backend_->on_host() || host.empty()) return host;
   constexpr std::int64_t kAlignment = 256, kChunkBytes = 1 << 20;
   const std::int64_t bytes = extent_bytes(host);
@@ -81,16 +82,17 @@ TensorView Twins::add(const TensorView& host, bool output) {
     chunks_.push_back({backend_->allocate(size), size, 0});
     chunk = chunks_.end() - 1;
   }
-  TensorView there = host;
-  there.data = chunk->memory + chunk->used;
+  std::byte* memory = chunk->memory + chunk->used;
   chunk->used += place;
-  twins_.push_back({static_cast<std::byte*>(host.data), static_cast<std::byte*>(there.data), bytes, output});
-  return there;
+  twins_.push_back({static_cast<const std::byte*>(host.data), memory, bytes, static_cast<std::byte*>(result)});
+  return host.over(static_cast<Void*>(memory));
 }
+template TensorView Twins::add(const TensorView&, void*);
+template ConstTensorView Twins::add(const ConstTensorView&, void*);
 
 std::int64_t Twins::packed_bytes(bool outputs_only) const {
   std::int64_t bytes = 0;
-  for (const Twin& t : twins_) bytes += outputs_only && !t.output ? 0 : t.bytes;
+  for (const Twin& t : twins_) bytes += outputs_only && t.result == nullptr ? 0 : t.bytes;
   return bytes;
 }
 
@@ -117,7 +119,7 @@ void Twins::fetch() {
   std::vector<ops::CopyPiece> pieces;
   std::byte* at = packed_.data();
   for (const Twin& t : twins_) {
-    if (!t.output || t.bytes == 0) continue;
+    if (t.result == nullptr || t.bytes == 0) continue;
     pieces.push_back({bytes_at(static_cast<const void*>(t.there)), bytes_at(static_cast<void*>(at)), t.bytes});
     at += t.bytes;
   }
@@ -125,8 +127,8 @@ void Twins::fetch() {
   backend_->read_pieces(pieces, packed_);
   at = packed_.data();
   for (const Twin& t : twins_) {
-    if (!t.output || t.bytes == 0) continue;
-    std::memcpy(t.host, at, static_cast<std::size_t>(t.bytes));
+    if (t.result == nullptr || t.bytes == 0) continue;
+    std::memcpy(t.result, at, static_cast<std::size_t>(t.bytes));
     at += t.bytes;
   }
 }

@@ -43,7 +43,7 @@ inline std::string source_path(const std::string& path) {
 inline int rounds(int on_cpu) { return off_host() ? (on_cpu + 3) / 4 : on_cpu; }
 
 /// Bytes from the first element of a view to its last.
-inline std::int64_t extent_bytes(const TensorView& t) {
+inline std::int64_t extent_bytes(const ConstTensorView& t) {
   std::int64_t last = 0;
   for (int d = 0; d < t.ndim; ++d) {
     if (t.shape[d] == 0) return 0;
@@ -73,8 +73,8 @@ class Twins {
   Twins(const Twins&) = delete;
   Twins& operator=(const Twins&) = delete;
 
-  TensorView put(const TensorView& host) { return add(host, false); }
-  TensorView put_output(const TensorView& host) { return add(host, true); }
+  ConstTensorView put(const ConstTensorView& host) { return add(host, nullptr); }
+  TensorView put_output(const TensorView& host) { return add(host, host.data); }
   void send();
   void fetch();
   void clear();
@@ -83,17 +83,18 @@ class Twins {
 
  private:
   struct Twin {
-    std::byte* host;
+    const std::byte* host;
     std::byte* there;
     std::int64_t bytes;
-    bool output;
+    std::byte* result;  // where an output goes on the host; null: an input
   };
   struct Chunk {
     std::byte* memory;
     std::int64_t bytes, used;
   };
 
-  TensorView add(const TensorView& host, bool output);
+  template <class Void>
+  BasicTensorView<Void> add(const BasicTensorView<Void>& host, void* result);
   std::int64_t packed_bytes(bool outputs_only) const;
 
   std::shared_ptr<Backend> backend_;

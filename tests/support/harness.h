@@ -141,8 +141,8 @@ struct LayerInputs {
   std::vector<std::uint16_t> narrow[5];  // the same in bf16
   AppendInputs views;
 
-  TensorView& view(int part) {
-    TensorView* const all[] = {&views.raw_kv, &views.kv, &views.gate, &views.index_kv, &views.index_gate};
+  ConstTensorView& view(int part) {
+    ConstTensorView* const all[] = {&views.raw_kv, &views.kv, &views.gate, &views.index_kv, &views.index_gate};
     return *all[part];
   }
 };
@@ -158,7 +158,7 @@ class Driver {
     std::vector<LayerWeights> placed;
     for (const Model::Layer& layer : model.layers) {
       LayerWeights w = layer.views;
-      for (TensorView* t :
+      for (ConstTensorView* t :
            {&w.position_bias, &w.norm_weight, &w.index_position_bias, &w.index_norm_weight, &w.raw_norm_weight})
         *t = weights_.put(*t);
       placed.push_back(w);
@@ -208,7 +208,7 @@ class Driver {
     std::vector<AppendInputs> placed;
     for (LayerInputs& in : inputs) {
       AppendInputs& p = placed.emplace_back(in.views);
-      for (TensorView* t : {&p.raw_kv, &p.kv, &p.gate, &p.index_kv, &p.index_gate}) *t = inputs_.put(*t);
+      for (ConstTensorView* t : {&p.raw_kv, &p.kv, &p.gate, &p.index_kv, &p.index_gate}) *t = inputs_.put(*t);
     }
     inputs_.send();
     for (std::size_t i = 0; i < layers.size(); ++i) cache.acquire(layers[i]->spec.layer).append(placed[i]);
@@ -219,7 +219,7 @@ class Driver {
     const auto part = [&](int i, int width) {
       const std::int64_t stride = width + style.gap;
       fill(layer.spec.layer, i, width, stride, static_cast<std::size_t>(step.num_tokens), in.wide[i]);
-      TensorView& view = in.view(i);
+      ConstTensorView& view = in.view(i);
       view = {in.wide[i].data(), {step.num_tokens, width}};
       if ((i == 0 ? style.raw_type : i < 3 ? style.type : style.index_type) == DType::bf16) {
         in.narrow[i].reserve(in.wide[i].size());
