@@ -10,7 +10,7 @@ namespace kv4 {
 HostMemory::HostMemory(std::shared_ptr<Backend> backend, std::int64_t size) : backend_(std::move(backend)) {
   require(backend_ != nullptr, ErrorCode::bad_argument, "the backend is null; pass the cache's");
   require(size >= 0, ErrorCode::bad_argument, "host memory of {} bytes; the size must not be negative", size);
-  bytes_ = {backend_->allocate_host(size), static_cast<std::size_t>(size)};
+  bytes_ = std::span(backend_->allocate_host(size), size);
 }
 
 HostMemory::HostMemory(HostMemory&& other) noexcept

@@ -59,8 +59,8 @@ std::size_t most_pieces_to_image(std::span<const ops::LayerDesc> layers, const I
   std::size_t count =
       layout.windows.size() * 2 * (1 + kPerRing);  // payload and scale; the oldest row is a piece of its own
   for (const PendingPart& part : layout.pending) {
-    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
-    count += 2 * static_cast<std::size_t>(kind.ratio) + kPerRing;  // halves of the previous span's rows; open rows
+    const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
+    count += 2 * kind.ratio + kPerRing;  // halves of the previous span's rows; open rows
   }
   return count;
 }
@@ -71,7 +71,7 @@ void add_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayo
     out.push_back({ring, image + at, bytes});
   };
   for (const WindowPart& part : layout.windows) {
-    const ops::LayerDesc& layer = layers[static_cast<std::size_t>(part.layer)];
+    const ops::LayerDesc& layer = layers[part.layer];
     const ops::WindowDesc& w = layer.window;
     struct Source {
       ops::Plane ring, undo_row;
@@ -89,7 +89,7 @@ void add_pieces_to_image(std::span<const ops::LayerDesc> layers, const ImageLayo
     }
   }
   for (const PendingPart& part : layout.pending) {
-    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
     if (kind.overlap) for_pending_pieces(kind, part, slot, add);
   }
 }
@@ -101,12 +101,12 @@ std::vector<ops::CopyPiece> pieces_from_image(std::span<const ops::LayerDesc> la
     out.push_back({image + at, ring, bytes});
   };
   for (const WindowPart& part : layout.windows) {
-    const ops::WindowDesc& w = layers[static_cast<std::size_t>(part.layer)].window;
+    const ops::WindowDesc& w = layers[part.layer].window;
     for_ring_pieces(w.ring.payload, slot, w.rows, part.first, part.count, part.payload_at, add);
     for_ring_pieces(w.ring.scale, slot, w.rows, part.first, part.count, part.scale_at, add);
   }
   for (const PendingPart& part : layout.pending) {
-    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
     if (kind.overlap)
       for_pending_pieces(kind, part, slot, add);
     else if (part.open_count > 0)

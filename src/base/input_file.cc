@@ -49,7 +49,7 @@ int InputFile::release() { return std::exchange(descriptor_, -1); }
 std::int64_t InputFile::read(void* to, std::int64_t bytes) const {
   std::int64_t done = 0;
   while (done < bytes) {
-    const ssize_t got = ::read(descriptor_, static_cast<char*>(to) + done, static_cast<std::size_t>(bytes - done));
+    const ssize_t got = ::read(descriptor_, static_cast<char*>(to) + done, bytes - done);
     if (got < 0 && errno == EINTR) continue;
     require(got >= 0, ErrorCode::bad_file, "{} cannot be read: {}", path_, std::strerror(errno));
     if (got == 0) break;
@@ -72,7 +72,7 @@ std::string read_input_file(const std::string& path, std::int64_t max_bytes, con
     const std::size_t before = out.size();
     out.resize(before + kPiece);
     got = file.read(out.data() + before, kPiece);
-    out.resize(before + static_cast<std::size_t>(got));
+    out.resize(before + got);
     check(static_cast<std::int64_t>(out.size()));
   }
   return out;

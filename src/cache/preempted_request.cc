@@ -30,8 +30,8 @@ void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to) t
   std::vector<std::int32_t> token_ids = manager.token_ids(request);
   PrefixIdentity chain = manager.chain_of(request);
   const std::span<std::byte> memory = to.memory_.bytes();
-  manager.export_blocks(request, memory.first(static_cast<std::size_t>(blocks)));
-  manager.export_image(request, memory.subspan(static_cast<std::size_t>(blocks), static_cast<std::size_t>(image)));
+  manager.export_blocks(request, memory.first(blocks));
+  manager.export_image(request, memory.subspan(blocks, image));
   manager.release(request);
 
   to.layout_id_ = manager.schema().layout_id;
@@ -49,10 +49,9 @@ Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from) try 
   const CacheCall call(manager);
   require(!from.empty(), ErrorCode::bad_argument, "there is no request in it; preempt one first");
   const std::span<const std::byte> memory = from.memory_.bytes();
-  const auto block_bytes = static_cast<std::size_t>(from.block_bytes_),  // 0 where no layer has entries
-      num_blocks = static_cast<std::size_t>(from.num_blocks_);
-  const ImageView image(from.layout_id_, from.lengths_,
-                        memory.subspan(num_blocks * block_bytes, static_cast<std::size_t>(from.image_bytes_)));
+  const std::size_t block_bytes = from.block_bytes_,  // 0 where no layer has entries
+      num_blocks = from.num_blocks_;
+  const ImageView image(from.layout_id_, from.lengths_, memory.subspan(num_blocks * block_bytes, from.image_bytes_));
   std::vector<std::span<const std::byte>> blocks;
   for (std::size_t i = 0; i < num_blocks; ++i) blocks.push_back(memory.subspan(i * block_bytes, block_bytes));
   const Expected<RequestId> request = manager.import_image(image, from.token_ids_, blocks, from.chain_);

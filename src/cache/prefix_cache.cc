@@ -46,10 +46,10 @@ PrefixCache::PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backen
                            reinterpret_cast<std::uint8_t*>(boundaries_.data()), boundaries_.bytes()};
   backend->reserve_staging(boundaries_.bytes());
   backend->write_pieces(std::span(&all, 1), host);
-  places_.resize(static_cast<std::size_t>(snapshot_places(schema).count));
+  places_.resize(snapshot_places(schema).count);
   for (auto place = static_cast<SnapshotId>(places_.size()); place-- > 0;) free_places_.push_back(place);
   set_weights_id(schema.options.prefix.weights_id);
-  keys_.reserve(static_cast<std::size_t>(schema.blocks_per_request));
+  keys_.reserve(schema.blocks_per_request);
 }
 
 std::optional<std::uint16_t> PrefixCache::weights_slot_of(std::string_view weights_id) const {
@@ -69,8 +69,8 @@ void PrefixCache::set_weights_id(std::string_view id) {
   constexpr std::size_t kMostWeights = 1024;
   std::optional<std::uint16_t> weights_slot = weights_slot_of(id);
   if (!weights_slot) {
-    const std::size_t free = static_cast<std::size_t>(
-        std::find(weights_generations_.begin(), weights_generations_.end(), 0u) - weights_generations_.begin());
+    const std::size_t free =
+        std::find(weights_generations_.begin(), weights_generations_.end(), 0u) - weights_generations_.begin();
     require(free < kMostWeights, ErrorCode::bad_state,
             "blocks of {} weights are kept; invalidate some of them before setting another id", kMostWeights);
     if (free == weights_ids_.size()) weights_ids_.emplace_back();
@@ -98,13 +98,13 @@ BlockKey PrefixCache::block_key(const BlockKey& parent, std::span<const std::int
 }
 
 BlockKey PrefixCache::block_key(const BlockKey& parent, const Prompt& prompt, std::size_t block) {
-  const std::size_t block_tokens = static_cast<std::size_t>(index.block_tokens());
+  const std::size_t block_tokens = index.block_tokens();
   return block_key(parent, prompt.token_ids.subspan(block * block_tokens, block_tokens),
                    block < prompt.extra.size() ? prompt.extra[block] : std::string_view());
 }
 
 std::span<const BlockKey> PrefixCache::keys_of(const BlockKey& root, const Prompt& prompt, bool kept) {
-  const std::size_t block_tokens = static_cast<std::size_t>(index.block_tokens());
+  const std::size_t block_tokens = index.block_tokens();
   keys_.clear();
   for (std::size_t i = 0; (i + 1) * block_tokens <= prompt.token_ids.size(); ++i) {
     const BlockKey key = block_key(i == 0 ? root : keys_.back(), prompt, i);

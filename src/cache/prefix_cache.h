@@ -79,7 +79,7 @@ class PrefixCache {
     std::int32_t staying = 0;
   };
   void keep_place(SnapshotId place, bool inserted);
-  Place& at(SnapshotId place) { return places_[static_cast<std::size_t>(place)]; }
+  Place& at(SnapshotId place) { return places_[place]; }
 
   BlockHasher hasher_;
   ChainIdentity identity_;  // without the salt

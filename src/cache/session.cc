@@ -96,7 +96,7 @@ struct SessionSender::Impl {
     parts.image = image.bytes;
     std::vector<std::byte> open_block;
     if (const std::int64_t tokens = parts.lengths[0] % schema.block_tokens; tokens > 0) {
-      open_block.resize(static_cast<std::size_t>(schema.block_image_bytes));
+      open_block.resize(schema.block_image_bytes);
       manager.kv_pool().save_block(manager.blocks(request).back(), static_cast<int>(tokens), open_block);
     }
     parts.open_block = open_block;
@@ -107,12 +107,12 @@ struct SessionSender::Impl {
     std::vector<std::byte> snapshot;
     if (const auto kept = keys.empty() || open_block.empty() ? std::nullopt : manager.find_block(keys.back());
         kept && kept->has_snapshot) {
-      snapshot.resize(static_cast<std::size_t>(manager.snapshot_bytes()));
+      snapshot.resize(manager.snapshot_bytes());
       manager.read_snapshot(keys.back(), snapshot);
     }
     parts.snapshot = snapshot;
     const std::vector<std::byte> payload = encode_session(parts);
-    own_record.resize(static_cast<std::size_t>(kRecordHeaderBytes));
+    own_record.resize(kRecordHeaderBytes);
     own_record.insert(own_record.end(), payload.begin(), payload.end());
     finish_record(*guard, header(session_key(hasher, parts, token_ids), 0), own_record);
   }
@@ -134,7 +134,7 @@ struct SessionSender::Impl {
   /// The blocks are still those of the keys.
   void check_unchanged() const {
     const std::vector<std::int32_t> now = manager.token_ids(request);
-    const std::size_t tokens = keys.size() * static_cast<std::size_t>(manager.schema().block_tokens);
+    const std::size_t tokens = keys.size() * manager.schema().block_tokens;
     require(now.size() >= tokens &&
                 std::equal(now.begin(), now.begin() + static_cast<std::ptrdiff_t>(tokens), token_ids.begin()),
             ErrorCode::bad_state, "request {} was rewound into the {} tokens that are being sent", request, tokens);
@@ -167,14 +167,13 @@ bool SessionSender::send(std::span<const BlockKey> wanted, RecordSink& sink, con
   s.check_unchanged();
   const CacheSchema& schema = s.manager.schema();
   const std::vector<BlockId> blocks = s.manager.blocks(s.request);
-  std::vector<std::byte> record(static_cast<std::size_t>(block_record_bytes(schema)));
+  std::vector<std::byte> record(block_record_bytes(schema));
   // Everything that was not asked for is done.
   std::int64_t done = s.all_bytes() - static_cast<std::int64_t>(wanted.size() * record.size());
   if (progress && !progress(done, s.all_bytes())) return false;
   for (const BlockKey& key : wanted) {
     const std::size_t i = s.found.at(key);
-    s.manager.kv_pool().save_block(blocks[i], schema.block_tokens,
-                                   std::span(record).subspan(static_cast<std::size_t>(kRecordHeaderBytes)));
+    s.manager.kv_pool().save_block(blocks[i], schema.block_tokens, std::span(record).subspan(kRecordHeaderBytes));
     finish_record(*s.guard, s.header(key, i + 1), record);
     sink.write(record);
     done += static_cast<std::int64_t>(record.size());
@@ -227,7 +226,7 @@ struct SessionReceiver::Impl {
   Impl(KVCacheManager& manager_in, SessionIdentity identity_in, BlockSource* source_in)
       : manager(manager_in), identity(std::move(identity_in)), guard(session_guard(identity)), source(source_in) {}
 
-  std::size_t image_bytes() const { return static_cast<std::size_t>(manager.schema().block_image_bytes); }
+  std::size_t image_bytes() const { return manager.schema().block_image_bytes; }
   std::span<std::byte> block(std::size_t i) const { return {blocks.get() + i * image_bytes(), image_bytes()}; }
   std::size_t num_blocks() const { return keys.size() + !parts.open_block.empty(); }
 
@@ -301,7 +300,7 @@ struct SessionReceiver::Impl {
   }
 
   void keep_early(std::size_t payload_bytes, std::span<const std::byte> record) {
-    require(early.size() < static_cast<std::size_t>(manager.schema().blocks_per_request), ErrorCode::bad_file,
+    require(std::ssize(early) < manager.schema().blocks_per_request, ErrorCode::bad_file,
             "{} records came before the session's own; send that one first", early.size());
     require(payload_bytes == image_bytes(), ErrorCode::bad_file,
             "it is neither a session's nor a block's of this cache");

@@ -105,11 +105,10 @@ std::span<const std::byte> SessionFileSource::next() {
   const std::int64_t stored = tier::whole_blocks(header.header_bytes() + header.length);
   require(stored <= left, ErrorCode::bad_file, "truncated: at byte {} begins a record of {} bytes, and {} are left",
           offset_, stored, left);
-  if (header.kind != tier::RecordKind::sealed)
-    check_session_front(first.subspan(static_cast<std::size_t>(header.header_bytes())), header.length);
+  if (header.kind != tier::RecordKind::sealed) check_session_front(first.subspan(header.header_bytes()), header.length);
   const std::span<std::byte> blocks = buffer_.get(stored);
   read(offset_, blocks);
-  const std::size_t used = static_cast<std::size_t>(header.header_bytes() + header.length);
+  const std::size_t used = header.header_bytes() + header.length;
   const auto rest = blocks.subspan(used);
   require(std::all_of(rest.begin(), rest.end(), [](std::byte b) { return b == std::byte{0}; }), ErrorCode::bad_file,
           "damaged: bytes that should be zero follow the record at byte {}", offset_);

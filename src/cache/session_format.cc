@@ -36,8 +36,8 @@ struct Reader {
   std::span<const std::byte> take(std::uint64_t bytes, const char* what) {
     require(bytes <= left.size(), ErrorCode::bad_file, "the session's record has {} bytes left for {} of {}",
             left.size(), what, bytes);
-    const auto taken = left.first(static_cast<std::size_t>(bytes));
-    left = left.subspan(static_cast<std::size_t>(bytes));
+    const auto taken = left.first(bytes);
+    left = left.subspan(bytes);
     return taken;
   }
 };
@@ -60,7 +60,7 @@ std::vector<std::byte> encode_session(const SessionParts& parts) {
                       parts.token_ids.size() + parts.image.size() + parts.open_block.size() + parts.snapshot.size() +
                       (parts.snapshot.empty() ? 0 : kSnapshotSizeBytes);
   for (const auto& extra : parts.block_extra) bytes += 4 + extra.size();
-  require(bytes <= static_cast<std::size_t>(kMaxSessionRecordBytes), ErrorCode::bad_argument,
+  require(bytes <= kMaxSessionRecordBytes, ErrorCode::bad_argument,
           "the session's own record would have {} bytes; a session's record has at most {}", bytes,
           kMaxSessionRecordBytes);
 
@@ -202,9 +202,9 @@ std::vector<BlockKey> chain_keys(BlockHasher& hasher, const SessionParts& parts,
                                  std::span<const std::int32_t> token_ids) {
   std::vector<BlockKey> keys;
   BlockKey key = parts.root;
-  for (std::size_t i = 0; i < static_cast<std::size_t>(parts.full_blocks()); ++i) {
+  for (std::int64_t i = 0; i < parts.full_blocks(); ++i) {
     key = hasher.block(key, token_ids.subspan(i * parts.block_tokens, parts.block_tokens),
-                       i < parts.block_extra.size() ? parts.block_extra[i] : std::span<const std::byte>{});
+                       i < std::ssize(parts.block_extra) ? parts.block_extra[i] : std::span<const std::byte>{});
     keys.push_back(key);
   }
   return keys;
@@ -230,11 +230,11 @@ SessionRecord open_record(const tier::RecordGuard& guard, std::span<const std::b
   const auto [damage, header] = tier::verify_record(record);
   require(damage == tier::RecordRefusal::none, ErrorCode::bad_file, "{}", to_string(damage));
   require(header.place == 0, ErrorCode::bad_file, "{}: it is a segment's", to_string(tier::RecordRefusal::misplaced));
-  const std::size_t bytes = static_cast<std::size_t>(header.header_bytes() + header.length);
+  const std::size_t bytes = header.header_bytes() + header.length;
   require(record.size() == bytes, ErrorCode::bad_file, "{} bytes more than it says", record.size() - bytes);
-  SessionRecord opened{header, record.subspan(static_cast<std::size_t>(header.header_bytes()))};
+  SessionRecord opened{header, record.subspan(header.header_bytes())};
   if (header.kind == tier::RecordKind::sealed) {
-    memory.resize(static_cast<std::size_t>(tier::payload_bytes(header.version, header.kind, header.length)));
+    memory.resize(tier::payload_bytes(header.version, header.kind, header.length));
     const tier::RecordRefusal refusal = guard.open(header, opened.payload, memory);
     opened.payload = memory;
     require(refusal == tier::RecordRefusal::none, ErrorCode::bad_file,

@@ -53,11 +53,9 @@ CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers) try {
   CacheStatus out{.build = build_info(), .cache = cache.statistics(), .requests = {}, .block_states = {}, .tiers = {}};
   for (const RequestId request : cache.requests()) out.requests.push_back(describe(cache, request));
   const BlockAllocator& blocks = cache.allocator();
-  out.block_states.resize(static_cast<std::size_t>(blocks.num_blocks()));
+  out.block_states.resize(blocks.num_blocks());
   for (BlockId block = 0; block < blocks.num_blocks(); ++block)
-    out.block_states[static_cast<std::size_t>(block)] = blocks.reference_count(block) > 0 ? 'h'
-                                                        : blocks.is_published(block)      ? 'k'
-                                                                                          : 'f';
+    out.block_states[block] = blocks.reference_count(block) > 0 ? 'h' : blocks.is_published(block) ? 'k' : 'f';
   if (tiers != nullptr) out.tiers = tiers->report();
   return out;
 } catch (const std::bad_alloc&) {

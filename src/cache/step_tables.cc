@@ -12,8 +12,8 @@ StepTables::StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backe
       tables_(backend_, 4 * layout_.total),
       scratch_(backend_, scratch_layout(schema).bytes),
       has_replays_(schema.options.prefix.enabled) {
-  const std::size_t requests = static_cast<std::size_t>(schema.options.max_requests);
-  blocks_.resize(requests * static_cast<std::size_t>(schema.blocks_per_request), -1);
+  const std::size_t requests = schema.options.max_requests;
+  blocks_.resize(requests * schema.blocks_per_request, -1);
   changed_.resize(requests);
   changed_rows_.reserve(requests);
   ranges_.reserve(requests);
@@ -45,7 +45,7 @@ std::int64_t StepTables::memory_bytes() const {
 
 void StepTables::set_block(std::int32_t row, std::int64_t index, BlockId block) {
   blocks_[at(row, index)] = block;
-  Changed& c = changed_[static_cast<std::size_t>(row)];
+  Changed& c = changed_[row];
   const std::int32_t i = static_cast<std::int32_t>(index);
   if (c.begin == c.end) {
     changed_rows_.push_back(row);
@@ -75,7 +75,7 @@ void StepTables::send(std::span<const ops::StepRecord> items, std::span<const st
 void StepTables::update(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,
                         std::int32_t num_tokens) {
   for (const std::int32_t row : changed_rows_) {
-    Changed& c = changed_[static_cast<std::size_t>(row)];
+    Changed& c = changed_[row];
     while (c.begin < c.end) {
       const std::int32_t room = ops::kMaxUpdateValues - static_cast<std::int32_t>(values_.size());
       const std::int32_t count = std::min(c.end - c.begin, room);

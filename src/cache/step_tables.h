@@ -41,7 +41,7 @@ class StepTables {
     std::int32_t begin = 0, end = 0;
   };
   std::size_t at(std::int32_t row, std::int64_t index) const {
-    return static_cast<std::size_t>(row * std::int64_t{desc_.blocks_per_request} + index);
+    return row * std::int64_t{desc_.blocks_per_request} + index;
   }
   void send(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,
             std::int32_t num_tokens);

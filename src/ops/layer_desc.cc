@@ -21,7 +21,7 @@ WindowDesc describe_window(const CacheSchema& schema, const WindowSchema& w, int
               {bytes(memory.slots, w.payload_offset), schema.slot_bytes, w.row.payload_bytes},
               {bytes(memory.slots, w.scale_offset), schema.slot_bytes, w.row.scale_bytes},
               {}};
-  const ScratchPart scratch = scratch_layout(schema).layers[static_cast<std::size_t>(index)];
+  const ScratchPart scratch = scratch_layout(schema).layers[index];
   out.scratch = out.ring;
   out.scratch.payload = {bytes(memory.scratch, scratch.payload_at), 0, w.row.payload_bytes};
   out.scratch.scale = {bytes(memory.scratch, scratch.scale_at), 0, w.row.scale_bytes};
@@ -50,7 +50,7 @@ PendingDesc describe_pending(const CacheSchema& schema, const PendingSchema& p, 
 }  // namespace
 
 LayerDesc describe_layer(const CacheSchema& schema, int index, const LayerMemory& memory) {
-  const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(index)];
+  const LayerCacheSchema& layer = schema.layers[index];
   LayerDesc out;
   out.window = describe_window(schema, layer.window, index, memory);
   out.window_tokens = schema.config.window;

@@ -6,14 +6,14 @@ namespace kv4 {
 
 BlockAllocator::BlockAllocator(std::int32_t num_blocks) {
   require(num_blocks >= 1, ErrorCode::bad_config, "num_blocks is {}; a pool needs at least 1 block", num_blocks);
-  entries_.resize(static_cast<std::size_t>(num_blocks));
+  entries_.resize(num_blocks);
   for (BlockId b = num_blocks - 1; b >= 0; --b) push_free(b);  // the first allocation gets block 0
 }
 
 BlockAllocator::Entry& BlockAllocator::at(BlockId block) {
   require(block >= 0 && block < num_blocks(), ErrorCode::bad_argument,
           "block {} does not exist; the pool has blocks 0 to {}", block, num_blocks() - 1);
-  return entries_[static_cast<std::size_t>(block)];
+  return entries_[block];
 }
 
 const BlockAllocator::Entry& BlockAllocator::at(BlockId block) const {
@@ -21,31 +21,31 @@ const BlockAllocator::Entry& BlockAllocator::at(BlockId block) const {
 }
 
 void BlockAllocator::push_free(BlockId block) {
-  entries_[static_cast<std::size_t>(block)].next = free_head_;
+  entries_[block].next = free_head_;
   free_head_ = block;
   ++num_free_;
 }
 
 void BlockAllocator::push_evictable(BlockId block) {
-  Entry& e = entries_[static_cast<std::size_t>(block)];
+  Entry& e = entries_[block];
   e.prev = evictable_tail_;
   e.next = -1;
-  (evictable_tail_ >= 0 ? entries_[static_cast<std::size_t>(evictable_tail_)].next : evictable_head_) = block;
+  (evictable_tail_ >= 0 ? entries_[evictable_tail_].next : evictable_head_) = block;
   evictable_tail_ = block;
   ++num_evictable_;
 }
 
 void BlockAllocator::unlink_evictable(BlockId block) {
-  const Entry& e = entries_[static_cast<std::size_t>(block)];
-  (e.prev >= 0 ? entries_[static_cast<std::size_t>(e.prev)].next : evictable_head_) = e.next;
-  (e.next >= 0 ? entries_[static_cast<std::size_t>(e.next)].prev : evictable_tail_) = e.prev;
+  const Entry& e = entries_[block];
+  (e.prev >= 0 ? entries_[e.prev].next : evictable_head_) = e.next;
+  (e.next >= 0 ? entries_[e.next].prev : evictable_tail_) = e.prev;
   --num_evictable_;
 }
 
 std::optional<BlockId> BlockAllocator::allocate() {
   BlockId block = free_head_;
   if (block >= 0) {
-    free_head_ = entries_[static_cast<std::size_t>(block)].next;
+    free_head_ = entries_[block].next;
     --num_free_;
   } else if (evictable_head_ >= 0) {
     block = evictable_head_;
@@ -53,7 +53,7 @@ std::optional<BlockId> BlockAllocator::allocate() {
   } else {
     return std::nullopt;
   }
-  entries_[static_cast<std::size_t>(block)] = {.count = 1};
+  entries_[block] = {.count = 1};
   return block;
 }
 

@@ -1,5 +1,6 @@
 #include "kv4/paged_kv_pool.h"
 
+#include <utility>
 #include <vector>
 
 #include "backend/backend.h"
@@ -14,8 +15,8 @@ void check_block(BlockId block, std::int64_t num_blocks) {
 }
 
 void check_image_size(std::size_t have, std::int64_t want) {
-  require(have == static_cast<std::size_t>(want), ErrorCode::bad_argument,
-          "a block image of this cache has {} bytes; got {}", want, have);
+  require(std::cmp_equal(have, want), ErrorCode::bad_argument, "a block image of this cache has {} bytes; got {}", want,
+          have);
 }
 
 std::uint8_t* bytes_at(std::byte* base, std::int64_t offset) { return reinterpret_cast<std::uint8_t*>(base) + offset; }

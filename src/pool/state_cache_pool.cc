@@ -33,8 +33,8 @@ StateCachePool::StateCachePool(const CacheSchema& schema, std::shared_ptr<Backen
   const std::int64_t undo = checked_mul(schema.undo_row_bytes, num_slots_, "state pool");
   const std::int64_t positions = position_bytes(schema, num_slots_);
   bytes_ = checked_add(checked_add(slots, undo, "state pool"), 2 * positions, "state pool");
-  taken_.resize(static_cast<std::size_t>(num_slots_));
-  free_.reserve(static_cast<std::size_t>(num_slots_));
+  taken_.resize(num_slots_);
+  free_.reserve(num_slots_);
   for (std::int32_t s = num_slots_ - 1; s >= 0; --s) free_.push_back(s);
   backend_->reserve_staging(schema.slot_bytes);  // no image is larger
   base_ = backend_->allocate(bytes_);
@@ -50,18 +50,18 @@ std::optional<std::int32_t> StateCachePool::acquire_slot() {
   if (free_.empty()) return std::nullopt;
   const std::int32_t slot = free_.back();
   free_.pop_back();
-  taken_[static_cast<std::size_t>(slot)] = true;
+  taken_[slot] = true;
   return slot;
 }
 
 void StateCachePool::check_held(std::int32_t slot) const {
-  require(slot >= 0 && slot < num_slots_ && taken_[static_cast<std::size_t>(slot)], ErrorCode::bad_argument,
+  require(slot >= 0 && slot < num_slots_ && taken_[slot], ErrorCode::bad_argument,
           "state slot {} is not held; slots are 0 to {}", slot, num_slots_ - 1);
 }
 
 void StateCachePool::release_slot(std::int32_t slot) {
   check_held(slot);
-  taken_[static_cast<std::size_t>(slot)] = false;
+  taken_[slot] = false;
   free_.push_back(slot);
 }
 
@@ -92,9 +92,8 @@ void StateCachePool::copy_slot(std::int32_t from, std::int32_t to) {
 
 CanonicalImage StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengths,
                                     std::span<const float* const> bias) const try {
-  CanonicalImage image{schema_.layout_id,
-                       {lengths.begin(), lengths.end()},
-                       std::vector<std::byte>(static_cast<std::size_t>(image_bytes(schema_, lengths)))};
+  CanonicalImage image{
+      schema_.layout_id, {lengths.begin(), lengths.end()}, std::vector<std::byte>(image_bytes(schema_, lengths))};
   save(slot, lengths, bias, image.bytes);
   return image;
 } catch (const std::bad_alloc&) {
@@ -105,7 +104,7 @@ void StateCachePool::save(std::int32_t slot, std::span<const std::int64_t> lengt
                           std::span<std::byte> out) const try {
   check_held(slot);
   const ImageLayout layout = image_layout(schema_, lengths);
-  require(out.size() == static_cast<std::size_t>(layout.bytes), ErrorCode::bad_argument,
+  require(std::ssize(out) == layout.bytes, ErrorCode::bad_argument,
           "the image of {} tokens has {} bytes; got room for {}", lengths[0], layout.bytes, out.size());
   std::vector<ops::LayerDesc> layers = describe_all(schema_, *this);
   require(bias.size() == layers.size(), ErrorCode::bad_argument, "save needs one bias per owned layer: {}, got {}",
@@ -121,7 +120,7 @@ void StateCachePool::check(const ImageView& image) const try {
           "the image was made for another model, layer set or format (layout {:016x}, this cache is {:016x})",
           image.layout_id, schema_.layout_id);
   const std::int64_t bytes = image_layout(schema_, image.lengths).bytes;
-  require(image.bytes.size() == static_cast<std::size_t>(bytes), ErrorCode::bad_argument,
+  require(std::ssize(image.bytes) == bytes, ErrorCode::bad_argument,
           "the image has {} bytes; one of {} tokens has {}: it is truncated or damaged", image.bytes.size(),
           image.lengths[0], bytes);
 } catch (const std::bad_alloc&) {

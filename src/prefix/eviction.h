@@ -52,16 +52,16 @@ std::unique_ptr<EvictionPolicy> make_eviction(EvictionKind kind, std::span<Evict
 class SlotQueue {
  public:
   void push(std::span<EvictionNode> nodes, Slot slot) {
-    nodes[static_cast<std::size_t>(slot)].prev = last_;
-    nodes[static_cast<std::size_t>(slot)].next = kNoSlot;
-    (last_ == kNoSlot ? first_ : nodes[static_cast<std::size_t>(last_)].next) = slot;
+    nodes[slot].prev = last_;
+    nodes[slot].next = kNoSlot;
+    (last_ == kNoSlot ? first_ : nodes[last_].next) = slot;
     last_ = slot;
     ++size_;
   }
   void remove(std::span<EvictionNode> nodes, Slot slot) {
-    const EvictionNode& node = nodes[static_cast<std::size_t>(slot)];
-    (node.prev == kNoSlot ? first_ : nodes[static_cast<std::size_t>(node.prev)].next) = node.next;
-    (node.next == kNoSlot ? last_ : nodes[static_cast<std::size_t>(node.next)].prev) = node.prev;
+    const EvictionNode& node = nodes[slot];
+    (node.prev == kNoSlot ? first_ : nodes[node.prev].next) = node.next;
+    (node.next == kNoSlot ? last_ : nodes[node.next].prev) = node.prev;
     --size_;
   }
   Slot first() const { return first_; }

@@ -13,14 +13,14 @@ HitDensity::HitDensity(std::span<EvictionNode> nodes, std::int64_t capacity)
 
 std::size_t HitDensity::class_of(std::uint8_t hits, std::uint8_t behind) {
   const int end = behind == 0 ? 0 : behind < 4 ? 1 : behind < 32 ? 2 : 3;
-  return static_cast<std::size_t>(std::min<int>(hits, kHitClasses - 1) * kEndClasses + end);
+  return std::min<int>(hits, kHitClasses - 1) * kEndClasses + end;
 }
 
 std::size_t HitDensity::age_step(std::uint32_t age) {
   if (age < 1u << kShortest) return 0;
   const int octave = static_cast<int>(std::bit_width(age)) - 1;
   const std::uint32_t quarter = age >> (octave - 2) & 3;
-  return static_cast<std::size_t>((octave - kShortest) * kStepsPerOctave) + quarter + 1;
+  return (octave - kShortest) * kStepsPerOctave + quarter + 1;
 }
 
 double HitDensity::age_begin(std::size_t step) {
@@ -75,7 +75,7 @@ void HitDensity::expose(Slot slot) {
 void HitDensity::hold(Slot slot) {
   const Slot place = node(slot).prev;
   if (place == kNoSlot) return;
-  candidates_[static_cast<std::size_t>(place)] = candidates_.back();
+  candidates_[place] = candidates_.back();
   node(candidates_.back()).prev = place;
   candidates_.pop_back();
   node(slot).prev = kNoSlot;

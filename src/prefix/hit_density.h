@@ -49,7 +49,7 @@ class HitDensity final : public EvictionPolicy {
     std::uint8_t in_class = 0;
   };
 
-  EvictionNode& node(Slot slot) { return nodes_[static_cast<std::size_t>(slot)]; }
+  EvictionNode& node(Slot slot) { return nodes_[slot]; }
   static std::size_t class_of(std::uint8_t hits, std::uint8_t behind);
   static std::size_t age_step(std::uint32_t age);
   static double age_begin(std::size_t step);

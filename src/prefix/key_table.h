@@ -12,7 +12,7 @@ namespace kv4 {
 
 class KeyTable {
  public:
-  explicit KeyTable(std::int64_t capacity) : cells_(static_cast<std::size_t>(prefix_cells(capacity))) {}
+  explicit KeyTable(std::int64_t capacity) : cells_(prefix_cells(capacity)) {}
 
   /// `matches(slot)` compares the whole key; it is asked for the few slots whose fingerprint agrees in 32 bits.
   template <class Matches>
@@ -58,7 +58,7 @@ class KeyTable {
   };
   static_assert(sizeof(Cell) == kPrefixCellBytes);
   std::size_t mask() const { return cells_.size() - 1; }
-  std::size_t home(std::uint64_t print) const { return static_cast<std::size_t>(print) & mask(); }
+  std::size_t home(std::uint64_t print) const { return print & mask(); }
   std::size_t next(std::size_t i) const { return (i + 1) & mask(); }
   static std::uint32_t tag(std::uint64_t print) { return static_cast<std::uint32_t>(print >> 32); }
 

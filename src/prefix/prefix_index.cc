@@ -40,26 +40,25 @@ const PrefixIndexOptions& checked(const PrefixIndexOptions& options) {
 
 PrefixIndex::PrefixIndex(const PrefixIndexOptions& options)
     : options_(checked(options)),
-      entries_(static_cast<std::size_t>(options.capacity_blocks)),
+      entries_(options.capacity_blocks),
       nodes_(entries_.size()),
       table_(options.capacity_blocks),
-      events_(static_cast<std::size_t>(options.max_events)) {
+      events_(options.max_events) {
   for (const std::int64_t share : options.tenant_shares)
     tenants_.push_back({.share = share,
                         .size = 0,
                         .unreferenced = 0,
                         .policy = make_eviction(options.eviction, nodes_, options.capacity_blocks)});
   for (auto slot = static_cast<Slot>(entries_.size()); slot-- > 0;) {
-    entries_[static_cast<std::size_t>(slot)].parent = free_head_;
+    entries_[slot].parent = free_head_;
     free_head_ = slot;
   }
 }
 
 const PrefixIndex::Entry& PrefixIndex::at(Slot slot) const {
-  require(slot >= 0 && slot < static_cast<Slot>(entries_.size()) && entries_[static_cast<std::size_t>(slot)].depth > 0,
-          ErrorCode::bad_argument, "slot {} holds no block; the index has {} of {} in use", slot, size_,
-          entries_.size());
-  return entries_[static_cast<std::size_t>(slot)];
+  require(slot >= 0 && slot < static_cast<Slot>(entries_.size()) && entries_[slot].depth > 0, ErrorCode::bad_argument,
+          "slot {} holds no block; the index has {} of {} in use", slot, size_, entries_.size());
+  return entries_[slot];
 }
 
 PrefixIndex::Entry& PrefixIndex::at(Slot slot) {
@@ -69,11 +68,11 @@ PrefixIndex::Entry& PrefixIndex::at(Slot slot) {
 const PrefixIndex::Tenant& PrefixIndex::tenant_at(TenantId tenant) const {
   require(tenant >= 0 && tenant < static_cast<TenantId>(tenants_.size()), ErrorCode::bad_argument,
           "tenant {} does not exist; the index has tenants 0 to {}", tenant, tenants_.size() - 1);
-  return tenants_[static_cast<std::size_t>(tenant)];
+  return tenants_[tenant];
 }
 
 Slot PrefixIndex::find(const BlockKey& key) const {
-  return table_.find(key, [&](Slot slot) { return entries_[static_cast<std::size_t>(slot)].key == key; });
+  return table_.find(key, [&](Slot slot) { return entries_[slot].key == key; });
 }
 
 // Keys are spread over all of the table: a lookup waits for memory twice unless both are asked for ahead of time.
@@ -82,8 +81,8 @@ void PrefixIndex::prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) 
   if (i + kCellsAhead < keys.size()) table_.prefetch(keys[i + kCellsAhead]);
   if (i + kEntriesAhead >= keys.size()) return;
   if (const Slot slot = table_.home_slot(keys[i + kEntriesAhead]); slot != kNoSlot) {
-    __builtin_prefetch(&entries_[static_cast<std::size_t>(slot)]);
-    __builtin_prefetch(&nodes_[static_cast<std::size_t>(slot)]);
+    __builtin_prefetch(&entries_[slot]);
+    __builtin_prefetch(&nodes_[slot]);
   }
 }
 
@@ -98,7 +97,7 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys, std::int64_t prom
     const Slot slot = find(keys[i]);
     if (slot == kNoSlot) break;
     if (++out.matched_blocks > most_usable) continue;
-    const Entry& entry = entries_[static_cast<std::size_t>(slot)];
+    const Entry& entry = entries_[slot];
     out.slot = slot;
     out.usable_tokens = out.matched_blocks * options_.block_tokens;
     if (entry.snapshot == kNoSnapshot) continue;
@@ -114,7 +113,7 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys, std::int64_t prom
 void PrefixIndex::add_reference(Slot slot) {
   Entry& entry = at(slot);
   if (entry.references++ > 0) return;
-  Tenant& tenant = tenants_[static_cast<std::size_t>(entry.tenant)];
+  Tenant& tenant = tenants_[entry.tenant];
   --tenant.unreferenced;
   if (!entry.waits) tenant.policy->hold(slot);
 }
@@ -124,10 +123,10 @@ void PrefixIndex::drop_reference(Slot slot, std::int64_t behind) {
   require(entry.references > 0, ErrorCode::bad_argument, "slot {} is not pinned; it was unpinned once too often", slot);
   entry.last_used = ++clock_;
   if (--entry.references > 0) return;
-  Tenant& tenant = tenants_[static_cast<std::size_t>(entry.tenant)];
+  Tenant& tenant = tenants_[entry.tenant];
   ++tenant.unreferenced;
   if (entry.waits) return;
-  nodes_[static_cast<std::size_t>(slot)].behind = static_cast<std::uint8_t>(std::min<std::int64_t>(behind, 255));
+  nodes_[slot].behind = static_cast<std::uint8_t>(std::min<std::int64_t>(behind, 255));
   if (entry.fresh)
     tenant.policy->insert(slot, key_fingerprint(entry.key));
   else
@@ -168,7 +167,7 @@ std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot par
   }
   if (free_head_ == kNoSlot) return std::nullopt;
   const Slot slot = free_head_;
-  Entry& entry = entries_[static_cast<std::size_t>(slot)];
+  Entry& entry = entries_[slot];
   free_head_ = entry.parent;
   entry = {.key = key,
            .parent = parent,
@@ -181,7 +180,7 @@ std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot par
            .last_used = ++clock_};
   if (parent != kNoSlot) ++at(parent).children;
   table_.insert(key, slot);
-  ++tenants_[static_cast<std::size_t>(tenant)].size;
+  ++tenants_[tenant].size;
   ++size_;
   record({BlockEvent::Kind::stored, key, inserted});
   return Stored{slot, true};
@@ -192,8 +191,8 @@ std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot par
 Slot PrefixIndex::find_victim(Tenant& tenant) {
   for (;;) {
     const Slot slot = tenant.policy->victim();
-    if (slot == kNoSlot || entries_[static_cast<std::size_t>(slot)].children == 0) return slot;
-    entries_[static_cast<std::size_t>(slot)].waits = true;
+    if (slot == kNoSlot || entries_[slot].children == 0) return slot;
+    entries_[slot].waits = true;
     tenant.policy->hold(slot);
   }
 }
@@ -201,9 +200,9 @@ Slot PrefixIndex::find_victim(Tenant& tenant) {
 std::optional<Evicted> PrefixIndex::evict(TenantId tenant) {
   tenant_at(tenant);
   Slot chosen = kNoSlot;
-  for (std::size_t i = 0; i < tenants_.size(); ++i) {
+  for (TenantId i = 0; i < std::ssize(tenants_); ++i) {
     Tenant& other = tenants_[i];
-    if (i != static_cast<std::size_t>(tenant) && other.size <= other.share) continue;
+    if (i != tenant && other.size <= other.share) continue;
     const Slot slot = find_victim(other);
     if (slot != kNoSlot && (chosen == kNoSlot || at(slot).last_used < at(chosen).last_used)) chosen = slot;
   }
@@ -213,15 +212,14 @@ std::optional<Evicted> PrefixIndex::evict(TenantId tenant) {
 
 std::int64_t PrefixIndex::num_evictable(TenantId tenant) const {
   std::int64_t out = tenant_at(tenant).unreferenced;
-  for (std::size_t i = 0; i < tenants_.size(); ++i)
-    if (i != static_cast<std::size_t>(tenant))
-      out += std::clamp<std::int64_t>(tenants_[i].size - tenants_[i].share, 0, tenants_[i].unreferenced);
+  for (TenantId i = 0; i < std::ssize(tenants_); ++i)
+    if (i != tenant) out += std::clamp<std::int64_t>(tenants_[i].size - tenants_[i].share, 0, tenants_[i].unreferenced);
   return out;
 }
 
 void PrefixIndex::drop_child(Slot parent) {
   Entry& entry = at(parent);
-  EvictionPolicy& policy = *tenants_[static_cast<std::size_t>(entry.tenant)].policy;
+  EvictionPolicy& policy = *tenants_[entry.tenant].policy;
   if (--entry.children > 0 || (!entry.waits && !policy.leaves_only())) return;
   entry.waits = false;
   if (entry.references == 0) policy.expose(parent);
@@ -230,7 +228,7 @@ void PrefixIndex::drop_child(Slot parent) {
 Evicted PrefixIndex::remove(Slot slot) {
   Entry& entry = at(slot);
   const Evicted out{entry.key, entry.block, entry.snapshot};
-  Tenant& tenant = tenants_[static_cast<std::size_t>(entry.tenant)];
+  Tenant& tenant = tenants_[entry.tenant];
   tenant.policy->evict(slot, key_fingerprint(entry.key));
   --tenant.size;
   --tenant.unreferenced;
@@ -245,7 +243,7 @@ Evicted PrefixIndex::remove(Slot slot) {
 
 void PrefixIndex::erase_key(Slot slot) {
   const BlockKey& key = at(slot).key;
-  table_.erase(key, slot, [&](Slot other) -> const BlockKey& { return entries_[static_cast<std::size_t>(other)].key; });
+  table_.erase(key, slot, [&](Slot other) -> const BlockKey& { return entries_[other].key; });
   record({BlockEvent::Kind::evicted, key});
 }
 
@@ -260,7 +258,7 @@ void PrefixIndex::forget_tail(Slot slot, const Gone& gone) {
 void PrefixIndex::forget(std::uint16_t weights_slot, const Gone& gone) {
   const auto each = [&](auto&& act) {
     for (Slot slot = 0; slot < static_cast<Slot>(entries_.size()); ++slot) {
-      Entry& entry = entries_[static_cast<std::size_t>(slot)];
+      Entry& entry = entries_[slot];
       if (entry.depth > 0 && entry.weights_slot == weights_slot) act(slot, entry);
     }
   };
@@ -281,7 +279,7 @@ PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const Block
   Slot tail = kNoSlot;
   try {
     for (const BlockKey& key : keys) {
-      const BlockId block = blocks.empty() ? kNoBlock : blocks[static_cast<std::size_t>(out.blocks)];
+      const BlockId block = blocks.empty() ? kNoBlock : blocks[out.blocks];
       std::optional<Stored> stored = append(tenant, tail, key, block);
       if (!stored) {
         const std::optional<Evicted> gone = evict(tenant);
@@ -321,13 +319,12 @@ void PrefixIndex::record(const BlockEvent& event) {
     --num_events_;
     ++lost_events_;
   }
-  events_[static_cast<std::size_t>((first_event_ + num_events_++) % events_.size())] = event;
+  events_[(first_event_ + num_events_++) % events_.size()] = event;
 }
 
 std::size_t PrefixIndex::read_events(std::span<BlockEvent> out) {
   const std::size_t count = std::min<std::size_t>(out.size(), num_events_);
-  for (std::size_t i = 0; i < count; ++i)
-    out[i] = events_[static_cast<std::size_t>((first_event_ + i) % events_.size())];
+  for (std::size_t i = 0; i < count; ++i) out[i] = events_[(first_event_ + i) % events_.size()];
   first_event_ += count;
   num_events_ -= count;
   return count;

@@ -26,7 +26,7 @@ class S3Fifo final : public EvictionPolicy {
 
  private:
   enum Queue : std::uint8_t { kSmall, kMain, kParked };
-  EvictionNode& node(Slot slot) { return nodes_[static_cast<std::size_t>(slot)]; }
+  EvictionNode& node(Slot slot) { return nodes_[slot]; }
   void push(Queue queue, Slot slot);
   void unlink(Slot slot);
 

@@ -31,7 +31,7 @@ void for_each_slot(const RowsView& rows, std::span<const std::int64_t> slots, co
     require(slot < num_slots, ErrorCode::bad_argument, "slot {}; a pool of {} bytes has slots 0 to {}", slot,
             pool_bytes, num_slots - 1);
   for (std::int64_t i = 0; i < rows.count; ++i) {
-    const std::int64_t slot = slots[static_cast<std::size_t>(i)];
+    const std::int64_t slot = slots[i];
     if (slot < 0) continue;
     const std::int64_t page = slot / layout.rows_per_page * layout.page_bytes, in_page = slot % layout.rows_per_page;
     copy(i, page + layout.payload_at + in_page * layout.payload_stride,
@@ -98,7 +98,7 @@ RowsView window_rows(const CacheSchema& schema, int layer, std::span<std::byte> 
   const ImageLayout layout = image_layout(schema, lengths);
   require(static_cast<std::int64_t>(image.size()) == layout.bytes, ErrorCode::bad_argument,
           "an image of {} bytes; these lengths have {}", image.size(), layout.bytes);
-  const WindowPart& part = layout.windows[static_cast<std::size_t>(&wanted - schema.layers.data())];
+  const WindowPart& part = layout.windows[&wanted - schema.layers.data()];
   return {.row = &wanted.window.row,
           .count = part.count,
           .bytes = image,

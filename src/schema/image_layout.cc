@@ -22,8 +22,8 @@ void lay_out(const CacheSchema& schema, LengthOf&& length_of, RoomOf&& room_of, 
   };
   const int num_layers = static_cast<int>(schema.layers.size());
   for (int i = 0; i < num_layers; ++i) {
-    const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(i)];
-    const std::size_t group = static_cast<std::size_t>(layer.spec.group);
+    const LayerCacheSchema& layer = schema.layers[i];
+    const std::size_t group = layer.spec.group;
     const std::int64_t rows = std::min<std::int64_t>(room_of(group), schema.config.window);
     WindowPart part{.layer = i};
     part.count = std::min<std::int64_t>(length_of(group), schema.config.window);
@@ -34,7 +34,7 @@ void lay_out(const CacheSchema& schema, LengthOf&& length_of, RoomOf&& room_of, 
   }
   const std::int64_t n = length_of(0);
   for (int i = 0; i < num_layers; ++i) {
-    const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(i)];
+    const LayerCacheSchema& layer = schema.layers[i];
     for (std::size_t k = 0; k < layer.pages.size(); ++k) {
       const RowKind& kind = layer.pages[k].kind;
       const PendingSchema& pending = layer.pending[k];
@@ -56,7 +56,7 @@ void lay_out(const CacheSchema& schema, LengthOf&& length_of, RoomOf&& room_of, 
 }  // namespace
 
 ImageLayout image_layout(const CacheSchema& schema, std::span<const std::int64_t> lengths) {
-  require(lengths.size() == static_cast<std::size_t>(schema.num_groups), ErrorCode::bad_argument,
+  require(std::ssize(lengths) == schema.num_groups, ErrorCode::bad_argument,
           "the image has {} lengths; this cache has {} (backbone + draft stages)", lengths.size(), schema.num_groups);
   for (std::int64_t n : lengths)
     require(n >= 0 && n <= schema.options.max_context, ErrorCode::bad_argument,

@@ -126,7 +126,7 @@ std::vector<LayerSpec> owned_layers(std::vector<LayerSpec> all, const std::vecto
             "layers[{}] is {}; the model has layers 0 to {}, draft stages included", i, wanted[i], all.size() - 1);
     require(i == 0 || wanted[i] > wanted[i - 1], ErrorCode::bad_config,
             "layers[{}] is {} after {}; list each layer once, ascending", i, wanted[i], wanted[i ? i - 1 : 0]);
-    out.push_back(all[static_cast<std::size_t>(wanted[i])]);
+    out.push_back(all[wanted[i]]);
   }
   return out;
 }

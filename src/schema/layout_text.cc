@@ -104,9 +104,9 @@ CacheSchema parse_layout(const std::string& text, std::int64_t max_context) {
     options.draft_layers = std::max(options.draft_layers, layer.group);
     // Draft stages follow the backbone, of which this cache may own a part.
     const int backbone = layer.group > 0 ? layer.layer - layer.group + 1 : layer.layer + 1;
-    config.kinds.resize(static_cast<std::size_t>(std::max({config.num_layers, backbone, 0})), LayerKind::swa);
+    config.kinds.resize(std::max({config.num_layers, backbone, 0}), LayerKind::swa);
     config.num_layers = static_cast<int>(config.kinds.size());
-    if (layer.group == 0) config.kinds[static_cast<std::size_t>(layer.layer)] = kind_of(layer, config);
+    if (layer.group == 0) config.kinds[layer.layer] = kind_of(layer, config);
   }
   config.num_query_heads = config.index_heads = config.index_topk = 1;
   options.max_requests = 1;

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/check.h"
 #include "base/input_file.h"
@@ -92,7 +93,7 @@ class Fields {
 
 void read_ratio_list(const Fields& f, ModelConfig& config) {
   const Json& list = f.array("compress_ratios");
-  require(list.size() >= static_cast<std::size_t>(config.num_layers), ErrorCode::bad_config,
+  require(std::ssize(list) >= config.num_layers, ErrorCode::bad_config,
           "config field 'compress_ratios' has {} entries for num_hidden_layers = {}; it needs at least one per layer",
           list.size(), config.num_layers);
   require(list.size() <= kMaxLayers, ErrorCode::bad_config,
@@ -104,7 +105,7 @@ void read_ratio_list(const Fields& f, ModelConfig& config) {
             "compress_ratios[{}] is {}; V4 knows 0 (SWA), 4 (CSA) and 128 (HCA). Other rates need 'layer_types' + "
             "'compress_rates'",
             i, shown(value));
-    if (i >= static_cast<std::size_t>(config.num_layers)) continue;  // draft stages
+    if (std::cmp_greater_equal(i, config.num_layers)) continue;  // draft stages
     config.kinds.push_back(value == 0 ? LayerKind::swa : value == 4 ? LayerKind::csa : LayerKind::hca);
   }
   config.draft_hint = static_cast<int>(list.size()) - config.num_layers;
@@ -112,11 +113,11 @@ void read_ratio_list(const Fields& f, ModelConfig& config) {
 
 void read_layer_types(const Fields& f, ModelConfig& config) {
   const Json& list = f.array("layer_types");
-  require(list.size() >= static_cast<std::size_t>(config.num_layers), ErrorCode::bad_config,
+  require(std::ssize(list) >= config.num_layers, ErrorCode::bad_config,
           "config field 'layer_types' has {} entries for num_hidden_layers = {}; it needs one per layer", list.size(),
           config.num_layers);
   for (int i = 0; i < config.num_layers; ++i) {
-    const Json& value = list[static_cast<std::size_t>(i)];
+    const Json& value = list[i];
     const std::string name = value.is_string() ? value.get<std::string>() : "";
     require(name == kSwaName || name == kCsaName || name == kHcaName, ErrorCode::bad_config,
             "layer_types[{}] is {}; it must be '{}', '{}' or '{}'", i, shown(value), kSwaName, kCsaName, kHcaName);
@@ -246,7 +247,7 @@ const char* to_string(LayerKind kind) {
 
 void validate(const ModelConfig& config) {
   check_range("num_layers", config.num_layers, 1, kMaxLayers);
-  require(config.kinds.size() == static_cast<std::size_t>(config.num_layers), ErrorCode::bad_config,
+  require(std::ssize(config.kinds) == config.num_layers, ErrorCode::bad_config,
           "kinds has {} entries for num_layers = {}; it needs one per layer", config.kinds.size(), config.num_layers);
   check_range("num_query_heads (num_attention_heads)", config.num_query_heads, 1, kMaxWidth);
   check_range("head_dim", config.head_dim, 2, kMaxWidth);
@@ -320,7 +321,7 @@ std::vector<LayerSpec> layer_schedule(const ModelConfig& config, int draft_layer
   check_range("draft_layers", draft_layers, 0, 64);
   std::vector<LayerSpec> layers;
   for (int i = 0; i < config.num_layers; ++i) {
-    LayerSpec spec{.layer = i, .kind = config.kinds[static_cast<std::size_t>(i)], .group = 0, .rows = {}};
+    LayerSpec spec{.layer = i, .kind = config.kinds[i], .group = 0, .rows = {}};
     if (spec.kind == LayerKind::csa) {
       spec.rows.push_back({RowRole::entry, config.csa_ratio, true, config.head_dim, i});
       spec.rows.push_back({RowRole::index_key, config.csa_ratio, true, config.index_dim, i});

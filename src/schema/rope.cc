@@ -26,7 +26,7 @@ std::int64_t high_count(std::int64_t positions) { return ceil_div(positions, kLo
 
 std::vector<double> rope_frequencies(const RopeSpec& rope, int rope_dim) {
   const int pairs = rope_dim / 2;
-  std::vector<double> out(static_cast<std::size_t>(pairs));
+  std::vector<double> out(pairs);
   const auto correction_dim = [&](double rotations) {
     return rope_dim * std::log(rope.original_length / (rotations * 2.0 * std::numbers::pi)) /
            (2.0 * std::log(rope.theta));
@@ -43,7 +43,7 @@ std::vector<double> rope_frequencies(const RopeSpec& rope, int rope_dim) {
       const double ramp = std::clamp((i - low) / (high - low), 0.0, 1.0);
       f = f / rope.factor * ramp + f * (1.0 - ramp);
     }
-    out[static_cast<std::size_t>(i)] = f;
+    out[i] = f;
   }
   return out;
 }
@@ -54,7 +54,7 @@ std::int64_t rope_angle_count(int rope_dim, std::int64_t positions) {
 
 std::vector<double> build_rope_angles(const RopeSpec& rope, int rope_dim, std::int64_t positions) {
   const std::vector<double> frequencies = rope_frequencies(rope, rope_dim);
-  std::vector<double> table(static_cast<std::size_t>(rope_angle_count(rope_dim, positions)));
+  std::vector<double> table(rope_angle_count(rope_dim, positions));
   fill_angles(frequencies, high_count(positions), kLowCount, table.data());
   fill_angles(frequencies, kLowCount, 1, table.data() + high_count(positions) * rope_dim);
   return table;
@@ -78,11 +78,11 @@ RopeTable build_rope_table(const RopeSpec& rope, int rope_dim, std::int64_t firs
   const RopeAngles angles = view_rope_angles(table.data(), rope_dim, end);
   const int pairs = rope_dim / 2;
   RopeTable out;
-  out.cos.resize(static_cast<std::size_t>(count * pairs));
+  out.cos.resize(count * pairs);
   out.sin.resize(out.cos.size());
   for (std::int64_t i = 0; i < count; ++i)
     for (int p = 0; p < pairs; ++p) {
-      const std::size_t at = static_cast<std::size_t>(i * pairs + p);
+      const std::size_t at = i * pairs + p;
       rope_angle(angles, first + i * step, p, &out.cos[at], &out.sin[at]);
     }
   return out;

@@ -404,8 +404,7 @@ void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, 
     return;
   }
   if (record.refusal == RecordRefusal::none)
-    record.refusal =
-        options_.guard->open(record.header, record.payload, request.to.first(static_cast<std::size_t>(request.bytes)));
+    record.refusal = options_.guard->open(record.header, record.payload, request.to.first(request.bytes));
   if (record.refusal == RecordRefusal::wrong_key) {
     request.status = GetStatus::missing;
     if (index_.set_aside(request.id, found.entry.place)) note_unauthenticated(record.refusal);

@@ -10,7 +10,7 @@ namespace {
 
 /// Takes `bytes` off the front.
 void advance(std::vector<IoPiece>& pieces, std::int64_t bytes) {
-  auto left = static_cast<std::size_t>(bytes);
+  std::size_t left = bytes;
   auto first = pieces.begin();
   while (first != pieces.end() && left >= first->bytes) left -= first++->bytes;
   pieces.erase(pieces.begin(), first);

@@ -77,7 +77,7 @@ void GuardedTier::take(GetRequest& request, std::span<const std::byte> value) {
   std::span<const std::byte> stored = value;
   RecordRefusal refusal = RecordRefusal::unauthenticated;
   if (record) {
-    stored = value.subspan(static_cast<std::size_t>(header.header_bytes()));
+    stored = value.subspan(header.header_bytes());
     refusal = header.id == request.id && header.layout_id == layout_id_ ? RecordRefusal::none : RecordRefusal::forged;
   } else if (guard_->believes(RecordKind::value)) {  // as it was put before there were keys
     refusal = RecordRefusal::none;
@@ -88,8 +88,7 @@ void GuardedTier::take(GetRequest& request, std::span<const std::byte> value) {
   const RecordHeader plain;
   const RecordHeader& of = record ? header : plain;
   if (refusal == RecordRefusal::none)
-    refusal = fits ? guard_->open(of, stored, request.to.first(static_cast<std::size_t>(length)))
-                   : guard_->check(of, stored, scratch);
+    refusal = fits ? guard_->open(of, stored, request.to.first(length)) : guard_->check(of, stored, scratch);
   switch (refusal) {
     case RecordRefusal::none:
       request.status = fits ? GetStatus::found : GetStatus::too_small;

@@ -34,9 +34,8 @@ HostTier::HostTier(const HostTierOptions& options, std::shared_ptr<Clock> clock)
       clock_(std::move(clock)),
       memory_(options.backend ? options.backend : make_cpu_backend(), checked(options).capacity_bytes) {
   const std::int64_t pages = options.capacity_bytes / options.page_bytes;
-  next_page_.resize(static_cast<std::size_t>(pages));
-  for (std::int64_t i = 0; i < pages; ++i)
-    next_page_[static_cast<std::size_t>(i)] = i + 1 < pages ? static_cast<std::uint32_t>(i + 1) : kNoPage;
+  next_page_.resize(pages);
+  for (std::int64_t i = 0; i < pages; ++i) next_page_[i] = i + 1 < pages ? static_cast<std::uint32_t>(i + 1) : kNoPage;
   free_page_ = 0;
   free_pages_ = pages;
 }
@@ -108,7 +107,7 @@ GetStatus HostTier::get_one(GetRequest& request) {
     ++record->readers;
     records_.splice(records_.begin(), records_, record);
   }
-  const auto length = static_cast<std::size_t>(record->length);
+  const std::size_t length = record->length;
   const std::shared_ptr<HostTier> own = request.view_allowed ? weak_from_this().lock() : nullptr;
   if (own && pages_for(record->length) == 1) {
     std::byte* const bytes = page(record->first_page);
@@ -234,7 +233,7 @@ void HostTier::for_pieces(std::uint32_t page_index, std::int64_t offset, std::in
   for (; offset >= options_.page_bytes; offset -= options_.page_bytes) page_index = next_page_[page_index];
   for (std::int64_t done = 0; done < count; offset = 0, page_index = next_page_[page_index]) {
     const std::int64_t bytes = std::min(options_.page_bytes - offset, count - done);
-    piece(std::span(page(page_index) + offset, static_cast<std::size_t>(bytes)), done);
+    piece(std::span(page(page_index) + offset, bytes), done);
     done += bytes;
   }
 }

@@ -61,7 +61,7 @@ void read_private(const std::string& path, SecretText& out) {
         tier::uninterrupted([&] { return ::read(file.get(), out.text.data() + bytes, out.text.size() - bytes); });
     require(got >= 0, ErrorCode::bad_file, "the key file {} cannot be read: {}", path, std::strerror(errno));
     if (got == 0) break;
-    bytes += static_cast<std::size_t>(got);
+    bytes += got;
   }
   require(bytes <= kMaxKeyFileBytes, ErrorCode::bad_file,
           "the key file {} has more than {} bytes; {} keys are the most", path, kMaxKeyFileBytes, kMaxCacheKeys);

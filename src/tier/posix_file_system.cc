@@ -47,7 +47,7 @@ constexpr rlim_t kOpenFilesShare = 4;  // at most one in so many of RLIMIT_NOFIL
 std::size_t open_files_limit() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kMaxOpenFiles;
-  return static_cast<std::size_t>(std::clamp<rlim_t>(limit.rlim_cur / kOpenFilesShare, kMinOpenFiles, kMaxOpenFiles));
+  return std::clamp<rlim_t>(limit.rlim_cur / kOpenFilesShare, kMinOpenFiles, kMaxOpenFiles);
 }
 
 IoStatus lock_now(int fd) {

@@ -148,7 +148,7 @@ const char* to_string(RecordRefusal refusal) {
 
 void encode_header(const RecordHeader& header, std::span<std::byte> to) {
   std::byte* at = to.data();
-  std::memset(at, 0, static_cast<std::size_t>(header.header_bytes()));
+  std::memset(at, 0, header.header_bytes());
   std::memcpy(at, kMagic, sizeof(kMagic));
   store_le(at + kVersionAt, std::uint32_t{header.version});
   store_le(at + kLayoutAt, header.layout_id);
@@ -176,8 +176,8 @@ ParsedHeader parse_header(std::span<const std::byte> bytes) {
 ParsedHeader verify_record(std::span<const std::byte> bytes) {
   ParsedHeader parsed = parse_header(bytes);
   if (parsed.refusal != RecordRefusal::none) return parsed;
-  const auto header_bytes = static_cast<std::size_t>(parsed.header.header_bytes());
-  const auto length = static_cast<std::size_t>(parsed.header.length);
+  const std::size_t header_bytes = parsed.header.header_bytes();
+  const std::size_t length = parsed.header.length;
   if (parsed.header.kind == RecordKind::dead)
     parsed.refusal = RecordRefusal::dead;
   else if (bytes.size() < header_bytes + length)

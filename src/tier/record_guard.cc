@@ -108,7 +108,7 @@ CipherContext begin(std::span<const std::byte> context_key, const RecordHeader& 
   if (!context || cipher_algorithm() == nullptr ||
       EVP_CipherInit_ex2(context.get(), cipher_algorithm(), key, key + sizeof(CacheKey), encrypt ? 1 : 0, nullptr) !=
           1 ||
-      !feed(context.get(), std::span(identity).first(static_cast<std::size_t>(identity_bytes)), nullptr))
+      !feed(context.get(), std::span(identity).first(identity_bytes), nullptr))
     return nullptr;
   return context;
 }
@@ -147,7 +147,7 @@ bool finish_with_tag(EVP_CIPHER_CTX* context, std::span<const std::byte> tag) {
 }  // namespace
 
 std::size_t RecordGuard::ContextHash::operator()(const Context& c) const {
-  return static_cast<std::size_t>((c.tenant * 0x9e3779b97f4a7c15u) ^ (c.layout_id + c.key));
+  return (c.tenant * 0x9e3779b97f4a7c15u) ^ (c.layout_id + c.key);
 }
 
 RecordGuard::RecordGuard(const GuardOptions& options)
@@ -256,7 +256,7 @@ RecordRefusal RecordGuard::check(const RecordHeader& header, std::span<const std
                                  std::vector<std::byte>& scratch) const {
   scratch.resize(stored.size());
   const std::int64_t bytes = payload_bytes(header.version, header.kind, header.length);
-  const RecordRefusal refusal = open(header, stored, std::span(scratch).first(static_cast<std::size_t>(bytes)));
+  const RecordRefusal refusal = open(header, stored, std::span(scratch).first(bytes));
   OPENSSL_cleanse(scratch.data(), scratch.size());
   return refusal;
 }

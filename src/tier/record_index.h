@@ -91,7 +91,7 @@ class RecordIndex {
 
   std::uint64_t hash(const RecordId& id) const { return hash_(id); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
-  std::size_t home(std::uint64_t hash) const { return static_cast<std::size_t>(hash >> 32) & mask(); }
+  std::size_t home(std::uint64_t hash) const { return (hash >> 32) & mask(); }
   std::size_t mask() const { return cells_.size() - 1; }
   Record& record(std::uint32_t number) const { return (*chunks_[number / kChunkRecords])[number % kChunkRecords]; }
   std::size_t find_cell(const RecordId& id, std::uint64_t hash) const;  // its own, or where it would go

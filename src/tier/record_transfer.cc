@@ -14,7 +14,7 @@ std::int64_t straight_bytes(const std::byte* data, std::int64_t bytes) {
 void push(std::vector<IoPiece>& pieces, std::byte* data, std::int64_t bytes) {
   if (bytes == 0) return;
   if (!pieces.empty() && pieces.back().data + pieces.back().bytes == data)
-    pieces.back().bytes += static_cast<std::size_t>(bytes);
+    pieces.back().bytes += bytes;
   else
     pieces.push_back({data, static_cast<std::size_t>(bytes)});
 }
@@ -44,7 +44,7 @@ void RecordWrite::start(SegmentFile& segment, std::int64_t at, std::int64_t need
 }
 
 std::span<std::byte> RecordWrite::take(std::int64_t bytes) {
-  const std::span<std::byte> taken = free_.first(static_cast<std::size_t>(bytes));
+  const std::span<std::byte> taken = free_.first(bytes);
   free_ = free_.subspan(taken.size());
   push(pieces, taken.data(), bytes);
   return taken;
@@ -55,7 +55,7 @@ bool RecordWrite::add(RecordHeader header, std::span<const std::byte> payload, c
   bool whole = true;
   if (seals(guard)) {
     const std::span<std::byte> copy = take(whole_blocks(header.length));
-    const std::span<std::byte> sealed = copy.first(static_cast<std::size_t>(header.length));
+    const std::span<std::byte> sealed = copy.first(header.length);
     std::fill(copy.begin() + header.length, copy.end(), std::byte{0});
     whole = guard->protect(header, payload, sealed);
     header.payload_digest = digest128(sealed);
@@ -64,7 +64,7 @@ bool RecordWrite::add(RecordHeader header, std::span<const std::byte> payload, c
     header.payload_digest = digest128(payload);
     const std::int64_t straight = straight_bytes(payload.data(), header.length);
     push(pieces, const_cast<std::byte*>(payload.data()), straight);
-    const std::span<const std::byte> rest = payload.subspan(static_cast<std::size_t>(straight));
+    const std::span<const std::byte> rest = payload.subspan(straight);
     const std::span<std::byte> copy = take(whole_blocks(header.length - straight));
     std::fill(std::copy(rest.begin(), rest.end(), copy.begin()), copy.end(), std::byte{0});
   }
@@ -85,9 +85,8 @@ void RecordRead::start(SegmentFile& segment, std::int64_t at, std::int64_t lengt
   const std::int64_t rest = length - straight;
   const std::span<std::byte> own = buffer.get(kBlockBytes + whole_blocks(rest));
   header_ = own.first(kBlockBytes);
-  rest_ = own.subspan(kBlockBytes, static_cast<std::size_t>(straight > 0 ? rest : 0));
-  payload_ = straight > 0 ? to.first(static_cast<std::size_t>(length))
-                          : own.subspan(kBlockBytes, static_cast<std::size_t>(length));
+  rest_ = own.subspan(kBlockBytes, straight > 0 ? rest : 0);
+  payload_ = straight > 0 ? to.first(length) : own.subspan(kBlockBytes, length);
   file = &segment.file();
   kind = Kind::read;
   tried = false;

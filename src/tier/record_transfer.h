@@ -62,7 +62,7 @@ class RecordRead : public IoOp {
 template <class Transfer>
 class TransferPool {
  public:
-  explicit TransferPool(int count) : all_(static_cast<std::size_t>(count)) {}
+  explicit TransferPool(int count) : all_(count) {}
 
   /// For a new batch; none is under way.
   void reset() {

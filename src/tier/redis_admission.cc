@@ -39,7 +39,7 @@ std::vector<std::string> look_up(const std::string& host) {
 RedisEndpoint endpoint_of(const RedisAddress& address) { return {address, address.host, look_up(address.host)}; }
 
 bool same_network(const IpAddress& a, const IpAddress& b, int bits) {
-  const auto whole = static_cast<std::size_t>(bits / 8);
+  const std::size_t whole = bits / 8;
   if (std::memcmp(a.data(), b.data(), whole) != 0) return false;
   return bits % 8 == 0 || (a[whole] ^ b[whole]) >> (8 - bits % 8) == 0;
 }

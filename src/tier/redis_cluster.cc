@@ -98,8 +98,7 @@ void RedisCluster::run(std::span<const RedisOperation> operations, Deadline dead
   begin_run(operations.size());
   operations_ = operations;
   redirects_of_.assign(operations.size(), 0);
-  for (std::size_t i = 0; i < operations.size(); ++i)
-    dispatch(i, slots_[static_cast<std::size_t>(operations[i].slot)], false);
+  for (std::size_t i = 0; i < operations.size(); ++i) dispatch(i, slots_[operations[i].slot], false);
   exchange(deadline);
   end_run(true);
   drop_all.keep();
@@ -198,7 +197,7 @@ void RedisCluster::on_answer(Node& node, std::size_t operation, const redisReply
       ++redirects_;
       Node* to = admit(redirect.to, node);
       if (redirect.kind == RedisRedirect::Kind::moved) {
-        slots_[static_cast<std::size_t>(redirect.slot)] = to;
+        slots_[redirect.slot] = to;
         slots_stale_ = true;
       }
       if (++redirects_of_[operation] > kMaxRedirects) to = nullptr;

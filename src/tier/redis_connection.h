@@ -38,7 +38,7 @@ struct FreeReply {
 };
 using Reply = std::unique_ptr<redisReply, FreeReply>;
 inline std::string_view text_of(const redisReply& reply) {
-  return reply.str == nullptr ? std::string_view() : std::string_view(reply.str, static_cast<std::size_t>(reply.len));
+  return reply.str == nullptr ? std::string_view() : std::string_view(reply.str, reply.len);
 }
 
 /// Null: there will be no reply.

@@ -33,15 +33,14 @@ ReplyGate::Verdict ReplyGate::look(std::span<const char> bytes, const ReplyLimit
     if (bulk_left_ > 0) {
       const std::int64_t size = std::min<std::int64_t>(bulk_left_, static_cast<std::int64_t>(rest.size()));
       for (std::int64_t i = std::max<std::int64_t>(0, bulk_left_ - 2); i < size; ++i)
-        if (rest[static_cast<std::size_t>(i)] != kLineEnd[static_cast<std::size_t>(i - bulk_left_ + 2)])
+        if (rest[i] != kLineEnd[i - bulk_left_ + 2])
           return refuse(FailureReason::not_redis, "a string without a line end");
       bulk_left_ -= size;
-      taken += static_cast<std::size_t>(size);
+      taken += size;
       if (bulk_left_ == 0) verdict = end_element();
     } else {
       const void* end = std::memchr(rest.data(), '\n', rest.size());
-      const std::size_t size =
-          end == nullptr ? rest.size() : static_cast<std::size_t>(static_cast<const char*>(end) - rest.data()) + 1;
+      const std::size_t size = end == nullptr ? rest.size() : (static_cast<const char*>(end) - rest.data()) + 1;
       if (static_cast<std::int64_t>(line_.size() + size) > kMaxLineBytes)
         return refuse(FailureReason::reply_too_large, fmt::format("a line of more than {} bytes", kMaxLineBytes));
       line_.append(rest.data(), size);

@@ -104,7 +104,7 @@ std::size_t RedisSocket::write(std::span<const iovec> pieces) {
     message.msg_iovlen = pieces.size();
     const ssize_t sent = ::sendmsg(fd_, &message, MSG_NOSIGNAL);
     if (sent < 0 && !try_later(errno)) fail_system(errno);
-    return sent < 0 ? 0 : static_cast<std::size_t>(sent);
+    return sent < 0 ? 0 : sent;
   }
   if (!sealed_.empty()) write_sealed();
   if (!sealed_.empty() || failed()) return 0;
@@ -127,7 +127,7 @@ std::size_t RedisSocket::write_sealed() {
     return 0;
   }
   sealed_.erase(sealed_.begin(), sealed_.begin() + sent);
-  return static_cast<std::size_t>(sent);
+  return sent;
 }
 
 std::size_t RedisSocket::read(std::span<char> to) {
@@ -136,7 +136,7 @@ std::size_t RedisSocket::read(std::span<char> to) {
   const ssize_t got = ::recv(fd_, to.data(), to.size(), 0);
   if (got < 0 && !try_later(errno)) fail_system(errno);
   if (got == 0) fail(FailureReason::disconnected, "it closed the connection");
-  return got < 0 ? 0 : static_cast<std::size_t>(got);
+  return got < 0 ? 0 : got;
 }
 
 std::size_t RedisSocket::read_sealed(std::span<char> to) {
@@ -148,7 +148,7 @@ std::size_t RedisSocket::read_sealed(std::span<char> to) {
       fail_tls(got);
       return size;
     }
-    size += static_cast<std::size_t>(got);
+    size += got;
     heard_ = true;
   }
   more_ = true;

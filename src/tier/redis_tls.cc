@@ -25,14 +25,14 @@ bool try_later(int error) { return error == EAGAIN || error == EWOULDBLOCK || er
 
 int write_socket(BIO* bio, const char* data, int size) {
   BIO_clear_retry_flags(bio);
-  const ssize_t sent = ::send(fd_of(bio), data, static_cast<std::size_t>(size), MSG_NOSIGNAL);
+  const ssize_t sent = ::send(fd_of(bio), data, size, MSG_NOSIGNAL);
   if (sent < 0 && try_later(errno)) BIO_set_retry_write(bio);
   return static_cast<int>(sent);
 }
 
 int read_socket(BIO* bio, char* data, int size) {
   BIO_clear_retry_flags(bio);
-  const ssize_t got = ::recv(fd_of(bio), data, static_cast<std::size_t>(size), 0);
+  const ssize_t got = ::recv(fd_of(bio), data, size, 0);
   if (got < 0 && try_later(errno)) BIO_set_retry_read(bio);
   return static_cast<int>(got);
 }

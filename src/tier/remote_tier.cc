@@ -13,7 +13,7 @@ namespace kv4::tier {
 namespace {
 
 std::span<const std::byte> bytes_of(const redisReply& reply) {
-  return {reinterpret_cast<const std::byte*>(reply.str), static_cast<std::size_t>(reply.len)};
+  return {reinterpret_cast<const std::byte*>(reply.str), reply.len};
 }
 
 class RemoteTier final : public Tier {
@@ -172,12 +172,12 @@ void RemoteTier::take(GetRequest& request, const redisReply& reply) {
     request.status = GetStatus::damaged;
     return;
   }
-  const std::span<const std::byte> stored = value.subspan(static_cast<std::size_t>(header.header_bytes()));
+  const std::span<const std::byte> stored = value.subspan(header.header_bytes());
   const std::int64_t bytes = payload_bytes(header.version, header.kind, header.length);
   request.bytes = bytes;
   const bool fits = std::ssize(request.to) >= bytes;
-  std::vector<std::byte> own(static_cast<std::size_t>(fits ? 0 : bytes));  // a forged length is not told either
-  const std::span<std::byte> payload = fits ? request.to.first(static_cast<std::size_t>(bytes)) : std::span(own);
+  std::vector<std::byte> own(fits ? 0 : bytes);  // a forged length is not told either
+  const std::span<std::byte> payload = fits ? request.to.first(bytes) : std::span(own);
   RecordRefusal refusal = options_.guard->open(header, stored, payload);
   // The copy is what is checked: it is what the caller uses. A key has looked at its own already.
   if (refusal == RecordRefusal::none && header.kind != RecordKind::sealed &&

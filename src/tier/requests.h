@@ -14,7 +14,7 @@ namespace kv4::tier {
 /// Of ids that the cache itself asks for: their keys are digests already.
 struct RecordIdHash {
   std::size_t operator()(const RecordId& id) const {
-    return static_cast<std::size_t>(load_le<std::uint64_t>(id.key.data()) ^ (id.tenant * 0x9e3779b97f4a7c15u));
+    return load_le<std::uint64_t>(id.key.data()) ^ (id.tenant * 0x9e3779b97f4a7c15u);
   }
 };
 

@@ -94,14 +94,13 @@ std::span<std::byte> BlockBuffer::get(std::int64_t bytes) {
     const bool large = bytes >= kHugePagesFrom;
     const std::int64_t alignment = large ? kHugePageBytes : kBlockBytes;
     const std::int64_t size = (bytes + alignment - 1) / alignment * alignment;
-    memory_.reset(static_cast<std::byte*>(
-        std::aligned_alloc(static_cast<std::size_t>(alignment), static_cast<std::size_t>(size))));
+    memory_.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, size)));
     if (!memory_) throw std::bad_alloc();
     // A transfer takes hold of every page: 512 times fewer.
-    if (large) (void)::madvise(memory_.get(), static_cast<std::size_t>(size), MADV_HUGEPAGE);
+    if (large) (void)::madvise(memory_.get(), size, MADV_HUGEPAGE);
     bytes_ = bytes;
   }
-  return {memory_.get(), static_cast<std::size_t>(bytes)};
+  return std::span(memory_.get(), bytes);
 }
 
 std::string describe(const OpenedSegment& opened) {
@@ -223,7 +222,7 @@ SegmentContents SegmentFile::scan(BlockBuffer& buffer, std::int64_t from) {
         }
       }
     }
-    const std::span<std::byte> block = chunk.subspan(static_cast<std::size_t>(offset - chunk_offset), kBlockBytes);
+    const std::span<std::byte> block = chunk.subspan(offset - chunk_offset, kBlockBytes);
     ParsedHeader parsed = parse_at(offset, block);
     if (parsed.refusal != RecordRefusal::none && !is_zero(block) && read_all(*file_, offset, block).ok())
       parsed = parse_at(offset, block);
@@ -281,7 +280,7 @@ ReadRecord SegmentFile::read(std::int64_t offset, std::int64_t length, BlockBuff
   for (int attempt = 0; attempt < 2; ++attempt) {
     const IoStatus status = read_all(*file_, offset, bytes);
     if (!status.ok()) return {RecordRefusal::too_short, status, {}, {}};
-    record = check(offset, bytes.first(kBlockBytes), bytes.subspan(kBlockBytes, static_cast<std::size_t>(length)));
+    record = check(offset, bytes.first(kBlockBytes), bytes.subspan(kBlockBytes, length));
     if (record.refusal == RecordRefusal::none) break;
   }
   return record;
@@ -290,8 +289,7 @@ ReadRecord SegmentFile::read(std::int64_t offset, std::int64_t length, BlockBuff
 bool SegmentFile::is_sound(const FoundRecord& record, std::span<const std::byte> bytes) const {
   const std::span<const std::byte> block = bytes.first(kBlockBytes);
   if (record.header.kind != RecordKind::dead)
-    return check(record.offset, block, bytes.subspan(kBlockBytes, static_cast<std::size_t>(record.header.length)))
-               .refusal == RecordRefusal::none;
+    return check(record.offset, block, bytes.subspan(kBlockBytes, record.header.length)).refusal == RecordRefusal::none;
   const ParsedHeader parsed = parse_at(record.offset, block);
   return parsed.refusal == RecordRefusal::none && parsed.header.kind == RecordKind::dead;
 }
@@ -320,8 +318,7 @@ IoStatus SegmentFile::write_again(std::span<const FoundRecord> records, BlockBuf
     for (int attempt = 0; attempt < 2 && !sound; ++attempt) {  // the damage may be on the way
       if (const IoStatus status = read_all(*file_, offset, chunk); !status.ok()) return status;
       sound = std::all_of(some.begin(), some.end(), [&](const FoundRecord& record) {
-        return is_sound(record, chunk.subspan(static_cast<std::size_t>(record.offset - offset),
-                                              static_cast<std::size_t>(bytes_of(record))));
+        return is_sound(record, chunk.subspan(record.offset - offset, bytes_of(record)));
       });
     }
     IoStatus status;

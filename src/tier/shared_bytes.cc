@@ -28,7 +28,7 @@ SharedBytes BytesPool::take(std::size_t size) try {
       if (bytes > max_bytes_) return {};
       free_others(bytes);
       if (allocated_bytes_ + bytes > max_bytes_) return {};
-      buffer = static_cast<std::byte*>(::operator new(static_cast<std::size_t>(bytes), kAlignment, std::nothrow));
+      buffer = static_cast<std::byte*>(::operator new(bytes, kAlignment, std::nothrow));
       if (buffer == nullptr) return {};
       allocated_bytes_ += bytes;
     }

@@ -93,10 +93,10 @@ struct TierQueue::Core {
         write_pool(BytesPool::make(options.max_write_bytes)),
         read_pool(BytesPool::make(options.max_read_bytes)),
         read_batch(tier->read_batch() > 0 ? tier->read_batch() : options.batch_requests),
-        lanes(1 + static_cast<std::size_t>(std::max(1, tier->read_threads()))),
+        lanes(1 + std::max(1, tier->read_threads())),
         breaker(options.breaker),
         stale(options.max_stale_ids) {
-    const auto most = static_cast<std::size_t>(options.batch_requests);
+    const std::size_t most = options.batch_requests;
     lanes.front().writes.reserve(most);
     lanes.front().puts.reserve(most);
     lanes.front().removes.reserve(most);
@@ -249,7 +249,7 @@ bool TierQueue::Core::accept(Write write) noexcept {
 }
 
 void TierQueue::Core::reserve_results(std::int64_t more) {
-  const std::size_t most = results.size() + static_cast<std::size_t>(more);
+  const std::size_t most = results.size() + more;
   if (results.capacity() < most) results.reserve(2 * most);
 }
 
@@ -680,7 +680,7 @@ TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline
   // Buffers only for what may be there.
   std::erase_if(job->waiting, [&](ReadJob::Waiting& waiting) {
     ReadRequest& request = waiting.request;
-    if (!request.to) request.to = core_->read_pool->take(static_cast<std::size_t>(request.max_bytes));
+    if (!request.to) request.to = core_->read_pool->take(request.max_bytes);
     if (!request.to) core_->count(job->results[waiting.result], false);
     return !request.to;
   });
@@ -715,7 +715,7 @@ TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
 std::vector<WriteResult> TierQueue::drain() {
   const std::lock_guard lock(core_->mutex);
   std::vector<WriteResult> next;
-  next.reserve(static_cast<std::size_t>(core_->open_writes));  // as reserve_results()
+  next.reserve(core_->open_writes);  // as reserve_results()
   return std::exchange(core_->results, std::move(next));
 }
 

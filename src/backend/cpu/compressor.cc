@@ -19,7 +19,7 @@ ops::RowType read_as(DType stored, DType pending) {
 void Compressor::find_rows(const Window& window, ops::SourceRow* rows) const {
   const ops::PendingDesc& p = kind_.pending;
   const auto [part, next, begin, count, column] = window;
-  const std::size_t gate = static_cast<std::size_t>(p.columns) * element_bytes(p.dtype);  // behind its kv
+  const std::size_t gate = p.columns * element_bytes(p.dtype);  // behind its kv
   std::int64_t phase = begin % kind_.ratio;
   for (int i = 0; i < count; ++i) {
     const float* bias = kind_.bias + phase * p.columns + column;
@@ -84,7 +84,7 @@ void Compressor::advance(const ops::StepRecord& part, RowBuffers& buffers) const
   if (to <= from) return;
   const std::int64_t begin = to / kind_.ratio * kind_.ratio;  // begin of the span of `to`
   if (to > begin) {
-    const std::size_t bytes = static_cast<std::size_t>(3 * width()) * sizeof(float);
+    const std::size_t bytes = 3 * width() * sizeof(float);
     const bool fresh = from <= begin;
     if (!fresh) std::memcpy(buffers.acc.data(), accumulator(part.read_slot), bytes);
     fold(part, std::max(from, begin), to, fresh, buffers.acc.data());
@@ -98,7 +98,7 @@ void Compressor::store_pending(const ops::StepRecord& part, const ops::StepRecor
   if (part.position < part.end() - p.rows) return;
   const std::int64_t token = part.token_of(part.position);
   std::uint8_t* row = p.ring.at(part.write_slot, part.position % p.rows);
-  const std::size_t gate = static_cast<std::size_t>(p.columns) * element_bytes(p.dtype);
+  const std::size_t gate = p.columns * element_bytes(p.dtype);
   const std::uint8_t* next_row = next == nullptr ? row : stored_kv(next->write_slot, next->position, 0);
   const std::int64_t next_token = next == nullptr ? token : token + 1;
   kernels_.convert({p.columns, input_row(kv_, token), kv_.dtype, row, p.dtype, input_row(kv_, next_token), next_row});
@@ -108,7 +108,7 @@ void Compressor::store_pending(const ops::StepRecord& part, const ops::StepRecor
 
 void Compressor::save_span(const ops::StepRecord& part, std::int64_t end, std::uint8_t* out) const {
   const ops::PendingDesc& p = kind_.pending;
-  const std::size_t half = static_cast<std::size_t>(width()) * element_bytes(p.dtype);
+  const std::size_t half = width() * element_bytes(p.dtype);
   for (std::int64_t at = end - kind_.ratio; at < end; ++at, out += 2 * half) {
     if (at >= part.length) {
       const std::int64_t token = part.token_of(at);
@@ -126,8 +126,7 @@ void Compressor::pool_open(const ops::StepRecord& part, std::int64_t end, RowBuf
   const std::int64_t begin = (end - 1) / kind_.ratio * kind_.ratio;
   const std::int64_t folded = fold_watermark(part.read_slot);
   const bool fresh = folded <= begin;
-  if (!fresh)
-    std::memcpy(buffers.acc.data(), accumulator(part.read_slot), static_cast<std::size_t>(3 * width()) * sizeof(float));
+  if (!fresh) std::memcpy(buffers.acc.data(), accumulator(part.read_slot), 3 * width() * sizeof(float));
   fold(part, std::max(begin, folded), end, fresh, buffers.acc.data());
 }
 

@@ -10,8 +10,7 @@ namespace kv4::cpu {
 
 /// A token's row of an input tensor, from `column` on.
 inline const std::uint8_t* input_row(const ops::InputDesc& in, std::int64_t token, int column = 0) {
-  return static_cast<const std::uint8_t*>(in.data) +
-         static_cast<std::size_t>(token * in.row_stride + column) * element_bytes(in.dtype);
+  return static_cast<const std::uint8_t*>(in.data) + (token * in.row_stride + column) * element_bytes(in.dtype);
 }
 
 /// The compressor of one row kind. `part`: the request, its tokens in the step, and where its rows are read and
@@ -51,7 +50,7 @@ class Compressor {
   const std::uint8_t* later_stored(const Window& window, std::int64_t position) const;
   const std::uint8_t* stored_kv(std::int32_t slot, std::int64_t position, int column) const {
     const ops::PendingDesc& p = kind_.pending;
-    return p.ring.at(slot, position % p.rows) + static_cast<std::size_t>(column) * element_bytes(p.dtype);
+    return p.ring.at(slot, position % p.rows) + column * element_bytes(p.dtype);
   }
   // Folds [begin, end) into acc; fresh: acc is overwritten.
   void fold(const ops::StepRecord& part, std::int64_t begin, std::int64_t end, bool fresh, float* acc) const;

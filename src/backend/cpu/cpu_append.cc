@@ -15,10 +15,8 @@ void save_undo_row(const ops::WindowDesc& w, int window_tokens, const ops::StepR
   const std::int64_t overwritten = std::int64_t{token.position} - w.rows, slot = token.write_slot;
   if (overwritten < 0 || overwritten != token.length - window_tokens || w.undo_position(slot) == overwritten) return;
   const std::int64_t row = overwritten % w.rows;
-  std::memcpy(w.undo_row.payload.at(slot, 0), w.ring.payload.at(slot, row),
-              static_cast<std::size_t>(w.ring.payload.row_stride));
-  std::memcpy(w.undo_row.scale.at(slot, 0), w.ring.scale.at(slot, row),
-              static_cast<std::size_t>(w.ring.scale.row_stride));
+  std::memcpy(w.undo_row.payload.at(slot, 0), w.ring.payload.at(slot, row), w.ring.payload.row_stride);
+  std::memcpy(w.undo_row.scale.at(slot, 0), w.ring.scale.at(slot, row), w.ring.scale.row_stride);
   w.undo_position(slot) = static_cast<std::int32_t>(overwritten);
 }
 
@@ -123,8 +121,8 @@ void write_window_row(const RowKernels& kernels, const ops::AppendParams& params
   std::uint8_t* scale = w.scratch.scale.at(0, index);
   quantise(payload, scale);
   if (token.position < token.end() - w.rows) return;
-  std::memcpy(ring_payload, payload, static_cast<std::size_t>(w.ring.payload.row_stride));
-  std::memcpy(ring_scale, scale, static_cast<std::size_t>(w.ring.scale.row_stride));
+  std::memcpy(ring_payload, payload, w.ring.payload.row_stride);
+  std::memcpy(ring_scale, scale, w.ring.scale.row_stride);
 }
 
 // The next token, within a short distance, that closes an entry whose other rows are all stored.

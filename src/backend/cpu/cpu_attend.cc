@@ -113,7 +113,7 @@ int group_heads(int num_heads, std::int64_t tokens, int threads) {
 
 void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, int first_head, int heads, int worker) {
   const int width = p.layer.window.ring.shape.width, stride = attend_stride(width);
-  AttendBuffers& b = attend_buffers_[static_cast<std::size_t>(worker)];
+  AttendBuffers& b = attend_buffers_[worker];
   kernels_.convert(
       {std::int64_t{heads} * width, input_row(p.q, token, first_head * width), p.q.dtype, b.heads.data(), DType::f32});
   const int lanes = padded_heads(heads);
@@ -142,7 +142,7 @@ void CpuBackend::attend_heads(const ops::AttendParams& p, std::int64_t token, in
       rotate ? inverse_angles(kernels_, p.inverse_rope, p.step.tokens[token].position, buffers(worker))
              : InverseAngles{};
   for (int h = 0; h < heads; ++h) {
-    const ops::Attention state{b.max[static_cast<std::size_t>(h)], b.sum[static_cast<std::size_t>(h)]};
+    const ops::Attention state{b.max[h], b.sum[h]};
     const ops::AttentionEnd end =
         ops::end_attention(state, p.sink != nullptr && !padded ? p.sink + first_head + h : nullptr);
     float* acc = b.acc.data() + h * stride;

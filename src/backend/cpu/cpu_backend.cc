@@ -32,18 +32,16 @@ std::shared_ptr<Backend> make_cpu_backend_on(int threads, const RowKernels& kern
 
 std::byte* CpuBackend::allocate(std::int64_t bytes) {
   if (bytes == 0) return nullptr;
-  void* memory = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   require(memory != MAP_FAILED, ErrorCode::out_of_memory,
           "the system refused {} bytes; ask for fewer blocks, requests or step tokens", bytes);
   constexpr std::int64_t kHugePage = 2 << 20;
-  if (bytes >= 16 * kHugePage)
-    madvise(memory, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);  // only advice: fewer page walks
+  if (bytes >= 16 * kHugePage) madvise(memory, bytes, MADV_HUGEPAGE);  // only advice: fewer page walks
   return static_cast<std::byte*>(memory);
 }
 
 void CpuBackend::deallocate(std::byte* memory, std::int64_t bytes) {
-  if (memory != nullptr) munmap(memory, static_cast<std::size_t>(bytes));
+  if (memory != nullptr) munmap(memory, bytes);
 }
 
 void CpuBackend::fit_buffers(int width, int num_sources, int attend_heads) {
@@ -56,16 +54,12 @@ void CpuBackend::fit_buffers(int width, int num_sources, int attend_heads) {
   }
 }
 
-void CpuBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) {
-  std::memcpy(to, from, static_cast<std::size_t>(bytes));
-}
+void CpuBackend::copy(std::byte* to, const std::byte* from, std::int64_t bytes) { std::memcpy(to, from, bytes); }
 
-void CpuBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) {
-  std::memset(memory, value, static_cast<std::size_t>(bytes));
-}
+void CpuBackend::fill(std::byte* memory, std::uint8_t value, std::int64_t bytes) { std::memset(memory, value, bytes); }
 
 void CpuBackend::copy_pieces(std::span<const ops::CopyPiece> pieces) {
-  for (const ops::CopyPiece& p : pieces) std::memcpy(p.to, p.source(), static_cast<std::size_t>(p.bytes));
+  for (const ops::CopyPiece& p : pieces) std::memcpy(p.to, p.source(), p.bytes);
 }
 
 void CpuBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<std::byte> host) {
@@ -73,10 +67,10 @@ void CpuBackend::read_pieces(std::span<const ops::CopyPiece> pieces, std::span<s
   std::uint8_t* at = reinterpret_cast<std::uint8_t*>(host.data());
   std::uint8_t* const end = at + host.size();
   for (const ops::CopyPiece& p : pieces) {
-    std::memset(at, 0, static_cast<std::size_t>(p.to - at));
+    std::memset(at, 0, p.to - at);
     at = p.to + p.bytes;
   }
-  std::memset(at, 0, static_cast<std::size_t>(end - at));
+  std::memset(at, 0, end - at);
   copy_pieces(pieces);
 }
 

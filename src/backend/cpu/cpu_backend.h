@@ -16,10 +16,7 @@ namespace kv4::cpu {
 class CpuBackend final : public Backend {
  public:
   CpuBackend(int threads, const RowKernels& kernels)
-      : kernels_(kernels),
-        pool_(threads),
-        buffers_(static_cast<std::size_t>(threads)),
-        attend_buffers_(static_cast<std::size_t>(threads)) {}
+      : kernels_(kernels), pool_(threads), buffers_(threads), attend_buffers_(threads) {}
 
   bool on_host() const override { return true; }
   std::byte* allocate(std::int64_t bytes) override;
@@ -73,7 +70,7 @@ class CpuBackend final : public Backend {
                    std::int64_t min_keys, const std::function<float*(std::int64_t)>& scores_of, int worker);
   void attend_heads(const ops::AttendParams& params, std::int64_t token, int first_head, int heads, int worker);
   void fit_buffers(int width, int num_sources = 0, int attend_heads = 0);
-  RowBuffers& buffers(int worker) { return buffers_[static_cast<std::size_t>(worker)]; }
+  RowBuffers& buffers(int worker) { return buffers_[worker]; }
 
   const RowKernels& kernels_;
   ThreadPool pool_;

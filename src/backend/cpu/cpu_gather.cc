@@ -13,14 +13,9 @@ struct RowOut {
   const ops::OutputDesc& out;
   std::size_t row_bytes;
 
-  RowOut(const ops::OutputDesc& o, int width)
-      : out(o), row_bytes(static_cast<std::size_t>(width) * element_bytes(o.dtype)) {}
-  void* at(std::int64_t row) const {
-    return static_cast<std::uint8_t*>(out.data) + static_cast<std::size_t>(row) * row_bytes;
-  }
-  void zero(std::int64_t row, std::int64_t rows = 1) const {
-    std::memset(at(row), 0, static_cast<std::size_t>(rows) * row_bytes);
-  }
+  RowOut(const ops::OutputDesc& o, int width) : out(o), row_bytes(width * element_bytes(o.dtype)) {}
+  void* at(std::int64_t row) const { return static_cast<std::uint8_t*>(out.data) + row * row_bytes; }
+  void zero(std::int64_t row, std::int64_t rows = 1) const { std::memset(at(row), 0, rows * row_bytes); }
 };
 
 // Decodes `count` rows of a block.

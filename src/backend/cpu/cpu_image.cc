@@ -13,10 +13,10 @@ void CpuBackend::save_image(std::span<const ops::LayerDesc> layers, const ImageL
   copy_pieces(pieces_to_image(layers, layout, slot, reinterpret_cast<std::uint8_t*>(image)));
   RowBuffers& buffer = buffers(0);
   for (const PendingPart& part : layout.pending) {
-    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
     if (kind.overlap || part.open_count == 0) continue;
     const int width = kind.page.shape.width;
-    const std::size_t bytes = static_cast<std::size_t>(3 * width) * sizeof(float);
+    const std::size_t bytes = 3 * width * sizeof(float);
     fit_buffers(width);
     if (kind.bias != nullptr) {
       ops::StepRecord stored;
@@ -36,7 +36,7 @@ void CpuBackend::restore_image(std::span<const ops::LayerDesc> layers, const Ima
                                const std::byte* image) {
   copy_pieces(pieces_from_image(layers, layout, slot, reinterpret_cast<const std::uint8_t*>(image)));
   for (const PendingPart& part : layout.pending) {
-    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
     if (!kind.overlap)
       kind.pending.fold_watermarks[slot * kind.pending.fold_watermark_stride] = static_cast<std::int32_t>(part.length);
   }
@@ -55,8 +55,7 @@ void CpuBackend::save_boundaries(const ops::BoundaryParams& params) {
         const ops::RowPlanes& rows = in_step ? w.scratch : w.ring;
         const std::int64_t block = in_step ? 0 : item.read_slot, row = in_step ? item.token_of(p) : p % w.rows;
         const auto copy = [&](const ops::Plane& plane, std::int64_t at) {
-          std::memcpy(image + at + (p - first) * plane.row_stride, plane.at(block, row),
-                      static_cast<std::size_t>(plane.row_stride));
+          std::memcpy(image + at + (p - first) * plane.row_stride, plane.at(block, row), plane.row_stride);
         };
         copy(rows.payload, params.payload_at);
         copy(rows.scale, params.scale_at);

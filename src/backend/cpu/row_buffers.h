@@ -18,9 +18,9 @@ struct RowBuffers {
   std::vector<ops::SourceRow> sources;  // of one entry of an overlapping kind
 
   void fit(int width, int num_sources) {
-    if (sources.size() < static_cast<std::size_t>(num_sources)) sources.resize(static_cast<std::size_t>(num_sources));
+    if (sources.size() < num_sources) sources.resize(num_sources);
     std::size_t n = 1;
-    while (n < static_cast<std::size_t>(width)) n *= 2;
+    while (n < width) n *= 2;
     if (row.size() >= n) return;
     acc.resize(3 * n);
     keys.resize(kScoreKeys * n);
@@ -39,8 +39,8 @@ struct AttendBuffers {
   AlignedVector<float> tmp;       // [attend_tmp]
 
   void fit(int num_heads, int width) {
-    const std::size_t h = static_cast<std::size_t>(padded_heads(num_heads)), w = static_cast<std::size_t>(width),
-                      stride = static_cast<std::size_t>(attend_stride(width));
+    const std::size_t h = padded_heads(num_heads), w = width,
+                      stride = attend_stride(width);
     const auto grow = [](auto& buffer, std::size_t n) {
       if (buffer.size() < n) buffer.resize(n);
     };
@@ -50,7 +50,7 @@ struct AttendBuffers {
     grow(acc, h * stride);
     grow(max, h);
     grow(sum, h);
-    grow(tmp, static_cast<std::size_t>(attend_tmp(width, num_heads)));
+    grow(tmp, attend_tmp(width, num_heads));
   }
 };
 

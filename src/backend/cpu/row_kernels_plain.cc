@@ -72,9 +72,9 @@ void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, c
 void prepare_query(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
                    float global, std::uint8_t* out) {
   if (format == Format::mxfp4) {
-    const std::size_t bytes = static_cast<std::size_t>(codec::Mxfp4::payload_bytes(shape));
+    const std::size_t bytes = codec::Mxfp4::payload_bytes(shape);
     std::memcpy(out, payload, bytes);
-    std::memcpy(out + bytes, scale, static_cast<std::size_t>(codec::Mxfp4::scale_bytes(shape)));
+    std::memcpy(out + bytes, scale, codec::Mxfp4::scale_bytes(shape));
   } else {
     decode(format, shape, payload, scale, global, out, DType::f32, nullptr);
   }

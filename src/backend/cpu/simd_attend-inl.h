@@ -28,7 +28,7 @@ static_assert(padded_heads(1) % 16 == 0, "an array over heads holds whole vector
 
 HWY_INLINE bool attends_in_vectors(int width) {
   const std::size_t lanes = hn::Lanes(DF());
-  return lanes <= 16 && static_cast<std::size_t>(width) % (kTileVectors * lanes) == 0;
+  return lanes <= 16 && width % (kTileVectors * lanes) == 0;
 }
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3_DL

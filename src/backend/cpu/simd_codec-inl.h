@@ -19,7 +19,7 @@ namespace kv4::cpu::HWY_NAMESPACE {
 template <ops::RowType kFrom, DType kTo>
 void convert_some(const ConvertArgs& a) {
   constexpr std::size_t kFromBytes = kFrom == ops::RowType::bf16 ? 2 : 4, kToBytes = kTo == DType::bf16 ? 2 : 4;
-  const std::size_t lanes = hn::Lanes(DF()), count = static_cast<std::size_t>(a.count);
+  const std::size_t lanes = hn::Lanes(DF()), count = a.count;
   const auto* read_later = static_cast<const std::uint8_t*>(a.read_later == nullptr ? a.from : a.read_later);
   const auto* write_later = static_cast<const std::uint8_t*>(a.write_later == nullptr ? a.to : a.write_later);
   for (std::size_t c = 0; c < count; c += lanes) {
@@ -34,7 +34,7 @@ void convert_some(const ConvertArgs& a) {
 }
 
 void convert(const ConvertArgs& a) {
-  if (static_cast<std::size_t>(a.count) % hn::Lanes(DF()) != 0) return plain_row_kernels().convert(a);
+  if (a.count % hn::Lanes(DF()) != 0) return plain_row_kernels().convert(a);
   using ops::RowType;
   if (a.from_type == DType::bf16)
     return a.to_type == DType::bf16 ? convert_some<RowType::bf16, DType::bf16>(a)
@@ -43,7 +43,7 @@ void convert(const ConvertArgs& a) {
 }
 
 void load_as_bf16(const void* from, DType type, int count_in, float* to) {
-  const std::size_t lanes = hn::Lanes(DF()), count = static_cast<std::size_t>(count_in);
+  const std::size_t lanes = hn::Lanes(DF()), count = count_in;
   if (count % lanes != 0) return plain_row_kernels().load_as_bf16(from, type, count_in, to);
   for (std::size_t c = 0; c < count; c += lanes) {
     const VF x =
@@ -165,7 +165,7 @@ alignas(16) constexpr std::uint8_t kRoundEven[16] = {0, 15, 16, 32, 32, 47, 48, 
 // x: bf16 bits. False if x contains an infinity or a NaN.
 HWY_INLINE bool encode_fp8_tile64(codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
                                   std::uint8_t* scale) {
-  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail;
+  const std::size_t tail = shape.tail, body = shape.width - tail;
   if (tail % hn::Lanes(D16()) != 0) return false;
   std::uint32_t most = tail > 0 ? largest_magnitude(x + body, tail) : 0;
   for (std::size_t t = 0; t < body / kTile; ++t) {
@@ -208,7 +208,7 @@ struct DividedRounding {
 HWY_INLINE bool encode_fp8_row(codec::RowShape shape, const std::uint16_t* x, std::uint8_t* payload,
                                std::uint8_t* scale) {
   static const DividedRounding divided;
-  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = static_cast<std::size_t>(shape.width) - tail;
+  const std::size_t tail = shape.tail, body = shape.width - tail;
   if (body % kTile != 0 || tail % hn::Lanes(D16()) != 0) return false;
   const std::uint32_t amax = largest_magnitude(x, body);
   if (amax >= 0x7F80 || (tail > 0 && largest_magnitude(x + body, tail) > 0x7F80)) return false;
@@ -237,7 +237,7 @@ HWY_INLINE bool encode_fp8(Format format, codec::RowShape shape, const std::uint
 HWY_INLINE bool encode_fp8(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload,
                            std::uint8_t* scale) {
   std::uint16_t row[kMaxRowWidth];
-  const std::size_t width = static_cast<std::size_t>(shape.width);
+  const std::size_t width = shape.width;
   if (width > kMaxRowWidth) return false;
   for (std::size_t c = 0; c < width; c += hn::Lanes(DF())) store_bf16_bits(bits(hn::LoadU(DF(), x + c)), row + c);
   return encode_fp8(format, shape, row, payload, scale);
@@ -287,8 +287,8 @@ HWY_INLINE bool encode_nvfp4(std::size_t width, const float* x, std::uint8_t* pa
 
 void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale,
             float global) {
-  const std::size_t lanes = hn::Lanes(DF()), width = static_cast<std::size_t>(shape.width);
-  const std::size_t tail = static_cast<std::size_t>(shape.tail), body = width - tail;
+  const std::size_t lanes = hn::Lanes(DF()), width = shape.width;
+  const std::size_t tail = shape.tail, body = width - tail;
   const bool whole = body % lanes == 0 && tail % lanes == 0 && body > 0;
   bool done = false;
   switch (format) {
@@ -547,8 +547,7 @@ HWY_INLINE bool decode_nvfp4(const std::uint8_t* payload, const std::uint8_t* sc
 template <DType kOut>
 void decode_as(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale,
                float global, void* out, float* tmp) {
-  const std::size_t lanes = hn::Lanes(DF()), width = static_cast<std::size_t>(shape.width),
-                    tail = static_cast<std::size_t>(shape.tail);
+  const std::size_t lanes = hn::Lanes(DF()), width = shape.width, tail = shape.tail;
   const std::size_t body = width - tail;
   const bool fits = body % lanes == 0 && tail % lanes == 0;
   [[maybe_unused]] std::uint16_t* out16 = static_cast<std::uint16_t*>(out);

@@ -37,7 +37,7 @@ HWY_INLINE PoolVector pool_add(PoolVector p, VF gate, VF kv) {
 
 // Prefetches into L2: rows a page apart share a few sets of L1 and would evict each other.
 HWY_INLINE void fetch_later(const ops::SourceRow& row, std::size_t byte) {
-  const std::size_t at = byte * static_cast<std::size_t>(row.fetch_pace);
+  const std::size_t at = byte * row.fetch_pace;
   for (const void* later : row.fetch) __builtin_prefetch(static_cast<const std::uint8_t*>(later) + at, 0, 2);
 }
 
@@ -77,9 +77,8 @@ void fold_typed(std::size_t width, const ops::SourceRow* rows, bool fresh, float
 // Folds rows of one type four at a time. The type changes at most once, where stored rows end and the step's rows
 // begin.
 void fold(int width, const ops::SourceRow* rows, int count, bool fresh, float* acc) {
-  if (count == 0 || static_cast<std::size_t>(width) % hn::Lanes(DF()) != 0)
-    return plain_row_kernels().fold(width, rows, count, fresh, acc);
-  const std::size_t w = static_cast<std::size_t>(width);
+  if (count == 0 || width % hn::Lanes(DF()) != 0) return plain_row_kernels().fold(width, rows, count, fresh, acc);
+  const std::size_t w = width;
   while (count > 0) {
     const bool four =
         count >= 4 && rows[0].type == rows[1].type && rows[0].type == rows[2].type && rows[0].type == rows[3].type;
@@ -107,7 +106,7 @@ struct OwnType {
 
 void mean(int width_in, const float* acc, float* row) {
   const DF d;
-  const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(width_in);
+  const std::size_t lanes = hn::Lanes(d), width = width_in;
   if (width % lanes != 0) return plain_row_kernels().mean(width_in, acc, row);
   for (std::size_t c = 0; c < width; c += lanes)
     hn::StoreU(round_bf16(hn::Div(hn::LoadU(d, acc + 2 * width + c), hn::LoadU(d, acc + width + c))), d, row + c);
@@ -150,7 +149,7 @@ void pool_typed(std::size_t width, const ops::SourceRow* rows, float* out) {
 
 // An entry of V4's overlapping layers pools eight rows, a request's first entry four.
 void pool(int width, const ops::SourceRow* rows, int count, float* acc, float* out) {
-  const std::size_t w = static_cast<std::size_t>(width);
+  const std::size_t w = width;
   if ((count != 4 && count != 8) || w % hn::Lanes(DF()) != 0)
     return plain_row_kernels().pool(width, rows, count, acc, out);
   count == 8 ? pool_typed<8>(w, rows, out) : pool_typed<4>(w, rows, out);
@@ -159,7 +158,7 @@ void pool(int width, const ops::SourceRow* rows, int count, float* acc, float* o
 void angles(const RopeAngles& table, std::int64_t position, float* cos, float* sin) {
   const hn::ScalableTag<double> d;
   const hn::Rebind<float, decltype(d)> df;
-  const std::size_t pairs = static_cast<std::size_t>(table.pairs), lanes = hn::Lanes(d);
+  const std::size_t pairs = table.pairs, lanes = hn::Lanes(d);
   if (pairs % lanes != 0) return plain_row_kernels().angles(table, position, cos, sin);
   const double* high = table.high + 2 * (position >> RopeAngles::kLowBits) * table.pairs;
   const double* low = table.low + 2 * (position & ((1 << RopeAngles::kLowBits) - 1)) * table.pairs;
@@ -195,8 +194,7 @@ HWY_INLINE float square_sum(const float* x, std::size_t n, float* tmp) {
 // A row with an infinity or a NaN takes the plain code.
 void finish(const FinishArgs& a) {
   const DF d;
-  const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(a.width),
-                    pairs = static_cast<std::size_t>(a.pairs);
+  const std::size_t lanes = hn::Lanes(d), width = a.width, pairs = a.pairs;
   if ((width & (width - 1)) != 0 || width < 2 * lanes || pairs % lanes != 0) return plain_row_kernels().finish(a);
   const float sum = square_sum(a.row, width, a.tmp);
   if (!(sum < INFINITY)) return plain_row_kernels().finish(a);
@@ -232,7 +230,7 @@ struct InnerStages {
 
 void hadamard(int width_in, float* x) {
   const DF d;
-  const std::size_t lanes = hn::Lanes(d), width = static_cast<std::size_t>(width_in);
+  const std::size_t lanes = hn::Lanes(d), width = width_in;
   if (width < lanes || lanes > InnerStages::kMaxLanes) return plain_row_kernels().hadamard(width_in, x);
   static const InnerStages stages;
   for (std::size_t c = 0; c < width; c += lanes) {

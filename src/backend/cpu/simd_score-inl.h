@@ -111,8 +111,7 @@ HWY_INLINE void transpose_words(const std::int32_t* rows, int words, std::int32_
   const DI d;
   const std::size_t lanes = hn::Lanes(d);
   const VI index = hn::Mul(hn::Iota(d, 0), hn::Set(d, words));
-  for (int j = 0; j < words; ++j)
-    hn::StoreU(hn::GatherIndex(d, rows + j, index), d, out + static_cast<std::size_t>(j) * lanes);
+  for (int j = 0; j < words; ++j) hn::StoreU(hn::GatherIndex(d, rows + j, index), d, out + j * lanes);
 }
 
 // kHeads heads from `head` on against one vector of keys. quads: [width / 4, lanes]; scales: [groups, lanes]
@@ -132,14 +131,14 @@ HWY_INLINE void score_heads(const ScoreQuery& query, int head, int width, const 
     VI acc[kHeads];
     for (int h = 0; h < kHeads; ++h) acc[h] = hn::Zero(di);
     for (int j = 0; j < kQuads; ++j) {
-      const VI k = hn::LoadU(di, quads + static_cast<std::size_t>(g * kQuads + j) * lanes);
+      const VI k = hn::LoadU(di, quads + (g * kQuads + j) * lanes);
       for (int h = 0; h < kHeads; ++h) {
         std::int32_t four;
         std::memcpy(&four, q[h].codes + g * kGroup + 4 * j, 4);
         acc[h] = add_quads(acc[h], k, hn::Set(di, four));
       }
     }
-    const VF key_scale = hn::LoadU(d, scales + static_cast<std::size_t>(g) * lanes);
+    const VF key_scale = hn::LoadU(d, scales + g * lanes);
     for (int h = 0; h < kHeads; ++h) {
       const VF group = hn::ConvertTo(d, hn::Sub(acc[h], hn::Set(di, q[h].surplus[g])));
       dots[h] = hn::Add(dots[h], hn::Mul(hn::Mul(group, key_scale), set(q[h].scales[g])));
@@ -189,15 +188,13 @@ inline void score_mxfp4(const ScoreArgs& a, int first) {
   const std::size_t lanes = hn::Lanes(DF());
   const int width = a.page.shape.width, groups = width / kGroup, words = width / 4;
   std::int32_t* rows = reinterpret_cast<std::int32_t*>(a.tmp);
-  std::int32_t* quads = rows + static_cast<std::size_t>(words) * lanes;
-  float* scales = reinterpret_cast<float*>(quads + static_cast<std::size_t>(words) * lanes);
+  std::int32_t* quads = rows + words * lanes;
+  float* scales = reinterpret_cast<float*>(quads + words * lanes);
   for (std::size_t i = 0; i < lanes; ++i) {
     const std::int64_t row = key_row(a, first, i);
-    expand_key(a.page.payload.at(a.block, row), width,
-               reinterpret_cast<std::uint8_t*>(rows + i * static_cast<std::size_t>(words)));
+    expand_key(a.page.payload.at(a.block, row), width, reinterpret_cast<std::uint8_t*>(rows + i * words));
     const std::uint8_t* scale = a.page.scale.at(a.block, row);
-    for (int g = 0; g < groups; ++g)
-      scales[static_cast<std::size_t>(g) * lanes + i] = codec::ue8m0_value(scale[g]) * 0.25f;
+    for (int g = 0; g < groups; ++g) scales[g * lanes + i] = codec::ue8m0_value(scale[g]) * 0.25f;
   }
   transpose_words(rows, words, quads);
   score_queries<kHeadsAtOnce>(a, first, [=](const ScoreQuery& query, auto many, int head, ScoreVector& sum) {
@@ -217,7 +214,7 @@ HWY_INLINE void score_values(const ScoreQuery& query, int head, int width, const
     q[h] = reinterpret_cast<const float*>(query.heads + (head + h) * query_bytes(width));
   }
   for (int c = 0; c < width; ++c) {
-    const VF k = hn::LoadU(d, channels + static_cast<std::size_t>(c) * lanes);
+    const VF k = hn::LoadU(d, channels + c * lanes);
     for (int h = 0; h < kHeads; ++h) dots[h] = hn::MulAdd(set(q[h][c]), k, dots[h]);
   }
   for (int h = 0; h < kHeads; ++h) sum.add(head + h, query.weights[head + h], dots[h]);
@@ -226,12 +223,12 @@ HWY_INLINE void score_values(const ScoreQuery& query, int head, int width, const
 inline void score_decoded(const ScoreArgs& a, int first) {
   const std::size_t lanes = hn::Lanes(DF());
   const int width = a.page.shape.width;
-  float* channels = a.tmp + static_cast<std::size_t>(width) * lanes;
+  float* channels = a.tmp + width * lanes;
   const float global = page_scale(a.page, a.block);
   for (std::size_t i = 0; i < lanes; ++i) {
     const std::int64_t row = key_row(a, first, i);
     decode(a.page.format, a.page.shape, a.page.payload.at(a.block, row), a.page.scale.at(a.block, row), global,
-           a.tmp + i * static_cast<std::size_t>(width), DType::f32, nullptr);
+           a.tmp + i * width, DType::f32, nullptr);
   }
   transpose_words(reinterpret_cast<const std::int32_t*>(a.tmp), width, reinterpret_cast<std::int32_t*>(channels));
   constexpr int kMany = 8;  // enough sums in flight to hide an addition's latency

@@ -27,7 +27,7 @@ std::uint32_t num_forks() {
 struct ThreadPool::Workers {
   explicit Workers(int n) : num_threads(n) {
     try {
-      threads.reserve(static_cast<std::size_t>(num_threads - 1));
+      threads.reserve(num_threads - 1);
       for (int i = 1; i < num_threads; ++i) threads.emplace_back([this, i] { work(i); });
     } catch (...) {
       end();

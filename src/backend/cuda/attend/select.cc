@@ -209,7 +209,7 @@ class Selection {
     for (const AttendVariant& v : kSplitKvInMemory) {
       const int pair_size = v.cta_pair ? 2 : 1;
       if (head_tiles_ % pair_size != 0) continue;
-      const std::int64_t clusters = gpu_.wgmma[static_cast<std::size_t>(pair_size)];
+      const std::int64_t clusters = gpu_.wgmma[pair_size];
       const std::int64_t ctas = std::min<std::int64_t>(workspace_ctas(p_), clusters * pair_size);
       const std::int64_t most = std::min<std::int64_t>(ctas / work_tiles_, v.max_kv_splits);
       if (most < v.min_kv_splits) continue;
@@ -228,7 +228,7 @@ class Selection {
       if (head_tiles_ % pair_size != 0) continue;
       for (int kv_splits = v.min_kv_splits; kv_splits <= v.max_kv_splits; ++kv_splits) {
         const int ctas = kv_splits * v.channel_splits * pair_size;
-        const bool fits = work_tiles_ / pair_size <= gpu_.wgmma[static_cast<std::size_t>(ctas)];
+        const bool fits = work_tiles_ / pair_size <= gpu_.wgmma[ctas];
         if (!fits && kv_splits * v.channel_splits > 1) continue;
         best.take_if_faster({split_of(AttendKernel::split_kv, v, kv_splits), time_of(v, kv_splits)});
       }
@@ -246,8 +246,7 @@ class Selection {
         const AttendVariant& v = kSmallBatch[i];
         const std::int64_t clusters = p_.step.num_tokens * ceil_div(p_.num_heads, v.heads);
         const std::int64_t split_rows = ceil_div(rows_, kv_splits);
-        if (clusters > gpu_.small_batch[i][static_cast<std::size_t>(kv_splits)] || split_rows > v.max_split_rows)
-          continue;
+        if (clusters > gpu_.small_batch[i][kv_splits] || split_rows > v.max_split_rows) continue;
         const int reducers = static_cast<int>(std::bit_floor(static_cast<unsigned>(kv_splits)));
         const bool saves_tile = ceil_div(split_rows, kAttendTile) < ceil_div(ceil_div(rows_, reducers), kAttendTile);
         if (kv_splits > reducers && !saves_tile) continue;            // 640 rows: 7.6 to 8.0 us

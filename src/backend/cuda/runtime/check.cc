@@ -26,7 +26,7 @@ bool context_lost() {
 
 void* device_malloc(std::int64_t bytes) {
   void* memory = nullptr;
-  const cudaError_t status = cudaMalloc(&memory, static_cast<std::size_t>(bytes));
+  const cudaError_t status = cudaMalloc(&memory, bytes);
   if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     std::size_t available = 0, total = 0;
@@ -41,7 +41,7 @@ void* device_malloc(std::int64_t bytes) {
 
 void* pinned_malloc(std::int64_t bytes) {
   void* memory = nullptr;
-  check_pinned(cudaMallocHost(&memory, static_cast<std::size_t>(bytes)), bytes);
+  check_pinned(cudaMallocHost(&memory, bytes), bytes);
   return memory;
 }
 

@@ -233,14 +233,13 @@ std::int64_t CudaBackend::transfer(const Call& call, std::span<const ops::CopyPi
   for (const ops::CopyPiece& piece : pieces)
     check(cudaMemcpyAsync(piece.to, piece.from, size(piece.bytes), kind, call.transfers()), "a transfer");
   ++last_transfer_;
-  check(cudaEventRecord(transfers_[static_cast<std::size_t>(last_transfer_) % kMarks], call.transfers()),
-        "cudaEventRecord");
+  check(cudaEventRecord(transfers_[last_transfer_ % kMarks], call.transfers()), "cudaEventRecord");
   return last_transfer_;
 }
 
 bool CudaBackend::transferred(std::int64_t ticket) {
   const Call call(calls_);
-  const cudaError_t status = cudaEventQuery(transfers_[static_cast<std::size_t>(ticket) % kMarks]);
+  const cudaError_t status = cudaEventQuery(transfers_[ticket % kMarks]);
   if (status == cudaErrorNotReady) return false;
   check(status, "a transfer started earlier");
   return true;
@@ -298,7 +297,7 @@ void CudaBackend::save_image(std::span<const ops::LayerDesc> layers, const Image
   copy_pieces(pieces_to_image(layers, layout, slot, staging()));
   std::vector<ops::OpenSpan> spans;
   for (const PendingPart& part : layout.pending) {
-    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
     if (kind.overlap || part.open_count == 0) continue;
     spans.push_back(
         {kind, slot, static_cast<std::int32_t>(part.length), reinterpret_cast<float*>(staging() + part.open_at)});
@@ -325,7 +324,7 @@ void CudaBackend::restore_image(std::span<const ops::LayerDesc> layers, const Im
   std::vector<std::int32_t> fold_watermarks;
   std::vector<std::int32_t*> places;
   for (const PendingPart& part : layout.pending) {
-    const ops::KindDesc& kind = layers[static_cast<std::size_t>(part.layer)].kinds[part.kind];
+    const ops::KindDesc& kind = layers[part.layer].kinds[part.kind];
     if (kind.overlap) continue;
     fold_watermarks.push_back(static_cast<std::int32_t>(part.length));
     places.push_back(kind.pending.fold_watermarks + slot * kind.pending.fold_watermark_stride);
@@ -362,7 +361,7 @@ void CudaBackend::set_stream(Stream stream) {
   if (next == call.stream()) return;
   if (!is_capturing(call.stream()) && !is_capturing(next)) {
     const std::int64_t ticket = mark();
-    check(cudaStreamWaitEvent(next, marks_[static_cast<std::size_t>(ticket) % kMarks], 0), "cudaStreamWaitEvent");
+    check(cudaStreamWaitEvent(next, marks_[ticket % kMarks], 0), "cudaStreamWaitEvent");
   }
   call.stream() = next;
 }
@@ -370,7 +369,7 @@ void CudaBackend::set_stream(Stream stream) {
 std::int64_t CudaBackend::mark() {
   const Call call(calls_);
   ++last_mark_;
-  check(cudaEventRecord(marks_[static_cast<std::size_t>(last_mark_) % kMarks], call.stream()), "cudaEventRecord");
+  check(cudaEventRecord(marks_[last_mark_ % kMarks], call.stream()), "cudaEventRecord");
   return last_mark_;
 }
 
@@ -378,7 +377,7 @@ std::int64_t CudaBackend::mark() {
 bool CudaBackend::reached(std::int64_t ticket) {
   if (ticket <= last_reached_) return true;
   const Call call(calls_);
-  const cudaError_t status = cudaEventQuery(marks_[static_cast<std::size_t>(ticket) % kMarks]);
+  const cudaError_t status = cudaEventQuery(marks_[ticket % kMarks]);
   if (status == cudaErrorNotReady) return false;
   check(status, "work queued earlier");
   last_reached_ = ticket;

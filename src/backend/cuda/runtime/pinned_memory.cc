@@ -24,7 +24,7 @@ bool in_huge_pages(std::int64_t bytes) {
 
 /// At a multiple of huge pages; null where the system refuses.
 std::byte* map_huge_pages(std::int64_t bytes) {
-  const auto size = static_cast<std::size_t>(whole_pages(bytes));
+  const std::size_t size = whole_pages(bytes);
   void* const mapped = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
   auto* const begin = static_cast<std::byte*>(mapped);
@@ -40,7 +40,7 @@ std::byte* map_huge_pages(std::int64_t bytes) {
 
 void* allocate_pinned(std::int64_t bytes) {
   if (!in_huge_pages(bytes)) return pinned_malloc(bytes);
-  const auto size = static_cast<std::size_t>(whole_pages(bytes));
+  const std::size_t size = whole_pages(bytes);
   std::byte* const memory = map_huge_pages(bytes);
   const cudaError_t status =
       memory == nullptr ? cudaErrorMemoryAllocation : cudaHostRegister(memory, size, cudaHostRegisterPortable);
@@ -55,7 +55,7 @@ void free_pinned(void* memory, std::int64_t bytes) {
     return;
   }
   cudaHostUnregister(memory);
-  munmap(memory, static_cast<std::size_t>(whole_pages(bytes)));
+  munmap(memory, whole_pages(bytes));
 }
 
 }  // namespace kv4::cuda
