@@ -19,7 +19,7 @@ std::size_t round_to_lines(std::size_t bytes) { return (bytes + kLine - 1) / kLi
 
 MemcpyBaseline::MemcpyBaseline(int threads)
     : from_(kBufferBytes, std::byte{1}), to_(kBufferBytes, std::byte{2}), gate_(threads) {
-  for (int i = 1; i < threads; ++i) helpers_.emplace_back([this, i] { help(static_cast<std::size_t>(i)); });
+  for (int i = 1; i < threads; ++i) helpers_.emplace_back([this, i] { help(i); });
 }
 
 MemcpyBaseline::~MemcpyBaseline() {
@@ -56,7 +56,7 @@ void MemcpyBaseline::copy(std::size_t at, std::size_t size) {
 
 double MemcpyBaseline::seconds(std::int64_t bytes) {
   double total = 0;
-  for (std::size_t left = static_cast<std::size_t>(bytes) / 2; left > 0;) {
+  for (std::size_t left = bytes / 2; left > 0;) {
     const std::size_t size = std::min(left, kBufferBytes);
     if (next_ + size > kBufferBytes) next_ = 0;
     const Stopwatch watch;
@@ -82,7 +82,7 @@ double DeviceCopyBaseline::seconds(std::int64_t bytes) {
     const std::int64_t size = std::min(left, from_.bytes());
     if (next_ + size > from_.bytes()) next_ = 0;
     backend_->copy(to_.data() + next_, from_.data() + next_, size);
-    next_ += static_cast<std::int64_t>(round_to_lines(static_cast<std::size_t>(size)));
+    next_ += static_cast<std::int64_t>(round_to_lines(size));
     left -= size;
   }
   backend_->synchronize();

@@ -35,7 +35,7 @@ void write(Backend& backend, std::byte* to, const void* from, std::int64_t bytes
     const std::byte* host = static_cast<const std::byte*>(from) + at;
     const ops::CopyPiece piece{reinterpret_cast<const std::uint8_t*>(host), reinterpret_cast<std::uint8_t*>(to + at),
                                count};
-    backend.write_pieces(std::span(&piece, 1), std::span(host, static_cast<std::size_t>(count)));
+    backend.write_pieces(std::span(&piece, 1), std::span(host, count));
   });
 }
 
@@ -44,7 +44,7 @@ void read(Backend& backend, void* to, const std::byte* from, std::int64_t bytes)
     std::byte* host = static_cast<std::byte*>(to) + at;
     const ops::CopyPiece piece{reinterpret_cast<const std::uint8_t*>(from + at), reinterpret_cast<std::uint8_t*>(host),
                                count};
-    backend.read_pieces(std::span(&piece, 1), std::span(host, static_cast<std::size_t>(count)));
+    backend.read_pieces(std::span(&piece, 1), std::span(host, count));
   });
 }
 
@@ -133,7 +133,7 @@ const std::byte* HostCopy::bytes(const void* memory, std::int64_t count) {
   const auto* from = static_cast<const std::byte*>(memory);
   if (memory == nullptr || backend_->on_host()) return from;
   if (const std::byte* known = find(memory, count)) return known;
-  Part& part = parts_.emplace_back(Part{from, AlignedVector<std::byte>(static_cast<std::size_t>(count))});
+  Part& part = parts_.emplace_back(Part{from, AlignedVector<std::byte>(count)});
   read(*backend_, part.copy.data(), from, count);
   return part.copy.data();
 }

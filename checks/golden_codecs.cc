@@ -137,7 +137,7 @@ class CodecReplay {
   }
 
   void write(RequestId request, std::int64_t first, std::int64_t count) {
-    std::vector<std::int32_t> ids(static_cast<std::size_t>(count));
+    std::vector<std::int32_t> ids(count);
     std::iota(ids.begin(), ids.end(), static_cast<std::int32_t>(first));
     StepItem item;
     item.request = request;
@@ -203,7 +203,7 @@ struct PlaneCheck {
 
 void check_plane(const SafeTensors& file, const PlaneCheck& check, GoldenReport& report) {
   const StoredTensor wanted = file.tensor(check.tensor);
-  const auto row_bytes = static_cast<std::size_t>(check.row_bytes);
+  const std::size_t row_bytes = check.row_bytes;
   if (wanted.bytes.size() != row_bytes * check.plane.size()) {
     throw Error(ErrorCode::bad_file,
                 fmt::format("{}: tensor '{}' has {} bytes, wanted {} rows of {} as its input has; record it again",

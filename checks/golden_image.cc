@@ -30,13 +30,13 @@ class ImageReader {
     if (count > static_cast<std::int64_t>(bytes_.size())) {
       throw Error(ErrorCode::bad_state, fmt::format("the canonical image ends {} bytes early", count - left()));
     }
-    const auto taken = bytes_.first(static_cast<std::size_t>(count));
-    bytes_ = bytes_.subspan(static_cast<std::size_t>(count));
+    const auto taken = bytes_.first(count);
+    bytes_ = bytes_.subspan(count);
     return taken;
   }
 
   std::vector<float> take_floats(std::int64_t count) {
-    std::vector<float> out(static_cast<std::size_t>(count));
+    std::vector<float> out(count);
     const auto taken = take(count * 4);
     if (count != 0) std::memcpy(out.data(), taken.data(), taken.size());
     return out;
@@ -124,7 +124,7 @@ std::int64_t differing_window_rows(const Capture& capture, ImageReader& reader) 
   const std::int64_t count = std::min<std::int64_t>(capture.window.rows, capture.schema.config.window);
   const auto payload = reader.take(count * row.payload_bytes);
   const auto scale = reader.take(count * row.scale_bytes);
-  std::vector<float> decoded(static_cast<std::size_t>(row.width));
+  std::vector<float> decoded(row.width);
   std::int64_t differing = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     decode_row(row, payload.data() + i * row.payload_bytes, scale.data() + i * row.scale_bytes, decoded);
@@ -147,7 +147,7 @@ void check_image(const Recording& recording, const Capture& capture, const std::
 
 std::int64_t differing_pending_bytes(const Capture& a, const Capture& b) {
   const auto pending = [](const Capture& capture) {
-    return std::span(capture.image.bytes).subspan(static_cast<std::size_t>(window_bytes(capture)));
+    return std::span(capture.image.bytes).subspan(window_bytes(capture));
   };
   const auto left = pending(a);
   const auto right = pending(b);

@@ -105,9 +105,9 @@ using Choice = std::vector<std::vector<std::int32_t>>;  // [tokens]: entries
 
 Choice choose(const Recording& recording, const std::vector<double>& scores) {
   Choice chosen;
-  const auto columns = static_cast<std::size_t>(recording.tokens / recording.ratio);
+  const std::size_t columns = recording.tokens / recording.ratio;
   for (std::int64_t t = 0; t < recording.tokens; ++t) {
-    const auto row = std::span(scores).subspan(static_cast<std::size_t>(t) * columns, columns);
+    const auto row = std::span(scores).subspan(t * columns, columns);
     chosen.push_back(top_k(row, (t + 1) / recording.ratio, recording.config.index_topk));
   }
   return chosen;
@@ -115,10 +115,10 @@ Choice choose(const Recording& recording, const std::vector<double>& scores) {
 
 // HCA: every entry a query may use. SWA: none.
 Choice choose_all(const Recording& recording) {
-  Choice chosen(static_cast<std::size_t>(recording.tokens));
+  Choice chosen(recording.tokens);
   if (recording.ratio == 0) return chosen;
   for (std::int64_t t = 0; t < recording.tokens; ++t) {
-    for (std::int32_t j = 0; j < (t + 1) / recording.ratio; ++j) chosen[static_cast<std::size_t>(t)].push_back(j);
+    for (std::int32_t j = 0; j < (t + 1) / recording.ratio; ++j) chosen[t].push_back(j);
   }
   return chosen;
 }
@@ -141,9 +141,9 @@ double visible_error(const Recording& recording, const Matrix& scores, std::span
   std::vector<double> got, wanted;
   for (std::int64_t t = 0; t < recording.tokens; ++t)
     for (std::int64_t j = 0; j < (t + 1) / recording.ratio; ++j) {
-      const double w = want[static_cast<std::size_t>(t * scores.cols + j)];
+      const double w = want[t * scores.cols + j];
       if (std::isnan(w)) continue;
-      got.push_back(static_cast<double>(scores.row(t)[static_cast<std::size_t>(j)]));
+      got.push_back(static_cast<double>(scores.row(t)[j]));
       wanted.push_back(w);
     }
   return relative_error(got, wanted);
@@ -155,10 +155,10 @@ double score_error(const Recording& recording, const Matrix& scores) {
 
 // Index queries as they are compared: rows that went the way of a key.
 Matrix as_keys(Matrix rows, const RowSchema& row) {
-  std::vector<std::uint8_t> payload(static_cast<std::size_t>(row.payload_bytes));
-  std::vector<std::uint8_t> scale(static_cast<std::size_t>(row.scale_bytes));
+  std::vector<std::uint8_t> payload(row.payload_bytes);
+  std::vector<std::uint8_t> scale(row.scale_bytes);
   const codec::RowShape shape{row.width, row.tail};
-  for (std::size_t at = 0; at < rows.values.size(); at += static_cast<std::size_t>(row.width)) {
+  for (std::size_t at = 0; at < rows.values.size(); at += row.width) {
     float* x = rows.values.data() + at;
     for (int c = 0; c < row.width; ++c) x[c] = nearest_bf16(x[c]);
     ops::hadamard_row(OneLane{}, row.width, x);
@@ -179,7 +179,7 @@ std::vector<double> attend_all(const Recording& recording, const Matrix& window,
     rows.clear();
     for (std::int64_t p = std::max<std::int64_t>(0, t - recording.config.window + 1); p <= t; ++p)
       rows.push_back(window.row(p));
-    for (std::int32_t j : chosen[static_cast<std::size_t>(t)]) rows.push_back(entries.row(j));
+    for (std::int32_t j : chosen[t]) rows.push_back(entries.row(j));
     const std::vector<double> one = attend({recording.q.row(t), recording.sinks.row(0), recording.softmax_scale}, rows);
     out.insert(out.end(), one.begin(), one.end());
   }

@@ -82,8 +82,8 @@ void load_indexer(const SafeTensors& file, Recording& out) {
   out.idx_weights = load_matrix(file, "idx_weights", out.tokens, config.index_heads);
   out.idx_scores = load_matrix(file, "idx_scores", out.tokens, out.tokens / out.ratio);
   const std::vector<std::int32_t> chosen = file.ints("idx_topk", {out.tokens, -1});
-  const std::size_t places = chosen.size() / static_cast<std::size_t>(out.tokens);
-  out.idx_topk.resize(static_cast<std::size_t>(out.tokens));
+  const std::size_t places = chosen.size() / out.tokens;
+  out.idx_topk.resize(out.tokens);
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     const auto t = i / places;
     if (chosen[i] < 0) continue;

@@ -156,11 +156,10 @@ void decode_row(const RowSchema& row, const std::byte* payload, const std::byte*
 
 std::vector<double> allowed_error(const RowSchema& row, std::span<const float> want, double slack) {
   const TileRule rule = tile_rule(row.format);
-  const std::size_t quantised =
-      static_cast<std::size_t>(row.format == Format::fp8_tile64 ? row.width - row.tail : row.width);
+  const std::size_t quantised = row.format == Format::fp8_tile64 ? row.width - row.tail : row.width;
   std::vector<double> allowed(want.size(), slack);
-  for (std::size_t start = 0; start < quantised; start += static_cast<std::size_t>(rule.channels)) {
-    const auto tile = want.subspan(start, static_cast<std::size_t>(rule.channels));
+  for (std::size_t start = 0; start < quantised; start += rule.channels) {
+    const auto tile = want.subspan(start, rule.channels);
     const double scale = pow2_ceil(std::max(largest_magnitude(tile) + slack, rule.floor) / rule.code_max);
     for (std::size_t i = 0; i < tile.size(); ++i) {
       const double code = (std::abs(static_cast<double>(tile[i])) + slack) / scale;
@@ -172,7 +171,7 @@ std::vector<double> allowed_error(const RowSchema& row, std::span<const float> w
 
 Matrix hadamard(const Matrix& rows, std::int64_t width) {
   Matrix out(rows.rows, rows.cols);
-  std::vector<double> x(static_cast<std::size_t>(width));
+  std::vector<double> x(width);
   for (std::size_t start = 0; start < rows.values.size(); start += x.size()) {
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<double>(rows.values[start + i]);
     transform(x);
@@ -184,14 +183,14 @@ Matrix hadamard(const Matrix& rows, std::int64_t width) {
 
 std::vector<double> index_scores(const ScoreInputs& inputs, const Matrix& keys) {
   const std::int64_t tokens = inputs.q.rows;
-  std::vector<double> scores(static_cast<std::size_t>(tokens * keys.rows));
-  const auto dim = static_cast<std::size_t>(keys.cols);
+  std::vector<double> scores(tokens * keys.rows);
+  const std::size_t dim = keys.cols;
   for (std::int64_t t = 0; t < tokens; ++t) {
     for (std::int64_t h = 0; h < inputs.weights.cols; ++h) {
       const float* q = inputs.q.row(t).data() + h * keys.cols;
-      const double weight = static_cast<double>(inputs.weights.row(t)[static_cast<std::size_t>(h)]) * inputs.scale;
+      const double weight = static_cast<double>(inputs.weights.row(t)[h]) * inputs.scale;
       for (std::int64_t j = 0; j < keys.rows; ++j) {
-        scores[static_cast<std::size_t>(t * keys.rows + j)] += weight * std::max(dot(q, keys.row(j).data(), dim), 0.0);
+        scores[t * keys.rows + j] += weight * std::max(dot(q, keys.row(j).data(), dim), 0.0);
       }
     }
   }
@@ -199,10 +198,10 @@ std::vector<double> index_scores(const ScoreInputs& inputs, const Matrix& keys) 
 }
 
 std::vector<std::int32_t> top_k(std::span<const double> scores, std::int64_t visible, std::int64_t k) {
-  std::vector<std::int32_t> order(static_cast<std::size_t>(visible));
+  std::vector<std::int32_t> order(visible);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) { return scores[a] > scores[b]; });
-  order.resize(static_cast<std::size_t>(std::min(visible, k)));
+  order.resize(std::min(visible, k));
   return order;
 }
 
@@ -228,7 +227,7 @@ std::vector<double> attend(const AttentionInputs& inputs, const std::vector<std:
 }
 
 Pooled pool_rows(const Matrix& kv, const Matrix& gate, const Matrix& bias) {
-  const auto width = static_cast<std::size_t>(kv.cols);
+  const std::size_t width = kv.cols;
   Pooled pooled{std::vector<double>(width), std::vector<double>(width)};
   for (std::size_t c = 0; c < width; ++c) {
     const auto biased = [&](std::int64_t r) {

@@ -18,15 +18,12 @@ struct Matrix {
   std::vector<float> values;  // [rows, cols]
 
   Matrix() = default;
-  Matrix(std::int64_t rows_in, std::int64_t cols_in)
-      : rows(rows_in), cols(cols_in), values(static_cast<std::size_t>(rows_in * cols_in)) {}
+  Matrix(std::int64_t rows_in, std::int64_t cols_in) : rows(rows_in), cols(cols_in), values(rows_in * cols_in) {}
   Matrix(std::int64_t rows_in, std::int64_t cols_in, std::vector<float> values_in)
       : rows(rows_in), cols(cols_in), values(std::move(values_in)) {}
 
-  std::span<const float> row(std::int64_t i) const {
-    return {values.data() + i * cols, static_cast<std::size_t>(cols)};
-  }
-  std::span<float> row(std::int64_t i) { return {values.data() + i * cols, static_cast<std::size_t>(cols)}; }
+  std::span<const float> row(std::int64_t i) const { return std::span(values).subspan(i * cols, cols); }
+  std::span<float> row(std::int64_t i) { return std::span(values).subspan(i * cols, cols); }
 };
 
 double largest_magnitude(std::span<const float> values);

@@ -106,11 +106,11 @@ void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const S
                    Capture& capture) {
   std::int64_t places = 1;
   for (std::int64_t t = step.start; t < step.end(); ++t) {
-    places = std::max(places, static_cast<std::int64_t>(recording.idx_topk[static_cast<std::size_t>(t)].size()) + 1);
+    places = std::max(places, static_cast<std::int64_t>(recording.idx_topk[t].size()) + 1);
   }
-  std::vector<std::int32_t> indices(static_cast<std::size_t>(step.count * places), -1);
+  std::vector<std::int32_t> indices(step.count * places, -1);
   for (std::int64_t t = step.start; t < step.end(); ++t) {
-    const std::vector<std::int32_t>& chosen = recording.idx_topk[static_cast<std::size_t>(t)];
+    const std::vector<std::int32_t>& chosen = recording.idx_topk[t];
     std::copy(chosen.begin(), chosen.end(), indices.begin() + (t - step.start) * places);
   }
   Matrix rows(step.count * places, capture.entries.cols);
@@ -119,7 +119,7 @@ void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const S
                               tensors.out(TensorView(rows.values.data(), {step.count, places, rows.cols})),
                               tensors.out(TensorView(valid.data(), DType::u8, {step.count, places})));
   tensors.read_back();
-  const std::vector<float> zero(static_cast<std::size_t>(rows.cols));
+  const std::vector<float> zero(rows.cols);
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const std::span<const float> want =
         indices[i] < 0 ? std::span<const float>(zero) : std::as_const(capture.entries).row(indices[i]);
@@ -131,9 +131,9 @@ void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const S
 // [tokens, k] of lists, -1 filled.
 std::vector<std::int32_t> padded_lists(const std::vector<std::vector<std::int32_t>>& lists, const StepRange& step,
                                        std::int64_t k) {
-  std::vector<std::int32_t> out(static_cast<std::size_t>(step.count * k), -1);
+  std::vector<std::int32_t> out(step.count * k, -1);
   for (std::int64_t t = step.start; t < step.end(); ++t) {
-    const std::vector<std::int32_t>& list = lists[static_cast<std::size_t>(t)];
+    const std::vector<std::int32_t>& list = lists[t];
     std::copy(list.begin(), list.end(), out.begin() + (t - step.start) * k);
   }
   return out;
@@ -148,22 +148,21 @@ void search(LayerCacheHandle& handle, const Recording& recording, const StepRang
   Matrix weights(step.count, recording.idx_weights.cols);
   for (std::int64_t t = 0; t < step.count; ++t)
     for (std::int64_t h = 0; h < weights.cols; ++h)
-      weights.row(t)[static_cast<std::size_t>(h)] =
-          recording.idx_weights.row(step.start + t)[static_cast<std::size_t>(h)] *
-          static_cast<float>(recording.index_softmax_scale);
+      weights.row(t)[h] =
+          recording.idx_weights.row(step.start + t)[h] * static_cast<float>(recording.index_softmax_scale);
   IndexInputs inputs;
   inputs.q = tensors.in(heads_of(recording.idx_q, step, recording.config.index_dim));
   inputs.weights = tensors.in(whole(weights));
   const std::int64_t k = recording.config.index_topk;
   Matrix scores(step.count, std::max<std::int64_t>(1, capture.scores.cols));
-  std::vector<std::int32_t> indices(static_cast<std::size_t>(step.count * k), -7);
+  std::vector<std::int32_t> indices(step.count * k, -7);
   handle.index_scores(inputs, tensors.out(TensorView(scores.values.data(), {scores.rows, scores.cols})));
   handle.index_topk(inputs, tensors.out(TensorView(indices.data(), {step.count, k})));
   tensors.read_back();
   for (std::int64_t t = 0; t < step.count; ++t) {
     std::copy_n(scores.row(t).begin(), capture.scores.cols, capture.scores.row(step.start + t).begin());
     const auto begin = indices.begin() + t * k;
-    capture.topk[static_cast<std::size_t>(step.start + t)].assign(begin, std::find(begin, begin + k, -1));
+    capture.topk[step.start + t].assign(begin, std::find(begin, begin + k, -1));
   }
 }
 
@@ -283,7 +282,7 @@ Capture make_capture(const Recording& recording, const CacheSchema& schema) {
   capture.entries = capture.entries_view = Matrix(entries, schema.config.head_dim);
   capture.keys = capture.keys_view = Matrix(recording.kind == LayerKind::csa ? entries : 0, schema.config.index_dim);
   capture.scores = Matrix(recording.tokens, recording.kind == LayerKind::csa ? entries : 0);
-  capture.topk.resize(static_cast<std::size_t>(recording.tokens));
+  capture.topk.resize(recording.tokens);
   capture.attention = Matrix(recording.tokens, recording.q.cols);
   return capture;
 }
@@ -304,14 +303,14 @@ Capture replay(const Recording& recording, CacheOptions options, const std::vect
   Capture capture = make_capture(recording, manager.schema());
   if (recording.kind != LayerKind::swa) manager.bind_weights(0, weights.in(weights_of(recording)));
   const RequestId request = expect(manager.admit(), "admit");
-  std::vector<std::int32_t> ids(static_cast<std::size_t>(recording.tokens));
+  std::vector<std::int32_t> ids(recording.tokens);
   std::iota(ids.begin(), ids.end(), 0);
 
   for (const StepRange& range : steps) {
     StepItem item;
     item.request = request;
     item.count = static_cast<std::int32_t>(range.count);
-    item.token_ids = {ids.data() + range.start, static_cast<std::size_t>(range.count)};
+    item.token_ids = std::span(ids).subspan(range.start, range.count);
     item.position = range.start;
     const Step step = expect(manager.prepare_forward({&item, 1}), "prepare_forward");
     LayerCacheHandle handle = manager.acquire(0);

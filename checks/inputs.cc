@@ -28,8 +28,7 @@ double unit(std::uint64_t bits) { return (static_cast<double>(bits >> 11) + 0.5)
 template <class T>
 void fill_rows(AlignedVector<T>& out, int columns, std::span<const TokenRef> tokens, auto&& row_of) {
   for (std::size_t i = 0; i < tokens.size(); ++i) {
-    std::memcpy(out.data() + i * static_cast<std::size_t>(columns), row_of(tokens[i]),
-                static_cast<std::size_t>(columns) * sizeof(T));
+    std::memcpy(out.data() + i * columns, row_of(tokens[i]), columns * sizeof(T));
   }
 }
 
@@ -80,7 +79,7 @@ std::int32_t InputGenerator::token_id(TokenRef token) const {
 std::size_t InputGenerator::offset(TokenRef token, int layer, Tensor tensor, int columns) const {
   const std::uint64_t place = (static_cast<std::uint64_t>(layer) << 8) + static_cast<std::uint64_t>(tensor);
   const std::uint64_t hash = mix(mix(mix(seed_, token.stream), static_cast<std::uint64_t>(token.position)), place);
-  return hash % ((kPoolSize - static_cast<std::size_t>(columns)) / kRowAlignment) * kRowAlignment;
+  return hash % ((kPoolSize - columns) / kRowAlignment) * kRowAlignment;
 }
 
 const float* InputGenerator::row(TokenRef token, int layer, Tensor tensor, int columns) const {
@@ -92,13 +91,13 @@ const std::uint16_t* InputGenerator::bf16_row(TokenRef token, int layer, Tensor 
 }
 
 LayerInputs::LayerInputs(const LayerCacheSchema& layer, int max_tokens) : width_(layer.window.row.width) {
-  const auto tokens = static_cast<std::size_t>(max_tokens);
-  raw_kv_.resize(tokens * static_cast<std::size_t>(width_));
+  const std::size_t tokens = max_tokens;
+  raw_kv_.resize(tokens * width_);
   if (!layer.pending.empty()) columns_ = layer.pending[0].columns;
   if (layer.pending.size() > 1) index_columns_ = layer.pending[1].columns;
-  kv_.resize(tokens * static_cast<std::size_t>(columns_));
+  kv_.resize(tokens * columns_);
   gate_.resize(kv_.size());
-  index_kv_.resize(tokens * static_cast<std::size_t>(index_columns_));
+  index_kv_.resize(tokens * index_columns_);
   index_gate_.resize(index_kv_.size());
 }
 

@@ -101,8 +101,8 @@ class GatherCheck {
 
 void GatherCheck::check_window(LayerCacheHandle& handle) {
   const int window = schema_.config.window, width = schema_.config.head_dim;
-  std::vector<float> out(static_cast<std::size_t>(num_items()) * static_cast<std::size_t>(window * width));
-  std::vector<std::int32_t> lens(static_cast<std::size_t>(num_items())), first(lens.size());
+  std::vector<float> out(std::int64_t{num_items()} * window * width);
+  std::vector<std::int32_t> lens(num_items()), first(lens.size());
   DeviceTensors tensors(scenario_.backend());
   handle.gather_swa_kv(tensors.out(TensorView(out.data(), {num_items(), window, width})),
                        tensors.out(TensorView(lens.data(), {num_items()})),
@@ -115,7 +115,7 @@ void GatherCheck::check_window(LayerCacheHandle& handle) {
   const RowSchema& row = handle.schema().window.row;
   if (lens.back() != 0) window_.fail(fmt::format("a padded item has {} window rows", lens.back()));
   for (const Item& item : items_) {
-    const auto at = static_cast<std::size_t>(item.index);
+    const std::size_t at = item.index;
     const std::int64_t expected = std::min<std::int64_t>(item.length, window);
     if (lens[at] != expected || first[at] != item.length - expected) {
       window_.fail(fmt::format("layer {}: window of {} rows from {}, expected {} from {}", handle.layer(), lens[at],
@@ -131,7 +131,7 @@ void GatherCheck::check_window(LayerCacheHandle& handle) {
       const std::uint16_t* input = scenario_.generator().bf16_row(item.actor->history.at(position), handle.layer(),
                                                                   InputGenerator::Tensor::raw_kv, width);
       for (int c = 0; c < width; ++c) {
-        const auto channel = static_cast<std::size_t>(c);
+        const std::size_t channel = c;
         const bool near = std::abs(plain.values[channel] - from_bf16(input[c])) <= plain.half_steps[channel] * 1.001f;
         if (got[c] == plain.values[channel] && near) continue;
         window_.fail(fmt::format("layer {} position {} channel {}: gathered {}, stored {}, input {}", handle.layer(),
@@ -168,8 +168,8 @@ void GatherCheck::check_rows(LayerCacheHandle& handle, std::size_t layer, std::s
   const int width = page.row.width;
   std::int64_t longest = 1;
   for (const Item& item : items_) longest = std::max(longest, item.length / page.kind.ratio);
-  std::vector<float> out(static_cast<std::size_t>(num_items() * longest * width));
-  std::vector<std::int32_t> lens(static_cast<std::size_t>(num_items()));
+  std::vector<float> out(num_items() * longest * width);
+  std::vector<std::int32_t> lens(num_items());
   DeviceTensors tensors(scenario_.backend());
   const TensorView rows = tensors.out(TensorView(out.data(), {num_items(), longest, width})),
                    counts = tensors.out(TensorView(lens.data(), {num_items()}));
@@ -182,14 +182,14 @@ void GatherCheck::check_rows(LayerCacheHandle& handle, std::size_t layer, std::s
   const PagedPlanes planes = planes_of(handle, page.kind.role);
   for (const Item& item : items_) {
     const std::int64_t expected = item.length / page.kind.ratio;
-    const std::int32_t seen = lens[static_cast<std::size_t>(item.index)];
+    const std::int32_t seen = lens[item.index];
     if (seen != expected || planes.lens[item.index] != expected)
       all_.fail(fmt::format("layer {}: {} rows, expected {}", handle.layer(), seen, expected));
     for (std::int64_t entry = 0; entry < std::min<std::int64_t>(expected, seen); ++entry) {
       const PlainRow plain = planes.decode(page.row, item.index, entry);
       const float* got = out.data() + (item.index * longest + entry) * width;
       for (int c = 0; c < width; ++c) {
-        const float stored = plain.values[static_cast<std::size_t>(c)];
+        const float stored = plain.values[c];
         if (got[c] != stored)
           all_.fail(fmt::format("layer {} row {} channel {}: gathered {}, stored {}", handle.layer(), entry, c, got[c],
                                 stored));
@@ -221,15 +221,15 @@ void GatherCheck::check_compressed(const Item& item, std::size_t layer, std::siz
 /// Some visible entries, some that do not exist, -1; bf16 out.
 void GatherCheck::check_chosen(LayerCacheHandle& handle, const PageSchema& page) {
   const int width = page.row.width;
-  std::vector<std::int32_t> indices(static_cast<std::size_t>(num_items() * kChosen), -1);
+  std::vector<std::int32_t> indices(num_items() * kChosen, -1);
   for (const Item& item : items_) {
     const std::int64_t visible = item.length / page.kind.ratio;
     for (int i = 0; i < kChosen; ++i) {
       const std::int64_t wish = (i * 2654435761LL + item.length) % (visible + 4) - 1;  // -1 to visible + 2
-      indices[static_cast<std::size_t>(item.index * kChosen + i)] = static_cast<std::int32_t>(wish);
+      indices[item.index * kChosen + i] = static_cast<std::int32_t>(wish);
     }
   }
-  std::vector<std::uint16_t> out(indices.size() * static_cast<std::size_t>(width), 0x7fff);
+  std::vector<std::uint16_t> out(indices.size() * width, 0x7fff);
   std::vector<std::uint8_t> valid(indices.size(), 7);
   DeviceTensors tensors(scenario_.backend());
   handle.gather_compressed_kv(tensors.in(TensorView(indices.data(), {num_items(), kChosen})),
@@ -240,15 +240,14 @@ void GatherCheck::check_chosen(LayerCacheHandle& handle, const PageSchema& page)
   for (std::size_t i = 0; i < indices.size(); ++i) {
     const auto item = static_cast<std::int32_t>(i / kChosen);
     const bool padded = item + 1 == num_items();
-    const std::int64_t visible = padded ? 0 : items_[static_cast<std::size_t>(item)].length / page.kind.ratio;
+    const std::int64_t visible = padded ? 0 : items_[item].length / page.kind.ratio;
     const bool exists = indices[i] >= 0 && indices[i] < visible;
     if (valid[i] != (exists ? 1 : 0))
       chosen_.fail(fmt::format("layer {} index {}: valid is {}", handle.layer(), indices[i], valid[i]));
-    const PlainRow plain = exists ? planes.decode(page.row, item, indices[i])
-                                  : PlainRow{std::vector<float>(static_cast<std::size_t>(width)), {}};
+    const PlainRow plain = exists ? planes.decode(page.row, item, indices[i]) : PlainRow{std::vector<float>(width), {}};
     for (int c = 0; c < width; ++c) {
-      const float got = from_bf16(out[i * static_cast<std::size_t>(width) + static_cast<std::size_t>(c)]);
-      const float expected = from_bf16(to_bf16(plain.values[static_cast<std::size_t>(c)]));
+      const float got = from_bf16(out[i * width + c]);
+      const float expected = from_bf16(to_bf16(plain.values[c]));
       if (got != expected)
         chosen_.fail(fmt::format("layer {} index {} channel {}: gathered {}, stored {}", handle.layer(), indices[i], c,
                                  got, expected));

@@ -129,8 +129,7 @@ std::vector<double> PlainModel::pooled(const History& history, std::size_t layer
   const std::int64_t first = std::max<std::int64_t>(0, (entry - (row.overlap ? 1 : 0)) * row.ratio),
                      end = (entry + 1) * row.ratio;
 
-  std::vector<double> top(static_cast<std::size_t>(width), -std::numeric_limits<double>::infinity()), sum(top.size()),
-      out(top.size());
+  std::vector<double> top(width, -std::numeric_limits<double>::infinity()), sum(top.size()), out(top.size());
   for (const bool second_pass : {false, true}) {
     for (std::int64_t t = first; t < end; ++t) {
       const TokenRef token = history.at(t);
@@ -139,7 +138,7 @@ std::vector<double> PlainModel::pooled(const History& history, std::size_t layer
           generator_.row(token, schema.spec.layer, kind == 0 ? Tensor::gate : Tensor::index_gate, columns);
       const int shift = row.overlap && t >= entry * row.ratio ? width : 0;
       for (int c = 0; c < width; ++c) {
-        const auto at = static_cast<std::size_t>(c);
+        const std::size_t at = c;
         const double g = rounded(gate[shift + c]) + bias[t % row.ratio * columns + shift + c];
         if (!second_pass) {
           top[at] = std::max(top[at], g);
@@ -158,7 +157,7 @@ void PlainModel::rotate(std::vector<double>& row, std::int64_t position) const {
   const int dim = schema_.config.rope_dim;
   for (int i = 0; i < dim / 2; ++i) {
     const double angle = static_cast<double>(position) * frequency(schema_.config.rope_compress, dim, i);
-    double& a = row[row.size() - static_cast<std::size_t>(dim - 2 * i)];
+    double& a = row[row.size() - (dim - 2 * i)];
     double& b = *(&a + 1);
     const double x0 = a, x1 = b;
     a = x0 * std::cos(angle) - x1 * std::sin(angle);

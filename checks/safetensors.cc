@@ -139,7 +139,7 @@ json parse_header(const std::string& file, std::span<const std::byte> bytes) {
 
 template <class Element>
 std::vector<Element> copy_elements(const StoredTensor& tensor) {
-  std::vector<Element> out(static_cast<std::size_t>(tensor.elements));
+  std::vector<Element> out(tensor.elements);
   if (!tensor.bytes.empty()) std::memcpy(out.data(), tensor.bytes.data(), tensor.bytes.size());
   return out;
 }
@@ -191,7 +191,7 @@ std::vector<float> SafeTensors::floats(const std::string& tensor, const std::vec
   const StoredTensor found = checked(tensor, {StoredType::f32, StoredType::bf16}, shape);
   if (found.type == StoredType::f32) return copy_elements<float>(found);
   std::vector<float> out;
-  out.reserve(static_cast<std::size_t>(found.elements));
+  out.reserve(found.elements);
   for (std::uint16_t bits : copy_elements<std::uint16_t>(found))
     out.push_back(std::bit_cast<float>(std::uint32_t{bits} << 16));
   return out;
@@ -290,7 +290,7 @@ SafeTensors load_safetensors(const std::string& path) {
   const InputFile file(path);
   if (file.bytes() > kMaxFileBytes)
     fail(path, "{} bytes, at most {} are read; split the file", file.bytes(), kMaxFileBytes);
-  std::vector<std::byte> bytes(static_cast<std::size_t>(file.bytes()));
+  std::vector<std::byte> bytes(file.bytes());
   if (file.read(bytes.data(), file.bytes()) != file.bytes())
     fail(path, "gave fewer than its {} bytes; fetch it again", file.bytes());
   return parse_safetensors(std::move(bytes), path);

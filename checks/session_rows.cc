@@ -33,12 +33,10 @@ class Decoder {
 
   void row(const Rows& rows, std::int64_t number, DecodedRow out) {
     const RowSchema& schema = rows.row;
-    const auto part = [&](std::span<const std::byte> bytes, int size) {
-      return bytes.subspan(static_cast<std::size_t>(number * size), static_cast<std::size_t>(size));
-    };
+    const auto part = [&](std::span<const std::byte> bytes, int size) { return bytes.subspan(number * size, size); };
     const auto payload = part(rows.payloads, schema.payload_bytes);
     const auto scale = part(rows.scales, schema.scale_bytes);
-    values_.resize(static_cast<std::size_t>(schema.width));
+    values_.resize(schema.width);
     codec::with_codec(schema.format, [&](auto codec) {
       codec.decode(OneLane{}, RowShape{schema.width, schema.tail},
                    reinterpret_cast<const std::uint8_t*>(payload.data()),
@@ -75,9 +73,9 @@ void decode_block(Decoder& decoder, const CacheSchema& schema, std::span<const s
           "block {} has {} tokens; one of its layout has 0 to {}", block, tokens, schema.block_tokens);
   for (const LayerCacheSchema& layer : schema.layers)
     for (const PageSchema& page : layer.pages) {
-      const auto bytes = image.first(static_cast<std::size_t>(page.content_bytes));
+      const auto bytes = image.first(page.content_bytes);
       image = image.subspan(bytes.size());
-      Rows rows{page.row, bytes, bytes.subspan(static_cast<std::size_t>(page.scale_offset))};
+      Rows rows{page.row, bytes, bytes.subspan(page.scale_offset)};
       if (page.global_offset >= 0) std::memcpy(&rows.global, bytes.data() + page.global_offset, sizeof(rows.global));
       for (std::int64_t r = 0; r < tokens / page.kind.ratio; ++r) {
         const std::int64_t index = block * page.rows_per_block + r;
@@ -93,12 +91,12 @@ void decode_block(Decoder& decoder, const CacheSchema& schema, std::span<const s
 
 void decode_pending(Decoder& decoder, const CacheSchema& schema, std::span<const std::byte> image,
                     const PendingPart& part) {
-  const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(part.layer)];
-  const PendingSchema& pending = layer.pending[static_cast<std::size_t>(part.kind)];
-  const RowKind& kind = layer.pages[static_cast<std::size_t>(part.kind)].kind;
+  const LayerCacheSchema& layer = schema.layers[part.layer];
+  const PendingSchema& pending = layer.pending[part.kind];
+  const RowKind& kind = layer.pages[part.kind].kind;
   const auto rows = [&](std::int64_t at, std::int64_t count, std::int64_t bytes, DType dtype, std::int64_t first) {
     for (std::int64_t r = 0; r < count; ++r)
-      decoder.numbers(image.subspan(static_cast<std::size_t>(at + r * bytes), static_cast<std::size_t>(bytes)), dtype,
+      decoder.numbers(image.subspan(at + r * bytes, bytes), dtype,
                       {.layer = &layer.spec,
                        .part = kind.role == RowRole::entry ? RowPart::pending : RowPart::pending_keys,
                        .index = first + r,
@@ -119,9 +117,8 @@ void decode_image(Decoder& decoder, const CacheSchema& schema, std::span<const s
   require(static_cast<std::int64_t>(image.size()) == layout.bytes, ErrorCode::bad_file,
           "the image has {} bytes; its layout says {}", image.size(), layout.bytes);
   for (const WindowPart& part : layout.windows) {
-    const LayerCacheSchema& layer = schema.layers[static_cast<std::size_t>(part.layer)];
-    const Rows rows{layer.window.row, image.subspan(static_cast<std::size_t>(part.payload_at)),
-                    image.subspan(static_cast<std::size_t>(part.scale_at))};
+    const LayerCacheSchema& layer = schema.layers[part.layer];
+    const Rows rows{layer.window.row, image.subspan(part.payload_at), image.subspan(part.scale_at)};
     for (std::int64_t r = 0; r < part.count; ++r)
       decoder.row(rows, r,
                   {.layer = &layer.spec, .part = RowPart::window, .index = part.first + r, .position = part.first + r});
@@ -162,8 +159,8 @@ const char* kind_of_bytes(std::string_view bytes) {
 /// As many as a record's header has, or fewer; none where there are none.
 std::string first_bytes(const std::string& path) try {
   const InputFile file(path);
-  std::string bytes(static_cast<std::size_t>(tier::kRecordHeaderBytes), '\0');
-  bytes.resize(static_cast<std::size_t>(file.read(bytes.data(), static_cast<std::int64_t>(bytes.size()))));
+  std::string bytes(tier::kRecordHeaderBytes, '\0');
+  bytes.resize(file.read(bytes.data(), static_cast<std::int64_t>(bytes.size())));
   return bytes;
 } catch (const Error&) {
   return "";

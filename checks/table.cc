@@ -11,7 +11,7 @@ namespace kv4::checks {
 namespace {
 
 std::size_t display_width(const std::string& text) {
-  return static_cast<std::size_t>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+  return std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });
 }
 
 std::string repeat(const char* text, std::size_t times) {
@@ -61,7 +61,7 @@ std::string Table::str() const {
 std::string draw_bar(double share, int width) {
   static const char* const kEighths[] = {"", "▏", "▎", "▍", "▌", "▋", "▊", "▉"};
   const double cells = std::clamp(share, 0.0, 1.0) * width;
-  auto eighths = static_cast<std::size_t>(std::lround(cells * 8));
+  std::size_t eighths = std::lround(cells * 8);
   if (eighths == 0 && share > 0) eighths = 1;
   return repeat("█", eighths / 8) + kEighths[eighths % 8];
 }
