@@ -251,8 +251,8 @@ HeatMap wrapped(HeatMap map) {
   for (int row = 0; row < rows; ++row)
     for (int line = 0; line < lines; ++line) {
       for (int x = line * kLine; x < (line + 1) * kLine; ++x)
-        values.push_back(x < map.columns ? map.values[static_cast<std::size_t>(row * map.columns + x)] : NAN);
-      labels.push_back(fmt::format("{}, {} on", map.row_labels[static_cast<std::size_t>(row)], line * kLine));
+        values.push_back(x < map.columns ? map.values[row * map.columns + x] : NAN);
+      labels.push_back(fmt::format("{}, {} on", map.row_labels[row], line * kLine));
       map.row_begins.push_back(line * kLine);
     }
   map.values = std::move(values);
@@ -272,7 +272,7 @@ std::string png_of(const HeatMap& map, int zoom) {
   for (int y = 0; y < map.rows(); ++y) {
     std::string line(1, '\0');  // no filter
     for (int x = 0; x < map.columns; ++x) {
-      const Color color = color_of(map.values[static_cast<std::size_t>(y * map.columns + x)], range);
+      const Color color = color_of(map.values[y * map.columns + x], range);
       for (int i = 0; i < zoom; ++i) line.append(reinterpret_cast<const char*>(color.data()), color.size());
     }
     for (int i = 0; i < line_pixels; ++i) pixels += line;
@@ -303,7 +303,7 @@ std::string svg_of(const HeatMap& map) {
       rows, map.columns, rows, base64(png_of(map, 1)));
   const double line = static_cast<double>(height) / rows;
   const int every = std::max(1, static_cast<int>(std::ceil(10 / line)));
-  for (std::size_t i = 0; i < map.row_labels.size(); i += static_cast<std::size_t>(every))
+  for (std::size_t i = 0; i < map.row_labels.size(); i += every)
     out += fmt::format("<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>\n", kLeft - 6,
                        kTop + (static_cast<double>(i) + 0.5) * line + 4, escape_html(map.row_labels[i]));
   out += "<g id=\"ticks\" text-anchor=\"middle\">\n";

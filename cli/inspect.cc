@@ -132,10 +132,10 @@ class Inspection {
       std::vector<std::size_t> end(kMapColumns);  // behind what the entries that begin in a column cover
       const std::int64_t positions = last - first + 1;
       for (const Point& p : points) {
-        const auto column = static_cast<std::size_t>((p.position - first) * kMapColumns / positions);
+        const std::size_t column = (p.position - first) * kMapColumns / positions;
         sum[column] += p.rms;
         ++count[column];
-        end[column] = static_cast<std::size_t>(ceil_div((p.position + p.tokens - first) * kMapColumns, positions));
+        end[column] = ceil_div((p.position + p.tokens - first) * kMapColumns, positions);
       }
       float shown = NAN;
       std::size_t until = 0;
@@ -163,7 +163,7 @@ class Inspection {
     map.x_last = map.columns - 1;
     for (const auto& [index, values] : rows_) {
       for (const float v : values) map.values.push_back(v == 0 ? NAN : std::log2(std::abs(v)));
-      map.values.resize(static_cast<std::size_t>(map.columns) * (map.row_labels.size() + 1), NAN);  // a shorter row
+      map.values.resize(map.columns * (map.row_labels.size() + 1), NAN);  // a shorter row
       map.row_labels.push_back(fmt::format("{}", index));
     }
     return wrapped(std::move(map));

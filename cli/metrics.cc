@@ -25,7 +25,7 @@ bool tells_times(const CacheStatus& status) { return !status.build.version.empty
 
 double bound_of(const TokenHistogram&, int bucket) { return static_cast<double>(TokenHistogram::bound(bucket)); }
 double bound_of(const TimeHistogram&, int bucket) {  // divided: 2.5e-06, where a product is 2.4999999999999998e-06
-  return static_cast<double>(TimeHistogram::kBoundsNs[static_cast<std::size_t>(bucket)]) / 1e9;
+  return static_cast<double>(TimeHistogram::kBoundsNs[bucket]) / 1e9;
 }
 double sum_of(const TokenHistogram& histogram) { return static_cast<double>(histogram.sum); }
 double sum_of(const TimeHistogram& histogram) { return histogram.seconds(); }
@@ -67,7 +67,7 @@ class Families {
         if (std::any_of(counts.begin(), counts.end(), [](std::int64_t count) { return count < 0; })) continue;
         auto& out = measure(family, cache, each.labels).histogram;
         for (int i = 0; i < Histogram::kBuckets; ++i) {
-          out.sample_count += static_cast<std::uint64_t>(counts[static_cast<std::size_t>(i)]);
+          out.sample_count += static_cast<std::uint64_t>(counts[i]);
           const bool last = i + 1 == Histogram::kBuckets;
           out.bucket.push_back({out.sample_count, last ? INFINITY : bound_of(*each.values, i)});
         }

@@ -44,8 +44,8 @@ void Progress::draw(Clock::time_point now) {
   const std::string left = share > 0 ? fmt::format("{:.0f} s left", elapsed / share - elapsed) : "";
   const std::string bar = draw_bar(share, kBarWidth);
   const auto cells = static_cast<int>(std::count_if(bar.begin(), bar.end(), [](char c) { return (c & 0xC0) != 0x80; }));
-  fmt::print(stderr, "\r\x1b[K{} {}{}| {:3.0f} %  {}", title_, bar,
-             std::string(static_cast<std::size_t>(std::max(0, kBarWidth - cells)), ' '), share * 100, left);
+  fmt::print(stderr, "\r\x1b[K{} {}{}| {:3.0f} %  {}", title_, bar, std::string(std::max(0, kBarWidth - cells), ' '),
+             share * 100, left);
   std::fflush(stderr);
   shown_ = true;
   drawn_ = now;

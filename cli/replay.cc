@@ -188,7 +188,7 @@ Trace load(const ReplayFlags& flags) {
 
 double percentile(std::vector<double> values, int percent) {
   if (values.empty()) return 0;
-  const std::size_t at = (values.size() - 1) * static_cast<std::size_t>(percent) / 100;
+  const std::size_t at = (values.size() - 1) * percent / 100;
   std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(at), values.end());
   return values[at];
 }

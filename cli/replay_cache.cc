@@ -87,7 +87,7 @@ class CacheReplay {
     if (full > 0) keep_snapshot(full);
   }
   void keep_snapshot(std::int64_t ids) {
-    const Slot slot = index_.find(keys_[static_cast<std::size_t>(ids - 1)]);
+    const Slot slot = index_.find(keys_[ids - 1]);
     if (slot != kNoSlot && index_.snapshot(slot) == kNoSnapshot) index_.attach_snapshot(slot, 0);
   }
 
@@ -100,7 +100,7 @@ class CacheReplay {
 }  // namespace
 
 std::vector<std::int64_t> equal_shares(std::int64_t capacity_blocks, int tenants) {
-  return std::vector<std::int64_t>(static_cast<std::size_t>(tenants), capacity_blocks / tenants);
+  return std::vector<std::int64_t>(tenants, capacity_blocks / tenants);
 }
 
 TenantId tenant_of(const TraceRequest& request, int tenants) {
@@ -132,7 +132,7 @@ ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options) {
           options.max_blocks, options.max_blocks * trace.id_tokens);
   result.share_tokens = equal_shares(blocks, options.tenants)[0] * trace.id_tokens;
   CacheReplay replay(trace, options, blocks);
-  result.tenants.resize(static_cast<std::size_t>(options.tenants));
+  result.tenants.resize(options.tenants);
   const auto requests = static_cast<std::int64_t>(trace.requests.size());
   const std::int64_t interval = std::max<std::int64_t>(1, (requests + kReplayIntervals - 1) / kReplayIntervals);
   for (const TraceRequest& request : trace.requests) {
@@ -141,7 +141,7 @@ ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options) {
     const ReplayCounts counts = replay.serve(request, result.total.requests + 1);
     result.total.add(counts);
     result.over_time.back().add(counts);
-    result.tenants[static_cast<std::size_t>(tenant_of(request, options.tenants))].add(counts);
+    result.tenants[tenant_of(request, options.tenants)].add(counts);
     if (counts.hits > 0) result.recomputed.push_back(counts.recomputed_tokens);
     if (options.request_done) options.request_done();
   }

@@ -41,7 +41,7 @@ class Text {
   TokenRef at(std::int64_t position) const {
     const std::int64_t id = position / id_tokens_;
     const bool named = position < input_tokens_ && id < static_cast<std::int64_t>(ids_.size());
-    return {named ? static_cast<std::uint64_t>(ids_[static_cast<std::size_t>(id)]) : own_, position};
+    return {named ? static_cast<std::uint64_t>(ids_[id]) : own_, position};
   }
   std::vector<TokenRef> range(std::int64_t begin, std::int64_t end) const {
     std::vector<TokenRef> out;
@@ -92,7 +92,7 @@ class DataReplay {
         random_(options.seed),
         warm_(options.config, warm_options(), options, generator_),
         cold_(options.config, cold_options(), options, generator_) {
-    result_.cache.tenants.resize(static_cast<std::size_t>(options.tenants));
+    result_.cache.tenants.resize(options.tenants);
     result_.cache.capacity_ids = options.capacity_tokens / trace.id_tokens;
     result_.cache.share_tokens = warm_.manager.schema().options.prefix.tenant_shares[0] * 128;
     if (has_tiers(options.tiers)) {
@@ -121,7 +121,7 @@ class DataReplay {
     while (!running_.empty()) retire();
     const PrefixStatistics kept = warm_.manager.prefix_statistics();
     const CacheSchema& schema = warm_.manager.schema();
-    const std::vector<std::int64_t> lengths(static_cast<std::size_t>(schema.num_groups), schema.block_tokens);
+    const std::vector<std::int64_t> lengths(schema.num_groups, schema.block_tokens);
     result_.stored_bytes = kept.blocks * schema.block_bytes + kept.snapshots * image_bytes(schema, lengths);
     if (tiers_) count_tiers();
     watch(true);
@@ -272,7 +272,7 @@ class DataReplay {
     ReplayResult& cache = result_.cache;
     cache.total.add(counts);
     cache.over_time.back().add(counts);
-    cache.tenants[static_cast<std::size_t>(tenant_of(request, options_.tenants))].add(counts);
+    cache.tenants[tenant_of(request, options_.tenants)].add(counts);
     if (counts.hits > 0) cache.recomputed.push_back(counts.recomputed_tokens);
   }
 

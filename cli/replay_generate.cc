@@ -86,7 +86,7 @@ Trace generate_trace(std::uint64_t seed, std::int64_t requests) {
   }
   std::stable_sort(trace.requests.begin(), trace.requests.end(),
                    [](const TraceRequest& a, const TraceRequest& b) { return a.time_s < b.time_s; });
-  trace.requests.resize(static_cast<std::size_t>(requests));
+  trace.requests.resize(requests);
   return trace;
 }
 

@@ -129,9 +129,8 @@ std::string draw_percentiles(const Report& report) {
   std::sort(sorted.begin(), sorted.end());
   BarChart chart{.title = "Tokens computed again per hit, percentiles of this replay", .label = "tokens", .bars = {}};
   for (const int percent : {50, 90, 99, 100})
-    chart.bars.push_back(
-        one_bar(percent == 100 ? "most" : fmt::format("p{}", percent), "computed again",
-                static_cast<double>(sorted[(sorted.size() - 1) * static_cast<std::size_t>(percent) / 100])));
+    chart.bars.push_back(one_bar(percent == 100 ? "most" : fmt::format("p{}", percent), "computed again",
+                                 static_cast<double>(sorted[(sorted.size() - 1) * percent / 100])));
   return draw(chart);
 }
 
@@ -166,7 +165,7 @@ std::string draw_latencies(const DataReplayResult& data) {
     Series series = series_of(times.thing, times.thing);
     for (int percent = 0; percent <= 100; ++percent) {
       plot.x.push_back(percent / 100.0);
-      series.values.push_back(sorted[(sorted.size() - 1) * static_cast<std::size_t>(percent) / 100]);
+      series.values.push_back(sorted[(sorted.size() - 1) * percent / 100]);
     }
     plot.panels = {{.label = "time", .unit = Unit::seconds, .series = {series}}};
     out += draw(plot);

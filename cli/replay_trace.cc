@@ -67,7 +67,7 @@ class LineReader {
     require(got >= 0 && (code == Z_OK || code == Z_STREAM_END), ErrorCode::bad_file, "{}:{}: damaged or truncated: {}",
             path_, number_ + 1, text);
     at_ = 0;
-    filled_ = static_cast<std::size_t>(got);
+    filled_ = got;
     bytes_ += got;
     require(bytes_ <= kMaxTraceBytes, ErrorCode::bad_file, "{}:{}: more than {} bytes, unpacked; split the trace",
             path_, number_ + 1, kMaxTraceBytes);
@@ -242,8 +242,7 @@ Trace read_trace(const std::string& path, std::int64_t limit) {
   std::stable_sort(trace.requests.begin(), trace.requests.end(),
                    [](const TraceRequest& a, const TraceRequest& b) { return a.time_s < b.time_s; });
   require(!trace.requests.empty(), ErrorCode::bad_file, "{}: there is no request in it", path);
-  if (limit > 0 && limit < static_cast<std::int64_t>(trace.requests.size()))
-    trace.requests.resize(static_cast<std::size_t>(limit));
+  if (limit > 0 && limit < static_cast<std::int64_t>(trace.requests.size())) trace.requests.resize(limit);
   return trace;
 }
 
