@@ -102,7 +102,7 @@ Operation make_flush(const BenchSettings& settings, const LayerCase& c) {
     rows += c.tokens / page.kind.ratio;
     for (Rows& set : *sets)
       (page.kind.role == RowRole::entry ? set.entries : set.keys)
-          .assign(static_cast<std::size_t>(c.tokens * page.row.width), checks::to_bf16(0.7f));
+          .assign(c.tokens * page.row.width, checks::to_bf16(0.7f));
   }
   return [cache, sets, bytes, rows, tokens = c.tokens, next = std::size_t{0}]() mutable -> Sample {
     Rows& set = (*sets)[next++ % sets->size()];

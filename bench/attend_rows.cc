@@ -68,9 +68,7 @@ class Pools {
   /// Pages in the shape's layout: rows, then scales.
   void arrange(const Shape& shape) { fill(pages_, shape.page_bytes, shape.page_rows); }
 
-  void sweep() const {
-    check(cudaMemsetAsync(sweep_.data(), 1, static_cast<std::size_t>(kSweepBytes), bench_.timer.stream()), "memset");
-  }
+  void sweep() const { check(cudaMemsetAsync(sweep_.data(), 1, kSweepBytes, bench_.timer.stream()), "memset"); }
   std::uint8_t* windows() const { return reinterpret_cast<std::uint8_t*>(windows_.data()); }
   std::uint8_t* pages() const { return reinterpret_cast<std::uint8_t*>(pages_.data()); }
   const DeviceMemory& workspace() const { return workspace_; }
@@ -85,7 +83,7 @@ class Pools {
   // One stretch of encoded pages, copied until the memory is full.
   void fill(const DeviceMemory& memory, std::int64_t page_bytes, int rows) {
     const std::int64_t pages = (std::int64_t{4} << 20) / page_bytes;
-    std::vector<std::uint8_t> run(static_cast<std::size_t>(pages * page_bytes), 0);
+    std::vector<std::uint8_t> run(pages * page_bytes, 0);
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
     std::vector<float> x(kWidth);
@@ -98,9 +96,8 @@ class Pools {
       }
     const std::int64_t bytes = static_cast<std::int64_t>(run.size());
     for (std::int64_t at = 0; at < memory.bytes(); at += bytes)
-      check(cudaMemcpyAsync(memory.data() + at, run.data(),
-                            static_cast<std::size_t>(std::min(bytes, memory.bytes() - at)), cudaMemcpyHostToDevice,
-                            bench_.timer.stream()),
+      check(cudaMemcpyAsync(memory.data() + at, run.data(), std::min(bytes, memory.bytes() - at),
+                            cudaMemcpyHostToDevice, bench_.timer.stream()),
             "cudaMemcpyAsync");
     check(cudaStreamSynchronize(bench_.timer.stream()), "filling pools");
   }
@@ -114,8 +111,7 @@ template <class T>
 DeviceMemory to_device(Bench& bench, const std::vector<T>& values) {
   const std::int64_t bytes = static_cast<std::int64_t>(values.size() * sizeof(T));
   DeviceMemory memory(bench.backend, std::max<std::int64_t>(bytes, 1));
-  check(cudaMemcpy(memory.data(), values.data(), static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice),
-        "cudaMemcpy");
+  check(cudaMemcpy(memory.data(), values.data(), bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
   return memory;
 }
 
@@ -126,7 +122,7 @@ class Cell {
       : bench_(bench), pools_(pools), shape_(shape), requests_(requests), batch_(tokens), launches_(count_launches()) {
     std::mt19937 random(11);
     const std::int32_t pool_blocks = static_cast<std::int32_t>(kPoolBytes / shape.page_bytes);
-    std::vector<std::int32_t> blocks(static_cast<std::size_t>(pool_blocks));
+    std::vector<std::int32_t> blocks(pool_blocks);
     std::iota(blocks.begin(), blocks.end(), 0);
     std::shuffle(blocks.begin(), blocks.end(), random);
     std::vector<std::int32_t> table, chosen;
@@ -144,7 +140,7 @@ class Cell {
         r.read_slot = r.write_slot = static_cast<std::int32_t>((launch * requests_ + r.row) % window_slots());
         records.push_back(r);
         if (!shape.chosen) continue;
-        std::vector<std::int32_t> all(static_cast<std::size_t>(shape.context_entries));
+        std::vector<std::int32_t> all(shape.context_entries);
         std::iota(all.begin(), all.end(), 0);
         std::shuffle(all.begin(), all.end(), random);
         chosen.insert(chosen.end(), all.begin(), all.begin() + shape.entries);

@@ -40,7 +40,7 @@ BenchCache::BenchCache(const BenchSettings& settings, const CacheOptions& option
   weights_ = std::make_unique<checks::SeededWeights>(manager_->schema(), *generator_);
   weights_->bind(*manager_);
   inputs_.resize(manager_->schema().layers.size());
-  token_ids_.resize(static_cast<std::size_t>(manager_->schema().options.max_step_tokens), 7);
+  token_ids_.resize(manager_->schema().options.max_step_tokens, 7);
 }
 
 RequestId BenchCache::admit() {
@@ -57,7 +57,7 @@ Step BenchCache::prepare(std::span<const StepSpec> items) {
   std::vector<StepItem> step_items;
   std::size_t at = 0;
   for (const StepSpec& item : items) {
-    const auto count = static_cast<std::size_t>(item.count);
+    const std::size_t count = item.count;
     step_items.push_back({item.request, item.count, std::span(token_ids_).subspan(at, count), -1});
     at += count;
   }
@@ -82,7 +82,7 @@ void BenchCache::make_inputs(std::size_t layer) {
   // Caches of many layers are cold by themselves.
   const std::int64_t wanted = kInputBytes / static_cast<std::int64_t>(schema().layers.size());
   const std::int64_t sets = wanted / (checks::LayerInputs::token_bytes(layer_schema) * tokens) + 1;
-  std::vector<checks::TokenRef> refs(static_cast<std::size_t>(tokens));
+  std::vector<checks::TokenRef> refs(tokens);
   for (std::uint64_t s = 0; s < std::min<std::uint64_t>(static_cast<std::uint64_t>(sets), kMostSets); ++s) {
     for (std::size_t t = 0; t < refs.size(); ++t) refs[t] = {s, static_cast<std::int64_t>(t)};
     inputs_[layer].sets.emplace_back(layer_schema, tokens).fill(*generator_, layer_schema.spec.layer, refs);
@@ -111,9 +111,9 @@ RequestId BenchCache::plant(std::int64_t length) {
   image.lengths[0] = length;
   const std::int64_t blocks = (length + schema().block_tokens - 1) / schema().block_tokens;
   std::vector<std::byte> bytes;
-  bytes.reserve(static_cast<std::size_t>(blocks) * from.block.size());
+  bytes.reserve(blocks * from.block.size());
   for (std::int64_t b = 0; b < blocks; ++b) bytes.insert(bytes.end(), from.block.begin(), from.block.end());
-  const std::vector<std::int32_t> token_ids(static_cast<std::size_t>(length), 7);
+  const std::vector<std::int32_t> token_ids(length, 7);
   requests_.push_back(granted(manager_->import_image(image, token_ids, bytes)));
   return requests_.back();
 }

@@ -61,15 +61,13 @@ void add_host(Bench& bench) {
   const std::vector<std::int32_t> ids(kBatch, 7);
   KVCacheManager& manager = cache.manager();
   for (int i = 0; i < kBatch; ++i) {
-    const auto request = cache.requests()[static_cast<std::size_t>(i)];
-    const StepItem item{request, 1 + i % kSpread, std::span(ids).first(static_cast<std::size_t>(1 + i % kSpread)), -1};
+    const auto request = cache.requests()[i];
+    const StepItem item{request, 1 + i % kSpread, std::span(ids).first(1 + i % kSpread), -1};
     manager.commit(manager.prepare_forward(std::span(&item, 1)).value());
   }
   manager.synchronize();
   std::vector<StepItem> items;
-  for (int i = 0; i < kBatch; ++i)
-    items.push_back(
-        {cache.requests()[static_cast<std::size_t>(i)], 1, std::span(ids).subspan(static_cast<std::size_t>(i), 1), -1});
+  for (int i = 0; i < kBatch; ++i) items.push_back({cache.requests()[i], 1, std::span(ids).subspan(i, 1), -1});
   std::vector<double> times;
   for (int i = 0; i < kSteps; ++i) {
     const auto start = std::chrono::steady_clock::now();

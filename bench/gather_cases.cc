@@ -24,9 +24,9 @@ class GatherBench {
  public:
   GatherBench(const BenchSettings& settings, const GatherCase& c) : case_(c), cache_(settings, options(settings, c)) {
     for (int i = 0; i < c.requests * c.groups; ++i) cache_.plant(length() - 1);
-    lens_.resize(static_cast<std::size_t>(c.requests));
+    lens_.resize(c.requests);
     first_.resize(lens_.size());
-    outs_.resize(static_cast<std::size_t>(c.groups));
+    outs_.resize(c.groups);
   }
 
   /// `gather(handle, out)` into [requests, rows, width]; every group has its own output.
@@ -34,14 +34,13 @@ class GatherBench {
   Sample run(std::int64_t rows, const RowSchema& row, Gather&& gather) {
     const int group = next_++ % case_.groups;
     std::vector<StepSpec> items;
-    for (int i = 0; i < case_.requests; ++i)
-      items.push_back({cache_.requests()[static_cast<std::size_t>(group * case_.requests + i)], 1});
+    for (int i = 0; i < case_.requests; ++i) items.push_back({cache_.requests()[group * case_.requests + i], 1});
     const Step step = cache_.prepare(items);
     LayerCacheHandle handle = cache_.manager().acquire(cache_.schema().layers[0].spec.layer);
     handle.append(cache_.next_inputs(0, case_.requests));
     const auto element = static_cast<std::int64_t>(element_bytes(case_.out));
-    AlignedVector<std::byte>& out = outs_[static_cast<std::size_t>(group)];
-    out.resize(static_cast<std::size_t>(case_.requests * rows * row.width * element), std::byte{1});
+    AlignedVector<std::byte>& out = outs_[group];
+    out.resize(case_.requests * rows * row.width * element, std::byte{1});
     const TensorView view(out.data(), case_.out, {case_.requests, rows, row.width});
     const checks::Stopwatch watch;
     gather(handle, view);

@@ -30,9 +30,7 @@ class OutputPool {
     return out;
   }
   /// [count] numbers besides the rows.
-  TensorView lens(std::int64_t count) {
-    return TensorView(take(DType::i32, 1, 1, count).data, DType::i32, {count});
-  }
+  TensorView lens(std::int64_t count) { return TensorView(take(DType::i32, 1, 1, count).data, DType::i32, {count}); }
 
   /// Runs `gather` into a poisoned bf16 tensor; returns an empty string if every number is finite afterwards.
   template <class Gather>

@@ -25,7 +25,7 @@ std::int64_t mark_bytes(const KVCacheManager& manager, std::int32_t slots) {
 ModelConfig layers_of(LayerKind kind, int layers) {
   ModelConfig config = model_preset("v4-flash");
   config.num_layers = layers;
-  config.kinds.assign(static_cast<std::size_t>(layers), kind);
+  config.kinds.assign(layers, kind);
   config.draft_hint = 0;
   return config;
 }
@@ -33,7 +33,7 @@ ModelConfig layers_of(LayerKind kind, int layers) {
 GpuCache::GpuCache(Bench& bench, const ModelConfig& config, const CacheOptions& options)
     : bench_(bench),
       manager_(std::make_unique<KVCacheManager>(config, options, bench.backend)),
-      token_ids_(static_cast<std::size_t>(options.max_step_tokens), 7),
+      token_ids_(options.max_step_tokens, 7),
       mark_bytes_(mark_bytes(*manager_, manager_->state_pool().num_slots())),
       fold_watermarks_(bench.backend, mark_bytes_),
       undo_rows_(bench.backend, mark_bytes_) {
@@ -62,16 +62,14 @@ void GpuCache::admit(int count) {
 }
 
 void GpuCache::fork(int count) {
-  for (std::size_t i = 0; requests_.size() < static_cast<std::size_t>(count); ++i)
+  for (std::size_t i = 0; std::ssize(requests_) < count; ++i)
     requests_.push_back(granted(manager_->fork(requests_[i])));
 }
 
 Step GpuCache::prepare(int requests, int count) {
   std::vector<StepItem> items;
   for (int i = 0; i < requests; ++i)
-    items.push_back(
-        {requests_[static_cast<std::size_t>(i)], count,
-         std::span(token_ids_).subspan(static_cast<std::size_t>(i * count), static_cast<std::size_t>(count)), -1});
+    items.push_back({requests_[i], count, std::span(token_ids_).subspan(i * count, count), -1});
   const Step step = granted(manager_->prepare_forward(items));
   keep_marks();
   return step;

@@ -34,8 +34,7 @@ std::int64_t align(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
 template <class T>
 T* upload(Bench& bench, const DeviceMemory& memory, const std::vector<T>& host) {
   const std::int64_t bytes = static_cast<std::int64_t>(host.size() * sizeof(T));
-  check(cudaMemcpyAsync(memory.data(), host.data(), static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice,
-                        bench.timer.stream()),
+  check(cudaMemcpyAsync(memory.data(), host.data(), bytes, cudaMemcpyHostToDevice, bench.timer.stream()),
         "cudaMemcpyAsync");
   check(cudaStreamSynchronize(bench.timer.stream()), "an upload");
   return reinterpret_cast<T*>(memory.data());
@@ -73,7 +72,7 @@ class IndexSets {
     const std::int64_t heads = std::int64_t{sets_} * tokens_ * kHeads;  // encoded, as keys are
     check(fill_bytes({codes(), heads, payload_, payload_}, 0, fp8 ? 0x7F : 256, 7, stream), "fill_bytes");
     check(fill_bytes({code_scales(), heads, 4, 4}, fp8 ? 0x3F : 126, fp8 ? 0x40 : 129, 8, stream), "fill_bytes");
-    std::vector<std::int32_t> table(static_cast<std::size_t>(blocks_));
+    std::vector<std::int32_t> table(blocks_);
     std::iota(table.begin(), table.end(), 0);
     std::shuffle(table.begin(), table.end(), std::mt19937(9));
     std::vector<ops::StepRecord> records;
@@ -192,7 +191,7 @@ void add_topk(Bench& bench, int keys, int requests) {
   const DeviceMemory record_memory(bench.backend, align(std::int64_t{32} * requests));
   check(fill_normal_f32(reinterpret_cast<float*>(scores.data()), sets * row_bytes / 4, 8, bench.timer.stream()),
         "fill_normal");
-  std::vector<ops::StepRecord> records(static_cast<std::size_t>(requests));
+  std::vector<ops::StepRecord> records(requests);
   for (ops::StepRecord& r : records) r.row = 0, r.position = kRatio * keys - 1;
   ops::IndexParams p;
   p.layer.kinds[1].ratio = kRatio;

@@ -37,8 +37,7 @@ Exported play(const ModelConfig& config, const std::shared_ptr<Backend>& backend
     std::vector<StepItem> items;
     for (std::size_t r = 0; r < 2; ++r) {
       for (int t = 0; t < chunk.counts[r]; ++t) tokens.push_back({r, lengths[r] + t});
-      items.push_back(
-          {requests[r], chunk.counts[r], std::span(ids).first(static_cast<std::size_t>(chunk.counts[r])), -1});
+      items.push_back({requests[r], chunk.counts[r], std::span(ids).first(chunk.counts[r]), -1});
       lengths[r] += chunk.counts[r];
     }
     const Step step = manager.prepare_forward(items).value();

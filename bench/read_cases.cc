@@ -21,7 +21,7 @@ struct ReadCase {
 constexpr int kHeads = 64;
 
 std::vector<float> some_values(std::int64_t count) {
-  std::vector<float> out(static_cast<std::size_t>(count));
+  std::vector<float> out(count);
   std::uint64_t state = 7;
   for (float& x : out) {
     state = state * 6364136223846793005u + 1442695040888963407u;
@@ -41,7 +41,7 @@ class ReadBench {
   /// Seconds of `read(handle)` in a step of the next request.
   template <class Read>
   double run(Read&& read) {
-    const StepSpec item{cache_.requests()[static_cast<std::size_t>(next_++ % kRequests)], tokens_};
+    const StepSpec item{cache_.requests()[next_++ % kRequests], tokens_};
     const Step step = cache_.prepare({&item, 1});
     LayerCacheHandle handle = cache_.manager().acquire(layer().spec.layer);
     handle.append(cache_.next_inputs(0, tokens_));
@@ -98,7 +98,7 @@ Operation make_scores(const BenchSettings& settings, const ReadCase& c) {
   const std::int64_t keys = c.context / settings.config.csa_ratio, n = c.tokens;
   return beside_plain(settings, c, n * keys,
                       [q = some_values(n * kHeads * settings.config.index_dim), weights = some_values(n * kHeads),
-                       scores = std::make_shared<std::vector<float>>(static_cast<std::size_t>(n * keys)),
+                       scores = std::make_shared<std::vector<float>>(n * keys),
                        width = settings.config.index_dim, keys, n](LayerCacheHandle& handle) {
                         handle.index_scores({{q.data(), {n, kHeads, width}}, {}, {weights.data(), {n, kHeads}}},
                                             {scores->data(), {n, keys}});
@@ -109,7 +109,7 @@ Operation make_topk(const BenchSettings& settings, const ReadCase& c) {
   const int top = settings.config.index_topk;
   return beside_plain(settings, c, c.context / settings.config.csa_ratio,
                       [q = some_values(kHeads * settings.config.index_dim), weights = some_values(kHeads),
-                       chosen = std::make_shared<std::vector<std::int32_t>>(static_cast<std::size_t>(top)),
+                       chosen = std::make_shared<std::vector<std::int32_t>>(top),
                        width = settings.config.index_dim, top](LayerCacheHandle& handle) {
                         handle.index_topk({{q.data(), {1, kHeads, width}}, {}, {weights.data(), {1, kHeads}}},
                                           {chosen->data(), {1, top}});
@@ -119,10 +119,10 @@ Operation make_topk(const BenchSettings& settings, const ReadCase& c) {
 /// Seconds of the matrix products that attention of `tokens` tokens to `rows` rows each would be.
 double sgemm_seconds(const Sgemm& sgemm, std::int64_t tokens, int rows, int width) {
   static thread_local std::vector<float> q, kv, p, out;
-  q.resize(static_cast<std::size_t>(kHeads * width), 0.5f);
-  kv.resize(static_cast<std::size_t>(rows * width), 0.5f);
-  p.resize(static_cast<std::size_t>(kHeads * rows));
-  out.resize(static_cast<std::size_t>(kHeads * width));
+  q.resize(kHeads * width, 0.5f);
+  kv.resize(rows * width, 0.5f);
+  p.resize(kHeads * rows);
+  out.resize(kHeads * width);
   const checks::Stopwatch watch;
   for (std::int64_t i = 0; i < tokens; ++i) {
     sgemm.multiply(kHeads, rows, width, q.data(), kv.data(), true, p.data());
@@ -147,11 +147,11 @@ Operation make_attend(const BenchSettings& settings, const ReadCase& c) {
   const Operation attend = beside_plain(
       settings, c, n * rows,
       [q = some_values(n * kHeads * width), chosen, width, n,
-       out = std::make_shared<std::vector<float>>(static_cast<std::size_t>(n * kHeads * width))](
+       out = std::make_shared<std::vector<float>>(n * kHeads * width)](
           LayerCacheHandle& handle) {
         AttendInputs in;
         in.q = ConstTensorView(q.data(), {n, kHeads, width});
-        if (!chosen.empty()) in.topk = ConstTensorView(chosen.data(), {n, static_cast<std::int64_t>(chosen.size()) / n});
+        if (!chosen.empty()) in.topk = ConstTensorView(chosen.data(), {n, std::ssize(chosen) / n});
         handle.attend(in, {out->data(), {n, kHeads, width}});
       });
   const std::shared_ptr<const Sgemm> sgemm = settings.threads == 1 ? Sgemm::load() : nullptr;

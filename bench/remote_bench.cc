@@ -17,6 +17,7 @@
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "support/redis_servers.h"
@@ -66,8 +67,8 @@ class BareLoop {
           redisAppendCommandArgv(context, 2, texts, lengths);
         },
         [&](const redisReply& reply) {
-          if (static_cast<std::size_t>(reply.len) != to[at].size()) throw std::runtime_error("a value is missing");
-          std::memcpy(to[at++].data(), reply.str, static_cast<std::size_t>(reply.len));
+          if (std::cmp_not_equal(reply.len, to[at].size())) throw std::runtime_error("a value is missing");
+          std::memcpy(to[at++].data(), reply.str, reply.len);
         });
   }
 
@@ -123,15 +124,15 @@ int bench(int rounds, int batch, std::int64_t bytes) {
   BareLoop bare(servers);
 
   std::mt19937_64 random(1);
-  std::vector<Value> values(static_cast<std::size_t>(batch));
+  std::vector<Value> values(batch);
   for (Value& value : values) {
     for (std::byte& b : value.id.key) b = static_cast<std::byte>(random() & 0xff);
     value.name = tier::redis_name(options.layout_id, value.id);
     value.node = servers.node_of(value.name);
-    value.bytes.resize(static_cast<std::size_t>(bytes));
+    value.bytes.resize(bytes);
     for (std::byte& b : value.bytes) b = static_cast<std::byte>(random() & 0xff);
   }
-  std::vector<std::vector<std::byte>> buffers(values.size(), std::vector<std::byte>(static_cast<std::size_t>(bytes)));
+  std::vector<std::vector<std::byte>> buffers(values.size(), std::vector<std::byte>(bytes));
   const auto soon = [] { return Clock::now() + std::chrono::seconds(30); };
 
   std::vector<double> bare_put, bare_get, tier_put, tier_get;

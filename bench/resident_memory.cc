@@ -32,10 +32,9 @@ CacheOptions gigabyte_options(const ModelConfig& config) {
 ResidentMemory measure_resident_memory(const BenchSettings& settings) {
   const std::int64_t before = resident_bytes();
   KVCacheManager manager(settings.config, gigabyte_options(settings.config), make_cpu_backend(settings.threads));
-  std::memset(manager.kv_pool().base(), 1, static_cast<std::size_t>(manager.kv_pool().memory_bytes()));
+  std::memset(manager.kv_pool().base(), 1, manager.kv_pool().memory_bytes());
   const CacheSchema& schema = manager.schema();
-  std::memset(manager.state_pool().base(), 1,
-              static_cast<std::size_t>(manager.state_pool().num_slots() * schema.slot_bytes));
+  std::memset(manager.state_pool().base(), 1, manager.state_pool().num_slots() * schema.slot_bytes);
   return {plan_memory(schema).total_bytes, resident_bytes() - before};
 }
 

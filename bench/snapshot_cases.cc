@@ -67,7 +67,7 @@ Operation make_import(const BenchSettings& settings, std::int64_t length, Format
   auto cache = planted(settings, length, rows);
   auto state = std::make_shared<State>(State{cache, cache->manager().export_image(cache->requests()[0]),
                                              cache->manager().export_blocks(cache->requests()[0]),
-                                             std::vector<std::int32_t>(static_cast<std::size_t>(length), 7)});
+                                             std::vector<std::int32_t>(length, 7)});
   state->copies = cache->requests();
   return [state, next = std::size_t{0}]() mutable -> Sample {
     KVCacheManager& manager = state->cache->manager();
@@ -102,12 +102,12 @@ Operation make_block(const BenchSettings& settings, BlockWork work, CacheOptions
   options.num_blocks = kBlocks;
   const auto schema = std::make_shared<CacheSchema>(build_schema(settings.config, options));
   const auto pool = std::make_shared<PagedKVPool>(*schema, make_cpu_backend(settings.threads));
-  auto images = std::make_shared<std::vector<std::vector<std::byte>>>(
-      kImages, std::vector<std::byte>(static_cast<std::size_t>(schema->block_image_bytes)));
+  auto images =
+      std::make_shared<std::vector<std::vector<std::byte>>>(kImages, std::vector<std::byte>(schema->block_image_bytes));
   for (BlockId block = 0; block < kBlocks; ++block) pool->load_block(block, (*images)[0]);
   return [schema, pool, images, work, next = 0]() mutable -> Sample {
     const BlockId from = (next * kStride) % kBlocks, to = (next * kStride + kBlocks / 2) % kBlocks;
-    std::vector<std::byte>& image = (*images)[static_cast<std::size_t>(next++ % kImages)];
+    std::vector<std::byte>& image = (*images)[next++ % kImages];
     const checks::Stopwatch watch;
     if (work == BlockWork::copy) pool->copy_block(from, to);
     if (work == BlockWork::save) pool->save_block(from, schema->block_tokens, image);

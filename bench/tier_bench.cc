@@ -65,15 +65,13 @@ struct Bench {
 
 /// Records of the prompt's blocks and of the snapshot at its end, of random bytes, into the tiers.
 void fill(const Bench& bench, KVCacheManager& cache, Tiers& tiers) {
-  std::vector<std::byte> payload(
-      static_cast<std::size_t>(std::max(cache.snapshot_bytes(), cache.schema().block_image_bytes)));
+  std::vector<std::byte> payload(std::max(cache.snapshot_bytes(), cache.schema().block_image_bytes));
   std::mt19937_64 random(1);
   for (std::byte& b : payload) b = static_cast<std::byte>(random());
   const auto put = [&](const BlockKey& key, std::int64_t bytes) {
     tier::RecordId id;
     std::memcpy(id.key.data(), key.data(), key.size());
-    while (tiers.chain().put(id, std::span(payload).first(static_cast<std::size_t>(bytes)), tier::Content::of_key) ==
-           0) {
+    while (tiers.chain().put(id, std::span(payload).first(bytes), tier::Content::of_key) == 0) {
       (void)tiers.chain().poll();
       std::this_thread::sleep_for(1ms);
     }
@@ -132,7 +130,7 @@ double read_plainly(const std::string& store, std::int64_t bytes_at_once, std::i
         ops[i] = {file, tier::IoOp::Kind::read, offset, {{to, static_cast<std::size_t>(bytes_at_once)}}, {}, false};
         return &ops[i];
       },
-      [&](tier::IoOp& op) { free.push_back(static_cast<std::size_t>(&op - ops.data())); });
+      [&](tier::IoOp& op) { free.push_back(&op - ops.data()); });
   return static_cast<double>(std::ssize(places) * bytes_at_once) / (now_s() - start);
 }
 
@@ -215,7 +213,7 @@ void bench_lookups(const Bench& bench) {
     for (std::byte& b : id.key) b = static_cast<std::byte>(random());
     return id;
   };
-  const std::vector<std::byte> payload(static_cast<std::size_t>(bytes), std::byte{3});
+  const std::vector<std::byte> payload(bytes, std::byte{3});
   tiers.chain().put(id_of(0), payload, tier::Content::of_key);
   (void)tiers.flush(later());
   std::vector<double> known_us, get_us;
@@ -277,7 +275,7 @@ void bench_steps(const Bench& bench) {
     ids[0] = -number;
     const RequestId request = cache.admit(Prompt{ids, 0, "", {}}).value().request;
     for (std::int64_t at = 0; at < bench.blocks * kBlockTokens; at += 512) {
-      const StepItem item{request, 512, std::span(ids).subspan(static_cast<std::size_t>(at), 512)};
+      const StepItem item{request, 512, std::span(ids).subspan(at, 512)};
       step({&item, 1}, 512);
     }
     cache.release(request);
