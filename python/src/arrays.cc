@@ -120,7 +120,7 @@ ConstTensorView Arguments::hold(nb::ndarray<nb::ro> array, const char* name) {
   if (!dtype)
     refuse(std::string(name) + " must be float32, bfloat16 (or uint16 with its bits), int32 or uint8; its dtype is " +
            dtype_text(array.dtype()));
-  if (array.ndim() > static_cast<std::size_t>(TensorView::kMaxDims))
+  if (array.ndim() > TensorView::kMaxDims)
     refuse(std::string(name) + " has " + std::to_string(array.ndim()) + " dimensions; at most " +
            std::to_string(TensorView::kMaxDims) + " are allowed");
   ConstTensorView view;

@@ -73,7 +73,7 @@ void bind_model(nb::module_& m) {
       "build_rope_table",
       [](const RopeSpec& spec, int rope_dim, std::int64_t first, std::int64_t count, std::int64_t step) {
         RopeTable table = build_rope_table(spec, rope_dim, first, count, step);
-        const std::size_t rows = static_cast<std::size_t>(count), pairs = static_cast<std::size_t>(rope_dim / 2);
+        const std::size_t rows = count, pairs = rope_dim / 2;
         return array_tuple(AnyArray(own_array(std::move(table.cos), {rows, pairs})),
                            AnyArray(own_array(std::move(table.sin), {rows, pairs})));
       },
