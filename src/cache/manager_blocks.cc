@@ -1,9 +1,11 @@
 // Kept blocks and snapshots as bytes, by key: what tiers take and give back.
 #include <algorithm>
+#include <utility>
 
 #include "backend/nvtx_range.h"
 #include "base/check.h"
 #include "cache/block_mover.h"
+#include "cache/cache_call.h"
 #include "cache/manager_impl.h"
 
 namespace kv4 {
@@ -136,9 +138,24 @@ bool KVCacheManager::Impl::insert_snapshot(const BlockKey& key, const std::funct
 
 // --- in the backend's memory, queued
 
-BlockKey BlockMover::next_key(const Prompt& prompt, std::span<const BlockKey> before) {
-  PrefixCache& prefix = prefix_of(m_.prefix);
-  return prefix.block_key(before.empty() ? prefix.root(prompt.salt) : before.back(), prompt, before.size());
+BlockKey BlockMover::root(const Prompt& prompt) { return prefix_of(m_.prefix).root(prompt.salt); }
+
+BlockKey BlockMover::next_key(const BlockKey& root, const Prompt& prompt, std::span<const BlockKey> before) {
+  return prefix_of(m_.prefix).block_key(before.empty() ? root : before.back(), prompt, before.size());
+}
+
+bool BlockMover::has_room_for_request(const Prompt& prompt) const {
+  m_.check_prompt(prompt);
+  require(!m_.step_open, ErrorCode::bad_state, "blocks cannot be loaded during a step; commit or abort it first");
+  return !m_.free_rows.empty() && m_.state_pool.num_free() > 0;
+}
+
+Expected<Admission> BlockMover::admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known) {
+  const TimedCall call(cache_, &CallTimes::admit);
+  const NvtxRange range("kv4 admit", !m_.backend->on_host());
+  PrefixIdentity name = cache_.identify_prefix(prompt);
+  if (name.root != root) known = {};  // of other weights than the present ones
+  return m_.admit(prompt, std::move(name), known);
 }
 
 bool BlockMover::gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const {

@@ -121,6 +121,9 @@ struct KVCacheManager::Impl {
   void restore_slot(std::int32_t slot, const PrefixMatch& match);
   void share_prefix(std::int32_t row, const PrefixMatch& match);
   void hold_chain(std::int32_t row, const KeptChain& kept);  // which is pinned for it
+  void check_prompt(const Prompt& prompt) const;             // throws where it cannot be admitted
+  /// `known`: keys of its first blocks, which are not hashed again.
+  Expected<Admission> admit(const Prompt& prompt, PrefixIdentity name, std::span<const BlockKey> known);
   void check_replay(const StepItem& item, std::int32_t row) const;
   void publish(std::int32_t row);
 

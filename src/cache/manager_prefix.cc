@@ -162,42 +162,51 @@ PrefixIdentity KVCacheManager::chain_of(RequestId request) const try {
   fail_for_memory();
 }
 
+void KVCacheManager::Impl::check_prompt(const Prompt& prompt) const {
+  require(prefix.has_value(), ErrorCode::bad_state,
+          "this cache keeps no prefixes; set options.prefix.enabled, or admit without a prompt");
+  const std::int64_t tokens = static_cast<std::int64_t>(prompt.token_ids.size());
+  require(tokens <= schema.options.max_context, ErrorCode::bad_argument, "the prompt has {} tokens; max_context is {}",
+          tokens, schema.options.max_context);
+  const std::int64_t blocks = num_blocks_of(tokens);
+  require(static_cast<std::int64_t>(prompt.extra.size()) <= blocks, ErrorCode::bad_argument,
+          "there is extra for {} blocks; a prompt of {} tokens has {}", prompt.extra.size(), tokens, blocks);
+  prefix->index.tenant_size(prompt.tenant);  // throws if there is no such tenant
+}
+
 Expected<Admission> KVCacheManager::admit(const Prompt& prompt) try {
   const TimedCall call(*this, &CallTimes::admit);
   const NvtxRange range("kv4 admit", !impl_->backend->on_host());
-  Impl& m = *impl_;
-  require(m.prefix.has_value(), ErrorCode::bad_state,
-          "this cache keeps no prefixes; set options.prefix.enabled, or admit without a prompt");
+  return impl_->admit(prompt, identify_prefix(prompt), {});
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
+}
+
+Expected<Admission> KVCacheManager::Impl::admit(const Prompt& prompt, PrefixIdentity name,
+                                                std::span<const BlockKey> known) {
+  check_prompt(prompt);
   const std::int64_t tokens = static_cast<std::int64_t>(prompt.token_ids.size());
-  require(tokens <= m.schema.options.max_context, ErrorCode::bad_argument,
-          "the prompt has {} tokens; max_context is {}", tokens, m.schema.options.max_context);
-  const std::int64_t blocks = m.num_blocks_of(tokens);
-  require(static_cast<std::int64_t>(prompt.extra.size()) <= blocks, ErrorCode::bad_argument,
-          "there is extra for {} blocks; a prompt of {} tokens has {}", prompt.extra.size(), tokens, blocks);
-  PrefixIdentity name = identify_prefix(prompt);
-  const PrefixMatch match = m.prefix->index.match(m.prefix->keys_of(name.root, prompt, true), tokens);
-  if (m.free_rows.empty()) return counted(Shortage::requests, m.admit_shortages);
-  Impl::NewSlot slot(m.state_pool);
-  if (!slot.slot) return counted(Shortage::slots, m.admit_shortages);
-  m.state_pool.reset_slot(*slot.slot);
-  m.restore_slot(*slot.slot, match);
+  const PrefixMatch match = prefix->index.match(prefix->keys_of(name.root, prompt, true, known), tokens);
+  if (free_rows.empty()) return counted(Shortage::requests, admit_shortages);
+  NewSlot slot(state_pool);
+  if (!slot.slot) return counted(Shortage::slots, admit_shortages);
+  state_pool.reset_slot(*slot.slot);
+  restore_slot(*slot.slot, match);
 
-  const RequestId request = m.start_row(slot.keep());
-  const std::int32_t row = m.row_of(request);
-  m.begin_chain(row, std::move(name), m.prefix->weights_slot());
-  m.share_prefix(row, match);
+  const RequestId request = start_row(slot.keep());
+  const std::int32_t row = row_of(request);
+  begin_chain(row, std::move(name), prefix->weights_slot());
+  share_prefix(row, match);
 
-  PrefixStatistics& statistics = m.prefix->statistics;
+  PrefixStatistics& statistics = prefix->statistics;
   ++statistics.prompts;
   statistics.hits += match.usable_tokens > 0;
   statistics.prompt_tokens += tokens;
   statistics.usable_tokens += match.usable_tokens;
   statistics.replayed_tokens += match.replayed_tokens();
-  m.prefix->usable_tokens.add(match.usable_tokens);
-  if (match.usable_tokens > 0) m.prefix->replayed_tokens.add(match.replayed_tokens());
+  prefix->usable_tokens.add(match.usable_tokens);
+  if (match.usable_tokens > 0) prefix->replayed_tokens.add(match.replayed_tokens());
   return Admission{request, match.usable_tokens, match.resume_at};
-} catch (const std::bad_alloc&) {
-  fail_for_memory();
 }
 
 void KVCacheManager::Impl::check_replay(const StepItem& item, std::int32_t row) const {
