@@ -5,6 +5,7 @@
 #include "cache/prefix_options.h"
 #include "cache/session_records.h"
 #include "kv4/error.h"
+#include "kv4/names.h"
 #include "kv4/preempted_request.h"
 #include "kv4/tiered_prefix.h"
 #include "tier/host_tier.h"
@@ -648,7 +649,7 @@ TEST(Prefix, RandomOperations) {
     o.hca_mode = random.below(2) ? HcaMode::online : HcaMode::raw;
     o.arrangement = random.below(2) ? Arrangement::block_major : Arrangement::layer_major;
     o.prefix.tenant_shares = {random.between(0, o.num_blocks / 2), random.between(0, o.num_blocks / 2)};
-    o.prefix.eviction = kEvictionKinds[random.below(3)];
+    o.prefix.eviction = names_of<EvictionKind>()[static_cast<std::size_t>(random.below(3))].value;
     o.prefix.num_snapshots = static_cast<int>(random.between(0, 12));
     o.prefix.snapshots.period_tokens = o.block_tokens * random.between(1, 4);
     Chaos chaos(model, o, static_cast<std::uint64_t>(seed));
