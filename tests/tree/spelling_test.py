@@ -48,7 +48,7 @@ class CWords:
         """The words of a string field: everything else has its default."""
         at = self.offset(struct, field)
         memory = (c.c_uint8 * 4096)()
-        getattr(self.lib, f"{struct}_init")(memory)
+        getattr(self.lib, f"{struct}_init")(memory, c.c_size_t(self.size(struct)))
         wrong = c.create_string_buffer(b"wrong word")
         c.memmove(c.addressof(memory) + at, c.byref(c.c_void_p(c.addressof(wrong))), 8)
         out = (c.c_uint8 * 4096)()
@@ -64,8 +64,11 @@ class CWords:
 
     def plan(self):
         out = (c.c_uint8 * 4096)()
-        self.lib.kv4_memory_plan_init(out)
+        self.lib.kv4_memory_plan_init(out, c.c_size_t(self.size("kv4_memory_plan")))
         return out
+
+    def size(self, struct):
+        return int(re.search(rf"^struct {struct} (\d+)$", (ROOT / "tests" / "c_api" / "abi.txt").read_text(), flags=re.M)[1])
 
     def offset(self, struct, field):
         for line in (ROOT / "tests" / "c_api" / "abi.txt").read_text().splitlines():
