@@ -26,7 +26,7 @@
 #include "tier/file_system.h"
 #include "tier/record_format.h"
 #include "tier/segment_file.h"
-#include "tier/tier_chain.h"
+#include "tier/tiers_impl.h"
 
 namespace kv4::bench {
 namespace {
@@ -68,14 +68,15 @@ void fill(const Bench& bench, KVCacheManager& cache, Tiers& tiers) {
   std::vector<std::byte> payload(std::max(cache.snapshot_bytes(), cache.schema().block_image_bytes));
   std::mt19937_64 random(1);
   for (std::byte& b : payload) b = static_cast<std::byte>(random());
+  tier::TierChain& chain = Tiers::Impl::of(tiers).chain;
   const auto put = [&](const BlockKey& key, std::int64_t bytes) {
     tier::RecordId id;
     std::memcpy(id.key.data(), key.data(), key.size());
-    while (tiers.chain().put(id, std::span(payload).first(bytes), tier::Content::of_key) == 0) {
-      (void)tiers.chain().poll();
+    while (chain.put(id, std::span(payload).first(bytes), tier::Content::of_key) == 0) {
+      (void)chain.poll();
       std::this_thread::sleep_for(1ms);
     }
-    (void)tiers.chain().poll();
+    (void)chain.poll();
   };
   const std::vector<BlockKey> keys = cache.block_keys(bench.prompt());
   for (const BlockKey& key : keys) put(key, cache.schema().block_image_bytes);
@@ -214,20 +215,21 @@ void bench_lookups(const Bench& bench) {
     return id;
   };
   const std::vector<std::byte> payload(bytes, std::byte{3});
-  tiers.chain().put(id_of(0), payload, tier::Content::of_key);
+  tier::TierChain& chain = Tiers::Impl::of(tiers).chain;
+  chain.put(id_of(0), payload, tier::Content::of_key);
   (void)tiers.flush(later());
   std::vector<double> known_us, get_us;
   std::uint64_t next = 1;
   for (const double end = now_s() + 4; now_s() < end;) {
-    for (int i = 0; i < 64 && tiers.chain().put(id_of(next), payload, tier::Content::of_key) > 0; ++i) ++next;
-    (void)tiers.chain().poll();
+    for (int i = 0; i < 64 && chain.put(id_of(next), payload, tier::Content::of_key) > 0; ++i) ++next;
+    (void)chain.poll();
     const tier::RecordId wanted[] = {id_of(0), id_of(1u << 30)};
     double start = now_s();
-    tier::TierChain::Ticket known = tiers.chain().exists(wanted, later());
+    tier::TierChain::Ticket known = chain.exists(wanted, later());
     (void)known.wait(later());
     known_us.push_back((now_s() - start) * 1e6);
     start = now_s();
-    tier::TierChain::Ticket got = tiers.chain().get({{wanted[0], bytes, {}}}, tier::Content::of_key, later());
+    tier::TierChain::Ticket got = chain.get({{wanted[0], bytes, {}}}, tier::Content::of_key, later());
     (void)got.wait(later());
     get_us.push_back((now_s() - start) * 1e6);
   }

@@ -8,6 +8,7 @@
 #include "checks/sizes.h"
 #include "codec/codec.h"
 #include "kv4/error.h"
+#include "kv4/names.h"
 #include "option_values.h"
 
 namespace kv4::cli {
@@ -18,24 +19,13 @@ namespace {
 
 constexpr int kMaxCount = 1 << 24;  // build_schema has the real limits; this one keeps the value an int
 
-DType parse_pending(const std::string& name) {
-  if (name == "fp32" || name == "f32") return DType::f32;
-  if (name == "bf16") return DType::bf16;
-  throw Error(ErrorCode::bad_argument, fmt::format("--pending '{}' is not known; it may be fp32 or bf16", name));
-}
-
-/// Names of the codecs' table, of those that `fits`.
+/// Names of the formats that `fits`.
 template <class Fits>
 std::vector<std::string> format_names(Fits&& fits) {
   std::vector<std::string> out;
-  for (int format = 0;; ++format) {
-    try {
-      if (const codec::FormatInfo& info = codec::format_info(static_cast<Format>(format)); fits(info))
-        out.emplace_back(info.name);
-    } catch (const Error&) {  // there are no more
-      return out;
-    }
-  }
+  for (const Named<Format>& format : names_of<Format>())
+    if (fits(codec::format_info(format.value))) out.emplace_back(format.name);
+  return out;
 }
 
 }  // namespace
@@ -59,19 +49,19 @@ ModelConfig read_model(const ModelFlags& flags) {
 void add_flags(CLI::App& app, FormatFlags& flags) {
   const std::string group = "Formats";
   const auto named = [&](const char* name, std::string& value, const std::string& what,
-                         const std::vector<std::string>& values, std::vector<std::string> aliases = {}) {
+                         const std::vector<std::string>& values) {
     CLI::Option* option = app.add_option(name, value, what + ": " + list_words(values))
                               ->capture_default_str()
                               ->type_name("NAME")
                               ->group(group);
-    take_one_of(*option, values, std::move(aliases));
+    take_one_of(*option, values);
   };
   named("--rows", flags.rows, "window rows and entries", format_names([](const auto& f) { return f.for_rows; }));
   named("--keys", flags.keys, "index keys", format_names([](const auto& f) { return f.for_keys; }));
   app.add_flag("--no-hadamard", flags.no_hadamard, "keep index keys as they are before quantising")->group(group);
-  named("--pending", flags.pending, "compressor rows that wait", {"fp32", "bf16"}, {"f32"});
-  named("--hca", flags.hca, "HCA rows that wait, folded or as they are", {"online", "raw"});
-  named("--arrangement", flags.arrangement, "pages", {"block-major", "layer-major"}, {"block_major", "layer_major"});
+  named("--pending", flags.pending, "compressor rows that wait", {to_string(DType::f32), to_string(DType::bf16)});
+  named("--hca", flags.hca, "HCA rows that wait, folded or as they are", words_of<HcaMode>());
+  named("--arrangement", flags.arrangement, "pages", words_of<Arrangement>());
   app.add_option("--page-alignment", flags.page_alignment, "bytes, a multiple of 64; 576 is FlashMLA's")
       ->capture_default_str()
       ->type_name("N")
@@ -90,22 +80,18 @@ void apply(const FormatFlags& flags, CacheOptions& options) {
   options.row_format = parse_format(flags.rows);
   options.index_format = parse_format(flags.keys);
   options.hadamard = !flags.no_hadamard;
-  options.pending_dtype = parse_pending(flags.pending);
+  options.pending_dtype = parse_pending_dtype(flags.pending);
   options.hca_mode = parse_hca_mode(flags.hca);
-  std::string arrangement = flags.arrangement;
-  std::replace(arrangement.begin(), arrangement.end(), '-', '_');
-  options.arrangement = parse_arrangement(arrangement);
+  options.arrangement = parse_arrangement(flags.arrangement);
   options.page_alignment = static_cast<int>(parse_count(flags.page_alignment, "--page-alignment", 1, kMaxCount));
   options.block_tokens = static_cast<int>(parse_count(flags.block_tokens, "--block-tokens", 0, kMaxCount));
   options.max_rewind_tokens = static_cast<int>(parse_count(flags.rewind, "--rewind", 0, kMaxCount));
 }
 
 std::string describe_formats(const CacheOptions& options) {
-  std::string arrangement = to_string(options.arrangement);
-  std::replace(arrangement.begin(), arrangement.end(), '_', '-');
   return fmt::format("rows {}, index keys {}{}, pending {}, HCA {}, {}, rewind {}", to_string(options.row_format),
                      to_string(options.index_format), options.hadamard ? " + Hadamard" : "",
-                     options.pending_dtype == DType::f32 ? "fp32" : "bf16", to_string(options.hca_mode), arrangement,
+                     to_string(options.pending_dtype), to_string(options.hca_mode), to_string(options.arrangement),
                      options.max_rewind_tokens);
 }
 

@@ -24,9 +24,9 @@ struct FormatFlags {
   std::string rows = "fp8_tile64";
   std::string keys = "mxfp4";
   bool no_hadamard = false;
-  std::string pending = "fp32";
+  std::string pending = "f32";
   std::string hca = "online";
-  std::string arrangement = "block-major";
+  std::string arrangement = "block_major";
   std::string page_alignment = "64";
   std::string block_tokens = "0";
   std::string rewind = "0";

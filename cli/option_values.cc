@@ -35,14 +35,11 @@ std::size_t count_slips(std::string_view a, std::string_view b) {
 
 }  // namespace
 
-void take_one_of(CLI::Option& option, std::vector<std::string> values, std::vector<std::string> aliases) {
+void take_one_of(CLI::Option& option, std::vector<std::string> values) {
   offer_values(option, values);
   option.check(CLI::Validator(
-      [values, aliases](std::string& text) {
-        const auto among = [&](const std::vector<std::string>& words) {
-          return std::find(words.begin(), words.end(), text) != words.end();
-        };
-        if (among(values) || among(aliases)) return std::string();
+      [values](std::string& text) {
+        if (std::find(values.begin(), values.end(), text) != values.end()) return std::string();
         return fmt::format("'{}' is not known; it may be {}{}", text, list_words(values), did_you_mean(text, values));
       },
       ""));

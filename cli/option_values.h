@@ -5,6 +5,8 @@
 #include <string_view>
 #include <vector>
 
+#include "kv4/names.h"
+
 namespace CLI {
 class App;
 class Option;
@@ -12,9 +14,8 @@ class Option;
 
 namespace kv4::cli {
 
-/// The option takes one of `values`; `aliases` are taken as well, and not told. Another word is refused with the
-/// nearest.
-void take_one_of(CLI::Option& option, std::vector<std::string> values, std::vector<std::string> aliases = {});
+/// The option takes one of `values`. Another word is refused with the nearest.
+void take_one_of(CLI::Option& option, std::vector<std::string> values);
 /// The option takes other words, too: these are offered where a shell completes.
 void offer_values(CLI::Option& option, std::vector<std::string> values);
 /// Empty: none are known.
@@ -25,6 +26,13 @@ std::string nearest_name(std::string_view word, const std::vector<std::string>& 
 /// "; did you mean 'lru'?", or nothing.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates);
 
+/// The words of a policy or mode.
+template <class E>
+std::vector<std::string> words_of() {
+  std::vector<std::string> out;
+  for (const Named<E>& each : names_of<E>()) out.emplace_back(each.name);
+  return out;
+}
 /// "a, b or c"
 std::string list_words(const std::vector<std::string>& words);
 

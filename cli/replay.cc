@@ -108,13 +108,14 @@ SnapshotPolicy parse_snapshots(const std::string& text) {
   SnapshotPolicy out;
   const std::size_t colon = text.find(':');
   const std::string name = text.substr(0, colon);
-  require((name == "full" || name == "checkpoint" || name == "none") &&
-              (colon == std::string::npos || name == "checkpoint"),
+  const std::vector<std::string> words = words_of<SnapshotPolicy::Kind>();
+  require(std::find(words.begin(), words.end(), name) != words.end() &&
+              (colon == std::string::npos || name == to_string(SnapshotPolicy::Kind::checkpoint)),
           ErrorCode::bad_argument,
           "--snapshots '{}' is not known; it may be full, checkpoint, checkpoint:TOKENS or none{}", text,
-          did_you_mean(name, {"full", "checkpoint", "none"}));
-  if (name == "full") out.kind = SnapshotPolicy::Kind::full;
-  if (name == "none") out = {SnapshotPolicy::Kind::none, 0, kWindow * kFlashLayers};
+          did_you_mean(name, words));
+  out.kind = kv4::parse_snapshots(name);
+  if (out.kind == SnapshotPolicy::Kind::none) out = {out.kind, 0, kWindow * kFlashLayers};
   if (colon != std::string::npos) out.period_tokens = parse_tokens(text.substr(colon + 1), "--snapshots checkpoint");
   require(out.kind != SnapshotPolicy::Kind::checkpoint || (out.period_tokens > 0 && out.period_tokens % 512 == 0),
           ErrorCode::bad_argument, "--snapshots checkpoint:{}: the period is a multiple of 512 tokens",
@@ -454,17 +455,18 @@ void add_replay(CLI::App& app, int& exit_code) {
           "B: 40GB, 512MiB hold as many blocks of --model in the formats below; default: all, with --data real " +
               std::string(kDataCapacity))
       ->type_name("TOKENS|BYTES");
-  take_one_of(*command->add_option("--policy", flags->policy, "who is evicted: lru, s3fifo or density")
-                   ->capture_default_str()
-                   ->type_name("NAME"),
-              {"lru", "s3fifo", "density"});
+  take_one_of(
+      *command->add_option("--policy", flags->policy, "who is evicted: " + list_words(words_of<kv4::EvictionKind>()))
+           ->capture_default_str()
+           ->type_name("NAME"),
+      words_of<kv4::EvictionKind>());
   offer_values(*command
                     ->add_option("--snapshots", flags->snapshots,
                                  "where a hit can resume: full (every block), checkpoint[:TOKENS] (ends of prompts, "
                                  "and every 8192 tokens) or none (exact replay in V4-Flash)")
                     ->capture_default_str()
                     ->type_name("POLICY"),
-               {"full", "checkpoint", "none"});
+               words_of<kv4::SnapshotPolicy::Kind>());
   command
       ->add_option("--tenants", flags->tenants,
                    "that share the cache, each with an equal share of its own; who begins alike is one tenant")

@@ -16,7 +16,7 @@
 #include "checks/run_steps.h"
 #include "interrupts.h"
 #include "kv4/tiered_prefix.h"
-#include "tier/tier_chain.h"
+#include "tier/tiers_impl.h"
 
 namespace kv4::cli {
 
@@ -163,7 +163,7 @@ class DataReplay {
     const tier::RecordId any{};
     const tier::Deadline end = in(kRemoteTrial);
     for (bool answered = false; !answered && std::chrono::steady_clock::now() < end;) {
-      tier::TierChain::Ticket asked = tiers_->chain().exists({&any, 1}, end);
+      tier::TierChain::Ticket asked = Tiers::Impl::of(*tiers_).chain.exists({&any, 1}, end);
       (void)asked.wait(end);
       answered = asked.take()[0].status != tier::GetStatus::failed;
       for (const TierReport& tier : tiers_->report())
@@ -194,8 +194,8 @@ class DataReplay {
   std::optional<Admission> admit(const Prompt& prompt) {
     for (;;) {
       const Stopwatch watch;
-      if (tiered_) tiered_->load(prompt, in(std::chrono::seconds(10)));
-      const Expected<Admission> out = warm_.manager.admit(prompt);
+      const Expected<Admission> out =
+          tiered_ ? tiered_->admit(prompt, in(std::chrono::seconds(10))) : warm_.manager.admit(prompt);
       if (out) {
         result_.admit_s.push_back(watch.seconds());
         return *out;

@@ -7,6 +7,7 @@
 
 #include "checks/sizes.h"
 #include "interrupts.h"
+#include "kv4/names.h"
 #include "page.h"
 #include "palette.h"
 #include "plot.h"
@@ -91,8 +92,8 @@ Plot plot_capacity(const Report& report) {
   for (const double share : kShares)
     plot.x.push_back(
         static_cast<double>(std::max<std::int64_t>(report.trace.id_tokens, static_cast<std::int64_t>(share * most))));
-  for (const EvictionKind kind : kEvictionKinds) {
-    Series series = series_of(to_string(kind), to_string(kind));
+  for (const auto& [kind, name] : names_of<EvictionKind>()) {
+    Series series = series_of(name, name);
     for (const double capacity : plot.x) {
       ReplayOptions each = report.options;
       each.eviction = kind;

@@ -33,8 +33,7 @@ struct Engine {
   }
 
   /// Computes what is not there of the prompt; returns how many tokens that were.
-  long long answer(const std::vector<std::int32_t>& prompt) {
-    const kv4::Admission admission = cache.admit(kv4::Prompt{prompt, 0, "a secret of this tenant", {}}).value();
+  long long answer(const std::vector<std::int32_t>& prompt, const kv4::Admission& admission) {
     long long computed = 0;
     for (auto at = static_cast<std::size_t>(admission.resume_at); at < prompt.size();) {
       const std::size_t count = std::min<std::size_t>(256, prompt.size() - at);
@@ -71,8 +70,8 @@ int main(int argc, char** argv) {
     Engine engine(options);
     kv4::Tiers tiers(engine.cache.schema(), {.host_bytes = 64 << 20, .directory = directory});
     kv4::TieredPrefix tiered(engine.cache, tiers);
-    tiered.load({prompt, 0, "a secret of this tenant", {}}, Clock::now() + 5s);
-    tokens = engine.answer(prompt);
+    const auto found = tiered.admit({prompt, 0, "a secret of this tenant", {}}, Clock::now() + 5s);
+    tokens = engine.answer(prompt, found.value());
     tiered.save_all(Clock::now() + 60s);  // between steps: tiered.save(16)
     if (tiers.close(Clock::now() + 60s).back() != kv4::tier::FlushStatus::durable) return 1;
   }

@@ -1,24 +1,33 @@
 /* kv4 for every language that can call C: opaque handles, status codes, no exception across the border.
  *
- *   kv4_admit -> [kv4_prepare_forward -> kv4_append ... for each layer -> kv4_commit | kv4_abort]* -> kv4_release
+ *   kv4_cache_admit -> [kv4_cache_prepare_forward -> kv4_cache_append ... for each layer
+ *                       -> kv4_cache_commit | kv4_cache_abort]* -> kv4_cache_release
  *
- * The calls mean what their C++ namesakes in kv4/kv_cache_manager.h and kv4/layer_cache_handle.h mean; what is said
- * here is what differs.
+ * The calls mean what their C++ namesakes in kv4/kv_cache_manager.h, kv4/layer_cache_handle.h, kv4/tiers.h and
+ * kv4/tiered_prefix.h mean; what is said here is what differs.
+ *
+ * Names: kv4_TYPE_VERB, where TYPE is what the call makes or its first argument: kv4_cache_admit(cache, ...) is
+ * KVCacheManager::admit. Five calls are the library's own: kv4_version, kv4_abi_version, kv4_last_error,
+ * kv4_set_log_sink, kv4_read_key_file. Enumerators are KV4_ENUM_VALUE, statuses KV4_VALUE. Policies and modes are
+ * strings, spelled as in C++, Python and the tool (kv4/names.h).
  *
  * Status: KV4_OK is 0. A shortage is positive: nothing has changed, make room and call again. An error is negative:
  * nothing has changed, and kv4_last_error() says in words what was wrong, until this thread's next call that fails.
  * Output arguments are written on KV4_OK only.
  *
- * Structs: those that begin with `size` may grow. Set them up with their kv4_..._init, which fills in `size` and the
- * defaults; a library older than the caller refuses fields it does not know unless they are zero, a newer one takes
- * their defaults.
+ * Structs begin with `size` and may grow. Set one up with its init, kv4_T_init(&x, sizeof(x)), which fills in `size`
+ * and the defaults; a library older than the caller refuses fields it does not know unless they are zero, a newer one
+ * takes their defaults and writes no byte behind them. A size that no version has (not a multiple of 8 from 16 bytes to
+ * 64 KiB) is refused. In an array all elements have the size of the first. Nine structs have no size and never change:
+ * kv4_tensor and kv4_managed_tensor (DLPack's), kv4_bytes, kv4_block_key, kv4_cache_key, kv4_plane, kv4_time_histogram,
+ * kv4_failure_count, kv4_log_field.
  *
  * Ownership: what a call gives through `T** out` is freed with kv4_T_free, which takes NULL. Tensors and strings are
  * read or written during the call only; bound weights and rope tables must outlive the cache. A cache keeps its backend
- * alive.
+ * alive; what is made of a cache or of tiers is freed before them.
  *
- * Threads: one thread at a time drives a cache; a call that overlaps with another thread's is KV4_BAD_STATE and does
- * nothing. Different caches are independent. */
+ * Threads: one thread at a time drives a cache, and one its tiers; a call that overlaps with another thread's is
+ * KV4_BAD_STATE and does nothing. Different caches are independent. */
 #ifndef KV4_H
 #define KV4_H
 
@@ -37,10 +46,10 @@ extern "C" {
 #endif
 
 /* Grows by one when a program built against an older header could misbehave. */
-#define KV4_ABI_VERSION 1
+#define KV4_ABI_VERSION 2
 /* KV4_ABI_VERSION of the library that is linked. */
 KV4_C_API int32_t kv4_abi_version(void);
-KV4_C_API const char* kv4_version(void); /* "0.1.0" */
+KV4_C_API const char* kv4_version(void); /* "0.2.0" */
 
 /* Shortages above 0, errors below: see Status above. */
 typedef enum kv4_status {
@@ -48,7 +57,7 @@ typedef enum kv4_status {
   KV4_SHORT_OF_REQUESTS = 1,
   KV4_SHORT_OF_BLOCKS = 2,
   KV4_SHORT_OF_SLOTS = 3,
-  KV4_STOPPED = 4, /* by the caller's progress function */
+  KV4_STOPPED = 4, /* by the caller's progress function, or by a deadline */
   KV4_BAD_CONFIG = -1,
   KV4_BAD_ARGUMENT = -2,
   KV4_BAD_STATE = -3,
@@ -64,7 +73,7 @@ KV4_C_API const char* kv4_last_error(void);               /* of this thread; "" 
 
 /* The log (kv4/log.h). A sink is called by any thread, one call at a time, and must not call kv4; the texts are valid
  * during the call only. NULL: silence, as at the start. */
-typedef enum kv4_log_level { KV4_LOG_INFO = 0, KV4_LOG_WARNING = 1, KV4_LOG_ERROR = 2 } kv4_log_level;
+typedef enum kv4_log_level { KV4_LOG_LEVEL_INFO = 0, KV4_LOG_LEVEL_WARNING = 1, KV4_LOG_LEVEL_ERROR = 2 } kv4_log_level;
 /* One detail of an event. */
 typedef struct kv4_log_field {
   const char* name;
@@ -75,6 +84,24 @@ typedef void (*kv4_log_sink)(void* user, kv4_log_level level, const char* event,
                              const kv4_log_field* fields, int64_t num_fields);
 /* For all caches of the process, from now on. */
 KV4_C_API kv4_status kv4_set_log_sink(kv4_log_sink sink, void* user);
+
+/* Bytes of the caller. */
+typedef struct kv4_bytes {
+  const void* data;
+  size_t length;
+} kv4_bytes;
+
+/* Told now and then: bytes of a session, blocks of a load, records of a save; 0 stops. NULL: nobody is told. */
+typedef int32_t (*kv4_progress)(void* user, int64_t done, int64_t total);
+
+/* A secret of 256 bits that makes authentic what leaves the process: kv4::CacheKey. */
+typedef struct kv4_cache_key {
+  uint8_t bytes[32];
+} kv4_cache_key;
+
+/* Keys of a file, a line of 64 hex digits each, into keys [capacity]; *count is how many there are, also when capacity
+ * is too small (KV4_BAD_ARGUMENT then). KV4_BAD_FILE, for example where group or others can read the file. */
+KV4_C_API kv4_status kv4_read_key_file(const char* path, kv4_cache_key* keys, int64_t capacity, int64_t* count);
 
 /* ---- Tensors: DLPack's DLTensor, field by field, so (const kv4_tensor*)&managed->dl_tensor is one. ---- */
 
@@ -105,7 +132,7 @@ typedef struct kv4_managed_tensor {
 typedef struct kv4_model kv4_model;
 
 /* The rows that a layer keeps: a window; window, entries and index keys; window and entries. */
-typedef enum kv4_layer_kind { KV4_SWA = 0, KV4_CSA = 1, KV4_HCA = 2 } kv4_layer_kind;
+typedef enum kv4_layer_kind { KV4_LAYER_KIND_SWA = 0, KV4_LAYER_KIND_CSA = 1, KV4_LAYER_KIND_HCA = 2 } kv4_layer_kind;
 
 /* The numbers of a model: kv4::ModelConfig. */
 typedef struct kv4_model_info {
@@ -129,8 +156,8 @@ KV4_C_API kv4_status kv4_model_parse(const char* json, size_t length, kv4_model*
 KV4_C_API kv4_status kv4_model_load(const char* path, kv4_model** out); /* a Hugging Face config.json */
 /* NULL: nothing. Caches made of it live on. */
 KV4_C_API void kv4_model_free(kv4_model* model);
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_model_info_init(kv4_model_info* info);
+/* Fills in `size`, sizeof(kv4_model_info), and the defaults. */
+KV4_C_API void kv4_model_info_init(kv4_model_info* info, size_t size);
 /* Into a struct that kv4_model_info_init has set up. */
 KV4_C_API kv4_status kv4_model_get_info(const kv4_model* model, kv4_model_info* info);
 /* KV4_BAD_ARGUMENT for a layer that the model does not have. */
@@ -165,7 +192,7 @@ typedef struct kv4_cache_options {
   const char* arrangement;  /* "block_major", "layer_major" */
   int32_t hadamard;
   float index_global_scale;
-  int32_t bf16_pending; /* compressor inputs are kept bf16 instead of f32 */
+  const char* pending_dtype; /* of compressor inputs: "f32", "bf16" */
   int32_t page_alignment;
   int32_t block_tokens; /* 0: automatic */
   int32_t max_rewind_tokens;
@@ -181,6 +208,7 @@ typedef struct kv4_cache_options {
   /* Prefix cache. */
   int32_t prefix_enabled;
   int32_t num_snapshots;
+  int64_t max_events; /* of kv4_cache_read_block_events; older ones are lost, and counted */
   const char* weights_id;
   const char* eviction;  /* "lru", "s3fifo", "density" */
   const char* snapshots; /* "full", "checkpoint", "none" */
@@ -215,15 +243,16 @@ typedef struct kv4_cache_info {
   uint64_t layout_id;
 } kv4_cache_info;
 
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_cache_options_init(kv4_cache_options* options);
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_memory_plan_init(kv4_memory_plan* plan);
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_cache_info_init(kv4_cache_info* info);
+/* Fills in `size`, sizeof(kv4_cache_options), and the defaults. */
+KV4_C_API void kv4_cache_options_init(kv4_cache_options* options, size_t size);
+/* Fills in `size`, sizeof(kv4_memory_plan), and the defaults. */
+KV4_C_API void kv4_memory_plan_init(kv4_memory_plan* plan, size_t size);
+/* Fills in `size`, sizeof(kv4_cache_info), and the defaults. */
+KV4_C_API void kv4_cache_info_init(kv4_cache_info* info, size_t size);
 
 /* Allocates nothing. options NULL: the defaults. */
-KV4_C_API kv4_status kv4_plan_memory(const kv4_model* model, const kv4_cache_options* options, kv4_memory_plan* out);
+KV4_C_API kv4_status kv4_model_plan_memory(const kv4_model* model, const kv4_cache_options* options,
+                                           kv4_memory_plan* out);
 /* backend NULL: the CPU, one thread. */
 KV4_C_API kv4_status kv4_cache_new(const kv4_model* model, const kv4_cache_options* options, kv4_backend* backend,
                                    kv4_cache** out);
@@ -244,16 +273,16 @@ typedef struct kv4_layer_weights {
   const kv4_tensor* raw_norm_weight;
 } kv4_layer_weights;
 
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_layer_weights_init(kv4_layer_weights* weights);
+/* Fills in `size`, sizeof(kv4_layer_weights), and the defaults. */
+KV4_C_API void kv4_layer_weights_init(kv4_layer_weights* weights, size_t size);
 /* Constants of a layer, in the backend's memory; not copied. */
-KV4_C_API kv4_status kv4_bind_weights(kv4_cache* cache, int32_t layer, const kv4_layer_weights* weights);
+KV4_C_API kv4_status kv4_cache_bind_weights(kv4_cache* cache, int32_t layer, const kv4_layer_weights* weights);
 /* The engine's own table, fp32 [positions, rope_dim / 2] each; not copied. */
-KV4_C_API kv4_status kv4_bind_rope_table(kv4_cache* cache, const kv4_tensor* cos, const kv4_tensor* sin);
+KV4_C_API kv4_status kv4_cache_bind_rope_table(kv4_cache* cache, const kv4_tensor* cos, const kv4_tensor* sin);
 /* Work is queued on this cudaStream_t from now on. */
-KV4_C_API kv4_status kv4_set_stream(kv4_cache* cache, void* stream);
+KV4_C_API kv4_status kv4_cache_set_stream(kv4_cache* cache, void* stream);
 /* Waits for all queued work; KV4_DEVICE_FAILURE if some of it failed. */
-KV4_C_API kv4_status kv4_synchronize(kv4_cache* cache);
+KV4_C_API kv4_status kv4_cache_synchronize(kv4_cache* cache);
 
 /* ---- Requests ---- */
 
@@ -261,12 +290,6 @@ KV4_C_API kv4_status kv4_synchronize(kv4_cache* cache);
 typedef int32_t kv4_request;
 /* The request of a padded item. */
 #define KV4_NO_REQUEST (-1)
-
-/* Bytes of the caller. */
-typedef struct kv4_bytes {
-  const void* data;
-  size_t length;
-} kv4_bytes;
 
 /* The beginning of a request: kv4::Prompt. */
 typedef struct kv4_prompt {
@@ -287,35 +310,36 @@ typedef struct kv4_admission {
   int64_t resume_at;
 } kv4_admission;
 
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_prompt_init(kv4_prompt* prompt);
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_admission_init(kv4_admission* admission);
+/* Fills in `size`, sizeof(kv4_prompt), and the defaults. */
+KV4_C_API void kv4_prompt_init(kv4_prompt* prompt, size_t size);
+/* Fills in `size`, sizeof(kv4_admission), and the defaults. */
+KV4_C_API void kv4_admission_init(kv4_admission* admission, size_t size);
 /* An empty request. */
-KV4_C_API kv4_status kv4_admit(kv4_cache* cache, kv4_request* out);
+KV4_C_API kv4_status kv4_cache_admit(kv4_cache* cache, kv4_request* out);
 /* A request that shares the longest kept prefix of its prompt. */
-KV4_C_API kv4_status kv4_admit_prompt(kv4_cache* cache, const kv4_prompt* prompt, kv4_admission* out);
+KV4_C_API kv4_status kv4_cache_admit_prompt(kv4_cache* cache, const kv4_prompt* prompt, kv4_admission* out);
 /* A second request with the same tokens. */
-KV4_C_API kv4_status kv4_fork(kv4_cache* cache, kv4_request request, kv4_request* out);
+KV4_C_API kv4_status kv4_cache_fork(kv4_cache* cache, kv4_request request, kv4_request* out);
 /* Forgets the tokens from `length` on. group 0: the backbone, d + 1: draft stage d. */
-KV4_C_API kv4_status kv4_rewind(kv4_cache* cache, kv4_request request, int64_t length, int32_t group);
-/* The shortest length that kv4_rewind takes. */
-KV4_C_API kv4_status kv4_rewind_floor(const kv4_cache* cache, kv4_request request, int32_t group, int64_t* out);
+KV4_C_API kv4_status kv4_cache_rewind(kv4_cache* cache, kv4_request request, int64_t length, int32_t group);
+/* The shortest length that kv4_cache_rewind takes. */
+KV4_C_API kv4_status kv4_cache_rewind_floor(const kv4_cache* cache, kv4_request request, int32_t group, int64_t* out);
 /* Committed tokens. */
-KV4_C_API kv4_status kv4_length(const kv4_cache* cache, kv4_request request, int32_t group, int64_t* out);
+KV4_C_API kv4_status kv4_cache_length(const kv4_cache* cache, kv4_request request, int32_t group, int64_t* out);
 /* Ids into out [capacity]; *count is how many there are, also when capacity is too small (KV4_BAD_ARGUMENT then). */
-KV4_C_API kv4_status kv4_token_ids(const kv4_cache* cache, kv4_request request, int32_t* out, int64_t capacity,
-                                   int64_t* count);
-/* Ids of the request's blocks, in the way of kv4_token_ids. */
-KV4_C_API kv4_status kv4_blocks(const kv4_cache* cache, kv4_request request, int32_t* out, int64_t capacity,
-                                int64_t* count);
+KV4_C_API kv4_status kv4_cache_token_ids(const kv4_cache* cache, kv4_request request, int32_t* out, int64_t capacity,
+                                         int64_t* count);
+/* Ids of the request's blocks, in the way of kv4_cache_token_ids. */
+KV4_C_API kv4_status kv4_cache_blocks(const kv4_cache* cache, kv4_request request, int32_t* out, int64_t capacity,
+                                      int64_t* count);
 /* Ends the request. */
-KV4_C_API kv4_status kv4_release(kv4_cache* cache, kv4_request request);
+KV4_C_API kv4_status kv4_cache_release(kv4_cache* cache, kv4_request request);
 
 /* ---- Steps ---- */
 
 /* The next `count` tokens of a request: kv4::StepItem. */
 typedef struct kv4_step_item {
+  size_t size;
   kv4_request request; /* KV4_NO_REQUEST: padding */
   int32_t count;
   const int32_t* token_ids; /* [count] or NULL */
@@ -324,21 +348,26 @@ typedef struct kv4_step_item {
 
 /* One forward of a batch. */
 typedef struct kv4_step {
+  size_t size;
   int64_t id;
   int32_t num_tokens;
   int32_t num_items;
   int32_t group;
 } kv4_step;
 
+/* Fills in `size`, sizeof(kv4_step_item), and the defaults. */
+KV4_C_API void kv4_step_item_init(kv4_step_item* item, size_t size);
+/* Fills in `size`, sizeof(kv4_step), and the defaults. */
+KV4_C_API void kv4_step_init(kv4_step* step, size_t size);
 /* Opens a step: reserves all that it may write, or changes nothing. */
-KV4_C_API kv4_status kv4_prepare_forward(kv4_cache* cache, const kv4_step_item* items, int64_t num_items, int32_t group,
-                                         kv4_step* out);
+KV4_C_API kv4_status kv4_cache_prepare_forward(kv4_cache* cache, const kv4_step_item* items, int64_t num_items,
+                                               int32_t group, kv4_step* out);
 /* The step counts: lengths advance. */
-KV4_C_API kv4_status kv4_commit(kv4_cache* cache, const kv4_step* step);
+KV4_C_API kv4_status kv4_cache_commit(kv4_cache* cache, const kv4_step* step);
 /* The step does not count: everything is as before it. */
-KV4_C_API kv4_status kv4_abort(kv4_cache* cache, const kv4_step* step);
+KV4_C_API kv4_status kv4_cache_abort(kv4_cache* cache, const kv4_step* step);
 /* *out 1: the work of a committed step is done. */
-KV4_C_API kv4_status kv4_finished(kv4_cache* cache, const kv4_step* step, int32_t* out);
+KV4_C_API kv4_status kv4_cache_finished(kv4_cache* cache, const kv4_step* step, int32_t* out);
 
 /* ---- What a layer does inside a step. Optional tensors are NULL. ---- */
 
@@ -367,7 +396,7 @@ typedef struct kv4_index_inputs {
   const kv4_tensor* q;       /* [tokens, heads, index_dim], or u8 payloads */
   const kv4_tensor* q_scale; /* with payloads */
   const kv4_tensor* weights; /* f32 [tokens, heads] */
-  int32_t fast_scores;       /* only kv4_index_scores: fast scores, within an error bound, not the exact bits */
+  const char* score_mode;    /* of kv4_cache_index_scores: "exact", or "fast" within an error bound */
 } kv4_index_inputs;
 
 /* kv4::AttendInputs: queries, normed and rotated. */
@@ -380,47 +409,47 @@ typedef struct kv4_attend_inputs {
   int32_t inverse_rope;
 } kv4_attend_inputs;
 
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_append_inputs_init(kv4_append_inputs* inputs);
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_flush_inputs_init(kv4_flush_inputs* inputs);
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_index_inputs_init(kv4_index_inputs* inputs);
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_attend_inputs_init(kv4_attend_inputs* inputs);
+/* Fills in `size`, sizeof(kv4_append_inputs), and the defaults. */
+KV4_C_API void kv4_append_inputs_init(kv4_append_inputs* inputs, size_t size);
+/* Fills in `size`, sizeof(kv4_flush_inputs), and the defaults. */
+KV4_C_API void kv4_flush_inputs_init(kv4_flush_inputs* inputs, size_t size);
+/* Fills in `size`, sizeof(kv4_index_inputs), and the defaults. */
+KV4_C_API void kv4_index_inputs_init(kv4_index_inputs* inputs, size_t size);
+/* Fills in `size`, sizeof(kv4_attend_inputs), and the defaults. */
+KV4_C_API void kv4_attend_inputs_init(kv4_attend_inputs* inputs, size_t size);
 
 /* Window rows, pending rows, and the entries and index keys that fall due. */
-KV4_C_API kv4_status kv4_append(kv4_cache* cache, int32_t layer, const kv4_append_inputs* inputs);
+KV4_C_API kv4_status kv4_cache_append(kv4_cache* cache, int32_t layer, const kv4_append_inputs* inputs);
 /* The window rows alone. */
-KV4_C_API kv4_status kv4_write_swa(kv4_cache* cache, int32_t layer, const kv4_tensor* raw_kv);
+KV4_C_API kv4_status kv4_cache_write_swa(kv4_cache* cache, int32_t layer, const kv4_tensor* raw_kv);
 /* Entries and index keys made elsewhere. */
-KV4_C_API kv4_status kv4_flush_compression(kv4_cache* cache, int32_t layer, const kv4_flush_inputs* inputs);
+KV4_C_API kv4_status kv4_cache_flush_compression(kv4_cache* cache, int32_t layer, const kv4_flush_inputs* inputs);
 
 /* scores f32 [tokens, n]; -infinity where a token sees no entry. */
-KV4_C_API kv4_status kv4_index_scores(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
-                                      const kv4_tensor* scores);
+KV4_C_API kv4_status kv4_cache_index_scores(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
+                                            const kv4_tensor* scores);
 /* The k best of given scores: indices, slots i32 [tokens, k], slots or NULL. */
-KV4_C_API kv4_status kv4_select_topk(kv4_cache* cache, int32_t layer, const kv4_tensor* scores,
-                                     const kv4_tensor* indices, const kv4_tensor* slots);
+KV4_C_API kv4_status kv4_cache_select_topk(kv4_cache* cache, int32_t layer, const kv4_tensor* scores,
+                                           const kv4_tensor* indices, const kv4_tensor* slots);
 /* Both in a single call. */
-KV4_C_API kv4_status kv4_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
-                                    const kv4_tensor* indices, const kv4_tensor* slots);
+KV4_C_API kv4_status kv4_cache_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
+                                          const kv4_tensor* indices, const kv4_tensor* slots);
 /* out [tokens, heads, head_dim]; lse f32 [tokens, heads] or NULL. */
-KV4_C_API kv4_status kv4_attend(kv4_cache* cache, int32_t layer, const kv4_attend_inputs* inputs, const kv4_tensor* out,
-                                const kv4_tensor* lse);
+KV4_C_API kv4_status kv4_cache_attend(kv4_cache* cache, int32_t layer, const kv4_attend_inputs* inputs,
+                                      const kv4_tensor* out, const kv4_tensor* lse);
 
 /* Chosen entries, decoded: out [tokens, k, head_dim], valid u8 [tokens, k] or NULL. */
-KV4_C_API kv4_status kv4_gather_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* indices,
-                                              const kv4_tensor* out, const kv4_tensor* valid);
+KV4_C_API kv4_status kv4_cache_gather_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* indices,
+                                                    const kv4_tensor* out, const kv4_tensor* valid);
 /* All entries, decoded: out [items, n, head_dim], lens i32 [items]. */
-KV4_C_API kv4_status kv4_gather_all_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
-                                                  const kv4_tensor* lens);
+KV4_C_API kv4_status kv4_cache_gather_all_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
+                                                        const kv4_tensor* lens);
 /* All index keys, decoded: out [items, n, index_dim], lens i32 [items]. */
-KV4_C_API kv4_status kv4_gather_all_index_keys(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
-                                               const kv4_tensor* lens);
+KV4_C_API kv4_status kv4_cache_gather_all_index_keys(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
+                                                     const kv4_tensor* lens);
 /* Window rows, decoded: out [items, n, head_dim], lens and first i32 [items]. */
-KV4_C_API kv4_status kv4_gather_swa_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out, const kv4_tensor* lens,
-                                       const kv4_tensor* first);
+KV4_C_API kv4_status kv4_cache_gather_swa_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
+                                             const kv4_tensor* lens, const kv4_tensor* first);
 
 /* The places of a layer's rows, for kernels of the caller; valid until the step ends. Row r of block b:
  * data + b * block_stride + r * row_stride, row_bytes long. */
@@ -459,27 +488,27 @@ typedef struct kv4_rows_view {
   const int32_t* lens;         /* [num_items] */
 } kv4_rows_view;
 
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_swa_view_init(kv4_swa_view* view);
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_rows_view_init(kv4_rows_view* view);
+/* Fills in `size`, sizeof(kv4_swa_view), and the defaults. */
+KV4_C_API void kv4_swa_view_init(kv4_swa_view* view, size_t size);
+/* Fills in `size`, sizeof(kv4_rows_view), and the defaults. */
+KV4_C_API void kv4_rows_view_init(kv4_rows_view* view, size_t size);
 /* The window. */
-KV4_C_API kv4_status kv4_read_swa_view(kv4_cache* cache, int32_t layer, kv4_swa_view* out);
+KV4_C_API kv4_status kv4_cache_read_swa_view(kv4_cache* cache, int32_t layer, kv4_swa_view* out);
 /* Entries. */
-KV4_C_API kv4_status kv4_read_classical_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out);
+KV4_C_API kv4_status kv4_cache_read_classical_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out);
 /* Index keys. */
-KV4_C_API kv4_status kv4_read_indexer_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out);
+KV4_C_API kv4_status kv4_cache_read_indexer_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out);
 
 /* ---- Requests as bytes ---- */
 
 /* Size of the request's image now. */
-KV4_C_API kv4_status kv4_image_bytes(const kv4_cache* cache, kv4_request request, int64_t* out);
-/* Both exactly as large as they are: image [kv4_image_bytes], blocks [blocks, block_image_bytes]. */
-KV4_C_API kv4_status kv4_export_image(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
+KV4_C_API kv4_status kv4_cache_image_bytes(const kv4_cache* cache, kv4_request request, int64_t* out);
+/* Both exactly as large as they are: image [kv4_cache_image_bytes], blocks [blocks, block_image_bytes]. */
+KV4_C_API kv4_status kv4_cache_export_image(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
 /* The request's entries and index keys, block by block. */
-KV4_C_API kv4_status kv4_export_blocks(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
+KV4_C_API kv4_status kv4_cache_export_blocks(const kv4_cache* cache, kv4_request request, void* out, size_t bytes);
 
-/* The results of kv4_export_image and kv4_export_blocks, and the token ids. */
+/* The results of kv4_cache_export_image and kv4_cache_export_blocks, and the token ids. */
 typedef struct kv4_import {
   size_t size;
   uint64_t layout_id;     /* of the cache that exported (kv4_cache_info) */
@@ -491,14 +520,14 @@ typedef struct kv4_import {
   kv4_bytes blocks;
 } kv4_import;
 
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_import_init(kv4_import* import);
+/* Fills in `size`, sizeof(kv4_import), and the defaults. */
+KV4_C_API void kv4_import_init(kv4_import* import, size_t size);
 /* A new request from exported bytes. */
-KV4_C_API kv4_status kv4_import_image(kv4_cache* cache, const kv4_import* import, kv4_request* out);
+KV4_C_API kv4_status kv4_cache_import_image(kv4_cache* cache, const kv4_import* import, kv4_request* out);
 
-/* The identity of a session; layout and model come from the cache. The salt keeps tenants' contexts apart and proves
- * nothing: whoever has read one session of a tenant's can make another that restores. Sessions of this interface have
- * no key: keep their files where only the owner can write. */
+/* The identity of a session: kv4::SessionIdentity; layout and model come from the cache. The salt keeps tenants'
+ * contexts apart and proves nothing: whoever has read one session of a tenant's can make another that restores. Whoever
+ * has none of the keys cannot. */
 typedef struct kv4_session_identity {
   size_t size;
   const char* weights_id;
@@ -506,33 +535,37 @@ typedef struct kv4_session_identity {
   uint64_t tenant;
   const kv4_bytes* block_extra; /* [num_block_extra] */
   int64_t num_block_extra;
+  const kv4_cache_key* keys; /* [num_keys] the first protects what is saved, one of them made what is restored */
+  int64_t num_keys;
+  const char* protection; /* of what is saved with keys: "sealed", "authenticated" */
+  int32_t accept_unauthenticated;
+  int32_t share_of; /* whose share of a prefix cache the blocks of a restored session count for */
 } kv4_session_identity;
 
-/* Told now and then; 0 stops. NULL: nobody is told. */
-typedef int32_t (*kv4_progress)(void* user, int64_t done_bytes, int64_t total_bytes);
-
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_session_identity_init(kv4_session_identity* identity);
+/* Fills in `size`, sizeof(kv4_session_identity), and the defaults. */
+KV4_C_API void kv4_session_identity_init(kv4_session_identity* identity, size_t size);
 /* The request in a file, at any length; it runs on. */
-KV4_C_API kv4_status kv4_save_session_file(kv4_cache* cache, kv4_request request, const kv4_session_identity* identity,
-                                           const char* path, kv4_progress progress, void* user);
+KV4_C_API kv4_status kv4_cache_save_session_file(kv4_cache* cache, kv4_request request,
+                                                 const kv4_session_identity* identity, const char* path,
+                                                 kv4_progress progress, void* user);
 /* A new request from the file. */
-KV4_C_API kv4_status kv4_restore_session_file(kv4_cache* cache, const kv4_session_identity* identity, const char* path,
-                                              kv4_progress progress, void* user, kv4_request* out);
+KV4_C_API kv4_status kv4_cache_restore_session_file(kv4_cache* cache, const kv4_session_identity* identity,
+                                                    const char* path, kv4_progress progress, void* user,
+                                                    kv4_request* out);
 
 /* Host memory, pinned for a GPU, with room for one request at a time: set aside to make room, and taken up again. */
 typedef struct kv4_preempted kv4_preempted;
 
 /* Host memory that the request needs at its present length. */
-KV4_C_API kv4_status kv4_preempted_bytes(const kv4_cache* cache, kv4_request request, int64_t* out);
+KV4_C_API kv4_status kv4_cache_preempted_bytes(const kv4_cache* cache, kv4_request request, int64_t* out);
 /* Room of so many bytes; made once and used again. */
 KV4_C_API kv4_status kv4_preempted_new(kv4_cache* cache, int64_t bytes, kv4_preempted** out);
 /* With the request in it, if there is one. */
 KV4_C_API void kv4_preempted_free(kv4_preempted* preempted);
 /* Copies the request out and releases it. */
-KV4_C_API kv4_status kv4_preempt(kv4_cache* cache, kv4_request request, kv4_preempted* to);
+KV4_C_API kv4_status kv4_cache_preempt(kv4_cache* cache, kv4_request request, kv4_preempted* to);
 /* Back into a cache of the same layout. */
-KV4_C_API kv4_status kv4_resume(kv4_cache* cache, kv4_preempted* from, kv4_request* out);
+KV4_C_API kv4_status kv4_cache_resume(kv4_cache* cache, kv4_preempted* from, kv4_request* out);
 
 /* ---- Prefix cache ---- */
 
@@ -556,31 +589,77 @@ typedef struct kv4_prefix_statistics {
   int64_t snapshots;
 } kv4_prefix_statistics;
 
-/* An event of a block. */
-typedef enum kv4_event_kind { KV4_BLOCK_STORED = 0, KV4_BLOCK_EVICTED = 1, KV4_SNAPSHOT_STORED = 2 } kv4_event_kind;
+/* An event of a block; KV4_EVENT_KIND_SNAPSHOT: one at its end is kept. */
+typedef enum kv4_event_kind {
+  KV4_EVENT_KIND_STORED = 0,
+  KV4_EVENT_KIND_EVICTED = 1,
+  KV4_EVENT_KIND_SNAPSHOT = 2
+} kv4_event_kind;
+
+/* The name of a block: SHA-256 over all that decides its bytes. */
+typedef struct kv4_block_key {
+  uint8_t bytes[32];
+} kv4_block_key;
 
 /* A change of what the cache keeps: kv4::BlockEvent. */
 typedef struct kv4_block_event {
-  uint8_t key[32];
+  size_t size;
+  kv4_block_key key;
   int32_t kind;
   int32_t inserted;
 } kv4_block_event;
 
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_prefix_statistics_init(kv4_prefix_statistics* statistics);
+/* A block that the cache keeps: kv4::KeptBlock. */
+typedef struct kv4_kept_block {
+  size_t size;
+  int64_t tokens; /* from the start of its chain to its end */
+  int32_t tenant;
+  int32_t has_snapshot;
+} kv4_kept_block;
+
+/* Fills in `size`, sizeof(kv4_prefix_statistics), and the defaults. */
+KV4_C_API void kv4_prefix_statistics_init(kv4_prefix_statistics* statistics, size_t size);
+/* Fills in `size`, sizeof(kv4_block_event), and the defaults. */
+KV4_C_API void kv4_block_event_init(kv4_block_event* event, size_t size);
+/* Fills in `size`, sizeof(kv4_kept_block), and the defaults. */
+KV4_C_API void kv4_kept_block_init(kv4_kept_block* block, size_t size);
 /* Zeros where the prefix cache is off. */
-KV4_C_API kv4_status kv4_get_prefix_statistics(const kv4_cache* cache, kv4_prefix_statistics* out);
-/* The oldest events, at most `capacity`; they are gone then. */
-KV4_C_API kv4_status kv4_read_block_events(kv4_cache* cache, kv4_block_event* out, int64_t capacity, int64_t* count);
+KV4_C_API kv4_status kv4_cache_get_prefix_statistics(const kv4_cache* cache, kv4_prefix_statistics* out);
+/* The oldest events into out [capacity], of which the first is set up; they are gone then. A cache that has a
+ * kv4_tiered_prefix gives its events to that one alone. */
+KV4_C_API kv4_status kv4_cache_read_block_events(kv4_cache* cache, kv4_block_event* out, int64_t capacity,
+                                                 int64_t* count);
 /* Prompts find and leave blocks of these weights from now on. */
-KV4_C_API kv4_status kv4_set_weights_id(kv4_cache* cache, const char* weights_id);
+KV4_C_API kv4_status kv4_cache_set_weights_id(kv4_cache* cache, const char* weights_id);
 /* Forgets all that was computed with these weights. */
-KV4_C_API kv4_status kv4_invalidate(kv4_cache* cache, const char* weights_id);
+KV4_C_API kv4_status kv4_cache_invalidate(kv4_cache* cache, const char* weights_id);
+
+/* Keys of all full blocks of a prompt, in the way of kv4_cache_token_ids. */
+KV4_C_API kv4_status kv4_cache_block_keys(kv4_cache* cache, const kv4_prompt* prompt, kv4_block_key* out,
+                                          int64_t capacity, int64_t* count);
+/* *found 1, and out is what the cache keeps under the key; out may be NULL. */
+KV4_C_API kv4_status kv4_cache_find_block(const kv4_cache* cache, const kv4_block_key* key, kv4_kept_block* out,
+                                          int32_t* found);
+/* Size of an image at a block boundary. */
+KV4_C_API kv4_status kv4_cache_snapshot_bytes(const kv4_cache* cache, int64_t* out);
+/* A kept block [block_image_bytes]. *found 0: it is not there. */
+KV4_C_API kv4_status kv4_cache_read_block(const kv4_cache* cache, const kv4_block_key* key, void* out, size_t bytes,
+                                          int32_t* found);
+/* The snapshot at its end [kv4_cache_snapshot_bytes], in the same way. */
+KV4_C_API kv4_status kv4_cache_read_snapshot(const kv4_cache* cache, const kv4_block_key* key, void* out, size_t bytes,
+                                             int32_t* found);
+/* Blocks of the prompt that follow those kept [num_blocks], taken as they are; *inserted: as many as there was room
+ * for. */
+KV4_C_API kv4_status kv4_cache_insert_blocks(kv4_cache* cache, const kv4_prompt* prompt, const kv4_bytes* blocks,
+                                             int64_t num_blocks, int64_t* inserted);
+/* At the end of a kept block. *inserted 0: the block is not there, or there is no place. */
+KV4_C_API kv4_status kv4_cache_insert_snapshot(kv4_cache* cache, const kv4_block_key* key, kv4_bytes snapshot,
+                                               int32_t* inserted);
 
 /* ---- Statistics ---- */
 
-/* Calls by their time: counts[i] of at most kv4_time_bound(i) seconds and more than the bound before; the last bucket
- * has no bound. Calls that came back count, those with a shortage included. */
+/* Calls by their time: counts[i] of at most kv4_time_histogram_bound(i) seconds and more than the bound before; the
+ * last bucket has no bound. Calls that came back count, those with a shortage included. */
 typedef struct kv4_time_histogram {
   int64_t counts[23];
   int64_t sum_seconds; /* of all calls, together with sum_ns */
@@ -605,22 +684,193 @@ typedef struct kv4_cache_statistics {
   kv4_time_histogram prepare_forward;
   kv4_time_histogram session_save;
   kv4_time_histogram session_restore;
+  kv4_time_histogram tier_save;
+  kv4_time_histogram tier_load;
 } kv4_cache_statistics;
 
-KV4_C_API double kv4_time_bound(int32_t bucket); /* in seconds; infinity from the last bucket on */
-/* Fills in `size` and the defaults. */
-KV4_C_API void kv4_cache_statistics_init(kv4_cache_statistics* statistics);
+KV4_C_API double kv4_time_histogram_bound(int32_t bucket); /* in seconds; infinity from the last bucket on */
+/* Fills in `size`, sizeof(kv4_cache_statistics), and the defaults. */
+KV4_C_API void kv4_cache_statistics_init(kv4_cache_statistics* statistics, size_t size);
 /* The figures now. */
-KV4_C_API kv4_status kv4_get_cache_statistics(const kv4_cache* cache, kv4_cache_statistics* out);
+KV4_C_API kv4_status kv4_cache_get_statistics(const kv4_cache* cache, kv4_cache_statistics* out);
+
+/* ---- Tiers: the prefix cache below the device ---- */
+
+/* Host memory, a disk, Redis servers: kv4::Tiers. Caches of one layout may use them in turn. */
+typedef struct kv4_tiers kv4_tiers;
+
+/* Which tiers there are, the fastest first: kv4::TiersOptions. */
+typedef struct kv4_tiers_options {
+  size_t size;
+  int64_t host_bytes;    /* 0: no host memory */
+  const char* directory; /* "": no disk */
+  int64_t disk_bytes;
+  int64_t segment_bytes;
+  int32_t host_threads;
+  int32_t disk_threads;
+  const char* const* servers; /* [num_servers] "redis://user:password@host:port", "rediss://...", "host:port" */
+  int64_t num_servers;        /* 0: no servers */
+  const char* user;
+  const char* password;
+  const char* const* allowed_servers; /* [num_allowed_servers] that the cluster may name */
+  int64_t num_allowed_servers;
+  const char* tls_ca_file; /* PEM; "": the system's authorities */
+  const char* tls_certificate_file;
+  const char* tls_key_file;
+  int64_t remote_ttl_ms;     /* 0: servers never forget */
+  const kv4_cache_key* keys; /* [num_keys] the first writes, all read */
+  int64_t num_keys;
+  const kv4_cache_key* disk_key; /* of a store that 0.1 sealed; NULL: none */
+  const char* protection;        /* of what is written with keys: "sealed", "authenticated" */
+  int32_t accept_unauthenticated;
+  int64_t max_write_bytes;
+  int64_t max_read_bytes;
+  int64_t close_limit_ms;
+} kv4_tiers_options;
+
+/* The reach of a flush: not known; everything, until the machine or server that keeps it goes away; for good. */
+typedef enum kv4_flush_status {
+  KV4_FLUSH_STATUS_FAILED = 0,
+  KV4_FLUSH_STATUS_KEPT = 1,
+  KV4_FLUSH_STATUS_DURABLE = 2
+} kv4_flush_status;
+
+/* How many batches failed for a reason, by its name ("wrong_password", ...). */
+typedef struct kv4_failure_count {
+  const char* reason;
+  int64_t count;
+} kv4_failure_count;
+
+/* Of one tier, since it was made: kv4::TierReport. Strings and lists are the tiers' own, until the next
+ * kv4_tiers_get_reports or kv4_tiers_free. */
+typedef struct kv4_tier_report {
+  size_t size;
+  const char* name;
+  const char* protection; /* of what is written */
+  int64_t hits;
+  int64_t misses;
+  int64_t failed_gets;
+  int64_t damaged;
+  int64_t hit_bytes;
+  int64_t stored;
+  int64_t failed_puts;
+  int64_t refused_puts;
+  int64_t stored_bytes;
+  int64_t promoted;
+  int64_t waiting_bytes; /* now */
+  int32_t open;          /* now: its circuit breaker; everything misses */
+  int64_t times_opened;
+  int64_t records; /* this and the next two: -1 where it is not known */
+  int64_t payload_bytes;
+  int64_t capacity_bytes;
+  int64_t evicted_records;
+  int64_t set_aside_records;
+  int64_t unauthenticated_records;
+  const char* failure; /* now: a reason; "": the tier works, as far as is known */
+  const char* failure_detail;
+  const kv4_failure_count* failures; /* [num_failures] */
+  int64_t num_failures;
+  kv4_time_histogram get_times;
+  kv4_time_histogram put_times;
+} kv4_tier_report;
+
+/* Fills in `size`, sizeof(kv4_tiers_options), and the defaults. */
+KV4_C_API void kv4_tiers_options_init(kv4_tiers_options* options, size_t size);
+/* Fills in `size`, sizeof(kv4_tier_report), and the defaults. */
+KV4_C_API void kv4_tier_report_init(kv4_tier_report* report, size_t size);
+/* For records of this cache's layout; on a GPU their host memory is pinned for its backend. */
+KV4_C_API kv4_status kv4_tiers_new(const kv4_cache* cache, const kv4_tiers_options* options, kv4_tiers** out);
+/* Closes them, within close_limit_ms. NULL: nothing. */
+KV4_C_API void kv4_tiers_free(kv4_tiers* tiers);
+/* Waits until everything before is written, timeout_ms at most. The worst that a tier reached goes to *out. */
+KV4_C_API kv4_status kv4_tiers_flush(kv4_tiers* tiers, int64_t timeout_ms, kv4_flush_status* out);
+/* The same, and nothing is found or taken any more. */
+KV4_C_API kv4_status kv4_tiers_close(kv4_tiers* tiers, int64_t timeout_ms, kv4_flush_status* out);
+/* One per tier into out [capacity], of which the first is set up; *count in the way of kv4_cache_token_ids. */
+KV4_C_API kv4_status kv4_tiers_get_reports(kv4_tiers* tiers, kv4_tier_report* out, int64_t capacity, int64_t* count);
+
+/* Joins a cache with its tiers: kv4::TieredPrefix. */
+typedef struct kv4_tiered_prefix kv4_tiered_prefix;
+/* A prompt's blocks on their way to the device: kv4::PrefixLoad. */
+typedef struct kv4_prefix_load kv4_prefix_load;
+
+/* Memory and patience: kv4::TieredOptions. */
+typedef struct kv4_tiered_options {
+  size_t size;
+  int64_t load_bytes;
+  int64_t save_bytes;
+  int64_t max_waiting;
+  int32_t max_attempts;
+} kv4_tiered_options;
+
+/* Counted since the kv4_tiered_prefix was made: kv4::TieredStatistics. */
+typedef struct kv4_tiered_statistics {
+  size_t size;
+  int64_t offered_blocks;
+  int64_t offered_snapshots;
+  int64_t offered_again;
+  int64_t dropped;
+  int64_t loaded_blocks;
+  int64_t loaded_snapshots;
+  int64_t lost_events;
+  int64_t waiting;
+} kv4_tiered_statistics;
+
+/* Fills in `size`, sizeof(kv4_tiered_options), and the defaults. */
+KV4_C_API void kv4_tiered_options_init(kv4_tiered_options* options, size_t size);
+/* Fills in `size`, sizeof(kv4_tiered_statistics), and the defaults. */
+KV4_C_API void kv4_tiered_statistics_init(kv4_tiered_statistics* statistics, size_t size);
+/* Cache and tiers are freed after it. options NULL: the defaults. */
+KV4_C_API kv4_status kv4_tiered_prefix_new(kv4_cache* cache, kv4_tiers* tiers, const kv4_tiered_options* options,
+                                           kv4_tiered_prefix** out);
+/* NULL: nothing. Its loads are freed before it. */
+KV4_C_API void kv4_tiered_prefix_free(kv4_tiered_prefix* tiered);
+/* A request that begins with what the cache and its tiers have of the prompt. Waits for tiers timeout_ms at most, and
+ * begins with what is there by then, or when progress says 0. */
+KV4_C_API kv4_status kv4_tiered_prefix_admit(kv4_tiered_prefix* tiered, const kv4_prompt* prompt, int64_t timeout_ms,
+                                             kv4_progress progress, void* user, kv4_admission* out);
+/* The first half of it, for requests that begin otherwise: *brought blocks came. */
+KV4_C_API kv4_status kv4_tiered_prefix_load(kv4_tiered_prefix* tiered, const kv4_prompt* prompt, int64_t timeout_ms,
+                                            kv4_progress progress, void* user, int64_t* brought);
+/* The first half of it beside the steps. */
+KV4_C_API kv4_status kv4_tiered_prefix_start_load(kv4_tiered_prefix* tiered, const kv4_prompt* prompt,
+                                                  int64_t timeout_ms, kv4_prefix_load** out);
+/* Between steps: begins at most max_records; *left are to be offered or on their way. Waits for nothing. */
+KV4_C_API kv4_status kv4_tiered_prefix_save(kv4_tiered_prefix* tiered, int64_t max_records, int64_t* left);
+/* Until nothing is left; KV4_STOPPED: timeout_ms were over, or progress said 0. */
+KV4_C_API kv4_status kv4_tiered_prefix_save_all(kv4_tiered_prefix* tiered, int64_t timeout_ms, kv4_progress progress,
+                                                void* user);
+/* The counters now. */
+KV4_C_API kv4_status kv4_tiered_prefix_get_statistics(const kv4_tiered_prefix* tiered, kv4_tiered_statistics* out);
+
+/* Between steps until *done is 1; waits for nothing. */
+KV4_C_API kv4_status kv4_prefix_load_advance(kv4_prefix_load* load, int32_t* done);
+/* The request, with what has come by now; the load ends. After a shortage it may be called again. */
+KV4_C_API kv4_status kv4_prefix_load_admit(kv4_prefix_load* load, kv4_admission* out);
+/* Blocks on the device by now, and asked for in all. */
+KV4_C_API kv4_status kv4_prefix_load_progress(const kv4_prefix_load* load, int64_t* brought, int64_t* wanted);
+/* Cancels it, where it goes on. NULL: nothing. */
+KV4_C_API void kv4_prefix_load_free(kv4_prefix_load* load);
 
 /* ---- A look from outside ---- */
 
 /* A folder where the cache says how it stands, for `kv4 serve-metrics`, and where it can be asked for a request, for
- * `kv4 inspect` (kv4/status_folder.h). Free it before the cache. */
+ * `kv4 inspect` (kv4/status_folder.h). Free it before the cache and the tiers. */
 typedef struct kv4_status_folder kv4_status_folder;
 
-/* Makes the folder, for the owner alone; interval_ms: the shortest time between two writes. */
-KV4_C_API kv4_status kv4_status_folder_new(kv4_cache* cache, const char* directory, int64_t interval_ms,
+/* How often the status is written, and of what: kv4::StatusOptions. */
+typedef struct kv4_status_options {
+  size_t size;
+  int64_t interval_ms;       /* the shortest time between two writes */
+  kv4_tiers* tiers;          /* whose reports are published, too; NULL: none */
+  const kv4_cache_key* keys; /* [num_keys] the first seals requests that are given to whoever asks */
+  int64_t num_keys;
+} kv4_status_options;
+
+/* Fills in `size`, sizeof(kv4_status_options), and the defaults. */
+KV4_C_API void kv4_status_options_init(kv4_status_options* options, size_t size);
+/* Makes the folder, for the owner alone. options NULL: the defaults. */
+KV4_C_API kv4_status kv4_status_folder_new(kv4_cache* cache, const char* directory, const kv4_status_options* options,
                                            kv4_status_folder** out);
 /* Between steps and while there is nothing to do, as often as you like. KV4_BAD_FILE: it could not be written, which is
  * no reason to stop. */

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kv4/export.h"
@@ -31,6 +32,8 @@ enum class Protection : std::uint8_t {
 };
 /// "none", "sealed", "authenticated".
 KV4_API const char* to_string(Protection protection);
+/// The inverse of to_string(); throws Error(bad_argument) listing the names.
+KV4_API Protection parse_protection(std::string_view name);
 
 /// Lines of 64 hex digits, a key each, in the order of the list; empty lines count for nothing. Throws Error(bad_file):
 /// no such file, not a regular file, group or others can read it, a line that is no key, no key, more than

@@ -17,7 +17,7 @@ enum class LayerKind : std::uint8_t {
   hca,  // window + one entry per hca_ratio tokens
 };
 
-/// "swa", "csa", "hca".
+/// "SWA", "CSA", "HCA".
 KV4_API const char* to_string(LayerKind kind);
 
 /// Rotary frequencies: theta, and YaRN scaling when `yarn` is set (without amplitude factor).

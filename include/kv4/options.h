@@ -21,18 +21,24 @@ enum class Arrangement : std::uint8_t { block_major, layer_major };
 /// fast kernel exists, fast scores are the exact ones.
 enum class ScoreMode : std::uint8_t { exact, fast };
 
-/// The enumerator's name: "fp8_tile64", ...
+/// The enumerator's name: "fp8_tile64", ... One spelling for C++, C, Python and the tool (kv4/names.h).
 KV4_API const char* to_string(Format format);
 /// "online", "raw".
 KV4_API const char* to_string(HcaMode mode);
 /// "block_major", "layer_major".
 KV4_API const char* to_string(Arrangement arrangement);
+/// "exact", "fast".
+KV4_API const char* to_string(ScoreMode mode);
 /// Throw Error(bad_argument) listing the names.
 KV4_API Format parse_format(std::string_view name);
 /// The inverse of to_string(); throws Error(bad_argument).
 KV4_API HcaMode parse_hca_mode(std::string_view name);
 /// The inverse of to_string(); throws Error(bad_argument).
 KV4_API Arrangement parse_arrangement(std::string_view name);
+/// The inverse of to_string(); throws Error(bad_argument).
+KV4_API ScoreMode parse_score_mode(std::string_view name);
+/// "f32" or "bf16", for CacheOptions::pending_dtype; throws Error(bad_argument).
+KV4_API DType parse_pending_dtype(std::string_view name);
 
 /// Formats, layout and sizes of a cache.
 struct CacheOptions {

@@ -15,12 +15,10 @@
 namespace kv4 {
 
 /// The policy that chooses the block to evict.
-enum class EvictionKind : std::uint8_t { lru, s3_fifo, hit_density };
-/// All of them, for tools that list names.
-inline constexpr EvictionKind kEvictionKinds[] = {EvictionKind::lru, EvictionKind::s3_fifo, EvictionKind::hit_density};
-/// "lru", "s3fifo", "density".
+enum class EvictionKind : std::uint8_t { lru, s3fifo, density };
+/// The enumerator's name: "s3fifo", ...
 KV4_API const char* to_string(EvictionKind kind);
-/// Throws Error(bad_argument) listing the names: lru, s3fifo, density.
+/// The inverse of to_string(); throws Error(bad_argument) listing the names.
 KV4_API EvictionKind parse_eviction(std::string_view name);
 
 /// The boundaries whose snapshots (canonical images) are kept, and the tokens that a hit has to compute again.
@@ -40,6 +38,11 @@ struct SnapshotPolicy {
     return kind == Kind::full || (kind == Kind::checkpoint && (ends_request || position % period_tokens == 0));
   }
 };
+
+/// The enumerator's name: "checkpoint", ...
+KV4_API const char* to_string(SnapshotPolicy::Kind kind);
+/// The inverse of to_string(); throws Error(bad_argument) listing the names.
+KV4_API SnapshotPolicy::Kind parse_snapshots(std::string_view name);
 
 /// Index into PrefixOptions::tenant_shares.
 using TenantId = std::int32_t;
@@ -87,6 +90,9 @@ struct BlockEvent {
   BlockKey key{};
   bool inserted = false;  // it came from elsewhere: insert_blocks, insert_snapshot
 };
+
+/// The enumerator's name: "stored", ...
+KV4_API const char* to_string(BlockEvent::Kind kind);
 
 /// A block that the cache keeps.
 struct KeptBlock {

@@ -103,6 +103,9 @@ enum class FlushStatus : std::uint8_t {
   durable  // ... and it stays, whatever is killed or loses power
 };
 
+/// The enumerator's name: "durable", ...
+KV4_API const char* to_string(FlushStatus status);
+
 /// The state of a tier and its counts.
 struct TierStats {
   static constexpr std::int64_t kUnknown = -1;

@@ -3,14 +3,14 @@
 //
 //   kv4::Tiers tiers(cache.schema(), {.host_bytes = 8LL << 30, .backend = backend, .directory = "/var/cache/kv4"});
 //   kv4::TieredPrefix tiered(cache, tiers);
-//   tiered.load(prompt, deadline);  cache.admit(prompt);  ... steps, and between them tiered.save(16) ...
+//   kv4::Admission a = tiered.admit(prompt, deadline).value();  ... steps, and between them tiered.save(16) ...
 //
 // A record is a block's image or a snapshot, under the block's key; tiers check its bytes, the key says of what they
 // are. Whatever a tier loses or is late with is computed again. Tenants that are to share contexts have one id: records
 // are kept by tenant.
 //
-// Nothing here waits for the device, but load() and save_all(): blocks move through pinned memory, one transfer each,
-// beside the steps.
+// Nothing here waits for the device, but admit(), load() and save_all(): blocks move through pinned memory, one
+// transfer each, beside the steps.
 //
 // Threads: the one that drives the cache, which is inside the cache as long as a call lasts. Tiers work in threads of
 // their own. A call that throws Error(out_of_memory) has lost nothing, and can be made again.
@@ -49,7 +49,7 @@ struct TieredStatistics {
 /// `done` of `total` blocks. False cancels: what has arrived by then stays.
 using TieredProgress = std::function<bool(std::int64_t done, std::int64_t total)>;
 
-/// A prompt's blocks on their way to the device. Between steps call advance() until it says true; then admit. Gone:
+/// A prompt's blocks on their way to the device. Between steps call advance() until it says true; then admit(). Gone:
 /// cancelled; where another thread is in a call then, by the next call. The TieredPrefix outlives it.
 class KV4_API PrefixLoad {
  public:
@@ -58,6 +58,9 @@ class KV4_API PrefixLoad {
 
   /// Takes what has come and asks for more; waits for nothing. True: nothing is left to be done. Not during a step.
   bool advance();
+  /// KVCacheManager::admit() of the prompt, which is not hashed again. Ends the load with what has come by now. After a
+  /// shortage it may be called again.
+  Expected<Admission> admit();
   std::int64_t brought_blocks() const;  // on the device by now
   std::int64_t wanted_blocks() const;   // asked for in all
 
@@ -73,8 +76,6 @@ class KV4_API TieredPrefix {
  public:
   /// Both outlive it; nobody else reads the cache's block events.
   TieredPrefix(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options = {});
-  /// The same over a chain of one's own.
-  TieredPrefix(KVCacheManager& cache, tier::TierChain& tiers, const TieredOptions& options = {});
   ~TieredPrefix();
   TieredPrefix(const TieredPrefix&) = delete;
   TieredPrefix& operator=(const TieredPrefix&) = delete;
@@ -86,17 +87,22 @@ class KV4_API TieredPrefix {
   /// save() until nothing is left. False: the deadline came, or progress said so.
   bool save_all(tier::Deadline deadline, const TieredProgress& progress = {});
 
-  /// Brings what tiers have of the prompt and the device has not: blocks behind those kept, and the deepest snapshot of
-  /// them. Ends at the deadline, with what is there by then.
+  /// A request that begins with what the device and the tiers have of the prompt. Waits for tiers until the deadline at
+  /// most and begins with what is there by then; where tiers have nothing it is KVCacheManager::admit(). Where there is
+  /// no room for a request it returns the shortage at once and asks no tier. After any other shortage or error, what
+  /// has come stays for the next call. Not during a step: Error(bad_state).
+  Expected<Admission> admit(const Prompt& prompt, tier::Deadline deadline, const TieredProgress& progress = {});
+  /// The first part of admit() without waiting: brings blocks behind those kept, and the deepest snapshot of them. Ends
+  /// at the deadline, with what is there by then.
   PrefixLoad start_load(const Prompt& prompt, tier::Deadline deadline);
-  /// The same at once. Returns the blocks brought.
+  /// The first part of admit() alone, for requests that begin otherwise: SessionReceiver::prompt(). Returns the blocks
+  /// brought.
   std::int64_t load(const Prompt& prompt, tier::Deadline deadline, const TieredProgress& progress = {});
 
   /// The counters now.
   TieredStatistics statistics() const;
 
  private:
-  friend class PrefixLoad;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

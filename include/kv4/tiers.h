@@ -23,10 +23,6 @@
 
 namespace kv4 {
 
-namespace tier {
-class TierChain;  // src/tier/tier_chain.h
-}
-
 /// The tiers, their sizes and their keys.
 struct TiersOptions {
   std::int64_t host_bytes = 0;  // 0: no host memory
@@ -104,15 +100,12 @@ class KV4_API Tiers {
   std::vector<tier::FlushStatus> close(tier::Deadline deadline);
   std::vector<TierReport> report();  // one per tier, the fastest first
 
-  /// The chain itself, for TieredPrefix.
-  tier::TierChain& chain() { return *chain_; }
-  /// Of the options.
-  const Backend* backend() const { return backend_.get(); }
+  struct Impl;  // the library's own
 
  private:
-  std::shared_ptr<Backend> backend_;
-  std::vector<Protection> protections_;  // by tier
-  std::unique_ptr<tier::TierChain> chain_;
+  explicit Tiers(std::unique_ptr<Impl> impl);
+
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace kv4

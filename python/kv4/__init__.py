@@ -32,7 +32,7 @@ __all__ = [
     "LogLevel", "LogRecord", "MemoryPart", "MemoryPlan", "ModelConfig", "NO_REQUEST", "NoDeviceError",
     "OutOfMemoryError", "PageLayout", "PageSchema", "PagedKVPool", "PendingSchema", "PreemptedRequest",
     "PrefixLoad", "PrefixOptions", "PrefixStatistics", "Prompt", "Protection", "RopeSpec", "RowKind", "RowRole", "RowSchema",
-    "RowsView", "SWAView", "SessionIdentity", "SessionReceiver", "SessionSender", "Shortage", "ShortageCounts", "ShortageError",
+    "RowsView", "SWAView", "ScoreMode", "SessionIdentity", "SessionReceiver", "SessionSender", "Shortage", "ShortageCounts", "ShortageError",
     "SnapshotPolicy", "StateCachePool", "StateError", "StatusFolder", "Step", "StepItem", "TenantUse", "TierReport", "TierStats",
     "TieredOptions", "TieredPrefix", "TieredStatistics", "Tiers", "TiersOptions", "TimeHistogram", "TokenHistogram", "WindowSchema", "__version__",
     "build_rope_table", "build_schema", "compute_block_budget", "compute_context_budget", "copy_from_pages",

@@ -1,7 +1,11 @@
 // LayerCacheHandle: what an attention layer calls during a step.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 
 #include <optional>
+#include <string>
+#include <variant>
 
 #include "bindings.h"
 #include "cache.h"
@@ -185,23 +189,26 @@ void def_index(nb::class_<Layer>& layer) {
   layer.def(
       "index_scores",
       [](const Layer& self, const ArrayLike& q, const ArrayLike& weights, const ArrayLike& scores,
-         const ArrayLike& q_scale, bool fast, const StreamLike& stream) {
+         const ArrayLike& q_scale, const std::variant<ScoreMode, std::string>& mode, const StreamLike& stream) {
         LayerCall call(self, stream);
         const IndexInputs inputs{call.in(q, "q"), call.in(q_scale, "q_scale"), call.in(weights, "weights")};
         TensorView view;
         AnyArray array =
             call.out_or_new(scores, "scores", q, {step_tokens(self), self.most_entries()}, DType::f32, view);
         LayerCacheHandle handle = self.handle;
-        call.run([&] { handle.index_scores(inputs, view, fast ? ScoreMode::fast : ScoreMode::exact); });
+        const ScoreMode chosen = std::holds_alternative<ScoreMode>(mode)
+                                     ? std::get<ScoreMode>(mode)
+                                     : parse_score_mode(std::get<std::string>(mode));
+        call.run([&] { handle.index_scores(inputs, view, chosen); });
         return array;
       },
       nb::arg("q"), nb::arg("weights"), nb::arg("scores") = nb::none(), nb::kw_only(), nb::arg("q_scale") = nb::none(),
-      nb::arg("fast") = false, nb::arg("stream") = nb::none(),
+      nb::arg("mode") = "exact", nb::arg("stream") = nb::none(),
       "score[t, j] = sum over heads of weight * relu(q . key j); -inf where a token sees no entry j.\n\n"
       "q       float32 or bf16 [tokens, heads, index_dim], rotated; or uint8, encoded, with q_scale\n"
       "weights float32 [tokens, heads], every factor of the score in it; 1 to 64 heads\n"
       "scores  float32 [tokens, n], n at least the longest item's entries; None: a new one, returned\n"
-      "fast    fast scores, within the error bound of docs/formats.md, instead of the exact bits");
+      "mode    ScoreMode or its name: 'exact' bits, or 'fast' scores within the error bound of docs/formats.md");
   layer.def(
       "select_topk",
       [](const Layer& self, const ArrayLike& scores, const ArrayLike& indices, const ArrayLike& slots,

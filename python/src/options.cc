@@ -8,23 +8,17 @@
 
 #include "bindings.h"
 #include "kv4/error.h"
-#include "kv4/options.h"
+#include "kv4/names.h"
 
 namespace kv4::python {
 namespace {
 
-DType parse_dtype(std::string_view name) {
-  if (name == "f32" || name == "float32") return DType::f32;
-  if (name == "bf16" || name == "bfloat16") return DType::bf16;
-  throw Error(ErrorCode::bad_argument, "pending_dtype must be f32 or bf16; got '" + std::string(name) + "'");
-}
-
-SnapshotPolicy::Kind parse_snapshots(std::string_view name) {
-  if (name == "full") return SnapshotPolicy::Kind::full;
-  if (name == "checkpoint") return SnapshotPolicy::Kind::checkpoint;
-  if (name == "none") return SnapshotPolicy::Kind::none;
-  throw Error(ErrorCode::bad_argument,
-              "a snapshot policy is full, checkpoint or none; got '" + std::string(name) + "'");
+/// An enumeration with the library's own names.
+template <class E>
+nb::enum_<E> bind_names(nb::handle scope, const char* name, const char* doc = "") {
+  nb::enum_<E> out(scope, name, doc);
+  for (const Named<E>& each : names_of<E>()) out.value(each.name, each.value);
+  return out;
 }
 
 template <auto field, auto parse, class Class>
@@ -42,34 +36,20 @@ void def_enum(Class& record, const char* name, const char* doc = "") {
 }  // namespace
 
 void bind_options(nb::module_& m) {
-  nb::enum_<DType>(m, "DType")
-      .value("f32", DType::f32)
-      .value("bf16", DType::bf16)
-      .value("i32", DType::i32)
-      .value("u8", DType::u8);
-  nb::enum_<Format>(m, "Format", "Number formats of stored rows. Rows take the first three, index keys the last four.")
-      .value("fp8_tile64", Format::fp8_tile64)
-      .value("fp8_row", Format::fp8_row)
-      .value("bf16", Format::bf16)
-      .value("mxfp4", Format::mxfp4)
-      .value("nvfp4", Format::nvfp4)
-      .value("fp8", Format::fp8);
-  nb::enum_<HcaMode>(m, "HcaMode").value("online", HcaMode::online).value("raw", HcaMode::raw);
-  nb::enum_<Arrangement>(m, "Arrangement")
-      .value("block_major", Arrangement::block_major)
-      .value("layer_major", Arrangement::layer_major);
-  nb::enum_<EvictionKind>(m, "EvictionKind")
-      .value("lru", EvictionKind::lru)
-      .value("s3_fifo", EvictionKind::s3_fifo)
-      .value("hit_density", EvictionKind::hit_density);
+  bind_names<DType>(m, "DType");
+  bind_names<Format>(m, "Format",
+                     "Number formats of stored rows. Rows take the first three, index keys the last four.");
+  bind_names<HcaMode>(m, "HcaMode");
+  bind_names<Arrangement>(m, "Arrangement");
+  bind_names<EvictionKind>(m, "EvictionKind");
+  bind_names<ScoreMode>(m, "ScoreMode", "How the sums of index scores are rounded: to the bit, or as is fastest.");
 
   nb::class_<SnapshotPolicy> snapshots(m, "SnapshotPolicy",
                                        "Where snapshots are kept, and what a hit then has to compute again.");
-  nb::enum_<SnapshotPolicy::Kind>(snapshots, "Kind")
-      .value("full", SnapshotPolicy::Kind::full, "at every block boundary")
-      .value("checkpoint", SnapshotPolicy::Kind::checkpoint,
-             "at the last boundary of a prompt and of an output, and every period_tokens")
-      .value("none", SnapshotPolicy::Kind::none, "nowhere: a hit replays");
+  bind_names<SnapshotPolicy::Kind>(
+      snapshots, "Kind",
+      "full: at every block boundary. checkpoint: at the last boundary of a prompt and of an output, and every\n"
+      "period_tokens. none: nowhere, a hit replays.");
   def_keyword_init<SnapshotPolicy>(snapshots);
   def_enum<&SnapshotPolicy::kind, parse_snapshots>(snapshots, "kind");
   snapshots.def_rw("period_tokens", &SnapshotPolicy::period_tokens, "checkpoint: a multiple of the block")
@@ -84,8 +64,7 @@ void bind_options(nb::module_& m) {
       .def_rw("max_events", &PrefixOptions::max_events, "of the stream; older ones are lost, and counted")
       .def_rw("tenant_shares", &PrefixOptions::tenant_shares,
               "blocks of each tenant that others cannot evict; assign a whole list to change it");
-  def_enum<&PrefixOptions::eviction, parse_eviction>(prefix, "eviction",
-                                                     "lru, s3_fifo ('s3fifo') or hit_density ('density')");
+  def_enum<&PrefixOptions::eviction, parse_eviction>(prefix, "eviction", "lru, s3fifo or density");
 
   nb::class_<CacheOptions> options(
       m, "CacheOptions",
@@ -94,7 +73,8 @@ void bind_options(nb::module_& m) {
   def_enum<&CacheOptions::row_format, parse_format>(options, "row_format",
                                                     "window rows and entries: fp8_tile64, fp8_row, bf16");
   def_enum<&CacheOptions::index_format, parse_format>(options, "index_format", "index keys: mxfp4, nvfp4, fp8, bf16");
-  def_enum<&CacheOptions::pending_dtype, parse_dtype>(options, "pending_dtype", "of compressor inputs: f32 or bf16");
+  def_enum<&CacheOptions::pending_dtype, parse_pending_dtype>(options, "pending_dtype",
+                                                              "of compressor inputs: f32 or bf16");
   def_enum<&CacheOptions::hca_mode, parse_hca_mode>(options, "hca_mode");
   def_enum<&CacheOptions::arrangement, parse_arrangement>(options, "arrangement");
   options.def_rw("hadamard", &CacheOptions::hadamard, "transform index keys before they are quantised")

@@ -74,6 +74,15 @@ struct Load {
       return done;
     });
   }
+  Admission admit() {
+    if (!load) throw Error(ErrorCode::bad_state, "the load is cancelled: use TieredPrefix.admit(prompt)");
+    return value_or_raise(tiered->work([&] {
+      const Expected<Admission> admission = load->admit();
+      note();
+      return admission;
+    }),
+                          "admit");
+  }
   void cancel() {
     tiered->at_end([&] { load.reset(); });
   }
@@ -138,8 +147,7 @@ void bind_tiers_options(nb::module_& m) {
               "list of 'host', 'host:port' or '10.0.0.0/8': which other servers the cluster may name. With a password "
               "or TLS nothing is ever sent to servers that are neither here nor configured.")
       .def_prop_rw(
-          "remote_ttl",
-          [](const TiersOptions& self) { return std::chrono::duration<double>(self.remote_ttl).count(); },
+          "remote_ttl", [](const TiersOptions& self) { return std::chrono::duration<double>(self.remote_ttl).count(); },
           [](TiersOptions& self, double seconds) { self.remote_ttl = duration_of(seconds, "remote_ttl"); },
           "Seconds after which servers forget a record; 0: never.")
       .def_rw("max_write_bytes", &TiersOptions::max_write_bytes, "of each tier: that wait to be written")
@@ -255,10 +263,14 @@ void bind_tiered_prefix(nb::module_& m) {
   nb::class_<Load>(m, "PrefixLoad",
                    "A prompt's blocks on their way to the device. Between steps call advance() until it says True; "
                    "then\n"
-                   "admit. Gone: cancelled.")
+                   "admit(). Gone: cancelled.")
       .def("advance", &Load::advance,
            "Takes what has come and asks for more; waits for nothing. True: nothing is left to be done. Not during a "
            "step.")
+      .def(
+          "admit", &Load::admit,
+          "KVCacheManager.admit() of the prompt, which is not hashed again: an Admission. Ends the load with what has\n"
+          "come by now. Raises ShortageError; then it may be called again.")
       .def("cancel", &Load::cancel, "What has arrived stays; nothing more comes.")
       .def("brought_blocks", [](const Load& self) { return self.brought_blocks; })
       .def("wanted_blocks", [](const Load& self) { return self.wanted_blocks; });
@@ -269,7 +281,7 @@ void bind_tiered_prefix(nb::module_& m) {
       "on the device is looked for there. Nobody else may read the cache's block events.\n\n"
       "    tiers = kv4.Tiers(cache.schema(), kv4.TiersOptions(host_bytes=8 << 30, directory='/var/cache/kv4'))\n"
       "    tiered = kv4.TieredPrefix(cache, tiers)\n"
-      "    tiered.load(prompt, timeout=1); cache.admit(prompt)    # ... steps, and between them tiered.save(16) ...\n"
+      "    admission = tiered.admit(prompt, timeout=1)            # ... steps, and between them tiered.save(16) ...\n"
       "    tiered.save_all(); tiers.close()                       # before the process ends")
       .def(nb::init<Cache&, SharedTiers&, const TieredOptions&>(), nb::arg("cache"), nb::arg("tiers"),
            nb::arg("options") = TieredOptions(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
@@ -293,11 +305,24 @@ void bind_tiered_prefix(nb::module_& m) {
           nb::arg("timeout") = kDefaultTimeout, nb::arg("progress") = nb::none(),
           "save() until nothing is left. False: `timeout` seconds were over, or progress(done, total) said False.")
       .def(
+          "admit",
+          [](Tiered& self, const PromptData& prompt, double timeout, const Progress& progress) {
+            const PromptView view(prompt);
+            const TieredProgress tell = progress_of(progress);
+            return value_or_raise(
+                self.work([&] { return self.prefix->admit(view.prompt(), deadline_of(timeout), tell); }), "admit");
+          },
+          nb::arg("prompt"), nb::arg("timeout") = kDefaultTimeout, nb::arg("progress") = nb::none(),
+          "A request that begins with what the device and the tiers have of the prompt: an Admission. Waits for tiers\n"
+          "at most `timeout` seconds and begins with what is there by then, or when progress(done, total) says False.\n"
+          "Raises ShortageError, at once where there is no room for a request.")
+      .def(
           "start_load",
           [](Tiered& self, const PromptData& prompt, double timeout) { return new Load(self, prompt, timeout); },
           nb::arg("prompt"), nb::arg("timeout") = kDefaultTimeout, nb::keep_alive<0, 1>(),
-          "Brings what tiers have of the prompt and the device has not, beside the steps: a PrefixLoad. It ends after\n"
-          "`timeout` seconds with what is there by then.")
+          "The first part of admit() beside the steps: a PrefixLoad. It ends after `timeout` seconds with what is "
+          "there\n"
+          "by then.")
       .def(
           "load",
           [](Tiered& self, const PromptData& prompt, double timeout, const Progress& progress) {
@@ -306,8 +331,9 @@ void bind_tiered_prefix(nb::module_& m) {
             return self.work([&] { return self.prefix->load(view.prompt(), deadline_of(timeout), tell); });
           },
           nb::arg("prompt"), nb::arg("timeout") = kDefaultTimeout, nb::arg("progress") = nb::none(),
-          "The same at once; returns the blocks brought. progress(done, total) may return False to cancel: what has\n"
-          "arrived stays.")
+          "The first part of admit() alone, for requests that begin otherwise, such as restored ones; returns the "
+          "blocks\n"
+          "brought. progress(done, total) may return False to cancel: what has arrived stays.")
       .def(
           "statistics", [](Tiered& self) { return self.work([&] { return self.prefix->statistics(); }); },
           "TieredStatistics.");

@@ -1,7 +1,6 @@
 #include "kv4/error.h"
 
 #include "base/check.h"
-#include "kv4/tensor.h"
 
 namespace kv4 {
 
@@ -14,16 +13,6 @@ const char* to_string(ErrorCode code) {
     case ErrorCode::out_of_memory: return "out_of_memory";
     case ErrorCode::no_device: return "no_device";
     case ErrorCode::device_failure: return "device_failure";
-  }
-  return "unknown";
-}
-
-const char* to_string(DType type) {
-  switch (type) {
-    case DType::f32: return "f32";
-    case DType::bf16: return "bf16";
-    case DType::i32: return "i32";
-    case DType::u8: return "u8";
   }
   return "unknown";
 }

@@ -7,18 +7,23 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <new>
 #include <span>
 #include <string_view>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
+#include "base/one_thread.h"
 #include "kv4.h"
 #include "kv4/kv_cache_manager.h"
 #include "kv4/preempted_request.h"
 #include "kv4/status_folder.h"
+#include "kv4/tiered_prefix.h"
+#include "kv4/tiers.h"
 #include "kv4/version.h"
 
 struct kv4_model {
@@ -40,12 +45,32 @@ struct kv4_preempted {
   kv4::PreemptedRequest request;
 };
 
+struct kv4_tiers {
+  kv4::OneThread driver;  // of the calls here, reports included
+  kv4::Tiers tiers;
+  std::vector<kv4::TierReport> reports;  // that kv4_tiers_get_reports gave last, and their failures
+  std::vector<std::vector<kv4_failure_count>> failures;
+};
+
+struct kv4_tiered_prefix {
+  kv4::TieredPrefix prefix;
+};
+
+struct kv4_prefix_load {
+  kv4::PrefixLoad load;
+};
+
 struct kv4_status_folder {
   kv4::StatusFolder folder;
 };
 
 namespace kv4::c_api {
 
+constexpr std::size_t kMaxStructBytes = std::size_t{64} << 10;          // no version of a struct has more
+constexpr std::size_t kMaxTextBytes = 4096;                             // of a path or name, its zero included
+constexpr std::int64_t kMaxElements = std::int64_t{1} << 31;            // of an array; max_context is less
+constexpr std::int64_t kMaxTimeoutMs = std::int64_t{100'000'000'000};   // three years
+constexpr std::int64_t kMaxDurationMs = std::int64_t{400'000'000'000};  // twelve: a record's time on a server
 constexpr std::int32_t kDeviceCpu = 1, kDeviceCuda = 2, kDeviceCudaHost = 3, kDeviceCudaManaged = 13;
 
 /// Keeps the text for kv4_last_error.
@@ -88,6 +113,15 @@ T& require_set(T* pointer, const char* what) {
   return *pointer;
 }
 
+/// A name or path of the caller, ended by a zero within kMaxTextBytes.
+std::string_view c_text(const char* given, const char* what);
+/// The keys of the caller; at most kMaxCacheKeys.
+std::vector<CacheKey> keys_of(const kv4_cache_key* keys, std::int64_t count, const char* what);
+/// Milliseconds from now on.
+tier::Deadline deadline_of(std::int64_t timeout_ms);
+/// The caller's function, for sessions and tiers alike.
+std::function<bool(std::int64_t, std::int64_t)> progress_of(kv4_progress progress, void* user);
+
 /// All zero, with our size.
 template <class T>
 T sized() {
@@ -96,17 +130,49 @@ T sized() {
   return value;
 }
 
+/// An array of the caller's, which may be NULL where it is empty.
+template <class T>
+std::span<T> list(T* data, std::int64_t count, const char* what) {
+  require(count >= 0 && count <= kMaxElements, ErrorCode::bad_argument, "{} of {} elements; 0 to {}", what, count,
+          kMaxElements);
+  require(data != nullptr || count == 0, ErrorCode::bad_argument, "{} is NULL and should have {} elements", what,
+          count);
+  return {data, static_cast<std::size_t>(count)};
+}
+
+/// An object for the caller, who frees it. Not made where there is nowhere to put it.
+template <class T, class Make>
+void give_new(T** out, Make&& make) {
+  T*& to = require_set(out, "out");
+  to = make();
+}
+
+/// Fields lie at multiples of their size, at most 8: no version of a struct cuts one in two.
+constexpr bool is_struct_size(std::size_t size) {
+  return size >= 2 * sizeof(size) && size <= kMaxStructBytes && size % sizeof(size) == 0;
+}
+/// The caller's `size` at the head of a struct.
+std::size_t struct_bytes(const void* given, const char* what);
+/// Fields that this library does not know are zero.
+void check_unknown(const void* given, std::size_t known_bytes, const char* what);
+
+/// The caller's struct has `size` bytes, whatever ours has. One that no version has is left without a size: the call
+/// that it is for refuses it.
+template <class T>
+void init_struct(T* out, std::size_t size, const T& defaults) {
+  if (out == nullptr || size < sizeof(size)) return;
+  out->size = 0;
+  if (!is_struct_size(size)) return;
+  std::memset(static_cast<void*>(out), 0, size);
+  std::memcpy(static_cast<void*>(out), &defaults, std::min(size, sizeof(T)));
+  out->size = size;
+}
+
 /// A struct of the caller's in its present form. `known`: its defaults, with our size.
 template <class T>
 T read_struct(const T* given, T known, const char* what) {
-  const std::size_t size = require_set(given, what).size;
-  require(size >= sizeof(size), ErrorCode::bad_argument, "{}.size is {}; set the struct up with its _init function",
-          what, size);
-  const auto* bytes = reinterpret_cast<const std::byte*>(given);
-  for (std::size_t i = sizeof(T); i < size; ++i)
-    require(bytes[i] == std::byte{0}, ErrorCode::bad_argument,
-            "{} has {} bytes and is set at byte {}, this library ({}) knows {} bytes of it: link a newer one", what,
-            size, i, KV4_VERSION, sizeof(T));
+  const std::size_t size = struct_bytes(given, what);
+  check_unknown(given, sizeof(T), what);
   std::memcpy(&known, given, std::min(size, sizeof(T)));
   known.size = sizeof(T);
   return known;
@@ -115,31 +181,79 @@ T read_struct(const T* given, T known, const char* what) {
 /// The other way: as many bytes as the caller's struct has; what we do not know of it becomes zero.
 template <class T>
 void write_struct(T* out, const T& value, const char* what) {
-  const std::size_t size = require_set(out, what).size;
-  require(size >= sizeof(size), ErrorCode::bad_argument, "{}.size is {}; set the struct up with its _init function",
-          what, size);
+  const std::size_t size = struct_bytes(out, what);
   auto* bytes = reinterpret_cast<std::byte*>(out);
   std::memcpy(bytes + sizeof(size), reinterpret_cast<const std::byte*>(&value) + sizeof(size),
               std::min(size, sizeof(T)) - sizeof(size));
   if (size > sizeof(T)) std::memset(bytes + sizeof(T), 0, size - sizeof(T));
 }
 
+/// An array of the caller's structs, all as long as the first says. T is const where it is read.
+template <class T>
+class StructArray {
+ public:
+  StructArray(T* first, std::int64_t count, const char* what)
+      : first_(first), count_(list<T>(first, count, what).size()), what_(what) {
+    if (count_ > 0) stride_ = struct_bytes(first, what);
+  }
+  std::size_t size() const { return count_; }
+  std::remove_const_t<T> read(std::size_t i, const std::remove_const_t<T>& known) const {
+    T* const element = at(i);
+    require(element->size == stride_, ErrorCode::bad_argument, "{}[{}].size is {}, that of the first {}", what_, i,
+            element->size, stride_);
+    return read_struct(element, known, what_);
+  }
+  void write(std::size_t i, const T& value) const {
+    at(i)->size = stride_;
+    write_struct(at(i), value, what_);
+  }
+
+ private:
+  using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;
+  T* at(std::size_t i) const { return reinterpret_cast<T*>(reinterpret_cast<Byte*>(first_) + i * stride_); }
+
+  T* first_;
+  std::size_t count_, stride_ = sizeof(T);
+  const char* what_;
+};
+
+inline KVCacheManager& manager(kv4_cache* cache) { return require_set(cache, "cache").manager; }
+inline const KVCacheManager& manager(const kv4_cache* cache) { return require_set(cache, "cache").manager; }
+
+/// A list of the library's into the caller's memory: out [capacity], and how many there are.
+template <class T>
+void copy_list(std::span<const T> values, T* out, std::int64_t capacity, std::int64_t* count) {
+  require_set(count, "count") = std::ssize(values);
+  require(capacity >= std::ssize(values), ErrorCode::bad_argument, "room for {} elements; there are {}", capacity,
+          values.size());
+  if (!values.empty()) std::copy(values.begin(), values.end(), &require_set(out, "out"));
+}
+
+/// A prompt of the caller; it points into the caller's memory.
+struct GivenPrompt {
+  explicit GivenPrompt(const kv4_prompt* given);
+  GivenPrompt(const GivenPrompt&) = delete;
+
+  std::vector<std::string_view> extra;
+  Prompt prompt;
+};
+
+/// Refused now rather than with a request nobody knows of.
+void check_admission(kv4_admission* out);
+/// The admission, or the shortage.
+kv4_status give_admission(const Expected<Admission>& admitted, kv4_admission* out);
+
+kv4_time_histogram histogram(const TimeHistogram& times);
+
 /// A tensor that the cache may use; an optional one may be NULL and is empty then.
 TensorView tensor(const kv4_cache& cache, const kv4_tensor* given, const char* what);
 TensorView optional_tensor(const kv4_cache& cache, const kv4_tensor* given, const char* what);
 
-template <class T>
-std::span<const T> list(const T* data, std::int64_t count, const char* what) {
-  require(count >= 0, ErrorCode::bad_argument, "{} of {} elements", what, count);
-  require(data != nullptr || count == 0, ErrorCode::bad_argument, "{} is NULL and should have {} elements", what,
-          count);
-  return {data, static_cast<std::size_t>(count)};
-}
-
+/// As many bytes as they say; as text they need no zero at the end.
 inline std::string_view text(const kv4_bytes& bytes, const char* what) {
-  const std::span<const char> chars =
-      list(static_cast<const char*>(bytes.data), static_cast<std::int64_t>(bytes.length), what);
-  return {chars.data(), chars.size()};
+  require(bytes.data != nullptr || bytes.length == 0, ErrorCode::bad_argument, "{} is NULL and should have {} bytes",
+          what, bytes.length);
+  return {static_cast<const char*>(bytes.data), bytes.length};
 }
 
 inline std::span<const std::byte> bytes(const kv4_bytes& given, const char* what) {

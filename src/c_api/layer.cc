@@ -18,6 +18,12 @@ struct LayerCall {
   }
 };
 
+kv4_index_inputs index_inputs_defaults() {
+  auto value = sized<kv4_index_inputs>();
+  value.score_mode = kv4::to_string(kv4::ScoreMode::exact);
+  return value;
+}
+
 kv4::IndexInputs index_inputs(const LayerCall& call, const kv4_index_inputs& in) {
   return {call.view(in.q, "q"), call.optional(in.q_scale, "q_scale"), call.view(in.weights, "weights")};
 }
@@ -28,31 +34,27 @@ kv4_plane plane(const kv4::PlaneView& from) {
 
 }  // namespace
 
-void kv4_append_inputs_init(kv4_append_inputs* inputs) {
-  if (inputs != nullptr) *inputs = sized<kv4_append_inputs>();
+void kv4_append_inputs_init(kv4_append_inputs* inputs, size_t size) {
+  init_struct(inputs, size, sized<kv4_append_inputs>());
 }
 
-void kv4_flush_inputs_init(kv4_flush_inputs* inputs) {
-  if (inputs != nullptr) *inputs = sized<kv4_flush_inputs>();
+void kv4_flush_inputs_init(kv4_flush_inputs* inputs, size_t size) {
+  init_struct(inputs, size, sized<kv4_flush_inputs>());
 }
 
-void kv4_index_inputs_init(kv4_index_inputs* inputs) {
-  if (inputs != nullptr) *inputs = sized<kv4_index_inputs>();
+void kv4_index_inputs_init(kv4_index_inputs* inputs, size_t size) {
+  init_struct(inputs, size, index_inputs_defaults());
 }
 
-void kv4_attend_inputs_init(kv4_attend_inputs* inputs) {
-  if (inputs != nullptr) *inputs = sized<kv4_attend_inputs>();
+void kv4_attend_inputs_init(kv4_attend_inputs* inputs, size_t size) {
+  init_struct(inputs, size, sized<kv4_attend_inputs>());
 }
 
-void kv4_swa_view_init(kv4_swa_view* view) {
-  if (view != nullptr) *view = sized<kv4_swa_view>();
-}
+void kv4_swa_view_init(kv4_swa_view* view, size_t size) { init_struct(view, size, sized<kv4_swa_view>()); }
 
-void kv4_rows_view_init(kv4_rows_view* view) {
-  if (view != nullptr) *view = sized<kv4_rows_view>();
-}
+void kv4_rows_view_init(kv4_rows_view* view, size_t size) { init_struct(view, size, sized<kv4_rows_view>()); }
 
-kv4_status kv4_append(kv4_cache* cache, int32_t layer, const kv4_append_inputs* inputs) {
+kv4_status kv4_cache_append(kv4_cache* cache, int32_t layer, const kv4_append_inputs* inputs) {
   return guarded([&] {
     LayerCall call(cache, layer);
     const kv4_append_inputs in = read_struct(inputs, sized<kv4_append_inputs>(), "inputs");
@@ -62,14 +64,14 @@ kv4_status kv4_append(kv4_cache* cache, int32_t layer, const kv4_append_inputs* 
   });
 }
 
-kv4_status kv4_write_swa(kv4_cache* cache, int32_t layer, const kv4_tensor* raw_kv) {
+kv4_status kv4_cache_write_swa(kv4_cache* cache, int32_t layer, const kv4_tensor* raw_kv) {
   return guarded([&] {
     LayerCall call(cache, layer);
     call.handle.write_swa(call.view(raw_kv, "raw_kv"));
   });
 }
 
-kv4_status kv4_flush_compression(kv4_cache* cache, int32_t layer, const kv4_flush_inputs* inputs) {
+kv4_status kv4_cache_flush_compression(kv4_cache* cache, int32_t layer, const kv4_flush_inputs* inputs) {
   return guarded([&] {
     LayerCall call(cache, layer);
     const kv4_flush_inputs in = read_struct(inputs, sized<kv4_flush_inputs>(), "inputs");
@@ -78,34 +80,35 @@ kv4_status kv4_flush_compression(kv4_cache* cache, int32_t layer, const kv4_flus
   });
 }
 
-kv4_status kv4_index_scores(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs, const kv4_tensor* scores) {
+kv4_status kv4_cache_index_scores(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
+                                  const kv4_tensor* scores) {
   return guarded([&] {
+    const kv4_index_inputs in = read_struct(inputs, index_inputs_defaults(), "inputs");
+    const kv4::ScoreMode mode = kv4::parse_score_mode(c_text(in.score_mode, "inputs.score_mode"));
     LayerCall call(cache, layer);
-    const kv4_index_inputs in = read_struct(inputs, sized<kv4_index_inputs>(), "inputs");
-    call.handle.index_scores(index_inputs(call, in), call.view(scores, "scores"),
-                             in.fast_scores != 0 ? kv4::ScoreMode::fast : kv4::ScoreMode::exact);
+    call.handle.index_scores(index_inputs(call, in), call.view(scores, "scores"), mode);
   });
 }
 
-kv4_status kv4_select_topk(kv4_cache* cache, int32_t layer, const kv4_tensor* scores, const kv4_tensor* indices,
-                           const kv4_tensor* slots) {
+kv4_status kv4_cache_select_topk(kv4_cache* cache, int32_t layer, const kv4_tensor* scores, const kv4_tensor* indices,
+                                 const kv4_tensor* slots) {
   return guarded([&] {
     LayerCall call(cache, layer);
     call.handle.select_topk(call.view(scores, "scores"), call.view(indices, "indices"), call.optional(slots, "slots"));
   });
 }
 
-kv4_status kv4_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs, const kv4_tensor* indices,
-                          const kv4_tensor* slots) {
+kv4_status kv4_cache_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
+                                const kv4_tensor* indices, const kv4_tensor* slots) {
   return guarded([&] {
     LayerCall call(cache, layer);
-    const kv4_index_inputs in = read_struct(inputs, sized<kv4_index_inputs>(), "inputs");
+    const kv4_index_inputs in = read_struct(inputs, index_inputs_defaults(), "inputs");
     call.handle.index_topk(index_inputs(call, in), call.view(indices, "indices"), call.optional(slots, "slots"));
   });
 }
 
-kv4_status kv4_attend(kv4_cache* cache, int32_t layer, const kv4_attend_inputs* inputs, const kv4_tensor* out,
-                      const kv4_tensor* lse) {
+kv4_status kv4_cache_attend(kv4_cache* cache, int32_t layer, const kv4_attend_inputs* inputs, const kv4_tensor* out,
+                            const kv4_tensor* lse) {
   return guarded([&] {
     LayerCall call(cache, layer);
     const kv4_attend_inputs in = read_struct(inputs, sized<kv4_attend_inputs>(), "inputs");
@@ -115,8 +118,8 @@ kv4_status kv4_attend(kv4_cache* cache, int32_t layer, const kv4_attend_inputs* 
   });
 }
 
-kv4_status kv4_gather_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* indices, const kv4_tensor* out,
-                                    const kv4_tensor* valid) {
+kv4_status kv4_cache_gather_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* indices,
+                                          const kv4_tensor* out, const kv4_tensor* valid) {
   return guarded([&] {
     LayerCall call(cache, layer);
     call.handle.gather_compressed_kv(call.view(indices, "indices"), call.view(out, "out"),
@@ -124,30 +127,31 @@ kv4_status kv4_gather_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_t
   });
 }
 
-kv4_status kv4_gather_all_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
-                                        const kv4_tensor* lens) {
+kv4_status kv4_cache_gather_all_compressed_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
+                                              const kv4_tensor* lens) {
   return guarded([&] {
     LayerCall call(cache, layer);
     call.handle.gather_all_compressed_kv(call.view(out, "out"), call.view(lens, "lens"));
   });
 }
 
-kv4_status kv4_gather_all_index_keys(kv4_cache* cache, int32_t layer, const kv4_tensor* out, const kv4_tensor* lens) {
+kv4_status kv4_cache_gather_all_index_keys(kv4_cache* cache, int32_t layer, const kv4_tensor* out,
+                                           const kv4_tensor* lens) {
   return guarded([&] {
     LayerCall call(cache, layer);
     call.handle.gather_all_index_keys(call.view(out, "out"), call.view(lens, "lens"));
   });
 }
 
-kv4_status kv4_gather_swa_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out, const kv4_tensor* lens,
-                             const kv4_tensor* first) {
+kv4_status kv4_cache_gather_swa_kv(kv4_cache* cache, int32_t layer, const kv4_tensor* out, const kv4_tensor* lens,
+                                   const kv4_tensor* first) {
   return guarded([&] {
     LayerCall call(cache, layer);
     call.handle.gather_swa_kv(call.view(out, "out"), call.view(lens, "lens"), call.view(first, "first"));
   });
 }
 
-kv4_status kv4_read_swa_view(kv4_cache* cache, int32_t layer, kv4_swa_view* out) {
+kv4_status kv4_cache_read_swa_view(kv4_cache* cache, int32_t layer, kv4_swa_view* out) {
   return guarded([&] {
     LayerCall call(cache, layer);
     const kv4::SWAView from = call.handle.read_swa_view();
@@ -180,7 +184,7 @@ kv4_rows_view rows_view(const View& from) {
 
 }  // namespace
 
-kv4_status kv4_read_classical_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out) {
+kv4_status kv4_cache_read_classical_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out) {
   return guarded([&] {
     LayerCall call(cache, layer);
     const kv4::ClassicalView from = call.handle.read_classical_view();
@@ -192,7 +196,7 @@ kv4_status kv4_read_classical_view(kv4_cache* cache, int32_t layer, kv4_rows_vie
   });
 }
 
-kv4_status kv4_read_indexer_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out) {
+kv4_status kv4_cache_read_indexer_view(kv4_cache* cache, int32_t layer, kv4_rows_view* out) {
   return guarded([&] {
     LayerCall call(cache, layer);
     const kv4::IndexerView from = call.handle.read_indexer_view();

@@ -14,24 +14,19 @@ constexpr kv4::LayerKind kKinds[] = {kv4::LayerKind::swa, kv4::LayerKind::csa, k
 }  // namespace
 
 kv4_status kv4_model_preset(const char* name, kv4_model** out) {
-  return guarded([&] {
-    require_set(name, "name");
-    require_set(out, "out") = new kv4_model{kv4::model_preset(name)};
-  });
+  return guarded([&] { give_new(out, [&] { return new kv4_model{kv4::model_preset(c_text(name, "name"))}; }); });
 }
 
 kv4_status kv4_model_parse(const char* json, size_t length, kv4_model** out) {
   return guarded([&] {
     require_set(json, "json");
-    require_set(out, "out") = new kv4_model{kv4::parse_model_config({json, length})};
+    give_new(out, [&] { return new kv4_model{kv4::parse_model_config({json, length})}; });
   });
 }
 
 kv4_status kv4_model_load(const char* path, kv4_model** out) {
-  return guarded([&] {
-    require_set(path, "path");
-    require_set(out, "out") = new kv4_model{kv4::load_model_config(path)};
-  });
+  return guarded(
+      [&] { give_new(out, [&] { return new kv4_model{kv4::load_model_config(std::string(c_text(path, "path")))}; }); });
 }
 
 kv4_status kv4_model_with_layers(const kv4_model* model, const kv4_layer_kind* kinds, int32_t num_layers,
@@ -40,23 +35,21 @@ kv4_status kv4_model_with_layers(const kv4_model* model, const kv4_layer_kind* k
     kv4::ModelConfig config = require_set(model, "model").config;
     config.kinds.clear();
     for (const kv4_layer_kind kind : list(kinds, num_layers, "kinds")) {
-      kv4::require(kind >= KV4_SWA && kind <= KV4_HCA, kv4::ErrorCode::bad_argument,
-                   "layer {} is of kind {}; KV4_SWA (0), KV4_CSA (1) or KV4_HCA (2)", config.kinds.size(),
-                   static_cast<int>(kind));
+      kv4::require(kind >= KV4_LAYER_KIND_SWA && kind <= KV4_LAYER_KIND_HCA, kv4::ErrorCode::bad_argument,
+                   "layer {} is of kind {}; KV4_LAYER_KIND_SWA (0), KV4_LAYER_KIND_CSA (1) or KV4_LAYER_KIND_HCA (2)",
+                   config.kinds.size(), static_cast<int>(kind));
       config.kinds.push_back(kKinds[kind]);
     }
     config.num_layers = num_layers;
     config.draft_hint = 0;
     kv4::validate(config);
-    require_set(out, "out") = new kv4_model{std::move(config)};
+    give_new(out, [&] { return new kv4_model{std::move(config)}; });
   });
 }
 
 void kv4_model_free(kv4_model* model) { delete model; }
 
-void kv4_model_info_init(kv4_model_info* info) {
-  if (info != nullptr) *info = sized<kv4_model_info>();
-}
+void kv4_model_info_init(kv4_model_info* info, size_t size) { init_struct(info, size, sized<kv4_model_info>()); }
 
 kv4_status kv4_model_get_info(const kv4_model* model, kv4_model_info* info) {
   return guarded([&] {
@@ -83,31 +76,33 @@ kv4_status kv4_model_layer_kind(const kv4_model* model, int32_t layer, kv4_layer
     kv4::require(layer >= 0 && layer < config.num_layers, kv4::ErrorCode::bad_argument, "layer {}; 0 to {}", layer,
                  config.num_layers - 1);
     const kv4::LayerKind kind = config.kinds[static_cast<std::size_t>(layer)];
-    require_set(out, "out") = kind == kv4::LayerKind::swa ? KV4_SWA : kind == kv4::LayerKind::csa ? KV4_CSA : KV4_HCA;
+    require_set(out, "out") = kind == kv4::LayerKind::swa   ? KV4_LAYER_KIND_SWA
+                              : kind == kv4::LayerKind::csa ? KV4_LAYER_KIND_CSA
+                                                            : KV4_LAYER_KIND_HCA;
   });
 }
 
 kv4_status kv4_backend_cpu(int32_t threads, kv4_backend** out) {
-  return guarded([&] { require_set(out, "out") = new kv4_backend{kv4::make_cpu_backend(threads), kDeviceCpu, 0}; });
+  return guarded([&] {
+    give_new(out, [&] { return new kv4_backend{kv4::make_cpu_backend(threads), kDeviceCpu, 0}; });
+  });
 }
 
 kv4_status kv4_backend_cuda(int32_t device, void* stream, kv4_backend** out) {
   return guarded([&] {
-    require_set(out, "out") = new kv4_backend{kv4::make_cuda_backend(device, {stream}), kDeviceCuda, device};
+    give_new(out, [&] { return new kv4_backend{kv4::make_cuda_backend(device, {stream}), kDeviceCuda, device}; });
   });
 }
 
 void kv4_backend_free(kv4_backend* backend) { delete backend; }
 
-void kv4_cache_options_init(kv4_cache_options* options) {
-  if (options != nullptr) *options = cache_options_defaults();
+void kv4_cache_options_init(kv4_cache_options* options, size_t size) {
+  init_struct(options, size, cache_options_defaults());
 }
 
-void kv4_memory_plan_init(kv4_memory_plan* plan) {
-  if (plan != nullptr) *plan = sized<kv4_memory_plan>();
-}
+void kv4_memory_plan_init(kv4_memory_plan* plan, size_t size) { init_struct(plan, size, sized<kv4_memory_plan>()); }
 
-kv4_status kv4_plan_memory(const kv4_model* model, const kv4_cache_options* options, kv4_memory_plan* out) {
+kv4_status kv4_model_plan_memory(const kv4_model* model, const kv4_cache_options* options, kv4_memory_plan* out) {
   return guarded([&] {
     const kv4::MemoryPlan plan =
         kv4::plan_memory(kv4::build_schema(require_set(model, "model").config, cache_options(options)));

@@ -6,20 +6,6 @@
 
 namespace kv4::c_api {
 
-namespace {
-
-constexpr const char* kSnapshotNames[] = {"full", "checkpoint", "none"};
-
-SnapshotPolicy::Kind parse_snapshots(std::string_view name) {
-  for (int i = 0; i < 3; ++i)
-    if (name == kSnapshotNames[i]) return static_cast<SnapshotPolicy::Kind>(i);
-  fail(ErrorCode::bad_argument, "snapshots '{}'; full, checkpoint or none", name);
-}
-
-const char* required(const char* name, const char* what) { return &require_set(name, what); }
-
-}  // namespace
-
 kv4_cache_options cache_options_defaults() {
   const CacheOptions known;
   kv4_cache_options out{};
@@ -30,7 +16,7 @@ kv4_cache_options cache_options_defaults() {
   out.arrangement = to_string(known.arrangement);
   out.hadamard = known.hadamard;
   out.index_global_scale = known.index_global_scale;
-  out.bf16_pending = known.pending_dtype == DType::bf16;
+  out.pending_dtype = to_string(known.pending_dtype);
   out.page_alignment = known.page_alignment;
   out.block_tokens = known.block_tokens;
   out.max_rewind_tokens = known.max_rewind_tokens;
@@ -43,9 +29,10 @@ kv4_cache_options cache_options_defaults() {
   out.index_tile_tokens = known.index_tile_tokens;
   out.prefix_enabled = known.prefix.enabled;
   out.num_snapshots = known.prefix.num_snapshots;
+  out.max_events = known.prefix.max_events;
   out.weights_id = "";
   out.eviction = to_string(known.prefix.eviction);
-  out.snapshots = kSnapshotNames[static_cast<int>(known.prefix.snapshots.kind)];
+  out.snapshots = to_string(known.prefix.snapshots.kind);
   out.snapshot_period_tokens = known.prefix.snapshots.period_tokens;
   out.replay_tokens = known.prefix.snapshots.replay_tokens;
   return out;
@@ -55,13 +42,13 @@ CacheOptions cache_options(const kv4_cache_options* given) {
   CacheOptions out;
   if (given == nullptr) return out;
   const kv4_cache_options in = read_struct(given, cache_options_defaults(), "options");
-  out.row_format = parse_format(required(in.row_format, "options.row_format"));
-  out.index_format = parse_format(required(in.index_format, "options.index_format"));
-  out.hca_mode = parse_hca_mode(required(in.hca_mode, "options.hca_mode"));
-  out.arrangement = parse_arrangement(required(in.arrangement, "options.arrangement"));
+  out.row_format = parse_format(c_text(in.row_format, "options.row_format"));
+  out.index_format = parse_format(c_text(in.index_format, "options.index_format"));
+  out.hca_mode = parse_hca_mode(c_text(in.hca_mode, "options.hca_mode"));
+  out.arrangement = parse_arrangement(c_text(in.arrangement, "options.arrangement"));
   out.hadamard = in.hadamard != 0;
   out.index_global_scale = in.index_global_scale;
-  out.pending_dtype = in.bf16_pending != 0 ? DType::bf16 : DType::f32;
+  out.pending_dtype = parse_pending_dtype(c_text(in.pending_dtype, "options.pending_dtype"));
   out.page_alignment = in.page_alignment;
   out.block_tokens = in.block_tokens;
   out.max_rewind_tokens = in.max_rewind_tokens;
@@ -76,9 +63,10 @@ CacheOptions cache_options(const kv4_cache_options* given) {
   out.index_tile_tokens = in.index_tile_tokens;
   out.prefix.enabled = in.prefix_enabled != 0;
   out.prefix.num_snapshots = in.num_snapshots;
-  out.prefix.weights_id = required(in.weights_id, "options.weights_id");
-  out.prefix.eviction = parse_eviction(required(in.eviction, "options.eviction"));
-  out.prefix.snapshots.kind = parse_snapshots(required(in.snapshots, "options.snapshots"));
+  out.prefix.max_events = in.max_events;
+  out.prefix.weights_id = c_text(in.weights_id, "options.weights_id");
+  out.prefix.eviction = parse_eviction(c_text(in.eviction, "options.eviction"));
+  out.prefix.snapshots.kind = parse_snapshots(c_text(in.snapshots, "options.snapshots"));
   out.prefix.snapshots.period_tokens = in.snapshot_period_tokens;
   out.prefix.snapshots.replay_tokens = in.replay_tokens;
   const std::span<const std::int64_t> shares = list(in.tenant_shares, in.num_tenants, "options.tenant_shares");

@@ -1,7 +1,11 @@
+#include <algorithm>
+#include <chrono>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "c_api/handles.h"
+#include "kv4/cache_keys.h"
 #include "kv4/log.h"
 
 namespace kv4::c_api {
@@ -43,6 +47,63 @@ kv4_status status_of(Shortage shortage) {
     case Shortage::none: break;
   }
   return KV4_STOPPED;
+}
+
+std::size_t struct_bytes(const void* given, const char* what) {
+  require(given != nullptr, ErrorCode::bad_argument, "{} is NULL", what);
+  std::size_t size = 0;
+  std::memcpy(&size, given, sizeof(size));
+  require(is_struct_size(size), ErrorCode::bad_argument,
+          "{}.size is {}, which no version has (a multiple of {} from {} to {}); set the struct up with its _init "
+          "function",
+          what, size, sizeof(size), 2 * sizeof(size), kMaxStructBytes);
+  return size;
+}
+
+void check_unknown(const void* given, std::size_t known_bytes, const char* what) {
+  const std::size_t size = struct_bytes(given, what);
+  const auto* bytes = static_cast<const std::byte*>(given);
+  for (std::size_t i = known_bytes; i < size; ++i)
+    require(bytes[i] == std::byte{0}, ErrorCode::bad_argument,
+            "{} has {} bytes and is set at byte {}, this library ({}) knows {} bytes of it: link a newer one", what,
+            size, i, KV4_VERSION, known_bytes);
+}
+
+std::string_view c_text(const char* given, const char* what) {
+  require(given != nullptr, ErrorCode::bad_argument, "{} is NULL", what);
+  const std::size_t length = ::strnlen(given, kMaxTextBytes);
+  require(length < kMaxTextBytes, ErrorCode::bad_argument, "{} does not end within {} bytes: '{}...'", what,
+          kMaxTextBytes, std::string_view(given, 32));
+  return {given, length};
+}
+
+std::vector<CacheKey> keys_of(const kv4_cache_key* keys, std::int64_t count, const char* what) {
+  require(count <= std::int64_t{kMaxCacheKeys}, ErrorCode::bad_argument, "{}: {} keys; {} are the most", what, count,
+          kMaxCacheKeys);
+  std::vector<CacheKey> out;
+  for (const kv4_cache_key& key : list(keys, count, what)) {
+    static_assert(sizeof(key.bytes) == sizeof(CacheKey));
+    std::memcpy(&out.emplace_back(), key.bytes, sizeof(key.bytes));
+  }
+  return out;
+}
+
+tier::Deadline deadline_of(std::int64_t timeout_ms) {
+  require(timeout_ms >= 0 && timeout_ms <= kMaxTimeoutMs, ErrorCode::bad_argument, "timeout_ms is {}; 0 to {}",
+          timeout_ms, kMaxTimeoutMs);
+  return std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+}
+
+std::function<bool(std::int64_t, std::int64_t)> progress_of(kv4_progress progress, void* user) {
+  if (progress == nullptr) return {};
+  return [progress, user](std::int64_t done, std::int64_t total) { return progress(user, done, total) != 0; };
+}
+
+kv4_time_histogram histogram(const TimeHistogram& times) {
+  static_assert(sizeof(kv4_time_histogram::counts) == sizeof(TimeHistogram::counts));
+  kv4_time_histogram copy{{}, times.sum_seconds, times.sum_ns};
+  std::copy(times.counts.begin(), times.counts.end(), copy.counts);
+  return copy;
 }
 
 namespace {
@@ -125,13 +186,24 @@ const char* kv4_status_name(kv4_status status) {
   return "unknown";
 }
 
+kv4_status kv4_read_key_file(const char* path, kv4_cache_key* keys, int64_t capacity, int64_t* count) {
+  using namespace kv4::c_api;
+  return guarded([&] {
+    kv4::require(count != nullptr, kv4::ErrorCode::bad_argument, "count is NULL");
+    const std::vector<kv4::CacheKey> read = kv4::read_key_file(std::string(c_text(path, "path")));
+    std::vector<kv4_cache_key> out(read.size());
+    for (std::size_t i = 0; i < read.size(); ++i) std::memcpy(out[i].bytes, read[i].data(), read[i].size());
+    copy_list<kv4_cache_key>(out, keys, capacity, count);
+  });
+}
+
 kv4_status kv4_set_log_sink(kv4_log_sink sink, void* user) {
   return kv4::c_api::guarded([&] {
     if (sink == nullptr) return kv4::set_log_sink({});
     kv4::set_log_sink([sink, user](const kv4::LogRecord& record) {
-      const kv4_log_level level = record.level == kv4::LogLevel::info      ? KV4_LOG_INFO
-                                  : record.level == kv4::LogLevel::warning ? KV4_LOG_WARNING
-                                                                           : KV4_LOG_ERROR;
+      const kv4_log_level level = record.level == kv4::LogLevel::info      ? KV4_LOG_LEVEL_INFO
+                                  : record.level == kv4::LogLevel::warning ? KV4_LOG_LEVEL_WARNING
+                                                                           : KV4_LOG_LEVEL_ERROR;
       std::vector<std::string> texts;  // views need not end with a zero
       for (const kv4::LogField& field : record.fields) {
         texts.emplace_back(field.name);

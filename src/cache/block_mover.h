@@ -19,8 +19,15 @@ class BlockMover {
   OneThread& driver() const { return m_.driver; }
   CallTimes& times() { return m_.times; }
 
+  /// Of the keys of the prompt's blocks, with the present weights.
+  BlockKey root(const Prompt& prompt);
   /// The key of a prompt's full block, `before`: those of all blocks before it.
-  BlockKey next_key(const Prompt& prompt, std::span<const BlockKey> before);
+  BlockKey next_key(const BlockKey& root, const Prompt& prompt, std::span<const BlockKey> before);
+
+  /// Throws what makes admit() throw, and Error(bad_state) during a step. False: a shortage, whatever is kept.
+  bool has_room_for_request(const Prompt& prompt) const;
+  /// KVCacheManager::admit() with keys that are known: see Requests.
+  Expected<Admission> admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known);
 
   /// Images of kept blocks, to[i] [block_image_bytes]. False, and nothing is done: one of them is not there.
   bool gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const;

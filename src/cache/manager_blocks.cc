@@ -1,9 +1,11 @@
 // Kept blocks and snapshots as bytes, by key: what tiers take and give back.
 #include <algorithm>
+#include <utility>
 
 #include "backend/nvtx_range.h"
 #include "base/check.h"
 #include "cache/block_mover.h"
+#include "cache/cache_call.h"
 #include "cache/manager_impl.h"
 
 namespace kv4 {
@@ -133,9 +135,22 @@ bool KeptBlocks::insert_snapshot(const BlockKey& key, const std::function<void(s
 
 // --- in the backend's memory, queued
 
-BlockKey BlockMover::next_key(const Prompt& prompt, std::span<const BlockKey> before) {
-  PrefixCache& prefix = m_.kept.prefix();
-  return prefix.block_key(before.empty() ? prefix.root(prompt.salt) : before.back(), prompt, before.size());
+BlockKey BlockMover::root(const Prompt& prompt) { return m_.kept.prefix().root(prompt.salt); }
+
+BlockKey BlockMover::next_key(const BlockKey& root, const Prompt& prompt, std::span<const BlockKey> before) {
+  return m_.kept.prefix().block_key(before.empty() ? root : before.back(), prompt, before.size());
+}
+
+bool BlockMover::has_room_for_request(const Prompt& prompt) const {
+  m_.requests.check(prompt);
+  require(!m_.steps.is_open(), ErrorCode::bad_state, "blocks cannot be loaded during a step; commit or abort it first");
+  return !m_.table.full() && m_.memory.state_pool.num_free() > 0;
+}
+
+Expected<Admission> BlockMover::admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known) {
+  const TimedCall call(cache_, &CallTimes::admit);
+  const NvtxRange range("kv4 admit", !m_.on_host());
+  return counted(m_.requests.admit(prompt, root, known), m_.admit_shortages);
 }
 
 bool BlockMover::gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const {

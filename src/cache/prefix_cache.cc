@@ -103,11 +103,12 @@ BlockKey PrefixCache::block_key(const BlockKey& parent, const Prompt& prompt, st
                    block < prompt.extra.size() ? prompt.extra[block] : std::string_view());
 }
 
-std::span<const BlockKey> PrefixCache::keys_of(const BlockKey& root, const Prompt& prompt, bool kept) {
+std::span<const BlockKey> PrefixCache::keys_of(const BlockKey& root, const Prompt& prompt, bool kept,
+                                               std::span<const BlockKey> known) {
   const std::size_t block_tokens = index.block_tokens();
   keys_.clear();
   for (std::size_t i = 0; (i + 1) * block_tokens <= prompt.token_ids.size(); ++i) {
-    const BlockKey key = block_key(i == 0 ? root : keys_.back(), prompt, i);
+    const BlockKey key = i < known.size() ? known[i] : block_key(i == 0 ? root : keys_.back(), prompt, i);
     if (kept && index.find(key) == kNoSlot) break;
     keys_.push_back(key);
   }

@@ -31,8 +31,10 @@ class PrefixCache {
   PrefixStatistics now() const;
   TokenHistogram usable_tokens, replayed_tokens;  // of every prompt, and of every hit
 
-  /// Keys of a prompt's full blocks, first block first; `kept`: up to the first that is not there. Until the next call.
-  std::span<const BlockKey> keys_of(const BlockKey& root, const Prompt& prompt, bool kept);
+  /// Keys of a prompt's full blocks, first block first; `kept`: up to the first that is not there. The first of them
+  /// may be `known`. Until the next call.
+  std::span<const BlockKey> keys_of(const BlockKey& root, const Prompt& prompt, bool kept,
+                                    std::span<const BlockKey> known = {});
   /// The full blocks of these tokens that are there.
   KeptChain find_chain(const PrefixIdentity& chain, std::span<const std::int32_t> token_ids);
   BlockKey root(std::string_view salt);

@@ -19,7 +19,7 @@ Expected<RequestId> Requests::admit() {
   return table_[table_.start(slot.keep())].id;
 }
 
-Expected<Admission> Requests::admit(const Prompt& prompt) {
+void Requests::check(const Prompt& prompt) const {
   require(prefix_ != nullptr, ErrorCode::bad_state,
           "this cache keeps no prefixes; set options.prefix.enabled, or admit without a prompt");
   const std::int64_t tokens = std::ssize(prompt.token_ids), max_context = memory_.schema.options.max_context;
@@ -28,8 +28,24 @@ Expected<Admission> Requests::admit(const Prompt& prompt) {
   const std::int64_t blocks = blocks_.count_of(tokens);
   require(std::ssize(prompt.extra) <= blocks, ErrorCode::bad_argument,
           "there is extra for {} blocks; a prompt of {} tokens has {}", prompt.extra.size(), tokens, blocks);
+  prefix_->index.tenant_size(prompt.tenant);  // throws if there is no such tenant
+}
+
+Expected<Admission> Requests::admit(const Prompt& prompt) {
+  check(prompt);
+  return begin(prompt, chains_.identify(prompt), {});
+}
+
+Expected<Admission> Requests::admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known) {
+  check(prompt);
   PrefixIdentity identity = chains_.identify(prompt);
-  const PrefixMatch match = prefix_->index.match(prefix_->keys_of(identity.root, prompt, true), tokens);
+  if (identity.root != root) known = {};  // of other weights than the present ones
+  return begin(prompt, std::move(identity), known);
+}
+
+Expected<Admission> Requests::begin(const Prompt& prompt, PrefixIdentity identity, std::span<const BlockKey> known) {
+  const std::int64_t tokens = std::ssize(prompt.token_ids);
+  const PrefixMatch match = prefix_->index.match(prefix_->keys_of(identity.root, prompt, true, known), tokens);
   if (table_.full()) return Shortage::requests;
   NewSlot slot(memory_.state_pool);
   if (!slot) return Shortage::slots;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "cache/blocks.h"
@@ -20,6 +21,11 @@ class Requests {
 
   Expected<RequestId> admit();
   Expected<Admission> admit(const Prompt& prompt);
+  /// The same without hashing again: `known` are keys of the prompt's first blocks from `root`. Those of another root
+  /// than the present one count for nothing.
+  Expected<Admission> admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known);
+  /// Throws where the prompt cannot be admitted at all.
+  void check(const Prompt& prompt) const;
   Expected<RequestId> fork(RequestId request);
   void release(RequestId request);
   void rewind(RequestId request, std::int64_t length, int group);
@@ -29,6 +35,8 @@ class Requests {
   std::vector<std::int32_t> token_ids(RequestId request) const;
 
  private:
+  Expected<Admission> begin(const Prompt& prompt, PrefixIdentity identity, std::span<const BlockKey> known);
+
   CacheMemory& memory_;
   PrefixCache* prefix_;
   RequestTable& table_;

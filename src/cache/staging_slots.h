@@ -1,9 +1,11 @@
 // Memory for blocks on their way, cut into slots of one size, all of it allocated at the start.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "backend/device_memory.h"
@@ -49,6 +51,18 @@ class DeviceSlots {
 
   DeviceMemory memory_;
   std::vector<std::byte*> free_;
+};
+
+/// Slots of the host and, where the device cannot read those itself, slots of the device beside them.
+struct StagingSlots {
+  StagingSlots(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int host_count, int device_count)
+      : host(HostSlots::make(backend, slot_bytes, host_count)) {
+    if (!backend->on_host()) device.emplace(backend, slot_bytes, device_count);
+  }
+  int num_free() const { return device ? std::min(host->num_free(), device->num_free()) : host->num_free(); }
+
+  std::shared_ptr<HostSlots> host;
+  std::optional<DeviceSlots> device;
 };
 
 }  // namespace kv4

@@ -27,7 +27,6 @@ KV4_HD auto with_codec(Format format, F&& f) {
 
 struct FormatInfo {
   Format format;
-  const char* name;
   bool for_rows;    // window rows and entries
   bool for_keys;    // index keys
   int tile;         // quantised channels must be a multiple of this

@@ -28,11 +28,12 @@ int default_block_tokens(const std::vector<LayerSpec>& layers, int wanted) {
 
 void check_format(Format format, bool for_keys, int quantised) {
   const codec::FormatInfo& info = codec::format_info(format);
-  require(for_keys ? info.for_keys : info.for_rows, ErrorCode::bad_config, "format {} is not for {}; use {}", info.name,
-          for_keys ? "index keys" : "rows", for_keys ? "mxfp4, nvfp4, fp8 or bf16" : "fp8_tile64, fp8_row or bf16");
+  require(for_keys ? info.for_keys : info.for_rows, ErrorCode::bad_config, "format {} is not for {}; use {}",
+          to_string(info.format), for_keys ? "index keys" : "rows",
+          for_keys ? "mxfp4, nvfp4, fp8 or bf16" : "fp8_tile64, fp8_row or bf16");
   require(quantised % info.tile == 0, ErrorCode::bad_config,
-          "format {} quantises {} channels at a time and cannot tile {}; use {}", info.name, info.tile, quantised,
-          for_keys ? "fp8 or bf16 index keys" : "fp8_row or bf16 rows");
+          "format {} quantises {} channels at a time and cannot tile {}; use {}", to_string(info.format), info.tile,
+          quantised, for_keys ? "fp8 or bf16 index keys" : "fp8_row or bf16 rows");
 }
 
 void check_options(const ModelConfig& config, const CacheOptions& o) {

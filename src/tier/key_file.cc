@@ -70,15 +70,6 @@ void read_private(const std::string& path, SecretText& out) {
 
 }  // namespace
 
-const char* to_string(Protection protection) {
-  switch (protection) {
-    case Protection::none: return "none";
-    case Protection::sealed: return "sealed";
-    case Protection::authenticated: return "authenticated";
-  }
-  return "unknown";
-}
-
 std::vector<CacheKey> read_key_file(const std::string& path) {
   SecretText secret;
   read_private(path, secret);

@@ -13,7 +13,7 @@
 #include "tier/record_guard.h"
 #include "tier/redis_url.h"
 #include "tier/remote_tier.h"
-#include "tier/tier_chain.h"
+#include "tier/tiers_impl.h"
 
 namespace kv4 {
 namespace {
@@ -78,7 +78,7 @@ const char* tier::to_string(FailureReason reason) {
   return "none";
 }
 
-Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try : backend_(options.backend) {
+Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try {
   const auto clock = std::make_shared<tier::SteadyClock>();
   std::vector<std::shared_ptr<tier::Tier>> all;
   if (options.host_bytes > 0) {
@@ -87,10 +87,10 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try : backe
         tier::HostTierOptions{schema.layout_id, pages * page_bytes, page_bytes, options.host_threads, options.backend},
         clock));
   }
-  protections_.resize(all.size(), Protection::none);
+  std::vector<Protection> protections(all.size(), Protection::none);
   const auto add = [&](std::shared_ptr<tier::Tier> each, const tier::RecordGuard& guard) {
     all.push_back(std::move(each));
-    protections_.push_back(guard.protection());
+    protections.push_back(guard.protection());
     if (guard.has_keys()) return;
     speak([&] {
       const char* name = all.back()->name();
@@ -127,38 +127,41 @@ Tiers::Tiers(const CacheSchema& schema, const TiersOptions& options) try : backe
   std::vector<std::unique_ptr<tier::TierQueue>> queues;
   for (std::shared_ptr<tier::Tier>& each : all)
     queues.push_back(std::make_unique<tier::TierQueue>(std::move(each), queue, clock));
-  chain_ = std::make_unique<tier::TierChain>(std::move(queues), clock);
+  impl_ = std::make_unique<Impl>(std::move(queues), clock);
+  impl_->backend = options.backend;
+  impl_->protections = std::move(protections);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 } catch (const std::system_error& e) {  // of a thread
   fail(ErrorCode::out_of_memory, "the system refused a thread of a tier: {}", e.what());
 }
 
+Tiers::Tiers(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Tiers::~Tiers() = default;
 Tiers::Tiers(Tiers&&) noexcept = default;
 
 std::vector<tier::FlushStatus> Tiers::flush(tier::Deadline deadline) try {
-  const OneThread::Call call(chain_->driver());
-  return chain_->flush(deadline);
+  const OneThread::Call call(impl_->chain.driver());
+  return impl_->chain.flush(deadline);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
 
 std::vector<tier::FlushStatus> Tiers::close(tier::Deadline deadline) try {
-  const OneThread::Call call(chain_->driver());
-  return chain_->close(deadline);
+  const OneThread::Call call(impl_->chain.driver());
+  return impl_->chain.close(deadline);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
 
 std::vector<TierReport> Tiers::report() try {
-  const OneThread::Call call(chain_->driver());
+  const OneThread::Call call(impl_->chain.driver());
   std::vector<TierReport> reports;
-  for (const tier::ChainStats& each : chain_->stats()) {
+  for (const tier::ChainStats& each : impl_->chain.stats()) {
     const tier::QueueStats& q = each.queue;
     TierReport report;
     report.name = each.name;
-    report.protection = protections_[reports.size()];
+    report.protection = impl_->protections[reports.size()];
     report.hits = q.hits;
     report.misses = q.misses;
     report.failed_gets = q.failed_gets;

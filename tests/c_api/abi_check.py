@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Compares what programs are linked against, exported functions and the layout of structs, with tests/c_api/abi.txt.
+"""Compares what programs are linked against, exported functions and the layout of structs, with tests/c_api/abi.txt, and
+the names and structs of kv4.h with its own rules.
 
     tests/c_api/abi_check.py BUILD_DIR/lib/libkv4.so [--update]
 
-A line that is gone or changed breaks programs that exist: give it back, or raise KV4_ABI_VERSION. New functions, and new
-fields at the end of structs that begin with `size`, break nobody: record them with --update.
+A line that is gone or changed breaks programs that exist: give it back, or raise the version's MINOR and KV4_ABI_VERSION
+and begin anew with --update. New functions, and new fields at the end of structs that begin with `size`, break nobody:
+record them with --update.
 """
 import re
 import subprocess
@@ -15,6 +17,42 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "include" / "kv4.h"
 RECORDED = Path(__file__).with_name("abi.txt")
+# The library's own calls; every other one is kv4_TYPE_VERB.
+OWN_CALLS = {"kv4_version", "kv4_abi_version", "kv4_last_error", "kv4_set_log_sink", "kv4_read_key_file"}
+# Structs that never change, and have no size.
+FIXED = {"kv4_tensor": 48, "kv4_managed_tensor": 64, "kv4_bytes": 16, "kv4_block_key": 32, "kv4_cache_key": 32, "kv4_plane": 32,
+         "kv4_time_histogram": 200, "kv4_failure_count": 16, "kv4_log_field": 16}
+
+
+def code():
+    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
+
+
+def version():
+    """Of CMakeLists.txt, which pyproject.toml reads, too."""
+    return re.search(r"project\(kv4 VERSION (\d+)\.(\d+)\.(\d+)", (ROOT / "CMakeLists.txt").read_text()).groups()
+
+
+def broken_rules():
+    """What kv4.h says at its head about names and sizes."""
+    text, problems = code(), []
+    functions = set(re.findall(r"\b(kv4_\w+)\(", text))
+    structs = dict(re.findall(r"typedef struct (\w+) \{(.*?)\n\}", text, flags=re.S))
+    types = set(re.findall(r"typedef (?:struct|enum) (kv4_\w+)", text))
+    for function in sorted(functions - OWN_CALLS):
+        if not any(function.startswith(name + "_") for name in types):
+            problems.append(f"{function} begins with no type's name")
+    for name, body in structs.items():
+        sized = body.split(";")[0].strip() == "size_t size"
+        if sized == (name in FIXED):
+            problems.append(f"{name} {'has a size and is in the list of those without' if sized else 'does not begin with its size'}")
+        if sized and f"{name}_init" not in functions:
+            problems.append(f"{name} has no {name}_init")
+    for name, body in re.findall(r"typedef enum (\w+) \{(.*?)\}", text, flags=re.S):
+        prefix = "KV4_" if name == "kv4_status" else name.upper() + "_"
+        problems += [f"{value} of {name} does not begin with {prefix}"
+                     for value in re.findall(r"(\w+)\s*=", body) if not value.startswith(prefix)]
+    return problems
 
 
 def exported(library):
@@ -58,7 +96,20 @@ def main():
     if unknown := {name for name in told if name not in re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)}:
         print("comments name what there is not:", sorted(unknown))
         return 1
-    now = [f"function {name}" for name in functions] + layouts()
+    if problems := broken_rules():
+        print("\n".join(problems))
+        return 1
+    layout = layouts()
+    for name, size in FIXED.items():
+        if f"struct {name} {size}" not in layout:
+            print(f"{name} has other bytes than {size}, and must never change")
+            return 1
+    abi = re.search(r"#define KV4_ABI_VERSION (\d+)", HEADER.read_text())[1]
+    major, minor, patch = version()
+    if f'/* "{major}.{minor}.{patch}" */' not in HEADER.read_text():
+        print(f"kv4.h shows another version than {major}.{minor}.{patch}")
+        return 1
+    now = [f"version {major}.{minor}, KV4_ABI_VERSION {abi}"] + [f"function {name}" for name in functions] + layout
     if "--update" in sys.argv:
         RECORDED.write_text("\n".join(now) + "\n")
         return 0
@@ -71,7 +122,7 @@ def main():
     if gone or new:
         print(__doc__)
         return 1
-    print(f"{len(functions)} functions and {len(now) - len(functions)} struct and enum places as recorded")
+    print(f"{len(functions)} functions and {len(layout)} struct and enum places as recorded")
     return 0
 
 

@@ -16,8 +16,10 @@
 #include <vector>
 
 #include "base/log.h"
+#include "c_api/small_cache.h"
 #include "kv4/kv_cache_manager.h"
 
+namespace kv4::test::c_api {
 namespace {
 
 // kv4_tensor is DLPack's DLTensor, kv4_managed_tensor its DLManagedTensor.
@@ -27,159 +29,6 @@ static_assert(offsetof(kv4_tensor, ndim) == 16 && offsetof(kv4_tensor, dtype_cod
 static_assert(offsetof(kv4_tensor, dtype_bits) == 21 && offsetof(kv4_tensor, dtype_lanes) == 22);
 static_assert(offsetof(kv4_tensor, shape) == 24 && offsetof(kv4_tensor, strides) == 32);
 static_assert(offsetof(kv4_tensor, byte_offset) == 40 && offsetof(kv4_managed_tensor, deleter) == 56);
-
-constexpr int kTokens = 300, kHeads = 2, kTopk = 8;
-const kv4_layer_kind kKinds[] = {KV4_SWA, KV4_CSA, KV4_HCA};
-
-std::vector<float> random_floats(std::size_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> out(count);
-  for (float& x : out) x = normal(random);
-  return out;
-}
-
-struct Tensor {
-  std::vector<std::int64_t> shape;
-  kv4_tensor c{};
-
-  Tensor(const void* data, std::uint8_t code, std::uint8_t bits, std::vector<std::int64_t> shape_in)
-      : shape(std::move(shape_in)) {
-    c = {const_cast<void*>(data),
-         1,
-         0,
-         static_cast<std::int32_t>(shape.size()),
-         code,
-         bits,
-         1,
-         shape.data(),
-         nullptr,
-         0};
-  }
-  Tensor(const Tensor&) = delete;
-  Tensor(const std::vector<float>& data, std::vector<std::int64_t> shape_in)
-      : Tensor(data.data(), 2, 32, std::move(shape_in)) {}
-  operator const kv4_tensor*() const { return &c; }
-};
-
-void expect_error(kv4_status status, kv4_status expected, const char* words) {
-  EXPECT_EQ(status, expected) << kv4_last_error();
-  EXPECT_NE(std::strstr(kv4_last_error(), words), nullptr) << kv4_last_error() << "\nshould say: " << words;
-}
-
-/// One layer of each kind, weights bound; inputs are the same for every request.
-class CApi : public testing::Test {
- protected:
-  CApi() {
-    kv4_model* flash = nullptr;
-    EXPECT_EQ(kv4_model_preset("v4-flash", &flash), KV4_OK) << kv4_last_error();
-    EXPECT_EQ(kv4_model_with_layers(flash, kKinds, 3, &model), KV4_OK) << kv4_last_error();
-    kv4_model_free(flash);
-    kv4_cache_options_init(&options);
-    options.max_requests = 3;
-    options.max_context = 1024;
-    options.max_rewind_tokens = 4;
-    options.prefix_enabled = 1;
-    options.weights_id = "w";
-    options.snapshots = "full";
-  }
-  ~CApi() override {
-    kv4_cache_free(cache);
-    kv4_model_free(model);
-  }
-
-  void open() {
-    ASSERT_EQ(kv4_cache_new(model, &options, nullptr, &cache), KV4_OK) << kv4_last_error();
-    const Tensor csa(bias, {4, 1024}), index(bias, {4, 256}), hca(bias, {128, 512}), wide(norm, {512}),
-        narrow(norm, {128});
-    kv4_layer_weights weights;
-    kv4_layer_weights_init(&weights);
-    weights.position_bias = csa;
-    weights.norm_weight = wide;
-    weights.index_position_bias = index;
-    weights.index_norm_weight = narrow;
-    ASSERT_EQ(kv4_bind_weights(cache, 1, &weights), KV4_OK) << kv4_last_error();
-    kv4_layer_weights_init(&weights);
-    weights.position_bias = hca;
-    weights.norm_weight = wide;
-    ASSERT_EQ(kv4_bind_weights(cache, 2, &weights), KV4_OK) << kv4_last_error();
-  }
-
-  /// The inputs of position p are those of row p, so that chunks do not matter.
-  void forward(kv4_request request, std::int32_t count) {
-    std::int64_t at = 0;
-    ASSERT_EQ(kv4_length(cache, request, 0, &at), KV4_OK);
-    const kv4_step_item item = {request, count, ids.data() + at, at};
-    kv4_step step;
-    ASSERT_EQ(kv4_prepare_forward(cache, &item, 1, 0, &step), KV4_OK) << kv4_last_error();
-    const auto row = [&](std::int64_t width) { return x.data() + at * width; };
-    const Tensor raw(row(512), 2, 32, {count, 512}), kv(row(1024), 2, 32, {count, 1024}),
-        index_kv(row(256), 2, 32, {count, 256});
-    kv4_append_inputs inputs;
-    kv4_append_inputs_init(&inputs);
-    inputs.raw_kv = raw;
-    ASSERT_EQ(kv4_append(cache, 0, &inputs), KV4_OK) << kv4_last_error();
-    inputs.kv = inputs.gate = raw;
-    ASSERT_EQ(kv4_append(cache, 2, &inputs), KV4_OK) << kv4_last_error();
-    inputs.kv = inputs.gate = kv;
-    inputs.index_kv = inputs.index_gate = index_kv;
-    ASSERT_EQ(kv4_append(cache, 1, &inputs), KV4_OK) << kv4_last_error();
-    const Tensor iq(x, {count, kHeads, 128}), iw(x, {count, kHeads}), q(x, {count, kHeads, 512});
-    chosen.assign(static_cast<std::size_t>(count * kTopk), -2);
-    out.assign(static_cast<std::size_t>(count * kHeads * 512), 0.0f);
-    const Tensor topk(chosen.data(), 0, 32, {count, kTopk}), result(out, {count, kHeads, 512});
-    kv4_index_inputs indexer;
-    kv4_index_inputs_init(&indexer);
-    indexer.q = iq;
-    indexer.weights = iw;
-    ASSERT_EQ(kv4_index_topk(cache, 1, &indexer, topk, nullptr), KV4_OK) << kv4_last_error();
-    std::vector<float> scores(static_cast<std::size_t>(count * (kTokens / 4))), fast = scores;
-    ASSERT_EQ(kv4_index_scores(cache, 1, &indexer, Tensor(scores, {count, kTokens / 4})), KV4_OK) << kv4_last_error();
-    indexer.fast_scores = 1;
-    ASSERT_EQ(kv4_index_scores(cache, 1, &indexer, Tensor(fast, {count, kTokens / 4})), KV4_OK) << kv4_last_error();
-    EXPECT_EQ(fast, scores);  // of mxfp4 keys fast scores are the exact ones
-    kv4_attend_inputs attend;
-    kv4_attend_inputs_init(&attend);
-    attend.q = q;
-    attend.topk = topk;
-    ASSERT_EQ(kv4_attend(cache, 1, &attend, result, nullptr), KV4_OK) << kv4_last_error();
-    ASSERT_EQ(kv4_commit(cache, &step), KV4_OK) << kv4_last_error();
-  }
-
-  std::vector<unsigned char> image(kv4_request request) {
-    std::int64_t bytes = 0;
-    EXPECT_EQ(kv4_image_bytes(cache, request, &bytes), KV4_OK);
-    std::vector<unsigned char> image_out(static_cast<std::size_t>(bytes));
-    EXPECT_EQ(kv4_export_image(cache, request, image_out.data(), image_out.size()), KV4_OK) << kv4_last_error();
-    return image_out;
-  }
-
-  std::vector<unsigned char> blocks(kv4_request request) {
-    kv4_cache_info info;
-    kv4_cache_info_init(&info);
-    EXPECT_EQ(kv4_cache_get_info(cache, &info), KV4_OK);
-    std::int64_t count = 0;
-    std::int32_t block_ids[16];
-    EXPECT_EQ(kv4_blocks(cache, request, block_ids, 16, &count), KV4_OK);
-    std::vector<unsigned char> bytes(static_cast<std::size_t>(count * info.block_image_bytes));
-    EXPECT_EQ(kv4_export_blocks(cache, request, bytes.data(), bytes.size()), KV4_OK) << kv4_last_error();
-    return bytes;
-  }
-
-  kv4_request admit() {
-    kv4_request request = KV4_NO_REQUEST;
-    EXPECT_EQ(kv4_admit(cache, &request), KV4_OK) << kv4_last_error();
-    return request;
-  }
-
-  std::vector<float> x = random_floats(kTokens * 1024, 1), bias = random_floats(128 * 1024, 2),
-                     norm = random_floats(512, 3);
-  std::vector<std::int32_t> ids = std::vector<std::int32_t>(kTokens, 7), chosen;
-  std::vector<float> out;
-  kv4_model* model = nullptr;
-  kv4_cache_options options;
-  kv4_cache* cache = nullptr;
-};
 
 TEST_F(CApi, TheBytesOfTheCppInterface) {
   ASSERT_NO_FATAL_FAILURE(open());
@@ -232,25 +81,25 @@ TEST_F(CApi, RewindForkPreemptSaveAndImportGoOnAlike) {
   kv4_request request = admit();
   ASSERT_NO_FATAL_FAILURE(forward(request, 280));
   ASSERT_NO_FATAL_FAILURE(forward(request, 5));
-  ASSERT_EQ(kv4_rewind(cache, request, 282, 0), KV4_OK) << kv4_last_error();
+  ASSERT_EQ(kv4_cache_rewind(cache, request, 282, 0), KV4_OK) << kv4_last_error();
   kv4_request branch = KV4_NO_REQUEST;
-  ASSERT_EQ(kv4_fork(cache, request, &branch), KV4_OK) << kv4_last_error();
+  ASSERT_EQ(kv4_cache_fork(cache, request, &branch), KV4_OK) << kv4_last_error();
   ASSERT_NO_FATAL_FAILURE(forward(branch, 8));
   EXPECT_EQ(image(branch), expected);
-  ASSERT_EQ(kv4_release(cache, branch), KV4_OK);
+  ASSERT_EQ(kv4_cache_release(cache, branch), KV4_OK);
 
   std::int64_t bytes = 0;
   kv4_preempted* aside = nullptr;
-  ASSERT_EQ(kv4_preempted_bytes(cache, request, &bytes), KV4_OK);
+  ASSERT_EQ(kv4_cache_preempted_bytes(cache, request, &bytes), KV4_OK);
   ASSERT_EQ(kv4_preempted_new(cache, bytes, &aside), KV4_OK) << kv4_last_error();
-  ASSERT_EQ(kv4_preempt(cache, request, aside), KV4_OK) << kv4_last_error();
-  EXPECT_EQ(kv4_release(cache, request), KV4_BAD_ARGUMENT);
-  ASSERT_EQ(kv4_resume(cache, aside, &request), KV4_OK) << kv4_last_error();
+  ASSERT_EQ(kv4_cache_preempt(cache, request, aside), KV4_OK) << kv4_last_error();
+  EXPECT_EQ(kv4_cache_release(cache, request), KV4_BAD_ARGUMENT);
+  ASSERT_EQ(kv4_cache_resume(cache, aside, &request), KV4_OK) << kv4_last_error();
   kv4_preempted_free(aside);
 
   const std::string path = (std::filesystem::temp_directory_path() / "kv4_c_api_test.kv4s").string();
   kv4_session_identity identity;
-  kv4_session_identity_init(&identity);
+  kv4_session_identity_init(&identity, sizeof(kv4_session_identity));
   identity.weights_id = "w";
   identity.salt = {"secret", 6};
   int calls = 0;
@@ -258,28 +107,28 @@ TEST_F(CApi, RewindForkPreemptSaveAndImportGoOnAlike) {
     ++*static_cast<int*>(user);
     return 0;
   };
-  EXPECT_EQ(kv4_save_session_file(cache, request, &identity, path.c_str(), stop, &calls), KV4_STOPPED);
+  EXPECT_EQ(kv4_cache_save_session_file(cache, request, &identity, path.c_str(), stop, &calls), KV4_STOPPED);
   EXPECT_EQ(calls, 1);
   EXPECT_FALSE(std::filesystem::exists(path));
-  ASSERT_EQ(kv4_save_session_file(cache, request, &identity, path.c_str(), nullptr, nullptr), KV4_OK);
+  ASSERT_EQ(kv4_cache_save_session_file(cache, request, &identity, path.c_str(), nullptr, nullptr), KV4_OK);
   kv4_request restored = KV4_NO_REQUEST;
   identity.salt = {"other", 5};
-  EXPECT_EQ(kv4_restore_session_file(cache, &identity, path.c_str(), nullptr, nullptr, &restored), KV4_BAD_FILE);
+  EXPECT_EQ(kv4_cache_restore_session_file(cache, &identity, path.c_str(), nullptr, nullptr, &restored), KV4_BAD_FILE);
   EXPECT_NE(std::strstr(kv4_last_error(), "salt"), nullptr) << kv4_last_error();
   identity.salt = {"secret", 6};
-  ASSERT_EQ(kv4_restore_session_file(cache, &identity, path.c_str(), nullptr, nullptr, &restored), KV4_OK);
+  ASSERT_EQ(kv4_cache_restore_session_file(cache, &identity, path.c_str(), nullptr, nullptr, &restored), KV4_OK);
   std::filesystem::remove(path);
   ASSERT_NO_FATAL_FAILURE(forward(restored, 8));
   EXPECT_EQ(image(restored), expected);
-  ASSERT_EQ(kv4_release(cache, restored), KV4_OK);
+  ASSERT_EQ(kv4_cache_release(cache, restored), KV4_OK);
 
   const auto state = image(request), held = blocks(request);
   kv4_cache_info info;
-  kv4_cache_info_init(&info);
+  kv4_cache_info_init(&info, sizeof(kv4_cache_info));
   ASSERT_EQ(kv4_cache_get_info(cache, &info), KV4_OK);
   const std::int64_t length = 282;
   kv4_import import;
-  kv4_import_init(&import);
+  kv4_import_init(&import, sizeof(kv4_import));
   import.layout_id = info.layout_id;
   import.lengths = &length;
   import.num_lengths = 1;
@@ -288,7 +137,7 @@ TEST_F(CApi, RewindForkPreemptSaveAndImportGoOnAlike) {
   import.image = {state.data(), state.size()};
   import.blocks = {held.data(), held.size()};
   kv4_request imported = KV4_NO_REQUEST;
-  ASSERT_EQ(kv4_import_image(cache, &import, &imported), KV4_OK) << kv4_last_error();
+  ASSERT_EQ(kv4_cache_import_image(cache, &import, &imported), KV4_OK) << kv4_last_error();
   ASSERT_NO_FATAL_FAILURE(forward(imported, 8));
   EXPECT_EQ(image(imported), expected);
 }
@@ -296,53 +145,54 @@ TEST_F(CApi, RewindForkPreemptSaveAndImportGoOnAlike) {
 TEST_F(CApi, PromptsFindWhatIsKept) {
   ASSERT_NO_FATAL_FAILURE(open());
   kv4_prompt prompt;
-  kv4_prompt_init(&prompt);
+  kv4_prompt_init(&prompt, sizeof(kv4_prompt));
   prompt.token_ids = ids.data();
   prompt.num_tokens = 260;
   kv4_admission admission;
-  kv4_admission_init(&admission);
-  ASSERT_EQ(kv4_admit_prompt(cache, &prompt, &admission), KV4_OK) << kv4_last_error();
+  kv4_admission_init(&admission, sizeof(kv4_admission));
+  ASSERT_EQ(kv4_cache_admit_prompt(cache, &prompt, &admission), KV4_OK) << kv4_last_error();
   EXPECT_EQ(admission.resume_at, 0);
   ASSERT_NO_FATAL_FAILURE(forward(admission.request, 260));
   const auto cold = image(admission.request);
-  ASSERT_EQ(kv4_release(cache, admission.request), KV4_OK);
+  ASSERT_EQ(kv4_cache_release(cache, admission.request), KV4_OK);
 
-  ASSERT_EQ(kv4_admit_prompt(cache, &prompt, &admission), KV4_OK) << kv4_last_error();
+  ASSERT_EQ(kv4_cache_admit_prompt(cache, &prompt, &admission), KV4_OK) << kv4_last_error();
   EXPECT_EQ(admission.usable_tokens, 256);
   EXPECT_EQ(admission.resume_at, 256);
   ASSERT_NO_FATAL_FAILURE(forward(admission.request, 4));
   EXPECT_EQ(image(admission.request), cold);
-  ASSERT_EQ(kv4_release(cache, admission.request), KV4_OK);
+  ASSERT_EQ(kv4_cache_release(cache, admission.request), KV4_OK);
 
   prompt.salt = {"another tenant", 14};
-  ASSERT_EQ(kv4_admit_prompt(cache, &prompt, &admission), KV4_OK);
+  ASSERT_EQ(kv4_cache_admit_prompt(cache, &prompt, &admission), KV4_OK);
   EXPECT_EQ(admission.usable_tokens, 0);
 
   kv4_prefix_statistics statistics;
-  kv4_prefix_statistics_init(&statistics);
-  ASSERT_EQ(kv4_get_prefix_statistics(cache, &statistics), KV4_OK);
+  kv4_prefix_statistics_init(&statistics, sizeof(kv4_prefix_statistics));
+  ASSERT_EQ(kv4_cache_get_prefix_statistics(cache, &statistics), KV4_OK);
   EXPECT_EQ(statistics.prompts, 3);
   EXPECT_EQ(statistics.hits, 1);
   kv4_cache_statistics all;
-  kv4_cache_statistics_init(&all);
-  ASSERT_EQ(kv4_get_cache_statistics(cache, &all), KV4_OK);
+  kv4_cache_statistics_init(&all, sizeof(kv4_cache_statistics));
+  ASSERT_EQ(kv4_cache_get_statistics(cache, &all), KV4_OK);
   EXPECT_EQ(all.requests, 1);
   EXPECT_EQ(all.blocks, all.free_blocks + all.held_blocks + all.evictable_blocks);
   EXPECT_EQ(std::accumulate(std::begin(all.admit.counts), std::end(all.admit.counts), std::int64_t{0}), 3);
   EXPECT_GT(all.prepare_forward.sum_seconds + all.prepare_forward.sum_ns, 0);
   EXPECT_EQ(all.admit_shortages, 0);
-  EXPECT_EQ(kv4_time_bound(-1), 0);
-  EXPECT_EQ(kv4_time_bound(0), 1e-6);
-  EXPECT_EQ(kv4_time_bound(21), 10);
-  EXPECT_EQ(kv4_time_bound(22), std::numeric_limits<double>::infinity());
-  EXPECT_EQ(kv4_get_cache_statistics(nullptr, &all), KV4_BAD_ARGUMENT);
+  EXPECT_EQ(kv4_time_histogram_bound(-1), 0);
+  EXPECT_EQ(kv4_time_histogram_bound(0), 1e-6);
+  EXPECT_EQ(kv4_time_histogram_bound(21), 10);
+  EXPECT_EQ(kv4_time_histogram_bound(22), std::numeric_limits<double>::infinity());
+  EXPECT_EQ(kv4_cache_get_statistics(nullptr, &all), KV4_BAD_ARGUMENT);
   kv4_block_event events[8];
+  kv4_block_event_init(events, sizeof(kv4_block_event));
   std::int64_t count = 0;
-  ASSERT_EQ(kv4_read_block_events(cache, events, 8, &count), KV4_OK);
+  ASSERT_EQ(kv4_cache_read_block_events(cache, events, 8, &count), KV4_OK);
   EXPECT_EQ(count, 4);  // two blocks and two snapshots
-  ASSERT_EQ(kv4_invalidate(cache, "w"), KV4_OK);
+  ASSERT_EQ(kv4_cache_invalidate(cache, "w"), KV4_OK);
   prompt.salt = {nullptr, 0};
-  ASSERT_EQ(kv4_admit_prompt(cache, &prompt, &admission), KV4_OK);
+  ASSERT_EQ(kv4_cache_admit_prompt(cache, &prompt, &admission), KV4_OK);
   EXPECT_EQ(admission.usable_tokens, 0);
 }
 
@@ -350,7 +200,7 @@ TEST_F(CApi, ShortagesArePositiveAndChangeNothing) {
   ASSERT_NO_FATAL_FAILURE(open());
   for (int i = 0; i < 3; ++i) admit();
   kv4_request request = 77;
-  EXPECT_EQ(kv4_admit(cache, &request), KV4_SHORT_OF_REQUESTS);
+  EXPECT_EQ(kv4_cache_admit(cache, &request), KV4_SHORT_OF_REQUESTS);
   EXPECT_EQ(request, 77);
   EXPECT_STREQ(kv4_status_name(KV4_SHORT_OF_REQUESTS), "KV4_SHORT_OF_REQUESTS");
 }
@@ -374,30 +224,31 @@ TEST_F(CApi, ErrorsNameTheValue) {
 
   ASSERT_NO_FATAL_FAILURE(open());
   const kv4_request request = admit();
-  const kv4_step_item item = {request, 2, ids.data(), -1};
+  const kv4_step_item item = {sizeof(kv4_step_item), request, 2, ids.data(), -1};
   kv4_step step;
-  ASSERT_EQ(kv4_prepare_forward(cache, &item, 1, 0, &step), KV4_OK);
+  kv4_step_init(&step, sizeof(kv4_step));
+  ASSERT_EQ(kv4_cache_prepare_forward(cache, &item, 1, 0, &step), KV4_OK);
   Tensor raw(x, {2, 512});
   raw.c.device_type = 2;
-  expect_error(kv4_write_swa(cache, 0, raw), KV4_BAD_ARGUMENT, "device 2:0");
+  expect_error(kv4_cache_write_swa(cache, 0, raw), KV4_BAD_ARGUMENT, "device 2:0");
   raw.c.device_type = 1;
   raw.c.dtype_bits = 64;
-  expect_error(kv4_write_swa(cache, 0, raw), KV4_BAD_ARGUMENT, "64 bits");
+  expect_error(kv4_cache_write_swa(cache, 0, raw), KV4_BAD_ARGUMENT, "64 bits");
   raw.c.dtype_bits = 32;
   raw.c.ndim = 9;
-  expect_error(kv4_write_swa(cache, 0, raw), KV4_BAD_ARGUMENT, "9 dimensions");
+  expect_error(kv4_cache_write_swa(cache, 0, raw), KV4_BAD_ARGUMENT, "9 dimensions");
   raw.c.ndim = 2;
   raw.shape[0] = 3;
-  expect_error(kv4_write_swa(cache, 0, raw), KV4_BAD_ARGUMENT, "3");
+  expect_error(kv4_cache_write_swa(cache, 0, raw), KV4_BAD_ARGUMENT, "3");
   raw.shape[0] = 2;
-  expect_error(kv4_write_swa(cache, 0, nullptr), KV4_BAD_ARGUMENT, "raw_kv is NULL");
-  expect_error(kv4_write_swa(nullptr, 0, raw), KV4_BAD_ARGUMENT, "cache is NULL");
-  expect_error(kv4_prepare_forward(cache, &item, 1, 0, &step), KV4_BAD_STATE, "step");
-  ASSERT_EQ(kv4_abort(cache, &step), KV4_OK);
+  expect_error(kv4_cache_write_swa(cache, 0, nullptr), KV4_BAD_ARGUMENT, "raw_kv is NULL");
+  expect_error(kv4_cache_write_swa(nullptr, 0, raw), KV4_BAD_ARGUMENT, "cache is NULL");
+  expect_error(kv4_cache_prepare_forward(cache, &item, 1, 0, &step), KV4_BAD_STATE, "step");
+  ASSERT_EQ(kv4_cache_abort(cache, &step), KV4_OK);
   std::int64_t count = 0;
   ASSERT_NO_FATAL_FAILURE(forward(request, 5));
   std::int32_t few[2];
-  expect_error(kv4_token_ids(cache, request, few, 2, &count), KV4_BAD_ARGUMENT, "there are 5");
+  expect_error(kv4_cache_token_ids(cache, request, few, 2, &count), KV4_BAD_ARGUMENT, "there are 5");
   EXPECT_EQ(count, 5);
 }
 
@@ -406,8 +257,11 @@ TEST_F(CApi, AFolderSaysHowTheCacheStands) {
   const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / "kv4_c_api_status";
   std::filesystem::remove_all(folder);
   kv4_status_folder *status = nullptr, *second = nullptr;
-  ASSERT_EQ(kv4_status_folder_new(cache, folder.c_str(), 0, &status), KV4_OK) << kv4_last_error();
-  expect_error(kv4_status_folder_new(cache, folder.c_str(), 0, &second), KV4_BAD_STATE, "in use");
+  kv4_status_options often;
+  kv4_status_options_init(&often, sizeof(kv4_status_options));
+  often.interval_ms = 0;
+  ASSERT_EQ(kv4_status_folder_new(cache, folder.c_str(), &often, &status), KV4_OK) << kv4_last_error();
+  expect_error(kv4_status_folder_new(cache, folder.c_str(), &often, &second), KV4_BAD_STATE, "in use");
   const kv4_request request = admit();
   ASSERT_NO_FATAL_FAILURE(forward(request, 5));
   const std::filesystem::path wanted = folder / ("inspect-" + std::to_string(request) + "-0000000000000001.wanted"),
@@ -444,10 +298,10 @@ TEST_F(CApi, StructsMayGrow) {
   older.size = offsetof(kv4_cache_options, hadamard);
   older.max_requests = -5;  // behind its end
   kv4_memory_plan plan;
-  kv4_memory_plan_init(&plan);
-  ASSERT_EQ(kv4_plan_memory(model, &older, &plan), KV4_OK) << kv4_last_error();
+  kv4_memory_plan_init(&plan, sizeof(kv4_memory_plan));
+  ASSERT_EQ(kv4_model_plan_memory(model, &older, &plan), KV4_OK) << kv4_last_error();
   const std::int64_t total = plan.total_bytes;
-  ASSERT_EQ(kv4_plan_memory(model, nullptr, &plan), KV4_OK);
+  ASSERT_EQ(kv4_model_plan_memory(model, nullptr, &plan), KV4_OK);
   EXPECT_EQ(plan.total_bytes, total);
 
   // A newer one: fields that this library does not know must be unset.
@@ -456,36 +310,36 @@ TEST_F(CApi, StructsMayGrow) {
     std::int64_t unknown;
   } newer = {options, 0};
   newer.known.size = sizeof(newer);
-  EXPECT_EQ(kv4_plan_memory(model, &newer.known, &plan), KV4_OK) << kv4_last_error();
+  EXPECT_EQ(kv4_model_plan_memory(model, &newer.known, &plan), KV4_OK) << kv4_last_error();
   newer.unknown = 1;
-  EXPECT_EQ(kv4_plan_memory(model, &newer.known, &plan), KV4_BAD_ARGUMENT);
+  EXPECT_EQ(kv4_model_plan_memory(model, &newer.known, &plan), KV4_BAD_ARGUMENT);
 
   // Results fill what the caller has, and no more.
   struct Results {
     kv4_memory_plan known;
     std::int64_t after;
   } results;
-  kv4_memory_plan_init(&results.known);
+  kv4_memory_plan_init(&results.known, sizeof(kv4_memory_plan));
   results.known.size = sizeof(results);
   results.after = 99;
-  ASSERT_EQ(kv4_plan_memory(model, &options, &results.known), KV4_OK);
+  ASSERT_EQ(kv4_model_plan_memory(model, &options, &results.known), KV4_OK);
   EXPECT_EQ(results.after, 0);
   EXPECT_EQ(results.known.size, sizeof(results));
   kv4_memory_plan shorter;
-  kv4_memory_plan_init(&shorter);
+  kv4_memory_plan_init(&shorter, sizeof(kv4_memory_plan));
   shorter.size = offsetof(kv4_memory_plan, total_bytes);
   shorter.total_bytes = 99;
-  ASSERT_EQ(kv4_plan_memory(model, &options, &shorter), KV4_OK);
+  ASSERT_EQ(kv4_model_plan_memory(model, &options, &shorter), KV4_OK);
   EXPECT_EQ(shorter.total_bytes, 99);
   EXPECT_GT(shorter.block_bytes, 0);
   shorter.size = 0;
-  EXPECT_EQ(kv4_plan_memory(model, &options, &shorter), KV4_BAD_ARGUMENT);
+  EXPECT_EQ(kv4_model_plan_memory(model, &options, &shorter), KV4_BAD_ARGUMENT);
 }
 
 TEST_F(CApi, ThePoolIsAManagedTensor) {
   ASSERT_NO_FATAL_FAILURE(open());
   kv4_cache_info info;
-  kv4_cache_info_init(&info);
+  kv4_cache_info_init(&info, sizeof(kv4_cache_info));
   ASSERT_EQ(kv4_cache_get_info(cache, &info), KV4_OK);
   kv4_managed_tensor* pool = nullptr;
   ASSERT_EQ(kv4_cache_pool(cache, &pool), KV4_OK);
@@ -495,17 +349,18 @@ TEST_F(CApi, ThePoolIsAManagedTensor) {
   // Views point into it.
   const kv4_request request = admit();
   ASSERT_NO_FATAL_FAILURE(forward(request, 130));
-  const kv4_step_item item = {request, 1, ids.data(), -1};
+  const kv4_step_item item = {sizeof(kv4_step_item), request, 1, ids.data(), -1};
   kv4_step step;
-  ASSERT_EQ(kv4_prepare_forward(cache, &item, 1, 0, &step), KV4_OK);
+  kv4_step_init(&step, sizeof(kv4_step));
+  ASSERT_EQ(kv4_cache_prepare_forward(cache, &item, 1, 0, &step), KV4_OK);
   kv4_rows_view entries, keys;
-  kv4_rows_view_init(&entries);
-  kv4_rows_view_init(&keys);
+  kv4_rows_view_init(&entries, sizeof(kv4_rows_view));
+  kv4_rows_view_init(&keys, sizeof(kv4_rows_view));
   kv4_swa_view window;
-  kv4_swa_view_init(&window);
-  ASSERT_EQ(kv4_read_classical_view(cache, 1, &entries), KV4_OK) << kv4_last_error();
-  ASSERT_EQ(kv4_read_indexer_view(cache, 1, &keys), KV4_OK) << kv4_last_error();
-  ASSERT_EQ(kv4_read_swa_view(cache, 1, &window), KV4_OK) << kv4_last_error();
+  kv4_swa_view_init(&window, sizeof(kv4_swa_view));
+  ASSERT_EQ(kv4_cache_read_classical_view(cache, 1, &entries), KV4_OK) << kv4_last_error();
+  ASSERT_EQ(kv4_cache_read_indexer_view(cache, 1, &keys), KV4_OK) << kv4_last_error();
+  ASSERT_EQ(kv4_cache_read_swa_view(cache, 1, &window), KV4_OK) << kv4_last_error();
   const auto* base = static_cast<const std::uint8_t*>(pool->tensor.data);
   for (const std::uint8_t* data : {entries.payload.data, keys.payload.data}) {
     EXPECT_GE(data, base);
@@ -516,8 +371,9 @@ TEST_F(CApi, ThePoolIsAManagedTensor) {
   EXPECT_EQ(keys.payload.row_bytes, 64);
   EXPECT_EQ(keys.global_scale.data, nullptr);
   EXPECT_EQ(window.rows, 132);
-  ASSERT_EQ(kv4_abort(cache, &step), KV4_OK);
+  ASSERT_EQ(kv4_cache_abort(cache, &step), KV4_OK);
   pool->deleter(pool);
 }
 
 }  // namespace
+}  // namespace kv4::test::c_api

@@ -5,7 +5,7 @@
 #include "kv4/preempted_request.h"
 #include "kv4/tiered_prefix.h"
 #include "tier/host_tier.h"
-#include "tier/tier_chain.h"
+#include "tier/tiers_impl.h"
 
 namespace kv4::test {
 namespace {
@@ -223,7 +223,7 @@ TEST(ImportedPrefix, TiersBringItsBlocks) {
           tier::HostTierOptions{.layout_id = build_schema(tiny_config(), o).layout_id, .capacity_bytes = 16 << 20},
           clock),
       tier::TierQueueOptions{}, clock));
-  tier::TierChain tiers(std::move(queues), clock);
+  Tiers tiers = Tiers::Impl::over(std::move(queues), clock);
   {
     Driver before(tiny(), o);
     const RequestId r = begin(before, kStream, 80).request;

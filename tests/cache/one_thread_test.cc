@@ -81,8 +81,10 @@ TEST(OneThread, OverlappingCallsAreRefused) {
   refused([&] { (void)preempted_bytes(cache, request); });
   refused([&] { (void)tiered.save(1); });
   refused([&] { (void)tiered.load(prompt, std::chrono::steady_clock::now()); });
+  refused([&] { (void)tiered.admit(prompt, std::chrono::steady_clock::now()); });
   refused([&] { (void)tiered.statistics(); });
   refused([&] { (void)load->advance(); });
+  refused([&] { (void)load->admit(); });
   refused([&] { (void)load->brought_blocks(); });
   refused([&] { (void)load->wanted_blocks(); });
   ended.reset();  // throws nothing: the next call ends it

@@ -5,10 +5,11 @@
 #include "cache/prefix_options.h"
 #include "cache/session_records.h"
 #include "kv4/error.h"
+#include "kv4/names.h"
 #include "kv4/preempted_request.h"
 #include "kv4/tiered_prefix.h"
 #include "tier/host_tier.h"
-#include "tier/tier_chain.h"
+#include "tier/tiers_impl.h"
 
 namespace kv4::test {
 namespace {
@@ -432,7 +433,7 @@ class Chaos {
     std::vector<std::unique_ptr<tier::TierQueue>> queues;
     queues.push_back(std::make_unique<tier::TierQueue>(std::make_shared<tier::HostTier>(host, clock_),
                                                        tier::TierQueueOptions{}, clock_));
-    tiers_ = std::make_unique<tier::TierChain>(std::move(queues), clock_);
+    tiers_.emplace(Tiers::Impl::over(std::move(queues), clock_));
     tiered_.emplace(driver_.cache, *tiers_);
   }
 
@@ -493,8 +494,8 @@ class Chaos {
     life.tenant = static_cast<TenantId>(random_.below(2));
     life.salt = random_.below(3) == 0 ? "both" : life.tenant == 0 ? "zero" : "one";
     const Prompt prompt{ids, life.tenant, life.salt, {}};
-    if (tiered_) tiered_->load(prompt, clock_->now() + std::chrono::seconds(60));
-    const Expected<Admission> a = driver_.cache.admit(prompt);
+    const Expected<Admission> a =
+        tiered_ ? tiered_->admit(prompt, clock_->now() + std::chrono::seconds(60)) : driver_.cache.admit(prompt);
     if (a) live_[a->request] = life;
   }
 
@@ -622,7 +623,7 @@ class Chaos {
   Random random_;
   PrefixDriver driver_;
   std::shared_ptr<tier::Clock> clock_ = std::make_shared<tier::SteadyClock>();
-  std::unique_ptr<tier::TierChain> tiers_;
+  std::optional<Tiers> tiers_;
   std::optional<TieredPrefix> tiered_;
   std::map<RequestId, Life> live_;
   std::int64_t came_back_ = 0, compared_ = 0;
@@ -648,7 +649,7 @@ TEST(Prefix, RandomOperations) {
     o.hca_mode = random.below(2) ? HcaMode::online : HcaMode::raw;
     o.arrangement = random.below(2) ? Arrangement::block_major : Arrangement::layer_major;
     o.prefix.tenant_shares = {random.between(0, o.num_blocks / 2), random.between(0, o.num_blocks / 2)};
-    o.prefix.eviction = kEvictionKinds[random.below(3)];
+    o.prefix.eviction = names_of<EvictionKind>()[static_cast<std::size_t>(random.below(3))].value;
     o.prefix.num_snapshots = static_cast<int>(random.between(0, 12));
     o.prefix.snapshots.period_tokens = o.block_tokens * random.between(1, 4);
     Chaos chaos(model, o, static_cast<std::uint64_t>(seed));

@@ -5,106 +5,21 @@
 #include <optional>
 #include <thread>
 
-#include "cache/prefix_options.h"
+#include "cache/tiered_driver.h"
 #include "kv4/error.h"
-#include "kv4/tiered_prefix.h"
-#include "support/fake_tier.h"
 #include "support/far_backend.h"
-#include "tier/disk_tier.h"
-#include "tier/host_tier.h"
-#include "tier/tier_chain.h"
 
 namespace kv4::test {
 namespace {
 
 using namespace std::chrono_literals;
 
-const SnapshotPolicy kCheckpoint{.kind = SnapshotPolicy::Kind::checkpoint, .period_tokens = 48};
-const SnapshotPolicy kPolicies[] = {
-    {.kind = SnapshotPolicy::Kind::full}, kCheckpoint, {.kind = SnapshotPolicy::Kind::none}};
-
-std::vector<std::int32_t> ids_of(std::uint64_t stream, std::int64_t count) {
-  std::vector<std::int32_t> out;
-  for (std::int64_t p = 0; p < count; ++p) out.push_back(Driver::token_id(stream, p));
-  return out;
-}
-
-/// Host memory and perhaps a disk, below any number of caches of one layout, one after the other.
-struct Tiers {
-  std::shared_ptr<tier::Clock> clock = std::make_shared<tier::SteadyClock>();
-  std::unique_ptr<tier::TierChain> chain;
-
-  explicit Tiers(std::uint64_t layout, const std::string& directory = "", bool host = true) {
-    std::vector<std::unique_ptr<tier::TierQueue>> queues;
-    const auto add = [&](std::shared_ptr<tier::Tier> tier) {
-      queues.push_back(std::make_unique<tier::TierQueue>(std::move(tier), tier::TierQueueOptions{}, clock));
-    };
-    if (host) {
-      const tier::HostTierOptions options{.layout_id = layout, .capacity_bytes = 64 << 20};
-      add(std::make_shared<tier::HostTier>(options, clock));
-    }
-    if (!directory.empty()) {
-      tier::StoreOptions options;
-      options.directory = directory;
-      options.layout_id = layout;
-      options.segment_bytes = 4 << 20;
-      add(std::make_shared<tier::DiskTier>(tier::make_posix_file_system(), options, clock));
-    }
-    chain = std::make_unique<tier::TierChain>(std::move(queues), clock);
-  }
-  tier::Deadline soon() { return clock->now() + 60s; }
-};
-
-std::uint64_t layout_of(const Model& model, const CacheOptions& o) { return build_schema(model.config, o).layout_id; }
-
-/// A cache above tiers.
-struct TieredDriver : Driver {
-  TieredDriver(const Model& model, const CacheOptions& o, Tiers& tiers_in)
-      : Driver(model, o), tiers(tiers_in), tiered(cache, *tiers.chain) {}
-
-  std::int64_t load(std::uint64_t stream, std::int64_t tokens, std::string_view salt = "") {
-    const std::vector<std::int32_t> ids = ids_of(stream, tokens);
-    return tiered.load({ids, 0, salt, {}}, tiers.soon());
-  }
-  Admission begin(std::uint64_t stream, std::int64_t tokens, std::string_view salt = "") {
-    const std::vector<std::int32_t> ids = ids_of(stream, tokens);
-    return cache.admit(Prompt{ids, 0, salt, {}}).value();
-  }
-  /// Computes what is not there, and more than the prompt.
-  void fill_up(RequestId request, std::uint64_t stream, std::int64_t tokens) {
-    for (std::int64_t at = cache.length(request); at < tokens; at = cache.length(request))
-      run({{request, stream, static_cast<std::int32_t>(std::min<std::int64_t>(23, tokens - at))}});
-  }
-  void save_all() {
-    while (tiered.save(7) > 0) continue;
-    for (const tier::FlushStatus status : tiers.chain->flush(tiers.soon()))
-      EXPECT_NE(status, tier::FlushStatus::failed);
-  }
-  void compute_and_save(std::uint64_t stream, std::int64_t tokens, std::string_view salt = "") {
-    const Admission a = begin(stream, tokens, salt);
-    fill_up(a.request, stream, tokens);
-    cache.release(a.request);
-    save_all();
-  }
-
-  Tiers& tiers;
-  TieredPrefix tiered;
-};
-
-Bytes cold_bytes(const Model& model, CacheOptions options, std::uint64_t stream, std::int64_t tokens) {
-  options.prefix = {};
-  Driver d(model, options, make_cpu_backend());
-  const RequestId r = d.admit();
-  d.run({{r, stream, static_cast<std::int32_t>(tokens)}});
-  return bytes_of(d.cache, r);
-}
-
 TEST(PrefixInTiers, AnotherCacheGoesOnWhereOneStopped) {
   const Model model(tiny_config());
   for (const SnapshotPolicy& policy : kPolicies)
     for (const FormatCase& format : format_cases()) {
       const CacheOptions o = prefix_options(policy, format);
-      Tiers tiers(layout_of(model, o));
+      HostAndDisk tiers(layout_of(model, o));
       TieredDriver(model, o, tiers).compute_and_save(7, 100);
       for (const std::int64_t tokens : {15, 16, 17, 33, 96, 97, 110}) {
         SCOPED_TRACE(format.name() + ", policy " + std::to_string(static_cast<int>(policy.kind)) + ", " +
@@ -131,11 +46,11 @@ TEST(PrefixInTiers, ADiskKeepsContextsAcrossRestarts) {
   ASSERT_NE(mkdtemp(directory.data()), nullptr);
   const std::string store = directory + "/store";
   {
-    Tiers tiers(layout_of(model, o), store);
+    HostAndDisk tiers(layout_of(model, o), store);
     TieredDriver(model, o, tiers).compute_and_save(3, 120);
     tiers.chain->close(tiers.soon());
   }
-  Tiers tiers(layout_of(model, o), store);
+  HostAndDisk tiers(layout_of(model, o), store);
   TieredDriver d(model, o, tiers);
   EXPECT_EQ(d.load(3, 120), 7);
   const Admission a = d.begin(3, 120);
@@ -154,7 +69,7 @@ TEST(PrefixInTiers, ADiskKeepsContextsAcrossRestarts) {
 TEST(PrefixInTiers, OtherSaltsAndWeightsFindNothing) {
   const Model model(tiny_config());
   CacheOptions o = prefix_options(kCheckpoint);
-  Tiers tiers(layout_of(model, o));
+  HostAndDisk tiers(layout_of(model, o));
   TieredDriver(model, o, tiers).compute_and_save(7, 100, "ours");
   TieredDriver d(model, o, tiers);
   EXPECT_EQ(d.load(7, 100, "theirs"), 0);
@@ -168,7 +83,7 @@ TEST(PrefixInTiers, OtherSaltsAndWeightsFindNothing) {
 TEST(PrefixInTiers, AMissingBlockEndsWhatIsBrought) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kCheckpoint);
-  Tiers tiers(layout_of(model, o));
+  HostAndDisk tiers(layout_of(model, o));
   TieredDriver first(model, o, tiers);
   first.compute_and_save(7, 100);
   const std::vector<std::int32_t> ids = ids_of(7, 100);
@@ -188,14 +103,14 @@ TEST(PrefixInTiers, AMissingBlockEndsWhatIsBrought) {
 TEST(PrefixInTiers, LongContextsComeInBatches) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kCheckpoint);
-  Tiers tiers(layout_of(model, o));
+  HostAndDisk tiers(layout_of(model, o));
   TieredDriver first(model, o, tiers);
   first.compute_and_save(7, 150);
   const std::vector<std::int32_t> ids = ids_of(7, 150);
   const Prompt prompt{ids, 0, "", {}};
   for (const std::int64_t blocks : {1, 2, 4, 9}) {
     Driver d(model, o);
-    TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 8 * blocks * d.cache.schema().block_image_bytes});
+    TieredPrefix tiered(d.cache, *tiers.tiers, {.load_bytes = 8 * blocks * d.cache.schema().block_image_bytes});
     EXPECT_EQ(tiered.load(prompt, tiers.soon()), 9) << blocks;
     EXPECT_EQ(d.cache.admit(prompt).value().resume_at, 144) << blocks;
   }
@@ -204,7 +119,7 @@ TEST(PrefixInTiers, LongContextsComeInBatches) {
   tiers.chain->remove(record);
   for (const std::int64_t blocks : {1, 2, 4}) {
     Driver d(model, o);
-    TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 8 * blocks * d.cache.schema().block_image_bytes});
+    TieredPrefix tiered(d.cache, *tiers.tiers, {.load_bytes = 8 * blocks * d.cache.schema().block_image_bytes});
     EXPECT_EQ(tiered.load(prompt, tiers.soon()), 4) << blocks;
   }
 }
@@ -214,7 +129,7 @@ TEST(PrefixInTiers, ASnapshotFarBeforeTheEndIsFound) {
   CacheOptions o = prefix_options(kCheckpoint);
   o.max_context = 90 * 16;
   o.num_blocks = 120;
-  Tiers tiers(layout_of(model, o));
+  HostAndDisk tiers(layout_of(model, o));
   TieredDriver(model, o, tiers).compute_and_save(7, 49);  // with a snapshot behind three blocks
   CacheOptions without = o;
   without.prefix.snapshots = {.kind = SnapshotPolicy::Kind::none};
@@ -231,7 +146,7 @@ TEST(PrefixInTiers, WhatTheDeviceEvictsComesBack) {
   CacheOptions o = prefix_options(kCheckpoint);
   o.num_blocks = 10;
   o.prefix.num_snapshots = 2;
-  Tiers tiers(layout_of(model, o));
+  HostAndDisk tiers(layout_of(model, o));
   TieredDriver d(model, o, tiers);
   for (std::uint64_t round = 0; round < 12; ++round) {
     const std::uint64_t stream = round % 4;
@@ -248,37 +163,11 @@ TEST(PrefixInTiers, WhatTheDeviceEvictsComesBack) {
   EXPECT_EQ(d.tiered.statistics().offered_blocks, 4 * 5);
 }
 
-/// A tier that does as it is told, with a small queue, below a cache.
-struct FakeBelow {
-  std::shared_ptr<ManualClock> clock = std::make_shared<ManualClock>();
-  std::shared_ptr<FakeTier> fake = std::make_shared<FakeTier>(clock);
-  std::unique_ptr<tier::TierChain> chain;
-
-  explicit FakeBelow(std::int64_t max_writes) {
-    tier::TierQueueOptions options;
-    options.max_writes = max_writes;
-    options.breaker.failures_to_open = 1000;
-    std::vector<std::unique_ptr<tier::TierQueue>> queues;
-    queues.push_back(std::make_unique<tier::TierQueue>(fake, options, clock));
-    chain = std::make_unique<tier::TierChain>(std::move(queues), clock);
-  }
-  ~FakeBelow() { fake->release(); }
-  std::int64_t stored() { return chain->stats()[0].queue.stored; }
-};
-
-void compute(Driver& d, std::uint64_t stream, std::int64_t tokens) {
-  const std::vector<std::int32_t> ids = ids_of(stream, tokens);
-  const RequestId request = d.cache.admit(Prompt{ids, 0, "", {}}).value().request;
-  while (d.cache.length(request) < tokens)
-    d.run({{request, stream, static_cast<std::int32_t>(std::min<std::int64_t>(23, tokens - d.cache.length(request)))}});
-  d.cache.release(request);
-}
-
 TEST(PrefixInTiers, WhatAFullQueueHasNoRoomForIsOfferedLater) {
   const Model model(tiny_config());
   FakeBelow below(3);
   Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
-  TieredPrefix tiered(d.cache, *below.chain);
+  TieredPrefix tiered(d.cache, *below.tiers);
   compute(d, 7, 150);  // 9 blocks
   below.fake->hold();
   EXPECT_EQ(tiered.save(100), d.backend->on_host() ? 6 : 9);  // the first three are in the queue, or on their way there
@@ -296,7 +185,7 @@ TEST(PrefixInTiers, WhatATierFailsToStoreIsOfferedAgain) {
   const Model model(tiny_config());
   FakeBelow below(100);
   Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
-  TieredPrefix tiered(d.cache, *below.chain, {.max_attempts = 1'000'000});
+  TieredPrefix tiered(d.cache, *below.tiers, {.max_attempts = 1'000'000});
   compute(d, 7, 150);  // 9 blocks
   below.fake->fail(true);
   while (below.chain->stats()[0].queue.failed_puts < 9) (void)tiered.save(100);
@@ -312,7 +201,7 @@ TEST(PrefixInTiers, WhatATierAlwaysFailsToStoreIsGivenUp) {
   const Model model(tiny_config());
   FakeBelow below(100);
   Driver d(model, prefix_options({.kind = SnapshotPolicy::Kind::none}));
-  TieredPrefix tiered(d.cache, *below.chain, {.max_attempts = 3});
+  TieredPrefix tiered(d.cache, *below.tiers, {.max_attempts = 3});
   compute(d, 8, 150);
   below.fake->fail(true);
   while (tiered.statistics().dropped < 9) (void)tiered.save(100);
@@ -324,10 +213,10 @@ TEST(PrefixInTiers, WhatATierAlwaysFailsToStoreIsGivenUp) {
 TEST(PrefixInTiers, LoadsGoOnBetweenSteps) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kCheckpoint);
-  Tiers tiers(layout_of(model, o));
+  HostAndDisk tiers(layout_of(model, o));
   TieredDriver(model, o, tiers).compute_and_save(7, 150);
   Driver d(model, o);
-  TieredPrefix tiered(d.cache, *tiers.chain, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
+  TieredPrefix tiered(d.cache, *tiers.tiers, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
   const std::vector<std::int32_t> ids = ids_of(7, 150);
   const Prompt prompt{ids, 0, "", {}};
   const RequestId running = d.admit();
@@ -352,11 +241,11 @@ TEST(PrefixInTiers, ALoadWaitsForTheMemoryOfAnother) {
   const CacheOptions o = prefix_options(kCheckpoint);
   FakeBelow below(100);
   Driver first(model, o);
-  TieredPrefix saving(first.cache, *below.chain);
+  TieredPrefix saving(first.cache, *below.tiers);
   compute(first, 7, 150);
   EXPECT_TRUE(saving.save_all(std::chrono::steady_clock::now() + 60s));
   Driver d(model, o);
-  TieredPrefix tiered(d.cache, *below.chain, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
+  TieredPrefix tiered(d.cache, *below.tiers, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
   const std::vector<std::int32_t> ids = ids_of(7, 150);
   const Prompt prompt{ids, 0, "", {}};
   below.fake->hold();
@@ -379,7 +268,7 @@ TEST(PrefixInTiers, ProgressCancels) {
   const CacheOptions o = prefix_options(kCheckpoint);
   FakeBelow below(100);
   Driver first(model, o);
-  TieredPrefix saving(first.cache, *below.chain, {.save_bytes = first.cache.schema().block_image_bytes});
+  TieredPrefix saving(first.cache, *below.tiers, {.save_bytes = first.cache.schema().block_image_bytes});
   compute(first, 7, 150);
   below.fake->hold();
   int calls = 0;
@@ -390,7 +279,7 @@ TEST(PrefixInTiers, ProgressCancels) {
   EXPECT_TRUE(saving.save_all(std::chrono::steady_clock::now() + 60s));
 
   Driver d(model, o);
-  TieredPrefix tiered(d.cache, *below.chain, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
+  TieredPrefix tiered(d.cache, *below.tiers, {.load_bytes = 2 * d.cache.schema().block_image_bytes});
   const std::vector<std::int32_t> ids = ids_of(7, 150);
   below.fake->hold();
   EXPECT_EQ(tiered.load({ids, 0, "", {}}, below.clock->in(60s),
@@ -417,7 +306,7 @@ TEST(PrefixInTiers, TiersOfAllKinds) {
   const std::vector<std::int32_t> ids = ids_of(5, 100);
   for (const int round : {0, 1}) {
     Driver d(model, o);
-    kv4::Tiers below(d.cache.schema(), options);
+    Tiers below(d.cache.schema(), options);
     TieredPrefix tiered(d.cache, below);
     EXPECT_EQ(tiered.load({ids, 0, "", {}}, std::chrono::steady_clock::now() + 60s), round == 0 ? 0 : 6);
     compute(d, 5, 100);
@@ -429,10 +318,10 @@ TEST(PrefixInTiers, TiersOfAllKinds) {
   }
   std::filesystem::remove_all(directory);
   const CacheSchema schema = build_schema(model.config, o);
-  EXPECT_THROW(kv4::Tiers(schema, {}), Error);
+  EXPECT_THROW(Tiers(schema, {}), Error);
   TiersOptions bad;
   bad.servers = {"nowhere"};
-  EXPECT_THROW(kv4::Tiers(schema, bad), Error);
+  EXPECT_THROW(Tiers(schema, bad), Error);
 }
 
 // Blocks go from the tier's own memory to a device that cannot read the host's, while others take their place there.
@@ -447,7 +336,7 @@ TEST(PrefixInTiers, StraightFromHostMemory) {
       options.host_bytes = 1 << 20;
       options.host_threads = 3;
       if (pinned) options.backend = backend;
-      kv4::Tiers below(build_schema(model.config, o), options);
+      Tiers below(build_schema(model.config, o), options);
       for (const std::uint64_t stream : {5u, 6u}) {
         Driver d(model, o, backend);
         TieredPrefix tiered(d.cache, below);

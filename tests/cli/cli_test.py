@@ -110,7 +110,7 @@ def test_plan_text():
 
 def test_plan_formats():
     plain = ok_json("plan", "--context", "8K")
-    equal(ok_json("plan", "--context", "8K", "--arrangement", "layer-major")["total_bytes"], plain["total_bytes"])
+    equal(ok_json("plan", "--context", "8K", "--arrangement", "layer_major")["total_bytes"], plain["total_bytes"])
     bf16 = ok_json("plan", "--context", "8K", "--rows", "bf16", "--keys", "bf16")
     equal(bf16["block_bytes"], 21 * 32 * (1024 + 256) + 20 * 1024)
     equal(bf16["paper"], plain["paper"])
@@ -229,7 +229,7 @@ def test_run_tiny_in_every_format():
         for rows in ("fp8_row", "bf16"):
             for keys in ("fp8", "bf16", "nvfp4"):
                 check_run("--config", config, "--tokens", "2K", "--rows", rows, "--keys", keys)
-        for more in (["--hca", "raw"], ["--pending", "bf16"], ["--no-hadamard"], ["--arrangement", "layer-major"], ["--page-alignment", "576"],
+        for more in (["--hca", "raw"], ["--pending", "bf16"], ["--no-hadamard"], ["--arrangement", "layer_major"], ["--page-alignment", "576"],
                      ["--rewind", "0"], ["--rewind", "1"], ["--rewind", "33"], ["--rewind", "600"], ["--block-tokens", "8"], ["--block-tokens", "256"],
                      ["--requests", "1"], ["--requests", "7"], ["--threads", "3"], ["--seed", "0"]):
             check_run("--config", config, "--tokens", "3K", *TINY_FORMATS, *more)

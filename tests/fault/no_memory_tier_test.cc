@@ -188,6 +188,31 @@ TEST_P(NoMemoryTiers, Loads) {
     }
 }
 
+// The request is there, as if nothing had been refused, or it is not and the call can be made again.
+TEST_P(NoMemoryTiers, Admits) {
+  const Folder folder;
+  Tiers tiers(schema(), options(folder.path));
+  {
+    Stack first(tiers);
+    first.compute();
+    ASSERT_TRUE(first.tiered.save_all(in(20s)));
+    ASSERT_TRUE(all_kept(tiers.flush(in(20s))));
+  }
+  for (std::int64_t n = 1; n < kMostTries; n = next_try(n)) {
+    SCOPED_TRACE(testing::Message() << "allocation " << n);
+    Stack stack(tiers);
+    std::optional<Admission> admitted;
+    const Refusal refusal = call_without(n, Refused::one, Threads::own,
+                                         [&] { admitted = stack.tiered.admit(stack.prompt(), in(20s)).value(); });
+    EXPECT_EQ(stack.small.cache.num_requests(), admitted ? 1 : 0);
+    if (admitted) stack.small.cache.release(admitted->request);
+    const Admission again = stack.tiered.admit(stack.prompt(), in(20s)).value();
+    stack.small.cache.release(again.request);
+    small::expect_same_bytes(stack.small.cache, stack.compute(), alone().cache, request_alone());
+    if (HasFailure() || !refusal.happened) break;
+  }
+}
+
 tier::StoreOptions store_options(const std::string& directory) {
   tier::StoreOptions o;
   o.directory = directory;

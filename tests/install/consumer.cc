@@ -61,6 +61,7 @@ int main() {
   kv4::TieredPrefix tiered(kept, tiers, {.load_bytes = 1 << 20, .save_bytes = 1 << 20});
   const auto soon = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   if (tiered.load({tokens, 0, "", {}}, soon) != 0 || !tiered.start_load({tokens, 0, "", {}}, soon).advance()) return 8;
+  kept.release(tiered.admit({tokens, 0, "", {}}, soon).value().request);
   if (tiered.save(1) != 0 || !tiered.save_all(soon) || tiered.statistics().dropped != 0) return 9;
   if (tiers.flush(soon).front() != kv4::tier::FlushStatus::kept || tiers.report().front().name != "host") return 10;
   kv4::set_log_sink({});

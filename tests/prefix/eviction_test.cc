@@ -38,8 +38,8 @@ struct Policy {
 
 TEST(Eviction, Names) {
   EXPECT_EQ(kv4::parse_eviction("lru"), EvictionKind::lru);
-  EXPECT_EQ(kv4::parse_eviction("s3fifo"), EvictionKind::s3_fifo);
-  EXPECT_EQ(kv4::parse_eviction("density"), EvictionKind::hit_density);
+  EXPECT_EQ(kv4::parse_eviction("s3fifo"), EvictionKind::s3fifo);
+  EXPECT_EQ(kv4::parse_eviction("density"), EvictionKind::density);
   EXPECT_THROW(kv4::parse_eviction("lfu"), kv4::Error);
 }
 
@@ -60,7 +60,7 @@ TEST(Eviction, LruTakesTheLeastRecentlyUsed) {
 }
 
 TEST(Eviction, S3FifoKeepsWhatWasHitAndRemembersWhatWent) {
-  Policy s3(EvictionKind::s3_fifo, 10, 12);  // a small queue of 1
+  Policy s3(EvictionKind::s3fifo, 10, 12);  // a small queue of 1
   for (Slot slot = 0; slot < 10; ++slot) s3.insert(slot);
   s3.policy->touch(1);
   EXPECT_EQ(s3.evict(), 0);
@@ -78,7 +78,7 @@ TEST(Eviction, S3FifoKeepsWhatWasHitAndRemembersWhatWent) {
 }
 
 TEST(Eviction, S3FifoPassesOverWhatIsHeld) {
-  Policy s3(EvictionKind::s3_fifo, 4, 4);
+  Policy s3(EvictionKind::s3fifo, 4, 4);
   for (const Slot slot : {0, 1, 2, 3}) s3.insert(slot);
   s3.policy->hold(0);
   s3.policy->hold(2);
@@ -129,7 +129,7 @@ TEST(Eviction, S3FifoEqualsASlowOne) {
     SCOPED_TRACE(seed);
     constexpr Slot kKeys = 200;
     const std::size_t capacity = 5 + seed * 12;
-    Policy fast(EvictionKind::s3_fifo, static_cast<std::int64_t>(capacity), kKeys);  // a slot per key
+    Policy fast(EvictionKind::s3fifo, static_cast<std::int64_t>(capacity), kKeys);  // a slot per key
     SlowS3 slow{.capacity = capacity, .small = {}, .main = {}, .ghosts = {}, .frequency = {}};
     std::mt19937 random(seed);
     for (int step = 0; step < 20000; ++step) {
@@ -149,7 +149,7 @@ TEST(Eviction, S3FifoEqualsASlowOne) {
 }
 
 TEST(Eviction, DensityBeginsAsLru) {
-  Policy density(EvictionKind::hit_density, 4, 4);
+  Policy density(EvictionKind::density, 4, 4);
   EXPECT_EQ(density.evict(), kNoSlot);
   for (const Slot slot : {0, 1, 2, 3}) density.insert(slot);
   density.policy->touch(0);
@@ -195,7 +195,7 @@ TEST(Eviction, DensityLearnsWhatComesBack) {
     return hits;
   };
   EXPECT_EQ(hits_of(EvictionKind::lru), 0);
-  EXPECT_GT(hits_of(EvictionKind::hit_density), 1800) << "of 2000";
+  EXPECT_GT(hits_of(EvictionKind::density), 1800) << "of 2000";
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kv4/error.h"
+#include "kv4/names.h"
 #include "prefix/chains.h"
 
 namespace {
@@ -117,7 +118,8 @@ TEST(PrefixIndex, AChainLongerThanTheIndexKeepsItsHead) {
 }
 
 TEST(PrefixIndex, PinnedBlocksStay) {
-  for (const EvictionKind kind : kv4::kEvictionKinds) {
+  for (const auto& [kind, name] : kv4::names_of<EvictionKind>()) {
+    SCOPED_TRACE(name);
     PrefixIndexOptions o = options(4);
     o.eviction = kind;
     PrefixIndex index(o);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kv4/names.h"
 #include "prefix/chains.h"
 #include "prefix/prefix_index.h"
 
@@ -65,9 +66,9 @@ TEST(RandomChains, LruEqualsASlowOne) {
 }
 
 TEST(RandomChains, InvariantsHoldWithPinsAndTenants) {
-  for (const EvictionKind kind : kEvictionKinds)
+  for (const auto& [kind, name] : names_of<EvictionKind>())
     for (const std::uint32_t seed : {21u, 22u, 23u}) {
-      SCOPED_TRACE(testing::Message() << to_string(kind) << ", seed " << seed);
+      SCOPED_TRACE(testing::Message() << name << ", seed " << seed);
       std::mt19937 random(seed);
       PrefixIndexOptions options;
       options.capacity_blocks = 60;

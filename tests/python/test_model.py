@@ -37,8 +37,8 @@ def test_records_take_keywords_and_names():
                                                         snapshots=kv4.SnapshotPolicy(kind="full")))
     assert options.row_format == kv4.Format.bf16 and options.index_format == kv4.Format.fp8
     assert options.pending_dtype == kv4.DType.bf16 and options.hca_mode == kv4.HcaMode.raw
-    assert options.prefix.eviction == kv4.EvictionKind.s3_fifo
-    assert kv4.PrefixOptions(eviction="density").eviction == kv4.EvictionKind.hit_density
+    assert options.prefix.eviction == kv4.EvictionKind.s3fifo
+    assert kv4.PrefixOptions(eviction="density").eviction == kv4.EvictionKind.density
     assert options.prefix.snapshots.kind == kv4.SnapshotPolicy.Kind.full
     options.prefix.num_snapshots = 3
     assert options.prefix.num_snapshots == 3

@@ -53,7 +53,7 @@ def test_index_keys_scores_and_topk(cache):
         seen = (TOTAL - TOKENS + token + 1) // 4
         np.testing.assert_allclose(scores[token, :seen], expected[token, :seen], atol=1e-4)
         assert (scores[token, seen:] == -np.inf).all()
-    np.testing.assert_array_equal(handle.index_scores(q, weights, fast=True), scores)  # bf16 keys: no other sums
+    np.testing.assert_array_equal(handle.index_scores(q, weights, mode="fast"), scores)  # bf16 keys: no other sums
     best = handle.index_topk(q, weights, k=3)
     slots = np.empty((TOKENS, 3), np.int32)
     np.testing.assert_array_equal(np.sort(handle.select_topk(scores, k=3, slots=slots)), np.sort(best))

@@ -26,8 +26,8 @@ class TieredCache:
         self.tiers = tiers or kv4.Tiers(self.manager.schema(), kv4.TiersOptions(**options), self.manager.backend())
         self.tiered = kv4.TieredPrefix(self.manager, self.tiers, kv4.TieredOptions(load_bytes=1 << 20, save_bytes=1 << 20))
 
-    def answer(self, tokens=TOKENS):
-        admission = self.manager.admit(kv4.Prompt(tokens))
+    def answer(self, tokens=TOKENS, admission=None):
+        admission = admission or self.manager.admit(kv4.Prompt(tokens))
         self.cache.feed(admission.request, len(tokens) - admission.resume_at)
         state = self.cache.state(admission.request)
         self.manager.release(admission.request)
@@ -39,8 +39,9 @@ def test_contexts_outlive_the_process(tmp_path):
 import sys, zlib
 from test_tiers import *
 here = TieredCache(directory=sys.argv[1])
-found = here.tiered.load(kv4.Prompt(TOKENS), timeout=20)
-resume_at, state = here.answer()
+admission = here.tiered.admit(kv4.Prompt(TOKENS), timeout=20)
+found = here.tiered.statistics().loaded_blocks
+resume_at, state = here.answer(admission=admission)
 assert here.tiered.save_all(timeout=20)
 assert here.tiers.close() == [kv4.FlushStatus.durable]
 print(found, resume_at, zlib.crc32(repr(state).encode()))
@@ -53,6 +54,40 @@ print(found, resume_at, zlib.crc32(repr(state).encode()))
         answers.append(result.stdout.split())
     assert answers[0][:2] == ["0", "0"] and answers[1][:2] == ["4", "64"]
     assert answers[0][2] == answers[1][2]  # the same bytes, computed or brought
+
+
+def test_admit_loads_and_admits(tmp_path):
+    first = TieredCache(host_bytes=4 << 20)
+    _, state = first.answer()
+    assert first.tiered.save_all()
+    second = TieredCache(first.tiers)
+    seen = []
+    admission = second.tiered.admit(kv4.Prompt(TOKENS), timeout=20, progress=lambda done, total: seen.append((done, total)))
+    assert (admission.usable_tokens, admission.resume_at) == (64, 64)
+    assert all(total == 4 for _, total in seen)
+    assert second.answer(admission=admission) == (64, state)
+    assert second.tiered.admit(kv4.Prompt(TOKENS, salt="others")).usable_tokens == 0
+    late = TieredCache(first.tiers)
+    assert late.tiered.admit(kv4.Prompt(TOKENS), timeout=0).usable_tokens == 0
+    with pytest.raises(kv4.ArgumentError, match="timeout"):
+        late.tiered.admit(kv4.Prompt(TOKENS), timeout=-1)
+    while True:
+        try:
+            late.manager.admit()
+        except kv4.ShortageError:
+            break
+    with pytest.raises(kv4.ShortageError):
+        late.tiered.admit(kv4.Prompt(TOKENS))
+    assert late.tiered.statistics().loaded_blocks == 0
+
+    third = TieredCache(first.tiers)
+    load = third.tiered.start_load(kv4.Prompt(TOKENS), timeout=20)
+    while not load.advance():
+        time.sleep(0.001)
+    assert third.answer(admission=load.admit()) == (64, state)
+    load.cancel()
+    with pytest.raises(kv4.StateError, match="cancelled"):
+        load.admit()
 
 
 def test_a_load_between_steps(tmp_path):

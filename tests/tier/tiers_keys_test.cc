@@ -5,7 +5,7 @@
 #include "tier/open_tier.h"
 #include "tier/record_guard.h"
 #include "tier/store_records.h"
-#include "tier/tier_chain.h"
+#include "tier/tiers_impl.h"
 #if KV4_TEST_REMOTE
 #include "support/redis_servers.h"
 #include "tier/redis_slots.h"
@@ -34,14 +34,14 @@ struct KeyedTiers : testing::Test {
 
   void put(const TiersOptions& options) {
     Tiers tiers(schema(), options);
-    ASSERT_EQ(tiers.chain().put(id, payload, Content::of_key), 1);
+    ASSERT_EQ(Tiers::Impl::of(tiers).chain.put(id, payload, Content::of_key), 1);
     for (const tier::FlushStatus status : tiers.flush(soon())) ASSERT_NE(status, tier::FlushStatus::failed);
     ASSERT_EQ(tiers.report().front().stored, 1);
   }
   /// What is found is the payload.
   GetStatus get(const TiersOptions& options) {
     Tiers tiers(schema(), options);
-    tier::TierChain::Ticket ticket = tiers.chain().get({{id, 4096, {}}}, Content::of_key, soon());
+    tier::TierChain::Ticket ticket = Tiers::Impl::of(tiers).chain.get({{id, 4096, {}}}, Content::of_key, soon());
     EXPECT_TRUE(ticket.wait(soon()));
     const tier::ReadResult result = ticket.take().front();
     if (result.status == GetStatus::found) {
