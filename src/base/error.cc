@@ -1,6 +1,7 @@
 #include "kv4/error.h"
 
 #include "base/check.h"
+#include "kv4/tensor.h"
 
 namespace kv4 {
 

@@ -455,7 +455,7 @@ TEST(NoMemory, CInterface) {
   }
   ASSERT_EQ(status, KV4_OK);
   kv4_cache_options options;
-  kv4_cache_options_init(&options);
+  kv4_cache_options_init(&options, sizeof(options));
   options.max_requests = 2;
   options.max_context = 1024;
   options.num_blocks = 8;

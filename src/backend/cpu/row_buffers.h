@@ -18,10 +18,10 @@ struct RowBuffers {
   std::vector<ops::SourceRow> sources;  // of one entry of an overlapping kind
 
   void fit(int width, int num_sources) {
-    if (sources.size() < num_sources) sources.resize(num_sources);
-    std::size_t n = 1;
+    if (std::ssize(sources) < num_sources) sources.resize(num_sources);
+    std::int64_t n = 1;
     while (n < width) n *= 2;
-    if (row.size() >= n) return;
+    if (std::ssize(row) >= n) return;
     acc.resize(3 * n);
     keys.resize(kScoreKeys * n);
     for (AlignedVector<float>* buffer : {&tmp, &cos, &sin, &row})
