@@ -87,8 +87,8 @@ class CacheReplay {
     if (full > 0) keep_snapshot(full);
   }
   void keep_snapshot(std::int64_t ids) {
-    const Slot slot = index_.find(keys_[ids - 1]);
-    if (slot != kNoSlot && index_.snapshot(slot) == kNoSnapshot) index_.attach_snapshot(slot, 0);
+    const NodeId id = index_.find(keys_[ids - 1]);
+    if (id != kNoNode && index_.snapshot(id) == kNoSnapshot) index_.attach_snapshot(id, 0);
   }
 
   std::int64_t id_tokens_;

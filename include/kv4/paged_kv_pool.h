@@ -15,6 +15,10 @@
 
 namespace kv4 {
 
+/// The memory that images of blocks lie in: the caller's, and the call is done when it returns; or the backend's, and
+/// the copies are queued, in a single pass.
+enum class ImageMemory : std::uint8_t { caller, backend };
+
 /// A block and where its image is, or goes to.
 struct BlockImage {
   BlockId block = 0;
@@ -44,12 +48,14 @@ class KV4_API PagedKVPool {
   void load_block(BlockId block, std::span<const std::byte> image);
   /// Makes room for the lists of calls with up to so many images: they allocate nothing then. There is room for one.
   void reserve_images(std::size_t images) const;
-  /// Whole blocks as images in memory of the backend, and back; queued, in a single pass.
-  void gather_blocks(std::span<const BlockImage> images) const;
+  /// Images of whole blocks.
+  void gather_blocks(std::span<const BlockImage> images, ImageMemory memory) const;
   /// The inverse of gather_blocks.
-  void scatter_blocks(std::span<const BlockImage> images);
+  void scatter_blocks(std::span<const BlockImage> images, ImageMemory memory);
 
  private:
+  void copy_out(std::span<const BlockImage> images, int tokens, ImageMemory memory) const;
+
   const CacheSchema& schema_;
   std::shared_ptr<Backend> backend_;
   std::byte* base_ = nullptr;

@@ -72,9 +72,9 @@ Expected<RequestId> Images::import_image(const ImageView& image, std::span<const
   memory_.state_pool.restore(*slot, image);
   PrefixIdentity identity = chain;
   if (weights_slot) snapshots_.reserve(1);
-  if (kept.tail != kNoSlot) prefix_->index.pin(kept.tail);  // first: it is not what makes room for the rest
+  if (kept.tail != kNoNode) prefix_->index.pin(kept.tail);  // first: it is not what makes room for the rest
   if (count - kept.blocks > blocks_.num_available(chain.tenant)) {
-    if (kept.tail != kNoSlot) prefix_->index.unpin(kept.tail);
+    if (kept.tail != kNoNode) prefix_->index.unpin(kept.tail);
     return Shortage::blocks;
   }
 

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <span>
 
 #include "cache/blocks.h"
+#include "cache/cache_memory.h"
 #include "cache/prefix_cache.h"
+#include "cache/snapshots.h"
 #include "cache/steps.h"
 
 namespace kv4 {
@@ -14,21 +15,27 @@ namespace kv4 {
 class KeptBlocks {
  public:
   /// `prefix` null: nothing is kept, and every call throws.
-  KeptBlocks(PrefixCache* prefix, Blocks& blocks, const Steps& steps)
-      : prefix_(prefix), blocks_(blocks), steps_(steps) {}
+  KeptBlocks(CacheMemory& memory, PrefixCache* prefix, Blocks& blocks, const Snapshots& snapshots, const Steps& steps)
+      : memory_(memory), prefix_(prefix), blocks_(blocks), snapshots_(snapshots), steps_(steps) {}
 
   PrefixCache& prefix() const;  // throws where there is none
 
-  /// The blocks of `keys` from `at` on, `count` of them or as many as there is room for; keys before `at` are kept.
-  /// `write` queues the bytes of the first blocks that were found room for.
-  std::int64_t insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at, std::size_t count,
-                      const std::function<void(std::span<const BlockId>)>& write);
-  /// `write` queues the bytes of a place.
-  bool insert_snapshot(const BlockKey& key, const std::function<void(std::uint8_t*)>& write);
+  /// Images of kept blocks, to[i] [block_image_bytes]. False, and nothing is done: one of them is not there.
+  bool read(std::span<const BlockKey> keys, std::span<std::byte* const> to, ImageMemory memory) const;
+  bool read_snapshot(const BlockKey& key, std::byte* to, ImageMemory memory) const;
+
+  /// The blocks of `keys` from `at` on, one for each image or as many as there is room for, which it returns. Keys
+  /// before `at` are kept, else nothing is done.
+  std::int64_t insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
+                      std::span<std::byte* const> images, ImageMemory memory);
+  /// False: there is no such block, or no room.
+  bool insert_snapshot(const BlockKey& key, const std::byte* from, ImageMemory memory);
 
  private:
+  CacheMemory& memory_;
   PrefixCache* prefix_;
   Blocks& blocks_;
+  const Snapshots& snapshots_;
   const Steps& steps_;
 };
 

@@ -1,6 +1,5 @@
 // Kept blocks and snapshots as bytes, by key: what tiers take and give back.
 #include <algorithm>
-#include <utility>
 
 #include "backend/nvtx_range.h"
 #include "base/check.h"
@@ -28,36 +27,31 @@ std::optional<KeptBlock> KVCacheManager::find_block(const BlockKey& key) const {
   const OneThread::Call call(impl_->driver);
   if (!impl_->prefix) return std::nullopt;
   const PrefixIndex& index = impl_->prefix->index;
-  const Slot slot = index.find(key);
-  if (slot == kNoSlot) return std::nullopt;
-  return KeptBlock{index.tenant(slot), index.tokens(slot), index.snapshot(slot) != kNoSnapshot};
+  const NodeId id = index.find(key);
+  if (id == kNoNode) return std::nullopt;
+  return KeptBlock{index.tenant(id), index.tokens(id), index.snapshot(id) != kNoSnapshot};
 }
 
 std::int64_t KVCacheManager::snapshot_bytes() const { return impl_->snapshots.bytes(); }
 
-bool KVCacheManager::read_block(const BlockKey& key, std::span<std::byte> out) const {
+bool KVCacheManager::read_block(const BlockKey& key, std::span<std::byte> out) const try {
   const OneThread::Call call(impl_->driver);
   const NvtxRange range("kv4 read_block", !impl_->on_host());
-  Impl& m = *impl_;
-  const Slot slot = m.kept.prefix().index.find(key);
-  if (slot == kNoSlot) return false;
-  m.memory.kv_pool.save_block(m.prefix->index.block(slot), m.blocks.tokens(), out);
-  return true;
+  const std::int64_t bytes = schema().block_image_bytes;
+  require(std::ssize(out) == bytes, ErrorCode::bad_argument, "a block image of this cache has {} bytes; got {}", bytes,
+          out.size());
+  std::byte* const to = out.data();
+  return impl_->kept.read({&key, 1}, {&to, 1}, ImageMemory::caller);
+} catch (const std::bad_alloc&) {
+  fail_for_memory();
 }
 
 bool KVCacheManager::read_snapshot(const BlockKey& key, std::span<std::byte> out) const {
   const OneThread::Call call(impl_->driver);
   const NvtxRange range("kv4 read_snapshot", !impl_->on_host());
-  Impl& m = *impl_;
-  require(static_cast<std::int64_t>(out.size()) == snapshot_bytes(), ErrorCode::bad_argument,
-          "a snapshot has {} bytes; got room for {}", snapshot_bytes(), out.size());
-  PrefixCache& prefix = m.kept.prefix();
-  const Slot slot = prefix.index.find(key);
-  if (slot == kNoSlot || prefix.index.snapshot(slot) == kNoSnapshot) return false;
-  const ops::CopyPiece piece{prefix.address(prefix.index.snapshot(slot)), reinterpret_cast<std::uint8_t*>(out.data()),
-                             static_cast<std::int64_t>(out.size())};
-  m.memory.backend->read_pieces(std::span(&piece, 1), out);
-  return true;
+  require(std::ssize(out) == snapshot_bytes(), ErrorCode::bad_argument, "a snapshot has {} bytes; got room for {}",
+          snapshot_bytes(), out.size());
+  return impl_->kept.read_snapshot(key, out.data(), ImageMemory::caller);
 }
 
 std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
@@ -71,12 +65,12 @@ std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
             "a block has {} bytes; got {}", m.memory.schema.block_image_bytes, block.size());
   const std::vector<BlockKey> keys = block_keys(prompt);
   std::size_t at = 0;
-  while (at < keys.size() && index.find(keys[at]) != kNoSlot) ++at;
+  while (at < keys.size() && index.find(keys[at]) != kNoNode) ++at;
   require(blocks.size() <= keys.size() - at, ErrorCode::bad_argument,
           "the prompt has {} full blocks, {} of them kept; got {} more", keys.size(), at, blocks.size());
-  return m.kept.insert(prompt, keys, at, blocks.size(), [&](std::span<const BlockId> room) {
-    for (std::size_t i = 0; i < room.size(); ++i) m.memory.kv_pool.load_block(room[i], blocks[i]);
-  });
+  std::vector<std::byte*> images;
+  for (const std::span<const std::byte> block : blocks) images.push_back(const_cast<std::byte*>(block.data()));  // read
+  return m.kept.insert(prompt, keys, at, images, ImageMemory::caller);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
@@ -84,52 +78,84 @@ std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
 bool KVCacheManager::insert_snapshot(const BlockKey& key, std::span<const std::byte> bytes) {
   const OneThread::Call call(impl_->driver);
   const NvtxRange range("kv4 insert_snapshot", !impl_->on_host());
-  Impl& m = *impl_;
-  require(static_cast<std::int64_t>(bytes.size()) == snapshot_bytes(), ErrorCode::bad_argument,
-          "a snapshot has {} bytes; got {}", snapshot_bytes(), bytes.size());
-  return m.kept.insert_snapshot(key, [&](std::uint8_t* place) {
-    const ops::CopyPiece piece{reinterpret_cast<const std::uint8_t*>(bytes.data()), place, std::ssize(bytes)};
-    m.memory.backend->write_pieces(std::span(&piece, 1), bytes);
-  });
+  require(std::ssize(bytes) == snapshot_bytes(), ErrorCode::bad_argument, "a snapshot has {} bytes; got {}",
+          snapshot_bytes(), bytes.size());
+  return impl_->kept.insert_snapshot(key, bytes.data(), ImageMemory::caller);
+}
+
+bool KeptBlocks::read(std::span<const BlockKey> keys, std::span<std::byte* const> to, ImageMemory memory) const {
+  const PrefixIndex& index = prefix().index;
+  std::vector<BlockImage> images;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const NodeId id = index.find(keys[i]);
+    if (id == kNoNode) return false;
+    images.push_back({index.block(id), to[i]});
+  }
+  memory_.kv_pool.gather_blocks(images, memory);
+  return true;
+}
+
+bool KeptBlocks::read_snapshot(const BlockKey& key, std::byte* to, ImageMemory memory) const {
+  const PrefixCache& kept = prefix();
+  const NodeId id = kept.index.find(key);
+  if (id == kNoNode || kept.index.snapshot(id) == kNoSnapshot) return false;
+  const std::uint8_t* const from = kept.address(kept.index.snapshot(id));
+  const std::int64_t bytes = snapshots_.bytes();
+  if (memory == ImageMemory::backend) {
+    memory_.backend->copy(to, reinterpret_cast<const std::byte*>(from), bytes);
+  } else {
+    const ops::CopyPiece piece{from, reinterpret_cast<std::uint8_t*>(to), bytes};
+    memory_.backend->read_pieces({&piece, 1}, {to, static_cast<std::size_t>(bytes)});
+  }
+  return true;
 }
 
 // Blocks count once their bytes are queued: nobody can find one before.
-std::int64_t KeptBlocks::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at, std::size_t count,
-                                const std::function<void(std::span<const BlockId>)>& write) {
+std::int64_t KeptBlocks::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
+                                std::span<std::byte* const> images, ImageMemory memory) {
   PrefixCache& kept = prefix();
   require(!steps_.is_open(), ErrorCode::bad_state, "blocks cannot be inserted during a step; commit or abort it first");
-  Slot tail = at == 0 ? kNoSlot : kept.index.find(keys[at - 1]);
-  if (at > 0 && tail == kNoSlot) return 0;  // evicted meanwhile
-  const TenantId tenant = tail == kNoSlot ? prompt.tenant : kept.index.tenant(tail);
-  std::vector<BlockId> room;
-  room.reserve(count);
-  if (tail != kNoSlot) kept.index.pin(tail);
-  while (room.size() < count && blocks_.num_available(tenant) >= 1) room.push_back(blocks_.take(tenant));
-  write(room);
-  for (const BlockId block : room) {
+  NodeId tail = at == 0 ? kNoNode : kept.index.find(keys[at - 1]);
+  if (at > 0 && tail == kNoNode) return 0;  // evicted meanwhile
+  const TenantId tenant = tail == kNoNode ? prompt.tenant : kept.index.tenant(tail);
+  std::vector<BlockImage> room;
+  room.reserve(images.size());
+  if (memory == ImageMemory::backend) memory_.kv_pool.reserve_images(images.size());
+  if (tail != kNoNode) kept.index.pin(tail);
+  while (room.size() < images.size() && blocks_.num_available(tenant) >= 1)
+    room.push_back({blocks_.take(tenant), images[room.size()]});
+  memory_.kv_pool.scatter_blocks(room, memory);
+  for (const BlockImage& image : room) {
     const std::span<const std::int32_t> ids = prompt.token_ids.subspan(at * blocks_.tokens(), blocks_.tokens());
-    std::copy(ids.begin(), ids.end(), blocks_.token_ids(block).begin());
-    tail = kept.index.append(tenant, tail, keys[at++], block, kept.weights_slot(), true).value().slot;
-    blocks_.allocator().publish(block);
-    blocks_.allocator().release(block);
+    std::copy(ids.begin(), ids.end(), blocks_.token_ids(image.block).begin());
+    tail = kept.index.append(tenant, tail, keys[at++], image.block, kept.weights_slot(), true).value().id;
+    blocks_.allocator().publish(image.block);
+    blocks_.allocator().release(image.block);
   }
   kept.statistics.inserted_blocks += std::ssize(room);
-  if (tail != kNoSlot) kept.index.unpin(tail);
+  if (tail != kNoNode) kept.index.unpin(tail);
   return std::ssize(room);
 }
 
-bool KeptBlocks::insert_snapshot(const BlockKey& key, const std::function<void(std::uint8_t*)>& write) {
+bool KeptBlocks::insert_snapshot(const BlockKey& key, const std::byte* from, ImageMemory memory) {
   PrefixCache& kept = prefix();
   require(!steps_.is_open(), ErrorCode::bad_state,
           "a snapshot cannot be inserted during a step; commit or abort it first");
-  const Slot slot = kept.index.find(key);
-  if (slot == kNoSlot) return false;
-  if (kept.index.snapshot(slot) != kNoSnapshot) return true;
+  const NodeId id = kept.index.find(key);
+  if (id == kNoNode) return false;
+  if (kept.index.snapshot(id) != kNoSnapshot) return true;
   const SnapshotId place = kept.take_place();
   if (place == kNoSnapshot) return false;
-  write(kept.address(place));
-  kept.attach(slot, place);
-  kept.keep(slot, true);
+  std::uint8_t* const to = kept.address(place);
+  const std::int64_t bytes = snapshots_.bytes();
+  if (memory == ImageMemory::backend) {
+    memory_.backend->copy(reinterpret_cast<std::byte*>(to), from, bytes);
+  } else {
+    const ops::CopyPiece piece{reinterpret_cast<const std::uint8_t*>(from), to, bytes};
+    memory_.backend->write_pieces({&piece, 1}, {from, static_cast<std::size_t>(bytes)});
+  }
+  kept.attach(id, place);
+  kept.keep(id, true);
   return true;
 }
 
@@ -154,40 +180,20 @@ Expected<Admission> BlockMover::admit(const Prompt& prompt, const BlockKey& root
 }
 
 bool BlockMover::gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const {
-  std::vector<BlockImage> images;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    const Slot slot = m_.kept.prefix().index.find(keys[i]);
-    if (slot == kNoSlot) return false;
-    images.push_back({m_.prefix->index.block(slot), to[i]});
-  }
-  m_.memory.kv_pool.gather_blocks(images);
-  return true;
+  return m_.kept.read(keys, to, ImageMemory::backend);
 }
 
 bool BlockMover::gather_snapshot(const BlockKey& key, std::byte* to) const {
-  const PrefixCache& prefix = m_.kept.prefix();
-  const Slot slot = prefix.index.find(key);
-  if (slot == kNoSlot || prefix.index.snapshot(slot) == kNoSnapshot) return false;
-  const std::uint8_t* from = prefix.address(prefix.index.snapshot(slot));
-  m_.memory.backend->copy(to, reinterpret_cast<const std::byte*>(from), cache_.snapshot_bytes());
-  return true;
+  return m_.kept.read_snapshot(key, to, ImageMemory::backend);
 }
 
 std::int64_t BlockMover::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
                                 std::span<std::byte* const> images) {
-  std::vector<BlockImage> copies;
-  copies.reserve(images.size());
-  m_.memory.kv_pool.reserve_images(images.size());
-  return m_.kept.insert(prompt, keys, at, images.size(), [&](std::span<const BlockId> room) {
-    for (std::size_t i = 0; i < room.size(); ++i) copies.push_back({room[i], images[i]});
-    m_.memory.kv_pool.scatter_blocks(copies);
-  });
+  return m_.kept.insert(prompt, keys, at, images, ImageMemory::backend);
 }
 
 bool BlockMover::insert_snapshot(const BlockKey& key, const std::byte* from) {
-  return m_.kept.insert_snapshot(key, [&](std::uint8_t* place) {
-    m_.memory.backend->copy(reinterpret_cast<std::byte*>(place), from, cache_.snapshot_bytes());
-  });
+  return m_.kept.insert_snapshot(key, from, ImageMemory::backend);
 }
 
 }  // namespace kv4

@@ -52,7 +52,7 @@ struct KVCacheManager::Impl {
   Requests requests{memory, prefix.get(), table, blocks, snapshots, chains};
   Steps steps{memory, table, blocks, chains, snapshots};
   Images images{memory, prefix.get(), layers, table, blocks, snapshots, chains};
-  KeptBlocks kept{prefix.get(), blocks, steps};
+  KeptBlocks kept{memory, prefix.get(), blocks, snapshots, steps};
 
   CallTimes times;
   ShortageCounts admit_shortages, prepare_forward_shortages;

@@ -109,7 +109,7 @@ std::span<const BlockKey> PrefixCache::keys_of(const BlockKey& root, const Promp
   keys_.clear();
   for (std::size_t i = 0; (i + 1) * block_tokens <= prompt.token_ids.size(); ++i) {
     const BlockKey key = i < known.size() ? known[i] : block_key(i == 0 ? root : keys_.back(), prompt, i);
-    if (kept && index.find(key) == kNoSlot) break;
+    if (kept && index.find(key) == kNoNode) break;
     keys_.push_back(key);
   }
   return keys_;
@@ -118,7 +118,7 @@ std::span<const BlockKey> PrefixCache::keys_of(const BlockKey& root, const Promp
 KeptChain PrefixCache::find_chain(const PrefixIdentity& chain, std::span<const std::int32_t> token_ids) {
   const std::vector<std::string_view> extra(chain.extra.begin(), chain.extra.end());
   const std::span<const BlockKey> keys = keys_of(chain.root, {token_ids, chain.tenant, {}, extra}, true);
-  return {keys.empty() ? kNoSlot : index.find(keys.back()), std::ssize(keys)};
+  return {keys.empty() ? kNoNode : index.find(keys.back()), std::ssize(keys)};
 }
 
 PrefixStatistics PrefixCache::now() const {
@@ -136,15 +136,16 @@ std::uint8_t* PrefixCache::address(SnapshotId place) const {
 SnapshotId PrefixCache::take_place() {
   if (free_places_.empty()) {
     // Once per block boundary at most, and over few places: no order among them is kept.
-    const auto rank = [&](const Place& p) {
-      const bool movable = p.slot != kNoSlot && p.staying == 0;
-      return movable ? std::tuple(0, index.references(p.slot) > 0, index.last_used(p.slot))
+    const auto rank = [&](const SnapshotPlace& p) {
+      const bool movable = p.id != kNoNode && p.staying == 0;
+      return movable ? std::tuple(0, index.references(p.id) > 0, index.last_used(p.id))
                      : std::tuple(1, false, std::uint64_t{0});
     };
-    const auto coldest = std::min_element(places_.begin(), places_.end(),
-                                          [&](const Place& a, const Place& b) { return rank(a) < rank(b); });
-    if (coldest == places_.end() || coldest->slot == kNoSlot || coldest->staying > 0) return kNoSnapshot;
-    give_place(index.detach_snapshot(coldest->slot));
+    const auto coldest =
+        std::min_element(places_.begin(), places_.end(),
+                         [&](const SnapshotPlace& a, const SnapshotPlace& b) { return rank(a) < rank(b); });
+    if (coldest == places_.end() || coldest->id == kNoNode || coldest->staying > 0) return kNoSnapshot;
+    give_place(index.detach_snapshot(coldest->id));
     ++statistics.dropped_snapshots;
   }
   const SnapshotId place = free_places_.back();
@@ -159,29 +160,29 @@ void PrefixCache::give_place(SnapshotId place) {
   free_places_.push_back(place);
 }
 
-void PrefixCache::attach(Slot slot, SnapshotId place) {
-  index.attach_snapshot(slot, place);
-  at(place).slot = slot;
+void PrefixCache::attach(NodeId id, SnapshotId place) {
+  index.attach_snapshot(id, place);
+  at(place).id = id;
   ++statistics.saved_snapshots;
 }
 
-void PrefixCache::keep(Slot slot, bool inserted) {
-  if (const SnapshotId place = index.snapshot(slot); place != kNoSnapshot) keep_place(place, inserted);
+void PrefixCache::keep(NodeId id, bool inserted) {
+  if (const SnapshotId place = index.snapshot(id); place != kNoSnapshot) keep_place(place, inserted);
 }
 
 void PrefixCache::keep_place(SnapshotId place, bool inserted) {
-  if (!std::exchange(at(place).kept, true)) index.note_snapshot(at(place).slot, inserted);
+  if (!std::exchange(at(place).kept, true)) index.note_snapshot(at(place).id, inserted);
 }
 
-void PrefixCache::stay(Slot slot) {
-  if (const SnapshotId place = index.snapshot(slot); place != kNoSnapshot) ++at(place).staying;
+void PrefixCache::stay(NodeId id) {
+  if (const SnapshotId place = index.snapshot(id); place != kNoSnapshot) ++at(place).staying;
 }
 
-void PrefixCache::leave(Slot slot, bool kept) {
-  const SnapshotId place = index.snapshot(slot);
-  Place& p = at(place);
+void PrefixCache::leave(NodeId id, bool kept) {
+  const SnapshotId place = index.snapshot(id);
+  SnapshotPlace& p = at(place);
   if (kept) keep_place(place, false);
-  if (--p.staying == 0 && !p.kept) give_place(index.detach_snapshot(slot));
+  if (--p.staying == 0 && !p.kept) give_place(index.detach_snapshot(id));
 }
 
 }  // namespace kv4

@@ -14,14 +14,14 @@ namespace kv4 {
 
 /// The first blocks of a chain; tail is the last of them.
 struct KeptChain {
-  Slot tail = kNoSlot;
+  NodeId tail = kNoNode;
   std::int64_t blocks = 0;
 };
 
 // Invariants between calls, beside those of the index:
 // 1. A block is in the index if and only if the allocator has it as published; one without holders there has no
 //    references here.
-// 2. A place is free, reserved by the open step (taken, no slot), or the snapshot of the index's slot that it names.
+// 2. A place is free, reserved by the open step (taken, no id), or the snapshot of the index's id that it names.
 class PrefixCache {
  public:
   PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backend>& backend);
@@ -47,7 +47,7 @@ class PrefixCache {
   std::optional<std::uint16_t> weights_slot_of(std::string_view weights_id) const;
   /// Its number may be given to other weights, and its generation is over.
   void end_weights_slot(std::uint16_t weights_slot);
-  /// A weights generation belongs to one slot of one cache; nullopt: it is another cache's, or over.
+  /// A weights generation belongs to one id of one cache; nullopt: it is another cache's, or over.
   std::uint64_t weights_generation(std::uint16_t weights_slot) const { return weights_generations_[weights_slot]; }
   std::optional<std::uint16_t> weights_slot_in(std::uint64_t weights_generation) const;
   void set_rope_digest(std::string_view bytes) { identity_.rope_digest = hasher_.digest(bytes); }
@@ -62,37 +62,37 @@ class PrefixCache {
   const std::uint8_t* boundary(std::int64_t i) const {
     return reinterpret_cast<const std::uint8_t*>(boundaries_.data() + 4 * i);
   }
-  void attach(Slot slot, SnapshotId place);
+  void attach(NodeId id, SnapshotId place);
 
-  /// The slot's snapshot, if it has one, stays until its place is needed.
-  void keep(Slot slot, bool inserted = false);
+  /// The id's snapshot, if it has one, stays until its place is needed.
+  void keep(NodeId id, bool inserted = false);
   /// The same until leave(), by somebody who will soon have a newer one; several can.
-  void stay(Slot slot);
+  void stay(NodeId id);
   /// kept: it stays now.
-  void leave(Slot slot, bool kept);
+  void leave(NodeId id, bool kept);
 
   std::int64_t memory_bytes() const { return index.memory_bytes() + memory_.bytes() + boundaries_.bytes(); }
 
  private:
-  struct Place {
-    Slot slot = kNoSlot;
+  struct SnapshotPlace {
+    NodeId id = kNoNode;
     bool taken = false;
     bool kept = false;
     std::int32_t staying = 0;
   };
   void keep_place(SnapshotId place, bool inserted);
-  Place& at(SnapshotId place) { return places_[place]; }
+  SnapshotPlace& at(SnapshotId place) { return places_[place]; }
 
   BlockHasher hasher_;
   ChainIdentity identity_;  // without the salt
   std::vector<std::string>
-      weights_ids_;  // by slot; one may be longer than weights_generations_ where memory was refused
+      weights_ids_;  // by id; one may be longer than weights_generations_ where memory was refused
   std::vector<std::uint64_t> weights_generations_;  // [weights slots] 0: the number is not in use
   std::uint16_t weights_slot_ = 0;
   std::int64_t place_bytes_;
   DeviceMemory memory_;
   DeviceMemory boundaries_;  // int32 [blocks_per_request + 1]
-  std::vector<Place> places_;
+  std::vector<SnapshotPlace> places_;
   std::vector<SnapshotId> free_places_;
   std::vector<BlockKey> keys_;
 };

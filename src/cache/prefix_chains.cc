@@ -42,17 +42,17 @@ void PrefixChains::hold(std::int32_t row, const KeptChain& kept) {
   PrefixChain& chain = requests_[row].chain;
   chain.tail = kept.tail;
   chain.blocks = kept.blocks;
-  Slot slot = kept.tail;
-  for (std::int64_t i = kept.blocks; i-- > 0; slot = prefix_->index.parent(slot)) {
-    blocks_.allocator().retain(prefix_->index.block(slot));
-    memory_.tables.set_block(row, i, prefix_->index.block(slot));
+  NodeId id = kept.tail;
+  for (std::int64_t i = kept.blocks; i-- > 0; id = prefix_->index.parent(id)) {
+    blocks_.allocator().retain(prefix_->index.block(id));
+    memory_.tables.set_block(row, i, prefix_->index.block(id));
   }
 }
 
 void PrefixChains::share(std::int32_t row, const PrefixMatch& match) {
   Sequence& s = requests_[row];
-  if (match.slot != kNoSlot) prefix_->index.pin(match.slot);
-  hold(row, {match.slot, match.usable_tokens / blocks_.tokens()});
+  if (match.id != kNoNode) prefix_->index.pin(match.id);
+  hold(row, {match.id, match.usable_tokens / blocks_.tokens()});
   s.chain.replay_end = match.resume_at < match.usable_tokens ? match.usable_tokens : 0;
   // A snapshot has the backbone's windows; without one they begin here, and so do those of draft stages.
   for (GroupProgress& g : s.groups) g = {match.resume_at, match.resume_at, match.resume_at, match.resume_at};
@@ -63,10 +63,10 @@ void PrefixChains::share(std::int32_t row, const PrefixMatch& match) {
 
 void PrefixChains::fork(PrefixChain parent, Sequence& child, std::int64_t shared_blocks) {
   child.chain = std::move(parent);
-  child.chain.latest = kNoSlot;
+  child.chain.latest = kNoNode;
   for (; child.chain.blocks > shared_blocks; --child.chain.blocks)
     child.chain.tail = prefix_->index.parent(child.chain.tail);
-  if (child.chain.tail != kNoSlot) prefix_->index.pin(child.chain.tail);
+  if (child.chain.tail != kNoNode) prefix_->index.pin(child.chain.tail);
 }
 
 void PrefixChains::cut(std::int32_t row, std::int64_t blocks) {
@@ -81,13 +81,13 @@ void PrefixChains::cut(std::int32_t row, std::int64_t blocks) {
 // The latest snapshot of a request that ends is where its continuation will begin.
 void PrefixChains::end(std::int32_t row) {
   PrefixChain& chain = requests_[row].chain;
-  if (chain.latest != kNoSlot) prefix_->leave(chain.latest, chain.publishes);
-  if (chain.tail != kNoSlot) {
+  if (chain.latest != kNoNode) prefix_->leave(chain.latest, chain.publishes);
+  if (chain.tail != kNoNode) {
     prefix_->index.unpin(chain.tail);
     if (!chain.publishes)
       prefix_->index.forget_tail(chain.tail, [this](const Evicted& gone) { blocks_.free_evicted(gone); });
   }
-  chain.latest = chain.tail = kNoSlot;
+  chain.latest = chain.tail = kNoNode;
   chain.blocks = 0;
 }
 
@@ -110,7 +110,7 @@ void PrefixChains::publish(std::int32_t row) {
   PrefixChain& chain = s.chain;
   for (; chain.blocks < s.length() / blocks_.tokens(); ++chain.blocks) {
     const BlockId block = memory_.tables.block(row, chain.blocks);
-    const bool first = chain.tail == kNoSlot;
+    const bool first = chain.tail == kNoNode;
     const BlockKey key =
         prefix_->block_key(first ? chain.root : prefix_->index.key(chain.tail), std::as_const(blocks_).token_ids(block),
                            chain.blocks < std::ssize(chain.extra) ? chain.extra[chain.blocks] : std::string_view());
@@ -118,13 +118,13 @@ void PrefixChains::publish(std::int32_t row) {
     const TenantId tenant = first ? chain.tenant : prefix_->index.tenant(chain.tail);
     const PrefixIndex::Stored stored =
         prefix_->index.append(tenant, chain.tail, key, block, chain.weights_slot).value();
-    chain.tail = stored.slot;
+    chain.tail = stored.id;
     if (stored.is_new) {
       blocks_.allocator().publish(block);
       ++prefix_->statistics.stored_blocks;
       continue;
     }
-    const BlockId there = prefix_->index.block(stored.slot);
+    const BlockId there = prefix_->index.block(stored.id);
     blocks_.allocator().retain(there);
     memory_.tables.set_block(row, chain.blocks, there);
     blocks_.allocator().release(block);

@@ -25,10 +25,10 @@ struct PrefixChain {
   std::uint16_t weights_slot = 0;  // of its weights
   BlockKey root{};
   std::int64_t blocks = 0;         // that are in the index: the first of its table row
-  Slot tail = kNoSlot;             // of the last of them, pinned
+  NodeId tail = kNoNode;             // of the last of them, pinned
   std::int64_t replay_end = 0;     // tokens below it have their entries already; 0: no replay
   std::int64_t prompt_end = 0;     // the last boundary that another request with this prompt can use
-  Slot latest = kNoSlot;           // whose snapshot goes when there is a newer one of this request
+  NodeId latest = kNoNode;           // whose snapshot goes when there is a newer one of this request
   std::vector<std::string> extra;  // by block of the prompt
 };
 

@@ -91,7 +91,7 @@ void Snapshots::give_unsaved_boundaries() {
 }
 
 void Snapshots::leave_latest(Sequence& s) {
-  if (s.chain.latest != kNoSlot) prefix_->leave(std::exchange(s.chain.latest, kNoSlot), false);
+  if (s.chain.latest != kNoNode) prefix_->leave(std::exchange(s.chain.latest, kNoNode), false);
 }
 
 // Of a committed boundary: what the step's layers have saved, or from the rings. kNoSnapshot: there is no room, or the
@@ -129,7 +129,7 @@ void Snapshots::save(std::int32_t row, Sequence& s, std::int64_t old_length) {
   const std::int64_t first = old_length / blocks_.tokens() + 1, last = s.length() / blocks_.tokens();
   if (first > last || prefix_->index.snapshots().kind == SnapshotPolicy::Kind::none) return;
   // From the newest on: if there are too few places, it has one.
-  Slot slot = s.chain.tail;
+  NodeId slot = s.chain.tail;
   for (std::int64_t i = s.chain.blocks; i > last; --i) slot = prefix_->index.parent(slot);  // of a replay's rest
   for (std::int64_t i = last; i >= first; --i, slot = prefix_->index.parent(slot)) {
     const std::int64_t position = i * blocks_.tokens();

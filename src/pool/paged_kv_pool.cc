@@ -94,35 +94,45 @@ void PagedKVPool::save_block(BlockId block, int tokens, std::span<std::byte> out
   check_image_size(out.size(), schema_.block_image_bytes);
   require(tokens >= 0 && tokens <= schema_.block_tokens, ErrorCode::bad_argument,
           "a block holds 0 to {} tokens; got {}", schema_.block_tokens, tokens);
-  pieces_.clear();
-  add_rows_of(schema_, base_, {block, out.data()}, tokens, pieces_);
-  backend_->read_pieces(pieces_, out);
+  const BlockImage image{block, out.data()};
+  copy_out({&image, 1}, tokens, ImageMemory::caller);
 }
 
 void PagedKVPool::load_block(BlockId block, std::span<const std::byte> image) {
-  check_block(block, schema_.options.num_blocks);
   check_image_size(image.size(), schema_.block_image_bytes);
-  pieces_.clear();
-  add_pages_of(schema_, base_, block, image.data(), pieces_);
-  backend_->write_pieces(pieces_, image);
+  const BlockImage from{block, const_cast<std::byte*>(image.data())};  // it is only read
+  scatter_blocks({&from, 1}, ImageMemory::caller);
 }
 
-void PagedKVPool::gather_blocks(std::span<const BlockImage> images) const {
+void PagedKVPool::gather_blocks(std::span<const BlockImage> images, ImageMemory memory) const {
+  copy_out(images, schema_.block_tokens, memory);
+}
+
+void PagedKVPool::copy_out(std::span<const BlockImage> images, int tokens, ImageMemory memory) const {
   pieces_.clear();
   for (const BlockImage& image : images) check_block(image.block, schema_.options.num_blocks);
-  reserve_images(images.size());
+  const std::size_t bytes = schema_.block_image_bytes;
+  if (memory == ImageMemory::backend) reserve_images(images.size());
   for (const BlockImage& image : images) {
-    if (schema_.block_image_bytes > 0) backend_->fill(image.memory, 0, schema_.block_image_bytes);
-    add_rows_of(schema_, base_, image, schema_.block_tokens, pieces_);
+    if (memory == ImageMemory::backend && bytes > 0) backend_->fill(image.memory, 0, schema_.block_image_bytes);
+    add_rows_of(schema_, base_, image, tokens, pieces_);
+    if (memory == ImageMemory::backend) continue;
+    backend_->read_pieces(pieces_, {image.memory, bytes});
+    pieces_.clear();
   }
   if (!pieces_.empty()) backend_->copy_pieces(pieces_);
 }
 
-void PagedKVPool::scatter_blocks(std::span<const BlockImage> images) {
+void PagedKVPool::scatter_blocks(std::span<const BlockImage> images, ImageMemory memory) {
   pieces_.clear();
   for (const BlockImage& image : images) check_block(image.block, schema_.options.num_blocks);
-  reserve_images(images.size());
-  for (const BlockImage& image : images) add_pages_of(schema_, base_, image.block, image.memory, pieces_);
+  if (memory == ImageMemory::backend) reserve_images(images.size());
+  for (const BlockImage& image : images) {
+    add_pages_of(schema_, base_, image.block, image.memory, pieces_);
+    if (memory == ImageMemory::backend) continue;
+    backend_->write_pieces(pieces_, {image.memory, static_cast<std::size_t>(schema_.block_image_bytes)});
+    pieces_.clear();
+  }
   if (!pieces_.empty()) backend_->copy_pieces(pieces_);
 }
 

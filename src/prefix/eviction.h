@@ -1,4 +1,4 @@
-// Eviction policies. A policy orders the slots of an index; it holds no bytes and no keys, and
+// Eviction policies. A policy orders the nodes of an index; it holds no bytes and no keys, and
 // every call is O(1) (a victim of S3-FIFO, a use in hit density: amortised).
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace kv4 {
 
-/// A place in an index; kNoSlot is none.
-using Slot = std::int32_t;
-inline constexpr Slot kNoSlot = -1;
+/// The number of a block in a prefix index; kNoNode: none.
+using NodeId = std::int32_t;
+inline constexpr NodeId kNoNode = -1;
 
-/// One per slot, owned by the index and shared by the policies of its tenants: a slot is in one of them at most.
+/// One per node, owned by the index and shared by the policies of its tenants: a node is in one of them at most.
 struct EvictionNode {
-  Slot prev = kNoSlot;
-  Slot next = kNoSlot;
+  NodeId prev = kNoNode;
+  NodeId next = kNoNode;
   std::uint32_t used = 0;      // hit density: when, in its own time
   std::uint8_t queue = 0;      // S3-FIFO: which queue it is in, if any; hit density: its class
   std::uint8_t frequency = 0;  // hits, capped
@@ -29,46 +29,46 @@ class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
   /// A new block. `fingerprint` is of its key: a policy may know it from before.
-  virtual void insert(Slot slot, std::uint64_t fingerprint) = 0;
-  virtual void touch(Slot slot) = 0;
-  /// A reference exists: the slot is no victim until it is released.
-  virtual void hold(Slot slot) = 0;
+  virtual void insert(NodeId id, std::uint64_t fingerprint) = 0;
+  virtual void touch(NodeId id) = 0;
+  /// A reference exists: the node is no victim until it is released.
+  virtual void hold(NodeId id) = 0;
   /// The last reference has ended; counts as a touch.
-  virtual void release(Slot slot) = 0;
+  virtual void release(NodeId id) = 0;
   /// Blocks that others follow are held, and exposed, which is no touch, when the last of those has gone. Else they may
   /// be named as victims, and are held, then released.
   virtual bool leaves_only() const { return false; }
-  virtual void expose(Slot slot) { release(slot); }
-  /// The slot to evict next, which stays until evict(); kNoSlot: none.
-  virtual Slot victim() = 0;
+  virtual void expose(NodeId id) { release(id); }
+  /// The node to evict next, which stays until evict(); kNoNode: none.
+  virtual NodeId victim() = 0;
   /// Takes the victim out.
-  virtual void evict(Slot slot, std::uint64_t fingerprint) = 0;
+  virtual void evict(NodeId id, std::uint64_t fingerprint) = 0;
 };
 
 /// `nodes` outlive the policy. `capacity`: of the cache, in blocks.
 std::unique_ptr<EvictionPolicy> make_eviction(EvictionKind kind, std::span<EvictionNode> nodes, std::int64_t capacity);
 
 /// A doubly linked list through nodes.
-class SlotQueue {
+class NodeQueue {
  public:
-  void push(std::span<EvictionNode> nodes, Slot slot) {
-    nodes[slot].prev = last_;
-    nodes[slot].next = kNoSlot;
-    (last_ == kNoSlot ? first_ : nodes[last_].next) = slot;
-    last_ = slot;
+  void push(std::span<EvictionNode> nodes, NodeId id) {
+    nodes[id].prev = last_;
+    nodes[id].next = kNoNode;
+    (last_ == kNoNode ? first_ : nodes[last_].next) = id;
+    last_ = id;
     ++size_;
   }
-  void remove(std::span<EvictionNode> nodes, Slot slot) {
-    const EvictionNode& node = nodes[slot];
-    (node.prev == kNoSlot ? first_ : nodes[node.prev].next) = node.next;
-    (node.next == kNoSlot ? last_ : nodes[node.next].prev) = node.prev;
+  void remove(std::span<EvictionNode> nodes, NodeId id) {
+    const EvictionNode& node = nodes[id];
+    (node.prev == kNoNode ? first_ : nodes[node.prev].next) = node.next;
+    (node.next == kNoNode ? last_ : nodes[node.next].prev) = node.prev;
     --size_;
   }
-  Slot first() const { return first_; }
+  NodeId first() const { return first_; }
   std::int64_t size() const { return size_; }
 
  private:
-  Slot first_ = kNoSlot, last_ = kNoSlot;
+  NodeId first_ = kNoNode, last_ = kNoNode;
   std::int64_t size_ = 0;
 };
 

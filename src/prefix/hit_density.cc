@@ -34,74 +34,74 @@ void HitDensity::count_reuse(std::uint32_t used, std::size_t in_class) {
 }
 
 // From now on it is of the class that this use makes it.
-void HitDensity::use(Slot slot) {
-  EvictionNode& n = node(slot);
+void HitDensity::use(NodeId id) {
+  EvictionNode& n = node(id);
   n.used = ++now_;
   n.queue = static_cast<std::uint8_t>(class_of(n.frequency, n.behind));
   classes_[n.queue].uses += 1;
   if (++uses_since_look_ >= uses_per_look_) look_at_counts();
 }
 
-void HitDensity::insert(Slot slot, std::uint64_t fingerprint) {
-  EvictionNode& n = node(slot);
-  n.prev = kNoSlot;
+void HitDensity::insert(NodeId id, std::uint64_t fingerprint) {
+  EvictionNode& n = node(id);
+  n.prev = kNoNode;
   n.frequency = 0;
   if (const std::optional<Ghost> ghost = ghosts_.recall(fingerprint)) {
     count_reuse(ghost->used, ghost->in_class);
     n.frequency = static_cast<std::uint8_t>(std::min(ghost->hits + 1, kHitClasses - 1));
   }
-  use(slot);
-  expose(slot);
+  use(id);
+  expose(id);
 }
 
-void HitDensity::touch(Slot slot) {
-  EvictionNode& n = node(slot);
+void HitDensity::touch(NodeId id) {
+  EvictionNode& n = node(id);
   count_reuse(n.used, n.queue);
   n.frequency = static_cast<std::uint8_t>(std::min(n.frequency + 1, kHitClasses - 1));
-  use(slot);
+  use(id);
 }
 
-void HitDensity::release(Slot slot) {
-  touch(slot);
-  expose(slot);
+void HitDensity::release(NodeId id) {
+  touch(id);
+  expose(id);
 }
 
-void HitDensity::expose(Slot slot) {
-  if (node(slot).prev != kNoSlot) return;
-  node(slot).prev = static_cast<Slot>(candidates_.size());
-  candidates_.push_back(slot);
+void HitDensity::expose(NodeId id) {
+  if (node(id).prev != kNoNode) return;
+  node(id).prev = static_cast<NodeId>(candidates_.size());
+  candidates_.push_back(id);
 }
 
-void HitDensity::hold(Slot slot) {
-  const Slot place = node(slot).prev;
-  if (place == kNoSlot) return;
+void HitDensity::hold(NodeId id) {
+  const NodeId place = node(id).prev;
+  if (place == kNoNode) return;
   candidates_[place] = candidates_.back();
   node(candidates_.back()).prev = place;
   candidates_.pop_back();
-  node(slot).prev = kNoSlot;
+  node(id).prev = kNoNode;
 }
 
-double HitDensity::density(Slot slot) {
-  const EvictionNode& n = node(slot);
+double HitDensity::density(NodeId id) {
+  const EvictionNode& n = node(id);
   return classes_[n.queue].density[age_step(now_ - n.used)];
 }
 
 // The least dense of some; of equals the one that was used longest ago.
-Slot HitDensity::victim() {
+NodeId HitDensity::victim() {
   const std::size_t all = candidates_.size();
-  Slot out = kNoSlot;
+  NodeId out = kNoNode;
   for (std::size_t i = 0; i < std::min(all, kSamples); ++i) {
-    const Slot slot = candidates_[all <= kSamples ? i : random_() % all];
-    if (out == kNoSlot || density(slot) < density(out) ||
-        (density(slot) == density(out) && now_ - node(slot).used > now_ - node(out).used))
-      out = slot;
+    const NodeId id = candidates_[all <= kSamples ? i : random_() % all];
+    if (out == kNoNode || density(id) < density(out) ||
+        (density(id) == density(out) && now_ - node(id).used > now_ - node(out).used))
+      out = id;
   }
   return out;
 }
 
-void HitDensity::evict(Slot slot, std::uint64_t fingerprint) {
-  hold(slot);
-  const EvictionNode& n = node(slot);
+void HitDensity::evict(NodeId id, std::uint64_t fingerprint) {
+  hold(id);
+  const EvictionNode& n = node(id);
   ghosts_.remember(fingerprint, {n.used, n.frequency, n.queue});
 }
 

@@ -23,14 +23,14 @@ class HitDensity final : public EvictionPolicy {
 
   HitDensity(std::span<EvictionNode> nodes, std::int64_t capacity);
 
-  void insert(Slot slot, std::uint64_t fingerprint) override;
-  void touch(Slot slot) override;
-  void hold(Slot slot) override;
-  void release(Slot slot) override;
-  Slot victim() override;
-  void evict(Slot slot, std::uint64_t fingerprint) override;
+  void insert(NodeId id, std::uint64_t fingerprint) override;
+  void touch(NodeId id) override;
+  void hold(NodeId id) override;
+  void release(NodeId id) override;
+  NodeId victim() override;
+  void evict(NodeId id, std::uint64_t fingerprint) override;
   bool leaves_only() const override { return true; }
-  void expose(Slot slot) override;
+  void expose(NodeId id) override;
 
  private:
   // Ages are in octaves of four steps, from 16 uses on.
@@ -49,18 +49,18 @@ class HitDensity final : public EvictionPolicy {
     std::uint8_t in_class = 0;
   };
 
-  EvictionNode& node(Slot slot) { return nodes_[slot]; }
+  EvictionNode& node(NodeId id) { return nodes_[id]; }
   static std::size_t class_of(std::uint8_t hits, std::uint8_t behind);
   static std::size_t age_step(std::uint32_t age);
   static double age_begin(std::size_t step);
   void count_reuse(std::uint32_t used, std::size_t in_class);
-  void use(Slot slot);
-  double density(Slot slot);
+  void use(NodeId id);
+  double density(NodeId id);
   void look_at_counts();
 
-  // A node's `queue` is its class, `prev` a candidate's place in candidates_; kNoSlot: it is none.
+  // A node's `queue` is its class, `prev` a candidate's place in candidates_; kNoNode: it is none.
   std::span<EvictionNode> nodes_;
-  std::vector<Slot> candidates_;
+  std::vector<NodeId> candidates_;
   GhostList<Ghost> ghosts_;
   std::array<Class, kClasses> classes_;
   std::uint32_t now_ = 0;  // uses; an age is a difference, so it may wrap

@@ -1,4 +1,4 @@
-// Block key -> slot: open addressing over the keys' own uniform bytes, sized once, at most half full.
+// Block key -> node: open addressing over the keys' own uniform bytes, sized once, at most half full.
 #pragma once
 
 #include <cstdint>
@@ -14,34 +14,34 @@ class KeyTable {
  public:
   explicit KeyTable(std::int64_t capacity) : cells_(prefix_cells(capacity)) {}
 
-  /// `matches(slot)` compares the whole key; it is asked for the few slots whose fingerprint agrees in 32 bits.
+  /// `matches(id)` compares the whole key; it is asked for the few nodes whose fingerprint agrees in 32 bits.
   template <class Matches>
-  Slot find(const BlockKey& key, Matches&& matches) const {
+  NodeId find(const BlockKey& key, Matches&& matches) const {
     const std::uint64_t print = key_fingerprint(key);
-    for (std::size_t i = home(print); cells_[i].slot != kNoSlot; i = next(i))
-      if (cells_[i].tag == tag(print) && matches(cells_[i].slot)) return cells_[i].slot;
-    return kNoSlot;
+    for (std::size_t i = home(print); cells_[i].id != kNoNode; i = next(i))
+      if (cells_[i].tag == tag(print) && matches(cells_[i].id)) return cells_[i].id;
+    return kNoNode;
   }
 
-  /// Prefetches for keys that will be looked up soon: first the cell, a little later the slot that it names, most
+  /// Prefetches for keys that will be looked up soon: first the cell, a little later the node that it names, most
   /// likely the key's.
   void prefetch(const BlockKey& key) const { __builtin_prefetch(&cells_[home(key_fingerprint(key))]); }
-  Slot home_slot(const BlockKey& key) const { return cells_[home(key_fingerprint(key))].slot; }
+  NodeId home_node(const BlockKey& key) const { return cells_[home(key_fingerprint(key))].id; }
 
-  void insert(const BlockKey& key, Slot slot) {
+  void insert(const BlockKey& key, NodeId id) {
     const std::uint64_t print = key_fingerprint(key);
     std::size_t i = home(print);
-    while (cells_[i].slot != kNoSlot) i = next(i);
-    cells_[i] = {tag(print), slot};
+    while (cells_[i].id != kNoNode) i = next(i);
+    cells_[i] = {tag(print), id};
   }
 
-  /// `key_of(slot)`: the keys of the slots that move up into the gap.
+  /// `key_of(id)`: the keys of the nodes that move up into the gap.
   template <class KeyOf>
-  void erase(const BlockKey& key, Slot slot, KeyOf&& key_of) {
+  void erase(const BlockKey& key, NodeId id, KeyOf&& key_of) {
     std::size_t gap = home(key_fingerprint(key));
-    while (cells_[gap].slot != slot) gap = next(gap);
-    for (std::size_t i = next(gap); cells_[i].slot != kNoSlot; i = next(i)) {
-      const std::size_t wanted = home(key_fingerprint(key_of(cells_[i].slot)));
+    while (cells_[gap].id != id) gap = next(gap);
+    for (std::size_t i = next(gap); cells_[i].id != kNoNode; i = next(i)) {
+      const std::size_t wanted = home(key_fingerprint(key_of(cells_[i].id)));
       if (((i - wanted) & mask()) < ((i - gap) & mask())) continue;  // it stands at or behind its home already
       cells_[gap] = cells_[i];
       gap = i;
@@ -54,7 +54,7 @@ class KeyTable {
  private:
   struct Cell {
     std::uint32_t tag = 0;
-    Slot slot = kNoSlot;
+    NodeId id = kNoNode;
   };
   static_assert(sizeof(Cell) == kPrefixCellBytes);
   std::size_t mask() const { return cells_.size() - 1; }

@@ -2,14 +2,14 @@
 
 namespace kv4 {
 
-void Lru::insert(Slot slot, std::uint64_t) { queue_.push(nodes_, slot); }
-void Lru::touch(Slot slot) {
-  queue_.remove(nodes_, slot);
-  queue_.push(nodes_, slot);
+void Lru::insert(NodeId id, std::uint64_t) { queue_.push(nodes_, id); }
+void Lru::touch(NodeId id) {
+  queue_.remove(nodes_, id);
+  queue_.push(nodes_, id);
 }
-void Lru::hold(Slot slot) { queue_.remove(nodes_, slot); }
-void Lru::release(Slot slot) { queue_.push(nodes_, slot); }
-Slot Lru::victim() { return queue_.first(); }
-void Lru::evict(Slot slot, std::uint64_t) { queue_.remove(nodes_, slot); }
+void Lru::hold(NodeId id) { queue_.remove(nodes_, id); }
+void Lru::release(NodeId id) { queue_.push(nodes_, id); }
+NodeId Lru::victim() { return queue_.first(); }
+void Lru::evict(NodeId id, std::uint64_t) { queue_.remove(nodes_, id); }
 
 }  // namespace kv4

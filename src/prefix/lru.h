@@ -9,16 +9,16 @@ class Lru final : public EvictionPolicy {
  public:
   explicit Lru(std::span<EvictionNode> nodes) : nodes_(nodes) {}
 
-  void insert(Slot slot, std::uint64_t fingerprint) override;
-  void touch(Slot slot) override;
-  void hold(Slot slot) override;
-  void release(Slot slot) override;
-  Slot victim() override;
-  void evict(Slot slot, std::uint64_t fingerprint) override;
+  void insert(NodeId id, std::uint64_t fingerprint) override;
+  void touch(NodeId id) override;
+  void hold(NodeId id) override;
+  void release(NodeId id) override;
+  NodeId victim() override;
+  void evict(NodeId id, std::uint64_t fingerprint) override;
 
  private:
   std::span<EvictionNode> nodes_;
-  SlotQueue queue_;  // least recently used first; without those held
+  NodeQueue queue_;  // least recently used first; without those held
 };
 
 }  // namespace kv4

@@ -10,9 +10,9 @@ namespace kv4 {
 namespace {
 
 void check_options(const PrefixIndexOptions& o) {
-  require(o.capacity_blocks >= 1 && o.capacity_blocks <= std::numeric_limits<Slot>::max(), ErrorCode::bad_config,
+  require(o.capacity_blocks >= 1 && o.capacity_blocks <= std::numeric_limits<NodeId>::max(), ErrorCode::bad_config,
           "capacity_blocks is {}; a prefix index holds 1 to {} blocks", o.capacity_blocks,
-          std::numeric_limits<Slot>::max());
+          std::numeric_limits<NodeId>::max());
   require(o.block_tokens >= 1, ErrorCode::bad_config, "block_tokens is {}; a block has at least 1 token",
           o.block_tokens);
   require(o.max_events >= 1, ErrorCode::bad_config, "max_events is {}; the stream holds at least 1", o.max_events);
@@ -49,20 +49,20 @@ PrefixIndex::PrefixIndex(const PrefixIndexOptions& options)
                         .size = 0,
                         .unreferenced = 0,
                         .policy = make_eviction(options.eviction, nodes_, options.capacity_blocks)});
-  for (auto slot = static_cast<Slot>(entries_.size()); slot-- > 0;) {
-    entries_[slot].parent = free_head_;
-    free_head_ = slot;
+  for (auto id = static_cast<NodeId>(entries_.size()); id-- > 0;) {
+    entries_[id].parent = free_head_;
+    free_head_ = id;
   }
 }
 
-const PrefixIndex::Entry& PrefixIndex::at(Slot slot) const {
-  require(slot >= 0 && slot < static_cast<Slot>(entries_.size()) && entries_[slot].depth > 0, ErrorCode::bad_argument,
-          "slot {} holds no block; the index has {} of {} in use", slot, size_, entries_.size());
-  return entries_[slot];
+const PrefixIndex::Entry& PrefixIndex::at(NodeId id) const {
+  require(id >= 0 && id < static_cast<NodeId>(entries_.size()) && entries_[id].depth > 0, ErrorCode::bad_argument,
+          "id {} holds no block; the index has {} of {} in use", id, size_, entries_.size());
+  return entries_[id];
 }
 
-PrefixIndex::Entry& PrefixIndex::at(Slot slot) {
-  return const_cast<Entry&>(static_cast<const PrefixIndex*>(this)->at(slot));
+PrefixIndex::Entry& PrefixIndex::at(NodeId id) {
+  return const_cast<Entry&>(static_cast<const PrefixIndex*>(this)->at(id));
 }
 
 const PrefixIndex::Tenant& PrefixIndex::tenant_at(TenantId tenant) const {
@@ -71,8 +71,8 @@ const PrefixIndex::Tenant& PrefixIndex::tenant_at(TenantId tenant) const {
   return tenants_[tenant];
 }
 
-Slot PrefixIndex::find(const BlockKey& key) const {
-  return table_.find(key, [&](Slot slot) { return entries_[slot].key == key; });
+NodeId PrefixIndex::find(const BlockKey& key) const {
+  return table_.find(key, [&](NodeId id) { return entries_[id].key == key; });
 }
 
 // Keys are spread over all of the table: a lookup waits for memory twice unless both are asked for ahead of time.
@@ -80,9 +80,9 @@ void PrefixIndex::prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) 
   constexpr std::size_t kCellsAhead = 16, kEntriesAhead = 8;
   if (i + kCellsAhead < keys.size()) table_.prefetch(keys[i + kCellsAhead]);
   if (i + kEntriesAhead >= keys.size()) return;
-  if (const Slot slot = table_.home_slot(keys[i + kEntriesAhead]); slot != kNoSlot) {
-    __builtin_prefetch(&entries_[slot]);
-    __builtin_prefetch(&nodes_[slot]);
+  if (const NodeId id = table_.home_node(keys[i + kEntriesAhead]); id != kNoNode) {
+    __builtin_prefetch(&entries_[id]);
+    __builtin_prefetch(&nodes_[id]);
   }
 }
 
@@ -94,11 +94,11 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys, std::int64_t prom
   PrefixMatch out;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     prefetch_ahead(keys, i);
-    const Slot slot = find(keys[i]);
-    if (slot == kNoSlot) break;
+    const NodeId id = find(keys[i]);
+    if (id == kNoNode) break;
     if (++out.matched_blocks > most_usable) continue;
-    const Entry& entry = entries_[slot];
-    out.slot = slot;
+    const Entry& entry = entries_[id];
+    out.id = id;
     out.usable_tokens = out.matched_blocks * options_.block_tokens;
     if (entry.snapshot == kNoSnapshot) continue;
     out.snapshot = entry.snapshot;
@@ -110,103 +110,103 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys, std::int64_t prom
   return out;
 }
 
-void PrefixIndex::add_reference(Slot slot) {
-  Entry& entry = at(slot);
+void PrefixIndex::add_reference(NodeId id) {
+  Entry& entry = at(id);
   if (entry.references++ > 0) return;
   Tenant& tenant = tenants_[entry.tenant];
   --tenant.unreferenced;
-  if (!entry.waits) tenant.policy->hold(slot);
+  if (!entry.waits) tenant.policy->hold(id);
 }
 
-void PrefixIndex::drop_reference(Slot slot, std::int64_t behind) {
-  Entry& entry = at(slot);
-  require(entry.references > 0, ErrorCode::bad_argument, "slot {} is not pinned; it was unpinned once too often", slot);
+void PrefixIndex::drop_reference(NodeId id, std::int64_t behind) {
+  Entry& entry = at(id);
+  require(entry.references > 0, ErrorCode::bad_argument, "id {} is not pinned; it was unpinned once too often", id);
   entry.last_used = ++clock_;
   if (--entry.references > 0) return;
   Tenant& tenant = tenants_[entry.tenant];
   ++tenant.unreferenced;
   if (entry.waits) return;
-  nodes_[slot].behind = static_cast<std::uint8_t>(std::min<std::int64_t>(behind, 255));
+  nodes_[id].behind = static_cast<std::uint8_t>(std::min<std::int64_t>(behind, 255));
   if (entry.fresh)
-    tenant.policy->insert(slot, key_fingerprint(entry.key));
+    tenant.policy->insert(id, key_fingerprint(entry.key));
   else
-    tenant.policy->release(slot);
+    tenant.policy->release(id);
   entry.fresh = false;
-  if (entry.children > 0 && tenant.policy->leaves_only()) tenant.policy->hold(slot);
+  if (entry.children > 0 && tenant.policy->leaves_only()) tenant.policy->hold(id);
 }
 
-void PrefixIndex::pin(Slot slot) {
-  for (Slot each = slot; each != kNoSlot; each = at(each).parent) add_reference(each);
+void PrefixIndex::pin(NodeId id) {
+  for (NodeId each = id; each != kNoNode; each = at(each).parent) add_reference(each);
 }
 
 // From the tail to the head: the deepest block is the least recently used.
-void PrefixIndex::unpin(Slot slot) {
+void PrefixIndex::unpin(NodeId id) {
   std::int64_t behind = 0;
-  for (Slot each = slot; each != kNoSlot; each = at(each).parent) drop_reference(each, behind++);
+  for (NodeId each = id; each != kNoNode; each = at(each).parent) drop_reference(each, behind++);
 }
 
-Slot PrefixIndex::unpin_last(Slot slot) {
-  const Slot parent = at(slot).parent;
-  drop_reference(slot, 0);
+NodeId PrefixIndex::unpin_last(NodeId id) {
+  const NodeId parent = at(id).parent;
+  drop_reference(id, 0);
   return parent;
 }
 
-std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block,
-                                                       std::uint16_t weights_slot, bool inserted) {
+std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, NodeId parent, const BlockKey& key,
+                                                       BlockId block, std::uint16_t weights_slot, bool inserted) {
   tenant_at(tenant);
-  require(parent == kNoSlot || at(parent).references > 0, ErrorCode::bad_argument,
-          "slot {} is not pinned; pin a block before appending to it", parent);
-  if (const Slot known = find(key); known != kNoSlot) {
+  require(parent == kNoNode || at(parent).references > 0, ErrorCode::bad_argument,
+          "id {} is not pinned; pin a block before appending to it", parent);
+  if (const NodeId known = find(key); known != kNoNode) {
     if (at(known).parent != parent) {
       fail(ErrorCode::bad_argument,
-           "key {} follows slot {}, but it was stored behind slot {}; a key belongs to one chain", to_hex(key), parent,
+           "key {} follows id {}, but it was stored behind id {}; a key belongs to one chain", to_hex(key), parent,
            at(known).parent);
     }
     add_reference(known);
     return Stored{known, false};
   }
-  if (free_head_ == kNoSlot) return std::nullopt;
-  const Slot slot = free_head_;
-  Entry& entry = entries_[slot];
+  if (free_head_ == kNoNode) return std::nullopt;
+  const NodeId id = free_head_;
+  Entry& entry = entries_[id];
   free_head_ = entry.parent;
   entry = {.key = key,
            .parent = parent,
-           .depth = parent == kNoSlot ? 1 : at(parent).depth + 1,
+           .depth = parent == kNoNode ? 1 : at(parent).depth + 1,
            .references = 1,
            .tenant = tenant,
            .block = block,
            .weights_slot = weights_slot,
            .fresh = true,
            .last_used = ++clock_};
-  if (parent != kNoSlot) ++at(parent).children;
-  table_.insert(key, slot);
+  if (parent != kNoNode) ++at(parent).children;
+  table_.insert(key, id);
   ++tenants_[tenant].size;
   ++size_;
   record({BlockEvent::Kind::stored, key, inserted});
-  return Stored{slot, true};
+  return Stored{id, true};
 }
 
 // LRU meets a block without children at once, because chains are given back from the tail on. S3-FIFO may meet one with
 // children: it is held until the last of them is gone.
-Slot PrefixIndex::find_victim(Tenant& tenant) {
+NodeId PrefixIndex::find_victim(Tenant& tenant) {
   for (;;) {
-    const Slot slot = tenant.policy->victim();
-    if (slot == kNoSlot || entries_[slot].children == 0) return slot;
-    entries_[slot].waits = true;
-    tenant.policy->hold(slot);
+    const NodeId id = tenant.policy->victim();
+    if (id == kNoNode || entries_[id].children == 0) return id;
+    entries_[id].waits = true;
+    tenant.policy->hold(id);
   }
 }
 
 std::optional<Evicted> PrefixIndex::evict(TenantId tenant) {
   tenant_at(tenant);
-  Slot chosen = kNoSlot;
+  NodeId chosen = kNoNode;
   for (TenantId i = 0; i < std::ssize(tenants_); ++i) {
     Tenant& other = tenants_[i];
     if (i != tenant && other.size <= other.share) continue;
-    const Slot slot = find_victim(other);
-    if (slot != kNoSlot && (chosen == kNoSlot || at(slot).last_used < at(chosen).last_used)) chosen = slot;
+    const NodeId id = find_victim(other);
+    if (id != kNoNode && (chosen == kNoNode || at(id).last_used < at(chosen).last_used)) chosen = id;
   }
-  if (chosen == kNoSlot) return std::nullopt;
+  if (chosen == kNoNode) return std::nullopt;
   return remove(chosen);
 }
 
@@ -217,7 +217,7 @@ std::int64_t PrefixIndex::num_evictable(TenantId tenant) const {
   return out;
 }
 
-void PrefixIndex::drop_child(Slot parent) {
+void PrefixIndex::drop_child(NodeId parent) {
   Entry& entry = at(parent);
   EvictionPolicy& policy = *tenants_[entry.tenant].policy;
   if (--entry.children > 0 || (!entry.waits && !policy.leaves_only())) return;
@@ -225,49 +225,49 @@ void PrefixIndex::drop_child(Slot parent) {
   if (entry.references == 0) policy.expose(parent);
 }
 
-Evicted PrefixIndex::remove(Slot slot) {
-  Entry& entry = at(slot);
+Evicted PrefixIndex::remove(NodeId id) {
+  Entry& entry = at(id);
   const Evicted out{entry.key, entry.block, entry.snapshot};
   Tenant& tenant = tenants_[entry.tenant];
-  tenant.policy->evict(slot, key_fingerprint(entry.key));
+  tenant.policy->evict(id, key_fingerprint(entry.key));
   --tenant.size;
   --tenant.unreferenced;
   --size_;
-  if (entry.parent != kNoSlot) drop_child(entry.parent);
-  if (!entry.forgotten) erase_key(slot);
+  if (entry.parent != kNoNode) drop_child(entry.parent);
+  if (!entry.forgotten) erase_key(id);
   entry = {};
   entry.parent = free_head_;
-  free_head_ = slot;
+  free_head_ = id;
   return out;
 }
 
-void PrefixIndex::erase_key(Slot slot) {
-  const BlockKey& key = at(slot).key;
-  table_.erase(key, slot, [&](Slot other) -> const BlockKey& { return entries_[other].key; });
+void PrefixIndex::erase_key(NodeId id) {
+  const BlockKey& key = at(id).key;
+  table_.erase(key, id, [&](NodeId other) -> const BlockKey& { return entries_[other].key; });
   record({BlockEvent::Kind::evicted, key});
 }
 
-void PrefixIndex::forget_tail(Slot slot, const Gone& gone) {
-  while (slot != kNoSlot && at(slot).forgotten && at(slot).references == 0 && at(slot).children == 0) {
-    const Slot parent = at(slot).parent;
-    gone(remove(slot));
-    slot = parent;
+void PrefixIndex::forget_tail(NodeId id, const Gone& gone) {
+  while (id != kNoNode && at(id).forgotten && at(id).references == 0 && at(id).children == 0) {
+    const NodeId parent = at(id).parent;
+    gone(remove(id));
+    id = parent;
   }
 }
 
 void PrefixIndex::forget(std::uint16_t weights_slot, const Gone& gone) {
   const auto each = [&](auto&& act) {
-    for (Slot slot = 0; slot < static_cast<Slot>(entries_.size()); ++slot) {
-      Entry& entry = entries_[slot];
-      if (entry.depth > 0 && entry.weights_slot == weights_slot) act(slot, entry);
+    for (NodeId id = 0; id < static_cast<NodeId>(entries_.size()); ++id) {
+      Entry& entry = entries_[id];
+      if (entry.depth > 0 && entry.weights_slot == weights_slot) act(id, entry);
     }
   };
-  each([&](Slot slot, Entry& entry) {
+  each([&](NodeId id, Entry& entry) {
     if (entry.forgotten) return;
-    erase_key(slot);
+    erase_key(id);
     entry.forgotten = true;
   });
-  each([&](Slot slot, Entry&) { forget_tail(slot, gone); });
+  each([&](NodeId id, Entry&) { forget_tail(id, gone); });
 }
 
 PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const BlockKey> keys,
@@ -276,7 +276,7 @@ PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const Block
           "{} blocks for {} keys; give one each, or none", blocks.size(), keys.size());
   evicted_.clear();
   Inserted out;
-  Slot tail = kNoSlot;
+  NodeId tail = kNoNode;
   try {
     for (const BlockKey& key : keys) {
       const BlockId block = blocks.empty() ? kNoBlock : blocks[out.blocks];
@@ -287,7 +287,7 @@ PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const Block
         evicted_.push_back(*gone);
         stored = append(tenant, tail, key, block);
       }
-      tail = stored->slot;
+      tail = stored->id;
       ++out.blocks;
       out.new_blocks += stored->is_new;
     }
@@ -300,8 +300,8 @@ PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const Block
   return out;
 }
 
-SnapshotId PrefixIndex::attach_snapshot(Slot slot, SnapshotId snapshot) {
-  Entry& entry = at(slot);
+SnapshotId PrefixIndex::attach_snapshot(NodeId id, SnapshotId snapshot) {
+  Entry& entry = at(id);
   const SnapshotId before = entry.snapshot;
   entry.snapshot = snapshot;
   return before;

@@ -37,7 +37,7 @@ struct PrefixMatch {
   std::int64_t matched_blocks = 0;  // from the first on, without a gap
   /// Tokens that need not be stored again: whole blocks, and at least one token of the prompt remains for a query.
   std::int64_t usable_tokens = 0;
-  Slot slot = kNoSlot;  // of the last usable block; pin it before anything else can evict it
+  NodeId id = kNoNode;  // of the last usable block; pin it before anything else can evict it
   /// First token to compute. Tokens from here to usable_tokens are replayed: windows and pending rows are rebuilt, the
   /// entries are there already.
   std::int64_t resume_at = 0;
@@ -62,20 +62,20 @@ class PrefixIndex {
   PrefixMatch match(std::span<const BlockKey> keys, std::int64_t prompt_tokens) const;
 
   /// A reference on the block and on every block before it: none of them is evicted.
-  void pin(Slot slot);
+  void pin(NodeId id);
   /// Gives one back. The deepest block becomes the first to go.
-  void unpin(Slot slot);
-  /// As unpin(slot) and pin(parent(slot)); returns the parent.
-  Slot unpin_last(Slot slot);
+  void unpin(NodeId id);
+  /// As unpin(node) and pin(parent(node)); returns the parent.
+  NodeId unpin_last(NodeId id);
 
   struct Stored {
-    Slot slot = kNoSlot;
+    NodeId id = kNoNode;
     bool is_new = false;  // false: the key was there, with a block of its own
   };
-  /// The block that follows `parent` (kNoSlot: the first of a chain), which the caller has pinned; the new one is
+  /// The block that follows `parent` (kNoNode: the first of a chain), which the caller has pinned; the new one is
   /// pinned with it, so that unpin(new) replaces unpin(parent). nullopt: full; evict first.
   /// `weights_slot`: what forget() can name; the same in all of a chain. `inserted`: for the event.
-  std::optional<Stored> append(TenantId tenant, Slot parent, const BlockKey& key, BlockId block = kNoBlock,
+  std::optional<Stored> append(TenantId tenant, NodeId parent, const BlockKey& key, BlockId block = kNoBlock,
                                std::uint16_t weights_slot = 0, bool inserted = false);
 
   /// Takes the block that `tenant`'s need for room costs: one without references and without kept children; of another
@@ -95,32 +95,32 @@ class PrefixIndex {
 
   using Gone = std::function<void(const Evicted&)>;
   /// No block of these weights is found any more. Those without references go at once, and `gone` is told of each; the
-  /// others when forget_tail() is told. Costs a look at every slot.
+  /// others when forget_tail() is told. Costs a look at every node.
   void forget(std::uint16_t weights_slot, const Gone& gone);
   /// Forgotten blocks from this one up that have no references and no children any more, likewise.
-  void forget_tail(Slot slot, const Gone& gone);
+  void forget_tail(NodeId id, const Gone& gone);
 
   /// At the end of the block; returns the one that was there before, if any.
-  SnapshotId attach_snapshot(Slot slot, SnapshotId snapshot);
-  SnapshotId detach_snapshot(Slot slot) { return attach_snapshot(slot, kNoSnapshot); }
+  SnapshotId attach_snapshot(NodeId id, SnapshotId snapshot);
+  SnapshotId detach_snapshot(NodeId id) { return attach_snapshot(id, kNoSnapshot); }
 
   /// For the events: the snapshot at the end of this block is kept.
-  void note_snapshot(Slot slot, bool inserted) { record({BlockEvent::Kind::snapshot, at(slot).key, inserted}); }
+  void note_snapshot(NodeId id, bool inserted) { record({BlockEvent::Kind::snapshot, at(id).key, inserted}); }
 
   /// The oldest events, in order, as many as fit; they are gone then. Returns how many.
   std::size_t read_events(std::span<BlockEvent> out);
   std::uint64_t lost_events() const { return lost_events_; }
 
-  Slot find(const BlockKey& key) const;
-  const BlockKey& key(Slot slot) const { return at(slot).key; }
-  BlockId block(Slot slot) const { return at(slot).block; }
-  SnapshotId snapshot(Slot slot) const { return at(slot).snapshot; }
-  Slot parent(Slot slot) const { return at(slot).parent; }
-  std::int32_t children(Slot slot) const { return at(slot).children; }
-  std::int32_t references(Slot slot) const { return at(slot).references; }
-  TenantId tenant(Slot slot) const { return at(slot).tenant; }
-  std::uint64_t last_used(Slot slot) const { return at(slot).last_used; }
-  std::int64_t tokens(Slot slot) const { return std::int64_t{at(slot).depth} * options_.block_tokens; }
+  NodeId find(const BlockKey& key) const;
+  const BlockKey& key(NodeId id) const { return at(id).key; }
+  BlockId block(NodeId id) const { return at(id).block; }
+  SnapshotId snapshot(NodeId id) const { return at(id).snapshot; }
+  NodeId parent(NodeId id) const { return at(id).parent; }
+  std::int32_t children(NodeId id) const { return at(id).children; }
+  std::int32_t references(NodeId id) const { return at(id).references; }
+  TenantId tenant(NodeId id) const { return at(id).tenant; }
+  std::uint64_t last_used(NodeId id) const { return at(id).last_used; }
+  std::int64_t tokens(NodeId id) const { return std::int64_t{at(id).depth} * options_.block_tokens; }
 
   int block_tokens() const { return options_.block_tokens; }
   std::int64_t capacity() const { return options_.capacity_blocks; }
@@ -131,7 +131,7 @@ class PrefixIndex {
   std::int64_t memory_bytes() const;
 
  private:
-  // 1. depth > 0: the slot is in use, and in table_ unless forgotten. depth = 0: it is in the free list, through
+  // 1. depth > 0: the node is in use, and in table_ unless forgotten. depth = 0: it is in the free list, through
   // `parent`.
   // 2. A block's parent is in use, and children counts the blocks that name it.
   // 3. A block's references include those of each child: who refers to a block refers to all before it.
@@ -139,7 +139,7 @@ class PrefixIndex {
   //    unless it waits; by 3 so may its descendants, and the deepest of them wait for nobody.
   struct Entry {
     BlockKey key{};
-    Slot parent = kNoSlot;
+    NodeId parent = kNoNode;
     std::int32_t depth = 0;  // blocks from the start of the chain, this one included
     std::int32_t children = 0;
     std::int32_t references = 0;
@@ -159,16 +159,16 @@ class PrefixIndex {
     std::unique_ptr<EvictionPolicy> policy;
   };
 
-  Entry& at(Slot slot);
-  const Entry& at(Slot slot) const;
+  Entry& at(NodeId id);
+  const Entry& at(NodeId id) const;
   const Tenant& tenant_at(TenantId tenant) const;
   void prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) const;
-  void add_reference(Slot slot);
-  void drop_reference(Slot slot, std::int64_t behind);  // behind: blocks of the chain, which goes
-  Slot find_victim(Tenant& tenant);
-  void drop_child(Slot parent);
-  void erase_key(Slot slot);
-  Evicted remove(Slot slot);
+  void add_reference(NodeId id);
+  void drop_reference(NodeId id, std::int64_t behind);  // behind: blocks of the chain, which goes
+  NodeId find_victim(Tenant& tenant);
+  void drop_child(NodeId parent);
+  void erase_key(NodeId id);
+  Evicted remove(NodeId id);
   void record(const BlockEvent& event);
 
   PrefixIndexOptions options_;
@@ -176,7 +176,7 @@ class PrefixIndex {
   std::vector<EvictionNode> nodes_;
   KeyTable table_;
   std::vector<Tenant> tenants_;
-  Slot free_head_ = kNoSlot;
+  NodeId free_head_ = kNoNode;
   std::int64_t size_ = 0;
   std::uint64_t clock_ = 0;
   std::vector<Evicted> evicted_;

@@ -17,21 +17,21 @@ class S3Fifo final : public EvictionPolicy {
   S3Fifo(std::span<EvictionNode> nodes, std::int64_t capacity)
       : nodes_(nodes), max_small_(capacity * kSmallPercent / 100), ghosts_(capacity) {}
 
-  void insert(Slot slot, std::uint64_t fingerprint) override;
-  void touch(Slot slot) override;
-  void hold(Slot slot) override;
-  void release(Slot slot) override;
-  Slot victim() override;
-  void evict(Slot slot, std::uint64_t fingerprint) override;
+  void insert(NodeId id, std::uint64_t fingerprint) override;
+  void touch(NodeId id) override;
+  void hold(NodeId id) override;
+  void release(NodeId id) override;
+  NodeId victim() override;
+  void evict(NodeId id, std::uint64_t fingerprint) override;
 
  private:
   enum Queue : std::uint8_t { kSmall, kMain, kParked };
-  EvictionNode& node(Slot slot) { return nodes_[slot]; }
-  void push(Queue queue, Slot slot);
-  void unlink(Slot slot);
+  EvictionNode& node(NodeId id) { return nodes_[id]; }
+  void push(Queue queue, NodeId id);
+  void unlink(NodeId id);
 
   std::span<EvictionNode> nodes_;
-  SlotQueue queues_[2];  // kSmall and kMain, oldest first. A held slot that came up is in neither: kParked
+  NodeQueue queues_[2];  // kSmall and kMain, oldest first. A held node that came up is in neither: kParked
   std::int64_t max_small_;
   struct Nothing {};
   GhostList<Nothing> ghosts_;

@@ -358,7 +358,7 @@ void DiskStore::get(std::span<GetRequest> requests) {
       *reader.queue,
       [&]() -> IoOp* {
         if (!skip_to_next()) return nullptr;
-        const Place& place = found[next].entry.place;
+        const RecordPlace& place = found[next].entry.place;
         // A payload with its seal behind it may be longer than `to`.
         const bool fits = place.length == found[next].entry.payload_bytes();
         const std::span<std::byte> to = fits ? requests[next].to : std::span<std::byte>();
@@ -394,7 +394,7 @@ void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, 
   compare(request.id, found.entry, record);
   bool again = record.status.ok();  // the damage may have been on the way
   while (!sound()) {
-    const Place before = found.entry.place;
+    const RecordPlace before = found.entry.place;
     if (!begin_get(request, found)) return;  // it is gone meanwhile
     if (found.entry.place == before && !std::exchange(again, false)) break;
     record = read_entry(request.id, found.entry, again_buffer);
@@ -440,7 +440,7 @@ void DiskStore::compare(const RecordId& id, const Entry& entry, ReadRecord& reco
 }
 
 void DiskStore::forget(const RecordId& id) noexcept {
-  const Place place = index_.find(id).value().place;
+  const RecordPlace place = index_.find(id).value().place;
   place.segment->live_bytes -= stored_bytes(place.length);
   index_.erase(id);
 }

@@ -141,7 +141,6 @@ class DiskStore {
 
  private:
   using Segment = StoreSegment;
-  using Place = RecordPlace;
   using Entry = RecordEntry;
   /// A record that a get reads; its segment stays open meanwhile, even where it is dropped.
   struct Found {
@@ -161,7 +160,7 @@ class DiskStore {
     RecordHeader header;  // its protection, digest and place follow
     std::span<const std::byte> payload;
     const RecordGuard* guard = nullptr;  // protects it on its way; null: it moves as it is
-    Place place;                         // out
+    RecordPlace place;                         // out
     IoStatus status;                     // out
   };
 
@@ -213,7 +212,7 @@ class DiskStore {
   bool sync_segments();
   bool sync_directory();
   bool move_records(Segment& segment);
-  bool tombstone(std::vector<Place>& places);
+  bool tombstone(std::vector<RecordPlace>& places);
   bool drop_segment(Segment& segment);
   bool unlink_leaving();
   void write_checkpoint();
@@ -230,8 +229,8 @@ class DiskStore {
   const SeededIdHash hash_;    // of this store's maps
   RecordIndex index_;
   std::unordered_map<RecordId, std::vector<Entry>, SeededIdHash> older_;  // of the same key, while the store is opened
-  std::vector<Place> superseded_, removed_;                               // to be tombstoned by flush(), in this order
-  std::set<std::uint64_t> taken_ids_;                                     // of names that are not segments_: set aside
+  std::vector<RecordPlace> superseded_, removed_;  // to be tombstoned by flush(), in this order
+  std::set<std::uint64_t> taken_ids_;              // of names that are not segments_: set aside
   std::uint64_t next_segment_ = 1, next_sequence_ = 1;
   std::int64_t appended_bytes_ = 0;    // since the last checkpoint
   bool checkpoint_there_ = false;      // one is on the disk, good or not

@@ -262,15 +262,16 @@ bool DiskStore::move_records(Segment& segment) {
 }
 
 /// Durable when it returns true. A segment that fails leaves.
-bool DiskStore::tombstone(std::vector<Place>& places) {
-  const bool named = std::any_of(places.begin(), places.end(), [](const Place& place) { return place.segment->named; });
+bool DiskStore::tombstone(std::vector<RecordPlace>& places) {
+  const bool named =
+      std::any_of(places.begin(), places.end(), [](const RecordPlace& place) { return place.segment->named; });
   if (named && !drop_checkpoint()) return false;
-  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
+  std::sort(places.begin(), places.end(), [](const RecordPlace& a, const RecordPlace& b) {
     return std::pair(a.segment->id, a.offset) < std::pair(b.segment->id, b.offset);
   });
   int unsynced = 0;
   const Segment* before = nullptr;
-  for (const Place& place : places) {
+  for (const RecordPlace& place : places) {
     Segment& segment = *place.segment;
     if (segment.retiring) continue;  // they go with it
     if (&segment != std::exchange(before, &segment) && ++unsynced % kMaxUnsyncedSegments == 0 && !sync_segments())
@@ -286,7 +287,7 @@ bool DiskStore::tombstone(std::vector<Place>& places) {
     if (!status.ok()) leave(segment, status);
   }
   if (!sync_segments()) return false;
-  std::erase_if(places, [](const Place& place) { return !place.segment->retiring; });
+  std::erase_if(places, [](const RecordPlace& place) { return !place.segment->retiring; });
   return std::none_of(segments_.begin(), segments_.end(),
                       [](const auto& entry) { return entry.second->retiring && !entry.second->ids.empty(); });
 }
@@ -303,7 +304,7 @@ bool DiskStore::drop_segment(Segment& segment) {
     ++counts_.unopened_segments;
     taken_ids_.insert(segment.id);
   }
-  const auto in_segment = [&](const Place& place) { return place.segment == &segment; };
+  const auto in_segment = [&](const RecordPlace& place) { return place.segment == &segment; };
   std::erase_if(superseded_, in_segment);
   std::erase_if(removed_, in_segment);
   segments_.erase(segments_.find(segment.id));
@@ -341,7 +342,7 @@ void DiskStore::write_checkpoint() {
     ++counts[entry.place.segment];
   });
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
-    const Place &x = a.first->place, &y = b.first->place;
+    const RecordPlace &x = a.first->place, &y = b.first->place;
     return std::pair(x.segment->id, x.offset) < std::pair(y.segment->id, y.offset);
   });
   CheckpointWriter writer(std::ssize(segments_), std::ssize(entries));

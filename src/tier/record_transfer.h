@@ -67,33 +67,33 @@ class TransferPool {
   /// For a new batch; none is under way.
   void reset() {
     free_.clear();
-    for (Slot& slot : all_) free_.push_back(&slot);
+    for (Pooled& pooled : all_) free_.push_back(&pooled);
     used_bytes_ = 0;
   }
   /// Null: not before one is given back.
   Transfer* take(std::int64_t buffer_bytes) {
     if (free_.empty() || (used_bytes_ > 0 && used_bytes_ + buffer_bytes > kMaxBytes)) return nullptr;
-    Slot* slot = free_.back();
+    Pooled* pooled = free_.back();
     free_.pop_back();
-    used_bytes_ += slot->bytes = buffer_bytes;
-    return slot;
+    used_bytes_ += pooled->bytes = buffer_bytes;
+    return pooled;
   }
   void give(IoOp& op) {
-    Slot& slot = static_cast<Slot&>(op);
-    used_bytes_ -= slot.bytes;
-    if (slot.bytes > kKeptBytes) slot.buffer = {};
-    free_.push_back(&slot);
+    Pooled& pooled = static_cast<Pooled&>(op);
+    used_bytes_ -= pooled.bytes;
+    if (pooled.bytes > kKeptBytes) pooled.buffer = {};
+    free_.push_back(&pooled);
   }
 
  private:
   static constexpr std::int64_t kMaxBytes = std::int64_t{64} << 20;  // in flight; a larger record goes alone
   static constexpr std::int64_t kKeptBytes = std::int64_t{1} << 20;  // per transfer
 
-  struct Slot : Transfer {
+  struct Pooled : Transfer {
     std::int64_t bytes = 0;
   };
-  std::vector<Slot> all_;
-  std::vector<Slot*> free_;
+  std::vector<Pooled> all_;
+  std::vector<Pooled*> free_;
   std::int64_t used_bytes_ = 0;
 };
 

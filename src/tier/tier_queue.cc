@@ -67,7 +67,7 @@ struct TierQueue::Core {
     SharedBytes payload;
     bool outdated = false;  // a later one was refused
   };
-  struct Place {
+  struct WaitingRead {
     std::shared_ptr<ReadJob> job;
     std::size_t index = 0;  // in job->waiting
   };
@@ -79,7 +79,7 @@ struct TierQueue::Core {
     std::vector<Write> writes;  // of the writer
     std::vector<PutRequest> puts;
     std::vector<RemoveRequest> removes;
-    std::vector<Place> places;  // of a reader
+    std::vector<WaitingRead> places;  // of a reader
     std::vector<GetRequest> gets;
     std::vector<ExistsRequest> exists;
     std::vector<ReadResult> results;
@@ -424,7 +424,7 @@ void TierQueue::Core::report_breaker(CircuitBreaker::State state, bool slow) {
 }
 
 void TierQueue::Core::take_reads(Lane& lane, Deadline& deadline) {
-  std::vector<Place>& batch = lane.places;
+  std::vector<WaitingRead>& batch = lane.places;
   batch.clear();
   std::int64_t bytes = 0;
   const Deadline now = clock->now();
@@ -451,7 +451,7 @@ void TierQueue::Core::take_reads(Lane& lane, Deadline& deadline) {
 void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
   Deadline deadline;
   take_reads(lane, deadline);
-  const std::vector<Place>& batch = lane.places;
+  const std::vector<WaitingRead>& batch = lane.places;
   if (batch.empty()) return;
   std::vector<ReadResult>& results_of = lane.results;
   results_of.assign(batch.size(), {});
@@ -459,7 +459,7 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
   if (only_exists) {
     std::vector<ExistsRequest>& requests = lane.exists;
     requests.clear();
-    for (const Place& place : batch) requests.push_back({place.job->waiting[place.index].request.id});
+    for (const WaitingRead& place : batch) requests.push_back({place.job->waiting[place.index].request.id});
     call_tier(lock, lane, deadline, [&] {
       tier->exists(requests, deadline);
       return std::any_of(requests.begin(), requests.end(), [](const ExistsRequest& r) { return r.answered; });
@@ -472,7 +472,7 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
   } else {
     std::vector<GetRequest>& requests = lane.gets;
     requests.clear();
-    for (const Place& place : batch) {
+    for (const WaitingRead& place : batch) {
       const ReadRequest& request = place.job->waiting[place.index].request;
       requests.push_back({.id = request.id, .to = request.to.span(), .view_allowed = request.view_allowed});
     }

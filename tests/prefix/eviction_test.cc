@@ -17,20 +17,20 @@ namespace {
 
 using kv4::EvictionKind;
 using kv4::EvictionNode;
-using kv4::kNoSlot;
-using kv4::Slot;
+using kv4::kNoNode;
+using kv4::NodeId;
 
-/// A policy of some slots; the fingerprint of slot s is 1000 + s.
+/// A policy of some nodes; the fingerprint of node s is 1000 + s.
 struct Policy {
   Policy(EvictionKind kind, std::int64_t capacity, std::size_t slots)
       : nodes(slots), policy(make_eviction(kind, nodes, capacity)) {}
-  void insert(Slot slot) { policy->insert(slot, print(slot)); }
-  Slot evict() {
-    const Slot slot = policy->victim();
-    if (slot != kNoSlot) policy->evict(slot, print(slot));
-    return slot;
+  void insert(NodeId id) { policy->insert(id, print(id)); }
+  NodeId evict() {
+    const NodeId id = policy->victim();
+    if (id != kNoNode) policy->evict(id, print(id));
+    return id;
   }
-  static std::uint64_t print(Slot slot) { return 1000u + static_cast<std::uint64_t>(slot); }
+  static std::uint64_t print(NodeId id) { return 1000u + static_cast<std::uint64_t>(id); }
 
   std::vector<EvictionNode> nodes;
   std::unique_ptr<kv4::EvictionPolicy> policy;
@@ -45,8 +45,8 @@ TEST(Eviction, Names) {
 
 TEST(Eviction, LruTakesTheLeastRecentlyUsed) {
   Policy lru(EvictionKind::lru, 4, 4);
-  EXPECT_EQ(lru.evict(), kNoSlot);
-  for (const Slot slot : {0, 1, 2, 3}) lru.insert(slot);
+  EXPECT_EQ(lru.evict(), kNoNode);
+  for (const NodeId id : {0, 1, 2, 3}) lru.insert(id);
   lru.policy->touch(0);
   lru.policy->hold(2);
   EXPECT_EQ(lru.policy->victim(), 1);
@@ -56,59 +56,59 @@ TEST(Eviction, LruTakesTheLeastRecentlyUsed) {
   EXPECT_EQ(lru.evict(), 3);
   EXPECT_EQ(lru.evict(), 0);
   EXPECT_EQ(lru.evict(), 2);
-  EXPECT_EQ(lru.evict(), kNoSlot);
+  EXPECT_EQ(lru.evict(), kNoNode);
 }
 
 TEST(Eviction, S3FifoKeepsWhatWasHitAndRemembersWhatWent) {
   Policy s3(EvictionKind::s3fifo, 10, 12);  // a small queue of 1
-  for (Slot slot = 0; slot < 10; ++slot) s3.insert(slot);
+  for (NodeId id = 0; id < 10; ++id) s3.insert(id);
   s3.policy->touch(1);
   EXPECT_EQ(s3.evict(), 0);
   EXPECT_EQ(s3.evict(), 2) << "1 was hit and moved to the main queue";
   s3.insert(0);  // a ghost: straight to the main queue
   s3.insert(10);
-  for (const Slot expected : {3, 4, 5, 6, 7, 8, 9}) EXPECT_EQ(s3.evict(), expected);
+  for (const NodeId expected : {3, 4, 5, 6, 7, 8, 9}) EXPECT_EQ(s3.evict(), expected);
   EXPECT_EQ(s3.evict(), 1) << "the small queue is down to its share; the main one gives its oldest";
   s3.policy->touch(0);
   s3.insert(11);
   EXPECT_EQ(s3.evict(), 10);
   EXPECT_EQ(s3.evict(), 0) << "its hit is used up by one more round";
   EXPECT_EQ(s3.evict(), 11);
-  EXPECT_EQ(s3.evict(), kNoSlot);
+  EXPECT_EQ(s3.evict(), kNoNode);
 }
 
 TEST(Eviction, S3FifoPassesOverWhatIsHeld) {
   Policy s3(EvictionKind::s3fifo, 4, 4);
-  for (const Slot slot : {0, 1, 2, 3}) s3.insert(slot);
+  for (const NodeId id : {0, 1, 2, 3}) s3.insert(id);
   s3.policy->hold(0);
   s3.policy->hold(2);
   EXPECT_EQ(s3.evict(), 1);
   EXPECT_EQ(s3.evict(), 3);
-  EXPECT_EQ(s3.evict(), kNoSlot) << "all that is left is held";
+  EXPECT_EQ(s3.evict(), kNoNode) << "all that is left is held";
   s3.policy->release(2);
   s3.policy->release(0);
   EXPECT_EQ(s3.evict(), 2);
   EXPECT_EQ(s3.evict(), 0);
-  EXPECT_EQ(s3.evict(), kNoSlot);
+  EXPECT_EQ(s3.evict(), kNoNode);
 }
 
 /// S3-FIFO with deques that are searched, as it is written in the paper.
 struct SlowS3 {
   std::size_t capacity;
-  std::deque<Slot> small, main, ghosts;
-  std::map<Slot, int> frequency;  // of those in the cache
+  std::deque<NodeId> small, main, ghosts;
+  std::map<NodeId, int> frequency;  // of those in the cache
 
-  void insert(Slot key) {
+  void insert(NodeId key) {
     const auto ghost = std::find(ghosts.begin(), ghosts.end(), key);
     (ghost == ghosts.end() ? small : main).push_back(key);
-    if (ghost != ghosts.end()) *ghost = kNoSlot;  // keeps its place
+    if (ghost != ghosts.end()) *ghost = kNoNode;  // keeps its place
     frequency[key] = 0;
   }
-  Slot evict() {
+  NodeId evict() {
     for (;;) {
       const bool from_small = small.size() > capacity / 10 || main.empty();
-      std::deque<Slot>& queue = from_small ? small : main;
-      const Slot key = queue.front();
+      std::deque<NodeId>& queue = from_small ? small : main;
+      const NodeId key = queue.front();
       queue.pop_front();
       int& hits = frequency[key];
       if (hits > 0) {
@@ -127,13 +127,13 @@ struct SlowS3 {
 TEST(Eviction, S3FifoEqualsASlowOne) {
   for (const std::uint32_t seed : {1u, 2u, 3u, 4u}) {
     SCOPED_TRACE(seed);
-    constexpr Slot kKeys = 200;
+    constexpr NodeId kKeys = 200;
     const std::size_t capacity = 5 + seed * 12;
-    Policy fast(EvictionKind::s3fifo, static_cast<std::int64_t>(capacity), kKeys);  // a slot per key
+    Policy fast(EvictionKind::s3fifo, static_cast<std::int64_t>(capacity), kKeys);  // a node per key
     SlowS3 slow{.capacity = capacity, .small = {}, .main = {}, .ghosts = {}, .frequency = {}};
     std::mt19937 random(seed);
     for (int step = 0; step < 20000; ++step) {
-      const auto key = static_cast<Slot>(std::min(random() % kKeys, random() % kKeys));
+      const auto key = static_cast<NodeId>(std::min(random() % kKeys, random() % kKeys));
       if (const auto found = slow.frequency.find(key); found != slow.frequency.end()) {
         found->second = std::min(found->second + 1, 3);
         fast.policy->touch(key);
@@ -150,8 +150,8 @@ TEST(Eviction, S3FifoEqualsASlowOne) {
 
 TEST(Eviction, DensityBeginsAsLru) {
   Policy density(EvictionKind::density, 4, 4);
-  EXPECT_EQ(density.evict(), kNoSlot);
-  for (const Slot slot : {0, 1, 2, 3}) density.insert(slot);
+  EXPECT_EQ(density.evict(), kNoNode);
+  for (const NodeId id : {0, 1, 2, 3}) density.insert(id);
   density.policy->touch(0);
   density.policy->hold(1);
   density.policy->hold(1);
@@ -162,7 +162,7 @@ TEST(Eviction, DensityBeginsAsLru) {
   density.policy->release(3);
   EXPECT_EQ(density.evict(), 0);
   EXPECT_EQ(density.evict(), 3);
-  EXPECT_EQ(density.evict(), kNoSlot);
+  EXPECT_EQ(density.evict(), kNoNode);
 }
 
 // Nine of ten blocks are seen once; every tenth comes back, after more new ones than the cache holds.
@@ -171,7 +171,7 @@ TEST(Eviction, DensityLearnsWhatComesBack) {
   const auto hits_of = [](EvictionKind kind) {
     std::vector<EvictionNode> nodes(kCapacity);
     const auto policy = make_eviction(kind, nodes, kCapacity);
-    std::map<std::uint64_t, Slot> there;
+    std::map<std::uint64_t, NodeId> there;
     std::vector<std::uint64_t> keys(kCapacity);
     std::uint64_t fresh = 1000;
     int hits = 0;
@@ -182,15 +182,15 @@ TEST(Eviction, DensityLearnsWhatComesBack) {
         policy->touch(found->second);
         continue;
       }
-      Slot slot = static_cast<Slot>(there.size());
-      if (slot == kCapacity) {
-        slot = policy->victim();
-        policy->evict(slot, keys[static_cast<std::size_t>(slot)]);
-        there.erase(keys[static_cast<std::size_t>(slot)]);
+      NodeId id = static_cast<NodeId>(there.size());
+      if (id == kCapacity) {
+        id = policy->victim();
+        policy->evict(id, keys[static_cast<std::size_t>(id)]);
+        there.erase(keys[static_cast<std::size_t>(id)]);
       }
-      keys[static_cast<std::size_t>(slot)] = key;
-      there[key] = slot;
-      policy->insert(slot, key);
+      keys[static_cast<std::size_t>(id)] = key;
+      there[key] = id;
+      policy->insert(id, key);
     }
     return hits;
   };

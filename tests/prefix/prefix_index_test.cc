@@ -15,11 +15,11 @@ namespace {
 using kv4::BlockEvent;
 using kv4::BlockKey;
 using kv4::EvictionKind;
-using kv4::kNoSlot;
+using kv4::kNoNode;
 using kv4::PrefixIndex;
 using kv4::PrefixIndexOptions;
 using kv4::PrefixMatch;
-using kv4::Slot;
+using kv4::NodeId;
 using kv4::SnapshotPolicy;
 using kv4::test::chain;
 using Kind = SnapshotPolicy::Kind;
@@ -57,12 +57,12 @@ TEST(PrefixIndex, FindsTheLongestPrefix) {
   EXPECT_EQ(matched(index, "abd"), 3);
   EXPECT_EQ(matched(index, "abx"), 2);
   EXPECT_EQ(matched(index, "bcd"), 0) << "the same tokens behind others are another block";
-  const Slot c = index.find(chain("abc").back()), b = index.parent(c);
+  const NodeId c = index.find(chain("abc").back()), b = index.parent(c);
   EXPECT_EQ(index.block(c), 9);
   EXPECT_EQ(index.block(b), 8);
   EXPECT_EQ(index.children(b), 2);
   EXPECT_EQ(index.tokens(c), 384);
-  EXPECT_EQ(index.parent(index.parent(b)), kNoSlot);
+  EXPECT_EQ(index.parent(index.parent(b)), kNoNode);
 }
 
 TEST(PrefixIndex, AtLeastOneTokenIsLeftForAQuery) {
@@ -124,7 +124,7 @@ TEST(PrefixIndex, PinnedBlocksStay) {
     o.eviction = kind;
     PrefixIndex index(o);
     index.insert(0, chain("abcd"));
-    const Slot b = index.find(chain("ab").back());
+    const NodeId b = index.find(chain("ab").back());
     index.pin(b);
     index.pin(b);
     EXPECT_EQ(index.references(b), 2);
@@ -140,20 +140,20 @@ TEST(PrefixIndex, PinnedBlocksStay) {
 
 TEST(PrefixIndex, ARunningRequestAddsBlocksAsTheyFill) {
   PrefixIndex index(options(3));
-  const auto a = index.append(0, kNoSlot, chain("a")[0], 5);
-  const auto b = index.append(0, a->slot, chain("ab")[1], 6);
+  const auto a = index.append(0, kNoNode, chain("a")[0], 5);
+  const auto b = index.append(0, a->id, chain("ab")[1], 6);
   EXPECT_TRUE(b->is_new);
   EXPECT_EQ(matched(index, "ab"), 2) << "a prefix of a running request is found";
-  const auto again = index.append(0, kNoSlot, chain("a")[0], 9);
+  const auto again = index.append(0, kNoNode, chain("a")[0], 9);
   EXPECT_FALSE(again->is_new);
-  EXPECT_EQ(index.block(again->slot), 5);
-  EXPECT_EQ(index.references(a->slot), 2);
-  const auto x = index.append(0, a->slot, chain("ax")[1]);
-  EXPECT_FALSE(index.append(0, x->slot, chain("axy")[2])) << "full";
+  EXPECT_EQ(index.block(again->id), 5);
+  EXPECT_EQ(index.references(a->id), 2);
+  const auto x = index.append(0, a->id, chain("ax")[1]);
+  EXPECT_FALSE(index.append(0, x->id, chain("axy")[2])) << "full";
   EXPECT_FALSE(index.evict(0)) << "all are in use";
-  index.unpin(x->slot);
+  index.unpin(x->id);
   EXPECT_EQ(index.evict(0)->key, chain("ax")[1]);
-  index.unpin(b->slot);
+  index.unpin(b->id);
   EXPECT_EQ(index.evict(0)->block, 6);
   EXPECT_EQ(index.evict(0)->block, 5);
 }
@@ -193,7 +193,7 @@ TEST(PrefixIndex, ResumesAtTheNewestSnapshot) {
   match = index.match(chain("abcdef"), 768);  // the last block is no use, nor is its snapshot
   EXPECT_EQ(match.matched_blocks, 6);
   EXPECT_EQ(match.usable_tokens, 640);
-  EXPECT_EQ(match.slot, at(5));
+  EXPECT_EQ(match.id, at(5));
   EXPECT_EQ(match.resume_at, 256);
   EXPECT_EQ(match.replayed_tokens(), 384);
   EXPECT_EQ(match.snapshot, 20);
@@ -259,12 +259,12 @@ TEST(PrefixIndex, RefusesWithAReason) {
 
   PrefixIndex index(options(4));
   index.insert(0, chain("ab"));
-  const Slot a = index.find(chain("a")[0]);
+  const NodeId a = index.find(chain("a")[0]);
   says(refusal([&] { index.unpin(a); }), "once too often");
-  says(refusal([&] { index.pin(3); }), "slot 3 holds no block");
-  says(refusal([&] { index.pin(-7); }), "slot -7");
+  says(refusal([&] { index.pin(3); }), "id 3 holds no block");
+  says(refusal([&] { index.pin(-7); }), "id -7");
   says(refusal([&] { index.append(0, a, chain("ax")[1]); }), "not pinned");
-  says(refusal([&] { index.append(1, kNoSlot, chain("q")[0]); }), "tenant 1");
+  says(refusal([&] { index.append(1, kNoNode, chain("q")[0]); }), "tenant 1");
   const std::vector<BlockKey> foreign{chain("ab")[1]};
   says(refusal([&] { index.insert(0, foreign); }), "one chain");
   const std::vector<BlockKey> twice{chain("a")[0], chain("a")[0]};

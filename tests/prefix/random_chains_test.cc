@@ -77,7 +77,7 @@ TEST(RandomChains, InvariantsHoldWithPinsAndTenants) {
       PrefixIndex index(options);
       struct Pinned {
         std::string text;
-        Slot slot;
+        NodeId id;
       };
       std::vector<Pinned> pins;
       for (int step = 0; step < 3000; ++step) {
@@ -93,18 +93,18 @@ TEST(RandomChains, InvariantsHoldWithPinsAndTenants) {
             ASSERT_GE(index.tenant_size(t), std::min(before[i], options.tenant_shares[i]));
           }
         const PrefixMatch match = index.match(keys, static_cast<std::int64_t>(keys.size()) * 128 + 1);
-        if (match.slot != kNoSlot && pins.size() < 5 && random() % 4 == 0) {
-          index.pin(match.slot);
-          pins.push_back({text.substr(0, static_cast<std::size_t>(match.matched_blocks)), match.slot});
+        if (match.id != kNoNode && pins.size() < 5 && random() % 4 == 0) {
+          index.pin(match.id);
+          pins.push_back({text.substr(0, static_cast<std::size_t>(match.matched_blocks)), match.id});
         } else if (!pins.empty() && random() % 4 == 0) {
           std::swap(pins.back(), pins[random() % pins.size()]);
-          index.unpin(pins.back().slot);
+          index.unpin(pins.back().id);
           pins.pop_back();
         }
         for (const Pinned& pin : pins) {
           const std::vector<BlockKey> kept = test::chain(pin.text);
-          for (const BlockKey& key : kept) ASSERT_NE(index.find(key), kNoSlot) << "a pinned block is gone";
-          ASSERT_EQ(index.find(kept.back()), pin.slot);
+          for (const BlockKey& key : kept) ASSERT_NE(index.find(key), kNoNode) << "a pinned block is gone";
+          ASSERT_EQ(index.find(kept.back()), pin.id);
         }
       }
       // What can be evicted is known before; a tenant's eviction costs another at most one.
@@ -116,11 +116,11 @@ TEST(RandomChains, InvariantsHoldWithPinsAndTenants) {
       }
       EXPECT_EQ(mine, 0);
       for (const Pinned& pin : pins) {
-        EXPECT_EQ(index.unpin_last(pin.slot), index.parent(pin.slot));
-        if (index.parent(pin.slot) != kNoSlot) index.unpin(index.parent(pin.slot));
+        EXPECT_EQ(index.unpin_last(pin.id), index.parent(pin.id));
+        if (index.parent(pin.id) != kNoNode) index.unpin(index.parent(pin.id));
       }
       // Every block goes in the end, and none before those behind it.
-      while (const auto gone = index.evict(static_cast<TenantId>(1))) ASSERT_EQ(index.find(gone->key), kNoSlot);
+      while (const auto gone = index.evict(static_cast<TenantId>(1))) ASSERT_EQ(index.find(gone->key), kNoNode);
       EXPECT_EQ(index.tenant_size(0), 20);
       EXPECT_EQ(index.tenant_size(1), 0);
       EXPECT_EQ(index.tenant_size(2), 10);
