@@ -103,12 +103,16 @@ def test_cpu_rows():
     with tempfile.TemporaryDirectory() as folder:
         raw, to = Path(folder) / "raw.json", Path(folder) / "cpu.json"
         raw.write_text(json.dumps([{"name": "append/csa", "bytes": 24000, "seconds": 2e-6, "memcpy_ratio": 0.8, "item": "token",
-                                    "items": 2, "seconds_per_item": 1e-6}]))
+                                    "items": 2, "seconds_per_item": 1e-6},
+                                   {"name": "read/attend/csa", "bytes": 0, "seconds": 2e-3, "memcpy_ratio": None, "item": "row",
+                                    "items": 2000, "seconds_per_item": 1e-6, "plain_ratio": 70.2, "sgemm_ratio": 1.834}]))
         equal(report.main(["--stamp", str(raw), "--to", str(to)]), 2)
         equal(report.main(["--stamp", str(raw), "--to", str(to), "--device", "EPYC", "--commit", "1", "--date", "2026-11-18",
                            "--command", "kv4 bench --json"]), 0)
         runs, rows = report.read_figures([to])
         equal(report.table_text("cpu_append", runs, rows).splitlines()[2], "| csa | 12,000 | 1.00 us per token | 0.80 |  |")
+        equal(report.table_text("cpu", runs, rows).splitlines()[2],
+              "| read/attend/csa |  | 1.00 us per row |  | 70 x the plain code, 1.83 of OpenBLAS' sgemm |")
 
 
 def test_only_tables_change():

@@ -61,10 +61,10 @@ __device__ void cluster_store_async(std::uint32_t to, const std::uint32_t (&x)[k
                              "r"(x[0]), "r"(barrier)
                              : "memory"));
   } else if constexpr (kWords == 2) {
-    KV4_CLUSTER(
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
-                     "r"(x[0]), "r"(x[1]), "r"(barrier)
-                     : "memory"));
+    KV4_CLUSTER(asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+        "r"(x[0]), "r"(x[1]), "r"(barrier)
+        : "memory"));
   } else {
     KV4_CLUSTER(asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),

@@ -82,7 +82,7 @@ __device__ inline std::uint32_t load_acquire(const std::uint32_t* at) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
   return x;
 }
-/// Returns the value before the addition. Acquire and release: it orders all accesses of the thread before and after it.
+/// Returns the value before. Acquire and release: it orders all accesses of the thread before and after it.
 __device__ inline std::uint32_t add_acquire_release(std::uint32_t* at, std::uint32_t x) {
   std::uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");

@@ -5,8 +5,8 @@
 
 namespace kv4::cuda {
 
-/// d += a b: d [16, 8] fp32, a [16, 16], b [16, 8], of fp16 or bf16, two elements per word. Thread 4 g + q has of a rows
-/// g and g + 8 elements 2q, 2q + 1 (words 0, 1) and 2q + 8, 2q + 9 (words 2, 3), and the same elements of b's column g.
+/// d += a b: d [16, 8] fp32, a [16, 16], b [16, 8], of fp16 or bf16, two elements per word. Thread 4 g + q has of
+/// a's rows g, g + 8 the elements 2q, 2q + 1 (words 0, 1) and 2q + 8, 2q + 9 (words 2, 3), and these of b's column g.
 template <bool kBf16>
 __device__ void mma_m16n8k16(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
   if constexpr (kBf16)
