@@ -146,7 +146,7 @@ void add_cache(Families& families) {
       out.push_back({Labels{{"tenant", std::to_string(i)}}, c.tenants[i].*value});
     return out;
   };
-  gauge("kv4_tenant_blocks", "Kept blocks by tenant.",
+  gauge("kv4_tenant_blocks", "Prefix blocks by tenant.",
         [&](const CacheStatistics& c) { return by_tenant(c, &TenantUse::blocks); });
   gauge("kv4_tenant_share_blocks", "Blocks that others cannot evict.",
         [&](const CacheStatistics& c) { return by_tenant(c, &TenantUse::share_blocks); });

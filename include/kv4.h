@@ -609,20 +609,20 @@ typedef struct kv4_block_event {
   int32_t inserted;
 } kv4_block_event;
 
-/* A block that the cache keeps: kv4::KeptBlock. */
-typedef struct kv4_kept_block {
+/* A block that prompts find by its key: kv4::PrefixBlock. */
+typedef struct kv4_prefix_block {
   size_t size;
   int64_t tokens; /* from the start of its chain to its end */
   int32_t tenant;
   int32_t has_snapshot;
-} kv4_kept_block;
+} kv4_prefix_block;
 
 /* Fills in `size`, sizeof(kv4_prefix_statistics), and the defaults. */
 KV4_C_API void kv4_prefix_statistics_init(kv4_prefix_statistics* statistics, size_t size);
 /* Fills in `size`, sizeof(kv4_block_event), and the defaults. */
 KV4_C_API void kv4_block_event_init(kv4_block_event* event, size_t size);
-/* Fills in `size`, sizeof(kv4_kept_block), and the defaults. */
-KV4_C_API void kv4_kept_block_init(kv4_kept_block* block, size_t size);
+/* Fills in `size`, sizeof(kv4_prefix_block), and the defaults. */
+KV4_C_API void kv4_prefix_block_init(kv4_prefix_block* block, size_t size);
 /* Zeros where the prefix cache is off. */
 KV4_C_API kv4_status kv4_cache_get_prefix_statistics(const kv4_cache* cache, kv4_prefix_statistics* out);
 /* The oldest events into out [capacity], of which the first is set up; they are gone then. A cache that has a
@@ -638,11 +638,11 @@ KV4_C_API kv4_status kv4_cache_invalidate(kv4_cache* cache, const char* weights_
 KV4_C_API kv4_status kv4_cache_block_keys(kv4_cache* cache, const kv4_prompt* prompt, kv4_block_key* out,
                                           int64_t capacity, int64_t* count);
 /* *found 1, and out is what the cache keeps under the key; out may be NULL. */
-KV4_C_API kv4_status kv4_cache_find_block(const kv4_cache* cache, const kv4_block_key* key, kv4_kept_block* out,
+KV4_C_API kv4_status kv4_cache_find_block(const kv4_cache* cache, const kv4_block_key* key, kv4_prefix_block* out,
                                           int32_t* found);
 /* Size of an image at a block boundary. */
 KV4_C_API kv4_status kv4_cache_snapshot_bytes(const kv4_cache* cache, int64_t* out);
-/* A kept block [block_image_bytes]. *found 0: it is not there. */
+/* A prefix block [block_image_bytes]. *found 0: it is not there. */
 KV4_C_API kv4_status kv4_cache_read_block(const kv4_cache* cache, const kv4_block_key* key, void* out, size_t bytes,
                                           int32_t* found);
 /* The snapshot at its end [kv4_cache_snapshot_bytes], in the same way. */
@@ -652,7 +652,7 @@ KV4_C_API kv4_status kv4_cache_read_snapshot(const kv4_cache* cache, const kv4_b
  * for. */
 KV4_C_API kv4_status kv4_cache_insert_blocks(kv4_cache* cache, const kv4_prompt* prompt, const kv4_bytes* blocks,
                                              int64_t num_blocks, int64_t* inserted);
-/* At the end of a kept block. *inserted 0: the block is not there, or there is no place. */
+/* At the end of a prefix block. *inserted 0: the block is not there, or there is no place. */
 KV4_C_API kv4_status kv4_cache_insert_snapshot(kv4_cache* cache, const kv4_block_key* key, kv4_bytes snapshot,
                                                int32_t* inserted);
 
@@ -794,7 +794,7 @@ typedef struct kv4_tiered_prefix kv4_tiered_prefix;
 /* A prompt's blocks on their way to the device: kv4::PrefixLoad. */
 typedef struct kv4_prefix_load kv4_prefix_load;
 
-/* Memory and patience: kv4::TieredOptions. */
+/* Memory and time-outs: kv4::TieredOptions. */
 typedef struct kv4_tiered_options {
   size_t size;
   int64_t load_bytes;

@@ -178,10 +178,10 @@ class KV4_API KVCacheManager {
   /// many.
   std::size_t read_block_events(std::span<BlockEvent> out);
 
-  /// Kept blocks as bytes, for tiers and other workers. Keys of all full blocks of a prompt, first block first:
+  /// Prefix blocks as bytes, for tiers and other workers. Keys of all full blocks of a prompt, first block first:
   std::vector<BlockKey> block_keys(const Prompt& prompt);
   /// The block that the cache keeps under the key; nullopt: none.
-  std::optional<KeptBlock> find_block(const BlockKey& key) const;
+  std::optional<PrefixBlock> find_block(const BlockKey& key) const;
   /// As exported, out [block_image_bytes] and [snapshot_bytes()]. False: it is not there.
   bool read_block(const BlockKey& key, std::span<std::byte> out) const;
   /// The snapshot at the block's end, out [snapshot_bytes()]. False: it is not there.
@@ -190,7 +190,7 @@ class KV4_API KVCacheManager {
   /// Blocks of the prompt that follow those kept, as if a request had computed them; as many as there is room for,
   /// evicting as a request would. Their bytes are taken as they are.
   std::int64_t insert_blocks(const Prompt& prompt, std::span<const std::span<const std::byte>> blocks);
-  /// At the end of a kept block. False: the block is not there, or there is no place.
+  /// At the end of a prefix block. False: the block is not there, or there is no place.
   bool insert_snapshot(const BlockKey& key, std::span<const std::byte> bytes);
 
   const CacheSchema& schema() const;        // sizes and addresses

@@ -94,8 +94,8 @@ struct BlockEvent {
 /// The enumerator's name: "stored", ...
 KV4_API const char* to_string(BlockEvent::Kind kind);
 
-/// A block that the cache keeps.
-struct KeptBlock {
+/// A block that prompts find by its key.
+struct PrefixBlock {
   TenantId tenant = 0;
   std::int64_t tokens = 0;  // from the start of its chain to its end
   bool has_snapshot = false;

@@ -41,7 +41,7 @@ struct Cache {
   }
 };
 
-/// The calls about kept blocks (prefix.cc).
+/// The calls about prefix blocks (prefix.cc).
 void def_prefix(nb::class_<Cache>& cache);
 void def_statistics(nb::class_<Cache>& cache);
 

@@ -1,4 +1,4 @@
-// The prefix cache: prompts, kept blocks, events, statistics, and the manager's calls about them.
+// The prefix cache: prompts, prefix blocks, events, statistics, and the manager's calls about them.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -68,10 +68,10 @@ void bind_prefix(nb::module_& m) {
                ", usable_tokens=" + std::to_string(self.usable_tokens) +
                ", resume_at=" + std::to_string(self.resume_at) + ")";
       });
-  nb::class_<KeptBlock>(m, "KeptBlock", "A block that the cache keeps.")
-      .def_ro("tenant", &KeptBlock::tenant)
-      .def_ro("tokens", &KeptBlock::tokens, "from the start of its chain to its end")
-      .def_ro("has_snapshot", &KeptBlock::has_snapshot);
+  nb::class_<PrefixBlock>(m, "PrefixBlock", "A block that prompts find by its key.")
+      .def_ro("tenant", &PrefixBlock::tenant)
+      .def_ro("tokens", &PrefixBlock::tokens, "from the start of its chain to its end")
+      .def_ro("has_snapshot", &PrefixBlock::has_snapshot);
 
   nb::class_<BlockEvent> event(m, "BlockEvent", "A block was stored or evicted, or a snapshot at its end is kept.");
   nb::enum_<BlockEvent::Kind>(event, "Kind")
@@ -137,7 +137,7 @@ void def_prefix(nb::class_<Cache>& cache) {
         const BlockKey wanted = block_key_of(key);
         return self.work([&](KVCacheManager& manager) { return manager.find_block(wanted); });
       },
-      nb::arg("key"), "The KeptBlock of a key, or None.");
+      nb::arg("key"), "The PrefixBlock of a key, or None.");
   cache.def(
       "read_block",
       [](Cache& self, const nb::bytes& key, const ArrayLike& out) {
@@ -146,7 +146,7 @@ void def_prefix(nb::class_<Cache>& cache) {
         return self.work_on(nb::none(),
                             [&](KVCacheManager& manager) { return manager.read_block(wanted, target.bytes); });
       },
-      nb::arg("key"), nb::arg("out"), "A kept block into out, uint8 [block_image_bytes]. False: it is not there.");
+      nb::arg("key"), nb::arg("out"), "A prefix block into out, uint8 [block_image_bytes]. False: it is not there.");
   cache.def(
       "read_snapshot",
       [](Cache& self, const nb::bytes& key, const ArrayLike& out) {
@@ -179,7 +179,7 @@ void def_prefix(nb::class_<Cache>& cache) {
         return self.work_on(nb::none(),
                             [&](KVCacheManager& manager) { return manager.insert_snapshot(wanted, source.bytes); });
       },
-      nb::arg("key"), nb::arg("bytes"), "At the end of a kept block. False: the block is not there, or no place is.");
+      nb::arg("key"), nb::arg("bytes"), "At the end of a prefix block. False: the block is not there, or no place is.");
 }
 
 }  // namespace kv4::python

@@ -1,4 +1,4 @@
-// The prefix cache: prompts, kept blocks, events, statistics.
+// The prefix cache: prompts, prefix blocks, events, statistics.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -68,7 +68,9 @@ void kv4_admission_init(kv4_admission* admission, size_t size) { init_struct(adm
 
 void kv4_block_event_init(kv4_block_event* event, size_t size) { init_struct(event, size, sized<kv4_block_event>()); }
 
-void kv4_kept_block_init(kv4_kept_block* block, size_t size) { init_struct(block, size, sized<kv4_kept_block>()); }
+void kv4_prefix_block_init(kv4_prefix_block* block, size_t size) {
+  init_struct(block, size, sized<kv4_prefix_block>());
+}
 
 kv4_status kv4_cache_admit_prompt(kv4_cache* cache, const kv4_prompt* prompt, kv4_admission* out) {
   return guarded([&] {
@@ -148,15 +150,16 @@ kv4_status kv4_cache_block_keys(kv4_cache* cache, const kv4_prompt* prompt, kv4_
   });
 }
 
-kv4_status kv4_cache_find_block(const kv4_cache* cache, const kv4_block_key* key, kv4_kept_block* out, int32_t* found) {
+kv4_status kv4_cache_find_block(const kv4_cache* cache, const kv4_block_key* key, kv4_prefix_block* out,
+                                int32_t* found) {
   return guarded([&] {
     const kv4::KVCacheManager& of = manager(cache);
     std::int32_t& is_there = require_set(found, "found");
     if (out != nullptr) struct_bytes(out, "out");
-    const std::optional<kv4::KeptBlock> kept = of.find_block(key_of(key));
+    const std::optional<kv4::PrefixBlock> kept = of.find_block(key_of(key));
     is_there = kept.has_value();
     if (!kept || out == nullptr) return;
-    auto value = sized<kv4_kept_block>();
+    auto value = sized<kv4_prefix_block>();
     value.tokens = kept->tokens;
     value.tenant = kept->tenant;
     value.has_snapshot = kept->has_snapshot;

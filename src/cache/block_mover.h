@@ -1,4 +1,4 @@
-// Kept blocks and snapshots on their way between a cache and other memory of its backend: queued, without waiting.
+// Prefix blocks and snapshots on their way between a cache and other memory of its backend: queued, without waiting.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ class BlockMover {
   /// KVCacheManager::admit() with keys that are known: see Requests.
   Expected<Admission> admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known);
 
-  /// Images of kept blocks, to[i] [block_image_bytes]. False, and nothing is done: one of them is not there.
+  /// Images of prefix blocks, to[i] [block_image_bytes]. False, and nothing is done: one of them is not there.
   bool gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const;
   bool gather_snapshot(const BlockKey& key, std::byte* to) const;  // [snapshot_bytes()]
 

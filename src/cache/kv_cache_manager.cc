@@ -268,14 +268,14 @@ PrefixIdentity KVCacheManager::chain_of(RequestId request) const try {
 
 void KVCacheManager::set_weights_id(std::string_view weights_id) try {
   const OneThread::Call call(impl_->driver);
-  impl_->kept.prefix().set_weights_id(weights_id);
+  impl_->prefix_blocks.prefix().set_weights_id(weights_id);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
 
 void KVCacheManager::invalidate(std::string_view weights_id) {
   const OneThread::Call call(impl_->driver);
-  impl_->kept.prefix();  // throws where there is none
+  impl_->prefix_blocks.prefix();  // throws where there is none
   impl_->chains.invalidate(weights_id);
 }
 

@@ -1,4 +1,4 @@
-// Kept blocks and snapshots as bytes, by key: what tiers take and give back.
+// Prefix blocks and snapshots as bytes, by key: what tiers take and give back.
 #include <algorithm>
 
 #include "backend/nvtx_range.h"
@@ -9,27 +9,27 @@
 
 namespace kv4 {
 
-PrefixCache& KeptBlocks::prefix() const {
+PrefixCache& PrefixBlocks::prefix() const {
   require(prefix_ != nullptr, ErrorCode::bad_state, "this cache keeps no prefixes; set options.prefix.enabled");
   return *prefix_;
 }
 
 std::vector<BlockKey> KVCacheManager::block_keys(const Prompt& prompt) try {
   const OneThread::Call call(impl_->driver);
-  PrefixCache& prefix = impl_->kept.prefix();
+  PrefixCache& prefix = impl_->prefix_blocks.prefix();
   const std::span<const BlockKey> keys = prefix.keys_of(prefix.root(prompt.salt), prompt, false);
   return {keys.begin(), keys.end()};
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
 
-std::optional<KeptBlock> KVCacheManager::find_block(const BlockKey& key) const {
+std::optional<PrefixBlock> KVCacheManager::find_block(const BlockKey& key) const {
   const OneThread::Call call(impl_->driver);
   if (!impl_->prefix) return std::nullopt;
   const PrefixIndex& index = impl_->prefix->index;
   const NodeId id = index.find(key);
   if (id == kNoNode) return std::nullopt;
-  return KeptBlock{index.tenant(id), index.tokens(id), index.snapshot(id) != kNoSnapshot};
+  return PrefixBlock{index.tenant(id), index.tokens(id), index.snapshot(id) != kNoSnapshot};
 }
 
 std::int64_t KVCacheManager::snapshot_bytes() const { return impl_->snapshots.bytes(); }
@@ -41,7 +41,7 @@ bool KVCacheManager::read_block(const BlockKey& key, std::span<std::byte> out) c
   require(std::ssize(out) == bytes, ErrorCode::bad_argument, "a block image of this cache has {} bytes; got {}", bytes,
           out.size());
   std::byte* const to = out.data();
-  return impl_->kept.read({&key, 1}, {&to, 1}, ImageMemory::caller);
+  return impl_->prefix_blocks.read({&key, 1}, {&to, 1}, ImageMemory::caller);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
@@ -51,7 +51,7 @@ bool KVCacheManager::read_snapshot(const BlockKey& key, std::span<std::byte> out
   const NvtxRange range("kv4 read_snapshot", !impl_->on_host());
   require(std::ssize(out) == snapshot_bytes(), ErrorCode::bad_argument, "a snapshot has {} bytes; got room for {}",
           snapshot_bytes(), out.size());
-  return impl_->kept.read_snapshot(key, out.data(), ImageMemory::caller);
+  return impl_->prefix_blocks.read_snapshot(key, out.data(), ImageMemory::caller);
 }
 
 std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
@@ -59,7 +59,7 @@ std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
   const OneThread::Call call(impl_->driver);
   const NvtxRange range("kv4 insert_blocks", !impl_->on_host());
   Impl& m = *impl_;
-  const PrefixIndex& index = m.kept.prefix().index;
+  const PrefixIndex& index = m.prefix_blocks.prefix().index;
   for (const std::span<const std::byte> block : blocks)
     require(static_cast<std::int64_t>(block.size()) == m.memory.schema.block_image_bytes, ErrorCode::bad_argument,
             "a block has {} bytes; got {}", m.memory.schema.block_image_bytes, block.size());
@@ -70,7 +70,7 @@ std::int64_t KVCacheManager::insert_blocks(const Prompt& prompt,
           "the prompt has {} full blocks, {} of them kept; got {} more", keys.size(), at, blocks.size());
   std::vector<std::byte*> images;
   for (const std::span<const std::byte> block : blocks) images.push_back(const_cast<std::byte*>(block.data()));  // read
-  return m.kept.insert(prompt, keys, at, images, ImageMemory::caller);
+  return m.prefix_blocks.insert(prompt, keys, at, images, ImageMemory::caller);
 } catch (const std::bad_alloc&) {
   fail_for_memory();
 }
@@ -80,10 +80,10 @@ bool KVCacheManager::insert_snapshot(const BlockKey& key, std::span<const std::b
   const NvtxRange range("kv4 insert_snapshot", !impl_->on_host());
   require(std::ssize(bytes) == snapshot_bytes(), ErrorCode::bad_argument, "a snapshot has {} bytes; got {}",
           snapshot_bytes(), bytes.size());
-  return impl_->kept.insert_snapshot(key, bytes.data(), ImageMemory::caller);
+  return impl_->prefix_blocks.insert_snapshot(key, bytes.data(), ImageMemory::caller);
 }
 
-bool KeptBlocks::read(std::span<const BlockKey> keys, std::span<std::byte* const> to, ImageMemory memory) const {
+bool PrefixBlocks::read(std::span<const BlockKey> keys, std::span<std::byte* const> to, ImageMemory memory) const {
   const PrefixIndex& index = prefix().index;
   std::vector<BlockImage> images;
   for (std::size_t i = 0; i < keys.size(); ++i) {
@@ -95,7 +95,7 @@ bool KeptBlocks::read(std::span<const BlockKey> keys, std::span<std::byte* const
   return true;
 }
 
-bool KeptBlocks::read_snapshot(const BlockKey& key, std::byte* to, ImageMemory memory) const {
+bool PrefixBlocks::read_snapshot(const BlockKey& key, std::byte* to, ImageMemory memory) const {
   const PrefixCache& kept = prefix();
   const NodeId id = kept.index.find(key);
   if (id == kNoNode || kept.index.snapshot(id) == kNoSnapshot) return false;
@@ -111,7 +111,7 @@ bool KeptBlocks::read_snapshot(const BlockKey& key, std::byte* to, ImageMemory m
 }
 
 // Blocks count once their bytes are queued: nobody can find one before.
-std::int64_t KeptBlocks::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
+std::int64_t PrefixBlocks::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
                                 std::span<std::byte* const> images, ImageMemory memory) {
   PrefixCache& kept = prefix();
   require(!steps_.is_open(), ErrorCode::bad_state, "blocks cannot be inserted during a step; commit or abort it first");
@@ -137,7 +137,7 @@ std::int64_t KeptBlocks::insert(const Prompt& prompt, std::span<const BlockKey> 
   return std::ssize(room);
 }
 
-bool KeptBlocks::insert_snapshot(const BlockKey& key, const std::byte* from, ImageMemory memory) {
+bool PrefixBlocks::insert_snapshot(const BlockKey& key, const std::byte* from, ImageMemory memory) {
   PrefixCache& kept = prefix();
   require(!steps_.is_open(), ErrorCode::bad_state,
           "a snapshot cannot be inserted during a step; commit or abort it first");
@@ -161,10 +161,10 @@ bool KeptBlocks::insert_snapshot(const BlockKey& key, const std::byte* from, Ima
 
 // --- in the backend's memory, queued
 
-BlockKey BlockMover::root(const Prompt& prompt) { return m_.kept.prefix().root(prompt.salt); }
+BlockKey BlockMover::root(const Prompt& prompt) { return m_.prefix_blocks.prefix().root(prompt.salt); }
 
 BlockKey BlockMover::next_key(const BlockKey& root, const Prompt& prompt, std::span<const BlockKey> before) {
-  return m_.kept.prefix().block_key(before.empty() ? root : before.back(), prompt, before.size());
+  return m_.prefix_blocks.prefix().block_key(before.empty() ? root : before.back(), prompt, before.size());
 }
 
 bool BlockMover::has_room_for_request(const Prompt& prompt) const {
@@ -180,20 +180,20 @@ Expected<Admission> BlockMover::admit(const Prompt& prompt, const BlockKey& root
 }
 
 bool BlockMover::gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const {
-  return m_.kept.read(keys, to, ImageMemory::backend);
+  return m_.prefix_blocks.read(keys, to, ImageMemory::backend);
 }
 
 bool BlockMover::gather_snapshot(const BlockKey& key, std::byte* to) const {
-  return m_.kept.read_snapshot(key, to, ImageMemory::backend);
+  return m_.prefix_blocks.read_snapshot(key, to, ImageMemory::backend);
 }
 
 std::int64_t BlockMover::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
                                 std::span<std::byte* const> images) {
-  return m_.kept.insert(prompt, keys, at, images, ImageMemory::backend);
+  return m_.prefix_blocks.insert(prompt, keys, at, images, ImageMemory::backend);
 }
 
 bool BlockMover::insert_snapshot(const BlockKey& key, const std::byte* from) {
-  return m_.kept.insert_snapshot(key, from, ImageMemory::backend);
+  return m_.prefix_blocks.insert_snapshot(key, from, ImageMemory::backend);
 }
 
 }  // namespace kv4

@@ -8,8 +8,8 @@
 #include "cache/blocks.h"
 #include "cache/cache_memory.h"
 #include "cache/images.h"
-#include "cache/kept_blocks.h"
 #include "cache/layers.h"
+#include "cache/prefix_blocks.h"
 #include "cache/prefix_cache.h"
 #include "cache/prefix_chains.h"
 #include "cache/request_table.h"
@@ -52,7 +52,7 @@ struct KVCacheManager::Impl {
   Requests requests{memory, prefix.get(), table, blocks, snapshots, chains};
   Steps steps{memory, table, blocks, chains, snapshots};
   Images images{memory, prefix.get(), layers, table, blocks, snapshots, chains};
-  KeptBlocks kept{memory, prefix.get(), blocks, snapshots, steps};
+  PrefixBlocks prefix_blocks{memory, prefix.get(), blocks, snapshots, steps};
 
   CallTimes times;
   ShortageCounts admit_shortages, prepare_forward_shortages;

@@ -1,4 +1,4 @@
-// Kept blocks and snapshots by key: what tiers take and give back (manager_blocks.cc).
+// Prefix blocks and snapshots by key: what tiers take and give back (manager_blocks.cc).
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace kv4 {
 
-class KeptBlocks {
+class PrefixBlocks {
  public:
   /// `prefix` null: nothing is kept, and every call throws.
-  KeptBlocks(CacheMemory& memory, PrefixCache* prefix, Blocks& blocks, const Snapshots& snapshots, const Steps& steps)
+  PrefixBlocks(CacheMemory& memory, PrefixCache* prefix, Blocks& blocks, const Snapshots& snapshots, const Steps& steps)
       : memory_(memory), prefix_(prefix), blocks_(blocks), snapshots_(snapshots), steps_(steps) {}
 
   PrefixCache& prefix() const;  // throws where there is none
 
-  /// Images of kept blocks, to[i] [block_image_bytes]. False, and nothing is done: one of them is not there.
+  /// Images of prefix blocks, to[i] [block_image_bytes]. False, and nothing is done: one of them is not there.
   bool read(std::span<const BlockKey> keys, std::span<std::byte* const> to, ImageMemory memory) const;
   bool read_snapshot(const BlockKey& key, std::byte* to, ImageMemory memory) const;
 

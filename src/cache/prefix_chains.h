@@ -22,7 +22,7 @@ class PrefixChains {
 
   /// Blocks that become full get keys from now on.
   void begin(std::int32_t row, PrefixIdentity identity, std::uint16_t weights_slot);
-  /// The request begins with these kept blocks, which are pinned for it.
+  /// The request begins with these prefix blocks, which are pinned for it.
   void hold(std::int32_t row, const KeptChain& kept);
   /// hold() of a match, which is pinned here; lengths and the replay begin where it resumes.
   void share(std::int32_t row, const PrefixMatch& match);

@@ -23,7 +23,7 @@ constexpr std::chrono::milliseconds kProgressStep{20};
 }  // namespace
 
 // --- the memory of all loads
-// -----------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 
 PrefixLoader::PrefixLoader(TieredCache& joint)
     : joint_(joint),
@@ -49,7 +49,7 @@ void PrefixLoader::give_unused() {
 }
 
 // --- one prompt
-// -----------------------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
 
 PromptLoad::PromptLoad(PrefixLoader& owner, const Prompt& prompt, Deadline deadline)
     : owner_(owner),
@@ -174,7 +174,7 @@ void PromptLoad::ask_which_snapshots_exist() {
   std::size_t left = below_;
   for (; left > 0 && ids.size() < kSnapshotsAtATime; --left) {
     const BlockKey& key = keys_[left - 1];
-    const std::optional<KeptBlock> kept = joint_.cache.find_block(key);
+    const std::optional<PrefixBlock> kept = joint_.cache.find_block(key);
     if (kept ? kept->has_snapshot : left <= end_) {  // that is as good, or the block is gone again
       left = 0;
       break;

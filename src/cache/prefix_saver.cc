@@ -41,7 +41,7 @@ tier::RecordId PrefixSaver::record_of(const Waiting& what) {
 }
 
 bool PrefixSaver::is_kept(const Waiting& what) const {
-  const std::optional<KeptBlock> kept = joint_.cache.find_block(what.key);
+  const std::optional<PrefixBlock> kept = joint_.cache.find_block(what.key);
   return kept && (!what.snapshot || kept->has_snapshot);
 }
 

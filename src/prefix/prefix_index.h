@@ -1,4 +1,4 @@
-// The kept blocks of token prefixes. Keys, counts and order only: no bytes, no locks, one thread at a time.
+// The index of prefix blocks. Keys, counts and order only: no bytes, no locks, one thread at a time.
 // A call costs O(1) per block; an eviction also looks at each tenant once. All memory is allocated at the start, but
 // for the ghosts of S3-FIFO, which are at most as many as there are blocks, and of hit density, at most four times
 // that.

@@ -205,7 +205,7 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   add("attend workspace", 1, attend_workspace_bytes(schema), "partial outputs of KV splits");
   const SnapshotPlaces places = snapshot_places(schema);
   add("snapshots", places.count, places.bytes, fmt::format("{} images at block boundaries", places.count));
-  add("prefix index", 1, prefix_index_bytes(schema), "keys, counts and order of kept blocks, events");
+  add("prefix index", 1, prefix_index_bytes(schema), "keys, counts and order of prefix blocks, events");
   const std::int64_t slots = std::int64_t{o.max_requests} + o.spare_slots;
   add("undo rows", slots, schema.undo_row_bytes,
       fmt::format("{} slots, one window row per layer, for aborted steps", slots));

@@ -254,7 +254,7 @@ TEST_F(CTiers, SessionsHaveKeys) {
                "64 are the most");
 }
 
-TEST_F(CTiers, KeptBlocksAreBytes) {
+TEST_F(CTiers, PrefixBlocksAreBytes) {
   ASSERT_NO_FATAL_FAILURE(open());
   ASSERT_EQ(kv4_cache_admit_prompt(cache, &prompt, &admission), KV4_OK);
   ASSERT_NO_FATAL_FAILURE(forward(admission.request, kPromptTokens));
@@ -264,8 +264,8 @@ TEST_F(CTiers, KeptBlocksAreBytes) {
   EXPECT_EQ(kv4_cache_block_keys(cache, &prompt, keys, 1, &count), KV4_BAD_ARGUMENT);
   ASSERT_EQ(kv4_cache_block_keys(cache, &prompt, keys, 2, &count), KV4_OK) << kv4_last_error();
   ASSERT_EQ(count, 2);
-  kv4_kept_block kept;
-  kv4_kept_block_init(&kept, sizeof(kv4_kept_block));
+  kv4_prefix_block kept;
+  kv4_prefix_block_init(&kept, sizeof(kv4_prefix_block));
   std::int32_t found = 0;
   ASSERT_EQ(kv4_cache_find_block(cache, &keys[1], &kept, &found), KV4_OK);
   EXPECT_EQ(found, 1);

@@ -313,7 +313,7 @@ TEST(SessionRefused, BytesTooManyOrTooFew) {
 // ---------------------------------------------------------------------------------------------------------------
 
 /// Blocks by key, as a prefix cache has them.
-struct KeptBlocks : BlockSource {
+struct BlocksByKey : BlockSource {
   std::map<BlockKey, std::vector<std::byte>> blocks;
   int asked = 0;
 
@@ -342,7 +342,7 @@ TEST(SessionHandOver, SendsWhatTheOtherSideLacks) {
   ASSERT_EQ(all.list.size(), 5u);
   for (const unsigned has : {0b0000u, 0b0001u, 0b0111u, 0b1111u, 0b1010u}) {
     SCOPED_TRACE("has " + std::to_string(has));
-    KeptBlocks kept;
+    BlocksByKey kept;
     for (std::size_t i = 0; i < 4; ++i)
       if ((has >> i & 1u) != 0) kept.keep(all.list[i + 1]);
     SessionSender sender(from.cache, request, identity());
