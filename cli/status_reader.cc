@@ -40,7 +40,7 @@ PublishedStatus StatusReader::read() {
   const std::pair mark(out.boot_id, out.boot_ms != 0 ? out.boot_ms : out.time_ms);
   if (mark_ && *mark_ != mark) changed_ = now;
   mark_ = mark;
-  const bool seen_to_change = changed_ && now - *changed_ <= std::chrono::milliseconds(out.patience_ms());
+  const bool seen_to_change = changed_ && now - *changed_ <= std::chrono::milliseconds(out.stale_after_ms());
   const BootTime boot = read_boot_time();
   const Freshness freshness = out.freshness(boot);
   require(freshness != Freshness::stale || seen_to_change, ErrorCode::bad_file,

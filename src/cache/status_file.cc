@@ -200,7 +200,7 @@ BootTime read_boot_time() {
 
 Freshness PublishedStatus::freshness(const BootTime& now) const {
   if (boot_id.empty() || boot_id != now.boot_id || boot_ms > now.ms) return Freshness::unknown;
-  return now.ms - boot_ms > patience_ms() ? Freshness::stale : Freshness::fresh;
+  return now.ms - boot_ms > stale_after_ms() ? Freshness::stale : Freshness::fresh;
 }
 
 namespace {

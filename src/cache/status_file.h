@@ -43,8 +43,8 @@ struct PublishedStatus {
   std::int64_t interval_ms = 0;
   CacheStatus status;
 
-  /// Where nothing came for longer, the cache does not publish any more.
-  std::int64_t patience_ms() const { return 5000 + 5 * interval_ms; }
+  /// A cache that has written nothing for so long publishes no more.
+  std::int64_t stale_after_ms() const { return 5000 + 5 * interval_ms; }
   /// Unknown: of another boot or machine, or from a later time than now. Only a change of the file tells then.
   Freshness freshness(const BootTime& now) const;
 };

@@ -214,7 +214,7 @@ class DiskStore {
   bool move_records(Segment& segment);
   bool tombstone(std::vector<RecordPlace>& places);
   bool drop_segment(Segment& segment);
-  bool unlink_leaving();
+  bool unlink_retiring();
   void write_checkpoint();
   bool drop_checkpoint();
   void leave(Segment& segment, const IoStatus& why = {}) noexcept;  // `unopened`: it is not unlinked then

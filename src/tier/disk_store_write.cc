@@ -312,7 +312,7 @@ bool DiskStore::drop_segment(Segment& segment) {
 }
 
 /// Oldest first, one at a time: an older record must not outlive a newer one.
-bool DiskStore::unlink_leaving() {
+bool DiskStore::unlink_retiring() {
   for (auto at = segments_.begin(); at != segments_.end();) {
     Segment& segment = *at++->second;
     if (segment.retiring && !drop_segment(segment)) return false;
@@ -384,7 +384,7 @@ bool DiskStore::settle() {
     if (records_lost_) return false;  // what they superseded stays until the caller has heard of it
     if (!sync_segments() || !sync_directory()) continue;
     if (!tombstone(superseded_)) continue;
-    if (!unlink_leaving()) continue;
+    if (!unlink_retiring()) continue;
     if (!tombstone(removed_)) continue;
     return true;
   }
