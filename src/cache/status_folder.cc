@@ -128,9 +128,9 @@ struct StatusFolder::Impl {
     check(status, "be written to");
   }
 
-  /// Whoever may read the folder may read the file, whatever the umask is: 0700 gives 0600, 0750 0640, 0755 0644. The
-  /// group is the folder's where the process is in it. Where it is not, the file stays the owner's, but in a folder that
-  /// all may read: the process's own group is not whom 0750 lets in.
+  /// Users who may read the folder may read the file, whatever the umask is: 0700 gives 0600, 0750 0640, 0755 0644. The
+  /// group is the folder's if the process is in it. Otherwise only the owner may read the file, except in a folder that
+  /// all may read: 0750 lets in the folder's group, not the process's own.
   void share(const std::string& path) const {
     struct stat folder {};
     const int file = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);

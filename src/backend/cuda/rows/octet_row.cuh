@@ -134,7 +134,8 @@ __device__ inline std::uint32_t octet_amaxes(const OctetBits (&row)[kOctets]) {
   std::uint32_t largest[kOctets];
 #pragma unroll
   for (int j = 0; j < kOctets; ++j)
-    largest[j] = larger_bf16_magnitudes(larger_bf16_magnitudes(row[j].pair[0], row[j].pair[1]), larger_bf16_magnitudes(row[j].pair[2], row[j].pair[3]));
+    largest[j] = larger_bf16_magnitudes(larger_bf16_magnitudes(row[j].pair[0], row[j].pair[1]),
+                                        larger_bf16_magnitudes(row[j].pair[2], row[j].pair[3]));
   const std::uint32_t low = __byte_perm(largest[0], largest[1], 0x5410);
   const std::uint32_t high = __byte_perm(largest[0], largest[1], 0x7632);
   return larger_bf16_magnitudes(larger_bf16_magnitudes(low, high), 0) & 0x7FFF7FFFu;  // 0 where all channels are NaN
