@@ -4,15 +4,15 @@
  *                       -> kv4_cache_commit | kv4_cache_abort]* -> kv4_cache_release
  *
  * The calls mean what their C++ namesakes in kv4/kv_cache_manager.h, kv4/layer_cache_handle.h, kv4/tiers.h and
- * kv4/tiered_prefix.h mean; what is said here is what differs.
+ * kv4/tiered_prefix.h mean; comments here name only the differences.
  *
- * Names: kv4_TYPE_VERB, where TYPE is what the call makes or its first argument: kv4_cache_admit(cache, ...) is
- * KVCacheManager::admit. Five calls are the library's own: kv4_version, kv4_abi_version, kv4_last_error,
- * kv4_set_log_sink, kv4_read_key_file. Enumerators are KV4_ENUM_VALUE, statuses KV4_VALUE. Policies and modes are
- * strings, spelled as in C++, Python and the tool (kv4/names.h).
+ * Names: kv4_TYPE_VERB, where TYPE is the call's first argument, or its result where it makes one:
+ * kv4_cache_admit(cache, ...) is KVCacheManager::admit. Five calls are the library's own: kv4_version, kv4_abi_version,
+ * kv4_last_error, kv4_set_log_sink, kv4_read_key_file. Enumerators are KV4_ENUM_VALUE, statuses KV4_VALUE. Policies and
+ * modes are strings, spelled as in C++, Python and the tool (kv4/names.h).
  *
  * Status: KV4_OK is 0. A shortage is positive: nothing has changed, make room and call again. An error is negative:
- * nothing has changed, and kv4_last_error() says in words what was wrong, until this thread's next call that fails.
+ * nothing has changed, and kv4_last_error() describes it, until this thread's next call that fails.
  * Output arguments are written on KV4_OK only.
  *
  * Structs begin with `size` and may grow. Set one up with its init, kv4_T_init(&x, sizeof(x)), which fills in `size`
@@ -22,9 +22,9 @@
  * kv4_tensor and kv4_managed_tensor (DLPack's), kv4_bytes, kv4_block_key, kv4_cache_key, kv4_plane, kv4_time_histogram,
  * kv4_failure_count, kv4_log_field.
  *
- * Ownership: what a call gives through `T** out` is freed with kv4_T_free, which takes NULL. Tensors and strings are
- * read or written during the call only; bound weights and rope tables must outlive the cache. A cache keeps its backend
- * alive; what is made of a cache or of tiers is freed before them.
+ * Ownership: the caller frees an object that it got through `T** out` with kv4_T_free, which takes NULL. Tensors and
+ * strings are read or written during the call only; bound weights and rope tables must outlive the cache. A cache keeps
+ * its backend alive; objects made of a cache or of tiers are freed before them.
  *
  * Threads: one thread at a time drives a cache, and one its tiers; a call that overlaps with another thread's is
  * KV4_BAD_STATE and does nothing. Different caches are independent. */
@@ -526,8 +526,8 @@ KV4_C_API void kv4_import_init(kv4_import* import, size_t size);
 KV4_C_API kv4_status kv4_cache_import_image(kv4_cache* cache, const kv4_import* import, kv4_request* out);
 
 /* The identity of a session: kv4::SessionIdentity; layout and model come from the cache. The salt keeps tenants'
- * contexts apart and proves nothing: whoever has read one session of a tenant's can make another that restores. Whoever
- * has none of the keys cannot. */
+ * contexts apart and proves nothing: a reader of one session of a tenant can make another that restores. Without one of
+ * the keys nobody can. */
 typedef struct kv4_session_identity {
   size_t size;
   const char* weights_id;
@@ -535,9 +535,9 @@ typedef struct kv4_session_identity {
   uint64_t tenant;
   const kv4_bytes* block_extra; /* [num_block_extra] */
   int64_t num_block_extra;
-  const kv4_cache_key* keys; /* [num_keys] the first protects what is saved, one of them made what is restored */
+  const kv4_cache_key* keys; /* [num_keys] the first protects the saved session; one of them made a restored one */
   int64_t num_keys;
-  const char* protection; /* of what is saved with keys: "sealed", "authenticated" */
+  const char* protection; /* of sessions saved with keys: "sealed", "authenticated" */
   int32_t accept_unauthenticated;
   int32_t share_of; /* whose share of a prefix cache the blocks of a restored session count for */
 } kv4_session_identity;
@@ -601,7 +601,7 @@ typedef struct kv4_block_key {
   uint8_t bytes[32];
 } kv4_block_key;
 
-/* A change of what the cache keeps: kv4::BlockEvent. */
+/* A change of the prefix cache: kv4::BlockEvent. */
 typedef struct kv4_block_event {
   size_t size;
   kv4_block_key key;
@@ -637,7 +637,7 @@ KV4_C_API kv4_status kv4_cache_invalidate(kv4_cache* cache, const char* weights_
 /* Keys of all full blocks of a prompt, in the way of kv4_cache_token_ids. */
 KV4_C_API kv4_status kv4_cache_block_keys(kv4_cache* cache, const kv4_prompt* prompt, kv4_block_key* out,
                                           int64_t capacity, int64_t* count);
-/* *found 1, and out is what the cache keeps under the key; out may be NULL. */
+/* *found 1, and out describes the block of the key; out may be NULL. */
 KV4_C_API kv4_status kv4_cache_find_block(const kv4_cache* cache, const kv4_block_key* key, kv4_prefix_block* out,
                                           int32_t* found);
 /* Size of an image at a block boundary. */
@@ -721,7 +721,7 @@ typedef struct kv4_tiers_options {
   const kv4_cache_key* keys; /* [num_keys] the first writes, all read */
   int64_t num_keys;
   const kv4_cache_key* disk_key; /* of a store that 0.1 sealed; NULL: none */
-  const char* protection;        /* of what is written with keys: "sealed", "authenticated" */
+  const char* protection;        /* of records written with keys: "sealed", "authenticated" */
   int32_t accept_unauthenticated;
   int64_t max_write_bytes;
   int64_t max_read_bytes;
@@ -746,7 +746,7 @@ typedef struct kv4_failure_count {
 typedef struct kv4_tier_report {
   size_t size;
   const char* name;
-  const char* protection; /* of what is written */
+  const char* protection; /* of written records */
   int64_t hits;
   int64_t misses;
   int64_t failed_gets;
@@ -825,8 +825,8 @@ KV4_C_API kv4_status kv4_tiered_prefix_new(kv4_cache* cache, kv4_tiers* tiers, c
                                            kv4_tiered_prefix** out);
 /* NULL: nothing. Its loads are freed before it. */
 KV4_C_API void kv4_tiered_prefix_free(kv4_tiered_prefix* tiered);
-/* A request that begins with what the cache and its tiers have of the prompt. Waits for tiers timeout_ms at most, and
- * begins with what is there by then, or when progress says 0. */
+/* A request that begins with the blocks that the cache and its tiers have of the prompt. Waits for tiers timeout_ms at
+ * most, or until progress says 0, and begins with the blocks that have come by then. */
 KV4_C_API kv4_status kv4_tiered_prefix_admit(kv4_tiered_prefix* tiered, const kv4_prompt* prompt, int64_t timeout_ms,
                                              kv4_progress progress, void* user, kv4_admission* out);
 /* The first half of it, for requests that begin otherwise: *brought blocks came. */
@@ -863,7 +863,7 @@ typedef struct kv4_status_options {
   size_t size;
   int64_t interval_ms;       /* the shortest time between two writes */
   kv4_tiers* tiers;          /* whose reports are published, too; NULL: none */
-  const kv4_cache_key* keys; /* [num_keys] the first seals requests that are given to whoever asks */
+  const kv4_cache_key* keys; /* [num_keys] the first seals the requests that `kv4 inspect` asks for */
   int64_t num_keys;
 } kv4_status_options;
 

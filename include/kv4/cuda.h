@@ -34,7 +34,7 @@ KV4_API cudaError_t append(const ops::AppendParams& params, cudaStream_t stream)
 /// Entries and index keys made elsewhere, into the pages: one launch.
 KV4_API cudaError_t flush(const ops::FlushParams& params, cudaStream_t stream);
 
-/// Of `params`, boundaries is a host address: they travel with the launches, so they cannot be changed in a graph.
+/// `params.boundaries` is a host address: boundaries travel with the launches, so a graph cannot change them.
 KV4_API cudaError_t save_boundaries(const ops::BoundaryParams& params, cudaStream_t stream);
 
 /// Entries by index, decoded: params.indices, out and valid.

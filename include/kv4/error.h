@@ -24,7 +24,7 @@ enum class ErrorCode {
 KV4_API const char* to_string(ErrorCode code);
 
 /// The message names the value seen, the values allowed and what to change. When a call throws, the cache is unchanged:
-/// what a call needs of memory it takes before it changes anything, so it can be made again.
+/// a call takes all memory that it needs before it changes anything, so it can be made again.
 class KV4_API Error : public std::runtime_error {
  public:
   /// `message`: what Error::what() returns.

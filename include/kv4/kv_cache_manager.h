@@ -35,8 +35,8 @@ class InternalKey;  // defined inside the library alone
 using RequestId = std::int32_t;
 constexpr RequestId kNoRequest = -1;  // a padded item
 
-/// Why there is no value. No room: wait for a release, or preempt somebody. `cancelled`: the caller's progress function
-/// said stop. `none`: there is a value.
+/// Why there is no value. No room: wait for a release, or preempt a request. `cancelled`: the caller's progress
+/// function said stop. `none`: there is a value.
 enum class Shortage : std::uint8_t { none, requests, blocks, slots, cancelled };
 
 /// The enumerator's name: "blocks", ...
@@ -83,7 +83,7 @@ struct Step {
   std::int32_t group = 0;
 };
 
-/// A request that begins with what was there of its prompt.
+/// A request that begins with the blocks that the cache has of its prompt.
 struct Admission {
   RequestId request = kNoRequest;
   /// Tokens of the prompt whose entries are there: whole blocks, and at least one token remains for a query.
@@ -160,7 +160,7 @@ class KV4_API KVCacheManager {
   /// bytes are not read, and may be left out (an empty span).
   Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                    std::span<const std::span<const std::byte>> blocks, const PrefixIdentity& chain);
-  /// Of a prompt with the present weights, and of a running request; {} where its blocks are not kept.
+  /// The identity of a prompt's blocks with the present weights; {} where no blocks are kept.
   PrefixIdentity identify_prefix(const Prompt& prompt);
   /// The same for a running request.
   PrefixIdentity chain_of(RequestId request) const;

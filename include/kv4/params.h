@@ -152,7 +152,7 @@ struct StepTableDesc {
   std::int32_t* ring_positions = nullptr;  // [max_items, ring_rows] position each window row holds, -1: none
   std::int32_t* block_table = nullptr;     // [max_requests, blocks_per_request]
   std::int32_t* window_begins = nullptr;   // [max_requests]
-  std::int32_t dummy_block = -1;           // that takes what is written instead of kept entries; -1: nothing is
+  std::int32_t dummy_block = -1;           // takes entries that are written but not kept; -1: none are
   std::int32_t blocks_per_request = 0;
   std::int32_t block_tokens = 0;
   std::int32_t ring_rows = 0;

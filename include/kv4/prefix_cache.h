@@ -82,7 +82,7 @@ struct PrefixIdentity {
   std::vector<std::string> extra;  // by block, as in Prompt
 };
 
-/// A change of what the cache keeps, for routers and tiers.
+/// A change of the prefix cache, for routers and tiers.
 struct BlockEvent {
   /// The event.
   enum class Kind : std::uint8_t { stored, evicted, snapshot };  // snapshot: one at the block's end is kept

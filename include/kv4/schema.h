@@ -32,7 +32,7 @@ struct PageSchema {
   RowSchema row;
   int rows_per_block = 0;
   std::int64_t page_bytes = 0;     // a multiple of the page alignment
-  std::int64_t content_bytes = 0;  // page_bytes at alignment 64: what a block image holds
+  std::int64_t content_bytes = 0;  // page_bytes at alignment 64, as in a block's image
   std::int64_t offset = 0;         // of block 0's page in the pool
   std::int64_t block_stride = 0;
   std::int64_t scale_offset = 0;    // in the page
@@ -70,7 +70,7 @@ struct LayerCacheSchema {
   /// Ring rows kept of the own-entry (a) and of the next-entry (b) series of the main compressor; 0 where there is
   /// none.
   int tail_buffer_size_a() const { return pending.empty() ? 0 : pending[0].rows; }
-  /// Of the next-entry series.
+  /// Ring rows of the next-entry series.
   int tail_buffer_size_b() const { return pending.empty() || !spec.rows[0].overlap ? 0 : pending[0].rows; }
   /// Whether a row carries one fp32 inverse scale.
   bool needs_inv_scale() const { return window.row.format == Format::fp8_row; }

@@ -9,9 +9,9 @@
 //   save_session_file(cache, request, identity, "chat.kv4s");                   // ... another process
 //   RequestId request = restore_session_file(cache, identity, "chat.kv4s").value();
 //
-// Threads: as KVCacheManager. Errors: what is truncated, damaged, foreign, of another layout, other weights, another
-// salt or tenant, or not made by a key of the identity's is Error(bad_file) that names what differs; no room is a
-// Shortage. Either way the cache is unchanged.
+// Threads: as KVCacheManager. Errors: a record that is truncated, damaged, foreign, of another layout, other weights,
+// another salt or tenant, or not made by a key of the identity's is Error(bad_file) that names the difference; no room
+// is a Shortage. Either way the cache is unchanged.
 // A restored request cannot be rewound behind the length it was saved with.
 //
 // A cache that keeps prefixes, with these weights: blocks that it has are not taken from the session, and the others
@@ -36,23 +36,23 @@ namespace kv4 {
 /// The identity of a session; layout and model come from the cache. Without a key of `keys` nobody can make one.
 struct SessionIdentity {
   std::string weights_id = {};  // the caller's name for all it computes with: weights, and a rope table if it binds one
-  /// Of the tenant: nothing is restored with another one. It keeps tenants' contexts apart, and proves nothing: whoever
-  /// has read one session of a tenant's can make another that restores. Only `keys` tell who wrote a session.
+  /// The tenant's: nothing is restored with another one. It keeps tenants' contexts apart and proves nothing: a reader
+  /// of one session of a tenant can make another that restores. Only `keys` prove a session's writer.
   std::string salt = {};
   std::uint64_t tenant = 0;  // written into every record
-  /// By full block, for as many as have some: what their keys hash beside tokens, a LoRA id or hashes of images. To
-  /// save only; a session brings its own.
+  /// By full block, for as many as have some: bytes that their keys hash beside tokens, a LoRA id or hashes of images.
+  /// To save only; a session brings its own.
   std::vector<std::vector<std::byte>> block_extra = {};
   TenantId share_of = 0;  // of a prefix cache: whose share the blocks of a restored session count for
   /// Records are protected with the first of these; to restore, each has to be made by one of them, unless
   /// accept_unauthenticated. None: digests only; a sealed session is refused, and an authenticated one is read as one
   /// that no key protects.
   std::vector<CacheKey> keys = {};
-  Protection protection = Protection::sealed;  // of what is saved, where there are keys
+  Protection protection = Protection::sealed;  // of saved sessions, where there are keys
   bool accept_unauthenticated = false;         // for the while of a change: sessions from before there were keys
 };
 
-/// Takes whole records, header and payload, each valid during the call only. What it throws comes out of the save.
+/// Takes whole records, header and payload, each valid during the call only. Its exceptions come out of the save.
 class KV4_API RecordSink {
  public:
   virtual ~RecordSink() = default;
@@ -110,7 +110,7 @@ class KV4_API SessionSender {
   SessionSender(SessionSender&&) noexcept;
   ~SessionSender();
 
-  /// Of the full blocks, in order: for a router that asks who has most of them.
+  /// The keys of the full blocks, in order: for a router that looks for the worker with most of them.
   const std::vector<BlockKey>& keys() const;
   /// The record of the request itself; the receiver finds the keys from its tokens.
   void offer(RecordSink& sink) const;

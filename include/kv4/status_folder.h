@@ -31,13 +31,13 @@ struct RequestStatus {
   std::int64_t kept_blocks = 0;       // of them: later prompts find them
 };
 
-/// Of the library that a cache runs with.
+/// Facts about the library that a cache runs with.
 struct BuildInfo {
   std::string version;   // empty: older than 0.2.0, which tells neither this nor times
   bool cuda = false;     // it can make a CUDA backend
   std::string compiler;  // "gcc 12.2.0"
 };
-/// Of the library that is linked.
+/// Facts about the library that is linked.
 KV4_API BuildInfo build_info();
 
 /// The state of a cache, as plain values.
@@ -56,7 +56,7 @@ KV4_API CacheStatus read_status(const KVCacheManager& cache, Tiers* tiers = null
 struct StatusOptions {
   std::chrono::milliseconds interval{1000};  // publish() does nothing more often than that
   Tiers* tiers = nullptr;                    // whose reports are published, too
-  /// The first seals the requests that are given to whoever asks, for `kv4 inspect --key-file`. None: they lie there in
+  /// The first seals the requests that are asked for, and `kv4 inspect --key-file` opens them. None: they lie there in
   /// plain until they are taken away, token ids included, for the folder's owner alone.
   std::vector<CacheKey> keys = {};
 };
@@ -68,15 +68,15 @@ class KV4_API StatusFolder {
   /// Error: bad_file where it cannot be used; bad_state where another process publishes there; bad_argument for more
   /// keys than kMaxCacheKeys.
   StatusFolder(KVCacheManager& cache, std::string directory, const StatusOptions& options = {});
-  /// Takes the status away: nobody is here any more.
+  /// Takes the status away: the cache publishes no more.
   ~StatusFolder();
   StatusFolder(const StatusFolder&) = delete;
   StatusFolder& operator=(const StatusFolder&) = delete;
 
-  /// Between steps, as often as you like, also while there is nothing to do: what is older than a few intervals counts
-  /// as gone. At most one request that is asked for is written each time, as it is now, and goes on unchanged; that
-  /// takes as long as save_session_file. False: something could not be written, which is no reason to stop; the log
-  /// ("status.failed") says what.
+  /// Between steps, as often as you like, also while there is nothing to do: a status older than a few intervals counts
+  /// as that of a cache that has gone. At most one request that is asked for is written each time, as it is now, and
+  /// goes on unchanged; that takes as long as save_session_file. False: something could not be written, which is no
+  /// reason to stop; the log ("status.failed") says what.
   bool publish();
 
  private:

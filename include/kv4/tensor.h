@@ -1,4 +1,4 @@
-// A tensor somebody else owns: pointer, element type, shape, strides (the fields of a DLPack tensor).
+// A tensor without ownership: pointer, element type, shape, strides (the fields of a DLPack tensor).
 #pragma once
 
 #include <cstddef>

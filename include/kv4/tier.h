@@ -73,7 +73,7 @@ struct PutRequest {
 /// A record to read.
 struct GetRequest {
   RecordId id;
-  std::span<std::byte> to;  // what is not `found` leaves nothing of the record here: it is as it was, or zeros
+  std::span<std::byte> to;  // as it was, or zeros, unless the record is `found`
   GetStatus status = GetStatus::failed;  // out
   std::int64_t bytes = 0;                // out
   /// A tier that keeps records in memory may then give its own instead of a copy: `view`, and nothing in `to`. The
@@ -154,8 +154,8 @@ class KV4_API Tier {
   virtual const char* name() const = 0;  // for reports and logs; stays the same
   /// The number of threads that may be in get() and exists() at a time.
   virtual int read_threads() const { return 1; }
-  /// The most requests of one get() or exists(), 0: no matter. Few, where they are done one by one: what is ready early
-  /// is used early. Many, where they are under way together.
+  /// The most requests of one get() or exists(), 0: no matter. Few, where they are done one by one: early results are
+  /// used early. Many, where they are under way together.
   virtual int read_batch() const { return 0; }
   /// Stores each payload, replacing an older one of its id.
   virtual void put(std::span<PutRequest> requests, Deadline deadline) = 0;

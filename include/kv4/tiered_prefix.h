@@ -1,13 +1,13 @@
-// A prefix cache that goes on below the device: what a cache keeps is offered to tiers, and what a prompt does not find
-// on the device is looked for there.
+// A prefix cache that goes on below the device: a cache offers its prefix blocks to tiers, and a prompt looks there for
+// the blocks that it does not find on the device.
 //
 //   kv4::Tiers tiers(cache.schema(), {.host_bytes = 8LL << 30, .backend = backend, .directory = "/var/cache/kv4"});
 //   kv4::TieredPrefix tiered(cache, tiers);
 //   kv4::Admission a = tiered.admit(prompt, deadline).value();  ... steps, and between them tiered.save(16) ...
 //
-// A record is a block's image or a snapshot, under the block's key; tiers check its bytes, the key says of what they
-// are. Whatever a tier loses or is late with is computed again. Tenants that are to share contexts have one id: records
-// are kept by tenant.
+// A record is a block's image or a snapshot, under the block's key; tiers check its bytes, and the key names its
+// tokens. The model computes again the blocks that a tier loses or is late with. Tenants that are to share contexts
+// have one id: records are kept by tenant.
 //
 // Nothing here waits for the device, but admit(), load() and save_all(): blocks move through pinned memory, one
 // transfer each, beside the steps.
@@ -80,20 +80,22 @@ class KV4_API TieredPrefix {
   TieredPrefix(const TieredPrefix&) = delete;
   TieredPrefix& operator=(const TieredPrefix&) = delete;
 
-  /// Offers what the cache has stored since, oldest first; begins at most `max_records`. What finds no room in the
-  /// tiers' queues stays on the device and is offered by a later call, and so is what a tier failed to store, while it
-  /// is kept on the device. Returns how many records are left to be offered or on their way off the device.
+  /// Offers the records that the cache has stored since, oldest first; begins at most `max_records`. A record that
+  /// finds no room in the tiers' queues stays on the device, and a later call offers it; the same holds for a record
+  /// that a tier failed to store, while the device keeps it. Returns how many records are left to be offered or on
+  /// their way off the device.
   std::int64_t save(std::int64_t max_records);
   /// save() until nothing is left. False: the deadline came, or progress said so.
   bool save_all(tier::Deadline deadline, const TieredProgress& progress = {});
 
-  /// A request that begins with what the device and the tiers have of the prompt. Waits for tiers until the deadline at
-  /// most and begins with what is there by then; where tiers have nothing it is KVCacheManager::admit(). Where there is
-  /// no room for a request it returns the shortage at once and asks no tier. After any other shortage or error, what
-  /// has come stays for the next call. Not during a step: Error(bad_state).
+  /// A request that begins with the blocks that the device and the tiers have of the prompt. Waits for tiers until the
+  /// deadline at most, and begins with the blocks that have come by then; where tiers have nothing it is
+  /// KVCacheManager::admit(). Where there is no room for a request it returns the shortage at once and asks no tier.
+  /// After any other shortage or error, the blocks that have come stay for the next call. Not during a step:
+  /// Error(bad_state).
   Expected<Admission> admit(const Prompt& prompt, tier::Deadline deadline, const TieredProgress& progress = {});
   /// The first part of admit() without waiting: brings blocks behind those kept, and the deepest snapshot of them. Ends
-  /// at the deadline, with what is there by then.
+  /// at the deadline, with the blocks that have come by then.
   PrefixLoad start_load(const Prompt& prompt, tier::Deadline deadline);
   /// The first part of admit() alone, for requests that begin otherwise: SessionReceiver::prompt(). Returns the blocks
   /// brought.

@@ -27,8 +27,8 @@ namespace kv4 {
 struct TiersOptions {
   std::int64_t host_bytes = 0;  // 0: no host memory
   int host_threads = 8;         // that check its records
-  /// Of the caches above. Host memory is pinned for a GPU's then, and blocks go from there to the device without a copy
-  /// in between.
+  /// The backend of the caches above. If it is a GPU's, host memory is pinned, and blocks go from there to the device
+  /// without a copy in between.
   std::shared_ptr<Backend> backend = {};
 
   std::string directory = {};  // empty: no disk. One process at a time; made where it is not there
@@ -39,8 +39,8 @@ struct TiersOptions {
   std::optional<CacheKey> disk_key = {};
 
   /// Some of a Redis cluster, or one server; empty: none. "redis://user:password@host:port", "rediss://..." for TLS,
-  /// where port is 6379 unless it is said and what is no letter or digit is written %XX; or "host:port". All with TLS
-  /// or none of them, and one user and password for all.
+  /// where port is 6379 unless it is said, and %XX stands for a character that is no letter or digit; or "host:port".
+  /// All with TLS or none of them, and one user and password for all.
   std::vector<std::string> servers = {};
   std::string user = {}, password = {};  // where the URLs have none
   /// Other servers that the cluster may name: "host", "host:port", "10.0.0.0/8". With a password or TLS nothing is
@@ -53,10 +53,10 @@ struct TiersOptions {
 
   std::vector<std::shared_ptr<tier::Tier>> more = {};  // below all these
 
-  /// Protect every record that leaves the process: on disk, on servers, in `more`. What none of them made is a miss,
-  /// unless accept_unauthenticated. None: whoever can write there chooses what prompts find; the log says so.
+  /// Protect every record that leaves the process: on disk, on servers, in `more`. A record that none of them made is a
+  /// miss, unless accept_unauthenticated. None: a writer there chooses the blocks that prompts find; the log says so.
   std::vector<CacheKey> keys = {};
-  Protection protection = Protection::sealed;  // of what is written, where there are keys
+  Protection protection = Protection::sealed;  // of written records, where there are keys
   bool accept_unauthenticated = false;         // for the while of a change: records from before there were keys
 
   std::int64_t max_write_bytes = std::int64_t{256} << 20;  // of each tier: that wait to be written
@@ -64,10 +64,10 @@ struct TiersOptions {
   tier::Duration close_limit = std::chrono::seconds(10);  // of the destructor: for what waits, and a flush
 };
 
-/// Of one tier, since it was made.
+/// The report of one tier, since it was made.
 struct TierReport {
   std::string name;
-  Protection protection = Protection::none;  // of what is written; host memory needs none
+  Protection protection = Protection::none;  // of written records; host memory needs none
   std::int64_t hits = 0, misses = 0, failed_gets = 0, damaged = 0, hit_bytes = 0;
   std::int64_t stored = 0, failed_puts = 0, refused_puts = 0, stored_bytes = 0;
   std::int64_t promoted = 0;           // found below and put here

@@ -9,8 +9,8 @@
 
 namespace kv4 {
 
-/// Calls by their time. Whoever counts has the object to itself, as a cache's thread has the cache: nothing is locked
-/// or allocated. The bounds are part of the status file's format: others would need fields of another name.
+/// Calls by their time. The thread that counts has the object to itself, as a cache's thread has the cache: nothing is
+/// locked or allocated. The bounds are part of the status file's format: others would need fields of another name.
 struct TimeHistogram {
   /// 1, 2.5 and 5 times each power of ten from 1 us to 10 s.
   static constexpr std::array<std::int64_t, 22> kBoundsNs = {
