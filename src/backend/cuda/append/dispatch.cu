@@ -39,7 +39,8 @@ __device__ bool holds_entries(const ops::KindDesc& kind) { return kind.page.shap
 
 // When a decode launches its dependents. CSA layers do so at once: 2.52 to 2.13 us with 16 requests and an entry due.
 // Other layers with few CTAs do so only after their own wait, so that one kernel waits instead of a queue of kernels
-// (HCA, 16 requests, entry due: 3.31 to 3.06 us; SWA, 128 requests: 2.16 to 1.92). H200, 2026-11-16.
+// (HCA, 16 requests, entry due: 3.31 to 3.06 us; SWA, 128 requests: 2.16 to 1.92). H200, 2026-11-16,
+// `kv4_gpu_bench --only append`.
 constexpr unsigned kFewCtas = 80;
 
 // A decode, bound by latency: one token per group of lanes; CTAs take roles by index.
@@ -222,6 +223,8 @@ bool fits(const ops::AppendParams& p, int num_kinds) {
 
 // --- launches
 
+/// Steps of more tokens are prefills. Chosen on an H200, 2026-11-15; to check it, change it and compare
+/// `kv4_gpu_bench --only append prefill`.
 constexpr int kDecodeTokens = 192;
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
 }
 
 /// Ambiguous candidates are read a second time. If all keys fit into L2, they are kept there: 16 x 8,192 keys went from
-/// 18.35 to 17.5 us; 64 tokens would go from 29.4 to 31.4.
+/// 18.35 to 17.5 us; 64 tokens would go from 29.4 to 31.4. H200, 2026-11-16, `kv4_gpu_bench --only index`.
 Pages make_rescored_pages(const TokenTile& tile) {
   constexpr std::int64_t kSmall = std::int64_t{24} << 20;
   Pages pages = make_pages(tile);

@@ -309,7 +309,7 @@ cudaError_t launch_variant(const TokenTile& tile, const DeviceFacts& device, cud
 
 cudaError_t score_fp8_raw(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   // From 128 KV tiles per CTA on, four warpgroups are faster. H200, 2026-11-16: 128 x 32,768 keys take 143 us with two
-  // warpgroups and 138 with four; 64 x 262,144 keys 561 and 552.
+  // warpgroups and 138 with four; 64 x 262,144 keys 561 and 552 (`kv4_gpu_bench --only index`).
   return can_use_two_warpgroups(tile, device, 64) ? launch_variant<TwoWarpgroups>(tile, device, stream)
                                                   : launch_variant<FourWarpgroups>(tile, device, stream);
 }

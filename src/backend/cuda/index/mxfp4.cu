@@ -622,6 +622,8 @@ cudaError_t launch_variant(const TokenTile& tile, unsigned ctas, cudaStream_t st
 
 }  // namespace
 
+// The thresholds were chosen on an H200, 2026-11-15 and 16; to check them, change one and compare
+// `kv4_gpu_bench --only index`.
 cudaError_t score_mxfp4(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream) {
   const unsigned ctas = score_ctas(tile, device);
   constexpr int kFewTokens = 4;

@@ -11,6 +11,7 @@
 namespace kv4::cuda {
 
 /// select_row takes up to kRowNumbers numbers of a row. In a longer row, this many keys form a group with one maximum.
+/// Chosen on an H200, 2026-11-15; `kv4_gpu_bench --only index` shows a change.
 constexpr int kRowNumbers = 8192;
 constexpr int kSmallGroup = 8, kLargeGroup = 32, kSmallGroupKeys = 32768;
 KV4_HD int group_size(int keys) { return keys <= kSmallGroupKeys ? kSmallGroup : kLargeGroup; }
