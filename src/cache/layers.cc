@@ -20,7 +20,7 @@ const float* checked_constant(const ConstTensorView& t, std::initializer_list<st
   return static_cast<const float*>(t.data);
 }
 
-// Of a dense table in the backend's memory.
+// The digest of a dense table in the backend's memory.
 std::string digest_table(Backend& backend, const ConstTensorView& table) {
   const std::int64_t bytes = table.shape[0] * table.shape[1] * static_cast<std::int64_t>(element_bytes(table.dtype));
   constexpr std::int64_t most = 1 << 16;  // docs/formats.md, "Block keys"

@@ -40,7 +40,7 @@ inline constexpr std::size_t kSessionFixedBytes = 144;
 // What a record may say that was not written here: a key per block takes 8 times a token's bytes where a block has one.
 inline constexpr std::int64_t kMaxSessionBlocks = 1 << 18;  // full ones: 2^25 tokens by 128
 inline constexpr std::uint32_t kMaxSessionLengths = 1 + 64;
-// Of any record of a session, the payload. V4-Pro with 1M tokens in bf16: 25 MB for the session's own, 2 MB for a
+// The largest payload of a record of a session. V4-Pro with 1M tokens in bf16: 25 MB for the session's own, 2 MB for a
 // block.
 inline constexpr std::int64_t kMaxSessionRecordBytes = 64 << 20;
 inline constexpr std::uint32_t kMaxSessionTextBytes = 1 << 20;  // of the weights id and of the layout, each
@@ -72,13 +72,13 @@ SessionParts parse_session(std::span<const std::byte> payload);
 
 std::vector<std::int32_t> token_ids_of(const SessionParts& parts);
 
-/// Of the session's own record: it differs with every token and every length, and from every block's.
+/// The key of the session's own record: it differs with every token and every length, and from every block's.
 BlockKey session_key(BlockHasher& hasher, const SessionParts& parts, std::span<const std::int32_t> token_ids);
-/// Of the full blocks.
+/// The keys of the full blocks.
 std::vector<BlockKey> chain_keys(BlockHasher& hasher, const SessionParts& parts,
                                  std::span<const std::int32_t> token_ids);
 
-/// Of files and of streams: a file may be sent as a stream, and a stream kept as a file.
+/// The guard of files and of streams: a file may be sent as a stream, and a stream kept as a file.
 std::shared_ptr<const tier::RecordGuard> session_guard(const SessionIdentity& identity);
 
 /// Protects the payload that lies behind the header's place in `record`, and puts the header there. Throws

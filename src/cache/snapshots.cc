@@ -94,8 +94,8 @@ void Snapshots::leave_latest(Sequence& s) {
   if (s.chain.latest != kNoNode) prefix_->leave(std::exchange(s.chain.latest, kNoNode), false);
 }
 
-// Of a committed boundary: what the step's layers have saved, or from the rings. kNoSnapshot: there is no room, or the
-// rows are gone.
+// The snapshot of a committed boundary: the one that the step's layers have saved, or one from the rings. kNoSnapshot:
+// there is no room, or the rings no longer hold its rows.
 SnapshotId Snapshots::take(std::int32_t row, Sequence& s, std::int64_t position) {
   for (PlannedBoundary& b : planned_)
     if (b.row == row && b.position == position) return std::exchange(b.place, kNoSnapshot);

@@ -38,7 +38,7 @@ class Snapshots {
   // A commit, in this order:
   void reserve(std::int64_t count);  // save() of as many allocates nothing then
   void give_unsaved_boundaries();    // if a layer has not saved its part
-  /// Of the boundaries in (old_length, length] of the request.
+  /// Saves snapshots of the boundaries in (old_length, length] of the request.
   void save(std::int32_t row, Sequence& s, std::int64_t old_length);
   void send();
 

@@ -14,7 +14,8 @@
 
 namespace kv4 {
 
-/// Of the host, where transfers reach it fastest, at multiples of 4,096. Any thread; slots may outlive their pool.
+/// Staging slots in host memory that transfers reach fastest, at multiples of 4,096. Any thread; slots may outlive
+/// their pool.
 class HostSlots : public std::enable_shared_from_this<HostSlots> {
  public:
   static std::shared_ptr<HostSlots> make(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int count) {
@@ -37,7 +38,8 @@ class HostSlots : public std::enable_shared_from_this<HostSlots> {
   std::vector<int> free_;
 };
 
-/// Of the backend; one thread. Given back where it is known that nothing queued uses it any more.
+/// Staging slots in the backend's memory; one thread. A slot is given back where it is known that nothing queued uses
+/// it any more.
 class DeviceSlots {
  public:
   DeviceSlots(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int count);

@@ -213,7 +213,7 @@ void Steps::commit(const Step& step) {
   close();
 }
 
-// Of a step so old that its ticket is gone, the oldest ticket kept tells: it is a later one.
+// A step may be so old that its ticket is gone. The oldest ticket kept then tells, because it is a later one.
 bool Steps::finished(const Step& step) const {
   const std::size_t kept = std::min(num_commits_, commits_.size());
   for (std::size_t i = num_commits_ - kept; i < num_commits_; ++i) {

@@ -44,7 +44,7 @@ struct TieredCache {
     std::memcpy(id.key.data(), key.data(), key.size());
     return id;
   }
-  /// Of the snapshot at the block's end.
+  /// The record of the snapshot at the block's end.
   tier::RecordId snapshot_record(TenantId tenant, const BlockKey& key) {
     return block_record(tenant, hasher.snapshot(key));
   }

@@ -42,7 +42,7 @@ struct ChainIdentity {
 
 /// Also of the values that the text of the layout id omits: index_topk, for example, decides what later layers see.
 Sha256 digest_config(const ModelConfig& config);
-/// Of the frequencies that the library builds its angles from.
+/// The digest of the frequencies that the library builds its angles from.
 Sha256 digest_rope(const ModelConfig& config);
 /// With the schema's config, layout and own rope angles.
 ChainIdentity identify_chain(const CacheSchema& schema, std::string weights_id, std::string tenant_salt);

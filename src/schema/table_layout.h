@@ -37,7 +37,7 @@ struct ScratchLayout {
 };
 ScratchLayout scratch_layout(const CacheSchema& schema);
 
-/// Of a place for a snapshot, and how many there are.
+/// Bytes of a place for a snapshot, and the number of places.
 struct SnapshotPlaces {
   std::int64_t count = 0;
   std::int64_t bytes = 0;

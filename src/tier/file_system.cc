@@ -19,7 +19,7 @@ void advance(std::vector<IoPiece>& pieces, std::int64_t bytes) {
   pieces.front().bytes -= left;
 }
 
-/// Of a transfer that has come back: is there more to do?
+/// Whether a transfer that has come back has more to do.
 bool goes_on(IoOp& op) {
   if (op.kind == IoOp::Kind::sync) return false;
   if (!op.moved.status.ok()) return op.kind == IoOp::Kind::read && !std::exchange(op.tried, true);

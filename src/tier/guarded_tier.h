@@ -29,7 +29,7 @@ class GuardedTier final : public Tier {
   TierFailure failure() const override { return inner_->failure(); }
 
  private:
-  /// Of what the inner tier found for the request.
+  /// Opens the value that the inner tier found for the request.
   void take(GetRequest& request, std::span<const std::byte> value);
 
   std::shared_ptr<Tier> inner_;

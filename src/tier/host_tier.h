@@ -47,7 +47,8 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   TierStats stats() override;
 
   std::int64_t used_bytes() const;  // of whole pages
-  /// Of a record that is there, in the order of its bytes: for tests that damage it while nobody else is in a call.
+  /// The pages of a record that is there, in the order of its bytes: for tests that damage it while nobody else is in a
+  /// call.
   std::vector<std::span<std::byte>> pages_of(const RecordId& id);
 
  private:

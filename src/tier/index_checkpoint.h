@@ -65,7 +65,7 @@ struct Checkpoint {
 };
 /// A whole file; `checkpoint` names its bytes. False: it is none, of another layout, or damaged.
 bool parse_checkpoint(std::span<const std::byte> file, std::uint64_t layout_id, Checkpoint& checkpoint);
-/// Of that many segments, with a record in every block: what is longer is none of theirs.
+/// The largest checkpoint of that many segments, with a record in every block: a longer file is none of theirs.
 std::int64_t max_checkpoint_bytes(std::int64_t segments, std::int64_t segment_bytes);
 std::optional<Checkpoint> read_checkpoint(FileSystem& files, const std::string& directory, std::uint64_t layout_id,
                                           std::int64_t max_bytes);

@@ -43,7 +43,8 @@ inline constexpr std::int64_t kRecordHeaderBytes = 512, kRecordHeaderBytesV1 = 1
 inline constexpr std::int64_t kBlockBytes = 4096;  // what records on a disk are aligned to
 inline constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 30;
 inline constexpr std::uint16_t kRecordVersion = 2;
-/// Of the header: what a seal is bound to. The place is not among it, so that a record can move without being opened.
+/// The bytes of the header that a seal is bound to. The place is not among them, so that a record can move without
+/// being opened.
 inline constexpr std::int64_t kRecordIdentityBytes = 336, kRecordIdentityBytesV1 = 80;
 inline constexpr std::int64_t kSealBytesV1 = 40;  // salt and tag behind a payload that version 1 sealed
 inline constexpr std::size_t kMaxRecordKeyBytes = 256;
@@ -70,7 +71,7 @@ struct RecordHeader {
   std::int64_t header_bytes() const { return version == 1 ? kRecordHeaderBytesV1 : kRecordHeaderBytes; }
 };
 
-/// Of what was put; `length` is that of what is stored.
+/// Bytes of the payload that was put; `length` is that of the stored one.
 constexpr std::int64_t payload_bytes(std::uint16_t version, RecordKind kind, std::int64_t length) {
   return version == 1 && kind == RecordKind::sealed ? length - kSealBytesV1 : length;
 }
@@ -106,7 +107,7 @@ struct ParsedHeader {
 
 /// Its header_bytes() at the front of `to`, in the format of its version.
 void encode_header(const RecordHeader& header, std::span<std::byte> to);
-/// Of either version.
+/// Reads a header of either version.
 ParsedHeader parse_header(std::span<const std::byte> bytes);
 
 /// Header and payload; what follows them is not looked at.
@@ -116,7 +117,7 @@ constexpr std::int64_t whole_blocks(std::int64_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
-/// Of a payload of `length` bytes on a disk: a block with the header, the payload, zeros.
+/// Bytes that a payload of `length` bytes takes on a disk: a block with the header, the payload, zeros.
 constexpr std::int64_t stored_bytes(std::int64_t length) { return kBlockBytes + whole_blocks(length); }
 
 }  // namespace kv4::tier

@@ -56,7 +56,7 @@ class RecordGuard {
   RecordGuard& operator=(const RecordGuard&) = delete;
 
   bool has_keys() const { return !ring_.empty(); }
-  /// Of what it writes.
+  /// The kind of the records that it writes.
   RecordKind kind() const { return kind_; }
   Protection protection() const { return protection_of(kind_); }
   /// Whether a record of this kind can count at all; open() has the last word.

@@ -16,7 +16,7 @@ namespace kv4::tier {
 /// Some records, one after the other, in one write.
 class RecordWrite : public IoOp {
  public:
-  /// Of the buffer, for one record. `guard`: null where the record is written as it is.
+  /// Size of the buffer for one record. `guard`: null where the record is written as it is.
   static std::int64_t buffer_bytes(std::span<const std::byte> payload, const RecordGuard* guard);
 
   /// add() may then take as much of the buffer as that.

@@ -17,7 +17,7 @@ namespace kv4::tier {
 
 inline constexpr std::int64_t kMaxLineBytes = 16 << 10;  // of a status, an error, a number, a length
 
-/// Of one reply.
+/// Limits of one reply.
 struct ReplyLimits {
   int depth = 0;                 // of arrays within each other; 0: no array
   std::int64_t elements = 0;     // of all its arrays together

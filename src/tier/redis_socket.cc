@@ -164,7 +164,7 @@ void RedisSocket::fail_system(int error) {
   fail(error == ECONNREFUSED ? FailureReason::connection_refused : FailureReason::unreachable, text_of(error));
 }
 
-/// Of a call that gave no bytes: perhaps only for now.
+/// A call gave no bytes: perhaps only for now.
 void RedisSocket::fail_tls(int result) {
   switch (SSL_get_error(ssl_.get(), result)) {
     case SSL_ERROR_WANT_READ: return;

@@ -11,15 +11,15 @@
 
 namespace kv4::tier {
 
-/// Of ids that the cache itself asks for: their keys are digests already.
+/// The hash of ids that the cache itself asks for: their keys are digests already.
 struct RecordIdHash {
   std::size_t operator()(const RecordId& id) const {
     return load_le<std::uint64_t>(id.key.data()) ^ (id.tenant * 0x9e3779b97f4a7c15u);
   }
 };
 
-/// Of ids that somebody else may have written, with a seed that nobody can guess: keys that were chosen to meet, and to
-/// make each lookup a walk along all of them, meet no more often than others.
+/// The hash of ids that somebody else may have written, with a seed that nobody can guess: keys that were chosen to
+/// collide, and to make each lookup a walk along all of them, collide no more often than others.
 struct SeededIdHash {
   std::uint64_t seed = 0;
 

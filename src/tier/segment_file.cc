@@ -295,7 +295,7 @@ bool SegmentFile::is_sound(const FoundRecord& record, std::span<const std::byte>
 }
 
 IoStatus SegmentFile::write_again(std::span<const FoundRecord> records, BlockBuffer& buffer) {
-  // Of a dead one the rest is a hole.
+  // The rest of a dead one is a hole.
   const auto bytes_of = [](const FoundRecord& record) {
     return record.header.kind == RecordKind::dead ? kBlockBytes : stored_bytes(record.header.length);
   };

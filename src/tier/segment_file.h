@@ -49,9 +49,9 @@ struct SegmentHeader {
 /// "segment-0000000000000001.kv4"
 std::string segment_name(std::uint64_t id);
 inline constexpr std::string_view kSegmentPrefix = "segment-";
-/// Of a name exactly as segment_name() gives it: no id has two.
+/// The id in a name exactly as segment_name() gives it: no id has two.
 std::optional<std::uint64_t> parse_segment_name(std::string_view name);
-/// Of a segment that is being made; one that is found was never finished.
+/// The suffix of a segment that is being made; one that is found was never finished.
 inline constexpr std::string_view kUnfinishedSuffix = ".new";
 
 /// Memory that files may be read into past the page cache; grows, never shrinks. What it held is gone when it grows.
@@ -132,7 +132,7 @@ class SegmentFile {
   SegmentContents scan(BlockBuffer& buffer, std::int64_t from = kSegmentDataOffset);
   /// Room for a payload at end(), which moves behind it. What is not written there in the end has to be tombstoned.
   std::int64_t reserve(std::int64_t length);
-  /// Of a record that takes up as much room as one with so long a payload, and holds nothing.
+  /// The header of a record that takes up as much room as one with so long a payload, and holds nothing.
   RecordHeader dead(std::int64_t length) const;
   /// The header as it stands at `offset`.
   void encode_at(std::int64_t offset, RecordHeader header, std::span<std::byte> block) const;

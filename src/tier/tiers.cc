@@ -26,7 +26,7 @@ std::int64_t host_page_bytes(const CacheSchema& schema) {
   return std::max(kLeastPageBytes, ceil_div(record_bytes, kPageAlignment) * kPageAlignment);
 }
 
-/// Of one tier; what it writes is bound to its name.
+/// The guard of one tier; its records are bound to the tier's name.
 std::shared_ptr<const tier::RecordGuard> guard_of(const std::string& tier, const TiersOptions& options) {
   tier::GuardOptions guard{tier, options.keys, options.protection, options.accept_unauthenticated};
   if (tier == "disk" && options.disk_key) guard.keys.push_back(*options.disk_key);

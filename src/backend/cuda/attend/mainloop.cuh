@@ -59,7 +59,7 @@ __device__ void release(Shared& s, int stage, int warpgroup, std::uint32_t to_pe
 /// S and P of 64 heads over a tile, by one warpgroup.
 class Softmax {
  public:
-  /// Of the thread's upper or lower head; all lanes call it.
+  /// Statistics of the thread's upper or lower head; all lanes call it.
   __device__ Stats stats(int half) const {
     float sum = sum_[half];
     sum += __shfl_xor_sync(kAllLanes, sum, 1);

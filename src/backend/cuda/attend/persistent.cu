@@ -223,7 +223,7 @@ class PersistentProducer {
     branch_on_ordered(any);
   }
 
-  /// Of the warp's rows.
+  /// The exponent that the warp's rows share.
   __device__ int exponent_of_rows(uint2 scales) const {
     return exponent_for_warp(top_of_codes(scales), top_of_pairs(raw(kCodeChunks), raw(kCodeChunks + 1)));
   }

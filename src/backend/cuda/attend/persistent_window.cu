@@ -226,7 +226,7 @@ class WindowConsumer {
     if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(shared_address(&barrier));
   }
 
-  /// Of this side's rows.
+  /// Scores of this side's rows.
   __device__ void score(float (&z)[kScores], int token, bool is_there) const {
     if (is_there) {
       mbarrier_wait(shared_address(&s_.rows_full), token & 1);

@@ -174,7 +174,7 @@ class Selection {
   }
 
  private:
-  /// Of all kernels but small_batch, with a time that compares with small_batch's.
+  /// The best of all kernels but small_batch, with a time that compares with small_batch's.
   Candidate best_of_wgmma() const {
     // Persistent CTAs are for many tokens of few requests. Measured with 1,024 tokens of one request; 128 requests of
     // one token each are slower with them.
@@ -220,7 +220,7 @@ class Selection {
     return best;
   }
 
-  /// Of the splits whose clusters all run at once; without a split any number of CTAs is possible.
+  /// The best of the splits whose clusters all run at once; without a split any number of CTAs is possible.
   Candidate best_in_cluster() const {
     Candidate best;
     for (const AttendVariant& v : kSplitKv) {
@@ -236,7 +236,7 @@ class Selection {
     return best;
   }
 
-  /// Of the splits whose clusters all run at once.
+  /// The best of the splits whose clusters all run at once.
   Candidate best_small_batch() const {
     // No number between nine and 16: two such clusters do not fit into a GPC of an H200.
     constexpr int kSplitCounts[] = {1, 2, 4, 8, kNineSplits, 16};

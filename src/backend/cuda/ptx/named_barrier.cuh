@@ -10,18 +10,18 @@
 
 namespace kv4::cuda {
 
-/// Of `threads` threads, all of which wait. Barrier 0 is __syncthreads's.
+/// A barrier of `threads` threads, all of which wait. Barrier 0 is __syncthreads's.
 __device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
   if constexpr (kEachArrives) asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-/// Of all threads of the CTA.
+/// A barrier of all threads of the CTA.
 __device__ inline void cta_sync() {
   __syncthreads();
   if constexpr (kEachArrives) asm volatile("bar.sync 0;" ::: "memory");
 }
 
-/// Of `threads` threads, some of which only arrive.
+/// A barrier of `threads` threads, some of which only arrive.
 __device__ inline void named_barrier_sync_with_arrivals(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
