@@ -856,6 +856,7 @@ def test_store_bench():
         equal(list(Path(folder).iterdir()), [])
         assert "store put / raw write" in ok("store", "bench", folder, "--total-bytes", "2000000", "--rounds", "1").stdout
         refused(["store", "bench", folder, "--depth", "0"], "depth")
+        refused(["store", "bench", "/dev/null"], "/dev/null/kv4_store_bench", "cannot be made")
 
 
 def test_plan_page():
