@@ -81,12 +81,17 @@ std::string bash_script(const std::vector<Command>& commands) {
          "complete -o default -F _kv4 kv4\n";
 }
 
-// As a file of $fpath it is the body of its own function when it is first called.
+// As a file of $fpath it is the body of its own function when it is first called. --rows=bf16 is one word for zsh.
 std::string zsh_script(const std::vector<Command>& commands) {
   return "#compdef kv4\n"
          "# zsh completion of kv4: source this, or put it as _kv4 into a folder of $fpath\n"
-         "_kv4() {\n" +
-         find_words(commands, "\"${(@)words[2,CURRENT-1]}\"", "\"${words[CURRENT-1]}\"") +
+         "_kv4() {\n"
+         "  local last=\"${words[CURRENT-1]}\"\n"
+         "  if [[ \"${words[CURRENT]}\" == --*=* ]]; then\n"
+         "    last=\"${words[CURRENT]%%=*}\"\n"
+         "    compset -P '*='\n"
+         "  fi\n" +
+         find_words(commands, "\"${(@)words[2,CURRENT-1]}\"", "\"$last\"") +
          "  compadd -- ${=known}\n"
          "  _files\n"
          "}\n"

@@ -154,6 +154,7 @@ def test_completion():
         equal(complete("kv4", "replay", "--snapshots", "c"), ["checkpoint"])
         equal(complete("kv4", "inspect", "--part", "pend"), ["pending", "pending-keys"])
         equal(complete("kv4", "run", "--device", "cu"), ["cuda", "cuda:0"])
+        equal(complete("kv4", "plan", "--rows", "=", "b"), ["bf16"])  # --rows=b, as bash splits it
         equal(complete("kv4", "completion", "z"), ["zsh"])
         equal(complete("kv4", "plan", "--html", ""), [])
     assert ok("completion", "zsh").stdout.startswith("#compdef kv4\n")
@@ -175,13 +176,14 @@ def test_completion_in_zsh_and_fish():
         def zsh(*words):
             """What the function offers for the last word, before zsh picks what fits."""
             line = " ".join(f"'{word}'" for word in words)
-            return run("zsh", "-fc", f"compdef() {{ :; }}; source {script}; compadd() {{ shift; print -l -- $@; }}; _files() {{ :; }}; "
+            return run("zsh", "-fc", f"compdef() {{ :; }}; source {script}; compadd() {{ shift; print -l -- $@; }}; _files() {{ :; }}; compset() {{ :; }}; "
                                      f"words=({line}); CURRENT={len(words)}; _kv4")
 
         assert "plan" in zsh("kv4", "pl") and "--html" not in zsh("kv4", "pl")
         assert "--html" in zsh("kv4", "plan", "--context", "1M", "--h")
         assert "verify" in zsh("kv4", "store", "") and "plan" not in zsh("kv4", "store", "")
         equal(zsh("kv4", "plan", "--model", ""), ["v4-flash", "v4-pro"])
+        equal(zsh("kv4", "plan", "--model=v4-p"), ["v4-flash", "v4-pro"])
         script.write_text(ok("completion", "fish").stdout)
         fish = lambda line: run("fish", "-N", "-c", f"source {script}; complete -C '{line}'")
         equal(fish("kv4 pl"), ["plan"])
@@ -189,6 +191,7 @@ def test_completion_in_zsh_and_fish():
         equal(fish("kv4 plan --ht"), ["--html"])
         equal(fish("kv4 plan --model v"), ["v4-flash", "v4-pro"])
         equal(fish("kv4 replay --policy s"), ["s3fifo"])
+        equal(fish("kv4 replay --policy=s"), ["--policy=s3fifo"])
         # Commands of one name: kv4 inspect draws, kv4 session inspect does not.
         assert "--svg" in fish("kv4 inspect --"), fish("kv4 inspect --")
         equal(fish("kv4 session inspect --sv"), [])
