@@ -96,8 +96,10 @@ class BenchFolder {
  public:
   explicit BenchFolder(const StoreBenchOptions& options)
       : path_(std::filesystem::path(options.directory) / "kv4_store_bench"), lock_(-1) {
-    std::filesystem::create_directories(options.directory);
-    const bool left = !std::filesystem::create_directory(path_);
+    std::error_code error;
+    std::filesystem::create_directories(options.directory, error);
+    const bool made = !error && std::filesystem::create_directory(path_, error);
+    require(!error, ErrorCode::bad_file, "{} cannot be made: {}", path_.string(), error.message());
     lock_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     require(lock_ >= 0, ErrorCode::bad_file, "{} is no directory; remove it, or choose another one for the bench",
             path_.string());
@@ -106,7 +108,7 @@ class BenchFolder {
       require(false, ErrorCode::bad_state, "another 'kv4 store bench' works in {}; wait for it, or choose another one",
               path_.string());
     }
-    if (!left) return;
+    if (made) return;
     fmt::print(stderr, "an earlier bench was killed and left {} in {}; they are removed\n",
                human_bytes(static_cast<double>(bytes_below(path_))), path_.string());
     empty();

@@ -81,28 +81,41 @@ std::string bash_script(const std::vector<Command>& commands) {
          "complete -o default -F _kv4 kv4\n";
 }
 
-// As a file of $fpath it is the body of its own function when it is first called.
+// As a file of $fpath it is the body of its own function when it is first called. --rows=bf16 is one word for zsh.
 std::string zsh_script(const std::vector<Command>& commands) {
   return "#compdef kv4\n"
          "# zsh completion of kv4: source this, or put it as _kv4 into a folder of $fpath\n"
-         "_kv4() {\n" +
-         find_words(commands, "\"${(@)words[2,CURRENT-1]}\"", "\"${words[CURRENT-1]}\"") +
+         "_kv4() {\n"
+         "  local last=\"${words[CURRENT-1]}\"\n"
+         "  if [[ \"${words[CURRENT]}\" == --*=* ]]; then\n"
+         "    last=\"${words[CURRENT]%%=*}\"\n"
+         "    compset -P '*='\n"
+         "  fi\n" +
+         find_words(commands, "\"${(@)words[2,CURRENT-1]}\"", "\"$last\"") +
          "  compadd -- ${=known}\n"
          "  _files\n"
          "}\n"
          "if [[ \"${funcstack[1]}\" == _kv4 ]]; then _kv4; else compdef _kv4 kv4; fi\n";
 }
 
+/// When fish is at this command: its words were seen, and no command above that has one of the same name.
+std::string fish_condition(const std::vector<Command>& commands, const std::string& path) {
+  if (path.empty()) return "__fish_use_subcommand";
+  std::string out;
+  for (std::size_t at = 0, end; at < path.size(); at = end + 1) {
+    end = std::min(path.find(' ', at), path.size());
+    out += fmt::format("{}__fish_seen_subcommand_from {}", out.empty() ? "" : "; and ", path.substr(at, end - at));
+  }
+  for (const Command& other : commands)
+    if (other.path.ends_with(" " + path))
+      out += "; and not __fish_seen_subcommand_from " + other.path.substr(0, other.path.size() - path.size() - 1);
+  return out;
+}
+
 std::string fish_script(const std::vector<Command>& commands) {
   std::string out = "# fish completion of kv4: put this into ~/.config/fish/completions/kv4.fish\n";
   for (const Command& command : commands) {
-    std::string condition;
-    for (std::size_t at = 0, end; at < command.path.size(); at = end + 1) {
-      end = std::min(command.path.find(' ', at), command.path.size());
-      condition += fmt::format("{}__fish_seen_subcommand_from {}", condition.empty() ? "" : "; and ",
-                               command.path.substr(at, end - at));
-    }
-    if (condition.empty()) condition = "__fish_use_subcommand";
+    const std::string condition = fish_condition(commands, command.path);
     for (const std::string& word : command.words)
       if (!word.starts_with("--")) out += fmt::format("complete -c kv4 -n '{}' -a {}\n", condition, word);
     for (const Command::Flag& flag : command.flags)

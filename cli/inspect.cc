@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -257,7 +258,8 @@ SessionContents read_rows(const Subject& subject, const KeyFlags& keys, Inspecti
         progress->advance(done - std::exchange(shown, done));
       });
 } catch (const Error& e) {
-  fail(e.code(), "{}: {}{}{}", subject.title, e.what(), what_it_is(subject.path),
+  const std::string_view what = e.what();
+  fail(e.code(), "{}{}{}{}", what.starts_with(subject.path) ? "" : subject.title + ": ", what, what_it_is(subject.path),
        what_it_needs(subject.path, !keys.path().empty()));
 }
 

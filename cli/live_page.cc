@@ -18,7 +18,7 @@ constexpr const char* kBody = R"html(<style>
 #rates { padding-bottom: 2rem; } #tables { display: flex; flex-wrap: wrap; gap: 0 4rem; }
 #tables section { overflow-x: auto; }
 #state { display: inline-block; border-radius: 4px; padding: 0 .5em; margin-right: .5em; color: white; background: #2d6a9f; }
-[data-state=finished] #state { background: #00704f; } [data-state=interrupted] #state { background: #a34700; }
+[data-state=waiting] #state { background: #5b6472; } [data-state=finished] #state { background: #00704f; } [data-state=interrupted] #state { background: #a34700; }
 [data-state=lost] #state { background: #a3172e; }
 [data-state=lost] figure, [data-state=lost] #map, [data-state=lost] #tables { opacity: .5; }
 </style>
@@ -108,7 +108,7 @@ async function refresh() {
     setTimeout(refresh, 2000);
     return;
   }
-  say('blocks' in state || !last ? state.state : 'lost', state.headline);
+  say('blocks' in state ? state.state : last ? 'lost' : 'waiting', state.headline);
   if ('blocks' in state) {
     last = state;
     show(state);

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
-#include <iostream>
 #include <new>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -46,7 +46,7 @@ std::vector<std::string> option_names(const CLI::App& app) {
   return out;
 }
 
-/// CLI11 only says that a command is missing or an argument is not expected.
+/// CLI11 only says that a command is missing or arguments are not expected, the last one first.
 std::string describe(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
   const auto [command, depth] = chosen_command(app);
   std::vector<std::string> commands, options = option_names(*command);
@@ -54,12 +54,13 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error, int argc
   int words = 0;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i], name = word.substr(0, word.find('='));
+    if (word == "--") break;
     if (!word.starts_with('-')) {
       if (words++ == depth && !commands.empty())
         return fmt::format("there is no command '{}'; there are {}{}", word, fmt::join(commands, ", "),
                            kv4::cli::did_you_mean(word, commands));
     } else if (word.starts_with("--") && std::find(options.begin(), options.end(), name) == options.end()) {
-      return error.what() + kv4::cli::did_you_mean(name, options);
+      return fmt::format("there is no option '{}'{}", name, kv4::cli::did_you_mean(name, options));
     }
   }
   return error.what();
@@ -80,9 +81,10 @@ std::string lost_output(const std::system_error& error) {
 }
 
 int show_help(const CLI::App& app, const CLI::ParseError& help) {
-  app.exit(help);
-  std::cout.flush();
+  std::ostringstream text;
+  app.exit(help, text, text);
   try {
+    fmt::print("{}", text.str());
     kv4::cli::flush_output();
   } catch (const std::system_error& e) {
     return fail(kUnexpected, lost_output(e));

@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cctype>
 #include <map>
 
 namespace kv4::cli {
@@ -53,9 +54,11 @@ const std::vector<std::string>& values_of(const CLI::Option& option) {
   return found == known_values().end() ? none : found->second;
 }
 
-std::string nearest_name(std::string_view word, const std::vector<std::string>& candidates) {
+std::string nearest_name(std::string_view text, const std::vector<std::string>& candidates) {
   std::string best;
-  if (word.empty() || word.size() > kMaxWordBytes) return best;
+  if (text.empty() || text.size() > kMaxWordBytes) return best;
+  std::string word(text);  // names are in lower case
+  for (char& c : word) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   std::size_t least = std::max<std::size_t>(1, word.size() / 3) + 1;
   for (const std::string& candidate : candidates) {
     if (candidate.size() > kMaxWordBytes) continue;

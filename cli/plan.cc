@@ -136,6 +136,9 @@ void print_cache(const PlanFigures& figures) {
 void print_weights(const PlanFigures& figures, const Machine& machine) {
   if (!machine.weight_bytes) {
     fmt::print("\n{}.\n", kNoWeightsText);
+    if (machine.gpus > 1)
+      fmt::print("The cache on each of {} GPUs, spread evenly: {}\n", machine.gpus,
+                 human_bytes(static_cast<double>(figures.plan.total_bytes) / static_cast<double>(machine.gpus)));
     return;
   }
   const double weights = static_cast<double>(*machine.weight_bytes),

@@ -21,6 +21,7 @@
 #include "interrupts.h"
 #include "key_flags.h"
 #include "option_values.h"
+#include "output.h"
 #include "prefix/prefix_index.h"
 #include "printable.h"
 #include "progress.h"
@@ -416,7 +417,7 @@ int run_replay(const ReplayFlags& flags, const CLI::App& command) {
   // A reader of the result may end a replay with a live page while it is still being printed: that is no interruption.
   const ReplayEnd end{std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), interrupted()};
   (flags.json ? print_json : print_table)(result, trace, flags, end);
-  std::fflush(stdout);
+  flush_output();
   const bool tiers_work = tell_failures(result.tiers, flags.remote_optional);
   if (end.interrupted) {
     fmt::print(stderr, "interrupted: {} of {} requests were replayed{}\n", group_digits(result.cache.total.requests),

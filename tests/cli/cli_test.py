@@ -75,6 +75,8 @@ def test_plan_weights():
     text = ok("plan", "--weights", "160GB", "--gpus", "4", "--context", "8K").stdout
     assert "With weights of 160" in text and "each of 4 GPUs" in text and "not counted" not in text, text
     refused(["plan", "--memory", "80GB", "--weights", "160GB", "--gpus", "2"], "--weights 160GB", "--gpus")
+    text = ok("plan", "--gpus", "4", "--context", "1M").stdout
+    assert "weights are not counted" in text and "on each of 4 GPUs, spread evenly: 1.06 GB" in text, text
     refused(["plan", "--gpus", "0"], "--gpus")
     refused(["plan", "--weights", "lots"], "--weights", "lots")
     refused(["plan", "--memory", "9000000000GB", "--gpus", "4096"], "--memory", "too large")
@@ -854,6 +856,7 @@ def test_store_bench():
         equal(list(Path(folder).iterdir()), [])
         assert "store put / raw write" in ok("store", "bench", folder, "--total-bytes", "2000000", "--rounds", "1").stdout
         refused(["store", "bench", folder, "--depth", "0"], "depth")
+        refused(["store", "bench", "/dev/null"], "/dev/null/kv4_store_bench", "cannot be made")
 
 
 def test_plan_page():

@@ -67,6 +67,18 @@ def test_live_page_of_a_running_cache():
             expect(page.locator("#state")).to_have_text("connection lost")
 
 
+def test_nobody_publishes_yet():
+    """A page without a cache does not say that it is live."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = str(Path(folder) / "gpu0")
+        Path(folder).mkdir()
+        with serving(folder) as (_, _, first), open_page(first["address"]) as page:
+            expect(page.locator("#status")).to_contain_text("nobody publishes in")
+            expect(page.locator("#state")).to_have_text("waiting")
+            with publishing(folder, status=full_status()):
+                expect(page.locator("#state")).to_have_text("live")
+
+
 def test_a_size_that_is_not_known():
     with tempfile.TemporaryDirectory() as folder:
         folder = str(Path(folder) / "gpu0")

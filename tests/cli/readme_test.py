@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 
-from tool import ROOT, equal, ok, run_tests
+from tool import ROOT, equal, ok, ok_json, run_tests
 
 
 def shown():
@@ -35,6 +35,28 @@ def test_plan_ends_as_shown():
     for command, block in re.findall(r"^`(kv4 [^`]+)` ends with:\n\n```\n(.*?)```", text, flags=re.M | re.S):
         lines = block.splitlines()
         equal(ok(*shlex.split(command)[1:]).stdout.splitlines()[-len(lines):], lines)
+
+
+def test_commands_of_the_documents():
+    """Whatever document names a command, the tool has its flags; a replay has requests."""
+    commands = ok_json("completion")
+    documents = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/**/*.md"))
+    seen = 0
+    for path in documents:
+        for line in re.findall(r"(?:`|^|/)(kv4 [a-z-]+[^`\n|#>]*)", path.read_text(), flags=re.M):
+            words = line.split()
+            command = " ".join(words[:2])
+            if command not in commands:
+                continue
+            if len(words) > 2 and f"{command} {words[2]}" in commands:
+                command = f"{command} {words[2]}"
+            flags = re.findall(r"(--[a-z-]+)", line)
+            seen += bool(flags)
+            unknown = set(flags) - set(commands[command]) - {"--help"}
+            assert not unknown, f"{path.name}: {command} has no {unknown}: {line}"
+            if command == "kv4 replay" and len(flags) > 1:  # with one it is the flag that is spoken of
+                assert "--generate" in flags or not words[2].startswith("-"), f"{path.name}: a replay of nothing: {line}"
+    assert seen > 20, seen
 
 
 if __name__ == "__main__":
