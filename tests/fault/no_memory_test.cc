@@ -78,7 +78,8 @@ struct World {
   std::string session_path = folder.path + "/of the request.session";
   SessionIdentity identity{.weights_id = "weights", .salt = "a salt that is longer than a short string"};
   std::vector<std::int32_t> lens = std::vector<std::int32_t>(64), first = lens, chosen = lens;
-  RopeTable rope = build_rope_table(small::config().rope_compress, small::config().rope_dim, 0, cache_options().max_context);
+  RopeTable rope =
+      build_rope_table(small::config().rope_compress, small::config().rope_dim, 0, cache_options().max_context);
   std::vector<float> out = std::vector<float>(4096), q = std::vector<float>(1024, 0.5f), scores = out;
 
   Prompt prompt() const { return {ids, 0, identity.salt, extra}; }

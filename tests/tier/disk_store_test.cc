@@ -175,6 +175,59 @@ TEST_F(TierDiskStore, FullDiskEvictsTheOldest) {
     expect(i, random_bytes(i, 10000));
 }
 
+// The disk is smaller than one segment: smaller ones hold what it can, and whole ones are made once it has room.
+TEST_F(TierDiskStore, DiskSmallerThanASegmentIsUsed) {
+  options.segment_bytes = 16 * kSegment;
+  options.capacity_bytes = 64 * kSegment;
+  reopen();
+  disk.set_capacity(13 * kSegment);
+  int told = 0;
+  set_log_sink([&](const LogRecord& record) { told += record.event == "store.small_segments" ? 1 : 0; });
+  const auto fill = [&](std::uint64_t from, std::uint64_t to) {
+    for (std::uint64_t i = from; i < to; ++i) {
+      ASSERT_EQ(put(*store, record_id(i), random_bytes(i, 10000)), PutStatus::stored) << i;
+      expect(i, random_bytes(i, 10000));
+    }
+  };
+  fill(0, 400);
+  EXPECT_EQ(told, 1);
+  EXPECT_GE(store->stats().records, 20);  // of 50 that the disk could hold
+  EXPECT_EQ(put(*store, record_id(1000), random_bytes(1000, 5 * kSegment)), PutStatus::stored);
+  expect(1000, random_bytes(1000, 5 * kSegment));
+  fill(400, 500);
+  ASSERT_TRUE(store->flush());
+  const std::int64_t records = store->stats().records;
+  reopen();
+  EXPECT_EQ(store->stats().records, records);
+
+  disk.set_capacity(std::int64_t{1} << 30);
+  fill(500, 1000);
+  set_log_sink({});
+  for (std::uint64_t i = 800; i < 1000; ++i) expect(i, random_bytes(i, 10000));
+  ASSERT_TRUE(store->close());
+  std::int64_t largest = 0;
+  for (const tier::SegmentSurvey& segment : tier::survey_store(disk, options.directory, false).segments)
+    largest = std::max(largest, segment.header.bytes);
+  EXPECT_EQ(largest, options.segment_bytes);
+}
+
+// A store that is opened with smaller segments than a record of it takes.
+TEST_F(TierDiskStore, LargeRecordsMoveIntoSmallSegments) {
+  options.segment_bytes = 4 * kSegment;
+  reopen();
+  const std::vector<std::byte> large = random_bytes(1, kSegment + 30000);
+  ASSERT_EQ(put(*store, record_id(1), large), PutStatus::stored);
+  ASSERT_TRUE(store->close());
+  options.segment_bytes = kSegment;
+  reopen();
+  EXPECT_TRUE(store->collect().durable);  // its segment is less than half alive
+  EXPECT_FALSE(disk.has(first_segment()));
+  expect(1, large);
+  ASSERT_TRUE(store->close());
+  reopen();
+  expect(1, large);
+}
+
 // As where a file system cannot reserve room: the write itself finds the disk full.
 TEST_F(TierDiskStore, FullDiskInTheMiddleOfABatchEvicts) {
   disk.set_reserves(false);
