@@ -371,7 +371,6 @@ TEST_F(TierRemoteAttack, AByteNowAndThen) {
   remote = tier::make_remote_tier(options_for(server.port()));
   EXPECT_EQ(get(2s), GetStatus::failed);
   EXPECT_EQ(remote->failure().reason, FailureReason::silent) << remote->failure().detail;
-  EXPECT_NE(remote->failure().detail.find("too slow"), std::string::npos) << remote->failure().detail;
 }
 
 TEST_F(TierRemoteAttack, Nonsense) {
