@@ -173,7 +173,12 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int exit_code = run(argc, argv);
+  int exit_code = kUnexpected;
+  try {
+    exit_code = run(argc, argv);
+  } catch (const std::bad_alloc&) {  // of the options, or of a message
+    std::fputs("error: the machine has not enough memory for this\n", stderr);
+  }
   kv4::set_log_sink({});
   return exit_code;
 }

@@ -171,6 +171,9 @@ class DataReplay {
                 "the {} tier does not work: {} ({}); --remote-optional replays without it", tier.name,
                 tier.failure_detail, tier.failure);
       if (!answered) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      require(answered || interrupted() || std::chrono::steady_clock::now() < end, ErrorCode::bad_state,
+              "the remote tier gives no answer within {} s; --remote-optional replays without it",
+              kRemoteTrial.count());
     }
   }
 

@@ -132,7 +132,8 @@ class KV4_API SessionReceiver {
   SessionReceiver(SessionReceiver&&) noexcept;
   ~SessionReceiver();
 
-  void take(std::span<const std::byte> record);  // one record of the session
+  /// One record of the session, in memory that nobody else writes to until the call returns.
+  void take(std::span<const std::byte> record);
   bool has_offer() const;                        // the request's own record has come
   /// What the session was computed from, for tiers that can bring blocks of it into the cache before the rest is asked
   /// for. As long as the receiver lives; empty before the offer.

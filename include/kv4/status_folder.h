@@ -61,7 +61,8 @@ struct StatusOptions {
   std::vector<CacheKey> keys = {};
 };
 
-/// Threads: the one that drives the cache. Want of memory is something that could not be written, too.
+/// Threads: the one that drives the cache. Want of memory is something that could not be written, too. The folder is
+/// that of the process which made it: in a forked child publish() is false, and nothing is taken away.
 class KV4_API StatusFolder {
  public:
   /// Makes the folder, for the owner alone, where it is not there; its parent is. Cache and tiers outlive this. Throws

@@ -122,7 +122,7 @@ enum class FailureReason : std::uint8_t {
   none,
   connection_refused,   // nobody listens: a wrong port, or the server is down
   unreachable,          // no way to the address, or no answer from there
-  silent,               // it is connected, owes an answer and sends nothing
+  silent,               // it is connected, owes an answer and sends nothing, or a byte now and then
   disconnected,         // it closed the connection
   password_needed,      // NOAUTH
   wrong_password,       // WRONGPASS, or a password for a server without one

@@ -100,6 +100,7 @@ struct StatusFolder::Impl {
   }
 
   ~Impl() {
+    if (!lock->owned()) return;  // a forked child's: the parent publishes on
     files->unlink(status_path);
     for (const Answer& answer : answers) files->unlink(answer.path);
   }
@@ -209,6 +210,7 @@ StatusFolder::~StatusFolder() = default;
 bool StatusFolder::publish() {
   Impl& m = *impl_;
   const CacheCall call(m.cache);
+  if (!m.lock->owned()) return false;
   if (const auto now = Clock::now(); m.published == Clock::time_point{} || now - m.published >= m.options.interval)
     m.published = now;
   else

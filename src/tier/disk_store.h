@@ -7,7 +7,7 @@
 //   3. What was put and removed before a flush() that returned true stays so, whatever is tombstoned or loses power
 //   later.
 //   4. A store takes no more than `capacity_bytes`, and one segment while records move: the oldest makes room,
-//      where the disk is full before that, too.
+//      where the disk is full before that, too. On a disk without room for one segment they are smaller.
 //   5. What it did not make or cannot open it leaves alone: such files are set aside, which the log and stats() tell,
 //      and nothing is removed, overwritten or appended there. Their room does not count.
 //
@@ -202,7 +202,9 @@ class DiskStore {
   /// may throw.
   void append(std::span<NewRecord> records);
   IoStatus make_active(std::int64_t record_bytes, bool may_evict);
-  IoStatus add_segment();
+  /// With room for a record of so many bytes.
+  IoStatus add_segment(std::int64_t record_bytes);
+  IoStatus make_segment(std::int64_t bytes);
   std::uint64_t take_segment_id();
   bool evict_oldest();
   bool settle();  // flush(); false, too, while records were lost that the caller has not heard of
@@ -239,6 +241,7 @@ class DiskStore {
   bool directory_failed_ = false;  // its sync failed: names may be lost, so nothing can be promised any more
   bool records_lost_ = false;      // since the last flush() of the caller
   bool full_told_ = false;         // since the last put that was stored
+  bool small_segments_ = false;    // an empty store found no room for a whole one: a quarter of what it holds
   StoreStats counts_;              // the last five
   BlockBuffer read_buffer_, write_buffer_;
   TransferPool<RecordWrite> writes_;

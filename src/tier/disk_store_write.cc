@@ -20,6 +20,7 @@ constexpr std::size_t kMaxMergedRecords = 64;     // each has up to three pieces
 constexpr int kMaxNameAttempts = 16;              // for a segment, where somebody else has taken the name
 // What a put evicts at most where the disk is full: somebody else may take what is given back.
 constexpr std::int64_t kMaxEvictedSegmentsPerPut = 2;
+constexpr std::int64_t kLeastSegments = 4;  // of a store on a disk that is too small for whole ones: one goes at a time
 static_assert(3 * kMaxMergedRecords <= kMaxIoPieces);
 
 }  // namespace
@@ -106,7 +107,7 @@ IoStatus DiskStore::make_active(std::int64_t record_bytes, bool may_evict) {
   while (may_evict &&
          (total_bytes() + options_.segment_bytes > options_.capacity_bytes || segments_.size() >= kMaxSegments))
     if (!evict_oldest()) return {IoCode::no_space, 0};
-  return add_segment();
+  return add_segment(record_bytes);
 }
 
 std::uint64_t DiskStore::take_segment_id() {
@@ -114,12 +115,33 @@ std::uint64_t DiskStore::take_segment_id() {
   return next_segment_++;
 }
 
-IoStatus DiskStore::add_segment() {
+IoStatus DiskStore::add_segment(std::int64_t record_bytes) {
+  const std::int64_t whole = options_.segment_bytes,
+                     least = std::max(kMinSegmentBytes, kSegmentDataOffset + record_bytes);
+  const auto blocks = [](std::int64_t bytes) { return bytes / kBlockBytes * kBlockBytes; };
+  std::int64_t bytes = small_segments_ ? std::min(whole, blocks(total_bytes() / kLeastSegments)) : whole;
+  small_segments_ = small_segments_ && bytes < whole;
+  IoStatus status = make_segment(std::max(bytes, least));
+  if (!segments_.empty() || status.code != IoCode::no_space) return status;
+  for (bytes = blocks(whole / 2); status.code == IoCode::no_space && bytes >= least; bytes = blocks(bytes / 2))
+    status = make_segment(bytes);
+  if (!status.ok() || std::exchange(small_segments_, true)) return status;
+  speak([&] {
+    log(LogLevel::warning, "store.small_segments",
+        fmt::format("the disk of {} has no room for a segment of {} bytes: smaller ones are made while that is so; a "
+                    "capacity that fits the disk prevents that",
+                    options_.directory, whole),
+        {{"directory", options_.directory}});
+  });
+  return status;
+}
+
+IoStatus DiskStore::make_segment(std::int64_t bytes) {
   SegmentHeader header;
   OpenedSegment made{SegmentRefusal::unreadable, {IoCode::exists, 0}, 0, nullptr, 0};
   for (int attempt = 0; attempt < kMaxNameAttempts && made.status.code == IoCode::exists; ++attempt) {
     header = {kSegmentVersion,    take_segment_id(),      files_.random64(),
-              options_.layout_id, options_.segment_bytes, files_.now_ns()};
+              options_.layout_id, bytes,                  files_.now_ns()};
     made = SegmentFile::create(files_, options_.directory, header);
   }
   if (!made.file) return made.status;

@@ -62,10 +62,20 @@ void GuardedTier::get(std::span<GetRequest> requests, Deadline deadline) {
     if (answer.status != GetStatus::found) continue;
     // What a foreign tier says of lengths is not believed either.
     const std::int64_t most = answer.view ? kRecordHeaderBytes + kMaxPayloadBytes : std::ssize(answer.to);
-    const std::byte* bytes = answer.view ? answer.view.get() : answer.to.data();
     request.status = GetStatus::damaged;
     request.bytes = 0;
-    if (answer.bytes >= 0 && answer.bytes <= most) take(request, {bytes, static_cast<std::size_t>(answer.bytes)});
+    if (answer.bytes < 0 || answer.bytes > most) continue;
+    const auto bytes = static_cast<std::size_t>(answer.bytes);
+    std::span<std::byte> value = answer.to.first(std::min(bytes, answer.to.size()));
+    std::vector<std::byte> longer;
+    // Others may write where the tier's own memory lies (a shared file, say): only a copy is what was checked.
+    if (answer.view && bytes <= answer.to.size()) {
+      std::copy_n(answer.view.get(), bytes, value.begin());
+    } else if (answer.view) {
+      longer.assign(answer.view.get(), answer.view.get() + bytes);
+      value = longer;
+    }
+    take(request, value);
   }
 }
 

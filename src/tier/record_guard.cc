@@ -8,9 +8,11 @@
 #include <openssl/rand.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <type_traits>
 
 #include "base/check.h"
 #include "tier/little_endian.h"
@@ -49,19 +51,23 @@ struct Secret {
 unsigned char* raw(std::byte* bytes) { return reinterpret_cast<unsigned char*>(bytes); }
 const unsigned char* raw(const std::byte* bytes) { return reinterpret_cast<const unsigned char*>(bytes); }
 
-/// What OpenSSL looks up by name, looked up once. They live as long as the process.
-EVP_KDF* hkdf_algorithm() {
-  static EVP_KDF* const algorithm = EVP_KDF_fetch(nullptr, "HKDF", nullptr);
-  return algorithm;
+/// What OpenSSL looks up by name, looked up once; where it finds no memory for that, the next call looks again. They
+/// live as long as the process.
+template <auto Fetch, auto Release>
+auto* fetched(const char* name) {
+  using Algorithm = std::remove_pointer_t<decltype(Fetch(nullptr, name, nullptr))>;
+  static std::atomic<Algorithm*> kept{nullptr};
+  Algorithm* known = kept.load(std::memory_order_acquire);
+  if (known != nullptr) return known;
+  Algorithm* const fresh = Fetch(nullptr, name, nullptr);
+  if (fresh == nullptr || kept.compare_exchange_strong(known, fresh)) return fresh;
+  Release(fresh);
+  return known;
 }
-EVP_MD* hash_algorithm() {
-  static EVP_MD* const algorithm = EVP_MD_fetch(nullptr, "SHA256", nullptr);
-  return algorithm;
-}
-EVP_CIPHER* cipher_algorithm() {
-  static EVP_CIPHER* const algorithm = EVP_CIPHER_fetch(nullptr, "AES-256-GCM", nullptr);
-  return algorithm;
-}
+
+EVP_KDF* hkdf_algorithm() { return fetched<EVP_KDF_fetch, EVP_KDF_free>("HKDF"); }
+EVP_MD* hash_algorithm() { return fetched<EVP_MD_fetch, EVP_MD_free>("SHA256"); }
+EVP_CIPHER* cipher_algorithm() { return fetched<EVP_CIPHER_fetch, EVP_CIPHER_free>("AES-256-GCM"); }
 
 bool hkdf(std::span<const std::byte> key, std::span<const std::byte> salt, std::string_view info,
           std::span<std::byte> out) {
@@ -162,7 +168,8 @@ RecordGuard::RecordGuard(const GuardOptions& options)
     RingKey ring{key, {}};
     require(cipher_algorithm() != nullptr && hash_algorithm() != nullptr && hkdf(key, {}, kIdInfo, ring.id),
             ErrorCode::bad_state,
-            "OpenSSL gives no HKDF, SHA-256 or AES-256-GCM, which cache keys need; load its default provider");
+            "OpenSSL gives no HKDF, SHA-256 or AES-256-GCM, which cache keys need; load its default provider, or give "
+            "it memory");
     ring_.push_back(ring);
   }
 }

@@ -58,6 +58,8 @@ struct RedisCluster::Node {
   Deadline retry_at{};
   std::int64_t progress = 0;  // of the connection, when it was looked at last
   Deadline progress_at{};     // since when it owes an answer and has made none
+  std::int64_t replies = 0;   // of the connection, likewise
+  Deadline replied_at{};      // since when it owes a whole answer
   // Of the run that goes on.
   RedisFailure failure;
   bool worked = false;
@@ -115,7 +117,7 @@ void RedisCluster::exchange(Deadline deadline) {
   std::vector<Node*> asked;
   while (unanswered_ > 0) {
     const Deadline now = clock_now();
-    if (now >= deadline) return;
+    if (now >= deadline) return note_slow(now);
     Deadline wake = deadline;
     polled.clear();
     asked.clear();
@@ -136,6 +138,7 @@ void RedisCluster::proceed(Node& node, short ready) {
   bool alive = node.connection->proceed(ready) && node.hello != Hello::refused;
   // Looked at after a read: between runs nobody did, and the answer may have been there for long.
   const Deadline now = clock_now();
+  if (std::exchange(node.replies, node.connection->replies()) != node.connection->replies()) node.replied_at = now;
   if (std::exchange(node.progress, node.connection->progress()) != node.connection->progress()) {
     node.progress_at = now;
   } else if (alive && !node.connection->idle() && now - node.progress_at >= options_.silence_limit) {
@@ -143,6 +146,13 @@ void RedisCluster::proceed(Node& node, short ready) {
     alive = false;
   }
   if (!alive) drop(node);
+}
+
+/// At a deadline: a server that sends some bytes now and then is as good as a silent one.
+void RedisCluster::note_slow(Deadline now) {
+  for (const auto& node : nodes_)
+    if (node->connection && !node->connection->idle() && now - node->replied_at >= options_.silence_limit)
+      node->fail({FailureReason::silent, "it is too slow: it owes a whole answer since long before the deadline"});
 }
 
 /// Payloads of this run may go away now.
@@ -244,8 +254,8 @@ bool RedisCluster::connect(Node& node) {
   if (now < node.retry_at) return false;
   ++connects_;
   node.connection = std::make_unique<RedisConnection>(node.endpoint, shared_.tls.get());
-  node.progress = 0;
-  node.progress_at = now;
+  node.progress = node.replies = 0;
+  node.progress_at = node.replied_at = now;
   if (node.connection->failure().reason != FailureReason::none) {
     drop(node);
     return false;
@@ -303,7 +313,7 @@ void RedisCluster::send(Node& node, RedisCommand command, const ReplyLimits& lim
     node.queue.push_back({std::move(command), limits, std::move(on_reply)});
     return;
   }
-  if (node.connection->idle()) node.progress_at = clock_now();
+  if (node.connection->idle()) node.progress_at = node.replied_at = clock_now();
   node.connection->send(std::move(command), limits, std::move(on_reply));
 }
 

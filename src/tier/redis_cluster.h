@@ -51,6 +51,7 @@ class RedisCluster {
   void begin_run(std::size_t answers);
   void exchange(Deadline deadline);
   void proceed(Node& node, short ready);
+  void note_slow(Deadline now);
   void end_run(bool of_operations);
   void dispatch(std::size_t operation, Node* node, bool asking);
   void on_answer(Node& node, std::size_t operation, const redisReply* reply);

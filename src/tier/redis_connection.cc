@@ -136,6 +136,7 @@ bool RedisConnection::take(std::span<const char> bytes) {
     const Reply reply(static_cast<redisReply*>(object));
     const OnReply on_reply = std::move(waiting_.front().on_reply);
     waiting_.pop_front();
+    ++replies_;
     on_reply(reply.get());
   }
   return true;

@@ -70,6 +70,8 @@ class RedisConnection {
   bool all_sent() const { return out_.empty(); }
   /// Bytes that went out and came in, steps to a connection: stands still when the server does.
   std::int64_t progress() const { return progress_; }
+  /// Whole ones that came.
+  std::int64_t replies() const { return replies_; }
 
  private:
   struct FreeReader {
@@ -92,7 +94,7 @@ class RedisConnection {
   std::size_t out_done_ = 0;  // bytes of the front that have gone out
   std::deque<Waiting> waiting_;
   std::vector<char> in_;
-  std::int64_t progress_ = 0;
+  std::int64_t progress_ = 0, replies_ = 0;
   RedisFailure failure_;
 };
 

@@ -1,6 +1,7 @@
 #include "tier/tier_queue.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -114,6 +115,10 @@ struct TierQueue::Core {
   const std::shared_ptr<Clock> clock;
   const std::shared_ptr<BytesPool> write_pool, read_pool;
   const std::int64_t read_batch;
+  const pid_t owner = ::getpid();
+
+  /// In a forked child there are no workers, and the mutex may be locked for ever: nothing there may take it.
+  bool forked() const { return owner != ::getpid(); }
 
   std::mutex mutex;  // of all below
   std::condition_variable answered, reads_there, writes_there;
@@ -621,17 +626,17 @@ void TierQueue::Core::refresh_stats(std::unique_lock<std::mutex>& lock) {
 
 TierQueue::TierQueue(std::shared_ptr<Tier> tier, const TierQueueOptions& options, std::shared_ptr<Clock> clock)
     : core_(std::make_shared<Core>(std::move(tier), options, std::move(clock))) {
-  threads_.reserve(core_->lanes.size());
+  threads_->reserve(core_->lanes.size());
   Undo end_those([&] {
     {
       const std::lock_guard lock(core_->mutex);
-      for (std::size_t i = threads_.size(); i < core_->lanes.size(); ++i) core_->lanes[i].exited = true;
+      for (std::size_t i = threads_->size(); i < core_->lanes.size(); ++i) core_->lanes[i].exited = true;
     }
     end_threads(core_->clock->now() + core_->options.close_limit);
   });
   for (Core::Lane& lane : core_->lanes) {
     const bool writes = &lane == &core_->lanes.front();
-    threads_.emplace_back([core = core_, &lane, writes] { writes ? core->write(lane) : core->read(lane); });
+    threads_->emplace_back([core = core_, &lane, writes] { writes ? core->write(lane) : core->read(lane); });
   }
   end_those.keep();
 }
@@ -651,29 +656,36 @@ bool TierQueue::put(const RecordId& id, std::span<const std::byte> payload, Cont
 }
 
 bool TierQueue::has_room(std::int64_t bytes) {
+  if (core_->forked()) return false;
   const std::lock_guard lock(core_->mutex);
   return core_->has_room(bytes) && core_->accepts(core_->clock->now());
 }
 
-SharedBytes TierQueue::buffer(std::size_t size) { return core_->write_pool->take(size); }
+SharedBytes TierQueue::buffer(std::size_t size) {
+  return core_->forked() ? SharedBytes() : core_->write_pool->take(size);
+}
 
 void TierQueue::refuse(const RecordId& id, Content content) {
+  if (core_->forked()) return;
   const std::lock_guard lock(core_->mutex);
   core_->refuse({id, 0, false, content, {}, {}});
 }
 
 bool TierQueue::put(const RecordId& id, SharedBytes payload, Content content) {
+  if (core_->forked()) return false;
   const std::lock_guard lock(core_->mutex);
   return core_->accept({id, 0, false, content, std::move(payload), {}});
 }
 
 bool TierQueue::remove(const RecordId& id) {
+  if (core_->forked()) return false;
   const std::lock_guard lock(core_->mutex);
   return core_->accept({id, 0, true, Content::changing, {}, {}});
 }
 
 TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline deadline) {
   auto job = std::make_shared<ReadJob>(false, deadline, requests.size());
+  if (core_->forked()) return {core_, std::move(job)};
   const std::lock_guard lock(core_->mutex);
   core_->take_in(job, std::move(requests));
   core_->counts.gets += static_cast<std::int64_t>(job->results.size());
@@ -690,6 +702,7 @@ TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline
 
 TierQueue::ReadTicket TierQueue::exists(std::span<const RecordId> ids, Deadline deadline) {
   auto job = std::make_shared<ReadJob>(true, deadline, ids.size());
+  if (core_->forked()) return {core_, std::move(job)};
   std::vector<ReadRequest> requests;
   for (const RecordId& id : ids) requests.push_back({id, 0, {}});
   const std::lock_guard lock(core_->mutex);
@@ -701,6 +714,7 @@ TierQueue::ReadTicket TierQueue::exists(std::span<const RecordId> ids, Deadline 
 TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
   auto job = std::make_shared<FlushJob>();
   job->deadline = deadline;
+  if (core_->forked()) return {core_, std::move(job)};
   const std::lock_guard lock(core_->mutex);
   if (core_->open_flushes < kMaxFlushes && core_->accepts(core_->clock->now())) {
     core_->writes.push_back({{}, 0, false, Content::changing, {}, job});
@@ -713,6 +727,7 @@ TierQueue::FlushTicket TierQueue::flush(Deadline deadline) {
 }
 
 std::vector<WriteResult> TierQueue::drain() {
+  if (core_->forked()) return {};
   const std::lock_guard lock(core_->mutex);
   std::vector<WriteResult> next;
   next.reserve(core_->open_writes);  // as reserve_results()
@@ -720,6 +735,7 @@ std::vector<WriteResult> TierQueue::drain() {
 }
 
 QueueStats TierQueue::stats() {
+  if (core_->forked()) return {};
   const std::lock_guard lock(core_->mutex);
   QueueStats stats = core_->counts;
   stats.times_opened = core_->breaker.times_opened();
@@ -736,7 +752,11 @@ QueueStats TierQueue::stats() {
 }
 
 FlushStatus TierQueue::close(Deadline deadline) noexcept {
-  if (threads_.empty()) return FlushStatus::failed;
+  if (threads_ == nullptr || threads_->empty()) return FlushStatus::failed;
+  if (core_->forked()) {
+    (void)threads_.release();  // the parent's: this process can neither join nor detach them
+    return FlushStatus::failed;
+  }
   FlushStatus status = FlushStatus::failed;
   try {
     const FlushTicket last = flush(deadline);
@@ -755,25 +775,25 @@ void TierQueue::end_threads(Deadline deadline) noexcept {
   core_->writes_there.notify_one();
   while (!Core::exited(core_->lanes) && core_->clock->now() < deadline)
     core_->clock->wait_until(core_->answered, lock, deadline);
-  for (std::size_t i = 0; i < threads_.size(); ++i) {
+  for (std::size_t i = 0; i < threads_->size(); ++i) {
     const bool stuck = !core_->lanes[i].exited;
     lock.unlock();
-    stuck ? threads_[i].detach() : threads_[i].join();
+    stuck ? (*threads_)[i].detach() : (*threads_)[i].join();
     lock.lock();
   }
-  threads_.clear();
+  threads_->clear();
 }
 
 // --- tickets
 
 bool TierQueue::ReadTicket::done() const {
-  if (!job_) return true;
+  if (!job_ || core_->forked()) return true;
   const std::lock_guard lock(core_->mutex);
   return core_->is_done(*job_);
 }
 
 bool TierQueue::ReadTicket::wait(Deadline until) const {
-  if (!job_) return true;
+  if (!job_ || core_->forked()) return true;
   std::unique_lock lock(core_->mutex);
   while (!core_->is_done(*job_)) {
     if (core_->clock->now() >= until) return false;
@@ -784,6 +804,7 @@ bool TierQueue::ReadTicket::wait(Deadline until) const {
 
 std::vector<ReadResult> TierQueue::ReadTicket::take() {
   if (!job_) return {};
+  if (core_->forked()) return std::vector<ReadResult>(std::exchange(job_, nullptr)->results.size());
   const std::lock_guard lock(core_->mutex);
   core_->end(job_);
   core_->counts.failed_gets += job_->only_exists ? 0 : static_cast<std::int64_t>(job_->unanswered);
@@ -795,17 +816,20 @@ std::vector<ReadResult> TierQueue::ReadTicket::take() {
 TierQueue::ReadTicket::~ReadTicket() { cancel(); }
 
 bool TierQueue::FlushTicket::done() const {
+  if (core_->forked()) return true;
   const std::lock_guard lock(core_->mutex);
   return job_->done;
 }
 
 bool TierQueue::FlushTicket::wait(Deadline until) const {
+  if (core_->forked()) return true;
   std::unique_lock lock(core_->mutex);
   while (!job_->done && core_->clock->now() < until) core_->clock->wait_until(core_->answered, lock, until);
   return job_->done;
 }
 
 FlushStatus TierQueue::FlushTicket::status() const {
+  if (core_->forked()) return FlushStatus::failed;
   const std::lock_guard lock(core_->mutex);
   return job_->status;
 }

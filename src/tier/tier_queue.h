@@ -15,6 +15,7 @@
 // Reads do not wait for writes, since (2) holds without an order between them. What a tier can tell from memory
 // (Tier::look_up) is answered before the call returns: all that exists() asks, and gets of what is not there. Any
 // thread may call; a worker that is stuck in the tier is left behind with everything it uses when the queue goes away.
+// A forked child has no workers: there every call refuses, misses or fails at once, and the parent keeps the tier.
 #pragma once
 
 #include <cstdint>
@@ -151,7 +152,8 @@ class TierQueue {
   void end_threads(Deadline deadline) noexcept;
 
   std::shared_ptr<Core> core_;
-  std::vector<std::thread> threads_;  // in the order of their lanes; none: closed
+  /// In the order of their lanes; none: closed. Null: closed in a forked child.
+  std::unique_ptr<std::vector<std::thread>> threads_ = std::make_unique<std::vector<std::thread>>();
 };
 
 }  // namespace kv4::tier

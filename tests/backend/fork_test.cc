@@ -2,7 +2,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <memory>
+
 #include "cache/small_cache.h"
+#include "kv4/tiered_prefix.h"
 #include "support/sanitized.h"
 
 namespace kv4 {
@@ -52,6 +56,46 @@ TEST(Fork, AChildThatComputesNothingCanEndItsCache) {
               return true;
             }),
             0);
+}
+
+// Nobody answers there, and no deadline is near.
+TEST(Fork, AChildFindsNothingInTiersAndEndsThem) {
+  const auto folder = std::filesystem::temp_directory_path() / ("kv4_fork_" + std::to_string(::getpid()));
+  std::filesystem::remove_all(folder);
+  CacheOptions options = small::options();
+  options.prefix.enabled = true;
+  options.prefix.weights_id = "weights";
+  options.prefix.num_snapshots = 4;
+  {
+    small::SmallCache parent(options, small::config(), true, make_cpu_backend(1));
+    const TiersOptions below{.host_bytes = 1 << 20,
+                             .directory = folder.string(),
+                             .disk_bytes = 4 << 20,
+                             .segment_bytes = 1 << 20,
+                             .close_limit = std::chrono::hours(1)};
+    auto tiers = std::make_unique<Tiers>(parent.cache.schema(), below);
+    auto tiered = std::make_unique<TieredPrefix>(parent.cache, *tiers);
+    const std::vector<std::int32_t> ids = small::token_ids(1, 0, 70);
+    const Prompt prompt{ids, 0, {}, {}};
+    const tier::Deadline late = std::chrono::steady_clock::now() + std::chrono::hours(1);
+    const RequestId request = parent.cache.admit(prompt).value().request;
+    while (const auto left = static_cast<std::int32_t>(70 - parent.cache.length(request)))
+      parent.run({{request, 1, std::min(48, left)}});
+    ASSERT_TRUE(tiered->save_all(late));
+    parent.cache.release(request);
+    parent.cache.invalidate("weights");
+    EXPECT_EQ(in_child([&] {
+                const std::int64_t found = tiered->load(prompt, late);
+                const auto flushed = tiers->flush(late);
+                tiered.reset();
+                tiers.reset();
+                return found == 0 && flushed == std::vector(2, tier::FlushStatus::failed);
+              }),
+              0);
+    EXPECT_EQ(tiered->load(prompt, late), 4);
+    EXPECT_EQ(tiers->flush(late), (std::vector{tier::FlushStatus::kept, tier::FlushStatus::durable}));
+  }
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -293,6 +294,27 @@ TEST_F(StatusFolderTest, OneCacheAtATime) {
   StatusFolder next(small.cache, folder_, always_);
   EXPECT_FALSE(fs::exists(path("inspect-1-0000000000000001.kv4s")));  // of the one before
   EXPECT_THROW(StatusFolder(small.cache, (parent_ / "no" / "such").string()), Error);
+}
+
+TEST_F(StatusFolderTest, AForkedChildTakesNothingAway) {
+  SmallCache small;
+  auto status = std::make_unique<StatusFolder>(small.cache, folder_, always_);
+  ASSERT_TRUE(status->publish());
+  const std::string before = text(kStatusFileName);
+  const RequestQuestion question = ask(0, 1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    EXPECT_FALSE(status->publish());
+    status.reset();
+    ::_exit(HasFailure() ? 1 : 0);
+  }
+  int ended = -1;
+  ASSERT_EQ(::waitpid(child, &ended, 0), child);
+  EXPECT_EQ(ended, 0);
+  EXPECT_EQ(text(kStatusFileName), before);
+  EXPECT_TRUE(fs::exists(path(question.question_name())));
+  EXPECT_TRUE(status->publish());
+  EXPECT_EQ(read().process, ::getpid());
 }
 
 TEST_F(StatusFolderTest, AFolderThatIsLostIsNoReasonToStop) {

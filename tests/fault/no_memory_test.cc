@@ -41,6 +41,17 @@ CacheOptions cache_options() {
   return o;
 }
 
+/// Blocks that somebody has already.
+struct KeptBlocks : BlockSource {
+  std::map<BlockKey, std::vector<std::byte>> blocks;
+  bool get(const BlockKey& key, std::span<std::byte> out) override {
+    const auto found = blocks.find(key);
+    if (found == blocks.end()) return false;
+    std::copy(found->second.begin(), found->second.end(), out.begin());
+    return true;
+  }
+};
+
 /// A cache, and what the calls of a script leave to each other.
 struct World {
   small::SmallCache small{cache_options(), small::config(), true, make_cpu_backend(2)};
@@ -60,12 +71,15 @@ struct World {
   std::vector<std::byte> block, snapshot;
   PreemptedRequest preempted{HostMemory(small.backend, 1 << 20)};
   RecordList records;
+  KeptBlocks source;
   std::optional<SessionSender> sender;
   std::optional<SessionReceiver> receiver;
   std::optional<StatusFolder> status;
   std::string session_path = folder.path + "/of the request.session";
   SessionIdentity identity{.weights_id = "weights", .salt = "a salt that is longer than a short string"};
   std::vector<std::int32_t> lens = std::vector<std::int32_t>(64), first = lens, chosen = lens;
+  RopeTable rope =
+      build_rope_table(small::config().rope_compress, small::config().rope_dim, 0, cache_options().max_context);
   std::vector<float> out = std::vector<float>(4096), q = std::vector<float>(1024, 0.5f), scores = out;
 
   Prompt prompt() const { return {ids, 0, identity.salt, extra}; }
@@ -196,7 +210,16 @@ TEST(NoMemory, RequestsAndSteps) {
                         w.cache.bind_weights(1, w.small.weights[1]->views);
                         w.cache.bind_weights(2, w.small.weights[2]->views);
                       }});
+    script.push_back({"bind_rope_table", {}, [](World& w) {
+                        const std::int64_t positions = w.cache.schema().options.max_context,
+                                           pairs = std::ssize(w.rope.cos) / positions;
+                        w.cache.bind_rope_table(TensorView(w.rope.cos.data(), {positions, pairs}),
+                                                TensorView(w.rope.sin.data(), {positions, pairs}));
+                      }});
     add_request(script, "a", 1, 70);
+    script.push_back({"finished", {}, [](World& w) { EXPECT_TRUE(w.cache.finished(*w.step)); }});
+    script.push_back({"set_stream", {}, [](World& w) { w.cache.set_stream({}); }});
+    script.push_back({"synchronize", {}, [](World& w) { w.cache.synchronize(); }});
     add_request(script, "b", 2, 40);
     script.push_back(release("b"));
     add_request(script, "c", 3, 33);
@@ -232,6 +255,16 @@ TEST(NoMemory, WhatACacheTells) {
     script.push_back({"blocks", {}, [=](World& w) { (void)w.cache.blocks(request(w)); }});
     script.push_back({"requests", {}, [=](World& w) { (void)w.cache.requests(); }});
     script.push_back({"statistics", {}, [=](World& w) { (void)w.cache.statistics(); }});
+    script.push_back({"prefix_statistics", {}, [=](World& w) { (void)w.cache.prefix_statistics(); }});
+    script.push_back({"lengths", {}, [=](World& w) {
+                        EXPECT_EQ(w.cache.length(request(w)), 70);
+                        EXPECT_LE(w.cache.rewind_floor(request(w)), 70);
+                        EXPECT_EQ(w.cache.num_requests(), 1);
+                      }});
+    script.push_back({"read_block_events", {}, [=](World& w) {
+                        BlockEvent events[16];
+                        EXPECT_GT(w.cache.read_block_events(events), 0u);
+                      }});
     script.push_back({"image_bytes", {}, [=](World& w) { (void)w.cache.image_bytes(request(w)); }});
     script.push_back({"export_image", {}, [=](World& w) { w.image = w.cache.export_image(request(w)); }});
     script.push_back({"export_blocks", {}, [=](World& w) { w.blocks = w.cache.export_blocks(request(w)); }});
@@ -241,6 +274,7 @@ TEST(NoMemory, WhatACacheTells) {
     script.push_back({"identify_prefix", {}, [=](World& w) { (void)w.cache.identify_prefix(w.prompt()); }});
     script.push_back({"block_keys", [](World& w) { w.ids = small::token_ids(1, 0, 70); },
                       [=](World& w) { w.keys = w.cache.block_keys(w.prompt()); }});
+    script.push_back({"find_block", {}, [=](World& w) { EXPECT_TRUE(w.cache.find_block(w.keys.at(0))); }});
     script.push_back({"read_block",
                       [](World& w) {
                         w.block.resize(static_cast<std::size_t>(w.cache.schema().block_image_bytes));
@@ -268,6 +302,16 @@ TEST(NoMemory, WhatComesFromElsewhere) {
     script.push_back({"import", [](World& w) { w.ids = small::token_ids(1, 0, 64); },
                       [](World& w) {
                         w.requests.at("a") = w.cache.import_image(w.image, w.ids, w.blocks).value();
+                      }});
+    script.push_back(release("a"));
+    script.push_back({"import where it is kept", {}, [](World& w) {
+                        const std::size_t bytes = w.blocks.size() / 4;
+                        std::vector<std::span<const std::byte>> blocks = [&] {
+                          const FreeMemory free;  // the caller's own
+                          return std::vector<std::span<const std::byte>>(4);
+                        }();
+                        for (std::size_t i = 0; i < 4; ++i) blocks[i] = std::span(w.blocks).subspan(i * bytes, bytes);
+                        w.requests.at("a") = w.cache.import_image(w.image, w.ids, blocks, w.chain).value();
                       }});
     script.push_back(release("a"));
     script.push_back({"resume", {}, [](World& w) { w.requests.at("a") = resume(w.cache, w.preempted).value(); }});
@@ -343,10 +387,19 @@ TEST(NoMemory, Operations) {
   });
 }
 
-TEST(NoMemory, Sessions) {
+class NoMemorySessions : public testing::TestWithParam<std::optional<Protection>> {};
+
+TEST_P(NoMemorySessions, EveryCall) {
   expect_no_leak([] {
     std::vector<Line> script;
     add_request(script, "a", 1, 70);
+    script.push_back({"take keys",
+                      [](World& w) {
+                        if (!GetParam()) return;
+                        w.identity.keys = {CacheKey{}};
+                        w.identity.protection = *GetParam();
+                      },
+                      [](World&) {}});
     script.push_back({"save_session", [](World& w) { w.requests["b"] = kNoRequest; },
                       [](World& w) {
                         w.records.list.clear();
@@ -369,6 +422,7 @@ TEST(NoMemory, Sessions) {
     script.push_back({"SessionSender", {}, [](World& w) {
                         w.sender.emplace(w.cache, w.requests.at("a"), w.identity);
                       }});
+    script.push_back({"its keys", {}, [](World& w) { EXPECT_FALSE(w.sender->keys().empty()); }});
     script.push_back({"offer", {}, [](World& w) {
                         w.records.list.clear();
                         w.sender->offer(w.records);
@@ -381,6 +435,11 @@ TEST(NoMemory, Sessions) {
                         w.receiver.emplace(w.cache, std::move(identity));
                       }});
     script.push_back({"take the offer", {}, [](World& w) { w.receiver->take(w.records.list.at(0)); }});
+    script.push_back({"of the offer", {}, [](World& w) {
+                        EXPECT_TRUE(w.receiver->has_offer());
+                        EXPECT_EQ(w.receiver->prompt().token_ids.size(), 70u);
+                        EXPECT_LT(w.receiver->done_bytes(), w.receiver->total_bytes());
+                      }});
     script.push_back({"wanted", {}, [](World& w) { w.keys = w.receiver->wanted(); }});
     script.push_back({"send", {}, [](World& w) {
                         w.records.list.clear();
@@ -391,9 +450,33 @@ TEST(NoMemory, Sessions) {
                       }});
     script.push_back({"finish", {}, [](World& w) { w.requests.at("b") = w.receiver->finish().value(); }});
     add_step(script, "b", 1, 12);
+    script.push_back(release("b"));
+    script.push_back({"forget it again", {}, [](World& w) { w.cache.invalidate("weights"); }});
+    script.push_back({"what a source has",
+                      [](World& w) {
+                        w.block = w.cache.export_blocks(w.requests.at("a"));
+                        const auto bytes = static_cast<std::ptrdiff_t>(w.cache.schema().block_image_bytes);
+                        for (std::size_t i = 0; i < w.keys.size(); ++i) {
+                          const auto at = w.block.begin() + static_cast<std::ptrdiff_t>(i) * bytes;
+                          w.source.blocks[w.keys[i]].assign(at, at + bytes);
+                        }
+                        w.records.list.clear();
+                        w.sender->offer(w.records);
+                        w.receiver.emplace(w.cache, w.identity, &w.source);
+                      },
+                      [](World& w) { w.receiver->take(w.records.list.at(0)); }});
+    script.push_back({"finish with it", {}, [](World& w) {
+                        w.requests.at("b") = w.receiver->finish().value();
+                      }});
     run_script(script);
   });
 }
+
+INSTANTIATE_TEST_SUITE_P(Protections, NoMemorySessions,
+                         testing::Values(std::nullopt, Protection::sealed, Protection::authenticated),
+                         [](const auto& protection) {
+                           return std::string(protection.param ? to_string(*protection.param) : "none");
+                         });
 
 // A save that failed leaves no file behind.
 TEST(NoMemory, NoFileOfAFailedSaveStays) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -211,6 +212,51 @@ TEST_P(NoMemoryTiers, Admits) {
     small::expect_same_bytes(stack.small.cache, stack.compute(), alone().cache, request_alone());
     if (HasFailure() || !refusal.happened) break;
   }
+}
+
+/// Makes the call until none of its allocations is refused, `n` the one that is; it may go well without it.
+void refuse_in_turn(const char* name, const std::function<void()>& call) {
+  SCOPED_TRACE(name);
+  for (const Refused refused : {Refused::all_later, Refused::one})
+    for (std::int64_t n = 1; n < kMostTries; n = next_try(n))
+      if (!call_without(n, refused, Threads::own, call).happened) break;
+}
+
+// Each call by itself, in the thread that drives the cache.
+TEST_P(NoMemoryTiers, EveryCall) {
+  const Folder folder;
+  Tiers tiers(schema(), options(folder.path));
+  small::SmallCache small{cache_options(), small::config(), true, make_cpu_backend()};
+  refuse_in_turn("TieredPrefix", [&] { TieredPrefix(small.cache, tiers); });
+  {
+    Stack first(tiers);
+    first.compute();
+    refuse_in_turn("save", [&] { (void)first.tiered.save(1); });
+    refuse_in_turn("save_all", [&] { (void)first.tiered.save_all(in(200ms)); });
+    refuse_in_turn("statistics", [&] { EXPECT_EQ(first.tiered.statistics().dropped, 0); });
+    ASSERT_TRUE(first.tiered.save_all(in(20s)));
+  }
+  refuse_in_turn("flush", [&] { (void)tiers.flush(in(20s)); });
+  ASSERT_TRUE(all_kept(tiers.flush(in(20s))));
+  refuse_in_turn("report", [&] { EXPECT_FALSE(tiers.report().empty()); });
+
+  Stack second(tiers);
+  std::optional<PrefixLoad> load;
+  refuse_in_turn("start_load", [&] { load.emplace(second.tiered.start_load(second.prompt(), in(20s))); });
+  load.reset();  // what was refused memory has given up a part of it
+  load.emplace(second.tiered.start_load(second.prompt(), in(20s)));
+  for (bool done = false; !done;) refuse_in_turn("advance", [&] { done = done || load->advance(); });
+  refuse_in_turn("of a load", [&] { EXPECT_LE(load->brought_blocks(), load->wanted_blocks()); });
+  std::optional<Admission> admitted;
+  refuse_in_turn("admit", [&] {
+    if (!admitted) admitted = load->admit().value();
+  });
+  load.reset();
+  EXPECT_EQ(second.small.cache.num_requests(), 1);
+  second.small.cache.release(admitted.value().request);
+  refuse_in_turn("load", [&] { (void)second.tiered.load(second.prompt(), in(20s)); });
+  small::expect_same_bytes(second.small.cache, second.compute(), alone().cache, request_alone());
+  refuse_in_turn("close", [&] { (void)tiers.close(in(20s)); });
 }
 
 tier::StoreOptions store_options(const std::string& directory) {

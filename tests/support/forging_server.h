@@ -5,7 +5,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <mutex>
@@ -50,6 +53,12 @@ class ForgingServer {
   ForgingServer(const ForgingServer&) = delete;
   ForgingServer& operator=(const ForgingServer&) = delete;
 
+  /// Of an answer of more than `bytes` the rest goes out byte by byte.
+  void trickle_from(std::size_t bytes, std::chrono::milliseconds pause) {
+    trickle_pause_ = pause;
+    trickle_from_ = bytes;
+  }
+
   int port() const { return port_; }
   std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
   int connections() const { return connections_; }
@@ -88,7 +97,10 @@ class ForgingServer {
         for (Arguments command; !(command = take_command(in)).empty();) out += answer_(command);
       }
       for (std::size_t at = 0; at < out.size() && !stopping_;) {
-        const ssize_t sent = ::send(client, out.data() + at, out.size() - at, MSG_NOSIGNAL);
+        const bool trickles = at >= trickle_from_;
+        if (trickles) std::this_thread::sleep_for(trickle_pause_.load());
+        const std::size_t size = trickles ? 1 : std::min(out.size(), trickle_from_.load()) - at;
+        const ssize_t sent = ::send(client, out.data() + at, size, MSG_NOSIGNAL);
         if (sent <= 0) return;
         at += static_cast<std::size_t>(sent);
       }
@@ -121,6 +133,8 @@ class ForgingServer {
   int socket_ = -1, port_ = 0;
   std::atomic<bool> stopping_ = false;
   std::atomic<int> connections_ = 0;
+  std::atomic<std::size_t> trickle_from_ = SIZE_MAX;
+  std::atomic<std::chrono::milliseconds> trickle_pause_{};
   std::mutex mutex_;
   std::vector<int> clients_;
   std::string received_;

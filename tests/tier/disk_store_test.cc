@@ -23,10 +23,9 @@
 
 #include "kv4/error.h"
 #include "kv4/log.h"
-#include "support/simulated_disk.h"
 #include "tier/index_checkpoint.h"
 #include "tier/record_guard.h"
-#include "tier/store_records.h"
+#include "tier/simulated_store.h"
 #include "tier/store_survey.h"
 
 namespace kv4::test {
@@ -36,49 +35,7 @@ using tier::DiskStore;
 using tier::GetStatus;
 using tier::PutStatus;
 
-constexpr std::int64_t kSegment = 64 << 10;
-
-tier::StoreOptions small_options() {
-  tier::StoreOptions options;
-  options.directory = "store";
-  options.layout_id = 11;
-  options.segment_bytes = kSegment;
-  options.capacity_bytes = 1 << 20;
-  options.sync_every_bytes = 32 << 10;
-  return options;
-}
-
-struct TierDiskStore : testing::Test {
-  SimulatedDisk disk{1};
-  tier::StoreOptions options = small_options();
-  std::unique_ptr<DiskStore> store = DiskStore::open(disk, options);
-
-  void reopen() {
-    store.reset();
-    store = DiskStore::open(disk, options);
-  }
-  void expect(std::uint64_t number, std::span<const std::byte> payload) {
-    const Got got = get(*store, record_id(number));
-    ASSERT_EQ(got.status, GetStatus::found) << "record " << number;
-    EXPECT_TRUE(std::equal(payload.begin(), payload.end(), got.payload.begin(), got.payload.end()));
-  }
-  void expect_missing(std::uint64_t number) {
-    EXPECT_EQ(get(*store, record_id(number)).status, GetStatus::missing) << "record " << number;
-  }
-  std::string checkpoint() const { return options.directory + "/" + std::string(tier::kCheckpointName); }
-  std::string first_segment() const { return options.directory + "/" + tier::segment_name(1); }
-
-  template <class Call>
-  void refused(ErrorCode code, const std::string& part, Call&& call) {
-    try {
-      call();
-      FAIL() << "not refused: " << part;
-    } catch (const Error& e) {
-      EXPECT_EQ(e.code(), code) << e.what();
-      EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
-    }
-  }
-};
+using TierDiskStore = SimulatedStore;
 
 TEST_F(TierDiskStore, GivesBackWhatWasPut) {
   const std::vector<std::int64_t> lengths = {0, 1, 5, 127, 128, 129, 511, 512, 513, 3967, 3968, 3969, 8064, 20000};
@@ -153,64 +110,6 @@ TEST_F(TierDiskStore, OldestSegmentMakesRoom) {
   ASSERT_TRUE(store->flush());
   reopen();
   EXPECT_EQ(store->stats().records, stats.records);
-}
-
-// The disk is smaller than the store's capacity: the oldest segments make room, and the newest records are there.
-TEST_F(TierDiskStore, FullDiskEvictsTheOldest) {
-  disk.set_capacity(3 * kSegment);
-  int evictions = 0;
-  set_log_sink([&](const LogRecord& record) { evictions += record.event == "store.disk_full" ? 1 : 0; });
-  for (std::uint64_t i = 0; i < 100; ++i) {
-    ASSERT_EQ(put(*store, record_id(i), random_bytes(i, 10000)), PutStatus::stored) << i;
-    expect(i, random_bytes(i, 10000));
-  }
-  set_log_sink({});
-  EXPECT_GT(evictions, 10);
-  const tier::StoreStats stats = store->stats();
-  EXPECT_EQ(stats.records + stats.evicted_records, 100);
-  ASSERT_TRUE(store->flush());
-  reopen();
-  EXPECT_EQ(store->stats().records, stats.records);
-  for (std::uint64_t i = 100 - static_cast<std::uint64_t>(stats.records); i < 100; ++i)
-    expect(i, random_bytes(i, 10000));
-}
-
-// As where a file system cannot reserve room: the write itself finds the disk full.
-TEST_F(TierDiskStore, FullDiskInTheMiddleOfABatchEvicts) {
-  disk.set_reserves(false);
-  disk.set_capacity(3 * kSegment);
-  for (std::uint64_t round = 0; round < 20; ++round) {
-    std::vector<std::vector<std::byte>> payloads;
-    std::vector<tier::PutRequest> requests;
-    for (std::uint64_t i = 0; i < 4; ++i) payloads.push_back(random_bytes(round * 4 + i, 9000));
-    for (std::uint64_t i = 0; i < 4; ++i) requests.push_back({record_id(i % 3), payloads[i]});  // one key twice
-    store->put(requests);
-    for (std::uint64_t i = 1; i < 4; ++i) {
-      ASSERT_EQ(requests[i].status, PutStatus::stored) << round << ", " << i;
-      expect(i % 3, payloads[i]);
-    }
-  }
-  ASSERT_TRUE(store->flush());
-}
-
-TEST_F(TierDiskStore, DiskThatStaysFullIsAValueAndLosesLittle) {
-  for (std::uint64_t i = 0; i < 40; ++i) put(*store, record_id(i), random_bytes(i, 10000));
-  ASSERT_TRUE(store->flush());
-  const std::int64_t before = store->stats().segments;
-  disk.set_capacity(0);
-  int refused = 0, told = 0;
-  set_log_sink([&](const LogRecord& record) { told += record.event == "store.no_space" ? 1 : 0; });
-  for (std::uint64_t i = 100; refused == 0 && i < 110; ++i)
-    refused += put(*store, record_id(i), random_bytes(i, 10000)) == PutStatus::no_space ? 1 : 0;
-  EXPECT_EQ(refused, 1);
-  EXPECT_EQ(told, 1);
-  EXPECT_GE(store->stats().segments, before - 2);
-  EXPECT_EQ(put(*store, record_id(150), random_bytes(150, 10000)), PutStatus::no_space);
-  EXPECT_EQ(told, 1);  // once
-  set_log_sink({});
-  disk.set_capacity(1 << 30);
-  ASSERT_EQ(put(*store, record_id(200), random_bytes(200, 10000)), PutStatus::stored);
-  ASSERT_TRUE(store->flush());
 }
 
 TEST_F(TierDiskStore, UnopenedSegmentIsLeftAloneAndCountsLater) {

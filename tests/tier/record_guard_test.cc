@@ -4,9 +4,13 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <openssl/crypto.h>
 #include <openssl/rand.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <set>
 #include <string>
@@ -231,6 +235,44 @@ TEST(TierGuard, BelievesWhatItIsToldTo) {
   EXPECT_THROW(RecordGuard{options}, Error);
   options = with(std::vector<CacheKey>(kMaxCacheKeys + 1));
   EXPECT_THROW(RecordGuard{options}, Error);
+}
+
+bool openssl_refused = false;
+
+/// Runs in a process of its own, started by the test below: OpenSSL takes other allocators only before its first call.
+TEST(TierGuardMemory, DISABLED_Comes) {
+  ASSERT_EQ(CRYPTO_set_mem_functions(
+                [](std::size_t bytes, const char*, int) { return openssl_refused ? nullptr : std::malloc(bytes); },
+                [](void* at, std::size_t bytes, const char*, int) {
+                  return openssl_refused ? nullptr : std::realloc(at, bytes);
+                },
+                [](void* at, const char*, int) { std::free(at); }),
+            1);
+  std::byte random{};
+  ASSERT_EQ(RAND_bytes(reinterpret_cast<unsigned char*>(&random), 1), 1);
+  openssl_refused = true;
+  EXPECT_THROW(RecordGuard(with({key_of(1)})), Error);
+  openssl_refused = false;
+  const RecordGuard guard(with({key_of(1)}));
+  const std::vector<std::byte> payload = random_bytes(9, 1000);
+  const Protected record = protect(guard, payload);
+  std::vector<std::byte> opened(payload.size());
+  EXPECT_EQ(guard.open(record.header, record.stored, opened), RecordRefusal::none);
+  EXPECT_EQ(opened, payload);
+}
+
+// Keys work once there is memory, though OpenSSL had none at the first try.
+TEST(TierGuardMemory, WantOfItPasses) {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    for (const char* name : {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX", "GTEST_OUTPUT"}) ::unsetenv(name);
+    ::execl("/proc/self/exe", "kv4_tests", "--gtest_filter=TierGuardMemory.DISABLED_Comes",
+            "--gtest_also_run_disabled_tests", static_cast<char*>(nullptr));
+    ::_exit(127);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_EQ(status, 0);
 }
 
 }  // namespace

@@ -361,6 +361,18 @@ TEST_F(TierRemoteAttack, Silence) {
   EXPECT_EQ(remote->failure().reason, FailureReason::silent) << remote->failure().detail;
 }
 
+// Not silent for long, and still no answer ever.
+TEST_F(TierRemoteAttack, AByteNowAndThen) {
+  ForgingServer server([](const ForgingServer::Arguments& command) {
+    const std::string hello = ForgingServer::hello(command);
+    return hello.empty() ? "$1000\r\n" + std::string(1000, 'x') : hello;
+  });
+  server.trickle_from(100, 50ms);
+  remote = tier::make_remote_tier(options_for(server.port()));
+  EXPECT_EQ(get(2s), GetStatus::failed);
+  EXPECT_EQ(remote->failure().reason, FailureReason::silent) << remote->failure().detail;
+}
+
 TEST_F(TierRemoteAttack, Nonsense) {
   ForgingServer server([](const ForgingServer::Arguments&) { return "HTTP/1.1 400 Bad Request\r\n\r\n"; });
   remote = tier::make_remote_tier(options_for(server.port()));

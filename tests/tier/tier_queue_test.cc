@@ -2,6 +2,8 @@
 #include "tier/tier_queue.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <map>
 #include <string>
@@ -475,6 +477,43 @@ TEST_F(TierQueues, ExistsGoesTheSameWay) {
   EXPECT_EQ(results[1].status, GetStatus::found);
   EXPECT_EQ(results[2].status, GetStatus::missing);
   EXPECT_EQ(results[3].status, GetStatus::missing);
+}
+
+// It has no workers that would answer, and the clock stands still: whatever waits there waits for ever.
+TEST_F(TierQueues, AForkedChildIsAnsweredAtOnce) {
+  start();
+  ASSERT_TRUE(put(1, 1));
+  ASSERT_TRUE(queue->flush(clock->in(1s)).wait(tier::Deadline::max()));
+  fake->hold();
+  const int before = fake->calls();
+  TierQueue::ReadTicket under_way = ask(1);
+  fake->wait_for_calls(before + 1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);
+    EXPECT_TRUE(under_way.wait(tier::Deadline::max()));
+    EXPECT_EQ(under_way.take().front().status, GetStatus::failed);
+    EXPECT_FALSE(put(2, 1));
+    EXPECT_FALSE(queue->has_room(1));
+    EXPECT_FALSE(queue->remove(record_id(1)));
+    EXPECT_EQ(get(1).status, GetStatus::failed);
+    const tier::RecordId id = record_id(1);
+    EXPECT_EQ(queue->exists({&id, 1}, clock->in(1s)).take().front().status, GetStatus::failed);
+    const TierQueue::FlushTicket flush = queue->flush(clock->in(1s));
+    EXPECT_TRUE(flush.wait(tier::Deadline::max()));
+    EXPECT_EQ(flush.status(), FlushStatus::failed);
+    EXPECT_TRUE(queue->drain().empty());
+    EXPECT_EQ(queue->stats().puts, 0);
+    EXPECT_EQ(queue->close(clock->in(1s)), FlushStatus::failed);
+    queue.reset();
+    ::_exit(HasFailure() ? 1 : 0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  fake->release();
+  expect(1, 1);
+  EXPECT_TRUE(put(2, 2));
 }
 
 // Several threads, a small tier that evicts, payloads that follow from id and version.
