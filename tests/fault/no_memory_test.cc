@@ -42,7 +42,7 @@ CacheOptions cache_options() {
 }
 
 /// Blocks that somebody has already.
-struct KeptBlocks : BlockSource {
+struct BlocksByKey : BlockSource {
   std::map<BlockKey, std::vector<std::byte>> blocks;
   bool get(const BlockKey& key, std::span<std::byte> out) override {
     const auto found = blocks.find(key);
@@ -71,7 +71,7 @@ struct World {
   std::vector<std::byte> block, snapshot;
   PreemptedRequest preempted{HostMemory(small.backend, 1 << 20)};
   RecordList records;
-  KeptBlocks source;
+  BlocksByKey source;
   std::optional<SessionSender> sender;
   std::optional<SessionReceiver> receiver;
   std::optional<StatusFolder> status;
