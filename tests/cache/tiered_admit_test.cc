@@ -294,6 +294,26 @@ TEST(TieredAdmit, NewWeightsMeanwhileFindNothing) {
   EXPECT_EQ(load.admit().value().usable_tokens, 144);
 }
 
+// Blocks that come after their weights have gone would outlive invalidate().
+TEST(TieredAdmit, NewWeightsEndALoad) {
+  const Model model(tiny_config());
+  const CacheOptions o = prefix_options(kNoSnapshots);
+  NineBelow nine(model, o);
+  Driver d(model, o);
+  TieredPrefix tiered(d.cache, *nine.below.tiers);
+  PrefixLoad load = tiered.start_load(nine.prompt, nine.below.clock->in(60s));
+  nine.below.fake->hold();
+  EXPECT_FALSE(load.advance());
+  d.cache.set_weights_id("others");
+  d.cache.invalidate("weights");
+  nine.below.fake->release();
+  EXPECT_TRUE(load.advance());
+  EXPECT_EQ(load.brought_blocks(), 0);
+  EXPECT_EQ(d.cache.prefix_statistics().blocks, 0);
+  d.cache.set_weights_id("weights");
+  EXPECT_EQ(load.admit().value().usable_tokens, 0);
+}
+
 TEST(TieredAdmit, RefusesOptionsThatCannotWork) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kNoSnapshots);
