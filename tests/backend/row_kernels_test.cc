@@ -285,8 +285,8 @@ TEST_P(RowKernelsTest, ScoresOfSeveralTokens) {
   const codec::RowShape shape{kWidth, 0};
   const float global = 0.37f;
   for (const Format format : {Format::mxfp4, Format::nvfp4, Format::fp8, Format::bf16}) {
-    const auto [payload, scale] =
-        codec::with_codec(format, [&](auto c) { return std::pair(c.payload_bytes(shape), c.scale_bytes(shape)); });
+    const int payload = codec::with_codec(format, [&](auto c) { return c.payload_bytes(shape); });
+    const int scale = codec::with_codec(format, [&](auto c) { return c.scale_bytes(shape); });
     const auto encoded = [&](int count) {
       std::vector<std::uint8_t> out(static_cast<std::size_t>(count * (payload + scale)));
       for (int i = 0; i < count; ++i) {
@@ -330,7 +330,8 @@ TEST_P(RowKernelsTest, ScoresOfSeveralTokens) {
           std::vector<cpu::ScoreQuery> all;
           for (int t = 0; t < tokens; ++t) all.push_back(query(t));
           if (table == &plain())  // each by itself
-            for (const cpu::ScoreQuery& one : all) table->score({heads, &one, 1, page, 0, first, one.count, tmp.data()});
+            for (const cpu::ScoreQuery& one : all)
+              table->score({heads, &one, 1, page, 0, first, one.count, tmp.data()});
           else
             table->score({heads, all.data(), tokens, page, 0, first, count, tmp.data()});
         }
