@@ -34,9 +34,8 @@ const char* kind_name(LayerKind kind) {
 
 BenchCache::BenchCache(const BenchSettings& settings, const CacheOptions& options)
     : generator_(std::make_unique<checks::InputGenerator>(1)) {
-  const cpu::RowKernels& kernels = settings.plain ? cpu::plain_row_kernels() : cpu::best_row_kernels();
-  manager_ =
-      std::make_unique<KVCacheManager>(settings.config, options, cpu::make_cpu_backend_on(settings.threads, kernels));
+  manager_ = std::make_unique<KVCacheManager>(settings.config, options,
+                                              cpu::make_cpu_backend_on(settings.threads, *settings.kernels));
   weights_ = std::make_unique<checks::SeededWeights>(manager_->schema(), *generator_);
   weights_->bind(*manager_);
   inputs_.resize(manager_->schema().layers.size());

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/cpu/row_kernels.h"
 #include "kv4/kv_cache_manager.h"
 
 namespace kv4::bench {
@@ -30,7 +31,7 @@ struct Case {
 struct BenchSettings {
   ModelConfig config;
   int threads = 1;
-  bool plain = false;  // the plain row code instead of the best instruction set
+  const cpu::RowKernels* kernels = &cpu::best_row_kernels();
 };
 
 void add_append_cases(std::vector<Case>& cases, const BenchSettings& settings);

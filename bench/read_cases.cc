@@ -30,7 +30,7 @@ std::vector<float> some_values(std::int64_t count) {
   return out;
 }
 
-/// One request of a full context and a step of its last tokens, on the best instruction set or the plain code.
+/// One request of a full context and a step of its last tokens, on an instruction set or the plain code.
 class ReadBench {
  public:
   ReadBench(const BenchSettings& settings, const ReadCase& c)
@@ -82,7 +82,7 @@ Operation beside_plain(const BenchSettings& settings, const ReadCase& c, std::in
   std::shared_ptr<ReadBench> plain;
   if (c.beside_plain) {
     BenchSettings other = settings;
-    other.plain = true;
+    other.kernels = &cpu::plain_row_kernels();
     plain = std::make_shared<ReadBench>(other, c);
   }
   return [=] {

@@ -29,9 +29,21 @@ struct BenchFlags {
   ModelFlags model;
   std::string filter;
   double min_time = 0.2;
-  std::string threads = "1";
+  std::string threads = "1", target;
   bool json = false, list = false, rss = false;
 };
+
+/// Empty: the best.
+const cpu::RowKernels& kernels_of(const std::string& target) {
+  if (target.empty()) return cpu::best_row_kernels();
+  std::vector<std::string> names;
+  for (const cpu::RowKernels* table : cpu::runnable_row_kernels()) {
+    if (target == table->name) return *table;
+    names.emplace_back(table->name);
+  }
+  throw Error(ErrorCode::bad_argument, fmt::format("--target '{}' does not run here; {} do{}", target,
+                                                   fmt::join(names, ", "), did_you_mean(target, names)));
+}
 
 /// Of whole names and of their parts: "gathre" is near "gather".
 std::string suggest_case(const std::string& filter, const std::vector<Case>& all) {
@@ -135,7 +147,8 @@ int check_resident_memory(const BenchSettings& settings, bool json) {
 
 int run_bench(const BenchFlags& flags) {
   const BenchSettings settings{read_model(flags.model),
-                               static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024))};
+                               static_cast<int>(parse_count(flags.threads, "--threads", 1, 1024)),
+                               &kernels_of(flags.target)};
   if (flags.rss) return check_resident_memory(settings, flags.json);
   if (!(flags.min_time > 0 && flags.min_time <= 3600)) {
     throw Error(ErrorCode::bad_argument,
@@ -152,7 +165,7 @@ int run_bench(const BenchFlags& flags) {
         "{}, {} {}, {}. Bytes: read and written, each once. Ratio: seconds of a memcpy of as many bytes, in turn with "
         "it, over seconds.\n\n",
         settings.config.name.empty() ? "model" : settings.config.name, settings.threads,
-        settings.threads == 1 ? "thread" : "threads", cpu_target());
+        settings.threads == 1 ? "thread" : "threads", settings.kernels->name);
     fmt::print(kLine, "name", "bytes", "seconds", "speed", "/ memcpy", "");
   }
   MemcpyBaseline copy(settings.threads);
@@ -195,6 +208,8 @@ void add_bench(CLI::App& app, int& exit_code) {
   command->add_option("--threads", flags->threads, "that an operation, and memcpy beside it, uses")
       ->capture_default_str()
       ->type_name("N");
+  command->add_option("--target", flags->target, "an instruction set, as AVX2; not given: the best of this machine")
+      ->type_name("NAME");
   command->add_flag("--list", flags->list, "names only; with --json as a list");
   command->add_flag("--rss", flags->rss, "instead: fill pools of a gigabyte and compare resident memory with the plan");
   command->add_flag("--json", flags->json,

@@ -74,7 +74,8 @@ class KV4_API PrefixLoad {
 /// Joins a cache with its tiers.
 class KV4_API TieredPrefix {
  public:
-  /// Both outlive it; nobody else reads the cache's block events.
+  /// Both outlive it; nobody else reads the cache's block events. Throws Error(bad_argument) for sizes below 0, and for
+  /// max_waiting or max_attempts below 1.
   TieredPrefix(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options = {});
   ~TieredPrefix();
   TieredPrefix(const TieredPrefix&) = delete;

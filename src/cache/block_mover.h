@@ -34,7 +34,7 @@ class BlockMover {
   bool gather_snapshot(const BlockKey& key, std::byte* to) const;  // [snapshot_bytes()]
 
   /// Blocks of the prompt whose keys are `keys`, from `at` on; those before are kept, else nothing is done. Returns how
-  /// many there was room for.
+  /// many of them are kept now: as many as there was room for.
   std::int64_t insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
                       std::span<std::byte* const> images);
   bool insert_snapshot(const BlockKey& key, const std::byte* from);

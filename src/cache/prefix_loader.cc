@@ -233,6 +233,10 @@ bool PromptLoad::advance_snapshot() {
 
 bool PromptLoad::advance() {
   owner_.give_unused();
+  if (phase_ != Phase::done && !keys_.empty() && joint_.mover.root(prompt_.view()) != root_) {  // of other weights now
+    stop();
+    be_done();
+  }
   if (phase_ == Phase::blocks && advance_blocks()) {
     phase_ = Phase::snapshot;
     if (end_ < wanted_) {

@@ -21,11 +21,22 @@ using tier::Deadline;
 constexpr std::chrono::microseconds kTransferPoll{20};
 constexpr std::chrono::milliseconds kQueuePoll{1};
 
+const TieredOptions& checked(const TieredOptions& options) {
+  const auto at_least = [](std::int64_t value, std::int64_t least, const char* what) {
+    require(value >= least, ErrorCode::bad_argument, "TieredOptions::{} is {}; {} or more", what, value, least);
+  };
+  at_least(options.load_bytes, 0, "load_bytes");
+  at_least(options.save_bytes, 0, "save_bytes");
+  at_least(options.max_waiting, 1, "max_waiting");
+  at_least(options.max_attempts, 1, "max_attempts");
+  return options;
+}
+
 }  // namespace
 
 struct TieredPrefix::Impl {
   Impl(KVCacheManager& cache, Tiers& tiers, const TieredOptions& options)
-      : joint(cache, Tiers::Impl::of(tiers).chain, Tiers::Impl::of(tiers).backend.get(), options),
+      : joint(cache, Tiers::Impl::of(tiers).chain, Tiers::Impl::of(tiers).backend.get(), checked(options)),
         saver(joint),
         loader(joint) {}
 

@@ -278,6 +278,69 @@ TEST_P(RowKernelsTest, ConvertLoadAndAngles) {
   }
 }
 
+// Tokens of a chunk share a key's expansion: each score is that of its token alone, by the plain code.
+TEST_P(RowKernelsTest, ScoresOfSeveralTokens) {
+  Random random(25);
+  constexpr int kWidth = 128, kRows = cpu::kScoreKeys + 5;
+  const codec::RowShape shape{kWidth, 0};
+  const float global = 0.37f;
+  for (const Format format : {Format::mxfp4, Format::nvfp4, Format::fp8, Format::bf16}) {
+    const int payload = codec::with_codec(format, [&](auto c) { return c.payload_bytes(shape); });
+    const int scale = codec::with_codec(format, [&](auto c) { return c.scale_bytes(shape); });
+    const auto encoded = [&](int count) {
+      std::vector<std::uint8_t> out(static_cast<std::size_t>(count * (payload + scale)));
+      for (int i = 0; i < count; ++i) {
+        std::vector<float> x = awkward_row(random, kWidth, false);
+        for (float& v : x) v = codec::round_bf16(v);
+        plain().encode(format, shape, x.data(), out.data() + i * (payload + scale),
+                       out.data() + i * (payload + scale) + payload, global);
+      }
+      return out;
+    };
+    std::vector<std::uint8_t> keys = encoded(kRows), factor(4);
+    std::memcpy(factor.data(), &global, 4);
+    ops::RowPlanes page;
+    page.format = format;
+    page.shape = shape;
+    page.payload = {keys.data(), std::ssize(keys), payload + scale};
+    page.scale = {keys.data() + payload, std::ssize(keys), payload + scale};
+    if (format == Format::nvfp4) page.global = {factor.data(), 4, 0};
+    for (const int heads : {1, 6, 64})
+      for (const int tokens : {1, 2, 7, cpu::kScoreTokens}) {
+        const int first = static_cast<int>(random.between(0, 5));
+        const int count = static_cast<int>(random.between(1, cpu::kScoreKeys));
+        const std::int64_t query_bytes = cpu::query_bytes(kWidth);
+        const std::vector<std::uint8_t> queries = encoded(tokens * heads);
+        const std::vector<float> weights = awkward_row(random, static_cast<std::size_t>(tokens * heads), false);
+        std::vector<int> seen;
+        for (int t = 0; t < tokens; ++t) seen.push_back(static_cast<int>(random.between(t == 0 ? count : 0, count)));
+        std::vector<std::vector<float>> scores;
+        for (const RowKernels* table : {&plain(), &fast()}) {
+          std::vector<float> tmp(cpu::kScoreKeys * kWidth), heads_of(tokens * heads * query_bytes / 4);
+          auto* prepared = reinterpret_cast<std::uint8_t*>(heads_of.data());
+          for (int q = 0; q < tokens * heads; ++q) {
+            const std::uint8_t* at = queries.data() + q * (payload + scale);
+            table->prepare_query(format, shape, at, at + payload, global, prepared + q * query_bytes);
+          }
+          std::vector<float>& out = scores.emplace_back(tokens * (cpu::kScoreKeys + 1), -3.0f);
+          const auto query = [&](int t) {
+            return cpu::ScoreQuery{prepared + t * heads * query_bytes, weights.data() + t * heads,
+                                   seen[static_cast<std::size_t>(t)], out.data() + t * (cpu::kScoreKeys + 1)};
+          };
+          std::vector<cpu::ScoreQuery> all;
+          for (int t = 0; t < tokens; ++t) all.push_back(query(t));
+          if (table == &plain())  // each by itself
+            for (const cpu::ScoreQuery& one : all)
+              table->score({heads, &one, 1, page, 0, first, one.count, tmp.data()});
+          else
+            table->score({heads, all.data(), tokens, page, 0, first, count, tmp.data()});
+        }
+        ASSERT_TRUE(same_bytes(scores[1], scores[0]))
+            << to_string(format) << " on " << fast().name << ", " << heads << " heads, " << tokens << " tokens";
+      }
+  }
+}
+
 // Everything a step with a padded item can gather, into more rows than there are: several blocks, shared by threads.
 std::vector<std::uint8_t> gather_everything(Driver& driver, RequestId request) {
   std::vector<std::uint8_t> all;

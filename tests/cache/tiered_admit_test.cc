@@ -201,6 +201,49 @@ TEST(TieredAdmit, AShortageComesAtOnce) {
   EXPECT_EQ(load.admit().value().usable_tokens, 144);
 }
 
+/// Blocks that the allocator may take back are those that the index can evict.
+void expect_no_lost_blocks(const KVCacheManager& cache) {
+  const BlockAllocator& blocks = cache.allocator();
+  EXPECT_EQ(blocks.num_evictable(), cache.prefix_statistics().blocks);
+  EXPECT_EQ(blocks.num_free() + blocks.num_evictable(), blocks.num_blocks());
+}
+
+// Two requests with one prompt, whose loads take turns; and one whose blocks were computed meanwhile.
+TEST(TieredAdmit, LoadsThatBringTheSameBlocks) {
+  const Model model(tiny_config());
+  const CacheOptions o = prefix_options(kCheckpoint);
+  NineBelow nine(model, o);
+  for (const bool computed : {false, true}) {
+    SCOPED_TRACE(computed ? "computed meanwhile" : "two loads");
+    Driver d(model, o);
+    TieredPrefix tiered(d.cache, *nine.below.tiers);
+    const tier::Deadline deadline = nine.below.clock->in(60s);
+    PrefixLoad one = tiered.start_load(nine.prompt, deadline), other = tiered.start_load(nine.prompt, deadline);
+    nine.below.fake->hold();
+    EXPECT_FALSE(one.advance());
+    EXPECT_FALSE(other.advance());
+    if (computed) compute(d, kStream, 150);
+    nine.below.fake->release();
+    for (bool done = false; !done; std::this_thread::yield()) {
+      const bool one_done = one.advance();
+      done = other.advance() && one_done;
+    }
+    EXPECT_EQ(one.brought_blocks(), 9);
+    EXPECT_EQ(other.brought_blocks(), 9);
+    EXPECT_EQ(d.cache.prefix_statistics().blocks, 9);
+    EXPECT_EQ(d.cache.prefix_statistics().inserted_blocks, computed ? 0 : 9) << "a block is inserted once";
+    expect_no_lost_blocks(d.cache);
+    const Admission a = one.admit().value(), b = other.admit().value();
+    EXPECT_EQ(a.usable_tokens, 144);
+    EXPECT_EQ(b.usable_tokens, 144);
+    d.cache.release(a.request);
+    d.cache.release(b.request);
+    expect_no_lost_blocks(d.cache);
+    for (std::uint64_t stream = 20; stream < 40; ++stream) compute(d, stream, 150);  // all of it is evicted
+    expect_no_lost_blocks(d.cache);
+  }
+}
+
 TEST(TieredAdmit, TenantsAndSaltsStayApart) {
   const Model model(tiny_config());
   CacheOptions o = prefix_options(kCheckpoint);
@@ -249,6 +292,40 @@ TEST(TieredAdmit, NewWeightsMeanwhileFindNothing) {
   EXPECT_EQ(load.admit().value().usable_tokens, 0);
   d.cache.set_weights_id("weights");
   EXPECT_EQ(load.admit().value().usable_tokens, 144);
+}
+
+// Blocks that come after their weights have gone would outlive invalidate().
+TEST(TieredAdmit, NewWeightsEndALoad) {
+  const Model model(tiny_config());
+  const CacheOptions o = prefix_options(kNoSnapshots);
+  NineBelow nine(model, o);
+  Driver d(model, o);
+  TieredPrefix tiered(d.cache, *nine.below.tiers);
+  PrefixLoad load = tiered.start_load(nine.prompt, nine.below.clock->in(60s));
+  nine.below.fake->hold();
+  EXPECT_FALSE(load.advance());
+  d.cache.set_weights_id("others");
+  d.cache.invalidate("weights");
+  nine.below.fake->release();
+  EXPECT_TRUE(load.advance());
+  EXPECT_EQ(load.brought_blocks(), 0);
+  EXPECT_EQ(d.cache.prefix_statistics().blocks, 0);
+  d.cache.set_weights_id("weights");
+  EXPECT_EQ(load.admit().value().usable_tokens, 0);
+}
+
+TEST(TieredAdmit, RefusesOptionsThatCannotWork) {
+  const Model model(tiny_config());
+  const CacheOptions o = prefix_options(kNoSnapshots);
+  FakeBelow below(100);
+  Driver d(model, o);
+  const auto refused = [&](const char* what, const TieredOptions& options) {
+    expect_refused(ErrorCode::bad_argument, what, [&] { TieredPrefix tiered(d.cache, *below.tiers, options); });
+  };
+  refused("load_bytes is -1", {.load_bytes = -1});
+  refused("save_bytes is -1", {.save_bytes = -1});
+  refused("max_waiting is -1", {.max_waiting = -1});
+  refused("max_attempts is 0", {.max_attempts = 0});
 }
 
 TEST(TieredAdmit, RefusesWhatAdmitRefuses) {

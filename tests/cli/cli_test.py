@@ -737,6 +737,12 @@ def test_bench_list():
     refused(["bench", "--min-time", "-1"], "--min-time")
 
 
+def test_bench_target():
+    """An instruction set instead of the best one."""
+    refused(["bench", "--target", "skalar"], "skalar", "does not run here", "did you mean 'scalar'")
+    assert ", scalar." in ok("bench", "--target", "scalar", "--filter", "gather/topk512/csa/bf16", "--min-time", "0.01").stdout
+
+
 def test_bench_resident_memory():
     result = ok_json("bench", "--rss")
     assert result["ok"] and result["planned_bytes"] >= 1 << 30

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [ROOT / "src" / "cache" / name for name in ("layer_cache_handle.cc", "kv_cache_manager.cc", "manager_blocks.cc")]
+SOURCES = [ROOT / "src" / "cache" / name for name in ("layer_cache_handle.cc", "kv_cache_manager.cc", "prefix_blocks.cc")]
 # Public calls that reach the device by themselves. Those of a layer are all that its header has beside these accessors.
 MANAGER = {"admit", "fork", "prepare_forward", "commit", "abort", "synchronize", "export_image", "export_blocks", "import_image", "read_block",
            "read_snapshot", "insert_blocks", "insert_snapshot"}

@@ -21,6 +21,7 @@ using VI = hn::Vec<DI>;
 
 constexpr int kGroup = codec::Mxfp4::kGroup;
 constexpr int kQuads = kGroup / 4;  // of a group: a lane's part of one multiplication is four channels
+// Sums of so many heads stay in registers where every loop over them is unrolled (see simd_attend-inl.h).
 constexpr int kHeadsAtOnce = 4;
 constexpr int kCodeBias = 12;  // keys are stored unsigned: twice their value plus this
 
@@ -123,15 +124,18 @@ HWY_INLINE void score_heads(const ScoreQuery& query, int head, int width, const 
   const std::size_t lanes = hn::Lanes(d);
   VF dots[kHeads];
   IntQuery q[kHeads];
+  HWY_UNROLL(8)
   for (int h = 0; h < kHeads; ++h) {
     dots[h] = hn::Zero(d);
     q[h] = int_query(query.heads + (head + h) * query_bytes(width), width);
   }
   for (int g = 0; g < width / kGroup; ++g) {
     VI acc[kHeads];
+    HWY_UNROLL(8)
     for (int h = 0; h < kHeads; ++h) acc[h] = hn::Zero(di);
     for (int j = 0; j < kQuads; ++j) {
       const VI k = hn::LoadU(di, quads + (g * kQuads + j) * lanes);
+      HWY_UNROLL(8)
       for (int h = 0; h < kHeads; ++h) {
         std::int32_t four;
         std::memcpy(&four, q[h].codes + g * kGroup + 4 * j, 4);
@@ -139,11 +143,13 @@ HWY_INLINE void score_heads(const ScoreQuery& query, int head, int width, const 
       }
     }
     const VF key_scale = hn::LoadU(d, scales + g * lanes);
+    HWY_UNROLL(8)
     for (int h = 0; h < kHeads; ++h) {
       const VF group = hn::ConvertTo(d, hn::Sub(acc[h], hn::Set(di, q[h].surplus[g])));
       dots[h] = hn::Add(dots[h], hn::Mul(hn::Mul(group, key_scale), set(q[h].scales[g])));
     }
   }
+  HWY_UNROLL(8)
   for (int h = 0; h < kHeads; ++h) sum.add(head + h, query.weights[head + h], dots[h]);
 }
 
@@ -209,14 +215,17 @@ HWY_INLINE void score_values(const ScoreQuery& query, int head, int width, const
   const std::size_t lanes = hn::Lanes(d);
   VF dots[kHeads];
   const float* q[kHeads];
+  HWY_UNROLL(8)
   for (int h = 0; h < kHeads; ++h) {
     dots[h] = hn::Zero(d);
     q[h] = reinterpret_cast<const float*>(query.heads + (head + h) * query_bytes(width));
   }
   for (int c = 0; c < width; ++c) {
     const VF k = hn::LoadU(d, channels + c * lanes);
+    HWY_UNROLL(8)
     for (int h = 0; h < kHeads; ++h) dots[h] = hn::MulAdd(set(q[h][c]), k, dots[h]);
   }
+  HWY_UNROLL(8)
   for (int h = 0; h < kHeads; ++h) sum.add(head + h, query.weights[head + h], dots[h]);
 }
 

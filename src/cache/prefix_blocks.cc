@@ -1,9 +1,9 @@
-// Prefix blocks and snapshots as bytes, by key: what tiers take and give back.
+#include "cache/prefix_blocks.h"
+
 #include <algorithm>
 
 #include "backend/nvtx_range.h"
 #include "base/check.h"
-#include "cache/block_mover.h"
 #include "cache/cache_call.h"
 #include "cache/manager_impl.h"
 
@@ -117,6 +117,13 @@ std::int64_t PrefixBlocks::insert(const Prompt& prompt, std::span<const BlockKey
   require(!steps_.is_open(), ErrorCode::bad_state, "blocks cannot be inserted during a step; commit or abort it first");
   NodeId tail = at == 0 ? kNoNode : kept.index.find(keys[at - 1]);
   if (at > 0 && tail == kNoNode) return 0;  // evicted meanwhile
+  std::int64_t known = 0;  // by another load, or computed, since the caller looked
+  for (; known < std::ssize(images); ++known, ++at) {
+    const NodeId id = kept.index.find(keys[at]);
+    if (id == kNoNode) break;
+    tail = id;
+  }
+  images = images.subspan(known);
   const TenantId tenant = tail == kNoNode ? prompt.tenant : kept.index.tenant(tail);
   std::vector<BlockImage> room;
   room.reserve(images.size());
@@ -134,7 +141,7 @@ std::int64_t PrefixBlocks::insert(const Prompt& prompt, std::span<const BlockKey
   }
   kept.statistics.inserted_blocks += std::ssize(room);
   if (tail != kNoNode) kept.index.unpin(tail);
-  return std::ssize(room);
+  return known + std::ssize(room);
 }
 
 bool PrefixBlocks::insert_snapshot(const BlockKey& key, const std::byte* from, ImageMemory memory) {
@@ -157,43 +164,6 @@ bool PrefixBlocks::insert_snapshot(const BlockKey& key, const std::byte* from, I
   kept.attach(id, place);
   kept.keep(id, true);
   return true;
-}
-
-// --- in the backend's memory, queued
-
-BlockKey BlockMover::root(const Prompt& prompt) { return m_.prefix_blocks.prefix().root(prompt.salt); }
-
-BlockKey BlockMover::next_key(const BlockKey& root, const Prompt& prompt, std::span<const BlockKey> before) {
-  return m_.prefix_blocks.prefix().block_key(before.empty() ? root : before.back(), prompt, before.size());
-}
-
-bool BlockMover::has_room_for_request(const Prompt& prompt) const {
-  m_.requests.check(prompt);
-  require(!m_.steps.is_open(), ErrorCode::bad_state, "blocks cannot be loaded during a step; commit or abort it first");
-  return !m_.table.full() && m_.memory.state_pool.num_free() > 0;
-}
-
-Expected<Admission> BlockMover::admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known) {
-  const TimedCall call(cache_, &CallTimes::admit);
-  const NvtxRange range("kv4 admit", !m_.on_host());
-  return counted(m_.requests.admit(prompt, root, known), m_.admit_shortages);
-}
-
-bool BlockMover::gather(std::span<const BlockKey> keys, std::span<std::byte* const> to) const {
-  return m_.prefix_blocks.read(keys, to, ImageMemory::backend);
-}
-
-bool BlockMover::gather_snapshot(const BlockKey& key, std::byte* to) const {
-  return m_.prefix_blocks.read_snapshot(key, to, ImageMemory::backend);
-}
-
-std::int64_t BlockMover::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
-                                std::span<std::byte* const> images) {
-  return m_.prefix_blocks.insert(prompt, keys, at, images, ImageMemory::backend);
-}
-
-bool BlockMover::insert_snapshot(const BlockKey& key, const std::byte* from) {
-  return m_.prefix_blocks.insert_snapshot(key, from, ImageMemory::backend);
 }
 
 }  // namespace kv4
