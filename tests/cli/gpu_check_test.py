@@ -92,6 +92,28 @@ class GpuCheckRacecheck(unittest.TestCase):
         self.assertIn("-DKV4_RACECHECK=ON", result.stderr)
 
 
+SLOW = r"""#!/bin/bash
+echo "a line" >&2
+sleep 30
+"""
+
+
+class GpuCheckLimits(unittest.TestCase):
+    def test_a_part_that_does_not_end_is_stopped_and_its_limit_named(self):
+        for part, binary, variable in (("tests", "tests/kv4_tests", "KV4_TEST_SECONDS"),
+                                       ("bench", "kv4_gpu_bench", "KV4_BENCH_SECONDS")):
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "build" / binary
+                file.parent.mkdir(parents=True)
+                file.write_text(SLOW)
+                file.chmod(file.stat().st_mode | stat.S_IXUSR)
+                environment = dict(os.environ, OUT=f"{folder}/out", KV4_GPU_PARTS=part) | {variable: "1"}
+                result = subprocess.run([ROOT / "tools/gpu_check", f"{folder}/build"], env=environment, capture_output=True,
+                                        text=True, timeout=60)
+                self.assertEqual(result.returncode, 1, result.stdout + result.stderr)
+                self.assertRegex(result.stdout, rf"{part} +stopped +after 1 s \({variable}\)")
+
+
 PYTHON = r"""#!/bin/bash
 echo "$PYTHONPATH $*" >>"$PRETEND_LOG"
 case "$1 $2" in
