@@ -75,7 +75,8 @@ struct Prefill {
 std::vector<Prefill> prefill_cells(bool quick) {
   std::vector<Prefill> cells;
   const auto pool = [&](const char* name, int heads, int entries, int tokens, int thousands) {
-    cells.push_back({chosen_shape(name, heads, entries, thousands * 1024), tokens, fmt::format("pool of {}K", thousands)});
+    const std::string where = fmt::format("pool of {}K", thousands);
+    cells.push_back({chosen_shape(name, heads, entries, thousands * 1024), tokens, where});
   };
   cells.push_back({whole_shape("Flash SWA 128", 64, 0), 1024, "windows"});
   cells.push_back({whole_shape("Flash SWA 128", 64, 0), 4096, "windows"});
@@ -261,7 +262,8 @@ class Cell {
   Launch attend(int launch) {
     const ops::AttendParams p = params(launch);
     const std::int64_t q_bytes = 2 * std::int64_t{batch_} * shape_.heads * kWidth;
-    return {const_cast<void*>(p.q.data), q_bytes, [p, this] { check(cuda::attend(p, bench_.timer.stream()), "attend"); }};
+    return {const_cast<void*>(p.q.data), q_bytes,
+            [p, this] { check(cuda::attend(p, bench_.timer.stream()), "attend"); }};
   }
 
   /// Of a decode: rows, q and outputs.

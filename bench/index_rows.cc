@@ -285,7 +285,8 @@ void add_prefill_case(Bench& bench, const PrefillCase& c) {
   const ScoreMode mode = c.format == Format::fp8 ? ScoreMode::fast : ScoreMode::exact;
   // The top-k comes first: its scores are random numbers, as those of a decode's rows.
   const std::string topk = "index prefill, top-k, " + c.name(), both = "index prefill, both, " + c.name(),
-                    scores = fmt::format("index prefill, {}scores, {}", mode == ScoreMode::fast ? "fast " : "", c.name());
+                    kind = mode == ScoreMode::fast ? "fast scores" : "scores",
+                    scores = fmt::format("index prefill, {}, {}", kind, c.name());
   bench.cell(topk, [&] {
     add_prefill(bench, sets, topk, cuda::select_topk, [&](ops::IndexParams& p) { sets.keep_scores(p); });
   });

@@ -1,6 +1,7 @@
 /* Raw operations of kv4 for tools/peer_bench, which calls them with ctypes on the tensors that it gives to other
- * projects' kernels. Every field has 8 bytes, in the order of PEER_ATTEND and PEER_INDEX of that script. Addresses are on
- * the device, of host memory where `on_host` is 1. A call returns 0, a cudaError_t, or -1 for a field that kv4 refuses. */
+ * projects' kernels. Every field has 8 bytes, in the order of PeerAttend and PeerIndex of that script. Addresses are on
+ * the device, or of host memory where `on_host` is 1. A call returns 0, a cudaError_t, or -1 if kv4 refuses it. Owns
+ * nothing but a CPU backend; calls of several threads may overlap on the device, not on the host. */
 #pragma once
 
 #include <stdint.h>

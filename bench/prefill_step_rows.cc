@@ -1,5 +1,5 @@
-// The cache's work in one chunk of a prefill of V4-Flash: append, index_topk (layers with index keys) and attend in each
-// of the 43 layers, for the last 4,096 tokens of a context. The whole chunk is one graph, and so is each part.
+// The cache's work in one chunk of a prefill of V4-Flash: append, index_topk (layers with index keys) and attend in
+// each of the 43 layers, for the last 4,096 tokens of a context. The whole chunk is one graph, and so is each part.
 #include <fmt/format.h>
 
 #include <algorithm>

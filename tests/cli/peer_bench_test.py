@@ -108,10 +108,10 @@ class Arithmetic(unittest.TestCase):
     def test_other_ways_to_call(self):
         def refuses():
             raise TypeError("no clean_logits")
-        way, value = peer_bench.first_that_works([refuses, lambda: 7])
+        way, value = peer_bench.first_that_works("f", [refuses, lambda: 7])
         self.assertEqual((way(), value), (7, 7))
-        with self.assertRaisesRegex(RuntimeError, "no clean_logits"):
-            peer_bench.first_that_works([refuses, refuses])
+        with self.assertRaisesRegex(peer_bench.NotHere, "^f: no known way to call it works: TypeError: no clean_logits$"):
+            peer_bench.first_that_works("f", [refuses, refuses])
 
 
 class Report(unittest.TestCase):
@@ -338,6 +338,14 @@ class Rehearsal(unittest.TestCase):
         for cell in data["cells"]:
             self.assertEqual(cell["public"], "flash_mla.flash_mla_sparse_fwd alone")
             self.assertIn("the public time is without the gather", cell["missing"][0])
+
+    def test_public_kernels_that_cannot_be_called_leave_kv4_alone(self):
+        code, data, text = self.rehearse(PLAIN, "--only", "decode_index", other=("isinstance(q, torch.Tensor)", "False"))
+        self.assertEqual(code, 0, text)
+        self.assertEqual(data["cells"][0]["ratios"], {})
+        self.assertIn("kv4 fp8 exact", data["cells"][0]["times"])
+        self.assertIn("deep_gemm.fp8_paged_mqa_logits: no known way to call it works", data["cells"][0]["missing"][0])
+        self.assertIn("without a ratio: deep_gemm.fp8_paged_mqa_logits", text)
 
     def test_without_any_public_kernel(self):
         code, data, text = self.rehearse([])
