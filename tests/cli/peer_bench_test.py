@@ -133,6 +133,14 @@ class Report(unittest.TestCase):
         self.assertEqual((cell.failure, cell.json()["ratios"], cell.json()["missing"]), ("", {}, ["flash: not here"]))
         self.assertRegex(peer_bench.table([cell]), r"kv4 +8.00 +not here$")
 
+    def test_differences_below_the_noise_have_no_ratio(self):
+        cell = peer_bench.Cell("group", "cell", {"kv4": {"us": 8, "orders": [8, 8], "after_us": 0, "after_orders": [1, -1]},
+                                                 "theirs": {"us": 16, "orders": [16, 16], "after_us": 0, "after_orders": [0, 0]}},
+                               "theirs", ["kv4"])
+        self.assertEqual((cell.ratio("kv4"), cell.ratio("kv4", after=True)), ((0.5, 0.5, 0.5), None))
+        self.assertEqual(list(cell.json()["ratios"]["kv4"]), ["ratio", "by_order"])
+        self.assertRegex(peer_bench.table([cell]), "0.50 +0.00$")
+
     def test_one_that_refuses_is_named_and_the_others_measured(self):
         def broken(clock):
             def queue(i):
@@ -321,7 +329,7 @@ class Rehearsal(unittest.TestCase):
                          "vllm.dequantize_and_gather_k_cache + flash_mla.flash_mla_sparse_fwd")
         self.assertEqual(cells["prefill_index: 8 tokens x 1024 keys"]["public"],
                          "vllm.cp_gather_indexer_k_quant_cache + deep_gemm.fp8_mqa_logits + vllm.top_k_per_row_prefill")
-        self.assertIn("after_an_ordinary_kernel", cells["decode_attend: CSA, b = 2"]["ratios"]["kv4"])
+        self.assertIn("after_us", cells["decode_attend: CSA, b = 2"]["times"]["kv4"])
 
     def test_a_kernel_that_computes_something_else_is_a_failure(self):
         for module, other in (("flash_mla", ("scale - 127", "scale - 126")),
