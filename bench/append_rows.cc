@@ -25,7 +25,6 @@ const char* kind_label(LayerKind kind) {
 struct DecodeCase {
   LayerKind kind;
   int batch;
-  double due_us = 0;  // aim if an entry is due; 0: no aim
 };
 
 CacheOptions decode_options(int batch) {
@@ -37,19 +36,29 @@ CacheOptions decode_options(int batch) {
   return options;
 }
 
-// The open step's appends in all layers; returns microseconds per append.
-double append_us(Bench& bench, GpuCache& cache, const Step& step, bool projection) {
-  const auto& layers = cache.schema().layers;
-  std::vector<AppendInputs> inputs;
-  for (const LayerCacheSchema& layer : layers)
-    inputs.push_back(cache.next_inputs(layer.spec.layer, step.num_tokens, projection));
-  const double us = bench.timer.replay_us(
-      [&] {
-        for (std::size_t i = 0; i < layers.size(); ++i) cache.manager().acquire(layers[i].spec.layer).append(inputs[i]);
-      },
-      [&] { cache.restore_marks(); });
-  return us / static_cast<double>(layers.size());
-}
+/// The open step's appends in all layers.
+class Appends {
+ public:
+  Appends(GpuCache& cache, const Step& step, bool projection) : cache_(cache) {
+    for (const LayerCacheSchema& layer : cache.schema().layers)
+      inputs_.push_back(cache.next_inputs(layer.spec.layer, step.num_tokens, projection));
+  }
+
+  int count() const { return static_cast<int>(inputs_.size()); }
+  void queue(int i) const {
+    const AppendInputs& inputs = inputs_[static_cast<std::size_t>(i)];
+    cache_.manager().acquire(cache_.schema().layers[static_cast<std::size_t>(i)].spec.layer).append(inputs);
+  }
+  /// The kernel before writes the window rows, or what becomes of them.
+  Launch launch(int i) const {
+    const ConstTensorView& rows = inputs_[static_cast<std::size_t>(i)].raw_kv;
+    return {const_cast<void*>(rows.data), 2 * rows.shape[0] * rows.shape[1], [this, i] { queue(i); }};
+  }
+
+ private:
+  GpuCache& cache_;
+  std::vector<AppendInputs> inputs_;
+};
 
 int cold_layers(const DecodeCase& c) {
   const CacheSchema one = build_schema(layers_of(c.kind, 1), decode_options(c.batch));
@@ -63,7 +72,7 @@ void add_decode(Bench& bench, const DecodeCase& c) {
   GpuCache cache(bench, layers_of(c.kind, bench.quick ? layers / 4 : layers), decode_options(c.batch));
   cache.admit(c.batch);
   cache.extend(kShort);
-  const auto measure = [&](const std::string& name, const Aim& aim, bool projection) {
+  const auto measure = [&](const std::string& name, bool projection) {
     const LayerCacheSchema& layer = cache.schema().layers[0];
     const std::int64_t length = cache.manager().length(cache.requests()[0]);
     const std::int64_t bytes =
@@ -71,24 +80,23 @@ void add_decode(Bench& bench, const DecodeCase& c) {
     const Step step = cache.prepare(c.batch, 1);
     Row row;
     row.name = fmt::format("decode {} b={}, {}", kind_label(c.kind), c.batch, name);
-    row.us = append_us(bench, cache, step, projection);
     row.bytes = bytes;
     row.floor_us = bench.floor_us(bytes);
-    row.aim = aim;
-    bench.add(row);
+    const Appends appends(cache, step, projection);
+    bench.add_launches(
+        row, appends.count(), [&](int i) { return appends.launch(i); }, [&] { cache.restore_marks(); });
     cache.manager().commit(step);
   };
   if (c.kind == LayerKind::swa) {
-    measure("rows ready", {}, false);
-    measure("from projection", {}, true);
+    measure("rows ready", false);
+    measure("from projection", true);
     return;
   }
-  measure("none due", {}, false);
+  measure("none due", false);
   cache.extend(1);
-  const Aim aim{c.due_us > 0 ? Aim::Kind::most_us : Aim::Kind::none, c.due_us};
-  measure("all due", aim, false);
+  measure("all due", false);
   cache.extend(cache.schema().layers[0].pages[0].kind.ratio - 1);
-  measure("all due, from projection", aim, true);
+  measure("all due, from projection", true);
 }
 
 void add_prefill(Bench& bench, LayerKind kind, bool projection) {
@@ -103,7 +111,13 @@ void add_prefill(Bench& bench, LayerKind kind, bool projection) {
   const Step step = cache.prepare(1, tokens);
   Row row;
   row.name = fmt::format("prefill {} of {}{}", kind_label(kind), tokens, projection ? ", from projection" : "");
-  row.us = append_us(bench, cache, step, projection);
+  const Appends appends(cache, step, projection);
+  row.us = bench.timer.replay_us(
+               [&] {
+                 for (int i = 0; i < appends.count(); ++i) appends.queue(i);
+               },
+               [&] { cache.restore_marks(); }) /
+           appends.count();
   row.bytes = checks::append_bytes(cache.schema().layers[0], 0, tokens);
   row.floor_us = bench.floor_us(row.bytes);
   row.aim = {Aim::Kind::most_ratio, 1.15};
@@ -115,17 +129,18 @@ void add_prefill(Bench& bench, LayerKind kind, bool projection) {
 
 void add_append_rows(Bench& bench) {
   std::vector<DecodeCase> cases = {
-      {LayerKind::csa, 1, 2.2}, {LayerKind::csa, 16, 2.5}, {LayerKind::csa, 64, 3.0}, {LayerKind::csa, 128, 4.0},
-      {LayerKind::hca, 1, 4.0}, {LayerKind::hca, 16, 4.0}, {LayerKind::hca, 64, 4.0}, {LayerKind::hca, 128, 4.0},
-      {LayerKind::swa, 1},      {LayerKind::swa, 128},
+      {LayerKind::csa, 1},  {LayerKind::csa, 16}, {LayerKind::csa, 64}, {LayerKind::csa, 128}, {LayerKind::hca, 1},
+      {LayerKind::hca, 16}, {LayerKind::hca, 64}, {LayerKind::hca, 128}, {LayerKind::swa, 1},  {LayerKind::swa, 128},
   };
   if (bench.quick) std::erase_if(cases, [](const DecodeCase& c) { return c.batch == 16 || c.batch == 64; });
-  for (const DecodeCase& c : cases) add_decode(bench, c);
+  for (const DecodeCase& c : cases)
+    bench.cell(fmt::format("decode {} b={}", kind_label(c.kind), c.batch), [&] { add_decode(bench, c); });
 }
 
 void add_prefill_rows(Bench& bench) {
   for (const bool projection : {false, true})
-    for (const LayerKind kind : {LayerKind::csa, LayerKind::hca, LayerKind::swa}) add_prefill(bench, kind, projection);
+    for (const LayerKind kind : {LayerKind::csa, LayerKind::hca, LayerKind::swa})
+      bench.cell(fmt::format("prefill {}", kind_label(kind)), [&] { add_prefill(bench, kind, projection); });
 }
 
 }  // namespace kv4::bench

@@ -1,7 +1,7 @@
-// Attention over fp8_tile64 rows: direct calls on pools built here, at the shapes of V4-Flash and V4-Pro; decodes of as
-// many requests as there are tokens, and a prefill chunk of one request. The launches of a graph take pages, queries
-// and outputs from their pools in turn, so that L2 has none of them; the benchmark sweeps L2 before each replay. A
-// graph has many launches, because a replay has an overhead of about 10 us.
+// Attention over fp8_tile64 rows: direct calls on pools built here, at the shapes of V4-Flash and V4-Pro and with the
+// heads that tensor parallelism leaves; decodes of as many requests as there are tokens, and prefill chunks of one
+// request. The launches of a graph take pages, queries and outputs from their pools in turn, so that L2 has none of
+// them. A graph has many launches, because a replay has an overhead of about 10 us.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -26,10 +26,10 @@ constexpr RowShape kShape{kWidth, 64};
 constexpr std::int64_t kRowBytes = 576, kScaleBytes = 8;
 constexpr double kFlopPerUs = 790e6;         // bf16 products, measured on an H200, 2026-11-16
 constexpr double kBytesPerUs = 4.3e6;        // only for the number of launches
-constexpr double kPrefillFlopPerUs = 500e6;  // aim
-constexpr int kPrefillTokens = 1024;
-constexpr std::int64_t kPoolBytes = std::int64_t{2} << 30, kSweepBytes = std::int64_t{256} << 20;
-constexpr int kFewestLaunches = 3, kMostLaunches = 24, kMostTokens = 8192;
+constexpr int kSplitTokens = 1024;           // of a prefill that is divided in every way
+constexpr std::int64_t kPoolBytes = std::int64_t{2} << 30, kOutputBytes = std::int64_t{1} << 30;
+constexpr int kFewestLaunches = 2, kMostLaunches = 24, kMostTokens = 8192;
+constexpr int kScratchRows = 4096;  // window rows of a chunk's own tokens
 constexpr double kGraphUs = 1000;
 
 struct Shape {
@@ -42,15 +42,58 @@ struct Shape {
   int context_entries;  // the chosen entries are drawn from these
 };
 
+constexpr int kEntryRows = 32, kEntryPage = 18688;  // of a block of a CSA layer
+constexpr Shape chosen_shape(const char* name, int heads, int entries, int pool) {
+  return {name, heads, entries, kEntryRows, kEntryPage, true, pool};
+}
+constexpr Shape whole_shape(const char* name, int heads, int entries) {
+  return {name, heads, entries, 1, 640, false, entries};
+}
+
 constexpr int kBatches[4] = {1, 16, 64, 128};
 constexpr Shape kShapes[] = {
-    {"Flash SWA 128", 64, 0, 1, 640, false, 0},
-    {"Flash CSA 640", 64, 512, 32, 18688, true, 8192},
-    {"Flash HCA 1152", 64, 1024, 1, 640, false, 1024},
-    {"Flash HCA 8320", 64, 8192, 1, 640, false, 8192},
-    {"Pro CSA 1152", 128, 1024, 32, 18688, true, 8192},
-    {"Pro HCA 8320", 128, 8192, 1, 640, false, 8192},
+    whole_shape("Flash SWA 128", 64, 0),           chosen_shape("Flash CSA 640", 64, 512, 8192),
+    whole_shape("Flash HCA 1152", 64, 1024),       whole_shape("Flash HCA 8320", 64, 8192),
+    chosen_shape("Pro CSA 1152", 128, 1024, 8192), whole_shape("Pro HCA 8320", 128, 8192),
 };
+/// A GPU's heads where 2, 4 or 8 share V4-Flash's 64.
+constexpr Shape kParallelShapes[] = {
+    whole_shape("8 heads SWA 128", 8, 0),           whole_shape("16 heads SWA 128", 16, 0),
+    whole_shape("32 heads SWA 128", 32, 0),         chosen_shape("8 heads CSA 640", 8, 512, 8192),
+    chosen_shape("16 heads CSA 640", 16, 512, 8192), chosen_shape("32 heads CSA 640", 32, 512, 8192),
+    whole_shape("8 heads HCA 1152", 8, 1024),       whole_shape("16 heads HCA 1152", 16, 1024),
+    whole_shape("32 heads HCA 1152", 32, 1024),
+};
+
+/// A chunk of `tokens`, the last ones of its request's context.
+struct Prefill {
+  Shape shape;
+  int tokens;
+  std::string where;  // pool or context
+};
+
+std::vector<Prefill> prefill_cells(bool quick) {
+  std::vector<Prefill> cells;
+  const auto pool = [&](const char* name, int heads, int entries, int tokens, int thousands) {
+    const std::string where = fmt::format("pool of {}K", thousands);
+    cells.push_back({chosen_shape(name, heads, entries, thousands * 1024), tokens, where});
+  };
+  cells.push_back({whole_shape("Flash SWA 128", 64, 0), 1024, "windows"});
+  cells.push_back({whole_shape("Flash SWA 128", 64, 0), 4096, "windows"});
+  for (const int tokens : {1024, 4096})
+    for (const int thousands : {8, 32, 128, 256})
+      if (tokens == 4096 || thousands <= 32) pool("Flash CSA 640", 64, 512, tokens, thousands);
+  for (const int thousands : {32, 128, 512})
+    cells.push_back({whole_shape("Flash HCA", 64, thousands * 8), 4096, fmt::format("context of {}K", thousands)});
+  for (const int tokens : {1024, 4096})
+    for (const int thousands : {8, 32}) pool("Pro CSA 1152", 128, 1024, tokens, thousands);
+  cells.push_back({whole_shape("Pro HCA", 128, 1024), 4096, "context of 128K"});
+  pool("8 heads CSA 640", 8, 512, 4096, 32);
+  pool("16 heads CSA 640", 16, 512, 4096, 32);
+  pool("32 heads CSA 640", 32, 512, 4096, 32);
+  if (quick) std::erase_if(cells, [](const Prefill& c) { return c.tokens > 1024; });
+  return cells;
+}
 
 /// Pools full of rows, and the other buffers.
 class Pools {
@@ -59,21 +102,27 @@ class Pools {
       : bench_(bench),
         windows_(bench.backend, kPoolBytes / 4),
         pages_(bench.backend, kPoolBytes),
-        sweep_(bench.backend, kSweepBytes),
-        outputs_(bench.backend, kSweepBytes),
+        scratch_(bench.backend, kScratchRows * (kRowBytes + kScaleBytes)),
+        outputs_(bench.backend, kOutputBytes),
         workspace_(bench.backend, ops::attend_workspace_bytes()) {
     fill(windows_, kWindow * (kRowBytes + kScaleBytes), kWindow);
+    fill(scratch_, scratch_.bytes(), kScratchRows);
+    check(cudaMemsetAsync(workspace_.data(), 0, workspace_.bytes(), bench.timer.stream()), "cudaMemsetAsync");
   }
 
   /// Pages in the shape's layout: rows, then scales.
-  void arrange(const Shape& shape) { fill(pages_, shape.page_bytes, shape.page_rows); }
+  void arrange(const Shape& shape) {
+    if (shape.page_bytes != page_bytes_) fill(pages_, shape.page_bytes, shape.page_rows);
+    page_bytes_ = shape.page_bytes;
+  }
 
-  void sweep() const { check(cudaMemsetAsync(sweep_.data(), 1, kSweepBytes, bench_.timer.stream()), "memset"); }
+  std::uint8_t* scratch() const { return reinterpret_cast<std::uint8_t*>(scratch_.data()); }
   std::uint8_t* windows() const { return reinterpret_cast<std::uint8_t*>(windows_.data()); }
   std::uint8_t* pages() const { return reinterpret_cast<std::uint8_t*>(pages_.data()); }
   const DeviceMemory& workspace() const { return workspace_; }
   std::uint16_t* output(std::int64_t values) {
-    if (next_ + values * 2 > kSweepBytes) next_ = 0;
+    if (values * 2 > kOutputBytes) throw std::runtime_error("the benchmark's outputs are too small for this case");
+    if (next_ + values * 2 > kOutputBytes) next_ = 0;
     std::byte* out = outputs_.data() + next_;
     next_ += values * 2;
     return reinterpret_cast<std::uint16_t*>(out);
@@ -103,8 +152,9 @@ class Pools {
   }
 
   Bench& bench_;
-  DeviceMemory windows_, pages_, sweep_, outputs_, workspace_;
+  DeviceMemory windows_, pages_, scratch_, outputs_, workspace_;
   std::int64_t next_ = 0;
+  int page_bytes_ = 0;  // as the pages are arranged
 };
 
 template <class T>
@@ -115,17 +165,27 @@ DeviceMemory to_device(Bench& bench, const std::vector<T>& values) {
   return memory;
 }
 
-/// The launches of one cell, with adjacent tables.
+/// The launches of one cell, with adjacent tables. Many tokens of one request are a chunk, the last of its context:
+/// their own window rows lie in the scratch, as in a step of the cache. All of a shape's entries are visible where they
+/// are chosen; where not, a token sees those before it.
 class Cell {
  public:
   Cell(Bench& bench, Pools& pools, const Shape& shape, int requests, int tokens)
-      : bench_(bench), pools_(pools), shape_(shape), requests_(requests), batch_(tokens), launches_(count_launches()) {
+      : bench_(bench),
+        pools_(pools),
+        shape_(shape),
+        requests_(requests),
+        batch_(tokens),
+        length_(first_length()),
+        launches_(count_launches()) {
+    if (is_chunk() && tokens > kScratchRows) throw std::runtime_error("a chunk is longer than the scratch");
     std::mt19937 random(11);
     const std::int32_t pool_blocks = static_cast<std::int32_t>(kPoolBytes / shape.page_bytes);
     std::vector<std::int32_t> blocks(pool_blocks);
     std::iota(blocks.begin(), blocks.end(), 0);
     std::shuffle(blocks.begin(), blocks.end(), random);
-    std::vector<std::int32_t> table, chosen;
+    std::vector<std::int32_t> table, chosen, all(shape.context_entries);
+    std::iota(all.begin(), all.end(), 0);
     std::vector<ops::StepRecord> records;
     std::size_t next = 0;
     for (int launch = 0; launch < launches_; ++launch) {
@@ -133,16 +193,16 @@ class Cell {
       for (int i = 0; i < batch_; ++i) {
         ops::StepRecord r;
         r.row = i % requests_;
-        r.length = std::max(shape.context_entries * ratio(), kWindow) + 1;
+        r.length = length_;
         r.count = batch_ / requests_;
         r.first_token = i - i / requests_;
         r.position = r.length + i / requests_;
         r.read_slot = r.write_slot = static_cast<std::int32_t>((launch * requests_ + r.row) % window_slots());
+        if (is_chunk()) r.write_slot = static_cast<std::int32_t>((r.read_slot + 1) % window_slots());
         records.push_back(r);
         if (!shape.chosen) continue;
-        std::vector<std::int32_t> all(shape.context_entries);
-        std::iota(all.begin(), all.end(), 0);
-        std::shuffle(all.begin(), all.end(), random);
+        for (int k = 0; k < shape.entries; ++k)  // the first part of a shuffle is one of as many different entries
+          std::swap(all[k], all[std::uniform_int_distribution<int>(k, shape.context_entries - 1)(random)]);
         chosen.insert(chosen.end(), all.begin(), all.begin() + shape.entries);
       }
     }
@@ -159,6 +219,7 @@ class Cell {
     ops::WindowDesc& w = p.layer.window;
     w.rows = p.layer.window_tokens = kWindow;
     w.ring = planes(pools_.windows(), kWindow * (kRowBytes + kScaleBytes), kWindow);
+    if (is_chunk()) w.scratch = planes(pools_.scratch(), kScratchRows * (kRowBytes + kScaleBytes), kScratchRows);
     if (shape_.entries > 0) {
       p.layer.num_kinds = 1;
       p.layer.kinds[0].page = planes(pools_.pages(), shape_.page_bytes, shape_.page_rows);
@@ -194,21 +255,41 @@ class Cell {
                [&] {
                  for (int launch = 0; launch < launches_; ++launch)
                    check(attend(params(launch), bench_.timer.stream()), "attend");
-               },
-               [&] { pools_.sweep(); }) /
+               }) /
            launches_;
   }
-
-  std::int64_t bytes() const {
-    return batch_ * ((kWindow + shape_.entries) * (kRowBytes + kScaleBytes) + 4 * std::int64_t{shape_.heads} * kWidth);
+  /// For Bench::add_launches: q is what the kernel before writes.
+  Launch attend(int launch) {
+    const ops::AttendParams p = params(launch);
+    const std::int64_t q_bytes = 2 * std::int64_t{batch_} * shape_.heads * kWidth;
+    return {const_cast<void*>(p.q.data), q_bytes,
+            [p, this] { check(cuda::attend(p, bench_.timer.stream()), "attend"); }};
   }
-  double flop() const { return 4.0 * batch_ * (kWindow + shape_.entries) * shape_.heads * kWidth; }
+
+  /// Of a decode: rows, q and outputs.
+  std::int64_t bytes() const {
+    return rows() * (kRowBytes + kScaleBytes) + batch_ * 4 * std::int64_t{shape_.heads} * kWidth;
+  }
+  double flop() const { return 4.0 * static_cast<double>(rows()) * shape_.heads * kWidth; }
 
  private:
+  bool is_chunk() const { return batch_ > requests_; }
+  /// Tokens before the step.
+  int first_length() const {
+    const int context = std::max(shape_.context_entries * ratio(), kWindow);
+    return is_chunk() && !shape_.chosen && shape_.entries > 0 ? context - batch_ / requests_ : context + 1;
+  }
+  /// Rows that all queries together see.
+  std::int64_t rows() const {
+    if (shape_.chosen || !is_chunk()) return batch_ * std::int64_t{kWindow + shape_.entries};
+    std::int64_t sum = 0;
+    for (int i = 0; i < batch_; ++i)
+      sum += kWindow + (shape_.entries > 0 ? (length_ + i / requests_ + 1) / ratio() : 0);
+    return sum;
+  }
   int ratio() const { return shape_.page_rows == 1 ? 128 : 4; }
   int blocks_per_request() const {
-    const int later_entries = shape_.chosen ? 0 : (batch_ / requests_ + 1) / ratio();
-    return (shape_.context_entries + later_entries) / shape_.page_rows;
+    return shape_.context_entries / shape_.page_rows;
   }
   // As many launches as take a millisecond at the floor: with fewer, the overhead of a replay would show; with more,
   // the GPU would slow down to its sustained power.
@@ -230,50 +311,58 @@ class Cell {
   Bench& bench_;
   Pools& pools_;
   const Shape& shape_;
-  int requests_, batch_, launches_;
+  int requests_, batch_, length_, launches_;
   std::unique_ptr<DeviceMemory> records_, table_, chosen_, sink_;
 };
 
 }  // namespace
 
-void add_attend_rows(Bench& bench) {
-  Pools pools(bench);
-  for (const Shape& shape : kShapes) {
-    pools.arrange(shape);
-    for (int i = 0; i < 4; ++i) {
-      Cell cell(bench, pools, shape, kBatches[i], kBatches[i]);
-      Row row;
-      row.name = fmt::format("attend {} rows, b = {}", shape.name, kBatches[i]);
-      row.us = cell.time([](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend(p, stream); });
+namespace {
+
+void add_decodes(Bench& bench, Pools& pools, const Shape& shape) {
+  pools.arrange(shape);
+  for (const int batch : kBatches) {
+    Row row;
+    row.name = fmt::format("attend {} rows, b = {}", shape.name, batch);
+    bench.cell(row.name, [&] {
+      Cell cell(bench, pools, shape, batch, batch);
       row.bytes = cell.bytes();
       row.floor_us = std::max(bench.copy_us(row.bytes), cell.flop() / kFlopPerUs);
-      row.note = fmt::format("{:.0f} TFLOP/s", cell.flop() / row.us * 1e-6);
-      bench.add(row);
-    }
+      bench.add_launches(row, cell.launches(), [&](int launch) { return cell.attend(launch); });
+    });
   }
+}
+
+}  // namespace
+
+void add_attend_rows(Bench& bench) {
+  Pools pools(bench);
+  for (const Shape& shape : kShapes) add_decodes(bench, pools, shape);
+  for (const Shape& shape : kParallelShapes)
+    if (!bench.quick) add_decodes(bench, pools, shape);
 }
 
 void add_attend_prefill_rows(Bench& bench) {
   Pools pools(bench);
-  for (const Shape& shape : kShapes) {
-    pools.arrange(shape);
-    Cell cell(bench, pools, shape, 1, kPrefillTokens);
+  for (const Prefill& c : prefill_cells(bench.quick)) {
     Row row;
-    row.name = fmt::format("attend {} rows, prefill of {}", shape.name, kPrefillTokens);
-    row.us = cell.time([](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend(p, stream); });
-    row.floor_us = cell.flop() / kFlopPerUs;
-    row.aim = {Aim::Kind::most_us, cell.flop() / kPrefillFlopPerUs};
-    row.note = fmt::format("{:.0f} TFLOP/s", cell.flop() / row.us * 1e-6);
-    bench.add(row);
+    row.name = fmt::format("attend {} rows, prefill of {}, {}", c.shape.name, c.tokens, c.where);
+    bench.cell(row.name, [&] {
+      pools.arrange(c.shape);
+      Cell cell(bench, pools, c.shape, 1, c.tokens);
+      row.us = cell.time([](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend(p, stream); });
+      row.floor_us = cell.flop() / kFlopPerUs;
+      row.note = fmt::format("{:.0f} TFLOP/s", cell.flop() / row.us * 1e-6);
+      bench.add(row);
+    });
   }
 }
 
 namespace {
 
 /// Of the kernels for decodes.
-std::vector<cuda::AttendSplit> decode_splits(const Shape& shape, int batch) {
+std::vector<cuda::AttendSplit> decode_splits(const Shape& shape, int batch, int num_sms) {
   std::vector<cuda::AttendSplit> splits;
-  constexpr int kCtas = 132;  // CTAs that an H200 runs at once
   for (const bool cta_pair : {false, true}) {
     const int heads = shape.heads / 64, pair_size = cta_pair ? 2 : 1;
     if (heads % pair_size != 0) continue;
@@ -281,18 +370,18 @@ std::vector<cuda::AttendSplit> decode_splits(const Shape& shape, int batch) {
     int last = 0;
     for (int own = 1; own <= 64; own = own < 8 ? own + 1 : own * 3 / 2) {  // tiles of a KV split
       const int kv_splits = (tiles + own - 1) / own;
-      if (kv_splits != last && kv_splits > 1 && kv_splits * work_tiles <= kCtas)
+      if (kv_splits != last && kv_splits > 1 && kv_splits * work_tiles <= num_sms)
         splits.push_back({AttendKernel::split_kv_in_memory, last = kv_splits, 1, cta_pair});
     }
     for (const int channels : {1, 2, 4})
       for (const int rows : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16})
         if (rows * channels * pair_size <= cuda::kMaxCluster && (channels == 1 || !cta_pair) && rows <= tiles &&
-            rows * channels * work_tiles <= kCtas)
+            rows * channels * work_tiles <= num_sms)
           splits.push_back({AttendKernel::split_kv, rows, channels, cta_pair});
   }
   splits.push_back({AttendKernel::unsplit});
   for (const int channels : {1, 2})
-    if (shape.entries == 0 && channels * batch <= kCtas)
+    if (shape.entries == 0 && channels * batch <= num_sms)
       splits.push_back({AttendKernel::single_pass_window, 1, channels});
   return splits;
 }
@@ -312,10 +401,10 @@ void add_attend_prefill_split_rows(Bench& bench) {
   Pools pools(bench);
   for (const Shape& shape : kShapes) {
     pools.arrange(shape);
-    Cell cell(bench, pools, shape, 1, kPrefillTokens);
+    Cell cell(bench, pools, shape, 1, kSplitTokens);
     for (const cuda::AttendSplit& split : prefill_splits(shape)) {
       Row row;
-      row.name = fmt::format("{}, prefill of {}: {}", shape.name, kPrefillTokens, describe(split));
+      row.name = fmt::format("{}, prefill of {}: {}", shape.name, kSplitTokens, describe(split));
       row.us = cell.time(
           [&](const ops::AttendParams& p, cudaStream_t stream) { return cuda::attend_split(p, split, stream); });
       bench.add(row);
@@ -330,7 +419,7 @@ void add_attend_split_rows(Bench& bench) {
     for (const int batch : kBatches) {
       if (batch > 16 && shape.entries > 0) continue;
       Cell cell(bench, pools, shape, batch, batch);
-      std::vector<cuda::AttendSplit> splits = decode_splits(shape, batch);
+      std::vector<cuda::AttendSplit> splits = decode_splits(shape, batch, bench.num_sms);
       for (const cuda::AttendVariant& v :
            cuda::attend_kernels()[static_cast<std::size_t>(AttendKernel::small_batch)].variants)
         for (const int kv_splits : {1, 2, 4, 8, cuda::kNineSplits, 16}) {

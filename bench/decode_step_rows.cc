@@ -7,7 +7,7 @@
 
 #include "backend/backend.h"
 #include "checks/touched_bytes.h"
-#include "gpu_cache.h"
+#include "layer_work.h"
 
 namespace kv4::bench {
 namespace {
@@ -32,47 +32,6 @@ CacheOptions step_options(const StepCase& c) {
   return options;
 }
 
-TensorView as_heads(const TensorView& t, std::int64_t heads, std::int64_t width) {
-  return {t.data, t.dtype, {t.shape[0], heads, width}};
-}
-
-/// Inputs and outputs of one layer.
-class LayerWork {
- public:
-  LayerWork(Bench& bench, GpuCache& cache, const LayerCacheSchema& layer, int batch)
-      : layer_(layer.spec.layer),
-        inputs_(cache.next_inputs(layer.spec.layer, batch)),
-        topk_(bench.backend, 4 * std::int64_t{batch} * cache.schema().config.index_topk),
-        out_(bench.backend, 2 * std::int64_t{batch} * cache.schema().config.num_query_heads * layer.window.row.width) {
-    const ModelConfig& config = cache.schema().config;
-    const std::int64_t heads = config.num_query_heads, width = layer.window.row.width;
-    attend_.q = as_heads(bench.inputs.bf16(batch, heads * width), heads, width);
-    attend_.sink = bench.inputs.f32(heads);
-    result_ = TensorView(out_.data(), DType::bf16, {batch, heads, width});
-    if (layer.pages.size() < 2) return;
-    const std::int64_t index_heads = config.index_heads, index_width = config.index_dim;
-    index_.q = as_heads(bench.inputs.bf16(batch, index_heads * index_width), index_heads, index_width);
-    index_.weights = bench.inputs.f32(batch, index_heads);
-    chosen_ = TensorView(topk_.data(), DType::i32, {batch, config.index_topk});
-    attend_.topk = chosen_;
-  }
-
-  void run(KVCacheManager& manager) const {
-    LayerCacheHandle handle = manager.acquire(layer_);
-    handle.append(inputs_);
-    if (!index_.q.empty()) handle.index_topk(index_, chosen_);
-    handle.attend(attend_, result_);
-  }
-
- private:
-  int layer_;
-  AppendInputs inputs_;
-  IndexInputs index_;
-  AttendInputs attend_;
-  DeviceMemory topk_, out_;
-  TensorView chosen_, result_;
-};
-
 /// Bytes of one request in one layer: append, index keys, attended rows, queries and results.
 std::int64_t layer_bytes(const CacheSchema& schema, const LayerCacheSchema& layer, std::int64_t context) {
   const ModelConfig& config = schema.config;
@@ -94,15 +53,19 @@ void add_step(Bench& bench, const StepCase& c) {
   cache.extend(c.context);
   cache.fork(c.batch);
   const Step step = cache.prepare(c.batch, 1);
+  const LayerResults results(bench, cache.schema(), c.batch);
   std::vector<LayerWork> work;
   std::int64_t bytes = 0;
   work.reserve(cache.schema().layers.size());
   for (const LayerCacheSchema& layer : cache.schema().layers) {
-    work.emplace_back(bench, cache, layer, c.batch);
+    work.emplace_back(bench, cache, layer, c.batch, results);
     bytes += c.batch * layer_bytes(cache.schema(), layer, c.context);
   }
+  std::vector<Launch> operations;
+  for (const LayerWork& w : work)
+    for (Launch& launch : w.all()) operations.push_back(std::move(launch));
   const auto run_all = [&] {
-    for (const LayerWork& w : work) w.run(cache.manager());
+    for (const Launch& launch : operations) launch.queue();
   };
   const std::string name = fmt::format("decode step b={} at {}K", c.batch, c.context / 1024);
   Row launches;
@@ -116,6 +79,12 @@ void add_step(Bench& bench, const StepCase& c) {
   row.bytes = bytes;
   row.floor_us = std::max(bench.copy_us(bytes), bench.empty_us * launches.count);
   bench.add(row);
+  bench.cell(name + kAfterOrdinary, [&] {  // one before each operation of each layer
+    const int count = static_cast<int>(operations.size());
+    bench.add_after_ordinary(
+        row, count, [&](int i) { return operations[static_cast<std::size_t>(i)]; }, [&] { cache.restore_marks(); },
+        count);
+  });
   cache.manager().abort(step);
 }
 
@@ -125,7 +94,8 @@ void add_decode_step_rows(Bench& bench) {
   for (const std::int64_t context : {std::int64_t{8} << 10, std::int64_t{128} << 10, std::int64_t{1023} << 10})
     for (const int batch : {1, 16, 64}) {
       if (bench.quick && context > 128 << 10) continue;
-      add_step(bench, {batch, context});
+      bench.cell(fmt::format("decode step b={} at {}K", batch, context / 1024),
+                 [&] { add_step(bench, {batch, context}); });
     }
 }
 

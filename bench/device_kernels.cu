@@ -75,6 +75,16 @@ __global__ void __launch_bounds__(kThreads) copy_lines(uint4* to, const uint4* f
   }
 }
 
+__global__ void __launch_bounds__(kThreads) read_lines(const uint4* from, std::int64_t count, std::uint32_t* sink) {
+  std::uint32_t sum = 0;
+#pragma unroll 4
+  for (std::int64_t i = first_index(); i < count; i += index_stride()) {
+    const uint4 v = from[i];
+    sum ^= v.x ^ v.y ^ v.z ^ v.w;
+  }
+  if (sum == 0x9E3779B9u) *sink = sum;
+}
+
 __global__ void __launch_bounds__(kThreads)
     count_bad(const std::uint16_t* values, std::int64_t count, std::int32_t* found) {
   std::int32_t bad = 0;
@@ -135,6 +145,12 @@ cudaError_t copy_plain(void* to, const void* from, std::int64_t bytes, cudaStrea
   const std::int64_t count = bytes / 16;
   copy_lines<<<blocks_for((count + kCopyUnroll - 1) / kCopyUnroll), kThreads, 0, stream>>>(
       static_cast<uint4*>(to), static_cast<const uint4*>(from), count);
+  return cudaGetLastError();
+}
+
+cudaError_t read_all(const void* from, std::int64_t bytes, std::uint32_t* sink, cudaStream_t stream) {
+  constexpr int kReadBlocks = 2048;
+  read_lines<<<kReadBlocks, kThreads, 0, stream>>>(static_cast<const uint4*>(from), bytes / 16, sink);
   return cudaGetLastError();
 }
 

@@ -26,6 +26,10 @@ cudaError_t do_nothing(cudaStream_t stream);
 /// Copies 16 bytes at a time; `bytes` is a multiple of 16.
 cudaError_t copy_plain(void* to, const void* from, std::int64_t bytes, cudaStream_t stream);
 
+/// Reads `bytes`, a multiple of 16, and writes nothing: afterwards L2 holds clean lines of `from`. `sink` is written if
+/// the exclusive or of all bytes is one improbable value.
+cudaError_t read_all(const void* from, std::int64_t bytes, std::uint32_t* sink, cudaStream_t stream);
+
 /// Adds to *found how many of `count` bf16 numbers are not finite.
 cudaError_t count_bad_bf16(const std::uint16_t* values, std::int64_t count, std::int32_t* found, cudaStream_t stream);
 

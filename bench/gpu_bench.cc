@@ -1,5 +1,6 @@
 // kv4_gpu_bench: the time of each operation of the CUDA backend, beside the time that its bytes take at the copy speed
-// measured in the same run. All operations but whole calls are timed inside CUDA graphs, on random data, cold in L2.
+// measured in the same run. All operations but whole calls are timed inside CUDA graphs, on random data; L2 is swept
+// before each replay, and a graph's launches have data of their own.
 #include "gpu_bench.h"
 
 #include <fmt/format.h>
@@ -18,7 +19,7 @@
 namespace kv4::bench {
 namespace {
 
-constexpr std::int64_t kF32PoolBytes = std::int64_t{1} << 30, kBf16PoolBytes = std::int64_t{256} << 20;
+constexpr std::int64_t kF32PoolBytes = std::int64_t{1} << 30, kBf16PoolBytes = std::int64_t{1} << 30;
 constexpr int kRepeats = 9, kQuickRepeats = 5;
 
 // The faster of a kernel and cudaMemcpyAsync: copies of 1 GiB.
@@ -57,6 +58,12 @@ double measure_empty(Bench& bench) {
   row.us = us;
   bench.add(row);
   return us;
+}
+
+int count_sms(int device) {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
 }
 
 std::string aim_text(const Aim& aim) {
@@ -114,24 +121,28 @@ nlohmann::ordered_json to_json(const Bench& bench, const std::string& device, co
 struct Group {
   const char* name;
   void (*add)(Bench&);
+  const char* rows;  // that it adds, in words
   bool if_named = false;  // not part of a run of all groups
 };
-constexpr Group kGroups[] = {{"parity", add_parity_row},
-                             {"append", add_append_rows},
-                             {"prefill", add_prefill_rows},
-                             {"gather", add_gather_rows},
-                             {"index", add_index_rows},
-                             {"attend", add_attend_rows},
-                             {"attend_prefill", add_attend_prefill_rows},
-                             {"snapshot", add_snapshot_rows},
-                             {"control", add_control_rows},
-                             {"decode_step", add_decode_step_rows},
-                             {"attend_splits", add_attend_split_rows, true},
-                             {"attend_prefill_splits", add_attend_prefill_split_rows, true}};
+constexpr Group kGroups[] = {
+    {"parity", add_parity_row, "a small case on the GPU and on the CPU"},
+    {"append", add_append_rows, "append of a decode: SWA, CSA, HCA"},
+    {"prefill", add_prefill_rows, "append of 32,768 tokens"},
+    {"gather", add_gather_rows, "gathers into dense tensors, a scan of index keys"},
+    {"index", add_index_rows, "index scores and top-k of a decode and of drafts"},
+    {"index_prefill", add_index_prefill_rows, "index scores and top-k of 256, 1,024 and 4,096 tokens of one request"},
+    {"attend", add_attend_rows, "attention of a decode: 64 and 128 heads, and 8, 16, 32 of tensor parallelism"},
+    {"attend_prefill", add_attend_prefill_rows, "attention of 1,024 and 4,096 tokens of one request"},
+    {"snapshot", add_snapshot_rows, "images, forks, copies of blocks"},
+    {"control", add_control_rows, "launches of a step, prepare_forward and commit"},
+    {"decode_step", add_decode_step_rows, "all 43 layers of a decode step"},
+    {"prefill_step", add_prefill_step_rows, "all 43 layers of a chunk of 4,096 tokens, and its parts"},
+    {"attend_splits", add_attend_split_rows, "every way to split attention of few tokens", true},
+    {"attend_prefill_splits", add_attend_prefill_split_rows, "every way to split attention of a prefill", true}};
 
 struct Flags {
   int device = 0;
-  bool quick = false, json = false;
+  bool quick = false, json = false, list = false;
   std::string json_file;
   std::vector<std::string> only;
 };
@@ -219,6 +230,7 @@ TensorView InputPool::bf16(std::int64_t rows, std::int64_t columns) {
 
 Bench::Bench(int device, bool quick_in)
     : quick(quick_in),
+      num_sms(count_sms(device)),
       timer(device, quick_in ? kQuickRepeats : kRepeats),
       backend(make_cuda_backend(device, Stream{timer.stream()})),
       inputs(backend, timer.stream()) {}
@@ -231,6 +243,51 @@ void Bench::add(Row row) {
 }
 
 double Bench::floor_us(std::int64_t bytes) const { return std::max(copy_us(bytes), empty_us); }
+
+void Bench::add_launches(Row row, int count, const MakeLaunch& make, const std::function<void()>& before) {
+  row.us = timer.replay_us(
+               [&] {
+                 for (int i = 0; i < count; ++i) make(i).queue();
+               },
+               before) /
+           count;
+  add(row);
+  cell(row.name + kAfterOrdinary, [&] { add_after_ordinary(row, count, make, before); });
+}
+
+void Bench::add_after_ordinary(Row row, int count, const MakeLaunch& make, const std::function<void()>& before,
+                               int launches_of_row) {
+  const auto graph_us = [&](bool with_operation) {
+    const auto record = [&] {
+      for (int i = 0; i < count; ++i) {
+        const Launch launch = make(i);
+        queue_ordinary(launch);
+        if (with_operation) launch.queue();
+      }
+    };
+    return timer.replay_us(record, before) / count * launches_of_row;
+  };
+  const double both_us = graph_us(true), ordinary_us = graph_us(false);
+  row.name += kAfterOrdinary;
+  row.us = both_us - ordinary_us;
+  row.aim = {};
+  row.note = fmt::format("{:.2f} us with the ordinary kernel, {:.2f} us that one by itself", both_us, ordinary_us);
+  add(row);
+}
+
+void Bench::queue_ordinary(const Launch& launch) {
+  const void* from = launch.like != nullptr ? launch.like : inputs.bf16(1, launch.input_bytes / 2).data;
+  check(copy_plain(launch.input, from, launch.input_bytes, timer.stream()), "an ordinary kernel");
+}
+
+void Bench::add_failure(const std::string& name, const std::string& what) {
+  Row row;
+  row.name = name;
+  row.failure = what;
+  add(row);
+  cudaGetLastError();  // of the failed call
+  check(cudaDeviceSynchronize(), "the device after a failed cell");
+}
 
 }  // namespace kv4::bench
 
@@ -245,6 +302,7 @@ int main(int argc, char** argv) {
   app.add_option("--only", flags.only, fmt::format("groups: {}", fmt::join(names, ", ")))
       ->delimiter(',')
       ->check(CLI::IsMember(names));
+  app.add_flag("--list", flags.list, "the groups in words, and nothing is measured; needs no GPU");
   app.add_flag("--json", flags.json, "JSON instead of the table");
   app.add_option("--json-file", flags.json_file, "JSON as well, into this file");
   app.footer(
@@ -255,6 +313,11 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
     return app.exit(e) == 0 ? 0 : 2;
+  }
+  if (flags.list) {
+    for (const Group& group : kGroups)
+      fmt::print("{:<22} {}{}\n", group.name, group.rows, group.if_named ? " (only if it is named)" : "");
+    return 0;
   }
   try {
     return run(flags);

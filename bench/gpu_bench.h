@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -53,16 +55,49 @@ class InputPool {
   Rotation f32_, bf16_;
 };
 
+/// A launch of an operation, and the input that the kernel before it writes in an engine: for most the queries.
+struct Launch {
+  void* input = nullptr;
+  std::int64_t input_bytes = 0;  // a multiple of 16
+  std::function<void()> queue;
+  const void* like = nullptr;  // bytes that may be written to it; null: random bf16 numbers
+};
+/// How names of rows after an ordinary kernel end.
+constexpr const char* kAfterOrdinary = ", after an ordinary kernel";
+using MakeLaunch = std::function<Launch(int)>;
+
 struct Bench {
   Bench(int device, bool quick);
 
   /// Adds the row with its floor, and prints it to standard error, so that an aborted run has printed its results.
   void add(Row row);
   double floor_us(std::int64_t bytes) const;
+  /// Adds `row` with the time of one of `count` launches of a graph, and the row "..., after an ordinary kernel": a
+  /// kernel that knows nothing of programmatic launches writes each launch's input before it. That time is the one of
+  /// both kernels less the one of the ordinary kernels in a graph of their own. Without it a graph that repeats one
+  /// kernel overlaps each launch with the next. `before` is queued ahead of each replay.
+  void add_launches(Row row, int count, const MakeLaunch& make, const std::function<void()>& before = {});
+  /// The second of the two alone. The row is the time of `launches_of_row` launches.
+  void add_after_ordinary(Row row, int count, const MakeLaunch& make, const std::function<void()>& before = {},
+                          int launches_of_row = 1);
+  /// A kernel without programmatic launch that writes the launch's input.
+  void queue_ordinary(const Launch& launch);
+  /// Runs one cell. If it throws, the row `name` has failed and the next cell runs; a lost device ends the group.
+  template <class F>
+  void cell(const std::string& name, F&& run) {
+    try {
+      run();
+    } catch (const std::exception& e) {
+      add_failure(name, e.what());
+    }
+  }
+  /// Adds a failed row. Throws if the device is lost.
+  void add_failure(const std::string& name, const std::string& what);
   /// Bytes at the copy speed, without the launch.
   double copy_us(std::int64_t bytes) const { return static_cast<double>(bytes) / copy_bytes_per_us; }
 
   bool quick;
+  int num_sms = 0;
   GraphTimer timer;
   std::shared_ptr<Backend> backend;
   InputPool inputs;
@@ -81,9 +116,11 @@ void add_attend_split_rows(Bench& bench);
 void add_attend_prefill_split_rows(Bench& bench);
 void add_attend_prefill_rows(Bench& bench);
 void add_index_rows(Bench& bench);
+void add_index_prefill_rows(Bench& bench);
 void add_snapshot_rows(Bench& bench);
 void add_control_rows(Bench& bench);
 void add_decode_step_rows(Bench& bench);
+void add_prefill_step_rows(Bench& bench);
 /// A small case on the GPU and on the CPU: the same image and blocks.
 void add_parity_row(Bench& bench);
 

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "device_kernels.h"
+
 namespace kv4::bench {
 namespace {
 
@@ -13,6 +15,9 @@ constexpr int kWarmUps = 2;
 /// A GPU with little load takes some tens of milliseconds under load to reach its full clock: a prefill measured right
 /// after decodes took 5 % longer.
 constexpr double kWarmUpUs = 50e3;
+
+constexpr std::int64_t kLeastSwept = std::int64_t{256} << 20;
+constexpr int kSweptTimesL2 = 4, kLine = 256;
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -32,12 +37,23 @@ GraphTimer::GraphTimer(int device, int repeats) : repeats_(repeats) {
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaEventCreate(&start_), "cudaEventCreate");
   check(cudaEventCreate(&stop_), "cudaEventCreate");
+  int l2_bytes = 0;
+  check(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device), "cudaDeviceGetAttribute");
+  swept_bytes_ = std::max(kLeastSwept, std::int64_t{l2_bytes} * kSweptTimesL2 / kLine * kLine);
+  check(cudaMalloc(&swept_, static_cast<std::size_t>(swept_bytes_ + kLine)), "memory that sweeps L2");
+  check(cudaMemsetAsync(swept_, 1, static_cast<std::size_t>(swept_bytes_ + kLine), stream_), "cudaMemsetAsync");
 }
 
 GraphTimer::~GraphTimer() {
+  cudaFree(swept_);
   cudaEventDestroy(start_);
   cudaEventDestroy(stop_);
   cudaStreamDestroy(stream_);
+}
+
+void GraphTimer::sweep() {
+  auto* const sink = reinterpret_cast<std::uint32_t*>(static_cast<std::byte*>(swept_) + swept_bytes_);
+  check(read_all(swept_, swept_bytes_, sink, stream_), "a sweep of L2");
 }
 
 cudaGraph_t GraphTimer::capture(const std::function<void()>& record) {
@@ -73,12 +89,18 @@ double GraphTimer::replay_us(const std::function<void()>& record, const std::fun
   check(made, "cudaGraphInstantiate");
   const auto run = [&] {
     if (before) before();
+    sweep();
     return between_events([&] { check(cudaGraphLaunch(replay, stream_), "cudaGraphLaunch"); });
   };
   double warm_us = 0;
-  for (int i = 0; i < kWarmUps || warm_us < kWarmUpUs; ++i) warm_us += run();
   std::vector<double> times;
-  for (int i = 0; i < repeats_; ++i) times.push_back(run());
+  try {
+    for (int i = 0; i < kWarmUps || warm_us < kWarmUpUs; ++i) warm_us += run();
+    for (int i = 0; i < repeats_; ++i) times.push_back(run());
+  } catch (...) {
+    cudaGraphExecDestroy(replay);
+    throw;
+  }
   check(cudaGraphExecDestroy(replay), "cudaGraphExecDestroy");
   return median(times);
 }
@@ -86,6 +108,7 @@ double GraphTimer::replay_us(const std::function<void()>& record, const std::fun
 double GraphTimer::queue_us(const std::function<void()>& work) {
   std::vector<double> times;
   for (int i = -kWarmUps; i < repeats_; ++i) {
+    sweep();
     check(cudaStreamSynchronize(stream_), "work queued before");
     const double us = between_events(work);
     if (i >= 0) times.push_back(us);

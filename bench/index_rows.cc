@@ -1,15 +1,18 @@
-// Index scores and top-k over hand-made pools of keys, as an engine with its own pools calls them (kv4/cuda.h). A graph
-// goes through sets of requests whose keys together are larger than L2.
+// Index scores and top-k over hand-made pools of keys, as an engine with its own pools calls them (kv4/cuda.h). Each
+// launch of a graph has a set of requests of its own, or the sets together have several times as many bytes as L2.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <string>
+#include <vector>
 
 #include "backend/device_memory.h"
 #include "device_kernels.h"
 #include "gpu_bench.h"
 #include "kv4/cuda.h"
+#include "kv4/options.h"
 #include "ops/score_row.h"
 
 namespace kv4::bench {
@@ -17,7 +20,10 @@ namespace {
 
 constexpr int kWidth = 128, kHeads = 64, kTop = 512, kRatio = 4, kRowsPerBlock = 32;
 constexpr std::int64_t kColdBytes = std::int64_t{192} << 20;
-constexpr int kFewestLaunches = 24, kMostSets = 64;
+constexpr int kFewestLaunches = 24, kMostSets = 512;
+constexpr double kFp8FlopPerUs = 1333e6;  // fp8 products of 8192^3, measured on an H200, 2026-11-16
+constexpr double kGraphUs = 1000;         // of a prefill's graph, at least, at the floor
+constexpr int kMostPrefillLaunches = 24;
 constexpr int kBatches[] = {1, 16, 64, 128};
 
 constexpr int kScoredKeys[] = {8192, 32768, 262144}, kSelectedKeys[] = {2048, 8192, 32768, 262144};
@@ -27,6 +33,9 @@ struct IndexCase {
   int keys = 0;
   int requests = 0;
   int tokens_each = 1;
+  int tile_tokens = 0;  // that the workspace has room for; 0: all
+  int most_sets = kMostSets;
+  bool is_prefill() const { return tile_tokens > 0; }
 };
 
 std::int64_t align(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -49,7 +58,7 @@ class IndexSets {
         tokens_(c.requests * c.tokens_each),
         payload_(c.format == Format::fp8 ? kWidth : kWidth / 2),
         sets_(static_cast<int>(
-            std::clamp<std::int64_t>(kColdBytes / (std::int64_t{c.requests} * c.keys * row_bytes()), 2, kMostSets))),
+            std::clamp<std::int64_t>(kColdBytes / (std::int64_t{c.requests} * c.keys * row_bytes()), 2, c.most_sets))),
         blocks_each_(c.keys / kRowsPerBlock),
         blocks_(std::int64_t{sets_} * c.requests * blocks_each_),
         part_bytes_(ops::index_token_bytes(c.keys, kHeads, kWidth)),
@@ -59,7 +68,8 @@ class IndexSets {
         codes_(bench.backend, align(std::int64_t{sets_} * tokens_ * kHeads * payload_)),
         code_scales_(bench.backend, align(std::int64_t{4} * sets_ * tokens_ * kHeads)),
         results_(bench.backend, align(std::int64_t{4} * tokens_ * kTop)),
-        workspace_(bench.backend, align(part_bytes_ * tokens_)) {
+        scores_(bench.backend, align(std::int64_t{4} * tokens_ * c.keys)),
+        workspace_(bench.backend, align(part_bytes_ * (c.is_prefill() ? std::min(c.tile_tokens, tokens_) : tokens_))) {
     const cudaStream_t stream = bench.timer.stream();
     std::uint8_t* keys = reinterpret_cast<std::uint8_t*>(keys_.data());
     // A page: payloads, then scales of about 1, as UE8M0 or fp32. No payload byte is NaN.
@@ -106,16 +116,31 @@ class IndexSets {
     params_.top = kTop;
     params_.indices = reinterpret_cast<std::int32_t*>(results_.data());
     params_.workspace = reinterpret_cast<std::uint8_t*>(workspace_.data());
-    params_.workspace_bytes = part_bytes_ * tokens_;
+    params_.workspace_bytes = workspace_.bytes();
+    if (c.is_prefill())  // a top-k of scores that nothing has computed takes other paths than one of numbers
+      check(fill_normal_f32(reinterpret_cast<float*>(scores_.data()), std::int64_t{tokens_} * c.keys, 8, stream),
+            "fill_normal");
   }
 
   std::int64_t row_bytes() const { return payload_ + 4; }
   int launches() const { return std::max(sets_, kFewestLaunches); }
 
-  /// With queries as bf16, or encoded.
-  ops::IndexParams next(bool encoded = false) {
+  std::int64_t score_bytes() const { return std::int64_t{4} * tokens_ * case_.keys; }
+  /// Of the keys that the tokens see.
+  double flop() const {
+    double sum = 0;
+    for (int i = 0; i < case_.tokens_each; ++i)
+      sum += static_cast<double>((kRatio * case_.keys - case_.tokens_each + i + 1) / kRatio);
+    return 2.0 * sum * case_.requests * kHeads * kWidth;
+  }
+  int prefill_launches() const {
+    return std::clamp(static_cast<int>(kGraphUs * kFp8FlopPerUs / flop()), 1, kMostPrefillLaunches);
+  }
+
+  /// Launch i, with queries as bf16, or encoded.
+  ops::IndexParams params(int i, bool encoded = false) {
     ops::IndexParams p = params_;
-    const std::int64_t set = turn_++ % sets_;
+    const std::int64_t set = i % sets_;
     p.step.tokens = records_ + set * tokens_;
     if (encoded) {
       p.q = {codes() + set * tokens_ * kHeads * payload_, DType::u8, kHeads * payload_};
@@ -126,9 +151,9 @@ class IndexSets {
     p.weights = {bench_.inputs.f32(tokens_, kHeads).data, DType::f32, kHeads};
     return p;
   }
-  /// Scores over the workspace, in rows as long as the keys.
+  /// Scores outside of the workspace, in rows as long as the keys.
   void keep_scores(ops::IndexParams& p) const {
-    p.scores = reinterpret_cast<float*>(workspace_.data());
+    p.scores = reinterpret_cast<float*>(scores_.data());
     p.score_stride = case_.keys;
   }
   /// Keys and scores once; queries.
@@ -148,39 +173,49 @@ class IndexSets {
   int sets_;
   std::int32_t blocks_each_;
   std::int64_t blocks_, part_bytes_;
-  DeviceMemory keys_, table_memory_, record_memory_, codes_, code_scales_, results_, workspace_;
+  DeviceMemory keys_, table_memory_, record_memory_, codes_, code_scales_, results_, scores_, workspace_;
   const ops::StepRecord* records_ = nullptr;
   ops::IndexParams params_;
-  int turn_ = 0;
 };
 
-void add_row(Bench& bench, const std::string& name, std::int64_t bytes, int launches,
-             const std::function<void()>& launch) {
+using Queue = cudaError_t (*)(const ops::IndexParams&, cudaStream_t);
+
+/// A launch that the writer of its queries precedes. `other` has queries of another launch.
+Launch launch_of(Bench& bench, const ops::IndexParams& p, const ops::IndexParams& other, const char* what,
+                 Queue queue) {
+  const std::int64_t bytes = p.step.num_tokens * p.q.row_stride * (p.q.dtype == DType::u8 ? 1 : 2);
+  return {const_cast<void*>(p.q.data), bytes, [=, &bench] { check(queue(p, bench.timer.stream()), what); },
+          other.q.data};
+}
+
+void add_decode(Bench& bench, IndexSets& sets, const std::string& name, const char* what, Queue queue,
+                const std::function<ops::IndexParams(int)>& params) {
   Row row;
   row.name = name;
-  row.us = bench.timer.replay_us([&] {
-    for (int i = 0; i < launches; ++i) launch();
-  }) / launches;
-  row.bytes = bytes;
-  row.floor_us = bench.floor_us(bytes);
-  bench.add(row);
+  row.bytes = sets.bytes();
+  row.floor_us = bench.floor_us(row.bytes);
+  bench.cell(name, [&] {
+    bench.add_launches(row, sets.launches(), [&](int i) {
+      return launch_of(bench, params(i), params(i + 1), what, queue);
+    });
+  });
 }
 
 void add_scores(Bench& bench, IndexSets& sets, const std::string& name, ScoreMode mode = ScoreMode::exact,
                 bool encoded = false) {
   const std::string what = fmt::format("{}index scores{}, {}", mode == ScoreMode::fast ? "fast " : "",
                                        encoded ? " of encoded queries" : "", name);
-  add_row(bench, what, sets.bytes(), sets.launches(), [&] {
-    ops::IndexParams p = sets.next(encoded);
+  add_decode(bench, sets, what, "index_scores", cuda::index_scores, [&](int i) {
+    ops::IndexParams p = sets.params(i, encoded);
     p.mode = mode;
     sets.keep_scores(p);
-    check(cuda::index_scores(p, bench.timer.stream()), "index_scores");
+    return p;
   });
 }
 
 void add_both(Bench& bench, IndexSets& sets, const std::string& name) {
-  add_row(bench, "index scores + top-k, " + name, sets.bytes(), sets.launches(),
-          [&] { check(cuda::index_topk(sets.next(), bench.timer.stream()), "index_topk"); });
+  add_decode(bench, sets, "index scores + top-k, " + name, "index_topk", cuda::index_topk,
+             [&](int i) { return sets.params(i); });
 }
 
 void add_topk(Bench& bench, int keys, int requests) {
@@ -202,12 +237,75 @@ void add_topk(Bench& bench, int keys, int requests) {
   p.score_stride = keys;
   p.top = kTop;
   p.indices = reinterpret_cast<std::int32_t*>(results.data());
-  int turn = 0;
-  add_row(bench, fmt::format("top-{} of {}, b = {}", kTop, keys, requests), row_bytes,
-          std::max(sets, kFewestLaunches), [&] {
-            p.scores = reinterpret_cast<float*>(scores.data()) + std::int64_t{turn++ % sets} * requests * keys;
-            check(cuda::select_topk(p, bench.timer.stream()), "select_topk");
-          });
+  // The kernel before writes what queries would take: to write the scores again would take longer than to select.
+  const std::int64_t written = std::int64_t{2} * requests * kHeads * kWidth;
+  const DeviceMemory other(bench.backend, written);
+  Row row;
+  row.name = fmt::format("top-{} of {}, b = {}", kTop, keys, requests);
+  row.bytes = row_bytes;
+  row.floor_us = bench.floor_us(row_bytes);
+  bench.add_launches(row, std::max(sets, kFewestLaunches), [&](int i) {
+    p.scores = reinterpret_cast<float*>(scores.data()) + std::int64_t{i % sets} * requests * keys;
+    return Launch{other.data(), written,
+                  [&bench, p] { check(cuda::select_topk(p, bench.timer.stream()), "select_topk"); }};
+  });
+}
+
+struct PrefillCase {
+  Format format;
+  int tokens, keys;
+  std::string name() const {
+    return fmt::format("{}{} tokens x {} keys", format == Format::fp8 ? "fp8, " : "", tokens, keys);
+  }
+};
+
+/// One row of a chunk. `queue` and `change`: the operation, and what its params have besides.
+void add_prefill(Bench& bench, IndexSets& sets, const std::string& name, Queue queue,
+                 const std::function<void(ops::IndexParams&)>& change = {}) {
+  Row row;
+  row.name = name;
+  const int launches = sets.prefill_launches();
+  row.us = bench.timer.replay_us([&] {
+    for (int i = 0; i < launches; ++i) {
+      ops::IndexParams p = sets.params(i);
+      if (change) change(p);
+      check(queue(p, bench.timer.stream()), name.c_str());
+    }
+  }) / launches;
+  const bool scored = queue != static_cast<Queue>(cuda::select_topk);
+  row.floor_us = scored ? sets.flop() / kFp8FlopPerUs : bench.floor_us(sets.score_bytes());
+  if (scored) row.note = fmt::format("{:.0f} TFLOP/s", sets.flop() / row.us * 1e-6);
+  bench.add(row);
+}
+
+/// The workspace is the one that a cache plans, so that the tokens are cut as they are there.
+void add_prefill_case(Bench& bench, const PrefillCase& c) {
+  const CacheOptions planned;
+  IndexSets sets(bench, {c.format, c.keys, 1, c.tokens, planned.index_tile_tokens, kMostPrefillLaunches});
+  const ScoreMode mode = c.format == Format::fp8 ? ScoreMode::fast : ScoreMode::exact;
+  // The top-k comes first: its scores are random numbers, as those of a decode's rows.
+  const std::string topk = "index prefill, top-k, " + c.name(), both = "index prefill, both, " + c.name(),
+                    kind = mode == ScoreMode::fast ? "fast scores" : "scores",
+                    scores = fmt::format("index prefill, {}, {}", kind, c.name());
+  bench.cell(topk, [&] {
+    add_prefill(bench, sets, topk, cuda::select_topk, [&](ops::IndexParams& p) { sets.keep_scores(p); });
+  });
+  bench.cell(scores, [&] {
+    add_prefill(bench, sets, scores, cuda::index_scores, [&](ops::IndexParams& p) {
+      p.mode = mode;
+      sets.keep_scores(p);
+    });
+  });
+  bench.cell(both, [&] { add_prefill(bench, sets, both, cuda::index_topk); });
+}
+
+/// The same with room for all tokens at once: what cutting them costs.
+void add_uncut(Bench& bench, const PrefillCase& c) {
+  const std::string name = "index prefill, both, not cut, " + c.name();
+  bench.cell(name, [&] {
+    IndexSets sets(bench, {c.format, c.keys, 1, c.tokens, c.tokens, kMostPrefillLaunches});
+    add_prefill(bench, sets, name, cuda::index_topk);
+  });
 }
 
 }  // namespace
@@ -215,27 +313,44 @@ void add_topk(Bench& bench, int keys, int requests) {
 void add_index_rows(Bench& bench) {
   const int batches = bench.quick ? 2 : 4;
   for (const int keys : kSelectedKeys)
-    for (int b = 0; b < batches; ++b) add_topk(bench, keys, kBatches[b]);
+    for (int b = 0; b < batches; ++b)
+      bench.cell(fmt::format("top-{} of {}, b = {}", kTop, keys, kBatches[b]),
+                 [&] { add_topk(bench, keys, kBatches[b]); });
   for (const Format format : {Format::mxfp4, Format::fp8})
     for (const int keys : kScoredKeys)
       for (int b = 0; b < batches; ++b) {
-        IndexSets sets(bench, {format, keys, kBatches[b]});
         const bool fp8 = format == Format::fp8;
         const std::string name = fmt::format("{}{} keys, b = {}", fp8 ? "fp8, " : "", keys, kBatches[b]);
-        // Exact scores of fp8 keys come from the generic kernel, which would take a second here.
-        if (!fp8 || (keys <= 32768 && b < 3)) add_scores(bench, sets, name);
-        if (fp8) add_scores(bench, sets, name, ScoreMode::fast);
-        add_scores(bench, sets, name, fp8 ? ScoreMode::fast : ScoreMode::exact, true);
-        add_both(bench, sets, name);
+        bench.cell("index scores, " + name, [&] {
+          IndexSets sets(bench, {format, keys, kBatches[b]});
+          // Exact scores of fp8 keys come from the generic kernel, which would take a second here.
+          if (!fp8 || (keys <= 32768 && b < 3)) add_scores(bench, sets, name);
+          if (fp8) add_scores(bench, sets, name, ScoreMode::fast);
+          add_scores(bench, sets, name, fp8 ? ScoreMode::fast : ScoreMode::exact, true);
+          add_both(bench, sets, name);
+        });
       }
-  const std::pair<IndexCase, const char*> several[] = {
-      {{Format::mxfp4, 32768, 16, 4}, "32768 keys, b = 16, 4 tokens each"},
-      {{Format::mxfp4, 32768, 1, 256}, "32768 keys, prefill of 256"}};
-  for (const auto& [index_case, name] : several) {
-    IndexSets sets(bench, index_case);
-    add_scores(bench, sets, name);
-    add_both(bench, sets, name);
-  }
+  for (const Format format : {Format::mxfp4, Format::fp8})
+    for (const int tokens : {2, 4, 6}) {  // drafts
+      const std::string name =
+          fmt::format("{}32768 keys, b = 16, {} tokens each", format == Format::fp8 ? "fp8, " : "", tokens);
+      bench.cell("index scores, " + name, [&] {
+        IndexSets sets(bench, {format, 32768, 16, tokens});
+        add_scores(bench, sets, name, format == Format::fp8 ? ScoreMode::fast : ScoreMode::exact);
+        add_both(bench, sets, name);
+      });
+    }
+}
+
+void add_index_prefill_rows(Bench& bench) {
+  for (const Format format : {Format::mxfp4, Format::fp8})
+    for (const int keys : {8192, 32768, 131072, 262144})
+      for (const int tokens : {256, 1024, 4096}) {
+        if (bench.quick && (keys > 32768 || tokens > 1024)) continue;
+        const PrefillCase c{format, tokens, keys};
+        bench.cell("index prefill, " + c.name(), [&] { add_prefill_case(bench, c); });
+        if (tokens == 4096) add_uncut(bench, c);
+      }
 }
 
 }  // namespace kv4::bench

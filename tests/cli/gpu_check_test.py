@@ -92,6 +92,53 @@ class GpuCheckRacecheck(unittest.TestCase):
         self.assertIn("-DKV4_RACECHECK=ON", result.stderr)
 
 
+BENCH = ROOT / "build" / "kv4_gpu_bench"
+
+
+@unittest.skipUnless(BENCH.exists(), "no kv4_gpu_bench: a build without CUDA")
+class GpuBench(unittest.TestCase):
+    def run_it(self, *arguments):
+        return subprocess.run([BENCH, *arguments], capture_output=True, text=True, timeout=60,
+                              env=dict(os.environ, CUDA_VISIBLE_DEVICES=""))
+
+    def test_groups_are_listed_without_a_gpu(self):
+        result = self.run_it("--list")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        groups = [line.split()[0] for line in result.stdout.splitlines()]
+        for group in ("index", "index_prefill", "attend", "attend_prefill", "decode_step", "prefill_step"):
+            self.assertIn(group, groups)
+
+    def test_without_a_gpu_it_says_why(self):
+        result = self.run_it()
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        self.assertIn("error: ", result.stderr)
+
+    def test_a_group_that_is_not_there_is_bad_usage(self):
+        self.assertEqual(self.run_it("--only", "prefills").returncode, 2)
+
+
+SLOW = r"""#!/bin/bash
+echo "a line" >&2
+sleep 30
+"""
+
+
+class GpuCheckLimits(unittest.TestCase):
+    def test_a_part_that_does_not_end_is_stopped_and_its_limit_named(self):
+        for part, binary, variable in (("tests", "tests/kv4_tests", "KV4_TEST_SECONDS"),
+                                       ("bench", "kv4_gpu_bench", "KV4_BENCH_SECONDS")):
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "build" / binary
+                file.parent.mkdir(parents=True)
+                file.write_text(SLOW)
+                file.chmod(file.stat().st_mode | stat.S_IXUSR)
+                environment = dict(os.environ, OUT=f"{folder}/out", KV4_GPU_PARTS=part) | {variable: "1"}
+                result = subprocess.run([ROOT / "tools/gpu_check", f"{folder}/build"], env=environment, capture_output=True,
+                                        text=True, timeout=60)
+                self.assertEqual(result.returncode, 1, result.stdout + result.stderr)
+                self.assertRegex(result.stdout, rf"{part} +stopped +after 1 s \({variable}\)")
+
+
 PYTHON = r"""#!/bin/bash
 echo "$PYTHONPATH $*" >>"$PRETEND_LOG"
 case "$1 $2" in
@@ -148,5 +195,5 @@ class GpuCheckPython(unittest.TestCase):
 if __name__ == "__main__":
     outcome = unittest.main(exit=False).result
     bad = len(outcome.failures) + len(outcome.errors)
-    print(f"{outcome.testsRun - bad} passed, {bad} failed")
+    print(f"{outcome.testsRun - bad - len(outcome.skipped)} passed, {bad} failed")
     sys.exit(1 if bad else 0)

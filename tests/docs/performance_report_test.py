@@ -80,10 +80,32 @@ def test_tables_of_a_run():
         equal(report.table_text("decode_step", runs, rows).splitlines(),
               ["| context | b = 1 | b = 16 |", "| --- | ---: | ---: |", "| 8K | 480 / 65.0 | 990 / 77.0 |"])
         equal(report.table_text("decode_step_launches", runs, rows).splitlines()[2:], ["| 8K | 109 |"])
-        equal(report.table_text("attend_prefill", runs, rows).splitlines()[2],
-              "| Flash SWA 128 | 55.0 | 21.7 | 2.53 | 310 TFLOP/s |")
         equal(report.table_text("append", runs, rows).splitlines()[2:],
               ["| CSA, all due | 2.00 / 0.50 |"])
+
+
+def test_tables_of_chunks():
+    with tempfile.TemporaryDirectory() as folder:
+        runs, rows = report.read_figures([sample(folder)])
+        tables = {name: report.table_text(name, runs, rows).splitlines()[2:]
+                  for name in ("attend_prefill", "index_prefill", "prefill_step", "append_prefill")}
+        equal(tables, {
+            "attend_prefill": ["| Flash CSA 640 rows, prefill of 4096, pool of 32K | 891 | 435 | 2.05 | 386 TFLOP/s |",
+                               "| Flash SWA 128 | 55.0 | 21.7 | 2.53 | 310 TFLOP/s |"],
+            "index_prefill": ["| both, fp8, 4096 tokens x 8192 keys | 1,167 | 387 | 3.02 | 442 TFLOP/s |",
+                              "| fast scores, fp8, 4096 tokens x 8192 keys | 900 | 387 | 2.33 |  |"],
+            "prefill_step": ["| of 4096 at 32K | 51,000 | 25,000 | 2.04 |", "| fp8, of 4096 at 32K, index_topk | 24,000 | 8,000 | 3.00 |"],
+            "append_prefill": ["| CSA of 32768 | 394 | 104 | 94.0 | 1.11 |"]})
+
+
+def test_rows_after_an_ordinary_kernel_are_tables_of_their_own():
+    with tempfile.TemporaryDirectory() as folder:
+        runs, rows = report.read_figures([sample(folder)])
+        equal(report.table_text("attend_after", runs, rows).splitlines(),
+              ["| after an ordinary kernel | b = 1 |", "| --- | ---: |", "| Flash CSA 640 | 7.10 / 0.12 |"])
+        equal(report.table_text("append_after", runs, rows).splitlines()[2:], ["| CSA, all due | 3.00 / 0.50 |"])
+        assert "7.10" not in report.table_text("attend", runs, rows)
+        assert "3.00" not in report.table_text("append", runs, rows)
 
 
 def test_columns_are_ordered_by_batch():

@@ -78,14 +78,6 @@ bool serves(const IndexKernelInfo& k, const TokenTile& tile, const DeviceFacts& 
          (k.fits == nullptr || k.fits(tile, device));
 }
 
-/// `wanted` contains exact_scores, which the generic kernel, the last of the table, gives for every tile.
-const IndexKernelInfo& choose_kernel(std::initializer_list<IndexResult> wanted, const TokenTile& tile,
-                                     const DeviceFacts& device) {
-  return *std::find_if(std::begin(kIndexKernels), std::end(kIndexKernels) - 1, [&](const IndexKernelInfo& k) {
-    return std::find(wanted.begin(), wanted.end(), k.result) != wanted.end() && serves(k, tile, device);
-  });
-}
-
 // --- token tiles
 
 /// A token has ops::index_token_bytes of the workspace: its scores, then its encoded queries.
@@ -137,6 +129,13 @@ TokenTile prepare_topk(TokenTile tile, const IndexKernelInfo& kernel) {
 
 }  // namespace
 
+const IndexKernelInfo& select_index(std::initializer_list<IndexResult> wanted, const TokenTile& tile,
+                                    const DeviceFacts& device) {
+  return *std::find_if(std::begin(kIndexKernels), std::end(kIndexKernels) - 1, [&](const IndexKernelInfo& k) {
+    return std::find(wanted.begin(), wanted.end(), k.result) != wanted.end() && serves(k, tile, device);
+  });
+}
+
 cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
   const NvtxRange range("kv4 launch index_scores", true);
   if (params.step.num_tokens == 0) return cudaSuccess;
@@ -144,11 +143,11 @@ cudaError_t index_scores(const IndexParams& params, cudaStream_t stream) {
   if (params.mode == ScoreMode::fast) {
     TokenTile tile = whole_step(params);
     tile.fill = true;
-    const IndexKernelInfo& kernel = choose_kernel({IndexResult::fast_scores, IndexResult::exact_scores}, tile, device);
+    const IndexKernelInfo& kernel = select_index({IndexResult::fast_scores, IndexResult::exact_scores}, tile, device);
     if (kernel.result == IndexResult::fast_scores) return kernel.launch(tile, device, stream);  // without a workspace
   }
   return for_each_tile(params, params.scores, [&](const TokenTile& tile) {
-    return choose_kernel({IndexResult::exact_scores}, tile, device).launch(tile, device, stream);
+    return select_index({IndexResult::exact_scores}, tile, device).launch(tile, device, stream);
   });
 }
 
@@ -167,8 +166,8 @@ cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
     if (!keeps_scores) tile.skip = params.top;  // shorter rows are taken whole
     const IndexKernelInfo& kernel =
         keeps_scores
-            ? choose_kernel({IndexResult::exact_scores}, tile, device)
-            : choose_kernel({IndexResult::topk, IndexResult::candidates, IndexResult::exact_scores}, tile, device);
+            ? select_index({IndexResult::exact_scores}, tile, device)
+            : select_index({IndexResult::topk, IndexResult::candidates, IndexResult::exact_scores}, tile, device);
     const TokenTile prepared = prepare_topk(tile, kernel);
     const cudaError_t status = kernel.launch(prepared, device, stream);
     if (status != cudaSuccess || kernel.result == IndexResult::topk) return status;

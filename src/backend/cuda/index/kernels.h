@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 
 #include "backend/cuda/index/device_facts.cuh"
@@ -38,6 +39,12 @@ struct IndexKernelInfo {
   bool (*fits)(const TokenTile& tile, const DeviceFacts& device);  // further limits; null: none
   cudaError_t (*launch)(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
 };
+
+/// The fastest kernel of the table with one of the `wanted` results for this tile. They contain exact_scores, which the
+/// generic kernel, the last of the table, gives for every tile. A pure function of its arguments: it calls no CUDA
+/// function and reads no memory that the params point to.
+const IndexKernelInfo& select_index(std::initializer_list<IndexResult> wanted, const TokenTile& tile,
+                                    const DeviceFacts& device);
 
 cudaError_t topk_mxfp4(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
 cudaError_t topk_fp8(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
