@@ -135,6 +135,16 @@ def test_another_model_is_refused(model):
     assert cache.get_seq_length() == 8
 
 
+def test_another_model_is_refused_after_a_forward_that_failed(model):
+    """What was told of a forward is gone with it: a model without hooks tells nothing."""
+    cache = kv4_cache(model)
+    with pytest.raises(IndexError):
+        model(torch.full((1, 8), 10**6), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="made for another model"):
+        tiny_model()(random_tokens(1, 8), past_key_values=cache)
+    assert cache.get_seq_length() == 0 and cache.manager.num_requests() == 0
+
+
 def test_a_config_of_another_model_is_refused(model):
     config = type(model.config).from_dict({**model.config.to_dict(), "num_hidden_layers": 2})
     with pytest.raises(kv4.ArgumentError, match="num_hidden_layers = 2, the model 4"):
