@@ -335,7 +335,7 @@ class Kv4Cache(Cache):
 
     def _settle(self) -> None:
         """Forgets a forward that did not reach its end, and the rows that it began."""
-        self.store.abort()
+        self.store.settle(self)
         self._told = None
         if self._new_rows:
             self._release_rows()
