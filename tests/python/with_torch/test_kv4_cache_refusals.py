@@ -288,6 +288,9 @@ def test_inputs_that_are_no_batch_are_named(model):
     for inputs, got in ((random_tokens(20), r"a tensor \[20\]"), ([1, 2], "a list"), ({"text": "x"}, "a dict")):
         with pytest.raises(kv4.ArgumentError, match=rf"inputs must be token ids \[rows, columns\].*got {got}"):
             Kv4Cache.for_generate(model, inputs)
+    for config in (20, "greedy", model.config, {"generation_config": 20}):
+        with pytest.raises(kv4.ArgumentError, match="generation_config must be a GenerationConfig or a dict.*got a"):
+            Kv4Cache.for_generate(model, random_tokens(1, 4), config)
 
 
 def test_a_model_that_is_gone_is_named():
@@ -303,6 +306,8 @@ def test_a_model_that_is_gone_is_named():
     ("", "4.57.6", "needs transformers from 5.17 on, before 6; 4.57.6 is installed"),
     ("", "5.16.1", "needs transformers from 5.17 on, before 6; 5.16.1 is installed"),
     ("", "6.0.0.dev0", "needs transformers from 5.17 on, before 6; 6.0.0.dev0 is installed"),
+    ("", "6.0rc1", "before 6; 6.0rc1 is installed"),
+    ("", "6", "before 6; 6 is installed"),
     ("torch", "5.22.0", "needs torch, which is not installed: pip install"),
     ("transformers", "5.22.0", "needs transformers, which is not installed: pip install")])
 def test_what_must_be_installed_is_said(missing, version, words):
