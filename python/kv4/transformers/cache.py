@@ -323,9 +323,19 @@ class Kv4Cache(Cache):
                 state.first = self.num_columns + self.forward.starts[item]
         self.num_columns += self.forward.count
 
+    def end_forward(self, backbone: Any) -> None:
+        """Told after each forward by a hook of the model, also after one that failed."""
+        if backbone is not self._backbone():
+            return
+        self._told = None
+        if self.store.step_of == id(self):
+            self.store.abort()
+        if self._new_rows:
+            self._release_rows()
+
     def _settle(self) -> None:
         """Forgets a forward that did not reach its end, and the rows that it began."""
-        self.store.abort()
+        self.store.settle(self)
         self._told = None
         if self._new_rows:
             self._release_rows()

@@ -23,6 +23,7 @@ def watch(model: DeepseekV4ForCausalLM) -> None:
     if not getattr(backbone, "_kv4_watched", False):
         backbone._kv4_watched = True
         backbone.register_forward_pre_hook(_tell_of_forward, with_kwargs=True)
+        backbone.register_forward_hook(_tell_of_end, with_kwargs=True, always_call=True)
         for layer in backbone.layers:
             if layer.self_attn.layer_type == "heavily_compressed_attention":
                 layer.self_attn.compressor.register_forward_hook(_hide_missing_entries, with_kwargs=True)
@@ -51,6 +52,13 @@ def _tell_of_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if kwargs.get(name) is None:
             kwargs[name] = known(given.shape[1], given.device)
     return (), kwargs
+
+
+@torch.compiler.disable
+def _tell_of_end(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = {**dict(zip(FORWARD_ARGUMENTS, args)), **kwargs}.get("past_key_values")
+    if isinstance(cache, kv4_cache.Kv4Cache):
+        cache.end_forward(module)
 
 
 @torch.compiler.disable

@@ -1,5 +1,6 @@
 """What has to be installed beside kv4, checked before anything of it is used."""
 import importlib
+import re
 from types import ModuleType
 
 #: First and last series of transformers whose DeepSeek-V4 and Cache this package knows: FIRST <= version < BEYOND.
@@ -18,7 +19,7 @@ def _required(name: str) -> ModuleType:
 
 def check_version(version: str) -> None:
     """Raises ImportError unless FIRST <= version < BEYOND."""
-    series = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    series = tuple(int(number) for number in re.findall(r"\d+", f"{version}.0")[:2])
     if not FIRST <= series < BEYOND:
         raise ImportError(f"kv4.transformers needs transformers from 5.17 on, before 6; {version} is installed: {HINT}")
 

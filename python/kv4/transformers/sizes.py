@@ -116,6 +116,9 @@ def sizes_of_call(model: Any, inputs: Any, generation_config: Any) -> Sizes:
     if generation_config is None or isinstance(generation_config, Mapping):
         arguments = dict(generation_config or {})
         generation_config = arguments.pop("generation_config", None)
+    if not isinstance(generation_config, (GenerationConfig, type(None))):
+        raise kv4.ArgumentError("generation_config must be a GenerationConfig or a dict of generate()'s arguments; got a "
+                                f"{type(generation_config).__name__}")
     assistant, translated = arguments.pop("assistant_model", None), arguments.get("assistant_tokenizer") is not None
     config = config_of_call(model, generation_config, arguments)
     rows, columns = tensor.shape[:2]

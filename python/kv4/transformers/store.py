@@ -1,6 +1,7 @@
 """The managers behind a cache: one for each device on which the model has layers. A request has an id in each."""
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,8 @@ class Store:
         self._backends = backends_of_layers(self.devices, given)
         self.step: list[kv4.Step] | None = None
         self.step_of = 0  # the id() of the cache that prepared it: copies share a store
+        self.step_thread = threading.current_thread()  # that prepared it
+        self._preparing = threading.Lock()
         self.manager_of: dict[int, int] = {}  # by layer
         self.managers: list[kv4.KVCacheManager] = []
         for backend in dict.fromkeys(self._backends):
@@ -177,11 +180,21 @@ class Store:
     # Steps
 
     def prepare(self, items: Sequence[tuple[Request, torch.Tensor]], cache: object) -> None:
+        with self._preparing:
+            self.settle(cache)
+            self.step = self._all(
+                lambda number, manager: manager.prepare_forward([kv4.StepItem(its[number], ids) for its, ids in items]),
+                kv4.KVCacheManager.abort)
+            self.step_of, self.step_thread = id(cache), threading.current_thread()
+
+    def settle(self, cache: object) -> None:
+        """Aborts a step that was left open, by `cache` itself or by a copy whose thread cannot go on with it."""
+        other = self.step is not None and self.step_of != id(cache) and self.step_thread is not threading.current_thread()
+        if other and self.step_thread.is_alive():
+            raise kv4.StateError("a forward of a copy of this Kv4Cache is under way in another thread. Copies share memory and "
+                                 "take turns: run one forward at a time, or make the cache with max_batch = its rows, so that "
+                                 "each copy has memory of its own")
         self.abort()
-        self.step_of = id(cache)
-        self.step = self._all(
-            lambda number, manager: manager.prepare_forward([kv4.StepItem(its[number], ids) for its, ids in items]),
-            kv4.KVCacheManager.abort)
 
     def commit(self) -> None:
         for manager, step in zip(self.managers, self.step or []):

@@ -135,6 +135,16 @@ def test_another_model_is_refused(model):
     assert cache.get_seq_length() == 8
 
 
+def test_another_model_is_refused_after_a_forward_that_failed(model):
+    """What was told of a forward is gone with it: a model without hooks tells nothing."""
+    cache = kv4_cache(model)
+    with pytest.raises(IndexError):
+        model(torch.full((1, 8), 10**6), past_key_values=cache)
+    with pytest.raises(kv4.ArgumentError, match="made for another model"):
+        tiny_model()(random_tokens(1, 8), past_key_values=cache)
+    assert cache.get_seq_length() == 0 and cache.manager.num_requests() == 0
+
+
 def test_a_config_of_another_model_is_refused(model):
     config = type(model.config).from_dict({**model.config.to_dict(), "num_hidden_layers": 2})
     with pytest.raises(kv4.ArgumentError, match="num_hidden_layers = 2, the model 4"):
@@ -278,6 +288,9 @@ def test_inputs_that_are_no_batch_are_named(model):
     for inputs, got in ((random_tokens(20), r"a tensor \[20\]"), ([1, 2], "a list"), ({"text": "x"}, "a dict")):
         with pytest.raises(kv4.ArgumentError, match=rf"inputs must be token ids \[rows, columns\].*got {got}"):
             Kv4Cache.for_generate(model, inputs)
+    for config in (20, "greedy", model.config, {"generation_config": 20}):
+        with pytest.raises(kv4.ArgumentError, match="generation_config must be a GenerationConfig or a dict.*got a"):
+            Kv4Cache.for_generate(model, random_tokens(1, 4), config)
 
 
 def test_a_model_that_is_gone_is_named():
@@ -293,6 +306,8 @@ def test_a_model_that_is_gone_is_named():
     ("", "4.57.6", "needs transformers from 5.17 on, before 6; 4.57.6 is installed"),
     ("", "5.16.1", "needs transformers from 5.17 on, before 6; 5.16.1 is installed"),
     ("", "6.0.0.dev0", "needs transformers from 5.17 on, before 6; 6.0.0.dev0 is installed"),
+    ("", "6.0rc1", "before 6; 6.0rc1 is installed"),
+    ("", "6", "before 6; 6 is installed"),
     ("torch", "5.22.0", "needs torch, which is not installed: pip install"),
     ("transformers", "5.22.0", "needs transformers, which is not installed: pip install")])
 def test_what_must_be_installed_is_said(missing, version, words):

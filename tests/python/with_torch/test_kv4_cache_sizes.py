@@ -2,6 +2,7 @@
 import copy
 import gc
 import pickle
+import threading
 
 import pytest
 import torch
@@ -192,6 +193,40 @@ def test_a_forward_that_failed_in_a_copy_does_not_stop_the_other(model):
     del twin
     gc.collect()
     assert cache.manager.num_requests() == 1
+
+
+def test_copies_with_one_memory_take_turns(model):
+    """While a forward runs, another thread gets words for the copy that shares its memory, and changes nothing."""
+    cache, tokens = kv4_cache(model, max_batch=4), random_tokens(1, 40, seed=10)
+    model(tokens[:, :39], past_key_values=cache)
+    twin, dropped, apart = copy.deepcopy(cache), [copy.deepcopy(cache)], copy.deepcopy(kv4_cache(model))
+    threads, told = [], []
+
+    def elsewhere():
+        torch.set_grad_enabled(False)
+        for attempt in (lambda: model(tokens[:, 39:], past_key_values=twin), twin.reset, lambda: copy.deepcopy(twin)):
+            try:
+                told.append(attempt())
+            except kv4.StateError as error:
+                told.append(str(error))
+        dropped.clear()
+        told.append(model(tokens, past_key_values=apart).logits[:, -1])
+
+    def run_elsewhere(*_):
+        if not threads:
+            threads.append(threading.Thread(target=elsewhere))
+            threads[0].start()
+            threads[0].join()
+
+    hook = model.model.layers[2].register_forward_pre_hook(run_elsewhere)
+    try:
+        logits = model(tokens[:, 39:], past_key_values=cache).logits
+    finally:
+        hook.remove()
+    assert len(told) == 4 and all("a copy of this Kv4Cache is under way in another thread" in words for words in told[:3])
+    assert (logits[:, -1] - told[3]).abs().max() < 1e-3
+    assert torch.equal(logits, model(tokens[:, 39:], past_key_values=twin).logits)
+    assert cache.manager.num_requests() == 2
 
 
 def test_it_says_what_it_is(model):
