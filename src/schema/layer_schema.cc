@@ -189,6 +189,8 @@ CacheSchema build_schema(const ModelConfig& config, const CacheOptions& options)
   schema.config = config;
   schema.options = options;
   const std::vector<LayerSpec> all = layer_schedule(config, options.draft_layers);
+  require(!config.shares_entries(), ErrorCode::bad_config,
+          "{} is a model of V4.1; its config and layer schedule are read, a cache of it has no schema yet", config.name);
   check_options(config, options);
   schema.num_groups = 1 + options.draft_layers;
   schema.block_tokens = default_block_tokens(all, options.block_tokens);

@@ -205,6 +205,21 @@ TEST_F(CApi, ShortagesArePositiveAndChangeNothing) {
   EXPECT_STREQ(kv4_status_name(KV4_SHORT_OF_REQUESTS), "KV4_SHORT_OF_REQUESTS");
 }
 
+TEST(CApiV41, KindsOfLayers) {
+  kv4_model* flash = nullptr;
+  ASSERT_EQ(kv4_model_preset("v4.1-flash", &flash), KV4_OK) << kv4_last_error();
+  kv4_layer_kind kind = KV4_LAYER_KIND_CSA;
+  EXPECT_EQ(kv4_model_layer_kind(flash, 1, &kind), KV4_OK);
+  EXPECT_EQ(kind, KV4_LAYER_KIND_SWA);
+  EXPECT_EQ(kv4_model_layer_kind(flash, 3, &kind), KV4_OK);
+  EXPECT_EQ(kind, KV4_LAYER_KIND_SHARED);
+  kv4_model* stack = nullptr;
+  EXPECT_EQ(kv4_model_with_layers(flash, &kind, 1, &stack), KV4_BAD_ARGUMENT);
+  EXPECT_NE(std::string(kv4_last_error()).find("V4.1"), std::string::npos) << kv4_last_error();
+  EXPECT_EQ(stack, nullptr);
+  kv4_model_free(flash);
+}
+
 TEST_F(CApi, ErrorsNameTheValue) {
   kv4_model* none = nullptr;
   expect_error(kv4_model_preset("v5", &none), KV4_BAD_ARGUMENT, "v5");

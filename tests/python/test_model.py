@@ -16,6 +16,15 @@ def test_presets_and_schedule():
     assert [row.role for row in schedule[2].rows] == [kv4.RowRole.entry, kv4.RowRole.index_key]
 
 
+def test_v41_config_and_schedule():
+    config = kv4.model_preset("v4.1-flash")
+    assert config.shares_entries() and config.sharing.owners == [2, 8, 14, 20] and config.sharing.candidate_source == 20
+    assert config.engram.layers == [1, 14] and config.draft_targets == [37, 38, 39]
+    schedule = kv4.layer_schedule(config, draft_layers=3)
+    assert (len(schedule), schedule[25].kind, schedule[25].ranker) == (43, kv4.LayerKind.shared, 24)
+    assert [row.owner_layer for row in schedule[24].rows] == [20, 20] and schedule[24].candidate_source == 20
+
+
 def test_config_files(tmp_path):
     config = {"model_type": "deepseek_v4", "num_hidden_layers": 2, "compress_ratios": [0, 4], "head_dim": 512}
     path = tmp_path / "config.json"
