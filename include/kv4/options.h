@@ -11,8 +11,9 @@
 
 namespace kv4 {
 
-/// Number formats of stored rows (docs/formats.md). Rows take the first three, index keys the last four.
-enum class Format : std::uint8_t { fp8_tile64, fp8_row, bf16, mxfp4, nvfp4, fp8 };
+/// Number formats of stored rows (docs/formats.md). Rows take fp8_tile64, fp8_row, bf16, and V4.1's fp8_tile32 and
+/// nvfp4_row; index keys take bf16, mxfp4, nvfp4 and fp8.
+enum class Format : std::uint8_t { fp8_tile64, fp8_row, bf16, mxfp4, nvfp4, fp8, fp8_tile32, nvfp4_row };
 /// The open HCA span is kept in one of two ways: folded into an accumulator, or as raw rows.
 enum class HcaMode : std::uint8_t { online, raw };
 /// The order of pages in the pool: by block, then layer, or by layer, then block.

@@ -38,7 +38,8 @@ void def_enum(Class& record, const char* name, const char* doc = "") {
 void bind_options(nb::module_& m) {
   bind_names<DType>(m, "DType");
   bind_names<Format>(m, "Format",
-                     "Number formats of stored rows. Rows take the first three, index keys the last four.");
+                     "Number formats of stored rows. Rows take fp8_tile64, fp8_row, bf16, fp8_tile32 and nvfp4_row,\n"
+                     "index keys bf16, mxfp4, nvfp4 and fp8.");
   bind_names<HcaMode>(m, "HcaMode");
   bind_names<Arrangement>(m, "Arrangement");
   bind_names<EvictionKind>(m, "EvictionKind");

@@ -31,6 +31,9 @@ void check_format(Format format, bool for_keys, int quantised) {
   require(for_keys ? info.for_keys : info.for_rows, ErrorCode::bad_config, "format {} is not for {}; use {}",
           to_string(info.format), for_keys ? "index keys" : "rows",
           for_keys ? "mxfp4, nvfp4, fp8 or bf16" : "fp8_tile64, fp8_row or bf16");
+  require(info.has_operations, ErrorCode::bad_config,
+          "format {} can be encoded and decoded, caches do not keep it yet; use fp8_tile64, fp8_row or bf16",
+          to_string(info.format));
   require(quantised % info.tile == 0, ErrorCode::bad_config,
           "format {} quantises {} channels at a time and cannot tile {}; use {}", to_string(info.format), info.tile,
           quantised, for_keys ? "fp8 or bf16 index keys" : "fp8_row or bf16 rows");
