@@ -192,7 +192,7 @@ typedef struct kv4_cache kv4_cache;
 /* kv4::CacheOptions, field by field. */
 typedef struct kv4_cache_options {
   size_t size;
-  const char* row_format;   /* "fp8_tile64", "fp8_row", "bf16" */
+  const char* row_format;   /* "fp8_tile64", "fp8_row", "bf16", "fp8_tile32", "nvfp4_row"; "": the model's own */
   const char* index_format; /* "mxfp4", "nvfp4", "fp8", "bf16" */
   const char* hca_mode;     /* "online", "raw" */
   const char* arrangement;  /* "block_major", "layer_major" */
@@ -222,6 +222,8 @@ typedef struct kv4_cache_options {
   int64_t replay_tokens;
   const int64_t* tenant_shares; /* [num_tenants]; NULL: one tenant without a share */
   int32_t num_tenants;
+  const char* window_format; /* of window rows alone; "": row_format */
+  const char* entry_format;  /* of entries alone; "": row_format */
 } kv4_cache_options;
 
 /* The bytes that a cache allocates: kv4::MemoryPlan. */

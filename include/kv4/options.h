@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -43,12 +44,15 @@ KV4_API DType parse_pending_dtype(std::string_view name);
 
 /// Formats, layout and sizes of a cache.
 struct CacheOptions {
-  // Formats.
-  Format row_format = Format::fp8_tile64;  // window rows and entries: fp8_tile64, fp8_row, bf16
-  Format index_format = Format::mxfp4;     // index keys: mxfp4, nvfp4, fp8, bf16
-  bool hadamard = true;                    // transform index keys before they are quantised
-  float index_global_scale = 1.0f;         // nvfp4's second scale, stored in every page
-  DType pending_dtype = DType::f32;        // f32 or bf16: compressor inputs are rounded to it before any use
+  // Formats. Rows without one have the model's own: of V4 fp8_tile64, of V4.1 fp8_tile32 (windows) and nvfp4_row
+  // (entries). A schema has them filled in, row_format where both are the same.
+  std::optional<Format> row_format;     // window rows and entries: fp8_tile64, fp8_row, bf16, fp8_tile32, nvfp4_row
+  std::optional<Format> window_format;  // window rows, whatever row_format is
+  std::optional<Format> entry_format;   // entries, whatever row_format is
+  Format index_format = Format::mxfp4;  // index keys: mxfp4, nvfp4, fp8, bf16
+  bool hadamard = true;                 // transform V4's index keys before they are quantised; V4.1's never are
+  float index_global_scale = 1.0f;      // nvfp4's second scale, stored in every page
+  DType pending_dtype = DType::f32;     // f32 or bf16: compressor inputs are rounded to it before any use
 
   // Layout. None of these changes an exported byte.
   HcaMode hca_mode = HcaMode::online;

@@ -146,7 +146,7 @@ def test_completion():
         assert "--html" in complete("kv4", "plan", "--context", "1M", "--h"), complete("kv4", "plan", "--h")
         equal(complete("kv4", "session", "inspect", "--js"), ["--json"])
         # Values of the option before; files, by default, where it takes anything.
-        equal(complete("kv4", "plan", "--model", ""), ["v4-flash", "v4-pro"])
+        equal(complete("kv4", "plan", "--model", ""), ["v4-flash", "v4-pro", "v4.1-flash"])
         equal(complete("kv4", "plan", "--rows", "b"), ["bf16"])
         equal(complete("kv4", "replay", "--policy", ""), ["lru", "s3fifo", "density"])
         equal(complete("kv4", "replay", "--snapshots", "c"), ["checkpoint"])
@@ -179,13 +179,13 @@ def test_completion_in_zsh_and_fish():
         assert "plan" in zsh("kv4", "pl") and "--html" not in zsh("kv4", "pl")
         assert "--html" in zsh("kv4", "plan", "--context", "1M", "--h")
         assert "verify" in zsh("kv4", "store", "") and "plan" not in zsh("kv4", "store", "")
-        equal(zsh("kv4", "plan", "--model", ""), ["v4-flash", "v4-pro"])
+        equal(zsh("kv4", "plan", "--model", ""), ["v4-flash", "v4-pro", "v4.1-flash"])
         script.write_text(ok("completion", "fish").stdout)
         fish = lambda line: run("fish", "-N", "-c", f"source {script}; complete -C '{line}'")
         equal(fish("kv4 pl"), ["plan"])
         equal(fish("kv4 store ver"), ["verify"])
         equal(fish("kv4 plan --ht"), ["--html"])
-        equal(fish("kv4 plan --model v"), ["v4-flash", "v4-pro"])
+        equal(fish("kv4 plan --model v"), ["v4.1-flash", "v4-flash", "v4-pro"])
         equal(fish("kv4 replay --policy s"), ["s3fifo"])
 
 
