@@ -49,7 +49,9 @@ float read_ue8m0(std::byte byte) { return static_cast<float>(std::ldexp(1.0, sta
 float scale_of(Format format, const std::byte* scale, int c, float global) {
   switch (format) {
     case Format::fp8_tile64: return read_ue8m0(scale[c / 64]);
+    case Format::fp8_tile32:
     case Format::mxfp4: return read_ue8m0(scale[c / 32]);
+    case Format::nvfp4_row: return read_e4m3(static_cast<std::uint8_t>(scale[c / 16])).value;
     case Format::nvfp4: return read_e4m3(static_cast<std::uint8_t>(scale[c / 16])).value * global;
     case Format::fp8_row:
     case Format::fp8: return read_f32(scale);
@@ -98,7 +100,8 @@ double frequency(const RopeSpec& rope, int dim, int i) {
 
 PlainRow decode_plain(const RowSchema& row, const std::byte* payload, const std::byte* scale, float global) {
   PlainRow out;
-  const bool quantised = row.format != Format::bf16, fp4 = row.format == Format::mxfp4 || row.format == Format::nvfp4;
+  const bool quantised = row.format != Format::bf16,
+             fp4 = row.format == Format::mxfp4 || row.format == Format::nvfp4 || row.format == Format::nvfp4_row;
   const int head = quantised ? row.width - row.tail : 0;
   for (int c = 0; c < row.width; ++c) {
     Coded coded;

@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <optional>
 
 #include "checks/sizes.h"
 #include "codec/codec.h"
@@ -31,11 +32,11 @@ std::vector<std::string> format_names(Fits&& fits) {
 }  // namespace
 
 void add_flags(CLI::App& app, ModelFlags& flags) {
-  auto* model = app.add_option("--model", flags.model, "v4-flash or v4-pro")
+  auto* model = app.add_option("--model", flags.model, "v4-flash, v4-pro or v4.1-flash")
                     ->capture_default_str()
                     ->type_name("NAME")
                     ->group("Model");
-  take_one_of(*model, {"v4-flash", "v4-pro"});
+  take_one_of(*model, {"v4-flash", "v4-pro", "v4.1-flash"});
   app.add_option("--config", flags.config, "a Hugging Face config.json instead")
       ->type_name("FILE")
       ->excludes(model)
@@ -50,13 +51,15 @@ void add_flags(CLI::App& app, FormatFlags& flags) {
   const std::string group = "Formats";
   const auto named = [&](const char* name, std::string& value, const std::string& what,
                          const std::vector<std::string>& values) {
-    CLI::Option* option = app.add_option(name, value, what + ": " + list_words(values))
-                              ->capture_default_str()
-                              ->type_name("NAME")
-                              ->group(group);
+    CLI::Option* option =
+        app.add_option(name, value, what + ": " + list_words(values))->type_name("NAME")->group(group);
+    if (!value.empty()) option->capture_default_str();
     take_one_of(*option, values);
   };
-  named("--rows", flags.rows, "window rows and entries", format_names([](const auto& f) { return f.for_rows; }));
+  const std::vector<std::string> rows = format_names([](const auto& f) { return f.for_rows; });
+  named("--rows", flags.rows, "window rows and entries, where not the model's own", rows);
+  named("--window-rows", flags.window_rows, "window rows alone", rows);
+  named("--entry-rows", flags.entry_rows, "entries alone", rows);
   named("--keys", flags.keys, "index keys", format_names([](const auto& f) { return f.for_keys; }));
   app.add_flag("--no-hadamard", flags.no_hadamard, "keep index keys as they are before quantising")->group(group);
   named("--pending", flags.pending, "compressor rows that wait", {to_string(DType::f32), to_string(DType::bf16)});
@@ -77,7 +80,12 @@ void add_flags(CLI::App& app, FormatFlags& flags) {
 }
 
 void apply(const FormatFlags& flags, CacheOptions& options) {
-  options.row_format = parse_format(flags.rows);
+  const auto row_format = [](const std::string& name) {
+    return name.empty() ? std::nullopt : std::optional(parse_format(name));
+  };
+  options.row_format = row_format(flags.rows);
+  options.window_format = row_format(flags.window_rows);
+  options.entry_format = row_format(flags.entry_rows);
   options.index_format = parse_format(flags.keys);
   options.hadamard = !flags.no_hadamard;
   options.pending_dtype = parse_pending_dtype(flags.pending);
@@ -88,11 +96,19 @@ void apply(const FormatFlags& flags, CacheOptions& options) {
   options.max_rewind_tokens = static_cast<int>(parse_count(flags.rewind, "--rewind", 0, kMaxCount));
 }
 
-std::string describe_formats(const CacheOptions& options) {
-  return fmt::format("rows {}, index keys {}{}, pending {}, HCA {}, {}, rewind {}", to_string(options.row_format),
+std::string describe_rows(const CacheOptions& options) {
+  if (options.row_format) return to_string(*options.row_format);
+  return fmt::format("{} (windows) and {} (entries)", to_string(*options.window_format),
+                     to_string(*options.entry_format));
+}
+
+std::string describe_formats(const CacheSchema& schema) {
+  const CacheOptions& options = schema.options;
+  const std::string hca =
+      schema.config.shares_entries() ? "" : fmt::format("HCA {}, ", to_string(options.hca_mode));
+  return fmt::format("rows {}, index keys {}{}, pending {}, {}{}, rewind {}", describe_rows(options),
                      to_string(options.index_format), options.hadamard ? " + Hadamard" : "",
-                     to_string(options.pending_dtype), to_string(options.hca_mode), to_string(options.arrangement),
-                     options.max_rewind_tokens);
+                     to_string(options.pending_dtype), hca, to_string(options.arrangement), options.max_rewind_tokens);
 }
 
 }  // namespace kv4::cli

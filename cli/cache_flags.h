@@ -5,6 +5,7 @@
 
 #include "kv4/model_config.h"
 #include "kv4/options.h"
+#include "kv4/schema.h"
 
 namespace CLI {
 class App;
@@ -21,7 +22,7 @@ ModelConfig read_model(const ModelFlags& flags);
 
 /// Formats and layout; sizes are the commands' own.
 struct FormatFlags {
-  std::string rows = "fp8_tile64";
+  std::string rows, window_rows, entry_rows;  // empty: the model's own
   std::string keys = "mxfp4";
   bool no_hadamard = false;
   std::string pending = "f32";
@@ -36,6 +37,8 @@ void add_flags(CLI::App& app, FormatFlags& flags);
 void apply(const FormatFlags& flags, CacheOptions& options);
 
 /// "rows fp8_tile64, keys mxfp4 + Hadamard, ..."
-std::string describe_formats(const CacheOptions& options);
+std::string describe_formats(const CacheSchema& schema);
+/// "fp8_tile64", or window rows and entries where they differ.
+std::string describe_rows(const CacheOptions& options);
 
 }  // namespace kv4::cli

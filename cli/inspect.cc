@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "cache_flags.h"
 #include "checks/sizes.h"
 #include "checks/table.h"
 #include "commands.h"
@@ -206,7 +207,7 @@ void print_json(const SessionContents& contents, const Inspection& inspection, c
               {"lengths", contents.lengths},
               {"weights_id", contents.weights_id},
               {"missing_blocks", contents.missing_blocks},
-              {"rows", to_string(contents.schema.options.row_format)},
+              {"rows", describe_rows(contents.schema.options)},
               {"keys", to_string(contents.schema.options.index_format)},
               {"parts", rows}};
   if (subject.saved) {
@@ -224,7 +225,7 @@ void print_json(const SessionContents& contents, const Inspection& inspection, c
 
 void print_text(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
   fmt::print("{}: {} tokens, rows {}, keys {}, weights '{}'\n", subject.title, group_digits(contents.lengths[0]),
-             to_string(contents.schema.options.row_format), to_string(contents.schema.options.index_format),
+             describe_rows(contents.schema.options), to_string(contents.schema.options.index_format),
              printable(contents.weights_id));
   if (subject.saved) fmt::print("{}\n", describe(contents.protection, contents.authentic));
   if (const auto& r = subject.running)

@@ -75,6 +75,9 @@ std::string count_layers(const ModelConfig& config) {
   if (const auto n = count(LayerKind::csa))
     out += fmt::format(", {} CSA (an entry per {} tokens)", n, config.csa_ratio);
   if (const auto n = count(LayerKind::hca)) out += fmt::format(", {} HCA (an entry per {})", n, config.hca_ratio);
+  if (const auto n = count(LayerKind::shared))
+    out += fmt::format(", {} that read entries of {} owners by {} lists", n, config.sharing.owners.size(),
+                       config.sharing.index_sources.size());
   return out;
 }
 
@@ -102,6 +105,19 @@ void print_per_request(const PlanFigures& figures) {
   if (figures.plan.draft_bytes_per_request > 0)
     table.row({"its draft stages", "", group_digits(figures.plan.draft_bytes_per_request)});
   table.row({"paper's count (windows)", "", group_digits(figures.paper.window_bytes_per_request)});
+  fmt::print("{}", table.str());
+}
+
+void print_boundaries(const PlanFigures& figures) {
+  if (figures.boundaries.empty()) return;
+  fmt::print("\nImage of a request\n");
+  Table images("lr", {"length", "bytes"});
+  for (const ImageFigures& image : figures.images) images.row({image.length, group_digits(image.bytes)});
+  fmt::print("{}\nTo resume at a block boundary, beside its blocks\n", images.str());
+  Table table("lrrrr", {"with", "bytes", "token ids", "tokens again", "token-layers"});
+  for (const BoundaryFigures& boundary : figures.boundaries)
+    table.row({boundary.name, group_digits(boundary.bytes), group_digits(boundary.token_ids),
+               group_digits(boundary.replayed), group_digits(boundary.token_layers)});
   fmt::print("{}", table.str());
 }
 
@@ -205,7 +221,7 @@ nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish,
     state.push_back({{"name", part.name}, {"layers", part.layers}, {"bytes", part.bytes}});
   nlohmann::ordered_json out = {{"model", schema.config.name},
                                 {"layers", schema.layers.size()},
-                                {"formats", describe_formats(schema.options)},
+                                {"formats", describe_formats(schema)},
                                 {"context", schema.options.max_context},
                                 {"requests", schema.options.max_requests},
                                 {"block_tokens", schema.block_tokens},
@@ -222,6 +238,19 @@ nlohmann::ordered_json to_json(const PlanFigures& figures, const PlanWish& wish,
   out["paper"] = {{"bytes_per_token", figures.paper.bytes_per_token},
                   {"window_bytes_per_request", figures.paper.window_bytes_per_request},
                   {"total_bytes", figures.paper.bytes(schema.options.max_requests, schema.options.max_context)}};
+  if (!figures.boundaries.empty()) {
+    nlohmann::ordered_json images = nlohmann::ordered_json::array(), boundaries = images;
+    for (const ImageFigures& image : figures.images)
+      images.push_back({{"length", image.length}, {"bytes", image.bytes}});
+    for (const BoundaryFigures& boundary : figures.boundaries)
+      boundaries.push_back({{"name", boundary.name},
+                            {"bytes", boundary.bytes},
+                            {"token_ids", boundary.token_ids},
+                            {"replayed_tokens", boundary.replayed},
+                            {"token_layers", boundary.token_layers}});
+    out["images"] = images;
+    out["boundaries"] = boundaries;
+  }
   out["tier_protection"] = to_string(protection);
   out["gpus"] = machine.gpus;
   out["weights_bytes"] =
@@ -247,9 +276,10 @@ void run_plan(const PlanFlags& flags) {
     return;
   }
   fmt::print("{}: {}, window {}\n{}\n", wish.config.name.empty() ? "model" : wish.config.name,
-             count_layers(wish.config), wish.config.window, describe_formats(figures.schema.options));
+             count_layers(wish.config), wish.config.window, describe_formats(figures.schema));
   print_per_token(figures);
   print_per_request(figures);
+  print_boundaries(figures);
   print_cache(figures);
   if (protection == Protection::none)
     fmt::print("\nTiers: {}\n(--key-file, docs/security.md)\n", kNoKeyText);

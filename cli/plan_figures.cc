@@ -7,6 +7,7 @@
 
 #include "checks/sizes.h"
 #include "kv4/error.h"
+#include "kv4/state_cache_pool.h"
 
 namespace kv4::cli {
 
@@ -17,18 +18,16 @@ namespace {
 constexpr std::int64_t kMaxRequests = 1 << 16;
 constexpr std::int64_t kPlaneAlignment = 64;
 
-const char* upper_name(LayerKind kind) {
-  return kind == LayerKind::swa ? "SWA" : kind == LayerKind::csa ? "CSA" : "HCA";
-}
-
 std::int64_t aligned(std::int64_t bytes) { return (bytes + kPlaneAlignment - 1) / kPlaneAlignment * kPlaneAlignment; }
 
 std::vector<RowFigures> row_figures(const CacheSchema& schema) {
   std::vector<RowFigures> out;
   for (const LayerCacheSchema& layer : schema.layers) {
     for (const PageSchema& page : layer.pages) {
-      const std::string name = fmt::format("{} {}", upper_name(layer.spec.kind),
-                                           page.kind.role == RowRole::entry ? "entries" : "index keys");
+      const std::string kind = layer.spec.kind == LayerKind::shared ? fmt::format("ratio {}", page.kind.ratio)
+                                                                     : to_string(layer.spec.kind);
+      const std::string name =
+          fmt::format("{} {}", kind, page.kind.role == RowRole::entry ? "entries" : "index keys");
       auto found = std::find_if(out.begin(), out.end(), [&](const RowFigures& row) { return row.name == name; });
       if (found == out.end()) found = out.insert(out.end(), {name, 0, page.rows_per_block, page.row.bytes(), 0});
       ++found->layers;
@@ -41,7 +40,7 @@ std::vector<RowFigures> row_figures(const CacheSchema& schema) {
 std::vector<StateFigures> state_figures(const CacheSchema& schema) {
   std::vector<StateFigures> out;
   const auto add = [&](const LayerCacheSchema& layer, const char* part, std::int64_t bytes) {
-    const std::string name = fmt::format("{} {}", layer.spec.group > 0 ? "draft" : upper_name(layer.spec.kind), part);
+    const std::string name = fmt::format("{} {}", layer.spec.group > 0 ? "draft" : to_string(layer.spec.kind), part);
     auto found = std::find_if(out.begin(), out.end(), [&](const StateFigures& state) { return state.name == name; });
     if (found == out.end()) found = out.insert(out.end(), {name, 0, 0});
     ++found->layers;
@@ -85,6 +84,42 @@ PaperCount paper_count(const ModelConfig& config, const CacheSchema& chosen) {
   } catch (const Error&) {
     return count_rows(chosen);  // widths those formats cannot tile
   }
+}
+
+std::vector<ImageFigures> image_figures(const CacheSchema& schema) {
+  const std::int64_t window = schema.config.window, even = window + window % 2;
+  if (schema.options.max_context <= even) return {};
+  const auto bytes = [&](std::int64_t length) {
+    return image_bytes(schema, std::vector<std::int64_t>(static_cast<std::size_t>(schema.num_groups), length));
+  };
+  const auto lengths = [](std::int64_t first) { return fmt::format("{}, {}, ...", first, first + 2); };
+  return {{"1", bytes(1)}, {lengths(even), bytes(even)}, {lengths(even + 1), bytes(even + 1)}};
+}
+
+/// Layer L needs window rows of the last window + (window - 1) * (layers behind L) tokens: its queries reach so far.
+std::int64_t replayed_tokens(const ModelConfig& config, int layer) {
+  return config.window + std::int64_t{config.window - 1} * (config.num_layers - 1 - layer);
+}
+
+std::vector<BoundaryFigures> boundary_figures(const CacheSchema& schema) {
+  const ModelConfig& config = schema.config;
+  std::int64_t image = 0, encoder = 0, token_layers = 0;
+  const int decoder = config.sharing.owners.empty() ? config.num_layers : config.sharing.owners.back();
+  for (const LayerCacheSchema& layer : schema.layers) {
+    const std::int64_t window = std::int64_t{config.window} * layer.window.row.bytes();
+    image += window;
+    if (layer.spec.layer < decoder) encoder += window;
+    if (layer.spec.group == 0) token_layers += replayed_tokens(config, layer.spec.layer);
+  }
+  const std::int64_t hashed = config.engram.layers.empty() ? 0 : config.engram.max_ngram - 1;
+  std::int64_t exact_ids = replayed_tokens(config, 0);
+  for (const int layer : config.engram.layers)
+    exact_ids = std::max(exact_ids, replayed_tokens(config, layer) + hashed);
+  return {{"image", image, hashed, 0, 0},
+          {"encoder image", encoder, hashed, 0, 0},
+          {"exact replay", 0, exact_ids, replayed_tokens(config, 0), token_layers},
+          {"bounded replay", 0, config.window + hashed, config.window,
+           std::int64_t{config.window} * config.num_layers}};
 }
 
 CacheSchema sized_schema(const PlanWish& wish, std::int64_t requests, std::int64_t context) {
@@ -180,6 +215,10 @@ PlanFigures compute_plan(const PlanWish& wish) {
   out.rows = row_figures(out.schema);
   out.state = state_figures(out.schema);
   out.paper = paper_count(wish.config, out.schema);
+  if (wish.config.shares_entries()) {
+    out.images = image_figures(out.schema);
+    out.boundaries = boundary_figures(out.schema);
+  }
   return out;
 }
 

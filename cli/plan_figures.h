@@ -48,6 +48,21 @@ struct PaperCount {
   double bytes(std::int64_t requests, std::int64_t context) const;
 };
 
+/// Bytes of a V4.1 request's canonical image at some length.
+struct ImageFigures {
+  std::string length;  // "128, 130, ..."
+  std::int64_t bytes = 0;
+};
+
+/// A way to resume a V4.1 request at a block boundary H, with the blocks of [0, H).
+struct BoundaryFigures {
+  std::string name;
+  std::int64_t bytes = 0;         // beside the blocks
+  std::int64_t token_ids = 0;     // the last ones before H
+  std::int64_t replayed = 0;      // tokens that run again in the first layer
+  std::int64_t token_layers = 0;  // in all layers
+};
+
 struct Fit {
   std::int64_t requests = 0;  // 0: not even one
   std::int64_t context = 0;   // tokens of each
@@ -61,6 +76,8 @@ struct PlanFigures {
   std::vector<RowFigures> rows;
   std::vector<StateFigures> state;
   PaperCount paper;
+  std::vector<ImageFigures> images;         // V4.1
+  std::vector<BoundaryFigures> boundaries;  // V4.1
   std::optional<Fit> longest_context;  // with memory: what `requests` get each
   std::optional<Fit> most_requests;    // with memory: how many of `context`
 };

@@ -17,6 +17,8 @@ namespace {
 /// The part of the plan that a row or a part of the state belongs to.
 std::string part_of(const std::string& name) {
   if (name == "draft window") return "draft windows";
+  if (name.starts_with("ratio ") && name.ends_with(" entries")) return "entries";
+  if (name == "shared pending rows") return "pending rows";
   if (name.ends_with("window")) return "windows";
   if (name.ends_with("index keys")) return "index keys";
   if (name == "CSA pending rows") return "CSA pending";
@@ -90,7 +92,7 @@ std::string plan_page(const PlanFigures& figures, const Machine& machine) {
     state.bars.push_back(bar_of(part.name, static_cast<double>(part.bytes)));
   return open_page("kv4 plan") +
          fmt::format("<h1>The cache of {}</h1>\n<p>{}</p>\n", escape_html(name),
-                     escape_html(describe_formats(figures.schema.options))) +
+                     escape_html(describe_formats(figures.schema))) +
          table_of(figures, machine) + chart_hint() + "<div class=\"figures\">\n" + draw(whole(figures.plan)) +
          draw(parts) + draw(rows) + draw(state) + "</div>\n" + close_page();
 }

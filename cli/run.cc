@@ -139,7 +139,7 @@ void print_text(Scenario& scenario, const RunSettings& settings, const RunResult
   const CacheSchema& schema = scenario.manager().schema();
   fmt::print("{}: {} layers, {}\n{} requests and a fork, seed {}, {}\n\n",
              settings.config.name.empty() ? "model" : settings.config.name, schema.layers.size(),
-             describe_formats(schema.options), settings.requests + 1, settings.seed, describe_device(settings));
+             describe_formats(schema), settings.requests + 1, settings.seed, describe_device(settings));
   Table memory("lrr", {"bytes", "planned", "held"});
   for (const Part& part : result.parts) {
     if (part.name == "total") memory.rule();
@@ -186,7 +186,7 @@ nlohmann::ordered_json to_json(Scenario& scenario, const RunSettings& settings, 
                                 {"interrupted", interrupted()},
                                 {"model", settings.config.name},
                                 {"layers", scenario.manager().schema().layers.size()},
-                                {"formats", describe_formats(scenario.manager().schema().options)},
+                                {"formats", describe_formats(scenario.manager().schema())},
                                 {"seed", settings.seed},
                                 {"device", settings.device},
                                 {"threads", settings.threads},

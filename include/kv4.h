@@ -131,8 +131,14 @@ typedef struct kv4_managed_tensor {
 /* The model as its cache sees it. */
 typedef struct kv4_model kv4_model;
 
-/* The rows that a layer keeps: a window; window, entries and index keys; window and entries. */
-typedef enum kv4_layer_kind { KV4_LAYER_KIND_SWA = 0, KV4_LAYER_KIND_CSA = 1, KV4_LAYER_KIND_HCA = 2 } kv4_layer_kind;
+/* The rows of a layer: a window; window, entries and index keys; window and entries; window, and entries of a layer that
+ * may be an earlier one (V4.1). */
+typedef enum kv4_layer_kind {
+  KV4_LAYER_KIND_SWA = 0,
+  KV4_LAYER_KIND_CSA = 1,
+  KV4_LAYER_KIND_HCA = 2,
+  KV4_LAYER_KIND_SHARED = 3
+} kv4_layer_kind;
 
 /* The numbers of a model: kv4::ModelConfig. */
 typedef struct kv4_model_info {
@@ -150,7 +156,7 @@ typedef struct kv4_model_info {
   int64_t max_positions;
 } kv4_model_info;
 
-KV4_C_API kv4_status kv4_model_preset(const char* name, kv4_model** out); /* "v4-flash", "v4-pro" */
+KV4_C_API kv4_status kv4_model_preset(const char* name, kv4_model** out); /* "v4-flash", "v4-pro", "v4.1-flash" */
 /* A Hugging Face config.json as text. */
 KV4_C_API kv4_status kv4_model_parse(const char* json, size_t length, kv4_model** out);
 KV4_C_API kv4_status kv4_model_load(const char* path, kv4_model** out); /* a Hugging Face config.json */
@@ -162,7 +168,7 @@ KV4_C_API void kv4_model_info_init(kv4_model_info* info, size_t size);
 KV4_C_API kv4_status kv4_model_get_info(const kv4_model* model, kv4_model_info* info);
 /* KV4_BAD_ARGUMENT for a layer that the model does not have. */
 KV4_C_API kv4_status kv4_model_layer_kind(const kv4_model* model, int32_t layer, kv4_layer_kind* out);
-/* Another model with these layers in their order: a stack of its own, for trials and tests. */
+/* Another model with these layers of V4 in their order: a stack of its own, for trials and tests. */
 KV4_C_API kv4_status kv4_model_with_layers(const kv4_model* model, const kv4_layer_kind* kinds, int32_t num_layers,
                                            kv4_model** out);
 
@@ -186,7 +192,7 @@ typedef struct kv4_cache kv4_cache;
 /* kv4::CacheOptions, field by field. */
 typedef struct kv4_cache_options {
   size_t size;
-  const char* row_format;   /* "fp8_tile64", "fp8_row", "bf16" */
+  const char* row_format;   /* "fp8_tile64", "fp8_row", "bf16", "fp8_tile32", "nvfp4_row"; "": the model's own */
   const char* index_format; /* "mxfp4", "nvfp4", "fp8", "bf16" */
   const char* hca_mode;     /* "online", "raw" */
   const char* arrangement;  /* "block_major", "layer_major" */
@@ -216,6 +222,8 @@ typedef struct kv4_cache_options {
   int64_t replay_tokens;
   const int64_t* tenant_shares; /* [num_tenants]; NULL: one tenant without a share */
   int32_t num_tenants;
+  const char* window_format; /* of window rows alone; "": row_format */
+  const char* entry_format;  /* of entries alone; "": row_format */
 } kv4_cache_options;
 
 /* The bytes that a cache allocates: kv4::MemoryPlan. */

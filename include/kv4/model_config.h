@@ -12,12 +12,13 @@ namespace kv4 {
 
 /// The rows that a layer keeps.
 enum class LayerKind : std::uint8_t {
-  swa,  // sliding window only
-  csa,  // window + one overlapping entry and one index key per csa_ratio tokens
-  hca,  // window + one entry per hca_ratio tokens
+  swa,     // sliding window only
+  csa,     // window + one overlapping entry and one index key per csa_ratio tokens
+  hca,     // window + one entry per hca_ratio tokens
+  shared,  // window + entries of an owner layer, itself or an earlier one, through a list (V4.1)
 };
 
-/// "SWA", "CSA", "HCA".
+/// "SWA", "CSA", "HCA", "shared".
 KV4_API const char* to_string(LayerKind kind);
 
 /// Rotary frequencies: theta, and YaRN scaling when `yarn` is set (without amplitude factor).
@@ -30,13 +31,31 @@ struct RopeSpec {
   double beta_slow = 1.0;
 };
 
+/// What DeepSeek-V4.1 has instead of CSA and HCA. Few layers own entries and index keys, few rank them; layer L reads
+/// the entries of the largest owner <= L, of which the largest index source <= L makes the list. Ids ascend.
+struct EntrySharing {
+  std::vector<int> ratios;         // [num_layers] tokens per entry: 1, 2, or 0 for a window only; empty: not V4.1
+  std::vector<int> owners;         // layers with a compressor, entries and index keys
+  std::vector<int> index_sources;  // layers that rank the keys of their owner; every owner is one
+  int candidate_source = -1;       // index sources behind it rank within the blocks that it keeps; -1: none
+  int candidate_block_size = 0;    // entries
+  int candidate_topk_blocks = 0;   // blocks that are kept
+};
+
+/// V4.1's hash of the last token ids. The cache holds neither tables nor hashes, but the ids are a request's state.
+struct Engram {
+  std::vector<int> layers;
+  int max_ngram = 0;  // token ids of the longest hash; a request keeps one less
+  std::int64_t pad_id = 0;
+};
+
 /// The numbers of a model that decide its cache. Widths are in channels, ratios in tokens per entry.
 struct ModelConfig {
   std::string name;
   int num_layers = 0;  // backbone layers
   int num_query_heads = 0;
   int head_dim = 0;  // width of a window row and of an entry; K = V
-  int rope_dim = 0;  // its last channels, rotated and kept bf16
+  int rope_dim = 0;  // its last channels, rotated; V4's row formats keep them bf16
   int window = 0;    // rows a query sees, itself included
   int index_heads = 0;
   int index_dim = 0;  // width of an index key
@@ -46,16 +65,24 @@ struct ModelConfig {
   double rms_eps = 1e-6;
   std::int64_t max_positions = 1 << 20;
   RopeSpec rope_main;            // SWA layers
-  RopeSpec rope_compress;        // CSA and HCA layers: q, window rows and entries alike
+  RopeSpec rope_compress;        // layers with entries: q, window rows and entries alike
   std::vector<LayerKind> kinds;  // [num_layers]
   int draft_hint = 0;            // draft stages the config lists after the backbone; never built unless asked for
+  EntrySharing sharing;            // V4.1
+  int draft_block = 0;             // V4.1: queries of a draft; 0: not told
+  std::vector<int> draft_targets;  // V4.1: the layers whose inputs a draft starts from
+  Engram engram;
+
+  /// Whether layers read entries of other layers: V4.1.
+  bool shares_entries() const { return !sharing.ratios.empty(); }
 };
 
-/// Throws Error(bad_config) naming the field, what it holds and what it may hold.
+/// Throws Error(bad_config) naming the field, what it holds and what it may hold. V4.1: the fields of `text_config`
+/// where there is one, in Hugging Face's spelling or in that of DeepSeek's own inference/config.json.
 KV4_API ModelConfig parse_model_config(std::string_view json);
 /// The same from a file.
 KV4_API ModelConfig load_model_config(const std::string& path);
-/// Presets: "v4-flash" and "v4-pro".
+/// Presets: "v4-flash", "v4-pro" and "v4.1-flash".
 KV4_API ModelConfig model_preset(std::string_view name);
 /// Checks every range. parse and preset results pass; call it on a config built by hand.
 KV4_API void validate(const ModelConfig& config);
@@ -69,15 +96,19 @@ struct RowKind {
   int ratio = 0;         // tokens per row
   bool overlap = false;  // pools the previous span's first-half columns too
   int width = 0;
-  int owner_layer = 0;  // the layer whose pages hold the rows (itself, for every V4 layer)
+  int owner_layer = 0;  // the layer whose pages hold the rows (itself, for every V4 layer; V4.1: or an earlier one)
 };
 
-/// A layer = a window + a list of row kinds: SWA none, HCA one, CSA two.
+/// A layer = a window + a list of row kinds that it reads: SWA none, HCA one, CSA two. V4.1: the entries of its owner,
+/// and of a layer that ranks also the owner's keys.
 struct LayerSpec {
   int layer = 0;  // index in the model; draft stages follow the backbone
   LayerKind kind = LayerKind::swa;
   int group = 0;  // 0 = backbone; draft stage d has group d + 1: each group has its own length
   std::vector<RowKind> rows;
+  int ranker = -1;            // the layer whose index list it reads; -1: none, it reads all its entries or has none
+  int candidate_source = -1;  // of a layer that ranks: itself where it picks the candidate blocks, the source that did
+                              // where it ranks within them; -1: it ranks all entries
 };
 
 /// All backbone layers, then `draft_layers` SWA-only draft stages.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -11,8 +12,9 @@
 
 namespace kv4 {
 
-/// Number formats of stored rows (docs/formats.md). Rows take the first three, index keys the last four.
-enum class Format : std::uint8_t { fp8_tile64, fp8_row, bf16, mxfp4, nvfp4, fp8 };
+/// Number formats of stored rows (docs/formats.md). Rows take fp8_tile64, fp8_row, bf16, and V4.1's fp8_tile32 and
+/// nvfp4_row; index keys take bf16, mxfp4, nvfp4 and fp8.
+enum class Format : std::uint8_t { fp8_tile64, fp8_row, bf16, mxfp4, nvfp4, fp8, fp8_tile32, nvfp4_row };
 /// The open HCA span is kept in one of two ways: folded into an accumulator, or as raw rows.
 enum class HcaMode : std::uint8_t { online, raw };
 /// The order of pages in the pool: by block, then layer, or by layer, then block.
@@ -42,12 +44,15 @@ KV4_API DType parse_pending_dtype(std::string_view name);
 
 /// Formats, layout and sizes of a cache.
 struct CacheOptions {
-  // Formats.
-  Format row_format = Format::fp8_tile64;  // window rows and entries: fp8_tile64, fp8_row, bf16
-  Format index_format = Format::mxfp4;     // index keys: mxfp4, nvfp4, fp8, bf16
-  bool hadamard = true;                    // transform index keys before they are quantised
-  float index_global_scale = 1.0f;         // nvfp4's second scale, stored in every page
-  DType pending_dtype = DType::f32;        // f32 or bf16: compressor inputs are rounded to it before any use
+  // Formats. Rows without one have the model's own: of V4 fp8_tile64, of V4.1 fp8_tile32 (windows) and nvfp4_row
+  // (entries). A schema has them filled in, row_format where both are the same.
+  std::optional<Format> row_format;     // window rows and entries: fp8_tile64, fp8_row, bf16, fp8_tile32, nvfp4_row
+  std::optional<Format> window_format;  // window rows, whatever row_format is
+  std::optional<Format> entry_format;   // entries, whatever row_format is
+  Format index_format = Format::mxfp4;  // index keys: mxfp4, nvfp4, fp8, bf16
+  bool hadamard = true;                 // transform V4's index keys before they are quantised; V4.1's never are
+  float index_global_scale = 1.0f;      // nvfp4's second scale, stored in every page
+  DType pending_dtype = DType::f32;     // f32 or bf16: compressor inputs are rounded to it before any use
 
   // Layout. None of these changes an exported byte.
   HcaMode hca_mode = HcaMode::online;

@@ -14,7 +14,7 @@
 
 namespace kv4 {
 
-/// One stored row: `width` channels, the last `tail` kept bf16 by the row formats. Payload and scale lie in separate
+/// One stored row: `width` channels, the last `tail` kept bf16 by V4's row formats. Payload and scale lie in separate
 /// planes.
 struct RowSchema {
   Format format = Format::bf16;
@@ -49,7 +49,7 @@ struct WindowSchema {
 };
 
 /// Compressor rows that wait for their entry, one per row kind. Ring row of position p at p mod rows: [kv | gate], each
-/// `columns` wide.
+/// `columns` wide. V4.1 has them for entries of ratio 2 only: 0 rows where an entry waits for nothing.
 struct PendingSchema {
   int columns = 0;  // overlap: 2 * width (next-entry columns, then own-entry columns), else width
   int rows = 0;
@@ -64,7 +64,7 @@ struct PendingSchema {
 struct LayerCacheSchema {
   LayerSpec spec;
   WindowSchema window;
-  std::vector<PageSchema> pages;       // one per row kind
+  std::vector<PageSchema> pages;       // one per row kind that the layer owns
   std::vector<PendingSchema> pending;  // beside them
 
   /// Ring rows kept of the own-entry (a) and of the next-entry (b) series of the main compressor; 0 where there is
@@ -105,7 +105,8 @@ struct BlockBudget {
   std::int64_t csa_entry_bytes = 0;  // of all blocks, by what they hold
   std::int64_t index_key_bytes = 0;
   std::int64_t hca_entry_bytes = 0;
-  std::int64_t bytes = 0;  // the sum
+  std::int64_t shared_entry_bytes = 0;  // V4.1's
+  std::int64_t bytes = 0;               // the sum
 };
 /// Throws Error(bad_argument) where a size overflows.
 KV4_API BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t requests, std::int64_t context);

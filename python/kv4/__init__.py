@@ -27,7 +27,7 @@ NO_REQUEST = -1
 __all__ = [
     "Admission", "ArgumentError", "Arrangement", "Backend", "BlockAllocator", "BlockBudget", "BlockEvent",
     "CacheOptions", "CacheSchema", "CacheStatistics", "CallTimes", "CanonicalImage", "ClassicalView", "ConfigError", "ContextBudget", "DType",
-    "DeviceFailureError", "Error", "EvictionKind", "FileError", "FlushStatus", "Format", "HcaMode", "HostMemory",
+    "DeviceFailureError", "Engram", "EntrySharing", "Error", "EvictionKind", "FileError", "FlushStatus", "Format", "HcaMode", "HostMemory",
     "IndexerView", "KVCacheManager", "LayerCacheHandle", "LayerCacheSchema", "LayerKind", "LayerSpec",
     "LogLevel", "LogRecord", "MemoryPart", "MemoryPlan", "ModelConfig", "NO_REQUEST", "NoDeviceError",
     "OutOfMemoryError", "PageLayout", "PageSchema", "PagedKVPool", "PendingSchema", "PreemptedRequest",

@@ -1,8 +1,10 @@
 // CacheOptions and PrefixOptions. Enum fields take the enum or its name.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
 #include <variant>
 
@@ -33,12 +35,28 @@ void def_enum(Class& record, const char* name, const char* doc = "") {
       doc);
 }
 
+/// The same of a format that may be None: the model's own.
+template <auto field, class Class>
+void def_row_format(Class& record, const char* name, const char* doc) {
+  record.def_prop_rw(
+      name, [](const CacheOptions& self) { return self.*field; },
+      [](CacheOptions& self, const std::optional<std::variant<Format, std::string>>& value) {
+        if (!value)
+          self.*field = std::nullopt;
+        else
+          self.*field = std::holds_alternative<Format>(*value) ? std::get<Format>(*value)
+                                                               : parse_format(std::get<std::string>(*value));
+      },
+      nb::for_setter(nb::arg("value").none()), doc);
+}
+
 }  // namespace
 
 void bind_options(nb::module_& m) {
   bind_names<DType>(m, "DType");
   bind_names<Format>(m, "Format",
-                     "Number formats of stored rows. Rows take the first three, index keys the last four.");
+                     "Number formats of stored rows. Rows take fp8_tile64, fp8_row, bf16, fp8_tile32 and nvfp4_row,\n"
+                     "index keys bf16, mxfp4, nvfp4 and fp8.");
   bind_names<HcaMode>(m, "HcaMode");
   bind_names<Arrangement>(m, "Arrangement");
   bind_names<EvictionKind>(m, "EvictionKind");
@@ -70,14 +88,19 @@ void bind_options(nb::module_& m) {
       m, "CacheOptions",
       "How a cache stores its rows, and how large it is. Enum attributes also take a name: row_format='bf16'.");
   def_keyword_init<CacheOptions>(options);
-  def_enum<&CacheOptions::row_format, parse_format>(options, "row_format",
-                                                    "window rows and entries: fp8_tile64, fp8_row, bf16");
+  def_row_format<&CacheOptions::row_format>(
+      options, "row_format",
+      "window rows and entries: fp8_tile64, fp8_row, bf16, fp8_tile32, nvfp4_row; None: the model's own");
+  def_row_format<&CacheOptions::window_format>(options, "window_format", "window rows alone; None: row_format");
+  def_row_format<&CacheOptions::entry_format>(options, "entry_format", "entries alone; None: row_format");
   def_enum<&CacheOptions::index_format, parse_format>(options, "index_format", "index keys: mxfp4, nvfp4, fp8, bf16");
   def_enum<&CacheOptions::pending_dtype, parse_pending_dtype>(options, "pending_dtype",
                                                               "of compressor inputs: f32 or bf16");
   def_enum<&CacheOptions::hca_mode, parse_hca_mode>(options, "hca_mode");
   def_enum<&CacheOptions::arrangement, parse_arrangement>(options, "arrangement");
-  options.def_rw("hadamard", &CacheOptions::hadamard, "transform index keys before they are quantised")
+  options
+      .def_rw("hadamard", &CacheOptions::hadamard,
+              "transform V4's index keys before they are quantised; V4.1's never are")
       .def_rw("index_global_scale", &CacheOptions::index_global_scale, "nvfp4's second scale")
       .def_rw("page_alignment", &CacheOptions::page_alignment, "bytes, a multiple of 64")
       .def_rw("block_tokens", &CacheOptions::block_tokens, "a multiple of every ratio; 0: chosen")

@@ -11,7 +11,7 @@ void bind_schema(nb::module_& m) {
   nb::class_<RowSchema>(m, "RowSchema", "One stored row; payload and scale lie in separate planes.")
       .def_ro("format", &RowSchema::format)
       .def_ro("width", &RowSchema::width, "channels")
-      .def_ro("tail", &RowSchema::tail, "the last of them, kept bf16 by the row formats")
+      .def_ro("tail", &RowSchema::tail, "the last of them, kept bf16 by V4's row formats")
       .def_ro("payload_bytes", &RowSchema::payload_bytes)
       .def_ro("scale_bytes", &RowSchema::scale_bytes)
       .def("bytes", &RowSchema::bytes);
@@ -42,7 +42,7 @@ void bind_schema(nb::module_& m) {
   nb::class_<LayerCacheSchema>(m, "LayerCacheSchema", "Sizes and strides of one layer.")
       .def_ro("spec", &LayerCacheSchema::spec)
       .def_ro("window", &LayerCacheSchema::window)
-      .def_ro("pages", &LayerCacheSchema::pages, "one per row kind")
+      .def_ro("pages", &LayerCacheSchema::pages, "one per row kind that the layer owns")
       .def_ro("pending", &LayerCacheSchema::pending, "beside them")
       .def("tail_buffer_size_a", &LayerCacheSchema::tail_buffer_size_a)
       .def("tail_buffer_size_b", &LayerCacheSchema::tail_buffer_size_b)
@@ -70,6 +70,7 @@ void bind_schema(nb::module_& m) {
       .def_ro("csa_entry_bytes", &BlockBudget::csa_entry_bytes)
       .def_ro("index_key_bytes", &BlockBudget::index_key_bytes)
       .def_ro("hca_entry_bytes", &BlockBudget::hca_entry_bytes)
+      .def_ro("shared_entry_bytes", &BlockBudget::shared_entry_bytes, "V4.1's")
       .def_ro("bytes", &BlockBudget::bytes, "the sum");
   m.def("compute_block_budget", &compute_block_budget, nb::arg("schema"), nb::arg("requests"), nb::arg("context"),
         "Blocks for `requests` of `context` tokens, and their bytes by what they hold.");

@@ -9,7 +9,8 @@ namespace {
 
 constexpr Named<Format> kFormats[] = {
     {Format::fp8_tile64, "fp8_tile64"}, {Format::fp8_row, "fp8_row"}, {Format::bf16, "bf16"},
-    {Format::mxfp4, "mxfp4"},           {Format::nvfp4, "nvfp4"},     {Format::fp8, "fp8"}};
+    {Format::mxfp4, "mxfp4"},           {Format::nvfp4, "nvfp4"},     {Format::fp8, "fp8"},
+    {Format::fp8_tile32, "fp8_tile32"}, {Format::nvfp4_row, "nvfp4_row"}};
 constexpr Named<DType> kDTypes[] = {{DType::f32, "f32"}, {DType::bf16, "bf16"}, {DType::i32, "i32"}, {DType::u8, "u8"}};
 constexpr Named<DType> kPendingDTypes[] = {{DType::f32, "f32"}, {DType::bf16, "bf16"}};
 constexpr Named<HcaMode> kHcaModes[] = {{HcaMode::online, "online"}, {HcaMode::raw, "raw"}};

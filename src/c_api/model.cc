@@ -33,6 +33,8 @@ kv4_status kv4_model_with_layers(const kv4_model* model, const kv4_layer_kind* k
                                  kv4_model** out) {
   return guarded([&] {
     kv4::ModelConfig config = require_set(model, "model").config;
+    kv4::require(!config.shares_entries(), kv4::ErrorCode::bad_argument,
+                 "{} is a model of V4.1, whose layers share entries; stacks are made of V4's layers", config.name);
     config.kinds.clear();
     for (const kv4_layer_kind kind : list(kinds, num_layers, "kinds")) {
       kv4::require(kind >= KV4_LAYER_KIND_SWA && kind <= KV4_LAYER_KIND_HCA, kv4::ErrorCode::bad_argument,
@@ -78,7 +80,8 @@ kv4_status kv4_model_layer_kind(const kv4_model* model, int32_t layer, kv4_layer
     const kv4::LayerKind kind = config.kinds[static_cast<std::size_t>(layer)];
     require_set(out, "out") = kind == kv4::LayerKind::swa   ? KV4_LAYER_KIND_SWA
                               : kind == kv4::LayerKind::csa ? KV4_LAYER_KIND_CSA
-                                                            : KV4_LAYER_KIND_HCA;
+                              : kind == kv4::LayerKind::hca ? KV4_LAYER_KIND_HCA
+                                                            : KV4_LAYER_KIND_SHARED;
   });
 }
 

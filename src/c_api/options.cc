@@ -1,5 +1,6 @@
 #include "c_api/options.h"
 
+#include <optional>
 #include <string_view>
 
 #include "c_api/handles.h"
@@ -10,7 +11,7 @@ kv4_cache_options cache_options_defaults() {
   const CacheOptions known;
   kv4_cache_options out{};
   out.size = sizeof(out);
-  out.row_format = to_string(known.row_format);
+  out.row_format = out.window_format = out.entry_format = "";
   out.index_format = to_string(known.index_format);
   out.hca_mode = to_string(known.hca_mode);
   out.arrangement = to_string(known.arrangement);
@@ -38,11 +39,22 @@ kv4_cache_options cache_options_defaults() {
   return out;
 }
 
+namespace {
+
+std::optional<Format> row_format(const char* name, const char* what) {
+  const std::string_view text = c_text(name, what);
+  return text.empty() ? std::nullopt : std::optional(parse_format(text));
+}
+
+}  // namespace
+
 CacheOptions cache_options(const kv4_cache_options* given) {
   CacheOptions out;
   if (given == nullptr) return out;
   const kv4_cache_options in = read_struct(given, cache_options_defaults(), "options");
-  out.row_format = parse_format(c_text(in.row_format, "options.row_format"));
+  out.row_format = row_format(in.row_format, "options.row_format");
+  out.window_format = row_format(in.window_format, "options.window_format");
+  out.entry_format = row_format(in.entry_format, "options.entry_format");
   out.index_format = parse_format(c_text(in.index_format, "options.index_format"));
   out.hca_mode = parse_hca_mode(c_text(in.hca_mode, "options.hca_mode"));
   out.arrangement = parse_arrangement(c_text(in.arrangement, "options.arrangement"));

@@ -15,6 +15,8 @@ constexpr FormatInfo kFormats[] = {
     {Format::mxfp4, false, true, Mxfp4::kGroup, false},
     {Format::nvfp4, false, true, Nvfp4::kGroup, true},
     {Format::fp8, false, true, 1, false},
+    {Format::fp8_tile32, true, false, Fp8Tile32::kTile, false, false, false},
+    {Format::nvfp4_row, true, false, Nvfp4Row::kGroup, false, false, false},
 };
 
 }  // namespace

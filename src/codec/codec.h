@@ -1,17 +1,21 @@
 // The table of all formats. A new format is one header beside this file, one line here and one table row in codec.cc.
 #pragma once
 
+#include <utility>
+
 #include "codec/bf16_row.h"
 #include "codec/fp8_key.h"
 #include "codec/fp8_row.h"
+#include "codec/fp8_tile32.h"
 #include "codec/fp8_tile64.h"
 #include "codec/mxfp4.h"
 #include "codec/nvfp4.h"
+#include "codec/nvfp4_row.h"
 #include "kv4/options.h"
 
 namespace kv4::codec {
 
-/// Calls f with the codec's type.
+/// Calls f with the codec's type: one of those that have operations. Kernels instantiate all of these.
 template <class F>
 KV4_HD auto with_codec(Format format, F&& f) {
   switch (format) {
@@ -21,8 +25,18 @@ KV4_HD auto with_codec(Format format, F&& f) {
     case Format::nvfp4: return f(Nvfp4{});
     case Format::fp8: return f(Fp8Key{});
     case Format::bf16: break;
+    case Format::fp8_tile32:
+    case Format::nvfp4_row: break;  // with_any_codec has them
   }
   return f(Bf16Row{});
+}
+
+/// The same of every format, on the host.
+template <class F>
+auto with_any_codec(Format format, F&& f) {
+  if (format == Format::fp8_tile32) return f(Fp8Tile32{});
+  if (format == Format::nvfp4_row) return f(Nvfp4Row{});
+  return with_codec(format, std::forward<F>(f));
 }
 
 struct FormatInfo {
@@ -31,6 +45,8 @@ struct FormatInfo {
   bool for_keys;    // index keys
   int tile;         // quantised channels must be a multiple of this
   bool has_global;  // one fp32 per page
+  bool has_tail = true;        // of a row: the rotated channels stay bf16
+  bool has_operations = true;  // caches can run with it, not only be planned
 };
 
 const FormatInfo& format_info(Format format);

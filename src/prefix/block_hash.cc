@@ -1,5 +1,6 @@
 #include "prefix/block_hash.h"
 
+#include <fmt/ranges.h>
 #include <openssl/evp.h>
 
 #include <bit>
@@ -89,6 +90,12 @@ Sha256 digest_config(const ModelConfig& c) {
       c.num_query_heads, c.head_dim, c.rope_dim, c.window, c.index_heads, c.index_dim, c.index_topk, c.csa_ratio,
       c.hca_ratio, c.rms_eps);
   for (const LayerKind kind : c.kinds) text += fmt::format(" {}", to_string(kind));
+  if (c.shares_entries()) {
+    const EntrySharing& sharing = c.sharing;
+    text += fmt::format("\nratios {}\nowners {}\nindex sources {}\ncandidates {} {} {}", fmt::join(sharing.ratios, " "),
+                        fmt::join(sharing.owners, " "), fmt::join(sharing.index_sources, " "),
+                        sharing.candidate_source, sharing.candidate_block_size, sharing.candidate_topk_blocks);
+  }
   return BlockHasher().digest(text);
 }
 

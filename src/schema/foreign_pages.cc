@@ -88,6 +88,9 @@ RowsView entry_rows(const CacheSchema& schema, int layer, RowRole role, std::spa
               .payload_at = page_at,
               .scale_at = page_at + page.scale_offset};
     }
+  for (const RowKind& kind : wanted.spec.rows)
+    require(kind.role != role, ErrorCode::bad_argument, "layer {} reads the {} of layer {}; take them from there",
+            layer, role == RowRole::entry ? "entries" : "index keys", kind.owner_layer);
   fail(ErrorCode::bad_argument, "layer {} is a {} layer and has no {}", layer, to_string(wanted.spec.kind),
        role == RowRole::entry ? "entries" : "index keys");
 }

@@ -46,7 +46,9 @@ void lay_out(const CacheSchema& schema, LengthOf&& length_of, RoomOf&& room_of, 
         part.previous_at = take((room_of(0) >= kind.ratio ? kind.ratio : 0) * pending.row_bytes / 2);
         part.open_at = take(part.open_count * pending.row_bytes);
       } else if (part.open_count > 0) {
-        part.open_at = take(std::int64_t{3} * kind.width * 4);
+        part.open_at = take(pending.acc_offset >= 0 ? std::int64_t{3} * kind.width * 4
+                                                    : std::min<std::int64_t>(part.open_count, pending.rows) *
+                                                          pending.row_bytes);
       }
       out.pending.push_back(part);
     }

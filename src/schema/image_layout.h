@@ -4,6 +4,7 @@
 //   for each owned layer, each row kind:
 //     overlap:  first-half kv and gate of the previous span's rows [ratio, 2 x width]   (if there is one)
 //               kv and gate of the open span's rows                [length mod ratio, 2 x columns]
+//     V4.1:     kv and gate of the open row [1, 2 x width]          (entries of ratio 2 at odd lengths)
 //     else:     max, denominator, numerator of the open span [3, width] fp32            (if it has rows)
 #pragma once
 

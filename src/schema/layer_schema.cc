@@ -30,10 +30,24 @@ void check_format(Format format, bool for_keys, int quantised) {
   const codec::FormatInfo& info = codec::format_info(format);
   require(for_keys ? info.for_keys : info.for_rows, ErrorCode::bad_config, "format {} is not for {}; use {}",
           to_string(info.format), for_keys ? "index keys" : "rows",
-          for_keys ? "mxfp4, nvfp4, fp8 or bf16" : "fp8_tile64, fp8_row or bf16");
+          for_keys ? "mxfp4, nvfp4, fp8 or bf16" : "fp8_tile64, fp8_row, bf16, fp8_tile32 or nvfp4_row");
   require(quantised % info.tile == 0, ErrorCode::bad_config,
           "format {} quantises {} channels at a time and cannot tile {}; use {}", to_string(info.format), info.tile,
           quantised, for_keys ? "fp8 or bf16 index keys" : "fp8_row or bf16 rows");
+}
+
+// Channels of a row that its format quantises.
+int quantised_channels(Format format, const ModelConfig& config) {
+  return config.head_dim - (codec::format_info(format).has_tail ? config.rope_dim : 0);
+}
+
+// The row formats that an option leaves open: of a wider option, or the model's own.
+void fill_in_formats(const ModelConfig& config, CacheOptions& o) {
+  const bool shares = config.shares_entries();
+  if (!o.window_format) o.window_format = o.row_format.value_or(shares ? Format::fp8_tile32 : Format::fp8_tile64);
+  if (!o.entry_format) o.entry_format = o.row_format.value_or(shares ? Format::nvfp4_row : Format::fp8_tile64);
+  o.row_format = o.window_format == o.entry_format ? o.window_format : std::nullopt;
+  o.hadamard = o.hadamard && !shares;
 }
 
 void check_options(const ModelConfig& config, const CacheOptions& o) {
@@ -58,9 +72,10 @@ void check_options(const ModelConfig& config, const CacheOptions& o) {
           "pending_dtype is {}; it must be f32 or bf16", to_string(o.pending_dtype));
   require(o.index_global_scale > 0.0f && o.index_global_scale <= 1e30f && o.index_global_scale >= 1e-30f,
           ErrorCode::bad_config, "index_global_scale is {}; it must be from 1e-30 to 1e30", o.index_global_scale);
-  check_format(o.row_format, false, config.head_dim - config.rope_dim);
+  for (const Format format : {*o.window_format, *o.entry_format})
+    check_format(format, false, quantised_channels(format, config));
   for (LayerKind kind : config.kinds) {
-    if (kind != LayerKind::csa) continue;
+    if (kind != LayerKind::csa && kind != LayerKind::shared) continue;
     check_format(o.index_format, true, config.index_dim);
     require(!o.hadamard || (config.index_dim & (config.index_dim - 1)) == 0, ErrorCode::bad_config,
             "the Hadamard transform needs a power of two, index_dim is {}; set hadamard = false", config.index_dim);
@@ -68,9 +83,10 @@ void check_options(const ModelConfig& config, const CacheOptions& o) {
   }
 }
 
-RowSchema row_schema(Format format, int width, int tail) {
+RowSchema row_schema(Format format, int width, int rotated) {
+  const int tail = codec::format_info(format).has_tail ? rotated : 0;
   const codec::RowShape shape{width, tail};
-  return codec::with_codec(format, [&](auto codec) -> RowSchema {
+  return codec::with_any_codec(format, [&](auto codec) -> RowSchema {
     return {format, width, tail, codec.payload_bytes(shape), codec.scale_bytes(shape)};
   });
 }
@@ -79,7 +95,7 @@ PageSchema page_schema(const ModelConfig& config, const CacheOptions& o, const R
   PageSchema page;
   page.kind = kind;
   const bool key = kind.role == RowRole::index_key;
-  page.row = row_schema(key ? o.index_format : o.row_format, kind.width, key ? 0 : config.rope_dim);
+  page.row = row_schema(key ? o.index_format : *o.entry_format, kind.width, key ? 0 : config.rope_dim);
   page.rows_per_block = block_tokens / kind.ratio;
   page.scale_offset = checked_mul(page.rows_per_block, page.row.payload_bytes, "page");
   std::int64_t bytes = page.scale_offset + checked_mul(page.rows_per_block, page.row.scale_bytes, "page");
@@ -101,10 +117,22 @@ std::int64_t place(std::int64_t& slot_bytes, std::int64_t bytes) {
 
 void place_window(const ModelConfig& config, const CacheOptions& o, LayerCacheSchema& layer, std::int64_t& slot_bytes) {
   WindowSchema& w = layer.window;
-  w.row = row_schema(o.row_format, config.head_dim, config.rope_dim);
+  w.row = row_schema(*o.window_format, config.head_dim, config.rope_dim);
   w.rows = config.window + o.max_rewind_tokens;
   w.payload_offset = place(slot_bytes, checked_mul(w.rows, w.row.payload_bytes, "window"));
   w.scale_offset = place(slot_bytes, checked_mul(w.rows, w.row.scale_bytes, "window"));
+}
+
+// V4.1 pools an entry of ratio 2 from two rows; one of ratio 1, and a key, which comes by entry, waits for nothing.
+PendingSchema place_shared_pending(const CacheOptions& o, const RowKind& kind, std::int64_t& slot_bytes) {
+  PendingSchema p;
+  p.dtype = o.pending_dtype;
+  if (kind.role == RowRole::index_key || kind.ratio == 1) return p;
+  p.columns = kind.width;
+  p.rows = kind.ratio + o.max_rewind_tokens;
+  p.row_bytes = std::int64_t{2} * p.columns * static_cast<std::int64_t>(element_bytes(p.dtype));
+  p.ring_offset = place(slot_bytes, checked_mul(p.rows, p.row_bytes, "pending rows"));
+  return p;
 }
 
 PendingSchema place_pending(const CacheOptions& o, const RowKind& kind, std::int64_t& slot_bytes) {
@@ -128,6 +156,19 @@ std::vector<LayerSpec> owned_layers(std::vector<LayerSpec> all, const std::vecto
     require(i == 0 || wanted[i] > wanted[i - 1], ErrorCode::bad_config,
             "layers[{}] is {} after {}; list each layer once, ascending", i, wanted[i], wanted[i ? i - 1 : 0]);
     out.push_back(all[wanted[i]]);
+  }
+  const auto owns = [&](int layer) { return std::binary_search(wanted.begin(), wanted.end(), layer); };
+  for (const LayerSpec& spec : out) {  // entries, lists and candidates do not cross from one cache to another
+    for (const RowKind& kind : spec.rows)
+      require(owns(kind.owner_layer), ErrorCode::bad_config,
+              "layers has {} without {}, whose entries it reads; cut a V4.1 model before an owner of entries",
+              spec.layer, kind.owner_layer);
+    require(spec.ranker < 0 || owns(spec.ranker), ErrorCode::bad_config,
+            "layers has {} without {}, whose index list it reads; cut a V4.1 model before an owner of entries",
+            spec.layer, spec.ranker);
+    require(spec.candidate_source < 0 || owns(spec.candidate_source), ErrorCode::bad_config,
+            "layers has {} without {}, within whose candidates it ranks; cut a V4.1 model before an owner of entries",
+            spec.layer, spec.candidate_source);
   }
   return out;
 }
@@ -153,6 +194,9 @@ void arrange_pages(CacheSchema& schema) {
     }
 }
 
+// What the title of a V4.1 layout says more than V4's.
+constexpr const char* kSharedEntriesWords = " shared entries";
+
 std::string describe_rope(const RopeSpec& r) {
   return fmt::format("{} {} {} {} {} {}", r.theta, r.yarn, r.factor, r.original_length, r.beta_fast, r.beta_slow);
 }
@@ -163,15 +207,17 @@ std::string describe_layout(const CacheSchema& s) {
   const ModelConfig& c = s.config;
   const CacheOptions& o = s.options;
   std::string text =
-      fmt::format("kv4 image 1\nhead {} rope {} window {} index {} eps {}\nropes {} / {}\n", c.head_dim, c.rope_dim,
-                  c.window, c.index_dim, c.rms_eps, describe_rope(c.rope_main), describe_rope(c.rope_compress));
-  text += fmt::format("rows {} keys {} hadamard {} global {} pending {} block {}\n", to_string(o.row_format),
-                      to_string(o.index_format), o.hadamard, o.index_global_scale, to_string(o.pending_dtype),
-                      s.block_tokens);
+      fmt::format("kv4 image 1{}\nhead {} rope {} window {} index {} eps {}\nropes {} / {}\n",
+                  c.shares_entries() ? kSharedEntriesWords : "", c.head_dim, c.rope_dim, c.window, c.index_dim,
+                  c.rms_eps, describe_rope(c.rope_main), describe_rope(c.rope_compress));
+  std::string rows = to_string(*o.window_format);
+  if (o.entry_format != o.window_format) rows += std::string("/") + to_string(*o.entry_format);
+  text += fmt::format("rows {} keys {} hadamard {} global {} pending {} block {}\n", rows, to_string(o.index_format),
+                      o.hadamard, o.index_global_scale, to_string(o.pending_dtype), s.block_tokens);
   for (const LayerCacheSchema& layer : s.layers) {
     text += fmt::format("layer {} group {}", layer.spec.layer, layer.spec.group);
-    for (const RowKind& kind : layer.spec.rows)
-      text += fmt::format(" [{} {} {}]", kind.ratio, kind.overlap, kind.width);
+    for (const PageSchema& page : layer.pages)
+      text += fmt::format(" [{} {} {}]", page.kind.ratio, page.kind.overlap, page.kind.width);
     text += '\n';
   }
   return text;
@@ -184,11 +230,13 @@ const LayerCacheSchema& CacheSchema::layer(int model_layer) const {
        model_layer, layers.size(), layers.front().spec.layer, layers.back().spec.layer);
 }
 
-CacheSchema build_schema(const ModelConfig& config, const CacheOptions& options) {
+CacheSchema build_schema(const ModelConfig& config, const CacheOptions& given) {
   CacheSchema schema;
   schema.config = config;
-  schema.options = options;
+  schema.options = given;
+  const CacheOptions& options = schema.options;
   const std::vector<LayerSpec> all = layer_schedule(config, options.draft_layers);
+  fill_in_formats(config, schema.options);
   check_options(config, options);
   schema.num_groups = 1 + options.draft_layers;
   schema.block_tokens = default_block_tokens(all, options.block_tokens);
@@ -201,8 +249,10 @@ CacheSchema build_schema(const ModelConfig& config, const CacheOptions& options)
     if (layer.spec.group == 0) place_window(config, options, layer, schema.slot_bytes);
   for (LayerCacheSchema& layer : schema.layers)
     for (const RowKind& kind : layer.spec.rows) {
+      if (kind.owner_layer != layer.spec.layer) continue;
       layer.pages.push_back(page_schema(config, options, kind, schema.block_tokens));
-      layer.pending.push_back(place_pending(options, kind, schema.slot_bytes));
+      layer.pending.push_back(config.shares_entries() ? place_shared_pending(options, kind, schema.slot_bytes)
+                                                      : place_pending(options, kind, schema.slot_bytes));
     }
   for (LayerCacheSchema& layer : schema.layers)
     if (layer.spec.group != 0) place_window(config, options, layer, schema.slot_bytes);

@@ -82,6 +82,8 @@ CacheSchema parse_layout(const std::string& text, std::int64_t max_context) {
   int version = 0;
   Words title = next();
   check(title.word("kv4").word("image").value(version));
+  require(title.name().empty(), ErrorCode::bad_file, "the layout has a line '{}'; this version reads layouts of V4",
+          shown(line));
   Words sizes = next();
   sizes.word("head").value(config.head_dim).word("rope").value(config.rope_dim).word("window").value(config.window);
   check(sizes.word("index").value(config.index_dim).word("eps").value(config.rms_eps));
@@ -94,7 +96,9 @@ CacheSchema parse_layout(const std::string& text, std::int64_t max_context) {
   formats.word("hadamard").value(options.hadamard).word("global").value(options.index_global_scale);
   const std::string pending = formats.word("pending").name();
   check(formats.word("block").value(options.block_tokens));
-  options.row_format = parse_format(shown(rows));
+  const std::size_t slash = std::min(rows.find('/'), rows.size());  // window rows / entries, where they differ
+  options.window_format = parse_format(shown(rows.substr(0, slash)));
+  options.entry_format = parse_format(shown(slash < rows.size() ? rows.substr(slash + 1) : rows));
   options.index_format = parse_format(shown(keys));
   options.pending_dtype = pending == to_string(DType::bf16) ? DType::bf16 : DType::f32;
 

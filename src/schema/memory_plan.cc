@@ -16,13 +16,14 @@ constexpr int kHeadroomPercent = 10;
 
 // The bytes of one block or one slot, by part.
 struct PartBytes {
-  std::int64_t csa_entries = 0, index_keys = 0, hca_entries = 0;                // of one block
-  std::int64_t windows = 0, csa_pending = 0, hca_state = 0, draft_windows = 0;  // of one slot
+  std::int64_t csa_entries = 0, index_keys = 0, hca_entries = 0, shared_entries = 0;  // of one block
+  std::int64_t windows = 0, csa_pending = 0, hca_state = 0, shared_pending = 0, draft_windows = 0;  // of one slot
 };
 
 PartBytes part_bytes(const CacheSchema& schema) {
   PartBytes out;
   const auto plane = [&](std::int64_t& part, std::int64_t bytes) { part += round_up(bytes, 64, "plane"); };
+  const bool shared = schema.config.shares_entries();
   for (const LayerCacheSchema& layer : schema.layers) {
     std::int64_t& windows = layer.spec.group == 0 ? out.windows : out.draft_windows;
     plane(windows, std::int64_t{layer.window.rows} * layer.window.row.payload_bytes);
@@ -31,24 +32,26 @@ PartBytes part_bytes(const CacheSchema& schema) {
       const PageSchema& page = layer.pages[k];
       const PendingSchema& pending = layer.pending[k];
       (page.kind.role == RowRole::index_key ? out.index_keys
+       : shared                             ? out.shared_entries
        : page.kind.overlap                  ? out.csa_entries
                                             : out.hca_entries) += page.page_bytes;
-      std::int64_t& part = page.kind.overlap ? out.csa_pending : out.hca_state;
+      std::int64_t& part = shared ? out.shared_pending : page.kind.overlap ? out.csa_pending : out.hca_state;
       if (pending.acc_offset >= 0) plane(part, std::int64_t{3} * page.kind.width * 4);
       plane(part, pending.rows * pending.row_bytes);
     }
   }
-  const std::int64_t sum = out.windows + out.csa_pending + out.hca_state + out.draft_windows;
+  const std::int64_t sum =
+      out.windows + out.csa_pending + out.hca_state + out.shared_pending + out.draft_windows;
   require(sum == schema.slot_bytes, ErrorCode::bad_state,
           "state slot parts add up to {} of {} bytes: a bug in kv4, please report it", sum, schema.slot_bytes);
   return out;
 }
 
-// One table for layers with a compressor, one for those without.
+// One table for layers with entries, one for those without.
 int num_rope_tables(const CacheSchema& schema) {
-  const auto compresses = [](const LayerCacheSchema& l) { return !l.pages.empty(); };
-  return std::any_of(schema.layers.begin(), schema.layers.end(), compresses) +
-         !std::all_of(schema.layers.begin(), schema.layers.end(), compresses);
+  const auto has_entries = [](const LayerCacheSchema& l) { return !l.spec.rows.empty(); };
+  return std::any_of(schema.layers.begin(), schema.layers.end(), has_entries) +
+         !std::all_of(schema.layers.begin(), schema.layers.end(), has_entries);
 }
 
 }  // namespace
@@ -141,6 +144,7 @@ BlockBudget compute_block_budget(const CacheSchema& schema, std::int64_t request
   out.csa_entry_bytes = checked_mul(out.blocks, parts.csa_entries, "block budget");
   out.index_key_bytes = checked_mul(out.blocks, parts.index_keys, "block budget");
   out.hca_entry_bytes = checked_mul(out.blocks, parts.hca_entries, "block budget");
+  out.shared_entry_bytes = checked_mul(out.blocks, parts.shared_entries, "block budget");
   out.bytes = checked_mul(out.blocks, schema.block_bytes, "block budget");
   return out;
 }
@@ -191,11 +195,13 @@ MemoryPlan plan_memory(const CacheSchema& schema) {
   const std::string blocks = fmt::format("{} blocks", o.num_blocks);
   const std::string requests = fmt::format("{} requests", o.max_requests);
   add("CSA entries", o.num_blocks, parts.csa_entries, blocks);
+  add("entries", o.num_blocks, parts.shared_entries, blocks);
   add("index keys", o.num_blocks, parts.index_keys, blocks);
   add("HCA entries", o.num_blocks, parts.hca_entries, blocks);
   add("windows", o.max_requests, parts.windows, requests);
   add("CSA pending", o.max_requests, parts.csa_pending, requests);
   add("HCA state", o.max_requests, parts.hca_state, requests);
+  add("pending rows", o.max_requests, parts.shared_pending, requests);
   add("draft windows", o.max_requests, parts.draft_windows, fmt::format("{}, {} stages", requests, o.draft_layers));
   add("spare slots", o.spare_slots, schema.slot_bytes,
       fmt::format("{} for requests in a step of more than {} of their tokens", o.spare_slots, o.max_rewind_tokens + 1));

@@ -1,92 +1,19 @@
 #include "kv4/model_config.h"
 
 #include <cmath>
-#include <nlohmann/json.hpp>
 #include <utility>
 
-#include "base/check.h"
 #include "base/input_file.h"
+#include "schema/config_fields.h"
+#include "schema/model_config_v41.h"
 
 namespace kv4 {
 namespace {
 
-using Json = nlohmann::json;
-
 constexpr std::int64_t kMaxConfigBytes = 1 << 20;
-constexpr int kMaxLayers = 4096;
-constexpr int kMaxWidth = 65536;
-constexpr int kMaxRatio = 1 << 20;
 constexpr const char* kSwaName = "sliding_attention";
 constexpr const char* kCsaName = "compressed_sparse_attention";
 constexpr const char* kHcaName = "heavily_compressed_attention";
-
-std::string clipped(const std::string& text) { return text.size() > 60 ? text.substr(0, 57) + "..." : text; }
-
-std::string shown(const Json& value) {
-  if (value.is_structured())
-    return fmt::format("{} of {} elements", value.is_array() ? "a list" : "an object", value.size());
-  return clipped(value.dump(-1, ' ', false, Json::error_handler_t::replace));
-}
-
-// Reads fields of one JSON object; `where` prefixes names in messages.
-class Fields {
- public:
-  Fields(const Json& object, std::string where) : object_(object), where_(std::move(where)) {}
-
-  bool has(const char* name) const { return object_.contains(name) && !object_.at(name).is_null(); }
-
-  const Json& get(const char* name) const {
-    require(has(name), ErrorCode::bad_config, "config field '{}{}' is missing; a DeepSeek-V4 config.json has it",
-            where_, name);
-    return object_.at(name);
-  }
-
-  std::int64_t integer(const char* name, std::int64_t low, std::int64_t high) const {
-    const Json& value = get(name);
-    const bool fits = value.is_number_unsigned() ? value.get<std::uint64_t>() <= static_cast<std::uint64_t>(INT64_MAX)
-                                                 : value.is_number_integer();
-    const std::int64_t number = fits ? value.get<std::int64_t>() : low - 1;
-    require(fits && number >= low && number <= high, ErrorCode::bad_config,
-            "config field '{}{}' is {}; it must be a whole number from {} to {}", where_, name, shown(value), low,
-            high);
-    return number;
-  }
-
-  int small(const char* name, int low, int high) const { return static_cast<int>(integer(name, low, high)); }
-
-  double real(const char* name, double low, double high) const {
-    const Json& value = get(name);
-    const double number = value.is_number() ? value.get<double>() : low - 1;
-    require(value.is_number() && number >= low && number <= high, ErrorCode::bad_config,
-            "config field '{}{}' is {}; it must be a number from {} to {}", where_, name, shown(value), low, high);
-    return number;
-  }
-
-  const Json& array(const char* name) const {
-    const Json& value = get(name);
-    require(value.is_array(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be a list", where_, name,
-            shown(value));
-    return value;
-  }
-
-  Fields object(const char* name) const {
-    const Json& value = get(name);
-    require(value.is_object(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be an object", where_, name,
-            shown(value));
-    return Fields(value, where_ + name + ".");
-  }
-
-  std::string text(const char* name) const {
-    const Json& value = get(name);
-    require(value.is_string(), ErrorCode::bad_config, "config field '{}{}' is {}; it must be a string", where_, name,
-            shown(value));
-    return value.get<std::string>();
-  }
-
- private:
-  const Json& object_;
-  std::string where_;
-};
 
 // --- layers
 // ---------------------------------------------------------------------------------------------------------------
@@ -173,24 +100,6 @@ RopeSpec read_rope(const Fields& scaling, double theta) {
   return rope;
 }
 
-constexpr double kMinTheta = 1.0001, kMaxTheta = 1e12;
-
-void read_ropes(const Fields& f, ModelConfig& config) {
-  const bool nested = f.has("rope_parameters") && f.object("rope_parameters").has("compress");
-  if (nested) {
-    const Fields parameters = f.object("rope_parameters");
-    const Fields main = parameters.object("main"), compress = parameters.object("compress");
-    config.rope_main = read_rope(main, main.real("rope_theta", kMinTheta, kMaxTheta));
-    config.rope_compress = read_rope(compress, compress.real("rope_theta", kMinTheta, kMaxTheta));
-    return;
-  }
-  config.rope_main.theta = f.real("rope_theta", kMinTheta, kMaxTheta);
-  const double theta = f.real("compress_rope_theta", kMinTheta, kMaxTheta);
-  const char* name = f.has("rope_scaling") ? "rope_scaling" : "rope_parameters";
-  if (f.has(name)) config.rope_compress = read_rope(f.object(name), theta);
-  config.rope_compress.theta = theta;
-}
-
 int read_rope_dim(const Fields& f, int head_dim) {
   if (f.has("qk_rope_head_dim")) return f.small("qk_rope_head_dim", 2, head_dim);
   if (f.has("partial_rotary_factor")) return static_cast<int>(head_dim * f.real("partial_rotary_factor", 0.0, 1.0));
@@ -220,11 +129,6 @@ ModelConfig v4_preset(const char* name, int heads, int topk, std::vector<LayerKi
   return config;
 }
 
-void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
-  require(value >= low && value <= high, ErrorCode::bad_config, "{} is {}; it must be from {} to {}", name, value, low,
-          high);
-}
-
 void check_rope(const char* name, const RopeSpec& rope) {
   require(rope.theta >= kMinTheta && rope.theta <= kMaxTheta, ErrorCode::bad_config,
           "{}.theta is {}; it must be from {} to {}", name, rope.theta, kMinTheta, kMaxTheta);
@@ -234,13 +138,88 @@ void check_rope(const char* name, const RopeSpec& rope) {
       rope.factor, rope.original_length, rope.beta_fast, rope.beta_slow);
 }
 
+// Whether the config is V4.1's, by its model types; without one, by a field that only V4.1 has. `text`: the object with
+// the text model's fields, inside the other where `nested`.
+bool is_v41(const Fields& top, const Fields& text, bool nested) {
+  const auto says_v41 = [](const Fields& f, const std::string& where, bool may_be_top, bool may_be_text) {
+    const std::string type = f.text("model_type");
+    const bool v41 = (may_be_top && type == "deepseek_v41") || (may_be_text && type == "deepseek_v41_text");
+    require(v41 || type == "deepseek_v4", ErrorCode::bad_config,
+            "config field '{}model_type' is '{}'; this cache holds 'deepseek_v4' and '{}'", where, clipped(type),
+            may_be_top ? "deepseek_v41" : "deepseek_v41_text");
+    return v41;
+  };
+  const bool typed = top.has("model_type"), typed_text = nested && text.has("model_type");
+  if (!typed && !typed_text) return text.has("kv_source_layer_ids") || text.has("kv_source_layers");
+  const bool outer = typed && says_v41(top, "", true, !nested);
+  const bool inner = typed_text && says_v41(text, "text_config.", false, true);
+  if (typed && typed_text)
+    require(outer == inner, ErrorCode::bad_config,
+            "config fields 'model_type' and 'text_config.model_type' are '{}' and '{}'; they must name one model",
+            clipped(top.text("model_type")), clipped(text.text("model_type")));
+  return outer || inner;
+}
+
+ModelConfig read_v4(const Fields& f) {
+  ModelConfig config;
+  config.num_layers = f.small("num_hidden_layers", 1, kMaxLayers);
+  config.num_query_heads = f.small("num_attention_heads", 1, kMaxWidth);
+  config.head_dim = f.small("head_dim", 2, kMaxWidth);
+  config.rope_dim = read_rope_dim(f, config.head_dim);
+  config.window = f.small("sliding_window", 1, 1 << 20);
+  config.rms_eps = f.real("rms_norm_eps", 0.0, 1.0);
+  if (f.has("max_position_embeddings"))
+    config.max_positions = f.integer("max_position_embeddings", 1, std::int64_t{1} << 30);
+  read_layers(f, config);
+  if (has_kind(config, LayerKind::csa)) {
+    config.index_heads = f.small("index_n_heads", 1, kMaxWidth);
+    config.index_dim = f.small("index_head_dim", 1, kMaxWidth);
+    config.index_topk = f.small("index_topk", 1, 1 << 20);
+  }
+  read_ropes(f, config);
+  return config;
+}
+
+// V4's backbone: a layer makes all that it reads.
+std::vector<LayerSpec> own_schedule(const ModelConfig& config) {
+  std::vector<LayerSpec> layers;
+  for (int i = 0; i < config.num_layers; ++i) {
+    LayerSpec spec{.layer = i, .kind = config.kinds[i], .group = 0, .rows = {}};
+    if (spec.kind == LayerKind::csa) {
+      spec.ranker = i;
+      spec.rows.push_back({RowRole::entry, config.csa_ratio, true, config.head_dim, i});
+      spec.rows.push_back({RowRole::index_key, config.csa_ratio, true, config.index_dim, i});
+    }
+    if (spec.kind == LayerKind::hca) spec.rows.push_back({RowRole::entry, config.hca_ratio, false, config.head_dim, i});
+    layers.push_back(std::move(spec));
+  }
+  return layers;
+}
+
 }  // namespace
+
+void read_ropes(const Fields& f, ModelConfig& config) {
+  const bool nested = f.has("rope_parameters") && f.object("rope_parameters").has("compress");
+  if (nested) {
+    const Fields parameters = f.object("rope_parameters");
+    const Fields main = parameters.object("main"), compress = parameters.object("compress");
+    config.rope_main = read_rope(main, main.real("rope_theta", kMinTheta, kMaxTheta));
+    config.rope_compress = read_rope(compress, compress.real("rope_theta", kMinTheta, kMaxTheta));
+    return;
+  }
+  config.rope_main.theta = f.real("rope_theta", kMinTheta, kMaxTheta);
+  const double theta = f.real("compress_rope_theta", kMinTheta, kMaxTheta);
+  const char* name = f.has("rope_scaling") ? "rope_scaling" : "rope_parameters";
+  if (f.has(name)) config.rope_compress = read_rope(f.object(name), theta);
+  config.rope_compress.theta = theta;
+}
 
 const char* to_string(LayerKind kind) {
   switch (kind) {
     case LayerKind::swa: return "SWA";
     case LayerKind::csa: return "CSA";
     case LayerKind::hca: return "HCA";
+    case LayerKind::shared: return "shared";
   }
   return "unknown";
 }
@@ -261,6 +240,12 @@ void validate(const ModelConfig& config) {
           "rms_eps (rms_norm_eps) is {}; it must be from 0 to 1", config.rms_eps);
   check_rope("rope_main", config.rope_main);
   check_rope("rope_compress", config.rope_compress);
+  validate_sharing(config);
+  if (has_kind(config, LayerKind::shared)) {
+    check_range("index_heads (index_n_heads)", config.index_heads, 1, kMaxWidth);
+    check_range("index_dim (index_head_dim, at least the rope width)", config.index_dim, config.rope_dim, kMaxWidth);
+    check_range("index_topk", config.index_topk, 1, 1 << 20);
+  }
   if (has_kind(config, LayerKind::csa)) {
     check_range("csa_ratio (compress_rates)", config.csa_ratio, 1, kMaxRatio);
     check_range("index_heads (index_n_heads)", config.index_heads, 1, kMaxWidth);
@@ -274,29 +259,12 @@ ModelConfig parse_model_config(std::string_view text) {
   const Json json = Json::parse(text.begin(), text.end(), nullptr, false);
   require(!json.is_discarded(), ErrorCode::bad_config, "the config is not valid JSON ({} bytes)", text.size());
   require(json.is_object(), ErrorCode::bad_config, "the config is {}; it must be a JSON object", shown(json));
-  const Fields f(json, "");
-  if (f.has("model_type")) {
-    const std::string type = f.text("model_type");
-    require(type == "deepseek_v4", ErrorCode::bad_config,
-            "config field 'model_type' is '{}'; this cache holds 'deepseek_v4'", clipped(type));
-  }
-  ModelConfig config;
-  config.name = f.has("_name_or_path") && !f.text("_name_or_path").empty() ? f.text("_name_or_path") : "config";
-  config.num_layers = f.small("num_hidden_layers", 1, kMaxLayers);
-  config.num_query_heads = f.small("num_attention_heads", 1, kMaxWidth);
-  config.head_dim = f.small("head_dim", 2, kMaxWidth);
-  config.rope_dim = read_rope_dim(f, config.head_dim);
-  config.window = f.small("sliding_window", 1, 1 << 20);
-  config.rms_eps = f.real("rms_norm_eps", 0.0, 1.0);
-  if (f.has("max_position_embeddings"))
-    config.max_positions = f.integer("max_position_embeddings", 1, std::int64_t{1} << 30);
-  read_layers(f, config);
-  if (has_kind(config, LayerKind::csa)) {
-    config.index_heads = f.small("index_n_heads", 1, kMaxWidth);
-    config.index_dim = f.small("index_head_dim", 1, kMaxWidth);
-    config.index_topk = f.small("index_topk", 1, 1 << 20);
-  }
-  read_ropes(f, config);
+  const Fields top(json, "");
+  const bool nested = top.has("text_config");
+  const Fields text_model = nested ? top.object("text_config") : top;
+  ModelConfig config = is_v41(top, text_model, nested) ? read_v41(text_model) : read_v4(top);
+  const bool named = top.has("_name_or_path") && !top.text("_name_or_path").empty();
+  config.name = named ? top.text("_name_or_path") : "config";
   validate(config);
   return config;
 }
@@ -313,22 +281,15 @@ ModelConfig load_model_config(const std::string& path) {
 ModelConfig model_preset(std::string_view name) {
   if (name == "v4-flash") return v4_preset("v4-flash", 64, 512, {LayerKind::swa, LayerKind::swa}, 20);
   if (name == "v4-pro") return v4_preset("v4-pro", 128, 1024, {LayerKind::hca, LayerKind::hca}, 29);
-  fail(ErrorCode::bad_argument, "model '{}' is unknown; use v4-flash or v4-pro, or give a config.json", name);
+  if (name == "v4.1-flash") return v41_flash_preset();
+  fail(ErrorCode::bad_argument, "model '{}' is unknown; use v4-flash, v4-pro or v4.1-flash, or give a config.json",
+       name);
 }
 
 std::vector<LayerSpec> layer_schedule(const ModelConfig& config, int draft_layers) {
   validate(config);
   check_range("draft_layers", draft_layers, 0, 64);
-  std::vector<LayerSpec> layers;
-  for (int i = 0; i < config.num_layers; ++i) {
-    LayerSpec spec{.layer = i, .kind = config.kinds[i], .group = 0, .rows = {}};
-    if (spec.kind == LayerKind::csa) {
-      spec.rows.push_back({RowRole::entry, config.csa_ratio, true, config.head_dim, i});
-      spec.rows.push_back({RowRole::index_key, config.csa_ratio, true, config.index_dim, i});
-    }
-    if (spec.kind == LayerKind::hca) spec.rows.push_back({RowRole::entry, config.hca_ratio, false, config.head_dim, i});
-    layers.push_back(std::move(spec));
-  }
+  std::vector<LayerSpec> layers = config.shares_entries() ? shared_schedule(config) : own_schedule(config);
   for (int d = 0; d < draft_layers; ++d)
     layers.push_back({.layer = config.num_layers + d, .kind = LayerKind::swa, .group = d + 1, .rows = {}});
   return layers;

@@ -205,6 +205,46 @@ TEST_F(CApi, ShortagesArePositiveAndChangeNothing) {
   EXPECT_STREQ(kv4_status_name(KV4_SHORT_OF_REQUESTS), "KV4_SHORT_OF_REQUESTS");
 }
 
+TEST(CApiV41, PlansAndRefusesToRun) {
+  kv4_model* flash = nullptr;
+  ASSERT_EQ(kv4_model_preset("v4.1-flash", &flash), KV4_OK) << kv4_last_error();
+  kv4_layer_kind kind = KV4_LAYER_KIND_CSA;
+  EXPECT_EQ(kv4_model_layer_kind(flash, 1, &kind), KV4_OK);
+  EXPECT_EQ(kind, KV4_LAYER_KIND_SWA);
+  EXPECT_EQ(kv4_model_layer_kind(flash, 3, &kind), KV4_OK);
+  EXPECT_EQ(kind, KV4_LAYER_KIND_SHARED);
+
+  kv4_cache_options options;
+  kv4_cache_options_init(&options, sizeof(options));
+  EXPECT_STREQ(options.row_format, "");
+  EXPECT_STREQ(options.entry_format, "");
+  options.max_requests = 1;
+  options.max_context = 256;
+  kv4_memory_plan plan;
+  kv4_memory_plan_init(&plan, sizeof(plan));
+  ASSERT_EQ(kv4_model_plan_memory(flash, &options, &plan), KV4_OK) << kv4_last_error();
+  EXPECT_EQ(plan.block_bytes, 113920);
+  EXPECT_EQ(plan.state_bytes_per_request, 2727936);
+  options.row_format = "fp8_tile64";
+  options.entry_format = "nvfp4_row";
+  ASSERT_EQ(kv4_model_plan_memory(flash, &options, &plan), KV4_OK) << kv4_last_error();
+  EXPECT_EQ(plan.block_bytes, 113920);
+  EXPECT_GT(plan.state_bytes_per_request, 2727936);
+  options.window_format = "fp7";
+  EXPECT_EQ(kv4_model_plan_memory(flash, &options, &plan), KV4_BAD_ARGUMENT);
+  options.window_format = "";
+
+  kv4_cache* none = nullptr;
+  EXPECT_EQ(kv4_cache_new(flash, &options, nullptr, &none), KV4_BAD_CONFIG);
+  EXPECT_NE(std::string(kv4_last_error()).find("cannot run in this version"), std::string::npos) << kv4_last_error();
+  EXPECT_EQ(none, nullptr);
+  kv4_model* stack = nullptr;
+  EXPECT_EQ(kv4_model_with_layers(flash, &kind, 1, &stack), KV4_BAD_ARGUMENT);
+  EXPECT_NE(std::string(kv4_last_error()).find("V4.1"), std::string::npos) << kv4_last_error();
+  EXPECT_EQ(stack, nullptr);
+  kv4_model_free(flash);
+}
+
 TEST_F(CApi, ErrorsNameTheValue) {
   kv4_model* none = nullptr;
   expect_error(kv4_model_preset("v5", &none), KV4_BAD_ARGUMENT, "v5");

@@ -70,7 +70,7 @@ void expect_tail(const PlaneView& rope, std::int64_t block, std::int64_t row, co
 // -------------------------------------------------------------------------------------------------------------------------
 
 void expect_window(SmallCache& s, const Step& step, int layer, const std::vector<small::Part>& parts) {
-  const Format format = s.cache.schema().options.row_format;
+  const Format format = *s.cache.schema().options.row_format;
   LayerCacheHandle handle = s.cache.acquire(layer);
   HostViews here(s.cache, s.backend);
   const SWAView view = here.view(handle.read_swa_view());
@@ -155,7 +155,7 @@ void expect_table(SmallCache& s, const View& view, const std::vector<small::Part
 }
 
 void expect_entries(SmallCache& s, const Step& step, int layer, const std::vector<small::Part>& parts) {
-  const Format format = s.cache.schema().options.row_format;
+  const Format format = *s.cache.schema().options.row_format;
   LayerCacheHandle handle = s.cache.acquire(layer);
   HostViews here(s.cache, s.backend);
   const ClassicalView view = here.view(handle.read_classical_view());

@@ -166,6 +166,25 @@ inline Row encode(Format format, int width, int tail, const float* x, float glob
       while (out.scale.size() % 8 != 0) out.scale.push_back(0);
       push_bf16(out.payload, x + body, tail);
       break;
+    case Format::fp8_tile32:  // all channels: no bf16 tail
+      for (int t = 0; t < width; t += 32) {
+        const int e =
+            pow2_ceil_exponent(std::max(static_cast<double>(largest(x + t, 32)), static_cast<double>(1e-4f)) / 448.0);
+        out.scale.push_back(static_cast<std::uint8_t>(e + 127));
+        for (int c = t; c < t + 32; ++c) out.payload.push_back(e4m3_bits(scaled_down(x[c], e)));
+      }
+      break;
+    case Format::nvfp4_row:
+      for (int t = 0; t < width; t += 16) {
+        const bool nan = std::any_of(x + t, x + t + 16, [](float v) { return std::isnan(v); });
+        const double amax = std::max(static_cast<double>(largest(x + t, 16)), 6 * 0x1p-9);
+        const std::uint8_t scale = nan ? 0x7F : e4m3_bits(static_cast<float>(amax / 6.0));
+        out.scale.push_back(scale);
+        for (int c = t; c < t + 16; ++c)
+          codes.push_back(nan ? std::uint8_t{0} : e2m1_bits(x[c] / static_cast<float>(e4m3_value(scale))));
+      }
+      push_nibbles(out.payload, codes);
+      break;
     case Format::fp8_row: {
       const float amax = largest(x, body);
       const float inverse = amax / 448.0f > 0.0f ? amax / 448.0f : 1.0f;
@@ -214,6 +233,8 @@ inline std::vector<float> decode(Format format, int width, int tail, const std::
     const int nibble = c % 2 == 0 ? payload[c / 2] & 15 : payload[c / 2] >> 4;
     switch (format) {
       case Format::fp8_tile64: value = e4m3_value(payload[c]) * ue8m0_value(scale[c / 64]); break;
+      case Format::fp8_tile32: value = e4m3_value(payload[c]) * ue8m0_value(scale[c / 32]); break;
+      case Format::nvfp4_row: value = e2m1_value(nibble) * e4m3_value(scale[c / 16]); break;
       case Format::fp8_row:
       case Format::fp8: value = e4m3_value(payload[c]) * read_fp32(scale); break;
       case Format::bf16: value = read_bf16(payload + 2 * c); break;

@@ -16,6 +16,26 @@ def test_presets_and_schedule():
     assert [row.role for row in schedule[2].rows] == [kv4.RowRole.entry, kv4.RowRole.index_key]
 
 
+def test_v41_config_schedule_and_plan():
+    config = kv4.model_preset("v4.1-flash")
+    assert config.shares_entries() and config.sharing.owners == [2, 8, 14, 20] and config.sharing.candidate_source == 20
+    assert config.engram.layers == [1, 14] and config.draft_targets == [37, 38, 39]
+    schedule = kv4.layer_schedule(config, draft_layers=3)
+    assert (len(schedule), schedule[25].kind, schedule[25].ranker) == (43, kv4.LayerKind.shared, 24)
+    assert [row.owner_layer for row in schedule[24].rows] == [20, 20] and schedule[24].candidate_source == 20
+    schema = kv4.build_schema(config, kv4.CacheOptions())
+    assert (schema.block_bytes, schema.slot_bytes) == (113920, 2727936)
+    assert (schema.options.row_format, schema.options.window_format, schema.options.entry_format) == (
+        None, kv4.Format.fp8_tile32, kv4.Format.nvfp4_row)
+    assert kv4.plan_memory(schema).bytes_per_token == 890
+    options = kv4.CacheOptions(row_format="fp8_tile64", entry_format="nvfp4_row", index_format="fp8")
+    assert kv4.build_schema(config, options).layer(2).pages[0].row.bytes() == 288
+    options.entry_format = None
+    assert kv4.plan_memory(kv4.build_schema(config, options)).bytes_per_token == 1790
+    with pytest.raises(kv4.ConfigError, match="a cache of v4.1-flash cannot run in this version"):
+        kv4.KVCacheManager(config, kv4.CacheOptions(max_requests=1, max_context=256))
+
+
 def test_config_files(tmp_path):
     config = {"model_type": "deepseek_v4", "num_hidden_layers": 2, "compress_ratios": [0, 4], "head_dim": 512}
     path = tmp_path / "config.json"

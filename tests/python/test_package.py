@@ -41,8 +41,8 @@ def test_every_object_says_what_it_is():
     for name, kind in vars(kv4._kv4).items():
         assert not isinstance(kind, type) or kind.__repr__ is not object.__repr__, name
     config = kv4.model_preset("v4-flash")
-    options = kv4.CacheOptions(layers=[2], max_requests=2, max_context=256)
-    assert "max_requests=2" in repr(options) and "row_format=fp8_tile64" in repr(options) and "layers=[2]" in repr(options)
+    options = kv4.CacheOptions(layers=[2], max_requests=2, max_context=256, entry_format="fp8_tile64")
+    assert "max_requests=2" in repr(options) and "row_format=None" in repr(options) and "layers=[2]" in repr(options) and "entry_format=fp8_tile64" in repr(options)
     assert "kinds=[swa, swa, csa, hca, csa, hca, csa, hca, ...]" in repr(config)
     cache = kv4.KVCacheManager(config, options, kv4.make_cpu_backend(2))
     request = cache.admit()

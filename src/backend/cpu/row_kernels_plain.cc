@@ -48,7 +48,7 @@ void hadamard(int width, float* row) { ops::hadamard_row(OneLane{}, width, row);
 
 void encode(Format format, codec::RowShape shape, const float* x, std::uint8_t* payload, std::uint8_t* scale,
             float global) {
-  codec::with_codec(format, [&](auto c) { c.encode(OneLane{}, shape, x, payload, scale, global); });
+  codec::with_any_codec(format, [&](auto c) { c.encode(OneLane{}, shape, x, payload, scale, global); });
 }
 
 void encode_input(Format format, codec::RowShape shape, const void* x, DType type, std::uint8_t* payload,
@@ -60,11 +60,11 @@ void encode_input(Format format, codec::RowShape shape, const void* x, DType typ
 void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global,
             void* out, DType out_type, float* tmp) {
   if (out_type == DType::f32) {
-    codec::with_codec(format,
-                      [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, static_cast<float*>(out)); });
+    codec::with_any_codec(format,
+                          [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, static_cast<float*>(out)); });
     return;
   }
-  codec::with_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, tmp); });
+  codec::with_any_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, tmp); });
   convert({shape.width, tmp, DType::f32, out, DType::bf16});
 }
 

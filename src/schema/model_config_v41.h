@@ -1,0 +1,21 @@
+// DeepSeek-V4.1: layers that share entries and index lists. Its config, its checks, its preset, its schedule.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kv4/model_config.h"
+#include "schema/config_fields.h"
+
+namespace kv4 {
+
+/// `f`: the object with the text model's fields, in Hugging Face's spelling or that of DeepSeek's own config.json.
+ModelConfig read_v41(const Fields& f);
+/// The part of validate() that is V4.1's; of another model: that no layer shares entries.
+void validate_sharing(const ModelConfig& config);
+ModelConfig v41_flash_preset();
+
+/// The backbone's layers of a valid V4.1 config.
+std::vector<LayerSpec> shared_schedule(const ModelConfig& config);
+
+}  // namespace kv4
