@@ -177,7 +177,7 @@ void check_candidates(const ModelConfig& config) {
             "layer {} ranks within the candidates of layer {} and reads the entries of layer {}; the candidates are "
             "entries of layer {}",
             ranker, source, last_up_to(sharing.owners, ranker).value_or(-1), owner);
-  // The kept blocks are full but for the last, which holds one entry at least.
+  // The candidate blocks are full but for the last, which holds one entry at least.
   const std::int64_t least = std::int64_t{sharing.candidate_topk_blocks - 1} * sharing.candidate_block_size + 1;
   require(least >= config.index_topk, ErrorCode::bad_config,
           "layer {} keeps candidate_topk_blocks = {} blocks of candidate_block_size = {}, at least {} entries; "
