@@ -131,8 +131,8 @@ typedef struct kv4_managed_tensor {
 /* The model as its cache sees it. */
 typedef struct kv4_model kv4_model;
 
-/* The rows of a layer: a window; window, entries and index keys; window and entries; window, and entries of a layer that
- * may be an earlier one (V4.1). */
+/* The rows of a layer: a window; window, entries and index keys; window and entries; window, and entries of a layer
+ * that may be an earlier one (V4.1). */
 typedef enum kv4_layer_kind {
   KV4_LAYER_KIND_SWA = 0,
   KV4_LAYER_KIND_CSA = 1,

@@ -60,8 +60,8 @@ void encode_input(Format format, codec::RowShape shape, const void* x, DType typ
 void decode(Format format, codec::RowShape shape, const std::uint8_t* payload, const std::uint8_t* scale, float global,
             void* out, DType out_type, float* tmp) {
   if (out_type == DType::f32) {
-    codec::with_any_codec(format,
-                          [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, static_cast<float*>(out)); });
+    codec::with_any_codec(
+        format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, static_cast<float*>(out)); });
     return;
   }
   codec::with_any_codec(format, [&](auto c) { c.decode(OneLane{}, shape, payload, scale, global, tmp); });
