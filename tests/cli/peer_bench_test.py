@@ -7,7 +7,6 @@ reimplementations of the public functions, on the bytes that the GPU's cells hav
 
 Needs no GPU. Ends with `N passed, N failed`.
 """
-import importlib.machinery
 import importlib.util
 import json
 import os
@@ -25,10 +24,11 @@ BUILD = Path(sys.argv.pop() if len(sys.argv) > 1 else ROOT / "build")
 LIBRARY = BUILD / "lib" / "libkv4_peer.so"
 
 sys.dont_write_bytecode = True
-loader = importlib.machinery.SourceFileLoader("peer_bench", str(SCRIPT))
-peer_bench = importlib.util.module_from_spec(importlib.util.spec_from_loader("peer_bench", loader))
-sys.modules["peer_bench"] = peer_bench
-loader.exec_module(peer_bench)
+sys.path.insert(0, str(SCRIPT.parent))
+from peers.groups import run_cell
+from peers.public_kernels import NotHere, first_that_works
+from peers.report import Cell, table
+from peers.timing import Contender, compare, launches_for, measure, time_in_both_orders
 
 
 def can_rehearse():
@@ -69,20 +69,20 @@ class Clock:
 
 
 def contender(clock, name, us, kv4=False, result=1):
-    return peer_bench.Contender(name, clock.spend(name, us), kv4, lambda: result)
+    return Contender(name, clock.spend(name, us), kv4, lambda: result)
 
 
 class Arithmetic(unittest.TestCase):
     def test_times_are_of_one_launch(self):
         clock = Clock()
-        times = peer_bench.measure(clock, [contender(clock, "kv4", 8, True), contender(clock, "theirs", 20)])
+        times = measure(clock, [contender(clock, "kv4", 8, True), contender(clock, "theirs", 20)])
         self.assertEqual((times["kv4"]["us"], times["theirs"]["us"]), (8, 20))
         self.assertNotIn("after_us", times["kv4"])
 
     def test_the_ordinary_kernel_is_taken_off(self):
         clock = Clock()
-        times = peer_bench.measure(clock, [contender(clock, "kv4", 8, True), contender(clock, "theirs", 20)],
-                                   clock.spend("ordinary", 3))
+        times = measure(clock, [contender(clock, "kv4", 8, True), contender(clock, "theirs", 20)],
+                        clock.spend("ordinary", 3))
         self.assertEqual((times["kv4"]["after_us"], times["theirs"]["after_us"], times["kv4"]["ordinary_us"]), (8, 20, 3))
         behind = clock.calls.index(("ordinary", 1))
         self.assertEqual(clock.calls[behind + 1], ("kv4", 1))  # of the same launch
@@ -90,28 +90,28 @@ class Arithmetic(unittest.TestCase):
     def test_both_orders_and_eleven_replays_of_each(self):
         clock, begun = Clock(), []
         graphs = {name: (lambda name=name: begun.append(name)) for name in ("a", "b")}
-        peer_bench.time_in_both_orders(clock, graphs)
+        time_in_both_orders(clock, graphs)
         each = clock.warm_ups + clock.repeats
         self.assertEqual(begun, ["a"] * each + ["b"] * each + ["b"] * each + ["a"] * each)
 
     def test_medians_pass_over_what_was_disturbed(self):
         clock, us = Clock(), iter([9, 9, 9] + [100, 5, 5, 5, 5, 5, 5, 5, 5, 5, 1] + [9, 9, 9] + [7] * 11)
         clock.once_us = lambda work: next(us)
-        self.assertEqual(peer_bench.time_in_both_orders(clock, {"a": None}), {"a": (5, 7)})
+        self.assertEqual(time_in_both_orders(clock, {"a": None}), {"a": (5, 7)})
 
     def test_ratios(self):
-        self.assertEqual(peer_bench.compare({"kv4": (8, 10), "theirs": (10, 20)}, "kv4", "theirs"), (0.6, 0.8, 0.5))
+        self.assertEqual(compare({"kv4": (8, 10), "theirs": (10, 20)}, "kv4", "theirs"), (0.6, 0.8, 0.5))
 
     def test_launches(self):
-        self.assertEqual([peer_bench.launches_for(us) for us in (0, 5, 100, 1000, 30000)], [24, 24, 10, 1, 1])
+        self.assertEqual([launches_for(us) for us in (0, 5, 100, 1000, 30000)], [24, 24, 10, 1, 1])
 
     def test_other_ways_to_call(self):
         def refuses():
             raise TypeError("no clean_logits")
-        way, value = peer_bench.first_that_works("f", [refuses, lambda: 7])
+        way, value = first_that_works("f", [refuses, lambda: 7])
         self.assertEqual((way(), value), (7, 7))
-        with self.assertRaisesRegex(peer_bench.NotHere, "^f: no known way to call it works: TypeError: no clean_logits$"):
-            peer_bench.first_that_works("f", [refuses, refuses])
+        with self.assertRaisesRegex(NotHere, "^f: no known way to call it works: TypeError: no clean_logits$"):
+            first_that_works("f", [refuses, refuses])
 
 
 class Report(unittest.TestCase):
@@ -119,33 +119,33 @@ class Report(unittest.TestCase):
         clock = clock or Clock()
         made = [c(clock) if callable(c) else c for c in contenders]
         bench = types.SimpleNamespace(clock=clock, torch=None)
-        return peer_bench.run_cell(bench, "group", "cell", lambda _: (made, list(missing), agree, None))
+        return run_cell(bench, "group", "cell", lambda _: (made, list(missing), agree, None))
 
     def test_the_fastest_public_kernel_is_the_one_to_beat(self):
         cell = self.cell(lambda c: contender(c, "kv4", 8, True), lambda c: contender(c, "slow", 20),
                          lambda c: contender(c, "quick", 10))
         self.assertEqual(cell.public, "quick")
         self.assertEqual(cell.json()["ratios"], {"kv4": {"ratio": 0.8, "by_order": [0.8, 0.8]}})
-        self.assertRegex(peer_bench.table([cell]), r"kv4 +8.00 +quick +10.00 +0.80")
+        self.assertRegex(table([cell]), r"kv4 +8.00 +quick +10.00 +0.80")
 
     def test_what_is_not_here_has_no_ratio(self):
         cell = self.cell(lambda c: contender(c, "kv4", 8, True), missing=["flash: not here"])
         self.assertEqual((cell.failure, cell.json()["ratios"], cell.json()["missing"]), ("", {}, ["flash: not here"]))
-        self.assertRegex(peer_bench.table([cell]), r"kv4 +8.00 +not here$")
+        self.assertRegex(table([cell]), r"kv4 +8.00 +not here$")
 
     def test_differences_below_the_noise_have_no_ratio(self):
-        cell = peer_bench.Cell("group", "cell", {"kv4": {"us": 8, "orders": [8, 8], "after_us": 0, "after_orders": [1, -1]},
-                                                 "theirs": {"us": 16, "orders": [16, 16], "after_us": 0, "after_orders": [0, 0]}},
-                               "theirs", ["kv4"])
+        cell = Cell("group", "cell", {"kv4": {"us": 8, "orders": [8, 8], "after_us": 0, "after_orders": [1, -1]},
+                                      "theirs": {"us": 16, "orders": [16, 16], "after_us": 0, "after_orders": [0, 0]}},
+                    "theirs", ["kv4"])
         self.assertEqual((cell.ratio("kv4"), cell.ratio("kv4", after=True)), ((0.5, 0.5, 0.5), None))
         self.assertEqual(list(cell.json()["ratios"]["kv4"]), ["ratio", "by_order"])
-        self.assertRegex(peer_bench.table([cell]), "0.50 +0.00$")
+        self.assertRegex(table([cell]), "0.50 +0.00$")
 
     def test_one_that_refuses_is_named_and_the_others_measured(self):
         def broken(clock):
             def queue(i):
                 raise RuntimeError("sm_90 is not supported\nat line 3")
-            return peer_bench.Contender("broken", queue, False, lambda: 1)
+            return Contender("broken", queue, False, lambda: 1)
         cell = self.cell(lambda c: contender(c, "kv4", 8, True), broken, lambda c: contender(c, "theirs", 16))
         self.assertEqual((cell.failure, cell.public), ("", "theirs"))
         self.assertEqual(cell.missing, ["broken: RuntimeError: sm_90 is not supported"])
@@ -154,12 +154,12 @@ class Report(unittest.TestCase):
         cell = self.cell(lambda c: contender(c, "kv4", 8, True), lambda c: contender(c, "theirs", 16, result=2))
         self.assertIn("results differ", cell.failure)
         self.assertEqual(cell.json()["ratios"], {})
-        self.assertIn("FAILED", peer_bench.table([cell]))
+        self.assertIn("FAILED", table([cell]))
 
     def test_kv4_that_fails_fails_the_cell_only(self):
         def refuse(i):
             raise RuntimeError("kv4's attend: CUDA error 2")
-        cell = self.cell(peer_bench.Contender("kv4", refuse, True, lambda: 1))
+        cell = self.cell(Contender("kv4", refuse, True, lambda: 1))
         self.assertIn("CUDA error 2", cell.failure)
 
 
