@@ -49,7 +49,7 @@ KV4_HD float square_root(float x) {
 KV4_HD bool is_nan(float x) { return x != x; }
 KV4_HD float magnitude(float x) { return bits_float(float_bits(x) & 0x7FFFFFFFu); }
 
-/// NaN is stored as one pattern, whatever produced it.
+/// NaN is stored as one pattern, whatever operation gave it.
 constexpr std::uint32_t kNanBits = 0x7FC00000u;
 KV4_HD float canonical_nan(float x) { return is_nan(x) ? bits_float(kNanBits) : x; }
 
@@ -127,7 +127,7 @@ KV4_HD int pow2_ceil_exponent(float x) {
 
 KV4_HD float ue8m0_value(std::uint8_t b) { return pow2(static_cast<int>(b) - 127); }
 
-/// Largest magnitude so far. NaN is passed over; infinity counts as the largest bf16, so that every scale stays finite.
+/// Largest magnitude so far. NaN is ignored; infinity counts as the largest bf16, so that every scale stays finite.
 KV4_HD float larger_magnitude(float so_far, float x) {
   float a = magnitude(x);
   if (a > kBf16Max) a = kBf16Max;
