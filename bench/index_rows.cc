@@ -213,9 +213,14 @@ void add_scores(Bench& bench, IndexSets& sets, const std::string& name, ScoreMod
   });
 }
 
-void add_both(Bench& bench, IndexSets& sets, const std::string& name) {
-  add_decode(bench, sets, "index scores + top-k, " + name, "index_topk", cuda::index_topk,
-             [&](int i) { return sets.params(i); });
+void add_both(Bench& bench, IndexSets& sets, const std::string& name, ScoreMode mode = ScoreMode::exact) {
+  const std::string what =
+      fmt::format("{}index scores + top-k, {}", mode == ScoreMode::fast ? "fast " : "", name);
+  add_decode(bench, sets, what, "index_topk", cuda::index_topk, [&](int i) {
+    ops::IndexParams p = sets.params(i);
+    p.mode = mode;
+    return p;
+  });
 }
 
 void add_topk(Bench& bench, int keys, int requests) {
@@ -297,6 +302,12 @@ void add_prefill_case(Bench& bench, const PrefillCase& c) {
     });
   });
   bench.cell(both, [&] { add_prefill(bench, sets, both, cuda::index_topk); });
+  if (mode == ScoreMode::fast) {
+    const std::string fast = fmt::format("index prefill, both, {}, {}", kind, c.name());
+    bench.cell(fast, [&] {
+      add_prefill(bench, sets, fast, cuda::index_topk, [&](ops::IndexParams& p) { p.mode = mode; });
+    });
+  }
 }
 
 /// The same with room for all tokens at once: what cutting them costs.
@@ -328,6 +339,7 @@ void add_index_rows(Bench& bench) {
           if (fp8) add_scores(bench, sets, name, ScoreMode::fast);
           add_scores(bench, sets, name, fp8 ? ScoreMode::fast : ScoreMode::exact, true);
           add_both(bench, sets, name);
+          if (fp8) add_both(bench, sets, name, ScoreMode::fast);
         });
       }
   for (const Format format : {Format::mxfp4, Format::fp8})
@@ -338,6 +350,7 @@ void add_index_rows(Bench& bench) {
         IndexSets sets(bench, {format, 32768, 16, tokens});
         add_scores(bench, sets, name, format == Format::fp8 ? ScoreMode::fast : ScoreMode::exact);
         add_both(bench, sets, name);
+        if (format == Format::fp8) add_both(bench, sets, name, ScoreMode::fast);
       });
     }
 }

@@ -266,6 +266,7 @@ void bench_steps(const Bench& bench) {
         case LayerKind::swa: handle.append({narrow, {}, {}, {}, {}}); break;
         case LayerKind::csa: handle.append({narrow, wide, wide, index, index}); break;
         case LayerKind::hca: handle.append({narrow, narrow, narrow, {}, {}}); break;
+        case LayerKind::shared: break;  // no cache of such a model runs
       }
     }
     cache.commit(open);

@@ -404,7 +404,7 @@ typedef struct kv4_index_inputs {
   const kv4_tensor* q;       /* [tokens, heads, index_dim], or u8 payloads */
   const kv4_tensor* q_scale; /* with payloads */
   const kv4_tensor* weights; /* f32 [tokens, heads] */
-  const char* score_mode;    /* of kv4_cache_index_scores: "exact", or "fast" within an error bound */
+  const char* score_mode;    /* "exact", or "fast" within an error bound */
 } kv4_index_inputs;
 
 /* kv4::AttendInputs: queries, normed and rotated. */
@@ -439,7 +439,7 @@ KV4_C_API kv4_status kv4_cache_index_scores(kv4_cache* cache, int32_t layer, con
 /* The k best of given scores: indices, slots i32 [tokens, k], slots or NULL. */
 KV4_C_API kv4_status kv4_cache_select_topk(kv4_cache* cache, int32_t layer, const kv4_tensor* scores,
                                            const kv4_tensor* indices, const kv4_tensor* slots);
-/* Both in a single call. */
+/* Both in a single call, by exact or by fast scores. */
 KV4_C_API kv4_status kv4_cache_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
                                           const kv4_tensor* indices, const kv4_tensor* slots);
 /* out [tokens, heads, head_dim]; lse f32 [tokens, heads] or NULL. */

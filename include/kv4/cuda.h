@@ -50,7 +50,8 @@ KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t 
 KV4_API cudaError_t index_scores(const ops::IndexParams& params, cudaStream_t stream);
 /// The `top` best of given scores: NaN is the lowest, of equal ones the smaller index wins.
 KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t stream);
-/// index_scores and select_topk in one call; the scores stay in the workspace.
+/// index_scores and select_topk in one call; the scores stay in the workspace. With ScoreMode::fast: the best of the
+/// fast scores.
 KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
 
 /// With a workspace (ops::attend_workspace_bytes) more CTAs may share a token with a long list of entries than without.

@@ -153,8 +153,10 @@ class KV4_API LayerCacheHandle {
   /// i32, in no order, -1 filled; of equal scores the smaller index, NaN last. slots [tokens, k] i32 or empty: block *
   /// rows_per_block + row of each.
   void select_topk(const ConstTensorView& scores, const TensorView& indices, const TensorView& slots = {});
-  /// index_scores and select_topk in one call: the same set, with scores in the cache's workspace. k from 1 to 2048.
-  void index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots = {});
+  /// index_scores and select_topk in one call: the k best by exact scores, or by fast ones, with scores in the cache's
+  /// workspace. k from 1 to 2048.
+  void index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots = {},
+                  ScoreMode mode = ScoreMode::exact);
 
   /// Attention of each token over its window rows and entries, once append of this layer has run. out [tokens, heads,
   /// head_dim] f32 or bf16; lse [tokens, heads] f32 or empty: log of the softmax's denominator, the sink included.

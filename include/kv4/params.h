@@ -244,7 +244,7 @@ struct IndexParams {
   InputDesc weights;           // f32 [tokens, heads]
   float* scores = nullptr;     // [tokens, score_stride]; -infinity where nothing is visible. Not for index_topk
   std::int64_t score_stride = 0;
-  ScoreMode mode = ScoreMode::exact;  // index_scores alone
+  ScoreMode mode = ScoreMode::exact;  // of index_scores, and of the scores that index_topk selects by
   std::int32_t top = 0;               // k
   std::int32_t* indices = nullptr;    // [tokens, k] entries, -1 filled, in no order
   std::int32_t* slots = nullptr;      // [tokens, k] block * rows_per_block + row of each, -1 filled; or null

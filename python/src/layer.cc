@@ -56,6 +56,13 @@ std::int64_t default_topk(const Layer& layer, std::optional<std::int64_t> k) {
   return chosen;
 }
 
+using ScoreModeLike = std::variant<ScoreMode, std::string>;
+
+ScoreMode score_mode(const ScoreModeLike& mode) {
+  const ScoreMode* const value = std::get_if<ScoreMode>(&mode);
+  return value != nullptr ? *value : parse_score_mode(std::get<std::string>(mode));
+}
+
 // The type of a head or row made from this array: bf16 if the array is bf16, else float32.
 DType float_like(const ConstTensorView& view) { return view.dtype == DType::bf16 ? DType::bf16 : DType::f32; }
 
@@ -189,16 +196,14 @@ void def_index(nb::class_<Layer>& layer) {
   layer.def(
       "index_scores",
       [](const Layer& self, const ArrayLike& q, const ArrayLike& weights, const ArrayLike& scores,
-         const ArrayLike& q_scale, const std::variant<ScoreMode, std::string>& mode, const StreamLike& stream) {
+         const ArrayLike& q_scale, const ScoreModeLike& mode, const StreamLike& stream) {
         LayerCall call(self, stream);
         const IndexInputs inputs{call.in(q, "q"), call.in(q_scale, "q_scale"), call.in(weights, "weights")};
         TensorView view;
         AnyArray array =
             call.out_or_new(scores, "scores", q, {step_tokens(self), self.most_entries()}, DType::f32, view);
         LayerCacheHandle handle = self.handle;
-        const ScoreMode chosen = std::holds_alternative<ScoreMode>(mode)
-                                     ? std::get<ScoreMode>(mode)
-                                     : parse_score_mode(std::get<std::string>(mode));
+        const ScoreMode chosen = score_mode(mode);
         call.run([&] { handle.index_scores(inputs, view, chosen); });
         return array;
       },
@@ -230,7 +235,8 @@ void def_index(nb::class_<Layer>& layer) {
   layer.def(
       "index_topk",
       [](const Layer& self, const ArrayLike& q, const ArrayLike& weights, const ArrayLike& indices,
-         const ArrayLike& slots, const ArrayLike& q_scale, std::optional<std::int64_t> k, const StreamLike& stream) {
+         const ArrayLike& slots, const ArrayLike& q_scale, std::optional<std::int64_t> k, const ScoreModeLike& mode,
+         const StreamLike& stream) {
         LayerCall call(self, stream);
         const IndexInputs inputs{call.in(q, "q"), call.in(q_scale, "q_scale"), call.in(weights, "weights")};
         TensorView view;
@@ -238,13 +244,16 @@ void def_index(nb::class_<Layer>& layer) {
             call.out_or_new(indices, "indices", q, {step_tokens(self), default_topk(self, k)}, DType::i32, view);
         const TensorView places = call.out(slots, "slots");
         LayerCacheHandle handle = self.handle;
-        call.run([&] { handle.index_topk(inputs, view, places); });
+        const ScoreMode chosen = score_mode(mode);
+        call.run([&] { handle.index_topk(inputs, view, places, chosen); });
         return array;
       },
       nb::arg("q"), nb::arg("weights"), nb::arg("indices") = nb::none(), nb::arg("slots") = nb::none(), nb::kw_only(),
-      nb::arg("q_scale") = nb::none(), nb::arg("k") = nb::none(), nb::arg("stream") = nb::none(),
+      nb::arg("q_scale") = nb::none(), nb::arg("k") = nb::none(), nb::arg("mode") = "exact",
+      nb::arg("stream") = nb::none(),
       "The k best entries by index scores, for each token: an exact set, in no order, -1 filled.\n\n"
       "q, weights  as for index_scores\n"
+      "mode        the scores to select by, 'exact' or 'fast', as for index_scores\n"
       "indices     int32 [tokens, k], k from 1 to 2048; None: a new one with `k` (the model's index_topk), returned\n"
       "slots       int32 [tokens, k], written: block * rows_per_block + row of each; or None");
 }

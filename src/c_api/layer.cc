@@ -24,6 +24,10 @@ kv4_index_inputs index_inputs_defaults() {
   return value;
 }
 
+kv4::ScoreMode score_mode(const kv4_index_inputs& in) {
+  return kv4::parse_score_mode(c_text(in.score_mode, "inputs.score_mode"));
+}
+
 kv4::IndexInputs index_inputs(const LayerCall& call, const kv4_index_inputs& in) {
   return {call.view(in.q, "q"), call.optional(in.q_scale, "q_scale"), call.view(in.weights, "weights")};
 }
@@ -84,7 +88,7 @@ kv4_status kv4_cache_index_scores(kv4_cache* cache, int32_t layer, const kv4_ind
                                   const kv4_tensor* scores) {
   return guarded([&] {
     const kv4_index_inputs in = read_struct(inputs, index_inputs_defaults(), "inputs");
-    const kv4::ScoreMode mode = kv4::parse_score_mode(c_text(in.score_mode, "inputs.score_mode"));
+    const kv4::ScoreMode mode = score_mode(in);
     LayerCall call(cache, layer);
     call.handle.index_scores(index_inputs(call, in), call.view(scores, "scores"), mode);
   });
@@ -101,9 +105,10 @@ kv4_status kv4_cache_select_topk(kv4_cache* cache, int32_t layer, const kv4_tens
 kv4_status kv4_cache_index_topk(kv4_cache* cache, int32_t layer, const kv4_index_inputs* inputs,
                                 const kv4_tensor* indices, const kv4_tensor* slots) {
   return guarded([&] {
-    LayerCall call(cache, layer);
     const kv4_index_inputs in = read_struct(inputs, index_inputs_defaults(), "inputs");
-    call.handle.index_topk(index_inputs(call, in), call.view(indices, "indices"), call.optional(slots, "slots"));
+    const kv4::ScoreMode mode = score_mode(in);
+    LayerCall call(cache, layer);
+    call.handle.index_topk(index_inputs(call, in), call.view(indices, "indices"), call.optional(slots, "slots"), mode);
   });
 }
 

@@ -371,9 +371,11 @@ void LayerCacheHandle::select_topk(const ConstTensorView& scores, const TensorVi
   scope.backend().select_topk(params);
 }
 
-void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots) {
+void LayerCacheHandle::index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots,
+                                  ScoreMode mode) {
   KV4_SCOPE("kv4 index_topk");
   ops::IndexParams params = scope.index_params();
+  params.mode = mode;
   scope.set_queries(inputs, params);
   scope.set_choice(indices, slots, params);
   scope.backend().index_topk(params);

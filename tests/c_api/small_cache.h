@@ -128,6 +128,13 @@ class CApi : public testing::Test {
     ASSERT_EQ(kv4_cache_index_scores(cache, 1, &indexer, Tensor(fast, {count, kTokens / 4})), KV4_OK)
         << kv4_last_error();
     EXPECT_EQ(fast, scores);  // of mxfp4 keys fast scores are the exact ones
+    std::vector<std::int32_t> best(chosen.size(), -2);
+    const Tensor fast_topk(best.data(), 0, 32, {count, kTopk});
+    ASSERT_EQ(kv4_cache_index_topk(cache, 1, &indexer, fast_topk, nullptr), KV4_OK) << kv4_last_error();
+    EXPECT_EQ(best, chosen);
+    indexer.score_mode = "quick";
+    EXPECT_EQ(kv4_cache_index_topk(cache, 1, &indexer, fast_topk, nullptr), KV4_BAD_ARGUMENT);
+    EXPECT_NE(std::string(kv4_last_error()).find("exact"), std::string::npos) << kv4_last_error();
     kv4_attend_inputs attend;
     kv4_attend_inputs_init(&attend, sizeof(kv4_attend_inputs));
     attend.q = q;

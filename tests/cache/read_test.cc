@@ -237,6 +237,26 @@ void expect_best(const OpenStep& s, LayerCacheHandle handle, const std::vector<f
   }
 }
 
+// The top-k of fast scores, whatever they are here.
+void check_fast_choice(const OpenStep& s, LayerCacheHandle handle, Queries& q, std::int64_t columns,
+                       std::int64_t k) {
+  std::vector<float> fast(static_cast<std::size_t>(s.count() * columns), kPoison);
+  {
+    Twins twins(s.driver.backend);
+    const IndexInputs in = put_queries(q, s.count(), QueryType::f32, twins);
+    const TensorView out = twins.put_output({fast.data(), {s.count(), columns}});
+    twins.send();
+    handle.index_scores(in, out, ScoreMode::fast);
+    twins.fetch();
+  }
+  expect_best(s, handle, fast, columns, k, "fast index_topk " + std::to_string(k),
+              [&](Twins& twins, const TensorView& indices, const TensorView& slots) {
+                const IndexInputs in = put_queries(q, s.count(), QueryType::f32, twins);
+                twins.send();
+                handle.index_topk(in, indices, slots, ScoreMode::fast);
+              });
+}
+
 void check_index(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads, std::uint64_t seed) {
   const RowKind& kind = handle.schema().spec.rows[1];
   const Rows keys = gather(s, handle, Which::keys);
@@ -284,6 +304,7 @@ void check_index(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads,
                   twins.send();
                   handle.index_topk(in, indices, slots);
                 });
+  check_fast_choice(s, handle, q, columns, some);
   // Given scores: many equal ones, zeros of both signs, NaN, infinities.
   std::vector<float> given(want.size());
   Random random(seed);

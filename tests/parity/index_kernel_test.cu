@@ -451,6 +451,20 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     const auto row = fast.begin() + t * stride;
     expect_chosen(&of_fast[t * c_.top], c_.top, best_of(std::vector<float>(row, row + seen), c_.top));
   }
+  // Fast scores and their selection in one call: the same scores, so the same sets.
+  for (const bool keeps_scores : {false, true}) {
+    SCOPED_TRACE(keeps_scores ? "fast, both with scores" : "fast, both");
+    ASSERT_EQ(cudaMemset(indices.data(), 0xCC, 4 * num_tokens * c_.top), cudaSuccess);
+    p.scores = keeps_scores ? fast_scores.data() : nullptr;
+    ASSERT_EQ(cuda::index_topk(p, nullptr), cudaSuccess);
+    const std::vector<std::int32_t> chosen = indices.read();
+    for (int t = 0; t < num_tokens; ++t) {
+      SCOPED_TRACE("token " + std::to_string(t));
+      const auto row = fast.begin() + t * stride;
+      expect_chosen(&chosen[t * c_.top], c_.top, best_of(std::vector<float>(row, row + visible(tokens_[t])), c_.top));
+    }
+  }
+  p.mode = ScoreMode::exact;
 
   // Selection from exact scores, then scores and selection in one call: with scores in the workspace, then with scores
   // given.
@@ -494,6 +508,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     ASSERT_EQ(put_old(), cudaSuccess);
     ASSERT_EQ(cudaMemset(indices.data(), 0xCC, 4 * num_tokens * c_.top), cudaSuccess);
     p.scores = nullptr;
+    p.mode = ScoreMode::exact;
     ASSERT_EQ(cuda::index_topk(p, nullptr), cudaSuccess);
     ASSERT_EQ(cuda::copy_few_pieces(pieces, nullptr), cudaSuccess);
     ASSERT_EQ(cuda::index_topk(p, nullptr), cudaSuccess);
@@ -505,6 +520,7 @@ TEST_P(IndexKernel, ScoresToTheBitAndExactSets) {
     ASSERT_EQ(put_old(), cudaSuccess);
     ASSERT_EQ(cudaMemset(fast_scores.data(), 0xCC, fast.size() * sizeof(float)), cudaSuccess);
     p.scores = fast_scores.data();
+    p.mode = ScoreMode::fast;
     ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);
     ASSERT_EQ(cuda::copy_few_pieces(pieces, nullptr), cudaSuccess);
     ASSERT_EQ(cuda::index_scores(p, nullptr), cudaSuccess);

@@ -59,6 +59,9 @@ def test_index_keys_scores_and_topk(cache):
     np.testing.assert_array_equal(np.sort(handle.select_topk(scores, k=3, slots=slots)), np.sort(best))
     np.testing.assert_array_equal(np.sort(best), np.sort(np.argsort(-scores, kind="stable")[:, :3]))
     assert (slots >= 0).all()
+    np.testing.assert_array_equal(np.sort(handle.index_topk(q, weights, k=3, mode=kv4.ScoreMode.fast)), np.sort(best))
+    with pytest.raises(kv4.ArgumentError, match="'quick'"):
+        handle.index_topk(q, weights, mode="quick")
     assert handle.index_topk(q, weights).shape == (TOKENS, 2)  # the model's index_topk
     with pytest.raises(kv4.ArgumentError, match="k must be from 1 to 2048; got 0"):
         handle.index_topk(q, weights, k=0)

@@ -119,6 +119,17 @@ TokenTile whole_step(const IndexParams& p) {
   return tile;
 }
 
+/// The kernel before a selection. Where the caller keeps the scores, they are those of index_scores.
+const IndexKernelInfo& select_before_topk(const TokenTile& tile, const DeviceFacts& device) {
+  if (tile.p.mode == ScoreMode::fast) {
+    const IndexKernelInfo& kernel = select_index({IndexResult::fast_scores, IndexResult::exact_scores}, tile, device);
+    if (kernel.result == IndexResult::fast_scores) return kernel;
+  }
+  return tile.p.scores != nullptr
+             ? select_index({IndexResult::exact_scores}, tile, device)
+             : select_index({IndexResult::topk, IndexResult::candidates, IndexResult::exact_scores}, tile, device);
+}
+
 /// The tile as `kernel` takes it if a top-k is wanted.
 TokenTile prepare_topk(TokenTile tile, const IndexKernelInfo& kernel) {
   if (kernel.result == IndexResult::candidates) tile = with_rescoring(tile);
@@ -162,12 +173,8 @@ cudaError_t index_topk(const IndexParams& params, cudaStream_t stream) {
   if (params.step.num_tokens == 0) return cudaSuccess;
   const DeviceFacts device = device_facts();
   return for_each_tile(params, params.scores, [&](TokenTile& tile) {
-    const bool keeps_scores = params.scores != nullptr;
-    if (!keeps_scores) tile.skip = params.top;  // shorter rows are taken whole
-    const IndexKernelInfo& kernel =
-        keeps_scores
-            ? select_index({IndexResult::exact_scores}, tile, device)
-            : select_index({IndexResult::topk, IndexResult::candidates, IndexResult::exact_scores}, tile, device);
+    if (params.scores == nullptr) tile.skip = params.top;  // shorter rows are taken whole
+    const IndexKernelInfo& kernel = select_before_topk(tile, device);
     const TokenTile prepared = prepare_topk(tile, kernel);
     const cudaError_t status = kernel.launch(prepared, device, stream);
     if (status != cudaSuccess || kernel.result == IndexResult::topk) return status;

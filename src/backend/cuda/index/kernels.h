@@ -17,7 +17,7 @@ enum class IndexKernel {
   mxfp4_topk,      // mxfp4.cu: scores and selection, a cluster per token
   fp8_topk,        // fp8.cu: scores and rescoring selection, a cluster per token
   fp8_candidates,  // fp8.cu: scores for a rescoring selection
-  fp8_raw,         // fp8_raw.cu: scores for the caller
+  fp8_raw,         // fp8_raw.cu: fast scores for the caller or a selection
   mxfp4,           // mxfp4.cu: scores
   generic,         // generic.cu: scores, two launches
 };
@@ -25,7 +25,7 @@ enum class IndexKernel {
 enum class IndexResult {
   topk,          // the best keys; scores stay inside the kernel or the workspace
   candidates,    // fast scores with the largest key scales, for a rescoring selection
-  fast_scores,   // fast scores for the caller, exact where the error bound does not hold (docs/formats.md)
+  fast_scores,   // fast scores, exact where the error bound does not hold (docs/formats.md)
   exact_scores,  // exact scores for the caller or a selection
 };
 

@@ -93,6 +93,7 @@ constexpr int kBulkCtasPerSm = 3;  // limited by shared memory
 constexpr int kBulkThreads = 32;
 constexpr std::int64_t kBulkFrom = 8 << 20;  // total bytes from which bulk copies are used
 
+#if __CUDA_ARCH__ >= 900
 /// One thread of a CTA copies tiles first, first + stride, ... of all pieces. kStages - 1 tiles are being loaded while
 /// the tile before them is being stored.
 class BulkTiles {
@@ -153,6 +154,7 @@ class BulkTiles {
   int tiles_, tiles_per_piece_;
   std::uint32_t stage_, arrived_;
 };
+#endif
 
 // Bound by bytes. Few CTAs, so that all of them are resident at once, and 192 KB in flight per SM.
 __global__ void __launch_bounds__(kBulkThreads)
