@@ -7,8 +7,8 @@
 // once:
 // - Constants (weights, biases, rope tables): the kernel queued just before must not write them.
 // - append, attend, gather_all, gather_window, index_scores, index_topk: the step's records and block table, for
-//   speculative prefetches, which are validated. They may be those of a step before: from the first call on, that
-//   memory holds what was written for the same pools, or zeros.
+//   speculative prefetches, which are validated. They may be those of an earlier step: from the first call on,
+//   that memory holds records and tables for the same pools, or zeros.
 // - append: pending rows of positions before the step, if the record says the same before and after the wait. A kernel
 //   that writes records of a new step must therefore wait for the kernels before it, and only then let the next one
 //   start (griddepcontrol.launch_dependents). update_step does so; kernels and copies that never signal do so as well.

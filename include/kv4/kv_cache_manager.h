@@ -193,7 +193,7 @@ class KV4_API KVCacheManager {
   bool insert_snapshot(const BlockKey& key, std::span<const std::byte> bytes);
 
   const CacheSchema& schema() const;        // sizes and addresses
-  const BlockAllocator& allocator() const;  // who holds which block
+  const BlockAllocator& allocator() const;  // holders of blocks
   PagedKVPool& kv_pool();                   // the blocks' memory
   StateCachePool& state_pool();             // the state slots' memory
   int num_requests() const;                 // running ones

@@ -113,7 +113,7 @@ PlaneView tail_view(const ops::RowPlanes& rows) {
 
 }  // namespace
 
-// What every call needs: the manager's parts, checked to be in the handle's own step.
+// The manager's parts, for every call; checks that the handle's own step is open.
 struct HandleScope {
   KVCacheManager::Impl& m;
   const OneThread::Call call;

@@ -160,7 +160,7 @@ namespace {
 
 constexpr std::int64_t kMaxSurveyProblems = 100;  // listed one by one
 
-/// Goes through a file and notes what is wrong.
+/// Goes through a file and notes its faults.
 class Surveyor {
  public:
   Surveyor(SessionFileSource& source, const SessionIdentity& identity)

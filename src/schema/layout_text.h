@@ -8,7 +8,7 @@
 
 namespace kv4 {
 
-/// Everything that decides what exported bytes mean; nothing that only decides where they lie.
+/// Everything that decides the meaning of exported bytes; nothing that decides only their place.
 std::string describe_layout(const CacheSchema& schema);
 
 /// A schema whose describe_layout is `text`, for contexts of `max_context` tokens: enough to find and decode every row
