@@ -1,4 +1,4 @@
-// Compressed entries and index keys of all layers behind block ids.
+// Compressed entries and index keys of all layers, addressed by block ids.
 #pragma once
 
 #include <cstddef>

@@ -183,7 +183,7 @@ struct InputDesc {
   std::int64_t row_stride = 0;
 };
 
-/// A dense output; its shape stands at the field.
+/// A dense output; the comment at each field has its shape.
 struct OutputDesc {
   void* data = nullptr;
   DType dtype = DType::f32;

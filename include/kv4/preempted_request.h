@@ -43,7 +43,7 @@ KV4_API std::int64_t preempted_bytes(const KVCacheManager& manager, RequestId re
 KV4_API void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to);
 
 /// Restores the request in this cache or another one of the same layout, and empties `from`. On a shortage or an error
-/// `from` keeps the request. The request cannot be rewound behind the length it was preempted with. In its own cache it
+/// `from` keeps the request. The request cannot be rewound below the length it was preempted with. In its own cache it
 /// shares the blocks that are still kept; its other blocks are kept again, unless their weights were invalidated
 /// meanwhile.
 KV4_API Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from);

@@ -12,7 +12,7 @@
 // Threads: as KVCacheManager. Errors: a record that is truncated, damaged, foreign, of another layout, other weights,
 // another salt or tenant, or not made by a key of the identity's is Error(bad_file) that names the difference; no room
 // is a Shortage. Either way the cache is unchanged.
-// A restored request cannot be rewound behind the length it was saved with.
+// A restored request cannot be rewound to less than the length it was saved with.
 //
 // A cache that keeps prefixes with these weights takes only the blocks that it lacks from a session; later prompts of
 // the same salt find them. A session saved by such a cache also has the snapshot of its last block boundary, where
@@ -52,7 +52,7 @@ struct SessionIdentity {
   bool accept_unauthenticated = false;         // for a transition: sessions saved before there were keys
 };
 
-/// Takes whole records, header and payload, each valid during the call only. Its exceptions come out of the save.
+/// Takes whole records, header and payload, each valid during the call only. The save passes on its exceptions.
 class KV4_API RecordSink {
  public:
   virtual ~RecordSink() = default;

@@ -18,7 +18,7 @@ struct KeptChain {
   std::int64_t blocks = 0;
 };
 
-// Invariants between calls, beside those of the index:
+// Invariants between calls, in addition to those of the index:
 // 1. A block is in the index if and only if the allocator has it as published; one without holders there has no
 //    references here.
 // 2. A place is free, reserved by the open step (taken, no id), or the snapshot of the index's id that it names.

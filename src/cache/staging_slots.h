@@ -54,7 +54,7 @@ class DeviceSlots {
   std::vector<std::byte*> free_;
 };
 
-/// Slots of the host and, where the device cannot read those itself, slots of the device beside them.
+/// Slots of the host and, where the device cannot read those itself, slots of the device.
 struct StagingSlots {
   StagingSlots(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int host_count, int device_count)
       : host(HostSlots::make(backend, slot_bytes, host_count)) {

@@ -135,10 +135,9 @@ KV4_HD float larger_magnitude(float so_far, float x) {
 }
 
 // --- exp(x) for x <= 0
-// ------------------------------------------------------------------------------------------------------- x log2(e) = k
-// + r, |r| <= 1/2: a polynomial for 2^r (exactly 1 at 0) times 2^k. Relative error 1.7e-7 near 0, growing with the
-// rounding of log2(e) to 1.3e-6 at -86, where weights no longer count. Below -86 the result stays at exp(-86)
-// = 4.5e-38: nothing beside a weight of 1, and no denormals. NaN stays NaN.
+// x log2(e) = k + r, |r| <= 1/2: a polynomial for 2^r (exactly 1 at 0) times 2^k. Relative error 1.7e-7 near 0, growing
+// with the rounding of log2(e) to 1.3e-6 at -86, where weights no longer count. Below -86 the result stays at exp(-86)
+// = 4.5e-38: negligible against a weight of 1, and no denormals. NaN stays NaN.
 constexpr float kExpFloor = -86.0f;
 constexpr float kLog2e = 1.44269504f;
 // 1.5 * 2^23 + 127: adding it rounds to an integer k, and the low bits are the exponent field of 2^k.
