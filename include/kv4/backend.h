@@ -23,8 +23,8 @@ KV4_API std::shared_ptr<Backend> make_cpu_backend(int threads = 1);
 /// "AVX3", "AVX2", "NEON", ... : the instruction set the row code runs on, or "scalar".
 KV4_API const char* cpu_target();
 
-/// A cache on GPU `device`, its work queued on `stream`. Throws Error(no_device) if there is no such GPU, if it is too
-/// old, or if this build has no CUDA. Several caches may share a backend, then they share its stream too.
+/// The backend of GPU `device`; its work is queued on `stream`. Throws Error(no_device) if there is no such GPU, if it
+/// is too old, or if this build has no CUDA. Caches that share a backend share its stream too.
 KV4_API std::shared_ptr<Backend> make_cuda_backend(int device = 0, Stream stream = {});
 
 /// Why make_cuda_backend(device) would fail, or an empty string.

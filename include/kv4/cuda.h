@@ -7,12 +7,12 @@
 // once:
 // - Constants (weights, biases, rope tables): the kernel queued just before must not write them.
 // - append, attend, gather_all, gather_window, index_scores, index_topk: the step's records and block table, for
-//   speculative prefetches, which are validated. They may be those of a step before: from the first call on, that
-//   memory holds what was written for the same pools, or zeros.
-// - append: pending rows of positions before the step, if the record says the same before and after the wait. What
-//   writes records of a new step must therefore not let the next kernel start (griddepcontrol.launch_dependents) before
-//   it has itself waited for those before it. update_step does so, kernels and copies that know nothing of it too. And
-//   what else writes such rows (a snapshot that is restored) is queued before it.
+//   speculative prefetches, which are validated. They may be those of an earlier step: from the first call on,
+//   that memory holds records and tables for the same pools, or zeros.
+// - append: pending rows of positions before the step, if the record says the same before and after the wait. A kernel
+//   that writes records of a new step must therefore wait for the kernels before it, and only then let the next one
+//   start (griddepcontrol.launch_dependents). update_step does so; kernels and copies that never signal do so as well.
+//   Queue any other writer of such rows (a restored snapshot) before that kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,8 +25,8 @@
 
 namespace kv4::cuda {
 
-/// Writes the tables of a new step. Of `update`, items, ranges and block_ids are device addresses. Items stand in token
-/// order, ranges do not overlap. Not for graphs: its grid depends on how many ranges there are.
+/// Writes the tables of a new step. items, ranges and block_ids of `update` are device addresses; items are in token
+/// order, ranges do not overlap. Not for graphs: the grid depends on the number of ranges.
 KV4_API cudaError_t update_step(const ops::StepUpdate& update, cudaStream_t stream);
 
 /// Window rows, pending rows, due entries and index keys of all the step's tokens: one launch.
@@ -45,16 +45,17 @@ KV4_API cudaError_t gather_all(const ops::GatherParams& params, cudaStream_t str
 KV4_API cudaError_t gather_window(const ops::GatherParams& params, cudaStream_t stream);
 
 /// Scores of all keys a token sees, into `scores`. The workspace holds at least one token's part
-/// (ops::index_token_bytes); tokens are taken in tiles that fit it. With ScoreMode::fast fp8 keys of 128 channels on
-/// Hopper go through the tensor cores, in one launch; all else is scored as defined.
+/// (ops::index_token_bytes); tokens are taken in tiles that fit it. With ScoreMode::fast, fp8 keys of 128 channels on
+/// Hopper go through the tensor cores, in one launch; all other keys are scored exactly.
 KV4_API cudaError_t index_scores(const ops::IndexParams& params, cudaStream_t stream);
 /// The `top` best of given scores: NaN is the lowest, of equal ones the smaller index wins.
 KV4_API cudaError_t select_topk(const ops::IndexParams& params, cudaStream_t stream);
-/// Both: scores go no further than the workspace. With ScoreMode::fast: the best of the fast scores.
+/// index_scores and select_topk in one call; the scores stay in the workspace. With ScoreMode::fast: the best of the
+/// fast scores.
 KV4_API cudaError_t index_topk(const ops::IndexParams& params, cudaStream_t stream);
 
-/// With a workspace (ops::attend_workspace_bytes) more CTAs may share a token with a long list of entries than
-/// without. It is zero before its first use and left so where it matters; only calls on one stream may share it.
+/// With a workspace (ops::attend_workspace_bytes) more CTAs may share a token with a long list of entries than without.
+/// It must be zero before its first use; calls leave its counters zero. Only calls on one stream may share it.
 KV4_API cudaError_t attend(const ops::AttendParams& params, cudaStream_t stream);
 
 /// Copies pieces [count] (device address) in one launch; none overlaps another's target. largest: bytes of the largest.
@@ -65,7 +66,7 @@ KV4_API cudaError_t copy_pieces(const ops::CopyPiece* pieces, std::int32_t count
 constexpr std::size_t kMostFewPieces = 80;
 /// The same with the list on the host: it travels with the launch, and may be reused when the call returns.
 KV4_API cudaError_t copy_few_pieces(std::span<const ops::CopyPiece> pieces, cudaStream_t stream);
-/// For each span [count] (device address): what its accumulator would be if all its rows were folded, into `out`.
+/// For each span [count] (device address): writes to its `out` the accumulator that folding all its rows gives.
 KV4_API cudaError_t fold_open(const ops::OpenSpan* spans, std::int32_t count, cudaStream_t stream);
 
 }  // namespace kv4::cuda

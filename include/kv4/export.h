@@ -1,4 +1,4 @@
-// Marks what the shared library exports; everything else is hidden.
+// Marks the symbols that the shared library exports; all others are hidden.
 #pragma once
 
 #if defined(KV4_STATIC)

@@ -68,10 +68,10 @@ KV4_API RowsView entry_rows(const CacheSchema& schema, int layer, RowRole role, 
 KV4_API RowsView window_rows(const CacheSchema& schema, int layer, std::span<std::byte> image,
                              std::span<const std::int64_t> lengths);
 
-/// Row i goes to slots[i]; a negative slot: it goes nowhere.
+/// Row i goes to slots[i]; a negative slot skips the row.
 KV4_API void copy_to_pages(const RowsView& rows, std::span<const std::int64_t> slots, const PageLayout& layout,
                            std::span<std::byte> pool);
-/// Row i comes from slots[i]; a negative slot: it stays as it is.
+/// Row i comes from slots[i]; a negative slot leaves the row as it is.
 KV4_API void copy_from_pages(const RowsView& rows, std::span<const std::int64_t> slots, const PageLayout& layout,
                              std::span<const std::byte> pool);
 

@@ -2,12 +2,12 @@
 //
 //   admit -> [prepare_forward -> acquire(layer).append ... for each layer -> commit | abort]* -> release
 //
-// Threads: one thread at a time drives a cache, this header's calls and its handles' alike, and sessions and tiers
-// of it. A call that overlaps with another thread's throws Error(bad_state) and does nothing; a cache may go from
-// thread to thread, and a callback may call the cache that called it. Different caches are independent. Ownership:
-// the manager owns all cache memory; tensors passed in are only read or written during the call, bound weights and
-// rope tables must outlive the manager. Errors: what the caller can plan for is a value (Expected with a Shortage).
-// Everything else throws kv4::Error. Either way the cache is as it was before the call.
+// Threads: one thread at a time drives a cache: the calls of this header, of its handles, and of its sessions and
+// tiers. A call that overlaps with another thread's throws Error(bad_state) and does nothing. A cache may go from
+// thread to thread, and a callback may call the cache that called it. Different caches are independent. Ownership: the
+// manager owns all cache memory. Tensors passed in are only read or written during the call; bound weights and rope
+// tables must outlive the manager. Errors: a condition that the caller can plan for is a value (Expected with a
+// Shortage); everything else throws kv4::Error. Either way the cache is as it was before the call.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ enum class Shortage : std::uint8_t { none, requests, blocks, slots, cancelled };
 
 /// The enumerator's name: "blocks", ...
 KV4_API const char* to_string(Shortage shortage);
-/// Error(bad_state) that names the shortage and what ends it.
+/// Throws Error(bad_state) that names the shortage and its remedy.
 [[noreturn]] KV4_API void throw_shortage(Shortage shortage);
 
 /// A value, or the shortage that kept it from being made.
@@ -83,10 +83,10 @@ struct Step {
   std::int32_t group = 0;
 };
 
-/// A request that begins with the blocks that the cache has of its prompt.
+/// A request that begins with the blocks of its prompt that the cache keeps.
 struct Admission {
   RequestId request = kNoRequest;
-  /// Tokens of the prompt whose entries are there: whole blocks, and at least one token remains for a query.
+  /// Tokens of the prompt whose entries are kept: whole blocks, and at least one token remains for a query.
   std::int64_t usable_tokens = 0;
   /// The request's length, and the first token to compute. Tokens from here to usable_tokens are replayed: with the
   /// prompt's ids, in steps like any other; their entries stay as they are.
@@ -111,7 +111,7 @@ class KV4_API KVCacheManager {
 
   /// An empty request.
   Expected<RequestId> admit();
-  /// Begins with the longest prefix of the prompt that is kept, and shares its blocks. The request's own full blocks
+  /// The request begins with the longest kept prefix of the prompt and shares its blocks. The request's own full blocks
   /// are kept from their commit on. Draft stages begin at resume_at with an empty window. Needs options.prefix.enabled.
   Expected<Admission> admit(const Prompt& prompt);
   /// Reserves all that the step may write, or changes nothing. `group`: 0 = backbone, d + 1 = draft stage d. One step
@@ -119,7 +119,7 @@ class KV4_API KVCacheManager {
   Expected<Step> prepare_forward(std::span<const StepItem> items, int group = 0);
   /// The layer inside the open step. Throws Error(bad_state) without a step, or where the step is another group's.
   LayerCacheHandle acquire(int layer);
-  /// Lengths advance at once; the step's work may still be queued. What reads the cache on the same stream sees it.
+  /// Lengths advance at once; the step's work may still be queued. Later work on the same stream sees it.
   void commit(const Step& step);
   /// Ends the step as if it had never been prepared: lengths and images are those before it.
   void abort(const Step& step);
@@ -137,23 +137,23 @@ class KV4_API KVCacheManager {
   std::int64_t rewind_floor(RequestId request, int group = 0) const;  // the shortest length that rewind() takes
   /// A second request with the same tokens: full blocks are shared; the state and an open block are copied.
   Expected<RequestId> fork(RequestId request);
-  /// Ends the request. Its blocks go, or are kept for later prompts.
+  /// Ends the request. Its blocks are released, or kept for later prompts.
   void release(RequestId request);
 
   std::int64_t length(RequestId request, int group = 0) const;   // committed tokens of the group
   std::vector<std::int32_t> token_ids(RequestId request) const;  // committed ones of the backbone
   std::vector<BlockId> blocks(RequestId request) const;          // in the order of the tokens
 
-  /// State and entries of a request as bytes; together with the token ids all that another cache needs to go on. Throws
+  /// State and entries of a request as bytes; with the token ids, another cache can continue from them. Throws
   /// Error(bad_state) during a replay without a snapshot: its windows are whole only at the end.
   CanonicalImage export_image(RequestId request) const;
   std::vector<std::byte> export_blocks(RequestId request) const;  // [blocks, block_image_bytes]
-  /// The same into memory of the caller, which is exactly as large; fastest into HostMemory, where transfers from a GPU
-  /// need no copy on the way.
+  /// The same into the caller's memory of exactly that size; fastest into HostMemory, where transfers from a GPU need
+  /// no copy on the way.
   void export_image(RequestId request, std::span<std::byte> out) const;   // [image_bytes(request)]
   void export_blocks(RequestId request, std::span<std::byte> out) const;  // [blocks, block_image_bytes]
   std::int64_t image_bytes(RequestId request) const;                      // size of the image now
-  /// A new request from what export_image and export_blocks gave, of this layout.
+  /// A new request from the results of export_image and export_blocks, of this layout.
   Expected<RequestId> import_image(const ImageView& image, std::span<const std::int32_t> token_ids,
                                    std::span<const std::byte> blocks);
   /// The same, and its full blocks are kept as the chain's from now on. Blocks that are kept already are shared: their
@@ -165,46 +165,45 @@ class KV4_API KVCacheManager {
   /// The same for a running request.
   PrefixIdentity chain_of(RequestId request) const;
 
-  /// Prompts find and leave blocks of these weights from now on; running requests go on with theirs.
+  /// From now on prompts find and publish blocks of these weights; running requests continue with theirs.
   void set_weights_id(std::string_view weights_id);
-  /// Forgets all that was computed with these weights. No later prompt finds it; blocks of running requests go when
-  /// these end, and what such requests compute from now on is not kept.
+  /// Forgets everything computed with these weights: no later prompt finds it. Running requests keep their blocks until
+  /// they end; blocks that they compute from now on are not kept.
   void invalidate(std::string_view weights_id);
   /// Counters of the prefix cache; zeros where it is off.
   PrefixStatistics prefix_statistics() const;
   /// The state of the cache and its counts.
   CacheStatistics statistics() const;
-  /// Blocks stored and evicted, by key: the oldest events, in order, as many as fit; they are gone then. Returns how
-  /// many.
+  /// Moves events (blocks stored and evicted, by key) to `out`, the oldest first, as many as fit. Returns their number.
   std::size_t read_block_events(std::span<BlockEvent> out);
 
   /// Prefix blocks as bytes, for tiers and other workers. Keys of all full blocks of a prompt, first block first:
   std::vector<BlockKey> block_keys(const Prompt& prompt);
   /// The block that the cache keeps under the key; nullopt: none.
   std::optional<PrefixBlock> find_block(const BlockKey& key) const;
-  /// As exported, out [block_image_bytes] and [snapshot_bytes()]. False: it is not there.
+  /// Writes the block as exported, out [block_image_bytes]. False: it is not there.
   bool read_block(const BlockKey& key, std::span<std::byte> out) const;
-  /// The snapshot at the block's end, out [snapshot_bytes()]. False: it is not there.
+  /// Writes the snapshot at the block's end, out [snapshot_bytes()]. False: it is not there.
   bool read_snapshot(const BlockKey& key, std::span<std::byte> out) const;
   std::int64_t snapshot_bytes() const;  // of an image at a block boundary
-  /// Blocks of the prompt that follow those kept, as if a request had computed them; as many as there is room for,
-  /// evicting as a request would. Their bytes are taken as they are.
+  /// Inserts blocks of the prompt that follow those kept, as if a request had computed them: as many as there is room
+  /// for, evicting as a request would. Their bytes are not checked.
   std::int64_t insert_blocks(const Prompt& prompt, std::span<const std::span<const std::byte>> blocks);
-  /// At the end of a prefix block. False: the block is not there, or there is no place.
+  /// Inserts the snapshot at the end of a prefix block. False: the block is not there, or there is no place.
   bool insert_snapshot(const BlockKey& key, std::span<const std::byte> bytes);
 
   const CacheSchema& schema() const;        // sizes and addresses
-  const BlockAllocator& allocator() const;  // who holds which block
+  const BlockAllocator& allocator() const;  // holders of blocks
   PagedKVPool& kv_pool();                   // the blocks' memory
   StateCachePool& state_pool();             // the state slots' memory
-  int num_requests() const;                 // that run
-  std::vector<RequestId> requests() const;  // that run
+  int num_requests() const;                 // running ones
+  std::vector<RequestId> requests() const;  // running ones
   /// Exactly plan_memory(schema()).total_bytes.
   std::int64_t memory_bytes() const;
 
   /// The parts of the cache.
   struct Impl;
-  /// For the rest of the library alone: nobody else can make a key.
+  /// For the rest of the library only: no other code can make a key.
   Impl& impl(const InternalKey&) const { return *impl_; }
 
  private:

@@ -54,10 +54,10 @@ struct IndexInputs {
 struct AttendInputs {
   ConstTensorView q;       // [tokens, heads, head_dim] f32 or bf16, 1 to 128 heads
   ConstTensorView sink{};  // [heads] f32, or empty: none
-  /// i32 [tokens, k] entries, anything but a visible one is passed over; empty: all visible.
+  /// i32 [tokens, k] entries, those not visible are ignored; empty: all visible.
   ConstTensorView topk{};
   float softmax_scale = 0.0f;  // 0: head_dim^-0.5
-  bool inverse_rope = false;   // turn the output's last rope_dim channels back by the query's position
+  bool inverse_rope = false;   // undo the rotation of the output's last rope_dim channels by the query's position
 };
 
 /// K = V: both name the same dense tensor.
@@ -126,7 +126,7 @@ class KV4_API LayerCacheHandle {
   int head_dim() const;                    // width of an entry and of a window row
   const LayerCacheSchema& schema() const;  // sizes of the layer
 
-  /// Window rows, pending rows and the entries and index keys that fall due, in one pass.
+  /// Writes window rows, pending rows, due entries and due index keys in one pass.
   void append(const AppendInputs& inputs);
   /// Only the window rows: raw_kv [tokens, head_dim].
   void write_swa(const ConstTensorView& raw_kv);
@@ -153,8 +153,8 @@ class KV4_API LayerCacheHandle {
   /// i32, in no order, -1 filled; of equal scores the smaller index, NaN last. slots [tokens, k] i32 or empty: block *
   /// rows_per_block + row of each.
   void select_topk(const ConstTensorView& scores, const TensorView& indices, const TensorView& slots = {});
-  /// Both in a single call: the k best by exact scores, or by fast ones, with scores in the cache's workspace. k from 1
-  /// to 2048.
+  /// index_scores and select_topk in one call: the k best by exact scores, or by fast ones, with scores in the cache's
+  /// workspace. k from 1 to 2048.
   void index_topk(const IndexInputs& inputs, const TensorView& indices, const TensorView& slots = {},
                   ScoreMode mode = ScoreMode::exact);
 

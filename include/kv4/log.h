@@ -29,11 +29,11 @@ struct LogRecord {
   std::span<const LogField> fields;
 };
 
-/// Called by any thread, the library's own included, one call at a time. It must not call kv4; what it throws is lost.
+/// Called by any thread, the library's own included, one call at a time. It must not call kv4; its exceptions are lost.
 using LogSink = std::function<void(const LogRecord&)>;
 
-/// For all caches and tiers of the process, from now on; an empty one: silence, as at the start. When it returns, the
-/// one before is not being called any more.
+/// Sets the sink of all caches and tiers of the process. An empty sink: no log, as at the start. When it returns, the
+/// previous sink is not being called any more.
 KV4_API void set_log_sink(LogSink sink);
 
 }  // namespace kv4

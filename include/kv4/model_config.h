@@ -31,13 +31,13 @@ struct RopeSpec {
   double beta_slow = 1.0;
 };
 
-/// What DeepSeek-V4.1 has instead of CSA and HCA. Few layers own entries and index keys, few rank them; layer L reads
-/// the entries of the largest owner <= L, of which the largest index source <= L makes the list. Ids ascend.
+/// DeepSeek-V4.1's replacement of CSA and HCA. Few layers own entries and index keys, and few rank them. Layer L reads
+/// the entries of the largest owner <= L; the largest index source <= L makes the list of them. Ids ascend.
 struct EntrySharing {
   std::vector<int> ratios;         // [num_layers] tokens per entry: 1, 2, or 0 for a window only; empty: not V4.1
   std::vector<int> owners;         // layers with a compressor, entries and index keys
   std::vector<int> index_sources;  // layers that rank the keys of their owner; every owner is one
-  int candidate_source = -1;       // index sources behind it rank within the blocks that it keeps; -1: none
+  int candidate_source = -1;       // later index sources rank within the blocks that it keeps; -1: none
   int candidate_block_size = 0;    // entries
   int candidate_topk_blocks = 0;   // blocks that are kept
 };
@@ -69,7 +69,7 @@ struct ModelConfig {
   std::vector<LayerKind> kinds;  // [num_layers]
   int draft_hint = 0;            // draft stages the config lists after the backbone; never built unless asked for
   EntrySharing sharing;            // V4.1
-  int draft_block = 0;             // V4.1: queries of a draft; 0: not told
+  int draft_block = 0;             // V4.1: queries of a draft; 0: not given
   std::vector<int> draft_targets;  // V4.1: the layers whose inputs a draft starts from
   Engram engram;
 
@@ -77,14 +77,14 @@ struct ModelConfig {
   bool shares_entries() const { return !sharing.ratios.empty(); }
 };
 
-/// Throws Error(bad_config) naming the field, what it holds and what it may hold. V4.1: the fields of `text_config`
+/// Throws Error(bad_config) naming the field, its value and the values allowed. V4.1: reads the fields of `text_config`
 /// where there is one, in Hugging Face's spelling or in that of DeepSeek's own inference/config.json.
 KV4_API ModelConfig parse_model_config(std::string_view json);
 /// The same from a file.
 KV4_API ModelConfig load_model_config(const std::string& path);
 /// Presets: "v4-flash", "v4-pro" and "v4.1-flash".
 KV4_API ModelConfig model_preset(std::string_view name);
-/// Checks every range. parse and preset results pass; call it on a config built by hand.
+/// Checks every range. Parsed configs and presets pass; call it on a config built by hand.
 KV4_API void validate(const ModelConfig& config);
 
 /// The purpose of a stored row.
@@ -99,16 +99,16 @@ struct RowKind {
   int owner_layer = 0;  // the layer whose pages hold the rows (itself, for every V4 layer; V4.1: or an earlier one)
 };
 
-/// A layer = a window + a list of row kinds that it reads: SWA none, HCA one, CSA two. V4.1: the entries of its owner,
-/// and of a layer that ranks also the owner's keys.
+/// A layer = a window + a list of row kinds that it reads: SWA none, HCA one, CSA two. V4.1: its owner's entries, and
+/// for a layer that ranks its owner's keys too.
 struct LayerSpec {
   int layer = 0;  // index in the model; draft stages follow the backbone
   LayerKind kind = LayerKind::swa;
   int group = 0;  // 0 = backbone; draft stage d has group d + 1: each group has its own length
   std::vector<RowKind> rows;
   int ranker = -1;            // the layer whose index list it reads; -1: none, it reads all its entries or has none
-  int candidate_source = -1;  // of a layer that ranks: itself where it picks the candidate blocks, the source that did
-                              // where it ranks within them; -1: it ranks all entries
+  int candidate_source = -1;  // of a layer that ranks: itself if it picks the candidate blocks; the layer that picked
+                              // them if it ranks within them; -1: it ranks all entries
 };
 
 /// All backbone layers, then `draft_layers` SWA-only draft stages.

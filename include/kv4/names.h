@@ -1,5 +1,5 @@
-// One spelling of every policy and mode: the enumerator's own. C++, C, Python, the tool, logs and metrics write it
-// alike, and all of them read it from these tables.
+// One spelling of every policy and mode: the enumerator's own. C++, C, Python, the tool, logs and metrics all read it
+// from these tables.
 #pragma once
 
 #include <span>
@@ -14,14 +14,14 @@
 
 namespace kv4 {
 
-/// A value and how it is written.
+/// A value and its spelling.
 template <class E>
 struct Named {
   E value;
   const char* name;
 };
 
-/// All values of an enumeration, in its order. There are tables of those below.
+/// All values of an enumeration, in its order. The enumerations below have such tables.
 template <class E>
 std::span<const Named<E>> names_of();
 

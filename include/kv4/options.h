@@ -44,8 +44,8 @@ KV4_API DType parse_pending_dtype(std::string_view name);
 
 /// Formats, layout and sizes of a cache.
 struct CacheOptions {
-  // Formats. Rows without one have the model's own: of V4 fp8_tile64, of V4.1 fp8_tile32 (windows) and nvfp4_row
-  // (entries). A schema has them filled in, row_format where both are the same.
+  // Formats. Rows without one have the model's own: fp8_tile64 for V4; fp8_tile32 (windows) and nvfp4_row (entries) for
+  // V4.1. A schema has them filled in, and row_format where both are the same.
   std::optional<Format> row_format;     // window rows and entries: fp8_tile64, fp8_row, bf16, fp8_tile32, nvfp4_row
   std::optional<Format> window_format;  // window rows, whatever row_format is
   std::optional<Format> entry_format;   // entries, whatever row_format is
@@ -67,11 +67,11 @@ struct CacheOptions {
   int max_requests = 16;
   int spare_slots = 1;              // requests that can take a step of more than R + 1 tokens at the same time
   std::int64_t max_context = 8192;  // tokens of the longest request
-  std::int64_t num_blocks = 0;      // 0: what compute_block_budget says for max_requests x max_context
+  std::int64_t num_blocks = 0;      // 0: compute_block_budget of max_requests x max_context
   int max_step_tokens = 512;        // tokens of the largest step, padding included
-  int index_tile_tokens = 128;      // tokens whose index scores are kept at a time: what index_topk's workspace holds
+  int index_tile_tokens = 128;      // tokens whose index scores index_topk's workspace holds at a time
 
-  PrefixOptions prefix;  // what stays of requests that have gone; off unless enabled
+  PrefixOptions prefix;  // blocks and snapshots of ended requests; off unless enabled
 };
 
 }  // namespace kv4

@@ -1,4 +1,4 @@
-// Compressed entries and index keys of all layers behind block ids.
+// Compressed entries and index keys of all layers, addressed by block ids.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +15,11 @@
 
 namespace kv4 {
 
-/// The memory that images of blocks lie in: the caller's, and the call is done when it returns; or the backend's, and
-/// the copies are queued, in a single pass.
+/// The memory of block images. The caller's: the call is done when it returns. The backend's: the copies are queued, in
+/// a single pass.
 enum class ImageMemory : std::uint8_t { caller, backend };
 
-/// A block and where its image is, or goes to.
+/// A block and the place of its image.
 struct BlockImage {
   BlockId block = 0;
   std::byte* memory = nullptr;  // [block_image_bytes]
@@ -46,7 +46,7 @@ class KV4_API PagedKVPool {
   void save_block(BlockId block, int tokens, std::span<std::byte> out) const;
   /// The inverse of save_block: `image` [block_image_bytes].
   void load_block(BlockId block, std::span<const std::byte> image);
-  /// Makes room for the lists of calls with up to so many images: they allocate nothing then. There is room for one.
+  /// Reserves the lists of calls with up to so many images, which then allocate nothing. Initially: one image.
   void reserve_images(std::size_t images) const;
   /// Images of whole blocks.
   void gather_blocks(std::span<const BlockImage> images, ImageMemory memory) const;
@@ -61,7 +61,7 @@ class KV4_API PagedKVPool {
   std::byte* base_ = nullptr;
   std::int64_t bytes_ = 0;
   std::size_t pieces_per_block_ = 0;            // at most
-  mutable std::vector<ops::CopyPiece> pieces_;  // of the call that runs
+  mutable std::vector<ops::CopyPiece> pieces_;  // of the current call
 };
 
 }  // namespace kv4

@@ -56,8 +56,8 @@ struct WindowDesc {
   RowPlanes ring;
   std::int32_t rows = 0;
   RowPlanes scratch;  // rows of a long step by token index; one block
-  // The row that the last of R + 1 tokens written in place overwrites. No query will ask for it again, but the image of
-  // the length before the step has it, so it is kept in case the step is aborted.
+  // The row that the last of R + 1 tokens written in place overwrites. No later query reads it, but the image of the
+  // length before the step contains it, so it is saved in case the step is aborted.
   RowPlanes undo_row;                      // a block is a state slot, one row
   std::int32_t* undo_positions = nullptr;  // [slot * undo_row_stride], -1: none
   std::int64_t undo_row_stride = 0;
@@ -102,7 +102,7 @@ struct LayerDesc {
 };
 
 /// A request's part in a step, or one token of it: a single load tells a kernel all it needs. row -1: padding, which
-/// every operation passes over.
+/// every operation ignores.
 struct alignas(16) StepRecord {
   std::int32_t row = -1;         // of the block table
   std::int32_t length = 0;       // committed tokens; positions from here on are the step's own
@@ -111,7 +111,7 @@ struct alignas(16) StepRecord {
   std::int32_t read_slot = -1;   // state slot
   std::int32_t write_slot = -1;  // another one in a long step
   std::int32_t position = 0;     // of this token; of the first, in an item's record
-  std::int32_t block = -1;       // that takes the position's entries; -1: none does.
+  std::int32_t block = -1;       // of the position's entries; -1: none.
                                  // In an item's record: entries of positions below it are there already and are kept
 
   KV4_HD bool padded() const { return row < 0; }                    // belongs to no request
@@ -140,7 +140,7 @@ struct StepDesc {
   }
 };
 
-/// The tables themselves: what expanding a step writes.
+/// The tables themselves: the outputs of expanding a step.
 struct StepTableDesc {
   StepRecord* items = nullptr;             // [max_items]
   StepRecord* tokens = nullptr;            // [max_step_tokens]
@@ -160,7 +160,7 @@ struct StepTableDesc {
   std::int32_t hca_ratio = 0;
 };
 
-/// Entries begin .. begin + count - 1 of a block table row; their values stand at `first_value` of a list.
+/// Entries begin .. begin + count - 1 of a block table row; their values begin at `first_value` of a list.
 struct BlockRange {
   std::int32_t row = 0;
   std::int32_t begin = 0;
@@ -183,7 +183,7 @@ struct InputDesc {
   std::int64_t row_stride = 0;
 };
 
-/// A dense output; its shape stands at the field.
+/// A dense output; the comment at each field has its shape.
 struct OutputDesc {
   void* data = nullptr;
   DType dtype = DType::f32;
@@ -194,7 +194,7 @@ struct OutputDesc {
 struct FrontEndDesc {
   const float* norm_weight = nullptr;  // [head_dim]
   float eps = 0.0f;
-  RopeDesc rope;  // of this layer: SWA layers turn at another base than the others
+  RopeDesc rope;  // of this layer: SWA layers rotate with another base than the others
 };
 
 /// One layer of a step: inputs in, window rows, pending rows, entries and index keys out.
@@ -232,8 +232,8 @@ struct GatherParams {
 /// Limits of index heads, of k, and of query heads.
 constexpr std::int32_t kMaxIndexHeads = 64, kMaxTopk = 2048, kMaxQueryHeads = 128;
 
-/// Index queries against the keys a token's position lets it see: j < (position + 1) / ratio. A query goes the way of a
-/// key before it is compared: rounded to bf16, transformed where keys are, encoded in their format.
+/// Index queries against the keys a token's position lets it see: j < (position + 1) / ratio. A query is prepared as a
+/// key is: rounded to bf16, transformed where keys are, encoded in their format.
 struct IndexParams {
   LayerDesc layer;
   StepDesc step;
@@ -275,7 +275,7 @@ struct AttendParams {
   float softmax_scale = 0.0f;
   InputDesc q;                  // bf16 or f32 [tokens, heads, width], heads dense
   const float* sink = nullptr;  // [heads] or null
-  InputDesc chosen;             // i32 [tokens, num_chosen] entries, anything but a visible one is passed over;
+  InputDesc chosen;             // i32 [tokens, num_chosen] entries, those not visible are ignored;
   std::int32_t num_chosen = 0;  // data null: every visible entry
   SlotList window_slots;        // instead of the step's window: rows of layer.window.ring
   SlotList entry_slots;         // instead of its entries: rows of layer.kinds[0].page
@@ -311,8 +311,8 @@ struct Boundary {
   std::uint8_t* image = nullptr;
 };
 
-/// One layer's part of such images, after its append: window rows from the scratch or from the ring of the slot that
-/// the step reads, the last span's pending rows, first half, from the inputs or from that slot.
+/// One layer's part of such images, taken after its append. Window rows come from the scratch, or from the ring of the
+/// slot that the step reads. The first halves of the last span's pending rows come from the inputs or from that slot.
 struct BoundaryParams {
   LayerDesc layer;
   InputDesc kv[LayerDesc::kMaxKinds];  // of the append

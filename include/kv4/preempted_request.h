@@ -42,9 +42,10 @@ KV4_API std::int64_t preempted_bytes(const KVCacheManager& manager, RequestId re
 /// or full, Error(bad_state) where the request is in an open step; then nothing has changed.
 KV4_API void preempt(KVCacheManager& manager, RequestId request, PreemptedRequest& to);
 
-/// Back into this cache, or another one of the same layout; `from` is empty then. On a shortage or an error it keeps
-/// the request. It cannot be rewound behind the length it was preempted with. In its own cache it takes the blocks that
-/// are still kept, and its others are kept again, unless their weights were invalidated meanwhile.
+/// Restores the request in this cache or another one of the same layout, and empties `from`. On a shortage or an error
+/// `from` keeps the request. The request cannot be rewound below the length it was preempted with. In its own cache it
+/// shares the blocks that are still kept; its other blocks are kept again, unless their weights were invalidated
+/// meanwhile.
 KV4_API Expected<RequestId> resume(KVCacheManager& manager, PreemptedRequest& from);
 
 }  // namespace kv4

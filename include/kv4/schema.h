@@ -65,7 +65,7 @@ struct LayerCacheSchema {
   LayerSpec spec;
   WindowSchema window;
   std::vector<PageSchema> pages;       // one per row kind that the layer owns
-  std::vector<PendingSchema> pending;  // beside them
+  std::vector<PendingSchema> pending;  // one per page
 
   /// Ring rows kept of the own-entry (a) and of the next-entry (b) series of the main compressor; 0 where there is
   /// none.
@@ -88,7 +88,7 @@ struct CacheSchema {
   std::int64_t block_image_bytes = 0;  // the same as it is exported: page alignment 64, block-major
   std::int64_t slot_bytes = 0;         // state of one request
   std::int64_t undo_row_bytes =
-      0;  // beside it, one row per window: what an in-place step of R + 1 tokens overwrites of the image
+      0;  // undo rows beside it, one per window: rows of the image that an in-place step of R + 1 tokens overwrites
   std::uint64_t layout_id = 0;  // equal iff exported bytes mean the same
 
   KV4_API const LayerCacheSchema& layer(int model_layer) const;  // throws if not owned

@@ -15,8 +15,8 @@
 
 namespace kv4 {
 
-/// What a request needs to go on, whatever wrote it: windows, then pending rows, nothing else (docs/formats.md).
-/// Independent of ring sizes, rewind length, HCA mode, arrangement, backend and history.
+/// The state that a request needs to continue: windows, then pending rows, nothing else (docs/formats.md). Independent
+/// of ring sizes, rewind length, HCA mode, arrangement, backend and history.
 struct CanonicalImage {
   std::uint64_t layout_id = 0;
   std::vector<std::int64_t> lengths;  // [1 + draft layers]: tokens of the backbone and of each draft stage
@@ -52,7 +52,7 @@ class KV4_API StateCachePool {
 
   /// A free slot; nullopt: all are taken.
   std::optional<std::int32_t> acquire_slot();
-  /// The slot is free again.
+  /// Frees the slot.
   void release_slot(std::int32_t slot);
   void reset_slot(std::int32_t slot);                  // all zero: nothing of an earlier request remains
   void copy_slot(std::int32_t from, std::int32_t to);  // state and undo rows; queued
@@ -66,14 +66,14 @@ class KV4_API StateCachePool {
             std::span<std::byte> out) const;
   /// The inverse of save(). Throws as check().
   void restore(std::int32_t slot, const ImageView& image);
-  /// Throws Error(bad_argument) if the image is not one of this cache's layout, or its size does not fit its lengths.
+  /// Throws Error(bad_argument) if the image has another layout than this cache, or its size does not fit its lengths.
   void check(const ImageView& image) const;
 
   /// Slot 0; an address of the backend.
   std::byte* base() const { return base_; }
   /// [num_slots, num_layers]: tokens below it are folded into the layer's accumulator.
   std::int32_t* fold_watermarks() const { return fold_watermarks_; }
-  /// [num_slots, undo_row_bytes], and [num_slots, num_layers]: the position of each, -1: none.
+  /// [num_slots, undo_row_bytes].
   std::byte* undo_rows() const { return undo_rows_; }
   /// [num_slots, num_layers]: the position of each undo row, -1: none.
   std::int32_t* undo_positions() const { return undo_positions_; }

@@ -30,7 +30,7 @@ struct TokenHistogram {
 
 /// A tenant's part of the prefix cache.
 struct TenantUse {
-  std::int64_t share_blocks = 0;  // that others cannot evict
+  std::int64_t share_blocks = 0;  // blocks that others cannot evict
   std::int64_t blocks = 0;        // kept, those of running requests included
 };
 
@@ -39,10 +39,10 @@ struct ShortageCounts {
   std::int64_t requests = 0, blocks = 0, slots = 0;
 };
 
-/// Calls that came back since the cache was made, those with a shortage included; not those that threw.
+/// Calls that returned since the cache was made, including those with a shortage, without those that threw.
 struct CallTimes {
   TimeHistogram admit, prepare_forward;
-  TimeHistogram tier_load;        // TieredPrefix: from start_load() until nothing is left to be done
+  TimeHistogram tier_load;        // TieredPrefix: from start_load() until the load is done
   TimeHistogram tier_save;        // TieredPrefix::save()
   TimeHistogram session_restore;  // restore_session, restore_session_file
   TimeHistogram session_save;     // save_session, save_session_file

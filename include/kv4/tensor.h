@@ -56,7 +56,7 @@ struct BasicTensorView {
   /// A dense i32 tensor.
   BasicTensorView(Element<std::int32_t>* p, std::initializer_list<std::int64_t> dims)
       : BasicTensorView(static_cast<Void*>(p), DType::i32, dims) {}
-  /// What may be written may be read.
+  /// A view to write converts to a view to read.
   template <class Other>
   requires(std::is_const_v<Void> && !std::is_const_v<Other>) BasicTensorView(const BasicTensorView<Other>& tensor)
       : BasicTensorView(tensor.over(static_cast<Void*>(tensor.data))) {}

@@ -9,8 +9,8 @@
 
 namespace kv4 {
 
-/// Calls by their time. The thread that counts has the object to itself, as a cache's thread has the cache: nothing is
-/// locked or allocated. The bounds are part of the status file's format: others would need fields of another name.
+/// Counts calls by their time. One thread at a time uses the object, as with a cache: nothing is locked or allocated.
+/// The bounds are part of the status file's format: other bounds would need fields of another name.
 struct TimeHistogram {
   /// 1, 2.5 and 5 times each power of ten from 1 us to 10 s.
   static constexpr std::array<std::int64_t, 22> kBoundsNs = {
@@ -21,7 +21,7 @@ struct TimeHistogram {
 
   std::array<std::int64_t, kBuckets>
       counts{};  // [i]: at most kBoundsNs[i] and more than the bound before; the last has no bound
-  std::int64_t sum_seconds = 0, sum_ns = 0;  // of all calls: both together, the second below 10^9
+  std::int64_t sum_seconds = 0, sum_ns = 0;  // time of all calls: the sum of both, sum_ns below 10^9
 
   /// Counts one call.
   void add(std::chrono::nanoseconds time) {

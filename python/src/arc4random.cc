@@ -1,4 +1,5 @@
-// arc4random, which a static libstdc++ of Debian 12 takes from glibc 2.36. With this one a wheel needs 2.34.
+// Defines arc4random: Debian 12's static libstdc++ takes it from glibc 2.36. With this definition a wheel needs only
+// 2.34.
 #include <sys/random.h>
 
 #include <cstdint>
@@ -6,7 +7,7 @@
 
 extern "C" __attribute__((visibility("hidden"))) std::uint32_t arc4random() noexcept {
   std::uint32_t value = 0;
-  // Up to 256 bytes come whole or not at all.
+  // Up to 256 bytes come complete or not at all.
   if (getrandom(&value, sizeof value, 0) != static_cast<ssize_t>(sizeof value)) std::abort();
   return value;
 }

@@ -92,16 +92,16 @@ Array host_array(nb::handle object, const char* name, const char* what) {
 
 }  // namespace
 
-// On a GPU the producer is told our stream, so that its pending work comes before ours; where that is its own current
-// stream it does nothing, which a graph capture needs.
+// On a GPU the producer gets our stream, so that its pending work comes before ours. If that is its own current stream
+// it does nothing, which a graph capture needs.
 nb::object Arguments::source(nb::handle object, const char* name) const {
   if (!device_.on_cuda() || !nb::hasattr(object, "__dlpack_device__")) return nb::borrow(object);
   if (nb::cast<int>(nb::tuple(object.attr("__dlpack_device__")())[0]) != nb::device::cuda::value)
-    return nb::borrow(object);  // elsewhere there is no stream; hold() will say where it is
+    return nb::borrow(object);  // no stream elsewhere; hold() names the place
   const std::intptr_t handle = reinterpret_cast<std::intptr_t>(stream_.handle);
-  const std::intptr_t stream = handle == 0 ? 1 : handle;  // DLPack's name for the default one
+  const std::intptr_t stream = handle == 0 ? 1 : handle;  // DLPack's name for the default stream
   try {
-    // A torch tensor that requires grad gives its memory only so.
+    // A torch tensor that requires grad gives its memory only after detach().
     const nb::object plain = nb::hasattr(object, "detach") ? object.attr("detach")() : nb::borrow(object);
     return plain.attr("__dlpack__")(nb::arg("stream") = stream);
   } catch (nb::python_error& error) {

@@ -18,8 +18,8 @@ namespace kv4::python {
 
 inline bool any_object(PyObject*) { return true; }
 
-/// Objects that offer their memory, and other arguments: for signatures. What they really are is checked where they are
-/// used, so that the message can name them.
+/// Objects that offer their memory, and other arguments, for signatures. The calls that use them check their type, so
+/// that the message can name them.
 struct ArrayLike : nb::object {
   NB_OBJECT_DEFAULT(ArrayLike, nb::object, "kv4.typing.ArrayLike", any_object)
 };
@@ -47,12 +47,12 @@ class Arguments {
  public:
   explicit Arguments(const Device& device, Stream stream = {}) : device_(device), stream_(stream) {}
 
-  /// None gives an empty view. Throws Error(bad_argument) for what is no array, or lies elsewhere than the cache, or
+  /// None gives an empty view. Throws Error(bad_argument) if the object is no array, lies elsewhere than the cache, or
   /// has a type that no call takes.
   ConstTensorView in(nb::handle object, const char* name);
   /// The same; the array must be writable.
   TensorView out(nb::handle object, const char* name);
-  /// The held object, to be kept longer.
+  /// Gives up the held objects, to be kept longer.
   std::vector<nb::ndarray<nb::ro>> take() { return std::move(held_); }
 
  private:
@@ -70,13 +70,13 @@ struct HostBytes {
   std::span<const std::byte> bytes;
 };
 HostBytes host_bytes(nb::handle object, const char* name);
-/// The same, to be written.
+/// The same, writable.
 struct HostOutput {
   nb::ndarray<> held;
   std::span<std::byte> bytes;
 };
 HostOutput host_output(nb::handle object, const char* name);
-/// It must be exactly `size` long.
+/// The same; the memory must be exactly `size` long.
 HostOutput host_output(nb::handle object, std::int64_t size, const char* name);
 
 using Shape = std::vector<std::int64_t>;
@@ -86,7 +86,8 @@ nb::object new_array(const Device& device, nb::handle like, const Shape& shape, 
 /// A new uint8 NumPy array.
 nb::object new_bytes(const Shape& shape);
 
-/// Memory of the cache as an array: NumPy's on the CPU, on a GPU an object for from_dlpack. `owner` lives as long.
+/// Memory of the cache as an array: NumPy's on the CPU, on a GPU an object for from_dlpack. The array keeps `owner`
+/// alive.
 nb::object export_memory(const Device& device, const void* data, const Shape& shape, const Shape& strides, DType dtype,
                          nb::handle owner);
 
@@ -103,7 +104,7 @@ nb::object own_array(std::vector<T> values) {
   return own_array(std::move(values), {size});
 }
 
-/// From any sequence of ints, or an int32 or int64 array [n] of the host.
+/// Takes any sequence of ints, or an int32 or int64 array [n] of the host.
 std::vector<std::int32_t> token_ids_of(nb::handle object);
 std::vector<std::int64_t> slots_of(nb::handle object);
 

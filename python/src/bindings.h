@@ -1,4 +1,4 @@
-// One function per topic, each in the file of its name; later ones use the types of earlier ones.
+// One function per topic, each in the file of that name; later ones use the types of earlier ones.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -42,7 +42,7 @@ T value_or_raise(Expected<T> expected, const char* call) {
   return *expected;
 }
 
-/// A record made from its attributes by keyword: Record(name=value, ...).
+/// Makes a record from its attributes by keyword: Record(name=value, ...).
 template <class T, class Class>
 void def_keyword_init(Class& record) {
   record.def(

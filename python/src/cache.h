@@ -1,4 +1,4 @@
-// Python's KVCacheManager and LayerCacheHandle: the library's, and what a Python caller would have to remember.
+// Python's KVCacheManager and LayerCacheHandle: the library's, with the state that a Python caller would have to keep.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ namespace kv4::python {
 struct Cache {
   std::shared_ptr<Device> device;
   std::unique_ptr<KVCacheManager> manager;
-  std::map<int, std::vector<nb::ndarray<nb::ro>>> weights;  // bound ones are not copied, so they are kept
+  std::map<int, std::vector<nb::ndarray<nb::ro>>> weights;  // bound weights: they are not copied, so they are kept
   std::vector<nb::ndarray<nb::ro>> rope_table;
-  /// The open step, for the sizes of arrays that calls make.
+  /// The open step, for the sizes of the arrays that calls make.
   struct Item {
     std::int64_t length = 0;
     std::int64_t count = 0;

@@ -25,7 +25,7 @@ std::optional<Stream> torch_stream(int cuda_index) {
   const nb::dict modules = nb::module_::import_("sys").attr("modules");
   if (!modules.contains("torch")) return std::nullopt;
   const nb::object torch = modules["torch"];
-  if (!nb::hasattr(torch, "cuda")) return std::nullopt;  // its import has not ended
+  if (!nb::hasattr(torch, "cuda")) return std::nullopt;  // its import has not finished
   const nb::object cuda = torch.attr("cuda");
   if (!nb::cast<bool>(cuda.attr("is_initialized")())) return std::nullopt;
   return parse_stream(cuda.attr("current_stream")(cuda_index));

@@ -1,4 +1,4 @@
-// Python's Backend: the library's, where its memory is, whose turn it is, and on which stream work is queued.
+// Python's Backend: the library's, with the place of its memory, its turns, and the stream that work is queued on.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,7 +20,7 @@ namespace nb = nanobind;
 
 class Device {
  public:
-  /// cuda_index -1: the CPU, with `threads`. `stream`: what the backend was made with; empty: follow torch.
+  /// cuda_index -1: the CPU, with `threads`. `stream`: the one that the backend was made with; empty: follow torch.
   Device(std::shared_ptr<Backend> backend, int cuda_index, std::optional<Stream> stream, int threads = 1)
       : backend_(std::move(backend)),
         cuda_index_(cuda_index),
@@ -34,7 +34,7 @@ class Device {
   int threads() const { return threads_; }
   std::string name() const { return on_cuda() ? "cuda:" + std::to_string(cuda_index_) : "cpu"; }
 
-  /// The stream a caller means: the one named, else the one set before, else torch's current one, else the present
+  /// The stream of a call: `named` if given, else the stream set before, else torch's current one, else the present
   /// one.
   Stream choose_stream(nb::handle named) const;
   void pin_stream(std::optional<Stream> stream) { pinned_ = stream; }
@@ -70,7 +70,7 @@ class Device {
   Turns turns_;
 };
 
-/// An int, or what has `cuda_stream` (torch.cuda.Stream) or `__cuda_stream__` (the CUDA Python protocol).
+/// From an int, or an object with `cuda_stream` (torch.cuda.Stream) or `__cuda_stream__` (the CUDA Python protocol).
 Stream parse_stream(nb::handle stream);
 
 }  // namespace kv4::python

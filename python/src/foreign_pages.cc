@@ -1,4 +1,4 @@
-// Rows in the pools of other engines: exported bytes to their pages and back.
+// Rows in the pools of other engines: copies exported bytes to their pages and back.
 #include "kv4/foreign_pages.h"
 
 #include <nanobind/stl/string.h>
@@ -13,7 +13,7 @@
 namespace kv4::python {
 namespace {
 
-/// A RowsView and the memory it looks at; the schema is kept alive by whoever makes it.
+/// A RowsView and the memory it views; its maker keeps the schema alive.
 struct Rows {
   HostOutput memory;
   RowsView view;

@@ -8,7 +8,7 @@
 
 namespace kv4::python {
 
-/// Throws Error(bad_argument) that names `what` where it is not 32 bytes.
+/// Throws Error(bad_argument) that names `what` if the bytes are not 32.
 CacheKey key_of(const nb::bytes& bytes, const char* what);
 std::vector<CacheKey> keys_of(const std::vector<nb::bytes>& list);
 std::vector<nb::bytes> bytes_of(const std::vector<CacheKey>& keys);

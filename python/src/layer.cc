@@ -1,4 +1,4 @@
-// LayerCacheHandle: what an attention layer calls during a step.
+// LayerCacheHandle: the calls of an attention layer during a step.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
@@ -20,7 +20,7 @@ class LayerCall : public Arguments {
  public:
   LayerCall(const Layer& layer, nb::handle stream) : LayerCall(layer, layer.cache->device->choose_stream(stream)) {}
 
-  /// `given`, or a new array like `like`; its view goes to `view`.
+  /// `given`, or a new array like `like`; sets `view` to its view.
   AnyArray out_or_new(const nb::object& given, const char* name, nb::handle like, const Shape& shape, DType dtype,
                       TensorView& view) {
     AnyArray array = given.is_none() ? new_array(*layer_.cache->device, like, shape, dtype) : given;
@@ -41,7 +41,7 @@ class LayerCall : public Arguments {
   Stream stream_;
 };
 
-/// An array made before the call needs a step; the call itself would say so too late.
+/// Checks for a step before arrays are made; the call itself would check too late.
 std::int64_t step_tokens(const Layer& layer) {
   if (layer.cache->items.empty())
     throw Error(ErrorCode::bad_state, "no step is open: the handle's step has ended; acquire a new one");
@@ -63,7 +63,7 @@ ScoreMode score_mode(const ScoreModeLike& mode) {
   return value != nullptr ? *value : parse_score_mode(std::get<std::string>(mode));
 }
 
-// Of a head or a row: float32 or bf16 as the array it is made from.
+// The type of a head or row made from this array: bf16 if the array is bf16, else float32.
 DType float_like(const ConstTensorView& view) { return view.dtype == DType::bf16 ? DType::bf16 : DType::f32; }
 
 void def_writes(nb::class_<Layer>& layer) {

@@ -36,8 +36,8 @@ struct Sink : nb::object {
   NB_OBJECT_DEFAULT(Sink, nb::object, "collections.abc.Callable[[LogRecord], object]", is_sink)
 };
 
-/// A thread that hands records to Python. The library's own threads only leave them here: they neither take the GIL nor
-/// wait for a slow callable, and that may call kv4.
+/// A thread that hands records to Python. The library's own threads only leave records here: they neither take the GIL
+/// nor wait for a slow callable, which may call kv4.
 class Listener {
  public:
   static std::shared_ptr<Listener> start(nb::object call) {
@@ -55,8 +55,8 @@ class Listener {
     changed_.notify_one();
   }
 
-  /// What was left is still handed over, then the callable is called no more. Where the callable itself asks for it, it
-  /// is not called again. Without the GIL.
+  /// Hands over the remaining records, then never calls the callable again. If the callable itself asks for it, it is
+  /// not called again at all. Called without the GIL.
   void stop() {
     const bool from_inside = thread_.get_id() == std::this_thread::get_id();
     {
@@ -66,7 +66,7 @@ class Listener {
       changed_.notify_one();
     }
     if (from_inside)
-      thread_.detach();  // it ends when the callable has returned
+      thread_.detach();  // ends when the callable has returned
     else
       thread_.join();
   }
@@ -104,7 +104,7 @@ class Listener {
       try {
         call_(nb::cast(std::move(record)));
       } catch (nb::python_error& error) {
-        error.discard_as_unraisable(call_);  // told to sys.unraisablehook
+        error.discard_as_unraisable(call_);  // goes to sys.unraisablehook
       }
     }
   }
@@ -112,14 +112,14 @@ class Listener {
   nb::object call_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Record> waiting_;  // these under mutex_
+  std::deque<Record> waiting_;  // this and the next two under mutex_
   std::int64_t lost_ = 0;
   bool stopped_ = false;
   std::atomic<bool> silent_{false};
   std::thread thread_;
 };
 
-// Never destroyed, as the library's sink is not.
+// Never destroyed, like the library's sink.
 std::mutex& present_mutex = *new std::mutex;
 std::shared_ptr<Listener>& present = *new std::shared_ptr<Listener>;  // under present_mutex
 

@@ -1,4 +1,4 @@
-// ModelConfig and what is derived from it alone.
+// ModelConfig and what follows from it alone.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>

@@ -15,7 +15,7 @@
 namespace kv4::python {
 namespace {
 
-/// An enumeration with the library's own names.
+/// Binds an enumeration under the library's own names.
 template <class E>
 nb::enum_<E> bind_names(nb::handle scope, const char* name, const char* doc = "") {
   nb::enum_<E> out(scope, name, doc);
@@ -35,7 +35,7 @@ void def_enum(Class& record, const char* name, const char* doc = "") {
       doc);
 }
 
-/// The same of a format that may be None: the model's own.
+/// The same for a format that may be None: the model's own.
 template <auto field, class Class>
 void def_row_format(Class& record, const char* name, const char* doc) {
   record.def_prop_rw(

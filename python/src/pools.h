@@ -1,4 +1,4 @@
-// Python's pools: on their own, with a schema of their own, or a cache's.
+// Python's pools: with a schema of their own, or a cache's.
 #pragma once
 
 #include <memory>
@@ -22,7 +22,7 @@ struct PoolOf {
     own = device->work([&] { return std::make_unique<T>(*schema, device->backend()); });
     pool = own.get();
   }
-  /// Of a cache, which lives longer.
+  /// A cache's pool; the cache must live longer.
   PoolOf(std::shared_ptr<Device> device_in, const CacheSchema& schema_in, T& pool_in)
       : device(std::move(device_in)), schema(&schema_in), pool(&pool_in) {}
   PoolOf(PoolOf&&) noexcept = default;

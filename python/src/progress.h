@@ -1,4 +1,4 @@
-// progress(done, total): how far a long call is, told while it works without the GIL.
+// progress(done, total): reports how far a long call is, while it works without the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,7 @@ struct Progress : nb::object {
   NB_OBJECT_DEFAULT(Progress, nb::object, "collections.abc.Callable[[int, int], bool | None]", any_object)
 };
 
-/// Only an answer that is False stops: a function without one goes on. None: nobody is told.
+/// Only False stops: a function that returns None goes on. A `call` of None gives no function.
 inline std::function<bool(std::int64_t, std::int64_t)> progress_of(nb::handle call) {
   if (call.is_none()) return {};
   return [call](std::int64_t done, std::int64_t total) {

@@ -1,4 +1,4 @@
-// Prompt with memory of its own, and block keys as bytes.
+// A Prompt that owns its memory, and block keys as bytes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -34,7 +34,7 @@ class PromptView {
   Prompt prompt_;
 };
 
-/// A str (its UTF-8) or bytes.
+/// From a str (as UTF-8) or bytes.
 std::string text_of(nb::handle text, const char* name);
 
 BlockKey block_key_of(const nb::bytes& bytes);

@@ -1,4 +1,4 @@
-// CacheSchema, budgets and the memory plan: what is derived from model and options.
+// CacheSchema, budgets and the memory plan, derived from model and options.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 

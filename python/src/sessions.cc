@@ -23,7 +23,7 @@
 namespace kv4::python {
 namespace {
 
-// Callbacks are called while the cache works without the GIL: each takes it for its own time.
+// The cache calls these callbacks without the GIL: each takes it for its own duration.
 
 struct Sink : nb::object {
   NB_OBJECT_DEFAULT(Sink, nb::object, "collections.abc.Callable[[bytes], object]", PyCallable_Check)
@@ -84,7 +84,7 @@ class PythonBlocks : public BlockSource {
 
 std::optional<RequestId> restored(const Expected<RequestId>& request) {
   if (request) return *request;
-  if (request.error() == Shortage::cancelled) return std::nullopt;  // by `progress`
+  if (request.error() == Shortage::cancelled) return std::nullopt;  // `progress` returned False
   throw NoRoom(request.error(), "restore_session");
 }
 

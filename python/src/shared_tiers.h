@@ -1,4 +1,4 @@
-// Python's Tiers, and times as Python gives them: seconds.
+// Python's Tiers, and durations as Python gives them: in seconds.
 #pragma once
 
 #include <chrono>
@@ -27,8 +27,8 @@ inline tier::Deadline deadline_of(double timeout) {
   return std::chrono::steady_clock::now() + duration_of(timeout, "timeout");
 }
 
-/// The library's Tiers; caches on several backends may share them, so they have turns of their own. Those of a cache
-/// come first.
+/// The library's Tiers. Caches on several backends may share them, so they have turns of their own; a call takes its
+/// cache's turn first.
 struct SharedTiers {
   Turns turns;
   std::optional<Tiers> tiers;

@@ -1,4 +1,4 @@
-// StatusFolder: a running cache that can be looked at from outside.
+// StatusFolder: shows a running cache to other processes.
 #include "kv4/status_folder.h"
 
 #include <nanobind/stl/filesystem.h>

@@ -17,7 +17,7 @@ class Turns {
     const nb::gil_scoped_release no_gil;
     return inside(call);
   }
-  /// The same for a caller that has given the GIL up.
+  /// The same for a caller that has released the GIL.
   template <class Call>
   auto inside(Call&& call) {
     const Turn turn(*this);
@@ -36,7 +36,7 @@ class Turns {
   }
 
  private:
-  // A callback of a call must not come back: what it would use is in the middle of something.
+  // A call must not be entered again from its own callback: its objects are in the middle of a change.
   class Turn {
    public:
     explicit Turn(Turns& turns);

@@ -6,7 +6,7 @@
 
 namespace kv4 {
 
-/// Memory that begins at a cache line, as tensor libraries give it: a vector of 64 bytes then never touches two.
+/// Memory aligned to a cache line, as tensor libraries align it: a 64-byte SIMD vector never spans two lines.
 template <class T>
 struct LineAllocator {
   using value_type = T;

@@ -1,4 +1,4 @@
-// Always-on checks at the API: throw Error naming value, range and fix.
+// Always-on checks at the API: throw an Error that names the value, the range and the fix.
 #pragma once
 
 #include <fmt/format.h>
@@ -11,8 +11,8 @@
 
 namespace kv4 {
 
-/// Error(out_of_memory), made when the library was loaded: to throw it takes no memory. Every public call that
-/// allocates ends with `catch (const std::bad_alloc&) { fail_for_memory(); }`.
+/// Throws an Error(out_of_memory) that was made when the library was loaded, so throwing takes no memory. Every public
+/// call that allocates ends with `catch (const std::bad_alloc&) { fail_for_memory(); }`.
 [[noreturn]] void fail_for_memory();
 
 template <class... Args>

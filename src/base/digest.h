@@ -1,4 +1,4 @@
-// Digests for identities and damage that are compared, not for security.
+// Digests to compare identities and to find damage, not for security.
 #pragma once
 
 #include <cstddef>

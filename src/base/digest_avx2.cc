@@ -1,5 +1,5 @@
-// Compiled for AVX2. Nothing of the standard library's C++ headers: what they define inline would be compiled for it,
-// too, and might be linked for all.
+// Compiled for AVX2. Includes no C++ standard headers: their inline functions would be compiled for AVX2 too, and might
+// be linked for all processors.
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 

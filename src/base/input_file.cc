@@ -58,7 +58,7 @@ std::int64_t InputFile::read(void* to, std::int64_t bytes) const {
   return done;
 }
 
-// A file may grow while it is read, and those of /proc say that they have no bytes: the bound holds for what comes.
+// A file may grow while it is read, and files of /proc report no bytes: the bound applies to the bytes read.
 std::string read_input_file(const std::string& path, std::int64_t max_bytes, const char* what, Links links) {
   constexpr std::int64_t kPiece = 1 << 16;
   const InputFile file(path, links);

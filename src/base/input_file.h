@@ -1,4 +1,4 @@
-// Files that somebody else wrote: only regular files are read, and never more than a named number of bytes.
+// Files from elsewhere: only regular files are read, and never more than a given number of bytes.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,12 @@
 
 namespace kv4 {
 
-/// Of the path's last part. Refused in folders of somebody else's: a link there names a file that only the reader may
-/// read.
+/// Links as the path's last part. Refuse them in other users' folders: a link there may name a file that only the
+/// reader may read.
 enum class Links : std::uint8_t { followed, refused };
 
-/// A regular file that is open for reading. A FIFO, a device or a folder is refused: reading one may wait or never end.
+/// A regular file that is open for reading. A FIFO, a device or a folder is refused: reading one may block or never
+/// end.
 class InputFile {
  public:
   /// Throws Error(bad_file) that names the path and the reason.
@@ -20,9 +21,9 @@ class InputFile {
   InputFile& operator=(const InputFile&) = delete;
 
   std::int64_t bytes() const { return bytes_; }
-  /// For a library that closes the descriptor itself.
+  /// Gives the descriptor to a library that closes it itself.
   int release();
-  /// `to` has `bytes` bytes; returns how many the file had left.
+  /// Reads up to `bytes` bytes into `to`; returns how many the file had left.
   std::int64_t read(void* to, std::int64_t bytes) const;
 
  private:
@@ -31,7 +32,7 @@ class InputFile {
   std::int64_t bytes_ = 0;
 };
 
-/// The whole file. Throws Error(bad_file) where it is larger than `max_bytes`; `what` says what such a file is.
+/// Reads the whole file. Throws Error(bad_file) if it is larger than `max_bytes`; `what` names the kind of file.
 std::string read_input_file(const std::string& path, std::int64_t max_bytes, const char* what,
                             Links links = Links::followed);
 

@@ -2,8 +2,8 @@
 
 namespace kv4 {
 
-/// Asks a public class for its inner parts. Public headers declare this class, and only this header defines it: calls
-/// that take one come from inside the library.
+/// Opens a public class's implementation to the library. Public headers only declare this class and only this header
+/// defines it, so only code inside the library can make one.
 class InternalKey {};
 
 }  // namespace kv4

@@ -37,7 +37,7 @@ void log(LogLevel level, std::string_view event, std::string_view message, std::
   if (!sink) return;
   try {
     sink({level, event, message, {fields.begin(), fields.size()}});
-  } catch (...) {  // a log that fails must not fail what it reports
+  } catch (...) {  // a failing log must not fail the call that logs
   }
 }
 

@@ -8,15 +8,15 @@
 
 namespace kv4 {
 
-/// Whether anybody listens: texts are made for nobody else.
+/// Whether there is a sink; without one no texts are made.
 bool log_wanted();
-/// Calls `tell`, which makes texts and logs them, where anybody listens. A text that finds no memory is lost.
+/// Calls `tell`, which makes and logs texts, if there is a sink. A text that finds no memory is lost.
 template <class Tell>
 void speak(Tell&& tell) noexcept {
   if (!log_wanted()) return;
   try {
     tell();
-  } catch (...) {  // a log that fails must not fail what it reports
+  } catch (...) {  // a failing log must not fail the call that logs
   }
 }
 void log(LogLevel level, std::string_view event, std::string_view message, std::initializer_list<LogField> fields);

@@ -30,7 +30,7 @@ constexpr Named<BlockEvent::Kind> kEventKinds[] = {{BlockEvent::Kind::stored, "s
 constexpr Named<tier::FlushStatus> kFlushStatuses[] = {
     {tier::FlushStatus::failed, "failed"}, {tier::FlushStatus::kept, "kept"}, {tier::FlushStatus::durable, "durable"}};
 
-constexpr std::size_t kMaxShownName = 64;  // of a name that is none
+constexpr std::size_t kMaxShownName = 64;  // of an unknown name
 
 template <class E>
 const char* name_of(E value) {

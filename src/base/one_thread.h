@@ -1,4 +1,4 @@
-// The thread that drives an object which one thread at a time may use.
+// Lets one thread at a time use an object.
 #pragma once
 
 #include <atomic>
@@ -8,8 +8,7 @@ namespace kv4 {
 
 class OneThread {
  public:
-  /// One call, or one inside such a call, as Call; false: another thread is inside. For destructors, which throw
-  /// nothing.
+  /// As Call, but false while another thread is inside. For destructors, which throw nothing.
   class Try {
    public:
     explicit Try(OneThread& driver) noexcept {
@@ -28,12 +27,12 @@ class OneThread {
     explicit operator bool() const { return inside_; }
 
    private:
-    OneThread* driver_ = nullptr;  // null: an outer call gives it back
+    OneThread* driver_ = nullptr;  // null: an outer call releases it
     bool inside_ = true;
   };
 
-  /// One call, or one inside such a call: callbacks and calls that are made of others stay in the thread's own. Throws
-  /// Error(bad_state) while another thread is inside. Costs one atomic exchange where it is the outermost, a load else.
+  /// One call, or a call nested in one (callbacks, calls made of others). Throws Error(bad_state) while another thread
+  /// is inside. Costs one atomic exchange for an outermost call, a load for a nested one.
   class Call {
    public:
     explicit Call(OneThread& driver) : try_(driver) {
@@ -48,7 +47,7 @@ class OneThread {
   };
 
  private:
-  std::atomic<std::thread::id> thread_{};  // no thread: nobody is inside
+  std::atomic<std::thread::id> thread_{};  // empty: no thread is inside
 };
 
 }  // namespace kv4

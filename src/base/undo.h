@@ -4,7 +4,7 @@
 
 namespace kv4 {
 
-/// Takes back what was done so far when the scope is left before keep(). `action` must not throw.
+/// Calls `action` if the scope is left before keep(). `action` must not throw.
 template <class Action>
 class Undo {
  public:

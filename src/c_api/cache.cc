@@ -1,4 +1,4 @@
-// A cache, its requests, its steps and its figures.
+// A cache, its requests, its steps and its statistics.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -34,7 +34,7 @@ kv4_step_item item_defaults() {
   return value;
 }
 
-/// What kv4_cache_pool gives away, freed by its deleter.
+/// The tensor that kv4_cache_pool gives away; its deleter frees it.
 struct PoolTensor {
   kv4_managed_tensor managed{};
   std::int64_t shape[1] = {};

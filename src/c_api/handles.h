@@ -1,5 +1,5 @@
-// What the functions of kv4.h share: the objects behind its handles, the border that no exception crosses, and its
-// structs and tensors as those of the C++ interface.
+// Shared by the functions of kv4.h: the objects behind its handles, the boundary that no exception crosses, and the
+// conversion of its structs and tensors to the C++ interface's.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ struct kv4_preempted {
 struct kv4_tiers {
   kv4::OneThread driver;  // of the calls here, reports included
   kv4::Tiers tiers;
-  std::vector<kv4::TierReport> reports;  // that kv4_tiers_get_reports gave last, and their failures
+  std::vector<kv4::TierReport> reports;  // of the last kv4_tiers_get_reports, with their failures
   std::vector<std::vector<kv4_failure_count>> failures;
 };
 
@@ -66,19 +66,19 @@ struct kv4_status_folder {
 
 namespace kv4::c_api {
 
-constexpr std::size_t kMaxStructBytes = std::size_t{64} << 10;          // no version of a struct has more
-constexpr std::size_t kMaxTextBytes = 4096;                             // of a path or name, its zero included
+constexpr std::size_t kMaxStructBytes = std::size_t{64} << 10;          // above the size of every struct's versions
+constexpr std::size_t kMaxTextBytes = 4096;                             // of a path or name, with its zero
 constexpr std::int64_t kMaxElements = std::int64_t{1} << 31;            // of an array; max_context is less
 constexpr std::int64_t kMaxTimeoutMs = std::int64_t{100'000'000'000};   // three years
-constexpr std::int64_t kMaxDurationMs = std::int64_t{400'000'000'000};  // twelve: a record's time on a server
+constexpr std::int64_t kMaxDurationMs = std::int64_t{400'000'000'000};  // twelve years: a record's time on a server
 constexpr std::int32_t kDeviceCpu = 1, kDeviceCuda = 2, kDeviceCudaHost = 3, kDeviceCudaManaged = 13;
 
-/// Keeps the text for kv4_last_error.
+/// Keeps the message for kv4_last_error.
 kv4_status fail_with(kv4_status status, const char* message) noexcept;
 kv4_status status_of(const Error& error);
 kv4_status status_of(Shortage shortage);
 
-/// Runs `body`, which returns a kv4_status or nothing, and turns what it throws into one.
+/// Runs `body`, which returns a kv4_status or nothing, and converts its exceptions to a kv4_status.
 template <class Body>
 kv4_status guarded(Body&& body) noexcept {
   try {
@@ -99,7 +99,7 @@ kv4_status guarded(Body&& body) noexcept {
   }
 }
 
-/// `value` where there is one, else the shortage.
+/// Gives `value` if there is one, else the shortage.
 template <class T, class Out>
 kv4_status give(const Expected<T>& value, Out* out) {
   if (!value) return status_of(value.error());
@@ -113,16 +113,16 @@ T& require_set(T* pointer, const char* what) {
   return *pointer;
 }
 
-/// A name or path of the caller, ended by a zero within kMaxTextBytes.
+/// The caller's name or path, ended by a zero within kMaxTextBytes.
 std::string_view c_text(const char* given, const char* what);
-/// The keys of the caller; at most kMaxCacheKeys.
+/// The caller's keys; at most kMaxCacheKeys.
 std::vector<CacheKey> keys_of(const kv4_cache_key* keys, std::int64_t count, const char* what);
-/// Milliseconds from now on.
+/// The time so many milliseconds from now.
 tier::Deadline deadline_of(std::int64_t timeout_ms);
-/// The caller's function, for sessions and tiers alike.
+/// The caller's progress function, for sessions and tiers alike.
 std::function<bool(std::int64_t, std::int64_t)> progress_of(kv4_progress progress, void* user);
 
-/// All zero, with our size.
+/// A struct of zeros, with our size.
 template <class T>
 T sized() {
   T value{};
@@ -130,7 +130,7 @@ T sized() {
   return value;
 }
 
-/// An array of the caller's, which may be NULL where it is empty.
+/// The caller's array, which may be NULL if it is empty.
 template <class T>
 std::span<T> list(T* data, std::int64_t count, const char* what) {
   require(count >= 0 && count <= kMaxElements, ErrorCode::bad_argument, "{} of {} elements; 0 to {}", what, count,
@@ -140,24 +140,24 @@ std::span<T> list(T* data, std::int64_t count, const char* what) {
   return {data, static_cast<std::size_t>(count)};
 }
 
-/// An object for the caller, who frees it. Not made where there is nowhere to put it.
+/// An object that the caller frees. Not made if there is nowhere to put it.
 template <class T, class Make>
 void give_new(T** out, Make&& make) {
   T*& to = require_set(out, "out");
   to = make();
 }
 
-/// Fields lie at multiples of their size, at most 8: no version of a struct cuts one in two.
+/// Fields are aligned to their size, at most 8: no version of a struct cuts one in two.
 constexpr bool is_struct_size(std::size_t size) {
   return size >= 2 * sizeof(size) && size <= kMaxStructBytes && size % sizeof(size) == 0;
 }
 /// The caller's `size` at the head of a struct.
 std::size_t struct_bytes(const void* given, const char* what);
-/// Fields that this library does not know are zero.
+/// Throws unless the fields that this library does not know are zero.
 void check_unknown(const void* given, std::size_t known_bytes, const char* what);
 
-/// The caller's struct has `size` bytes, whatever ours has. One that no version has is left without a size: the call
-/// that it is for refuses it.
+/// Initialises a caller's struct of `size` bytes, which may differ from ours. If no version has that size, the struct's
+/// own size becomes 0, and the call that uses it refuses it.
 template <class T>
 void init_struct(T* out, std::size_t size, const T& defaults) {
   if (out == nullptr || size < sizeof(size)) return;
@@ -168,7 +168,7 @@ void init_struct(T* out, std::size_t size, const T& defaults) {
   out->size = size;
 }
 
-/// A struct of the caller's in its present form. `known`: its defaults, with our size.
+/// A caller's struct, converted to the present version. `known`: its defaults, with our size.
 template <class T>
 T read_struct(const T* given, T known, const char* what) {
   const std::size_t size = struct_bytes(given, what);
@@ -178,7 +178,7 @@ T read_struct(const T* given, T known, const char* what) {
   return known;
 }
 
-/// The other way: as many bytes as the caller's struct has; what we do not know of it becomes zero.
+/// The other way: fills as many bytes as the caller's struct has; fields unknown to us become zero.
 template <class T>
 void write_struct(T* out, const T& value, const char* what) {
   const std::size_t size = struct_bytes(out, what);
@@ -188,7 +188,7 @@ void write_struct(T* out, const T& value, const char* what) {
   if (size > sizeof(T)) std::memset(bytes + sizeof(T), 0, size - sizeof(T));
 }
 
-/// An array of the caller's structs, all as long as the first says. T is const where it is read.
+/// An array of the caller's structs, all of the first one's size. T is const if the array is only read.
 template <class T>
 class StructArray {
  public:
@@ -220,7 +220,7 @@ class StructArray {
 inline KVCacheManager& manager(kv4_cache* cache) { return require_set(cache, "cache").manager; }
 inline const KVCacheManager& manager(const kv4_cache* cache) { return require_set(cache, "cache").manager; }
 
-/// A list of the library's into the caller's memory: out [capacity], and how many there are.
+/// Copies a list of the library's into the caller's memory: out [capacity], and its length.
 template <class T>
 void copy_list(std::span<const T> values, T* out, std::int64_t capacity, std::int64_t* count) {
   require_set(count, "count") = std::ssize(values);
@@ -229,7 +229,7 @@ void copy_list(std::span<const T> values, T* out, std::int64_t capacity, std::in
   if (!values.empty()) std::copy(values.begin(), values.end(), &require_set(out, "out"));
 }
 
-/// A prompt of the caller; it points into the caller's memory.
+/// The caller's prompt; it points into the caller's memory.
 struct GivenPrompt {
   explicit GivenPrompt(const kv4_prompt* given);
   GivenPrompt(const GivenPrompt&) = delete;
@@ -238,18 +238,18 @@ struct GivenPrompt {
   Prompt prompt;
 };
 
-/// Refused now rather than with a request nobody knows of.
+/// Refuses a bad `out` before a request is admitted that the caller could not name.
 void check_admission(kv4_admission* out);
-/// The admission, or the shortage.
+/// Gives the admission, or the shortage.
 kv4_status give_admission(const Expected<Admission>& admitted, kv4_admission* out);
 
 kv4_time_histogram histogram(const TimeHistogram& times);
 
-/// A tensor that the cache may use; an optional one may be NULL and is empty then.
+/// A tensor that the cache can read or write; an optional one may be NULL and is empty then.
 TensorView tensor(const kv4_cache& cache, const kv4_tensor* given, const char* what);
 TensorView optional_tensor(const kv4_cache& cache, const kv4_tensor* given, const char* what);
 
-/// As many bytes as they say; as text they need no zero at the end.
+/// A text of the stated length; it need not end with a zero.
 inline std::string_view text(const kv4_bytes& bytes, const char* what) {
   require(bytes.data != nullptr || bytes.length == 0, ErrorCode::bad_argument, "{} is NULL and should have {} bytes",
           what, bytes.length);

@@ -1,4 +1,4 @@
-// What a layer does inside a step.
+// The calls of a layer inside a step.
 #include "c_api/handles.h"
 
 using namespace kv4::c_api;

@@ -1,4 +1,4 @@
-// Models, backends, memory plans: what there is before a cache.
+// Models, backends, memory plans: the calls that need no cache.
 #include <string>
 #include <vector>
 

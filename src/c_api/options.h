@@ -7,7 +7,7 @@
 namespace kv4::c_api {
 
 kv4_cache_options cache_options_defaults();
-/// NULL: the defaults.
+/// NULL gives the defaults.
 CacheOptions cache_options(const kv4_cache_options* given);
 
 }  // namespace kv4::c_api

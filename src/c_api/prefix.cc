@@ -114,7 +114,7 @@ kv4_status kv4_cache_read_block_events(kv4_cache* cache, kv4_block_event* out, i
     std::int64_t& number = require_set(count, "count");
     const StructArray<kv4_block_event> room(out, capacity, "out");
     for (std::size_t i = 0; i < std::min<std::size_t>(room.size(), 1); ++i)
-      room.read(i, sized<kv4_block_event>());  // refused now: what is read is gone
+      room.read(i, sized<kv4_block_event>());  // checked before events are read, because these are then gone
     const std::int64_t most = std::min(capacity, from.schema().options.prefix.max_events);
     std::vector<kv4::BlockEvent> events(static_cast<std::size_t>(most));
     const std::size_t read = from.read_block_events(events);

@@ -1,4 +1,4 @@
-// Requests as bytes: images, sessions, and those that are set aside.
+// Requests as bytes: images, sessions and preempted requests.
 #include "kv4/session.h"
 
 #include <string>

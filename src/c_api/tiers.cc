@@ -1,4 +1,4 @@
-// Tiers below a cache, and the folder where both say how they stand.
+// Tiers below a cache, and the status folder of both.
 #include "kv4/tiers.h"
 
 #include <algorithm>

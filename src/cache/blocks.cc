@@ -12,8 +12,8 @@ Blocks::Blocks(CacheMemory& memory, PrefixCache* prefix)
       allocator_(static_cast<std::int32_t>(memory.schema.options.num_blocks)),
       token_ids_(std::make_unique_for_overwrite<std::int32_t[]>(memory.schema.options.num_blocks *
                                                                 memory.schema.block_tokens)) {
-  // Kernels write entries everywhere: those of a replay, which are there already, into a block that nobody reads. On
-  // the host they are left out.
+  // Kernels write every entry. A replay's entries exist already, so kernels write them into a block that nobody reads;
+  // the host leaves them out.
   if (prefix != nullptr && !memory.backend->on_host()) memory.tables.set_dummy_block(allocator_.allocate().value());
 }
 

@@ -1,4 +1,4 @@
-// The blocks of a cache: who holds them, which tokens they are of, and which one goes where room is needed.
+// The blocks of a cache: their holders, their tokens, and the choice of a block to evict.
 #pragma once
 
 #include <memory>
@@ -20,14 +20,14 @@ class Blocks {
   const BlockAllocator& allocator() const { return allocator_; }
 
   int tokens() const { return memory_.schema.block_tokens; }  // of a block
-  std::int64_t count_of(std::int64_t length) const;           // that hold so many tokens
+  std::int64_t count_of(std::int64_t length) const;           // blocks for so many tokens
   std::int64_t num_held(const Sequence& s) const;             // by a request
 
   std::int64_t num_available(TenantId tenant) const;
-  BlockId take(TenantId tenant);  // there is one
+  BlockId take(TenantId tenant);  // a block must be available
   void free_evicted(const Evicted& gone);
   void copy(BlockId from, BlockId to);
-  /// A request's blocks from `keep` on are released.
+  /// Releases a request's blocks from `keep` on.
   void drop(std::int32_t row, const Sequence& s, std::int64_t keep);
 
   /// The token ids of a block: [tokens()].

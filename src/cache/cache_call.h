@@ -1,4 +1,4 @@
-// What is made of several calls of a cache is one call of it, too.
+// A call that is made of several calls of a cache is one call of it, too.
 #pragma once
 
 #include <chrono>
@@ -9,12 +9,12 @@
 
 namespace kv4 {
 
-/// As OneThread::Call, of the cache.
+/// OneThread::Call of the cache.
 struct CacheCall : OneThread::Call {
   explicit CacheCall(const KVCacheManager& cache) : Call(cache.impl(InternalKey()).driver) {}
 };
 
-/// A call of the cache whose time counts when it comes back; where it throws it does not.
+/// A call of the cache; its time counts when it returns, not when it throws.
 class TimedCall {
  public:
   TimedCall(const KVCacheManager& cache, TimeHistogram CallTimes::*times)

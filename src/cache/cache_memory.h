@@ -1,4 +1,4 @@
-// The memory of a cache: all of it is allocated here, at the start, but for the prefix cache's and the rope tables'.
+// The memory of a cache, all allocated here at the start, except the prefix cache's and the rope tables'.
 #pragma once
 
 #include <memory>

@@ -72,7 +72,7 @@ Expected<RequestId> Images::import_image(const ImageView& image, std::span<const
   memory_.state_pool.restore(*slot, image);
   PrefixIdentity identity = chain;
   if (weights_slot) snapshots_.reserve(1);
-  if (kept.tail != kNoNode) prefix_->index.pin(kept.tail);  // first: it is not what makes room for the rest
+  if (kept.tail != kNoNode) prefix_->index.pin(kept.tail);  // first, so that it is not evicted for the rest
   if (count - kept.blocks > blocks_.num_available(chain.tenant)) {
     if (kept.tail != kNoNode) prefix_->index.unpin(kept.tail);
     return Shortage::blocks;
@@ -96,7 +96,7 @@ Expected<RequestId> Images::import_image(const ImageView& image, std::span<const
   }
   if (!weights_slot) return s.id;
   chains_.publish(row);
-  snapshots_.save(row, s, n - 1);  // where it ends at a boundary, its state is one
+  snapshots_.save(row, s, n - 1);  // at a boundary its state is a snapshot
   snapshots_.send();
   return s.id;
 }

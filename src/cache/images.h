@@ -1,4 +1,4 @@
-// Requests as bytes: canonical images and blocks of a request that leaves, and of one that comes.
+// Requests as bytes: canonical images and blocks, exported and imported.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace kv4 {
 
-// Calls of KVCacheManager, which says what each does.
+// KVCacheManager documents these calls.
 class Images {
  public:
   Images(CacheMemory& memory, PrefixCache* prefix, const Layers& layers, RequestTable& requests, Blocks& blocks,

@@ -106,14 +106,14 @@ PlaneView plane_view(const ops::Plane& plane, std::int64_t skip = 0) {
           plane.row_stride - skip};
 }
 
-// The bf16 channels a row format leaves at the end of its payload.
+// The bf16 channels at the end of a row format's payload.
 PlaneView tail_view(const ops::RowPlanes& rows) {
   return plane_view(rows.payload, rows.payload.row_stride - 2 * rows.shape.tail);
 }
 
 }  // namespace
 
-// What every call needs: the manager's parts, checked to be in the handle's own step.
+// The manager's parts, for every call; checks that the handle's own step is open.
 struct HandleScope {
   KVCacheManager::Impl& m;
   const OneThread::Call call;
@@ -152,8 +152,8 @@ struct HandleScope {
     backend().append(p);
   }
 
-  // This layer's part of the snapshots at boundaries inside long steps. A recorded call would save them at the same
-  // places for ever: then there are none.
+  // Saves this layer's part of the snapshots at boundaries inside long steps. A recorded call would save them at the
+  // same places for ever, so while calls are recorded nothing is saved.
   void save_boundaries(const ops::AppendParams& p, int index) const {
     if (!m.snapshots.has_boundaries() || backend().capturing()) return;
     ops::BoundaryParams params;
@@ -213,7 +213,7 @@ struct HandleScope {
             shape_text(inputs.weights));
   }
 
-  // index_scores writes them, select_topk only reads them.
+  // index_scores writes scores, select_topk only reads them.
   template <class Void>
   void set_scores(const BasicTensorView<Void>& scores, ops::IndexParams& params) const {
     const std::int64_t most = longest(desc.kinds[1].ratio);

@@ -21,13 +21,13 @@ class Layers {
   const ops::LayerDesc& operator[](int index) const { return descs_[index]; }
   const float* raw_norm_weight(int index) const { return raw_norm_weights_[index]; }  // null: not bound
 
-  // SWA layers turn at one base, the others, and their entries, at another.
+  // SWA layers rotate with one base; the other layers, and their entries, with another.
   const ops::RopeDesc& compress_rope() const { return compress_rope_; }
   const ops::RopeDesc& rope(int index) const { return descs_[index].num_kinds > 0 ? compress_rope_ : swa_rope_; }
 
   /// `in_step`: a step is open, and nothing can be bound.
   void bind_weights(int layer, const LayerWeights& weights, bool in_step);
-  /// `prefix` (or null): its keys name the table, so that no request may run.
+  /// `prefix` (or null): its keys depend on the table, so no request may run.
   void bind_rope_table(const ConstTensorView& cos, const ConstTensorView& sin, bool in_step, PrefixCache* prefix,
                        int num_requests);
 

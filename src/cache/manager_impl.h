@@ -1,4 +1,4 @@
-// What KVCacheManager is made of, each part in the order in which it needs those before it.
+// The parts of KVCacheManager, each after the parts that it needs.
 #pragma once
 
 #include <memory>
@@ -27,10 +27,10 @@ namespace kv4 {
 // 2. It holds one state slot. Free slots are at least the free request rows + spare_slots, except while a step holds
 // spares.
 // 3. Only blocks with one holder that are not published are written; only by the request that holds them.
-// 4. Of a request's blocks exactly the first chain.blocks are published; the index's slots up to chain.tail name them,
+// 4. Exactly the first chain.blocks of a request's blocks are published. The index's slots up to chain.tail name them,
 // and the request has one reference on each.
 // 5. While a step is open its requests' lengths, blocks and slots change only through commit and abort.
-// Whatever a call allocates, it allocates before it changes anything: where memory is refused, the cache is as it was.
+// A call allocates before it changes anything: where memory is refused, the cache is as it was.
 struct KVCacheManager::Impl {
   Impl(const ModelConfig& config, const CacheOptions& options, std::shared_ptr<Backend> backend)
       : memory(config, options, std::move(backend)),

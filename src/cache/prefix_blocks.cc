@@ -110,14 +110,14 @@ bool PrefixBlocks::read_snapshot(const BlockKey& key, std::byte* to, ImageMemory
   return true;
 }
 
-// Blocks count once their bytes are queued: nobody can find one before.
+// Blocks enter the index once their bytes are queued: nobody can find one before.
 std::int64_t PrefixBlocks::insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
                                 std::span<std::byte* const> images, ImageMemory memory) {
   PrefixCache& kept = prefix();
   require(!steps_.is_open(), ErrorCode::bad_state, "blocks cannot be inserted during a step; commit or abort it first");
   NodeId tail = at == 0 ? kNoNode : kept.index.find(keys[at - 1]);
-  if (at > 0 && tail == kNoNode) return 0;  // evicted meanwhile
-  std::int64_t known = 0;  // by another load, or computed, since the caller looked
+  if (at > 0 && tail == kNoNode) return 0;  // it was evicted meanwhile
+  std::int64_t known = 0;  // inserted or computed since the caller looked
   for (; known < std::ssize(images); ++known, ++at) {
     const NodeId id = kept.index.find(keys[at]);
     if (id == kNoNode) break;

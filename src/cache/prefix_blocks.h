@@ -1,4 +1,4 @@
-// Prefix blocks and snapshots as bytes, by key: what tiers take and give back.
+// Prefix blocks and snapshots as bytes, by key, for tiers.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,9 @@ class PrefixBlocks {
   bool read(std::span<const BlockKey> keys, std::span<std::byte* const> to, ImageMemory memory) const;
   bool read_snapshot(const BlockKey& key, std::byte* to, ImageMemory memory) const;
 
-  /// The blocks of `keys` from `at` on, one for each image or as many as there is room for; returns how many of them are
-  /// kept now. Images of blocks that are kept already are not read. Keys before `at` are kept, else nothing is done.
+  /// Inserts the blocks of `keys` from `at` on, one for each image or as many as there is room for. Returns how many of
+  /// them are kept now. Images of blocks that are kept already are not read. Keys before `at` must be kept, else
+  /// nothing is done.
   std::int64_t insert(const Prompt& prompt, std::span<const BlockKey> keys, std::size_t at,
                       std::span<std::byte* const> images, ImageMemory memory);
   /// False: there is no such block, or no room.

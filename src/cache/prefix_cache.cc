@@ -19,13 +19,13 @@ PrefixIndexOptions index_options(const CacheSchema& schema) {
                          .snapshots = prefix.snapshots,
                          .max_events = prefix.max_events,
                          .tenant_shares = prefix.tenant_shares};
-  // What a token leaves reaches back one window per layer.
+  // The state after a token depends on one window per layer before it.
   if (out.snapshots.replay_tokens == 0)
     out.snapshots.replay_tokens = std::int64_t{schema.config.window} * schema.config.num_layers;
   return out;
 }
 
-/// Another one for every cache of the process.
+/// Different for every cache of the process.
 std::uint64_t next_weights_generation() {
   static std::atomic<std::uint64_t> last = 0;
   return ++last;
@@ -135,7 +135,7 @@ std::uint8_t* PrefixCache::address(SnapshotId place) const {
 
 SnapshotId PrefixCache::take_place() {
   if (free_places_.empty()) {
-    // Once per block boundary at most, and over few places: no order among them is kept.
+    // Runs once per block boundary at most, over few places, so no order among them is kept.
     const auto rank = [&](const SnapshotPlace& p) {
       const bool movable = p.id != kNoNode && p.staying == 0;
       return movable ? std::tuple(0, index.references(p.id) > 0, index.last_used(p.id))

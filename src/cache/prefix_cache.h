@@ -1,5 +1,5 @@
-// What a cache keeps of its requests for later ones: the index of blocks, places for snapshots, what was counted. No
-// request is known here; the manager moves blocks and bytes.
+// The part of a cache that outlives its requests: the index of blocks, places for snapshots, counters. It knows no
+// requests; the manager moves blocks and bytes.
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@ struct KeptChain {
   std::int64_t blocks = 0;
 };
 
-// Invariants between calls, beside those of the index:
+// Invariants between calls, in addition to those of the index:
 // 1. A block is in the index if and only if the allocator has it as published; one without holders there has no
 //    references here.
 // 2. A place is free, reserved by the open step (taken, no id), or the snapshot of the index's id that it names.
@@ -27,25 +27,25 @@ class PrefixCache {
   PrefixCache(const CacheSchema& schema, const std::shared_ptr<Backend>& backend);
 
   PrefixIndex index;
-  PrefixStatistics statistics;  // what was counted; now() has all of it
+  PrefixStatistics statistics;  // counters; now() completes them
   PrefixStatistics now() const;
   TokenHistogram usable_tokens, replayed_tokens;  // of every prompt, and of every hit
 
   /// Keys of a prompt's full blocks, first block first; `kept`: up to the first that is not there. The first of them
-  /// may be `known`. Until the next call.
+  /// may be `known`. Valid until the next call.
   std::span<const BlockKey> keys_of(const BlockKey& root, const Prompt& prompt, bool kept,
                                     std::span<const BlockKey> known = {});
-  /// The full blocks of these tokens that are there.
+  /// The full blocks of these tokens that the index has.
   KeptChain find_chain(const PrefixIdentity& chain, std::span<const std::int32_t> token_ids);
   BlockKey root(std::string_view salt);
   BlockKey block_key(const BlockKey& parent, std::span<const std::int32_t> token_ids, std::string_view extra);
-  /// Of a prompt's full block, whose parent is the root or the block before it.
+  /// The key of a prompt's full block, whose parent is the root or the block before it.
   BlockKey block_key(const BlockKey& parent, const Prompt& prompt, std::size_t block);
   void set_weights_id(std::string_view id);
-  /// Of what is stored with the present weights, and with named ones; nullopt: nothing was.
+  /// The slot of the present weights, and of named ones; nullopt: nothing was stored with them.
   std::uint16_t weights_slot() const { return weights_slot_; }
   std::optional<std::uint16_t> weights_slot_of(std::string_view weights_id) const;
-  /// Its number may be given to other weights, and its generation is over.
+  /// Ends the slot's weights generation; its number may be given to other weights.
   void end_weights_slot(std::uint16_t weights_slot);
   /// A weights generation belongs to one id of one cache; nullopt: it is another cache's, or over.
   std::uint64_t weights_generation(std::uint16_t weights_slot) const { return weights_generations_[weights_slot]; }
@@ -66,9 +66,9 @@ class PrefixCache {
 
   /// The id's snapshot, if it has one, stays until its place is needed.
   void keep(NodeId id, bool inserted = false);
-  /// The same until leave(), by somebody who will soon have a newer one; several can.
+  /// The snapshot stays until leave(), for a holder that will soon have a newer one; there may be several holders.
   void stay(NodeId id);
-  /// kept: it stays now.
+  /// Ends a stay(). kept: keep() it now.
   void leave(NodeId id, bool kept);
 
   std::int64_t memory_bytes() const { return index.memory_bytes() + memory_.bytes() + boundaries_.bytes(); }

@@ -54,7 +54,8 @@ void PrefixChains::share(std::int32_t row, const PrefixMatch& match) {
   if (match.id != kNoNode) prefix_->index.pin(match.id);
   hold(row, {match.id, match.usable_tokens / blocks_.tokens()});
   s.chain.replay_end = match.resume_at < match.usable_tokens ? match.usable_tokens : 0;
-  // A snapshot has the backbone's windows; without one they begin here, and so do those of draft stages.
+  // A snapshot has the backbone's windows; without one they begin here, and draft stages' windows begin here either
+  // way.
   for (GroupProgress& g : s.groups) g = {match.resume_at, match.resume_at, match.resume_at, match.resume_at};
   if (match.snapshot == kNoSnapshot) return;
   s.groups[0].window_begin = 0;
@@ -78,7 +79,7 @@ void PrefixChains::cut(std::int32_t row, std::int64_t blocks) {
   }
 }
 
-// The latest snapshot of a request that ends is where its continuation will begin.
+// A continuation of an ended request will begin at its latest snapshot.
 void PrefixChains::end(std::int32_t row) {
   PrefixChain& chain = requests_[row].chain;
   if (chain.latest != kNoNode) prefix_->leave(chain.latest, chain.publishes);
@@ -104,7 +105,7 @@ void PrefixChains::check_replay(const StepItem& item, std::int32_t row) const {
   }
 }
 
-// A key that is there already came from the same tokens: the two blocks have the same bytes, and one is enough.
+// A key that is there already came from the same tokens: both blocks have the same bytes, so one is enough.
 void PrefixChains::publish(std::int32_t row) {
   Sequence& s = requests_[row];
   PrefixChain& chain = s.chain;
@@ -114,7 +115,7 @@ void PrefixChains::publish(std::int32_t row) {
     const BlockKey key =
         prefix_->block_key(first ? chain.root : prefix_->index.key(chain.tail), std::as_const(blocks_).token_ids(block),
                            chain.blocks < std::ssize(chain.extra) ? chain.extra[chain.blocks] : std::string_view());
-    // A chain is one tenant's, whoever goes on with it: else a tenant's block could wait for another's.
+    // A chain belongs to one tenant, whoever continues it: otherwise a tenant's block could wait for another tenant's.
     const TenantId tenant = first ? chain.tenant : prefix_->index.tenant(chain.tail);
     const PrefixIndex::Stored stored =
         prefix_->index.append(tenant, chain.tail, key, block, chain.weights_slot).value();

@@ -1,5 +1,5 @@
-// The blocks that running requests share through the prefix index: what a prompt finds, what a commit publishes, what
-// ends with a request.
+// The blocks that running requests share through the prefix index: found for a prompt, published at a commit, released
+// at the end of a request.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,13 @@ class PrefixChains {
   PrefixIdentity identify(const Prompt& prompt) const;
   PrefixIdentity identity_of(std::int32_t row) const;  // {}: its blocks are not kept
 
-  /// Blocks that become full get keys from now on.
+  /// From now on blocks that become full get keys.
   void begin(std::int32_t row, PrefixIdentity identity, std::uint16_t weights_slot);
   /// The request begins with these prefix blocks, which are pinned for it.
   void hold(std::int32_t row, const KeptChain& kept);
-  /// hold() of a match, which is pinned here; lengths and the replay begin where it resumes.
+  /// hold() of a match, pinned here; lengths and the replay begin at match.resume_at.
   void share(std::int32_t row, const PrefixMatch& match);
-  /// A fork's, over the blocks that it shares.
+  /// Begins a fork's chain, over the blocks that it shares.
   void fork(PrefixChain parent, Sequence& child, std::int64_t shared_blocks);
   /// Keeps the first `blocks`.
   void cut(std::int32_t row, std::int64_t blocks);

@@ -15,7 +15,7 @@ using tier::RecordId;
 using tier::SharedBytes;
 using Ticket = tier::TierChain::Ticket;
 
-constexpr std::size_t kBatches = 8;  // of a load: while some move or are inserted, tiers have work
+constexpr std::size_t kBatches = 8;  // of a load: tiers work while some are moved or inserted
 constexpr std::size_t kKeysAtATime = 256, kSnapshotsAtATime = 64;
 constexpr std::chrono::microseconds kTransferPoll{20};
 constexpr std::chrono::milliseconds kProgressStep{20};
@@ -56,7 +56,7 @@ PromptLoad::PromptLoad(PrefixLoader& owner, const Prompt& prompt, Deadline deadl
       joint_(owner.joint_),
       prompt_(prompt),
       deadline_(deadline),
-      // At least one token of the prompt is left for a query.
+      // At least one token of the prompt remains for a query.
       wanted_(prompt.token_ids.empty()
                   ? 0
                   : (prompt.token_ids.size() - 1) / static_cast<std::size_t>(joint_.cache.schema().block_tokens)),
@@ -85,7 +85,7 @@ void PromptLoad::ask(Batch& batch, StagingSlots& slots, std::span<const RecordId
     batch.device.front().memory.reserve(ids.size());
   }
   batch.asked.emplace(joint_.tiers.get(std::move(requests), tier::Content::of_key, deadline_));
-  if (slots.device)  // last: nothing fails any more
+  if (slots.device)  // last: nothing can fail any more
     for (std::size_t i = 0; i < ids.size(); ++i) batch.device.front().memory.push_back(slots.device->take());
 }
 
@@ -153,7 +153,7 @@ bool PromptLoad::advance_blocks() {
   StagingSlots& slots = owner_.block_slots_;
   for (;;) {
     ask_for_blocks();
-    if (batches_.empty()) return next_ == wanted_ || late();                  // else other loads have the slots
+    if (batches_.empty()) return next_ == wanted_ || late();                  // otherwise other loads have the slots
     for (Batch& batch : batches_) move_on(batch, slots, joint_.block_bytes);  // transfers go on end
     Batch& batch = batches_.front();
     if (!arrive(batch, slots, joint_.block_bytes)) return false;
@@ -175,7 +175,7 @@ void PromptLoad::ask_which_snapshots_exist() {
   for (; left > 0 && ids.size() < kSnapshotsAtATime; --left) {
     const BlockKey& key = keys_[left - 1];
     const std::optional<PrefixBlock> kept = joint_.cache.find_block(key);
-    if (kept ? kept->has_snapshot : left <= end_) {  // that is as good, or the block is gone again
+    if (kept ? kept->has_snapshot : left <= end_) {  // the device has it, or the block is gone again
       left = 0;
       break;
     }
@@ -244,7 +244,7 @@ bool PromptLoad::advance() {
       below_ = end_;
     }
   }
-  if (phase_ == Phase::blocks && end_ > first_) {  // tiers have some of it
+  if (phase_ == Phase::blocks && end_ > first_) {  // tiers have some of them
     know_keys(std::min(wanted_, keys_.size() + kKeysAtATime));
     if (keys_.size() == wanted_) (void)find_snapshot();
   }

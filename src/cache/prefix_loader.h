@@ -1,7 +1,7 @@
-// The way up: blocks of prompts that tiers have and the device has not.
+// The way up: brings blocks of prompts from tiers to the device.
 //
-// PrefixLoader has the memory that all loads share. A PromptLoad is one prompt's: batches of records are asked for,
-// then moved to the device, then inserted in order; then the deepest snapshot of what is here.
+// PrefixLoader has the memory that all loads share. A PromptLoad serves one prompt: it asks for batches of records,
+// moves them to the device and inserts them in order, then the deepest snapshot of these blocks.
 #pragma once
 
 #include <atomic>
@@ -22,17 +22,17 @@ namespace kv4 {
 
 class PrefixLoader {
  public:
-  /// A load that was destroyed by a thread while another was in a call: the next call ends it.
+  /// A load that one thread destroyed while another was in a call: the next call ends it.
   struct Left {
     virtual ~Left() = default;
     Left* next = nullptr;
   };
-  /// A call of a TieredPrefix or of one of its loads. Cache and tiers are the caller's while it lasts.
+  /// A call of a TieredPrefix or of one of its loads. It holds cache and tiers.
   struct Call {
     explicit Call(PrefixLoader& m) : cache(m.joint_.mover.driver()), tiers(m.joint_.tiers.driver()) { m.end_left(); }
     OneThread::Call cache, tiers;
   };
-  /// The same, of a destructor.
+  /// The same for a destructor.
   struct Try {
     explicit Try(PrefixLoader& m) : cache(m.joint_.mover.driver()), tiers(m.joint_.tiers.driver()) {}
     explicit operator bool() const { return cache && tiers; }
@@ -79,9 +79,9 @@ class PromptLoad : public PrefixLoader::Left {
   PromptLoad& operator=(const PromptLoad&) = delete;
 
   bool advance();
-  /// advance() until nothing is left to be done, or progress says so.
+  /// advance() until the load is done, or `progress` stops it.
   void run(const TieredProgress& progress);
-  /// Ends the load. The keys that it has hashed are not hashed again.
+  /// Ends the load. Keys that it has hashed are not hashed again.
   Expected<Admission> admit();
 
   std::int64_t brought_blocks() const { return static_cast<std::int64_t>(end_ - first_); }
@@ -90,7 +90,7 @@ class PromptLoad : public PrefixLoader::Left {
 
  private:
   enum class Phase : std::uint8_t { blocks, snapshot, done };
-  /// A prompt that outlives the caller's.
+  /// A copy of the caller's prompt.
   struct OwnPrompt {
     explicit OwnPrompt(const Prompt& p)
         : token_ids(p.token_ids.begin(), p.token_ids.end()),
@@ -110,33 +110,34 @@ class PromptLoad : public PrefixLoader::Left {
   struct Batch {
     Batch() {}  // written out: clang 14 asks for a defaulted one before this class is complete
     std::vector<tier::SharedBytes> host;
-    std::list<PrefixLoader::InUse> device;  // one, where the device needs memory of its own
+    std::list<PrefixLoader::InUse> device;  // at most one, where the device needs memory of its own
     std::optional<tier::TierChain::Ticket> asked;
     std::int64_t transfer = 0;
-    bool whole = true;  // all of it was found
+    bool whole = true;  // all its records were found
   };
 
   bool late() const { return joint_.tiers.now() >= deadline_; }
   void know_keys(std::size_t count);
   void ask_for_blocks();
   void ask(Batch& batch, StagingSlots& slots, std::span<const tier::RecordId> ids, std::int64_t bytes);
-  /// Its transfer, where tiers have answered.
+  /// Starts the batch's transfer, once tiers have answered.
   void move_on(Batch& batch, StagingSlots& slots, std::int64_t bytes);
-  /// False: not yet. Then what was found, in order from the first, is where the device can read it.
+  /// False: not yet. True: the records found, in order from the first, are where the device can read them.
   bool arrive(Batch& batch, StagingSlots& slots, std::int64_t bytes);
   std::vector<std::byte*> images(const Batch& batch) const;
   /// `queued`: work that reads its device memory was queued.
   void release(Batch& batch, StagingSlots& slots, bool queued);
-  /// A long context is more than the slots: batch by batch, until one is not there as a whole.
+  /// A long context needs more than the slots: loads batch by batch, until a batch is not found whole.
   bool advance_blocks();
-  /// The next few, deepest first.
+  /// Asks for the next few, deepest first.
   void ask_which_snapshots_exist();
-  /// True: it is where the device can read it, or there is none.
+  /// True: the snapshot is where the device can read it, or there is none.
   bool find_snapshot();
-  /// Blocks are here: those from end_ on are not.
+  /// All blocks before end_ are here.
   bool advance_snapshot();
   void wait(tier::Deadline until);
-  /// Nothing more is asked for. A transfer under way ends before its memory is used again: they keep their order.
+  /// Asks for nothing more. A transfer under way ends before its memory is used again, because transfers keep their
+  /// order.
   void stop();
   void be_done();
 
@@ -147,13 +148,13 @@ class PromptLoad : public PrefixLoader::Left {
   const tier::Deadline begun_ = joint_.tiers.now();
   const std::size_t wanted_;  // full blocks of the prompt that a request can begin with
   Phase phase_ = Phase::blocks;
-  BlockKey root_{};                             // of the keys, once there is one
-  std::vector<BlockKey> keys_;                  // of the first blocks; the others follow while these come
-  std::size_t first_ = 0, next_ = 0, end_ = 0;  // of blocks: not kept at the start, not asked for, not here
+  BlockKey root_{};                             // of keys_, once there is one
+  std::vector<BlockKey> keys_;                  // of the first blocks; later ones are hashed while blocks arrive
+  std::size_t first_ = 0, next_ = 0, end_ = 0;  // the first block not kept at the start, not asked for, not here
   std::list<Batch> batches_;
-  // The deepest snapshot behind the deepest that the device has. It is looked for once some blocks have come: most
-  // often all do.
-  std::size_t below_ = 0;                         // snapshots of blocks from here on have been asked for
+  // The deepest snapshot below the deepest one on the device. The search begins once some blocks have come, because
+  // usually all of them come.
+  std::size_t below_ = 0;                         // from here on, blocks' snapshots have been asked for
   std::vector<std::size_t> possible_;             // blocks whose snapshots are asked for, or exist; the deepest last
   std::optional<tier::TierChain::Ticket> known_;  // which of them exist
   std::size_t coming_at_ = 0;

@@ -118,7 +118,7 @@ std::int64_t PrefixSaver::begin(std::list<Waiting>& queue, std::int64_t max_reco
     for (Outgoing& record : begun) record.transfer = transfer;
   }
 
-  // Their bytes are on the way, and nothing fails from here on.
+  // The bytes are on their way, and nothing fails from here on.
   give_back.keep();
   const std::int64_t count = std::ssize(begun);
   queue.erase(queue.begin(), at);
@@ -143,12 +143,12 @@ void PrefixSaver::settle() {
 }
 
 void PrefixSaver::offer(const Outgoing& record) {
-  // Before the tiers have it: places for what they refuse, because the room that there was has gone meanwhile.
+  // Made before the tiers have the record: places for the tiers that refuse it, because their room has gone meanwhile.
   std::list<Waiting> places(static_cast<std::size_t>(std::popcount(record.what.tiers)));
   const auto [told, is_new] = offered_.try_emplace(record.id, record.what);
   if (is_new) told->second.tiers = 0;
   const std::uint32_t taken = joint_.tiers.offer(record.id, record.bytes, tier::Content::of_key, record.what.tiers);
-  bool first = record.what.first && taken == 0;  // of one of them: a record counts once
+  bool first = record.what.first && taken == 0;  // only one of them: a record counts once
   for (std::size_t i = 0; i < again_.size(); ++i)
     if (((record.what.tiers & ~taken) >> i & 1) != 0) {
       places.front() = {record.what.key, record.what.snapshot, 1u << i, record.what.attempts,
@@ -170,7 +170,7 @@ void PrefixSaver::note_results() {
   for (std::size_t i = 0; i < results.size(); ++i)
     for (const tier::WriteResult& result : results[i]) {
       const auto found = offered_.find(result.id);
-      if (found == offered_.end() || (found->second.tiers >> i & 1) == 0) continue;  // of a promotion
+      if (found == offered_.end() || (found->second.tiers >> i & 1) == 0) continue;  // the result of a promotion
       Waiting what = found->second;
       if ((found->second.tiers &= ~(1u << i)) == 0) offered_.erase(found);
       if (result.status == tier::PutStatus::stored) continue;
@@ -183,7 +183,7 @@ void PrefixSaver::note_results() {
     }
 }
 
-/// What a tier says is heard once: where no memory is left, the record is given up.
+/// A tier reports a result once: if memory is refused here, the record is dropped.
 void PrefixSaver::again_or_drop(std::size_t tier, const Waiting& what) noexcept {
   try {
     wait_for(again_[tier], what);

@@ -1,8 +1,9 @@
-// The way down: what a cache stores is offered to the tiers below it.
+// The way down: offers the records that a cache stores to the tiers below it.
 //
 // A block event makes a record wait (fresh). Its bytes are gathered and transferred into a slot of pinned memory
-// (outgoing), then all tiers take the slot (offered). What a tier refuses or fails to store waits again for that tier.
-// Queues are lists: what a call makes ready lies beside them until nothing can fail any more, and is spliced in then.
+// (outgoing); then all tiers take the slot (offered). A record that a tier refuses or fails to store waits again for
+// that tier. Queues are lists: a call builds its records beside them and splices them in once nothing can fail any
+// more.
 #pragma once
 
 #include <array>
@@ -23,21 +24,21 @@ class PrefixSaver {
 
   /// TieredPrefix::save().
   std::int64_t save(std::int64_t max_records);
-  /// Records on their way off the device: their transfers end soon.
+  /// Whether records are on their way off the device: their transfers end soon.
   bool transfers() const { return !outgoing_.empty(); }
-  /// What it counts of them.
+  /// Counters of the records saved.
   const TieredStatistics& statistics() const { return statistics_; }
 
  private:
-  /// A record that one tier or several are to have.
+  /// A record that waits for one tier or several.
   struct Waiting {
     BlockKey key{};
     bool snapshot = false;
     std::uint32_t tiers = 0;  // a bit each
-    int attempts = 0;         // that failed
+    int attempts = 0;         // failed ones
     bool first = false;       // it was never offered
   };
-  /// On its way off the device.
+  /// A record on its way off the device.
   struct Outgoing {
     Waiting what;
     tier::RecordId id;
@@ -49,7 +50,7 @@ class PrefixSaver {
   void take_events();
   void wait_for(std::list<Waiting>& queue, const Waiting& what);
   void shorten(std::list<Waiting>& queue);
-  /// As many of them as there are slots, and as tiers have room for. Blocks are gathered together.
+  /// Begins as many of them as there are slots, and as tiers have room for. Blocks are gathered together.
   std::int64_t begin(std::list<Waiting>& queue, std::int64_t max_records);
   void offer(const Outgoing& record);
   void settle();
@@ -62,12 +63,12 @@ class PrefixSaver {
 
   TieredCache& joint_;
   StagingSlots block_slots_, snapshot_slots_;
-  std::array<BlockEvent, 64> events_;  // that were read, from next_event_ on not looked at
+  std::array<BlockEvent, 64> events_;  // read ones; those from next_event_ on wait
   std::size_t next_event_ = 0, num_events_ = 0;
   std::list<Waiting> fresh_;               // for all tiers
   std::vector<std::list<Waiting>> again_;  // for one tier each
   std::list<Outgoing> outgoing_;
-  std::unordered_map<tier::RecordId, Waiting, tier::RecordIdHash> offered_;  // tiers: those that have not told yet
+  std::unordered_map<tier::RecordId, Waiting, tier::RecordIdHash> offered_;  // tiers: those without a result yet
   TieredStatistics statistics_;
 };
 

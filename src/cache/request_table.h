@@ -1,4 +1,4 @@
-// Which requests run: their ids, lengths, state slots and prefix chains, one row each.
+// The running requests: their ids, lengths, state slots and prefix chains, one row each.
 #pragma once
 
 #include <span>
@@ -10,14 +10,14 @@
 
 namespace kv4 {
 
-/// A row is a request's place in the block table, too. Rows are [0, max_requests).
+/// A row is also a request's place in the block table. Rows are [0, max_requests).
 class RequestTable {
  public:
   explicit RequestTable(const CacheSchema& schema);
 
   /// The row of a running request; throws if it does not run.
   std::int32_t row_of(RequestId request) const;
-  /// The same; throws as well if the request is in the open step. `what`: the call that cannot be, in the message.
+  /// The same; throws as well if the request is in the open step. `what`: the refused call, for the message.
   std::int32_t idle_row_of(RequestId request, const char* what) const;
   /// The row of a request that is known to run.
   std::int32_t known_row_of(RequestId request) const { return request % max_requests(); }
@@ -36,7 +36,7 @@ class RequestTable {
   int num_running() const { return max_requests() - static_cast<int>(free_rows_.size()); }
   std::vector<RequestId> ids() const;
 
-  /// Begins a request with this state slot and returns its row; there is a free one.
+  /// Begins a request with this state slot and returns its row; a row must be free.
   std::int32_t start(std::int32_t slot);
   void end(std::int32_t row);
 

@@ -39,7 +39,7 @@ Expected<Admission> Requests::admit(const Prompt& prompt) {
 Expected<Admission> Requests::admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known) {
   check(prompt);
   PrefixIdentity identity = chains_.identify(prompt);
-  if (identity.root != root) known = {};  // of other weights than the present ones
+  if (identity.root != root) known = {};  // keys of other weights than the present ones
   return begin(prompt, std::move(identity), known);
 }
 

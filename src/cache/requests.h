@@ -1,4 +1,4 @@
-// How requests begin, go back, split and end.
+// The beginning, rewinding, forking and end of requests.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace kv4 {
 
-// Calls of KVCacheManager, which says what each does.
+// KVCacheManager documents these calls.
 class Requests {
  public:
   Requests(CacheMemory& memory, PrefixCache* prefix, RequestTable& table, Blocks& blocks, Snapshots& snapshots,
@@ -21,10 +21,10 @@ class Requests {
 
   Expected<RequestId> admit();
   Expected<Admission> admit(const Prompt& prompt);
-  /// The same without hashing again: `known` are keys of the prompt's first blocks from `root`. Those of another root
-  /// than the present one count for nothing.
+  /// The same without hashing again: `known` are keys of the prompt's first blocks from `root`. If the present root
+  /// differs, they are ignored.
   Expected<Admission> admit(const Prompt& prompt, const BlockKey& root, std::span<const BlockKey> known);
-  /// Throws where the prompt cannot be admitted at all.
+  /// Throws if the prompt can never be admitted.
   void check(const Prompt& prompt) const;
   Expected<RequestId> fork(RequestId request);
   void release(RequestId request);

@@ -24,11 +24,11 @@ struct PrefixChain {
   TenantId tenant = 0;
   std::uint16_t weights_slot = 0;  // of its weights
   BlockKey root{};
-  std::int64_t blocks = 0;         // that are in the index: the first of its table row
-  NodeId tail = kNoNode;             // of the last of them, pinned
+  std::int64_t blocks = 0;         // its blocks in the index: the first of its table row
+  NodeId tail = kNoNode;             // the last of these, pinned
   std::int64_t replay_end = 0;     // tokens below it have their entries already; 0: no replay
   std::int64_t prompt_end = 0;     // the last boundary that another request with this prompt can use
-  NodeId latest = kNoNode;           // whose snapshot goes when there is a newer one of this request
+  NodeId latest = kNoNode;           // its snapshot goes once this request has a newer one
   std::vector<std::string> extra;  // by block of the prompt
 };
 

@@ -33,7 +33,7 @@ std::string first_difference(std::string_view there, std::string_view here) {
   }
 }
 
-/// Whether a session may come into this cache, as far as identities go.
+/// Throws unless the session's identities fit this cache.
 void check_identity(const SessionParts& parts, const CacheSchema& schema, const SessionIdentity& identity) {
   const std::string layout = describe_layout(schema);
   require(parts.layout == layout, ErrorCode::bad_file, "the session is of another layout: {}",
@@ -63,7 +63,7 @@ struct SessionSender::Impl {
   std::shared_ptr<const tier::RecordGuard> guard;
   std::vector<std::int32_t> token_ids;
   std::vector<BlockKey> keys;             // of the full blocks
-  std::map<BlockKey, std::size_t> found;  // the same, by key
+  std::map<BlockKey, std::size_t> found;  // the same keys' places
   std::vector<std::byte> own_record;
 
   Impl(KVCacheManager& manager_in, RequestId request_in, const SessionIdentity& identity)
@@ -103,7 +103,7 @@ struct SessionSender::Impl {
 
     keys = chain_keys(hasher, parts, token_ids);
     for (std::size_t i = 0; i < keys.size(); ++i) found.emplace(keys[i], i);
-    // At a boundary the image is one itself.
+    // At a boundary the image itself is a snapshot.
     std::vector<std::byte> snapshot;
     if (const auto kept = keys.empty() || open_block.empty() ? std::nullopt : manager.find_block(keys.back());
         kept && kept->has_snapshot) {
@@ -117,7 +117,7 @@ struct SessionSender::Impl {
     finish_record(*guard, header(session_key(hasher, parts, token_ids), 0), own_record);
   }
 
-  /// `number`: of the record in the session, its own is 0.
+  /// `number`: the record's place in the session; the session's own record has 0.
   tier::RecordHeader header(const BlockKey& key, std::size_t number) const {
     tier::RecordHeader out;
     out.layout_id = manager.schema().layout_id;
@@ -131,7 +131,7 @@ struct SessionSender::Impl {
            static_cast<std::int64_t>(keys.size()) * block_record_bytes(manager.schema());
   }
 
-  /// The blocks are still those of the keys.
+  /// Throws unless the blocks are still those of the keys.
   void check_unchanged() const {
     const std::vector<std::int32_t> now = manager.token_ids(request);
     const std::size_t tokens = keys.size() * manager.schema().block_tokens;
@@ -168,7 +168,7 @@ bool SessionSender::send(std::span<const BlockKey> wanted, RecordSink& sink, con
   const CacheSchema& schema = s.manager.schema();
   const std::vector<BlockId> blocks = s.manager.blocks(s.request);
   std::vector<std::byte> record(block_record_bytes(schema));
-  // Everything that was not asked for is done.
+  // Blocks that were not asked for count as done.
   std::int64_t done = s.all_bytes() - static_cast<std::int64_t>(wanted.size() * record.size());
   if (progress && !progress(done, s.all_bytes())) return false;
   for (const BlockKey& key : wanted) {
@@ -207,11 +207,11 @@ struct SessionReceiver::Impl {
   const std::shared_ptr<const tier::RecordGuard> guard;
   BlockSource* source;
   std::int64_t num_taken = 0;
-  std::vector<std::byte> memory;  // of the payload that is being taken, where it came sealed
+  std::vector<std::byte> memory;  // of a sealed record's payload, while it is taken
 
   std::vector<std::vector<std::byte>> early;  // blocks' records that came before the session's own
 
-  // From the offer on.
+  // Set when the offer comes:
   std::vector<std::byte> payload;  // of the session's own record
   SessionParts parts;              // views of it
   std::vector<std::int32_t> token_ids;
@@ -251,7 +251,7 @@ struct SessionReceiver::Impl {
     }
     Impl next(manager, identity, source);
     next.open(header, body);
-    // Records before it that do not fit are refused now, and with them the session.
+    // Earlier records that do not fit are refused now, and the session with them.
     for (const std::vector<std::byte>& record : early) {
       const auto [block_header, block_body] = open_record(*guard, record, next.memory);
       next.take_block(block_header, block_body);
@@ -268,7 +268,7 @@ struct SessionReceiver::Impl {
     check_identity(parts, schema, identity);
     require(header.layout_id == schema.layout_id, ErrorCode::bad_file,
             "its header says layout {:016x}, the session is of {:016x}", header.layout_id, schema.layout_id);
-    const std::int64_t bytes = kv4::image_bytes(schema, parts.lengths);  // throws where they are more than max_context
+    const std::int64_t bytes = kv4::image_bytes(schema, parts.lengths);  // throws if they exceed max_context
     require(static_cast<std::int64_t>(parts.image.size()) == bytes, ErrorCode::bad_file,
             "the session's image has {} bytes; one of {} tokens has {}", parts.image.size(), parts.lengths[0], bytes);
     const std::size_t open_bytes = parts.lengths[0] % schema.block_tokens != 0 ? image_bytes() : 0;
@@ -332,7 +332,7 @@ struct SessionReceiver::Impl {
 
   Prompt prompt() const { return {token_ids, identity.share_of, identity.salt, extra}; }
 
-  /// {} where the cache would keep the session's blocks under other keys: it has other weights or its own rope table.
+  /// {} if the cache would keep the session's blocks under other keys: it has other weights or its own rope table.
   PrefixIdentity chain() {
     PrefixIdentity name = manager.identify_prefix(prompt());
     return name.root == parts.root ? name : PrefixIdentity{};
@@ -347,7 +347,7 @@ struct SessionReceiver::Impl {
   std::int64_t num_missing() const { return std::count(where.begin(), where.end(), Where::missing); }
 
   void adopt(Impl&& next) {
-    payload = std::move(next.payload);  // the views of `parts` stay good: a moved vector keeps its memory
+    payload = std::move(next.payload);  // the views of `parts` stay valid: a moved vector keeps its memory
     parts = std::move(next.parts);
     token_ids = std::move(next.token_ids);
     keys = std::move(next.keys);
@@ -431,7 +431,7 @@ Expected<RequestId> SessionReceiver::finish() try {
   const PrefixIdentity chain = r.chain();
   const Expected<RequestId> request = r.manager.import_image(image, r.token_ids, blocks, chain);
   r.finished = static_cast<bool>(request);
-  // Where there is no place for it, a later prompt resumes at an earlier one.
+  // Without a place for it, a later prompt resumes at an earlier snapshot.
   if (r.finished && chain.weights_generation != 0 && !r.parts.snapshot.empty())
     (void)r.manager.insert_snapshot(r.keys.back(), r.parts.snapshot);
   return request;

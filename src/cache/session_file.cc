@@ -35,12 +35,12 @@ void check_io(const tier::IoStatus& status, const char* what) {
   require(status.ok(), ErrorCode::bad_file, "cannot {}: {}", what, to_string(status));
 }
 
-/// A file of a name nobody knows until it is complete and durable; gone otherwise.
+/// A file with a random name until it is complete and durable; removed otherwise.
 class UnfinishedFile : public RecordSink {
  public:
   UnfinishedFile(tier::FileSystem& files, const std::string& path)
       : files_(files), path_(fmt::format("{}.{:016x}{}", path, files.random64(), tier::kUnfinishedSuffix)) {
-    Undo remove([this] { files_.unlink(path_); });  // it may have been made when memory was refused
+    Undo remove([this] { files_.unlink(path_); });  // the file may exist when memory was refused
     tier::Opened<tier::File> opened = files.open(path_, tier::OpenMode::create);
     remove.keep();
     check_io(opened.status, "make a file there");
@@ -137,7 +137,7 @@ Expected<RequestId> SessionFile::restore(KVCacheManager& manager, const SessionI
 bool save_session_file(KVCacheManager& manager, RequestId request, const SessionIdentity& identity,
                        const std::string& path, const SessionProgress& progress) try {
   const TimedCall call(manager, &CallTimes::session_save);
-  // Through the page cache: what is saved before a restart is often read right after it.
+  // Through the page cache: a session saved before a restart is often read right after it.
   const auto files = tier::make_posix_file_system({.direct = false});
   return SessionFile{*files, path}.save(manager, request, identity, progress);
 } catch (const std::bad_alloc&) {
@@ -158,9 +158,9 @@ Expected<RequestId> restore_session_file(KVCacheManager& manager, const SessionI
 
 namespace {
 
-constexpr std::int64_t kMaxSurveyProblems = 100;  // told one by one
+constexpr std::int64_t kMaxSurveyProblems = 100;  // listed one by one
 
-/// Goes through a file and notes what is wrong.
+/// Goes through a file and notes its faults.
 class Surveyor {
  public:
   Surveyor(SessionFileSource& source, const SessionIdentity& identity)
@@ -171,7 +171,7 @@ class Surveyor {
     take_own(source_.next());
     for (std::int64_t number = 1;; ++number) {
       std::span<const std::byte> record;
-      if (!noted(number, [&] { record = source_.next(); })) break;  // where the next one begins is not known
+      if (!noted(number, [&] { record = source_.next(); })) break;  // the start of the next one is unknown
       if (record.empty()) break;
       noted(number, [&] { take_block(record); });
     }
@@ -237,8 +237,8 @@ class Surveyor {
   const std::shared_ptr<const tier::RecordGuard> guard_;
   std::vector<std::byte> memory_;
   SessionSurvey survey_;
-  std::map<BlockKey, bool> found_;  // every full block: whether it came
-  std::int64_t problems_ = 0;       // of records, also those that are not told
+  std::map<BlockKey, bool> found_;  // by the key of a full block: whether it came
+  std::int64_t problems_ = 0;       // of records, including those not listed
 };
 
 }  // namespace

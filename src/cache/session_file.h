@@ -13,8 +13,8 @@
 
 namespace kv4 {
 
-/// Reads a session's file record by record. Digests of payloads are whoever takes the records to check. What a record
-/// takes of memory is bounded (kMaxSessionRecordBytes), also where the file has holes.
+/// Reads a session's file record by record. The reader of the records checks the digests of payloads. The memory of a
+/// record is bounded (kMaxSessionRecordBytes), even where the file has holes.
 class SessionFileSource : public RecordSource {
  public:
   /// Throws Error(bad_file), here and below.
@@ -32,13 +32,13 @@ class SessionFileSource : public RecordSource {
   tier::BlockBuffer buffer_;
 };
 
-/// save_session and restore_session, whose time does not count.
+/// save_session and restore_session, without counting their time.
 bool write_session(KVCacheManager& manager, RequestId request, const SessionIdentity& identity, RecordSink& sink,
                    const SessionProgress& progress);
 Expected<RequestId> read_session(KVCacheManager& manager, const SessionIdentity& identity, RecordSource& source,
                                  const SessionProgress& progress);
 
-/// What save_session_file and restore_session_file do, on any file system.
+/// save_session_file and restore_session_file, on any file system.
 struct SessionFile {
   tier::FileSystem& files;
   std::string path;
@@ -49,11 +49,11 @@ struct SessionFile {
                               const SessionProgress& progress = {}) const;
 };
 
-/// What is in a session's file, as far as that can be told without its salt.
+/// The contents of a session's file, as far as they can be read without its salt.
 struct SessionSurvey {
   std::int64_t file_bytes = 0;
-  Protection protection = Protection::none;  // of its own record
-  bool authentic = false;                    // a key of those given made it; `problems` says of other records
+  Protection protection = Protection::none;  // of the session's own record
+  bool authentic = false;                    // one of the given keys made it; `problems` lists other records
   std::uint64_t layout_id = 0, tenant = 0;
   std::uint32_t block_tokens = 0;
   std::vector<std::int64_t> lengths;
@@ -66,9 +66,9 @@ struct SessionSurvey {
   bool sound() const { return problems.empty(); }
 };
 
-/// With the keys of `identity`, which a sealed session needs; the rest of it does not count. Without keys an
-/// authenticated session is read as it is. Throws Error(bad_file) where the file cannot be read or its first record is
-/// no session's; what comes after that is among the problems.
+/// Uses the keys of `identity`, which a sealed session needs, and nothing else of it. Without keys an authenticated
+/// session is read unverified. Throws Error(bad_file) where the file cannot be read or its first record is no
+/// session's; later faults are among the problems.
 SessionSurvey survey_session_file(tier::FileSystem& files, const std::string& path,
                                   const SessionIdentity& identity = {});
 

@@ -29,7 +29,7 @@ std::string_view text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-/// Takes a payload from its front; nothing is taken that is not there.
+/// Takes bytes from the front of a payload, never more than it has.
 struct Reader {
   std::span<const std::byte> left;
 
@@ -107,7 +107,7 @@ std::vector<std::byte> encode_session(const SessionParts& parts) {
 }
 
 void check_session_front(std::span<const std::byte> front, std::int64_t payload_bytes) {
-  if (!is_session(front) || front.size() < kSessionFixedBytes) return;  // parse_session says why
+  if (!is_session(front) || front.size() < kSessionFixedBytes) return;  // parse_session names the fault
   const std::byte* const fixed = front.data();
   const auto most = static_cast<std::uint64_t>(payload_bytes);
   std::uint64_t bytes = kSessionFixedBytes;
@@ -128,7 +128,7 @@ SessionParts parse_session(std::span<const std::byte> payload) {
   require(is_session(payload), ErrorCode::bad_file, "not a session: its first record begins otherwise");
   Reader reader{payload};
   const std::byte* fixed = reader.take(kSessionFixedBytes, "its fixed part").data();
-  // Before all else: another version may mean other things by the rest.
+  // Checked first: another version may change the meaning of the rest.
   const auto version = load_le<std::uint32_t>(fixed + kVersionAt);
   require(version == kSessionVersion || version == kSessionWithSnapshotVersion, ErrorCode::bad_file,
           "a session of format version {}; this library reads {} and {}", version, kSessionVersion,
@@ -241,7 +241,7 @@ SessionRecord open_record(const tier::RecordGuard& guard, std::span<const std::b
             "{}; a sealed session needs the key of its writer", to_string(refusal));
     return opened;
   }
-  // It stays where it is: open() copies nothing to the memory that it reads.
+  // The payload stays in place: open() does not copy it into the memory that it reads.
   const tier::RecordRefusal refusal =
       guard.open(header, opened.payload, {const_cast<std::byte*>(opened.payload.data()), opened.payload.size()});
   require(refusal != tier::RecordRefusal::unauthenticated, ErrorCode::bad_file,

@@ -37,7 +37,8 @@ namespace kv4 {
 inline constexpr std::uint32_t kSessionVersion = 1, kSessionWithSnapshotVersion = 2;
 inline constexpr std::size_t kSessionFixedBytes = 144;
 
-// What a record may say that was not written here: a key per block takes 8 times a token's bytes where a block has one.
+// Limits of records that were written elsewhere: a key per block takes 8 times a token's bytes if a block has one
+// token.
 inline constexpr std::int64_t kMaxSessionBlocks = 1 << 18;  // full ones: 2^25 tokens by 128
 inline constexpr std::uint32_t kMaxSessionLengths = 1 + 64;
 // The largest payload of a record of a session. V4-Pro with 1M tokens in bf16: 25 MB for the session's own, 2 MB for a
@@ -45,7 +46,7 @@ inline constexpr std::uint32_t kMaxSessionLengths = 1 + 64;
 inline constexpr std::int64_t kMaxSessionRecordBytes = 64 << 20;
 inline constexpr std::uint32_t kMaxSessionTextBytes = 1 << 20;  // of the weights id and of the layout, each
 
-/// A session's own record, taken apart. Views of its payload.
+/// A session's own record, parsed into views of its payload.
 struct SessionParts {
   std::uint32_t block_tokens = 0;
   Sha256 config_digest{}, rope_digest{};
@@ -62,35 +63,35 @@ struct SessionParts {
 };
 
 std::vector<std::byte> encode_session(const SessionParts& parts);
-/// Whether the payload says that it is a session's.
+/// Whether the payload begins as a session's.
 bool is_session(std::span<const std::byte> payload);
-/// From the front of a payload, before the rest takes memory: throws Error(bad_file) where it is a session's whose
-/// parts cannot be `payload_bytes` long. At least kSessionFixedBytes are looked at, or none.
+/// Checks the front of a payload before the rest takes memory: throws Error(bad_file) if it is a session's whose parts
+/// cannot be `payload_bytes` long. Reads at least kSessionFixedBytes, or none.
 void check_session_front(std::span<const std::byte> front, std::int64_t payload_bytes);
-/// Throws Error(bad_file) unless the payload is what encode_session gives for the parts.
+/// Throws Error(bad_file) unless encode_session gives this payload for the parts.
 SessionParts parse_session(std::span<const std::byte> payload);
 
 std::vector<std::int32_t> token_ids_of(const SessionParts& parts);
 
-/// The key of the session's own record: it differs with every token and every length, and from every block's.
+/// The key of the session's own record: it changes with every token and every length, and differs from every block's.
 BlockKey session_key(BlockHasher& hasher, const SessionParts& parts, std::span<const std::int32_t> token_ids);
 /// The keys of the full blocks.
 std::vector<BlockKey> chain_keys(BlockHasher& hasher, const SessionParts& parts,
                                  std::span<const std::int32_t> token_ids);
 
-/// The guard of files and of streams: a file may be sent as a stream, and a stream kept as a file.
+/// The guard of files and streams alike: a file may be sent as a stream, and a stream kept as a file.
 std::shared_ptr<const tier::RecordGuard> session_guard(const SessionIdentity& identity);
 
-/// Protects the payload that lies behind the header's place in `record`, and puts the header there. Throws
-/// Error(out_of_memory) where the system has no random bytes or no memory for that.
+/// Protects the payload behind the header's place in `record`, and writes the header there. Throws Error(out_of_memory)
+/// if the system has no random bytes or no memory for that.
 void finish_record(const tier::RecordGuard& guard, const tier::RecordHeader& header, std::span<std::byte> record);
 
-/// A sound record of a session that is exactly as long as it says, and that the guard believes.
+/// A sound record of a session, exactly as long as it says and accepted by the guard.
 struct SessionRecord {
   tier::RecordHeader header;
-  std::span<const std::byte> payload;  // in the record, or in the memory that was given
+  std::span<const std::byte> payload;  // in the record, or in the given memory
 };
-/// Throws Error(bad_file) with the reason. `memory`: for the payload where it is sealed.
+/// Throws Error(bad_file) with the reason. `memory`: for the payload of a sealed record.
 SessionRecord open_record(const tier::RecordGuard& guard, std::span<const std::byte> record,
                           std::vector<std::byte>& memory);
 

@@ -27,7 +27,7 @@ void Snapshots::restore(std::int32_t slot, const PrefixMatch& match) {
   if (match.snapshot != kNoSnapshot)
     pieces = pieces_from_image(layers_.all(), snapshot_layout(memory_.schema, match.resume_at), slot,
                                prefix_->address(match.snapshot));
-  // Spans before this are closed: nothing of them is to be folded.
+  // Spans before this are closed, so nothing of them is to be folded.
   for (const PendingPart& part : parts_.pending) {
     const ops::KindDesc& kind = layers_[part.layer].kinds[part.kind];
     const ops::PendingDesc& p = kind.pending;
@@ -42,7 +42,7 @@ bool Snapshots::keeps(const Sequence& s, std::int64_t position) const {
   return prefix_->index.snapshots().keeps(position, position == s.chain.prompt_end);
 }
 
-// The last boundary before `length` may turn out to be that of the output.
+// The last boundary before `length` may turn out to be the boundary of the output.
 bool Snapshots::wants_latest(std::int64_t position, std::int64_t length) const {
   return prefix_->index.snapshots().kind == SnapshotPolicy::Kind::checkpoint &&
          position == length / blocks_.tokens() * blocks_.tokens();
@@ -53,7 +53,7 @@ void Snapshots::begin_step() {
   std::fill(saved_layers_.begin(), saved_layers_.end(), false);
 }
 
-// Boundaries that the rings will not hold after the step.
+// Plans the boundaries that the rings will not hold after the step.
 void Snapshots::plan_boundaries(std::int32_t row, const Sequence& s, std::size_t item, std::int32_t count) {
   if (!s.chain.publishes) return;
   const std::int64_t end = s.length() + count, step = blocks_.tokens();
@@ -101,7 +101,7 @@ SnapshotId Snapshots::take(std::int32_t row, Sequence& s, std::int64_t position)
     if (b.row == row && b.position == position) return std::exchange(b.place, kNoSnapshot);
   const GroupProgress& g = s.groups[0];
   if (position < std::max(g.highest - memory_.schema.options.max_rewind_tokens, g.floor)) return kNoSnapshot;
-  leave_latest(s);  // its place may be the only one
+  leave_latest(s);  // its place may be the only one to take
   const SnapshotId place = prefix_->take_place();
   if (place == kNoSnapshot) return place;
   if (std::find(targets_.begin(), targets_.end(), place) != targets_.end()) send();
@@ -128,9 +128,9 @@ void Snapshots::reserve(std::int64_t count) {
 void Snapshots::save(std::int32_t row, Sequence& s, std::int64_t old_length) {
   const std::int64_t first = old_length / blocks_.tokens() + 1, last = s.length() / blocks_.tokens();
   if (first > last || prefix_->index.snapshots().kind == SnapshotPolicy::Kind::none) return;
-  // From the newest on: if there are too few places, it has one.
+  // Newest first: if there are too few places, the newest has one.
   NodeId slot = s.chain.tail;
-  for (std::int64_t i = s.chain.blocks; i > last; --i) slot = prefix_->index.parent(slot);  // of a replay's rest
+  for (std::int64_t i = s.chain.blocks; i > last; --i) slot = prefix_->index.parent(slot);  // skips a replay's rest
   for (std::int64_t i = last; i >= first; --i, slot = prefix_->index.parent(slot)) {
     const std::int64_t position = i * blocks_.tokens();
     const bool kept = keeps(s, position), latest = !kept && wants_latest(position, s.length());

@@ -1,5 +1,5 @@
-// Snapshots of running requests: canonical images at block boundaries. Those that the rings still hold at a commit are
-// copied from there; those inside a long step are written by its layers, while they append.
+// Snapshots of running requests: canonical images at block boundaries. A commit copies boundaries that the rings still
+// hold; the layers of a long step write those inside it, while they append.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ namespace kv4 {
 
 class Snapshots {
  public:
-  /// `prefix` null: no request has one, as none publishes its blocks.
+  /// `prefix` null: no request has snapshots, as none publishes its blocks.
   Snapshots(const CacheMemory& memory, const Layers& layers, const Blocks& blocks, PrefixCache* prefix);
 
   std::int64_t bytes() const { return parts_.bytes; }  // of one
 
-  /// Queues the state that a request begins with where it resumes.
+  /// Queues the restore of the state at match.resume_at.
   void restore(std::int32_t slot, const PrefixMatch& match);
 
   // An open step:
@@ -29,14 +29,14 @@ class Snapshots {
   /// Finds places for the boundaries inside a long step of the request: item `item`, `count` tokens.
   void plan_boundaries(std::int32_t row, const Sequence& s, std::size_t item, std::int32_t count);
   bool has_boundaries() const { return !planned_.empty(); }
-  /// What the layer has to save. `items`: of the step; params.boundaries are valid until the next call.
+  /// The part that a layer has to save. `items`: of the step; params.boundaries are valid until the next call.
   void describe_boundaries(int layer, std::span<const ops::StepRecord> items, ops::BoundaryParams& params);
   void note_saved(int layer) { saved_layers_[layer] = true; }
-  /// Gives the places back: of boundaries that did not come to be, or had a snapshot already.
+  /// Gives back the places of boundaries that were aborted, or had a snapshot already.
   void give_boundaries();
 
   // A commit, in this order:
-  void reserve(std::int64_t count);  // save() of as many allocates nothing then
+  void reserve(std::int64_t count);  // then save() of so many allocates nothing
   void give_unsaved_boundaries();    // if a layer has not saved its part
   /// Saves snapshots of the boundaries in (old_length, length] of the request.
   void save(std::int32_t row, Sequence& s, std::int64_t old_length);
@@ -46,7 +46,7 @@ class Snapshots {
   void leave_latest(Sequence& s);
 
  private:
-  // A boundary inside a long step, and the place its snapshot is written to.
+  // A boundary inside a long step, and the place of its snapshot.
   struct PlannedBoundary {
     std::int32_t row = 0;
     std::size_t item = 0;
@@ -62,14 +62,14 @@ class Snapshots {
   const Layers& layers_;
   const Blocks& blocks_;
   PrefixCache* prefix_;
-  ImageLayout parts_;                      // where snapshots have what
+  ImageLayout parts_;                      // the parts of a snapshot
   std::vector<PlannedBoundary> planned_;   // of the open step
-  std::vector<ops::Boundary> boundaries_;  // the same, as a backend is told
-  std::vector<bool> saved_layers_;         // [owned layers] which have written their part of them
-  // Snapshots that a commit takes from the rings go in one copy. Room for them is made before anything changes.
+  std::vector<ops::Boundary> boundaries_;  // the same, for the backend
+  std::vector<bool> saved_layers_;         // [owned layers] which have saved their part
+  // A commit copies all snapshots from the rings at once. Their room is reserved before anything changes.
   std::vector<ops::CopyPiece> pieces_;
   std::vector<SnapshotId> targets_;
-  ImageLayout at_;                     // of the one that is taken
+  ImageLayout at_;                     // of the current one
   std::size_t pieces_per_snapshot_{};  // at most
 };
 

@@ -26,7 +26,7 @@ tier::SharedBytes HostSlots::take() {
     slot = free_.back();
     free_.pop_back();
   }
-  // Without the lock: where memory is refused, it is given back at once.
+  // Runs without the lock here: if memory is refused, shared_ptr calls `give` at once.
   const auto give = [pool = shared_from_this(), slot](std::byte*) {
     const std::lock_guard guard(pool->mutex_);
     pool->free_.push_back(slot);

@@ -14,7 +14,7 @@
 
 namespace kv4 {
 
-/// Staging slots in host memory that transfers reach fastest, at multiples of 4,096. Any thread; slots may outlive
+/// Staging slots in the host memory with the fastest transfers, at multiples of 4,096. Any thread; slots may outlive
 /// their pool.
 class HostSlots : public std::enable_shared_from_this<HostSlots> {
  public:
@@ -22,7 +22,7 @@ class HostSlots : public std::enable_shared_from_this<HostSlots> {
     return std::shared_ptr<HostSlots>(new HostSlots(backend, slot_bytes, count));
   }
 
-  /// Nothing where all are taken.
+  /// Empty if all slots are taken.
   tier::SharedBytes take();
   int num_free() const;
 
@@ -38,13 +38,12 @@ class HostSlots : public std::enable_shared_from_this<HostSlots> {
   std::vector<int> free_;
 };
 
-/// Staging slots in the backend's memory; one thread. A slot is given back where it is known that nothing queued uses
-/// it any more.
+/// Staging slots in the backend's memory; one thread. Give a slot back only when no queued work uses it any more.
 class DeviceSlots {
  public:
   DeviceSlots(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int count);
 
-  std::byte* take();  // null where all are taken
+  std::byte* take();  // null if all slots are taken
   void give(std::byte* slot) { free_.push_back(slot); }
   int num_free() const { return static_cast<int>(free_.size()); }
 
@@ -55,7 +54,7 @@ class DeviceSlots {
   std::vector<std::byte*> free_;
 };
 
-/// Slots of the host and, where the device cannot read those itself, slots of the device beside them.
+/// Slots of the host and, where the device cannot read those itself, slots of the device.
 struct StagingSlots {
   StagingSlots(const std::shared_ptr<Backend>& backend, std::int64_t slot_bytes, int host_count, int device_count)
       : host(HostSlots::make(backend, slot_bytes, host_count)) {

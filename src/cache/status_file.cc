@@ -18,7 +18,7 @@ namespace kv4 {
 
 namespace {
 
-/// Writes JSON as it goes. A tree of nlohmann's would allocate in its destructor, which ends a process without memory.
+/// Writes JSON directly. nlohmann's tree would allocate in its destructor, which ends a process that is out of memory.
 class JsonText {
  public:
   template <class T>
@@ -33,7 +33,7 @@ class JsonText {
       text_ += value ? "true" : "false";
     else if constexpr (std::is_enum_v<T>)
       add(std::string(to_string(value)));
-    else if constexpr (std::is_integral_v<T>)  // a count that has grown beyond what readers take stays at that
+    else if constexpr (std::is_integral_v<T>)  // a count above the readers' limit is written as the limit
       fmt::format_to(std::back_inserter(text_), "{}",
                      std::cmp_less(kMaxStatusNumber, value) ? kMaxStatusNumber : static_cast<std::int64_t>(value));
     else if constexpr (std::is_convertible_v<T, std::string>)
@@ -80,7 +80,7 @@ class JsonText {
     NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(KV4_WRITE_FIELD, __VA_ARGS__))                 \
   }
 
-// A field that one side does not know is passed over, one that is missing has its default: versions may be mixed.
+// Unknown fields are ignored, missing ones have their defaults: versions may be mixed.
 KV4_JSON_FIELDS(TokenHistogram, counts, sum)
 KV4_JSON_FIELDS(TimeHistogram, counts, sum_seconds, sum_ns)
 KV4_JSON_FIELDS(CallTimes, admit, prepare_forward, tier_load, tier_save, session_restore, session_save)
@@ -118,8 +118,8 @@ std::string name_of(const RequestQuestion& question, std::string_view suffix) {
   return fmt::format("{}{}-{:016x}{}", kPrefix, question.request, question.number, suffix);
 }
 
-/// Reads a text without keeping anything of it, and stops at the first bound that it breaks: as a tree it takes some
-/// hundred bytes per value.
+/// Reads a text without keeping it, and stops at the first limit that it exceeds: a tree takes some hundred bytes per
+/// value.
 class StatusLimits {
  public:
   const std::string& problem() const { return problem_; }
@@ -136,7 +136,7 @@ class StatusLimits {
   bool start_array(std::size_t) { return enter(); }
   bool end_object() { return leave(); }
   bool end_array() { return leave(); }
-  // Without what stands there, which the parser's own words repeat: the page that shows them may be anybody's.
+  // Leaves out the parser's message, because it repeats the text: the page that shows it may be anybody's.
   bool parse_error(std::size_t byte, const std::string&, const nlohmann::json::exception&) {
     return stop(fmt::format("no JSON from byte {} on", byte));
   }
@@ -177,7 +177,7 @@ void check_counts(const PublishedStatus& p) {
   at_most(p.status.tiers.size(), kMaxStatusTiers, "tiers");
   require(p.interval_ms >= 0 && p.interval_ms <= kMaxStatusIntervalMs, ErrorCode::bad_file,
           "it is no status of a cache: an interval of {} ms; it is 0 to {}", p.interval_ms, kMaxStatusIntervalMs);
-  // Prometheus refuses a page that has a series twice: one cache's would take away those of all others.
+  // Prometheus refuses a page with a duplicate series: one cache would take away the series of all others.
   std::set<std::string> names;
   for (const TierReport& tier : p.status.tiers) {
     at_most(tier.name.size(), kMaxStatusNameBytes, "bytes of a tier's name");
@@ -205,7 +205,7 @@ Freshness PublishedStatus::freshness(const BootTime& now) const {
 
 namespace {
 
-/// With the name of the format beside the fields.
+/// Adds the name of the format to the fields.
 struct Formatted {
   const char* format;
   const PublishedStatus& published;
@@ -256,7 +256,7 @@ std::optional<RequestQuestion> parse_question(std::string_view name) {
   return out.request >= 0 && out.question_name() == name ? std::optional(out) : std::nullopt;
 }
 
-// Unfinished ones too: a killed process leaves them behind.
+// Including unfinished files, which a killed process leaves behind.
 bool is_of_question(std::string_view name) {
   const std::size_t dot = name.find('.');
   if (dot == name.npos || !parse_question(std::string(name.substr(0, dot)).append(kQuestion))) return false;
@@ -265,7 +265,7 @@ bool is_of_question(std::string_view name) {
   if (!unfinished) return rest == kQuestion || rest == kAnswer || rest == kError;
   rest.remove_suffix(tier::kUnfinishedSuffix.size());
   if (rest == kQuestion || rest == kError) return true;
-  if (!rest.starts_with(kAnswer)) return false;  // of a session that is being saved: a number more
+  if (!rest.starts_with(kAnswer)) return false;  // an unfinished session: its name has one more number
   rest.remove_prefix(kAnswer.size());
   return rest.size() == 1 + 16 && rest[0] == '.' &&
          rest.find_first_not_of("0123456789abcdef", 1) == std::string_view::npos;

@@ -20,7 +20,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kAnswersStay{60};  // whoever asked has taken it by then, or has gone
+constexpr std::chrono::seconds kAnswersStay{60};  // by then the asker has taken it, or has gone
 
 RequestStatus describe(const KVCacheManager& cache, RequestId request) {
   RequestStatus out{.request = request, .lengths = {}, .rewind_floor = cache.rewind_floor(request)};
@@ -72,13 +72,13 @@ struct StatusFolder::Impl {
   std::string directory;
   std::string status_path;  // made early: the destructor allocates nothing
   StatusOptions options;
-  // Nothing is in flight when a process is killed: the lock is there at once or somebody else's.
+  // A killed process leaves nothing in flight: the lock is free at once, or another process holds it.
   std::unique_ptr<tier::FileSystem> files =
       tier::make_posix_file_system({.direct = false, .lock_wait = std::chrono::milliseconds(0)});
   std::unique_ptr<tier::FileLock> lock;
-  std::vector<Answer> answers;  // that nobody may have taken
+  std::vector<Answer> answers;  // perhaps not taken yet
   Clock::time_point published{};
-  bool fails = false;  // the last time
+  bool fails = false;  // the last publish() failed
 
   Impl(KVCacheManager& cache_in, std::string directory_in, const StatusOptions& options_in)
       : cache(cache_in),
@@ -87,7 +87,7 @@ struct StatusFolder::Impl {
         options(options_in) {
     require(options.interval.count() >= 0 && options.interval.count() <= kMaxStatusIntervalMs, ErrorCode::bad_argument,
             "an interval of {} ms; it is 0 to {}", options.interval.count(), kMaxStatusIntervalMs);
-    (void)session_guard({.keys = options.keys});  // throws now and not with the first answer
+    (void)session_guard({.keys = options.keys});  // throws now, not with the first answer
     check(files->make_directory(directory), "be made");
     tier::Opened<tier::FileLock> locked = files->lock(path_of(kStatusLockName));
     require(locked.status.code != tier::IoCode::in_use, ErrorCode::bad_state,
@@ -96,11 +96,11 @@ struct StatusFolder::Impl {
     check(locked.status, "be locked");
     lock = std::move(locked.handle);
     for (const std::string& name : names())
-      if (is_of_question(name)) files->unlink(path_of(name));  // of a process before
+      if (is_of_question(name)) files->unlink(path_of(name));  // left by an earlier process
   }
 
   ~Impl() {
-    if (!lock->owned()) return;  // a forked child's: the parent publishes on
+    if (!lock->owned()) return;  // in a forked child: the parent still publishes
     files->unlink(status_path);
     for (const Answer& answer : answers) files->unlink(answer.path);
   }
@@ -117,10 +117,10 @@ struct StatusFolder::Impl {
     return std::move(listing.names);
   }
 
-  /// Under its name at once or not at all; a status need not survive a crash of the machine.
+  /// The file appears complete or not at all; a status need not survive a crash of the machine.
   void replace(const std::string& name, const std::string& text, bool shared) const {
     const std::string path = path_of(name), unfinished = path + std::string(tier::kUnfinishedSuffix);
-    (void)files->unlink(unfinished);  // of an attempt that failed
+    (void)files->unlink(unfinished);  // left by a failed attempt
     tier::Opened<tier::File> opened = files->open(unfinished, tier::OpenMode::create);
     tier::IoStatus status = opened.status;
     if (status.ok()) status = tier::write_all(*opened.handle, 0, std::as_bytes(std::span(text)));
@@ -130,8 +130,8 @@ struct StatusFolder::Impl {
   }
 
   /// Users who may read the folder may read the file, whatever the umask is: 0700 gives 0600, 0750 0640, 0755 0644. The
-  /// group is the folder's if the process is in it. Otherwise only the owner may read the file, except in a folder that
-  /// all may read: 0750 lets in the folder's group, not the process's own.
+  /// file gets the folder's group if the process is in it. Otherwise only the owner may read the file, except in a
+  /// folder that all may read: 0750 is meant for the folder's group, not for the process's own.
   void share(const std::string& path) const {
     struct stat folder {};
     const int file = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
@@ -157,18 +157,18 @@ struct StatusFolder::Impl {
             true);
   }
 
-  /// The first that is asked for; the others have their turn.
+  /// Answers the first question; the others have their turn later.
   void answer_question() {
     for (const std::string& name : names())
       if (const std::optional<RequestQuestion> question = parse_question(name)) {
-        check(files->unlink(path_of(name)), "lose a file");  // before whoever asked can see the answer
+        check(files->unlink(path_of(name)), "lose a file");  // before the asker can see the answer
         return answer(*question);
       }
   }
 
   void answer(const RequestQuestion& question) {
     const std::string path = path_of(question.answer_name());
-    // To be looked at only: a salt of its own keeps it from being restored as somebody's session.
+    // For inspection only: a salt of its own keeps it from being restored as somebody's session.
     const SessionIdentity identity{
         .weights_id = cache.schema().options.prefix.weights_id, .salt = "kv4 inspect", .keys = options.keys};
     answers.reserve(answers.size() + 1);
@@ -178,7 +178,7 @@ struct StatusFolder::Impl {
       answers.push_back(std::move(written));
     } catch (const Error& error) {
       std::string why = error.what();
-      if (why.starts_with(path + ": ")) why.erase(0, path.size() + 2);  // nobody will find that file
+      if (why.starts_with(path + ": ")) why.erase(0, path.size() + 2);  // the asker never sees that file
       Answer written{path_of(question.error_name()), Clock::now()};
       replace(question.error_name(), why, false);
       answers.push_back(std::move(written));

@@ -79,7 +79,7 @@ void StepTables::update(std::span<const ops::StepRecord> items, std::span<const 
     while (c.begin < c.end) {
       const std::int32_t room = ops::kMaxUpdateValues - static_cast<std::int32_t>(values_.size());
       const std::int32_t count = std::min(c.end - c.begin, room);
-      if (count == 0) {  // more than one transfer holds: a long context was forked, imported or released
+      if (count == 0) {  // too many for one transfer: a long context was forked, imported or released
         send({}, {}, 0);
         continue;
       }

@@ -12,8 +12,8 @@
 
 namespace kv4 {
 
-/// Owns the tables, the step's window scratch, and the host's copy of the block table. Changes of the latter wait until
-/// the next step takes them along.
+/// Owns the tables, the step's window scratch, and the host's copy of the block table. Changes of the block table go to
+/// the device with the next step.
 class StepTables {
  public:
   StepTables(const CacheSchema& schema, std::shared_ptr<Backend> backend);
@@ -22,10 +22,10 @@ class StepTables {
   const BlockId* row(std::int32_t row) const { return &blocks_[at(row, 0)]; }
   void set_block(std::int32_t row, std::int64_t index, BlockId block);
 
-  /// Where entries go that are there already (ops::StepTableDesc).
+  /// Sets the block for entries that exist already (ops::StepTableDesc).
   void set_dummy_block(BlockId block) { desc_.dummy_block = block; }
 
-  /// Sends items, the position that each one's window begins at, and changed blocks to the tables.
+  /// Sends items, the first position of each one's window, and changed blocks to the tables.
   void update(std::span<const ops::StepRecord> items, std::span<const std::int32_t> window_begins,
               std::int32_t num_tokens);
 
@@ -36,7 +36,7 @@ class StepTables {
   ops::StepDesc describe(const Step& step) const;
 
  private:
-  // Entries [begin, end) of a row differ from the device's; empty: none do.
+  // Entries [begin, end) of a row that differ from the device's; empty: none do.
   struct Changed {
     std::int32_t begin = 0, end = 0;
   };
@@ -51,11 +51,11 @@ class StepTables {
   DeviceMemory tables_;
   DeviceMemory scratch_;
   ops::StepTableDesc desc_;
-  bool has_replays_;              // else every window begins at 0
+  bool has_replays_;              // false: every window begins at 0
   std::vector<BlockId> blocks_;   // [max_requests, blocks_per_request]
   std::vector<Changed> changed_;  // [max_requests]
   std::vector<std::int32_t> changed_rows_;
-  std::vector<ops::BlockRange> ranges_;  // of one transfer, and their values
+  std::vector<ops::BlockRange> ranges_;  // of one transfer, with their values
   std::vector<BlockId> values_;
 };
 

@@ -18,8 +18,8 @@ Steps::Steps(CacheMemory& memory, RequestTable& requests, Blocks& blocks, Prefix
   items_.reserve(memory.tables.max_items());
   window_begins_.reserve(memory.tables.max_items());
   parts_.reserve(max_requests);
-  // No step changes more table entries: the blocks its tokens fill, and for each request the one it begins in and the
-  // one it ends in.
+  // The most table entries that a step changes: the blocks that its tokens fill, and for each request its first and its
+  // last block.
   changes_.reserve(memory.schema.options.max_step_tokens / blocks.tokens() + std::int64_t{2} * max_requests);
 }
 
@@ -75,7 +75,7 @@ Shortage Steps::find_shortage(std::span<const StepItem> items, int group) const 
     slots += item.request != kNoRequest && is_long(item.count);
     if (group == 0) blocks += blocks_needed(item);
   }
-  // Whatever is evicted for one tenant costs another at most one block that it could have evicted.
+  // An eviction for one tenant costs another at most one block that it could have evicted.
   const auto too_few = [&](const StepItem& item) {
     return blocks_needed(item) > 0 &&
            blocks > blocks_.num_available(requests_[requests_.known_row_of(item.request)].chain.tenant);
@@ -116,10 +116,10 @@ void Steps::reserve(std::span<const StepItem> items, int group) {
   }
 }
 
-// The blocks that a request's new tokens go to, and their token ids.
+// Takes the blocks of a request's new tokens, and notes their token ids.
 void Steps::reserve_blocks(const StepItem& item, const Part& part) {
   const Sequence& s = requests_[part.row];
-  const std::int64_t first = std::max(s.length(), s.chain.replay_end);  // token whose entries are written
+  const std::int64_t first = std::max(s.length(), s.chain.replay_end);  // first token whose entries are written
   const std::int64_t have = blocks_.num_held(s), end = blocks_.count_of(s.length() + item.count);
   for (std::int64_t i = first / blocks_.tokens(); i < end; ++i) {
     const BlockId old_block = i < have ? memory_.tables.block(part.row, i) : -1;
@@ -198,7 +198,7 @@ void Steps::commit(const Step& step) {
       s.slot = part.spare;
     }
     if (s.length() >= s.chain.replay_end) {
-      // Without a snapshot the windows of the last layer are whole from here on, and no row earlier.
+      // Without a snapshot the last layer's windows become whole here, not earlier.
       if (s.groups[0].window_begin > 0) s.groups[0].floor = std::max(s.groups[0].floor, s.chain.replay_end);
       s.chain.replay_end = 0;
     }
@@ -213,7 +213,7 @@ void Steps::commit(const Step& step) {
   close();
 }
 
-// A step may be so old that its ticket is gone. The oldest ticket kept then tells, because it is a later one.
+// A step may be so old that its ticket is gone. Then the oldest ticket kept decides, because it is a later one.
 bool Steps::finished(const Step& step) const {
   const std::size_t kept = std::min(num_commits_, commits_.size());
   for (std::size_t i = num_commits_ - kept; i < num_commits_; ++i) {
@@ -234,7 +234,7 @@ void Steps::abort(const Step& step) {
       memory_.state_pool.release_slot(part->spare);
       continue;
     }
-    // What was written in place has overwritten the oldest rows of the rings.
+    // Rows written in place have overwritten the oldest rows of the rings.
     GroupProgress& g = requests_[part->row].groups[step_.group];
     if (written_ || captured_) g.highest = std::max(g.highest, g.length + part->count);
   }

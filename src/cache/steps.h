@@ -1,4 +1,4 @@
-// The open step of a cache, what it has changed, and the steps that were committed.
+// The open step of a cache with its changes, and the committed steps.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ class Steps {
  public:
   Steps(CacheMemory& memory, RequestTable& requests, Blocks& blocks, PrefixChains& chains, Snapshots& snapshots);
 
-  // Calls of KVCacheManager, which says what each does.
+  // KVCacheManager documents these calls.
   Expected<Step> prepare(std::span<const StepItem> items, int group);
   void commit(const Step& step);
   void abort(const Step& step);
@@ -28,11 +28,11 @@ class Steps {
   /// The open step, and its items, padding included.
   const Step& open() const { return step_; }
   std::span<const ops::StepRecord> items() const { return items_; }
-  /// An operation of the open step writes now.
+  /// Notes that an operation of the open step writes.
   void note_write();
 
  private:
-  // A block that prepare put into a request's table: at `index`, instead of `old_block` (-1: there was none).
+  // A block that prepare put into a request's table at `index`, replacing `old_block` (-1: none).
   struct BlockChange {
     std::int32_t row = 0;
     std::int64_t index = 0;
@@ -52,7 +52,7 @@ class Steps {
 
   void check_items(std::span<const StepItem> items, int group);
   bool is_long(std::int32_t count) const { return count > memory_.schema.options.max_rewind_tokens + 1; }
-  std::int64_t blocks_needed(const StepItem& item) const;  // new ones, and a copy on write
+  std::int64_t blocks_needed(const StepItem& item) const;  // new blocks and copies on write
   Shortage find_shortage(std::span<const StepItem> items, int group) const;
   void reserve(std::span<const StepItem> items, int group);
   void reserve_blocks(const StepItem& item, const Part& part);
@@ -67,7 +67,7 @@ class Steps {
 
   bool is_open_ = false;
   bool written_ = false;   // some operation of the open step has written
-  bool captured_ = false;  // operations were recorded: from then on any step may have run without a call
+  bool captured_ = false;  // operations were recorded: from then on a step may run without a call
   Step step_;
   std::vector<ops::StepRecord> items_;
   std::vector<std::int32_t> window_begins_;  // [num_items]

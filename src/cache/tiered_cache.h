@@ -1,5 +1,5 @@
-// A cache and the tiers below it, as a saver and a loader share them: where bytes move, how large records are and what
-// they are called. Nothing here changes after it is made.
+// A cache and the tiers below it, shared by a saver and a loader: the places of bytes, the sizes and the names of
+// records. Constant once made.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,10 @@
 
 namespace kv4 {
 
-/// Records of one call, and slots of one kind, at most.
+/// Limit of the records of one call, and of the slots of one kind.
 inline constexpr std::int64_t kMaxStagingSlots = 1024;
 
-/// How many slots `bytes` pay for.
+/// The number of slots that fit `bytes`.
 inline int staging_slots_for(std::int64_t bytes, std::int64_t slot_bytes, std::int64_t least) {
   return static_cast<int>(std::clamp(bytes / std::max<std::int64_t>(slot_bytes, 1), least, kMaxStagingSlots));
 }
@@ -54,11 +54,11 @@ struct TieredCache {
   const TieredOptions options;
   BlockMover mover;
   Backend& backend;
-  const bool views_allowed;  // a tier's own memory is as good for a transfer as a slot
+  const bool views_allowed;  // transfers use a tier's own memory as well as a slot
   const std::int64_t block_bytes, snapshot_bytes;
 
  private:
-  BlockHasher hasher;  // memory to hash in
+  BlockHasher hasher;  // holds memory for hashing
 };
 
 }  // namespace kv4

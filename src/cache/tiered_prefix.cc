@@ -132,7 +132,7 @@ std::int64_t TieredPrefix::load(const Prompt& prompt, Deadline deadline, const T
 Expected<Admission> TieredPrefix::admit(const Prompt& prompt, Deadline deadline, const TieredProgress& progress) try {
   const PrefixLoader::Call call(impl_->loader);
   BlockMover& mover = impl_->joint.mover;
-  if (!mover.has_room_for_request(prompt)) return mover.admit(prompt, {}, {});  // which says what is short
+  if (!mover.has_room_for_request(prompt)) return mover.admit(prompt, {}, {});  // it names the shortage
   PromptLoad load(impl_->loader, prompt, deadline);
   load.run(progress);
   return load.admit();

@@ -15,7 +15,7 @@
 
 namespace kv4::codec {
 
-/// Calls f with the codec's type: one of those that have operations. Kernels instantiate all of these.
+/// Calls f with the codec of a format that has operations. Kernels instantiate all of these.
 template <class F>
 KV4_HD auto with_codec(Format format, F&& f) {
   switch (format) {
@@ -31,7 +31,7 @@ KV4_HD auto with_codec(Format format, F&& f) {
   return f(Bf16Row{});
 }
 
-/// The same of every format, on the host.
+/// The same for every format, on the host.
 template <class F>
 auto with_any_codec(Format format, F&& f) {
   if (format == Format::fp8_tile32) return f(Fp8Tile32{});
@@ -41,12 +41,12 @@ auto with_any_codec(Format format, F&& f) {
 
 struct FormatInfo {
   Format format;
-  bool for_rows;    // window rows and entries
-  bool for_keys;    // index keys
+  bool for_rows;    // used by window rows and entries
+  bool for_keys;    // used by index keys
   int tile;         // quantised channels must be a multiple of this
-  bool has_global;  // one fp32 per page
-  bool has_tail = true;        // of a row: the rotated channels stay bf16
-  bool has_operations = true;  // caches can run with it, not only be planned
+  bool has_global;  // one fp32 scale per page
+  bool has_tail = true;        // rows keep the rotated channels bf16
+  bool has_operations = true;  // caches can run with it; false: only be planned
 };
 
 const FormatInfo& format_info(Format format);

@@ -49,7 +49,7 @@ KV4_HD float square_root(float x) {
 KV4_HD bool is_nan(float x) { return x != x; }
 KV4_HD float magnitude(float x) { return bits_float(float_bits(x) & 0x7FFFFFFFu); }
 
-/// NaN is stored as one pattern, whatever produced it.
+/// NaN is stored as one pattern, whatever operation gave it.
 constexpr std::uint32_t kNanBits = 0x7FC00000u;
 KV4_HD float canonical_nan(float x) { return is_nan(x) ? bits_float(kNanBits) : x; }
 
@@ -127,7 +127,7 @@ KV4_HD int pow2_ceil_exponent(float x) {
 
 KV4_HD float ue8m0_value(std::uint8_t b) { return pow2(static_cast<int>(b) - 127); }
 
-/// Largest magnitude so far. NaN is passed over; infinity counts as the largest bf16, so that every scale stays finite.
+/// Largest magnitude so far. NaN is ignored; infinity counts as the largest bf16, so that every scale stays finite.
 KV4_HD float larger_magnitude(float so_far, float x) {
   float a = magnitude(x);
   if (a > kBf16Max) a = kBf16Max;
@@ -135,10 +135,9 @@ KV4_HD float larger_magnitude(float so_far, float x) {
 }
 
 // --- exp(x) for x <= 0
-// ------------------------------------------------------------------------------------------------------- x log2(e) = k
-// + r, |r| <= 1/2: a polynomial for 2^r (exactly 1 at 0) times 2^k. Relative error 1.7e-7 near 0, growing with the
-// rounding of log2(e) to 1.3e-6 at -86, where weights no longer count. Below -86 the result stays at exp(-86)
-// = 4.5e-38: nothing beside a weight of 1, and no denormals. NaN stays NaN.
+// x log2(e) = k + r, |r| <= 1/2: a polynomial for 2^r (exactly 1 at 0) times 2^k. Relative error 1.7e-7 near 0, growing
+// with the rounding of log2(e) to 1.3e-6 at -86, where weights no longer count. Below -86 the result stays at exp(-86)
+// = 4.5e-38: negligible against a weight of 1, and no denormals. NaN stays NaN.
 constexpr float kExpFloor = -86.0f;
 constexpr float kLog2e = 1.44269504f;
 // 1.5 * 2^23 + 127: adding it rounds to an integer k, and the low bits are the exponent field of 2^k.

@@ -1,6 +1,6 @@
 // `nvfp4_row`: V4.1's entry. Two e2m1 per byte, element 2i in the low nibble, no bf16 tail; one e4m3 scale per 16:
-// e4m3(min(max(amax, 6 * 2^-9) / 6, 448)), never 0 and without a global scale. A group with a NaN has the scale NaN and
-// codes 0, so that all of it reads NaN: e2m1 has none.
+// e4m3(min(max(amax, 6 * 2^-9) / 6, 448)), never 0 and without a global scale. e2m1 has no NaN, so a group with a NaN
+// has the scale NaN and codes 0: all of it decodes to NaN.
 #pragma once
 
 #include "codec/numeric.h"

@@ -6,7 +6,8 @@
 
 namespace kv4::ops {
 
-/// Online softmax of one head: row maximum and denominator over the rows so far. Its numerator, O, lies beside it.
+/// Online softmax of one head: row maximum and denominator over the rows so far. Its numerator, O, is stored
+/// separately.
 struct Attention {
   float max = kLowestGate;
   float sum = 0.0f;

@@ -17,8 +17,8 @@ struct SourceRow {
   const void* gate;
   const float* bias;
   RowType type;
-  const void* fetch[2];  // memory wanted later, brought into a cache meanwhile, step by step with this row
-  int fetch_pace = 1;    // how many times as far a step goes there
+  const void* fetch[2];  // memory to prefetch while this row is read
+  int fetch_pace = 1;    // bytes to advance there per byte of this row
 };
 
 KV4_HD float load_element(const void* row, RowType type, int c) {
@@ -34,7 +34,7 @@ struct Pool {
 
 constexpr float kLowestGate = -3.40282347e38f;
 
-KV4_HD float larger_gate(float gate, float max) { return gate > max ? gate : max; }  // NaN is passed over
+KV4_HD float larger_gate(float gate, float max) { return gate > max ? gate : max; }  // NaN is ignored
 
 KV4_HD Pool empty_pool() { return {kLowestGate, 0.0f, 0.0f}; }
 
@@ -68,8 +68,8 @@ KV4_HD void fold_rows(Group g, int width, const SourceRow* rows, int count, bool
   }
 }
 
-/// Pools rows that are all at hand, as those of an overlapping kind's entry are: the largest gate first, then one sum.
-/// row(i): the i-th SourceRow. Writes denominators and numerators of acc [3, width].
+/// Pools rows that are all available, such as those of an overlapping kind's entry: the largest gate first, then one
+/// sum. row(i): the i-th SourceRow. Writes denominators and numerators of acc [3, width].
 template <class Group, class Row>
 KV4_HD void pool_rows(Group g, int width, int count, Row row, float* acc) {
   for (int c = g.lane(); c < width; c += g.size()) {

@@ -1,4 +1,5 @@
-// From one record per item to what a step's operations and views read: a record per token, lengths and slots per item.
+// Expands one record per item into the tables that a step's operations and views read: a record per token, lengths and
+// slots per item.
 #pragma once
 
 #include "kv4/params.h"
@@ -21,7 +22,7 @@ KV4_HD StepRecord token_record(const StepTableDesc& t, const StepRecord& item, s
   return out;
 }
 
-/// The views' arrays of item i, and the begin of its window.
+/// Writes the views' arrays of item i, and the begin of its window.
 KV4_HD void write_item_arrays(const StepTableDesc& t, const StepRecord& item, std::int32_t i,
                               std::int32_t window_begin) {
   const bool padded = item.padded();

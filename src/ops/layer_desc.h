@@ -1,4 +1,4 @@
-// From the schema to the plain descriptions that operations get (kv4/params.h), once per layer.
+// Converts the schema to the plain descriptions that operations get (kv4/params.h), once per layer.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // The score of one index key: sum over heads of weight * relu(q . k). The order of every operation is fixed, because a
-// top-k set hangs on it: the same on any backend.
+// top-k set depends on it: the same on any backend.
 //
 // A dot product of mxfp4 rows is made of exact group sums: integers (a code's value times 2 is one, of at most 12)
 // times powers of two. The groups are added in order in fp32. Other formats: fma over channels in order.
@@ -18,7 +18,7 @@ namespace kv4::ops {
 constexpr int kChainHeads = 16, kChains = 4;
 static_assert(kChains * kChainHeads == kMaxIndexHeads);
 
-/// NaN scores nothing.
+/// NaN gives 0.
 KV4_HD float relu(float x) { return x > 0.0f ? x : 0.0f; }
 
 /// Twice the value of an e2m1 code.
@@ -67,7 +67,7 @@ class ScoreSum {
   float chains_[kChains] = {};
 };
 
-/// Scores in the order of a top-k: a larger number is better. NaN is below all, -0 equals 0.
+/// Orders scores for a top-k: a larger number is better. NaN is below all, -0 equals 0.
 KV4_HD std::uint32_t score_order(float score) {
   if (codec::is_nan(score)) return 0;
   const std::uint32_t bits = codec::float_bits(score == 0.0f ? 0.0f : score);

@@ -1,4 +1,4 @@
-// The k best of a row of scores: a larger score_order wins, of equal ones the smaller index.
+// The k best of a row of scores: a larger score_order wins; of equal scores, the smaller index wins.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace kv4::ops {
 
-/// Scores above `order` are among the k best, and of those equal to it the first `ties`.
+/// The k best are the scores above `order`, and the first `ties` of those equal to it.
 struct TopkThreshold {
   std::uint32_t order = 0;
   std::int64_t ties = 0;
@@ -15,14 +15,14 @@ struct TopkThreshold {
 
 constexpr int kSelectBins = 2048;
 
-/// Digit by digit from the top: which digit the k-th best has among the scores that agree with it so far. histogram:
+/// Finds, digit by digit from the top, the k-th best's digit among the scores that agree with it so far. histogram:
 /// [kSelectBins]; 1 <= k <= count.
 inline TopkThreshold find_threshold(const float* scores, std::int64_t count, std::int64_t k, std::uint32_t* histogram) {
   struct Digit {
     int shift, bits;
   };
   TopkThreshold found{0, k};
-  std::uint32_t known = 0;  // which bits of `order` are decided
+  std::uint32_t known = 0;  // the decided bits of `order`
   for (const Digit digit : {Digit{21, 11}, Digit{10, 11}, Digit{0, 10}}) {
     const std::uint32_t mask = (1u << digit.bits) - 1;
     std::fill_n(histogram, kSelectBins, 0u);

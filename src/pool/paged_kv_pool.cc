@@ -22,7 +22,7 @@ void check_image_size(std::size_t have, std::int64_t want) {
 
 std::uint8_t* bytes_at(std::byte* base, std::int64_t offset) { return reinterpret_cast<std::uint8_t*>(base) + offset; }
 
-/// From the pool to an image: the rows of the first `tokens` tokens.
+/// Copies from the pool to an image: the rows of the first `tokens` tokens.
 void add_rows_of(const CacheSchema& schema, std::byte* base, const BlockImage& image, int tokens,
                  std::vector<ops::CopyPiece>& pieces) {
   const auto add = [&](std::int64_t from, std::int64_t to, std::int64_t bytes) {
@@ -39,7 +39,7 @@ void add_rows_of(const CacheSchema& schema, std::byte* base, const BlockImage& i
     }
 }
 
-/// From an image to the pool. Pages that are neighbours in both are one piece.
+/// Copies from an image to the pool. Pages that are neighbours in both are one piece.
 void add_pages_of(const CacheSchema& schema, std::byte* base, BlockId block, const std::byte* image,
                   std::vector<ops::CopyPiece>& pieces) {
   const std::uint8_t* from = reinterpret_cast<const std::uint8_t*>(image);
@@ -102,7 +102,7 @@ void PagedKVPool::save_block(BlockId block, int tokens, std::span<std::byte> out
 
 void PagedKVPool::load_block(BlockId block, std::span<const std::byte> image) {
   check_image_size(image.size(), schema_.block_image_bytes);
-  const BlockImage from{block, const_cast<std::byte*>(image.data())};  // it is only read
+  const BlockImage from{block, const_cast<std::byte*>(image.data())};  // only read
   scatter_blocks({&from, 1}, ImageMemory::caller);
 }
 

@@ -1,5 +1,5 @@
-// An attend workspace: arrival counters of the CTAs of a token, then a partial output of each CTA: 64 heads of rows
-// that wide. The plan of a cache's memory and the kernels share it.
+// Layout of an attend workspace: arrival counters of a token's CTAs, then a partial output of each CTA: 64 heads of
+// rows of that width. A cache's memory plan and the kernels share it.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Fields of a config.json, with errors that name the field, its value and what it may hold.
+// Fields of a config.json, with errors that name the field, its value and the values allowed.
 #pragma once
 
 #include <cstdint>
@@ -87,8 +87,8 @@ class Fields {
     return value.get<std::string>();
   }
 
-  /// The name under which a field is there: Hugging Face's or `own`, that of DeepSeek's inference/config.json. Both may
-  /// be there with one value. Neither: Hugging Face's, whose lookup then fails or finds nothing.
+  /// The name that a field has in the config: Hugging Face's or `own`, that of DeepSeek's inference/config.json. Both
+  /// may be there with one value. Neither: Hugging Face's name, whose lookup then fails or finds nothing.
   const char* spelling(const char* name, const char* own) const {
     if (!has(own)) return name;
     if (!has(name)) return own;
@@ -98,7 +98,7 @@ class Fields {
     return name;
   }
 
-  /// The same of a field that must be there.
+  /// The same for a required field.
   const char* needed(const char* name, const char* own) const {
     require(has(name) || has(own), ErrorCode::bad_config,
             "config field '{}{}' is missing; a DeepSeek-V4.1 config.json has it, DeepSeek's own as '{}'", where_, name,
@@ -111,7 +111,7 @@ class Fields {
   std::string where_;
 };
 
-/// Both rotations, from "rope_scaling" or "rope_parameters".
+/// Reads both rotations, from "rope_scaling" or "rope_parameters".
 void read_ropes(const Fields& f, ModelConfig& config);
 
 }  // namespace kv4

@@ -10,7 +10,8 @@ namespace kv4 {
 
 namespace {
 
-/// `copy(row, payload offset, scale offset)` for every row that has a slot, once all slots are known to be inside.
+/// Checks that all slots are inside, then calls `copy(row, payload offset, scale offset)` for every row that has a
+/// slot.
 template <class Copy>
 void for_each_slot(const RowsView& rows, std::span<const std::int64_t> slots, const PageLayout& layout,
                    std::size_t pool_bytes, const Copy& copy) {
@@ -66,7 +67,7 @@ PageLayout interleaved_pages(const RowSchema& row, std::int64_t rows_per_page) {
 RowsView entry_rows(const CacheSchema& schema, int layer, RowRole role, std::span<std::byte> blocks,
                     std::int64_t length) {
   const LayerCacheSchema& wanted = schema.layer(layer);
-  std::int64_t page_at = 0;  // of the layer's page in a block's image
+  std::int64_t page_at = 0;  // offset of the layer's page in a block's image
   for (const LayerCacheSchema& one : schema.layers)
     for (const PageSchema& page : one.pages) {
       if (&one != &wanted || page.kind.role != role) {

@@ -9,7 +9,7 @@ namespace kv4 {
 
 namespace {
 
-// By group: length_of says what is in the image, room_of how much of it fits.
+// By group: the image has the rows of length_of, and room for those of room_of.
 template <class LengthOf, class RoomOf>
 void lay_out(const CacheSchema& schema, LengthOf&& length_of, RoomOf&& room_of, ImageLayout& out) {
   out.windows.clear();
@@ -71,7 +71,7 @@ ImageLayout image_layout(const CacheSchema& schema, std::span<const std::int64_t
 }
 
 void snapshot_layout(const CacheSchema& schema, std::int64_t length, ImageLayout& out) {
-  // No image of a boundary is larger.
+  // No boundary's image is larger.
   const std::int64_t room = std::max<std::int64_t>(schema.config.window, schema.block_tokens);
   lay_out(
       schema, [&](std::size_t group) { return group == 0 ? length : 0; },

@@ -43,10 +43,10 @@ struct ImageLayout {
 
 ImageLayout image_layout(const CacheSchema& schema, std::span<const std::int64_t> lengths);
 
-/// The backbone's image at a block boundary, every part where it lies in the image of a long context: from one window
-/// on the same bytes. `length`: a multiple of the block.
+/// The layout of the backbone's image at a block boundary, with every part where a long context's image has it: from
+/// one window on, the bytes are the same. `length`: a multiple of the block.
 ImageLayout snapshot_layout(const CacheSchema& schema, std::int64_t length);
-/// The same into `out`, which had one of these before: then nothing is allocated.
+/// The same into `out`; allocates nothing if `out` has held such a layout before.
 void snapshot_layout(const CacheSchema& schema, std::int64_t length, ImageLayout& out);
 
 }  // namespace kv4

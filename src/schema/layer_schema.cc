@@ -41,7 +41,7 @@ int quantised_channels(Format format, const ModelConfig& config) {
   return config.head_dim - (codec::format_info(format).has_tail ? config.rope_dim : 0);
 }
 
-// The row formats that an option leaves open: of a wider option, or the model's own.
+// Fills in the row formats that the options leave open: from a wider option, or the model's own.
 void fill_in_formats(const ModelConfig& config, CacheOptions& o) {
   const bool shares = config.shares_entries();
   if (!o.window_format) o.window_format = o.row_format.value_or(shares ? Format::fp8_tile32 : Format::fp8_tile64);
@@ -123,7 +123,8 @@ void place_window(const ModelConfig& config, const CacheOptions& o, LayerCacheSc
   w.scale_offset = place(slot_bytes, checked_mul(w.rows, w.row.scale_bytes, "window"));
 }
 
-// V4.1 pools an entry of ratio 2 from two rows; one of ratio 1, and a key, which comes by entry, waits for nothing.
+// V4.1 pools an entry of ratio 2 from two rows. An entry of ratio 1, and a key, which comes by entry, need no pending
+// rows.
 PendingSchema place_shared_pending(const CacheOptions& o, const RowKind& kind, std::int64_t& slot_bytes) {
   PendingSchema p;
   p.dtype = o.pending_dtype;
@@ -194,7 +195,7 @@ void arrange_pages(CacheSchema& schema) {
     }
 }
 
-// What the title of a V4.1 layout says more than V4's.
+// The words that a V4.1 layout's title has and V4's does not.
 constexpr const char* kSharedEntriesWords = " shared entries";
 
 std::string describe_rope(const RopeSpec& r) {

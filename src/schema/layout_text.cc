@@ -9,7 +9,7 @@ namespace kv4 {
 
 namespace {
 
-/// Reads words and values; what is not there makes the stream bad.
+/// Reads words and values; a missing one makes the stream bad.
 struct Words {
   std::istringstream in;
 
@@ -43,7 +43,7 @@ struct LayerText {
   std::vector<KindText> kinds;
 };
 
-constexpr std::size_t kMaxShownBytes = 200;  // of a line: a layout may be somebody else's
+constexpr std::size_t kMaxShownBytes = 200;  // of a line: a layout may come from anybody
 
 std::string shown(const std::string& line) { return line.substr(0, kMaxShownBytes); }
 

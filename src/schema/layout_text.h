@@ -8,12 +8,12 @@
 
 namespace kv4 {
 
-/// Everything that decides what exported bytes mean; nothing that only decides where they lie.
+/// Everything that decides the meaning of exported bytes; nothing that decides only their place.
 std::string describe_layout(const CacheSchema& schema);
 
-/// A schema of which describe_layout says `text`, for contexts of `max_context` tokens: enough to find and decode every
-/// row of exported bytes. Sizes that the text does not tell, heads and positions, are the smallest there are. Throws
-/// Error(bad_file) where there is none.
+/// A schema whose describe_layout is `text`, for contexts of `max_context` tokens: enough to find and decode every row
+/// of exported bytes. Sizes missing from the text, heads and positions, are as small as possible. Throws
+/// Error(bad_file) if there is no such schema.
 CacheSchema parse_layout(const std::string& text, std::int64_t max_context);
 
 }  // namespace kv4

@@ -47,7 +47,7 @@ PartBytes part_bytes(const CacheSchema& schema) {
   return out;
 }
 
-// One table for layers with entries, one for those without.
+// One table for layers with entries, another for layers without.
 int num_rope_tables(const CacheSchema& schema) {
   const auto has_entries = [](const LayerCacheSchema& l) { return !l.spec.rows.empty(); };
   return std::any_of(schema.layers.begin(), schema.layers.end(), has_entries) +
@@ -124,7 +124,7 @@ std::int64_t index_workspace_bytes(const CacheSchema& schema) {
 std::int64_t ops::attend_workspace_bytes(std::int64_t ctas) { return kAttendCounterBytes + ctas * kAttendPartialBytes; }
 
 std::int64_t attend_workspace_bytes(const CacheSchema& schema) {
-  constexpr std::int64_t kLongList = 1536;  // up to there a cluster of CTAs is as fast
+  constexpr std::int64_t kLongList = 1536;  // up to this length a cluster of CTAs is as fast
   for (const LayerCacheSchema& layer : schema.layers)
     if (layer.pages.size() == 1 && layer.pages[0].row.format == Format::fp8_tile64 &&
         layer.pages[0].row.width == ops::kAttendPartialWidth &&

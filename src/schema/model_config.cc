@@ -138,8 +138,8 @@ void check_rope(const char* name, const RopeSpec& rope) {
       rope.factor, rope.original_length, rope.beta_fast, rope.beta_slow);
 }
 
-// Whether the config is V4.1's, by its model types; without one, by a field that only V4.1 has. `text`: the object with
-// the text model's fields, inside the other where `nested`.
+// Whether the config is V4.1's: by its model types, or if it has none, by a field that only V4.1 has. `text`: the
+// object with the text model's fields, inside `top` if `nested`.
 bool is_v41(const Fields& top, const Fields& text, bool nested) {
   const auto says_v41 = [](const Fields& f, const std::string& where, bool may_be_top, bool may_be_text) {
     const std::string type = f.text("model_type");
@@ -180,7 +180,7 @@ ModelConfig read_v4(const Fields& f) {
   return config;
 }
 
-// V4's backbone: a layer makes all that it reads.
+// V4's schedule of the backbone: each layer makes all that it reads.
 std::vector<LayerSpec> own_schedule(const ModelConfig& config) {
   std::vector<LayerSpec> layers;
   for (int i = 0; i < config.num_layers; ++i) {

@@ -72,7 +72,7 @@ void read_sharing(const Fields& f, ModelConfig& config) {
   sharing.candidate_topk_blocks = f.small("candidate_topk_blocks", 1, 1 << 24);
 }
 
-// DeepSeek's own names lie flat beside the others. Without an original length there is no scaling.
+// DeepSeek's own names are flat, beside the other fields. Without an original length there is no scaling.
 void read_own_rope(const Fields& f, ModelConfig& config) {
   config.rope_main.theta = f.real("rope_theta", kMinTheta, kMaxTheta);
   RopeSpec& rope = config.rope_compress;
@@ -177,7 +177,7 @@ void check_candidates(const ModelConfig& config) {
             "layer {} ranks within the candidates of layer {} and reads the entries of layer {}; the candidates are "
             "entries of layer {}",
             ranker, source, last_up_to(sharing.owners, ranker).value_or(-1), owner);
-  // The candidate blocks are full but for the last, which holds one entry at least.
+  // The candidate blocks are full except the last, which holds at least one entry.
   const std::int64_t least = std::int64_t{sharing.candidate_topk_blocks - 1} * sharing.candidate_block_size + 1;
   require(least >= config.index_topk, ErrorCode::bad_config,
           "layer {} keeps candidate_topk_blocks = {} blocks of candidate_block_size = {}, at least {} entries; "

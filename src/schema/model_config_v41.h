@@ -1,4 +1,4 @@
-// DeepSeek-V4.1: layers that share entries and index lists. Its config, its checks, its preset, its schedule.
+// DeepSeek-V4.1: layers that share entries and index lists. Its config, checks, preset and schedule.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace kv4 {
 
 /// `f`: the object with the text model's fields, in Hugging Face's spelling or that of DeepSeek's own config.json.
 ModelConfig read_v41(const Fields& f);
-/// The part of validate() that is V4.1's; of another model: that no layer shares entries.
+/// V4.1's part of validate(); for other models it checks that no layer shares entries.
 void validate_sharing(const ModelConfig& config);
 ModelConfig v41_flash_preset();
 

@@ -1,4 +1,4 @@
-// Rotation angles, the same bits on every backend: cos and sin of position * frequency through two small double tables
+// Rotation angles, the same bits on every backend: cos and sin of position * frequency from two small double tables
 // (RopeAngles), added in double with explicit operations, rounded to fp32 once. 1M positions cost 1 MiB instead of 256.
 #pragma once
 
@@ -26,7 +26,7 @@ KV4_HD void rope_angle(const RopeAngles& table, std::int64_t position, int pair,
 #endif
 }
 
-/// Owns what RopeAngles views: [high | low].
+/// The tables that RopeAngles views: [high | low].
 std::vector<double> build_rope_angles(const RopeSpec& rope, int rope_dim, std::int64_t positions);
 std::int64_t rope_angle_count(int rope_dim, std::int64_t positions);  // doubles
 RopeAngles view_rope_angles(const double* table, int rope_dim, std::int64_t positions);

@@ -37,7 +37,7 @@ struct ScratchLayout {
 };
 ScratchLayout scratch_layout(const CacheSchema& schema);
 
-/// Bytes of a place for a snapshot, and the number of places.
+/// The number of places for snapshots, and the bytes of one.
 struct SnapshotPlaces {
   std::int64_t count = 0;
   std::int64_t bytes = 0;
@@ -51,12 +51,12 @@ constexpr std::int64_t prefix_cells(std::int64_t blocks) {
   while (cells < 2 * blocks) cells *= 2;
   return cells;
 }
-/// The prefix index, and an int32 per block of the longest request and one more; 0 where there is none.
+/// Bytes of the prefix index, with an int32 per block of the longest request and one more; 0 without a prefix index.
 std::int64_t prefix_index_bytes(const CacheSchema& schema);
 
-/// Scores and queries of index_tile_tokens tokens; 0 where no layer has index keys.
+/// Bytes of the scores and queries of index_tile_tokens tokens; 0 if no layer has index keys.
 std::int64_t index_workspace_bytes(const CacheSchema& schema);
-/// For long lists of entries that attend reads whole; 0 where there are none.
+/// Bytes for long lists of entries that attend reads whole; 0 if there are none.
 std::int64_t attend_workspace_bytes(const CacheSchema& schema);
 
 }  // namespace kv4

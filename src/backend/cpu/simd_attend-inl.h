@@ -34,7 +34,7 @@ HWY_INLINE bool attends_in_vectors(int width) {
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3_DL
 #define KV4_BF16_DOTS 1
-/// Not all processors of these targets have the instruction.
+/// Whether this processor has the instruction: not all processors of these targets have it.
 HWY_INLINE bool has_bf16_dots() {
   static const bool has = __builtin_cpu_supports("avx512bf16") != 0;
   return has;

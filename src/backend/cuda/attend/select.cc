@@ -15,7 +15,7 @@ namespace {
 
 using ops::AttendParams;
 
-// --- what each kernel can run
+// --- the limits of each kernel
 
 /// Row planes that are never read have no data.
 bool can_read(const ops::RowPlanes& rows) {

@@ -1,4 +1,4 @@
-// The index kernels: what each one serves, its limits and its launch. dispatch.cu holds the table and selects from it.
+// The index kernels: the cases, the limits and the launch of each. dispatch.cu holds the table and selects from it.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -5,9 +5,9 @@
 // binades below it is shifted left by 3 - d, which gives even numbers up to 96. A query's head is shifted likewise, and
 // its numbers may be odd. The products add up to less than 2^22 in integers. fp32 holds such sums exactly, so the group
 // sums of ops/score_row.h in fp32 give the same. Powers of two are factored out: the power of a head goes into its
-// weight, the power of a key multiplies the total. Groups of zeros fit any scale. Out of range are keys whose groups
-// span more than two binades, and tokens whose heads span more than three or whose scales and weights are near the ends
-// of fp32; score_out_of_range scores them after a warp's KV tiles of the token.
+// weight, the power of a key multiplies the total. Groups of zeros fit any scale. A key is out of range if
+// its groups span more than two binades, a token if its heads span more than three or its scales and weights are near
+// the ends of fp32; score_out_of_range scores them after a warp's KV tiles of the token.
 //
 // A warpgroup takes a KV tile of 128 keys at a time, 32 of each warp, in two halves of 64 keys x 64 heads: 4 wgmma of
 // m64n64k32 each. Keys are the register operand: lane c of a quad loads the 16 bytes of its row's group c and supplies

@@ -27,7 +27,7 @@ __device__ inline void cluster_arrive_relaxed() {
 __device__ inline void cluster_wait() {
   KV4_CLUSTER(asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"));
 }
-/// Waits until all CTAs have read what they need from each other. Nothing was written, so it need not wait for this
+/// Waits until all CTAs have finished reading from each other. Nothing was written, so it need not wait for this
 /// thread's stores to global memory.
 __device__ inline void cluster_done_reading() {
   cluster_arrive_relaxed();

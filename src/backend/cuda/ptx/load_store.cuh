@@ -76,7 +76,7 @@ __device__ inline std::int32_t load4_ordered(const std::int32_t* at) {
   return x;
 }
 
-/// Accesses of the thread that follow see what other CTAs had written before they released the value.
+/// The thread's later accesses see all writes that other CTAs made before they released the value.
 __device__ inline std::uint32_t load_acquire(const std::uint32_t* at) {
   std::uint32_t x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");

@@ -1,4 +1,4 @@
-// The top-k kernels: what each one serves, its limits and its launch. dispatch.cu holds the table and selects from it.
+// The top-k kernels: the cases, the limits and the launch of each. dispatch.cu holds the table and selects from it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -41,8 +41,8 @@ cudaError_t select_long_rows(const TokenTile& tile, const DeviceFacts& device, c
 cudaError_t select_rescored_rows(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
 cudaError_t select_rescored_grouped_rows(const TokenTile& tile, const DeviceFacts& device, cudaStream_t stream);
 
-/// Selects the `top` best of each row of a tile, by the kernel that the table gives. scores: exact selects by the scores
-/// as they are; fast rescores the ambiguous candidates, for which the tile has the largest key scales.
+/// Selects the `top` best of each row of a tile, by the kernel that the table gives. scores: exact selects by the
+/// scores as they are; fast rescores the ambiguous candidates, for which the tile has the largest key scales.
 cudaError_t select_topk_rows(const TokenTile& tile, ScoreMode scores, const DeviceFacts& device, cudaStream_t stream);
 
 }  // namespace kv4::cuda
