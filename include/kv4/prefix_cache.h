@@ -33,7 +33,8 @@ struct SnapshotPolicy {
   std::int64_t period_tokens = 8192;  // checkpoint: a multiple of the block
   std::int64_t replay_tokens = 0;     // none: 0 is exact, window x layers; one window is bounded, an approximation
 
-  /// Whether the boundary at `position` tokens gets one. `ends_request`: no further boundary in this prompt or output.
+  /// Whether the boundary at `position` tokens gets a snapshot. `ends_request`: this prompt or output has no further
+  /// boundary.
   bool keeps(std::int64_t position, bool ends_request) const {
     return kind == Kind::full || (kind == Kind::checkpoint && (ends_request || position % period_tokens == 0));
   }
@@ -59,23 +60,23 @@ struct PrefixOptions {
   std::vector<std::int64_t> tenant_shares = {0};
 };
 
-/// SHA-256 over all that decides the bytes of a block (docs/formats.md, "Block keys").
+/// SHA-256 over all inputs of a block's bytes (docs/formats.md, "Block keys").
 using BlockKey = std::array<std::uint8_t, 32>;
 
-/// A request's beginning, as far as it is known. Read during the call only.
+/// The known beginning of a request. Read during the call only.
 struct Prompt {
   std::span<const std::int32_t> token_ids;
-  TenantId tenant = 0;    // whose share its blocks count for
+  TenantId tenant = 0;    // its blocks count for this tenant's share
   std::string_view salt;  // prompts with different salts never share
-  /// Whatever else the bytes of a block depend on (a LoRA's name, hashes of images), one per block of the prompt from
-  /// the first on, as far as there are any. It is in the keys of all later blocks too.
+  /// Other inputs of the blocks' bytes (a LoRA's name, hashes of images), one per block of the prompt from the first
+  /// block on; later blocks may have none. Each is part of the keys of all later blocks, too.
   std::span<const std::string_view> extra;
 };
 
-/// Whose blocks the full blocks of a request are: one that comes back from elsewhere goes on with them. The manager
-/// makes these (identify_prefix, chain_of); {} is nobody's.
+/// Identifies the chain that a request's full blocks belong to: a request that returns from elsewhere goes on in it.
+/// The manager makes these (identify_prefix, chain_of); {} identifies none.
 struct PrefixIdentity {
-  BlockKey root{};                       // of the keys
+  BlockKey root{};                       // root of the block keys
   std::uint64_t weights_generation = 0;  // of the weights in one cache, up to their invalidation; 0: nothing is kept
   TenantId tenant = 0;
   std::int64_t prompt_end = 0;     // the last block boundary that another request with this prompt can use
@@ -88,7 +89,7 @@ struct BlockEvent {
   enum class Kind : std::uint8_t { stored, evicted, snapshot };  // snapshot: one at the block's end is kept
   Kind kind = Kind::stored;
   BlockKey key{};
-  bool inserted = false;  // it came from elsewhere: insert_blocks, insert_snapshot
+  bool inserted = false;  // from elsewhere: insert_blocks, insert_snapshot
 };
 
 /// The enumerator's name: "stored", ...
@@ -104,17 +105,17 @@ struct PrefixBlock {
 /// Counted since the cache was made.
 struct PrefixStatistics {
   std::int64_t prompts = 0;
-  std::int64_t hits = 0;  // prompts of which at least one block was there
+  std::int64_t hits = 0;  // prompts with at least one block in the cache
   std::int64_t prompt_tokens = 0;
-  std::int64_t usable_tokens = 0;    // of them: entries are there
-  std::int64_t replayed_tokens = 0;  // of these: had to be computed again for windows and pending rows
+  std::int64_t usable_tokens = 0;    // of them, tokens whose entries were there
+  std::int64_t replayed_tokens = 0;  // of these, tokens computed again for windows and pending rows
   std::int64_t stored_blocks = 0;
-  std::int64_t joined_blocks = 0;    // computed twice at the same time: one of the two was given back
+  std::int64_t joined_blocks = 0;    // computed by two requests at the same time; one copy was freed
   std::int64_t inserted_blocks = 0;  // computed elsewhere
   std::int64_t evicted_blocks = 0;
   std::int64_t saved_snapshots = 0;
   std::int64_t restored_snapshots = 0;
-  std::int64_t dropped_snapshots = 0;  // to make room for others; not those that went with their block
+  std::int64_t dropped_snapshots = 0;  // to make room for others, without those evicted with their block
   std::uint64_t lost_events = 0;
   // Now.
   std::int64_t blocks = 0;  // kept, those of running requests included

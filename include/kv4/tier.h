@@ -2,29 +2,28 @@
 // your own.
 //
 // Promises of every tier:
-//   1. What get() gives are exactly the bytes of one put() of that tenant and key and of the tier's layout. They are
-//      checked on every read; anything else is a miss.
-//   1a. Never those of a put before the newest one that was `stored`, and nothing after a remove that was `answered`,
-//      as long as what keeps the records does not go back in time itself:
+//   1. get() gives exactly the bytes of one put() of that tenant and key and of the tier's layout. They are checked on
+//      every read; anything else is a miss.
+//   1a. get() never gives the bytes of a put before the newest one that was `stored`, and nothing after a remove that
+//      was `answered`, as long as the storage does not go back in time by itself:
 //        host memory     never does
-//        disk            never does, killed or not, after a flush() that said `durable`, but for segments that could
-//                        not be opened (EACCES, EMFILE, EIO): when they can be opened again their records are as they
-//                        were, those that were removed and those whose newer records were evicted meanwhile included.
-//                        Where the file system or the disk is put back to an older state from outside, older records
-//                        come back
+//        disk            never does after a flush() that said `durable`, killed or not, except for segments that could
+//                        not be opened (EACCES, EMFILE, EIO). When they can be opened again their records are as they
+//                        were, including removed records and records whose newer ones were evicted meanwhile.
+//                        Older records also come back where the file system or the disk is restored to an older state
 //        Redis           does: a failover to a replica that lags, or a restart from an older file, brings older and
 //                        removed records back, whole
-//        your own        say so
+//        your own        document it
 //      So records whose bytes follow from their key (all that TieredPrefix keeps) may be in any tier: an older one is
 //      the same. Records that change may not be in Redis.
-//   2. No call throws, but for want of memory (std::bad_alloc): that is a failed put, and a miss.
-//   3. No call goes on much longer than its deadline, as far as the operating system lets it: a request without an
-//      answer by then is `failed` or not `answered`. A put that failed may yet be there, whole.
+//   2. Calls throw only std::bad_alloc, for want of memory: that is a failed put, and a miss.
+//   3. No call goes on much longer than its deadline, as far as the operating system allows: a request without an
+//      answer by then is `failed` or not `answered`. A put that failed may still be stored, whole.
 //
-// No answer is ever an error of the caller's: whatever went wrong, the caller computes the bytes again.
+// No answer is an error for the caller: after any failure the caller computes the bytes again.
 //
-// Calls block, but for look_up(). One thread at a time puts, removes, flushes and asks for stats(); beside it
-// read_threads() may get and ask what exists. kv4 gives each tier as many threads of its own.
+// Calls block, except look_up(). One thread at a time calls put(), remove(), flush() and stats(); beside it
+// read_threads() threads may call get() and exists(). kv4 gives each tier as many threads of its own.
 #pragma once
 
 #include <array>
@@ -40,7 +39,7 @@
 namespace kv4::tier {
 
 using Duration = std::chrono::nanoseconds;               // of waiting
-using Deadline = std::chrono::steady_clock::time_point;  // when an answer comes too late
+using Deadline = std::chrono::steady_clock::time_point;  // answers after it are too late
 
 /// The name of a record: 32 bytes, from a hash.
 using Key = std::array<std::byte, 32>;
@@ -63,7 +62,7 @@ enum class GetStatus : std::uint8_t {
   failed      // a miss; no answer, or not in time
 };
 
-// Requests come in batches; each tells what became of it.
+// Requests come in batches; each has its own result.
 struct PutRequest {
   RecordId id;
   std::span<const std::byte> payload;
@@ -76,8 +75,8 @@ struct GetRequest {
   std::span<std::byte> to;  // as it was, or zeros, unless the record is `found`
   GetStatus status = GetStatus::failed;  // out
   std::int64_t bytes = 0;                // out
-  /// A tier that keeps records in memory may then give its own instead of a copy: `view`, and nothing in `to`. The
-  /// bytes stay as they are while anybody holds it, and so does what they lie in: hold it for a transfer, not for long.
+  /// True: a tier that keeps records in memory may give `view` instead of a copy in `to`. The bytes stay unchanged and
+  /// in memory as long as the view is held: hold it for a transfer, not for long.
   bool view_allowed = false;
   std::shared_ptr<std::byte[]> view = {};  // out
 };
@@ -100,7 +99,7 @@ struct RemoveRequest {
 enum class FlushStatus : std::uint8_t {
   failed,  // not known
   kept,    // the tier has everything that was stored, until the machine or server that keeps it goes away
-  durable  // ... and it stays, whatever is killed or loses power
+  durable  // ... and it survives a kill and a loss of power
 };
 
 /// The enumerator's name: "durable", ...
@@ -110,17 +109,17 @@ KV4_API const char* to_string(FlushStatus status);
 struct TierStats {
   static constexpr std::int64_t kUnknown = -1;
   std::int64_t records = 0, payload_bytes = 0;  // that can be found; kUnknown where others put and remove, too
-  std::int64_t capacity_bytes = 0;              // kUnknown: the tier's own business
-  std::int64_t evicted_records = 0;             // made room; this and the next since the tier was made
+  std::int64_t capacity_bytes = 0;              // kUnknown: the tier does not report it
+  std::int64_t evicted_records = 0;             // to make room; this and the next since the tier was made
   std::int64_t set_aside_records = 0;           // damaged
   std::int64_t unauthenticated_records = 0;     // not believed: no key of the cache's protects them
   std::int64_t connects = 0, redirects = 0;     // of a remote tier
 };
 
-/// Why a tier that others serve does not do what it is asked. Names stay the same: logs, reports and metrics have them.
+/// Why a remote tier fails. Names stay the same: logs, reports and metrics have them.
 enum class FailureReason : std::uint8_t {
   none,
-  connection_refused,   // nobody listens: a wrong port, or the server is down
+  connection_refused,   // no server listens: a wrong port, or the server is down
   unreachable,          // no way to the address, or no answer from there
   silent,               // it is connected, owes an answer and sends nothing, or a byte now and then
   disconnected,         // it closed the connection
@@ -129,8 +128,8 @@ enum class FailureReason : std::uint8_t {
   not_permitted,        // NOPERM, DENIED
   tls_refused,          // the handshake failed, or the server speaks no TLS
   certificate_refused,  // it is not of a known authority, not for this host, or out of date
-  not_redis,            // what it sends is no reply
-  reply_too_large,      // beyond what the command can have for an answer
+  not_redis,            // its bytes are no replies
+  reply_too_large,      // larger than the command's answer can be
   server_full,          // OOM, where the server evicts nothing
   server_error,         // any other error
   not_admitted          // the cluster names a server that is neither configured nor allowed
@@ -143,7 +142,7 @@ KV4_API const char* to_string(FailureReason reason);
 /// Why a tier fails now, and how often it has failed.
 struct TierFailure {
   FailureReason reason = FailureReason::none;  // now, the newest of all servers; none: all work, as far as is known
-  std::string detail;                          // which server, and what it says; never a password
+  std::string detail;                          // the server and its message; never a password
   std::array<std::int64_t, kFailureReasons> counts{};  // by reason, since the tier was made: batches with failures
 };
 
@@ -154,8 +153,8 @@ class KV4_API Tier {
   virtual const char* name() const = 0;  // for reports and logs; stays the same
   /// The number of threads that may be in get() and exists() at a time.
   virtual int read_threads() const { return 1; }
-  /// The most requests of one get() or exists(), 0: no matter. Few, where they are done one by one: early results are
-  /// used early. Many, where they are under way together.
+  /// The most requests of one get() or exists(); 0: any number. Best few for a tier that does them one by one, so that
+  /// early results are used early, and many for one that has them in flight together.
   virtual int read_batch() const { return 0; }
   /// Stores each payload, replacing an older one of its id.
   virtual void put(std::span<PutRequest> requests, Deadline deadline) = 0;

@@ -14,7 +14,7 @@ namespace kv4 {
 
 static_assert(std::endian::native == std::endian::little, "token ids are hashed as they lie in memory");
 
-/// One hash at a time: begin, add ..., end. Everything of variable length is preceded by its length.
+/// One hash at a time: begin, add ..., end. A value of variable length follows its length.
 struct BlockHasher::Engine {
   EVP_MD* algorithm = EVP_MD_fetch(nullptr, "SHA256", nullptr);
   EVP_MD_CTX* context = EVP_MD_CTX_new();

@@ -1,6 +1,6 @@
-// Keys of blocks: a SHA-256 chain over token ids. The root names everything that decides the bytes of a block besides
-// the tokens before it, so a key found is the same bytes, and another model, format or tenant never matches
-// (docs/formats.md, "Block keys").
+// Keys of blocks: a SHA-256 chain over token ids. Besides the tokens, the root covers everything that decides a block's
+// bytes. So equal keys mean equal bytes, and another model, format or tenant never matches (docs/formats.md, "Block
+// keys").
 #pragma once
 
 #include <array>
@@ -35,19 +35,19 @@ std::string to_hex(const BlockKey& key);
 struct ChainIdentity {
   Sha256 config_digest{};
   Sha256 rope_digest{};     // of the angles in use: the library's own, or a bound table
-  Sha256 layout_digest{};   // of the formats, not of where the bytes lie
+  Sha256 layout_digest{};   // of the formats, not of the bytes' addresses
   std::string weights_id;   // the caller's name for the weights; new weights need a new one
   std::string tenant_salt;  // tenants with different salts never share
 };
 
-/// Also of the values that the text of the layout id omits: index_topk, for example, decides what later layers see.
+/// Covers also the values that the text of the layout id omits: index_topk, for example, decides what later layers see.
 Sha256 digest_config(const ModelConfig& config);
 /// The digest of the frequencies that the library builds its angles from.
 Sha256 digest_rope(const ModelConfig& config);
-/// With the schema's config, layout and own rope angles.
+/// Uses the schema's config, layout and own rope angles.
 ChainIdentity identify_chain(const CacheSchema& schema, std::string weights_id, std::string tenant_salt);
 
-/// Hashes without an allocation per key. One thread at a time.
+/// Computes keys without an allocation per key. One thread at a time.
 class BlockHasher {
  public:
   BlockHasher();
@@ -56,7 +56,7 @@ class BlockHasher {
   BlockHasher& operator=(const BlockHasher&) = delete;
 
   BlockKey root(const ChainIdentity& identity);
-  /// `extra`: whatever else the block's bytes depend on, a LoRA id or hashes of images.
+  /// `extra`: other inputs of the block's bytes, such as a LoRA id or hashes of images.
   BlockKey block(const BlockKey& parent, std::span<const std::int32_t> token_ids,
                  std::span<const std::byte> extra = {});
   /// The key of the snapshot at the block's end, in tiers.

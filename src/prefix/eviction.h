@@ -14,38 +14,38 @@ namespace kv4 {
 using NodeId = std::int32_t;
 inline constexpr NodeId kNoNode = -1;
 
-/// One per node, owned by the index and shared by the policies of its tenants: a node is in one of them at most.
+/// One per node. The index owns them, and the policies of its tenants share them: a node is in at most one policy.
 struct EvictionNode {
   NodeId prev = kNoNode;
   NodeId next = kNoNode;
-  std::uint32_t used = 0;      // hit density: when, in its own time
+  std::uint32_t used = 0;      // hit density: time of the last use, counted in uses
   std::uint8_t queue = 0;      // S3-FIFO: which queue it is in, if any; hit density: its class
   std::uint8_t frequency = 0;  // hits, capped
-  std::uint8_t behind = 0;     // by the index: blocks behind it in the chain that was given back last, at most 255
-  bool held = false;           // S3-FIFO: a held one is left where it stands until it comes up
+  std::uint8_t behind = 0;     // set by the index: blocks behind it in the chain that was unpinned last, at most 255
+  bool held = false;           // S3-FIFO: a held node keeps its place until it reaches the front
 };
 
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
-  /// A new block. `fingerprint` is of its key: a policy may know it from before.
+  /// Adds a block. `fingerprint` is that of its key: the policy may remember it.
   virtual void insert(NodeId id, std::uint64_t fingerprint) = 0;
   virtual void touch(NodeId id) = 0;
   /// A reference exists: the node is no victim until it is released.
   virtual void hold(NodeId id) = 0;
-  /// The last reference has ended; counts as a touch.
+  /// The last reference has ended. Counts as a touch.
   virtual void release(NodeId id) = 0;
-  /// Blocks that others follow are held, and exposed, which is no touch, when the last of those has gone. Else they may
-  /// be named as victims, and are held, then released.
+  /// True: the index holds a block while it has children, and exposes it (no touch) when the last child goes. False:
+  /// victim() may name a block with children; the index then holds it until they are gone.
   virtual bool leaves_only() const { return false; }
   virtual void expose(NodeId id) { release(id); }
-  /// The node to evict next, which stays until evict(); kNoNode: none.
+  /// The node to evict next; it stays until evict(). kNoNode: none.
   virtual NodeId victim() = 0;
-  /// Takes the victim out.
+  /// Removes the victim.
   virtual void evict(NodeId id, std::uint64_t fingerprint) = 0;
 };
 
-/// `nodes` outlive the policy. `capacity`: of the cache, in blocks.
+/// `nodes` outlive the policy. `capacity`: blocks of the cache.
 std::unique_ptr<EvictionPolicy> make_eviction(EvictionKind kind, std::span<EvictionNode> nodes, std::int64_t capacity);
 
 /// A doubly linked list through nodes.

@@ -1,4 +1,4 @@
-// Ghosts of evicted blocks, by fingerprint of their keys; the oldest are forgotten first.
+// Ghosts of evicted blocks, by the fingerprints of their keys. The oldest are forgotten first.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ class GhostList {
  public:
   explicit GhostList(std::int64_t capacity) : capacity_(capacity) {}
 
-  /// Without memory it is not remembered: that is no reason to keep a block.
+  /// Where memory is refused, the ghost is not kept: the block is evicted all the same.
   void remember(std::uint64_t fingerprint, const What& what) noexcept {
     try {
       order_.push_back(fingerprint);
@@ -29,7 +29,7 @@ class GhostList {
     }
   }
 
-  /// It is not remembered any more then.
+  /// Returns the ghost and forgets it.
   std::optional<What> recall(std::uint64_t fingerprint) {
     const auto found = ghosts_.find(fingerprint);
     if (found == ghosts_.end()) return std::nullopt;
@@ -43,8 +43,7 @@ class GhostList {
     std::uint64_t number = 0;  // in the order of age
     What what;
   };
-  // One that came back leaves the map, and its place in the order runs out by itself: a place counts only if the map
-  // names it.
+  // recall() erases a ghost from ghosts_ and leaves its place in order_. A place counts only if ghosts_ has its number.
   std::int64_t capacity_;
   std::deque<std::uint64_t> order_;
   std::uint64_t first_ = 0;  // number of order_.front()

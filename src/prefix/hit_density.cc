@@ -33,7 +33,7 @@ void HitDensity::count_reuse(std::uint32_t used, std::size_t in_class) {
   classes_[in_class].reused[age_step(now_ - used)] += 1;
 }
 
-// From now on it is of the class that this use makes it.
+// This use sets the block's class until the next one.
 void HitDensity::use(NodeId id) {
   EvictionNode& n = node(id);
   n.used = ++now_;
@@ -86,7 +86,7 @@ double HitDensity::density(NodeId id) {
   return classes_[n.queue].density[age_step(now_ - n.used)];
 }
 
-// The least dense of some; of equals the one that was used longest ago.
+// The least dense of a sample; among equals, the least recently used.
 NodeId HitDensity::victim() {
   const std::size_t all = candidates_.size();
   NodeId out = kNoNode;

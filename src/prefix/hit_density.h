@@ -1,10 +1,10 @@
-// The block that is least worth its room goes: hits to be expected of it, per time that it would have to stay for them.
+// Evicts the block with the least hit density: expected hits per time of stay.
 //
-// How long blocks stay away before they are asked for again is counted as it is seen, also for those that were evicted
-// (the ghosts), separately for blocks that have been asked for never, once and more often, and for the end and the
-// beginning of a chain: the end of a conversation's last turn comes back soon or never, a system prompt again and
-// again. From that follows, for a block of a class that was last used some time ago, the best of all plans "keep it up
-// to then": expected hits / expected time (the Gittins index). Time is counted in uses of blocks.
+// The policy counts the ages at which blocks are used again, evicted ones (the ghosts) included. It counts per class:
+// by hits so far (none, one, more) and by place in the chain, from end to beginning. The end of a conversation's last
+// turn comes back soon or never; a system prompt comes back again and again. For a class and an age, the density is the
+// best ratio of expected hits to expected time over all plans "keep it until age t" (the Gittins index). Time is
+// counted in uses of blocks.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ namespace kv4 {
 class HitDensity final : public EvictionPolicy {
  public:
   static constexpr int kGhostsPerBlock = 4;
-  static constexpr std::size_t kSamples = 32;  // candidates that a victim is chosen from
+  static constexpr std::size_t kSamples = 32;  // candidates compared for a victim
 
   HitDensity(std::span<EvictionNode> nodes, std::int64_t capacity);
 
@@ -36,11 +36,11 @@ class HitDensity final : public EvictionPolicy {
   // Ages are in octaves of four steps, from 16 uses on.
   static constexpr int kShortest = 4, kStepsPerOctave = 4, kAges = (32 - kShortest) * kStepsPerOctave + 1;
   static constexpr int kHitClasses = 3, kEndClasses = 4, kClasses = kHitClasses * kEndClasses;
-  static constexpr double kForget = 0.98;  // at every look at the counts: older ones count less
+  static constexpr double kForget = 0.98;  // decay of the counts at every look at them
 
   struct Class {
     double uses = 0;
-    std::array<double, kAges> reused{};  // of them, by the age that they had
+    std::array<double, kAges> reused{};  // blocks used again, by their age then
     std::array<double, kAges> density{};
   };
   struct Ghost {
@@ -58,7 +58,7 @@ class HitDensity final : public EvictionPolicy {
   double density(NodeId id);
   void look_at_counts();
 
-  // A node's `queue` is its class, `prev` a candidate's place in candidates_; kNoNode: it is none.
+  // A node's `queue` is its class. Its `prev` is its place in candidates_; kNoNode: not a candidate.
   std::span<EvictionNode> nodes_;
   std::vector<NodeId> candidates_;
   GhostList<Ghost> ghosts_;

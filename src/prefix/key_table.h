@@ -1,4 +1,4 @@
-// Block key -> node: open addressing over the keys' own uniform bytes, sized once, at most half full.
+// A hash table from block key to node: open addressing by the keys' own uniform bytes, sized once, at most half full.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ class KeyTable {
  public:
   explicit KeyTable(std::int64_t capacity) : cells_(prefix_cells(capacity)) {}
 
-  /// `matches(id)` compares the whole key; it is asked for the few nodes whose fingerprint agrees in 32 bits.
+  /// `matches(id)` compares the whole key; only nodes whose fingerprint agrees in 32 bits are compared.
   template <class Matches>
   NodeId find(const BlockKey& key, Matches&& matches) const {
     const std::uint64_t print = key_fingerprint(key);
@@ -23,8 +23,7 @@ class KeyTable {
     return kNoNode;
   }
 
-  /// Prefetches for keys that will be looked up soon: first the cell, a little later the node that it names, most
-  /// likely the key's.
+  /// Prefetches for keys that will be looked up soon: first the cell, then the node in it, most likely the key's.
   void prefetch(const BlockKey& key) const { __builtin_prefetch(&cells_[home(key_fingerprint(key))]); }
   NodeId home_node(const BlockKey& key) const { return cells_[home(key_fingerprint(key))].id; }
 
@@ -35,14 +34,14 @@ class KeyTable {
     cells_[i] = {tag(print), id};
   }
 
-  /// `key_of(id)`: the keys of the nodes that move up into the gap.
+  /// `key_of(id)` gives the keys of nodes that may move up into the gap.
   template <class KeyOf>
   void erase(const BlockKey& key, NodeId id, KeyOf&& key_of) {
     std::size_t gap = home(key_fingerprint(key));
     while (cells_[gap].id != id) gap = next(gap);
     for (std::size_t i = next(gap); cells_[i].id != kNoNode; i = next(i)) {
       const std::size_t wanted = home(key_fingerprint(key_of(cells_[i].id)));
-      if (((i - wanted) & mask()) < ((i - gap) & mask())) continue;  // it stands at or behind its home already
+      if (((i - wanted) & mask()) < ((i - gap) & mask())) continue;  // it would move before its home
       cells_[gap] = cells_[i];
       gap = i;
     }

@@ -1,4 +1,4 @@
-// The least recently used block goes first.
+// Evicts the least recently used block.
 #pragma once
 
 #include "prefix/eviction.h"
@@ -18,7 +18,7 @@ class Lru final : public EvictionPolicy {
 
  private:
   std::span<EvictionNode> nodes_;
-  NodeQueue queue_;  // least recently used first; without those held
+  NodeQueue queue_;  // least recently used first; without held nodes
 };
 
 }  // namespace kv4

@@ -75,7 +75,7 @@ NodeId PrefixIndex::find(const BlockKey& key) const {
   return table_.find(key, [&](NodeId id) { return entries_[id].key == key; });
 }
 
-// Keys are spread over all of the table: a lookup waits for memory twice unless both are asked for ahead of time.
+// A lookup reads a cell and an entry, each at a random place: without a prefetch it waits for memory twice.
 void PrefixIndex::prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) const {
   constexpr std::size_t kCellsAhead = 16, kEntriesAhead = 8;
   if (i + kCellsAhead < keys.size()) table_.prefetch(keys[i + kCellsAhead]);
@@ -104,7 +104,7 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys, std::int64_t prom
     out.snapshot = entry.snapshot;
     out.resume_at = out.usable_tokens;
   }
-  if (options_.snapshots.kind == SnapshotPolicy::Kind::none)  // from the start of a block: spans begin there
+  if (options_.snapshots.kind == SnapshotPolicy::Kind::none)  // replay starts at a block boundary: spans begin there
     out.resume_at = std::max<std::int64_t>(0, out.usable_tokens - options_.snapshots.replay_tokens) /
                     options_.block_tokens * options_.block_tokens;
   return out;
@@ -139,7 +139,7 @@ void PrefixIndex::pin(NodeId id) {
   for (NodeId each = id; each != kNoNode; each = at(each).parent) add_reference(each);
 }
 
-// From the tail to the head: the deepest block is the least recently used.
+// Goes from the tail to the head, so that the deepest block is the least recently used.
 void PrefixIndex::unpin(NodeId id) {
   std::int64_t behind = 0;
   for (NodeId each = id; each != kNoNode; each = at(each).parent) drop_reference(each, behind++);
@@ -186,8 +186,8 @@ std::optional<PrefixIndex::Stored> PrefixIndex::append(TenantId tenant, NodeId p
   return Stored{id, true};
 }
 
-// LRU meets a block without children at once, because chains are given back from the tail on. S3-FIFO may meet one with
-// children: it is held until the last of them is gone.
+// LRU names a block without children at once, because chains are unpinned from the tail on. S3-FIFO may name a block
+// with children: that block is held until the last child is gone.
 NodeId PrefixIndex::find_victim(Tenant& tenant) {
   for (;;) {
     const NodeId id = tenant.policy->victim();
@@ -291,7 +291,7 @@ PrefixIndex::Inserted PrefixIndex::insert(TenantId tenant, std::span<const Block
       ++out.blocks;
       out.new_blocks += stored->is_new;
     }
-  } catch (...) {  // a key of another chain: what came before it stays
+  } catch (...) {  // a key of another chain: the blocks before it stay
     unpin(tail);
     throw;
   }

@@ -1,7 +1,6 @@
 // The index of prefix blocks. Keys, counts and order only: no bytes, no locks, one thread at a time.
-// A call costs O(1) per block; an eviction also looks at each tenant once. All memory is allocated at the start, but
-// for the ghosts of S3-FIFO, which are at most as many as there are blocks, and of hit density, at most four times
-// that.
+// A call costs O(1) per block; an eviction also looks at each tenant once. All memory except ghosts is allocated at the
+// start. S3-FIFO has at most one ghost per block, hit density at most four.
 #pragma once
 
 #include <functional>
@@ -27,21 +26,21 @@ struct PrefixIndexOptions {
   int block_tokens = 128;
   EvictionKind eviction = EvictionKind::lru;
   SnapshotPolicy snapshots;
-  std::int64_t max_events = 65536;  // of the stream; older ones are lost, and counted
+  std::int64_t max_events = 65536;  // in the stream; older ones are lost, and counted
   /// Blocks of each tenant that others cannot evict: one element per tenant, together at most the capacity.
   std::vector<std::int64_t> tenant_shares = {0};
 };
 
 /// The match of a prompt.
 struct PrefixMatch {
-  std::int64_t matched_blocks = 0;  // from the first on, without a gap
+  std::int64_t matched_blocks = 0;  // from the first block on, without a gap
   /// Tokens that need not be stored again: whole blocks, and at least one token of the prompt remains for a query.
   std::int64_t usable_tokens = 0;
-  NodeId id = kNoNode;  // of the last usable block; pin it before anything else can evict it
-  /// First token to compute. Tokens from here to usable_tokens are replayed: windows and pending rows are rebuilt, the
-  /// entries are there already.
+  NodeId id = kNoNode;  // the last usable block; pin it before another call can evict it
+  /// First token to compute. Tokens from here to usable_tokens are replayed, which rebuilds windows and pending rows;
+  /// the entries are there already.
   std::int64_t resume_at = 0;
-  SnapshotId snapshot = kNoSnapshot;  // to restore at resume_at; none: begin with empty state
+  SnapshotId snapshot = kNoSnapshot;  // to restore at resume_at; kNoSnapshot: begin with empty state
   std::int64_t replayed_tokens() const { return usable_tokens - resume_at; }
 };
 
@@ -58,56 +57,56 @@ class PrefixIndex {
 
   explicit PrefixIndex(const PrefixIndexOptions& options);
 
-  /// `keys`: of the full blocks of a prompt of `prompt_tokens`, first block first. Changes nothing.
+  /// `keys`: keys of the full blocks of a prompt of `prompt_tokens`, first block first. Changes nothing.
   PrefixMatch match(std::span<const BlockKey> keys, std::int64_t prompt_tokens) const;
 
-  /// A reference on the block and on every block before it: none of them is evicted.
+  /// Adds a reference to the block and to every block before it: none of them is evicted.
   void pin(NodeId id);
-  /// Gives one back. The deepest block becomes the first to go.
+  /// Drops these references. The deepest block becomes the first to be evicted.
   void unpin(NodeId id);
-  /// As unpin(node) and pin(parent(node)); returns the parent.
+  /// As pin(parent(node)) and unpin(node); returns the parent.
   NodeId unpin_last(NodeId id);
 
   struct Stored {
     NodeId id = kNoNode;
-    bool is_new = false;  // false: the key was there, with a block of its own
+    bool is_new = false;  // false: the index had the key, with a block of its own
   };
-  /// The block that follows `parent` (kNoNode: the first of a chain), which the caller has pinned; the new one is
-  /// pinned with it, so that unpin(new) replaces unpin(parent). nullopt: full; evict first.
-  /// `weights_slot`: what forget() can name; the same in all of a chain. `inserted`: for the event.
+  /// Adds the block that follows `parent` (kNoNode: it begins a chain). The caller has pinned `parent`; the new block
+  /// is pinned with it, so that unpin(new) replaces unpin(parent). nullopt: the index is full; evict first.
+  /// `weights_slot`: the slot that forget() names, the same in a whole chain. `inserted`: for the event.
   std::optional<Stored> append(TenantId tenant, NodeId parent, const BlockKey& key, BlockId block = kNoBlock,
                                std::uint16_t weights_slot = 0, bool inserted = false);
 
-  /// Takes the block that `tenant`'s need for room costs: one without references and without kept children; of another
-  /// tenant only above that one's share. nullopt: there is none.
+  /// Evicts a block to make room for `tenant`: one without references and without children in the index. Other tenants
+  /// lose only blocks above their shares. nullopt: no such block.
   std::optional<Evicted> evict(TenantId tenant);
-  /// The number of calls of evict(tenant) that would find one. A call for any other tenant takes at most one of them.
+  /// The number of calls of evict(tenant) that would find a block. A call for another tenant lowers it by at most one.
   std::int64_t num_evictable(TenantId tenant) const;
 
-  /// A whole chain at once, unpinned, evicting as needed. Blocks that find no room are left out, the deepest first.
+  /// Adds a whole chain, unpinned, and evicts as needed. Blocks that find no room are left out, the deepest first.
   struct Inserted {
-    std::int64_t blocks = 0;           // of the chain that are kept now
-    std::int64_t new_blocks = 0;       // of these, not kept before
-    std::span<const Evicted> evicted;  // until the next call
+    std::int64_t blocks = 0;           // blocks of the chain that are in the index now
+    std::int64_t new_blocks = 0;       // those of them that were not there before
+    std::span<const Evicted> evicted;  // valid until the next call
   };
-  /// `blocks`: beside the keys, or empty where nothing is on the device.
+  /// `blocks`: one per key, or empty where nothing is on the device.
   Inserted insert(TenantId tenant, std::span<const BlockKey> keys, std::span<const BlockId> blocks = {});
 
   using Gone = std::function<void(const Evicted&)>;
-  /// No block of these weights is found any more. Those without references go at once, and `gone` is told of each; the
-  /// others when forget_tail() is told. Costs a look at every node.
+  /// Makes all blocks of these weights unfindable. Blocks without references go at once, with a call of `gone` each.
+  /// The others go in forget_tail(). Costs a look at every node.
   void forget(std::uint16_t weights_slot, const Gone& gone);
-  /// Forgotten blocks from this one up that have no references and no children any more, likewise.
+  /// From this block up, removes forgotten blocks that have no references and no children, with a call of `gone` each.
   void forget_tail(NodeId id, const Gone& gone);
 
-  /// At the end of the block; returns the one that was there before, if any.
+  /// Attaches a snapshot to the block's end. Returns the snapshot that was there before, if any.
   SnapshotId attach_snapshot(NodeId id, SnapshotId snapshot);
   SnapshotId detach_snapshot(NodeId id) { return attach_snapshot(id, kNoSnapshot); }
 
-  /// For the events: the snapshot at the end of this block is kept.
+  /// Records the event that the snapshot at the end of this block is kept.
   void note_snapshot(NodeId id, bool inserted) { record({BlockEvent::Kind::snapshot, at(id).key, inserted}); }
 
-  /// The oldest events, in order, as many as fit; they are gone then. Returns how many.
+  /// Moves the oldest events to `out`, in order, as many as fit. Returns their number.
   std::size_t read_events(std::span<BlockEvent> out);
   std::uint64_t lost_events() const { return lost_events_; }
 
@@ -127,16 +126,16 @@ class PrefixIndex {
   std::int64_t size() const { return size_; }
   std::int64_t tenant_size(TenantId tenant) const { return tenant_at(tenant).size; }
   const SnapshotPolicy& snapshots() const { return options_.snapshots; }
-  /// Without ghosts.
+  /// Memory of the index, without ghosts.
   std::int64_t memory_bytes() const;
 
  private:
-  // 1. depth > 0: the node is in use, and in table_ unless forgotten. depth = 0: it is in the free list, through
-  // `parent`.
-  // 2. A block's parent is in use, and children counts the blocks that name it.
-  // 3. A block's references include those of each child: who refers to a block refers to all before it.
-  // 4. references > 0: its tenant's policy does not know it yet (fresh) or holds it. references = 0: it may be a victim
-  //    unless it waits; by 3 so may its descendants, and the deepest of them wait for nobody.
+  // 1. depth > 0: the node is in use, and in table_ unless forgotten. depth = 0: it is in the free list, linked by
+  //    `parent`.
+  // 2. A block's parent is in use, and `children` counts the blocks that name this block as parent.
+  // 3. A block's references include those of each child: a reference to a block is one to every block before it.
+  // 4. references > 0: the tenant's policy does not know the block yet (fresh) or holds it. references = 0: the block
+  //    may be a victim unless it waits; by 3 so may its descendants, and the deepest of them do not wait.
   struct Entry {
     BlockKey key{};
     NodeId parent = kNoNode;
@@ -148,14 +147,14 @@ class PrefixIndex {
     SnapshotId snapshot = kNoSnapshot;
     std::uint16_t weights_slot = 0;
     bool fresh : 1 = false;       // its policy does not know it yet
-    bool waits : 1 = false;       // came up as a victim and is held until its children are gone
+    bool waits : 1 = false;       // was named as a victim and is held until its children are gone
     bool forgotten : 1 = false;   // not in table_
     std::uint64_t last_used = 0;  // to compare the victims of several tenants
   };
   struct Tenant {
     std::int64_t share = 0;
     std::int64_t size = 0;          // blocks, pinned ones included
-    std::int64_t unreferenced = 0;  // of them: without references
+    std::int64_t unreferenced = 0;  // blocks without references
     std::unique_ptr<EvictionPolicy> policy;
   };
 
@@ -164,7 +163,7 @@ class PrefixIndex {
   const Tenant& tenant_at(TenantId tenant) const;
   void prefetch_ahead(std::span<const BlockKey> keys, std::size_t i) const;
   void add_reference(NodeId id);
-  void drop_reference(NodeId id, std::int64_t behind);  // behind: blocks of the chain, which goes
+  void drop_reference(NodeId id, std::int64_t behind);  // `behind`: blocks behind it in the chain
   NodeId find_victim(Tenant& tenant);
   void drop_child(NodeId parent);
   void erase_key(NodeId id);

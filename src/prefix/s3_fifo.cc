@@ -23,7 +23,7 @@ void S3Fifo::touch(NodeId id) {
 
 void S3Fifo::hold(NodeId id) { node(id).held = true; }
 
-// A hit does not move a block in a FIFO; one that came up while it was held has proved itself.
+// A hit does not move a block in a FIFO. A block that reached the front while it was held goes to the main queue.
 void S3Fifo::release(NodeId id) {
   touch(id);
   node(id).held = false;

@@ -1,5 +1,5 @@
-// S3-FIFO (Yang et al., SOSP 2023): new blocks wait in a small queue, and only those hit there reach the main one. What
-// left the small queue is remembered for a while (the ghosts) and goes to the main queue when it comes back.
+// S3-FIFO (Yang et al., SOSP 2023): new blocks wait in a small queue, and only those hit there reach the main one.
+// Blocks evicted from the small queue are remembered for a while (the ghosts); on return they go to the main one.
 #pragma once
 
 #include "prefix/eviction.h"
@@ -31,7 +31,7 @@ class S3Fifo final : public EvictionPolicy {
   void unlink(NodeId id);
 
   std::span<EvictionNode> nodes_;
-  NodeQueue queues_[2];  // kSmall and kMain, oldest first. A held node that came up is in neither: kParked
+  NodeQueue queues_[2];  // kSmall and kMain, oldest first. A held node that reached the front is in neither: kParked
   std::int64_t max_small_;
   struct Nothing {};
   GhostList<Nothing> ghosts_;

@@ -1,5 +1,5 @@
-// Keeps callers from waiting for a tier that fails or is slow: after some failures on end it is open and nothing is
-// asked any more; after a while one call may probe; a probe that fails doubles the while.
+// Keeps callers from waiting for a tier that fails or is slow. After some failures in a row the breaker is open and the
+// tier is not called. After a pause one call may probe; a probe that fails doubles the pause.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 namespace kv4::tier {
 
 struct BreakerOptions {
-  int failures_to_open = 3;                       // on end
+  int failures_to_open = 3;                       // in a row
   Duration slow_after = std::chrono::seconds(2);  // an answer that took longer counts as a failure
   Duration first_pause = std::chrono::milliseconds(250);
   Duration longest_pause = std::chrono::seconds(30);
 };
 
-/// The owner locks.
+/// Has no lock: its owner locks.
 class CircuitBreaker {
  public:
   enum class State : std::uint8_t { closed, open, probing };
@@ -39,11 +39,11 @@ class CircuitBreaker {
     ++failures_;
     if (state_ == State::probing || failures_ >= options_.failures_to_open) open(now);
   }
-  /// A call that was begun and says nothing about the tier.
+  /// The call that was begun says nothing about the tier.
   void withdrawn() {
     if (state_ == State::probing) state_ = State::open;
   }
-  /// Without waiting for more failures: a call does not come back.
+  /// Opens without further failures: a call does not return.
   void open(Deadline now) {
     if (state_ != State::open) ++times_opened_;
     if (state_ == State::probing) pause_ = pause_ * 2 < options_.longest_pause ? pause_ * 2 : options_.longest_pause;

@@ -15,7 +15,7 @@ class Clock {
  public:
   virtual ~Clock() = default;
   virtual Deadline now() = 0;
-  /// May return early, like any wait: the caller looks again.
+  /// May return early, like any wait: the caller checks again.
   virtual void wait_until(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Deadline until) = 0;
 };
 

@@ -10,8 +10,8 @@
 namespace kv4::tier {
 namespace {
 
-constexpr std::int64_t kMaxLoggedFiles = 32;  // set aside, each by its name
-// Of a header or a checkpoint: higher ones do not count, so that sequences of puts to come never wrap. They only tell
+constexpr std::int64_t kMaxLoggedFiles = 32;  // set-aside files that the log names
+// Higher sequences in a header or a checkpoint are ignored, so that the next ones never wrap. Sequences only tell
 // records of a key apart.
 constexpr std::uint64_t kMaxSequence = std::uint64_t{1} << 63;
 constexpr int kMaxQueueDepth = 4096, kMaxReadThreads = 64;
@@ -110,7 +110,7 @@ void DiskStore::open_segments() {
     }
   }
   next_segment_ = last.value_or(0) + 1;
-  directory_dirty_ = true;  // a process before may have unlinked segments, even all, and died before its sync
+  directory_dirty_ = true;  // an earlier process may have unlinked segments, even all, and died before its sync
 }
 
 bool DiskStore::open_segment(std::uint64_t id) {
@@ -122,7 +122,7 @@ bool DiskStore::open_segment(std::uint64_t id) {
   if (opened.refusal != SegmentRefusal::none && opened.refusal != SegmentRefusal::damaged) {
     set_aside(name, describe(opened));
     taken_ids_.insert(id);
-    // It may be sound, and what is put now has to count after it.
+    // An unreadable segment may be sound, and new puts have to count after its records.
     const bool unopened = opened.refusal == SegmentRefusal::unreadable;
     counts_.unopened_segments += unopened ? 1 : 0;
     return unopened;
@@ -134,7 +134,7 @@ bool DiskStore::open_segment(std::uint64_t id) {
   segment->id = id;
   segment->bytes = opened.bytes;
   segment->damaged = opened.file == nullptr;
-  segment->dirty = opened.file != nullptr;  // a tombstoned process may have left it in the page cache only
+  segment->dirty = opened.file != nullptr;  // a killed process may have left it in the page cache only
   segment->file = std::move(opened.file);
   const bool sound = segment->file != nullptr;
   segments_[id] = std::move(segment);
@@ -168,7 +168,7 @@ void DiskStore::rebuild_index() {
   int written_again = 0;
   for (auto& [id, segment] : segments_) {
     if (!segment->file) continue;
-    segment->named = checkpoint_there_;  // perhaps it can be read the next time
+    segment->named = checkpoint_there_;  // also where the checkpoint cannot be read now: the next time it may
     SegmentFile& file = *segment->file;
     const CheckpointSegment* known = nullptr;
     if (checkpoint) {
@@ -199,7 +199,7 @@ void DiskStore::rebuild_index() {
       add_found(*segment, {header.id, header.kind, header.version, found.offset, header.length, header.sequence});
     }
     appended_bytes_ += contents.end - from;
-    // What the checkpoint does not cover may be in the page cache only, past help of a sync (File::fdatasync()).
+    // Records behind the checkpoint may be in the page cache only, where a sync may miss them (File::fdatasync()).
     if (file.file().cached()) {
       const IoStatus again = file.write_again(contents.records, read_buffer_);
       if (!contents.whole || !again.ok()) leave(*segment, again);
@@ -207,7 +207,7 @@ void DiskStore::rebuild_index() {
         sync_segment(*segment);
       if (segment->retiring) continue;
     }
-    // The last one that can be read, where its file has the size that it says and this store would give it.
+    // Appends go to the last readable segment, if its file has the size in its header and this store would allow it.
     const SegmentHeader& header = file.header();
     const bool takes_more =
         header.version == kSegmentVersion && segment->bytes == header.bytes && header.bytes <= options_.segment_bytes;
@@ -232,7 +232,7 @@ void DiskStore::add_found(Segment& segment, const CheckpointRecord& record) {
   segment.live_bytes += stored_bytes(record.length);
 }
 
-/// Not what this cache believes, and not damage: it stays until its segment goes or a newer record takes its place.
+/// An unauthenticated record is not damage: it stays until its segment goes or a newer record takes its place.
 void DiskStore::note_unauthenticated(RecordRefusal refusal) {
   if (unauthenticated_records_++ > 0) return;
   speak([&] {
@@ -242,8 +242,8 @@ void DiskStore::note_unauthenticated(RecordRefusal refusal) {
   });
 }
 
-// The newest may have been under way in a crash: its header there, its payload not. Where it cannot be read nobody
-// knows, and the older ones stay.
+// A crash may have left the newest record with a header and without its payload: then the newest sound record counts.
+// Where a record cannot be read, it counts and the older ones stay.
 void DiskStore::choose_sound(const RecordId& id, std::vector<Entry> older) {
   older.push_back(index_.find(id).value());
   auto sound = older.rbegin();
@@ -359,7 +359,7 @@ void DiskStore::get(std::span<GetRequest> requests) {
       [&]() -> IoOp* {
         if (!skip_to_next()) return nullptr;
         const RecordPlace& place = found[next].entry.place;
-        // A payload with its seal behind it may be longer than `to`.
+        // A payload sealed by version 1 may be longer than `to`: its salt and tag follow it.
         const bool fits = place.length == found[next].entry.payload_bytes();
         const std::span<std::byte> to = fits ? requests[next].to : std::span<std::byte>();
         RecordRead* read = reader.reads.take(RecordRead::buffer_bytes(to, place.length));
@@ -392,10 +392,10 @@ bool DiskStore::begin_get(GetRequest& request, Found& found) const {
 void DiskStore::finish_get(GetRequest& request, Found found, ReadRecord record, BlockBuffer& again_buffer) {
   const auto sound = [&] { return record.status.ok() && record.refusal == RecordRefusal::none; };
   compare(request.id, found.entry, record);
-  bool again = record.status.ok();  // the damage may have been on the way
+  bool again = record.status.ok();  // the damage may be in the transfer
   while (!sound()) {
     const RecordPlace before = found.entry.place;
-    if (!begin_get(request, found)) return;  // it is gone meanwhile
+    if (!begin_get(request, found)) return;  // the record is gone by now
     if (found.entry.place == before && !std::exchange(again, false)) break;
     record = read_entry(request.id, found.entry, again_buffer);
   }
@@ -484,7 +484,7 @@ CollectResult DiskStore::collect() {
   if (!usable()) return result;
   const std::int64_t before = total_bytes();
   std::vector<RecordId> damaged;
-  std::set<const Segment*> unread;  // what is there is unknown: it stays
+  std::set<const Segment*> unread;  // segments with unknown content: they stay
   std::vector<std::pair<RecordId, Entry>> all;
   index_.for_each([&](const RecordId& id, const Entry& entry) { all.emplace_back(id, entry); });
   for (const auto& [id, entry] : all) {
@@ -504,7 +504,7 @@ CollectResult DiskStore::collect() {
     const bool sparse = segment.get() != active_ && segment->live_bytes * 2 < segment->bytes;
     if ((sparse || segment->damaged) && !segment->unread && unread.count(segment.get()) == 0) wasteful.push_back(id);
   }
-  for (const std::uint64_t id : wasteful) {  // one at a time: no more than one segment too many
+  for (const std::uint64_t id : wasteful) {  // one at a time: the store exceeds its size by one segment at most
     if (const auto found = segments_.find(id); found != segments_.end()) leave(*found->second);
     result.durable = flush() && result.durable;
     if (!result.durable) break;

@@ -1,4 +1,5 @@
-// The store's way to the disk: appends, segments that come and go, and the order in which a flush makes things durable.
+// The write side of the store: appends, creation and removal of segments, and the order in which a flush makes changes
+// durable.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,15 +13,15 @@
 namespace kv4::tier {
 namespace {
 
-constexpr int kFlushAttempts = 4;  // each follows a segment that failed and was left
-// A checkpoint is written after as many new bytes: of whole segments, and of each byte that it takes.
+constexpr int kFlushAttempts = 4;  // a further one follows where a segment failed and retired
+// A checkpoint is written after so many new bytes, in segments and per byte of the checkpoint.
 constexpr std::int64_t kCheckpointSegments = 4, kAppendedPerCheckpointByte = 16;
-constexpr std::int64_t kMergedBytes = 512 << 10;  // small records go together in writes of up to that many
+constexpr std::int64_t kMergedBytes = 512 << 10;  // small records are merged into writes of up to so many bytes
 constexpr std::size_t kMaxMergedRecords = 64;     // each has up to three pieces
-constexpr int kMaxNameAttempts = 16;              // for a segment, where somebody else has taken the name
-// What a put evicts at most where the disk is full: somebody else may take what is given back.
+constexpr int kMaxNameAttempts = 16;              // for a segment whose name another file has taken
+// A put on a full disk evicts at most so many: another program may take the room that is freed.
 constexpr std::int64_t kMaxEvictedSegmentsPerPut = 2;
-constexpr std::int64_t kLeastSegments = 4;  // of a store on a disk that is too small for whole ones: one goes at a time
+constexpr std::int64_t kLeastSegments = 4;  // on a disk without room for whole ones, so that one can be evicted
 static_assert(3 * kMaxMergedRecords <= kMaxIoPieces);
 
 }  // namespace
@@ -41,7 +42,7 @@ void DiskStore::append(std::span<NewRecord> records) {
   writes_.reset();
   Undo leave_them([&] {
     leave(segment);
-    for (const SegmentSync& sync : syncs)  // one that failed is not made again, one that was not made is due
+    for (const SegmentSync& sync : syncs)  // a failed sync is not repeated; one that was not made stays due
       if (!sync.moved.status.ok()) finish_sync(*sync.segment, sync.moved.status, sync.bytes);
   });
   std::size_t next = 0, next_sync = 0;
@@ -99,7 +100,7 @@ void DiskStore::append(std::span<NewRecord> records) {
   if (segment.unsynced_bytes >= options_.sync_every_bytes) segment.sync_due = true;
 }
 
-/// `may_evict`: not while records are moved out of a segment that leaves.
+/// `may_evict`: false while records move out of a retiring segment.
 IoStatus DiskStore::make_active(std::int64_t record_bytes, bool may_evict) {
   if (active_ != nullptr && active_->file->room() >= record_bytes) return {};
   if (active_ != nullptr) active_->sync_due = true;
@@ -166,7 +167,7 @@ bool DiskStore::evict_oldest() {
   }
   leave(oldest);
   oldest.ids.clear();
-  // No record is older, so nothing has to be tombstoned; what took the place of its records is durable before it goes.
+  // No record is older than these, so none has to be tombstoned. The records that replaced them are durable first.
   return sync_segments() && sync_directory() && drop_segment(oldest);
 }
 
@@ -255,7 +256,7 @@ bool DiskStore::sync_directory() {
   return !directory_failed_;
 }
 
-/// Out of a segment that leaves. False: some could not be written elsewhere and are still there.
+/// Moves the live records out of a retiring segment. False: some could not be written elsewhere and are still there.
 bool DiskStore::move_records(Segment& segment) {
   for (const RecordId& id : segment.ids) {
     const std::optional<Entry> old = index_.find(id);
@@ -283,7 +284,7 @@ bool DiskStore::move_records(Segment& segment) {
   return true;
 }
 
-/// Durable when it returns true. A segment that fails leaves.
+/// True: the tombstones are durable. A segment that fails retires.
 bool DiskStore::tombstone(std::vector<RecordPlace>& places) {
   const bool named =
       std::any_of(places.begin(), places.end(), [](const RecordPlace& place) { return place.segment->named; });
@@ -295,12 +296,12 @@ bool DiskStore::tombstone(std::vector<RecordPlace>& places) {
   const Segment* before = nullptr;
   for (const RecordPlace& place : places) {
     Segment& segment = *place.segment;
-    if (segment.retiring) continue;  // they go with it
+    if (segment.retiring) continue;  // its records go with it
     if (&segment != std::exchange(before, &segment) && ++unsynced % kMaxUnsyncedSegments == 0 && !sync_segments())
       return false;
     segment.dirty = true;
     IoStatus status = segment.file->tombstone(place.offset, place.length, write_buffer_);
-    if (status.code == IoCode::unopened && status.too_many_open()) {  // those that were written to are open
+    if (status.code == IoCode::unopened && status.too_many_open()) {  // segments written to since a sync are open
       if (!sync_segments()) return false;
       status = segment.file->tombstone(place.offset, place.length, write_buffer_);
       segment.dirty = true;
@@ -314,7 +315,7 @@ bool DiskStore::tombstone(std::vector<RecordPlace>& places) {
                       [](const auto& entry) { return entry.second->retiring && !entry.second->ids.empty(); });
 }
 
-/// It has no live records. Unlinked, or set aside where it could not be opened; false: the disk failed.
+/// Unlinks a segment without live records, or sets it aside where it could not be opened. False: the disk failed.
 bool DiskStore::drop_segment(Segment& segment) {
   const std::string name = segment_name(segment.id);
   if (segment.unopened.ok()) {
@@ -353,8 +354,8 @@ bool DiskStore::flush() {
   return durable;
 }
 
-/// After a flush: no record that counts is unsynced, none that does not is alive. Where it fails, the older one stays
-/// true, as far as it goes.
+/// Only after a flush: every record in the index is synced, and every other one is tombstoned. Where the write fails,
+/// the older checkpoint stays valid for the segments it covers.
 void DiskStore::write_checkpoint() {
   if (checkpoint_set_aside_) return;
   std::vector<std::pair<const Entry*, const RecordId*>> entries;
@@ -394,8 +395,7 @@ bool DiskStore::drop_checkpoint() {
   return true;
 }
 
-// Each step may begin only when the one before is durable. A segment that fails on the way leaves, and all begins
-// again.
+// Each step may begin only when the one before is durable. Where a segment fails it retires, and all steps begin again.
 bool DiskStore::settle() {
   for (int attempt = 0; attempt < kFlushAttempts && !directory_failed_; ++attempt) {
     std::vector<Segment*> retiring;
@@ -403,7 +403,7 @@ bool DiskStore::settle() {
       if (segment->retiring) retiring.push_back(segment.get());
     if (!std::all_of(retiring.begin(), retiring.end(), [&](Segment* segment) { return move_records(*segment); }))
       continue;
-    if (records_lost_) return false;  // what they superseded stays until the caller has heard of it
+    if (records_lost_) return false;  // the records that they superseded stay until the caller knows of the loss
     if (!sync_segments() || !sync_directory()) continue;
     if (!tombstone(superseded_)) continue;
     if (!unlink_retiring()) continue;

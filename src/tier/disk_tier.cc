@@ -7,10 +7,10 @@
 namespace kv4::tier {
 namespace {
 
-// Enough to be in flight together, few enough that a slow disk is noticed.
+// Enough requests to be in flight together, few enough that a slow disk is noticed in time.
 constexpr std::size_t kRequestsAtOnce = 64;
 
-/// Parts of `requests` go to `call` while there is time; the rest goes to `late`, one by one.
+/// Passes parts of `requests` to `call` while there is time, and the rest to `late`, one by one.
 template <class Request, class Call, class Late>
 void in_parts(std::span<Request> requests, Clock& clock, Deadline deadline, Call&& call, Late&& late) {
   while (!requests.empty() && clock.now() < deadline) {
@@ -33,7 +33,7 @@ DiskTier::DiskTier(std::shared_ptr<FileSystem> files, const StoreOptions& option
 DiskTier::~DiskTier() {
   try {
     (void)store_->close();
-  } catch (const std::bad_alloc&) {  // as after a kill: what was flushed is there
+  } catch (const std::bad_alloc&) {  // as after a kill: flushed changes are durable
   }
 }
 

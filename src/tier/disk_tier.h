@@ -1,5 +1,5 @@
-// A disk store as a tier. A system call that is under way cannot be given a deadline: a batch is handed to the store in
-// parts, and the clock is looked at between them.
+// A disk store as a tier. A system call takes no deadline, so a batch goes to the store in parts, with a look at the
+// clock between them.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@ class DiskTier final : public Tier {
  public:
   /// Throws as DiskStore::open().
   DiskTier(std::shared_ptr<FileSystem> files, const StoreOptions& options, std::shared_ptr<Clock> clock);
-  /// Closes the store: what was put and removed is durable, if the disk lets it.
+  /// Closes the store, which makes puts and removes durable unless the disk fails.
   ~DiskTier() override;
 
   const char* name() const override { return "disk"; }

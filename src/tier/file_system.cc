@@ -1,4 +1,4 @@
-// What works over any file: whole transfers, many at once or one after the other.
+// Whole transfers over any file, many at once or one after the other.
 #include "tier/file_system.h"
 
 #include <cstring>
@@ -8,7 +8,7 @@
 namespace kv4::tier {
 namespace {
 
-/// Takes `bytes` off the front.
+/// Removes `bytes` from the front.
 void advance(std::vector<IoPiece>& pieces, std::int64_t bytes) {
   std::size_t left = bytes;
   auto first = pieces.begin();
@@ -19,7 +19,7 @@ void advance(std::vector<IoPiece>& pieces, std::int64_t bytes) {
   pieces.front().bytes -= left;
 }
 
-/// Whether a transfer that has come back has more to do.
+/// Whether a transfer that wait() returned has more to do.
 bool goes_on(IoOp& op) {
   if (op.kind == IoOp::Kind::sync) return false;
   if (!op.moved.status.ok()) return op.kind == IoOp::Kind::read && !std::exchange(op.tried, true);
@@ -92,7 +92,7 @@ void run_transfers(IoQueue& queue, const std::function<IoOp*()>& next, const std
       fill();
       done(op);
     }
-  } catch (...) {  // their memory is about to go
+  } catch (...) {  // the memory of the transfers is about to go
     for (; in_flight > 0; --in_flight) queue.wait();
     throw;
   }

@@ -12,7 +12,7 @@ GuardedTier::GuardedTier(std::shared_ptr<Tier> inner, std::shared_ptr<const Reco
     : inner_(std::move(inner)),
       guard_(std::move(guard)),
       layout_id_(layout_id),
-      // Grows over restarts of the process, too.
+      // The time, so that sequences also grow over restarts of the process.
       next_sequence_(static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count())) {}
 
 void GuardedTier::put(std::span<PutRequest> requests, Deadline deadline) {
@@ -60,7 +60,7 @@ void GuardedTier::get(std::span<GetRequest> requests, Deadline deadline) {
     request.status = answer.status;
     request.bytes = std::max(kRecordHeaderBytes, answer.bytes) - kRecordHeaderBytes;
     if (answer.status != GetStatus::found) continue;
-    // What a foreign tier says of lengths is not believed either.
+    // The lengths that a foreign tier reports are not believed either.
     const std::int64_t most = answer.view ? kRecordHeaderBytes + kMaxPayloadBytes : std::ssize(answer.to);
     request.status = GetStatus::damaged;
     request.bytes = 0;
@@ -68,7 +68,7 @@ void GuardedTier::get(std::span<GetRequest> requests, Deadline deadline) {
     const auto bytes = static_cast<std::size_t>(answer.bytes);
     std::span<std::byte> value = answer.to.first(std::min(bytes, answer.to.size()));
     std::vector<std::byte> longer;
-    // Others may write where the tier's own memory lies (a shared file, say): only a copy is what was checked.
+    // Others may write to the tier's own memory (a shared file, say): only a copy stays as it was checked.
     if (answer.view && bytes <= answer.to.size()) {
       std::copy_n(answer.view.get(), bytes, value.begin());
     } else if (answer.view) {
@@ -89,12 +89,12 @@ void GuardedTier::take(GetRequest& request, std::span<const std::byte> value) {
   if (record) {
     stored = value.subspan(header.header_bytes());
     refusal = header.id == request.id && header.layout_id == layout_id_ ? RecordRefusal::none : RecordRefusal::forged;
-  } else if (guard_->believes(RecordKind::value)) {  // as it was put before there were keys
+  } else if (guard_->believes(RecordKind::value)) {  // a value put before there were keys
     refusal = RecordRefusal::none;
   }
   const std::int64_t length = std::ssize(stored);
   const bool fits = std::ssize(request.to) >= length;
-  std::vector<std::byte> scratch;  // a length counts only where a key made it
+  std::vector<std::byte> scratch;  // for check(): a length counts only after a key has verified it
   const RecordHeader plain;
   const RecordHeader& of = record ? header : plain;
   if (refusal == RecordRefusal::none)

@@ -1,6 +1,6 @@
-// A tier of somebody else's whose records are protected as ours are: it stores header and payload as one payload, and
-// what comes back counts only if a key of the cache's made it. It is copied before it is checked: where the inner tier
-// gives views, others may write to that memory.
+// Protects the records of a caller's tier as kv4's own tiers do. The inner tier stores header and payload as one
+// payload. A record that it returns counts only if one of the cache's keys made it. The record is copied before it is
+// checked: where the inner tier gives views, others may write to that memory.
 #pragma once
 
 #include <atomic>

@@ -122,7 +122,7 @@ GetStatus HostTier::get_one(GetRequest& request) {
   read(record->first_page, 0, header);
   const auto payload = request.to.first(length);
   read(record->first_page, kRecordHeaderBytes, payload);
-  const bool sound = is_sound(*record, header, payload);  // the copy: it is what the caller uses
+  const bool sound = is_sound(*record, header, payload);  // of the copy, which the caller uses
   if (!sound) std::fill(payload.begin(), payload.end(), std::byte{0});
   end_reading(record, sound);
   return sound ? GetStatus::found : GetStatus::damaged;
@@ -136,7 +136,7 @@ void HostTier::end_reading(Records::iterator record, bool sound) {
   if (linked && !sound) {
     ++counts_.set_aside_records;
     drop(record);
-  } else if (!linked && record->readers == 0) {  // dropped meanwhile
+  } else if (!linked && record->readers == 0) {  // dropped while it was read
     give_pages(*record);
     unlinked_.erase(record);
   }

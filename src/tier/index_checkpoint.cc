@@ -35,7 +35,7 @@ std::optional<Header> parse_header_of(std::span<const std::byte> file, std::uint
                 {load_le<std::uint64_t>(at + kBodyDigestAt), load_le<std::uint64_t>(at + kBodyDigestAt + 8)}};
 }
 
-/// Whether all of it makes sense; its digests have been checked.
+/// Whether all fields are valid; the caller has checked the digests.
 bool parse_segments(std::span<const std::byte> body, Checkpoint& checkpoint) {
   while (!body.empty()) {
     if (std::ssize(body) < kSegmentBytes) return false;
@@ -102,7 +102,7 @@ std::optional<Checkpoint> read_checkpoint(FileSystem& files, const std::string& 
   const std::span<std::byte> block = checkpoint.memory.get(kBlockBytes);
   if (!read_all(*opened.handle, 0, block).ok()) return std::nullopt;
   const std::optional<Header> header = parse_header_of(block, layout_id);
-  // It was written whole: where it has holes it is none, and would take memory that nobody paid for.
+  // A checkpoint is written whole, without holes. A file with holes could take far more memory than room on the disk.
   const std::int64_t size = std::min(opened.handle->size(), max_bytes);
   if (!header || size < kHeaderBytes || header->body_bytes > static_cast<std::uint64_t>(size - kHeaderBytes) ||
       opened.handle->has_holes())
@@ -161,7 +161,7 @@ IoStatus CheckpointWriter::write(FileSystem& files, const std::string& directory
   const std::string path = directory + "/" + std::string(kCheckpointName),
                     unfinished = path + std::string(kUnfinishedSuffix);
   if (const IoStatus there = files.look_at(unfinished); there.code == IoCode::not_a_file) return there;
-  (void)files.unlink(unfinished);  // of an attempt that failed
+  (void)files.unlink(unfinished);  // left by a failed attempt
   Opened<File> opened = files.open(unfinished, OpenMode::create);
   if (!opened.status.ok()) return opened.status;
   IoStatus status = write_all(*opened.handle, 0, file_);

@@ -15,12 +15,12 @@
 //            damaged bytes), number of records; 8 bytes each
 //   record:  tenant 8, key 32, offset / 4,096 4, kind 2, version 2, length 8, sequence 8
 //
-// Headers remain the truth. The file only says where to look:
-//   1. Whatever is read through it is compared with its header, as always.
-//   2. A segment counts only with its id, nonce and size: not a copy of another store, nor an id that was used again.
-//   3. What is appended later lies behind `end` of a segment that is not sealed, and is scanned.
-//   4. A record it names is tombstoned only after the file is durably unlinked (DiskStore::drop_checkpoint).
-//   5. Torn, damaged or of another version or layout: as if it were not there.
+// The headers of records stay authoritative. The checkpoint only says where to look:
+//   1. A record that is found through it is compared with its header, as always.
+//   2. A segment counts only with its id, nonce and size: not a copy from another store, nor a reused id.
+//   3. Later records lie behind `end` of a segment that is not sealed, and are found by a scan.
+//   4. A record that it names is tombstoned only after the file is durably unlinked (DiskStore::drop_checkpoint).
+//   5. A torn or damaged file, or one of another version or layout, is ignored.
 #pragma once
 
 #include <cstdint>
@@ -63,9 +63,9 @@ struct Checkpoint {
   std::uint64_t next_sequence = 0;
   std::map<std::uint64_t, CheckpointSegment> segments;  // by id
 };
-/// A whole file; `checkpoint` names its bytes. False: it is none, of another layout, or damaged.
+/// Parses a whole file; `checkpoint` refers to its bytes. False: no checkpoint, one of another layout, or damaged.
 bool parse_checkpoint(std::span<const std::byte> file, std::uint64_t layout_id, Checkpoint& checkpoint);
-/// The largest checkpoint of that many segments, with a record in every block: a longer file is none of theirs.
+/// The size of the largest checkpoint of so many segments, with a record in every block: a longer file is not theirs.
 std::int64_t max_checkpoint_bytes(std::int64_t segments, std::int64_t segment_bytes);
 std::optional<Checkpoint> read_checkpoint(FileSystem& files, const std::string& directory, std::uint64_t layout_id,
                                           std::int64_t max_bytes);
@@ -75,7 +75,7 @@ class CheckpointWriter {
   CheckpointWriter(std::int64_t segments, std::int64_t records);
   void add(const CheckpointSegment& segment, std::int64_t records);
   void add(const CheckpointRecord& record);
-  /// As many as were announced have been added. Takes the place of an older one in one step.
+  /// Writes the file, after as many records were added as were announced. Replaces an older checkpoint atomically.
   IoStatus write(FileSystem& files, const std::string& directory, std::uint64_t layout_id, std::uint64_t next_sequence);
 
  private:

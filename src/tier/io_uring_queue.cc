@@ -1,8 +1,7 @@
 // Transfers in flight together, through io_uring.
 //
-// Neither buffers nor segments are registered. Records go as vectors of pieces, the caller's memory among them, which
-// fixed buffers do not take on most kernels; pinning them ahead would count against RLIMIT_MEMLOCK, 8 MiB in most
-// places.
+// Neither buffers nor segments are registered. A record is a vector of pieces, some in the caller's memory; on most
+// kernels fixed buffers do not take vectors. Pinning buffers ahead would count against RLIMIT_MEMLOCK, often 8 MiB.
 #include <liburing.h>
 
 #include <deque>
@@ -18,8 +17,8 @@ class IoUringQueue : public IoQueue {
   IoUringQueue(int depth, FileLock* lock) : depth_(depth) {
     if (io_uring_queue_init(static_cast<unsigned>(depth), &ring_, 0) != 0) return;
     there_ = true;
-    // A process that is killed is gone before its transfers are. The ring stays until the last of them has ended, and
-    // with it the files that it has a share in: so nobody gets the lock before.
+    // The transfers of a killed process outlive it. The ring lives until the last of them has ended, and keeps the
+    // files registered with it open. These are the lock's, so nobody gets the lock before.
     std::vector<int> shared;
     if (lock != nullptr)
       for (const Descriptor& fd : static_cast<const PosixLock&>(*lock).fds())
@@ -61,7 +60,7 @@ class IoUringQueue : public IoQueue {
     int submitted = io_uring_submit(&ring_);
     while (submitted == -EINTR) submitted = io_uring_submit(&ring_);
     if (submitted >= 0) return;
-    // The kernel has not taken it; what it will find there later does nothing.
+    // The kernel has not taken the entry; as a no-op it does nothing when the kernel takes it later.
     io_uring_prep_nop(entry);
     io_uring_sqe_set_data(entry, nullptr);
     move_now(op);
@@ -84,7 +83,7 @@ class IoUringQueue : public IoQueue {
       if (op->kind == IoOp::Kind::write) file.count_write();
       if (op->kind == IoOp::Kind::sync) file.end_sync();
       op->held.reset();
-      // Refused, not failed: the plain calls know what to do about it. A sync is never done again.
+      // Refused, not failed: the plain calls handle it. A sync is never repeated.
       const bool refused = result == -EINVAL || result == -EAGAIN || result == -EINTR || result == -EOPNOTSUPP;
       if (refused && op->kind != IoOp::Kind::sync)
         move_plainly(*op);
@@ -105,7 +104,7 @@ class IoUringQueue : public IoQueue {
   const pid_t owner_ = ::getpid();
   io_uring ring_{};
   bool there_ = false, usable_ = false;
-  std::deque<IoOp*> done_;  // past the ring
+  std::deque<IoOp*> done_;  // without the ring
 };
 
 }  // namespace

@@ -14,7 +14,7 @@ namespace kv4 {
 namespace {
 
 constexpr std::size_t kHexDigits = 2 * sizeof(CacheKey);
-constexpr std::size_t kMaxKeyFileBytes = 2 * kMaxCacheKeys * (kHexDigits + 2);  // as many empty lines as keys
+constexpr std::size_t kMaxKeyFileBytes = 2 * kMaxCacheKeys * (kHexDigits + 2);  // allows as many empty lines as keys
 
 int digit(char c) {
   if (c >= '0' && c <= '9') return c - '0';
@@ -36,14 +36,14 @@ CacheKey parse_key(std::string_view line, const std::string& path, int number) {
   return key;
 }
 
-/// The file's text; wiped when it goes.
+/// The file's text; its destructor wipes it.
 struct SecretText {
   std::string text;
   ~SecretText() { OPENSSL_cleanse(text.data(), text.size()); }
 };
 
 void read_private(const std::string& path, SecretText& out) {
-  // A pipe must not make the caller wait.
+  // Opening a pipe must not block the caller.
   const tier::Descriptor file(
       tier::uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); }));
   require(file.valid(), ErrorCode::bad_file, "the key file {} cannot be opened: {}", path, std::strerror(errno));

@@ -1,4 +1,4 @@
-// Files by the system's calls, opened again where they were closed to save descriptors.
+// Files by system calls, opened again where they were closed to save descriptors.
 #include "tier/posix_file.h"
 
 #include <fcntl.h>
@@ -9,8 +9,8 @@
 namespace kv4::tier {
 namespace {
 
-/// Where the file system knows neither RENAME_NOREPLACE nor links, nobody can be kept from taking the name between the
-/// two calls; the store's lock keeps other stores away.
+/// On a file system without RENAME_NOREPLACE and links, another program can take the name between the two calls; the
+/// store's lock keeps other stores away.
 IoStatus rename_if_free(const char* from, const char* to) {
   constexpr unsigned kNoReplace = 1;  // RENAME_NOREPLACE
   if (::syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, kNoReplace) == 0) return {};
@@ -74,7 +74,7 @@ void OpenFiles::add(PosixFile& file, Descriptor fd) {
   file.place_ = open_.insert(open_.end(), &file);
 }
 
-// A forked child may have got the lock from a thread that it has not.
+// In a forked child, a thread that does not exist there may hold the lock.
 void OpenFiles::remove(PosixFile& file) {
   if (::getpid() != owner_) return;
   const std::lock_guard lock(mutex_);
@@ -156,7 +156,7 @@ std::int64_t PosixFile::size() {
 }
 
 std::int64_t PosixFile::allocated_bytes() {
-  constexpr std::int64_t kUnit = 512;  // of st_blocks, whatever the file system's blocks are
+  constexpr std::int64_t kUnit = 512;  // of st_blocks, for any block size of the file system
   struct stat info {};
   const auto fd = use().second;
   return fd && ::fstat(fd->get(), &info) == 0 ? info.st_blocks * kUnit : -1;

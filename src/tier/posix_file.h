@@ -1,4 +1,4 @@
-// What the system's calls and io_uring share: descriptors, and errno as a status.
+// Parts that the plain system calls and io_uring share: descriptors, and errno as a status.
 #pragma once
 
 #include <sys/stat.h>
@@ -49,13 +49,13 @@ class Descriptor {
   }
   int get() const { return fd_; }
   bool valid() const { return fd_ >= 0; }
-  void release() { fd_ = -1; }  // somebody else owns it now
+  void release() { fd_ = -1; }  // it has another owner now
 
  private:
   int fd_;
 };
 
-/// Which file it is, whatever its name.
+/// Identifies a file independently of its name.
 struct FileIdentity {
   dev_t device = 0;
   ino_t inode = 0;
@@ -65,26 +65,26 @@ struct FileIdentity {
 
 class PosixFile;
 
-/// Descriptors of files, of which a bounded number stays open: the least recently used one is closed, and opened again
-/// when it is needed. Any thread.
+/// The descriptors of files. A bounded number stays open: the least recently used one is closed, and opened again when
+/// it is needed. Any thread.
 //
 // Invariants:
-//   1. A descriptor that somebody uses stays open: closing gives up one share in it.
-//   2. A file that was written to since its last sync stays open. An error of the write-back is told to descriptors
-//      that are open, and to a later one only while the system remembers the file.
+//   1. A descriptor in use stays open: closing gives up one share in it.
+//   2. A file that was written to since its last sync stays open. The kernel reports a write-back error to open
+//      descriptors, and to later ones only while it remembers the file.
 class OpenFiles {
  public:
   using Shared = std::shared_ptr<const Descriptor>;
 
   explicit OpenFiles(std::size_t limit) : limit_(limit) {}
 
-  /// open(2), after closing files that are not in use where the process has too many. errno tells why it is not valid.
+  /// open(2); where the process has too many open files, it first closes unused ones. Not valid: see errno.
   Descriptor open(const std::string& path, int flags);
   void add(PosixFile& file, Descriptor fd);
   void remove(PosixFile& file);
-  /// Opens it where it is not; an empty one with its reason otherwise.
+  /// The file's descriptor, opened again if it was closed; empty with the reason where that fails.
   std::pair<IoStatus, Shared> use(PosixFile& file);
-  /// Under the lock of all that is opened here: a file that is opened again has the one name or the other.
+  /// Renames under the lock: a concurrent use() opens the file by its old name before, or by its new one after.
   IoStatus rename_new(PosixFile& file, const std::string& path);
 
  private:
@@ -111,10 +111,10 @@ class PosixFile : public File {
   PosixFile& operator=(const PosixFile&) = delete;
 
   std::pair<IoStatus, OpenFiles::Shared> use() { return open_files_->use(*this); }
-  // A write counts twice, so that a sync which began beside it does not cover it.
+  // A write counts at its start and at its end, so that a sync which began during the write does not cover it.
   void count_write() { ++writes_; }
   void begin_sync() { syncing_ = writes_.load(); }
-  void end_sync() { synced_ = syncing_.load(); }  // failed or not: there is nothing more to be heard about it
+  void end_sync() { synced_ = syncing_.load(); }  // also after a failure: its error has been reported
 
   IoBytes readv(std::int64_t offset, std::span<const IoPiece> to) override;
   IoBytes writev(std::int64_t offset, std::span<const IoPiece> from) override;
@@ -138,7 +138,7 @@ class PosixFile : public File {
   const std::shared_ptr<OpenFiles> open_files_;
   std::atomic<bool> direct_;
   std::atomic<std::uint64_t> writes_{0}, syncing_{0}, synced_{0};
-  // Of open_files_, under its lock.
+  // Owned by open_files_, under its lock.
   Origin origin_;
   OpenFiles::Shared fd_;  // null: closed
   std::list<PosixFile*>::iterator place_;
@@ -150,13 +150,13 @@ struct RegularFile {
   bool direct = false;
   FileIdentity identity;
 };
-/// What open(2) with O_NONBLOCK gave, from here on without; errno counts where it gave nothing.
+/// Takes the result of open(2) with O_NONBLOCK and clears that flag. Where `fd` is not valid, errno has the reason.
 RegularFile as_regular(Descriptor fd, bool direct);
 IoStatus kind_of(const struct stat& info);  // ok: a regular file
 
 class PosixLock : public FileLock {
  public:
-  /// Of the lock file and of its directory; one of them may be missing.
+  /// Descriptors of the lock file and of its directory; one of them may be missing.
   explicit PosixLock(std::array<Descriptor, 2> fds) : fds_(std::move(fds)) {}
   ~PosixLock() override;
   bool owned() const override { return owner_ == ::getpid(); }
@@ -167,7 +167,7 @@ class PosixLock : public FileLock {
   const pid_t owner_ = ::getpid();
 };
 
-/// Null where the kernel has no io_uring for us: too old, forbidden, or out of memory. For PosixFiles and PosixLocks.
+/// Null where the kernel gives no io_uring: too old, forbidden, or out of memory. For PosixFiles and PosixLocks.
 std::unique_ptr<IoQueue> make_io_uring_queue(int depth, FileLock* lock);
 
 }  // namespace kv4::tier

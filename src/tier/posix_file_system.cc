@@ -38,11 +38,11 @@ IoStatus status_of(int error) {
 namespace {
 
 constexpr std::chrono::milliseconds kLockStep{5};
-constexpr int kOpenFlags = O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;  // no pipe or terminal keeps us
+constexpr int kOpenFlags = O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;  // no pipe or terminal blocks
 
-// Descriptors of files that stay open; the process has others to open.
+// Limits of the files that stay open; the process needs descriptors for others, too.
 constexpr std::size_t kMinOpenFiles = 2, kMaxOpenFiles = 256;
-constexpr rlim_t kOpenFilesShare = 4;  // at most one in so many of RLIMIT_NOFILE
+constexpr rlim_t kOpenFilesShare = 4;  // at most RLIMIT_NOFILE / 4
 
 std::size_t open_files_limit() {
   rlimit limit{};
@@ -54,7 +54,7 @@ IoStatus lock_now(int fd) {
   return checked(uninterrupted([&] { return ::flock(fd, LOCK_EX | LOCK_NB); }));
 }
 
-/// Is it what that path leads to?
+/// Whether the path leads to this file.
 bool is_at(const Descriptor& fd, const std::string& path) {
   struct stat info {
   }, there{};
@@ -107,7 +107,7 @@ class PosixFileSystem : public FileSystem {
     Descriptor fd = open_files_->open(path, flags | make | (direct ? O_DIRECT : 0));
     if (!fd.valid() && errno == EINVAL && direct) {
       direct = false;
-      fd = open_files_->open(path, flags | (make & ~O_EXCL));  // a file that the refused call has made is there already
+      fd = open_files_->open(path, flags | (make & ~O_EXCL));  // the refused call may have made the file
     }
     RegularFile opened = as_regular(std::move(fd), direct);
     if (!opened.status.ok()) return {opened.status, nullptr};
@@ -149,8 +149,8 @@ class PosixFileSystem : public FileSystem {
   }
 
  private:
-  /// The directory first: its lock holds whatever becomes of the file. The file keeps older builds away, and everybody
-  /// where directories cannot be locked.
+  /// Locks the directory first: that lock holds even if the file is deleted. The lock on the file keeps older builds
+  /// out, and all others where directories cannot be locked.
   Opened<FileLock> try_lock(const std::string& path) {
     const std::string parent = std::filesystem::path(path).parent_path().string();
     const std::string directory = parent.empty() ? "." : parent;
@@ -163,7 +163,7 @@ class PosixFileSystem : public FileSystem {
     RegularFile file = as_regular(open_files_->open(path, O_RDWR | O_CREAT | kOpenFlags), false);
     if (file.status.ok()) file.status = lock_now(file.fd.get());
     if (!file.status.ok() && !(file.status.code == IoCode::not_a_file && folder.valid())) return {file.status, nullptr};
-    // Whoever comes next has to meet these two, not others that took their names meanwhile.
+    // The names must still lead to these two, or the next process would lock others.
     const bool stays =
         (!file.fd.valid() || is_at(file.fd, path)) && (!folder.valid() || is_at(folder, directory + "/."));
     if (!stays) return {status_of(EWOULDBLOCK), nullptr};
@@ -176,8 +176,8 @@ class PosixFileSystem : public FileSystem {
 
 }  // namespace
 
-// Before the descriptors are closed: a queue has a share in the files. A forked child has one, too, and only closes its
-// own.
+// Unlocks before it closes the descriptors, because a queue has a share in the files. A forked child has a share, too,
+// and only closes its own.
 PosixLock::~PosixLock() {
   if (!owned()) return;
   for (const Descriptor& fd : fds_)

@@ -70,7 +70,7 @@ void encode_v1(const RecordHeader& header, std::byte* at) {
   store_le(at + v1::kDigestAt, digest64({at, v1::kDigestAt}));
 }
 
-/// The rest of the header, of which magic and version are known.
+/// Parses the rest of a header of version 2, after magic and version.
 RecordRefusal parse_v2(std::span<const std::byte> bytes, RecordHeader& header) {
   if (bytes.size() < kRecordHeaderBytes) return RecordRefusal::too_short;
   const std::byte* at = bytes.data();
@@ -162,7 +162,7 @@ ParsedHeader parse_header(std::span<const std::byte> bytes) {
   const std::byte* at = bytes.data();
   parsed.refusal = RecordRefusal::foreign;
   if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0) return parsed;
-  // Before the digest: another version may keep it elsewhere.
+  // Checked before the digest, which another version may keep elsewhere.
   const auto version = load_le<std::uint32_t>(at + kVersionAt);
   parsed.refusal = RecordRefusal::other_version;
   if (version != 1 && version != kRecordVersion) return parsed;

@@ -3,10 +3,9 @@
 //   offset  size  meaning
 //        0     8  "KV4REC\r\n"
 //        8     4  version, 2
-//       12     2  kind: 0 a value, 1 dead (its place is used up, its payload is gone), 2 sealed, 3 authenticated
+//       12     2  kind: 0 a value, 1 a tombstone (its place is used up, its payload is gone), 2 sealed, 3 authenticated
 //                 (record_guard.h)
-//       14     2  coding of the payload: 0 as it is; 1 trimmed, 2 zstd, 3 LZ4 are for later versions, refused by this
-//                 one
+//       14     2  coding of the payload: 0 none; 1 trimmed, 2 zstd, 3 LZ4 are for later versions, refused by this one
 //       16     8  layout id of the cache whose bytes these are
 //       24     8  tenant
 //       32     8  length of the payload as stored
@@ -18,15 +17,15 @@
 //      320    16  id of the cache key; zero where no key protects it
 //      336    24  salt, random; likewise
 //      360    16  tag; likewise
-//      376     8  place: a digest of where a segment keeps it, 0 elsewhere. Bytes of a payload that look like a record,
-//                 and a record that was written to another place, have another one
+//      376     8  place: in a segment, a digest of the record's location; 0 elsewhere. It differs for a payload's bytes
+//                 that look like a record, and for a record written to another location
 //      384    16  XXH3-128 of the payload as stored, low half first
 //      400   104  zero
 //      504     8  XXH3-64 of bytes 0 to 503
 //      512        payload; on a disk it begins at 4,096, so that it can be read straight into aligned memory
 //
-// Version 1 (0.1) had 128 bytes, and the salt and tag of a sealed payload behind it. Its records are read, and move
-// within a store as they are; new ones are of version 2.
+// A header of version 1 (0.1) has 128 bytes; the salt and tag of a sealed payload follow the payload. Records of
+// version 1 are read, and move within a store as they are; new records are of version 2.
 #pragma once
 
 #include <array>
@@ -40,11 +39,10 @@
 namespace kv4::tier {
 
 inline constexpr std::int64_t kRecordHeaderBytes = 512, kRecordHeaderBytesV1 = 128;
-inline constexpr std::int64_t kBlockBytes = 4096;  // what records on a disk are aligned to
+inline constexpr std::int64_t kBlockBytes = 4096;  // alignment of records on a disk
 inline constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 30;
 inline constexpr std::uint16_t kRecordVersion = 2;
-/// The bytes of the header that a seal is bound to. The place is not among them, so that a record can move without
-/// being opened.
+/// The bytes of the header that a seal covers. They exclude the place, so that a record can move without being opened.
 inline constexpr std::int64_t kRecordIdentityBytes = 336, kRecordIdentityBytesV1 = 80;
 inline constexpr std::int64_t kSealBytesV1 = 40;  // salt and tag behind a payload that version 1 sealed
 inline constexpr std::size_t kMaxRecordKeyBytes = 256;
@@ -60,7 +58,7 @@ struct RecordHeader {
   RecordKind kind = RecordKind::value;
   std::uint64_t layout_id = 0;
   RecordId id;
-  std::int64_t length = 0;  // of the payload as stored
+  std::int64_t length = 0;  // bytes of the payload as stored
   std::uint64_t sequence = 0;
   KeyId key_id{};  // this and the next two: of a sealed or authenticated record of version 2
   SealSalt salt{};
@@ -71,12 +69,12 @@ struct RecordHeader {
   std::int64_t header_bytes() const { return version == 1 ? kRecordHeaderBytesV1 : kRecordHeaderBytes; }
 };
 
-/// Bytes of the payload that was put; `length` is that of the stored one.
+/// Bytes of the payload as it was put; `length`: bytes as stored.
 constexpr std::int64_t payload_bytes(std::uint16_t version, RecordKind kind, std::int64_t length) {
   return version == 1 && kind == RecordKind::sealed ? length - kSealBytesV1 : length;
 }
 
-/// Why bytes are not taken for a record.
+/// The reason why bytes are not accepted as a record.
 enum class RecordRefusal : std::uint8_t {
   none,
   too_short,          // fewer bytes than a header, or than header and payload
@@ -84,33 +82,33 @@ enum class RecordRefusal : std::uint8_t {
   other_version,      // a record of another format version, or a damaged one
   damaged_header,     // the header's digest differs
   unknown_kind,       // a sound header of a kind that this version does not have
-  reserved_not_zero,  // a sound header that uses bytes this version does not know
-  bad_length,         // a sound header whose length no record has
+  reserved_not_zero,  // a sound header that uses bytes that this version reserves
+  bad_length,         // a sound header with a length that no record can have
   misplaced,          // a sound record that belongs elsewhere
   damaged_payload,    // the payload's digest differs
   dead,               // a value was expected
   other_record,       // another tenant or key than was asked for
   other_layout,       // bytes of a cache of another layout
   other_sequence,     // an older or newer record of the same key
-  wrong_key,          // sealed or authenticated with a key that the reader has not
-  unauthenticated,    // no key protects it, and the reader believes only what one does
-  forged              // it names a key of the reader's, which did not make it
+  wrong_key,          // sealed or authenticated with a key that the reader does not have
+  unauthenticated,    // no key protects it, and the reader believes only protected records
+  forged              // it names one of the reader's keys, and that key did not make it
 };
 
 const char* to_string(RecordRefusal refusal);
 
-/// `header` counts only where `refusal` is none.
+/// `header` is valid only where `refusal` is none.
 struct ParsedHeader {
   RecordRefusal refusal = RecordRefusal::none;
   RecordHeader header;
 };
 
-/// Its header_bytes() at the front of `to`, in the format of its version.
+/// Writes header_bytes() to the front of `to`, in the format of the header's version.
 void encode_header(const RecordHeader& header, std::span<std::byte> to);
 /// Reads a header of either version.
 ParsedHeader parse_header(std::span<const std::byte> bytes);
 
-/// Header and payload; what follows them is not looked at.
+/// Checks header and payload; ignores bytes behind them.
 ParsedHeader verify_record(std::span<const std::byte> bytes);
 
 constexpr std::int64_t whole_blocks(std::int64_t bytes) {

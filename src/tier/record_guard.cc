@@ -27,7 +27,7 @@ struct RecordGuard::RingKey {
 namespace {
 
 constexpr std::size_t kNonceBytes = 12;
-constexpr std::size_t kMaxContexts = 1024;  // keys of tenants that are kept: each saves a derivation
+constexpr std::size_t kMaxContexts = 1024;  // cached context keys: each saves a derivation
 constexpr std::string_view kIdInfo = "kv4 key id", kContextInfo = "kv4 context", kRecordInfo = "kv4 record",
                            kTenantInfoV1 = "kv4 tenant";
 
@@ -41,7 +41,7 @@ struct Releaser {
 using KdfContext = std::unique_ptr<EVP_KDF_CTX, Releaser<EVP_KDF_CTX_free>>;
 using CipherContext = std::unique_ptr<EVP_CIPHER_CTX, Releaser<EVP_CIPHER_CTX_free>>;
 
-/// Bytes that are wiped.
+/// Bytes that the destructor wipes.
 template <std::size_t N>
 struct Secret {
   std::array<std::byte, N> bytes{};
@@ -51,8 +51,8 @@ struct Secret {
 unsigned char* raw(std::byte* bytes) { return reinterpret_cast<unsigned char*>(bytes); }
 const unsigned char* raw(const std::byte* bytes) { return reinterpret_cast<const unsigned char*>(bytes); }
 
-/// What OpenSSL looks up by name, looked up once; where it finds no memory for that, the next call looks again. They
-/// live as long as the process.
+/// An algorithm that OpenSSL finds by name, looked up once and kept as long as the process lives. Where a lookup finds
+/// no memory, the next call looks again.
 template <auto Fetch, auto Release>
 auto* fetched(const char* name) {
   using Algorithm = std::remove_pointer_t<decltype(Fetch(nullptr, name, nullptr))>;
@@ -101,7 +101,7 @@ bool feed(EVP_CIPHER_CTX* context, std::span<const std::byte> from, std::byte* t
                           moved == static_cast<int>(from.size()));
 }
 
-/// A context for one record, with key, nonce and the header as additional data; null where something is refused.
+/// A context for one record, with key, nonce and the header as additional data; null where OpenSSL refuses a step.
 CipherContext begin(std::span<const std::byte> context_key, const RecordHeader& header, std::span<const std::byte> salt,
                     bool encrypt) {
   Secret<sizeof(CacheKey) + kNonceBytes> record_key;
@@ -119,8 +119,8 @@ CipherContext begin(std::span<const std::byte> context_key, const RecordHeader& 
   return context;
 }
 
-/// OpenSSL's generator lives in the process's memory: two copies of a virtual machine that was saved while kv4 ran have
-/// the same one, and give the same bytes. What a record is and when it is written tell their salts apart.
+/// OpenSSL's random generator lives in the process's memory: two copies of a virtual machine that was saved while kv4
+/// ran give the same random bytes. So the salt also depends on the record's header and the time.
 bool make_salt(const RecordHeader& header, SealSalt& salt) {
   constexpr std::size_t kRandomAt = kRecordIdentityBytes, kTimeAt = kRandomAt + sizeof(SealSalt);
   std::array<std::byte, kRecordHeaderBytes> from;
@@ -252,7 +252,7 @@ RecordRefusal RecordGuard::open(const RecordHeader& header, std::span<const std:
   const Context where{static_cast<std::size_t>(ring - ring_.begin()), header.id.tenant, header.layout_id};
   CipherContext context;
   if (context_key(where, key.bytes)) context = begin(key.bytes, header, header.salt, false);
-  if (!context) throw std::bad_alloc();  // nothing is known of the record
+  if (!context) throw std::bad_alloc();  // the record is not judged
   if (feed(context.get(), stored, sealed ? payload.data() : nullptr) && finish_with_tag(context.get(), header.tag))
     return sealed ? RecordRefusal::none : give();
   if (sealed) OPENSSL_cleanse(payload.data(), payload.size());
@@ -284,7 +284,7 @@ RecordRefusal RecordGuard::open_v1(const RecordHeader& header, std::span<const s
     if (feed(context.get(), stored.first(bytes), payload.data()) && finish_with_tag(context.get(), tag))
       return RecordRefusal::none;
     OPENSSL_cleanse(payload.data(), payload.size());
-    if (payload.data() == stored.data()) break;  // the ciphertext has gone with it
+    if (payload.data() == stored.data()) break;  // the ciphertext was wiped with the payload
   }
   return RecordRefusal::wrong_key;
 }

@@ -19,7 +19,7 @@ std::optional<RecordEntry> RecordIndex::find(const RecordId& id) const {
   return found;
 }
 
-// Cells first, records a little later: lookups of a batch wait for memory together.
+// Prefetches cells, then records, so that the lookups of a batch wait for memory together.
 void RecordIndex::look_up(std::span<ExistsRequest> requests) const {
   constexpr std::size_t kCellsAhead = 16, kRecordsAhead = 8;
   const std::lock_guard lock(mutex_);
@@ -78,7 +78,7 @@ void RecordIndex::erase(const RecordId& id) noexcept {
   --size_;
   for (std::size_t i = (gap + 1) & mask(); cells_[i].number != kNone; i = (i + 1) & mask()) {
     const std::size_t wanted = home(hash(record(cells_[i].number).id));
-    if (((i - wanted) & mask()) < ((i - gap) & mask())) continue;  // it stands at or behind its home already
+    if (((i - wanted) & mask()) < ((i - gap) & mask())) continue;  // it would move before its home
     cells_[gap] = cells_[i];
     gap = i;
   }

@@ -1,7 +1,7 @@
-// Which records a store has, and where: open addressing by a hash with a seed.
+// The records of a store and their places: a hash table with open addressing and a seeded hash.
 //
-// Any thread may ask; one thread at a time changes what is there, but for set_aside(), which any may call. No call
-// waits for a disk.
+// Any thread may look records up or call set_aside(); one thread at a time makes other changes. No call waits for a
+// disk.
 #pragma once
 
 #include <array>
@@ -30,18 +30,18 @@ struct RecordEntry {
   std::uint64_t sequence = 0;
   RecordKind kind = RecordKind::value;
   std::uint16_t version = kRecordVersion;
-  bool set_aside = false;  // a miss, but known, so that it is tombstoned when a newer one takes its place
+  bool set_aside = false;  // a miss; the entry stays, so that the record is tombstoned when a newer one replaces it
 
   std::int64_t payload_bytes() const { return tier::payload_bytes(version, kind, place.length); }
 };
 
 class RecordIndex {
  public:
-  /// `seed`: not to be guessed where others may write records.
+  /// `seed`: unpredictable, where others may write records.
   explicit RecordIndex(std::uint64_t seed = 0) : hash_{seed} {}
 
   std::optional<RecordEntry> find(const RecordId& id) const;
-  /// `use(entry)` with the lock held: the entry's segment is there meanwhile. False: there is no such record.
+  /// Calls `use(entry)` under the lock, which keeps the entry's segment alive. False: there is no such record.
   template <class Use>
   bool visit(const RecordId& id, Use&& use) const {
     const std::lock_guard lock(mutex_);
@@ -49,21 +49,21 @@ class RecordIndex {
     if (number != kNone) use(record(number).entry);
     return number != kNone;
   }
-  /// Answers all: -1 where a record is not there or was set aside.
+  /// Answers all requests: -1 where a record is missing or was set aside.
   void look_up(std::span<ExistsRequest> requests) const;
 
-  /// Room for as many more: that many put() then take no memory, and cannot throw.
+  /// Makes room for so many more records: so many calls of put() then allocate nothing, and cannot throw.
   void make_room(std::int64_t records);
-  /// What was there before, if anything.
+  /// Returns the entry that was there before, if any.
   std::optional<RecordEntry> put(const RecordId& id, const RecordEntry& entry);
   void erase(const RecordId& id) noexcept;
-  /// False: it is not at that place any more, or is set aside already.
+  /// False: the record is no longer at that place, or is set aside already.
   bool set_aside(const RecordId& id, const RecordPlace& place);
   void clear();
   void reserve(std::int64_t records);
 
-  /// `use(id, entry)` of all, in no order, by the thread that makes changes; references stay until the record is
-  /// erased.
+  /// Calls `use(id, entry)` for all records, in no order. For the thread that makes changes; the references stay valid
+  /// until the record is erased.
   template <class Use>
   void for_each(Use&& use) const {
     const std::lock_guard lock(mutex_);
@@ -72,7 +72,7 @@ class RecordIndex {
   }
 
   std::int64_t size() const;
-  /// Without those set aside.
+  /// The number of records without those set aside.
   std::int64_t sound_records() const;
   std::int64_t payload_bytes() const;
 
@@ -80,7 +80,7 @@ class RecordIndex {
   static constexpr std::uint32_t kNone = 0xffffffff;
   static constexpr std::size_t kChunkRecords = 4096;
   struct Cell {
-    std::uint32_t tag = 0;  // further bits of the hash
+    std::uint32_t tag = 0;  // other bits of the hash
     std::uint32_t number = kNone;
   };
   struct Record {
@@ -94,7 +94,7 @@ class RecordIndex {
   std::size_t home(std::uint64_t hash) const { return (hash >> 32) & mask(); }
   std::size_t mask() const { return cells_.size() - 1; }
   Record& record(std::uint32_t number) const { return (*chunks_[number / kChunkRecords])[number % kChunkRecords]; }
-  std::size_t find_cell(const RecordId& id, std::uint64_t hash) const;  // its own, or where it would go
+  std::size_t find_cell(const RecordId& id, std::uint64_t hash) const;  // of the record, or where it would go
   std::uint32_t find_number(const RecordId& id) const { return cells_[find_cell(id, hash(id))].number; }
   void resize(std::size_t cells);
   void add_chunk();
@@ -102,8 +102,8 @@ class RecordIndex {
 
   // Invariants:
   //   1. cells_ is a power of two and at most half full; every record is in the run of cells that begins at its home.
-  //   2. A number is in one cell, or in free_, or has never been used. free_ has room for all, so that no erase() needs
-  //      memory.
+  //   2. A record number is in one cell, or in free_, or has never been used. free_ has room for all numbers, so that
+  //      erase() allocates nothing.
   const SeededIdHash hash_;
   mutable std::mutex mutex_;
   std::vector<Cell> cells_ = std::vector<Cell>(1024);

@@ -5,12 +5,12 @@
 namespace kv4::tier {
 namespace {
 
-/// What can move between a file and these `bytes` of the caller's, without the partial block at their end.
+/// The bytes that can move between a file and the caller's memory without a copy: not a partial block at the end.
 std::int64_t straight_bytes(const std::byte* data, std::int64_t bytes) {
   return reinterpret_cast<std::uintptr_t>(data) % kBlockBytes == 0 ? bytes / kBlockBytes * kBlockBytes : 0;
 }
 
-/// Neighbours in memory are one piece.
+/// Adds a piece; merges it with the last one where they are adjacent in memory.
 void push(std::vector<IoPiece>& pieces, std::byte* data, std::int64_t bytes) {
   if (bytes == 0) return;
   if (!pieces.empty() && pieces.back().data + pieces.back().bytes == data)
@@ -23,7 +23,7 @@ void push(std::vector<IoPiece>& pieces, std::byte* data, std::int64_t bytes) {
 
 namespace {
 
-/// Whether the payload is written from a copy: its ciphertext.
+/// Whether the write uses a copy of the payload, its ciphertext.
 bool seals(const RecordGuard* guard) { return guard != nullptr && guard->kind() == RecordKind::sealed; }
 
 }  // namespace

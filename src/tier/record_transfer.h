@@ -1,5 +1,5 @@
-// Records on their way between the caller's memory and a segment. A payload that begins at a multiple of 4,096 moves
-// without a copy, but for its last, partial block.
+// Transfers of records between the caller's memory and a segment. A payload at an address that is a multiple of 4,096
+// moves without a copy, except for its last, partial block.
 #pragma once
 
 #include <cstdint>
@@ -13,26 +13,26 @@
 
 namespace kv4::tier {
 
-/// Some records, one after the other, in one write.
+/// Several records, one after the other, in one write.
 class RecordWrite : public IoOp {
  public:
   /// Size of the buffer for one record. `guard`: null where the record is written as it is.
   static std::int64_t buffer_bytes(std::span<const std::byte> payload, const RecordGuard* guard);
 
-  /// add() may then take as much of the buffer as that.
+  /// Begins a write at `at`; add() may take `needed_bytes` of the buffer.
   void start(SegmentFile& segment, std::int64_t at, std::int64_t needed_bytes);
-  /// The next record; `payload` stays until the write is done. The header gets its protection and digest here. False:
-  /// it could not be protected, and is written as a dead one.
+  /// Adds the next record; `payload` stays until the write is done. Sets the header's protection and digest. False: the
+  /// record could not be protected, and is written as a tombstone.
   bool add(RecordHeader header, std::span<const std::byte> payload, const RecordGuard* guard);
 
-  std::size_t first = 0, last = 0;  // which of a batch
+  std::size_t first = 0, last = 0;  // its range of the batch
   BlockBuffer buffer;
 
  private:
   std::span<std::byte> take(std::int64_t bytes);
 
   SegmentFile* segment_ = nullptr;
-  std::int64_t end_ = 0;  // of the last record, in the file
+  std::int64_t end_ = 0;  // end of the last record, in the file
   std::span<std::byte> free_;
 };
 
@@ -41,14 +41,14 @@ class RecordRead : public IoOp {
  public:
   static std::int64_t buffer_bytes(std::span<const std::byte> to, std::int64_t length);
 
-  /// Straight into `to` where that is aligned and long enough.
+  /// Begins a read, straight into `to` where that is aligned and long enough.
   void start(SegmentFile& segment, std::int64_t at, std::int64_t length, std::span<std::byte> to);
-  /// After the transfer: the payload lies in `to` where it was read there, else in the buffer.
+  /// Call after the transfer. The payload lies in `to` where it was read there, else in the buffer.
   ReadRecord finish();
-  /// Nothing of the payload stays, in `to` or the buffer.
+  /// Overwrites the payload with zeros, in `to` or the buffer.
   void clear();
 
-  std::size_t index = 0;  // which of a batch
+  std::size_t index = 0;  // its place in the batch
   BlockBuffer buffer;
 
  private:
@@ -58,19 +58,19 @@ class RecordRead : public IoOp {
   std::span<const std::byte> rest_;  // of the payload, still in the buffer
 };
 
-/// Transfers of one kind for a queue. Bounds the memory of their buffers, in flight and kept.
+/// A pool of transfers of one kind for a queue. Bounds the memory of their buffers, in flight and kept.
 template <class Transfer>
 class TransferPool {
  public:
   explicit TransferPool(int count) : all_(count) {}
 
-  /// For a new batch; none is under way.
+  /// Begins a new batch; no transfer is under way.
   void reset() {
     free_.clear();
     for (Pooled& pooled : all_) free_.push_back(&pooled);
     used_bytes_ = 0;
   }
-  /// Null: not before one is given back.
+  /// Null: no transfer or no memory is free until one is given back.
   Transfer* take(std::int64_t buffer_bytes) {
     if (free_.empty() || (used_bytes_ > 0 && used_bytes_ + buffer_bytes > kMaxBytes)) return nullptr;
     Pooled* pooled = free_.back();

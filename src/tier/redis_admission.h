@@ -1,9 +1,9 @@
-// Which servers are ever connected to, and by which addresses. Names are looked up once, when this is made: nothing
-// waits for a resolver later, and a name that a server answers with cannot lead anywhere new.
+// Decides which servers kv4 connects to, and by which addresses. The constructor looks names up, once: nothing waits
+// for a resolver later, and a name in a server's answer cannot lead to a new address.
 //
-// Admitted are the servers that were configured, and of those that the cluster names (CLUSTER SLOTS, MOVED, ASK) the
-// ones on the list of allowed servers. Only where there is neither a password nor TLS nor such a list, every numeric
-// address that the cluster names is taken: then there is no secret to send.
+// The configured servers are admitted. Servers that the cluster names (CLUSTER SLOTS, MOVED, ASK) are admitted if they
+// are on the list of allowed servers. Where there is no password, no TLS and no such list, every numeric address that
+// the cluster names is admitted: then there is no secret to send.
 #pragma once
 
 #include <array>
@@ -22,18 +22,18 @@ std::optional<IpAddress> parse_ip(const std::string& text);
 std::string to_text(const IpAddress& address);
 
 struct RedisEndpoint {
-  RedisAddress name;                   // as it was configured, else numeric; one server has one
-  std::string certified;               // the host that its certificate has to be for
+  RedisAddress name;                   // as configured, else numeric; one per server
+  std::string certified;               // the host that its certificate has to name
   std::vector<std::string> addresses;  // numeric, to be tried in turn
 };
 
 class RedisAdmission {
  public:
-  /// Throws Error (bad_argument) where a name is not known or an allowed server is none.
+  /// Throws Error (bad_argument) where a name cannot be resolved or an entry of the allowed servers is malformed.
   explicit RedisAdmission(const RemoteOptions& options);
 
   const std::vector<RedisEndpoint>& servers() const { return servers_; }
-  /// Of a server that the cluster names. Nullopt: it is not admitted.
+  /// The endpoint of a server that the cluster names. nullopt: it is not admitted.
   std::optional<RedisEndpoint> find(const RedisAddress& named) const;
 
  private:
@@ -41,12 +41,12 @@ class RedisAdmission {
     RedisEndpoint endpoint;  // port 0: any
     int prefix_bits = 128;
   };
-  /// What a certificate of the server at this address has to be for: the name that led there, if one did.
+  /// The host that the certificate of the server at this address has to name: the name that led there, if any.
   std::string certified(const IpAddress& address) const;
 
   std::vector<RedisEndpoint> servers_;
   std::vector<Rule> rules_;
-  bool any_ = false;  // address
+  bool any_ = false;  // any address is admitted
 };
 
 }  // namespace kv4::tier

@@ -11,24 +11,24 @@
 namespace kv4::tier {
 namespace {
 
-constexpr int kMaxRedirects = 5;         // of one command
+constexpr int kMaxRedirects = 5;         // per command
 constexpr std::size_t kMaxNodes = 1000;  // a cluster has no more masters
 constexpr Duration kSlotsAskedEvery = std::chrono::milliseconds(100);
-constexpr Duration kRefusalKept = std::chrono::seconds(10);  // of a named server: not every run meets it again
-// The tree of 2^18 elements takes 30 MB: every slot by itself with three servers.
+constexpr Duration kRefusalKept = std::chrono::seconds(10);  // so long a refusal counts: not every run meets it
+// Enough for every slot on its own with three servers. The tree of 2^18 elements takes 30 MB.
 constexpr ReplyLimits kSlotsLimits = {.depth = 4, .elements = 1 << 18, .bulk_bytes = 1 << 10, .total_bytes = 16 << 20};
 constexpr ReplyLimits kHelloLimits = {.bulk_bytes = kMaxLineBytes, .total_bytes = 2 * kMaxLineBytes};
-constexpr std::int64_t kRecordSlack = 4 << 10;  // of a record beside its payload and header
+constexpr std::int64_t kRecordSlack = 4 << 10;  // bytes of a record beside its payload and header
 
 Deadline clock_now() { return std::chrono::steady_clock::now(); }
 
-/// A connection as its server knows it. The number alone would name another client after the server has started anew.
+/// A connection as its server names it. After a restart of the server the number alone may name another client.
 struct ClientName {
   std::string id, address;
   bool empty() const { return id.empty(); }
 };
 
-/// Of the reply to CLIENT INFO: "id=7 addr=127.0.0.1:41234 laddr=..."
+/// Parses the reply to CLIENT INFO: "id=7 addr=127.0.0.1:41234 laddr=..."
 ClientName parse_client(std::string_view info) {
   const auto field = [&](std::string_view name) {
     const std::size_t at = info.starts_with(name) ? 0 : info.find(' ' + std::string(name));
@@ -51,16 +51,16 @@ struct RedisCluster::Node {
   std::string shown;  // its name and port
   std::unique_ptr<RedisConnection> connection;
   Hello hello = Hello::waiting;
-  std::vector<Unsent> queue;  // until hello is done
-  ClientName client;          // of the connection, at the server; empty: not known yet
-  ClientName dropped;         // of the one before, if it may have commands on the way
+  std::vector<Unsent> queue;  // commands that wait for the hello
+  ClientName client;          // the connection's name at the server; empty: not known yet
+  ClientName dropped;         // that of the previous connection, if it may have commands under way
   Duration pause{};           // before this connection; 0: none was needed
   Deadline retry_at{};
-  std::int64_t progress = 0;  // of the connection, when it was looked at last
-  Deadline progress_at{};     // since when it owes an answer and has made none
-  std::int64_t replies = 0;   // of the connection, likewise
+  std::int64_t progress = 0;  // the connection's progress() at the last look
+  Deadline progress_at{};     // since when it owes an answer and makes no progress
+  std::int64_t replies = 0;   // the connection's replies() at the last look
   Deadline replied_at{};      // since when it owes a whole answer
-  // Of the run that goes on.
+  // In the current run.
   RedisFailure failure;
   bool worked = false;
 
@@ -81,8 +81,8 @@ RedisCluster::~RedisCluster() = default;
 // --- runs
 
 void RedisCluster::run(std::span<const RedisOperation> operations, Deadline deadline) {
-  // For want of memory: payloads of this run go away, so nothing of it may be sent any more, and a connection may have
-  // been left half-way through its hello.
+  // Where memory is refused: the payloads of this run go away, so none of it may be sent any more. A connection may be
+  // half-way through its hello.
   Undo drop_all([this] {
     ++run_;
     operations_ = {};
@@ -111,7 +111,7 @@ void RedisCluster::begin_run(std::size_t answers) {
   unanswered_ = answers;
 }
 
-/// Until everything is answered or given up, or the deadline.
+/// Sends and receives until every operation is answered or given up, or until the deadline.
 void RedisCluster::exchange(Deadline deadline) {
   std::vector<pollfd> polled;
   std::vector<Node*> asked;
@@ -136,7 +136,7 @@ void RedisCluster::exchange(Deadline deadline) {
 
 void RedisCluster::proceed(Node& node, short ready) {
   bool alive = node.connection->proceed(ready) && node.hello != Hello::refused;
-  // Looked at after a read: between runs nobody did, and the answer may have been there for long.
+  // The time after a read: nobody reads between runs, and an answer may have waited since the last one.
   const Deadline now = clock_now();
   if (std::exchange(node.replies, node.connection->replies()) != node.connection->replies()) node.replied_at = now;
   if (std::exchange(node.progress, node.connection->progress()) != node.connection->progress()) {
@@ -148,14 +148,14 @@ void RedisCluster::proceed(Node& node, short ready) {
   if (!alive) drop(node);
 }
 
-/// At a deadline: a server that sends some bytes now and then is as good as a silent one.
+/// Called at the deadline of a run: a server that sends only a few bytes now and then counts as silent.
 void RedisCluster::note_slow(Deadline now) {
   for (const auto& node : nodes_)
     if (node->connection && !node->connection->idle() && now - node->replied_at >= options_.silence_limit)
       node->fail({FailureReason::silent, "it is too slow: it owes a whole answer since long before the deadline"});
 }
 
-/// Payloads of this run may go away now.
+/// Ends a run: its payloads may go away afterwards.
 void RedisCluster::end_run(bool of_operations) {
   ++run_;
   for (const auto& node : nodes_) {
@@ -166,7 +166,7 @@ void RedisCluster::end_run(bool of_operations) {
   settle(of_operations);
 }
 
-/// A server works when it did in a whole run: one that is full may take every second record.
+/// A server counts as working after a whole run without a failure: a full one may take every second record.
 void RedisCluster::settle(bool of_operations) {
   for (const auto& node : nodes_) {
     if (node->failure.reason != FailureReason::none)
@@ -214,7 +214,7 @@ void RedisCluster::on_answer(Node& node, std::size_t operation, const redisReply
       return dispatch(operation, to, redirect.kind == RedisRedirect::Kind::ask);
     }
     if (text_of(*reply).starts_with("CLUSTERDOWN")) slots_stale_ = true;
-    // Another type under a record's name is that record's damage, not the server's.
+    // A value of another type under a record's name is damage of that record, not a failure of the server.
     if (!text_of(*reply).starts_with("WRONGTYPE")) node.fail(failure_of_error(text_of(*reply), options_.password));
   }
   --unanswered_;
@@ -247,7 +247,7 @@ RedisCluster::Node* RedisCluster::admit(const RedisAddress& named, const Node& b
   return node;
 }
 
-/// False: it is not tried now.
+/// False: there is no connection, and none is tried now.
 bool RedisCluster::connect(Node& node) {
   if (node.connection) return true;
   const Deadline now = clock_now();
@@ -283,12 +283,12 @@ void RedisCluster::refuse_hello(Node& node, const redisReply& reply) {
                 : RedisFailure{FailureReason::not_redis, "its answers are not those to AUTH and CLIENT"});
 }
 
-/// A status.
+/// The reply to AUTH is a status.
 void RedisCluster::on_auth(Node& node, const redisReply* reply) {
   if (reply != nullptr && reply->type != REDIS_REPLY_STATUS) refuse_hello(node, *reply);
 }
 
-/// CLIENT INFO gives a text, CLIENT KILL a number.
+/// The reply to CLIENT INFO is a string, that to CLIENT KILL a number.
 void RedisCluster::on_hello(Node& node, const redisReply* reply) {
   if (reply == nullptr || node.hello != Hello::waiting) return;
   if (node.client.empty()) {
@@ -330,7 +330,7 @@ void RedisCluster::drop(Node& node) {
 
 // --- slots
 
-/// True: there is a map of them, if perhaps an old one.
+/// True: there is a map of the slots, perhaps an old one.
 bool RedisCluster::find_slots(Deadline deadline) {
   const Deadline start = clock_now();
   if (start >= deadline) return false;
@@ -353,7 +353,8 @@ bool RedisCluster::find_slots(Deadline deadline) {
         answered = reply != nullptr && !slots_stale_;
       };
       send(node, redis_command({"CLUSTER", "SLOTS"}), kSlotsLimits, on_reply);
-      // Half of the time for each, so that the next one has a chance; else long enough to see that it is silent.
+      // Each server gets half of the remaining time, so that the next one has a chance, but no more than it takes to
+      // see that it is silent.
       exchange(now + std::min<Duration>(2 * options_.silence_limit, (deadline - now) / 2));
       const bool found = answered;
       end_run(false);

@@ -1,9 +1,9 @@
-// The servers of a Redis cluster (or one without cluster mode): who serves a slot, connections that come and go, and
-// batches of commands that run on all of them at the same time until a deadline.
+// The servers of a Redis cluster, or one server without cluster mode: the map from slots to servers, their connections,
+// and batches of commands that run on all servers at the same time until a deadline.
 //
-// Order: commands to a server take effect in the order of their run(), those included that had no answer in time.
-// Either they are still ahead of the next ones in the same connection; or that connection was dropped, and then the
-// next one has it killed at the server before it is used, because a stalled server might find the old commands last.
+// Order: commands to a server take effect in the order of their run(), even those without an answer in time. Either
+// they are ahead of later ones in the same connection. Or that connection was dropped; then the next connection has it
+// killed at the server (CLIENT KILL) before any use, because a stalled server might read the old commands last.
 #pragma once
 
 #include <array>
@@ -23,14 +23,15 @@ namespace kv4::tier {
 /// One command to the server of a slot.
 struct RedisOperation {
   int slot = 0;
-  std::function<RedisCommand()> command;  // asked again for every redirect
-  /// Not called where there is no answer. False: no such command has this one; of an error that says nothing.
+  std::function<RedisCommand()> command;  // called again for every redirect
+  /// Called with the reply, if there is one. False: such a command has no such reply; the result counts only where the
+  /// reply is no error.
   std::function<bool(const redisReply& reply)> done;
 };
 
 class RedisCluster {
  public:
-  /// `tls`: null for plain connections. `failures` gets what goes wrong, as of `side`.
+  /// `tls`: null for plain connections. Failures go to `failures`, under `side`.
   struct Shared {
     std::shared_ptr<const RedisAdmission> admission;
     std::shared_ptr<const RedisTls> tls;
@@ -41,7 +42,7 @@ class RedisCluster {
 
   void run(std::span<const RedisOperation> operations, Deadline deadline);
 
-  std::int64_t connects() const { return connects_; }  // this and the next: any thread
+  std::int64_t connects() const { return connects_; }  // this and the next: from any thread
   std::int64_t redirects() const { return redirects_; }
 
  private:
@@ -57,7 +58,7 @@ class RedisCluster {
   void on_answer(Node& node, std::size_t operation, const redisReply* reply);
 
   Node* node_at(const RedisEndpoint& endpoint);
-  /// Null: nothing is ever sent there.
+  /// Null: the server is not admitted, and nothing is sent there.
   Node* admit(const RedisAddress& named, const Node& by);
   bool connect(Node& node);
   void say_hello(Node& node);
@@ -76,18 +77,18 @@ class RedisCluster {
   RedisFailures::Side side_;
   ReplyLimits value_limits_;
   std::vector<std::unique_ptr<Node>> nodes_;
-  std::array<Node*, kRedisSlots> slots_{};  // null: nobody serves it
+  std::array<Node*, kRedisSlots> slots_{};  // null: no server has the slot
   bool slots_known_ = false, slots_stale_ = true;
   Deadline slots_asked_{};
   bool slots_refused_ = false;  // the map names servers that are not admitted
   Deadline refused_until_{};
 
-  // Of the run that goes on.
+  // The current run.
   std::span<const RedisOperation> operations_;
-  std::vector<int> redirects_of_;  // an operation
+  std::vector<int> redirects_of_;  // by operation
   std::size_t unanswered_ = 0;
-  std::uint64_t run_ = 0;  // replies to earlier ones go nowhere
-  std::string refused_;    // of servers that were named and are not admitted: one of them, and who named it
+  std::uint64_t run_ = 0;  // replies to earlier runs are dropped
+  std::string refused_;    // a named server that is not admitted, and the server that named it
 
   std::atomic<std::int64_t> connects_{0}, redirects_{0};
 };

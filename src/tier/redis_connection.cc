@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kReadBytes = 256 << 10;
 constexpr std::size_t kKeptBytes = 8 << 20;  // of the parser's buffer, between replies
-constexpr std::size_t kPiecesAtOnce = 48;    // of one write
+constexpr std::size_t kPiecesAtOnce = 48;    // per write
 constexpr std::string_view kLineEnd = "\r\n";
 
 std::size_t bytes_of(const RedisCommand& command) {
@@ -113,7 +113,7 @@ bool RedisConnection::read() {
   in_.resize(kReadBytes);
   const std::size_t got = socket_.read(in_);
   progress_ += static_cast<std::int64_t>(got);
-  // What came before the end counts: often it says why it ends.
+  // Replies before the end count: often they say why the server ends the connection.
   return take({in_.data(), got}) && !socket_.failed();
 }
 

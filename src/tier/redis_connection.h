@@ -1,5 +1,5 @@
-// One connection to a Redis server that never blocks: commands go out as they are, without TLS without a copy of their
-// payload; replies pass the gate, are parsed by hiredis and come back in the order of the commands.
+// One connection to a Redis server that never blocks. Without TLS, commands go out without a copy of their payload.
+// Replies pass the gate, are parsed by hiredis and come back in the order of the commands.
 #pragma once
 
 #include <hiredis/hiredis.h>
@@ -21,15 +21,15 @@
 
 namespace kv4::tier {
 
-/// In the server's own framing: arguments with their lengths, the payload in the middle of one of them.
+/// A command in RESP framing: arguments with their lengths, the payload within one of them.
 struct RedisCommand {
   std::string head;
-  std::span<const std::byte> payload;  // until the command has gone out or the connection is dropped
-  std::string tail;                    // behind the payload: a line end, and further arguments
+  std::span<const std::byte> payload;  // valid until the command has gone out or the connection is dropped
+  std::string tail;                    // follows the payload: a line end, and further arguments
 };
 
 RedisCommand redis_command(std::initializer_list<std::string_view> arguments);
-/// `arguments`, one of `prefix` and `payload` together, and `more` behind it.
+/// A command of `arguments`, then one argument of `prefix` and `payload` together, then `more`.
 RedisCommand redis_command(std::initializer_list<std::string_view> arguments, std::span<const std::byte> prefix,
                            std::span<const std::byte> payload, std::span<const std::string_view> more = {});
 
@@ -41,7 +41,7 @@ inline std::string_view text_of(const redisReply& reply) {
   return reply.str == nullptr ? std::string_view() : std::string_view(reply.str, reply.len);
 }
 
-/// Null: there will be no reply.
+/// `reply` is null where there will be none.
 using OnReply = std::function<void(const redisReply* reply)>;
 
 class RedisConnection {
@@ -49,28 +49,29 @@ class RedisConnection {
   /// Starts connecting. `tls`: null for a plain connection; it outlives this.
   RedisConnection(const RedisEndpoint& endpoint, const RedisTls* tls);
 
-  /// A reply beyond `limits` breaks the connection.
+  /// Sends a command. A reply beyond `limits` breaks the connection.
   void send(RedisCommand command, const ReplyLimits& limits, OnReply on_reply);
-  /// What poll() should look for.
+  /// The events to poll() for.
   short events() const { return socket_.events(!out_.empty()); }
   int fd() const { return socket_.fd(); }
-  /// There is something to do, whatever poll() says.
+  /// True: there is work to do, even if poll() reports none.
   bool more() const { return socket_.more(); }
-  /// Does what poll() said can be done; replies go to those who sent the commands. False: the connection is broken.
+  /// Reads and writes as far as `ready`, the events of poll(), allows, and calls on_reply for replies. False: the
+  /// connection is broken.
   bool proceed(short ready);
-  /// No more replies: tells all who wait.
+  /// Calls on_reply with null for every command without a reply.
   void give_up();
-  /// Nothing came for too long: it is broken.
+  /// Breaks the connection, because nothing came for too long.
   void time_out() { socket_.time_out(); }
-  /// Why it is broken.
+  /// Why the connection is broken.
   const RedisFailure& failure() const { return failure_.reason != FailureReason::none ? failure_ : socket_.failure(); }
 
   bool idle() const { return waiting_.empty(); }
-  /// No payload is needed any more.
+  /// True: no payload is needed any more.
   bool all_sent() const { return out_.empty(); }
-  /// Bytes that went out and came in, steps to a connection: stands still when the server does.
+  /// Counts bytes sent, bytes received and steps of connecting: does not grow while the server stalls.
   std::int64_t progress() const { return progress_; }
-  /// Whole ones that came.
+  /// The number of whole replies received.
   std::int64_t replies() const { return replies_; }
 
  private:
@@ -91,7 +92,7 @@ class RedisConnection {
   std::unique_ptr<redisReader, FreeReader> reader_;
   ReplyGate gate_;
   std::deque<RedisCommand> out_;
-  std::size_t out_done_ = 0;  // bytes of the front that have gone out
+  std::size_t out_done_ = 0;  // bytes of out_'s front that have gone out
   std::deque<Waiting> waiting_;
   std::vector<char> in_;
   std::int64_t progress_ = 0, replies_ = 0;

@@ -10,7 +10,7 @@ namespace kv4::tier {
 namespace {
 
 constexpr std::size_t kMaxShown = 160;   // characters of a server's text
-constexpr std::size_t kTellingBytes = 6;  // of a password: where so many in a row are shown, it is given away
+constexpr std::size_t kTellingBytes = 6;  // so many bytes of a password in a row give it away
 
 struct ErrorCodeReason {
   std::string_view begin;
@@ -27,7 +27,7 @@ constexpr ErrorCodeReason kReasons[] = {
     {"OOM", FailureReason::server_full},
 };
 
-/// An operator has to do something; the others may pass.
+/// Whether an operator has to act; other failures may pass.
 bool needs_somebody(FailureReason reason) {
   switch (reason) {
     case FailureReason::connection_refused:
@@ -64,7 +64,7 @@ std::string printable(std::string_view text) {
 
 namespace {
 
-/// Servers repeat arguments, cut off somewhere: a part of the password counts.
+/// Whether the text shows a part of the password: servers repeat arguments, cut off anywhere.
 bool tells(std::string_view text, std::string_view password) {
   const std::size_t bytes = std::min(password.size(), kTellingBytes);
   for (std::size_t at = 0; bytes > 0 && at + bytes <= password.size(); ++at)

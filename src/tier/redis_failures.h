@@ -1,5 +1,5 @@
-// What is wrong with which server, as the connections for reads and for writes find it. Told once, until the server
-// works again or fails for another reason.
+// The failures of each server, as the connections for reads and for writes see them. A failure is logged once, until
+// the server works again or fails for another reason.
 #pragma once
 
 #include <array>
@@ -18,14 +18,14 @@ struct RedisFailure {
   std::string detail;
 };
 
-/// Of an error reply. Its text is shown only where it is printable, short and without any part of the password: servers
-/// repeat arguments in errors.
+/// The failure that an error reply stands for. Its text is cut, made printable, and left out where it has a part of the
+/// password: servers repeat arguments in errors.
 RedisFailure failure_of_error(std::string_view error, const std::string& password);
 
-/// What a server sent, fit for a log.
+/// A server's text, made fit for a log.
 std::string printable(std::string_view text);
 
-/// Any thread.
+/// For any thread.
 class RedisFailures {
  public:
   enum class Side : std::uint8_t { reads, writes };
@@ -39,7 +39,7 @@ class RedisFailures {
  private:
   struct Entry {
     RedisFailure failure;
-    std::uint64_t since = 0;  // a number that grows
+    std::uint64_t since = 0;  // a sequence number
   };
   using Entries = std::array<Entry, kSides>;
 

@@ -1,8 +1,8 @@
-// Looks at the bytes of replies before they are parsed, and lets no reply pass that is larger than its command can
-// have for an answer: neither the parser's buffer nor the tree of a reply takes memory beyond that.
+// Checks the bytes of replies before they are parsed, and stops a reply that is larger than its command's answer can
+// be. This bounds the memory of the parser's buffer and of the reply's tree.
 //
-// Sizes count when they are announced: "*50000000" is refused at its line end. Nothing but RESP2 passes (+ - : $ *):
-// kv4 asks for no other version.
+// Sizes count when they are announced: "*50000000" is refused at its line end. Only RESP2 passes (+ - : $ *): kv4 asks
+// for no other version.
 #pragma once
 
 #include <cstddef>
@@ -15,24 +15,24 @@
 
 namespace kv4::tier {
 
-inline constexpr std::int64_t kMaxLineBytes = 16 << 10;  // of a status, an error, a number, a length
+inline constexpr std::int64_t kMaxLineBytes = 16 << 10;  // a status, an error, a number or a length
 
 /// Limits of one reply.
 struct ReplyLimits {
-  int depth = 0;                 // of arrays within each other; 0: no array
-  std::int64_t elements = 0;     // of all its arrays together
-  std::int64_t bulk_bytes = 0;   // of one string
-  std::int64_t total_bytes = 0;  // as they come from the server
+  int depth = 0;                 // nested arrays; 0: no array
+  std::int64_t elements = 0;     // in all its arrays together
+  std::int64_t bulk_bytes = 0;   // in one string
+  std::int64_t total_bytes = 0;  // as sent by the server
 };
 
 class ReplyGate {
  public:
   enum class Verdict : std::uint8_t { more, complete, refused };
 
-  /// Bytes that continue the reply under way, or begin one; `taken`: how many of them belong to it. After `complete`
-  /// the next ones begin another.
+  /// Checks bytes that continue the current reply, or begin one. `taken`: how many of them belong to it. After
+  /// `complete` the next bytes begin another reply.
   Verdict look(std::span<const char> bytes, const ReplyLimits& limits, std::size_t& taken);
-  /// Why it is refused.
+  /// Why the reply is refused.
   const RedisFailure& failure() const { return failure_; }
 
  private:
@@ -43,8 +43,8 @@ class ReplyGate {
   Verdict end_element();
 
   std::string line_;                // so far, with its end
-  std::int64_t bulk_left_ = 0;      // bytes of a string that are to come, its line end included
-  std::vector<std::int64_t> open_;  // arrays under way: elements that are to come
+  std::int64_t bulk_left_ = 0;      // missing bytes of a string, its line end included
+  std::vector<std::int64_t> open_;  // missing elements of each open array
   std::int64_t elements_ = 0, total_bytes_ = 0;
   RedisFailure failure_;
 };

@@ -1,4 +1,4 @@
-// Where a Redis cluster keeps a key: which name a record has there, which slot that is, and who serves the slot.
+// The place of a record in a Redis cluster: its name, its slot, and the server of the slot.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace kv4::tier {
 
 inline constexpr int kRedisSlots = 16384;
 
-/// "kv4:<layout>:<tenant>:<key>" in hex. Caches of another layout share no names: neither sees nor replaces the
-/// other's.
+/// "kv4:<layout>:<tenant>:<key>" in hex. Caches of different layouts share no names: neither sees or replaces the
+/// other's records.
 std::string redis_name(std::uint64_t layout_id, const RecordId& id);
 
 /// CRC-16/XMODEM of the name, modulo 16,384. Our names have no braces, so the whole name counts.
@@ -26,8 +26,8 @@ struct RedisAddress {
 /// "host:port", "[::1]:port".
 std::string to_text(const RedisAddress& address);
 
-/// "-MOVED 3999 127.0.0.1:6381" and "-ASK ...", without the minus; a node that does not know its own address leaves it
-/// out, and then it is `asked`'s.
+/// A redirect: "-MOVED 3999 127.0.0.1:6381" or "-ASK ...", without the minus. A node that does not know its own address
+/// leaves it out; the address is then that of `asked`.
 struct RedisRedirect {
   enum class Kind : std::uint8_t { none, moved, ask };
   Kind kind = Kind::none;

@@ -26,7 +26,7 @@ std::string text_of(int error) {
   return ::strerror_r(error, text, sizeof(text));
 }
 
-/// Errno, 0: under way.
+/// Returns errno, or 0 while the connection is being made.
 int start_connecting(const std::string& address, int port, int& fd) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -164,7 +164,7 @@ void RedisSocket::fail_system(int error) {
   fail(error == ECONNREFUSED ? FailureReason::connection_refused : FailureReason::unreachable, text_of(error));
 }
 
-/// A call gave no bytes: perhaps only for now.
+/// Handles a TLS call that gave no bytes, perhaps only for now.
 void RedisSocket::fail_tls(int result) {
   switch (SSL_get_error(ssl_.get(), result)) {
     case SSL_ERROR_WANT_READ: return;
@@ -172,7 +172,7 @@ void RedisSocket::fail_tls(int result) {
     case SSL_ERROR_ZERO_RETURN:
     case SSL_ERROR_SYSCALL:
       if (heard_) return fail(FailureReason::disconnected, "it closed the connection");
-      // TLS 1.3: a server looks at the client's certificate after the client is done, and its alert may be lost.
+      // TLS 1.3: a server checks the client's certificate after the client has finished, and its alert may be lost.
       if (established())
         return fail(FailureReason::tls_refused,
                     "it closed the connection after the TLS handshake; does it ask for a certificate of ours?");

@@ -21,24 +21,24 @@ class RedisSocket {
   RedisSocket(const RedisSocket&) = delete;
   RedisSocket& operator=(const RedisSocket&) = delete;
 
-  /// -1: there is no address left, see failure().
+  /// -1: no address is left, see failure().
   int fd() const { return fd_; }
   bool established() const { return state_ == State::established; }
-  /// What poll() should look for; `writing`: there are bytes for write().
+  /// The events to poll() for; `writing`: there are bytes for write().
   short events(bool writing) const;
-  /// Before anything can go: goes on connecting with what poll() said. False: failed.
+  /// Goes on connecting after poll() returned `ready`; needed before the first read() and write(). False: failed.
   bool proceed(short ready);
-  /// How many bytes it took; 0: none now, or it failed. `all`: see all_gone().
+  /// Returns the bytes taken; 0: none now, or it failed. See all_gone().
   std::size_t write(std::span<const iovec> pieces);
   bool all_gone() const { return sealed_.empty(); }
-  /// How many bytes there were; 0: none now, or it failed.
+  /// Returns the bytes read; 0: none now, or it failed.
   std::size_t read(std::span<char> to);
-  /// The last read() filled its buffer and has more that poll() does not know of.
+  /// True: the last read() filled its buffer, and there are more bytes that poll() does not know of.
   bool more() const { return more_; }
 
   bool failed() const { return failure_.reason != FailureReason::none; }
   const RedisFailure& failure() const { return failure_; }
-  /// Whoever waits for it waits no longer.
+  /// Fails the socket, because nothing came for too long.
   void time_out();
 
  private:
@@ -58,10 +58,10 @@ class RedisSocket {
   int fd_ = -1;
   State state_ = State::connecting;
   SslConnection ssl_;         // with TLS, from handshaking on
-  bool wants_write_ = false;  // of TLS
+  bool wants_write_ = false;  // TLS waits until it can write
   bool more_ = false;
-  bool heard_ = false;        // with TLS: something came after the handshake
-  std::vector<char> sealed_;  // with TLS: bytes that were taken and have not gone out; the same until they have
+  bool heard_ = false;        // with TLS: bytes came after the handshake
+  std::vector<char> sealed_;  // with TLS: bytes taken and not yet sent; unchanged until they are
   RedisFailure failure_;
 };
 

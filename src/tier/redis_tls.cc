@@ -15,9 +15,9 @@
 namespace kv4::tier {
 namespace {
 
-constexpr std::size_t kReadAheadBytes = 64 << 10;  // in one system call
+constexpr std::size_t kReadAheadBytes = 64 << 10;  // per system call
 
-// A socket of OpenSSL's own would raise SIGPIPE in a program that is not ours.
+// OpenSSL's own socket BIO would raise SIGPIPE in the caller's program.
 
 int fd_of(BIO* bio) { return *static_cast<const int*>(BIO_get_data(bio)); }
 
@@ -69,7 +69,7 @@ RedisTls::RedisTls(const RemoteOptions& options) : context_(SSL_CTX_new(TLS_clie
   SSL_CTX* context = context_.get();
   ERR_clear_error();
   SSL_CTX_set_min_proto_version(context, TLS1_2_VERSION);
-  // A reply has its own length: an end without TLS's goodbye cuts nothing off unseen.
+  // A reply has its own length, so an end without TLS's close_notify cannot cut it off unnoticed.
   SSL_CTX_set_options(context, SSL_OP_NO_RENEGOTIATION | SSL_OP_NO_COMPRESSION | SSL_OP_IGNORE_UNEXPECTED_EOF);
   SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
   SSL_CTX_set_read_ahead(context, 1);
@@ -99,7 +99,7 @@ SslConnection RedisTls::connect(const std::string& host, int* fd) const {
   BIO_set_init(bio, 1);
   SSL_set_bio(ssl.get(), bio, bio);
   SSL_set_hostflags(ssl.get(), X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS);
-  // Addresses are no names in TLS: a certificate has them in a field of their own, and SNI has none.
+  // TLS does not treat addresses as names: certificates have them in a field of their own, and SNI excludes them.
   const bool checked = parse_ip(host) ? X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(ssl.get()), host.c_str()) == 1
                                       : SSL_set1_host(ssl.get(), host.c_str()) == 1 &&
                                             SSL_set_tlsext_host_name(ssl.get(), host.c_str()) == 1;

@@ -1,5 +1,5 @@
-// TLS to Redis servers, by OpenSSL: the authorities that are believed, a certificate of our own, and what a
-// connection's peer has to prove. At least TLS 1.2; whoever proves nothing is not talked to.
+// TLS to Redis servers, by OpenSSL: the trusted authorities, the client's certificate, and the checks of a server's
+// certificate. At least TLS 1.2; a server that proves no identity gets no commands.
 #pragma once
 
 #include <openssl/ssl.h>
@@ -18,20 +18,21 @@ struct FreeSsl {
 };
 using SslConnection = std::unique_ptr<SSL, FreeSsl>;
 
-/// Any thread.
+/// For any thread.
 class RedisTls {
  public:
   /// Throws Error (bad_file) where a file cannot be used; bad_argument.
   explicit RedisTls(const RemoteOptions& options);
 
-  /// A client of the socket `*fd`, which stays where it is; `host`: what the server's certificate has to be for.
+  /// A TLS client over the socket `*fd`; the int stays at its address. `host`: the name that the server's certificate
+  /// has to have.
   SslConnection connect(const std::string& host, int* fd) const;
 
  private:
   std::unique_ptr<SSL_CTX, FreeSsl> context_;
 };
 
-/// Why a call on the connection failed; takes OpenSSL's errors of this thread.
+/// Why a call on the connection failed; consumes OpenSSL's errors of this thread.
 RedisFailure tls_failure(const SSL& ssl);
 
 }  // namespace kv4::tier

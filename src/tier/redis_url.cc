@@ -19,8 +19,8 @@ bool is_digits(std::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
-/// The entry without what may be a secret: all before the last '@', and a port that can be none (user:password without
-/// a host).
+/// The entry without parts that may be secret: all before the last '@', and a port that is no valid port
+/// (user:password without a host).
 std::string shown(std::string_view text) {
   if (text.size() > kMaxServerText) return std::string(kHidden);
   const std::size_t scheme = text.find(kScheme);
@@ -67,7 +67,7 @@ struct HostPort {
   std::optional<std::string_view> port;
 };
 
-/// "host", "host:port", "[::1]", "[::1]:port"; nullopt: neither.
+/// Parses "host", "host:port", "[::1]" or "[::1]:port"; nullopt: none of these.
 std::optional<HostPort> split_host(std::string_view text) {
   HostPort out;
   if (text.starts_with('[')) {

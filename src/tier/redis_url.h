@@ -1,5 +1,5 @@
-// How servers are written: "redis://[[user]:password@]host[:port][/0]", "rediss://..." for TLS, or "host:port"; and
-// the servers that a cluster may name: "host", "host:port", "10.0.0.0/8".
+// Parses servers ("redis://[[user]:password@]host[:port][/0]", "rediss://..." for TLS, or "host:port") and rules for
+// the servers that a cluster may name ("host", "host:port", "10.0.0.0/8").
 #pragma once
 
 #include <span>
@@ -19,17 +19,17 @@ struct RedisServer {
   bool tls = false;
 };
 
-/// Throws Error (bad_argument) that says what is wrong and never repeats a password.
+/// Throws Error (bad_argument) with the reason, and never with a password.
 RedisServer parse_server(const std::string& text);
 
-/// Servers, TLS and credentials of `options` from entries and from the user and password beside them, which are one for
-/// all servers of a cluster. Throws Error (bad_argument).
+/// Sets servers, TLS and credentials of `options` from the entries, and from the user and password given beside them.
+/// All servers of a cluster have one user and password. Throws Error (bad_argument).
 void set_servers(RemoteOptions& options, std::span<const std::string> entries, const std::string& user,
                  const std::string& password);
 
 struct ServerRule {
   std::string host;      // a name or a numeric address
-  int prefix_bits = -1;  // of the address; -1: all of them
+  int prefix_bits = -1;  // bits of the address that count; -1: all
   int port = 0;          // 0: any
 };
 ServerRule parse_rule(const std::string& text);

@@ -37,7 +37,7 @@ class RemoteTier final : public Tier {
   struct Encoded {
     std::string name;
     std::array<std::byte, kRecordHeaderBytes> header;
-    std::unique_ptr<std::byte[]> sealed;  // ciphertext; null: the payload goes as it is
+    std::unique_ptr<std::byte[]> sealed;  // ciphertext; null: the payload is stored as it is
     std::span<const std::byte> payload;   // as stored
   };
 
@@ -45,17 +45,17 @@ class RemoteTier final : public Tier {
                            std::function<bool(const redisReply&)> done) const {
     return {redis_slot(name), std::move(command), std::move(done)};
   }
-  /// Nothing: it could not be protected.
+  /// nullopt: the record could not be protected.
   std::optional<Encoded> encode(const PutRequest& request);
   void take(GetRequest& request, const redisReply& reply);
-  /// Of a value as it was put under this id, by a cache of this layout.
+  /// Parses a stored value; refuses it unless it was put under this id, by a cache of this layout.
   ParsedHeader parse(const RecordId& id, std::span<const std::byte> value) const;
   void note_unauthenticated(RecordRefusal refusal);
 
   RemoteOptions options_;
   std::shared_ptr<RedisFailures> failures_;
-  RedisCluster readers_, writers_;  // connections for gets, and for all that changes something
-  // Grows over restarts of the process, too.
+  RedisCluster readers_, writers_;  // connections for gets, and for changes
+  // The time, so that sequences also grow over restarts of the process.
   std::uint64_t next_sequence_ =
       static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
   std::atomic<std::int64_t> set_aside_records_{0}, unauthenticated_records_{0};
@@ -150,7 +150,7 @@ ParsedHeader RemoteTier::parse(const RecordId& id, std::span<const std::byte> va
   return parsed;
 }
 
-/// Not what this cache believes, and not for it to remove: another one may.
+/// This cache does not believe the record and does not remove it: another cache may believe it.
 void RemoteTier::note_unauthenticated(RecordRefusal refusal) {
   if (unauthenticated_records_++ > 0) return;
   speak([&] {
@@ -162,7 +162,7 @@ void RemoteTier::note_unauthenticated(RecordRefusal refusal) {
 
 void RemoteTier::take(GetRequest& request, const redisReply& reply) {
   if (reply.type == REDIS_REPLY_NIL) request.status = GetStatus::missing;
-  // Another type under the name is damage as well: somebody else wrote it.
+  // A value of another type is damage as well: another program wrote it.
   if (reply.type == REDIS_REPLY_ERROR && text_of(reply).starts_with("WRONGTYPE")) request.status = GetStatus::damaged;
   if (reply.type != REDIS_REPLY_STRING) return;
   const std::span<const std::byte> value = bytes_of(reply);
@@ -176,10 +176,10 @@ void RemoteTier::take(GetRequest& request, const redisReply& reply) {
   const std::int64_t bytes = payload_bytes(header.version, header.kind, header.length);
   request.bytes = bytes;
   const bool fits = std::ssize(request.to) >= bytes;
-  std::vector<std::byte> own(fits ? 0 : bytes);  // a forged length is not told either
+  std::vector<std::byte> own(fits ? 0 : bytes);  // checked here, because a forged length is not reported
   const std::span<std::byte> payload = fits ? request.to.first(bytes) : std::span(own);
   RecordRefusal refusal = options_.guard->open(header, stored, payload);
-  // The copy is what is checked: it is what the caller uses. A key has looked at its own already.
+  // Checks the copy, because the caller uses the copy. A sealed payload was verified when it was opened.
   if (refusal == RecordRefusal::none && header.kind != RecordKind::sealed &&
       digest128(payload) != header.payload_digest) {
     std::fill(payload.begin(), payload.end(), std::byte{0});

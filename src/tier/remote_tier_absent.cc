@@ -1,4 +1,4 @@
-// In place of remote_tier.cc where hiredis was not found.
+// Replaces remote_tier.cc where hiredis was not found.
 #include "base/check.h"
 #include "tier/remote_tier.h"
 

@@ -11,20 +11,20 @@
 
 namespace kv4::tier {
 
-/// The hash of ids that the cache itself asks for: their keys are digests already.
+/// The hash for ids that the cache itself asks for: their keys are digests already.
 struct RecordIdHash {
   std::size_t operator()(const RecordId& id) const {
     return load_le<std::uint64_t>(id.key.data()) ^ (id.tenant * 0x9e3779b97f4a7c15u);
   }
 };
 
-/// The hash of ids that somebody else may have written, with a seed that nobody can guess: keys that were chosen to
-/// collide, and to make each lookup a walk along all of them, collide no more often than others.
+/// The hash for ids that others may have written. Its seed is unpredictable: keys chosen to collide, so that a lookup
+/// walks along all of them, collide no more often than others.
 struct SeededIdHash {
   std::uint64_t seed = 0;
 
   std::size_t operator()(const RecordId& id) const {
-    std::uint64_t words[sizeof(Key) / 8];  // in the machine's own order: a hash stays in the process
+    std::uint64_t words[sizeof(Key) / 8];  // in the machine's byte order: a hash stays in the process
     std::memcpy(words, id.key.data(), sizeof(words));
     const auto word = [&](std::size_t i) { return words[i] ^ seed ^ kOdd[i]; };
     const std::uint64_t key = fold(word(0), word(1)) ^ fold(word(2), word(3));
@@ -32,7 +32,7 @@ struct SeededIdHash {
   }
 
  private:
-  /// Both halves of the product: every bit of the one depends on the other's.
+  /// Xors both halves of the product, so that every bit of the result depends on both factors.
   static std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
     __extension__ using Wide = unsigned __int128;
     const Wide product = static_cast<Wide>(a) * b;

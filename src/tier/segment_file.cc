@@ -18,9 +18,9 @@ constexpr char kMagic[] = {'K', 'V', '4', 'S', 'E', 'G', '\r', '\n'};
 constexpr int kVersionAt = 8, kIdAt = 16, kNonceAt = 24, kLayoutAt = 32, kBytesAt = 40, kCreatedAt = 48, kDigestAt = 56;
 constexpr std::string_view kNameSuffix = ".kv4";
 constexpr std::int64_t kSearchBytes = 64 * kBlockBytes;  // read at once where the next record may be near
-constexpr std::int64_t kWriteAgainBytes = 1 << 20;       // at once, of neighbours
+constexpr std::int64_t kWriteAgainBytes = 1 << 20;       // of adjacent records at once
 constexpr std::int64_t kHugePageBytes = 2 << 20;
-constexpr std::int64_t kHugePagesFrom = 256 << 10;  // a buffer of so many bytes has pages of that size
+constexpr std::int64_t kHugePagesFrom = 256 << 10;  // buffers from this size on use huge pages
 
 bool is_zero(std::span<const std::byte> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
@@ -51,7 +51,7 @@ ParsedSegmentHeader parse_segment_header(std::span<const std::byte> block, std::
   if (std::memcmp(at, kMagic, sizeof(kMagic)) != 0) return parsed;
   parsed.version = load_le<std::uint32_t>(at + kVersionAt);
   if (parsed.version != kSegmentVersion &&
-      parsed.version != kSegmentVersionV1Records) {  // before the digest, which it may keep elsewhere
+      parsed.version != kSegmentVersionV1Records) {  // another version may keep the digest elsewhere
     parsed.refusal = SegmentRefusal::other_version;
     return parsed;
   }
@@ -96,7 +96,7 @@ std::span<std::byte> BlockBuffer::get(std::int64_t bytes) {
     const std::int64_t size = (bytes + alignment - 1) / alignment * alignment;
     memory_.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, size)));
     if (!memory_) throw std::bad_alloc();
-    // A transfer takes hold of every page: 512 times fewer.
+    // A transfer pins every page: with huge pages, 512 times fewer.
     if (large) (void)::madvise(memory_.get(), size, MADV_HUGEPAGE);
     bytes_ = bytes;
   }
@@ -131,7 +131,7 @@ OpenedSegment SegmentFile::create(FileSystem& files, const std::string& director
   if (status.ok()) status = opened.handle->fdatasync();
   if (status.ok()) status = opened.handle->rename_new(path);
   if (!status.ok()) {
-    (void)files.unlink(unfinished);  // what stays behind is removed when the store is opened
+    (void)files.unlink(unfinished);  // if that fails, the next open of the store removes it
     return refused(SegmentRefusal::unreadable, status);
   }
   return {SegmentRefusal::none,
@@ -198,17 +198,17 @@ SegmentContents SegmentFile::scan(BlockBuffer& buffer, std::int64_t from) {
   const std::int64_t limit = std::min(size, header_.bytes);
   std::span<std::byte> chunk;
   std::int64_t chunk_offset = 0;
-  bool many = false;  // the next header is near: the last block was no record, or a small one
+  bool many = false;  // the next header may be near: the last block was no record, or a small one
 
   for (std::int64_t offset = from; offset + kBlockBytes <= limit;) {
     if (offset < chunk_offset || offset >= chunk_offset + static_cast<std::int64_t>(chunk.size())) {
-      // A hole is zeros, and may be as long as a file can be.
+      // Skips holes: they read as zeros, and may be as long as a file can be.
       offset = std::max(offset, file_->next_data(offset) / kBlockBytes * kBlockBytes);
       if (offset > limit - kBlockBytes) break;
       const std::int64_t blocks = (limit - offset) / kBlockBytes;
       chunk = buffer.get(many ? std::min(kSearchBytes, blocks * kBlockBytes) : kBlockBytes);
       chunk_offset = offset;
-      // Where many blocks cannot be read, one by one: those that cannot, count as damaged.
+      // Where many blocks cannot be read together, reads them one by one; unreadable ones count as damaged.
       if (!read_all(*file_, offset, chunk).ok()) {
         chunk = chunk.first(kBlockBytes);
         const IoStatus status = read_all(*file_, offset, chunk);
@@ -295,7 +295,7 @@ bool SegmentFile::is_sound(const FoundRecord& record, std::span<const std::byte>
 }
 
 IoStatus SegmentFile::write_again(std::span<const FoundRecord> records, BlockBuffer& buffer) {
-  // The rest of a dead one is a hole.
+  // Behind the header, a dead record is a hole.
   const auto bytes_of = [](const FoundRecord& record) {
     return record.header.kind == RecordKind::dead ? kBlockBytes : stored_bytes(record.header.length);
   };
@@ -308,14 +308,14 @@ IoStatus SegmentFile::write_again(std::span<const FoundRecord> records, BlockBuf
            bytes + bytes_of(records[count]) <= kWriteAgainBytes);
     const ReadRecord seen = look_at(bytes - kBlockBytes);
     if (!seen.status.ok()) return seen.status;
-    if (seen.refusal != RecordRefusal::none) {  // one alone: together they are far shorter
+    if (seen.refusal != RecordRefusal::none) {  // a single record: merged ones are far shorter
       records = records.subspan(count);
       continue;
     }
     const std::span<const FoundRecord> some = records.first(count);
     const std::span<std::byte> chunk = buffer.get(bytes);
     bool sound = false;
-    for (int attempt = 0; attempt < 2 && !sound; ++attempt) {  // the damage may be on the way
+    for (int attempt = 0; attempt < 2 && !sound; ++attempt) {  // the damage may be in the transfer
       if (const IoStatus status = read_all(*file_, offset, chunk); !status.ok()) return status;
       sound = std::all_of(some.begin(), some.end(), [&](const FoundRecord& record) {
         return is_sound(record, chunk.subspan(record.offset - offset, bytes_of(record)));
@@ -346,7 +346,7 @@ IoStatus SegmentFile::tombstone(std::int64_t offset, std::int64_t length, BlockB
   const IoStatus status = write_all(*file_, offset, block);
   const std::int64_t rest = stored_bytes(length) - kBlockBytes;
   if (status.ok() && rest > 0)
-    (void)file_->punch(offset + kBlockBytes, rest);  // else its room comes back with the segment
+    (void)file_->punch(offset + kBlockBytes, rest);  // if that fails, its room comes back with the segment
   return status;
 }
 

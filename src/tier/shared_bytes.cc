@@ -6,7 +6,7 @@ namespace kv4::tier {
 namespace {
 
 constexpr std::int64_t kGranule = 4096;
-constexpr std::align_val_t kAlignment{4096};  // what a read past the page cache wants
+constexpr std::align_val_t kAlignment{4096};  // for reads past the page cache
 
 }  // namespace
 
@@ -36,7 +36,7 @@ SharedBytes BytesPool::take(std::size_t size) try {
   return {std::shared_ptr<std::byte[]>(buffer,
                                        [pool = shared_from_this(), bytes](std::byte* b) { pool->give_back(b, bytes); }),
           size};
-} catch (const std::bad_alloc&) {  // as good as exhausted
+} catch (const std::bad_alloc&) {  // counts as exhausted
   return {};
 }
 
@@ -49,7 +49,7 @@ void BytesPool::give_back(std::byte* buffer, std::int64_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   try {
     free_[bytes].push_back(buffer);
-  } catch (const std::bad_alloc&) {  // there is no memory to remember it by
+  } catch (const std::bad_alloc&) {  // no memory for its entry in free_
     ::operator delete(buffer, kAlignment);
     allocated_bytes_ -= bytes;
   }

@@ -1,4 +1,4 @@
-// Bytes that several threads hold on to, and a pool of them: whoever is late still has memory to write to.
+// Bytes shared by several threads, and a pool of them: a late thread still has memory to write to.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace kv4::tier {
 
-/// Alive as long as anybody holds them. Whoever handed them to a queue for a put changes them no more.
+/// Bytes with shared ownership. A caller that has handed them to a queue for a put does not change them any more.
 struct SharedBytes {
   std::shared_ptr<std::byte[]> data;
   std::size_t size = 0;
@@ -20,8 +20,8 @@ struct SharedBytes {
   explicit operator bool() const { return data != nullptr; }
 };
 
-/// Buffers that are used again. Those in use and those kept free never take more than `max_bytes` together, each
-/// counted as a multiple of 4,096. Any thread. Buffers may outlive their pool.
+/// A pool of reusable buffers. Used and free buffers together never take more than `max_bytes`, each rounded up to a
+/// multiple of 4,096. Any thread. Buffers may outlive their pool.
 class BytesPool : public std::enable_shared_from_this<BytesPool> {
  public:
   static std::shared_ptr<BytesPool> make(std::int64_t max_bytes) {
@@ -31,7 +31,7 @@ class BytesPool : public std::enable_shared_from_this<BytesPool> {
   BytesPool(const BytesPool&) = delete;
   BytesPool& operator=(const BytesPool&) = delete;
 
-  /// Nothing where the pool is exhausted, or the machine is.
+  /// Empty where the pool or the machine has no memory left.
   SharedBytes take(std::size_t size);
   std::int64_t allocated_bytes() const;
 

@@ -1,7 +1,7 @@
-// Ids of which a tier may hold something older than it was told last: a put or remove that was refused, or failed. They
-// are misses until a put or remove succeeds.
+// Ids for which a tier may still have an older record, because a put or remove was refused or failed. They are misses
+// until a put or remove succeeds.
 //
-// The set has a limit. What does not fit goes into a filter that nothing leaves: other ids may then miss, too.
+// The set has a limit. Further ids go into a filter and never leave it: other ids may then miss, too.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +24,11 @@ class StaleIds {
         ids_.insert(id);
         return;
       }
-    } catch (const std::bad_alloc&) {  // the filter has its memory
+    } catch (const std::bad_alloc&) {  // the filter needs no more memory
     }
     filter_[bit_of(id)] = filter_used_ = true;
   }
-  /// The tier holds what it was told last.
+  /// The last put or remove of the id has succeeded.
   void settle(const RecordId& id) { ids_.erase(id); }
   bool has(const RecordId& id) const {
     return (filter_used_ && filter_[bit_of(id)]) || (!ids_.empty() && ids_.contains(id));

@@ -78,7 +78,7 @@ StoreSurvey survey_store(FileSystem& files, const std::string& directory, bool r
   require(names.lock || !names.segments.empty() || !names.unusable.empty(), ErrorCode::bad_file,
           "there is no store in {}: it has no segments", directory);
   const std::string lock_path = directory + "/" + std::string(kLockName);
-  const Opened<FileLock> lock = files.lock(lock_path);  // a store that cannot be written can be surveyed
+  const Opened<FileLock> lock = files.lock(lock_path);  // only in_use counts: a read-only store can be surveyed
   require(lock.status.code != IoCode::in_use, ErrorCode::bad_state,
           "the store {} is in use by another process; a store has one user at a time", directory);
 

@@ -16,10 +16,10 @@ struct TierChain::Lookup {
   std::vector<ReadRequest> requests;
   std::vector<ReadResult> results;
   std::size_t noted = 0;           // requests that reading_ counts
-  std::size_t tier = 0;            // that is asked
-  std::vector<std::size_t> asked;  // which requests
+  std::size_t tier = 0;            // the tier that is asked
+  std::vector<std::size_t> asked;  // the requests that it is asked for
   std::optional<TierQueue::ReadTicket> ticket;
-  bool ended = false;  // answered by a tier or by none of them, or nobody wants to know
+  bool ended = false;  // all requests are answered, no tier is left, or the caller gave up
 };
 
 TierChain::TierChain(std::vector<std::unique_ptr<TierQueue>> tiers, std::shared_ptr<Clock> clock)
@@ -31,7 +31,7 @@ TierChain::TierChain(std::vector<std::unique_ptr<TierQueue>> tiers, std::shared_
 // --- writes
 
 int TierChain::put(const RecordId& id, std::span<const std::byte> payload, Content content) {
-  // Of any tier's memory: all of them hold on to the one copy.
+  // One copy in the memory of any tier's queue; all tiers share it.
   SharedBytes copy = tiers_.front()->buffer(payload.size());
   for (std::size_t i = 1; !copy && i < tiers_.size(); ++i) copy = tiers_[i]->buffer(payload.size());
   if (copy && !payload.empty()) std::memcpy(copy.data.get(), payload.data(), payload.size());
@@ -94,7 +94,7 @@ TierChain::Ticket TierChain::start(std::shared_ptr<Lookup> lookup) {
   lookup->asked.reserve(lookup->requests.size());
   std::erase_if(lookups_, [](const std::weak_ptr<Lookup>& l) { return l.expired() || l.lock()->ended; });
   lookups_.push_back(lookup);
-  Ticket ticket(*this, std::move(lookup));  // from here on it ends what was begun
+  Ticket ticket(*this, std::move(lookup));  // from here on its destructor ends the lookup
   Lookup& begun = *ticket.lookup_;
   for (; begun.noted < begun.requests.size(); ++begun.noted) ++reading_[begun.requests[begun.noted].id].count;
   ask(begun);
@@ -102,12 +102,12 @@ TierChain::Ticket TierChain::start(std::shared_ptr<Lookup> lookup) {
   return ticket;
 }
 
-/// A tier that cannot be asked for want of memory is a miss, and so are those below it.
+/// Where memory is refused, this tier and those below it are misses.
 void TierChain::ask(Lookup& lookup) try {
   lookup.asked.clear();
   for (std::size_t i = 0; i < lookup.requests.size(); ++i) {
     const GetStatus status = lookup.results[i].status;
-    // Bytes that follow from their key have one length: another one is somebody else's, and hides nothing below.
+    // Content::of_key has one length. A record of another length is not the cache's own, and hides nothing below.
     const bool answered =
         status == GetStatus::found || (status == GetStatus::too_small && lookup.content == Content::changing);
     if (!answered) lookup.asked.push_back(i);
@@ -201,7 +201,7 @@ std::vector<FlushStatus> TierChain::flush(Deadline deadline) {
 }
 
 std::vector<FlushStatus> TierChain::close(Deadline deadline) {
-  std::vector<FlushStatus> statuses = flush(deadline);  // all at the same time; what is left takes no time
+  std::vector<FlushStatus> statuses = flush(deadline);  // all at the same time; the closes then take no time
   for (const auto& tier : tiers_) (void)tier->close(deadline);
   return statuses;
 }
@@ -213,7 +213,7 @@ std::vector<std::vector<WriteResult>> TierChain::poll() {
   return drain();
 }
 
-// A tier whose results find no memory keeps them.
+// A tier keeps its results where there is no memory for them.
 std::vector<std::vector<WriteResult>> TierChain::drain() {
   std::vector<std::vector<WriteResult>> results(size());
   try {

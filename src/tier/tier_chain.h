@@ -1,12 +1,12 @@
-// Tiers below each other: host memory, disk, remote. A get asks one after the other and puts what it found into those
-// above; a put goes to all, behind the caller's back.
+// Tiers below each other: host memory, disk, remote. A get asks one after the other and puts found records into the
+// tiers above. A put goes to all tiers in the background.
 //
-// Any tier may be missing a record, full, slow or away: the chain then has fewer hits, and never other bytes. What
-// keeps that with tiers that disagree: each queue misses what it may hold in an older version (tier_queue.h), and what
-// was found is not put anywhere if its id was written meanwhile. A tier that goes back in time by itself, as Redis may
-// (kv4/tier.h, 1a), cannot be told from one that does not: keep only Content::of_key in a chain with such a tier.
+// Any tier may lack a record, or be full, slow or away: the chain then has fewer hits, and never other bytes. This
+// holds even where tiers disagree: each queue misses ids whose record may be outdated (tier_queue.h), and a found
+// record is not promoted if its id was written meanwhile. The chain cannot detect a tier that goes back in time by
+// itself, as Redis may (kv4/tier.h, 1a): keep only Content::of_key in a chain with such a tier.
 //
-// One thread drives a chain, its tickets included. Work goes on when it calls: poll(), or a ticket's done() or wait().
+// One thread drives a chain and its tickets. Work goes on in its calls of poll(), or of a ticket's done() or wait().
 #pragma once
 
 #include <cstdint>
@@ -26,19 +26,19 @@ namespace kv4::tier {
 struct ChainStats {
   std::string name;
   QueueStats queue;
-  std::int64_t promoted = 0;  // records that were put there because a tier below had them
+  std::int64_t promoted = 0;  // records put there because a tier below had them
 };
 
 class TierChain {
   struct Lookup;
 
  public:
-  /// What became of some gets or exists.
+  /// The results of some gets or exists.
   class Ticket {
    public:
     bool done() const;
     bool wait(Deadline until) const;
-    /// In the order of the requests; those without an answer have failed. Ends the ticket.
+    /// The results in the order of the requests; unanswered ones have failed. Ends the ticket.
     std::vector<ReadResult> take();
     void cancel();
     ~Ticket();
@@ -57,37 +57,37 @@ class TierChain {
 
   OneThread& driver() { return driver_; }
   std::size_t size() const { return tiers_.size(); }
-  Deadline now() const { return clock_->now(); }  // of the clock that deadlines are of
-  /// How many tiers took it. The payload is copied once for all, or handed over.
+  Deadline now() const { return clock_->now(); }  // by the clock of the deadlines
+  /// Returns how many tiers took the put. The payload is copied once for all tiers, or handed over.
   int put(const RecordId& id, std::span<const std::byte> payload, Content content);
   int put(const RecordId& id, const SharedBytes& payload, Content content);
-  /// To some of the tiers, a bit each; returns those that took it.
+  /// Puts into some of the tiers, a bit each; returns those that took it.
   std::uint32_t offer(const RecordId& id, const SharedBytes& payload, Content content, std::uint32_t tiers);
   std::uint32_t all() const { return (std::uint32_t{1} << size()) - 1; }
-  /// Those that would take a put of so many bytes now.
+  /// The tiers that would take a put of so many bytes now.
   std::uint32_t with_room(std::int64_t bytes) const;
   int remove(const RecordId& id);
-  /// `content`: of what is found and put into the tiers above. Its buffer, the caller's own included, is theirs, too,
-  /// until they have it.
+  /// `content`: of the records that are found and put into the tiers above. These tiers share the buffer of such a
+  /// record, also the caller's own, until they have stored it.
   Ticket get(std::vector<ReadRequest> requests, Content content, Deadline deadline);
   /// Stops at the first tier that has a record; promotes nothing.
   Ticket exists(std::span<const RecordId> ids, Deadline deadline);
-  /// After everything before; one answer per tier.
+  /// Flushes all earlier writes; one answer per tier.
   std::vector<FlushStatus> flush(Deadline deadline);
-  /// All tiers at once, as TierQueue::close().
+  /// Closes all tiers at once, as TierQueue::close().
   std::vector<FlushStatus> close(Deadline deadline);
-  /// Moves lookups on, and gives the results of puts and removes since the last call, tier by tier.
+  /// Advances lookups, and returns the results of puts and removes since the last call, by tier.
   std::vector<std::vector<WriteResult>> poll();
   std::vector<ChainStats> stats();
 
  private:
   struct Reading {
     int count = 0;
-    bool written = false;  // since one of them began
+    bool written = false;  // since one of these lookups began
   };
 
   Ticket start(std::shared_ptr<Lookup> lookup);
-  /// Asks the next tier for what is not found yet, as far as answers are there.
+  /// Takes the answers that are there, and asks the next tier for the records not found yet.
   void advance(Lookup& lookup);
   void ask(Lookup& lookup);
   void take_answers(Lookup& lookup);

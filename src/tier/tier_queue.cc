@@ -18,7 +18,7 @@ namespace kv4::tier {
 namespace {
 
 constexpr int kMaxFlushes = 64;
-constexpr std::int64_t kLeastPerReader = 8;  // requests of a call, where there are as many
+constexpr std::int64_t kLeastPerReader = 8;  // requests per call, where so many wait
 
 }  // namespace
 
@@ -36,13 +36,13 @@ struct TierQueue::ReadJob {
 
   bool only_exists = false;
   Deadline deadline;
-  std::vector<std::size_t> asked;    // requests that are not known at once
-  std::vector<ExistsRequest> known;  // what the tier can tell of them from memory
-  std::vector<Waiting> waiting;      // those that the worker has to ask for
-  std::size_t next = 0;              // the first of them that it has not taken
+  std::vector<std::size_t> asked;    // requests that the queue cannot answer at once
+  std::vector<ExistsRequest> known;  // the tier's answers to them from memory
+  std::vector<Waiting> waiting;      // requests that a worker has to ask for
+  std::size_t next = 0;              // the first of them that no worker has taken
   std::vector<ReadResult> results;
   std::size_t unanswered = 0;
-  bool ended = false;  // nobody wants the rest
+  bool ended = false;  // the remaining answers are dropped
 };
 
 struct TierQueue::FlushJob {
@@ -51,7 +51,7 @@ struct TierQueue::FlushJob {
   bool done = false;
 };
 
-// Everything the worker touches. It outlives the queue where the worker is stuck.
+// Everything that the workers touch. It outlives the queue where a worker is stuck.
 struct TierQueue::Core {
   struct Write {
     RecordId id;
@@ -59,9 +59,9 @@ struct TierQueue::Core {
     bool remove = false;
     Content content = Content::changing;
     SharedBytes payload;
-    std::shared_ptr<FlushJob> flush;  // then nothing else counts
+    std::shared_ptr<FlushJob> flush;  // set: a flush; the other fields are unused
   };
-  /// The newest write of an id that was accepted and is not done.
+  /// The newest accepted write of an id that is not done.
   struct Pending {
     std::uint64_t number = 0;
     bool remove = false;
@@ -72,15 +72,15 @@ struct TierQueue::Core {
     std::shared_ptr<ReadJob> job;
     std::size_t index = 0;  // in job->waiting
   };
-  /// Of one worker. Its batch has its memory from the start: a worker allocates nothing.
+  /// The state of one worker. The memory of its batch is reserved at the start: a worker allocates nothing.
   struct Lane {
-    bool calling = false;  // it is in the tier
+    bool calling = false;  // in a call of the tier
     Deadline call_deadline{};
     bool exited = false;
-    std::vector<Write> writes;  // of the writer
+    std::vector<Write> writes;  // this and the next two: for the writer
     std::vector<PutRequest> puts;
     std::vector<RemoveRequest> removes;
-    std::vector<WaitingRead> places;  // of a reader
+    std::vector<WaitingRead> places;  // this and the next three: for a reader
     std::vector<GetRequest> gets;
     std::vector<ExistsRequest> exists;
     std::vector<ReadResult> results;
@@ -110,17 +110,17 @@ struct TierQueue::Core {
   }
 
   const char* const name;
-  std::shared_ptr<Tier> tier;  // the workers'; null when both have ended
+  std::shared_ptr<Tier> tier;  // for the workers; null when all have ended
   const TierQueueOptions options;
   const std::shared_ptr<Clock> clock;
   const std::shared_ptr<BytesPool> write_pool, read_pool;
   const std::int64_t read_batch;
   const pid_t owner = ::getpid();
 
-  /// In a forked child there are no workers, and the mutex may be locked for ever: nothing there may take it.
+  /// A forked child has no workers, and the mutex may be locked for ever there: no call may lock it.
   bool forked() const { return owner != ::getpid(); }
 
-  std::mutex mutex;  // of all below
+  std::mutex mutex;  // guards all below
   std::condition_variable answered, reads_there, writes_there;
   std::vector<Lane> lanes;  // the writer's first, then the readers'
   std::deque<std::shared_ptr<ReadJob>> reads;
@@ -128,7 +128,7 @@ struct TierQueue::Core {
   std::unordered_map<RecordId, Pending, RecordIdHash> pending;
   std::vector<WriteResult> results;
   std::int64_t open_reads = 0;     // accepted, not answered
-  std::int64_t waiting_reads = 0;  // of them, not taken by a reader
+  std::int64_t waiting_reads = 0;  // of these, not taken by a reader
   std::int64_t open_writes = 0;    // accepted, not done
   std::int64_t open_write_bytes = 0;
   int open_flushes = 0;
@@ -138,14 +138,14 @@ struct TierQueue::Core {
   StaleIds stale;
   QueueStats counts;
   TierStats tier_stats;
-  TierFailure tier_failure;  // when the tier has ended: its last
+  TierFailure tier_failure;  // the tier's last one, set when the tier ends
   bool stats_wanted = false, stopping = false;
 
-  // With the lock.
+  // Under the lock.
   bool accepts(Deadline now);
   bool answer_at_once(const ReadRequest& request, bool only_exists, ReadResult& result);
   bool accept(Write write) noexcept;
-  /// finish() of as many writes allocates nothing then.
+  /// After it, finish() of so many writes allocates nothing.
   void reserve_results(std::int64_t more);
   void refuse(const Write& write);
   bool has_room(std::int64_t write_bytes) const {
@@ -162,14 +162,14 @@ struct TierQueue::Core {
   bool is_done(const ReadJob& job) {
     return job.unanswered == 0 || job.ended || exited(readers()) || clock->now() >= job.deadline;
   }
-  /// Answers what is known at once; what has to be asked for is `waiting` then.
+  /// Answers the requests that it can at once; the others are `waiting` then.
   void take_in(const std::shared_ptr<ReadJob>& in, std::vector<ReadRequest> requests);
-  /// The job that was taken in last.
+  /// Passes the job that was taken in last to the readers.
   void submit(const std::shared_ptr<ReadJob>& job);
   void end(const std::shared_ptr<ReadJob>& job);
   void count(const ReadResult& result, bool only_exists);
 
-  // The workers.
+  // For the workers.
   void read(Lane& lane);
   void write(Lane& lane);
   void leave(std::unique_lock<std::mutex>& lock, Lane& lane);
@@ -180,8 +180,8 @@ struct TierQueue::Core {
   void take_reads(Lane& lane, Deadline& deadline);
   void take_writes(Lane& lane);
   void finish(const Write& write, PutStatus status);
-  /// Unlocks, calls, and tells the breaker; `call()` gives whether the tier answered. A call that throws, for want of
-  /// memory or against its promise, has failed. False: it was not called.
+  /// Unlocks, calls the tier, and reports to the breaker. `call()` returns whether the tier answered. A call that
+  /// throws, for want of memory or against its promise, has failed. False: the tier was not called.
   template <class Call>
   bool call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, Deadline deadline, Call&& call,
                  TimeHistogram* times = nullptr);
@@ -190,7 +190,7 @@ struct TierQueue::Core {
 
 // --- callers
 
-/// Whether it makes sense to queue anything.
+/// Whether new work may reach the tier: no call is stuck, and the breaker allows one.
 bool TierQueue::Core::accepts(Deadline now) {
   for (const Lane& lane : lanes) {
     if (!lane.calling || now - options.breaker.slow_after <= lane.call_deadline) continue;
@@ -227,7 +227,7 @@ bool TierQueue::Core::answer_at_once(const ReadRequest& request, bool only_exist
   return true;
 }
 
-/// What finds no memory is refused.
+/// A write without memory for it is refused.
 bool TierQueue::Core::accept(Write write) noexcept {
   const auto bytes = static_cast<std::int64_t>(write.payload.size);
   if (!has_room(bytes) || !accepts(clock->now())) {
@@ -280,7 +280,7 @@ void TierQueue::Core::count(const ReadResult& result, bool only_exists) {
 
 void TierQueue::Core::take_in(const std::shared_ptr<ReadJob>& in, std::vector<ReadRequest> requests) {
   const bool now = accepts(clock->now());
-  reads.push_back(in);  // first: nothing after it needs memory
+  reads.push_back(in);  // first, because nothing after it may need memory
   ReadJob& job = *in;
   std::vector<ExistsRequest>& known = job.known;
   std::vector<std::size_t>& asked = job.asked;
@@ -368,10 +368,10 @@ void TierQueue::Core::write(Lane& lane) {
 
 void TierQueue::Core::leave(std::unique_lock<std::mutex>& lock, Lane& lane) {
   if (std::count_if(lanes.begin(), lanes.end(), [](const Lane& l) { return !l.exited; }) == 1) {
-    // By the last one here, not in the queue's destructor: closing a store can take as long as any call.
+    // The last worker ends the tier, not the queue's destructor: closing a store can take as long as any call.
     try {
       tier_failure = tier->failure();
-    } catch (...) {  // for want of memory: what failed last is not known then
+    } catch (...) {  // for want of memory: the last failure stays unknown
     }
     std::shared_ptr<Tier> last = std::move(tier);
     lock.unlock();
@@ -406,7 +406,7 @@ bool TierQueue::Core::call_tier(std::unique_lock<std::mutex>& lock, Lane& lane, 
   else if (slow || end < deadline)
     breaker.failed(end);
   else
-    breaker.withdrawn();  // so short a deadline says nothing
+    breaker.withdrawn();  // the deadline passed before the call was slow: this says nothing about the tier
   const CircuitBreaker::State after = breaker.state();
   const bool probe_failed = before == CircuitBreaker::State::probing && after == CircuitBreaker::State::open;
   if (after != before && !probe_failed) {
@@ -435,7 +435,7 @@ void TierQueue::Core::take_reads(Lane& lane, Deadline& deadline) {
   const Deadline now = clock->now();
   const bool only_exists = reads.front()->only_exists;
   deadline = now;
-  // Readers share what waits.
+  // Readers share the waiting requests.
   const std::int64_t share = std::max(kLeastPerReader, ceil_div(waiting_reads, std::ssize(readers()))),
                      most = std::min({options.batch_requests, read_batch, share});
   while (!reads.empty() && static_cast<std::int64_t>(batch.size()) < most && bytes < options.batch_bytes) {
@@ -496,7 +496,7 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
         &counts.get_times);
     for (std::size_t i = 0; i < batch.size(); ++i) {
       const SharedBytes& to = batch[i].job->waiting[batch[i].index].request.to;
-      // A tier may be the caller's: its lengths are not believed where somebody reads as many bytes.
+      // A tier may be the caller's: its lengths are checked before so many bytes are read.
       const bool fits = requests[i].bytes >= 0 && requests[i].bytes <= std::ssize(to.span());
       if (requests[i].status == GetStatus::found && !fits) requests[i] = {.id = requests[i].id, .to = {}};
       results_of[i].status = requests[i].status;
@@ -514,12 +514,12 @@ void TierQueue::Core::do_reads(std::unique_lock<std::mutex>& lock, Lane& lane) {
     job.results[job.waiting[batch[i].index].result] = std::move(results_of[i]);
     --job.unanswered;
   }
-  lane.places.clear();  // and what their jobs hold
+  lane.places.clear();  // releases their jobs
   lane.gets.clear();
   results_of.clear();
 }
 
-/// Puts or removes of different ids: within a batch a tier keeps no order.
+/// Takes puts or removes of different ids, because a tier keeps no order within a batch.
 void TierQueue::Core::take_writes(Lane& lane) {
   std::vector<Write>& batch = lane.writes;
   batch.clear();
@@ -565,7 +565,7 @@ void TierQueue::Core::do_writes(std::unique_lock<std::mutex>& lock, Lane& lane) 
         &counts.put_times);
     for (std::size_t i = 0; i < batch.size(); ++i) finish(batch[i], requests[i].status);
   }
-  lane.writes.clear();  // and their payloads
+  lane.writes.clear();  // releases their payloads
 }
 
 void TierQueue::Core::finish(const Write& write, PutStatus status) {
@@ -577,7 +577,7 @@ void TierQueue::Core::finish(const Write& write, PutStatus status) {
   if (done) counts.stored_bytes += static_cast<std::int64_t>(write.payload.size);
   if (!done) ++failed_writes;
   const auto found = pending.find(write.id);
-  if (found == pending.end() || found->second.number != write.number) return;  // a later one decides
+  if (found == pending.end() || found->second.number != write.number) return;  // a later write decides
   const bool sure = done && !found->second.outdated;
   pending.erase(found);
   if (sure)
@@ -689,7 +689,7 @@ TierQueue::ReadTicket TierQueue::get(std::vector<ReadRequest> requests, Deadline
   const std::lock_guard lock(core_->mutex);
   core_->take_in(job, std::move(requests));
   core_->counts.gets += static_cast<std::int64_t>(job->results.size());
-  // Buffers only for what may be there.
+  // Allocates buffers only for records that may exist.
   std::erase_if(job->waiting, [&](ReadJob::Waiting& waiting) {
     ReadRequest& request = waiting.request;
     if (!request.to) request.to = core_->read_pool->take(request.max_bytes);
@@ -754,7 +754,7 @@ QueueStats TierQueue::stats() {
 FlushStatus TierQueue::close(Deadline deadline) noexcept {
   if (threads_ == nullptr || threads_->empty()) return FlushStatus::failed;
   if (core_->forked()) {
-    (void)threads_.release();  // the parent's: this process can neither join nor detach them
+    (void)threads_.release();  // the threads are the parent's: this process can neither join nor detach them
     return FlushStatus::failed;
   }
   FlushStatus status = FlushStatus::failed;
@@ -762,7 +762,7 @@ FlushStatus TierQueue::close(Deadline deadline) noexcept {
     const FlushTicket last = flush(deadline);
     (void)last.wait(deadline);
     status = last.status();
-  } catch (const std::bad_alloc&) {  // what waits is given up
+  } catch (const std::bad_alloc&) {  // waiting work is given up
   }
   end_threads(deadline);
   return status;

@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::int64_t kPageAlignment = 4096, kLeastPageBytes = 16 << 10;
 
-/// A block fits a page, so that it can be given out where it lies.
+/// A page holds a block's record, so that the block can be given out without a copy.
 std::int64_t host_page_bytes(const CacheSchema& schema) {
   const std::int64_t record_bytes = tier::kRecordHeaderBytes + schema.block_image_bytes;
   return std::max(kLeastPageBytes, ceil_div(record_bytes, kPageAlignment) * kPageAlignment);

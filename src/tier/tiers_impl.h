@@ -1,4 +1,4 @@
-// The chain inside Tiers, for what works with records: TieredPrefix, the tool and tests.
+// The chain inside Tiers, for code that works with records: TieredPrefix, the tool and tests.
 #pragma once
 
 #include <memory>
@@ -15,12 +15,12 @@ struct Tiers::Impl {
       : protections(queues.size(), Protection::none), chain(std::move(queues), std::move(clock)) {}
 
   static Impl& of(Tiers& tiers) { return *tiers.impl_; }
-  /// Tiers over queues of the caller's, without keys.
+  /// Tiers over the caller's queues, without keys.
   static Tiers over(std::vector<std::unique_ptr<tier::TierQueue>> queues, std::shared_ptr<tier::Clock> clock) {
     return Tiers(std::make_unique<Impl>(std::move(queues), std::move(clock)));
   }
 
-  std::shared_ptr<Backend> backend;     // that host memory is pinned for; null: none
+  std::shared_ptr<Backend> backend;     // host memory is pinned for it; null: none
   std::vector<Protection> protections;  // by tier
   tier::TierChain chain;
 };
