@@ -26,7 +26,6 @@ inline float float_of(std::uint32_t b) {
 }
 
 // --- scalars: values of codes
-// -----------------------------------------------------------------------------------------
 
 inline double e4m3_value(int code) {
   if ((code & 127) == 127) return std::numeric_limits<double>::quiet_NaN();
@@ -51,7 +50,6 @@ inline double bf16_value(int code) {
 inline double ue8m0_value(int code) { return std::ldexp(1.0, code - 127); }
 
 // --- scalars: nearest code, ties to the even one
-// ------------------------------------------------------------------------
 
 /// values: ascending, by code. Beyond the last one: the last one.
 inline int nearest_code(const std::vector<double>& values, double magnitude) {
@@ -104,7 +102,6 @@ inline int pow2_ceil_exponent(double x) {
 }
 
 // --- rows
-// ---------------------------------------------------------------------------------------------------------------
 
 struct Row {
   std::vector<std::uint8_t> payload, scale;

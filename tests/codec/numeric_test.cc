@@ -165,7 +165,6 @@ TEST(CodecPow2, LargestMagnitudePassesNanAndBoundsInfinity) {
 }
 
 // --- exp
-// ------------------------------------------------------------------------------------------------------------------
 
 // Rounding of x log2(e) grows with x; the polynomial's part does not.
 double exp_bound(double x) { return 1.7e-7 + 2.2e-8 * std::fabs(x); }

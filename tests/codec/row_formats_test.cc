@@ -249,7 +249,6 @@ INSTANTIATE_TEST_SUITE_P(All, RowFormat,
                          case_name);
 
 // --- rules by hand
-// ------------------------------------------------------------------------------------------------------
 
 std::vector<float> row_of(int width, float at0) {
   std::vector<float> x(static_cast<std::size_t>(width));

@@ -178,7 +178,6 @@ TEST(RowsV41, ValuesReadBackAreFixedPoints) {
 }
 
 // --- recorded vectors
-// ---------------------------------------------------------------------------------------------------
 
 struct Recorded {
   Format format;

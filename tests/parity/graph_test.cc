@@ -101,7 +101,6 @@ void run_queued(TwinCaches& t, FixedInputs& fixed, cudaStream_t stream, const st
 }
 
 // --- graphs
-// ---------------------------------------------------------------------------------------------------------------
 
 // A graph of all layers' appends of a step of one shape, and of two gathers of each compressing layer.
 class StepGraph {
@@ -320,7 +319,6 @@ TEST(Graph, AbortedReplaysLeaveNoTrace) {
 }
 
 // --- streams
-// ---------------------------------------------------------------------------------------------------------------
 
 // Delays a stream, so that work that does not wait for it runs too early.
 void delay(cudaStream_t stream) {
@@ -468,7 +466,6 @@ TEST(Streams, FinishedTellsWhenAStepIsDone) {
 }
 
 // --- memory
-// ---------------------------------------------------------------------------------------------------------------
 
 std::size_t free_memory() {
   std::size_t available = 0, total = 0;

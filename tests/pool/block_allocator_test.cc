@@ -161,7 +161,6 @@ TEST(BlockAllocator, SizesOfNothing) {
 }
 
 // --- against a model
-// --------------------------------------------------------------------------------------------------------
 
 // The same contract with lists that are searched.
 struct SlowAllocator {

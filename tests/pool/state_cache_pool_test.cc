@@ -195,7 +195,6 @@ TEST(StateCachePoolDeathTest, RefusesSlotsThatDoNotExist) {
 }
 
 // --- images
-// -----------------------------------------------------------------------------------------------------------------
 
 // Written out from docs/formats.md: windows first, then what pending entries still need.
 std::int64_t expected_bytes(const CacheSchema& s, std::int64_t n) {

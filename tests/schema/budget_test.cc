@@ -31,7 +31,6 @@ ModelConfig narrow(std::vector<LayerKind> kinds) {
 }
 
 // --- blocks for a context
-// ------------------------------------------------------------------------------------------------------
 
 TEST(BlockBudget, RoundsContextUpAndKeepsTenPercent) {
   const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), {});
@@ -71,7 +70,6 @@ TEST(BlockBudget, RefusesNothingAndTooMuch) {
 }
 
 // --- and back
-// ---------------------------------------------------------------------------------------------------------------
 
 // A cache as large as the answer fits; one with a block per request more would not, but for the rounding of one request
 // and headroom.
@@ -163,7 +161,6 @@ TEST(ContextBudget, AbsurdAnswersCanStillBeBuiltOrAreRefused) {
 }
 
 // --- the plan
-// ---------------------------------------------------------------------------------------------------------------
 
 TEST(MemoryPlan, PartsAddUpAndAreNamed) {
   CacheOptions o;
@@ -195,7 +192,6 @@ TEST(MemoryPlan, PartsAddUpAndAreNamed) {
 }
 
 // --- options that are refused
-// ---------------------------------------------------------------------------------------------------
 
 template <class Change>
 std::string refusal(Change change) {

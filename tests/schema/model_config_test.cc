@@ -210,7 +210,6 @@ TEST(ModelPreset, UnknownNamesTheKnown) {
 }
 
 // --- schedule
-// -----------------------------------------------------------------------------------------------------------
 
 TEST(LayerSchedule, RowsOfEachKind) {
   const ModelConfig c = kv4::model_preset("v4-flash");

@@ -247,7 +247,6 @@ TEST(SchemaV41, RowsMoveToAndFromPagesOfOtherEngines) {
 }
 
 // --- what cannot run yet
-// ------------------------------------------------------------------------------------------------------
 
 std::string refusal(const ModelConfig& config, const CacheOptions& options) {
   try {
@@ -297,7 +296,6 @@ TEST(SchemaV41, V4WithRowsThatHaveNoOperationsIsRefusedToo) {
 }
 
 // --- V4 as it was
-// -------------------------------------------------------------------------------------------------------
 
 struct Before {
   const char* model;
