@@ -92,7 +92,7 @@ class CApi : public testing::Test {
     ASSERT_EQ(kv4_cache_bind_weights(cache, 2, &weights), KV4_OK) << kv4_last_error();
   }
 
-  /// The inputs of position p are those of row p, so that chunks do not matter.
+  /// The inputs of position p are those of row p, so they do not depend on chunks.
   void forward(kv4_request request, std::int32_t count) {
     std::int64_t at = 0;
     ASSERT_EQ(kv4_cache_length(cache, request, 0, &at), KV4_OK);
@@ -127,7 +127,7 @@ class CApi : public testing::Test {
     indexer.score_mode = "fast";
     ASSERT_EQ(kv4_cache_index_scores(cache, 1, &indexer, Tensor(fast, {count, kTokens / 4})), KV4_OK)
         << kv4_last_error();
-    EXPECT_EQ(fast, scores);  // of mxfp4 keys fast scores are the exact ones
+    EXPECT_EQ(fast, scores);  // for mxfp4 keys, fast scores equal the exact ones
     kv4_attend_inputs attend;
     kv4_attend_inputs_init(&attend, sizeof(kv4_attend_inputs));
     attend.q = q;

@@ -1,4 +1,4 @@
-// Configs that are wrong: each an Error(bad_config) that names the field and what it holds.
+// Wrong configs: each gives an Error(bad_config) that names the field and its value.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -16,7 +16,7 @@ using kv4::test_config::flash;
 using kv4::test_config::Json;
 using kv4::test_config::tiny;
 
-// The message of the Error(bad_config) that a config text gives; a failure if there is none.
+// The message of the Error(bad_config) for a config text; a failure if there is none.
 std::string refusal(const std::string& text) {
   try {
     kv4::parse_model_config(text);

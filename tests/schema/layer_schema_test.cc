@@ -1,4 +1,4 @@
-// Sizes and addresses: the published figures, and that no two rows ever share a byte.
+// Sizes and addresses: the published figures, and that no two rows share a byte.
 #include <gtest/gtest.h>
 
 #include <algorithm>

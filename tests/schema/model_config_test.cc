@@ -1,4 +1,4 @@
-// Configs that are right: both layouts, presets, the layer schedule.
+// Valid configs: both layouts, presets, the layer schedule.
 #include "kv4/model_config.h"
 
 #include <gtest/gtest.h>
