@@ -111,7 +111,7 @@ TEST_F(TierGuarded, ARecordIsOfItsPlaceOnly) {
     options.tier = "own other";
     tier::GuardedTier other_tier = guarded(options);
     EXPECT_EQ(get(other_tier, id), GetStatus::damaged);
-    // A header with another id, tenant or layout: the tag does not fit.
+    // A header with another tenant: the tag does not fit.
     tier::RecordHeader header = tier::parse_header(sound).header;
     header.id = tenant;
     OpenTier::Value forged = sound;

@@ -29,7 +29,7 @@ std::vector<std::byte> payload_of(std::int64_t operation) {
 }
 
 struct Message {
-  std::int64_t started, flushed;  // numbers of operations
+  std::int64_t started, flushed;  // all operations below these numbers
 };
 
 [[noreturn]] void child(const tier::StoreOptions& options, std::int64_t operation, int out) {

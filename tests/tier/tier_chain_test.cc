@@ -126,7 +126,7 @@ TEST_F(TierChains, OneRequestHereOneThere) {
   EXPECT_EQ(found[1].bytes, 100);
 }
 
-// A forger who can write to an upper tier plants a record with a length above the maximum of its kind.
+// A forger who can write to an upper tier plants a record longer than any of its kind.
 TEST_F(TierChains, ARecordOfAnotherLengthHidesNothing) {
   make(2);
   plant(0, 1, 10, 5000);
