@@ -109,8 +109,8 @@ class Kv4Cache(Cache):
     # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kv4Cache:
-        """A cache with the same rows, so that several generations can continue from there. Its rows are forks, which share
-        the computed blocks; if max_batch leaves no room for forks, the rows are copied into memory of their own."""
+        """A cache with the same rows, from which another generation can continue. Its rows are forks, which share the
+        computed blocks; if max_batch leaves no room for forks, the rows are copied into memory of their own."""
         self._settle()
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
@@ -160,8 +160,8 @@ class Kv4Cache(Cache):
     # Size
 
     def begin_generation(self, config: GenerationConfig, batch_size: int, max_length: int, attention_mask: Any = None) -> None:
-        """generate() calls it (by a hook of the model) before its first forward, with batch_size before rows are repeated
-        and max_length in columns. Makes room, or raises the error that would otherwise stop the generation later."""
+        """generate() calls it (by a hook of the model) before its first forward. batch_size: before rows are repeated;
+        max_length: columns. Makes room, or raises the error that would otherwise stop the generation later."""
         if config.use_cache is False:
             raise kv4.ArgumentError("use_cache=False feeds the whole text again in every forward, and a Kv4Cache would take it "
                                     f"as what follows: {NO_CACHE}")
@@ -272,7 +272,7 @@ class Kv4Cache(Cache):
                 "cache must be empty; crop(-n) takes tokens back)")
 
     def positions(self, count: int, device: torch.device) -> torch.Tensor | None:
-        """position_ids [batch, count] for rows of different lengths, since the model counts padding. None: the model's."""
+        """position_ids [batch, count] for rows of different lengths: the model counts padding. None: the model's."""
         lengths, mask = self._lengths(), None if self._told is None else self._told.attention_mask
         if mask is None and all(length == self.num_columns for length in lengths):
             return None
@@ -281,7 +281,7 @@ class Kv4Cache(Cache):
         return (before[:, None] + mask.long().cumsum(1) - 1).clamp(min=0).to(device)
 
     def column_mask(self, count: int, device: torch.device) -> torch.Tensor | None:
-        """attention_mask [batch, columns] for a forward without one whose rows began in different columns. None: all real."""
+        """attention_mask [batch, columns] for a forward without one, if rows began in different columns. None: all ones."""
         firsts = [row.first if length else self.num_columns for row, length in zip(self.rows, self._lengths())]
         if not any(firsts):
             return None

@@ -47,7 +47,7 @@ class Drafts(NamedTuple):
 
 
 def drafts_of_assistant(tokens: int | None, schedule: str | None, remaining: int) -> Drafts:
-    """Drafts of an assistant with the model's tokens. At most the tokens that generate() still wants, first `remaining`."""
+    """Drafts of an assistant with the model's tokens, at most as many as generate() wants: `remaining` at first."""
     tokens = DEFAULT_DRAFTED_TOKENS if tokens is None else int(tokens)
     if schedule in GROWING_SCHEDULES:
         made = 0

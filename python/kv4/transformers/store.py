@@ -145,7 +145,7 @@ class Store:
             lengths = [admission.resume_at for admission in admissions]
             if min(lengths) == max(lengths):
                 return tuple(admission.request for admission in admissions), lengths[0]
-            # Some managers have evicted blocks that others still have. Each round shortens the hit; at least one token remains.
+            # Some managers have evicted blocks that others have. Each round shortens the hit; one token remains.
             for manager, admission in zip(self.managers, admissions):
                 manager.release(admission.request)
             token_ids = token_ids[:min(lengths) + 1]
