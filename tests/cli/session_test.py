@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Saved sessions in the tool: what they hold, decoded rows, damage, files that are none. Last line: `N passed, N failed`.
+"""Saved sessions in the tool: contents, decoded rows, damage, other files. Last line: `N passed, N failed`.
 
 KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
 """

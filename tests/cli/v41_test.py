@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the tool does for DeepSeek-V4.1: plans, and refusals to run. Last line: `N passed, N failed`.
+"""The tool with DeepSeek-V4.1: plans, and refusals to run. Last line: `N passed, N failed`.
 
 KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
 """
