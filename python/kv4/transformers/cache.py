@@ -281,7 +281,7 @@ class Kv4Cache(Cache):
         return (before[:, None] + mask.long().cumsum(1) - 1).clamp(min=0).to(device)
 
     def column_mask(self, count: int, device: torch.device) -> torch.Tensor | None:
-        """attention_mask [batch, columns] for a forward without one, if rows began in different columns. None: all ones."""
+        """attention_mask [batch, columns] for a forward without one if rows began in different columns, else None."""
         firsts = [row.first if length else self.num_columns for row, length in zip(self.rows, self._lengths())]
         if not any(firsts):
             return None
