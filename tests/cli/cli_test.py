@@ -274,8 +274,8 @@ def mooncake(time_ms, tokens, ids):
     return json.dumps({"timestamp": time_ms, "input_length": tokens, "output_length": 10, "hash_ids": ids})
 
 
-# By hand: 3 + 3 + 2 + 3 ids. Without a limit the 2nd finds [1, 2], the 3rd nothing, the 4th all three. The lines are not
-# in order of time.
+# By hand: 3 + 3 + 2 + 3 ids. Without a limit the 2nd finds [1, 2], the 3rd nothing, the 4th all three. The lines are
+# not in order of time.
 SMALL_TRACE = [mooncake(30, 1300, [1, 2, 3]), mooncake(0, 1100, [1, 2, 3]), mooncake(10, 1536, [1, 2, 4]), mooncake(20, 600, [8, 9])]
 
 
@@ -526,7 +526,7 @@ def test_replay_metrics_take_the_place_of_files_only():
     with tempfile.TemporaryDirectory() as folder:
         pipe, link, file = (Path(folder) / name for name in ("pipe", "link", "there/kv4.prom"))
         os.mkfifo(pipe)
-        ends, end, said = os.open(pipe, os.O_RDWR), b"the end", []  # both: figures come several times, each closes the pipe
+        ends, end, said = os.open(pipe, os.O_RDWR), b"the end", []  # figures come several times, each closes the pipe
 
         def listen():
             while not b"".join(said).endswith(end):
