@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What ./run decides about CUDA where there is no driver, with the build pretended. Last line: `N passed, N failed`."""
+"""./run's decision about CUDA without a driver, with a simulated build. Last line: `N passed, N failed`."""
 import os
 import shutil
 import subprocess

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""NVTX ranges of the calls that use a GPU: every one opens its own, and a tool that is attached sees it.
+"""NVTX ranges of the calls that use a GPU: every call opens its own, and an attached tool sees it.
 
     tests/tree/nvtx_ranges.py [BUILD_DIR/tests/kv4_tests]
 
@@ -68,7 +68,7 @@ def functions(path):
 
 
 def check_every_launch_opens_a_range():
-    """What kv4/cuda.h gives to engines with pools of their own."""
+    """The calls of kv4/cuda.h for engines with pools of their own."""
     declared = set(re.findall(r"^KV4_API cudaError_t (\w+)\(", (ROOT / "include/kv4/cuda.h").read_text(), re.M))
     assert {"append", "attend", "index_topk"} <= declared, declared
     opened = {}
