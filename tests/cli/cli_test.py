@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The command line as a user sees it: figures, JSON, exit codes, messages. Last line: `N passed, N failed`.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import fcntl
 import gzip
@@ -402,7 +402,7 @@ def test_replay_snapshots():
                  for t, n, ids in ((0, 1100, [1, 2, 3]), (1, 1600, [1, 2, 4, 5]), (2, 600, [1, 6]))]
         Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
         equal(ok_json("replay", path, "--snapshots", "full")["recomputed_tokens_per_hit"], 0)
-        # Snapshots stand at 1024 (end of the first prompt) and 1536 (of the second): the third finds none in its 512 tokens.
+        # Snapshots stand at 1024 (end of the first prompt) and 1536 (of the second); the third has none in 512 tokens.
         equal(ok_json("replay", path)["recomputed_tokens_per_hit"], 512 / 2)
         equal(ok_json("replay", path, "--snapshots", "checkpoint:512")["recomputed_tokens_per_hit"], 0)
         equal(ok_json("replay", path, "--snapshots", "none")["recomputed_tokens_per_hit"], (1024 + 512) / 2)

@@ -184,7 +184,7 @@ def test_hover_and_zoom():
 
 
 def test_series_are_visible_and_have_one_color():
-    """On the page: every series of a chart covers some pixels that no other covers, policies that find the same included."""
+    """Every series of a chart on the page has pixels of its own, also where policies find the same."""
     with tempfile.TemporaryDirectory() as folder:
         pages = [Path(folder) / name for name in ("real.html", "plan.html")]
         ok("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "30", "--capacity", "32K", "--verify", "0", "--host", "1MB", "--report", str(pages[0]))

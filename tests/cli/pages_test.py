@@ -2,7 +2,7 @@
 """Pages and pictures that the tool writes, as text and state: units, colors, series, names from outside, runs that end.
 live_page_test.py has them in a browser. Last line: `N passed, N failed`.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import functools
 import html
@@ -113,7 +113,7 @@ def test_series_do_not_hide_each_other():
 
 
 def test_skipped_requests_have_their_place():
-    """A replay with bytes skips requests that are longer than the cache: x grows all the same, and there is no rate of theirs."""
+    """A replay with bytes skips requests longer than the cache: x still grows, and they have no rate."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "real.html"
         figures = json.loads(ok("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "120", "--capacity", "16K", "--verify", "0", "--json",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The tool's HTTP server and its clients, good and bad: `kv4 serve-metrics`. Last line: `N passed, N failed`.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import http.client
 import json

@@ -4,7 +4,7 @@
     tests/install/first_day.py
 
 Every ```sh``` block of README except ./test is run in the order of the text. README's first program is engine.cc, and
-its lines of CMake are the project that builds it. The Python module is installed by README's command, without CUDA, and README's
+its lines of CMake are the project that builds it. README's command installs the Python module, without CUDA. README's
 lines of Python are run with it in the environment that docs/python.md activates.
 """
 import re

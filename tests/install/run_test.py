@@ -17,7 +17,7 @@ if [[ $1 == --folder ]]; then echo build; else echo "KV4_CUDA=${KV4_CUDA:-}" >>a
 
 
 def run(configured=None, **environment):
-    """Of a tree whose build was configured with this KV4_CUDA (none: there is no build): what ./run prints, and what it builds with."""
+    """./run's output and its KV4_CUDA, in a tree whose build was configured with this KV4_CUDA (none: no build)."""
     if any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
         raise Skipped("there is a driver")
     with tempfile.TemporaryDirectory() as tree:

@@ -130,7 +130,7 @@ def test_a_wheel_brings_the_command_and_says_whose_it_is():
 
 
 def test_a_wheel_brings_what_it_needs():
-    """Beside the C runtime; a GPU's driver is opened when it is used. libhwy, which goes along, wants any C++ runtime."""
+    """Libraries besides the C runtime; a GPU's driver is opened at first use. Bundled libhwy needs a C++ runtime."""
     try:
         files = importlib.metadata.files("kv4")
     except importlib.metadata.PackageNotFoundError:

@@ -3,7 +3,8 @@
 
     python3 make_vectors.py [DIR]      DIR defaults to vectors/ beside this file; needs NumPy only
 
-The files have the names, tensors and metadata of vectors recorded from a real model, at other sizes: `kv4 golden DIR` reads both.
+The files have the names, tensors and metadata of vectors recorded from a real model, at other sizes. `kv4 golden DIR`
+reads both.
 Formats are those of docs/formats.md; no code is shared with the library.
 """
 import json

@@ -3,7 +3,7 @@
 
     tests/tree/nvtx_ranges.py [BUILD_DIR/tests/kv4_tests]
 
-The tool is a library of this test's, which NVTX loads (NVTX_INJECTION64_PATH). Tests that were built with NVTX show the ranges of a
+The tool is a library of this test, which NVTX loads (NVTX_INJECTION64_PATH). Tests built with NVTX show the ranges of a
 cache whose memory the host cannot touch, so that no GPU is needed. Last line: `N passed, N failed[, N skipped]`.
 """
 import os
