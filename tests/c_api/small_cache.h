@@ -127,7 +127,7 @@ class CApi : public testing::Test {
     indexer.score_mode = "fast";
     ASSERT_EQ(kv4_cache_index_scores(cache, 1, &indexer, Tensor(fast, {count, kTokens / 4})), KV4_OK)
         << kv4_last_error();
-    EXPECT_EQ(fast, scores);  // for mxfp4 keys, fast scores equal the exact ones
+    EXPECT_EQ(fast, scores);  // of mxfp4 keys fast scores are the exact ones
     kv4_attend_inputs attend;
     kv4_attend_inputs_init(&attend, sizeof(kv4_attend_inputs));
     attend.q = q;
