@@ -1,4 +1,4 @@
-// Append: prefill chunks, decode batches, batches in which every request closes an entry, entries made elsewhere; and
+// Append: prefill chunks, decode batches, batches in which every request closes an entry, imported entries. Also tests
 // whether a token's cost depends on the context before it.
 #include <fmt/format.h>
 
@@ -13,11 +13,11 @@ namespace kv4::bench {
 namespace {
 
 constexpr std::int64_t kContext = 8192;
-constexpr int kPhases = 128;  // tokens a sample of decodes covers, so that each holds its share of closing entries
+constexpr int kPhases = 128;  // tokens of a decode sample, so that each sample has its share of closing entries
 
 struct LayerCase {
   LayerKind kind = LayerKind::csa;
-  int tokens = 512;  // of the chunk, or requests of the batch
+  int tokens = 512;  // of the chunk, or requests in the batch
   CacheOptions formats = {};
   std::string suffix = "fp8_tile64";
 };
@@ -44,7 +44,7 @@ Operation make_prefill(const BenchSettings& settings, const LayerCase& c) {
   };
 }
 
-/// One token for each request; their lengths are spread over the spans of both ratios.
+/// One token per request; the requests' lengths are spread over the spans of both ratios.
 Operation make_decode(const BenchSettings& settings, const LayerCase& c) {
   auto cache = std::make_shared<BenchCache>(settings, layer_options(settings, c, c.tokens + 1));
   const auto start = [cache, batch = c.tokens] {
@@ -66,7 +66,7 @@ Operation make_decode(const BenchSettings& settings, const LayerCase& c) {
   };
 }
 
-/// Every request closes an entry; the step is aborted and done again.
+/// Every request closes an entry; the step is aborted and repeated.
 Operation make_closing(const BenchSettings& settings, const LayerCase& c) {
   auto cache = std::make_shared<BenchCache>(settings, layer_options(settings, c, c.tokens + 1));
   const std::int64_t length = 2 * cache->schema().block_tokens - 1;
@@ -86,7 +86,7 @@ Operation make_closing(const BenchSettings& settings, const LayerCase& c) {
   };
 }
 
-/// flush_compression: only rows of tokens that close an entry are read and stored.
+/// flush_compression: reads and stores only the rows of tokens that close an entry.
 Operation make_flush(const BenchSettings& settings, const LayerCase& c) {
   auto cache = std::make_shared<BenchCache>(settings, layer_options(settings, c, 1));
   const StepSpec item{cache->admit(), c.tokens};
@@ -118,7 +118,7 @@ Operation make_flush(const BenchSettings& settings, const LayerCase& c) {
   };
 }
 
-/// Tokens with `context` before them, prepare_forward and commit included. A fork of the planted request does the work.
+/// Appends tokens after a `context`, prepare_forward and commit included, to a fork of the planted request.
 Operation make_context(const BenchSettings& settings, const LayerCase& c, std::int64_t context) {
   constexpr std::int64_t kRoom = 2048;
   const std::int64_t start = std::min(context, settings.config.max_positions - kRoom);

@@ -1,5 +1,5 @@
 // Append: decodes with and without entries due, prefill of a long chunk. One graph runs every layer of a cache once;
-// each layer has its own inputs, states and weights. There are enough layers to touch more bytes than L2 holds.
+// each layer has its own inputs, state and weights. The layers together touch more bytes than L2 holds.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -13,9 +13,9 @@ namespace {
 constexpr int kShort =
     253;  // tokens before a decode in which no entry is due; two tokens later both kinds close an entry
 constexpr std::int64_t kColdBytes = std::int64_t{150}
-                                    << 20;           // touched by a graph, where a cache can have enough layers
-constexpr int kMinLayers = 96;                       // so that the start of the graph is negligible
-constexpr int kMaxLayers = 4096, kMaxSlots = 32768;  // layers x requests: memory
+                                    << 20;           // touched by a graph, where a cache can have that many layers
+constexpr int kMinLayers = 96;                       // makes the start of the graph negligible
+constexpr int kMaxLayers = 4096, kMaxSlots = 32768;  // layers x requests: limits memory
 constexpr int kPrefill = 32768;
 
 const char* kind_label(LayerKind kind) {
@@ -49,7 +49,7 @@ class Appends {
     const AppendInputs& inputs = inputs_[static_cast<std::size_t>(i)];
     cache_.manager().acquire(cache_.schema().layers[static_cast<std::size_t>(i)].spec.layer).append(inputs);
   }
-  /// The kernel before writes the window rows, or what becomes of them.
+  /// In an engine the kernel before writes the window rows or their inputs.
   Launch launch(int i) const {
     const ConstTensorView& rows = inputs_[static_cast<std::size_t>(i)].raw_kv;
     return {const_cast<void*>(rows.data), 2 * rows.shape[0] * rows.shape[1], [this, i] { queue(i); }};

@@ -1,7 +1,7 @@
 // Attention over fp8_tile64 rows: direct calls on pools built here, at the shapes of V4-Flash and V4-Pro and with the
-// heads that tensor parallelism leaves; decodes of as many requests as there are tokens, and prefill chunks of one
-// request. The launches of a graph take pages, queries and outputs from their pools in turn, so that L2 has none of
-// them. A graph has many launches, because a replay has an overhead of about 10 us.
+// heads that tensor parallelism leaves. Cells are decodes of one token per request, and prefill chunks of one request.
+// The launches of a graph take pages, queries and outputs from their pools in turn, so that L2 has none of them. A
+// graph has many launches, because a replay has an overhead of about 10 us.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ constexpr RowShape kShape{kWidth, 64};
 constexpr std::int64_t kRowBytes = 576, kScaleBytes = 8;
 constexpr double kFlopPerUs = 790e6;         // bf16 products, measured on an H200, 2026-11-16
 constexpr double kBytesPerUs = 4.3e6;        // only for the number of launches
-constexpr int kSplitTokens = 1024;           // of a prefill that is divided in every way
+constexpr int kSplitTokens = 1024;           // of the prefill that is timed with every split
 constexpr std::int64_t kPoolBytes = std::int64_t{2} << 30, kOutputBytes = std::int64_t{1} << 30;
 constexpr int kFewestLaunches = 2, kMostLaunches = 24, kMostTokens = 8192;
 constexpr int kScratchRows = 4096;  // window rows of a chunk's own tokens
@@ -36,7 +36,7 @@ struct Shape {
   const char* name;
   int heads;
   int entries;    // rows besides the window
-  int page_rows;  // of a block
+  int page_rows;  // rows per block
   int page_bytes;
   bool chosen;
   int context_entries;  // the chosen entries are drawn from these
@@ -56,7 +56,7 @@ constexpr Shape kShapes[] = {
     whole_shape("Flash HCA 1152", 64, 1024),       whole_shape("Flash HCA 8320", 64, 8192),
     chosen_shape("Pro CSA 1152", 128, 1024, 8192), whole_shape("Pro HCA 8320", 128, 8192),
 };
-/// A GPU's heads where 2, 4 or 8 share V4-Flash's 64.
+/// Heads per GPU where 2, 4 or 8 GPUs share V4-Flash's 64.
 constexpr Shape kParallelShapes[] = {
     whole_shape("8 heads SWA 128", 8, 0),           whole_shape("16 heads SWA 128", 16, 0),
     whole_shape("32 heads SWA 128", 32, 0),         chosen_shape("8 heads CSA 640", 8, 512, 8192),
@@ -65,7 +65,7 @@ constexpr Shape kParallelShapes[] = {
     whole_shape("32 heads HCA 1152", 32, 1024),
 };
 
-/// A chunk of `tokens`, the last ones of its request's context.
+/// A chunk of `tokens`, the last tokens of its request's context.
 struct Prefill {
   Shape shape;
   int tokens;
@@ -95,7 +95,7 @@ std::vector<Prefill> prefill_cells(bool quick) {
   return cells;
 }
 
-/// Pools full of rows, and the other buffers.
+/// Pools full of rows, and the other buffers of a launch.
 class Pools {
  public:
   explicit Pools(Bench& bench)
@@ -129,7 +129,7 @@ class Pools {
   }
 
  private:
-  // One stretch of encoded pages, copied until the memory is full.
+  // Encodes one stretch of pages and copies it until the memory is full.
   void fill(const DeviceMemory& memory, std::int64_t page_bytes, int rows) {
     const std::int64_t pages = (std::int64_t{4} << 20) / page_bytes;
     std::vector<std::uint8_t> run(pages * page_bytes, 0);
@@ -165,9 +165,9 @@ DeviceMemory to_device(Bench& bench, const std::vector<T>& values) {
   return memory;
 }
 
-/// The launches of one cell, with adjacent tables. Many tokens of one request are a chunk, the last of its context:
-/// their own window rows lie in the scratch, as in a step of the cache. All of a shape's entries are visible where they
-/// are chosen; where not, a token sees those before it.
+/// The launches of one cell, with adjacent tables. Many tokens of one request are a chunk at the end of its context;
+/// their own window rows lie in the scratch, as in a step of the cache. Where entries are chosen, all entries of a
+/// shape are visible; elsewhere a token sees the entries before it.
 class Cell {
  public:
   Cell(Bench& bench, Pools& pools, const Shape& shape, int requests, int tokens)
@@ -201,7 +201,7 @@ class Cell {
         if (is_chunk()) r.write_slot = static_cast<std::int32_t>((r.read_slot + 1) % window_slots());
         records.push_back(r);
         if (!shape.chosen) continue;
-        for (int k = 0; k < shape.entries; ++k)  // the first part of a shuffle is one of as many different entries
+        for (int k = 0; k < shape.entries; ++k)  // the first part of a shuffle is a random set of different entries
           std::swap(all[k], all[std::uniform_int_distribution<int>(k, shape.context_entries - 1)(random)]);
         chosen.insert(chosen.end(), all.begin(), all.begin() + shape.entries);
       }
@@ -258,7 +258,7 @@ class Cell {
                }) /
            launches_;
   }
-  /// For Bench::add_launches: q is what the kernel before writes.
+  /// For Bench::add_launches: the kernel before writes q.
   Launch attend(int launch) {
     const ops::AttendParams p = params(launch);
     const std::int64_t q_bytes = 2 * std::int64_t{batch_} * shape_.heads * kWidth;
@@ -266,7 +266,7 @@ class Cell {
             [p, this] { check(cuda::attend(p, bench_.timer.stream()), "attend"); }};
   }
 
-  /// Of a decode: rows, q and outputs.
+  /// Bytes of a decode: rows, q and outputs.
   std::int64_t bytes() const {
     return rows() * (kRowBytes + kScaleBytes) + batch_ * 4 * std::int64_t{shape_.heads} * kWidth;
   }
@@ -274,12 +274,12 @@ class Cell {
 
  private:
   bool is_chunk() const { return batch_ > requests_; }
-  /// Tokens before the step.
+  /// The requests' length before the step.
   int first_length() const {
     const int context = std::max(shape_.context_entries * ratio(), kWindow);
     return is_chunk() && !shape_.chosen && shape_.entries > 0 ? context - batch_ / requests_ : context + 1;
   }
-  /// Rows that all queries together see.
+  /// Total number of rows that the queries see.
   std::int64_t rows() const {
     if (shape_.chosen || !is_chunk()) return batch_ * std::int64_t{kWindow + shape_.entries};
     std::int64_t sum = 0;
@@ -291,8 +291,8 @@ class Cell {
   int blocks_per_request() const {
     return shape_.context_entries / shape_.page_rows;
   }
-  // As many launches as take a millisecond at the floor: with fewer, the overhead of a replay would show; with more,
-  // the GPU would slow down to its sustained power.
+  // Enough launches for a millisecond at the floor: with fewer the overhead of a replay would show, with more the GPU
+  // would slow down to its sustained power.
   int count_launches() const {
     const double floor_us = std::max(static_cast<double>(bytes()) / kBytesPerUs, flop() / kFlopPerUs);
     return std::clamp(static_cast<int>(kGraphUs / floor_us), kFewestLaunches,
@@ -360,7 +360,7 @@ void add_attend_prefill_rows(Bench& bench) {
 
 namespace {
 
-/// Of the kernels for decodes.
+/// The splits of the decode kernels.
 std::vector<cuda::AttendSplit> decode_splits(const Shape& shape, int batch, int num_sms) {
   std::vector<cuda::AttendSplit> splits;
   for (const bool cta_pair : {false, true}) {
@@ -386,7 +386,7 @@ std::vector<cuda::AttendSplit> decode_splits(const Shape& shape, int batch, int 
   return splits;
 }
 
-/// Of the kernels for a prefill.
+/// The splits of the prefill kernels.
 std::vector<cuda::AttendSplit> prefill_splits(const Shape& shape) {
   std::vector<cuda::AttendSplit> splits = {{AttendKernel::split_kv}, {AttendKernel::persistent}};
   if (shape.heads > 64) splits.push_back({.kernel = AttendKernel::split_kv, .cta_pair = true});

@@ -78,7 +78,7 @@ void BenchCache::prefill(RequestId request, std::int64_t length) {
 void BenchCache::make_inputs(std::size_t layer) {
   const LayerCacheSchema& layer_schema = schema().layers[layer];
   const int tokens = schema().options.max_step_tokens;
-  // Caches of many layers are cold by themselves.
+  // The data of many layers exceeds the caches with fewer sets.
   const std::int64_t wanted = kInputBytes / static_cast<std::int64_t>(schema().layers.size());
   const std::int64_t sets = wanted / (checks::LayerInputs::token_bytes(layer_schema) * tokens) + 1;
   std::vector<checks::TokenRef> refs(tokens);
@@ -88,8 +88,8 @@ void BenchCache::make_inputs(std::size_t layer) {
   }
 }
 
-/// Two full blocks and what is open; windows are full from the first block on, so the image has the size of any longer
-/// one.
+/// Exports two full blocks and an open one. Windows are full from the first block on, so the image has the size of any
+/// longer request's image.
 const BenchCache::Donor& BenchCache::donor(std::int64_t length) {
   const std::int64_t block = schema().block_tokens, open = length % block;
   const std::int64_t shortest = (schema().config.window + block - 1) / block * block + block;

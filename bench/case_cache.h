@@ -1,4 +1,4 @@
-// A cache for benchmarks: some layers, some requests, inputs that come from memory.
+// A cache for benchmarks: some layers, some requests, and inputs that come from memory.
 #pragma once
 
 #include <cstdint>
@@ -32,17 +32,16 @@ class BenchCache {
   KVCacheManager& manager() { return *manager_; }
   const CacheSchema& schema() const { return manager_->schema(); }
   RequestId admit();
-  /// Brings a request to `length` in steps as long as the cache takes them, through every layer.
+  /// Brings a request to `length` through every layer, in the longest steps that the cache takes.
   void prefill(RequestId request, std::int64_t length);
-  /// Prepares a step; the items' tokens in order.
+  /// Prepares a step with the tokens of its items in order.
   Step prepare(std::span<const StepSpec> items);
-  /// A request of `length` tokens without the work: the image and the blocks of a short one, imported as if they were
-  /// its own.
+  /// Makes a request of `length` tokens quickly: imports the image and the blocks of a short request as its own.
   RequestId plant(std::int64_t length);
   void release_all();
   const std::vector<RequestId>& requests() const { return requests_; }
 
-  /// Inputs of `tokens` tokens for an owned layer. Calls walk through sets that together exceed any cache.
+  /// Inputs of `tokens` tokens for an owned layer. Calls rotate through sets that together exceed any cache.
   AppendInputs next_inputs(std::size_t layer, int tokens);
 
  private:

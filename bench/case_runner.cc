@@ -16,8 +16,8 @@ double median(std::vector<double>& values) {
   return *middle;
 }
 
-/// Google Benchmark decides how often the operation runs. It calls with growing iteration counts; what the case made
-/// stays. Times are medians: on a shared machine a mean says more about the neighbours.
+/// Google Benchmark decides how often the operation runs. It calls with growing iteration counts; the data of the case
+/// persists. Times are medians, because on a shared machine the mean mostly measures other processes.
 class CaseRunner {
  public:
   CaseRunner(const Case& c, checks::CopyBaseline& copy, const std::function<bool()>& stop)
@@ -40,8 +40,8 @@ class CaseRunner {
   }
 
  private:
-  /// The first touch of memory can cost a hundred times the operation, and a case's buffers take turns: all of them
-  /// first.
+  /// The first touch of memory can cost a hundred times the operation, and a case rotates through its buffers, so all
+  /// of them are touched first.
   void warm_up() {
     constexpr int kWarmUps = 40;
     operation_ = case_.make();
@@ -79,7 +79,7 @@ class CaseRunner {
   CaseResult result_;
 };
 
-/// The caller prints results itself, not Google Benchmark.
+/// Silences Google Benchmark: the caller prints the results.
 class QuietReporter : public benchmark::BenchmarkReporter {
  public:
   bool ReportContext(const Context&) override { return true; }

@@ -1,4 +1,4 @@
-// Runs one case under Google Benchmark, and a memcpy of as many bytes in turn with it.
+// Runs one case under Google Benchmark, alternating with a memcpy of the same number of bytes.
 #pragma once
 
 #include <cstdint>
@@ -20,17 +20,17 @@ struct CaseResult {
   std::optional<double> memcpy_ratio() const {
     return bytes > 0 && seconds > 0 ? std::optional(memcpy_seconds / seconds) : std::nullopt;
   }
-  /// The plain row code's time over this one.
+  /// The plain row code's time divided by this one.
   std::optional<double> plain_ratio() const {
     return plain_seconds > 0 && seconds > 0 ? std::optional(plain_seconds / seconds) : std::nullopt;
   }
-  /// Arithmetic per second, as a share of OpenBLAS' in matrix products of the same shapes.
+  /// Arithmetic per second, as a share of OpenBLAS' rate in matrix products of the same shapes.
   std::optional<double> sgemm_ratio() const {
     return sgemm_seconds > 0 && seconds > 0 ? std::optional(sgemm_seconds / seconds) : std::nullopt;
   }
 };
 
-/// At least `min_time` seconds inside the operation. Where `stop` returns true the measurement ends early, and its
+/// Runs at least `min_time` seconds inside the operation. If `stop` returns true, the measurement ends early and its
 /// result is `interrupted`.
 CaseResult measure_case(const Case& c, checks::CopyBaseline& copy, double min_time, const std::function<bool()>& stop);
 

@@ -1,4 +1,4 @@
-// The cases of `kv4 bench`. A case makes what it needs once and then does its operation again and again.
+// The cases of `kv4 bench`. A case makes its data once and then repeats its operation.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kv4::bench {
 
-/// One operation: how long it took and the bytes it had to touch (0: none to speak of).
+/// One operation: its time and the bytes it had to touch (0: negligible).
 struct Sample {
   double seconds = 0;
   std::int64_t bytes = 0;
@@ -57,7 +57,7 @@ struct ResidentMemory {
   }
 };
 
-/// Fills pools of at least a gigabyte and looks how much the process's resident memory grew.
+/// Fills pools of at least a gigabyte and measures the growth of the process's resident memory.
 ResidentMemory measure_resident_memory(const BenchSettings& settings);
 
 }  // namespace kv4::bench

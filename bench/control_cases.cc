@@ -15,9 +15,9 @@ constexpr int kBatch = 256;
 constexpr int kAllocatorBlocks = 1 << 18;
 constexpr int kStatusBlocks = 300'000;
 constexpr std::int64_t kRoom = 2048;  // tokens a request may grow before it starts again
-constexpr int kChunk = 8192;          // tokens of the steps that bring it there
+constexpr int kChunk = 8192;          // tokens of the steps that prefill it
 
-/// Allocates and releases a batch's blocks; published ones are evicted when they are needed again.
+/// Allocates and releases a batch's blocks; a published block is evicted when it is needed again.
 Operation make_allocator(bool publish) {
   auto allocator = std::make_shared<BlockAllocator>(kAllocatorBlocks);
   std::vector<BlockId> blocks(kBatch);
@@ -32,7 +32,7 @@ Operation make_allocator(bool publish) {
   };
 }
 
-/// One token for each of 256 requests; nothing is appended, only what stands around it is measured.
+/// Prepares one token for each of 256 requests; nothing is appended, so only the control work is measured.
 Operation make_prepare(const BenchSettings& settings, std::int64_t context, bool commit) {
   CacheOptions options;
   const std::optional<int> layer = first_layer(settings.config, LayerKind::hca);  // the smallest pages
@@ -85,7 +85,7 @@ Operation make_admit(const BenchSettings& settings) {
   };
 }
 
-/// The status of a cache of a whole GPU.
+/// The status of a cache that fills a GPU.
 Operation make_status(const BenchSettings& settings) {
   CacheOptions options;
   options.layers = {first_layer(settings.config, LayerKind::hca).value_or(0)};

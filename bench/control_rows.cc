@@ -1,4 +1,4 @@
-// The cost of a decode step of all of V4-Flash besides attention: launches, all appends in one graph, host time.
+// The cost of a whole V4-Flash decode step besides attention: launches, all appends in one graph, host time.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -57,7 +57,7 @@ void add_host(Bench& bench) {
   options.max_step_tokens = 2 * kBatch;
   GpuCache cache(bench, model_preset("v4-flash"), options);
   cache.admit(kBatch);
-  // Lengths are spread over a block, so that some requests begin a block in every step.
+  // Lengths are spread over a block, so that in every step some requests begin a block.
   const std::vector<std::int32_t> ids(kBatch, 7);
   KVCacheManager& manager = cache.manager();
   for (int i = 0; i < kBatch; ++i) {

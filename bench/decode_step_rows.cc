@@ -1,6 +1,6 @@
 // The whole cache path of a V4-Flash decode step as one graph: append, index_topk (layers with index keys) and attend
-// in each of the 43 layers. Above 16 requests some share the blocks of their contexts, as forks do: 64 contexts of a
-// million tokens do not fit into one GPU.
+// in each of the 43 layers. Above 16 requests some share the blocks of their contexts, as forks do, because 64 contexts
+// of a million tokens exceed one GPU.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -79,7 +79,7 @@ void add_step(Bench& bench, const StepCase& c) {
   row.bytes = bytes;
   row.floor_us = std::max(bench.copy_us(bytes), bench.empty_us * launches.count);
   bench.add(row);
-  bench.cell(name + kAfterOrdinary, [&] {  // one before each operation of each layer
+  bench.cell(name + kAfterOrdinary, [&] {  // one ordinary kernel before each operation of each layer
     const int count = static_cast<int>(operations.size());
     bench.add_after_ordinary(
         row, count, [&](int i) { return operations[static_cast<std::size_t>(i)]; }, [&] { cache.restore_marks(); },

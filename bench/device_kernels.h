@@ -1,4 +1,4 @@
-// Kernels of the benchmark itself: they fill inputs, and serve as references for operations.
+// Kernels of the benchmark itself: they fill inputs and serve as references for operations.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace kv4::bench {
 
-/// Normally distributed numbers, mean 0, deviation 1, a function of `seed` and the index.
+/// Normally distributed numbers with mean 0 and deviation 1; `seed` and the index determine each.
 cudaError_t fill_normal_f32(float* out, std::int64_t count, std::uint64_t seed, cudaStream_t stream);
 cudaError_t fill_normal_bf16(std::uint16_t* out, std::int64_t count, std::uint64_t seed, cudaStream_t stream);
 /// Whole numbers in [0, below).
@@ -30,10 +30,10 @@ cudaError_t copy_plain(void* to, const void* from, std::int64_t bytes, cudaStrea
 /// the exclusive or of all bytes is one improbable value.
 cudaError_t read_all(const void* from, std::int64_t bytes, std::uint32_t* sink, cudaStream_t stream);
 
-/// Adds to *found how many of `count` bf16 numbers are not finite.
+/// Adds the number of non-finite values among `count` bf16 numbers to *found.
 cudaError_t count_bad_bf16(const std::uint16_t* values, std::int64_t count, std::int32_t* found, cudaStream_t stream);
 
-/// Reads the first pages of every item through the block table: exactly the bytes that a score kernel must read.
+/// Reads the first pages of every item through the block table: exactly the bytes that a score kernel reads.
 struct ScanParams {
   const std::uint8_t* keys;    // page b at keys + b * block_stride, key_bytes long
   const std::uint8_t* scales;  // likewise, scale_bytes long

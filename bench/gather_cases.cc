@@ -1,4 +1,4 @@
-// Gathers: stored rows decoded into a dense tensor. Outputs and what they are read from exceed any cache.
+// Gathers: stored rows decoded into a dense tensor. Sources and outputs exceed any cache.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -11,15 +11,15 @@ namespace {
 
 struct GatherCase {
   LayerKind kind = LayerKind::csa;
-  int requests = 1;  // of a step
-  int groups = 32;   // that take turns
+  int requests = 1;  // per step
+  int groups = 32;   // that run in turn
   std::int64_t context = 8192;
   DType out = DType::bf16;
   CacheOptions formats = {};
 };
 
-/// A call covers a few requests and takes about a millisecond, so that a neighbour's time slice does not fall into most
-/// of them.
+/// A call covers a few requests and takes about a millisecond, so that most calls fit between the time slices of other
+/// processes.
 class GatherBench {
  public:
   GatherBench(const BenchSettings& settings, const GatherCase& c) : case_(c), cache_(settings, options(settings, c)) {
@@ -29,7 +29,7 @@ class GatherBench {
     outs_.resize(c.groups);
   }
 
-  /// `gather(handle, out)` into [requests, rows, width]; every group has its own output.
+  /// Runs `gather(handle, out)` into [requests, rows, width]; every group has its own output.
   template <class Gather>
   Sample run(std::int64_t rows, const RowSchema& row, Gather&& gather) {
     const int group = next_++ % case_.groups;
@@ -71,7 +71,7 @@ class GatherBench {
   int next_ = 0;
 };
 
-/// `index_topk` random visible entries for each token.
+/// Gathers `index_topk` random visible entries per token.
 Operation make_topk(const BenchSettings& settings, const GatherCase& c) {
   auto bench = std::make_shared<GatherBench>(settings, c);
   const int topk = settings.config.index_topk;

@@ -1,5 +1,5 @@
 // Gathers into dense bf16 tensors, and a plain scan of index keys, over all of V4-Flash with long contexts. A graph
-// runs through the layers; outputs rotate through a buffer larger than L2, unless the row says otherwise.
+// runs through the layers. Outputs rotate through a buffer larger than L2, unless the row's name says otherwise.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 constexpr double kShare = 0.8;
 constexpr int kRequests = 16, kTokensEach = 4;  // a step of 64 tokens
 constexpr int kStepTokens = 32768;
-constexpr int kPasses = 4;  // through the layers, so that the start of the graph is negligible
+constexpr int kPasses = 4;  // through the layers; makes the start of the graph negligible
 
 /// Output buffer; its slices are used in rotation.
 class OutputPool {
@@ -62,7 +62,7 @@ struct GatherCase {
   std::int64_t items = 0, rows = 0, width = 0;
   std::int64_t bytes = 0;  // of one gather
   std::function<void(LayerCacheHandle&, const TensorView&)> gather;
-  bool one_output = false;  // every launch writes the same tensor, as an engine does, and L2 keeps a part of it
+  bool one_output = false;  // every launch writes the same tensor, as in an engine; L2 keeps part of it
 };
 
 void add_case(Bench& bench, GpuCache& cache, OutputPool& outputs, const GatherCase& c) {
@@ -144,7 +144,7 @@ void add_keys(Bench& bench, GpuCache& cache, OutputPool& outputs, int items, con
   cache.manager().abort(step);
 }
 
-// Reads only: its floor is the bytes read at the copy speed, as for every other row.
+// Reads only; its floor is the bytes read at the copy speed, as in every other row.
 void add_scan(Bench& bench, GpuCache& cache, OutputPool& outputs, int items, const std::string& suffix) {
   const std::vector<int> layers = cache.layers(LayerKind::csa);
   const PageSchema& page = cache.schema().layer(layers[0]).pages[1];

@@ -1,6 +1,6 @@
 // kv4_gpu_bench: the time of each operation of the CUDA backend, beside the time that its bytes take at the copy speed
-// measured in the same run. All operations but whole calls are timed inside CUDA graphs, on random data; L2 is swept
-// before each replay, and a graph's launches have data of their own.
+// measured in the same run. All operations except whole calls are timed inside CUDA graphs, on random data. L2 is swept
+// before each replay, and each launch of a graph has its own data.
 #include "gpu_bench.h"
 
 #include <fmt/format.h>
@@ -22,7 +22,7 @@ namespace {
 constexpr std::int64_t kF32PoolBytes = std::int64_t{1} << 30, kBf16PoolBytes = std::int64_t{1} << 30;
 constexpr int kRepeats = 9, kQuickRepeats = 5;
 
-// The faster of a kernel and cudaMemcpyAsync: copies of 1 GiB.
+// Measures 1 GiB copies by a kernel and by cudaMemcpyAsync; the faster one counts.
 double measure_copy(Bench& bench) {
   constexpr std::int64_t kBytes = std::int64_t{1} << 30;
   constexpr int kCopies = 4;
@@ -121,8 +121,8 @@ nlohmann::ordered_json to_json(const Bench& bench, const std::string& device, co
 struct Group {
   const char* name;
   void (*add)(Bench&);
-  const char* rows;  // that it adds, in words
-  bool if_named = false;  // not part of a run of all groups
+  const char* rows;  // describes the rows it adds
+  bool if_named = false;  // true: runs only when named
 };
 constexpr Group kGroups[] = {
     {"parity", add_parity_row, "a small case on the GPU and on the CPU"},

@@ -21,8 +21,8 @@ struct Aim {
   double value = 0;
 };
 
-/// One operation. Bytes: read plus written, each once. Floor: bytes at the copy speed of this run, or a launch if that
-/// is longer.
+/// One operation. Bytes: read plus written, each counted once. Floor: the longer of the bytes at this run's copy speed
+/// and a launch.
 struct Row {
   std::string name;
   double us = 0;
@@ -55,32 +55,32 @@ class InputPool {
   Rotation f32_, bf16_;
 };
 
-/// A launch of an operation, and the input that the kernel before it writes in an engine: for most the queries.
+/// A launch of an operation, and the input that the preceding kernel of an engine writes: queries for most operations.
 struct Launch {
   void* input = nullptr;
   std::int64_t input_bytes = 0;  // a multiple of 16
   std::function<void()> queue;
-  const void* like = nullptr;  // bytes that may be written to it; null: random bf16 numbers
+  const void* like = nullptr;  // bytes to write as the input; null: random bf16 numbers
 };
-/// How names of rows after an ordinary kernel end.
+/// Suffix of the names of rows after an ordinary kernel.
 constexpr const char* kAfterOrdinary = ", after an ordinary kernel";
 using MakeLaunch = std::function<Launch(int)>;
 
 struct Bench {
   Bench(int device, bool quick);
 
-  /// Adds the row with its floor, and prints it to standard error, so that an aborted run has printed its results.
+  /// Adds the row with its floor and prints it to standard error, so that an aborted run has printed its results.
   void add(Row row);
   double floor_us(std::int64_t bytes) const;
-  /// Adds `row` with the time of one of `count` launches of a graph, and the row "..., after an ordinary kernel": a
-  /// kernel that knows nothing of programmatic launches writes each launch's input before it. That time is the one of
-  /// both kernels less the one of the ordinary kernels in a graph of their own. Without it a graph that repeats one
-  /// kernel overlaps each launch with the next. `before` is queued ahead of each replay.
+  /// Adds `row` with the time of one of `count` launches of a graph, and the row "..., after an ordinary kernel". There
+  /// a kernel without programmatic launch writes each launch's input first; the row's time is that of both kernels
+  /// minus that of a graph of the ordinary kernels alone. In the first row, a graph that repeats one kernel overlaps
+  /// each launch with the next. `before` is queued ahead of each replay.
   void add_launches(Row row, int count, const MakeLaunch& make, const std::function<void()>& before = {});
-  /// The second of the two alone. The row is the time of `launches_of_row` launches.
+  /// Adds only the row after an ordinary kernel, with the time of `launches_of_row` launches.
   void add_after_ordinary(Row row, int count, const MakeLaunch& make, const std::function<void()>& before = {},
                           int launches_of_row = 1);
-  /// A kernel without programmatic launch that writes the launch's input.
+  /// Queues a kernel without programmatic launch that writes the launch's input.
   void queue_ordinary(const Launch& launch);
   /// Runs one cell. If it throws, the row `name` has failed and the next cell runs; a lost device ends the group.
   template <class F>
@@ -93,7 +93,7 @@ struct Bench {
   }
   /// Adds a failed row. Throws if the device is lost.
   void add_failure(const std::string& name, const std::string& what);
-  /// Bytes at the copy speed, without the launch.
+  /// Time of the bytes at the copy speed, without the launch.
   double copy_us(std::int64_t bytes) const { return static_cast<double>(bytes) / copy_bytes_per_us; }
 
   bool quick;
@@ -110,7 +110,7 @@ void add_append_rows(Bench& bench);
 void add_prefill_rows(Bench& bench);
 void add_gather_rows(Bench& bench);
 void add_attend_rows(Bench& bench);
-/// attend with every number of KV splits that may be the fastest, for few tokens.
+/// attend with every number of KV splits that may be fastest for few tokens.
 void add_attend_split_rows(Bench& bench);
 /// The same for a prefill.
 void add_attend_prefill_split_rows(Bench& bench);
@@ -121,7 +121,7 @@ void add_snapshot_rows(Bench& bench);
 void add_control_rows(Bench& bench);
 void add_decode_step_rows(Bench& bench);
 void add_prefill_step_rows(Bench& bench);
-/// A small case on the GPU and on the CPU: the same image and blocks.
+/// A small case on the GPU and on the CPU gives the same image and blocks.
 void add_parity_row(Bench& bench);
 
 }  // namespace kv4::bench

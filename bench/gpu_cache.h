@@ -10,7 +10,7 @@
 
 namespace kv4::bench {
 
-/// V4-Flash's widths, `layers` layers of one kind: enough layers that their data is not in L2.
+/// V4-Flash's widths in `layers` layers of one kind: enough layers to keep their data out of L2.
 ModelConfig layers_of(LayerKind kind, int layers);
 
 class GpuCache {
@@ -23,17 +23,17 @@ class GpuCache {
   std::vector<int> layers(LayerKind kind) const;
 
   void admit(int count);
-  /// Adds forks of the existing requests, in turn, until there are `count` requests.
+  /// Forks the existing requests in turn until there are `count` requests.
   void fork(int count);
-  /// Advances all requests by `tokens` each, through every layer, in steps as large as the cache allows; `append`
-  /// false: lengths only.
+  /// Advances each request by `tokens` through every layer, in the largest steps that the cache allows. `append` false:
+  /// only the lengths.
   void extend(std::int64_t tokens, bool append = true);
   /// Opens a step of `count` tokens for each of the first `requests` requests.
   Step prepare(int requests, int count);
   /// The next inputs for a layer of the open step.
   AppendInputs next_inputs(int layer, std::int64_t tokens, bool projection = false);
-  /// Restores fold watermarks and undo positions from when the open step was prepared: the next append runs as the
-  /// first.
+  /// Restores the fold watermarks and undo positions of the open step's preparation, so that the next append runs as
+  /// the first.
   void restore_marks();
 
  private:

@@ -12,8 +12,8 @@ namespace kv4::bench {
 namespace {
 
 constexpr int kWarmUps = 2;
-/// A GPU with little load takes some tens of milliseconds under load to reach its full clock: a prefill measured right
-/// after decodes took 5 % longer.
+/// A lightly loaded GPU takes some tens of milliseconds of load to reach its full clock: a prefill measured right after
+/// decodes took 5 % longer.
 constexpr double kWarmUpUs = 50e3;
 
 constexpr std::int64_t kLeastSwept = std::int64_t{256} << 20;

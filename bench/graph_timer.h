@@ -1,5 +1,5 @@
-// Times queued work by replaying it as a CUDA graph between two events. Every measurement begins with an L2 that holds
-// none of the work's data: a sweep reads other memory before each replay, outside of the measured time.
+// Times queued work by replaying it as a CUDA graph between two events. A sweep reads other memory before each replay,
+// outside of the measured time, so that L2 holds none of the work's data.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@ void check(cudaError_t status, const char* what);
 
 class GraphTimer {
  public:
-  /// Owns its stream; all measured work is queued there. Takes memory of several times L2's size to sweep it.
+  /// Owns its stream and queues all measured work there. Takes several times L2's size of memory for the sweep.
   GraphTimer(int device, int repeats);
   ~GraphTimer();
   GraphTimer(const GraphTimer&) = delete;
@@ -23,12 +23,12 @@ class GraphTimer {
 
   cudaStream_t stream() const { return stream_; }
 
-  /// Median microseconds of one replay of the work that `record` queues. `before` and the sweep of L2 are queued ahead
-  /// of each replay and not measured.
+  /// Median microseconds of one replay of the work that `record` queues. `before` and the sweep of L2 run before each
+  /// replay and are not measured.
   double replay_us(const std::function<void()>& record, const std::function<void()>& before = {});
   /// Microseconds of the work that `work` queues, without a graph: for calls that cannot be captured. L2 is swept.
   double queue_us(const std::function<void()>& work);
-  /// Number of nodes of a graph of that work.
+  /// Number of nodes in a graph of that work.
   std::size_t count_nodes(const std::function<void()>& record);
 
  private:

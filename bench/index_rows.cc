@@ -1,5 +1,5 @@
-// Index scores and top-k over hand-made pools of keys, as an engine with its own pools calls them (kv4/cuda.h). Each
-// launch of a graph has a set of requests of its own, or the sets together have several times as many bytes as L2.
+// Index scores and top-k over pools of keys built here, as an engine with its own pools calls them (kv4/cuda.h). Each
+// launch of a graph has its own set of requests, or the sets together have several times the bytes of L2.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ constexpr int kWidth = 128, kHeads = 64, kTop = 512, kRatio = 4, kRowsPerBlock =
 constexpr std::int64_t kColdBytes = std::int64_t{192} << 20;
 constexpr int kFewestLaunches = 24, kMostSets = 512;
 constexpr double kFp8FlopPerUs = 1333e6;  // fp8 products of 8192^3, measured on an H200, 2026-11-16
-constexpr double kGraphUs = 1000;         // of a prefill's graph, at least, at the floor
+constexpr double kGraphUs = 1000;         // least duration of a prefill's graph at the floor
 constexpr int kMostPrefillLaunches = 24;
 constexpr int kBatches[] = {1, 16, 64, 128};
 
@@ -33,7 +33,7 @@ struct IndexCase {
   int keys = 0;
   int requests = 0;
   int tokens_each = 1;
-  int tile_tokens = 0;  // that the workspace has room for; 0: all
+  int tile_tokens = 0;  // capacity of the workspace; 0: all
   int most_sets = kMostSets;
   bool is_prefill() const { return tile_tokens > 0; }
 };
@@ -49,7 +49,7 @@ T* upload(Bench& bench, const DeviceMemory& memory, const std::vector<T>& host) 
   return reinterpret_cast<T*>(memory.data());
 }
 
-/// Pools, steps and workspace of a case; params(i) takes turns through the sets.
+/// Pools, steps and workspace of a case; params(i) rotates through the sets.
 class IndexSets {
  public:
   IndexSets(Bench& bench, const IndexCase& c)
@@ -126,7 +126,7 @@ class IndexSets {
   int launches() const { return std::max(sets_, kFewestLaunches); }
 
   std::int64_t score_bytes() const { return std::int64_t{4} * tokens_ * case_.keys; }
-  /// Of the keys that the tokens see.
+  /// FLOP of scoring the visible keys.
   double flop() const {
     double sum = 0;
     for (int i = 0; i < case_.tokens_each; ++i)
@@ -137,7 +137,7 @@ class IndexSets {
     return std::clamp(static_cast<int>(kGraphUs * kFp8FlopPerUs / flop()), 1, kMostPrefillLaunches);
   }
 
-  /// Launch i, with queries as bf16, or encoded.
+  /// Params of launch i, with bf16 or encoded queries.
   ops::IndexParams params(int i, bool encoded = false) {
     ops::IndexParams p = params_;
     const std::int64_t set = i % sets_;
@@ -151,12 +151,12 @@ class IndexSets {
     p.weights = {bench_.inputs.f32(tokens_, kHeads).data, DType::f32, kHeads};
     return p;
   }
-  /// Scores outside of the workspace, in rows as long as the keys.
+  /// Stores the scores outside of the workspace, in rows as long as the keys.
   void keep_scores(ops::IndexParams& p) const {
     p.scores = reinterpret_cast<float*>(scores_.data());
     p.score_stride = case_.keys;
   }
-  /// Keys and scores once; queries.
+  /// Bytes of keys, scores and queries, each counted once.
   std::int64_t bytes() const {
     return std::int64_t{case_.requests} * case_.keys * row_bytes() + std::int64_t{4} * tokens_ * case_.keys +
            std::int64_t{tokens_} * kHeads * (2 * kWidth + 4);
@@ -180,7 +180,7 @@ class IndexSets {
 
 using Queue = cudaError_t (*)(const ops::IndexParams&, cudaStream_t);
 
-/// A launch that the writer of its queries precedes. `other` has queries of another launch.
+/// A launch after the kernel that writes its queries. `other` has the queries of another launch.
 Launch launch_of(Bench& bench, const ops::IndexParams& p, const ops::IndexParams& other, const char* what,
                  Queue queue) {
   const std::int64_t bytes = p.step.num_tokens * p.q.row_stride * (p.q.dtype == DType::u8 ? 1 : 2);
@@ -242,7 +242,7 @@ void add_topk(Bench& bench, int keys, int requests) {
   p.score_stride = keys;
   p.top = kTop;
   p.indices = reinterpret_cast<std::int32_t*>(results.data());
-  // The kernel before writes what queries would take: to write the scores again would take longer than to select.
+  // The kernel before writes as many bytes as queries have: rewriting the scores would take longer than the selection.
   const std::int64_t written = std::int64_t{2} * requests * kHeads * kWidth;
   const DeviceMemory other(bench.backend, written);
   Row row;
@@ -264,7 +264,7 @@ struct PrefillCase {
   }
 };
 
-/// One row of a chunk. `queue` and `change`: the operation, and what its params have besides.
+/// Adds one row of a chunk. `queue` is the operation; `change` adds to its params.
 void add_prefill(Bench& bench, IndexSets& sets, const std::string& name, Queue queue,
                  const std::function<void(ops::IndexParams&)>& change = {}) {
   Row row;
@@ -283,12 +283,12 @@ void add_prefill(Bench& bench, IndexSets& sets, const std::string& name, Queue q
   bench.add(row);
 }
 
-/// The workspace is the one that a cache plans, so that the tokens are cut as they are there.
+/// The workspace has the size that a cache plans, so that the tokens are cut as in a cache.
 void add_prefill_case(Bench& bench, const PrefillCase& c) {
   const CacheOptions planned;
   IndexSets sets(bench, {c.format, c.keys, 1, c.tokens, planned.index_tile_tokens, kMostPrefillLaunches});
   const ScoreMode mode = c.format == Format::fp8 ? ScoreMode::fast : ScoreMode::exact;
-  // The top-k comes first: its scores are random numbers, as those of a decode's rows.
+  // The top-k comes first, while its scores are still random numbers, as in a decode's rows.
   const std::string topk = "index prefill, top-k, " + c.name(), both = "index prefill, both, " + c.name(),
                     kind = mode == ScoreMode::fast ? "fast scores" : "scores",
                     scores = fmt::format("index prefill, {}, {}", kind, c.name());
@@ -310,7 +310,7 @@ void add_prefill_case(Bench& bench, const PrefillCase& c) {
   }
 }
 
-/// The same with room for all tokens at once: what cutting them costs.
+/// The same with room for all tokens at once; the difference is the cost of cutting them.
 void add_uncut(Bench& bench, const PrefillCase& c) {
   const std::string name = "index prefill, both, not cut, " + c.name();
   bench.cell(name, [&] {

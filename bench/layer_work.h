@@ -8,7 +8,7 @@
 
 namespace kv4::bench {
 
-/// Results that the layers of a step write in turn.
+/// Results that the layers of a step write one after the other.
 class LayerResults {
  public:
   /// For `tokens` tokens of a step.
@@ -28,11 +28,11 @@ class LayerWork {
             const LayerResults& results);
 
   bool has_index() const { return !index_.q.empty(); }
-  /// Each queues one operation; the input is what the kernel before it writes in an engine: window rows or queries.
+  /// Each queues one operation; its input, window rows or queries, is written by an engine's preceding kernel.
   Launch append() const;
   Launch index_topk() const;
   Launch attend() const;
-  /// The layer's operations in their order.
+  /// The layer's operations in order.
   std::vector<Launch> all() const;
 
  private:

@@ -109,7 +109,7 @@ ops::IndexParams params_of(const kv4_peer_index& c) {
   return p;
 }
 
-/// `on_device` returns the launch's error; without CUDA there is none to call.
+/// `on_device` returns the launch's error; a build without CUDA has no `on_device` call.
 template <class Call, class OnHost, class OnDevice>
 int run(const Call& call, OnHost&& on_host, [[maybe_unused]] OnDevice&& on_device) {
   try {

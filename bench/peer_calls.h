@@ -1,7 +1,7 @@
-/* Raw operations of kv4 for tools/peer_bench, which calls them with ctypes on the tensors that it gives to other
- * projects' kernels. Every field has 8 bytes, in the order of PeerAttend and PeerIndex of that script. Addresses are on
- * the device, or of host memory where `on_host` is 1. A call returns 0, a cudaError_t, or -1 if kv4 refuses it. Owns
- * nothing but a CPU backend; calls of several threads may overlap on the device, not on the host. */
+/* Raw operations of kv4 for tools/peer_bench: it calls them with ctypes on the tensors that it gives to other projects'
+ * kernels. Every field has 8 bytes, in the order of PeerAttend and PeerIndex of that script. Addresses are on the
+ * device, or of host memory where `on_host` is 1. A call returns 0, a cudaError_t, or -1 if kv4 refuses it. The library
+ * owns only a CPU backend. Calls of several threads may overlap on the device, not on the host. */
 #pragma once
 
 #include <stdint.h>
@@ -48,13 +48,13 @@ KV4_PEER_API int kv4_peer_attend_call(const kv4_peer_attend* call);
 KV4_PEER_API int kv4_peer_index_scores(const kv4_peer_index* call);
 KV4_PEER_API int kv4_peer_index_topk(const kv4_peer_index* call);
 KV4_PEER_API int kv4_peer_select_topk(const kv4_peer_index* call);
-/* What kv4 refused last, in words. */
+/* The message of kv4's last refusal. */
 KV4_PEER_API const char* kv4_peer_refusal(void);
-/* Sizes of the two structs, so that a script of another version is found out. */
+/* Sizes of the two structs: a script of another version sees the difference. */
 KV4_PEER_API int64_t kv4_peer_attend_struct_bytes(void);
 KV4_PEER_API int64_t kv4_peer_index_struct_bytes(void);
 KV4_PEER_API int64_t kv4_peer_attend_workspace_bytes(void);
-/* The workspace that a cache plans for so many keys and tokens. */
+/* The workspace that a cache plans for this number of keys and tokens. */
 KV4_PEER_API int64_t kv4_peer_index_workspace_bytes(int64_t max_keys, int64_t tokens);
 KV4_PEER_API const char* kv4_peer_version(void);
 /* 1: the library was built with CUDA. */

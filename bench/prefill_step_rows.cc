@@ -1,5 +1,5 @@
-// The cache's work in one chunk of a prefill of V4-Flash: append, index_topk (layers with index keys) and attend in
-// each of the 43 layers, for the last 4,096 tokens of a context. The whole chunk is one graph, and so is each part.
+// The cache's work in one prefill chunk of V4-Flash: append, index_topk (layers with index keys) and attend in each of
+// the 43 layers, for the last 4,096 tokens of a context. The whole chunk is one graph, and so is each part.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -25,14 +25,14 @@ CacheOptions chunk_options(std::int64_t context, Format keys) {
   return options;
 }
 
-/// Rows of `ratio` that the chunk's tokens see, summed up; at most `limit` each.
+/// Number of rows of `ratio` that the chunk's tokens see; at most `limit` per token.
 double seen(std::int64_t start, std::int64_t ratio, std::int64_t limit) {
   double sum = 0;
   for (std::int64_t i = 0; i < kChunk; ++i) sum += static_cast<double>(std::min((start + i + 1) / ratio, limit));
   return sum;
 }
 
-/// Microseconds of a chunk behind `start` tokens at the floor: bytes of append, FLOP of scores and attention.
+/// Microseconds of a chunk after `start` tokens at the floor: bytes of append, FLOP of scores and attention.
 struct Floors {
   double append = 0, index = 0, attend = 0;
 };

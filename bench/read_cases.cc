@@ -15,7 +15,7 @@ struct ReadCase {
   std::int64_t context = 8192;
   Format keys = Format::mxfp4;
   bool beside_plain = true;
-  int tokens = 1;  // of the step: a decode step, or a chunk of one request
+  int tokens = 1;  // of the step: one token, or a chunk of one request
 };
 
 constexpr int kHeads = 64;
@@ -30,7 +30,7 @@ std::vector<float> some_values(std::int64_t count) {
   return out;
 }
 
-/// One request of a full context and a step of its last tokens, on an instruction set or the plain code.
+/// A request with a full context, and a step of its last tokens on an instruction set or the plain code.
 class ReadBench {
  public:
   ReadBench(const BenchSettings& settings, const ReadCase& c)
@@ -75,7 +75,7 @@ class ReadBench {
   int tokens_, next_ = 0;
 };
 
-/// `read(handle)`, which is bound by arithmetic: no bytes to compare with a copy.
+/// Times `read(handle)`. It is bound by arithmetic, so no copy is its baseline.
 template <class Read>
 Operation beside_plain(const BenchSettings& settings, const ReadCase& c, std::int64_t items, Read read) {
   auto fast = std::make_shared<ReadBench>(settings, c);
@@ -116,7 +116,7 @@ Operation make_topk(const BenchSettings& settings, const ReadCase& c) {
                       });
 }
 
-/// Seconds of the matrix products that attention of `tokens` tokens to `rows` rows each would be.
+/// Seconds of the matrix products that make up attention of `tokens` tokens to `rows` rows each.
 double sgemm_seconds(const Sgemm& sgemm, std::int64_t tokens, int rows, int width) {
   static thread_local std::vector<float> q, kv, p, out;
   q.resize(kHeads * width, 0.5f);
@@ -131,7 +131,7 @@ double sgemm_seconds(const Sgemm& sgemm, std::int64_t tokens, int rows, int widt
   return watch.seconds();
 }
 
-/// Window and all entries, or as many spread over them as a top-k has.
+/// Attends to the window and all entries, or to as many spread entries as a top-k has.
 Operation make_attend(const BenchSettings& settings, const ReadCase& c) {
   const int width = settings.config.head_dim;
   const std::int64_t n = c.tokens;

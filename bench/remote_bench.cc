@@ -1,4 +1,4 @@
-// The remote tier beside a bare hiredis loop: the same values, batches and servers, in turn, in one run.
+// The remote tier beside a bare hiredis loop in one run: the same values, batches and servers, in turn.
 //
 //   kv4_remote_bench [ROUNDS] [BATCH] [BYTES]    starts three servers on loopback and ends them
 //
@@ -56,7 +56,7 @@ class BareLoop {
       redisAppendCommandArgv(context, 3, texts, lengths);
     });
   }
-  /// Into a buffer, as the tier does.
+  /// Copies into a buffer, as the tier does.
   void get(const std::vector<Value>& values, std::vector<std::vector<std::byte>>& to) {
     std::size_t at = 0;
     run(

@@ -1,4 +1,4 @@
-// Resident memory of a cache whose pools have been touched, against the plan.
+// Resident memory of a cache after touching its pools, against the plan.
 #include <unistd.h>
 
 #include <cstring>

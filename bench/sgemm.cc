@@ -5,7 +5,7 @@
 namespace kv4::bench {
 
 std::shared_ptr<const Sgemm> Sgemm::load() {
-  void* const library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);  // stays open: its threads may live on
+  void* const library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);  // stays open: its threads may still run
   if (library == nullptr) return nullptr;
   const auto function = reinterpret_cast<Function>(dlsym(library, "cblas_sgemm"));
   const auto set_threads = reinterpret_cast<void (*)(int)>(dlsym(library, "openblas_set_num_threads"));

@@ -1,4 +1,4 @@
-// OpenBLAS' matrix product, where the machine has the library: what a core can do, in the same run.
+// OpenBLAS' matrix product, where the machine has the library: a core's attainable rate, in the same run.
 #pragma once
 
 #include <memory>
@@ -7,7 +7,7 @@ namespace kv4::bench {
 
 class Sgemm {
  public:
-  /// nullptr where there is no OpenBLAS (Debian: libopenblas0-pthread). Its products run on one thread.
+  /// nullptr without OpenBLAS (Debian: libopenblas0-pthread). Its products run on one thread.
   static std::shared_ptr<const Sgemm> load();
 
   /// out [m, n] = a [m, k] times b [k, n], or times the transpose of b [n, k].

@@ -1,4 +1,4 @@
-// Images, blocks and forks of the whole model. Requests and blocks take turns, so that they come from memory.
+// Images, blocks and forks of the whole model. Requests and blocks rotate, so that they come from memory.
 #include <fmt/format.h>
 
 #include "case_cache.h"
@@ -25,7 +25,7 @@ std::shared_ptr<BenchCache> planted(const BenchSettings& settings, std::int64_t 
   return cache;
 }
 
-/// The last few results stay, so that the next one goes to memory that has left the caches.
+/// Keeps the last few results, so that the next one goes to memory that has left the caches.
 template <class T>
 struct Ring {
   std::vector<T> items = std::vector<T>(kRequests);
@@ -55,7 +55,7 @@ Operation make_export_blocks(const BenchSettings& settings, std::int64_t length,
   };
 }
 
-/// A request comes in while the oldest copy leaves.
+/// Imports a request and releases the oldest copy.
 Operation make_import(const BenchSettings& settings, std::int64_t length, Format rows) {
   struct State {
     std::shared_ptr<BenchCache> cache;
@@ -79,7 +79,7 @@ Operation make_import(const BenchSettings& settings, std::int64_t length, Format
   };
 }
 
-/// Full blocks are shared; the state slot and the open block are copied.
+/// Shares full blocks; copies the state slot and the open block.
 Operation make_fork(const BenchSettings& settings, std::int64_t length, Format rows) {
   return
       [cache = planted(settings, length, rows), length, kept = Ring<std::optional<RequestId>>()]() mutable -> Sample {

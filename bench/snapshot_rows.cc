@@ -40,7 +40,7 @@ std::vector<ops::LayerDesc> describe_all(GpuCache& cache) {
   return out;
 }
 
-/// A list of pieces as the backend launches it: a short list on the host, a long list cut and on the device.
+/// A list of pieces as the backend launches it: a short list on the host; a long one in cut pieces on the device.
 struct PieceList {
   std::vector<ops::CopyPiece> few;
   const ops::CopyPiece* many = nullptr;
@@ -62,7 +62,7 @@ PieceList upload(checks::DeviceTensors& tensors, std::vector<ops::CopyPiece> pie
   return out;
 }
 
-// Lists one after another in a graph; returns microseconds per list.
+// Runs lists one after another in a graph; returns microseconds per list.
 double copy_lists_us(Bench& bench, const std::vector<PieceList>& lists) {
   return bench.timer.replay_us([&] {
     for (const PieceList& list : lists)

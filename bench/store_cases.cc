@@ -37,14 +37,14 @@ using nlohmann::json;
 using namespace tier;
 using checks::human_bytes;
 
-/// Leaves a measurement; what was measured before counts.
+/// Leaves a measurement; the results so far count.
 struct Interrupted {};
 
 void stop_if_interrupted(const StoreBenchOptions& options) {
   if (options.interrupted()) throw Interrupted{};
 }
 
-/// A disk may be busy for a while with what was deleted.
+/// Pauses, because a disk may be busy with deleted files for a while.
 void let_disk_rest(const StoreBenchOptions& options) {
   constexpr std::chrono::milliseconds kRest{1000}, kNap{50};
   for (std::chrono::milliseconds slept{0}; slept < kRest && !options.interrupted(); slept += kNap)
@@ -91,7 +91,7 @@ std::int64_t bytes_below(const std::filesystem::path& folder) {
   return bytes;
 }
 
-/// A directory that goes with it, however the work ends, but for a kill: then the next one removes what is left.
+/// Removes its directory however the work ends. After a kill, the next run removes it.
 class BenchFolder {
  public:
   explicit BenchFolder(const StoreBenchOptions& options)
@@ -197,8 +197,8 @@ class RecordSizeBench {
     std::shuffle(order_.begin(), order_.end(), random);
   }
 
-  /// One round of everything, so that all see the same disk. Who goes first changes from round to round. An interrupted
-  /// one leaves in `speeds` what it has measured.
+  /// One round of every measurement, so that all see the same disk. Their order changes from round to round. An
+  /// interrupted round leaves its results so far in `speeds`.
   void round(int number, std::map<std::string, Speed>& speeds) {
     const auto run = [&](bool writes) {
       std::vector<std::pair<std::string, std::function<Speed()>>> works;
@@ -240,7 +240,7 @@ class RecordSizeBench {
     return memory_.subspan(i % batch_ * block_bytes_, record_bytes_);
   }
 
-  /// Whole blocks at their places in one file; written in order, read in any.
+  /// Whole blocks at their places in one file; written in order, read in random order.
   void raw(IoOp::Kind kind) {
     const bool writes = kind == IoOp::Kind::write;
     Opened<File> opened = files_->open((folder_ / "raw").string(), writes ? OpenMode::create : OpenMode::read);
@@ -307,7 +307,7 @@ class RecordSizeBench {
     }
   }
 
-  /// A file for each record, one after the other, durable in the end, as in many caches.
+  /// One file per record, written one after the other and durable at the end, as in many caches.
   void one_file_each(IoOp::Kind kind, FileSystem& files, const char* name) {
     const std::filesystem::path folder = folder_ / name;
     std::filesystem::create_directory(folder);
@@ -325,7 +325,7 @@ class RecordSizeBench {
     if (kind == IoOp::Kind::write) sync_folder();
   }
 
-  /// So that reads come from the disk.
+  /// Drops cached pages, so that reads come from the disk.
   void forget_pages(const char* name) {
     for (const auto& file : std::filesystem::directory_iterator(folder_ / name)) {
       const int fd = ::open(file.path().c_str(), O_RDONLY);
@@ -393,7 +393,7 @@ json measure(const StoreBenchOptions& options, BenchFolder& folder, std::int64_t
     std::map<std::string, Speed> round;
     try {
       bench.round(i, round);
-    } catch (const Interrupted&) {  // what was measured is shown
+    } catch (const Interrupted&) {  // the results so far are shown
     }
     for (const auto& [name, speed] : round) {
       speeds[name].push_back(speed.bytes_per_s);
@@ -414,7 +414,7 @@ json measure(const StoreBenchOptions& options, BenchFolder& folder, std::int64_t
   return out;
 }
 
-/// Of a store of many empty records: opening it, with and without its checkpoint, and looking records up.
+/// Times a store of many empty records: opening it, with and without its checkpoint, and looking up records.
 json measure_index(const StoreBenchOptions& bench, BenchFolder& bench_folder) {
   const std::filesystem::path folder = bench_folder.path() / "index";
   const auto files = make_posix_file_system();
@@ -478,7 +478,7 @@ json bench_store(const StoreBenchOptions& options, const std::function<void(cons
   if (options.index_records > 0 && !options.interrupted()) {
     try {
       out["index"] = measure_index(options, folder);
-    } catch (const Interrupted&) {  // half a store tells nothing
+    } catch (const Interrupted&) {  // an incomplete store gives no result
     }
   }
   out["interrupted"] = options.interrupted();

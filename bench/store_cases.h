@@ -20,11 +20,11 @@ struct StoreBenchOptions {
   std::int64_t index_records = 0;  // 0: no index measurement
   bool fio = false;
   bool encrypt = false;
-  std::function<bool()> interrupted = [] { return false; };  // true: ends early, with what was measured
+  std::function<bool()> interrupted = [] { return false; };  // true: ends early with the results so far
 };
 
-/// All figures. `on_size` gets those of each record size as soon as they are measured. Whatever it writes below
-/// `directory` it removes, however it ends.
+/// All figures. `on_size` gets the figures of each record size as soon as they are measured. Removes everything that it
+/// writes below `directory`, however it ends.
 nlohmann::json bench_store(const StoreBenchOptions& options, const std::function<void(const nlohmann::json&)>& on_size);
 
 }  // namespace kv4::bench

@@ -1,9 +1,9 @@
-// Contexts of V4-Flash through the tiers, beside what the disk and the bus do themselves in the same run.
+// Contexts of V4-Flash through the tiers, beside the disk's and the bus's own speed in the same run.
 //
 //   kv4_tier_bench DIR [cpu|cuda] [BLOCKS] [ROUNDS] [PART...]
 //
-// DIR: where to write; what it makes there it removes. BLOCKS of 128 tokens; 1024 is a context of 128K. PART: lookups,
-// disk, host, steps (cuda only); all if none is given.
+// DIR: folder for its files, which it removes. BLOCKS of 128 tokens; 1024 is a context of 128K. PART: lookups, disk,
+// host, steps (cuda only); all if none is given.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -63,7 +63,7 @@ struct Bench {
   Prompt prompt() const { return {token_ids, 0, "", {}}; }
 };
 
-/// Records of the prompt's blocks and of the snapshot at its end, of random bytes, into the tiers.
+/// Puts records with random bytes into the tiers: the prompt's blocks and the snapshot at its end.
 void fill(const Bench& bench, KVCacheManager& cache, Tiers& tiers) {
   std::vector<std::byte> payload(std::max(cache.snapshot_bytes(), cache.schema().block_image_bytes));
   std::mt19937_64 random(1);
@@ -85,7 +85,7 @@ void fill(const Bench& bench, KVCacheManager& cache, Tiers& tiers) {
     require(status != tier::FlushStatus::failed, ErrorCode::bad_file, "the tiers could not be filled");
 }
 
-/// Bytes per second of bringing the whole prompt into an empty cache.
+/// Bytes per second of loading the whole prompt into an empty cache.
 double load(const Bench& bench, Tiers& tiers) {
   KVCacheManager cache(model_preset("v4-flash"), bench.options(), bench.backend);
   TieredPrefix tiered(cache, tiers);
@@ -99,7 +99,7 @@ double load(const Bench& bench, Tiers& tiers) {
   return static_cast<double>(bench.blocks * cache.schema().block_image_bytes + cache.snapshot_bytes()) / seconds;
 }
 
-/// Bytes per second of plain transfers as large as a record, all over the store's files.
+/// Bytes per second of plain reads of a record's size, spread over the store's files.
 double read_plainly(const std::string& store, std::int64_t bytes_at_once, std::int64_t count) {
   const auto files = tier::make_posix_file_system();
   std::vector<tier::Opened<tier::File>> opened;
@@ -114,7 +114,7 @@ double read_plainly(const std::string& store, std::int64_t bytes_at_once, std::i
   const auto queue = files->make_queue(kDepth, nullptr);
   tier::BlockBuffer memory;
   const std::span<std::byte> room = memory.get((kDepth + 1) * bytes_at_once);
-  std::fill(room.begin(), room.end(), std::byte{0});  // pages are there before the clock runs
+  std::fill(room.begin(), room.end(), std::byte{0});  // touches the pages before the clock runs
   std::vector<tier::IoOp> ops(kDepth + 1);
   std::vector<std::size_t> free;
   for (std::size_t i = 0; i < ops.size(); ++i) free.push_back(i);
@@ -162,7 +162,7 @@ void bench_disk(const Bench& bench) {
                at_share(speeds.ratios, 0), at_share(speeds.ratios, 1));
 }
 
-/// Bytes per second of transfers from pinned memory, a block each.
+/// Bytes per second of transfers from pinned memory, one block each.
 double copy_plainly(const Bench& bench, std::int64_t bytes) {
   const HostMemory host(bench.backend, bench.blocks * bytes);
   std::fill(host.bytes().begin(), host.bytes().end(), std::byte{1});
@@ -200,7 +200,7 @@ void bench_host(const Bench& bench) {
   }
 }
 
-/// Answers while a disk tier writes all the time.
+/// Times of lookups and gets while a disk tier writes continuously.
 void bench_lookups(const Bench& bench) {
   TiersOptions options;
   options.directory = bench.directory + "/lookups";
@@ -239,7 +239,7 @@ void bench_lookups(const Bench& bench) {
       at_share(known_us, 0.99), at_share(get_us, 0.5), at_share(get_us, 0.99));
 }
 
-/// Decode steps of eight requests with and without blocks that leave the device beside them.
+/// Decode steps of eight requests, with and without blocks leaving the device at the same time.
 void bench_steps(const Bench& bench) {
   constexpr int kRequests = 8;
   TiersOptions options;

@@ -1,4 +1,4 @@
-// The baseline of an operation: a copy of the same bytes, in the same run, on the same device.
+// The baseline of an operation: a copy of the same bytes in the same run on the same device.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace kv4::checks {
 
-/// Without what reading the clock costs: a tenth of the shortest operations.
+/// Seconds without the cost of reading the clock, which is a tenth of the shortest operations.
 class Stopwatch {
  public:
   double seconds() const { return std::max(0.0, elapsed() - cost()); }
@@ -35,7 +35,7 @@ class Stopwatch {
   Clock::time_point start_ = Clock::now();
 };
 
-/// Copies walk through buffers larger than any cache, so that neither side lives in it.
+/// Copies walk through buffers larger than any cache, so that neither side stays in it.
 class CopyBaseline {
  public:
   CopyBaseline() = default;
@@ -43,12 +43,12 @@ class CopyBaseline {
   CopyBaseline(const CopyBaseline&) = delete;
   CopyBaseline& operator=(const CopyBaseline&) = delete;
 
-  /// Seconds of a copy that touches `bytes`: half of them read, half written.
+  /// Seconds of a copy that touches `bytes`: it reads half of them and writes half.
   virtual double seconds(std::int64_t bytes) = 0;
 };
 
-/// memcpy on so many threads. Its buffers are ordinary memory, as a caller's tensors are; the cache's pools ask for
-/// huge pages, so that a copy within them can be faster than this.
+/// memcpy on several threads. Its buffers are ordinary memory, like a caller's tensors. The cache's pools ask for huge
+/// pages, so a copy within them can be faster.
 class MemcpyBaseline final : public CopyBaseline {
  public:
   explicit MemcpyBaseline(int threads);
@@ -64,14 +64,14 @@ class MemcpyBaseline final : public CopyBaseline {
   std::vector<std::byte> from_, to_;
   std::size_t next_ = 0;
 
-  // The copy under way; written before gate_ opens, read by the helpers between its two phases.
+  // The current copy; written before gate_ opens, read by the helpers between its two phases.
   std::size_t at_ = 0, size_ = 0;
   bool stop_ = false;
   std::barrier<> gate_;
   std::vector<std::jthread> helpers_;
 };
 
-/// A copy within the backend's memory, by the host's clock: from the call until it is done.
+/// A copy within the backend's memory, timed by the host's clock from the call to its completion.
 class DeviceCopyBaseline final : public CopyBaseline {
  public:
   explicit DeviceCopyBaseline(std::shared_ptr<Backend> backend);

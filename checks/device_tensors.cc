@@ -13,7 +13,7 @@
 namespace kv4::checks {
 namespace {
 
-constexpr std::int64_t kTransferBytes = std::int64_t{64} << 20;  // that one transfer moves at most
+constexpr std::int64_t kTransferBytes = std::int64_t{64} << 20;  // maximum of one transfer
 constexpr std::int64_t kChunkBytes = std::int64_t{8} << 20;
 constexpr std::int64_t kAlignment = 256;
 
@@ -23,7 +23,7 @@ std::int64_t tensor_bytes(const ConstTensorView& t) {
   return count * static_cast<std::int64_t>(element_bytes(t.dtype));
 }
 
-// Parts that each fit the backend's staging memory.
+// Cuts a transfer into parts that fit the backend's staging memory.
 template <class Move>
 void for_transfers(Backend& backend, std::int64_t bytes, Move move) {
   backend.reserve_staging(std::min(bytes, kTransferBytes));
@@ -80,7 +80,7 @@ std::byte* DeviceTensors::take(std::int64_t bytes) {
   return memory;
 }
 
-// The address of a copy of `host` in the backend's memory.
+// Copies `host` into the backend's memory and returns the address.
 void* DeviceTensors::copy(const ConstTensorView& host) {
   const std::int64_t bytes = tensor_bytes(host);
   std::byte* memory = take(bytes);

@@ -1,5 +1,5 @@
-// Host tensors where a backend can reach them, and a backend's memory where the host can. On a backend of the host both
-// are the tensors themselves: nothing is copied.
+// Host tensors in memory that a backend can reach, and a backend's memory in the host's. On a host backend both are the
+// tensors themselves: nothing is copied.
 #pragma once
 
 #include <cstddef>
@@ -25,11 +25,11 @@ class DeviceTensors {
  public:
   explicit DeviceTensors(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
 
-  /// A copy of `host`; empty stays empty.
+  /// A copy of `host`; an empty tensor stays empty.
   ConstTensorView in(const ConstTensorView& host);
   LayerWeights in(const LayerWeights& host);
   AppendInputs in(const AppendInputs& host);
-  /// As large as `host`, which gets the result when read_back() is called. Until then it holds what `host` does.
+  /// A tensor of `host`'s size and contents; read_back() copies the result to `host`.
   TensorView out(const TensorView& host);
   void read_back();
   void clear();
@@ -43,12 +43,12 @@ class DeviceTensors {
 
   std::shared_ptr<Backend> backend_;
   std::vector<DeviceMemory> chunks_;
-  std::size_t chunk_ = 0;  // the one being filled
-  std::int64_t used_ = 0;  // of it
+  std::size_t chunk_ = 0;  // the chunk being filled
+  std::int64_t used_ = 0;  // bytes used of that chunk
   std::vector<Output> outputs_;
 };
 
-/// A backend's memory as it was when each part was first asked for.
+/// Copies of a backend's memory; each part is copied at its first use.
 class HostCopy {
  public:
   explicit HostCopy(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
@@ -58,7 +58,7 @@ class HostCopy {
   const T* array(const T* memory, std::int64_t count) {
     return reinterpret_cast<const T*>(bytes(memory, count * static_cast<std::int64_t>(sizeof(T))));
   }
-  /// The same plane in the copy of the pool it lies in: ask for that as an array first.
+  /// The same plane in the copy of its pool; call array() for the pool first.
   PlaneView plane(const PlaneView& plane) const;
 
  private:
@@ -67,7 +67,7 @@ class HostCopy {
     AlignedVector<std::byte> copy;
   };
   const std::byte* bytes(const void* memory, std::int64_t count);
-  const std::byte* find(const void* memory, std::int64_t count) const;  // nullptr: not there
+  const std::byte* find(const void* memory, std::int64_t count) const;  // nullptr: not copied
 
   std::shared_ptr<Backend> backend_;
   std::vector<Part> parts_;

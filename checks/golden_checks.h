@@ -14,16 +14,16 @@ namespace kv4::checks {
 struct Recording;
 struct Capture;
 
-/// Every number format: the bytes must be the recorded ones.
+/// Every number format: the stored bytes equal the recorded ones.
 void check_codecs(const SafeTensors& file, const std::shared_ptr<Backend>& backend, GoldenReport& report);
 
 /// One recorded layer: rotation, rows, pending rows, scores, top-k and attention. `name` leads the names of its checks.
 void check_layer(const SafeTensors& file, LayerKind kind, const std::string& name,
                  const std::shared_ptr<Backend>& backend, GoldenReport& report);
 
-/// The canonical image of a replay against what was recorded and what the replay gathered; `prefix` names the replay.
+/// The canonical image of a replay against the recording and the replay's gathers; `prefix` names the replay.
 void check_image(const Recording& recording, const Capture& capture, const std::string& prefix, GoldenReport& report);
-/// Bytes in which the pending parts of two images of the same tokens differ.
+/// Number of bytes that differ between the pending parts of two images of the same tokens.
 std::int64_t differing_pending_bytes(const Capture& a, const Capture& b);
 
 }  // namespace kv4::checks

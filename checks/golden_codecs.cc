@@ -38,7 +38,7 @@ void check_scalars(const SafeTensors& file, GoldenReport& report) {
   report.check("codec.e4m3.decode", static_cast<double>(differing), 0);
 }
 
-// Rows as the file gives them: entries after rotation, index keys before the transform.
+// Rows as in the file: entries after rotation, index keys before the transform.
 struct CodecRows {
   Matrix entries;
   Matrix keys;
@@ -69,7 +69,7 @@ CodecRows load_rows(const SafeTensors& file) {
 // Bytes of a plane, row by row.
 using Plane = std::vector<std::vector<std::byte>>;
 
-// The rows as the cache holds them once they were written: entries, window rows and index keys.
+// The rows in the cache's stored form: entries, window rows and index keys.
 struct StoredPlanes {
   Plane entry_payload, entry_rope, entry_scale;
   Plane window_payload, window_rope, window_scale;
@@ -191,7 +191,7 @@ class CodecReplay {
   StoredPlanes out_;
 };
 
-// A recorded tensor against a stored plane. Of a stored row the first `row_bytes` are recorded; what follows is another
+// A recorded tensor against a stored plane. The first `row_bytes` of each stored row are recorded. The rest is another
 // tensor's (the rope tail in a payload) or, in a scale plane, padding.
 struct PlaneCheck {
   const char* tensor;

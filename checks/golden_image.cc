@@ -19,7 +19,7 @@
 namespace kv4::checks {
 namespace {
 
-constexpr double kCopied = 1e-6;  // stored as they came
+constexpr double kCopied = 1e-6;  // stored unchanged
 constexpr double kPooled = 1e-5;  // folded in fp32
 
 class ImageReader {
@@ -48,7 +48,7 @@ class ImageReader {
   std::span<const std::byte> bytes_;
 };
 
-// Rows of [kv | gate] as two matrices.
+// Splits rows of [kv | gate] into two matrices.
 struct PendingRows {
   Matrix kv;
   Matrix gate;
@@ -118,7 +118,7 @@ std::int64_t window_bytes(const Capture& capture) {
   return std::min<std::int64_t>(capture.window.rows, capture.schema.config.window) * window.row.bytes();
 }
 
-// The image's window rows, decoded here, against what the last gathers gave.
+// Decodes the image's window rows here and compares them with the last gathers.
 std::int64_t differing_window_rows(const Capture& capture, ImageReader& reader) {
   const RowSchema& row = capture.schema.layers[0].window.row;
   const std::int64_t count = std::min<std::int64_t>(capture.window.rows, capture.schema.config.window);

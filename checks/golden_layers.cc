@@ -12,15 +12,15 @@ namespace kv4::checks {
 namespace {
 
 constexpr double kUlps = 2;           // bf16 rounding points of an entry, in ulps of its largest channel
-constexpr double kScoreBound = 1e-2;  // of the largest, bf16 rows
+constexpr double kScoreBound = 1e-2;  // relative to the largest, bf16 rows
 constexpr double kTopkBound = 1e-2;   // share of chosen entries that differ
 constexpr double kAttentionBound = 1e-2;
 constexpr double kSameRows = 1e-5;  // fp32 against double on the same rows
 constexpr double kStoredAttention = 2e-3;
 constexpr double kFarBound = 0.05;
 
-// Steps that mix long and short; what is left goes one by one. Of recordings shorter than `kChunkTokens` each gets its
-// share.
+// Steps that mix long and short; the remaining tokens follow one by one. Recordings shorter than `kChunkTokens` scale
+// the chunks down.
 constexpr std::int64_t kChunkTokens = 300;
 const std::vector<int> kLongFirst = {150, 1, 1, 66, 3};  // as recorded
 const std::vector<int> kOtherSplit = {100, 3, 1, 70, 2};
@@ -73,8 +73,8 @@ double worst_ulps(const Matrix& got, const Matrix& want) {
   return worst.value();
 }
 
-// The largest share of what each channel is allowed; `slack_ulps` of the row's largest channel, or of `floor` if that
-// is larger.
+// The largest error as a share of the channel's allowed error. The slack is `slack_ulps` of the row's largest channel,
+// or of `floor`'s if that is larger.
 double worst_share(const RowSchema& row, const Matrix& got, const Matrix& want, double slack_ulps,
                    const Matrix& floor) {
   Worst worst;
@@ -113,7 +113,7 @@ Choice choose(const Recording& recording, const std::vector<double>& scores) {
   return chosen;
 }
 
-// HCA: every entry a query may use. SWA: none.
+// HCA: every visible entry. SWA: none.
 Choice choose_all(const Recording& recording) {
   Choice chosen(recording.tokens);
   if (recording.ratio == 0) return chosen;
@@ -123,7 +123,7 @@ Choice choose_all(const Recording& recording) {
   return chosen;
 }
 
-// Share of the chosen entries that only one of the two has.
+// Share of the chosen entries that are in only one of the two choices.
 double differing_share(const Choice& got, const Choice& want) {
   std::size_t total = 0;
   std::size_t shared = 0;
@@ -136,7 +136,7 @@ double differing_share(const Choice& got, const Choice& want) {
 
 std::vector<double> widened(const Matrix& rows) { return {rows.values.begin(), rows.values.end()}; }
 
-// Over the scores a token sees; `want` may lack some (NaN).
+// Error over the visible scores; `want` may lack some (NaN).
 double visible_error(const Recording& recording, const Matrix& scores, std::span<const double> want) {
   std::vector<double> got, wanted;
   for (std::int64_t t = 0; t < recording.tokens; ++t)
@@ -153,7 +153,7 @@ double score_error(const Recording& recording, const Matrix& scores) {
   return visible_error(recording, scores, widened(recording.idx_scores));
 }
 
-// Index queries as they are compared: rows that went the way of a key.
+// Index queries with a key's roundings: transformed, encoded and decoded.
 Matrix as_keys(Matrix rows, const RowSchema& row) {
   std::vector<std::uint8_t> payload(row.payload_bytes);
   std::vector<std::uint8_t> scale(row.scale_bytes);
@@ -186,7 +186,7 @@ std::vector<double> attend_all(const Recording& recording, const Matrix& window,
   return out;
 }
 
-// bf16 rows and keys, no transform, HCA rows kept raw: as near to the recording as a cache of 16-bit rows can be.
+// bf16 rows and keys, no transform, raw HCA rows: the closest that a cache of 16-bit rows comes to the recording.
 CacheOptions plain_options() {
   CacheOptions options;
   options.row_format = Format::bf16;
@@ -212,7 +212,7 @@ void check_plain(const Recording& recording, const Capture& got, const std::stri
     report.check(prefix + "scores", score_error(recording, got.scores), kScoreBound);
     report.check(prefix + "topk", differing_share(got.topk, recording.idx_topk), kTopkBound);
   }
-  // With the recorded choice, so that a tie that is broken in another way does not count twice.
+  // Uses the recorded choice, so that a tie broken differently does not count twice.
   report.check(prefix + "attention", relative_error(got.attention.values, recording.attn_out.values), kAttentionBound);
   if (recording.main.tail_kv.rows != 0) {
     report.check(prefix + "ring.kv", relative_error(got.ring_kv.values, recording.main.tail_kv.values), 1e-6);
@@ -232,15 +232,15 @@ void check_stored_rows(const Recording& recording, const Capture& got, const std
   report.check(prefix + "entries", worst_share(layer.pages[0].row, got.entries, entries, kUlps, entries), 1);
   report.check(prefix + "view.entries", differing_values(got.entries_view, got.entries), 0);
   if (recording.kind != LayerKind::csa) return;
-  // Compared after the transform, where the key was quantised. The rounding it carries comes from before it as well.
+  // Compared after the transform, where the key was quantised. It also has the rounding from before the transform.
   const Matrix keys = hadamard(recording.index.entries, recording.config.index_dim);
   report.check(prefix + "index_keys", worst_share(layer.pages[1].row, got.keys, keys, kUlps, recording.index.entries),
                1);
   report.check(prefix + "view.index_keys", differing_values(got.keys_view, got.keys), 0);
 }
 
-// Scores and attention against the reference on exactly the stored rows; the distance to the recording is what the
-// formats cost, and only reported.
+// Scores and attention against the reference on exactly the stored rows. The distance to the recording is the error of
+// the formats and is only reported.
 void check_stored(const Recording& recording, const Capture& got, const std::string& prefix, GoldenReport& report) {
   check_stored_rows(recording, got, prefix, report);
   Choice chosen = choose_all(recording);
@@ -271,7 +271,7 @@ void check_layer(const SafeTensors& file, LayerKind kind, const std::string& nam
                                AttendTo::recorded, backend);
   check_plain(recording, plain, prefix + "bf16.", report);
   check_image(recording, plain, prefix + "bf16.", report);
-  // No step longer than the window, so that every window row lies in the ring when its step ends and the views can show
+  // No step is longer than the window: every window row then lies in the ring when its step ends, where the views show
   // it.
   const Capture stored = replay(recording, CacheOptions(),
                                 scaled(kOtherSplit, recording.tokens, recording.config.window), AttendTo::own, backend);

@@ -45,7 +45,7 @@ RecordedCompressor load_compressor(const SafeTensors& file, const std::string& p
 
 ModelConfig load_config(const SafeTensors& file, LayerKind kind) {
   const auto size = [&](const char* key) { return static_cast<int>(file.metadata_int(key, 1, kMaxWidth)); };
-  ModelConfig config = model_preset("v4-flash");  // rotation is not in the files' metadata
+  ModelConfig config = model_preset("v4-flash");  // the files' metadata has no rotation
   config.name = file.name();
   config.num_layers = 1;
   config.kinds = {kind};

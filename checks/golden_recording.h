@@ -1,4 +1,4 @@
-// One layer as it was recorded: what went into its cache by absolute position, and what came out.
+// One recorded layer: the inputs of its cache by absolute position, and the outputs.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace kv4::checks {
 
-/// One compressor of the layer: projections by absolute position, constants, and what was recorded of it.
+/// One compressor of the layer: projections by absolute position, constants, and recorded outputs.
 struct RecordedCompressor {
   Matrix kv;             // [tokens, columns]
   Matrix gate;           // [tokens, columns]
@@ -21,7 +21,7 @@ struct RecordedCompressor {
   Matrix tail_kv;        // [tokens % ratio, columns]
   Matrix tail_gate;
   Matrix overlap_kv;           // [ratio, width] or empty: the previous span's next-entry columns
-  Matrix overlap_gate_biased;  // with the position bias added
+  Matrix overlap_gate_biased;  // with position bias added
 };
 
 struct Recording {

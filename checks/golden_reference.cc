@@ -45,7 +45,7 @@ double e2m1(unsigned code) {
   return (code & 8) != 0 ? -kValues[code & 7] : kValues[code & 7];
 }
 
-// Spacing at magnitude v of a format with `bits` mantissa bits whose normal numbers start at 2^least.
+// Spacing at magnitude v of a format with `bits` mantissa bits; its normal numbers start at 2^least.
 double spacing(double v, int bits, int least) {
   return std::ldexp(1.0, std::max(v > 0 ? std::ilogb(v) : least, least) - bits);
 }
@@ -60,8 +60,8 @@ float bf16_at(const std::byte* at) {
   return std::bit_cast<float>(std::uint32_t{bits} << 16);
 }
 
-// Channels go in lanes of a fixed number, which compilers turn into vectors; the order does not matter to a reference
-// in double.
+// Channels are summed in a fixed number of lanes, which compilers turn into vectors; a reference in double does not
+// depend on the order.
 constexpr std::size_t kLanes = 8;
 
 double dot(const float* a, const float* b, std::size_t n) {
@@ -106,7 +106,7 @@ double relative(std::span<const Number> got, std::span<const Number> want) {
   return largest.value() > 0 ? difference.value() / largest.value() : difference.value();
 }
 
-// How a format scales a tile: by pow2_ceil(max(amax, floor) / code_max), codes being `code_spacing(code)` apart.
+// How a format scales a tile: by pow2_ceil(max(amax, floor) / code_max), with codes `code_spacing(code)` apart.
 struct TileRule {
   int channels;
   double floor;

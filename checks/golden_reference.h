@@ -1,4 +1,4 @@
-// The model's arithmetic once more, plain and in double, written apart from the library it judges.
+// The model's arithmetic once more, plain and in double, written independently of the library that it checks.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct Matrix {
 };
 
 double largest_magnitude(std::span<const float> values);
-/// max |got - want| / max |want|; the plain difference where `want` is all zero.
+/// max |got - want| / max |want|; max |got - want| where `want` is all zero.
 double relative_error(std::span<const float> got, std::span<const float> want);
 double relative_error(std::span<const double> got, std::span<const double> want);
 
@@ -36,12 +36,12 @@ double bf16_ulp(double magnitude);
 /// `x` rounded to the nearest bf16, ties to even.
 float nearest_bf16(float x);
 
-/// A stored row as numbers. fp8_tile64, bf16 and mxfp4: what the two replays store.
+/// Decodes a stored row. fp8_tile64, bf16 and mxfp4: the formats of the two replays.
 void decode_row(const RowSchema& row, const std::byte* payload, const std::byte* scale, std::span<float> out);
 
-/// How far a stored channel may be from `want` when what was quantised may itself be off by `slack`: slack + half a
-/// step of the format there. The step is that of the scale which the largest |want| + slack of the tile asks for, so a
-/// tile whose scale is decided by a value near a power of two is covered either way.
+/// Allowed distance of a stored channel from `want` when the quantised value may be off by `slack`: slack + half a step
+/// of the format there. The step belongs to the scale for the tile's largest |want| + slack, which covers both scales
+/// of a tile whose maximum is near a power of two.
 std::vector<double> allowed_error(const RowSchema& row, std::span<const float> want, double slack);
 
 /// Normalised Walsh-Hadamard transform of every `width` channels, Sylvester order.
@@ -52,7 +52,7 @@ struct ScoreInputs {
   const Matrix& weights;  // [tokens, heads]
   double scale = 1;
 };
-/// score[t, j] = sum_h w[t, h] * scale * relu(q[t, h] . keys[j]); [tokens, keys.rows], whether t sees j or not.
+/// score[t, j] = sum_h w[t, h] * scale * relu(q[t, h] . keys[j]); [tokens, keys.rows], for visible and other j alike.
 std::vector<double> index_scores(const ScoreInputs& inputs, const Matrix& keys);
 /// The `k` largest of the first `visible`; of equal scores the smaller index.
 std::vector<std::int32_t> top_k(std::span<const double> scores, std::int64_t visible, std::int64_t k);
@@ -65,7 +65,7 @@ struct AttentionInputs {
 /// One softmax over `rows` with a sink in the denominator. [heads, head_dim]
 std::vector<double> attend(const AttentionInputs& inputs, const std::vector<std::span<const float>>& rows);
 
-/// Softmax-weighted sum of the rows, per channel, and the logarithm of the softmax's denominator. gate and bias [rows,
+/// Softmax-weighted sum of the rows, per channel, and the logarithm of the softmax denominator. gate and bias [rows,
 /// width].
 struct Pooled {
   std::vector<double> value;    // [width]

@@ -47,14 +47,14 @@ LayerWeights weights_of(const Recording& recording) {
   return weights;
 }
 
-// The result of a gather of one item: rows first .. first + count - 1.
+// The gathered rows of one item: rows first .. first + count - 1.
 struct Gathered {
   Matrix rows;
   std::int32_t first = 0;
   std::int32_t count = 0;
 };
 
-// Keeps what is new, compares what was there before.
+// Keeps new rows and compares the others with their first gather.
 void keep(const Gathered& got, std::int64_t known, Matrix& kept, Capture& capture) {
   for (std::int64_t i = 0; i < got.count; ++i) {
     const std::span<const float> row = got.rows.row(i);
@@ -101,7 +101,7 @@ void gather_rows(LayerCacheHandle& handle, const StepRange& step, bool index, De
   keep(got, step.start / ratio, kept, capture);
 }
 
-// The entries each token of the step was recorded to use, one unused place at the end of each.
+// Gathers the recorded entries of each token of the step, with an unused place at the end of each list.
 void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const StepRange& step, DeviceTensors& tensors,
                    Capture& capture) {
   std::int64_t places = 1;
@@ -128,7 +128,7 @@ void gather_chosen(LayerCacheHandle& handle, const Recording& recording, const S
   }
 }
 
-// [tokens, k] of lists, -1 filled.
+// [tokens, k] of lists, -1 fills the end.
 std::vector<std::int32_t> padded_lists(const std::vector<std::vector<std::int32_t>>& lists, const StepRange& step,
                                        std::int64_t k) {
   std::vector<std::int32_t> out(step.count * k, -1);
@@ -236,7 +236,7 @@ void read_entry_views(LayerCacheHandle& handle, HostCopy& host, Capture& capture
   }
 }
 
-// Open rows of the main compressor straight from the request's state slot. Only an fp32 ring that still holds them all.
+// Reads the main compressor's open rows from the request's state slot, if they are in an fp32 ring that holds them all.
 void read_ring(const std::byte* slots, LayerCacheHandle& handle, HostCopy& host, std::int64_t tokens,
                Capture& capture) {
   if (handle.schema().pending.empty()) return;

@@ -1,5 +1,5 @@
-// What the library makes of a recorded layer: the inputs go through a real one-layer cache, and everything the cache
-// gives back is kept for the checks.
+// Replays a recorded layer: its inputs go through a real one-layer cache, and all outputs of the cache are kept for the
+// checks.
 #pragma once
 
 #include <cstdint>
@@ -11,24 +11,24 @@
 
 namespace kv4::checks {
 
-/// The results of one replay. Row i of `window` is position i; a `_view` matrix is the same read from the views' bytes.
+/// The results of one replay. Row i of `window` is position i; `_view` matrices are the same rows by the views' bytes.
 struct Capture {
   CacheSchema schema;
   Matrix window, window_view;      // [tokens, head_dim]
   Matrix entries, entries_view;    // [tokens / ratio, head_dim]
   Matrix keys, keys_view;          // [tokens / ratio, index_dim]
   Matrix ring_kv, ring_gate;       // [tokens % ratio, columns]: the main compressor's open rows in the state slot
-  std::int64_t changed_rows = 0;   // gathers of an earlier row that gave something else than the first one
-  std::int64_t wrong_lengths = 0;  // gathers that gave another number of rows than the model says
-  std::int64_t wrong_chosen = 0;   // rows of chosen entries that are not the entry, or not marked as what they are
-  // The results of the read operations, by token.
-  Matrix scores;                                // [tokens, tokens / ratio], -infinity where a token sees nothing
+  std::int64_t changed_rows = 0;   // gathers of an earlier row that differ from its first gather
+  std::int64_t wrong_lengths = 0;  // gathers whose number of rows differs from the model's
+  std::int64_t wrong_chosen = 0;   // rows of chosen entries that are not the entry, or have a wrong mark
+  // Results of the read operations, by token.
+  Matrix scores;                                // [tokens, tokens / ratio], -infinity for entries that are not visible
   std::vector<std::vector<std::int32_t>> topk;  // [tokens]: entries
   Matrix attention;                             // [tokens, heads * head_dim]
   CanonicalImage image;
 };
 
-/// The entries that the replay attends to: those of the recording, or those of index_topk.
+/// The source of the attended entries: the recording, or index_topk.
 enum class AttendTo : std::uint8_t { recorded, own };
 
 /// Appends all tokens in steps of `chunks`, then one by one.

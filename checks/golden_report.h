@@ -1,4 +1,4 @@
-// The findings of `kv4 golden`: one line per quantity.
+// The results of `kv4 golden`: one line per quantity.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace kv4::checks {
 struct GoldenCheck {
   std::string name;
   double error = 0;
-  std::optional<double> bound;  // none: only reported
+  std::optional<double> bound;  // none: reported only
   bool ok = true;
 };
 
@@ -32,8 +32,7 @@ class Worst {
 
 class GoldenReport {
  public:
-  /// `before_check` runs before each line. An exception that it throws ends the check that adds the line; the lines
-  /// before it stay.
+  /// `before_check` runs before each line. If it throws, the check that adds the line ends; earlier lines stay.
   explicit GoldenReport(std::function<void()> before_check = [] {}) : before_check_(std::move(before_check)) {}
 
   void check(std::string name, double error, double bound) {

@@ -1,6 +1,6 @@
 // Seeded inputs for the cache: every row is a pure function of (seed, stream, layer, position), so any split of a
-// request into steps can be fed again. Rows are windows into one pool of random numbers, chosen by a hash: making them
-// costs a copy.
+// request into steps gets the same inputs. Rows are windows into one pool of random numbers, chosen by a hash, so each
+// costs only a copy.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@
 
 namespace kv4::checks {
 
-constexpr std::uint64_t kPaddingStream = ~std::uint64_t{0};  // rows of NaN: whoever reads them is found out
+constexpr std::uint64_t kPaddingStream = ~std::uint64_t{0};  // rows of NaN: reading them shows
 
-/// A token: which text it is from and where it stands.
+/// A token: its text and its position there.
 struct TokenRef {
   std::uint64_t stream = kPaddingStream;
   std::int64_t position = 0;
 };
 
-/// The stream of a request's positions; a fork goes on with another one.
+/// Maps a request's positions to streams; a fork continues with another stream.
 class History {
  public:
   explicit History(std::uint64_t stream) : segments_{{stream, 0}} {}
@@ -46,7 +46,7 @@ class InputGenerator {
   std::size_t offset(TokenRef token, int layer, Tensor tensor, int columns) const;
 
   std::uint64_t seed_;
-  std::vector<float> pool_;  // normal, mean 0, deviation 1
+  std::vector<float> pool_;  // normally distributed, mean 0, deviation 1
   std::vector<std::uint16_t> pool_bf16_;
   std::vector<float> nan_;
   std::vector<std::uint16_t> nan_bf16_;
@@ -62,17 +62,17 @@ class LayerInputs {
   static std::int64_t token_bytes(const LayerCacheSchema& layer);
 
  private:
-  int width_ = 0, columns_ = 0, index_columns_ = 0;  // 0: the layer has none
+  int width_ = 0, columns_ = 0, index_columns_ = 0;  // 0: not in this layer
   AlignedVector<std::uint16_t> raw_kv_;
   AlignedVector<float> kv_, gate_, index_kv_, index_gate_;
 };
 
-/// Constants of every layer of a cache, in host memory; must outlive the managers it is bound to.
+/// Constants of every layer of a cache, in host memory. They must outlive the managers that they are bound to.
 class SeededWeights {
  public:
   SeededWeights(const CacheSchema& schema, const InputGenerator& generator);
   void bind(KVCacheManager& manager) const;  // on a backend of the host
-  /// `place` has them in the memory of the manager's backend and must outlive it too.
+  /// `place` holds them in the memory of the manager's backend and must outlive the manager too.
   void bind(KVCacheManager& manager, DeviceTensors& place) const;
   const LayerWeights& of(std::size_t owned_layer) const { return layers_[owned_layer].views; }
 

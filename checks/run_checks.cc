@@ -10,9 +10,9 @@
 namespace kv4::checks {
 namespace {
 
-constexpr std::int64_t kWholeTokens = 8192;  // of the largest step that replays a request
+constexpr std::int64_t kWholeTokens = 8192;  // limit of a step that replays a whole request
 constexpr std::int64_t kLargestChunk = 257;
-constexpr std::int64_t kContinuation = 130;  // tokens that an imported copy and its original both go on with
+constexpr std::int64_t kContinuation = 130;  // tokens that both an imported copy and its original append
 
 const char* check_name(Role role) {
   switch (role) {
@@ -51,7 +51,7 @@ std::string compare(const Exported& got, const Exported& expected) {
   return state.empty() ? first_difference("blocks", got.blocks, expected.blocks) : state;
 }
 
-/// None of these changes an exported byte.
+/// Changes options that change no exported byte.
 CacheOptions other_layout(const CacheOptions& options, std::int64_t longest) {
   CacheOptions out = options;
   out.hca_mode = options.hca_mode == HcaMode::online ? HcaMode::raw : HcaMode::online;
@@ -73,7 +73,7 @@ void append_from(StepDriver& driver, RequestId request, const History& history, 
   driver.step(std::span(&item, 1));
 }
 
-/// The whole request at once where a step can take it, or in chunks of 1 to kLargestChunk tokens.
+/// Replays the request in one step if `whole` allows it, or in chunks of 1 to kLargestChunk tokens.
 void replay(StepDriver& driver, RequestId request, const Actor& actor, std::int64_t whole, WorkMonitor& monitor) {
   std::uint64_t state = static_cast<std::uint64_t>(actor.length);
   for (std::int64_t at = 0; at < actor.length;) {
@@ -87,7 +87,7 @@ void replay(StepDriver& driver, RequestId request, const Actor& actor, std::int6
   }
 }
 
-/// A copy that came from the other cache and the original go on alike.
+/// An imported copy and its original give the same results when both continue.
 Check check_import(KVCacheManager& manager, StepDriver& driver, RequestId original, const Actor& actor,
                    const Exported& exported, const InputGenerator& generator) {
   std::vector<std::int32_t> token_ids;

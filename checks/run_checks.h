@@ -14,18 +14,17 @@ struct Check {
   std::string detail;
 };
 
-/// Bytes the cache holds against the plan.
+/// Bytes in the cache against the plan.
 Check check_memory(Scenario& scenario);
 
-/// Inside the last step: every gather against a plain decoding of the stored bytes, and a sample of rows against what a
-/// plain computation in double precision says they should be.
+/// In the last step, before commit: every gather against a plain decoder of the stored bytes, and a sample of rows
+/// against a plain computation in double precision.
 std::vector<Check> check_gathers(Scenario& scenario);
 
-/// Every live request once more, alone, in a second cache with another layout and in other chunks: the same image and
-/// blocks.
+/// Replays every live request alone in a second cache with another layout and other chunks: same image and blocks.
 std::vector<Check> check_replays(Scenario& scenario, const RunSettings& settings, WorkMonitor& monitor);
 
-/// Releases everybody; nothing may stay behind.
+/// Releases all requests; the cache must then be empty.
 Check check_release(Scenario& scenario);
 
 }  // namespace kv4::checks

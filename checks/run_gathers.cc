@@ -11,12 +11,12 @@ namespace kv4::checks {
 namespace {
 
 constexpr int kLayersPerKind = 2;
-constexpr int kChosen = 64;  // indices per token that gather_compressed_kv gets
+constexpr int kChosen = 64;  // indices per token for gather_compressed_kv
 
 struct Tally {
   std::string name;
   std::int64_t rows = 0;
-  double worst = 0;  // distance over what is allowed; more than 1 fails
+  double worst = 0;  // error over the allowed error; more than 1 fails
   std::string failure = {};
 
   void fail(std::string why) {
@@ -82,7 +82,7 @@ class GatherCheck {
   }
 
  private:
-  std::int32_t num_items() const { return static_cast<std::int32_t>(items_.size()) + 1; }  // and the padding
+  std::int32_t num_items() const { return static_cast<std::int32_t>(items_.size()) + 1; }  // and the padded item
 
   void check_window(LayerCacheHandle& handle);
   void check_rows(LayerCacheHandle& handle, std::size_t layer, std::size_t kind);
@@ -218,7 +218,7 @@ void GatherCheck::check_compressed(const Item& item, std::size_t layer, std::siz
   ++compressed_.rows;
 }
 
-/// Some visible entries, some that do not exist, -1; bf16 out.
+/// Gathers some visible entries, some that do not exist, and -1; bf16 output.
 void GatherCheck::check_chosen(LayerCacheHandle& handle, const PageSchema& page) {
   const int width = page.row.width;
   std::vector<std::int32_t> indices(num_items() * kChosen, -1);

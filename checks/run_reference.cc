@@ -119,7 +119,7 @@ PlainRow decode_plain(const RowSchema& row, const std::byte* payload, const std:
   return out;
 }
 
-/// Softmax per channel over the entry's rows, of the previous span's first-half columns too where spans overlap.
+/// Softmax per channel over the entry's rows; with overlap, also over the first-half columns of the previous span.
 std::vector<double> PlainModel::pooled(const History& history, std::size_t layer, std::size_t kind,
                                        std::int64_t entry) const {
   using Tensor = InputGenerator::Tensor;

@@ -1,4 +1,4 @@
-// An independent, plain reading of what the cache stores and of what it should store: double precision, no code of the
+// An independent, plain computation of the stored rows and of their expected values: double precision, no code of the
 // library.
 #pragma once
 
@@ -13,13 +13,13 @@ namespace kv4::checks {
 
 struct PlainRow {
   std::vector<float> values;
-  std::vector<float> half_steps;  // how far the stored value may lie from what was rounded to it
+  std::vector<float> half_steps;  // allowed distance between a stored value and the value before rounding
 };
 
 /// `global`: nvfp4's second scale.
 PlainRow decode_plain(const RowSchema& row, const std::byte* payload, const std::byte* scale, float global);
 
-/// A compressed row before it is quantised, with the stated rounding points.
+/// A compressed row before quantisation, with the specified rounding points.
 struct ReferenceRow {
   std::vector<double> values;
   double tolerance = 0;  // two bf16 steps of the largest value; twice that after a Hadamard transform

@@ -12,8 +12,8 @@ namespace kv4::checks {
 namespace {
 
 constexpr std::int64_t kDecodes = 32;         // per request, before and again after the fork
-constexpr std::int64_t kLongDraft = 40;       // a rewind after a step that needed a spare slot
-constexpr std::int64_t kLongestRewind = 128;  // tried, even if the cache can take back more
+constexpr std::int64_t kLongDraft = 40;       // drafts of a step that needed a spare slot
+constexpr std::int64_t kLongestRewind = 128;  // limit, even if the cache can take back more
 constexpr int kStepTokens = 512;
 constexpr int kSpareSlots = 2;  // two prefill chunks in one step
 constexpr int kPadding = 3;
@@ -32,7 +32,7 @@ std::int64_t decoded_tokens(int requests) { return kDecodes * (2 * requests + 3)
 
 std::int64_t min_tokens(int requests) { return decoded_tokens(requests) + (requests + 2) * 2 * kMinPrompt; }
 
-/// Prompts grow like 1 : 2 : 3 ..., none of a round length.
+/// Prompt lengths grow like 1 : 2 : 3 ..., and none is round.
 void Scenario::plan_lengths() {
   const int n = settings_.requests;
   const std::int64_t left = settings_.tokens - decoded_tokens(n);
@@ -138,8 +138,8 @@ void Scenario::mix() {
   }
 }
 
-/// Drafts of the length the cache can take back in place, then one through a spare slot. The first `keep` tokens are
-/// right.
+/// Rejects drafts of the length that the cache can take back in place, then one through a spare slot. The first `keep`
+/// tokens are right.
 void Scenario::reject_drafts(Actor& actor) {
   const std::int64_t reach = std::min<std::int64_t>(settings_.options.max_rewind_tokens, kLongestRewind);
   if (reach == 0) return;

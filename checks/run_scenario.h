@@ -1,5 +1,5 @@
-// The scenario of `kv4 run`: several requests at once, prefilled in chunks, decoded, drafted and rewound, forked,
-// released and replaced, in steps that mix all of it.
+// The scenario of `kv4 run`: several requests at once that are prefilled in chunks, decoded, drafted and rewound,
+// forked, released and replaced, in steps that mix all of these.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,11 @@ struct RunSettings {
   std::int64_t tokens = 16384;
   std::uint64_t seed = 1;
   int threads = 1;
-  std::string device = "cpu";  // as make_backend takes it
+  std::string device = "cpu";  // a name for make_backend
 };
 std::int64_t min_tokens(int requests);
 
-/// The roles of requests; with few requests one has several roles.
+/// The roles of requests; with few requests, one has several roles.
 enum class Role : std::uint8_t { plain, rewound, forked, fork, guest, successor };
 
 struct Actor {
@@ -33,7 +33,7 @@ struct Actor {
   History history;
   std::int64_t length = 0;
   std::int64_t prompt = 0;   // prefilled until here
-  std::int64_t decodes = 0;  // left to do
+  std::int64_t decodes = 0;  // decodes left
 };
 
 class Scenario {
@@ -41,7 +41,7 @@ class Scenario {
   explicit Scenario(const RunSettings& settings);
 
   void play(WorkMonitor& monitor);
-  /// One more token for everybody and a padded one; `inspect` sees the step open. Item i is live()[i], the padding
+  /// One more token for every request and a padded item; `inspect` sees the open step. Item i is live()[i]; the padding
   /// comes last.
   void last_step(const std::function<void()>& inspect);
 
@@ -60,10 +60,10 @@ class Scenario {
   CacheOptions sized_options() const;
   void plan_lengths();
   void admit(Actor& actor);
-  void mix();  // steps until nobody has anything to do
+  void mix();  // runs steps until no request has work left
   std::vector<StepTokens> next_step();
   StepTokens take(Actor& actor, std::int64_t count) const;
-  std::int64_t step(const std::vector<StepTokens>& items);  // returns how many tokens it appended
+  std::int64_t step(const std::vector<StepTokens>& items);  // returns the number of appended tokens
   void reject_drafts(Actor& actor);
   void fork(std::size_t parent);
   void replace(Actor& guest);
@@ -71,11 +71,11 @@ class Scenario {
   RunSettings settings_;
   InputGenerator generator_;
   std::vector<std::int64_t> prompts_;
-  std::int64_t guest_prompt_ = 0;  // of the one that is released, and of its successor
+  std::int64_t guest_prompt_ = 0;  // of the guest and its successor
   std::int64_t planned_ = 0;
   std::shared_ptr<Backend> backend_;
   std::unique_ptr<SeededWeights> weights_;
-  DeviceTensors bound_;  // the weights where the backend is
+  DeviceTensors bound_;  // the weights in the backend's memory
   std::unique_ptr<KVCacheManager> manager_;
   std::unique_ptr<CopyBaseline> copy_;
   std::unique_ptr<StepDriver> driver_;

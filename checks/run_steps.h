@@ -1,4 +1,4 @@
-// Feeds steps of generated tokens through all backbone layers of a cache and keeps the time they take.
+// Runs steps of generated tokens through all backbone layers of a cache and measures their time.
 #pragma once
 
 #include <cstdint>
@@ -22,23 +22,23 @@ struct StepTokens {
 
 struct StepTimes {
   std::int64_t steps = 0;
-  std::int64_t touched_bytes = 0;  // that the appends must read and write
-  double append_s = 0;             // inside append, and until its work is done
+  std::int64_t touched_bytes = 0;  // minimum that the appends read and write
+  double append_s = 0;             // inside append, until its work is done
   double control_s = 0;            // prepare_forward and commit
   double copy_s = 0;               // a copy of touched_bytes
 };
 
 class StepDriver {
  public:
-  /// Buffers that all layers share are filled just before an append reads them; one buffer per layer (`copy` given:
-  /// what it is timed against) is filled before the step, so that inputs come from memory as an engine's would.
+  /// Without `copy`, layers share buffers that are filled just before an append reads them. With `copy`, the baseline,
+  /// each layer's own buffer is filled before the step, so that inputs come from memory, as an engine's do.
   StepDriver(KVCacheManager& manager, std::shared_ptr<Backend> backend, const InputGenerator& generator,
              CopyBaseline* copy = nullptr);
 
-  /// `inspect` runs after the last layer, before commit. Where the cache has no room nothing happens, and the shortage
-  /// is returned.
+  /// `inspect` runs after the last layer, before commit. Where the cache has no room, returns the shortage and does
+  /// nothing else.
   Shortage try_step(std::span<const StepTokens> items, const std::function<void()>& inspect = {});
-  /// The same where the cache was sized for it: throws std::runtime_error.
+  /// The same for a cache of sufficient size: throws std::runtime_error on a shortage.
   void step(std::span<const StepTokens> items, const std::function<void()>& inspect = {});
   const StepTimes& times() const { return times_; }
 

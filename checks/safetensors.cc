@@ -23,7 +23,7 @@ static_assert(std::endian::native == std::endian::little, "the file's data is co
 using nlohmann::json;
 
 constexpr std::uint64_t kLengthBytes = 8;
-// Recorded vectors have some MB and two dozen tensors. A header as JSON takes up to 20 times its bytes.
+// Recorded vectors have some MB and two dozen tensors. A header takes up to 20 times its bytes as JSON.
 constexpr std::int64_t kMaxFileBytes = 1 << 27;
 constexpr std::uint64_t kMaxHeaderBytes = 1 << 20;
 constexpr std::uint64_t kMaxElements = std::uint64_t{1} << 32;
@@ -53,7 +53,7 @@ template <class... Args>
   throw Error(ErrorCode::bad_file, file + ": " + fmt::format(text, std::forward<Args>(args)...));
 }
 
-// A value as an error shows it. Never a nested one: printing those recurses, and a file may nest as deep as it likes.
+// Formats a value for an error. Nested values are not printed: printing recurses, and a file may nest without limit.
 std::string shown(const json& value) { return value.is_structured() ? value.type_name() : value.dump(-1, ' ', true); }
 
 StoredType parse_type(const std::string& file, const std::string& tensor, const json& value) {

@@ -1,5 +1,5 @@
-// A safetensors file in memory: what it holds, by name. Foreign input: every rule of the format is checked before a
-// byte is used.
+// A safetensors file in memory, by tensor name. Foreign input: every rule of the format is checked before a byte is
+// used.
 //
 //   offset  size  meaning
 //   0       8     header length n, little-endian
@@ -37,7 +37,7 @@ enum class StoredType : std::uint8_t {
 const char* to_string(StoredType type);
 std::size_t element_bytes(StoredType type);
 
-/// Never owns: `bytes` holds as long as the SafeTensors it came from, and may lie at any address (copy before casting).
+/// Never owns: `bytes` is valid as long as its SafeTensors, and may lie at any address (copy before casting).
 struct StoredTensor {
   StoredType type = StoredType::u8;
   std::vector<std::int64_t> shape;
@@ -45,7 +45,7 @@ struct StoredTensor {
   std::span<const std::byte> bytes;  // [elements * element_bytes(type)]
 };
 
-/// Owns the bytes. Everything that is missing, of another type or of another shape throws Error(bad_file).
+/// Owns the bytes. Anything missing, of another type or of another shape throws Error(bad_file).
 class SafeTensors {
  public:
   const std::string& name() const { return name_; }
@@ -53,7 +53,7 @@ class SafeTensors {
   std::vector<std::string> tensor_names() const;
   StoredTensor tensor(const std::string& tensor) const;
 
-  /// `shape`: -1 stands for any size.
+  /// `shape`: -1 allows any size.
   std::vector<float> floats(const std::string& tensor, const std::vector<std::int64_t>& shape) const;  // f32 or bf16
   std::vector<std::int32_t> ints(const std::string& tensor, const std::vector<std::int64_t>& shape) const;
   std::vector<std::uint16_t> halves(const std::string& tensor,

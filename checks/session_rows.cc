@@ -20,7 +20,7 @@
 namespace kv4::checks {
 namespace {
 
-/// The place of the rows of one kind in some bytes.
+/// The rows of one kind in a range of bytes.
 struct Rows {
   const RowSchema& row;
   std::span<const std::byte> payloads, scales;
@@ -46,7 +46,7 @@ class Decoder {
     take_(out);
   }
 
-  /// Numbers as they are.
+  /// Takes unencoded numbers.
   void numbers(std::span<const std::byte> bytes, DType dtype, DecodedRow out) {
     const std::size_t size = dtype == DType::bf16 ? 2 : 4;
     values_.resize(bytes.size() / size);
@@ -64,7 +64,7 @@ class Decoder {
   std::vector<float> values_;
 };
 
-/// Rows of a block image that cover the first `tokens` tokens of the block.
+/// Rows of a block image that cover the block's first `tokens` tokens.
 void decode_block(Decoder& decoder, const CacheSchema& schema, std::span<const std::byte> image, std::int64_t block,
                   std::int64_t tokens) {
   require(static_cast<std::int64_t>(image.size()) == schema.block_image_bytes, ErrorCode::bad_file,
@@ -126,7 +126,7 @@ void decode_image(Decoder& decoder, const CacheSchema& schema, std::span<const s
   for (const PendingPart& part : layout.pending) decode_pending(decoder, schema, image, part);
 }
 
-/// The session's blocks are as its layout says.
+/// Checks that the session's blocks match its layout.
 void check_blocks(const SessionParts& parts, const CacheSchema& schema) {
   require(std::int64_t{parts.block_tokens} == schema.block_tokens, ErrorCode::bad_file,
           "the session says that a block has {} tokens; its layout says {}", parts.block_tokens, schema.block_tokens);
@@ -136,7 +136,7 @@ void check_blocks(const SessionParts& parts, const CacheSchema& schema) {
           tokens, parts.lengths[0]);
 }
 
-/// By its first bytes.
+/// Names the kind of a file by its first bytes.
 const char* kind_of_bytes(std::string_view bytes) {
   constexpr std::pair<std::string_view, const char*> kKinds[] = {{"\x1f\x8b", "a gzip file"},
                                                                  {"\x7f"
@@ -156,7 +156,7 @@ const char* kind_of_bytes(std::string_view bytes) {
   return first != std::string_view::npos && (bytes[first] == '{' || bytes[first] == '[') ? "JSON" : "text";
 }
 
-/// As many as a record's header has, or fewer; none where there are none.
+/// Reads as many bytes as a record's header has; fewer from a shorter file, none where it cannot be read.
 std::string first_bytes(const std::string& path) try {
   const InputFile file(path);
   std::string bytes(tier::kRecordHeaderBytes, '\0');
@@ -170,7 +170,7 @@ std::string first_bytes(const std::string& path) try {
 
 std::string what_it_is(const std::string& path) {
   const std::string bytes = first_bytes(path);
-  if (bytes.empty()) return "";  // said already
+  if (bytes.empty()) return "";  // reported already
   const tier::RecordRefusal refusal = tier::parse_header(std::as_bytes(std::span(bytes))).refusal;
   if (refusal != tier::RecordRefusal::foreign && refusal != tier::RecordRefusal::too_short) return "";
   return fmt::format("; it is {}, not a session of save_session_file", kind_of_bytes(bytes));
@@ -197,7 +197,7 @@ SessionContents read_session_rows(SessionFileSource& source, const SessionIdenti
   std::vector<std::byte> memory;
   Decoder decoder(take);
   SessionContents out;
-  std::map<BlockKey, std::int64_t> block_of;  // those that have not come yet
+  std::map<BlockKey, std::int64_t> block_of;  // blocks still to come
   {
     const auto [header, payload] = open_record(*guard, source.next(), memory);
     const SessionParts parts = parse_session(payload);

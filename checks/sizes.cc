@@ -48,7 +48,7 @@ void check_range(const Reading& reading, std::int64_t value, std::int64_t low, s
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-/// digits[.digits]suffix as a whole number, a fraction of a unit rounded down.
+/// Reads digits[.digits]suffix as a whole number; rounds a fraction of a unit down.
 std::int64_t read_number(const Reading& reading, std::span<const Unit> units) {
   constexpr __int128 kLimit = std::numeric_limits<std::int64_t>::max();
   __int128 value = 0, scale = 1;

@@ -1,4 +1,4 @@
-// Sizes as people write and read them.
+// Sizes in the notation of options and reports.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace kv4::checks {
 
-/// `option` is named in the error. Digits may be grouped with ',' or '_'. All throw kv4::Error(bad_argument).
+/// Errors name `option`. Digits may be grouped with ',' or '_'. All throw kv4::Error(bad_argument).
 /// Tokens: 8192, 128K, 1M; K, M and G are binary (1M = 1,048,576).
 std::int64_t parse_tokens(std::string_view text, std::string_view option, std::int64_t high = INT64_MAX);
 /// Bytes: 1000000, 141GB (decimal; so is 141G), 80GiB (binary).

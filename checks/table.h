@@ -19,10 +19,10 @@ class Table {
   std::vector<std::vector<std::string>> rows_;  // rows_[0] is the header, an empty row a rule
 };
 
-/// `share` in [0, 1] of `width` cells, drawn to an eighth of a cell; something that is not zero shows.
+/// `share` in [0, 1] of `width` cells, drawn to an eighth of a cell; a nonzero share is always visible.
 std::string draw_bar(double share, int width);
 
-/// Of standard output; 100 where it is no terminal.
+/// Columns of standard output; 100 where it is no terminal.
 int terminal_width();
 
 }  // namespace kv4::checks

@@ -7,7 +7,7 @@
 namespace kv4::checks {
 namespace {
 
-/// Rows of earlier steps that the entries of this one pool, and rows that stay for later ones.
+/// Pending rows that the call's entries read from earlier steps, and rows that it writes for later ones.
 std::int64_t pending_bytes(const RowKind& kind, const PendingSchema& pending, std::int64_t start, std::int64_t count) {
   const std::int64_t open = start % kind.ratio, end = start + count;
   std::int64_t bytes = std::min<std::int64_t>(count, pending.rows) * pending.row_bytes;

@@ -12,9 +12,9 @@ class WorkMonitor {
   WorkMonitor(const WorkMonitor&) = delete;
   WorkMonitor& operator=(const WorkMonitor&) = delete;
 
-  /// Before each step. An exception thrown here ends the check; its results so far stay.
+  /// Runs before each step. If it throws, the check ends; its results so far stay.
   virtual void before_step() {}
-  /// The check has done so many tokens more.
+  /// The check has processed this many more tokens.
   virtual void advance(std::int64_t) {}
 };
 

@@ -15,7 +15,7 @@ std::string_view trimmed(std::string_view text) {
   return text;
 }
 
-/// Up to the separator, which goes with it; the rest stays in `text`. A separator between quotes is none.
+/// Takes the part of `text` before the separator and drops the separator; a quoted separator does not count.
 std::string_view take_part(std::string_view& text, char separator) {
   bool quoted = false;
   std::size_t end = 0;
@@ -35,7 +35,7 @@ struct MediaRange {
   double quality = 1000;
 };
 
-/// 0 to 1000; what is no number is not wanted.
+/// 0 to 1000; 0 where `text` is not a quality.
 double parse_quality(std::string_view text) {
   const std::string copy(text.substr(0, 8));
   char* end = nullptr;
@@ -61,7 +61,7 @@ double preference(std::string_view accept, std::string_view type) {
   const MediaRange offered = parse_range(type);
   const std::string_view family = offered.name.substr(0, offered.name.find('/'));
   double best = 0;
-  int best_fit = 0;  // 1: */*, 2: text/*, 3: text/plain, 4: and the version
+  int best_fit = 0;  // 1: */*, 2: text/*, 3: text/plain, 4: text/plain with the version
   while (!accept.empty()) {
     const MediaRange range = parse_range(take_part(accept, ','));
     int fit = 0;

@@ -5,9 +5,8 @@
 
 namespace kv4::cli {
 
-/// How much the Accept header wants a type, "text/plain; version=0.0.4": 0 (not at all) to 1000. Of its ranges the
-/// most specific one that fits tells; one with a version fits that version only. Below 1: no range but wildcards
-/// fits.
+/// How much the Accept header wants a type such as "text/plain; version=0.0.4": 0 (not at all) to 1000. The most
+/// specific range that fits decides; a range with a version fits that version only. Below 1: only wildcards fit.
 double preference(std::string_view accept, std::string_view type);
 
 }  // namespace kv4::cli

@@ -33,7 +33,7 @@ struct BenchFlags {
   bool json = false, list = false, rss = false;
 };
 
-/// Empty: the best.
+/// An empty `target` selects the best kernels.
 const cpu::RowKernels& kernels_of(const std::string& target) {
   if (target.empty()) return cpu::best_row_kernels();
   std::vector<std::string> names;
@@ -45,7 +45,7 @@ const cpu::RowKernels& kernels_of(const std::string& target) {
                                                    fmt::join(names, ", "), did_you_mean(target, names)));
 }
 
-/// Of whole names and of their parts: "gathre" is near "gather".
+/// Suggests whole names and parts of names: "gathre" is near "gather".
 std::string suggest_case(const std::string& filter, const std::vector<Case>& all) {
   std::vector<std::string> names;
   for (const Case& c : all) {

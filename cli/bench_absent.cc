@@ -1,4 +1,4 @@
-// Where kv4 was built without Google Benchmark.
+// `kv4 bench` where kv4 was built without Google Benchmark.
 #include <CLI/CLI.hpp>
 
 #include "base/check.h"

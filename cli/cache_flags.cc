@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kMaxCount = 1 << 24;  // build_schema has the real limits; this one keeps the value an int
 
-/// Names of the formats that `fits`.
+/// Names of the formats that `fits` accepts.
 template <class Fits>
 std::vector<std::string> format_names(Fits&& fits) {
   std::vector<std::string> out;

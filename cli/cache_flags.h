@@ -20,7 +20,7 @@ struct ModelFlags {
 void add_flags(CLI::App& app, ModelFlags& flags);
 ModelConfig read_model(const ModelFlags& flags);
 
-/// Formats and layout; sizes are the commands' own.
+/// Formats and layout; each command has its own sizes.
 struct FormatFlags {
   std::string rows, window_rows, entry_rows;  // empty: the model's own
   std::string keys = "mxfp4";
@@ -33,12 +33,12 @@ struct FormatFlags {
   std::string rewind = "0";
 };
 void add_flags(CLI::App& app, FormatFlags& flags);
-/// Throws Error(bad_argument) naming the flag's value and what it may be.
+/// Throws Error(bad_argument) naming the flag, its value and the allowed values.
 void apply(const FormatFlags& flags, CacheOptions& options);
 
 /// "rows fp8_tile64, keys mxfp4 + Hadamard, ..."
 std::string describe_formats(const CacheSchema& schema);
-/// "fp8_tile64", or window rows and entries where they differ.
+/// "fp8_tile64", or both formats where window rows and entries differ.
 std::string describe_rows(const CacheOptions& options);
 
 }  // namespace kv4::cli

@@ -2,7 +2,7 @@
 
 namespace kv4::cli {
 
-// A chart is drawn anew for every width of the page and every range: [low, high] of x, or of a bar chart's values.
+// A chart is redrawn for every page width and every range: [low, high] of x, or of a bar chart's values.
 const char* const kChartScript = R"js(
 'use strict';
 const short = value => Number(value.toPrecision(3)).toLocaleString('en');

@@ -14,12 +14,12 @@
 namespace kv4::cli {
 namespace {
 
-/// A command with the words that may follow it: "store verify" and its flags, say.
+/// A command and the words that may follow it: "store verify" and its flags, say.
 struct Command {
   struct Flag {
     std::string name;  // with its dashes
     bool takes_value = false;
-    std::vector<std::string> values;  // that are known
+    std::vector<std::string> values;  // the known ones
   };
   std::string path;  // below kv4; empty: kv4 itself
   std::vector<std::string> words;
@@ -49,8 +49,8 @@ std::string joined(const std::vector<std::string>& words) {
   return out;
 }
 
-/// In bash and zsh alike: from the words so far to the longest chain that is a command, and to what may follow it; or
-/// to the values of the option that is the word before.
+/// For bash and zsh: finds the longest chain of words so far that is a command, and the words that may follow it. If
+/// the word before is an option, finds its values instead.
 std::string find_words(const std::vector<Command>& commands, const char* words_so_far, const char* word_before) {
   std::string out = fmt::format(
       "  local command='' word known='' before={1}\n"
@@ -70,7 +70,7 @@ std::string find_words(const std::vector<Command>& commands, const char* words_s
   return out + "  esac\n";
 }
 
-// Files complete where no word fits. bash makes three words of --rows=bf16.
+// Completes files where no word fits. bash splits --rows=bf16 into three words.
 std::string bash_script(const std::vector<Command>& commands) {
   return "# bash completion of kv4: source this, or put it into /etc/bash_completion.d\n"
          "_kv4() {\n" +
@@ -81,7 +81,7 @@ std::string bash_script(const std::vector<Command>& commands) {
          "complete -o default -F _kv4 kv4\n";
 }
 
-// As a file of $fpath it is the body of its own function when it is first called. --rows=bf16 is one word for zsh.
+// In a file of $fpath this is the body of its own function at the first call. zsh takes --rows=bf16 as one word.
 std::string zsh_script(const std::vector<Command>& commands) {
   return "#compdef kv4\n"
          "# zsh completion of kv4: source this, or put it as _kv4 into a folder of $fpath\n"
@@ -98,7 +98,7 @@ std::string zsh_script(const std::vector<Command>& commands) {
          "if [[ \"${funcstack[1]}\" == _kv4 ]]; then _kv4; else compdef _kv4 kv4; fi\n";
 }
 
-/// When fish is at this command: its words were seen, and no command above that has one of the same name.
+/// True at this command: its words were seen, and no command that has a subcommand of the same name was.
 std::string fish_condition(const std::vector<Command>& commands, const std::string& path) {
   if (path.empty()) return "__fish_use_subcommand";
   std::string out;

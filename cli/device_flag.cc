@@ -16,7 +16,7 @@ void add_device_flag(CLI::App& app, std::string& device) {
   option->check(CLI::Validator(
       [](std::string& text) {
         if (text == "cpu" || text == "cuda" || text.starts_with("cuda:")) return std::string();
-        // One letter makes "cpu" of "gpu".
+        // "gpu" is one letter away from "cpu".
         const std::string near =
             text.starts_with("gpu") ? "; did you mean 'cuda'?" : did_you_mean(text, {"cpu", "cuda"});
         return fmt::format("'{}' is not known; it may be cpu, cuda or cuda:N, for example cuda:0{}", text, near);

@@ -1,4 +1,4 @@
-// The option --device of commands that work on a cache; checks/device_tensors.h makes the backend of it.
+// The option --device of commands that work on a cache; checks/device_tensors.h makes the backend from it.
 #pragma once
 
 #include <string>

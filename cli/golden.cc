@@ -98,7 +98,7 @@ void add_golden(CLI::App& app, int& exit_code) {
     kv4::checks::GoldenReport report(kv4::cli::stop_if_interrupted);
     try {
       kv4::cli::run_golden(flags->directory, flags->device, report);
-    } catch (const kv4::cli::Interrupted&) {  // what was checked is shown
+    } catch (const kv4::cli::Interrupted&) {  // the checks done so far are shown
     }
     if (flags->json) {
       kv4::cli::print_json(report);

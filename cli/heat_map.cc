@@ -21,7 +21,7 @@ namespace {
 
 using Color = std::array<std::uint8_t, 3>;
 
-// From dark blue over magenta and orange to light yellow: brightness grows all the way, also in grey.
+// From dark blue over magenta and orange to light yellow: brightness rises throughout, also in grey.
 constexpr Color kRamp[] = {{10, 7, 35},    {60, 15, 112},  {132, 32, 107}, {203, 63, 72},
                            {246, 125, 21}, {249, 201, 50}, {252, 255, 164}};
 constexpr Color kNothing = {200, 200, 200};
@@ -109,7 +109,7 @@ std::string script_data(const HeatMap& map) {
   return safe + ",\"values\":[" + values + "]}";
 }
 
-// Runs where the file itself is opened; a picture inside another page stays still.
+// Runs only where the file itself is opened; a picture inside another page is static.
 constexpr const char* kScript = R"js(
 'use strict';
 const root = document.documentElement, area = document.getElementById('area'), ticks = document.getElementById('ticks');
@@ -314,7 +314,7 @@ std::string svg_of(const HeatMap& map) {
                        group_digits(x));
   out += fmt::format("</g>\n<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{}</text>\n", kLeft + kWidth / 2,
                      kTop + height + 36, escape_html(map.x_label));
-  // The legend: steps from the smallest value to the largest, with as many digits as tell them apart; then grey.
+  // The legend: steps from the smallest value to the largest, with enough digits to tell them apart; then grey.
   const double step = static_cast<double>(range.high - range.low) / (kLegendSteps - 1);
   const int digits = std::clamp(1 - static_cast<int>(std::floor(std::log10(step))), 0, 9);
   for (int i = 0; i <= kLegendSteps; ++i) {

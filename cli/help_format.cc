@@ -9,8 +9,8 @@ namespace {
 constexpr std::size_t kColumns = HelpFormat::kColumns, kNameColumns = HelpFormat::kNameColumns;
 constexpr std::size_t kExplanationIndent = 6;
 
-/// The words of `text` in lines of at most kColumns, each behind `indent` spaces; the first one behind `used` columns
-/// that are written already.
+/// The words of `text` in lines of at most kColumns, each indented by `indent` spaces. The first line already has
+/// `used` columns.
 std::string wrapped(const std::string& text, std::size_t indent, std::size_t used) {
   std::istringstream words(text);
   std::string out, word;
@@ -29,7 +29,7 @@ std::string wrapped(const std::string& text, std::size_t indent, std::size_t use
   return out;
 }
 
-/// A name, and what it means beside it, or below where the name is long.
+/// A name with its meaning beside it, or below it where the name is long.
 std::string entry(const std::string& name, const std::string& meaning) {
   std::string out = name;
   if (meaning.empty()) return out + "\n";
@@ -38,7 +38,7 @@ std::string entry(const std::string& name, const std::string& meaning) {
   return out + wrapped(meaning, kNameColumns, kNameColumns) + "\n";
 }
 
-/// "  kv4 plan    what it does": where it is too long, what it does comes below.
+/// "  kv4 plan    what it does"; in a line that is too long, the explanation moves below.
 std::string example(const std::string& line) {
   if (line.size() <= kColumns) return line + "\n";
   const std::size_t begin = line.find_first_not_of(' '), gap = line.find("  ", begin);

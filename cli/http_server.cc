@@ -1,5 +1,5 @@
-// GNU libmicrohttpd carries the protocol: one thread polls all connections, so that a client which sends or reads
-// slowly costs a socket and some KB, not a worker that others wait for, as with cpp-httplib and civetweb.
+// GNU libmicrohttpd carries the protocol. One thread polls all connections, so a slow client costs a socket and some
+// KB. With cpp-httplib and civetweb it would occupy a worker that others wait for.
 #include "http_server.h"
 
 #include <arpa/inet.h>
@@ -30,7 +30,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr unsigned kMaxConnections = 512;             // one more ends the oldest
 constexpr unsigned kIdleSeconds = 5;                  // without a byte in either direction
-constexpr std::chrono::seconds kConnectionLimit{15};  // for all of a request and its answer
+constexpr std::chrono::seconds kConnectionLimit{15};  // for a request and its answer together
 constexpr std::size_t kMaxRequestBytes = 16384;       // line and headers; larger ones are refused
 constexpr int kBacklog = 128;
 
@@ -66,7 +66,7 @@ int open_listener(const Address& address, std::string& why) {
   return -1;
 }
 
-/// HOST:PORT as it is bound.
+/// The bound HOST:PORT.
 std::string name_of(int listener) {
   sockaddr_storage bound{};
   socklen_t bytes = sizeof bound;
@@ -96,13 +96,13 @@ bool is_loopback(int listener) {
   return ntohl(reinterpret_cast<sockaddr_in&>(bound).sin_addr.s_addr) >> 24 == 127;
 }
 
-/// Owned until destroyed; connections that still send it have a share.
+/// The response lives until destroyed; connections that still send it share it.
 struct ResponseDeleter {
   void operator()(MHD_Response* response) const { MHD_destroy_response(response); }
 };
 using Response = std::unique_ptr<MHD_Response, ResponseDeleter>;
 
-/// Null: there is no memory for it.
+/// Null: not enough memory.
 Response make_response(const std::string& type, const std::string& body) {
   Response out(MHD_create_response_from_buffer(body.size(), const_cast<char*>(body.data()), MHD_RESPMEM_MUST_COPY));
   if (out == nullptr) return out;
@@ -128,16 +128,16 @@ struct HttpServer::Server {
 
   int listener = -1;
   bool loopback = false;
-  std::string name;  // that was asked for
+  std::string name;  // the requested host name
   std::mutex mutex;
   std::condition_variable wake;
-  bool ends = false;  // under the mutex, as all below
+  bool ends = false;  // the mutex guards it and all members below
   struct Offer {
     std::string type;
     Response response;
   };
   std::map<std::string, std::vector<Offer>> responses;  // by path; never empty
-  std::list<Connection> connections;                    // the oldest first
+  std::list<Connection> connections;                    // oldest first
   Clock::time_point last_asked{};
   std::thread reaper;
   MHD_Daemon* daemon = nullptr;
@@ -170,7 +170,7 @@ struct HttpServer::Server {
     MHD_stop_daemon(daemon);  // closes all connections and the listener
   }
 
-  /// The daemon's time limit starts anew with every byte; this one does not.
+  /// The daemon's time limit restarts with every byte; this one does not.
   void end_old_connections() {
     std::unique_lock lock(mutex);
     while (!wake.wait_for(lock, std::chrono::milliseconds(500), [this] { return ends; }))
@@ -190,8 +190,8 @@ struct HttpServer::Server {
     }
   }
 
-  /// A page of another site could give its own name our address and read what is served here (DNS rebinding). On
-  /// loopback only addresses, localhost and the name that was asked for are believed.
+  /// A page of another site could give its own name our address and read our pages (DNS rebinding). On loopback, only
+  /// addresses, localhost and the requested host name are accepted.
   bool believes(MHD_Connection* connection) const {
     const char* host = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "Host");
     if (!loopback || host == nullptr) return true;
@@ -204,7 +204,7 @@ struct HttpServer::Server {
     const Offer* best = &offers.front();
     if (accept == nullptr) return *best;
     double most = preference(accept, best->type);
-    for (const Offer& offer : offers)  // of equals the last that is asked for by its name
+    for (const Offer& offer : offers)  // among equals, the last one that the client names wins
       if (const double wanted = preference(accept, offer.type); wanted > most || (wanted == most && wanted >= 1)) {
         best = &offer;
         most = wanted;

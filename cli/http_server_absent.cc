@@ -1,4 +1,4 @@
-// Where kv4 was built without libmicrohttpd.
+// The server where kv4 was built without libmicrohttpd.
 #include "base/check.h"
 #include "http_server.h"
 

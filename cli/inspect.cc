@@ -37,7 +37,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int kMapColumns = 200;  // of the picture of all layers
-constexpr int kMapRows = 512;     // at most, of the picture of one
+constexpr int kMapRows = 512;     // limit of the picture of one layer
 constexpr int kLayersAll = -1;
 
 struct InspectFlags {
@@ -48,7 +48,7 @@ struct InspectFlags {
   bool json = false;
 };
 
-/// Of the rows of one part of one layer.
+/// Counts over the rows of one part of one layer.
 struct Totals {
   std::int64_t rows = 0, numbers = 0, zeros = 0, not_finite = 0;
   double squares = 0;
@@ -78,7 +78,7 @@ double rms_of(std::span<const float> values) {
   return totals.rms();
 }
 
-/// All that is shown, filled row by row.
+/// All figures and pictures of the report, filled row by row.
 class Inspection {
  public:
   explicit Inspection(const InspectFlags& flags) : flags_(flags) {}
@@ -101,7 +101,7 @@ class Inspection {
   const auto& totals() const { return totals_; }
 
  private:
-  /// Every row at first, then every second, fourth, ...: as many as the picture has lines for.
+  /// Keeps every row at first, then every second, fourth, ...: as many as the picture has lines for.
   void keep(const DecodedRow& row) {
     if (row.index % step_ != 0) return;
     rows_[row.index].assign(row.values.begin(), row.values.end());
@@ -131,7 +131,7 @@ class Inspection {
     for (const auto& [layer, points] : of_layer_) {
       std::vector<double> sum(kMapColumns);
       std::vector<int> count(kMapColumns);
-      std::vector<std::size_t> end(kMapColumns);  // behind what the entries that begin in a column cover
+      std::vector<std::size_t> end(kMapColumns);  // first column after those that its entries cover
       const std::int64_t positions = last - first + 1;
       for (const Point& p : points) {
         const std::size_t column = (p.position - first) * kMapColumns / positions;
@@ -183,11 +183,11 @@ class Inspection {
   std::int64_t step_ = 1;
 };
 
-/// The source that is shown: a session's file, or a running request.
+/// The source of the report: a session's file, or a running request.
 struct Subject {
   std::string path, title;
-  std::optional<RequestStatus> running = {};  // as it was last published
-  bool saved = true;                          // false: made to be looked at, its protection tells nothing
+  std::optional<RequestStatus> running = {};  // as last published
+  bool saved = true;                          // false: written for this report only, so its protection means nothing
 };
 
 void print_json(const SessionContents& contents, const Inspection& inspection, const Subject& subject) {
@@ -250,7 +250,7 @@ SessionContents read_rows(const Subject& subject, const KeyFlags& keys, Inspecti
   std::optional<Progress> progress;
   std::int64_t shown = 0;
   SessionIdentity identity = keys.of_session();
-  // Only the owner may write into a status folder: sessions in it are accepted, whether its cache has keys or not.
+  // Only the owner may write into a status folder, so its sessions are accepted with or without keys.
   identity.accept_unauthenticated |= !subject.saved;
   return read_session_rows(
       subject.path, identity, [&](const DecodedRow& row) { inspection.take(row); },
@@ -276,7 +276,7 @@ int inspect_rows(const InspectFlags& flags, const Subject& subject) {
   return contents.missing_blocks > 0 ? 1 : 0;
 }
 
-/// Of a running cache.
+/// Lists the requests of a running cache.
 int list_requests(const InspectFlags& flags) {
   const PublishedStatus published = read_published_status(flags.path);
   if (flags.json) {
@@ -307,7 +307,7 @@ int inspect(const InspectFlags& flags) {
           "--request is one of a running cache; {} is no status folder", flags.path);
   if (!running) return inspect_rows(flags, {.path = flags.path, .title = flags.path});
   if (!flags.request) return list_requests(flags);
-  read_published_status(flags.path);  // throws where nobody would answer
+  read_published_status(flags.path);  // throws where no cache would answer
   const AskedRequest asked(flags.path, *flags.request);
   Subject subject{
       .path = asked.path(), .title = fmt::format("{}, request {}", flags.path, *flags.request), .saved = false};

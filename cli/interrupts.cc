@@ -25,7 +25,7 @@ bool interrupted() { return interrupt_seen != 0; }
 
 int interrupted_exit_code() { return 128 + interrupt_seen; }
 
-// In short naps: a signal may be taken by another thread, and then does not wake this one.
+// In short naps: another thread may receive the signal, which then does not wake this one.
 void sleep_ms(int milliseconds) {
   constexpr int kNap = 50;
   for (int slept = 0; slept < milliseconds && !interrupted(); slept += kNap)

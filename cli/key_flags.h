@@ -19,20 +19,20 @@ struct KeyFlags {
 
   /// --key-file, else KV4_KEY_FILE; empty: none.
   std::string path() const;
-  /// Of that file; none without one. Throws as read_key_file().
+  /// The keys of that file; none without a file. Throws as read_key_file().
   std::vector<CacheKey> read() const;
-  /// To read a session that anybody may have made.
+  /// The identity for reading a session of unknown origin.
   SessionIdentity of_session() const;
 };
 void add_flags(CLI::App& app, KeyFlags& flags);
-/// And --accept-unauthenticated.
+/// The same flags and --accept-unauthenticated.
 void add_session_flags(CLI::App& app, KeyFlags& flags);
 
 /// The warning about tiers and sessions without a key.
 inline constexpr const char* kNoKeyText =
     "no cache key: records on disk, servers and in sessions are checked for damage, not for who wrote them";
 
-/// Of a session's file, as a sentence. `authentic`: a key of those given made it.
+/// A sentence on the protection of a session's file. `authentic`: one of the given keys made it.
 std::string describe(Protection protection, bool authentic);
 
 }  // namespace kv4::cli

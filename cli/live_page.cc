@@ -144,14 +144,14 @@ json figures(const CacheStatistics& c) {
   return out;
 }
 
-/// The same for every cache and state.
+/// One text for every cache and state.
 const std::string& page() {
   static const std::string text = open_page("kv4, live") + kBody + chart_hint() +
                                   close_page(fmt::format("const PERIOD = {};", kPagePeriodMs) + kScript);
   return text;
 }
 
-/// Null: others put and remove, too (TierStats::kUnknown), or a status from elsewhere says what cannot be.
+/// Null: the value is unknown, because others put and remove too (TierStats::kUnknown) or a foreign status is invalid.
 json known(std::int64_t value) { return value < 0 ? json() : json(value); }
 
 void add_status(json& out, const CacheStatus& status) {
@@ -181,7 +181,7 @@ void serve_page(HttpServer& server, const std::string& path, const CacheStatus* 
                 {"rate_title", head.rate_title}, {"rate_label", head.rate_label},
                 {"rates", json::array()},        {"rate_at", json::array()},
                 {"updates", head.rates.size()}};
-  // Every so many, counted from the last: what stands now is always among them.
+  // Every step-th rate, counted from the last: the newest is always included.
   const std::size_t step = head.rates.size() / kMostRates + 1;
   for (std::size_t i = head.rates.empty() ? 0 : (head.rates.size() - 1) % step; i < head.rates.size(); i += step) {
     state["rates"].push_back(head.rates[i]);

@@ -10,7 +10,7 @@
 
 namespace kv4::cli {
 
-/// An open page asks for its state every so many ms, until a run is over.
+/// An open page asks for its state at this interval in ms, until the run ends.
 constexpr int kPagePeriodMs = 1000;
 
 enum class RunState { running, finished, interrupted };
@@ -20,12 +20,12 @@ struct PageHead {
   std::string headline, rate_title;
   std::vector<double> rates;  // so far
   std::string rate_label = "seconds";
-  RunState state = RunState::running;  // where it is over, an open page shows this state for good
+  RunState state = RunState::running;  // once the run is over, an open page keeps this state
 };
 
-/// The page at `path`, which ends with a slash, and PATHstate.json. Null: there is no status now.
+/// Sets the page at `path`, which ends with a slash, and PATHstate.json. Null: there is no status now.
 void serve_page(HttpServer& server, const std::string& path, const CacheStatus* status, const PageHead& head);
-/// At /metrics.
+/// Sets them at /metrics.
 void serve_metrics(HttpServer& server, const MetricsText& text);
 
 }  // namespace kv4::cli

@@ -31,7 +31,7 @@ int fail(ExitCode code, const std::string& message) {
   return code;
 }
 
-/// The deepest command that was chosen, and how many words it takes to say it.
+/// The deepest chosen command, and the number of words that name it.
 std::pair<const CLI::App*, int> chosen_command(const CLI::App& app) {
   const CLI::App* command = &app;
   int depth = 0;
@@ -46,7 +46,7 @@ std::vector<std::string> option_names(const CLI::App& app) {
   return out;
 }
 
-/// CLI11 only says that a command is missing or arguments are not expected, the last one first.
+/// CLI11 only reports a missing command, or unexpected arguments with the last one first.
 std::string describe(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
   const auto [command, depth] = chosen_command(app);
   std::vector<std::string> commands, options = option_names(*command);
@@ -75,7 +75,7 @@ std::string hint(const CLI::App& app) {
   return "see '" + command + " --help'";
 }
 
-/// Without a reason where stdio met it in the middle of the output, and has forgotten it.
+/// Names no reason where stdio met the error in the middle of the output and has lost it.
 std::string lost_output(const std::system_error& error) {
   return "the output could not be written" + (error.code().value() == 0 ? "" : ": " + error.code().message());
 }
@@ -92,13 +92,13 @@ int show_help(const CLI::App& app, const CLI::ParseError& help) {
   return kFine;
 }
 
-/// For every command, wherever it is written.
+/// Adds the flag to every command, so that it works anywhere in the line.
 void add_verbose(CLI::App& app, bool& verbose) {
   app.add_flag("-v,--verbose", verbose, "show what the library logs, on stderr");
   for (CLI::App* command : app.get_subcommands({})) add_verbose(*command, verbose);
 }
 
-/// Warnings and errors of the library are always shown; all it says with -v.
+/// Warnings and errors of the library are always shown; all other messages only with -v.
 void attach_log(const bool& verbose) {
   kv4::set_log_sink([&verbose](const kv4::LogRecord& record) {
     if (record.level == kv4::LogLevel::info && !verbose) return;
@@ -176,7 +176,7 @@ int main(int argc, char** argv) {
   int exit_code = kUnexpected;
   try {
     exit_code = run(argc, argv);
-  } catch (const std::bad_alloc&) {  // of the options, or of a message
+  } catch (const std::bad_alloc&) {  // for the options, or for a message
     std::fputs("error: the machine has not enough memory for this\n", stderr);
   }
   kv4::set_log_sink({});

@@ -20,29 +20,29 @@ struct Sample {
   std::int64_t value = 0;
 };
 
-/// Of a status whose cache tells times, which 0.1 does not.
+/// True where the status comes from a cache that reports times; 0.1 does not.
 bool tells_times(const CacheStatus& status) { return !status.build.version.empty(); }
 
 double bound_of(const TokenHistogram&, int bucket) { return static_cast<double>(TokenHistogram::bound(bucket)); }
-double bound_of(const TimeHistogram&, int bucket) {  // divided: 2.5e-06, where a product is 2.4999999999999998e-06
+double bound_of(const TimeHistogram&, int bucket) {  // a quotient gives 2.5e-06, a product 2.4999999999999998e-06
   return static_cast<double>(TimeHistogram::kBoundsNs[bucket]) / 1e9;
 }
 double sum_of(const TokenHistogram& histogram) { return static_cast<double>(histogram.sum); }
 double sum_of(const TimeHistogram& histogram) { return histogram.seconds(); }
 
-/// A histogram of a cache, and what tells it from others of the same family.
+/// A histogram of a cache, and the labels that tell it from others of its family.
 template <class Histogram>
 struct Distribution {
   Labels labels;
   const Histogram* values = nullptr;
 };
 
-/// Families in the order they are added; each has the samples of all caches. Those without a sample are left out.
+/// Families in the order of their addition, each with the samples of all caches. Families without samples are left out.
 class Families {
  public:
   explicit Families(const std::vector<WatchedCache>& caches) : caches_(caches) {}
 
-  /// `samples(status)`: a cache's. A value below 0 is not known, and no sample.
+  /// `samples(status)` gives the samples of one cache. A value below 0 is unknown and gives no sample.
   template <class Samples>
   void add(MetricType type, const char* name, const char* help, Samples&& samples) {
     prometheus::MetricFamily& family = start(type, name, help);
@@ -56,7 +56,7 @@ class Families {
     }
     end();
   }
-  /// `distributions(status)`: a cache's.
+  /// `distributions(status)` gives the histograms of one cache.
   template <class Histogram, class Distributions>
   void add_histogram(const char* name, const char* help, Distributions&& distributions) {
     prometheus::MetricFamily& family = start(MetricType::Histogram, name, help);
@@ -76,7 +76,7 @@ class Families {
     }
     end();
   }
-  /// Whether each named cache is there.
+  /// Adds a gauge per named cache: 1 where its status is present.
   void add_presence() {
     prometheus::MetricFamily& family = start(MetricType::Gauge, "kv4_up", "Whether the cache's process publishes.");
     for (const WatchedCache& cache : caches_)
@@ -224,8 +224,8 @@ void add_calls(Families& families) {
                });
 }
 
-/// With a 0 for every reason that has not come up: a counter that begins at 1 hides its first rise. Memory and disks of
-/// the process's own have none of them.
+/// Has a 0 for every reason that has not come up: a counter that begins at 1 hides its first rise. The process's own
+/// memory and disk tiers have none of these reasons.
 std::map<std::string, std::int64_t> failures_of(const TierReport& tier) {
   std::map<std::string, std::int64_t> out = tier.failures;
   if (tier.name == "host" || tier.name == "disk") return out;
@@ -236,7 +236,7 @@ std::map<std::string, std::int64_t> failures_of(const TierReport& tier) {
 
 void add_tiers(Families& families) {
   using Result = std::pair<const char*, std::int64_t>;
-  // `results(tier)`: values by the label `result`, or one without.
+  // `results(tier)`: values by the label `result`, or one value without it.
   const auto add = [&](MetricType type, const char* name, const char* help, auto&& results) {
     families.add(type, name, help, [&](const CacheStatus& s) {
       Samples out;
@@ -251,7 +251,7 @@ void add_tiers(Families& families) {
   };
   using Results = std::vector<Result>;
   add(MetricType::Counter, "kv4_tier_reads_total", "Records that were asked for.", [](const TierReport& t) {
-    return Results{// a damaged one is a miss in a report; here each is one of them
+    return Results{// a report counts a damaged record as a miss; these are separate
                    {"hit", t.hits},
                    {"miss", t.misses - t.damaged},
                    {"failed", t.failed_gets},

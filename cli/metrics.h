@@ -1,4 +1,4 @@
-// Metrics of caches and their tiers for Prometheus: docs/operations.md, "Metrics", has all of them.
+// Metrics of caches and their tiers for Prometheus; docs/operations.md, "Metrics", lists them.
 #pragma once
 
 #include <string>
@@ -9,11 +9,11 @@
 namespace kv4::cli {
 
 struct WatchedCache {
-  std::string name;                     // of its label; empty: none, there is one cache only
-  const CacheStatus* status = nullptr;  // null: there is none now
+  std::string name;                     // of its label; empty: none, for a single cache
+  const CacheStatus* status = nullptr;  // null: no status now
 };
 
-/// The same figures in the two formats that scrapers ask for.
+/// The same figures in the two formats that scrapers accept.
 struct MetricsText {
   std::string prometheus;   // its text format, version 0.0.4
   std::string openmetrics;  // version 1.0.0

@@ -23,14 +23,14 @@ std::string escaped(std::string_view text) {
   return out;
 }
 
-/// As the format wants bounds: 128.0, 0.0025, 1e-06.
+/// Bounds in the format's notation: 128.0, 0.0025, 1e-06.
 std::string bound_text(double bound) {
   if (std::isinf(bound)) return "+Inf";
   const std::string text = fmt::format("{}", bound);
   return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
 }
 
-/// Whole numbers as such: a float's text would lose digits to a reader that shows it.
+/// Whole numbers are written as integers: a float's text would lose digits for a reader that shows it.
 std::string value_text(double value) {
   constexpr double exact = 9007199254740992;  // 2^53
   return value == std::trunc(value) && std::abs(value) <= exact ? fmt::format("{}", static_cast<std::int64_t>(value))

@@ -8,7 +8,7 @@
 
 namespace kv4::cli {
 
-/// A counter's name ends with _total, as in Prometheus' own format; its family is called without that.
+/// A counter's name ends with _total, as in Prometheus' own format; its family's name does not.
 std::string openmetrics_text(const std::vector<prometheus::MetricFamily>& families);
 
 }  // namespace kv4::cli

@@ -10,15 +10,15 @@
 namespace kv4::cli {
 namespace {
 
-constexpr std::size_t kMaxWordBytes = 64;  // longer ones have no nearest name: the distance takes length x length
+constexpr std::size_t kMaxWordBytes = 64;  // longer words have no nearest name: the distance takes length x length
 
-/// By option: CLI11 has no place for them. Options live as long as the process.
+/// Values by option, since CLI11 has no place for them. Options live as long as the process.
 std::map<const CLI::Option*, std::vector<std::string>>& known_values() {
   static std::map<const CLI::Option*, std::vector<std::string>> values;
   return values;
 }
 
-/// Insertions, deletions, replacements and swaps of neighbours that make b of a.
+/// Number of insertions, deletions, replacements and swaps of neighbours that turn a into b.
 std::size_t count_slips(std::string_view a, std::string_view b) {
   std::vector<std::vector<std::size_t>> slips(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
   for (std::size_t i = 0; i <= a.size(); ++i)
@@ -62,7 +62,7 @@ std::string nearest_name(std::string_view text, const std::vector<std::string>& 
   std::size_t least = std::max<std::size_t>(1, word.size() / 3) + 1;
   for (const std::string& candidate : candidates) {
     if (candidate.size() > kMaxWordBytes) continue;
-    // A beginning counts as one slip: "v4" for "v4-flash".
+    // A prefix counts as one slip: "v4" for "v4-flash".
     const std::size_t slips = candidate.starts_with(word) ? 1 : count_slips(word, candidate);
     if (slips >= least) continue;
     least = slips;

@@ -1,4 +1,4 @@
-// The words that an option takes: the check of them, the nearest word to one that is none, and lists for completion.
+// The words that an option takes: their check, the nearest word to a wrong one, and lists for completion.
 #pragma once
 
 #include <string>
@@ -14,19 +14,19 @@ class Option;
 
 namespace kv4::cli {
 
-/// The option takes one of `values`. Another word is refused with the nearest.
+/// The option takes one of `values`. For another word, the refusal names the nearest.
 void take_one_of(CLI::Option& option, std::vector<std::string> values);
-/// The option takes other words, too: these are offered where a shell completes.
+/// The option takes other words too; shells offer these in completion.
 void offer_values(CLI::Option& option, std::vector<std::string> values);
-/// Empty: none are known.
+/// Empty: no values are known.
 const std::vector<std::string>& values_of(const CLI::Option& option);
 
-/// The candidate that a few slips make of `word`; empty: none is near.
+/// The candidate that is a few slips away from `word`; empty: none is near.
 std::string nearest_name(std::string_view word, const std::vector<std::string>& candidates);
 /// "; did you mean 'lru'?", or nothing.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates);
 
-/// The words of a policy or mode.
+/// The words of an enum, such as a policy or mode.
 template <class E>
 std::vector<std::string> words_of() {
   std::vector<std::string> out;

@@ -6,12 +6,12 @@
 
 namespace kv4::cli {
 
-/// Hands the output so far to its reader. Throws std::system_error where it is lost: a full disk, say.
+/// Flushes the output so far. Throws std::system_error where it is lost: a full disk, say.
 void flush_output();
 
 /// A file that was open for writing did not take all bytes.
 struct LostOutput : std::runtime_error {
-  /// `error`: of errno; 0: not known.
+  /// `error`: an errno; 0: unknown.
   LostOutput(const std::string& path, int error);
 };
 

@@ -56,14 +56,14 @@ th { color: var(--faint); } td:first-child, th:first-child { text-align: left; o
 .hint { color: var(--faint); font-size: 13px; }
 )";
 
-/// The file itself where `path` is a symbolic link to one, so that the link stays.
+/// The target where `path` is a symbolic link, so that the link stays.
 std::string behind_links(const std::string& path) {
   std::error_code error;
   const std::filesystem::path target = std::filesystem::canonical(path, error);
   return error ? path : target.string();
 }
 
-/// In place of whatever has that name, a link to somewhere else included.
+/// Replaces whatever has that name, including a link to another place.
 void make_file(const std::string& path, const std::string& bytes) {
   ::unlink(path.c_str());
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);

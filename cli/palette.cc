@@ -9,10 +9,10 @@ struct Thing {
   std::string_view name, color, on_dark;
 };
 
-// Okabe and Ito's colors and Tol's muted ones, which people tell apart whatever cones they have. Things that share a
-// chart differ; dark ones are brighter on a dark page.
+// Okabe and Ito's colors and Tol's muted ones, which people with any color vision can tell apart. Things that share a
+// chart differ; dark colors are brighter on a dark page.
 constexpr Thing kThings[] = {
-    // Blocks and tokens of a replay, and of a cache that runs.
+    // Blocks and tokens of a replay, and of a running cache.
     {"found", "#0072b2", "#4aa3df"},
     {"found lately", "#9ad0f5", "#2d5f85"},
     {"computed", "#e69f00", "#e69f00"},

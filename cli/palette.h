@@ -6,9 +6,9 @@
 
 namespace kv4::cli {
 
-/// `var(--...)` of a thing: "found", "lru", "CSA entries". Grey for what has no color of its own, as tiers of others.
+/// `var(--...)` of a thing: "found", "lru", "CSA entries". Grey for one without its own color, such as foreign tiers.
 std::string color_of(std::string_view thing);
-/// The variables, for a style sheet.
+/// The variables as style sheet text.
 std::string palette_css();
 
 }  // namespace kv4::cli

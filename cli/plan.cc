@@ -46,7 +46,7 @@ Machine read_machine(const PlanFlags& flags) {
   return out;
 }
 
-/// The memory of all GPUs without the weights.
+/// The memory of all GPUs minus the weights.
 std::optional<std::int64_t> cache_memory(const Machine& machine, const PlanFlags& flags) {
   if (!machine.gpu_bytes) return std::nullopt;
   const std::int64_t all = *machine.gpu_bytes * machine.gpus, left = all - machine.weight_bytes.value_or(0);

@@ -82,7 +82,7 @@ PaperCount paper_count(const ModelConfig& config, const CacheSchema& chosen) {
   try {
     return count_rows(build_schema(config, paper));
   } catch (const Error&) {
-    return count_rows(chosen);  // widths those formats cannot tile
+    return count_rows(chosen);  // those formats cannot tile the widths
   }
 }
 
@@ -96,7 +96,7 @@ std::vector<ImageFigures> image_figures(const CacheSchema& schema) {
   return {{"1", bytes(1)}, {lengths(even), bytes(even)}, {lengths(even + 1), bytes(even + 1)}};
 }
 
-/// Layer L needs window rows of the last window + (window - 1) * (layers behind L) tokens: its queries reach so far.
+/// Queries of layer L reach the last window + (window - 1) * (layers behind L) tokens, so it needs their window rows.
 std::int64_t replayed_tokens(const ModelConfig& config, int layer) {
   return config.window + std::int64_t{config.window - 1} * (config.num_layers - 1 - layer);
 }
@@ -138,7 +138,7 @@ std::int64_t total_bytes(const PlanWish& wish, std::int64_t requests, std::int64
   return plan_memory(sized_schema(wish, requests, context)).total_bytes;
 }
 
-/// The budget may miss by tables that grow with the context, so the whole plan decides.
+/// The budget may be off by tables that grow with the context, so the whole plan decides.
 Fit fit_context(const PlanWish& wish, std::int64_t requests) {
   const CacheSchema schema = sized_schema(wish, requests, 1);
   std::int64_t context = compute_context_budget(schema, *wish.memory, requests).context;
@@ -159,7 +159,7 @@ Fit fit_requests(const PlanWish& wish, std::int64_t context) {
     try {
       fits = total_bytes(wish, middle, context) <= *wish.memory;
     } catch (const Error&) {
-      if (middle == 1) throw;  // not the number of requests is at fault
+      if (middle == 1) throw;  // the number of requests is not the cause
     }
     (fits ? low : high) = middle;
   }

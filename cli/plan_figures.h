@@ -10,19 +10,19 @@
 
 namespace kv4::cli {
 
-/// GPUs, and the weights that lie in their memory beside the cache. Both are taken to spread evenly.
+/// GPUs, and the weights in their memory beside the cache. Both are assumed to spread evenly.
 struct Machine {
   std::int64_t gpus = 1;
-  std::optional<std::int64_t> gpu_bytes, weight_bytes;  // of each; of all
+  std::optional<std::int64_t> gpu_bytes, weight_bytes;  // per GPU; of all weights
 };
 
-/// The question: context and requests, or as much of them as fits into memory.
+/// The question: the context and requests, or as much of them as fits into memory.
 struct PlanWish {
   ModelConfig config;
   CacheOptions options;  // formats and fixed sizes; context, requests and blocks are filled in
   std::optional<std::int64_t> context;
   std::optional<std::int64_t> requests;
-  std::optional<std::int64_t> memory;  // that the cache may take: of all GPUs, without the weights
+  std::optional<std::int64_t> memory;  // available to the cache: all GPUs, without the weights
 };
 
 /// Stored rows of one kind in all layers of one kind.
@@ -54,17 +54,17 @@ struct ImageFigures {
   std::int64_t bytes = 0;
 };
 
-/// A way to resume a V4.1 request at a block boundary H, with the blocks of [0, H).
+/// A way to resume a V4.1 request at a block boundary H that has the blocks of [0, H).
 struct BoundaryFigures {
   std::string name;
-  std::int64_t bytes = 0;         // beside the blocks
+  std::int64_t bytes = 0;         // besides the blocks
   std::int64_t token_ids = 0;     // the last ones before H
   std::int64_t replayed = 0;      // tokens that run again in the first layer
-  std::int64_t token_layers = 0;  // in all layers
+  std::int64_t token_layers = 0;  // summed over all layers
 };
 
 struct Fit {
-  std::int64_t requests = 0;  // 0: not even one
+  std::int64_t requests = 0;  // 0: not even one fits
   std::int64_t context = 0;   // tokens of each
   std::int64_t total_bytes = 0;
 };
@@ -78,14 +78,14 @@ struct PlanFigures {
   PaperCount paper;
   std::vector<ImageFigures> images;         // V4.1
   std::vector<BoundaryFigures> boundaries;  // V4.1
-  std::optional<Fit> longest_context;  // with memory: what `requests` get each
-  std::optional<Fit> most_requests;    // with memory: how many of `context`
+  std::optional<Fit> longest_context;  // with memory: the context of each of `requests`
+  std::optional<Fit> most_requests;    // with memory: how many requests of `context`
 };
 
 inline constexpr const char* kNoWeightsText =
     "The model's weights are not counted; --weights BYTES takes them into account";
 
-/// Throws Error where nothing fits into the memory, naming what would.
+/// Throws Error where nothing fits into the memory; it names a plan that would.
 PlanFigures compute_plan(const PlanWish& wish);
 
 }  // namespace kv4::cli

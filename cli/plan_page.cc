@@ -14,7 +14,7 @@ using namespace checks;
 
 namespace {
 
-/// The part of the plan that a row or a part of the state belongs to.
+/// The part of the plan that a row kind or a state part belongs to.
 std::string part_of(const std::string& name) {
   if (name == "draft window") return "draft windows";
   if (name.starts_with("ratio ") && name.ends_with(" entries")) return "entries";
@@ -31,7 +31,7 @@ Bar bar_of(const std::string& name, double value) {
   return {name, {{part, color_of(part), value}}};
 }
 
-/// All of the cache as one bar.
+/// The whole cache as one bar.
 BarChart whole(const MemoryPlan& plan) {
   BarChart out{.title = fmt::format("The whole cache: {}", human_bytes(static_cast<double>(plan.total_bytes))),
                .label = "bytes",

@@ -21,13 +21,13 @@ const char* const kMarkNames[] = {"lines", "stack", "groups"};
 
 const char* name_of(Unit unit) { return kUnitNames[static_cast<int>(unit)]; }
 
-/// Whole numbers grouped, others with two digits behind the point.
+/// Whole numbers have grouped digits, others two decimals.
 std::string plain_number(double value) {
   if (value == std::floor(value)) return group_digits(static_cast<std::int64_t>(value));
   return fmt::format("{:.2f}", value);
 }
 
-/// As the text of a script element: nothing in it can end that.
+/// JSON for a script element: no text in it can end the element.
 std::string script_json(const ordered_json& data) {
   std::string out;
   for (const char c : data.dump(-1, ' ', true, ordered_json::error_handler_t::replace))
@@ -35,7 +35,7 @@ std::string script_json(const ordered_json& data) {
   return out;
 }
 
-using Named = std::pair<std::string, std::string>;  // and its color
+using Named = std::pair<std::string, std::string>;  // name and color
 
 std::string legend_of(const std::vector<Named>& things) {
   std::string out = "<ul class=\"legend\">";
@@ -164,7 +164,7 @@ std::string draw(const BarChart& chart) {
     }
     bars.push_back({{"name", bar.name}, {"parts", parts}});
   }
-  if (labelled) figure.legend.clear();  // every bar has the name of its color beside it
+  if (labelled) figure.legend.clear();  // every bar has its name beside it
   figure.data = {
       {"type", "bars"}, {"label", chart.label}, {"unit", name_of(chart.unit)}, {"high", chart.high}, {"bars", bars}};
   return draw_figure(figure);

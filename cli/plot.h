@@ -8,27 +8,27 @@
 
 namespace kv4::cli {
 
-/// Units, which decide how a value is written: 1,500; 7.07 GB; 64K (binary, as in options); 88.2 %; 5.06 ms.
+/// A unit decides how a value is written: 1,500; 7.07 GB; 64K (binary, as in options); 88.2 %; 5.06 ms.
 enum class Unit { count, bytes, tokens, share, seconds };
 std::string format_value(double value, Unit unit);
 
 struct Series {
   std::string name, color;     // palette.h
-  std::vector<double> values;  // [x values]; NaN: none there
+  std::vector<double> values;  // [x values]; NaN: no value
   bool dashed = false;
 };
 
-/// Lines may lie on each other only where a dashed one is over a wide one; else they are stacked, side by side, or have
-/// panels of their own: every series can be seen, also where values are equal.
+/// Lines may overlap only where a dashed one lies over a wide one; otherwise they are stacked, side by side, or in
+/// panels of their own. Every series stays visible, also where values are equal.
 enum class Marks { lines, stack, groups };
 
-/// One above the other in a plot, with the same x axis.
+/// Panels of a plot stand one above the other and share the x axis.
 struct Panel {
   std::string label;
   Unit unit = Unit::count;
   Marks marks = Marks::lines;
   std::vector<Series> series;
-  double high = 0;  // of the axis; 0: by the data
+  double high = 0;  // of the axis; 0: from the data
 };
 
 struct Plot {
@@ -36,9 +36,9 @@ struct Plot {
   Unit x_unit = Unit::count;
   std::vector<double> x;
   std::vector<Panel> panels;
-  bool even = false;           // places of x at even distances, each with its value: for groups
-  double bytes_per_token = 0;  // not 0: places of x are named in bytes, too,
-  std::string bytes_of = {};   // of this
+  bool even = false;           // x values at equal distances, each labelled: for groups
+  double bytes_per_token = 0;  // not 0: x labels also give bytes
+  std::string bytes_of = {};   // what these bytes are
 };
 std::string draw(const Plot& plot);
 
@@ -56,12 +56,12 @@ struct BarChart {
   std::string title, label;
   Unit unit = Unit::count;
   std::vector<Bar> bars;
-  bool wide = false;  // as the page
-  double high = 0;    // of the axis; 0: by the data
+  bool wide = false;  // full page width
+  double high = 0;    // of the axis; 0: from the data
 };
 std::string draw(const BarChart& chart);
 
-/// Of text in a page.
+/// For text in a page.
 std::string escape_html(const std::string& text);
 
 }  // namespace kv4::cli

@@ -7,7 +7,7 @@
 namespace kv4::cli {
 namespace {
 
-/// Bytes of the UTF-8 character at the front, 0 where there is none.
+/// Bytes of the UTF-8 character at the front; 0 where it is invalid.
 std::size_t character_bytes(std::string_view text, std::uint32_t& code) {
   const auto byte = [&](std::size_t i) { return static_cast<std::uint32_t>(static_cast<unsigned char>(text[i])); };
   const std::uint32_t first = byte(0);

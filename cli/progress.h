@@ -1,4 +1,4 @@
-// A progress bar on standard error: only on a terminal, only for what takes longer than two seconds.
+// A progress bar on standard error: only on a terminal, and only for work of more than two seconds.
 #pragma once
 
 #include <chrono>

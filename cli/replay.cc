@@ -1,4 +1,4 @@
-// `kv4 replay TRACE`: what a prefix cache finds on recorded or generated requests, with or without their bytes.
+// `kv4 replay TRACE`: the hits of a prefix cache on recorded or generated requests, with or without their bytes.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -52,7 +52,7 @@ struct ReplayFlags {
   std::string snapshots = "checkpoint";
   std::string tenants = "1";
   std::string report, metrics, status;
-  std::optional<std::string> serve;  // a port, or nothing: any
+  std::optional<std::string> serve;  // a port; empty: any free one
   bool json = false;
   // --data real
   ModelFlags model;
@@ -68,10 +68,10 @@ struct ReplayFlags {
   bool real() const { return data == "real"; }
 };
 
-/// Bytes where it ends with B, tokens elsewhere: 40GB and 512MiB are bytes, 10M and 40G are tokens.
+/// Capacities with a final B are bytes, others are tokens: 40GB and 512MiB are bytes, 10M and 40G are tokens.
 bool is_bytes(const std::string& capacity) { return capacity.ends_with('B') || capacity.ends_with('b'); }
 
-/// Of the model, or of its first layers, in the formats asked for.
+/// The schema of the model, or of its first layers, in the chosen formats.
 CacheSchema block_schema(const ReplayFlags& flags) {
   const ModelConfig config = read_model(flags.model);
   CacheOptions options;
@@ -86,7 +86,7 @@ CacheSchema block_schema(const ReplayFlags& flags) {
   return build_schema(config, options);
 }
 
-/// As many whole blocks as the bytes hold.
+/// Largest number of whole blocks that the bytes hold.
 std::int64_t tokens_in(std::int64_t bytes, const ReplayFlags& flags) {
   const CacheSchema schema = block_schema(flags);
   require(schema.block_bytes > 0, ErrorCode::bad_argument,
@@ -124,7 +124,7 @@ SnapshotPolicy parse_snapshots(const std::string& text) {
   return out;
 }
 
-/// Of a list with commas; `check` throws what is wrong with an entry.
+/// Splits a list at its commas; `check` throws on a wrong entry.
 template <class Check>
 std::vector<std::string> parse_list(const std::string& text, const char* flag, Check&& check) {
   std::vector<std::string> out;
@@ -153,11 +153,11 @@ void set_remote(const ReplayFlags& flags, TiersOptions& tiers) {
   const std::int64_t most = std::chrono::floor<std::chrono::seconds>(tier::kMaxTtl).count();
   if (flags.remote_ttl)
     tiers.remote_ttl = std::chrono::seconds(parse_count(*flags.remote_ttl, "--remote-ttl", 1, most));
-  // Arguments are seen by everybody on the machine.
+  // The password comes from the environment, because everybody on the machine sees arguments.
   if (const char* password = std::getenv("KV4_REMOTE_PASSWORD")) tiers.password = password;
 }
 
-/// False: a tier does not work. What went wrong and works again is told, too.
+/// False: a tier does not work. Failures that are over are reported, too.
 bool tell_failures(const std::vector<TierReport>& tiers, bool optional) {
   bool good = true;
   for (const TierReport& tier : tiers) {
@@ -173,7 +173,7 @@ bool tell_failures(const std::vector<TierReport>& tiers, bool optional) {
   return good;
 }
 
-/// The unit of hit rates: with bytes the cache's own blocks.
+/// The unit of hit rates: with bytes, the cache's own blocks.
 int block_tokens(const Trace& trace, const ReplayFlags& flags) { return flags.real() ? 128 : trace.id_tokens; }
 
 Trace load(const ReplayFlags& flags) {
@@ -195,7 +195,7 @@ double percentile(std::vector<double> values, int percent) {
   return values[at];
 }
 
-/// Null: others put and remove, too.
+/// Null: unknown, because others put and remove, too.
 nlohmann::ordered_json known(std::int64_t value) {
   return value == tier::TierStats::kUnknown ? nlohmann::ordered_json() : nlohmann::ordered_json(value);
 }
@@ -356,22 +356,22 @@ std::optional<std::string> serve_port(const ReplayFlags& flags) {
   return std::to_string(parse_count(*flags.serve, "--serve", 0, 65535));
 }
 
-/// Options that only a cache with bytes can serve. The key counts as given by its flag: KV4_KEY_FILE may stand there
-/// for others.
+/// Options that only a cache with bytes can serve. Only the key's flag counts: KV4_KEY_FILE may be set for other
+/// commands.
 constexpr const char* kOfBytes[] = {
     "--metrics",       "--status",      "--serve",      "--verify",       "--host",         "--disk",
     "--disk-capacity", "--remote",      "--key-file",   "--authenticate", "--remote-allow", "--accept-unauthenticated",
     "--remote-ca",     "--remote-cert", "--remote-key", "--remote-ttl",   "--layers",       "--remote-optional",
     "--threads",       "--device"};
 
-/// Without bytes they would be checked by nobody, and do nothing.
+/// Without bytes these options would have no effect and no check.
 void refuse_without_bytes(const CLI::App& command) {
   for (const char* const flag : kOfBytes)
     require(command.count(flag) == 0, ErrorCode::bad_argument, "{} is of a cache with bytes; give --data real with it",
             flag);
 }
 
-/// Exit code: 1 where a byte was wrong, or the remote tier fails.
+/// Exit code: 1 where a byte was wrong or the remote tier fails.
 int run_replay(const ReplayFlags& flags, const CLI::App& command) {
   require(flags.generate != !flags.trace.empty(), ErrorCode::bad_argument,
           "give a trace or --generate, and not both; see 'kv4 replay --help'");
@@ -414,7 +414,7 @@ int run_replay(const ReplayFlags& flags, const CLI::App& command) {
                                          (flags.real() ? fmt::format(" ({} layers)", schema.layers.size()) : ""),
                                 .bytes_per_token = static_cast<double>(schema.block_bytes) / schema.block_tokens});
   }
-  // A reader of the result may end a replay with a live page while it is still being printed: that is no interruption.
+  // With a live page, a reader of the result may end the process during the printing: that is no interruption.
   const ReplayEnd end{std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), interrupted()};
   (flags.json ? print_json : print_table)(result, trace, flags, end);
   flush_output();

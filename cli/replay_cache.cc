@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::int64_t kBlockTokens = 128;
 
-/// Stands for a SHA-256: as uniform in the first bytes, and as unique.
+/// Stands for a SHA-256: its first bytes are as uniform, and it is as unique.
 BlockKey make_key(std::int64_t id) {
   std::uint64_t mixed = static_cast<std::uint64_t>(id) + 0x9E3779B97F4A7C15u;  // splitmix64
   mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -31,7 +31,7 @@ void list_keys(const TraceRequest& request, std::vector<BlockKey>& keys) {
     for (std::int64_t i = 0; i < run.count; ++i) keys.push_back(make_key(run.first + i));
 }
 
-// Whether, and how, one request's prefix is there; then the request is kept.
+// Looks up the prefix of one request after the other, then stores the request.
 class CacheReplay {
  public:
   CacheReplay(const Trace& trace, const ReplayOptions& options, std::int64_t capacity_ids)
@@ -62,7 +62,7 @@ class CacheReplay {
     out.capacity_blocks = capacity;
     out.block_tokens = trace.id_tokens;
     out.eviction = options.eviction;
-    out.snapshots.kind = SnapshotPolicy::Kind::full;  // this class knows where they stand
+    out.snapshots.kind = SnapshotPolicy::Kind::full;  // this class tracks their positions
     out.max_events = 1;
     out.tenant_shares = equal_shares(capacity, options.tenants);
     return out;
@@ -77,7 +77,7 @@ class CacheReplay {
     return std::max<std::int64_t>(0, hit_tokens - match.resume_at);
   }
 
-  // At the ends of ids: the last full one of the prompt, and the periodic ones.
+  // Snapshots stand at ends of ids: the prompt's last full one, and the periodic ones.
   void keep_snapshots(std::int64_t input_tokens) {
     const SnapshotPolicy& policy = options_.snapshots;
     if (policy.kind != SnapshotPolicy::Kind::checkpoint) return;

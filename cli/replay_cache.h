@@ -1,4 +1,4 @@
-// A trace against a prefix cache without bytes: what is found, and what that saves.
+// A trace against a prefix cache without bytes: its hits, and the tokens they save.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@
 
 namespace kv4::cli {
 
-/// Of a trace that somebody else wrote: the index takes some 120 bytes for each.
+/// Limits a trace of unknown origin: the index takes some 120 bytes per block.
 constexpr std::int64_t kMaxForeignBlocks = 1 << 22;
 constexpr std::int64_t kMaxBlocks = 1 << 25;
 
 struct ReplayOptions {
   std::int64_t capacity_tokens = 0;      // 0: nothing is ever evicted
-  std::int64_t max_blocks = kMaxBlocks;  // that are kept at a time
+  std::int64_t max_blocks = kMaxBlocks;  // kept at a time
   EvictionKind eviction = EvictionKind::lru;
   SnapshotPolicy snapshots;            // where hits can resume; positions are rounded to the trace's ids
-  int tenants = 1;                     // each has an equal share that the others cannot evict
+  int tenants = 1;                     // each has an equal share that others cannot evict
   std::function<void()> request_done;  // for progress; may be empty
 };
 
@@ -29,7 +29,7 @@ struct ReplayCounts {
   std::int64_t requests = 0;
   std::int64_t ids = 0, hit_ids = 0;  // in the trace's own blocks, a last partial one included
   std::int64_t input_tokens = 0;
-  std::int64_t hit_tokens = 0;         // multiples of 128, and at least one token of each prompt remains
+  std::int64_t hit_tokens = 0;         // multiples of 128; at least one token of each prompt remains
   std::int64_t hits = 0;               // requests that found something
   std::int64_t recomputed_tokens = 0;  // found, but behind the last snapshot
   std::int64_t evicted_ids = 0;
@@ -49,20 +49,20 @@ struct ReplayResult {
   ReplayCounts total;
   std::int64_t capacity_ids = 0;
   std::int64_t share_tokens = 0;         // of each tenant
-  std::vector<ReplayCounts> over_time;   // [at most kReplayIntervals]: as many requests each, but for the last
+  std::vector<ReplayCounts> over_time;   // [at most kReplayIntervals]: equal numbers of requests, fewer in the last
   std::vector<ReplayCounts> tenants;     // [tenants]
-  std::vector<std::int64_t> recomputed;  // [hits]: tokens of each
+  std::vector<std::int64_t> recomputed;  // [hits]: recomputed tokens of each hit
 };
 constexpr std::int64_t kReplayIntervals = 100;
 
-/// Blocks that others cannot evict, by tenant: equal parts of the whole cache.
+/// Blocks of each tenant that others cannot evict: equal parts of the whole cache.
 std::vector<std::int64_t> equal_shares(std::int64_t capacity_blocks, int tenants);
 
-/// Requests that begin with the same id are one tenant's.
+/// Requests that begin with the same id belong to one tenant.
 TenantId tenant_of(const TraceRequest& request, int tenants);
 
 /// Each request first finds its longest prefix, then stores all its ids. Throws Error(bad_file) where an id follows
-/// different ids: then it does not stand for all tokens before it.
+/// different ids, because it must stand for all tokens before it.
 ReplayResult replay_cache(const Trace& trace, const ReplayOptions& options);
 
 }  // namespace kv4::cli

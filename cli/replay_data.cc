@@ -25,11 +25,11 @@ using namespace checks;
 namespace {
 
 constexpr int kRunning = 4;                  // requests at once
-constexpr std::int64_t kMostGenerated = 32;  // tokens of an answer that are really appended
+constexpr std::int64_t kMostGenerated = 32;  // tokens of an answer that are actually appended
 constexpr int kChunk = 512, kColdChunk = 384;
 constexpr std::chrono::seconds kRemoteTrial(10);  // for servers to answer before the replay begins
 
-/// The texts of one request: streams of tokens, by the trace's ids.
+/// The tokens of one request, as streams named by the trace's ids.
 class Text {
  public:
   Text(const Trace& trace, const TraceRequest& request, std::uint64_t number)
@@ -37,7 +37,7 @@ class Text {
     for (const IdRun& run : request.ids)
       for (std::int64_t i = 0; i < run.count; ++i) ids_.push_back(run.first + i);
   }
-  /// Tokens that no id covers, and the answer, are this request's own.
+  /// The answer and the prompt's tokens without an id are this request's own.
   TokenRef at(std::int64_t position) const {
     const std::int64_t id = position / id_tokens_;
     const bool named = position < input_tokens_ && id < static_cast<std::int64_t>(ids_.size());
@@ -158,7 +158,7 @@ class DataReplay {
 
   static tier::Deadline in(std::chrono::seconds time) { return std::chrono::steady_clock::now() + time; }
 
-  /// Throws Error where servers do not work: before a long replay, not after it.
+  /// Throws Error where servers do not work, so that a long replay does not start.
   void try_remote() {
     const tier::RecordId any{};
     const tier::Deadline end = in(kRemoteTrial);
@@ -193,7 +193,7 @@ class DataReplay {
     running_.pop_front();
   }
 
-  /// Nullopt: it does not fit, however many others go.
+  /// Nullopt: the prompt does not fit, even when all other requests have left.
   std::optional<Admission> admit(const Prompt& prompt) {
     for (;;) {
       const Stopwatch watch;
@@ -208,7 +208,7 @@ class DataReplay {
     }
   }
 
-  /// The newest request's next chunk and a token for everybody else. False: no room, and nobody left to retire.
+  /// Runs the newest request's next chunk and a token of each other one. False: no room, and no request left to retire.
   bool step(Running& newest, std::int64_t prompt_tokens) {
     for (;;) {
       std::vector<StepTokens> items;
@@ -279,7 +279,7 @@ class DataReplay {
     if (counts.hits > 0) cache.recomputed.push_back(counts.recomputed_tokens);
   }
 
-  /// The same tokens through a cache that has never seen any, in other chunks.
+  /// Appends the same tokens to an empty cache, in other chunks, and compares.
   void verify(const Running& warm, std::int64_t tokens) {
     const RequestId id = cold_.manager.admit().value();
     for (std::int64_t at = 0; at < tokens; at += kColdChunk) {

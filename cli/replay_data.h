@@ -1,5 +1,5 @@
-// A trace through a real cache: every request's bytes are made and kept, several requests run at once, and what a hit
-// gives is compared with the same request computed cold.
+// A trace through a real cache: every request's bytes are made and kept, and several requests run at once. A share of
+// the requests is also computed cold and compared.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@
 
 namespace kv4::cli {
 
-/// The state so far; during the call only.
+/// The state so far; valid during the call only.
 struct ReplayMoment {
   const ReplayCounts& counts;  // so far
-  std::int64_t skipped;        // requests besides: longer than the cache
+  std::int64_t skipped;        // further requests, which are longer than the cache
   const KVCacheManager& cache;
   Tiers* tiers;  // or null
   bool last;     // the replay has ended
@@ -29,9 +29,9 @@ struct DataReplayOptions {
   CacheOptions cache;  // formats, layers and prefix policies; sizes are filled in
   std::int64_t capacity_tokens = 0;
   int tenants = 1;
-  TiersOptions tiers;            // none is asked for: none
-  bool remote_optional = false;  // else its servers are tried first, and where they do not work there is no replay
-  std::string status;            // folder where the cache says how it stands; empty: none
+  TiersOptions tiers;            // empty: no tiers
+  bool remote_optional = false;  // false: servers that do not work at the start prevent the replay
+  std::string status;            // folder to which the cache publishes its status; empty: none
   double verify = 0;             // share of the requests that are also computed cold
   std::uint64_t seed = 1;
   std::string device = "cpu";
@@ -45,14 +45,14 @@ struct DataReplayResult {
   std::int64_t skipped_requests = 0;  // longer than the cache
   std::int64_t verified_requests = 0, verified_blocks = 0;
   std::int64_t wrong_bytes = 0;
-  std::int64_t computed_tokens = 0;        // through all layers, replayed and generated ones included
+  std::int64_t computed_tokens = 0;        // in all layers, replayed and generated ones included
   std::vector<double> admit_s, prefill_s;  // [requests that were not skipped]
-  std::int64_t stored_bytes = 0;           // of blocks and snapshots that are kept at the end
-  std::int64_t loaded_blocks = 0;          // came from tiers
+  std::int64_t stored_bytes = 0;           // of blocks and snapshots kept at the end
+  std::int64_t loaded_blocks = 0;          // loaded from tiers
   std::vector<TierReport> tiers;
 };
 
-/// Token ids and inputs of a block follow from the trace's id, so two requests agree exactly as far as their ids do.
+/// The trace's ids determine a block's token ids and inputs, so two requests agree exactly as far as their ids do.
 DataReplayResult replay_data(const Trace& trace, const DataReplayOptions& options);
 
 }  // namespace kv4::cli

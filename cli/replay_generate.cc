@@ -22,7 +22,7 @@ constexpr Habit kConversation{512, 2048, 64, 2048, 64, 1024, 1, 12, 20, 600};
 constexpr Habit kAgent{8192, 24576, 256, 4096, 64, 1024, 20, 120, 3, 60};
 constexpr std::int64_t kArrival = 30;  // seconds to the next session, on average
 
-/// std::uniform_int_distribution may differ between libraries, and traces may not.
+/// std::uniform_int_distribution may differ between libraries; traces may not.
 std::int64_t pick(std::mt19937_64& random, std::int64_t low, std::int64_t high) {
   return low + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(high - low + 1));
 }
@@ -77,7 +77,7 @@ Trace generate_trace(std::uint64_t seed, std::int64_t requests) {
   require(requests >= 1, ErrorCode::bad_argument, "{} requests; a generated trace has at least 1", requests);
   Generator generator(seed);
   Trace trace{.id_tokens = kIdTokens, .requests = {}};
-  std::int64_t of_kind[2] = {0, 0};  // conversations, agents: as many requests of each
+  std::int64_t of_kind[2] = {0, 0};  // conversations, agents: equal numbers of requests
   for (double start = 0; of_kind[0] + of_kind[1] < requests; start += generator.next_arrival()) {
     const bool agent = of_kind[1] < of_kind[0];
     const std::size_t before = trace.requests.size();

@@ -19,20 +19,20 @@ using namespace checks;
 namespace {
 
 constexpr int kCapacities = 6;
-constexpr double kShares[kCapacities] = {0.01, 0.03, 0.1, 0.25, 0.5, 1.0};  // of all tokens that could be kept
-constexpr std::size_t kMostTenants = 16;                                    // that are drawn
+constexpr double kShares[kCapacities] = {0.01, 0.03, 0.1, 0.25, 0.5, 1.0};  // of all tokens that the trace could store
+constexpr std::size_t kMostTenants = 16;                                    // shown in the chart
 
 Series series_of(const std::string& name, const std::string& thing) {
   return {.name = name, .color = color_of(thing), .values = {}};
 }
 
-/// Of the trace, in each interval of a result.
+/// The trace's requests in each interval of a result.
 std::int64_t requests_per_interval(const Trace& trace) {
   const auto requests = static_cast<std::int64_t>(trace.requests.size());
   return std::max<std::int64_t>(1, (requests + kReplayIntervals - 1) / kReplayIntervals);
 }
 
-/// The ends of the intervals. Skipped requests count: an interval without any other has no hit rate.
+/// The ends of the intervals. Skipped requests count; an interval of skipped requests only has no hit rate.
 std::vector<double> interval_ends(const Report& report) {
   std::vector<double> out;
   const auto requests = static_cast<std::int64_t>(report.trace.requests.size());
@@ -149,7 +149,7 @@ std::string draw_tenants(const ReplayResult& result) {
   return draw(chart);
 }
 
-// With bytes only: what a request waited for before its first token.
+// With bytes only: the times a request waits for before its first token.
 std::string draw_latencies(const DataReplayResult& data) {
   struct Times {
     const char *title, *thing;
@@ -218,7 +218,7 @@ void write_report(const std::string& path, const Report& report) {
                            draw(plot_over_time(report)) + draw(plot_capacity(report)) + draw(plot_evictions(report)) +
                            draw(chart_snapshots(report)) + draw_percentiles(report) + draw_tenants(report.data.cache) +
                            draw_tiers(report.data) + draw_latencies(report.data) + "</div>\n" + close_page();
-  if (interrupted()) return;  // its replays are not complete
+  if (interrupted()) return;  // its replays are incomplete
   write_file(path, page);
 }
 

@@ -1,4 +1,4 @@
-// A replay as a page with plots: one file, nothing fetched from elsewhere.
+// A replay as a page with plots: one file that loads nothing from elsewhere.
 #pragma once
 
 #include <string>
@@ -7,17 +7,17 @@
 
 namespace kv4::cli {
 
-/// More replays that a report makes, of all policies at several capacities and of every kind of snapshots.
+/// Further replays for a report: all policies at several capacities, and every kind of snapshots.
 constexpr std::int64_t kReportReplays = 20;
 
-/// Of one replay; all of it is the caller's.
+/// The report of one replay; the caller owns everything in it.
 struct Report {
   std::string name;  // of the trace
   const Trace& trace;
   const ReplayOptions& options;
   const DataReplayResult& data;
   std::string model;
-  double bytes_per_token = 0;  // of its blocks; 0: capacities are shown in tokens only
+  double bytes_per_token = 0;  // of the trace's blocks; 0: capacities are shown in tokens only
 };
 
 /// Throws Error(bad_file) where the file cannot be written.

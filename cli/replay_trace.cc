@@ -25,10 +25,10 @@ constexpr std::size_t kMaxLineBytes = 1 << 20;
 constexpr std::int64_t kMaxTraceBytes = std::int64_t{1} << 32;  // unpacked
 constexpr std::int64_t kMaxTraceRequests = 1 << 22;
 constexpr std::int64_t kMaxTraceRuns = 1 << 24;               // of all requests
-constexpr std::int64_t kMaxTraceIds = std::int64_t{1} << 30;  // of all requests: each is looked up
+constexpr std::int64_t kMaxTraceIds = std::int64_t{1} << 30;  // of all requests; each costs a lookup
 constexpr std::int64_t kMaxId = std::int64_t{1} << 53;
 constexpr std::string_view kRunLengthFormat = "weka128_rle v1";
-// Sessions of the run-length form know their own clock only.
+// Each session of the run-length form has its own clock.
 constexpr double kSessionStartS = 20, kLongestGapS = 300;
 
 /// Lines of a file, gzip or not.
@@ -77,7 +77,7 @@ class LineReader {
   std::string path_;
   std::unique_ptr<gzFile_s, int (*)(gzFile)> file_;
   std::vector<char> buffer_ = std::vector<char>(1 << 16);
-  std::size_t at_ = 0, filled_ = 0;  // what is left of the buffer
+  std::size_t at_ = 0, filled_ = 0;  // unread part of the buffer
   std::int64_t number_ = 0, bytes_ = 0;
 };
 

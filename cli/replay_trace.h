@@ -1,4 +1,4 @@
-// Traces of requests: who asked for which prefix, when. A block is what the trace names with one id.
+// Traces of requests: which prefixes they ask for, and when. A block is the tokens that the trace names with one id.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace kv4::cli {
 
-// Of a request that is read.
+// Limits of a request that is read.
 constexpr std::int64_t kMaxRequestTokens = 1 << 22;  // the longest context of the models is 2^20
 constexpr std::int64_t kMaxRequestIds = 1 << 15;     // 2^22 tokens by 128
 
@@ -30,15 +30,15 @@ struct Trace {
 };
 
 std::int64_t count_ids(const TraceRequest& request);
-/// No fewer than the different ids of the trace.
+/// An upper bound of the number of distinct ids.
 std::int64_t bound_distinct_ids(const Trace& trace);
 
-/// Mooncake JSONL (512 tokens per id) or weka128_rle, plain or gzip; `limit` requests at most (0: all). Throws
-/// Error(bad_file) with file and line for whatever is not exactly one of them.
+/// Mooncake JSONL (512 tokens per id) or weka128_rle, plain or gzip; at most `limit` requests (0: all). Throws
+/// Error(bad_file) with file and line for any deviation from these formats.
 Trace read_trace(const std::string& path, std::int64_t limit = 0);
 
-/// Half of the requests are of conversations that share a few system prompts and end after some turns, half of agents
-/// that return again and again with a long, growing context. 128 tokens per id; equal seeds give equal traces.
+/// Half of the requests are conversations that share a few system prompts and end after some turns. The other half are
+/// agents that return many times with a long, growing context. 128 tokens per id; equal seeds give equal traces.
 Trace generate_trace(std::uint64_t seed, std::int64_t requests);
 
 }  // namespace kv4::cli

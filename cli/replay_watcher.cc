@@ -17,10 +17,10 @@ using namespace checks;
 
 namespace {
 
-// Of two looks of a page, and some time for the answer.
+// Time of two requests of a page, and some for the answer.
 constexpr std::chrono::milliseconds kLinger{2 * kPagePeriodMs + 500};
 
-/// Requests that were skipped have had their turn, too: at the end it is all of them.
+/// Skipped requests count as done, so that the count ends at all requests.
 std::string headline_of(const ReplayMoment& moment, std::int64_t requests, RunState state) {
   const double rate = moment.counts.block_hit_rate();
   std::string out =
@@ -39,12 +39,12 @@ ReplayWatcher::ReplayWatcher(std::string metrics_path, const std::optional<std::
   if (!port) return;
   server_.emplace(*port, "--serve");
   serve_page(*server_, "/", nullptr, {.headline = "waiting for the first request", .rate_title = {}, .rates = {}});
-  serve_metrics(*server_, metrics_text({}));  // a scraper that is early finds a page without figures
+  serve_metrics(*server_, metrics_text({}));  // an early scraper finds a page without figures
   fmt::print(stderr, "live page: {}\n", server_->address());
   std::fflush(stderr);
 }
 
-// The cache is looked at once a second, and at the end.
+// Publishes the cache once a second, and at the end.
 void ReplayWatcher::see(const ReplayMoment& moment) {
   if (!moment.last) head_.rates.push_back(moment.counts.block_hit_rate());
   const auto now = std::chrono::steady_clock::now();
@@ -62,7 +62,7 @@ void ReplayWatcher::see(const ReplayMoment& moment) {
 
 void ReplayWatcher::stay() const {
   if (!server_) return;
-  flush_output();  // whoever reads the result may end the process from now on
+  flush_output();  // from now on a reader of the result may end the process
   while (!interrupted()) sleep_ms(1000);
 }
 

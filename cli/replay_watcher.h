@@ -1,4 +1,4 @@
-// Watchers of a replay while it runs: a file of metrics, a live page.
+// Publishes a running replay: a file of metrics, a live page.
 #pragma once
 
 #include <chrono>
@@ -12,13 +12,13 @@ namespace kv4::cli {
 
 class ReplayWatcher {
  public:
-  /// An empty path: no file. A port: a page there on loopback (0: any that is free), whose address goes to stderr.
+  /// An empty path: no file. A port: a page there on loopback (0: any free port), whose address goes to stderr.
   ReplayWatcher(std::string metrics_path, const std::optional<std::string>& port, std::int64_t requests);
 
   void see(const ReplayMoment& moment);
-  /// The replay has ended; a page is served until the process is interrupted.
+  /// After the replay: serves the page until the process is interrupted.
   void stay() const;
-  /// The process is about to end: where somebody looks on, so long that every open page has the last state.
+  /// Before the process ends: if a page is open, waits until every open page has the last state.
   void linger() const;
 
  private:

@@ -63,7 +63,7 @@ struct RunResult {
   }
 };
 
-/// Planned parts beside what the pools that hold them say.
+/// The planned parts and the sizes that their pools report.
 std::vector<Part> compare_parts(KVCacheManager& manager) {
   const CacheSchema& schema = manager.schema();
   const MemoryPlan plan = plan_memory(schema);
@@ -106,7 +106,7 @@ RunResult play(Scenario& scenario, const RunSettings& settings) {
   const Stopwatch watch;
   try {
     play_and_check(scenario, settings, result);
-  } catch (const Interrupted&) {  // what was done is shown
+  } catch (const Interrupted&) {  // completed work is shown
   }
   result.wall_s = watch.seconds();
   return result;
@@ -119,7 +119,7 @@ struct Speed {
 Speed speed_of(const Scenario& scenario) {
   const StepTimes& times = scenario.times();
   Speed speed;
-  if (times.steps == 0) return speed;  // interrupted before the first
+  if (times.steps == 0) return speed;  // interrupted before the first step
   speed.tokens_per_s =
       static_cast<double>(scenario.tokens() + scenario.rejected()) / (times.append_s + times.control_s);
   speed.bytes_per_s = static_cast<double>(times.touched_bytes) / times.append_s;
@@ -145,7 +145,7 @@ void print_text(Scenario& scenario, const RunSettings& settings, const RunResult
     if (part.name == "total") memory.rule();
     memory.row({part.name, group_digits(part.planned), group_digits(part.held)});
   }
-  if (!result.parts.empty()) fmt::print("{}\n", memory.str());  // none where it was interrupted before
+  if (!result.parts.empty()) fmt::print("{}\n", memory.str());  // empty if interrupted earlier
 
   Table table("lrl", {"work", "", ""});
   table.row({"tokens", group_digits(scenario.tokens()),

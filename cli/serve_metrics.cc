@@ -1,4 +1,4 @@
-// `kv4 serve-metrics DIR...`: what running caches say of themselves in their status folders, for Prometheus and people.
+// `kv4 serve-metrics DIR...`: the published status of running caches, for Prometheus and people.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -38,18 +38,18 @@ struct ServeFlags {
   bool once = false, json = false;
 };
 
-/// A folder, and what was last found there.
+/// A folder and its last status.
 struct Watched {
   std::string name, directory;
   StatusReader reader{{}};
   std::optional<PublishedStatus> now;
   PageHead head{.headline = {}, .rate_title = "Share of prompts' tokens that were found", .rates = {}};
 
-  /// `waits`: where only a change of the status tells whether it is new.
+  /// `waits`: if only a change tells whether the status is new, waits for one.
   void look(bool waits) {
     try {
       now = waits ? read_published_status(directory) : reader.read();
-    } catch (const std::exception& e) {  // of any kind: this cache's files do not end what is served of others
+    } catch (const std::exception& e) {  // any kind: a bad file of one cache does not end the service for others
       now.reset();
       head.headline = e.what();
       return;
@@ -67,7 +67,7 @@ struct Watched {
   const CacheStatus* status() const { return now ? &now->status : nullptr; }
 };
 
-/// The last part of a path, as it can stand in an address.
+/// The last part of a path, in a form that an address can contain.
 std::string name_of(const std::string& directory) {
   std::filesystem::path path(directory);
   if (!path.has_filename()) path = path.parent_path();
@@ -100,7 +100,7 @@ MetricsText metrics_of(const std::vector<Watched>& caches) {
   return metrics_text(named);
 }
 
-/// A list of links, where there is more than one cache.
+/// A list of links for more than one cache.
 std::string index_page(const std::vector<Watched>& caches) {
   std::string out = open_page("kv4, live") + "<h1>kv4, live</h1><ul>";
   for (const Watched& cache : caches)

@@ -14,7 +14,7 @@ namespace kv4::cli {
 namespace {
 
 constexpr std::chrono::seconds kAnswerLimit{30};
-constexpr std::chrono::seconds kChangeLimit{3};    // that a single look waits for a change
+constexpr std::chrono::seconds kChangeLimit{3};    // how long a single look waits for a change
 constexpr std::int64_t kMaxAnswerBytes = 1 << 16;  // of an error
 
 PublishedStatus read_status_file(const std::string& directory) {
@@ -32,8 +32,8 @@ PublishedStatus read_status_file(const std::string& directory) {
 
 }  // namespace
 
-// A status that is not of this boot's clock is one of another machine, or was left there before a restart. Which of
-// them shows when it changes; the reader's own clock says how long ago that was.
+// A status with another boot's clock comes from another machine or from before a restart. A change tells which of the
+// two it is; the reader's own clock measures the time since then.
 PublishedStatus StatusReader::read() {
   PublishedStatus out = read_status_file(directory_);
   const auto now = std::chrono::steady_clock::now();

@@ -1,4 +1,4 @@
-// The other side of a status folder: what a running cache says of itself, and asking it for a request.
+// The reading side of a status folder: reads a running cache's status and asks it for a request.
 #pragma once
 
 #include <chrono>
@@ -11,11 +11,11 @@
 
 namespace kv4::cli {
 
-/// Looks at a folder again and again.
+/// Reads a folder repeatedly.
 class StatusReader {
  public:
   explicit StatusReader(std::string directory) : directory_(std::move(directory)) {}
-  /// Throws Error(bad_file) where nobody has published there, or not for a while. No wall clock is asked.
+  /// Throws Error(bad_file) where no cache has published there, or not for a while. Uses no wall clock.
   PublishedStatus read();
 
  private:
@@ -24,14 +24,14 @@ class StatusReader {
   std::optional<std::chrono::steady_clock::time_point> changed_;
 };
 
-/// One look; where only a change tells whether somebody publishes, it waits some seconds for one.
+/// Reads once; if only a change tells whether a cache publishes, it waits some seconds for one.
 PublishedStatus read_published_status(const std::string& directory);
 
-/// A session's file of a request that runs on, gone with this.
+/// The session file of a running request; the destructor removes it.
 class AskedRequest {
  public:
-  /// Waits until it is there. Throws Error: bad_argument with the cache's words where it cannot give the request,
-  /// bad_file where it does not answer.
+  /// Waits until the file is there. Throws Error(bad_argument) with the cache's message where it cannot give the
+  /// request, Error(bad_file) where it does not answer.
   AskedRequest(const std::string& directory, RequestId request);
   ~AskedRequest();
   AskedRequest(const AskedRequest&) = delete;

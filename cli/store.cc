@@ -37,7 +37,7 @@ std::string hex(const tier::Key& key) {
   return out;
 }
 
-/// A name of somebody else's choice, for a terminal and for JSON.
+/// A foreign name in printable form, for a terminal and for JSON.
 std::string printable(const std::string& name) {
   std::string out;
   for (const char c : name) out += c >= ' ' && c <= '~' ? c : '?';
@@ -140,7 +140,7 @@ void print_losses(const StoreSurvey& survey) {
   }
 }
 
-/// 0: nothing is damaged as far as was looked, 1: something is.
+/// Exit code: 1 where the checked part is damaged, else 0.
 int look(const StoreFlags& flags, bool read_payloads) {
   const auto files = tier::make_posix_file_system();
   const StoreSurvey survey = tier::survey_store(*files, flags.directory, read_payloads, *guard_of(flags));
@@ -156,7 +156,7 @@ int look(const StoreFlags& flags, bool read_payloads) {
   return survey.sound() ? 0 : 1;
 }
 
-/// Layout and sizes as most of the store's segments have them.
+/// The layout and sizes of most of the store's segments.
 tier::StoreOptions options_of(const StoreSurvey& survey, const std::string& directory) {
   tier::StoreOptions options;
   options.directory = directory;
@@ -170,7 +170,7 @@ tier::StoreOptions options_of(const StoreSurvey& survey, const std::string& dire
     options.layout_id = segment.header.layout_id;
     options.segment_bytes = segment.header.bytes;
   }
-  options.capacity_bytes = INT64_MAX;  // reclaiming drops nothing that is sound
+  options.capacity_bytes = INT64_MAX;  // reclaiming drops no sound record
   return options;
 }
 

@@ -1,5 +1,5 @@
 // A request's life in the cache: prefill in chunks, decode with drafts, reject some, fork, release.
-// The attention layer's projections are stood in for by a counter; an engine passes its own tensors.
+// A counter replaces the attention layer's projections; an engine passes its own tensors.
 #include <cstdio>
 #include <vector>
 
@@ -52,7 +52,7 @@ int main() {
   const kv4::RequestId request = cache.admit().value();
   for (int chunk : {500, 300, 1}) forward(request, chunk);
   forward(request, 4);         // a decoded token and three drafts
-  cache.rewind(request, 803);  // two drafts were wrong: as if they had never been there
+  cache.rewind(request, 803);  // two drafts were wrong; their rows are removed
   const kv4::RequestId branch = cache.fork(request).value();
   forward(branch, 1);
 

@@ -1,4 +1,4 @@
-// A context that survives a restart: saved at any length, restored in another cache, continued as if nothing had been.
+// A context that survives a restart: saved at any length, restored in another cache and continued there.
 //
 //   keep_context [FILE [KEYS]]      FILE is left behind for 'kv4 session inspect'; KEYS: a file of cache keys
 #include <cstdio>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// One layer of each kind at V4's real sizes; the layers' projections are stood in for by a counter.
+// One layer of each kind at V4's real sizes; a counter replaces the layers' projections.
 struct Engine {
   std::vector<float> bias = std::vector<float>(128 * 1024, 0.0f), norm = std::vector<float>(512, 1.0f);
   kv4::KVCacheManager cache;
@@ -48,7 +48,7 @@ struct Engine {
 
 int main(int argc, char** argv) {
   const std::string path = argc > 1 ? argv[1] : "keep_context.kv4s";
-  // The salt keeps tenants apart. Only a key proves who wrote a session, and seals it.
+  // The salt keeps tenants apart. Only a key seals a session and authenticates its writer.
   kv4::SessionIdentity identity{.weights_id = "example weights 1", .salt = "tenant 17"};
   if (argc > 2) identity.keys = kv4::read_key_file(argv[2]);
   kv4::CacheOptions options;

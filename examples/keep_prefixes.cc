@@ -1,5 +1,4 @@
-// Contexts that outlive the process: what one engine has computed, the next finds on disk, and computes only what is
-// new.
+// Contexts that outlive the process: the next engine finds the saved prefix on disk and computes only the new tokens.
 //
 //   keep_prefixes [DIRECTORY]      DIRECTORY is left behind for 'kv4 store inspect'
 #include <algorithm>
@@ -16,7 +15,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-// A window layer and an HCA layer at V4's real sizes; the layers' projections are stood in for by the token ids.
+// A window layer and an HCA layer at V4's real sizes; the token ids replace the layers' projections.
 struct Engine {
   std::vector<float> bias = std::vector<float>(128 * 512, 0.0f), norm = std::vector<float>(512, 1.0f);
   kv4::KVCacheManager cache;
@@ -32,7 +31,7 @@ struct Engine {
     return model;
   }
 
-  /// Computes what is not there of the prompt; returns how many tokens that were.
+  /// Computes the missing part of the prompt; returns its number of tokens.
   long long answer(const std::vector<std::int32_t>& prompt, const kv4::Admission& admission) {
     long long computed = 0;
     for (auto at = static_cast<std::size_t>(admission.resume_at); at < prompt.size();) {

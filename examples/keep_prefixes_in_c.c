@@ -1,5 +1,5 @@
-/* keep_prefixes.cc through kv4.h: contexts that outlive the process. What one engine has computed, the next finds on
- * disk, sealed with a key, and computes only what is new.
+/* keep_prefixes.cc through kv4.h: contexts that outlive the process. The next engine finds the saved prefix on disk,
+ * sealed with a key, and computes only the new tokens.
  *
  *   keep_prefixes_in_c [DIRECTORY]      DIRECTORY is left behind for 'kv4 store inspect --key-file' */
 #include <dirent.h>
@@ -21,7 +21,7 @@ static void check(kv4_status status, const char* what) {
 static int32_t token_ids[kPromptTokens];
 static float rows[kChunk * 512], bias[128 * 512], norm[512];
 
-/* A window layer and an HCA layer at V4's real sizes; the layers' projections are stood in for by the token ids. */
+/* A window layer and an HCA layer at V4's real sizes; the token ids replace the layers' projections. */
 static kv4_cache* open_cache(void) {
   const kv4_layer_kind kinds[] = {KV4_LAYER_KIND_SWA, KV4_LAYER_KIND_HCA};
   kv4_model *flash, *model;
@@ -49,7 +49,7 @@ static kv4_cache* open_cache(void) {
   return cache;
 }
 
-/* Computes what is not there of the prompt; returns how many tokens that were. */
+/* Computes the missing part of the prompt; returns its number of tokens. */
 static int64_t answer(kv4_cache* cache, const kv4_admission* begun) {
   int64_t computed = 0;
   for (int64_t at = begun->resume_at; at < kPromptTokens; computed = at - begun->resume_at) {

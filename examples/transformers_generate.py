@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Greedy generation by a random DeepSeek-V4 of transformers after a long prompt: stock cache, Kv4Cache, and accelerated.
 
-    python examples/transformers_generate.py --device cuda --dtype bfloat16 --context 32768 --layers 12 --hidden 2048 --heads 32
+    python examples/transformers_generate.py --device cuda --dtype bfloat16 --context 32768 --layers 12 \\
+        --hidden 2048 --heads 32
 
-Prints, for each, milliseconds per generated token and megabytes beside the weights: torch's peak while tokens are
-generated and during the prefill (on a GPU), and what kv4 holds. The three take turns, so that what else the machine does
-troubles all of them. The stock cache chooses the tokens; the last column counts those that the others would choose, too.
+Prints for each the milliseconds per generated token and the megabytes beside the weights: torch's peak during the
+generation and the prefill (on a GPU), and kv4's own memory. The three take turns, so that other work on the machine
+affects all of them alike. The stock cache chooses the tokens; the last column counts the tokens that the others would
+choose too.
 """
 import argparse
 import contextlib
@@ -42,7 +44,7 @@ def unmodified(model):
 
 
 class Way:
-    """A cache, how the model uses it, and what it has cost."""
+    """A cache, the way the model uses it, and its time and memory."""
 
     def __init__(self, model, prepare, make_cache, device):
         self.model, self.prepare, self.on_gpu = model, prepare, device == "cuda"
@@ -52,7 +54,7 @@ class Way:
 
     @contextlib.contextmanager
     def counting(self):
-        """Counts megabytes that torch takes at most beside what others hold. On the CPU torch does not count."""
+        """Measures torch's peak in MB without memory that others hold. On the CPU torch does not count."""
         if not self.on_gpu:
             yield
             return
@@ -74,7 +76,7 @@ class Way:
 
     @torch.no_grad()
     def generate(self, count, tokens, device):
-        """`count` steps. `tokens`: what to go on with, from its own last choice on where there is no more."""
+        """Runs `count` steps. Each takes the next of `tokens`, or its own last choice where `tokens` ends."""
         self.prepare(self.model)
         start = time.monotonic()
         with self.counting():

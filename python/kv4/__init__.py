@@ -1,4 +1,4 @@
-"""The KV cache of DeepSeek-V4: names and meanings of the C++ library, arrays without copies.
+"""The KV cache of DeepSeek-V4, with the names and meanings of the C++ library and arrays without copies.
 
 docs/python.md is the guide.
 """
@@ -23,7 +23,7 @@ add_representations(_kv4)
 #: A padded item's request.
 NO_REQUEST = -1
 
-# A list that type checkers can read; tests/python/test_package.py compares it with what there is.
+# A list that type checkers can read; tests/python/test_package.py compares it with the module.
 __all__ = [
     "Admission", "ArgumentError", "Arrangement", "Backend", "BlockAllocator", "BlockBudget", "BlockEvent",
     "CacheOptions", "CacheSchema", "CacheStatistics", "CallTimes", "CanonicalImage", "ClassicalView", "ConfigError", "ContextBudget", "DType",

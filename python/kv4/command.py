@@ -1,4 +1,4 @@
-"""The `kv4` command of a wheel: the tool of the C++ library lies in the package."""
+"""The `kv4` command of a wheel: runs the C++ library's tool, which is in the package."""
 import os
 import sys
 from pathlib import Path

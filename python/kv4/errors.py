@@ -1,4 +1,4 @@
-"""What kv4 raises. `code` is the name of the C++ library's ErrorCode."""
+"""The errors that kv4 raises. `code` is the name of the C++ library's ErrorCode."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Error(RuntimeError):
-    """The message names the value seen, the values allowed and what to change. The cache is as it was before the call."""
+    """The message names the value, the allowed values and a remedy. The call has not changed the cache."""
 
     code = ""
 
@@ -56,7 +56,7 @@ class DeviceFailureError(Error):
 
 
 class ShortageError(Error):
-    """There was no room; `shortage` (kv4.Shortage) says of what. Wait for a release, or preempt somebody."""
+    """A resource is exhausted: `shortage` (kv4.Shortage) names it. Wait for a release, or preempt a request."""
 
     code = "shortage"
 

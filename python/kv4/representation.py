@@ -1,4 +1,4 @@
-"""repr() of the module's classes: records by their attributes, others by what they are now."""
+"""repr() of the module's classes: records by their attributes, others by their current state."""
 from __future__ import annotations
 
 import enum
@@ -9,9 +9,9 @@ from typing import Any
 
 from .errors import Error
 
-#: Attributes whose value is nobody's business in a log.
+#: Attributes whose value must not appear in a log.
 SECRET = ("password", "key", "salt")
-#: Elements of a list that are shown, and characters of a text.
+#: Limits of shown elements of a list and characters of a text.
 MAX_SHOWN = 8
 MAX_TEXT = 64
 
@@ -61,13 +61,13 @@ def _state_repr(self: Any) -> str:
     if state is not None:
         try:
             told = " " + state(self)
-        except Error:  # where calls are refused, in a callback, say
+        except Error:  # calls are refused, for example in a callback
             told = " in use"
     return f"<kv4.{type(self).__name__}{told}>"
 
 
 def add_representations(module: ModuleType) -> None:
-    """To every class that has none of its own."""
+    """Gives repr() to every class without its own."""
     for kind in vars(module).values():
         if not isinstance(kind, type) or "__repr__" in vars(kind) or issubclass(kind, enum.Enum):
             continue

@@ -1,4 +1,4 @@
-// The way in which the CUDA backend calls its GPU, with calls and a GPU that only pretend: it needs none.
+// The CUDA backend's way of calling its GPU, with simulated calls and a simulated GPU; no GPU is needed.
 #include "backend/cuda/runtime/device_calls.h"
 
 #include <gtest/gtest.h>
@@ -17,8 +17,8 @@ namespace {
 // The GPU of these tests.
 int current_device = 0;
 bool is_lost = false;
-int looks = 0;           // how often it was asked whether it is lost
-int device_at_look = 0;  // which one was current then
+int looks = 0;           // number of checks for loss
+int device_at_look = 0;  // current device at the last check
 
 class PretendedGuard {
  public:
@@ -47,7 +47,7 @@ class DeviceCallsTest : public testing::Test {
     looks = 0;
   }
 
-  /// A launch that fails, as check() has it.
+  /// A failing launch that throws as check() does.
   void launch_that_fails() {
     const Calls::Call call(calls_);
     fail(ErrorCode::device_failure, "a kernel that was queued before failed");
@@ -81,7 +81,7 @@ TEST_F(DeviceCallsTest, AfterALostGpuEveryCallIsRefused) {
   is_lost = true;
   EXPECT_THROW(launch_that_fails(), Error);
   EXPECT_TRUE(calls_.lost());
-  is_lost = false;  // whatever the driver says later
+  is_lost = false;  // the driver's later answers do not matter
   for (int i = 0; i < 2; ++i) {
     try {
       const Calls::Call call(calls_);
@@ -96,7 +96,7 @@ TEST_F(DeviceCallsTest, AfterALostGpuEveryCallIsRefused) {
 }
 
 TEST_F(DeviceCallsTest, CallsInsideCallsAndWhileAnExceptionIsUnderWay) {
-  struct AtTheEnd {  // as destructors that free memory call the GPU while an error of another kind ends a function
+  struct AtTheEnd {  // like a destructor that frees GPU memory while another exception unwinds a function
     Calls& calls;
     ~AtTheEnd() { const Calls::Call call(calls); }
   };
@@ -124,7 +124,7 @@ TEST_F(DeviceCallsTest, MemoryOfALostGpuIsGivenBack) {
   EXPECT_EQ(current_device, kDevice);
 }
 
-// --- that no call of the backend is left out
+// --- every call of the backend is covered
 
 std::string text_of(const std::string& file) {
   std::ifstream in(std::filesystem::path(KV4_SOURCE_DIR) / "src/backend/cuda" / file);

@@ -1,4 +1,4 @@
-// A forked child has none of its parent's threads: its caches go on with new ones.
+// A forked child has none of its parent's threads: its caches continue with new ones.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,7 +18,7 @@ constexpr bool kMayStartThreads = false;  // TSan ends a child that starts threa
 constexpr bool kMayStartThreads = true;
 #endif
 
-constexpr unsigned kMostSeconds = 60;  // a child that hangs is ended
+constexpr unsigned kMostSeconds = 60;  // limit for a hanging child
 
 /// Runs `body` in a child; its exit status.
 template <class Body>
@@ -45,7 +45,7 @@ TEST(Fork, AChildGoesOnWithThreadsOfItsOwn) {
   };
   EXPECT_EQ(in_child([&] { return goes_on(); }), 0);
   EXPECT_EQ(in_child([&] { return in_child([&] { return goes_on(); }) == 0 && goes_on(); }), 0);
-  EXPECT_TRUE(goes_on());  // the parent has its own, as before
+  EXPECT_TRUE(goes_on());  // the parent's threads still work
 }
 
 TEST(Fork, AChildThatComputesNothingCanEndItsCache) {
@@ -58,7 +58,7 @@ TEST(Fork, AChildThatComputesNothingCanEndItsCache) {
             0);
 }
 
-// Nobody answers there, and no deadline is near.
+// No thread answers in the child, and no deadline is near.
 TEST(Fork, AChildFindsNothingInTiersAndEndsThem) {
   const auto folder = std::filesystem::temp_directory_path() / ("kv4_fork_" + std::to_string(::getpid()));
   std::filesystem::remove_all(folder);

@@ -1,4 +1,4 @@
-// Memory of the host that transfers reach: whole at every size, refused where the machine has not as much.
+// Host memory that transfers can reach: intact at every size, refused where the machine has too little.
 #include "kv4/host_memory.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace {
 
 std::uint8_t* bytes_at(std::byte* memory) { return reinterpret_cast<std::uint8_t*>(memory); }
 
-// The last ones lie in huge pages on a GPU's host.
+// The largest sizes lie in huge pages on a GPU's host.
 TEST(HostMemory, BytesGoToTheDeviceAndBack) {
   const std::shared_ptr<Backend> backend = test::test_backend();
   for (const std::int64_t size : {1ll, 4097ll, (8ll << 20) - 1, 8ll << 20, (10ll << 20) + 4099}) {
@@ -34,7 +34,7 @@ TEST(HostMemory, BytesGoToTheDeviceAndBack) {
   }
 }
 
-// New memory is cleared in the order of the stream; transfers have one of their own.
+// New memory is cleared in stream order; transfers have a stream of their own.
 TEST(HostMemory, ATransferIntoNewMemoryComesAfterItIsCleared) {
   constexpr std::int64_t kBusy = 64 << 20, kSize = 1 << 16;
   const std::shared_ptr<Backend> backend = test::test_backend();

@@ -1,4 +1,4 @@
-// Every instruction set gives the plain row code's bytes, special values included.
+// Every instruction set gives the same bytes as the plain row code, special values included.
 #include <algorithm>
 #include <limits>
 
@@ -101,7 +101,7 @@ TEST_P(RowKernelsTest, Encode) {
 TEST_P(RowKernelsTest, EveryBf16ValueInEveryScalarFormat) {
   std::vector<float> all(65536);
   for (std::uint32_t i = 0; i < 65536; ++i) all[i] = codec::bf16_value(static_cast<std::uint16_t>(i));
-  // With amax and scale pinned by the row's first channel: all exponents meet all mantissas.
+  // The row's first channel fixes amax and scale; the other channels combine all exponents and mantissas.
   for (Format format : {Format::fp8, Format::mxfp4, Format::nvfp4}) {
     const codec::RowShape shape{128, 0};
     for (std::size_t at = 0; at < all.size(); at += 128) {
@@ -114,7 +114,7 @@ TEST_P(RowKernelsTest, EveryBf16ValueInEveryScalarFormat) {
   }
 }
 
-// Whatever bytes are stored: every scale, at the ends of the range too, with codes that are all normal and with others.
+// Decodes any stored bytes: every scale, the ends of the range included, with normal codes only and with others.
 TEST_P(RowKernelsTest, DecodeOfEveryScale) {
   Random random(24);
   const auto expect_same = [&](Format format, codec::RowShape shape, const std::vector<std::uint8_t>& payload,
@@ -129,7 +129,7 @@ TEST_P(RowKernelsTest, DecodeOfEveryScale) {
     }
   };
   const auto any_byte = [&] { return static_cast<std::uint8_t>(random.below(256)); };
-  // Tiles of 64: all normal codes, or one of any kind among them.
+  // Tiles of 64 codes: all normal, or one of any kind among them.
   const auto e4m3_codes = [&](std::size_t count) {
     std::vector<std::uint8_t> out(count + 128);  // and a tail of 64 bf16
     for (std::uint8_t& code : out) code = static_cast<std::uint8_t>(random.between(8, 0x7E) | random.below(2) << 7);
@@ -157,7 +157,7 @@ TEST_P(RowKernelsTest, DecodeOfEveryScale) {
   }
 }
 
-// fp8_row divides: every mantissa over every mantissa of the largest, through all exponents of the code and below.
+// fp8_row divides: every mantissa by every mantissa of the largest, through all exponents of the code and below.
 TEST_P(RowKernelsTest, Fp8RowOfEveryMantissaPair) {
   const codec::RowShape shape{512, 0};
   for (std::uint32_t exponent : {1, 8, 9, 10, 13, 14, 15, 127, 254}) {
@@ -190,9 +190,9 @@ TEST_P(RowKernelsTest, FoldAndFinish) {
     const std::size_t w = static_cast<std::size_t>(width);
     for (int round = 0; round < 60; ++round) {
       const bool special = round % 3 == 0;
-      // Entries that overlap have 4 or 8 rows; most rows of a window are of one type.
+      // Overlapping entries have 4 or 8 rows; most rows of a window have one type.
       const int count = round % 2 == 0 ? (round % 4 == 0 ? 8 : 4) : static_cast<int>(random.between(1, 23));
-      const std::int64_t same_type = random.below(6);  // above 2: each row its own
+      const std::int64_t same_type = random.below(6);  // above 2: a type per row
       std::vector<std::vector<float>> kv, gate, bias;
       std::vector<std::vector<std::uint16_t>> kv16, gate16;
       std::vector<ops::SourceRow> rows;
@@ -280,7 +280,7 @@ TEST_P(RowKernelsTest, ConvertLoadAndAngles) {
   }
 }
 
-// Tokens of a chunk share a key's expansion: each score is that of its token alone, by the plain code.
+// Tokens of a chunk share a key's expansion: each score equals the plain code's score of that token alone.
 TEST_P(RowKernelsTest, ScoresOfSeveralTokens) {
   Random random(25);
   constexpr int kWidth = 128, kRows = cpu::kScoreKeys + 5;
@@ -331,7 +331,7 @@ TEST_P(RowKernelsTest, ScoresOfSeveralTokens) {
           };
           std::vector<cpu::ScoreQuery> all;
           for (int t = 0; t < tokens; ++t) all.push_back(query(t));
-          if (table == &plain())  // each by itself
+          if (table == &plain())  // one call per token
             for (const cpu::ScoreQuery& one : all)
               table->score({heads, &one, 1, page, 0, first, one.count, tmp.data()});
           else
@@ -343,7 +343,7 @@ TEST_P(RowKernelsTest, ScoresOfSeveralTokens) {
   }
 }
 
-// Everything a step with a padded item can gather, into more rows than there are: several blocks, shared by threads.
+// All gathers of a step with a padded item, into more rows than exist: several blocks, shared by threads.
 std::vector<std::uint8_t> gather_everything(Driver& driver, RequestId request) {
   std::vector<std::uint8_t> all;
   std::vector<std::int32_t> lens(2), first(2);
@@ -386,8 +386,8 @@ std::vector<std::uint8_t> gather_everything(Driver& driver, RequestId request) {
   return all;
 }
 
-// Attention is not defined to the bit: no table is far from the plain one, and threads change nothing. bf16 queries may
-// meet bf16 products; more than 96 rows are several tiles.
+// Attention is not defined to the bit: every table must be close to the plain one, and threads change nothing. bf16
+// queries may use bf16 products; more than 96 rows are several tiles.
 TEST_P(RowKernelsTest, Attention) {
   for (const auto& [width, heads] :
        {std::pair(512, 64), std::pair(512, 3), std::pair(512, 72), std::pair(80, 5), std::pair(32, 1)}) {

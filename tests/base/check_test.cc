@@ -99,7 +99,7 @@ TEST(BaseDigest, IsXxh3) {
   EXPECT_NE(kv4::digest64(std::string_view("a\0", 2)), kv4::digest64("a"));
 }
 
-// Nothing writes through a view of memory that is only read.
+// A view of read-only memory cannot be written through.
 static_assert(!std::is_constructible_v<kv4::TensorView, kv4::ConstTensorView>);
 static_assert(!std::is_constructible_v<kv4::TensorView, const float*, std::initializer_list<std::int64_t>>);
 static_assert(!std::is_constructible_v<kv4::TensorView, const void*, kv4::DType, std::initializer_list<std::int64_t>>);

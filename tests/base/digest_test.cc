@@ -1,4 +1,4 @@
-// Digests are the same whatever instructions compute them: what one machine stores another reads.
+// Digests do not depend on the instruction set: one machine reads the bytes that another has stored.
 #include "base/digest.h"
 
 #include <gtest/gtest.h>

@@ -39,7 +39,7 @@ TEST(Log, ASinkThatThrowsHarmsNobody) {
 
 TEST(Log, OneCallAtATimeWhileItIsReplaced) {
   const SilenceAfter silence;
-  int calls = 0;  // unprotected: the promise of one call at a time is what TSan looks at
+  int calls = 0;  // not atomic: TSan checks the promise of one call at a time
   const auto count = [&](const LogRecord&) { ++calls; };
   set_log_sink(count);
   std::vector<std::thread> threads;

@@ -19,7 +19,7 @@ HEADER = ROOT / "include" / "kv4.h"
 RECORDED = Path(__file__).with_name("abi.txt")
 # The library's own calls; every other one is kv4_TYPE_VERB.
 OWN_CALLS = {"kv4_version", "kv4_abi_version", "kv4_last_error", "kv4_set_log_sink", "kv4_read_key_file"}
-# Structs that never change, and have no size.
+# Structs that never change and have no `size` field.
 FIXED = {"kv4_tensor": 48, "kv4_managed_tensor": 64, "kv4_bytes": 16, "kv4_block_key": 32, "kv4_cache_key": 32, "kv4_plane": 32,
          "kv4_time_histogram": 200, "kv4_failure_count": 16, "kv4_log_field": 16}
 
@@ -29,12 +29,12 @@ def code():
 
 
 def version():
-    """Of CMakeLists.txt, which pyproject.toml reads, too."""
+    """The versions in CMakeLists.txt, which pyproject.toml reads, too."""
     return re.search(r"project\(kv4 VERSION (\d+)\.(\d+)\.(\d+)", (ROOT / "CMakeLists.txt").read_text()).groups()
 
 
 def broken_rules():
-    """What kv4.h says at its head about names and sizes."""
+    """Checks the rules for names and sizes at the head of kv4.h."""
     text, problems = code(), []
     functions = set(re.findall(r"\b(kv4_\w+)\(", text))
     structs = dict(re.findall(r"typedef struct (\w+) \{(.*?)\n\}", text, flags=re.S))

@@ -333,10 +333,10 @@ TEST(CApiLog, IsForwarded) {
 }
 
 TEST_F(CApi, StructsMayGrow) {
-  // An older caller: all it knows is the first fields; the others have their defaults.
+  // An older caller knows only the first fields; the others have their defaults.
   kv4_cache_options older = options;
   older.size = offsetof(kv4_cache_options, hadamard);
-  older.max_requests = -5;  // behind its end
+  older.max_requests = -5;  // after its end
   kv4_memory_plan plan;
   kv4_memory_plan_init(&plan, sizeof(kv4_memory_plan));
   ASSERT_EQ(kv4_model_plan_memory(model, &older, &plan), KV4_OK) << kv4_last_error();
@@ -344,7 +344,7 @@ TEST_F(CApi, StructsMayGrow) {
   ASSERT_EQ(kv4_model_plan_memory(model, nullptr, &plan), KV4_OK);
   EXPECT_EQ(plan.total_bytes, total);
 
-  // A newer one: fields that this library does not know must be unset.
+  // A newer caller: fields that this library does not know must be unset.
   struct Newer {
     kv4_cache_options known;
     std::int64_t unknown;
@@ -354,7 +354,7 @@ TEST_F(CApi, StructsMayGrow) {
   newer.unknown = 1;
   EXPECT_EQ(kv4_model_plan_memory(model, &newer.known, &plan), KV4_BAD_ARGUMENT);
 
-  // Results fill what the caller has, and no more.
+  // Results fill the caller's struct and nothing after it.
   struct Results {
     kv4_memory_plan known;
     std::int64_t after;
@@ -386,7 +386,7 @@ TEST_F(CApi, ThePoolIsAManagedTensor) {
   EXPECT_EQ(pool->tensor.shape[0], info.num_blocks * info.block_bytes);
   EXPECT_EQ(pool->tensor.device_type, 1);
 
-  // Views point into it.
+  // Views point into the pool.
   const kv4_request request = admit();
   ASSERT_NO_FATAL_FAILURE(forward(request, 130));
   const kv4_step_item item = {sizeof(kv4_step_item), request, 1, ids.data(), -1};

@@ -1,5 +1,5 @@
-// kv4.h with arguments that no program should give, and without memory: a status with words, nothing has changed,
-// nothing leaks (the sanitizers' builds say so).
+// kv4.h with invalid arguments and without memory: a status with a message, no change, and no leak (the sanitizers'
+// builds check this).
 #include <functional>
 #include <limits>
 #include <string>
@@ -143,7 +143,7 @@ TEST_F(CArguments, SizesThatNoVersionHas) {
   EXPECT_EQ(info.num_requests, 0) << "refused before a request began";
 }
 
-// The caller's struct is as long as the caller says, not as the library knows it.
+// The caller's size of a struct counts, not the library's.
 TEST_F(CArguments, InitWritesWhatTheCallerHas) {
   for (const std::size_t size : {offsetof(kv4_cache_options, hadamard), sizeof(kv4_cache_options) + 64}) {
     std::vector<unsigned char> memory(size + 64, 0xa5);
@@ -167,14 +167,14 @@ TEST_F(CArguments, InitWritesWhatTheCallerHas) {
 
 TEST_F(CArguments, CallersOfOtherVersions) {
   ASSERT_NO_FATAL_FAILURE(open_all());
-  // An older one, which knows the first fields: host memory, and defaults for the others.
+  // An older caller, which knows the first fields: host memory, and defaults for the others.
   kv4_tiers_options older = tiers_options;
   older.size = offsetof(kv4_tiers_options, servers);
-  older.num_servers = 77;  // behind its end
+  older.num_servers = 77;  // after its end
   kv4_tiers* other = nullptr;
   ASSERT_EQ(kv4_tiers_new(cache, &older, &other), KV4_OK) << kv4_last_error();
   kv4_tiers_free(other);
-  // A newer one: what this library does not know must not be set.
+  // A newer caller: fields that this library does not know must be unset.
   struct Newer {
     kv4_tiers_options known;
     std::int64_t unknown;
@@ -186,7 +186,7 @@ TEST_F(CArguments, CallersOfOtherVersions) {
   newer.unknown = 1;
   expect_error(kv4_tiers_new(cache, &newer.known, &other), KV4_BAD_ARGUMENT, "link a newer one");
 
-  // Elements of an array are as long as the first says.
+  // The first element's size applies to the whole array.
   struct LongItem {
     kv4_step_item known;
     std::int64_t unknown;
@@ -273,7 +273,7 @@ TEST_F(CArguments, NamesNumbersAndPaths) {
   refused(kv4_tiered_prefix_admit(tiered, &prompt, 1, nullptr, nullptr, &admission), "elements");
 }
 
-/// Each allocation of the call in turn is refused: no status but OK and out of memory comes back, and then it works.
+/// Refuses each allocation of the call in turn: it returns OK or out of memory, and finally works.
 void refuse_in_turn(const char* name, const std::function<kv4_status()>& call, const std::function<void()>& undo) {
   SCOPED_TRACE(name);
   for (std::int64_t n = 1;; n = next_allocation(n)) {

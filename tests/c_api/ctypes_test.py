@@ -23,12 +23,12 @@ class Tensor(c.Structure):  # kv4_tensor, DLPack's DLTensor
 TensorPointer = c.POINTER(Tensor)
 
 
-class Options(c.Structure):  # kv4_cache_options as far as this caller knows it: its size says so
+class Options(c.Structure):  # the fields of kv4_cache_options that this caller knows, as its size tells
     _fields_ = [("size", c.c_size_t), ("row_format", c.c_char_p), ("index_format", c.c_char_p), ("hca_mode", c.c_char_p),
                 ("arrangement", c.c_char_p)]
 
 
-class MoreOptions(Options):  # what another caller knows, who is older than the library, too
+class MoreOptions(Options):  # another caller's fields; it is older than the library, too
     _fields_ = [("hadamard", c.c_int32), ("index_global_scale", c.c_float), ("pending_dtype", c.c_char_p), ("page_alignment", c.c_int32),
                 ("block_tokens", c.c_int32), ("max_rewind_tokens", c.c_int32), ("draft_layers", c.c_int32), ("num_layers", c.c_int32),
                 ("layers", c.POINTER(c.c_int32)), ("max_requests", c.c_int32), ("spare_slots", c.c_int32), ("max_context", c.c_int64),
@@ -41,7 +41,7 @@ class Key(c.Structure):  # kv4_cache_key
     _fields_ = [("bytes", c.c_uint8 * 32)]
 
 
-class TiersOptions(c.Structure):  # kv4_tiers_options as far as this caller knows it
+class TiersOptions(c.Structure):  # the fields of kv4_tiers_options that this caller knows
     _fields_ = [("size", c.c_size_t), ("host_bytes", c.c_int64), ("directory", c.c_char_p), ("disk_bytes", c.c_int64),
                 ("segment_bytes", c.c_int64), ("host_threads", c.c_int32), ("disk_threads", c.c_int32),
                 ("servers", c.POINTER(c.c_char_p)), ("num_servers", c.c_int64), ("user", c.c_char_p), ("password", c.c_char_p),
@@ -59,7 +59,7 @@ class Admission(c.Structure):
     _fields_ = [("size", c.c_size_t), ("request", c.c_int32), ("usable_tokens", c.c_int64), ("resume_at", c.c_int64)]
 
 
-class TierReport(c.Structure):  # the beginning of it
+class TierReport(c.Structure):  # its first fields
     _fields_ = [("size", c.c_size_t), ("name", c.c_char_p), ("protection", c.c_char_p), ("hits", c.c_int64)]
 
 
@@ -95,7 +95,7 @@ class Identity(c.Structure):
 
 
 def tensor(numbers, *shape, kind=FLOAT, at=0):
-    """A view of an array; it keeps what it points to."""
+    """A view of an array; it keeps the array alive."""
     held = (c.c_int64 * len(shape))(*shape)
     out = Tensor(numbers.buffer_info()[0] + at * numbers.itemsize, 1, 0, len(shape), kind[0], kind[1], 1, held, None, 0)
     out.held = held
@@ -157,7 +157,7 @@ class Cache:
 
 
 def tiers(library):
-    """A prompt's blocks, sealed on a disk: the next cache begins with them, and one without the key does not."""
+    """A prompt's blocks, sealed on a disk: the next cache finds them, and one without the key does not."""
     options = MoreOptions()
     library.kv4_cache_options_init(c.byref(options), c.c_size_t(c.sizeof(options)))
     options.prefix_enabled, options.weights_id, options.snapshots, options.max_context = 1, b"w", b"full", 1024

@@ -92,7 +92,7 @@ class CApi : public testing::Test {
     ASSERT_EQ(kv4_cache_bind_weights(cache, 2, &weights), KV4_OK) << kv4_last_error();
   }
 
-  /// The inputs of position p are those of row p, so that chunks do not matter.
+  /// The inputs of position p are those of row p, so they do not depend on chunks.
   void forward(kv4_request request, std::int32_t count) {
     std::int64_t at = 0;
     ASSERT_EQ(kv4_cache_length(cache, request, 0, &at), KV4_OK);

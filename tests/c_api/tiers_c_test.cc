@@ -26,7 +26,7 @@ kv4_cache_key key_of(unsigned char first) {
   return key;
 }
 
-/// A cache, tiers below it, and what joins them.
+/// A cache, the tiers below it, and the prefix that joins them.
 class CTiers : public CApi {
  protected:
   CTiers() {
@@ -62,7 +62,7 @@ class CTiers : public CApi {
     tiers = nullptr;
     cache = nullptr;
   }
-  /// Computes the prompt, saves its blocks, and gives the request's image.
+  /// Computes the prompt, saves its blocks, and returns the request's image.
   std::vector<unsigned char> compute_and_save() {
     EXPECT_EQ(kv4_tiered_prefix_admit(tiered, &prompt, kSoonMs, nullptr, nullptr, &admission), KV4_OK)
         << kv4_last_error();
@@ -146,7 +146,7 @@ TEST_F(CTiers, AnotherCacheGoesOnWhereOneStopped) {
   ASSERT_EQ(kv4_tiers_close(tiers, kSoonMs, &reached), KV4_OK);
   EXPECT_EQ(reached, KV4_FLUSH_STATUS_KEPT) << "the worst of host memory and disk";
 
-  // The next process has the disk alone.
+  // The next process has only the disk.
   close();
   tiers_options.host_bytes = 0;
   ASSERT_NO_FATAL_FAILURE(open_all());
@@ -213,7 +213,7 @@ TEST_F(CTiers, KeysDecideWhatCounts) {
   tiers_options.keys = &other;
   ASSERT_NO_FATAL_FAILURE(open_all());
   EXPECT_EQ(usable(), 0);
-  while (reports()[0].unauthenticated_records == 0) std::this_thread::yield();  // a report is a little old
+  while (reports()[0].unauthenticated_records == 0) std::this_thread::yield();  // a report lags a little
   close();
   const kv4_cache_key rotated[] = {other, keys[0]};
   tiers_options.keys = rotated;

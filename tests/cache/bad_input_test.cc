@@ -1,5 +1,4 @@
-// Wrong tensors: each an Error that names the argument, and not a byte of the cache changes. NaN and infinity: what
-// they may touch.
+// Wrong tensors: each gives an Error that names the argument, and no byte of the cache changes.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -20,7 +19,7 @@ using small::SmallCache;
 
 using Bytes = std::vector<std::byte>;
 
-// Every byte of both pools, and what the cache says about its requests.
+// Every byte of both pools and the cache's state of its requests.
 struct Everything {
   small::CacheState state;
   Bytes blocks, slots;
@@ -39,7 +38,7 @@ struct Spoil {
   std::function<void(ConstTensorView&)> change;
 };
 
-// For [a, b, (c)] tensors whose memory is large enough for any of these.
+// Spoils [a, b, (c)] tensors whose memory is large enough for all of these changes.
 const std::vector<Spoil>& spoiled_inputs() {
   static const std::vector<Spoil> kAll = {
       {"missing", [](auto& t) { t = {}; }},
@@ -336,7 +335,6 @@ TEST_F(BadTensor, Reads) {
 }
 
 // --- constants
-// -----------------------------------------------------------------------------------------------------------------------
 
 TEST(BadWeights, EachTensorIsCheckedAndOldOnesStay) {
   SmallCache s;

@@ -1,4 +1,4 @@
-// How long calls took, as statistics() and the status folder tell it.
+// The call times that statistics() and the status folder report.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -131,7 +131,7 @@ TEST(CallTimes, TiersTellTheirsAndTheCacheItsLoads) {
   EXPECT_EQ(found.status.build.version, build_info().version);
 }
 
-// Of 0.1: no build, no times. Others are not read beyond what they have.
+// Statuses of 0.1 have no build and no times; malformed histograms are refused.
 TEST(CallTimes, OlderAndOddStatusesAreTakenOrRefused) {
   const PublishedStatus old = parse_published_status(
       R"({"format": "kv4 status 1", "status": {"cache": {"requests": 3}, "tiers": [{"name": "host", "hits": 4}]}})");
@@ -145,7 +145,7 @@ TEST(CallTimes, OlderAndOddStatusesAreTakenOrRefused) {
     EXPECT_THROW((void)parse_published_status(with(bad)), Error) << bad;
 }
 
-// What has grown for years still goes through the file.
+// Counts above the readers' limit are written as the limit.
 TEST(CallTimes, CountsBeyondWhatReadersTakeStayAtThat) {
   PublishedStatus in;
   in.status.tiers.emplace_back().hit_bytes = kMaxStatusNumber + 5;

@@ -1,4 +1,4 @@
-// Gathers against rows computed again here: windows through the slow codecs, entries and index keys in double.
+// Gathers against rows computed again here: windows by the slow codecs, entries and index keys in double.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -38,8 +38,8 @@ Row window_row(Format format, std::uint64_t stream, int layer, std::int64_t posi
   return through(format, 16, bf16(x));
 }
 
-// Entry (kind 0) or index key (kind 1) number j of a stream, before its format: the spec in double, its bf16 roundings
-// included.
+// Number j of a stream's entries (kind 0) or index keys (kind 1) before its format: the spec in double, with its bf16
+// roundings.
 Row finished_row(const SmallCache& s, int layer_index, int kind, std::uint64_t stream, std::int64_t j, bool hadamard) {
   const LayerCacheSchema& layer = s.cache.schema().layers[static_cast<std::size_t>(layer_index)];
   const RowKind& row = layer.pages[static_cast<std::size_t>(kind)].kind;
@@ -85,7 +85,7 @@ Row finished_row(const SmallCache& s, int layer_index, int kind, std::uint64_t s
   return out;
 }
 
-// Two bf16 steps of the largest value: the roundings on the way may fall differently in fp32 and in double.
+// Two bf16 steps of the largest value: intermediate roundings may differ between fp32 and double.
 void expect_close(const Row& got, const Row& want, const char* what) {
   ASSERT_EQ(got.size(), want.size());
   float largest = 0.0f;
@@ -103,7 +103,6 @@ CacheOptions plain_options() {
 }
 
 // --- entries and keys
-// ------------------------------------------------------------------------------------------------------------
 
 TEST(GatherAll, EntriesAndKeysAreTheModels) {
   for (bool hadamard : {false, true}) {
@@ -193,7 +192,6 @@ TEST(GatherAll, NvfpGlobalScaleIsApplied) {
 }
 
 // --- chosen entries
-// ----------------------------------------------------------------------------------------------------------------
 
 struct Chosen {
   std::vector<std::int32_t> indices;  // [tokens, stride]
@@ -265,7 +263,6 @@ TEST(GatherChosen, NoPlacesAtAll) {
 }
 
 // --- windows
-// -------------------------------------------------------------------------------------------------------------------------
 
 TEST(GatherWindow, RowsOfEveryLengthAndStep) {
   for (Format format : {Format::fp8_tile64, Format::fp8_row, Format::bf16}) {
@@ -306,7 +303,6 @@ TEST(GatherWindow, RowsOfEveryLengthAndStep) {
 }
 
 // --- entries made elsewhere
-// ---------------------------------------------------------------------------------------------------------
 
 TEST(FlushCompression, StoresValidRowsThatClose) {
   CacheOptions o = small::options();

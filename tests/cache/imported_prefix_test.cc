@@ -1,5 +1,5 @@
-// Requests that come from elsewhere, saved, handed over or set aside, in a cache that keeps prefixes: they take what is
-// kept, and later prompts find what they brought.
+// Saved, handed-over and preempted requests that return to a cache with a prefix cache: they use its prefix blocks, and
+// later prompts find the blocks that they bring.
 #include "cache/prefix_options.h"
 #include "cache/session_records.h"
 #include "kv4/preempted_request.h"
@@ -47,7 +47,7 @@ void fill_up(Driver& d, RequestId request, std::uint64_t stream, std::int64_t to
     d.run({{request, stream, static_cast<std::int32_t>(std::min<std::int64_t>(37, tokens - at))}});
 }
 
-/// A request of the stream in a cache that keeps nothing, on the CPU.
+/// A request of the stream in a cache without prefixes, on the CPU.
 struct Cold : Driver {
   explicit Cold(const CacheOptions& o) : Driver(tiny(), forgetting(o), make_cpu_backend()) {}
   RequestId compute(std::int64_t tokens, std::uint64_t stream = kStream) {
@@ -63,7 +63,7 @@ struct Cold : Driver {
   }
 };
 
-/// Until nothing of earlier requests is kept.
+/// Evicts all blocks of earlier requests.
 void flood(Driver& d) {
   std::vector<RequestId> all;
   for (std::uint64_t stream = 900; d.cache.allocator().num_free() > 0 || d.cache.allocator().num_evictable() > 0;
@@ -93,7 +93,7 @@ TEST_P(Imported, ALaterPromptFindsIt) {
       const RequestId restored = restore(d.cache, records);
       EXPECT_EQ(d.cache.prefix_statistics().blocks, length / 16);
 
-      // While it runs, and it goes on.
+      // While the restored request runs and continues.
       const Admission a = begin(d, kStream, length + 5);
       EXPECT_EQ(a.usable_tokens, length / 16 * 16);
       if (length % 16 == 0 && kind != Kind::none) {
@@ -105,7 +105,7 @@ TEST_P(Imported, ALaterPromptFindsIt) {
       expect_same(bytes_of(d.cache, restored), cold.bytes(length + 20), "restored");
       expect_same(bytes_of(d.cache, a.request), cold.bytes(length + 5), "hit");
 
-      // Once it has gone: what it computed here can be resumed at its last boundary.
+      // After the restored request ends, its last computed boundary can be resumed.
       d.cache.release(restored);
       const Admission b = begin(d, kStream, length + 25);
       EXPECT_EQ(b.usable_tokens, (length + 20) / 16 * 16);
@@ -119,7 +119,7 @@ TEST_P(Imported, ALaterPromptFindsIt) {
   }
 }
 
-// A session of a cache that keeps prefixes brings the snapshot of its last boundary.
+// The session of a cache with prefixes brings the snapshot of its last boundary.
 TEST_P(Imported, ResumesAtTheLastBoundary) {
   for (const Kind kind : {Kind::full, Kind::checkpoint}) {
     const CacheOptions o = keeping({.kind = kind, .period_tokens = 64}, GetParam());
@@ -130,14 +130,14 @@ TEST_P(Imported, ResumesAtTheLastBoundary) {
       const RequestId source = begin(from, kStream, length).request;
       fill_up(from, source, kStream, length);
       const RequestId restored = restore(to.cache, save(from.cache, source));
-      to.cache.release(restored);  // before it has come to another boundary
+      to.cache.release(restored);  // before it reaches another boundary
       const Admission a = begin(to, kStream, length + 5);
       EXPECT_EQ(a.usable_tokens, length / 16 * 16);
       EXPECT_EQ(a.resume_at, length / 16 * 16);
       fill_up(to, a.request, kStream, length + 5);
       expect_same(bytes_of(to.cache, a.request), cold.bytes(length + 5), "hit");
       EXPECT_EQ(begin(to, kStream, length + 5, "pepper").usable_tokens, 0);
-      // One that keeps nothing has no use for it.
+      // A cache without prefixes does not use the snapshot.
       Driver plain(tiny(), forgetting(o));
       expect_same(bytes_of(plain.cache, restore(plain.cache, save(from.cache, source))), cold.bytes(length), "plain");
       if (HasFailure()) return;
@@ -294,7 +294,7 @@ TEST(ImportedPrefix, APreemptedRequestGoesOnWithItsChain) {
   EXPECT_EQ(a.resume_at, 80);
   d.cache.release(a.request);
 
-  // What was computed before does not come in again after an invalidation, nor into another cache.
+  // After an invalidation, earlier blocks do not return, neither to this cache nor to another one.
   set_aside();
   d.cache.invalidate(identity().weights_id);
   r = resume(d.cache, aside).value();
@@ -333,7 +333,7 @@ TEST(ImportedPrefix, RefusalsChangeNothing) {
   expect_refused(ErrorCode::bad_argument, "need 7 block images; got 6", [&] { (void)import(0); });
   blocks.push_back(std::span(bytes).subspan(6 * block, block));
 
-  // The two that are kept do not make room for the others.
+  // The two published blocks do not make room for the others.
   const RequestId other = begin(d, 3, 64, "other").request;
   fill_up(d, other, 3, 64);
   const Occupancy before = occupancy(d.cache);

@@ -29,7 +29,7 @@ struct Bad {
 
 constexpr std::int64_t kAt = 21;  // position of the spoiled token: CSA entry 5, then 6 (overlap); HCA entry 2
 
-// Tokens 0..43 of stream 1 and, beside it, stream 2. Chunks as given; `bad` goes into stream 1 at kAt in every layer.
+// Tokens 0..43 of streams 1 and 2 side by side, in the given chunks. `bad` goes into stream 1 at kAt in every layer.
 struct Replay {
   SmallCache s;
   RequestId a, b;
@@ -56,7 +56,7 @@ bool same(const std::vector<float>& x, const std::vector<float>& y) {
   return std::memcmp(x.data(), y.data(), x.size() * sizeof(float)) == 0;
 }
 
-// Scores and attention of the step's first token, which is the other request's.
+// Scores and attention of the step's first token, which belongs to the other request.
 std::vector<float> first_reads(Replay& r, int layer) {
   LayerCacheHandle handle = r.s.cache.acquire(layer);
   const std::int64_t tokens = r.step.num_tokens, heads = 3;
@@ -118,7 +118,7 @@ void expect_contained(const CacheOptions& o, const Bad& bad, const std::vector<s
       ASSERT_TRUE(same(keys.row(1, j), clean_keys.row(1, j))) << "key " << j << " layer " << layer;
     }
   }
-  // Past the window and the entries that covered it nothing of it is left.
+  // Past the window and the entries that cover it, no trace of it remains.
   dirty.s.cache.commit(dirty.step);
   clean.s.cache.commit(clean.step);
   EXPECT_EQ(dirty.s.cache.export_image(dirty.a), clean.s.cache.export_image(clean.a));

@@ -1,4 +1,4 @@
-// One thread at a time drives a cache: what overlaps is refused, what follows is not.
+// One thread at a time drives a cache: overlapping calls are refused, later ones are not.
 #include <atomic>
 #include <chrono>
 #include <latch>
@@ -25,7 +25,7 @@ CacheOptions prefix_cache() {
   return o;
 }
 
-/// A sink that another thread sits in until it is told to go on.
+/// A sink that blocks its thread until the test releases it.
 struct Waiting : RecordSink {
   std::latch inside{1}, go_on{1};
   bool first = true;
@@ -50,7 +50,7 @@ TEST(OneThread, OverlappingCallsAreRefused) {
   load.emplace(tiered.start_load({unknown, 0, {}, {}}, std::chrono::steady_clock::now() + std::chrono::hours(1)));
   ended.emplace(tiered.start_load({unknown, 0, {}, {}}, std::chrono::steady_clock::now() + std::chrono::hours(1)));
   ASSERT_EQ(ended->wanted_blocks(), 2);
-  (void)ended->advance();  // it has memory of the load's
+  (void)ended->advance();  // it holds load memory
   const small::CacheState before = small::state_of(cache, {request});
 
   Waiting sink;
@@ -106,12 +106,12 @@ TEST(OneThread, OverlappingCallsAreRefused) {
   cache.release(request);
 }
 
-// Whoever destroys a load beside a call has no part in what the call has: its memory is free after the next one.
+// A load destroyed during another call leaves that call's data alone; its memory is free after the next call.
 TEST(OneThread, ALoadMayEndBesideACall) {
   SmallCache world(prefix_cache());
   const RequestId request = world.request(1, 40);
   Tiers tiers(world.cache.schema(), {.host_bytes = 1 << 20});
-  TieredPrefix tiered(world.cache, tiers, {.load_bytes = 1});  // room for two blocks: one load at a time has them
+  TieredPrefix tiered(world.cache, tiers, {.load_bytes = 1});  // room for two blocks, so one load takes it all
   const std::vector<std::int32_t> ids = small::token_ids(2, 0, 40);
   const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(1);
   for (int i = 0; i < 20; ++i) {
@@ -186,7 +186,7 @@ TEST(OneThread, ACacheGoesFromThreadToThread) {
   small::expect_same_bytes(world.cache, request, twin.cache, same);
 }
 
-// After an error the next call of anybody is let in.
+// After an error, the next call of any thread is accepted.
 TEST(OneThread, AnErrorEndsTheCall) {
   SmallCache world;
   expect_error(ErrorCode::bad_argument, {"does not run"}, [&] { world.cache.release(7); });
@@ -194,7 +194,7 @@ TEST(OneThread, AnErrorEndsTheCall) {
   EXPECT_EQ(world.cache.num_requests(), 1);
 }
 
-// Whatever overlaps: each call is made or refused, what is refused may be asked again, and the cache stays whole.
+// Overlapping calls of all kinds: each is made or refused, a refused call can be repeated, and the cache stays intact.
 TEST(OneThread, AStorm) {
   SmallCache world;
   const RequestId running = world.request(1, 20);

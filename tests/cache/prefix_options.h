@@ -1,4 +1,4 @@
-// Options of small caches that keep prefixes.
+// Options of small caches with a prefix cache.
 #pragma once
 
 #include "support/harness.h"

@@ -1,4 +1,4 @@
-// A hit is the same bytes as computing the prompt: images, entries, index keys, and all that comes after.
+// A hit gives the same bytes as computing the prompt: images, entries, index keys, and everything after them.
 #include <cstdlib>
 #include <map>
 
@@ -26,7 +26,7 @@ std::vector<std::int32_t> ids_of(std::uint64_t stream, std::int64_t count) {
   return out;
 }
 
-/// A cache that is asked for prompts of streams.
+/// A cache that admits prompts of streams.
 class PrefixDriver : public Driver {
  public:
   using Driver::admit;
@@ -49,7 +49,7 @@ class PrefixDriver : public Driver {
   }
 };
 
-/// The same tokens in a cache that keeps nothing, on the CPU.
+/// The same tokens in a cache without prefixes, on the CPU.
 Bytes cold_bytes(const Model& model, CacheOptions options, std::uint64_t stream, std::int64_t tokens) {
   options.prefix = {};
   options.max_requests = options.spare_slots = 1;
@@ -59,7 +59,7 @@ Bytes cold_bytes(const Model& model, CacheOptions options, std::uint64_t stream,
   return bytes_of(d.cache, r);
 }
 
-/// Blocks are free, held by requests, or evictable and in the index; one may be set aside for what a replay writes.
+/// Blocks are free, held by requests, or evictable and in the index; one may be reserved as the dummy block of replays.
 void expect_balance(const PrefixDriver& d) {
   const BlockAllocator& a = d.cache.allocator();
   std::int64_t published = 0;
@@ -87,7 +87,7 @@ TEST(Prefix, AHitIsAsIfComputed) {
           EXPECT_EQ(a.usable_tokens, chunk == 256 ? 0 : most);
           EXPECT_EQ(d.cache.length(a.request), a.resume_at);
           EXPECT_EQ(d.cache.rewind_floor(a.request), a.resume_at);
-          // The prompt's own last boundary has a snapshot, or a window per layer is replayed.
+          // The prompt's own last boundary has a snapshot; without one, a window per layer is replayed.
           EXPECT_EQ(a.resume_at,
                     policy.kind == Kind::none ? std::max<std::int64_t>(0, a.usable_tokens - 32) : a.usable_tokens);
           d.fill_up(a.request, 7, tokens + 5, chunk);
@@ -197,7 +197,7 @@ TEST(Prefix, AReplayTakesThePromptsTokens) {
   ASSERT_EQ(a.resume_at, 64);
   EXPECT_THROW((void)d.prepare({{a.request, 6, 4}}), Error);
   EXPECT_EQ(d.cache.length(a.request), 64);
-  // In the middle of it: a fork, a rewind, an aborted step; entries stay what they are.
+  // During the replay: a fork, a rewind, an aborted step. Entries do not change.
   const std::vector<BlockId> shared = d.cache.blocks(a.request);
   d.run({{a.request, 5, 20}});
   const RequestId fork = d.cache.fork(a.request).value();
@@ -422,13 +422,13 @@ TEST(Prefix, NoSnapshotWhereALayerSavedNone) {
   EXPECT_EQ(d.cache.prefix_statistics().snapshots, 3);
 }
 
-/// What an engine may do, in random order; every request against its own history computed alone.
+/// Engine calls in random order; every request against its own history computed alone.
 class Chaos {
  public:
   Chaos(const Model& model, const CacheOptions& options, std::uint64_t seed)
       : model_(model), options_(options), random_(seed), driver_(model, options) {
     if (random_.below(2) == 0) return;
-    // So small that it forgets things, too.
+    // Small enough to evict, too.
     const tier::HostTierOptions host{.layout_id = driver_.cache.schema().layout_id, .capacity_bytes = 1 << 20};
     std::vector<std::unique_ptr<tier::TierQueue>> queues;
     queues.push_back(std::make_unique<tier::TierQueue>(std::make_shared<tier::HostTier>(host, clock_),
@@ -464,7 +464,7 @@ class Chaos {
   std::int64_t compared() const { return compared_; }
 
  private:
-  // Streams that begin alike: the tokens of stream 8 n + k are those of 8 n up to 24 k.
+  // Streams with common beginnings: stream 8 n + k has the tokens of stream 8 n up to position 24 k.
   struct Life {
     std::vector<std::uint64_t> streams;  // of each token
     std::int64_t prompt = 0;
@@ -499,7 +499,7 @@ class Chaos {
     if (a) live_[a->request] = life;
   }
 
-  /// Set aside or saved, and back after something else has happened: as if it had never been away.
+  /// Preempts or saves a request, and brings it back after another call: its bytes are unchanged.
   void come_back() {
     if (live_.empty()) return;
     const Entry e = any();
@@ -546,7 +546,7 @@ class Chaos {
     if (to >= e->second.prompt) e->second.streams.resize(static_cast<std::size_t>(to));
   }
 
-  // Each request by the tokens of one stream: of its prompt first, then of a new one.
+  // Each request appends tokens of one stream: first of its prompt, then of a new stream.
   void step(bool aborted) {
     std::vector<Work> work;
     for (auto& [request, life] : live_) {
@@ -590,7 +590,7 @@ class Chaos {
     }
   }
 
-  // Without snapshots the windows of a replay are whole only at its end.
+  // Without snapshots, a replay's windows are complete only at its end.
   bool replays(const std::pair<const RequestId, Life>& each) {
     return options_.prefix.snapshots.kind == Kind::none && driver_.cache.length(each.first) < each.second.prompt;
   }

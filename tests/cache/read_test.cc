@@ -1,5 +1,5 @@
-// Index scores, top-k and attention against the same computed here: scores to the bit from the gathered keys, sets by
-// an exact sort, attention in double from the gathered rows.
+// Index scores, top-k and attention against the same computed here: scores to the bit from the gathered keys, top-k
+// sets by an exact sort, attention in double from the gathered rows.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -53,7 +53,7 @@ struct OpenStep {
   }
 };
 
-// Rows of every item as a gather gives them.
+// Gathered rows of every item.
 struct Rows {
   std::int64_t width = 0, per_item = 0;
   std::vector<float> values;
@@ -92,7 +92,7 @@ struct Queries {
   std::vector<std::uint8_t> payloads;  // encoded as keys are
   std::vector<std::uint8_t> scales;
   std::vector<float> weights;  // [tokens, heads]
-  std::vector<float> decoded;  // [tokens, heads, width] what the encoded ones stand for
+  std::vector<float> decoded;  // [tokens, heads, width] of the encoded ones
 };
 
 Queries make_queries(const OpenStep& s, LayerCacheHandle handle, std::int64_t heads, std::uint64_t seed) {
@@ -199,7 +199,7 @@ struct Choice {
   std::vector<std::int32_t> indices, slots;  // [tokens, k]
 };
 
-// What a call that fills (indices, slots) gives, checked to be the k best of `scores` [tokens, columns].
+// Checks that `call`, which fills (indices, slots), selects the k best of `scores` [tokens, columns].
 template <class Call>
 void expect_best(const OpenStep& s, LayerCacheHandle handle, const std::vector<float>& scores, std::int64_t columns,
                  std::int64_t k, const std::string& what, Call&& call) {
@@ -365,7 +365,7 @@ void inverse_rope(const RopeTable& table, std::vector<double>& row) {
   }
 }
 
-// Within `bound` of the largest, beside the rounding of a bf16 output; and the same direction.
+// Within `bound` of the largest value, plus the rounding of a bf16 output; and in the same direction.
 void expect_near(const std::vector<float>& got, const std::vector<double>& want, double bound, bool narrow) {
   double largest = 0, dot = 0, got_square = 0, want_square = 0;
   for (std::size_t i = 0; i < want.size(); ++i) {

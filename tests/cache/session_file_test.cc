@@ -1,4 +1,4 @@
-// Sessions in files: complete and durable or not there, read by another process, and refused when anything is wrong.
+// Sessions in files: complete and durable or absent, readable by another process, and refused when damaged.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -22,7 +22,7 @@ const Model& tiny() {
   return model;
 }
 
-/// A folder of its own, gone in the end.
+/// A folder of its own, removed at the end.
 struct Folder {
   fs::path path = fs::temp_directory_path() / ("kv4_session_" + std::to_string(::getpid()));
 
@@ -63,7 +63,7 @@ TEST(SessionFile, ForTheOwnerAloneAndNeverThroughALink) {
   fs::create_symlink(path, link);
   expect_refused(ErrorCode::bad_file, link, [&] { (void)restore_session_file(driver.cache, identity(), link); });
   driver.run({{request, 11, 1}});
-  ASSERT_TRUE(save_session_file(driver.cache, request, identity(), link));  // takes the link's place
+  ASSERT_TRUE(save_session_file(driver.cache, request, identity(), link));  // replaces the link
   EXPECT_FALSE(fs::is_symlink(link));
   EXPECT_EQ(driver.cache.length(restore_session_file(driver.cache, identity(), link).value()), 301);
   EXPECT_EQ(driver.cache.length(restore_session_file(driver.cache, identity(), path).value()), 300);
@@ -129,7 +129,7 @@ TEST(SessionFile, TruncatedOrGrownIsRefused) {
   EXPECT_EQ(occupancy(driver.cache), before);
 }
 
-// A file may say that it is large, and digests are no proof: memory is taken for bytes that are there, up to a bound.
+// A file may claim any size, and digests do not prove it: memory is taken only for bytes that are there, up to a bound.
 TEST(SessionFile, WhatTakesMoreMemoryThanItShouldIsRefused) {
   const Folder folder;
   Driver driver(tiny(), session_options());
@@ -157,9 +157,9 @@ TEST(SessionFile, WhatTakesMoreMemoryThanItShouldIsRefused) {
   const std::vector<char> front(sound.begin() + tier::kRecordHeaderBytes, sound.begin() + 3584);
   forge(kMaxSessionRecordBytes + 1, front, kMaxSessionRecordBytes + 8192);
   refused("a payload of 67108865 bytes; one of a session has at most 67108864");
-  forge(kMaxSessionRecordBytes, front, kMaxSessionRecordBytes + 4096);  // zeros that the digest does not fit
+  forge(kMaxSessionRecordBytes, front, kMaxSessionRecordBytes + 4096);  // the digest does not fit the zeros
   refused("damaged");
-  // Sizes of parts that cannot be: said before the rest is read.
+  // Impossible sizes of parts are refused before the rest is read.
   for (const std::size_t at : {112, 116, 120, 124, 135, 143}) {
     SCOPED_TRACE(at);
     std::vector<char> lies = front;
@@ -204,7 +204,7 @@ TEST(SessionFile, AFlippedBitIsRefused) {
   EXPECT_TRUE(file.restore(driver.cache, identity()));
 }
 
-// Whatever call fails and whenever the machine stops: the old session or the new one, whole.
+// A failing call or a stop of the machine at any point leaves the old session or the new one, complete.
 TEST(SessionFile, CrashesAndFailures) {
   Driver driver(tiny(), session_options());
   const RequestId older = driver.admit(), newer = driver.admit();
@@ -267,13 +267,12 @@ TEST(SessionFile, Survey) {
 }
 
 // --- another process
-// ----------------------------------------------------------------------------------------------------------
 
 constexpr const char* kFrom = "KV4_SESSION_TEST_FROM";
 constexpr const char* kTo = "KV4_SESSION_TEST_TO";
 constexpr std::int64_t kBefore = 300, kAfter = 530;
 
-// Runs in a process of its own, started by the test below.
+// Runs in a process of its own that the test below starts.
 TEST(SessionRestart, DISABLED_GoesOn) {
   const char *from = std::getenv(kFrom), *to = std::getenv(kTo);
   ASSERT_TRUE(from != nullptr && to != nullptr);

@@ -1,4 +1,4 @@
-// The bytes of a session's own record: those of docs/formats.md, and nothing that is not exactly a session.
+// The bytes of a session's own record: those of docs/formats.md; anything else is refused.
 #include "cache/session_format.h"
 
 #include <gtest/gtest.h>
@@ -94,7 +94,7 @@ TEST(SessionFormat, ASnapshotIsAnotherVersion) {
   EXPECT_EQ(back.open_block.size(), sizeof(kOpenBlock));
   EXPECT_EQ(encode_session(back), payload);
   for (std::size_t bytes = 0; bytes < payload.size(); ++bytes) EXPECT_TRUE(refused(std::span(payload).first(bytes)));
-  std::vector<std::byte> none = encode_session(example());  // version 2 without one
+  std::vector<std::byte> none = encode_session(example());  // version 2 without a snapshot
   none[8] = std::byte{2};
   none.insert(none.begin() + 144, 8, std::byte{0});
   EXPECT_TRUE(refused(none));
@@ -118,7 +118,7 @@ TEST(SessionFormat, NeitherShorterNorLonger) {
   EXPECT_TRUE(refused(wrapped));
 }
 
-// Neither tokens nor lengths nor the kind of a record can be mistaken for one another.
+// Different tokens, lengths or kinds of records give different keys.
 TEST(SessionFormat, KeysDiffer) {
   BlockHasher hasher;
   SessionParts parts = example();
@@ -131,7 +131,7 @@ TEST(SessionFormat, KeysDiffer) {
   EXPECT_EQ(chain_keys(hasher, parts, kTokens).size(), 3u);
 }
 
-/// A small record must not ask for much memory: a key for every token, lists of lengths, texts without end.
+/// A small record must not cause large allocations: a key per token, lists of lengths, texts without end.
 TEST(SessionFormat, MoreThanAReaderTakesIsRefused) {
   const auto parse = [](const SessionParts& parts) { return refused(encode_session(parts)); };
   SessionParts parts = example();

@@ -1,4 +1,4 @@
-// Sessions in memory, and what the tests of sessions share.
+// Sessions in memory, and helpers for the tests of sessions.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace kv4::test {
 
-/// Records as they were written, to be read in the same order.
+/// Keeps written records and gives them back in the same order.
 struct RecordList : RecordSink, RecordSource {
   std::vector<std::vector<std::byte>> list;
   std::size_t at = 0;
@@ -56,7 +56,7 @@ inline CacheOptions other_places(CacheOptions o) {
   return o;
 }
 
-/// Backbone and draft stages up to where they belong at `length`: stage 1 beside the backbone, stage 2 behind it.
+/// Advances backbone and draft stages to their positions at `length`: stage 1 beside the backbone, stage 2 behind it.
 inline void grow(Driver& driver, RequestId request, std::int64_t length) {
   const std::int64_t goals[] = {length, length, length * 2 / 3};
   for (int group = 0; group < driver.cache.schema().num_groups; ++group)
@@ -67,7 +67,7 @@ inline void grow(Driver& driver, RequestId request, std::int64_t length) {
     }
 }
 
-/// Whoever can write has no key, and needs none for digests: the record says what it is told to.
+/// Digests need no key, so anyone who can write may forge them: gives the record digests that fit.
 inline void encode_again(tier::RecordHeader header, std::vector<std::byte>& record) {
   const auto payload = std::span(record).subspan(static_cast<std::size_t>(header.header_bytes()));
   header.length = static_cast<std::int64_t>(payload.size());
@@ -91,7 +91,7 @@ void expect_refused(ErrorCode code, const std::string& part, F&& call) {
   ADD_FAILURE() << "not refused; wanted: " << part;
 }
 
-/// What a refused session must leave as it was.
+/// State that a refused session must not change.
 struct Occupancy {
   int requests;
   std::int32_t available, slots;

@@ -1,5 +1,5 @@
-// Sessions: what comes back is what went in, at any length and between any two caches that may exchange them; and
-// whatever is not that session is refused.
+// Sessions: a restored request equals the saved one, at any length and between any two compatible caches; everything
+// else is refused.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,10 +21,9 @@ const Model& tiny() {
 }
 
 // --- round trips
-// -------------------------------------------------------------------------------------------------------------
 
-// One request grows from length to length and never stops. At each it is saved and restored elsewhere, where it goes on
-// to the next: the same bytes at both.
+// One request grows from length to length. At each length it is saved and restored in the other cache, where the copy
+// grows to the next length: both have the same bytes.
 void follow(Driver& from, Driver& to, const std::vector<std::int64_t>& lengths) {
   const RequestId request = from.admit();
   RequestId restored = kNoRequest;
@@ -84,7 +83,7 @@ TEST(SessionRoundTrip, OtherRequestsAreLeftAlone) {
   expect_same(bytes_of(to.cache, other), before, "the other request");
 }
 
-// Of a request that was rewound and forked, in the middle of an open step of its own.
+// The request was rewound and forked, and is in the middle of an open step of its own.
 TEST(SessionRoundTrip, WhateverItsHistory) {
   Driver from(tiny(), session_options()), to(tiny(), session_options());
   for (int round = 0; round < rounds(12); ++round) {
@@ -177,7 +176,6 @@ TEST(SessionRoundTrip, ProgressAndStop) {
 }
 
 // --- refusals
-// ----------------------------------------------------------------------------------------------------------------
 
 TEST(SessionRefused, OtherCachesAndNames) {
   Driver from(tiny(), session_options());
@@ -250,7 +248,7 @@ TEST(SessionRefused, EveryFlippedBit) {
   restore(to.cache, sound);
 }
 
-// A record that is sound by its digests and says something else: every bit of the session's fields and token ids.
+// A record with fitting digests and wrong contents: every bit of the session's fields and token ids.
 TEST(SessionRefused, EveryFieldByItself) {
   Driver from(tiny(), session_options()), to(tiny(), session_options());
   const RequestId request = from.admit();
@@ -267,7 +265,7 @@ TEST(SessionRefused, EveryFieldByItself) {
       encode_again(records.list[0]);
       EXPECT_THROW(restore(to.cache, records), Error);
     }
-  // The same for what a header says.
+  // The same for the fields of a header.
   const auto headed = [&](std::size_t r, const std::string& part, auto change) {
     RecordList records = sound;
     tier::RecordHeader header = tier::parse_header(records.list[r]).header;
@@ -310,9 +308,8 @@ TEST(SessionRefused, BytesTooManyOrTooFew) {
 }
 
 // --- hand-over
-// ---------------------------------------------------------------------------------------------------------------
 
-/// Blocks by key, as a prefix cache has them.
+/// Blocks by key, as in a prefix cache.
 struct BlocksByKey : BlockSource {
   std::map<BlockKey, std::vector<std::byte>> blocks;
   int asked = 0;
@@ -321,7 +318,7 @@ struct BlocksByKey : BlockSource {
     ++asked;
     const auto found = blocks.find(key);
     if (found == blocks.end()) {
-      std::fill(out.begin(), out.end(), std::byte{0xEE});  // allowed, and must not show
+      std::fill(out.begin(), out.end(), std::byte{0xEE});  // allowed; must have no effect
       return false;
     }
     std::copy(found->second.begin(), found->second.end(), out.begin());
@@ -388,7 +385,7 @@ TEST(SessionHandOver, AnyOrderAndAnyNumber) {
         order.insert(order.begin() + random.below(static_cast<std::int64_t>(order.size()) + 1), i);
     RecordList mixed;
     for (const std::size_t i : order) mixed.list.push_back(all.list[i]);
-    // Before its own record there is room for as many blocks as a request may have.
+    // Before the session's own record, the receiver takes as many blocks as a request may have.
     const RequestId restored = restore(to.cache, mixed);
     expect_same(bytes_of(to.cache, restored), bytes_of(from.cache, request), "mixed");
     to.cache.release(restored);
@@ -438,12 +435,12 @@ TEST(SessionHandOver, ForeignRecordsAreRefused) {
   const RequestId restored = receiver.finish().value();
   expect_same(bytes_of(to.cache, restored), bytes_of(from.cache, request), "in spite of all");
 
-  // Another's block first: the offer shows that it is none.
+  // A block of another session comes first: the offer reveals it.
   SessionReceiver mixed(to.cache, identity());
   mixed.take(others.list[1]);
   expect_refused(ErrorCode::bad_file, "not of this session", [&] { mixed.take(mine.list[0]); });
   EXPECT_FALSE(mixed.has_offer());
-  // There is an end to records that come first.
+  // The number of records before the offer is limited.
   SessionReceiver flooded(to.cache, identity());
   const int most = to.cache.schema().blocks_per_request;
   for (int i = 0; i < most; ++i) flooded.take(mine.list[1]);
@@ -500,7 +497,7 @@ TEST(SessionHandOver, KeysAreThoseOfThePrefixIndex) {
   const BlockKey with = hasher.block(root, std::span(ids).first(128), who.block_extra[0]);
   EXPECT_EQ(extra.keys(), (std::vector{with, hasher.block(with, std::span(ids).subspan(128, 128))}));
 
-  // A session brings its extra bytes along; whoever restores it need not know them.
+  // A session brings its extra bytes along; the restoring side need not know them.
   const Bytes expected = bytes_of(driver.cache, request);
   expect_same(bytes_of(driver.cache, restore(driver.cache, save(driver.cache, request, who))), expected, "extra");
   who.block_extra.resize(3);
@@ -508,7 +505,6 @@ TEST(SessionHandOver, KeysAreThoseOfThePrefixIndex) {
 }
 
 // --- preempt and resume
-// ------------------------------------------------------------------------------------------------------
 
 TEST(Preempt, ComesBackWithTheSameBytes) {
   Driver driver(tiny(), session_options()), whole(tiny(), session_options(), make_cpu_backend());
@@ -524,14 +520,14 @@ TEST(Preempt, ComesBackWithTheSameBytes) {
     EXPECT_EQ(driver.cache.allocator().num_held(), 0);
     EXPECT_EQ(aside.lengths()[0], length);
     EXPECT_EQ(aside.token_ids().size(), static_cast<std::size_t>(length));
-    driver.cache.release(driver.admit());  // somebody else in between
+    driver.cache.release(driver.admit());  // another request in between
     request = resume(driver.cache, aside).value();
     EXPECT_TRUE(aside.empty());
     expect_same(bytes_of(driver.cache, request), bytes_of(whole.cache, never), "length " + std::to_string(length));
   }
 }
 
-// Its blocks have no bytes.
+// The blocks of this cache have no bytes.
 TEST(Preempt, WindowsOnly) {
   CacheOptions o = session_options();
   o.layers = {0};
@@ -545,7 +541,7 @@ TEST(Preempt, WindowsOnly) {
   request = resume(driver.cache, aside).value();
   expect_same(bytes_of(driver.cache, request), expected, "resumed");
 
-  // Into a cache of another layout: refused, and still there.
+  // Refused by a cache of another layout; the session is still there.
   preempt(driver.cache, request, aside);
   Driver other(tiny(), session_options());
   EXPECT_THROW((void)resume(other.cache, aside), Error);
@@ -620,7 +616,7 @@ TEST(SessionKeys, ProtectedSessionsComeBack) {
                                    plain.list[r].begin() + tier::kRecordHeaderBytes);
       EXPECT_EQ(same, protection == Protection::authenticated);
     }
-    // A reader of several keys, blocks before the session's own record.
+    // A reader with several keys; blocks before the session's own record.
     RecordList turned = records;
     std::reverse(turned.list.begin(), turned.list.end());
     const RequestId back = restore(to.cache, turned, with_keys({session_key_of(2), session_key_of(1)}));
@@ -628,7 +624,7 @@ TEST(SessionKeys, ProtectedSessionsComeBack) {
   }
 }
 
-// One file of a tenant's says all that his salt does: the root lies in it.
+// One session file of a tenant contains as much as his salt: the root is in it.
 TEST(SessionKeys, AStrangerWithOneSessionCannotMakeAnother) {
   Driver from(tiny(), session_options()), to(tiny(), session_options());
   const RequestId request = from.admit();
@@ -653,7 +649,7 @@ TEST(SessionKeys, AStrangerWithOneSessionCannotMakeAnother) {
     return records;
   };
   const RecordList plain = save(from.cache, request);
-  to.cache.release(restore(to.cache, forge(plain)));  // which is why there are keys
+  to.cache.release(restore(to.cache, forge(plain)));  // the reason for keys
 
   const Occupancy before = occupancy(to.cache);
   const SessionIdentity who = with_keys({session_key_of(1)});
@@ -667,7 +663,7 @@ TEST(SessionKeys, AStrangerWithOneSessionCannotMakeAnother) {
   const RecordList other = save(from.cache, request, with_keys({session_key_of(2)}));
   expect_refused(ErrorCode::bad_file, "not among those given", [&] { restore(to.cache, other, who); });
   expect_refused(ErrorCode::bad_file, "needs the key", [&] { restore(to.cache, other); });
-  // Blocks of his own in a session that is whole.
+  // Blocks of the stranger's own in an intact session.
   RecordList mixed = save(from.cache, request, who);
   mixed.list[1] = plain.list[1];
   expect_refused(ErrorCode::bad_file, "not authenticated", [&] { restore(to.cache, mixed, who); });

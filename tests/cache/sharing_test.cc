@@ -1,4 +1,4 @@
-// What requests share and what they do not: forks and copies on write, padding, draft stages, a part of the layers; and
+// Shared and private data of requests: forks and copies on write, padding, draft stages, a part of the layers; and
 // memory.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -32,7 +32,6 @@ std::vector<std::int32_t> joined(std::vector<std::int32_t> a, const std::vector<
 }
 
 // --- forks
-// ---------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheFork, SharesFullBlocksAndCopiesTheOpenOne) {
   SmallCache s;
@@ -140,7 +139,6 @@ TEST(CacheFork, CopyOnWriteThatFindsNoBlockChangesNothing) {
 }
 
 // --- images
-// ----------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheImport, BeforeWeightsAreBound) {
   small::CpuCache source;
@@ -175,7 +173,7 @@ TEST(CacheImport, GoesOnAsIfNeverInterrupted) {
   }
 }
 
-// The pending rows of a CSA layer in an image, as docs/formats.md lists them, from the inputs.
+// The pending rows of a CSA layer in an image, computed from the inputs as docs/formats.md lists them.
 TEST(CacheImage, HoldsThePendingRowsThatEntriesStillNeed) {
   SmallCache s;
   for (std::int64_t n : {2, 4, 5, 22, 23, 24}) {
@@ -191,7 +189,7 @@ TEST(CacheImage, HoldsThePendingRowsThatEntriesStillNeed) {
           want.push_back(small::input_value(1, part.layer, p, static_cast<small::Input>(which + 2 * part.kind), c));
       };
       for (std::int64_t p = open - (open > 0 ? 4 : 0); p < n; ++p) {
-        const std::int64_t columns = p < open ? width : 2 * width;  // the previous span: only what the next entry reads
+        const std::int64_t columns = p < open ? width : 2 * width;  // previous span: the next entry's columns only
         add(p, small::kKv, columns);
         add(p, small::kGate, columns);
       }
@@ -271,7 +269,6 @@ TEST(CacheImport, RefusesWhatDoesNotBelong) {
 }
 
 // --- padding
-// ---------------------------------------------------------------------------------------------------------------------
 
 TEST(CachePadding, IsIgnoredByEveryLayer) {
   SmallCache s;
@@ -299,7 +296,6 @@ TEST(CachePadding, AStepOfNothingElse) {
 }
 
 // --- draft stages
-// ------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheDrafts, HaveTheirOwnLengths) {
   CacheOptions o = small::options();
@@ -376,7 +372,6 @@ TEST(CacheDrafts, LayersBelongToTheirGroup) {
 }
 
 // --- a part of the layers
-// ------------------------------------------------------------------------------------------------------------
 
 // The bytes of one layer in a request's image and blocks.
 std::vector<std::byte> layer_bytes(const KVCacheManager& cache, RequestId request, int model_layer) {
@@ -441,7 +436,6 @@ TEST(CachePipeline, ASubsetOfLayersHoldsTheSameBytes) {
 }
 
 // --- memory
-// ----------------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheMemory, IsWhatThePlanSays) {
   for (int variant = 0; variant < 6; ++variant) {

@@ -1,5 +1,5 @@
-// A cache of a small model with inputs that are a function of (stream, layer, position), and all that a test can see of
-// it.
+// A cache of a small model with inputs that are a function of (stream, layer, position), and everything that a test can
+// observe of it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -55,7 +55,7 @@ inline CacheOptions options() {
   return o;
 }
 
-/// In [-1, 1), the same everywhere.
+/// In [-1, 1), the same on every platform.
 inline float noise(std::uint64_t key) {
   key += 0x9E3779B97F4A7C15ull;
   key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -158,7 +158,7 @@ class SmallCache {
   }
   Step prepare(const std::vector<Part>& parts, int group = 0) { return try_prepare(parts, group).value(); }
 
-  /// Inputs of the prepared step; padded tokens get huge numbers that must not show anywhere.
+  /// Inputs of the prepared step; padded tokens get huge numbers, which must have no effect.
   Inputs inputs(const LayerCacheSchema& layer) const {
     Inputs in;
     const std::int64_t head = cache.schema().config.head_dim;
@@ -176,7 +176,7 @@ class SmallCache {
     return in;
   }
 
-  /// Appends the prepared step in every layer of its group. `change`: edits the inputs of a layer first.
+  /// Appends the prepared step in every layer of its group. `change` edits the inputs of a layer first.
   using Change = std::function<void(const LayerCacheSchema&, Inputs&)>;
   void append(const Step& step, const Change& change = {}) {
     std::vector<const LayerCacheSchema*> layers;
@@ -231,13 +231,13 @@ class SmallCache {
   std::vector<std::int64_t> starts_;
 };
 
-/// What the tested cache is compared with: always on the CPU.
+/// The reference for the tested cache: always on the CPU.
 class CpuCache : public SmallCache {
  public:
   explicit CpuCache(const CacheOptions& o = options()) : SmallCache(o, config(), true, make_cpu_backend()) {}
 };
 
-/// A request's bytes and what is known about it.
+/// A request's bytes and state.
 struct RequestState {
   std::vector<std::int64_t> lengths, floors;
   std::vector<std::int32_t> ids;
@@ -281,7 +281,7 @@ inline CacheState state_of(KVCacheManager& cache, const std::vector<RequestId>& 
   return out;
 }
 
-/// For a failed comparison: what a reader can take in.
+/// A short form for a failed comparison.
 inline void PrintTo(const CacheState& s, std::ostream* out) {
   *out << s.num_requests << " requests, " << s.free_blocks << " free and " << s.evictable_blocks
        << " evictable blocks, " << s.free_slots << " free slots";
@@ -295,7 +295,7 @@ inline void PrintTo(const CacheState& s, std::ostream* out) {
   }
 }
 
-/// Same bytes, whatever blocks and history they came by.
+/// Same bytes, whatever their blocks and history.
 inline void expect_same_bytes(const KVCacheManager& a, RequestId in_a, const KVCacheManager& b, RequestId in_b) {
   const auto compare = [](const std::vector<std::byte>& x, const std::vector<std::byte>& y, const char* what) {
     ASSERT_EQ(x.size(), y.size()) << what;
@@ -325,9 +325,8 @@ void expect_error(ErrorCode code, const std::vector<std::string>& parts, F&& cal
 }
 
 // --- gathers
-// -----------------------------------------------------------------------------------------------------------------
 
-/// What a gather wrote, as floats; every place was NaN, -7 or 9 before.
+/// A gather's outputs as floats; every place was NaN, -7 or 9 before.
 struct Gathered {
   std::int64_t width = 0, rows = 0;
   std::vector<float> values;              // [items | tokens, rows, width]
@@ -340,7 +339,7 @@ struct Gathered {
   }
 };
 
-/// Where a gather writes, in the tested backend's memory.
+/// Outputs of a gather in the tested backend's memory.
 struct GatherPlaces {
   TensorView out, lens, first, valid;
 };

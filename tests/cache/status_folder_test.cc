@@ -82,7 +82,7 @@ TEST_F(StatusFolderTest, SaysHowTheCacheStands) {
   EXPECT_EQ(s.cache.prefix.stored_blocks, 2);
   EXPECT_EQ(s.cache.usable_tokens.counts[0], 1);
   EXPECT_EQ(s.cache.memory_bytes, small.cache.memory_bytes());
-  // 40 tokens: two full blocks, which are kept and shared with the fork, and an open one of each.
+  // 40 tokens: two full published blocks, shared with the fork, and an open block of each request.
   EXPECT_EQ(s.block_states.size(), 20u);
   EXPECT_EQ(std::count(s.block_states.begin(), s.block_states.end(), 'h'), 4 + set_aside);
   ASSERT_EQ(s.requests.size(), 2u);
@@ -103,7 +103,7 @@ TEST_F(StatusFolderTest, SaysHowTheCacheStands) {
   EXPECT_EQ(std::count(after.block_states.begin(), after.block_states.end(), 'k'), 2);
 }
 
-// Figures are for those whom the operator lets read the folder, whatever the umask; a request's tokens are not.
+// Whatever the umask, the operator's permissions on the folder apply to figures; a request's tokens stay private.
 TEST_F(StatusFolderTest, FiguresAreReadableByWhomTheFolderIs) {
   SmallCache small;
   const RequestId request = small.admit();
@@ -127,7 +127,7 @@ TEST_F(StatusFolderTest, FiguresAreReadableByWhomTheFolderIs) {
   }
 }
 
-// The process's own group is not whom 0750 lets in.
+// A mode of 0750 admits the folder's group, which need not be the process's own.
 TEST_F(StatusFolderTest, FiguresStayTheOwnersWhereTheFolderIsOfAnotherGroup) {
   if (geteuid() != 0) GTEST_SKIP() << "only root can give a folder to a group that it is not in, and then be nobody";
   constexpr uid_t kNobody = 65534;
@@ -150,7 +150,7 @@ TEST_F(StatusFolderTest, FiguresStayTheOwnersWhereTheFolderIsOfAnotherGroup) {
   }
 }
 
-// A request that is asked for has the prompt in it: where there is a key, only who has it reads that.
+// A published request contains its prompt: where there is a key, only its holder can read it.
 TEST_F(StatusFolderTest, WhatIsAskedForIsSealed) {
   SmallCache small;
   CacheKey key{}, other{};
@@ -182,7 +182,7 @@ TEST_F(StatusFolderTest, WhatIsAskedForIsSealed) {
   EXPECT_THROW(StatusFolder(small.cache, (parent_ / "more").string(), options), Error);
 }
 
-// What others have put there stays, however it begins.
+// Foreign files stay, whatever their names begin with.
 TEST_F(StatusFolderTest, TakesAwayItsOwnFilesOnly) {
   SmallCache small;
   fs::create_directory(folder_);
@@ -221,7 +221,7 @@ TEST_F(StatusFolderTest, NotMoreOftenThanItsInterval) {
   EXPECT_TRUE(fs::exists(path(RequestQuestion{0, 1}.question_name())));
 }
 
-// What is given is the request as it was saved by anybody, and the request goes on as if nobody had looked.
+// The published request equals a saved one, and the running request continues as if undisturbed.
 TEST_F(StatusFolderTest, GivesARunningRequest) {
   SmallCache small, alone;
   StatusFolder status(small.cache, folder_, always_);
@@ -265,7 +265,7 @@ TEST_F(StatusFolderTest, OneQuestionAtATimeAndErrorsAsWords) {
   EXPECT_TRUE(text(bad.error_name()).starts_with("request 77 does not run")) << text(bad.error_name());
   EXPECT_FALSE(fs::exists(path(bad.answer_name())));
 
-  // During a step it is still as the last commit left it.
+  // During a step the request still has the state of the last commit.
   const Step step = small.prepare({{request, 1, 1}});
   small.append(step);
   const RequestQuestion meanwhile = ask(request, 4);
@@ -290,9 +290,9 @@ TEST_F(StatusFolderTest, OneCacheAtATime) {
       EXPECT_NE(std::string(e.what()).find(folder_), std::string::npos);
     }
   }
-  EXPECT_FALSE(fs::exists(path(kStatusFileName)));  // nobody is here any more
+  EXPECT_FALSE(fs::exists(path(kStatusFileName)));  // the publisher has ended
   StatusFolder next(small.cache, folder_, always_);
-  EXPECT_FALSE(fs::exists(path("inspect-1-0000000000000001.kv4s")));  // of the one before
+  EXPECT_FALSE(fs::exists(path("inspect-1-0000000000000001.kv4s")));  // of the publisher before
   EXPECT_THROW(StatusFolder(small.cache, (parent_ / "no" / "such").string()), Error);
 }
 
@@ -366,7 +366,7 @@ TEST(StatusText, GoesThereAndBack) {
     EXPECT_THROW((void)parse_published_status(bad), Error) << bad;
 }
 
-// What anybody may have written: refused with a reason, in memory that the text's size bounds.
+// Texts of unknown origin: refused with a reason, in memory bounded by the text's size.
 TEST(StatusText, HostileOnesAreRefused) {
   const auto refusal = [](const std::string& text) {
     try {
@@ -399,7 +399,7 @@ TEST(StatusText, HostileOnesAreRefused) {
       {with("\"status\": {\"cache\": {\"tenants\": [" + repeated("{}", 257) + "]}}"), "257 tenants"}};
   for (const auto& [text, reason] : cases)
     EXPECT_NE(refusal(text).find(reason), std::string::npos) << reason << ": " << refusal(text);
-  // What a page shows of it has nothing of the text.
+  // The message on a page contains none of the text.
   for (const std::string& text :
        {std::string("geheim"), std::string("\"geheim"), with("geheim"), with("\"geheim\" 1")}) {
     EXPECT_NE(refusal(text).find("no JSON from byte"), std::string::npos) << refusal(text);

@@ -1,4 +1,4 @@
-// The life of a request: admit, prepare, commit, abort, rewind, release; and what happens when there is no room.
+// The life of a request: admit, prepare, commit, abort, rewind, release; and shortages.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -19,7 +19,6 @@ using small::state_of;
 using small::token_ids;
 
 // --- life cycle
-// --------------------------------------------------------------------------------------------------------------
 
 TEST(CacheLife, AdmitAppendRelease) {
   SmallCache s;
@@ -81,7 +80,7 @@ TEST(CacheLife, UnknownAndReleasedIdsAreRefusedEverywhere) {
   SmallCache s;
   const RequestId kept = s.request(1, 20), gone = s.request(2, 20);
   s.cache.release(gone);
-  RequestId successor = s.request(3, 20);  // takes the same row
+  RequestId successor = s.request(3, 20);  // takes the row that became free
   ASSERT_EQ(successor % 4, gone % 4);
   const small::CacheState before = state_of(s.cache, {kept, successor});
   for (RequestId bad : {gone, RequestId{-1}, RequestId{-2}, RequestId{2}, RequestId{4000},
@@ -116,7 +115,6 @@ TEST(CacheLife, ReleaseTwice) {
 }
 
 // --- the order of calls
-// --------------------------------------------------------------------------------------------------------
 
 TEST(CacheOrder, OneStepAtATime) {
   SmallCache s;
@@ -200,7 +198,6 @@ TEST(CacheOrder, EndedStepsAndTheirHandlesAreRefused) {
 }
 
 // --- what prepare refuses
-// -----------------------------------------------------------------------------------------------------
 
 TEST(CachePrepare, RefusesBadItemsAndChangesNothing) {
   SmallCache s;
@@ -236,7 +233,6 @@ TEST(CachePrepare, RefusesBadItemsAndChangesNothing) {
 }
 
 // --- no room
-// --------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheShortage, Requests) {
   SmallCache s;
@@ -276,7 +272,7 @@ TEST(CacheShortage, BlocksInAnyItem) {
     EXPECT_EQ(got.error(), Shortage::blocks);
     EXPECT_EQ(state_of(s.cache, {a, b, c}), before);
   }
-  s.run({{a, 1, 12}, {b, 2, 3}});  // the last block goes to b
+  s.run({{a, 1, 12}, {b, 2, 3}});  // b gets the last block
   EXPECT_EQ(s.cache.allocator().num_available(), 0);
   EXPECT_EQ(s.cache.fork(c).error(), Shortage::blocks) << "its open block needs a copy";
   EXPECT_TRUE(s.cache.fork(a)) << "full blocks are shared";
@@ -343,7 +339,6 @@ TEST(CacheShortage, NoSpareSlotsAtAll) {
 }
 
 // --- abort
-// -----------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheAbort, ReturnsEverything) {
   for (bool written : {false, true}) {
@@ -357,7 +352,7 @@ TEST(CacheAbort, ReturnsEverything) {
     if (written) s.append(step);
     s.cache.abort(step);
     small::CacheState after = state_of(s.cache, {a, b, c, shared});
-    if (written) {  // what 3 tokens overwrote in place is gone for good; b and c wrote spare slots
+    if (written) {  // rows that 3 tokens overwrote in place are lost; b and c wrote spare slots
       EXPECT_EQ(after.requests[0].floors[0], 15);
       after.requests[0].floors = before.requests[0].floors;
     }
@@ -370,7 +365,7 @@ TEST(CacheAbort, ReturnsEverything) {
   }
 }
 
-// R + 1 tokens written in place take the place of every row that no query needs any more, the image's oldest included.
+// R + 1 tokens written in place overwrite every row that no query needs any more, the image's oldest included.
 TEST(CacheAbort, OfTheLongestStepInPlaceLeavesTheImage) {
   CacheOptions o = small::options();
   o.draft_layers = 1;
@@ -406,7 +401,6 @@ TEST(CacheAbort, OfTheLongestStepInPlaceLeavesTheImage) {
 }
 
 // --- rewind
-// ----------------------------------------------------------------------------------------------------------------------
 
 TEST(CacheRewind, FloorAndRange) {
   SmallCache s;

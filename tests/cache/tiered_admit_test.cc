@@ -1,4 +1,4 @@
-// TieredPrefix::admit(): what tiers have and a request, in one call; the bytes are those of computing the prompt.
+// TieredPrefix::admit() loads the blocks that tiers have and admits a request; the bytes equal a computed prompt's.
 #include <atomic>
 #include <optional>
 #include <thread>
@@ -19,7 +19,7 @@ const SnapshotPolicy kNoSnapshots{.kind = SnapshotPolicy::Kind::none};
 
 tier::Deadline later() { return std::chrono::steady_clock::now() + 60s; }
 
-/// The request goes on to `tokens` and has the bytes of a cold one.
+/// The request continues to `tokens` and has the bytes of a cold one.
 void expect_goes_on(TieredDriver& d, const Model& model, const CacheOptions& o, RequestId request,
                     std::int64_t tokens) {
   d.fill_up(request, kStream, tokens);
@@ -90,14 +90,14 @@ TEST(TieredAdmit, WithNothingInTiersIsLikeAdmit) {
   expect_goes_on(d, model, o, kept.request, 105);
 }
 
-/// Nine blocks in a tier that does as it is told.
+/// Nine blocks in a tier that the test controls.
 struct NineBelow {
   explicit NineBelow(const Model& model, const CacheOptions& o) {
     Driver first(model, o);
     TieredPrefix saving(first.cache, *below.tiers);
     compute(first, kStream, 150);
     EXPECT_TRUE(saving.save_all(later()));
-    while (below.stored() < 9) std::this_thread::yield();  // a queue answers from what it has not written yet
+    while (below.stored() < 9) std::this_thread::yield();  // a queue also answers from its waiting writes
   }
   FakeBelow below{100};
   std::vector<std::int32_t> ids = ids_of(kStream, 150);
@@ -109,14 +109,14 @@ TEST(TieredAdmit, ADeadlineEndsTheWait) {
   const CacheOptions o = prefix_options(kNoSnapshots);
   NineBelow nine(model, o);
   FakeBelow& below = nine.below;
-  {  // it has passed
+  {  // the deadline has passed
     Driver d(model, o);
     TieredPrefix tiered(d.cache, *below.tiers);
     const Admission a = tiered.admit(nine.prompt, below.clock->in(-1s)).value();
     EXPECT_EQ(a.usable_tokens, 0);
     EXPECT_EQ(a.resume_at, 0);
   }
-  {  // it passes while a tier hangs
+  {  // the deadline passes while a tier hangs
     Driver d(model, o);
     TieredPrefix tiered(d.cache, *below.tiers);
     below.fake->hold();
@@ -133,7 +133,7 @@ TEST(TieredAdmit, ADeadlineEndsTheWait) {
   }
 }
 
-// Two blocks at a time.
+// The load memory has room for two blocks.
 TEST(TieredAdmit, BeginsWithWhatHasArrived) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kNoSnapshots);
@@ -184,7 +184,7 @@ TEST(TieredAdmit, AShortageComesAtOnce) {
   std::vector<RequestId> all;
   while (const Expected<RequestId> one = d.cache.admit()) all.push_back(*one);
   const std::int64_t counted = d.cache.statistics().admit_shortages.requests;
-  nine.below.fake->hold();  // who asks a tier waits
+  nine.below.fake->hold();  // a call to the tier blocks
   const Expected<Admission> none = tiered.admit(nine.prompt, nine.below.clock->in(60s));
   nine.below.fake->release();
   EXPECT_FALSE(none);
@@ -194,21 +194,21 @@ TEST(TieredAdmit, AShortageComesAtOnce) {
   d.cache.release(all.back());
   EXPECT_EQ(tiered.admit(nine.prompt, later()).value().usable_tokens, 144);
 
-  // A load that has ended is admitted once there is room.
+  // A finished load is admitted once there is room.
   PrefixLoad load = tiered.start_load(nine.prompt, later());
   EXPECT_EQ(load.admit().error(), Shortage::requests);
   d.cache.release(all[0]);
   EXPECT_EQ(load.admit().value().usable_tokens, 144);
 }
 
-/// Blocks that the allocator may take back are those that the index can evict.
+/// The allocator's evictable blocks are those that the index can evict.
 void expect_no_lost_blocks(const KVCacheManager& cache) {
   const BlockAllocator& blocks = cache.allocator();
   EXPECT_EQ(blocks.num_evictable(), cache.prefix_statistics().blocks);
   EXPECT_EQ(blocks.num_free() + blocks.num_evictable(), blocks.num_blocks());
 }
 
-// Two requests with one prompt, whose loads take turns; and one whose blocks were computed meanwhile.
+// Two requests with one prompt, whose loads alternate; and one whose blocks were computed in the meantime.
 TEST(TieredAdmit, LoadsThatBringTheSameBlocks) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kCheckpoint);
@@ -278,7 +278,7 @@ TEST(TieredAdmit, RequestsRewindAndFork) {
   expect_goes_on(d, model, o, branch, 115);
 }
 
-// Keys of the weights before are none of the weights now.
+// Keys of the old weights are not found under the new ones.
 TEST(TieredAdmit, NewWeightsMeanwhileFindNothing) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kNoSnapshots);
@@ -294,7 +294,7 @@ TEST(TieredAdmit, NewWeightsMeanwhileFindNothing) {
   EXPECT_EQ(load.admit().value().usable_tokens, 144);
 }
 
-// Blocks that come after their weights have gone would outlive invalidate().
+// Blocks that arrive after the end of their weights would outlive invalidate().
 TEST(TieredAdmit, NewWeightsEndALoad) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kNoSnapshots);
@@ -332,7 +332,7 @@ TEST(TieredAdmit, RefusesWhatAdmitRefuses) {
   const Model model(tiny_config());
   CacheOptions o = prefix_options(kNoSnapshots);
   NineBelow nine(model, o);
-  nine.below.fake->hold();  // who asks a tier waits
+  nine.below.fake->hold();  // a call to the tier blocks
   const auto soon = nine.below.clock->in(60s);
   {
     Driver d(model, o);

@@ -1,4 +1,4 @@
-// Caches over tiers, as tests of both need them.
+// Caches over tiers, for the tests of both.
 #pragma once
 
 #include <chrono>
@@ -27,7 +27,7 @@ inline std::vector<std::int32_t> ids_of(std::uint64_t stream, std::int64_t count
   return out;
 }
 
-/// Host memory and perhaps a disk, below any number of caches of one layout, one after the other.
+/// Host memory and optionally a disk, below a sequence of caches of one layout.
 struct HostAndDisk {
   std::shared_ptr<tier::Clock> clock = std::make_shared<tier::SteadyClock>();
   std::optional<Tiers> tiers;
@@ -72,7 +72,7 @@ struct TieredDriver : Driver {
     const std::vector<std::int32_t> ids = ids_of(stream, tokens);
     return cache.admit(Prompt{ids, 0, salt, {}}).value();
   }
-  /// Computes what is not there, and more than the prompt.
+  /// Computes the missing tokens, including those after the prompt.
   void fill_up(RequestId request, std::uint64_t stream, std::int64_t tokens) {
     for (std::int64_t at = cache.length(request); at < tokens; at = cache.length(request))
       run({{request, stream, static_cast<std::int32_t>(std::min<std::int64_t>(23, tokens - at))}});
@@ -101,7 +101,7 @@ inline Bytes cold_bytes(const Model& model, CacheOptions options, std::uint64_t 
   return bytes_of(d.cache, r);
 }
 
-/// A tier that does as it is told, with a small queue, below a cache.
+/// A tier that the test controls, with a small queue, below a cache.
 struct FakeBelow {
   std::shared_ptr<ManualClock> clock = std::make_shared<ManualClock>();
   std::shared_ptr<FakeTier> fake = std::make_shared<FakeTier>(clock);

@@ -1,4 +1,4 @@
-// What tiers give back is the same bytes as computing the prompt.
+// Blocks from tiers have the same bytes as the computed prompt.
 #include <stdlib.h>
 
 #include <filesystem>
@@ -170,7 +170,7 @@ TEST(PrefixInTiers, WhatAFullQueueHasNoRoomForIsOfferedLater) {
   TieredPrefix tiered(d.cache, *below.tiers);
   compute(d, 7, 150);  // 9 blocks
   below.fake->hold();
-  EXPECT_EQ(tiered.save(100), d.backend->on_host() ? 6 : 9);  // the first three are in the queue, or on their way there
+  EXPECT_EQ(tiered.save(100), d.backend->on_host() ? 6 : 9);  // the first three are queued or being written
   while (tiered.save(100) > 6) continue;
   EXPECT_EQ(tiered.save(100), 6);
   EXPECT_EQ(tiered.statistics().offered_blocks, 3);
@@ -250,7 +250,7 @@ TEST(PrefixInTiers, ALoadWaitsForTheMemoryOfAnother) {
   const Prompt prompt{ids, 0, "", {}};
   below.fake->hold();
   std::optional<PrefixLoad> one(tiered.start_load(prompt, below.clock->in(60s)));
-  EXPECT_FALSE(one->advance());  // it has asked, and has the memory until it goes on or goes away
+  EXPECT_FALSE(one->advance());  // it has queued its gets, and holds the memory until it advances or is destroyed
   below.fake->release();
   PrefixLoad other = tiered.start_load(prompt, below.clock->in(60s));
   for (int i = 0; i < 200; ++i) {
@@ -324,7 +324,7 @@ TEST(PrefixInTiers, TiersOfAllKinds) {
   EXPECT_THROW(Tiers(schema, bad), Error);
 }
 
-// Blocks go from the tier's own memory to a device that cannot read the host's, while others take their place there.
+// Blocks go from the tier's own memory to a device that cannot read the host's, while other blocks replace them there.
 TEST(PrefixInTiers, StraightFromHostMemory) {
   const Model model(tiny_config());
   const CacheOptions o = prefix_options(kCheckpoint);

@@ -1,5 +1,5 @@
-// Views for foreign kernels: planes read with the slow codecs of this test give what the gathers give, and every table
-// says where.
+// Views for foreign kernels: planes decoded with the slow codecs of this test equal the gathers, and every table gives
+// the rows' places.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -67,7 +67,6 @@ void expect_tail(const PlaneView& rope, std::int64_t block, std::int64_t row, co
 }
 
 // --- windows
-// -------------------------------------------------------------------------------------------------------------------------
 
 void expect_window(SmallCache& s, const Step& step, int layer, const std::vector<small::Part>& parts) {
   const Format format = *s.cache.schema().options.row_format;
@@ -102,7 +101,7 @@ void expect_window(SmallCache& s, const Step& step, int layer, const std::vector
       expect_tail(view.rope, view.slots[i], r, got);
     }
   }
-  // The same rows as the gather's, where the ring still has them.
+  // The same rows as the gather's, as far as the ring still has them.
   const Gathered gathered = small::gather_window(handle, step, 60);
   for (int i = 0; i < view.num_items; ++i)
     for (int r = 0; r < view.rows; ++r) {
@@ -126,7 +125,6 @@ TEST_P(CacheViews, Window) {
 }
 
 // --- entries and keys
-// --------------------------------------------------------------------------------------------------------------
 
 template <class View>
 void expect_table(SmallCache& s, const View& view, const std::vector<small::Part>& parts, int ratio) {
@@ -201,7 +199,7 @@ void expect_keys(SmallCache& s, const Step& step, int layer, const std::vector<s
 TEST_P(CacheViews, EntriesAndKeys) {
   SmallCache s(options());
   const RequestId a = s.admit(), b = s.admit();
-  s.request(9, 20);  // somebody else's blocks in between
+  s.request(9, 20);  // another request's blocks in between
   for (std::int32_t count : {1, 2, 1, 4, 13, 2, 25, 1, 1}) {
     const std::vector<small::Part> parts = {{b, 2, 4}, {kNoRequest, 0, 1}, {a, 1, count}, {kNoRequest, 0, 2}};
     const Step step = s.prepare(parts);

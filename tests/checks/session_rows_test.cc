@@ -1,4 +1,4 @@
-// What the tool decodes of a session that anybody may have made, with digests that fit.
+// The tool's decoding of sessions of unknown origin, with digests that fit.
 #include "checks/session_rows.h"
 
 #include <gtest/gtest.h>
@@ -91,7 +91,7 @@ TEST(SessionRows, OneAsItIsWritten) {
   EXPECT_EQ(contents.missing_blocks, 2);
 }
 
-// The open block was decoded for so many tokens as its session said, past the end of its bytes.
+// The decoder once took the open block's tokens from the session and read past the end of its bytes.
 TEST(SessionRows, BlocksOfAnotherSizeThanTheLayouts) {
   Forged forged(1'000'003);
   for (const std::uint32_t tokens : {7u, 9u, 16u, 1'000'000u, 4'000'000u}) {

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Small inputs that ask for much: every command that reads a file refuses them, or stays below a peak of memory. Last line: `N passed, N failed`.
+"""Small inputs that ask for much memory: every command that reads a file refuses them, or stays below a peak.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+Last line: `N passed, N failed`.
+
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import ctypes
 import ctypes.util
@@ -19,8 +21,8 @@ from running_cache_test import serving
 from tool import KV4, ROOT, Skipped, equal, parse_metrics, run_tests
 
 MB = 1 << 20
-MOST = 8 << 30  # of addresses, so that a tool without bounds ends here and not with the machine
-SECONDS = 60    # of the CPU and of the clock: a tool that waits or reads for ever ends then
+MOST = 8 << 30  # of addresses, so that a tool without bounds fails before the machine does
+SECONDS = 60    # of CPU time and of the clock: ends a tool that waits or reads for ever
 PEAK = 200 * MB
 
 
@@ -82,12 +84,12 @@ def run_length(session, tokens, runs):
 
 def test_trace_that_unpacks():
     with tempfile.TemporaryDirectory() as folder:
-        # 1,300 bytes: each line names ids that nobody had before.
+        # 1,300 bytes: each line names new ids.
         for ids in (1 << 24, 1 << 20, 1 << 16):
             text = HEAD + "".join(run_length(i, ids, [[i << 31, ids]]) for i in range(16))
             assert len(text) < 1300, len(text)
             refused("replay", write(folder, "trace", text), words=["trace:2", str(ids) if ids <= 1 << 22 else "'i'"])
-        ids = 1 << 15  # what is allowed
+        ids = 1 << 15  # the limit
         text = HEAD + "".join(run_length(i, ids, [[i << 31, ids]]) for i in range(16))
         equal(run_bounded("replay", write(folder, "trace", text), "--json", peak=600 * MB)[0], 0)
         # More different blocks than a replay keeps; a capacity bounds them.
@@ -183,7 +185,7 @@ def digests():
 
 
 def record_header(length, payload=None):
-    """Of tests/cli/three_tokens.session, but for a payload of `length` bytes, whose digest is that of `payload` where it is given."""
+    """A header like three_tokens.session's, for a payload of `length` bytes with the digest of `payload` if given."""
     narrow, wide = digests()
     header = bytearray((ROOT / "tests/cli/three_tokens.session").read_bytes()[:512])
     header[32:48] = 2 * length.to_bytes(8, "little")
@@ -203,14 +205,14 @@ def session_payload(length, image, lengths=1):
 
 
 def test_session_bombs():
-    """Files of a block with sound headers that say how much follows, and nothing follows."""
+    """Files of one block whose fitting headers announce more bytes than the files have."""
     with tempfile.TemporaryDirectory() as folder:
         most = 64 << 20  # kMaxSessionRecordBytes
         for length, words, peak in ((1 << 30, ["1073741824", str(most)], 60), (most + 1, [str(most + 1), str(most)], 60), (most, ["damaged"], 200), (1 << 20, ["damaged"], 60)):
             head = record_header(length) + session_payload(length, length - 512)
             for command in (["session", "inspect"], ["inspect"]):
                 refused(*command, sparse(folder, "s", 4096 * ((length + 512 + 4095) // 4096), head), words=words, peak=peak * MB)
-        # What is there is read, and more parts than bytes are not.
+        # Existing bytes are read; more parts than bytes are refused.
         for image in (1 << 20, 1 << 40, (1 << 64) - 1):
             payload = session_payload(8192, 0) + b"x" * (8192 - 152)
             payload = payload[:128] + image.to_bytes(8, "little") + payload[136:]

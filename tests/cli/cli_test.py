@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The command line as a user meets it: figures, JSON, exit codes, messages. Last line: `N passed, N failed`.
+"""The command line as a user sees it: figures, JSON, exit codes, messages. Last line: `N passed, N failed`.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import fcntl
 import gzip
@@ -49,7 +49,7 @@ def test_version_and_help():
         assert command in text
         help_text = ok(command, "--help").stdout
         assert "--json" in help_text and "kv4 " + command in help_text, f"no example in the help of {command}"
-    for command in ok_json("completion"):  # those below others, too: "kv4 store verify"
+    for command in ok_json("completion"):  # also nested ones: "kv4 store verify"
         help_text = ok(*command.split()[1:], "--help").stdout
         assert "Example" in help_text and (command == "kv4" or "--json" in help_text), command
 
@@ -274,7 +274,8 @@ def mooncake(time_ms, tokens, ids):
     return json.dumps({"timestamp": time_ms, "input_length": tokens, "output_length": 10, "hash_ids": ids})
 
 
-# By hand: 3 + 3 + 2 + 3 ids. Without limit the 2nd finds [1, 2], the 3rd nothing, the 4th all three. The lines are not in order of time.
+# By hand: 3 + 3 + 2 + 3 ids. Without a limit the 2nd finds [1, 2], the 3rd nothing, the 4th all three. The lines are
+# not in order of time.
 SMALL_TRACE = [mooncake(30, 1300, [1, 2, 3]), mooncake(0, 1100, [1, 2, 3]), mooncake(10, 1536, [1, 2, 4]), mooncake(20, 600, [8, 9])]
 
 
@@ -314,7 +315,7 @@ def test_replay_run_length():
 
 
 def test_replay_capacity_in_bytes():
-    """What ends with B is bytes, of whole blocks of the model; everything else is tokens."""
+    """A capacity with a final B is bytes, of whole blocks of the model; any other is tokens."""
     common = ["replay", "--generate", "--seed", "7", "--limit", "50"]
     block = ok_json("plan")["block_bytes"]
     for text, size in (("40GB", 40 * 10**9), ("4GiB", 4 << 30), ("450944B", 450944), ("1000kb", 10**6)):
@@ -382,7 +383,7 @@ def test_replay_bad_input():
 
 
 def test_replay_flags_of_bytes():
-    """Without bytes they do nothing, so they are refused before anything else is looked at."""
+    """Without bytes these options do nothing, so they are refused before any other check."""
     for args in (["--remote", "127.0.0.1:1"], ["--remote", "no server"], ["--remote-optional"], ["--remote-allow", "a"], ["--remote-ca", "/none"],
                  ["--remote-cert", "/none"], ["--remote-key", "/none"], ["--remote-ttl", "5"], ["--disk", "/none"], ["--disk-capacity", "1GB"],
                  ["--host", "1MB"], ["--key-file", "/none"], ["--authenticate"], ["--accept-unauthenticated"], ["--status", "/none"], ["--serve"],
@@ -390,18 +391,18 @@ def test_replay_flags_of_bytes():
         refused(["replay", "--generate", "--limit", "5", *args], args[0] + " ", "--data real")
         refused(["replay", "--generate", "--limit", "5", "--data", "none", *args], args[0] + " ", "--data real")
     done = subprocess.run([KV4, "replay", "--generate", "--limit", "5"], capture_output=True, text=True, env=dict(os.environ, KV4_KEY_FILE="/none"))
-    equal((done.returncode, done.stderr), (0, ""))  # it stands there for other commands
+    equal((done.returncode, done.stderr), (0, ""))  # it is set for other commands
 
 
 def test_replay_snapshots():
-    """Three requests with one prefix: the first stores it, the second repeats it and goes on, the third branches off inside it."""
+    """Three requests with one prefix: the first stores it, the second extends it, the third branches off inside it."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "trace.jsonl")
         lines = [{"timestamp": t, "input_length": n, "output_length": 1, "hash_ids": ids}
                  for t, n, ids in ((0, 1100, [1, 2, 3]), (1, 1600, [1, 2, 4, 5]), (2, 600, [1, 6]))]
         Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
         equal(ok_json("replay", path, "--snapshots", "full")["recomputed_tokens_per_hit"], 0)
-        # Snapshots stand at 1024 (end of the first prompt) and 1536 (of the second): the third finds none in its 512 tokens.
+        # Snapshots stand at 1024 (end of the first prompt) and 1536 (of the second); the third has none in 512 tokens.
         equal(ok_json("replay", path)["recomputed_tokens_per_hit"], 512 / 2)
         equal(ok_json("replay", path, "--snapshots", "checkpoint:512")["recomputed_tokens_per_hit"], 0)
         equal(ok_json("replay", path, "--snapshots", "none")["recomputed_tokens_per_hit"], (1024 + 512) / 2)
@@ -415,10 +416,10 @@ def test_replay_tenants():
     equal(len(alone["tenants"]), 1)
     equal(len(shared["tenants"]), 4)
     equal(sum(tenant["requests"] for tenant in shared["tenants"]), 1000)
-    assert shared["hit_blocks"] != alone["hit_blocks"]  # shares change who is evicted
+    assert shared["hit_blocks"] != alone["hit_blocks"]  # shares change the evictions
     equal(shared["tenant_share_tokens"], 200 * 1024 // 4)
     refused(["replay", "--generate", "--tenants", "0"], "--tenants")
-    # Bytes do not change who may keep how much.
+    # Bytes do not change the tenants' shares.
     common = ["replay", "--generate", "--seed", "7", "--limit", "30", "--capacity", "64K", "--tenants", "2"]
     real = ok_json(*common, "--data", "real", "--layers", "3", "--verify", "0.2")
     equal(real["tenant_share_tokens"], ok_json(*common)["tenant_share_tokens"])
@@ -426,7 +427,7 @@ def test_replay_tenants():
 
 
 def test_replay_with_bytes():
-    """Every second request is computed cold as well: what hits give must be the same bytes, whatever is kept."""
+    """Every second request is also computed cold: hits must give the same bytes, whatever is stored."""
     common = ["replay", "--generate", "--data", "real", "--limit", "60", "--verify", "0.5", "--capacity", "64K"]
     for more in (["--snapshots", "full"], ["--snapshots", "checkpoint:1024", "--policy", "s3fifo", "--tenants", "2"],
                  ["--snapshots", "none", "--rows", "bf16", "--keys", "fp8", "--rewind", "4"]):
@@ -446,7 +447,7 @@ def test_replay_tiers_across_a_restart():
         first = ok_json(*common, "--host", "32MB")
         equal([tier["name"] for tier in first["tiers"]], ["host", "disk"])
         assert all(tier["stored"] > 100 and tier["refused"] == 0 for tier in first["tiers"]), first
-        again = ok_json(*common)  # another process, with nothing but the store
+        again = ok_json(*common)  # another process, which has only the store
         assert again["loaded_blocks"] > 100 and again["block_hit_rate"] > max(0.95, first["block_hit_rate"]), again
         for result in (first, again):
             assert result["wrong_bytes"] == 0 and result["verified_blocks"] > 500, result
@@ -454,13 +455,13 @@ def test_replay_tiers_across_a_restart():
 
 
 class Redis:
-    """A server on loopback that keeps nothing, as long as the block runs."""
+    """A server on loopback without persistence, while the block runs."""
 
     def __init__(self, *arguments):
         self.arguments = arguments
 
     def ask(self, command):
-        """With the password of --requirepass, if there is one; the reply as it comes."""
+        """Sends a command, with the password of --requirepass if there is one; returns the raw reply."""
         with socket.create_connection(("127.0.0.1", self.port), 5) as connection:
             if self.arguments:
                 connection.sendall(f"AUTH {self.arguments[1]}\r\n".encode())
@@ -471,7 +472,7 @@ class Redis:
     def __enter__(self):
         if shutil.which("redis-server") is None:
             raise Skipped("there is no redis-server; apt-get install redis-server")
-        for _ in range(6):  # a port may be taken by somebody else before the server has it
+        for _ in range(6):  # another process may take the port before the server does
             self.port = random.randint(12_000, 32_000)
             self.folder = tempfile.TemporaryDirectory()
             self.server = subprocess.Popen(["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder.name,
@@ -525,7 +526,7 @@ def test_replay_metrics_take_the_place_of_files_only():
     with tempfile.TemporaryDirectory() as folder:
         pipe, link, file = (Path(folder) / name for name in ("pipe", "link", "there/kv4.prom"))
         os.mkfifo(pipe)
-        ends, end, said = os.open(pipe, os.O_RDWR), b"the end", []  # both: figures come more than once, and each time the pipe is closed
+        ends, end, said = os.open(pipe, os.O_RDWR), b"the end", []  # figures come several times, each closes the pipe
 
         def listen():
             while not b"".join(said).endswith(end):
@@ -551,14 +552,14 @@ def test_replay_metrics_take_the_place_of_files_only():
         equal(sorted(os.listdir(folder)), ["link", "pipe", "there"])
         mine = Path(folder) / "mine"
         mine.write_text("precious")
-        file.with_name("kv4.prom.new").symlink_to(mine)  # by whoever knows that name
+        file.with_name("kv4.prom.new").symlink_to(mine)  # by an attacker who knows that name
         ok(*common, str(file))
         equal((mine.read_text(), os.listdir(file.parent)), ("precious", ["kv4.prom"]))
         assert parse_metrics(file.read_text())
 
 
 def test_lost_files():
-    """A file that does not take all bytes is no success, and what was there before stays."""
+    """A file that does not take all bytes is a failure, and its old contents stay."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out"
@@ -588,7 +589,7 @@ def test_replay_remote_tier():
     with Redis() as redis:
         first = ok_json(*common, "--remote", f"127.0.0.1:{redis.port}", "--host", "1MB")
         equal([tier["name"] for tier in first["tiers"]], ["host", "remote"])
-        again = ok_json(*common, "--remote", f"127.0.0.1:{redis.port}")  # another process, with nothing but the server
+        again = ok_json(*common, "--remote", f"127.0.0.1:{redis.port}")  # another process, which has only the server
         remote = again["tiers"][0]
         assert again["loaded_blocks"] > 100 and remote["hit_bytes"] > 0 and remote["hits"] >= again["loaded_blocks"], again
         assert again["block_hit_rate"] > max(0.95, first["block_hit_rate"]), again
@@ -596,7 +597,7 @@ def test_replay_remote_tier():
             assert result["wrong_bytes"] == 0 and result["verified_blocks"] > 100, result
     address = f"127.0.0.1:{redis.port}"
     refused([*common, "--remote", address], "connection_refused", address, "--remote-optional")
-    done = kv4(*common, "--remote", address, "--remote-optional", "--json")  # then it is a miss, and a warning
+    done = kv4(*common, "--remote", address, "--remote-optional", "--json")  # then gets miss, with a warning
     equal(done.returncode, 0)
     assert "connection_refused" in done.stderr, done.stderr
     gone = json.loads(done.stdout)
@@ -637,7 +638,7 @@ def test_replay_remote_failures():
 
 
 def test_replay_with_the_documented_rights():
-    """The user of docs/security.md may do all that a remote tier does, and nothing else."""
+    """The Redis user of docs/security.md may do everything that a remote tier does, and nothing else."""
     rule = re.search(r"^ACL SETUSER kv4 .*$", (ROOT / "docs/security.md").read_text(), re.M)[0].replace("PASSWORD", "hunter2")
     common = ["replay", "--generate", "--data", "real", "--limit", "10", "--capacity", "64K", "--layers", "3"]
     with Redis() as redis:
@@ -677,7 +678,7 @@ def test_replay_report_in_a_browser():
         equal(len(re.findall(r'<polygon class="series"', shown.stdout)), 3)
         equal(len(re.findall(r'<rect class="series" data-name="(?:lru|s3fifo|density)"', shown.stdout)), 3 * 6)
 
-        # With bytes: also what tiers and requests did.
+        # With bytes: also the work of tiers and requests.
         ok_json("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "20", "--capacity", "64K", "--host", "8MB", "--report", str(page))
         shown = subprocess.run(open_page, capture_output=True, text=True, timeout=120)
         assert 'data-plots="8"' in shown.stdout, shown.stdout[-500:]
@@ -686,7 +687,7 @@ def test_replay_report_in_a_browser():
 
 
 def test_replay_known_traces():
-    """Hit rates that others measured on public traces; KV4_TRACES names the folder that holds them."""
+    """Hit rates that others measured on public traces; KV4_TRACES names the traces' folder."""
     folder = Path(os.environ.get("KV4_TRACES", ROOT.parent / "shared" / "traces"))
     known = {("conversation_trace.jsonl", "lru"): (.3664, .0533, .1361, .2852, .3513, .3635),
              ("conversation_trace.jsonl", "s3fifo"): (.3664, .0780, .1568, .2483, .3157, .3631),
@@ -752,7 +753,7 @@ def test_bench_resident_memory():
 # ---- store
 
 def make_store(folder):
-    """A store as the format says, written by hand: two records, 64 KiB. Returns its segment."""
+    """Writes a store by hand as the format specifies: two records, 64 KiB. Returns its segment."""
     segment = Path(folder) / "segment-0000000000000001.kv4"
     segment.write_bytes((ROOT / "tests/cli/two_records.segment").read_bytes().ljust(1 << 16, b"\0"))
     return segment
@@ -812,7 +813,7 @@ def test_store_refused():
 
 
 def test_store_attacked():
-    """Whatever has a store's names: commands come back, say what they set aside, and leave it as it is."""
+    """Foreign files with a store's names: commands return, report files that they set aside, and change nothing."""
     with tempfile.TemporaryDirectory() as folder:
         make_store(folder)
         planted = ["segment-fffffffffffffffe.kv4", "segment-000000000000000A.kv4", "segment-0000000000000002.kv4", "index.kv4", "lock"]
@@ -829,7 +830,7 @@ def test_store_attacked():
 
 
 def test_store_bench_ended():
-    """A signal leaves nothing behind; what a kill leaves, the next one names and removes."""
+    """A signal leaves no files behind; after a kill, the next run names and removes them."""
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "kv4_store_bench"
         start = lambda: subprocess.Popen([KV4, "store", "bench", folder, "--rounds", "1000", "--total-bytes", "20000000"],
@@ -877,7 +878,7 @@ def test_plan_page():
 
 
 def test_plan_page_of_a_machine():
-    """The page says of weights and GPUs what the text says."""
+    """The page agrees with the text about weights and GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.html"
         text = ok("plan", "--context", "128K", "--html", str(path)).stdout

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""tools/gpu_check --racecheck, with a compute-sanitizer and a test binary that only pretend: what it lets pass. And its Python
-tests, with a Python that pretends.
+"""tools/gpu_check --racecheck with a simulated compute-sanitizer and test binary: the results that it accepts. Also its
+Python tests, with a simulated Python.
 
 Needs no GPU. Ends with `N passed, N failed`.
 """

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Cache keys in the tool: --key-file and KV4_KEY_FILE, and what it says of records without one. Last line: `N passed, N failed`.
+"""Cache keys in the tool: --key-file and KV4_KEY_FILE, and its messages about records without a key.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+Last line: `N passed, N failed`.
+
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import json
 import os
@@ -35,7 +37,7 @@ def test_a_store_with_keys():
         assert disk_hits(ok_json(*REPLAY, "--disk", store, "--key-file", both)) > 0
         survey = ok_json("store", "inspect", store)
         assert survey["sealed_records"] > 0 and survey["unprotected_records"] == survey["authenticated_records"] == 0, survey
-        ok("store", "verify", store)  # what is whole can be told without a key
+        ok("store", "verify", store)  # damage can be detected without a key
         ok("store", "verify", store, "--key-file", both)
         done = kv4("store", "verify", store, "--key-file", key_file(folder, "c3"))
         assert done.returncode == 1 and "a key that is not among those given" in done.stdout, done
@@ -120,7 +122,7 @@ def test_plan_and_sessions_say_so():
         for command in (["session", "inspect"], ["inspect"]):
             refused([*command, SESSION, "--accept-unauthenticated"], "--key-file")
         assert mine in ok("plan", "--key-file", mine).stdout
-    # What 0.1 saved is read.
+    # Sessions of 0.1 can be read.
     equal(ok_json("session", "inspect", str(ROOT / "tests/tier/from_0_1/three_tokens.session"))["tokens"], 3)
 
 

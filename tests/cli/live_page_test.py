@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The tool's pages as people use them, in Debian's Chromium through playwright. Last line: `N passed, N failed`.
+"""The tool's pages in use, in Debian's Chromium through playwright. Last line: `N passed, N failed`.
 
 KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree).
 """
@@ -25,7 +25,7 @@ expect.set_options(timeout=TIMEOUT_MS)
 
 @contextmanager
 def open_page(address, width=1280):
-    """A page of a browser that must not complain, and may ask nobody but the tool."""
+    """A browser page that must report no errors and send requests only to the tool."""
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
                                          timeout=TIMEOUT_MS)
@@ -49,12 +49,12 @@ def test_live_page_of_a_running_cache():
             expect(page.locator("#tiers tr")).to_have_count(2)
             expect(page.locator("#tenants tr")).to_have_count(3)
             assert page.locator("#requests tr").count() >= 2
-            # The map can be hovered: a block says what it is, and is marked.
-            block = page.locator("#map i.held").first.element_handle()  # this one, whatever becomes of it
+            # Hovering over the map names and marks a block.
+            block = page.locator("#map i.held").first.element_handle()  # this element, even if it changes
             block.hover()
             assert re.fullmatch(r"block \d+: (held by a request|kept, evictable|free)", block.get_attribute("title"))
             equal(block.evaluate("cell => getComputedStyle(cell).outlineStyle"), "solid")
-            # It goes on by itself, and says when nobody is there any more.
+            # The page updates by itself, and reports when the server is gone.
             updates = int(page.get_attribute("body", "data-updates"))
             for _ in range(2):  # without a text for the page to evaluate: its policy forbids that
                 now = page.get_attribute("body", "data-updates")
@@ -68,7 +68,7 @@ def test_live_page_of_a_running_cache():
 
 
 def test_nobody_publishes_yet():
-    """A page without a cache does not say that it is live."""
+    """A page without a cache does not claim to be live."""
     with tempfile.TemporaryDirectory() as folder:
         folder = str(Path(folder) / "gpu0")
         Path(folder).mkdir()
@@ -118,7 +118,7 @@ def test_finished_and_lost_replays():
             assert re.search(r"requests: \d+.*found: [\d.]+ %", tip.text_content()), tip.text_content()
             process.kill()
             process.wait()
-            page.wait_for_timeout(2500)  # more than two looks
+            page.wait_for_timeout(2500)  # more than two updates
             expect(page.locator("#state")).to_have_text("finished")
     with running("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "100000", "--capacity", "16K", "--verify", "0", "--serve") as process:
         address = re.match(r"live page: (\S+)", process.stderr.readline()).group(1)
@@ -145,7 +145,7 @@ def test_hover_and_zoom():
             plots = {figure.locator("figcaption").text_content(): figure.locator(".plot") for figure in page.locator("figure.chart").all()}
             blocks = next(plot for title, plot in plots.items() if title.startswith("Blocks"))
             blocks.scroll_into_view_if_needed()
-            # All series at the pointer, and nothing where it is not.
+            # All series are shown at the pointer, and none elsewhere.
             words = hover_at(page, blocks, 0.7).text_content()
             assert all(re.search(rf"{name}: [\d,]+", words) for name in ("requests", "found", "computed", "evicted")), words
             page.mouse.move(1, 1)
@@ -184,7 +184,7 @@ def test_hover_and_zoom():
 
 
 def test_series_are_visible_and_have_one_color():
-    """On the page: every series of a chart covers some pixels that no other covers, policies that find the same included."""
+    """Every series of a chart on the page has pixels of its own, also where policies find the same."""
     with tempfile.TemporaryDirectory() as folder:
         pages = [Path(folder) / name for name in ("real.html", "plan.html")]
         ok("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "30", "--capacity", "32K", "--verify", "0", "--host", "1MB", "--report", str(pages[0]))

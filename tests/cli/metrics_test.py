@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""The metrics: Prometheus' and OpenMetrics' rules, documents and the dashboard that name them. Last line: `N passed, N failed`.
+"""The metrics: Prometheus' and OpenMetrics' rules, and the documents and the dashboard that name them.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
-Where the Python package prometheus-client is installed, its parsers judge, too.
+Last line: `N passed, N failed`.
+
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
+Where the Python package prometheus-client is installed, its parsers check them, too.
 """
 import json
 import re
@@ -34,7 +36,7 @@ def tier(name, **changes):
 
 
 def full_status():
-    """Something of everything that a cache can say, as another version or a stranger may have written it."""
+    """A status with every field of a cache, as another version or a stranger may have written it."""
     remote = tier("remote", open=True, failure="server_full", failures={"server_full": 4, "of a later version": 1},
                   tier={"records": -1, "payload_bytes": -1, "capacity_bytes": -1})
     return {"build": {"version": "0.2.0", "cuda": True, "compiler": "gcc 12.2.0"},
@@ -114,12 +116,12 @@ def test_what_is_not_known_has_no_sample():
         caches = lambda name: {dict(labels)["cache"] for _, labels in families[name].samples}
         for name, family in families.items():
             if name.endswith("_seconds") or name in ("kv4_build_info", "kv4_shortages_total"):
-                equal((name, caches(name)), (name, {"full"}))  # a cache of 0.1 tells neither
+                equal((name, caches(name)), (name, {"full"}))  # a cache of 0.1 has neither
         equal(caches("kv4_requests"), {"full", "old"})
 
 
 def test_a_size_that_is_not_known_is_null():
-    """A page must not say that a server keeps -1 bytes."""
+    """A page must not show -1 bytes for a server."""
     with tempfile.TemporaryDirectory() as parent:
         folder = str(Path(parent) / "gpu0")
         with publishing(folder, status=full_status()), serving(folder) as (get, _, _):
@@ -173,7 +175,7 @@ def test_negotiation():
 
 
 def test_counters_of_a_replay():
-    """What a real cache serves: rules, and no counter falls."""
+    """A real cache's metrics keep the rules, and no counter falls."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "metrics")
         arguments = ["replay", "--generate", "--seed", "3", "--data", "real", "--layers", "3", "--capacity", "64K", "--tenants", "2", "--host", "8MB"]
@@ -277,7 +279,7 @@ def test_dashboard():
 
 
 def test_the_checks_can_fail():
-    """What was served before, and other broken pages."""
+    """Invalid pages, such as those of earlier versions."""
     good = "# HELP kv4_x X.\n# TYPE kv4_x gauge\nkv4_x 1\n"
     parse(good, False)
     bad = [good + "# HELP kv4_x_total X.\n# TYPE kv4_x_total counter\nkv4_x_total 1\n", good.replace(" 1\n", " -1\n"), good + good, good[:-1],

@@ -2,7 +2,7 @@
 """Pages and pictures that the tool writes, as text and state: units, colors, series, names from outside, runs that end.
 live_page_test.py has them in a browser. Last line: `N passed, N failed`.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import functools
 import html
@@ -31,7 +31,7 @@ def charts(text):
 
 
 def colors(chart):
-    """Names of things to the colors they are drawn in."""
+    """The color of each thing by name."""
     if chart["type"] == "bars":
         parts = [part for bar in chart["bars"] for part in bar["parts"]]
     else:
@@ -41,7 +41,7 @@ def colors(chart):
 
 @functools.cache
 def written_pages():
-    """Of a plan, of a replay without bytes, of one with bytes."""
+    """The pages of a plan, a replay without bytes, and one with bytes."""
     with tempfile.TemporaryDirectory() as folder:
         return write_pages(folder)
 
@@ -113,7 +113,7 @@ def test_series_do_not_hide_each_other():
 
 
 def test_skipped_requests_have_their_place():
-    """A replay with bytes skips requests that are longer than the cache: x grows all the same, and there is no rate of theirs."""
+    """A replay with bytes skips requests longer than the cache: x still grows, and they have no rate."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "real.html"
         figures = json.loads(ok("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "120", "--capacity", "16K", "--verify", "0", "--json",
@@ -126,7 +126,7 @@ def test_skipped_requests_have_their_place():
 
 
 def test_a_tier_of_unknown_size():
-    """Of a remote tier nobody knows what it keeps: no bar of -1 bytes."""
+    """The contents of a remote tier are unknown: the page has no bar of -1 bytes."""
     with tempfile.TemporaryDirectory() as folder, Redis() as redis:
         page = Path(folder) / "page.html"
         figures = ok_json("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "10", "--capacity", "32K", "--verify", "0", "--host", "1MB",
@@ -140,7 +140,7 @@ def test_a_tier_of_unknown_size():
 
 
 def test_names_are_text():
-    """The name of a trace is somebody else's."""
+    """The name of a trace is foreign input."""
     bad = "</script><img src=x onerror=alert(1)>\"'&.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         trace, page = Path(folder) / bad.replace("/", "_"), Path(folder) / "page.html"
@@ -171,7 +171,7 @@ def address_of(process):
 
 
 def test_finished_replay():
-    """Skipped requests have had their turn: a replay ends with all of them."""
+    """Skipped requests count as done: a replay ends at all requests."""
     with replay("--limit", "60", "--json") as process:
         address = address_of(process)
         result = ""
@@ -190,7 +190,7 @@ def test_finished_replay():
 
 
 def test_interrupted_replay():
-    """Who looks on gets the last state before the process ends; the process waits for that, but not for long."""
+    """An open page gets the last state before the process ends; the process waits for that, but not long."""
     with replay("--limit", "100000") as process:
         address, seen, ready = address_of(process), [], threading.Event()
 

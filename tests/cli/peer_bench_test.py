@@ -43,7 +43,7 @@ def run(*arguments, **environment):
 
 
 class Clock:
-    """Pretends: launch i of a kernel takes its cost; what was called stands in `calls`."""
+    """A simulated clock: launch i of a kernel takes its cost; `calls` lists the calls."""
 
     repeats, warm_ups, most_launches = 11, 3, 24
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""What README shows of the tool is what the tool prints. Last line: `N passed, N failed`.
+"""The tool prints the output that README shows. Last line: `N passed, N failed`.
 
-A paragraph that begins with a command in backticks and ends with a colon is followed by its output: every line is there in this order, `...` stands for any.
+A paragraph that begins with a command in backticks and ends with a colon is followed by its output. The tool prints
+every line of it in this order; `...` stands for any lines.
 """
 import re
 import shlex
@@ -30,7 +31,7 @@ def test_outputs_in_readme():
 
 
 def test_plan_ends_as_shown():
-    """Where README says that a command ends with something, it does."""
+    """A command ends with the line that README gives as its end."""
     text = (ROOT / "README.md").read_text()
     for command, block in re.findall(r"^`(kv4 [^`]+)` ends with:\n\n```\n(.*?)```", text, flags=re.M | re.S):
         lines = block.splitlines()
@@ -38,7 +39,7 @@ def test_plan_ends_as_shown():
 
 
 def test_commands_of_the_documents():
-    """Whatever document names a command, the tool has its flags; a replay has requests."""
+    """The tool has the flags of every command in a document; a replay has requests."""
     commands = ok_json("completion")
     documents = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/**/*.md"))
     seen = 0

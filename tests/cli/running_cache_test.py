@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""A running cache as others see it: `kv4 serve-metrics` and `kv4 inspect` on its status folder, and a replay's own page. Last line: `N passed, N failed`.
+"""A running cache seen from outside: `kv4 serve-metrics`, `kv4 inspect` on its status folder, a replay's own page.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+Last line: `N passed, N failed`.
+
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import json
 import os
@@ -55,7 +57,7 @@ def serving(*args):
 
 @contextmanager
 def replay_with_page():
-    """A small replay with `--serve` that has ended: the process, a function that gets a path, the page's address and its last state."""
+    """A finished replay with `--serve`: the process, a function that gets a path, the page's address and last state."""
     with running("replay", "--generate", "--data", "real", "--layers", "3", "--limit", "20", "--capacity", "64K", "--tenants", "2", "--host", "8MB",
                  "--json", "--serve") as process:
         address = re.match(r"live page: (http://127\.0\.0\.1:\d+/)\n", process.stderr.readline()).group(1)

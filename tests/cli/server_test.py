@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The tool's HTTP server and its clients, good and bad: `kv4 serve-metrics`. Last line: `N passed, N failed`.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import http.client
 import json
@@ -22,7 +22,7 @@ SOON = 5  # seconds: less than any time limit of the server, so that nobody has 
 
 
 def status(**changes):
-    """As a cache of another machine says it."""
+    """The status of a cache on another machine."""
     return {"format": "kv4 status 1", "model": "m", "process": 1, "interval_ms": 1000, "boot_id": "elsewhere", "boot_ms": 1, **changes}
 
 
@@ -117,7 +117,7 @@ def test_slow_clients_keep_nobody_waiting():
             equal(ask(place)[0].status, 200)
             for connection in slow:
                 connection.sendall(b"X: y\r\n")
-        # More than the server has places for: the oldest go.
+        # More connections than the server has places for: the oldest end.
         clients(stack, place, 600)
         equal(ask(place)[0].status, 200)
         process.send_signal(signal.SIGTERM)
@@ -147,7 +147,7 @@ def test_client_that_never_reads():
 
 
 def test_connections_end():
-    """An answer ends its connection: idle ones would only hold their places."""
+    """An answer ends its connection: an idle one would only hold its place."""
     with tempfile.TemporaryDirectory() as folder, serving(folder) as (_, _, first):
         with socket.create_connection(place_of(first), timeout=SOON) as connection:
             connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -199,7 +199,7 @@ def test_up_does_not_ask_the_wall_clock():
 
 
 def test_a_status_behind_a_link_is_not_read():
-    """Whoever owns a folder could have the server read any file for him."""
+    """The owner of a folder must not make the server read other files for him."""
     with tempfile.TemporaryDirectory() as folder:
         gpu0, gpu1, linked = (Path(folder) / name for name in ("gpu0", "gpu1", "linked"))
         up = lambda path: parse_metrics(kv4("serve-metrics", str(path), "--once").stdout)[f'kv4_up{{cache="{path.name}"}}']

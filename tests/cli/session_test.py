@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Saved sessions in the tool: what they hold, decoded rows, damage, files that are none. Last line: `N passed, N failed`.
+"""Saved sessions in the tool: contents, decoded rows, damage, other files. Last line: `N passed, N failed`.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import gzip
 import json
@@ -45,7 +45,7 @@ def test_inspect():
         parts = {(part["layer"], part["part"]): part for part in found["parts"]}
         equal({place: part["rows"] for place, part in parts.items()},
               {(0, "window"): 128, (1, "window"): 128, (1, "entries"): 200, (1, "keys"): 200, (2, "window"): 128, (2, "entries"): 6,
-               # 801 = 200 x 4 + 1 = 6 x 128 + 33: the span before and an open row; maximum, denominator and numerator of 33.
+               # 801 = 200 x 4 + 1 = 6 x 128 + 33: the span before, an open row; maximum, denominator, numerator of 33.
                (1, "pending"): 4 + 1, (1, "pending-keys"): 4 + 1, (2, "pending"): 3})
         # Window inputs are i / 97 for i in 0 to 96; entries are normed, their weight is one.
         assert abs(parts[0, "window"]["rms"] - 0.5755) < 0.01 and parts[0, "window"]["largest"] == 1.0, parts

@@ -12,7 +12,7 @@ KV4 = os.environ.get("KV4", str(ROOT / "build" / "kv4"))
 
 
 class Skipped(Exception):
-    """What a test needs is not there."""
+    """A requirement of a test is missing."""
 
 
 def kv4(*args, timeout=300):
@@ -77,7 +77,7 @@ def run_tests(tests):
         except Skipped as reason:
             skipped += 1
             print(f"skipped {name}: {reason}", flush=True)
-        except Exception as error:  # whatever it is, the others go on
+        except Exception as error:  # any error: the other tests still run
             failed += 1
             print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
         else:

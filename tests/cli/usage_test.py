@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""How the tool deals with its user, whatever the command: lost output, slips, help, log, Ctrl-C, completion. Last line: `N passed, N failed`.
+"""Behaviour that all commands share: lost output, typing errors, help, log, Ctrl-C, completion.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+Last line: `N passed, N failed`.
+
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import json
 import os
@@ -19,7 +21,7 @@ from tool import KV4, ROOT, Skipped, equal, kv4, ok, ok_json, refused, run_tests
 
 
 def test_lost_output():
-    """A result that nobody gets is no success, wherever the disk was full."""
+    """A lost result is a failure, wherever the disk was full."""
     commands = [["plan"], ["plan", "--json"], ["--help"], ["--version"], ["plan", "--help"], ["bench", "--list"], ["completion", "fish"],
                 ["golden", str(ROOT / "tests/reference/vectors"), "--json"], ["session", "inspect", str(ROOT / "tests/cli/three_tokens.session")],
                 ["replay", "--generate", "--limit", "10"], ["serve-metrics", "/none", "--once"], ["run", "--tokens", "1500", "--requests", "1"],
@@ -74,7 +76,7 @@ def test_log_on_stderr():
             shutil.rmtree(folder + "/a")
             said = ok(*args, "--disk", folder + "/a").stderr
             assert said.startswith("info: store.opened: ") and folder in said, said
-        said = kv4(*common, "--remote", "127.0.0.1:1").stderr  # nobody is there; a warning needs no -v
+        said = kv4(*common, "--remote", "127.0.0.1:1").stderr  # no server; a warning needs no -v
         assert "warning: remote.failed: " in said and "info: " not in said, said
 
 
@@ -96,7 +98,7 @@ def start(*args):
 
 
 def test_interrupted_results():
-    """Ctrl-C gives what there is until then."""
+    """Ctrl-C gives the results so far."""
     vectors = str(ROOT / "tests/reference/vectors")
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "m"
@@ -174,7 +176,7 @@ def test_completion_in_zsh_and_fish():
             return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "HOME": folder}).stdout.split()
 
         def zsh(*words):
-            """What the function offers for the last word, before zsh picks what fits."""
+            """The candidates for the last word, before zsh selects the fitting ones."""
             line = " ".join(f"'{word}'" for word in words)
             return run("zsh", "-fc", f"compdef() {{ :; }}; source {script}; compadd() {{ shift; print -l -- $@; }}; _files() {{ :; }}; compset() {{ :; }}; "
                                      f"words=({line}); CURRENT={len(words)}; _kv4")

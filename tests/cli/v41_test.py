@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What the tool does for DeepSeek-V4.1: plans, and refusals to run. Last line: `N passed, N failed`.
+"""The tool with DeepSeek-V4.1: plans, and refusals to run. Last line: `N passed, N failed`.
 
-KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only the tests whose name contains it.
+KV4=path/to/kv4 picks the tool (default: build/kv4 of this tree); an argument runs only tests whose name contains it.
 """
 import json
 import sys

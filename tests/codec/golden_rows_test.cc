@@ -1,5 +1,5 @@
-// Fixed rows and their bytes, computed with exact fractions by a program that shares nothing with this one. A change
-// here changes what stored caches mean.
+// Fixed rows and their bytes, computed with exact fractions by an independent program. A change here changes the
+// meaning of stored caches.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The number formats the slow way: every code's value in double, the nearest one by search. Shares no code with
+// The number formats by slow search: every code's value in double, and the nearest of them. Shares no code with
 // src/codec.
 #pragma once
 
@@ -26,7 +26,6 @@ inline float float_of(std::uint32_t b) {
 }
 
 // --- scalars: values of codes
-// -----------------------------------------------------------------------------------------
 
 inline double e4m3_value(int code) {
   if ((code & 127) == 127) return std::numeric_limits<double>::quiet_NaN();
@@ -51,9 +50,8 @@ inline double bf16_value(int code) {
 inline double ue8m0_value(int code) { return std::ldexp(1.0, code - 127); }
 
 // --- scalars: nearest code, ties to the even one
-// ------------------------------------------------------------------------
 
-/// values: ascending, by code. Beyond the last one: the last one.
+/// values: ascending, by code. Values beyond the last one give the last one.
 inline int nearest_code(const std::vector<double>& values, double magnitude) {
   const auto above = std::lower_bound(values.begin(), values.end(), magnitude);
   if (above == values.begin()) return 0;
@@ -86,7 +84,7 @@ inline std::uint8_t e2m1_bits(float x) {
 }
 
 inline std::uint16_t bf16_bits(float x) {
-  // Infinity rounds as the value its code would have next: 2^128.
+  // In rounding, infinity's code stands for the next value, 2^128.
   static const std::vector<double> kValues =
       ascending(0x7F81, [](int code) { return code == 0x7F80 ? std::ldexp(1.0, 128) : bf16_value(code); });
   if (std::isnan(x)) return 0x7FC0;
@@ -104,14 +102,13 @@ inline int pow2_ceil_exponent(double x) {
 }
 
 // --- rows
-// ---------------------------------------------------------------------------------------------------------------
 
 struct Row {
   std::vector<std::uint8_t> payload, scale;
   bool operator==(const Row&) const = default;
 };
 
-/// Largest magnitude; NaN is passed over, infinity counts as the largest bf16.
+/// Largest magnitude; NaN is skipped, infinity counts as the largest bf16.
 inline float largest(const float* x, int count) {
   const float limit = static_cast<float>(bf16_value(0x7F7F));
   float out = 0.0f;

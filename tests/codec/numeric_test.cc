@@ -1,4 +1,4 @@
-// Scalar encoders and the functions whose bits matter, against a search in double (naive_formats.h) and std::exp.
+// Scalar encoders and functions whose bits matter, against a search in double (naive_formats.h) and std::exp.
 #include "codec/numeric.h"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@ using naive::float_of;
 constexpr std::uint32_t kSeed = 20260801;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Floats worth trying beside the random ones: around every boundary between two codes, and the ends of the range.
+// Floats to test besides the random ones: around every boundary between two codes, and at the ends of the range.
 std::vector<float> special_floats() {
   std::vector<float> out = {
       0.0f,   -0.0f,  kInfinity, -kInfinity, 0x1p-149f, -0x1p-149f, 0x1p-126f, 0x1.fffffep127f, -0x1.fffffep127f,
@@ -165,7 +165,6 @@ TEST(CodecPow2, LargestMagnitudePassesNanAndBoundsInfinity) {
 }
 
 // --- exp
-// ------------------------------------------------------------------------------------------------------------------
 
 // Rounding of x log2(e) grows with x; the polynomial's part does not.
 double exp_bound(double x) { return 1.7e-7 + 2.2e-8 * std::fabs(x); }

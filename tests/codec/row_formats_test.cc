@@ -1,5 +1,4 @@
-// Every row format against the slow one of naive_formats.h, byte for byte; and the rules that are easy to get wrong, by
-// hand.
+// Every row format against the slow one of naive_formats.h, byte for byte; error-prone rules also by hand.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -79,7 +78,7 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-// bf16 rows of very different sizes: what the cache hands to the formats.
+// bf16 rows of very different magnitudes, as the cache passes them to the formats.
 std::vector<float> random_row(std::mt19937& random, int width) {
   std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
   const int exponent = std::uniform_int_distribution<int>(-30, 30)(random);
@@ -90,13 +89,13 @@ std::vector<float> random_row(std::mt19937& random, int width) {
     if (kind == 0 && random() % 4 != 0) x = std::copysign(0.0f, x);     // sparse, both zeros
     if (kind == 1) x = std::ldexp(x, static_cast<int>(random() % 20));  // wide range inside a tile
     if (kind == 2)
-      x = naive::float_of(static_cast<std::uint32_t>(random()));  // any pattern at all, NaN and infinity too
+      x = naive::float_of(static_cast<std::uint32_t>(random()));  // any bit pattern, including NaN and infinity
     x = naive::round_bf16(x);
   }
   return out;
 }
 
-// The largest error a finite value may have: half a step of the format at that value.
+// The allowed error of a finite value: half a step of the format at that value.
 double half_step(const Case& c, int channel, double x, const naive::Row& row) {
   const double a = std::fabs(x), slack = a * 1e-6;
   const bool tailed = c.format == Format::fp8_tile64 || c.format == Format::fp8_row;
@@ -150,7 +149,7 @@ TEST_P(RowFormat, ErrorIsAtMostHalfAStep) {
     for (int ch = 0; ch < c.width; ++ch) {
       const double v = x[static_cast<std::size_t>(ch)];
       const bool e4m3_scale = c.format == Format::nvfp4 || c.format == Format::nvfp4_row;
-      if (e4m3_scale && std::fabs(v) > 448.0 * 6 * c.global) continue;  // beyond what the scale can say
+      if (e4m3_scale && std::fabs(v) > 448.0 * 6 * c.global) continue;  // beyond the largest scale
       ASSERT_LE(std::fabs(v - y[static_cast<std::size_t>(ch)]), half_step(c, ch, v, row))
           << "row " << i << " channel " << ch << " value " << v;
     }
@@ -166,7 +165,7 @@ TEST_P(RowFormat, NanStaysInItsChannelAndInfinityClamps) {
   const std::vector<float> clean_values = decode(c, clean);
   for (int at : {0, 1, c.width / 2, c.width - 1}) {
     std::vector<float> bad = x;
-    // Its own magnitude must not have set a scale, or that would change too.
+    // This channel must not have set a scale, or the scale would change too.
     if (std::fabs(x[static_cast<std::size_t>(at)]) >= 0.175f) continue;
     bad[static_cast<std::size_t>(at)] = kNan;
     const naive::Row row = encode(c, bad);
@@ -249,7 +248,6 @@ INSTANTIATE_TEST_SUITE_P(All, RowFormat,
                          case_name);
 
 // --- rules by hand
-// ------------------------------------------------------------------------------------------------------
 
 std::vector<float> row_of(int width, float at0) {
   std::vector<float> x(static_cast<std::size_t>(width));

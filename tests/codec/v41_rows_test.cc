@@ -1,5 +1,5 @@
-// V4.1's row formats: the corner cases of their specification with the bytes written out, the example row of
-// docs/formats.md, and recorded vectors of another implementation where they are at hand.
+// V4.1's row formats: the corner cases of their specification with bytes written out, the example row of
+// docs/formats.md, and recorded vectors of another implementation where they are available.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -51,7 +51,7 @@ using Bytes = std::vector<std::uint8_t>;
 // One group of 32 channels (two of 16) that begins with `first`; zeros follow.
 struct Group {
   std::vector<float> first;
-  Bytes fp8, fp8_scale, nvfp4, nvfp4_scale, mxfp4, mxfp4_scale;  // what the bytes begin with; empty: not told
+  Bytes fp8, fp8_scale, nvfp4, nvfp4_scale, mxfp4, mxfp4_scale;  // the first bytes; empty: not specified
 };
 
 const Group kGroups[] = {
@@ -103,7 +103,7 @@ TEST(RowsV41, InfinityReads2688AndNanReachesItsGroupOnly) {
   for (std::size_t c = 16; c < 32; ++c) EXPECT_EQ(codec::float_bits(y[c]), codec::kNanBits) << c;
 }
 
-// A group divided by its rounded scale: the product with the scale's reciprocal would cross a tie somewhere.
+// Each group is divided by its rounded scale; multiplying by the scale's reciprocal would cross a tie for some scale.
 TEST(RowsV41, EveryTieUnderEveryScaleGoesToTheEvenCode) {
   const float ties[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
   const int even[] = {0, 2, 2, 4, 4, 6, 6};
@@ -161,7 +161,7 @@ TEST(RowsV41, ExampleRow) {
   EXPECT_EQ(nvfp4.scale, scale);
 }
 
-// Two signs of one number and all its lower bits: rows of every bf16 value, read back and stored again, stay.
+// Rows of a number and its negative under all lower bits, for every bf16 value: decoded and stored again, they stay.
 TEST(RowsV41, ValuesReadBackAreFixedPoints) {
   for (const Format format : {Format::fp8_tile32, Format::nvfp4_row})
     for (std::uint32_t first = 0; first < 65536; first += 32) {
@@ -178,7 +178,6 @@ TEST(RowsV41, ValuesReadBackAreFixedPoints) {
 }
 
 // --- recorded vectors
-// ---------------------------------------------------------------------------------------------------
 
 struct Recorded {
   Format format;

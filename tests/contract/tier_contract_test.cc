@@ -1,4 +1,4 @@
-// What every tier promises (include/kv4/tier.h).
+// The promises of every tier (include/kv4/tier.h).
 #include <gtest/gtest.h>
 
 #include <map>
@@ -98,7 +98,7 @@ TYPED_TEST(TierContract, SameSaltHitsOtherMisses) {
   this->expect(record_id(1, 6), random_bytes(2, 100));
 }
 
-// None of the places goes back in time meanwhile (kv4/tier.h, 1a).
+// In this test no place returns to an older put (kv4/tier.h, 1a).
 TYPED_TEST(TierContract, NewestPutWins) {
   for (const std::int64_t length : {1000, 1000, 5, 9000, 0, 300}) {
     const std::vector<std::byte> payload = random_bytes(static_cast<std::uint64_t>(length) + 7, length);

@@ -1,4 +1,4 @@
-// The tiers of the contract suite, each with what it takes to make and to damage one.
+// The tiers of the contract suite, with code to make and to damage each.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -33,7 +33,7 @@ inline std::shared_ptr<const tier::RecordGuard> contract_guard(const char* tier,
   return std::make_shared<tier::RecordGuard>(tier::GuardOptions{tier, {CacheKey{std::byte{3}}}, protection, false});
 }
 
-/// A tier of somebody else's, whose records are protected.
+/// A foreign tier with protected records.
 struct GuardedPlace {
   static constexpr const char* kName = "guarded";
   static constexpr std::int64_t kTooLarge = 1 << 20;
@@ -69,7 +69,7 @@ struct DiskPlaceWith {
   tier::DiskTier store{disk, options(), std::make_shared<tier::SteadyClock>()};
 
   tier::Tier& tier() { return store; }
-  /// The first record of the store, whichever it is.
+  /// Damages the store's first record, whatever its id.
   void damage(const tier::RecordId&) {
     disk->damage("store/" + tier::segment_name(1), tier::kSegmentDataOffset + tier::kBlockBytes + 20, std::byte{1});
   }

@@ -64,7 +64,7 @@ def test_document_is_short():
 
 
 def test_figures_are_measured():
-    """What other people's kernels take is measured in the same run, as a row of its own, never typed beside one."""
+    """Times of other projects' kernels are rows measured in the same run, never typed in."""
     typed = re.compile(r"(FlashMLA|DeepGEMM|SGLang|vLLM)[^;\n]*\d")
     for path in (ROOT / "docs" / "figures").glob("*.json"):
         equal([row["note"] for row in json.loads(path.read_text())["rows"] if typed.search(row.get("note", ""))], [])

@@ -1,4 +1,4 @@
-// JSON nested deeper than the stack: an error like any other bad file. (Printing such a value recurses once per level.)
+// JSON nested deeper than the stack gives an error like any other bad file. (Printing such a value recurses per level.)
 #include <gtest/gtest.h>
 
 #include <cstddef>

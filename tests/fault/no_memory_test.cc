@@ -1,5 +1,5 @@
-// Every public call of a cache and of sessions while memory is refused: Error(out_of_memory), the cache as before, and
-// the call made again gives the same bytes as in a twin that was never refused anything.
+// Every public call of a cache and of sessions with refused memory: Error(out_of_memory), and the cache is unchanged.
+// The repeated call gives the same bytes as in a twin without refusals.
 #include <stdlib.h>
 
 #include <filesystem>
@@ -19,7 +19,7 @@
 namespace kv4::test {
 namespace {
 
-/// A folder of its own, gone at the end.
+/// A folder of its own, removed at the end.
 struct Folder {
   std::string path;
   Folder() {
@@ -41,7 +41,7 @@ CacheOptions cache_options() {
   return o;
 }
 
-/// Blocks that somebody has already.
+/// Blocks that the receiver has already.
 struct BlocksByKey : BlockSource {
   std::map<BlockKey, std::vector<std::byte>> blocks;
   bool get(const BlockKey& key, std::span<std::byte> out) override {
@@ -52,7 +52,7 @@ struct BlocksByKey : BlockSource {
   }
 };
 
-/// A cache, and what the calls of a script leave to each other.
+/// A cache, and results that later calls of a script use.
 struct World {
   small::SmallCache small{cache_options(), small::config(), true, make_cpu_backend(2)};
   KVCacheManager& cache = small.cache;
@@ -97,7 +97,7 @@ struct World {
 
   std::string state() {
     CacheStatus now = read_status(cache);
-    now.cache.times = {};  // which no two runs share
+    now.cache.times = {};  // they differ in every run
     std::string out_text = status_text({.model = "small", .status = std::move(now)});
     for (const RequestId request : cache.requests()) {
       const small::RequestState state = small::request_state(cache, request);
@@ -115,7 +115,7 @@ struct Line {
   std::function<void(World&)> call;
 };
 
-/// Runs each line in a world where its allocations are refused one after the other, and in one where none is.
+/// Runs each line in a world whose allocations are refused one after the other, and in one without refusals.
 void run_script(const std::vector<Line>& script) {
   World tested, twin;
   int refusals = 0;
@@ -133,7 +133,7 @@ void run_script(const std::vector<Line>& script) {
 }
 
 void expect_no_leak(const std::function<void()>& body) {
-  body();  // what is made once stays
+  body();  // one-time allocations stay
   const std::int64_t before = live_allocations();
   body();
   EXPECT_EQ(live_allocations(), before);
@@ -225,14 +225,14 @@ TEST(NoMemory, RequestsAndSteps) {
     add_request(script, "c", 3, 33);
     script.push_back({"fork", [](World& w) { w.requests["d"] = kNoRequest; },
                       [](World& w) { w.requests.at("d") = w.cache.fork(w.requests.at("a")).value(); }});
-    add_step(script, "d", 4, 2);  // it parts from its parent
+    add_step(script, "d", 4, 2);  // it diverges from its parent
     script.push_back({"rewind", {}, [](World& w) { w.cache.rewind(w.requests.at("d"), 71); }});
-    add_step(script, "d", 5, 20);  // of the open block a copy; what was kept is evicted
+    add_step(script, "d", 5, 20);  // copies the open block; evicts published blocks
     script.push_back(prepare("c", 3, 9));
     script.push_back({"abort", {}, [](World& w) { w.cache.abort(*w.step); }});
     script.push_back(release("c"));
     script.push_back(release("d"));
-    add_request(script, "e", 2, 60);  // finds a part of what "b" left, or makes room
+    add_request(script, "e", 2, 60);  // finds a part of the blocks of "b", or makes room
     script.push_back({"admit without a prompt", [](World& w) { w.requests["f"] = kNoRequest; },
                       [](World& w) { w.requests.at("f") = w.cache.admit().value(); }});
     add_step(script, "f", 6, 17);
@@ -478,7 +478,7 @@ INSTANTIATE_TEST_SUITE_P(Protections, NoMemorySessions,
                            return std::string(protection.param ? to_string(*protection.param) : "none");
                          });
 
-// A save that failed leaves no file behind.
+// A failed save leaves no file behind.
 TEST(NoMemory, NoFileOfAFailedSaveStays) {
   World world;
   world.requests["a"] = world.small.request(1, 40);
@@ -517,7 +517,7 @@ TEST(NoMemory, StatusFolder) {
           world.status.emplace(world.cache, std::move(path), StatusOptions{.interval = std::chrono::milliseconds(0)});
         },
         [&] { EXPECT_EQ(world.state(), before); });
-    bool published = false;  // it says false, and goes on
+    bool published = false;  // publish() returns false and continues
     for (std::int64_t n = 1; !published && !testing::Test::HasFailure(); n = next_allocation(n))
       EXPECT_FALSE(
           call_without(n, Refused::all_later, Threads::own, [&] { published = world.status->publish(); }).threw);
@@ -527,7 +527,7 @@ TEST(NoMemory, StatusFolder) {
   });
 }
 
-// The C interface: a status, never an exception.
+// The C interface returns a status and never throws.
 TEST(NoMemory, CInterface) {
   kv4_model* model = nullptr;
   kv4_status status = KV4_OK;

@@ -1,5 +1,5 @@
-// Tiers whose memory is refused, in any thread: fewer hits and failed puts, never other bytes, and everything works
-// again afterwards.
+// Tiers with refused memory in any thread: fewer hits and failed puts, never wrong bytes, and everything works again
+// afterwards.
 #include <stdlib.h>
 
 #include <algorithm>
@@ -56,7 +56,7 @@ struct Stack {
       : tiers(tiers_in), tiered(small.cache, tiers, {.load_bytes = 1 << 20, .save_bytes = 1 << 20}) {}
   Prompt prompt() const { return {ids, 0, {}, {}}; }
 
-  /// The prompt's request, with what is there of it.
+  /// Computes the missing part of the prompt; returns its request.
   RequestId compute() {
     const Admission admitted = small.cache.admit(prompt()).value();
     while (const auto left = static_cast<std::int32_t>(kTokens - small.cache.length(admitted.request)))
@@ -70,7 +70,7 @@ bool all_kept(const std::vector<tier::FlushStatus>& statuses) {
                       [](tier::FlushStatus status) { return status == tier::FlushStatus::failed; });
 }
 
-/// What no tier has touched.
+/// The reference, which no tier has touched.
 small::SmallCache& alone() {
   static small::SmallCache cache{cache_options(), small::config(), true, make_cpu_backend()};
   return cache;
@@ -80,7 +80,7 @@ RequestId request_alone() {
   return request;
 }
 
-/// Fewer than next_allocation(): each takes a stack of its own.
+/// Fewer steps than next_allocation(), because each try builds a stack of its own.
 std::int64_t next_try(std::int64_t n) {
   static const bool all = std::getenv("KV4_TEST_LONG") != nullptr;
   return all || n < 24 ? n + 1 : n + 1 + n / 4;
@@ -142,7 +142,7 @@ TEST_P(NoMemoryTiers, Saves) {
                      (void)first.tiered.save(64);
                      (void)first.tiers.flush(in(200ms));
                    }).happened;
-        // A flush tells of puts that failed before it; they are offered again.
+        // A flush reports puts that failed before it; save_all() offers them again.
         const tier::Deadline end = in(20s);
         do ASSERT_TRUE(first.tiered.save_all(end));
         while (!all_kept(first.tiers.flush(end)));
@@ -175,7 +175,7 @@ TEST_P(NoMemoryTiers, Loads) {
         (void)stack.tiered.load(stack.prompt(), in(2s));
         (void)tiers.report();
       });
-      // A tier that failed for memory is left alone for a while, and then asked again.
+      // A tier that failed for memory is skipped for a while, then asked again.
       std::int64_t kept = 0;
       for (const tier::Deadline end = in(20s); kept < kBlocks && std::chrono::steady_clock::now() < end;) {
         (void)stack.tiered.load(stack.prompt(), in(20s));
@@ -189,7 +189,7 @@ TEST_P(NoMemoryTiers, Loads) {
     }
 }
 
-// The request is there, as if nothing had been refused, or it is not and the call can be made again.
+// Either the request is admitted as without refusals, or it is not and the call can be repeated.
 TEST_P(NoMemoryTiers, Admits) {
   const Folder folder;
   Tiers tiers(schema(), options(folder.path));
@@ -214,7 +214,7 @@ TEST_P(NoMemoryTiers, Admits) {
   }
 }
 
-/// Makes the call until none of its allocations is refused, `n` the one that is; it may go well without it.
+/// Repeats the call, refusing its n-th allocation, until no allocation is refused; the call may succeed with a refusal.
 void refuse_in_turn(const char* name, const std::function<void()>& call) {
   SCOPED_TRACE(name);
   for (const Refused refused : {Refused::all_later, Refused::one})
@@ -222,7 +222,7 @@ void refuse_in_turn(const char* name, const std::function<void()>& call) {
       if (!call_without(n, refused, Threads::own, call).happened) break;
 }
 
-// Each call by itself, in the thread that drives the cache.
+// Each call alone, in the thread that drives the cache.
 TEST_P(NoMemoryTiers, EveryCall) {
   const Folder folder;
   Tiers tiers(schema(), options(folder.path));
@@ -243,7 +243,7 @@ TEST_P(NoMemoryTiers, EveryCall) {
   Stack second(tiers);
   std::optional<PrefixLoad> load;
   refuse_in_turn("start_load", [&] { load.emplace(second.tiered.start_load(second.prompt(), in(20s))); });
-  load.reset();  // what was refused memory has given up a part of it
+  load.reset();  // the refused load has given up some of its records
   load.emplace(second.tiered.start_load(second.prompt(), in(20s)));
   for (bool done = false; !done;) refuse_in_turn("advance", [&] { done = done || load->advance(); });
   refuse_in_turn("of a load", [&] { EXPECT_LE(load->brought_blocks(), load->wanted_blocks()); });
@@ -268,7 +268,7 @@ tier::StoreOptions store_options(const std::string& directory) {
   return o;
 }
 
-// A put that memory was refused for has failed, and may have written all the same: a later remove counts for that, too.
+// A put that fails for want of memory may have written all the same: a later remove covers that record, too.
 TEST(NoMemoryStore, WhatAPutLeftBehindIsRemovedWithItsKey) {
   const std::unique_ptr<tier::FileSystem> files = tier::make_posix_file_system();
   const tier::RecordId id = record_id(1);
@@ -299,7 +299,7 @@ TEST(NoMemoryStore, WhatAPutLeftBehindIsRemovedWithItsKey) {
       ASSERT_TRUE(store->flush());
       EXPECT_TRUE(store->close());
       store.reset();
-      std::filesystem::remove(folder.path + "/" + std::string(tier::kCheckpointName));  // all is read anew
+      std::filesystem::remove(folder.path + "/" + std::string(tier::kCheckpointName));  // forces a full read
       store = tier::DiskStore::open(*files, options);
       EXPECT_EQ(get(*store, id).status, tier::GetStatus::missing);
       for (std::size_t i = 1; i < batch.size(); ++i) {

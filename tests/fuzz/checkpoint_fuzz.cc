@@ -1,5 +1,5 @@
 // Any bytes as a checkpoint of an index: refused, or records that lie inside their segments. The input's first byte
-// says whether digests are made right, so that the fuzzer gets behind them.
+// decides whether digests are made to fit, so that the fuzzer gets past them.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

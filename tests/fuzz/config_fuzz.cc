@@ -11,7 +11,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::string_view json(reinterpret_cast<const char*>(data), size);
   try {
     const kv4::ModelConfig config = kv4::parse_model_config(json);
-    kv4::validate(config);  // what parse returns is valid
+    kv4::validate(config);  // a parsed config is valid
     try {
       const kv4::CacheSchema schema = kv4::build_schema(config, kv4::CacheOptions{});
       (void)kv4::plan_memory(schema);

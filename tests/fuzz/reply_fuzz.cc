@@ -1,5 +1,5 @@
-// Any bytes as a server's replies, in pieces of any size: what passes the gate is within its limits and hiredis parses
-// it; the pieces make no difference; nothing else.
+// Any bytes as a server's replies, in pieces of any size: an accepted reply is within the gate's limits and hiredis
+// parses it; the pieces make no difference; nothing else.
 #include <hiredis/hiredis.h>
 
 #include <algorithm>
@@ -60,7 +60,7 @@ Outcome read(const char* data, std::size_t size, std::size_t piece) {
     at += taken;
     if (verdict == ReplyGate::Verdict::more) continue;
     void* object = nullptr;
-    if (redisReaderGetReply(reader.get(), &object) != REDIS_OK) {  // a number that only the gate can read: "007"
+    if (redisReaderGetReply(reader.get(), &object) != REDIS_OK) {  // numbers that only the gate can read: "007"
       out.refused = true;
       return out;
     }

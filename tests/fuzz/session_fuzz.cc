@@ -1,5 +1,5 @@
-// Any bytes as a session: refused with an Error, or a session that encodes to the same bytes; never a cache that has
-// changed all the same. The first byte chooses the way in:
+// Any bytes as a session: refused with an Error and without a change of the cache, or a session that encodes to the
+// same bytes. The first byte selects the entry point:
 //   even  the rest is a file, as it is
 //   odd   the rest is the payload of a session's own record, sealed with digests and a key that fit
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 using namespace kv4;
 
-/// One file that is only read.
+/// A file that is only read.
 class BytesFile : public tier::File {
  public:
   explicit BytesFile(std::span<const std::byte> bytes) : bytes_(bytes) {}
@@ -68,7 +68,7 @@ class OneFile : public tier::FileSystem {
   std::span<const std::byte> bytes_;
 };
 
-/// Windows and blocks of eight tokens, rows of 16 bf16: sessions of it are a few hundred bytes.
+/// Windows and blocks of eight tokens, rows of 16 bf16: its sessions have a few hundred bytes.
 KVCacheManager& cache() {
   static const std::unique_ptr<KVCacheManager> made = [] {
     ModelConfig config;
@@ -108,7 +108,7 @@ void as_file(std::span<const std::byte> bytes) {
   try {
     SessionFileSource source(files, "session");
     checks::read_session_rows(source, {}, [](const checks::DecodedRow& row) {
-      double sum = 0;  // every number is looked at
+      double sum = 0;  // reads every number
       for (const float value : row.values) sum += value;
       volatile double seen = sum;
       (void)seen;

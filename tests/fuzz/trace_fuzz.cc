@@ -1,5 +1,5 @@
-// Any bytes as a trace: refused with an Error, or a trace that keeps what its header promises. The same for generated
-// ones: the first bytes are their seed and number.
+// Any bytes as a trace: refused with an Error, or a trace that keeps the promises of its header. The same for generated
+// traces: the first bytes are their seed and number.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -42,7 +42,7 @@ void check_trace(const Trace& trace) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  // The reader takes a path: a file in memory has one.
+  // The reader takes a path, so the bytes go into a file in memory.
   static const int file = ::memfd_create("trace", MFD_CLOEXEC);
   static const std::string path = "/proc/self/fd/" + std::to_string(file);
   check(::ftruncate(file, 0) == 0 && ::pwrite(file, data, size, 0) == static_cast<ssize_t>(size));

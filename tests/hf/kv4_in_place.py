@@ -1,9 +1,9 @@
 """A pytest plugin: transformers' own tests of DeepSeek-V4 with a Kv4Cache wherever they would get a DynamicCache.
 
-KV4_HF_WAY      stock: nothing is changed; unmodified: a Kv4Cache; accelerated: the same, and attention by kv4
-KV4_HF_RESULTS  where outcomes go, a JSON object {test: "passed", "failed" or "skipped"}
+KV4_HF_WAY      stock: no change; unmodified: a Kv4Cache; accelerated: the same, and attention by kv4
+KV4_HF_RESULTS  file for the outcomes, a JSON object {test: "passed", "failed" or "skipped"}
 
-Caches that tests make and pass themselves stay as they are. Rows and keys are bf16, the widest format there is.
+Caches that tests make and pass themselves are not replaced. Rows and keys are bf16, the widest format.
 """
 import functools
 import json
@@ -42,7 +42,7 @@ def put_in_place():
     strict = kv4_cache.whole_model
 
     def whole_model(model, call):
-        """Tests also run the DeepseekV4Model alone, of which Kv4Cache refuses to be made."""
+        """Tests also run the DeepseekV4Model alone, for which Kv4Cache refuses to be made."""
         return SimpleNamespace(model=model, config=model.config) if isinstance(model, DeepseekV4Model) else strict(model, call)
 
     kv4_cache.whole_model = attention.whole_model = whole_model

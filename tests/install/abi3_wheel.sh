@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel that serves Python 3.12 and all later versions, and runs it in each of these that is here.
+# Builds the wheel that serves Python 3.12 and all later versions, and runs it in each of these that is installed.
 #   tests/install/abi3_wheel.sh --list      those Pythons that have their headers; status 1 without any
 #   tests/install/abi3_wheel.sh PYTHON...
 set -euo pipefail

@@ -58,7 +58,7 @@ eval "flags=($(pkg-config --cflags --libs kv4))"
 "$cxx" -std=c++20 "$here/consumer.cc" -o "$temp/by_pkg_config" "${flags[@]}" || fail "the consumer does not build with pkg-config"
 LD_LIBRARY_PATH="$libdir" "$temp/by_pkg_config" || fail "the consumer built with pkg-config failed ($?)"
 
-# What the README shows, word for word: its first program in C++, and its lines of C.
+# The README's code, word for word: its first program in C++, and its lines of C.
 echo "README"
 block() { awk -v fence='```'"$1" '$0 == fence && !seen { on = seen = 1; next } $0 == "```" { on = 0 } on' "$here/../../README.md"; }
 block cpp >"$temp/readme.cc"

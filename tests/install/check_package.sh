@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the Debian package of a build and looks at it: metadata, files, and that the tool runs from an unpacked copy.
+# Makes the Debian package of a build and checks its metadata, its files, and that the tool runs from an unpacked copy.
 #   tests/install/check_package.sh BUILD_DIR
 set -euo pipefail
 build="$(cd "${1:?usage: check_package.sh BUILD_DIR}" && pwd)"

@@ -47,14 +47,14 @@ int main() {
   cache.commit(*step);
   if (cache.length(*request) != 3 || cache.token_ids(*request) != tokens) return 5;
 
-  // An exception of the library is caught by its type across the library's border.
+  // An exception of the library is caught by its type across the library's boundary.
   try {
     cache.release(12345);
     return 6;
   } catch (const kv4::Error& error) {
     if (error.code() != kv4::ErrorCode::bad_argument || std::strlen(error.what()) == 0) return 7;
   }
-  // What a cache keeps goes on in tiers.
+  // Tiers keep the cache's blocks.
   options.prefix.enabled = true;
   kv4::KVCacheManager kept(config, options, kv4::make_cpu_backend(1));
   kv4::Tiers tiers(kept.schema(), {.host_bytes = 1 << 20});
@@ -65,7 +65,7 @@ int main() {
   if (tiered.save(1) != 0 || !tiered.save_all(soon) || tiered.statistics().dropped != 0) return 9;
   if (tiers.flush(soon).front() != kv4::tier::FlushStatus::kept || tiers.report().front().name != "host") return 10;
   kv4::set_log_sink({});
-  // What others may see of it; there is no such folder.
+  // The published status; there is no such folder.
   if (kv4::read_status(cache, &tiers).requests.size() != 1) return 11;
   try {
     kv4::StatusFolder(cache, "/no/such/folder").publish();

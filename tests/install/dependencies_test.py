@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Which packages tools/install_dependencies asks apt for, with dpkg and apt pretended. Last line: `N passed, N failed`."""
+"""The packages that tools/install_dependencies installs, with simulated dpkg and apt.
+
+Last line: `N passed, N failed`.
+"""
 import os
 import subprocess
 import sys
@@ -10,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cli"))
 from tool import equal, run_tests  # noqa: E402
 
-# State and name of the packages that are there, as dpkg-query prints them; everything else is a tool that fails.
+# State and name of installed packages, as dpkg-query prints them; all other tools fail.
 DPKG_QUERY = """#!/bin/bash
 cat "$INSTALLED"
 """
@@ -20,7 +23,7 @@ echo "$*" >>"$ASKED"
 
 
 def asked(group, *installed):
-    """The packages that apt-get is asked to install, and the flags it is asked with; none and none where it is not called."""
+    """The packages and flags of the call of apt-get; none and none without a call."""
     with tempfile.TemporaryDirectory() as temp:
         temp = Path(temp)
         (temp / "bin").mkdir()
@@ -42,7 +45,7 @@ def asked(group, *installed):
 
 
 def test_run_asks_for_what_it_builds_with():
-    """Neither for what tests need, nor for upgrades of what is there."""
+    """Asks neither for packages of tests nor for upgrades of installed ones."""
     packages, flags = asked("run")
     assert {"g++", "cmake", "libhwy-dev", "libfmt-dev", "libcli11-dev"} <= packages, packages
     assert not packages & {"libgtest-dev", "python3", "python3-dev", "redis-server", "clang-14", "chromium"}, packages
@@ -55,7 +58,7 @@ def test_groups_contain_each_other():
 
 
 def test_what_is_there_is_left_alone():
-    """Also what its owner holds back, or has marked for removal."""
+    """Also accepts packages that the user holds back or has marked for removal."""
     packages, _ = asked("run", "ii libhwy-dev", "hi libfmt-dev", "ri libssl-dev", "rc zlib1g-dev")
     assert not packages & {"libhwy-dev", "libfmt-dev", "libssl-dev"}, packages
     assert "zlib1g-dev" in packages, packages  # removed, only its configuration is left

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Does what README says, word for word, in a fresh copy of the tree, as somebody who has just logged in; then the tutorials.
+"""Follows README word for word in a fresh copy of the tree and a fresh login environment; then the tutorials.
 
     tests/install/first_day.py
 
-Every ```sh``` block of README is run in the order of the text, but for ./test. README's first program is engine.cc, and its
-lines of CMake are the project that builds it. The Python module is installed by README's command, without CUDA, and README's
+Every ```sh``` block of README except ./test is run in the order of the text. README's first program is engine.cc, and
+its lines of CMake are the project that builds it. README's command installs the Python module, without CUDA. README's
 lines of Python are run with it in the environment that docs/python.md activates.
 """
 import re
@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "tutorial"))
 from run_tutorial import reader, run_tutorial  # noqa: E402
 
-TIMEOUT_S = 7200  # a build takes three minutes on two idle cores, and ten times as long beside others
+TIMEOUT_S = 7200  # a build takes three minutes on two idle cores, and ten times as long on busy ones
 
 
 def copy_tree(to):
-    """What a clone would have: neither builds nor what git ignores."""
+    """Copies the files of a clone: no builds and no ignored files."""
     to.mkdir()
     files = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
                            stdout=subprocess.PIPE).stdout

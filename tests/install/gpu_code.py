@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the GPU code that a built library carries with what the documents say of it.
+"""Compares the GPU code in a built library with the documents.
 
     tests/install/gpu_code.py BUILD_DIR/lib/libkv4.so
     tests/install/gpu_code.py --list BUILD_DIR/lib/libkv4.so      status 1: it was built without CUDA
@@ -19,7 +19,7 @@ HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of the header, bytes of
 ENTRY = struct.Struct("<HHIQ")   # kind, version, bytes of the entry's header, bytes of the code behind it
 ARCHITECTURE_AT = 28             # of an entry's header: 32 bits, 90 for sm_90a
 KINDS = {1: "PTX", 2: "code"}
-#: What the documents say there is: (document, kind, words with the architecture).
+#: The documents' statements: (document, kind, words with the architecture).
 SAID = [
     ("README.md", "code", r"code for sm_(\d+)a, PTX for"),
     ("README.md", "PTX", r"PTX for sm_(\d+), which newer GPUs compile"),
@@ -30,7 +30,7 @@ SAID = [
 
 
 def carried(library):
-    """(kind, architecture) -> how many source files have it; empty: no GPU code."""
+    """(kind, architecture) -> number of source files with it; empty: no GPU code."""
     sections = subprocess.run(["readelf", "-SW", library], check=True, capture_output=True, text=True).stdout
     found = re.search(r"\.nv_fatbin\s+PROGBITS\s+\w+\s+(\w+)\s+(\w+)", sections)
     if not found:

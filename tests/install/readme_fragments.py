@@ -3,7 +3,7 @@
 
     tests/install/readme_fragments.py COMPILER FLAG...       syntax only
 
-What a part takes from its surroundings is declared here. A line that begins with `...` stands for code that is left out.
+The names that a part uses from its surroundings are declared here. A line that begins with `...` is omitted code.
 """
 import re
 import subprocess
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 README = Path(__file__).resolve().parents[2] / "README.md"
-#: By the order of the text: what stands before main(), and the parameters of the function that holds the part.
+#: In the order of the text: the code before main(), and the parameters of the function around the part.
 SURROUNDINGS = [
     ('#include "kv4/kv_cache_manager.h"', "kv4::CacheOptions options, void* stream, kv4::Expected<kv4::Step> step"),
     ("", "kv4::KVCacheManager& cache, const kv4::Prompt& prompt, kv4::tier::Deadline deadline"),

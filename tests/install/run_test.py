@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What ./run decides about CUDA where there is no driver, with the build pretended. Last line: `N passed, N failed`."""
+"""./run's decision about CUDA without a driver, with a simulated build. Last line: `N passed, N failed`."""
 import os
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ if [[ $1 == --folder ]]; then echo build; else echo "KV4_CUDA=${KV4_CUDA:-}" >>a
 
 
 def run(configured=None, **environment):
-    """Of a tree whose build was configured with this KV4_CUDA (none: there is no build): what ./run prints, and what it builds with."""
+    """./run's output and its KV4_CUDA, in a tree whose build was configured with this KV4_CUDA (none: no build)."""
     if any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
         raise Skipped("there is a driver")
     with tempfile.TemporaryDirectory() as tree:

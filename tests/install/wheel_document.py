@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Does what docs/python.md says of a wheel that was built, in a virtual environment that is active.
+"""Follows docs/python.md on a built wheel, in an active virtual environment.
 
     tests/install/wheel_document.py PYTHON WHEELS      of the environment; the folder that tools/build_wheel filled
 
-Every line of the text's block is run but the first, which built it. kv4 is installed afterwards.
+Runs every line of the text's block except the first, which builds the wheel. kv4 is then installed.
 """
 import re
 import subprocess

@@ -19,7 +19,7 @@ constexpr std::uint32_t kSeed = 20261118;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-/// Rows of a window: kv and gate as fp32, one bias for all.
+/// Rows of a window: kv and gate as fp32, one bias for all of them.
 struct Window {
   int width;
   std::vector<std::vector<float>> kv, gate;
@@ -64,7 +64,7 @@ double mean_of(const Window& window, std::size_t c) {
 }
 
 std::vector<float> folded(const Window& window, int count, ops::RowType type = ops::RowType::f32) {
-  std::vector<float> acc(static_cast<std::size_t>(3 * window.width), kNan);  // what is there before does not count
+  std::vector<float> acc(static_cast<std::size_t>(3 * window.width), kNan);  // old contents do not count
   const std::vector<ops::SourceRow> rows = window.rows(type);
   ops::fold_rows(OneLane{}, window.width, rows.data(), count, true, acc.data());
   return acc;
@@ -144,7 +144,7 @@ TEST(CompressRow, ElementsAreReadByType) {
 
 TEST(CompressRow, SquaresAreAddedByPairs) {
   float tmp[4];
-  const float ordered[4] = {4096, 0, 1, 1};  // one after the other: 2^24
+  const float ordered[4] = {4096, 0, 1, 1};  // summed in order: 2^24
   EXPECT_EQ(ops::square_sum(OneLane{}, ordered, 4, tmp), 16777218.0f);
   const float three[3] = {3, 4, 12};  // a missing one is 0
   EXPECT_EQ(ops::square_sum(OneLane{}, three, 3, tmp), 169.0f);

@@ -66,7 +66,7 @@ TEST(ExpandStep, TokensGetPositionsAndBlocks) {
 TEST(ExpandStep, EntriesThatAreThereGoToTheDummyBlock) {
   Tables tables;
   ops::StepRecord item = item_of(0, 3, 4, 0);
-  item.block = 5;  // entries of positions 0 .. 4 are kept
+  item.block = 5;  // positions 0 .. 4 go to the dummy block
   const std::int32_t blocks[] = {55, 55, 11, 11};
   for (std::int32_t i = 0; i < 4; ++i) EXPECT_EQ(ops::token_record(tables.desc(), item, i).block, blocks[i]) << i;
 }
@@ -84,7 +84,7 @@ TEST(ExpandStep, PaddingStaysPadding) {
   padding.first_token = 2;
   padding.count = 3;
   ops::StepTableDesc desc = tables.desc();
-  desc.block_table += 3;  // what lies before the table, at row -1, is not read
+  desc.block_table += 3;  // memory before the table, at row -1, is not read
   const ops::StepRecord token = ops::token_record(desc, padding, 4);
   EXPECT_TRUE(token.padded());
   EXPECT_EQ(token.position, 2);

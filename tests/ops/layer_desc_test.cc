@@ -1,4 +1,4 @@
-// The plain descriptions of a schema's layers: what each says, and that no two name the same byte.
+// The plain descriptions of a schema's layers: their contents, and that no two name the same byte.
 #include "ops/layer_desc.h"
 
 #include <gtest/gtest.h>

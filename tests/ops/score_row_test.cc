@@ -1,4 +1,4 @@
-// Index scores: exact group sums, the order in which sums are made, and the order of scores.
+// Index scores: exact group sums, the order of sums, and the order of scores.
 #include "ops/score_row.h"
 
 #include <gtest/gtest.h>

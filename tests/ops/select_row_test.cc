@@ -19,14 +19,14 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 std::vector<std::int64_t> selected(const std::vector<float>& scores, std::int64_t k) {
-  std::vector<std::uint32_t> histogram(ops::kSelectBins, 77);  // what is there before does not count
+  std::vector<std::uint32_t> histogram(ops::kSelectBins, 77);  // old contents do not count
   std::vector<std::int64_t> out;
   ops::select_best(scores.data(), static_cast<std::int64_t>(scores.size()), k, histogram.data(),
                    [&](std::int64_t i) { out.push_back(i); });
   return out;
 }
 
-/// NaN after all numbers, of equal ones the smaller index first.
+/// NaN after all numbers; among equal scores, the smaller index first.
 std::vector<std::int64_t> sorted_best(const std::vector<float>& scores, std::int64_t k) {
   std::vector<std::int64_t> all(scores.size());
   std::iota(all.begin(), all.end(), 0);
@@ -68,7 +68,7 @@ TEST(SelectRow, NanIsTakenLast) {
 }
 
 TEST(SelectRow, EveryDigitDecides) {
-  // Scores that differ in one bit only: bits of all three digits, and of neighbours across their borders.
+  // Scores that differ in only one bit: bits of all three digits, and of neighbours across their borders.
   for (int bit = 0; bit < 31; ++bit) {
     const float low = codec::bits_float(0x3F800000u & ~(1u << bit)), high = codec::bits_float(0x3F800000u | 1u << bit);
     const std::int64_t best = low > high || std::isnan(high) ? 0 : 1;

@@ -1,4 +1,4 @@
-// attend's kernels, each by itself.
+// attend's kernels, each on its own.
 #include "parity/attend_problem.cuh"
 
 namespace {
@@ -263,8 +263,8 @@ TEST_F(AttendKernel, TheSameTwice) {
   EXPECT_EQ(problem.run().out, problem.run().out);
 }
 
-// More tokens than CTAs run at once, so that each CTA takes several work tiles: long and short tokens, padded tokens,
-// two head tiles, more work tiles than a CTA knows at a time.
+// More tokens than CTAs run at once, so that each CTA takes several work tiles: long, short and padded tokens, two head
+// tiles, and more work tiles than a CTA stores at a time.
 TEST_F(AttendKernel, PersistentCtas) {
   if (!is_hopper()) GTEST_SKIP() << "the tuned kernels are for Hopper";
   Case c = entries_case(4, 0);

@@ -1,16 +1,16 @@
-// attend's kernels for many tokens of one request, whose rows are mostly the same.
+// attend's kernels for many tokens of one request, which share most of their rows.
 #include "parity/attend_problem.cuh"
 
 namespace {
 
 /// Requests with odd numbers of tokens, so that some token pairs span two requests; chunks that begin inside the
-/// window, after it and with nothing; rows in the ring and in the scratch; padded tokens; a window cut short.
+/// window, after it and at position 0; rows in the ring and in the scratch; padded tokens; a shortened window.
 const std::vector<Request> kChunks = {{250, 41, false}, {0, 33, false},   {0, 0}, {9, 2}, {100, 51, false, 70},
                                       {300, 1},         {400, 37, false}, {0, 0}, {0, 0}, {77, 1}};
 
 class AttendKernelPrefill : public AttendKernel {
  protected:
-  /// With all heads into fp32, with few heads into bf16 after a wrong speculation, and then without a sink over other
+  /// Runs all heads into fp32, few heads into bf16 after a wrong speculation, and then without a sink over other
   /// windows.
   void run_chunks(Case& c, std::initializer_list<int> windows) {
     c.requests = kChunks;
@@ -43,7 +43,7 @@ TEST_F(AttendKernelPrefill, TokenPairs) {
     run(c);
     c.heads = 1;
     c.requests = {
-        {200, 2005, false}, {0, 0}, {70, 900, false}};  // many work tiles, of more tokens than a CTA knows at a time
+        {200, 2005, false}, {0, 0}, {70, 900, false}};  // many work tiles, of more tokens than a CTA stores at a time
     if (ratio != 4) run(c);
   }
 }

@@ -36,7 +36,7 @@ cuda::AttendSplit in_memory(int kv_splits, bool cta_pair = false) {
 cuda::AttendSplit small_batch(int heads, int kv_splits, int stages) {
   return {cuda::AttendKernel::small_batch, kv_splits, 1, false, heads, stages};
 }
-/// For kernels that do not split rows.
+/// The split of kernels that do not split rows.
 cuda::AttendSplit unsplit_by(cuda::AttendKernel kernel, int channel_splits = 1) { return {kernel, 1, channel_splits}; }
 
 /// A host array and its copy on the device.
@@ -125,7 +125,7 @@ struct Case {
   std::vector<Request> requests;  // of the step; count 0: a padded token
   int window = 128;
   int ratio = 0;       // 0: no entries
-  int chosen = 0;      // 0: all that are visible
+  int chosen = 0;      // 0: all visible ones
   int page_rows = 32;  // entries of a block
   int align = 64;
   bool sink = true, inverse_rope = false;
@@ -133,13 +133,13 @@ struct Case {
   float q_size = 2.0f;
   int least_exponent = 0, most_exponent = 0;    // a row is multiplied by a power of two between these
   std::optional<cuda::AttendSplit> split = {};  // instead of the one that attend selects
-  int workspace_ctas = 0;                       // CTAs that have a place in the workspace
+  int workspace_ctas = 0;                       // CTAs with a place in the workspace
   bool late_records = false;                    // written while attend may already have started
   int slot_window = 0, slot_entries = 0;        // lists of this length replace the step's rows
   unsigned seed = 1;
 };
 
-/// Lets the next kernel start long before the records are written.
+/// Lets the next kernel start long before it writes the records.
 __global__ void write_late(const ops::StepRecord* from, ops::StepRecord* to, int count) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -251,7 +251,7 @@ class Problem {
       p.workspace = workspace.there();
       p.workspace_bytes = workspace_bytes;
     }
-    // From here on the host does not wait for the GPU: a wait would let late records arrive in time.
+    // From here on the host does not wait for the GPU, because late records would then arrive in time.
     if (c_.late_records) {
       p.step.tokens = late_records.there();
       write_late<<<1, 32>>>(records.there(), late_records.there(), num_tokens());
@@ -315,7 +315,7 @@ class Problem {
   }
 
  private:
-  /// Records of the same pools, but each of another token.
+  /// Records of the same pools, each of another token.
   std::vector<ops::StepRecord> other_records() const {
     std::vector<ops::StepRecord> others = records_;
     std::rotate(others.begin(), others.begin() + 1, others.end());
@@ -485,7 +485,7 @@ class Problem {
   std::vector<float> q_, sink_;
   std::vector<ops::StepRecord> records_;
   std::vector<std::int32_t> table_, begins_, chosen_, window_slots_, entry_slots_, entry_lens_;
-  std::vector<std::vector<RowPlace>> places_;  // [token] rows it sees
+  std::vector<std::vector<RowPlace>> places_;  // [token] visible rows
 };
 
 class AttendKernel : public testing::Test {
@@ -498,8 +498,8 @@ class AttendKernel : public testing::Test {
     Problem problem(c);
     problem.check(problem.run());
   }
-  /// Makes a row that a token sees NaN (-1: its last row). The output of all tokens that see it must become NaN, and no
-  /// other may change.
+  /// Makes a row that a token sees NaN (-1: its last row). The output of all tokens that see the row must become NaN;
+  /// no other output may change.
   static void spoil_row(const Case& c, int token, int row) {
     SCOPED_TRACE(testing::Message() << "row " << row << " of token " << token << " spoilt");
     Problem problem(c);

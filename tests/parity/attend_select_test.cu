@@ -1,5 +1,5 @@
-// The selection of attend's kernels, on the host: it needs no GPU. A GPU is a list of GPCs, and a cluster fits into
-// one.
+// The selection of attend's kernels on the host; no GPU is needed. A GPU is described by its GPCs, and a cluster fits
+// into one.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -17,7 +17,7 @@ using namespace kv4;
 using cuda::AttendKernel;
 using cuda::AttendSplit;
 
-/// SMs of each GPC.
+/// SMs per GPC.
 cuda::AttendGpu make_gpu(std::initializer_list<int> gpcs) {
   cuda::AttendGpu gpu;
   gpu.is_sm90 = true;
@@ -145,7 +145,7 @@ TEST(AttendSelect, FewTokensAreASmallBatch) {
             (AttendSplit{AttendKernel::small_batch, 8, 1, false, 8, 1}));  // 640 rows: 80 in each split
 }
 
-/// For any number of heads: a list that is too long for a cluster, with a workspace.
+/// For any number of heads: a list too long for a cluster, with a workspace.
 TEST(AttendSelect, ALongListIsCombinedInMemory) {
   for (const int heads : {64, 128}) {
     SCOPED_TRACE(testing::Message() << heads << " heads");

@@ -1,5 +1,5 @@
-// Features that only a GPU has: graphs, streams, its own memory. Bytes are compared with a cache on the CPU that ran
-// the same steps one by one.
+// Features that only a GPU has: graphs, streams, its own memory. The bytes are compared with a cache on the CPU that
+// ran the same steps one by one.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -89,7 +89,7 @@ std::vector<LayerInputs> inputs_of(TwinCaches& t, const Step& step) {
   return out;
 }
 
-// A step of all layers, appended without any wait of the host.
+// A step of all layers, appended without a host wait.
 void run_queued(TwinCaches& t, FixedInputs& fixed, cudaStream_t stream, const std::vector<Work>& work) {
   const Step step = t.prepare(work).value();
   std::vector<LayerInputs> inputs = inputs_of(t, step);
@@ -101,9 +101,8 @@ void run_queued(TwinCaches& t, FixedInputs& fixed, cudaStream_t stream, const st
 }
 
 // --- graphs
-// ---------------------------------------------------------------------------------------------------------------
 
-// A graph of all layers' appends of a step of one shape, and of two gathers of each compressing layer.
+// A graph of all layers' appends in a step of one shape, and of two gathers in each compressing layer.
 class StepGraph {
  public:
   StepGraph() = default;
@@ -117,7 +116,7 @@ class StepGraph {
 
   bool captured() const { return exec_ != nullptr; }
 
-  // In an open step of the shape; the inputs have been filled once.
+  // Captures in an open step of the shape; the inputs have been filled once.
   void capture(TwinCaches& t, const Step& step, cudaStream_t stream) {
     const std::vector<const LayerCacheSchema*> layers = t.layers(step);
     const std::int64_t items = step.num_items, window = t.cpu.cache.schema().config.window + 4;
@@ -167,8 +166,8 @@ class StepGraph {
   cudaGraphExec_t exec_ = nullptr;
 };
 
-// A padded batch of 8 places. Requests join with an eager prefill, decode by replays of one graph, or take drafts of
-// several tokens by replays of another, and leave.
+// A padded batch of 8 places. Requests join with an eager prefill, decode by replays of one graph, take drafts of
+// several tokens by replays of another graph, and leave.
 class PaddedBatch {
  public:
   static constexpr int kPlaces = 8;
@@ -192,7 +191,7 @@ class PaddedBatch {
     twins_.check_blocks(what);
   }
 
-  // Replays a decode that is then aborted, and rewinds the requests as far as allowed.
+  // Replays a decode and aborts it, then rewinds the requests as far as allowed.
   void aborted_decode() {
     const Step step = replay(decode_, decode_work(), -1);
     twins_.abort(step);
@@ -302,8 +301,7 @@ TEST(Graph, ReplaysOfAPaddedBatchAtTinyWidths) {
   }
 }
 
-// The manager does not see a replay's writes; a rewind must not be promised rows that an aborted replay has
-// overwritten.
+// The manager does not see a replay's writes, so a rewind must not rely on rows that an aborted replay overwrote.
 TEST(Graph, AbortedReplaysLeaveNoTrace) {
   KV4_NEEDS_GPU();
   const Model model(tiny_config());
@@ -320,7 +318,6 @@ TEST(Graph, AbortedReplaysLeaveNoTrace) {
 }
 
 // --- streams
-// ---------------------------------------------------------------------------------------------------------------
 
 // Delays a stream, so that work that does not wait for it runs too early.
 void delay(cudaStream_t stream) {
@@ -432,7 +429,7 @@ TEST(Streams, FinishedTellsWhenAStepIsDone) {
   KVCacheManager& cache = t.gpu.cache;
   cache.synchronize();
 
-  struct Gate {  // opens at the end in every case
+  struct Gate {  // opens at the end in any case
     std::atomic<bool> open = false;
     ~Gate() { open = true; }
   } gate;
@@ -468,7 +465,6 @@ TEST(Streams, FinishedTellsWhenAStepIsDone) {
 }
 
 // --- memory
-// ---------------------------------------------------------------------------------------------------------------
 
 std::size_t free_memory() {
   std::size_t available = 0, total = 0;

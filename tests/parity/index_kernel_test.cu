@@ -1,5 +1,5 @@
-// Index scores and top-k of kv4/cuda.h on hand-made pools. Exact scores have the bits of ops/score_row.h on the host,
-// fast scores are within their error bound, and chosen sets are those of an exact sort.
+// Index scores and top-k of kv4/cuda.h on pools of the test. Exact scores have the bits of ops/score_row.h on the host,
+// fast scores are within their error bound, and chosen sets equal those of an exact sort.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -49,7 +49,7 @@ class DeviceArray {
   T* data_ = nullptr;
 };
 
-// edges: mxfp4 rows whose scales are an exact number of binades apart, and rows of only the largest code;
+// edges: mxfp4 rows whose scales are a fixed number of binades apart, and rows of the largest code only;
 // rare_edges: a few such keys.
 // codes: fp8 codes of any value but NaN, so that products differ much in size.
 // cutoff: fp8 rows with one product of 2^16 and then many of 7/8 of its ulp.
@@ -73,7 +73,7 @@ struct Case {
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
-// A request's rows of float keys and a step of its tokens, stored as an engine would.
+// A request's rows of float keys and a step of its tokens, stored as in an engine.
 class IndexKernel : public testing::TestWithParam<Case> {
  protected:
   static constexpr int kRatio = 4;

@@ -1,5 +1,5 @@
-// The selection of index kernels and their grids, on the host: it needs no GPU. A GPU is a list of GPCs, and a cluster
-// fits into one.
+// The selection of index kernels and their grids on the host; no GPU is needed. A GPU is described by its GPCs, and a
+// cluster fits into one.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Gpu {
 const Gpu kH200{{16, 16, 16, 16, 16, 16, 18, 18}};  // 132 SMs
 const Gpu kGpus[] = {kH200, {{16, 16, 14, 14, 18, 18, 18}}, {{18, 18, 14, 14, 14}}};  // 114 and 78 SMs
 
-/// A tile of one request's or several requests' tokens. Nothing that it points to is ever read.
+/// A tile of tokens of one or several requests. Its pointers are never read.
 cuda::TokenTile make_tile(Format format, int tokens, int keys) {
   alignas(256) static std::uint8_t memory[256];
   cuda::TokenTile tile;
@@ -105,9 +105,9 @@ TEST(IndexSelect, KernelsServeWhatTheyAreFor) {
     });
 }
 
-/// Parts of the SMs, and not numbers of an H200's, decide.
+/// Fractions of the SMs decide, not an H200's SM counts.
 TEST(IndexSelect, TheNumberOfTokensInOneLaunchFollowsTheSms) {
-  std::map<int, int> most;  // tokens whose scores and selection are one launch with clusters, by the GPU's SMs
+  std::map<int, int> most;  // tokens whose scores and selection are one launch with clusters, by number of SMs
   for (const Gpu& gpu : kGpus)
     for (int tokens = 1; tokens <= 256; ++tokens)
       if (cuda::cluster_ctas(make_tile(Format::mxfp4, tokens, 8192), gpu.facts()) > 1)

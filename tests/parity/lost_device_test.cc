@@ -1,5 +1,5 @@
-// A kernel that fails destroys the process's GPU context. These tests check the errors that a caller then gets, each in
-// a process of its own.
+// A failing kernel destroys the process's GPU context. These tests check the errors that a caller then gets, each in a
+// process of its own.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -26,7 +26,7 @@ void expect(bool what, const std::string& message) {
   std::fprintf(stderr, "FAILED: %s\n", message.c_str());
 }
 
-/// The call must throw Error(device_failure) whose message has all these words.
+/// The call must throw Error(device_failure) whose message contains all these words.
 template <class Call>
 void expect_failure(const char* name, std::initializer_list<const char*> words, Call&& call) {
   try {

@@ -1,4 +1,4 @@
-// The errors that a caller gets if the GPU does not exist; these tests need no GPU.
+// The errors that a caller gets without a GPU; these tests need no GPU.
 #include <gtest/gtest.h>
 
 #include <limits>

@@ -60,7 +60,7 @@ std::vector<Choice> choices(const Formats& f, Random& random) {
   return out;
 }
 
-/// Sizes of the steps of all tests below.
+/// The step sizes of all tests below.
 struct Sizes {
   std::int32_t long_chunk, chunk, short_chunk;
 };
@@ -190,7 +190,7 @@ TEST(ParitySizes, StepsOfEverySize) {
   }
 }
 
-// One step of one request, long enough for the prefill kernels. The short one is for race detectors; in the long one a
+// One step of one request, long enough for the prefill kernels. The short step is for race detectors; in the long one a
 // CTA writes many entries.
 TEST(ParitySizes, ShortPrefill) {
   KV4_NEEDS_DEVICE();
@@ -258,7 +258,7 @@ TEST(ParitySizes, TwentyThousandTokens) {
   t.check(moved, "exchanged and continued");
 }
 
-// More rows than a GPU copies at once, not a multiple of a batch; also rows that do not exist.
+// More rows than a GPU copies at once, not a multiple of a batch; some rows do not exist.
 TEST(ParitySizes, LargeGathers) {
   KV4_NEEDS_DEVICE();
   const Model model(real_config());

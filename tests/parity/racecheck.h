@@ -1,7 +1,7 @@
-// The kernels that compute-sanitizer's racecheck must have seen. The tests whose names begin with Racecheck launch them
-// on small shapes, one list for each part (RacecheckAttend, Racecheck/IndexKernel, RacecheckCache). These tests run
-// with all others; `tools/gpu_check --racecheck` runs them under racecheck in a build with KV4_RACECHECK. RacecheckList
-// compares the names with the sources.
+// The kernels that compute-sanitizer's racecheck must have seen. Tests whose names begin with Racecheck launch them on
+// small shapes; each part has a list (RacecheckAttend, Racecheck/IndexKernel, RacecheckCache). These tests run with all
+// others; `tools/gpu_check --racecheck` runs them under racecheck in a build with KV4_RACECHECK. RacecheckList compares
+// the names with the sources.
 #pragma once
 
 namespace kv4::test {

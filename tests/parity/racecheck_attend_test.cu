@@ -49,7 +49,7 @@ Case short_tokens(int heads) {
   return c;
 }
 
-/// Tokens of one tile each, so many that a CTA on an H200 must schedule further work tiles (Shared::work_tiles).
+/// Tokens of one tile each: enough that a CTA on an H200 must schedule further work tiles (Shared::work_tiles).
 Case many_tokens() {
   Case c = window_case();
   c.heads = 1;

@@ -1,4 +1,4 @@
-// CPU against GPU: all operations of an engine in random order, step by step on both.
+// CPU against GPU: all calls of an engine in random order, step by step on both.
 #include <cstdlib>
 #include <set>
 

@@ -1,5 +1,5 @@
-// Two caches that get the same calls, one on the CPU and one on the device under test. Their results, and every byte
-// that they hold, must be equal.
+// Two caches that get the same calls, one on the CPU and one on the device under test. Their results and all their
+// bytes must be equal.
 #pragma once
 
 #include <functional>
@@ -141,7 +141,7 @@ class TwinCaches {
     expect_same(gather_everything(gpu, step, seed), gather_everything(cpu, step, seed), what);
   }
 
-  /// Compares tables, and the rows they point at.
+  /// Compares tables and the rows that they point to.
   void check_views(const Step& step, const std::string& what) {
     expect_same(view_everything(gpu, step), view_everything(cpu, step), what);
   }
@@ -176,7 +176,7 @@ class TwinCaches {
       view.data = out.back().second.data();
       return twins.put_output(view);
     };
-    // Collects all addresses first: one transfer in each direction.
+    // Collects all addresses first, so that each direction needs one transfer.
     std::vector<std::function<void()>> calls;
     std::vector<std::vector<std::int32_t>> all_indices;
     all_indices.reserve(cpu.cache.schema().layers.size());

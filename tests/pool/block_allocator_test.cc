@@ -1,4 +1,4 @@
-// The allocator by hand, and against a slow model of itself over a long random run.
+// The allocator by hand, and against a slow model over a long random run.
 #include "kv4/block_allocator.h"
 
 #include <gtest/gtest.h>
@@ -161,9 +161,8 @@ TEST(BlockAllocator, SizesOfNothing) {
 }
 
 // --- against a model
-// --------------------------------------------------------------------------------------------------------
 
-// The same contract with lists that are searched.
+// The same contract with linear searches.
 struct SlowAllocator {
   std::vector<int> count;
   std::vector<bool> published;

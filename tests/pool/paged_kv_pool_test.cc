@@ -169,8 +169,8 @@ TEST(PagedKVPool, AModelWithoutEntriesHasEmptyBlocks) {
   pool.copy_block(0, 1);
 }
 
-// Short lists of many bytes may take another way than those of few: whole pieces, short ones among large ones, one that
-// begins or ends between multiples of 16.
+// Short lists of many bytes may take another code path than those of few bytes: whole pieces, short ones among large
+// ones, one that begins or ends between multiples of 16.
 TEST(CopyPieces, LargePieces) {
   constexpr std::int64_t kStride = 600 << 10, kPieces = 21;
   const std::shared_ptr<kv4::Backend> device = backend();

@@ -1,4 +1,4 @@
-// A schema small enough to look at every byte.
+// A schema small enough to check every byte.
 #pragma once
 
 #include "support/narrow_model.h"

@@ -1,4 +1,4 @@
-// State slots: who holds them, reset, copy, canonical images by hand.
+// State slots: ownership, reset, copy, and canonical images by hand.
 #include "kv4/state_cache_pool.h"
 
 #include <gtest/gtest.h>
@@ -43,7 +43,7 @@ Bytes slot_bytes(const CacheSchema& s, const StateCachePool& pool, int slot) {
   return out;
 }
 
-// The undo row of each layer, which an in-place step saved: [layers] positions and the bytes.
+// The undo row of each layer that an in-place step saved: [layers] positions and the bytes.
 std::vector<std::int32_t> undo_positions(const CacheSchema& s, const StateCachePool& pool, int slot) {
   const std::int64_t layers = static_cast<std::int64_t>(s.layers.size());
   return kv4::test::read_array(*backend(), pool.undo_positions() + slot * layers, layers);
@@ -158,8 +158,8 @@ TEST(StateCachePool, ResetAndCopyTouchOneSlot) {
   EXPECT_EQ(slot_bytes(s, pool, 2), last);
 }
 
-// A slot that does not exist lies outside the pool's memory: each call runs in its own process. (Not off the host: a
-// GPU's context does not live in a fork, and there the host's process is not what breaks.)
+// A slot that does not exist lies outside the pool's memory, so each call runs in its own process. (Only on the host: a
+// GPU's context does not survive a fork, and there the call would not break the host's process.)
 template <class F>
 void expect_refused(F&& call) {
   if (kv4::test::off_host()) {
@@ -195,9 +195,8 @@ TEST(StateCachePoolDeathTest, RefusesSlotsThatDoNotExist) {
 }
 
 // --- images
-// -----------------------------------------------------------------------------------------------------------------
 
-// Written out from docs/formats.md: windows first, then what pending entries still need.
+// Written out from docs/formats.md: windows first, then the rows that pending entries still need.
 std::int64_t expected_bytes(const CacheSchema& s, std::int64_t n) {
   const std::int64_t element = 4;
   std::int64_t bytes = 0;
@@ -250,7 +249,7 @@ TEST(StateCachePool, WindowRowsAreSavedInPositionOrder) {
   }
 }
 
-// It has no undo row: the image's oldest row is the ring's, although position 0 is the first there is.
+// The slot has no undo row: the image's oldest row is the ring's, although position 0 is the first.
 TEST(StateCachePool, ASlotThatWasNeverResetHasNoUndoRow) {
   const CacheSchema schema = small_schema();
   StateCachePool pool(schema, backend());

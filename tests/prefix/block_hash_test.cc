@@ -1,4 +1,4 @@
-// Keys against values of another implementation, and everything that must change them.
+// Keys against values of another implementation, and every input that must change them.
 #include "prefix/block_hash.h"
 
 #include <gtest/gtest.h>
@@ -63,7 +63,7 @@ TEST(BlockHash, EveryPartOfTheRootCounts) {
   add([](ChainIdentity& i) { i.weights_id = "weights-2"; });
   add([](ChainIdentity& i) { i.tenant_salt = "tenant2"; });
   add([](ChainIdentity& i) { i.tenant_salt.clear(); });
-  // The same letters, divided otherwise.
+  // The same letters, divided differently.
   add([](ChainIdentity& i) { i.weights_id = "weights-1t", i.tenant_salt = "enant"; });
 }
 
@@ -97,7 +97,7 @@ TEST(BlockHash, IdentityFollowsTheSchema) {
   const kv4::CacheOptions plain;
   const BlockKey key = root(flash, plain);
 
-  kv4::CacheOptions same = plain;  // where the bytes lie does not matter
+  kv4::CacheOptions same = plain;  // the place of the bytes does not matter
   same.arrangement = kv4::Arrangement::layer_major;
   same.page_alignment = 576;
   same.max_rewind_tokens = 3;
@@ -115,7 +115,7 @@ TEST(BlockHash, IdentityFollowsTheSchema) {
   other.hadamard = false;
   differs(flash, other);
   differs(kv4::model_preset("v4-pro"), plain);
-  kv4::ModelConfig changed = flash;  // the layout does not know it, but what later layers see depends on it
+  kv4::ModelConfig changed = flash;  // not in the layout, but later layers' inputs depend on it
   changed.index_topk /= 2;
   differs(changed, plain);
   changed = flash;

@@ -20,7 +20,7 @@ using kv4::EvictionNode;
 using kv4::kNoNode;
 using kv4::NodeId;
 
-/// A policy of some nodes; the fingerprint of node s is 1000 + s.
+/// A policy over some nodes; the fingerprint of node s is 1000 + s.
 struct Policy {
   Policy(EvictionKind kind, std::int64_t capacity, std::size_t slots)
       : nodes(slots), policy(make_eviction(kind, nodes, capacity)) {}
@@ -92,7 +92,7 @@ TEST(Eviction, S3FifoPassesOverWhatIsHeld) {
   EXPECT_EQ(s3.evict(), kNoNode);
 }
 
-/// S3-FIFO with deques that are searched, as it is written in the paper.
+/// S3-FIFO as in the paper, with deques and linear searches.
 struct SlowS3 {
   std::size_t capacity;
   std::deque<NodeId> small, main, ghosts;
@@ -165,7 +165,7 @@ TEST(Eviction, DensityBeginsAsLru) {
   EXPECT_EQ(density.evict(), kNoNode);
 }
 
-// Nine of ten blocks are seen once; every tenth comes back, after more new ones than the cache holds.
+// Nine of ten blocks are used once; every tenth returns after more new blocks than the cache holds.
 TEST(Eviction, DensityLearnsWhatComesBack) {
   constexpr std::int64_t kCapacity = 64, kReturning = 20;
   const auto hits_of = [](EvictionKind kind) {

@@ -190,7 +190,7 @@ TEST(PrefixIndex, ResumesAtTheNewestSnapshot) {
   EXPECT_EQ(match.resume_at, 768);
   EXPECT_EQ(match.replayed_tokens(), 0);
   EXPECT_EQ(match.snapshot, 60);
-  match = index.match(chain("abcdef"), 768);  // the last block is no use, nor is its snapshot
+  match = index.match(chain("abcdef"), 768);  // the last block cannot be used, nor can its snapshot
   EXPECT_EQ(match.matched_blocks, 6);
   EXPECT_EQ(match.usable_tokens, 640);
   EXPECT_EQ(match.id, at(5));

@@ -1,4 +1,4 @@
-// Long random runs against a slow model: what is there, what may go, what is lost.
+// Long random runs against a slow model: present, evictable and lost blocks.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace kv4;
 
-/// A chain is a string; a block is one of its prefixes.
+/// A chain is a string; each of its prefixes is a block.
 std::string random_text(std::mt19937& random, std::size_t longest) {
   std::string text;
   for (std::size_t length = 1 + random() % longest; text.size() < length;)
@@ -23,7 +23,7 @@ std::string random_text(std::mt19937& random, std::size_t longest) {
   return text;
 }
 
-/// LRU over prefixes, searched.
+/// LRU over prefixes, by linear search.
 struct SlowLru {
   std::size_t capacity;
   std::map<std::string, int> used;  // prefix -> time
@@ -107,7 +107,7 @@ TEST(RandomChains, InvariantsHoldWithPinsAndTenants) {
           ASSERT_EQ(index.find(kept.back()), pin.id);
         }
       }
-      // What can be evicted is known before; a tenant's eviction costs another at most one.
+      // The number of evictable blocks is known before; evicting a tenant's block costs another tenant at most one.
       std::int64_t mine = index.num_evictable(1), others = index.num_evictable(0);
       while (index.evict(static_cast<TenantId>(1))) {
         ASSERT_EQ(index.num_evictable(1), --mine);
@@ -119,7 +119,7 @@ TEST(RandomChains, InvariantsHoldWithPinsAndTenants) {
         EXPECT_EQ(index.unpin_last(pin.id), index.parent(pin.id));
         if (index.parent(pin.id) != kNoNode) index.unpin(index.parent(pin.id));
       }
-      // Every block goes in the end, and none before those behind it.
+      // Every block is evicted in the end, and none before its descendants.
       while (const auto gone = index.evict(static_cast<TenantId>(1))) ASSERT_EQ(index.find(gone->key), kNoNode);
       EXPECT_EQ(index.tenant_size(0), 20);
       EXPECT_EQ(index.tenant_size(1), 0);

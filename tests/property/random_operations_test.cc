@@ -1,4 +1,4 @@
-// Anything an engine may do, in random order, against what each request's own history gives when it is computed alone.
+// All calls of an engine in random order, against each request's own history computed alone.
 #include <cstdlib>
 #include <map>
 
@@ -8,7 +8,7 @@
 namespace kv4::test {
 namespace {
 
-// Which stream each position of a request came from.
+// The stream of each position of a request.
 using History = std::vector<std::uint64_t>;
 
 Bytes computed_alone(const Model& model, CacheOptions options, const History& history) {
@@ -86,7 +86,7 @@ class Chaos {
     live_.erase(e);
   }
 
-  // Out of the cache as bytes and in again, as another request.
+  // Exports a request as bytes and imports them as another request.
   void move() {
     if (live_.empty()) return;
     const Entry e = any();
@@ -95,7 +95,7 @@ class Chaos {
     driver_.cache.release(e->first);
     live_.erase(e);
     const Expected<RequestId> r = driver_.cache.import_image(saved.image, saved.token_ids, saved.blocks);
-    if (r) live_[*r] = history;  // else what it shared with a fork no longer fits as a copy
+    if (r) live_[*r] = history;  // else blocks shared with a fork no longer fit as copies
   }
 
   void rewind() {

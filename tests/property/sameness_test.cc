@@ -1,5 +1,5 @@
-// However tokens reach a cache, the bytes are the same. Compared are canonical images, entries, index keys and token
-// ids.
+// The bytes do not depend on the way in which tokens reach a cache: canonical images, entries, index keys and token ids
+// are equal.
 #include <cstdlib>
 
 #include "backend/cpu/cpu_backend.h"
@@ -23,7 +23,7 @@ class Sameness : public testing::TestWithParam<FormatCase> {
 INSTANTIATE_TEST_SUITE_P(Formats, Sameness, testing::ValuesIn(format_cases()),
                          [](const auto& p) { return p.param.name(); });
 
-// One token at a time through the plain row code, R = 0: what everything else is compared with.
+// The reference: one token at a time through the plain row code, R = 0.
 Bytes one_by_one(const Model& model, CacheOptions options, std::uint64_t stream, std::int32_t tokens) {
   options.max_rewind_tokens = 0;
   options.hca_mode = HcaMode::raw;
@@ -96,7 +96,7 @@ TEST_P(Sameness, RewindLeavesNoTrace) {
       clean.feed(c, 5, random_chunks(random, keep, 40));
       if (drop > 0)
         d.feed(r, 1000 + static_cast<std::uint64_t>(s), random_chunks(random, drop, 40));  // a rejected draft
-      // Rewind in several goes, as far as the highest position allows.
+      // Rewinds in several calls, as far as the highest position allows.
       const std::int64_t target = clean.cache.length(c);
       ASSERT_LE(d.cache.rewind_floor(r), target);
       if (drop > 1) d.cache.rewind(r, target + drop / 2);
@@ -162,7 +162,7 @@ TEST_P(Sameness, ForksAreSeparateRequests) {
     for (RequestId r : {ca, cb}) clean.feed(r, 1, random_chunks(random, common, 40));
     const RequestId b = d.cache.fork(a).value();
     EXPECT_EQ(d.cache.allocator().num_held(), static_cast<std::int32_t>(d.cache.blocks(a).size()) + (common % 16 != 0));
-    // Rewind one side into shared blocks, then let both go their ways in one batch.
+    // Rewinds one side into shared blocks; then both continue differently in one batch.
     const std::int64_t back = random.between(0, std::min<std::int64_t>(o.max_rewind_tokens, common));
     d.cache.rewind(a, std::max(common - back, d.cache.rewind_floor(a)));
     clean.cache.rewind(ca, d.cache.length(a));

@@ -1,4 +1,4 @@
-"""What `./test` reads: the last line is `N passed, N failed, N skipped`."""
+"""Prints the last line that `./test` reads: `N passed, N failed, N skipped`."""
 import importlib.util
 
 # with_torch/ needs torch and transformers: `./test --all` brings them.

@@ -8,7 +8,7 @@ TIMEOUT_S = 60
 
 
 def in_child(work):
-    """What `work()` gives in the child. A child that hangs is killed, and that is a failure."""
+    """The result of `work()` in the child. A hanging child is killed, which is a failure."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

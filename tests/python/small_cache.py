@@ -62,6 +62,6 @@ class SmallCache:
         self.manager.commit(step)
 
     def state(self, request):
-        """All that can be seen of a request, as bytes."""
+        """Everything observable of a request, as bytes."""
         return (self.manager.export_image(request).bytes.tobytes(), self.manager.export_blocks(request).tobytes(),
                 self.manager.token_ids(request).tolist())

@@ -1,4 +1,4 @@
-"""What goes in and out: types, strides, devices, and that nothing is copied."""
+"""Arrays in and out: types, strides, devices, and no copies."""
 import array
 
 import numpy as np

@@ -10,7 +10,7 @@ TOKENS = 45  # two full blocks, an open one, an open span
 
 @pytest.mark.parametrize("planar", [True, False])
 def test_there_and_back(planar):
-    """Every row of a request leaves for pools in another order, and comes back into empty bytes."""
+    """Every row of a request is exported to pools in another order, and imported again into empty bytes."""
     cache = SmallCache()
     schema = cache.manager.schema()
     request = cache.manager.admit()

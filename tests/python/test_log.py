@@ -1,4 +1,4 @@
-"""The log: told by a thread of its own, whatever the callable does."""
+"""The log: a thread of its own delivers it, whatever the callable does."""
 import os
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_records(speak, tmp_path):
     records = []
     kv4.set_log_sink(records.append)
     speak()
-    kv4.set_log_sink(None)  # everything is told before this returns
+    kv4.set_log_sink(None)  # everything is delivered before this returns
     speak()
     (record,) = records
     assert (record.level, record.event) == (kv4.LogLevel.info, "store.opened")
@@ -56,7 +56,7 @@ def test_it_may_call_kv4_and_end_itself(speak):
 
     def once(record):
         calls.append(kv4.compute_block_budget(SmallCache().manager.schema(), requests=1, context=32).blocks)
-        speak()  # an event from inside: nobody is told of it
+        speak()  # an event from inside: it is not delivered
         kv4.set_log_sink(None)
         ended.set()
 

@@ -57,7 +57,7 @@ def test_every_object_says_what_it_is():
     secret = repr([kv4.TiersOptions(password="geheim", disk_key=bytes(range(32)), keys=[bytes(range(32))],
                                     servers=["rediss://me:geheim@host:1"]), kv4.SessionIdentity("w", salt="geheim", keys=[bytes(range(32))])])
     assert "geheim" not in secret and "\\x" not in secret and "password=..." in secret
-    odd = repr(kv4.TiersOptions(servers=["redis://me:ge/h@eim@host:1"]))  # both may stand in a password by mistake
+    odd = repr(kv4.TiersOptions(servers=["redis://me:ge/h@eim@host:1"]))  # a password may contain both by mistake
     assert "eim" not in odd and "//...@host:1" in odd, odd
 
 
@@ -72,7 +72,7 @@ def test_tiers_say_which_they_are(tmp_path):
 
 
 def test_a_callback_may_show_the_cache_that_calls_it():
-    """As a log or a debugger does there, where the cache's own calls are refused."""
+    """Calls repr() as a log or debugger would, where the cache's own calls are refused."""
     cache, shown = SmallCache(), []
     request = cache.manager.admit()
     cache.feed(request, 20)
@@ -82,7 +82,7 @@ def test_a_callback_may_show_the_cache_that_calls_it():
 
 
 def test_documents_install_a_wheel_file_or_the_tree():
-    """Never by the bare name: the kv4 of PyPI is not ours."""
+    """Never installs by the bare name: the kv4 of PyPI is another project."""
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *PACKAGE.glob("**/*.py")]
     commands = [line.strip() for path in documents for line in path.read_text().splitlines() if "pip install" in line]
     assert len(commands) >= 5, commands
@@ -130,7 +130,7 @@ def test_a_wheel_brings_the_command_and_says_whose_it_is():
 
 
 def test_a_wheel_brings_what_it_needs():
-    """Beside the C runtime; a GPU's driver is opened when it is used. libhwy, which goes along, wants any C++ runtime."""
+    """Libraries besides the C runtime; a GPU's driver is opened at first use. Bundled libhwy needs a C++ runtime."""
     try:
         files = importlib.metadata.files("kv4")
     except importlib.metadata.PackageNotFoundError:

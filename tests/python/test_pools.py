@@ -1,4 +1,4 @@
-"""Pools and the allocator by themselves."""
+"""Pools and the allocator on their own."""
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""The prefix cache: hits, keys, events, statistics, blocks from elsewhere."""
+"""The prefix cache: hits, keys, events, statistics, imported blocks."""
 import numpy as np
 import pytest
 
@@ -15,7 +15,7 @@ def prefix_cache(**changes):
 
 @pytest.fixture
 def cache():
-    """One that has seen TOKENS."""
+    """A cache that has computed TOKENS."""
     cache = prefix_cache()
     admission = cache.manager.admit(kv4.Prompt(TOKENS))
     assert (admission.usable_tokens, admission.resume_at) == (0, 0)

@@ -121,7 +121,7 @@ def test_hand_over_sends_what_is_not_there(cache):
 
 
 def test_size_of_a_context_as_readme_says(tmp_path):
-    """All 43 layers of V4-Flash: what a block adds to the file, and what the state does, least at whole blocks."""
+    """All 43 layers of V4-Flash: the file's bytes per block, and of the state, which is smallest at whole blocks."""
     text = (Path(__file__).parents[2] / "README.md").read_text()
     block, least, most = re.search(r"takes ([\d,]+) bytes per 128 tokens, and ([\d.]+) to ([\d.]+) MB once", text).groups()
     block = int(block.replace(",", ""))
@@ -150,7 +150,7 @@ def test_size_of_a_context_as_readme_says(tmp_path):
 
 
 def test_sizes_of_v4_flash_as_the_documents_say():
-    """A token, a block and a snapshot: in README beside what others have, in docs/operations.md to the byte."""
+    """Bytes of a token, a block and a snapshot: in README beside other projects', in docs/operations.md exactly."""
     schema = kv4.build_schema(kv4.model_preset("v4-flash"), kv4.CacheOptions())
     plan, snapshot = kv4.plan_memory(schema), kv4.image_bytes(schema, [schema.block_tokens])
     readme, operations = ((Path(__file__).parents[2] / name).read_text() for name in ("README.md", "docs/operations.md"))

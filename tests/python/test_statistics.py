@@ -1,4 +1,4 @@
-"""What a cache says of itself."""
+"""The statistics of a cache."""
 import kv4
 from small_cache import SmallCache
 

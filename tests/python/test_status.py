@@ -67,7 +67,7 @@ def test_a_request_is_sealed_where_there_are_keys(tmp_path):
     cache.feed(request, TOKENS)
     ask = lambda folder: ("inspect", tmp_path / folder, "--request", request)
     with kv4.StatusFolder(cache.manager, tmp_path / "plain", interval=0) as plain:
-        for path in (None, mine, both):  # the folder is its owner's: what lies there in plain is read with keys, too
+        for path in (None, mine, both):  # the folder is its owner's: plain files there are read with keys, too
             assert answered(plain, *ask("plain"), key_file=path)["tokens"] == TOKENS
         assert answered(plain, *ask("plain"), "--key-file", mine)["tokens"] == TOKENS
     with kv4.StatusFolder(cache.manager, tmp_path / "sealed", interval=0, keys=[key]) as sealed:

@@ -1,4 +1,4 @@
-"""Requests and steps: what the C++ tests prove of the bytes, through Python."""
+"""Requests and steps: the C++ tests' properties of the bytes, through Python."""
 import numpy as np
 import pytest
 

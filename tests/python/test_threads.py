@@ -49,7 +49,7 @@ def test_threads_share_a_cache():
             for _ in range(20):
                 with turn:  # a step belongs to one thread
                     cache.feed(request, 2, stream)
-                assert cache.manager.length(request) % 2 == 0  # outside of it, calls take turns by themselves
+                assert cache.manager.length(request) % 2 == 0  # outside of a turn, calls are serialised
                 cache.manager.export_image(request)
         except BaseException as error:
             failures.append(error)

@@ -1,4 +1,4 @@
-"""Contexts below the device: kept over a restart, brought back in parts, by bytes that are never wrong."""
+"""Contexts below the device: they survive a restart and return in parts, and no byte is wrong."""
 import os
 import shutil
 import socket
@@ -17,7 +17,7 @@ PREFIX = kv4.PrefixOptions(enabled=True, weights_id="w", num_snapshots=8, snapsh
 
 
 class TieredCache:
-    """The small cache with tiers below it; `answer` gives what is computed and found of TOKENS."""
+    """The small cache with tiers below it; `answer` returns the computed and found parts of TOKENS."""
 
     def __init__(self, tiers=None, **options):
         self.cache = SmallCache(prefix=PREFIX, max_step_tokens=96)
@@ -53,7 +53,7 @@ print(found, resume_at, zlib.crc32(repr(state).encode()))
         assert result.returncode == 0 and not result.stderr, result.stderr
         answers.append(result.stdout.split())
     assert answers[0][:2] == ["0", "0"] and answers[1][:2] == ["4", "64"]
-    assert answers[0][2] == answers[1][2]  # the same bytes, computed or brought
+    assert answers[0][2] == answers[1][2]  # the same bytes, computed or loaded
 
 
 def test_admit_loads_and_admits(tmp_path):

@@ -3,8 +3,9 @@
 
     python3 make_vectors.py [DIR]      DIR defaults to vectors/ beside this file; needs NumPy only
 
-The files have the names, tensors and metadata of vectors recorded from a real model, at other sizes: `kv4 golden DIR` reads both.
-Formats are those of docs/formats.md; nothing here is shared with the library.
+The files have the names, tensors and metadata of vectors recorded from a real model, at other sizes. `kv4 golden DIR`
+reads both.
+Formats are those of docs/formats.md; no code is shared with the library.
 """
 import json
 import pathlib
@@ -61,7 +62,7 @@ def rotate(rows, theta):
 
 
 def single(x):
-    """What a file holds: inputs are rounded before they are used, so that the outputs belong to the stored inputs."""
+    """The contents of a file. Inputs are rounded before use, so that the outputs belong to the stored inputs."""
     return np.asarray(x, np.float32).astype(np.float64)
 
 

@@ -123,7 +123,7 @@ void check_directory(const std::string& directory) {
       const RequestId whole = cache->admit().value(), pieces = cache->admit().value();
       append(*cache, whole, there, layer.tokens);
       expect_same(bytes_of(*cache, whole), want, what + " whole");
-      while (cache->length(pieces) < layer.tokens) {  // random steps, some of them taken back and done again
+      while (cache->length(pieces) < layer.tokens) {  // random steps, some of them aborted and repeated
         append(*cache, pieces, there,
                std::min(layer.tokens - cache->length(pieces), random.between(1, random.below(3) ? 5 : 60)));
         if (random.below(3) == 0)

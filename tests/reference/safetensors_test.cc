@@ -1,4 +1,4 @@
-// The reader of the reference vectors: what it gives, and that no damaged file gets past it.
+// The reader of the reference vectors: its results, and that it refuses every damaged file.
 #include "checks/safetensors.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Configs that are wrong: each an Error(bad_config) that names the field and what it holds.
+// Wrong configs: each gives an Error(bad_config) that names the field and its value.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -16,7 +16,7 @@ using kv4::test_config::flash;
 using kv4::test_config::Json;
 using kv4::test_config::tiny;
 
-// The message of the Error(bad_config) that a config text gives; a failure if there is none.
+// The message of the Error(bad_config) for a config text; a failure if there is none.
 std::string refusal(const std::string& text) {
   try {
     kv4::parse_model_config(text);
@@ -117,7 +117,6 @@ TEST(BadConfig, PartialRotaryFactor) {
 }
 
 // --- which layer compresses how
-// --------------------------------------------------------------------------------------------
 
 TEST(BadConfig, Ratios) {
   expect_refused(with(flash(), "/compress_ratios/5", 5), {"compress_ratios[5]", "is 5"});
@@ -162,7 +161,6 @@ TEST(BadConfig, Rates) {
 }
 
 // --- rotation
-// -------------------------------------------------------------------------------------------------------------
 
 TEST(BadConfig, RopeScaling) {
   expect_refused(with(flash(), "/rope_scaling", "yarn"), {"rope_scaling", "yarn"});
@@ -191,7 +189,6 @@ TEST(BadConfig, RopeParameters) {
 }
 
 // --- the whole text
-// ---------------------------------------------------------------------------------------------------------
 
 TEST(BadConfig, OtherModels) {
   expect_refused(with(flash(), "/model_type", "deepseek_v3"), {"model_type", "deepseek_v3", "deepseek_v4"});
@@ -230,7 +227,6 @@ TEST(BadConfig, MessagesStayShort) {
 }
 
 // --- configs built by hand
-// ---------------------------------------------------------------------------------------------------
 
 template <class Change>
 std::string invalid(Change change) {

@@ -1,4 +1,4 @@
-// Blocks for a context, contexts for a memory, options that are refused, and the plan's arithmetic.
+// Blocks for a context, contexts for a memory, refused options, and the plan's arithmetic.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,7 +31,6 @@ ModelConfig narrow(std::vector<LayerKind> kinds) {
 }
 
 // --- blocks for a context
-// ------------------------------------------------------------------------------------------------------
 
 TEST(BlockBudget, RoundsContextUpAndKeepsTenPercent) {
   const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), {});
@@ -71,10 +70,9 @@ TEST(BlockBudget, RefusesNothingAndTooMuch) {
 }
 
 // --- and back
-// ---------------------------------------------------------------------------------------------------------------
 
-// A cache as large as the answer fits; one with a block per request more would not, but for the rounding of one request
-// and headroom.
+// A cache of the answer's size fits. One with a block more per request would not, except for the rounding of one
+// request and the headroom.
 void expect_inverse(const ModelConfig& config, CacheOptions options, std::int64_t bytes, std::int64_t requests) {
   SCOPED_TRACE(testing::Message() << config.name << ", " << requests << " requests in " << bytes << " bytes");
   options.max_requests = static_cast<int>(requests);
@@ -109,8 +107,8 @@ TEST(ContextBudget, IsTheInverseForTheRealModels) {
 }
 
 TEST(ContextBudget, FitsAtTheLongestContext) {
-  // Everything that grows with the context counts, the rope angles too. Budgets around the point where 1M tokens just
-  // fit.
+  // Everything that grows with the context counts, including the rope angles. Budgets are around the point where 1M
+  // tokens just fit.
   const ModelConfig flash = kv4::model_preset("v4-flash");
   CacheOptions o;
   o.max_requests = 1;
@@ -163,7 +161,6 @@ TEST(ContextBudget, AbsurdAnswersCanStillBeBuiltOrAreRefused) {
 }
 
 // --- the plan
-// ---------------------------------------------------------------------------------------------------------------
 
 TEST(MemoryPlan, PartsAddUpAndAreNamed) {
   CacheOptions o;
@@ -195,7 +192,6 @@ TEST(MemoryPlan, PartsAddUpAndAreNamed) {
 }
 
 // --- options that are refused
-// ---------------------------------------------------------------------------------------------------
 
 template <class Change>
 std::string refusal(Change change) {

@@ -1,4 +1,4 @@
-// Configs as Hugging Face has them, for tests to take apart.
+// Configs in Hugging Face's form, for tests to modify.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -15,7 +15,7 @@ inline std::vector<int> ratios(std::vector<int> first, int pairs, int drafts) {
   return first;
 }
 
-/// DeepSeek-V4-Flash, the fields the cache reads and a few it does not.
+/// DeepSeek-V4-Flash: the fields that the cache reads and a few others.
 inline Json flash() {
   return {{"model_type", "deepseek_v4"},
           {"architectures", {"DeepseekV4ForCausalLM"}},
@@ -43,7 +43,7 @@ inline Json flash() {
           {"compress_ratios", ratios({0, 0}, 20, 1)}};
 }
 
-/// The later release: says 1 draft stage and lists 3.
+/// The later release: states 1 draft stage and lists 3.
 inline Json flash_0731() {
   Json json = flash();
   json["compress_ratios"] = ratios({0, 0}, 20, 3);
@@ -59,7 +59,7 @@ inline Json pro() {
   return json;
 }
 
-/// The shape of transformers' own test model: kinds by name, rates beside them, both ropes in one object.
+/// The form of transformers' test model: kinds by name, rates beside them, both ropes in one object.
 inline Json tiny() {
   return {{"model_type", "deepseek_v4"},
           {"head_dim", 32},
@@ -87,7 +87,7 @@ inline std::vector<int> shared_ratios() {
   return out;
 }
 
-/// DeepSeek-V4.1-Flash: the text model's fields lie inside.
+/// DeepSeek-V4.1-Flash, with the text model's fields in an object of their own.
 inline Json v41_flash() {
   return {{"model_type", "deepseek_v41"},
           {"architectures", {"DeepseekV41ForCausalLM"}},
@@ -127,7 +127,7 @@ inline Json v41_flash() {
           {"vision_config", {{"model_type", "deepseek_v41_vision"}, {"num_hidden_layers", 32}}}};
 }
 
-/// The same model as DeepSeek's own inference/config.json has it.
+/// The same model in the form of DeepSeek's own inference/config.json.
 inline Json v41_own() {
   return {{"n_layers", 40},
           {"n_heads", 64},

@@ -1,4 +1,4 @@
-// Sizes and addresses: the published figures, and that no two rows ever share a byte.
+// Sizes and addresses: the published figures, and that no two rows share a byte.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -51,7 +51,6 @@ std::string refusal(const ModelConfig& config, const CacheOptions& options) {
 }
 
 // --- figures
-// --------------------------------------------------------------------------------------------------------------
 
 TEST(SchemaFigures, V4Flash) {
   const CacheSchema s = build_schema(kv4::model_preset("v4-flash"), {});
@@ -159,7 +158,6 @@ TEST(SchemaFigures, BlockLengthFollowsTheRatios) {
 }
 
 // --- addresses
-// --------------------------------------------------------------------------------------------------------------
 
 struct Range {
   std::int64_t begin, end;
@@ -278,7 +276,6 @@ TEST(SchemaAddresses, StateSlotPartsNeverOverlap) {
 }
 
 // --- identity
-// ---------------------------------------------------------------------------------------------------------------
 
 TEST(SchemaLayoutId, ChangesWithWhatBytesMean) {
   std::set<std::uint64_t> seen;
@@ -340,7 +337,6 @@ TEST(SchemaLayoutId, DoesNotChangeWithWhereBytesLie) {
 }
 
 // --- subset, refusals
-// -------------------------------------------------------------------------------------------------------
 
 TEST(SchemaLayers, ASubsetOwnsOnlyItsOwn) {
   CacheOptions o = tiny_options();

@@ -1,4 +1,4 @@
-// Configs that are right: both layouts, presets, the layer schedule.
+// Valid configs: both layouts, presets, the layer schedule.
 #include "kv4/model_config.h"
 
 #include <gtest/gtest.h>
@@ -210,7 +210,6 @@ TEST(ModelPreset, UnknownNamesTheKnown) {
 }
 
 // --- schedule
-// -----------------------------------------------------------------------------------------------------------
 
 TEST(LayerSchedule, RowsOfEachKind) {
   const ModelConfig c = kv4::model_preset("v4-flash");

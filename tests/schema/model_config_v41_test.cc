@@ -1,4 +1,4 @@
-// V4.1's config: both spellings, the preset, the schedule of shared layers, and every check with its words.
+// V4.1's config: both spellings, the preset, the schedule of shared layers, and every check with its message.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -73,7 +73,7 @@ TEST(ModelConfigV41, PresetAndBothSpellingsAreOneModel) {
   untyped.erase("model_type");
   expect_flash(parse(untyped));
   untyped["text_config"].erase("model_type");
-  expect_flash(parse(untyped));  // kv_source_layer_ids tells
+  expect_flash(parse(untyped));  // recognised by kv_source_layer_ids
   Json doubled = v41_own();
   doubled["num_hidden_layers"] = 40;
   expect_flash(parse(doubled));
@@ -293,7 +293,7 @@ TEST(LayerScheduleV41, OwnersRankersAndCandidates) {
   }
 }
 
-// A candidate source that owns nothing, in the middle of its owner's rankers.
+// A candidate source that owns nothing, between its owner's rankers.
 TEST(LayerScheduleV41, CandidateSourceNeedNotOwn) {
   Json json = v41_flash();
   json["text_config"]["candidate_source_layer_id"] = 28;
@@ -314,7 +314,7 @@ TEST(LayerScheduleV41, LayersOfV4OwnWhatTheyReadAndRankForThemselves) {
     }
 }
 
-// Digests of a release before V4.1: keys of V4's blocks stay as they are.
+// Digests of a release before V4.1: keys of V4's blocks do not change.
 TEST(ModelConfigV41, SharingIsPartOfTheConfigDigestAndV4sStays) {
   EXPECT_EQ(kv4::to_hex(kv4::digest_config(kv4::model_preset("v4-flash"))),
             "ee0c7223af41473e4b0c21d04a123fec2b3948a6262b4a1f803c632c6c840e60");

@@ -48,7 +48,7 @@ void expect_table(const RopeSpec& rope, int rope_dim, std::int64_t first, std::i
     for (std::size_t p = 0; p < f.size(); ++p) {
       const long double angle = static_cast<long double>(first + i * step) * f[p];
       const std::size_t at = static_cast<std::size_t>(i) * f.size() + p;
-      // Half an fp32 ulp at 1, and what double leaves of an angle of 10^6.
+      // Half an fp32 ulp at 1, plus the error of double for an angle of 10^6.
       ASSERT_NEAR(static_cast<double>(table.cos[at]), static_cast<double>(std::cos(angle)), 0x1p-25 + 1e-9)
           << "position " << first + i * step << " pair " << p;
       ASSERT_NEAR(static_cast<double>(table.sin[at]), static_cast<double>(std::sin(angle)), 0x1p-25 + 1e-9)

@@ -1,4 +1,4 @@
-// Schema and plan of V4.1 to the byte; V4's beside it, as it was; and what refuses to run with either.
+// Schema and plan of V4.1 to the byte; V4's unchanged beside it; and refusals of caches that cannot run yet.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -174,7 +174,7 @@ TEST(SchemaV41, FormatsByModelByBothAndAlone) {
   EXPECT_EQ(own.options.entry_format, Format::nvfp4_row);
   EXPECT_EQ(own.options.row_format, std::nullopt);
   CacheOptions o;
-  o.row_format = Format::fp8_tile64;  // what engines keep V4.1 in on Hopper
+  o.row_format = Format::fp8_tile64;  // the engines' format for V4.1 on Hopper
   o.index_format = Format::fp8;
   EXPECT_EQ(kv4::plan_memory(flash(o)).bytes_per_token, 1790.0);
   EXPECT_EQ(flash(o).options.row_format, Format::fp8_tile64);
@@ -187,7 +187,7 @@ TEST(SchemaV41, FormatsByModelByBothAndAlone) {
   o.window_format = Format::mxfp4;
   EXPECT_THROW(flash(o), kv4::Error);
   EXPECT_NE(flash(own.options).layout_id, build_schema(kv4::model_preset("v4-flash"), {}).layout_id);
-  EXPECT_EQ(flash(own.options).layout_id, own.layout_id);  // filled in options mean the same again
+  EXPECT_EQ(flash(own.options).layout_id, own.layout_id);  // resolved options give the same layout again
 }
 
 TEST(SchemaV41, ACutKeepsOwnersRankersAndCandidatesTogether) {
@@ -247,7 +247,6 @@ TEST(SchemaV41, RowsMoveToAndFromPagesOfOtherEngines) {
 }
 
 // --- what cannot run yet
-// ------------------------------------------------------------------------------------------------------
 
 std::string refusal(const ModelConfig& config, const CacheOptions& options) {
   try {
@@ -274,7 +273,7 @@ TEST(SchemaV41, CachesAndPoolsRefuseInOneSentence) {
             "a cache of v4.1-flash cannot run in this version, which has no operations on entries that layers share "
             "(V4.1); its config, schedule, formats, schema and plan work: load_model_config, layer_schedule, "
             "build_schema, plan_memory, kv4 plan");
-  o.row_format = Format::fp8_tile64;  // the rows alone are not what is missing
+  o.row_format = Format::fp8_tile64;  // the row format is not the reason
   EXPECT_EQ(refusal(kv4::model_preset("v4.1-flash"), o), words);
   const CacheSchema s = flash(small_options());
   EXPECT_THROW(kv4::PagedKVPool(s, kv4::make_cpu_backend(1)), kv4::Error);
@@ -297,7 +296,6 @@ TEST(SchemaV41, V4WithRowsThatHaveNoOperationsIsRefusedToo) {
 }
 
 // --- V4 as it was
-// -------------------------------------------------------------------------------------------------------
 
 struct Before {
   const char* model;
@@ -306,7 +304,7 @@ struct Before {
   std::int64_t block_bytes, slot_bytes, total_bytes;
 };
 
-// Written down before there was V4.1.
+// Values from before V4.1.
 constexpr Before kBefore[] = {
     {"v4-flash", 0, 0x6186bc7c32815df0u, 450944, 5139456, 618434288},
     {"v4-flash", 1, 0xdeb752ccdf12542eu, 797312, 7561216, 1059968944},

@@ -1,4 +1,4 @@
-// A certificate authority for tests, and certificates of it, in PEM files of a folder that goes away with it.
+// A certificate authority for tests and its certificates, in PEM files of a folder that it removes at the end.
 #pragma once
 
 #include <filesystem>
@@ -20,7 +20,7 @@ class Certificates {
     std::string certificate, key;
   };
   std::string authority() const { return path("authority.pem"); }
-  /// `names`: as OpenSSL writes them, "DNS:localhost,IP:127.0.0.1". `days`: that it is valid, from yesterday on.
+  /// `names`: in OpenSSL's notation, "DNS:localhost,IP:127.0.0.1". `days`: period of validity, from yesterday on.
   Files issue(const std::string& label, const std::string& names, int days = 30);
 
  private:

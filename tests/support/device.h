@@ -1,4 +1,4 @@
-// Which device the tests run on, and host tensors in its memory.
+// The device that the tests run on, and host tensors in its memory.
 //
 //   kv4_tests                  the CPU
 //   kv4_tests --device cuda    the same case list on GPU 0; what is compared with stays on the CPU
@@ -25,21 +25,21 @@ Device device();
 void choose_device(Device device);
 inline bool off_host() { return device() != Device::cpu; }
 
-/// What the tests are about. `threads`: of the CPU's. Off the host one backend serves all callers: it is dear to make.
+/// The backend under test. `threads`: of the CPU. Off the host all callers share one backend, as it is slow to make.
 std::shared_ptr<Backend> test_backend(int threads = 1);
-/// The other side of a parity test: the CUDA backend, or the far one if that was chosen. Null: `why_no_device()`.
+/// The backend to compare with the CPU: CUDA, or the far one if that was chosen. Null: see `why_no_device()`.
 std::shared_ptr<Backend> parity_backend();
 std::string why_no_device();
-/// Before the process ends.
+/// Call before the process ends.
 void drop_backends();
 
-/// A file of the source tree: where this was built, or below the current folder if that is another machine's.
+/// A file of the source tree: in the tree of the build, or below the current folder on another machine.
 inline std::string source_path(const std::string& path) {
   const std::string built = std::string(KV4_SOURCE_DIR) + "/";
   return (std::filesystem::exists(built + "tests") ? built : std::string()) + path;
 }
 
-/// Rounds of a randomised test: fewer where each costs transfers.
+/// Rounds of a randomised test; fewer where each round costs transfers.
 inline int rounds(int on_cpu) { return off_host() ? (on_cpu + 3) / 4 : on_cpu; }
 
 /// Bytes from the first element of a view to its last.
@@ -64,7 +64,7 @@ std::vector<T> read_array(Backend& backend, const T* from, std::int64_t count) {
   return out;
 }
 
-/// Twins of host tensors in a backend's memory; on the host the tensors themselves. Views hold until clear().
+/// Twins of host tensors in a backend's memory; on the host the tensors themselves. Views are valid until clear().
 ///   put()/put_output() give views, send() copies all of them over, fetch() the outputs back; one transfer each.
 class Twins {
  public:
@@ -86,7 +86,7 @@ class Twins {
     const std::byte* host;
     std::byte* there;
     std::int64_t bytes;
-    std::byte* result;  // where an output goes on the host; null: an input
+    std::byte* result;  // host memory of an output; null: an input
   };
   struct Chunk {
     std::byte* memory;
@@ -103,13 +103,13 @@ class Twins {
   std::vector<std::byte> packed_;
 };
 
-/// Where addresses of a backend's memory can be read: on the host there, else in a copy taken when it was made.
+/// Readable addresses for a backend's memory: on the host the memory itself, else a copy taken at add().
 class Mirror {
  public:
   explicit Mirror(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
   void add(const void* from, std::int64_t bytes);
 
-  /// `from`, or its copy. Throws std::logic_error where no range was added.
+  /// `from`, or its copy. Throws std::logic_error for an address outside the added ranges.
   template <class T>
   T* at(T* from) const {
     return backend_->on_host() || from == nullptr
@@ -128,7 +128,7 @@ class Mirror {
   std::vector<Range> ranges_;
 };
 
-/// Views with every address readable here: planes and tables of an open step of `cache`.
+/// Views whose addresses are all readable on the host: planes and tables of an open step of `cache`.
 class HostViews {
  public:
   HostViews(KVCacheManager& cache, std::shared_ptr<Backend> backend);

@@ -1,4 +1,4 @@
-// A tier in a map that does what a test tells it to: fails, hangs, takes its time on a manual clock.
+// A tier in a map that a test controls: it fails, hangs, or takes time on a manual clock.
 #pragma once
 
 #include <condition_variable>
@@ -16,7 +16,7 @@ class FakeTier final : public tier::Tier {
   explicit FakeTier(std::shared_ptr<ManualClock> clock, int read_threads = 1, int read_batch = 0)
       : clock_(std::move(clock)), read_threads_(read_threads), read_batch_(read_batch) {}
 
-  // Any thread.
+  // Callable from any thread.
   void fail(bool on) {
     set([&] { failing_ = on; });
   }
@@ -24,7 +24,7 @@ class FakeTier final : public tier::Tier {
     set([&] { call_time_ = time; });
   }
   enum class Held { nothing, writes, all };
-  /// Calls do not come back before release().
+  /// Calls do not return before release().
   void hold(Held what = Held::all) {
     set([&] { held_ = what; });
   }

@@ -1,5 +1,5 @@
 // The CPU backend in memory that the host cannot touch: pages are readable only while an operation runs, and every
-// address an operation is given must lie in them. Stands in for a GPU where there is none.
+// address given to an operation must lie in them. Replaces a GPU on machines without one.
 #pragma once
 
 #include <sys/mman.h>
@@ -69,7 +69,7 @@ class FarBackend final : public Backend {
     for (const ops::CopyPiece& p : pieces) check({p.to});
     return near_->transfer_in(pieces);
   }
-  /// A little later, so that callers find work under way.
+  /// Every third poll reports completion, so that callers meet unfinished transfers.
   bool transferred(std::int64_t) override { return ++polls_ % 3 == 0; }
 
   void reserve_updates(std::int64_t max_items) override { max_items_ = std::max(max_items_, max_items); }

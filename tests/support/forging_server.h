@@ -1,4 +1,4 @@
-// A server on loopback that reads commands as a Redis server does and answers whatever a test wants.
+// A server on loopback that reads commands as a Redis server does and sends any answer that a test wants.
 #pragma once
 
 #include <netinet/in.h>
@@ -23,7 +23,7 @@ namespace kv4::test {
 class ForgingServer {
  public:
   using Arguments = std::vector<std::string>;
-  /// The bytes of the answer; called by one thread per connection, one at a time.
+  /// The bytes of the answer. Each connection has a thread; calls are serialised.
   using Answer = std::function<std::string(const Arguments& command)>;
 
   explicit ForgingServer(Answer answer) : answer_(std::move(answer)) {
@@ -53,7 +53,7 @@ class ForgingServer {
   ForgingServer(const ForgingServer&) = delete;
   ForgingServer& operator=(const ForgingServer&) = delete;
 
-  /// Of an answer of more than `bytes` the rest goes out byte by byte.
+  /// Sends the first `bytes` of an answer at once and the rest byte by byte.
   void trickle_from(std::size_t bytes, std::chrono::milliseconds pause) {
     trickle_pause_ = pause;
     trickle_from_ = bytes;
@@ -62,13 +62,13 @@ class ForgingServer {
   int port() const { return port_; }
   std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
   int connections() const { return connections_; }
-  /// Everything that came, as it came.
+  /// All received bytes in order.
   std::string received() {
     const std::lock_guard lock(mutex_);
     return received_;
   }
 
-  /// How a server without cluster mode begins; "": another command.
+  /// The first replies of a server without cluster mode; "": another command.
   static std::string hello(const Arguments& command) {
     if (command[0] == "AUTH") return "+OK\r\n";
     if (command[0] == "CLIENT") return command[1] == "INFO" ? "$24\r\nid=7 addr=127.0.0.1:4123\r\n" : ":1\r\n";
@@ -107,7 +107,7 @@ class ForgingServer {
     }
     ::shutdown(client, SHUT_RDWR);
   }
-  /// Empty: not all of it is there yet.
+  /// Empty: the command is still incomplete.
   static Arguments take_command(std::string& in) {
     std::size_t at = 0;
     const auto number = [&](char type, std::size_t& out) {

@@ -25,7 +25,7 @@ inline std::uint64_t mix(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// A small generator with a stated seed.
+/// A small generator with a fixed seed.
 struct Random {
   std::uint64_t state;
   explicit Random(std::uint64_t seed) : state(mix(seed)) {}
@@ -111,7 +111,7 @@ inline ModelConfig base_config(int head, int rope, int index, int window, int cs
 inline ModelConfig tiny_config() {
   return base_config(80, 16, 32, 8, 4, 8, {LayerKind::swa, LayerKind::csa, LayerKind::hca, LayerKind::csa});
 }
-/// The sizes of transformers' own test models.
+/// The sizes of transformers' test models.
 inline ModelConfig transformers_tiny_config() {
   return base_config(32, 8, 16, 8, 4, 8, {LayerKind::hca, LayerKind::csa, LayerKind::swa});
 }
@@ -120,19 +120,19 @@ inline ModelConfig real_config() {
   return base_config(512, 64, 128, 128, 4, 128, {LayerKind::swa, LayerKind::csa, LayerKind::hca});
 }
 
-/// `count` more tokens of a request, with the inputs of `stream`.
+/// The next `count` tokens of a request, with the inputs of `stream`.
 struct Work {
   RequestId request = kNoRequest;
   std::uint64_t stream = 0;
   std::int32_t count = 1;
 };
 
-/// How the inputs of a step are given; none of it changes which tokens they are.
+/// The form of a step's inputs; it does not change the tokens.
 struct InputStyle {
   DType raw_type = DType::f32, type = DType::f32, index_type = DType::f32;
-  bool projection = false;  // raw rows come unnormed and unrotated (backbone layers)
+  bool projection = false;  // raw rows before norm and rotation (backbone layers)
   std::int64_t gap = 0;     // elements between the end of a row and the next
-  bool specials = false;    // NaN, infinities, zeros, tiny and huge numbers among them
+  bool specials = false;    // includes NaN, infinities, zeros, tiny and huge numbers
 };
 
 /// The inputs of one layer in one step, on the host. Padded tokens are NaN.
@@ -197,7 +197,7 @@ class Driver {
   }
   void append_layer(const Step& step, const LayerCacheSchema& layer) { append_layers(step, {&layer}); }
 
-  /// All inputs in one transfer, then layer by layer.
+  /// All inputs go over in one transfer; then it appends layer by layer.
   void append_layers(const Step& step, const std::vector<const LayerCacheSchema*>& layers) {
     std::vector<LayerInputs> inputs;
     for (const LayerCacheSchema* layer : layers) inputs.push_back(inputs_of(step, *layer));
@@ -243,7 +243,7 @@ class Driver {
     cache.commit(step);
   }
 
-  /// One request, its next tokens in these chunks.
+  /// Appends a request's next tokens in these chunks.
   void feed(RequestId request, std::uint64_t stream, const std::vector<std::int32_t>& chunks) {
     for (std::int32_t c : chunks) run({{request, stream, c}});
   }
@@ -274,7 +274,7 @@ class Driver {
     }
   }
 
-  // Of most rows one in sixteen channels, of some all.
+  // Most special rows change one channel in sixteen, some change all.
   static void make_special(std::uint64_t key, float* row, int width) {
     const float values[] = {NAN,      INFINITY, -INFINITY, 0.0f,  -0.0f,  1e-40f, -1e-40f, 3e38f,
                             -3.3e38f, 1e-7f,    448.0f,    1e30f, -1e30f, 1e20f,  0.25f,   -6.0f};
@@ -292,7 +292,7 @@ class Driver {
   std::vector<std::int64_t> starts_;
 };
 
-/// Everything of a request that must be the same however it came about.
+/// Everything of a request that must not depend on its history.
 struct Bytes {
   CanonicalImage image;
   std::vector<std::byte> blocks;
@@ -323,7 +323,7 @@ inline void expect_same(const Bytes& a, const Bytes& b, const std::string& what)
   EXPECT_TRUE(a.token_ids == b.token_ids) << what << ": token ids differ";
 }
 
-/// `total` tokens in random chunks of at most `most`.
+/// Splits `total` tokens into random chunks of at most `most`.
 inline std::vector<std::int32_t> random_chunks(Random& random, std::int64_t total, std::int64_t most) {
   std::vector<std::int32_t> out;
   while (total > 0) {

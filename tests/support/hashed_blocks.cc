@@ -9,11 +9,11 @@
 namespace {
 
 constexpr std::size_t kMostBytes = 4096;
-std::array<std::atomic<std::int64_t>, kMostBytes + 1> updates;  // by size; longer ones are not counted
+std::array<std::atomic<std::int64_t>, kMostBytes + 1> updates;  // by size; longer updates are not counted
 
 }  // namespace
 
-// The linker has every update call __wrap_ (tests/CMakeLists.txt).
+// The linker redirects every update to __wrap_ (tests/CMakeLists.txt).
 extern "C" {
 int __real_EVP_DigestUpdate(EVP_MD_CTX* context, const void* bytes, std::size_t size);
 int __wrap_EVP_DigestUpdate(EVP_MD_CTX* context, const void* bytes, std::size_t size) {

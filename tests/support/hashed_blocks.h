@@ -1,11 +1,11 @@
-// How many blocks of a prompt were hashed: updates of a digest as long as a block's token ids.
+// Counts hashed blocks of prompts: updates of a digest by as many bytes as a block's token ids.
 #pragma once
 
 #include <cstdint>
 
 namespace kv4::test {
 
-/// Of the whole program, since it was started.
+/// Count of the whole program since its start.
 std::int64_t hashed_blocks(int block_tokens);
 
 }  // namespace kv4::test

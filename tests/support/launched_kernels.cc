@@ -13,7 +13,7 @@
 namespace {
 
 std::mutex mutex;
-std::vector<const void*> launches;  // kernels, each once
+std::vector<const void*> launches;  // each kernel once
 
 void note(const void* kernel) {
   const std::lock_guard lock(mutex);
@@ -22,7 +22,7 @@ void note(const void* kernel) {
 
 }  // namespace
 
-// The linker has every launch call __wrap_ (tests/CMakeLists.txt).
+// The linker redirects every launch to __wrap_ (tests/CMakeLists.txt).
 extern "C" {
 cudaError_t __real_cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** args);
 cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** args) {
@@ -48,8 +48,8 @@ std::vector<std::string> LaunchedKernels::names() const {
   return names;
 }
 
-// void kv4::cuda::(anonymous namespace)::name<arguments>(parameters): the last name that no bracket holds, up to the
-// parameters.
+// void kv4::cuda::(anonymous namespace)::name<arguments>(parameters): the name after the last :: outside of brackets,
+// up to the parameters.
 std::string kernel_name(const char* mangled) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(mangled, nullptr, nullptr, &status), std::free);

@@ -1,4 +1,4 @@
-// Which kernels a test has launched, by name. Of binaries with CUDA; they are linked so that every launch is seen.
+// The names of the kernels that a test launches. For binaries with CUDA, which are linked so that every launch is seen.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace kv4::test {
 
-/// Kernels that were launched since it was made, from any thread.
+/// Kernels launched since the object was made, from any thread.
 class LaunchedKernels {
  public:
   LaunchedKernels();
@@ -15,11 +15,11 @@ class LaunchedKernels {
   std::vector<std::string> names() const;
 };
 
-/// What a kernel's mangled name says: its name with template arguments.
+/// The name in a kernel's mangled name, with template arguments.
 std::string kernel_name(const char* mangled);
 
-/// Prints the names, after "kernels: ", and expects a kernel of every name in `wanted`: with template arguments, or
-/// without for any.
+/// Prints the names, after "kernels: ", and expects a kernel for every name in `wanted`. A name with template arguments
+/// needs exactly these; one without allows any.
 void expect_launched(const LaunchedKernels& launched, const std::vector<std::string>& wanted);
 
 }  // namespace kv4::test

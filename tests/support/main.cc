@@ -1,4 +1,4 @@
-// The tests' main: GoogleTest's, and which device they run on.
+// The tests' main: GoogleTest's, with a choice of device.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -13,7 +13,7 @@ using kv4::test::Device;
 
 constexpr int kBadUsage = 2, kNoGpu = 3;
 
-// They know no device: run them once, on the CPU. A new suite that is not listed only takes a little time there.
+// These suites use no device: they run once, on the CPU. A new suite that is not listed only costs some time.
 constexpr const char* kHostOnly =
     "AttendRow.*:Base*:BadConfig*:BlockAllocator*:BlockBudget*:CacheOptionsRefused*:Codec*:CompressRow.*:ContextBudget*:"
     "*DamagedSafeTensors*:DeepJson*:ExpandStep.*:Fork.*:LayerDesc.*:LayerSchedule*:MemoryPlan*:*NoMemory*:"

@@ -12,7 +12,7 @@ class ManualClock final : public tier::Clock {
   tier::Deadline now() override { return tier::Deadline(tier::Duration(now_ns_.load())); }
   tier::Deadline in(tier::Duration time) { return now() + time; }
   void advance(tier::Duration time) { now_ns_ += time.count(); }
-  /// Looks again now and then: whoever advances the clock need not know who waits.
+  /// Polls at intervals, so that advance() need not know the waiting threads.
   void wait_until(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, tier::Deadline) override {
     condition.wait_for(lock, std::chrono::milliseconds(1));
   }

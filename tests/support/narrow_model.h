@@ -1,4 +1,4 @@
-// A model small enough to look at every byte of its cache, and formats that fit its widths.
+// A model small enough to check every byte of its cache, and formats that fit its widths.
 #pragma once
 
 #include <utility>

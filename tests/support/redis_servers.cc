@@ -35,7 +35,7 @@ bool is_free(int port) {
   return bound;
 }
 
-/// Null: nobody answers there yet.
+/// Null: no server answers there yet.
 redisContext* connect(int port) {
   redisContext* context = redisConnectWithTimeout("127.0.0.1", port, {5, 0});
   if (context == nullptr || context->err != 0) {
@@ -95,7 +95,7 @@ bool RedisServers::start(Server& server) {
   for (const auto limit = Time::now() + kStartLimit; Time::now() < limit; std::this_thread::sleep_for(10ms)) {
     server.context = connect(server.port);
     if (server.context != nullptr && command(server, {"INFO", "server"}).find(own) != std::string::npos) return true;
-    disconnect(server);  // nobody there yet, or somebody else
+    disconnect(server);  // no server yet, or another one
     if (::waitpid(server.pid, nullptr, WNOHANG) == server.pid) {
       server.pid = -1;
       return false;
@@ -257,7 +257,7 @@ void RedisServers::finish_move(int slot, int from, int to) {
                    keys.substr(0, keys.size() - 1), "0", "5000"});
   }
   command(to, {"CLUSTER", "SETSLOT", number, "NODE", id_of(to)});
-  command(to, {"CLUSTER", "BUMPEPOCH"});  // its word counts
+  command(to, {"CLUSTER", "BUMPEPOCH"});  // this node's claim wins
   for (const int node : {from, 3 - to - from}) command(node, {"CLUSTER", "SETSLOT", number, "NODE", id_of(to)});
 }
 

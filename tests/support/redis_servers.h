@@ -1,5 +1,5 @@
-// A Redis cluster of three masters on loopback, or a single server, started and stopped by the tests that use it, and
-// what can be done to it. Everything is in a folder of its own; the servers end with this process, however that ends.
+// A Redis cluster of three masters on loopback, or a single server, for tests that start, stop and disturb it.
+// Everything is in a folder of its own; the servers end with this process, however it ends.
 #pragma once
 
 #include <sys/types.h>
@@ -15,15 +15,15 @@ struct redisContext;
 
 namespace kv4::test {
 
-/// Empty: redis-server can be started, and there is a remote tier.
+/// Empty: redis-server can be started, and the build has a remote tier.
 std::string why_no_redis();
 
 class RedisServers {
  public:
   static constexpr int kNodes = 3;
 
-  /// Each node has a third of the slots. Throws std::runtime_error where they do not start. `arguments`: more for each
-  /// server; it still answers plain connections without a password on its port.
+  /// Each node has a third of the slots. Throws std::runtime_error where the servers do not start. `arguments`: further
+  /// arguments of each server; it must still answer plain connections without a password on its port.
   enum class Mode : std::uint8_t { cluster, single };
   explicit RedisServers(Mode mode = Mode::cluster, std::vector<std::string> arguments = {});
   ~RedisServers();
@@ -32,17 +32,17 @@ class RedisServers {
 
   tier::RemoteOptions options() const;
   tier::RedisAddress address(int node) const;
-  int node_of(const std::string& name) const;  // as slots were given out at the start
+  int node_of(const std::string& name) const;  // by the initial assignment of slots
 
-  /// Runs a command, blocking; the reply's text, or "(nil)".
+  /// Runs a command and waits; returns the reply's text, or "(nil)".
   std::string command(int node, const std::vector<std::string>& arguments);
-  void clear();  // no records, no limits
+  void clear();  // deletes records and resets limits
 
   void kill(int node);
-  void restart(int node);  // empty
+  void restart(int node);  // with no records
   void stall(int node);    // SIGSTOP
   void resume(int node);
-  /// All of the slot's keys go from one node to another; `between` runs while it is under way.
+  /// Moves all keys of the slot from one node to another; `between` runs during the move.
   template <class Between>
   void move_slot(int slot, int from, int to, Between&& between) {
     begin_move(slot, from, to);
@@ -57,7 +57,7 @@ class RedisServers {
     redisContext* context = nullptr;
   };
 
-  bool start(Server& server);  // false: it ended, as its port was taken, or did not answer in time
+  bool start(Server& server);  // false: it ended because its port was taken, or did not answer in time
   void launch(Server& server);
   void kill(Server& server);
   void disconnect(Server& server);
@@ -74,11 +74,11 @@ class RedisServers {
   std::vector<Server> servers_;
 };
 
-/// Below the ports that connections get, so that none takes it while a server is down. Another test may still take it
-/// before the server does: whoever starts one tries again with the next.
+/// A port below those that connections get, so that no connection takes it while a server is down. Another test may
+/// still take it before the server does; the caller then tries the next.
 int free_port();
 
-/// One cluster for all tests of a process that leave it as they found it; cleared on every call.
+/// One cluster for all tests of a process that restore its state; every call clears it.
 RedisServers& shared_redis();
 
 }  // namespace kv4::test

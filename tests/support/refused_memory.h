@@ -1,4 +1,4 @@
-// Allocations that fail on request: every form of operator new of the whole program, and aligned_alloc, which the
+// Allocations that fail on request: every form of operator new in the whole program, and aligned_alloc, which the
 // library calls itself. Sanitizers keep their own aligned_alloc.
 #pragma once
 
@@ -13,13 +13,13 @@
 
 namespace kv4::test {
 
-/// Of the whole program, by operator new.
+/// Number of live allocations by operator new in the whole program.
 std::int64_t live_allocations();
 
 enum class Refused : std::uint8_t { one, all_later };  // all_later: nothing is left from then on
 enum class Threads : std::uint8_t { own, all };
 
-/// While it lives, the n-th allocation from now on fails (n = 1: the next). One at a time.
+/// While the object lives, the n-th allocation from now on fails (n = 1: the next). Only one object at a time.
 class RefusedMemory {
  public:
   RefusedMemory(std::int64_t n, Refused refused, Threads threads);
@@ -30,26 +30,26 @@ class RefusedMemory {
   bool happened() const;
 };
 
-/// What the calling thread allocates meanwhile is not refused, and not counted.
+/// While the object lives, allocations of the calling thread are neither refused nor counted.
 class FreeMemory {
  public:
   FreeMemory();
   ~FreeMemory();
 };
 
-/// 1, 2, 3 ... up to a limit, then ever larger steps; all with KV4_TEST_LONG=1.
+/// 1, 2, 3 ... up to a limit, then with growing steps; with KV4_TEST_LONG=1 all.
 inline std::int64_t next_allocation(std::int64_t n) {
   static const bool all = std::getenv("KV4_TEST_LONG") != nullptr;
   return all || n < 64 ? n + 1 : n + 1 + n / 8;
 }
 
-/// What became of a call whose memory was refused: nothing where it went well all the same.
+/// The outcome of a call with refused memory; it may succeed all the same.
 struct Refusal {
   bool happened = false;
   bool threw = false;
 };
 
-/// Makes the call; what it throws for want of memory is Error(out_of_memory) with a text that says so.
+/// Makes the call. It may throw only Error(out_of_memory), with a text that names memory.
 template <class Call>
 Refusal call_without(std::int64_t n, Refused refused, Threads threads, Call&& call) {
   Refusal out;
@@ -60,7 +60,7 @@ Refusal call_without(std::int64_t n, Refused refused, Threads threads, Call&& ca
     try {
       call();
     } catch (const Error& thrown) {
-      error = thrown;  // takes no memory
+      error = thrown;  // copying takes no memory
     } catch (...) {
       foreign = true;
     }
@@ -76,8 +76,8 @@ Refusal call_without(std::int64_t n, Refused refused, Threads threads, Call&& ca
   return out;
 }
 
-/// Refuses each allocation of a call in turn, alone and with all later ones, until the call succeeds; after every
-/// refusal `unchanged` looks. Returns how many times it was refused.
+/// Refuses each allocation of a call in turn, alone and with all later ones, until the call succeeds; runs `unchanged`
+/// after every refusal. Returns the number of refusals.
 template <class Call, class Unchanged>
 int refuse_each(const std::string& name, Call&& call, Unchanged&& unchanged, Threads threads = Threads::own) {
   SCOPED_TRACE(name);

@@ -1,4 +1,4 @@
-// Which sanitizer a test runs under. For what it cannot do there: measure memory, bound the address space, fork.
+// The sanitizer that a test runs under; under one, tests cannot measure memory, bound the address space or fork.
 #pragma once
 
 #if defined(__has_feature)  // clang

@@ -148,7 +148,7 @@ class SimulatedFile : public tier::File {
   std::shared_ptr<int> power_;
 };
 
-/// In any order: each is done when it comes back.
+/// Completes transfers in any order; each takes effect at its completion.
 class SimulatedQueue : public tier::IoQueue {
  public:
   SimulatedQueue(SimulatedDisk& disk, int depth) : disk_(disk), depth_(depth) {}
@@ -195,7 +195,7 @@ void SimulatedDisk::keep_some(Inode& inode, std::uint64_t percent) {
       store(inode.on_disk, write.offset, write.bytes.data(), count);
       continue;
     }
-    for (std::int64_t at = 0; at < count;) {  // sectors of the disk, not of the write
+    for (std::int64_t at = 0; at < count;) {  // sectors of the disk, whatever the write's offset
       const std::int64_t end = std::min(count, ((write.offset + at) / sector + 1) * sector - write.offset);
       if (below(100) < percent) store(inode.on_disk, write.offset + at, write.bytes.data() + at, end - at);
       at = end;

@@ -1,8 +1,8 @@
-// A disk that keeps what was not synced in a cache of its own and does to it what disks do. All chance comes from one
-// seed: the same seed and the same calls give the same disk.
+// A disk that caches unsynced data and has the faults of real disks. One seed decides all chance: the same seed and the
+// same calls give the same disk.
 //
-//   crash()        of the sectors written since the last sync a random subset stays, at 512 bytes or 4 KiB: writes are
-//                  torn and reordered. Names that were not synced come or go. Handles and locks die.
+//   crash()        keeps a random subset of the sectors written since the last sync, at 512 bytes or 4 KiB: writes are
+//                  torn and reordered. Unsynced names come or go. Handles and locks die.
 //   a queue        transfers are done in any order, some of them in part
 //   a failed sync  some sectors reach the disk, the rest is forgotten: the next sync reports success all the same
 #pragma once
@@ -26,9 +26,9 @@ class SimulatedDisk : public tier::FileSystem {
 
   // Faults.
   void crash();
-  /// The call `calls` from now fails: 0 is the next one; of a write some bytes arrive.
+  /// The call `calls` from now fails (0: the next one); a failing write may store some bytes.
   void fail_call_in(std::int64_t calls) { fail_at_ = calls_ + calls; }
-  /// The call `calls` from now and all after it fail: a crash in the middle of whatever is done then.
+  /// The call `calls` from now and all later ones fail: a crash in the middle of the current operation.
   void die_in(std::int64_t calls) { die_at_ = calls_ + calls; }
   void fail_all(bool on) {
     fail_all_ = on;
@@ -36,21 +36,21 @@ class SimulatedDisk : public tier::FileSystem {
   }
   void set_capacity(std::int64_t bytes) { capacity_ = bytes; }  // of all files together
   void set_short_transfers(bool on) { short_transfers_ = on; }
-  /// Now and then a bit of what is read is wrong, on the way: never in two reads on end.
+  /// Some reads return a flipped bit that the disk does not have: never two reads in a row.
   void set_flips_on_the_way(bool on) { flips_on_the_way_ = on; }
-  /// Flips bits that are on the disk.
+  /// Flips bits on the disk.
   void damage(int bits);
   void damage(const std::string& path, std::int64_t offset, std::byte mask);
   std::int64_t calls() const { return calls_; }
   bool has(const std::string& path) const { return names_.count(path) != 0; }
   std::vector<std::byte> contents(const std::string& path) const { return names_.at(path)->seen; }
   void replace(const std::string& path, std::vector<std::byte> bytes);
-  /// From now on that file cannot be opened, for this reason; 0: it can.
+  /// Opening that file fails with this errno from now on; 0: it works.
   void refuse_open(const std::string& path, int error) { refused_[path].open = error; }
-  /// Reads of it fail, and all that is done to it fails as where it had been closed.
+  /// Reads of the file fail, and every operation on it fails as on a closed file.
   void refuse_read(const std::string& path, int error) { refused_[path].read = error; }
   void refuse_open_again(const std::string& path, int error) { refused_[path].open_again = error; }
-  /// Else fallocate() makes a file longer without taking room: writes do.
+  /// `on` false: fallocate() makes a file longer without taking room; only writes take room.
   void set_reserves(bool on) { reserves_ = on; }
   std::uint64_t below(std::uint64_t limit) { return random_() % limit; }
 
@@ -78,9 +78,9 @@ class SimulatedDisk : public tier::FileSystem {
     std::vector<std::byte> bytes;
   };
   struct Inode {
-    std::int64_t used_bytes = 0;     // of the disk's room
-    std::vector<std::byte> seen;     // what reads see
-    std::vector<std::byte> on_disk;  // what a crash leaves
+    std::int64_t used_bytes = 0;     // disk room that it uses
+    std::vector<std::byte> seen;     // bytes that reads return
+    std::vector<std::byte> on_disk;  // bytes after a crash
     std::vector<Write> unsynced;
   };
   using Names = std::map<std::string, std::shared_ptr<Inode>>;
@@ -91,17 +91,17 @@ class SimulatedDisk : public tier::FileSystem {
 
   bool next_call_fails();
   void write(Inode& inode, std::int64_t offset, std::vector<std::byte> bytes);
-  /// Each unsynced sector with this probability, in percent.
+  /// Keeps each unsynced sector with this probability, in percent.
   void keep_some(Inode& inode, std::uint64_t percent);
   void change(NameChange change);
   static void apply(const NameChange& change, Names& names);
   std::int64_t used_bytes() const;
 
-  std::recursive_mutex mutex_;  // of files, queues and names: a store reads and writes in two threads
+  std::recursive_mutex mutex_;  // guards files, queues and names: a store reads and writes in two threads
   std::mt19937_64 random_;
   Names names_, names_on_disk_;
   std::vector<NameChange> unsynced_names_;
-  std::shared_ptr<int> power_ = std::make_shared<int>(0);  // handles of before a crash hold another one
+  std::shared_ptr<int> power_ = std::make_shared<int>(0);  // handles from before a crash hold another one
   std::weak_ptr<int> locked_;
   struct Refusals {
     int open = 0, read = 0, open_again = 0;

@@ -1,4 +1,4 @@
-// The store on a disk that crashes, tears, reorders, lies, fails and runs full, beside a map of what it may hold.
+// The store on a disk that crashes, tears, reorders, lies, fails and runs full, beside a map of its allowed contents.
 // KV4_TEST_SEED=N runs one seed again.
 #include <gtest/gtest.h>
 
@@ -19,7 +19,7 @@ using tier::GetStatus;
 using tier::PutStatus;
 
 constexpr int kKeys = 10;
-constexpr std::uint64_t kMissing = 0;  // as a version
+constexpr std::uint64_t kMissing = 0;  // as a version: no record
 
 tier::RecordId id_of(int key) {
   return record_id(static_cast<std::uint64_t>(key / 2), static_cast<std::uint64_t>(key % 2));
@@ -31,13 +31,13 @@ std::vector<std::byte> payload_of(int key, std::uint64_t version) {
   return random_bytes(random.next(), length);
 }
 
-/// What a key may be: after a crash `settled` or one of `later`; while the store runs `now`.
+/// The allowed versions of a key: after a crash `settled` or one of `later`; while the store runs `now`.
 struct Shadow {
   std::uint64_t settled = kMissing;
   std::vector<std::uint64_t> later;
   std::uint64_t now = kMissing;
-  bool removed = false, gone = false;  // by the last call; and that was durable
-  bool lost = false;                   // the store has missed `now`, and has not said so by a flush
+  bool removed = false, gone = false;  // by the last call; and that call was durable
+  bool lost = false;                   // the store missed `now`, and no flush has reported it yet
 };
 
 class CrashRun {
@@ -61,8 +61,8 @@ class CrashRun {
       session();
       if (random_.below(4) == 0) close();
       store_.reset();
-      // Else only the process died, perhaps after failed calls: pages that a sync could not write look clean to the
-      // next process, and its own sync says nothing about them.
+      // Otherwise only the process died, perhaps after failed calls. Pages that a sync could not write then look clean
+      // to the next process, and its own sync does not report them.
       const bool crashed = random_.below(3) != 0;
       if (crashed) disk_.crash();
       disk_.fail_all(false);
@@ -131,7 +131,7 @@ class CrashRun {
         store_ = DiskStore::open(disk_, options_);
         return;
       } catch (const Error& e) {
-        // A version field that was hit is refused as another version; so it must be, but only then.
+        // A damaged version field is refused as another version. Without damage, opening must not fail.
         if (damaged_) return;
         ASSERT_TRUE(faulty_ && attempt == 0) << "does not open: " << e.what();
       }
@@ -149,7 +149,7 @@ class CrashRun {
 
   void look(int key, bool opened) { compare(key, get(*store_, id_of(key)), opened); }
 
-  /// What the store gives must be allowed; from then on it is what the key is.
+  /// The store's answer must be allowed; from then on it is the key's version.
   void compare(int key, const Got& got, bool opened) {
     Shadow& shadow = shadows_[key];
     std::vector<std::uint64_t> allowed{shadow.now};
@@ -165,7 +165,7 @@ class CrashRun {
       shadow.now = *match;
       return;
     }
-    // What was removed for good is not known any more, by whatever way the index was made.
+    // A durably removed record is not known any more, however the index was made.
     ASSERT_TRUE(got.status == GetStatus::missing || !opened || faulty_ || damaged_ || !shadow.gone ||
                 !shadow.later.empty())
         << "key " << key << " is named but gone, status " << static_cast<int>(got.status);
@@ -178,11 +178,11 @@ class CrashRun {
       shadow.lost = shadow.lost || shadow.now != kMissing;
       shadow.now = kMissing;
     }
-    // A durable record that cannot be found in a faulty session comes back later.
+    // A durable record that is missing in a faulty session may come back later.
     if (opened && !unknown) shadow.later.push_back(kMissing);
   }
 
-  /// In one batch, perhaps a key several times.
+  /// Puts one batch, which may contain a key several times.
   void put(std::size_t count) {
     std::vector<int> keys;
     std::vector<std::uint64_t> versions;
@@ -195,7 +195,7 @@ class CrashRun {
       requests.push_back({id_of(keys[i]), payloads[i]});
     }
     store_->put(requests);
-    small_ = small_ || store_->stats().evicted_records > 0;  // the disk was full before the store was
+    small_ = small_ || store_->stats().evicted_records > 0;  // the disk was full before the store reached its capacity
     for (std::size_t i = 0; i < count; ++i) {
       ASSERT_TRUE(requests[i].status == PutStatus::stored || may_miss())
           << "put: " << static_cast<int>(requests[i].status);
@@ -229,7 +229,7 @@ class CrashRun {
     EXPECT_TRUE(store_->close() || may_miss());
   }
 
-  /// `losses`: the store said that there may be some.
+  /// `losses`: the store reported possible losses.
   void flushed(bool durable, bool losses) {
     ASSERT_TRUE(durable || may_miss());
     for (auto& [key, shadow] : shadows_) {
@@ -253,8 +253,8 @@ class CrashRun {
   std::unique_ptr<DiskStore> store_;
   std::map<int, Shadow> shadows_;
   std::uint64_t versions_ = 0;
-  bool small_ = false;    // the oldest records make room
-  bool damaged_ = false;  // bits on the disk were flipped: records may be lost, never wrong
+  bool small_ = false;    // the oldest records may be evicted
+  bool damaged_ = false;  // bits on the disk were flipped: records may be lost, but never wrong
   bool faulty_ = false;   // calls of this session fail
 };
 

@@ -145,10 +145,10 @@ TEST_F(TierDiskStore, UnopenedSegmentIsLeftAloneAndCountsLater) {
   expect(10, random_bytes(10, 20000));  // of the last segment
 }
 
-// Removed or rewritten is only what was read.
+// collect() removes or rewrites only records that it has read.
 TEST_F(TierDiskStore, CollectKeepsWhatItCannotRead) {
   for (std::uint64_t i = 0; i < 6; ++i) put(*store, record_id(i), random_bytes(i, 10000));
-  for (std::uint64_t i = 1; i < 6; ++i) remove(*store, record_id(i));  // hardly anything is alive in the first segment
+  for (std::uint64_t i = 1; i < 6; ++i) remove(*store, record_id(i));  // most of the first segment is dead
   for (std::uint64_t i = 10; i < 20; ++i) put(*store, record_id(i), random_bytes(i, 10000));
   ASSERT_TRUE(store->flush());
   disk.refuse_read(first_segment(), EIO);
@@ -161,12 +161,12 @@ TEST_F(TierDiskStore, CollectKeepsWhatItCannotRead) {
   expect(0, random_bytes(0, 10000));
 }
 
-// While a store runs, one of its files cannot be opened again.
+// While a store runs, one of its files cannot be reopened.
 TEST_F(TierDiskStore, SegmentThatCannotBeOpenedAgainIsSetAside) {
   for (std::uint64_t i = 0; i < 12; ++i) put(*store, record_id(i), random_bytes(i, 20000));
   ASSERT_TRUE(store->close());
   reopen();
-  disk.refuse_open_again(first_segment(), EMFILE);  // that passes
+  disk.refuse_open_again(first_segment(), EMFILE);  // a temporary error
   EXPECT_FALSE(store->flush());
   EXPECT_EQ(store->stats().set_aside_files, 0);
   EXPECT_EQ(get(*store, record_id(0)).status, GetStatus::failed);
@@ -228,7 +228,7 @@ TEST_F(TierDiskStore, LostSegmentHeaderLosesThatSegmentOnly) {
   EXPECT_FALSE(disk.has(first_segment()));
 }
 
-// A payload that holds a whole segment, records and all, with the header in front of it damaged.
+// A payload that contains a whole segment with records, behind a damaged header.
 TEST_F(TierDiskStore, PayloadsAreNeverTakenForRecords) {
   put(*store, record_id(7), random_bytes(7, 100));
   ASSERT_TRUE(store->flush());
@@ -247,7 +247,7 @@ TEST_F(TierDiskStore, PayloadsAreNeverTakenForRecords) {
 TEST_F(TierDiskStore, FailedSyncDropsTheSegmentNotTheRecords) {
   for (std::uint64_t i = 0; i < 3; ++i) put(*store, record_id(i), random_bytes(i, 3000));
   ASSERT_TRUE(store->flush());
-  for (int round = 0; round < 40; ++round) {  // every call of a flush fails once
+  for (int round = 0; round < 40; ++round) {  // each call of a flush fails once
     put(*store, record_id(10), random_bytes(static_cast<std::uint64_t>(round) + 100, 3000));
     disk.fail_call_in(round % 8);
     (void)store->flush();
@@ -329,7 +329,7 @@ TEST_F(TierDiskStore, CheckpointSavesReadingHeaders) {
   reopen();
   const std::int64_t with = disk.calls() - before;
   for (std::uint64_t i = 0; i < 60; ++i) expect(i, random_bytes(i, 30000));
-  put(*store, record_id(60), random_bytes(60, 30000));  // behind it
+  put(*store, record_id(60), random_bytes(60, 30000));  // after it
   store.reset();
   reopen();
   for (std::uint64_t i = 0; i <= 60; ++i) expect(i, random_bytes(i, 30000));
@@ -341,7 +341,7 @@ TEST_F(TierDiskStore, CheckpointSavesReadingHeaders) {
   for (std::uint64_t i = 0; i <= 60; ++i) expect(i, random_bytes(i, 30000));
 }
 
-// One of before a removal, put back by somebody: a miss, and no older bytes.
+// A checkpoint from before a removal that somebody restores: a miss, and no older bytes.
 TEST_F(TierDiskStore, StaleCheckpointGivesNothingWrong) {
   for (std::uint64_t i = 0; i < 20; ++i) put(*store, record_id(i), random_bytes(i, 5000));
   ASSERT_TRUE(store->close());
@@ -350,7 +350,7 @@ TEST_F(TierDiskStore, StaleCheckpointGivesNothingWrong) {
   remove(*store, record_id(1));
   put(*store, record_id(2), random_bytes(102, 5000));
   ASSERT_TRUE(store->flush());
-  EXPECT_FALSE(disk.has(checkpoint()));  // before anything that it names became a tombstone
+  EXPECT_FALSE(disk.has(checkpoint()));  // removed before any record that it names became a tombstone
   ASSERT_TRUE(store->close());
   disk.replace(checkpoint(), stale);
   reopen();
@@ -376,7 +376,7 @@ TEST_F(TierDiskStore, DamagedOrForeignCheckpointIsAsNone) {
   }
   for (const std::size_t size : {std::size_t{0}, std::size_t{100}, std::size_t{4096}, sound.size() - 4096})
     all_there_with({sound.begin(), sound.begin() + static_cast<std::ptrdiff_t>(std::min(size, sound.size()))});
-  // Of another store, with segments of the same names.
+  // A checkpoint of another store, with segments of the same names.
   options.directory = "other";
   store = DiskStore::open(disk, options);
   for (std::uint64_t i = 0; i < 20; ++i) put(*store, record_id(i + 100), random_bytes(i, 5000));
@@ -448,7 +448,7 @@ TEST_F(TierDiskStore, EveryBitOfASealedRecordCounts) {
   }
 }
 
-// Whoever can write to a store needs no key for its digests: what he makes of a record is a miss all the same.
+// Digests need no key, so anyone who can write to a store can forge them: a forged record is a miss.
 TEST_F(TierDiskStore, ForgedRecordsAreMisses) {
   for (const Protection protection : {Protection::sealed, Protection::authenticated}) {
     options.guard = guard_of(1, protection);
@@ -497,7 +497,7 @@ TEST_F(TierDiskStore, KeysRotateAndNothingIsLost) {
         std::make_shared<tier::RecordGuard>(tier::GuardOptions{"disk", std::move(keys), Protection::sealed, accept});
     reopen();
   };
-  reopen_with({key_of(1)}, true);  // from before there were keys
+  reopen_with({key_of(1)}, true);  // a store from before keys
   expect(1, payload);
   put(*store, record_id(2), payload);
   reopen_with({key_of(2), key_of(1)});
@@ -522,7 +522,7 @@ std::vector<std::byte> file_of_0_1(const char* name) {
   return bytes;
 }
 
-/// A store as 0.1 left it.
+/// A store written by 0.1.
 struct TierStoreOf01 : TierDiskStore {
   tier::RecordId hello{7, {}}, z{0, {}};
   TierStoreOf01() {
@@ -550,7 +550,7 @@ TEST_F(TierStoreOf01, IsRead) {
   open("two_records.segment", {});
   EXPECT_EQ(text(hello), "hello");
   EXPECT_EQ(text(z), std::string(5000, 'Z'));
-  // What is new goes elsewhere, and what is old moves as it is.
+  // New records go to other segments, and old ones move unchanged.
   put(*store, record_id(1), random_bytes(1, 5000));
   EXPECT_TRUE(remove(*store, hello));
   EXPECT_TRUE(store->collect().durable);
@@ -574,8 +574,8 @@ TEST_F(TierStoreOf01, SealedWithItsDiskKeyStaysReadable) {
   for (std::size_t i = 0; i < disk_key.size(); ++i) disk_key[i] = static_cast<std::byte>(0x40 + i);
   open("sealed_record.segment", {key_of(1), disk_key});
   EXPECT_EQ(text(hello), "hello");
-  EXPECT_EQ(text(z), "missing");  // it was not sealed
-  for (int i = 0; i < 2; ++i) {   // moved, and found again by the checkpoint
+  EXPECT_EQ(text(z), "missing");  // the record was not sealed
+  for (int i = 0; i < 2; ++i) {   // moved, then found again by the checkpoint
     EXPECT_TRUE(store->collect().durable);
     ASSERT_TRUE(store->close());
     store = DiskStore::open(disk, options);
@@ -626,7 +626,7 @@ void put_and_get_batch(tier::FileSystem& files, const tier::StoreOptions& option
   }
   store->put(puts);
   for (const tier::PutRequest& request : puts) ASSERT_EQ(request.status, PutStatus::stored);
-  constexpr std::int64_t kGuard = 100;  // bytes behind a payload stay as they are
+  constexpr std::int64_t kGuard = 100;  // bytes behind a payload that must not change
   for (std::uint64_t i = 0; i < kCount; ++i) {
     const std::uint64_t key = i * 7 % kCount;
     memory.push_back(std::make_unique<ShiftedMemory>(length_of(key) + kGuard, i % 2 == 0 ? 0 : 64));
@@ -687,8 +687,7 @@ TEST(TierPosixFiles, EveryWayGivesTheSame) {
     }
 }
 
-// As in a container that forbids it.
-// Gets beside puts, removes, flushes and evictions: always one of the versions that may be there, never damage.
+// Gets beside puts, removes, flushes and evictions: always one of the allowed versions, never damage.
 TEST(TierPosixFiles, ReadsBesideWrites) {
   const Folder folder;
   const auto files = tier::make_posix_file_system();
@@ -703,7 +702,7 @@ TEST(TierPosixFiles, ReadsBesideWrites) {
     std::memcpy(bytes.data(), &version, sizeof(version));
     return bytes;
   };
-  std::array<std::atomic<std::uint64_t>, kKeys> stored{};  // the newest version of which a put has returned
+  std::array<std::atomic<std::uint64_t>, kKeys> stored{};  // each key's newest version whose put has returned
   std::atomic<bool> stop = false;
   std::thread writer([&] {
     Random random(3);

@@ -31,7 +31,7 @@ TEST_F(TierFullDisk, EvictsTheOldest) {
     expect(i, random_bytes(i, 10000));
 }
 
-// The disk is smaller than one segment: smaller ones hold what it can, and whole ones are made once it has room.
+// The disk is smaller than one segment: the store uses smaller segments, and whole ones once there is room.
 TEST_F(TierFullDisk, SmallerThanASegmentIsUsed) {
   options.segment_bytes = 16 * kSegment;
   options.capacity_bytes = 64 * kSegment;
@@ -67,7 +67,7 @@ TEST_F(TierFullDisk, SmallerThanASegmentIsUsed) {
   EXPECT_EQ(largest, options.segment_bytes);
 }
 
-// A store that is opened with smaller segments than a record of it takes.
+// A store reopened with segments smaller than one of its records.
 TEST_F(TierFullDisk, LargeRecordsMoveIntoSmallSegments) {
   options.segment_bytes = 4 * kSegment;
   reopen();
@@ -84,7 +84,7 @@ TEST_F(TierFullDisk, LargeRecordsMoveIntoSmallSegments) {
   expect(1, large);
 }
 
-// As where a file system cannot reserve room: the write itself finds the disk full.
+// On a file system that cannot reserve room, the write itself finds the disk full.
 TEST_F(TierFullDisk, InTheMiddleOfABatchEvicts) {
   disk.set_reserves(false);
   disk.set_capacity(3 * kSegment);
@@ -115,7 +115,7 @@ TEST_F(TierFullDisk, ThatStaysSoIsAValueAndLosesLittle) {
   EXPECT_EQ(told, 1);
   EXPECT_GE(store->stats().segments, before - 2);
   EXPECT_EQ(put(*store, record_id(150), random_bytes(150, 10000)), PutStatus::no_space);
-  EXPECT_EQ(told, 1);  // once
+  EXPECT_EQ(told, 1);  // reported once
   set_log_sink({});
   disk.set_capacity(1 << 30);
   ASSERT_EQ(put(*store, record_id(200), random_bytes(200, 10000)), PutStatus::stored);

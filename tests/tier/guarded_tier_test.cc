@@ -1,4 +1,4 @@
-// A tier of somebody else's below a guard: what no key of ours made for that id, tenant and layout is a miss.
+// A foreign tier below a guard: a record that no key of ours made for that id, tenant and layout is a miss.
 #include "tier/guarded_tier.h"
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ struct TierGuarded : testing::Test {
     tier.put({&request, 1}, kEver);
     ASSERT_EQ(request.status, PutStatus::stored);
   }
-  /// What is found is the payload, and of anything else nothing is left behind.
+  /// A found record has the payload; in any other case the buffer has none of its bytes.
   GetStatus get(tier::Tier& tier, const tier::RecordId& of, std::int64_t room = kBytes + 50) {
     std::vector<std::byte> to(static_cast<std::size_t>(room));
     tier::GetRequest request{of, to};
@@ -111,7 +111,7 @@ TEST_F(TierGuarded, ARecordIsOfItsPlaceOnly) {
     options.tier = "own other";
     tier::GuardedTier other_tier = guarded(options);
     EXPECT_EQ(get(other_tier, id), GetStatus::damaged);
-    // Another place in its header: then the tag is of another.
+    // A header with another tenant: the tag does not fit.
     tier::RecordHeader header = tier::parse_header(sound).header;
     header.id = tenant;
     OpenTier::Value forged = sound;
@@ -123,7 +123,7 @@ TEST_F(TierGuarded, ARecordIsOfItsPlaceOnly) {
   }
 }
 
-// A length that nobody's key made is no reason to ask again with a larger buffer.
+// A length without a valid tag must not cause a second get with a larger buffer.
 TEST_F(TierGuarded, ForgedLengthsAreNotTold) {
   inner->give_views(true);
   tier::GuardedTier tier = guarded(with(1));
@@ -178,7 +178,7 @@ TEST_F(TierGuarded, LengthsThatLieAreMisses) {
 }
 
 #if !KV4_TSAN  // the race is the test
-// Somebody else writes where the inner tier's views lie, while a record is checked and after it.
+// Another writer changes the inner tier's memory while a record is checked and afterwards.
 TEST_F(TierGuarded, WhatIsCheckedIsWhatIsUsed) {
   struct SharedMemoryTier final : tier::Tier {
     std::shared_ptr<std::byte[]> memory;

@@ -1,4 +1,4 @@
-// What the host tier adds to the contract: its budget, and who leaves first.
+// The host tier beyond the contract: its budget and its evictions.
 #include "tier/host_tier.h"
 
 #include <gtest/gtest.h>
@@ -83,7 +83,7 @@ TEST_F(TierHost, MixedLengthsFillItAndComeBack) {
   }
 }
 
-// A view stays what it was, whatever becomes of its record and of the tier.
+// A view does not change, whatever happens to its record and to the tier.
 TEST_F(TierHost, ViewsStayWhileTheyAreHeld) {
   auto shared = std::make_shared<HostTier>(tier::HostTierOptions{11, 4 << 10, 1 << 10}, shared_clock);
   const auto put = [&](std::uint64_t number, std::uint64_t version, std::int64_t length) {
@@ -117,7 +117,7 @@ TEST_F(TierHost, ViewsStayWhileTheyAreHeld) {
   again.view.reset();
   EXPECT_EQ(put(9, 9, 4000 - kHeader), PutStatus::stored);
 
-  const tier::GetRequest chain = view(9);  // not in one page: a copy
+  const tier::GetRequest chain = view(9);  // not in one page, so a copy
   ASSERT_EQ(chain.status, GetStatus::found);
   EXPECT_FALSE(chain.view);
   to.resize(static_cast<std::size_t>(chain.bytes));

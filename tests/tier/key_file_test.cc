@@ -1,4 +1,4 @@
-// Files of cache keys: what is a key, and who may read it.
+// Files of cache keys: their format and permissions.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -69,11 +69,11 @@ TEST_F(KeyFile, IsRefusedWithItsLineNumber) {
 
 TEST_F(KeyFile, IsARegularFile) {
   const auto refused_path = [](const std::string& name) { EXPECT_THROW(read_key_file(name), Error) << name; };
-  refused_path(path.string());  // not there
+  refused_path(path.string());  // missing file
   refused_path(std::filesystem::temp_directory_path().string());
   refused_path("/dev/zero");
   ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
-  refused_path(path.string());  // and it does not wait for a writer
+  refused_path(path.string());  // and it does not wait for a writer of the FIFO
 }
 
 }  // namespace

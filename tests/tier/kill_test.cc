@@ -1,4 +1,4 @@
-// A process that is killed at any moment, on a real disk: what it was told is durable is there, and nothing is wrong.
+// A process killed at any moment, on a real disk: its durable records are there, and no record is wrong.
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
@@ -20,7 +20,7 @@ using tier::DiskStore;
 constexpr int kKeys = 16;
 constexpr std::int64_t kNone = -1;
 
-// Operation i: of key_of(i) its i-th version is put, or it is removed.
+// Operation i puts the i-th version of key_of(i), or removes it.
 std::uint64_t key_of(std::int64_t operation) { return Random(static_cast<std::uint64_t>(operation)).next() % kKeys; }
 bool removes(std::int64_t operation) { return Random(static_cast<std::uint64_t>(operation) + 77).below(8) == 0; }
 std::vector<std::byte> payload_of(std::int64_t operation) {
@@ -29,7 +29,7 @@ std::vector<std::byte> payload_of(std::int64_t operation) {
 }
 
 struct Message {
-  std::int64_t started, flushed;  // operations before these
+  std::int64_t started, flushed;  // all operations below these numbers
 };
 
 [[noreturn]] void child(const tier::StoreOptions& options, std::int64_t operation, int out) {
@@ -75,7 +75,7 @@ TEST(TierKill, DurableAfterSigkill) {
   options.capacity_bytes = 64 << 20;
 
   Random random(20);
-  std::array<std::int64_t, kKeys> settled;  // the operation that wrote what is there
+  std::array<std::int64_t, kKeys> settled;  // the operation that wrote the current record
   settled.fill(kNone);
   std::int64_t operation = 0;
   for (int round = 0; round < kills && !testing::Test::HasFailure(); ++round) {
@@ -89,7 +89,7 @@ TEST(TierKill, DurableAfterSigkill) {
       child(options, operation, ends[1]);
     }
     ::close(ends[1]);
-    // Let it work for a while, in operations rather than in time, then a moment more.
+    // Lets the child work for some operations, which does not depend on its speed, then for a moment more.
     const std::int64_t wanted = operation + random.between(1, 60);
     Message last{operation, operation}, message{};
     while (last.started < wanted && ::read(ends[0], &message, sizeof(message)) == sizeof(message)) last = message;
@@ -104,7 +104,7 @@ TEST(TierKill, DurableAfterSigkill) {
     const auto files = tier::make_posix_file_system();
     const auto store = DiskStore::open(*files, options);
     for (std::uint64_t key = 0; key < kKeys; ++key) {
-      std::vector<std::int64_t> allowed{settled[key]};  // operations; a removal and kNone are a miss
+      std::vector<std::int64_t> allowed{settled[key]};  // operations; a removal and kNone mean a miss
       for (std::int64_t i = operation; i < last.started; ++i) {
         if (key_of(i) != key) continue;
         if (i < last.flushed) allowed.clear();

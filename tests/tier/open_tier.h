@@ -1,4 +1,4 @@
-// A tier of somebody else's in a map that a test can read and write past the cache, and that lies where it is told to.
+// A foreign tier in a map. A test can read and write it past the cache and make it report false lengths.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class OpenTier final : public tier::Tier {
  public:
   using Value = std::vector<std::byte>;
 
-  /// As it was put, or planted; empty: not there.
+  /// The stored bytes; empty: none.
   Value value(const tier::RecordId& id) {
     const std::lock_guard lock(mutex_);
     const auto found = records_.find(place(id));
@@ -29,9 +29,9 @@ class OpenTier final : public tier::Tier {
     const std::lock_guard lock(mutex_);
     records_[place(id)] = std::move(value);
   }
-  /// What get() says of a length, whatever it is.
+  /// The length that get() reports for every record.
   void lie(std::optional<std::int64_t> bytes) { lie_ = bytes; }
-  /// Records are given out where they lie, as far as that is allowed.
+  /// Gives views of its own memory where the request allows it.
   void give_views(bool on) { views_ = on; }
 
   const char* name() const override { return "mine"; }

@@ -1,4 +1,4 @@
-// The record: its bytes, and what is refused for which reason.
+// The record: its bytes, and the reasons of refusals.
 #include "tier/record_format.h"
 
 #include <fmt/format.h>
@@ -120,7 +120,7 @@ TEST(TierRecord, SaysWhatIsWrong) {
   header.length = tier::kSealBytesV1 - 1;
   EXPECT_EQ(refusal_of(header), RecordRefusal::bad_length);
 
-  // A sound digest over bytes that this version does not know.
+  // Unknown field values with a fitting digest.
   const auto refusal_of_bytes = [&](std::size_t at, std::uint16_t value) {
     std::vector<std::byte> bytes = record_of(header_of({}), {});
     tier::store_le(bytes.data() + at, value);
@@ -134,7 +134,7 @@ TEST(TierRecord, SaysWhatIsWrong) {
     EXPECT_EQ(refusal_of_bytes(at, 1), RecordRefusal::reserved_not_zero) << at;
 }
 
-// What 0.1 wrote is read as what it was.
+// A record of 0.1 keeps its meaning.
 TEST(TierRecord, VersionOneComesBack) {
   const std::vector<std::byte> payload = random_bytes(5, 300);
   tier::RecordHeader header = header_of(payload);

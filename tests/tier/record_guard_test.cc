@@ -1,4 +1,4 @@
-// Protected records: bytes that another implementation gives too, and nothing for whoever lacks the key.
+// Protected records: the same bytes as another implementation's, and nothing for a reader without the key.
 #define OPENSSL_SUPPRESS_DEPRECATED  // RAND_set_rand_method
 #include "tier/record_guard.h"
 
@@ -124,7 +124,7 @@ TEST(TierGuard, NoSaltTwice) {
   EXPECT_EQ(salts.size(), 1000u);
 }
 
-/// While it lives, OpenSSL's random bytes are always the same, as in copies of one virtual machine.
+/// While the object lives, OpenSSL's random bytes are always the same, as in copies of one virtual machine.
 struct SameRandomBytes {
   RAND_METHOD method{};
   SameRandomBytes() {
@@ -140,7 +140,7 @@ struct SameRandomBytes {
   SameRandomBytes& operator=(const SameRandomBytes&) = delete;
 };
 
-// Two records with one salt would have one key and one nonce, and AES-GCM would give both away.
+// Two records with the same salt would share key and nonce, and AES-GCM would reveal both.
 TEST(TierGuard, CopiesOfAMachineHaveSaltsOfTheirOwn) {
   using Clock = std::chrono::system_clock;
   const SameRandomBytes same;
@@ -157,7 +157,7 @@ TEST(TierGuard, CopiesOfAMachineHaveSaltsOfTheirOwn) {
       EXPECT_EQ(guard.open(record.header, record.stored, opened), RecordRefusal::none);
       EXPECT_EQ(opened, payload);
     };
-    for (int i = 0; i < 3; ++i) {  // the same record, at other times
+    for (int i = 0; i < 3; ++i) {  // the same record at different times
       write([](tier::RecordHeader&) {});
       for (const auto now = Clock::now(); Clock::now() == now;) continue;
     }
@@ -212,7 +212,7 @@ TEST(TierGuard, KeysRotate) {
   std::vector<std::byte> opened(50);
   EXPECT_EQ(both.open(old.header, old.stored, opened), RecordRefusal::none);
   EXPECT_EQ(opened, payload);
-  const Protected fresh = protect(both, payload);  // the first one writes
+  const Protected fresh = protect(both, payload);  // the first key writes
   EXPECT_EQ(RecordGuard(with({key_of(2)})).open(fresh.header, fresh.stored, opened), RecordRefusal::none);
   EXPECT_EQ(RecordGuard(with({key_of(1)})).open(fresh.header, fresh.stored, opened), RecordRefusal::wrong_key);
 }
@@ -224,7 +224,7 @@ TEST(TierGuard, BelievesWhatItIsToldTo) {
                   authenticated = protect(RecordGuard(with({key_of(1)}, Protection::authenticated)), payload);
   std::vector<std::byte> opened(50);
   EXPECT_EQ(without.open(plain.header, plain.stored, opened), RecordRefusal::none);
-  EXPECT_EQ(without.open(authenticated.header, authenticated.stored, opened), RecordRefusal::none);  // as anybody may
+  EXPECT_EQ(without.open(authenticated.header, authenticated.stored, opened), RecordRefusal::none);  // anyone may
   EXPECT_EQ(without.open(sealed.header, sealed.stored, opened), RecordRefusal::wrong_key);
   GuardOptions options = with({key_of(1)});
   EXPECT_EQ(RecordGuard(options).open(plain.header, plain.stored, opened), RecordRefusal::unauthenticated);
@@ -239,7 +239,7 @@ TEST(TierGuard, BelievesWhatItIsToldTo) {
 
 bool openssl_refused = false;
 
-/// Runs in a process of its own, started by the test below: OpenSSL takes other allocators only before its first call.
+/// Runs in a process of its own that the test below starts: OpenSSL takes other allocators only before its first call.
 TEST(TierGuardMemory, DISABLED_Comes) {
   ASSERT_EQ(CRYPTO_set_mem_functions(
                 [](std::size_t bytes, const char*, int) { return openssl_refused ? nullptr : std::malloc(bytes); },
@@ -261,7 +261,7 @@ TEST(TierGuardMemory, DISABLED_Comes) {
   EXPECT_EQ(opened, payload);
 }
 
-// Keys work once there is memory, though OpenSSL had none at the first try.
+// Keys work once memory is available, even if OpenSSL had none at the first try.
 TEST(TierGuardMemory, WantOfItPasses) {
   const pid_t pid = ::fork();
   if (pid == 0) {

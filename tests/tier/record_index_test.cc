@@ -20,7 +20,7 @@ TEST(TierRecordIndex, IsAMap) {
   Random random(1);
   RecordIndex index;
   std::map<std::uint64_t, RecordEntry> shadow;
-  // Ids of one tenant, and of another whose keys differ in their last bytes only.
+  // Ids of one tenant, and ids of another whose keys differ only in their last bytes.
   const auto id_of = [](std::uint64_t number) {
     if (number % 2 == 0) return record_id(number);
     tier::RecordId id{7, {}};
@@ -82,11 +82,11 @@ TEST(TierRecordIndex, IsAMap) {
   EXPECT_FALSE(index.find(id_of(1)));
 }
 
-// Whoever can write records chooses their keys: 60,000 that met made opening a store take 13 s, and four times as many
-// sixteen times as long.
+// A writer of records can choose their keys: 60,000 colliding keys made opening a store take 13 s, and four times as
+// many take sixteen times as long.
 TEST(TierRecordIndex, KeysThatSomebodyChoseDoNotMeet) {
   constexpr std::uint64_t kIds = 4096;
-  for (std::size_t word = 0; word < 4; ++word) {  // in which they differ
+  for (std::size_t word = 0; word < 4; ++word) {  // the word in which the keys differ
     std::set<std::uint32_t> places, tags, others;
     for (std::uint64_t i = 0; i < kIds; ++i) {
       tier::RecordId id{7, {}};
@@ -100,7 +100,7 @@ TEST(TierRecordIndex, KeysThatSomebodyChoseDoNotMeet) {
     EXPECT_GT(tags.size(), kIds - 10) << word;
     std::set<std::uint32_t> both = tags;
     both.merge(others);
-    EXPECT_GT(both.size(), 2 * kIds - 20) << word;  // of another seed all are elsewhere
+    EXPECT_GT(both.size(), 2 * kIds - 20) << word;  // under another seed all keys hash differently
   }
 }
 

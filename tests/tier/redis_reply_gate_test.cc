@@ -1,4 +1,4 @@
-// Which replies pass, byte by byte as in one piece, and that sizes count when they are announced.
+// The accepted replies, byte by byte and in one piece; announced sizes count against the limits.
 #include "tier/redis_reply_gate.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@ using Verdict = tier::ReplyGate::Verdict;
 
 constexpr tier::ReplyLimits kLimits = {.depth = 2, .elements = 10, .bulk_bytes = 20, .total_bytes = 100};
 
-/// Of the first reply in `text`, in pieces of `size` bytes; `end`: where it ends.
+/// The verdict on the first reply in `text`, given in pieces of `size` bytes; `end`: where it ends.
 Verdict look(ReplyGate& gate, std::string_view text, std::size_t size, std::size_t& end) {
   end = 0;
   while (end < text.size()) {

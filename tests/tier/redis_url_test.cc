@@ -1,4 +1,4 @@
-// How servers are written, and that no error repeats a password.
+// The notation of servers; no error repeats a password.
 #include "tier/redis_url.h"
 
 #include <gtest/gtest.h>

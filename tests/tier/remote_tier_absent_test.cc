@@ -1,4 +1,4 @@
-// In place of remote_tier_test.cc in a build without hiredis.
+// Replaces remote_tier_test.cc in a build without hiredis.
 #include <gtest/gtest.h>
 
 #include "kv4/error.h"

@@ -37,7 +37,7 @@ tier::RemoteOptions options_for(int port) {
 
 std::string bulk(const std::string& text) { return "$" + std::to_string(text.size()) + "\r\n" + text + "\r\n"; }
 
-/// The reply to CLUSTER SLOTS: all of them at one server.
+/// The reply to CLUSTER SLOTS that assigns all slots to one server.
 std::string slots_at(const std::string& host, int port) {
   return "*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n" + bulk(host) + ":" + std::to_string(port) + "\r\n" + bulk("id");
 }
@@ -76,7 +76,7 @@ struct TierRemoteAttack : testing::Test {
     remote->put({&request, 1}, Time::now() + limit);
     return request.status;
   }
-  /// Gets fail, for this reason, and that is told once.
+  /// Gets fail for this reason, and it is logged once.
   void expect_failure(FailureReason reason, const std::string& word = "") {
     const std::string name = tier::to_string(reason);
     for (int i = 0; i < 3; ++i) {
@@ -125,7 +125,7 @@ TEST_F(TierRemoteAttack, CredentialsGoToConfiguredServersOnly) {
       EXPECT_EQ(thief.connections(), 0) << allowed;
     }
     options.allowed.clear();
-    options.user = options.password = "";  // and a list that does not have it counts without a password, too
+    options.user = options.password = "";  // the list also applies without a password
     options.allowed = {"127.0.0.2"};
     remote = tier::make_remote_tier(options);
     EXPECT_EQ(get(), GetStatus::failed);
@@ -158,7 +158,7 @@ TEST_F(TierRemoteAttack, AllowedServersAreUsed) {
     used = real.connections();
   }
   EXPECT_NE(real.received().find("open sesame"), std::string::npos);
-  // Without a password and without a list any address is taken.
+  // Without a password and without a list, any address is accepted.
   remote = tier::make_remote_tier(options_for(first.port()));
   EXPECT_EQ(get(), GetStatus::missing);
 }
@@ -175,7 +175,7 @@ TEST_F(TierRemoteAttack, ErrorsThatRepeatThePasswordAreNotShown) {
   for (const std::string& event : events) EXPECT_EQ(event.find("open sesame"), std::string::npos) << event;
 }
 
-// Redis cuts arguments off in its errors.
+// Redis truncates arguments in its error messages.
 TEST_F(TierRemoteAttack, ErrorsThatRepeatAPartOfThePasswordAreNotShown) {
   ForgingServer server([](const ForgingServer::Arguments& command) {
     return "-ERR unknown command '" + command[0] + "', with args beginning with: '" + command.back().substr(0, 40) +
@@ -198,7 +198,7 @@ TEST_F(TierRemoteAttack, WhatServersSayIsMadePrintable) {
 // --- replies
 
 #if !KV4_SANITIZED
-/// Of this process, in bytes.
+/// Peak memory of this process in bytes.
 std::int64_t peak_memory() {
   std::ifstream file("/proc/self/status");
   for (std::string word; file >> word;)
@@ -210,14 +210,14 @@ std::int64_t peak_memory() {
   return 0;
 }
 
-/// By how much the process grows while it gets one record from the server; in a child, which has a peak of its own.
+/// The growth of a process that gets one record from the server: a child, which has a peak of its own.
 std::int64_t growth_of_get(const tier::RemoteOptions& options, FailureReason expected) {
   int ends[2];
   if (::pipe(ends) != 0) return -1;
   const pid_t child = ::fork();
   if (child == 0) {
     set_log_sink({});
-    std::ofstream("/proc/self/clear_refs") << 5;  // the peak counts from here
+    std::ofstream("/proc/self/clear_refs") << 5;  // resets the peak
     const std::int64_t before = peak_memory();
     const std::unique_ptr<tier::Tier> remote = tier::make_remote_tier(options);
     std::vector<std::byte> to(1 << 10);
@@ -283,7 +283,7 @@ TEST_F(TierRemoteAttack, RepliesThatNobodyAskedFor) {
   EXPECT_EQ(remote->failure().reason, FailureReason::not_redis);
 }
 
-// Sound replies, but not those that the commands have: a tier that never works says why.
+// Valid replies of the wrong kind: a tier that never works gives the reason.
 TEST_F(TierRemoteAttack, AnswersOfAnotherKindAreAReason) {
   struct Case {
     std::string command, answer;
@@ -311,7 +311,7 @@ TEST_F(TierRemoteAttack, AnswersOfAnotherKindAreAReason) {
   }
 }
 
-// A length that nobody's key made is no reason to ask again with a larger buffer.
+// A length without a valid tag must not cause a second get with a larger buffer.
 TEST_F(TierRemoteAttack, ForgedLengthsAreNotTold) {
   const auto guard = std::make_shared<const tier::RecordGuard>(
       tier::GuardOptions{"remote", {CacheKey{std::byte{1}}}, Protection::sealed, false});
@@ -349,7 +349,7 @@ TEST_F(TierRemoteAttack, NobodyListens) {
 
 TEST_F(TierRemoteAttack, NoWay) {
   tier::RemoteOptions options = options_for(6379);
-  options.servers = {{"255.255.255.255", 6379}};  // the system refuses it
+  options.servers = {{"255.255.255.255", 6379}};  // the system refuses this address
   remote = tier::make_remote_tier(options);
   expect_failure(FailureReason::unreachable);
 }
@@ -361,7 +361,7 @@ TEST_F(TierRemoteAttack, Silence) {
   EXPECT_EQ(remote->failure().reason, FailureReason::silent) << remote->failure().detail;
 }
 
-// Not silent for long, and still no answer ever.
+// Never silent for long, but never a complete answer.
 TEST_F(TierRemoteAttack, AByteNowAndThen) {
   ForgingServer server([](const ForgingServer::Arguments& command) {
     const std::string hello = ForgingServer::hello(command);
@@ -421,7 +421,7 @@ TEST_F(TierRemoteReasons, Passwords) {
   remote = tier::make_remote_tier(with);
   EXPECT_EQ(get(), GetStatus::missing);
   EXPECT_EQ(put(), PutStatus::failed);
-  EXPECT_EQ(get(), GetStatus::missing);  // reads work and do not hide what writes find
+  EXPECT_EQ(get(), GetStatus::missing);  // successful reads do not hide the failures of writes
   EXPECT_EQ(remote->failure().reason, FailureReason::not_permitted);
   EXPECT_EQ(told("remote.failed not_permitted"), 1);
   server->command(0, {"CONFIG", "SET", "requirepass", "open sesame"});
@@ -479,8 +479,8 @@ TEST_F(TierRemoteReasons, RecordsExpire) {
   EXPECT_EQ(server->command(0, {"TTL", name}), "-1");
 }
 
-// A failover to a replica that lags brings an older record back: whole, and no error. Only records whose bytes follow
-// from their key may be kept where that can happen (kv4/tier.h).
+// A failover to a lagging replica brings an older record back, intact and without an error. Where that can happen, only
+// records whose bytes follow from their key may be stored (kv4/tier.h).
 TEST_F(TierRemoteReasons, ServersMayGoBackInTime) {
   remote = tier::make_remote_tier(options());
   const std::string name = tier::redis_name(11, record_id(1));

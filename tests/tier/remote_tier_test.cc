@@ -1,5 +1,5 @@
-// The remote tier on a real Redis cluster to which things happen: only misses, never wrong bytes, never (much) beyond
-// the deadline.
+// The remote tier on a real Redis cluster under disturbances: only misses, never wrong bytes, and never (much) past the
+// deadline.
 #include "tier/remote_tier.h"
 
 #include <gtest/gtest.h>
@@ -22,12 +22,12 @@ using tier::GetStatus;
 using tier::PutStatus;
 using Time = std::chrono::steady_clock;
 
-constexpr auto kSlack = 10s;  // a busy machine's; far less than a hang
+constexpr auto kSlack = 10s;  // for a busy machine; far less than a hang
 constexpr std::uint64_t kLayout = 11;
 
 TEST(TierRedisSlots, AreTheServers) {
   EXPECT_EQ(tier::redis_slot(""), 0);
-  EXPECT_EQ(tier::redis_slot("123456789"), 0x31c3);  // of the specification
+  EXPECT_EQ(tier::redis_slot("123456789"), 0x31c3);  // from the specification
   EXPECT_EQ(tier::redis_slot("foo"), 12182);
   const std::string name = tier::redis_name(0x1f, record_id(1, 0xabc));
   EXPECT_EQ(name.size(), 4u + 17 + 17 + 64);
@@ -60,7 +60,7 @@ TEST(TierRemoteOptions, AreChecked) {
 
 constexpr std::uint64_t kCount = 60;
 
-/// Numbered records of payloads that follow from number and version.
+/// Numbered records; number and version determine the payload.
 struct TierRemote : testing::Test {
   RedisServers* servers = nullptr;
   std::unique_ptr<tier::Tier> remote;
@@ -71,7 +71,7 @@ struct TierRemote : testing::Test {
     make(servers->options());
   }
   void make(tier::RemoteOptions options) {
-    options.silence_limit = 2s;  // a server on a busy machine is not silent sooner
+    options.silence_limit = 2s;  // even a server on a busy machine answers within this time
     options.first_pause = 20ms;
     options.longest_pause = 200ms;
     remote = tier::make_remote_tier(options);
@@ -100,7 +100,7 @@ struct TierRemote : testing::Test {
     for (const tier::PutRequest& request : requests) statuses.push_back(request.status);
     return statuses;
   }
-  /// What is found has the right bytes.
+  /// A found record has the right bytes.
   std::vector<GetStatus> get(std::uint64_t count, tier::Duration limit = 5s, std::uint64_t version = 0) {
     std::vector<std::vector<std::byte>> buffers(count, std::vector<std::byte>(64 << 10));
     std::vector<tier::GetRequest> requests;
@@ -119,7 +119,7 @@ struct TierRemote : testing::Test {
   void expect_all(const std::vector<Status>& statuses, Status expected) {
     for (std::size_t i = 0; i < statuses.size(); ++i) EXPECT_EQ(statuses[i], expected) << "record " << i;
   }
-  /// That node's records fail each time. Those of others are found, if not each time: this machine may be slow.
+  /// The node's records always fail. Other nodes' records are found at least once, because this machine may be slow.
   void expect_without(int node, tier::Duration limit) {
     std::vector<int> found(kCount);
     for (int round = 0; round < 5; ++round) {
@@ -131,7 +131,7 @@ struct TierRemote : testing::Test {
     }
     for (std::uint64_t i = 0; i < kCount; ++i) EXPECT_EQ(found[i] > 0, node_of(i) != node) << "record " << i;
   }
-  /// Until the tier has found its way back.
+  /// Repeats until the tier has recovered.
   template <class Done>
   void eventually(Done&& done) {
     const auto limit = Time::now() + 20s;
@@ -149,7 +149,7 @@ TEST_F(TierRemote, KilledNode) {
   const std::vector<PutStatus> stored = put(kCount);
   for (std::uint64_t i = 0; i < kCount; ++i)
     EXPECT_EQ(stored[i], node_of(i) == 1 ? PutStatus::failed : PutStatus::stored) << "record " << i;
-  servers->restart(1);  // empty
+  servers->restart(1);  // with no records
   std::vector<GetStatus> got;
   eventually([&] {
     got = get(kCount, 1s);
@@ -157,7 +157,7 @@ TEST_F(TierRemote, KilledNode) {
   });
   for (std::uint64_t i = 0; i < kCount; ++i)
     EXPECT_EQ(got[i], node_of(i) == 1 ? GetStatus::missing : GetStatus::found) << "record " << i;
-  eventually([&] {  // writes have connections of their own, which find back by themselves
+  eventually([&] {  // writes have connections of their own, which recover separately
     const std::vector<PutStatus> again = put(kCount, 1s);
     return std::count(again.begin(), again.end(), PutStatus::stored) == static_cast<std::ptrdiff_t>(kCount);
   });
@@ -175,7 +175,7 @@ TEST_F(TierRemote, StalledNode) {
   });
 }
 
-// What a stalled server took in and did not answer may not come after what was put later.
+// A put that a stalled server received and did not answer must not take effect after a later put.
 TEST_F(TierRemote, PutsInDoubtNeverReplaceLaterOnes) {
   for (const auto limit : {100ms, 2500ms}) {  // shorter and longer than the limit of silence
     expect_all(put(kCount), PutStatus::stored);
@@ -253,7 +253,7 @@ TEST_F(TierRemote, OtherLayoutsShareNothing) {
 }
 
 TEST_F(TierRemote, SlotsMoveWhileItReads) {
-  RedisServers own;  // slots end up anywhere
+  RedisServers own;  // the test leaves slots on other nodes
   servers = &own;
   make(own.options());
   expect_all(put(kCount), PutStatus::stored);
@@ -268,13 +268,13 @@ TEST_F(TierRemote, SlotsMoveWhileItReads) {
   for (std::uint64_t number = 0; number < 4; ++number)
     there_and_back(number, [&] { expect_all(get(kCount), GetStatus::found); });
   EXPECT_GT(remote->stats().redirects, 0);
-  // New records of a slot under way go where it is going, by ASK.
+  // New records of a moving slot go to the new node, by ASK.
   there_and_back(5, [&] {
     const std::vector<PutStatus> stored = put(8);
     EXPECT_EQ(stored[5], PutStatus::stored);
     expect_all(get(8), GetStatus::found);
   });
-  // And with a reader that knows nothing of it.
+  // The same with a concurrent reader.
   std::atomic<bool> stop = false;
   std::atomic<int> gets = 0, found = 0;
   std::thread reader([&] {
@@ -285,14 +285,14 @@ TEST_F(TierRemote, SlotsMoveWhileItReads) {
   while (gets < 20) std::this_thread::sleep_for(1ms);
   stop = true;
   reader.join();
-  // Servers that do not agree yet send a command from one to the other until it is given up.
+  // Servers that do not yet agree redirect a command to each other until the tier gives up.
   EXPECT_GT(found, gets * static_cast<int>(kCount) / 2);
 }
 
 TEST_F(TierRemote, PasswordIsAskedFor) {
   RedisServers single(RedisServers::Mode::single);
   make(single.options());
-  expect_all(put(5), PutStatus::stored);  // without cluster mode, too
+  expect_all(put(5), PutStatus::stored);  // also without cluster mode
   single.command(0, {"CONFIG", "SET", "requirepass", "open sesame"});
   tier::RemoteOptions options = single.options();
   make(options);
@@ -308,7 +308,7 @@ TEST_F(TierRemote, PasswordIsAskedFor) {
   expect_all(get(5), GetStatus::found);
 }
 
-/// Accepts, and answers everything with the same bytes, again and again.
+/// Accepts connections and sends the same bytes to everything, repeatedly.
 class OneAnswerServer {
  public:
   explicit OneAnswerServer(std::string answer) : answer_(std::move(answer)) {
@@ -361,7 +361,7 @@ TEST_F(TierRemote, ServersThatTalkNonsense) {
   }
 }
 
-// Whoever can write to the server, without a key or with another one.
+// A forger who can write to the server, without a key or with another one.
 TEST_F(TierRemote, ForgedRecordsAreMisses) {
   const auto options_with = [&](std::vector<CacheKey> keys, Protection protection = Protection::sealed) {
     tier::RemoteOptions options = servers->options();
@@ -399,7 +399,7 @@ TEST_F(TierRemote, ForgedRecordsAreMisses) {
       EXPECT_EQ(status_of(*mine, id, forged), GetStatus::missing);
     }
     EXPECT_EQ(mine->stats().unauthenticated_records, 3);
-    // A record of his own key, moved to the name of another.
+    // A record of the forger's own key under the name of another record.
     store(*mine, id, payload);
     const std::string from = tier::redis_name(kLayout, id), to = tier::redis_name(kLayout, record_id(71, 3));
     servers->command(servers->node_of(to), {"SET", to, servers->command(servers->node_of(from), {"GET", from})});

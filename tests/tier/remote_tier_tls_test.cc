@@ -1,4 +1,4 @@
-// TLS between the remote tier and real servers: records as without it, and nothing at all for whoever proves nothing.
+// TLS between the remote tier and real servers: the same records, and not a byte for a server that proves nothing.
 #include <gtest/gtest.h>
 
 #include "kv4/error.h"
@@ -93,7 +93,7 @@ TEST_F(TierRemoteTls, RecordsOfAnySizeThroughNamesAndAddresses) {
       EXPECT_EQ(put(number, bytes), PutStatus::stored) << remote->failure().detail;
       EXPECT_EQ(get(number, bytes), GetStatus::found) << bytes;
     }
-    // A batch: answers that come while others are on their way.
+    // A batch in which answers arrive while other commands are being sent.
     std::vector<std::vector<std::byte>> payloads, buffers(40, std::vector<std::byte>(60'000));
     std::vector<tier::PutRequest> puts;
     std::vector<tier::GetRequest> gets;
@@ -119,7 +119,7 @@ TEST_F(TierRemoteTls, CertificatesOfOthersAreRefused) {
   expect_refused(options(), FailureReason::certificate_refused, "IP address mismatch");
   expect_refused(options("localhost"), FailureReason::certificate_refused, "ostname mismatch");
   tier::RemoteOptions system = options();
-  system.tls_files.ca = "";  // the system knows no authority of ours
+  system.tls_files.ca = "";  // the system does not know our authority
   expect_refused(system, FailureReason::certificate_refused, "certificate");
   const Certificates other;
   tier::RemoteOptions with = options();
@@ -148,17 +148,17 @@ TEST_F(TierRemoteTls, ServersMayAskForACertificate) {
   EXPECT_THROW(tier::make_remote_tier(with), Error);
 }
 
-// Nothing of a password or a record goes out before a server has proved itself, and never without TLS.
+// No part of a password or a record is sent before the server has authenticated itself, and never without TLS.
 TEST_F(TierRemoteTls, NothingPlainEver) {
   ForgingServer plain([](const ForgingServer::Arguments& command) { return ForgingServer::hello(command); });
   port = plain.port();
   tier::RemoteOptions with = options();
   with.password = "open sesame";
-  expect_refused(with, FailureReason::tls_refused, "TLS");  // it waits for a line end
+  expect_refused(with, FailureReason::tls_refused, "TLS");  // the server waits for a line end
   EXPECT_EQ(plain.received().find("sesame"), std::string::npos);
   EXPECT_EQ(plain.received().find("CLIENT"), std::string::npos);
   start("IP:127.0.0.1");
-  port = server->address(0).port;  // without TLS
+  port = server->address(0).port;  // a server without TLS
   expect_refused(with, FailureReason::tls_refused, "TLS");
 }
 

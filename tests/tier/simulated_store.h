@@ -1,4 +1,4 @@
-// A store on a simulated disk, as the tests of stores begin with it.
+// The fixture of the store tests: a store on a simulated disk.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Whatever somebody puts into a store's directory: nothing is lost, removed or waited for. On a real file system.
+// Hostile files in a store's directory: nothing is lost, removed or waited for. On a real file system.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
@@ -36,7 +36,7 @@ using tier::GetStatus;
 using tier::PutStatus;
 
 constexpr std::uint64_t kRecords = 12, kSegments = 6;
-constexpr std::int64_t kPayload = 20000;  // two fill a segment
+constexpr std::int64_t kPayload = 20000;  // two of them fill a segment
 
 using Bytes = std::vector<char>;
 
@@ -49,7 +49,7 @@ void write_file(const fs::path& path, const Bytes& bytes) {
   std::ofstream(path, std::ios::binary).write(bytes.data(), std::ssize(bytes));
 }
 
-/// Both copies of a segment's header, sound, with another number at `offset`.
+/// Changes the number at `offset` in both copies of a segment's header, with fitting digests.
 void forge(Bytes& segment, int offset, std::uint64_t number) {
   for (const int copy : {0, 4096}) {
     auto* at = reinterpret_cast<std::byte*>(segment.data()) + copy;
@@ -59,7 +59,7 @@ void forge(Bytes& segment, int offset, std::uint64_t number) {
 }
 constexpr int kIdAt = 16, kNonceAt = 24, kBytesAt = 40;
 
-/// 0 where `work` went well, in a process of its own.
+/// Runs `work` in a process of its own; returns 0 on success.
 int in_child(const std::function<void()>& work) {
   const pid_t pid = ::fork();
   if (pid == 0) {
@@ -108,7 +108,7 @@ struct TierStoreAttack : testing::Test {
     for (std::uint64_t i = from; i < end; ++i)
       ASSERT_EQ(get(*store, record_id(i)).payload, random_bytes(i, kPayload)) << i;
   }
-  /// Opened, filled further and opened again without a checkpoint: nothing was lost.
+  /// Opens the store, fills it further and opens it again without a checkpoint: no record is lost.
   void expect_to_work() {
     open();
     expect_all(0, kRecords);
@@ -175,7 +175,7 @@ TEST_F(TierStoreAttack, ForgedHeadersWithHugeIdsAreSetAside) {
     EXPECT_TRUE(survey_names(tier::segment_name(id))) << id;
 }
 
-// The most that is believed, again and again: ids never run out, and what was put stays.
+// Headers with the largest accepted id, repeatedly: ids never run out, and stored records stay.
 TEST_F(TierStoreAttack, ForgedHeadersThatAreBelievedLeaveRoom) {
   fill();
   Bytes forged(64 << 10);
@@ -199,7 +199,7 @@ TEST_F(TierStoreAttack, CopiesOfSegmentsAreSetAside) {
   EXPECT_TRUE(survey_names(tier::segment_name(500)));
 }
 
-// As a header that lies about the file's size, and damaged ones: they do not count as room that real ones have to make.
+// Headers that lie about the file's size, and damaged ones: their sizes do not evict sound segments.
 TEST_F(TierStoreAttack, ForgedSizesEvictNothing) {
   options.capacity_bytes = 2 << 20;
   fill();
@@ -228,12 +228,12 @@ TEST_F(TierStoreAttack, HugeSparseSegmentsAreNotReadThrough) {
   open();
   expect_all(0, kRecords);
   store.reset();
-  options.capacity_bytes = 64 << 20;  // it takes none of the disk, but says so: something has to go
+  options.capacity_bytes = 64 << 20;  // the file takes no disk room but claims it: something must be evicted
   open();
   ASSERT_EQ(put(*store, record_id(99), random_bytes(99, 50000)), PutStatus::stored);
 }
 
-// A header in a file of holes, with a payload of 1 GiB that takes nothing of the disk, must not take it of memory.
+// A header in a sparse file announces a payload of 1 GiB that takes no disk room: it must not take memory either.
 TEST_F(TierStoreAttack, PayloadsInHolesTakeNoMemory) {
   fill();
   constexpr std::int64_t kMost = 200 << 20;
@@ -247,7 +247,7 @@ TEST_F(TierStoreAttack, PayloadsInHolesTakeNoMemory) {
   tier::store_le(place + 8, std::uint64_t{8192});
   tier::RecordHeader header;
   header.layout_id = options.layout_id;
-  header.id = record_id(0);  // that of a sound one: whoever opens the store has to choose
+  header.id = record_id(0);  // the id of a sound record, so that opening has to choose
   header.length = tier::kMaxPayloadBytes;
   header.sequence = 1 << 20;
   header.place = digest64(std::span<const std::byte>(place));
@@ -313,7 +313,7 @@ TEST_F(TierStoreAttack, NothingButRegularFilesIsUsed) {
   }
 }
 
-// A name that nobody had when the store was opened.
+// A file name that did not exist when the store was opened.
 TEST_F(TierStoreAttack, NewSegmentsReplaceNothing) {
   fill();
   open();
@@ -439,7 +439,7 @@ TEST_F(TierStoreAttack, DeletedLockLetsNobodyIn) {
   open();
 }
 
-// As an older build does.
+// The lock of an older build.
 TEST_F(TierStoreAttack, LockFileAloneCountsToo) {
   fill();
   const int fd = ::open((folder / "lock").c_str(), O_RDWR | O_CLOEXEC);
@@ -449,7 +449,7 @@ TEST_F(TierStoreAttack, LockFileAloneCountsToo) {
   open();
 }
 
-/// index.kv4 as it is, with other numbers in its header.
+/// The current index.kv4 with other numbers in its header.
 void forge_checkpoint(const fs::path& path, std::uint64_t body_bytes, std::uint64_t next_sequence) {
   Bytes bytes = read_file(path);
   auto* at = reinterpret_cast<std::byte*>(bytes.data());
@@ -494,7 +494,7 @@ TEST_F(TierStoreAttack, MillionsOfForeignNamesCostNothing) {
     return false;
   });
   EXPECT_TRUE(listing.names.empty() && listing.status.ok());
-  EXPECT_EQ(asked, static_cast<int>(kSegments) + 2);  // and the lock, the checkpoint
+  EXPECT_EQ(asked, static_cast<int>(kSegments) + 2);  // plus the lock and the checkpoint
   for (int i = 0; i < 1000; ++i) write_file(folder / ("foreign-" + std::to_string(i)), {});
   EXPECT_TRUE(tier::survey_store(*files, options.directory, false).sound());
 }

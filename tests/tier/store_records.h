@@ -1,4 +1,4 @@
-// Records whose bytes follow from their key and version, so that a test knows what it may read.
+// Records whose bytes follow from their key and version, so that a test knows the allowed contents.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct Got {
   std::vector<std::byte> payload;
 };
 
-/// In one batch.
+/// Gets all records in one batch.
 inline std::vector<Got> get(tier::DiskStore& store, std::span<const tier::RecordId> ids) {
   std::vector<Got> got(ids.size());
   std::vector<tier::GetRequest> requests;
@@ -69,7 +69,7 @@ inline bool remove(tier::DiskStore& store, const tier::RecordId& id) {
 /// KV4_TEST_SEED=N runs that seed alone.
 struct Seeds {
 #if KV4_TSAN
-  static constexpr std::uint64_t kShare = 10;  // of them: each takes as much longer
+  static constexpr std::uint64_t kShare = 10;  // divides the number of seeds: each takes as much longer
 #else
   static constexpr std::uint64_t kShare = 1;
 #endif

@@ -1,4 +1,4 @@
-// Tiers below each other: looked through downwards, filled upwards, and never at odds about a byte.
+// A chain of tiers: gets go down, found records are promoted up, and all tiers agree on the bytes.
 #include "tier/tier_chain.h"
 
 #include <gtest/gtest.h>
@@ -60,7 +60,7 @@ struct TierChains : testing::Test {
     return chain->put(record_id(number), random_bytes(version, 100), Content::changing);
   }
   void settle() { (void)chain->flush(clock->in(1s)), (void)chain->poll(); }
-  /// Straight into one tier, past the chain.
+  /// Puts a record into one tier, bypassing the chain.
   void plant(int tier, std::uint64_t number, std::uint64_t version, std::int64_t bytes = 100) {
     const Payload payload = random_bytes(version, bytes);
     tier::PutRequest request{record_id(number), payload};
@@ -126,17 +126,17 @@ TEST_F(TierChains, OneRequestHereOneThere) {
   EXPECT_EQ(found[1].bytes, 100);
 }
 
-// Whoever can write to an upper tier plants a record that says it is longer than all of its kind.
+// A forger who can write to an upper tier plants a record longer than any of its kind.
 TEST_F(TierChains, ARecordOfAnotherLengthHidesNothing) {
   make(2);
   plant(0, 1, 10, 5000);
   plant(1, 1, 20);
   EXPECT_EQ(bytes_of(get(record_id(1), Content::of_key)), random_bytes(20, 100));
   settle();
-  EXPECT_EQ(bytes_of(get(record_id(1), Content::of_key)), random_bytes(20, 100));  // it is replaced
+  EXPECT_EQ(bytes_of(get(record_id(1), Content::of_key)), random_bytes(20, 100));  // the planted record is replaced
   plant(0, 2, 10, 5000);
   plant(1, 2, 20);
-  EXPECT_EQ(get(record_id(2)).status, GetStatus::too_small);  // of those that change the upper one is newer
+  EXPECT_EQ(get(record_id(2)).status, GetStatus::too_small);  // among records that change, the upper one is newer
 }
 
 TEST_F(TierChains, TenantsStayApart) {
@@ -158,7 +158,7 @@ TEST_F(TierChains, WhatIsWrittenMeanwhileIsNotReplaced) {
   ASSERT_EQ(put(1, 11), 2);
   fakes[1]->release();
   ASSERT_TRUE(ticket.wait(tier::Deadline::max()));
-  const std::vector<std::byte> seen = bytes_of(ticket.take()[0]);  // it began before, and may see either
+  const std::vector<std::byte> seen = bytes_of(ticket.take()[0]);  // it began before the put and may see either
   EXPECT_TRUE(seen == random_bytes(10, 100) || seen == random_bytes(11, 100));
   settle();
   EXPECT_EQ(bytes_of(get(record_id(1))), random_bytes(11, 100));
@@ -192,7 +192,7 @@ TEST_F(TierChains, DeadlinesAndCancels) {
   EXPECT_EQ(late.take()[0].status, GetStatus::failed);
 }
 
-// Three tiers that fail at random: a get gives what was put last, or nothing.
+// Three tiers that fail at random: a get returns the last put or nothing.
 TEST_F(TierChains, RandomFailuresNeverBringBackOldBytes) {
   options.max_writes = 6;
   options.max_stale_ids = 8;

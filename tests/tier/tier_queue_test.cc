@@ -1,4 +1,4 @@
-// The asynchronous face of a tier: order, limits, deadlines, the breaker, and workers that do not come back.
+// The asynchronous interface of a tier: order, limits, deadlines, the breaker, and workers that do not return.
 #include "tier/tier_queue.h"
 
 #include <gtest/gtest.h>
@@ -61,7 +61,7 @@ struct TierQueues : testing::Test {
     const auto bytes = result.payload.span();
     EXPECT_EQ(std::vector<std::byte>(bytes.begin(), bytes.end()), random_bytes(version, 1000));
   }
-  /// One get that holds the tier up, then so many that wait, until all are answered.
+  /// Queues one get that the tier holds, then `count` gets that wait, until all are answered.
   void ask_while_held(std::uint64_t count) {
     fake->hold();
     std::vector<TierQueue::ReadTicket> tickets;
@@ -93,7 +93,7 @@ TEST_F(TierQueues, PutsAreSeenAtOnceAndLater) {
   EXPECT_EQ(queue->stats().tier.records, 1);
 }
 
-// Whoever gets the result reads as many bytes.
+// The reader of the result would read as many bytes as the length says.
 TEST_F(TierQueues, LengthsBeyondTheBufferAreFailures) {
   const auto own = std::make_shared<OpenTier>();
   own->plant(record_id(1), random_bytes(10, 1000));
@@ -119,7 +119,7 @@ TEST_F(TierQueues, ReadsDoNotWaitForWrites) {
   const int calls = fake->calls();
   ASSERT_TRUE(put(2, 20));
   fake->wait_for_calls(calls + 1);
-  expect(1, 10);  // from the tier, the put still under way
+  expect(1, 10);  // from the tier, while the put is still running
   EXPECT_EQ(get(3).status, GetStatus::missing);
   EXPECT_EQ(queue->stats().stored, 1);
   fake->release();
@@ -168,7 +168,7 @@ TEST_F(TierQueues, ReadersShareWhatWaits) {
             (std::vector<std::size_t>{8, 8}));
 }
 
-// What a tier knows from memory needs no worker: here both are busy.
+// Lookups that a tier answers from memory need no worker: here both are busy.
 TEST(TierQueue, LookupsAreAnsweredAtOnce) {
   const auto clock = std::make_shared<ManualClock>();
   const auto host = std::make_shared<tier::HostTier>(tier::HostTierOptions{1, 1 << 20, 1 << 10}, clock);
@@ -278,7 +278,7 @@ TEST_F(TierQueues, WhatWasReplacedIsNeverSeenAgain) {
   EXPECT_EQ(flush(), FlushStatus::durable);
   expect(1, 12);
   EXPECT_EQ(queue->stats().stale_ids, 0);
-  // Refused, while an older one is under way.
+  // A put is refused while an older one is running.
   (void)queue->drain();
   fake->hold();
   for (std::uint64_t i = 0; i < 8; ++i) ASSERT_TRUE(put(i, 30 + i));
@@ -394,7 +394,7 @@ TEST_F(TierQueues, TheBreakerIsInTheLog) {
   fake->fail(true);
   EXPECT_EQ(get(1).status, GetStatus::failed);
   clock->advance(options.breaker.first_pause);
-  EXPECT_EQ(get(1).status, GetStatus::failed);  // a probe that fails is no news
+  EXPECT_EQ(get(1).status, GetStatus::failed);  // a failing probe is not logged again
   fake->fail(false);
   clock->advance(options.breaker.longest_pause);
   EXPECT_EQ(get(1).status, GetStatus::missing);
@@ -428,7 +428,7 @@ TEST_F(TierQueues, AStuckTierMissesAtOnceAndIsLeftBehind) {
   EXPECT_EQ(queue->close(deadline), FlushStatus::failed);
   time.join();
   queue.reset();
-  // The worker wakes after its queue is gone, and ends by itself.
+  // The worker wakes after its queue has gone, and ends by itself.
   std::weak_ptr<FakeTier> left = fake;
   fake->release();
   fake.reset();
@@ -479,7 +479,7 @@ TEST_F(TierQueues, ExistsGoesTheSameWay) {
   EXPECT_EQ(results[3].status, GetStatus::missing);
 }
 
-// It has no workers that would answer, and the clock stands still: whatever waits there waits for ever.
+// The child has no workers to answer, and the clock stands still: a wait would last for ever.
 TEST_F(TierQueues, AForkedChildIsAnsweredAtOnce) {
   start();
   ASSERT_TRUE(put(1, 1));
@@ -516,7 +516,7 @@ TEST_F(TierQueues, AForkedChildIsAnsweredAtOnce) {
   EXPECT_TRUE(put(2, 2));
 }
 
-// Several threads, a small tier that evicts, payloads that follow from id and version.
+// Several threads and a small tier that evicts; id and version determine the payload.
 TEST_F(TierQueues, ManyThreadsNeverSeeAWrongByte) {
   options.max_writes = 64;
   options.max_reads = 64;
@@ -531,7 +531,7 @@ TEST_F(TierQueues, ManyThreadsNeverSeeAWrongByte) {
     threads.emplace_back([&, t] {
       Random random(t);
       std::map<std::uint64_t, std::uint64_t> newest;                  // this thread's ids
-      std::vector<std::pair<tier::SharedBytes, std::uint64_t>> held;  // views and buffers, and of what
+      std::vector<std::pair<tier::SharedBytes, std::uint64_t>> held;  // views and buffers, with their versions
       for (int step = 0; step < 400; ++step) {
         const std::uint64_t number = static_cast<std::uint64_t>(random.below(kIds)) * kThreads + t;
         const auto later = std::chrono::steady_clock::now() + 10s;
@@ -543,7 +543,7 @@ TEST_F(TierQueues, ManyThreadsNeverSeeAWrongByte) {
           (void)shared.remove(record_id(number));
         } else {
           TierQueue::ReadTicket ticket = shared.get({{record_id(number), 4096, {}, random.below(2) == 0}}, later);
-          if (random.below(4) == 0) continue;  // not wanted any more
+          if (random.below(4) == 0) continue;  // gives up the get
           EXPECT_TRUE(ticket.wait(later));
           const tier::ReadResult result = ticket.take().front();
           if (result.status != GetStatus::found) continue;
@@ -560,7 +560,7 @@ TEST_F(TierQueues, ManyThreadsNeverSeeAWrongByte) {
         }
         (void)shared.drain();
         (void)shared.stats();
-        if (step % 16 == 0) (void)shared.flush(later).wait(later);  // else most puts meet a full queue
+        if (step % 16 == 0) (void)shared.flush(later).wait(later);  // otherwise most puts meet a full queue
       }
     });
   for (std::thread& thread : threads) thread.join();

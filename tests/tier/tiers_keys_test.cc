@@ -1,4 +1,4 @@
-// TiersOptions::keys reach every tier outside host memory: nothing plain leaves, and nothing but ours comes back.
+// TiersOptions::keys reach every tier outside host memory: no plain record leaves, and only our records come back.
 
 #include "cache/small_cache.h"
 #include "kv4/tiers.h"
@@ -38,7 +38,7 @@ struct KeyedTiers : testing::Test {
     for (const tier::FlushStatus status : tiers.flush(soon())) ASSERT_NE(status, tier::FlushStatus::failed);
     ASSERT_EQ(tiers.report().front().stored, 1);
   }
-  /// What is found is the payload.
+  /// A found record has the payload.
   GetStatus get(const TiersOptions& options) {
     Tiers tiers(schema(), options);
     tier::TierChain::Ticket ticket = Tiers::Impl::of(tiers).chain.get({{id, 4096, {}}}, Content::of_key, soon());
@@ -50,7 +50,7 @@ struct KeyedTiers : testing::Test {
     }
     return result.status;
   }
-  /// With `options` naming one tier; `stored` reads what lies there.
+  /// `options` name one tier; `stored` reads its raw bytes.
   template <class Stored>
   void check(TiersOptions options, Stored&& stored) {
     for (const Protection protection : {Protection::sealed, Protection::authenticated}) {
@@ -59,7 +59,7 @@ struct KeyedTiers : testing::Test {
       mine.protection = protection;
       other.keys = {key_of(2)};
       EXPECT_EQ(Tiers(schema(), mine).report().front().protection, protection);
-      // Planted by whoever has no key, or another one.
+      // Planted by a writer without a key, or with another one.
       put(options);
       EXPECT_EQ(get(options), GetStatus::found);
       EXPECT_NE(get(mine), GetStatus::found);

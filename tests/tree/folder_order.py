@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the shape of the tree (docs/design.md): who may include whom, and what the library never does."""
+"""Checks the shape of the tree (docs/design.md): allowed includes, and calls that the library never makes."""
 import re
 import sys
 from pathlib import Path

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""NVTX ranges of the calls that use a GPU: every one opens its own, and a tool that is attached sees it.
+"""NVTX ranges of the calls that use a GPU: every call opens its own, and an attached tool sees it.
 
     tests/tree/nvtx_ranges.py [BUILD_DIR/tests/kv4_tests]
 
-The tool is a library of this test's, which NVTX loads (NVTX_INJECTION64_PATH). Tests that were built with NVTX show the ranges of a
+The tool is a library of this test, which NVTX loads (NVTX_INJECTION64_PATH). Tests built with NVTX show the ranges of a
 cache whose memory the host cannot touch, so that no GPU is needed. Last line: `N passed, N failed[, N skipped]`.
 """
 import os
@@ -68,7 +68,7 @@ def functions(path):
 
 
 def check_every_launch_opens_a_range():
-    """What kv4/cuda.h gives to engines with pools of their own."""
+    """The calls of kv4/cuda.h for engines with pools of their own."""
     declared = set(re.findall(r"^KV4_API cudaError_t (\w+)\(", (ROOT / "include/kv4/cuda.h").read_text(), re.M))
     assert {"append", "attend", "index_topk"} <= declared, declared
     opened = {}

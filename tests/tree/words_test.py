@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"bench", "checks", "cli", "cmake", "docs", "examples", "include", "python", "src", "tests", "tools"}
 GLOSSARY, LAUNCH = "docs/glossary.md", "src/backend/cuda/runtime/launch.cuh"
 
-# What the field calls it: how the tree called it once. CHANGELOG.md has the names of old versions.
+# The field's word: the tree's former word. CHANGELOG.md has the names of old versions.
 ONCE = {
     "CTA": r"\bthread[ -]blocks?\b",
     "SM": r"\bmultiprocessors?\b",
@@ -35,7 +35,7 @@ ONCE = {
     "stale ids": r"\bunsure(_ids)?\b",
     "retiring": r"\b\w+_leaving\b",
 }
-# In the kernels' folder. An empty asm text is a fence for the compiler, no instruction.
+# Rules of the kernels' folder. An empty asm text is a fence for the compiler, not an instruction.
 ROOMS = [
     (r"\basm\b( volatile)?\(\s*(?!\"\")[\"\n]", lambda path: "/ptx/" not in path, "an instruction outside of ptx/"),
     (r"\bnamespace \{", lambda path: path.endswith((".h", ".cuh")), "an anonymous namespace in a header"),
@@ -54,7 +54,7 @@ def tracked():
         path = ROOT / name
         if name in ("", "CHANGELOG.md", str(Path(__file__).relative_to(ROOT))) or not path.is_file():
             continue
-        if name.startswith("docs/figures/"):  # what benchmarks wrote on their day
+        if name.startswith("docs/figures/"):  # outputs of benchmarks
             continue
         try:
             yield name, path.read_text()
@@ -63,7 +63,7 @@ def tracked():
 
 
 def problems_in(name, text):
-    if name == GLOSSARY:  # its last column has other projects' words
+    if name == GLOSSARY:  # its last column lists other projects' words
         text = re.sub(r"\|[^|\n]*\|$", "|", text, flags=re.M)
     line_of = lambda at: text.count("\n", 0, at) + 1
     for word, once in ONCE.items():

@@ -14,12 +14,12 @@ def agree_rows(torch, ours, theirs):
     if not bool(torch.isfinite(a).all()) or not bool(torch.isfinite(b).all()):
         return "results are not finite"
     cosine = 1 - 2 * float((a * b).double().sum()) / max(float((a * a + b * b).double().sum()), 1e-12)
-    # Rows of both round probabilities and results in their own places: bf16 has 8 bits.
+    # Both sides round probabilities and results at places of their own: bf16 has 8 bits.
     return "" if cosine < 2e-5 else f"results differ: 1 - cosine is {cosine:.2g}"
 
 
 def legacy(call):
-    """Arguments of packages that hold Hopper's kernels apart."""
+    """Arguments of packages that have separate kernels for Hopper."""
     return {"use_legacy": True} if "use_legacy" in inspect.signature(call).parameters else {}
 
 
@@ -27,8 +27,8 @@ def legacy(call):
 class AttendShape:
     name: str
     heads: int
-    entries: int   # that a decode sees besides its window
-    ratio: int     # 4: entries are chosen; 128: all that are visible
+    entries: int   # seen by a decode besides its window
+    ratio: int     # 4: chosen entries; 128: all visible ones
     pool: int = 8192
 
 
@@ -40,7 +40,7 @@ DECODES = [AttendShape("Flash SWA 128", 64, 0, 0), AttendShape("Flash CSA 640", 
 
 
 def decode_attend(bench, shape, batch, sets=MOST_LAUNCHES):
-    """Each launch of a graph has windows, pages and q of its own."""
+    """Each launch of a graph has its own windows, pages and q."""
     torch = bench.torch
     page_rows = 64 if shape.ratio == 4 else 2
     visible = shape.pool if shape.ratio == 4 else shape.entries
@@ -111,7 +111,7 @@ def decode_attend(bench, shape, batch, sets=MOST_LAUNCHES):
     def ordinary(i):
         x = launches[i % sets]
         x["mine"].copy_(x["source"])
-        if padded != shape.heads:  # then q is there twice, and each is written
+        if padded != shape.heads:  # q then has two copies, and both are written
             x["q"][:, :, :shape.heads].copy_(x["source"])
 
     return contenders, missing, agree_rows, ordinary
@@ -141,14 +141,14 @@ CHUNKS = ([Chunk("Flash SWA", 64, 1024, 0, 0)] +
 
 @dataclass
 class ChunkData:
-    """What a launch of a chunk reads. kv: bf16 rows of window and entries, where the gather is not part of the time."""
+    """The inputs of a chunk's launch. kv: bf16 rows of window and entries, if the gather is not timed."""
 
     call: dict
     q: object
     windows: object
     pool: object
     block_table: object
-    index: object    # i32 [tokens, 1, n], of windows' rows, then entries; -1: none
+    index: object    # i32 [tokens, 1, n]: rows of windows, then entries; -1: none
     lengths: object  # i32 [tokens]
     kv: object = None
 
@@ -160,7 +160,7 @@ def chunk_data(bench, chunk, sink, out):
     start = context - tokens if chunk.ratio == 128 else context + WINDOW
     if start % WINDOW:
         raise ValueError("a chunk starts at a multiple of the window, so that its ring is in order")
-    # One page holds the window before the chunk, which kv4 reads as its ring, and the chunk's rows, its scratch.
+    # One page holds the window before the chunk, kv4's ring, and the chunk's rows, kv4's scratch.
     rows = WINDOW + tokens
     windows = bench.row_pages(1, rows)
     scales = windows.data_ptr() + rows * DATA
@@ -198,7 +198,7 @@ def prefill_attend(bench, chunk):
     torch, rows = bench.torch, WINDOW + chunk.tokens
     sink = bench.normal(chunk.heads, dtype=torch.float32)
     out = bench.empty(chunk.tokens, chunk.heads, WIDTH, dtype=torch.bfloat16)
-    # q alone is 64 MiB for 1,024 tokens of 64 heads: no launch finds the data of the one before the last in L2.
+    # q alone is 64 MiB for 1,024 tokens of 64 heads: no launch finds the data of the last launch but one in L2.
     launches = [chunk_data(bench, chunk, sink, out) for _ in range(3)]
 
     def ours(i):
@@ -253,7 +253,7 @@ def prefill_attend(bench, chunk):
 
 
 def plain_expand(bench, out, pages, page_rows, table):
-    """Rows as bf16, with torch: stands in for a gather that is not here, outside of the measured time."""
+    """Rows as bf16, by torch: replaces a missing gather, outside of the measured time."""
     torch = bench.torch
     for at in range(0, len(table), 4096):
         part = pages[table[at:at + 4096]]

@@ -1,4 +1,4 @@
-"""What every cell is given: the clock, kv4, the public kernels, and makers of the data that both read."""
+"""Shared by all cells: the clock, kv4, the public kernels, and makers of the data that both sides read."""
 import sys
 
 from .kv4_library import BadInput, open_kv4
@@ -42,7 +42,7 @@ class Bench:
         return self.torch.empty(*shape, dtype=dtype, device=self.device)
 
     def row_pages(self, pages, rows):
-        """[pages, stride] bytes, stride a multiple of 576; the cache that FlashMLA takes is rows_view of it."""
+        """[pages, stride] bytes, stride a multiple of 576; rows_view of it is FlashMLA's cache."""
         torch = self.torch
         stride = round_up(rows * ROW, DATA)
         out = self.empty(pages, stride, dtype=torch.uint8)

@@ -40,7 +40,7 @@ GROUPS = {"decode_attend": "attention of a decode", "prefill_attend": "attention
 
 
 def run_cell(bench, group, name, make):
-    """Never raises but for a GPU that is lost: the other cells go on."""
+    """Raises only for a lost GPU: the other cells still run."""
     cell = Cell(group, name)
     try:
         contenders, cell.missing, agree, ordinary = make(bench)

@@ -54,7 +54,7 @@ class IndexData:
         self.workspace = torch.zeros(room, dtype=torch.uint8, device=bench.device)
 
     def queries(self):
-        """Bytes of fp8 queries, then of mxfp4 ones: one kernel writes both."""
+        """Bytes of fp8 queries, then of mxfp4 queries: one kernel writes both."""
         torch, bench = self.bench.torch, self.bench
         fp8 = bench.normal(self.tokens * INDEX_HEADS * KEY_WIDTH, dtype=torch.float32).to(torch.float8_e4m3fn)
         return torch.cat((fp8.view(torch.uint8), bench.below(256, self.tokens * INDEX_HEADS * KEY_WIDTH // 2).to(torch.uint8)))
@@ -79,7 +79,7 @@ class IndexData:
 
 
 def topk_peers(bench, data):
-    """[(label, select(logits, out))] of the public top-k kernels that are here, and what is missing."""
+    """[(label, select(logits, out))] of the available public top-k kernels, and the missing ones."""
     torch, found, missing = bench.torch, [], []
     lens, tokens = data.visible, data.tokens
     names = (("topk_transform_ragged_v2", "top_k_per_row_prefill") if data.is_chunk else
@@ -93,7 +93,7 @@ def topk_peers(bench, data):
         if name == "topk_transform_512_v2":
             try:
                 plan = peer.module.plan_topk_v2(lens)
-            except Exception as error:  # it compiles its kernels at the first call
+            except Exception as error:  # the kernels are compiled at the first call
                 missing.append(f"{name}: {in_words(error)}")
                 continue
             select = lambda logits, out, call=peer.call, plan=plan: call(logits, lens, None, out, data.rows, plan)
@@ -137,7 +137,7 @@ def decode_scorer(bench, data):
 
 
 def chunk_scorer(bench, data):
-    """logits(i) of DeepGEMM over contiguous keys, the gather of them before, and what is missing."""
+    """logits(i) of DeepGEMM over contiguous keys, the gather before it, and the missing functions."""
     torch, missing = bench.torch, []
     peer, gather = bench.peers["fp8_mqa_logits"], bench.peers["cp_gather_indexer_k_quant_cache"]
     score = peer.need()
@@ -176,7 +176,7 @@ def index_cell(bench, tokens, keys, is_chunk):
     for name, fast in (("fp8", False), ("fp8", True), ("mxfp4", False)):
         label = f"kv4 {name} {'fast' if fast else 'exact'}"
         queue = lambda i, name=name, fast=fast: bench.kv4.run("index_topk", data.call(i, name, fast))
-        # mxfp4 keys are other numbers: their choice is nobody else's.
+        # mxfp4 keys are other numbers, so their top-k is compared with no other.
         contenders.append(Contender(label, queue, True, (lambda: data.out.clone()) if name == "fp8" else None))
     missing = []
     try:

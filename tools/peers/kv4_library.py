@@ -7,11 +7,11 @@ LIBRARY = "libkv4_peer.so"
 
 
 class BadInput(Exception):
-    """Cannot run at all; the message is for people."""
+    """The bench cannot run; the message is for people."""
 
 
 class Call(ctypes.Structure):
-    """Of bench/peer_calls.h: 8 bytes per field; tensors are passed by their addresses."""
+    """A struct of bench/peer_calls.h: 8 bytes per field; tensors are passed by their addresses."""
 
     def __init__(self, **fields):
         unknown = set(fields) - {name for name, _ in self._fields_}

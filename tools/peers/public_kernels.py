@@ -1,4 +1,4 @@
-"""The public kernels that can be imported here, or why they cannot."""
+"""The public kernels that can be imported here, or the reasons why not."""
 import importlib
 import sys
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ class NotHere(Exception):
     """A public kernel that cannot be imported or refuses this GPU."""
 
 
-# What is asked for, and where it may be: the first module that has the name is taken.
+# The wanted names and their possible modules: the first module with the name is used.
 WANTED = {
     "flash_mla_with_kvcache": ("flash_mla", "sgl_flash_mla", "sgl_kernel.flash_mla",
                                "vllm.third_party.flashmla.flash_mla_interface"),
@@ -25,13 +25,13 @@ WANTED = {
     "dequantize_and_gather_k_cache": ("vllm.models.deepseek_v4.common.ops.cache_utils",
                                       "vllm.v1.attention.ops.deepseek_v4_ops.cache_utils"),
 }
-# Newer packages have these instead.
+# Replacements in newer packages.
 ALIASES = {"fp8_paged_mqa_logits": "fp8_fp4_paged_mqa_logits", "fp8_mqa_logits": "fp8_fp4_mqa_logits"}
 
 
 @dataclass
 class Peer:
-    """A public function, or why there is none."""
+    """A public function, or the reason why it is missing."""
 
     name: str
     module: object = None
@@ -53,7 +53,7 @@ def find_peer(name):
     for module_name in WANTED[name]:
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:  # a package may fail in any way where its GPU or library is missing
+        except Exception as error:  # without its GPU or library, a package may fail in any way
             reasons.append(f"{module_name}: {type(error).__name__}: {error}".splitlines()[0])
             continue
         for attribute in (name, ALIASES.get(name)):

@@ -1,4 +1,4 @@
-"""What a cell has found, and the table of cells."""
+"""The result of a cell, and the table of cells."""
 from dataclasses import dataclass, field
 
 from .public_kernels import version_of
@@ -20,7 +20,7 @@ class Cell:
         if not self.public or key not in self.times[self.public]:
             return None
         us = {name: self.times[name][key] for name in (kv4, self.public)}
-        if min(min(both) for both in us.values()) <= 0:  # less than the clock's noise is left of a difference
+        if min(min(both) for both in us.values()) <= 0:  # the difference is below the clock's noise
             return None
         return compare(us, kv4, self.public)
 
@@ -38,7 +38,7 @@ class Cell:
 
 
 def finish(cell, contenders):
-    """Notes who is who, and the fastest public contender."""
+    """Notes the contenders' names and the fastest public one."""
     cell.ours = [c.name for c in contenders if c.is_kv4]
     public = [c.name for c in contenders if not c.is_kv4]
     cell.public = min(public, key=lambda name: cell.times[name]["us"], default="")

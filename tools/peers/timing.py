@@ -10,7 +10,7 @@ SWEEP_BYTES = 256 << 20
 
 @dataclass
 class Contender:
-    """One side of a cell. queue(i) queues launch i; result() is what launch 0 computed, to be compared."""
+    """One side of a cell. queue(i) queues launch i; result() gives launch 0's output for comparison."""
 
     name: str
     queue: object
@@ -22,7 +22,7 @@ class Gpu:
     """Graphs, the sweep and the clock, with torch."""
 
     repeats, warm_ups, most_launches = REPEATS, WARM_UPS, MOST_LAUNCHES
-    pool_bytes = 1 << 30  # of pages that launches take at random: many times L2, so that they rarely meet a page again
+    pool_bytes = 1 << 30  # pages that launches take at random: many times L2, so that pages rarely repeat
 
     def __init__(self, torch, device):
         self.torch, self.device = torch, device
@@ -45,7 +45,7 @@ class Gpu:
         return graph.replay
 
     def once_us(self, work):
-        """Of one call, with a cold L2. The sweep and the work are queued without a wait between them."""
+        """Time of one call with a cold L2. The sweep and the work are queued without a wait between them."""
         start, stop = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.swept.sum()
         start.record()
@@ -56,7 +56,7 @@ class Gpu:
 
 
 class Host:
-    """A rehearsal without a GPU: no graphs, and times that mean nothing."""
+    """A rehearsal without a GPU: no graphs, and meaningless times."""
 
     stream, pool_bytes, repeats, warm_ups, most_launches = 0, 4 << 20, 1, 0, 2
 
@@ -76,7 +76,7 @@ class Host:
 
 
 def launches_for(us):
-    """So many that a graph takes about a millisecond: the overhead of a replay is some microseconds."""
+    """Launches for a graph of about a millisecond, because a replay's overhead is some microseconds."""
     return max(1, min(MOST_LAUNCHES, round(GRAPH_US / max(us, 1e-3))))
 
 
@@ -101,7 +101,7 @@ def measure(clock, contenders, ordinary=None):
     """{name: {us, orders[, after_us, ordinary_us]}}. ordinary(i): the kernel before launch i."""
     launches = {}
     for c in contenders:
-        c.queue(0)  # compiles, plans and loads what there is
+        c.queue(0)  # compiles, plans and loads kernels
         clock.synchronize()
         launches[c.name] = launches_for(clock.once_us(lambda c=c: c.queue(0)))
     count = min(max(launches.values()), clock.most_launches)  # of the fastest, so that all go through the same data

@@ -22,7 +22,10 @@ def _open_layer(cache: Kv4Cache, layer: int, batch: int, count: int) -> None:
 @torch.compiler.disable
 def _attend(cache: Kv4Cache, module: Any, rows: list[torch.Tensor], index: list[torch.Tensor],
             q: torch.Tensor) -> torch.Tensor:
-    """rows: append's arguments; index: index queries and weights, or none; q and the result [batch, count, heads, head_dim]."""
+    """Appends and attends. rows: append's arguments; index: index queries and weights, or none.
+
+    q and the result: [batch, count, heads, head_dim].
+    """
     tokens, handle = cache.forward.tokens, cache.store.acquire(module.layer_idx)
     handle.append(*(tokens(row) for row in rows))
     topk = handle.index_topk(*(tokens(part) for part in index), k=module.compressor.indexer.index_topk) if index else None
@@ -33,7 +36,7 @@ def _attend(cache: Kv4Cache, module: Any, rows: list[torch.Tensor], index: list[
 
 def _forward(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, position_ids: torch.Tensor,
              attention_mask: Any, past_key_values: Any = None, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """DeepseekV4Attention.forward with a Kv4Cache. Probabilities exist only in the model's own attention."""
+    """DeepseekV4Attention.forward with a Kv4Cache. Only the model's own attention has probabilities."""
     if not isinstance(past_key_values, Kv4Cache) or past_key_values.wants_attentions:
         return DeepseekV4Attention.forward(self, hidden_states, position_embeddings, position_ids, attention_mask,
                                            past_key_values, **kwargs)
@@ -62,14 +65,14 @@ def _forward(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, p
 
 
 def accelerate(model: Model) -> Model:
-    """Attention of a DeepseekV4ForCausalLM by kv4 wherever its past_key_values are a Kv4Cache; other caches go on as before.
+    """Computes a DeepseekV4ForCausalLM's attention by kv4 where past_key_values is a Kv4Cache; other caches still work.
 
-    Rows of a batch may have different lengths, padded anywhere; each gives what it would give alone. A forward with
-    output_attentions=True takes the model's own attention.
+    Rows of a batch may have different lengths, with padding anywhere; each row has the result that it has alone. A
+    forward with output_attentions=True uses the model's own attention.
     """
     for layer in whole_model(model, "accelerate").model.layers:
         attention = layer.self_attn
-        # Of a model over several devices forward is a hook that moves tensors, and _old_forward what it calls.
+        # In a model over several devices, forward is a hook that moves tensors and then calls _old_forward.
         name = "_old_forward" if hasattr(attention, "_hf_hook") else "forward"
         setattr(attention, name, types.MethodType(_forward, attention))
     return model

@@ -1,4 +1,4 @@
-"""Kv4Cache: a `past_key_values` of transformers whose bytes are kv4's."""
+"""Kv4Cache: a `past_key_values` of transformers whose memory is kv4's."""
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +20,7 @@ from .model import check_config, model_config, whole_model
 from .sizes import Drafts, checked_sizes, sizes_of_call
 from .store import Backends, Request, Sizes, Store
 
-#: What to do instead of use_cache=False with a cache.
+#: The advice for use_cache=False with a cache.
 NO_CACHE = "leave past_key_values out, or use_cache"
 
 Model = TypeVar("Model")
@@ -28,7 +28,7 @@ Path = Union[str, "os.PathLike[str]"]
 
 
 class Told(NamedTuple):
-    """What a hook says of a forward before it begins."""
+    """A hook's report on a forward before it begins."""
 
     input_ids: torch.Tensor | None  # [batch, count]
     attention_mask: Any  # [batch, columns]
@@ -39,17 +39,17 @@ class Told(NamedTuple):
 
 
 class Kv4Cache(Cache):
-    """A `past_key_values` whose bytes are kv4's.
+    """A `past_key_values` whose memory is kv4's.
 
     config         model.config
-    model          the DeepseekV4ForCausalLM: compressors' constants and the rope table are its own
+    model          the DeepseekV4ForCausalLM, which gives the compressors' constants and the rope table
     max_batch      rows at the same time, beams included
     max_context    tokens of the longest row
-    max_rewind_tokens  how many drafted tokens can be taken back (assisted generation)
+    max_rewind_tokens  number of drafted tokens that can be taken back (assisted generation)
     max_step_tokens    tokens of the largest forward, all rows together
-    backend        kv4.make_cpu_backend(threads), kv4.make_cuda_backend(i); None: where the model is. A model over several
-                   devices has one for each: {"cpu": ..., "cuda:0": ...}, or a list with one for each layer
-    grow           more rows or longer ones move to a larger cache, where there is memory for it
+    backend        kv4.make_cpu_backend(threads), kv4.make_cuda_backend(i); None: the model's device. A model over
+                   several devices has one each: {"cpu": ..., "cuda:0": ...}, or a list with one per layer
+    grow           more rows or longer ones move to a larger cache, if there is memory for it
     options        any other attribute of kv4.CacheOptions: row_format="bf16", prefix=kv4.PrefixOptions(...), ...
     """
 
@@ -66,32 +66,32 @@ class Kv4Cache(Cache):
 
     @classmethod
     def for_generate(cls, model: Any, inputs: Any, generation_config: Any = None, **options: Any) -> Kv4Cache:
-        """A cache as large as `model.generate(inputs, generation_config, past_key_values=cache)` needs it.
+        """A cache of the size that `model.generate(inputs, generation_config, past_key_values=cache)` needs.
 
-        inputs             token ids [rows, columns], or what a tokenizer gives: {"input_ids": ..., "attention_mask": ...}
-        generation_config  a GenerationConfig; or a dict of generate()'s keyword arguments; None: model.generation_config
-        options            Kv4Cache's, which go before what is derived; grow is on
+        inputs             token ids [rows, columns], or a tokenizer's {"input_ids": ..., "attention_mask": ...}
+        generation_config  a GenerationConfig; a dict of generate()'s keyword arguments; None: model.generation_config
+        options            Kv4Cache's, which override derived values; grow is on
 
-        Where there is no memory for it, this raises kv4.OutOfMemoryError. A later generate() that needs more grows the cache
-        before its first token, or raises then.
+        Raises kv4.OutOfMemoryError without enough memory. A later generate() that needs more grows the cache before its
+        first token, or raises then.
         """
         whole = whole_model(model, "Kv4Cache.for_generate")
         derived = vars(sizes_of_call(whole, inputs, generation_config))
         return cls(whole.config, whole, **{**derived, "grow": True, **options})
 
     def _set_up(self, backbone: Any, store: Store, grow: bool) -> None:
-        me = weakref.proxy(self)  # no cycle: the memory goes with the last name of the cache
+        me = weakref.proxy(self)  # no cycle: the memory is freed with the last reference to the cache
         config = self._living(backbone).config
         super().__init__(layers=[Kv4Layer(me, spec) for spec in kv4.layer_schedule(model_config(config))])
         self.store, self.grow, self.window, self.device = store, grow, config.sliding_window, store.devices[0]
         self.rows: list[Row] = []  # of the batch
-        self.num_columns = 0  # tokens of every row as transformers counts them, padding included
-        self.forward: Any = None  # the Forward under way, or the last
+        self.num_columns = 0  # tokens of every row as transformers counts them, with padding
+        self.forward: Any = None  # the current Forward, or the last
         self.wants_attentions = False
         self._backbone = backbone
-        self._generation = Sizes(0, 0, 0, 0)  # what the generate() that began last needs
-        self._told: Told | None = None  # of the forward that begins
-        self._new_rows = False  # the rows were admitted by a forward that has not ended
+        self._generation = Sizes(0, 0, 0, 0)  # the needs of the latest generate()
+        self._told: Told | None = None  # on the forward that begins
+        self._new_rows = False  # admitted by a forward that has not ended
 
     def __repr__(self) -> str:
         sizes = self.store.sizes
@@ -99,7 +99,7 @@ class Kv4Cache(Cache):
                 f"{len(self.layers)} layers on {', '.join(manager.backend().device for manager in self.store.managers)})")
 
     def __del__(self) -> None:
-        # Copies share managers, so that rows do not go with the cache's own memory.
+        # Copies share managers, so freeing the cache's own memory does not end its rows.
         with contextlib.suppress(Exception):
             if self.store.step_of == id(self):
                 self.store.abort()
@@ -109,8 +109,8 @@ class Kv4Cache(Cache):
     # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kv4Cache:
-        """A cache with the same rows, to go on from there more than once. Its rows are forks of these, which share what has
-        been computed; where max_batch leaves no room for that, they are copied into memory of their own."""
+        """A cache with the same rows, from which another generation can continue. Its rows are forks, which share the
+        computed blocks; if max_batch leaves no room for forks, the rows are copied into memory of their own."""
         self._settle()
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
@@ -131,7 +131,7 @@ class Kv4Cache(Cache):
 
     @property
     def manager(self) -> kv4.KVCacheManager:
-        """The one of a model on one device; else see `managers`."""
+        """The manager of a model on one device; else see `managers`."""
         if len(self.store.managers) > 1:
             raise kv4.StateError(f"the model is on several devices and the cache has {len(self.store.managers)} managers: "
                                  "take cache.managers")
@@ -139,12 +139,12 @@ class Kv4Cache(Cache):
 
     @property
     def managers(self) -> list[kv4.KVCacheManager]:
-        """One for each device."""
+        """One manager per device."""
         return self.store.managers
 
     @property
     def requests(self) -> list[int]:
-        """By row of the batch: its request in `manager`."""
+        """The request of each row of the batch in `manager`."""
         return [row.request[self.store.managers.index(self.manager)] for row in self.rows]
 
     @staticmethod
@@ -160,8 +160,8 @@ class Kv4Cache(Cache):
     # Size
 
     def begin_generation(self, config: GenerationConfig, batch_size: int, max_length: int, attention_mask: Any = None) -> None:
-        """Told by generate() (by a hook of the model) before its first forward, batch_size before rows are repeated and
-        max_length in columns. Makes room, or raises what would otherwise stop it in the middle."""
+        """generate() calls it (by a hook of the model) before its first forward. batch_size: before rows are repeated;
+        max_length: columns. Makes room, or raises the error that would otherwise stop the generation later."""
         if config.use_cache is False:
             raise kv4.ArgumentError("use_cache=False feeds the whole text again in every forward, and a Kv4Cache would take it "
                                     f"as what follows: {NO_CACHE}")
@@ -173,7 +173,7 @@ class Kv4Cache(Cache):
         self._make_room(self._generation, "generate()")
 
     def begin_drafting(self, drafts: Drafts) -> None:
-        """Told after begin_generation, and before the first forward, of a generation that is assisted."""
+        """Called for an assisted generation, after begin_generation and before the first forward."""
         longest = self._generation.max_context + drafts.beyond
         self._make_room(replace(self._generation, max_context=longest, max_step_tokens=1 + drafts.tokens,
                                 max_rewind_tokens=drafts.tokens), f"generate() with drafts of {drafts.tokens} tokens")
@@ -195,7 +195,7 @@ class Kv4Cache(Cache):
         raise kv4.ArgumentError(message)
 
     def _move(self, sizes: Sizes) -> None:
-        """All rows into a larger store. The old one stays with copies, if there are any."""
+        """Moves all rows into a larger store. Copies of the cache keep the old one."""
         store = self.store.larger(self._living_backbone(), sizes)
         moved = [replace(row, request=store.copy_from(self.store, row.request)) for row in self.rows]
         for row in self.rows:
@@ -206,9 +206,9 @@ class Kv4Cache(Cache):
 
     @torch.compiler.disable
     def expect(self, backbone: Any, told: Told) -> bool:
-        """Told before each forward by a hook of the model. The one transfer to the host of a forward.
+        """A hook of the model calls it before each forward. It makes the forward's only transfer to the host.
 
-        Returns whether position_ids must be the cache's: those given count on from padding on the right, as generate() does.
+        Returns whether position_ids must be the cache's: generate()'s own ones also count padding on the right.
         """
         if backbone is not self._backbone():
             raise kv4.ArgumentError("this Kv4Cache was made for another model, whose constants its entries are made with: make "
@@ -248,10 +248,10 @@ class Kv4Cache(Cache):
         return own_positions
 
     def _refuse_mask(self, told: Told) -> NoReturn:
-        """A mask of other columns than the cache and the forward have together."""
+        """The error for a mask whose columns are not those of the cache and the forward together."""
         (batch, count), columns = told.shape, told.attention_mask.shape[1]
         again = ""
-        if columns == count:  # a forward for itself: its positions say better what is wrong
+        if columns == count:  # a forward on its own: the check of its positions gives a better message
             mask, positions = _to_host(batch, count, told.attention_mask, told.position_ids)
             if mask is not None and positions is not None:
                 self._check_positions(positions, mask.bool(), self._lengths())
@@ -272,7 +272,7 @@ class Kv4Cache(Cache):
                 "cache must be empty; crop(-n) takes tokens back)")
 
     def positions(self, count: int, device: torch.device) -> torch.Tensor | None:
-        """position_ids [batch, count] where rows have different lengths: the model would count padding. None: as it counts."""
+        """position_ids [batch, count] for rows of different lengths: the model counts padding. None: the model's."""
         lengths, mask = self._lengths(), None if self._told is None else self._told.attention_mask
         if mask is None and all(length == self.num_columns for length in lengths):
             return None
@@ -281,7 +281,7 @@ class Kv4Cache(Cache):
         return (before[:, None] + mask.long().cumsum(1) - 1).clamp(min=0).to(device)
 
     def column_mask(self, count: int, device: torch.device) -> torch.Tensor | None:
-        """attention_mask [batch, columns] where rows began in different columns, for a forward that has none. None: all real."""
+        """attention_mask [batch, columns] for a forward without one if rows began in different columns, else None."""
         firsts = [row.first if length else self.num_columns for row, length in zip(self.rows, self._lengths())]
         if not any(firsts):
             return None
@@ -324,7 +324,7 @@ class Kv4Cache(Cache):
         self.num_columns += self.forward.count
 
     def end_forward(self, backbone: Any) -> None:
-        """Told after each forward by a hook of the model, also after one that failed."""
+        """A hook of the model calls it after each forward, also after a failed one."""
         if backbone is not self._backbone():
             return
         self._told = None
@@ -334,7 +334,7 @@ class Kv4Cache(Cache):
             self._release_rows()
 
     def _settle(self) -> None:
-        """Forgets a forward that did not reach its end, and the rows that it began."""
+        """Drops a forward that did not end, and the rows that it began."""
         self.store.settle(self)
         self._told = None
         if self._new_rows:
@@ -370,7 +370,7 @@ class Kv4Cache(Cache):
         return kept + query_length, self.num_columns - kept
 
     def crop(self, tokens_to_remove: int) -> None:
-        """crop(-n) takes the last n tokens of every row back, at most max_rewind_tokens: of all rows or of none."""
+        """crop(-n) removes the last n tokens, at most max_rewind_tokens, of all rows or of none."""
         if tokens_to_remove > 0:
             raise kv4.ArgumentError(f"crop({tokens_to_remove}): give the number of tokens to take back as crop(-n)")
         self._settle()
@@ -387,7 +387,7 @@ class Kv4Cache(Cache):
             self.num_columns += tokens_to_remove
 
     def _rearrange(self, rows: list[int]) -> None:
-        """Row i becomes what row rows[i] was: the first of equals takes the request over, the others fork it."""
+        """Row i becomes the former row rows[i]. The first of equal rows takes the request, the others fork it."""
         self._settle()
         unknown = [row for row in rows if not 0 <= row < len(self.rows)]
         if unknown:
@@ -401,7 +401,7 @@ class Kv4Cache(Cache):
             for row in rows:
                 self.rows.append(replace(old[row], request=self.store.fork(old[row].request)) if row in taken else old[row])
                 taken.add(row)
-        except kv4.Error:  # too few blocks: some rows are gone by now
+        except kv4.Error:  # too few blocks: some rows have already ended
             self.rows += [old[row] for row in set(rows) - taken]
             self.reset()
             raise
@@ -416,7 +416,7 @@ class Kv4Cache(Cache):
         self._rearrange(torch.arange(len(self.rows), device=HOST)[indices.cpu()].tolist())
 
     def reset(self) -> None:
-        """Ends all rows. Where the prefix cache is on, their full blocks stay for later prompts."""
+        """Ends all rows. With a prefix cache, their full blocks stay for later prompts."""
         self._settle()
         self._release_rows()
         self.num_columns = 0
@@ -424,7 +424,7 @@ class Kv4Cache(Cache):
     # Further calls
 
     def begin(self, input_ids: torch.Tensor, **prompt: Any) -> int:
-        """Begins one row with what is kept of its prompt [1, n], and returns how many of its tokens need not be computed.
+        """Begins one row with the stored prefix of its prompt [1, n]; returns how many tokens need not be computed.
 
         Give the whole prompt to generate() afterwards. Needs prefix=kv4.PrefixOptions(enabled=True, ...).
         `prompt`: tenant, salt, extra of kv4.Prompt.
@@ -446,24 +446,24 @@ class Kv4Cache(Cache):
         return self.rows[row].request
 
     def token_ids(self, row: int = 0) -> torch.Tensor:
-        """The tokens of a row that the cache holds, [1, n], where the model is."""
+        """The cached tokens of a row, [1, n], on the model's device."""
         tokens: Any = self.store.managers[0].token_ids(self._request(row)[0])
         return torch.from_numpy(tokens).long().to(self.device)[None]
 
     def save(self, path: Path, identity: kv4.SessionIdentity | None = None, row: int = 0) -> bool:
-        """A row into a file (kv4.save_session_file); of a model over n devices into n files: path, path.1, ..."""
+        """Saves a row to a file (kv4.save_session_file); a model over n devices gives n files: path, path.1, ..."""
         return self.store.save(self._request(row), identity or kv4.SessionIdentity(), path)
 
     def restore(self, path: Path, identity: kv4.SessionIdentity | None = None) -> None:
-        """One row from a file, in place of all that the cache holds; generate() goes on from token_ids().
+        """Replaces all rows by one row from a file; generate() continues from token_ids().
 
-        What raises because of the file has changed nothing.
+        An error because of the file changes nothing.
         """
         identity = identity or kv4.SessionIdentity()
         self._settle()
         try:
             request = self.store.restore(identity, path)
-        except kv4.ShortageError:  # the rows that run hold the room, and the file has been checked
+        except kv4.ShortageError:  # running rows take the room; the file has been checked
             if len(self.store.managers) > 1:
                 self.store.check_files(identity, path)
             self.reset()
@@ -473,7 +473,7 @@ class Kv4Cache(Cache):
 
 
 def _to_host(batch: int, count: int, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Integers [batch or 1, count] on the host, in one transfer where they are on one device."""
+    """Integers [batch or 1, count] on the host; one transfer if they are on one device."""
     given = [tensor.expand(batch, count) for tensor in tensors if tensor is not None]
     if len({tensor.device for tensor in given}) == 1:
         given = list(torch.stack([tensor.long() for tensor in given]).cpu().unbind())
@@ -483,7 +483,7 @@ def _to_host(batch: int, count: int, *tensors: torch.Tensor | None) -> list[torc
 
 @contextlib.contextmanager
 def rewindable(model: Model) -> Iterator[Model]:
-    """Inside, generate() accepts assisted generation: a Kv4Cache can be rewound, which the model class does not know.
+    """Within it, generate() accepts assisted generation: the model class does not know that a Kv4Cache can be rewound.
 
         with rewindable(model):
             model.generate(ids, past_key_values=Kv4Cache(..., max_rewind_tokens=16), prompt_lookup_num_tokens=8)

@@ -1,4 +1,4 @@
-"""Rows of a batch, and what the layers have to know of one forward."""
+"""Rows of a batch, and the facts of one forward that the layers need."""
 from __future__ import annotations
 
 import functools
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: Where lengths and indices are made, whatever torch.set_default_device says.
+#: The device of lengths and indices, whatever torch.set_default_device is.
 HOST = torch.device("cpu")
 #: Types of rows that kv4 takes.
 ROW_TYPES = (torch.float32, torch.bfloat16)
@@ -23,11 +23,11 @@ class Row:
 
 
 class Forward:
-    """A forward of [batch, count] tokens. All that layers need of it is on the host or already on the device: none waits.
+    """A forward of [batch, count] tokens. Layers find its data on the host or already on the device, so none waits.
 
-    rows, lengths, counts  by item of the step: the row of the batch, its tokens before, its tokens in this forward
-    starts, whole          by item: the first column with a token in this forward, and whether its tokens are neighbours
-    real                   the indices of tokens that are not padding; None: all are real
+    rows, lengths, counts  per item of the step: the row of the batch, its tokens before, its tokens in this forward
+    starts, whole          per item: the first column with a token in this forward, and whether its tokens are adjacent
+    real                   the indices of tokens that are not padding; None: all tokens are real
     """
 
     def __init__(self, shape: tuple[int, int], mask: torch.Tensor | None, lengths: Sequence[int], num_columns: int,
@@ -48,7 +48,7 @@ class Forward:
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def entries(self, ratio: int) -> list[int]:
-        """By item: its entries after this forward."""
+        """Entries of each item after this forward."""
         return [(length + count) // ratio for length, count in zip(self.lengths, self.counts)]
 
     def tokens(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Forward:
         return tokens.new_zeros(self.batch * self.count, *tokens.shape[1:]).index_copy_(0, index, tokens)
 
     def by_row(self, gathered: torch.Tensor) -> torch.Tensor:
-        """[items, ...] -> [batch, ...]; for rows without tokens anything, since nobody looks."""
+        """[items, ...] -> [batch, ...]; rows without tokens may have any values, which are not read."""
         if len(self.rows) == self.batch:
             return gathered
         items = torch.zeros(self.batch, dtype=torch.long, device=HOST)
@@ -76,14 +76,14 @@ class Forward:
     def by_column(self, gathered: torch.Tensor) -> torch.Tensor:
         """Window rows [items, n, width] -> [batch, columns of the model's mask, width].
 
-        The mask hides columns in which a row has no token, so that anything may be there.
+        The mask hides columns in which a row has no token, so they may have any values.
         """
         if self._window_index is None:
             return gathered
         return gathered.flatten(0, 1)[self._on("window", self._window_index, gathered.device)]
 
     def num_window_rows(self) -> int:
-        """Of the item that has most: rows before it that its queries see, and its own."""
+        """Largest number of window rows of an item: those before it that its queries see, and its own."""
         return max(old + new for old, new in zip(self._before(), self.counts))
 
     def _before(self) -> list[int]:
@@ -103,7 +103,7 @@ class Forward:
         return index
 
     def _on(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor of the host on a device, copied there once."""
+        """The copy of a host tensor on a device, made once."""
         key = name, device
         if key not in self._on_device:
             self._on_device[key] = tensor.to(device)

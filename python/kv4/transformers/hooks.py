@@ -1,4 +1,4 @@
-"""Hooks of a model, set once: what a Kv4Cache has to know of a forward, and what the model cannot know of the cache.
+"""Hooks of a model, set once: they tell a Kv4Cache of each forward, and the model of limits of the cache.
 
 All are functions of this module, so that a model with hooks can be copied and pickled.
 """
@@ -29,7 +29,7 @@ def watch(model: DeepseekV4ForCausalLM) -> None:
                 layer.self_attn.compressor.register_forward_hook(_hide_missing_entries, with_kwargs=True)
     for hook in (_prepare_cache_for_generation, _get_candidate_generator):
         original = getattr(type(model), hook.__name__, None)
-        # A model that was unpickled has its class's methods as its own under these names.
+        # An unpickled model has its class's methods as its own attributes under these names.
         if original is not None and getattr(getattr(model, hook.__name__), "__func__", None) is original:
             setattr(model, hook.__name__, types.MethodType(hook, model))
 
@@ -42,7 +42,7 @@ def _tell_of_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return None
     given = kwargs.get("inputs_embeds") if ids is None else ids
     if given is None:
-        return None  # the model says so
+        return None  # the model raises the error
     wants_attentions = bool(kwargs.get("output_attentions", module.config.output_attentions))
     told = kv4_cache.Told(ids, kwargs.get("attention_mask"), kwargs.get("position_ids"), given.shape[:2], wants_attentions,
                           kwargs.get("use_cache"))
@@ -63,7 +63,7 @@ def _tell_of_end(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 @torch.compiler.disable
 def _hide_missing_entries(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """From a single query the HCA compressor hides nothing; here rows may have fewer entries than others."""
+    """The HCA compressor hides no entry from a single query, but here rows may have fewer entries than others."""
     cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
     entries, bias = output
     if bias is not None or not isinstance(cache, kv4_cache.Kv4Cache) or entries.shape[2] == 0:
@@ -77,7 +77,7 @@ def _hide_missing_entries(module: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _prepare_cache_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """generate() calls it once, when all sizes are known: what does not fit is said before the first token."""
+    """generate() calls it once all sizes are known: a cache that is too small raises before the first token."""
     original = type(self)._prepare_cache_for_generation
     told = inspect.signature(original).bind(self, *args, **kwargs).arguments
     cache = told.get("model_kwargs", {}).get("past_key_values")
@@ -88,7 +88,7 @@ def _prepare_cache_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """generate() calls it before the first forward where it is assisted: what is drafted at once the generator alone knows."""
+    """An assisted generate() calls it before the first forward: only the generator knows the number of drafts."""
     original = type(self)._get_candidate_generator
     generator = original(self, *args, **kwargs)
     told = inspect.signature(original).bind(self, *args, **kwargs).arguments

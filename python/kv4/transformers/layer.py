@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Kv4Layer(CacheLayerMixin):
-    """It stores what it is given and gives back what kv4 holds.
+    """Stores the model's rows in kv4 and returns kv4's rows.
 
-    The model would pool compressor rows itself. It is given none to pool, and kv4's entries in place of the result.
+    The stock model pools compressor rows itself. Here it gets no rows to pool, and kv4's entries instead of the result.
     """
 
     is_sliding = True
@@ -49,7 +49,7 @@ class Kv4Layer(CacheLayerMixin):
     @torch.compiler.disable
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
                **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Window rows in [batch, 1, n, head_dim]; those that queries see out."""
+        """Takes window rows [batch, 1, n, head_dim] and returns those that queries see."""
         batch, _, count, width = key_states.shape
         if self.index == 0:
             self.cache.open_step(batch, count, gaps=False)
@@ -60,7 +60,7 @@ class Kv4Layer(CacheLayerMixin):
         window_only = self.kind == kv4.LayerKind.swa
         if window_only:
             self.handle.append(self.raw_kv)
-        else:  # append follows when the projections are there
+        else:  # append runs once the projections are there
             self.handle.write_swa(self.raw_kv)
         rows = forward.by_column(self._gathered(self.handle.gather_swa_kv, forward.num_window_rows(), width))[:, None]
         if window_only:
@@ -70,16 +70,16 @@ class Kv4Layer(CacheLayerMixin):
     @torch.compiler.disable
     def store_compression_weights(self, name: str, kv: torch.Tensor,
                                   gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Compressor rows in; none are given back to pool."""
+        """Takes compressor rows and returns none to pool."""
         self.projections[name] = [self.cache.forward.tokens(kv), self.cache.forward.tokens(gate)]
         return kv[:, :0], gate[:, :0], 0
 
     @torch.compiler.disable
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """All entries (name "compressor") or index keys ("indexer") out, [batch, n, width]."""
+        """Returns all entries (name "compressor") or index keys ("indexer"), [batch, n, width]."""
         schema = self.cache.store.managers[0].schema()
         if self.kind == kv4.LayerKind.csa and "indexer" not in self.projections:
-            # The index projections come later, and append runs again then: a step's rows may be written several times.
+            # When the index projections come, append runs again: a step's rows may be written several times.
             width = 2 * schema.config.index_dim
             index = [self.raw_kv.new_zeros(len(self.raw_kv), width)] * 2
         else:
@@ -95,7 +95,7 @@ class Kv4Layer(CacheLayerMixin):
         return rows
 
     def _gathered(self, gather: Any, most: int, width: int) -> torch.Tensor:
-        """[items, most, width] of the model's type, on its device."""
+        """[items, most, width] of the model's type and device."""
         dtype = self.dtype if self.dtype in ROW_TYPES else torch.float32
         rows = self.raw_kv.new_empty(len(self.cache.forward.rows), most, width, dtype=dtype)
         gather(rows)

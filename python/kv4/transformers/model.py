@@ -1,4 +1,4 @@
-"""What kv4 reads of a model: which one it is, where its layers are, the constants of its compressors."""
+"""The facts that kv4 reads of a model: its kind, the devices of its layers, the constants of its compressors."""
 from __future__ import annotations
 
 import json
@@ -9,7 +9,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCa
 
 import kv4
 
-#: What a config and the model's own must agree in.
+#: Fields in which a config and the model's own must agree.
 SHAPE = ("num_hidden_layers", "layer_types", "head_dim", "sliding_window", "index_head_dim", "compress_rates")
 
 
@@ -19,7 +19,7 @@ LOADED = "Load the model with from_pretrained(..., device_map=...)"
 
 
 def whole_model(model: Any, call: str) -> DeepseekV4ForCausalLM:
-    """The DeepseekV4ForCausalLM that a caller means, which torch.compile may have wrapped."""
+    """The caller's DeepseekV4ForCausalLM, which torch.compile may have wrapped."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, DeepseekV4ForCausalLM):
         return model
@@ -28,7 +28,7 @@ def whole_model(model: Any, call: str) -> DeepseekV4ForCausalLM:
 
 
 def check_config(config: Any, model: DeepseekV4ForCausalLM) -> None:
-    """`config` may be a copy, but of this model."""
+    """Refuses a `config` that is not this model's or a copy of it."""
     for name in SHAPE:
         told, own = getattr(config, name, None), getattr(model.config, name)
         if told != own:
@@ -41,14 +41,14 @@ def model_config(config: Any) -> kv4.ModelConfig:
 
 
 def _read(module: Any, name: str) -> torch.Tensor:
-    """A parameter, also one that accelerate keeps elsewhere (offloading) until its module runs."""
+    """The parameter, even if accelerate offloads it until its module runs."""
     tensor: torch.Tensor = getattr(module, name)
     kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
     return kept[name] if tensor.is_meta and kept is not None else tensor
 
 
 def _device_of(attention: Any) -> torch.device:
-    """Where it computes."""
+    """The device of its computation."""
     if attention.sinks.is_meta and getattr(attention, "_hf_hook", None) is not None:
         place = attention._hf_hook.execution_device
         return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
@@ -56,7 +56,7 @@ def _device_of(attention: Any) -> torch.device:
 
 
 def layer_devices(backbone: DeepseekV4Model) -> list[torch.device]:
-    """By layer: where its attention is."""
+    """The device of each layer's attention."""
     devices = [_device_of(layer.self_attn) for layer in backbone.layers]
     unread = [index for index, device in enumerate(devices)
               if device.type == "meta" or any(weight.is_meta for weight in _constants(backbone.layers[index].self_attn))]
@@ -71,7 +71,7 @@ def _constant(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _constants(attention: Any) -> list[torch.Tensor]:
-    """Of its compressor and indexer, where it has them."""
+    """Constants of its compressor and indexer, if it has them."""
     compressor = attention.compressor
     parts = [part for part in (compressor, getattr(compressor, "indexer", None)) if part is not None]
     return [weight for part in parts for weight in (_read(part, "position_bias"), _read(part.kv_norm, "weight"))]

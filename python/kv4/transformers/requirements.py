@@ -1,9 +1,9 @@
-"""What has to be installed beside kv4, checked before anything of it is used."""
+"""Checks the packages that kv4.transformers needs, before any of them is used."""
 import importlib
 import re
 from types import ModuleType
 
-#: First and last series of transformers whose DeepSeek-V4 and Cache this package knows: FIRST <= version < BEYOND.
+#: Versions of transformers whose DeepSeek-V4 and Cache this package knows: FIRST <= version < BEYOND.
 FIRST, BEYOND = (5, 17), (6, 0)
 HINT = "pip install torch 'transformers>=5.17,<6'"
 

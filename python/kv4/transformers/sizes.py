@@ -1,4 +1,4 @@
-"""How large a cache has to be for a call of generate()."""
+"""The size of the cache that a call of generate() needs."""
 from __future__ import annotations
 
 import copy
@@ -14,20 +14,20 @@ import kv4
 
 from .store import Sizes
 
-#: Tokens of the largest forward where nothing else is said: more is worth a chunked prefill.
+#: Default tokens of the largest forward; longer prompts are worth a chunked prefill.
 DEFAULT_STEP_TOKENS = 16384
-#: What generate() takes where neither max_new_tokens nor max_length is said.
+#: generate()'s default without max_new_tokens and max_length.
 DEFAULT_NEW_TOKENS = 20
-#: What an assistant drafts at once where its generation_config does not say num_assistant_tokens.
+#: Tokens that an assistant drafts at once if its generation_config has no num_assistant_tokens.
 DEFAULT_DRAFTED_TOKENS = 20
-#: Schedules of an assistant that draft two tokens more after each draft that was right to its end.
+#: Schedules that draft two tokens more after each draft that was entirely right.
 GROWING_SCHEDULES = ("heuristic", "heuristic_transient")
-#: Where transformers' generators that draft a fixed number say it: prompt lookup, multi-token prediction, DFlash.
+#: Attributes for the fixed number of drafts of generators: prompt lookup, multi-token prediction, DFlash.
 FIXED_DRAFTS = ("num_output_tokens", "num_mtp_layers", "block_size")
 
 
 def checked_sizes(max_batch: int, max_context: int, max_step_tokens: int | None, max_rewind_tokens: int) -> Sizes:
-    """Kv4Cache's arguments, refused by their names; what is too large kv4 says."""
+    """Checks Kv4Cache's arguments and names a bad one; kv4 itself refuses those that are too large."""
     def checked(name: str, value: Any, least: int) -> int:
         if not isinstance(value, Integral) or value < least:
             raise kv4.ArgumentError(f"{name} is {value!r}; it must be an integer from {least} on")
@@ -40,28 +40,28 @@ def checked_sizes(max_batch: int, max_context: int, max_step_tokens: int | None,
 
 
 class Drafts(NamedTuple):
-    """What assisted generation feeds beyond the tokens that it knows to be right."""
+    """Tokens that assisted generation feeds beyond those known to be right."""
 
-    tokens: int = 0  # at once, at most; as many may have to be taken back
-    beyond: int = 0  # columns that drafts may need beyond those of the finished text
+    tokens: int = 0  # maximum at once; as many may have to be taken back
+    beyond: int = 0  # columns that drafts may need beyond the finished text
 
 
 def drafts_of_assistant(tokens: int | None, schedule: str | None, remaining: int) -> Drafts:
-    """Of an assistant with the model's tokens, which drafts no more than generate() still wants: `remaining` tokens at first."""
+    """Drafts of an assistant with the model's tokens, at most as many as generate() wants: `remaining` at first."""
     tokens = DEFAULT_DRAFTED_TOKENS if tokens is None else int(tokens)
     if schedule in GROWING_SCHEDULES:
         made = 0
-        while made + tokens + 1 < remaining:  # a draft that is right gives its tokens and one of the model's
+        while made + tokens + 1 < remaining:  # a right draft gives its tokens and one of the model's
             made, tokens = made + tokens + 1, tokens + 2
-        tokens += 1  # a wrong one makes the next shorter by one, from where growth may come to an odd length between
+        tokens += 1  # a wrong draft shortens the next by one, and growth from there reaches the odd lengths between
     return Drafts(max(0, min(tokens, remaining - 1)))
 
 
 def drafts_of(generator: Any, remaining: int) -> Drafts:
-    """Of a candidate generator of transformers' while generate() makes `remaining` tokens."""
+    """Drafts of a transformers candidate generator while generate() makes `remaining` tokens."""
     for name in FIXED_DRAFTS:
         if (fixed := getattr(generator, name, None)) is not None:
-            return Drafts(int(fixed), int(fixed))  # at the end of the text, too
+            return Drafts(int(fixed), int(fixed))  # also at the end of the text
     if not hasattr(generator, "num_assistant_tokens") or hasattr(generator, "target_tokenizer"):
         return drafts_of_translation(remaining)
     return drafts_of_assistant(generator.num_assistant_tokens,
@@ -69,7 +69,7 @@ def drafts_of(generator: Any, remaining: int) -> Drafts:
 
 
 def drafts_of_translation(remaining: int) -> Drafts:
-    """Of an assistant with other tokens: nothing else bounds how many of the model's a draft becomes."""
+    """Drafts of an assistant with other tokens: nothing else bounds the number of the model's tokens in a draft."""
     return Drafts(remaining, 1)
 
 
@@ -87,16 +87,16 @@ def drafts_of_call(config: GenerationConfig, assistant: Any, translated: bool, r
 
 
 def sizes_for(prompt: tuple[int, int], max_length: int, config: GenerationConfig, drafts: Drafts) -> Sizes:
-    """prompt [rows, columns] before rows are repeated for beams and several sequences; max_length: columns at the end."""
+    """prompt [rows, columns] before rows are repeated for beams and sequences; max_length: columns at the end."""
     rows, columns = prompt[0] * max(config.num_beams or 1, config.num_return_sequences or 1), prompt[1]
-    # With drafts the first forward has the whole prompt and the first of them.
+    # With drafts, the first forward has the whole prompt and the first drafts.
     chunk = columns + drafts.tokens if drafts.tokens else min(columns, config.prefill_chunk_size or columns)
     return Sizes(max_batch=rows, max_context=max_length + drafts.beyond, max_step_tokens=rows * max(chunk, 1),
                  max_rewind_tokens=drafts.tokens)
 
 
 def config_of_call(model: Any, given: GenerationConfig | None, arguments: Mapping[str, Any]) -> GenerationConfig:
-    """What generate() makes of them: arguments go before the config given, and that before the model's."""
+    """The config that generate() derives: arguments override the given config, which overrides the model's."""
     config = GenerationConfig() if given is None else copy.deepcopy(given)
     config.update(**model.generation_config.to_dict(), defaults_only=True)
     config.update(**arguments)
@@ -104,7 +104,7 @@ def config_of_call(model: Any, given: GenerationConfig | None, arguments: Mappin
 
 
 def sizes_of_call(model: Any, inputs: Any, generation_config: Any) -> Sizes:
-    """From generate()'s arguments, see Kv4Cache.for_generate."""
+    """Sizes for generate()'s arguments, see Kv4Cache.for_generate."""
     tensor = inputs
     if isinstance(inputs, Mapping):
         tensor = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)

@@ -1,4 +1,4 @@
-"""The managers behind a cache: one for each device on which the model has layers. A request has an id in each."""
+"""The managers behind a cache: one per device with layers of the model. A request has an id in each manager."""
 from __future__ import annotations
 
 import threading
@@ -16,14 +16,14 @@ from .memory import free_bytes, in_words
 from .model import layer_constants, layer_devices, model_config, rope_table
 
 Request = tuple[int, ...]  # by manager
-#: None: where the model is; one for all layers; by device ("cpu", "cuda:0", torch.device); or one for each layer.
+#: None: the model's device; one for all layers; by device ("cpu", "cuda:0", torch.device); or one per layer.
 Backends = Union[None, kv4.Backend, Mapping[Any, kv4.Backend], Sequence[kv4.Backend]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a cache holds."""
+    """The capacity of a cache."""
 
     max_batch: int
     max_context: int
@@ -34,12 +34,12 @@ class Sizes:
         return self.united(other) == self
 
     def united(self, other: Sizes) -> Sizes:
-        """As large as both."""
+        """The larger of both in every respect."""
         return Sizes(*(max(mine, its) for mine, its in zip(vars(self).values(), vars(other).values())))
 
 
 def default_backend(device: torch.device) -> kv4.Backend:
-    """Of a device of torch's; on a CPU with as many threads as torch."""
+    """The backend for a torch device; on a CPU with as many threads as torch."""
     if device.type == "cuda":
         return kv4.make_cuda_backend(device.index or 0)
     if device.type == "cpu":
@@ -53,7 +53,7 @@ def _device_name(device: Any) -> str:
 
 
 def backends_of_layers(devices: Sequence[torch.device], given: Backends) -> list[kv4.Backend]:
-    """By layer."""
+    """The backend of each layer."""
     if given is None or isinstance(given, Mapping):
         known = {_device_name(device): backend for device, backend in (given or {}).items()}
         for device in devices:
@@ -74,15 +74,15 @@ def backends_of_layers(devices: Sequence[torch.device], given: Backends) -> list
 
 
 class Store:
-    """Requests and steps of all managers at once: a call changes all of them or none."""
+    """Requests and steps of all managers together: a call changes all managers or none."""
 
     def __init__(self, backbone: DeepseekV4Model, given: Backends, sizes: Sizes, options: Mapping[str, Any]) -> None:
         self.sizes, self._options = sizes, dict(options)
         self.devices = layer_devices(backbone)  # by layer
         self._backends = backends_of_layers(self.devices, given)
         self.step: list[kv4.Step] | None = None
-        self.step_of = 0  # the id() of the cache that prepared it: copies share a store
-        self.step_thread = threading.current_thread()  # that prepared it
+        self.step_of = 0  # id() of the cache that prepared the step: copies share a store
+        self.step_thread = threading.current_thread()  # prepared the step
         self._preparing = threading.Lock()
         self.manager_of: dict[int, int] = {}  # by layer
         self.managers: list[kv4.KVCacheManager] = []
@@ -92,12 +92,12 @@ class Store:
             self.managers.append(self._make_manager(backbone, backend, layers))
 
     def larger(self, backbone: DeepseekV4Model, sizes: Sizes) -> Store:
-        """An empty one for the same layers."""
+        """An empty store for the same layers."""
         return Store(backbone, self._backends, sizes, self._options)
 
     def _make_manager(self, backbone: DeepseekV4Model, backend: kv4.Backend, layers: list[int]) -> kv4.KVCacheManager:
         sizes, config = self.sizes, model_config(backbone.config)
-        # The rope table is the model's own, which goes beyond its max_position_embeddings.
+        # The rope table is the model's own and extends beyond its max_position_embeddings.
         config.max_positions = max(config.max_positions, sizes.max_context)
         options = kv4.CacheOptions(**{
             "max_requests": sizes.max_batch, "max_context": sizes.max_context, "spare_slots": sizes.max_batch,
@@ -117,7 +117,7 @@ class Store:
         return manager
 
     def _all(self, call: Callable[[int, kv4.KVCacheManager], T], undo: Callable[[kv4.KVCacheManager, T], object]) -> list[T]:
-        """call(i, manager i) of all managers; where one raises, those before it are undone."""
+        """call(i, manager i) for all managers; if one raises, the calls before it are undone."""
         done: list[T] = []
         try:
             for number, manager in enumerate(self.managers):
@@ -137,7 +137,7 @@ class Store:
         return tuple(self._all(lambda _, manager: manager.admit(), kv4.KVCacheManager.release))
 
     def admit_prompt(self, token_ids: torch.Tensor, **fields: Any) -> tuple[Request, int]:
-        """The request, and how many tokens of the prompt it has: the same in all managers. `fields`: kv4.Prompt's."""
+        """The request and its number of prompt tokens, the same in all managers. `fields`: kv4.Prompt's."""
         while True:
             prompt = kv4.Prompt(token_ids, **fields)
             admissions = self._all(lambda _, manager: manager.admit(prompt),
@@ -145,7 +145,7 @@ class Store:
             lengths = [admission.resume_at for admission in admissions]
             if min(lengths) == max(lengths):
                 return tuple(admission.request for admission in admissions), lengths[0]
-            # Some have evicted blocks that others keep. The hit gets shorter each time: at least one token is computed.
+            # Some managers have evicted blocks that others have. Each round shortens the hit; one token remains.
             for manager, admission in zip(self.managers, admissions):
                 manager.release(admission.request)
             token_ids = token_ids[:min(lengths) + 1]
@@ -168,7 +168,7 @@ class Store:
         return self.managers[0].length(request[0])
 
     def copy_from(self, other: Store, request: Request) -> Request:
-        """A request of another store of the same layers, by its bytes."""
+        """Copies a request of another store of the same layers, as bytes."""
         def copied(number: int, manager: kv4.KVCacheManager) -> int:
             source = other.managers[number]
             if source.length(request[number]) == 0:
@@ -188,7 +188,7 @@ class Store:
             self.step_of, self.step_thread = id(cache), threading.current_thread()
 
     def settle(self, cache: object) -> None:
-        """Aborts a step that was left open, by `cache` itself or by a copy whose thread cannot go on with it."""
+        """Aborts a step that `cache` left open, or a copy of it whose thread cannot continue it."""
         other = self.step is not None and self.step_of != id(cache) and self.step_thread is not threading.current_thread()
         if other and self.step_thread.is_alive():
             raise kv4.StateError("a forward of a copy of this Kv4Cache is under way in another thread. Copies share memory and "
@@ -220,11 +220,11 @@ class Store:
                     for manager, number, file in zip(self.managers, request, self.files(path))])
 
     def check_files(self, identity: kv4.SessionIdentity, path: Any) -> None:
-        """Raises what restore() would raise if there were room."""
+        """Raises the errors of restore() other than shortages."""
         for manager, file in zip(self.managers, self.files(path)):
             try:
                 request = kv4.restore_session_file(manager, identity, file)
-            except kv4.ShortageError:  # told after all records have been checked
+            except kv4.ShortageError:  # raised after all records have been checked
                 continue
             if request is not None:
                 manager.release(request)

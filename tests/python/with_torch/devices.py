@@ -1,4 +1,4 @@
-"""The devices that are here to test with."""
+"""The devices that tests can use here."""
 import pytest
 import torch
 

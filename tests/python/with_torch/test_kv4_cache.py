@@ -65,7 +65,7 @@ def test_bf16_rows_give_the_stock_caches_logits_and_tokens(prepare, stock_tokens
     ours = step_by_step(model, kv4_cache(model), tokens[:, :-1], [60] + [1] * 299)
     assert (ours - stock).abs().max() < 1e-2
     assert ours[59:].argmax(-1).tolist() == tokens[0, 60:].tolist()
-    # What the past holds does matter to this model: another one gives other logits.
+    # The past does matter to this model: another one gives other logits.
     other = torch.cat([random_tokens(1, 60, seed=9, device=device), tokens[:, 60:100]], dim=1)
     assert (step_by_step(model, kv4_cache(model), other, [100])[99] - stock[99]).abs().max() > 2e-2
 
@@ -142,7 +142,7 @@ def test_padding_without_position_ids(model, left):
         logits = torch.cat(parts, dim=1)
         for row in range(3):
             assert (logits[row][mask[row].bool()] - alone[row][:-1]).abs().max() < 1e-2
-        if left:  # the cache knows where rows began
+        if left:  # the cache knows the first columns of rows
             logits = model(following, past_key_values=cache).logits
             assert max((logits[row, 0] - alone[row][-1]).abs().max() for row in range(3)) < 1e-2
 
@@ -172,7 +172,7 @@ def test_torchs_defaults_do_not_matter(model, setting, reset):
 
 
 def test_padding_with_embeddings(accelerated):
-    """Without token ids the mask is all that is told."""
+    """Without token ids, only the mask describes the forward."""
     ids, mask = padded([random_tokens(1, n, seed=n, device=accelerated.device) for n in (140, 33)])
     embeds = accelerated.model.embed_tokens(ids)
     given = [{"input_ids": ids}, {"inputs_embeds": embeds}]
@@ -395,7 +395,7 @@ def test_a_forward_that_failed_leaves_no_trace(accelerated):
 
 
 def test_the_guides_lines_run():
-    """With a model and inputs, which are the reader's."""
+    """Runs with the reader's model and inputs."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
     lines, = (block for block in blocks if block.startswith("# needs torch and transformers\n"))
     prompt = random_tokens(1, 20, seed=19)

@@ -1,4 +1,4 @@
-"""Assisted generation: whatever drafts, the cache has room for what is taken back, or generate() says so at its start."""
+"""Assisted generation: with any drafter, the cache has room for rejected drafts, or generate() raises at its start."""
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""What a Kv4Cache cannot do right, it refuses with words, and is as it was before."""
+"""A Kv4Cache refuses unsupported calls with a message and does not change."""
 import copy
 import gc
 import subprocess
@@ -71,7 +71,7 @@ def test_use_cache_false_with_a_cache_is_refused(model):
 
 
 def test_a_text_without_new_tokens_is_refused(model):
-    """generate() cuts off what the cache holds, and here nothing is left."""
+    """generate() removes the tokens that the cache has, and here no token remains."""
     cache, prompt = kv4_cache(model), random_tokens(1, 40, seed=3)
     greedy(model, prompt, past_key_values=cache)
     with pytest.raises(kv4.ArgumentError, match="the forward has no tokens: the cache holds 43"):
@@ -136,7 +136,7 @@ def test_another_model_is_refused(model):
 
 
 def test_another_model_is_refused_after_a_forward_that_failed(model):
-    """What was told of a forward is gone with it: a model without hooks tells nothing."""
+    """A report on a forward ends with it: a model without hooks reports nothing."""
     cache = kv4_cache(model)
     with pytest.raises(IndexError):
         model(torch.full((1, 8), 10**6), past_key_values=cache)

@@ -8,7 +8,7 @@ EXACT = dict(row_format="bf16", index_format="bf16", hadamard=False)  # formats 
 
 
 def tiny_model(index_topk=64):
-    """All experts take part and few entries are left out, so that a small change of a row is a small change of the logits."""
+    """All experts take part and few entries are left out: a small change of a row is a small change of the logits."""
     config = DeepseekV4Config(
         vocab_size=VOCABULARY, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
         head_dim=512, q_lora_rank=64, num_experts_per_tok=4, n_routed_experts=4, o_groups=2, o_lora_rank=32,
